@@ -1,0 +1,80 @@
+"""Every failure a user can cause or meet, one class an exit code, one paragraph a message."""
+
+from __future__ import annotations
+
+
+class MtpExportError(Exception):
+    """A failure with an exit code and a paragraph: what, where, expected, found, what to do."""
+
+    exit_code = 1
+
+    def __init__(
+        self,
+        what: str,
+        *,
+        where: object = None,
+        expected: object = None,
+        found: object = None,
+        todo: str | None = None,
+    ) -> None:
+        self.what = what
+        self.where = where
+        self.expected = expected
+        self.found = found
+        self.todo = todo
+        super().__init__(self.paragraph())
+
+    def paragraph(self) -> str:
+        """The whole message as one paragraph; parts that were not given are left out."""
+        parts = [self.what.rstrip(".")]
+        if self.where is not None:
+            parts[0] += f" ({self.where})"
+        if self.expected is not None:
+            parts.append(f"Expected {self.expected}")
+        if self.found is not None:
+            parts.append(f"Found {self.found}")
+        if self.todo is not None:
+            parts.append(self.todo.rstrip("."))
+        return ". ".join(parts) + "."
+
+
+class UsageError(MtpExportError):
+    """Options that contradict each other or make no sense."""
+
+    exit_code = 2
+
+
+class InvalidInputError(MtpExportError):
+    """A checkpoint, config or bundle that is damaged or incomplete."""
+
+    exit_code = 3
+
+
+class UnsupportedError(MtpExportError):
+    """A model, hardware or option pair that this tool does not support."""
+
+    exit_code = 4
+
+
+class ResourceError(MtpExportError):
+    """Not enough disk or memory, found before the first byte is written."""
+
+    exit_code = 5
+
+
+class IoError(MtpExportError):
+    """Reading, writing or the network failed midway."""
+
+    exit_code = 6
+
+
+class VerificationError(MtpExportError):
+    """An export does not prove what it must."""
+
+    exit_code = 7
+
+
+class OutputExistsError(MtpExportError):
+    """The output folder already holds something that this run must not touch."""
+
+    exit_code = 8
