@@ -1,0 +1,1 @@
+"""Checkpoints on disk: strict reading, planning, streaming writes, manifests and links."""

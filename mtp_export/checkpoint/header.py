@@ -1,0 +1,183 @@
+"""One safetensors header, read strictly: whatever the format forbids is refused, and also what
+its reference reader lets pass (duplicate keys, leading white space, unknown fields, odd names)."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from mtp_export.checkpoint.dtypes import DTYPE_BITS, tensor_bytes
+from mtp_export.errors import InvalidInputError, IoError
+
+MAX_HEADER_BYTES = 100_000_000
+_LENGTH_BYTES = 8
+_DOWNLOAD_AGAIN = "The file is damaged or was not written by safetensors: download or write it again"
+
+
+@dataclass(frozen=True, slots=True)
+class TensorInfo:
+    """Where a tensor lies: dtype and shape, its file, and its absolute byte range there."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    path: Path
+    offset_bytes: int
+    size_bytes: int
+
+
+@dataclass(frozen=True)
+class ShardHeader:
+    """A shard's tensors in offset order, its size, and the hash of its header bytes."""
+
+    path: Path
+    size_bytes: int
+    header_sha256: str
+    metadata: dict[str, str]
+    tensors: tuple[TensorInfo, ...]
+
+
+class _HeaderError(Exception):
+    """What is wrong inside a header; read_header turns it into an InvalidInputError."""
+
+    def __init__(self, what: str, expected: object = None, found: object = None) -> None:
+        super().__init__(what)
+        self.what, self.expected, self.found = what, expected, found
+
+
+def read_header(path: Path) -> ShardHeader:
+    """The header of a safetensors file (format: https://huggingface.co/docs/safetensors).
+
+    Raises InvalidInputError when anything in it contradicts the format or the file's size, IoError
+    when the file cannot be read.
+    """
+    try:
+        size_bytes = path.stat().st_size
+        with path.open("rb") as file:
+            head = file.read(_LENGTH_BYTES)
+            header_bytes = int.from_bytes(head, "little")
+            limit = min(MAX_HEADER_BYTES, size_bytes - _LENGTH_BYTES)
+            raw = file.read(header_bytes) if header_bytes <= limit else b""
+    except OSError as error:
+        raise IoError(
+            "A shard cannot be read", where=path, found=error.strerror, todo="Check the file"
+        ) from error
+    try:
+        _check_lengths(size_bytes, header_bytes)
+        entries, metadata = _parse_json(raw)
+        data_start = _LENGTH_BYTES + header_bytes
+        tensors = tuple(_tensor(path, name, entry, data_start) for name, entry in entries.items())
+        ordered = _check_coverage(tensors, data_start, size_bytes)
+    except _HeaderError as error:
+        raise InvalidInputError(
+            error.what, where=path, expected=error.expected, found=error.found, todo=_DOWNLOAD_AGAIN
+        ) from None
+    digest = hashlib.sha256(raw).hexdigest()
+    return ShardHeader(path, size_bytes, digest, metadata, ordered)
+
+
+def _check_lengths(size_bytes: int, header_bytes: int) -> None:
+    if size_bytes < _LENGTH_BYTES:
+        raise _HeaderError(
+            "A shard is too short for a safetensors file", "at least 8 bytes", f"{size_bytes} bytes"
+        )
+    if header_bytes > size_bytes - _LENGTH_BYTES:
+        raise _HeaderError(
+            "A shard's header is longer than the file",
+            f"at most {size_bytes - _LENGTH_BYTES} bytes of header",
+            f"a header length of {header_bytes}",
+        )
+    if header_bytes > MAX_HEADER_BYTES:
+        raise _HeaderError(
+            "A shard's header is too long", f"at most {MAX_HEADER_BYTES} bytes", str(header_bytes)
+        )
+
+
+def _no_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    result = dict(pairs)
+    if len(result) != len(pairs):
+        seen: set[str] = set()
+        twice = next(key for key, _ in pairs if key in seen or seen.add(key))  # type: ignore[func-returns-value]
+        raise _HeaderError("A shard's header has a duplicate key", "each key once", repr(twice))
+    return result
+
+
+def _parse_json(raw: bytes) -> tuple[dict[str, Any], dict[str, str]]:
+    if raw[:1] != b"{":
+        raise _HeaderError("A shard's header does not start with '{'", "'{'", repr(raw[:1]))
+    try:
+        entries = json.loads(raw.decode("utf-8"), object_pairs_hook=_no_duplicates)
+    except (UnicodeDecodeError, json.JSONDecodeError, RecursionError) as error:
+        raise _HeaderError("A shard's header is not JSON", "one JSON object", str(error)) from None
+    metadata = entries.pop("__metadata__", {})
+    if not isinstance(metadata, dict) or not all(isinstance(v, str) for v in metadata.values()):
+        raise _HeaderError("A shard's metadata is not strings", "string values", repr(metadata))
+    return entries, metadata
+
+
+def _is_size(value: object) -> bool:
+    return type(value) is int and 0 <= value < 2**63
+
+
+def check_tensor_name(name: str) -> None:
+    """Refuse names that could leave a folder or cut a string (ValueError)."""
+    if not name or name.startswith("/") or "\0" in name or ".." in name.split("/"):
+        raise ValueError(f"unsafe tensor name {name!r}")
+
+
+def _tensor(path: Path, name: str, entry: object, data_start: int) -> TensorInfo:
+    try:
+        check_tensor_name(name)
+    except ValueError:
+        raise _HeaderError("A tensor's name is unsafe", "a plain name", repr(name)) from None
+    if not isinstance(entry, dict) or entry.keys() != {"dtype", "shape", "data_offsets"}:
+        raise _HeaderError(
+            f"Tensor {name} is not described as the format asks",
+            "exactly dtype, shape and data_offsets",
+            repr(entry)[:120],
+        )
+    dtype, shape, offsets = entry["dtype"], entry["shape"], entry["data_offsets"]
+    if dtype not in DTYPE_BITS:
+        raise _HeaderError(f"Tensor {name} has an unknown dtype", ", ".join(DTYPE_BITS), dtype)
+    if not isinstance(shape, list) or not all(_is_size(size) for size in shape):
+        raise _HeaderError(f"Tensor {name} has no valid shape", "sizes from 0 up", repr(shape))
+    if not isinstance(offsets, list) or len(offsets) != 2 or not all(map(_is_size, offsets)):
+        raise _HeaderError(f"Tensor {name} has no valid offsets", "two sizes", repr(offsets))
+    start, end = offsets
+    try:
+        expected_bytes = tensor_bytes(dtype, tuple(shape))
+    except ValueError as error:
+        raise _HeaderError(f"Tensor {name} ends inside a byte", "whole bytes", str(error)) from None
+    if end - start != expected_bytes:
+        raise _HeaderError(
+            f"Tensor {name} has the wrong size for {dtype} {shape}",
+            f"{expected_bytes} bytes",
+            f"{end - start} bytes (offsets {start} to {end})",
+        )
+    return TensorInfo(name, dtype, tuple(shape), path, data_start + start, end - start)
+
+
+def _check_coverage(
+    tensors: tuple[TensorInfo, ...], data_start: int, size_bytes: int
+) -> tuple[TensorInfo, ...]:
+    """The tensors in offset order, when they fill the data without hole, overlap or rest."""
+    ordered = tuple(sorted(tensors, key=lambda t: (t.offset_bytes, t.size_bytes)))
+    position = data_start
+    for tensor in ordered:
+        if tensor.offset_bytes != position:
+            kind = "overlaps another" if tensor.offset_bytes < position else "leaves a hole before"
+            raise _HeaderError(
+                f"Tensor {tensor.name} {kind}",
+                f"data offset {position - data_start}",
+                f"data offset {tensor.offset_bytes - data_start}",
+            )
+        position += tensor.size_bytes
+    if position != size_bytes:
+        kind = "truncated" if size_bytes < position else "followed by bytes of no tensor"
+        raise _HeaderError(
+            f"A shard is {kind}", f"{position} bytes by its header", f"{size_bytes} bytes"
+        )
+    return ordered

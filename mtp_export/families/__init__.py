@@ -1,0 +1,27 @@
+"""Model families by config.json's model_type. A new family is one file and one line here."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from mtp_export.errors import UnsupportedError
+from mtp_export.families.base import ModelFamily
+from mtp_export.families.deepseek_v3 import DeepseekV3Family
+
+FAMILIES: dict[str, Callable[[Mapping[str, Any]], ModelFamily]] = {
+    "deepseek_v3": DeepseekV3Family.from_config,
+}
+
+
+def family_of(config: Mapping[str, Any]) -> ModelFamily:
+    """The family of a config.json (UnsupportedError for a model_type that has none)."""
+    model_type = config.get("model_type")
+    if model_type not in FAMILIES:
+        raise UnsupportedError(
+            "This model type is not supported",
+            expected=f"model_type {' or '.join(sorted(FAMILIES))} in config.json",
+            found=model_type,
+            todo="DeepSeek-V3, V3-0324, R1 and V3.1 checkpoints have model_type deepseek_v3",
+        )
+    return FAMILIES[model_type](config)

@@ -1,0 +1,183 @@
+"""DeepSeek-V3 and R1: 61 layers, MLA, MoE, and an MTP module stored as the layer after the last.
+
+Source: README_WEIGHTS.md and the index of the released checkpoints (91,991 tensors).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+from mtp_export.errors import InvalidInputError, UnsupportedError
+from mtp_export.families.base import (
+    BlockFp8,
+    Role,
+    SharedTensor,
+    TensorSpec,
+    block_fp8,
+    config_int,
+)
+
+_LAYERS_PREFIX = "model.layers."
+_STORED_DTYPES = {"bfloat16": "BF16", "float16": "F16", "float32": "F32"}
+
+
+@dataclass(frozen=True)
+class DeepseekV3Family:
+    """The tensors of one DeepSeek-V3 config."""
+
+    config: Mapping[str, Any]
+    num_hidden_layers: int
+    mtp_layers: range
+    quantization: BlockFp8 | None
+    dtype: str
+
+    @classmethod
+    def from_config(cls, config: Mapping[str, Any]) -> DeepseekV3Family:
+        """Raises InvalidInputError for a missing or odd field, UnsupportedError for a variant."""
+        layers = config_int(config, "num_hidden_layers")
+        mtp_layers = range(layers, layers + config_int(config, "num_nextn_predict_layers", 0))
+        for key in ("attention_bias", "tie_word_embeddings"):
+            if config.get(key):
+                raise UnsupportedError(
+                    f"config.json sets {key}, which no released DeepSeek-V3 does",
+                    expected="false",
+                    found=config[key],
+                )
+        name = config.get("dtype") or config.get("torch_dtype") or "bfloat16"
+        if name not in _STORED_DTYPES:
+            raise InvalidInputError(
+                "config.json names an unknown torch_dtype",
+                expected=", ".join(_STORED_DTYPES),
+                found=name,
+            )
+        return cls(config, layers, mtp_layers, block_fp8(config), _STORED_DTYPES[name])
+
+    @cached_property
+    def expected(self) -> Mapping[str, TensorSpec]:
+        """Every tensor that the config promises, main and MTP, by name."""
+        return {spec.name: spec for spec in self._all()}
+
+    @property
+    def shared(self) -> tuple[SharedTensor, ...]:
+        """The MTP layers' copies of embedding and head, beside the main model's."""
+        return tuple(
+            SharedTensor(f"{_LAYERS_PREFIX}{layer}.{own}", main)
+            for layer in self.mtp_layers
+            for own, main in (
+                ("embed_tokens.weight", "model.embed_tokens.weight"),
+                ("shared_head.head.weight", "lm_head.weight"),
+            )
+        )
+
+    def mtp_layer_of(self, name: str) -> int | None:
+        """The MTP layer that a tensor name belongs to, None for the main model's."""
+        if not name.startswith(_LAYERS_PREFIX):
+            return None
+        digits = name.removeprefix(_LAYERS_PREFIX).partition(".")[0]
+        if digits.isascii() and digits.isdigit() and int(digits) in self.mtp_layers:
+            return int(digits)
+        return None
+
+    def _size(self, key: str, default: int | None = None) -> int:
+        return config_int(self.config, key, default)
+
+    def _all(self) -> Iterator[TensorSpec]:
+        hidden, vocab = self._size("hidden_size"), self._size("vocab_size")
+        yield TensorSpec("model.embed_tokens.weight", (vocab, hidden), (self.dtype,), Role.EMBEDDING)
+        yield self._norm("model.norm", hidden, None)
+        yield TensorSpec("lm_head.weight", (vocab, hidden), (self.dtype,), Role.HEAD)
+        for layer in range(self.num_hidden_layers):
+            yield from self._layer(layer, None)
+        for layer in self.mtp_layers:
+            yield from self._layer(layer, layer)
+            yield from self._mtp_extras(layer, hidden, vocab)
+
+    def _layer(self, layer: int, mtp: int | None) -> Iterator[TensorSpec]:
+        prefix, hidden = f"{_LAYERS_PREFIX}{layer}", self._size("hidden_size")
+        yield self._norm(f"{prefix}.input_layernorm", hidden, mtp)
+        yield self._norm(f"{prefix}.post_attention_layernorm", hidden, mtp)
+        yield from self._attention(f"{prefix}.self_attn", hidden, mtp)
+        dense_layers, every = self._size("first_k_dense_replace"), self._size("moe_layer_freq", 1)
+        if mtp is None and (layer < dense_layers or layer % every):
+            size = self._size("intermediate_size")
+            yield from self._mlp(f"{prefix}.mlp", size, Role.DENSE_MLP, mtp)
+        else:
+            yield from self._moe(f"{prefix}.mlp", hidden, mtp)
+
+    def _attention(self, prefix: str, hidden: int, mtp: int | None) -> Iterator[TensorSpec]:
+        heads, rope = self._size("num_attention_heads"), self._size("qk_rope_head_dim")
+        nope, value = self._size("qk_nope_head_dim"), self._size("v_head_dim")
+        latent = self._size("kv_lora_rank")
+        shapes = {
+            "kv_a_proj_with_mqa": (latent + rope, hidden),
+            "kv_b_proj": (heads * (nope + value), latent),
+            "o_proj": (hidden, heads * value),
+        }
+        if self.config.get("q_lora_rank") is None:
+            shapes["q_proj"] = (heads * (nope + rope), hidden)
+        else:
+            q_rank = self._size("q_lora_rank")
+            shapes["q_a_proj"] = (q_rank, hidden)
+            shapes["q_b_proj"] = (heads * (nope + rope), q_rank)
+            yield self._norm(f"{prefix}.q_a_layernorm", q_rank, mtp)
+        yield self._norm(f"{prefix}.kv_a_layernorm", latent, mtp)
+        for name, shape in shapes.items():
+            yield from self._linear(f"{prefix}.{name}", shape, Role.ATTENTION, mtp)
+
+    def _mlp(self, prefix: str, size: int, role: Role, mtp: int | None) -> Iterator[TensorSpec]:
+        hidden = self._size("hidden_size")
+        yield from self._linear(f"{prefix}.gate_proj", (size, hidden), role, mtp)
+        yield from self._linear(f"{prefix}.up_proj", (size, hidden), role, mtp)
+        yield from self._linear(f"{prefix}.down_proj", (hidden, size), role, mtp)
+
+    def _moe(self, prefix: str, hidden: int, mtp: int | None) -> Iterator[TensorSpec]:
+        experts, size = self._size("n_routed_experts"), self._size("moe_intermediate_size")
+        kept = tuple(dict.fromkeys((self.dtype, "F32")))
+        yield TensorSpec(f"{prefix}.gate.weight", (experts, hidden), kept, Role.ROUTER, mtp)
+        if self.config.get("topk_method", "noaux_tc") == "noaux_tc":
+            name = f"{prefix}.gate.e_score_correction_bias"
+            yield TensorSpec(name, (experts,), kept, Role.ROUTER, mtp)
+        if shared := self._size("n_shared_experts", 0):
+            yield from self._mlp(
+                f"{prefix}.shared_experts", size * shared, Role.SHARED_EXPERT, mtp
+            )
+        for expert in range(experts):
+            yield from self._mlp(f"{prefix}.experts.{expert}", size, Role.ROUTED_EXPERT, mtp)
+
+    def _mtp_extras(self, layer: int, hidden: int, vocab: int) -> Iterator[TensorSpec]:
+        prefix = f"{_LAYERS_PREFIX}{layer}"
+        for norm in ("enorm", "hnorm", "shared_head.norm"):
+            yield self._norm(f"{prefix}.{norm}", hidden, layer)
+        projection = f"{prefix}.eh_proj.weight"
+        yield TensorSpec(
+            projection, (hidden, 2 * hidden), (self.dtype,), Role.MTP_PROJECTION, layer
+        )
+        for name, role in (("embed_tokens", Role.EMBEDDING), ("shared_head.head", Role.HEAD)):
+            yield TensorSpec(
+                f"{prefix}.{name}.weight",
+                (vocab, hidden),
+                (self.dtype,),
+                role,
+                layer,
+                optional=True,
+            )
+
+    def _norm(self, module: str, size: int, mtp: int | None) -> TensorSpec:
+        dtypes = tuple(dict.fromkeys((self.dtype, "F32")))
+        return TensorSpec(f"{module}.weight", (size,), dtypes, Role.NORM, mtp)
+
+    def _linear(
+        self, module: str, shape: tuple[int, int], role: Role, mtp: int | None
+    ) -> Iterator[TensorSpec]:
+        name, fp8 = f"{module}.weight", self.quantization
+        if fp8 is None or not fp8.covers(module):
+            yield TensorSpec(name, shape, (self.dtype,), role, mtp)
+            return
+        scale_shape = (-(-shape[0] // fp8.block[0]), -(-shape[1] // fp8.block[1]))
+        yield TensorSpec(name, shape, ("F8_E4M3",), role, mtp)
+        yield TensorSpec(
+            f"{name}_scale_inv", scale_shape, fp8.scale_dtypes, role, mtp, scale_of=name
+        )
