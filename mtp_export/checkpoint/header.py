@@ -14,7 +14,9 @@ from mtp_export.errors import InvalidInputError, IoError
 
 MAX_HEADER_BYTES = 100_000_000
 _LENGTH_BYTES = 8
-_DOWNLOAD_AGAIN = "The file is damaged or was not written by safetensors: download or write it again"
+_DOWNLOAD_AGAIN = (
+    "The file is damaged or was not written by safetensors: download or write it again"
+)
 
 
 @dataclass(frozen=True, slots=True)

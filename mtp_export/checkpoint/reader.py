@@ -48,9 +48,7 @@ class Checkpoint:
         config = _json_object(folder / CONFIG_NAME, raw_config)
         weight_map = _weight_map(folder)
         if weight_map is None:
-            return cls(
-                folder, config, _sha256(raw_config), (read_header(folder / SINGLE_NAME),)
-            )
+            return cls(folder, config, _sha256(raw_config), (read_header(folder / SINGLE_NAME),))
         shards = tuple(read_header(folder / name) for name in sorted(set(weight_map.values())))
         _check_index(folder, weight_map, shards)
         return cls(folder, config, _sha256(raw_config), shards)
@@ -195,12 +193,12 @@ def _weight_map(folder: Path) -> dict[str, str] | None:
 
 
 def _is_plain_file_name(name: str) -> bool:
-    return name.endswith(".safetensors") and "/" not in name and "\\" not in name and "\0" not in name
+    return (
+        name.endswith(".safetensors") and "/" not in name and "\\" not in name and "\0" not in name
+    )
 
 
-def _check_index(
-    folder: Path, weight_map: dict[str, str], shards: Iterable[ShardHeader]
-) -> None:
+def _check_index(folder: Path, weight_map: dict[str, str], shards: Iterable[ShardHeader]) -> None:
     """Every index entry is in the shard it names, every tensor is in the index, none twice."""
     _check_no_stray_shard(folder, set(weight_map.values()))
     where: dict[str, str] = {}

@@ -104,9 +104,7 @@ class Discrepancy:
         )
 
 
-def compare(
-    stored: Mapping[str, HasLayout], expected: Iterable[TensorSpec]
-) -> list[Discrepancy]:
+def compare(stored: Mapping[str, HasLayout], expected: Iterable[TensorSpec]) -> list[Discrepancy]:
     """Every difference between stored tensors and the promised ones, in a stable order."""
     specs = {spec.name: spec for spec in expected}
     found = [

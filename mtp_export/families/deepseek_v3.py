@@ -86,7 +86,9 @@ class DeepseekV3Family:
 
     def _all(self) -> Iterator[TensorSpec]:
         hidden, vocab = self._size("hidden_size"), self._size("vocab_size")
-        yield TensorSpec("model.embed_tokens.weight", (vocab, hidden), (self.dtype,), Role.EMBEDDING)
+        yield TensorSpec(
+            "model.embed_tokens.weight", (vocab, hidden), (self.dtype,), Role.EMBEDDING
+        )
         yield self._norm("model.norm", hidden, None)
         yield TensorSpec("lm_head.weight", (vocab, hidden), (self.dtype,), Role.HEAD)
         for layer in range(self.num_hidden_layers):
@@ -141,9 +143,7 @@ class DeepseekV3Family:
             name = f"{prefix}.gate.e_score_correction_bias"
             yield TensorSpec(name, (experts,), kept, Role.ROUTER, mtp)
         if shared := self._size("n_shared_experts", 0):
-            yield from self._mlp(
-                f"{prefix}.shared_experts", size * shared, Role.SHARED_EXPERT, mtp
-            )
+            yield from self._mlp(f"{prefix}.shared_experts", size * shared, Role.SHARED_EXPERT, mtp)
         for expert in range(experts):
             yield from self._mlp(f"{prefix}.experts.{expert}", size, Role.ROUTED_EXPERT, mtp)
 

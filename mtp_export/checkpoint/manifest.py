@@ -1,0 +1,94 @@
+"""mtp_export.json: what a bundle is, from what it was made, and a checksum of every tensor.
+
+It is written last and holds nothing that differs between two runs of the same command, so a
+bundle with a manifest is whole, and an interrupted run ends with the same bytes as any other.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import xxhash
+
+from mtp_export.checkpoint.plan import OutputShard, PartPlan
+from mtp_export.checkpoint.reader import Checkpoint
+
+MANIFEST_NAME = "mtp_export.json"
+FORMAT_VERSION = 1
+
+
+def source_identity(checkpoint: Checkpoint) -> dict[str, Any]:
+    """What a checkpoint is: the hash of its config, each shard's size and header hash."""
+    return {
+        "config_sha256": checkpoint.config_sha256,
+        "shards": {
+            shard.path.name: {
+                "size_bytes": shard.size_bytes,
+                "header_sha256": shard.header_sha256,
+            }
+            for shard in checkpoint.shards
+        },
+    }
+
+
+def modification_times(checkpoint: Checkpoint) -> dict[str, int]:
+    """When each shard was last written (ns): with source_identity, whether a source changed."""
+    return {shard.path.name: shard.path.stat().st_mtime_ns for shard in checkpoint.shards}
+
+
+def manifest(
+    head: Mapping[str, Any],
+    parts: Sequence[tuple[PartPlan, Path]],
+    finished: Mapping[str, Mapping[str, Any]],
+) -> dict[str, Any]:
+    """The manifest of a finished bundle; `finished` is what the journal noted of each shard."""
+    return {
+        "format": "mtp-export bundle",
+        "format_version": FORMAT_VERSION,
+        **head,
+        "parts": {
+            part.name: {
+                "shards": {
+                    shard.file_name: _shard(shard, finished[f"{part.name}/{shard.file_name}"])
+                    for shard in part.shards
+                },
+                "files": _files(part, folder),
+            }
+            for part, folder in parts
+        },
+    }
+
+
+def _shard(shard: OutputShard, facts: Mapping[str, Any]) -> dict[str, Any]:
+    """A linked shard was not read: it has its source's name and header hash, no checksums."""
+    result: dict[str, Any] = {"size_bytes": facts["size_bytes"]}
+    if shard.linked_from is not None:
+        result["link"] = facts["link"]
+        result["source_shard"] = shard.linked_from.path.name
+        result["header_sha256"] = shard.linked_from.header_sha256
+    checksums = facts.get("xxh3_128", {})
+    result["tensors"] = {
+        tensor.name: {
+            "operation": step.operation,
+            "sources": list(step.inputs),
+            "xxh3_128": checksums.get(tensor.name),
+        }
+        for step in shard.steps
+        for tensor in step.outputs
+    }
+    return result
+
+
+def _files(part: PartPlan, folder: Path) -> dict[str, dict[str, Any]]:
+    """Size and checksum of every file of a part that is not a shard."""
+    shards = {shard.file_name for shard in part.shards}
+    return {
+        path.name: {
+            "size_bytes": path.stat().st_size,
+            "xxh3_128": xxhash.xxh3_128(path.read_bytes()).hexdigest(),
+        }
+        for path in sorted(folder.iterdir())
+        if path.name not in shards
+    }

@@ -1,0 +1,138 @@
+"""The streaming shard writer: header first, tensors at known offsets in any order and from any
+thread, and a file that gets its name only when it is whole and on disk."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from mtp_export.checkpoint.plan import OutputTensor
+from mtp_export.errors import IoError
+
+_ALIGNMENT_BYTES = 8
+_OPEN_FLAGS = os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC
+
+
+def write_failure(path: Path, error: OSError) -> IoError:
+    """The error of a file that cannot be written."""
+    full = error.errno in (errno.ENOSPC, errno.EDQUOT)
+    return IoError(
+        "The disk filled up while writing" if full else "A file cannot be written",
+        where=path,
+        found=error.strerror or str(error),
+        todo=("Free some space" if full else "Check the folder's permissions and the disk")
+        + ", then run the same command again: it goes on where it stopped",
+    )
+
+
+def temporary_path(path: Path) -> Path:
+    """Where a file is written until it is whole; no engine's glob for shards matches it."""
+    return path.with_name(f".{path.name}.tmp")
+
+
+def encode_header(tensors: Sequence[OutputTensor]) -> tuple[bytes, dict[str, int]]:
+    """Length and header of a shard, and every tensor's offset in the file."""
+    entries: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    position = 0
+    for tensor in tensors:
+        end = position + tensor.size_bytes
+        entries[tensor.name] = {
+            "dtype": tensor.dtype,
+            "shape": list(tensor.shape),
+            "data_offsets": [position, end],
+        }
+        position = end
+    raw = json.dumps(entries, separators=(",", ":"), ensure_ascii=False).encode()
+    raw += b" " * (-len(raw) % _ALIGNMENT_BYTES)
+    head = len(raw).to_bytes(8, "little") + raw
+    offsets = {
+        tensor.name: len(head) + entries[tensor.name]["data_offsets"][0] for tensor in tensors
+    }
+    return head, offsets
+
+
+class ShardWriter:
+    """One shard being written. commit() makes it appear, discard() leaves no trace.
+
+    write() may be called from several threads; the OSErrors of all methods come out as IoError.
+    """
+
+    def __init__(self, path: Path, tensors: Sequence[OutputTensor]) -> None:
+        self.path = path
+        self._temporary = temporary_path(path)
+        self._head, self._offsets = encode_header(tensors)
+        self.size_bytes = len(self._head) + sum(tensor.size_bytes for tensor in tensors)
+        self._fd: int | None = None
+        try:
+            self._fd = os.open(self._temporary, _OPEN_FLAGS, 0o666)
+            os.posix_fallocate(self._fd, 0, self.size_bytes)
+            self._write_all(memoryview(self._head), 0)
+        except OSError as error:
+            self.discard()
+            raise write_failure(path, error) from error
+
+    def write(self, name: str, offset_bytes: int, data: memoryview) -> None:
+        """Put bytes at an offset inside a tensor."""
+        try:
+            self._write_all(data, self._offsets[name] + offset_bytes)
+        except OSError as error:
+            raise write_failure(self.path, error) from error
+
+    def _write_all(self, data: memoryview, position: int) -> None:
+        assert self._fd is not None
+        while len(data):
+            count = os.pwrite(self._fd, data, position)
+            data, position = data[count:], position + count
+
+    def commit(self) -> None:
+        """Bring the file to disk and give it its name."""
+        assert self._fd is not None
+        try:
+            os.fsync(self._fd)
+            os.close(self._fd)
+            self._fd = None
+            os.replace(self._temporary, self.path)
+            sync_folder(self.path.parent)
+        except OSError as error:
+            self.discard()
+            raise write_failure(self.path, error) from error
+
+    def discard(self) -> None:
+        """Close and remove what was written; harmless when nothing was."""
+        if self._fd is not None:
+            os.close(self._fd)
+            self._fd = None
+        self._temporary.unlink(missing_ok=True)
+
+
+def write_bytes(path: Path, data: bytes) -> None:
+    """Write a small file whole or not at all (IoError)."""
+    temporary = temporary_path(path)
+    try:
+        with temporary.open("wb") as file:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+        sync_folder(path.parent)
+    except OSError as error:
+        temporary.unlink(missing_ok=True)
+        raise write_failure(path, error) from error
+
+
+def write_json(path: Path, value: Mapping[str, Any]) -> None:
+    """Write a JSON file whole or not at all (IoError)."""
+    write_bytes(path, (json.dumps(value, indent=2, ensure_ascii=False) + "\n").encode())
+
+
+def sync_folder(folder: Path) -> None:
+    """Bring a folder's entries to disk, so that a rename survives a power cut."""
+    fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)

@@ -1,0 +1,1 @@
+"""How weights change on their way from a source checkpoint to a bundle."""
