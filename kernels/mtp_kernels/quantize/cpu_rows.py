@@ -2,7 +2,7 @@
 
 Bits are moved with integer operations, never with table look-ups or branches, so that LLVM turns
 every loop into vector code; fastmath stays off and nothing is contracted, so that the vector code
-computes what the reference computes. Rounding to integers adds and subtracts 1.5 * 2**23, where
+computes what the reference computes. numba widens sums of uint32 to 64 bits, hence the casts. Rounding to integers adds and subtracts 1.5 * 2**23, where
 the spacing of fp32 is 1: to nearest, ties to even.
 """
 
@@ -46,36 +46,43 @@ def _float(bits: Any) -> Any:
 
 
 @njit(cache=True, nogil=True)
+def _magnitude(value: Any) -> Any:
+    return np.uint32(_bits(value) & MAGNITUDE)
+
+
+@njit(cache=True, nogil=True)
 def _to_bf16(value: Any) -> Any:
     bits = _bits(value)
-    return np.uint32(bits + np.uint32(0x7FFF) + ((bits >> np.uint32(16)) & np.uint32(1))) >> 16
+    odd = np.uint32(np.uint32(bits >> np.uint32(16)) & np.uint32(1))
+    return np.uint16(np.uint32(bits + np.uint32(odd + np.uint32(0x7FFF))) >> np.uint32(16))
 
 
 @njit(cache=True, nogil=True)
 def _from_bf16(bits: Any) -> Any:
-    return _float(np.uint32(bits) << np.uint32(16))
+    return _float(np.uint32(np.uint32(bits) << np.uint32(16)))
 
 
 @njit(cache=True, nogil=True)
 def _from_e4m3(code: Any) -> Any:
-    magnitude = np.uint32(code) & np.uint32(0x7F)
-    sign = (np.uint32(code) & np.uint32(0x80)) << np.uint32(24)
-    normal = np.uint32((magnitude << np.uint32(20)) + EXPONENT_SHIFT)
-    subnormal = _bits(_float(magnitude + E4M3_ROUNDER_BITS) - E4M3_ROUNDER)
+    magnitude = np.uint32(np.uint32(code) & np.uint32(0x7F))
+    sign = np.uint32(np.uint32(np.uint32(code) & np.uint32(0x80)) << np.uint32(24))
+    normal = np.uint32(np.uint32(magnitude << np.uint32(20)) + EXPONENT_SHIFT)
+    subnormal = _bits(_float(np.uint32(magnitude + E4M3_ROUNDER_BITS)) - E4M3_ROUNDER)
     bits = NAN_BITS if magnitude == np.uint32(0x7F) else normal
     bits = subnormal if magnitude < np.uint32(8) else bits
-    return _float(bits | sign)
+    return _float(np.uint32(bits | sign))
 
 
 @njit(cache=True, nogil=True)
 def _to_e4m3(value: Any) -> Any:
-    sign = (_bits(value) >> np.uint32(24)) & np.uint32(0x80)
-    magnitude = min(_bits(value) & MAGNITUDE, E4M3_MAX_BITS)
-    odd = (magnitude >> np.uint32(20)) & np.uint32(1)
-    rounded = np.uint32(magnitude - EXPONENT_SHIFT + np.uint32(0x7FFFF) + odd)
-    subnormal = _bits(_float(magnitude) + E4M3_ROUNDER) - E4M3_ROUNDER_BITS
-    code = subnormal if magnitude < E4M3_NORMAL_BITS else rounded >> np.uint32(20)
-    return np.uint8(code | sign)
+    sign = np.uint32(np.uint32(_bits(value) >> np.uint32(24)) & np.uint32(0x80))
+    magnitude = min(_magnitude(value), E4M3_MAX_BITS)
+    odd = np.uint32(np.uint32(magnitude >> np.uint32(20)) & np.uint32(1))
+    rounded = np.uint32(np.uint32(magnitude - EXPONENT_SHIFT) + np.uint32(odd + np.uint32(0x7FFFF)))
+    subnormal = np.uint32(_bits(_float(magnitude) + E4M3_ROUNDER) - E4M3_ROUNDER_BITS)
+    normal = np.uint32(rounded >> np.uint32(20))
+    code = subnormal if magnitude < E4M3_NORMAL_BITS else normal
+    return np.uint8(np.uint32(code | sign))
 
 
 def _load_row(source: Any, block_scale: Any, row: Any, weights: Any) -> None:
@@ -128,7 +135,7 @@ def _store_row_overload(weights: Any, out: Any, restored: Any) -> Any:
 def _amax(weights: Any) -> Any:
     largest = np.uint32(0)  # non-negative floats are ordered as their bits
     for k in range(weights.size):
-        largest = max(largest, _bits(weights[k]) & MAGNITUDE)
+        largest = max(largest, _magnitude(weights[k]))
     return _float(largest)
 
 
@@ -169,7 +176,7 @@ def _row_stats(weights: Any, restored: Any, lanes: Any, errors: Any, row: Any, s
             difference = np.float32(stored[lane] - kept[lane])
             lanes[lane] += np.float64(stored[lane]) * np.float64(stored[lane])
             errors[lane] += np.float64(difference) * np.float64(difference)
-            largest = max(largest, _bits(difference) & MAGNITUDE)
+            largest = max(largest, _magnitude(difference))
     signal[row] = _halve(lanes)
     error[row] = _halve(errors)
     max_error[row] = _float(largest)
@@ -179,8 +186,9 @@ def _row_stats(weights: Any, restored: Any, lanes: Any, errors: Any, row: Any, s
 def dequantize_fp8_block(
     codes: Any, block_scale: Any, out: Any, signal: Any, error: Any, max_error: Any
 ) -> None:
-    weights, restored = np.empty((2, codes.shape[1]), np.float32)
-    lanes, errors = np.empty((2, LANES))
+    weights = np.empty(codes.shape[1], np.float32)
+    restored = np.empty_like(weights)
+    lanes, errors = np.empty(LANES), np.empty(LANES)
     for row in range(codes.shape[0]):
         _load_row(codes, block_scale, row, weights)
         _store_row(weights, out[row], restored)
@@ -214,8 +222,9 @@ def quantize_fp8_block(
     error: Any,
     max_error: Any,
 ) -> None:
-    weights, restored = np.empty((2, source.shape[1]), np.float32)
-    lanes, errors = np.empty((2, LANES))
+    weights = np.empty(source.shape[1], np.float32)
+    restored = np.empty_like(weights)
+    lanes, errors = np.empty(LANES), np.empty(LANES)
     for row in range(source.shape[0]):
         if row % BLOCK == 0:
             _block_scales(source, none, row, power_of_two, scale[row // BLOCK])
@@ -242,8 +251,9 @@ def quantize_int8_channel(
     error: Any,
     max_error: Any,
 ) -> None:
-    weights, restored = np.empty((2, source.shape[1]), np.float32)
-    lanes, errors = np.empty((2, LANES))
+    weights = np.empty(source.shape[1], np.float32)
+    restored = np.empty_like(weights)
+    lanes, errors = np.empty(LANES), np.empty(LANES)
     for row in range(source.shape[0]):
         _load_row(source, block_scale, row, weights)
         multiplier = _bf16_scale(_amax(weights), INT8_MAX, np.float32(1))
@@ -251,7 +261,7 @@ def quantize_int8_channel(
         out = packed[row]
         for k in range(out.size):
             rounder = np.float32(weights[k] / multiplier) + ROUNDER
-            out[k] = np.uint8(_bits(rounder) + np.uint32(128))
+            out[k] = np.uint8(np.uint32(_bits(rounder) + np.uint32(128)))
             restored[k] = np.float32(rounder - ROUNDER) * multiplier
         _row_stats(weights, restored, lanes, errors, row, (signal, error, max_error))
 
@@ -301,8 +311,9 @@ def quantize_int4_group(
     error: Any,
     max_error: Any,
 ) -> None:
-    weights, restored = np.empty((2, source.shape[1]), np.float32)
-    lanes, errors = np.empty((2, LANES))
+    weights = np.empty(source.shape[1], np.float32)
+    restored = np.empty_like(weights)
+    lanes, errors = np.empty(LANES), np.empty(LANES)
     squares = np.empty(group_size)
     nibbles = np.empty(source.shape[1], np.uint8)
     pairs = nibbles.view(np.uint16)
@@ -316,7 +327,7 @@ def quantize_int4_group(
             scale[row, index] = multiplier
             for k in range(group.size):
                 rounder = _int4_rounder(group[k], multiplier)
-                codes[k] = np.uint8(_bits(rounder) + np.uint32(8)) & np.uint8(15)
+                codes[k] = np.uint8(np.uint32(_bits(rounder) + np.uint32(8)) & np.uint32(15))
                 kept[k] = np.float32(rounder - ROUNDER) * multiplier
         out = packed[row]
         for k in range(out.size):
@@ -326,7 +337,8 @@ def quantize_int4_group(
 
 @njit(cache=True, nogil=True)
 def dequantize_int8_channel(codes: Any, scale: Any, out: Any) -> None:
-    weights, restored = np.empty((2, codes.shape[1]), np.float32)
+    weights = np.empty(codes.shape[1], np.float32)
+    restored = np.empty_like(weights)
     for row in range(codes.shape[0]):
         values = codes[row]
         multiplier = scale[row, 0]
@@ -337,7 +349,8 @@ def dequantize_int8_channel(codes: Any, scale: Any, out: Any) -> None:
 
 @njit(cache=True, nogil=True)
 def dequantize_int4_group(pairs: Any, scale: Any, out: Any) -> None:
-    weights, restored = np.empty((2, out.shape[1]), np.float32)
+    weights = np.empty(out.shape[1], np.float32)
+    restored = np.empty_like(weights)
     group_bytes = pairs.shape[1] // scale.shape[1]
     for row in range(pairs.shape[0]):
         for index in range(scale.shape[1]):
