@@ -1,0 +1,1 @@
+"""Fused verification attention, and the quantization kernels."""
