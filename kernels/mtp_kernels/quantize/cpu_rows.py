@@ -208,7 +208,9 @@ def _block_scales(source: Any, none: Any, top: Any, power_of_two: Any, scale: An
     for block in range(scale.size):
         scale[block] = _scale(largest[block], E4M3_MAX, np.float32(1))
         if power_of_two:
-            scale[block] = _float((_bits(scale[block]) + np.uint32(0x7FFFFF)) & ~np.uint32(0x7FFFFF))
+            scale[block] = _float(
+                (_bits(scale[block]) + np.uint32(0x7FFFFF)) & ~np.uint32(0x7FFFFF)
+            )
 
 
 @njit(cache=True, nogil=True)

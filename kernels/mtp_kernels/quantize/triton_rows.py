@@ -131,7 +131,14 @@ def _add_squares(lanes: Any, values: Any) -> Any:
 
 @triton.jit
 def _store_stats(
-    lanes: Any, errors: Any, largest: Any, signal: Any, error: Any, max_error: Any, rows: Any, n: Any
+    lanes: Any,
+    errors: Any,
+    largest: Any,
+    signal: Any,
+    error: Any,
+    max_error: Any,
+    rows: Any,
+    n: Any,
 ) -> None:
     tl.store(signal + rows, _halve(lanes, LANES), mask=rows < n)
     tl.store(error + rows, _halve(errors, LANES), mask=rows < n)
@@ -265,9 +272,7 @@ def _group_error(groups: Any, scale: Any, group_size: tl.constexpr) -> Any:
 
 
 @triton.jit
-def _int4_scale(
-    groups: Any, factors: Any, count: tl.constexpr, group_size: tl.constexpr
-) -> Any:
+def _int4_scale(groups: Any, factors: Any, count: tl.constexpr, group_size: tl.constexpr) -> Any:
     amax = tl.max((_bits(groups) & MAGNITUDE).to(tl.uint32), axis=1)
     best = _bf16_scale(amax, INT4_HALF_RANGE, tl.load(factors))
     if count > 1:
