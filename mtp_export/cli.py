@@ -187,6 +187,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     code: Any = 0
     try:
         code = app(arguments, standalone_mode=False, prog_name="mtp-export")
+        if code == 130:  # typer turns Ctrl-C into this
+            raise KeyboardInterrupt
     except BaseException as error:
         if isinstance(error, SystemExit):
             raise
