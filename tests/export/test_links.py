@@ -1,4 +1,4 @@
-"""Shards that stay whole are linked; where that is impossible, copied, or refused when asked for."""
+"""Shards that stay whole are linked, or copied where that fails, or refused by name."""
 
 from __future__ import annotations
 
