@@ -2,8 +2,9 @@
 
 Bits are moved with integer operations, never with table look-ups or branches, so that LLVM turns
 every loop into vector code; fastmath stays off and nothing is contracted, so that the vector code
-computes what the reference computes. numba widens sums of uint32 to 64 bits, hence the casts. Rounding to integers adds and subtracts 1.5 * 2**23, where
-the spacing of fp32 is 1: to nearest, ties to even.
+computes what the reference computes. Rounding to integers adds and subtracts 1.5 * 2**23, where
+the spacing of fp32 is 1: to nearest, ties to even. numba widens sums of uint32 to 64 bits, which
+halves the vectors, hence the casts.
 """
 
 from __future__ import annotations
@@ -208,7 +209,9 @@ def _block_scales(source: Any, none: Any, top: Any, power_of_two: Any, scale: An
     for block in range(scale.size):
         scale[block] = _scale(largest[block], E4M3_MAX, np.float32(1))
         if power_of_two:
-            scale[block] = _float((_bits(scale[block]) + np.uint32(0x7FFFFF)) & ~np.uint32(0x7FFFFF))
+            scale[block] = _float(
+                (_bits(scale[block]) + np.uint32(0x7FFFFF)) & ~np.uint32(0x7FFFFF)
+            )
 
 
 @njit(cache=True, nogil=True)
