@@ -48,7 +48,7 @@ def test_weights_that_are_not_finite_are_refused(
 @both_backends
 def test_weights_beyond_the_format_are_refused(backend: str) -> None:
     weights = torch.zeros(2, 128)
-    weights[1, 5] = -torch.finfo(torch.float32).max  # code -8 would be 7 % beyond
+    weights[1, 5] = -7.5 * (1 + 2**-10) * 2.0**125  # its code -8 at scale 2**125 is beyond fp32
     with pytest.raises(ValueError, match="row 1 are too large"):
         quantize.quantize_int4_group(weights, backend=backend)
 
