@@ -20,7 +20,14 @@ from typing import Any
 
 import numpy as np
 
-from mtp_export.checkpoint.plan import OutputTensor, Step, copy_step, name_shards, pack
+from mtp_export.checkpoint.plan import (
+    OutputShard,
+    OutputTensor,
+    Step,
+    copy_step,
+    number_shards,
+    pack,
+)
 from mtp_export.checkpoint.reader import CONFIG_NAME, INDEX_NAME
 from mtp_export.checkpoint.writer import encode_header
 from mtp_export.families import family_of
@@ -209,7 +216,7 @@ def make_checkpoint(
     groups = pack(_in_file_order(config, own_copies), max_shard_bytes)
     if config.get("quantization_config"):
         groups = _split_a_scale_from_its_weight(groups)
-    shards = name_shards([(group, None) for group in groups])
+    shards = number_shards([OutputShard(group) for group in groups])
     weight_map: dict[str, str] = {}
     for shard in shards:
         _write_shard(folder / shard.file_name, shard.steps, filled, seed)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import sys
 import traceback
@@ -13,8 +14,8 @@ import typer
 from rich.console import Console
 
 from mtp_export import __version__, options, tables
+from mtp_export.checkpoint.files import write_json
 from mtp_export.checkpoint.links import Link
-from mtp_export.checkpoint.writer import write_json
 from mtp_export.errors import IoError, MtpExportError, ResourceError, UsageError
 from mtp_export.export import ExportOptions, ExportPlan, plan_export, run_export
 from mtp_export.inspection import inspect as inspect_checkpoint
@@ -57,6 +58,8 @@ def export(
         print(f"mtp-export {__version__}")
         return
     if context.invoked_subcommand is not None:
+        if input_dir or output_dir:
+            raise UsageError("Options of an export stand before the name of another command")
         return
     if input_dir is None or output_dir is None:
         raise UsageError(
@@ -84,7 +87,9 @@ def export(
 def _export(
     chosen: ExportOptions, dry_run: bool, report: Path | None, as_json: bool, quiet: bool
 ) -> None:
-    plan = plan_export(chosen)
+    if report is not None:
+        _check_report(report, (chosen.input_dir, chosen.output_dir))
+    plan = plan_export(chosen, dry_run=dry_run)
     if dry_run:
         facts, table = tables.plan_facts(plan), tables.plan_table(plan)
     else:
@@ -107,6 +112,18 @@ def inspect(
         inspection.problems[0].raise_as_error(source, len(inspection.problems) - 1)
 
 
+def _check_report(report: Path, folders: Sequence[Path]) -> None:
+    """Refuse a report that would fall into a checkpoint or has nowhere to go (UsageError)."""
+    place = report.resolve()
+    if not place.parent.is_dir() or any(f.resolve() in place.parents for f in folders):
+        raise UsageError(
+            "The report cannot be written there",
+            where=report,
+            expected="a file in an existing folder outside the input and the output",
+            todo="Choose another place for --report",
+        )
+
+
 def _say(
     facts: dict[str, Any], table: tables.Table, report: Path | None, as_json: bool, quiet: bool
 ) -> None:
@@ -115,7 +132,7 @@ def _say(
     if as_json:
         print(json.dumps(facts, indent=2, ensure_ascii=False))
     elif not quiet:
-        Console().print(table)
+        Console(markup=False).print(table)
 
 
 def _say_alias(plan: ExportPlan, quiet: bool) -> None:
@@ -129,7 +146,7 @@ def _say_alias(plan: ExportPlan, quiet: bool) -> None:
 
 
 def _stderr() -> Console:
-    return Console(stderr=True)
+    return Console(stderr=True, markup=False)
 
 
 def _as_failure(error: BaseException) -> tuple[str, int] | None:
@@ -151,6 +168,11 @@ def _as_failure(error: BaseException) -> tuple[str, int] | None:
 def main(arguments: Sequence[str] | None = None) -> None:
     """The program: runs a command, and ends with its exit code and one paragraph when it fails."""
     arguments = list(sys.argv[1:] if arguments is None else arguments)
+    debug = "--debug" in arguments
+    arguments = [argument for argument in arguments if argument != "--debug"]
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")
     code: Any = 0
     try:
         code = app(arguments, standalone_mode=False, prog_name="mtp-export")
@@ -159,7 +181,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     except BaseException as error:
         if isinstance(error, SystemExit):
             raise
-        if "--debug" in arguments:
+        if debug:
             traceback.print_exc()
         failure = _as_failure(error)
         if failure is None:

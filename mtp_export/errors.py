@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+_NOT_GIVEN = object()
+
 
 class MtpExportError(Exception):
     """A failure with an exit code and a paragraph: what, where, expected, found, what to do."""
@@ -12,9 +14,9 @@ class MtpExportError(Exception):
         self,
         what: str,
         *,
-        where: object = None,
-        expected: object = None,
-        found: object = None,
+        where: object = _NOT_GIVEN,
+        expected: object = _NOT_GIVEN,
+        found: object = _NOT_GIVEN,
         todo: str | None = None,
     ) -> None:
         self.what = what
@@ -27,15 +29,20 @@ class MtpExportError(Exception):
     def paragraph(self) -> str:
         """The whole message as one paragraph; parts that were not given are left out."""
         parts = [self.what.rstrip(".")]
-        if self.where is not None:
+        if self.where is not _NOT_GIVEN:
             parts[0] += f" ({self.where})"
-        if self.expected is not None:
+        if self.expected is not _NOT_GIVEN:
             parts.append(f"Expected {self.expected}")
-        if self.found is not None:
+        if self.found is not _NOT_GIVEN:
             parts.append(f"Found {self.found}")
         if self.todo is not None:
             parts.append(self.todo.rstrip("."))
-        return ". ".join(parts) + "."
+        return _printable(". ".join(parts) + ".")
+
+
+def _printable(text: str) -> str:
+    """Control characters out of damaged files shown as escapes, so that a message is one line."""
+    return "".join(c if c.isprintable() else repr(c)[1:-1] for c in text)
 
 
 class UsageError(MtpExportError):

@@ -3,22 +3,26 @@
 from __future__ import annotations
 
 import time
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from mtp_export import __version__
+from mtp_export.checkpoint.files import write_bytes, write_json
 from mtp_export.checkpoint.guard import (
     check_disk,
     check_memory,
     check_nesting,
     check_output,
     clear_output,
+    clear_stale,
     clear_temporaries,
+    is_finished,
 )
 from mtp_export.checkpoint.journal import Journal
-from mtp_export.checkpoint.links import Link, resolve_link, same_device
+from mtp_export.checkpoint.links import Link, guess_links, resolve_links
 from mtp_export.checkpoint.manifest import (
     MANIFEST_NAME,
     manifest,
@@ -29,12 +33,11 @@ from mtp_export.checkpoint.plan import COPY, PartPlan
 from mtp_export.checkpoint.reader import CONFIG_NAME, INDEX_NAME, Checkpoint, read_failure
 from mtp_export.checkpoint.run import COPY_BUFFER_BYTES, Job, Means, Proceed, run
 from mtp_export.checkpoint.same import first_difference
-from mtp_export.checkpoint.writer import write_bytes, write_json
-from mtp_export.errors import InvalidInputError, UnsupportedError
+from mtp_export.errors import InvalidInputError, OutputExistsError, UnsupportedError
 from mtp_export.families import family_of
-from mtp_export.families.base import ModelFamily, SharedTensor, compare
+from mtp_export.families.base import ModelFamily, compare
 from mtp_export.progress import ProgressCallback
-from mtp_export.schemes.transforms import TRANSFORMS
+from mtp_export.schemes.transforms import TRANSFORMS, one_torch_thread
 from mtp_export.split import Part, SharedWeights, SplitOptions, main_part, mtp_part, shared_pairs
 from mtp_export.targets import target_of
 
@@ -73,15 +76,10 @@ class ExportPlan:
     checkpoint: Checkpoint
     family: ModelFamily
     parts: tuple[PartPlan, ...]
-    link: Link
 
     @property
     def written_bytes(self) -> int:
         return sum(shard.size_bytes for part in self.parts for shard in part.written)
-
-    @property
-    def linked_bytes(self) -> int:
-        return sum(shard.size_bytes for part in self.parts for shard in part.linked)
 
     @property
     def computed_bytes(self) -> int:
@@ -146,50 +144,47 @@ def open_source(folder: Path) -> tuple[Checkpoint, ModelFamily]:
     return checkpoint, family
 
 
-def plan_export(options: ExportOptions, link: Link | None = None) -> ExportPlan:
-    """Check the source and lay out the bundle; raises whatever is wrong, writes nothing.
+def plan_export(options: ExportOptions, *, dry_run: bool = False) -> ExportPlan:
+    """Check the source and the output and lay out the bundle; raises whatever is wrong.
 
-    Without a resolved way to link, whether linking works is taken from the devices alone.
+    Whether linking works is tried (and undone) unless it is a dry run: that guesses, and touches
+    nothing.
     """
     target = target_of(options.target)
     check_nesting(options.input_dir, options.output_dir)
+    check_output(options.output_dir, options.overwrite)
     checkpoint, family = open_source(options.input_dir)
-    if link is None:
-        link = options.link
-        if link is Link.AUTO and not same_device(checkpoint.shards[0].path, options.output_dir):
-            link = Link.COPY
-    split = SplitOptions(
-        target, options.shared_weights, options.max_shard_bytes, link is not Link.COPY
-    )
+    shards = [shard.path for shard in checkpoint.shards]
+    links = (guess_links if dry_run else resolve_links)(options.link, shards, options.output_dir)
+    split = SplitOptions(target, options.shared_weights, options.max_shard_bytes, links)
     parts: list[PartPlan] = []
     if options.part in (Part.BOTH, Part.MAIN):
         parts.append(main_part(checkpoint, family, split))
     if options.part in (Part.BOTH, Part.MTP):
         parts.append(mtp_part(checkpoint, family, split))
-    return ExportPlan(options, checkpoint, family, tuple(parts), link)
+    plan = ExportPlan(options, checkpoint, family, tuple(parts))
+    check_memory(options.max_memory_bytes, plan.memory_bytes)
+    check_disk(options.output_dir, plan.written_bytes)
+    return plan
 
 
 def run_export(plan: ExportPlan, progress: ProgressCallback) -> ExportResult:
     """Write the bundle that a plan describes, or finish what an earlier run began.
 
-    Raises ResourceError, OutputExistsError or IoError; then the output has no manifest, and the
-    same command goes on where it stopped.
+    Raises OutputExistsError, InvalidInputError or IoError; then the output has no manifest. After
+    an IoError the same command goes on where it stopped.
     """
     start = time.monotonic()
-    options, output = plan.options, plan.options.output_dir
-    check_output(output, options.overwrite)
-    check_memory(options.max_memory_bytes, plan.memory_bytes)
-    link = resolve_link(options.link, plan.checkpoint.shards[0].path, output)
-    if link is not plan.link:
-        plan = plan_export(options, link)
-    check_disk(output, plan.written_bytes - _present_bytes(plan))
-    restart = options.overwrite or not options.resume
-    with Journal(output, _identity(plan), restart) as journal:
-        if not journal.resumed:
-            clear_output(output)
+    output = plan.options.output_dir
+    replaces = is_finished(output)
+    if replaces and _compares(plan):
+        _tied_check(plan, lambda: None)  # before a good bundle makes way for it
+    with Journal(output) as journal:
+        _open_journal(plan, journal)
         resumed = len(journal.finished)
         try:
-            _write_parts(plan, journal, progress)
+            _write_parts(plan, journal, progress, compare=_compares(plan) and not replaces)
+            _check_unchanged(plan.checkpoint)
         except InvalidInputError:
             clear_output(output)  # of a source that is wrong, nothing is worth keeping
             journal.remove()
@@ -198,14 +193,39 @@ def run_export(plan: ExportPlan, progress: ProgressCallback) -> ExportResult:
     return ExportResult(plan, time.monotonic() - start, resumed)
 
 
+def _open_journal(plan: ExportPlan, journal: Journal) -> None:
+    """Take over an earlier run's work, or clear the output and begin.
+
+    The output is looked at again, now that nobody else can change it.
+    """
+    options, identity = plan.options, _identity(plan)
+    try:
+        check_output(options.output_dir, options.overwrite)
+    except OutputExistsError:
+        if journal.is_empty:
+            journal.remove()
+        raise
+    if options.resume and not journal.is_empty:
+        try:
+            journal.resume(identity)
+            clear_temporaries(options.output_dir)
+            return
+        except OutputExistsError:
+            if not options.overwrite:
+                raise
+    clear_output(options.output_dir)
+    journal.begin(identity)
+
+
 def _identity(plan: ExportPlan) -> dict[str, Any]:
     """What makes two runs the same: the tool, what the options ask for, and the source."""
-    options = plan.options
+    links = {shard.file_name: str(shard.link) for part in plan.parts for shard in part.linked}
     return {
         "tool_version": __version__,
-        "options": _recorded_options(options) | {"link": str(plan.link)},
+        "options": _recorded_options(plan.options),
         "source": source_identity(plan.checkpoint),
         "modified_ns": modification_times(plan.checkpoint),
+        "links": links,
     }
 
 
@@ -220,12 +240,9 @@ def _recorded_options(options: ExportOptions) -> dict[str, Any]:
     }
 
 
-def _present_bytes(plan: ExportPlan) -> int:
-    """Bytes that an unfinished or replaced run already takes where this run writes."""
-    folder = plan.options.output_dir
-    shards = ((part.name, shard) for part in plan.parts for shard in part.written)
-    paths = (folder / part / shard.file_name for part, shard in shards)
-    return sum(path.stat().st_size for path in paths if path.is_file())
+def _compares(plan: ExportPlan) -> bool:
+    """Whether the MTP layer's embedding and head must equal the main model's."""
+    return not plan.options.allow_untied and any(part.name == "mtp" for part in plan.parts)
 
 
 def _tied_check(plan: ExportPlan, proceed: Proceed) -> None:
@@ -234,37 +251,43 @@ def _tied_check(plan: ExportPlan, proceed: Proceed) -> None:
     for pair in shared_pairs(plan.checkpoint, plan.family):
         offset = first_difference(tensors[pair.mtp_name], tensors[pair.main_name], proceed)
         if offset is not None:
-            _refuse_untied(plan, pair, offset)
+            raise InvalidInputError(
+                f"The MTP layer's {pair.mtp_name} differs from the main model's {pair.main_name}",
+                where=plan.options.input_dir,
+                expected="equal bytes: engines use the main model's for both",
+                found=f"a difference in the piece at byte {offset}",
+                todo="Check that the MTP layer belongs to this model; --allow-untied exports it "
+                "all the same, with the layer's own copies",
+            )
 
 
-def _refuse_untied(plan: ExportPlan, pair: SharedTensor, offset: int) -> None:
-    raise InvalidInputError(
-        f"The MTP layer's {pair.mtp_name} differs from the main model's {pair.main_name}",
-        where=plan.options.input_dir,
-        expected="equal bytes: engines use the main model's for both",
-        found=f"a difference in the piece at byte {offset}",
-        todo="Check that the MTP layer belongs to this model; --allow-untied exports it all the "
-        "same, with the layer's own copies",
-    )
+def _check_unchanged(checkpoint: Checkpoint) -> None:
+    """Refuse a source that was written to while it was read (InvalidInputError)."""
+    for shard in checkpoint.shards:
+        stat = shard.path.stat()
+        if (stat.st_size, stat.st_mtime_ns) != (shard.size_bytes, shard.modified_ns):
+            raise InvalidInputError(
+                "The source changed while it was exported",
+                where=shard.path,
+                todo="Wait until it is whole, then run the same command again",
+            )
 
 
-def _write_parts(plan: ExportPlan, journal: Journal, progress: ProgressCallback) -> None:
+def _write_parts(
+    plan: ExportPlan, journal: Journal, progress: ProgressCallback, compare: bool
+) -> None:
     jobs: list[Job] = []
     for part in plan.parts:
         folder = plan.options.output_dir / part.name
         folder.mkdir(exist_ok=True)
-        clear_temporaries(folder)
+        clear_stale(folder, {shard.file_name for shard in part.shards})
         jobs += [Job(f"{part.name}/{shard.file_name}", folder, shard) for shard in part.shards]
     means = Means(
-        plan.checkpoint.tensors,
-        TRANSFORMS,
-        plan.link,
-        plan.options.workers,
-        plan.budget_bytes,
-        progress,
+        plan.checkpoint.tensors, TRANSFORMS, plan.options.workers, plan.budget_bytes, progress
     )
-    needs_check = not plan.options.allow_untied and any(p.name == "mtp" for p in plan.parts)
-    run(jobs, means, journal, [partial(_tied_check, plan)] if needs_check else [])
+    checks = [partial(_tied_check, plan)] if compare else []
+    with one_torch_thread() if plan.computed_bytes else nullcontext():
+        run(jobs, means, journal, checks)
 
 
 def _finish(plan: ExportPlan, journal: Journal) -> None:

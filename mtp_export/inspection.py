@@ -128,6 +128,8 @@ def _amounts(checkpoint: Checkpoint, family: ModelFamily) -> tuple[Amount, ...]:
 def _shared_tensors(checkpoint: Checkpoint, family: ModelFamily) -> dict[str, str]:
     """Per MTP copy of embedding and head: whether the layer has its own, as far as headers tell."""
     result: dict[str, str] = {}
+    if not any(family.mtp_layer_of(name) is not None for name in checkpoint.tensors):
+        return result
     for pair in family.shared:
         own, main = (checkpoint.tensors.get(name) for name in (pair.mtp_name, pair.main_name))
         if own is None:

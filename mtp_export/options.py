@@ -20,10 +20,11 @@ _BINARY_UNITS = {"ki": 2**10, "mi": 2**20, "gi": 2**30, "ti": 2**40}
 
 def parse_size(text: str) -> int:
     """Bytes from a size such as 5GB (powers of 1000), 4GiB (powers of 1024) or 4096."""
-    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([kmgt]i?|)b?", text.strip().lower())
-    if match is None or float(match[1]) <= 0:
+    match = re.fullmatch(r"(\d{1,15}(?:\.\d{1,9})?)\s*([kmgt]i?|)b?", text.strip().lower())
+    size = int(float(match[1]) * (_UNITS | _BINARY_UNITS)[match[2]]) if match else 0
+    if size < 1:
         raise typer.BadParameter(f"{text!r} is no size: write for example 5GB, 4GiB or 4096")
-    return int(float(match[1]) * (_UNITS | _BINARY_UNITS)[match[2]])
+    return size
 
 
 InputDir = Annotated[

@@ -68,6 +68,7 @@ class _PlainLines:
     def __init__(self, console: Console, title: str, total_bytes: int) -> None:
         self._console, self._title, self._total = console, title, total_bytes
         self._done = 0
+        self._finished = False
         self._start = self._last = time.monotonic()
         self._lock = threading.Lock()
 
@@ -75,10 +76,10 @@ class _PlainLines:
         with self._lock:
             self._done += done_bytes
             now = time.monotonic()
-            finished = self._done >= self._total
-            if now - self._last < _SECONDS_BETWEEN_LINES and not finished:
+            ends = self._done >= self._total and not self._finished
+            if now - self._last < _SECONDS_BETWEEN_LINES and not ends:
                 return
-            self._last = now
+            self._last, self._finished = now, self._finished or ends
             seconds = max(now - self._start, 1e-9)
             rate = self._done / seconds
             left = (self._total - self._done) / rate if rate else 0.0

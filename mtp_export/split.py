@@ -3,16 +3,26 @@ for a target. Pure: reads nothing but the headers a Checkpoint already holds."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 from fnmatch import fnmatch
+from pathlib import Path
 
-from mtp_export.checkpoint.header import ShardHeader, TensorInfo
-from mtp_export.checkpoint.plan import OutputTensor, PartPlan, Step, copy_step, name_shards, pack
-from mtp_export.checkpoint.reader import Checkpoint
+from mtp_export.checkpoint.header import TensorInfo
+from mtp_export.checkpoint.links import Link
+from mtp_export.checkpoint.plan import (
+    OutputShard,
+    OutputTensor,
+    PartPlan,
+    Step,
+    copy_step,
+    number_shards,
+    pack,
+)
+from mtp_export.checkpoint.reader import Checkpoint, check_readable
 from mtp_export.errors import UnsupportedError
-from mtp_export.families.base import ModelFamily, Role, SharedTensor
+from mtp_export.families.base import SCALE_SUFFIX, ModelFamily, Role, SharedTensor
 from mtp_export.schemes.transforms import dequantize_step, transpose_step
 from mtp_export.targets.base import Target
 
@@ -28,8 +38,10 @@ _EXTRA_FILES = (
     "*.model",
     "chat_template*",
     "LICENSE*",
-    "configuration_*.py",
-    "modeling_*.py",
+    "*processor_config.json",
+    "tekken.json",
+    "*.jinja",
+    "*.py",
 )
 
 
@@ -50,18 +62,24 @@ class SharedWeights(StrEnum):
 
 @dataclass(frozen=True)
 class SplitOptions:
-    """How to split. max_shard_bytes bounds the shards that are newly laid out (the MTP part's)."""
+    """How to split. max_shard_bytes bounds the shards that are newly laid out (the MTP part's).
+
+    links says of each source shard how it would get into the bundle whole.
+    """
 
     target: Target
     shared_weights: SharedWeights
     max_shard_bytes: int
-    link_whole_shards: bool
+    links: Mapping[Path, Link]
 
 
 def extra_files(checkpoint: Checkpoint) -> tuple[str, ...]:
-    """Names of the source's tokenizer, generation and code files, in order."""
-    names = sorted(path.name for path in checkpoint.folder.iterdir() if path.is_file())
-    return tuple(name for name in names if any(fnmatch(name, p) for p in _EXTRA_FILES))
+    """Names of the source's tokenizer, generation and code files, in order (IoError)."""
+    names = sorted(path.name for path in checkpoint.folder.iterdir() if not path.is_dir())
+    extra = tuple(n for n in names if any(fnmatch(n, p) for p in _EXTRA_FILES))
+    for name in extra:
+        check_readable(checkpoint.folder / name)
+    return tuple(name for name in extra if not name.endswith(".safetensors"))
 
 
 def main_part(checkpoint: Checkpoint, family: ModelFamily, options: SplitOptions) -> PartPlan:
@@ -69,15 +87,18 @@ def main_part(checkpoint: Checkpoint, family: ModelFamily, options: SplitOptions
 
     config.json stays as it is; num_nextn_predict_layers with it, since engines read it there.
     """
-    contents: list[tuple[tuple[Step, ...], ShardHeader | None]] = []
+    shards: list[OutputShard] = []
     for shard in checkpoint.shards:
         staying = [t for t in shard.tensors if family.mtp_layer_of(t.name) is None]
         if not staying:
             continue
-        whole = len(staying) == len(shard.tensors) and options.link_whole_shards
         steps = tuple(copy_step(_as_output(tensor)) for tensor in staying)
-        contents.append((steps, shard if whole else None))
-    return PartPlan("main", name_shards(contents), checkpoint.config, extra_files(checkpoint))
+        link = options.links[shard.path]
+        if len(staying) == len(shard.tensors) and link is not Link.COPY:
+            shards.append(OutputShard(steps, shard, link))
+        else:
+            shards.append(OutputShard(steps))
+    return PartPlan("main", number_shards(shards), checkpoint.config, extra_files(checkpoint))
 
 
 def mtp_part(checkpoint: Checkpoint, family: ModelFamily, options: SplitOptions) -> PartPlan:
@@ -99,10 +120,16 @@ def mtp_part(checkpoint: Checkpoint, family: ModelFamily, options: SplitOptions)
             expected="--shared-weights keep",
             found="--shared-weights drop",
         )
+    if target.dequantizes and family.dtype != "BF16":
+        raise UnsupportedError(
+            f"Target {target.name} reads bf16",
+            expected="a source whose unquantized tensors are BF16",
+            found=f"torch_dtype {family.dtype}",
+        )
     steps = _mtp_steps(checkpoint, family, options)
-    contents = [(group, None) for group in pack(steps, options.max_shard_bytes)]
+    shards = [OutputShard(group) for group in pack(steps, options.max_shard_bytes)]
     config = target.mtp_config(checkpoint.config)
-    return PartPlan("mtp", name_shards(contents), config, extra_files(checkpoint))
+    return PartPlan("mtp", number_shards(shards), config, extra_files(checkpoint))
 
 
 def shared_pairs(checkpoint: Checkpoint, family: ModelFamily) -> tuple[SharedTensor, ...]:
@@ -136,7 +163,7 @@ def _weight_steps(
     layer = family.mtp_layer_of(tensor.name)
     assert layer is not None
     name = target.mtp_name(tensor.name, layer)
-    scale = checkpoint.tensors.get(f"{tensor.name}_scale_inv")
+    scale = checkpoint.tensors.get(tensor.name + SCALE_SUFFIX)
     if scale is not None and target.dequantizes:
         yield dequantize_step(tensor, scale, name)
         return

@@ -35,7 +35,6 @@ def plan_facts(plan: ExportPlan) -> dict[str, Any]:
         "input_dir": str(plan.options.input_dir),
         "output_dir": str(plan.options.output_dir),
         "target": target_of(plan.options.target).name,
-        "link": str(plan.link),
         "parts": {part.name: _part_facts(part) for part in plan.parts},
         "disk_bytes": plan.written_bytes,
         "memory_bytes": plan.memory_bytes,
@@ -60,13 +59,14 @@ def _parts_table(title: str, plan: ExportPlan) -> RichTable:
     for part in plan.parts:
         facts = _part_facts(part)
         linked = format_bytes(facts["linked_bytes"])
+        ways = ", ".join(sorted({shard.link for shard in part.linked}))
         table.add_row(
             part.name,
             str(facts["shards"]),
             f"{facts['tensors']:,}",
             format_bytes(facts["copied_bytes"]),
             format_bytes(facts["computed_bytes"]),
-            f"{linked} in {facts['linked_shards']} ({plan.link})" if part.linked else "-",
+            f"{linked} in {len(part.linked)} ({ways})" if part.linked else "-",
         )
     return table
 
@@ -77,7 +77,8 @@ def plan_table(plan: ExportPlan) -> Table:
         f"Needs {format_bytes(plan.written_bytes)} of disk and at least"
         f" {format_bytes(plan.memory_bytes)} of memory. Nothing was written."
     )
-    return Group(_parts_table(f"Plan for {plan.options.output_dir}", plan), needs)
+    files = f"Beside the weights: {', '.join(plan.parts[0].extra_files) or 'nothing'}."
+    return Group(_parts_table(f"Plan for {plan.options.output_dir}", plan), files, needs)
 
 
 def result_table(result: ExportResult) -> Table:
@@ -128,6 +129,8 @@ def _inspection_lines(inspection: Inspection) -> list[str]:
         f"Quantization: {inspection.quantization}. {inspection.shards} shards.",
         f"Parts in this folder: {', '.join(inspection.parts)}.",
     ]
+    if inspection.mtp_layers and "mtp" not in inspection.parts:
+        lines.append("config.json promises the MTP layers, but this folder does not hold them.")
     lines += [f"{name}: {state}." for name, state in inspection.shared_tensors.items()]
     lines += [f"Missing file: {name}." for name in inspection.missing_files]
     lines += [

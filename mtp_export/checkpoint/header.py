@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -33,12 +34,12 @@ class TensorInfo:
 
 @dataclass(frozen=True)
 class ShardHeader:
-    """A shard's tensors in offset order, its size, and the hash of its header bytes."""
+    """A shard's tensors in offset order, its size and last change, the hash of its header."""
 
     path: Path
     size_bytes: int
+    modified_ns: int
     header_sha256: str
-    metadata: dict[str, str]
     tensors: tuple[TensorInfo, ...]
 
 
@@ -57,8 +58,9 @@ def read_header(path: Path) -> ShardHeader:
     when the file cannot be read.
     """
     try:
-        size_bytes = path.stat().st_size
         with path.open("rb") as file:
+            stat = os.fstat(file.fileno())
+            size_bytes = stat.st_size
             head = file.read(_LENGTH_BYTES)
             header_bytes = int.from_bytes(head, "little")
             limit = min(MAX_HEADER_BYTES, size_bytes - _LENGTH_BYTES)
@@ -69,7 +71,7 @@ def read_header(path: Path) -> ShardHeader:
         ) from error
     try:
         _check_lengths(size_bytes, header_bytes)
-        entries, metadata = _parse_json(raw)
+        entries = _parse_json(raw)
         data_start = _LENGTH_BYTES + header_bytes
         tensors = tuple(_tensor(path, name, entry, data_start) for name, entry in entries.items())
         ordered = _check_coverage(tensors, data_start, size_bytes)
@@ -78,7 +80,7 @@ def read_header(path: Path) -> ShardHeader:
             error.what, where=path, expected=error.expected, found=error.found, todo=_DOWNLOAD_AGAIN
         ) from None
     digest = hashlib.sha256(raw).hexdigest()
-    return ShardHeader(path, size_bytes, digest, metadata, ordered)
+    return ShardHeader(path, size_bytes, stat.st_mtime_ns, digest, ordered)
 
 
 def _check_lengths(size_bytes: int, header_bytes: int) -> None:
@@ -107,17 +109,22 @@ def _no_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return result
 
 
-def _parse_json(raw: bytes) -> tuple[dict[str, Any], dict[str, str]]:
+def _parse_json(raw: bytes) -> dict[str, Any]:
     if raw[:1] != b"{":
         raise _HeaderError("A shard's header does not start with '{'", "'{'", repr(raw[:1]))
     try:
         entries = json.loads(raw.decode("utf-8"), object_pairs_hook=_no_duplicates)
-    except (UnicodeDecodeError, json.JSONDecodeError, RecursionError) as error:
-        raise _HeaderError("A shard's header is not JSON", "one JSON object", str(error)) from None
+    except (ValueError, RecursionError) as error:
+        raise _HeaderError(
+            "A shard's header is not JSON", "one JSON object", str(error)[:200]
+        ) from None
     metadata = entries.pop("__metadata__", {})
     if not isinstance(metadata, dict) or not all(isinstance(v, str) for v in metadata.values()):
-        raise _HeaderError("A shard's metadata is not strings", "string values", repr(metadata))
-    return entries, metadata
+        raise _HeaderError(
+            "A shard's metadata is not strings", "string values", repr(metadata)[:120]
+        )
+    assert isinstance(entries, dict)
+    return entries
 
 
 def _is_size(value: object) -> bool:
@@ -125,8 +132,8 @@ def _is_size(value: object) -> bool:
 
 
 def check_tensor_name(name: str) -> None:
-    """Refuse names that could leave a folder or cut a string (ValueError)."""
-    if not name or name.startswith("/") or "\0" in name or ".." in name.split("/"):
+    """Refuse names that could leave a folder or do not print (ValueError)."""
+    if not name or name.startswith("/") or not name.isprintable() or ".." in name.split("/"):
         raise ValueError(f"unsafe tensor name {name!r}")
 
 
@@ -142,12 +149,16 @@ def _tensor(path: Path, name: str, entry: object, data_start: int) -> TensorInfo
             repr(entry)[:120],
         )
     dtype, shape, offsets = entry["dtype"], entry["shape"], entry["data_offsets"]
-    if dtype not in DTYPE_BITS:
-        raise _HeaderError(f"Tensor {name} has an unknown dtype", ", ".join(DTYPE_BITS), dtype)
+    if not isinstance(dtype, str) or dtype not in DTYPE_BITS:
+        raise _HeaderError(
+            f"Tensor {name} has an unknown dtype", ", ".join(DTYPE_BITS), repr(dtype)[:120]
+        )
     if not isinstance(shape, list) or not all(_is_size(size) for size in shape):
-        raise _HeaderError(f"Tensor {name} has no valid shape", "sizes from 0 up", repr(shape))
+        raise _HeaderError(
+            f"Tensor {name} has no valid shape", "sizes from 0 up", repr(shape)[:120]
+        )
     if not isinstance(offsets, list) or len(offsets) != 2 or not all(map(_is_size, offsets)):
-        raise _HeaderError(f"Tensor {name} has no valid offsets", "two sizes", repr(offsets))
+        raise _HeaderError(f"Tensor {name} has no valid offsets", "two sizes", repr(offsets)[:120])
     start, end = offsets
     try:
         expected_bytes = tensor_bytes(dtype, tuple(shape))

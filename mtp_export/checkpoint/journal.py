@@ -12,7 +12,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, BinaryIO
 
-from mtp_export.checkpoint.writer import sync_folder, write_failure
+from mtp_export.checkpoint.files import sync_folder, write_failure
 from mtp_export.errors import OutputExistsError
 
 JOURNAL_NAME = ".mtp_export.journal"
@@ -21,13 +21,11 @@ JOURNAL_NAME = ".mtp_export.journal"
 class Journal:
     """The journal of one output folder (made if need be), open and locked.
 
-    identity says what is being made from what. A journal of another identity is refused with
-    OutputExistsError that names the first field that differs, unless restart is set.
+    Raises OutputExistsError when another run holds it.
     """
 
-    def __init__(self, folder: Path, identity: Mapping[str, Any], restart: bool) -> None:
+    def __init__(self, folder: Path) -> None:
         self.path = folder / JOURNAL_NAME
-        self._identity = json.loads(json.dumps(identity))
         self.finished: dict[str, dict[str, Any]] = {}
         try:
             folder.mkdir(parents=True, exist_ok=True)
@@ -36,12 +34,6 @@ class Journal:
             raise write_failure(self.path, error) from error
         try:
             self._lock()
-            self.resumed = not restart and self._replay()
-            if not self.resumed:
-                self._begin()
-        except OSError as error:
-            self._file.close()
-            raise write_failure(self.path, error) from error
         except BaseException:
             self._file.close()
             raise
@@ -57,8 +49,47 @@ class Journal:
     ) -> None:
         self._file.close()
 
+    @property
+    def is_empty(self) -> bool:
+        """Whether no run has begun here since the last one ended."""
+        return os.fstat(self._file.fileno()).st_size == 0
+
+    def resume(self, identity: Mapping[str, Any]) -> None:
+        """Take over what an earlier run of the same identity finished.
+
+        identity says what is being made from what. Raises OutputExistsError for another identity,
+        naming the first field that differs, and for a journal that cannot be read.
+        """
+        self._file.seek(0)
+        raw = self._file.read()
+        end = raw.rfind(b"\n") + 1
+        try:
+            first, *lines = [json.loads(line) for line in raw[:end].splitlines()]
+            noted = first["identity"]
+            finished = {line["finished"]: _checked(line["facts"]) for line in lines}
+        except (ValueError, KeyError, TypeError) as error:
+            raise OutputExistsError(
+                "The journal of the unfinished run is damaged",
+                where=self.path,
+                found=f"{type(error).__name__}: {error}",
+                todo="Pass --no-resume to start over",
+            ) from None
+        _refuse_other(noted, json.loads(json.dumps(identity)), self.path.parent)
+        self._file.truncate(end)  # a line that a kill cut short
+        self.finished = finished
+
+    def begin(self, identity: Mapping[str, Any]) -> None:
+        """Start anew, in a folder that has been cleared (IoError)."""
+        self.finished = {}
+        try:
+            self._file.truncate(0)
+            self._append({"identity": identity})
+            sync_folder(self.path.parent)
+        except OSError as error:
+            raise write_failure(self.path, error) from error
+
     def record(self, key: str, facts: Mapping[str, Any]) -> None:
-        """Note that something is finished and on disk."""
+        """Note that a shard is finished and on disk (IoError)."""
         try:
             self._append({"finished": key, "facts": facts})
         except OSError as error:
@@ -71,12 +102,6 @@ class Journal:
         with suppress(OSError):
             self.path.parent.rmdir()
 
-    def _begin(self) -> None:
-        self.finished.clear()
-        self._file.truncate(0)
-        self._append({"identity": self._identity})
-        sync_folder(self.path.parent)
-
     def _append(self, line: Mapping[str, Any]) -> None:
         self._file.write(json.dumps(line, separators=(",", ":")).encode() + b"\n")
         self._file.flush()
@@ -85,36 +110,32 @@ class Journal:
     def _lock(self) -> None:
         try:
             fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise OutputExistsError(
-                "Another run is writing this output",
-                where=self.path.parent,
-                todo="Wait for it to end, or choose another --output-dir",
-            ) from None
-
-    def _replay(self) -> bool:
-        """Read what an earlier run noted; False when there is nothing to go on with."""
-        self._file.seek(0)
-        raw = self._file.read()
-        end = raw.rfind(b"\n") + 1
-        lines = [json.loads(line) for line in raw[:end].splitlines()]
-        self._file.truncate(end)  # a line that a kill cut short
-        if not lines:
-            return False
-        _refuse_other(lines[0]["identity"], self._identity, self.path.parent)
-        for line in lines[1:]:
-            self.finished[line["finished"]] = line["facts"]
-        return True
+            if os.fstat(self._file.fileno()).st_ino == self.path.stat().st_ino:
+                return
+        except (BlockingIOError, FileNotFoundError):
+            pass
+        raise OutputExistsError(
+            "Another run is writing this output, or has just finished it",
+            where=self.path.parent,
+            todo="Wait for it to end, or choose another --output-dir",
+        )
 
 
-def _refuse_other(noted: Mapping[str, Any], wanted: Mapping[str, Any], folder: Path) -> None:
+def _checked(facts: Any) -> dict[str, Any]:
+    """What a run notes of a shard, or a KeyError or TypeError."""
+    if type(facts["size_bytes"]) is not int:
+        raise TypeError("size_bytes is no number")
+    if "link" not in facts and not isinstance(facts["xxh3_128"], dict):
+        raise TypeError("xxh3_128 holds no checksums")
+    return dict(facts)
+
+
+def _refuse_other(noted: Any, wanted: Mapping[str, Any], folder: Path) -> None:
     if noted == wanted:
         return
-    keys = sorted(noted.keys() | wanted.keys())
-    key = next(key for key in keys if noted.get(key) != wanted.get(key))
-    before, now = _first_difference(noted.get(key), wanted.get(key))
+    before, now = _first_difference(noted, wanted)
     raise OutputExistsError(
-        f"The output folder holds an unfinished run of something else: {key} differs",
+        "The output folder holds an unfinished run of something else",
         where=folder,
         expected=before,
         found=now,

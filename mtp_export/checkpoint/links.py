@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import fcntl
 import os
-from collections.abc import Callable
+import shutil
+import tempfile
+from collections.abc import Callable, Iterable
 from enum import StrEnum
 from pathlib import Path
 
-from mtp_export.checkpoint.writer import sync_folder, temporary_path, write_failure
+from mtp_export.checkpoint.files import sync_folder, temporary_path, write_failure
 from mtp_export.errors import UnsupportedError
 
 _FICLONE = 0x40049409  # linux/fs.h: _IOW(0x94, 9, int)
+PROBE_PREFIX = ".mtp-export-probe-"
 
 
 class Link(StrEnum):
@@ -24,8 +27,9 @@ class Link(StrEnum):
 
 
 def _reflink(source: Path, target: Path) -> None:
-    with source.open("rb") as src, target.open("wb") as dst:
+    with source.open("rb") as src, target.open("xb") as dst:
         fcntl.ioctl(dst.fileno(), _FICLONE, src.fileno())
+        os.fsync(dst.fileno())
 
 
 def _hardlink(source: Path, target: Path) -> None:
@@ -43,33 +47,61 @@ def existing_parent(folder: Path) -> Path:
     return next(path for path in (folder, *folder.absolute().parents) if path.is_dir())
 
 
-def same_device(source: Path, folder: Path) -> bool:
-    """Whether linking a file into a folder, existing or to be made, can work at all."""
-    return source.stat().st_dev == existing_parent(folder).stat().st_dev
-
-
-def resolve_link(wanted: Link, source: Path, folder: Path) -> Link:
-    """The way that works between a source shard and a folder (or its parent): tried, then undone.
+def resolve_links(wanted: Link, shards: Iterable[Path], folder: Path) -> dict[Path, Link]:
+    """For each source shard the way that works into a folder, tried once a device, then undone.
 
     Raises UnsupportedError when a way was asked for by name and does not work.
     """
+    shards = list(shards)
     if wanted is Link.COPY:
-        return Link.COPY
+        return dict.fromkeys(shards, Link.COPY)
+    by_device: dict[tuple[int, int], Link] = {}
+    result: dict[Path, Link] = {}
+    for shard in shards:
+        stat = shard.stat()
+        key = (stat.st_dev, stat.st_uid)
+        if key not in by_device:
+            by_device[key] = _try(wanted, shard, folder)
+        result[shard] = by_device[key]
+    return result
+
+
+def guess_links(wanted: Link, shards: Iterable[Path], folder: Path) -> dict[Path, Link]:
+    """What resolve_links would most likely say, from devices and owners alone; writes nothing."""
+    device = existing_parent(folder).stat().st_dev
+    user = os.geteuid()
+
+    def guess(shard: Path) -> Link:
+        stat = shard.stat()
+        allowed = user in (0, stat.st_uid) or os.access(shard, os.W_OK)
+        if wanted is Link.AUTO:
+            return Link.HARDLINK if stat.st_dev == device and allowed else Link.COPY
+        return wanted
+
+    return {shard: guess(shard) for shard in shards}
+
+
+def _try(wanted: Link, source: Path, folder: Path) -> Link:
     reasons: list[str] = []
-    probe = existing_parent(folder) / f".{folder.name}.link-probe-{os.getpid()}.tmp"
-    for way in _MAKERS if wanted is Link.AUTO else (wanted,):
-        try:
-            _MAKERS[way](source, probe)
-            return way
-        except OSError as error:
-            reasons.append(f"{way}: {error.strerror}")
-        finally:
-            probe.unlink(missing_ok=True)
+    parent = existing_parent(folder)
+    try:
+        trial = Path(tempfile.mkdtemp(prefix=PROBE_PREFIX, dir=parent))
+    except OSError as error:
+        raise write_failure(parent, error) from error
+    try:
+        for way in _MAKERS if wanted is Link.AUTO else (wanted,):
+            try:
+                _MAKERS[way](source, trial / way)
+                return way
+            except OSError as error:
+                reasons.append(f"{way}: {error.strerror}")
+    finally:
+        shutil.rmtree(trial, ignore_errors=True)
     if wanted is Link.AUTO:
         return Link.COPY
     raise UnsupportedError(
         f"The file system cannot {wanted} from the input to the output",
-        where=folder,
+        where=f"{source} to {folder}",
         found="; ".join(reasons),
         todo="Use --link auto or --link copy, or an output folder on the input's file system",
     )
@@ -86,5 +118,4 @@ def link_shard(way: Link, source: Path, target: Path) -> None:
         temporary.unlink(missing_ok=True)
         sync_folder(target.parent)
     except OSError as error:
-        temporary.unlink(missing_ok=True)
         raise write_failure(target, error) from error

@@ -35,7 +35,7 @@ def source_identity(checkpoint: Checkpoint) -> dict[str, Any]:
 
 def modification_times(checkpoint: Checkpoint) -> dict[str, int]:
     """When each shard was last written (ns): with source_identity, whether a source changed."""
-    return {shard.path.name: shard.path.stat().st_mtime_ns for shard in checkpoint.shards}
+    return {shard.path.name: shard.modified_ns for shard in checkpoint.shards}
 
 
 def manifest(

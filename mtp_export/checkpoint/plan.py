@@ -11,6 +11,7 @@ from typing import Any
 
 from mtp_export.checkpoint.dtypes import tensor_bytes
 from mtp_export.checkpoint.header import ShardHeader
+from mtp_export.checkpoint.links import Link
 
 COPY = "copy"
 
@@ -46,11 +47,15 @@ class Step:
 
 @dataclass(frozen=True)
 class OutputShard:
-    """One output file; with linked_from set, the whole source shard under a new name."""
+    """One output file; with linked_from set, the whole source shard under a new name.
 
-    file_name: str
+    link says how it gets there.
+    """
+
     steps: tuple[Step, ...]
     linked_from: ShardHeader | None = None
+    link: Link = Link.COPY
+    file_name: str = ""
 
     @property
     def size_bytes(self) -> int:
@@ -114,12 +119,9 @@ def pack(steps: Iterable[Step], max_shard_bytes: int) -> list[tuple[Step, ...]]:
     return shards
 
 
-def name_shards(
-    contents: Sequence[tuple[tuple[Step, ...], ShardHeader | None]],
-) -> tuple[OutputShard, ...]:
-    """Number the shards of a part the way the Hub does: model-00001-of-00163.safetensors."""
-    count = len(contents)
+def number_shards(shards: Sequence[OutputShard]) -> tuple[OutputShard, ...]:
+    """Name the shards of a part the way the Hub does: model-00001-of-00163.safetensors."""
     return tuple(
-        OutputShard(f"model-{number:05d}-of-{count:05d}.safetensors", steps, linked_from)
-        for number, (steps, linked_from) in enumerate(contents, 1)
+        replace(shard, file_name=f"model-{number:05d}-of-{len(shards):05d}.safetensors")
+        for number, shard in enumerate(shards, 1)
     )

@@ -48,6 +48,7 @@ class Checkpoint:
         config = _json_object(folder / CONFIG_NAME, raw_config)
         weight_map = _weight_map(folder)
         if weight_map is None:
+            _check_no_stray_shard(folder, {SINGLE_NAME})
             return cls(folder, config, _sha256(raw_config), (read_header(folder / SINGLE_NAME),))
         shards = tuple(read_header(folder / name) for name in sorted(set(weight_map.values())))
         _check_index(folder, weight_map, shards)
@@ -105,6 +106,14 @@ def read_chunks(info: TensorInfo, buffer: memoryview) -> Iterator[memoryview]:
         yield piece
 
 
+def check_readable(path: Path) -> None:
+    """Refuse a file that cannot be opened (IoError)."""
+    try:
+        path.open("rb").close()
+    except OSError as error:
+        raise read_failure(path, error) from error
+
+
 def read_failure(path: Path, error: OSError) -> IoError:
     """The error of a file that cannot be read."""
     return IoError(
@@ -144,7 +153,10 @@ def _json_object(path: Path, raw: bytes) -> dict[str, Any]:
         value = json.loads(raw.decode("utf-8"), object_pairs_hook=no_duplicates)
     except (ValueError, RecursionError) as error:
         raise InvalidInputError(
-            "A JSON file cannot be parsed", where=path, found=str(error), todo="Download it again"
+            "A JSON file cannot be parsed",
+            where=path,
+            found=str(error)[:200],
+            todo="Download it again",
         ) from None
     if not isinstance(value, dict):
         raise InvalidInputError(
@@ -176,7 +188,7 @@ def _weight_map(folder: Path) -> dict[str, str] | None:
                 f"The index sends tensor {name} to a path outside the folder",
                 where=path,
                 expected="a plain *.safetensors file name",
-                found=repr(file_name),
+                found=repr(file_name)[:200],
                 todo="Do not trust this checkpoint; get it again from its source",
             )
     for file_name in sorted(set(weight_map.values())):
@@ -193,9 +205,8 @@ def _weight_map(folder: Path) -> dict[str, str] | None:
 
 
 def _is_plain_file_name(name: str) -> bool:
-    return (
-        name.endswith(".safetensors") and "/" not in name and "\\" not in name and "\0" not in name
-    )
+    plain = name.isprintable() and "/" not in name and "\\" not in name
+    return plain and name.endswith(".safetensors") and len(name.encode()) < 256
 
 
 def _check_index(folder: Path, weight_map: dict[str, str], shards: Iterable[ShardHeader]) -> None:

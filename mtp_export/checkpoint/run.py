@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor, wait
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -16,7 +16,7 @@ import xxhash
 
 from mtp_export.checkpoint.header import TensorInfo
 from mtp_export.checkpoint.journal import Journal
-from mtp_export.checkpoint.links import Link, link_shard
+from mtp_export.checkpoint.links import link_shard
 from mtp_export.checkpoint.plan import COPY, OutputShard, OutputTensor, Step
 from mtp_export.checkpoint.reader import read_chunks
 from mtp_export.checkpoint.writer import ShardWriter
@@ -45,7 +45,6 @@ class Means:
 
     sources: Mapping[str, TensorInfo]
     transforms: Mapping[str, Transform]
-    link: Link
     workers: int
     budget_bytes: int
     progress: Callable[[int], None]
@@ -98,17 +97,20 @@ class _Run:
         self._stop = threading.Event()
 
     def start(self, checks: Sequence[Check]) -> None:
-        with ThreadPoolExecutor(self._means.workers + len(checks)) as pool:
-            futures = [pool.submit(self._guarded, self._work) for _ in range(self._means.workers)]
-            futures += [pool.submit(self._guarded, check, self._proceed) for check in checks]
-            try:
-                wait(futures)
-            except BaseException:
-                self._stop.set()
-                raise
-            finally:
-                wait(futures)
-                self._discard_unfinished()
+        futures: list[Future[None]] = []
+        try:
+            with ThreadPoolExecutor(self._means.workers + len(checks)) as pool:
+                try:
+                    for check in checks:
+                        futures.append(pool.submit(self._guarded, check, self._proceed))
+                    for _ in range(self._means.workers):
+                        futures.append(pool.submit(self._guarded, self._work))
+                    wait(futures)
+                except BaseException:
+                    self._stop.set()
+                    raise
+        finally:  # the pool has ended: no thread writes any more
+            self._discard_unfinished()
         for future in futures:
             error = future.exception()
             if error is not None and not isinstance(error, _Stopped):
@@ -152,8 +154,8 @@ class _Run:
         source = job.shard.linked_from
         assert source is not None
         target = job.folder / job.shard.file_name
-        link_shard(self._means.link, source.path, target)
-        self._note(job, {"size_bytes": source.size_bytes, "link": str(self._means.link)})
+        link_shard(job.shard.link, source.path, target)
+        self._note(job, {"size_bytes": source.size_bytes, "link": str(job.shard.link)})
 
     def _write(self, shard: _OpenShard, step: Step, buffer: memoryview) -> None:
         writer = self._writer_of(shard)

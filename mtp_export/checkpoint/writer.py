@@ -3,35 +3,18 @@ thread, and a file that gets its name only when it is whole and on disk."""
 
 from __future__ import annotations
 
-import errno
 import json
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from mtp_export.checkpoint.files import sync_folder, temporary_path, write_failure
 from mtp_export.checkpoint.plan import OutputTensor
-from mtp_export.errors import IoError
 
 _ALIGNMENT_BYTES = 8
 _OPEN_FLAGS = os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC
-
-
-def write_failure(path: Path, error: OSError) -> IoError:
-    """The error of a file that cannot be written."""
-    full = error.errno in (errno.ENOSPC, errno.EDQUOT)
-    return IoError(
-        "The disk filled up while writing" if full else "A file cannot be written",
-        where=path,
-        found=error.strerror or str(error),
-        todo=("Free some space" if full else "Check the folder's permissions and the disk")
-        + ", then run the same command again: it goes on where it stopped",
-    )
-
-
-def temporary_path(path: Path) -> Path:
-    """Where a file is written until it is whole; no engine's glob for shards matches it."""
-    return path.with_name(f".{path.name}.tmp")
 
 
 def encode_header(tensors: Sequence[OutputTensor]) -> tuple[bytes, dict[str, int]]:
@@ -93,8 +76,8 @@ class ShardWriter:
         assert self._fd is not None
         try:
             os.fsync(self._fd)
-            os.close(self._fd)
-            self._fd = None
+            fd, self._fd = self._fd, None
+            os.close(fd)
             os.replace(self._temporary, self.path)
             sync_folder(self.path.parent)
         except OSError as error:
@@ -102,37 +85,13 @@ class ShardWriter:
             raise write_failure(self.path, error) from error
 
     def discard(self) -> None:
-        """Close and remove what was written; harmless when nothing was."""
-        if self._fd is not None:
-            os.close(self._fd)
-            self._fd = None
-        self._temporary.unlink(missing_ok=True)
+        """Close and remove what was written, as far as the disk lets it; harmless when nothing was.
 
-
-def write_bytes(path: Path, data: bytes) -> None:
-    """Write a small file whole or not at all (IoError)."""
-    temporary = temporary_path(path)
-    try:
-        with temporary.open("wb") as file:
-            file.write(data)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(temporary, path)
-        sync_folder(path.parent)
-    except OSError as error:
-        temporary.unlink(missing_ok=True)
-        raise write_failure(path, error) from error
-
-
-def write_json(path: Path, value: Mapping[str, Any]) -> None:
-    """Write a JSON file whole or not at all (IoError)."""
-    write_bytes(path, (json.dumps(value, indent=2, ensure_ascii=False) + "\n").encode())
-
-
-def sync_folder(folder: Path) -> None:
-    """Bring a folder's entries to disk, so that a rename survives a power cut."""
-    fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        os.fsync(fd)
-    finally:
-        os.close(fd)
+        A failure here would hide the one that led here.
+        """
+        with suppress(OSError):
+            if self._fd is not None:
+                fd, self._fd = self._fd, None
+                os.close(fd)
+        with suppress(OSError):
+            self._temporary.unlink(missing_ok=True)

@@ -17,11 +17,11 @@ FAMILIES: dict[str, Callable[[Mapping[str, Any]], ModelFamily]] = {
 def family_of(config: Mapping[str, Any]) -> ModelFamily:
     """The family of a config.json (UnsupportedError for a model_type that has none)."""
     model_type = config.get("model_type")
-    if model_type not in FAMILIES:
+    if not isinstance(model_type, str) or model_type not in FAMILIES:
         raise UnsupportedError(
             "This model type is not supported",
             expected=f"model_type {' or '.join(sorted(FAMILIES))} in config.json",
-            found=model_type,
+            found=repr(model_type)[:100],
             todo="DeepSeek-V3, V3-0324, R1 and V3.1 checkpoints have model_type deepseek_v3",
         )
     return FAMILIES[model_type](config)

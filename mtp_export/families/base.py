@@ -10,6 +10,9 @@ from typing import Any, Protocol
 
 from mtp_export.errors import InvalidInputError, UnsupportedError
 
+# A block scale has its weight's name and this; the released name says inverse, but it multiplies.
+SCALE_SUFFIX = "_scale_inv"
+
 
 class Role(StrEnum):
     """What a tensor is for; reports add up by it."""
@@ -66,6 +69,10 @@ class HasLayout(Protocol):
 
 class ModelFamily(Protocol):
     """A config, understood: built by FAMILIES[model_type](config)."""
+
+    @property
+    def dtype(self) -> str:
+        """The safetensors dtype of weights that are not quantized."""
 
     @property
     def mtp_layers(self) -> range:
@@ -143,18 +150,28 @@ def _compare_one(
 def _unexpected(name: str, stored: Mapping[str, HasLayout]) -> Discrepancy:
     tensor = stored[name]
     problem = "not a tensor of this model by its config.json"
-    weight = name.removesuffix("_scale_inv")
+    weight = name.removesuffix(SCALE_SUFFIX)
     if weight != name and weight not in stored:
         problem = f"a scale without its weight ({weight} is not there)"
     return Discrepancy(name, problem, "no such tensor", f"{tensor.dtype} {list(tensor.shape)}")
 
 
-def config_int(config: Mapping[str, Any], key: str, default: int | None = None) -> int:
-    """A whole number from 0 up out of config.json (InvalidInputError for anything else)."""
+def config_int(
+    config: Mapping[str, Any],
+    key: str,
+    default: int | None = None,
+    *,
+    least: int = 1,
+    most: int = 10_000_000,
+) -> int:
+    """A whole number within bounds out of config.json (InvalidInputError for anything else)."""
     value = config.get(key, default)
-    if type(value) is not int or value < 0:
+    if type(value) is not int or not least <= value <= most:
         raise InvalidInputError(
-            f"config.json has no usable {key}", expected="a whole number from 0 up", found=value
+            f"config.json has no usable {key}",
+            expected=f"a whole number from {least} to {most}",
+            found=repr(value)[:100],
+            todo="Correct config.json, or get it again from the checkpoint's source",
         )
     return value
 
@@ -183,6 +200,12 @@ def block_fp8(config: Mapping[str, Any]) -> BlockFp8 | None:
     quantization = config.get("quantization_config")
     if not quantization:
         return None
+    if not isinstance(quantization, dict):
+        raise InvalidInputError(
+            "config.json has no usable quantization_config",
+            expected="an object, or none",
+            found=repr(quantization)[:100],
+        )
     block = quantization.get("weight_block_size")
     method, fmt = quantization.get("quant_method"), quantization.get("fmt", "e4m3")
     if method != "fp8" or fmt != "e4m3" or block != [128, 128]:
@@ -195,5 +218,12 @@ def block_fp8(config: Mapping[str, Any]) -> BlockFp8 | None:
     scale_dtypes = ("F32", "F8_E8M0") if quantization.get("scale_fmt") == "ue8m0" else ("F32",)
     names: list[str] = []
     for key in ("modules_to_not_convert", "ignored_layers"):
-        names += quantization.get(key) or []
+        listed = quantization.get(key) or []
+        if not isinstance(listed, list) or not all(isinstance(name, str) for name in listed):
+            raise InvalidInputError(
+                f"config.json has no usable quantization_config.{key}",
+                expected="a list of module names",
+                found=repr(listed)[:100],
+            )
+        names += listed
     return BlockFp8((block[0], block[1]), scale_dtypes, tuple(names))

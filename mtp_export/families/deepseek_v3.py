@@ -12,6 +12,7 @@ from typing import Any
 
 from mtp_export.errors import InvalidInputError, UnsupportedError
 from mtp_export.families.base import (
+    SCALE_SUFFIX,
     BlockFp8,
     Role,
     SharedTensor,
@@ -21,6 +22,7 @@ from mtp_export.families.base import (
 )
 
 _LAYERS_PREFIX = "model.layers."
+_MOST_LAYERS = 1_000
 _STORED_DTYPES = {"bfloat16": "BF16", "float16": "F16", "float32": "F32"}
 
 
@@ -37,8 +39,9 @@ class DeepseekV3Family:
     @classmethod
     def from_config(cls, config: Mapping[str, Any]) -> DeepseekV3Family:
         """Raises InvalidInputError for a missing or odd field, UnsupportedError for a variant."""
-        layers = config_int(config, "num_hidden_layers")
-        mtp_layers = range(layers, layers + config_int(config, "num_nextn_predict_layers", 0))
+        layers = config_int(config, "num_hidden_layers", most=_MOST_LAYERS)
+        promised = config_int(config, "num_nextn_predict_layers", 0, least=0, most=_MOST_LAYERS)
+        mtp_layers = range(layers, layers + promised)
         for key in ("attention_bias", "tie_word_embeddings"):
             if config.get(key):
                 raise UnsupportedError(
@@ -47,11 +50,11 @@ class DeepseekV3Family:
                     found=config[key],
                 )
         name = config.get("dtype") or config.get("torch_dtype") or "bfloat16"
-        if name not in _STORED_DTYPES:
+        if not isinstance(name, str) or name not in _STORED_DTYPES:
             raise InvalidInputError(
                 "config.json names an unknown torch_dtype",
                 expected=", ".join(_STORED_DTYPES),
-                found=name,
+                found=repr(name)[:100],
             )
         return cls(config, layers, mtp_layers, block_fp8(config), _STORED_DTYPES[name])
 
@@ -77,12 +80,14 @@ class DeepseekV3Family:
         if not name.startswith(_LAYERS_PREFIX):
             return None
         digits = name.removeprefix(_LAYERS_PREFIX).partition(".")[0]
-        if digits.isascii() and digits.isdigit() and int(digits) in self.mtp_layers:
-            return int(digits)
-        return None
+        return self._mtp_layer_of_digits.get(digits)
 
-    def _size(self, key: str, default: int | None = None) -> int:
-        return config_int(self.config, key, default)
+    @cached_property
+    def _mtp_layer_of_digits(self) -> dict[str, int]:
+        return {str(layer): layer for layer in self.mtp_layers}
+
+    def _size(self, key: str, default: int | None = None, least: int = 1) -> int:
+        return config_int(self.config, key, default, least=least)
 
     def _all(self) -> Iterator[TensorSpec]:
         hidden, vocab = self._size("hidden_size"), self._size("vocab_size")
@@ -102,7 +107,10 @@ class DeepseekV3Family:
         yield self._norm(f"{prefix}.input_layernorm", hidden, mtp)
         yield self._norm(f"{prefix}.post_attention_layernorm", hidden, mtp)
         yield from self._attention(f"{prefix}.self_attn", hidden, mtp)
-        dense_layers, every = self._size("first_k_dense_replace"), self._size("moe_layer_freq", 1)
+        dense_layers, every = (
+            self._size("first_k_dense_replace", least=0),
+            self._size("moe_layer_freq", 1),
+        )
         if mtp is None and (layer < dense_layers or layer % every):
             size = self._size("intermediate_size")
             yield from self._mlp(f"{prefix}.mlp", size, Role.DENSE_MLP, mtp)
@@ -142,7 +150,7 @@ class DeepseekV3Family:
         if self.config.get("topk_method", "noaux_tc") == "noaux_tc":
             name = f"{prefix}.gate.e_score_correction_bias"
             yield TensorSpec(name, (experts,), kept[::-1], Role.ROUTER, mtp)
-        if shared := self._size("n_shared_experts", 0):
+        if shared := self._size("n_shared_experts", 0, least=0):
             yield from self._mlp(f"{prefix}.shared_experts", size * shared, Role.SHARED_EXPERT, mtp)
         for expert in range(experts):
             yield from self._mlp(f"{prefix}.experts.{expert}", size, Role.ROUTED_EXPERT, mtp)
@@ -179,5 +187,5 @@ class DeepseekV3Family:
         scale_shape = (-(-shape[0] // fp8.block[0]), -(-shape[1] // fp8.block[1]))
         yield TensorSpec(name, shape, ("F8_E4M3",), role, mtp)
         yield TensorSpec(
-            f"{name}_scale_inv", scale_shape, fp8.scale_dtypes, role, mtp, scale_of=name
+            name + SCALE_SUFFIX, scale_shape, fp8.scale_dtypes, role, mtp, scale_of=name
         )

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from mtp_export.checkpoint.header import TensorInfo
@@ -31,6 +32,19 @@ def transpose_step(tensor: TensorInfo, name: str) -> Step:
     """A matrix [n, k] as [k, n], its elements unchanged."""
     n, k = tensor.shape
     return Step(TRANSPOSE, (tensor.name,), (OutputTensor(name, tensor.dtype, (k, n)),))
+
+
+@contextmanager
+def one_torch_thread() -> Iterator[None]:
+    """Workers are the parallelism: small torch operations only lose by threads of their own."""
+    import torch
+
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
 
 
 def _bytes_of(tensor: torch.Tensor) -> memoryview:

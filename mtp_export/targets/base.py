@@ -30,23 +30,10 @@ class Target:
     single_mtp_layer: bool = True
 
 
-def rename_unconverted(config: Config, rename: Callable[[str], str]) -> None:
-    """Apply a renaming to the modules that quantization_config leaves out, in place."""
-    quantization = config.get("quantization_config")
-    if not isinstance(quantization, dict):
-        return
-    quantization = dict(quantization)
-    for key in ("modules_to_not_convert", "ignored_layers"):
-        if quantization.get(key):
-            quantization[key] = [rename(name) for name in quantization[key]]
-    config["quantization_config"] = quantization
-
-
 def single_layer_config(
     config: Mapping[str, Any], mtp_name: Callable[[str, int], str], **changes: object
 ) -> Config:
     """The config of a draft whose one decoder layer is layer 0, a MoE layer."""
-    layer = config["num_hidden_layers"]
     result = {
         **config,
         "num_hidden_layers": 1,
@@ -54,8 +41,28 @@ def single_layer_config(
         "first_k_dense_replace": 0,
         **changes,
     }
-    prefix = f"model.layers.{layer}."
-    rename_unconverted(
-        result, lambda name: mtp_name(name, layer) if name.startswith(prefix) else name
-    )
+    quantization = result.get("quantization_config")
+    if isinstance(quantization, dict):
+        layer = config["num_hidden_layers"]
+        result["quantization_config"] = quantization | {
+            key: _renamed_modules(quantization[key], mtp_name, layer)
+            for key in ("modules_to_not_convert", "ignored_layers")
+            if quantization.get(key)
+        }
+    return result
+
+
+def _renamed_modules(
+    modules: list[str], mtp_name: Callable[[str, int], str], layer: int
+) -> list[str]:
+    """Module names as the draft has them: the MTP layer's renamed, other layers' left out."""
+    own = f"model.layers.{layer}"
+    result: list[str] = []
+    for module in modules:
+        if module == own:
+            result.append(mtp_name(f"{own}.mlp.weight", layer).removesuffix(".mlp.weight"))
+        elif module.startswith(f"{own}."):
+            result.append(mtp_name(f"{module}.weight", layer).removesuffix(".weight"))
+        elif not module.startswith("model.layers."):
+            result.append(module)
     return result
