@@ -6,6 +6,7 @@ import shutil
 from pathlib import Path
 
 import pytest
+
 from cases import make_checkpoint
 
 

@@ -7,8 +7,8 @@ import shlex
 from pathlib import Path
 
 import pytest
-from cases import run_program
 
+from cases import run_program
 from mtp_export import errors
 from mtp_export.targets import target_names
 

@@ -58,6 +58,7 @@ def _dequantize(
     inputs: Sequence[TensorInfo], outputs: Sequence[OutputTensor], sink: Sink, budget_bytes: int
 ) -> None:
     import torch
+
     from mtp_kernels.quantize import Fp8Block, dequantize_fp8_block
 
     weight, scale = inputs

@@ -9,6 +9,9 @@ import sys
 from pathlib import Path
 
 import pytest
+from rich.console import Console
+
+from benchmarks.make_checkpoint import REAL_CONFIG
 from cases import (
     MTP_LAYER,
     TINY_CONFIG,
@@ -19,9 +22,6 @@ from cases import (
     run_program,
     tree,
 )
-from rich.console import Console
-
-from benchmarks.make_checkpoint import REAL_CONFIG
 from mtp_export.options import parse_size
 from mtp_export.progress import shown
 

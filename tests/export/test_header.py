@@ -8,12 +8,12 @@ from typing import Any
 
 import pytest
 import torch
-from cases import write_shard
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from safetensors import safe_open
 from safetensors.torch import save_file
 
+from cases import write_shard
 from mtp_export.checkpoint.dtypes import DTYPE_BITS, TORCH_DTYPE_NAMES, torch_dtype
 from mtp_export.checkpoint.header import read_header
 from mtp_export.checkpoint.plan import OutputTensor

@@ -7,8 +7,8 @@ import os
 from pathlib import Path
 
 import pytest
-from cases import export, read_json, read_tensors
 
+from cases import export, read_json, read_tensors
 from mtp_export.checkpoint import links
 
 
@@ -87,3 +87,28 @@ def test_reflink_is_tried_first(
     linked = [facts["link"] for facts in shards_of(output).values() if "link" in facts]
     assert set(linked) == {"reflink"}
     assert all(path.stat().st_nlink == 1 for path in (output / "main").iterdir())
+
+
+def test_each_device_is_tried_for_itself(source: Path, output: Path) -> None:
+    """A shard on another file system is copied, the others are linked all the same."""
+    elsewhere = Path("/dev/shm") / f"mtp-export-test-{os.getpid()}.safetensors"
+    if source.stat().st_dev == Path("/dev/shm").stat().st_dev:
+        pytest.skip("needs two file systems")
+    shard = source / "model-00002-of-00008.safetensors"
+    elsewhere.write_bytes(shard.read_bytes())
+    try:
+        shard.unlink()
+        shard.symlink_to(elsewhere)
+        outcome = export(source, output, "--quiet")
+        assert outcome.code == 0, outcome.err
+        ways = {facts.get("link") for facts in shards_of(output).values()}
+        assert ways == {None, "hardlink"}
+        assert read_tensors(output / "main").keys() < read_tensors(source).keys()
+    finally:
+        elsewhere.unlink()
+
+
+def test_a_dry_run_touches_nothing(pristine: Path, output: Path) -> None:
+    before = output.parent.stat().st_mtime_ns
+    assert export(pristine, output, "--dry-run").code == 0
+    assert output.parent.stat().st_mtime_ns == before

@@ -11,12 +11,15 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
+
 from cases import (
     MTP_LAYER,
+    UNQUANTIZED,
     add_tensor,
     drop_tensor,
     edit_json,
     export,
+    make_checkpoint,
     read_shard,
     run_program,
     shard_of,
@@ -187,6 +190,126 @@ CASES: dict[str, Case] = {
         flip_byte("lm_head.weight"), 3, (f"{MTP}shared_head.head.weight", "lm_head.weight")
     ),
 }
+
+
+CONFIGS: dict[str, tuple[dict[str, Any], int]] = {
+    "quantization_config is a string": ({"quantization_config": "fp8"}, 3),
+    "quantization_config is a list": ({"quantization_config": ["fp8"]}, 3),
+    "quantization_config is a number": ({"quantization_config": 5}, 3),
+    "model_type is a list": ({"model_type": ["deepseek_v3"]}, 4),
+    "model_type is missing": ({"model_type": None}, 4),
+    "torch_dtype is a list": ({"torch_dtype": ["bfloat16"]}, 3),
+    "moe_layer_freq is 0": ({"moe_layer_freq": 0}, 3),
+    "a size is 0": ({"moe_intermediate_size": 0}, 3),
+    "a size is a string": ({"hidden_size": "192"}, 3),
+    "a size is a float": ({"hidden_size": 192.0}, 3),
+    "a count is null": ({"num_hidden_layers": None}, 3),
+    "a count is a bool": ({"num_nextn_predict_layers": True}, 3),
+    "absurdly many MTP layers": ({"num_nextn_predict_layers": 10**9}, 3),
+    "tied embeddings": ({"tie_word_embeddings": True}, 4),
+}
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_odd_configs(name: str, source: Path, output: Path) -> None:
+    changes, code = CONFIGS[name]
+    set_config(**changes)(source)
+    for outcome in (export(source, output), run_program("inspect", source)):
+        assert outcome.code == code, outcome.err
+        assert next(iter(changes)).removeprefix("tie_") in outcome.err
+        assert len(outcome.err.splitlines()) == 1
+    assert not output.exists()
+
+
+@pytest.mark.parametrize("listed", [5, "lm_head", [5], {"a": 1}])
+def test_odd_lists_of_unquantized_modules(listed: object, source: Path, output: Path) -> None:
+    edit_json(
+        source / "config.json",
+        lambda config: config["quantization_config"].update(modules_to_not_convert=listed),
+    )
+    outcome = export(source, output, "--target", "lightllm")
+    assert outcome.code == 3
+    assert "modules_to_not_convert" in outcome.err
+
+
+@pytest.mark.parametrize(
+    "name", ["evil[/bold]", "esc\x1b[31m", "two\nlines", "sur\ud800gate", "nul\0"]
+)
+def test_names_that_would_spoil_the_screen(name: str, source: Path, output: Path) -> None:
+    add_tensor(source, EXPERT, f"{MTP}{name}")
+    for outcome in (export(source, output), run_program("inspect", source)):
+        assert outcome.code == 3
+        assert len(outcome.err.splitlines()) == 1
+        assert outcome.err[:-1].isprintable()
+
+
+def test_folders_whose_names_look_like_markup(source: Path, tmp_path: Path) -> None:
+    folder = source.rename(tmp_path / "a[bold]b[")
+    outcome = export(folder, tmp_path / "o[red]", "--link", "copy")
+    assert outcome.code == 0
+    assert "o[red]" in outcome.out.replace("\n", "")
+    assert "a[bold]b[" in run_program("inspect", folder).out.replace("\n", "")
+
+
+@pytest.mark.parametrize("where", ["{source}/config.json", "{output}/r.json", "{output}.d/r.json"])
+def test_a_report_goes_outside_of_both_folders(where: str, source: Path, output: Path) -> None:
+    before = tree(source)
+    report = where.format(source=source, output=output)
+    assert export(source, output, "--report", report).code == 2
+    assert not output.exists()
+    assert tree(source) == before
+
+
+def test_a_part_that_is_a_link_elsewhere(source: Path, output: Path) -> None:
+    assert export(source, output).code == 0
+    shutil.rmtree(output / "main")
+    (output / "main").symlink_to(source)
+    before = tree(source)
+    for options in ((), ("--overwrite",), ("--no-resume",)):
+        assert export(source, output, *options).code == 8
+    assert tree(source) == before
+    output.parent.joinpath("loop").symlink_to("loop")
+    assert export(source, output.parent / "loop").code == 8
+
+
+def test_a_good_bundle_outlives_a_bad_source(source: Path, output: Path) -> None:
+    assert export(source, output, "--link", "copy").code == 0
+    before = tree(output)
+    flip_byte(f"{MTP}embed_tokens.weight")(source)
+    assert export(source, output, "--overwrite").code == 3
+    assert tree(output) == before
+
+
+def test_a_tokenizer_that_cannot_be_read_is_found_first(source: Path, output: Path) -> None:
+    (source / "tokenizer.model").symlink_to("nowhere")
+    outcome = export(source, output)
+    assert outcome.code == 6
+    assert "tokenizer.model" in outcome.err
+    assert not output.exists()
+
+
+def test_a_second_shard_beside_a_single_file(tmp_path: Path, output: Path) -> None:
+    source = make_checkpoint(tmp_path / "one", UNQUANTIZED, max_shard_bytes=10**9)
+    (source / INDEX).unlink()
+    (only,) = source.glob("*.safetensors")
+    only.rename(source / "model.safetensors")
+    assert export(source, output, "--dry-run").code == 0
+    shutil.copy(source / "model.safetensors", source / "model-00002.safetensors")
+    outcome = export(source, output)
+    assert outcome.code == 3
+    assert "model-00002" in outcome.err
+
+
+def test_xllm_needs_bf16(tmp_path: Path, output: Path) -> None:
+    source = make_checkpoint(tmp_path / "f16", UNQUANTIZED | {"torch_dtype": "float32"})
+    assert export(source, output, "--target", "xllm").code == 4
+    assert export(source, output, "--target", "hf").code == 0
+
+
+def test_a_dry_run_refuses_what_the_run_would(source: Path, output: Path) -> None:
+    assert export(source, output, "--dry-run", "--max-memory", "10MB").code == 5
+    assert export(source, output).code == 0
+    assert export(source, output, "--dry-run").code == 8
 
 
 @pytest.mark.parametrize("name", CASES)

@@ -3,6 +3,7 @@ the same bytes as one that was never interrupted."""
 
 from __future__ import annotations
 
+import json
 import os
 import random
 import signal
@@ -13,12 +14,19 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import xxhash
+from safetensors import safe_open
+
 from cases import TINY_CONFIG, export, make_checkpoint, read_json, tree
 
 # Many small files, so that there is much to interrupt; --link copy has the main part written too.
 OPTIONS = ("--max-shard-size", "60kB", "--link", "copy", "--workers", "2", "--quiet")
+FEWER = ("--max-shard-size", "300kB", "--link", "hardlink", "--workers", "2", "--quiet")
 MANIFEST, JOURNAL = "mtp_export.json", ".mtp_export.journal"
-DISK_CALLS = ("open", "posix_fallocate", "pwrite", "fsync", "replace", "unlink", "close")
+DISK_CALLS = (
+    *("open", "posix_fallocate", "pwrite", "fsync", "replace", "unlink", "close"),
+    *("link", "mkdir", "rmdir", "rename"),
+)
 
 
 def die_at(call_number: int) -> None:
@@ -37,14 +45,14 @@ def die_at(call_number: int) -> None:
         setattr(os, name, counted(getattr(os, name)))
 
 
-def run_in_a_fork(source: Path, output: Path, call_number: int) -> int:
+def run_in_a_fork(source: Path, output: Path, call_number: int, *options: str) -> int:
     """Exit code of an export in a child process that dies at a disk call (9), or gets through."""
     child = os.fork()
     if child == 0:
         code = 1
         try:
             die_at(call_number)
-            code = export(source, output, *OPTIONS).code
+            code = export(source, output, *options).code
         finally:
             os._exit(code)
     _, status = os.waitpid(child, 0)
@@ -68,7 +76,7 @@ def test_death_at_every_disk_call(pristine: Path, tmp_path: Path, whole: dict[st
     died = resumed = 0
     for call_number in range(1, 2000, 3):
         output = tmp_path / f"died-at-{call_number}"
-        if run_in_a_fork(pristine, output, call_number) == 0:
+        if run_in_a_fork(pristine, output, call_number, *OPTIONS) == 0:
             break
         died += 1
         if not looks_finished(output):
@@ -80,6 +88,36 @@ def test_death_at_every_disk_call(pristine: Path, tmp_path: Path, whole: dict[st
         pytest.fail("the run never got through")
     assert died > 50
     assert resumed > 50
+
+
+@pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
+@pytest.mark.parametrize("before", ["empty folder", "another bundle", "unfinished run"])
+def test_death_with_links_and_something_there_before(
+    before: str, pristine: Path, tmp_path: Path
+) -> None:
+    """Every disk call, with an output that existed: the rerun needs no other option, keeps the
+    source whole, and leaves nothing of what was there."""
+    assert export(pristine, tmp_path / "whole", *FEWER).code == 0
+    whole, original = tree(tmp_path / "whole"), tree(pristine)
+    options = (*FEWER, "--overwrite") if before == "another bundle" else FEWER
+    if before == "unfinished run":
+        options = (*FEWER, "--no-resume")
+    for call_number in range(1, 2000):
+        output = tmp_path / f"died-at-{call_number}"
+        output.mkdir()
+        if before == "another bundle":
+            assert export(pristine, output, *FEWER, "--target", "lightllm").code == 0
+        if before == "unfinished run":
+            run_in_a_fork(pristine, output, 50, *FEWER, "--target", "lightllm")
+        if run_in_a_fork(pristine, output, call_number, *options) == 0:
+            break
+        if not looks_finished(output) or tree(output) != whole:
+            outcome = export(pristine, output, *options)
+            assert outcome.code == 0, (call_number, outcome.err)
+        assert tree(output) == whole, call_number
+        assert not list(tmp_path.glob(".*"))
+    assert call_number > 60
+    assert tree(pristine) == original
 
 
 def start(source: Path, output: Path) -> subprocess.Popen[bytes]:
@@ -206,6 +244,64 @@ def test_changed_options_are_refused(
     assert option[1] in outcome.err
 
 
+@pytest.mark.parametrize(
+    "damage",
+    [
+        b"\xff\xfe garbage\n",
+        b"{}\n",
+        b"[]\n",
+        b'{"finished": "main/x", "facts": {}}\n',
+        b'{"finished": "main/x", "facts": {"size_bytes": 3}}\n',
+    ],
+)
+@pytest.mark.parametrize("first", [True, False])
+def test_a_damaged_journal_is_refused(
+    damage: bytes, first: bool, source: Path, unfinished: Path, whole: dict[str, bytes]
+) -> None:
+    journal = unfinished / JOURNAL
+    lines = journal.read_bytes().splitlines(keepends=True)
+    journal.write_bytes(b"".join([damage, *lines[1:]] if first else [*lines, damage]))
+    outcome = export(source, unfinished, *OPTIONS)
+    assert outcome.code == 8
+    assert "--no-resume" in outcome.err
+    assert export(source, unfinished, *OPTIONS, "--no-resume").code == 0
+    assert tree(unfinished) == whole
+
+
+def test_a_line_that_a_kill_cut_short_is_no_damage(
+    source: Path, unfinished: Path, whole: dict[str, bytes]
+) -> None:
+    journal = unfinished / JOURNAL
+    journal.write_bytes(journal.read_bytes()[:-20])
+    assert export(source, unfinished, *OPTIONS).code == 0
+    assert tree(unfinished) == whole
+
+
+def test_a_stale_shard_does_not_survive_a_resume(
+    source: Path, unfinished: Path, whole: dict[str, bytes]
+) -> None:
+    (unfinished / "main" / "model-99999-of-99999.safetensors").write_bytes(b"stale")
+    assert export(source, unfinished, *OPTIONS).code == 0
+    assert tree(unfinished) == whole
+
+
+def test_a_source_that_changes_during_the_run_is_noticed(
+    source: Path, output: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shard = next(iter(sorted(source.glob("*.safetensors"))))
+    real = os.posix_fallocate
+
+    def touch(*arguments: int) -> None:
+        os.utime(shard)
+        real(*arguments)
+
+    monkeypatch.setattr(os, "posix_fallocate", touch)
+    outcome = export(source, output, *OPTIONS)
+    assert outcome.code == 3
+    assert "changed while" in outcome.err
+    assert not output.exists()
+
+
 def test_two_runs_do_not_share_an_output(larger: Path, output: Path) -> None:
     process = start(larger, output)
     wait_for_writing(process, output)
@@ -217,9 +313,6 @@ def test_two_runs_do_not_share_an_output(larger: Path, output: Path) -> None:
 
 
 def test_the_manifest_says_what_was_done(pristine: Path, output: Path) -> None:
-    import xxhash
-    from safetensors import safe_open
-
     assert export(pristine, output, "--target", "xllm").code == 0
     manifest = read_json(output / MANIFEST)
     assert manifest["options"]["target"] == "xllm"
@@ -237,8 +330,6 @@ def test_the_manifest_says_what_was_done(pristine: Path, output: Path) -> None:
                 assert sorted(shard.keys()) == sorted(facts["tensors"])
             raw = path.read_bytes()
             length = int.from_bytes(raw[:8], "little")
-            import json
-
             header = json.loads(raw[8 : 8 + length])
             for tensor, entry in facts["tensors"].items():
                 start_, end = header[tensor]["data_offsets"]

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+
 from cases import (
     MTP_LAYER,
     TINY_CONFIG,
@@ -17,7 +18,6 @@ from cases import (
     read_json,
     read_tensors,
 )
-
 from mtp_export.targets import TARGETS
 
 LINEARS = [
@@ -222,16 +222,44 @@ def test_part_leaves_the_other_out(part: str, pristine: Path, output: Path) -> N
     assert read_tensors(output / part)
 
 
-def test_layers_that_are_not_quantized_keep_their_names_in_the_draft_s_config(
-    source: Path, output: Path
+UNCONVERTED = {
+    "lightllm": ["lm_head", "model.layers.0.eh_proj", "model.layers.0.shared_head.head"],
+    "paddlenlp": ["lm_head", "deepseek_v3_mtp.eh_proj", "lm_head"],
+}
+
+
+@pytest.mark.parametrize("target", UNCONVERTED)
+def test_modules_that_are_not_quantized_are_named_as_in_the_draft(
+    target: str, source: Path, output: Path
 ) -> None:
+    """Other layers' modules are left out: the draft's layer 0 is not the main model's."""
+    listed = ["lm_head", f"{SOURCE}eh_proj", f"{SOURCE}shared_head.head"]
+
     def leave_out(config: dict[str, Any]) -> None:
-        config["quantization_config"]["modules_to_not_convert"] = ["lm_head", f"{SOURCE}eh_proj"]
+        config["quantization_config"]["modules_to_not_convert"] = [
+            *listed,
+            "model.layers.0.mlp.gate",
+        ]
 
     edit_json(source / "config.json", leave_out)
-    assert export(source, output, "--target", "lightllm").code == 0
+    assert export(source, output, "--target", target).code == 0
     config = read_json(output / "mtp/config.json")["quantization_config"]
-    assert config["modules_to_not_convert"] == ["lm_head", "model.layers.0.eh_proj"]
+    assert config["modules_to_not_convert"] == UNCONVERTED[target]
+
+
+def test_a_whole_mtp_layer_that_is_not_quantized(tmp_path: Path) -> None:
+    quantization = TINY_CONFIG["quantization_config"] | {
+        "ignored_layers": [f"model.layers.{MTP_LAYER}"]
+    }
+    source = make_checkpoint(tmp_path / "s", TINY_CONFIG | {"quantization_config": quantization})
+    for target, name in (
+        ("lightllm", "model.layers.0"),
+        ("paddlenlp", "deepseek_v3_mtp.layers.0"),
+    ):
+        assert export(source, tmp_path / target, "--target", target).code == 0
+        config = read_json(tmp_path / target / "mtp/config.json")["quantization_config"]
+        assert config["ignored_layers"] == [name]
+        assert not [n for n in read_tensors(tmp_path / target / "mtp") if "scale" in n]
 
 
 def test_two_mtp_layers(tmp_path: Path) -> None:

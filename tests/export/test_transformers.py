@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+
 from cases import UNQUANTIZED, WHOLE_TILES, export, make_checkpoint, read_tensors
 
 CONFIGS = {"bf16": UNQUANTIZED, "fp8": WHOLE_TILES}

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 
 import torch
+
 from mtp_kernels import quantize
 from mtp_kernels.quantize import ErrorStats, Fp8Block
 

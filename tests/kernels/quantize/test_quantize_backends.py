@@ -11,8 +11,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from mtp_kernels.quantize import BACKENDS, cpu_rows, layouts
 from quantize_cases import disagreements, fp8_source, gaussian, operations, same_bits, sources
+
+from mtp_kernels.quantize import BACKENDS, cpu_rows, layouts
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[2]

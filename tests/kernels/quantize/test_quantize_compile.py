@@ -9,9 +9,10 @@ import pytest
 
 triton = pytest.importorskip("triton")
 
-from mtp_kernels.quantize import triton_cuda, triton_rows  # noqa: E402
 from triton.backends.compiler import GPUTarget  # noqa: E402
 from triton.compiler import ASTSource  # noqa: E402
+
+from mtp_kernels.quantize import triton_cuda, triton_rows  # noqa: E402
 
 CUOBJDUMP = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
 TYPES = {

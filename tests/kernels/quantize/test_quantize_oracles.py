@@ -9,9 +9,10 @@ import torch
 from compressed_tensors.compressors import BaseCompressor
 from compressed_tensors.quantization import QuantizationArgs, QuantizationScheme
 from compressed_tensors.quantization.utils import calculate_qparams
+from quantize_cases import Source, awkward, fp8_source, gaussian
+
 from mtp_kernels import quantize
 from mtp_kernels.quantize import Fp8Block, W4AFp8
-from quantize_cases import Source, awkward, fp8_source, gaussian
 
 PACKER = BaseCompressor.get_value_from_registry("pack-quantized")
 SOURCES: dict[str, Source] = {

@@ -7,6 +7,7 @@ import math
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+
 from mtp_kernels import quantize
 
 SLACK = 1 + 2.0**-20  # of the fp32 division before the rounding

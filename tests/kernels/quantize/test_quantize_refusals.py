@@ -7,9 +7,10 @@ from collections.abc import Callable
 
 import pytest
 import torch
+from quantize_cases import Source, fp8_source, gaussian
+
 from mtp_kernels import quantize
 from mtp_kernels.quantize import ErrorStats, Fp8Block, Int4Group, Int8Channel, W4AFp8
-from quantize_cases import Source, fp8_source, gaussian
 
 both_backends = pytest.mark.parametrize("backend", ["reference", "cpu"])
 QUANTIZERS: dict[str, Callable[..., object]] = {
