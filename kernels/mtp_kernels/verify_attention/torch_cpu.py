@@ -195,7 +195,7 @@ def multiply_scores(
     dropped = scratch.rounded[1, : scores.numel()].view_as(scores)
     torch.mm(tokens, query.t(), out=coarse)
     torch.addmm(coarse, tokens, query.t(), beta=-1, out=dropped)
-    torch.add(coarse, dropped, out=scores)
+    scores.copy_(coarse).add_(dropped)  # torch.add(coarse, dropped) would round to bf16 again
 
 
 def mask_unseen(scores: torch.Tensor, limits: torch.Tensor, span: tuple[int, int]) -> None:
