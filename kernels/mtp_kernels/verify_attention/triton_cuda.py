@@ -36,11 +36,13 @@ class Schedule:
 def schedule_for(sizes: Sizes, parts: int | None, device: torch.device) -> Schedule:
     """The tile from the table; as many parts as fill the device once, unless `parts` is given."""
     rows = max(1, sizes.max_q_len) * sizes.heads
-    capability, processors = (9, 0), INTERPRETER_PARTS
+    # The interpreter plays a device whose table has all three tiles.
+    capability, version, processors = (9, 0), "3.6", INTERPRETER_PARTS
     if device.type == "cuda":
+        version = triton.__version__
         capability = torch.cuda.get_device_capability(device)
         processors = torch.cuda.get_device_properties(device).multi_processor_count
-    launch = launch_for(capability, triton.__version__, sizes.dtype, sizes.kv_dtype, rows)
+    launch = launch_for(capability, version, sizes.dtype, sizes.kv_dtype, rows)
     tiles = -(-rows // launch.rows)
     tokens = math.gcd(launch.tokens, sizes.page)
     if parts is not None:

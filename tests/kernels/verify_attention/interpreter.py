@@ -26,8 +26,10 @@ class Interpreter:
     def attend(self, cases: Sequence[Case]) -> list[tuple[torch.Tensor, torch.Tensor]]:
         """The result of each case, computed two at a time."""
         results = self.pool.map(attend_interpreted, cases)
-        return [(torch.tensor(out, dtype=case.dtype), torch.tensor(lse)) for case, (out, lse) in
-                zip(cases, results, strict=True)]
+        return [
+            (torch.tensor(out, dtype=case.dtype), torch.tensor(lse))
+            for case, (out, lse) in zip(cases, results, strict=True)
+        ]
 
     def plan(
         self, q_lens: Sequence[int], kv_lens: Sequence[int], parts: int, tokens: int, min_share: int

@@ -8,6 +8,7 @@ that it does. bf16 is covered by the compile tests and, on a GPU, by the device 
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -44,13 +45,14 @@ def test_long_caches_in_large_blocks(interpreter: Interpreter, q_len: int) -> No
     check_all(interpreter, [replace(case, parts=parts) for parts in (ONE_PART, 7)])
 
 
-@pytest.mark.parametrize("fp8", [False, True])
-@pytest.mark.parametrize("dtype", [FLOAT32, FLOAT16])
+@pytest.mark.parametrize(
+    ("dtype", "fp8"), [(FLOAT32, False), (FLOAT16, False), (FLOAT16, True)]
+)
 def test_ragged_batch_at_deepseek_sizes(
     interpreter: Interpreter, dtype: torch.dtype, fp8: bool
 ) -> None:
     case = replace(MIXED, dtype=dtype, fp8=fp8)
-    check_all(interpreter, [replace(case, parts=parts) for parts in (None, ONE_PART, 3, 64)])
+    check_all(interpreter, [replace(case, parts=parts) for parts in (None, 3)])
 
 
 @pytest.mark.parametrize("rows", [16, 17, 32, 33, 64, 65, 130])
@@ -61,26 +63,25 @@ def test_every_tile(interpreter: Interpreter, rows: int) -> None:
 
 
 @given(
-    requests=st.lists(st.tuples(st.integers(0, 6), st.integers(0, 100)), min_size=1, max_size=5),
-    heads=st.integers(1, 18),
+    requests=st.lists(st.tuples(st.integers(0, 6), st.integers(0, 70)), min_size=1, max_size=4),
+    heads=st.integers(1, 10),
     page=st.sampled_from([16, 48, 64]),
-    dtype=st.sampled_from([FLOAT32, FLOAT16]),
-    fp8=st.booleans(),
+    kind=st.sampled_from([(FLOAT32, False), (FLOAT16, False), (FLOAT16, True)]),
     parts=st.integers(1, 12),
     seed=st.integers(0, 2**16),
 )
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=30, deadline=None)
 def test_random_ragged_batches(
     interpreter: Interpreter,
     requests: list[tuple[int, int]],
     heads: int,
     page: int,
-    dtype: torch.dtype,
-    fp8: bool,
+    kind: tuple[torch.dtype, bool],
     parts: int,
     seed: int,
 ) -> None:
     q_lens, kv_lens = zip(*requests, strict=True)
+    dtype, fp8 = kind
     case = Case(
         q_lens, kv_lens, heads=heads, page=page, dtype=dtype, fp8=fp8, parts=parts, seed=seed
     )
@@ -106,12 +107,13 @@ def test_bf16_is_refused_in_the_interpreter(interpreter: Interpreter) -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
+        ({"fp8": True}, "expected 16 bit or fp8 or fp32 on capability (9, 0), found fp32 over fp8"),
         ({"latent": 24}, "latent size that is a power of two"),
         ({"rope": 8}, "rope size that is a power of two"),
         ({"page": 20}, "pages of a multiple of 16 tokens"),
     ],
 )
 def test_unsupported_sizes_are_refused(
-    interpreter: Interpreter, change: dict[str, int], message: str
+    interpreter: Interpreter, change: dict[str, Any], message: str
 ) -> None:
     assert message in interpreter.error(replace(Case((1,), (5,)), **change))
