@@ -20,12 +20,12 @@ import subprocess
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import matplotlib
 import torch
-
 from mtp_kernels.verify_attention import make_workspace, verify_attention
 
 matplotlib.use("Agg")
@@ -129,9 +129,7 @@ def sdpa_call(arguments: dict[str, Any], shape: Shape, folded: bool) -> Callable
     return call
 
 
-def interleaved_medians(
-    calls: dict[str, list[Callable[[], Any]]], rounds: int
-) -> dict[str, float]:
+def interleaved_medians(calls: dict[str, list[Callable[[], Any]]], rounds: int) -> dict[str, float]:
     """Median seconds of each contestant, taking turns."""
     seconds: dict[str, list[float]] = {name: [] for name in calls}
     for turn in range(rounds):
@@ -157,11 +155,13 @@ def bench_cpu(rounds: int) -> list[dict[str, Any]]:
             }
             medians = interleaved_medians(contestants, rounds if heads == 16 else rounds // 4)
             # Floor: reading the cache once at the speed of a copy of as many bytes.
+            # Floor: reading the cache once; a copy of as many bytes reads and writes.
             copies = [torch.empty_like(pool["kv_cache"]) for pool in pools]
-            floor = interleaved_medians(
-                {"copy": [lambda c=c, p=p: c.copy_(p["kv_cache"]) for c, p in zip(copies, pools, strict=True)]},
-                rounds,
-            )["copy"] / 2  # a copy reads and writes  # fmt: skip
+            copying = [
+                partial(copy.copy_, pool["kv_cache"])
+                for copy, pool in zip(copies, pools, strict=True)
+            ]
+            floor = interleaved_medians({"copy": copying}, rounds)["copy"] / 2
             row = asdict(shape) | {f"{name}_us": s * 1e6 for name, s in medians.items()}
             row |= {"floor_us": floor * 1e6, "gain": medians["expanded"] / medians["fused"]}
             show(row)
@@ -312,7 +312,8 @@ def main() -> None:
         "hardware": hardware(cuda),
         "versions": versions(cuda),
         "commit": commit,
-        "command": f"bench_verify_attention.py --backend {options.backend} --rounds {options.rounds}",
+        "backend": options.backend,
+        "rounds": options.rounds,
         "rows": rows,
     }
     name = f"verify_attention_{options.backend}"

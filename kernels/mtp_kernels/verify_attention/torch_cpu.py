@@ -43,7 +43,7 @@ class Rows:
 
 def has_bf16_matmul() -> bool:
     """Whether this CPU multiplies bf16 matrices in hardware (AMX)."""
-    return bool(torch.backends.mkldnn.is_available() and torch.cpu._is_amx_tile_supported())
+    return torch._C._has_mkldnn and torch.cpu._is_amx_tile_supported()
 
 
 def product_dtype(sizes: Sizes) -> torch.dtype:

@@ -77,56 +77,28 @@ def attend(
     if sizes.queries == 0:
         return
     schedule = schedule_for(sizes, parts, out.device)
-    launch = schedule.launch
     carver = Carver(buffer)
     starts, part_requests, share, part_out, part_lse = (
         carver.take(shape, dtype) for shape, dtype in layout(sizes, schedule)
     )
     plan = (starts, part_requests, share)
     kernels.plan_kernel[(1,)](
-        inputs.kv_lens,
-        inputs.cu_q,
-        *plan,
-        sizes.batch,
-        schedule.parts,
-        BATCH_POW2=triton.next_power_of_2(sizes.batch),
-        TOKENS=schedule.tokens,
+        inputs.kv_lens, inputs.cu_q, *plan, sizes.batch, schedule.parts,
+        BATCH_POW2=triton.next_power_of_2(sizes.batch), TOKENS=schedule.tokens,
         MIN_SHARE=schedule.min_share,
-    )
+    )  # fmt: skip
     kernels.attend_kernel[(schedule.tiles, schedule.parts)](
-        inputs.q_latent,
-        inputs.q_rope,
-        inputs.kv_cache,
-        inputs.kv_scale,
-        inputs.page_table,
-        inputs.kv_lens,
-        inputs.cu_q,
-        inputs.scale * math.log2(math.e),
-        *plan,
-        out,
-        lse,
-        part_out,
-        part_lse,
-        inputs.page_table.shape[1],
-        part_lse.shape[1],
-        **attend_constants(sizes, schedule),
-        num_warps=launch.warps,
-    )
-    kernels.combine_kernel[(-(-sizes.max_q_len * sizes.heads // COMBINE_ROWS), sizes.batch)](
-        inputs.kv_lens,
-        inputs.cu_q,
-        starts,
-        share,
-        out,
-        lse,
-        part_out,
-        part_lse,
-        part_lse.shape[1],
-        HEADS=sizes.heads,
-        LATENT=sizes.latent,
-        ROWS=COMBINE_ROWS,
+        inputs.q_latent, inputs.q_rope, inputs.kv_cache, inputs.kv_scale, inputs.page_table,
+        inputs.kv_lens, inputs.cu_q, inputs.scale * math.log2(math.e), *plan, out, lse, part_out,
+        part_lse, inputs.page_table.shape[1], part_lse.shape[1],
+        **attend_constants(sizes, schedule), num_warps=schedule.launch.warps,
+    )  # fmt: skip
+    row_programs = -(-sizes.max_q_len * sizes.heads // COMBINE_ROWS)
+    kernels.combine_kernel[(row_programs, sizes.batch)](
+        inputs.kv_lens, inputs.cu_q, starts, share, out, lse, part_out, part_lse,
+        part_lse.shape[1], HEADS=sizes.heads, LATENT=sizes.latent, ROWS=COMBINE_ROWS,
         TOKENS=schedule.tokens,
-    )
+    )  # fmt: skip
 
 
 def attend_constants(sizes: Sizes, schedule: Schedule) -> dict[str, int | bool | str]:

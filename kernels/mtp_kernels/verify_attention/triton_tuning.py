@@ -75,9 +75,7 @@ def launch_for(
     return next((launch for launch in tiles if launch.rows >= rows), tiles[-1])
 
 
-def tables_for(
-    capability: tuple[int, int], triton_version: str
-) -> dict[str, tuple[Launch, ...]]:
+def tables_for(capability: tuple[int, int], triton_version: str) -> dict[str, tuple[Launch, ...]]:
     """The tables of the newest listed Triton that is not newer than the installed one."""
     if capability not in TABLES:
         raise ValueError(
@@ -98,7 +96,9 @@ def product_kind(dtype: torch.dtype, kv_dtype: torch.dtype) -> str:
     queries = "fp32" if dtype == torch.float32 else "16 bit"
     if kv_dtype != torch.float8_e4m3fn:
         return queries
-    return "fp8" if queries == "16 bit" else "fp32 over fp8"  # the latter spills, and is in no table
+    return (
+        "fp8" if queries == "16 bit" else "fp32 over fp8"
+    )  # the latter spills, and is in no table
 
 
 def ordered(version: str) -> tuple[int, int]:

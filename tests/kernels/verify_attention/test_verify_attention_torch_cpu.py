@@ -10,7 +10,6 @@ import torch
 from attention_cases import Case, build, check, expanded, lengths_around, reordered
 from hypothesis import given, settings
 from hypothesis import strategies as st
-
 from mtp_kernels.verify_attention import make_workspace, torch_cpu, verify_attention
 
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
@@ -26,9 +25,7 @@ def attend(case: Case, **options: Any) -> tuple[torch.Tensor, torch.Tensor]:
 @pytest.mark.parametrize("fp8", [False, True])
 @pytest.mark.parametrize("heads", HEADS)
 @pytest.mark.parametrize("q_len", range(1, 7))
-def test_every_length_around_an_edge(
-    dtype: torch.dtype, fp8: bool, heads: int, q_len: int
-) -> None:
+def test_every_length_around_an_edge(dtype: torch.dtype, fp8: bool, heads: int, q_len: int) -> None:
     lengths = lengths_around(q_len, page=16)
     case = Case((q_len,) * len(lengths), lengths, heads=heads, dtype=dtype, fp8=fp8)
     check(case, *attend(case))
@@ -112,9 +109,7 @@ def test_results_do_not_depend_on_the_order_of_requests_or_on_a_workspace(
         batch=8, queries=32, max_q_len=8, kv_tokens=512, heads=17, page=64, dtype=dtype
     )
     for _ in range(2):  # also: the same bits every time
-        moved_out, moved_lse = verify_attention(
-            **other, backend="torch_cpu", workspace=workspace
-        )
+        moved_out, moved_lse = verify_attention(**other, backend="torch_cpu", workspace=workspace)
         assert torch.equal(moved_out, out[rows]) and torch.equal(moved_lse, lse[rows])
 
 

@@ -45,9 +45,7 @@ def test_long_caches_in_large_blocks(interpreter: Interpreter, q_len: int) -> No
     check_all(interpreter, [replace(case, parts=parts) for parts in (ONE_PART, 7)])
 
 
-@pytest.mark.parametrize(
-    ("dtype", "fp8"), [(FLOAT32, False), (FLOAT16, False), (FLOAT16, True)]
-)
+@pytest.mark.parametrize(("dtype", "fp8"), [(FLOAT32, False), (FLOAT16, False), (FLOAT16, True)])
 def test_ragged_batch_at_deepseek_sizes(
     interpreter: Interpreter, dtype: torch.dtype, fp8: bool
 ) -> None:
