@@ -27,6 +27,7 @@ from typing import Any
 
 import matplotlib
 import torch
+
 from mtp_kernels.verify_attention import make_workspace, verify_attention
 
 matplotlib.use("Agg")

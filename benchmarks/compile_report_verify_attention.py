@@ -22,10 +22,11 @@ from typing import Any
 
 import torch
 import triton
-from mtp_kernels.verify_attention import triton_cuda, triton_kernels, triton_tuning
-from mtp_kernels.verify_attention.inputs import Sizes
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
+
+from mtp_kernels.verify_attention import triton_cuda, triton_kernels, triton_tuning
+from mtp_kernels.verify_attention.inputs import Sizes
 
 # The names Triton gives dtypes in a signature.
 TYPE_NAMES = {torch.bfloat16: "bf16", torch.float32: "fp32", torch.float8_e4m3fn: "fp8e4nv"}

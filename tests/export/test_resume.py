@@ -95,8 +95,8 @@ def test_death_at_every_disk_call(pristine: Path, tmp_path: Path, whole: dict[st
 def test_death_with_links_and_something_there_before(
     before: str, pristine: Path, tmp_path: Path
 ) -> None:
-    """At disk call after disk call, with an output that existed: the rerun needs no other option, keeps the
-    source whole, and leaves nothing of what was there."""
+    """At disk call after disk call, with an output that existed: the rerun needs no other option,
+    keeps the source whole, and leaves nothing of what was there."""
     assert export(pristine, tmp_path / "whole", *FEWER).code == 0
     whole, original = tree(tmp_path / "whole"), tree(pristine)
     options = (*FEWER, "--overwrite") if before == "another bundle" else FEWER

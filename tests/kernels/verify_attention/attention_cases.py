@@ -7,6 +7,7 @@ from itertools import accumulate
 from typing import Any
 
 import torch
+
 from mtp_kernels.verify_attention import verify_attention
 
 JUNK_PAGE = 2**31 - 1

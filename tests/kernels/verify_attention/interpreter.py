@@ -78,6 +78,7 @@ def plan_interpreted(
     q_lens: list[int], kv_lens: list[int], parts: int, tokens: int, min_share: int
 ) -> tuple[list[int], list[int], int]:
     import triton
+
     from mtp_kernels.verify_attention.triton_kernels import plan_kernel
 
     batch = len(q_lens)

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from attention_cases import Case, build, check
+
 from mtp_kernels.verify_attention import BACKENDS, make_workspace, verify_attention
 
 CASE = Case((2, 1), (20, 5), heads=2)

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from attention_cases import Case, build, check
+
 from mtp_kernels.verify_attention import make_workspace, verify_attention
 
 pytestmark = [

@@ -10,6 +10,7 @@ import torch
 from attention_cases import Case, build, check, expanded, lengths_around, reordered
 from hypothesis import given, settings
 from hypothesis import strategies as st
+
 from mtp_kernels.verify_attention import make_workspace, torch_cpu, verify_attention
 
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
