@@ -1,10 +1,8 @@
-"""The command line: options in, one call into the core, tables or JSON out. Only this prints."""
+"""The command line: options in, one call into the core, tables or JSON out. Only this and
+commands/ print."""
 
 from __future__ import annotations
 
-import json
-import os
-import re
 import sys
 import traceback
 from collections.abc import Sequence
@@ -12,17 +10,18 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from rich.console import Console
 
 from mtp_export import __version__, tables
+from mtp_export.bundle import BundleOptions, BundlePlan, run_bundle
 from mtp_export.checkpoint.links import Link
-from mtp_export.checkpoint.writer import write_json
+from mtp_export.commands import options as common
+from mtp_export.commands.output import say, say_alias, stderr
+from mtp_export.commands.quantize import quantize
 from mtp_export.errors import IoError, MtpExportError, ResourceError, UsageError
-from mtp_export.export import ExportOptions, ExportPlan, plan_export, run_export
+from mtp_export.export import plan_export
 from mtp_export.inspection import inspect as inspect_checkpoint
 from mtp_export.progress import shown
 from mtp_export.split import Part, SharedWeights
-from mtp_export.targets import target_names, target_of
 
 app = typer.Typer(
     add_completion=False,
@@ -30,65 +29,36 @@ app = typer.Typer(
     rich_markup_mode=None,
     no_args_is_help=True,
 )
-_UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12}
-_BINARY_UNITS = {"ki": 2**10, "mi": 2**20, "gi": 2**30, "ti": 2**40}
-
-
-def parse_size(text: str) -> int:
-    """Bytes from a size such as 5GB (powers of 1000), 4GiB (powers of 1024) or 4096."""
-    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([kmgt]i?|)b?", text.strip().lower())
-    if match is None or float(match[1]) <= 0:
-        raise typer.BadParameter(f"{text!r} is no size: write for example 5GB, 4GiB or 4096")
-    return int(float(match[1]) * (_UNITS | _BINARY_UNITS)[match[2]])
+_InputDir = Annotated[
+    Path | None,
+    typer.Option("--input-dir", help="The checkpoint: a Hugging Face folder of safetensors."),
+]
+_OutputDir = Annotated[
+    Path | None,
+    typer.Option("--output-dir", help="The bundle: becomes OUT/main, OUT/mtp, mtp_export.json."),
+]
 
 
 @app.callback(invoke_without_command=True)
 def export(
     context: typer.Context,
-    input_dir: Annotated[
-        Path | None, typer.Option(help="The checkpoint: a Hugging Face folder of safetensors.")
-    ] = None,
-    output_dir: Annotated[
-        Path | None, typer.Option(help="The bundle: becomes OUT/main, OUT/mtp, mtp_export.json.")
-    ] = None,
-    part: Annotated[Part, typer.Option(help="Which parts to write.")] = Part.BOTH,
-    target: Annotated[
-        str, typer.Option(help=f"Who loads the MTP part: {', '.join(target_names())}.")
-    ] = "hf",
-    shared_weights: Annotated[
-        SharedWeights, typer.Option(help="Embedding and head in the MTP part.")
-    ] = SharedWeights.KEEP,
-    allow_untied: Annotated[
-        bool,
-        typer.Option("--allow-untied", help="Accept an MTP embedding or head unlike the main's."),
-    ] = False,
-    link: Annotated[
-        Link, typer.Option(help="How shards that stay whole get into the bundle.")
-    ] = Link.AUTO,
-    workers: Annotated[
-        int, typer.Option(min=1, max=64, help="Threads that read, compute and write.")
-    ] = min(4, os.cpu_count() or 1),
-    max_memory: Annotated[
-        int, typer.Option(parser=parse_size, metavar="SIZE", help="Bound on resident memory.")
-    ] = "4GiB",  # type: ignore[assignment]
-    max_shard_size: Annotated[
-        int, typer.Option(parser=parse_size, metavar="SIZE", help="Bound on an MTP shard.")
-    ] = "5GB",  # type: ignore[assignment]
-    dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="Show the plan, write nothing.")
-    ] = False,
-    overwrite: Annotated[
-        bool, typer.Option("--overwrite", help="Replace a bundle that is already there.")
-    ] = False,
-    no_resume: Annotated[
-        bool, typer.Option("--no-resume", help="Start over instead of finishing a killed run.")
-    ] = False,
-    report: Annotated[
-        Path | None, typer.Option(metavar="FILE.json", help="Write the result as JSON.")
-    ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print the result as JSON.")] = False,
-    quiet: Annotated[bool, typer.Option("--quiet", help="No progress and no table.")] = False,
-    debug: Annotated[bool, typer.Option("--debug", help="Show tracebacks.")] = False,
+    input_dir: _InputDir = None,
+    output_dir: _OutputDir = None,
+    part: common.PartOption = Part.BOTH,
+    target: common.TargetOption = "hf",
+    shared_weights: common.SharedWeightsOption = SharedWeights.KEEP,
+    allow_untied: common.AllowUntied = False,
+    link: common.LinkOption = Link.AUTO,
+    workers: common.Workers = common.DEFAULT_WORKERS,
+    max_memory: common.MaxMemory = common.DEFAULT_MAX_MEMORY,  # type: ignore[assignment]
+    max_shard_size: common.MaxShardSize = common.DEFAULT_MAX_SHARD_SIZE,  # type: ignore[assignment]
+    dry_run: common.DryRun = False,
+    overwrite: common.Overwrite = False,
+    no_resume: common.NoResume = False,
+    report: common.Report = None,
+    as_json: common.AsJson = False,
+    quiet: common.Quiet = False,
+    debug: common.Debug = False,
     version: Annotated[bool, typer.Option("--version", help="Show the version.")] = False,
 ) -> None:
     """Split a DeepSeek-V3-class checkpoint into a main and an MTP checkpoint."""
@@ -103,29 +73,25 @@ def export(
             expected="--input-dir SRC --output-dir OUT",
             todo="See mtp-export --help",
         )
-    options = ExportOptions(
-        input_dir=input_dir,
-        output_dir=output_dir,
-        part=part,
-        target=target,
-        shared_weights=shared_weights,
-        link=link,
-        workers=workers,
-        max_memory_bytes=max_memory,
-        max_shard_bytes=max_shard_size,
-        overwrite=overwrite,
-        resume=not no_resume,
-        allow_untied=allow_untied,
-    )
-    plan = plan_export(options)
+    options = BundleOptions(
+        input_dir, output_dir, part, target, shared_weights, link, workers, max_memory,
+        max_shard_size, overwrite, not no_resume, allow_untied,
+    )  # fmt: skip
+    _run(plan_export(options), dry_run, report, as_json, quiet)
+
+
+def _run(plan: BundlePlan, dry_run: bool, report: Path | None, as_json: bool, quiet: bool) -> None:
     if dry_run:
         facts, table = tables.plan_facts(plan), tables.plan_table(plan)
     else:
-        with shown(_stderr(), "export", plan.written_bytes, quiet) as progress:
-            result = run_export(plan, progress)
+        with shown(stderr(), "export", plan.written_bytes, quiet) as progress:
+            result = run_bundle(plan, progress)
         facts, table = tables.result_facts(result), tables.result_table(result)
-    _say(facts, table, report, as_json, quiet)
-    _say_alias(plan, quiet or as_json)
+    say(facts, table, report, as_json, quiet)
+    say_alias(plan, quiet or as_json)
+
+
+app.command()(quantize)
 
 
 @app.command()
@@ -135,34 +101,9 @@ def inspect(
 ) -> None:
     """Show what a checkpoint holds, from its headers alone."""
     inspection = inspect_checkpoint(source)
-    _say(inspection.as_json(), tables.inspection_table(inspection), None, as_json, False)
+    say(inspection.as_json(), tables.inspection_table(inspection), None, as_json, False)
     if inspection.problems:
         inspection.problems[0].raise_as_error(source, len(inspection.problems) - 1)
-
-
-def _say(
-    facts: dict[str, Any], table: tables.Table, report: Path | None, as_json: bool, quiet: bool
-) -> None:
-    if report is not None:
-        write_json(report, facts)
-    if as_json:
-        print(json.dumps(facts, indent=2, ensure_ascii=False))
-    elif not quiet:
-        Console().print(table)
-
-
-def _say_alias(plan: ExportPlan, quiet: bool) -> None:
-    target = target_of(plan.options.target)
-    if plan.options.target != target.name and not quiet:
-        _stderr().print(
-            f"--target {plan.options.target} is an alias: it reads the layout of"
-            f" --target {target.name}, and that is what was planned or written.",
-            highlight=False,
-        )
-
-
-def _stderr() -> Console:
-    return Console(stderr=True)
 
 
 def _as_failure(error: BaseException) -> tuple[str, int] | None:

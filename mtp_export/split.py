@@ -3,17 +3,19 @@ for a target. Pure: reads nothing but the headers a Checkpoint already holds."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from fnmatch import fnmatch
+from typing import Any
 
 from mtp_export.checkpoint.header import ShardHeader, TensorInfo
-from mtp_export.checkpoint.plan import OutputTensor, PartPlan, Step, copy_step, name_shards, pack
+from mtp_export.checkpoint.plan import COPY, PartPlan, Step, name_shards, pack
 from mtp_export.checkpoint.reader import Checkpoint
 from mtp_export.errors import UnsupportedError
 from mtp_export.families.base import ModelFamily, Role, SharedTensor
-from mtp_export.schemes.transforms import dequantize_step, transpose_step
+from mtp_export.schemes.base import Conversion
+from mtp_export.schemes.storage import keep_step, transpose_step
 from mtp_export.targets.base import Target
 
 # Files that make a folder complete beside weights and config; engines read them as they are.
@@ -31,6 +33,8 @@ _EXTRA_FILES = (
     "configuration_*.py",
     "modeling_*.py",
 )
+
+_Content = tuple[tuple[Step, ...], ShardHeader | None]
 
 
 class Part(StrEnum):
@@ -50,34 +54,40 @@ class SharedWeights(StrEnum):
 
 @dataclass(frozen=True)
 class SplitOptions:
-    """How to split. max_shard_bytes bounds the shards that are newly laid out (the MTP part's)."""
+    """How to split. max_shard_bytes bounds the shards that are newly laid out (the MTP part's).
+
+    main and mtp say what becomes of each part's linears; configs are the parts' config.json before
+    the target's changes.
+    """
 
     target: Target
     shared_weights: SharedWeights
     max_shard_bytes: int
-    link_whole_shards: bool
+    main: Conversion
+    mtp: Conversion
+    main_config: Mapping[str, Any]
+    mtp_config: Mapping[str, Any]
 
 
 def extra_files(checkpoint: Checkpoint) -> tuple[str, ...]:
     """Names of the source's tokenizer, generation and code files, in order."""
-    names = sorted(path.name for path in checkpoint.folder.iterdir() if path.is_file())
+    names = sorted(path.name for path in checkpoint.files_folder.iterdir() if path.is_file())
     return tuple(name for name in names if any(fnmatch(name, p) for p in _EXTRA_FILES))
 
 
 def main_part(checkpoint: Checkpoint, family: ModelFamily, options: SplitOptions) -> PartPlan:
-    """The main model: untouched shards linked, shards that lose a tensor written anew.
+    """The main model: untouched shards linked, shards that lose or change a tensor written anew.
 
-    config.json stays as it is; num_nextn_predict_layers with it, since engines read it there.
+    config.json keeps num_nextn_predict_layers, since engines read it there.
     """
-    contents: list[tuple[tuple[Step, ...], ShardHeader | None]] = []
+    contents: list[_Content] = []
     for shard in checkpoint.shards:
-        staying = [t for t in shard.tensors if family.mtp_layer_of(t.name) is None]
-        if not staying:
-            continue
-        whole = len(staying) == len(shard.tensors) and options.link_whole_shards
-        steps = tuple(copy_step(_as_output(tensor)) for tensor in staying)
-        contents.append((steps, shard if whole else None))
-    return PartPlan("main", name_shards(contents), checkpoint.config, extra_files(checkpoint))
+        tensors = [t for t in shard.tensors if family.mtp_layer_of(t.name) is None]
+        steps = [step for t in tensors for step in _main_steps(checkpoint, family, options.main, t)]
+        if steps:
+            contents.append(_linked_if_whole(tuple(steps), shard))
+    config = dict(options.main_config)
+    return PartPlan("main", name_shards(contents), config, extra_files(checkpoint))
 
 
 def mtp_part(checkpoint: Checkpoint, family: ModelFamily, options: SplitOptions) -> PartPlan:
@@ -99,9 +109,8 @@ def mtp_part(checkpoint: Checkpoint, family: ModelFamily, options: SplitOptions)
             expected="--shared-weights keep",
             found="--shared-weights drop",
         )
-    steps = _mtp_steps(checkpoint, family, options)
-    contents = [(group, None) for group in pack(steps, options.max_shard_bytes)]
-    config = target.mtp_config(checkpoint.config)
+    contents = _mtp_contents(checkpoint, family, options)
+    config = target.mtp_config(options.mtp_config)
     return PartPlan("mtp", name_shards(contents), config, extra_files(checkpoint))
 
 
@@ -110,39 +119,81 @@ def shared_pairs(checkpoint: Checkpoint, family: ModelFamily) -> tuple[SharedTen
     return tuple(pair for pair in family.shared if pair.mtp_name in checkpoint.tensors)
 
 
-def _as_output(tensor: TensorInfo) -> OutputTensor:
-    return OutputTensor(tensor.name, tensor.dtype, tensor.shape)
+def _linked_if_whole(steps: tuple[Step, ...], shard: ShardHeader) -> _Content:
+    """Steps with the shard that they repeat, when they do."""
+    repeated = tuple(keep_step(tensor, tensor.name) for tensor in shard.tensors)
+    return steps, shard if steps == repeated else None
+
+
+def _main_steps(
+    checkpoint: Checkpoint, family: ModelFamily, conversion: Conversion, tensor: TensorInfo
+) -> Iterator[Step]:
+    """A tensor of the main model; a scale that stays does so where it is stored."""
+    spec = family.expected[tensor.name]
+    if spec.scale_of is not None:
+        step = conversion.scale_step(family.expected[spec.scale_of], tensor, tensor.name)
+        if step is not None:
+            yield step
+        return
+    scale = checkpoint.tensors.get(f"{tensor.name}_scale_inv")
+    yield conversion.weight_step(spec, tensor, scale, tensor.name)
+
+
+def _mtp_contents(
+    checkpoint: Checkpoint, family: ModelFamily, options: SplitOptions
+) -> list[_Content]:
+    """Shards of a bundle's MTP part stay when nothing in them changes; all else is packed anew.
+
+    Embedding and head come first: they are being compared then, and need no second read.
+    """
+    contents: list[_Content] = []
+    packed: list[Step] = []
+    if options.shared_weights is SharedWeights.KEEP:
+        packed += [
+            _shared_step(checkpoint, family, options.target, pair)
+            for pair in family.shared
+            if not (checkpoint.is_bundle and pair.mtp_name in checkpoint.tensors)
+        ]
+    for shard in checkpoint.shards:
+        steps = [
+            step
+            for tensor in shard.tensors
+            for step in _mtp_steps(checkpoint, family, options, tensor)
+        ]
+        content = _linked_if_whole(_in_stored_order(steps, shard), shard)
+        if checkpoint.is_bundle and content[1] is not None:
+            contents.append(content)
+        else:
+            packed += steps
+    return [*((group, None) for group in pack(packed, options.max_shard_bytes)), *contents]
+
+
+def _in_stored_order(steps: Sequence[Step], shard: ShardHeader) -> tuple[Step, ...]:
+    place = {tensor.name: number for number, tensor in enumerate(shard.tensors)}
+    return tuple(sorted(steps, key=lambda step: place.get(step.inputs[0], len(place))))
 
 
 def _mtp_steps(
-    checkpoint: Checkpoint, family: ModelFamily, options: SplitOptions
+    checkpoint: Checkpoint, family: ModelFamily, options: SplitOptions, tensor: TensorInfo
 ) -> Iterator[Step]:
-    """Embedding and head first: they are being compared then, and need no second read."""
-    shared = {pair.mtp_name for pair in family.shared}
-    if options.shared_weights is SharedWeights.KEEP:
-        for pair in family.shared:
-            yield _shared_step(checkpoint, family, options.target, pair)
-    for shard in checkpoint.shards:
-        for tensor in shard.tensors:
-            if family.mtp_layer_of(tensor.name) is None or tensor.name in shared:
-                continue
-            if family.expected[tensor.name].scale_of is None:
-                yield from _weight_steps(checkpoint, family, options.target, tensor)
-
-
-def _weight_steps(
-    checkpoint: Checkpoint, family: ModelFamily, target: Target, tensor: TensorInfo
-) -> Iterator[Step]:
+    """A tensor of an MTP layer with its scale; nothing for scales and for the main model's."""
     layer = family.mtp_layer_of(tensor.name)
-    assert layer is not None
-    name = target.mtp_name(tensor.name, layer)
-    scale = checkpoint.tensors.get(f"{tensor.name}_scale_inv")
-    if scale is not None and target.dequantizes:
-        yield dequantize_step(tensor, scale, name)
+    if layer is None or family.expected[tensor.name].scale_of is not None:
         return
-    yield _keep_or_transpose(tensor, target, name)
+    spec, target = family.expected[tensor.name], options.target
+    if spec.role in (Role.EMBEDDING, Role.HEAD):
+        if checkpoint.is_bundle and options.shared_weights is SharedWeights.KEEP:
+            pair = next(pair for pair in family.shared if pair.mtp_name == tensor.name)
+            yield _shared_step(checkpoint, family, target, pair)
+        return
+    scale = checkpoint.tensors.get(f"{tensor.name}_scale_inv")
+    step = options.mtp.weight_step(spec, tensor, scale, target.mtp_name(tensor.name, layer))
+    yield _transposed(step, tensor, target)
     if scale is not None:
-        yield _keep_or_transpose(scale, target, target.mtp_name(scale.name, layer))
+        name = target.mtp_name(scale.name, layer)
+        scale_step = options.mtp.scale_step(spec, scale, name)
+        if scale_step is not None:
+            yield _transposed(scale_step, scale, target)
 
 
 def _shared_step(
@@ -152,13 +203,15 @@ def _shared_step(
     layer = family.mtp_layer_of(pair.mtp_name)
     assert layer is not None
     source = checkpoint.tensors.get(pair.mtp_name) or checkpoint.tensors[pair.main_name]
-    name = target.mtp_name(pair.mtp_name, layer)
+    step = keep_step(source, target.mtp_name(pair.mtp_name, layer))
     if family.expected[pair.mtp_name].role is Role.EMBEDDING:  # a lookup table, not a linear
-        return copy_step(_as_output(source), name)
-    return _keep_or_transpose(source, target, name)
+        return step
+    return _transposed(step, source, target)
 
 
-def _keep_or_transpose(tensor: TensorInfo, target: Target, name: str) -> Step:
-    if target.transposes and len(tensor.shape) == 2:
-        return transpose_step(tensor, name)
-    return copy_step(_as_output(tensor), name)
+def _transposed(step: Step, tensor: TensorInfo, target: Target) -> Step:
+    """The step, or a transposition instead where the target stores matrices [in, out]."""
+    if not target.transposes or len(tensor.shape) != 2:
+        return step
+    assert step.operation == COPY, "a converted weight is not transposed"
+    return transpose_step(tensor, step.outputs[0].name)

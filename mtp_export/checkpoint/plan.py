@@ -32,12 +32,14 @@ class OutputTensor:
 class Step:
     """One operation: source tensors by name in, output tensors of one shard out.
 
-    operation is "copy" (one tensor, its bytes unchanged) or the name of a transform.
+    operation is "copy" (one tensor, its bytes unchanged) or the name of a transform. scheme is the
+    precision scheme that asked for it, if one did.
     """
 
     operation: str
     inputs: tuple[str, ...]
     outputs: tuple[OutputTensor, ...]
+    scheme: str | None = None
 
     @property
     def size_bytes(self) -> int:
@@ -77,6 +79,11 @@ class PartPlan:
     @property
     def tensor_count(self) -> int:
         return sum(len(step.outputs) for shard in self.shards for step in shard.steps)
+
+    def unlinked(self) -> PartPlan:
+        """The same part with every shard written."""
+        shards = tuple(replace(shard, linked_from=None) for shard in self.shards)
+        return replace(self, shards=shards)
 
     def index(self) -> dict[str, Any]:
         """The content of model.safetensors.index.json."""
