@@ -11,10 +11,9 @@ from typing import Annotated, Any
 
 import typer
 
-from mtp_export import __version__, tables
+from mtp_export import __version__, options, tables
 from mtp_export.bundle import BundleOptions, BundlePlan, run_bundle
 from mtp_export.checkpoint.links import Link
-from mtp_export.commands import options as common
 from mtp_export.commands.output import say, say_alias, stderr
 from mtp_export.commands.quantize import quantize
 from mtp_export.errors import IoError, MtpExportError, ResourceError, UsageError
@@ -29,37 +28,29 @@ app = typer.Typer(
     rich_markup_mode=None,
     no_args_is_help=True,
 )
-_InputDir = Annotated[
-    Path | None,
-    typer.Option("--input-dir", help="The checkpoint: a Hugging Face folder of safetensors."),
-]
-_OutputDir = Annotated[
-    Path | None,
-    typer.Option("--output-dir", help="The bundle: becomes OUT/main, OUT/mtp, mtp_export.json."),
-]
 
 
 @app.callback(invoke_without_command=True)
 def export(
     context: typer.Context,
-    input_dir: _InputDir = None,
-    output_dir: _OutputDir = None,
-    part: common.PartOption = Part.BOTH,
-    target: common.TargetOption = "hf",
-    shared_weights: common.SharedWeightsOption = SharedWeights.KEEP,
-    allow_untied: common.AllowUntied = False,
-    link: common.LinkOption = Link.AUTO,
-    workers: common.Workers = common.DEFAULT_WORKERS,
-    max_memory: common.MaxMemory = common.DEFAULT_MAX_MEMORY,  # type: ignore[assignment]
-    max_shard_size: common.MaxShardSize = common.DEFAULT_MAX_SHARD_SIZE,  # type: ignore[assignment]
-    dry_run: common.DryRun = False,
-    overwrite: common.Overwrite = False,
-    no_resume: common.NoResume = False,
-    report: common.Report = None,
-    as_json: common.AsJson = False,
-    quiet: common.Quiet = False,
-    debug: common.Debug = False,
-    version: Annotated[bool, typer.Option("--version", help="Show the version.")] = False,
+    input_dir: options.InputDir = None,
+    output_dir: options.OutputDir = None,
+    part: options.PartOption = Part.BOTH,
+    target: options.TargetOption = "hf",
+    shared_weights: options.SharedWeightsOption = SharedWeights.KEEP,
+    allow_untied: options.AllowUntied = False,
+    link: options.LinkOption = Link.AUTO,
+    workers: options.Workers = options.DEFAULT_WORKERS,
+    max_memory: options.MaxMemory = "4GiB",  # type: ignore[assignment]
+    max_shard_size: options.MaxShardSize = "5GB",  # type: ignore[assignment]
+    dry_run: options.DryRun = False,
+    overwrite: options.Overwrite = False,
+    no_resume: options.NoResume = False,
+    report: options.Report = None,
+    as_json: options.AsJson = False,
+    quiet: options.Quiet = False,
+    debug: options.Debug = False,
+    version: options.Version = False,
 ) -> None:
     """Split a DeepSeek-V3-class checkpoint into a main and an MTP checkpoint."""
     if version:
@@ -73,11 +64,11 @@ def export(
             expected="--input-dir SRC --output-dir OUT",
             todo="See mtp-export --help",
         )
-    options = BundleOptions(
+    chosen = BundleOptions(
         input_dir, output_dir, part, target, shared_weights, link, workers, max_memory,
         max_shard_size, overwrite, not no_resume, allow_untied,
     )  # fmt: skip
-    _run(plan_export(options), dry_run, report, as_json, quiet)
+    _run(plan_export(chosen), dry_run, report, as_json, quiet)
 
 
 def _run(plan: BundlePlan, dry_run: bool, report: Path | None, as_json: bool, quiet: bool) -> None:
@@ -97,7 +88,7 @@ app.command()(quantize)
 @app.command()
 def inspect(
     source: Annotated[Path, typer.Argument(metavar="SRC", help="A checkpoint folder.")],
-    as_json: Annotated[bool, typer.Option("--json", help="Print the facts as JSON.")] = False,
+    as_json: options.AsJson = False,
 ) -> None:
     """Show what a checkpoint holds, from its headers alone."""
     inspection = inspect_checkpoint(source)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from statistics import median
 from typing import Any
 
+from rich.box import SIMPLE_HEAD
 from rich.console import Group
 from rich.table import Table as RichTable
 
@@ -41,7 +42,7 @@ def pairs_facts() -> dict[str, Any]:
                     "mtp": round(mtp.bits_per_weight, 2),
                 },
                 "v3_bytes": {"base": base.size_bytes, "mtp": mtp.size_bytes},
-                "engines": pair.engines,
+                "engines": list(pair.engines),
                 "deployment": pair.deployment,
             }
         )
@@ -50,9 +51,10 @@ def pairs_facts() -> dict[str, Any]:
 
 def pairs_table() -> Table:
     """The supported pairs for people."""
-    table = RichTable(title="Precision of base and MTP module", title_justify="left")
-    for name in ("base / mtp", "on disk", "bits a weight", "DeepSeek-V3", "engines", "deployment"):
-        table.add_column(name)
+    title = "Precision of base (above) and MTP module (below)"
+    table = RichTable(title=title, title_justify="left", box=SIMPLE_HEAD, pad_edge=False)
+    for name in ("precision", "on disk", "bits", "V3", "engines", "GPUs"):
+        table.add_column(name, no_wrap=True)
     for row in pairs_facts()["pairs"]:
         bits, sizes = row["bits_per_weight"], row["v3_bytes"]
         table.add_row(
@@ -60,14 +62,14 @@ def pairs_table() -> Table:
             f"{row['format']['base']}\n{row['format']['mtp']}",
             f"{bits['base']:.2f}\n{bits['mtp']:.2f}",
             f"{format_bytes(sizes['base'])}\n{format_bytes(sizes['mtp'])}",
-            row["engines"],
+            "\n".join(row["engines"]),
             row["deployment"],
         )
-        table.add_section()
     return Group(
         table,
-        "Bits and bytes are the whole part's, with scales, embedding and head. The engines are"
-        " those whose loaders read the layout, by their sources.",
+        "Bits a weight and DeepSeek-V3's size are the whole part's, with scales, embedding and"
+        " head. Engines are those whose loaders read the layout, by their sources. int4 and int8 are"
+        " written for compressed-tensors (pack-quantized); int4 + fp8 also as --format w4afp8.",
     )
 
 

@@ -14,8 +14,13 @@ SOURCES = sorted(path for root in PACKAGE_ROOTS for path in root.rglob("*.py"))
 CORE = {"checkpoint", "families", "targets", "schemes", "errors"}
 # Who may import which other unit. A unit is a module or subpackage of mtp_export, or a package.
 ARROWS = {
-    "cli": CORE | {"bundle", "commands", "export", "inspection", "progress", "split", "tables"},
-    "commands": CORE | {"bundle", "precision_tables", "progress", "quantize", "split", "tables"},
+    "cli": CORE
+    | {"bundle", "commands", "export", "inspection"}
+    | {"options", "progress", "split", "tables"},
+    "commands": CORE
+    | {"bundle", "options", "precision_tables", "progress", "quantize"}
+    | {"split", "tables"},
+    "options": CORE | {"split"},
     "tables": CORE | {"bundle", "inspection", "progress"},
     "precision_tables": CORE | {"bundle", "progress", "tables"},
     "split": CORE,
@@ -43,7 +48,7 @@ def unit_of(module: str) -> str | None:
     if first in ("mtp_runtime", "mtp_kernels"):
         return first
     if first == "mtp_export":
-        return rest.split(".")[0] or None
+        return None if rest.startswith("__") else rest.split(".")[0] or None
     return None
 
 

@@ -8,10 +8,10 @@ from typing import Annotated
 
 import typer
 
+from mtp_export import options as common
 from mtp_export import precision_tables, tables
 from mtp_export.bundle import BundleOptions, BundlePlan, run_bundle
 from mtp_export.checkpoint.links import Link
-from mtp_export.commands import options as common
 from mtp_export.commands.output import remark, say, stderr
 from mtp_export.progress import shown
 from mtp_export.quantize import (
@@ -77,8 +77,8 @@ def quantize(
     allow_untied: common.AllowUntied = False,
     link: common.LinkOption = Link.AUTO,
     workers: common.Workers = common.DEFAULT_WORKERS,
-    max_memory: common.MaxMemory = common.DEFAULT_MAX_MEMORY,  # type: ignore[assignment]
-    max_shard_size: common.MaxShardSize = common.DEFAULT_MAX_SHARD_SIZE,  # type: ignore[assignment]
+    max_memory: common.MaxMemory = "4GiB",  # type: ignore[assignment]
+    max_shard_size: common.MaxShardSize = "5GB",  # type: ignore[assignment]
     dry_run: common.DryRun = False,
     overwrite: common.Overwrite = False,
     no_resume: common.NoResume = False,

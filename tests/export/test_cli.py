@@ -24,7 +24,7 @@ from cases import (
 from rich.console import Console
 
 from benchmarks.make_checkpoint import REAL_CONFIG
-from mtp_export.commands.options import parse_size
+from mtp_export.options import parse_size
 from mtp_export.progress import shown
 
 

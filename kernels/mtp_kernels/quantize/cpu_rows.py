@@ -15,16 +15,16 @@ import numpy as np
 from numba import njit, types
 from numba.extending import overload
 
-from mtp_kernels.quantize import layouts
-
-BLOCK = layouts.BLOCK
-LANES = layouts.LANES
-E4M3_MAX = np.float32(layouts.E4M3_MAX)
-INT8_MAX = np.float32(layouts.INT8_MAX)
-INT4_MIN, INT4_MAX = np.float32(layouts.INT4_MIN), np.float32(layouts.INT4_MAX)
-INT4_HALF_RANGE = np.float32(layouts.INT4_HALF_RANGE)
-SCALE_FLOOR = np.float32(layouts.SCALE_FLOOR)
-ZERO_SCALE = np.float32(layouts.ZERO_SCALE)
+# The numbers of layouts.py, written out: numba's cache on disk knows changes of this file only, and
+# would go on serving a number imported from another one.
+BLOCK = 128
+LANES = 128
+E4M3_MAX = np.float32(448.0)
+INT8_MAX = np.float32(127.0)
+INT4_MIN, INT4_MAX = np.float32(-8.0), np.float32(7.0)
+INT4_HALF_RANGE = np.float32(7.5)
+SCALE_FLOOR = np.float32(2.0**-126)
+ZERO_SCALE = np.float32(1.0)
 
 ROUNDER = np.float32(1.5 * 2.0**23)
 E4M3_ROUNDER = np.float32(2.0**14)  # its spacing is 2**-9, the smallest e4m3 subnormal

@@ -1,4 +1,4 @@
-"""Options that several commands have in common, each defined once."""
+"""The command line's options, each described once; commands share them."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from mtp_export.checkpoint.links import Link
 from mtp_export.split import Part, SharedWeights
 from mtp_export.targets import target_names
 
+DEFAULT_WORKERS = min(4, os.cpu_count() or 1)
 _UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12}
 _BINARY_UNITS = {"ki": 2**10, "mi": 2**20, "gi": 2**30, "ti": 2**40}
 
@@ -25,13 +26,16 @@ def parse_size(text: str) -> int:
     return int(float(match[1]) * (_UNITS | _BINARY_UNITS)[match[2]])
 
 
-DEFAULT_WORKERS = min(4, os.cpu_count() or 1)
-DEFAULT_MAX_MEMORY = "4GiB"
-DEFAULT_MAX_SHARD_SIZE = "5GB"
-
+InputDir = Annotated[
+    Path | None, typer.Option(help="The checkpoint: a Hugging Face folder of safetensors.")
+]
+OutputDir = Annotated[
+    Path | None, typer.Option(help="The bundle: becomes OUT/main, OUT/mtp, mtp_export.json.")
+]
 PartOption = Annotated[Part, typer.Option("--part", help="Which parts to write.")]
 TargetOption = Annotated[
-    str, typer.Option("--target", help=f"Who loads the MTP part: {', '.join(target_names())}.")
+    str,
+    typer.Option("--target", help=f"Who loads the MTP part: {', '.join(target_names())}."),
 ]
 SharedWeightsOption = Annotated[
     SharedWeights, typer.Option("--shared-weights", help="Embedding and head in the MTP part.")
@@ -43,21 +47,12 @@ AllowUntied = Annotated[
 LinkOption = Annotated[
     Link, typer.Option("--link", help="How shards that stay whole get into the bundle.")
 ]
-Workers = Annotated[
-    int,
-    typer.Option("--workers", min=1, max=64, help="Threads that read, compute and write."),
-]
+Workers = Annotated[int, typer.Option(min=1, max=64, help="Threads that read, compute and write.")]
 MaxMemory = Annotated[
-    int,
-    typer.Option(
-        "--max-memory", parser=parse_size, metavar="SIZE", help="Bound on resident memory."
-    ),
+    int, typer.Option(parser=parse_size, metavar="SIZE", help="Bound on resident memory.")
 ]
 MaxShardSize = Annotated[
-    int,
-    typer.Option(
-        "--max-shard-size", parser=parse_size, metavar="SIZE", help="Bound on an MTP shard."
-    ),
+    int, typer.Option(parser=parse_size, metavar="SIZE", help="Bound on an MTP shard.")
 ]
 DryRun = Annotated[bool, typer.Option("--dry-run", help="Show the plan, write nothing.")]
 Overwrite = Annotated[
@@ -66,10 +61,8 @@ Overwrite = Annotated[
 NoResume = Annotated[
     bool, typer.Option("--no-resume", help="Start over instead of finishing a killed run.")
 ]
-Report = Annotated[
-    Path | None,
-    typer.Option("--report", metavar="FILE.json", help="Write the result as JSON."),
-]
+Report = Annotated[Path | None, typer.Option(metavar="FILE.json", help="Write the result as JSON.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print the result as JSON.")]
 Quiet = Annotated[bool, typer.Option("--quiet", help="No progress and no table.")]
 Debug = Annotated[bool, typer.Option("--debug", help="Show tracebacks.")]
+Version = Annotated[bool, typer.Option("--version", help="Show the version.")]
