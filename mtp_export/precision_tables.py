@@ -52,7 +52,8 @@ def pairs_facts() -> dict[str, Any]:
 def pairs_table() -> Table:
     """The supported pairs for people."""
     title = "Precision of base (above) and MTP module (below)"
-    table = RichTable(title=title, title_justify="left", box=SIMPLE_HEAD, pad_edge=False)
+    table = RichTable(title=title, title_justify="left", box=SIMPLE_HEAD)
+    table.pad_edge = table.show_edge = False
     for name in ("precision", "on disk", "bits", "V3", "engines", "GPUs"):
         table.add_column(name, no_wrap=True)
     for row in pairs_facts()["pairs"]:
@@ -67,9 +68,9 @@ def pairs_table() -> Table:
         )
     return Group(
         table,
-        "Bits a weight and DeepSeek-V3's size are the whole part's, with scales, embedding and"
-        " head. Engines are those whose loaders read the layout, by their sources. int4 and int8 are"
-        " written for compressed-tensors (pack-quantized); int4 + fp8 also as --format w4afp8.",
+        "Bits a weight and the size of DeepSeek-V3 are the whole part's, with scales, embedding and"
+        " head.\nint4 and int8 are compressed-tensors' pack-quantized; int4 + fp8 also --format"
+        " w4afp8.\nEngines are those whose loaders read the layout, by their sources.",
     )
 
 
@@ -116,7 +117,11 @@ def remarks(plan: BundlePlan) -> list[str]:
     """What the reader of a plan or result must know beside the figures."""
     recorded = plan.recorded
     lines = []
-    if recorded["base_quant"] == "a8w8_fp8_wint4" and recorded["reader"] == "vllm":
+    is_wint4 = (recorded["base_quant"], recorded["format"]) == (
+        "a8w8_fp8_wint4",
+        "compressed-tensors",
+    )
+    if is_wint4 and recorded["reader"] == "vllm":
         lines.append(
             f"--target {plan.options.target} writes int4 beside fp8 as vLLM reads it; SGLang wants"
             " --target sglang or --format w4afp8."

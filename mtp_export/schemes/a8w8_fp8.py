@@ -5,4 +5,4 @@ from __future__ import annotations
 from mtp_export.schemes.base import Scheme, every_linear
 from mtp_export.schemes.storage import Storage
 
-A8W8_FP8 = Scheme("a8w8_fp8", "fp8 blocks", every_linear(Storage.FP8_BLOCK))
+A8W8_FP8 = Scheme("a8w8_fp8", "fp8", every_linear(Storage.FP8_BLOCK))

@@ -8,7 +8,7 @@ from mtp_export.schemes.storage import Storage
 
 A8W8_FP8_WINT4 = Scheme(
     "a8w8_fp8_wint4",
-    "int4 groups + fp8",
+    "int4 + fp8",
     every_linear(Storage.FP8_BLOCK) | {Role.ROUTED_EXPERT: Storage.INT4_GROUP},
     {"w4afp8": every_linear(Storage.FP8_BLOCK) | {Role.ROUTED_EXPERT: Storage.W4AFP8}},
     int4_activations_fp8=True,
