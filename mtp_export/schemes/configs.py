@@ -129,7 +129,9 @@ def _bf16_modules(family: ModelFamily, main: Conversion, mtp: Conversion) -> lis
 def _compressed_config(
     family: ModelFamily, main: Conversion, mtp: Conversion, reader: Reader
 ) -> Config:
-    """compressed-tensors: one group a form; with one form alone it stands for every linear."""
+    """compressed-tensors: one group a form. A form alone, and fp8 beside integers, stands for every
+    linear that no pattern names: names go before classes in all loaders, and transformers takes
+    the group that names no experts for the dense layers."""
     patterns = _patterns(family, main, mtp)
     ignored = [*_NEVER, *patterns.pop(Storage.BF16, [])]
     forms = len(patterns)
@@ -144,7 +146,10 @@ def _compressed_config(
     order = [storage for storage in (*_INTEGERS, Storage.FP8_BLOCK) if storage in patterns]
     groups = {
         f"group_{number}": _group(
-            storage, ["Linear"] if forms == 1 else patterns[storage], main, mtp
+            storage,
+            ["Linear"] if forms == 1 or storage is Storage.FP8_BLOCK else patterns[storage],
+            main,
+            mtp,
         )
         for number, storage in enumerate(order)
     }
