@@ -10,45 +10,23 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 
 import pytest
-from cases import TINY_CONFIG, export, make_checkpoint, read_json, tree
+from cases import (
+    TINY_CONFIG,
+    export,
+    looks_finished,
+    make_checkpoint,
+    read_json,
+    run_in_a_fork,
+    tree,
+)
 
 # Many small files, so that there is much to interrupt; --link copy has the main part written too.
 OPTIONS = ("--max-shard-size", "60kB", "--link", "copy", "--workers", "2", "--quiet")
 MANIFEST, JOURNAL = "mtp_export.json", ".mtp_export.journal"
-DISK_CALLS = ("open", "posix_fallocate", "pwrite", "fsync", "replace", "unlink", "close")
-
-
-def die_at(call_number: int) -> None:
-    """From now on, the n-th call that touches a disk ends this process, as kill -9 would."""
-    calls = iter(range(1, 1 << 30))
-
-    def counted(real: object) -> object:
-        def wrapper(*arguments: object, **options: object) -> object:
-            if next(calls) == call_number:
-                os._exit(9)
-            return real(*arguments, **options)  # type: ignore[operator]
-
-        return wrapper
-
-    for name in DISK_CALLS:
-        setattr(os, name, counted(getattr(os, name)))
-
-
-def run_in_a_fork(source: Path, output: Path, call_number: int) -> int:
-    """Exit code of an export in a child process that dies at a disk call (9), or gets through."""
-    child = os.fork()
-    if child == 0:
-        code = 1
-        try:
-            die_at(call_number)
-            code = export(source, output, *OPTIONS).code
-        finally:
-            os._exit(code)
-    _, status = os.waitpid(child, 0)
-    return os.waitstatus_to_exitcode(status)
 
 
 @pytest.fixture(scope="module")
@@ -59,16 +37,12 @@ def whole(pristine: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str,
     return tree(output)
 
 
-def looks_finished(output: Path) -> bool:
-    return (output / MANIFEST).exists() and not (output / JOURNAL).exists()
-
-
 @pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
 def test_death_at_every_disk_call(pristine: Path, tmp_path: Path, whole: dict[str, bytes]) -> None:
     died = resumed = 0
     for call_number in range(1, 2000, 3):
         output = tmp_path / f"died-at-{call_number}"
-        if run_in_a_fork(pristine, output, call_number) == 0:
+        if run_in_a_fork(partial(export, pristine, output, *OPTIONS), call_number) == 0:
             break
         died += 1
         if not looks_finished(output):
