@@ -1,9 +1,9 @@
-"""The command line: options in, one call into the core, tables or JSON out. Only this prints."""
+"""The command line: options in, one call into the core, tables or JSON out. Only this and
+commands/ print."""
 
 from __future__ import annotations
 
 import io
-import json
 import sys
 import traceback
 from collections.abc import Sequence
@@ -11,17 +11,17 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from rich.console import Console
 
 from mtp_export import __version__, options, tables
-from mtp_export.checkpoint.files import write_json
+from mtp_export.bundle import BundleOptions, run_bundle
 from mtp_export.checkpoint.links import Link
+from mtp_export.commands.output import check_report, say, say_alias, stderr
+from mtp_export.commands.quantize import quantize
 from mtp_export.errors import IoError, MtpExportError, ResourceError, UsageError
-from mtp_export.export import ExportOptions, ExportPlan, plan_export, run_export
+from mtp_export.export import plan_export
 from mtp_export.inspection import inspect as inspect_checkpoint
 from mtp_export.progress import shown
 from mtp_export.split import Part, SharedWeights
-from mtp_export.targets import target_of
 
 app = typer.Typer(
     add_completion=False,
@@ -67,37 +67,29 @@ def export(
             expected="--input-dir SRC --output-dir OUT",
             todo="See mtp-export --help",
         )
-    chosen = ExportOptions(
-        input_dir=input_dir,
-        output_dir=output_dir,
-        part=part,
-        target=target,
-        shared_weights=shared_weights,
-        link=link,
-        workers=workers,
-        max_memory_bytes=max_memory,
-        max_shard_bytes=max_shard_size,
-        overwrite=overwrite,
-        resume=not no_resume,
-        allow_untied=allow_untied,
-    )
-    _export(chosen, dry_run, report, as_json, quiet)
+    chosen = BundleOptions(
+        input_dir, output_dir, part, target, shared_weights, link, workers, max_memory,
+        max_shard_size, overwrite, not no_resume, allow_untied,
+    )  # fmt: skip
+    _run(chosen, dry_run, report, as_json, quiet)
 
 
-def _export(
-    chosen: ExportOptions, dry_run: bool, report: Path | None, as_json: bool, quiet: bool
+def _run(
+    chosen: BundleOptions, dry_run: bool, report: Path | None, as_json: bool, quiet: bool
 ) -> None:
-    if report is not None:
-        _check_report(report, (chosen.input_dir, chosen.output_dir))
+    check_report(report, chosen)
     plan = plan_export(chosen, dry_run=dry_run)
     if dry_run:
         facts, table = tables.plan_facts(plan), tables.plan_table(plan)
     else:
-        with shown(_stderr(), "export", plan.written_bytes, quiet) as progress:
-            result = run_export(plan, progress)
+        with shown(stderr(), "export", plan.written_bytes, quiet) as progress:
+            result = run_bundle(plan, progress)
         facts, table = tables.result_facts(result), tables.result_table(result)
-    _say(facts, table, report, as_json, quiet)
-    _say_alias(plan, quiet or as_json)
+    say(facts, table, report, as_json, quiet)
+    say_alias(plan, quiet or as_json)
+
+
+app.command()(quantize)
 
 
 @app.command()
@@ -107,46 +99,9 @@ def inspect(
 ) -> None:
     """Show what a checkpoint holds, from its headers alone."""
     inspection = inspect_checkpoint(source)
-    _say(inspection.as_json(), tables.inspection_table(inspection), None, as_json, False)
+    say(inspection.as_json(), tables.inspection_table(inspection), None, as_json, False)
     if inspection.problems:
         inspection.problems[0].raise_as_error(source, len(inspection.problems) - 1)
-
-
-def _check_report(report: Path, folders: Sequence[Path]) -> None:
-    """Refuse a report that would fall into a checkpoint or has nowhere to go (UsageError)."""
-    place = report.resolve()
-    if not place.parent.is_dir() or any(f.resolve() in place.parents for f in folders):
-        raise UsageError(
-            "The report cannot be written there",
-            where=report,
-            expected="a file in an existing folder outside the input and the output",
-            todo="Choose another place for --report",
-        )
-
-
-def _say(
-    facts: dict[str, Any], table: tables.Table, report: Path | None, as_json: bool, quiet: bool
-) -> None:
-    if report is not None:
-        write_json(report, facts)
-    if as_json:
-        print(json.dumps(facts, indent=2, ensure_ascii=False))
-    elif not quiet:
-        Console(markup=False).print(table)
-
-
-def _say_alias(plan: ExportPlan, quiet: bool) -> None:
-    target = target_of(plan.options.target)
-    if plan.options.target != target.name and not quiet:
-        _stderr().print(
-            f"--target {plan.options.target} is an alias: it reads the layout of"
-            f" --target {target.name}, and that is what was planned or written.",
-            highlight=False,
-        )
-
-
-def _stderr() -> Console:
-    return Console(stderr=True, markup=False)
 
 
 def _as_failure(error: BaseException) -> tuple[str, int] | None:

@@ -3,27 +3,19 @@ for a target. Pure: reads nothing but the headers a Checkpoint already holds."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from fnmatch import fnmatch
-from pathlib import Path
+from typing import Any
 
-from mtp_export.checkpoint.header import TensorInfo
-from mtp_export.checkpoint.links import Link
-from mtp_export.checkpoint.plan import (
-    OutputShard,
-    OutputTensor,
-    PartPlan,
-    Step,
-    copy_step,
-    number_shards,
-    pack,
-)
+from mtp_export.checkpoint.header import ShardHeader, TensorInfo
+from mtp_export.checkpoint.plan import COPY, OutputShard, PartPlan, Step, number_shards, pack
 from mtp_export.checkpoint.reader import Checkpoint, check_readable
 from mtp_export.errors import UnsupportedError
 from mtp_export.families.base import SCALE_SUFFIX, ModelFamily, Role, SharedTensor
-from mtp_export.schemes.transforms import dequantize_step, transpose_step
+from mtp_export.schemes.base import Conversion
+from mtp_export.schemes.storage import keep_step, transpose_step
 from mtp_export.targets.base import Target
 
 # Files that make a folder complete beside weights and config; engines read them as they are.
@@ -64,41 +56,41 @@ class SharedWeights(StrEnum):
 class SplitOptions:
     """How to split. max_shard_bytes bounds the shards that are newly laid out (the MTP part's).
 
-    links says of each source shard how it would get into the bundle whole.
+    main and mtp say what becomes of each part's linears; configs are the parts' config.json before
+    the target's changes.
     """
 
     target: Target
     shared_weights: SharedWeights
     max_shard_bytes: int
-    links: Mapping[Path, Link]
+    main: Conversion
+    mtp: Conversion
+    main_config: Mapping[str, Any]
+    mtp_config: Mapping[str, Any]
 
 
 def extra_files(checkpoint: Checkpoint) -> tuple[str, ...]:
     """Names of the source's tokenizer, generation and code files, in order (IoError)."""
-    names = sorted(path.name for path in checkpoint.folder.iterdir() if not path.is_dir())
+    names = sorted(path.name for path in checkpoint.files_folder.iterdir() if not path.is_dir())
     extra = tuple(n for n in names if any(fnmatch(n, p) for p in _EXTRA_FILES))
     for name in extra:
-        check_readable(checkpoint.folder / name)
+        check_readable(checkpoint.files_folder / name)
     return tuple(name for name in extra if not name.endswith(".safetensors"))
 
 
 def main_part(checkpoint: Checkpoint, family: ModelFamily, options: SplitOptions) -> PartPlan:
-    """The main model: untouched shards linked, shards that lose a tensor written anew.
+    """The main model: untouched shards linked, shards that lose or change a tensor written anew.
 
-    config.json stays as it is; num_nextn_predict_layers with it, since engines read it there.
+    config.json keeps num_nextn_predict_layers, since engines read it there.
     """
     shards: list[OutputShard] = []
     for shard in checkpoint.shards:
-        staying = [t for t in shard.tensors if family.mtp_layer_of(t.name) is None]
-        if not staying:
-            continue
-        steps = tuple(copy_step(_as_output(tensor)) for tensor in staying)
-        link = options.links[shard.path]
-        if len(staying) == len(shard.tensors) and link is not Link.COPY:
-            shards.append(OutputShard(steps, shard, link))
-        else:
-            shards.append(OutputShard(steps))
-    return PartPlan("main", number_shards(shards), checkpoint.config, extra_files(checkpoint))
+        tensors = [t for t in shard.tensors if family.mtp_layer_of(t.name) is None]
+        steps = [step for t in tensors for step in _main_steps(checkpoint, family, options.main, t)]
+        if steps:
+            shards.append(_linked_if_whole(tuple(steps), shard))
+    config = dict(options.main_config)
+    return PartPlan("main", number_shards(shards), config, extra_files(checkpoint))
 
 
 def mtp_part(checkpoint: Checkpoint, family: ModelFamily, options: SplitOptions) -> PartPlan:
@@ -126,9 +118,8 @@ def mtp_part(checkpoint: Checkpoint, family: ModelFamily, options: SplitOptions)
             expected="a source whose unquantized tensors are BF16",
             found=f"torch_dtype {family.dtype}",
         )
-    steps = _mtp_steps(checkpoint, family, options)
-    shards = [OutputShard(group) for group in pack(steps, options.max_shard_bytes)]
-    config = target.mtp_config(checkpoint.config)
+    shards = _mtp_shards(checkpoint, family, options)
+    config = target.mtp_config(options.mtp_config)
     return PartPlan("mtp", number_shards(shards), config, extra_files(checkpoint))
 
 
@@ -137,39 +128,81 @@ def shared_pairs(checkpoint: Checkpoint, family: ModelFamily) -> tuple[SharedTen
     return tuple(pair for pair in family.shared if pair.mtp_name in checkpoint.tensors)
 
 
-def _as_output(tensor: TensorInfo) -> OutputTensor:
-    return OutputTensor(tensor.name, tensor.dtype, tensor.shape)
+def _linked_if_whole(steps: tuple[Step, ...], shard: ShardHeader) -> OutputShard:
+    """A shard of these steps; the source's own file where they repeat it."""
+    repeated = tuple(keep_step(tensor, tensor.name) for tensor in shard.tensors)
+    return OutputShard(steps, shard if steps == repeated else None)
+
+
+def _main_steps(
+    checkpoint: Checkpoint, family: ModelFamily, conversion: Conversion, tensor: TensorInfo
+) -> Iterator[Step]:
+    """A tensor of the main model; a scale that stays does so where it is stored."""
+    spec = family.expected[tensor.name]
+    if spec.scale_of is not None:
+        step = conversion.scale_step(family.expected[spec.scale_of], tensor, tensor.name)
+        if step is not None:
+            yield step
+        return
+    scale = checkpoint.tensors.get(tensor.name + SCALE_SUFFIX)
+    yield conversion.weight_step(spec, tensor, scale, tensor.name)
+
+
+def _mtp_shards(
+    checkpoint: Checkpoint, family: ModelFamily, options: SplitOptions
+) -> list[OutputShard]:
+    """Shards of a bundle's MTP part stay when nothing in them changes; all else is packed anew.
+
+    Embedding and head come first: they are being compared then, and need no second read.
+    """
+    kept: list[OutputShard] = []
+    packed: list[Step] = []
+    if options.shared_weights is SharedWeights.KEEP:
+        packed += [
+            _shared_step(checkpoint, family, options.target, pair)
+            for pair in family.shared
+            if not (checkpoint.is_bundle and pair.mtp_name in checkpoint.tensors)
+        ]
+    for shard in checkpoint.shards:
+        steps = [
+            step
+            for tensor in shard.tensors
+            for step in _mtp_steps(checkpoint, family, options, tensor)
+        ]
+        candidate = _linked_if_whole(_in_stored_order(steps, shard), shard)
+        if checkpoint.is_bundle and candidate.linked_from is not None:
+            kept.append(candidate)
+        else:
+            packed += steps
+    return [*(OutputShard(group) for group in pack(packed, options.max_shard_bytes)), *kept]
+
+
+def _in_stored_order(steps: Sequence[Step], shard: ShardHeader) -> tuple[Step, ...]:
+    place = {tensor.name: number for number, tensor in enumerate(shard.tensors)}
+    return tuple(sorted(steps, key=lambda step: place.get(step.inputs[0], len(place))))
 
 
 def _mtp_steps(
-    checkpoint: Checkpoint, family: ModelFamily, options: SplitOptions
+    checkpoint: Checkpoint, family: ModelFamily, options: SplitOptions, tensor: TensorInfo
 ) -> Iterator[Step]:
-    """Embedding and head first: they are being compared then, and need no second read."""
-    shared = {pair.mtp_name for pair in family.shared}
-    if options.shared_weights is SharedWeights.KEEP:
-        for pair in family.shared:
-            yield _shared_step(checkpoint, family, options.target, pair)
-    for shard in checkpoint.shards:
-        for tensor in shard.tensors:
-            if family.mtp_layer_of(tensor.name) is None or tensor.name in shared:
-                continue
-            if family.expected[tensor.name].scale_of is None:
-                yield from _weight_steps(checkpoint, family, options.target, tensor)
-
-
-def _weight_steps(
-    checkpoint: Checkpoint, family: ModelFamily, target: Target, tensor: TensorInfo
-) -> Iterator[Step]:
+    """A tensor of an MTP layer with its scale; nothing for scales and for the main model's."""
     layer = family.mtp_layer_of(tensor.name)
-    assert layer is not None
-    name = target.mtp_name(tensor.name, layer)
-    scale = checkpoint.tensors.get(tensor.name + SCALE_SUFFIX)
-    if scale is not None and target.dequantizes:
-        yield dequantize_step(tensor, scale, name)
+    if layer is None or family.expected[tensor.name].scale_of is not None:
         return
-    yield _keep_or_transpose(tensor, target, name)
+    spec, target = family.expected[tensor.name], options.target
+    if spec.role in (Role.EMBEDDING, Role.HEAD):
+        if checkpoint.is_bundle and options.shared_weights is SharedWeights.KEEP:
+            pair = next(pair for pair in family.shared if pair.mtp_name == tensor.name)
+            yield _shared_step(checkpoint, family, target, pair)
+        return
+    scale = checkpoint.tensors.get(tensor.name + SCALE_SUFFIX)
+    step = options.mtp.weight_step(spec, tensor, scale, target.mtp_name(tensor.name, layer))
+    yield _transposed(step, tensor, target)
     if scale is not None:
-        yield _keep_or_transpose(scale, target, target.mtp_name(scale.name, layer))
+        name = target.mtp_name(scale.name, layer)
+        scale_step = options.mtp.scale_step(spec, scale, name)
+        if scale_step is not None:
+            yield _transposed(scale_step, scale, target)
 
 
 def _shared_step(
@@ -179,13 +212,15 @@ def _shared_step(
     layer = family.mtp_layer_of(pair.mtp_name)
     assert layer is not None
     source = checkpoint.tensors.get(pair.mtp_name) or checkpoint.tensors[pair.main_name]
-    name = target.mtp_name(pair.mtp_name, layer)
+    step = keep_step(source, target.mtp_name(pair.mtp_name, layer))
     if family.expected[pair.mtp_name].role is Role.EMBEDDING:  # a lookup table, not a linear
-        return copy_step(_as_output(source), name)
-    return _keep_or_transpose(source, target, name)
+        return step
+    return _transposed(step, source, target)
 
 
-def _keep_or_transpose(tensor: TensorInfo, target: Target, name: str) -> Step:
-    if target.transposes and len(tensor.shape) == 2:
-        return transpose_step(tensor, name)
-    return copy_step(_as_output(tensor), name)
+def _transposed(step: Step, tensor: TensorInfo, target: Target) -> Step:
+    """The step, or a transposition instead where the target stores matrices [in, out]."""
+    if not target.transposes or len(tensor.shape) != 2:
+        return step
+    assert step.operation == COPY, "a converted weight is not transposed"
+    return transpose_step(tensor, step.outputs[0].name)

@@ -7,8 +7,8 @@ from typing import Any
 from rich.console import Group, RenderableType
 from rich.table import Table as RichTable
 
+from mtp_export.bundle import BundlePlan, BundleResult
 from mtp_export.checkpoint.plan import COPY, PartPlan
-from mtp_export.export import ExportPlan, ExportResult
 from mtp_export.inspection import Inspection
 from mtp_export.progress import format_bytes
 from mtp_export.targets import target_of
@@ -29,7 +29,7 @@ def _part_facts(part: PartPlan) -> dict[str, Any]:
     }
 
 
-def plan_facts(plan: ExportPlan) -> dict[str, Any]:
+def plan_facts(plan: BundlePlan) -> dict[str, Any]:
     """What an export would do, in bytes."""
     return {
         "input_dir": str(plan.options.input_dir),
@@ -41,7 +41,7 @@ def plan_facts(plan: ExportPlan) -> dict[str, Any]:
     }
 
 
-def result_facts(result: ExportResult) -> dict[str, Any]:
+def result_facts(result: BundleResult) -> dict[str, Any]:
     """What an export did, in bytes and seconds."""
     facts = plan_facts(result.plan)
     return facts | {
@@ -51,7 +51,7 @@ def result_facts(result: ExportResult) -> dict[str, Any]:
     }
 
 
-def _parts_table(title: str, plan: ExportPlan) -> RichTable:
+def _parts_table(title: str, plan: BundlePlan) -> RichTable:
     table = RichTable(title=title, title_justify="left")
     table.add_column("part")
     for name in ("shards", "tensors", "copied", "computed", "linked"):
@@ -71,7 +71,7 @@ def _parts_table(title: str, plan: ExportPlan) -> RichTable:
     return table
 
 
-def plan_table(plan: ExportPlan) -> Table:
+def plan_table(plan: BundlePlan) -> Table:
     """The plan of a dry run."""
     needs = (
         f"Needs {format_bytes(plan.written_bytes)} of disk and at least"
@@ -81,7 +81,7 @@ def plan_table(plan: ExportPlan) -> Table:
     return Group(_parts_table(f"Plan for {plan.options.output_dir}", plan), files, needs)
 
 
-def result_table(result: ExportResult) -> Table:
+def result_table(result: BundleResult) -> Table:
     """The end of an export."""
     written = result.plan.written_bytes
     lines = [

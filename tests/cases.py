@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import io
 import json
+import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,6 +16,10 @@ from safetensors import safe_open
 from benchmarks.make_checkpoint import TINY_CONFIG, make_checkpoint
 from mtp_export.cli import main
 
+DISK_CALLS = (
+    *("open", "posix_fallocate", "pwrite", "fsync", "replace", "unlink", "close"),
+    *("link", "mkdir", "rmdir", "rename"),
+)
 MTP_LAYER = TINY_CONFIG["num_hidden_layers"]
 # Dimensions whose 128x128 tiles are whole, as transformers' fp8 loader needs them.
 WHOLE_TILES: dict[str, Any] = TINY_CONFIG | {
@@ -55,6 +60,47 @@ def run_program(*arguments: object) -> Outcome:
 def export(source: Path, output: Path, *options: object) -> Outcome:
     """An export with these options."""
     return run_program("--input-dir", source, "--output-dir", output, *options)
+
+
+def quantize(source: Path, output: Path, *options: object) -> Outcome:
+    """A quantization with these options."""
+    return run_program("quantize", "--input-dir", source, "--output-dir", output, *options)
+
+
+def die_at(call_number: int) -> None:
+    """From now on, the n-th call that touches a disk ends this process, as kill -9 would."""
+    calls = iter(range(1, 1 << 30))
+
+    def counted(real: object) -> object:
+        def wrapper(*arguments: object, **options: object) -> object:
+            if next(calls) == call_number:
+                os._exit(9)
+            return real(*arguments, **options)  # type: ignore[operator]
+
+        return wrapper
+
+    for name in DISK_CALLS:
+        setattr(os, name, counted(getattr(os, name)))
+
+
+def run_in_a_fork(action: Callable[[], Outcome], call_number: int) -> int:
+    """Exit code of a run in a child process that dies at a disk call (9), or gets through."""
+    child = os.fork()
+    if child == 0:
+        code = 1
+        try:
+            die_at(call_number)
+            code = action().code
+        finally:
+            os._exit(code)
+    _, status = os.waitpid(child, 0)
+    return os.waitstatus_to_exitcode(status)
+
+
+def looks_finished(output: Path) -> bool:
+    """Whether a bundle is whole by its own account."""
+    manifest, journal = output / "mtp_export.json", output / ".mtp_export.journal"
+    return manifest.exists() and not journal.exists()
 
 
 def read_json(path: Path) -> Any:
@@ -144,10 +190,13 @@ __all__ = [
     "drop_tensor",
     "edit_json",
     "export",
+    "looks_finished",
     "make_checkpoint",
+    "quantize",
     "read_json",
     "read_shard",
     "read_tensors",
+    "run_in_a_fork",
     "run_program",
     "shard_of",
     "tree",

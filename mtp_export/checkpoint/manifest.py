@@ -24,7 +24,7 @@ def source_identity(checkpoint: Checkpoint) -> dict[str, Any]:
     return {
         "config_sha256": checkpoint.config_sha256,
         "shards": {
-            shard.path.name: {
+            checkpoint.shard_name(shard): {
                 "size_bytes": shard.size_bytes,
                 "header_sha256": shard.header_sha256,
             }
@@ -35,15 +35,20 @@ def source_identity(checkpoint: Checkpoint) -> dict[str, Any]:
 
 def modification_times(checkpoint: Checkpoint) -> dict[str, int]:
     """When each shard was last written (ns): with source_identity, whether a source changed."""
-    return {shard.path.name: shard.modified_ns for shard in checkpoint.shards}
+    return {checkpoint.shard_name(shard): shard.modified_ns for shard in checkpoint.shards}
 
 
 def manifest(
     head: Mapping[str, Any],
     parts: Sequence[tuple[PartPlan, Path]],
     finished: Mapping[str, Mapping[str, Any]],
+    source: Checkpoint,
 ) -> dict[str, Any]:
     """The manifest of a finished bundle; `finished` is what the journal noted of each shard."""
+
+    def facts_of(part: PartPlan, shard: OutputShard) -> Mapping[str, Any]:
+        return finished[f"{part.name}/{shard.file_name}"]
+
     return {
         "format": "mtp-export bundle",
         "format_version": FORMAT_VERSION,
@@ -51,7 +56,7 @@ def manifest(
         "parts": {
             part.name: {
                 "shards": {
-                    shard.file_name: _shard(shard, finished[f"{part.name}/{shard.file_name}"])
+                    shard.file_name: _shard(shard, facts_of(part, shard), source)
                     for shard in part.shards
                 },
                 "files": _files(part, folder),
@@ -61,14 +66,15 @@ def manifest(
     }
 
 
-def _shard(shard: OutputShard, facts: Mapping[str, Any]) -> dict[str, Any]:
+def _shard(shard: OutputShard, facts: Mapping[str, Any], source: Checkpoint) -> dict[str, Any]:
     """A linked shard is the source's file and was not read: it has the hash of its header, which
-    lists its tensors. A written one has each tensor's operation, sources and checksum."""
+    lists its tensors. A written one has each tensor's operation, sources and checksum, and what
+    its transform noted."""
     if shard.linked_from is not None:
         return {
             "size_bytes": facts["size_bytes"],
             "link": facts["link"],
-            "source_shard": shard.linked_from.path.name,
+            "source_shard": source.shard_name(shard.linked_from),
             "header_sha256": shard.linked_from.header_sha256,
         }
     return {
@@ -76,8 +82,10 @@ def _shard(shard: OutputShard, facts: Mapping[str, Any]) -> dict[str, Any]:
         "tensors": {
             tensor.name: {
                 "operation": step.operation,
+                **({"scheme": step.scheme} if step.scheme is not None else {}),
                 "sources": list(step.inputs),
                 "xxh3_128": facts["xxh3_128"][tensor.name],
+                **facts["facts"].get(tensor.name, {}),
             }
             for step in shard.steps
             for tensor in step.outputs

@@ -5,8 +5,9 @@ Plain data and pure functions; nothing here touches a disk.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 from mtp_export.checkpoint.dtypes import tensor_bytes
@@ -33,12 +34,14 @@ class OutputTensor:
 class Step:
     """One operation: source tensors by name in, output tensors of one shard out.
 
-    operation is "copy" (one tensor, its bytes unchanged) or the name of a transform.
+    operation is "copy" (one tensor, its bytes unchanged) or the name of a transform. scheme is the
+    precision scheme that asked for it, if one did.
     """
 
     operation: str
     inputs: tuple[str, ...]
     outputs: tuple[OutputTensor, ...]
+    scheme: str | None = None
 
     @property
     def size_bytes(self) -> int:
@@ -56,6 +59,13 @@ class OutputShard:
     linked_from: ShardHeader | None = None
     link: Link = Link.COPY
     file_name: str = ""
+
+    def linked_by(self, links: Mapping[Path, Link]) -> OutputShard:
+        """The same shard, linked the way that its source shard is; COPY has it written."""
+        if self.linked_from is None:
+            return self
+        link = links[self.linked_from.path]
+        return replace(self, link=link, linked_from=None if link is Link.COPY else self.linked_from)
 
     @property
     def size_bytes(self) -> int:
@@ -82,6 +92,10 @@ class PartPlan:
     @property
     def tensor_count(self) -> int:
         return sum(len(step.outputs) for shard in self.shards for step in shard.steps)
+
+    def linked_by(self, links: Mapping[Path, Link]) -> PartPlan:
+        """The same part with a way to link for each source shard; COPY has it written."""
+        return replace(self, shards=tuple(shard.linked_by(links) for shard in self.shards))
 
     def index(self) -> dict[str, Any]:
         """The content of model.safetensors.index.json."""

@@ -26,12 +26,16 @@ CONFIG_NAME = "config.json"
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """An opened checkpoint: its config, and every tensor's place by name."""
+    """An opened checkpoint: its config, and every tensor's place by name.
+
+    files_folder holds config and tokenizer; it is the folder itself, or main/ of a bundle.
+    """
 
     folder: Path
     config: dict[str, Any]
     config_sha256: str
     shards: tuple[ShardHeader, ...]
+    files_folder: Path
 
     @classmethod
     def open(cls, folder: Path) -> Checkpoint:
@@ -49,10 +53,20 @@ class Checkpoint:
         weight_map = _weight_map(folder)
         if weight_map is None:
             _check_no_stray_shard(folder, {SINGLE_NAME})
-            return cls(folder, config, _sha256(raw_config), (read_header(folder / SINGLE_NAME),))
+            only = read_header(folder / SINGLE_NAME)
+            return cls(folder, config, _sha256(raw_config), (only,), folder)
         shards = tuple(read_header(folder / name) for name in sorted(set(weight_map.values())))
         _check_index(folder, weight_map, shards)
-        return cls(folder, config, _sha256(raw_config), shards)
+        return cls(folder, config, _sha256(raw_config), shards, folder)
+
+    @property
+    def is_bundle(self) -> bool:
+        """Whether main and MTP tensors lie in folders of their own."""
+        return self.files_folder != self.folder
+
+    def shard_name(self, shard: ShardHeader) -> str:
+        """A shard's path below the checkpoint's folder."""
+        return shard.path.relative_to(self.folder).as_posix()
 
     @cached_property
     def tensors(self) -> dict[str, TensorInfo]:

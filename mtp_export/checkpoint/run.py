@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import xxhash
 
@@ -27,7 +28,9 @@ COPY_BUFFER_BYTES = 1 << 20
 Proceed = Callable[[], None]
 Check = Callable[[Proceed], None]
 Sink = Callable[[int, memoryview], None]
-Transform = Callable[[Sequence[TensorInfo], Sequence[OutputTensor], Sink, int], None]
+# Hands every output's bytes to the sink in order; returns what is to be noted of the first output.
+Facts = Mapping[str, Any]
+Transform = Callable[[Sequence[TensorInfo], Sequence[OutputTensor], Sink, int], Facts]
 
 
 @dataclass(frozen=True)
@@ -56,12 +59,13 @@ class _Stopped(Exception):
 
 @dataclass
 class _OpenShard:
-    """A shard being written: what is still to do, and the checksums of what is done."""
+    """A shard being written: what is still to do, and what is known of the tensors done."""
 
     job: Job
     writer: ShardWriter | None = None
     remaining: int = 0
     checksums: dict[str, str] = field(default_factory=dict)
+    facts: dict[str, Facts] = field(default_factory=dict)
     lock: threading.Lock = field(default_factory=threading.Lock)
 
 
@@ -170,19 +174,20 @@ class _Run:
             positions[output] += len(data)
             self._means.progress(len(data))
 
+        facts: Facts = {}
         if step.operation == COPY:
             for piece in read_chunks(inputs[0], buffer):
                 sink(0, piece)
         else:
             transform = self._means.transforms[step.operation]
-            transform(inputs, step.outputs, sink, self._means.budget_bytes)
+            facts = transform(inputs, step.outputs, sink, self._means.budget_bytes)
         for tensor, position in zip(step.outputs, positions, strict=True):
             assert position == tensor.size_bytes, f"{tensor.name}: {position} bytes written"
         digests = {
             tensor.name: digest.hexdigest()
             for tensor, digest in zip(step.outputs, hashes, strict=True)
         }
-        self._finish_step(shard, writer, digests)
+        self._finish_step(shard, writer, digests, {step.outputs[0].name: facts} if facts else {})
 
     def _writer_of(self, shard: _OpenShard) -> ShardWriter:
         with shard.lock:
@@ -193,10 +198,15 @@ class _Run:
             return shard.writer
 
     def _finish_step(
-        self, shard: _OpenShard, writer: ShardWriter, digests: Mapping[str, str]
+        self,
+        shard: _OpenShard,
+        writer: ShardWriter,
+        digests: Mapping[str, str],
+        facts: Mapping[str, Facts],
     ) -> None:
         with shard.lock:
             shard.checksums.update(digests)
+            shard.facts.update(facts)
             shard.remaining -= 1
             if shard.remaining:
                 return
@@ -207,7 +217,8 @@ class _Run:
             for step in shard.job.shard.steps
             for tensor in step.outputs
         }
-        self._note(shard.job, {"size_bytes": writer.size_bytes, "xxh3_128": checksums})
+        noted = {"size_bytes": writer.size_bytes, "xxh3_128": checksums, "facts": shard.facts}
+        self._note(shard.job, noted)
 
     def _note(self, job: Job, facts: Mapping[str, object]) -> None:
         with self._lock:

@@ -28,6 +28,10 @@ class Role(StrEnum):
     MTP_PROJECTION = "mtp projection"
 
 
+# Roles whose matrices engines read quantized; all else stays as released.
+LINEAR_ROLES = (Role.ATTENTION, Role.DENSE_MLP, Role.SHARED_EXPERT, Role.ROUTED_EXPERT)
+
+
 @dataclass(frozen=True, slots=True)
 class TensorSpec:
     """One tensor a config promises.
@@ -47,6 +51,11 @@ class TensorSpec:
     @property
     def module(self) -> str:
         return self.name.rpartition(".")[0]
+
+    @property
+    def is_linear_weight(self) -> bool:
+        """Whether it is a matrix that may be quantized."""
+        return self.role in LINEAR_ROLES and self.scale_of is None and len(self.shape) == 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,6 +86,10 @@ class ModelFamily(Protocol):
     @property
     def mtp_layers(self) -> range:
         """Indices of the MTP layers; empty when the config promises none."""
+
+    @property
+    def quantization(self) -> BlockFp8 | None:
+        """How the checkpoint is quantized, None when it is not."""
 
     @property
     def expected(self) -> Mapping[str, TensorSpec]:

@@ -17,6 +17,7 @@ class Target:
     mtp_config maps the source's config.json to the draft's.
     engines are further engines that read the same layout; their names are aliases of it.
     needs_shared_weights: the engine takes embedding and head from the draft folder.
+    mtp_schemes: the precision schemes in which the engine reads the draft; None for all.
     dequantizes: fp8 weights become bf16. transposes: linear weights and scales are [in, out].
     """
 
@@ -28,6 +29,7 @@ class Target:
     dequantizes: bool = False
     transposes: bool = False
     single_mtp_layer: bool = True
+    mtp_schemes: frozenset[str] | None = frozenset({"bf16", "a8w8_fp8"})
 
 
 def single_layer_config(

@@ -22,4 +22,5 @@ HF = Target(
     mtp_name=_name,
     mtp_config=_config,
     single_mtp_layer=False,
+    mtp_schemes=None,
 )

@@ -27,4 +27,11 @@ def _config(config: Mapping[str, Any]) -> Config:
     )
 
 
-XLLM = Target(name="xllm", engines=(), mtp_name=_name, mtp_config=_config, dequantizes=True)
+XLLM = Target(
+    name="xllm",
+    engines=(),
+    mtp_name=_name,
+    mtp_config=_config,
+    dequantizes=True,
+    mtp_schemes=frozenset({"bf16"}),
+)

@@ -11,52 +11,27 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 
 import pytest
 import xxhash
 from safetensors import safe_open
 
-from cases import TINY_CONFIG, export, make_checkpoint, read_json, tree
+from cases import (
+    TINY_CONFIG,
+    export,
+    looks_finished,
+    make_checkpoint,
+    read_json,
+    run_in_a_fork,
+    tree,
+)
 
 # Many small files, so that there is much to interrupt; --link copy has the main part written too.
 OPTIONS = ("--max-shard-size", "60kB", "--link", "copy", "--workers", "2", "--quiet")
 FEWER = ("--max-shard-size", "300kB", "--link", "hardlink", "--workers", "2", "--quiet")
 MANIFEST, JOURNAL = "mtp_export.json", ".mtp_export.journal"
-DISK_CALLS = (
-    *("open", "posix_fallocate", "pwrite", "fsync", "replace", "unlink", "close"),
-    *("link", "mkdir", "rmdir", "rename"),
-)
-
-
-def die_at(call_number: int) -> None:
-    """From now on, the n-th call that touches a disk ends this process, as kill -9 would."""
-    calls = iter(range(1, 1 << 30))
-
-    def counted(real: object) -> object:
-        def wrapper(*arguments: object, **options: object) -> object:
-            if next(calls) == call_number:
-                os._exit(9)
-            return real(*arguments, **options)  # type: ignore[operator]
-
-        return wrapper
-
-    for name in DISK_CALLS:
-        setattr(os, name, counted(getattr(os, name)))
-
-
-def run_in_a_fork(source: Path, output: Path, call_number: int, *options: str) -> int:
-    """Exit code of an export in a child process that dies at a disk call (9), or gets through."""
-    child = os.fork()
-    if child == 0:
-        code = 1
-        try:
-            die_at(call_number)
-            code = export(source, output, *options).code
-        finally:
-            os._exit(code)
-    _, status = os.waitpid(child, 0)
-    return os.waitstatus_to_exitcode(status)
 
 
 @pytest.fixture(scope="module")
@@ -67,16 +42,12 @@ def whole(pristine: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str,
     return tree(output)
 
 
-def looks_finished(output: Path) -> bool:
-    return (output / MANIFEST).exists() and not (output / JOURNAL).exists()
-
-
 @pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
 def test_death_at_every_disk_call(pristine: Path, tmp_path: Path, whole: dict[str, bytes]) -> None:
     died = resumed = 0
     for call_number in range(1, 2000, 3):
         output = tmp_path / f"died-at-{call_number}"
-        if run_in_a_fork(pristine, output, call_number, *OPTIONS) == 0:
+        if run_in_a_fork(partial(export, pristine, output, *OPTIONS), call_number) == 0:
             break
         died += 1
         if not looks_finished(output):
@@ -108,8 +79,9 @@ def test_death_with_links_and_something_there_before(
         if before == "another bundle":
             assert export(pristine, output, *FEWER, "--target", "lightllm").code == 0
         if before == "unfinished run":
-            run_in_a_fork(pristine, output, 50, *FEWER, "--target", "lightllm")
-        if run_in_a_fork(pristine, output, call_number, *options) == 0:
+            begun = partial(export, pristine, output, *FEWER, "--target", "lightllm")
+            assert run_in_a_fork(begun, 50) == 9
+        if run_in_a_fork(partial(export, pristine, output, *options), call_number) == 0:
             break
         if not looks_finished(output) or tree(output) != whole:
             outcome = export(pristine, output, *options)

@@ -1,0 +1,61 @@
+"""Where results and remarks go: tables or JSON on stdout, everything else on stderr."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from mtp_export.bundle import BundleOptions, BundlePlan
+from mtp_export.checkpoint.files import write_json
+from mtp_export.errors import UsageError
+from mtp_export.tables import Table
+from mtp_export.targets import target_of
+
+
+def check_report(report: Path | None, options: BundleOptions) -> None:
+    """Refuse a report that would fall into a checkpoint or has nowhere to go (UsageError)."""
+    if report is None:
+        return
+    place = report.resolve()
+    folders = (options.input_dir.resolve(), options.output_dir.resolve())
+    if not place.parent.is_dir() or any(folder in place.parents for folder in folders):
+        raise UsageError(
+            "The report cannot be written there",
+            where=report,
+            expected="a file in an existing folder outside the input and the output",
+            todo="Choose another place for --report",
+        )
+
+
+def say(
+    facts: dict[str, Any], table: Table, report: Path | None, as_json: bool, quiet: bool
+) -> None:
+    """A result: into a file if asked, and as JSON or as a table for people."""
+    if report is not None:
+        write_json(report, facts)
+    if as_json:
+        print(json.dumps(facts, indent=2, ensure_ascii=False))
+    elif not quiet:
+        Console(markup=False).print(table)
+
+
+def say_alias(plan: BundlePlan, quiet: bool) -> None:
+    """That a target's name stands for another's layout."""
+    target = target_of(plan.options.target)
+    if plan.options.target != target.name and not quiet:
+        remark(
+            f"--target {plan.options.target} is an alias: it reads the layout of"
+            f" --target {target.name}, and that is what was planned or written."
+        )
+
+
+def remark(text: str) -> None:
+    """A line on stderr."""
+    stderr().print(text, highlight=False)
+
+
+def stderr() -> Console:
+    return Console(stderr=True, markup=False)

@@ -1,0 +1,8 @@
+"""Native fp8: e4m3 codes, a scale per 128×128 block, activations quantized as they come."""
+
+from __future__ import annotations
+
+from mtp_export.schemes.base import Scheme, every_linear
+from mtp_export.schemes.storage import Storage
+
+A8W8_FP8 = Scheme("a8w8_fp8", "fp8", every_linear(Storage.FP8_BLOCK))

@@ -1,0 +1,81 @@
+"""The (base, mtp) pairs that are supported, what they weigh, and the answer to any other pair."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from math import prod
+
+from mtp_export.checkpoint.dtypes import tensor_bytes
+from mtp_export.errors import UnsupportedError
+from mtp_export.families.base import ModelFamily, TensorSpec
+from mtp_export.schemes import SCHEMES
+from mtp_export.schemes.storage import NATIVE_SCALE, stored_tensors
+
+
+@dataclass(frozen=True)
+class Pair:
+    """Schemes of the base and the MTP module, who loads them, and on how many GPUs."""
+
+    base: str
+    mtp: str
+    engines: tuple[str, ...]
+    deployment: str
+
+
+# No pair was run on a GPU: engines are those whose loaders read the layout, from their sources.
+PAIRS = (
+    Pair("a8w8_fp8_wint4", "a8w8_fp8", ("vLLM", "SGLang"), "TP8"),
+    Pair("weight_only_int4", "weight_only_int8", ("vLLM", "SGLang"), "TP8"),
+    Pair("a8w8_fp8", "a8w8_fp8", ("vLLM", "SGLang", "TensorRT-LLM"), "TP16 (2×TP8)"),
+    Pair("weight_only_int8", "weight_only_int8", ("vLLM", "SGLang"), "TP16 (2×TP8)"),
+    Pair("bf16", "bf16", ("all",), "-"),
+)
+
+
+@dataclass(frozen=True)
+class Weight:
+    """What a part takes: its parameters (scales are none) and bytes (with scales)."""
+
+    parameters: int
+    size_bytes: int
+
+    @property
+    def bits_per_weight(self) -> float:
+        return 8 * self.size_bytes / self.parameters
+
+
+def check_pair(base: str, mtp: str, base_left_in_bf16: bool, allow_untested: bool) -> bool:
+    """Whether a pair is in the table. One outside it raises UnsupportedError with the table,
+    unless it is allowed; a base that stays in bf16 goes with anything."""
+    if any((pair.base, pair.mtp) == (base, mtp) for pair in PAIRS):
+        return True
+    if not (allow_untested or base_left_in_bf16):
+        rows = "; ".join(
+            f"{p.base} + {p.mtp} ({p.deployment}, {', '.join(p.engines)})" for p in PAIRS
+        )
+        raise UnsupportedError(
+            "This pair of base and MTP precision is not supported",
+            expected=f"base + mtp: {rows}",
+            found=f"{base} + {mtp}",
+            todo="Choose a pair of the table (mtp-export quantize --list), or pass "
+            "--allow-untested-pair to build this one all the same",
+        )
+    return False
+
+
+def weigh(family: ModelFamily, scheme: str, in_part: Callable[[TensorSpec], bool]) -> Weight:
+    """What the tensors of a part take under a scheme, from the family's shapes."""
+    storages = SCHEMES[scheme].storages
+    parameters = size_bytes = 0
+    for spec in family.expected.values():
+        if not in_part(spec) or spec.scale_of is not None:
+            continue
+        parameters += prod(spec.shape)
+        if spec.is_linear_weight and spec.role in storages:
+            storage = storages[spec.role]
+            tensors = stored_tensors(spec.name, spec.shape, storage, 128, NATIVE_SCALE)
+            size_bytes += sum(tensor.size_bytes for tensor in tensors)
+        else:
+            size_bytes += tensor_bytes(spec.dtypes[0], spec.shape)
+    return Weight(parameters, size_bytes)

@@ -1,0 +1,118 @@
+"""The rows of the precision table as the engines' loaders want them on disk, written out by hand,
+and sources to quantize."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from cases import MTP_LAYER, UNQUANTIZED, WHOLE_TILES, export, make_checkpoint
+
+# Form of a linear -> the tensors (last component) it is stored as.
+FORMS = {
+    "bf16": {"weight": "BF16"},
+    "fp8": {"weight": "F8_E4M3", "weight_scale_inv": "F32"},
+    "fp8 of compressed-tensors": {"weight": "F8_E4M3", "weight_scale": "F32"},
+    "int8": {"weight_packed": "I32", "weight_scale": "BF16", "weight_shape": "I64"},
+    "int4": {"weight_packed": "I32", "weight_scale": "BF16", "weight_shape": "I64"},
+    "w4afp8": {"weight": "I8", "weight_scale_inv": "F32"},
+}
+
+
+@dataclass(frozen=True)
+class Part:
+    """The form of every kind of linear in one part."""
+
+    experts: str
+    shared: str
+    dense: str
+    attention: str
+    kv_b: str
+
+    def form_of(self, module: str) -> str:
+        if module.endswith("kv_b_proj"):
+            return self.kv_b
+        if ".self_attn." in module:
+            return self.attention
+        if ".experts." in module:
+            return self.experts
+        return self.shared if ".shared_experts." in module else self.dense
+
+
+@dataclass(frozen=True)
+class Row:
+    """Options, and what they must make of the two parts."""
+
+    options: tuple[str, ...]
+    main: Part
+    mtp: Part
+
+
+def pair(base: str, mtp: str, *more: str) -> tuple[str, ...]:
+    return ("--base-quant", base, "--mtp-quant", mtp, *more)
+
+
+CT = "fp8 of compressed-tensors"
+NATIVE = Part("fp8", "fp8", "fp8", "fp8", "fp8")
+INT8 = Part("int8", "int8", "int8", "bf16", "bf16")
+BF16 = Part("bf16", "bf16", "bf16", "bf16", "bf16")
+WINT4 = ("a8w8_fp8_wint4", "a8w8_fp8")
+ROWS = {
+    "wint4, vLLM": Row(
+        pair(*WINT4), Part("int4", CT, CT, CT, "bf16"), Part(CT, CT, CT, CT, "bf16")
+    ),
+    "wint4, SGLang": Row(
+        pair(*WINT4, "--target", "sglang"), Part("int4", "fp8", "fp8", "fp8", "fp8"), NATIVE
+    ),
+    "wint4, w4afp8": Row(
+        pair(*WINT4, "--format", "w4afp8", "--target", "sglang"),
+        Part("w4afp8", "fp8", "fp8", "fp8", "fp8"),
+        NATIVE,
+    ),
+    "int4": Row(
+        pair("weight_only_int4", "weight_only_int8"),
+        Part("int4", "bf16", "bf16", "bf16", "bf16"),
+        INT8,
+    ),
+    "int4 everywhere": Row(
+        pair("weight_only_int4", "weight_only_int8", "--int4-scope", "all", "--group-size", "64"),
+        Part("int4", "int4", "int4", "bf16", "bf16"),
+        INT8,
+    ),
+    "int4, mse": Row(
+        pair("weight_only_int4", "weight_only_int8", "--scale", "mse", "--group-size", "32"),
+        Part("int4", "bf16", "bf16", "bf16", "bf16"),
+        INT8,
+    ),
+    "fp8": Row(pair("a8w8_fp8", "a8w8_fp8"), NATIVE, NATIVE),
+    "int8": Row(pair("weight_only_int8", "weight_only_int8"), INT8, INT8),
+    "bf16": Row(pair("bf16", "bf16"), BF16, BF16),
+}
+CONFIGS: dict[str, dict[str, Any]] = {
+    "fp8": WHOLE_TILES,
+    "bf16": {key: WHOLE_TILES[key] for key in UNQUANTIZED},
+}
+MTP_PREFIX = f"model.layers.{MTP_LAYER}."
+INPUT_SCALES = {"gate_proj": "w1", "down_proj": "w2", "up_proj": "w3"}
+
+
+def make_source(folder: Path, kind: str, as_bundle: bool) -> Path:
+    """A tiny checkpoint, or a bundle exported from one."""
+    original = make_checkpoint(folder / "original", CONFIGS[kind])
+    if not as_bundle:
+        return original
+    assert export(original, folder / "bundle").code == 0
+    return folder / "bundle"
+
+
+def linears(names: Iterable[str]) -> list[str]:
+    """The modules among a source's tensors that a scheme may quantize."""
+    inside = (".self_attn.", ".mlp.gate_proj", ".mlp.up_proj", ".mlp.down_proj", "experts.")
+    return [
+        name.removesuffix(".weight")
+        for name in names
+        if name.endswith(("_proj.weight", "_proj_with_mqa.weight"))
+        if any(part in name for part in inside)
+    ]

@@ -1,0 +1,172 @@
+"""What a bundle's config.json makes of every module: by the matching rules that vLLM and SGLang
+share, and by transformers, which loads the main part."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from quantize_rows import CONFIGS, ROWS, linears
+
+from cases import MTP_LAYER, make_checkpoint, quantize, read_json, read_tensors
+
+COMPRESSED = [name for name in ROWS if name.startswith("int") or name == "wint4, vLLM"]
+FORM_OF = {("int", 4): "int4", ("int", 8): "int8", ("float", 8): "fp8 of compressed-tensors"}
+# Modules that no engine may take for a quantized one.
+NEVER = [
+    "lm_head",
+    "model.embed_tokens",
+    "model.layers.1.mlp.gate",
+    *(f"model.layers.{MTP_LAYER}.{m}" for m in ("mlp.gate", "eh_proj", "shared_head.head")),
+    f"model.layers.{MTP_LAYER}.embed_tokens",
+]
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_checkpoint(tmp_path_factory.mktemp("source") / "source", CONFIGS["fp8"])
+
+
+def form_by_config(config: dict[str, Any], module: str) -> str:
+    """As the engines look a module up: ignored, else by name, else by class."""
+
+    def matches(pattern: str) -> bool:
+        if pattern.startswith("re:"):
+            return re.match(pattern[3:], module) is not None
+        return pattern == module
+
+    if any(map(matches, config["ignore"])):
+        return "bf16"
+    groups = list(config["config_groups"].values())
+    by_name = [g for g in groups if any(map(matches, g["targets"]))]
+    assert len(by_name) <= 1, module
+    by_class = [g for g in groups if "Linear" in g["targets"]]
+    (weights,) = [g["weights"] for g in (by_name or by_class)]
+    return FORM_OF[weights["type"], weights["num_bits"]]
+
+
+@pytest.mark.parametrize("name", COMPRESSED)
+def test_the_main_config_describes_both_parts(name: str, source: Path, output: Path) -> None:
+    row = ROWS[name]
+    assert quantize(source, output, *row.options).code == 0
+    config = read_json(output / "main/config.json")["quantization_config"]
+    assert read_json(output / "mtp/config.json")["quantization_config"] == config
+    modules = linears(read_tensors(source))
+    for module in modules:
+        part = row.mtp if f".{MTP_LAYER}." in module else row.main
+        assert form_by_config(config, module) == part.form_of(module), module
+        fused = re.sub(r"\.(gate|up)_proj$", ".gate_up_proj", module)
+        assert form_by_config(config, fused) == part.form_of(module), fused
+    for module in NEVER:
+        assert form_by_config(config, module) == "bf16", module
+
+
+@pytest.mark.parametrize("name", COMPRESSED)
+def test_sglang_finds_the_mtp_layer_under_its_own_name(
+    name: str, source: Path, output: Path
+) -> None:
+    """SGLang's draft replaces the literal layer prefix inside patterns by model.decoder."""
+    row = ROWS[name]
+    assert quantize(source, output, *row.options).code == 0
+    text = (output / "mtp/config.json").read_text()
+    literal = f"model.layers.{MTP_LAYER}"
+    assert "\\\\." not in text, "an escaped pattern would not be found"
+    config = read_json(output / "mtp/config.json")["quantization_config"]
+    renamed = json.loads(json.dumps(config).replace(literal, "model.decoder"))
+    for module in linears(read_tensors(source)):
+        if module.startswith(f"{literal}."):
+            there = module.replace(literal, "model.decoder")
+            assert form_by_config(renamed, there) == row.mtp.form_of(module), there
+
+
+def test_the_real_layer_number_is_the_config_s(tmp_path: Path, output: Path) -> None:
+    config = CONFIGS["bf16"] | {"num_hidden_layers": 2}
+    source = make_checkpoint(tmp_path / "source", config)
+    assert quantize(source, output, *ROWS["int4"].options).code == 0
+    text = (output / "main/config.json").read_text()
+    assert "re:model.layers.2.mlp.experts.*" in text
+    assert f"layers.{MTP_LAYER}" not in text
+
+
+@pytest.mark.parametrize("kind", CONFIGS)
+def test_native_fp8_keeps_or_gets_the_released_config(
+    kind: str, tmp_path: Path, output: Path
+) -> None:
+    source = make_checkpoint(tmp_path / "source", CONFIGS[kind])
+    assert quantize(source, output, *ROWS["fp8"].options).code == 0
+    for part in ("main", "mtp"):
+        stored = read_json(output / part / "config.json")
+        assert stored == CONFIGS["fp8"], part
+
+
+def test_each_folder_of_sglang_s_has_its_own(source: Path, output: Path) -> None:
+    assert quantize(source, output, *ROWS["wint4, SGLang"].options).code == 0
+    main = read_json(output / "main/config.json")["quantization_config"]
+    assert main["format"] == "pack-quantized"
+    assert main["linear_fp8_config"] == {
+        "quant_method": "fp8",
+        "activation_scheme": "dynamic",
+        "weight_block_size": [128, 128],
+    }
+    (group,) = main["config_groups"].values()
+    assert group["input_activations"]["strategy"] == "token"
+    native = CONFIGS["fp8"]["quantization_config"]
+    assert read_json(output / "mtp/config.json")["quantization_config"] == native
+
+
+def test_w4afp8(source: Path, output: Path) -> None:
+    assert quantize(source, output, *ROWS["wint4, w4afp8"].options).code == 0
+    main = read_json(output / "main/config.json")["quantization_config"]
+    assert main == {"quant_method": "w4afp8"}
+    native = CONFIGS["fp8"]["quantization_config"]
+    assert read_json(output / "mtp/config.json")["quantization_config"] == native
+
+
+def test_bf16_has_no_quantization_config(source: Path, output: Path) -> None:
+    assert quantize(source, output, *ROWS["bf16"].options).code == 0
+    for part in ("main", "mtp"):
+        assert "quantization_config" not in read_json(output / part / "config.json")
+
+
+def test_a_part_in_bf16_beside_fp8_is_listed(source: Path, output: Path) -> None:
+    options = ("--mtp-quant", "bf16", "--allow-untested-pair")
+    assert quantize(source, output, *options).code == 0
+    config = read_json(output / "main/config.json")["quantization_config"]
+    assert f"model.layers.{MTP_LAYER}.mlp.experts" in config["ignored_layers"]
+    assert f"model.layers.{MTP_LAYER}.self_attn.o_proj" in config["modules_to_not_convert"]
+    assert not [name for name in config["ignored_layers"] if ".0." in name]
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
+@pytest.mark.filterwarnings("ignore::UserWarning")
+@pytest.mark.parametrize("name", [*COMPRESSED, "bf16"])
+def test_transformers_loads_the_main_part(name: str, source: Path, output: Path) -> None:
+    from transformers import AutoModelForCausalLM, CompressedTensorsConfig
+
+    assert quantize(source, output, *ROWS[name].options).code == 0
+    options: dict[str, Any] = {}
+    if name in COMPRESSED:
+        options["quantization_config"] = CompressedTensorsConfig(dequantize=True)
+    model, info = AutoModelForCausalLM.from_pretrained(
+        output / "main", dtype=torch.bfloat16, output_loading_info=True, **options
+    )
+    assert not info["missing_keys"]
+    assert not info["unexpected_keys"]
+    assert not info["mismatched_keys"]
+    with torch.no_grad():
+        logits = model(torch.tensor([[1, 2, 3]])).logits
+    assert logits.isfinite().all()
+    experts = model.state_dict()["model.layers.1.mlp.experts.down_proj"]  # [e, hidden, inner]
+    original = read_tensors(source)
+    for expert in range(experts.shape[0]):
+        module = f"model.layers.1.mlp.experts.{expert}.down_proj"
+        scale = original[f"{module}.weight_scale_inv"]
+        weights = original[f"{module}.weight"].float() * scale.repeat_interleave(
+            128, 0
+        ).repeat_interleave(128, 1)
+        loss = (experts[expert].float() - weights).norm() / weights.norm()
+        assert loss < 0.15, (module, loss)

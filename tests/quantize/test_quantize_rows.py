@@ -1,0 +1,222 @@
+"""Every row of the precision table, from fp8 and bf16, from a checkpoint and from a bundle: tensor
+by tensor what must be on disk, decoded by loaders that we did not write."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from compressed_tensors.compressors import BaseCompressor
+from compressed_tensors.quantization import QuantizationConfig, QuantizationScheme
+from quantize_rows import (
+    CONFIGS,
+    FORMS,
+    INPUT_SCALES,
+    MTP_PREFIX,
+    ROWS,
+    Part,
+    Row,
+    linears,
+    make_source,
+)
+
+from cases import make_checkpoint, quantize, read_json, read_tensors
+from mtp_kernels.quantize import (
+    Fp8Block,
+    Int4Group,
+    Int8Channel,
+    dequantize_fp8_block,
+    dequantize_int4_group,
+    dequantize_int8_channel,
+)
+
+Tensors = dict[str, torch.Tensor]
+DTYPES = {"BF16": torch.bfloat16, "F8_E4M3": torch.float8_e4m3fn, "F32": torch.float32}
+DTYPES |= {"I32": torch.int32, "I64": torch.int64, "I8": torch.int8}
+
+
+@pytest.fixture(scope="module")
+def sources(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, bool], Path]:
+    return {
+        (kind, as_bundle): make_source(tmp_path_factory.mktemp("source"), kind, as_bundle)
+        for kind in CONFIGS
+        for as_bundle in (False, True)
+    }
+
+
+def same_bytes(one: torch.Tensor, other: torch.Tensor) -> bool:
+    return one.dtype == other.dtype and torch.equal(
+        one.reshape(-1).view(torch.uint8), other.reshape(-1).view(torch.uint8)
+    )
+
+
+def exact(source: Tensors, module: str) -> torch.Tensor:
+    """The fp32 weights that a source stores, tile by tile."""
+    weights = source[f"{module}.weight"].float()
+    scale = source.get(f"{module}.weight_scale_inv")
+    if scale is None:
+        return weights
+    wide = scale.float().repeat_interleave(128, 0).repeat_interleave(128, 1)
+    return weights * wide[: weights.shape[0], : weights.shape[1]]
+
+
+def unpacked_w4afp8(packed: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+    """From the layout's description: low nibble even k, high nibble odd k, two's complement."""
+    rows, half = packed.shape
+    codes = torch.zeros(rows, 2 * half)
+    for k in range(2 * half):
+        nibble = (packed[:, k // 2].int() >> (4 * (k % 2))) & 0xF
+        codes[:, k] = torch.where(nibble >= 8, nibble - 16, nibble).float()
+    for group in range(scale.shape[1]):
+        codes[:, 128 * group : 128 * (group + 1)] *= scale[:, group : group + 1]
+    return codes
+
+
+def scheme_of(config: dict[str, Any], bits: int) -> QuantizationScheme:
+    """The group of a config that describes packed integers of so many bits."""
+    groups = QuantizationConfig.model_validate(config).config_groups.values()
+    (scheme,) = [g for g in groups if (g.weights.type, g.weights.num_bits) == ("int", bits)]
+    return scheme
+
+
+def check_packed(
+    stored: Tensors, module: str, weights: torch.Tensor, bits: int, config: dict[str, Any]
+) -> None:
+    """compressed-tensors reads our tensors as we do, and would pack the same codes."""
+    scheme = scheme_of(config, bits)
+    names = ("weight_packed", "weight_scale", "weight_shape")
+    state = {name: stored[f"{module}.{name}"] for name in names}
+    assert state["weight_shape"].tolist() == list(weights.shape)
+    compressor = BaseCompressor.get_value_from_registry("pack-quantized")
+    theirs = compressor.decompress(dict(state), scheme)["weight"]
+    packed, scale = state["weight_packed"], state["weight_scale"]
+    if bits == 4:
+        ours = dequantize_int4_group(Int4Group(packed, scale))
+        ours_exact = dequantize_int4_group(Int4Group(packed, scale), torch.float32)
+    else:
+        ours = dequantize_int8_channel(Int8Channel(packed, scale))
+        ours_exact = dequantize_int8_channel(Int8Channel(packed, scale), torch.float32)
+    assert same_bytes(ours, theirs), module
+    again = compressor.compress({"weight": ours_exact, "weight_scale": scale.float()}, scheme)
+    assert torch.equal(again["weight_packed"], packed), module
+    check_error(weights, ours_exact, scale.float(), {4: 7.5, 8: 127.5}[bits], module)
+
+
+def check_error(
+    weights: torch.Tensor,
+    restored: torch.Tensor,
+    scale: torch.Tensor,
+    limit: float,
+    module: str,
+) -> None:
+    """No element is further off than half a step, or than what a smaller scale clips."""
+    steps = scale.repeat_interleave(weights.shape[1] // scale.shape[1], 1)
+    clipped = (weights.abs() - limit * steps).clamp(min=0)
+    assert ((weights - restored).abs() <= steps * 0.501 + clipped).all(), module
+
+
+def check_linear(
+    form: str, stored: Tensors, source: Tensors, module: str, config: dict[str, Any] | None
+) -> set[str]:
+    """Check one linear; returns the names of its tensors."""
+    names = {f"{module}.{part}": dtype for part, dtype in FORMS[form].items()}
+    for name, dtype in names.items():
+        assert stored[name].dtype is DTYPES[dtype], name
+    weights = exact(source, module)
+    if form in ("int4", "int8"):
+        assert config is not None
+        check_packed(stored, module, weights, int(form[-1]), config)
+    elif form == "w4afp8":
+        scale = stored[f"{module}.weight_scale_inv"]
+        restored = unpacked_w4afp8(stored[f"{module}.weight"], scale)
+        check_error(weights, restored, scale, 7.5, module)
+        parent, _, projection = module.rpartition(".")
+        name = f"{parent}.{INPUT_SCALES[projection]}.input_scale"
+        assert stored[name].tolist() == [1.0]
+        return {*names, name}
+    elif form == "bf16":
+        assert same_bytes(stored[f"{module}.weight"], weights.to(torch.bfloat16)), module
+    else:
+        check_fp8(*(stored[name] for name in names), source, module, weights)
+    return set(names)
+
+
+def check_fp8(
+    codes: torch.Tensor, scale: torch.Tensor, source: Tensors, module: str, weights: torch.Tensor
+) -> None:
+    if f"{module}.weight_scale_inv" in source:  # native: byte for byte
+        assert same_bytes(codes, source[f"{module}.weight"]), module
+        assert same_bytes(scale, source[f"{module}.weight_scale_inv"]), module
+        return
+    restored, _ = dequantize_fp8_block(Fp8Block(codes, scale), torch.float32)
+    assert ((weights - restored).abs() <= weights.abs() / 16 + scale.max() * 2**-10).all(), module
+
+
+def check_part(folder: Path, part: Part, source: Tensors) -> None:
+    """Every tensor of a folder: the linears in their forms, all else as it was."""
+    stored = read_tensors(folder)
+    config = read_json(folder / "config.json").get("quantization_config")
+    seen: set[str] = set()
+    modules = linears(source)
+    for module in modules:
+        seen |= check_linear(part.form_of(module), stored, source, module, config)
+    linear_tensors = {f"{m}.{end}" for m in modules for end in ("weight", "weight_scale_inv")}
+    for name in source.keys() - linear_tensors:
+        assert same_bytes(stored[name], source[name]), name
+        seen.add(name)
+    assert stored.keys() == seen
+
+
+@pytest.mark.parametrize("as_bundle", [False, True], ids=["checkpoint", "bundle"])
+@pytest.mark.parametrize("kind", CONFIGS)
+@pytest.mark.parametrize("row", ROWS.values(), ids=ROWS)
+def test_row(
+    row: Row, kind: str, as_bundle: bool, sources: dict[tuple[str, bool], Path], output: Path
+) -> None:
+    outcome = quantize(sources[kind, as_bundle], output, *row.options)
+    assert outcome.code == 0, outcome.err
+    original = read_tensors(sources[kind, False])
+    is_mtp = {name: name.startswith(MTP_PREFIX) for name in original}
+    check_part(output / "main", row.main, {n: t for n, t in original.items() if not is_mtp[n]})
+    check_part(output / "mtp", row.mtp, {n: t for n, t in original.items() if is_mtp[n]})
+    index = read_json(output / "main/model.safetensors.index.json")["weight_map"]
+    assert index.keys() == read_tensors(output / "main").keys()
+
+
+@pytest.mark.parametrize("name", ["fp8", "int8", "wint4, SGLang", "bf16"])
+def test_scales_that_are_powers_of_two(name: str, tmp_path: Path, output: Path) -> None:
+    """V3.1 stores scales as F8_E8M0 and says scale_fmt ue8m0."""
+    from safetensors.torch import save_file
+
+    fp8 = CONFIGS["fp8"]["quantization_config"] | {"scale_fmt": "ue8m0"}
+    source = make_checkpoint(tmp_path / "source", CONFIGS["fp8"] | {"quantization_config": fp8})
+    tensors = {
+        name: tensor.to(torch.float8_e8m0fnu) if name.endswith("_scale_inv") else tensor
+        for name, tensor in read_tensors(source).items()
+    }
+    for path in [*source.glob("*.safetensors"), source / "model.safetensors.index.json"]:
+        path.unlink()
+    save_file(tensors, source / "model.safetensors")
+    outcome = quantize(source, output, *ROWS[name].options)
+    assert outcome.code == 0, outcome.err
+    main = read_tensors(output / "main")
+    for module in linears(main):
+        form = ROWS[name].main.form_of(module)
+        if form == "fp8":
+            assert same_bytes(
+                main[f"{module}.weight_scale_inv"], tensors[f"{module}.weight_scale_inv"]
+            )
+        elif form == "bf16":
+            expected = exact(tensors, module).to(torch.bfloat16)
+            assert same_bytes(main[f"{module}.weight"], expected)
+    for tensor in main:
+        module = tensor.removesuffix(".weight_packed")
+        if module != tensor and name == "int8":
+            packed = Int8Channel(main[tensor], main[f"{module}.weight_scale"])
+            steps = packed.scale.float()
+            error = exact(tensors, module) - dequantize_int8_channel(packed, torch.float32)
+            assert (error.abs() <= steps * 0.501).all(), module
+    if name == "fp8":
+        assert read_json(output / "main/config.json")["quantization_config"] == fp8
