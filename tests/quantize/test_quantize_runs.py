@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from quantize_rows import MTP_PREFIX, ROWS
+from quantize_rows import CONFIGS, MTP_PREFIX, ROWS
 
 from cases import (
     TINY_CONFIG,
@@ -25,7 +25,7 @@ from cases import (
     tree,
 )
 from mtp_export.schemes.transforms import Numerics, transforms
-from mtp_kernels.quantize import Fp8Block, dequantize_int8_channel, quantize_int8_channel
+from mtp_kernels.quantize import Fp8Block, quantize_int4_group, quantize_int8_channel
 
 PAIR = ROWS["int4, mse"].options  # group 32 divides the ragged checkpoint's K
 SMALL = ("--max-shard-size", "60kB", "--link", "copy", "--quiet")
@@ -46,6 +46,25 @@ def test_workers_and_memory_change_no_byte(
 ) -> None:
     assert quantize(pristine, output, *PAIR, *SMALL, *more).code == 0
     assert tree(output) == whole
+
+
+@pytest.mark.parametrize("row", ["int4, mse", "fp8", "bf16"])
+@pytest.mark.parametrize("kind", CONFIGS)
+def test_a_tensor_in_pieces_is_the_tensor_at_once(
+    kind: str, row: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source = make_checkpoint(tmp_path / "source", CONFIGS[kind] | {"moe_intermediate_size": 320})
+    for name in ("at once", "in pieces"):
+        assert quantize(source, tmp_path / name, *ROWS[row].options).code == 0
+        monkeypatch.setattr("mtp_export.schemes.transforms._PIECE_ELEMENTS", 1)
+    for part in ("main", "mtp"):
+        files = [tree(tmp_path / name / part) for name in ("at once", "in pieces")]
+        assert files[0] == files[1]
+    once, pieces = (by_tensor(tmp_path / name) for name in ("at once", "in pieces"))
+    for tensor, entry in once.items():
+        assert entry.get("max_error") == pieces[tensor].get("max_error")
+        expected = entry.get("sqnr_db")
+        assert pieces[tensor].get("sqnr_db") == (expected and pytest.approx(expected, abs=1e-9))
 
 
 @pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
@@ -99,14 +118,19 @@ def test_the_manifest_says_what_each_tensor_lost(pristine: Path, output: Path) -
     assert entry["scheme"] == "weight_only_int8"
     assert entry["sources"] == [f"{module}.weight", f"{module}.weight_scale_inv"]
     codes, scale = source[f"{module}.weight"], source[f"{module}.weight_scale_inv"]
-    packed, error = quantize_int8_channel(Fp8Block(codes, scale))
+    best8, error = quantize_int8_channel(Fp8Block(codes, scale))
     assert entry["sqnr_db"] == pytest.approx(error.sqnr_db, abs=1e-9)
     assert entry["max_error"] == error.max_error
-    stored = read_tensors(output / "mtp")[f"{module}.weight_packed"]
-    assert dequantize_int8_channel(packed).shape == (stored.shape[0], stored.shape[1] * 4)
+    assert torch.equal(read_tensors(output / "mtp")[f"{module}.weight_packed"], best8.packed)
     expert = entries["model.layers.1.mlp.experts.0.up_proj.weight_packed"]
     assert (expert["operation"], expert["scheme"]) == ("quantize_int4_group", "weight_only_int4")
-    assert 15 < float(str(expert["sqnr_db"])) < 25
+    name = "model.layers.1.mlp.experts.0.up_proj"
+    fp8 = Fp8Block(source[f"{name}.weight"], source[f"{name}.weight_scale_inv"])
+    best, error = quantize_int4_group(fp8, group_size=32, scale_rule="mse")
+    assert expert["sqnr_db"] == pytest.approx(error.sqnr_db, abs=1e-9)
+    main = read_tensors(output / "main")
+    assert torch.equal(main[f"{name}.weight_packed"], best.packed)
+    assert torch.equal(main[f"{name}.weight_scale"], best.scale)
     assert entries[f"{MTP_PREFIX}enorm.weight"].keys() == {"operation", "sources", "xxh3_128"}
     assert {entry["operation"] for entry in entries.values()} <= {"copy", *transforms(Numerics())}
 

@@ -1,0 +1,188 @@
+"""Quantizing the MTP layer against cp of as many bytes, on the real 671B shapes, in one run.
+
+    python -m benchmarks.make_checkpoint /data/v3 --real
+    python -m benchmarks.bench_quantize /data/v3 /data/scratch
+
+The MTP part alone: 11.5 G elements in linears. Rows, in turn, medians of --runs, the page cache
+dropped before each (not with --warm) and `sync` counted in each:
+  (a) fp8 -> weight_only_int8            (b) cp of half the bytes that (a) reads and writes
+  (c) fp8 -> int4 experts, bf16 rest     (d) cp of half the bytes that (c) reads and writes
+cp reads and writes every byte, so it moves as many. Then compressed-tensors quantizes and packs one
+expert's matrix, given the scales, for its seconds per element beside the whole runs'. Peak memory
+is the kernel's figure for the process. Rates of the kernels alone: bench_quantize_kernels.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shutil
+import sys
+from collections.abc import Callable
+from dataclasses import asdict
+from math import prod
+from pathlib import Path
+from statistics import median
+from time import perf_counter
+
+from benchmarks.bench_export import Measured, cp_of_size, machine, measure, mtp_shards
+from mtp_export.bundle import BundleOptions, BundlePlan
+from mtp_export.checkpoint.plan import COPY
+from mtp_export.quantize import QuantizeOptions, plan_quantize
+from mtp_export.split import Part
+
+# The MTP module in int4 is no pair of the table; its experts have the main layers' shapes.
+_RUN = """
+import sys
+from pathlib import Path
+from mtp_export.bundle import BundleOptions, run_bundle
+from mtp_export.progress import silent
+from mtp_export.quantize import QuantizeOptions, plan_quantize
+from mtp_export.split import Part
+source, output, scheme, group_size = sys.argv[1:]
+bundle = BundleOptions(Path(source), Path(output), part=Part.MTP)
+options = QuantizeOptions(
+    bundle, scheme, scheme, group_size=int(group_size), allow_untested_pair=True
+)
+run_bundle(plan_quantize(options), silent)
+"""
+SCHEMES = {"int8": "weight_only_int8", "int4": "weight_only_int4"}
+
+
+def options(source: Path, output: Path, scheme: str, group_size: int) -> QuantizeOptions:
+    """The MTP part in a scheme."""
+    bundle = BundleOptions(source, output, part=Part.MTP)
+    return QuantizeOptions(
+        bundle,
+        base_quant=scheme,
+        mtp_quant=scheme,
+        group_size=group_size,
+        allow_untested_pair=True,
+    )
+
+
+def bytes_in_and_out(plan: BundlePlan) -> int:
+    """Bytes of the tensors that a run reads plus those it writes. The main model's embedding and
+    head are read to be compared."""
+    sources = plan.checkpoint.tensors
+    read = sum(sources[name].size_bytes for step in plan.written_steps for name in step.inputs)
+    compared = sum(sources[pair.main_name].size_bytes for pair in plan.family.shared)
+    return read + compared + plan.written_bytes
+
+
+def elements(plan: BundlePlan) -> int:
+    """Weights that a run converts."""
+    sources = plan.checkpoint.tensors
+    return sum(
+        prod(sources[step.inputs[0]].shape) for step in plan.written_steps if step.operation != COPY
+    )
+
+
+def fresh(command: list[str], scratch: Path, cold: bool) -> Callable[[], Measured]:
+    """A run of a command that writes scratch/out/bundle, removed afterwards."""
+
+    def run() -> Measured:
+        shutil.rmtree(scratch / "out", ignore_errors=True)
+        (scratch / "out").mkdir(parents=True)
+        result = measure(command, cold)
+        shutil.rmtree(scratch / "out")
+        return result
+
+    return run
+
+
+def compressed_tensors_seconds(plan: BundlePlan, runs: int) -> dict[str, float]:
+    """Seconds per element of compressed-tensors on one expert's matrix, by name of the scheme."""
+    # Not before: a process's peak memory, as the kernel counts it, begins at its parent's.
+    from benchmarks.bench_quantize_kernels import theirs
+    from mtp_kernels.quantize import Fp8Block, dequantize_fp8_block
+
+    name = next(
+        step.inputs[0] for step in plan.written_steps if ".experts.0.up_proj" in step.inputs[0]
+    )
+    checkpoint = plan.checkpoint
+    fp8 = Fp8Block(checkpoint.tensor(name), checkpoint.tensor(f"{name}_scale_inv"))
+    weights, _ = dequantize_fp8_block(fp8)
+    result: dict[str, float] = {}
+    for scheme, call in theirs(weights).items():
+        call()
+        seconds = []
+        for _ in range(runs):
+            start = perf_counter()
+            call()
+            seconds.append(perf_counter() - start)
+        result[scheme] = median(seconds) / weights.numel()
+    return result
+
+
+def cases(
+    plans: dict[str, BundlePlan], scratch: Path, group_size: int, cold: bool
+) -> dict[str, Callable[[], Measured]]:
+    """The rows by name."""
+    rows: dict[str, Callable[[], Measured]] = {}
+    output = str(scratch / "out/bundle")
+    for scheme, plan in plans.items():
+        source = plan.checkpoint.folder
+        layer = plan.checkpoint.config["num_hidden_layers"]
+        shards = mtp_shards(source, f"model.layers.{layer}.")
+        arguments = [str(source), output, SCHEMES[scheme], str(group_size)]
+        rows[f"fp8 -> {scheme}"] = fresh([sys.executable, "-c", _RUN, *arguments], scratch, cold)
+        copy = ["sh", "-c", cp_of_size(shards, bytes_in_and_out(plan) // 2), output]
+        rows[f"cp, the bytes of fp8 -> {scheme}"] = fresh(copy, scratch, cold)
+    return rows
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("source", type=Path)
+    parser.add_argument("scratch", type=Path)
+    parser.add_argument("--runs", type=int, default=3)
+    parser.add_argument("--group-size", type=int, default=128)
+    parser.add_argument("--warm", action="store_true", help="leave the page cache alone")
+    parser.add_argument("--result", type=Path, default=Path("benchmarks/results/quantize.json"))
+    arguments = parser.parse_args()
+    plans = {
+        name: plan_quantize(
+            options(arguments.source, arguments.scratch / "plan", scheme, arguments.group_size)
+        )
+        for name, scheme in SCHEMES.items()
+    }
+    rows = cases(plans, arguments.scratch, arguments.group_size, not arguments.warm)
+    measured: dict[str, list[Measured]] = {name: [] for name in rows}
+    for number in range(arguments.runs):
+        for name, run in rows.items():
+            measured[name].append(run())
+            print(f"run {number + 1}: {name}: {measured[name][-1]}", flush=True)
+    oracle = compressed_tensors_seconds(plans["int8"], arguments.runs)
+    result = report(plans, measured, oracle)
+    arguments.result.parent.mkdir(parents=True, exist_ok=True)
+    arguments.result.write_text(json.dumps(result, indent=2, ensure_ascii=False) + "\n")
+    print(json.dumps(result, indent=2, ensure_ascii=False))
+
+
+def report(
+    plans: dict[str, BundlePlan], measured: dict[str, list[Measured]], oracle: dict[str, float]
+) -> dict[str, object]:
+    """What was measured, and the ratios that the targets are about."""
+    seconds = {name: median(run.seconds for run in runs) for name, runs in measured.items()}
+    ratios: dict[str, float] = {}
+    for scheme, plan in plans.items():
+        ours, copy = seconds[f"fp8 -> {scheme}"], seconds[f"cp, the bytes of fp8 -> {scheme}"]
+        ratios[f"{scheme} / cp (at most 1.5)"] = round(ours / copy, 3)
+        each = ours / elements(plan)
+        ratios[f"compressed-tensors / {scheme}, an element (at least 8)"] = round(
+            oracle[scheme] / each, 3
+        )
+    return {
+        "machine": machine(),
+        "elements": {scheme: elements(plan) for scheme, plan in plans.items()},
+        "bytes_in_and_out": {scheme: bytes_in_and_out(plan) for scheme, plan in plans.items()},
+        "runs": {name: [asdict(run) for run in runs] for name, runs in measured.items()},
+        "median_seconds": {name: round(value, 2) for name, value in seconds.items()},
+        "compressed_tensors_seconds_per_element": oracle,
+        "ratios": ratios,
+    }
+
+
+if __name__ == "__main__":
+    main()
