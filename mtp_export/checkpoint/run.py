@@ -99,6 +99,7 @@ class _Run:
         self._queue = self._tasks()
         self._lock = threading.Lock()
         self._stop = threading.Event()
+        self._begin = threading.Event()
 
     def start(self, checks: Sequence[Check]) -> None:
         futures: list[Future[None]] = []
@@ -109,9 +110,11 @@ class _Run:
                         futures.append(pool.submit(self._guarded, check, self._proceed))
                     for _ in range(self._means.workers):
                         futures.append(pool.submit(self._guarded, self._work))
+                    self._begin.set()
                     wait(futures)
                 except BaseException:
                     self._stop.set()
+                    self._begin.set()
                     raise
         finally:  # the pool has ended: no thread writes any more
             self._discard_unfinished()
@@ -133,8 +136,14 @@ class _Run:
                 yield from ((shard, step) for step in shard.job.shard.steps)
 
     def _guarded(self, action: Callable[..., None], *arguments: object) -> None:
-        """Run something in a thread; its failure stops all the others."""
+        """Run something in a thread; its failure stops all the others.
+
+        It begins when all threads are known to the pool: one that an interrupt hides from the pool
+        while it starts must find that there is nothing to do any more.
+        """
+        self._begin.wait()
         try:
+            self._proceed()
             action(*arguments)
         except BaseException:
             self._stop.set()

@@ -27,6 +27,7 @@ from cases import (
     run_in_a_fork,
     tree,
 )
+from mtp_export.checkpoint.journal import Journal
 
 # Many small files, so that there is much to interrupt; --link copy has the main part written too.
 OPTIONS = ("--max-shard-size", "60kB", "--link", "copy", "--workers", "2", "--quiet")
@@ -274,14 +275,12 @@ def test_a_source_that_changes_during_the_run_is_noticed(
     assert not output.exists()
 
 
-def test_two_runs_do_not_share_an_output(larger: Path, output: Path) -> None:
-    process = start(larger, output)
-    wait_for_writing(process, output)
-    outcome = export(larger, output, *OPTIONS)
-    process.kill()
-    process.communicate()
+def test_two_runs_do_not_share_an_output(source: Path, unfinished: Path) -> None:
+    with Journal(unfinished):
+        outcome = export(source, unfinished, *OPTIONS)
     assert outcome.code == 8
     assert "Another run" in outcome.err
+    assert export(source, unfinished, *OPTIONS).code == 0
 
 
 def test_the_manifest_says_what_was_done(pristine: Path, output: Path) -> None:
