@@ -1,0 +1,1 @@
+"""Kernels of the decoding path: fused verification attention, and quantization."""

@@ -1,0 +1,275 @@
+"""Fused verification attention: the absorbed MLA attention of a few query tokens per request.
+
+A request verifying n - 1 drafts brings n query tokens. They share one KV cache, so their queries
+and heads form one block of rows and the cache is read once, not n times; only the last n - 1
+columns are masked differently per row.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import Protocol, cast
+
+import torch
+
+from mtp_kernels.verify_attention.inputs import Inputs, Sizes, Workspace
+
+__all__ = ["BACKENDS", "Workspace", "make_workspace", "verify_attention"]
+
+# Loaded on first use: a CPU user needs no Triton. A backend is a module with `attend` and
+# `workspace_bytes`.
+BACKENDS = {
+    "reference": "mtp_kernels.verify_attention.reference",
+    "torch_cpu": "mtp_kernels.verify_attention.torch_cpu",
+    "triton_cuda": "mtp_kernels.verify_attention.triton_cuda",
+}
+# What backend="auto" means on each torch device type.
+AUTO = {"cpu": "torch_cpu", "cuda": "triton_cuda"}
+DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+
+
+class Backend(Protocol):
+    """What a module named in `BACKENDS` provides."""
+
+    def attend(
+        self,
+        inputs: Inputs,
+        buffer: torch.Tensor,
+        parts: int | None,
+        out: torch.Tensor,
+        lse: torch.Tensor,
+    ) -> None: ...
+
+    def workspace_bytes(self, sizes: Sizes, parts: int | None, device: torch.device) -> int: ...
+
+
+def verify_attention(
+    q_latent: torch.Tensor,
+    q_rope: torch.Tensor,
+    kv_cache: torch.Tensor,
+    page_table: torch.Tensor,
+    kv_lens: torch.Tensor,
+    cu_q: torch.Tensor,
+    scale: float,
+    *,
+    kv_scale: torch.Tensor | None = None,
+    backend: str = "auto",
+    workspace: Workspace | None = None,
+    out: tuple[torch.Tensor, torch.Tensor] | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Attend from every query token to the cached tokens it may see.
+
+    Shapes: q_latent [T, h, c], q_rope [T, h, r], kv_cache [pages, page, c+r] (latent first; the
+    latent is also the value), page_table [b, max_pages], kv_lens [b], cu_q [b+1]; returns
+    out [T, h, c] and lse [T, h]. All are contiguous and on one device.
+
+    Request i owns query rows cu_q[i] to cu_q[i+1], in order of position; their number, q_len, may
+    be 0. kv_lens[i] counts its cached tokens, those of the query rows included, so row j of the
+    request sees the first kv_lens[i] - (q_len - 1 - j) tokens. A row that sees none gets out 0 and
+    lse -inf. Page ids past a request's last token, and cache slots past it, are never used.
+
+    Dtypes: q_latent and q_rope bfloat16, float16 or float32; kv_cache the same, or float8_e4m3fn
+    with kv_scale float32 [pages, page], where a token's c+r stored values all stand for
+    value * kv_scale; page_table, kv_lens and cu_q int32. out has the dtype of q_latent; lse is
+    float32, the natural logarithm of the sum of exp(scale * score).
+
+    With `workspace` (from `make_workspace`) and `out` given, triton_cuda neither allocates nor
+    synchronises, so the call can be captured in a CUDA graph; without a workspace it reads cu_q
+    back to the host once. A workspace must not serve two calls at a time.
+
+    ValueError or TypeError says what was expected and what was found. The contents of page_table,
+    kv_lens and cu_q are checked on the CPU only: elsewhere that would synchronise.
+
+    Source: DeepSeek-V2 report (arXiv 2405.04434), section 2.1, the absorbed form.
+    """
+    if backend != "auto" and backend not in BACKENDS:
+        raise ValueError(f"backend: expected auto or one of {sorted(BACKENDS)}, found {backend!r}")
+    check_tensors(q_latent, q_rope, kv_cache, kv_scale, page_table, kv_lens, cu_q)
+    if q_latent.device.type == "cpu":
+        check_contents(len(q_latent), kv_cache, page_table, kv_lens, cu_q)
+    sizes = sizes_of(q_latent, q_rope, kv_cache, page_table, cu_q, workspace)
+    inputs = Inputs(
+        q_latent, q_rope, kv_cache, kv_scale, page_table, kv_lens, cu_q, float(scale), sizes
+    )
+    module = load_backend(backend, q_latent.device)
+    parts = None if workspace is None else workspace.parts
+    needed_bytes = module.workspace_bytes(sizes, parts, q_latent.device)
+    buffer = workspace_buffer(workspace, needed_bytes, q_latent.device)
+    if out is None:
+        out = (torch.empty_like(q_latent), q_latent.new_empty(q_latent.shape[:2], dtype=LSE_DTYPE))
+    check_tensor("out[0]", out[0], tuple(q_latent.shape), (q_latent.dtype,), q_latent.device)
+    check_tensor("out[1]", out[1], tuple(q_latent.shape[:2]), (LSE_DTYPE,), q_latent.device)
+    module.attend(inputs, buffer, parts, out[0], out[1])
+    return out
+
+
+LSE_DTYPE = torch.float32
+
+
+def make_workspace(
+    *,
+    batch: int,
+    queries: int,
+    max_q_len: int,
+    kv_tokens: int,
+    heads: int,
+    page: int,
+    dtype: torch.dtype,
+    kv_dtype: torch.dtype | None = None,
+    latent: int = 512,
+    rope: int = 64,
+    device: torch.device | str = "cpu",
+    backend: str = "auto",
+    parts: int | None = None,
+) -> Workspace:
+    """Allocate scratch memory for calls of `verify_attention` up to these sizes.
+
+    Counts of requests, of query tokens in the batch (`queries`) and in one request (`max_q_len`),
+    of cached tokens a request can have (at least the page table's width in tokens), of heads, and
+    of tokens in a page. On a GPU the calls must keep to `max_q_len`: rows past it are not computed.
+    `parts` cuts the batch's cache into that many ranges (triton_cuda; None: the tuning table's
+    choice). ValueError if a size is not positive.
+    """
+    sizes = Sizes(
+        batch, queries, max_q_len, kv_tokens, heads, latent, rope, page, dtype, kv_dtype or dtype
+    )
+    counts = (batch, queries, max_q_len, kv_tokens, heads, latent, rope, page, parts or 1)
+    if min(counts) < 1:
+        raise ValueError(f"workspace sizes: expected all at least 1, found {sizes}, parts {parts}")
+    device = torch.device(device)
+    size_bytes = load_backend(backend, device).workspace_bytes(sizes, parts, device)
+    return Workspace(sizes, torch.empty(size_bytes, dtype=torch.uint8, device=device), parts)
+
+
+def load_backend(backend: str, device: torch.device) -> Backend:
+    """Import the module of a backend; "auto" goes by the device."""
+    if backend == "auto":
+        if device.type not in AUTO:
+            raise ValueError(f"backend auto: expected a device of {sorted(AUTO)}, found {device}")
+        backend = AUTO[device.type]
+    return cast(Backend, import_module(BACKENDS[backend]))
+
+
+def workspace_buffer(
+    workspace: Workspace | None, needed_bytes: int, device: torch.device
+) -> torch.Tensor:
+    if workspace is None:
+        return torch.empty(needed_bytes, dtype=torch.uint8, device=device)
+    buffer = workspace.buffer
+    if buffer.device != device or buffer.numel() < needed_bytes:
+        raise ValueError(
+            f"workspace: expected at least {needed_bytes} bytes on {device}, found "
+            f"{buffer.numel()} bytes on {buffer.device}, made for {workspace.sizes}"
+        )
+    return buffer
+
+
+def sizes_of(
+    q_latent: torch.Tensor,
+    q_rope: torch.Tensor,
+    kv_cache: torch.Tensor,
+    page_table: torch.Tensor,
+    cu_q: torch.Tensor,
+    workspace: Workspace | None,
+) -> Sizes:
+    """The sizes of a call; the longest q_len comes from the workspace where cu_q is on a GPU."""
+    queries, heads, latent = q_latent.shape
+    if workspace is not None and q_latent.device.type != "cpu":
+        max_q_len = min(workspace.sizes.max_q_len, queries)
+    else:
+        max_q_len = int(cu_q.diff().amax()) if len(cu_q) > 1 else 0
+    return Sizes(
+        batch=len(page_table),
+        queries=queries,
+        max_q_len=max_q_len,
+        kv_tokens=page_table.shape[1] * kv_cache.shape[1],
+        heads=heads,
+        latent=latent,
+        rope=q_rope.shape[2],
+        page=kv_cache.shape[1],
+        dtype=q_latent.dtype,
+        kv_dtype=kv_cache.dtype,
+    )
+
+
+def check_tensors(
+    q_latent: torch.Tensor,
+    q_rope: torch.Tensor,
+    kv_cache: torch.Tensor,
+    kv_scale: torch.Tensor | None,
+    page_table: torch.Tensor,
+    kv_lens: torch.Tensor,
+    cu_q: torch.Tensor,
+) -> None:
+    """Check types, shapes, dtypes, devices and layouts; reads no tensor's content."""
+    device = q_latent.device
+    check_tensor("q_latent", q_latent, ("T", "h", "c"), DTYPES, device)
+    queries, heads, latent = q_latent.shape
+    check_tensor("q_rope", q_rope, (queries, heads, "r"), (q_latent.dtype,), device)
+    kv_dtypes = (q_latent.dtype, torch.float8_e4m3fn)
+    width = latent + q_rope.shape[2]
+    check_tensor("kv_cache", kv_cache, ("pages", "page", width), kv_dtypes, device)
+    if (kv_cache.dtype == torch.float8_e4m3fn) != (kv_scale is not None):
+        found = "none" if kv_scale is None else "one"
+        raise ValueError(
+            f"kv_scale: expected one with a float8_e4m3fn kv_cache and only then, "
+            f"found {found} with {kv_cache.dtype}"
+        )
+    if kv_scale is not None:
+        shape = tuple(kv_cache.shape[:2])
+        check_tensor("kv_scale", kv_scale, shape, (torch.float32,), device)
+    check_tensor("page_table", page_table, ("b", "max_pages"), (torch.int32,), device)
+    batch = len(page_table)
+    check_tensor("kv_lens", kv_lens, (batch,), (torch.int32,), device)
+    check_tensor("cu_q", cu_q, (batch + 1,), (torch.int32,), device)
+
+
+def check_tensor(
+    name: str,
+    tensor: torch.Tensor,
+    shape: tuple[int | str, ...],
+    dtypes: tuple[torch.dtype, ...],
+    device: torch.device,
+) -> None:
+    """Check one tensor; a dimension given as a letter may have any size above 0 (T and b also 0)."""
+    if not isinstance(tensor, torch.Tensor):
+        raise TypeError(f"{name}: expected a tensor, found {type(tensor).__name__}")
+    if tensor.dtype not in dtypes:
+        raise TypeError(f"{name}: expected dtype {' or '.join(map(str, dtypes))}, found {tensor.dtype}")
+    found = tuple(tensor.shape)
+    fits = len(found) == len(shape) and all(
+        (size > 0 or want in ("T", "b", "pages", "max_pages")) if isinstance(want, str) else size == want
+        for size, want in zip(found, shape, strict=True)
+    )
+    if not fits:
+        raise ValueError(f"{name}: expected shape [{', '.join(map(str, shape))}], found {list(found)}")
+    if tensor.device != device:
+        raise ValueError(f"{name}: expected on {device} like q_latent, found on {tensor.device}")
+    if not tensor.is_contiguous():
+        raise ValueError(f"{name}: expected contiguous, found strides {tensor.stride()}")
+
+
+def check_contents(
+    queries: int,
+    kv_cache: torch.Tensor,
+    page_table: torch.Tensor,
+    kv_lens: torch.Tensor,
+    cu_q: torch.Tensor,
+) -> None:
+    """Check that cu_q covers the rows in order, and that every used page exists."""
+    if int(cu_q[0]) != 0 or int(cu_q[-1]) != queries or bool((cu_q.diff() < 0).any()):
+        raise ValueError(f"cu_q: expected 0 rising to {queries}, found {cu_q.tolist()}")
+    if not len(kv_lens):
+        return
+    pages, page = kv_cache.shape[:2]
+    capacity = page_table.shape[1] * page
+    if int(kv_lens.amin()) < 0 or int(kv_lens.amax()) > capacity:
+        raise ValueError(f"kv_lens: expected 0 to {capacity} tokens, found {kv_lens.tolist()}")
+    used = torch.arange(page_table.shape[1]) * page < kv_lens[:, None]
+    outside = used & ((page_table < 0) | (page_table >= pages))
+    if bool(outside.any()):
+        request, column = outside.nonzero()[0].tolist()
+        raise ValueError(
+            f"page_table: expected page ids 0 to {pages - 1}, "
+            f"found {int(page_table[request, column])} at [{request}, {column}]"
+        )
