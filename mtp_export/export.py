@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import time
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +27,7 @@ from mtp_export.checkpoint.manifest import (
 )
 from mtp_export.checkpoint.plan import COPY, PartPlan
 from mtp_export.checkpoint.reader import CONFIG_NAME, INDEX_NAME, Checkpoint, read_failure
-from mtp_export.checkpoint.run import COPY_BUFFER_BYTES, Job, Means, run
+from mtp_export.checkpoint.run import COPY_BUFFER_BYTES, Job, Means, Proceed, run
 from mtp_export.checkpoint.same import first_difference
 from mtp_export.checkpoint.writer import write_bytes, write_json
 from mtp_export.errors import InvalidInputError, UnsupportedError
@@ -177,13 +177,17 @@ def run_export(plan: ExportPlan, progress: ProgressCallback) -> ExportResult:
     if link is not plan.link:
         plan = plan_export(options, link)
     check_disk(output, plan.written_bytes - _present_bytes(plan))
-    _check_tied(plan)
     restart = options.overwrite or not options.resume
     with Journal(output, _identity(plan), restart) as journal:
         if not journal.resumed:
             clear_output(output)
         resumed = len(journal.finished)
-        _write_parts(plan, journal, progress)
+        try:
+            _write_parts(plan, journal, progress)
+        except InvalidInputError:
+            clear_output(output)  # of a source that is wrong, nothing is worth keeping
+            journal.remove()
+            raise
         _finish(plan, journal)
     return ExportResult(plan, time.monotonic() - start, resumed)
 
@@ -218,19 +222,13 @@ def _present_bytes(plan: ExportPlan) -> int:
     return sum(path.stat().st_size for path in paths if path.is_file())
 
 
-def _check_tied(plan: ExportPlan) -> None:
+def _tied_check(plan: ExportPlan, proceed: Proceed) -> None:
     """Hold the MTP layer's embedding and head against the main model's, byte by byte."""
-    if plan.options.allow_untied or not any(part.name == "mtp" for part in plan.parts):
-        return
-    pairs = shared_pairs(plan.checkpoint, plan.family)
     tensors = plan.checkpoint.tensors
-    with ThreadPoolExecutor(plan.options.workers) as pool:
-        differences = pool.map(
-            lambda pair: first_difference(tensors[pair.mtp_name], tensors[pair.main_name]), pairs
-        )
-        for pair, offset in zip(pairs, differences, strict=True):
-            if offset is not None:
-                _refuse_untied(plan, pair, offset)
+    for pair in shared_pairs(plan.checkpoint, plan.family):
+        offset = first_difference(tensors[pair.mtp_name], tensors[pair.main_name], proceed)
+        if offset is not None:
+            _refuse_untied(plan, pair, offset)
 
 
 def _refuse_untied(plan: ExportPlan, pair: SharedTensor, offset: int) -> None:
@@ -259,7 +257,8 @@ def _write_parts(plan: ExportPlan, journal: Journal, progress: ProgressCallback)
         plan.budget_bytes,
         progress,
     )
-    run(jobs, means, journal)
+    needs_check = not plan.options.allow_untied and any(p.name == "mtp" for p in plan.parts)
+    run(jobs, means, journal, [partial(_tied_check, plan)] if needs_check else [])
 
 
 def _finish(plan: ExportPlan, journal: Journal) -> None:

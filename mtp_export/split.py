@@ -117,16 +117,17 @@ def _as_output(tensor: TensorInfo) -> OutputTensor:
 def _mtp_steps(
     checkpoint: Checkpoint, family: ModelFamily, options: SplitOptions
 ) -> Iterator[Step]:
+    """Embedding and head first: they are being compared then, and need no second read."""
     shared = {pair.mtp_name for pair in family.shared}
+    if options.shared_weights is SharedWeights.KEEP:
+        for pair in family.shared:
+            yield _shared_step(checkpoint, family, options.target, pair)
     for shard in checkpoint.shards:
         for tensor in shard.tensors:
             if family.mtp_layer_of(tensor.name) is None or tensor.name in shared:
                 continue
             if family.expected[tensor.name].scale_of is None:
                 yield from _weight_steps(checkpoint, family, options.target, tensor)
-    if options.shared_weights is SharedWeights.KEEP:
-        for pair in family.shared:
-            yield _shared_step(checkpoint, family, options.target, pair)
 
 
 def _weight_steps(

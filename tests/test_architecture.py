@@ -14,10 +14,12 @@ SOURCES = sorted(path for root in PACKAGE_ROOTS for path in root.rglob("*.py"))
 CORE = {"checkpoint", "families", "targets", "schemes", "errors"}
 # Who may import which other unit. A unit is a module or subpackage of mtp_export, or a package.
 ARROWS = {
-    "cli": CORE | {"export", "quantize", "verify", "progress", "inspect", "mtp_runtime"},
-    "export": CORE | {"progress"},
-    "quantize": CORE | {"progress", "export"},
-    "inspect": CORE,
+    "cli": CORE | {"export", "inspection", "progress", "split", "tables"},
+    "tables": CORE | {"export", "inspection", "progress"},
+    "split": CORE,
+    "export": CORE | {"progress", "split"},
+    "quantize": CORE | {"progress", "export", "split"},
+    "inspection": CORE,
     "verify": CORE | {"progress", "mtp_runtime", "mtp_kernels"},
     "checkpoint": {"errors", "families", "progress"},
     "families": {"errors"},

@@ -7,6 +7,7 @@ import fcntl
 import json
 import os
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
 from typing import Any, BinaryIO
@@ -61,8 +62,10 @@ class Journal:
         self.finished[key] = dict(facts)
 
     def remove(self) -> None:
-        """The bundle is whole: nothing is left to go on with."""
+        """Nothing is left to go on with; a folder that holds nothing else goes too."""
         self.path.unlink(missing_ok=True)
+        with suppress(OSError):
+            self.path.parent.rmdir()
 
     def _append(self, line: Mapping[str, Any]) -> None:
         self._file.write(json.dumps(line, separators=(",", ":")).encode() + b"\n")

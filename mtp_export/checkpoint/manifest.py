@@ -62,23 +62,27 @@ def manifest(
 
 
 def _shard(shard: OutputShard, facts: Mapping[str, Any]) -> dict[str, Any]:
-    """A linked shard was not read: it has its source's name and header hash, no checksums."""
-    result: dict[str, Any] = {"size_bytes": facts["size_bytes"]}
+    """A linked shard is the source's file and was not read: it has the hash of its header, which
+    lists its tensors. A written one has each tensor's operation, sources and checksum."""
     if shard.linked_from is not None:
-        result["link"] = facts["link"]
-        result["source_shard"] = shard.linked_from.path.name
-        result["header_sha256"] = shard.linked_from.header_sha256
-    checksums = facts.get("xxh3_128", {})
-    result["tensors"] = {
-        tensor.name: {
-            "operation": step.operation,
-            "sources": list(step.inputs),
-            "xxh3_128": checksums.get(tensor.name),
+        return {
+            "size_bytes": facts["size_bytes"],
+            "link": facts["link"],
+            "source_shard": shard.linked_from.path.name,
+            "header_sha256": shard.linked_from.header_sha256,
         }
-        for step in shard.steps
-        for tensor in step.outputs
+    return {
+        "size_bytes": facts["size_bytes"],
+        "tensors": {
+            tensor.name: {
+                "operation": step.operation,
+                "sources": list(step.inputs),
+                "xxh3_128": facts["xxh3_128"][tensor.name],
+            }
+            for step in shard.steps
+            for tensor in step.outputs
+        },
     }
-    return result
 
 
 def _files(part: PartPlan, folder: Path) -> dict[str, dict[str, Any]]:

@@ -23,6 +23,9 @@ from mtp_export.checkpoint.writer import ShardWriter
 
 COPY_BUFFER_BYTES = 1 << 20
 
+# Raises when the run is stopping; called now and then by whatever takes long.
+Proceed = Callable[[], None]
+Check = Callable[[Proceed], None]
 Sink = Callable[[int, memoryview], None]
 Transform = Callable[[Sequence[TensorInfo], Sequence[OutputTensor], Sink, int], None]
 
@@ -63,17 +66,18 @@ class _OpenShard:
     lock: threading.Lock = field(default_factory=threading.Lock)
 
 
-def run(jobs: Iterable[Job], means: Means, journal: Journal) -> None:
-    """Make every shard that the journal does not have yet.
+def run(jobs: Iterable[Job], means: Means, journal: Journal, checks: Sequence[Check] = ()) -> None:
+    """Make every shard that the journal does not have yet; checks run beside the work.
 
-    Raises the first worker's error after all have stopped and unfinished shards are discarded.
+    Raises the first error of a worker or a check, after all have stopped and unfinished shards are
+    discarded.
     """
     open_shards = [
         _OpenShard(job, remaining=len(job.shard.steps))
         for job in jobs
         if not _already_there(job, journal, means)
     ]
-    _Run(open_shards, means, journal).start()
+    _Run(open_shards, means, journal).start(checks)
 
 
 def _already_there(job: Job, journal: Journal, means: Means) -> bool:
@@ -93,9 +97,10 @@ class _Run:
         self._lock = threading.Lock()
         self._stop = threading.Event()
 
-    def start(self) -> None:
-        with ThreadPoolExecutor(self._means.workers) as pool:
-            futures = [pool.submit(self._work) for _ in range(self._means.workers)]
+    def start(self, checks: Sequence[Check]) -> None:
+        with ThreadPoolExecutor(self._means.workers + len(checks)) as pool:
+            futures = [pool.submit(self._guarded, self._work) for _ in range(self._means.workers)]
+            futures += [pool.submit(self._guarded, check, self._proceed) for check in checks]
             try:
                 wait(futures)
             except BaseException:
@@ -121,25 +126,29 @@ class _Run:
             else:
                 yield from ((shard, step) for step in shard.job.shard.steps)
 
-    def _work(self) -> None:
-        buffer = memoryview(bytearray(COPY_BUFFER_BYTES))
+    def _guarded(self, action: Callable[..., None], *arguments: object) -> None:
+        """Run something in a thread; its failure stops all the others."""
         try:
-            while True:
-                with self._lock:
-                    task = next(self._queue, None)
-                if task is None:
-                    return
-                shard, step = task
-                if step is None:
-                    self._link(shard.job)
-                else:
-                    self._write(shard, step, buffer)
+            action(*arguments)
         except BaseException:
             self._stop.set()
             raise
 
+    def _work(self) -> None:
+        buffer = memoryview(bytearray(COPY_BUFFER_BYTES))
+        while True:
+            with self._lock:
+                task = next(self._queue, None)
+            if task is None:
+                return
+            shard, step = task
+            if step is None:
+                self._link(shard.job)
+            else:
+                self._write(shard, step, buffer)
+
     def _link(self, job: Job) -> None:
-        self._check_stop()
+        self._proceed()
         source = job.shard.linked_from
         assert source is not None
         target = job.folder / job.shard.file_name
@@ -153,7 +162,7 @@ class _Run:
         positions = [0] * len(step.outputs)
 
         def sink(output: int, data: memoryview) -> None:
-            self._check_stop()
+            self._proceed()
             hashes[output].update(data)
             writer.write(step.outputs[output].name, positions[output], data)
             positions[output] += len(data)
@@ -189,7 +198,7 @@ class _Run:
             shard.remaining -= 1
             if shard.remaining:
                 return
-        self._check_stop()
+        self._proceed()
         writer.commit()
         checksums = {
             tensor.name: shard.checksums[tensor.name]
@@ -202,6 +211,6 @@ class _Run:
         with self._lock:
             self._journal.record(job.key, facts)
 
-    def _check_stop(self) -> None:
+    def _proceed(self) -> None:
         if self._stop.is_set():
             raise _Stopped

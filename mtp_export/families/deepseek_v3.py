@@ -141,7 +141,7 @@ class DeepseekV3Family:
         yield TensorSpec(f"{prefix}.gate.weight", (experts, hidden), kept, Role.ROUTER, mtp)
         if self.config.get("topk_method", "noaux_tc") == "noaux_tc":
             name = f"{prefix}.gate.e_score_correction_bias"
-            yield TensorSpec(name, (experts,), kept, Role.ROUTER, mtp)
+            yield TensorSpec(name, (experts,), kept[::-1], Role.ROUTER, mtp)
         if shared := self._size("n_shared_experts", 0):
             yield from self._mlp(f"{prefix}.shared_experts", size * shared, Role.SHARED_EXPERT, mtp)
         for expert in range(experts):

@@ -1,0 +1,242 @@
+"""Quantize and dequantize weight matrices: fp8 blocks, int8 channels, int4 groups, w4afp8.
+
+Weights are read as they are stored, computed with in fp32 and rounded once. All backends give
+the same bits. `scale` is the multiplier in weight ≈ code * scale.
+"""
+
+from __future__ import annotations
+
+import math
+from importlib import import_module
+from typing import Protocol, cast
+
+import torch
+
+from mtp_kernels.quantize import checks
+from mtp_kernels.quantize.layouts import (
+    SCALE_FACTORS,
+    ErrorStats,
+    Fp8Block,
+    Int4Group,
+    Int8Channel,
+    RowStats,
+    W4AFp8,
+)
+
+__all__ = [
+    "BACKENDS",
+    "SCALE_FACTORS",
+    "ErrorStats",
+    "Fp8Block",
+    "Int4Group",
+    "Int8Channel",
+    "W4AFp8",
+    "dequantize_fp8_block",
+    "dequantize_int4_group",
+    "dequantize_int8_channel",
+    "dequantize_w4afp8",
+    "quantize_fp8_block",
+    "quantize_int4_group",
+    "quantize_int8_channel",
+    "quantize_w4afp8",
+]
+
+BACKENDS = {
+    "reference": "mtp_kernels.quantize.reference",
+    "cpu": "mtp_kernels.quantize.cpu",
+    "triton_cuda": "mtp_kernels.quantize.triton_cuda",
+}
+
+_W4AFP8_GROUP = 128
+_SIGN_BITS = -0x78  # 0x88 as int8: code + 8 and the two's complement differ in each nibble's sign
+
+
+class Backend(Protocol):
+    """What a backend module offers; sources are checked, contiguous and on its device."""
+
+    def supports(self, device: torch.device) -> bool: ...
+
+    def dequantize_fp8_block(
+        self, codes: torch.Tensor, block_scale: torch.Tensor, dtype: torch.dtype
+    ) -> tuple[torch.Tensor, RowStats]: ...
+
+    def quantize_fp8_block(
+        self, source: torch.Tensor, power_of_two: bool
+    ) -> tuple[torch.Tensor, torch.Tensor, RowStats]: ...
+
+    def quantize_int8_channel(
+        self, source: torch.Tensor, block_scale: torch.Tensor | None
+    ) -> tuple[torch.Tensor, torch.Tensor, RowStats]: ...
+
+    def quantize_int4_group(
+        self,
+        source: torch.Tensor,
+        block_scale: torch.Tensor | None,
+        group_size: int,
+        factors: tuple[float, ...],
+    ) -> tuple[torch.Tensor, torch.Tensor, RowStats]: ...
+
+    def dequantize_int8_channel(
+        self, packed: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype
+    ) -> torch.Tensor: ...
+
+    def dequantize_int4_group(
+        self, packed: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype
+    ) -> torch.Tensor: ...
+
+
+def dequantize_fp8_block(
+    source: Fp8Block, dtype: torch.dtype = torch.bfloat16, *, backend: str = "auto"
+) -> tuple[torch.Tensor, ErrorStats]:
+    """Weights [N, K] of a 128x128 block fp8 source: code * scale in fp32, rounded once to dtype.
+
+    dtype is bfloat16 or float32. The error is that last rounding's. A zero scale stands for a
+    block of zeros. Raises ValueError for NaN codes, for scales that are negative, NaN, infinite,
+    or zero over nonzero codes. Source: DeepSeek-V3 technical report, section 3.3.
+    """
+    codes, block_scale = checks.check_fp8_block(source)
+    checks.check_output_dtype(dtype)
+    weights, stats = _backend(backend, codes).dequantize_fp8_block(codes, block_scale, dtype)
+    return weights, _error_stats(codes, stats)
+
+
+def quantize_fp8_block(
+    weights: torch.Tensor, *, power_of_two_scale: bool = False, backend: str = "auto"
+) -> tuple[Fp8Block, ErrorStats]:
+    """Codes F8_E4M3 [N, K], scale F32 amax/448 of each 128x128 block, from bf16 or fp32 [N, K].
+
+    Codes are rounded to nearest even and saturate at 448. power_of_two_scale rounds the scale up
+    to a power of two before quantizing (`scale_fmt: ue8m0` of DeepSeek-V3.1). A zero block has
+    scale 1. Raises ValueError for NaN or infinite weights.
+    """
+    values = checks.check_matrix("weights", weights, checks.FLOAT_DTYPES)
+    codes, scale, stats = _backend(backend, values).quantize_fp8_block(values, power_of_two_scale)
+    return Fp8Block(codes, scale), _error_stats(values, stats)
+
+
+def quantize_int8_channel(
+    source: torch.Tensor | Fp8Block, *, backend: str = "auto"
+) -> tuple[Int8Channel, ErrorStats]:
+    """Packed I32 [N, K/4], scale BF16 [N, 1] from bf16, fp32 or fp8 block weights [N, K].
+
+    scale = bf16(amax / 127) of the row, code = round(weight / scale) in [-127, 127]; a zero row
+    has scale 1. Raises ValueError for K not divisible by 4 and for NaN or infinite weights.
+    Source: compressed-tensors `pack-quantized`, strategy channel.
+    """
+    values, block_scale = checks.check_source(source)
+    if values.shape[1] % 4:
+        raise ValueError(f"int8: K = {values.shape[1]} is not divisible by 4, the codes of a word")
+    implementation = _backend(backend, values)
+    packed, scale, stats = implementation.quantize_int8_channel(values, block_scale)
+    return Int8Channel(packed, scale.to(torch.bfloat16)), _error_stats(values, stats)
+
+
+def quantize_int4_group(
+    source: torch.Tensor | Fp8Block,
+    *,
+    group_size: int = 128,
+    scale_rule: str = "minmax",
+    backend: str = "auto",
+) -> tuple[Int4Group, ErrorStats]:
+    """Packed I32 [N, K/8], scale BF16 [N, K/group_size] from bf16, fp32 or fp8 block [N, K].
+
+    minmax: scale = bf16(amax / 7.5) of the group; mse: the factor of SCALE_FACTORS on it with the
+    least squared error. code = round(weight / scale) clamped to [-8, 7]; a zero group has scale 1.
+    Raises ValueError for a group size other than 32, 64, 128, for K not divisible by it, and for
+    NaN or infinite weights. Source: compressed-tensors `pack-quantized`, strategy group.
+    """
+    packed, scale, stats = _quantize_int4(source, group_size, scale_rule, backend)
+    return Int4Group(packed, scale.to(torch.bfloat16)), stats
+
+
+def quantize_w4afp8(
+    source: torch.Tensor | Fp8Block, *, scale_rule: str = "minmax", backend: str = "auto"
+) -> tuple[W4AFp8, ErrorStats]:
+    """Packed I8 [N, K/2], scale F32 [N, K/128] from bf16, fp32 or fp8 block weights [N, K].
+
+    Codes and scales are those of int4 groups of 128: SGLang rounds the scale to bf16 when it
+    loads, so the stored fp32 is already a bf16 value. Raises ValueError as quantize_int4_group.
+    Source: SGLang `quantization/w4afp8.py`.
+    """
+    packed, scale, stats = _quantize_int4(source, _W4AFP8_GROUP, scale_rule, backend)
+    return W4AFp8(packed.view(torch.int8).bitwise_xor_(_SIGN_BITS), scale), stats
+
+
+def dequantize_int8_channel(
+    weight: Int8Channel, dtype: torch.dtype = torch.bfloat16, *, backend: str = "auto"
+) -> torch.Tensor:
+    """Weights [N, K] in bfloat16 or float32: code * scale in fp32, rounded once to dtype.
+
+    Raises ValueError for scales that are not finite and positive.
+    """
+    packed = checks.check_matrix("packed", weight.packed, (torch.int32,))
+    scale = checks.check_scale(packed, weight.scale, torch.bfloat16, (1,))
+    checks.check_output_dtype(dtype)
+    return _backend(backend, packed).dequantize_int8_channel(packed, scale, dtype)
+
+
+def dequantize_int4_group(
+    weight: Int4Group, dtype: torch.dtype = torch.bfloat16, *, backend: str = "auto"
+) -> torch.Tensor:
+    """Weights [N, K] in bfloat16 or float32: code * scale in fp32, rounded once to dtype.
+
+    The group size is K over the scale's columns. Raises ValueError for another size than 32, 64
+    or 128, and for scales that are not finite and positive.
+    """
+    packed = checks.check_matrix("packed", weight.packed, (torch.int32,))
+    columns = 8 * packed.shape[1]
+    groups = tuple(columns // size for size in checks.GROUP_SIZES if columns % size == 0)
+    scale = checks.check_scale(packed, weight.scale, torch.bfloat16, groups)
+    checks.check_output_dtype(dtype)
+    return _backend(backend, packed).dequantize_int4_group(packed, scale, dtype)
+
+
+def dequantize_w4afp8(
+    weight: W4AFp8, dtype: torch.dtype = torch.bfloat16, *, backend: str = "auto"
+) -> torch.Tensor:
+    """Weights [N, K] in bfloat16 or float32: code * scale in fp32, rounded once to dtype.
+
+    Raises ValueError for K not divisible by 128 and for scales that are not finite and positive.
+    """
+    packed = checks.check_matrix("packed", weight.packed, (torch.int8,))
+    columns = 2 * packed.shape[1]
+    checks.check_group_size(columns, _W4AFP8_GROUP)
+    scale = checks.check_scale(packed, weight.scale, torch.float32, (columns // _W4AFP8_GROUP,))
+    checks.check_output_dtype(dtype)
+    words = packed.bitwise_xor(_SIGN_BITS).view(torch.int32)
+    return _backend(backend, packed).dequantize_int4_group(words, scale, dtype)
+
+
+def _quantize_int4(
+    source: torch.Tensor | Fp8Block, group_size: int, scale_rule: str, backend: str
+) -> tuple[torch.Tensor, torch.Tensor, ErrorStats]:
+    values, block_scale = checks.check_source(source)
+    checks.check_group_size(values.shape[1], group_size)
+    if scale_rule not in SCALE_FACTORS:
+        raise ValueError(f"scale rule: expected one of {list(SCALE_FACTORS)}, found {scale_rule!r}")
+    packed, scale, stats = _backend(backend, values).quantize_int4_group(
+        values, block_scale, group_size, SCALE_FACTORS[scale_rule]
+    )
+    return packed, scale, _error_stats(values, stats)
+
+
+def _backend(name: str, values: torch.Tensor) -> Backend:
+    if name == "auto":
+        name = {"cpu": "cpu", "cuda": "triton_cuda"}.get(values.device.type, "reference")
+    if name not in BACKENDS:
+        raise ValueError(f"backend: expected auto or one of {list(BACKENDS)}, found {name!r}")
+    backend = cast(Backend, import_module(BACKENDS[name]))
+    if not backend.supports(values.device):
+        raise ValueError(f"backend {name}: does not run on tensors on {values.device}")
+    return backend
+
+
+def _error_stats(source: torch.Tensor, stats: RowStats) -> ErrorStats:
+    """Exact sums over rows, so that neither their order nor the device matters."""
+    checks.check_finite(source, stats)
+    return ErrorStats(
+        elements=source.numel(),
+        signal_energy=math.fsum(stats.signal.tolist()),
+        error_energy=math.fsum(stats.error.tolist()),
+        max_error=float(stats.max_error.max()),
+    )

@@ -27,7 +27,7 @@ ZERO_SCALE = 1.0  # of a group, row or block without a nonzero weight
 # 15/14 is amax / 7, which makes a constant group exact.
 SCALE_FACTORS: dict[str, tuple[float, ...]] = {
     "minmax": (1.0,),
-    "mse": (1.0, 15 / 14, *(1.0 - step / 32 for step in range(1, 15))),
+    "mse": (1.0, 15 / 14, *(1.0 - step / 20 for step in range(1, 9))),
 }
 
 

@@ -1,0 +1,1 @@
+"""Benchmarks, one script a subject, and the checkpoints they and the tests run on."""

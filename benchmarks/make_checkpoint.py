@@ -1,0 +1,235 @@
+"""Writes DeepSeek-V3-shaped checkpoints without anybody's weights.
+
+    python -m benchmarks.make_checkpoint OUT --real     the 671B shapes, 160+ shards
+    python -m benchmarks.make_checkpoint OUT            a tiny one, all random
+
+Names, shapes and dtypes are the released ones. In --real every main layer is a hole in a sparse
+file (it reads as zeros and takes no disk); the MTP layer, embedding and head are random: 19 GB.
+The tiny one has ragged 128x128 tiles, and an MTP weight in another shard than its scale.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import zlib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from mtp_export.checkpoint.plan import OutputTensor, Step, copy_step, name_shards, pack
+from mtp_export.checkpoint.reader import CONFIG_NAME, INDEX_NAME
+from mtp_export.checkpoint.writer import encode_header
+from mtp_export.families import family_of
+
+_FP8 = {
+    "quant_method": "fp8",
+    "activation_scheme": "dynamic",
+    "fmt": "e4m3",
+    "weight_block_size": [128, 128],
+}
+_COMMON: dict[str, Any] = {
+    "architectures": ["DeepseekV3ForCausalLM"],
+    "model_type": "deepseek_v3",
+    "torch_dtype": "bfloat16",
+    "attention_bias": False,
+    "tie_word_embeddings": False,
+    "hidden_act": "silu",
+    "moe_layer_freq": 1,
+    "norm_topk_prob": True,
+    "num_nextn_predict_layers": 1,
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 10000,
+    "scoring_func": "sigmoid",
+    "topk_method": "noaux_tc",
+    "bos_token_id": 0,
+    "eos_token_id": 1,
+}
+REAL_CONFIG: dict[str, Any] = _COMMON | {
+    "first_k_dense_replace": 3,
+    "hidden_size": 7168,
+    "intermediate_size": 18432,
+    "kv_lora_rank": 512,
+    "max_position_embeddings": 163840,
+    "moe_intermediate_size": 2048,
+    "n_group": 8,
+    "n_routed_experts": 256,
+    "n_shared_experts": 1,
+    "num_attention_heads": 128,
+    "num_experts_per_tok": 8,
+    "num_hidden_layers": 61,
+    "num_key_value_heads": 128,
+    "q_lora_rank": 1536,
+    "qk_nope_head_dim": 128,
+    "qk_rope_head_dim": 64,
+    "quantization_config": _FP8,
+    "rope_scaling": {
+        "beta_fast": 32,
+        "beta_slow": 1,
+        "factor": 40,
+        "mscale": 1.0,
+        "mscale_all_dim": 1.0,
+        "original_max_position_embeddings": 4096,
+        "type": "yarn",
+    },
+    "routed_scaling_factor": 2.5,
+    "topk_group": 4,
+    "v_head_dim": 128,
+    "vocab_size": 129280,
+}
+TINY_CONFIG: dict[str, Any] = _COMMON | {
+    "first_k_dense_replace": 1,
+    "hidden_size": 192,
+    "intermediate_size": 320,
+    "kv_lora_rank": 64,
+    "max_position_embeddings": 512,
+    "moe_intermediate_size": 96,
+    "n_group": 2,
+    "n_routed_experts": 4,
+    "n_shared_experts": 1,
+    "num_attention_heads": 4,
+    "num_experts_per_tok": 2,
+    "num_hidden_layers": 4,
+    "num_key_value_heads": 4,
+    "q_lora_rank": 160,
+    "qk_nope_head_dim": 32,
+    "qk_rope_head_dim": 16,
+    "quantization_config": _FP8,
+    "rope_scaling": None,
+    "routed_scaling_factor": 2.5,
+    "topk_group": 1,
+    "v_head_dim": 32,
+    "vocab_size": 512,
+}
+_PIECE_BYTES = 16 << 20
+_REAL_SHARD_BYTES = 4_230_000_000
+_TINY_SHARD_BYTES = 500_000
+
+
+def _in_file_order(config: dict[str, Any], own_copies: bool) -> list[Step]:
+    """The tensors as the released shards order them: embedding, layers, norm, head, MTP."""
+    family = family_of(config)
+    specs = [s for s in family.expected.values() if own_copies or not s.optional]
+    last = {"model.norm.weight": 1, "lm_head.weight": 2}
+    specs.sort(key=lambda s: 3 if s.mtp_layer is not None else last.get(s.name, 0))
+    return [copy_step(OutputTensor(s.name, s.dtypes[0], s.shape)) for s in specs]
+
+
+def _split_a_scale_from_its_weight(groups: list[tuple[Step, ...]]) -> list[tuple[Step, ...]]:
+    """Put a shard boundary between the last quantized weight (an MTP one) and its scale."""
+    group, at = next(
+        (g, i)
+        for g in range(len(groups) - 1, -1, -1)
+        for i in range(len(groups[g]) - 1, 0, -1)
+        if groups[g][i].inputs[0].endswith("_scale_inv")
+    )
+    return [*groups[:group], groups[group][:at], groups[group][at:], *groups[group + 1 :]]
+
+
+def _bytes_of(tensor: OutputTensor, seed: int) -> Iterator[memoryview]:
+    """Random but valid bytes: finite weights, positive scales, copies equal to their originals."""
+    same = {"embed_tokens.weight": "model.embed_tokens.weight", "head.weight": "lm_head.weight"}
+    key = next((main for own, main in same.items() if tensor.name.endswith(own)), tensor.name)
+    random = np.random.Generator(np.random.SFC64(zlib.crc32(key.encode()) + seed))
+    for start in range(0, tensor.size_bytes, _PIECE_BYTES):
+        size = min(_PIECE_BYTES, tensor.size_bytes - start)
+        if tensor.dtype == "F32":
+            values: np.ndarray[Any, Any] = random.random(size // 4, dtype=np.float32)
+            values = values * np.float32(1e-3) + np.float32(1e-4)
+        elif tensor.dtype == "BF16":
+            bits = random.integers(0, 2**16, size // 2, dtype=np.uint16)
+            values = (bits & np.uint16(0x807F)) | np.uint16(0x3C80)  # ±[2^-6, 2^-5)
+        else:
+            codes = random.integers(0, 2**8, size, dtype=np.uint8)
+            values = codes & np.uint8(0xF7)  # no e4m3 NaN (0x7f, 0xff)
+        yield memoryview(values.view(np.uint8))
+
+
+def _write_shard(path: Path, steps: tuple[Step, ...], sparse: bool, seed: int) -> None:
+    tensors = [step.outputs[0] for step in steps]
+    head, offsets = encode_header(tensors)
+    with path.open("wb") as file:
+        file.truncate(len(head) + sum(tensor.size_bytes for tensor in tensors))
+        os.pwrite(file.fileno(), head, 0)
+        for tensor in tensors:
+            if sparse and not _is_filled_in_real(tensor.name):
+                continue
+            position = offsets[tensor.name]
+            for piece in _bytes_of(tensor, seed):
+                position += os.pwrite(file.fileno(), piece, position)
+
+
+def _is_filled_in_real(name: str) -> bool:
+    layer = f"model.layers.{REAL_CONFIG['num_hidden_layers']}."
+    return name.startswith(layer) or name in ("model.embed_tokens.weight", "lm_head.weight")
+
+
+def write_tokenizer(folder: Path, vocab_size: int) -> None:
+    """A byte-level tokenizer of the right size, and a generation config."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    tokens = ["<bos>", "<eos>", *alphabet]
+    tokens += [f"<unused{i}>" for i in range(max(0, vocab_size - len(tokens)))]
+    vocab = {token: i for i, token in enumerate(tokens[:vocab_size])}
+    tokenizer = Tokenizer(models.BPE(vocab, []))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)  # type: ignore[assignment]
+    tokenizer.decoder = decoders.ByteLevel()  # type: ignore[assignment]
+    tokenizer.save(str(folder / "tokenizer.json"))
+    settings = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "bos_token": "<bos>",
+        "eos_token": "<eos>",
+    }
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings, indent=2))
+    generation = {"bos_token_id": 0, "eos_token_id": 1, "do_sample": False}
+    (folder / "generation_config.json").write_text(json.dumps(generation, indent=2))
+
+
+def make_checkpoint(
+    folder: Path,
+    config: dict[str, Any] = TINY_CONFIG,
+    *,
+    own_copies: bool = True,
+    max_shard_bytes: int = _TINY_SHARD_BYTES,
+    sparse: bool = False,
+    seed: int = 0,
+) -> Path:
+    """Write a checkpoint of a DeepSeek-V3 config; own_copies: layer 61's embedding and head."""
+    folder.mkdir(parents=True, exist_ok=True)
+    groups = pack(_in_file_order(config, own_copies), max_shard_bytes)
+    if config.get("quantization_config"):
+        groups = _split_a_scale_from_its_weight(groups)
+    shards = name_shards([(group, None) for group in groups])
+    weight_map: dict[str, str] = {}
+    for shard in shards:
+        _write_shard(folder / shard.file_name, shard.steps, sparse, seed)
+        weight_map |= {step.inputs[0]: shard.file_name for step in shard.steps}
+    index = {
+        "metadata": {"total_size": sum(shard.size_bytes for shard in shards)},
+        "weight_map": dict(sorted(weight_map.items())),
+    }
+    (folder / INDEX_NAME).write_text(json.dumps(index, indent=2))
+    (folder / CONFIG_NAME).write_text(json.dumps(config, indent=2))
+    write_tokenizer(folder, config["vocab_size"])
+    return folder
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("--real", action="store_true", help="the 671B shapes (19 GB of disk)")
+    arguments = parser.parse_args()
+    if arguments.real:
+        make_checkpoint(
+            arguments.folder, REAL_CONFIG, max_shard_bytes=_REAL_SHARD_BYTES, sparse=True
+        )
+    else:
+        make_checkpoint(arguments.folder)
+
+
+if __name__ == "__main__":
+    main()

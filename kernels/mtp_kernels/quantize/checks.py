@@ -1,0 +1,112 @@
+"""What the quantization kernels refuse, said as what was expected and what was found."""
+
+from __future__ import annotations
+
+import torch
+
+from mtp_kernels.quantize.layouts import BLOCK, GROUP_SIZES, Fp8Block, RowStats
+
+FLOAT_DTYPES = (torch.bfloat16, torch.float32)
+BLOCK_SCALE_DTYPES = (torch.float32, torch.float8_e8m0fnu)
+
+
+def check_matrix(what: str, tensor: object, dtypes: tuple[torch.dtype, ...]) -> torch.Tensor:
+    """The tensor, contiguous, when it is a non-empty matrix of one of the dtypes."""
+    if not isinstance(tensor, torch.Tensor):
+        raise TypeError(f"{what}: expected a tensor, found {type(tensor).__name__}")
+    if tensor.dtype not in dtypes:
+        expected = " or ".join(str(dtype) for dtype in dtypes)
+        raise TypeError(f"{what}: expected dtype {expected}, found {tensor.dtype}")
+    if tensor.ndim != 2 or tensor.numel() == 0:
+        raise ValueError(f"{what}: expected a non-empty matrix, found shape {list(tensor.shape)}")
+    return tensor.detach().contiguous()
+
+
+def check_fp8_block(source: Fp8Block) -> tuple[torch.Tensor, torch.Tensor]:
+    """The codes and the fp32 block scales of a source whose scales describe its codes."""
+    codes = check_matrix("fp8 codes", source.codes, (torch.float8_e4m3fn,))
+    scale = check_matrix("fp8 block scale", source.scale, BLOCK_SCALE_DTYPES).to(torch.float32)
+    _check_same_device(codes, scale)
+    expected = [-(-size // BLOCK) for size in codes.shape]
+    if list(scale.shape) != expected:
+        raise ValueError(
+            f"fp8 block scale: expected shape {expected} for codes {list(codes.shape)}, "
+            f"found {list(scale.shape)}"
+        )
+    _refuse(~torch.isfinite(scale) | (scale < 0), scale, "fp8 block scale", "finite, at least 0")
+    _check_zero_scales(codes, scale)
+    return codes, scale
+
+
+def check_source(source: torch.Tensor | Fp8Block) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """A source's stored values, and its fp32 block scales when it is fp8."""
+    if isinstance(source, Fp8Block):
+        return check_fp8_block(source)
+    return check_matrix("source", source, FLOAT_DTYPES), None
+
+
+def check_group_size(columns: int, group_size: int) -> None:
+    if group_size not in GROUP_SIZES:
+        raise ValueError(f"group size: expected one of {GROUP_SIZES}, found {group_size}")
+    if columns % group_size:
+        raise ValueError(f"int4: K = {columns} is not divisible by the group size {group_size}")
+
+
+def check_output_dtype(dtype: torch.dtype) -> None:
+    if dtype not in FLOAT_DTYPES:
+        raise TypeError(f"output dtype: expected bfloat16 or float32, found {dtype}")
+
+
+def check_scale(
+    packed: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype, groups: tuple[int, ...]
+) -> torch.Tensor:
+    """The fp32 scales of a packed weight, when they have one of the numbers of groups a row."""
+    scale = check_matrix("scale", scale, (dtype,)).to(torch.float32)
+    _check_same_device(packed, scale)
+    if scale.shape[0] != packed.shape[0] or scale.shape[1] not in groups:
+        raise ValueError(
+            f"scale: expected {packed.shape[0]} rows and {' or '.join(map(str, groups))} columns "
+            f"for packed {list(packed.shape)}, found {list(scale.shape)}"
+        )
+    _refuse(~torch.isfinite(scale) | (scale <= 0), scale, "scale", "finite, above 0")
+    return scale
+
+
+def check_finite(source: torch.Tensor, stats: RowStats) -> None:
+    """Refuse a source with NaN or infinite weights; its energies have told that there are any."""
+    if torch.isfinite(stats.signal).all() and torch.isfinite(stats.error).all():
+        return
+    if source.dtype == torch.float8_e4m3fn:
+        bits = source.view(torch.uint8)
+        _refuse((bits & 0x7F) == 0x7F, bits, "source", "finite e4m3 codes")
+    _refuse(~torch.isfinite(source.to(torch.float32)), source, "source", "finite weights")
+    row = int((~torch.isfinite(stats.error)).nonzero()[0])
+    raise ValueError(f"source: the weights of row {row} are too large for the quantized format")
+
+
+def _check_same_device(values: torch.Tensor, scale: torch.Tensor) -> None:
+    if values.device != scale.device:
+        raise ValueError(f"scale: expected on {values.device}, found on {scale.device}")
+
+
+def _check_zero_scales(codes: torch.Tensor, scale: torch.Tensor) -> None:
+    """A zero scale says that its block is zero: any other code there is damage."""
+    for block_row, block_column in (scale == 0).nonzero().tolist():
+        rows = slice(block_row * BLOCK, (block_row + 1) * BLOCK)
+        columns = slice(block_column * BLOCK, (block_column + 1) * BLOCK)
+        if (codes[rows, columns].view(torch.uint8) & 0x7F).any():
+            raise ValueError(
+                f"fp8 block scale: expected above 0 where codes are not zero, "
+                f"found 0 at block ({block_row}, {block_column})"
+            )
+
+
+def _refuse(wrong: torch.Tensor, values: torch.Tensor, what: str, expected: str) -> None:
+    positions = wrong.nonzero()
+    if not len(positions):
+        return
+    row, column = positions[0].tolist()
+    raise ValueError(
+        f"{what}: expected {expected}, found {values[row, column].item()} "
+        f"at row {row}, column {column} ({len(positions)} such in all)"
+    )

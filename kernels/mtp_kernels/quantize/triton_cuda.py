@@ -1,0 +1,133 @@
+"""The CUDA backend in Triton: one program a few rows, one pass over the stored bytes."""
+
+from __future__ import annotations
+
+import torch
+import triton
+
+from mtp_kernels.quantize import triton_rows
+from mtp_kernels.quantize.layouts import BLOCK, RowStats
+
+ROWS = 4  # of one program
+# Contraction would skip the rounding of code * block scale: the bits would differ.
+OPTIONS = {"num_warps": 4, "enable_fp_fusion": False}
+
+# Bits are what the kernels load; their dtype tells them how to read a source.
+_BITS = {torch.bfloat16: torch.uint16, torch.float8_e4m3fn: torch.uint8}
+
+
+def supports(device: torch.device) -> bool:
+    """CUDA tensors; tensors in main memory under Triton's interpreter."""
+    return device.type == ("cpu" if triton.knobs.runtime.interpret else "cuda")
+
+
+def dequantize_fp8_block(
+    codes: torch.Tensor, block_scale: torch.Tensor, dtype: torch.dtype
+) -> tuple[torch.Tensor, RowStats]:
+    rows, columns = codes.shape
+    weights = torch.empty(rows, columns, dtype=dtype, device=codes.device)
+    stats = _row_stats(codes)
+    triton_rows.dequantize_fp8_block[_grid(codes)](
+        _bits(codes), block_scale, _bits(weights), *stats, rows, columns, ROWS, **OPTIONS
+    )
+    return weights, stats
+
+
+def quantize_fp8_block(
+    source: torch.Tensor, power_of_two: bool
+) -> tuple[torch.Tensor, torch.Tensor, RowStats]:
+    rows, columns = source.shape
+    codes = torch.empty(rows, columns, dtype=torch.float8_e4m3fn, device=source.device)
+    grid = (triton.cdiv(rows, BLOCK), triton.cdiv(columns, BLOCK))
+    scale = torch.empty(grid, device=source.device)
+    stats = _row_stats(source)
+    triton_rows.block_scales[grid](_bits(source), scale, rows, columns, power_of_two, **OPTIONS)
+    triton_rows.quantize_fp8_block[_grid(source)](
+        _bits(source), scale, _bits(codes), *stats, rows, columns, ROWS, **OPTIONS
+    )
+    return codes, scale, stats
+
+
+def quantize_int8_channel(
+    source: torch.Tensor, block_scale: torch.Tensor | None
+) -> tuple[torch.Tensor, torch.Tensor, RowStats]:
+    rows, columns = source.shape
+    packed = torch.empty(rows, columns // 4, dtype=torch.int32, device=source.device)
+    scale = torch.empty(rows, 1, device=source.device)
+    stats = _row_stats(source)
+    triton_rows.quantize_int8_channel[_grid(source)](
+        _bits(source),
+        scale if block_scale is None else block_scale,
+        packed.view(torch.uint8),
+        scale,
+        *stats,
+        rows,
+        columns,
+        ROWS,
+        **OPTIONS,
+    )
+    return packed, scale, stats
+
+
+def quantize_int4_group(
+    source: torch.Tensor,
+    block_scale: torch.Tensor | None,
+    group_size: int,
+    factors: tuple[float, ...],
+) -> tuple[torch.Tensor, torch.Tensor, RowStats]:
+    rows, columns = source.shape
+    packed = torch.empty(rows, columns // 8, dtype=torch.int32, device=source.device)
+    scale = torch.empty(rows, columns // group_size, device=source.device)
+    stats = _row_stats(source)
+    triton_rows.quantize_int4_group[_grid(source)](
+        _bits(source),
+        scale if block_scale is None else block_scale,
+        torch.tensor(factors, device=source.device),
+        packed.view(torch.uint8),
+        scale,
+        *stats,
+        rows,
+        columns,
+        len(factors),
+        group_size,
+        ROWS,
+        **OPTIONS,
+    )
+    return packed, scale, stats
+
+
+def dequantize_int8_channel(
+    packed: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype
+) -> torch.Tensor:
+    codes = packed.view(torch.uint8)
+    weights = torch.empty(codes.shape, dtype=dtype, device=codes.device)
+    triton_rows.dequantize_int8_channel[_grid(codes)](
+        codes, scale, _bits(weights), *codes.shape, ROWS, **OPTIONS
+    )
+    return weights
+
+
+def dequantize_int4_group(
+    packed: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype
+) -> torch.Tensor:
+    pairs = packed.view(torch.uint8)
+    rows, columns = pairs.shape[0], 2 * pairs.shape[1]
+    weights = torch.empty(rows, columns, dtype=dtype, device=pairs.device)
+    triton_rows.dequantize_int4_group[_grid(pairs)](
+        pairs, scale, _bits(weights), rows, columns, columns // scale.shape[1], ROWS, **OPTIONS
+    )
+    return weights
+
+
+def _bits(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.view(_BITS.get(tensor.dtype, tensor.dtype))
+
+
+def _grid(source: torch.Tensor) -> tuple[int]:
+    return (triton.cdiv(source.shape[0], ROWS),)
+
+
+def _row_stats(source: torch.Tensor) -> RowStats:
+    rows, device = source.shape[0], source.device
+    energies = torch.empty(2, rows, dtype=torch.float64, device=device)
+    return RowStats(energies[0], energies[1], torch.empty(rows, device=device))

@@ -1,0 +1,200 @@
+"""The command line: options in, one call into the core, tables or JSON out. Only this prints."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import sys
+import traceback
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+
+from mtp_export import __version__, tables
+from mtp_export.checkpoint.links import Link
+from mtp_export.checkpoint.writer import write_json
+from mtp_export.errors import IoError, MtpExportError, ResourceError, UsageError
+from mtp_export.export import ExportOptions, ExportPlan, plan_export, run_export
+from mtp_export.inspection import inspect as inspect_checkpoint
+from mtp_export.progress import shown
+from mtp_export.split import Part, SharedWeights
+from mtp_export.targets import target_names, target_of
+
+app = typer.Typer(
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,
+    no_args_is_help=True,
+)
+_UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12}
+_BINARY_UNITS = {"ki": 2**10, "mi": 2**20, "gi": 2**30, "ti": 2**40}
+
+
+def parse_size(text: str) -> int:
+    """Bytes from a size such as 5GB (powers of 1000), 4GiB (powers of 1024) or 4096."""
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([kmgt]i?|)b?", text.strip().lower())
+    if match is None or float(match[1]) <= 0:
+        raise typer.BadParameter(f"{text!r} is no size: write for example 5GB, 4GiB or 4096")
+    return int(float(match[1]) * (_UNITS | _BINARY_UNITS)[match[2]])
+
+
+@app.callback(invoke_without_command=True)
+def export(
+    context: typer.Context,
+    input_dir: Annotated[
+        Path | None, typer.Option(help="The checkpoint: a Hugging Face folder of safetensors.")
+    ] = None,
+    output_dir: Annotated[
+        Path | None, typer.Option(help="The bundle: becomes OUT/main, OUT/mtp, mtp_export.json.")
+    ] = None,
+    part: Annotated[Part, typer.Option(help="Which parts to write.")] = Part.BOTH,
+    target: Annotated[
+        str, typer.Option(help=f"Who loads the MTP part: {', '.join(target_names())}.")
+    ] = "hf",
+    shared_weights: Annotated[
+        SharedWeights, typer.Option(help="Embedding and head in the MTP part.")
+    ] = SharedWeights.KEEP,
+    allow_untied: Annotated[
+        bool,
+        typer.Option("--allow-untied", help="Accept an MTP embedding or head unlike the main's."),
+    ] = False,
+    link: Annotated[
+        Link, typer.Option(help="How shards that stay whole get into the bundle.")
+    ] = Link.AUTO,
+    workers: Annotated[
+        int, typer.Option(min=1, max=64, help="Threads that read, compute and write.")
+    ] = min(4, os.cpu_count() or 1),
+    max_memory: Annotated[
+        int, typer.Option(parser=parse_size, metavar="SIZE", help="Bound on resident memory.")
+    ] = "4GiB",  # type: ignore[assignment]
+    max_shard_size: Annotated[
+        int, typer.Option(parser=parse_size, metavar="SIZE", help="Bound on an MTP shard.")
+    ] = "5GB",  # type: ignore[assignment]
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Show the plan, write nothing.")
+    ] = False,
+    overwrite: Annotated[
+        bool, typer.Option("--overwrite", help="Replace a bundle that is already there.")
+    ] = False,
+    no_resume: Annotated[
+        bool, typer.Option("--no-resume", help="Start over instead of finishing a killed run.")
+    ] = False,
+    report: Annotated[
+        Path | None, typer.Option(metavar="FILE.json", help="Write the result as JSON.")
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the result as JSON.")] = False,
+    quiet: Annotated[bool, typer.Option("--quiet", help="No progress and no table.")] = False,
+    debug: Annotated[bool, typer.Option("--debug", help="Show tracebacks.")] = False,
+    version: Annotated[bool, typer.Option("--version", help="Show the version.")] = False,
+) -> None:
+    """Split a DeepSeek-V3-class checkpoint into a main and an MTP checkpoint."""
+    if version:
+        print(f"mtp-export {__version__}")
+        return
+    if context.invoked_subcommand is not None:
+        return
+    if input_dir is None or output_dir is None:
+        raise UsageError(
+            "An export needs both folders",
+            expected="--input-dir SRC --output-dir OUT",
+            todo="See mtp-export --help",
+        )
+    options = ExportOptions(
+        input_dir=input_dir,
+        output_dir=output_dir,
+        part=part,
+        target=target,
+        shared_weights=shared_weights,
+        link=link,
+        workers=workers,
+        max_memory_bytes=max_memory,
+        max_shard_bytes=max_shard_size,
+        overwrite=overwrite,
+        resume=not no_resume,
+        allow_untied=allow_untied,
+    )
+    plan = plan_export(options)
+    if dry_run:
+        facts, table = tables.plan_facts(plan), tables.plan_table(plan)
+    else:
+        with shown(_stderr(), "export", plan.written_bytes, quiet) as progress:
+            result = run_export(plan, progress)
+        facts, table = tables.result_facts(result), tables.result_table(result)
+    _say(facts, table, report, as_json, quiet)
+    _say_alias(plan, quiet or as_json)
+
+
+@app.command()
+def inspect(
+    source: Annotated[Path, typer.Argument(metavar="SRC", help="A checkpoint folder.")],
+    as_json: Annotated[bool, typer.Option("--json", help="Print the facts as JSON.")] = False,
+) -> None:
+    """Show what a checkpoint holds, from its headers alone."""
+    inspection = inspect_checkpoint(source)
+    _say(inspection.as_json(), tables.inspection_table(inspection), None, as_json, False)
+    if inspection.problems:
+        inspection.problems[0].raise_as_error(source, len(inspection.problems) - 1)
+
+
+def _say(
+    facts: dict[str, Any], table: tables.Table, report: Path | None, as_json: bool, quiet: bool
+) -> None:
+    if report is not None:
+        write_json(report, facts)
+    if as_json:
+        print(json.dumps(facts, indent=2, ensure_ascii=False))
+    elif not quiet:
+        Console().print(table)
+
+
+def _say_alias(plan: ExportPlan, quiet: bool) -> None:
+    target = target_of(plan.options.target)
+    if plan.options.target != target.name and not quiet:
+        _stderr().print(
+            f"--target {plan.options.target} is an alias: it reads the layout of"
+            f" --target {target.name}, and that is what was planned or written.",
+            highlight=False,
+        )
+
+
+def _stderr() -> Console:
+    return Console(stderr=True)
+
+
+def _as_failure(error: BaseException) -> tuple[str, int] | None:
+    """Message and exit code for what went wrong; None for what only a developer can mend."""
+    if isinstance(error, MtpExportError):
+        return str(error), error.exit_code
+    if isinstance(error, typer.BadParameter.__mro__[2]):  # click's, which typer does not export
+        return str(getattr(error, "format_message", error.__str__)()), 2
+    if isinstance(error, KeyboardInterrupt | typer.Abort):
+        return "Interrupted. Run the same command again: it goes on where it stopped.", 130
+    if isinstance(error, MemoryError):
+        return str(ResourceError("Out of memory", todo="Lower --max-memory or --workers")), 5
+    if isinstance(error, OSError):
+        failure = IoError("Reading or writing failed", where=error.filename, found=error.strerror)
+        return str(failure), failure.exit_code
+    return None
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """The program: runs a command, and ends with its exit code and one paragraph when it fails."""
+    arguments = list(sys.argv[1:] if arguments is None else arguments)
+    code: Any = 0
+    try:
+        code = app(arguments, standalone_mode=False, prog_name="mtp-export")
+    except BaseException as error:
+        if isinstance(error, SystemExit):
+            raise
+        if "--debug" in arguments:
+            traceback.print_exc()
+        failure = _as_failure(error)
+        if failure is None:
+            failure = (f"Internal error: {error!r}. Please report it, with --debug's output.", 1)
+        message, code = failure
+        print(f"mtp-export: error: {message}", file=sys.stderr)
+    sys.exit(code if isinstance(code, int) else 0)
