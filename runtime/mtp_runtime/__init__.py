@@ -1,0 +1,1 @@
+"""The reference runner: decodes exported bundles, with and without speculation."""

@@ -1,0 +1,137 @@
+"""Feed-forward layers: the plain gated MLP, and the mixture of experts that touches hit experts.
+
+Source: DeepSeek-V3 technical report, section 2.1.2.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+
+from mtp_runtime.layers.linear import Linear
+
+
+def gated(both: torch.Tensor) -> torch.Tensor:
+    """silu(gate) * up for [gate, up] side by side."""
+    gate, up = both.chunk(2, dim=-1)
+    return F.silu(gate).mul_(up)
+
+
+@dataclass(frozen=True)
+class Mlp:
+    """down(silu(gate(x)) * up(x)); gate and up are one matrix."""
+
+    gate_up: Linear
+    down: Linear
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        return self.down(gated(self.gate_up(x)))
+
+
+@dataclass(frozen=True)
+class Router:
+    """Picks experts by sigmoid scores; the bias counts for picking only.
+
+    weight [d, e] and bias [e] are float32. A group's score is the sum of its two best experts.
+    """
+
+    weight: torch.Tensor
+    bias: torch.Tensor
+    groups: int
+    groups_per_token: int
+    experts_per_token: int
+    normalise: bool
+    scale: float
+
+    def __call__(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Expert ids [T, k] and their weights [T, k], float32, for x [T, d]."""
+        scores = torch.mm(x.float(), self.weight).sigmoid_()  # [T, e]
+        choice = scores + self.bias
+        if self.groups > self.groups_per_token:
+            choice = self._within_groups(choice)
+        picked = choice.topk(self.experts_per_token, dim=-1)[1]
+        weights = scores.gather(1, picked)
+        if self.normalise:
+            weights = weights / (weights.sum(dim=-1, keepdim=True) + 1e-20)
+        return picked, weights * self.scale
+
+    def _within_groups(self, choice: torch.Tensor) -> torch.Tensor:
+        grouped = choice.unflatten(1, (self.groups, -1))  # [T, g, e/g]
+        best_two = grouped.topk(2, dim=-1)[0].sum(dim=-1)
+        picked = best_two.topk(self.groups_per_token, dim=-1)[1]
+        left_out = torch.ones_like(best_two, dtype=torch.bool).scatter_(1, picked, False)
+        return grouped.masked_fill(left_out[:, :, None], -torch.inf).flatten(1)
+
+
+@dataclass(frozen=True)
+class Moe:
+    """Routed experts and the shared expert. Experts that no row picked are not read."""
+
+    router: Router
+    gate_up: Sequence[Linear]
+    down: Sequence[Linear]
+    shared: Mlp | None
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        """Rows sorted by expert, one matmul an expert: x [T, d] -> [T, d]."""
+        picked, weights = self.router(x)
+        count, per_token = picked.shape
+        flat = picked.flatten()
+        if count == 1:
+            rows, order = x.expand(per_token, -1), None
+            ends = [(expert, place + 1) for place, expert in enumerate(flat.tolist())]
+        else:
+            order = flat.argsort(stable=True)
+            rows = x[order // per_token]
+            ends = _segments(flat, len(self.gate_up))
+        inner = rows.new_empty(len(flat), self.gate_up[0].weight.shape[0])
+        self._each(self.gate_up, rows, ends, inner)
+        outer = torch.empty_like(rows, memory_format=torch.contiguous_format)
+        self._each(self.down, gated(inner), ends, outer)
+        if order is not None:
+            outer = torch.empty_like(outer).index_copy_(0, order, outer)
+        outer = outer.unflatten(0, (count, per_token))  # [T, k, d]
+        routed = torch.bmm(weights.to(x.dtype)[:, None], outer)[:, 0]
+        return routed if self.shared is None else routed.add_(self.shared(x))
+
+    def _each(
+        self,
+        linears: Sequence[Linear],
+        rows: torch.Tensor,
+        ends: Sequence[tuple[int, int]],
+        out: torch.Tensor,
+    ) -> None:
+        start = 0
+        for expert, end in ends:
+            matrix = linears[expert].matrix(rows.dtype)
+            torch.mm(rows[start:end], matrix, out=out[start:end])
+            start = end
+
+    def same_for_any_batch(self, x: torch.Tensor) -> torch.Tensor:
+        """Every row goes through each hit expert, with weight 0 where it did not pick it.
+
+        A product's shape then depends on the rows' number alone, not on what other rows picked,
+        and adding zero changes nothing: the deterministic mode needs both.
+        """
+        picked, weights = self.router(x)
+        share = torch.zeros(len(x), len(self.gate_up), device=x.device)
+        share.scatter_(1, picked, weights)
+        total = torch.zeros_like(x) if self.shared is None else self.shared(x)
+        for expert in sorted(set(picked.flatten().tolist())):
+            result = self.down[expert](gated(self.gate_up[expert](x)))
+            total = total + result * share[:, expert, None].to(x.dtype)
+        return total
+
+
+def _segments(flat: torch.Tensor, experts: int) -> list[tuple[int, int]]:
+    """(expert, end of its rows) for the hit experts, in order."""
+    counts = torch.bincount(flat, minlength=experts).tolist()
+    segments, end = [], 0
+    for expert, count in enumerate(counts):
+        if count:
+            end += count
+            segments.append((expert, end))
+    return segments
