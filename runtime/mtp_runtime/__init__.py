@@ -1,1 +1,7 @@
 """The reference runner: decodes exported bundles, with and without speculation."""
+
+from mtp_runtime.llm import LLM, RequestOutput
+from mtp_runtime.request import RequestMetrics, TokenEvent
+from mtp_runtime.sampling import SamplingParams
+
+__all__ = ["LLM", "RequestMetrics", "RequestOutput", "SamplingParams", "TokenEvent"]

@@ -56,9 +56,8 @@ class PagedCache:
         """Pages to take before the sequence can hold so many tokens."""
         return max(0, self.pages_for(length) - len(sequence.pages))
 
-    def append(self, sequence: CachedSequence, count: int) -> list[int]:
-        """Make room for count more tokens and return their slots (ResourceError without room)."""
-        length = sequence.length + count
+    def reserve(self, sequence: CachedSequence, length: int) -> None:
+        """Take the pages that so many tokens need (ResourceError when there are too few)."""
         missing = self.missing_pages(sequence, length)
         if missing > len(self._free):
             raise ResourceError(
@@ -68,9 +67,11 @@ class PagedCache:
                 todo="Give the engine more cache_tokens",
             )
         sequence.pages += [self._free.pop() for _ in range(missing)]
-        slots = self.slots(sequence, sequence.length, length)
-        sequence.length = length
-        return slots
+
+    def append(self, sequence: CachedSequence, count: int) -> None:
+        """Make the sequence longer; what the new tokens hold is for the caller to write."""
+        self.reserve(sequence, sequence.length + count)
+        sequence.length += count
 
     def slots(self, sequence: CachedSequence, start: int, end: int) -> list[int]:
         """Where tokens [start, end) of a sequence lie: page * page_size + offset."""

@@ -189,8 +189,9 @@ class DeepseekV3:
 
     def mtp_input(self, before: torch.Tensor, after: torch.Tensor) -> torch.Tensor:
         """The side of the last norm that the MTP module is fed with."""
-        assert self.mtp is not None
-        return after if self.mtp.contract.target_hidden is Hidden.AFTER_NORM else before
+        if self.mtp is None or self.mtp.contract.target_hidden is Hidden.AFTER_NORM:
+            return after
+        return before
 
 
 def _rotations(rope: Rope, arithmetic: Arithmetic, layout: BatchLayout) -> torch.Tensor:
