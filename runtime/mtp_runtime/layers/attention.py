@@ -14,6 +14,8 @@ from mtp_kernels.verify_attention import verify_attention
 
 TILE_ROWS = 32
 BLOCK_TOKENS = 128
+# A group with more scores than this goes through the general kernel, which bounds its memory.
+MAX_LEAN_SCORES = 1 << 21
 
 
 @dataclass(frozen=True)
@@ -36,6 +38,25 @@ class BatchLayout:
         """The work of canonical attention, planned once for all layers."""
         return tuple(self._plan_tiles())
 
+    @cached_property
+    def spans(self) -> tuple[Span, ...]:
+        """Each request's rows and pages as numbers, read once for all layers."""
+        starts, kv_lens = self.cu_q.tolist(), self.kv_lens.tolist()
+        table = self.page_table.tolist()
+        spans = []
+        for request, kv_len in enumerate(kv_lens):
+            start, end = starts[request], starts[request + 1]
+            pages = table[request][: -(-kv_len // self.page_size)]
+            first = pages[0] if pages == list(range(pages[0], pages[0] + len(pages))) else None
+            rows = end - start
+            unseen = None
+            if rows > 1:
+                unseen = torch.ones(rows, rows, dtype=torch.bool, device=self.slots.device)
+                unseen = unseen.triu_(1)[:, None]
+            ids = self.page_table[request, : len(pages)]
+            spans.append(Span(start, end, kv_len, first, ids, unseen))
+        return tuple(spans)
+
     def _plan_tiles(self) -> Iterator[Tile]:
         starts, kv_lens = self.cu_q.tolist(), self.kv_lens.tolist()
         device = self.slots.device
@@ -49,6 +70,21 @@ class BatchLayout:
             slots = (pages * self.page_size + seen % self.page_size).view(blocks, -1)
             limits = torch.arange(kv_len - (end - start) + 1, kv_len + 1, device=device)
             yield Tile(start, end, limits, slots, tokens.view(blocks, -1))
+
+
+@dataclass(frozen=True)
+class Span:
+    """One request's rows [start, end) and its pages; first_page where they lie in a row.
+
+    unseen [s, 1, s]: of the last s tokens, those after each row; None for a single row.
+    """
+
+    start: int
+    end: int
+    kv_len: int
+    first_page: int | None
+    pages: torch.Tensor
+    unseen: torch.Tensor | None
 
 
 @dataclass(frozen=True)
@@ -82,7 +118,15 @@ def fused_attention(
     layout: BatchLayout,
     scale: float,
 ) -> torch.Tensor:
-    """The fused kernel: the fastest backend of the device."""
+    """The fused kernel, or on a CPU, for small groups, its arithmetic in the fewest operations.
+
+    A small group costs more in checks and launches than in arithmetic there.
+    """
+    heads = q_latent.shape[1]
+    if q_latent.device.type == "cpu" and q_latent.dtype == torch.float32:
+        scores = max((span.end - span.start) * span.kv_len for span in layout.spans) * heads
+        if scores <= MAX_LEAN_SCORES:
+            return _lean_attention(q_latent, q_rope, kv_cache, layout, scale)
     return verify_attention(
         q_latent,
         q_rope,
@@ -92,6 +136,33 @@ def fused_attention(
         layout.cu_q,
         scale,
     )[0]
+
+
+def _lean_attention(
+    q_latent: torch.Tensor,
+    q_rope: torch.Tensor,
+    kv_cache: torch.Tensor,
+    layout: BatchLayout,
+    scale: float,
+) -> torch.Tensor:
+    """Two products and a softmax a request; pages that lie in a row are not even gathered."""
+    count, heads, latent = q_latent.shape
+    query = torch.cat([q_latent, q_rope], dim=-1).mul_(scale).flatten(0, 1)  # [T*h, c+r]
+    out = torch.empty(count * heads, latent)
+    for span in layout.spans:
+        if span.first_page is None:
+            pages = kv_cache[span.pages]
+        else:
+            pages = kv_cache[span.first_page : span.first_page + len(span.pages)]
+        tokens = pages.flatten(0, 1)[: span.kv_len]  # [t, c+r]
+        rows = slice(span.start * heads, span.end * heads)
+        scores = torch.mm(query[rows], tokens.t())
+        if span.unseen is not None:
+            size = span.end - span.start
+            last = scores.view(size, heads, -1)[:, :, span.kv_len - size :]
+            last.masked_fill_(span.unseen, -torch.inf)
+        torch.mm(scores.softmax(dim=1), tokens[:, :latent], out=out[rows])
+    return out.view(count, heads, latent)
 
 
 def canonical_attention(

@@ -45,8 +45,10 @@ class Mla:
             query = self.query_up(self.query_norm(query))
         q_nope, q_rope = query.view(len(x), heads, -1).split([nope, self.rope_size], dim=2)
         q_latent = torch.bmm(q_nope.transpose(0, 1), self.key_up).transpose(0, 1).contiguous()
-        cached = torch.cat([self.latent_norm(kv), rotate(k_rope, rotations)], dim=1)
-        return q_latent, rotate(q_rope, rotations[:, None]), cached
+        turning = torch.cat([q_rope, k_rope[:, None]], dim=1)  # [T, h+1, r]
+        turned = rotate(turning, rotations[:, None])
+        cached = torch.cat([self.latent_norm(kv), turned[:, heads]], dim=1)
+        return q_latent, turned[:, :heads].contiguous(), cached
 
     def finish(self, attended: torch.Tensor) -> torch.Tensor:
         """Attended latents [T, h, c] -> [T, d]."""

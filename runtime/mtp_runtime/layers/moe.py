@@ -55,7 +55,7 @@ class Router:
         picked = choice.topk(self.experts_per_token, dim=-1)[1]
         weights = scores.gather(1, picked)
         if self.normalise:
-            weights = weights / (weights.sum(dim=-1, keepdim=True) + 1e-20)
+            return picked, weights * (self.scale / weights.sum(dim=-1, keepdim=True))
         return picked, weights * self.scale
 
     def _within_groups(self, choice: torch.Tensor) -> torch.Tensor:
@@ -68,47 +68,52 @@ class Router:
 
 @dataclass(frozen=True)
 class Moe:
-    """Routed experts and the shared expert. Experts that no row picked are not read."""
+    """Routed experts, and shared ones behind them that every row goes through with weight 1.
+
+    gate_up and down hold the routed experts, then the shared ones, all of one inner size. Experts
+    that no row picked are not read.
+    """
 
     router: Router
     gate_up: Sequence[Linear]
     down: Sequence[Linear]
-    shared: Mlp | None
+    shared_ids: torch.Tensor  # [shared]
+    shared_weights: torch.Tensor  # [shared], ones
+
+    def route(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """All experts of each row, shared ones included: ids and weights [T, k + shared]."""
+        picked, weights = self.router(x)
+        if not len(self.shared_ids):
+            return picked, weights
+        count = len(x)
+        return (
+            torch.cat([picked, self.shared_ids.expand(count, -1)], dim=1),
+            torch.cat([weights, self.shared_weights.expand(count, -1)], dim=1),
+        )
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """Rows sorted by expert, one matmul an expert: x [T, d] -> [T, d]."""
-        picked, weights = self.router(x)
-        count, per_token = picked.shape
+        picked, weights = self.route(x)
+        weights = weights.to(x.dtype)
+        if len(x) == 1:
+            ends = [(expert, place + 1) for place, expert in enumerate(picked[0].tolist())]
+            return torch.mm(weights, self._experts(x.expand(len(ends), -1), ends))
+        per_token = picked.shape[1]
         flat = picked.flatten()
-        if count == 1:
-            rows, order = x.expand(per_token, -1), None
-            ends = [(expert, place + 1) for place, expert in enumerate(flat.tolist())]
-        else:
-            order = flat.argsort(stable=True)
-            rows = x[order // per_token]
-            ends = _segments(flat, len(self.gate_up))
-        inner = rows.new_empty(len(flat), self.gate_up[0].weight.shape[0])
-        self._each(self.gate_up, rows, ends, inner)
-        outer = torch.empty_like(rows, memory_format=torch.contiguous_format)
-        self._each(self.down, gated(inner), ends, outer)
-        if order is not None:
-            outer = torch.empty_like(outer).index_copy_(0, order, outer)
-        outer = outer.unflatten(0, (count, per_token))  # [T, k, d]
-        routed = torch.bmm(weights.to(x.dtype)[:, None], outer)[:, 0]
-        return routed if self.shared is None else routed.add_(self.shared(x))
+        order = flat.argsort(stable=True)
+        ends = _segments(flat, len(self.gate_up))
+        sorted_rows = self._experts(x[order.div(per_token, rounding_mode="floor")], ends)
+        outer = torch.empty_like(sorted_rows).index_copy_(0, order, sorted_rows)
+        return torch.bmm(weights[:, None], outer.view(len(x), per_token, -1))[:, 0]
 
-    def _each(
-        self,
-        linears: Sequence[Linear],
-        rows: torch.Tensor,
-        ends: Sequence[tuple[int, int]],
-        out: torch.Tensor,
-    ) -> None:
-        start = 0
-        for expert, end in ends:
-            matrix = linears[expert].matrix(rows.dtype)
-            torch.mm(rows[start:end], matrix, out=out[start:end])
-            start = end
+    def _experts(self, rows: torch.Tensor, ends: Sequence[tuple[int, int]]) -> torch.Tensor:
+        """Rows in segments that end at `ends`, each through its expert."""
+        count, hidden = rows.shape
+        inner = rows.new_empty(count, self.gate_up[0].weight.shape[0])
+        outer = rows.new_empty(count, hidden)
+        _by_segment(self.gate_up, rows, ends, inner)
+        _by_segment(self.down, gated(inner), ends, outer)
+        return outer
 
     def same_for_any_batch(self, x: torch.Tensor) -> torch.Tensor:
         """Every row goes through each hit expert, with weight 0 where it did not pick it.
@@ -116,14 +121,26 @@ class Moe:
         A product's shape then depends on the rows' number alone, not on what other rows picked,
         and adding zero changes nothing: the deterministic mode needs both.
         """
-        picked, weights = self.router(x)
+        picked, weights = self.route(x)
         share = torch.zeros(len(x), len(self.gate_up), device=x.device)
         share.scatter_(1, picked, weights)
-        total = torch.zeros_like(x) if self.shared is None else self.shared(x)
+        total = torch.zeros_like(x)
         for expert in sorted(set(picked.flatten().tolist())):
             result = self.down[expert](gated(self.gate_up[expert](x)))
-            total = total + result * share[:, expert, None].to(x.dtype)
+            total = total + result * share[:, expert, None]
         return total
+
+
+def _by_segment(
+    linears: Sequence[Linear],
+    rows: torch.Tensor,
+    ends: Sequence[tuple[int, int]],
+    out: torch.Tensor,
+) -> None:
+    start = 0
+    for expert, end in ends:
+        torch.mm(rows[start:end], linears[expert].matrix(rows.dtype), out=out[start:end])
+        start = end
 
 
 def _segments(flat: torch.Tensor, experts: int) -> list[tuple[int, int]]:

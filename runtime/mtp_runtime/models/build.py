@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -9,7 +10,7 @@ import torch
 
 from mtp_export.errors import UnsupportedError
 from mtp_runtime.config import ModelConfig, MtpContract
-from mtp_runtime.layers.linear import Linear, Weight, stack
+from mtp_runtime.layers.linear import Dense, Linear, Weight, stack
 from mtp_runtime.layers.mla import Mla
 from mtp_runtime.layers.moe import Mlp, Moe, Router
 from mtp_runtime.layers.norm import RmsNorm
@@ -180,12 +181,30 @@ class _Builder:
             config.normalise_weights,
             config.routed_scale,
         )
+        gate_up = [self._gate_up(expert) for expert in experts]
+        down = [source.linear(f"{expert}.down_proj") for expert in experts]
+        for shared_gate_up, shared_down in self._shared_experts(f"{prefix}.shared_experts"):
+            gate_up.append(shared_gate_up)
+            down.append(shared_down)
         return Moe(
             router,
-            tuple(self._gate_up(expert) for expert in experts),
-            tuple(source.linear(f"{expert}.down_proj") for expert in experts),
-            self._mlp(f"{prefix}.shared_experts") if config.shared_experts else None,
+            tuple(gate_up),
+            tuple(down),
+            torch.arange(config.experts, len(down), device=source.device),
+            torch.ones(len(down) - config.experts, device=source.device),
         )
+
+    def _shared_experts(self, prefix: str) -> Iterator[tuple[Linear, Linear]]:
+        """The shared experts one by one: several are stored as one, side by side."""
+        source, count = self.source, self.config.shared_experts
+        if count == 1:
+            yield self._gate_up(prefix), source.linear(f"{prefix}.down_proj")
+        if count <= 1:
+            return
+        gate, up = (source.dense_matrix(f"{prefix}.{n}_proj").chunk(count) for n in ("gate", "up"))
+        downs = source.dense_matrix(f"{prefix}.down_proj").chunk(count, dim=1)
+        for parts in zip(gate, up, downs, strict=True):
+            yield self._linear(*map(Dense, parts[:2])), self._linear(Dense(parts[2]))
 
     def _norm(self, module: str) -> RmsNorm:
         return RmsNorm(self.source.tensor(f"{module}.weight"), self.config.norm_eps)
