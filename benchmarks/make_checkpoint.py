@@ -14,7 +14,7 @@ import argparse
 import json
 import os
 import zlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -148,14 +148,16 @@ def _bytes_of(tensor: OutputTensor, seed: int) -> Iterator[memoryview]:
         yield memoryview(values.view(np.uint8))
 
 
-def _write_shard(path: Path, steps: tuple[Step, ...], sparse: bool, seed: int) -> None:
+def _write_shard(
+    path: Path, steps: tuple[Step, ...], filled: Callable[[str], bool], seed: int
+) -> None:
     tensors = [step.outputs[0] for step in steps]
     head, offsets = encode_header(tensors)
     with path.open("wb") as file:
         file.truncate(len(head) + sum(tensor.size_bytes for tensor in tensors))
         os.pwrite(file.fileno(), head, 0)
         for tensor in tensors:
-            if sparse and not _is_filled_in_real(tensor.name):
+            if not filled(tensor.name):
                 continue
             position = offsets[tensor.name]
             for piece in _bytes_of(tensor, seed):
@@ -195,10 +197,14 @@ def make_checkpoint(
     *,
     own_copies: bool = True,
     max_shard_bytes: int = _TINY_SHARD_BYTES,
-    sparse: bool = False,
+    filled: Callable[[str], bool] = lambda name: True,
     seed: int = 0,
 ) -> Path:
-    """Write a checkpoint of a DeepSeek-V3 config; own_copies: layer 61's embedding and head."""
+    """Write a checkpoint of a DeepSeek-V3 config.
+
+    own_copies: whether the MTP layer stores embedding and head. Tensors for which `filled` says no
+    are holes in the file.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     groups = pack(_in_file_order(config, own_copies), max_shard_bytes)
     if config.get("quantization_config"):
@@ -206,7 +212,7 @@ def make_checkpoint(
     shards = name_shards([(group, None) for group in groups])
     weight_map: dict[str, str] = {}
     for shard in shards:
-        _write_shard(folder / shard.file_name, shard.steps, sparse, seed)
+        _write_shard(folder / shard.file_name, shard.steps, filled, seed)
         weight_map |= {step.inputs[0]: shard.file_name for step in shard.steps}
     index = {
         "metadata": {"total_size": sum(shard.size_bytes for shard in shards)},
@@ -225,7 +231,10 @@ def main() -> None:
     arguments = parser.parse_args()
     if arguments.real:
         make_checkpoint(
-            arguments.folder, REAL_CONFIG, max_shard_bytes=_REAL_SHARD_BYTES, sparse=True
+            arguments.folder,
+            REAL_CONFIG,
+            max_shard_bytes=_REAL_SHARD_BYTES,
+            filled=_is_filled_in_real,
         )
     else:
         make_checkpoint(arguments.folder)

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import re
 import sys
 import traceback
 from collections.abc import Sequence
@@ -14,7 +12,7 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 
-from mtp_export import __version__, tables
+from mtp_export import __version__, options, tables
 from mtp_export.checkpoint.links import Link
 from mtp_export.checkpoint.writer import write_json
 from mtp_export.errors import IoError, MtpExportError, ResourceError, UsageError
@@ -22,7 +20,7 @@ from mtp_export.export import ExportOptions, ExportPlan, plan_export, run_export
 from mtp_export.inspection import inspect as inspect_checkpoint
 from mtp_export.progress import shown
 from mtp_export.split import Part, SharedWeights
-from mtp_export.targets import target_names, target_of
+from mtp_export.targets import target_of
 
 app = typer.Typer(
     add_completion=False,
@@ -30,66 +28,29 @@ app = typer.Typer(
     rich_markup_mode=None,
     no_args_is_help=True,
 )
-_UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12}
-_BINARY_UNITS = {"ki": 2**10, "mi": 2**20, "gi": 2**30, "ti": 2**40}
-
-
-def parse_size(text: str) -> int:
-    """Bytes from a size such as 5GB (powers of 1000), 4GiB (powers of 1024) or 4096."""
-    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([kmgt]i?|)b?", text.strip().lower())
-    if match is None or float(match[1]) <= 0:
-        raise typer.BadParameter(f"{text!r} is no size: write for example 5GB, 4GiB or 4096")
-    return int(float(match[1]) * (_UNITS | _BINARY_UNITS)[match[2]])
 
 
 @app.callback(invoke_without_command=True)
 def export(
     context: typer.Context,
-    input_dir: Annotated[
-        Path | None, typer.Option(help="The checkpoint: a Hugging Face folder of safetensors.")
-    ] = None,
-    output_dir: Annotated[
-        Path | None, typer.Option(help="The bundle: becomes OUT/main, OUT/mtp, mtp_export.json.")
-    ] = None,
-    part: Annotated[Part, typer.Option(help="Which parts to write.")] = Part.BOTH,
-    target: Annotated[
-        str, typer.Option(help=f"Who loads the MTP part: {', '.join(target_names())}.")
-    ] = "hf",
-    shared_weights: Annotated[
-        SharedWeights, typer.Option(help="Embedding and head in the MTP part.")
-    ] = SharedWeights.KEEP,
-    allow_untied: Annotated[
-        bool,
-        typer.Option("--allow-untied", help="Accept an MTP embedding or head unlike the main's."),
-    ] = False,
-    link: Annotated[
-        Link, typer.Option(help="How shards that stay whole get into the bundle.")
-    ] = Link.AUTO,
-    workers: Annotated[
-        int, typer.Option(min=1, max=64, help="Threads that read, compute and write.")
-    ] = min(4, os.cpu_count() or 1),
-    max_memory: Annotated[
-        int, typer.Option(parser=parse_size, metavar="SIZE", help="Bound on resident memory.")
-    ] = "4GiB",  # type: ignore[assignment]
-    max_shard_size: Annotated[
-        int, typer.Option(parser=parse_size, metavar="SIZE", help="Bound on an MTP shard.")
-    ] = "5GB",  # type: ignore[assignment]
-    dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="Show the plan, write nothing.")
-    ] = False,
-    overwrite: Annotated[
-        bool, typer.Option("--overwrite", help="Replace a bundle that is already there.")
-    ] = False,
-    no_resume: Annotated[
-        bool, typer.Option("--no-resume", help="Start over instead of finishing a killed run.")
-    ] = False,
-    report: Annotated[
-        Path | None, typer.Option(metavar="FILE.json", help="Write the result as JSON.")
-    ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print the result as JSON.")] = False,
-    quiet: Annotated[bool, typer.Option("--quiet", help="No progress and no table.")] = False,
-    debug: Annotated[bool, typer.Option("--debug", help="Show tracebacks.")] = False,
-    version: Annotated[bool, typer.Option("--version", help="Show the version.")] = False,
+    input_dir: options.InputDir = None,
+    output_dir: options.OutputDir = None,
+    part: options.PartOption = Part.BOTH,
+    target: options.TargetOption = "hf",
+    shared_weights: options.SharedWeightsOption = SharedWeights.KEEP,
+    allow_untied: options.AllowUntied = False,
+    link: options.LinkOption = Link.AUTO,
+    workers: options.Workers = options.DEFAULT_WORKERS,
+    max_memory: options.MaxMemory = "4GiB",  # type: ignore[assignment]
+    max_shard_size: options.MaxShardSize = "5GB",  # type: ignore[assignment]
+    dry_run: options.DryRun = False,
+    overwrite: options.Overwrite = False,
+    no_resume: options.NoResume = False,
+    report: options.Report = None,
+    as_json: options.AsJson = False,
+    quiet: options.Quiet = False,
+    debug: options.Debug = False,
+    version: options.Version = False,
 ) -> None:
     """Split a DeepSeek-V3-class checkpoint into a main and an MTP checkpoint."""
     if version:
@@ -103,7 +64,7 @@ def export(
             expected="--input-dir SRC --output-dir OUT",
             todo="See mtp-export --help",
         )
-    options = ExportOptions(
+    chosen = ExportOptions(
         input_dir=input_dir,
         output_dir=output_dir,
         part=part,
@@ -117,7 +78,13 @@ def export(
         resume=not no_resume,
         allow_untied=allow_untied,
     )
-    plan = plan_export(options)
+    _export(chosen, dry_run, report, as_json, quiet)
+
+
+def _export(
+    chosen: ExportOptions, dry_run: bool, report: Path | None, as_json: bool, quiet: bool
+) -> None:
+    plan = plan_export(chosen)
     if dry_run:
         facts, table = tables.plan_facts(plan), tables.plan_table(plan)
     else:
@@ -131,7 +98,7 @@ def export(
 @app.command()
 def inspect(
     source: Annotated[Path, typer.Argument(metavar="SRC", help="A checkpoint folder.")],
-    as_json: Annotated[bool, typer.Option("--json", help="Print the facts as JSON.")] = False,
+    as_json: options.AsJson = False,
 ) -> None:
     """Show what a checkpoint holds, from its headers alone."""
     inspection = inspect_checkpoint(source)
@@ -187,6 +154,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     code: Any = 0
     try:
         code = app(arguments, standalone_mode=False, prog_name="mtp-export")
+        if code == 130:  # typer turns Ctrl-C into this
+            raise KeyboardInterrupt
     except BaseException as error:
         if isinstance(error, SystemExit):
             raise

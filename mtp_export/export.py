@@ -38,12 +38,13 @@ from mtp_export.schemes.transforms import TRANSFORMS
 from mtp_export.split import Part, SharedWeights, SplitOptions, main_part, mtp_part, shared_pairs
 from mtp_export.targets import target_of
 
-# Resident memory before the first tensor, measured with headers of 91,991 tensors: without torch,
-# and with it.
-_BASE_BYTES = 200_000_000
-_BASE_TORCH_BYTES = 500_000_000
+# Measured resident memory: the program with its headers and plan, and what torch and the compiled
+# kernels add when a plan computes.
+_BASE_BYTES = 80_000_000
+_BYTES_PER_TENSOR = 2_200
+_COMPUTING_BYTES = 350_000_000
 _LEAST_BUDGET_BYTES = 16_000_000
-_MOST_BUDGET_BYTES = 1_000_000_000
+_MOST_BUDGET_BYTES = 512_000_000
 
 
 @dataclass(frozen=True)
@@ -96,14 +97,19 @@ class ExportPlan:
     def memory_bytes(self) -> int:
         """Peak resident memory that the run needs at the least."""
         per_worker = _LEAST_BUDGET_BYTES if self.computed_bytes else COPY_BUFFER_BYTES
-        base = _BASE_TORCH_BYTES if self.computed_bytes else _BASE_BYTES
-        return base + self.options.workers * per_worker
+        return self._base_bytes + self.options.workers * per_worker
 
     @property
     def budget_bytes(self) -> int:
         """A worker's share of --max-memory."""
-        free = self.options.max_memory_bytes - _BASE_TORCH_BYTES
+        free = self.options.max_memory_bytes - self._base_bytes
         return min(_MOST_BUDGET_BYTES, max(_LEAST_BUDGET_BYTES, free // self.options.workers))
+
+    @property
+    def _base_bytes(self) -> int:
+        tensors = len(self.checkpoint.tensors)
+        computing = _COMPUTING_BYTES if self.computed_bytes else 0
+        return _BASE_BYTES + tensors * _BYTES_PER_TENSOR + computing
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,8 @@ SOURCES = sorted(path for root in PACKAGE_ROOTS for path in root.rglob("*.py"))
 CORE = {"checkpoint", "families", "targets", "schemes", "errors"}
 # Who may import which other unit. A unit is a module or subpackage of mtp_export, or a package.
 ARROWS = {
-    "cli": CORE | {"export", "inspection", "progress", "split", "tables"},
+    "cli": CORE | {"export", "inspection", "options", "progress", "split", "tables"},
+    "options": CORE | {"split"},
     "tables": CORE | {"export", "inspection", "progress"},
     "split": CORE,
     "export": CORE | {"progress", "split"},
@@ -40,7 +41,7 @@ def unit_of(module: str) -> str | None:
     if first in ("mtp_runtime", "mtp_kernels"):
         return first
     if first == "mtp_export":
-        return rest.split(".")[0] or None
+        return None if rest.startswith("__") else rest.split(".")[0] or None
     return None
 
 

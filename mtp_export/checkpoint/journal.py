@@ -32,15 +32,19 @@ class Journal:
         try:
             folder.mkdir(parents=True, exist_ok=True)
             self._file: BinaryIO = self.path.open("a+b")
+        except OSError as error:
+            raise write_failure(self.path, error) from error
+        try:
             self._lock()
             self.resumed = not restart and self._replay()
             if not self.resumed:
-                self.finished.clear()
-                self._file.truncate(0)
-                self._append({"identity": self._identity})
-                sync_folder(folder)
+                self._begin()
         except OSError as error:
+            self._file.close()
             raise write_failure(self.path, error) from error
+        except BaseException:
+            self._file.close()
+            raise
 
     def __enter__(self) -> Journal:
         return self
@@ -66,6 +70,12 @@ class Journal:
         self.path.unlink(missing_ok=True)
         with suppress(OSError):
             self.path.parent.rmdir()
+
+    def _begin(self) -> None:
+        self.finished.clear()
+        self._file.truncate(0)
+        self._append({"identity": self._identity})
+        sync_folder(self.path.parent)
 
     def _append(self, line: Mapping[str, Any]) -> None:
         self._file.write(json.dumps(line, separators=(",", ":")).encode() + b"\n")

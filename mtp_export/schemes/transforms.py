@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from mtp_export.checkpoint.header import TensorInfo
 from mtp_export.checkpoint.plan import OutputTensor, Step
@@ -36,14 +36,15 @@ def transpose_step(tensor: TensorInfo, name: str) -> Step:
 def _bytes_of(tensor: torch.Tensor) -> memoryview:
     import torch
 
-    return memoryview(tensor.contiguous().view(torch.uint8).numpy().reshape(-1))  # type: ignore[arg-type]
+    array: Any = tensor.reshape(-1).view(torch.uint8).numpy()
+    return memoryview(array)
 
 
 def _dequantize(
     inputs: Sequence[TensorInfo], outputs: Sequence[OutputTensor], sink: Sink, budget_bytes: int
 ) -> None:
     import torch
-    from mtp_kernels.quantize import dequantize_fp8_block
+    from mtp_kernels.quantize import Fp8Block, dequantize_fp8_block
 
     weight, scale = inputs
     rows, columns = weight.shape
@@ -54,7 +55,7 @@ def _dequantize(
         codes = read_rows(weight, start, stop)
         scales = read_rows(scale, start // _BLOCK_ROWS, -(-stop // _BLOCK_ROWS))
         try:
-            result = dequantize_fp8_block(codes, scales, torch.bfloat16)
+            result, _ = dequantize_fp8_block(Fp8Block(codes, scales), torch.bfloat16)
         except ValueError as error:
             raise InvalidInputError(
                 f"Tensor {weight.name} cannot be dequantized (rows {start} to {stop - 1})",

@@ -14,6 +14,7 @@ import torch
 
 from mtp_kernels.quantize import checks
 from mtp_kernels.quantize.layouts import (
+    GROUP_SIZES,
     SCALE_FACTORS,
     ErrorStats,
     Fp8Block,
@@ -185,7 +186,7 @@ def dequantize_int4_group(
     """
     packed = checks.check_matrix("packed", weight.packed, (torch.int32,))
     columns = 8 * packed.shape[1]
-    groups = tuple(columns // size for size in checks.GROUP_SIZES if columns % size == 0)
+    groups = tuple(columns // size for size in GROUP_SIZES if columns % size == 0)
     scale = checks.check_scale(packed, weight.scale, torch.bfloat16, groups)
     checks.check_output_dtype(dtype)
     return _backend(backend, packed).dequantize_int4_group(packed, scale, dtype)

@@ -2,8 +2,9 @@
 
 Bits are moved with integer operations, never with table look-ups or branches, so that LLVM turns
 every loop into vector code; fastmath stays off and nothing is contracted, so that the vector code
-computes what the reference computes. numba widens sums of uint32 to 64 bits, hence the casts. Rounding to integers adds and subtracts 1.5 * 2**23, where
-the spacing of fp32 is 1: to nearest, ties to even.
+computes what the reference computes. Rounding to integers adds and subtracts 1.5 * 2**23, where
+the spacing of fp32 is 1: to nearest, ties to even. numba widens sums of uint32 to 64 bits, which
+halves the vectors, hence the casts.
 """
 
 from __future__ import annotations
@@ -14,16 +15,16 @@ import numpy as np
 from numba import njit, types
 from numba.extending import overload
 
-from mtp_kernels.quantize import layouts
-
-BLOCK = layouts.BLOCK
-LANES = layouts.LANES
-E4M3_MAX = np.float32(layouts.E4M3_MAX)
-INT8_MAX = np.float32(layouts.INT8_MAX)
-INT4_MIN, INT4_MAX = np.float32(layouts.INT4_MIN), np.float32(layouts.INT4_MAX)
-INT4_HALF_RANGE = np.float32(layouts.INT4_HALF_RANGE)
-SCALE_FLOOR = np.float32(layouts.SCALE_FLOOR)
-ZERO_SCALE = np.float32(layouts.ZERO_SCALE)
+# The numbers of layouts.py, written out: numba's cache on disk knows changes of this file only, and
+# would go on serving a number imported from another one.
+BLOCK = 128
+LANES = 128
+E4M3_MAX = np.float32(448.0)
+INT8_MAX = np.float32(127.0)
+INT4_MIN, INT4_MAX = np.float32(-8.0), np.float32(7.0)
+INT4_HALF_RANGE = np.float32(7.5)
+SCALE_FLOOR = np.float32(2.0**-126)
+ZERO_SCALE = np.float32(1.0)
 
 ROUNDER = np.float32(1.5 * 2.0**23)
 E4M3_ROUNDER = np.float32(2.0**14)  # its spacing is 2**-9, the smallest e4m3 subnormal
@@ -208,7 +209,9 @@ def _block_scales(source: Any, none: Any, top: Any, power_of_two: Any, scale: An
     for block in range(scale.size):
         scale[block] = _scale(largest[block], E4M3_MAX, np.float32(1))
         if power_of_two:
-            scale[block] = _float((_bits(scale[block]) + np.uint32(0x7FFFFF)) & ~np.uint32(0x7FFFFF))
+            scale[block] = _float(
+                (_bits(scale[block]) + np.uint32(0x7FFFFF)) & ~np.uint32(0x7FFFFF)
+            )
 
 
 @njit(cache=True, nogil=True)
@@ -285,14 +288,12 @@ def _group_error(group: Any, scale: Any, squares: Any) -> Any:
 
 
 @njit(cache=True, nogil=True)
-def _int4_scale(group: Any, factors: Any, squares: Any) -> Any:
-    amax = _amax(group)
-    best = _bf16_scale(amax, INT4_HALF_RANGE, factors[0])
-    if factors.size == 1:
-        return best
+def _best_scale(group: Any, first: Any, amax: Any, factors: Any, squares: Any) -> Any:
+    """The first of the factors' scales with the least squared error; `first` is factors[0]'s."""
+    best = first
     least = _group_error(group, best, squares)
-    for factor in factors[1:]:
-        candidate = _bf16_scale(amax, INT4_HALF_RANGE, factor)
+    for index in range(1, factors.size):
+        candidate = _bf16_scale(amax, INT4_HALF_RANGE, factors[index])
         error = _group_error(group, candidate, squares)
         if error < least:
             best, least = candidate, error
@@ -323,7 +324,10 @@ def quantize_int4_group(
             group = weights[index * group_size : (index + 1) * group_size]
             kept = restored[index * group_size : (index + 1) * group_size]
             codes = nibbles[index * group_size : (index + 1) * group_size]
-            multiplier = _int4_scale(group, factors, squares)
+            amax = _amax(group)
+            multiplier = _bf16_scale(amax, INT4_HALF_RANGE, factors[0])
+            if factors.size > 1:
+                multiplier = _best_scale(group, multiplier, amax, factors, squares)
             scale[row, index] = multiplier
             for k in range(group.size):
                 rounder = _int4_rounder(group[k], multiplier)

@@ -64,7 +64,7 @@ def quantize_int4_group(
     factors: tuple[float, ...],
 ) -> tuple[torch.Tensor, torch.Tensor, RowStats]:
     weights = stored_weights(source, block_scale)
-    groups = weights.unflatten(1, (-1, group_size))  # [N, K/g, g]
+    groups = weights.reshape(len(weights), -1, group_size)  # [N, K/g, g]
     amax = groups.abs().amax(dim=2)
     scale = _round_to_bf16(_scale(amax, INT4_HALF_RANGE, factors[0]))
     least = _group_error(groups, scale)
@@ -74,7 +74,7 @@ def quantize_int4_group(
         scale = torch.where(error < least, candidate, scale)
         least = torch.minimum(error, least)
     codes = _int4_codes(groups, scale)
-    pairs = (codes.flatten(1) + 8).to(torch.uint8).unflatten(1, (-1, 2))
+    pairs = (codes.flatten(1) + 8).to(torch.uint8).reshape(len(weights), -1, 2)
     packed = (pairs[..., 0] | pairs[..., 1] << 4).view(torch.int32)
     return packed, scale, row_stats(weights, (codes * scale[..., None]).flatten(1))
 
@@ -91,7 +91,7 @@ def dequantize_int4_group(
 ) -> torch.Tensor:
     pairs = packed.view(torch.uint8)
     codes = torch.stack((pairs & 15, pairs >> 4), dim=-1).flatten(1).to(torch.float32) - 8
-    groups = codes.unflatten(1, (scale.shape[1], -1))
+    groups = codes.reshape(*scale.shape, -1)
     return (groups * scale[..., None]).flatten(1).to(dtype)
 
 
@@ -110,7 +110,7 @@ def row_stats(weights: torch.Tensor, restored: torch.Tensor) -> RowStats:
 
 
 def _row_energy(values: torch.Tensor) -> torch.Tensor:
-    segments = _pad(values, LANES).to(torch.float64).square().unflatten(1, (-1, LANES))
+    segments = _pad(values, LANES).to(torch.float64).square().reshape(len(values), -1, LANES)
     lanes = torch.zeros_like(segments[:, 0])
     for segment in range(segments.shape[1]):
         lanes = lanes + segments[:, segment]

@@ -6,8 +6,6 @@ modes matter. Divisions are `div_rn`: Triton's own `/` is approximate.
 
 from __future__ import annotations
 
-from typing import Any
-
 import triton
 import triton.language as tl
 
@@ -33,23 +31,23 @@ NAN_BITS = tl.constexpr(0x7FC00000)
 
 
 @triton.jit
-def _bits(value: Any) -> Any:
+def _bits(value):
     return value.to(tl.uint32, bitcast=True)
 
 
 @triton.jit
-def _float(bits: Any) -> Any:
+def _float(bits):
     return bits.to(tl.float32, bitcast=True)
 
 
 @triton.jit
-def _to_bf16(value: Any) -> Any:
+def _to_bf16(value):
     bits = _bits(value)
     return (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16
 
 
 @triton.jit
-def _from_e4m3(code: Any) -> Any:
+def _from_e4m3(code):
     magnitude = code & 0x7F
     normal = (magnitude << 20) + EXPONENT_SHIFT
     subnormal = _bits(_float(magnitude + E4M3_ROUNDER_BITS) - E4M3_ROUNDER)
@@ -59,7 +57,7 @@ def _from_e4m3(code: Any) -> Any:
 
 
 @triton.jit
-def _to_e4m3(value: Any) -> Any:
+def _to_e4m3(value):
     sign = (_bits(value) >> 24) & 0x80
     magnitude = tl.minimum(_bits(value) & MAGNITUDE, E4M3_MAX_BITS).to(tl.uint32)
     rounded = (magnitude - EXPONENT_SHIFT + 0x7FFFF + ((magnitude >> 20) & 1)) >> 20
@@ -68,7 +66,7 @@ def _to_e4m3(value: Any) -> Any:
 
 
 @triton.jit
-def _load(source: Any, block_scale: Any, rows: Any, columns: Any, n: Any, k: Any) -> Any:
+def _load(source, block_scale, rows, columns, n, k):
     """The fp32 weights of a tile, zeros outside the matrix; the source's dtype says how."""
     inside = (rows < n)[:, None] & (columns < k)[None, :]
     stored = tl.load(source + rows[:, None] * k + columns[None, :], mask=inside, other=0)
@@ -84,7 +82,7 @@ def _load(source: Any, block_scale: Any, rows: Any, columns: Any, n: Any, k: Any
 
 
 @triton.jit
-def _store(weights: Any, out: Any, rows: Any, columns: Any, n: Any, k: Any) -> Any:
+def _store(weights, out, rows, columns, n, k):
     """Write a tile in the output's dtype; returns what was kept as fp32."""
     inside = (rows < n)[:, None] & (columns < k)[None, :]
     address = out + rows[:, None] * k + columns[None, :]
@@ -99,19 +97,19 @@ def _store(weights: Any, out: Any, rows: Any, columns: Any, n: Any, k: Any) -> A
 
 
 @triton.jit
-def _scale(amax_bits: Any, divisor: Any, factor: Any) -> Any:
+def _scale(amax_bits, divisor, factor):
     amax = _float(amax_bits)
     ideal = tl.div_rn(amax, tl.full(amax.shape, divisor, tl.float32)) * factor
     return tl.where(amax_bits == 0, ZERO_SCALE, tl.maximum(ideal, SCALE_FLOOR))
 
 
 @triton.jit
-def _bf16_scale(amax_bits: Any, divisor: Any, factor: Any) -> Any:
+def _bf16_scale(amax_bits, divisor, factor):
     return _float(_to_bf16(_scale(amax_bits, divisor, factor)) << 16)
 
 
 @triton.jit
-def _halve(lanes: Any, count: tl.constexpr) -> Any:
+def _halve(lanes, count: tl.constexpr):
     """[r, count] to [r], the lower half added to the upper half until one lane is left."""
     width: tl.constexpr = count // 2
     halves = tl.permute(tl.reshape(lanes, (lanes.shape[0], 2, width)), (0, 2, 1))
@@ -124,15 +122,13 @@ def _halve(lanes: Any, count: tl.constexpr) -> Any:
 
 
 @triton.jit
-def _add_squares(lanes: Any, values: Any) -> Any:
+def _add_squares(lanes, values):
     wide = values.to(tl.float64)
     return lanes + wide * wide
 
 
 @triton.jit
-def _store_stats(
-    lanes: Any, errors: Any, largest: Any, signal: Any, error: Any, max_error: Any, rows: Any, n: Any
-) -> None:
+def _store_stats(lanes, errors, largest, signal, error, max_error, rows, n):
     tl.store(signal + rows, _halve(lanes, LANES), mask=rows < n)
     tl.store(error + rows, _halve(errors, LANES), mask=rows < n)
     tl.store(max_error + rows, _float(tl.max(largest, axis=1)), mask=rows < n)
@@ -140,16 +136,16 @@ def _store_stats(
 
 @triton.jit
 def dequantize_fp8_block(
-    codes: Any,
-    block_scale: Any,
-    out: Any,
-    signal: Any,
-    error: Any,
-    max_error: Any,
-    n: Any,
-    k: Any,
+    codes,
+    block_scale,
+    out,
+    signal,
+    error,
+    max_error,
+    n,
+    k,
     ROWS: tl.constexpr,
-) -> None:
+):
     rows = (tl.program_id(0) * ROWS + tl.arange(0, ROWS)).to(tl.int64)
     lanes = tl.zeros((ROWS, LANES), tl.float64)
     errors = tl.zeros((ROWS, LANES), tl.float64)
@@ -165,7 +161,7 @@ def dequantize_fp8_block(
 
 
 @triton.jit
-def block_scales(source: Any, scale: Any, n: Any, k: Any, power_of_two: Any) -> None:
+def block_scales(source, scale, n, k, power_of_two):
     """One program a block; the amax of non-negative floats is that of their bits."""
     columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     largest = tl.zeros((16, BLOCK), tl.uint32)
@@ -183,16 +179,16 @@ def block_scales(source: Any, scale: Any, n: Any, k: Any, power_of_two: Any) -> 
 
 @triton.jit
 def quantize_fp8_block(
-    source: Any,
-    scale: Any,
-    codes: Any,
-    signal: Any,
-    error: Any,
-    max_error: Any,
-    n: Any,
-    k: Any,
+    source,
+    scale,
+    codes,
+    signal,
+    error,
+    max_error,
+    n,
+    k,
     ROWS: tl.constexpr,
-) -> None:
+):
     rows = (tl.program_id(0) * ROWS + tl.arange(0, ROWS)).to(tl.int64)
     lanes = tl.zeros((ROWS, LANES), tl.float64)
     errors = tl.zeros((ROWS, LANES), tl.float64)
@@ -215,17 +211,17 @@ def quantize_fp8_block(
 
 @triton.jit
 def quantize_int8_channel(
-    source: Any,
-    block_scale: Any,
-    packed: Any,
-    scale: Any,
-    signal: Any,
-    error: Any,
-    max_error: Any,
-    n: Any,
-    k: Any,
+    source,
+    block_scale,
+    packed,
+    scale,
+    signal,
+    error,
+    max_error,
+    n,
+    k,
     ROWS: tl.constexpr,
-) -> None:
+):
     rows = (tl.program_id(0) * ROWS + tl.arange(0, ROWS)).to(tl.int64)
     lanes = tl.zeros((ROWS, LANES), tl.float64)
     errors = tl.zeros((ROWS, LANES), tl.float64)
@@ -252,22 +248,20 @@ def quantize_int8_channel(
 
 
 @triton.jit
-def _int4_rounder(groups: Any, scale: Any) -> Any:
+def _int4_rounder(groups, scale):
     quotient = tl.div_rn(groups, tl.broadcast_to(scale[:, None], groups.shape))
     return tl.minimum(tl.maximum(quotient, INT4_MIN), INT4_MAX) + ROUNDER
 
 
 @triton.jit
-def _group_error(groups: Any, scale: Any, group_size: tl.constexpr) -> Any:
+def _group_error(groups, scale, group_size: tl.constexpr):
     difference = groups - (_int4_rounder(groups, scale) - ROUNDER) * scale[:, None]
     wide = difference.to(tl.float64)
     return _halve(wide * wide, group_size)
 
 
 @triton.jit
-def _int4_scale(
-    groups: Any, factors: Any, count: tl.constexpr, group_size: tl.constexpr
-) -> Any:
+def _int4_scale(groups, factors, count: tl.constexpr, group_size: tl.constexpr):
     amax = tl.max((_bits(groups) & MAGNITUDE).to(tl.uint32), axis=1)
     best = _bf16_scale(amax, INT4_HALF_RANGE, tl.load(factors))
     if count > 1:
@@ -282,20 +276,20 @@ def _int4_scale(
 
 @triton.jit
 def quantize_int4_group(
-    source: Any,
-    block_scale: Any,
-    factors: Any,
-    packed: Any,
-    scale: Any,
-    signal: Any,
-    error: Any,
-    max_error: Any,
-    n: Any,
-    k: Any,
+    source,
+    block_scale,
+    factors,
+    packed,
+    scale,
+    signal,
+    error,
+    max_error,
+    n,
+    k,
     factor_count: tl.constexpr,
     group_size: tl.constexpr,
     ROWS: tl.constexpr,
-) -> None:
+):
     rows = (tl.program_id(0) * ROWS + tl.arange(0, ROWS)).to(tl.int64)
     lanes = tl.zeros((ROWS, LANES), tl.float64)
     errors = tl.zeros((ROWS, LANES), tl.float64)
@@ -329,9 +323,7 @@ def quantize_int4_group(
 
 
 @triton.jit
-def dequantize_int8_channel(
-    codes: Any, scale: Any, out: Any, n: Any, k: Any, ROWS: tl.constexpr
-) -> None:
+def dequantize_int8_channel(codes, scale, out, n, k, ROWS: tl.constexpr):
     rows = (tl.program_id(0) * ROWS + tl.arange(0, ROWS)).to(tl.int64)
     multiplier = tl.load(scale + rows, mask=rows < n, other=1.0)
     for start in range(0, k, LANES):
@@ -343,9 +335,7 @@ def dequantize_int8_channel(
 
 
 @triton.jit
-def dequantize_int4_group(
-    pairs: Any, scale: Any, out: Any, n: Any, k: Any, group_size: Any, ROWS: tl.constexpr
-) -> None:
+def dequantize_int4_group(pairs, scale, out, n, k, group_size, ROWS: tl.constexpr):
     rows = (tl.program_id(0) * ROWS + tl.arange(0, ROWS)).to(tl.int64)
     for start in range(0, k, LANES):
         columns = start + tl.arange(0, LANES)

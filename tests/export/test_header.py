@@ -1,0 +1,151 @@
+"""The strict reader: reads what safetensors writes, refuses what contradicts the format."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from cases import write_shard
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from safetensors import safe_open
+from safetensors.torch import save_file
+
+from mtp_export.checkpoint.dtypes import DTYPE_BITS, TORCH_DTYPE_NAMES, torch_dtype
+from mtp_export.checkpoint.header import read_header
+from mtp_export.checkpoint.plan import OutputTensor
+from mtp_export.checkpoint.reader import read_rows
+from mtp_export.checkpoint.writer import ShardWriter, encode_header
+from mtp_export.errors import InvalidInputError
+
+
+def raw_bytes(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.contiguous().reshape(-1).view(torch.uint8)
+
+
+def entry(start: int, end: int, **changes: Any) -> dict[str, Any]:
+    return {"dtype": "U8", "shape": [end - start], "data_offsets": [start, end], **changes}
+
+
+BAD: dict[str, tuple[dict[str, Any] | str, int, str]] = {
+    "overlap": ({"a": entry(0, 4), "b": entry(2, 6)}, 6, "overlaps"),
+    "hole": ({"a": entry(0, 4), "b": entry(6, 8)}, 8, "hole"),
+    "hole at the start": ({"a": entry(2, 4)}, 4, "hole"),
+    "truncated": ({"a": entry(0, 9)}, 8, "truncated"),
+    "bytes after the end": ({"a": entry(0, 4)}, 8, "followed by"),
+    "size is not shape x dtype": ({"a": entry(0, 4, shape=[3])}, 4, "wrong size"),
+    "negative offset": ({"a": entry(0, 4, data_offsets=[-4, 0])}, 4, "offsets"),
+    "offset is a bool": ({"a": entry(0, 1, data_offsets=[False, True])}, 1, "offsets"),
+    "offset overflows": ({"a": entry(0, 4, data_offsets=[0, 2**70])}, 4, "offsets"),
+    "negative shape": ({"a": entry(0, 4, shape=[-2, -2])}, 4, "shape"),
+    "unknown dtype": ({"a": entry(0, 4, dtype="F99")}, 4, "dtype"),
+    "unknown field": ({"a": entry(0, 4, more=1)}, 4, "described"),
+    "not an object": ({"a": 3}, 0, "described"),
+    "metadata not strings": ({"__metadata__": {"a": 1}}, 0, "metadata"),
+    "path in a name": ({"a/../../b": entry(0, 4)}, 4, "unsafe"),
+    "absolute name": ({"/a": entry(0, 4)}, 4, "unsafe"),
+    "NUL in a name": ({"a\0b": entry(0, 4)}, 4, "unsafe"),
+    "white space first": (" " + json.dumps({"a": entry(0, 4)}), 4, "start"),
+    "not JSON": ("{", 0, "not JSON"),
+    "a list": ("[]", 0, "start"),
+    "duplicate key": (
+        '{"a":' + json.dumps(entry(0, 4)) + ',"a":' + json.dumps(entry(0, 4)) + "}",
+        4,
+        "duplicate",
+    ),
+    "bits that fill no byte": ({"a": entry(0, 1, dtype="F4", shape=[3])}, 1, "inside a byte"),
+}
+
+
+@pytest.mark.parametrize("case", BAD)
+def test_refuses(case: str, tmp_path: Path) -> None:
+    header, data_bytes, says = BAD[case]
+    path = tmp_path / "bad.safetensors"
+    write_shard(path, header, bytes(data_bytes))
+    with pytest.raises(InvalidInputError, match=says) as refusal:
+        read_header(path)
+    assert str(path) in str(refusal.value)
+
+
+def test_refuses_a_header_longer_than_the_file(tmp_path: Path) -> None:
+    path = tmp_path / "bad.safetensors"
+    path.write_bytes((1000).to_bytes(8, "little") + b"{}")
+    with pytest.raises(InvalidInputError, match="longer than the file"):
+        read_header(path)
+    path.write_bytes(b"abc")
+    with pytest.raises(InvalidInputError, match="too short"):
+        read_header(path)
+
+
+def test_reads_what_safetensors_writes(tmp_path: Path) -> None:
+    random = torch.Generator().manual_seed(0)
+    tensors = {
+        f"t.{name}": torch.randint(0, 2, (3, 5), generator=random).to(torch_dtype(name))
+        for name in TORCH_DTYPE_NAMES
+        if "FNUZ" not in name and name != "F8_E8M0"
+    }
+    tensors["empty"] = torch.zeros(0, 4)
+    tensors["scalar"] = torch.tensor(3.5)
+    path = tmp_path / "good.safetensors"
+    save_file(tensors, path, metadata={"format": "pt"})
+    header = read_header(path)
+    assert {tensor.name for tensor in header.tensors} == tensors.keys()
+    for info in header.tensors:
+        rows = info.shape[0] if info.shape else 1
+        value = read_rows(info, 0, rows)
+        assert value.dtype == tensors[info.name].dtype
+        assert torch.equal(value.reshape(-1).view(torch.uint8), raw_bytes(tensors[info.name]))
+
+
+@settings(deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    shapes=st.lists(st.lists(st.integers(0, 5), max_size=3).map(tuple), min_size=1, max_size=6),
+    data=st.data(),
+)
+def test_safetensors_reads_what_the_writer_writes(
+    shapes: list[tuple[int, ...]], data: st.DataObject, tmp_path: Path
+) -> None:
+    dtypes = data.draw(st.lists(st.sampled_from(["U8", "BF16", "F32", "I64"]), min_size=6))
+    tensors = [
+        OutputTensor(f"tensor.{i}", dtypes[i % len(dtypes)], shape)
+        for i, shape in enumerate(shapes)
+    ]
+    path = tmp_path / "written.safetensors"
+    path.unlink(missing_ok=True)
+    contents = {
+        t.name: bytes((i * 7 + n) % 251 for n in range(t.size_bytes)) for i, t in enumerate(tensors)
+    }
+    writer = ShardWriter(path, tensors)
+    for name in data.draw(st.permutations(sorted(contents))):
+        raw, half = contents[name], len(contents[name]) // 2
+        writer.write(name, half, memoryview(raw)[half:])
+        writer.write(name, 0, memoryview(raw)[:half])
+    assert not path.exists()
+    writer.commit()
+    with safe_open(path, framework="pt") as shard:
+        assert sorted(shard.keys()) == sorted(contents)
+        for tensor in tensors:
+            value = shard.get_tensor(tensor.name)
+            assert tuple(value.shape) == tensor.shape
+            assert raw_bytes(value).numpy().tobytes() == contents[tensor.name]
+    assert [t.name for t in read_header(path).tensors if t.size_bytes] == [
+        t.name for t in tensors if t.size_bytes
+    ]
+
+
+def test_the_data_starts_aligned_and_the_mode_is_the_umask_s(tmp_path: Path) -> None:
+    head, _ = encode_header([OutputTensor("a", "F32", (3,))])
+    assert len(head) % 8 == 0
+    path = tmp_path / "a.safetensors"
+    ShardWriter(path, [OutputTensor("a", "F32", (3,))]).commit()
+    plain = tmp_path / "plain"
+    plain.touch()
+    assert path.stat().st_mode == plain.stat().st_mode
+
+
+def test_every_dtype_of_torch_is_known_by_its_width() -> None:
+    for name in TORCH_DTYPE_NAMES:
+        assert torch_dtype(name).itemsize * 8 == DTYPE_BITS[name]
