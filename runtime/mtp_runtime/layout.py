@@ -16,7 +16,7 @@ def lay_out(
     spans: Sequence[tuple[int, int]],
     device: torch.device,
 ) -> BatchLayout:
-    """Rows [start, end) of each sequence, whose pages are there already; it sees tokens [0, end)."""
+    """Rows [start, end) of each sequence, whose pages are there; it sees its tokens [0, end)."""
     positions: list[int] = []
     slots: list[int] = []
     cu_q = [0]

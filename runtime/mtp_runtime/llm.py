@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import cast
 
 from mtp_export.errors import UsageError
 from mtp_runtime.acceptance import ACCEPTANCE_RULES
@@ -104,7 +105,10 @@ class LLM:
         if isinstance(prompts, str):
             prompts = [prompts]
         each = self._params_of(len(prompts), params)
-        requests = [self._request(p, own) for p, own in zip(prompts, each, strict=True)]
+        requests = [
+            self._request(cast(Prompt, prompt), own)
+            for prompt, own in zip(prompts, each, strict=True)
+        ]
         for event in self.engine.run(requests):
             if on_token is not None:
                 on_token(event)

@@ -1,4 +1,4 @@
-"""From checkpoint folders to weights, one tensor at a time, with a ledger of what became of each."""
+"""From checkpoint folders to weights, one tensor at a time, and a ledger of what became of each."""
 
 from __future__ import annotations
 
@@ -135,7 +135,7 @@ def open_source(
         raise InvalidInputError(
             "There is neither a bundle nor a checkpoint here",
             where=folder,
-            expected=f"{CONFIG_NAME}, or {MAIN_FOLDER}/{CONFIG_NAME} and {MTP_FOLDER}/{CONFIG_NAME}",
+            expected=f"{CONFIG_NAME}, or {CONFIG_NAME} in {MAIN_FOLDER} and in {MTP_FOLDER}",
             todo="Point at the output folder of an export, or at a Hugging Face checkpoint",
         )
     family = family_of(main.config)

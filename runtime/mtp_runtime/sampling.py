@@ -86,7 +86,7 @@ def probabilities_of(
     if params.greedy:
         return one_hot(scores.argmax(axis=-1), scores.shape[-1])
     scores = scores / params.temperature
-    probabilities = np.exp(scores - scores.max(axis=-1, keepdims=True))
+    probabilities: Probabilities = np.exp(scores - scores.max(axis=-1, keepdims=True))
     probabilities /= probabilities.sum(axis=-1, keepdims=True)
     if params.top_k == 0 and params.top_p >= 1.0:
         return probabilities
@@ -105,9 +105,7 @@ def probabilities_of(
     return probabilities
 
 
-def one_hot(
-    tokens: int | np.ndarray[Any, np.dtype[np.int64]], vocab: int
-) -> Probabilities:
+def one_hot(tokens: int | np.ndarray[Any, np.dtype[np.int64]], vocab: int) -> Probabilities:
     """Certainty of one token for each of tokens [...]: probabilities [..., vocab]."""
     ids = np.asarray(tokens)
     law = np.zeros((*ids.shape, vocab))

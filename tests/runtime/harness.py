@@ -45,7 +45,13 @@ class Walk:
         config = self.model.config
         width = config.latent + config.rope.size
         self.cache = PagedCache(
-            self.model.cache_layers, 24, self.page_size, width, torch.float32, self.model.device, True
+            self.model.cache_layers,
+            24,
+            self.page_size,
+            width,
+            torch.float32,
+            self.model.device,
+            True,
         )
 
     @torch.inference_mode()
@@ -90,7 +96,9 @@ def run(
     speculation = SpeculationConfig(
         method=method if build is None else "planted", max_draft_tokens=k, acceptance=acceptance
     )
-    config = EngineConfig(**{"page_size": 16} | settings, poison_freed=True, speculation=speculation)
+    config = EngineConfig(
+        **{"page_size": 16} | settings, poison_freed=True, speculation=speculation
+    )
     engine = Engine(model, config, build or DRAFTERS[method], draft_model)
     each = [params] * len(prompts) if isinstance(params, SamplingParams) else params
     requests = [

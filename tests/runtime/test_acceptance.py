@@ -32,7 +32,10 @@ def question(
 ) -> Question:
     params = SamplingParams(temperature=1.0, top_p=top_p)
     return Question(
-        Draft(drafts), np.array(rows), params, SpeculationConfig(**settings)  # type: ignore[arg-type]
+        Draft(drafts),
+        np.array(rows),
+        params,
+        SpeculationConfig(**settings),  # type: ignore[arg-type]
     )
 
 

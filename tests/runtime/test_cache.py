@@ -9,9 +9,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from mtp_runtime.cache import CachedSequence, PagedCache
+from runtime.harness import Walk, load, prompts_of
 
 from mtp_export.errors import ResourceError
-from runtime.harness import Walk, load, prompts_of
 
 
 def cache_of(pages: int, page_size: int) -> PagedCache:

@@ -14,7 +14,6 @@ from mtp_runtime.drafters.base import Drafter, DrafterParts
 from mtp_runtime.drafters.planted import PlantedDrafter
 from mtp_runtime.models.deepseek_v3 import DeepseekV3
 from mtp_runtime.sampling import SamplingParams
-
 from runtime.harness import Prompt, Run, load, prompts_of, run
 
 PARAMS = SamplingParams(max_tokens=12, ignore_eos=True)

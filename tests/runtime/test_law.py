@@ -22,7 +22,6 @@ from mtp_runtime.engine import Engine
 from mtp_runtime.models.deepseek_v3 import DeepseekV3
 from mtp_runtime.request import Request
 from mtp_runtime.sampling import SamplingParams, one_hot, probabilities_of
-
 from runtime.harness import Walk, load, prompts_of, run
 from runtime.markov import Branches, Table
 
@@ -136,9 +135,7 @@ def test_a_wrong_proposal_law_is_seen() -> None:
 @pytest.mark.parametrize("acceptance", ["topp_window", "relaxed"])
 def test_lossy_rules_are_lossy(acceptance: str) -> None:
     target, draft = tables(seed=3)
-    engine = engine_of(
-        target, draft, DRAFTERS["mtp"], max_draft_tokens=2, acceptance=acceptance
-    )
+    engine = engine_of(target, draft, DRAFTERS["mtp"], max_draft_tokens=2, acceptance=acceptance)
     params = SamplingParams(temperature=1.0, top_p=0.8, max_tokens=3)
     found = law_of(engine, params)
     assert sum(found.values()) == pytest.approx(1.0, abs=1e-9)

@@ -9,10 +9,9 @@ from typing import Any
 import pytest
 import torch
 from mtp_runtime.sampling import SamplingParams
-from transformers import DeepseekV3ForCausalLM
-
 from runtime.checkpoints import YARN
 from runtime.harness import Walk, load, prompts_of, run
+from transformers import DeepseekV3ForCausalLM
 
 TOLERANCE = 1e-4
 

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+import numpy as np
 import torch
 
 from mtp_runtime.acceptance import Draft
 from mtp_runtime.request import Request
 from mtp_runtime.sampling import Probabilities, one_hot, probabilities_of
-import numpy as np
 
 
 @dataclass

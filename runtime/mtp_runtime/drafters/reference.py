@@ -45,9 +45,7 @@ class ReferenceDrafter:
         return ()
 
 
-def find_last(
-    tokens: Sequence[int], ngram: Sequence[int], first: int, end: int
-) -> int | None:
+def find_last(tokens: Sequence[int], ngram: Sequence[int], first: int, end: int) -> int | None:
     """The last start in [first, end) at which the n-gram stands; None if there is none."""
     size, head = len(ngram), ngram[0]
     for at in range(end - 1, first - 1, -1):

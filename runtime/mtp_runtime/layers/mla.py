@@ -40,10 +40,11 @@ class Mla:
         heads, nope, latent = self.key_up.shape
         projected = self.down(x)
         query_size = projected.shape[1] - latent - self.rope_size
-        query, kv, k_rope = projected.split([query_size, latent, self.rope_size], dim=1)
+        sizes = [query_size, latent, self.rope_size]
+        query, kv, k_rope = torch.split(projected, sizes, dim=1)
         if self.query_up is not None and self.query_norm is not None:
             query = self.query_up(self.query_norm(query))
-        q_nope, q_rope = query.view(len(x), heads, -1).split([nope, self.rope_size], dim=2)
+        q_nope, q_rope = torch.split(query.view(len(x), heads, -1), [nope, self.rope_size], dim=2)
         q_latent = torch.bmm(q_nope.transpose(0, 1), self.key_up).transpose(0, 1).contiguous()
         turning = torch.cat([q_rope, k_rope[:, None]], dim=1)  # [T, h+1, r]
         turned = rotate(turning, rotations[:, None])

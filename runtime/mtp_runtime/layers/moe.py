@@ -59,11 +59,12 @@ class Router:
         return picked, weights * self.scale
 
     def _within_groups(self, choice: torch.Tensor) -> torch.Tensor:
-        grouped = choice.unflatten(1, (self.groups, -1))  # [T, g, e/g]
+        grouped = choice.view(len(choice), self.groups, -1)  # [T, g, e/g]
         best_two = grouped.topk(2, dim=-1)[0].sum(dim=-1)
         picked = best_two.topk(self.groups_per_token, dim=-1)[1]
         left_out = torch.ones_like(best_two, dtype=torch.bool).scatter_(1, picked, False)
-        return grouped.masked_fill(left_out[:, :, None], -torch.inf).flatten(1)
+        masked: torch.Tensor = grouped.masked_fill(left_out[:, :, None], -torch.inf)
+        return masked.flatten(1)
 
 
 @dataclass(frozen=True)

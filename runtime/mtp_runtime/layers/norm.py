@@ -20,4 +20,5 @@ class RmsNorm:
         length = torch.linalg.vector_norm(wide, dim=-1, keepdim=True)
         size = self.weight.shape[0]
         inverse = length.square_().div_(size).add_(self.eps).rsqrt_()
-        return (wide * inverse).to(x.dtype).mul_(self.weight)
+        scaled: torch.Tensor = (wide * inverse).to(x.dtype)
+        return scaled.mul_(self.weight)

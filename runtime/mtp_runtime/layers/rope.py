@@ -68,5 +68,5 @@ class Rope:
 
 def rotate(x: torch.Tensor, rotations: torch.Tensor) -> torch.Tensor:
     """Turn x [..., r] by complex rotations that broadcast to [..., r/2]; pairs stay in place."""
-    pairs = torch.view_as_complex(x.float().unflatten(-1, (-1, 2)))
+    pairs = torch.view_as_complex(x.float().view(*x.shape[:-1], -1, 2))
     return torch.view_as_real(pairs * rotations).flatten(-2).to(x.dtype)

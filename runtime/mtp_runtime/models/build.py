@@ -1,4 +1,4 @@
-"""Puts a DeepSeek-V3 together out of named tensors: the one place of the runtime with their names."""
+"""Puts a DeepSeek-V3 together out of named tensors; only this file of the runtime names them."""
 
 from __future__ import annotations
 

@@ -6,7 +6,7 @@ Source: DeepSeek-V3 technical report, sections 2.1 and 2.2; the released weights
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -177,7 +177,7 @@ class DeepseekV3:
     def __call__(
         self,
         tokens: torch.Tensor,  # [T]
-        kv_cache: torch.Tensor,  # [layers, pages, page, c+r]
+        kv_cache: Sequence[torch.Tensor],  # of each layer, [pages, page, c+r]
         layout: BatchLayout,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Hidden states [T, d] of every row, before and after the last norm; fills the cache."""
