@@ -14,7 +14,8 @@ SOURCES = sorted(path for root in PACKAGE_ROOTS for path in root.rglob("*.py"))
 CORE = {"checkpoint", "families", "targets", "schemes", "errors"}
 # Who may import which other unit. A unit is a module or subpackage of mtp_export, or a package.
 ARROWS = {
-    "cli": CORE | {"export", "inspection", "options", "progress", "split", "tables"},
+    "cli": CORE | {"commands", "export", "inspection", "options", "progress", "split", "tables"},
+    "commands": {"errors", "mtp_runtime"},
     "options": CORE | {"split"},
     "tables": CORE | {"export", "inspection", "progress"},
     "split": CORE,
@@ -92,7 +93,7 @@ def test_files_and_functions_are_short(path: Path) -> None:
 
 def test_only_the_command_line_prints() -> None:
     for path in SOURCES:
-        if path.name == "cli.py":
+        if path.name == "cli.py" or path.parent.name == "commands":
             continue
         for node in ast.walk(ast.parse(path.read_text())):
             if isinstance(node, ast.Call) and isinstance(node.func, ast.Name):

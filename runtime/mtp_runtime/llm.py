@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import cast
 
@@ -62,41 +62,30 @@ class LLM:
     ) -> None:
         _check_choice("speculate_method", speculate_method, DRAFTERS)
         _check_choice("acceptance", acceptance, ACCEPTANCE_RULES)
-        options = LoadOptions(
-            device=device,
-            dtype=dtype,
-            deterministic=deterministic,
-            dequantize_at_load=dequantize_at_load,
-            with_mtp=speculate_method == "mtp",
-            contract=contract or MtpContract(),
-        )
         speculation = SpeculationConfig(
-            method=speculate_method,
-            max_draft_tokens=speculate_max_draft_token_num,
-            max_ngram_size=speculate_max_ngram_size,
-            acceptance=acceptance,
-            verify_window=speculate_verify_window,
-            max_candidate_len=speculate_max_candidate_len,
+            speculate_method,
+            speculate_max_draft_token_num,
+            speculate_max_ngram_size,
+            acceptance,
+            speculate_verify_window,
+            speculate_max_candidate_len,
         )
-        config = EngineConfig(
-            max_batch_size=max_batch_size,
-            page_size=page_size,
-            cache_tokens=cache_tokens,
-            prefill_chunk=prefill_chunk,
-            speculation=speculation,
-        )
+        config = EngineConfig(max_batch_size, page_size, cache_tokens, prefill_chunk)
+        config = replace(config, speculation=speculation)
+        with_mtp, contract = speculate_method == "mtp", contract or MtpContract()
+        options = LoadOptions(device, dtype, deterministic, dequantize_at_load, with_mtp, contract)
         loaded = load_model(Path(bundle), options)
         drafting = None if draft_model is None else load_model(Path(draft_model), options).model
         self.ledger = loaded.ledger
         self.tokenizer = Tokenizer.find(loaded.folder)
         self.engine = Engine(loaded.model, config, DRAFTERS[speculate_method], drafting)
-        self._next_id = 0
+        self.next_request_id = 0
 
     def generate(
         self,
         prompts: Prompt | Sequence[Prompt],
         params: SamplingParams | Sequence[SamplingParams] | None = None,
-        on_token: Callable[[TokenEvent], None] | None = None,
+        on_token: Callable[[TokenEvent], object] | None = None,
     ) -> list[RequestOutput]:
         """One output a prompt, in order. on_token is called with every token as it comes out.
 
@@ -128,9 +117,9 @@ class LLM:
             self.tokenizer.require()
         ids = self.tokenizer.encode(prompt) if isinstance(prompt, str) else tuple(prompt)
         decode = self.tokenizer.decode if self.tokenizer.found else None
-        self._next_id += 1
+        self.next_request_id += 1
         eos = self.engine.model.config.eos_token_ids
-        return Request(self._next_id - 1, ids, params, eos, decode)
+        return Request(self.next_request_id - 1, ids, params, eos, decode)
 
 
 def _output(request: Request) -> RequestOutput:

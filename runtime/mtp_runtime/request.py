@@ -17,9 +17,10 @@ Decode = Callable[[Sequence[int]], str]
 class RequestMetrics:
     """Counts of one request.
 
-    drafted[j] counts the blocks in which a draft at position j was verified, accepted[j] those in
-    which it and all before it stood. target_steps counts verified blocks; output tokens over
-    target_steps is the mean accepted length. Times are of the monotonic clock, in seconds.
+    drafted[j] counts the blocks in which a draft at position j was verified, reached[j] those of
+    them in which all before it stood, accepted[j] those in which it stood as well. target_steps
+    counts verified blocks; output tokens over target_steps is the mean accepted length. Times are
+    of the monotonic clock.
     """
 
     prompt_tokens: int = 0
@@ -27,6 +28,7 @@ class RequestMetrics:
     target_steps: int = 0
     preemptions: int = 0
     drafted: list[int] = field(default_factory=list)
+    reached: list[int] = field(default_factory=list)
     accepted: list[int] = field(default_factory=list)
     arrival_seconds: float = 0.0
     first_token_seconds: float = 0.0
@@ -37,9 +39,11 @@ class RequestMetrics:
         self.target_steps += 1
         missing = drafted - len(self.drafted)
         self.drafted += [0] * missing
+        self.reached += [0] * missing
         self.accepted += [0] * missing
         for position in range(drafted):
             self.drafted[position] += 1
+            self.reached[position] += position <= accepted
             self.accepted[position] += position < accepted
 
     @property
@@ -59,11 +63,16 @@ class RequestMetrics:
 
 @dataclass(frozen=True)
 class TokenEvent:
-    """One token as it is streamed; from_draft: it was proposed and accepted."""
+    """One token as it is streamed.
+
+    text is what it added to the output (perhaps nothing yet), if decoded: there is a tokenizer.
+    from_draft: it was proposed and accepted.
+    """
 
     request_id: int
     token: int
     text: str
+    decoded: bool
     from_draft: bool
 
 
@@ -116,7 +125,8 @@ class Request:
             self.metrics.output_tokens += 1
             piece = self._extend_text()
             self.finish_reason = self._reason_to_finish(token)
-            events.append(TokenEvent(self.request_id, token, piece, index < from_draft))
+            decoded = self.decode is not None
+            events.append(TokenEvent(self.request_id, token, piece, decoded, index < from_draft))
             if self.finish_reason is not None:
                 self.metrics.finished_seconds = time.monotonic()
                 break

@@ -25,6 +25,7 @@ BACKENDS = {
 }
 # What backend="auto" means on each torch device type.
 AUTO = {"cpu": "torch_cpu", "cuda": "triton_cuda"}
+LSE_DTYPE = torch.float32
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
@@ -85,8 +86,6 @@ def verify_attention(
     if backend != "auto" and backend not in BACKENDS:
         raise ValueError(f"backend: expected auto or one of {sorted(BACKENDS)}, found {backend!r}")
     check_tensors(q_latent, q_rope, kv_cache, kv_scale, page_table, kv_lens, cu_q)
-    if q_latent.device.type == "cpu":
-        check_contents(len(q_latent), kv_cache, page_table, kv_lens, cu_q)
     sizes = sizes_of(q_latent, q_rope, kv_cache, page_table, cu_q, workspace)
     inputs = Inputs(
         q_latent, q_rope, kv_cache, kv_scale, page_table, kv_lens, cu_q, float(scale), sizes
@@ -95,15 +94,9 @@ def verify_attention(
     parts = None if workspace is None else workspace.parts
     needed_bytes = module.workspace_bytes(sizes, parts, q_latent.device)
     buffer = workspace_buffer(workspace, needed_bytes, q_latent.device)
-    if out is None:
-        out = (torch.empty_like(q_latent), q_latent.new_empty(q_latent.shape[:2], dtype=LSE_DTYPE))
-    check_tensor("out[0]", out[0], tuple(q_latent.shape), (q_latent.dtype,), q_latent.device)
-    check_tensor("out[1]", out[1], tuple(q_latent.shape[:2]), (LSE_DTYPE,), q_latent.device)
-    module.attend(inputs, buffer, parts, out[0], out[1])
+    out = outputs(q_latent, out)
+    module.attend(inputs, buffer, parts, *out)
     return out
-
-
-LSE_DTYPE = torch.float32
 
 
 def make_workspace(
@@ -148,6 +141,18 @@ def load_backend(backend: str, device: torch.device) -> Backend:
             raise ValueError(f"backend auto: expected a device of {sorted(AUTO)}, found {device}")
         backend = AUTO[device.type]
     return cast(Backend, import_module(BACKENDS[backend]))
+
+
+def outputs(
+    q_latent: torch.Tensor, out: tuple[torch.Tensor, torch.Tensor] | None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The caller's output tensors, checked, or new ones."""
+    shape = tuple(q_latent.shape)
+    if out is None:
+        return torch.empty_like(q_latent), q_latent.new_empty(shape[:2], dtype=LSE_DTYPE)
+    check_tensor("out[0]", out[0], shape, (q_latent.dtype,), q_latent.device)
+    check_tensor("out[1]", out[1], shape[:2], (LSE_DTYPE,), q_latent.device)
+    return out
 
 
 def workspace_buffer(
@@ -201,7 +206,7 @@ def check_tensors(
     kv_lens: torch.Tensor,
     cu_q: torch.Tensor,
 ) -> None:
-    """Check types, shapes, dtypes, devices and layouts; reads no tensor's content."""
+    """Check types, shapes, dtypes, devices and layouts; on the CPU the contents too."""
     device = q_latent.device
     check_tensor("q_latent", q_latent, ("T", "h", "c"), DTYPES, device)
     queries, heads, latent = q_latent.shape
@@ -222,6 +227,8 @@ def check_tensors(
     batch = len(page_table)
     check_tensor("kv_lens", kv_lens, (batch,), (torch.int32,), device)
     check_tensor("cu_q", cu_q, (batch + 1,), (torch.int32,), device)
+    if device.type == "cpu":
+        check_contents(queries, kv_cache, page_table, kv_lens, cu_q)
 
 
 def check_tensor(
@@ -231,18 +238,24 @@ def check_tensor(
     dtypes: tuple[torch.dtype, ...],
     device: torch.device,
 ) -> None:
-    """Check one tensor; a dimension given as a letter may have any size above 0 (T and b also 0)."""
+    """Check one tensor; letters stand for any size above 0, T and b also for 0."""
     if not isinstance(tensor, torch.Tensor):
         raise TypeError(f"{name}: expected a tensor, found {type(tensor).__name__}")
     if tensor.dtype not in dtypes:
-        raise TypeError(f"{name}: expected dtype {' or '.join(map(str, dtypes))}, found {tensor.dtype}")
+        raise TypeError(
+            f"{name}: expected dtype {' or '.join(map(str, dtypes))}, found {tensor.dtype}"
+        )
     found = tuple(tensor.shape)
     fits = len(found) == len(shape) and all(
-        (size > 0 or want in ("T", "b", "pages", "max_pages")) if isinstance(want, str) else size == want
+        (size > 0 or want in ("T", "b", "pages", "max_pages"))
+        if isinstance(want, str)
+        else size == want
         for size, want in zip(found, shape, strict=True)
     )
     if not fits:
-        raise ValueError(f"{name}: expected shape [{', '.join(map(str, shape))}], found {list(found)}")
+        raise ValueError(
+            f"{name}: expected shape [{', '.join(map(str, shape))}], found {list(found)}"
+        )
     if tensor.device != device:
         raise ValueError(f"{name}: expected on {device} like q_latent, found on {tensor.device}")
     if not tensor.is_contiguous():

@@ -43,7 +43,7 @@ class Rows:
 
 def has_bf16_matmul() -> bool:
     """Whether this CPU multiplies bf16 matrices in hardware (AMX)."""
-    return bool(torch.backends.mkldnn.is_available() and torch.cpu._is_amx_tile_supported())
+    return torch._C._has_mkldnn and torch.cpu._is_amx_tile_supported()
 
 
 def product_dtype(sizes: Sizes) -> torch.dtype:
@@ -195,7 +195,7 @@ def multiply_scores(
     dropped = scratch.rounded[1, : scores.numel()].view_as(scores)
     torch.mm(tokens, query.t(), out=coarse)
     torch.addmm(coarse, tokens, query.t(), beta=-1, out=dropped)
-    torch.add(coarse, dropped, out=scores)
+    scores.copy_(coarse).add_(dropped)  # torch.add(coarse, dropped) would round to bf16 again
 
 
 def mask_unseen(scores: torch.Tensor, limits: torch.Tensor, span: tuple[int, int]) -> None:

@@ -1,0 +1,141 @@
+"""Verification attention on NVIDIA GPUs in Triton: split-KV over a plan made on the device.
+
+Three kernels: one program deals the batch's cache blocks evenly to the parts, a wave of programs
+attends, and requests that lie in several parts are merged by their log-sum-exp. The grid depends
+on sizes only, so the launches can be captured in a CUDA graph and replayed with other lengths.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+import triton
+
+from mtp_kernels.verify_attention import triton_kernels as kernels
+from mtp_kernels.verify_attention.inputs import Carver, Inputs, Sizes, array_bytes
+from mtp_kernels.verify_attention.triton_tuning import Launch, launch_for
+
+INTERPRETER_PARTS = 4  # the interpreter runs programs one after another, on the CPU
+COMBINE_ROWS = 2
+PLAN_MAX_BATCH = 4096
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """What sizes and device decide before anything runs."""
+
+    launch: Launch
+    tokens: int  # of a block: launch.tokens, or less where pages are smaller
+    tiles: int  # tiles of rows of the longest request
+    parts: int
+    min_share: int
+
+
+def schedule_for(sizes: Sizes, parts: int | None, device: torch.device) -> Schedule:
+    """The tile from the table; as many parts as fill the device once, unless `parts` is given."""
+    rows = max(1, sizes.max_q_len) * sizes.heads
+    # The interpreter plays a device whose table has all three tiles.
+    capability, version, processors = (9, 0), "3.6", INTERPRETER_PARTS
+    if device.type == "cuda":
+        version = triton.__version__
+        capability = torch.cuda.get_device_capability(device)
+        processors = torch.cuda.get_device_properties(device).multi_processor_count
+    launch = launch_for(capability, version, sizes.dtype, sizes.kv_dtype, rows)
+    tiles = -(-rows // launch.rows)
+    tokens = math.gcd(launch.tokens, sizes.page)
+    if parts is not None:
+        return Schedule(launch, tokens, tiles, parts, 1)
+    filling = max(1, processors * launch.programs_per_sm // tiles)
+    return Schedule(launch, tokens, tiles, filling, launch.min_share)
+
+
+def layout(sizes: Sizes, schedule: Schedule) -> list[tuple[tuple[int, ...], torch.dtype]]:
+    """Shapes and dtypes of the workspace's arrays, in the order of `attend`."""
+    slots, rows = 2 * schedule.parts, schedule.tiles * schedule.launch.rows
+    return [
+        ((sizes.batch + 1,), torch.int32),
+        ((slots,), torch.int32),
+        ((1,), torch.int32),
+        ((slots, rows, sizes.latent), torch.float32),
+        ((slots, rows), torch.float32),
+    ]
+
+
+def workspace_bytes(sizes: Sizes, parts: int | None, device: torch.device) -> int:
+    check_support(sizes, device)
+    schedule = schedule_for(sizes, parts, device)
+    return sum(array_bytes(shape, dtype) for shape, dtype in layout(sizes, schedule))
+
+
+def attend(
+    inputs: Inputs, buffer: torch.Tensor, parts: int | None, out: torch.Tensor, lse: torch.Tensor
+) -> None:
+    """Write out [T, h, c] and lse [T, h]; `buffer` has at least `workspace_bytes` bytes."""
+    sizes = inputs.sizes
+    if sizes.queries == 0:
+        return
+    schedule = schedule_for(sizes, parts, out.device)
+    carver = Carver(buffer)
+    starts, part_requests, share, part_out, part_lse = (
+        carver.take(shape, dtype) for shape, dtype in layout(sizes, schedule)
+    )
+    plan = (starts, part_requests, share)
+    kernels.plan_kernel[(1,)](
+        inputs.kv_lens, inputs.cu_q, *plan, sizes.batch, schedule.parts,
+        BATCH_POW2=triton.next_power_of_2(sizes.batch), TOKENS=schedule.tokens,
+        MIN_SHARE=schedule.min_share,
+    )  # fmt: skip
+    kernels.attend_kernel[(schedule.tiles, schedule.parts)](
+        inputs.q_latent, inputs.q_rope, inputs.kv_cache, inputs.kv_scale, inputs.page_table,
+        inputs.kv_lens, inputs.cu_q, inputs.scale * math.log2(math.e), *plan, out, lse, part_out,
+        part_lse, inputs.page_table.shape[1], part_lse.shape[1],
+        **attend_constants(sizes, schedule), num_warps=schedule.launch.warps,
+    )  # fmt: skip
+    row_programs = -(-sizes.max_q_len * sizes.heads // COMBINE_ROWS)
+    kernels.combine_kernel[(row_programs, sizes.batch)](
+        inputs.kv_lens, inputs.cu_q, starts, share, out, lse, part_out, part_lse,
+        part_lse.shape[1], HEADS=sizes.heads, LATENT=sizes.latent, ROWS=COMBINE_ROWS,
+        TOKENS=schedule.tokens,
+    )  # fmt: skip
+
+
+def attend_constants(sizes: Sizes, schedule: Schedule) -> dict[str, int | bool | str]:
+    """The compile-time arguments of `attend_kernel`."""
+    return {
+        "HEADS": sizes.heads,
+        "LATENT": sizes.latent,
+        "ROPE": sizes.rope,
+        "PAGE": sizes.page,
+        "ROWS": schedule.launch.rows,
+        "TOKENS": schedule.tokens,
+        "FP8": sizes.kv_dtype == torch.float8_e4m3fn,
+        "PRECISION": "ieee" if sizes.dtype == torch.float32 else "tf32",
+        "STAGES": schedule.launch.stages,
+    }
+
+
+def check_support(sizes: Sizes, device: torch.device) -> None:
+    """Refuse what the kernels cannot do."""
+    interpreted = bool(triton.knobs.runtime.interpret)
+    if device.type != "cuda" and not interpreted:
+        raise ValueError(f"backend triton_cuda: expected tensors on a CUDA device, found {device}")
+    if interpreted and sizes.dtype == torch.bfloat16:
+        # Triton 3.6 to 3.9: numpy has no bf16, so the interpreter keeps bf16 as uint16, and
+        # tl.dot multiplies these bit patterns as integers.
+        raise ValueError("Triton's interpreter: expected float16 or float32, found bfloat16")
+    for name, size in (("latent", sizes.latent), ("rope", sizes.rope)):
+        if size < 16 or size & (size - 1):
+            raise ValueError(
+                f"backend triton_cuda: expected a {name} size that is a power of two from 16 on, "
+                f"found {size}"
+            )
+    if sizes.page % 16:
+        raise ValueError(
+            f"backend triton_cuda: expected pages of a multiple of 16 tokens, found {sizes.page}"
+        )
+    if sizes.batch > PLAN_MAX_BATCH:
+        raise ValueError(
+            f"backend triton_cuda: expected at most {PLAN_MAX_BATCH} requests, found {sizes.batch}"
+        )

@@ -1,0 +1,48 @@
+"""Every tuned launch compiles for its device, without a device; a spill fails here, not in use."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[3]
+# What one program may use: CUDA programming guide, compute capabilities.
+SHARED_BYTES = {"8.0": 166_912, "9.0": 232_448, "10.0": 232_448}
+
+
+def compile_report(tmp_path: Path, *options: str) -> list[dict[str, Any]]:
+    """A process of its own: in this one Triton may be interpreting."""
+    path = tmp_path / "report.json"
+    script = ROOT / "benchmarks/compile_report_verify_attention.py"
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    subprocess.run(
+        [sys.executable, str(script), "--json", str(path), *options],
+        check=True, capture_output=True, env=environment | {"PYTHONPATH": str(ROOT / "kernels")},
+    )  # fmt: skip
+    rows: list[dict[str, Any]] = json.loads(path.read_text())["rows"]
+    return rows
+
+
+@pytest.mark.parametrize("capability", SHARED_BYTES)
+def test_every_tuned_launch(tmp_path: Path, capability: str) -> None:
+    rows = compile_report(tmp_path, "--capability", capability)
+    assert {row["kind"] for row in rows} >= {"16 bit", "fp32"}
+    for row in rows:
+        assert row["spilled_bytes"] == 0, row
+        assert row["shared_bytes"] * row["programs_per_sm"] <= SHARED_BYTES[capability], row
+        tensor_cores = row["wgmma"] + row["mma"] + row["tcgen05"]
+        assert (tensor_cores > 0) == (row["kind"] != "fp32"), row
+
+
+def test_tiles_of_64_rows_use_wgmma_on_hopper(tmp_path: Path) -> None:
+    """By any Triton; under 3.9, which spills, the tile is compiled here but in no table."""
+    (row,) = compile_report(tmp_path, "--rows-64")
+    assert row["wgmma"] > 0 and row["mma"] == 0
+    assert row["spilled_bytes"] <= 192
+    assert row["shared_bytes"] <= SHARED_BYTES["9.0"]

@@ -1,0 +1,117 @@
+"""The Triton backend over the whole matrix, in Triton's interpreter on the CPU.
+
+float32 and float16 only. Triton's interpreter (3.6 to 3.9) keeps bfloat16 as uint16, and its
+tl.dot multiplies those bit patterns as integers; the backend refuses bf16 there, and a test holds
+that it does. bf16 is covered by the compile tests and, on a GPU, by the device tests.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from attention_cases import Case, check, lengths_around, reordered
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from interpreter import Interpreter
+
+FLOAT32, FLOAT16 = torch.float32, torch.float16
+MIXED = Case((2, 0, 6, 3, 1, 5), (0, 9, 3, 200, 129, 64), heads=17, latent=512, rope=64, page=64)
+ONE_PART, SOME_PARTS, MORE_PARTS_THAN_BLOCKS = 1, 5, 64
+
+
+def check_all(interpreter: Interpreter, cases: list[Case]) -> None:
+    for case, (out, lse) in zip(cases, interpreter.attend(cases), strict=True):
+        check(case, out, lse)
+
+
+@pytest.mark.parametrize("heads", [1, 8, 16, 17, 128])
+@pytest.mark.parametrize("q_len", range(1, 7))
+def test_every_length_around_an_edge(interpreter: Interpreter, heads: int, q_len: int) -> None:
+    lengths = lengths_around(q_len, page=16)
+    # float32 has tiles of 16 rows alone; float16 has all three, at 128 heads several of them.
+    dtype = FLOAT16 if heads == 128 else FLOAT32
+    case = Case((q_len,) * len(lengths), lengths, heads=heads, dtype=dtype)
+    parts = [ONE_PART, SOME_PARTS] + ([MORE_PARTS_THAN_BLOCKS] if heads != 128 else [])
+    check_all(interpreter, [replace(case, parts=count) for count in parts])
+
+
+@pytest.mark.parametrize("q_len", range(1, 7))
+def test_long_caches_in_large_blocks(interpreter: Interpreter, q_len: int) -> None:
+    lengths = (4096, 4096 + q_len - 1, 4096 + q_len)
+    case = Case((q_len,) * 3, lengths, page=64, dtype=FLOAT16)
+    check_all(interpreter, [replace(case, parts=parts) for parts in (ONE_PART, 7)])
+
+
+@pytest.mark.parametrize(("dtype", "fp8"), [(FLOAT32, False), (FLOAT16, False), (FLOAT16, True)])
+def test_ragged_batch_at_deepseek_sizes(
+    interpreter: Interpreter, dtype: torch.dtype, fp8: bool
+) -> None:
+    case = replace(MIXED, dtype=dtype, fp8=fp8)
+    check_all(interpreter, [replace(case, parts=parts) for parts in (None, 3)])
+
+
+@pytest.mark.parametrize("rows", [16, 17, 32, 33, 64, 65, 130])
+def test_every_tile(interpreter: Interpreter, rows: int) -> None:
+    """Tiles of 16, 32 and 64 rows, one and several of them, one head to a row."""
+    case = Case((rows, 1), (rows + 70, 40), heads=1, page=64, dtype=FLOAT16)
+    check_all(interpreter, [replace(case, parts=2, fp8=fp8) for fp8 in (False, True)])
+
+
+@given(
+    requests=st.lists(st.tuples(st.integers(0, 6), st.integers(0, 70)), min_size=1, max_size=4),
+    heads=st.integers(1, 10),
+    page=st.sampled_from([16, 48, 64]),
+    kind=st.sampled_from([(FLOAT32, False), (FLOAT16, False), (FLOAT16, True)]),
+    parts=st.integers(1, 12),
+    seed=st.integers(0, 2**16),
+)
+@settings(max_examples=30, deadline=None)
+def test_random_ragged_batches(
+    interpreter: Interpreter,
+    requests: list[tuple[int, int]],
+    heads: int,
+    page: int,
+    kind: tuple[torch.dtype, bool],
+    parts: int,
+    seed: int,
+) -> None:
+    q_lens, kv_lens = zip(*requests, strict=True)
+    dtype, fp8 = kind
+    case = Case(
+        q_lens, kv_lens, heads=heads, page=page, dtype=dtype, fp8=fp8, parts=parts, seed=seed
+    )
+    check_all(interpreter, [case])
+
+
+def test_fused_equals_expanded(interpreter: Interpreter) -> None:
+    """A group of 4 over 100 tokens, and the same rows one at a time: 97, 98, 99 and 100 tokens."""
+    fused = Case((4,), (100,), parts=3)
+    check_all(interpreter, [fused, Case((1, 1, 1, 1), (97, 98, 99, 100), parts=3)])
+
+
+def test_results_do_not_depend_on_the_order_of_requests(interpreter: Interpreter) -> None:
+    moved, _ = reordered(MIXED, [4, 2, 5, 0, 3, 1])
+    check_all(interpreter, [replace(moved, parts=3), replace(MIXED, parts=3)])
+
+
+def test_bf16_is_refused_in_the_interpreter(interpreter: Interpreter) -> None:
+    message = interpreter.error(replace(MIXED, dtype=torch.bfloat16))
+    assert "expected float16 or float32, found bfloat16" in message
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"fp8": True}, "expected 16 bit or fp8 or fp32 on capability (9, 0), found fp32 over fp8"),
+        ({"latent": 24}, "latent size that is a power of two"),
+        ({"rope": 8}, "rope size that is a power of two"),
+        ({"page": 20}, "pages of a multiple of 16 tokens"),
+    ],
+)
+def test_unsupported_sizes_are_refused(
+    interpreter: Interpreter, change: dict[str, Any], message: str
+) -> None:
+    assert message in interpreter.error(replace(Case((1,), (5,)), **change))
