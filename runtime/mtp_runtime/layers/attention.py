@@ -47,7 +47,8 @@ class BatchLayout:
         for request, kv_len in enumerate(kv_lens):
             start, end = starts[request], starts[request + 1]
             pages = table[request][: -(-kv_len // self.page_size)]
-            first = pages[0] if pages == list(range(pages[0], pages[0] + len(pages))) else None
+            in_a_row = pages == list(range(pages[0], pages[0] + len(pages)))
+            first = pages[0] * self.page_size if in_a_row else None
             rows = end - start
             unseen = None
             if rows > 1:
@@ -74,7 +75,7 @@ class BatchLayout:
 
 @dataclass(frozen=True)
 class Span:
-    """One request's rows [start, end) and its pages; first_page where they lie in a row.
+    """One request's rows [start, end) and its pages; first_slot where they lie in a row.
 
     unseen [s, 1, s]: of the last s tokens, those after each row; None for a single row.
     """
@@ -82,7 +83,7 @@ class Span:
     start: int
     end: int
     kv_len: int
-    first_page: int | None
+    first_slot: int | None
     pages: torch.Tensor
     unseen: torch.Tensor | None
 
@@ -129,7 +130,7 @@ def fused_attention(
             return _lean_attention(q_latent, q_rope, kv_cache, layout, scale)
     return verify_attention(
         q_latent,
-        q_rope,
+        q_rope.contiguous(),
         kv_cache,
         layout.page_table,
         layout.kv_lens,
@@ -149,12 +150,12 @@ def _lean_attention(
     count, heads, latent = q_latent.shape
     query = torch.cat([q_latent, q_rope], dim=-1).mul_(scale).flatten(0, 1)  # [T*h, c+r]
     out = torch.empty(count * heads, latent)
+    cache = kv_cache.flatten(0, 1)
     for span in layout.spans:
-        if span.first_page is None:
-            pages = kv_cache[span.pages]
+        if span.first_slot is None:
+            tokens = kv_cache[span.pages].flatten(0, 1)[: span.kv_len]  # [t, c+r]
         else:
-            pages = kv_cache[span.first_page : span.first_page + len(span.pages)]
-        tokens = pages.flatten(0, 1)[: span.kv_len]  # [t, c+r]
+            tokens = cache[span.first_slot : span.first_slot + span.kv_len]
         rows = slice(span.start * heads, span.end * heads)
         scores = torch.mm(query[rows], tokens.t())
         if span.unseen is not None:

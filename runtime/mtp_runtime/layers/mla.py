@@ -49,7 +49,7 @@ class Mla:
         turning = torch.cat([q_rope, k_rope[:, None]], dim=1)  # [T, h+1, r]
         turned = rotate(turning, rotations[:, None])
         cached = torch.cat([self.latent_norm(kv), turned[:, heads]], dim=1)
-        return q_latent, turned[:, :heads].contiguous(), cached
+        return q_latent, turned[:, :heads], cached
 
     def finish(self, attended: torch.Tensor) -> torch.Tensor:
         """Attended latents [T, h, c] -> [T, d]."""

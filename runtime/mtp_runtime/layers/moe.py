@@ -44,7 +44,7 @@ class Router:
     groups_per_token: int
     experts_per_token: int
     normalise: bool
-    scale: float
+    scale: torch.Tensor  # [1]
 
     def __call__(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Expert ids [T, k] and their weights [T, k], float32, for x [T, d]."""
@@ -62,9 +62,8 @@ class Router:
         grouped = choice.view(len(choice), self.groups, -1)  # [T, g, e/g]
         best_two = grouped.topk(2, dim=-1)[0].sum(dim=-1)
         picked = best_two.topk(self.groups_per_token, dim=-1)[1]
-        left_out = torch.ones_like(best_two, dtype=torch.bool).scatter_(1, picked, False)
-        masked: torch.Tensor = grouped.masked_fill(left_out[:, :, None], -torch.inf)
-        return masked.flatten(1)
+        left_out = torch.full_like(best_two, -torch.inf).scatter_(1, picked, 0.0)
+        return torch.add(grouped, left_out[:, :, None]).flatten(1)
 
 
 @dataclass(frozen=True)
@@ -97,8 +96,7 @@ class Moe:
         picked, weights = self.route(x)
         weights = weights.to(x.dtype)
         if len(x) == 1:
-            ends = [(expert, place + 1) for place, expert in enumerate(picked[0].tolist())]
-            return torch.mm(weights, self._experts(x.expand(len(ends), -1), ends))
+            return torch.mm(weights, self._one_row(x, picked[0].tolist()))
         per_token = picked.shape[1]
         flat = picked.flatten()
         order = flat.argsort(stable=True)
@@ -106,6 +104,13 @@ class Moe:
         sorted_rows = self._experts(x[order.div(per_token, rounding_mode="floor")], ends)
         outer = torch.empty_like(sorted_rows).index_copy_(0, order, sorted_rows)
         return torch.bmm(weights[:, None], outer.view(len(x), per_token, -1))[:, 0]
+
+    def _one_row(self, x: torch.Tensor, experts: Sequence[int]) -> torch.Tensor:
+        """What each of the experts makes of one row."""
+        inner = gated(torch.cat([self.gate_up[expert](x) for expert in experts]))
+        return torch.cat(
+            [self.down[e](row) for e, row in zip(experts, inner[:, None], strict=True)]
+        )
 
     def _experts(self, rows: torch.Tensor, ends: Sequence[tuple[int, int]]) -> torch.Tensor:
         """Rows in segments that end at `ends`, each through its expert."""

@@ -179,7 +179,7 @@ class _Builder:
             config.groups_per_token,
             config.experts_per_token,
             config.normalise_weights,
-            config.routed_scale,
+            torch.tensor([config.routed_scale], device=source.device),
         )
         gate_up = [self._gate_up(expert) for expert in experts]
         down = [source.linear(f"{expert}.down_proj") for expert in experts]
@@ -207,4 +207,4 @@ class _Builder:
             yield self._linear(*map(Dense, parts[:2])), self._linear(Dense(parts[2]))
 
     def _norm(self, module: str) -> RmsNorm:
-        return RmsNorm(self.source.tensor(f"{module}.weight"), self.config.norm_eps)
+        return RmsNorm.build(self.source.tensor(f"{module}.weight"), self.config.norm_eps)
