@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 
 from mtp_export.families import family_of
 from mtp_export.families.base import Role
@@ -77,25 +77,5 @@ def write_checkpoint(folder: Path, config: dict[str, Any] | None = None, seed: i
             tensors[spec.name] = values * spec.shape[1] ** -0.5
     folder.mkdir(parents=True, exist_ok=True)
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
-    (folder / "config.json").write_text(json.dumps(config, indent=2))
-    return folder
-
-
-def write_dequantized(source: Path, folder: Path) -> Path:
-    """A native fp8 checkpoint as float32, dequantized here in the plainest way."""
-    tensors: dict[str, torch.Tensor] = {}
-    for path in sorted(source.glob("*.safetensors")):
-        tensors |= load_file(path)
-    for name in [name for name in tensors if name.endswith("_scale_inv")]:
-        scale = tensors.pop(name).float()
-        weight = tensors[name.removesuffix("_scale_inv")].float()
-        rows, columns = weight.shape
-        spread = scale.repeat_interleave(128, 0)[:rows].repeat_interleave(128, 1)[:, :columns]
-        tensors[name.removesuffix("_scale_inv")] = weight * spread
-    tensors = {name: tensor.float().contiguous() for name, tensor in tensors.items()}
-    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
-    config = json.loads((source / "config.json").read_text())
-    config.pop("quantization_config")
-    config["torch_dtype"] = "float32"
     (folder / "config.json").write_text(json.dumps(config, indent=2))
     return folder

@@ -7,7 +7,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from runtime.checkpoints import SMALL, write_checkpoint, write_dequantized
+from runtime.checkpoints import SMALL, write_checkpoint
+
+from benchmarks.dequantized import write_dequantized
 
 FIXTURE = Path(__file__).resolve().parents[2] / "fixtures/deepseek-v3-tiny"
 

@@ -13,6 +13,8 @@ import torch.nn.functional as F
 
 from mtp_runtime.layers.linear import Linear
 
+MAX_PAIRS_IN_PYTHON = 512
+
 
 def gated(both: torch.Tensor) -> torch.Tensor:
     """silu(gate) * up for [gate, up] side by side."""
@@ -93,17 +95,17 @@ class Moe:
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """Rows sorted by expert, one matmul an expert: x [T, d] -> [T, d]."""
-        picked, weights = self.route(x)
-        weights = weights.to(x.dtype)
         if len(x) == 1:
-            return torch.mm(weights, self._one_row(x, picked[0].tolist()))
-        per_token = picked.shape[1]
-        flat = picked.flatten()
-        order = flat.argsort(stable=True)
-        ends = _segments(flat, len(self.gate_up))
-        sorted_rows = self._experts(x[order.div(per_token, rounding_mode="floor")], ends)
-        outer = torch.empty_like(sorted_rows).index_copy_(0, order, sorted_rows)
-        return torch.bmm(weights[:, None], outer.view(len(x), per_token, -1))[:, 0]
+            picked, weights = self.route(x)
+            return torch.mm(weights.to(x.dtype), self._one_row(x, picked[0].tolist()))
+        picked, weights = self.router(x)
+        order = sort_by_expert(picked, self.router.bias.shape[0])
+        outer = self._experts(x[order.rows], order.ends)[order.places]
+        outer = outer.view(len(x), picked.shape[1], -1)  # [T, k, d]
+        total = torch.bmm(weights.to(x.dtype)[:, None], outer)[:, 0]
+        for expert in range(self.router.bias.shape[0], len(self.down)):
+            total += self.down[expert](gated(self.gate_up[expert](x)))
+        return total
 
     def _one_row(self, x: torch.Tensor, experts: Sequence[int]) -> torch.Tensor:
         """What each of the experts makes of one row."""
@@ -149,12 +151,41 @@ def _by_segment(
         start = end
 
 
-def _segments(flat: torch.Tensor, experts: int) -> list[tuple[int, int]]:
-    """(expert, end of its rows) for the hit experts, in order."""
-    counts = torch.bincount(flat, minlength=experts).tolist()
-    segments, end = [], 0
-    for expert, count in enumerate(counts):
-        if count:
-            end += count
-            segments.append((expert, end))
-    return segments
+@dataclass(frozen=True)
+class Order:
+    """(Row, expert) pairs sorted by expert.
+
+    rows: the row of each sorted pair. ends: for each hit expert, where its pairs end. places:
+    where each pair of the original order went.
+    """
+
+    rows: torch.Tensor
+    ends: Sequence[tuple[int, int]]
+    places: torch.Tensor
+
+
+def sort_by_expert(picked: torch.Tensor, experts: int) -> Order:
+    """Sort the pairs of picked [T, k]; a few are sorted faster without launching anything."""
+    count, device = picked.numel(), picked.device
+    if count > MAX_PAIRS_IN_PYTHON:
+        flat = picked.flatten()
+        order = flat.argsort(stable=True)
+        places = torch.empty_like(order)
+        places[order] = torch.arange(count, device=device)
+        counts = torch.bincount(flat, minlength=experts).tolist()
+    else:
+        pairs = picked.flatten().tolist()
+        sorted_pairs = sorted(range(count), key=pairs.__getitem__)
+        inverse = sorted(range(count), key=sorted_pairs.__getitem__)
+        order = torch.tensor(sorted_pairs, device=device)
+        places = torch.tensor(inverse, device=device)
+        counts = [0] * experts
+        for expert in pairs:
+            counts[expert] += 1
+    rows = order.div(picked.shape[1], rounding_mode="floor")
+    ends, end = [], 0
+    for expert, pairs_of_expert in enumerate(counts):
+        if pairs_of_expert:
+            end += pairs_of_expert
+            ends.append((expert, end))
+    return Order(rows, ends, places)
