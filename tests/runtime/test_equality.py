@@ -22,15 +22,18 @@ Build = Callable[[DrafterParts], Drafter]
 
 @dataclass
 class Plain:
-    """A model, and plain decoding of prompts, each decoded once and alone."""
+    """A model, and plain decoding of prompts, each decoded once; alone, or with the others."""
 
     model: DeepseekV3
+    params: SamplingParams = PARAMS
+    alone: bool = True
     answers: dict[Prompt, list[int]] = field(default_factory=dict)
 
     def outputs(self, prompts: list[Prompt]) -> list[list[int]]:
-        for prompt in prompts:
-            if prompt not in self.answers:
-                self.answers[prompt] = run(self.model, [prompt], PARAMS).outputs[0]
+        new = [prompt for prompt in dict.fromkeys(prompts) if prompt not in self.answers]
+        for batch in [[prompt] for prompt in new] if self.alone else [new] if new else []:
+            outputs = run(self.model, batch, self.params).outputs
+            self.answers |= dict(zip(batch, outputs, strict=True))
         return [self.answers[prompt] for prompt in prompts]
 
     def planted(self, rate: float = 1.0, right_for: int | None = None) -> Build:
@@ -45,7 +48,7 @@ def small_plain(small: Path) -> Plain:
 
 @pytest.fixture(scope="module")
 def trained_plain(trained: Path) -> Plain:
-    return Plain(load(trained))
+    return Plain(load(trained), SamplingParams(max_tokens=8, ignore_eos=True), alone=False)
 
 
 def repeating(prompts: list[Prompt]) -> list[Prompt]:
@@ -65,11 +68,17 @@ def speculate(plain: Plain, prompts: list[Prompt], name: str, k: int, **settings
     expected = plain.outputs(prompts)
     if name in PLANTS:
         found = run(
-            plain.model, prompts, PARAMS, k=k, build=plain.planted(**PLANTS[name]), **settings
+            plain.model, prompts, plain.params, k=k, build=plain.planted(**PLANTS[name]), **settings
         )
     else:
         found = run(
-            plain.model, prompts, PARAMS, method=name, k=k, draft_model=plain.model, **settings
+            plain.model,
+            prompts,
+            plain.params,
+            method=name,
+            k=k,
+            draft_model=plain.model,
+            **settings,
         )
     assert found.outputs == expected
     return found
@@ -114,13 +123,15 @@ def test_trained_model(trained_plain: Plain, name: str, k: int) -> None:
 
 @pytest.mark.slow
 def test_trained_model_batch_128(trained_plain: Plain) -> None:
-    prompts = prompts_of([1 + number % 19 for number in range(128)], 2048)
-    together = run(trained_plain.model, prompts, PARAMS)
-    trained_plain.answers |= dict(zip(prompts, together.outputs, strict=True))
-    alone = Plain(trained_plain.model)
-    some = prompts[::32]
-    assert alone.outputs(some) == trained_plain.outputs(some), "plain decoding depends on batch"
-    speculate(trained_plain, prompts, "mtp", 3)
+    """Plain decoding of some alone, of all together, and speculative decoding of all."""
+    params = SamplingParams(max_tokens=5, ignore_eos=True)
+    prompts = prompts_of([1 + number % 9 for number in range(128)], 2048)
+    together = Plain(trained_plain.model, params, alone=False)
+    alone = Plain(trained_plain.model, params)
+    some = prompts[::48]
+    together.outputs(prompts)
+    assert alone.outputs(some) == together.outputs(some), "plain decoding depends on its batch"
+    speculate(together, prompts, "mtp", 3)
 
 
 def test_chunked_prefill_preemption_and_small_batches(small_plain: Plain) -> None:
@@ -143,7 +154,8 @@ def test_fast_mode_agrees_on_these_prompts(trained: Path, trained_plain: Plain) 
     """Nothing but near-ties can differ; these prompts have none."""
     prompts = prompts_of([5, 15, 16], 2048)
     fast = load(trained, deterministic=False)
-    assert run(fast, prompts, PARAMS, method="mtp", k=2).outputs == trained_plain.outputs(prompts)
+    found = run(fast, prompts, trained_plain.params, method="mtp", k=2)
+    assert found.outputs == trained_plain.outputs(prompts)
 
 
 @pytest.mark.parametrize("rows", [1, 2, 31, 32, 33, 70])

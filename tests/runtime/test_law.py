@@ -149,12 +149,12 @@ def critical_chi_square(freedom: int, normal_quantile: float) -> float:
 
 
 def test_chi_square_on_the_trained_model(trained: Path) -> None:
-    """Two tokens after a prompt, 4 x 4 outcomes, 640 draws: alpha = 1e-4, fixed seeds."""
+    """Two tokens after a prompt, 4 x 4 outcomes, 384 draws: alpha = 1e-4, fixed seeds."""
     model = load(trained, deterministic=False)
     (prompt,) = prompts_of([3], 2048, seed=5)
     params = SamplingParams(temperature=1.5, top_k=4, max_tokens=3, ignore_eos=True)
     expected = pair_law(model, prompt, params)
-    draws, seen, accepted, drafted = 640, Counter[tuple[int, ...]](), 0, 0
+    draws, seen, accepted, drafted = 384, Counter[tuple[int, ...]](), 0, 0
     for first in range(0, draws, 128):
         each = [replace(params, seed=seed) for seed in range(first, first + 128)]
         result = run(model, [prompt] * 128, each, method="mtp", k=1)
