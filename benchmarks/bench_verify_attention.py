@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import platform
 import statistics
 import subprocess
@@ -90,19 +91,22 @@ def expanded(arguments: dict[str, Any], shape: Shape, adjacent: bool) -> dict[st
     }
 
 
-def call_of(arguments: dict[str, Any], max_q_len: int) -> Callable[[], Any]:
-    """The call with a workspace and outputs of its own, as an engine would hold them."""
-    query, cache = arguments["q_latent"], arguments["kv_cache"]
+def calls_of(pools: list[dict[str, Any]], max_q_len: int) -> list[Callable[[], Any]]:
+    """One call for each cache, sharing a workspace and outputs, as an engine's layers would."""
+    first = pools[0]
+    query, cache = first["q_latent"], first["kv_cache"]
     workspace = make_workspace(
-        batch=len(arguments["kv_lens"]), queries=len(query), max_q_len=max_q_len,
-        kv_tokens=arguments["page_table"].shape[1] * PAGE, heads=query.shape[1], page=PAGE,
+        batch=len(first["kv_lens"]), queries=len(query), max_q_len=max_q_len,
+        kv_tokens=first["page_table"].shape[1] * PAGE, heads=query.shape[1], page=PAGE,
         dtype=query.dtype, device=cache.device,
     )  # fmt: skip
     out = (torch.empty_like(query), query.new_empty(query.shape[:2], dtype=torch.float32))
-    return lambda: verify_attention(**arguments, workspace=workspace, out=out)
+    return [partial(verify_attention, **pool, workspace=workspace, out=out) for pool in pools]
 
 
-def sdpa_call(arguments: dict[str, Any], shape: Shape, folded: bool) -> Callable[[], Any]:
+def sdpa_call(
+    arguments: dict[str, Any], shape: Shape, gathered: torch.Tensor, folded: bool
+) -> Callable[[], Any]:
     """Gather one request's pages, then torch's attention; `folded` gives it our block of rows.
 
     The cached token serves as key and value, 576 wide: torch takes keys and values of one width
@@ -110,7 +114,6 @@ def sdpa_call(arguments: dict[str, Any], shape: Shape, folded: bool) -> Callable
     """
     n, h, tokens = shape.queries, shape.heads, shape.tokens
     pages = arguments["page_table"][0]
-    gathered = torch.empty(len(pages), PAGE, WIDTH, dtype=torch.bfloat16)
     query = torch.cat([arguments["q_latent"], arguments["q_rope"]], -1)  # [s, h, c+r]
     query = query.view(1, 1, n * h, WIDTH) if folded else query.transpose(0, 1)[None].contiguous()
     limits = tokens - n + 1 + torch.arange(n)
@@ -133,9 +136,11 @@ def interleaved_medians(calls: dict[str, list[Callable[[], Any]]], rounds: int) 
     """Median seconds of each contestant, taking turns."""
     seconds: dict[str, list[float]] = {name: [] for name in calls}
     for turn in range(rounds):
-        for name, pool in calls.items():
+        names = list(calls) if turn % 2 else list(reversed(calls))
+        for place, name in enumerate(names):
+            call = calls[name][(turn + place) % POOLS]  # not the cache the one before it has read
             start = time.perf_counter()
-            pool[turn % POOLS]()
+            call()
             if turn >= POOLS:
                 seconds[name].append(time.perf_counter() - start)
     return {name: statistics.median(values) for name, values in seconds.items()}
@@ -147,13 +152,17 @@ def bench_cpu(rounds: int) -> list[dict[str, Any]]:
         for queries in (1, 2, 4, 6):
             shape = Shape(1, 4096, queries, heads)
             pools = pools_of(shape, "cpu")
+            gathered = torch.empty_like(pools[0]["kv_cache"])
             contestants = {
-                "fused": [call_of(pool, queries) for pool in pools],
-                "expanded": [call_of(expanded(pool, shape, True), 1) for pool in pools],
-                "sdpa_rows": [sdpa_call(pool, shape, True) for pool in pools],
-                "sdpa_heads": [sdpa_call(pool, shape, False) for pool in pools],
+                "fused": calls_of(pools, queries),
+                "expanded": calls_of([expanded(pool, shape, True) for pool in pools], 1),
+                "sdpa_rows": [sdpa_call(pool, shape, gathered, True) for pool in pools],
             }
-            medians = interleaved_medians(contestants, rounds if heads == 16 else rounds // 4)
+            # On its own: torch copies the keys for every head, which slows whoever comes next.
+            by_heads = {"sdpa_heads": [sdpa_call(pool, shape, gathered, False) for pool in pools]}
+            turns = rounds if heads == 16 else max(2 * POOLS, rounds // 4)
+            medians = interleaved_medians(contestants, turns)
+            medians |= interleaved_medians(by_heads, 2 * POOLS)
             # Floor: reading the cache once at the speed of a copy of as many bytes.
             # Floor: reading the cache once; a copy of as many bytes reads and writes.
             copies = [torch.empty_like(pool["kv_cache"]) for pool in pools]
@@ -210,9 +219,9 @@ def bench_cuda(replays: int) -> list[dict[str, Any]]:
     first_seconds = 0.0
     for shape in shapes:
         pools = pools_of(shape, "cuda")
-        fused = graph_seconds([call_of(pool, shape.queries) for pool in pools], replays)
+        fused = graph_seconds(calls_of(pools, shape.queries), replays)
         near, far = (
-            graph_seconds([call_of(expanded(p, shape, adjacent), 1) for p in pools], replays)
+            graph_seconds(calls_of([expanded(p, shape, adjacent) for p in pools], 1), replays)
             for adjacent in (True, False)
         )
         first_seconds = fused if shape.queries == 1 else first_seconds
@@ -283,6 +292,7 @@ def hardware(cuda: bool) -> dict[str, Any]:
         "cpu": fields.get("model name", platform.processor()),
         "threads": torch.get_num_threads(),
         "amx_bf16": "amx_bf16" in fields.get("flags", ""),
+        "load_average": os.getloadavg()[0],
     }
     return found | ({"gpu": torch.cuda.get_device_name()} if cuda else {})
 
@@ -300,7 +310,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--backend", choices=["torch_cpu", "triton_cuda"], required=True)
     parser.add_argument("--rounds", type=int, default=200)
+    parser.add_argument("--threads", type=int, default=torch.get_num_threads())
     options = parser.parse_args()
+    torch.set_num_threads(options.threads)
     cuda = options.backend == "triton_cuda"
     if cuda and not torch.cuda.is_available():
         parser.error("triton_cuda: expected a CUDA device, found none")

@@ -83,13 +83,9 @@ def verify_attention(
 
     Source: DeepSeek-V2 report (arXiv 2405.04434), section 2.1, the absorbed form.
     """
-    if backend != "auto" and backend not in BACKENDS:
-        raise ValueError(f"backend: expected auto or one of {sorted(BACKENDS)}, found {backend!r}")
     check_tensors(q_latent, q_rope, kv_cache, kv_scale, page_table, kv_lens, cu_q)
     sizes = sizes_of(q_latent, q_rope, kv_cache, page_table, cu_q, workspace)
-    inputs = Inputs(
-        q_latent, q_rope, kv_cache, kv_scale, page_table, kv_lens, cu_q, float(scale), sizes
-    )
+    inputs = Inputs(q_latent, q_rope, kv_cache, kv_scale, page_table, kv_lens, cu_q, scale, sizes)
     module = load_backend(backend, q_latent.device)
     parts = None if workspace is None else workspace.parts
     needed_bytes = module.workspace_bytes(sizes, parts, q_latent.device)
@@ -140,6 +136,8 @@ def load_backend(backend: str, device: torch.device) -> Backend:
         if device.type not in AUTO:
             raise ValueError(f"backend auto: expected a device of {sorted(AUTO)}, found {device}")
         backend = AUTO[device.type]
+    if backend not in BACKENDS:
+        raise ValueError(f"backend: expected auto or one of {sorted(BACKENDS)}, found {backend!r}")
     return cast(Backend, import_module(BACKENDS[backend]))
 
 

@@ -15,9 +15,9 @@ import torch
 from mtp_kernels.verify_attention.inputs import Carver, Inputs, Sizes, array_bytes
 
 # The scores of one step, [rows, tokens], stay under this many entries, and its rows under MAX_ROWS
-# (long groups, as in prefill, go in blocks of queries): scratch memory is bounded by about 28 MB
-# of scores plus the gathered tokens. Within that bound the longest step is the fastest one.
-MAX_SCORES = 1 << 21
+# (long groups, as in prefill, go in blocks of queries): scratch memory is bounded by about 6 MB
+# of scores plus the gathered tokens. Up to there longer steps are faster, beyond slower.
+MAX_SCORES = 1 << 19
 MAX_ROWS = 2048
 MASKED = -1e30  # finite: the softmax of a fully masked row is finite, and then has no weight
 

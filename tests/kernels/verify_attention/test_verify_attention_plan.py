@@ -62,3 +62,11 @@ def test_one_request_is_split_no_finer_than_the_smallest_share(interpreter: Inte
     starts, part_requests, share = interpreter.plan([4], [1024], 132, TOKENS, 4)
     assert (starts, share) == ([0, 32], 4)
     assert part_requests == [0, 1] * 8 + [1, 1] * 124
+
+
+def test_unequal_requests_begin_a_part_each_where_that_is_nearly_even(
+    interpreter: Interpreter,
+) -> None:
+    """10, 12 and 11 blocks on 3 parts: 12 a part split nobody, 11 would split two."""
+    starts, part_requests, share = interpreter.plan([1] * 3, [320, 384, 352], 3, TOKENS, 1)
+    assert (starts, share, part_requests) == ([0, 12, 24, 36], 12, [0, 1, 1, 2, 2, 3])

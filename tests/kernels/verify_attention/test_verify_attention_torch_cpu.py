@@ -69,7 +69,7 @@ def test_prefill_chunks_and_several_steps(
     fp8=st.booleans(),
     seed=st.integers(0, 2**16),
 )
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=50, deadline=None)
 def test_random_ragged_batches(
     requests: list[tuple[int, int]],
     heads: int,
