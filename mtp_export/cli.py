@@ -15,6 +15,7 @@ import typer
 from mtp_export import __version__, options, tables
 from mtp_export.bundle import BundleOptions, run_bundle
 from mtp_export.checkpoint.links import Link
+from mtp_export.commands.generate import generate
 from mtp_export.commands.output import check_report, say, say_alias, stderr
 from mtp_export.commands.quantize import quantize
 from mtp_export.errors import IoError, MtpExportError, ResourceError, UsageError
@@ -90,6 +91,7 @@ def _run(
 
 
 app.command()(quantize)
+app.command()(generate)
 
 
 @app.command()

@@ -19,7 +19,7 @@ ARROWS = {
     | {"options", "progress", "split", "tables"},
     "commands": CORE
     | {"bundle", "options", "precision_tables", "progress", "quantize"}
-    | {"split", "tables"},
+    | {"split", "tables", "mtp_runtime"},
     "options": CORE | {"split"},
     "tables": CORE | {"bundle", "inspection", "progress"},
     "precision_tables": CORE | {"bundle", "progress", "tables"},

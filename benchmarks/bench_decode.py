@@ -1,0 +1,292 @@
+"""How fast the runtime decodes: against transformers, and speculation against plain decoding.
+
+    python -m benchmarks.bench_decode fixtures/deepseek-v3-tiny [--threads 2] [--out FOLDER]
+
+Writes decode.json, decode.md (the concurrency table) and decode.png to FOLDER
+(benchmarks/results). All in float32, random token prompts unless --prompts names a file of JSON
+lines with "prompt" or "prompt_token_ids". transformers runs on a dequantized copy of the weights.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import platform
+import subprocess
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from statistics import mean, median
+from typing import Any
+
+import torch
+
+from benchmarks.dequantized import write_dequantized
+from mtp_runtime import LLM, RequestOutput, SamplingParams
+from mtp_runtime.cache import CachedSequence
+from mtp_runtime.layout import lay_out
+
+CONCURRENCIES = (1, 2, 4, 8, 16, 20, 40, 80)
+Prompts = list[tuple[int, ...]]
+
+
+@dataclass(frozen=True)
+class Row:
+    """One line of the concurrency table; times in milliseconds, rates per second."""
+
+    method: str
+    concurrency: int
+    mean_tpot_ms: float
+    mean_ttft_ms: float
+    output_tokens_per_second: float
+    total_tokens_per_second: float
+
+
+def hardware() -> dict[str, Any]:
+    """What the figures were measured on."""
+    import transformers
+
+    cpu = platform.processor()
+    for line in Path("/proc/cpuinfo").read_text().splitlines():
+        if line.startswith("model name"):
+            cpu = line.partition(":")[2].strip()
+            break
+    commit = subprocess.run(
+        ["git", "rev-parse", "HEAD"], capture_output=True, text=True, check=True
+    ).stdout.strip()
+    return {
+        "cpu": cpu,
+        "capability": torch.backends.cpu.get_cpu_capability(),
+        "threads": torch.get_num_threads(),
+        "torch": torch.__version__,
+        "transformers": transformers.__version__,
+        "python": platform.python_version(),
+        "commit": commit,
+    }
+
+
+def read_prompts(path: Path | None, llm: LLM, count: int, length: int) -> Prompts:
+    """Prompts of the file, repeated to the count, or random tokens; cut to the length."""
+    if path is None:
+        generator = torch.Generator().manual_seed(0)
+        rows = torch.randint(2, llm.engine.model.config.vocab, (count, length), generator=generator)
+        return [tuple(row) for row in rows.tolist()]
+    lines = [json.loads(line) for line in path.read_text().splitlines() if line]
+    known = [
+        tuple(line["prompt_token_ids"])
+        if "prompt_token_ids" in line
+        else llm.tokenizer.encode(line["prompt"])
+        for line in lines
+    ]
+    return [known[index % len(known)][:length] for index in range(count)]
+
+
+def timed(run: Callable[[], Any], repeats: int = 3) -> float:
+    """Median seconds of a few runs after one for warming up."""
+    run()
+    samples = []
+    for _ in range(repeats):
+        start = time.perf_counter()
+        run()
+        samples.append(time.perf_counter() - start)
+    return median(samples)
+
+
+def against_transformers(llm: LLM, source: Path, prompts: Prompts, tokens: int) -> list[Any]:
+    """Seconds of generating `tokens` tokens greedily, ours and transformers', prefill included."""
+    from transformers import AutoModelForCausalLM
+
+    size = min(map(len, prompts))
+    params = SamplingParams(max_tokens=tokens, ignore_eos=True)
+    with tempfile.TemporaryDirectory() as folder:
+        dense = write_dequantized(source, Path(folder))
+        reference = AutoModelForCausalLM.from_pretrained(dense, dtype=torch.float32).eval()
+    rows = []
+    for batch in (1, 16):
+        asked = [prompt[:size] for prompt in prompts[:batch]]
+        ids = torch.tensor(asked)
+        settings = {"do_sample": False, "max_new_tokens": tokens, "min_new_tokens": tokens}
+
+        def theirs(ids: torch.Tensor = ids, settings: dict[str, Any] = settings) -> None:
+            mask = torch.ones_like(ids)
+            reference.generate(ids, attention_mask=mask, pad_token_id=0, **settings)
+
+        ours_s = timed(lambda asked=asked: llm.generate(asked, params))  # type: ignore[misc]
+        theirs_s = timed(theirs)
+        rows.append(
+            {
+                "batch": batch,
+                "tokens": tokens,
+                "runtime_seconds": ours_s,
+                "transformers_seconds": theirs_s,
+                "times_faster": theirs_s / ours_s,
+            }
+        )
+    return rows
+
+
+@torch.inference_mode()
+def pass_seconds(llm: LLM, rows: int, context: int, mtp: bool) -> float:
+    """One forward pass of the target, logits included, or of the MTP module, at batch 1."""
+    model, cache = llm.engine.model, llm.engine.cache
+    sequence = CachedSequence()
+    cache.append(sequence, context + rows)
+    layout = lay_out(cache, [sequence], [(context, context + rows)], model.device)
+    for layer in cache.layers:  # what was never written may hold anything
+        layer[sequence.pages] = 0.0
+    tokens = torch.full((rows,), 5, device=model.device)
+    hidden = torch.randn(rows, model.config.hidden)
+
+    def target() -> None:
+        model.head.logits(model(tokens, cache.layers, layout)[1]).argmax(-1).tolist()
+
+    def draft() -> None:
+        assert model.mtp is not None
+        x = model.mtp(tokens, hidden, cache.layers[-1], layout)
+        model.mtp.head.logits(model.mtp.head.normed(x[-1:])).argmax(-1).tolist()
+
+    seconds = timed(draft if mtp else target, repeats=21)
+    cache.truncate(sequence, 0)
+    return seconds
+
+
+def speculation(source: Path, prompts: Prompts, tokens: int, options: Any) -> list[Any]:
+    """Measured and predicted speedup at batch 1 for k = 1 to 5."""
+    params = SamplingParams(max_tokens=tokens, ignore_eos=True)
+
+    def decode_seconds(llm: LLM) -> tuple[float, list[RequestOutput]]:
+        outputs = [llm.generate([prompt], params)[0] for prompt in prompts]
+        seconds = sum(o.metrics.finished_seconds - o.metrics.first_token_seconds for o in outputs)
+        return seconds, outputs
+
+    plain = LLM(source, **options)
+    decode_seconds(plain)
+    plain_s, outputs = decode_seconds(plain)
+    plain_step_s = plain_s / sum(o.metrics.target_steps - 1 for o in outputs)
+    context = len(prompts[0]) + tokens // 2
+    overhead = 1.0 - pass_seconds(plain, 1, context, mtp=False) / plain_step_s
+    rows = []
+    for k in range(1, 6):
+        llm = LLM(source, speculate_method="mtp", speculate_max_draft_token_num=k, **options)
+        decode_seconds(llm)
+        seconds, outputs = decode_seconds(llm)
+        blocks = sum(o.metrics.target_steps - 1 for o in outputs)
+        length = sum(o.metrics.output_tokens - 1 for o in outputs) / blocks
+        v = pass_seconds(llm, k + 1, context, mtp=False) / plain_step_s
+        c = pass_seconds(llm, 1, context, mtp=True) / plain_step_s
+        predicted = length / (v + k * c + overhead)
+        rows.append(
+            {
+                "k": k,
+                "mean_accepted_length": length,
+                "v": v,
+                "c": c,
+                "o": overhead,
+                "predicted_speedup": predicted,
+                "measured_speedup": plain_s / seconds,
+                "measured_over_predicted": plain_s / seconds / predicted,
+            }
+        )
+    return rows
+
+
+def concurrency_row(llm: LLM, method: str, size: int, prompts: Prompts, tokens: int) -> Row:
+    """`size` requests at once, from start to end."""
+    params = SamplingParams(max_tokens=tokens, ignore_eos=True)
+    start = time.perf_counter()
+    outputs = llm.generate(prompts[:size], params)
+    elapsed = time.perf_counter() - start
+    put_out = sum(o.metrics.output_tokens for o in outputs)
+    taken_in = sum(o.metrics.prompt_tokens for o in outputs)
+    return Row(
+        method,
+        size,
+        1e3 * mean(o.metrics.time_per_output_token_seconds for o in outputs),
+        1e3 * mean(o.metrics.time_to_first_token_seconds for o in outputs),
+        put_out / elapsed,
+        (put_out + taken_in) / elapsed,
+    )
+
+
+def table(rows: Sequence[Row]) -> str:
+    """The rows as Markdown, in the columns that engines publish."""
+    lines = [
+        "| method | Concurrency | Mean TPOT(ms) | Mean TTFT(ms) | Output Tokens/s "
+        "| Total Tokens/s |",
+        "|:--|--:|--:|--:|--:|--:|",
+    ]
+    for row in rows:
+        figures = (
+            row.mean_tpot_ms,
+            row.mean_ttft_ms,
+            row.output_tokens_per_second,
+            row.total_tokens_per_second,
+        )
+        cells = " | ".join(f"{figure:.2f}" for figure in figures)
+        lines.append(f"| {row.method} | {row.concurrency} | {cells} |")
+    return "\n".join(lines) + "\n"
+
+
+def draw(rows: Sequence[Row], path: Path) -> None:
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    figure, axes = pyplot.subplots(1, 2, figsize=(10, 4))
+    for method in dict.fromkeys(row.method for row in rows):
+        mine = [row for row in rows if row.method == method]
+        sizes = [row.concurrency for row in mine]
+        axes[0].plot(sizes, [r.output_tokens_per_second for r in mine], marker="o", label=method)
+        axes[1].plot(sizes, [r.mean_tpot_ms for r in mine], marker="o", label=method)
+    for axis, name in zip(axes, ("output tokens/s", "mean TPOT (ms)"), strict=True):
+        axis.set_xscale("log", base=2)
+        axis.set_xlabel("concurrency")
+        axis.set_ylabel(name)
+        axis.set_ylim(bottom=0)
+        axis.grid(alpha=0.3)
+        axis.legend()
+    figure.tight_layout()
+    figure.savefig(path, dpi=120)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("source", type=Path)
+    parser.add_argument("--prompts", type=Path)
+    parser.add_argument("--threads", type=int, default=torch.get_num_threads())
+    parser.add_argument("--input-tokens", type=int, default=48)
+    parser.add_argument("--output-tokens", type=int, default=32)
+    parser.add_argument("--out", type=Path, default=Path("benchmarks/results"))
+    arguments = parser.parse_args()
+    torch.set_num_threads(arguments.threads)
+    plain = LLM(arguments.source)
+    prompts = read_prompts(arguments.prompts, plain, CONCURRENCIES[-1], arguments.input_tokens)
+    tokens = arguments.output_tokens
+    facts: dict[str, Any] = {
+        "hardware": hardware(),
+        "input_tokens": arguments.input_tokens,
+        "output_tokens": tokens,
+        "against_transformers": against_transformers(plain, arguments.source, prompts, tokens),
+        "speculation_at_batch_1": speculation(arguments.source, prompts[:4], tokens, {}),
+    }
+    best = max(facts["speculation_at_batch_1"], key=lambda row: row["measured_speedup"])["k"]
+    mtp = LLM(arguments.source, speculate_method="mtp", speculate_max_draft_token_num=best)
+    rows = [
+        concurrency_row(llm, name, size, prompts, tokens)
+        for size in CONCURRENCIES
+        for name, llm in (("baseline", plain), (f"mtp k={best}", mtp))
+    ]
+    facts["concurrency"] = [asdict(row) for row in rows]
+    arguments.out.mkdir(parents=True, exist_ok=True)
+    (arguments.out / "decode.json").write_text(json.dumps(facts, indent=2) + "\n")
+    (arguments.out / "decode.md").write_text(table(rows))
+    draw(rows, arguments.out / "decode.png")
+    print(json.dumps({k: v for k, v in facts.items() if k != "concurrency"}, indent=2))
+    print(table(rows))
+
+
+if __name__ == "__main__":
+    main()

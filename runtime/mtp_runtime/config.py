@@ -1,0 +1,220 @@
+"""What a model and a run are configured with: frozen, complete at construction."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import Any
+
+from mtp_export.errors import InvalidInputError, UnsupportedError, UsageError
+
+MAX_DRAFT_TOKENS = 5
+
+
+class Hidden(StrEnum):
+    """Which side of a norm a hidden state is taken from."""
+
+    BEFORE_NORM = "before_norm"
+    AFTER_NORM = "after_norm"
+
+
+@dataclass(frozen=True)
+class MtpContract:
+    """How an MTP module is fed; engines differ, and a wrong choice only lowers acceptance.
+
+    target_hidden: the main model's hidden state before or after its final norm.
+    recycled_hidden: the MTP layer's own output before or after shared_head.norm, fed back when
+    more than one token is drafted.
+    zero_first_embedding: whether the row of position 0 gets a zero embedding.
+
+    The defaults are what transformers does with DeepSeek-V3 (its MTP rows carry positions shifted
+    by one throughout, which relative rotary positions do not see).
+    """
+
+    target_hidden: Hidden = Hidden.AFTER_NORM
+    recycled_hidden: Hidden = Hidden.AFTER_NORM
+    zero_first_embedding: bool = False
+
+
+@dataclass(frozen=True)
+class RopeConfig:
+    """Rotary positions: base, rotated size r, and yarn's stretching where factor is above 1."""
+
+    size: int
+    theta: float
+    factor: float = 1.0
+    original_positions: int = 4096
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+    mscale: float = 1.0
+    mscale_all_dim: float = 0.0
+
+    @classmethod
+    def from_config(cls, config: Mapping[str, Any]) -> RopeConfig:
+        """Read rope_theta and rope_scaling, or rope_parameters that hold both."""
+        parameters = dict(config.get("rope_parameters") or {})
+        parameters |= config.get("rope_scaling") or {}
+        kind = parameters.get("rope_type", parameters.get("type", "default"))
+        theta = float(parameters.get("rope_theta", config.get("rope_theta", 10000.0)))
+        size = int(config["qk_rope_head_dim"])
+        if kind == "default":
+            return cls(size, theta)
+        if kind != "yarn":
+            raise UnsupportedError(
+                "config.json asks for a rotary scaling that the runtime does not have",
+                expected="default or yarn",
+                found=kind,
+            )
+        return cls(
+            size,
+            theta,
+            factor=float(parameters["factor"]),
+            original_positions=int(parameters["original_max_position_embeddings"]),
+            beta_fast=float(parameters.get("beta_fast") or 32.0),
+            beta_slow=float(parameters.get("beta_slow") or 1.0),
+            mscale=float(parameters.get("mscale") or 1.0),
+            mscale_all_dim=float(parameters.get("mscale_all_dim") or 0.0),
+        )
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    """The sizes of a DeepSeek-V3 model."""
+
+    vocab: int
+    hidden: int
+    layers: int
+    mtp_layers: int
+    dense_layers: int
+    moe_layer_freq: int
+    heads: int
+    latent: int
+    nope: int
+    value: int
+    has_q_lora: bool
+    experts: int
+    experts_per_token: int
+    expert_groups: int
+    groups_per_token: int
+    shared_experts: int
+    normalise_weights: bool
+    routed_scale: float
+    norm_eps: float
+    max_positions: int
+    eos_token_ids: tuple[int, ...]
+    rope: RopeConfig
+
+    @classmethod
+    def from_config(cls, config: Mapping[str, Any]) -> ModelConfig:
+        """Read a config.json (InvalidInputError for a missing field, UnsupportedError else)."""
+        for key, wanted in (
+            ("scoring_func", "sigmoid"),
+            ("topk_method", "noaux_tc"),
+            ("hidden_act", "silu"),
+        ):
+            if config.get(key, wanted) != wanted:
+                raise UnsupportedError(
+                    f"config.json sets {key} to something that the runtime does not compute",
+                    expected=wanted,
+                    found=config[key],
+                )
+        try:
+            return cls._read(config)
+        except KeyError as error:
+            raise InvalidInputError(f"config.json has no {error.args[0]}") from None
+
+    @classmethod
+    def _read(cls, config: Mapping[str, Any]) -> ModelConfig:
+        eos = config.get("eos_token_id")
+        return cls(
+            vocab=config["vocab_size"],
+            hidden=config["hidden_size"],
+            layers=config["num_hidden_layers"],
+            mtp_layers=config.get("num_nextn_predict_layers") or 0,
+            dense_layers=config["first_k_dense_replace"],
+            moe_layer_freq=config.get("moe_layer_freq", 1),
+            heads=config["num_attention_heads"],
+            latent=config["kv_lora_rank"],
+            nope=config["qk_nope_head_dim"],
+            value=config["v_head_dim"],
+            has_q_lora=config.get("q_lora_rank") is not None,
+            experts=config["n_routed_experts"],
+            experts_per_token=config["num_experts_per_tok"],
+            expert_groups=config.get("n_group") or 1,
+            groups_per_token=config.get("topk_group") or 1,
+            shared_experts=config.get("n_shared_experts") or 0,
+            normalise_weights=config.get("norm_topk_prob", True),
+            routed_scale=float(config.get("routed_scaling_factor", 1.0)),
+            norm_eps=float(config.get("rms_norm_eps", 1e-6)),
+            max_positions=config.get("max_position_embeddings", 1 << 30),
+            eos_token_ids=tuple(eos) if isinstance(eos, list) else () if eos is None else (eos,),
+            rope=RopeConfig.from_config(config),
+        )
+
+
+@dataclass(frozen=True)
+class SpeculationConfig:
+    """How drafts are made and judged; names and limits as in PaddleNLP.
+
+    method: a key of DRAFTERS. max_draft_tokens (k): 1 to 5. max_ngram_size: the longest suffix
+    that inference_with_reference looks up. acceptance: a key of ACCEPTANCE_RULES; topp_window and
+    relaxed are lossy. verify_window and max_candidate_len belong to topp_window, relaxed_top_n and
+    relaxed_margin to relaxed. sample_drafts: draft from the draft model's distribution instead of
+    its best token when a request samples.
+    """
+
+    method: str = "none"
+    max_draft_tokens: int = 1
+    max_ngram_size: int = 3
+    acceptance: str = "exact"
+    verify_window: int = 2
+    max_candidate_len: int = 5
+    relaxed_top_n: int = 2
+    relaxed_margin: float = 0.2
+    sample_drafts: bool = True
+
+    def __post_init__(self) -> None:
+        for name, low, high in (
+            ("max_draft_tokens", 1, MAX_DRAFT_TOKENS),
+            ("max_ngram_size", 1, 64),
+            ("verify_window", 1, MAX_DRAFT_TOKENS),
+            ("max_candidate_len", 1, 1 << 20),
+            ("relaxed_top_n", 1, 1 << 20),
+        ):
+            check_range(name, getattr(self, name), low, high)
+
+    @property
+    def draft_tokens(self) -> int:
+        """The most drafts one step verifies for a request."""
+        return 0 if self.method == "none" else self.max_draft_tokens
+
+
+@dataclass(frozen=True)
+class EngineConfig:
+    """Sizes of the engine. cache_tokens bounds the paged cache of all requests together.
+
+    poison_freed fills slots with NaN when they are freed or truncated: a test's way to see that
+    nothing reads them.
+    """
+
+    max_batch_size: int = 128
+    page_size: int = 64
+    cache_tokens: int = 32768
+    prefill_chunk: int = 256
+    max_step_tokens: int = 2048
+    poison_freed: bool = False
+    speculation: SpeculationConfig = field(default_factory=SpeculationConfig)
+
+    def __post_init__(self) -> None:
+        check_range("max_batch_size", self.max_batch_size, 1, 128)
+        check_range("page_size", self.page_size, 1, 1 << 16)
+        check_range("prefill_chunk", self.prefill_chunk, 1, 1 << 20)
+        check_range("max_step_tokens", self.max_step_tokens, 1, 1 << 24)
+        check_range("cache_tokens", self.cache_tokens, self.page_size, 1 << 40)
+
+
+def check_range(name: str, value: float, low: float, high: float) -> None:
+    """UsageError when an option is outside its range."""
+    if not low <= value <= high:
+        raise UsageError(f"Option {name} is out of range", expected=f"{low} to {high}", found=value)

@@ -1,0 +1,26 @@
+"""Plain decoding: no drafts."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from mtp_runtime.acceptance import Draft
+from mtp_runtime.drafters.base import DrafterParts, Pass
+from mtp_runtime.request import Request
+
+
+class NoDrafter:
+    """Proposes nothing, so that every block has one token."""
+
+    @classmethod
+    def build(cls, parts: DrafterParts) -> NoDrafter:
+        return cls()
+
+    def observe(self, passes: Sequence[Pass]) -> None:
+        return
+
+    def propose(self, requests: Sequence[Request], counts: Sequence[int]) -> list[Draft]:
+        return [Draft() for _ in requests]
+
+    def forget(self, request: Request) -> None:
+        return

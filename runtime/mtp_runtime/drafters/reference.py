@@ -1,0 +1,54 @@
+"""n-gram lookup (inference_with_reference): what followed the same tokens earlier follows again.
+
+Source: PaddleNLP's speculative decoding; Saxena, Prompt Lookup Decoding.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from mtp_runtime.acceptance import Draft
+from mtp_runtime.drafters.base import DrafterParts, Pass
+from mtp_runtime.request import Request
+
+
+class ReferenceDrafter:
+    """Looks the last n tokens up in the prompt, then in the output; the longest n that is found."""
+
+    def __init__(self, max_ngram_size: int) -> None:
+        self._max_ngram_size = max_ngram_size
+
+    @classmethod
+    def build(cls, parts: DrafterParts) -> ReferenceDrafter:
+        return cls(parts.config.speculation.max_ngram_size)
+
+    def observe(self, passes: Sequence[Pass]) -> None:
+        return
+
+    def propose(self, requests: Sequence[Request], counts: Sequence[int]) -> list[Draft]:
+        return [
+            Draft(self._look_up(request, count))
+            for request, count in zip(requests, counts, strict=True)
+        ]
+
+    def forget(self, request: Request) -> None:
+        return
+
+    def _look_up(self, request: Request, count: int) -> tuple[int, ...]:
+        tokens, prompt_size = request.tokens, len(request.prompt)
+        for size in range(min(self._max_ngram_size, len(tokens) - 1), 0, -1):
+            last = len(tokens) - size  # the n-gram's own place, not to be found
+            for first, end in ((0, prompt_size), (prompt_size, last)):
+                at = find_last(tokens, tokens[last:], first, min(end, last))
+                if at is not None and count:
+                    return tuple(tokens[at + size : at + size + count])
+        return ()
+
+
+def find_last(tokens: Sequence[int], ngram: Sequence[int], first: int, end: int) -> int | None:
+    """The last start in [first, end) at which the n-gram stands; None if there is none."""
+    size, head = len(ngram), ngram[0]
+    for at in range(end - 1, first - 1, -1):
+        if tokens[at] == head and tokens[at : at + size] == ngram:
+            return at
+    return None

@@ -1,0 +1,248 @@
+"""Continuous batching: every step runs prompts in chunks and blocks of drafts in one forward pass.
+
+A request is prefilling while more than one of its tokens is uncached, and decoding from then on;
+both are rows of the same pass. Whatever the verdict on a block, the same lines commit it.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from mtp_export.errors import ResourceError, UsageError
+from mtp_runtime.acceptance import ACCEPTANCE_RULES, Draft, Question, Verdict, accept_greedy
+from mtp_runtime.cache import PagedCache
+from mtp_runtime.config import EngineConfig
+from mtp_runtime.drafters.base import Drafter, DrafterParts, Pass
+from mtp_runtime.layout import lay_out
+from mtp_runtime.models.deepseek_v3 import DeepseekV3
+from mtp_runtime.request import Request, TokenEvent
+from mtp_runtime.sampling import probabilities_of
+
+
+@dataclass(frozen=True)
+class Group:
+    """One request's rows in a step: tokens [start, end), then its drafts."""
+
+    request: Request
+    start: int
+    end: int
+    draft: Draft
+
+    @property
+    def decides(self) -> bool:
+        """Whether the rows reach the last token, so that a new one follows."""
+        return self.end == len(self.request.tokens)
+
+    @property
+    def rows(self) -> int:
+        return self.end - self.start + len(self.draft.tokens)
+
+
+class Engine:
+    """Runs requests to their end; its state is the queue, the batch and the cache."""
+
+    def __init__(
+        self,
+        model: DeepseekV3,
+        config: EngineConfig,
+        build_drafter: Callable[[DrafterParts], Drafter],
+        draft_model: DeepseekV3 | None = None,
+    ) -> None:
+        self.model = model
+        self.config = config
+        width = model.config.latent + model.config.rope.size
+        self.cache = PagedCache(
+            model.cache_layers,
+            config.cache_tokens // config.page_size,
+            config.page_size,
+            width,
+            model.embedding.dtype,
+            model.device,
+            config.poison_freed,
+        )
+        self.drafter = build_drafter(DrafterParts(model, self.cache, config, draft_model))
+        self._rule = ACCEPTANCE_RULES[config.speculation.acceptance]
+        self._exact = config.speculation.acceptance == "exact"
+        self._waiting: deque[Request] = deque()
+        self._running: list[Request] = []
+
+    @property
+    def has_work(self) -> bool:
+        return bool(self._waiting or self._running)
+
+    def add(self, request: Request) -> None:
+        """Queue a request. UsageError or ResourceError for one that can never be run."""
+        positions = len(request.prompt) + request.params.max_tokens
+        if not request.prompt:
+            raise UsageError("A prompt is empty", expected="at least one token")
+        if not 0 <= min(request.prompt) <= max(request.prompt) < self.model.config.vocab:
+            raise UsageError(
+                "A prompt has a token outside the vocabulary",
+                expected=f"ids from 0 to {self.model.config.vocab - 1}",
+                found=f"{min(request.prompt)} to {max(request.prompt)}",
+            )
+        if positions > self.model.config.max_positions:
+            raise UsageError(
+                "Prompt and max_tokens exceed the model's positions",
+                expected=f"at most {self.model.config.max_positions} together",
+                found=positions,
+            )
+        needed = self.cache.pages_for(positions + self.config.speculation.draft_tokens)
+        if needed > self.cache.pages:
+            raise ResourceError(
+                "A request does not fit the cache",
+                expected=f"at least {needed * self.config.page_size} cache_tokens",
+                found=self.cache.pages * self.config.page_size,
+            )
+        self._waiting.append(request)
+
+    @torch.inference_mode()
+    def step(self) -> list[TokenEvent]:
+        """One forward pass of the target over the batch; the tokens that it put out."""
+        self._admit()
+        groups = self._plan()
+        before, after = self._forward(groups)
+        hidden = self.model.mtp_input(before, after)
+        events: list[TokenEvent] = []
+        passes: list[Pass] = []
+        row = 0
+        for group, verdict in zip(groups, self._judge(groups, after), strict=True):
+            request = group.request
+            if verdict is not None:
+                events += self._commit(group, verdict)
+            if request.finish_reason is None:
+                count = request.cached.length - group.start
+                passes.append(Pass(request, group.start, hidden[row : row + count]))
+            row += group.rows
+        self._running = [r for r in self._running if r.finish_reason is None]
+        self.drafter.observe(passes)
+        return events
+
+    def run(self, requests: Sequence[Request]) -> Iterator[TokenEvent]:
+        """Queue requests and step until nothing is left to do."""
+        for request in requests:
+            self.add(request)
+        while self.has_work:
+            yield from self.step()
+
+    def _admit(self) -> None:
+        """Let requests in while the cache has pages for all their tokens and a first block."""
+        block = 1 + self.config.speculation.draft_tokens
+        while self._waiting and len(self._running) < self.config.max_batch_size:
+            request = self._waiting[0]
+            if self.cache.pages_for(len(request.tokens) + block) > self.cache.free_pages:
+                return
+            self.cache.reserve(request.cached, len(request.tokens))
+            self._running.append(self._waiting.popleft())
+
+    def _plan(self) -> list[Group]:
+        """Decoding requests with their drafts, prefilling ones with a chunk; oldest first."""
+        budget = self.config.max_step_tokens
+        spans: list[tuple[Request, int, int]] = []
+        drafting: list[Request] = []
+        counts: list[int] = []
+        for request in list(self._running):
+            count = self._draft_count(request)
+            rows = min(request.uncached, self.config.prefill_chunk, budget)
+            if rows <= 0 or request not in self._running:
+                continue
+            if not self._make_room(request, request.cached.length + rows + count):
+                continue
+            budget -= rows + count
+            spans.append((request, request.cached.length, request.cached.length + rows))
+            if count:
+                drafting.append(request)
+                counts.append(count)
+        proposals = self.drafter.propose(drafting, counts) if drafting else []
+        drafts = {r.request_id: d for r, d in zip(drafting, proposals, strict=True)}
+        return [
+            Group(request, start, end, drafts.get(request.request_id, Draft()))
+            for request, start, end in spans
+        ]
+
+    def _draft_count(self, request: Request) -> int:
+        """Drafts are for decoding requests that may put out more than the next token."""
+        if request.uncached > 1 or request.cached.length == 0:
+            return 0
+        return min(self.config.speculation.draft_tokens, request.tokens_left - 1)
+
+    def _make_room(self, request: Request, length: int) -> bool:
+        """Reserve pages, taking them from the youngest requests; False if it lost its own."""
+        while self.cache.missing_pages(request.cached, length) > self.cache.free_pages:
+            youngest = self._running[-1]
+            self._preempt(youngest)
+            if youngest is request:
+                return False
+        self.cache.reserve(request.cached, length)
+        return True
+
+    def _preempt(self, request: Request) -> None:
+        """Take a request's pages; it keeps its tokens and is computed anew from them."""
+        self._running.remove(request)
+        self.cache.truncate(request.cached, 0)
+        self.drafter.forget(request)
+        request.metrics.preemptions += 1
+        self._waiting.appendleft(request)
+
+    def _forward(self, groups: Sequence[Group]) -> tuple[torch.Tensor, torch.Tensor]:
+        """Hidden states of all rows, before and after the last norm."""
+        tokens = [
+            token
+            for group in groups
+            for token in (*group.request.tokens[group.start : group.end], *group.draft.tokens)
+        ]
+        for group in groups:
+            self.cache.append(group.request.cached, group.rows)
+        sequences = [group.request.cached for group in groups]
+        spans = [(group.start, group.start + group.rows) for group in groups]
+        layout = lay_out(self.cache, sequences, spans, self.model.device)
+        ids = torch.tensor(tokens, device=self.model.device)
+        return self.model(ids, self.cache.layers, layout)
+
+    def _judge(self, groups: Sequence[Group], after: torch.Tensor) -> list[Verdict | None]:
+        """A verdict for every group whose rows reach the last token, None for the others."""
+        needed: list[int] = []
+        row = 0
+        for group in groups:
+            row += group.rows
+            if group.decides:
+                needed += range(row - 1 - len(group.draft.tokens), row)
+        if not needed:
+            return [None] * len(groups)
+        logits = self.model.head.logits(after[needed])
+        best = logits.argmax(dim=-1).tolist()
+        verdicts: list[Verdict | None] = []
+        row = 0
+        for group in groups:
+            if not group.decides:
+                verdicts.append(None)
+                continue
+            end = row + len(group.draft.tokens) + 1
+            verdicts.append(self._decide(group, logits[row:end], best[row:end]))
+            row = end
+        return verdicts
+
+    def _decide(self, group: Group, logits: torch.Tensor, best: list[int]) -> Verdict:
+        params = group.request.params
+        if self._exact and params.greedy:
+            return accept_greedy(group.draft.tokens, best)
+        target_probs = probabilities_of(logits.cpu().numpy(), params)
+        question = Question(group.draft, target_probs, params, self.config.speculation)
+        return self._rule(question, group.request.choices)
+
+    def _commit(self, group: Group, verdict: Verdict) -> list[TokenEvent]:
+        """Append what stands, and forget the cache of what does not."""
+        request, drafts = group.request, group.draft.tokens
+        request.metrics.count(len(drafts), verdict.accepted)
+        tokens = (*drafts[: verdict.accepted], verdict.last)
+        events = request.commit(tokens, verdict.accepted)
+        if request.finish_reason is None:
+            self.cache.truncate(request.cached, len(request.tokens) - 1)
+        else:
+            self.cache.truncate(request.cached, 0)
+            self.drafter.forget(request)
+        return events

@@ -1,0 +1,1 @@
+"""The layers of a model; each owns its weights and nothing else."""

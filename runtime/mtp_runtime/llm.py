@@ -1,0 +1,140 @@
+"""The runtime as vLLM's users expect it: LLM(bundle).generate(prompts, SamplingParams())."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import cast
+
+from mtp_export.errors import UsageError
+from mtp_runtime.acceptance import ACCEPTANCE_RULES
+from mtp_runtime.config import EngineConfig, MtpContract, SpeculationConfig
+from mtp_runtime.drafters import DRAFTERS
+from mtp_runtime.engine import Engine
+from mtp_runtime.models.build import LoadOptions, load_model
+from mtp_runtime.request import Request, RequestMetrics, TokenEvent
+from mtp_runtime.sampling import SamplingParams
+from mtp_runtime.tokenizer import Tokenizer
+
+Prompt = str | Sequence[int]
+
+
+@dataclass(frozen=True)
+class RequestOutput:
+    """What a prompt became. finish_reason: "stop" (end token or stop text) or "length"."""
+
+    prompt_token_ids: tuple[int, ...]
+    token_ids: tuple[int, ...]
+    text: str
+    finish_reason: str
+    metrics: RequestMetrics
+
+
+class LLM:
+    """A loaded model with an engine; generate may be called again and again.
+
+    bundle: an export's output folder, or a checkpoint folder. The names of the speculate options
+    are PaddleNLP's. deterministic (float32 only): tokens do not depend on batch or drafter.
+    Raises what load_model raises, and UsageError for options that make no sense.
+    """
+
+    def __init__(
+        self,
+        bundle: Path | str,
+        *,
+        device: str = "cpu",
+        dtype: str = "float32",
+        deterministic: bool = False,
+        speculate_method: str = "none",
+        speculate_max_draft_token_num: int = 1,
+        speculate_max_ngram_size: int = 3,
+        speculate_verify_window: int = 2,
+        speculate_max_candidate_len: int = 5,
+        acceptance: str = "exact",
+        draft_model: Path | str | None = None,
+        contract: MtpContract | None = None,
+        max_batch_size: int = 128,
+        cache_tokens: int = 32768,
+        page_size: int = 64,
+        prefill_chunk: int = 256,
+        dequantize_at_load: bool = True,
+    ) -> None:
+        _check_choice("speculate_method", speculate_method, DRAFTERS)
+        _check_choice("acceptance", acceptance, ACCEPTANCE_RULES)
+        speculation = SpeculationConfig(
+            speculate_method,
+            speculate_max_draft_token_num,
+            speculate_max_ngram_size,
+            acceptance,
+            speculate_verify_window,
+            speculate_max_candidate_len,
+        )
+        config = EngineConfig(max_batch_size, page_size, cache_tokens, prefill_chunk)
+        config = replace(config, speculation=speculation)
+        with_mtp, contract = speculate_method == "mtp", contract or MtpContract()
+        options = LoadOptions(device, dtype, deterministic, dequantize_at_load, with_mtp, contract)
+        loaded = load_model(Path(bundle), options)
+        drafting = None if draft_model is None else load_model(Path(draft_model), options).model
+        self.ledger = loaded.ledger
+        self.tokenizer = Tokenizer.find(loaded.folder)
+        self.engine = Engine(loaded.model, config, DRAFTERS[speculate_method], drafting)
+        self.next_request_id = 0
+
+    def generate(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        params: SamplingParams | Sequence[SamplingParams] | None = None,
+        on_token: Callable[[TokenEvent], object] | None = None,
+    ) -> list[RequestOutput]:
+        """One output a prompt, in order. on_token is called with every token as it comes out.
+
+        A prompt is a text, or a sequence of token ids; params is one for all or one each.
+        """
+        if isinstance(prompts, str):
+            prompts = [prompts]
+        each = self._params_of(len(prompts), params)
+        requests = [
+            self._request(cast(Prompt, prompt), own)
+            for prompt, own in zip(prompts, each, strict=True)
+        ]
+        for event in self.engine.run(requests):
+            if on_token is not None:
+                on_token(event)
+        return [_output(request) for request in requests]
+
+    def _params_of(
+        self, count: int, params: SamplingParams | Sequence[SamplingParams] | None
+    ) -> Sequence[SamplingParams]:
+        if params is None or isinstance(params, SamplingParams):
+            return [params or SamplingParams()] * count
+        if len(params) != count:
+            raise UsageError("Give one SamplingParams a prompt", expected=count, found=len(params))
+        return params
+
+    def _request(self, prompt: Prompt, params: SamplingParams) -> Request:
+        if isinstance(prompt, str) or params.stop_texts:
+            self.tokenizer.require()
+        ids = self.tokenizer.encode(prompt) if isinstance(prompt, str) else tuple(prompt)
+        decode = self.tokenizer.decode if self.tokenizer.found else None
+        self.next_request_id += 1
+        eos = self.engine.model.config.eos_token_ids
+        return Request(self.next_request_id - 1, ids, params, eos, decode)
+
+
+def _output(request: Request) -> RequestOutput:
+    assert request.finish_reason is not None
+    return RequestOutput(
+        request.prompt,
+        tuple(request.output),
+        request.text,
+        request.finish_reason,
+        request.metrics,
+    )
+
+
+def _check_choice(option: str, value: str, choices: Collection[str]) -> None:
+    if value not in choices:
+        raise UsageError(
+            f"There is no {option} of this name", expected=", ".join(choices), found=value
+        )

@@ -1,0 +1,155 @@
+"""One request on its way through the engine, and what was counted for it."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+from mtp_runtime.acceptance import Draft
+from mtp_runtime.cache import CachedSequence
+from mtp_runtime.sampling import SamplingParams, SeededChoices
+
+Decode = Callable[[Sequence[int]], str]
+
+
+@dataclass
+class RequestMetrics:
+    """Counts of one request.
+
+    drafted[j] counts the blocks in which a draft at position j was verified, reached[j] those of
+    them in which all before it stood, accepted[j] those in which it stood as well. target_steps
+    counts verified blocks; output tokens over target_steps is the mean accepted length. Times are
+    of the monotonic clock.
+    """
+
+    prompt_tokens: int = 0
+    output_tokens: int = 0
+    target_steps: int = 0
+    preemptions: int = 0
+    drafted: list[int] = field(default_factory=list)
+    reached: list[int] = field(default_factory=list)
+    accepted: list[int] = field(default_factory=list)
+    arrival_seconds: float = 0.0
+    first_token_seconds: float = 0.0
+    finished_seconds: float = 0.0
+
+    def count(self, drafted: int, accepted: int) -> None:
+        """Note one verified block."""
+        self.target_steps += 1
+        missing = drafted - len(self.drafted)
+        self.drafted += [0] * missing
+        self.reached += [0] * missing
+        self.accepted += [0] * missing
+        for position in range(drafted):
+            self.drafted[position] += 1
+            self.reached[position] += position <= accepted
+            self.accepted[position] += position < accepted
+
+    @property
+    def time_to_first_token_seconds(self) -> float:
+        return self.first_token_seconds - self.arrival_seconds
+
+    @property
+    def time_per_output_token_seconds(self) -> float:
+        """Mean time between tokens after the first."""
+        later = max(1, self.output_tokens - 1)
+        return (self.finished_seconds - self.first_token_seconds) / later
+
+    @property
+    def tokens_per_step(self) -> float:
+        return self.output_tokens / max(1, self.target_steps)
+
+
+@dataclass(frozen=True)
+class TokenEvent:
+    """One token as it is streamed.
+
+    text is what it added to the output (perhaps nothing yet), if decoded: there is a tokenizer.
+    from_draft: it was proposed and accepted.
+    """
+
+    request_id: int
+    token: int
+    text: str
+    decoded: bool
+    from_draft: bool
+
+
+@dataclass(eq=False)
+class Request:
+    """State of one request: its tokens, its cache, its randomness."""
+
+    request_id: int
+    prompt: tuple[int, ...]
+    params: SamplingParams
+    eos_token_ids: tuple[int, ...] = ()
+    decode: Decode | None = None
+    tokens: list[int] = field(default_factory=list)
+    cached: CachedSequence = field(default_factory=CachedSequence)
+    draft: Draft = field(default_factory=Draft)
+    text: str = ""
+    finish_reason: str | None = None
+    metrics: RequestMetrics = field(default_factory=RequestMetrics)
+
+    def __post_init__(self) -> None:
+        self.tokens = list(self.prompt)
+        self.choices = SeededChoices(self.params.seed or 0)
+        self.metrics.prompt_tokens = len(self.prompt)
+        self.metrics.arrival_seconds = time.monotonic()
+
+    @property
+    def output(self) -> list[int]:
+        return self.tokens[len(self.prompt) :]
+
+    @property
+    def tokens_left(self) -> int:
+        """How many more tokens may be put out."""
+        return self.params.max_tokens - self.metrics.output_tokens
+
+    @property
+    def uncached(self) -> int:
+        """Tokens that the target has not seen yet; one while decoding, more while prefilling."""
+        return len(self.tokens) - self.cached.length
+
+    def commit(self, tokens: Sequence[int], from_draft: int) -> list[TokenEvent]:
+        """Append a block's tokens up to the one that ends the request.
+
+        The first from_draft of them were drafts. Sets finish_reason and text where it ends.
+        """
+        events = []
+        for index, token in enumerate(tokens):
+            if not self.output:
+                self.metrics.first_token_seconds = time.monotonic()
+            self.tokens.append(token)
+            self.metrics.output_tokens += 1
+            piece = self._extend_text()
+            self.finish_reason = self._reason_to_finish(token)
+            decoded = self.decode is not None
+            events.append(TokenEvent(self.request_id, token, piece, decoded, index < from_draft))
+            if self.finish_reason is not None:
+                self.metrics.finished_seconds = time.monotonic()
+                break
+        return events
+
+    def _reason_to_finish(self, token: int) -> str | None:
+        params = self.params
+        if token in params.stop_token_ids or (
+            not params.ignore_eos and token in self.eos_token_ids
+        ):
+            return "stop"
+        cuts = [at for stop in params.stop_texts if stop and (at := self.text.find(stop)) >= 0]
+        if cuts:
+            self.text = self.text[: min(cuts)]
+            return "stop"
+        return "length" if self.tokens_left <= 0 else None
+
+    def _extend_text(self) -> str:
+        """Decode anew; a character whose bytes are not complete yet is held back."""
+        if self.decode is None:
+            return ""
+        before = len(self.text)
+        text = self.decode(self.output)
+        if not text.endswith("\ufffd"):
+            self.text = text
+        return self.text[before:]

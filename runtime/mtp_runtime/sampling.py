@@ -1,0 +1,113 @@
+"""From logits to probabilities to tokens, for one request at a time.
+
+All randomness passes through Choices, so that a test can walk through every outcome.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
+
+from mtp_runtime.config import check_range
+
+Probabilities = np.ndarray[Any, np.dtype[np.float64]]
+
+
+@dataclass(frozen=True)
+class SamplingParams:
+    """How one request's tokens are chosen, and when it ends; the names are vLLM's.
+
+    temperature 0 takes the best token. top_k 0 and top_p 1 keep every token. A request without a
+    seed gets seed 0. stop: texts that end the output, and are cut from it. logprobs and other
+    fields of vLLM do not exist here.
+    """
+
+    temperature: float = 0.0
+    top_p: float = 1.0
+    top_k: int = 0
+    max_tokens: int = 64
+    seed: int | None = None
+    stop: str | Sequence[str] = ()
+    stop_token_ids: tuple[int, ...] = ()
+    ignore_eos: bool = False
+
+    def __post_init__(self) -> None:
+        check_range("temperature", self.temperature, 0.0, 100.0)
+        check_range("top_p", self.top_p, 0.0, 1.0)
+        check_range("top_k", self.top_k, 0, 1 << 30)
+        check_range("max_tokens", self.max_tokens, 1, 1 << 30)
+
+    @property
+    def greedy(self) -> bool:
+        return self.temperature == 0.0
+
+    @property
+    def stop_texts(self) -> tuple[str, ...]:
+        return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
+
+
+class Choices(Protocol):
+    """Where a request's random decisions come from."""
+
+    def accept(self, probability: float) -> bool:
+        """True with the probability."""
+
+    def draw(self, probabilities: Probabilities) -> int:
+        """An index [vocab] with its probability; they sum to 1."""
+
+
+class SeededChoices:
+    """Decisions of one seed, the same whatever else is in the batch."""
+
+    def __init__(self, seed: int) -> None:
+        self._random = np.random.Generator(np.random.Philox(seed))
+
+    def accept(self, probability: float) -> bool:
+        return bool(self._random.random() < probability)
+
+    def draw(self, probabilities: Probabilities) -> int:
+        cumulative = np.cumsum(probabilities)
+        at = np.searchsorted(cumulative, self._random.random() * cumulative[-1], side="right")
+        return int(min(at, np.flatnonzero(probabilities)[-1]))
+
+
+def probabilities_of(
+    logits: np.ndarray[Any, np.dtype[np.float32]], params: SamplingParams
+) -> Probabilities:
+    """The law of the next token: logits [..., vocab] -> probabilities [..., vocab], float64.
+
+    Temperature first, then the top_k best tokens, then the smallest set of best tokens whose mass
+    reaches top_p, at least one. Of equal tokens the lower id is the better one.
+    """
+    scores = logits.astype(np.float64)
+    if params.greedy:
+        return one_hot(scores.argmax(axis=-1), scores.shape[-1])
+    scores = scores / params.temperature
+    probabilities: Probabilities = np.exp(scores - scores.max(axis=-1, keepdims=True))
+    probabilities /= probabilities.sum(axis=-1, keepdims=True)
+    if params.top_k == 0 and params.top_p >= 1.0:
+        return probabilities
+    order = np.argsort(-probabilities, axis=-1, kind="stable")
+    best_first = np.take_along_axis(probabilities, order, axis=-1)
+    if params.top_k:
+        best_first[..., params.top_k :] = 0.0
+        best_first /= best_first.sum(axis=-1, keepdims=True)
+    if params.top_p < 1.0:
+        mass_before = np.cumsum(best_first, axis=-1) - best_first
+        left_out = mass_before >= params.top_p
+        left_out[..., 0] = False
+        best_first[left_out] = 0.0
+        best_first /= best_first.sum(axis=-1, keepdims=True)
+    np.put_along_axis(probabilities, order, best_first, axis=-1)
+    return probabilities
+
+
+def one_hot(tokens: int | np.ndarray[Any, np.dtype[np.int64]], vocab: int) -> Probabilities:
+    """Certainty of one token for each of tokens [...]: probabilities [..., vocab]."""
+    ids = np.asarray(tokens)
+    law = np.zeros((*ids.shape, vocab))
+    np.put_along_axis(law, ids[..., None], 1.0, axis=-1)
+    return law

@@ -1,0 +1,81 @@
+"""Small random checkpoints in the released layout, for what needs no trained weights."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+
+from mtp_export.families import family_of
+from mtp_export.families.base import Role
+
+SMALL: dict[str, Any] = {
+    "architectures": ["DeepseekV3ForCausalLM"],
+    "model_type": "deepseek_v3",
+    "torch_dtype": "float32",
+    "vocab_size": 96,
+    "hidden_size": 48,
+    "intermediate_size": 80,
+    "moe_intermediate_size": 40,
+    "num_hidden_layers": 3,
+    "first_k_dense_replace": 1,
+    "moe_layer_freq": 1,
+    "num_attention_heads": 3,
+    "num_key_value_heads": 3,
+    "q_lora_rank": 24,
+    "kv_lora_rank": 32,
+    "qk_nope_head_dim": 16,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 12,
+    "n_routed_experts": 8,
+    "n_shared_experts": 1,
+    "num_experts_per_tok": 2,
+    "n_group": 4,
+    "topk_group": 2,
+    "norm_topk_prob": True,
+    "scoring_func": "sigmoid",
+    "topk_method": "noaux_tc",
+    "routed_scaling_factor": 2.5,
+    "hidden_act": "silu",
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 10000.0,
+    "max_position_embeddings": 512,
+    "num_nextn_predict_layers": 1,
+    "tie_word_embeddings": False,
+    "attention_bias": False,
+    "bos_token_id": 0,
+    "eos_token_id": 1,
+}
+YARN = {
+    "type": "yarn",
+    "factor": 4.0,
+    "original_max_position_embeddings": 128,
+    "beta_fast": 32,
+    "beta_slow": 1,
+    "mscale": 1.0,
+    "mscale_all_dim": 1.0,
+}
+
+
+def write_checkpoint(folder: Path, config: dict[str, Any] | None = None, seed: int = 0) -> Path:
+    """Random float32 weights for every tensor of the config, in one file."""
+    config = SMALL if config is None else config
+    generator = torch.Generator().manual_seed(seed)
+    tensors = {}
+    for spec in family_of(config).expected.values():
+        if spec.optional:
+            continue
+        values = torch.randn(spec.shape, generator=generator)
+        if spec.role is Role.NORM:
+            tensors[spec.name] = 1 + 0.1 * values
+        elif len(spec.shape) == 1:
+            tensors[spec.name] = 0.1 * values
+        else:
+            tensors[spec.name] = values * spec.shape[1] ** -0.5
+    folder.mkdir(parents=True, exist_ok=True)
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    (folder / "config.json").write_text(json.dumps(config, indent=2))
+    return folder

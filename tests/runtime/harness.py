@@ -1,0 +1,112 @@
+"""Runs the model and the engine on token ids, without the LLM around them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+
+from mtp_runtime.cache import CachedSequence, PagedCache
+from mtp_runtime.config import EngineConfig, SpeculationConfig
+from mtp_runtime.drafters import DRAFTERS
+from mtp_runtime.drafters.base import Drafter, DrafterParts
+from mtp_runtime.engine import Engine
+from mtp_runtime.layout import lay_out
+from mtp_runtime.models.build import LoadOptions, load_model
+from mtp_runtime.models.deepseek_v3 import DeepseekV3
+from mtp_runtime.request import Request
+from mtp_runtime.sampling import SamplingParams
+
+Prompt = tuple[int, ...]
+
+
+def load(path: Path, *, deterministic: bool = True) -> DeepseekV3:
+    return load_model(path, LoadOptions(deterministic=deterministic)).model
+
+
+def prompts_of(lengths: Sequence[int], vocab: int, seed: int = 0) -> list[Prompt]:
+    generator = torch.Generator().manual_seed(seed)
+    return [
+        tuple(torch.randint(2, vocab, (length,), generator=generator).tolist())
+        for length in lengths
+    ]
+
+
+@dataclass
+class Walk:
+    """Feeds one sequence through the model, a few tokens at a time."""
+
+    model: DeepseekV3
+    page_size: int = 16
+    sequence: CachedSequence = field(default_factory=CachedSequence)
+
+    def __post_init__(self) -> None:
+        config = self.model.config
+        width = config.latent + config.rope.size
+        self.cache = PagedCache(
+            self.model.cache_layers,
+            24,
+            self.page_size,
+            width,
+            torch.float32,
+            self.model.device,
+            True,
+        )
+
+    @torch.inference_mode()
+    def feed(self, tokens: Sequence[int]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Logits, hidden states before and after the norm, of the new tokens."""
+        start = self.sequence.length
+        self.cache.append(self.sequence, len(tokens))
+        span = (start, self.sequence.length)
+        layout = lay_out(self.cache, [self.sequence], [span], self.model.device)
+        before, after = self.model(torch.tensor(tokens), self.cache.layers, layout)
+        return self.model.head.logits(after), before, after
+
+
+@dataclass(frozen=True)
+class Run:
+    """What the engine made of some prompts."""
+
+    outputs: list[list[int]]
+    requests: list[Request]
+    engine: Engine
+
+    def counts(self, name: str, position: int) -> int:
+        """Drafted or accepted blocks at a position, over all requests."""
+        lists = [getattr(request.metrics, name) for request in self.requests]
+        return sum(counts[position] for counts in lists if position < len(counts))
+
+
+def run(
+    model: DeepseekV3,
+    prompts: Sequence[Prompt],
+    params: SamplingParams | Sequence[SamplingParams],
+    *,
+    method: str = "none",
+    k: int = 1,
+    draft_model: DeepseekV3 | None = None,
+    build: Callable[[DrafterParts], Drafter] | None = None,
+    acceptance: str = "exact",
+    eos: tuple[int, ...] = (),
+    **settings: int,
+) -> Run:
+    """Decode prompts to their end; `build` stands in for DRAFTERS[method]."""
+    speculation = SpeculationConfig(
+        method=method if build is None else "planted", max_draft_tokens=k, acceptance=acceptance
+    )
+    config = EngineConfig(
+        **{"page_size": 16} | settings, poison_freed=True, speculation=speculation
+    )
+    engine = Engine(model, config, build or DRAFTERS[method], draft_model)
+    each = [params] * len(prompts) if isinstance(params, SamplingParams) else params
+    requests = [
+        Request(number, prompt, own, eos)
+        for number, (prompt, own) in enumerate(zip(prompts, each, strict=True))
+    ]
+    for _ in engine.run(requests):
+        pass
+    assert engine.cache.free_pages == engine.cache.pages, "pages leaked"
+    return Run([request.output for request in requests], requests, engine)

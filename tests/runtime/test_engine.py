@@ -1,0 +1,130 @@
+"""What the engine promises around decoding: ends, seeds, admission, refusals, counts."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from mtp_export.errors import MtpExportError, ResourceError, UnsupportedError, UsageError
+from mtp_runtime.config import EngineConfig, SpeculationConfig
+from mtp_runtime.drafters import DRAFTERS
+from mtp_runtime.drafters.planted import PlantedDrafter
+from mtp_runtime.engine import Engine
+from mtp_runtime.models.deepseek_v3 import DeepseekV3
+from mtp_runtime.request import Request
+from mtp_runtime.sampling import SamplingParams
+from runtime.harness import Run, load, prompts_of, run
+
+PARAMS = SamplingParams(max_tokens=12, ignore_eos=True)
+
+
+@pytest.fixture(scope="module")
+def model(small: Path) -> DeepseekV3:
+    return load(small)
+
+
+def planted(model: DeepseekV3, prompts: list[tuple[int, ...]], params: SamplingParams, **more: int):  # type: ignore[no-untyped-def]
+    answers = dict(zip(prompts, run(model, prompts, PARAMS).outputs, strict=True))
+    build = lambda parts: PlantedDrafter(answers, model.config.vocab)  # noqa: E731
+    return answers, run(model, prompts, params, build=build, **more)
+
+
+@pytest.mark.parametrize("place", range(1, 12))
+def test_the_end_token_ends_a_block_anywhere(model: DeepseekV3, place: int) -> None:
+    (prompt,) = prompts = prompts_of([9], 96, seed=3)
+    answer = run(model, prompts, PARAMS).outputs[0]
+    end = answer[place]
+    params = replace(PARAMS, ignore_eos=False)
+    build = lambda parts: PlantedDrafter({prompt: answer}, 96)  # noqa: E731
+    found = run(model, prompts, params, build=build, k=5, eos=(end,))
+    assert found.outputs[0] == answer[: answer.index(end) + 1]
+    assert found.requests[0].finish_reason == "stop"
+    found = run(model, prompts, replace(PARAMS, stop_token_ids=(end,)), build=build, k=5)
+    assert found.outputs[0] == answer[: answer.index(end) + 1]
+
+
+@pytest.mark.parametrize("limit", range(1, 13))
+def test_max_tokens_inside_a_block(model: DeepseekV3, limit: int) -> None:
+    prompts = prompts_of([9, 20], 96, seed=3)
+    answers, found = planted(model, prompts, replace(PARAMS, max_tokens=limit), k=5)
+    assert found.outputs == [answer[:limit] for answer in answers.values()]
+    assert {request.finish_reason for request in found.requests} == {"length"}
+
+
+def test_counts_have_their_denominators(model: DeepseekV3) -> None:
+    _, found = planted(model, prompts_of([9], 96), PARAMS, k=3)
+    metrics = found.requests[0].metrics
+    # One token by the prompt; blocks of 4, 4; then three tokens are left, so two drafts.
+    assert metrics.target_steps == 4
+    assert metrics.drafted == metrics.reached == metrics.accepted == [3, 3, 2]
+    assert metrics.output_tokens == 12
+    assert 0 < metrics.first_token_seconds <= metrics.finished_seconds
+
+
+def seeded(model: DeepseekV3, prompts: list[tuple[int, ...]], seeds: list[int]) -> Run:
+    params = [SamplingParams(1.0, 0.9, 20, 8, seed, ignore_eos=True) for seed in seeds]
+    return run(model, prompts, params, method="mtp", k=2)
+
+
+def test_a_seed_gives_the_same_tokens_in_any_batch(model: DeepseekV3) -> None:
+    prompts = prompts_of([5, 9, 5], 96)
+    together = seeded(model, prompts, [1, 2, 3]).outputs
+    alone = [seeded(model, [p], [s]).outputs[0] for p, s in zip(prompts, [1, 2, 3], strict=True)]
+    assert together == alone
+    assert seeded(model, prompts, [4, 5, 6]).outputs != together
+
+
+def test_top_p_zero_is_greedy(model: DeepseekV3) -> None:
+    prompts = prompts_of([5, 9], 96)
+    sampled = SamplingParams(temperature=1.0, top_p=0.0, max_tokens=12, ignore_eos=True)
+    found = run(model, prompts, sampled, method="mtp", k=3)
+    assert found.outputs == run(model, prompts, PARAMS).outputs
+
+
+def test_requests_that_can_never_run_are_refused(model: DeepseekV3) -> None:
+    engine = Engine(model, EngineConfig(page_size=16, cache_tokens=64), DRAFTERS["none"])
+    for prompt, limit, error in (
+        ((), 4, UsageError),
+        ((96,), 4, UsageError),
+        ((-1,), 4, UsageError),
+        ((1,) * 500, 40, UsageError),
+        ((1,) * 60, 10, ResourceError),
+    ):
+        with pytest.raises(error):
+            engine.add(Request(0, prompt, SamplingParams(max_tokens=limit)))
+    assert not engine.has_work
+
+
+def test_requests_wait_for_free_pages(model: DeepseekV3) -> None:
+    prompts = prompts_of([30, 30, 30, 30], 96)
+    expected = run(model, prompts, PARAMS)
+    tight = run(model, prompts, PARAMS, cache_tokens=48)  # room for one at a time
+    assert tight.outputs == expected.outputs
+    assert [r.metrics.preemptions for r in tight.requests] == [0, 0, 0, 0]
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"max_draft_tokens": 0},
+        {"max_draft_tokens": 6},
+        {"max_ngram_size": 0},
+        {"verify_window": 0},
+    ],
+)
+def test_speculation_limits(options: dict[str, int]) -> None:
+    with pytest.raises(UsageError, match="out of range"):
+        SpeculationConfig(**options)  # type: ignore[arg-type]
+
+
+def test_drafters_refuse_models_they_cannot_use(small: Path, model: DeepseekV3) -> None:
+    bare = replace(model, mtp=None)
+    settings = EngineConfig(cache_tokens=64, page_size=16)
+    for method, target in (("mtp", bare), ("draft_model", model)):
+        with pytest.raises(UnsupportedError):
+            Engine(target, settings, DRAFTERS[method])
+    other = replace(model, config=replace(model.config, vocab=97))
+    with pytest.raises(MtpExportError, match="another vocabulary"):
+        Engine(model, settings, DRAFTERS["draft_model"], other)

@@ -1,0 +1,173 @@
+"""Greedy speculative decoding equals greedy plain decoding, token by token, in the deterministic
+mode: every drafter, k 1 to 5, batch 1, 7 and 128, page boundaries, mixed lengths."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pytest
+import torch
+
+from mtp_runtime.drafters import DRAFTERS
+from mtp_runtime.drafters.base import Drafter, DrafterParts
+from mtp_runtime.drafters.planted import PlantedDrafter
+from mtp_runtime.models.deepseek_v3 import DeepseekV3
+from mtp_runtime.sampling import SamplingParams
+from runtime.harness import Prompt, Run, load, prompts_of, run
+
+PARAMS = SamplingParams(max_tokens=12, ignore_eos=True)
+Build = Callable[[DrafterParts], Drafter]
+
+
+@dataclass
+class Plain:
+    """A model, and plain decoding of prompts, each decoded once; alone, or with the others."""
+
+    model: DeepseekV3
+    params: SamplingParams = PARAMS
+    alone: bool = True
+    answers: dict[Prompt, list[int]] = field(default_factory=dict)
+
+    def outputs(self, prompts: list[Prompt]) -> list[list[int]]:
+        new = [prompt for prompt in dict.fromkeys(prompts) if prompt not in self.answers]
+        for batch in [[prompt] for prompt in new] if self.alone else [new] if new else []:
+            outputs = run(self.model, batch, self.params).outputs
+            self.answers |= dict(zip(batch, outputs, strict=True))
+        return [self.answers[prompt] for prompt in prompts]
+
+    def planted(self, rate: float = 1.0, right_for: int | None = None) -> Build:
+        vocab = self.model.config.vocab
+        return lambda parts: PlantedDrafter(self.answers, vocab, rate, right_for)
+
+
+@pytest.fixture(scope="module")
+def small_plain(small: Path) -> Plain:
+    return Plain(load(small))
+
+
+@pytest.fixture(scope="module")
+def trained_plain(trained: Path) -> Plain:
+    return Plain(load(trained), SamplingParams(max_tokens=8, ignore_eos=True), alone=False)
+
+
+def repeating(prompts: list[Prompt]) -> list[Prompt]:
+    """Prompts in which n-grams come again, for the lookup to find something."""
+    return [prompt * 2 if len(prompt) > 1 else prompt for prompt in prompts]
+
+
+PLANTS = {
+    "always right": {},
+    "never right": {"rate": 0.0},
+    "right for 2": {"right_for": 2},
+    "right at 0.7": {"rate": 0.7},
+}
+
+
+def speculate(plain: Plain, prompts: list[Prompt], name: str, k: int, **settings: int) -> Run:
+    expected = plain.outputs(prompts)
+    if name in PLANTS:
+        found = run(
+            plain.model, prompts, plain.params, k=k, build=plain.planted(**PLANTS[name]), **settings
+        )
+    else:
+        found = run(
+            plain.model,
+            prompts,
+            plain.params,
+            method=name,
+            k=k,
+            draft_model=plain.model,
+            **settings,
+        )
+    assert found.outputs == expected
+    return found
+
+
+@pytest.mark.parametrize("k", [1, 2, 3, 4, 5])
+@pytest.mark.parametrize("name", [*DRAFTERS, *PLANTS])
+@pytest.mark.parametrize("batch", [1, 7])
+def test_small_model(small_plain: Plain, name: str, k: int, batch: int) -> None:
+    lengths = [1, 15, 16, 17, 5, 31, 33][:batch] if batch > 1 else [13]
+    speculate(small_plain, repeating(prompts_of(lengths, 96)), name, k)
+
+
+@pytest.mark.parametrize("length", range(10, 36))
+def test_every_offset_to_a_page_boundary(small_plain: Plain, length: int) -> None:
+    speculate(small_plain, prompts_of([length], 96, seed=length), "right at 0.7", 4)
+
+
+@pytest.mark.parametrize("name", ["mtp", "right at 0.7"])
+def test_small_model_batch_128(small_plain: Plain, name: str) -> None:
+    lengths = [1 + number % 37 for number in range(128)]
+    speculate(small_plain, prompts_of(lengths, 96), name, 3)
+
+
+@pytest.mark.parametrize("k", [1, 2, 3, 4, 5])
+def test_trained_model_mtp(trained_plain: Plain, k: int) -> None:
+    found = speculate(trained_plain, prompts_of([5, 15, 16, 1, 9, 30, 12], 2048), "mtp", k)
+    assert found.counts("drafted", k - 1) > 0
+
+
+@pytest.mark.parametrize(
+    ("name", "k"), [("inference_with_reference", 5), ("draft_model", 3), ("always right", 5)]
+)
+def test_trained_model(trained_plain: Plain, name: str, k: int) -> None:
+    prompts = repeating(prompts_of([5, 15, 16, 1, 9, 30, 12], 2048))
+    found = speculate(trained_plain, prompts, name, k)
+    if name == "always right":
+        assert [found.counts("accepted", j) for j in range(k)] == [
+            found.counts("drafted", j) for j in range(k)
+        ]
+
+
+@pytest.mark.slow
+def test_trained_model_batch_128(trained_plain: Plain) -> None:
+    """Plain decoding of some alone, of all together, and speculative decoding of all."""
+    params = SamplingParams(max_tokens=5, ignore_eos=True)
+    prompts = prompts_of([1 + number % 9 for number in range(128)], 2048)
+    together = Plain(trained_plain.model, params, alone=False)
+    alone = Plain(trained_plain.model, params)
+    some = prompts[::48]
+    together.outputs(prompts)
+    assert alone.outputs(some) == together.outputs(some), "plain decoding depends on its batch"
+    speculate(together, prompts, "mtp", 3)
+
+
+def test_chunked_prefill_preemption_and_small_batches(small_plain: Plain) -> None:
+    """Seven requests in a cache for three: they take turns, lose their pages, and lose nothing."""
+    prompts = prompts_of([40, 3, 25, 60, 17, 33, 8], 96)
+    found = speculate(
+        small_plain,
+        prompts,
+        "mtp",
+        3,
+        cache_tokens=16 * 9,
+        prefill_chunk=7,
+        max_step_tokens=20,
+        max_batch_size=5,
+    )
+    assert sum(request.metrics.preemptions for request in found.requests) > 0
+
+
+def test_fast_mode_agrees_on_these_prompts(trained: Path, trained_plain: Plain) -> None:
+    """Nothing but near-ties can differ; these prompts have none."""
+    prompts = prompts_of([5, 15, 16], 2048)
+    fast = load(trained, deterministic=False)
+    found = run(fast, prompts, trained_plain.params, method="mtp", k=2)
+    assert found.outputs == trained_plain.outputs(prompts)
+
+
+@pytest.mark.parametrize("rows", [1, 2, 31, 32, 33, 70])
+def test_a_rows_bits_do_not_depend_on_its_batch(small: Path, rows: int) -> None:
+    """What the deterministic mode rests on, on this machine: each token alone, and in a chunk."""
+    from runtime.harness import Walk
+
+    model = load(small)
+    (tokens,) = prompts_of([70], 96)
+    whole = Walk(model).feed(tokens)
+    walk = Walk(model)
+    parts = [walk.feed(tokens[at : at + rows]) for at in range(0, 70, rows)]
+    for index, tensor in enumerate(whole):
+        assert torch.equal(torch.cat([part[index] for part in parts]), tensor)

@@ -1,0 +1,184 @@
+"""The law of what comes out: drafter, acceptance and bonus token composed, worked out exactly on a
+tiny vocabulary and by chi-square on the trained fixture."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, cast
+
+import numpy as np
+import pytest
+import torch
+
+from mtp_runtime.acceptance import Draft
+from mtp_runtime.config import EngineConfig, SpeculationConfig
+from mtp_runtime.drafters import DRAFTERS
+from mtp_runtime.drafters.base import Drafter, DrafterParts
+from mtp_runtime.engine import Engine
+from mtp_runtime.models.deepseek_v3 import DeepseekV3
+from mtp_runtime.request import Request
+from mtp_runtime.sampling import SamplingParams, one_hot, probabilities_of
+from runtime.harness import Walk, load, prompts_of, run
+from runtime.markov import Branches, Table
+
+VOCAB = 3
+PROMPT = (0, 1, 0)
+
+
+def tables(seed: int) -> tuple[Table, Table]:
+    generator = torch.Generator().manual_seed(seed)
+    target, draft = (2 * torch.randn(VOCAB, VOCAB, generator=generator) for _ in range(2))
+    return Table(target, draft), Table(draft)
+
+
+def engine_of(
+    target: Table, draft: Table, build: Callable[[DrafterParts], Drafter], **speculation: Any
+) -> Engine:
+    settings = SpeculationConfig(method="draft_model", **speculation)
+    config = EngineConfig(page_size=4, cache_tokens=64, poison_freed=True, speculation=settings)
+    return Engine(cast(DeepseekV3, target), config, build, cast(DeepseekV3, draft))
+
+
+def law_of(engine: Engine, params: SamplingParams) -> dict[tuple[int, ...], float]:
+    """The probability of every output, over all decisions that the engine can take."""
+    law: dict[tuple[int, ...], float] = {}
+    choices: Branches | None = Branches([])
+    while choices is not None:
+        request = Request(0, PROMPT, params)
+        request.choices = cast(Any, choices)
+        for _ in engine.run([request]):
+            pass
+        output = tuple(request.output)
+        law[output] = law.get(output, 0.0) + choices.probability
+        choices = choices.following()
+    return law
+
+
+def exact_law(target: Table, params: SamplingParams) -> dict[tuple[int, ...], float]:
+    law = {}
+    for output in itertools.product(range(VOCAB), repeat=params.max_tokens):
+        steps = zip((PROMPT[-1], *output), output, strict=False)
+        law[output] = math.prod(target.law(before, params)[token] for before, token in steps)
+    return law
+
+
+def distance(found: dict[Any, float], expected: dict[Any, float]) -> float:
+    """Total variation."""
+    keys = found.keys() | expected.keys()
+    return sum(abs(found.get(key, 0.0) - expected.get(key, 0.0)) for key in keys) / 2
+
+
+SAMPLINGS = [
+    SamplingParams(temperature=1.0, max_tokens=4),
+    SamplingParams(temperature=0.6, top_k=2, max_tokens=4),
+    SamplingParams(temperature=1.5, top_p=0.8, max_tokens=4),
+    SamplingParams(temperature=0.0, max_tokens=4),
+    SamplingParams(temperature=1.0, top_p=0.0, max_tokens=4),
+]
+
+
+@pytest.mark.parametrize("params", SAMPLINGS, ids=["plain", "top_k", "top_p", "greedy", "top_p 0"])
+@pytest.mark.parametrize("method", sorted(DRAFTERS))
+@pytest.mark.parametrize("sample_drafts", [True, False])
+def test_every_drafter_keeps_the_law(
+    method: str, params: SamplingParams, sample_drafts: bool
+) -> None:
+    target, draft = tables(seed=3)
+    engine = engine_of(
+        target, draft, DRAFTERS[method], max_draft_tokens=2, sample_drafts=sample_drafts
+    )
+    found = law_of(engine, params)
+    assert sum(found.values()) == pytest.approx(1.0, abs=1e-9)
+    assert distance(found, exact_law(target, params)) < 1e-9
+
+
+@pytest.mark.parametrize("k", [1, 3])
+def test_other_depths_keep_the_law(k: int) -> None:
+    target, draft = tables(seed=4)
+    engine = engine_of(target, draft, DRAFTERS["mtp"], max_draft_tokens=k)
+    params = SamplingParams(temperature=1.0, max_tokens=4)
+    assert distance(law_of(engine, params), exact_law(target, params)) < 1e-9
+
+
+class KeepsOneProbability:
+    """A drafter that keeps, of each law, the drawn token's probability alone: the fault of a
+    published engine. Claiming certainty instead would be sound, only slower."""
+
+    def __init__(self, inner: Drafter) -> None:
+        self._inner = inner
+        self.observe, self.forget = inner.observe, inner.forget
+
+    def propose(self, requests: Any, counts: Any) -> list[Draft]:
+        return [self._reduced(draft) for draft in self._inner.propose(requests, counts)]
+
+    def _reduced(self, draft: Draft) -> Draft:
+        if draft.draft_probs is None:
+            return draft
+        kept = one_hot(np.array(draft.tokens), draft.draft_probs.shape[-1])
+        return Draft(draft.tokens, kept * draft.draft_probs)
+
+
+def test_a_wrong_proposal_law_is_seen() -> None:
+    target, draft = tables(seed=3)
+    build = DRAFTERS["mtp"]
+    engine = engine_of(
+        target, draft, lambda parts: KeepsOneProbability(build(parts)), max_draft_tokens=2
+    )
+    params = SamplingParams(temperature=1.0, max_tokens=4)
+    assert distance(law_of(engine, params), exact_law(target, params)) > 0.01
+
+
+@pytest.mark.parametrize("acceptance", ["topp_window", "relaxed"])
+def test_lossy_rules_are_lossy(acceptance: str) -> None:
+    target, draft = tables(seed=3)
+    engine = engine_of(target, draft, DRAFTERS["mtp"], max_draft_tokens=2, acceptance=acceptance)
+    params = SamplingParams(temperature=1.0, top_p=0.8, max_tokens=3)
+    found = law_of(engine, params)
+    assert sum(found.values()) == pytest.approx(1.0, abs=1e-9)
+    assert distance(found, exact_law(target, params)) > 0.01
+
+
+def critical_chi_square(freedom: int, normal_quantile: float) -> float:
+    """Wilson and Hilferty's approximation."""
+    spread = 2 / (9 * freedom)
+    return float(freedom * (1 - spread + normal_quantile * math.sqrt(spread)) ** 3)
+
+
+def test_chi_square_on_the_trained_model(trained: Path) -> None:
+    """Two tokens after a prompt, 4 x 4 outcomes, 384 draws: alpha = 1e-4, fixed seeds."""
+    model = load(trained, deterministic=False)
+    (prompt,) = prompts_of([3], 2048, seed=5)
+    params = SamplingParams(temperature=1.5, top_k=4, max_tokens=3, ignore_eos=True)
+    expected = pair_law(model, prompt, params)
+    draws, seen, accepted, drafted = 384, Counter[tuple[int, ...]](), 0, 0
+    for first in range(0, draws, 128):
+        each = [replace(params, seed=seed) for seed in range(first, first + 128)]
+        result = run(model, [prompt] * 128, each, method="mtp", k=1)
+        seen.update(tuple(output[:2]) for output in result.outputs)
+        accepted += result.counts("accepted", 0)
+        drafted += result.counts("drafted", 0)
+    assert 0 < accepted < drafted, "both verdicts must occur"
+    assert not seen.keys() - expected.keys()
+    rare = {pair for pair, p in expected.items() if p * draws < 5}
+    cells = [(seen[pair], p * draws) for pair, p in expected.items() if pair not in rare]
+    if rare:
+        cells.append((sum(seen[p] for p in rare), draws * sum(expected[p] for p in rare)))
+    statistic = sum((count - wanted) ** 2 / wanted for count, wanted in cells)
+    assert statistic < critical_chi_square(len(cells) - 1, normal_quantile=3.719)
+
+
+def pair_law(
+    model: DeepseekV3, prompt: tuple[int, ...], params: SamplingParams
+) -> dict[tuple[int, ...], float]:
+    law = {}
+    first_law = probabilities_of(Walk(model).feed(prompt)[0][-1].numpy(), params)
+    for first in first_law.nonzero()[0].tolist():
+        second_law = probabilities_of(Walk(model).feed((*prompt, first))[0][-1].numpy(), params)
+        for second in second_law.nonzero()[0].tolist():
+            law[first, second] = float(first_law[first] * second_law[second])
+    return law

@@ -1,0 +1,108 @@
+"""LLM and mtp-export generate, on the trained fixture with its tokenizer."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import typer
+from typer.testing import CliRunner
+
+from mtp_export.commands.generate import generate
+from mtp_export.errors import MtpExportError, UsageError
+from mtp_runtime import LLM, RequestMetrics, SamplingParams, TokenEvent, summarise
+
+PROMPTS = ["Once upon a time", "def add(a, b):"]
+
+
+@pytest.fixture(scope="module")
+def llm(trained: Path) -> LLM:
+    return LLM(trained, speculate_method="mtp", speculate_max_draft_token_num=2)
+
+
+def test_one_output_a_prompt_and_every_token_streamed(llm: LLM) -> None:
+    events: list[TokenEvent] = []
+    first_id = llm.next_request_id
+    outputs = llm.generate(PROMPTS, SamplingParams(max_tokens=10), events.append)
+    assert len(outputs) == 2
+    for number, output in enumerate(outputs):
+        mine = [event for event in events if event.request_id == first_id + number]
+        assert tuple(event.token for event in mine) == output.token_ids
+        assert "".join(event.text for event in mine) == output.text
+        assert output.text == llm.tokenizer.decode(output.token_ids)
+        assert sum(event.from_draft for event in mine) == sum(output.metrics.accepted)
+    again = llm.generate([llm.tokenizer.encode(PROMPTS[0])], SamplingParams(max_tokens=10))
+    assert again[0].token_ids == outputs[0].token_ids
+
+
+def test_stop_texts_cut_the_output(llm: LLM) -> None:
+    params = SamplingParams(max_tokens=10, ignore_eos=True)
+    whole = llm.generate(PROMPTS[0], params)[0]
+    for place in range(1, len(whole.text) - 1):
+        stop = whole.text[place : place + 2]
+        params = SamplingParams(max_tokens=10, ignore_eos=True, stop=stop)
+        output = llm.generate(PROMPTS[0], params)[0]
+        assert output.text == whole.text[: whole.text.find(stop)]
+        assert output.finish_reason == "stop"
+        assert output.token_ids == whole.token_ids[: len(output.token_ids)]
+
+
+def test_options_that_make_no_sense(trained: Path, llm: LLM) -> None:
+    with pytest.raises(UsageError, match="speculate_method"):
+        LLM(trained, speculate_method="eagel")
+    with pytest.raises(UsageError, match="acceptance"):
+        LLM(trained, acceptance="typical")
+    with pytest.raises(UsageError, match="one SamplingParams a prompt"):
+        llm.generate(PROMPTS, [SamplingParams()])
+    with pytest.raises(UsageError, match="temperature"):
+        SamplingParams(temperature=-1.0)
+
+
+def test_summary_adds_up() -> None:
+    first, second = RequestMetrics(output_tokens=5), RequestMetrics(output_tokens=3)
+    first.count(2, 2)
+    first.count(2, 0)
+    second.count(2, 1)
+    summary = summarise([first, second], 4.0)
+    assert [(p.verified, p.reached, p.accepted) for p in summary.acceptance] == [
+        (3, 3, 2),
+        (3, 2, 1),
+    ]
+    assert summary.acceptance[1].conditional == 0.5
+    assert summary.tokens_per_step == 8 / 3
+    assert summary.tokens_per_second == 2.0
+
+
+def invoke(*arguments: str) -> str:
+    app = typer.Typer()
+    app.command()(generate)
+    result = CliRunner().invoke(app, arguments, catch_exceptions=False)
+    assert result.exit_code == 0
+    return result.output
+
+
+def test_generate_command_json(trained: Path, tmp_path: Path) -> None:
+    prompts = tmp_path / "prompts.jsonl"
+    prompts.write_text('{"prompt": "Once upon a time"}\n{"prompt_token_ids": [5, 6, 7]}\n')
+    options = ["--speculate-method", "mtp", "--max-new-tokens", "6", "--json"]
+    facts = json.loads(invoke(str(trained), "--prompts", str(prompts), *options))
+    assert [output["prompt"] for output in facts["outputs"]] == ["Once upon a time", [5, 6, 7]]
+    assert all(len(output["token_ids"]) <= 6 for output in facts["outputs"])
+    assert facts["summary"]["acceptance"][0]["verified"] > 0
+
+
+def test_generate_command_text(trained: Path) -> None:
+    options = ["--speculate-method", "inference_with_reference", "--max-new-tokens", "6"]
+    out = invoke(str(trained), "--prompt", "a b a b a b", *options)
+    assert "tokens per target step" in out
+    out = invoke(str(trained), "--prompt", "a b a b", "--prompt", "x", *options)
+    assert "[1]" in out and "[2]" in out
+
+
+def test_generate_command_refusals(trained: Path, tmp_path: Path) -> None:
+    bad = tmp_path / "bad.jsonl"
+    bad.write_text('{"text": 1}\n')
+    for arguments in ([], ["--prompts", str(bad)], ["--prompts", str(tmp_path / "none.jsonl")]):
+        with pytest.raises(MtpExportError):
+            invoke(str(trained), *arguments)

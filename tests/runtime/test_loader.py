@@ -1,0 +1,214 @@
+"""Loading: bundles and checkpoints, the ledger, refusals, stored formats."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from mtp_export.errors import InvalidInputError, UnsupportedError
+from mtp_kernels import quantize
+from mtp_runtime.config import Hidden, MtpContract
+from mtp_runtime.layers.linear import (
+    FORMATS,
+    Dense,
+    Fp8Block,
+    Int4Group,
+    Int8Channel,
+    Linear,
+    Stacked,
+    Weight,
+    stack,
+)
+from mtp_runtime.models.build import LoadOptions, load_model
+from mtp_runtime.sampling import SamplingParams
+from runtime.harness import Walk, load, prompts_of, run
+
+PARAMS = SamplingParams(max_tokens=8, ignore_eos=True)
+
+
+def split(source: Path, folder: Path, layer: int = 3) -> Path:
+    """A bundle by hand: the MTP layer's tensors in mtp, the others in main."""
+    tensors = load_file(source / "model.safetensors")
+    for part, is_mtp in (("main", False), ("mtp", True)):
+        (folder / part).mkdir(parents=True)
+        kept = {
+            n: t for n, t in tensors.items() if n.startswith(f"model.layers.{layer}.") == is_mtp
+        }
+        save_file(kept, folder / part / "model.safetensors", metadata={"format": "pt"})
+        (folder / part / "config.json").write_text((source / "config.json").read_text())
+    return folder
+
+
+def change(source: Path, folder: Path, edit: Callable[[dict[str, torch.Tensor]], None]) -> Path:
+    folder.mkdir()
+    tensors = load_file(source / "model.safetensors")
+    edit(tensors)
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    (folder / "config.json").write_text((source / "config.json").read_text())
+    return folder
+
+
+def test_a_bundle_decodes_as_its_source(small: Path, tmp_path: Path) -> None:
+    bundle = split(small, tmp_path / "bundle")
+    prompts = prompts_of([6, 11], 96)
+    expected = run(load(small), prompts, PARAMS, method="mtp", k=3)
+    found = run(load(bundle), prompts, PARAMS, method="mtp", k=3)
+    assert found.outputs == expected.outputs
+    assert [r.metrics.accepted for r in found.requests] == [
+        r.metrics.accepted for r in expected.requests
+    ]
+
+
+def test_the_ledger_accounts_for_every_tensor(trained: Path) -> None:
+    stored = json.loads((trained / "model.safetensors.index.json").read_text())["weight_map"].keys()
+    ledger = load_model(trained, LoadOptions()).ledger
+    assert ledger.loaded | ledger.tied | ledger.skipped == stored
+    assert not ledger.skipped and ledger.loaded | ledger.tied <= ledger.expected
+    without = load_model(trained, LoadOptions(with_mtp=False)).ledger
+    assert without.skipped == {n for n in stored if n.startswith("model.layers.61.")}
+
+
+def test_copies_are_tied_and_others_are_not(small: Path, tmp_path: Path) -> None:
+    names = {
+        "model.layers.3.embed_tokens.weight": "model.embed_tokens.weight",
+        "model.layers.3.shared_head.head.weight": "lm_head.weight",
+    }
+
+    def same(tensors: dict[str, torch.Tensor]) -> None:
+        tensors.update({own: tensors[main].clone() for own, main in names.items()})
+
+    def other(tensors: dict[str, torch.Tensor]) -> None:
+        tensors.update({own: tensors[main] * 2 for own, main in names.items()})
+
+    tied = load_model(change(small, tmp_path / "tied", same), LoadOptions())
+    assert tied.ledger.tied == names.keys() and tied.model.mtp is not None
+    assert tied.model.mtp.embedding is tied.model.embedding
+    own = load_model(change(small, tmp_path / "own", other), LoadOptions())
+    assert not own.ledger.tied and own.model.mtp is not None
+    assert torch.equal(own.model.mtp.embedding, own.model.embedding * 2)
+    linear = own.model.mtp.head.linear.matrix(torch.float32)
+    assert torch.equal(linear, own.model.head.linear.matrix(torch.float32) * 2)
+
+
+@pytest.mark.parametrize("part", ["model.layers.1.mlp.experts.3.up_proj", "model.layers.3.hnorm"])
+def test_damaged_checkpoints_are_refused(small: Path, tmp_path: Path, part: str) -> None:
+    name = f"{part}.weight"
+
+    def rename(tensors: dict[str, torch.Tensor]) -> None:
+        tensors[name.replace("weight", "wait")] = tensors[name].clone()
+
+    def reshape(tensors: dict[str, torch.Tensor]) -> None:
+        tensors[name] = tensors[name][:-1].clone()
+
+    edits = {"lost": lambda t: t.pop(name), "more": rename, "shape": reshape}
+    for case, edit in edits.items():
+        with pytest.raises(InvalidInputError, match=part.replace(".", r"\.")):
+            load_model(change(small, tmp_path / case, edit), LoadOptions())  # type: ignore[arg-type]
+
+
+def test_what_is_no_checkpoint_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(InvalidInputError, match="neither a bundle nor a checkpoint"):
+        load_model(tmp_path, LoadOptions())
+    with pytest.raises(UnsupportedError, match="dtype"):
+        LoadOptions(dtype="float64")
+    with pytest.raises(UnsupportedError, match="deterministic"):
+        LoadOptions(dtype="bfloat16", deterministic=True)
+
+
+@pytest.mark.parametrize("key", ["scoring_func", "topk_method", "hidden_act"])
+def test_other_arithmetic_is_refused(variant: Callable[..., Path], key: str) -> None:
+    if key == "topk_method":
+        return  # the family already promises other tensors
+    with pytest.raises(UnsupportedError, match=key):
+        load_model(variant(**{key: "other"}), LoadOptions())
+
+
+def stored_weights() -> dict[str, Weight]:
+    weights = torch.randn(192, 256, generator=torch.Generator().manual_seed(0))
+    fp8 = quantize.quantize_fp8_block(weights)[0]
+    int8 = quantize.quantize_int8_channel(weights)[0]
+    int4 = quantize.quantize_int4_group(weights)[0]
+    return {
+        "dense": Dense(weights),
+        "fp8_block": Fp8Block(fp8),
+        "int8_channel": Int8Channel(int8),
+        "int4_group": Int4Group(int4),
+        "stacked": Stacked((Fp8Block(fp8), Dense(weights[:7]))),
+    }
+
+
+@pytest.mark.parametrize("name", sorted(FORMATS))
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_every_format_multiplies(name: str, dtype: torch.dtype) -> None:
+    """Dequantized at load or in every call, the product is the same."""
+    weight = stored_weights()[name]
+    assert isinstance(weight, FORMATS[name])
+    original = stored_weights()["dense"].dense(torch.float32)
+    if name == "stacked":
+        original = torch.cat([original, original[:7]])
+    x = torch.randn(5, 256, generator=torch.Generator().manual_seed(1)).to(dtype)
+    early = Linear.build(weight, dtype, keep_dense=True)
+    late = Linear.build(weight, dtype, keep_dense=False)
+    assert torch.equal(early.matrix(dtype), late.matrix(dtype))
+    assert torch.allclose(early(x), late(x), atol=0.3 if dtype is torch.bfloat16 else 1e-4)
+    assert weight.shape == original.shape
+    exact = x.float() @ original.t()
+    bound = {"dense": 0.01, "fp8_block": 0.05, "int8_channel": 0.02, "int4_group": 0.2}
+    error = (early(x).float() - exact).norm() / exact.norm()
+    assert error < bound.get(name, 0.05)
+
+
+def test_stacking_dense_weights_gives_a_dense_one() -> None:
+    weights = stored_weights()
+    assert isinstance(stack([weights["dense"], weights["dense"]]), Dense)
+    assert isinstance(stack([weights["dense"], weights["int4_group"]]), Stacked)
+
+
+def test_quantized_weights_may_stay_as_they_are(trained: Path) -> None:
+    """Dequantizing in every call gives the bits of dequantizing at load."""
+    (tokens,) = prompts_of([3], 2048)
+    at_load = load_model(trained, LoadOptions(with_mtp=False)).model
+    in_calls = load_model(trained, LoadOptions(dequantize_at_load=False, with_mtp=False)).model
+    expected, found = Walk(at_load).feed(tokens)[0], Walk(in_calls).feed(tokens)[0]
+    assert torch.allclose(found, expected, rtol=1e-4, atol=1e-4)
+
+
+def test_the_contract_reaches_the_drafts(small: Path) -> None:
+    """Each field changes what is drafted, and never what comes out."""
+    prompts = prompts_of([6, 11, 9], 96)
+    drafts = set()
+    outputs = []
+    for contract in (
+        MtpContract(),
+        MtpContract(target_hidden=Hidden.BEFORE_NORM),
+        MtpContract(recycled_hidden=Hidden.BEFORE_NORM),
+        MtpContract(zero_first_embedding=True),
+    ):
+        options = LoadOptions(deterministic=True, contract=contract)
+        model = load_model(small, options).model
+        hidden = torch.randn(4, 48, generator=torch.Generator().manual_seed(0))
+        outputs.append(run(model, prompts, PARAMS, method="mtp", k=3).outputs)
+        drafts.add(mtp_fingerprint(model, hidden))
+    assert all(output == outputs[0] for output in outputs)
+    assert len(drafts) == 4
+
+
+def mtp_fingerprint(model: object, hidden: torch.Tensor) -> tuple[float, ...]:
+    """MTP outputs for positions 0 to 3, and what is fed in and back."""
+    from mtp_runtime.layout import lay_out
+    from mtp_runtime.models.deepseek_v3 import DeepseekV3
+
+    assert isinstance(model, DeepseekV3) and model.mtp is not None
+    walk = Walk(model)
+    walk.cache.append(walk.sequence, 4)
+    layout = lay_out(walk.cache, [walk.sequence], [(0, 4)], model.device)
+    with torch.inference_mode():
+        fed = model.mtp_input(hidden, model.head.normed(hidden))
+        out = model.mtp(torch.tensor([5, 6, 7, 8]), fed, walk.cache.layers[-1], layout)
+        back = model.mtp.recycled(out, model.mtp.head.normed(out))
+    return (float(fed.sum()), float(out.sum()), float(back.sum()))
