@@ -143,7 +143,8 @@ def main() -> None:
     arguments = parser.parse_args()
     plans = {
         name: plan_quantize(
-            options(arguments.source, arguments.scratch / "plan", scheme, arguments.group_size)
+            options(arguments.source, arguments.scratch / "plan", scheme, arguments.group_size),
+            dry_run=True,
         )
         for name, scheme in SCHEMES.items()
     }

@@ -31,6 +31,7 @@ from mtp_export.checkpoint.plan import (
 from mtp_export.checkpoint.reader import CONFIG_NAME, INDEX_NAME
 from mtp_export.checkpoint.writer import encode_header
 from mtp_export.families import family_of
+from mtp_export.families.released import DEEPSEEK_V3
 
 _FP8 = {
     "quant_method": "fp8",
@@ -55,38 +56,27 @@ _COMMON: dict[str, Any] = {
     "bos_token_id": 0,
     "eos_token_id": 1,
 }
-REAL_CONFIG: dict[str, Any] = _COMMON | {
-    "first_k_dense_replace": 3,
-    "hidden_size": 7168,
-    "intermediate_size": 18432,
-    "kv_lora_rank": 512,
-    "max_position_embeddings": 163840,
-    "moe_intermediate_size": 2048,
-    "n_group": 8,
-    "n_routed_experts": 256,
-    "n_shared_experts": 1,
-    "num_attention_heads": 128,
-    "num_experts_per_tok": 8,
-    "num_hidden_layers": 61,
-    "num_key_value_heads": 128,
-    "q_lora_rank": 1536,
-    "qk_nope_head_dim": 128,
-    "qk_rope_head_dim": 64,
-    "quantization_config": _FP8,
-    "rope_scaling": {
-        "beta_fast": 32,
-        "beta_slow": 1,
-        "factor": 40,
-        "mscale": 1.0,
-        "mscale_all_dim": 1.0,
-        "original_max_position_embeddings": 4096,
-        "type": "yarn",
-    },
-    "routed_scaling_factor": 2.5,
-    "topk_group": 4,
-    "v_head_dim": 128,
-    "vocab_size": 129280,
-}
+REAL_CONFIG: dict[str, Any] = (
+    _COMMON
+    | DEEPSEEK_V3
+    | {
+        "max_position_embeddings": 163840,
+        "n_group": 8,
+        "num_experts_per_tok": 8,
+        "num_key_value_heads": 128,
+        "rope_scaling": {
+            "beta_fast": 32,
+            "beta_slow": 1,
+            "factor": 40,
+            "mscale": 1.0,
+            "mscale_all_dim": 1.0,
+            "original_max_position_embeddings": 4096,
+            "type": "yarn",
+        },
+        "routed_scaling_factor": 2.5,
+        "topk_group": 4,
+    }
+)
 TINY_CONFIG: dict[str, Any] = _COMMON | {
     "first_k_dense_replace": 1,
     "hidden_size": 192,
