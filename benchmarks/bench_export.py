@@ -7,7 +7,8 @@ Rows, in turn, medians of --runs, the page cache dropped before each and `sync` 
   (a) this tool, whole bundle, checksums on      (b) cp of the shards that hold the MTP layer
   (c) every MTP tensor into memory, then safetensors' save_file, as the published scripts do
   (d) this tool, --target xllm                   (e) cp of as many bytes as (d) reads and writes / 2
-and once each: inspect, --dry-run. Peak memory is the kernel's figure for the process.
+and inspect and --dry-run. Peak memory is the kernel's figure for the process. --rows takes some of
+the letters; a result file that is there keeps its other rows.
 """
 
 from __future__ import annotations
@@ -24,7 +25,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
+from shlex import quote
 from statistics import median
+from typing import Any
 
 _PROGRAM = [sys.executable, "-c", "from mtp_export.cli import main; main()"]
 _LOAD_THEN_SAVE = """
@@ -91,7 +94,7 @@ def bytes_in_and_out(source: Path, scratch: Path, target: str) -> int:
 
 
 def cp_of_size(shards: list[Path], size_bytes: int) -> str:
-    """A shell command that copies this many bytes of these files with cp, then with head."""
+    """A shell command that copies this many bytes of these files: whole ones by cp, a part by dd."""
     parts = ["set -e", "mkdir -p $0"]
     left = size_bytes
     for number, shard in enumerate(shards * 4):
@@ -99,9 +102,11 @@ def cp_of_size(shards: list[Path], size_bytes: int) -> str:
             break
         size = shard.stat().st_size
         if size <= left:
-            parts.append(f"cp {shard} $0/{number}")
+            parts.append(f"cp {quote(str(shard))} $0/{number}")
         else:
-            parts.append(f"dd if={shard} of=$0/{number} bs=1M count={left >> 20} status=none")
+            parts.append(
+                f"dd if={quote(str(shard))} of=$0/{number} bs=1M count={left >> 20} status=none"
+            )
         left -= size
     return "; ".join(parts)
 
@@ -157,9 +162,11 @@ def main() -> None:
     parser.add_argument("source", type=Path)
     parser.add_argument("scratch", type=Path)
     parser.add_argument("--runs", type=int, default=3)
+    parser.add_argument("--rows", default="abcde")
     parser.add_argument("--result", type=Path, default=Path("benchmarks/results/export.json"))
     arguments = parser.parse_args()
-    rows = cases(arguments.source, arguments.scratch)
+    every = cases(arguments.source, arguments.scratch)
+    rows = {name: run for name, run in every.items() if name[1] in arguments.rows}
     measured: dict[str, list[Measured]] = {name: [] for name in rows}
     for number in range(arguments.runs):
         for name, run in rows.items():
@@ -172,25 +179,43 @@ def main() -> None:
         ("--dry-run", [*planning, "--dry-run"]),
     ):
         measured[name] = [measure([*_PROGRAM, *words]) for _ in range(arguments.runs)]
-    seconds = {name: median(run.seconds for run in runs) for name, runs in measured.items()}
-    ratios = {
-        "a / b (at most 1.25)": seconds["(a) mtp-export"] / seconds["(b) cp"],
-        "c / a (at least 1.5)": seconds["(c) load, save_file"] / seconds["(a) mtp-export"],
-        "d / e (at most 1.5)": seconds["(d) mtp-export --target xllm"]
-        / seconds["(e) cp, the bytes of (d)"],
-    }
     result = {
         "machine": machine(),
-        "seconds": {
-            name: [round(run.seconds, 2) for run in runs] for name, runs in measured.items()
-        },
-        "median_seconds": {name: round(value, 2) for name, value in seconds.items()},
-        "peak_bytes": {n: max(run.peak_bytes for run in runs) for n, runs in measured.items()},
-        "ratios": {name: round(value, 3) for name, value in ratios.items()},
+        "rows": {name: summary(runs) for name, runs in measured.items()},
     }
+    if arguments.result.exists():
+        before = json.loads(arguments.result.read_text())
+        result["rows"] = {**before["rows"], **result["rows"]}
+    result["ratios"] = ratios(result["rows"])
     arguments.result.parent.mkdir(parents=True, exist_ok=True)
-    arguments.result.write_text(json.dumps(result, indent=2, ensure_ascii=False) + "\n")
-    print(json.dumps(result, indent=2, ensure_ascii=False))
+    text = json.dumps(result, indent=2, ensure_ascii=False)
+    arguments.result.write_text(text + "\n")
+    print(text)
+
+
+def summary(runs: list[Measured]) -> dict[str, Any]:
+    """A row's median, all its runs, and the load of the machine at its end."""
+    return {
+        "median_seconds": round(median(run.seconds for run in runs), 2),
+        "seconds": [round(run.seconds, 2) for run in runs],
+        "peak_bytes": max(run.peak_bytes for run in runs),
+        "load_average": round(os.getloadavg()[0], 1),
+    }
+
+
+def ratios(rows: dict[str, Any]) -> dict[str, float]:
+    """The figures to reach, of the rows that are there."""
+    by_letter = {name[1]: row["median_seconds"] for name, row in rows.items() if name[0] == "("}
+    wanted = {
+        "a / b (at most 1.25)": "ab",
+        "c / a (at least 1.5)": "ca",
+        "d / e (at most 1.5)": "de",
+    }
+    return {
+        name: round(by_letter[over] / by_letter[under], 3)
+        for name, (over, under) in wanted.items()
+        if over in by_letter and under in by_letter
+    }
 
 
 if __name__ == "__main__":
