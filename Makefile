@@ -3,7 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 PIP := $(BIN)/pip --disable-pip-version-check --quiet
 
-.PHONY: demo test check clean
+.PHONY: demo test check fixture clean
 
 demo: .venv/installed
 	scripts/demo
@@ -14,6 +14,10 @@ test: .venv/installed-dev
 
 check: .venv/installed-dev
 	scripts/check
+
+# Trains the tiny checkpoint again from nothing (hours on a CPU); fixtures/README.md says how.
+fixture: .venv/installed-dev
+	$(BIN)/python fixtures/train.py
 
 clean:
 	rm -rf .venv demo build *.egg-info

@@ -94,7 +94,7 @@ def bytes_in_and_out(source: Path, scratch: Path, target: str) -> int:
 
 
 def cp_of_size(shards: list[Path], size_bytes: int) -> str:
-    """A shell command that copies this many bytes of these files: whole ones by cp, a part by dd."""
+    """A shell command that copies this many bytes of these files, the last part by dd."""
     parts = ["set -e", "mkdir -p $0"]
     left = size_bytes
     for number, shard in enumerate(shards * 4):
