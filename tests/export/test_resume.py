@@ -93,8 +93,18 @@ def test_death_with_links_and_something_there_before(
     assert tree(pristine) == original
 
 
+# The program on a disk that takes its time, so that a signal always finds it at work.
+SLOW_DISK = """
+import os, time
+real = os.fsync
+os.fsync = lambda fd: (time.sleep(0.02), real(fd))
+from mtp_export.cli import main
+main()
+"""
+
+
 def start(source: Path, output: Path) -> subprocess.Popen[bytes]:
-    command = [sys.executable, "-c", "from mtp_export.cli import main; main()"]
+    command = [sys.executable, "-c", SLOW_DISK]
     arguments = ["--input-dir", str(source), "--output-dir", str(output), *OPTIONS]
     path = os.pathsep.join(filter(None, sys.path))
     environment = os.environ | {"PYTHONPATH": path}
