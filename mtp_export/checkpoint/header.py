@@ -4,12 +4,12 @@ its reference reader lets pass (duplicate keys, leading white space, unknown fie
 from __future__ import annotations
 
 import hashlib
-import json
 import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from mtp_export.checkpoint import strict_json
 from mtp_export.checkpoint.dtypes import DTYPE_BITS, tensor_bytes
 from mtp_export.errors import InvalidInputError, IoError
 
@@ -100,20 +100,15 @@ def _check_lengths(size_bytes: int, header_bytes: int) -> None:
         )
 
 
-def _no_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    result = dict(pairs)
-    if len(result) != len(pairs):
-        seen: set[str] = set()
-        twice = next(key for key, _ in pairs if key in seen or seen.add(key))  # type: ignore[func-returns-value]
-        raise _HeaderError("A shard's header has a duplicate key", "each key once", repr(twice))
-    return result
-
-
 def _parse_json(raw: bytes) -> dict[str, Any]:
     if raw[:1] != b"{":
         raise _HeaderError("A shard's header does not start with '{'", "'{'", repr(raw[:1]))
     try:
-        entries = json.loads(raw.decode("utf-8"), object_pairs_hook=_no_duplicates)
+        entries = strict_json.parse(raw)
+    except strict_json.DuplicateKeyError as error:
+        raise _HeaderError(
+            "A shard's header has a duplicate key", "each key once", repr(error.args[0])
+        ) from None
     except (ValueError, RecursionError) as error:
         raise _HeaderError(
             "A shard's header is not JSON", "one JSON object", str(error)[:200]

@@ -4,7 +4,6 @@ and every shard's header, each against the others. Tensors are read on demand, n
 from __future__ import annotations
 
 import hashlib
-import json
 import os
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
@@ -12,6 +11,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from mtp_export.checkpoint import strict_json
 from mtp_export.checkpoint.dtypes import torch_dtype
 from mtp_export.checkpoint.header import ShardHeader, TensorInfo, read_header
 from mtp_export.errors import InvalidInputError, IoError
@@ -155,23 +155,19 @@ def _read_bytes(path: Path) -> bytes:
         raise read_failure(path, error) from error
 
 
-def _json_object(path: Path, raw: bytes) -> dict[str, Any]:
-    def no_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-        keys = [key for key, _ in pairs]
-        for key in keys if len(set(keys)) < len(keys) else ():
-            if keys.count(key) > 1:
-                raise ValueError(f"the key {key!r} stands twice")
-        return dict(pairs)
+def _unparsable(path: Path, found: str) -> InvalidInputError:
+    return InvalidInputError(
+        "A JSON file cannot be parsed", where=path, found=found, todo="Download it again"
+    )
 
+
+def _json_object(path: Path, raw: bytes) -> dict[str, Any]:
     try:
-        value = json.loads(raw.decode("utf-8"), object_pairs_hook=no_duplicates)
+        value = strict_json.parse(raw)
+    except strict_json.DuplicateKeyError as error:
+        raise _unparsable(path, f"the key {error.args[0]!r} stands twice") from None
     except (ValueError, RecursionError) as error:
-        raise InvalidInputError(
-            "A JSON file cannot be parsed",
-            where=path,
-            found=str(error)[:200],
-            todo="Download it again",
-        ) from None
+        raise _unparsable(path, str(error)[:200]) from None
     if not isinstance(value, dict):
         raise InvalidInputError(
             "A JSON file holds no object", where=path, expected="{...}", found=type(value).__name__

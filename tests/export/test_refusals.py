@@ -167,6 +167,11 @@ CASES: dict[str, Case] = {
     "wrong dtype": Case(set_entry(EXPERT, dtype="F8_E5M2"), 3, (EXPERT, "F8_E4M3", "F8_E5M2")),
     "config does not fit": Case(set_config(hidden_size=256), 3, ("shape",)),
     "config is no JSON": Case(lambda s: (s / "config.json").write_text("{"), 3, ("config.json",)),
+    "config names a key twice": Case(
+        lambda s: (s / "config.json").write_text('{"model_type": 1, "model_type": 2}'),
+        3,
+        ("config.json", "'model_type' stands twice"),
+    ),
     "config field is missing": Case(
         lambda s: edit_json(s / "config.json", lambda c: c.pop("kv_lora_rank")),
         3,
