@@ -245,7 +245,11 @@ def _open_journal(plan: BundlePlan, journal: Journal) -> None:
 
 def _identity(plan: BundlePlan) -> dict[str, Any]:
     """What makes two runs the same: the tool, what the options ask for, and the source."""
-    links = {shard.file_name: str(shard.link) for part in plan.parts for shard in part.linked}
+    links = {
+        f"{part.name}/{shard.file_name}": str(shard.link)
+        for part in plan.parts
+        for shard in part.linked
+    }
     return {
         "tool_version": __version__,
         "options": dict(plan.recorded),
