@@ -1,0 +1,1 @@
+"""Proof that an export decodes as its source does: ten checks, one module each."""
