@@ -18,6 +18,7 @@ from mtp_export.checkpoint.links import Link
 from mtp_export.commands.generate import generate
 from mtp_export.commands.output import check_report, say, say_alias, stderr
 from mtp_export.commands.quantize import quantize
+from mtp_export.commands.verify import verify
 from mtp_export.errors import IoError, MtpExportError, ResourceError, UsageError
 from mtp_export.export import plan_export
 from mtp_export.inspection import inspect as inspect_checkpoint
@@ -92,6 +93,7 @@ def _run(
 
 app.command()(quantize)
 app.command()(generate)
+app.command()(verify)
 
 
 @app.command()

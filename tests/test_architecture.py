@@ -18,8 +18,8 @@ ARROWS = {
     | {"bundle", "commands", "export", "inspection"}
     | {"options", "progress", "split", "tables"},
     "commands": CORE
-    | {"bundle", "options", "precision_tables", "progress", "quantize"}
-    | {"split", "tables", "mtp_runtime"},
+    | {"bundle", "options", "precision_tables", "progress", "prompts", "quantize"}
+    | {"split", "tables", "verify", "mtp_runtime"},
     "options": CORE | {"split"},
     "tables": CORE | {"bundle", "inspection", "progress"},
     "precision_tables": CORE | {"bundle", "progress", "tables"},
@@ -28,12 +28,13 @@ ARROWS = {
     "export": CORE | {"bundle", "split"},
     "quantize": CORE | {"bundle", "split"},
     "inspection": CORE,
-    "verify": CORE | {"progress", "mtp_runtime", "mtp_kernels"},
+    "verify": CORE | {"progress", "prompts", "mtp_runtime", "mtp_kernels"},
     "checkpoint": {"errors", "families", "progress"},
     "families": {"errors"},
     "targets": {"errors", "families", "checkpoint"},
     "schemes": {"errors", "families", "checkpoint", "mtp_kernels"},
     "progress": {"errors"},
+    "prompts": {"errors"},
     "errors": set(),
     "mtp_runtime": {"mtp_kernels", "checkpoint", "families", "schemes", "errors"},
     "mtp_kernels": set(),

@@ -13,9 +13,11 @@ from typing import Any
 import xxhash
 
 from mtp_export.checkpoint.plan import OutputShard, PartPlan
-from mtp_export.checkpoint.reader import Checkpoint
+from mtp_export.checkpoint.reader import Checkpoint, read_json_object
+from mtp_export.errors import InvalidInputError
 
 MANIFEST_NAME = "mtp_export.json"
+FORMAT = "mtp-export bundle"
 FORMAT_VERSION = 1
 
 
@@ -50,7 +52,7 @@ def manifest(
         return finished[f"{part.name}/{shard.file_name}"]
 
     return {
-        "format": "mtp-export bundle",
+        "format": FORMAT,
         "format_version": FORMAT_VERSION,
         **head,
         "parts": {
@@ -104,3 +106,25 @@ def _files(part: PartPlan, folder: Path) -> dict[str, dict[str, Any]]:
         for path in sorted(folder.iterdir())
         if path.name not in shards
     }
+
+
+def read_manifest(bundle: Path) -> dict[str, Any]:
+    """The manifest of a bundle (InvalidInputError for none or another format, IoError)."""
+    path = bundle / MANIFEST_NAME
+    if not path.exists():
+        raise InvalidInputError(
+            "The bundle has no manifest",
+            where=path,
+            expected="the file that every finished export writes last",
+            todo="Run the export again: it goes on where it stopped",
+        )
+    content = read_json_object(path)
+    found = (content.get("format"), content.get("format_version"))
+    if found != (FORMAT, FORMAT_VERSION):
+        raise InvalidInputError(
+            "The manifest is in a format that this version does not read",
+            where=path,
+            expected=f"{FORMAT}, version {FORMAT_VERSION}",
+            found=f"{found[0]}, version {found[1]}",
+        )
+    return content

@@ -161,6 +161,11 @@ def _unparsable(path: Path, found: str) -> InvalidInputError:
     )
 
 
+def read_json_object(path: Path) -> dict[str, Any]:
+    """A JSON file that holds one object (InvalidInputError, IoError)."""
+    return _json_object(path, _read_bytes(path))
+
+
 def _json_object(path: Path, raw: bytes) -> dict[str, Any]:
     try:
         value = strict_json.parse(raw)
@@ -187,7 +192,7 @@ def _weight_map(folder: Path) -> dict[str, str] | None:
             expected=f"{INDEX_NAME} or {SINGLE_NAME}",
             todo="Point at a checkpoint in safetensors format",
         )
-    weight_map = _json_object(path, _read_bytes(path)).get("weight_map")
+    weight_map = read_json_object(path).get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
         raise InvalidInputError(
             "The index has no weight_map", where=path, expected="tensor name -> file name"

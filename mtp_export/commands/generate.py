@@ -13,12 +13,12 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from mtp_export.errors import InvalidInputError, IoError, UsageError
+from mtp_export.errors import UsageError
+from mtp_export.prompts import Prompt, read_prompts
 
 if TYPE_CHECKING:
     from mtp_runtime import LLM, RequestOutput, SamplingParams, Summary, TokenEvent
 
-PromptValue = str | tuple[int, ...]
 _ACCEPTED_STYLE = "green"
 
 
@@ -93,40 +93,15 @@ def generate(
         Console().print(_table(summary))
 
 
-def _prompts(texts: list[str], path: Path | None) -> list[PromptValue]:
-    asked: list[PromptValue] = [*texts]
-    if path is not None:
-        try:
-            lines = path.read_text(encoding="utf-8").splitlines()
-        except OSError as error:
-            raise IoError("The prompts cannot be read", where=path, found=error) from error
-        asked += [_prompt_of(path, number, line) for number, line in enumerate(lines, 1) if line]
+def _prompts(texts: list[str], path: Path | None) -> list[Prompt]:
+    asked: list[Prompt] = [*texts, *(read_prompts(path) if path is not None else ())]
     if not asked:
         raise UsageError("There is no prompt", expected="--prompt TEXT or --prompts FILE.jsonl")
     return asked
 
 
-def _prompt_of(path: Path, number: int, line: str) -> PromptValue:
-    try:
-        value = json.loads(line)
-    except ValueError:
-        value = None
-    if isinstance(value, dict):
-        text, ids = value.get("prompt"), value.get("prompt_token_ids")
-        if isinstance(text, str):
-            return text
-        if isinstance(ids, list) and all(type(token) is int for token in ids):
-            return tuple(ids)
-    raise InvalidInputError(
-        f"Line {number} is no prompt",
-        where=path,
-        expected='{"prompt": "..."} or {"prompt_token_ids": [...]}',
-        found=line[:80],
-    )
-
-
 def _run(
-    llm: LLM, asked: list[PromptValue], params: list[SamplingParams], quiet: bool
+    llm: LLM, asked: list[Prompt], params: list[SamplingParams], quiet: bool
 ) -> list[RequestOutput]:
     """A single prompt streams; several are shown one after the other when all are done."""
     console = Console(highlight=False)
@@ -151,9 +126,7 @@ def _piece(event: TokenEvent) -> Text:
     return Text(text, style=_ACCEPTED_STYLE if event.from_draft else "")
 
 
-def _facts(
-    asked: list[PromptValue], outputs: list[RequestOutput], summary: Summary
-) -> dict[str, Any]:
+def _facts(asked: list[Prompt], outputs: list[RequestOutput], summary: Summary) -> dict[str, Any]:
     return {
         "outputs": [
             {

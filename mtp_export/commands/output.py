@@ -17,16 +17,22 @@ from mtp_export.targets import target_of
 
 def check_report(report: Path | None, options: BundleOptions) -> None:
     """Refuse a report that would fall into a checkpoint or has nowhere to go (UsageError)."""
-    if report is None:
+    check_place("--report", report, options.input_dir, options.output_dir)
+
+
+def check_place(option: str, path: Path | None, *folders: Path) -> None:
+    """Refuse a file to be written inside one of the folders, or in none that exists
+    (UsageError)."""
+    if path is None:
         return
-    place = report.resolve()
-    folders = (options.input_dir.resolve(), options.output_dir.resolve())
-    if not place.parent.is_dir() or any(folder in place.parents for folder in folders):
+    place = path.resolve()
+    inside = any(folder.resolve() in place.parents for folder in folders)
+    if not place.parent.is_dir() or inside:
         raise UsageError(
             "The report cannot be written there",
-            where=report,
+            where=path,
             expected="a file in an existing folder outside the input and the output",
-            todo="Choose another place for --report",
+            todo=f"Choose another place for {option}",
         )
 
 

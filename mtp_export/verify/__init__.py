@@ -1,1 +1,51 @@
-"""Proof that an export decodes as its source does: ten checks, one module each."""
+"""Proof that an export decodes as its source does: ten checks, one module each.
+
+A check above the level that was asked for, or that cannot run, says so: nothing is skipped in
+silence.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+
+from mtp_export.errors import MtpExportError, ResourceError, UnsupportedError, UsageError
+from mtp_export.verify import files
+from mtp_export.verify.base import Check, CheckResult, Item, Level, Status
+from mtp_export.verify.context import Context
+
+# In the order of a report. A new check is one file and one line here.
+CHECKS: dict[str, Check] = {
+    "files": Check("Files", Level.FILES, files.run),
+}
+
+
+def run_checks(context: Context) -> Iterator[CheckResult]:
+    """Every check of CHECKS, one after the other, as they finish."""
+    for name, check in CHECKS.items():
+        start = time.monotonic()
+        items = tuple(_items(check, context))
+        yield CheckResult(name, check.title, items, time.monotonic() - start)
+
+
+def _items(check: Check, context: Context) -> Iterator[Item]:
+    """A check's items. A failure that it raises is one item more, the last."""
+    if check.level > context.options.level:
+        asked = context.options.level.name.lower()
+        yield _not_tested(f"--level {asked} leaves it out")
+        return
+    if check.level is Level.RUN and context.why_not_run is not None:
+        yield _not_tested(context.why_not_run)
+        return
+    try:
+        yield from check.run(context)
+    except UsageError:
+        raise
+    except (UnsupportedError, ResourceError) as error:
+        yield _not_tested(str(error))
+    except MtpExportError as error:
+        yield Item("could be checked to the end", Status.FAIL, cause=str(error))
+
+
+def _not_tested(reason: str) -> Item:
+    return Item("all of it", Status.NOT_TESTED, cause=reason)

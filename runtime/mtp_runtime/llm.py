@@ -12,7 +12,7 @@ from mtp_runtime.acceptance import ACCEPTANCE_RULES
 from mtp_runtime.config import EngineConfig, MtpContract, SpeculationConfig
 from mtp_runtime.drafters import DRAFTERS
 from mtp_runtime.engine import Engine
-from mtp_runtime.models.build import LoadOptions, load_model
+from mtp_runtime.models.build import Loaded, LoadOptions, load_model
 from mtp_runtime.request import Request, RequestMetrics, TokenEvent
 from mtp_runtime.sampling import SamplingParams
 from mtp_runtime.tokenizer import Tokenizer
@@ -35,7 +35,8 @@ class LLM:
     """A loaded model with an engine; generate may be called again and again.
 
     bundle: an export's output folder, or a checkpoint folder. The names of the speculate options
-    are PaddleNLP's. deterministic (float32 only): tokens do not depend on batch or drafter.
+    are PaddleNLP's. deterministic (float32 only): tokens do not depend on batch or drafter. loaded:
+    the bundle's model where it is loaded already; the options of loading are then those it has.
     Raises what load_model raises, and UsageError for options that make no sense.
     """
 
@@ -59,6 +60,7 @@ class LLM:
         page_size: int = 64,
         prefill_chunk: int = 256,
         dequantize_at_load: bool = True,
+        loaded: Loaded | None = None,
     ) -> None:
         _check_choice("speculate_method", speculate_method, DRAFTERS)
         _check_choice("acceptance", acceptance, ACCEPTANCE_RULES)
@@ -74,7 +76,7 @@ class LLM:
         config = replace(config, speculation=speculation)
         with_mtp, contract = speculate_method == "mtp", contract or MtpContract()
         options = LoadOptions(device, dtype, deterministic, dequantize_at_load, with_mtp, contract)
-        loaded = load_model(Path(bundle), options)
+        loaded = loaded or load_model(Path(bundle), options)
         drafting = None if draft_model is None else load_model(Path(draft_model), options).model
         self.ledger = loaded.ledger
         self.tokenizer = Tokenizer.find(loaded.folder)
