@@ -32,7 +32,7 @@ ARROWS = {
     "checkpoint": {"errors", "families", "progress"},
     "families": {"errors"},
     "targets": {"errors", "families", "checkpoint"},
-    "schemes": {"errors", "families", "checkpoint", "mtp_kernels"},
+    "schemes": {"errors", "families", "checkpoint", "targets", "mtp_kernels"},
     "progress": {"errors"},
     "prompts": {"errors"},
     "errors": set(),

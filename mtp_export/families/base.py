@@ -148,7 +148,7 @@ def _compare_one(
             return None
         problem = "missing"
         if spec.scale_of in stored:
-            problem = f"missing, though its fp8 weight {spec.scale_of} is there"
+            problem = f"missing, though its weight {spec.scale_of} is there"
         return Discrepancy(spec.name, problem, wanted, "no such tensor")
     actual = f"{tensor.dtype} {list(tensor.shape)}"
     if tensor.shape != spec.shape:
@@ -229,6 +229,12 @@ def block_fp8(config: Mapping[str, Any]) -> BlockFp8 | None:
             todo="Start from the original checkpoint",
         )
     scale_dtypes = ("F32", "F8_E8M0") if quantization.get("scale_fmt") == "ue8m0" else ("F32",)
+    return BlockFp8((block[0], block[1]), scale_dtypes, left_out_of_fp8(quantization))
+
+
+def left_out_of_fp8(quantization: Mapping[str, Any]) -> tuple[str, ...]:
+    """The modules that a quantization_config lists as not converted (InvalidInputError for no
+    list of names)."""
     names: list[str] = []
     for key in ("modules_to_not_convert", "ignored_layers"):
         listed = quantization.get(key) or []
@@ -239,4 +245,4 @@ def block_fp8(config: Mapping[str, Any]) -> BlockFp8 | None:
                 found=repr(listed)[:100],
             )
         names += listed
-    return BlockFp8((block[0], block[1]), scale_dtypes, tuple(names))
+    return tuple(names)

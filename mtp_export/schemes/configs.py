@@ -74,9 +74,10 @@ def quantization_configs(
         return PartConfigs(config, config)
     if reader is Reader.SGLANG and Storage.FP8_BLOCK in both:
         own = _own_config(source, family, mtp, reader)
-        if not set(main.storages.values()).intersection(_INTEGERS):
-            return PartConfigs(_own_config(source, family, main, reader), own)
-        return PartConfigs(_compressed_config(family, main, mtp, reader), own)
+        forms = set(main.storages.values())
+        if Storage.FP8_BLOCK in forms and forms.intersection(_INTEGERS):
+            return PartConfigs(_compressed_config(family, main, mtp, reader), own)
+        return PartConfigs(_own_config(source, family, main, reader), own)
     config = _compressed_config(family, main, mtp, reader)
     return PartConfigs(config, config)
 

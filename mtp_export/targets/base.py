@@ -6,6 +6,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from mtp_export.errors import InvalidInputError
+
 Config = dict[str, Any]
 
 
@@ -14,7 +16,8 @@ class Target:
     """One layout of the draft (MTP) folder; the main folder keeps the source's layout.
 
     mtp_name maps a source tensor or module name of an MTP layer to the target's.
-    mtp_config maps the source's config.json to the draft's.
+    mtp_config maps the source's config.json to the draft's; released_config maps a draft's back,
+    as far as tensors go, given the main model's num_hidden_layers.
     engines are further engines that read the same layout; their names are aliases of it.
     needs_shared_weights: the engine takes embedding and head from the draft folder.
     mtp_schemes: the precision schemes in which the engine reads the draft; None for all.
@@ -25,6 +28,7 @@ class Target:
     engines: tuple[str, ...]
     mtp_name: Callable[[str, int], str]
     mtp_config: Callable[[Mapping[str, Any]], Config]
+    released_config: Callable[[Mapping[str, Any], int], Config]
     needs_shared_weights: bool = False
     dequantizes: bool = False
     transposes: bool = False
@@ -52,6 +56,19 @@ def single_layer_config(
             if quantization.get(key)
         }
     return result
+
+
+def released_from_single_layer(config: Mapping[str, Any], main_layers: int) -> Config:
+    """The released config of a draft with one decoder layer (InvalidInputError for another)."""
+    for key in ("num_hidden_layers", "num_nextn_predict_layers"):
+        if config.get(key) != 1:
+            raise InvalidInputError(
+                f"config.json of the MTP folder has another {key} than its target reads",
+                expected=1,
+                found=repr(config.get(key))[:100],
+                todo="Export the MTP part again",
+            )
+    return {**config, "num_hidden_layers": main_layers}
 
 
 def _renamed_modules(

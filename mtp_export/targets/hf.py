@@ -16,11 +16,16 @@ def _config(config: Mapping[str, Any]) -> Config:
     return {**config, "architectures": ["DeepseekV3ForCausalLM"], "model_type": "deepseek_v3"}
 
 
+def _released(config: Mapping[str, Any], main_layers: int) -> Config:
+    return dict(config)
+
+
 HF = Target(
     name="hf",
     engines=("vllm", "sglang", "tensorrt-llm"),
     mtp_name=_name,
     mtp_config=_config,
+    released_config=_released,
     single_mtp_layer=False,
     mtp_schemes=None,
 )

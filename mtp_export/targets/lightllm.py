@@ -5,7 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from mtp_export.targets.base import Config, Target, single_layer_config
+from mtp_export.targets.base import (
+    Config,
+    Target,
+    released_from_single_layer,
+    single_layer_config,
+)
 
 
 def _name(name: str, layer: int) -> str:
@@ -16,4 +21,10 @@ def _config(config: Mapping[str, Any]) -> Config:
     return single_layer_config(config, _name)
 
 
-LIGHTLLM = Target(name="lightllm", engines=(), mtp_name=_name, mtp_config=_config)
+LIGHTLLM = Target(
+    name="lightllm",
+    engines=(),
+    mtp_name=_name,
+    mtp_config=_config,
+    released_config=released_from_single_layer,
+)

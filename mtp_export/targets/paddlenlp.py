@@ -5,7 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from mtp_export.targets.base import Config, Target, single_layer_config
+from mtp_export.targets.base import (
+    Config,
+    Target,
+    released_from_single_layer,
+    single_layer_config,
+)
 
 _PREFIX = "deepseek_v3_mtp."
 _RENAMED = {
@@ -34,6 +39,7 @@ PADDLENLP = Target(
     engines=(),
     mtp_name=_name,
     mtp_config=_config,
+    released_config=released_from_single_layer,
     needs_shared_weights=True,
     transposes=True,
 )

@@ -5,7 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from mtp_export.targets.base import Config, Target, single_layer_config
+from mtp_export.targets.base import (
+    Config,
+    Target,
+    released_from_single_layer,
+    single_layer_config,
+)
 
 _MODEL_LEVEL = ("embed_tokens", "shared_head", "enorm", "hnorm", "eh_proj")
 
@@ -27,11 +32,16 @@ def _config(config: Mapping[str, Any]) -> Config:
     )
 
 
+def _released(config: Mapping[str, Any], main_layers: int) -> Config:
+    return released_from_single_layer(config, main_layers) | {"model_type": "deepseek_v3"}
+
+
 XLLM = Target(
     name="xllm",
     engines=(),
     mtp_name=_name,
     mtp_config=_config,
+    released_config=_released,
     dequantizes=True,
     mtp_schemes=frozenset({"bf16"}),
 )

@@ -160,7 +160,7 @@ CASES: dict[str, Case] = {
     ),
     "missing main tensor": Case(removed("model.layers.0.mlp.up_proj.weight"), 3, ("layers.0.mlp",)),
     "fp8 weight without scale": Case(
-        removed(f"{EXPERT}_scale_inv"), 3, (EXPERT, "missing, though its fp8 weight")
+        removed(f"{EXPERT}_scale_inv"), 3, (EXPERT, "missing, though its weight")
     ),
     "scale without weight": Case(removed(EXPERT), 3, (EXPERT,)),
     "wrong shape": Case(set_entry(EXPERT, shape=[192, 96]), 3, (EXPERT, "[96, 192]", "[192, 96]")),
