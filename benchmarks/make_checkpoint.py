@@ -5,7 +5,8 @@
 
 Names, shapes and dtypes are the released ones. In --real every main layer is a hole in a sparse
 file (it reads as zeros and takes no disk); the MTP layer, embedding and head are random: 19 GB.
-The tiny one has ragged 128x128 tiles, and an MTP weight in another shard than its scale.
+The MTP layer begins in the shard where the main model ends and fills the ones after it, as in the
+release. The tiny one has ragged 128x128 tiles, and an MTP weight in another shard than its scale.
 """
 
 from __future__ import annotations
@@ -102,7 +103,7 @@ TINY_CONFIG: dict[str, Any] = _COMMON | {
     "vocab_size": 512,
 }
 _PIECE_BYTES = 16 << 20
-_REAL_SHARD_BYTES = 4_230_000_000
+_REAL_SHARD_BYTES = 4_300_000_000
 _TINY_SHARD_BYTES = 500_000
 
 
@@ -195,16 +196,17 @@ def make_checkpoint(
     own_copies: bool = True,
     max_shard_bytes: int = _TINY_SHARD_BYTES,
     filled: Callable[[str], bool] = lambda name: True,
+    parted: bool = True,
     seed: int = 0,
 ) -> Path:
     """Write a checkpoint of a DeepSeek-V3 config.
 
     own_copies: whether the MTP layer stores embedding and head. Tensors for which `filled` says no
-    are holes in the file.
+    are holes in the file. parted: whether an MTP weight and its scale lie in two shards.
     """
     folder.mkdir(parents=True, exist_ok=True)
     groups = pack(_in_file_order(config, own_copies), max_shard_bytes)
-    if config.get("quantization_config"):
+    if parted and config.get("quantization_config"):
         groups = _split_a_scale_from_its_weight(groups)
     shards = number_shards([OutputShard(group) for group in groups])
     weight_map: dict[str, str] = {}
@@ -232,6 +234,7 @@ def main() -> None:
             REAL_CONFIG,
             max_shard_bytes=_REAL_SHARD_BYTES,
             filled=_is_filled_in_real,
+            parted=False,
         )
     else:
         make_checkpoint(arguments.folder)
