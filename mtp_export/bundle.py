@@ -39,7 +39,15 @@ from mtp_export.families import family_of
 from mtp_export.families.base import ModelFamily, compare
 from mtp_export.progress import ProgressCallback
 from mtp_export.schemes.transforms import Numerics, one_torch_thread, transforms
-from mtp_export.split import Part, SharedWeights, SplitOptions, main_part, mtp_part, shared_pairs
+from mtp_export.split import (
+    Checksums,
+    Part,
+    SharedWeights,
+    SplitOptions,
+    main_part,
+    mtp_part,
+    shared_pairs,
+)
 from mtp_export.targets import target_of
 
 # Measured resident memory: the program with its headers and plan, and what torch and the compiled
@@ -67,6 +75,7 @@ class BundleOptions:
     overwrite: bool = False
     resume: bool = True
     allow_untied: bool = False
+    checksums: Checksums = Checksums.WRITTEN
 
     def recorded(self) -> dict[str, Any]:
         """The options that decide what the bundle holds."""
@@ -76,6 +85,7 @@ class BundleOptions:
             "shared_weights": str(self.shared_weights),
             "max_shard_bytes": self.max_shard_bytes,
             "allow_untied": self.allow_untied,
+            "checksums": str(self.checksums),
         }
 
 
@@ -96,6 +106,11 @@ class BundlePlan:
     @property
     def written_bytes(self) -> int:
         return sum(shard.size_bytes for part in self.parts for shard in part.written)
+
+    @property
+    def checked_bytes(self) -> int:
+        """Bytes of linked shards that are read for their checksums alone."""
+        return sum(shard.size_bytes for part in self.parts for shard in part.checked)
 
     @property
     def written_steps(self) -> tuple[Step, ...]:
@@ -180,9 +195,11 @@ def plan_bundle(
     links = (guess_links if dry_run else resolve_links)(options.link, shards, options.output_dir)
     parts: list[PartPlan] = []
     if options.part in (Part.BOTH, Part.MAIN):
-        parts.append(main_part(checkpoint, family, split).linked_by(links))
+        every = options.checksums is Checksums.ALL
+        parts.append(main_part(checkpoint, family, split).linked_by(links, checked=every))
     if options.part in (Part.BOTH, Part.MTP):
-        parts.append(mtp_part(checkpoint, family, split).linked_by(links))
+        mtp = mtp_part(checkpoint, family, split, links)
+        parts.append(mtp.linked_by(links, checked=True))
     plan = BundlePlan(options, checkpoint, family, tuple(parts), recorded, numerics)
     check_memory(options.max_memory_bytes, plan.memory_bytes)
     check_disk(options.output_dir, plan.written_bytes)

@@ -13,17 +13,17 @@ from typing import Annotated, Any
 import typer
 
 from mtp_export import __version__, options, tables
-from mtp_export.bundle import BundleOptions, run_bundle
+from mtp_export.bundle import BundleOptions
 from mtp_export.checkpoint.links import Link
+from mtp_export.commands.bundling import Command, Saying, carry_out
 from mtp_export.commands.generate import generate
-from mtp_export.commands.output import check_report, say, say_alias, stderr
+from mtp_export.commands.output import say
 from mtp_export.commands.quantize import quantize
 from mtp_export.commands.verify import verify
 from mtp_export.errors import IoError, MtpExportError, ResourceError, UsageError
 from mtp_export.export import plan_export
 from mtp_export.inspection import inspect as inspect_checkpoint
-from mtp_export.progress import shown
-from mtp_export.split import Part, SharedWeights
+from mtp_export.split import Checksums, Part, SharedWeights
 
 app = typer.Typer(
     add_completion=False,
@@ -31,6 +31,8 @@ app = typer.Typer(
     rich_markup_mode=None,
     no_args_is_help=True,
 )
+
+_EXPORT = Command("export", tables.result_facts, tables.result_table, tables.export_remarks)
 
 
 @app.callback(invoke_without_command=True)
@@ -43,6 +45,7 @@ def export(
     shared_weights: options.SharedWeightsOption = SharedWeights.KEEP,
     allow_untied: options.AllowUntied = False,
     link: options.LinkOption = Link.AUTO,
+    checksums: options.ChecksumsOption = Checksums.WRITTEN,
     workers: options.Workers = options.DEFAULT_WORKERS,
     max_memory: options.MaxMemory = "4GiB",  # type: ignore[assignment]
     max_shard_size: options.MaxShardSize = "5GB",  # type: ignore[assignment]
@@ -71,24 +74,10 @@ def export(
         )
     chosen = BundleOptions(
         input_dir, output_dir, part, target, shared_weights, link, workers, max_memory,
-        max_shard_size, overwrite, not no_resume, allow_untied,
+        max_shard_size, overwrite, not no_resume, allow_untied, checksums,
     )  # fmt: skip
-    _run(chosen, dry_run, report, as_json, quiet)
-
-
-def _run(
-    chosen: BundleOptions, dry_run: bool, report: Path | None, as_json: bool, quiet: bool
-) -> None:
-    check_report(report, chosen)
-    plan = plan_export(chosen, dry_run=dry_run)
-    if dry_run:
-        facts, table = tables.plan_facts(plan), tables.plan_table(plan)
-    else:
-        with shown(stderr(), "export", plan.written_bytes, quiet) as progress:
-            result = run_bundle(plan, progress)
-        facts, table = tables.result_facts(result), tables.result_table(result)
-    say(facts, table, report, as_json, quiet)
-    say_alias(plan, quiet or as_json)
+    saying = Saying(dry_run, report, as_json, quiet)
+    carry_out(_EXPORT, lambda dry: plan_export(chosen, dry_run=dry), chosen, saying)
 
 
 app.command()(quantize)

@@ -10,7 +10,7 @@ from typing import Annotated
 import typer
 
 from mtp_export.checkpoint.links import Link
-from mtp_export.split import Part, SharedWeights
+from mtp_export.split import Checksums, Part, SharedWeights
 from mtp_export.targets import target_names
 
 DEFAULT_WORKERS = min(4, os.cpu_count() or 1)
@@ -47,6 +47,12 @@ AllowUntied = Annotated[
 ]
 LinkOption = Annotated[
     Link, typer.Option("--link", help="How shards that stay whole get into the bundle.")
+]
+ChecksumsOption = Annotated[
+    Checksums,
+    typer.Option(
+        "--checksums", help="all: of the main part's linked shards too, which reads them."
+    ),
 ]
 Workers = Annotated[int, typer.Option(min=1, max=64, help="Threads that read, compute and write.")]
 MaxMemory = Annotated[

@@ -100,12 +100,9 @@ def result_table(result: BundleResult) -> Table:
             _decibels(quality["median"]),
             f"{quality['max_error']:.2g}",
         )
-    written, seconds = result.plan.written_bytes, max(result.seconds, 1e-9)
     lines = [
         f"{format_bytes(facts['bytes_before'])} before,"
-        f" {format_bytes(facts['bytes_after'])} after;"
-        f" {format_bytes(written)} written in {result.seconds:.1f} s,"
-        f" {format_bytes(written / seconds)}/s.",
+        f" {format_bytes(facts['bytes_after'])} after; {tables.effort(result)}",
         *(f"Worst: {w['tensor']}: {_decibels(w['sqnr_db'])}." for w in facts["worst"]),
     ]
     if result.resumed_shards:

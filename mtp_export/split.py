@@ -7,9 +7,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from fnmatch import fnmatch
+from pathlib import Path
 from typing import Any
 
 from mtp_export.checkpoint.header import ShardHeader, TensorInfo
+from mtp_export.checkpoint.links import Link
 from mtp_export.checkpoint.plan import COPY, OutputShard, PartPlan, Step, number_shards, pack
 from mtp_export.checkpoint.reader import Checkpoint, check_readable
 from mtp_export.errors import UnsupportedError
@@ -50,6 +52,14 @@ class SharedWeights(StrEnum):
 
     KEEP = "keep"
     DROP = "drop"
+
+
+class Checksums(StrEnum):
+    """What is checksummed beside the MTP part: what is written, or the main part's linked shards
+    too, which have to be read for it."""
+
+    WRITTEN = "written"
+    ALL = "all"
 
 
 @dataclass(frozen=True)
@@ -93,10 +103,17 @@ def main_part(checkpoint: Checkpoint, family: ModelFamily, options: SplitOptions
     return PartPlan("main", number_shards(shards), config, extra_files(checkpoint))
 
 
-def mtp_part(checkpoint: Checkpoint, family: ModelFamily, options: SplitOptions) -> PartPlan:
+def mtp_part(
+    checkpoint: Checkpoint,
+    family: ModelFamily,
+    options: SplitOptions,
+    links: Mapping[Path, Link],
+) -> PartPlan:
     """The MTP layers under the target's names, each scale beside its weight.
 
-    Raises UnsupportedError when the target cannot take what the options or the model ask for.
+    Whole shards in which nothing changes stay what they are where they can be linked, whatever
+    their size; all else is packed anew. Raises UnsupportedError when the target cannot take what
+    the options or the model ask for.
     """
     target = options.target
     if target.single_mtp_layer and len(family.mtp_layers) > 1:
@@ -118,7 +135,7 @@ def mtp_part(checkpoint: Checkpoint, family: ModelFamily, options: SplitOptions)
             expected="a source whose unquantized tensors are BF16",
             found=f"torch_dtype {family.dtype}",
         )
-    shards = _mtp_shards(checkpoint, family, options)
+    shards = _mtp_shards(checkpoint, family, options, links)
     config = target.mtp_config(options.mtp_config)
     return PartPlan("mtp", number_shards(shards), config, extra_files(checkpoint))
 
@@ -149,20 +166,21 @@ def _main_steps(
 
 
 def _mtp_shards(
-    checkpoint: Checkpoint, family: ModelFamily, options: SplitOptions
+    checkpoint: Checkpoint,
+    family: ModelFamily,
+    options: SplitOptions,
+    links: Mapping[Path, Link],
 ) -> list[OutputShard]:
-    """Shards of a bundle's MTP part stay when nothing in them changes; all else is packed anew.
+    """Whole shards stay where they can be linked, and in a bundle always; the rest is packed.
 
     Embedding and head come first: they are being compared then, and need no second read.
     """
-    kept: list[OutputShard] = []
-    packed: list[Step] = []
+    shared: dict[Step, None] = {}
     if options.shared_weights is SharedWeights.KEEP:
-        packed += [
-            _shared_step(checkpoint, family, options.target, pair)
-            for pair in family.shared
-            if not (checkpoint.is_bundle and pair.mtp_name in checkpoint.tensors)
-        ]
+        pairs = family.shared
+        shared = dict.fromkeys(_shared_step(checkpoint, family, options.target, p) for p in pairs)
+    kept: list[OutputShard] = []
+    packed = dict(shared)
     for shard in checkpoint.shards:
         steps = [
             step
@@ -170,10 +188,14 @@ def _mtp_shards(
             for step in _mtp_steps(checkpoint, family, options, tensor)
         ]
         candidate = _linked_if_whole(_in_stored_order(steps, shard), shard)
-        if checkpoint.is_bundle and candidate.linked_from is not None:
+        stays = checkpoint.is_bundle or links[shard.path] is not Link.COPY
+        if stays and steps and candidate.linked_from is not None:
             kept.append(candidate)
+            for step in candidate.steps:
+                packed.pop(step, None)
         else:
-            packed += steps
+            packed |= dict.fromkeys(steps)
+    kept.sort(key=lambda shard: shared.keys().isdisjoint(shard.steps))
     return [*(OutputShard(group) for group in pack(packed, options.max_shard_bytes)), *kept]
 
 
@@ -191,7 +213,7 @@ def _mtp_steps(
         return
     spec, target = family.expected[tensor.name], options.target
     if spec.role in (Role.EMBEDDING, Role.HEAD):
-        if checkpoint.is_bundle and options.shared_weights is SharedWeights.KEEP:
+        if options.shared_weights is SharedWeights.KEEP:
             pair = next(pair for pair in family.shared if pair.mtp_name == tensor.name)
             yield _shared_step(checkpoint, family, target, pair)
         return

@@ -25,6 +25,7 @@ def _part_facts(part: PartPlan) -> dict[str, Any]:
         "computed_bytes": sum(step.size_bytes for step in steps if step.operation != COPY),
         "linked_shards": len(part.linked),
         "linked_bytes": sum(shard.size_bytes for shard in part.linked),
+        "checksummed_bytes": sum(shard.size_bytes for shard in part.checked),
         "files": [*part.extra_files],
     }
 
@@ -47,8 +48,22 @@ def result_facts(result: BundleResult) -> dict[str, Any]:
     return facts | {
         "resumed_shards": result.resumed_shards,
         "seconds": round(result.seconds, 3),
-        "bytes_per_second": round(result.plan.written_bytes / max(result.seconds, 1e-9)),
+        "bytes_per_second": round(_done_bytes(result.plan) / max(result.seconds, 1e-9)),
     }
+
+
+def _done_bytes(plan: BundlePlan) -> int:
+    return plan.written_bytes + plan.checked_bytes
+
+
+def effort(result: BundleResult) -> str:
+    """What was written and what only read, how long it took, and how fast it went."""
+    plan, seconds = result.plan, result.seconds
+    read = f", {format_bytes(plan.checked_bytes)} linked and checksummed"
+    return (
+        f"{format_bytes(plan.written_bytes)} written{read if plan.checked_bytes else ''}"
+        f" in {seconds:.1f} s, {format_bytes(_done_bytes(plan) / max(seconds, 1e-9))}/s."
+    )
 
 
 def _parts_table(title: str, plan: BundlePlan) -> RichTable:
@@ -83,11 +98,7 @@ def plan_table(plan: BundlePlan) -> Table:
 
 def result_table(result: BundleResult) -> Table:
     """The end of an export."""
-    written = result.plan.written_bytes
-    lines = [
-        f"{format_bytes(written)} in {result.seconds:.1f} s,"
-        f" {format_bytes(written / max(result.seconds, 1e-9))}/s."
-    ]
+    lines = [effort(result)]
     if result.resumed_shards:
         lines.append(f"{result.resumed_shards} shards were finished by an earlier run.")
     missing = {"generation_config.json", "tokenizer.json"} - set(result.plan.parts[0].extra_files)
@@ -95,6 +106,17 @@ def result_table(result: BundleResult) -> Table:
         lines.append(f"The source has no {' and no '.join(sorted(missing))}; engines may need it.")
     title = f"Exported to {result.plan.options.output_dir}"
     return Group(_parts_table(title, result.plan), *lines)
+
+
+def export_remarks(plan: BundlePlan) -> list[str]:
+    """That a target's name stands for another's layout."""
+    target = target_of(plan.options.target)
+    if plan.options.target == target.name:
+        return []
+    return [
+        f"--target {plan.options.target} is an alias: it reads the layout of"
+        f" --target {target.name}, and that is what was planned or written."
+    ]
 
 
 def inspection_table(inspection: Inspection) -> Table:

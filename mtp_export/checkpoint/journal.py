@@ -125,7 +125,8 @@ def _checked(facts: Any) -> dict[str, Any]:
     """What a run notes of a shard, or a KeyError or TypeError."""
     if type(facts["size_bytes"]) is not int:
         raise TypeError("size_bytes is no number")
-    if "link" not in facts and not isinstance(facts["xxh3_128"], dict):
+    unread = "link" in facts and "xxh3_128" not in facts
+    if not unread and not isinstance(facts["xxh3_128"], dict):
         raise TypeError("xxh3_128 holds no checksums")
     return dict(facts)
 

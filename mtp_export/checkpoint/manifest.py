@@ -69,19 +69,18 @@ def manifest(
 
 
 def _shard(shard: OutputShard, facts: Mapping[str, Any], source: Checkpoint) -> dict[str, Any]:
-    """A linked shard is the source's file and was not read: it has the hash of its header, which
-    lists its tensors. A written one has each tensor's operation, sources and checksum, and what
+    """A linked shard is the source's file: it has the hash of its header, which lists its tensors.
+    One that was written or checksummed has each tensor's operation, sources and checksum, and what
     its transform noted."""
+    entry: dict[str, Any] = {"size_bytes": facts["size_bytes"]}
     if shard.linked_from is not None:
-        return {
-            "size_bytes": facts["size_bytes"],
+        entry |= {
             "link": facts["link"],
             "source_shard": source.shard_name(shard.linked_from),
             "header_sha256": shard.linked_from.header_sha256,
         }
-    return {
-        "size_bytes": facts["size_bytes"],
-        "tensors": {
+    if shard.is_read:
+        entry["tensors"] = {
             tensor.name: {
                 "operation": step.operation,
                 **({"scheme": step.scheme} if step.scheme is not None else {}),
@@ -91,8 +90,8 @@ def _shard(shard: OutputShard, facts: Mapping[str, Any], source: Checkpoint) -> 
             }
             for step in shard.steps
             for tensor in step.outputs
-        },
-    }
+        }
+    return entry
 
 
 def _files(part: PartPlan, folder: Path) -> dict[str, dict[str, Any]]:

@@ -52,20 +52,29 @@ class Step:
 class OutputShard:
     """One output file; with linked_from set, the whole source shard under a new name.
 
-    link says how it gets there.
+    link says how it gets there, checked that its tensors are read all the same, for their
+    checksums.
     """
 
     steps: tuple[Step, ...]
     linked_from: ShardHeader | None = None
     link: Link = Link.COPY
+    checked: bool = False
     file_name: str = ""
 
-    def linked_by(self, links: Mapping[Path, Link]) -> OutputShard:
+    def linked_by(self, links: Mapping[Path, Link], checked: bool) -> OutputShard:
         """The same shard, linked the way that its source shard is; COPY has it written."""
         if self.linked_from is None:
             return self
         link = links[self.linked_from.path]
-        return replace(self, link=link, linked_from=None if link is Link.COPY else self.linked_from)
+        if link is Link.COPY:
+            return replace(self, linked_from=None)
+        return replace(self, link=link, checked=checked)
+
+    @property
+    def is_read(self) -> bool:
+        """Whether its tensors pass through this run, to be written or only checksummed."""
+        return self.linked_from is None or self.checked
 
     @property
     def size_bytes(self) -> int:
@@ -93,9 +102,17 @@ class PartPlan:
     def tensor_count(self) -> int:
         return sum(len(step.outputs) for shard in self.shards for step in shard.steps)
 
-    def linked_by(self, links: Mapping[Path, Link]) -> PartPlan:
-        """The same part with a way to link for each source shard; COPY has it written."""
-        return replace(self, shards=tuple(shard.linked_by(links) for shard in self.shards))
+    @property
+    def checked(self) -> tuple[OutputShard, ...]:
+        return tuple(shard for shard in self.linked if shard.checked)
+
+    def linked_by(self, links: Mapping[Path, Link], checked: bool) -> PartPlan:
+        """The same part with a way to link for each source shard; COPY has it written.
+
+        checked: whether linked shards are read for their checksums.
+        """
+        shards = tuple(shard.linked_by(links, checked) for shard in self.shards)
+        return replace(self, shards=shards)
 
     def index(self) -> dict[str, Any]:
         """The content of model.safetensors.index.json."""

@@ -5,9 +5,10 @@ from __future__ import annotations
 
 import hashlib
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Generator, Iterable
 from dataclasses import dataclass
 from functools import cached_property
+from io import FileIO
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -95,29 +96,43 @@ def read_rows(info: TensorInfo, start: int, stop: int) -> torch.Tensor:
 
 def read_into(info: TensorInfo, buffer: memoryview, offset_bytes: int) -> None:
     """Fill the buffer with a tensor's bytes from offset_bytes on (IoError when they run out)."""
+    with _opened(info) as file:
+        _fill(file, info, buffer, offset_bytes)
+
+
+def read_chunks(info: TensorInfo, buffer: memoryview) -> Generator[memoryview]:
+    """A tensor's bytes in order, in pieces that reuse the buffer; to be closed when left early.
+
+    One open file for all of them: the kernel then reads ahead while a piece is being used.
+    """
+    with _opened(info) as file:
+        for offset in range(0, info.size_bytes, len(buffer)):
+            piece = buffer[: min(len(buffer), info.size_bytes - offset)]
+            _fill(file, info, piece, offset)
+            yield piece
+
+
+def _opened(info: TensorInfo) -> FileIO:
     try:
-        with info.path.open("rb", buffering=0) as file:
-            done = 0
-            while done < len(buffer):
-                count = os.preadv(
-                    file.fileno(), [buffer[done:]], info.offset_bytes + offset_bytes + done
-                )
-                if not count:
-                    raise IoError(
-                        f"Tensor {info.name} ends early: the shard shrank while it was read",
-                        where=info.path,
-                    )
-                done += count
+        return info.path.open("rb", buffering=0)
     except OSError as error:
         raise read_failure(info.path, error) from error
 
 
-def read_chunks(info: TensorInfo, buffer: memoryview) -> Iterator[memoryview]:
-    """A tensor's bytes in order, in pieces that reuse the buffer."""
-    for offset in range(0, info.size_bytes, len(buffer)):
-        piece = buffer[: min(len(buffer), info.size_bytes - offset)]
-        read_into(info, piece, offset)
-        yield piece
+def _fill(file: FileIO, info: TensorInfo, buffer: memoryview, offset_bytes: int) -> None:
+    done = 0
+    while done < len(buffer):
+        place = info.offset_bytes + offset_bytes + done
+        try:
+            count = os.preadv(file.fileno(), [buffer[done:]], place)
+        except OSError as error:
+            raise read_failure(info.path, error) from error
+        if not count:
+            raise IoError(
+                f"Tensor {info.name} ends early: the shard shrank while it was read",
+                where=info.path,
+            )
+        done += count
 
 
 def check_readable(path: Path) -> None:

@@ -1,4 +1,5 @@
-"""Runs a plan: workers take steps in order, every byte is read once, hashed and written once.
+"""Runs a plan: workers take steps in order, every byte is read once, hashed and written once;
+those of a linked shard are hashed only, if that.
 
 A copied tensor passes through one small buffer that stays in the processor's cache; a transform
 reads its inputs in pieces of a given budget. Memory therefore does not depend on the checkpoint.
@@ -7,8 +8,9 @@ reads its inputs in pieces of a given budget. Memory therefore does not depend o
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
+from contextlib import closing
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -59,11 +61,11 @@ class _Stopped(Exception):
 
 @dataclass
 class _OpenShard:
-    """A shard being written: what is still to do, and what is known of the tensors done."""
+    """A shard being made: what is still to do, and what is known of the tensors done."""
 
     job: Job
+    remaining: int
     writer: ShardWriter | None = None
-    remaining: int = 0
     checksums: dict[str, str] = field(default_factory=dict)
     facts: dict[str, Facts] = field(default_factory=dict)
     lock: threading.Lock = field(default_factory=threading.Lock)
@@ -76,7 +78,7 @@ def run(jobs: Iterable[Job], means: Means, journal: Journal, checks: Sequence[Ch
     discarded.
     """
     open_shards = [
-        _OpenShard(job, remaining=len(job.shard.steps))
+        _OpenShard(job, len(_tasks(job.shard)))
         for job in jobs
         if not _already_there(job, journal, means)
     ]
@@ -88,15 +90,36 @@ def _already_there(job: Job, journal: Journal, means: Means) -> bool:
     path = job.folder / job.shard.file_name
     if facts is None or not path.is_file() or path.stat().st_size != facts["size_bytes"]:
         return False
-    if job.shard.linked_from is None:
+    if job.shard.is_read:
         means.progress(job.shard.size_bytes)
     return True
+
+
+def _tasks(shard: OutputShard) -> Sequence[Step | None]:
+    """What a shard asks for: its link (None) first, then the tensors that have to be read."""
+    link = (None,) if shard.linked_from is not None else ()
+    return (*link, *(shard.steps if shard.is_read else ()))
+
+
+def _noted(shard: _OpenShard) -> dict[str, Any]:
+    """What the journal keeps of a finished shard: the manifest is made of it."""
+    plan = shard.job.shard
+    if plan.linked_from is not None:
+        noted: dict[str, Any] = {"size_bytes": plan.linked_from.size_bytes, "link": str(plan.link)}
+    else:
+        assert shard.writer is not None
+        noted = {"size_bytes": shard.writer.size_bytes}
+    if plan.is_read:
+        names = [tensor.name for step in plan.steps for tensor in step.outputs]
+        noted["xxh3_128"] = {name: shard.checksums[name] for name in names}
+        noted["facts"] = shard.facts
+    return noted
 
 
 class _Run:
     def __init__(self, shards: Sequence[_OpenShard], means: Means, journal: Journal) -> None:
         self._shards, self._means, self._journal = shards, means, journal
-        self._queue = self._tasks()
+        self._queue = iter([(shard, task) for shard in shards for task in _tasks(shard.job.shard)])
         self._lock = threading.Lock()
         self._stop = threading.Event()
         self._begin = threading.Event()
@@ -128,13 +151,6 @@ class _Run:
             if shard.writer is not None:
                 shard.writer.discard()
 
-    def _tasks(self) -> Iterator[tuple[_OpenShard, Step | None]]:
-        for shard in self._shards:
-            if shard.job.shard.linked_from is not None:
-                yield shard, None
-            else:
-                yield from ((shard, step) for step in shard.job.shard.steps)
-
     def _guarded(self, action: Callable[..., None], *arguments: object) -> None:
         """Run something in a thread; its failure stops all the others.
 
@@ -158,20 +174,20 @@ class _Run:
                 return
             shard, step = task
             if step is None:
-                self._link(shard.job)
+                self._link(shard)
             else:
-                self._write(shard, step, buffer)
+                self._do(shard, step, buffer)
 
-    def _link(self, job: Job) -> None:
+    def _link(self, shard: _OpenShard) -> None:
         self._proceed()
-        source = job.shard.linked_from
-        assert source is not None
-        target = job.folder / job.shard.file_name
-        link_shard(job.shard.link, source.path, target)
-        self._note(job, {"size_bytes": source.size_bytes, "link": str(job.shard.link)})
+        job = shard.job
+        assert job.shard.linked_from is not None
+        link_shard(job.shard.link, job.shard.linked_from.path, job.folder / job.shard.file_name)
+        self._finish_step(shard, {}, {})
 
-    def _write(self, shard: _OpenShard, step: Step, buffer: memoryview) -> None:
-        writer = self._writer_of(shard)
+    def _do(self, shard: _OpenShard, step: Step, buffer: memoryview) -> None:
+        """Read a step's inputs, and hash and write its outputs; of a linked shard, only hash."""
+        writer = None if shard.job.shard.linked_from is not None else self._writer_of(shard)
         inputs = [self._means.sources[name] for name in step.inputs]
         hashes = [xxhash.xxh3_128() for _ in step.outputs]
         positions = [0] * len(step.outputs)
@@ -179,14 +195,16 @@ class _Run:
         def sink(output: int, data: memoryview) -> None:
             self._proceed()
             hashes[output].update(data)
-            writer.write(step.outputs[output].name, positions[output], data)
+            if writer is not None:
+                writer.write(step.outputs[output].name, positions[output], data)
             positions[output] += len(data)
             self._means.progress(len(data))
 
         facts: Facts = {}
         if step.operation == COPY:
-            for piece in read_chunks(inputs[0], buffer):
-                sink(0, piece)
+            with closing(read_chunks(inputs[0], buffer)) as pieces:
+                for piece in pieces:
+                    sink(0, piece)
         else:
             transform = self._means.transforms[step.operation]
             facts = transform(inputs, step.outputs, sink, self._means.budget_bytes)
@@ -196,7 +214,7 @@ class _Run:
             tensor.name: digest.hexdigest()
             for tensor, digest in zip(step.outputs, hashes, strict=True)
         }
-        self._finish_step(shard, writer, digests, {step.outputs[0].name: facts} if facts else {})
+        self._finish_step(shard, digests, {step.outputs[0].name: facts} if facts else {})
 
     def _writer_of(self, shard: _OpenShard) -> ShardWriter:
         with shard.lock:
@@ -207,11 +225,7 @@ class _Run:
             return shard.writer
 
     def _finish_step(
-        self,
-        shard: _OpenShard,
-        writer: ShardWriter,
-        digests: Mapping[str, str],
-        facts: Mapping[str, Facts],
+        self, shard: _OpenShard, digests: Mapping[str, str], facts: Mapping[str, Facts]
     ) -> None:
         with shard.lock:
             shard.checksums.update(digests)
@@ -220,18 +234,10 @@ class _Run:
             if shard.remaining:
                 return
         self._proceed()
-        writer.commit()
-        checksums = {
-            tensor.name: shard.checksums[tensor.name]
-            for step in shard.job.shard.steps
-            for tensor in step.outputs
-        }
-        noted = {"size_bytes": writer.size_bytes, "xxh3_128": checksums, "facts": shard.facts}
-        self._note(shard.job, noted)
-
-    def _note(self, job: Job, facts: Mapping[str, object]) -> None:
+        if shard.writer is not None:
+            shard.writer.commit()
         with self._lock:
-            self._journal.record(job.key, facts)
+            self._journal.record(shard.job.key, _noted(shard))
 
     def _proceed(self) -> None:
         if self._stop.is_set():

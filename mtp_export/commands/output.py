@@ -8,11 +8,10 @@ from typing import Any
 
 from rich.console import Console
 
-from mtp_export.bundle import BundleOptions, BundlePlan
+from mtp_export.bundle import BundleOptions
 from mtp_export.checkpoint.files import write_json
 from mtp_export.errors import UsageError
 from mtp_export.tables import Table
-from mtp_export.targets import target_of
 
 
 def check_report(report: Path | None, options: BundleOptions) -> None:
@@ -46,16 +45,6 @@ def say(
         print(json.dumps(facts, indent=2, ensure_ascii=False))
     elif not quiet:
         Console(markup=False).print(table)
-
-
-def say_alias(plan: BundlePlan, quiet: bool) -> None:
-    """That a target's name stands for another's layout."""
-    target = target_of(plan.options.target)
-    if plan.options.target != target.name and not quiet:
-        remark(
-            f"--target {plan.options.target} is an alias: it reads the layout of"
-            f" --target {target.name}, and that is what was planned or written."
-        )
 
 
 def remark(text: str) -> None:

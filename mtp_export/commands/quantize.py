@@ -9,11 +9,11 @@ from typing import Annotated
 import typer
 
 from mtp_export import options as common
-from mtp_export import precision_tables, tables
-from mtp_export.bundle import BundleOptions, run_bundle
+from mtp_export import precision_tables
+from mtp_export.bundle import BundleOptions
 from mtp_export.checkpoint.links import Link
-from mtp_export.commands.output import check_report, remark, say, stderr
-from mtp_export.progress import shown
+from mtp_export.commands.bundling import Command, Saying, carry_out
+from mtp_export.commands.output import say
 from mtp_export.quantize import (
     KEEP,
     Device,
@@ -26,7 +26,7 @@ from mtp_export.quantize import (
     plan_quantize,
 )
 from mtp_export.schemes import SCHEMES
-from mtp_export.split import Part, SharedWeights
+from mtp_export.split import Checksums, Part, SharedWeights
 
 _NAMES = (*SCHEMES, KEEP)
 BaseQuant = StrEnum("BaseQuant", {name: name for name in _NAMES})  # type: ignore[misc]
@@ -58,6 +58,13 @@ _AllowPair = Annotated[
 ]
 _List = Annotated[bool, typer.Option("--list", help="Show the precision table.")]
 
+_QUANTIZE = Command(
+    "quantize",
+    precision_tables.result_facts,
+    precision_tables.result_table,
+    precision_tables.remarks,
+)
+
 
 def quantize(
     input_dir: _InputDir = None,
@@ -76,6 +83,7 @@ def quantize(
     shared_weights: common.SharedWeightsOption = SharedWeights.KEEP,
     allow_untied: common.AllowUntied = False,
     link: common.LinkOption = Link.AUTO,
+    checksums: common.ChecksumsOption = Checksums.WRITTEN,
     workers: common.Workers = common.DEFAULT_WORKERS,
     max_memory: common.MaxMemory = "4GiB",  # type: ignore[assignment]
     max_shard_size: common.MaxShardSize = "5GB",  # type: ignore[assignment]
@@ -95,28 +103,11 @@ def quantize(
     output = output_dir or default_output(source, base_quant, mtp_quant)
     bundle = BundleOptions(
         source, output, part, target, shared_weights, link, workers, max_memory, max_shard_size,
-        overwrite, not no_resume, allow_untied,
+        overwrite, not no_resume, allow_untied, checksums,
     )  # fmt: skip
     options = QuantizeOptions(
         bundle, base_quant, mtp_quant, format, group_size, int4_scope, scale, device,
         allow_untested_pair,
     )  # fmt: skip
-    _run(options, dry_run, report, as_json, quiet)
-
-
-def _run(
-    options: QuantizeOptions, dry_run: bool, report: Path | None, as_json: bool, quiet: bool
-) -> None:
-    check_report(report, options.bundle)
-    plan = plan_quantize(options, dry_run=dry_run)
-    if dry_run:
-        facts, table = tables.plan_facts(plan), tables.plan_table(plan)
-    else:
-        with shown(stderr(), "quantize", plan.written_bytes, quiet) as progress:
-            result = run_bundle(plan, progress)
-        facts = precision_tables.result_facts(result)
-        table = precision_tables.result_table(result)
-    say(facts, table, report, as_json, quiet)
-    if not (quiet or as_json):
-        for line in precision_tables.remarks(plan):
-            remark(line)
+    saying = Saying(dry_run, report, as_json, quiet)
+    carry_out(_QUANTIZE, lambda dry: plan_quantize(options, dry_run=dry), bundle, saying)
