@@ -10,6 +10,7 @@ from rich.table import Table as RichTable
 from mtp_export.bundle import BundlePlan, BundleResult
 from mtp_export.checkpoint.plan import COPY, PartPlan
 from mtp_export.inspection import Inspection
+from mtp_export.launch import launch_lines
 from mtp_export.progress import format_bytes
 from mtp_export.targets import target_of
 
@@ -43,9 +44,10 @@ def plan_facts(plan: BundlePlan) -> dict[str, Any]:
 
 
 def result_facts(result: BundleResult) -> dict[str, Any]:
-    """What an export did, in bytes and seconds."""
+    """What an export did, in bytes and seconds, and how engines are started on it."""
     facts = plan_facts(result.plan)
     return facts | {
+        "launch": launch_lines(result.plan),
         "resumed_shards": result.resumed_shards,
         "seconds": round(result.seconds, 3),
         "bytes_per_second": round(_done_bytes(result.plan) / max(result.seconds, 1e-9)),

@@ -21,7 +21,8 @@ ARROWS = {
     | {"bundle", "options", "precision_tables", "progress", "prompts", "quantize"}
     | {"split", "tables", "verify", "mtp_runtime"},
     "options": CORE | {"split"},
-    "tables": CORE | {"bundle", "inspection", "progress"},
+    "tables": CORE | {"bundle", "inspection", "launch", "progress"},
+    "launch": CORE | {"bundle", "split"},
     "precision_tables": CORE | {"bundle", "progress", "tables"},
     "split": CORE,
     "bundle": CORE | {"progress", "split"},

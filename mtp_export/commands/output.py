@@ -38,13 +38,16 @@ def check_place(option: str, path: Path | None, *folders: Path) -> None:
 def say(
     facts: dict[str, Any], table: Table, report: Path | None, as_json: bool, quiet: bool
 ) -> None:
-    """A result: into a file if asked, and as JSON or as a table for people."""
+    """A result: into a file if asked, and as JSON or as a table for people, below it the commands
+    that serve it (unwrapped, to be copied)."""
     if report is not None:
         write_json(report, facts)
     if as_json:
         print(json.dumps(facts, indent=2, ensure_ascii=False))
     elif not quiet:
         Console(markup=False).print(table)
+        for engine, line in facts.get("launch", {}).items():
+            print(f"\nTo serve it with {engine}:\n{line}")
 
 
 def remark(text: str) -> None:

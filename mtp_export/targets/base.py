@@ -3,12 +3,41 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from pathlib import Path
+from shlex import quote
 from typing import Any
 
 from mtp_export.errors import InvalidInputError
 
 Config = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Deployment:
+    """A finished bundle as an engine is started on it; schemes are the parts' by name."""
+
+    output_dir: Path
+    base_scheme: str
+    mtp_scheme: str
+
+    @property
+    def main(self) -> str:
+        """The main folder, quoted for a shell."""
+        return quote(str(self.folder("main")))
+
+    @property
+    def mtp(self) -> str:
+        """The MTP folder, quoted for a shell."""
+        return quote(str(self.folder("mtp")))
+
+    def folder(self, part: str) -> Path:
+        """A part's folder, absolute where a shell would take it for an option."""
+        folder = self.output_dir / part
+        return folder.absolute() if str(folder).startswith("-") else folder
+
+
+Launch = Callable[[Deployment], str]
 
 
 @dataclass(frozen=True)
@@ -21,6 +50,8 @@ class Target:
     engines are further engines that read the same layout; their names are aliases of it.
     needs_shared_weights: the engine takes embedding and head from the draft folder.
     mtp_schemes: the precision schemes in which the engine reads the draft; None for all.
+    launch: per engine that takes the MTP part as a folder of its own, the shell command that serves
+    a bundle with one draft token.
     dequantizes: fp8 weights become bf16. transposes: linear weights and scales are [in, out].
     """
 
@@ -34,6 +65,7 @@ class Target:
     transposes: bool = False
     single_mtp_layer: bool = True
     mtp_schemes: frozenset[str] | None = frozenset({"bf16", "a8w8_fp8"})
+    launch: Mapping[str, Launch] = field(default_factory=dict)
 
 
 def single_layer_config(

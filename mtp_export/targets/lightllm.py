@@ -7,6 +7,7 @@ from typing import Any
 
 from mtp_export.targets.base import (
     Config,
+    Deployment,
     Target,
     released_from_single_layer,
     single_layer_config,
@@ -21,10 +22,18 @@ def _config(config: Mapping[str, Any]) -> Config:
     return single_layer_config(config, _name)
 
 
+def _launch(bundle: Deployment) -> str:
+    return (
+        f"python -m lightllm.server.api_server --model_dir {bundle.main} --mtp_mode eagle_with_att"
+        f" --mtp_draft_model_dir {bundle.mtp} --mtp_step 1"
+    )
+
+
 LIGHTLLM = Target(
     name="lightllm",
     engines=(),
     mtp_name=_name,
     mtp_config=_config,
     released_config=released_from_single_layer,
+    launch={"lightllm": _launch},
 )

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from shlex import quote
 from typing import Any
 
 from mtp_export.targets.base import (
     Config,
+    Deployment,
     Target,
     released_from_single_layer,
     single_layer_config,
@@ -18,6 +20,10 @@ _RENAMED = {
     "shared_head.norm.weight": f"{_PREFIX}norm.weight",
     "shared_head.head.weight": "lm_head.weight",
 }
+_IMAGE = (
+    "ccr-2vdh3abv-pub.cnc.bj.baidubce.com/paddlepaddle/paddlenlp:llm-serving-cuda124-cudnn9-v2.1"
+)
+_QUANTIZED_AT_LOAD = {"bf16": "weight_only_int8"}  # what PaddleNLP makes of it
 _MODEL_LEVEL = ("enorm", "hnorm", "eh_proj")
 
 
@@ -34,6 +40,25 @@ def _config(config: Mapping[str, Any]) -> Config:
     return single_layer_config(config, _name)
 
 
+def _launch(bundle: Deployment) -> str:
+    """On each of two machines of 8 GPUs, whose addresses POD_0_IP and POD_IPS hold; the variables
+    are those of PaddleNLP's guide to speculative decoding."""
+    main, mtp = (quote(str(bundle.folder(part).resolve())) for part in ("main", "mtp"))
+    base_type, mtp_type = (
+        _QUANTIZED_AT_LOAD.get(scheme, scheme) for scheme in (bundle.base_scheme, bundle.mtp_scheme)
+    )
+    return (
+        "docker run --gpus all --shm-size 32G --network=host --privileged --cap-add=SYS_PTRACE"
+        f" -v {main}:/models -v {mtp}:/models-mtp -e POD_0_IP -e POD_IPS"
+        f" -e model_name=deepseek-ai/DeepSeek-R1-MTP-2nodes/{base_type} -dit {_IMAGE}"
+        " /bin/bash -c -ex 'export CUDA_VISIBLE_DEVICES=0,1,2,3,4,5,6,7 && export MP_NUM=16"
+        f" && export MP_NNODE=2 && export SPECULATE_MODEL_QUANT_TYPE={mtp_type}"
+        " && export SPECULATE_METHOD=mtp && export SPECULATE_MODEL_PATH=/models-mtp"
+        " && export SPECULATE_MAX_DRAFT_TOKEN_NUM=1 && start_server $model_name"
+        " && tail -f /dev/null'"
+    )
+
+
 PADDLENLP = Target(
     name="paddlenlp",
     engines=(),
@@ -42,4 +67,5 @@ PADDLENLP = Target(
     released_config=released_from_single_layer,
     needs_shared_weights=True,
     transposes=True,
+    launch={"paddlenlp": _launch},
 )

@@ -7,6 +7,7 @@ from typing import Any
 
 from mtp_export.targets.base import (
     Config,
+    Deployment,
     Target,
     released_from_single_layer,
     single_layer_config,
@@ -36,6 +37,18 @@ def _released(config: Mapping[str, Any], main_layers: int) -> Config:
     return released_from_single_layer(config, main_layers) | {"model_type": "deepseek_v3"}
 
 
+def _launch(bundle: Deployment) -> str:
+    """One process an NPU, 16 of them, as xLLM's MTP guide starts DeepSeek-V3."""
+    return (
+        f'for i in $(seq 0 15); do xllm --model {bundle.main} --devices="npu:$i"'
+        " --port $((13222 + i)) --master_node_addr=127.0.0.1:42123 --nnodes=16"
+        f' --draft_model {bundle.mtp} --draft_devices="npu:$i" --num_speculative_tokens 1'
+        " --max_memory_utilization=0.90 --max_tokens_per_batch=10000 --max_seqs_per_batch=256"
+        " --enable_mla=true --block_size=128 --ep_size=1 --dp_size=1 --enable_prefix_cache=false"
+        ' --enable_chunked_prefill=false --node_rank=$i > "xllm_$i.log" 2>&1 & done'
+    )
+
+
 XLLM = Target(
     name="xllm",
     engines=(),
@@ -44,4 +57,5 @@ XLLM = Target(
     released_config=_released,
     dequantizes=True,
     mtp_schemes=frozenset({"bf16"}),
+    launch={"xllm": _launch},
 )
