@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import IntEnum, StrEnum
 from typing import TYPE_CHECKING, Any
@@ -72,3 +72,31 @@ class CheckResult:
             if status in statuses:
                 return status
         return Status.NOT_TESTED
+
+
+@dataclass(frozen=True)
+class Problem:
+    """One thing that is wrong: with which tensor or file, and a sentence that names it."""
+
+    subject: str
+    words: str
+
+
+_NAMED_PROBLEMS = 5
+
+
+def verdict(name: str, problems: Sequence[Problem], figure: str = "", bound: str = "") -> Item:
+    """An item that passes without problems, else names the first few; data lists them all."""
+    if not problems:
+        return Item(name, Status.PASS, figure, bound)
+    words = "; ".join(problem.words for problem in problems[:_NAMED_PROBLEMS])
+    more = len(problems) - _NAMED_PROBLEMS
+    return Item(
+        name,
+        Status.FAIL,
+        f"{len(problems):,} wrong" + (f" of {figure}" if figure else ""),
+        bound,
+        problems[0].subject,
+        words + (f"; and {more:,} more" if more > 0 else ""),
+        {"problems": [{"subject": p.subject, "words": p.words} for p in problems]},
+    )

@@ -1,31 +1,31 @@
-"""Check 1: the files are what the manifest says, and tell engines what they hold."""
+"""Check 1: the files are what the manifest says, and what they tell engines is so."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from mtp_export.verify.base import Item, Status
+from mtp_export.verify.base import Item, Problem, verdict
+from mtp_export.verify.checksums import manifest_items
+from mtp_export.verify.identity import identity_items
+from mtp_export.verify.promises import promise_items
 
 if TYPE_CHECKING:
     from mtp_export.verify.context import Context
 
 
 def run(context: Context) -> Iterator[Item]:
-    """Manifest and parts can be opened; more follows."""
+    """Opened, then against the manifest, then config against tensors, then part against part."""
     yield from _opened(context)
+    yield from manifest_items(context)
+    yield from promise_items(context)
+    yield from identity_items(context)
 
 
 def _opened(context: Context) -> Iterator[Item]:
-    """A part that opens has a whole header in each shard and an index that agrees with them."""
-    if context.manifest_error is not None:
-        yield Item("manifest", Status.FAIL, cause=str(context.manifest_error))
-    else:
-        yield Item("manifest", Status.PASS)
-    for part in context.parts:
-        name = f"{part.name}: headers and index"
-        if part.error is not None:
-            subject = str(part.error.where)
-            yield Item(name, Status.FAIL, subject=subject, cause=str(part.error))
-        else:
-            yield Item(name, Status.PASS)
+    """A part that opens has whole headers and an index that agrees with them, both ways."""
+    failures = {"manifest": context.manifest_error}
+    failures |= {f"{part.name}: headers and index": part.error for part in context.parts}
+    for name, error in failures.items():
+        problems = [] if error is None else [Problem(str(error.where), str(error))]
+        yield verdict(name, problems)

@@ -1,0 +1,21 @@
+"""Work on many tensors in several threads: results in order, nothing left running afterwards."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import TypeVar
+
+Task = TypeVar("Task")
+Result = TypeVar("Result")
+
+
+def in_threads(
+    work: Callable[[Task], Result], tasks: Sequence[Task], workers: int
+) -> Iterator[Result]:
+    """work(task) of every task, in their order; the first failure, or Ctrl-C, drops the rest."""
+    pool = ThreadPoolExecutor(max(1, workers))
+    try:
+        yield from pool.map(work, tasks)
+    finally:
+        pool.shutdown(cancel_futures=True)
