@@ -125,9 +125,15 @@ def _precision(weight: StoredWeight, modules: Mapping[str, Mapping[str, TensorIn
     first, *scales = weight.tensors
     if first.name.rpartition(".")[2] not in stored_as and stored_as.keys() <= wanted.keys():
         words = f"{module} has {_shown(stored_as.values())} without its weight {first.name}"
-    elif stored_as.keys() < wanted.keys() and _agrees(stored_as, wanted):
+    elif stored_as.keys() < wanted.keys() and _agree(stored_as, wanted):
         missing = ", ".join(t.name for t in scales if t.name.rpartition(".")[2] not in stored_as)
         words = f"{missing} is missing, though its weight is there"
+    elif stored_as.keys() > wanted.keys() and _agree({k: stored_as[k] for k in wanted}, wanted):
+        stray = [tensor for key, tensor in stored_as.items() if key not in wanted]
+        words = (
+            f"{module} has {_shown(stray)} beside its weight, which is not a tensor of this model"
+            " by its config.json: engines fail on it, or take the weight for quantized"
+        )
     elif stored_as.keys() == wanted.keys():
         words = f"{module} holds {_shown(stored_as.values())}, expected {_promised(weight)}"
     else:
@@ -138,7 +144,7 @@ def _precision(weight: StoredWeight, modules: Mapping[str, Mapping[str, TensorIn
     return Problem(name, words)
 
 
-def _agrees(found: Mapping[str, TensorInfo], wanted: Mapping[str, Any]) -> bool:
+def _agree(found: Mapping[str, TensorInfo], wanted: Mapping[str, Any]) -> bool:
     return all(
         tensor.dtype in wanted[key].dtypes and tensor.shape == wanted[key].shape
         for key, tensor in found.items()

@@ -1,0 +1,95 @@
+"""A small model with weights spread like trained ones, and its bundles in every row of the
+precision table: what is visible in files and weights needs no trained model."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from safetensors.torch import load_file, save_file
+
+from benchmarks.make_checkpoint import write_tokenizer
+from cases import export, quantize
+from runtime.checkpoints import SMALL, YARN, write_checkpoint
+
+CONFIG: dict[str, Any] = SMALL | {
+    "vocab_size": 320,
+    "hidden_size": 256,
+    "intermediate_size": 256,
+    "moe_intermediate_size": 256,
+    "num_hidden_layers": 8,
+    "torch_dtype": "bfloat16",
+    "q_lora_rank": 128,
+    "kv_lora_rank": 128,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 4,
+    "qk_nope_head_dim": 32,
+    "qk_rope_head_dim": 64,
+    "v_head_dim": 64,
+    "n_routed_experts": 4,
+    "n_group": 2,
+    "topk_group": 1,
+    "rope_scaling": YARN,
+}
+MTP = f"model.layers.{CONFIG['num_hidden_layers']}"
+ROWS: dict[str, tuple[str, ...]] = {
+    "fp8": ("a8w8_fp8", "a8w8_fp8"),
+    "int8": ("weight_only_int8", "weight_only_int8"),
+    "int4": ("weight_only_int4", "weight_only_int8", "--group-size", "64"),
+    "int4 everywhere": (
+        *("weight_only_int4", "weight_only_int8", "--int4-scope", "all", "--group-size", "32"),
+        *("--scale", "mse"),
+    ),
+    "wint4": ("a8w8_fp8_wint4", "a8w8_fp8"),
+    "wint4 for SGLang": ("a8w8_fp8_wint4", "a8w8_fp8", "--target", "sglang"),
+    "w4afp8": ("a8w8_fp8_wint4", "a8w8_fp8", "--format", "w4afp8", "--target", "sglang"),
+    "bf16": ("bf16", "bf16"),
+}
+TARGETS = ("lightllm", "xllm", "paddlenlp")
+
+
+def write_dense(folder: Path, seed: int = 0) -> Path:
+    """The model in bf16 in two shards, with a tokenizer."""
+    write_checkpoint(folder, CONFIG, seed)
+    single = folder / "model.safetensors"
+    tensors = {
+        name: tensor if name.endswith("bias") else tensor.bfloat16()
+        for name, tensor in load_file(single).items()
+    }
+    single.unlink()
+    places: dict[str, str] = {}
+    for number in (1, 2):
+        shard = f"model-{number:05}-of-00002.safetensors"
+        own = {name: t for name, t in tensors.items() if _in_first_shard(name) == (number == 1)}
+        save_file(own, folder / shard, metadata={"format": "pt"})
+        places |= dict.fromkeys(own, shard)
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": places}))
+    write_tokenizer(folder, CONFIG["vocab_size"])
+    return folder
+
+
+def _in_first_shard(name: str) -> bool:
+    return name.startswith(tuple(f"model.layers.{layer}." for layer in range(4)))
+
+
+def write_fp8(dense: Path, folder: Path) -> Path:
+    """The same in native fp8, as a bundle: what other bundles are made from."""
+    return write_row(dense, folder, "fp8")
+
+
+def write_row(source: Path, folder: Path, row: str) -> Path:
+    """A bundle in a row of the precision table."""
+    base, mtp, *more = ROWS[row]
+    outcome = quantize(
+        source, folder, "--base-quant", base, "--mtp-quant", mtp, "--link", "copy", *more
+    )
+    assert outcome.code == 0, outcome.err
+    return folder
+
+
+def write_target(source: Path, folder: Path, target: str) -> Path:
+    """A bundle whose draft is for a target engine."""
+    outcome = export(source, folder, "--link", "copy", "--target", target)
+    assert outcome.code == 0, outcome.err
+    return folder
