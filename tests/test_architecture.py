@@ -37,7 +37,7 @@ ARROWS = {
     "progress": {"errors"},
     "prompts": {"errors"},
     "errors": set(),
-    "mtp_runtime": {"mtp_kernels", "checkpoint", "families", "schemes", "errors"},
+    "mtp_runtime": {"mtp_kernels", "checkpoint", "families", "targets", "schemes", "errors"},
     "mtp_kernels": set(),
 }
 # Only this unit of mtp_kernels is open to mtp_export's schemes.

@@ -3,18 +3,52 @@
 from __future__ import annotations
 
 import hashlib
+from dataclasses import dataclass
 from pathlib import Path
 
+from mtp_export.checkpoint.manifest import MANIFEST_NAME, read_manifest
 from mtp_export.checkpoint.reader import CONFIG_NAME, Checkpoint
 from mtp_export.errors import InvalidInputError, UnsupportedError
 
+MAIN, MTP = "main", "mtp"
+RELEASED = "hf"
 _SAME_FIELDS = ("model_type", "num_hidden_layers", "quantization_config")
+
+
+@dataclass(frozen=True)
+class BundleParts:
+    """The folders of a bundle, opened; mtp is None where there is none."""
+
+    main: Checkpoint
+    mtp: Checkpoint | None
 
 
 def is_bundle(folder: Path) -> bool:
     """Whether a folder holds a main and an MTP part, and no checkpoint itself."""
-    parts = all((folder / part / CONFIG_NAME).is_file() for part in ("main", "mtp"))
+    parts = all((folder / part / CONFIG_NAME).is_file() for part in (MAIN, MTP))
     return parts and not (folder / CONFIG_NAME).exists()
+
+
+def open_parts(folder: Path) -> BundleParts:
+    """Open the parts of a bundle, in whatever layout (what Checkpoint.open raises)."""
+    if not (folder / MAIN / CONFIG_NAME).exists():
+        raise InvalidInputError(
+            "There is neither a bundle nor a checkpoint here",
+            where=folder,
+            expected=f"{CONFIG_NAME}, or {CONFIG_NAME} in {MAIN} and in {MTP}",
+            todo="Point at the output folder of an export, or at a Hugging Face checkpoint",
+        )
+    main = Checkpoint.open(folder / MAIN)
+    return BundleParts(main, Checkpoint.open(folder / MTP) if (folder / MTP).is_dir() else None)
+
+
+def bundle_target(folder: Path) -> str:
+    """The target whose layout a bundle's MTP part has, by its manifest; the released one where
+    there is no manifest."""
+    if not (folder / MANIFEST_NAME).is_file():
+        return RELEASED
+    options = read_manifest(folder).get("options")
+    return str(options.get("target", RELEASED)) if isinstance(options, dict) else RELEASED
 
 
 def open_checkpoint(folder: Path) -> Checkpoint:
@@ -24,7 +58,9 @@ def open_checkpoint(folder: Path) -> Checkpoint:
     """
     if not is_bundle(folder):
         return Checkpoint.open(folder)
-    main, mtp = Checkpoint.open(folder / "main"), Checkpoint.open(folder / "mtp")
+    parts = open_parts(folder)
+    main, mtp = parts.main, parts.mtp
+    assert mtp is not None, "is_bundle looked"
     for key in _SAME_FIELDS:
         if main.config.get(key) != mtp.config.get(key):
             raise UnsupportedError(

@@ -39,6 +39,21 @@ class StoredWeight:
     tensors: tuple[TensorSpec, ...]
     transposed: bool = False
 
+    @property
+    def released_names(self) -> tuple[str, ...]:
+        """The tensors' names in the released layout."""
+        own = self.tensors[0].name
+        module = own.rpartition(".")[0]
+        if len(self.tensors) == 1:
+            return (self.weight.name,)
+        return tuple(
+            # an input_scale lies beside the module
+            self.weight.module + tensor.name.removeprefix(module)
+            if tensor.name.startswith(f"{module}.")
+            else tensor.name
+            for tensor in self.tensors
+        )
+
 
 @dataclass(frozen=True)
 class Stored:

@@ -3,30 +3,27 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from functools import cached_property
 from pathlib import Path
 
 import torch
 
-from mtp_export.checkpoint.header import TensorInfo
+from mtp_export.checkpoint.bundles import bundle_target, open_parts
 from mtp_export.checkpoint.reader import CONFIG_NAME, Checkpoint
-from mtp_export.errors import InvalidInputError
-from mtp_export.families import family_of
-from mtp_export.families.base import Discrepancy, ModelFamily, TensorSpec, compare
-from mtp_kernels import quantize
-from mtp_runtime.layers.linear import Dense, Fp8Block, Linear, Weight
+from mtp_export.errors import InvalidInputError, UnsupportedError
+from mtp_export.families.base import TensorSpec, compare
+from mtp_export.schemes.stored import Stored, StoredWeight, model_family, stored_draft, stored_model
+from mtp_export.targets import target_of
+from mtp_runtime.layers.linear import Linear, Weight
+from mtp_runtime.stored_weights import assembled
 
 logger = logging.getLogger(__name__)
-
-MAIN_FOLDER = "main"
-MTP_FOLDER = "mtp"
 
 
 @dataclass(frozen=True)
 class Ledger:
-    """What became of every tensor, by name.
+    """What became of every tensor, by the name it has (or would have) in the released layout.
 
     loaded: read into the model. skipped: stored but not needed for this run. tied: equal to
     another tensor, which is used in its place. Every stored tensor is in one of the three;
@@ -39,14 +36,29 @@ class Ledger:
     tied: frozenset[str]
 
 
+@dataclass(frozen=True)
+class _Part:
+    """A folder, and what its config.json promises of it."""
+
+    checkpoint: Checkpoint
+    stored: Stored
+
+    def check(self) -> None:
+        """Refuse a folder that differs from its promise (InvalidInputError)."""
+        problems = compare(self.checkpoint.tensors, self.stored.tensors.values())
+        if problems:
+            problems[0].raise_as_error(self.checkpoint.folder, len(problems) - 1)
+
+    def has(self, one: StoredWeight) -> bool:
+        return one.tensors[0].name in self.checkpoint.tensors
+
+
 @dataclass
 class WeightSource:
-    """Stored tensors by name, and the notes for the ledger; the state of one loading."""
+    """Tensors of the model by released name, in whatever form they are stored, and the notes for
+    the ledger; the state of one loading."""
 
-    stored: dict[str, TensorInfo]
-    owners: dict[str, Checkpoint]
-    expected: dict[str, TensorSpec]
-    family: ModelFamily
+    owners: Mapping[str, _Part]
     dtype: torch.dtype
     device: torch.device
     keep_dense: bool
@@ -55,16 +67,13 @@ class WeightSource:
 
     @property
     def has_mtp(self) -> bool:
-        return any(self.family.mtp_layer_of(name) is not None for name in self.stored)
+        return any(self._spec(name).mtp_layer is not None for name in self._present)
 
     def raw(self, name: str) -> torch.Tensor:
-        """One tensor as it is stored, on the device (InvalidInputError where there is none)."""
-        if name not in self.owners:
-            raise InvalidInputError(
-                f"Tensor {name} is missing", todo="Get the checkpoint again, or correct config.json"
-            )
-        self.loaded.add(name)
-        return self.owners[name].tensor(name).to(self.device)
+        """One tensor that is not quantized, in its stored dtype, on the device (InvalidInputError
+        where there is none)."""
+        self._note(name)
+        return self._plain(name).to(self.device)
 
     def tensor(self, name: str) -> torch.Tensor:
         """One tensor in the dtype of the run."""
@@ -73,10 +82,11 @@ class WeightSource:
     def weight(self, module: str) -> Weight:
         """A linear's weight in the format it is stored in."""
         name = f"{module}.weight"
-        scale = self._scales.get(name)
-        if scale is None:
-            return Dense(self.tensor(name))
-        return Fp8Block(quantize.Fp8Block(self.raw(name), self.raw(scale)))
+        self._note(name)
+        part = self.owners[name]
+        one = part.stored.weights[name]
+        tensors = [part.checkpoint.tensor(tensor.name).to(self.device) for tensor in one.tensors]
+        return assembled(one, tensors, self.dtype)
 
     def linear(self, module: str) -> Linear:
         return Linear.build(self.weight(module), self.dtype, self.keep_dense)
@@ -87,33 +97,65 @@ class WeightSource:
 
     def tied_or_own(self, own: str, main: str, loaded: torch.Tensor) -> torch.Tensor:
         """A copy of a main tensor: the loaded original when they are equal, else the copy."""
-        if own not in self.owners:
+        if not self._has(own):
             return loaded
-        if torch.equal(self.owners[own].tensor(own), self.owners[main].tensor(main)):
+        if torch.equal(self._plain(own), self._plain(main)):
             self.tied.add(own)
             return loaded
         logger.warning("%s differs from %s: the MTP module uses its own", own, main)
         return self.tensor(own)
 
-    @cached_property
-    def _scales(self) -> dict[str, str]:
-        """The scale that belongs to each quantized weight."""
-        return {
-            spec.scale_of: name for name, spec in self.expected.items() if spec.scale_of is not None
-        }
-
     def ledger(self) -> Ledger:
         """Close the books (InvalidInputError for a tensor that nothing explains)."""
-        stored = frozenset(self.stored)
-        loaded, tied = frozenset(self.loaded), frozenset(self.tied)
-        skipped = stored - loaded - tied
-        unexplained = [n for n in skipped if self.family.mtp_layer_of(n) is None]
+        known = self.loaded | self.tied
+        skipped = set(self._present) - known
+        mtp_in_use = any(self._spec(name).mtp_layer is not None for name in known)
+        unexplained = sorted(
+            name for name in skipped if mtp_in_use or self._spec(name).mtp_layer is None
+        )
         if unexplained:
             raise InvalidInputError(
-                f"Tensor {min(unexplained)} was loaded by nothing ({len(unexplained)} like it)",
-                expected="every tensor of the main model in use",
+                f"Tensor {unexplained[0]} was loaded by nothing ({len(unexplained)} like it)",
+                expected="every tensor of the model in use",
             )
-        return Ledger(frozenset(self.expected), loaded, skipped, tied)
+        return Ledger(*map(self._released_names, (self.owners, self.loaded, skipped, self.tied)))
+
+    @property
+    def _present(self) -> list[str]:
+        return [name for name in self.owners if self._has(name)]
+
+    def _has(self, name: str) -> bool:
+        part = self.owners.get(name)
+        return part is not None and part.has(part.stored.weights[name])
+
+    def _note(self, name: str) -> None:
+        if not self._has(name):
+            raise InvalidInputError(
+                f"Tensor {name} is missing", todo="Get the checkpoint again, or correct config.json"
+            )
+        self.loaded.add(name)
+
+    def _spec(self, name: str) -> TensorSpec:
+        return self.owners[name].stored.weights[name].weight
+
+    def _plain(self, name: str) -> torch.Tensor:
+        part = self.owners[name]
+        one = part.stored.weights[name]
+        if len(one.tensors) > 1:
+            raise UnsupportedError(
+                "The runtime reads embeddings and an MTP head of its own unquantized",
+                expected=f"{name} in the ignore list of quantization_config",
+                found=f"{name} as {one.storage}",
+            )
+        tensor = part.checkpoint.tensor(one.tensors[0].name)
+        return tensor.t() if one.transposed else tensor
+
+    def _released_names(self, names: Iterable[str]) -> frozenset[str]:
+        return frozenset(
+            released
+            for name in names
+            for released in self.owners[name].stored.weights[name].released_names
+        )
 
 
 def open_source(
@@ -121,58 +163,49 @@ def open_source(
 ) -> tuple[WeightSource, Checkpoint]:
     """Open a bundle (main and mtp side by side) or a single checkpoint folder, and compare it.
 
-    Returns the weights and the checkpoint of the main part. Raises InvalidInputError for a tensor
-    that is missing, of the wrong shape or dtype, or not promised by config.json. A checkpoint
+    Returns the weights and the checkpoint of the main part. The MTP folder may be in any target's
+    layout. Raises InvalidInputError for a tensor that is missing, of the wrong shape or dtype, or
+    not promised by config.json, UnsupportedError for a quantization that is not known. A checkpoint
     without any tensor of the MTP layer is taken as the main part alone.
     """
     if (folder / CONFIG_NAME).exists():
-        main = Checkpoint.open(folder)
-        mtp = None
-    elif (folder / MAIN_FOLDER / CONFIG_NAME).exists():
-        main = Checkpoint.open(folder / MAIN_FOLDER)
-        mtp = Checkpoint.open(folder / MTP_FOLDER) if (folder / MTP_FOLDER).is_dir() else None
+        parts = [_whole(Checkpoint.open(folder))]
     else:
+        opened = open_parts(folder)
+        parts = [_Part(opened.main, stored_model(opened.main.config).main)]
+        if opened.mtp is not None:
+            parts.append(_draft(opened.mtp, opened.main, bundle_target(folder)))
+    for part in parts:
+        part.check()
+    owners = {name: part for part in parts for name in part.stored.weights}
+    return WeightSource(owners, dtype, device, keep_dense), parts[0].checkpoint
+
+
+def _whole(checkpoint: Checkpoint) -> _Part:
+    """A single folder: main alone, or main and MTP."""
+    stored = stored_model(checkpoint.config)
+    if checkpoint.tensors.keys() & stored.mtp.tensors.keys():
+        return _Part(checkpoint, stored)
+    return _Part(checkpoint, stored.main)
+
+
+def _draft(mtp: Checkpoint, main: Checkpoint, target: str) -> _Part:
+    """The MTP folder of a bundle, which must hold the main model's MTP layers."""
+    specs = model_family(main.config).expected.values()
+    layers = {spec.name: spec.shape for spec in specs if spec.mtp_layer is not None}
+    stored = stored_draft(mtp.config, target_of(target), main.config["num_hidden_layers"])
+    own = {name: one.weight.shape for name, one in stored.weights.items()}
+    unlike = [name for name in {**layers, **own} if layers.get(name) != own.get(name)]
+    if unlike:
         raise InvalidInputError(
-            "There is neither a bundle nor a checkpoint here",
-            where=folder,
-            expected=f"{CONFIG_NAME}, or {CONFIG_NAME} in {MAIN_FOLDER} and in {MTP_FOLDER}",
-            todo="Point at the output folder of an export, or at a Hugging Face checkpoint",
+            "The MTP folder's config describes other MTP layers than the main model's",
+            where=mtp.folder / CONFIG_NAME,
+            expected=f"{unlike[0]} {_shape(layers.get(unlike[0]))}",
+            found=_shape(own.get(unlike[0])),
+            todo="Export both parts from one checkpoint",
         )
-    family = family_of(main.config)
-    expected = _checked(main, family, mtp)
-    parts = [main] if mtp is None else [main, mtp]
-    owners = {name: part for part in parts for name in part.tensors}
-    stored = {name: info for part in parts for name, info in part.tensors.items()}
-    return WeightSource(stored, owners, expected, family, dtype, device, keep_dense), main
+    return _Part(mtp, stored)
 
 
-def _checked(
-    main: Checkpoint, family: ModelFamily, mtp: Checkpoint | None
-) -> dict[str, TensorSpec]:
-    """The tensors that the folders must hold, after holding the folders against them."""
-    specs = list(family.expected.values())
-    main_specs = [spec for spec in specs if spec.mtp_layer is None]
-    mtp_specs = [spec for spec in specs if spec.mtp_layer is not None]
-    if mtp is not None:
-        _raise_first(main, main_specs)
-        if family_of(mtp.config).mtp_layers != family.mtp_layers:
-            raise InvalidInputError(
-                "The MTP folder's config names other MTP layers than the main model's",
-                where=mtp.folder / CONFIG_NAME,
-                expected=list(family.mtp_layers),
-                found=list(family_of(mtp.config).mtp_layers),
-                todo="Export both parts from one checkpoint with --target hf",
-            )
-        drafted = [s for s in family_of(mtp.config).expected.values() if s.mtp_layer is not None]
-        _raise_first(mtp, drafted)
-        return {spec.name: spec for spec in (*main_specs, *drafted)}
-    has_mtp = any(family.mtp_layer_of(name) is not None for name in main.tensors)
-    wanted = main_specs + (mtp_specs if has_mtp else [])
-    _raise_first(main, wanted)
-    return {spec.name: spec for spec in wanted}
-
-
-def _raise_first(checkpoint: Checkpoint, specs: Iterable[TensorSpec]) -> None:
-    problems: Sequence[Discrepancy] = compare(checkpoint.tensors, specs)
-    if problems:
-        problems[0].raise_as_error(checkpoint.folder, len(problems) - 1)
+def _shape(shape: tuple[int, ...] | None) -> str:
+    return "no such tensor" if shape is None else str(list(shape))

@@ -10,7 +10,9 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from mtp_export.bundle import BundleOptions, run_bundle
 from mtp_export.errors import InvalidInputError, UnsupportedError
+from mtp_export.export import plan_export
 from mtp_kernels import quantize
 from mtp_runtime.config import Hidden, MtpContract
 from mtp_runtime.layers.linear import (
@@ -21,6 +23,7 @@ from mtp_runtime.layers.linear import (
     Int8Channel,
     Linear,
     Stacked,
+    W4AFp8,
     Weight,
     stack,
 )
@@ -31,16 +34,9 @@ from runtime.harness import Walk, load, prompts_of, run
 PARAMS = SamplingParams(max_tokens=8, ignore_eos=True)
 
 
-def split(source: Path, folder: Path, layer: int = 3) -> Path:
-    """A bundle by hand: the MTP layer's tensors in mtp, the others in main."""
-    tensors = load_file(source / "model.safetensors")
-    for part, is_mtp in (("main", False), ("mtp", True)):
-        (folder / part).mkdir(parents=True)
-        kept = {
-            n: t for n, t in tensors.items() if n.startswith(f"model.layers.{layer}.") == is_mtp
-        }
-        save_file(kept, folder / part / "model.safetensors", metadata={"format": "pt"})
-        (folder / part / "config.json").write_text((source / "config.json").read_text())
+def exported(source: Path, folder: Path) -> Path:
+    """A bundle, by the export's own API."""
+    run_bundle(plan_export(BundleOptions(source, folder)), lambda count: None)
     return folder
 
 
@@ -54,7 +50,7 @@ def change(source: Path, folder: Path, edit: Callable[[dict[str, torch.Tensor]],
 
 
 def test_a_bundle_decodes_as_its_source(small: Path, tmp_path: Path) -> None:
-    bundle = split(small, tmp_path / "bundle")
+    bundle = exported(small, tmp_path / "bundle")
     prompts = prompts_of([6, 11], 96)
     expected = run(load(small), prompts, PARAMS, method="mtp", k=3)
     found = run(load(bundle), prompts, PARAMS, method="mtp", k=3)
@@ -133,11 +129,13 @@ def stored_weights() -> dict[str, Weight]:
     fp8 = quantize.quantize_fp8_block(weights)[0]
     int8 = quantize.quantize_int8_channel(weights)[0]
     int4 = quantize.quantize_int4_group(weights)[0]
+    w4afp8 = quantize.quantize_w4afp8(weights)[0]
     return {
         "dense": Dense(weights),
         "fp8_block": Fp8Block(fp8),
         "int8_channel": Int8Channel(int8),
         "int4_group": Int4Group(int4),
+        "w4afp8": W4AFp8(w4afp8),
         "stacked": Stacked((Fp8Block(fp8), Dense(weights[:7]))),
     }
 
@@ -158,7 +156,13 @@ def test_every_format_multiplies(name: str, dtype: torch.dtype) -> None:
     assert torch.allclose(early(x), late(x), atol=0.3 if dtype is torch.bfloat16 else 1e-4)
     assert weight.shape == original.shape
     exact = x.float() @ original.t()
-    bound = {"dense": 0.01, "fp8_block": 0.05, "int8_channel": 0.02, "int4_group": 0.2}
+    bound = {
+        "dense": 0.01,
+        "fp8_block": 0.05,
+        "int8_channel": 0.02,
+        "int4_group": 0.2,
+        "w4afp8": 0.2,
+    }
     error = (early(x).float() - exact).norm() / exact.norm()
     assert error < bound.get(name, 0.05)
 

@@ -67,7 +67,10 @@ class Int8Channel:
         return self.stored.packed.shape[0], self.stored.packed.shape[1] * 4
 
     def dense(self, dtype: torch.dtype) -> torch.Tensor:
-        return quantize.dequantize_int8_channel(self.stored, dtype)
+        try:
+            return quantize.dequantize_int8_channel(self.stored, dtype)
+        except ValueError as error:
+            raise damaged(self, error) from error
 
 
 @dataclass(frozen=True)
@@ -81,7 +84,27 @@ class Int4Group:
         return self.stored.packed.shape[0], self.stored.packed.shape[1] * 8
 
     def dense(self, dtype: torch.dtype) -> torch.Tensor:
-        return quantize.dequantize_int4_group(self.stored, dtype)
+        try:
+            return quantize.dequantize_int4_group(self.stored, dtype)
+        except ValueError as error:
+            raise damaged(self, error) from error
+
+
+@dataclass(frozen=True)
+class W4AFp8:
+    """int4 as SGLang's w4afp8 has it; the layout of mtp_kernels.quantize.W4AFp8."""
+
+    stored: quantize.W4AFp8
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        return self.stored.packed.shape[0], self.stored.packed.shape[1] * 2
+
+    def dense(self, dtype: torch.dtype) -> torch.Tensor:
+        try:
+            return quantize.dequantize_w4afp8(self.stored, dtype)
+        except ValueError as error:
+            raise damaged(self, error) from error
 
 
 @dataclass(frozen=True)
@@ -103,6 +126,7 @@ FORMATS: dict[str, type[Weight]] = {
     "fp8_block": Fp8Block,
     "int8_channel": Int8Channel,
     "int4_group": Int4Group,
+    "w4afp8": W4AFp8,
     "stacked": Stacked,
 }
 

@@ -1,0 +1,229 @@
+"""Bundles in every precision and for every target run as what they store: against a checkpoint of
+the same numbers in float32, decoded here by code of this file."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from benchmarks.dequantized import write_dequantized
+from cases import MTP_LAYER, WHOLE_TILES, edit_json, export, make_checkpoint, quantize, read_tensors
+from mtp_export.errors import InvalidInputError, UnsupportedError
+from mtp_export.targets import TARGETS
+from mtp_runtime.models.build import LoadOptions, load_model
+from mtp_runtime.sampling import SamplingParams
+from runtime.harness import Walk, load, prompts_of, run
+
+PARAMS = SamplingParams(max_tokens=6, ignore_eos=True)
+VOCAB = WHOLE_TILES["vocab_size"]
+ROWS: dict[str, tuple[str, ...]] = {
+    "wint4, vLLM": ("a8w8_fp8_wint4", "a8w8_fp8"),
+    "wint4, SGLang": ("a8w8_fp8_wint4", "a8w8_fp8", "--target", "sglang"),
+    "w4afp8": ("a8w8_fp8_wint4", "a8w8_fp8", "--format", "w4afp8", "--target", "sglang"),
+    "int4": ("weight_only_int4", "weight_only_int8", "--group-size", "32"),
+    "int4 everywhere": ("weight_only_int4", "weight_only_int8", "--int4-scope", "all"),
+    "fp8": ("a8w8_fp8", "a8w8_fp8"),
+    "int8": ("weight_only_int8", "weight_only_int8"),
+    "bf16": ("bf16", "bf16"),
+}
+
+
+@pytest.fixture(scope="module", params=[1, 2], ids=["one shared", "two shared"])
+def source(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A random fp8 checkpoint; several shared experts are stored as one."""
+    config = WHOLE_TILES | {"n_shared_experts": request.param}
+    return make_checkpoint(tmp_path_factory.mktemp("fp8") / "source", config)
+
+
+def in_float32(bundle: Path, config: dict[str, Any], folder: Path) -> Path:
+    """Both parts of a bundle in one folder, every weight decoded the plainest way."""
+    stored = read_tensors(bundle / "main") | read_tensors(bundle / "mtp")
+    tensors: dict[str, torch.Tensor] = {}
+    for name, tensor in stored.items():
+        module, _, last = name.rpartition(".")
+        if last == "weight_packed":
+            tensors[f"{module}.weight"] = unpacked(tensor, stored, module)
+        elif last == "weight" and tensor.dtype is torch.int8:
+            low, high = (tensor.int() << 28) >> 28, tensor.int() >> 4
+            codes = torch.stack([low, high], dim=2).flatten(1)
+            scale = stored[f"{name}_scale_inv"]
+            tensors[name] = codes * scale.repeat_interleave(128, 1)
+        elif last == "weight" and tensor.dtype is torch.float8_e4m3fn:
+            scale = stored.get(f"{name}_scale_inv", stored.get(f"{name}_scale"))
+            wide = scale.repeat_interleave(128, 0).repeat_interleave(128, 1)
+            tensors[name] = tensor.float() * wide[: tensor.shape[0], : tensor.shape[1]]
+        elif last in ("weight", "e_score_correction_bias"):
+            tensors[name] = tensor.float()
+    folder.mkdir()
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    plain = {key: value for key, value in config.items() if key != "quantization_config"}
+    (folder / "config.json").write_text(json.dumps(plain | {"torch_dtype": "float32"}))
+    return folder
+
+
+def unpacked(packed: torch.Tensor, stored: dict[str, torch.Tensor], module: str) -> torch.Tensor:
+    """pack-quantized: code + 2^(bits - 1), least significant first."""
+    rows, columns = stored[f"{module}.weight_shape"].tolist()
+    per_word = columns // packed.shape[1]
+    bits = 32 // per_word
+    codes = torch.stack([(packed >> (bits * i)) & (2**bits - 1) for i in range(per_word)], dim=2)
+    scale = stored[f"{module}.weight_scale"].float()
+    wide = scale.repeat_interleave(columns // scale.shape[1], 1)
+    return (codes.flatten(1) - 2 ** (bits - 1)).float() * wide
+
+
+def config_of(source: Path) -> dict[str, Any]:
+    config = json.loads((source / "config.json").read_text())
+    assert isinstance(config, dict)
+    return config
+
+
+def same_model(found: Path, expected: Path, **options: Any) -> None:
+    """Every linear has the same numbers: logits, drafts and what they are accepted for."""
+    (tokens,) = prompts_of([9], VOCAB)
+    ours = load_model(found, LoadOptions(**options)).model
+    theirs = load_model(expected, LoadOptions()).model
+    expected_logits = Walk(theirs).feed(tokens)[0]
+    error = (Walk(ours).feed(tokens)[0] - expected_logits).abs().max()
+    assert error <= 2e-6 * expected_logits.abs().max()
+    hidden = mtp_output(theirs)
+    assert (mtp_output(ours) - hidden).abs().max() <= 2e-6 * hidden.abs().max()
+
+
+def mtp_output(model: Any) -> torch.Tensor:
+    from mtp_runtime.layout import lay_out
+
+    walk = Walk(model)
+    walk.cache.append(walk.sequence, 6)
+    layout = lay_out(walk.cache, [walk.sequence], [(0, 6)], model.device)
+    hidden = torch.randn(6, model.config.hidden, generator=torch.Generator().manual_seed(3))
+    with torch.inference_mode():
+        out = model.mtp(torch.arange(3, 9), hidden, walk.cache.layers[-1], layout)
+        return model.mtp.head.logits(model.mtp.head.normed(out))
+
+
+@pytest.mark.parametrize("keep_dense", [True, False], ids=["at load", "in calls"])
+@pytest.mark.parametrize("row", ROWS)
+def test_every_row(row: str, keep_dense: bool, source: Path, tmp_path: Path) -> None:
+    base, mtp, *more = ROWS[row]
+    options = ("--base-quant", base, "--mtp-quant", mtp, *more)
+    assert quantize(source, tmp_path / "out", *options).code == 0
+    dense = in_float32(tmp_path / "out", config_of(source), tmp_path / "dense")
+    same_model(tmp_path / "out", dense, dequantize_at_load=keep_dense)
+    stored = {*read_tensors(tmp_path / "out/main"), *read_tensors(tmp_path / "out/mtp")}
+    ledger = load_model(tmp_path / "out", LoadOptions(dequantize_at_load=keep_dense)).ledger
+    assert ledger.loaded | ledger.tied == stored and not ledger.skipped
+
+
+@pytest.mark.parametrize("shared", ["keep", "drop"])
+@pytest.mark.parametrize("target", sorted(set(TARGETS) - {"xllm"}))
+def test_every_target(target: str, shared: str, pristine: Path, tmp_path: Path) -> None:
+    """Ragged tiles too: the same tokens and the same acceptance as the source."""
+    options = ("--target", target, "--shared-weights", shared)
+    if shared == "drop" and TARGETS[target].needs_shared_weights:
+        return
+    assert export(pristine, tmp_path / "out", *options).code == 0
+    prompts = prompts_of([6, 11], VOCAB)
+    expected = run(load(pristine), prompts, PARAMS, method="mtp", k=3)
+    found = run(load(tmp_path / "out"), prompts, PARAMS, method="mtp", k=3)
+    assert found.outputs == expected.outputs
+    model, original = load(tmp_path / "out"), load(pristine)
+    assert torch.equal(mtp_output(model), mtp_output(original))
+    ledger = load_model(tmp_path / "out", LoadOptions()).ledger
+    names = load_model(pristine, LoadOptions()).ledger
+    assert ledger.expected == names.expected and ledger.loaded <= names.loaded | names.tied
+
+
+def test_xllm_s_draft_is_the_source_s_in_bf16(pristine: Path, tmp_path: Path) -> None:
+    assert export(pristine, tmp_path / "out", "--target", "xllm").code == 0
+    (tmp_path / "dense").mkdir()
+    dense = write_dequantized(pristine, tmp_path / "dense")
+    tensors = load_file(dense / "model.safetensors")
+    for name, tensor in tensors.items():
+        if name.startswith(f"model.layers.{MTP_LAYER}.") and tensor.dim() == 2:
+            tensors[name] = tensor.bfloat16().float()
+    save_file(tensors, dense / "model.safetensors", metadata={"format": "pt"})
+    same_model(tmp_path / "out", dense)
+
+
+def other_head(bundle: Path) -> None:
+    edit_json(bundle / "mtp/config.json", lambda c: c.update(vocab_size=c["vocab_size"] + 1))
+
+
+def other_experts(bundle: Path) -> None:
+    edit_json(bundle / "mtp/config.json", lambda c: c.update(n_routed_experts=2))
+
+
+def no_manifest(bundle: Path) -> None:
+    (bundle / "mtp_export.json").unlink()
+
+
+def other_target(bundle: Path) -> None:
+    edit_json(bundle / "mtp_export.json", lambda m: m["options"].update(target="xllm"))
+
+
+def more_layers(bundle: Path) -> None:
+    edit_json(bundle / "main/config.json", lambda c: c.update(num_nextn_predict_layers=2))
+
+
+@pytest.mark.parametrize(
+    "damage", [other_head, other_experts, no_manifest, other_target, more_layers]
+)
+def test_a_draft_of_something_else_is_refused(
+    damage: Callable[[Path], None], pristine: Path, tmp_path: Path
+) -> None:
+    assert export(pristine, tmp_path / "out", "--target", "lightllm").code == 0
+    damage(tmp_path / "out")
+    with pytest.raises(InvalidInputError):
+        load_model(tmp_path / "out", LoadOptions())
+
+
+def rewrite(folder: Path, name: str, change: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    for path in folder.glob("*.safetensors"):
+        tensors = load_file(path)
+        if name in tensors:
+            tensors[name] = change(tensors[name])
+            save_file(tensors, path, metadata={"format": "pt"})
+
+
+EXPERT = "model.layers.1.mlp.experts.0"
+
+
+@pytest.mark.parametrize(
+    ("row", "name", "change"),
+    [
+        ("int8", f"{EXPERT}.up_proj.weight_shape", lambda t: t + 1),
+        ("int4", f"{EXPERT}.up_proj.weight_shape", lambda t: t.flip(0) * 2),
+        ("int8", f"{EXPERT}.up_proj.weight_scale", torch.zeros_like),
+        ("int4", f"{EXPERT}.up_proj.weight_scale", lambda t: t * torch.nan),
+        ("w4afp8", f"{EXPERT}.up_proj.weight_scale_inv", torch.neg),
+        ("w4afp8", f"{EXPERT}.w1.input_scale", torch.zeros_like),
+        ("wint4, vLLM", "model.layers.0.mlp.up_proj.weight_scale", lambda t: t / 0),
+        ("int8", f"{EXPERT}.up_proj.weight_scale", lambda t: t.float()),
+        ("w4afp8", f"{EXPERT}.w1.input_scale", lambda t: t.repeat(2)),
+    ],
+)
+def test_damaged_forms_are_refused(
+    row: str, name: str, change: Callable[[torch.Tensor], torch.Tensor], tmp_path: Path
+) -> None:
+    source = make_checkpoint(tmp_path / "source", WHOLE_TILES)
+    base, mtp, *more = ROWS[row]
+    options = ("--base-quant", base, "--mtp-quant", mtp, *more)
+    assert quantize(source, tmp_path / "out", *options).code == 0
+    rewrite(tmp_path / "out/main", name, change)
+    with pytest.raises(InvalidInputError):
+        load_model(tmp_path / "out", LoadOptions())
+
+
+def test_a_quantization_nobody_knows_is_refused(pristine: Path, tmp_path: Path) -> None:
+    assert export(pristine, tmp_path / "out", "--link", "copy").code == 0
+    change = {"quantization_config": {"quant_method": "awq"}}
+    edit_json(tmp_path / "out/mtp/config.json", lambda c: c.update(change))
+    with pytest.raises(UnsupportedError, match="awq"):
+        load_model(tmp_path / "out", LoadOptions())
