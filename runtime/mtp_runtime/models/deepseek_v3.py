@@ -182,10 +182,14 @@ class DeepseekV3:
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Hidden states [T, d] of every row, before and after the last norm; fills the cache."""
         x = F.embedding(tokens, self.embedding)
-        rotations = _rotations(self.rope, self.arithmetic, layout)
+        rotations = self.rotations(layout)
         for layer, layer_cache in zip(self.layers, kv_cache, strict=False):
             x = layer(x, rotations, layer_cache, layout, self.arithmetic)
         return x, self.head.normed(x)
+
+    def rotations(self, layout: BatchLayout) -> torch.Tensor:
+        """Rotary factors [T, r/2] of every row."""
+        return _rotations(self.rope, self.arithmetic, layout)
 
     def mtp_input(self, before: torch.Tensor, after: torch.Tensor) -> torch.Tensor:
         """The side of the last norm that the MTP module is fed with."""

@@ -1,0 +1,76 @@
+"""Ratios and differences with confidence intervals clustered by prompt: tokens of one text are not
+independent, prompts are."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from statistics import NormalDist
+
+CONFIDENCE = 0.95
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """A figure and its interval; the bounds are None where fewer than two prompts had any data."""
+
+    value: float
+    low: float | None
+    high: float | None
+    count: int
+
+    def shown(self, digits: int = 3) -> str:
+        """As 0.786 [0.751, 0.821]."""
+        if self.low is None or self.high is None:
+            return f"{self.value:.{digits}f}"
+        return f"{self.value:.{digits}f} [{self.low:.{digits}f}, {self.high:.{digits}f}]"
+
+    def as_json(self) -> dict[str, float | int | None]:
+        return {"value": self.value, "low": self.low, "high": self.high, "count": self.count}
+
+
+def ratio(
+    tops: Sequence[float], bottoms: Sequence[float], confidence: float = CONFIDENCE
+) -> Estimate | None:
+    """Sum of tops over sum of bottoms, one pair a prompt; None where there is nothing below.
+
+    The interval is that of the ratio estimator (Cochran, Sampling Techniques, 6.4) with Student's t
+    over the prompts that have any data.
+    """
+    pairs = [(top, bottom) for top, bottom in zip(tops, bottoms, strict=True) if bottom]
+    total = sum(bottom for _, bottom in pairs)
+    if not pairs:
+        return None
+    value = sum(top for top, _ in pairs) / total
+    count = len(pairs)
+    if count < 2:
+        return Estimate(value, None, None, int(total))
+    squares = sum((top - value * bottom) ** 2 for top, bottom in pairs)
+    error = math.sqrt(count / (count - 1) * squares) / total
+    reach = student_quantile(0.5 + confidence / 2, count - 1) * error
+    return Estimate(value, value - reach, value + reach, int(total))
+
+
+def student_quantile(probability: float, freedom: int) -> float:
+    """Student's t quantile: exact for 1 and 2 degrees, else Hill's expansion (Cornish-Fisher)."""
+    if freedom == 1:
+        return math.tan(math.pi * (probability - 0.5))
+    if freedom == 2:
+        alpha = 4 * probability * (1 - probability)
+        return 2 * (probability - 0.5) * math.sqrt(2 / alpha)
+    z = NormalDist().inv_cdf(probability)
+    terms = (
+        z,
+        (z**3 + z) / 4,
+        (5 * z**5 + 16 * z**3 + 3 * z) / 96,
+        (3 * z**7 + 19 * z**5 + 17 * z**3 - 15 * z) / 384,
+    )
+    return sum(term / freedom**power for power, term in enumerate(terms))
+
+
+def critical_chi_square(freedom: int, alpha: float) -> float:
+    """What a chi-square statistic exceeds with probability alpha (Wilson and Hilferty)."""
+    spread = 2 / (9 * freedom)
+    quantile = NormalDist().inv_cdf(1 - alpha)
+    return float(freedom * (1 - spread + quantile * math.sqrt(spread)) ** 3)
