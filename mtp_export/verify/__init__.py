@@ -7,16 +7,30 @@ silence.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from importlib import import_module
 
 from mtp_export.errors import MtpExportError, ResourceError, UnsupportedError, UsageError
 from mtp_export.verify import files
 from mtp_export.verify.base import Check, CheckResult, Item, Level, Status
 from mtp_export.verify.context import Context
 
+
+
+def _module(name: str) -> Callable[[Context], Iterator[Item]]:
+    """`run` of a module that is imported when its check starts: level files needs no torch."""
+
+    def run(context: Context) -> Iterator[Item]:
+        module = import_module(f"mtp_export.verify.{name}")
+        yield from module.run(context)
+
+    return run
+
+
 # In the order of a report. A new check is one file and one line here.
 CHECKS: dict[str, Check] = {
     "files": Check("Files", Level.FILES, files.run),
+    "acceptance": Check("Acceptance", Level.RUN, _module("acceptance")),
 }
 
 

@@ -21,6 +21,7 @@ from mtp_export.verify.memory import why_too_large
 from mtp_export.verify.prompts import Prompt, choose_prompts
 
 if TYPE_CHECKING:
+    from mtp_export.verify.corpus import Corpus
     from mtp_runtime import LLM
     from mtp_runtime.models.build import Loaded, LoadOptions
 
@@ -141,6 +142,15 @@ class Context:
     def prompts(self) -> tuple[Prompt, ...]:
         """The prompts of --prompts, or built-in ones for the bundle's tokenizer."""
         return choose_prompts(self.options.prompts, self.main)
+
+    @cached_property
+    def corpus(self) -> Corpus:
+        """The texts that run-level checks share, of the fast fp32 model."""
+        from mtp_export.verify.corpus import Corpus
+        from mtp_runtime.models.build import LoadOptions
+
+        model = self.loaded(LoadOptions(self.options.device)).model
+        return Corpus(model, self.prompts, self.options.max_new_tokens)
 
     def loaded(self, options: LoadOptions) -> Loaded:
         """The bundle's model, loaded once for the same options. Raises what load_model raises."""

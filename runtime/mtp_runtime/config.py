@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from enum import StrEnum
 from typing import Any
 
@@ -35,6 +35,31 @@ class MtpContract:
     target_hidden: Hidden = Hidden.AFTER_NORM
     recycled_hidden: Hidden = Hidden.AFTER_NORM
     zero_first_embedding: bool = False
+
+    @classmethod
+    def from_config(cls, config: Mapping[str, Any]) -> MtpContract:
+        """What config.json records as mtp_contract; a field that it leaves out has its default.
+
+        InvalidInputError for a record that is no contract.
+        """
+        recorded = config.get("mtp_contract", {})
+        names = [own.name for own in fields(cls)]
+        if not isinstance(recorded, Mapping) or not recorded.keys() <= set(names):
+            raise InvalidInputError(
+                "config.json records an mtp_contract that cannot be read",
+                expected=f"an object with {', '.join(names)}",
+                found=recorded,
+            )
+        sides = {"target_hidden", "recycled_hidden"}
+        try:
+            values = {n: Hidden(v) if n in sides else bool(v) for n, v in recorded.items()}
+        except ValueError as error:
+            raise InvalidInputError(
+                "config.json records an mtp_contract that cannot be read",
+                expected=" or ".join(Hidden),
+                found=error,
+            ) from None
+        return cls(**values)
 
 
 @dataclass(frozen=True)

@@ -74,7 +74,7 @@ class LLM:
         )
         config = EngineConfig(max_batch_size, page_size, cache_tokens, prefill_chunk)
         config = replace(config, speculation=speculation)
-        with_mtp, contract = speculate_method == "mtp", contract or MtpContract()
+        with_mtp = speculate_method == "mtp"
         options = LoadOptions(device, dtype, deterministic, dequantize_at_load, with_mtp, contract)
         loaded = loaded or load_model(Path(bundle), options)
         drafting = None if draft_model is None else load_model(Path(draft_model), options).model

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
 
+from mtp_export.checkpoint.reader import CONFIG_NAME, Checkpoint, read_json_object
 from mtp_export.errors import UnsupportedError
 from mtp_runtime.config import ModelConfig, MtpContract
 from mtp_runtime.layers.linear import Dense, Linear, Weight, stack
@@ -15,7 +16,7 @@ from mtp_runtime.layers.mla import Mla
 from mtp_runtime.layers.moe import Mlp, Moe, Router
 from mtp_runtime.layers.norm import RmsNorm
 from mtp_runtime.layers.rope import Rope, softmax_scale
-from mtp_runtime.loader import Ledger, WeightSource, open_source
+from mtp_runtime.loader import MTP_FOLDER, Ledger, WeightSource, open_source
 from mtp_runtime.models.deepseek_v3 import Arithmetic, DecoderLayer, DeepseekV3, Head, MtpModule
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -27,7 +28,8 @@ class LoadOptions:
 
     dtype: what activations and dense weights are. deterministic: a row's bits never depend on the
     batch (float32 only). dequantize_at_load: keep quantized weights as dense ones; False keeps
-    them as stored and dequantizes in every call. with_mtp False leaves the MTP module out.
+    them as stored and dequantizes in every call. with_mtp False leaves the MTP module out. contract
+    None is what the MTP part's config.json records, or else the family's.
     """
 
     device: str = "cpu"
@@ -35,7 +37,7 @@ class LoadOptions:
     deterministic: bool = False
     dequantize_at_load: bool = True
     with_mtp: bool = True
-    contract: MtpContract = MtpContract()
+    contract: MtpContract | None = None
 
     def __post_init__(self) -> None:
         if self.dtype not in DTYPES:
@@ -67,8 +69,16 @@ def load_model(path: Path, options: LoadOptions) -> Loaded:
     """
     device = _device(options.device)
     source, main = open_source(path, DTYPES[options.dtype], device, options.dequantize_at_load)
-    model = _Builder(source, ModelConfig.from_config(main.config), options).model()
+    contract = options.contract or recorded_contract(path, main)
+    config = ModelConfig.from_config(main.config)
+    model = _Builder(source, config, replace(options, contract=contract)).model()
     return Loaded(model, source.ledger(), main.folder)
+
+
+def recorded_contract(path: Path, main: Checkpoint) -> MtpContract:
+    """What the MTP part's config.json says of how its module is fed, or the main part's alone."""
+    part = path / MTP_FOLDER / CONFIG_NAME
+    return MtpContract.from_config(read_json_object(part) if part.is_file() else main.config)
 
 
 def _device(name: str) -> torch.device:
@@ -127,7 +137,7 @@ class _Builder:
             self._layer(index, True),
             Head(self._norm(f"{prefix}.shared_head.norm"), linear, arithmetic),
             rope,
-            self.options.contract,
+            self.options.contract or MtpContract(),
             arithmetic,
         )
 
