@@ -30,6 +30,8 @@ def _module(name: str) -> Callable[[Context], Iterator[Item]]:
 # In the order of a report. A new check is one file and one line here.
 CHECKS: dict[str, Check] = {
     "files": Check("Files", Level.FILES, files.run),
+    "greedy": Check("Greedy equality", Level.RUN, _module("greedy")),
+    "sampling": Check("Sampling", Level.RUN, _module("sampling")),
     "acceptance": Check("Acceptance", Level.RUN, _module("acceptance")),
 }
 

@@ -15,6 +15,8 @@ import numpy as np
 import pytest
 import torch
 
+from mtp_export.verify.law import distance, engine_of, exact_law, law_of, tables
+from mtp_export.verify.statistics import critical_chi_square
 from mtp_runtime.acceptance import Draft
 from mtp_runtime.config import EngineConfig, SpeculationConfig
 from mtp_runtime.drafters import DRAFTERS
@@ -24,54 +26,6 @@ from mtp_runtime.models.deepseek_v3 import DeepseekV3
 from mtp_runtime.request import Request
 from mtp_runtime.sampling import SamplingParams, one_hot, probabilities_of
 from runtime.harness import Walk, load, prompts_of, run
-from runtime.markov import Branches, Table
-
-VOCAB = 3
-PROMPT = (0, 1, 0)
-
-
-def tables(seed: int) -> tuple[Table, Table]:
-    generator = torch.Generator().manual_seed(seed)
-    target, draft = (2 * torch.randn(VOCAB, VOCAB, generator=generator) for _ in range(2))
-    return Table(target, draft), Table(draft)
-
-
-def engine_of(
-    target: Table, draft: Table, build: Callable[[DrafterParts], Drafter], **speculation: Any
-) -> Engine:
-    settings = SpeculationConfig(method="draft_model", **speculation)
-    config = EngineConfig(page_size=4, cache_tokens=64, poison_freed=True, speculation=settings)
-    return Engine(cast(DeepseekV3, target), config, build, cast(DeepseekV3, draft))
-
-
-def law_of(engine: Engine, params: SamplingParams) -> dict[tuple[int, ...], float]:
-    """The probability of every output, over all decisions that the engine can take."""
-    law: dict[tuple[int, ...], float] = {}
-    choices: Branches | None = Branches([])
-    while choices is not None:
-        request = Request(0, PROMPT, params)
-        request.choices = cast(Any, choices)
-        for _ in engine.run([request]):
-            pass
-        output = tuple(request.output)
-        law[output] = law.get(output, 0.0) + choices.probability
-        choices = choices.following()
-    return law
-
-
-def exact_law(target: Table, params: SamplingParams) -> dict[tuple[int, ...], float]:
-    law = {}
-    for output in itertools.product(range(VOCAB), repeat=params.max_tokens):
-        steps = zip((PROMPT[-1], *output), output, strict=False)
-        law[output] = math.prod(target.law(before, params)[token] for before, token in steps)
-    return law
-
-
-def distance(found: dict[Any, float], expected: dict[Any, float]) -> float:
-    """Total variation."""
-    keys = found.keys() | expected.keys()
-    return sum(abs(found.get(key, 0.0) - expected.get(key, 0.0)) for key in keys) / 2
-
 
 SAMPLINGS = [
     SamplingParams(temperature=1.0, max_tokens=4),
@@ -143,12 +97,6 @@ def test_lossy_rules_are_lossy(acceptance: str) -> None:
     assert distance(found, exact_law(target, params)) > 0.01
 
 
-def critical_chi_square(freedom: int, normal_quantile: float) -> float:
-    """Wilson and Hilferty's approximation."""
-    spread = 2 / (9 * freedom)
-    return float(freedom * (1 - spread + normal_quantile * math.sqrt(spread)) ** 3)
-
-
 def test_chi_square_on_the_trained_model(trained: Path) -> None:
     """Two tokens after a prompt, 4 x 4 outcomes, 384 draws: alpha = 1e-4, fixed seeds."""
     model = load(trained, deterministic=False)
@@ -169,7 +117,7 @@ def test_chi_square_on_the_trained_model(trained: Path) -> None:
     if rare:
         cells.append((sum(seen[p] for p in rare), draws * sum(expected[p] for p in rare)))
     statistic = sum((count - wanted) ** 2 / wanted for count, wanted in cells)
-    assert statistic < critical_chi_square(len(cells) - 1, normal_quantile=3.719)
+    assert statistic < critical_chi_square(len(cells) - 1, alpha=1e-4)
 
 
 def pair_law(

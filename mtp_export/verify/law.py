@@ -3,14 +3,27 @@ real engine, drafters and acceptance, so that their composed law can be worked o
 
 from __future__ import annotations
 
+import itertools
+import math
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
 
+from mtp_runtime.config import EngineConfig, SpeculationConfig
+from mtp_runtime.drafters.base import Drafter, DrafterParts
+from mtp_runtime.engine import Engine
+from mtp_runtime.models.deepseek_v3 import DeepseekV3
+from mtp_runtime.request import Request
 from mtp_runtime.sampling import Probabilities, SamplingParams, probabilities_of
+
+
+VOCAB = 3
+PROMPT = (0, 1, 0)
+Law = dict[tuple[int, ...], float]
 
 
 class Table:
@@ -97,3 +110,49 @@ class Branches:
             return None
         path[-1] = (path[-1][0] + 1, path[-1][1])
         return replace(self, path=path, probability=1.0, step=0)
+
+
+def tables(seed: int) -> tuple[Table, Table]:
+    """A random target, which holds the other as its MTP module, and that one as a draft model."""
+    generator = torch.Generator().manual_seed(seed)
+    target, draft = (2 * torch.randn(VOCAB, VOCAB, generator=generator) for _ in range(2))
+    return Table(target, draft), Table(draft)
+
+
+def engine_of(
+    target: Table, draft: Table, build: Callable[[DrafterParts], Drafter], **speculation: Any
+) -> Engine:
+    """An engine over tables."""
+    settings = SpeculationConfig(method="draft_model", **speculation)
+    config = EngineConfig(page_size=4, cache_tokens=64, poison_freed=True, speculation=settings)
+    return Engine(cast(DeepseekV3, target), config, build, cast(DeepseekV3, draft))
+
+
+def law_of(engine: Engine, params: SamplingParams) -> Law:
+    """The probability of every output, over all decisions that the engine can take."""
+    law: Law = {}
+    choices: Branches | None = Branches([])
+    while choices is not None:
+        request = Request(0, PROMPT, params)
+        request.choices = cast(Any, choices)
+        for _ in engine.run([request]):
+            pass
+        output = tuple(request.output)
+        law[output] = law.get(output, 0.0) + choices.probability
+        choices = choices.following()
+    return law
+
+
+def exact_law(target: Table, params: SamplingParams) -> Law:
+    """What the target alone gives every output."""
+    law = {}
+    for output in itertools.product(range(VOCAB), repeat=params.max_tokens):
+        steps = zip((PROMPT[-1], *output), output, strict=False)
+        law[output] = math.prod(target.law(before, params)[token] for before, token in steps)
+    return law
+
+
+def distance(found: Law, expected: Law) -> float:
+    """Total variation."""
+    keys = found.keys() | expected.keys()
+    return sum(abs(found.get(key, 0.0) - expected.get(key, 0.0)) for key in keys) / 2
