@@ -16,7 +16,6 @@ from mtp_export.verify.base import Check, CheckResult, Item, Level, Status
 from mtp_export.verify.context import Context
 
 
-
 def _module(name: str) -> Callable[[Context], Iterator[Item]]:
     """`run` of a module that is imported when its check starts: level files needs no torch."""
 
@@ -33,6 +32,9 @@ CHECKS: dict[str, Check] = {
     "greedy": Check("Greedy equality", Level.RUN, _module("greedy")),
     "sampling": Check("Sampling", Level.RUN, _module("sampling")),
     "acceptance": Check("Acceptance", Level.RUN, _module("acceptance")),
+    "controls": Check("Negative controls", Level.RUN, _module("controls")),
+    "paths": Check("Path equivalence", Level.RUN, _module("paths")),
+    "speed": Check("Speed", Level.RUN, _module("speed")),
 }
 
 

@@ -114,9 +114,7 @@ class Corpus:
         """What a module, the corpus's own by default, drafts at every anchor."""
         module = module or self.module
         hidden = self.hidden if hidden is None else hidden
-        states = draft_states(
-            self.model, module, self.texts, hidden, self.anchors, depths, recycle
-        )
+        states = draft_states(self.model, module, self.texts, hidden, self.anchors, depths, recycle)
         return judge(module, self.texts, self.anchors, states)
 
     def by_text(self, values: torch.Tensor, where: torch.Tensor) -> list[float]:
@@ -156,4 +154,3 @@ def scores_of(module: MtpModule, normed: torch.Tensor, wanted: torch.Tensor) -> 
         for rows, logits in logits_by_chunk(module.head, normed)
     ]
     return torch.cat(parts) if parts else torch.zeros(0)
-

@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from mtp_export.verify.prompts import Prompt
 from mtp_runtime.acceptance import Draft
 from mtp_runtime.config import EngineConfig, SpeculationConfig
 from mtp_runtime.drafters import DRAFTERS
@@ -14,7 +15,6 @@ from mtp_runtime.engine import Engine
 from mtp_runtime.models.deepseek_v3 import DeepseekV3
 from mtp_runtime.request import Request, TokenEvent
 from mtp_runtime.sampling import SamplingParams
-from mtp_export.verify.prompts import Prompt
 
 Build = Callable[[DrafterParts], Drafter]
 PAGE_SIZE = 16

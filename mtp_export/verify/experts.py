@@ -10,10 +10,10 @@ from itertools import combinations
 import torch
 
 from mtp_export.verify.corpus import Corpus, scores_of
+from mtp_export.verify.variants import dense_linear, dtype_of
 from mtp_runtime.layers.linear import Linear
 from mtp_runtime.layers.moe import Moe
 from mtp_runtime.teacher import draft_states
-from mtp_export.verify.variants import dense_linear, dtype_of
 
 # More pairs than this are too many to try: 256 experts have 32640.
 MOST_PAIRS = 64

@@ -20,7 +20,6 @@ from mtp_runtime.models.deepseek_v3 import DeepseekV3
 from mtp_runtime.request import Request
 from mtp_runtime.sampling import Probabilities, SamplingParams, probabilities_of
 
-
 VOCAB = 3
 PROMPT = (0, 1, 0)
 Law = dict[tuple[int, ...], float]

@@ -178,7 +178,9 @@ def interleaved(attention: Mla) -> Mla:
         return replace(attention, down=dense_linear(down))
     up = attention.query_up.matrix(dtype_of(attention.query_up))
     return replace(
-        attention, down=dense_linear(down), query_up=dense_linear(_each_head(up, heads, nope, order))
+        attention,
+        down=dense_linear(down),
+        query_up=dense_linear(_each_head(up, heads, nope, order)),
     )
 
 
@@ -212,4 +214,3 @@ def dtype_of(linear: Linear) -> torch.dtype:
 
 def _words(side: Hidden) -> str:
     return "before the norm" if side is Hidden.BEFORE_NORM else "after the norm"
-

@@ -3,27 +3,20 @@ tiny vocabulary and by chi-square on the trained fixture."""
 
 from __future__ import annotations
 
-import itertools
-import math
 from collections import Counter
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 import pytest
-import torch
 
 from mtp_export.verify.law import distance, engine_of, exact_law, law_of, tables
 from mtp_export.verify.statistics import critical_chi_square
 from mtp_runtime.acceptance import Draft
-from mtp_runtime.config import EngineConfig, SpeculationConfig
 from mtp_runtime.drafters import DRAFTERS
-from mtp_runtime.drafters.base import Drafter, DrafterParts
-from mtp_runtime.engine import Engine
+from mtp_runtime.drafters.base import Drafter
 from mtp_runtime.models.deepseek_v3 import DeepseekV3
-from mtp_runtime.request import Request
 from mtp_runtime.sampling import SamplingParams, one_hot, probabilities_of
 from runtime.harness import Walk, load, prompts_of, run
 
