@@ -1,5 +1,5 @@
-"""Check 8: negative controls. What must matter to the module, taken away, must lower acceptance; and
-a token that comes later must not move anything before it."""
+"""Check 8: negative controls. What must matter to the module, taken away, must lower acceptance;
+and a token that comes later must not move anything before it."""
 
 from __future__ import annotations
 
@@ -131,10 +131,8 @@ def _causality(corpus: Corpus) -> Iterator[Item]:
         Text((*text.tokens[:-1], (text.tokens[-1] + 1) % vocab), text.prompt_size)
         for text in originals
     ]
-    # Rows of a text, whether its last token is one of them (target) or is fed to one (module).
-    pairs = [(Texts(tuple(originals)), Texts(tuple(changed)))]
-    bound_of = measured_noise(corpus.model, corpus.plain) * 4
-    (one, other) = pairs[0]
+    one, other = Texts(tuple(originals)), Texts(tuple(changed))
+    limit = measured_noise(corpus.model, corpus.plain) * 4
     first, second = (target_states(corpus.model, texts)[1] for texts in (one, other))
     yield _unmoved(
         "target: no row sees a later token",
@@ -142,7 +140,7 @@ def _causality(corpus: Corpus) -> Iterator[Item]:
             (corpus.model.head.logits(a), corpus.model.head.logits(b))
             for a, b in _earlier(one, first, second, 1)
         ],
-        bound_of,
+        limit,
     )
     module = corpus.module
     drafted = [_module_rows(corpus, module, texts, first) for texts in (one, other)]
@@ -152,7 +150,7 @@ def _causality(corpus: Corpus) -> Iterator[Item]:
             (module.head.logits(module.head.normed(a)), module.head.logits(module.head.normed(b)))
             for a, b in _earlier(one, drafted[0], drafted[1], 2)
         ],
-        bound_of,
+        limit,
     )
 
 

@@ -16,8 +16,9 @@ _PAGE_SIZE = 16
 
 
 def measured_noise(model: DeepseekV3, plain: Decoded) -> float:
-    """The largest difference of any logit between one row a step (decoding) and several (verifying),
-    at least the rounding of one logit, on the first tokens of some of a run's outputs, computed alone and together."""
+    """The largest difference of any logit between one row a step (decoding) and several
+    (verifying), on the first tokens of some of a run's outputs, computed alone and together; at
+    least the rounding of one logit."""
     texts = [tuple(request.tokens) for request in plain.requests if request.output][:_TEXTS]
     starts = [len(request.prompt) for request in plain.requests if request.output][:_TEXTS]
     texts = [t[: start + _TOKENS] for t, start in zip(texts, starts, strict=True)]

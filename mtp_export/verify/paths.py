@@ -83,7 +83,7 @@ def run(context: Context) -> Iterator[Item]:
     yield Item(
         "tensor parallel 1 or n",
         Status.NOT_TESTED,
-        cause="the runtime computes on one device; run the engine's own test for tensor parallelism",
+        cause="the runtime computes on one device; test tensor parallelism in the engine",
     )
 
 

@@ -4,8 +4,8 @@ the one measured, by batch and k; where it loses; the k to use."""
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 
 from mtp_export.verify.acceptance import conditional
 from mtp_export.verify.base import Item, Status
@@ -26,25 +26,20 @@ _PROMPT_TOKENS = 32
 
 @dataclass
 class Timed:
-    """A drafter whose own time is added up; where `answers` is False its drafts are thrown away and
-    others, never right, take their place, so that every step verifies a full block."""
+    """A drafter whose own time is added up."""
 
     inner: Drafter
     seconds: float = 0.0
-    calls: int = 0
-    steps: list[int] = field(default_factory=list)
 
-    def observe(self, passes: list[Pass]) -> None:
+    def observe(self, passes: Sequence[Pass]) -> None:
         start = time.perf_counter()
         self.inner.observe(passes)
         self.seconds += time.perf_counter() - start
 
-    def propose(self, requests: list[Request], counts: list[int]) -> list[Draft]:
+    def propose(self, requests: Sequence[Request], counts: Sequence[int]) -> list[Draft]:
         start = time.perf_counter()
         drafts = self.inner.propose(requests, counts)
         self.seconds += time.perf_counter() - start
-        self.calls += 1
-        self.steps.append(max(counts))
         return drafts
 
     def forget(self, request: Request) -> None:
@@ -99,8 +94,8 @@ def measured(corpus: Corpus, prompts: list[Prompt], method: str, k: int) -> Timi
     timed: list[Timed] = []
 
     def build(parts: DrafterParts) -> Drafter:
-        timed.append(Timed(DRAFTERS[method](parts)))  # type: ignore[arg-type]
-        return timed[0]  # type: ignore[return-value]
+        timed.append(Timed(DRAFTERS[method](parts)))
+        return timed[0]
 
     planted: Build | None = None if method == "none" else build
     decoded = decode(corpus.model, prompts, params, method=method, k=k, build=planted)

@@ -50,16 +50,19 @@ class MtpContract:
                 expected=f"an object with {', '.join(names)}",
                 found=recorded,
             )
-        sides = {"target_hidden", "recycled_hidden"}
+        usual = cls()
         try:
-            values = {n: Hidden(v) if n in sides else bool(v) for n, v in recorded.items()}
+            return cls(
+                Hidden(recorded.get("target_hidden", usual.target_hidden)),
+                Hidden(recorded.get("recycled_hidden", usual.recycled_hidden)),
+                bool(recorded.get("zero_first_embedding", usual.zero_first_embedding)),
+            )
         except ValueError as error:
             raise InvalidInputError(
                 "config.json records an mtp_contract that cannot be read",
                 expected=" or ".join(Hidden),
                 found=error,
             ) from None
-        return cls(**values)
 
 
 @dataclass(frozen=True)

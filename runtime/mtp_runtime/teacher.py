@@ -177,7 +177,8 @@ def draft_states(
             back = recycle(x, normed, hidden[anchors.rows])
         out = torch.zeros_like(x)
         room = texts.room(anchors, depth).nonzero()[:, 0]
-        for part in room.split(BRANCH_ROWS):
+        for at in range(0, len(room), BRANCH_ROWS):
+            part = room[at : at + BRANCH_ROWS]
             layout = _branches(texts, anchors, part, depth, cache, hidden.device)
             following = tokens[anchors.rows[part] + depth]
             out[part] = module(following, back[part], cache.layers[0], layout)

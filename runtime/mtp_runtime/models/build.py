@@ -16,7 +16,7 @@ from mtp_runtime.layers.mla import Mla
 from mtp_runtime.layers.moe import Mlp, Moe, Router
 from mtp_runtime.layers.norm import RmsNorm
 from mtp_runtime.layers.rope import Rope, softmax_scale
-from mtp_runtime.loader import MTP_FOLDER, Ledger, WeightSource, open_source
+from mtp_runtime.loader import Ledger, WeightSource, open_source
 from mtp_runtime.models.deepseek_v3 import Arithmetic, DecoderLayer, DeepseekV3, Head, MtpModule
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -77,7 +77,7 @@ def load_model(path: Path, options: LoadOptions) -> Loaded:
 
 def recorded_contract(path: Path, main: Checkpoint) -> MtpContract:
     """What the MTP part's config.json says of how its module is fed, or the main part's alone."""
-    part = path / MTP_FOLDER / CONFIG_NAME
+    part = path / "mtp" / CONFIG_NAME
     return MtpContract.from_config(read_json_object(part) if part.is_file() else main.config)
 
 
