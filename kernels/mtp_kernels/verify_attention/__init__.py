@@ -8,6 +8,7 @@ columns are masked differently per row.
 from __future__ import annotations
 
 from importlib import import_module
+from operator import sub
 from typing import Protocol, cast
 
 import torch
@@ -180,7 +181,8 @@ def sizes_of(
     if workspace is not None and q_latent.device.type != "cpu":
         max_q_len = min(workspace.sizes.max_q_len, queries)
     else:
-        max_q_len = int(cu_q.diff().amax()) if len(cu_q) > 1 else 0
+        starts = cu_q.tolist()
+        max_q_len = max(map(sub, starts[1:], starts), default=0)
     return Sizes(
         batch=len(page_table),
         queries=queries,
@@ -268,17 +270,20 @@ def check_contents(
     cu_q: torch.Tensor,
 ) -> None:
     """Check that cu_q covers the rows in order, and that every used page exists."""
-    if int(cu_q[0]) != 0 or int(cu_q[-1]) != queries or bool((cu_q.diff() < 0).any()):
-        raise ValueError(f"cu_q: expected 0 rising to {queries}, found {cu_q.tolist()}")
-    if not len(kv_lens):
+    starts, lengths = cu_q.tolist(), kv_lens.tolist()
+    if starts[0] != 0 or starts[-1] != queries or starts != sorted(starts):
+        raise ValueError(f"cu_q: expected 0 rising to {queries}, found {starts}")
+    if not lengths:
         return
     pages, page = kv_cache.shape[:2]
     capacity = page_table.shape[1] * page
-    if int(kv_lens.amin()) < 0 or int(kv_lens.amax()) > capacity:
-        raise ValueError(f"kv_lens: expected 0 to {capacity} tokens, found {kv_lens.tolist()}")
-    used = torch.arange(page_table.shape[1]) * page < kv_lens[:, None]
-    outside = used & ((page_table < 0) | (page_table >= pages))
-    if bool(outside.any()):
+    if min(lengths) < 0 or max(lengths) > capacity:
+        raise ValueError(f"kv_lens: expected 0 to {capacity} tokens, found {lengths}")
+    outside = (page_table < 0) | (page_table >= pages)
+    if not outside.any():  # what is unused need not be told apart
+        return
+    outside &= torch.arange(page_table.shape[1]) * page < kv_lens[:, None]
+    if outside.any():
         request, column = outside.nonzero()[0].tolist()
         raise ValueError(
             f"page_table: expected page ids 0 to {pages - 1}, "
