@@ -62,6 +62,48 @@ def test_prefill_chunks_and_several_steps(
     check(case, *attend(case))
 
 
+@pytest.mark.parametrize("q_len", [1, 2, 4, 6, 13])
+@pytest.mark.parametrize("threads", [1, 2, 5])
+def test_flash_parts_and_the_masked_rest(
+    q_len: int, threads: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Parts shared by threads, several steps, rows in blocks and all at once; on every CPU."""
+    monkeypatch.setattr(torch_cpu, "has_bf16_matmul", lambda: True)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
+    monkeypatch.setattr(torch_cpu, "MAX_TOKENS", 1024)
+    monkeypatch.setattr(torch_cpu, "PACKED_TOKENS", 768)
+    lengths = (255 + q_len, 256 + q_len, 1000, 1024, 1024 + q_len // 2, 2304)
+    case = Case((q_len,) * len(lengths), lengths, heads=8, page=64, dtype=torch.bfloat16)
+    check(case, *attend(case))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_pages_in_a_row_are_read_in_place(dtype: torch.dtype) -> None:
+    case = Case((3, 2), (130, 70), page=16, dtype=dtype)
+    arguments = build(case)
+    want = verify_attention(**arguments, backend="torch_cpu")
+    counts = [-(-kv_len // case.page) for kv_len in case.kv_lens]
+    table = arguments["page_table"]
+    pages = torch.cat([row[:count] for row, count in zip(table, counts, strict=True)])
+    arguments["kv_cache"] = arguments["kv_cache"][pages]
+    for row, count, start in zip(table, counts, (0, counts[0]), strict=True):
+        row[:count] = torch.arange(start, start + count)
+    got = verify_attention(**arguments, backend="torch_cpu")
+    assert torch.equal(got[0], want[0]) and torch.equal(got[1], want[1])
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_workspace_serves_every_smaller_call(dtype: torch.dtype) -> None:
+    """Fewer rows take more tokens a step, but never more memory than the workspace was made for."""
+    sizes = {"batch": 4, "queries": 24, "kv_tokens": 8192, "page": 64, "dtype": dtype}
+    for heads in (1, 16, 17, 128):
+        needed = [
+            make_workspace(max_q_len=q_len, heads=heads, **sizes).buffer.numel()
+            for q_len in (1, 2, 3, 5, 6, 24)
+        ]
+        assert needed == sorted(needed)
+
+
 @given(
     requests=st.lists(st.tuples(st.integers(0, 6), st.integers(0, 150)), min_size=1, max_size=6),
     heads=st.integers(1, 20),
