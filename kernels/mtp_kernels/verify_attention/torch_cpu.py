@@ -157,7 +157,7 @@ def merged(partials: list[Partial]) -> Partial:
     counts = [len(partial.lse) for partial in partials]
     out = [
         (partial.out * weight).sum(0, keepdim=True)
-        for partial, weight in zip(partials, weights.split(counts), strict=True)
+        for partial, weight in zip(partials, torch.split_with_sizes(weights, counts), strict=True)
     ]
     return Partial(sum(out[1:], out[0]), lse.logsumexp(0, keepdim=True))
 
@@ -171,7 +171,7 @@ def flash_step(rows: Rows, tokens: torch.Tensor, first: int, inputs: Inputs) -> 
     packed = count >= PACKED_ROWS
     chunk = PACKED_TOKENS if packed else MAX_TOKENS
     most_parts = max(PACKED_PARTS if packed else 1, torch.get_num_threads() * FLASH_ROWS // count)
-    query = rows.query.split(count if packed else FLASH_ROWS)
+    query = blocks(rows.query, count if packed else FLASH_ROWS)
     seen = max(0, min(int(rows.limits[0]) - first, len(tokens)))
     done, partials = 0, []
     while seen - done >= MIN_PART_TOKENS:
@@ -184,6 +184,10 @@ def flash_step(rows: Rows, tokens: torch.Tensor, first: int, inputs: Inputs) -> 
     if done < len(tokens):
         partials.append(flash(query, tokens[None, done:], inputs, rows, first + done))
     return partials
+
+
+def blocks(tensor: torch.Tensor, rows: int) -> tuple[torch.Tensor, ...]:
+    return tuple(tensor[first : first + rows] for first in range(0, len(tensor), rows))
 
 
 def flash(
@@ -202,7 +206,7 @@ def flash(
     masks: tuple[torch.Tensor | None, ...] = (None,) * len(query)
     if unseen is not None:
         mask = torch.zeros(unseen.shape, dtype=keys.dtype).masked_fill_(unseen, -torch.inf)
-        masks = mask.repeat_interleave(inputs.sizes.heads, 0).split(len(query[0]))
+        masks = blocks(mask.repeat_interleave(inputs.sizes.heads, 0), len(query[0]))
     keys = keys[None]
     results = [
         attend(
