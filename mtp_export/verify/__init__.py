@@ -32,6 +32,7 @@ CHECKS: dict[str, Check] = {
     "greedy": Check("Greedy equality", Level.RUN, _module("greedy")),
     "sampling": Check("Sampling", Level.RUN, _module("sampling")),
     "acceptance": Check("Acceptance", Level.RUN, _module("acceptance")),
+    "differential": Check("Differential", Level.RUN, _module("differential")),
     "controls": Check("Negative controls", Level.RUN, _module("controls")),
     "paths": Check("Path equivalence", Level.RUN, _module("paths")),
     "speed": Check("Speed", Level.RUN, _module("speed")),
