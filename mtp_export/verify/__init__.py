@@ -29,6 +29,8 @@ def _module(name: str) -> Callable[[Context], Iterator[Item]]:
 # In the order of a report. A new check is one file and one line here.
 CHECKS: dict[str, Check] = {
     "files": Check("Files", Level.FILES, files.run),
+    "ledger": Check("Load ledger", Level.WEIGHTS, _module("ledger")),
+    "weights": Check("Weights against source", Level.WEIGHTS, _module("weights")),
     "greedy": Check("Greedy equality", Level.RUN, _module("greedy")),
     "sampling": Check("Sampling", Level.RUN, _module("sampling")),
     "acceptance": Check("Acceptance", Level.RUN, _module("acceptance")),

@@ -112,6 +112,11 @@ class Context:
         """A part by name, None where the bundle has no such folder."""
         return next((part for part in self.parts if part.name == name), None)
 
+    def recorded(self, option: str) -> Any:
+        """An option of the export, as the manifest has it; None where it says nothing."""
+        options = (self.manifest or {}).get("options")
+        return options.get(option) if isinstance(options, dict) else None
+
     @property
     def checkpoints(self) -> tuple[Checkpoint, ...]:
         """The parts that could be opened."""

@@ -46,8 +46,7 @@ def layouts(context: Context) -> list[PartLayout]:
 
 def target_of(context: Context) -> Target:
     """The target that the manifest names, else the one whose names most of the draft has."""
-    options = (context.manifest or {}).get("options")
-    name = options.get("target") if isinstance(options, dict) else None
+    name = context.recorded("target")
     if isinstance(name, str) and name in TARGETS:
         return TARGETS[name]
     return max(TARGETS.values(), key=lambda target: _known_names(context, target))

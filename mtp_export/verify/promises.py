@@ -49,7 +49,7 @@ def _advertised(context: Context) -> Item:
     promised = context.main.config.get("num_nextn_predict_layers") or 0
     has_part = context.part(MTP) is not None
     problems = []
-    if promised and not has_part and _option(context, "part") != MAIN:
+    if promised and not has_part and context.recorded("part") != MAIN:
         words = f"main/config.json advertises {promised} MTP layer, and the bundle has no mtp/"
         problems.append(Problem("main/config.json", words))
     if has_part and not promised:
@@ -59,11 +59,6 @@ def _advertised(context: Context) -> Item:
         )
         problems.append(Problem("main/config.json", words))
     return verdict(name, problems, str(promised))
-
-
-def _option(context: Context, key: str) -> Any:
-    options = (context.manifest or {}).get("options")
-    return options.get(key) if isinstance(options, dict) else None
 
 
 def _part_items(layout: PartLayout) -> Iterator[Item]:
@@ -184,9 +179,9 @@ def _draft_items(context: Context, layout: PartLayout) -> Iterator[Item]:
 
 def _readers(context: Context) -> tuple[str, ...]:
     """Engines that a layout in the released names is for."""
-    if _option(context, "reader") == "sglang" or _option(context, "format") == "w4afp8":
+    if context.recorded("reader") == "sglang" or context.recorded("format") == "w4afp8":
         return ("SGLang",)
-    if _option(context, "base_quant") == "a8w8_fp8_wint4":
+    if context.recorded("base_quant") == "a8w8_fp8_wint4":
         return ("vLLM",)
     return ("vLLM", "SGLang")
 

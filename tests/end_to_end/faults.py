@@ -9,5 +9,6 @@ from __future__ import annotations
 
 from end_to_end.fault import Fault
 from end_to_end.file_faults import FILE_FAULTS
+from end_to_end.weight_faults import WEIGHT_FAULTS
 
-FAULTS: tuple[Fault, ...] = (*FILE_FAULTS,)
+FAULTS: tuple[Fault, ...] = (*FILE_FAULTS, *WEIGHT_FAULTS)
