@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from mtp_export.checkpoint.reader import Checkpoint
-from mtp_export.families import family_of
 from mtp_export.families.base import Discrepancy, ModelFamily, Role, compare
+from mtp_export.schemes.stored import Stored, model_family, stored_model
 
 
 @dataclass(frozen=True)
@@ -62,20 +62,20 @@ class Inspection:
 
 
 def inspect(folder: Path) -> Inspection:
-    """Look at a checkpoint, or at one part of a bundle in the released layout.
+    """Look at a checkpoint, or at one part of a bundle in the released layout, in any precision.
 
     Raises InvalidInputError for files that contradict each other, UnsupportedError for another
     model type. Tensors that differ from what config.json promises are listed as problems.
     """
     checkpoint = Checkpoint.open(folder)
-    family = family_of(checkpoint.config)
+    family, stored = model_family(checkpoint.config), stored_model(checkpoint.config)
     in_mtp = {name: family.mtp_layer_of(name) is not None for name in checkpoint.tensors}
     present = tuple(
         part for part, flag in (("main", False), ("mtp", True)) if flag in in_mtp.values()
     )
     expected = [
         spec
-        for spec in family.expected.values()
+        for spec in stored.tensors.values()
         if ("main" if spec.mtp_layer is None else "mtp") in present
     ]
     files = {path.name for path in folder.iterdir()}
@@ -88,7 +88,7 @@ def inspect(folder: Path) -> Inspection:
         mtp_layers=tuple(family.mtp_layers),
         parts=present,
         shards=len(checkpoint.shards),
-        amounts=_amounts(checkpoint, family),
+        amounts=_amounts(checkpoint, family, stored),
         shared_tensors=_shared_tensors(checkpoint, family),
         missing_files=tuple(
             name for name in ("generation_config.json", "tokenizer.json") if name not in files
@@ -105,16 +105,18 @@ def _quantization(config: dict[str, Any]) -> str:
     return " ".join(str(part) for part in parts if part)
 
 
-def _amounts(checkpoint: Checkpoint, family: ModelFamily) -> tuple[Amount, ...]:
+def _amounts(checkpoint: Checkpoint, family: ModelFamily, stored: Stored) -> tuple[Amount, ...]:
     sums: dict[tuple[str, str, str], list[int]] = defaultdict(lambda: [0, 0, 0])
     for name, tensor in checkpoint.tensors.items():
-        spec = family.expected.get(name)
+        spec = stored.tensors.get(name)
         role = "unexpected" if spec is None else str(spec.role)
         part = "main" if family.mtp_layer_of(name) is None else "mtp"
         is_scale = spec is not None and spec.scale_of is not None
-        total = sums[part, role, tensor.dtype + (" scale" if is_scale else "")]
+        beside = " shape" if tensor.dtype == "I64" else " scale"
+        total = sums[part, role, tensor.dtype + (beside if is_scale else "")]
         total[0] += 1
-        total[1] += 0 if is_scale else prod(tensor.shape)
+        if not is_scale:
+            total[1] += prod(tensor.shape if spec is None else stored.weight_of[name].weight.shape)
         total[2] += tensor.size_bytes
     order = [str(role) for role in Role]
     return tuple(
