@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 from mtp_export.errors import InvalidInputError, IoError
 
@@ -12,27 +13,42 @@ Prompt = str | tuple[int, ...]
 
 def read_prompts(path: Path) -> tuple[Prompt, ...]:
     """The prompts of a file, a text or token ids a line (IoError, InvalidInputError)."""
+    return tuple(prompt for prompt, _ in read_texts(path))
+
+
+def read_texts(path: Path) -> tuple[tuple[Prompt, Prompt | None], ...]:
+    """Prompts, each with what a model answered where the line has a completion too."""
     try:
         lines = path.read_text(encoding="utf-8").splitlines()
     except OSError as error:
         raise IoError("The prompts cannot be read", where=path, found=error) from error
-    return tuple(_prompt_of(path, number, line) for number, line in enumerate(lines, 1) if line)
+    return tuple(_text_of(path, number, line) for number, line in enumerate(lines, 1) if line)
 
 
-def _prompt_of(path: Path, number: int, line: str) -> Prompt:
+def _text_of(path: Path, number: int, line: str) -> tuple[Prompt, Prompt | None]:
     try:
         value = json.loads(line)
     except ValueError:
         value = None
     if isinstance(value, dict):
-        text, ids = value.get("prompt"), value.get("prompt_token_ids")
-        if isinstance(text, str):
-            return text
-        if isinstance(ids, list) and all(type(token) is int for token in ids):
-            return tuple(ids)
+        prompt, completion = _part(value, "prompt"), _part(value, "completion")
+        given = {"completion", "completion_token_ids"} & value.keys()
+        if prompt is not None and (completion is not None or not given):
+            return prompt, completion
     raise InvalidInputError(
         f"Line {number} is no prompt",
         where=path,
-        expected='{"prompt": "..."} or {"prompt_token_ids": [...]}',
+        expected='{"prompt": "..."} or {"prompt_token_ids": [...]}, and "completion" or '
+        '"completion_token_ids" where a model has answered',
         found=line[:80],
     )
+
+
+def _part(value: dict[str, Any], name: str) -> Prompt | None:
+    """A text, or token ids."""
+    text, ids = value.get(name), value.get(f"{name}_token_ids")
+    if isinstance(text, str):
+        return text
+    if isinstance(ids, list) and all(type(token) is int for token in ids):
+        return tuple(ids)
+    return None

@@ -16,9 +16,8 @@ from mtp_export.verify.statistics import Estimate, ratio
 from mtp_runtime.models.build import LoadOptions, load_model
 from mtp_runtime.models.deepseek_v3 import DeepseekV3
 from mtp_runtime.teacher import (
-    PAGE_SIZE,
+    Setting,
     Texts,
-    cache_for,
     chunks_of,
     logits_by_chunk,
     target_states,
@@ -192,13 +191,14 @@ def where_it_starts(texts: Texts, wanted: DeepseekV3, found: DeepseekV3) -> str:
             f"config.json has another rope_scaling than the source's ({found.config.rope} instead"
             f" of {wanted.config.rope}): yarn's attention scale was dropped"
         )
-    caches = [cache_for(m, len(tokens) // PAGE_SIZE + 3, PAGE_SIZE) for m in (wanted, found)]
-    chunks = [chunks_of(short, c, m.device) for c, m in zip(caches, (wanted, found), strict=True)]
+    settings = [Setting.of(model) for model in (wanted, found)]
+    caches = [setting.cache_of(short) for setting in settings]
+    chunks = [chunks_of(short, cache, found.device) for cache in caches]
     for index, layers in enumerate(zip(wanted.layers, found.layers, strict=False)):
         xs = [
-            through_layer(m, layer, x, cache, own)
-            for m, layer, x, cache, own in zip(
-                (wanted, found), layers, xs, caches, chunks, strict=True
+            through_layer(setting, layer, x, cache, own)
+            for setting, layer, x, cache, own in zip(
+                settings, layers, xs, caches, chunks, strict=True
             )
         ]
         now = _error(*xs)

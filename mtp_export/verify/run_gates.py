@@ -24,8 +24,8 @@ RUN_GATES: dict[str, Gate] = {
     "bf16": Gate(0.005, 0.97, 1.0),
     "a8w8_fp8": Gate(0.02, 0.95, 1.0),
     "weight_only_int8": Gate(0.005, 0.97, 1.0),
-    "weight_only_int4": Gate(0.30, 0.80, 3.0),
-    "a8w8_fp8_wint4": Gate(0.30, 0.80, 3.0),
+    "weight_only_int4": Gate(0.05, 0.92, 3.0),
+    "a8w8_fp8_wint4": Gate(0.05, 0.92, 3.0),
 }
 
 

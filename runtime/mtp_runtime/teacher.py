@@ -6,7 +6,7 @@ with one layer in memory. Chunks bound what the activations take.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -14,9 +14,18 @@ import torch
 import torch.nn.functional as F
 
 from mtp_runtime.cache import CachedSequence, PagedCache
+from mtp_runtime.config import ModelConfig
 from mtp_runtime.layers.attention import BatchLayout
+from mtp_runtime.layers.rope import Rope
 from mtp_runtime.layout import lay_out
-from mtp_runtime.models.deepseek_v3 import DecoderLayer, DeepseekV3, Head, MtpModule
+from mtp_runtime.models.deepseek_v3 import (
+    Arithmetic,
+    DecoderLayer,
+    DeepseekV3,
+    Head,
+    MtpModule,
+    rotations_of,
+)
 
 CHUNK_TOKENS = 512
 BRANCH_ROWS = 256
@@ -83,6 +92,31 @@ class Anchors:
 
 
 @dataclass(frozen=True)
+class Setting:
+    """What every layer of a model is run with."""
+
+    config: ModelConfig
+    rope: Rope
+    arithmetic: Arithmetic
+    dtype: torch.dtype
+    device: torch.device
+
+    @classmethod
+    def of(cls, model: DeepseekV3) -> Setting:
+        dtype = model.embedding.dtype
+        return cls(model.config, model.rope, model.arithmetic, dtype, model.device)
+
+    def cache(self, pages: int, page_size: int) -> PagedCache:
+        """A cache of one layer."""
+        width = self.config.latent + self.config.rope.size
+        return PagedCache(1, pages, page_size, width, self.dtype, self.device)
+
+    def cache_of(self, texts: Texts) -> PagedCache:
+        """A cache of one layer for all tokens of some texts."""
+        return self.cache(len(texts.tokens) // PAGE_SIZE + len(texts.texts), PAGE_SIZE)
+
+
+@dataclass(frozen=True)
 class Chunk:
     """Some rows, and how attention sees them."""
 
@@ -90,8 +124,14 @@ class Chunk:
     layout: BatchLayout
 
 
-def chunks_of(texts: Texts, cache: PagedCache, device: torch.device, cut: int = 0) -> list[Chunk]:
-    """All rows but the last `cut` of every text, in chunks of at most CHUNK_TOKENS.
+def chunks_of(
+    texts: Texts,
+    cache: PagedCache,
+    device: torch.device,
+    cut: int = 0,
+    size: int = CHUNK_TOKENS,
+) -> list[Chunk]:
+    """All rows but the last `cut` of every text, in chunks of at most `size`.
 
     A text's tokens lie in pages of its own; a text that is cut goes on from what it left there.
     """
@@ -101,27 +141,26 @@ def chunks_of(texts: Texts, cache: PagedCache, device: torch.device, cut: int = 
     chunks: list[Chunk] = []
     for owner, (start, text) in enumerate(zip(texts.starts, texts.texts, strict=True)):
         length = len(text.tokens) - cut
-        for first in range(0, length, CHUNK_TOKENS):
-            end = min(length, first + CHUNK_TOKENS)
+        for first in range(0, length, size):
+            end = min(length, first + size)
             layout = lay_out(cache, [sequences[owner]], [(first, end)], device)
             chunks.append(Chunk(slice(start + first, start + end), layout))
     return chunks
 
 
-def target_states(
-    model: DeepseekV3, texts: Texts, layers: Iterable[DecoderLayer] | None = None
-) -> tuple[torch.Tensor, torch.Tensor]:
+def target_states(model: DeepseekV3, texts: Texts) -> tuple[torch.Tensor, torch.Tensor]:
     """Hidden states [T, d] of every row, before and after the last norm."""
     x = F.embedding(texts.tokens.to(model.device), model.embedding)
-    cache = cache_for(model, -(-len(x) // PAGE_SIZE) + len(texts.texts), PAGE_SIZE)
+    setting = Setting.of(model)
+    cache = setting.cache_of(texts)
     chunks = chunks_of(texts, cache, model.device)
-    for layer in model.layers if layers is None else layers:
-        x = through_layer(model, layer, x, cache, chunks)
+    for layer in model.layers:
+        x = through_layer(setting, layer, x, cache, chunks)
     return x, model.head.normed(x)
 
 
 def through_layer(
-    model: DeepseekV3,
+    setting: Setting,
     layer: DecoderLayer,
     x: torch.Tensor,
     cache: PagedCache,
@@ -132,18 +171,12 @@ def through_layer(
     for chunk in chunks:
         out[chunk.rows] = layer(
             x[chunk.rows],
-            model.rotations(chunk.layout),
+            rotations_of(setting.rope, setting.arithmetic, chunk.layout),
             cache.layers[0],
             chunk.layout,
-            model.arithmetic,
+            setting.arithmetic,
         )
     return out
-
-
-def cache_for(model: DeepseekV3, pages: int, page_size: int) -> PagedCache:
-    """A cache of one layer."""
-    width = model.config.latent + model.config.rope.size
-    return PagedCache(1, pages, page_size, width, model.embedding.dtype, model.device)
 
 
 def draft_states(
@@ -162,7 +195,7 @@ def draft_states(
     recursion adds to the cache is seen by its own branch alone. Rows without room mean nothing.
     """
     count, branches = len(texts.tokens), len(anchors.rows)
-    cache = cache_for(model, count + branches * (depths - 1), 1)
+    cache = Setting.of(model).cache(count + branches * (depths - 1), 1)
     tokens = texts.tokens.to(hidden.device)
     first = torch.zeros_like(hidden)
     for chunk in chunks_of(texts, cache, hidden.device, cut=1):

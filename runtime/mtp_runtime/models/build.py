@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
+import torch.nn.functional as F
 
 from mtp_export.checkpoint.reader import CONFIG_NAME, Checkpoint, read_json_object
 from mtp_export.errors import UnsupportedError
@@ -18,6 +19,7 @@ from mtp_runtime.layers.norm import RmsNorm
 from mtp_runtime.layers.rope import Rope, softmax_scale
 from mtp_runtime.loader import Ledger, WeightSource, open_source
 from mtp_runtime.models.deepseek_v3 import Arithmetic, DecoderLayer, DeepseekV3, Head, MtpModule
+from mtp_runtime.teacher import Setting
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
@@ -75,6 +77,45 @@ def load_model(path: Path, options: LoadOptions) -> Loaded:
     return Loaded(model, source.ledger(), main.folder)
 
 
+@dataclass(frozen=True)
+class StreamedModel:
+    """A model that is read a layer at a time; what is handed out is kept by the caller alone."""
+
+    builder: _Builder
+
+    @property
+    def setting(self) -> Setting:
+        """What every layer is run with."""
+        source, config = self.builder.source, self.builder.config
+        rope = Rope.build(config.rope, source.device)
+        return Setting(config, rope, Arithmetic(False), source.dtype, source.device)
+
+    def embedded(self, tokens: torch.Tensor) -> torch.Tensor:
+        """Embeddings [T, d] of tokens [T]."""
+        table = self.builder.source.raw("model.embed_tokens.weight")
+        return F.embedding(tokens.to(table.device), table).to(self.builder.source.dtype)
+
+    def layer(self, index: int) -> DecoderLayer:
+        return self.builder.main_layer(index)
+
+    def rest(self) -> DeepseekV3:
+        """Everything but the main layers: embedding, head and MTP module."""
+        return self.builder.model(0)
+
+    def close(self) -> Ledger:
+        """The ledger of all that was read (InvalidInputError for an unexplained tensor)."""
+        return self.builder.source.ledger()
+
+
+def open_streamed(path: Path, device: str) -> StreamedModel:
+    """A bundle or checkpoint to be streamed in fp32, weights kept as stored. Raises as load_model
+    does."""
+    options = LoadOptions(device, dequantize_at_load=False)
+    source, main = open_source(path, DTYPES[options.dtype], _device(device), False)
+    options = replace(options, contract=recorded_contract(path, main))
+    return StreamedModel(_Builder(source, ModelConfig.from_config(main.config), options))
+
+
 def recorded_contract(path: Path, main: Checkpoint) -> MtpContract:
     """What the MTP part's config.json says of how its module is fed, or the main part's alone."""
     part = path / "mtp" / CONFIG_NAME
@@ -96,16 +137,14 @@ class _Builder:
     config: ModelConfig
     options: LoadOptions
 
-    def model(self) -> DeepseekV3:
+    def model(self, count: int | None = None) -> DeepseekV3:
+        """The model, or with its first `count` layers alone."""
         source, config = self.source, self.config
         arithmetic = Arithmetic(self.options.deterministic)
         rope = Rope.build(config.rope, source.device)
         embedding = source.tensor("model.embed_tokens.weight")
         head = Head(self._norm("model.norm"), source.linear("lm_head"), arithmetic)
-        layers = tuple(
-            self._layer(index, index >= config.dense_layers and index % config.moe_layer_freq == 0)
-            for index in range(config.layers)
-        )
+        layers = tuple(map(self.main_layer, range(config.layers if count is None else count)))
         mtp = None
         if self.options.with_mtp and source.has_mtp:
             mtp = self._mtp(embedding, head, rope, arithmetic)
@@ -139,6 +178,12 @@ class _Builder:
             rope,
             self.options.contract or MtpContract(),
             arithmetic,
+        )
+
+    def main_layer(self, index: int) -> DecoderLayer:
+        config = self.config
+        return self._layer(
+            index, index >= config.dense_layers and index % config.moe_layer_freq == 0
         )
 
     def _layer(self, index: int, sparse: bool) -> DecoderLayer:

@@ -145,7 +145,7 @@ class MtpModule:
             return (self.projection(torch.cat(both, dim=-1)),)
 
         x = self.arithmetic.by_rows(combine, embedded, hidden)[0]
-        rotations = _rotations(self.rope, self.arithmetic, layout)
+        rotations = rotations_of(self.rope, self.arithmetic, layout)
         return self.layer(x, rotations, kv_cache, layout, self.arithmetic)
 
     def recycled(self, x: torch.Tensor, normed: torch.Tensor) -> torch.Tensor:
@@ -182,14 +182,10 @@ class DeepseekV3:
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Hidden states [T, d] of every row, before and after the last norm; fills the cache."""
         x = F.embedding(tokens, self.embedding)
-        rotations = self.rotations(layout)
+        rotations = rotations_of(self.rope, self.arithmetic, layout)
         for layer, layer_cache in zip(self.layers, kv_cache, strict=False):
             x = layer(x, rotations, layer_cache, layout, self.arithmetic)
         return x, self.head.normed(x)
-
-    def rotations(self, layout: BatchLayout) -> torch.Tensor:
-        """Rotary factors [T, r/2] of every row."""
-        return _rotations(self.rope, self.arithmetic, layout)
 
     def mtp_input(self, before: torch.Tensor, after: torch.Tensor) -> torch.Tensor:
         """The side of the last norm that the MTP module is fed with."""
@@ -198,7 +194,9 @@ class DeepseekV3:
         return before
 
 
-def _rotations(rope: Rope, arithmetic: Arithmetic, layout: BatchLayout) -> torch.Tensor:
+def rotations_of(rope: Rope, arithmetic: Arithmetic, layout: BatchLayout) -> torch.Tensor:
+    """Rotary factors [T, r/2] of every row."""
+
     def turn(positions: torch.Tensor) -> Rows:
         return (rope.rotations(positions),)
 
