@@ -38,6 +38,7 @@ CHECKS: dict[str, Check] = {
     "controls": Check("Negative controls", Level.RUN, _module("controls")),
     "paths": Check("Path equivalence", Level.RUN, _module("paths")),
     "speed": Check("Speed", Level.RUN, _module("speed")),
+    "stream": Check("Streamed pass", Level.RUN, _module("stream"), whole_model=False),
 }
 
 
@@ -55,9 +56,11 @@ def _items(check: Check, context: Context) -> Iterator[Item]:
         asked = context.options.level.name.lower()
         yield _not_tested(f"--level {asked} leaves it out")
         return
-    if check.level is Level.RUN and context.why_not_run is not None:
-        yield _not_tested(context.why_not_run)
-        return
+    if check.level is Level.RUN:
+        reason = context.why_not_run if check.whole_model else context.why_not_opened
+        if reason is not None:
+            yield _not_tested(reason)
+            return
     try:
         yield from check.run(context)
     except UsageError:

@@ -48,11 +48,15 @@ class Item:
 
 @dataclass(frozen=True)
 class Check:
-    """A group of items, run together; `run` yields them as they are known."""
+    """A group of items, run together; `run` yields them as they are known.
+
+    whole_model: it holds the model in memory, which not every machine can.
+    """
 
     title: str
     level: Level
     run: Callable[[Context], Iterator[Item]]
+    whole_model: bool = True
 
 
 @dataclass(frozen=True)

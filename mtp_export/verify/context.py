@@ -132,16 +132,23 @@ class Context:
         part = self.part(MTP)
         return None if part is None else part.checkpoint
 
-    @cached_property
-    def why_not_run(self) -> str | None:
-        """Why the model cannot be run as a whole here, None when it can, as far as headers tell."""
+    @property
+    def why_not_opened(self) -> str | None:
+        """Why no model can be made of the parts, None when it can, as far as headers tell."""
         for name in (MAIN, MTP):
             part = self.part(name)
             if part is None:
                 return f"the bundle has no {name} part"
             if part.error is not None:
                 return f"{name} cannot be opened: see check files"
-        return why_too_large(self.checkpoints)
+        return None
+
+    @cached_property
+    def why_not_run(self) -> str | None:
+        """Why the model is not run as a whole here, None when it is."""
+        if self.options.stream and self.why_not_opened is None:
+            return "--stream never holds the whole model"
+        return self.why_not_opened or why_too_large(self.checkpoints)
 
     @cached_property
     def prompts(self) -> tuple[Prompt, ...]:

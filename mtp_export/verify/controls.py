@@ -36,11 +36,15 @@ class Control:
 
 def run(context: Context) -> Iterator[Item]:
     """Each control against the module as it is, then causality of target and module."""
-    corpus = context.corpus
+    yield from items_of(context.corpus)
+    yield from _causality(context.corpus)
+
+
+def items_of(corpus: Corpus) -> Iterator[Item]:
+    """What each control does to acceptance."""
     own = corpus.drafts(2)
     for control in _controls(corpus):
         yield _lowers(corpus, own, control)
-    yield from _causality(corpus)
 
 
 def _controls(corpus: Corpus) -> Iterator[Control]:

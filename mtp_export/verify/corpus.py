@@ -57,6 +57,7 @@ class Corpus:
     prompts: tuple[Prompt, ...]
     new_tokens: int
     given: Texts | None = None
+    given_states: tuple[torch.Tensor, torch.Tensor] | None = None
     _decoded: dict[int, Decoded] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -91,6 +92,8 @@ class Corpus:
     @cached_property
     def states(self) -> tuple[torch.Tensor, torch.Tensor]:
         """Hidden states [T, d] before and after the last norm."""
+        if self.given_states is not None:
+            return self.given_states
         with torch.inference_mode():
             return target_states(self.model, self.texts)
 
@@ -113,9 +116,21 @@ class Corpus:
     ) -> Drafts:
         """What a module, the corpus's own by default, drafts at every anchor."""
         module = module or self.module
-        hidden = self.hidden if hidden is None else hidden
-        states = draft_states(self.model, module, self.texts, hidden, self.anchors, depths, recycle)
+        states = self.draft_outputs(depths, module, hidden, recycle)
         return judge(module, self.texts, self.anchors, states)
+
+    @torch.inference_mode()
+    def draft_outputs(
+        self,
+        depths: int,
+        module: MtpModule | None = None,
+        hidden: torch.Tensor | None = None,
+        recycle: Recycle | None = None,
+    ) -> list[torch.Tensor]:
+        """MTP output [A, d] before the norm, of each depth."""
+        hidden = self.hidden if hidden is None else hidden
+        module = module or self.module
+        return draft_states(self.model, module, self.texts, hidden, self.anchors, depths, recycle)
 
     def by_text(self, values: torch.Tensor, where: torch.Tensor) -> list[float]:
         """Sums of values [A] over the anchors of each text, where the mask holds."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Iterable
 from pathlib import Path
 
 from mtp_export.checkpoint.reader import Checkpoint
@@ -42,11 +43,20 @@ def choose_prompts(path: Path | None, main: Checkpoint | None) -> tuple[Prompt, 
     from mtp_runtime.tokenizer import Tokenizer
 
     assert main is not None, "checks that run a model are not started without one"
+    if path is None and not Tokenizer.find(main.folder).found:
+        return _random_prompts(main.config.get("vocab_size", 1))
+    return encoded(main, path, BUILT_IN if path is None else read_prompts(path))
+
+
+def encoded(
+    main: Checkpoint, path: Path | None, prompts: Iterable[str | Prompt]
+) -> tuple[Prompt, ...]:
+    """Token ids of texts, ids as they are (InvalidInputError, UsageError as choose_prompts)."""
+    from mtp_runtime.tokenizer import Tokenizer
+
     tokenizer, vocab = Tokenizer.find(main.folder), main.config.get("vocab_size", 1)
-    if path is None and not tokenizer.found:
-        return _random_prompts(vocab)
-    prompts: list[Prompt] = []
-    for prompt in BUILT_IN if path is None else read_prompts(path):
+    found: list[Prompt] = []
+    for prompt in prompts:
         if isinstance(prompt, str):
             tokenizer.require()
             prompt = tokenizer.encode(prompt)
@@ -58,8 +68,8 @@ def choose_prompts(path: Path | None, main: Checkpoint | None) -> tuple[Prompt, 
                 found=max(prompt),
                 todo="Give prompts for this model, and check that the tokenizer is its own",
             )
-        prompts.append(prompt)
-    return tuple(prompts)
+        found.append(prompt)
+    return tuple(found)
 
 
 def _random_prompts(vocab: int) -> tuple[Prompt, ...]:

@@ -9,14 +9,13 @@ import tempfile
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from math import prod
 from pathlib import Path
 
 import torch
 
 from mtp_export.checkpoint.dtypes import tensor_bytes
 from mtp_export.errors import IoError
-from mtp_export.progress import format_bytes
+from mtp_export.progress import ProgressCallback, format_bytes
 from mtp_export.prompts import read_texts
 from mtp_export.verify.acceptance import diagnosed
 from mtp_export.verify.base import Item, Status
@@ -48,11 +47,8 @@ def run(context: Context) -> Iterator[Item]:
         before = states_of(context, streamed, texts, cost, progress)
     with torch.inference_mode():
         corpus = corpus_of(streamed, texts, before)
-        ledger = streamed.close()
-        figure = f"{len(ledger.loaded)} loaded, {len(ledger.tied)} tied"
-        yield Item("every tensor explained", Status.PASS, figure, "none left over")
         yield from _acceptance(corpus, max(context.options.ks), generated)
-    yield from diagnosed(corpus)
+    yield from diagnosed(corpus, generated=generated)
 
 
 @dataclass(frozen=True)
@@ -90,14 +86,12 @@ def texts_of(context: Context) -> tuple[Texts, bool]:
     main, path = context.main, context.options.prompts
     assert main is not None, "a streamed pass is not started without a main part"
     if path is not None:
-        pairs = read_texts(path)
-        if any(completion is not None for _, completion in pairs):
-            parts = [
-                (encoded(main, path, prompt), encoded(main, path, completion))
-                for prompt, completion in pairs
-                if completion is not None
-            ]
-            return Texts(tuple(Text((*p, *c), len(p)) for p, c in parts)), True
+        pairs = [(p, c) for p, c in read_texts(path) if c is not None]
+        if pairs:
+            prompts = encoded(main, path, (prompt for prompt, _ in pairs))
+            answers = encoded(main, path, (answer for _, answer in pairs))
+            both = zip(prompts, answers, strict=True)
+            return Texts(tuple(Text((*p, *a), len(p)) for p, a in both)), True
     return Texts(tuple(Text(tokens, 1) for tokens in context.prompts)), False
 
 
@@ -138,7 +132,7 @@ def _disk_rate(context: Context) -> float:
 
 @torch.inference_mode()
 def states_of(
-    context: Context, streamed: StreamedModel, texts: Texts, cost: Cost, progress: object
+    context: Context, streamed: StreamedModel, texts: Texts, cost: Cost, progress: ProgressCallback
 ) -> torch.Tensor:
     """Hidden states [T, d] after the last layer; starts from the last layer that was finished."""
     setting = streamed.setting
@@ -153,9 +147,7 @@ def states_of(
         if index >= layer:
             x = through_layer(setting, streamed.layer(index), x, cache, chunks)
             _keep(place, index + 1, x)
-        else:
-            streamed.note_layer(index)
-        progress(each)  # type: ignore[operator]
+        progress(each)
     place.unlink(missing_ok=True)
     return x
 
@@ -206,7 +198,7 @@ def _acceptance(corpus: Corpus, depths: int, generated: bool) -> Iterator[Item]:
     if not generated:
         drafts = against_target(corpus, drafts)
     kind = "of generated text" if generated else "the target's own best token, on given text"
-    counts = walked(corpus.texts, corpus, drafts, depths) if generated else None
+    counts = walked(corpus, drafts, depths) if generated else [None] * depths
     for depth in range(1, depths + 1):
         stands = drafts.stands(depth - 1) & drafts.room[depth - 1]
         hits = drafts.hit[depth - 1].double()
@@ -217,8 +209,8 @@ def _acceptance(corpus: Corpus, depths: int, generated: bool) -> Iterator[Item]:
             continue
         data = {"depth": depth, "conditional": every.as_json(), "against": kind}
         figure = f"{every.shown()} of {every.count}"
-        if counts is not None and counts[depth - 1] is not None:
-            block: Estimate = counts[depth - 1]
+        block = counts[depth - 1]
+        if block is not None:
             figure += f"; in blocks of k={depths} {block.shown()}"
             data["in_blocks"] = block.as_json()
         yield Item(name, Status.PASS, figure, "reported", data=data)
@@ -255,11 +247,10 @@ def _overlap(corpus: Corpus, depths: int, depth: int) -> Estimate:
     return found
 
 
-def walked(
-    texts: Texts, corpus: Corpus, drafts: Drafts, k: int
-) -> list[Estimate | None]:
+def walked(corpus: Corpus, drafts: Drafts, k: int) -> list[Estimate | None]:
     """Conditional acceptance in the blocks that an engine with k drafts would have verified on its
     way through the generated part of each text."""
+    texts = corpus.texts
     at = {int(row): index for index, row in enumerate(corpus.anchors.rows)}
     reached = [[0] * len(texts.texts) for _ in range(k)]
     accepted = [[0] * len(texts.texts) for _ in range(k)]
@@ -275,7 +266,3 @@ def walked(
                 stands += 1
             last += stands + 1
     return [ratio(top, bottom) for top, bottom in zip(accepted, reached, strict=True)]
-
-
-def total_elements(shape: tuple[int, ...]) -> int:
-    return prod(shape)

@@ -102,10 +102,6 @@ class StreamedModel:
         """Everything but the main layers: embedding, head and MTP module."""
         return self.builder.model(0)
 
-    def close(self) -> Ledger:
-        """The ledger of all that was read (InvalidInputError for an unexplained tensor)."""
-        return self.builder.source.ledger()
-
 
 def open_streamed(path: Path, device: str) -> StreamedModel:
     """A bundle or checkpoint to be streamed in fp32, weights kept as stored. Raises as load_model

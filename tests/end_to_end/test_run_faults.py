@@ -1,0 +1,94 @@
+"""Faults that only running shows are caught without a source, and named. The main model is whole in
+all of them, so its texts and hidden states are computed once."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import torch
+
+from cases import export
+from end_to_end.fault import Fault
+from end_to_end.run_faults import DRAFTER_FAULTS, RUN_FAULTS, DrafterFault, KeepsOneProbability
+from mtp_export.verify import sampling
+from mtp_export.verify.acceptance import diagnosed, drafter_item
+from mtp_export.verify.base import Item, Status
+from mtp_export.verify.corpus import Corpus
+from mtp_runtime.drafters import DRAFTERS
+from mtp_runtime.models.build import LoadOptions, load_model, open_streamed
+from mtp_runtime.tokenizer import Tokenizer
+
+ROOT = Path(__file__).resolve().parents[2]
+FIXTURE = ROOT / "fixtures/deepseek-v3-tiny"
+TOKENS, K = 20, 2
+
+
+def held_out(count: int) -> list[tuple[int, ...]]:
+    """Held-out prompts, cut short."""
+    tokenizer = Tokenizer.find(FIXTURE)
+    lines = (ROOT / "fixtures/prompts.jsonl").read_text().splitlines()
+    texts = [json.loads(line)["prompt"] for line in lines[:: len(lines) // count]]
+    return [tokenizer.encode(text)[:24] for text in texts[:count]]
+
+
+@dataclass(frozen=True)
+class Good:
+    """A good bundle of the fixture, and its corpus."""
+
+    bundle: Path
+    corpus: Corpus
+
+
+@pytest.fixture(scope="module")
+def good(tmp_path_factory: pytest.TempPathFactory) -> Good:
+    bundle = tmp_path_factory.mktemp("trained") / "bundle"
+    assert export(FIXTURE, bundle, "--link", "copy", "--quiet").code == 0
+    model = load_model(bundle, LoadOptions()).model
+    corpus = Corpus(model, tuple(held_out(10)), TOKENS)
+    _ = corpus.states
+    return Good(bundle, corpus)
+
+
+def diagnosis(good: Good, bundle: Path) -> list[Item]:
+    """What is found of a bundle whose main part is the good one's."""
+    with torch.inference_mode():
+        model = open_streamed(bundle, "cpu").rest()
+    corpus = Corpus(model, good.corpus.prompts, TOKENS, good.corpus.texts, good.corpus.states)
+    return list(diagnosed(corpus))
+
+
+def causes(items: list[Item]) -> str:
+    return " | ".join(f"{i.name}: {i.cause}" for i in items if i.status is Status.FAIL)
+
+
+def test_no_false_alarm(good: Good) -> None:
+    assert causes(diagnosis(good, good.bundle)) == ""
+    assert causes([drafter_item(good.corpus, K)]) == ""
+
+
+@pytest.mark.parametrize("fault", RUN_FAULTS, ids=lambda fault: fault.name)
+def test_fault_is_named(fault: Fault, good: Good, tmp_path: Path) -> None:
+    bundle = Path(shutil.copytree(good.bundle, tmp_path / "bundle"))
+    fault.plant(bundle)
+    assert fault.cause in causes(diagnosis(good, bundle))
+
+
+@pytest.mark.parametrize("fault", DRAFTER_FAULTS, ids=lambda fault: fault.name)
+def test_drafter_fault_is_named(
+    fault: DrafterFault, good: Good, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The module is right, the drafter is not: the texts stay the same, the drafts do not."""
+    monkeypatch.setitem(DRAFTERS, "mtp", fault.build)
+    corpus = Corpus(good.corpus.model, good.corpus.prompts, TOKENS, good.corpus.texts,
+                    good.corpus.states)  # fmt: skip
+    assert fault.cause in causes([drafter_item(corpus, K)])
+
+
+def test_wrong_proposal_law_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(DRAFTERS, "mtp", KeepsOneProbability)
+    item = sampling._exact("mtp")
+    assert item.status is Status.FAIL and "kept the drawn token's probability alone" in item.cause

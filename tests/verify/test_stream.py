@@ -1,0 +1,124 @@
+"""The streamed pass against the engine: the same acceptance on the same text, one layer in memory,
+and a run that was cut off goes on where it was."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from cases import export
+from mtp_export.progress import ProgressCallback, silent
+from mtp_export.verify import stream
+from mtp_export.verify.acceptance import conditional
+from mtp_export.verify.base import Item, Level, Status
+from mtp_export.verify.context import Context, VerifyOptions
+from mtp_export.verify.decode import decode
+from mtp_runtime.models.build import LoadOptions, StreamedModel, load_model
+from mtp_runtime.models.deepseek_v3 import DecoderLayer
+from mtp_runtime.sampling import SamplingParams
+
+FIXTURE = Path(__file__).resolve().parents[2] / "fixtures/deepseek-v3-tiny"
+PROMPTS = [(17, 250, 31, 77, 5, 90), (400, 12, 13, 14), (55, 56, 57, 58, 59, 60, 61), (900, 3, 8)]
+K = 2
+
+
+@contextlib.contextmanager
+def no_progress(title: str, total_bytes: int) -> Iterator[ProgressCallback]:
+    yield silent
+
+
+@pytest.fixture(scope="module")
+def bundle(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    output = tmp_path_factory.mktemp("stream") / "bundle"
+    assert export(FIXTURE, output, "--link", "copy", "--quiet").code == 0
+    return output
+
+
+@pytest.fixture(scope="module")
+def engine(bundle: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[float]]:
+    """Text that the engine generated, as a prompts file, and its acceptance by position."""
+    model = load_model(bundle, LoadOptions()).model
+    params = SamplingParams(max_tokens=16, ignore_eos=True)
+    decoded = decode(model, PROMPTS, params, method="mtp", k=K)
+    lines = [
+        json.dumps({"prompt_token_ids": prompt, "completion_token_ids": list(output)})
+        for prompt, output in zip(PROMPTS, decoded.outputs, strict=True)
+    ]
+    path = tmp_path_factory.mktemp("texts") / "texts.jsonl"
+    path.write_text("\n".join(lines))
+    found = [conditional(decoded, position) for position in range(K)]
+    return path, [estimate.value for estimate in found if estimate is not None]
+
+
+def context_of(bundle: Path, prompts: Path, workdir: Path) -> Context:
+    options = VerifyOptions(bundle, None, Level.RUN, prompts, ks=(K,), stream=True, workdir=workdir)
+    return Context.open(options, no_progress)
+
+
+def in_blocks(items: list[Item]) -> list[float]:
+    return [item.data["in_blocks"]["value"] for item in items if "in_blocks" in item.data]
+
+
+def test_acceptance_equals_the_engines(
+    bundle: Path, engine: tuple[Path, list[float]], tmp_path: Path
+) -> None:
+    """Tolerance 0: a near-tie between prefill and decoding would have to lie on these tokens."""
+    prompts, wanted = engine
+    items = list(stream.run(context_of(bundle, prompts, tmp_path)))
+    assert [item.name for item in items if item.status is Status.FAIL] == []
+    assert in_blocks(items) == wanted
+    assert list(tmp_path.iterdir()) == [], "a finished pass leaves its state behind"
+
+
+def test_one_layer_is_held_at_a_time_and_a_cut_off_run_resumes(
+    bundle: Path,
+    engine: tuple[Path, list[float]],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Weights alive when a layer is read are those of that layer alone; it dies at layer 40."""
+    read: list[int] = []
+    real = StreamedModel.layer
+    alive: list[torch.Tensor] = []
+
+    def layer(self: StreamedModel, index: int) -> DecoderLayer:
+        if index == 40 and 40 not in read:
+            read.append(index)
+            raise KeyboardInterrupt
+        held = tensors_of_layers()
+        alive.append(torch.tensor(held))
+        read.append(index)
+        return real(self, index)
+
+    monkeypatch.setattr(StreamedModel, "layer", layer)
+    prompts, wanted = engine
+    with pytest.raises(KeyboardInterrupt):
+        list(stream.run(context_of(bundle, prompts, tmp_path)))
+    assert read == [*range(40), 40] and len(list(tmp_path.iterdir())) == 1
+    read[:] = [40]
+    items = list(stream.run(context_of(bundle, prompts, tmp_path)))
+    assert read == [40, *range(40, 61)], "layers that were done are not read again"
+    assert in_blocks(items) == wanted
+    assert max(int(count) for count in alive) == 0, "a layer outlives its turn"
+
+
+def tensors_of_layers() -> int:
+    """Decoder layers alive."""
+    import gc
+
+    return sum(isinstance(found, DecoderLayer) for found in gc.get_objects())
+
+
+def test_other_texts_do_not_resume(bundle: Path, tmp_path: Path) -> None:
+    one = context_of(bundle, tmp_path / "a", tmp_path)
+    texts = stream.Texts((stream.Text((1, 2, 3), 1),))
+    other = stream.Texts((stream.Text((1, 2, 4), 1),))
+    assert stream.checkpoint_path(one, texts) != stream.checkpoint_path(one, other)
+    elsewhere = replace(one, options=replace(one.options, workdir=tmp_path / "b"))
+    assert stream.checkpoint_path(elsewhere, texts).parent == tmp_path / "b"
