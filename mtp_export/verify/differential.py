@@ -4,15 +4,16 @@ acceptance by position. This is the release gate."""
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 import torch
 
 from mtp_export.verify.base import Item, Status
 from mtp_export.verify.context import Context
 from mtp_export.verify.corpus import Corpus
-from mtp_export.verify.run_gates import Gate, gate_of
+from mtp_export.verify.gates import Gate, gate_of
 from mtp_export.verify.statistics import Estimate, ratio
+from mtp_runtime.layers.rope import softmax_scale
 from mtp_runtime.models.build import LoadOptions, load_model
 from mtp_runtime.models.deepseek_v3 import DeepseekV3
 from mtp_runtime.teacher import (
@@ -58,12 +59,31 @@ def run(context: Context) -> Iterator[Item]:
         cause = "the source has another vocabulary: it is another model"
         yield Item("one vocabulary", Status.FAIL, cause=cause)
         return
+    yield _configs(source, corpus.model)
     recorded = context.manifest.get("options", {}) if context.manifest else {}
     scheme, gate = gate_of(recorded)
     with torch.inference_mode():
         wanted, found = (Side.of(model, corpus.texts) for model in (source, corpus.model))
         yield from _target(corpus, wanted, found, scheme, gate)
         yield from _module(corpus, wanted, found, scheme, gate)
+
+
+def _configs(source: DeepseekV3, export: DeepseekV3) -> Item:
+    """Both configs ask for the same arithmetic."""
+    name = "config asks for the same arithmetic"
+    pairs = [
+        (field.name, getattr(source.config, field.name), getattr(export.config, field.name))
+        for field in fields(source.config)
+    ]
+    differing = [(name, a, b) for name, a, b in pairs if a != b]
+    figure = f"{len(pairs) - len(differing)} of {len(pairs)} fields equal"
+    if not differing:
+        return Item(name, Status.PASS, figure, "all")
+    causes = [f"{field} is {b!r}, the source's {a!r}" for field, a, b in differing]
+    one, other = source.config.rope, export.config.rope
+    if softmax_scale(one, 1) != softmax_scale(other, 1):
+        causes.insert(0, "yarn's attention scale was dropped or changed")
+    return Item(name, Status.FAIL, figure, "all", cause="; ".join(causes))
 
 
 def _target(corpus: Corpus, wanted: Side, found: Side, scheme: str, gate: Gate) -> Iterator[Item]:
@@ -186,11 +206,8 @@ def where_it_starts(texts: Texts, wanted: DeepseekV3, found: DeepseekV3) -> str:
     error = _error(*xs)
     if error > 0.1:
         return "the embedding is of another checkpoint"
-    if wanted.config.rope != found.config.rope:
-        return (
-            f"config.json has another rope_scaling than the source's ({found.config.rope} instead"
-            f" of {wanted.config.rope}): yarn's attention scale was dropped"
-        )
+    if wanted.config != found.config:
+        return "config.json asks for other arithmetic than the source's: see above"
     settings = [Setting.of(model) for model in (wanted, found)]
     caches = [setting.cache_of(short) for setting in settings]
     chunks = [chunks_of(short, cache, found.device) for cache in caches]
