@@ -48,7 +48,10 @@ _Source = Annotated[
 ]
 _Level = Annotated[LevelName, typer.Option("--level", help="How deep; each includes the last.")]
 _Prompts = Annotated[
-    Path | None, typer.Option(help='JSON lines: {"prompt": TEXT} or {"prompt_token_ids": [...]}.')
+    Path | None,
+    typer.Option(
+        help='JSON lines: {"prompt": TEXT} or {"prompt_token_ids": [...]}; completion likewise.'
+    ),
 ]
 _NewTokens = Annotated[int, typer.Option(min=2, help="The most tokens put out a prompt.")]
 _Ks = Annotated[str, typer.Option("--k", metavar="K,K,...", help="Drafts a step, 1 to 5.")]
