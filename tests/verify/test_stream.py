@@ -5,12 +5,12 @@ from __future__ import annotations
 
 import contextlib
 import json
+import weakref
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
-import torch
 
 from cases import export
 from mtp_export.progress import ProgressCallback, silent
@@ -85,16 +85,18 @@ def test_one_layer_is_held_at_a_time_and_a_cut_off_run_resumes(
     """Weights alive when a layer is read are those of that layer alone; it dies at layer 40."""
     read: list[int] = []
     real = StreamedModel.layer
-    alive: list[torch.Tensor] = []
+    handed_out: list[weakref.ref[DecoderLayer]] = []
+    alive: list[int] = []
 
     def layer(self: StreamedModel, index: int) -> DecoderLayer:
         if index == 40 and 40 not in read:
             read.append(index)
             raise KeyboardInterrupt
-        held = tensors_of_layers()
-        alive.append(torch.tensor(held))
+        alive.append(sum(layer() is not None for layer in handed_out))
         read.append(index)
-        return real(self, index)
+        found = real(self, index)
+        handed_out.append(weakref.ref(found))
+        return found
 
     monkeypatch.setattr(StreamedModel, "layer", layer)
     prompts, wanted = engine
@@ -105,14 +107,7 @@ def test_one_layer_is_held_at_a_time_and_a_cut_off_run_resumes(
     items = list(stream.run(context_of(bundle, prompts, tmp_path)))
     assert read == [40, *range(40, 61)], "layers that were done are not read again"
     assert in_blocks(items) == wanted
-    assert max(int(count) for count in alive) == 0, "a layer outlives its turn"
-
-
-def tensors_of_layers() -> int:
-    """Decoder layers alive."""
-    import gc
-
-    return sum(isinstance(found, DecoderLayer) for found in gc.get_objects())
+    assert max(alive) == 0, "a layer outlives its turn"
 
 
 def test_other_texts_do_not_resume(bundle: Path, tmp_path: Path) -> None:
