@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from mtp_export import options as common
+from mtp_export.checkpoint.files import write_bytes
 from mtp_export.commands.output import check_place, say, stderr
 from mtp_export.errors import UsageError
 from mtp_export.progress import shown
@@ -90,6 +91,8 @@ def verify(
     """Prove that a bundle is what it says: files, weights, and how it decodes."""
     from mtp_export.verify.base import Level
     from mtp_export.verify.context import VerifyOptions
+    from mtp_export.verify.html import html_page
+    from mtp_export.verify.junit import junit_xml
     from mtp_export.verify.table import report_table
 
     chosen = VerifyOptions(
@@ -109,6 +112,9 @@ def verify(
     for option, path in (("--report", report), ("--junit", junit), ("--html", html)):
         check_place(option, path, *folders)
     finished = _run(chosen, quiet)
+    for path, render in ((junit, junit_xml), (html, html_page)):
+        if path is not None:
+            write_bytes(path, render(finished).encode())
     say(finished.as_json(), report_table(finished), report, as_json, quiet)
     finished.raise_if_failed()
 

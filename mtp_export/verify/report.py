@@ -90,8 +90,28 @@ class Report:
 
 def report_of(context: Context, results: tuple[CheckResult, ...], seconds: float) -> Report:
     """The report of checks that ran over a context."""
-    options = (context.manifest or {}).get("options", {})
-    return Report(context.options, {"options": options}, results, seconds)
+    manifest = context.manifest or {}
+    shards = (manifest.get("source") or {}).get("shards") or {}
+    facts = {
+        "options": manifest.get("options") or {},
+        "source_bytes": sum(shard.get("size_bytes", 0) for shard in shards.values()),
+        "parts_bytes": {
+            part.name: sum(path.stat().st_size for path in part.folder.glob("*.safetensors"))
+            for part in context.parts
+        },
+    }
+    return Report(context.options, facts, results, seconds)
+
+
+def verdict_words(report: Report) -> str:
+    """The verdict in one line."""
+    counts = ", ".join(f"{report.count(status)} {status}" for status in Status)
+    verdict = {
+        Status.PASS: "Verified",
+        Status.FAIL: "NOT verified",
+        Status.NOT_TESTED: "Nothing was tested",
+    }[report.status]
+    return f"{verdict}: {counts}, in {report.seconds:.1f} s."
 
 
 def _failure(item: Item) -> str:

@@ -8,7 +8,7 @@ from rich.table import Table
 from rich.text import Text
 
 from mtp_export.verify.base import Item, Status
-from mtp_export.verify.report import Report
+from mtp_export.verify.report import Report, verdict_words
 
 _MOST_COLUMNS = 100
 _STYLES = {Status.PASS: "green", Status.FAIL: "bold red", Status.NOT_TESTED: "yellow"}
@@ -34,7 +34,11 @@ def report_table(report: Report) -> RenderableType:
                 Text(item.bound),
             )
         table.add_section()
-    return Group(Constrain(table, _MOST_COLUMNS), *_remarks(report), _verdict(report))
+    return Group(
+        Constrain(table, _MOST_COLUMNS),
+        *_remarks(report),
+        Text(verdict_words(report), _STYLES[report.status]),
+    )
 
 
 def _remarks(report: Report) -> list[Text]:
@@ -51,14 +55,3 @@ def _remarks(report: Report) -> list[Text]:
 
 def _subject(item: Item) -> str:
     return f"{item.subject}:" if item.subject and item.subject not in item.cause else ""
-
-
-def _verdict(report: Report) -> Text:
-    counts = ", ".join(f"{report.count(status)} {status}" for status in Status)
-    verdict = {
-        Status.PASS: "Verified",
-        Status.FAIL: "NOT verified",
-        Status.NOT_TESTED: "Nothing was tested",
-    }[report.status]
-    text = f"{verdict}: {counts}, in {report.seconds:.1f} s."
-    return Text(text, _STYLES[report.status])

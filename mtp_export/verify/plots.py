@@ -1,0 +1,144 @@
+"""Small charts as inline SVG, drawn for a phone's width and scaled up: no script, no network.
+
+Colours are CSS classes, so that light and dark pages share them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from html import escape
+
+_WIDTH, _LEFT, _RIGHT = 360, 34, 8
+_ROW, _TOP, _BOTTOM = 26, 8, 24
+_HEIGHT = 210
+
+
+@dataclass(frozen=True)
+class Interval:
+    """A share between 0 and 1 with its confidence interval, where there is one."""
+
+    label: str
+    value: float
+    low: float | None
+    high: float | None
+    series: int = 0
+
+
+@dataclass(frozen=True)
+class Bar:
+    """A value with the text to show beside it."""
+
+    label: str
+    value: float
+    text: str
+    series: int = 0
+
+
+@dataclass(frozen=True)
+class Line:
+    """A series of points, by x."""
+
+    label: str
+    points: Sequence[tuple[float, float]]
+
+
+def intervals(rows: Sequence[Interval]) -> str:
+    """One row each: a dot at the value, a bar over the interval, on an axis from 0 to 100 %."""
+    left, height = 112, _TOP + _ROW * len(rows) + _BOTTOM
+    span = _WIDTH - left - 44
+
+    def x(share: float) -> float:
+        return left + span * min(1.0, max(0.0, share))
+
+    parts = [_grid(x(tick / 4), _TOP, height - _BOTTOM, f"{tick * 25}%") for tick in range(5)]
+    for number, row in enumerate(rows):
+        y = _TOP + _ROW * (number + 0.5)
+        parts.append(_text(left - 8, y + 4, row.label, "end"))
+        if row.low is not None and row.high is not None:
+            parts.append(
+                f'<line class="s{row.series} ci" x1="{x(row.low):.1f}" x2="{x(row.high):.1f}"'
+                f' y1="{y}" y2="{y}"/>'
+            )
+        parts.append(f'<circle class="s{row.series}" cx="{x(row.value):.1f}" cy="{y}" r="4.5"/>')
+        parts.append(_text(_WIDTH - _RIGHT, y + 4, f"{row.value:.1%}", "end", "strong"))
+    return _svg(height, parts)
+
+
+def bars(rows: Sequence[Bar]) -> str:
+    """One horizontal bar each, from zero."""
+    left, height = 112, 2 * _TOP + _ROW * len(rows)
+    most = max((row.value for row in rows), default=0.0) or 1.0
+    span = _WIDTH - left - 72
+    parts = []
+    for number, row in enumerate(rows):
+        y = _TOP + _ROW * number
+        width = max(1.0, span * row.value / most)
+        parts.append(_text(left - 8, y + 17, row.label, "end"))
+        parts.append(
+            f'<rect class="s{row.series}" x="{left}" y="{y + 5}" width="{width:.1f}" height="16"'
+            ' rx="2"/>'
+        )
+        parts.append(_text(left + width + 6, y + 17, row.text, "start", "strong"))
+    return _svg(height, parts)
+
+
+def lines(series: Sequence[Line], unit: str) -> str:
+    """Lines over a whole-numbered x (a layer); the y axis starts where the data does."""
+    points = [point for line in series for point in line.points]
+    low_x, high_x = min(x for x, _ in points), max(x for x, _ in points)
+    low, high = _rounded_range([y for _, y in points])
+    bottom = _HEIGHT - _BOTTOM
+
+    def place(point: tuple[float, float]) -> tuple[float, float]:
+        across = (point[0] - low_x) / max(1.0, high_x - low_x)
+        up = (point[1] - low) / (high - low)
+        return _LEFT + across * (_WIDTH - _LEFT - _RIGHT), bottom - up * (bottom - _TOP)
+
+    parts = []
+    for step in range(5):
+        value = low + (high - low) * step / 4
+        y = place((low_x, value))[1]
+        parts.append(f'<line class="grid" x1="{_LEFT}" x2="{_WIDTH - _RIGHT}" y1="{y}" y2="{y}"/>')
+        parts.append(_text(_LEFT - 5, y + 4, f"{value:.0f}", "end"))
+    for value in sorted({low_x, (low_x + high_x) // 2, high_x}):
+        parts.append(_text(place((value, low))[0], _HEIGHT - 7, f"{value:.0f}", "middle"))
+    for number, line in enumerate(series):
+        path = " ".join("{:.1f},{:.1f}".format(*place(point)) for point in line.points)
+        if len(line.points) > 1:
+            parts.append(f'<polyline class="s{number} line" points="{path}"/>')
+        else:
+            x, y = place(line.points[0])
+            parts.append(f'<circle class="s{number}" cx="{x:.1f}" cy="{y:.1f}" r="4"/>')
+    return _svg(_HEIGHT, parts, f"{unit}, by layer")
+
+
+def legend(labels: Sequence[str]) -> str:
+    """The names of series, each beside its colour."""
+    entries = "".join(
+        f'<span><i class="b{number}"></i>{escape(label)}</span>'
+        for number, label in enumerate(labels)
+    )
+    return f'<p class="legend">{entries}</p>'
+
+
+def _rounded_range(values: Sequence[float]) -> tuple[float, float]:
+    """Whole multiples of 4 around the values."""
+    low, high = min(values), max(values)
+    low = 4 * (low // 4)
+    return low, max(low + 4, 4 * -(-high // 4))
+
+
+def _grid(x: float, top: float, bottom: float, label: str) -> str:
+    line = f'<line class="grid" x1="{x:.1f}" x2="{x:.1f}" y1="{top}" y2="{bottom}"/>'
+    return line + _text(x, bottom + 16, label, "middle")
+
+
+def _text(x: float, y: float, text: str, anchor: str, style: str = "") -> str:
+    place = f'x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}"'
+    return f'<text class="{style}" {place}>{escape(text)}</text>'
+
+
+def _svg(height: float, parts: Sequence[str], title: str = "") -> str:
+    named = f"<title>{escape(title)}</title>" if title else ""
+    return f'<svg viewBox="0 0 {_WIDTH} {height}" role="img">{named}{"".join(parts)}</svg>'
