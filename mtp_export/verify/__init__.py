@@ -12,7 +12,7 @@ from importlib import import_module
 
 from mtp_export.errors import MtpExportError, ResourceError, UnsupportedError, UsageError
 from mtp_export.verify import files
-from mtp_export.verify.base import Check, CheckResult, Item, Level, Status
+from mtp_export.verify.base import WHOLE_CHECK, Check, CheckResult, Item, Level, Status
 from mtp_export.verify.context import Context
 
 
@@ -72,4 +72,4 @@ def _items(check: Check, context: Context) -> Iterator[Item]:
 
 
 def _not_tested(reason: str) -> Item:
-    return Item("all of it", Status.NOT_TESTED, cause=reason)
+    return Item(WHOLE_CHECK, Status.NOT_TESTED, cause=reason)

@@ -19,6 +19,9 @@ class Status(StrEnum):
     NOT_TESTED = "not tested"
 
 
+WHOLE_CHECK = "all of it"  # the item of a check that was not run at all
+
+
 class Level(IntEnum):
     """How deep to verify; a level includes those before it."""
 

@@ -87,7 +87,9 @@ def _shards(part: BundlePart, entry: Mapping[str, Any]) -> Item:
         if path.name not in known and path.suffix in _READ_BY_ENGINES:
             words = "is not in the manifest: a stale or foreign file that engines load"
             problems.append(Problem(str(path), f"{path.name} {words}"))
-    return verdict(f"{part.name}: shards", problems, f"{len(shards)} shards")
+    return verdict(
+        f"{part.name}: shards", problems, f"{len(shards)} shard{'s' * (len(shards) != 1)}"
+    )
 
 
 def _shard_problems(

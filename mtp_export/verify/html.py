@@ -25,7 +25,7 @@ font:15px/1.5 system-ui,-apple-system,"Segoe UI",Roboto,sans-serif}
 h1{font-size:1.35rem;margin:0 0 4px;overflow-wrap:anywhere}
 h2{font-size:1.05rem;margin:28px 0 8px}
 h3{font-size:.95rem;margin:0 0 6px}
-p{margin:4px 0}
+p{margin:4px 0;overflow-wrap:anywhere}
 .soft{color:var(--soft)}
 .verdict{font-weight:650;font-size:1.1rem}
 .pass{color:var(--pass)}.fail{color:var(--fail)}.not-tested{color:var(--none)}
@@ -147,7 +147,7 @@ def _sqnr(report: Report) -> Iterator[tuple[str, str]]:
     series = [Line(label, sorted(own)) for label, own in points.items() if own][:_MOST_SERIES]
     if series:
         chart = lines(series, "SQNR in dB") + legend([line.label for line in series])
-        yield "Signal to quantization noise against the source, least of each layer (dB)", chart
+        yield "Signal to quantization noise against the source (dB): the least of each layer", chart
 
 
 def _sizes(report: Report) -> Iterator[tuple[str, str]]:

@@ -102,7 +102,9 @@ def lines(series: Sequence[Line], unit: str) -> str:
         parts.append(f'<line class="grid" x1="{_LEFT}" x2="{_WIDTH - _RIGHT}" y1="{y}" y2="{y}"/>')
         parts.append(_text(_LEFT - 5, y + 4, f"{value:.0f}", "end"))
     for value in sorted({low_x, (low_x + high_x) // 2, high_x}):
-        parts.append(_text(place((value, low))[0], _HEIGHT - 7, f"{value:.0f}", "middle"))
+        name = f"layer {value:.0f}" if value == low_x else f"{value:.0f}"
+        anchor = "start" if value == low_x else "end" if value == high_x else "middle"
+        parts.append(_text(place((value, low))[0], _HEIGHT - 7, name, anchor))
     for number, line in enumerate(series):
         path = " ".join("{:.1f},{:.1f}".format(*place(point)) for point in line.points)
         if len(line.points) > 1:
@@ -123,10 +125,13 @@ def legend(labels: Sequence[str]) -> str:
 
 
 def _rounded_range(values: Sequence[float]) -> tuple[float, float]:
-    """Whole multiples of 4 around the values."""
+    """Four round steps around the values."""
     low, high = min(values), max(values)
-    low = 4 * (low // 4)
-    return low, max(low + 4, 4 * -(-high // 4))
+    for step in (1, 2, 5, 10, 20, 50, 100):
+        start = step * (low // step)
+        if start + 4 * step >= high:
+            return start, start + 4 * step
+    return low, high
 
 
 def _grid(x: float, top: float, bottom: float, label: str) -> str:

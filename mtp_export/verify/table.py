@@ -7,7 +7,7 @@ from rich.constrain import Constrain
 from rich.table import Table
 from rich.text import Text
 
-from mtp_export.verify.base import Item, Status
+from mtp_export.verify.base import WHOLE_CHECK, Item, Status
 from mtp_export.verify.report import Report, verdict_words
 
 _MOST_COLUMNS = 100
@@ -42,15 +42,18 @@ def report_table(report: Report) -> RenderableType:
 
 
 def _remarks(report: Report) -> list[Text]:
-    """Why items failed or were not tested, one paragraph each; equal reasons once a check."""
-    lines: dict[str, Text] = {}
+    """Why items failed or were not tested, one paragraph each; equal reasons together."""
+    named: dict[tuple[str, Status], list[str]] = {}
     for result, item in report.items:
-        if item.status is Status.PASS or not (item.cause or item.subject):
-            continue
         words = " ".join(part for part in (_subject(item), item.cause) if part)
-        text = f"{result.name}, {item.name}: {words}"
-        lines.setdefault(f"{result.name} {words}", Text(text, _STYLES[item.status]))
-    return list(lines.values())
+        if item.status is Status.PASS or not words:
+            continue
+        name = result.name if item.name == WHOLE_CHECK else f"{result.name}, {item.name}"
+        named.setdefault((words, item.status), []).append(name)
+    return [
+        Text(f"{'; '.join(names)}: {words}", _STYLES[status])
+        for (words, status), names in named.items()
+    ]
 
 
 def _subject(item: Item) -> str:

@@ -4,6 +4,7 @@ good bundle passes."""
 from __future__ import annotations
 
 import json
+import runpy
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -15,6 +16,7 @@ from cases import run_program
 from end_to_end.fault import Fault
 from end_to_end.faults import FAULTS
 from end_to_end.small_model import ROWS, TARGETS, write_dense, write_fp8, write_row, write_target
+from mtp_export.verify import CHECKS
 
 LEVELS = {"files": "files", "ledger": "weights", "weights": "weights"}
 Bundles = Callable[[str], Path]
@@ -72,3 +74,14 @@ def test_fault_is_caught(fault: Fault, bundles: Bundles, tmp_path: Path) -> None
 def test_good_bundle_passes(name: str, bundles: Bundles) -> None:
     outcome = run_program("verify", bundles(name), "--level", "weights", "--quiet")
     assert outcome.code == 0, outcome.err
+
+
+def test_the_page_of_faults_is_up_to_date() -> None:
+    root = Path(__file__).resolve().parents[2]
+    script = runpy.run_path(str(root / "scripts/faults_table.py"))
+    assert (root / "docs/faults.md").read_text() == script["table"]()
+
+
+def test_each_fault_has_a_name_and_a_check_of_its_own() -> None:
+    assert len({fault.name for fault in FAULTS}) == len(FAULTS)
+    assert {fault.caught_by for fault in FAULTS} <= set(CHECKS)
