@@ -130,10 +130,13 @@ def _acceptance(report: Report) -> Iterator[tuple[str, str]]:
         rows = [
             Interval(
                 f"k={data['k']}, draft {data['position']}",
-                *(data[kind][key] for key in ("value", "low", "high")), data["k"] % _MOST_SERIES,
+                data[kind]["value"],
+                data[kind]["low"],
+                data[kind]["high"],
+                data["k"] % _MOST_SERIES,
             )
             for data in found
-        ]  # fmt: skip
+        ]
         if rows:
             yield title, intervals(rows)
 
