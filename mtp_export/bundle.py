@@ -56,7 +56,6 @@ _BASE_BYTES = 80_000_000
 _BYTES_PER_TENSOR = 2_200
 _COMPUTING_BYTES = 350_000_000
 _LEAST_BUDGET_BYTES = 16_000_000
-_MOST_BUDGET_BYTES = 512_000_000
 
 
 @dataclass(frozen=True)
@@ -130,7 +129,7 @@ class BundlePlan:
     def budget_bytes(self) -> int:
         """A worker's share of --max-memory."""
         free = self.options.max_memory_bytes - self._base_bytes
-        return min(_MOST_BUDGET_BYTES, max(_LEAST_BUDGET_BYTES, free // self.options.workers))
+        return max(_LEAST_BUDGET_BYTES, free // self.options.workers)
 
     @property
     def _base_bytes(self) -> int:

@@ -5,12 +5,11 @@ from __future__ import annotations
 
 import hashlib
 import os
-from collections.abc import Generator, Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
-from io import FileIO
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Self
 
 from mtp_export.checkpoint import strict_json
 from mtp_export.checkpoint.dtypes import torch_dtype
@@ -77,62 +76,63 @@ class Checkpoint:
     def tensor(self, name: str) -> torch.Tensor:
         """One tensor, read now into memory of its own (KeyError for an unknown name)."""
         info = self.tensors[name]
-        return read_rows(info, 0, info.shape[0] if info.shape else 1)
+        with TensorReader(info) as reader:
+            return reader.rows(0, info.shape[0] if info.shape else 1)
 
 
-def read_rows(info: TensorInfo, start: int, stop: int) -> torch.Tensor:
-    """Rows [start, stop) along the first dimension, in the stored dtype; a scalar is one row."""
-    import torch
+class TensorReader:
+    """One tensor's bytes through one open file: the kernel then reads ahead between two reads.
 
-    rows = info.shape[0] if info.shape else 1
-    row_bytes = info.size_bytes // rows if rows else 0
-    buffer = bytearray((stop - start) * row_bytes)
-    read_into(info, memoryview(buffer), start * row_bytes)
-    shape = (stop - start, *info.shape[1:]) if info.shape else ()
-    if not buffer:
-        return torch.empty(shape, dtype=torch_dtype(info.dtype))
-    return torch.frombuffer(buffer, dtype=torch.uint8).view(torch_dtype(info.dtype)).view(shape)
-
-
-def read_into(info: TensorInfo, buffer: memoryview, offset_bytes: int) -> None:
-    """Fill the buffer with a tensor's bytes from offset_bytes on (IoError when they run out)."""
-    with _opened(info) as file:
-        _fill(file, info, buffer, offset_bytes)
-
-
-def read_chunks(info: TensorInfo, buffer: memoryview) -> Generator[memoryview]:
-    """A tensor's bytes in order, in pieces that reuse the buffer; to be closed when left early.
-
-    One open file for all of them: the kernel then reads ahead while a piece is being used.
+    Every read raises IoError when the bytes run out or cannot be read.
     """
-    with _opened(info) as file:
-        for offset in range(0, info.size_bytes, len(buffer)):
-            piece = buffer[: min(len(buffer), info.size_bytes - offset)]
-            _fill(file, info, piece, offset)
-            yield piece
 
-
-def _opened(info: TensorInfo) -> FileIO:
-    try:
-        return info.path.open("rb", buffering=0)
-    except OSError as error:
-        raise read_failure(info.path, error) from error
-
-
-def _fill(file: FileIO, info: TensorInfo, buffer: memoryview, offset_bytes: int) -> None:
-    done = 0
-    while done < len(buffer):
-        place = info.offset_bytes + offset_bytes + done
+    def __init__(self, info: TensorInfo) -> None:
+        self._info = info
         try:
-            count = os.preadv(file.fileno(), [buffer[done:]], place)
+            self._file = info.path.open("rb", buffering=0)
         except OSError as error:
             raise read_failure(info.path, error) from error
-        if not count:
-            raise IoError(
-                f"Tensor {info.name} ends early: the shard shrank while it was read",
-                where=info.path,
-            )
-        done += count
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._file.close()
+
+    def rows(self, start: int, stop: int) -> torch.Tensor:
+        """Rows [start, stop) of the first dimension, in the stored dtype; a scalar is one row."""
+        import torch
+
+        shape = self._info.shape
+        rows = shape[0] if shape else 1
+        row_bytes = self._info.size_bytes // rows if rows else 0
+        data = torch.empty((stop - start) * row_bytes, dtype=torch.uint8)
+        array: Any = data.numpy()
+        self._fill(memoryview(array), start * row_bytes)
+        values = data.view(torch_dtype(self._info.dtype))
+        return values.view((stop - start, *shape[1:]) if shape else ())
+
+    def chunks(self, buffer: memoryview) -> Iterator[memoryview]:
+        """All bytes in order, in pieces that reuse the buffer."""
+        size = self._info.size_bytes
+        for offset in range(0, size, len(buffer)):
+            piece = buffer[: min(len(buffer), size - offset)]
+            self._fill(piece, offset)
+            yield piece
+
+    def _fill(self, buffer: memoryview, offset_bytes: int) -> None:
+        done, start = 0, self._info.offset_bytes + offset_bytes
+        while done < len(buffer):
+            try:
+                count = os.preadv(self._file.fileno(), [buffer[done:]], start + done)
+            except OSError as error:
+                raise read_failure(self._info.path, error) from error
+            if not count:
+                raise IoError(
+                    f"Tensor {self._info.name} ends early: the shard shrank while it was read",
+                    where=self._info.path,
+                )
+            done += count
 
 
 def check_readable(path: Path) -> None:

@@ -10,7 +10,6 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from contextlib import closing
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -21,7 +20,7 @@ from mtp_export.checkpoint.header import TensorInfo
 from mtp_export.checkpoint.journal import Journal
 from mtp_export.checkpoint.links import link_shard
 from mtp_export.checkpoint.plan import COPY, OutputShard, OutputTensor, Step
-from mtp_export.checkpoint.reader import read_chunks
+from mtp_export.checkpoint.reader import TensorReader
 from mtp_export.checkpoint.writer import ShardWriter
 
 COPY_BUFFER_BYTES = 1 << 20
@@ -202,8 +201,8 @@ class _Run:
 
         facts: Facts = {}
         if step.operation == COPY:
-            with closing(read_chunks(inputs[0], buffer)) as pieces:
-                for piece in pieces:
+            with TensorReader(inputs[0]) as reader:
+                for piece in reader.chunks(buffer):
                     sink(0, piece)
         else:
             transform = self._means.transforms[step.operation]

@@ -14,6 +14,7 @@ from mtp_export.checkpoint.files import sync_folder, temporary_path, write_failu
 from mtp_export.checkpoint.plan import OutputTensor
 
 _ALIGNMENT_BYTES = 8
+_STRETCH_BYTES = 32 << 20
 _OPEN_FLAGS = os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC
 
 
@@ -60,10 +61,23 @@ class ShardWriter:
 
     def write(self, name: str, offset_bytes: int, data: memoryview) -> None:
         """Put bytes at an offset inside a tensor."""
+        start = self._offsets[name] + offset_bytes
         try:
-            self._write_all(data, self._offsets[name] + offset_bytes)
+            self._write_all(data, start)
+            self._send_off(start, start + len(data))
         except OSError as error:
             raise write_failure(self.path, error) from error
+
+    def _send_off(self, start: int, end: int) -> None:
+        """Have the kernel begin to write out the stretch of the file that these bytes completed.
+
+        Otherwise it waits until memory is full of unwritten data, and commit() waits for the disk.
+        """
+        assert self._fd is not None
+        first, last = start // _STRETCH_BYTES, end // _STRETCH_BYTES
+        if last > first:
+            length = (last - first) * _STRETCH_BYTES
+            os.posix_fadvise(self._fd, first * _STRETCH_BYTES, length, os.POSIX_FADV_DONTNEED)
 
     def _write_all(self, data: memoryview, position: int) -> None:
         assert self._fd is not None

@@ -9,13 +9,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from mtp_export.checkpoint.header import TensorInfo
 from mtp_export.checkpoint.plan import OutputTensor
-from mtp_export.checkpoint.reader import read_rows
+from mtp_export.checkpoint.reader import TensorReader
 from mtp_export.checkpoint.run import Facts, Sink, Transform
 from mtp_export.errors import InvalidInputError
 from mtp_export.schemes.storage import BLOCK, DEQUANTIZE, QUANTIZE, TRANSPOSE, Storage
@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from mtp_kernels.quantize import ErrorStats, Fp8Block
 
 _PIECE_ELEMENTS = 1 << 20
+_STRIP_BYTES = 4 << 20  # of a matrix that is being transposed
 
 
 @dataclass(frozen=True)
@@ -115,15 +116,17 @@ def _streamed(kernel: _Kernel, numerics: Numerics) -> Transform:
         budget_bytes: int,
     ) -> Facts:
         errors: list[ErrorStats] = []
-        for start, stop in _pieces(inputs[0]):
-            try:
-                source = _read(inputs, start, stop, numerics.device)
-                results, error = kernel(source, outputs, numerics)
-            except ValueError as problem:
-                raise _damaged(inputs[0], start, stop, problem) from problem
-            errors.append(error)
-            for number, result in enumerate(results):
-                sink(number, _bytes_of(result.cpu()))
+        with ExitStack() as opened:
+            readers = [opened.enter_context(TensorReader(tensor)) for tensor in inputs]
+            for start, stop in _pieces(inputs[0]):
+                source = _read(readers, start, stop, numerics.device)
+                try:
+                    results, error = kernel(source, outputs, numerics)
+                except ValueError as problem:
+                    raise _damaged(inputs[0], start, stop, problem) from problem
+                errors.append(error)
+                for number, result in enumerate(results):
+                    sink(number, _bytes_of(result.cpu()))
         for number in range(len(results), len(outputs)):
             sink(number, _bytes_of(_constant(outputs[number], inputs[0])))
         return _quality(errors)
@@ -138,14 +141,14 @@ def _pieces(weight: TensorInfo) -> Iterator[tuple[int, int]]:
         yield start, min(start + step, rows)
 
 
-def _read(inputs: Sequence[TensorInfo], start: int, stop: int, device: str) -> Any:
+def _read(readers: Sequence[TensorReader], start: int, stop: int, device: str) -> Any:
     """Rows of a weight on a device: a tensor, or an Fp8Block when the step has its scale."""
     from mtp_kernels.quantize import Fp8Block
 
-    values = read_rows(inputs[0], start, stop).to(device)
-    if len(inputs) == 1:
+    values = readers[0].rows(start, stop).to(device)
+    if len(readers) == 1:
         return values
-    scale = read_rows(inputs[1], start // BLOCK, -(-stop // BLOCK)).to(device)
+    scale = readers[1].rows(start // BLOCK, -(-stop // BLOCK)).to(device)
     return Fp8Block(values, scale)
 
 
@@ -200,22 +203,29 @@ def _bytes_of(tensor: torch.Tensor) -> memoryview:
 def _transpose(
     inputs: Sequence[TensorInfo], outputs: Sequence[OutputTensor], sink: Sink, budget_bytes: int
 ) -> Facts:
-    """Output rows in panels that fit the budget; a large tensor is read once a panel."""
+    """Output rows in panels as large as the budget: a tensor that fits it is read once, a larger
+    one once a panel."""
     import torch
 
     (tensor,) = inputs
     rows, columns = tensor.shape
     element_bytes = tensor.size_bytes // (rows * columns)
-    panel_columns = max(1, min(columns, budget_bytes // (3 * rows * element_bytes)))
-    read_step = max(1, min(rows, budget_bytes // (3 * columns * element_bytes)))
-    for first in range(0, columns, panel_columns):
-        last = min(first + panel_columns, columns)
-        strips = [
-            read_rows(tensor, row, min(row + read_step, rows))[:, first:last].clone()
-            for row in range(0, rows, read_step)
-        ]
-        raw = torch.cat([strip.view(_integer_dtype(element_bytes)) for strip in strips])
-        sink(0, _bytes_of(raw.t()))
+    dtype = _integer_dtype(element_bytes)
+    strip_bytes = min(_STRIP_BYTES, budget_bytes // 6)  # of which there are three at a time
+    step = max(1, min(rows, strip_bytes // (columns * element_bytes)))
+    most = max(1, (budget_bytes - 3 * strip_bytes) // (rows * element_bytes))
+    panel_columns = -(-columns // -(-columns // most))  # as few panels as that, of equal width
+    with TensorReader(tensor) as reader:
+        for first in range(0, columns, panel_columns):
+            last = min(first + panel_columns, columns)
+            panel = torch.empty(last - first, rows, dtype=dtype)
+            for row in range(0, rows, step):
+                strip = reader.rows(row, min(row + step, rows)).view(dtype)[:, first:last]
+                panel[:, row : row + step] = strip.contiguous().t().contiguous()
+            height = max(1, strip_bytes // (rows * element_bytes))
+            for start in range(0, last - first, height):
+                sink(0, _bytes_of(panel[start : start + height]))
+            del panel  # before the next one is made
     return {}
 
 

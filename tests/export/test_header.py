@@ -17,7 +17,7 @@ from cases import write_shard
 from mtp_export.checkpoint.dtypes import DTYPE_BITS, TORCH_DTYPE_NAMES, torch_dtype
 from mtp_export.checkpoint.header import read_header
 from mtp_export.checkpoint.plan import OutputTensor
-from mtp_export.checkpoint.reader import read_rows
+from mtp_export.checkpoint.reader import TensorReader
 from mtp_export.checkpoint.writer import ShardWriter, encode_header
 from mtp_export.errors import InvalidInputError
 
@@ -95,7 +95,8 @@ def test_reads_what_safetensors_writes(tmp_path: Path) -> None:
     assert {tensor.name for tensor in header.tensors} == tensors.keys()
     for info in header.tensors:
         rows = info.shape[0] if info.shape else 1
-        value = read_rows(info, 0, rows)
+        with TensorReader(info) as reader:
+            value = reader.rows(0, rows)
         assert value.dtype == tensors[info.name].dtype
         assert torch.equal(value.reshape(-1).view(torch.uint8), raw_bytes(tensors[info.name]))
 
