@@ -335,6 +335,7 @@ def _finish(plan: BundlePlan, journal: Journal) -> None:
     for part in plan.parts:
         folder = output / part.name
         for name in part.extra_files:
+            (folder / name).parent.mkdir(exist_ok=True)
             write_bytes(folder / name, _read_extra(plan.checkpoint.files_folder / name))
         write_json(folder / INDEX_NAME, part.index())
         write_json(folder / CONFIG_NAME, part.config)

@@ -6,37 +6,19 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
-from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
 
+from mtp_export.checkpoint.extra_files import extra_files
 from mtp_export.checkpoint.header import ShardHeader, TensorInfo
 from mtp_export.checkpoint.links import Link
 from mtp_export.checkpoint.plan import COPY, OutputShard, PartPlan, Step, number_shards, pack
-from mtp_export.checkpoint.reader import Checkpoint, check_readable
+from mtp_export.checkpoint.reader import Checkpoint
 from mtp_export.errors import UnsupportedError
 from mtp_export.families.base import SCALE_SUFFIX, ModelFamily, Role, SharedTensor
 from mtp_export.schemes.base import Conversion
 from mtp_export.schemes.storage import keep_step, transpose_step
 from mtp_export.targets.base import Target
-
-# Files that make a folder complete beside weights and config; engines read them as they are.
-_EXTRA_FILES = (
-    "generation_config.json",
-    "tokenizer*",
-    "special_tokens_map.json",
-    "added_tokens.json",
-    "vocab.*",
-    "merges.txt",
-    "*.tiktoken",
-    "*.model",
-    "chat_template*",
-    "LICENSE*",
-    "*processor_config.json",
-    "tekken.json",
-    "*.jinja",
-    "*.py",
-)
 
 
 class Part(StrEnum):
@@ -77,15 +59,6 @@ class SplitOptions:
     mtp: Conversion
     main_config: Mapping[str, Any]
     mtp_config: Mapping[str, Any]
-
-
-def extra_files(checkpoint: Checkpoint) -> tuple[str, ...]:
-    """Names of the source's tokenizer, generation and code files, in order (IoError)."""
-    names = sorted(path.name for path in checkpoint.files_folder.iterdir() if not path.is_dir())
-    extra = tuple(n for n in names if any(fnmatch(n, p) for p in _EXTRA_FILES))
-    for name in extra:
-        check_readable(checkpoint.files_folder / name)
-    return tuple(name for name in extra if not name.endswith(".safetensors"))
 
 
 def main_part(checkpoint: Checkpoint, family: ModelFamily, options: SplitOptions) -> PartPlan:

@@ -98,12 +98,12 @@ def _files(part: PartPlan, folder: Path) -> dict[str, dict[str, Any]]:
     """Size and checksum of every file of a part that is not a shard."""
     shards = {shard.file_name for shard in part.shards}
     return {
-        path.name: {
+        path.relative_to(folder).as_posix(): {
             "size_bytes": path.stat().st_size,
             "xxh3_128": xxhash.xxh3_128(path.read_bytes()).hexdigest(),
         }
-        for path in sorted(folder.iterdir())
-        if path.name not in shards
+        for path in sorted(folder.rglob("*"))
+        if path.is_file() and path.name not in shards
     }
 
 

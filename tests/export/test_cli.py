@@ -222,3 +222,58 @@ def test_tokenizer_config_of_a_bundle_is_the_source_s(pristine: Path, output: Pa
     assert export(pristine, output).code == 0
     for name in ("tokenizer_config.json", "generation_config.json"):
         assert (output / "mtp" / name).read_bytes() == (pristine / name).read_bytes()
+
+
+TEMPLATE = "additional_chat_templates/tool_use.jinja"
+
+
+def test_additional_chat_templates_come_along(source: Path, output: Path) -> None:
+    (source / TEMPLATE).parent.mkdir()
+    (source / TEMPLATE).write_text("{{ tools }}")
+    (source / "additional_chat_templates/notes.txt").write_text("not a template")
+    assert export(source, output).code == 0
+    manifest = read_json(output / "mtp_export.json")
+    for part in ("main", "mtp"):
+        assert (output / part / TEMPLATE).read_text() == "{{ tools }}"
+        assert [path.name for path in (output / part / TEMPLATE).parent.iterdir()] == [
+            "tool_use.jinja"
+        ]
+        assert TEMPLATE in manifest["parts"][part]["files"]
+    again = export(output, output.with_name("again"))
+    assert again.code == 0, again.err
+    assert (output.with_name("again") / "mtp" / TEMPLATE).exists()
+
+
+@pytest.mark.parametrize("linked", ["file", "folder"])
+def test_a_chat_template_outside_the_checkpoint_is_refused(
+    linked: str, source: Path, output: Path, tmp_path: Path
+) -> None:
+    secret = tmp_path / "elsewhere/tool_use.jinja"
+    secret.parent.mkdir()
+    secret.write_text("secret")
+    if linked == "folder":
+        (source / TEMPLATE).parent.symlink_to(secret.parent)
+    else:
+        (source / TEMPLATE).parent.mkdir()
+        (source / TEMPLATE).symlink_to(secret)
+    outcome = export(source, output)
+    assert outcome.code == 3
+    assert "leads out of the checkpoint" in outcome.err
+    assert not output.exists()
+
+
+def test_chat_templates_of_a_download_cache_are_links(
+    source: Path, output: Path, tmp_path: Path
+) -> None:
+    """Where config.json is a link to, the templates may be too."""
+    blobs = tmp_path / "blobs"
+    blobs.mkdir()
+    (source / TEMPLATE).parent.mkdir()
+    for path, text in ((source / TEMPLATE, "{{ x }}"), (source / "config.json", None)):
+        blob = blobs / path.name
+        blob.write_text(text or path.read_text())
+        path.unlink(missing_ok=True)
+        path.symlink_to(blob)
+    assert export(source, output).code == 0
+    assert (output / "main" / TEMPLATE).read_text() == "{{ x }}"
+    assert not (output / "main" / TEMPLATE).is_symlink()

@@ -1,0 +1,62 @@
+"""The files that make a folder complete beside weights and config; engines read them unchanged."""
+
+from __future__ import annotations
+
+import os
+from fnmatch import fnmatch
+from pathlib import Path
+
+from mtp_export.checkpoint.reader import CONFIG_NAME, Checkpoint, check_readable
+from mtp_export.errors import InvalidInputError
+
+_PATTERNS = (
+    "generation_config.json",
+    "tokenizer*",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.*",
+    "merges.txt",
+    "*.tiktoken",
+    "*.model",
+    "chat_template*",
+    "LICENSE*",
+    "*processor_config.json",
+    "tekken.json",
+    "*.jinja",
+    "*.py",
+)
+_TEMPLATE_FOLDER = "additional_chat_templates"  # holds <name>.jinja beside chat_template.jinja
+
+
+def extra_files(checkpoint: Checkpoint) -> tuple[str, ...]:
+    """The source's tokenizer, generation and code files, as paths below its folder, in order.
+
+    Raises IoError for one that cannot be read, InvalidInputError for a chat template that lies
+    elsewhere.
+    """
+    folder = checkpoint.files_folder
+    names = sorted(path.name for path in folder.iterdir() if not path.is_dir())
+    extra = [n for n in names if any(fnmatch(n, p) for p in _PATTERNS)]
+    extra = [name for name in extra if not name.endswith(".safetensors")]
+    extra += _chat_templates(folder)
+    for name in extra:
+        check_readable(folder / name)
+    return tuple(extra)
+
+
+def _chat_templates(folder: Path) -> list[str]:
+    """The templates that Hugging Face keeps in a folder of their own."""
+    paths = sorted((folder / _TEMPLATE_FOLDER).glob("*.jinja"))
+    # A download cache links every file of a checkpoint to one folder, where config.json is too.
+    homes = {Path(os.path.realpath(folder)), Path(os.path.realpath(folder / CONFIG_NAME)).parent}
+    for path in paths:
+        real = Path(os.path.realpath(path))
+        if homes.isdisjoint(real.parents):
+            raise InvalidInputError(
+                "A chat template leads out of the checkpoint",
+                where=path,
+                expected="a file in the folder",
+                found=f"a link to {real}",
+                todo="Do not trust this checkpoint; put the template itself there, or remove it",
+            )
+    return [f"{_TEMPLATE_FOLDER}/{path.name}" for path in paths]
