@@ -12,7 +12,7 @@ from typing import Any
 
 from mtp_export import __version__
 from mtp_export.checkpoint.bundles import open_checkpoint
-from mtp_export.checkpoint.files import write_bytes, write_json
+from mtp_export.checkpoint.files import read_failure, write_bytes, write_json
 from mtp_export.checkpoint.guard import (
     check_disk,
     check_memory,
@@ -31,7 +31,7 @@ from mtp_export.checkpoint.manifest import (
     source_identity,
 )
 from mtp_export.checkpoint.plan import COPY, PartPlan, Step
-from mtp_export.checkpoint.reader import CONFIG_NAME, INDEX_NAME, Checkpoint, read_failure
+from mtp_export.checkpoint.reader import CONFIG_NAME, INDEX_NAME, Checkpoint
 from mtp_export.checkpoint.run import COPY_BUFFER_BYTES, Job, Means, Proceed, run
 from mtp_export.checkpoint.same import first_difference
 from mtp_export.errors import InvalidInputError, OutputExistsError, UnsupportedError

@@ -1,4 +1,4 @@
-"""Small files written whole or not at all, and the error of a file that cannot be written."""
+"""Small files written whole or not at all, and what is said of files that cannot be."""
 
 from __future__ import annotations
 
@@ -11,6 +11,16 @@ from pathlib import Path
 from typing import Any
 
 from mtp_export.errors import IoError
+
+
+def read_failure(path: Path, error: OSError) -> IoError:
+    """The error of a file that cannot be read."""
+    return IoError(
+        "A file cannot be read",
+        where=path,
+        found=error.strerror or str(error),
+        todo="Check its permissions and the disk",
+    )
 
 
 def write_failure(path: Path, error: OSError) -> IoError:

@@ -4,17 +4,17 @@ and every shard's header, each against the others. Tensors are read on demand, n
 from __future__ import annotations
 
 import hashlib
-import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any
 
 from mtp_export.checkpoint import strict_json
-from mtp_export.checkpoint.dtypes import torch_dtype
+from mtp_export.checkpoint.files import read_failure
 from mtp_export.checkpoint.header import ShardHeader, TensorInfo, read_header
-from mtp_export.errors import InvalidInputError, IoError
+from mtp_export.checkpoint.tensor_reader import TensorReader
+from mtp_export.errors import InvalidInputError
 
 if TYPE_CHECKING:
     import torch
@@ -76,63 +76,8 @@ class Checkpoint:
     def tensor(self, name: str) -> torch.Tensor:
         """One tensor, read now into memory of its own (KeyError for an unknown name)."""
         info = self.tensors[name]
-        with TensorReader(info) as reader:
+        with TensorReader(info, again=True) as reader:
             return reader.rows(0, info.shape[0] if info.shape else 1)
-
-
-class TensorReader:
-    """One tensor's bytes through one open file: the kernel then reads ahead between two reads.
-
-    Every read raises IoError when the bytes run out or cannot be read.
-    """
-
-    def __init__(self, info: TensorInfo) -> None:
-        self._info = info
-        try:
-            self._file = info.path.open("rb", buffering=0)
-        except OSError as error:
-            raise read_failure(info.path, error) from error
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._file.close()
-
-    def rows(self, start: int, stop: int) -> torch.Tensor:
-        """Rows [start, stop) of the first dimension, in the stored dtype; a scalar is one row."""
-        import torch
-
-        shape = self._info.shape
-        rows = shape[0] if shape else 1
-        row_bytes = self._info.size_bytes // rows if rows else 0
-        data = torch.empty((stop - start) * row_bytes, dtype=torch.uint8)
-        array: Any = data.numpy()
-        self._fill(memoryview(array), start * row_bytes)
-        values = data.view(torch_dtype(self._info.dtype))
-        return values.view((stop - start, *shape[1:]) if shape else ())
-
-    def chunks(self, buffer: memoryview) -> Iterator[memoryview]:
-        """All bytes in order, in pieces that reuse the buffer."""
-        size = self._info.size_bytes
-        for offset in range(0, size, len(buffer)):
-            piece = buffer[: min(len(buffer), size - offset)]
-            self._fill(piece, offset)
-            yield piece
-
-    def _fill(self, buffer: memoryview, offset_bytes: int) -> None:
-        done, start = 0, self._info.offset_bytes + offset_bytes
-        while done < len(buffer):
-            try:
-                count = os.preadv(self._file.fileno(), [buffer[done:]], start + done)
-            except OSError as error:
-                raise read_failure(self._info.path, error) from error
-            if not count:
-                raise IoError(
-                    f"Tensor {self._info.name} ends early: the shard shrank while it was read",
-                    where=self._info.path,
-                )
-            done += count
 
 
 def check_readable(path: Path) -> None:
@@ -141,16 +86,6 @@ def check_readable(path: Path) -> None:
         path.open("rb").close()
     except OSError as error:
         raise read_failure(path, error) from error
-
-
-def read_failure(path: Path, error: OSError) -> IoError:
-    """The error of a file that cannot be read."""
-    return IoError(
-        "A file cannot be read",
-        where=path,
-        found=error.strerror or str(error),
-        todo="Check its permissions and the disk",
-    )
 
 
 def _sha256(data: bytes) -> str:

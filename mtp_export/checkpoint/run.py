@@ -20,10 +20,10 @@ from mtp_export.checkpoint.header import TensorInfo
 from mtp_export.checkpoint.journal import Journal
 from mtp_export.checkpoint.links import link_shard
 from mtp_export.checkpoint.plan import COPY, OutputShard, OutputTensor, Step
-from mtp_export.checkpoint.reader import TensorReader
+from mtp_export.checkpoint.tensor_reader import TensorReader, aligned_buffer
 from mtp_export.checkpoint.writer import ShardWriter
 
-COPY_BUFFER_BYTES = 1 << 20
+COPY_BUFFER_BYTES = 4 << 20
 
 # Raises when the run is stopping; called now and then by whatever takes long.
 Proceed = Callable[[], None]
@@ -165,7 +165,7 @@ class _Run:
             raise
 
     def _work(self) -> None:
-        buffer = memoryview(bytearray(COPY_BUFFER_BYTES))
+        buffer = aligned_buffer(COPY_BUFFER_BYTES)
         while True:
             with self._lock:
                 task = next(self._queue, None)

@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 from mtp_export.checkpoint.header import TensorInfo
-from mtp_export.checkpoint.reader import TensorReader
 from mtp_export.checkpoint.run import Proceed
+from mtp_export.checkpoint.tensor_reader import TensorReader, aligned_buffer
 
 _PIECE_BYTES = 1 << 20
 
 
 def first_difference(one: TensorInfo, other: TensorInfo, proceed: Proceed) -> int | None:
     """Offset of the first piece in which two tensors of equal size differ, None when equal."""
-    ours, theirs = bytearray(_PIECE_BYTES), bytearray(_PIECE_BYTES)
     with TensorReader(one) as first, TensorReader(other) as second:
-        pairs = zip(first.chunks(memoryview(ours)), second.chunks(memoryview(theirs)), strict=True)
-        for number, (piece, _) in enumerate(pairs):
+        ours = first.chunks(aligned_buffer(_PIECE_BYTES))
+        theirs = second.chunks(aligned_buffer(_PIECE_BYTES))
+        for number, (piece, same) in enumerate(zip(ours, theirs, strict=True)):
             proceed()
-            if ours[: len(piece)] != theirs[: len(piece)]:
+            if bytes(piece) != bytes(same):
                 return number * _PIECE_BYTES
     return None

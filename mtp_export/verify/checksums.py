@@ -12,7 +12,8 @@ import xxhash
 
 from mtp_export.checkpoint.header import ShardHeader, TensorInfo
 from mtp_export.checkpoint.journal import JOURNAL_NAME
-from mtp_export.checkpoint.reader import Checkpoint, read_chunks
+from mtp_export.checkpoint.reader import Checkpoint
+from mtp_export.checkpoint.tensor_reader import TensorReader, aligned_buffer
 from mtp_export.progress import ProgressCallback, format_bytes
 from mtp_export.verify.base import Item, Problem, Status, verdict
 from mtp_export.verify.parallel import in_threads
@@ -167,10 +168,11 @@ def _hashed(context: Context, name: str, sums: list[_Sum]) -> Item:
 
 def _hash_of(tensor: TensorInfo, progress: ProgressCallback) -> str:
     digest = xxhash.xxh3_128()
-    buffer = memoryview(bytearray(min(_BUFFER_BYTES, max(1, tensor.size_bytes))))
-    for piece in read_chunks(tensor, buffer):
-        digest.update(piece)
-        progress(len(piece))
+    buffer = aligned_buffer(min(_BUFFER_BYTES, max(1, tensor.size_bytes)))
+    with TensorReader(tensor) as reader:
+        for piece in reader.chunks(buffer):
+            digest.update(piece)
+            progress(len(piece))
     return str(digest.hexdigest())
 
 

@@ -17,7 +17,7 @@ from cases import write_shard
 from mtp_export.checkpoint.dtypes import DTYPE_BITS, TORCH_DTYPE_NAMES, torch_dtype
 from mtp_export.checkpoint.header import read_header
 from mtp_export.checkpoint.plan import OutputTensor
-from mtp_export.checkpoint.reader import TensorReader
+from mtp_export.checkpoint.tensor_reader import TensorReader
 from mtp_export.checkpoint.writer import ShardWriter, encode_header
 from mtp_export.errors import InvalidInputError
 

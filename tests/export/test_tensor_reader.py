@@ -1,0 +1,129 @@
+"""Tensors read in pieces: past the page cache or through it, the bytes are the file's."""
+
+from __future__ import annotations
+
+import errno
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from cases import export, make_checkpoint, tree
+from mtp_export.checkpoint import tensor_reader
+from mtp_export.checkpoint.header import TensorInfo
+from mtp_export.checkpoint.tensor_reader import TensorReader, aligned_buffer
+from mtp_export.errors import IoError
+
+SIZE = 300_001
+CONTENT = os.urandom(SIZE)
+WAYS = ("direct", "refused at open", "refused at read", "cached")
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    path = tmp_path / "file"
+    path.write_bytes(CONTENT)
+    return path
+
+
+def prepare(way: str, patch: pytest.MonkeyPatch) -> list[int]:
+    """Have every tensor read in a way; the flags of the opens are noted."""
+    patch.setattr(tensor_reader, "_DIRECT_LEAST_BYTES", 1)
+    patch.setattr(TensorReader, "_is_cached", lambda reader: way == "cached")
+    real_open, real_read, opened = os.open, os.preadv, []
+
+    def open_(path: Any, flags: int, *more: Any, **options: Any) -> int:
+        opened.append(flags)
+        if way == "refused at open" and flags & os.O_DIRECT:
+            raise OSError(errno.EINVAL, "Invalid argument")
+        return real_open(path, flags, *more, **options)
+
+    def read(file: int, *more: Any) -> int:
+        if way == "refused at read" and opened and opened.pop():
+            raise OSError(errno.EINVAL, "Invalid argument")
+        return real_read(file, *more)
+
+    patch.setattr(os, "open", open_)
+    patch.setattr(os, "preadv", read)
+    return opened
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("offset", [0, 1, 4096, 5003, SIZE - 4097])
+@pytest.mark.parametrize("size", [1, 4096, 4097, 200_000])
+def test_every_byte_in_order(
+    way: str, offset: int, size: int, file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    size = min(size, SIZE - offset)
+    info = TensorInfo("x", "U8", (size,), file, offset, size)
+    opened = prepare(way, monkeypatch)
+    with TensorReader(info) as reader:
+        pieces = [bytes(piece) for piece in reader.chunks(aligned_buffer(8192))]
+    assert b"".join(pieces) == CONTENT[offset : offset + size]
+    assert {len(piece) for piece in pieces[:-1]} <= {8192}, "pieces of two tensors can be compared"
+    if way == "direct":
+        assert opened == [os.O_RDONLY | os.O_DIRECT | os.O_CLOEXEC]
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("offset", [0, 2, 4096, 5003])
+def test_rows_of_any_dtype_at_any_offset(
+    way: str, offset: int, file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    prepare(way, monkeypatch)
+    info = TensorInfo("x", "F32", (100, 33), file, offset, 100 * 33 * 4)
+    with TensorReader(info) as reader:
+        for start, stop in ((0, 100), (3, 4), (57, 99), (5, 5)):
+            rows = reader.rows(start, stop)
+            assert (rows.shape, str(rows.dtype)) == ((stop - start, 33), "torch.float32")
+            first, last = offset + start * 132, offset + stop * 132
+            assert rows.numpy().tobytes() == CONTENT[first:last]
+
+
+@pytest.mark.parametrize("way", ["direct", "cached"])
+def test_a_shard_that_shrank_is_an_error(
+    way: str, file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    prepare(way, monkeypatch)
+    info = TensorInfo("x", "U8", (SIZE - 10,), file, 10, SIZE - 10)
+    with TensorReader(info) as reader, pytest.raises(IoError, match="ends early"):
+        os.truncate(file, SIZE - 5)
+        list(reader.chunks(aligned_buffer(8192)))
+
+
+def test_what_is_wanted_again_goes_through_the_cache(
+    file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    opened = prepare("direct", monkeypatch)
+    with TensorReader(TensorInfo("x", "U8", (SIZE,), file, 0, SIZE), again=True):
+        assert not opened
+
+
+@pytest.mark.parametrize(("answer", "is_cached"), [(errno.EAGAIN, False), (errno.EOPNOTSUPP, True)])
+def test_the_cache_is_asked_first(
+    answer: int, is_cached: bool, file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tensor_reader, "_DIRECT_LEAST_BYTES", 1)
+    info = TensorInfo("x", "U8", (SIZE,), file, 0, SIZE)
+
+    def reading(file: int, buffers: object, place: int, *flags: int) -> int:
+        assert flags == (os.RWF_NOWAIT,)
+        raise OSError(answer, "")
+
+    monkeypatch.setattr(os, "preadv", reading)
+    with TensorReader(info) as reader:
+        assert (reader._unit == 1) is is_cached
+
+
+@pytest.mark.parametrize("target", ["hf", "xllm", "paddlenlp"])
+def test_an_export_is_the_same_however_it_reads(
+    target: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source = make_checkpoint(tmp_path / "source")
+    options = ("--target", target, "--link", "copy")
+    assert export(source, tmp_path / "cached", *options).code == 0
+    prepare("direct", monkeypatch)
+    outcome = export(source, tmp_path / "direct", *options)
+    assert outcome.code == 0, outcome.err
+    assert tree(tmp_path / "direct") == tree(tmp_path / "cached")
