@@ -76,7 +76,7 @@ class Checkpoint:
     def tensor(self, name: str) -> torch.Tensor:
         """One tensor, read now into memory of its own (KeyError for an unknown name)."""
         info = self.tensors[name]
-        with TensorReader(info, again=True) as reader:
+        with TensorReader(info) as reader:
             return reader.rows(0, info.shape[0] if info.shape else 1)
 
 

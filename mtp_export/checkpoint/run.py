@@ -201,7 +201,7 @@ class _Run:
 
         facts: Facts = {}
         if step.operation == COPY:
-            with TensorReader(inputs[0]) as reader:
+            with TensorReader(inputs[0], once=True) as reader:
                 for piece in reader.chunks(buffer):
                     sink(0, piece)
         else:

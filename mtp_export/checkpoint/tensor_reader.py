@@ -1,11 +1,12 @@
-"""Reads one tensor's bytes in pieces. What is read once does not go through the page cache: to fill
-it costs more than to read the disk, and evicts what is of use there."""
+"""Reads one tensor's bytes in pieces: through the page cache, where the kernel reads ahead while a
+piece is computed with, or past it, where bytes are read once and only pass by."""
 
 from __future__ import annotations
 
 import errno
 import mmap
 import os
+import random
 from collections.abc import Iterator
 from io import FileIO
 from typing import TYPE_CHECKING, Any, Self
@@ -31,17 +32,17 @@ def aligned_buffer(piece_bytes: int) -> memoryview:
 class TensorReader:
     """One tensor's bytes through one open file; a context manager.
 
-    again: the bytes will be wanted again soon, and shall stay in the page cache. Otherwise a large
-    tensor that is not there already is read directly, where the file system can.
+    once: a large tensor that is not in the page cache is read past it, where the file system can:
+    to fill the cache can cost more than to read the disk, and evicts what is of use there.
     Every read raises IoError when the bytes run out or cannot be read.
     """
 
-    def __init__(self, info: TensorInfo, *, again: bool = False) -> None:
+    def __init__(self, info: TensorInfo, *, once: bool = False) -> None:
         self._info = info
         self._unit = 1  # offsets and lengths of reads are multiples of it
         try:
             self._file: FileIO = info.path.open("rb", buffering=0)
-            if not again and info.size_bytes >= _DIRECT_LEAST_BYTES and not self._is_cached():
+            if once and info.size_bytes >= _DIRECT_LEAST_BYTES and not self._is_cached():
                 self._read_directly()
         except OSError as error:
             raise read_failure(info.path, error) from error
@@ -106,12 +107,18 @@ class TensorReader:
         return slice(place - first, wanted)
 
     def _is_cached(self) -> bool:
-        """Whether the page cache has the tensor, by its middle."""
-        middle = self._info.offset_bytes + self._info.size_bytes // 2
+        """Whether the page cache has the tensor, by two of its bytes.
+
+        To ask for a byte brings it there, so the next reader must ask for others.
+        """
+        byte, info = [bytearray(1)], self._info
         try:
-            return os.preadv(self._file.fileno(), [bytearray(1)], middle, os.RWF_NOWAIT) > 0
+            for _ in range(2):
+                place = info.offset_bytes + random.randrange(info.size_bytes)
+                os.preadv(self._file.fileno(), byte, place, os.RWF_NOWAIT)
         except OSError as error:
             return error.errno != errno.EAGAIN
+        return True
 
     def _read_directly(self) -> None:
         try:

@@ -169,7 +169,7 @@ def _hashed(context: Context, name: str, sums: list[_Sum]) -> Item:
 def _hash_of(tensor: TensorInfo, progress: ProgressCallback) -> str:
     digest = xxhash.xxh3_128()
     buffer = aligned_buffer(min(_BUFFER_BYTES, max(1, tensor.size_bytes)))
-    with TensorReader(tensor) as reader:
+    with TensorReader(tensor, once=True) as reader:
         for piece in reader.chunks(buffer):
             digest.update(piece)
             progress(len(piece))

@@ -58,7 +58,7 @@ def test_every_byte_in_order(
     size = min(size, SIZE - offset)
     info = TensorInfo("x", "U8", (size,), file, offset, size)
     opened = prepare(way, monkeypatch)
-    with TensorReader(info) as reader:
+    with TensorReader(info, once=True) as reader:
         pieces = [bytes(piece) for piece in reader.chunks(aligned_buffer(8192))]
     assert b"".join(pieces) == CONTENT[offset : offset + size]
     assert {len(piece) for piece in pieces[:-1]} <= {8192}, "pieces of two tensors can be compared"
@@ -73,7 +73,7 @@ def test_rows_of_any_dtype_at_any_offset(
 ) -> None:
     prepare(way, monkeypatch)
     info = TensorInfo("x", "F32", (100, 33), file, offset, 100 * 33 * 4)
-    with TensorReader(info) as reader:
+    with TensorReader(info, once=True) as reader:
         for start, stop in ((0, 100), (3, 4), (57, 99), (5, 5)):
             rows = reader.rows(start, stop)
             assert (rows.shape, str(rows.dtype)) == ((stop - start, 33), "torch.float32")
@@ -87,16 +87,16 @@ def test_a_shard_that_shrank_is_an_error(
 ) -> None:
     prepare(way, monkeypatch)
     info = TensorInfo("x", "U8", (SIZE - 10,), file, 10, SIZE - 10)
-    with TensorReader(info) as reader, pytest.raises(IoError, match="ends early"):
+    with TensorReader(info, once=True) as reader, pytest.raises(IoError, match="ends early"):
         os.truncate(file, SIZE - 5)
         list(reader.chunks(aligned_buffer(8192)))
 
 
-def test_what_is_wanted_again_goes_through_the_cache(
+def test_what_is_not_read_once_goes_through_the_cache(
     file: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     opened = prepare("direct", monkeypatch)
-    with TensorReader(TensorInfo("x", "U8", (SIZE,), file, 0, SIZE), again=True):
+    with TensorReader(TensorInfo("x", "U8", (SIZE,), file, 0, SIZE)):
         assert not opened
 
 
@@ -112,7 +112,7 @@ def test_the_cache_is_asked_first(
         raise OSError(answer, "")
 
     monkeypatch.setattr(os, "preadv", reading)
-    with TensorReader(info) as reader:
+    with TensorReader(info, once=True) as reader:
         assert (reader._unit == 1) is is_cached
 
 
