@@ -10,6 +10,7 @@ dropped before each (not with --warm) and `sync` counted in each:
 cp reads and writes every byte, so it moves as many. Then compressed-tensors quantizes and packs one
 expert's matrix, given the scales, for its seconds per element beside the whole runs'. Peak memory
 is the kernel's figure for the process. Rates of the kernels alone: bench_quantize_kernels.
+--schemes int8 or int4 measures one of them; a result file that is there keeps the other.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from math import prod
 from pathlib import Path
 from statistics import median
 from time import perf_counter
+from typing import Any
 
 from benchmarks.bench_export import Measured, cp_of_size, machine, measure, mtp_shards
 from mtp_export.bundle import BundleOptions, BundlePlan
@@ -138,6 +140,7 @@ def main() -> None:
     parser.add_argument("scratch", type=Path)
     parser.add_argument("--runs", type=int, default=3)
     parser.add_argument("--group-size", type=int, default=128)
+    parser.add_argument("--schemes", nargs="+", choices=SCHEMES, default=list(SCHEMES))
     parser.add_argument("--warm", action="store_true", help="leave the page cache alone")
     parser.add_argument("--result", type=Path, default=Path("benchmarks/results/quantize.json"))
     arguments = parser.parse_args()
@@ -147,6 +150,7 @@ def main() -> None:
             dry_run=True,
         )
         for name, scheme in SCHEMES.items()
+        if name in arguments.schemes
     }
     rows = cases(plans, arguments.scratch, arguments.group_size, not arguments.warm)
     measured: dict[str, list[Measured]] = {name: [] for name in rows}
@@ -154,16 +158,26 @@ def main() -> None:
         for name, run in rows.items():
             measured[name].append(run())
             print(f"run {number + 1}: {name}: {measured[name][-1]}", flush=True)
-    oracle = compressed_tensors_seconds(plans["int8"], arguments.runs)
+    oracle = compressed_tensors_seconds(next(iter(plans.values())), arguments.runs)
     result = report(plans, measured, oracle)
+    if arguments.result.exists():
+        result = merged(json.loads(arguments.result.read_text()), result)
     arguments.result.parent.mkdir(parents=True, exist_ok=True)
     arguments.result.write_text(json.dumps(result, indent=2, ensure_ascii=False) + "\n")
     print(json.dumps(result, indent=2, ensure_ascii=False))
 
 
+def merged(before: dict[str, Any], now: dict[str, Any]) -> dict[str, Any]:
+    """An earlier result with what was measured now in its place."""
+    return {
+        key: {**before[key], **value} if isinstance(value, dict) and key in before else value
+        for key, value in now.items()
+    }
+
+
 def report(
     plans: dict[str, BundlePlan], measured: dict[str, list[Measured]], oracle: dict[str, float]
-) -> dict[str, object]:
+) -> dict[str, Any]:
     """What was measured, and the ratios that the targets are about."""
     seconds = {name: median(run.seconds for run in runs) for name, runs in measured.items()}
     ratios: dict[str, float] = {}
@@ -180,7 +194,7 @@ def report(
         "bytes_in_and_out": {scheme: bytes_in_and_out(plan) for scheme, plan in plans.items()},
         "runs": {name: [asdict(run) for run in runs] for name, runs in measured.items()},
         "median_seconds": {name: round(value, 2) for name, value in seconds.items()},
-        "compressed_tensors_seconds_per_element": oracle,
+        "compressed_tensors_seconds_per_element": {name: oracle[name] for name in plans},
         "ratios": ratios,
     }
 
