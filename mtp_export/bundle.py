@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -22,6 +22,7 @@ from mtp_export.checkpoint.guard import (
     clear_temporaries,
     is_finished,
 )
+from mtp_export.checkpoint.header import TensorInfo
 from mtp_export.checkpoint.journal import Journal
 from mtp_export.checkpoint.links import Link, guess_links, resolve_links
 from mtp_export.checkpoint.manifest import (
@@ -33,7 +34,8 @@ from mtp_export.checkpoint.manifest import (
 from mtp_export.checkpoint.plan import COPY, PartPlan, Step
 from mtp_export.checkpoint.reader import CONFIG_NAME, INDEX_NAME, Checkpoint
 from mtp_export.checkpoint.run import COPY_BUFFER_BYTES, Job, Means, Proceed, run
-from mtp_export.checkpoint.same import first_difference
+from mtp_export.checkpoint.same import PIECE_BYTES, hold_against
+from mtp_export.checkpoint.tensor_reader import aligned_buffer
 from mtp_export.errors import InvalidInputError, OutputExistsError, UnsupportedError
 from mtp_export.families import family_of
 from mtp_export.families.base import ModelFamily, compare
@@ -215,7 +217,7 @@ def run_bundle(plan: BundlePlan, progress: ProgressCallback) -> BundleResult:
     output = plan.options.output_dir
     replaces = is_finished(output)
     if replaces and _compares(plan):
-        _tied_check(plan, lambda: None)  # before a good bundle makes way for it
+        _tied_check(plan, _twins(plan), lambda: None)  # before a good bundle makes way for it
     with Journal(output) as journal:
         _open_journal(plan, journal)
         resumed = len(journal.finished)
@@ -280,20 +282,18 @@ def _compares(plan: BundlePlan) -> bool:
     return not plan.options.allow_untied and any(part.name == "mtp" for part in plan.parts)
 
 
-def _tied_check(plan: BundlePlan, proceed: Proceed) -> None:
-    """Hold the MTP layer's embedding and head against the main model's, byte by byte."""
+def _twins(plan: BundlePlan) -> dict[str, TensorInfo]:
+    """The MTP layer's own embedding and head, each with the main model's that it must equal."""
     tensors = plan.checkpoint.tensors
-    for pair in shared_pairs(plan.checkpoint, plan.family):
-        offset = first_difference(tensors[pair.mtp_name], tensors[pair.main_name], proceed)
-        if offset is not None:
-            raise InvalidInputError(
-                f"The MTP layer's {pair.mtp_name} differs from the main model's {pair.main_name}",
-                where=plan.options.input_dir,
-                expected="equal bytes: engines use the main model's for both",
-                found=f"a difference in the piece at byte {offset}",
-                todo="Check that the MTP layer belongs to this model; --allow-untied exports it "
-                "all the same, with the layer's own copies",
-            )
+    pairs = shared_pairs(plan.checkpoint, plan.family)
+    return {pair.mtp_name: tensors[pair.main_name] for pair in pairs}
+
+
+def _tied_check(plan: BundlePlan, twins: Mapping[str, TensorInfo], proceed: Proceed) -> None:
+    """Compare tensors byte by byte without making anything of them."""
+    for name, twin in twins.items():
+        buffer = aligned_buffer(PIECE_BYTES)
+        hold_against(plan.checkpoint.tensors[name], twin, lambda _: proceed(), buffer)
 
 
 def _check_unchanged(checkpoint: Checkpoint) -> None:
@@ -317,16 +317,25 @@ def _write_parts(
         folder.mkdir(exist_ok=True)
         clear_stale(folder, {shard.file_name for shard in part.shards})
         jobs += [Job(f"{part.name}/{shard.file_name}", folder, shard) for shard in part.shards]
+    twins = _twins(plan) if compare else {}
+    passing = {step.inputs[0] for step in _read_steps(plan) if step.operation == COPY}
     means = Means(
         plan.checkpoint.tensors,
+        {name: twin for name, twin in twins.items() if name in passing},
         transforms(plan.numerics),
         plan.options.workers,
         plan.budget_bytes,
         progress,
     )
-    checks = [partial(_tied_check, plan)] if compare else []
+    others = {name: twin for name, twin in twins.items() if name not in passing}
+    checks = [partial(_tied_check, plan, others)] if others else []
     with one_torch_thread() if plan.computed_bytes else nullcontext():
         run(jobs, means, journal, checks)
+
+
+def _read_steps(plan: BundlePlan) -> Iterator[Step]:
+    """Whatever passes through the run, to be written or to be checksummed."""
+    return (step for part in plan.parts for s in part.shards if s.is_read for step in s.steps)
 
 
 def _finish(plan: BundlePlan, journal: Journal) -> None:

@@ -11,6 +11,7 @@ import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,10 +21,12 @@ from mtp_export.checkpoint.header import TensorInfo
 from mtp_export.checkpoint.journal import Journal
 from mtp_export.checkpoint.links import link_shard
 from mtp_export.checkpoint.plan import COPY, OutputShard, OutputTensor, Step
+from mtp_export.checkpoint.same import PIECE_BYTES, hold_against
 from mtp_export.checkpoint.tensor_reader import TensorReader, aligned_buffer
 from mtp_export.checkpoint.writer import ShardWriter
 
-COPY_BUFFER_BYTES = 4 << 20
+# A worker that copies has a buffer, and one more while it compares.
+COPY_BUFFER_BYTES = 2 * PIECE_BYTES
 
 # Raises when the run is stopping; called now and then by whatever takes long.
 Proceed = Callable[[], None]
@@ -45,9 +48,13 @@ class Job:
 
 @dataclass(frozen=True)
 class Means:
-    """What a run may use. transforms: operation -> transform. budget_bytes is a worker's."""
+    """What a run may use. transforms: operation -> transform. budget_bytes is a worker's.
+
+    twins: source tensors that must equal another one, which is held against them as they are read.
+    """
 
     sources: Mapping[str, TensorInfo]
+    twins: Mapping[str, TensorInfo]
     transforms: Mapping[str, Transform]
     workers: int
     budget_bytes: int
@@ -165,7 +172,7 @@ class _Run:
             raise
 
     def _work(self) -> None:
-        buffer = aligned_buffer(COPY_BUFFER_BYTES)
+        buffer = aligned_buffer(PIECE_BYTES)
         while True:
             with self._lock:
                 task = next(self._queue, None)
@@ -201,9 +208,7 @@ class _Run:
 
         facts: Facts = {}
         if step.operation == COPY:
-            with TensorReader(inputs[0], once=True) as reader:
-                for piece in reader.chunks(buffer):
-                    sink(0, piece)
+            self._copy(inputs[0], partial(sink, 0), buffer)
         else:
             transform = self._means.transforms[step.operation]
             facts = transform(inputs, step.outputs, sink, self._means.budget_bytes)
@@ -214,6 +219,18 @@ class _Run:
             for tensor, digest in zip(step.outputs, hashes, strict=True)
         }
         self._finish_step(shard, digests, {step.outputs[0].name: facts} if facts else {})
+
+    def _copy(
+        self, tensor: TensorInfo, use: Callable[[memoryview], None], buffer: memoryview
+    ) -> None:
+        """Every byte, in pieces."""
+        twin = self._means.twins.get(tensor.name)
+        if twin is not None:
+            hold_against(tensor, twin, use, buffer)
+            return
+        with TensorReader(tensor, once=True) as reader:
+            for piece in reader.chunks(buffer):
+                use(piece)
 
     def _writer_of(self, shard: _OpenShard) -> ShardWriter:
         with shard.lock:
