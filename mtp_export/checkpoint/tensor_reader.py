@@ -22,7 +22,6 @@ if TYPE_CHECKING:
 _PAGE_BYTES = 4096
 _SLACK_BYTES = 2 * _PAGE_BYTES  # a piece begins and ends inside a page
 _DIRECT_LEAST_BYTES = 1 << 20
-_WINDOW_BYTES = 16 << 20
 
 
 def aligned_buffer(piece_bytes: int) -> memoryview:
@@ -41,8 +40,6 @@ class TensorReader:
     def __init__(self, info: TensorInfo, *, once: bool = False) -> None:
         self._info = info
         self._unit = 1  # offsets and lengths of reads are multiples of it
-        self._window: Any = b""  # the bytes of the last rows(), and where they begin in the file
-        self._window_place = 0
         try:
             self._file: FileIO = info.path.open("rb", buffering=0)
             if once and info.size_bytes >= _DIRECT_LEAST_BYTES and not self._is_cached():
@@ -58,31 +55,19 @@ class TensorReader:
 
     def rows(self, start: int, stop: int) -> torch.Tensor:
         """Rows [start, stop) of the first dimension, in the stored dtype; a scalar is one row."""
+        import torch
+
         info, dtype = self._info, torch_dtype(self._info.dtype)
         rows = info.shape[0] if info.shape else 1
         row_bytes = info.size_bytes // rows if rows else 0
+        size = (stop - start) * row_bytes
+        room = torch.empty(size + _SLACK_BYTES + _PAGE_BYTES, dtype=torch.uint8)
+        buffer: Any = room[-room.data_ptr() % _PAGE_BYTES :].numpy()
         place = info.offset_bytes + start * row_bytes
-        end = place + (stop - start) * row_bytes
-        if place < self._window_place or end > self._window_place + len(self._window):
-            self._read_window(place, end)
-        first = place - self._window_place
-        data: torch.Tensor = self._window[first : first + end - place]
-        if data.data_ptr() % dtype.itemsize:
+        data = torch.from_numpy(buffer[self._fill(memoryview(buffer), place, place + size)])
+        if data.storage_offset() % dtype.itemsize:
             data = data.clone()
         return data.view(dtype).view((stop - start, *info.shape[1:]) if info.shape else ())
-
-    def _read_window(self, place: int, end: int) -> None:
-        """Read [place, end), and more where nobody else reads ahead, into memory of its own."""
-        import torch
-
-        if self._unit > 1:
-            last = self._info.offset_bytes + self._info.size_bytes
-            end = max(end, min(place + _WINDOW_BYTES, last))
-        self._window = b""  # makes room for the next
-        room = torch.empty(end - place + _SLACK_BYTES + _PAGE_BYTES, dtype=torch.uint8)
-        buffer: Any = room[-room.data_ptr() % _PAGE_BYTES :].numpy()
-        filled = self._fill(memoryview(buffer), place, end)
-        self._window, self._window_place = torch.from_numpy(buffer[filled]), place
 
     def chunks(self, buffer: memoryview) -> Iterator[memoryview]:
         """All bytes in order, in pieces that reuse an aligned_buffer."""
