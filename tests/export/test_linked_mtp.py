@@ -130,8 +130,11 @@ def test_a_native_fp8_quantization_links_them_too(layered: Path, output: Path) -
     assert linked == whole_mtp_shards(layered)
 
 
-def test_copies_that_differ_are_found_in_linked_shards(
-    layered: Path, tmp_path: Path, output: Path
+@pytest.mark.parametrize(
+    "options", [(), ("--link", "copy"), ("--target", "paddlenlp"), ("--shared-weights", "drop")]
+)
+def test_copies_that_differ_are_found_whatever_becomes_of_them(
+    options: tuple[str, ...], tmp_path: Path, output: Path
 ) -> None:
     source = make_checkpoint(tmp_path / "s", max_shard_bytes=300_000, parted=False)
     index = read_json(source / "model.safetensors.index.json")["weight_map"]
@@ -142,7 +145,7 @@ def test_copies_that_differ_are_found_in_linked_shards(
     with path.open("r+b") as file:
         file.seek(at)
         file.write(bytes([data[at - path.stat().st_size] ^ 1]))
-    outcome = export(source, output)
+    outcome = export(source, output, *options)
     assert outcome.code == 3
     assert COPIES[1] in outcome.err
     assert not output.exists()
