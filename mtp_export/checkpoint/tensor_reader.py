@@ -65,7 +65,7 @@ class TensorReader:
         buffer: Any = room[-room.data_ptr() % _PAGE_BYTES :].numpy()
         place = info.offset_bytes + start * row_bytes
         data = torch.from_numpy(buffer[self._fill(memoryview(buffer), place, place + size)])
-        if data.storage_offset() % dtype.itemsize:
+        if data.data_ptr() % dtype.itemsize:
             data = data.clone()
         return data.view(dtype).view((stop - start, *info.shape[1:]) if info.shape else ())
 
@@ -99,7 +99,7 @@ class TensorReader:
         while done < wanted:
             count = os.preadv(self._file.fileno(), [buffer[done:room]], first + done)
             done += count
-            if not count or (done < wanted and done % self._unit):
+            if not count:
                 raise IoError(
                     f"Tensor {self._info.name} ends early: the shard shrank while it was read",
                     where=self._info.path,

@@ -77,6 +77,7 @@ def test_rows_of_any_dtype_at_any_offset(
         for start, stop in ((0, 100), (3, 4), (57, 99), (5, 5)):
             rows = reader.rows(start, stop)
             assert (rows.shape, str(rows.dtype)) == ((stop - start, 33), "torch.float32")
+            assert rows.data_ptr() % 4 == 0
             first, last = offset + start * 132, offset + stop * 132
             assert rows.numpy().tobytes() == CONTENT[first:last]
 
