@@ -29,6 +29,12 @@ def aligned_buffer(piece_bytes: int) -> memoryview:
     return memoryview(mmap.mmap(-1, piece_bytes + _SLACK_BYTES))
 
 
+def read_rows(info: TensorInfo, start: int, stop: int) -> torch.Tensor:
+    """Rows [start, stop) of one tensor, when no more of it is wanted."""
+    with TensorReader(info) as reader:
+        return reader.rows(start, stop)
+
+
 class TensorReader:
     """One tensor's bytes through one open file; a context manager.
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from mtp_export.checkpoint.header import TensorInfo
-from mtp_export.checkpoint.reader import read_rows
+from mtp_export.checkpoint.tensor_reader import read_rows
 from mtp_export.schemes.storage import BLOCK, Storage
 from mtp_export.schemes.stored import Stored, StoredWeight
 

@@ -11,7 +11,8 @@ from functools import partial
 from statistics import median
 from typing import TYPE_CHECKING, Any
 
-from mtp_export.checkpoint.same import first_difference
+from mtp_export.checkpoint.same import PIECE_BYTES, first_difference
+from mtp_export.checkpoint.tensor_reader import aligned_buffer
 from mtp_export.progress import ProgressCallback, format_bytes
 from mtp_export.schemes.storage import Storage
 from mtp_export.schemes.stored import stored_model
@@ -101,11 +102,16 @@ def _compare_all(
         return list(in_threads(work, pairs, context.options.workers))
 
 
+def _pass_by(piece: memoryview) -> None:
+    """Compared, and of no other use."""
+
+
 def _compare(progress: ProgressCallback, pair: tuple[WeightOnDisk, WeightOnDisk]) -> Compared:
     weight, source = pair
     if _is_copy(weight, source):
+        buffer = aligned_buffer(PIECE_BYTES)
         equal = all(
-            first_difference(ours, theirs, lambda: None) is None
+            first_difference(ours, theirs, _pass_by, buffer) is None
             for ours, theirs in zip(weight.tensors, source.tensors, strict=True)
         )
         progress(weight.size_bytes)
