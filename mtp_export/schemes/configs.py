@@ -130,12 +130,12 @@ def _bf16_modules(family: ModelFamily, main: Conversion, mtp: Conversion) -> lis
 def _compressed_config(
     family: ModelFamily, main: Conversion, mtp: Conversion, reader: Reader
 ) -> Config:
-    """compressed-tensors: one group a form. A form alone, and fp8 beside integers, stands for every
-    linear that no pattern names: names go before classes in all loaders, and transformers takes
-    the group that names no experts for the dense layers."""
+    """compressed-tensors: one group a form. One of them stands for every linear that no pattern
+    names, as names go before classes in all loaders: fp8, else int4, else int8. SGLang looks at the
+    class for int4 experts, beside which it must not fuse the shared expert into them; transformers
+    takes the first group that names experts for them, and the one that does not for the dense."""
     patterns = _patterns(family, main, mtp)
     ignored = [*_NEVER, *patterns.pop(Storage.BF16, [])]
-    forms = len(patterns)
     native_fp8 = reader is Reader.SGLANG and Storage.FP8_BLOCK in patterns
     if native_fp8:
         _check_nothing_left_out(family, "--target sglang")
@@ -145,13 +145,12 @@ def _compressed_config(
     if family.quantization is not None:
         ignored += [f"re:(.*\\.)?{name}(\\..*)?$" for name in family.quantization.unconverted]
     order = [storage for storage in (*_INTEGERS, Storage.FP8_BLOCK) if storage in patterns]
+    for_the_rest = Storage.FP8_BLOCK if Storage.FP8_BLOCK in order else order[0]
+    if for_the_rest is Storage.FP8_BLOCK or len(order) == 1:
+        patterns[for_the_rest] = []
+    patterns[for_the_rest].insert(0, "Linear")
     groups = {
-        f"group_{number}": _group(
-            storage,
-            ["Linear"] if forms == 1 or storage is Storage.FP8_BLOCK else patterns[storage],
-            main,
-            mtp,
-        )
+        f"group_{number}": _group(storage, patterns[storage], main, mtp)
         for number, storage in enumerate(order)
     }
     formats = {group["format"] for group in groups.values()}

@@ -87,6 +87,17 @@ def test_sglang_finds_the_mtp_layer_under_its_own_name(
             assert form_by_config(renamed, there) == row.mtp.form_of(module), there
 
 
+@pytest.mark.parametrize("name", ["wint4, SGLang", "int4", "int4, mse"])
+def test_sglang_sees_that_it_must_not_fuse_the_shared_expert(
+    name: str, source: Path, output: Path
+) -> None:
+    """It fuses the shared expert into the routed ones unless the class Linear is int4."""
+    assert quantize(source, output, *ROWS[name].options).code == 0
+    groups = read_json(output / "main/config.json")["quantization_config"]["config_groups"]
+    (linear,) = [group for group in groups.values() if "Linear" in group["targets"]]
+    assert (linear["weights"]["type"], linear["weights"]["num_bits"]) == ("int", 4)
+
+
 def test_the_real_layer_number_is_the_config_s(tmp_path: Path, output: Path) -> None:
     config = CONFIGS["bf16"] | {"num_hidden_layers": 2}
     source = make_checkpoint(tmp_path / "source", config)
