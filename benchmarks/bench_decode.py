@@ -146,7 +146,7 @@ def pass_seconds(llm: LLM, rows: int, context: int, mtp: bool) -> float:
 
     def draft() -> None:
         assert model.mtp is not None
-        x = model.mtp(tokens, hidden, cache.layers[-1], layout)
+        x = model.mtp(tokens, hidden, cache.layers[-1:], layout)
         model.mtp.head.logits(model.mtp.head.normed(x[-1:])).argmax(-1).tolist()
 
     seconds = timed(draft if mtp else target, repeats=21)

@@ -119,7 +119,7 @@ def _loss(corpus: Corpus, own: Drafts, other: Drafts, depth: int) -> Estimate | 
 
 def norm_spread(norm: RmsNorm) -> float:
     """Standard deviation of a norm's weights over their mean."""
-    weights = norm.scaled_weight.abs()
+    weights = norm.weight.abs()
     return float(weights.std() / weights.mean())
 
 

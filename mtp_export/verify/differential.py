@@ -208,15 +208,13 @@ def where_it_starts(texts: Texts, wanted: DeepseekV3, found: DeepseekV3) -> str:
         return "the embedding is of another checkpoint"
     if wanted.config != found.config:
         return "config.json asks for other arithmetic than the source's: see above"
-    settings = [Setting.of(model) for model in (wanted, found)]
-    caches = [setting.cache_of(short) for setting in settings]
+    caches = [Setting.of(model).cache_of(short) for model in (wanted, found)]
     chunks = [chunks_of(short, cache, found.device) for cache in caches]
-    for index, layers in enumerate(zip(wanted.layers, found.layers, strict=False)):
+    pairs = zip(wanted.layers.each(), found.layers.each(), strict=False)
+    for index, layers in enumerate(pairs):
         xs = [
-            through_layer(setting, layer, x, cache, own)
-            for setting, layer, x, cache, own in zip(
-                settings, layers, xs, caches, chunks, strict=True
-            )
+            through_layer(layer, x, cache, own)
+            for layer, x, cache, own in zip(layers, xs, caches, chunks, strict=True)
         ]
         now = _error(*xs)
         if now > _JUMP * max(error, 0.01):

@@ -4,7 +4,7 @@ kernel or its reference, with speculation or without."""
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import torch
 
@@ -13,44 +13,14 @@ from mtp_export.verify.context import Context
 from mtp_export.verify.corpus import Corpus
 from mtp_export.verify.greedy import divergences
 from mtp_export.verify.noise import paced_logits
-from mtp_kernels.verify_attention import verify_attention
-from mtp_runtime.layers.attention import Attention, BatchLayout
-from mtp_runtime.models.deepseek_v3 import Arithmetic, DeepseekV3
+from mtp_runtime.models.build import LoadOptions
+from mtp_runtime.models.deepseek_v3 import DeepseekV3, TorchLayers
 
 # Largest difference of a logit over the largest logit, fp32: some thousand roundings of 6e-8.
 LARGEST_DIFFERENCE = 1e-4
 _TEXTS = 3
 _TOKENS = 48
 _CHUNK = 7
-
-
-@dataclass(frozen=True)
-class ReferenceArithmetic(Arithmetic):
-    """Arithmetic whose attention is the kernel's float64 reference."""
-
-    @property
-    def attention(self) -> Attention:
-        return reference_attention
-
-
-def reference_attention(
-    q_latent: torch.Tensor,
-    q_rope: torch.Tensor,
-    kv_cache: torch.Tensor,
-    layout: BatchLayout,
-    scale: float,
-) -> torch.Tensor:
-    """verify_attention by its obvious definition."""
-    return verify_attention(
-        q_latent,
-        q_rope.contiguous(),
-        kv_cache,
-        layout.page_table,
-        layout.kv_lens,
-        layout.cu_q,
-        scale,
-        backend="reference",
-    )[0]
 
 
 def run(context: Context) -> Iterator[Item]:
@@ -73,11 +43,10 @@ def run(context: Context) -> Iterator[Item]:
         [_logits(model, [text])[0] for text in texts],
         "a request's logits depend on what else is in the batch: caches are mixed up",
     )
-    by_reference = replace(model, arithmetic=ReferenceArithmetic(False))
     yield _close(
         "attention kernel or its reference",
         whole,
-        _logits(by_reference, texts),
+        _logits(_by_reference(context), texts),
         "the attention backend does not compute what its float64 reference does",
     )
     yield Item(
@@ -85,6 +54,14 @@ def run(context: Context) -> Iterator[Item]:
         Status.NOT_TESTED,
         cause="the runtime computes on one device; test tensor parallelism in the engine",
     )
+
+
+def _by_reference(context: Context) -> DeepseekV3:
+    """The model run by torch, its attention by the kernel's float64 reference."""
+    options = LoadOptions(context.options.device, dequantize_at_load=False)
+    model = context.loaded(options).model
+    assert isinstance(model.layers, TorchLayers)
+    return replace(model, layers=replace(model.layers, backend="reference"))
 
 
 def _speculation(corpus: Corpus, k: int) -> Item:

@@ -145,7 +145,7 @@ def states_of(
     each = cost.read_bytes // (setting.config.layers + 1)
     for index in range(setting.config.layers):
         if index >= layer:
-            x = through_layer(setting, streamed.layer(index), x, cache, chunks)
+            x = through_layer(streamed.layer(index), x, cache, chunks)
             _keep(place, index + 1, x)
         progress(each)
     place.unlink(missing_ok=True)

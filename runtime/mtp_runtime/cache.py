@@ -22,7 +22,7 @@ class CachedSequence:
 
 
 class PagedCache:
-    """Latents and rope keys of all layers, [layers, pages, page, c+r]."""
+    """Latents and rope keys of all layers: `layers` [layers, pages, page, c+r]."""
 
     def __init__(
         self,
@@ -36,13 +36,11 @@ class PagedCache:
     ) -> None:
         self.page_size = page_size
         self.pages = pages
-        memory = torch.empty(layers, pages, page_size, width, dtype=dtype, device=device)
-        self.layers: tuple[torch.Tensor, ...] = memory.unbind()
-        self._memory = memory
+        self.layers = torch.empty(layers, pages, page_size, width, dtype=dtype, device=device)
         self._free = list(range(pages - 1, -1, -1))
         self._poison_freed = poison_freed
         if poison_freed:
-            memory.fill_(torch.nan)
+            self.layers.fill_(torch.nan)
 
     @property
     def free_pages(self) -> int:
@@ -89,5 +87,5 @@ class PagedCache:
 
     def _poison(self, sequence: CachedSequence, length: int) -> None:
         slots = self.slots(sequence, length, len(sequence.pages) * self.page_size)
-        index = torch.tensor(slots, dtype=torch.long, device=self._memory.device)
-        self._memory.flatten(1, 2)[:, index] = torch.nan
+        index = torch.tensor(slots, dtype=torch.long, device=self.layers.device)
+        self.layers.flatten(1, 2)[:, index] = torch.nan

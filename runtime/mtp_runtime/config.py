@@ -108,7 +108,7 @@ class RopeConfig:
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """The sizes of a DeepSeek-V3 model."""
+    """The sizes of a DeepSeek-V3 model. query_rank 0: queries are projected in one step."""
 
     vocab: int
     hidden: int
@@ -120,7 +120,7 @@ class ModelConfig:
     latent: int
     nope: int
     value: int
-    has_q_lora: bool
+    query_rank: int
     experts: int
     experts_per_token: int
     expert_groups: int
@@ -166,7 +166,7 @@ class ModelConfig:
             latent=config["kv_lora_rank"],
             nope=config["qk_nope_head_dim"],
             value=config["v_head_dim"],
-            has_q_lora=config.get("q_lora_rank") is not None,
+            query_rank=config.get("q_lora_rank") or 0,
             experts=config["n_routed_experts"],
             experts_per_token=config["num_experts_per_tok"],
             expert_groups=config.get("n_group") or 1,

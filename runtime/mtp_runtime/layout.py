@@ -32,5 +32,4 @@ def lay_out(
         torch.tensor(table, dtype=torch.int32, device=device),
         torch.tensor([end for _, end in spans], dtype=torch.int32, device=device),
         torch.tensor(cu_q, dtype=torch.int32, device=device),
-        cache.page_size,
     )

@@ -16,16 +16,8 @@ import torch.nn.functional as F
 from mtp_runtime.cache import CachedSequence, PagedCache
 from mtp_runtime.config import ModelConfig
 from mtp_runtime.layers.attention import BatchLayout
-from mtp_runtime.layers.rope import Rope
 from mtp_runtime.layout import lay_out
-from mtp_runtime.models.deepseek_v3 import (
-    Arithmetic,
-    DecoderLayer,
-    DeepseekV3,
-    Head,
-    MtpModule,
-    rotations_of,
-)
+from mtp_runtime.models.deepseek_v3 import DeepseekV3, Head, Layers, MtpModule
 
 CHUNK_TOKENS = 512
 BRANCH_ROWS = 256
@@ -96,15 +88,12 @@ class Setting:
     """What every layer of a model is run with."""
 
     config: ModelConfig
-    rope: Rope
-    arithmetic: Arithmetic
     dtype: torch.dtype
     device: torch.device
 
     @classmethod
     def of(cls, model: DeepseekV3) -> Setting:
-        dtype = model.embedding.dtype
-        return cls(model.config, model.rope, model.arithmetic, dtype, model.device)
+        return cls(model.config, model.embedding.dtype, model.device)
 
     def cache(self, pages: int, page_size: int) -> PagedCache:
         """A cache of one layer."""
@@ -151,31 +140,20 @@ def chunks_of(
 def target_states(model: DeepseekV3, texts: Texts) -> tuple[torch.Tensor, torch.Tensor]:
     """Hidden states [T, d] of every row, before and after the last norm."""
     x = F.embedding(texts.tokens.to(model.device), model.embedding)
-    setting = Setting.of(model)
-    cache = setting.cache_of(texts)
+    cache = Setting.of(model).cache_of(texts)
     chunks = chunks_of(texts, cache, model.device)
-    for layer in model.layers:
-        x = through_layer(setting, layer, x, cache, chunks)
+    for layer in model.layers.each():
+        x = through_layer(layer, x, cache, chunks)
     return x, model.head.normed(x)
 
 
 def through_layer(
-    setting: Setting,
-    layer: DecoderLayer,
-    x: torch.Tensor,
-    cache: PagedCache,
-    chunks: Sequence[Chunk],
+    layer: Layers, x: torch.Tensor, cache: PagedCache, chunks: Sequence[Chunk]
 ) -> torch.Tensor:
     """Every row of x [T, d] through one layer; the cache is of one layer, and used anew."""
     out = torch.empty_like(x)
     for chunk in chunks:
-        out[chunk.rows] = layer(
-            x[chunk.rows],
-            rotations_of(setting.rope, setting.arithmetic, chunk.layout),
-            cache.layers[0],
-            chunk.layout,
-            setting.arithmetic,
-        )
+        out[chunk.rows] = layer(x[chunk.rows], cache.layers, chunk.layout)
     return out
 
 
@@ -200,7 +178,7 @@ def draft_states(
     first = torch.zeros_like(hidden)
     for chunk in chunks_of(texts, cache, hidden.device, cut=1):
         following = tokens[chunk.rows.start + 1 : chunk.rows.stop + 1]
-        first[chunk.rows] = module(following, hidden[chunk.rows], cache.layers[0], chunk.layout)
+        first[chunk.rows] = module(following, hidden[chunk.rows], cache.layers, chunk.layout)
     states = [first[anchors.rows]]
     for depth in range(2, depths + 1):
         x = states[-1]
@@ -214,7 +192,7 @@ def draft_states(
             part = room[at : at + BRANCH_ROWS]
             layout = _branches(texts, anchors, part, depth, cache, hidden.device)
             following = tokens[anchors.rows[part] + depth]
-            out[part] = module(following, back[part], cache.layers[0], layout)
+            out[part] = module(following, back[part], cache.layers, layout)
         states.append(out)
     return states
 
@@ -242,8 +220,7 @@ def _branches(
 
 def logits_by_chunk(head: Head, normed: torch.Tensor) -> Iterator[tuple[slice, torch.Tensor]]:
     """float32 logits of rows that passed the norm, as many at once as memory is meant to hold."""
-    vocab = head.linear.weight.shape[0]
-    size = max(1, LOGIT_ELEMENTS // vocab)
+    size = max(1, LOGIT_ELEMENTS // head.linear.weight.shape[0])
     for at in range(0, len(normed), size):
         rows = slice(at, min(at + size, len(normed)))
         yield rows, head.logits(normed[rows])

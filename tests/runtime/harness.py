@@ -22,8 +22,9 @@ from mtp_runtime.sampling import SamplingParams
 Prompt = tuple[int, ...]
 
 
-def load(path: Path, *, deterministic: bool = True) -> DeepseekV3:
-    return load_model(path, LoadOptions(deterministic=deterministic)).model
+def load(path: Path, *, compiled: bool = True) -> DeepseekV3:
+    """The model on compiled kernels, or on torch, which keeps quantized weights as they are."""
+    return load_model(path, LoadOptions(dequantize_at_load=compiled)).model
 
 
 def prompts_of(lengths: Sequence[int], vocab: int, seed: int = 0) -> list[Prompt]:

@@ -47,11 +47,11 @@ def test_pages_belong_to_one_sequence(steps: list[tuple[int, int]], page_size: i
             assert len(set(cache.slots(each, 0, each.length))) == each.length
 
 
-@pytest.mark.parametrize("deterministic", [True, False])
+@pytest.mark.parametrize("compiled", [True, False])
 @pytest.mark.parametrize("cut", [1, 15, 16, 17, 30])
-def test_truncation_leaves_no_trace(small: Path, deterministic: bool, cut: int) -> None:
+def test_truncation_leaves_no_trace(small: Path, compiled: bool, cut: int) -> None:
     """What was cut off is poisoned with NaN; going on gives the bits of never having had it."""
-    model = load(small, deterministic=deterministic)
+    model = load(small, compiled=compiled)
     tokens, others = prompts_of([40, 40], 96)
     walk, clean = Walk(model), Walk(model)
     walk.feed(tokens[:cut])
@@ -64,9 +64,9 @@ def test_truncation_leaves_no_trace(small: Path, deterministic: bool, cut: int) 
         assert torch.equal(found, expected)
 
 
-@pytest.mark.parametrize("deterministic", [True, False])
-def test_a_future_token_changes_no_earlier_logit(small: Path, deterministic: bool) -> None:
-    model = load(small, deterministic=deterministic)
+@pytest.mark.parametrize("compiled", [True, False])
+def test_a_future_token_changes_no_earlier_logit(small: Path, compiled: bool) -> None:
+    model = load(small, compiled=compiled)
     (tokens,) = prompts_of([40], 96)
     expected = Walk(model).feed(tokens)[0]
     for place in (1, 17, 32, 39):
@@ -74,6 +74,6 @@ def test_a_future_token_changes_no_earlier_logit(small: Path, deterministic: boo
         found = Walk(model).feed(changed)[0]
         # In the fast mode another token may send other rows through an expert's product, whose
         # last bits depend on how many rows it has.
-        tolerance = 0.0 if deterministic else 1e-5
+        tolerance = 0.0 if compiled else 1e-5
         assert float((found[:place] - expected[:place]).abs().max()) <= tolerance
         assert not torch.equal(found[place], expected[place])

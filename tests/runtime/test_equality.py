@@ -1,5 +1,5 @@
-"""Greedy speculative decoding equals greedy plain decoding, token by token, in the deterministic
-mode: every drafter, k 1 to 5, batch 1, 7 and 128, page boundaries, mixed lengths."""
+"""Greedy speculative decoding equals greedy plain decoding, token by token, on compiled kernels:
+every drafter, k 1 to 5, batch 1, 7 and 128, page boundaries, mixed lengths."""
 
 from __future__ import annotations
 
@@ -151,17 +151,17 @@ def test_chunked_prefill_preemption_and_small_batches(small_plain: Plain) -> Non
     assert sum(request.metrics.preemptions for request in found.requests) > 0
 
 
-def test_fast_mode_agrees_on_these_prompts(trained: Path, trained_plain: Plain) -> None:
+def test_torch_agrees_on_these_prompts(trained: Path, trained_plain: Plain) -> None:
     """Nothing but near-ties can differ; these prompts have none."""
     prompts = prompts_of([5, 15, 16], 2048)
-    fast = load(trained, deterministic=False)
+    fast = load(trained, compiled=False)
     found = run(fast, prompts, trained_plain.params, method="mtp", k=2)
     assert found.outputs == trained_plain.outputs(prompts)
 
 
 @pytest.mark.parametrize("rows", [1, 2, 31, 32, 33, 70])
 def test_a_rows_bits_do_not_depend_on_its_batch(small: Path, rows: int) -> None:
-    """What the deterministic mode rests on, on this machine: each token alone, and in a chunk."""
+    """What all of this rests on: each token alone, and in a chunk."""
     from runtime.harness import Walk
 
     model = load(small)

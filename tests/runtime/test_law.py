@@ -92,7 +92,7 @@ def test_lossy_rules_are_lossy(acceptance: str) -> None:
 
 def test_chi_square_on_the_trained_model(trained: Path) -> None:
     """Two tokens after a prompt, 4 x 4 outcomes, 384 draws: alpha = 1e-4, fixed seeds."""
-    model = load(trained, deterministic=False)
+    model = load(trained)
     (prompt,) = prompts_of([3], 2048, seed=5)
     params = SamplingParams(temperature=1.5, top_k=4, max_tokens=3, ignore_eos=True)
     expected = pair_law(model, prompt, params)

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch
 
+from mtp_kernels.decoder import Norm
+from mtp_kernels.team import Team
 from mtp_runtime.layers import moe
 from mtp_runtime.layers.norm import RmsNorm
+from runtime.harness import Walk, load, prompts_of
 
 
 @pytest.mark.parametrize("limit", [0, 1 << 20])
@@ -24,15 +29,26 @@ def test_pairs_sorted_by_expert(monkeypatch: pytest.MonkeyPatch, limit: int, row
     assert order.rows[order.places].equal(torch.arange(rows).repeat_interleave(3))
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("size", [1e-4, 1.0, 1e4])
-def test_norm_is_torchs(dtype: torch.dtype, size: float) -> None:
+@pytest.mark.parametrize("columns", [5, 16, 96, 515])
+def test_compiled_norm_is_torchs(columns: int, size: float) -> None:
     generator = torch.Generator().manual_seed(0)
-    x = (torch.randn(5, 96, generator=generator) * size).to(dtype)
-    weight = torch.randn(96, generator=generator)
-    expected = torch.rms_norm(x.float(), (96,), weight, 1e-6)
-    found = RmsNorm.build(weight, 1e-6)(x)
-    assert found.dtype == dtype
-    tolerance = 1e-6 if dtype is torch.float32 else 1e-2
-    assert torch.allclose(found.float(), expected, rtol=tolerance, atol=tolerance)
-    assert torch.equal(RmsNorm.build(weight, 1e-6)(torch.zeros(1, 96)), torch.zeros(1, 96))
+    x = torch.randn(5, columns, generator=generator) * size
+    weight = torch.randn(columns, generator=generator)
+    expected = RmsNorm.build(weight, 1e-6)(x)
+    assert torch.allclose(Norm(weight, 1e-6)(x), expected, rtol=1e-6, atol=1e-6)
+    assert torch.equal(Norm(weight, 1e-6)(x[:0]), x[:0])
+
+
+@pytest.mark.parametrize("threads", [1, 2, 3])
+def test_threads_do_not_change_bits(small: Path, threads: int) -> None:
+    """A team of any size computes what one thread does, prefill and steps."""
+    model = load(small)
+    (tokens,) = prompts_of([90], 96)
+    expected = Walk(model).feed(tokens)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Team, "threads_for", staticmethod(lambda multiplications: threads))
+        walk = Walk(model)
+        parts = [walk.feed(part) for part in (tokens[:70], tokens[70:89], tokens[89:])]
+    for index, tensor in enumerate(expected):
+        assert torch.equal(torch.cat([part[index] for part in parts]), tensor)

@@ -112,8 +112,9 @@ def test_what_is_no_checkpoint_is_refused(tmp_path: Path) -> None:
         load_model(tmp_path, LoadOptions())
     with pytest.raises(UnsupportedError, match="dtype"):
         LoadOptions(dtype="float64")
-    with pytest.raises(UnsupportedError, match="deterministic"):
-        LoadOptions(dtype="bfloat16", deterministic=True)
+    for options in ({"dtype": "bfloat16"}, {"device": "cuda"}, {"dequantize_at_load": False}):
+        with pytest.raises(UnsupportedError, match="deterministic"):
+            LoadOptions(deterministic=True, **options)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("key", ["scoring_func", "topk_method", "hidden_act"])
@@ -174,7 +175,7 @@ def test_stacking_dense_weights_gives_a_dense_one() -> None:
 
 
 def test_quantized_weights_may_stay_as_they_are(trained: Path) -> None:
-    """Dequantizing in every call gives the bits of dequantizing at load."""
+    """Dequantizing in every call gives what dequantizing at load gives."""
     (tokens,) = prompts_of([3], 2048)
     at_load = load_model(trained, LoadOptions(with_mtp=False)).model
     in_calls = load_model(trained, LoadOptions(dequantize_at_load=False, with_mtp=False)).model
@@ -213,6 +214,6 @@ def mtp_fingerprint(model: object, hidden: torch.Tensor) -> tuple[float, ...]:
     layout = lay_out(walk.cache, [walk.sequence], [(0, 4)], model.device)
     with torch.inference_mode():
         fed = model.mtp_input(hidden, model.head.normed(hidden))
-        out = model.mtp(torch.tensor([5, 6, 7, 8]), fed, walk.cache.layers[-1], layout)
+        out = model.mtp(torch.tensor([5, 6, 7, 8]), fed, walk.cache.layers[-1:], layout)
         back = model.mtp.recycled(out, model.mtp.head.normed(out))
     return (float(fed.sum()), float(out.sum()), float(back.sum()))

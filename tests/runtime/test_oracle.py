@@ -37,10 +37,10 @@ def relative_error(found: torch.Tensor, expected: torch.Tensor) -> float:
     ],
     ids=["plain", "yarn", "no q lora", "one group", "two shared experts", "all sparse"],
 )
-@pytest.mark.parametrize("deterministic", [False, True])
-def test_variants(variant: Callable[..., Path], changes: Any, deterministic: bool) -> None:
+@pytest.mark.parametrize("compiled", [False, True])
+def test_variants(variant: Callable[..., Path], changes: Any, compiled: bool) -> None:
     path = variant(**changes)
-    reference, model = oracle(path), load(path, deterministic=deterministic)
+    reference, model = oracle(path), load(path, compiled=compiled)
     (tokens,) = prompts_of([150], 96)
     with torch.inference_mode():
         expected = reference(torch.tensor([tokens])).logits[0]
@@ -51,10 +51,10 @@ def test_variants(variant: Callable[..., Path], changes: Any, deterministic: boo
     assert relative_error(steps, expected) <= TOLERANCE
 
 
-@pytest.mark.parametrize("deterministic", [False, True])
-def test_trained(trained: Path, trained_dense: Path, deterministic: bool) -> None:
+@pytest.mark.parametrize("compiled", [False, True])
+def test_trained(trained: Path, trained_dense: Path, compiled: bool) -> None:
     """Prefill in whole and in chunks, then single steps: every logit of every position."""
-    reference, model = oracle(trained_dense), load(trained, deterministic=deterministic)
+    reference, model = oracle(trained_dense), load(trained, compiled=compiled)
     (tokens,) = prompts_of([70], 2048)
     with torch.inference_mode():
         expected = reference(torch.tensor([tokens])).logits[0]
@@ -82,7 +82,7 @@ def test_generate_is_token_exact(trained: Path, trained_dense: Path) -> None:
     # transformers forbids the end token up to min_new_tokens, the runtime goes on after it.
     assert all(1 not in output for output in expected), "choose other prompts"
     params = SamplingParams(max_tokens=24, ignore_eos=True)
-    assert run(load(trained), prompts, params).outputs == expected
+    assert run(load(trained), prompts, params, cache_tokens=256).outputs == expected
 
 
 def test_mtp_acceptance_equals_transformers(trained: Path, trained_dense: Path) -> None:
@@ -105,6 +105,6 @@ def test_mtp_acceptance_equals_transformers(trained: Path, trained_dense: Path) 
         )
         expected = out[0, len(prompt) :].tolist()
         params = SamplingParams(max_tokens=len(expected))
-        ours = run(model, [prompt], params, method="mtp", k=1, eos=(1,))
+        ours = run(model, [prompt], params, method="mtp", k=1, eos=(1,), cache_tokens=256)
         assert ours.outputs[0] == expected
         assert ours.requests[0].metrics.target_steps == len(calls)

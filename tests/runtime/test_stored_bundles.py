@@ -104,7 +104,7 @@ def mtp_output(model: Any) -> torch.Tensor:
     layout = lay_out(walk.cache, [walk.sequence], [(0, 6)], model.device)
     hidden = torch.randn(6, model.config.hidden, generator=torch.Generator().manual_seed(3))
     with torch.inference_mode():
-        out = model.mtp(torch.arange(3, 9), hidden, walk.cache.layers[-1], layout)
+        out = model.mtp(torch.arange(3, 9), hidden, walk.cache.layers[-1:], layout)
         return model.mtp.head.logits(model.mtp.head.normed(out))
 
 

@@ -22,6 +22,7 @@ __all__ = ["BACKENDS", "Workspace", "make_workspace", "verify_attention"]
 BACKENDS = {
     "reference": "mtp_kernels.verify_attention.reference",
     "torch_cpu": "mtp_kernels.verify_attention.torch_cpu",
+    "compiled_cpu": "mtp_kernels.verify_attention.compiled_cpu",
     "triton_cuda": "mtp_kernels.verify_attention.triton_cuda",
 }
 # What backend="auto" means on each torch device type.

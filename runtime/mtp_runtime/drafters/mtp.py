@@ -31,7 +31,7 @@ class MtpDrafter:
             )
         self._module = parts.target.mtp
         self._cache = parts.cache
-        self._layer_cache = parts.cache.layers[parts.target.cache_layers - 1]
+        self._layer_cache = parts.cache.layers[parts.target.cache_layers - 1 :]
         self._device = parts.target.device
         self._sample = parts.config.speculation.sample_drafts
         self._last: dict[int, torch.Tensor] = {}  # request id -> MTP output [d], before the norm

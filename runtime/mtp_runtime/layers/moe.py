@@ -123,21 +123,6 @@ class Moe:
         _by_segment(self.down, gated(inner), ends, outer)
         return outer
 
-    def same_for_any_batch(self, x: torch.Tensor) -> torch.Tensor:
-        """Every row goes through each hit expert, with weight 0 where it did not pick it.
-
-        A product's shape then depends on the rows' number alone, not on what other rows picked,
-        and adding zero changes nothing: the deterministic mode needs both.
-        """
-        picked, weights = self.route(x)
-        share = torch.zeros(len(x), len(self.gate_up), device=x.device)
-        share.scatter_(1, picked, weights)
-        total = torch.zeros_like(x)
-        for expert in sorted(set(picked.flatten().tolist())):
-            result = self.down[expert](gated(self.gate_up[expert](x)))
-            total = total + result * share[:, expert, None]
-        return total
-
 
 def _by_segment(
     linears: Sequence[Linear],

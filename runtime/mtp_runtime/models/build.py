@@ -18,7 +18,17 @@ from mtp_runtime.layers.moe import Mlp, Moe, Router
 from mtp_runtime.layers.norm import RmsNorm
 from mtp_runtime.layers.rope import Rope, softmax_scale
 from mtp_runtime.loader import Ledger, WeightSource, open_source
-from mtp_runtime.models.deepseek_v3 import Arithmetic, DecoderLayer, DeepseekV3, Head, MtpModule
+from mtp_runtime.models.compiled import CompiledExecution
+from mtp_runtime.models.deepseek_v3 import (
+    DecoderLayer,
+    DeepseekV3,
+    Execution,
+    Head,
+    Layers,
+    MtpModule,
+    TorchExecution,
+    TorchLayers,
+)
 from mtp_runtime.teacher import Setting
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -28,10 +38,10 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 class LoadOptions:
     """How weights are held.
 
-    dtype: what activations and dense weights are. deterministic: a row's bits never depend on the
-    batch (float32 only). dequantize_at_load: keep quantized weights as dense ones; False keeps
-    them as stored and dequantizes in every call. with_mtp False leaves the MTP module out. contract
-    None is what the MTP part's config.json records, or else the family's.
+    dtype: what activations and dense weights are. dequantize_at_load: keep quantized weights as
+    dense ones; False keeps them as stored and dequantizes in every call. with_mtp False leaves the
+    MTP module out. contract None is what the MTP part's config.json records, or else the family's.
+    deterministic: refuse options under which a row's bits depend on its batch.
     """
 
     device: str = "cpu"
@@ -48,10 +58,17 @@ class LoadOptions:
                 expected=" or ".join(DTYPES),
                 found=self.dtype,
             )
-        if self.deterministic and self.dtype != "float32":
+        if self.deterministic and not self.compiled:
             raise UnsupportedError(
-                "The deterministic mode computes in float32", expected="float32", found=self.dtype
+                "Only the compiled kernels are deterministic",
+                expected="device cpu, dtype float32, weights dequantized at load",
+                found=f"{self.device}, {self.dtype}, dequantize_at_load {self.dequantize_at_load}",
             )
+
+    @property
+    def compiled(self) -> bool:
+        """Whether the compiled kernels run the model; else torch does."""
+        return self.device == "cpu" and self.dtype == "float32" and self.dequantize_at_load
 
 
 @dataclass(frozen=True)
@@ -86,17 +103,18 @@ class StreamedModel:
     @property
     def setting(self) -> Setting:
         """What every layer is run with."""
-        source, config = self.builder.source, self.builder.config
-        rope = Rope.build(config.rope, source.device)
-        return Setting(config, rope, Arithmetic(False), source.dtype, source.device)
+        source = self.builder.source
+        return Setting(self.builder.config, source.dtype, source.device)
 
     def embedded(self, tokens: torch.Tensor) -> torch.Tensor:
         """Embeddings [T, d] of tokens [T]."""
         table = self.builder.source.raw("model.embed_tokens.weight")
         return F.embedding(tokens.to(table.device), table).to(self.builder.source.dtype)
 
-    def layer(self, index: int) -> DecoderLayer:
-        return self.builder.main_layer(index)
+    def layer(self, index: int) -> Layers:
+        """One layer by itself."""
+        rope = Rope.build(self.builder.config.rope, self.builder.source.device)
+        return TorchLayers((self.builder.main_layer(index),), rope)
 
     def rest(self) -> DeepseekV3:
         """Everything but the main layers: embedding, head and MTP module."""
@@ -136,19 +154,21 @@ class _Builder:
     def model(self, count: int | None = None) -> DeepseekV3:
         """The model, or with its first `count` layers alone."""
         source, config = self.source, self.config
-        arithmetic = Arithmetic(self.options.deterministic)
         rope = Rope.build(config.rope, source.device)
+        execution: Execution = TorchExecution(rope)
+        if self.options.compiled:
+            execution = CompiledExecution(config, rope)
         embedding = source.tensor("model.embed_tokens.weight")
-        head = Head(self._norm("model.norm"), source.linear("lm_head"), arithmetic)
-        layers = tuple(map(self.main_layer, range(config.layers if count is None else count)))
+        head = Head(self._norm("model.norm"), source.linear("lm_head"), execution)
+        layers = execution.layers(
+            map(self.main_layer, range(config.layers if count is None else count))
+        )
         mtp = None
         if self.options.with_mtp and source.has_mtp:
-            mtp = self._mtp(embedding, head, rope, arithmetic)
-        return DeepseekV3(config, embedding, layers, head, rope, arithmetic, mtp)
+            mtp = self._mtp(embedding, head, execution)
+        return DeepseekV3(config, embedding, layers, head, mtp)
 
-    def _mtp(
-        self, embedding: torch.Tensor, head: Head, rope: Rope, arithmetic: Arithmetic
-    ) -> MtpModule:
+    def _mtp(self, embedding: torch.Tensor, head: Head, execution: Execution) -> MtpModule:
         source, index = self.source, self.config.layers
         if self.config.mtp_layers != 1:
             raise UnsupportedError(
@@ -170,10 +190,9 @@ class _Builder:
             self._norm(f"{prefix}.hnorm"),
             source.linear(f"{prefix}.eh_proj"),
             self._layer(index, True),
-            Head(self._norm(f"{prefix}.shared_head.norm"), linear, arithmetic),
-            rope,
+            Head(self._norm(f"{prefix}.shared_head.norm"), linear, execution),
             self.options.contract or MtpContract(),
-            arithmetic,
+            execution,
         )
 
     def main_layer(self, index: int) -> DecoderLayer:
@@ -193,14 +212,14 @@ class _Builder:
 
     def _attention(self, prefix: str) -> Mla:
         source, config = self.source, self.config
-        query = "q_a_proj" if config.has_q_lora else "q_proj"
+        query = "q_a_proj" if config.query_rank else "q_proj"
         down = [source.weight(f"{prefix}.{n}") for n in (query, "kv_a_proj_with_mqa")]
         halves = source.dense_matrix(f"{prefix}.kv_b_proj")
         halves = halves.view(config.heads, config.nope + config.value, config.latent)
         return Mla(
             self._linear(*down),
-            self._norm(f"{prefix}.q_a_layernorm") if config.has_q_lora else None,
-            source.linear(f"{prefix}.q_b_proj") if config.has_q_lora else None,
+            self._norm(f"{prefix}.q_a_layernorm") if config.query_rank else None,
+            source.linear(f"{prefix}.q_b_proj") if config.query_rank else None,
             self._norm(f"{prefix}.kv_a_layernorm"),
             halves[:, : config.nope].contiguous(),
             halves[:, config.nope :].transpose(1, 2).contiguous(),

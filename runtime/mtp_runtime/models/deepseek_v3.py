@@ -6,60 +6,49 @@ Source: DeepSeek-V3 technical report, sections 2.1 and 2.2; the released weights
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Protocol
 
 import torch
 import torch.nn.functional as F
 
 from mtp_runtime.config import Hidden, ModelConfig, MtpContract
-from mtp_runtime.layers.attention import (
-    TILE_ROWS,
-    Attention,
-    BatchLayout,
-    canonical_attention,
-    fused_attention,
-)
+from mtp_runtime.layers.attention import BatchLayout, attend
 from mtp_runtime.layers.linear import Linear
 from mtp_runtime.layers.mla import Mla
 from mtp_runtime.layers.moe import Mlp, Moe
 from mtp_runtime.layers.norm import RmsNorm
 from mtp_runtime.layers.rope import Rope
 
-Rows = tuple[torch.Tensor, ...]
+RowStep = Callable[[torch.Tensor], torch.Tensor]  # of every row by itself
 
 
-@dataclass(frozen=True)
-class Arithmetic:
-    """How rows are computed: all at once, or so that a row's bits do not depend on its batch.
+class Layers(Protocol):
+    """Some decoder layers in a row, however they are run."""
 
-    Deterministic: every row-wise step runs on tiles of TILE_ROWS rows, the last one padded, so
-    that each matrix product, and each vectorized loop, has one shape whatever the batch is.
-    """
+    def __len__(self) -> int: ...
 
-    deterministic: bool
+    def __call__(
+        self,
+        x: torch.Tensor,  # [T, d]; may be overwritten
+        kv_cache: torch.Tensor,  # [layers, pages, page, c+r]
+        layout: BatchLayout,
+    ) -> torch.Tensor: ...
 
-    @property
-    def attention(self) -> Attention:
-        return canonical_attention if self.deterministic else fused_attention
-
-    def by_rows(self, step: Callable[..., Rows], *tensors: torch.Tensor) -> Rows:
-        """step on tensors that share their first dimension, in tiles where that is asked for."""
-        if not self.deterministic:
-            return step(*tensors)
-        count = len(tensors[0])
-        parts = []
-        for at in range(0, count, TILE_ROWS):
-            tile = [tensor[at : at + TILE_ROWS] for tensor in tensors]
-            if len(tile[0]) < TILE_ROWS:
-                tile = [_padded(tensor) for tensor in tile]
-            parts.append(step(*(tensor.contiguous() for tensor in tile)))
-        return tuple(torch.cat(columns)[:count] for columns in zip(*parts, strict=True))
+    def each(self) -> Iterator[Layers]:
+        """Every layer by itself."""
 
 
-def _padded(tensor: torch.Tensor) -> torch.Tensor:
-    missing = TILE_ROWS - len(tensor)
-    return torch.cat([tensor, tensor.new_zeros(missing, *tensor.shape[1:])])
+class Execution(Protocol):
+    """What runs a model's parts: torch, or compiled kernels that are made of them."""
+
+    def layers(self, layers: Iterable[DecoderLayer]) -> Layers: ...
+
+    def norm(self, norm: RmsNorm) -> RowStep: ...
+
+    def linear(self, linear: Linear) -> RowStep: ...
 
 
 @dataclass(frozen=True)
@@ -77,25 +66,52 @@ class DecoderLayer:
         rotations: torch.Tensor,  # [T, r/2]
         kv_cache: torch.Tensor,  # [pages, page, c+r]
         layout: BatchLayout,
-        arithmetic: Arithmetic,
+        backend: str,  # of verify_attention
     ) -> torch.Tensor:
         mla = self.attention
-
-        def before(x: torch.Tensor, rotations: torch.Tensor) -> Rows:
-            return mla.project(self.input_norm(x), rotations)
-
-        q_latent, q_rope, cached = arithmetic.by_rows(before, x, rotations)
+        q_latent, q_rope, cached = mla.project(self.input_norm(x), rotations)
         kv_cache.flatten(0, 1).index_copy_(0, layout.slots, cached)
-        attended = arithmetic.attention(q_latent, q_rope, kv_cache, layout, mla.scale)
+        x = x + mla.finish(attend(q_latent, q_rope, kv_cache, layout, mla.scale, backend))
+        return x + self.feed_forward(self.post_norm(x))
 
-        def after(x: torch.Tensor, attended: torch.Tensor) -> Rows:
-            x = x + mla.finish(attended)
-            normed = self.post_norm(x)
-            if arithmetic.deterministic and isinstance(self.feed_forward, Moe):
-                return (x + self.feed_forward.same_for_any_batch(normed),)
-            return (x + self.feed_forward(normed),)
 
-        return arithmetic.by_rows(after, x, attended)[0]
+@dataclass(frozen=True)
+class TorchLayers:
+    """Layers run by torch, operation by operation, on any device and in any dtype."""
+
+    layers: tuple[DecoderLayer, ...]
+    rope: Rope
+    backend: str = "auto"
+
+    def __len__(self) -> int:
+        return len(self.layers)
+
+    def __call__(
+        self, x: torch.Tensor, kv_cache: torch.Tensor, layout: BatchLayout
+    ) -> torch.Tensor:
+        rotations = self.rope.rotations(layout.positions)
+        for layer, layer_cache in zip(self.layers, kv_cache.unbind(), strict=False):
+            x = layer(x, rotations, layer_cache, layout, self.backend)
+        return x
+
+    def each(self) -> Iterator[Layers]:
+        return (replace(self, layers=(layer,)) for layer in self.layers)
+
+
+@dataclass(frozen=True)
+class TorchExecution:
+    """Every operation by torch."""
+
+    rope: Rope
+
+    def layers(self, layers: Iterable[DecoderLayer]) -> Layers:
+        return TorchLayers(tuple(layers), self.rope)
+
+    def norm(self, norm: RmsNorm) -> RowStep:
+        return norm
+
+    def linear(self, linear: Linear) -> RowStep:
+        return linear
 
 
 @dataclass(frozen=True)
@@ -104,14 +120,20 @@ class Head:
 
     norm: RmsNorm
     linear: Linear
-    arithmetic: Arithmetic
+    execution: Execution
 
-    def normed(self, x: torch.Tensor) -> torch.Tensor:
-        return self.arithmetic.by_rows(lambda rows: (self.norm(rows),), x)[0]
+    @cached_property
+    def normed(self) -> RowStep:
+        """The norm of rows [T, d]."""
+        return self.execution.norm(self.norm)
+
+    @cached_property
+    def _projected(self) -> RowStep:
+        return self.execution.linear(self.linear)
 
     def logits(self, normed: torch.Tensor) -> torch.Tensor:
         """float32 logits [T, vocab] of rows that passed the norm."""
-        return self.arithmetic.by_rows(lambda rows: (self.linear(rows),), normed)[0].float()
+        return self._projected(normed).float()
 
 
 @dataclass(frozen=True)
@@ -124,29 +146,36 @@ class MtpModule:
     projection: Linear
     layer: DecoderLayer
     head: Head
-    rope: Rope
     contract: MtpContract
-    arithmetic: Arithmetic
+    execution: Execution
+
+    @cached_property
+    def _layers(self) -> Layers:
+        return self.execution.layers([self.layer])
+
+    @cached_property
+    def _inputs(self) -> tuple[RowStep, RowStep, RowStep]:
+        own = self.execution
+        return (
+            own.norm(self.embedding_norm),
+            own.norm(self.hidden_norm),
+            own.linear(self.projection),
+        )
 
     def __call__(
         self,
         next_tokens: torch.Tensor,  # [T]
         hidden: torch.Tensor,  # [T, d]
-        kv_cache: torch.Tensor,
+        kv_cache: torch.Tensor,  # [1, pages, page, c+r]
         layout: BatchLayout,
     ) -> torch.Tensor:
         """Rows at position i take token i+1 and hidden state i; returns [T, d] before the norm."""
         embedded = F.embedding(next_tokens, self.embedding)
         if self.contract.zero_first_embedding:
             embedded = embedded.masked_fill((layout.positions == 0)[:, None], 0.0)
-
-        def combine(embedded: torch.Tensor, hidden: torch.Tensor) -> Rows:
-            both = [self.embedding_norm(embedded), self.hidden_norm(hidden)]
-            return (self.projection(torch.cat(both, dim=-1)),)
-
-        x = self.arithmetic.by_rows(combine, embedded, hidden)[0]
-        rotations = rotations_of(self.rope, self.arithmetic, layout)
-        return self.layer(x, rotations, kv_cache, layout, self.arithmetic)
+        norm_embedding, norm_hidden, project = self._inputs
+        both = torch.cat([norm_embedding(embedded), norm_hidden(hidden)], dim=-1)
+        return self._layers(project(both), kv_cache, layout)
 
     def recycled(self, x: torch.Tensor, normed: torch.Tensor) -> torch.Tensor:
         """What the next draft of a recursion takes as hidden state."""
@@ -159,10 +188,8 @@ class DeepseekV3:
 
     config: ModelConfig
     embedding: torch.Tensor
-    layers: tuple[DecoderLayer, ...]
+    layers: Layers
     head: Head
-    rope: Rope
-    arithmetic: Arithmetic
     mtp: MtpModule | None
 
     @property
@@ -177,14 +204,11 @@ class DeepseekV3:
     def __call__(
         self,
         tokens: torch.Tensor,  # [T]
-        kv_cache: Sequence[torch.Tensor],  # of each layer, [pages, page, c+r]
+        kv_cache: torch.Tensor,  # [layers, pages, page, c+r]
         layout: BatchLayout,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Hidden states [T, d] of every row, before and after the last norm; fills the cache."""
-        x = F.embedding(tokens, self.embedding)
-        rotations = rotations_of(self.rope, self.arithmetic, layout)
-        for layer, layer_cache in zip(self.layers, kv_cache, strict=False):
-            x = layer(x, rotations, layer_cache, layout, self.arithmetic)
+        x = self.layers(F.embedding(tokens, self.embedding), kv_cache, layout)
         return x, self.head.normed(x)
 
     def mtp_input(self, before: torch.Tensor, after: torch.Tensor) -> torch.Tensor:
@@ -192,12 +216,3 @@ class DeepseekV3:
         if self.mtp is None or self.mtp.contract.target_hidden is Hidden.AFTER_NORM:
             return after
         return before
-
-
-def rotations_of(rope: Rope, arithmetic: Arithmetic, layout: BatchLayout) -> torch.Tensor:
-    """Rotary factors [T, r/2] of every row."""
-
-    def turn(positions: torch.Tensor) -> Rows:
-        return (rope.rotations(positions),)
-
-    return arithmetic.by_rows(turn, layout.positions)[0]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -19,7 +20,7 @@ def changed(name: str, value: Any) -> dict[str, Any]:
     return build(CASE) | {name: value}
 
 
-@pytest.mark.parametrize("backend", ["auto", "reference", "torch_cpu"])
+@pytest.mark.parametrize("backend", ["auto", "reference", "torch_cpu", "compiled_cpu"])
 def test_every_cpu_backend_agrees(backend: str) -> None:
     check(CASE, *verify_attention(**build(CASE), backend=backend))
 
@@ -53,7 +54,11 @@ def test_wrong_dtypes_name_the_tensor(name: str) -> None:
         ("kv_lens", torch.tensor([65, 1], dtype=torch.int32), r"kv_lens: expected 0 to 64"),
         ("kv_lens", torch.tensor([-1, 1], dtype=torch.int32), r"kv_lens: expected 0 to 64"),
         ("kv_lens", torch.tensor([33, 1], dtype=torch.int32), r"found 2147483647 at \[0, 2\]"),
-        ("backend", "gpu", r"expected auto or one of \['reference', 'torch_cpu', 'triton_cuda'\]"),
+        (
+            "backend",
+            "gpu",
+            r"expected auto or one of \['compiled_cpu', 'reference', 'torch_cpu', 't",
+        ),
     ],
 )
 def test_wrong_values_say_what_was_expected(name: str, value: Any, message: str) -> None:
@@ -69,6 +74,12 @@ def test_no_tensor_is_no_tensor() -> None:
 def test_triton_refuses_cpu_tensors() -> None:
     with pytest.raises(ValueError, match="expected tensors on a CUDA device, found cpu"):
         verify_attention(**build(CASE), backend="triton_cuda")
+
+
+def test_compiled_cpu_computes_in_float32() -> None:
+    arguments = build(replace(CASE, dtype=torch.bfloat16))
+    with pytest.raises(ValueError, match="expected float32 queries .* found torch.bfloat16"):
+        verify_attention(**arguments, backend="compiled_cpu")
 
 
 def test_a_small_workspace_is_refused() -> None:

@@ -1,0 +1,179 @@
+"""The feed-forward half of a decoder layer: routed and shared experts, or one dense MLP.
+
+A row's experts are added to it in order of their numbers, whatever other rows picked.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from mtp_kernels.compiling import compiled
+from mtp_kernels.decoder.rows import ROWS, copy, norm_row, panels_of, project, vector
+from mtp_kernels.elementwise import sigmoid
+from mtp_kernels.team import share, wait
+from mtp_kernels.vectors import PANEL, address
+
+NOT_PICKED = np.float32(-np.inf)
+
+
+@compiled
+def feed_forward(member: Any, layer: Any, sizes: Any, scratch: Any, x: Any) -> None:
+    """Add the experts' result to the stream x [T, d]."""
+    route(member, layer, sizes, scratch, x)
+    wait(member)
+    rows, places, ends = sort_by_expert(layer, scratch.picked, x.shape[0])
+    make_inner(member, layer, sizes, scratch, rows, ends)
+    wait(member)
+    add_experts(member, layer, sizes, scratch, rows, places, ends, x)
+    wait(member)
+
+
+@compiled
+def route(member: Any, layer: Any, sizes: Any, scratch: Any, x: Any) -> None:
+    """Norm the member's rows and pick their experts."""
+    norm = vector(layer.post_norm, sizes.hidden)
+    first, last = share(member, x.shape[0])
+    for row in range(first, last):
+        norm_row(x[row], norm, sizes.norm_eps, scratch.normed[row])
+    if not layer.routed:
+        return
+    width = panels_of(layer.routed) * PANEL
+    scores = np.empty((ROWS, width), np.float32)
+    choice = np.empty(layer.routed, np.float32)
+    bias = vector(layer.router_bias, layer.routed)
+    for row in range(first, last, ROWS):
+        rows = min(ROWS, last - row)
+        source, panels = address(scratch.normed[row]), (0, width // PANEL)
+        depth = sizes.hidden
+        project(source, depth, rows, layer.router, depth, panels, address(scores), width)
+        for r in range(rows):
+            for expert in range(layer.routed):
+                scores[r, expert] = sigmoid(scores[r, expert])
+                choice[expert] = scores[r, expert] + bias[expert]
+            keep_best_groups(choice, sizes.groups, sizes.groups_per_token)
+            pick(scores[r], choice, sizes, scratch.picked[row + r], scratch.weights[row + r])
+
+
+@compiled
+def keep_best_groups(choice: Any, groups: Any, kept: Any) -> None:
+    """Leave out the experts of all but the best groups; a group counts its two best experts."""
+    if kept >= groups:
+        return
+    size = choice.size // groups
+    totals = np.empty(groups, np.float32)
+    for group in range(groups):
+        best, second = NOT_PICKED, NOT_PICKED
+        for expert in range(group * size, (group + 1) * size):
+            if choice[expert] > best:
+                best, second = choice[expert], best
+            elif choice[expert] > second:
+                second = choice[expert]
+        totals[group] = best + second
+    for group in range(groups):
+        better = (totals > totals[group]).sum() + (totals[:group] == totals[group]).sum()
+        if better >= kept:
+            choice[group * size : (group + 1) * size] = NOT_PICKED
+
+
+@compiled
+def pick(scores: Any, choice: Any, sizes: Any, picked: Any, weights: Any) -> None:
+    """The best experts [k] of one row, and their weights."""
+    total = np.float32(0.0)
+    for place in range(picked.size):
+        expert = choice.argmax()
+        picked[place] = expert
+        weights[place] = scores[expert]
+        total += scores[expert]
+        choice[expert] = NOT_PICKED
+    scale = sizes.routed_scale / total if sizes.normalise else sizes.routed_scale
+    for place in range(picked.size):
+        weights[place] *= scale
+
+
+@compiled
+def sort_by_expert(layer: Any, picked: Any, count: Any) -> Any:
+    """(Row, expert) pairs by expert: their rows, their places in `picked`, where experts end.
+
+    Shared experts follow the routed ones and have all rows; their places are -1.
+    """
+    pairs = picked.size if layer.routed else 0
+    experts = layer.routed + layer.shared
+    ends = np.zeros(experts + 1, np.int64)
+    flat = picked.reshape(-1)
+    for pair in range(pairs):
+        ends[flat[pair] + 1] += 1
+    for expert in range(layer.routed, experts):
+        ends[expert + 1] = count
+    for expert in range(experts):
+        ends[expert + 1] += ends[expert]
+    rows, places = np.empty(ends[experts], np.int64), np.full(ends[experts], -1)
+    following = ends[:-1].copy()
+    for pair in range(pairs):
+        at = following[flat[pair]]
+        following[flat[pair]] += 1
+        rows[at], places[at] = pair // picked.shape[1], pair
+    for expert in range(layer.routed, experts):
+        for row in range(count):
+            rows[ends[expert] + row] = row
+    return rows, places, ends
+
+
+@compiled
+def make_inner(member: Any, layer: Any, sizes: Any, scratch: Any, rows: Any, ends: Any) -> None:
+    """silu(gate) * up of every pair, shared out by expert and panel."""
+    panels = panels_of(layer.inner)
+    total, done = rows.size * panels, 0
+    for expert in range(ends.size - 1):
+        size = ends[expert + 1] - ends[expert]
+        for panel in range(panels if size else 0):
+            if done * member.count // total == member.number:
+                first, last = ends[expert], ends[expert + 1]
+                at = layer.gate_up + 8 * (expert * panels + panel) * sizes.hidden * PANEL
+                gate_panel(at, sizes.hidden, scratch, rows[first:last], first, panel)
+            done += size
+
+
+@compiled
+def gate_panel(weight: Any, hidden: Any, scratch: Any, rows: Any, first: Any, panel: Any) -> None:
+    """One panel of an expert's inner values for its rows."""
+    gathered = np.empty((ROWS, hidden), np.float32)
+    both = np.empty((ROWS, 2 * PANEL), np.float32)
+    for start in range(0, rows.size, ROWS):
+        size = min(ROWS, rows.size - start)
+        for r in range(size):
+            copy(scratch.normed[rows[start + r]], gathered[r])
+        project(address(gathered), hidden, size, weight, hidden, (0, 2), address(both), 2 * PANEL)
+        for r in range(size):
+            out = scratch.inner[first + start + r, panel * PANEL : (panel + 1) * PANEL]
+            for c in range(PANEL):
+                gate = both[r, c]
+                out[c] = gate * sigmoid(gate) * both[r, PANEL + c]
+
+
+@compiled
+def add_experts(
+    member: Any, layer: Any, sizes: Any, scratch: Any, rows: Any, places: Any, ends: Any, x: Any
+) -> None:
+    """x += weight * down(inner), expert by expert, by panels of x."""
+    hidden, width = sizes.hidden, scratch.inner.shape[1]
+    panels = panels_of(hidden)
+    made = np.empty((ROWS, PANEL), np.float32)
+    weights = scratch.weights.reshape(-1)
+    first, last = share(member, panels)
+    for panel in range(first, last):
+        column = panel * PANEL
+        size = min(PANEL, hidden - column)
+        for expert in range(ends.size - 1):
+            at = layer.expert_down + 4 * (expert * panels + panel) * layer.inner * PANEL
+            for start in range(ends[expert], ends[expert + 1], ROWS):
+                count = min(ROWS, ends[expert + 1] - start)
+                source = address(scratch.inner[start])
+                project(source, width, count, at, layer.inner, (0, 1), address(made), PANEL)
+                for r in range(count):
+                    place = places[start + r]
+                    weight = weights[place] if place >= 0 else np.float32(1.0)
+                    out = x[rows[start + r], column : column + size]
+                    for c in range(size):
+                        out[c] += weight * made[r, c]

@@ -1,0 +1,139 @@
+"""The same layers on compiled kernels: float32 on a CPU, a row's bits free of its batch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+
+from mtp_kernels.decoder import (
+    Decoder,
+    LayerWeights,
+    Norm,
+    PackedLayer,
+    Projection,
+    Rows,
+    Sizes,
+    pack_layer,
+)
+from mtp_kernels.team import Team
+from mtp_runtime.config import ModelConfig
+from mtp_runtime.layers.attention import BatchLayout
+from mtp_runtime.layers.linear import Linear
+from mtp_runtime.layers.moe import Mlp, Moe
+from mtp_runtime.layers.norm import RmsNorm
+from mtp_runtime.layers.rope import Rope
+from mtp_runtime.models.deepseek_v3 import DecoderLayer, Layers, RowStep, TorchLayers
+
+
+class CompiledLayers:
+    """A Decoder with the face of Layers."""
+
+    def __init__(self, decoder: Decoder) -> None:
+        self._decoder = decoder
+
+    def __len__(self) -> int:
+        return len(self._decoder)
+
+    def __call__(
+        self, x: torch.Tensor, kv_cache: torch.Tensor, layout: BatchLayout
+    ) -> torch.Tensor:
+        rows = Rows(layout.positions, layout.slots, layout.page_table, layout.kv_lens, layout.cu_q)
+        self._decoder(x, rows, kv_cache)
+        return x
+
+    def each(self) -> Iterator[CompiledLayers]:
+        return (CompiledLayers(decoder) for decoder in self._decoder.each())
+
+
+@dataclass(frozen=True)
+class CompiledExecution:
+    """Packs parts for the kernels; the parts themselves may then be dropped."""
+
+    config: ModelConfig
+    rope: Rope
+    team: Team = field(default_factory=Team)
+
+    def layers(self, layers: Iterable[DecoderLayer]) -> Layers:
+        """Packed one by one, so that no two copies of a model are held; all have one scale."""
+        sizes, all_packed = None, []
+        for layer in layers:
+            if not isinstance(layer.feed_forward, Mlp | Moe):
+                return TorchLayers((layer, *layers), self.rope)  # a layer the kernels do not know
+            sizes = sizes_of(self.config, layer.attention.scale)
+            all_packed.append(packed(layer))
+        assert sizes is not None, "a model has layers"
+        rope = self.rope
+        decoder = Decoder(sizes, all_packed, rope.inverse, rope.amplitude, self.team)
+        return CompiledLayers(decoder)
+
+    def norm(self, norm: RmsNorm) -> RowStep:
+        return Norm(norm.weight, norm.eps)
+
+    def linear(self, linear: Linear) -> RowStep:
+        return Projection(_dense(linear), self.team)
+
+
+def sizes_of(config: ModelConfig, attention_scale: float) -> Sizes:
+    """The sizes that all layers share."""
+    return Sizes(
+        hidden=config.hidden,
+        heads=config.heads,
+        nope=config.nope,
+        rope=config.rope.size,
+        value=config.value,
+        latent=config.latent,
+        query_rank=config.query_rank,
+        experts_per_token=config.experts_per_token,
+        groups=config.expert_groups,
+        groups_per_token=config.groups_per_token,
+        normalise=config.normalise_weights,
+        routed_scale=np.float32(config.routed_scale),
+        norm_eps=np.float32(config.norm_eps),
+        attention_scale=np.float32(attention_scale),
+    )
+
+
+def packed(layer: DecoderLayer) -> PackedLayer:
+    """A layer's weights in the kernels' layout; the layer itself may then be dropped."""
+    mla, feed_forward = layer.attention, layer.feed_forward
+    heads = len(mla.key_up)
+    router: torch.Tensor | None = None
+    bias: torch.Tensor | None = None
+    if isinstance(feed_forward, Moe):
+        gate_up = torch.stack([_dense(linear) for linear in feed_forward.gate_up])
+        down = torch.stack([_dense(linear) for linear in feed_forward.down])
+        router, bias = feed_forward.router.weight.t(), feed_forward.router.bias
+    else:
+        assert isinstance(feed_forward, Mlp)
+        gate_up, down = _dense(feed_forward.gate_up)[None], _dense(feed_forward.down)[None]
+    gate, up = gate_up.chunk(2, dim=1)
+    query_up = None if mla.query_up is None else _dense(mla.query_up).contiguous()
+    return pack_layer(
+        LayerWeights(
+            input_norm=layer.input_norm.weight,
+            down=_dense(mla.down),
+            query_norm=_weight(mla.query_norm),
+            query_up=None if query_up is None else query_up.view(heads, -1, query_up.shape[1]),
+            latent_norm=mla.latent_norm.weight,
+            key_up=mla.key_up.transpose(1, 2),
+            value_up=mla.value_up.transpose(1, 2),
+            output=_dense(mla.output),
+            post_norm=layer.post_norm.weight,
+            router=router,
+            router_bias=bias,
+            gate=gate,
+            up=up,
+            expert_down=down,
+        )
+    )
+
+
+def _dense(linear: Linear) -> torch.Tensor:
+    return linear.matrix(torch.float32).t()
+
+
+def _weight(norm: RmsNorm | None) -> torch.Tensor | None:
+    return None if norm is None else norm.weight
