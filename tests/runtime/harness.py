@@ -98,11 +98,16 @@ def run(
     speculation = SpeculationConfig(
         method=method if build is None else "planted", max_draft_tokens=k, acceptance=acceptance
     )
-    config = EngineConfig(
-        **{"page_size": 16} | settings, poison_freed=True, speculation=speculation
-    )
-    engine = Engine(model, config, build or DRAFTERS[method], draft_model)
     each = [params] * len(prompts) if isinstance(params, SamplingParams) else params
+    # Just enough for all of them: more would take longer to poison than to decode.
+    sizes = {"page_size": 16} | settings
+    page = sizes["page_size"]
+    pages = [
+        -(-(len(p) + own.max_tokens + k + 1) // page) for p, own in zip(prompts, each, strict=True)
+    ]
+    sizes = {"cache_tokens": page * sum(pages)} | sizes
+    config = EngineConfig(**sizes, poison_freed=True, speculation=speculation)
+    engine = Engine(model, config, build or DRAFTERS[method], draft_model)
     requests = [
         Request(number, prompt, own, eos)
         for number, (prompt, own) in enumerate(zip(prompts, each, strict=True))

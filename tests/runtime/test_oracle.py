@@ -82,7 +82,7 @@ def test_generate_is_token_exact(trained: Path, trained_dense: Path) -> None:
     # transformers forbids the end token up to min_new_tokens, the runtime goes on after it.
     assert all(1 not in output for output in expected), "choose other prompts"
     params = SamplingParams(max_tokens=24, ignore_eos=True)
-    assert run(load(trained), prompts, params, cache_tokens=256).outputs == expected
+    assert run(load(trained), prompts, params).outputs == expected
 
 
 def test_mtp_acceptance_equals_transformers(trained: Path, trained_dense: Path) -> None:
@@ -105,6 +105,6 @@ def test_mtp_acceptance_equals_transformers(trained: Path, trained_dense: Path) 
         )
         expected = out[0, len(prompt) :].tolist()
         params = SamplingParams(max_tokens=len(expected))
-        ours = run(model, [prompt], params, method="mtp", k=1, eos=(1,), cache_tokens=256)
+        ours = run(model, [prompt], params, method="mtp", k=1, eos=(1,))
         assert ours.outputs[0] == expected
         assert ours.requests[0].metrics.target_steps == len(calls)
