@@ -9,6 +9,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from functools import cache
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -78,7 +79,7 @@ def share(member: Any, items: Any) -> tuple[Any, Any]:
 
 
 class Team:
-    """Threads for compiled functions whose first argument is a Member."""
+    """Threads for compiled functions whose first argument is a Member; they run one at a time."""
 
     def __init__(self) -> None:
         self._pool: ThreadPoolExecutor | None = None
@@ -111,3 +112,9 @@ class Team:
         if self._pool is None or workers > self._workers:
             self._pool, self._workers = ThreadPoolExecutor(workers), workers
         return self._pool
+
+
+@cache
+def process_team() -> Team:
+    """The threads that all compiled kernels of this process share."""
+    return Team()

@@ -17,7 +17,7 @@ from mtp_kernels.decoder.attention import Batch, Scratch
 from mtp_kernels.decoder.passes import run_layers, run_norm, run_project
 from mtp_kernels.decoder.rows import panels_of, turns
 from mtp_kernels.decoder.weights import LayerWeights, PackedLayer, Sizes, pack, pack_layer, table
-from mtp_kernels.team import Team
+from mtp_kernels.team import process_team
 from mtp_kernels.vectors import PANEL
 from mtp_kernels.verify_attention.compiled_parts import Parts, plan
 
@@ -60,14 +60,12 @@ class Decoder:
         layers: Sequence[PackedLayer],
         inverse: torch.Tensor,
         amplitude: float,
-        team: Team,
     ) -> None:
         self._sizes = sizes
         self._layers = tuple(layers)
         self._table = table(layers)
         self._rope = inverse, amplitude
         self._inverse = inverse.float().numpy()
-        self._team = team
         fields = [packed.layer for packed in layers]
         self._experts = max(
             layer.shared + sizes.experts_per_token * (layer.routed > 0) for layer in fields
@@ -83,7 +81,7 @@ class Decoder:
     def each(self) -> Iterator[Decoder]:
         """Every layer by itself."""
         for layer in self._layers:
-            yield Decoder(self._sizes, [layer], self._rope[0], self._rope[1], self._team)
+            yield Decoder(self._sizes, [layer], *self._rope)
 
     def __call__(self, x: torch.Tensor, rows: Rows, kv_cache: torch.Tensor) -> None:
         """Take the stream x [T, d] through the layers, in place.
@@ -95,9 +93,10 @@ class Decoder:
         rotations = turns(rows.positions.numpy(), self._inverse, np.float32(self._rope[1]))
         slots, page_table = rows.slots.numpy(), rows.page_table.numpy()
         batch = Batch(rotations, slots, page_table, page, tiles, waves)
-        self._team.run(
+        team = process_team()
+        team.run(
             run_layers,
-            self._team.threads_for(len(x) * self._multiplications),
+            team.threads_for(len(x) * self._multiplications),
             self._table,
             self._sizes,
             batch,
@@ -128,29 +127,28 @@ class Norm:
     def __init__(self, weight: torch.Tensor, eps: float) -> None:
         self._weight = weight.float().numpy()
         self._eps = np.float32(eps)
-        self._team = Team()
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """Rows [T, d]."""
         out = torch.empty_like(x)
-        self._team.run(run_norm, 1, x.numpy(), self._weight, self._eps, out.numpy())
+        process_team().run(run_norm, 1, x.numpy(), self._weight, self._eps, out.numpy())
         return out
 
 
 class Projection:
     """y = x @ matrix.T for a matrix [out, in]."""
 
-    def __init__(self, matrix: torch.Tensor, team: Team) -> None:
+    def __init__(self, matrix: torch.Tensor) -> None:
         self._outputs = len(matrix)
         self._packed = pack(matrix)
         self._array = self._packed.numpy()
-        self._team = team
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """Rows [T, in] to [T, out]."""
         out = x.new_empty(len(x), self._outputs)
-        threads = self._team.threads_for(len(x) * self._packed.numel())
-        self._team.run(run_project, threads, x.contiguous().numpy(), self._array, out.numpy())
+        team = process_team()
+        threads = team.threads_for(len(x) * self._packed.numel())
+        team.run(run_project, threads, x.contiguous().numpy(), self._array, out.numpy())
         return out
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from mtp_kernels.team import Team
+from mtp_kernels.team import process_team
 from mtp_kernels.verify_attention.compiled_parts import Keys, Parts, Queries, plan
 from mtp_kernels.verify_attention.compiled_parts import attend as attend_rows
 from mtp_kernels.verify_attention.inputs import Inputs, Sizes
@@ -36,9 +36,10 @@ def attend(
         np.empty(most, np.float32),
     )
     rows = torch.cat([inputs.q_latent, inputs.q_rope], dim=-1).numpy()
-    Team().run(
+    team = process_team()
+    team.run(
         attend_rows,
-        torch.get_num_threads(),
+        team.threads_for(sizes.queries * sizes.heads * sizes.kv_tokens * 2 * sizes.latent),
         tiles,
         waves,
         Queries(rows, sizes.latent, np.float32(inputs.scale)),

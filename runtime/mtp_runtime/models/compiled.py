@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -18,7 +18,6 @@ from mtp_kernels.decoder import (
     Sizes,
     pack_layer,
 )
-from mtp_kernels.team import Team
 from mtp_runtime.config import ModelConfig
 from mtp_runtime.layers.attention import BatchLayout
 from mtp_runtime.layers.linear import Linear
@@ -54,7 +53,6 @@ class CompiledExecution:
 
     config: ModelConfig
     rope: Rope
-    team: Team = field(default_factory=Team)
 
     def layers(self, layers: Iterable[DecoderLayer]) -> Layers:
         """Packed one by one, so that no two copies of a model are held; all have one scale."""
@@ -66,14 +64,14 @@ class CompiledExecution:
             all_packed.append(packed(layer))
         assert sizes is not None, "a model has layers"
         rope = self.rope
-        decoder = Decoder(sizes, all_packed, rope.inverse, rope.amplitude, self.team)
+        decoder = Decoder(sizes, all_packed, rope.inverse, rope.amplitude)
         return CompiledLayers(decoder)
 
     def norm(self, norm: RmsNorm) -> RowStep:
         return Norm(norm.weight, norm.eps)
 
     def linear(self, linear: Linear) -> RowStep:
-        return Projection(_dense(linear), self.team)
+        return Projection(_dense(linear))
 
 
 def sizes_of(config: ModelConfig, attention_scale: float) -> Sizes:
