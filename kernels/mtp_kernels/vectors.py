@@ -21,6 +21,7 @@ from mtp_kernels.compiling import compiled
 LANES = 16
 PANEL = 2 * LANES  # columns of a packed weight that one product makes
 BLOCK = 4 * LANES  # entries that block_max and block_sum take
+AHEAD = 16  # rows of a weight that are asked for before they are needed
 
 _FLOAT = ir.FloatType()
 _INT = ir.IntType(64)
@@ -55,6 +56,15 @@ def _fma(builder: Any, a: Any, b: Any, c: Any) -> Any:
     kind = ir.FunctionType(_VECTOR, [_VECTOR] * 3)
     function = cgutils.get_or_insert_function(builder.module, kind, f"llvm.fma.v{LANES}f32")
     return builder.call(function, [a, b, c])
+
+
+def _prefetch(builder: Any, address: Any) -> None:
+    """Ask for the cache line at an address; one past the end of memory does no harm."""
+    pointer, number = ir.IntType(8).as_pointer(), ir.IntType(32)
+    kind = ir.FunctionType(ir.VoidType(), [pointer, number, number, number])
+    function = cgutils.get_or_insert_function(builder.module, kind, "llvm.prefetch")
+    settings = [ir.Constant(number, value) for value in (0, 3, 1)]  # read, keep near, data
+    builder.call(function, [builder.inttoptr(address, pointer), *settings])
 
 
 def _splat(builder: Any, value: Any) -> Any:
@@ -128,6 +138,8 @@ def _product(rows: int) -> Any:
             columns = [
                 _load(builder, _at(builder, weight, w_bytes, 0, c), _VECTOR) for c in (0, LANES)
             ]
+            for c in (0, LANES):
+                _prefetch(builder, _at(builder, weight, w_bytes, AHEAD, c))
             offset = _bytes(builder, k)
             results = []
             for r in range(rows):
@@ -171,6 +183,9 @@ def _dots(rows: int, tokens: int) -> Any:
                  for i in range(count)]
                 for at, stride, count in ((x, x_bytes, rows), (y, y_bytes, tokens))
             )  # fmt: skip
+            for i in range(tokens if rows > 1 else 0):
+                ahead = _at(builder, y, y_bytes, tokens + i)
+                _prefetch(builder, builder.add(ahead, offset))
             pairs = [(a, b) for a in left for b in right]
             return [_fma(builder, a, b, s) for (a, b), s in zip(pairs, sums, strict=True)]
 
@@ -212,7 +227,8 @@ def _block(combine: Any) -> Any:
     return intrinsic(block)
 
 
-_PRODUCT_8, _PRODUCT_4, _PRODUCT_2, _PRODUCT_1 = (_product(rows) for rows in (8, 4, 2, 1))
+_PRODUCT_1, _PRODUCT_2, _PRODUCT_3, _PRODUCT_4 = (_product(rows) for rows in (1, 2, 3, 4))
+_PRODUCT_5, _PRODUCT_6, _PRODUCT_7, _PRODUCT_8 = (_product(rows) for rows in (5, 6, 7, 8))
 _DOTS_4_4, _DOTS_4_1, _DOTS_1_4, _DOTS_1_1 = (_dots(r, t) for r in (4, 1) for t in (4, 1))
 block_max = _block(_larger)
 block_sum = _block(_sum)
@@ -242,18 +258,23 @@ def multiply(
 
     x, w and out are addresses, x_row, w_row and out_row the strides of their rows.
     """
-    x_next, out_next = 4 * x_row, 4 * out_row
     while rows >= 8:
         _PRODUCT_8(x, x_row, w, w_row, depth, out, out_row, add)
-        x, out, rows = x + 8 * x_next, out + 8 * out_next, rows - 8
-    if rows >= 4:
-        _PRODUCT_4(x, x_row, w, w_row, depth, out, out_row, add)
-        x, out, rows = x + 4 * x_next, out + 4 * out_next, rows - 4
-    if rows >= 2:
-        _PRODUCT_2(x, x_row, w, w_row, depth, out, out_row, add)
-        x, out, rows = x + 2 * x_next, out + 2 * out_next, rows - 2
-    if rows >= 1:
+        x, out, rows = x + 32 * x_row, out + 32 * out_row, rows - 8
+    if rows == 1:
         _PRODUCT_1(x, x_row, w, w_row, depth, out, out_row, add)
+    elif rows == 2:
+        _PRODUCT_2(x, x_row, w, w_row, depth, out, out_row, add)
+    elif rows == 3:
+        _PRODUCT_3(x, x_row, w, w_row, depth, out, out_row, add)
+    elif rows == 4:
+        _PRODUCT_4(x, x_row, w, w_row, depth, out, out_row, add)
+    elif rows == 5:
+        _PRODUCT_5(x, x_row, w, w_row, depth, out, out_row, add)
+    elif rows == 6:
+        _PRODUCT_6(x, x_row, w, w_row, depth, out, out_row, add)
+    elif rows == 7:
+        _PRODUCT_7(x, x_row, w, w_row, depth, out, out_row, add)
 
 
 @compiled
