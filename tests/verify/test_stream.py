@@ -20,7 +20,7 @@ from mtp_export.verify.base import Item, Level, Status
 from mtp_export.verify.context import Context, VerifyOptions
 from mtp_export.verify.decode import decode
 from mtp_runtime.models.build import LoadOptions, StreamedModel, load_model
-from mtp_runtime.models.deepseek_v3 import DecoderLayer
+from mtp_runtime.models.deepseek_v3 import Layers
 from mtp_runtime.sampling import SamplingParams
 
 FIXTURE = Path(__file__).resolve().parents[2] / "fixtures/deepseek-v3-tiny"
@@ -85,10 +85,10 @@ def test_one_layer_is_held_at_a_time_and_a_cut_off_run_resumes(
     """Weights alive when a layer is read are those of that layer alone; it dies at layer 40."""
     read: list[int] = []
     real = StreamedModel.layer
-    handed_out: list[weakref.ref[DecoderLayer]] = []
+    handed_out: list[weakref.ref[Layers]] = []
     alive: list[int] = []
 
-    def layer(self: StreamedModel, index: int) -> DecoderLayer:
+    def layer(self: StreamedModel, index: int) -> Layers:
         if index == 40 and 40 not in read:
             read.append(index)
             raise KeyboardInterrupt
