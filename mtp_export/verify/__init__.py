@@ -8,12 +8,16 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from importlib import import_module
 
 from mtp_export.errors import MtpExportError, ResourceError, UnsupportedError, UsageError
+from mtp_export.schemes.transforms import one_torch_thread
 from mtp_export.verify import files
 from mtp_export.verify.base import WHOLE_CHECK, Check, CheckResult, Item, Level, Status
 from mtp_export.verify.context import Context
+
+_LEAST_HIDDEN_FOR_THREADS = 1024
 
 
 def _module(name: str) -> Callable[[Context], Iterator[Item]]:
@@ -62,13 +66,22 @@ def _items(check: Check, context: Context) -> Iterator[Item]:
             yield _not_tested(reason)
             return
     try:
-        yield from check.run(context)
+        with one_torch_thread() if _small(check, context) else nullcontext():
+            yield from check.run(context)
     except UsageError:
         raise
     except (UnsupportedError, ResourceError) as error:
         yield _not_tested(str(error))
     except MtpExportError as error:
         yield Item("could be checked to the end", Status.FAIL, cause=str(error))
+
+
+def _small(check: Check, context: Context) -> bool:
+    """Whether a check multiplies, and so small matrices that a second thread only costs time."""
+    main = context.main
+    if main is None or check.level is Level.FILES:
+        return False
+    return int(main.config.get("hidden_size", 0)) < _LEAST_HIDDEN_FOR_THREADS
 
 
 def _not_tested(reason: str) -> Item:

@@ -18,7 +18,6 @@ from mtp_runtime.teacher import (
     Recycle,
     Text,
     Texts,
-    best_tokens,
     draft_states,
     logits_by_chunk,
     target_states,
@@ -32,14 +31,15 @@ _SHORTEST = 2
 class Drafts:
     """What an MTP module drafts at every anchor, by depth: best token and how it fared.
 
-    best [A], hit [A] (it is the text's token), room [A] (the text goes that far), and scores [A]:
-    the module's log-probability of the text's token.
+    best [A], hit [A] (it is the text's token), room [A] (the text goes that far), scores [A] (the
+    module's log-probability of the text's token) and margins [A] (its best logit less the second).
     """
 
     best: tuple[torch.Tensor, ...]
     hit: tuple[torch.Tensor, ...]
     room: tuple[torch.Tensor, ...]
     scores: tuple[torch.Tensor, ...]
+    margins: tuple[torch.Tensor, ...]
 
     def stands(self, depth: int) -> torch.Tensor:
         """Where every draft up to the depth is right [A]; depth 0: everywhere."""
@@ -148,18 +148,28 @@ def judge(
     module: MtpModule, texts: Texts, anchors: Anchors, states: Sequence[torch.Tensor]
 ) -> Drafts:
     """Best tokens and log-probabilities of MTP outputs, by depth."""
-    best, hits, rooms, scores = [], [], [], []
+    best, hits, rooms, scores, margins = [], [], [], [], []
     tokens = texts.tokens
     for depth, x in enumerate(states, start=1):
         room = texts.room(anchors, depth)
         wanted = tokens[(anchors.rows + 1 + depth).clamp(max=len(tokens) - 1)]
         normed = module.head.normed(x)
-        found = best_tokens(module.head, normed).cpu()
+        found, margin = best_with_margin(module, normed)
         best.append(found)
+        margins.append(margin)
         hits.append((found == wanted) & room)
         rooms.append(room)
         scores.append(scores_of(module, normed, wanted))
-    return Drafts(tuple(best), tuple(hits), tuple(rooms), tuple(scores))
+    return Drafts(tuple(best), tuple(hits), tuple(rooms), tuple(scores), tuple(margins))
+
+
+def best_with_margin(module: MtpModule, normed: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """The best token of each row, and its logit less the second's [A]."""
+    tops = [logits.topk(2, dim=-1) for _, logits in logits_by_chunk(module.head, normed)]
+    if not tops:
+        return torch.zeros(0, dtype=torch.long), torch.zeros(0)
+    values = torch.cat([top[0] for top in tops]).cpu()
+    return torch.cat([top[1] for top in tops])[:, 0].cpu(), values[:, 0] - values[:, 1]
 
 
 def scores_of(module: MtpModule, normed: torch.Tensor, wanted: torch.Tensor) -> torch.Tensor:

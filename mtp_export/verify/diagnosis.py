@@ -21,14 +21,16 @@ from mtp_export.verify.variants import (
 from mtp_runtime.config import Hidden
 from mtp_runtime.teacher import Anchors, draft_states, overlaps
 
-# A variant is better when the text's tokens gain so many nats, by a bound that chance passes once
-# in so many variants, whatever else is tried.
+# A variant is better when the text's tokens gain so many nats, and its interval lies above zero.
+# The first bound is what keeps variants that make no difference out, the second chance.
 LEAST_GAIN_NATS = 0.03
-CONFIDENCE = 0.9999
+CONFIDENCE = 0.98
 # Log-probabilities are cut off here: one hopeless token must not outweigh all others.
-WORST_SCORE = -15.0
-# The part of a drafter's proposals that must be what its module drafts: near-ties may differ.
+WORST_SCORE = -8.0
+# The part of a drafter's proposals that a known misbehaviour must account for.
 LEAST_AGREEMENT = 0.98
+# A module whose two best tokens are this close may draft either.
+NEAR_TIE = 1e-3
 
 
 @dataclass(frozen=True)
@@ -49,7 +51,8 @@ class Alternative:
 
     @property
     def better(self) -> bool:
-        return self.gain.low is not None and self.gain.low > LEAST_GAIN_NATS
+        low = self.gain.low
+        return low is not None and low > 0 and self.gain.value > LEAST_GAIN_NATS
 
     @property
     def explained(self) -> str:
@@ -176,7 +179,8 @@ def agreement(corpus: Corpus, decoded: Decoded, drafts: Drafts) -> Agreement:
             continue
         for depth in _comparable(corpus, proposal, same[proposal.request], depths):
             compared[depth] += 1
-            equal[depth] += proposal.tokens[depth] == int(drafts.best[depth][anchor])
+            same_token = proposal.tokens[depth] == int(drafts.best[depth][anchor])
+            equal[depth] += same_token or float(drafts.margins[depth][anchor]) < NEAR_TIE
     return Agreement(tuple(equal), tuple(compared))
 
 
@@ -200,12 +204,15 @@ def _common(a: Sequence[int], b: Sequence[int]) -> int:
 
 
 def misbehaviour(corpus: Corpus, decoded: Decoded, depths: int) -> tuple[str, float] | None:
-    """The known misbehaviour that accounts for a run's proposals, and how far it does."""
+    """The known misbehaviour that accounts for a run's proposals, and how far it does. Of several
+    that do, one of recursion is meant where first drafts are as they should be."""
+    own = agreement(corpus, decoded, corpus.drafts(depths))
+    in_recursion = own.equal[0] == own.compared[0]
     fits = [
         (agreement(corpus, decoded, drafts_of(corpus, variant, depths)).share, variant)
         for variant in behaviour_variants(corpus.module)
     ]
-    share, variant = max(fits, key=lambda fit: fit[0])
+    share, variant = max(fits, key=lambda fit: (fit[0], (fit[1].depth > 1) == in_recursion))
     if share < LEAST_AGREEMENT:
         return None
     return _behaviour(variant), share

@@ -14,6 +14,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -63,6 +64,22 @@ def prompts_of(seed: int, count: int) -> list[Prompt]:
     return [tokenizer.encode(text)[: chance.randint(8, 48)] for text in texts]
 
 
+Found = tuple[dict[str, Tally], list[str], int]
+
+
+def merged(parts: list[Found]) -> Found:
+    """One result of several."""
+    tallies, alarms, looked_at = parts[0]
+    for other, more, count in parts[1:]:
+        for name, tally in other.items():
+            tallies[name].caught += tally.caught
+            tallies[name].named += tally.named
+            tallies[name].missed += tally.missed
+        alarms = alarms + more
+        looked_at += count
+    return tallies, alarms, looked_at
+
+
 def shells(good: Path, folder: Path) -> Iterator[DeepseekV3]:
     """For each fault, everything but the main layers of a bundle that has it."""
     for number, fault in enumerate(RUN_FAULTS):
@@ -73,8 +90,9 @@ def shells(good: Path, folder: Path) -> Iterator[DeepseekV3]:
         shutil.rmtree(bundle)
 
 
-def sweep(seeds: int, count: int, tokens: int) -> tuple[dict[str, Tally], list[str], int]:
+def sweep(seeds: range, count: int, tokens: int) -> Found:
     """Tallies by fault, false alarms, and the number of items that good runs came to."""
+    torch.set_num_threads(1)
     tallies = {fault.name: Tally() for fault in (*RUN_FAULTS, *DRAFTER_FAULTS)}
     alarms: list[str] = []
     items_looked_at = 0
@@ -83,7 +101,7 @@ def sweep(seeds: int, count: int, tokens: int) -> tuple[dict[str, Tally], list[s
         assert export(FIXTURE, good, "--link", "copy", "--quiet").code == 0
         model = load_model(good, LoadOptions()).model
         faulty = list(shells(good, Path(name)))
-        for seed in range(seeds):
+        for seed in seeds:
             corpus = Corpus(model, tuple(prompts_of(seed, count)), tokens)
             items = [*diagnosed(corpus), drafter_item(corpus, K), *controls.items_of(corpus)]
             items_looked_at += len(items)
@@ -103,10 +121,9 @@ def sweep(seeds: int, count: int, tokens: int) -> tuple[dict[str, Tally], list[s
     return tallies, alarms, items_looked_at
 
 
-def page(options: argparse.Namespace, seconds: float, found: tuple[object, ...]) -> str:
+def page(options: argparse.Namespace, seconds: float, found: Found) -> str:
     """The result as Markdown."""
     tallies, alarms, looked_at = found
-    assert isinstance(tallies, dict) and isinstance(alarms, list)
     lines = [
         "# Run-level faults over seeds of prompts",
         "",
@@ -141,13 +158,23 @@ def page(options: argparse.Namespace, seconds: float, found: tuple[object, ...])
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--seeds", type=int, default=20)
-    parser.add_argument("--prompts", type=int, default=10)
-    parser.add_argument("--tokens", type=int, default=20)
+    parser.add_argument("--prompts", type=int, default=16)
+    parser.add_argument("--tokens", type=int, default=24)
+    parser.add_argument("--workers", type=int, default=2)
     parser.add_argument("--output", type=Path, default=ROOT / "docs/run_faults.md")
     options = parser.parse_args()
-    torch.set_num_threads(1)
     start = time.monotonic()
-    found = sweep(options.seeds, options.prompts, options.tokens)
+    with ProcessPoolExecutor(options.workers) as pool:
+        runs = [
+            pool.submit(
+                sweep,
+                range(first, options.seeds, options.workers),
+                options.prompts,
+                options.tokens,
+            )
+            for first in range(options.workers)
+        ]
+        found = merged([run.result() for run in runs])
     options.output.parent.mkdir(exist_ok=True)
     options.output.write_text(page(options, time.monotonic() - start, found))
 

@@ -110,8 +110,10 @@ def test_one_layer_is_held_at_a_time_and_a_cut_off_run_resumes(
     assert max(alive) == 0, "a layer outlives its turn"
 
 
-def test_other_texts_do_not_resume(bundle: Path, tmp_path: Path) -> None:
-    one = context_of(bundle, tmp_path / "a", tmp_path)
+def test_other_texts_do_not_resume(
+    bundle: Path, engine: tuple[Path, list[float]], tmp_path: Path
+) -> None:
+    one = context_of(bundle, engine[0], tmp_path)
     texts = stream.Texts((stream.Text((1, 2, 3), 1),))
     other = stream.Texts((stream.Text((1, 2, 4), 1),))
     assert stream.checkpoint_path(one, texts) != stream.checkpoint_path(one, other)

@@ -24,7 +24,7 @@ from mtp_runtime.tokenizer import Tokenizer
 
 ROOT = Path(__file__).resolve().parents[2]
 FIXTURE = ROOT / "fixtures/deepseek-v3-tiny"
-TOKENS, K = 20, 2
+TOKENS, K = 24, 2
 
 
 def held_out(count: int) -> list[tuple[int, ...]]:
@@ -48,7 +48,7 @@ def good(tmp_path_factory: pytest.TempPathFactory) -> Good:
     bundle = tmp_path_factory.mktemp("trained") / "bundle"
     assert export(FIXTURE, bundle, "--link", "copy", "--quiet").code == 0
     model = load_model(bundle, LoadOptions()).model
-    corpus = Corpus(model, tuple(held_out(10)), TOKENS)
+    corpus = Corpus(model, tuple(held_out(16)), TOKENS)
     _ = corpus.states
     return Good(bundle, corpus)
 

@@ -1,0 +1,12 @@
+"""Fixtures for the checks of verify."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+
+@pytest.fixture(autouse=True, scope="session")
+def one_thread() -> None:
+    """Products this small lose time to a second thread, and more on a busy machine."""
+    torch.set_num_threads(1)
