@@ -11,7 +11,7 @@ import typer
 
 from mtp_export import options as common
 from mtp_export.checkpoint.files import write_bytes
-from mtp_export.commands.output import check_place, say, stderr
+from mtp_export.commands.output import check_place, remark, say, stderr
 from mtp_export.errors import UsageError
 from mtp_export.progress import shown
 
@@ -126,5 +126,9 @@ def _run(chosen: VerifyOptions, quiet: bool) -> Report:
 
     start = time.monotonic()
     context = Context.open(chosen, lambda title, total: shown(stderr(), title, total, quiet))
-    results = tuple(run_checks(context))
-    return report_of(context, results, time.monotonic() - start)
+    results = []
+    for result in run_checks(context):
+        results.append(result)
+        if not quiet:
+            remark(f"{result.name}: {result.status}, {result.seconds:.1f} s")
+    return report_of(context, tuple(results), time.monotonic() - start)
