@@ -26,9 +26,10 @@ import torch
 
 from benchmarks.dequantized import write_dequantized
 from benchmarks.vllm_peer import against_vllm
-from mtp_runtime import LLM, RequestOutput, SamplingParams
+from mtp_runtime import LLM, SamplingParams
 from mtp_runtime.cache import CachedSequence
 from mtp_runtime.layout import lay_out
+from mtp_runtime.models.build import LoadOptions, load_model
 
 CONCURRENCIES = (1, 2, 4, 8, 16, 20, 40, 80)
 Prompts = list[tuple[int, ...]]
@@ -155,43 +156,65 @@ def pass_seconds(llm: LLM, rows: int, context: int, mtp: bool) -> float:
     return seconds
 
 
-def speculation(source: Path, prompts: Prompts, tokens: int, options: Any) -> list[Any]:
-    """Measured and predicted speedup at batch 1 for k = 1 to 5."""
+@dataclass(frozen=True)
+class Round:
+    """Decoding the same prompts one after the other, prefill left out."""
+
+    seconds: float
+    steps: int
+    tokens: int
+
+
+def decode_round(llm: LLM, prompts: Prompts, params: SamplingParams) -> Round:
+    metrics = [llm.generate([prompt], params)[0].metrics for prompt in prompts]
+    return Round(
+        sum(m.finished_seconds - m.first_token_seconds for m in metrics),
+        sum(m.target_steps - 1 for m in metrics),
+        sum(m.output_tokens - 1 for m in metrics),
+    )
+
+
+def speculation(source: Path, prompts: Prompts, tokens: int, rounds: int = 5) -> list[Any]:
+    """Measured and predicted speedup at batch 1 for k = 1 to 5, medians of a few rounds.
+
+    A round runs every k right after plain decoding, so that a machine that is slow for a while is
+    slow for both sides of each ratio. v, c and o are the cost of a target step on k + 1 rows, of
+    an MTP step and of all else, over a plain step of the same round.
+    """
     params = SamplingParams(max_tokens=tokens, ignore_eos=True)
-
-    def decode_seconds(llm: LLM) -> tuple[float, list[RequestOutput]]:
-        outputs = [llm.generate([prompt], params)[0] for prompt in prompts]
-        seconds = sum(o.metrics.finished_seconds - o.metrics.first_token_seconds for o in outputs)
-        return seconds, outputs
-
-    plain = LLM(source, **options)
-    decode_seconds(plain)
-    plain_s, outputs = decode_seconds(plain)
-    plain_step_s = plain_s / sum(o.metrics.target_steps - 1 for o in outputs)
+    loaded = load_model(source, LoadOptions())
+    plain = LLM(source, loaded=loaded)
+    drafting = {
+        k: LLM(source, speculate_method="mtp", speculate_max_draft_token_num=k, loaded=loaded)
+        for k in range(1, 6)
+    }
     context = len(prompts[0]) + tokens // 2
-    overhead = 1.0 - pass_seconds(plain, 1, context, mtp=False) / plain_step_s
+    for llm in (plain, *drafting.values()):
+        decode_round(llm, prompts[:1], params)
+    samples: dict[int, list[dict[str, float]]] = {k: [] for k in drafting}
+    for _ in range(rounds):
+        for k, llm in drafting.items():
+            base, ours = decode_round(plain, prompts, params), decode_round(llm, prompts, params)
+            step_s = base.seconds / base.steps
+            length = ours.tokens / ours.steps
+            v = pass_seconds(llm, k + 1, context, mtp=False) / step_s
+            c = pass_seconds(llm, 1, context, mtp=True) / step_s
+            o = 1.0 - pass_seconds(plain, 1, context, mtp=False) / step_s
+            samples[k].append(
+                {
+                    "mean_accepted_length": length,
+                    "v": v,
+                    "c": c,
+                    "o": o,
+                    "predicted_speedup": length / (v + k * c + o),
+                    "measured_speedup": base.seconds / ours.seconds,
+                }
+            )
     rows = []
-    for k in range(1, 6):
-        llm = LLM(source, speculate_method="mtp", speculate_max_draft_token_num=k, **options)
-        decode_seconds(llm)
-        seconds, outputs = decode_seconds(llm)
-        blocks = sum(o.metrics.target_steps - 1 for o in outputs)
-        length = sum(o.metrics.output_tokens - 1 for o in outputs) / blocks
-        v = pass_seconds(llm, k + 1, context, mtp=False) / plain_step_s
-        c = pass_seconds(llm, 1, context, mtp=True) / plain_step_s
-        predicted = length / (v + k * c + overhead)
-        rows.append(
-            {
-                "k": k,
-                "mean_accepted_length": length,
-                "v": v,
-                "c": c,
-                "o": overhead,
-                "predicted_speedup": predicted,
-                "measured_speedup": plain_s / seconds,
-                "measured_over_predicted": plain_s / seconds / predicted,
-            }
-        )
+    for k, runs in samples.items():
+        row = {"k": k} | {name: median(run[name] for run in runs) for name in runs[0]}
+        row["measured_over_predicted"] = row["measured_speedup"] / row["predicted_speedup"]
+        rows.append(row | {"measured_speedups": [run["measured_speedup"] for run in runs]})
     return rows
 
 
@@ -274,7 +297,7 @@ def main() -> None:
         "input_tokens": arguments.input_tokens,
         "output_tokens": tokens,
         "against_transformers": against_transformers(plain, arguments.source, prompts, tokens),
-        "speculation_at_batch_1": speculation(arguments.source, prompts[:4], tokens, {}),
+        "speculation_at_batch_1": speculation(arguments.source, prompts[:8], tokens),
     }
     best = max(facts["speculation_at_batch_1"], key=lambda row: row["measured_speedup"])["k"]
     mtp = LLM(arguments.source, speculate_method="mtp", speculate_max_draft_token_num=best)

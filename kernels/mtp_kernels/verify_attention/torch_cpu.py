@@ -169,8 +169,9 @@ def flash_step(rows: Rows, tokens: torch.Tensor, first: int, inputs: Inputs) -> 
     """
     count = len(rows.query)
     packed = count >= PACKED_ROWS
+    threads = torch.get_num_threads()
     chunk = PACKED_TOKENS if packed else MAX_TOKENS
-    most_parts = max(PACKED_PARTS if packed else 1, torch.get_num_threads() * FLASH_ROWS // count)
+    most_parts = max(PACKED_PARTS if packed else threads, threads * FLASH_ROWS // count)
     query = blocks(rows.query, count if packed else FLASH_ROWS)
     seen = max(0, min(int(rows.limits[0]) - first, len(tokens)))
     done, partials = 0, []
