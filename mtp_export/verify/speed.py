@@ -22,6 +22,7 @@ from mtp_runtime.sampling import SamplingParams
 _BATCHES = (1, 4)
 _MOST_TOKENS = 32
 _PROMPT_TOKENS = 32
+_TURNS = 3
 
 
 @dataclass
@@ -71,10 +72,9 @@ def run(context: Context) -> Iterator[Item]:
     losses: list[str] = []
     for batch in [b for b in _BATCHES if b <= len(corpus.prompts)]:
         prompts = [p[:_PROMPT_TOKENS] for p in corpus.prompts[:batch]]
-        plain = measured(corpus, prompts, "none", 1)
         for k in context.options.ks:
-            found = measured(corpus, prompts, "mtp", k)
-            gain = plain.per_token / found.per_token
+            plain, found = in_turns(corpus, prompts, k)
+            gain = gain_of(plain, found)
             best[batch] = max(best.get(batch, (1.0, 0)), (gain, k))
             if gain < 1:
                 losses.append(f"batch {batch} with k={k}")
@@ -85,6 +85,20 @@ def run(context: Context) -> Iterator[Item]:
         figure += f"; loses at {', '.join(losses)}"
     data = {str(batch): {"k": k, "speedup": gain} for batch, (gain, k) in best.items()}
     yield Item("recommended k", Status.PASS, figure, "reported", data={"recommended": data})
+
+
+def in_turns(corpus: Corpus, prompts: list[Prompt], k: int) -> tuple[Timing, Timing]:
+    """Plain and speculative decoding, one right after the other, so that a machine that is slow for
+    a while is slow for both; of a few such turns the one of median gain."""
+    turns = [
+        (measured(corpus, prompts, "none", 1), measured(corpus, prompts, "mtp", k))
+        for _ in range(_TURNS)
+    ]
+    return sorted(turns, key=lambda turn: gain_of(*turn))[_TURNS // 2]
+
+
+def gain_of(plain: Timing, found: Timing) -> float:
+    return plain.per_token / found.per_token
 
 
 def measured(corpus: Corpus, prompts: list[Prompt], method: str, k: int) -> Timing:
@@ -114,7 +128,7 @@ def _line(corpus: Corpus, plain: Timing, found: Timing, batch: int, k: int) -> I
     v = max(0.0, found.per_step - drafting) / plain.per_step
     c = drafting / k / plain.per_step
     length = expected_length(corpus, k)
-    gain = plain.per_token / found.per_token
+    gain = gain_of(plain, found)
     predicted = length / (v + k * c) if v + c else float("nan")
     figure = f"{gain:.2f}x, predicted {predicted:.2f}x (v {v:.2f}, c {c:.3f}, E[L] {length:.2f})"
     data = {"batch": batch, "k": k, "measured": gain, "predicted": predicted, "v": v, "c": c}
