@@ -93,9 +93,11 @@ def test_death_with_links_and_something_there_before(
     assert tree(pristine) == original
 
 
-# The program on a disk that takes its time, so that a signal always finds it at work.
+# The program on a disk that takes its time, so that a signal always finds it at work. Where tests
+# run in the background, a shell has made them ignore Ctrl-C, and their children too.
 SLOW_DISK = """
-import os, time
+import os, signal, time
+signal.signal(signal.SIGINT, signal.default_int_handler)
 real = os.fsync
 os.fsync = lambda fd: (time.sleep(0.02), real(fd))
 from mtp_export.cli import main
