@@ -33,12 +33,6 @@ class Variant:
     recycle: Recycle | None = None
 
 
-def own_variant(module: MtpModule) -> Variant:
-    """The module as it is."""
-    before = module.contract.target_hidden is Hidden.BEFORE_NORM
-    return Variant("own", "nothing is changed", "", module, before)
-
-
 def layout_variants(model: DeepseekV3, module: MtpModule) -> Iterator[Variant]:
     """One variant for each way in which the tensors of a module were mixed up in the field."""
     before = module.contract.target_hidden is Hidden.BEFORE_NORM
