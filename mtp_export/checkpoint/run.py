@@ -23,10 +23,10 @@ from mtp_export.checkpoint.links import link_shard
 from mtp_export.checkpoint.plan import COPY, OutputShard, OutputTensor, Step
 from mtp_export.checkpoint.same import PIECE_BYTES, hold_against
 from mtp_export.checkpoint.tensor_reader import TensorReader, aligned_buffer
-from mtp_export.checkpoint.writer import ShardWriter
+from mtp_export.checkpoint.writer import GATHERED_BYTES, ShardWriter
 
-# A worker that copies has a buffer, and one more while it compares.
-COPY_BUFFER_BYTES = 2 * PIECE_BYTES
+# A worker that copies has a buffer, one more while it compares, and one where the writer gathers.
+COPY_BUFFER_BYTES = 2 * PIECE_BYTES + GATHERED_BYTES
 
 # Raises when the run is stopping; called now and then by whatever takes long.
 Proceed = Callable[[], None]
@@ -202,7 +202,7 @@ class _Run:
             self._proceed()
             hashes[output].update(data)
             if writer is not None:
-                writer.write(step.outputs[output].name, positions[output], data)
+                writer.write(step.outputs[output].name, data)
             positions[output] += len(data)
             self._means.progress(len(data))
 

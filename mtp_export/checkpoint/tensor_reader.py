@@ -4,13 +4,18 @@ piece is computed with, or past it, where bytes are read once and only pass by."
 from __future__ import annotations
 
 import errno
-import mmap
 import os
 import random
 from collections.abc import Iterator
 from io import FileIO
 from typing import TYPE_CHECKING, Any, Self
 
+from mtp_export.checkpoint.direct import (
+    DIRECT_LEAST_BYTES,
+    PAGE_BYTES,
+    open_directly,
+    page_memory,
+)
 from mtp_export.checkpoint.dtypes import torch_dtype
 from mtp_export.checkpoint.files import read_failure
 from mtp_export.checkpoint.header import TensorInfo
@@ -19,14 +24,12 @@ from mtp_export.errors import IoError
 if TYPE_CHECKING:
     import torch
 
-_PAGE_BYTES = 4096
-_SLACK_BYTES = 2 * _PAGE_BYTES  # a piece begins and ends inside a page
-_DIRECT_LEAST_BYTES = 1 << 20
+_SLACK_BYTES = 2 * PAGE_BYTES  # a piece begins and ends inside a page
 
 
 def aligned_buffer(piece_bytes: int) -> memoryview:
     """Memory for pieces of a size, which a disk can write into directly."""
-    return memoryview(mmap.mmap(-1, piece_bytes + _SLACK_BYTES))
+    return page_memory(piece_bytes + _SLACK_BYTES)
 
 
 def read_rows(info: TensorInfo, start: int, stop: int) -> torch.Tensor:
@@ -48,7 +51,7 @@ class TensorReader:
         self._unit = 1  # offsets and lengths of reads are multiples of it
         try:
             self._file: FileIO = info.path.open("rb", buffering=0)
-            if once and info.size_bytes >= _DIRECT_LEAST_BYTES and not self._is_cached():
+            if once and info.size_bytes >= DIRECT_LEAST_BYTES and not self._is_cached():
                 self._read_directly()
         except OSError as error:
             raise read_failure(info.path, error) from error
@@ -67,8 +70,8 @@ class TensorReader:
         rows = info.shape[0] if info.shape else 1
         row_bytes = info.size_bytes // rows if rows else 0
         size = (stop - start) * row_bytes
-        room = torch.empty(size + _SLACK_BYTES + _PAGE_BYTES, dtype=torch.uint8)
-        buffer: Any = room[-room.data_ptr() % _PAGE_BYTES :].numpy()
+        room = torch.empty(size + _SLACK_BYTES + PAGE_BYTES, dtype=torch.uint8)
+        buffer: Any = room[-room.data_ptr() % PAGE_BYTES :].numpy()
         place = info.offset_bytes + start * row_bytes
         data = torch.from_numpy(buffer[self._fill(memoryview(buffer), place, place + size)])
         if data.data_ptr() % dtype.itemsize:
@@ -127,11 +130,8 @@ class TensorReader:
         return True
 
     def _read_directly(self) -> None:
-        try:
-            directly = os.open(self._info.path, os.O_RDONLY | os.O_DIRECT | os.O_CLOEXEC)
-        except OSError as error:
-            if error.errno != errno.EINVAL:
-                raise
+        directly = open_directly(self._info.path, os.O_RDONLY)
+        if directly is None:
             return
         self._file.close()
-        self._file, self._unit = FileIO(directly), _PAGE_BYTES
+        self._file, self._unit = FileIO(directly), PAGE_BYTES

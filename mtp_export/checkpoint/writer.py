@@ -3,6 +3,7 @@ thread, and a file that gets its name only when it is whole and on disk."""
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 from collections.abc import Sequence
@@ -10,11 +11,17 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from mtp_export.checkpoint.direct import (
+    DIRECT_LEAST_BYTES,
+    PAGE_BYTES,
+    open_directly,
+    page_memory,
+)
 from mtp_export.checkpoint.files import sync_folder, temporary_path, write_failure
 from mtp_export.checkpoint.plan import OutputTensor
 
 _ALIGNMENT_BYTES = 8
-_STRETCH_BYTES = 32 << 20
+GATHERED_BYTES = 4 << 20
 _OPEN_FLAGS = os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC
 
 
@@ -39,45 +46,102 @@ def encode_header(tensors: Sequence[OutputTensor]) -> tuple[bytes, dict[str, int
     return head, offsets
 
 
+class _Gathered:
+    """The next bytes of one tensor, in memory that lies as the pages of the file do."""
+
+    def __init__(self, place: int, memory: memoryview) -> None:
+        self.memory = memory
+        self.page = place // PAGE_BYTES * PAGE_BYTES  # where in the file the memory begins
+        self.start = self.end = place - self.page
+
+    def take(self, data: memoryview) -> memoryview:
+        """Take what there is room for; what is left."""
+        count = min(len(data), len(self.memory) - self.end)
+        self.memory[self.end : self.end + count] = data[:count]
+        self.end += count
+        return data[count:]
+
+    def turn(self) -> None:
+        """Begin anew at the file's next page."""
+        self.page += len(self.memory)
+        self.start = self.end = 0
+
+
 class ShardWriter:
     """One shard being written. commit() makes it appear, discard() leaves no trace.
 
-    write() may be called from several threads; the OSErrors of all methods come out as IoError.
+    write() may be called from several threads, each with tensors of its own; the OSErrors of all
+    methods come out as IoError. A large tensor's whole pages go past the page cache.
     """
 
     def __init__(self, path: Path, tensors: Sequence[OutputTensor]) -> None:
         self.path = path
         self._temporary = temporary_path(path)
-        self._head, self._offsets = encode_header(tensors)
-        self.size_bytes = len(self._head) + sum(tensor.size_bytes for tensor in tensors)
+        self._head, self._places = encode_header(tensors)
+        self._left = {tensor.name: tensor.size_bytes for tensor in tensors}
+        self.size_bytes = len(self._head) + sum(self._left.values())
+        self._gathered: dict[str, _Gathered] = {}
+        self._spare: list[memoryview] = []
         self._fd: int | None = None
+        self._direct_fd: int | None = None
+        self._is_direct = False
         try:
             self._fd = os.open(self._temporary, _OPEN_FLAGS, 0o666)
             os.posix_fallocate(self._fd, 0, self.size_bytes)
             self._write_all(memoryview(self._head), 0)
+            self._direct_fd = open_directly(self._temporary, os.O_WRONLY)
+            self._is_direct = self._direct_fd is not None
         except OSError as error:
             self.discard()
             raise write_failure(path, error) from error
 
-    def write(self, name: str, offset_bytes: int, data: memoryview) -> None:
-        """Put bytes at an offset inside a tensor."""
-        start = self._offsets[name] + offset_bytes
+    def write(self, name: str, data: memoryview) -> None:
+        """Put the next bytes of a tensor; with the last ones, all of them are in the file."""
         try:
-            self._write_all(data, start)
-            self._send_off(start, start + len(data))
+            if name in self._gathered or self._left[name] >= DIRECT_LEAST_BYTES:
+                self._gather(name, data)
+            else:
+                self._write_all(data, self._places[name])
+                self._places[name] += len(data)
+                self._left[name] -= len(data)
         except OSError as error:
             raise write_failure(self.path, error) from error
 
-    def _send_off(self, start: int, end: int) -> None:
-        """Have the kernel begin to write out the stretch of the file that these bytes completed.
+    def _gather(self, name: str, data: memoryview) -> None:
+        gathered = self._gathered.get(name)
+        if gathered is None:
+            memory = self._spare.pop() if self._spare else page_memory(GATHERED_BYTES)
+            gathered = self._gathered[name] = _Gathered(self._places[name], memory)
+        self._left[name] -= len(data)
+        while len(data := gathered.take(data)):
+            self._put(gathered)
+            gathered.turn()
+        if not self._left[name]:
+            self._put(gathered)
+            self._spare.append(self._gathered.pop(name).memory)
 
-        Otherwise it waits until memory is full of unwritten data, and commit() waits for the disk.
-        """
+    def _put(self, gathered: _Gathered) -> None:
+        """Write what was gathered: whole pages directly, what begins or ends inside a page not."""
+        memory, page, start, end = gathered.memory, gathered.page, gathered.start, gathered.end
+        first = min(-(-start // PAGE_BYTES) * PAGE_BYTES, end)
+        last = max(end // PAGE_BYTES * PAGE_BYTES, first)
+        self._write_all(memory[start:first], page + start)
+        self._write_pages(memory[first:last], page + first)
+        self._write_all(memory[last:end], page + last)
+
+    def _write_pages(self, data: memoryview, position: int) -> None:
+        """Write past the page cache, and through it what the file system does not take so."""
         assert self._fd is not None
-        first, last = start // _STRETCH_BYTES, end // _STRETCH_BYTES
-        if last > first:
-            length = (last - first) * _STRETCH_BYTES
-            os.posix_fadvise(self._fd, first * _STRETCH_BYTES, length, os.POSIX_FADV_DONTNEED)
+        while len(data) and self._is_direct and self._direct_fd is not None:
+            try:
+                count = os.pwrite(self._direct_fd, data, position)
+            except OSError as error:
+                if error.errno != errno.EINVAL:
+                    raise
+                self._is_direct = False
+            else:
+                data, position = data[count:], position + count
+        self._write_all(data, position)
 
     def _write_all(self, data: memoryview, position: int) -> None:
         assert self._fd is not None
@@ -90,8 +154,7 @@ class ShardWriter:
         assert self._fd is not None
         try:
             os.fsync(self._fd)
-            fd, self._fd = self._fd, None
-            os.close(fd)
+            self._close()
             os.replace(self._temporary, self.path)
             sync_folder(self.path.parent)
         except OSError as error:
@@ -104,8 +167,16 @@ class ShardWriter:
         A failure here would hide the one that led here.
         """
         with suppress(OSError):
-            if self._fd is not None:
-                fd, self._fd = self._fd, None
-                os.close(fd)
+            self._close()
         with suppress(OSError):
             self._temporary.unlink(missing_ok=True)
+
+    def _close(self) -> None:
+        direct, self._direct_fd = self._direct_fd, None
+        fd, self._fd = self._fd, None
+        try:
+            if direct is not None:
+                os.close(direct)
+        finally:
+            if fd is not None:
+                os.close(fd)

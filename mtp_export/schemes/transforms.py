@@ -117,7 +117,7 @@ def _streamed(kernel: _Kernel, numerics: Numerics) -> Transform:
     ) -> Facts:
         errors: list[ErrorStats] = []
         with ExitStack() as opened:
-            readers = [opened.enter_context(TensorReader(tensor)) for tensor in inputs]
+            readers = [opened.enter_context(TensorReader(one, once=True)) for one in inputs]
             for start, stop in _pieces(inputs[0]):
                 source = _read(readers, start, stop, numerics.device)
                 try:

@@ -29,7 +29,7 @@ def file(tmp_path: Path) -> Path:
 
 def prepare(way: str, patch: pytest.MonkeyPatch) -> list[int]:
     """Have every tensor read in a way; the flags of the opens are noted."""
-    patch.setattr(tensor_reader, "_DIRECT_LEAST_BYTES", 1)
+    patch.setattr(tensor_reader, "DIRECT_LEAST_BYTES", 1)
     patch.setattr(TensorReader, "_is_cached", lambda reader: way == "cached")
     real_open, real_read, opened = os.open, os.preadv, []
 
@@ -105,7 +105,7 @@ def test_what_is_not_read_once_goes_through_the_cache(
 def test_the_cache_is_asked_first(
     answer: int, is_cached: bool, file: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(tensor_reader, "_DIRECT_LEAST_BYTES", 1)
+    monkeypatch.setattr(tensor_reader, "DIRECT_LEAST_BYTES", 1)
     info = TensorInfo("x", "U8", (SIZE,), file, 0, SIZE)
 
     def reading(file: int, buffers: object, place: int, *flags: int) -> int:
