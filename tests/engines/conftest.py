@@ -3,10 +3,12 @@ environment of its own; `make test` leaves this folder out."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 
 import pytest
-from engine_runs import FIXTURE, ROOT, Prompts, read_prompts
+from engine_runs import FIXTURE, ROOT, Outputs, Prompts, read_prompts, run_vllm, vllm_job
 
 from cases import quantize
 
@@ -23,3 +25,17 @@ def bf16(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="session")
 def prompts() -> Prompts:
     return read_prompts(ROOT / "fixtures/prompts.jsonl", FIXTURE / "tokenizer.json", 16)
+
+
+@pytest.fixture(scope="session")
+def sound_run(
+    bf16: Path, prompts: Prompts, tmp_path_factory: pytest.TempPathFactory
+) -> Callable[[int], tuple[Outputs, str]]:
+    """vLLM's outputs and log on the whole bundle with so many drafts (0: plain), each run once."""
+    folder = tmp_path_factory.mktemp("runs")
+
+    @cache
+    def run(drafts: int) -> tuple[Outputs, str]:
+        return run_vllm(vllm_job(bf16, drafts, prompts), folder / str(drafts))
+
+    return run

@@ -4,21 +4,22 @@ same prompts, and how the two are compared."""
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 from safetensors.torch import save_file
 
-from benchmarks.vllm_peer import environment_of
-from cases import edit_json, read_json, read_tensors
+from benchmarks.vllm_peer import settings_of
+from cases import edit_json, read_tensors
 from mtp_export.bundle import BundleOptions, run_bundle
 from mtp_export.quantize import QuantizeOptions, plan_quantize
 from mtp_export.split import Part
+from mtp_export.verify.statistics import Estimate, ratio
 from mtp_kernels.quantize import (
     Int4Group,
     Int8Channel,
@@ -29,7 +30,6 @@ from mtp_runtime import LLM, SamplingParams
 from mtp_runtime.acceptance import Verdict, accept_greedy
 from mtp_runtime.config import MtpContract
 from mtp_runtime.engine import Engine, Group
-from mtp_runtime.summary import acceptance_of
 
 ROOT = Path(__file__).resolve().parents[2]
 FIXTURE = ROOT / "fixtures/deepseek-v3-tiny"
@@ -56,9 +56,10 @@ class Outputs:
 @dataclass(frozen=True)
 class Reading:
     """Our runtime on a text that vLLM wrote. acceptance: as in Outputs, a draft being accepted when
-    it is the text's next token. logits: by prompt and position ours for the text's next token."""
+    it is the text's next token, with intervals clustered by prompt. logits: by prompt and position
+    ours for the text's next token."""
 
-    acceptance: list[float]
+    acceptance: list[Estimate]
     logits: list[list[torch.Tensor]]
 
 
@@ -83,7 +84,7 @@ def process(script: Path, job: dict[str, object], folder: Path) -> tuple[int, st
     job_file.write_text(json.dumps(job))
     run = subprocess.run(
         [sys.executable, script, job_file, result],
-        env=environment_of(Path(sys.prefix)),
+        env=os.environ | settings_of(Path(sys.prefix)),
         cwd=folder,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
@@ -95,15 +96,15 @@ def process(script: Path, job: dict[str, object], folder: Path) -> tuple[int, st
     return run.returncode, run.stdout, result
 
 
-def vllm_job(main: Path, mtp: Path, drafts: int, prompts: Prompts) -> dict[str, object]:
+def vllm_job(bundle: Path, drafts: int, prompts: Prompts) -> dict[str, object]:
     return {
-        "main": str(main),
-        "mtp": str(mtp),
+        "main": str(bundle / "main"),
+        "mtp": str(bundle / "mtp"),
         "drafts": drafts,
         "prompts": prompts,
         "max_tokens": TOKENS,
         "max_model_len": 512,
-        "batch": BATCH,
+        "batches": [min(BATCH, len(prompts))],
         "logprobs": 2,
     }
 
@@ -131,8 +132,12 @@ def read_with_ours(bundle: Path, drafts: int, prompts: Prompts, texts: list[list
     llm.engine.texts, llm.engine.logits = texts, [[] for _ in prompts]
     outputs = llm.generate(prompts, SamplingParams(max_tokens=TOKENS, ignore_eos=True))
     assert [list(output.token_ids) for output in outputs] == texts
-    positions = acceptance_of([output.metrics for output in outputs])
-    return Reading([position.cumulative or 0.0 for position in positions], llm.engine.logits)
+    metrics = [output.metrics for output in outputs]
+    shares = [
+        ratio([m.accepted[position] for m in metrics], [m.drafted[position] for m in metrics])
+        for position in range(drafts)
+    ]
+    return Reading([share for share in shares if share is not None], llm.engine.logits)
 
 
 def bundle_of(folder: Path, main: Path, mtp: Path) -> Path:
@@ -188,13 +193,6 @@ def write_shard(folder: Path, tensors: Tensors) -> None:
     (folder / "model.safetensors.index.json").write_text(json.dumps(index))
 
 
-def damaged_draft(draft: Path, folder: Path, damage: Callable[[Tensors], Tensors]) -> Path:
-    """A copy of a draft folder with other tensors."""
-    shutil.copytree(draft, folder)
-    write_shard(folder, damage(read_tensors(draft)))
-    return folder
-
-
 def read_prompts(path: Path, tokenizer: Path, count: int) -> Prompts:
     """Token ids of prompts spread over the file's kinds."""
     from tokenizers import Tokenizer
@@ -203,8 +201,3 @@ def read_prompts(path: Path, tokenizer: Path, count: int) -> Prompts:
     lines = [json.loads(line) for line in path.read_text().splitlines()]
     ids = [encode(line["prompt"]).ids[:200] for line in lines]
     return ids[:: len(ids) // count][:count]
-
-
-def mtp_layer(folder: Path) -> str:
-    """The prefix of the MTP layer's tensors."""
-    return f"model.layers.{read_json(folder / 'config.json')['num_hidden_layers']}."
