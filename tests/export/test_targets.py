@@ -42,7 +42,8 @@ MTP_OWN = ["enorm.weight", "hnorm.weight", "eh_proj.weight", "shared_head.norm.w
 SHARED = ["embed_tokens.weight", "shared_head.head.weight"]
 SOURCE = f"model.layers.{MTP_LAYER}."
 
-# Per layout: the engine's name for each of the source's (without the layer prefix).
+# Per layout: the engine's name for each of the source's (without the layer prefix). SGLang, vLLM and
+# TensorRT-LLM ask for those of hf.
 NAMES: dict[str, dict[str, str]] = {
     "hf": {n: SOURCE + n for n in [*BLOCK, *SCALES, *MTP_OWN, *SHARED]},
     "lightllm": {n: f"model.layers.0.{n}" for n in [*BLOCK, *SCALES, *MTP_OWN, *SHARED]},
@@ -185,6 +186,7 @@ def test_aliases_write_hf_and_say_so(alias: str, pristine: Path, tmp_path: Path)
     assert outcome.code == 0
     assert f"{alias} is an alias" in outcome.err
     assert "--target hf" in outcome.err
+    assert sorted(read_tensors(tmp_path / "a/mtp")) == sorted(NAMES["hf"].values())
     assert export(pristine, tmp_path / "b", "--target", "hf").code == 0
     one, other = (read_json(tmp_path / d / "mtp_export.json") for d in "ab")
     assert one == other
