@@ -8,9 +8,17 @@ from functools import cache
 from pathlib import Path
 
 import pytest
+import torch
 from engine_runs import FIXTURE, ROOT, Outputs, Prompts, read_prompts, run_vllm, vllm_job
 
 from cases import quantize
+
+
+@pytest.fixture(autouse=True, scope="session")
+def one_thread() -> None:
+    """Our runtime's products here are so small that they lose time to a second thread, and far more
+    on a busy machine. vLLM has processes of its own."""
+    torch.set_num_threads(1)
 
 
 @pytest.fixture(scope="session")
