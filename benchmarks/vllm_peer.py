@@ -10,7 +10,7 @@ import tempfile
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from statistics import median
+from statistics import mean
 from typing import Any
 
 from mtp_export.bundle import BundleOptions, run_bundle
@@ -18,8 +18,7 @@ from mtp_export.quantize import QuantizeOptions, plan_quantize
 from mtp_runtime import LLM, SamplingParams
 
 _SCRIPT = Path(__file__).with_name("vllm_run.py")
-_REPEATS = 3
-_DRAFTS = (0, 2)
+_REPEATS = 2
 _BATCHES = (1, 16)
 Prompts = list[list[int]]
 
@@ -35,17 +34,22 @@ def settings_of(prefix: Path) -> dict[str, str]:
 
 
 def against_vllm(
-    python: Path, source: Path, prompts: Sequence[Sequence[int]], tokens: int
+    python: Path,
+    source: Path,
+    prompts: Sequence[Sequence[int]],
+    tokens: int,
+    numbers_of_drafts: Sequence[int],
 ) -> dict[str, Any]:
     """Seconds of generating `tokens` tokens greedily in bf16, ours and vLLM's, prefill included:
-    medians, at batch 1 and 16, plain and with MTP drafts. Ours in float32 beside them."""
+    means of two runs, at batch 1 and 16, plain (0 drafts) or with MTP drafts. Ours in float32
+    beside them."""
     asked = [list(prompt) for prompt in prompts[: max(_BATCHES)]]
     rows, version = [], ""
     with tempfile.TemporaryDirectory() as folder:
         bundle = Path(folder) / "bf16"
         options = QuantizeOptions(BundleOptions(source, bundle), "bf16", "bf16")
         run_bundle(plan_quantize(options), lambda _: None)
-        for drafts in _DRAFTS:
+        for drafts in numbers_of_drafts:
             ours = _ours(bundle, "bfloat16", asked, tokens, drafts)
             theirs = _theirs(python, bundle, asked, tokens, drafts)
             in_float32 = _ours(source, "float32", asked, tokens, drafts)
@@ -56,10 +60,10 @@ def against_vllm(
                     {
                         "batch": batch,
                         "drafts": drafts,
-                        "runtime_seconds": median(ours[batch]),
-                        "vllm_seconds": median(seconds),
-                        "times_faster": median(seconds) / median(ours[batch]),
-                        "runtime_float32_seconds": median(in_float32[batch]),
+                        "runtime_seconds": mean(ours[batch]),
+                        "vllm_seconds": mean(seconds),
+                        "times_faster": mean(seconds) / mean(ours[batch]),
+                        "runtime_float32_seconds": mean(in_float32[batch]),
                         "runs": {"runtime": ours[batch], "vllm": seconds},
                     }
                 )
@@ -68,6 +72,17 @@ def against_vllm(
         settings["LD_PRELOAD"] = Path(settings["LD_PRELOAD"]).name
     facts = {"output_tokens": tokens, "vllm": version, "vllm_environment": settings}
     return facts | {"against_vllm": rows}
+
+
+def with_rows_of(path: Path, facts: dict[str, Any]) -> dict[str, Any]:
+    """The facts of a run, and the rows of an earlier one that differs only in numbers of drafts."""
+    earlier = json.loads(path.read_text()) if path.exists() else {}
+    rows = earlier.pop("against_vllm", [])
+    if earlier != {key: value for key, value in facts.items() if key != "against_vllm"}:
+        return facts
+    done = {row["drafts"] for row in facts["against_vllm"]}
+    kept = [row for row in rows if row["drafts"] not in done]
+    return facts | {"against_vllm": kept + facts["against_vllm"]}
 
 
 def _ours(
