@@ -42,8 +42,8 @@ MTP_OWN = ["enorm.weight", "hnorm.weight", "eh_proj.weight", "shared_head.norm.w
 SHARED = ["embed_tokens.weight", "shared_head.head.weight"]
 SOURCE = f"model.layers.{MTP_LAYER}."
 
-# Per layout: the engine's name for each of the source's (without the layer prefix). SGLang, vLLM and
-# TensorRT-LLM ask for those of hf.
+# Per layout: the engine's name for each of the source's (without the layer prefix). SGLang, vLLM
+# and TensorRT-LLM ask for those of hf.
 NAMES: dict[str, dict[str, str]] = {
     "hf": {n: SOURCE + n for n in [*BLOCK, *SCALES, *MTP_OWN, *SHARED]},
     "lightllm": {n: f"model.layers.0.{n}" for n in [*BLOCK, *SCALES, *MTP_OWN, *SHARED]},
