@@ -10,7 +10,7 @@ import tempfile
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from statistics import mean
+from statistics import median
 from typing import Any
 
 from mtp_export.bundle import BundleOptions, run_bundle
@@ -18,7 +18,7 @@ from mtp_export.quantize import QuantizeOptions, plan_quantize
 from mtp_runtime import LLM, SamplingParams
 
 _SCRIPT = Path(__file__).with_name("vllm_run.py")
-_REPEATS = 2
+_REPEATS = 3
 _BATCHES = (1, 16)
 Prompts = list[list[int]]
 
@@ -41,7 +41,7 @@ def against_vllm(
     numbers_of_drafts: Sequence[int],
 ) -> dict[str, Any]:
     """Seconds of generating `tokens` tokens greedily in bf16, ours and vLLM's, prefill included:
-    means of two runs, at batch 1 and 16, plain (0 drafts) or with MTP drafts. Ours in float32
+    medians of three runs, at batch 1 and 16, plain (0 drafts) or with MTP drafts. Ours in float32
     beside them."""
     asked = [list(prompt) for prompt in prompts[: max(_BATCHES)]]
     rows, version = [], ""
@@ -60,10 +60,10 @@ def against_vllm(
                     {
                         "batch": batch,
                         "drafts": drafts,
-                        "runtime_seconds": mean(ours[batch]),
-                        "vllm_seconds": mean(seconds),
-                        "times_faster": mean(seconds) / mean(ours[batch]),
-                        "runtime_float32_seconds": mean(in_float32[batch]),
+                        "runtime_seconds": median(ours[batch]),
+                        "vllm_seconds": median(seconds),
+                        "times_faster": median(seconds) / median(ours[batch]),
+                        "runtime_float32_seconds": median(in_float32[batch]),
                         "runs": {"runtime": ours[batch], "vllm": seconds},
                     }
                 )
