@@ -13,11 +13,10 @@ from mtp_export.verify.decode import Decoded
 from mtp_export.verify.diagnosis import (
     LEAST_GAIN_NATS,
     Alternative,
-    agreement,
     alternatives,
     first_token,
-    misbehaviour,
 )
+from mtp_export.verify.drafting import drafter_items, misbehaviour, same_tokens
 from mtp_export.verify.statistics import Estimate, ratio
 from mtp_runtime.config import MtpContract
 
@@ -41,7 +40,7 @@ def run(context: Context) -> Iterator[Item]:
     better = best_of(tried)
     known = None if better is None else better.explained
     yield _no_collapse(corpus, max(context.options.ks), known)
-    yield drafter_item(corpus, max(context.options.ks))
+    yield from drafter_items(corpus, max(context.options.ks))
     yield from diagnosed(corpus, tried)
 
 
@@ -130,7 +129,8 @@ def _sanity_band(corpus: Corpus, better: Alternative | None) -> Item:
         return Item(name, Status.NOT_TESTED, cause="nothing was drafted: the texts are too short")
     if (found.high or found.value) >= LEAST_ACCEPTANCE:
         return Item(name, Status.PASS, found.shown(), bound)
-    cause = UNEXPLAINED if better is None else better.explained
+    accounts = better is not None and (better.other or 0.0) >= LEAST_ACCEPTANCE
+    cause = better.explained if better is not None and accounts else UNEXPLAINED
     return Item(name, Status.FAIL, found.shown(), bound, cause=cause)
 
 
@@ -152,7 +152,7 @@ def _no_collapse(corpus: Corpus, k: int, known: str | None) -> Item:
     figure = f"draft {position}: at most {worst:.2f}"
     if worst >= LEAST_KEPT:
         return Item(name, Status.PASS, figure, bound)
-    behaviour = misbehaviour(corpus, decoded, k)
+    behaviour = misbehaviour(corpus, decoded, k, same_tokens)
     cause = behaviour[0] if behaviour else known
     words = f"acceptance at draft {position} collapses while the one before holds"
     return Item(
@@ -162,27 +162,6 @@ def _no_collapse(corpus: Corpus, k: int, known: str | None) -> Item:
         bound,
         cause=f"{words}: {cause or 'what the recursion is fed with is not what it was trained on'}",
     )
-
-
-def drafter_item(corpus: Corpus, k: int) -> Item:
-    """The engine's drafter proposes what its module, teacher-forced, drafts."""
-    name = "the drafter does as its module"
-    bound = "all equal but for near-ties"
-    decoded = corpus.speculative(k)
-    found = agreement(corpus, decoded, corpus.drafts(k))
-    if not sum(found.compared):
-        return Item(name, Status.NOT_TESTED, cause="nothing was drafted on the shared texts")
-    shares = [f"{e}/{c}" for e, c in zip(found.equal, found.compared, strict=True)]
-    figure = f"{found.share:.1%} (by position {', '.join(shares)})"
-    if found.share == 1:
-        return Item(name, Status.PASS, figure, bound)
-    known = misbehaviour(corpus, decoded, k)
-    cause = (
-        "the engine's proposals are not its module's, and no known misbehaviour accounts for them"
-        if known is None
-        else f"{known[0]} ({known[1]:.1%} of the proposals are as this would make them)"
-    )
-    return Item(name, Status.FAIL, figure, bound, cause=cause)
 
 
 def _alternatives(tried: Sequence[Alternative], better: Alternative | None) -> Item:

@@ -87,8 +87,8 @@ def _controls(corpus: Corpus) -> Iterator[Control]:
 def _lowers(corpus: Corpus, own: Drafts, control: Control) -> Item:
     """Paired over the same places: both modules' first tokens against the text's."""
     depth = control.depth
-    before = acceptance(corpus, own, depth)
-    after = acceptance(corpus, control.drafts, depth)
+    before = acceptance(own, depth)
+    after = acceptance(control.drafts, depth)
     loss = _loss(corpus, own, control.drafts, depth)
     figure, bound = f"{before:.3f} to {after:.3f}", "lower, by its 95 % interval"
     item = Item(control.name, Status.PASS, figure, bound)

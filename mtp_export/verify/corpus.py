@@ -18,6 +18,7 @@ from mtp_runtime.teacher import (
     Recycle,
     Text,
     Texts,
+    best_tokens,
     draft_states,
     logits_by_chunk,
     target_states,
@@ -25,21 +26,21 @@ from mtp_runtime.teacher import (
 
 # Prompts of one token leave nothing for a drafter to see.
 _SHORTEST = 2
+_DRAWN_TOKENS = 16
 
 
 @dataclass(frozen=True)
 class Drafts:
     """What an MTP module drafts at every anchor, by depth: best token and how it fared.
 
-    best [A], hit [A] (it is the text's token), room [A] (the text goes that far), scores [A] (the
-    module's log-probability of the text's token) and margins [A] (its best logit less the second).
+    best [A], hit [A] (it is the wanted token), room [A] (the text goes that far) and scores [A]
+    (the module's log-probability of the wanted token).
     """
 
     best: tuple[torch.Tensor, ...]
     hit: tuple[torch.Tensor, ...]
     room: tuple[torch.Tensor, ...]
     scores: tuple[torch.Tensor, ...]
-    margins: tuple[torch.Tensor, ...]
 
     def stands(self, depth: int) -> torch.Tensor:
         """Where every draft up to the depth is right [A]; depth 0: everywhere."""
@@ -83,6 +84,15 @@ class Corpus:
             self._decoded[k] = decode(self.model, self.prompts, self.params, method="mtp", k=k)
         return self._decoded[k]
 
+    def sampled(self, k: int) -> tuple[Corpus, Decoded]:
+        """A run that draws at temperature 1 with k drafts of the MTP module, and its texts."""
+        params = [
+            SamplingParams(temperature=1.0, max_tokens=_DRAWN_TOKENS, seed=seed, ignore_eos=True)
+            for seed in range(len(self.prompts))
+        ]
+        decoded = decode(self.model, self.prompts, params, method="mtp", k=k)
+        return Corpus(self.model, self.prompts, _DRAWN_TOKENS, texts_of(decoded)), decoded
+
     @cached_property
     def texts(self) -> Texts:
         if self.given is not None:
@@ -104,7 +114,19 @@ class Corpus:
 
     @cached_property
     def anchors(self) -> Anchors:
+        """Where an engine would draft: in what was generated."""
         return self.texts.anchors()
+
+    @cached_property
+    def everywhere(self) -> Anchors:
+        """Every row that drafts can start from, those of prompts included."""
+        return self.texts.anchors(0)
+
+    @cached_property
+    def choices(self) -> torch.Tensor:
+        """The target's best token after every row [T]."""
+        with torch.inference_mode():
+            return best_tokens(self.model.head, self.states[1]).cpu()
 
     @torch.inference_mode()
     def drafts(
@@ -126,16 +148,20 @@ class Corpus:
         module: MtpModule | None = None,
         hidden: torch.Tensor | None = None,
         recycle: Recycle | None = None,
+        anchors: Anchors | None = None,
     ) -> list[torch.Tensor]:
-        """MTP output [A, d] before the norm, of each depth."""
+        """MTP output [A, d] before the norm, of each depth, at every anchor."""
         hidden = self.hidden if hidden is None else hidden
-        module = module or self.module
-        return draft_states(self.model, module, self.texts, hidden, self.anchors, depths, recycle)
+        module, anchors = module or self.module, anchors or self.anchors
+        return draft_states(self.model, module, self.texts, hidden, anchors, depths, recycle)
 
-    def by_text(self, values: torch.Tensor, where: torch.Tensor) -> list[float]:
+    def by_text(
+        self, values: torch.Tensor, where: torch.Tensor, anchors: Anchors | None = None
+    ) -> list[float]:
         """Sums of values [A] over the anchors of each text, where the mask holds."""
+        owners = (anchors or self.anchors).owners
         sums = torch.zeros(len(self.texts.texts), dtype=torch.float64)
-        sums.index_add_(0, self.anchors.owners[where], values[where].double())
+        sums.index_add_(0, owners[where], values[where].double())
         return [float(value) for value in sums]
 
 
@@ -145,37 +171,34 @@ def texts_of(decoded: Decoded) -> Texts:
 
 
 def judge(
-    module: MtpModule, texts: Texts, anchors: Anchors, states: Sequence[torch.Tensor]
+    module: MtpModule,
+    texts: Texts,
+    anchors: Anchors,
+    states: Sequence[torch.Tensor],
+    following: torch.Tensor | None = None,
 ) -> Drafts:
-    """Best tokens and log-probabilities of MTP outputs, by depth."""
-    best, hits, rooms, scores, margins = [], [], [], [], []
-    tokens = texts.tokens
+    """Best tokens and log-probabilities of MTP outputs, by depth. following [T]: what ought to come
+    after each row, the texts' own next token by default."""
+    following = texts.tokens.roll(-1) if following is None else following
+    best, hits, rooms, scores = [], [], [], []
     for depth, x in enumerate(states, start=1):
         room = texts.room(anchors, depth)
-        wanted = tokens[(anchors.rows + 1 + depth).clamp(max=len(tokens) - 1)]
-        normed = module.head.normed(x)
-        found, margin = best_with_margin(module, normed)
+        wanted = following[(anchors.rows + depth).clamp(max=len(following) - 1)]
+        found, score = best_and_score(module, module.head.normed(x), wanted)
         best.append(found)
-        margins.append(margin)
         hits.append((found == wanted) & room)
         rooms.append(room)
-        scores.append(scores_of(module, normed, wanted))
-    return Drafts(tuple(best), tuple(hits), tuple(rooms), tuple(scores), tuple(margins))
+        scores.append(score)
+    return Drafts(tuple(best), tuple(hits), tuple(rooms), tuple(scores))
 
 
-def best_with_margin(module: MtpModule, normed: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """The best token of each row, and its logit less the second's [A]."""
-    tops = [logits.topk(2, dim=-1) for _, logits in logits_by_chunk(module.head, normed)]
-    if not tops:
-        return torch.zeros(0, dtype=torch.long), torch.zeros(0)
-    values = torch.cat([top[0] for top in tops]).cpu()
-    return torch.cat([top[1] for top in tops])[:, 0].cpu(), values[:, 0] - values[:, 1]
-
-
-def scores_of(module: MtpModule, normed: torch.Tensor, wanted: torch.Tensor) -> torch.Tensor:
-    """Log-probability of each wanted token [A]."""
-    parts = [
-        logits.log_softmax(dim=-1).gather(1, wanted[rows].to(logits.device)[:, None])[:, 0].cpu()
-        for rows, logits in logits_by_chunk(module.head, normed)
-    ]
-    return torch.cat(parts) if parts else torch.zeros(0)
+def best_and_score(
+    module: MtpModule, normed: torch.Tensor, wanted: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The best token of each row, and the log-probability of the wanted one [A]."""
+    best, scores = [torch.zeros(0, dtype=torch.long)], [torch.zeros(0)]
+    for rows, logits in logits_by_chunk(module.head, normed):
+        own = wanted[rows].to(logits.device)[:, None]
+        best.append(logits.argmax(dim=-1).cpu())
+        scores.append(logits.log_softmax(dim=-1).gather(1, own)[:, 0].cpu())
+    return torch.cat(best), torch.cat(scores)

@@ -6,6 +6,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+import numpy as np
+
 from mtp_export.verify.prompts import Prompt
 from mtp_runtime.acceptance import Draft
 from mtp_runtime.config import EngineConfig, SpeculationConfig
@@ -14,19 +16,38 @@ from mtp_runtime.drafters.base import Drafter, DrafterParts, Pass
 from mtp_runtime.engine import Engine
 from mtp_runtime.models.deepseek_v3 import DeepseekV3
 from mtp_runtime.request import Request, TokenEvent
-from mtp_runtime.sampling import SamplingParams
+from mtp_runtime.sampling import Probabilities, SamplingParams
 
 Build = Callable[[DrafterParts], Drafter]
 PAGE_SIZE = 16
+PEAKS = 8  # of a law that are kept
+
+
+@dataclass(frozen=True)
+class Peaks:
+    """The likeliest tokens [n, p] of each draft's law, and their probabilities [n, p]."""
+
+    tokens: np.ndarray[Any, np.dtype[np.int64]]
+    probs: Probabilities
+
+    @classmethod
+    def of(cls, draft: Draft) -> Peaks | None:
+        """None where the draft reports no law."""
+        laws = draft.draft_probs
+        if laws is None:
+            return None
+        tokens = np.argsort(-laws, axis=-1)[:, :PEAKS]
+        return cls(tokens, np.take_along_axis(laws, tokens, axis=-1))
 
 
 @dataclass(frozen=True)
 class Proposal:
-    """Drafts for the tokens after position `last` of a request."""
+    """Drafts for the tokens after position `last` of a request, and their laws' peaks."""
 
     request: int
     last: int
     tokens: tuple[int, ...]
+    peaks: Peaks | None = None
 
 
 @dataclass
@@ -42,7 +63,7 @@ class Recorder:
     def propose(self, requests: Sequence[Request], counts: Sequence[int]) -> list[Draft]:
         drafts = self.inner.propose(requests, counts)
         self.proposals += [
-            Proposal(request.request_id, len(request.tokens) - 1, draft.tokens)
+            Proposal(request.request_id, len(request.tokens) - 1, draft.tokens, Peaks.of(draft))
             for request, draft in zip(requests, drafts, strict=True)
         ]
         return drafts

@@ -1,5 +1,5 @@
-"""Experts of an MTP module another way: two exchanged, or one's gate and up exchanged. All variants
-share one attention, so that a few matrix products each tell."""
+"""Experts of an MTP module another way: two exchanged, or one's gate and up exchanged. Each expert
+is run once on all rows, and a variant only mixes them anew, so that many variants cost little."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from itertools import combinations
 
 import torch
 
-from mtp_export.verify.corpus import Corpus, scores_of
+from mtp_export.verify.corpus import Corpus, best_and_score
 from mtp_export.verify.variants import dense_linear, dtype_of
 from mtp_runtime.layers.linear import Linear
-from mtp_runtime.layers.moe import Moe
+from mtp_runtime.layers.moe import Moe, gated
 from mtp_runtime.teacher import draft_states
 
 # More experts than this are too many to try one by one: 256 have 32640 pairs.
@@ -21,7 +21,7 @@ MOST_EXPERTS = 16
 
 @dataclass(frozen=True)
 class ExpertVariant:
-    """A feed-forward another way, and how the text's tokens score with it [A]."""
+    """A feed-forward another way, and how the target's choices score with it [A]."""
 
     change: str
     cause: str
@@ -37,47 +37,49 @@ class _Nothing:
 
 
 @torch.inference_mode()
-def expert_variants(corpus: Corpus) -> Iterator[ExpertVariant]:
-    """Scores at depth 1 for every variant; nothing where there are too many experts, or none."""
-    module = corpus.module
+def expert_variants(corpus: Corpus, own: torch.Tensor) -> Iterator[ExpertVariant]:
+    """Scores at depth 1, everywhere, for every variant; own [A] are the module's as it is. Nothing
+    where there are too many experts, or none."""
+    module, anchors = corpus.module, corpus.everywhere
     moe = module.layer.feed_forward
     if not isinstance(moe, Moe) or moe.router.bias.shape[0] > MOST_EXPERTS:
         return
-    bare = replace(module.layer, feed_forward=_Nothing())  # type: ignore[arg-type]
-    stream = draft_states(
-        corpus.model,
-        replace(module, layer=bare),
-        corpus.texts,
-        corpus.hidden,
-        corpus.anchors,
-        1,
-    )[0]
+    bare = replace(module, layer=replace(module.layer, feed_forward=_Nothing()))  # type: ignore[arg-type]
+    stream = draft_states(corpus.model, bare, corpus.texts, corpus.hidden, anchors, 1)[0]
     normed = module.layer.post_norm(stream)
-    wanted = corpus.texts.tokens[corpus.anchors.rows + 2]
-    for change, cause, other in _changed(moe):
-        x = stream + other(normed)
-        yield ExpertVariant(change, cause, scores_of(module, module.head.normed(x), wanted))
+    whole = stream + moe(normed)
+    wanted = corpus.choices[anchors.rows + 1]
+    for change, cause, moved in _changed(moe, normed):
+        rows = moved.any(dim=1).nonzero()[:, 0]
+        scores = own.clone()
+        x = module.head.normed(whole[rows] + moved[rows])
+        scores[rows.cpu()] = best_and_score(module, x, wanted[rows.cpu()])[1]
+        yield ExpertVariant(change, cause, scores)
 
 
-def _changed(moe: Moe) -> Iterator[tuple[str, str, Moe]]:
+def _changed(moe: Moe, normed: torch.Tensor) -> Iterator[tuple[str, str, torch.Tensor]]:
+    """What each variant adds to the feed-forward's output [A, d]."""
     routed = moe.router.bias.shape[0]
-    for expert in range(len(moe.gate_up)):
+    picked, chosen = moe.router(normed)
+    weights = torch.zeros_like(normed[:, :1]).repeat(1, len(moe.gate_up))  # [A, e]
+    weights[:, :routed].scatter_(1, picked, chosen.to(weights.dtype))
+    weights[:, routed:] = 1.0
+    outputs = [
+        down(gated(gate_up(normed))) for gate_up, down in zip(moe.gate_up, moe.down, strict=True)
+    ]
+    for expert, (gate_up, down) in enumerate(zip(moe.gate_up, moe.down, strict=True)):
         name = f"expert {expert}" if expert < routed else "the shared expert"
-        gate_up = list(moe.gate_up)
-        gate_up[expert] = _output_halves_exchanged(gate_up[expert])
+        other = down(gated(_output_halves_exchanged(gate_up)(normed)))
         yield (
             f"gate and up of {name} are exchanged",
             f"gate_proj and up_proj of {name} are swapped",
-            replace(moe, gate_up=tuple(gate_up)),
+            weights[:, expert, None] * (other - outputs[expert]),
         )
     for a, b in combinations(range(routed), 2):
-        gate_up, down = list(moe.gate_up), list(moe.down)
-        gate_up[a], gate_up[b] = gate_up[b], gate_up[a]
-        down[a], down[b] = down[b], down[a]
         yield (
             f"experts {a} and {b} are exchanged",
             f"experts {a} and {b} are swapped",
-            replace(moe, gate_up=tuple(gate_up), down=tuple(down)),
+            (weights[:, a] - weights[:, b])[:, None] * (outputs[b] - outputs[a]),
         )
 
 

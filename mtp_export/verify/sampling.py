@@ -132,16 +132,16 @@ def _chi_square(context: Context) -> Item:
         seen.update(output[:2] for output in found.outputs)
         accepted += sum(sum(r.metrics.accepted) for r in found.requests)
         drafted += sum(sum(r.metrics.drafted) for r in found.requests)
-    if not 0 < accepted < drafted:
-        figure = f"{accepted} of {drafted} drafts accepted"
-        return Item(name, Status.NOT_TESTED, figure, bound, cause="both verdicts must occur")
     statistic, freedom = chi_square(seen, expected, draws)
     critical = critical_chi_square(freedom, ALPHA)
     figure = f"{statistic:.1f} of at most {critical:.1f}, {freedom} degrees, {draws} draws"
-    if statistic <= critical:
+    if statistic > critical:
+        cause = "wrong proposal law: sampled pairs of tokens do not follow the target's law"
+        return Item(name, Status.FAIL, figure, bound, cause=cause)
+    if 0 < accepted < drafted:
         return Item(name, Status.PASS, figure, bound)
-    cause = "wrong proposal law: sampled pairs of tokens do not follow the target's law"
-    return Item(name, Status.FAIL, figure, bound, cause=cause)
+    figure = f"{accepted} of {drafted} drafts accepted"
+    return Item(name, Status.NOT_TESTED, figure, bound, cause="both verdicts must occur")
 
 
 def chi_square(

@@ -8,7 +8,7 @@ import os
 import tempfile
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -20,11 +20,11 @@ from mtp_export.prompts import read_texts
 from mtp_export.verify.acceptance import diagnosed
 from mtp_export.verify.base import Item, Status
 from mtp_export.verify.context import Context
-from mtp_export.verify.corpus import Corpus, Drafts
+from mtp_export.verify.corpus import Corpus, Drafts, judge
 from mtp_export.verify.prompts import encoded
 from mtp_export.verify.statistics import Estimate, ratio
 from mtp_runtime.models.build import StreamedModel, open_streamed
-from mtp_runtime.teacher import Text, Texts, best_tokens, chunks_of, overlaps, through_layer
+from mtp_runtime.teacher import Text, Texts, chunks_of, overlaps, through_layer
 
 # Rows a layer takes at once: more cost memory, fewer dequantize a layer's experts more often.
 CHUNK_ROWS = 2048
@@ -194,9 +194,9 @@ def corpus_of(streamed: StreamedModel, texts: Texts, before: torch.Tensor) -> Co
 
 
 def _acceptance(corpus: Corpus, depths: int, generated: bool) -> Iterator[Item]:
-    drafts = corpus.drafts(depths)
-    if not generated:
-        drafts = against_target(corpus, drafts)
+    following = None if generated else corpus.choices
+    outputs = corpus.draft_outputs(depths)
+    drafts = judge(corpus.module, corpus.texts, corpus.anchors, outputs, following)
     kind = "of generated text" if generated else "the target's own best token, on given text"
     counts = walked(corpus, drafts, depths) if generated else [None] * depths
     for depth in range(1, depths + 1):
@@ -222,17 +222,6 @@ def _acceptance(corpus: Corpus, depths: int, generated: bool) -> Iterator[Item]:
             "reported",
             data={"depth": depth, "overlap": shared.as_json()},
         )
-
-
-def against_target(corpus: Corpus, drafts: Drafts) -> Drafts:
-    """The same drafts, each right when it is the target's best token."""
-    best = best_tokens(corpus.model.head, corpus.states[1]).cpu()
-    last = len(best) - 1
-    hits = [
-        (own == best[(corpus.anchors.rows + depth).clamp(max=last)]) & room
-        for depth, (own, room) in enumerate(zip(drafts.best, drafts.room, strict=True), start=1)
-    ]
-    return replace(drafts, hit=tuple(hits))
 
 
 def _overlap(corpus: Corpus, depths: int, depth: int) -> Estimate:

@@ -23,9 +23,10 @@ import torch
 from cases import export
 from end_to_end.run_faults import DRAFTER_FAULTS, RUN_FAULTS
 from mtp_export.verify import controls
-from mtp_export.verify.acceptance import diagnosed, drafter_item
+from mtp_export.verify.acceptance import diagnosed
 from mtp_export.verify.base import Item, Status
 from mtp_export.verify.corpus import Corpus
+from mtp_export.verify.drafting import drafter_items
 from mtp_export.verify.prompts import Prompt
 from mtp_runtime.drafters import DRAFTERS
 from mtp_runtime.models.build import LoadOptions, load_model, open_streamed
@@ -61,7 +62,7 @@ def prompts_of(seed: int, count: int) -> list[Prompt]:
     tokenizer = Tokenizer.find(FIXTURE)
     lines = (ROOT / "fixtures/prompts.jsonl").read_text().splitlines()
     texts = [json.loads(line)["prompt"] for line in chance.sample(lines, count)]
-    return [tokenizer.encode(text)[: chance.randint(8, 48)] for text in texts]
+    return [tokenizer.encode(text)[: chance.randint(24, 96)] for text in texts]
 
 
 Found = tuple[dict[str, Tally], list[str], int]
@@ -103,7 +104,7 @@ def sweep(seeds: range, count: int, tokens: int) -> Found:
         faulty = list(shells(good, Path(name)))
         for seed in seeds:
             corpus = Corpus(model, tuple(prompts_of(seed, count)), tokens)
-            items = [*diagnosed(corpus), drafter_item(corpus, K), *controls.items_of(corpus)]
+            items = [*diagnosed(corpus), *drafter_items(corpus, K), *controls.items_of(corpus)]
             items_looked_at += len(items)
             alarms += [
                 f"seed {seed}: {i.name}: {i.cause}" for i in items if i.status is Status.FAIL
@@ -115,9 +116,10 @@ def sweep(seeds: range, count: int, tokens: int) -> Found:
                 real = DRAFTERS["mtp"]
                 DRAFTERS["mtp"] = drafter.build
                 own = Corpus(model, corpus.prompts, tokens, corpus.texts, corpus.states)
-                tallies[drafter.name].add(seed, [drafter_item(own, K)], drafter.cause)
+                tallies[drafter.name].add(seed, list(drafter_items(own, K)), drafter.cause)
                 DRAFTERS["mtp"] = real
-            sys.stderr.write(f"seed {seed}: {len(alarms)} false alarms so far\n")
+            missed = [name for name, tally in tallies.items() if tally.missed]
+            sys.stderr.write(f"seed {seed}: {len(alarms)} false alarms, missed {missed} so far\n")
     return tallies, alarms, items_looked_at
 
 

@@ -15,9 +15,10 @@ from cases import export
 from end_to_end.fault import Fault
 from end_to_end.run_faults import DRAFTER_FAULTS, RUN_FAULTS, DrafterFault, KeepsOneProbability
 from mtp_export.verify import sampling
-from mtp_export.verify.acceptance import diagnosed, drafter_item
+from mtp_export.verify.acceptance import diagnosed
 from mtp_export.verify.base import Item, Status
 from mtp_export.verify.corpus import Corpus
+from mtp_export.verify.drafting import drafter_items
 from mtp_runtime.drafters import DRAFTERS
 from mtp_runtime.models.build import LoadOptions, load_model, open_streamed
 from mtp_runtime.tokenizer import Tokenizer
@@ -67,7 +68,7 @@ def causes(items: list[Item]) -> str:
 
 def test_no_false_alarm(good: Good) -> None:
     assert causes(diagnosis(good, good.bundle)) == ""
-    assert causes([drafter_item(good.corpus, K)]) == ""
+    assert causes(list(drafter_items(good.corpus, K))) == ""
 
 
 @pytest.mark.parametrize("fault", RUN_FAULTS, ids=lambda fault: fault.name)
@@ -85,7 +86,7 @@ def test_drafter_fault_is_named(
     monkeypatch.setitem(DRAFTERS, "mtp", fault.build)
     corpus = Corpus(good.corpus.model, good.corpus.prompts, TOKENS, good.corpus.texts,
                     good.corpus.states)  # fmt: skip
-    assert fault.cause in causes([drafter_item(corpus, K)])
+    assert fault.cause in causes(list(drafter_items(corpus, K)))
 
 
 def test_wrong_proposal_law_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
