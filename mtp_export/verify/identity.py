@@ -29,6 +29,8 @@ def identity_items(context: Context) -> Iterator[Item]:
     if context.main is not None and context.mtp is not None:
         yield _configs(context, context.main.config, context.mtp.config)
     for part in context.parts:
+        if part.checkpoint is not None:
+            yield _yarn(part.name, part.checkpoint.config)
         yield _tokenizer(part)
     if len(context.parts) > 1:
         yield _same_tokenizer(context.parts)
@@ -47,6 +49,21 @@ def _configs(context: Context, main: Mapping[str, Any], mtp: Mapping[str, Any]) 
             )
             problems.append(Problem("mtp/config.json", words))
     return verdict("draft and main of one model: configs", problems, f"{len(wanted)} fields")
+
+
+def _yarn(part: str, config: Mapping[str, Any]) -> Item:
+    """yarn's two factors go together in every released model: mscale over the rotary part, and
+    mscale_all_dim over all of an attention score, in place of it."""
+    scaling = config.get("rope_scaling") or config.get("rope_parameters") or {}
+    figure = f"mscale {scaling.get('mscale')}, mscale_all_dim {scaling.get('mscale_all_dim')}"
+    problems = []
+    if scaling.get("mscale") and not scaling.get("mscale_all_dim"):
+        words = (
+            f"{part}/config.json has yarn's mscale {scaling['mscale']} without mscale_all_dim:"
+            " yarn's attention scale was dropped, and attention would be less sharp than in training"
+        )
+        problems.append(Problem(f"{part}/config.json", words))
+    return verdict(f"{part}: yarn's attention scale", problems, figure)
 
 
 def _tokenizer(part: BundlePart) -> Item:

@@ -19,7 +19,8 @@ from mtp_export.schemes.stored import stored_model
 from mtp_export.schemes.transforms import one_torch_thread
 from mtp_export.verify import gates
 from mtp_export.verify.base import Item, Problem, Status, verdict
-from mtp_export.verify.layout import PartLayout, layouts
+from mtp_export.verify.context import MAIN
+from mtp_export.verify.layout import PartLayout, layouts, target_of
 from mtp_export.verify.parallel import in_threads
 from mtp_export.verify.values import WeightOnDisk, weights_on_disk
 from mtp_export.verify.weight_causes import Sources, explain
@@ -62,6 +63,7 @@ def run(context: Context) -> Iterator[Item]:
     if context.source is None:
         yield from _noted(context)
         return
+    yield _config(context, context.source.config)
     stored = stored_model(context.source.config)
     sources = {w.stored.weight.name: w for w in weights_on_disk(stored, context.source.tensors)}
     for layout in layouts(context):
@@ -123,9 +125,12 @@ def _compare(progress: ProgressCallback, pair: tuple[WeightOnDisk, WeightOnDisk]
 
 
 def _is_copy(weight: WeightOnDisk, source: WeightOnDisk) -> bool:
-    return weight.stored.storage is source.stored.storage and [
-        (tensor.dtype, tensor.shape) for tensor in weight.tensors
-    ] == [(tensor.dtype, tensor.shape) for tensor in source.tensors]
+    """Stored the same way; a square matrix that lies turned has the shape and not the bytes."""
+    ours, theirs = (
+        (w.stored.storage, w.stored.transposed, [(t.dtype, t.shape) for t in w.tensors])
+        for w in (weight, source)
+    )
+    return ours == theirs
 
 
 def _measured(weight: WeightOnDisk, source: WeightOnDisk, progress: ProgressCallback) -> Compared:
@@ -220,6 +225,27 @@ def _problems(wrong: Sequence[Compared], sources: Sources) -> list[Problem]:
             words += f": {one.error or explain(one.weight, one.source, sources)}"
         problems.append(Problem(one.weight.name, words))
     return problems
+
+
+def _config(context: Context, source: Mapping[str, Any]) -> Item:
+    """config.json says what the source's does, but for how weights are stored."""
+    problems: list[Problem] = []
+    count = 0
+    for part in context.parts:
+        found = {} if part.checkpoint is None else part.checkpoint.config
+        wanted = source if part.name == MAIN else target_of(context).mtp_config(source)
+        keys = sorted({*wanted, *found} - {"quantization_config"}) if found else []
+        count += len(keys)
+        for key in keys:
+            if found.get(key) != wanted.get(key):
+                words = f"{key} is {found.get(key)!r} in {part.name}/config.json, "
+                words += f"{wanted.get(key)!r} by the source"
+                problems.append(Problem(f"{part.name}/config.json", words + _dropped(key)))
+    return verdict("config is the source's", problems, f"{count} values", "all but storage")
+
+
+def _dropped(key: str) -> str:
+    return ": yarn's scale was dropped or changed" if key == "rope_scaling" else ""
 
 
 def _tokenizers(context: Context) -> Item:

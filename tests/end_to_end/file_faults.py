@@ -272,6 +272,12 @@ def draft_with_other_layer_number(bundle: Path) -> None:
     planting.write(folder, changes)
 
 
+def yarn_scale_dropped(bundle: Path) -> None:
+    """A converter that knows mscale alone."""
+    for part in ("main", "mtp"):
+        planting.edit_config(bundle / part, lambda c: c["rope_scaling"].pop("mscale_all_dim"))
+
+
 FILE_FAULTS: tuple[Fault, ...] = (
     Fault("manifest missing", manifest_missing, "files", "no manifest"),
     Fault("manifest of another version", manifest_of_another_version, "files", "version 99"),
@@ -334,5 +340,6 @@ FILE_FAULTS: tuple[Fault, ...] = (
           "not a tensor of this model", seen_as="xLLM's export tool"),
     Fault("draft of another model: config", draft_of_a_model_of_other_sizes, "files",
           "the draft belongs to another model", seen_as="DeepSeek-V3 190"),
+    Fault("yarn scale dropped", yarn_scale_dropped, "files", "yarn's attention scale was dropped"),
     Fault("draft in another engine's names", draft_with_other_layer_number, "files", "is missing"),
 )  # fmt: skip

@@ -55,13 +55,6 @@ def rope_as_halves(bundle: Path) -> None:
     planting.change(bundle / "mtp", f"{prefix}.q_b_proj.weight", queries)
 
 
-def yarn_scale_dropped(bundle: Path) -> None:
-    for part in ("main", "mtp"):
-        planting.edit_config(
-            bundle / part, lambda config: config["rope_scaling"].pop("mscale_all_dim")
-        )
-
-
 def experts_swapped(bundle: Path) -> None:
     for projection in ("gate", "up", "down"):
         for end in ENDS:

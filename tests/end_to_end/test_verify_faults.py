@@ -72,7 +72,10 @@ def test_fault_is_caught(fault: Fault, bundles: Bundles, tmp_path: Path) -> None
 
 @pytest.mark.parametrize("name", ["source", *ROWS, *TARGETS])
 def test_good_bundle_passes(name: str, bundles: Bundles) -> None:
-    outcome = run_program("verify", bundles(name), "--level", "weights", "--quiet")
+    source = bundles("dense" if name == "source" else "source")
+    outcome = run_program(
+        "verify", bundles(name), "--source", source, "--level", "weights", "--quiet"
+    )
     assert outcome.code == 0, outcome.err
 
 

@@ -6,6 +6,7 @@ import shutil
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -86,6 +87,18 @@ def grouped_along_rows(bundle: Path) -> None:
     turned = scale.t().reshape(scale.shape).contiguous()
     assert packed.shape[0] == packed.shape[1] * 8, "square, so that shapes do not tell"
     planting.write(folder, {f"{name}.weight_scale": turned})
+
+
+def config_changed(changes: dict[str, Any], bundle: Path) -> None:
+    """Values of both configs changed, None for those that were left out."""
+    for part in ("main", "mtp"):
+        planting.edit_config(
+            bundle / part,
+            lambda config: [
+                config.pop(key) if value is None else config.update({key: value})
+                for key, value in changes.items()
+            ],
+        )
 
 
 def halves_swapped(tensor: torch.Tensor) -> torch.Tensor:
@@ -248,6 +261,12 @@ WEIGHT_FAULTS: tuple[Fault, ...] = (
           "elements differ: damaged", source=True),
     Fault("weights of another version", main("model.layers.5.self_attn.o_proj.weight", noisy),
           "weights", "another version", needs="bf16", source=True),
+    Fault("yarn dropped", partial(config_changed, {"rope_scaling": None}), "weights",
+          "yarn's scale was dropped or changed", source=True),
+    Fault("another rotary base", partial(config_changed, {"rope_theta": 500000.0}), "weights",
+          "rope_theta is 500000.0", source=True),
+    Fault("experts' weights not normalised", partial(config_changed, {"norm_topk_prob": False}),
+          "weights", "norm_topk_prob is False", source=True),
     Fault("tokenizer of another model of the same size", tokenizer_of_the_same_size, "weights",
           "another model's tokenizer", source=True),
 )  # fmt: skip
