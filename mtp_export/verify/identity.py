@@ -60,7 +60,7 @@ def _yarn(part: str, config: Mapping[str, Any]) -> Item:
     if scaling.get("mscale") and not scaling.get("mscale_all_dim"):
         words = (
             f"{part}/config.json has yarn's mscale {scaling['mscale']} without mscale_all_dim:"
-            " yarn's attention scale was dropped, and attention would be less sharp than in training"
+            " yarn's attention scale was dropped, and attention is flatter than in training"
         )
         problems.append(Problem(f"{part}/config.json", words))
     return verdict(f"{part}: yarn's attention scale", problems, figure)

@@ -62,7 +62,7 @@ def prompts_of(seed: int, count: int) -> list[Prompt]:
     tokenizer = Tokenizer.find(FIXTURE)
     lines = (ROOT / "fixtures/prompts.jsonl").read_text().splitlines()
     texts = [json.loads(line)["prompt"] for line in chance.sample(lines, count)]
-    return [tokenizer.encode(text)[: chance.randint(24, 96)] for text in texts]
+    return [tokenizer.encode(text)[: chance.randint(48, 128)] for text in texts]
 
 
 Found = tuple[dict[str, Tally], list[str], int]

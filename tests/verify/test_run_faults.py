@@ -13,8 +13,7 @@ import torch
 
 from cases import export
 from end_to_end.fault import Fault
-from end_to_end.run_faults import DRAFTER_FAULTS, RUN_FAULTS, DrafterFault, KeepsOneProbability
-from mtp_export.verify import sampling
+from end_to_end.run_faults import DRAFTER_FAULTS, RUN_FAULTS, DrafterFault
 from mtp_export.verify.acceptance import diagnosed
 from mtp_export.verify.base import Item, Status
 from mtp_export.verify.corpus import Corpus
@@ -87,9 +86,3 @@ def test_drafter_fault_is_named(
     corpus = Corpus(good.corpus.model, good.corpus.prompts, TOKENS, good.corpus.texts,
                     good.corpus.states)  # fmt: skip
     assert fault.cause in causes(list(drafter_items(corpus, K)))
-
-
-def test_wrong_proposal_law_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(DRAFTERS, "mtp", KeepsOneProbability)
-    item = sampling._exact("mtp")
-    assert item.status is Status.FAIL and "kept the drawn token's probability alone" in item.cause
