@@ -11,13 +11,14 @@ import torch
 
 from mtp_export.verify.decode import Decoded, decode
 from mtp_export.verify.prompts import Prompt
-from mtp_runtime.models.deepseek_v3 import DeepseekV3, Head, MtpModule
+from mtp_runtime.models.deepseek_v3 import DeepseekV3, MtpModule
 from mtp_runtime.sampling import SamplingParams
 from mtp_runtime.teacher import (
     Anchors,
     Recycle,
     Text,
     Texts,
+    best_tokens,
     draft_states,
     logits_by_chunk,
     target_states,
@@ -26,47 +27,14 @@ from mtp_runtime.teacher import (
 # Prompts of one token leave nothing for a drafter to see.
 _SHORTEST = 2
 _DRAWN_TOKENS = 16
-# The temperature of the law that a module is scored against, and how many of its tokens count.
-SHARPENED, _PEAK = 0.5, 16
-# Log-probabilities are cut off here: one hopeless token must not outweigh all others.
-WORST_SCORE = -8.0
-
-
-@dataclass(frozen=True)
-class Following:
-    """What ought to come after each row: tokens [T, p], likeliest first, and weights [T, p] that
-    sum to 1."""
-
-    tokens: torch.Tensor
-    weights: torch.Tensor
-
-    @classmethod
-    def certain(cls, tokens: torch.Tensor) -> Following:
-        """One token a row [T]."""
-        return cls(tokens[:, None], torch.ones(len(tokens), 1))
-
-    @classmethod
-    def of(cls, head: Head, normed: torch.Tensor) -> Following:
-        """The peak of the law of each row at SHARPENED, between greedy and plain sampling."""
-        tokens, weights = [], []
-        for _, logits in logits_by_chunk(head, normed):
-            top = (logits / SHARPENED).topk(min(_PEAK, logits.shape[1]), dim=-1)
-            tokens.append(top.indices.cpu())
-            weights.append(top.values.softmax(dim=-1).cpu())
-        return cls(torch.cat(tokens), torch.cat(weights))
-
-    def at(self, rows: torch.Tensor) -> Following:
-        """Those of some rows; beyond the last one the last one's."""
-        rows = rows.clamp(max=len(self.tokens) - 1)
-        return Following(self.tokens[rows], self.weights[rows])
 
 
 @dataclass(frozen=True)
 class Drafts:
     """What an MTP module drafts at every anchor, by depth: best token and how it fared.
 
-    best [A], hit [A] (it is the likeliest wanted token), room [A] (the text goes that far) and
-    scores [A] (the module's mean log-probability of the wanted tokens).
+    best [A], hit [A] (it is the wanted token), room [A] (the text goes that far) and scores [A]
+    (the module's log-probability of the wanted token).
     """
 
     best: tuple[torch.Tensor, ...]
@@ -155,10 +123,10 @@ class Corpus:
         return self.texts.anchors(0)
 
     @cached_property
-    def following(self) -> Following:
-        """What the target would have come after every row."""
+    def choices(self) -> torch.Tensor:
+        """The target's best token after every row [T]."""
         with torch.inference_mode():
-            return Following.of(self.model.head, self.states[1])
+            return best_tokens(self.model.head, self.states[1]).cpu()
 
     @torch.inference_mode()
     def drafts(
@@ -207,30 +175,30 @@ def judge(
     texts: Texts,
     anchors: Anchors,
     states: Sequence[torch.Tensor],
-    following: Following | None = None,
+    following: torch.Tensor | None = None,
 ) -> Drafts:
-    """How MTP outputs fare, by depth, against what ought to come after each row: the texts' own
-    next tokens by default."""
-    following = following or Following.certain(texts.tokens.roll(-1))
+    """Best tokens and log-probabilities of MTP outputs, by depth. following [T]: what ought to come
+    after each row, the texts' own next token by default."""
+    following = texts.tokens.roll(-1) if following is None else following
     best, hits, rooms, scores = [], [], [], []
     for depth, x in enumerate(states, start=1):
         room = texts.room(anchors, depth)
-        wanted = following.at(anchors.rows + depth)
+        wanted = following[(anchors.rows + depth).clamp(max=len(following) - 1)]
         found, score = best_and_score(module, module.head.normed(x), wanted)
         best.append(found)
-        hits.append((found == wanted.tokens[:, 0]) & room)
+        hits.append((found == wanted) & room)
         rooms.append(room)
         scores.append(score)
     return Drafts(tuple(best), tuple(hits), tuple(rooms), tuple(scores))
 
 
 def best_and_score(
-    module: MtpModule, normed: torch.Tensor, wanted: Following
+    module: MtpModule, normed: torch.Tensor, wanted: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The best token of each row, and the mean log-probability of the wanted ones [A]."""
+    """The best token of each row, and the log-probability of the wanted one [A]."""
     best, scores = [torch.zeros(0, dtype=torch.long)], [torch.zeros(0)]
     for rows, logits in logits_by_chunk(module.head, normed):
-        own = logits.log_softmax(dim=-1).gather(1, wanted.tokens[rows].to(logits.device))
+        own = wanted[rows].to(logits.device)[:, None]
         best.append(logits.argmax(dim=-1).cpu())
-        scores.append((own.cpu().clamp(min=WORST_SCORE) * wanted.weights[rows]).sum(dim=1))
+        scores.append(logits.log_softmax(dim=-1).gather(1, own)[:, 0].cpu())
     return torch.cat(best), torch.cat(scores)

@@ -18,17 +18,19 @@ from mtp_export.verify.variants import (
 from mtp_runtime.config import Hidden
 from mtp_runtime.teacher import Anchors, draft_states, overlaps
 
-# A variant is better when the target's tokens gain so many nats, and its interval lies above 0.
+# A variant is better when the target's choices gain so many nats, and its interval lies above 0.
 # The first bound is what keeps variants that make no difference out, the second chance.
-LEAST_GAIN_NATS = 0.02
+LEAST_GAIN_NATS = 0.03
 CONFIDENCE = 0.98
+# Log-probabilities are cut off here: one hopeless token must not outweigh all others.
+WORST_SCORE = -8.0
 
 
 @dataclass(frozen=True)
 class Alternative:
     """How a variant fares against the module as it is, at one depth.
 
-    gain: mean log-probability of the target's likeliest tokens, variant minus own, in nats. own and
+    gain: mean log-probability of the target's best tokens, variant minus own, in nats. own and
     other: greedy acceptance, where it was computed.
     """
 
@@ -84,10 +86,10 @@ def _anchors(corpus: Corpus, depth: int) -> Anchors:
 
 
 def _tried(corpus: Corpus, variant: Variant) -> Drafts:
-    """What a variant drafts up to its depth, against what the target would have come next."""
+    """What a variant drafts up to its depth, against the target's own best tokens."""
     anchors = _anchors(corpus, variant.depth)
     outputs = variant_outputs(corpus, variant, variant.depth, anchors)
-    return judge(variant.module, corpus.texts, anchors, outputs, corpus.following)
+    return judge(variant.module, corpus.texts, anchors, outputs, corpus.choices)
 
 
 def drafts_of(corpus: Corpus, variant: Variant, depths: int) -> Drafts:
@@ -114,7 +116,7 @@ def acceptance(drafts: Drafts, depth: int) -> float:
 
 def _gain(corpus: Corpus, own: Drafts, scores: torch.Tensor, depth: int) -> Estimate | None:
     room = own.room[depth - 1]
-    difference = scores - own.scores[depth - 1]
+    difference = scores.clamp(min=WORST_SCORE) - own.scores[depth - 1].clamp(min=WORST_SCORE)
     anchors = _anchors(corpus, depth)
     sums = corpus.by_text(difference, room, anchors)
     return ratio(sums, corpus.by_text(torch.ones_like(difference), room, anchors), CONFIDENCE)

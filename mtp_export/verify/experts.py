@@ -21,7 +21,7 @@ MOST_EXPERTS = 16
 
 @dataclass(frozen=True)
 class ExpertVariant:
-    """A feed-forward another way, and how the target's tokens score with it [A]."""
+    """A feed-forward another way, and how the target's choices score with it [A]."""
 
     change: str
     cause: str
@@ -48,12 +48,12 @@ def expert_variants(corpus: Corpus, own: torch.Tensor) -> Iterator[ExpertVariant
     stream = draft_states(corpus.model, bare, corpus.texts, corpus.hidden, anchors, 1)[0]
     normed = module.layer.post_norm(stream)
     whole = stream + moe(normed)
-    wanted = corpus.following.at(anchors.rows + 1)
+    wanted = corpus.choices[anchors.rows + 1]
     for change, cause, moved in _changed(moe, normed):
         rows = moved.any(dim=1).nonzero()[:, 0]
         scores = own.clone()
         x = module.head.normed(whole[rows] + moved[rows])
-        scores[rows.cpu()] = best_and_score(module, x, wanted.at(rows.cpu()))[1]
+        scores[rows.cpu()] = best_and_score(module, x, wanted[rows.cpu()])[1]
         yield ExpertVariant(change, cause, scores)
 
 

@@ -194,7 +194,7 @@ def corpus_of(streamed: StreamedModel, texts: Texts, before: torch.Tensor) -> Co
 
 
 def _acceptance(corpus: Corpus, depths: int, generated: bool) -> Iterator[Item]:
-    following = None if generated else corpus.following
+    following = None if generated else corpus.choices
     outputs = corpus.draft_outputs(depths)
     drafts = judge(corpus.module, corpus.texts, corpus.anchors, outputs, following)
     kind = "of generated text" if generated else "the target's own best token, on given text"

@@ -107,9 +107,9 @@ class Setting:
 
 @dataclass(frozen=True)
 class Chunk:
-    """Some rows [n], and how attention sees them."""
+    """Some rows, and how attention sees them."""
 
-    rows: torch.Tensor
+    rows: slice
     layout: BatchLayout
 
 
@@ -123,43 +123,18 @@ def chunks_of(
     """All rows but the last `cut` of every text, in chunks of at most `size`.
 
     A text's tokens lie in pages of its own; a text that is cut goes on from what it left there.
-    Short texts share a chunk.
     """
     sequences = [CachedSequence() for _ in texts.texts]
     for sequence, text in zip(sequences, texts.texts, strict=True):
         cache.append(sequence, len(text.tokens))
-    return [
-        Chunk(
-            torch.cat(
-                [texts.starts[owner] + torch.arange(first, end) for owner, first, end in spans]
-            ).to(device),
-            lay_out(
-                cache,
-                [sequences[owner] for owner, _, _ in spans],
-                [(first, end) for _, first, end in spans],
-                device,
-            ),
-        )
-        for spans in _spans(texts, cut, size)
-    ]
-
-
-def _spans(texts: Texts, cut: int, size: int) -> Iterator[list[tuple[int, int, int]]]:
-    """For each chunk, (text, first, end) of its parts."""
-    spans: list[tuple[int, int, int]] = []
-    room = size
-    for owner, text in enumerate(texts.texts):
-        first, length = 0, len(text.tokens) - cut
-        while first < length:
-            end = min(length, first + room)
-            spans.append((owner, first, end))
-            room -= end - first
-            first = end
-            if room == 0:
-                yield spans
-                spans, room = [], size
-    if spans:
-        yield spans
+    chunks: list[Chunk] = []
+    for owner, (start, text) in enumerate(zip(texts.starts, texts.texts, strict=True)):
+        length = len(text.tokens) - cut
+        for first in range(0, length, size):
+            end = min(length, first + size)
+            layout = lay_out(cache, [sequences[owner]], [(first, end)], device)
+            chunks.append(Chunk(slice(start + first, start + end), layout))
+    return chunks
 
 
 def target_states(model: DeepseekV3, texts: Texts) -> tuple[torch.Tensor, torch.Tensor]:
@@ -202,7 +177,7 @@ def draft_states(
     tokens = texts.tokens.to(hidden.device)
     first = torch.zeros_like(hidden)
     for chunk in chunks_of(texts, cache, hidden.device, cut=1):
-        following = tokens[chunk.rows + 1]
+        following = tokens[chunk.rows.start + 1 : chunk.rows.stop + 1]
         first[chunk.rows] = module(following, hidden[chunk.rows], cache.layers, chunk.layout)
     states = [first[anchors.rows]]
     for depth in range(2, depths + 1):
