@@ -1,6 +1,7 @@
 """Time verification attention: fused groups against the same queries as requests of their own.
 
     PYTHONPATH=kernels python benchmarks/bench_verify_attention.py --backend torch_cpu
+    PYTHONPATH=kernels python benchmarks/bench_verify_attention.py --backend compiled_cpu
     PYTHONPATH=kernels python benchmarks/bench_verify_attention.py --backend triton_cuda
 
 CPU: medians over interleaved calls, beside torch's scaled_dot_product_attention with the gather of
@@ -92,17 +93,18 @@ def expanded(arguments: dict[str, Any], shape: Shape, adjacent: bool) -> dict[st
     }
 
 
-def calls_of(pools: list[dict[str, Any]], max_q_len: int) -> list[Callable[[], Any]]:
+def calls_of(pools: list[dict[str, Any]], max_q_len: int, backend: str) -> list[Callable[[], Any]]:
     """One call for each cache, sharing a workspace and outputs, as an engine's layers would."""
     first = pools[0]
     query, cache = first["q_latent"], first["kv_cache"]
     workspace = make_workspace(
         batch=len(first["kv_lens"]), queries=len(query), max_q_len=max_q_len,
         kv_tokens=first["page_table"].shape[1] * PAGE, heads=query.shape[1], page=PAGE,
-        dtype=query.dtype, device=cache.device,
+        dtype=query.dtype, device=cache.device, backend=backend,
     )  # fmt: skip
     out = (torch.empty_like(query), query.new_empty(query.shape[:2], dtype=torch.float32))
-    return [partial(verify_attention, **pool, workspace=workspace, out=out) for pool in pools]
+    options = {"workspace": workspace, "out": out, "backend": backend}
+    return [partial(verify_attention, **pool, **options) for pool in pools]
 
 
 def sdpa_call(
@@ -147,7 +149,7 @@ def interleaved_medians(calls: dict[str, list[Callable[[], Any]]], rounds: int) 
     return {name: statistics.median(values) for name, values in seconds.items()}
 
 
-def bench_cpu(rounds: int) -> list[dict[str, Any]]:
+def bench_cpu(backend: str, rounds: int) -> list[dict[str, Any]]:
     rows = []
     for heads in (16, 128):
         for queries in (1, 2, 4, 6):
@@ -155,8 +157,8 @@ def bench_cpu(rounds: int) -> list[dict[str, Any]]:
             pools = pools_of(shape, "cpu")
             gathered = torch.empty_like(pools[0]["kv_cache"])
             contestants = {
-                "fused": calls_of(pools, queries),
-                "expanded": calls_of([expanded(pool, shape, True) for pool in pools], 1),
+                "fused": calls_of(pools, queries, backend),
+                "expanded": calls_of([expanded(pool, shape, True) for pool in pools], 1, backend),
                 "sdpa_rows": [sdpa_call(pool, shape, gathered, True) for pool in pools],
             }
             # On its own: torch copies the keys for every head, which slows whoever comes next.
@@ -220,9 +222,11 @@ def bench_cuda(replays: int) -> list[dict[str, Any]]:
     first_seconds = 0.0
     for shape in shapes:
         pools = pools_of(shape, "cuda")
-        fused = graph_seconds(calls_of(pools, shape.queries), replays)
+        fused = graph_seconds(calls_of(pools, shape.queries, "triton_cuda"), replays)
         near, far = (
-            graph_seconds(calls_of([expanded(p, shape, adjacent) for p in pools], 1), replays)
+            graph_seconds(
+                calls_of([expanded(p, shape, adjacent) for p in pools], 1, "triton_cuda"), replays
+            )
             for adjacent in (True, False)
         )
         first_seconds = fused if shape.queries == 1 else first_seconds
@@ -309,7 +313,8 @@ def versions(cuda: bool) -> dict[str, str]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--backend", choices=["torch_cpu", "triton_cuda"], required=True)
+    backends = ["torch_cpu", "compiled_cpu", "triton_cuda"]
+    parser.add_argument("--backend", choices=backends, required=True)
     parser.add_argument("--rounds", type=int, default=200)
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
     options = parser.parse_args()
@@ -318,7 +323,7 @@ def main() -> None:
     if cuda and not torch.cuda.is_available():
         parser.error("triton_cuda: expected a CUDA device, found none")
     torch.manual_seed(0)
-    rows = bench_cuda(options.rounds) if cuda else bench_cpu(options.rounds)
+    rows = bench_cuda(options.rounds) if cuda else bench_cpu(options.backend, options.rounds)
     git = ["git", "-C", str(RESULTS), "describe", "--always", "--dirty", "--abbrev=12"]
     commit = subprocess.run(git, capture_output=True, text=True, check=True).stdout.strip()
     result = {

@@ -74,22 +74,35 @@ def _splat(builder: Any, value: Any) -> Any:
     return builder.shuffle_vector(first, ir.Constant(_VECTOR, ir.Undefined), mask)
 
 
-def _fold(builder: Any, vector: Any, combine: Any) -> Any:
-    """One float out of a vector, its halves combined again and again."""
+def _fold(builder: Any, vectors: list[Any], combine: Any) -> Any:
+    """A vector with one entry for each of 1, 2, 4, .. LANES vectors: its halves combined, again and
+    again. Two vectors are folded in the registers of one: their entries lie in segments.
+    """
     size = LANES
     while size > 1:
+        pairs = [vectors[i : i + 2] for i in range(0, len(vectors), 2)]
+        vectors = [combine(builder, *_halves(builder, pair, size)) for pair in pairs]
         size //= 2
-        nothing = ir.Constant(vector.type, ir.Undefined)
-        lower, upper = (
-            builder.shuffle_vector(
-                vector,
-                nothing,
-                ir.Constant(ir.VectorType(ir.IntType(32), size), list(range(at, at + size))),
-            )
-            for at in (0, size)
-        )
-        vector = combine(builder, lower, upper)
-    return builder.extract_element(vector, ir.Constant(ir.IntType(32), 0))
+    return vectors[0]
+
+
+def _halves(builder: Any, vectors: list[Any], size: int) -> list[Any]:
+    """The lower and the upper halves of all segments of `size` entries, of one or two vectors."""
+    kind = vectors[0].type
+    second = vectors[1] if len(vectors) == 2 else ir.Constant(kind, ir.Undefined)
+    segments = range(0, len(vectors) * kind.count, size)
+    halves = []
+    for start in (0, size // 2):
+        order = [at + start + i for at in segments for i in range(size // 2)]
+        mask = ir.Constant(ir.VectorType(ir.IntType(32), len(order)), order)
+        halves.append(builder.shuffle_vector(vectors[0], second, mask))
+    return halves
+
+
+def _entries(builder: Any, vector: Any, start: int, count: int) -> Any:
+    """Some entries of a vector, as a shorter one."""
+    order = ir.Constant(ir.VectorType(ir.IntType(32), count), list(range(start, start + count)))
+    return builder.shuffle_vector(vector, ir.Constant(vector.type, ir.Undefined), order)
 
 
 def _sum(builder: Any, a: Any, b: Any) -> Any:
@@ -190,9 +203,10 @@ def _dots(rows: int, tokens: int) -> Any:
             return [_fma(builder, a, b, s) for (a, b), s in zip(pairs, sums, strict=True)]
 
         starts = [ir.Constant(_VECTOR, None)] * (rows * tokens)
-        for number, value in enumerate(_loop(builder, vectors, starts, step)):
-            at = _at(builder, out, out_bytes, number // tokens, number % tokens)
-            _store(builder, _fold(builder, value, _sum), at)
+        sums = _fold(builder, _loop(builder, vectors, starts, step), _sum)
+        for r in range(rows):
+            line = _entries(builder, sums, r * tokens, tokens)
+            _store(builder, line, _at(builder, out, out_bytes, r))
         return context.get_dummy_value()
 
     def dots(
@@ -219,7 +233,8 @@ def _block(combine: Any) -> Any:
             for at in range(0, BLOCK, LANES)
         ]
         halves = [combine(builder, parts[i], parts[i + 1]) for i in (0, 2)]
-        return _fold(builder, combine(builder, *halves), combine)
+        folded = _fold(builder, [combine(builder, *halves)], combine)
+        return builder.extract_element(folded, ir.Constant(ir.IntType(32), 0))
 
     def block(typing: Any, address: Any) -> Any:
         return types.float32(types.int64), codegen

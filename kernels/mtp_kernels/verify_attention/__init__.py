@@ -25,7 +25,7 @@ BACKENDS = {
     "compiled_cpu": "mtp_kernels.verify_attention.compiled_cpu",
     "triton_cuda": "mtp_kernels.verify_attention.triton_cuda",
 }
-# What backend="auto" means on each torch device type.
+# What backend="auto" means on each torch device type; on a CPU compiled_cpu where that has bf16.
 AUTO = {"cpu": "torch_cpu", "cuda": "triton_cuda"}
 LSE_DTYPE = torch.float32
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -88,7 +88,7 @@ def verify_attention(
     check_tensors(q_latent, q_rope, kv_cache, kv_scale, page_table, kv_lens, cu_q)
     sizes = sizes_of(q_latent, q_rope, kv_cache, page_table, cu_q, workspace)
     inputs = Inputs(q_latent, q_rope, kv_cache, kv_scale, page_table, kv_lens, cu_q, scale, sizes)
-    module = load_backend(backend, q_latent.device)
+    module = load_backend(backend, q_latent.device, sizes)
     parts = None if workspace is None else workspace.parts
     needed_bytes = module.workspace_bytes(sizes, parts, q_latent.device)
     buffer = workspace_buffer(workspace, needed_bytes, q_latent.device)
@@ -128,19 +128,27 @@ def make_workspace(
     if min(counts) < 1:
         raise ValueError(f"workspace sizes: expected all at least 1, found {sizes}, parts {parts}")
     device = torch.device(device)
-    size_bytes = load_backend(backend, device).workspace_bytes(sizes, parts, device)
+    module = load_backend(backend, device, sizes)
+    size_bytes = module.workspace_bytes(sizes, parts, device)
     return Workspace(sizes, torch.empty(size_bytes, dtype=torch.uint8, device=device), parts)
 
 
-def load_backend(backend: str, device: torch.device) -> Backend:
-    """Import the module of a backend; "auto" goes by the device."""
+def load_backend(backend: str, device: torch.device, sizes: Sizes) -> Backend:
+    """Import the module of a backend; "auto" goes by the device and the dtypes."""
     if backend == "auto":
         if device.type not in AUTO:
             raise ValueError(f"backend auto: expected a device of {sorted(AUTO)}, found {device}")
         backend = AUTO[device.type]
+        if device.type == "cpu" and sizes.dtype == torch.bfloat16 and compiled_takes(sizes):
+            backend = "compiled_cpu"
     if backend not in BACKENDS:
         raise ValueError(f"backend: expected auto or one of {sorted(BACKENDS)}, found {backend!r}")
     return cast(Backend, import_module(BACKENDS[backend]))
+
+
+def compiled_takes(sizes: Sizes) -> bool:
+    """Whether compiled_cpu has these bf16 sizes on this CPU."""
+    return bool(import_module(BACKENDS["compiled_cpu"]).takes_bf16(sizes))
 
 
 def outputs(

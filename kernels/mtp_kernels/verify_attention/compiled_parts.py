@@ -28,6 +28,7 @@ from mtp_kernels.vectors import (
 )
 
 TILE_ROWS = 64  # rows of queries x heads that read a block of tokens together
+SHARE_ROWS = 8  # rows of a tile that a thread takes at least: as many as one product has
 MAX_PARTS = 8192  # parts of rows in a wave: bounds scratch memory
 UNSEEN = np.float32(-np.inf)
 
@@ -111,29 +112,34 @@ def tile_at(tiles: Any, index: Any) -> Any:
 def attend_wave(
     member: Any, tiles: Any, first: Any, last: Any, queries: Any, keys: Any, parts: Any
 ) -> None:
-    """All parts of tiles [first, last), shared out among the team by their number of rows."""
-    scores = np.empty((TILE_ROWS + queries.rows.shape[1], BLOCK), np.float32)
+    """All parts of tiles [first, last), shared out among the team by blocks and groups of rows."""
+    heads = queries.rows.shape[1]
+    scores = np.empty((SHARE_ROWS, BLOCK), np.float32)
     total = 0
     for index in range(first, last):
-        total += tiles[index, 2] * tiles[index, 4]
+        total += tiles[index, 2] * heads * tiles[index, 4]
     done = 0
     for index in range(first, last):
         tile = tile_at(tiles, index)
         for block in range(tile.blocks):
-            if done * member.count // total == member.number:
-                attend_part(tile, block, queries, keys, scores, parts)
-            done += tile.rows
+            for row in range(0, tile.rows * heads, SHARE_ROWS):
+                rows = min(SHARE_ROWS, tile.rows * heads - row)
+                if done * member.count // total == member.number:
+                    attend_part(tile, block, row, rows, queries, keys, scores, parts)
+                done += rows
 
 
 @compiled
-def attend_part(tile: Any, block: Any, queries: Any, keys: Any, scores: Any, parts: Any) -> None:
-    """A tile's rows against the tokens of one block that its last row sees."""
+def attend_part(
+    tile: Any, block: Any, row: Any, rows: Any, queries: Any, keys: Any, scores: Any, parts: Any
+) -> None:
+    """Rows [row, row + rows) of a tile against the tokens of one block that its last row sees."""
     heads, width = queries.rows.shape[1:]
-    rows, latent, page = tile.rows * heads, queries.latent, keys.page
+    latent, page = queries.latent, keys.page
     first = block * BLOCK
     end = min(first + BLOCK, tile.seen + tile.rows - 1)
-    query = address(queries.rows[tile.first_row])
-    part = tile.first_part + block * rows
+    query = address(queries.rows[tile.first_row]) + 4 * row * width
+    part = tile.first_part + block * tile.rows * heads + row
     at_scores, at_sums = address(scores), address(parts.sums[part:])
     columns = latent - latent % PANEL
     token = first
@@ -144,7 +150,7 @@ def attend_part(tile: Any, block: Any, queries: Any, keys: Any, scores: Any, par
             query, width, rows, tokens, width, run, width, at_scores + 4 * (token - first), BLOCK
         )
         token += run
-    weigh(tile, first, heads, scores, queries.scale, parts, part)
+    weigh(tile, first, row, rows, heads, scores, queries.scale, parts, part)
     token = first
     while token < end:
         run = min(end, token - token % page + page) - token
@@ -191,20 +197,21 @@ def multiply_rest(
 
 @compiled
 def weigh(
-    tile: Any, first: Any, heads: Any, scores: Any, scale: Any, parts: Any, part: Any
-) -> None:
+    tile: Any, first: Any, row: Any, rows: Any, heads: Any, scores: Any, scale: Any, parts: Any,
+    part: Any,
+) -> None:  # fmt: skip
     """Scores to weights exp(score - largest), in place; tokens that a row does not see get 0."""
-    for row in range(tile.rows * heads):
-        line = scores[row]
-        seen = tile.seen + row // heads - first
+    for r in range(rows):
+        line = scores[r]
+        seen = tile.seen + (row + r) // heads - first
         for t in range(BLOCK):
             line[t] = line[t] * scale if t < seen else UNSEEN
         top = block_max(address(line))
         for t in range(BLOCK):
             weight = exponential(line[t] - top)
             line[t] = weight if t < seen else np.float32(0.0)
-        parts.tops[part + row] = top
-        parts.masses[part + row] = block_sum(address(line))
+        parts.tops[part + r] = top
+        parts.masses[part + r] = block_sum(address(line))
 
 
 @compiled

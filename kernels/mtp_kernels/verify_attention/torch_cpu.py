@@ -1,10 +1,9 @@
 """Verification attention with torch on a CPU: a request's queries x heads share each matmul.
 
 A request's cached tokens are read once, whatever its q_len, and every product has all its rows;
-only the last columns, where the rows' limits differ, are masked. Where the CPU has bf16 matrix
-units (AMX) and queries and cache are bf16, torch's flash kernel multiplies them in blocks that stay
-in the processor's cache; elsewhere products are float32. What different tokens contribute is merged
-by log-sum-exp.
+only the last columns, where the rows' limits differ, are masked. Scores keep float32 accuracy.
+Where the CPU has bf16 matrix units (AMX) and queries and cache are bf16, they multiply; elsewhere
+products are float32. What different tokens contribute is merged by log-sum-exp.
 """
 
 from __future__ import annotations
@@ -22,25 +21,16 @@ MAX_SCORES = 1 << 19
 MAX_ROWS = 2048
 MASKED = -1e30  # finite: the softmax of a fully masked row is finite, and then has no weight
 
-# The flash kernel works on FLASH_ROWS rows at a time. Given more, it packs all tokens first, in
-# memory that it allocates: worth it from PACKED_ROWS on, and for up to PACKED_TOKENS, beyond which
-# the allocator returns that memory after each call and page faults take longer than the products.
-FLASH_ROWS = 32
-PACKED_ROWS = 96
-PACKED_TOKENS = 2048
-PACKED_PARTS = 4
-MIN_PART_TOKENS = 256
-PART_MULTIPLE = 32
-
 
 @dataclass(frozen=True)
 class Scratch:
     """Reused memory of the steps."""
 
     gathered: torch.Tensor  # [tokens, c+r], as stored
-    converted: torch.Tensor  # [tokens, c+r], float32
+    converted: torch.Tensor  # [tokens, c+r], as multiplied
     scores: torch.Tensor  # [scores], float32
     probs: torch.Tensor  # [scores], float32
+    rounded: torch.Tensor  # [2, scores], bf16
 
 
 @dataclass(frozen=True)
@@ -53,10 +43,10 @@ class Rows:
 
 @dataclass(frozen=True)
 class Partial:
-    """What some ranges p of a request's tokens contribute to some rows; lse -inf where nothing."""
+    """What some tokens of a request contribute to some rows; lse -inf where nothing."""
 
-    out: torch.Tensor  # [p, s*h, c]
-    lse: torch.Tensor  # [p, s*h]
+    out: torch.Tensor  # [s*h, c]
+    lse: torch.Tensor  # [s*h]
 
 
 def has_bf16_matmul() -> bool:
@@ -81,9 +71,7 @@ def gathered_tokens(sizes: Sizes) -> int:
 
 
 def tokens_per_step(sizes: Sizes) -> int:
-    """A whole number of pages: what can be gathered and, of float32 products, has scores."""
-    if product_dtype(sizes) == torch.bfloat16:
-        return gathered_tokens(sizes)
+    """A whole number of pages: what can be gathered and has scores."""
     fitting = MAX_SCORES // (queries_per_step(sizes) * sizes.heads * sizes.page) * sizes.page
     return max(sizes.page, min(gathered_tokens(sizes), fitting))
 
@@ -93,14 +81,13 @@ def layout(sizes: Sizes) -> list[tuple[tuple[int, ...], torch.dtype]]:
     tokens, width = gathered_tokens(sizes), sizes.latent + sizes.rope
     rows = queries_per_step(sizes) * sizes.heads
     product = product_dtype(sizes)
-    scores = 0
-    if product == torch.float32:
-        scores = max(rows * sizes.page, min(rows * tokens, MAX_SCORES))
+    scores = max(rows * sizes.page, min(rows * tokens, MAX_SCORES))
     return [
         ((tokens, width), sizes.kv_dtype),
         ((0 if product == sizes.kv_dtype else tokens, width), product),
         ((scores,), torch.float32),
         ((scores,), torch.float32),
+        ((2, scores if product == torch.bfloat16 else 0), torch.bfloat16),
     ]
 
 
@@ -140,86 +127,19 @@ def attend_rows(inputs: Inputs, scratch: Scratch, request: int, rows: Rows) -> P
     for first in range(0, kv_len, step):
         span = (first, min(first + step, kv_len))
         tokens, token_scale = gather(inputs, scratch, request, span)
-        if rows.query.dtype == torch.bfloat16:
-            partials += flash_step(rows, tokens, first, inputs)
-        else:
-            partials.append(float32_step(rows, tokens, first, inputs, token_scale, scratch))
+        partials.append(attend_step(rows, tokens, first, inputs, token_scale, scratch))
         partials = [merged(partials)]
     return partials[0]
 
 
 def merged(partials: list[Partial]) -> Partial:
-    """The contribution of all ranges together, p = 1; every row sees a token in some of them."""
-    if len(partials) == 1 and len(partials[0].lse) == 1:
+    """The contribution of all steps together; every row sees a token in some of them."""
+    if len(partials) == 1:
         return partials[0]
-    lse = torch.cat([partial.lse for partial in partials])
+    lse = torch.stack([partial.lse for partial in partials])
     weights = torch.softmax(lse, 0).unsqueeze(-1)  # [p, s*h, 1]
-    counts = [len(partial.lse) for partial in partials]
-    out = [
-        (partial.out * weight).sum(0, keepdim=True)
-        for partial, weight in zip(partials, torch.split_with_sizes(weights, counts), strict=True)
-    ]
-    return Partial(sum(out[1:], out[0]), lse.logsumexp(0, keepdim=True))
-
-
-def flash_step(rows: Rows, tokens: torch.Tensor, first: int, inputs: Inputs) -> list[Partial]:
-    """Attend to bf16 `tokens`, the first of which is token `first` of the request.
-
-    What every row sees goes in parts that threads share, without a mask, the rest in one with it.
-    """
-    count = len(rows.query)
-    packed = count >= PACKED_ROWS
-    threads = torch.get_num_threads()
-    chunk = PACKED_TOKENS if packed else MAX_TOKENS
-    most_parts = max(PACKED_PARTS if packed else threads, threads * FLASH_ROWS // count)
-    query = blocks(rows.query, count if packed else FLASH_ROWS)
-    seen = max(0, min(int(rows.limits[0]) - first, len(tokens)))
-    done, partials = 0, []
-    while seen - done >= MIN_PART_TOKENS:
-        size = min(chunk, seen - done)
-        parts = min(most_parts, size // MIN_PART_TOKENS)
-        part = size // parts // PART_MULTIPLE * PART_MULTIPLE
-        keys = tokens[done : done + parts * part].view(parts, part, -1)
-        partials.append(flash(query, keys, inputs))
-        done += parts * part
-    if done < len(tokens):
-        partials.append(flash(query, tokens[None, done:], inputs, rows, first + done))
-    return partials
-
-
-def blocks(tensor: torch.Tensor, rows: int) -> tuple[torch.Tensor, ...]:
-    return tuple(tensor[first : first + rows] for first in range(0, len(tensor), rows))
-
-
-def flash(
-    query: tuple[torch.Tensor, ...],  # each [some of s*h, c+r]
-    keys: torch.Tensor,  # [p, t, c+r]
-    inputs: Inputs,
-    rows: Rows | None = None,
-    first: int = 0,
-) -> Partial:
-    """Attend from every row to every token; given `rows`, mask by their limits from `first` on.
-
-    The kernel takes values as wide as keys: the last r columns of its output mean nothing.
-    """
-    attend = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
-    unseen = None if rows is None else unseen_tokens(rows, first, first + keys.shape[1])
-    masks: tuple[torch.Tensor | None, ...] = (None,) * len(query)
-    if unseen is not None:
-        mask = torch.zeros(unseen.shape, dtype=keys.dtype).masked_fill_(unseen, -torch.inf)
-        masks = blocks(mask.repeat_interleave(inputs.sizes.heads, 0), len(query[0]))
-    keys = keys[None]
-    results = [
-        attend(
-            some.expand(1, keys.shape[1], -1, -1), keys, keys, attn_mask=mask, scale=inputs.scale
-        )
-        for some, mask in zip(query, masks, strict=True)
-    ]
-    out = torch.cat([result[0][0] for result in results], 1) if len(query) > 1 else results[0][0][0]
-    lse = torch.cat([result[1][0] for result in results], 1) if len(query) > 1 else results[0][1][0]
-    if unseen is not None:  # the kernel says 0 for a row that sees nothing
-        lse.view(len(unseen), -1)[unseen[:, 0]] = -torch.inf
-    return Partial(out[..., : inputs.sizes.latent], lse)
+    outs = zip(partials, weights, strict=True)
+    return Partial(sum(partial.out * weight for partial, weight in outs), lse.logsumexp(0))
 
 
 def unseen_tokens(rows: Rows, start: int, end: int) -> torch.Tensor | None:
@@ -229,7 +149,7 @@ def unseen_tokens(rows: Rows, start: int, end: int) -> torch.Tensor | None:
     return torch.arange(start, end) >= rows.limits[:, None]
 
 
-def float32_step(
+def attend_step(
     rows: Rows,
     tokens: torch.Tensor,
     first: int,
@@ -237,11 +157,11 @@ def float32_step(
     token_scale: torch.Tensor | None,
     scratch: Scratch,
 ) -> Partial:
-    """Attend to float32 `tokens`, the first of which is token `first` of the request."""
+    """Attend to `tokens`, the first of which is token `first` of the request."""
     shape = len(rows.query), len(tokens)
     count = shape[0] * shape[1]
     by_token = scratch.probs[:count].view(shape[::-1])  # [t, s*h]: tokens first is faster
-    torch.mm(tokens, rows.query.t(), out=by_token)
+    multiply_scores(tokens, rows.query, scratch, by_token)
     factor = inputs.scale if token_scale is None else token_scale * inputs.scale
     scores = torch.mul(by_token.t(), factor, out=scratch.scores[:count].view(shape))  # [s*h, t]
     unseen = unseen_tokens(rows, first, first + len(tokens))
@@ -257,8 +177,28 @@ def float32_step(
         lse.view(len(unseen), -1)[unseen[:, 0]] = -torch.inf
     if token_scale is not None:
         probs *= token_scale
+    if tokens.dtype == torch.bfloat16:
+        probs = scratch.rounded[0, :count].view_as(probs).copy_(probs)
     out = torch.mm(probs, tokens[:, : inputs.sizes.latent])
-    return Partial(out[None], lse[None])
+    return Partial(out, lse)
+
+
+def multiply_scores(
+    tokens: torch.Tensor, query: torch.Tensor, scratch: Scratch, scores: torch.Tensor
+) -> None:
+    """Write tokens x query [t, s*h] into float32 `scores`.
+
+    A bf16 product accumulates in float32 but is rounded to bf16 when stored, too coarse for an
+    exponent. A second product, started from minus the first, stores what the rounding dropped.
+    """
+    if tokens.dtype != torch.bfloat16:
+        torch.mm(tokens, query.t(), out=scores)
+        return
+    coarse = scratch.rounded[0, : scores.numel()].view_as(scores)
+    dropped = scratch.rounded[1, : scores.numel()].view_as(scores)
+    torch.mm(tokens, query.t(), out=coarse)
+    torch.addmm(coarse, tokens, query.t(), beta=-1, out=dropped)
+    scores.copy_(coarse).add_(dropped)  # torch.add(coarse, dropped) would round to bf16 again
 
 
 def gather(

@@ -1,0 +1,367 @@
+"""Verification attention in bf16 on a CPU with matrix units: the flash recurrence, in tiles.
+
+A thread walks its share of the batch's cache in steps of STEP_TOKENS that stay in its L2 cache. It
+copies them out of their pages once, and multiplies them with all rows of the request:
+
+    scores  [t, rows] = tokens [t, c+r] @ queries.T     tokens are the tile operand as they lie
+    probs   [rows, t]                                   exp, in float32; rounded, turned
+    out     [rows, c] += probs [rows, t] @ tokens [t, :c]   pairs of tokens interleaved once
+
+Shares are equal, cut at BLOCK_TOKENS of a request, so at most one request a cut is in two shares:
+what several threads made of one is joined by log-sum-exp. Bits depend on the number of threads.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from mtp_kernels.compiling import compiled
+from mtp_kernels.elementwise import exponential
+from mtp_kernels.team import wait
+from mtp_kernels.vectors import address
+from mtp_kernels.verify_attention.shares import (
+    BLOCK_TOKENS,
+    blocks_of,
+    groups_of,
+    item_at,
+    share_of,
+    slot_of,
+    work_of,
+)
+from mtp_kernels.verify_attention.tiles import (
+    DEPTH,
+    ROW_BYTES,
+    TILE,
+    TILE_BYTES,
+    add_product_1_2,
+    add_product_2_2,
+    configure,
+    interleave,
+    product_2_1,
+    product_2_2,
+    release,
+    transpose,
+)
+
+STEP_TOKENS = 256  # copied, scored and weighed at a time
+UNSEEN = np.float32(-1e30)  # finite: the difference of two is 0
+BF16_BYTES = 2
+
+
+class Problem(NamedTuple):
+    """One call's arrays; bf16 as int16."""
+
+    q_latent: Any  # [T*h, c]
+    q_rope: Any  # [T*h, r]
+    cache: Any  # [slots, c+r]
+    page_table: Any  # [b, max_pages]
+    page: int
+    heads: int
+    scale: Any  # float32
+
+
+class Scratch(NamedTuple):
+    """A thread's memory each, first dimension; g groups of 16 rows, s STEP_TOKENS."""
+
+    config: Any  # [64]
+    queries: Any  # [n, g*16, c+r] int16: pairs of a row, as tiles [g, (c+r)/32]
+    line: Any  # [n, 16, c+r] int16: a group's rows
+    tokens: Any  # [n, s, c+r] int16
+    values: Any  # [n, s, c] int16: pairs of tokens, as tiles [s/32, c/16]
+    scores: Any  # [n, g, s, 16] float32
+    pairs: Any  # [n, 16, 16] int32
+    probs: Any  # [n, g, s*16] int16: tiles [s/32] of [16, 32]
+    sums: Any  # [n, 3, g*16, c] float32: the item in work alone, or the share's first, or last
+    tops: Any  # [n, 3, g*16] float32
+    masses: Any  # [n, 3, g*16] float32
+
+
+class State(NamedTuple):
+    """What a thread has of an item."""
+
+    sums: Any  # [g*16, c]
+    tops: Any  # [g*16]
+    masses: Any  # [g*16]
+
+
+@compiled
+def attend(member: Any, items: Any, problem: Any, scratch: Any, out: Any, lse: Any) -> None:
+    """Every row of a batch: out [T*h, c] bf16 as int16, and lse [T*h]."""
+    total, before = work_of(items), 0
+    configure(address(scratch.config))
+    for index in range(items.shape[0]):
+        item = item_at(items, index)
+        first, last = share_of(item, before, total, member.number, member.count)
+        before += blocks_of(item) * groups_of(item)
+        if first == last:
+            continue
+        state = state_of(scratch, member.number, slot_of(item, first, last))
+        attend_item(member, item, first, last, problem, scratch, state)
+        if first == 0 and last == blocks_of(item):
+            for row in range(item.rows):
+                store(item, row, problem, state.sums[row], state.tops[row], state.masses[row],
+                      out, lse)  # fmt: skip
+    release()
+    wait(member)
+    before = 0
+    for index in range(items.shape[0]):
+        item = item_at(items, index)
+        join_item(member, item, before, total, problem, scratch, out, lse)
+        before += blocks_of(item) * groups_of(item)
+
+
+@compiled
+def state_of(scratch: Any, number: Any, slot: Any) -> Any:
+    return State(
+        scratch.sums[number, slot], scratch.tops[number, slot], scratch.masses[number, slot]
+    )
+
+
+@compiled
+def attend_item(
+    member: Any, item: Any, first: Any, last: Any, problem: Any, scratch: Any, state: Any
+) -> None:
+    """A thread's blocks of an item, step by step, into `state`."""
+    number, groups = member.number, groups_of(item)
+    for row in range(groups * TILE):
+        state.tops[row], state.masses[row] = UNSEEN, np.float32(0.0)
+        for c in range(state.sums.shape[1]):
+            state.sums[row, c] = np.float32(0.0)
+    pack_queries(item, problem, scratch.queries[number], scratch.line[number])
+    end = min(last * BLOCK_TOKENS, item.tokens)
+    for token in range(first * BLOCK_TOKENS, end, STEP_TOKENS):
+        count = min(STEP_TOKENS, end - token)
+        copy_tokens(item, token, count, problem, scratch.tokens[number])
+        chunks = -(-count // DEPTH)
+        pack_values(scratch.tokens[number], chunks, scratch.values[number])
+        score(groups, chunks, scratch, number)
+        for group in range(groups):
+            weigh(item, group, token, count, problem, scratch, number, state)
+        add_values(groups, chunks, scratch, number, state)
+
+
+@compiled
+def pack_queries(item: Any, problem: Any, queries: Any, line: Any) -> None:
+    """Rows as the second operand: by group and 32 entries, pairs of entries of 16 rows."""
+    latent, width = problem.q_latent.shape[1], line.shape[1]
+    source, target = address(line), address(queries)
+    start = item.first_query * problem.heads
+    for group in range(groups_of(item)):
+        for r in range(TILE):
+            row = group * TILE + r
+            if row < item.rows:
+                for c in range(latent):
+                    line[r, c] = problem.q_latent[start + row, c]
+                for c in range(width - latent):
+                    line[r, latent + c] = problem.q_rope[start + row, c]
+            else:
+                for c in range(width):
+                    line[r, c] = 0
+        for chunk in range(width // DEPTH):
+            transpose(source + chunk * ROW_BYTES, width * BF16_BYTES, target)
+            target += TILE_BYTES
+
+
+@compiled
+def copy_tokens(item: Any, first: Any, count: Any, problem: Any, tokens: Any) -> None:
+    """Tokens [first, first + count) side by side, and zeros up to a whole number of tiles."""
+    page = problem.page
+    for t in range(count):
+        token = first + t
+        slot = np.int64(problem.page_table[item.request, token // page]) * page + token % page
+        for c in range(tokens.shape[1]):
+            tokens[t, c] = problem.cache[slot, c]
+    for t in range(count, -(-count // DEPTH) * DEPTH):
+        for c in range(tokens.shape[1]):
+            tokens[t, c] = 0
+
+
+@compiled
+def pack_values(tokens: Any, chunks: Any, values: Any) -> None:
+    """Latents as the second operand: by 32 tokens and 16 entries, pairs of tokens."""
+    source, target = address(tokens), address(values)
+    stride, latent = tokens.shape[1] * BF16_BYTES, values.shape[1]
+    for chunk in range(chunks):
+        for pair in range(TILE):
+            line = source + (chunk * DEPTH + 2 * pair) * stride
+            place = target + chunk * (latent // TILE) * TILE_BYTES + pair * ROW_BYTES
+            for c in range(0, latent, DEPTH):
+                at = line + c * BF16_BYTES
+                interleave(at, at + stride, place + c // TILE * TILE_BYTES)
+
+
+@compiled
+def score(groups: Any, chunks: Any, scratch: Any, number: Any) -> None:
+    """Products of the tokens and all groups of rows."""
+    width = scratch.tokens.shape[2]
+    row, depth = width * BF16_BYTES, width // DEPTH
+    queries, scores = address(scratch.queries[number]), address(scratch.scores[number])
+    group_bytes, step = depth * TILE_BYTES, STEP_TOKENS * ROW_BYTES
+    for chunk in range(chunks):
+        tokens = address(scratch.tokens[number]) + chunk * DEPTH * row
+        for group in range(0, groups - 1, 2):
+            product_2_2(
+                tokens, row, TILE * row, ROW_BYTES,
+                queries + group * group_bytes, group_bytes, TILE_BYTES, depth,
+                scores + group * step + chunk * DEPTH * ROW_BYTES, ROW_BYTES, TILE_BYTES, step,
+            )  # fmt: skip
+        if groups % 2:
+            group = groups - 1
+            product_2_1(
+                tokens, row, TILE * row, ROW_BYTES,
+                queries + group * group_bytes, group_bytes, TILE_BYTES, depth,
+                scores + group * step + chunk * DEPTH * ROW_BYTES, ROW_BYTES, TILE_BYTES, step,
+            )  # fmt: skip
+
+
+@compiled
+def weigh(
+    item: Any, group: Any, first: Any, count: Any, problem: Any, scratch: Any, number: Any,
+    state: Any,
+) -> None:  # fmt: skip
+    """One group's scores to probabilities under its new largest score; its sums to that scale."""
+    scores, probs = scratch.scores[number, group], address(scratch.probs[number, group])
+    pairs = scratch.pairs[number]
+    rows = slice(group * TILE, (group + 1) * TILE)
+    tops, masses = state.tops[rows], state.masses[rows]
+    chunks, top, mass = -(-count // DEPTH), tops.copy(), np.zeros(TILE, np.float32)
+    hide_unseen(item, group, first, chunks, problem, scores)
+    largest(scores, chunks, problem.scale, top)
+    for chunk in range(chunks):
+        for pair in range(TILE):
+            even, odd = scores[chunk * DEPTH + 2 * pair], scores[chunk * DEPTH + 2 * pair + 1]
+            line = pairs[pair]
+            for r in range(TILE):
+                low, high = probability(even[r], top[r]), probability(odd[r], top[r])
+                mass[r] += low + high
+                line[r] = rounded(low) | (rounded(high) << np.int32(16))
+        transpose(address(pairs), ROW_BYTES, probs + chunk * TILE_BYTES)
+    for r in range(TILE):
+        old = exponential(tops[r] - top[r])
+        tops[r] = top[r]
+        masses[r] = masses[r] * old + mass[r]
+        if old != np.float32(1.0):
+            line = state.sums[group * TILE + r]
+            for c in range(line.size):
+                line[c] *= old
+
+
+@compiled
+def hide_unseen(item: Any, group: Any, first: Any, chunks: Any, problem: Any, scores: Any) -> None:
+    """-inf for what a row does not see; only tokens past the smallest limit are looked at."""
+    for r in range(TILE):
+        row = min(group * TILE + r, item.rows - 1)
+        limit = item.seen + row // problem.heads - first
+        for t in range(max(0, limit), chunks * DEPTH):
+            scores[t, r] = -np.inf
+
+
+@compiled
+def largest(scores: Any, chunks: Any, scale: Any, top: Any) -> None:
+    """Scale the scores, and raise `top` [16] to the largest of each column."""
+    flat, best = scores.reshape(scores.size), np.empty(4 * TILE, np.float32)
+    best[:] = UNSEEN
+    for start in range(0, chunks * DEPTH * TILE, 4 * TILE):  # four tokens: a loop worth vectors
+        part = flat[start : start + 4 * TILE]
+        for i in range(4 * TILE):
+            value = part[i] * scale
+            part[i] = value
+            best[i] = value if value > best[i] else best[i]
+    for r in range(TILE):
+        pair = max(best[r], best[TILE + r])
+        top[r] = max(top[r], max(pair, max(best[2 * TILE + r], best[3 * TILE + r])))
+
+
+@compiled
+def probability(score: Any, top: Any) -> Any:
+    """exp(score - top), 0 where the score is -inf."""
+    value = exponential(score - top)
+    return value if score != -np.inf else np.float32(0.0)
+
+
+@compiled
+def rounded(value: Any) -> Any:
+    """The 16 bits of a float32, not NaN, as bf16: to nearest, ties to even."""
+    bits = np.float32(value).view(np.int32)
+    odd = (bits >> np.int32(16)) & np.int32(1)
+    return np.int32((bits + np.int32(0x7FFF) + odd) >> np.int32(16)) & np.int32(0xFFFF)
+
+
+@compiled
+def add_values(groups: Any, chunks: Any, scratch: Any, number: Any, state: Any) -> None:
+    """sums += probabilities @ latents."""
+    latent = state.sums.shape[1]
+    probs, sums = address(scratch.probs[number]), address(state.sums)
+    values = address(scratch.values[number])
+    group_bytes, row = STEP_TOKENS * TILE * BF16_BYTES, latent * 4
+    for c in range(0, latent, DEPTH):
+        tile = values + c // TILE * TILE_BYTES
+        chunk_bytes = latent // TILE * TILE_BYTES
+        for group in range(0, groups - 1, 2):
+            add_product_2_2(
+                probs + group * group_bytes, ROW_BYTES, group_bytes, TILE_BYTES,
+                tile, TILE_BYTES, chunk_bytes, chunks,
+                sums + group * TILE * row + c * 4, row, TILE * row, ROW_BYTES,
+            )  # fmt: skip
+        if groups % 2:
+            group = groups - 1
+            add_product_1_2(
+                probs + group * group_bytes, ROW_BYTES, group_bytes, TILE_BYTES,
+                tile, TILE_BYTES, chunk_bytes, chunks,
+                sums + group * TILE * row + c * 4, row, TILE * row, ROW_BYTES,
+            )  # fmt: skip
+
+
+@compiled
+def join_item(
+    member: Any, item: Any, before: Any, total: Any, problem: Any, scratch: Any, out: Any, lse: Any
+) -> None:
+    """An item that several threads have parts of: each joins some of its rows."""
+    blocks = blocks_of(item)
+    first, last = share_of(item, before, total, 0, member.count)
+    begin = 0  # the thread with its first block
+    while first == last:
+        begin += 1
+        first, last = share_of(item, before, total, begin, member.count)
+    if last == blocks:
+        return
+    whole = np.empty(problem.q_latent.shape[1], np.float32)
+    for row in range(member.number, item.rows, member.count):
+        state = state_of(scratch, begin, 2)
+        top, mass = state.tops[row], state.masses[row]
+        whole[:] = state.sums[row]
+        for number in range(begin + 1, member.count):
+            first, last = share_of(item, before, total, number, member.count)
+            if first == last:
+                continue
+            part = state_of(scratch, number, 1)
+            new_top = max(top, part.tops[row])
+            old, new = exponential(top - new_top), exponential(part.tops[row] - new_top)
+            sums = part.sums[row]
+            for c in range(whole.size):
+                whole[c] = whole[c] * old + sums[c] * new
+            mass = mass * old + part.masses[row] * new
+            top = new_top
+        store(item, row, problem, whole, top, mass, out, lse)
+
+
+@compiled
+def store(
+    item: Any, row: Any, problem: Any, sums: Any, top: Any, mass: Any, out: Any, lse: Any
+) -> None:
+    """A row's result; 0 and -inf where it saw no token."""
+    number = item.first_query * problem.heads + row
+    if mass == np.float32(0.0):
+        lse[number] = -np.inf
+        out[number] = 0
+        return
+    lse[number] = top + np.float32(math.log(mass))
+    share = np.float32(1.0) / mass
+    line = out[number]
+    for c in range(line.size):
+        bits = np.float32(sums[c] * share).view(np.int32)
+        odd = (bits >> np.int32(16)) & np.int32(1)
+        line[c] = np.int16((bits + np.int32(0x7FFF) + odd) >> np.int32(16))
