@@ -22,6 +22,7 @@ from mtp_kernels.compiling import compiled
 from mtp_kernels.elementwise import exponential
 from mtp_kernels.team import wait
 from mtp_kernels.vectors import address
+from mtp_kernels.verify_attention.compiled_parts import add_part
 from mtp_kernels.verify_attention.shares import (
     BLOCK_TOKENS,
     blocks_of,
@@ -338,13 +339,7 @@ def join_item(
             if first == last:
                 continue
             part = state_of(scratch, number, 1)
-            new_top = max(top, part.tops[row])
-            old, new = exponential(top - new_top), exponential(part.tops[row] - new_top)
-            sums = part.sums[row]
-            for c in range(whole.size):
-                whole[c] = whole[c] * old + sums[c] * new
-            mass = mass * old + part.masses[row] * new
-            top = new_top
+            top, mass = add_part(whole, top, mass, part.sums[row], part.tops[row], part.masses[row])
         store(item, row, problem, whole, top, mass, out, lse)
 
 
@@ -362,6 +357,4 @@ def store(
     share = np.float32(1.0) / mass
     line = out[number]
     for c in range(line.size):
-        bits = np.float32(sums[c] * share).view(np.int32)
-        odd = (bits >> np.int32(16)) & np.int32(1)
-        line[c] = np.int16((bits + np.int32(0x7FFF) + odd) >> np.int32(16))
+        line[c] = np.int16(rounded(sums[c] * share))

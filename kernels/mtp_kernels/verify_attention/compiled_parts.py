@@ -215,6 +215,18 @@ def weigh(
 
 
 @compiled
+def add_part(
+    out: Any, top: Any, mass: Any, sums: Any, other_top: Any, other_mass: Any
+) -> tuple[Any, Any]:
+    """Add other tokens' unnormalised sums to a row's, in place; the top and the mass of all."""
+    new_top = max(top, other_top)
+    old, new = exponential(top - new_top), exponential(other_top - new_top)
+    for c in range(out.size):
+        out[c] = out[c] * old + sums[c] * new
+    return new_top, mass * old + other_mass * new
+
+
+@compiled
 def join(tile: Any, row: Any, head: Any, heads: Any, parts: Any, out: Any) -> Any:
     """One row and head of a tile: writes out [c], returns the log of the softmax's sum."""
     blocks = -(-(tile.seen + row) // BLOCK)
@@ -229,13 +241,7 @@ def join(tile: Any, row: Any, head: Any, heads: Any, parts: Any, out: Any) -> An
         out[c] = sums[c]
     for _ in range(1, blocks):
         part += stride
-        new_top = max(top, parts.tops[part])
-        old, new = exponential(top - new_top), exponential(parts.tops[part] - new_top)
-        sums = parts.sums[part]
-        for c in range(out.size):
-            out[c] = out[c] * old + sums[c] * new
-        mass = mass * old + parts.masses[part] * new
-        top = new_top
+        top, mass = add_part(out, top, mass, parts.sums[part], parts.tops[part], parts.masses[part])
     share = np.float32(1.0) / mass
     for c in range(out.size):
         out[c] *= share

@@ -119,6 +119,20 @@ def reordered(case: Case, order: list[int]) -> tuple[Case, torch.Tensor]:
     return replace(case, q_lens=q_lens, kv_lens=kv_lens), torch.tensor(rows, dtype=torch.long)
 
 
+def rearranged(case: Case, order: list[int]) -> tuple[dict[str, Any], torch.Tensor]:
+    """The case's arguments, the very same rows and pages, by requests in another order; and where
+    the rows come from."""
+    arguments = build(case)
+    moved, rows = reordered(case, order)
+    return arguments | {
+        "q_latent": arguments["q_latent"][rows],
+        "q_rope": arguments["q_rope"][rows],
+        "page_table": arguments["page_table"][order],
+        "kv_lens": torch.tensor(moved.kv_lens, dtype=torch.int32),
+        "cu_q": build(moved)["cu_q"],
+    }, rows
+
+
 def lengths_around(q_len: int, page: int) -> tuple[int, ...]:
     """Cache lengths at every edge: none, about q_len, about 64, and every remainder of a page."""
     edges = (0, q_len - 1, q_len, q_len + 1, 63, 64, 65)

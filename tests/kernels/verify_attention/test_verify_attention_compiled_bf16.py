@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from attention_cases import Case, build, check, expanded, lengths_around, reordered
+from attention_cases import Case, build, check, expanded, lengths_around, rearranged
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -120,14 +120,7 @@ def test_on_one_thread_the_order_of_requests_changes_nothing() -> None:
     torch.set_num_threads(1)
     arguments, order = build(MIXED), [4, 2, 5, 0, 3, 1]
     out, lse = verify_attention(**arguments, backend="compiled_cpu")
-    moved, rows = reordered(MIXED, order)
-    other = arguments | {
-        "q_latent": arguments["q_latent"][rows],
-        "q_rope": arguments["q_rope"][rows],
-        "page_table": arguments["page_table"][order],
-        "kv_lens": torch.tensor(moved.kv_lens, dtype=torch.int32),
-        "cu_q": build(moved)["cu_q"],
-    }
+    other, rows = rearranged(MIXED, order)
     found = verify_attention(**other, backend="compiled_cpu")
     assert torch.equal(found[0], out[rows]) and torch.equal(found[1], lse[rows])
 

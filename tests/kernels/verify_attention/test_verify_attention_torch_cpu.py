@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from attention_cases import Case, build, check, expanded, lengths_around, reordered
+from attention_cases import Case, build, check, expanded, lengths_around, rearranged
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -126,15 +126,7 @@ def test_results_do_not_depend_on_the_order_of_requests_or_on_a_workspace(
     arguments = build(replace(MIXED, dtype=dtype))
     out, lse = verify_attention(**arguments, backend="torch_cpu")
     order = [4, 2, 5, 0, 3, 1]
-    moved, rows = reordered(MIXED, order)
-    table = arguments["page_table"][order]
-    other = arguments | {
-        "q_latent": arguments["q_latent"][rows],
-        "q_rope": arguments["q_rope"][rows],
-        "page_table": table,
-        "kv_lens": torch.tensor(moved.kv_lens, dtype=torch.int32),
-        "cu_q": build(moved)["cu_q"],
-    }
+    other, rows = rearranged(replace(MIXED, dtype=dtype), order)
     workspace = make_workspace(
         batch=8, queries=32, max_q_len=8, kv_tokens=512, heads=17, page=64, dtype=dtype,
         backend="torch_cpu",
