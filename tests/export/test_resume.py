@@ -27,6 +27,8 @@ from cases import (
     run_in_a_fork,
     tree,
 )
+from mtp_export.checkpoint import writer
+from mtp_export.checkpoint.direct import PAGE_BYTES
 from mtp_export.checkpoint.journal import Journal
 
 # Many small files, so that there is much to interrupt; --link copy has the main part written too.
@@ -44,7 +46,15 @@ def whole(pristine: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str,
 
 
 @pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
-def test_death_at_every_disk_call(pristine: Path, tmp_path: Path, whole: dict[str, bytes]) -> None:
+def test_death_at_every_disk_call(
+    pristine: Path,
+    tmp_path: Path,
+    whole: dict[str, bytes],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    # Of these small tensors too, some are written directly and in several parts.
+    monkeypatch.setattr(writer, "DIRECT_LEAST_BYTES", 2 * PAGE_BYTES)
+    monkeypatch.setattr(writer, "GATHERED_BYTES", 2 * PAGE_BYTES)
     died = resumed = 0
     for call_number in range(1, 2000, 3):
         output = tmp_path / f"died-at-{call_number}"
