@@ -15,7 +15,7 @@ test: .venv/installed-dev
 
 # vLLM runs the fixture, and vLLM's and SGLang's resolvers read our configs: docs/engines.md.
 test-engines: .venv-engines/installed
-	.venv-engines/bin/python -m pytest --timeout 1800 -rA --durations 5 tests/engines
+	.venv-engines/bin/python -m pytest -v --timeout 1800 --durations 5 --figures build/engines.json tests/engines
 
 check: .venv/installed-dev
 	scripts/check

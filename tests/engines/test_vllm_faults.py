@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from comparison import POINTS, check_acceptance, check_log, check_text
+from comparison import POINTS, check_acceptance, check_log, check_text, compare
 from engine_runs import (
     FIXTURE,
     TOKENS,
@@ -50,7 +50,11 @@ def verified(bundle: Path, *options: object) -> Checks:
 
 
 def test_reversed_concatenation(
-    bf16: Path, prompts: Prompts, tmp_path: Path, sound_run: Callable[[int], tuple[Outputs, str]]
+    bf16: Path,
+    prompts: Prompts,
+    tmp_path: Path,
+    sound_run: Callable[[int], tuple[Outputs, str]],
+    figures: dict[str, Any],
 ) -> None:
     """verify finds every tensor in place and the text unchanged, names eh_proj, and measures what
     is left of acceptance and what is lost. vLLM loads the bundle without a word of a weight, writes
@@ -69,9 +73,10 @@ def test_reversed_concatenation(
     check_log(log)
 
     assert checks["greedy"]["status"] == "pass"
-    reading = read_with_ours(bundle, 1, prompts, outputs.tokens)
-    check_text(outputs, reading)
-    check_acceptance(outputs, reading)
+    measured = compare(outputs, read_with_ours(bundle, 1, prompts, outputs.tokens))
+    figures["1, concatenation reversed"] = measured.as_json()
+    check_text(measured)
+    check_acceptance(measured)
 
     wrong = [item for item in checks["weights"]["items"].values() if item["status"] == "fail"]
     assert [item["subject"] for item in wrong] == [f"{MTP}.eh_proj.weight"]
@@ -80,9 +85,11 @@ def test_reversed_concatenation(
     expected = says["k=1, draft 1"]["data"]["cumulative"]
     change = checks["differential"]["items"]["acceptance change, draft 1"]["data"]["change"]
     lost = outputs.acceptance[0] - sound_run(1)[0].acceptance[0]
-    print(
-        f"in vLLM {outputs.acceptance[0]:.3f}, change {lost:+.3f}; by verify {expected}, {change}"
-    )
+    figures["1, concatenation reversed"] |= {
+        "vllm_change": lost,
+        "verify": expected,
+        "verify_change": change,
+    }
     assert expected["low"] - POINTS <= outputs.acceptance[0] <= expected["high"] + POINTS
     assert change["low"] - POINTS <= lost <= change["high"] + POINTS
 
