@@ -1,0 +1,83 @@
+"""The figures of vLLM in docs and README are those of the result files, as they were measured."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from mtp_export.verify.statistics import Estimate
+
+ROOT = Path(__file__).resolve().parents[1]
+WORDS = {0: "none", 1: "one", 2: "two", 3: "three"}
+
+
+def results(name: str) -> dict[str, Any]:
+    loaded: dict[str, Any] = json.loads((ROOT / "benchmarks/results" / name).read_text())
+    return loaded
+
+
+@pytest.fixture(scope="module")
+def engines() -> dict[str, Any]:
+    return results("engines.json")
+
+
+@pytest.fixture(scope="module")
+def page() -> str:
+    return (ROOT / "docs/engines.md").read_text()
+
+
+def sound(engines: dict[str, Any]) -> dict[str, Any]:
+    return {name: run for name, run in engines["measured"].items() if "vllm_change" not in run}
+
+
+def test_the_table_of_acceptance(engines: dict[str, Any], page: str) -> None:
+    rows = []
+    for name, run in sound(engines).items():
+        theirs = ", ".join(f"{share:.3f}" for share in run["vllm"])
+        ours = ", ".join(Estimate(**share).shown() for share in run["ours"])
+        rows += [f"| {name} | {theirs} | {ours} |"] if theirs else []
+    assert len(rows) == 5
+    for row in rows:
+        assert row in page
+
+
+def test_how_many_tokens_differ(engines: dict[str, Any], page: str) -> None:
+    differ = [run["tokens_that_differ"] for run in sound(engines).values()]
+    (tokens,) = {run["tokens"] for run in sound(engines).values()}
+    assert f"{engines['prompts']} prompts x {engines['output_tokens']} tokens" in page
+    assert f"of {tokens:,} tokens {min(differ)} to {max(differ)} differ" in page
+    one = sound(engines)["1"]
+    theirs = f"{round(one['vllm'][0] * one['blocks'])} of {one['blocks']}"
+    ours = (
+        f"{round(one['ours'][0]['value'] * one['ours'][0]['count'])} of {one['ours'][0]['count']}"
+    )
+    assert f"{theirs}\nblocks in vLLM, {ours} in ours" in page
+    assert engines["hardware"]["commit"][:12] in page
+    assert f"vLLM {engines['vllm']}".partition("+")[0] in page
+
+
+def test_what_is_left_of_acceptance_when_the_concatenation_is_reversed(
+    engines: dict[str, Any], page: str
+) -> None:
+    run = engines["measured"]["1, concatenation reversed"]
+    change = run["verify_change"]
+    lost = [f"{-100 * change[key]:.1f}" for key in ("value", "high", "low")]
+    assert f"measured {Estimate(**run['verify']).shown()}\naccepted" in page
+    assert f"a loss of {lost[0]} [{lost[1]}, {lost[2]}] points" in page
+    assert f"vLLM {run['vllm'][0]:.3f} and {-100 * run['vllm_change']:.1f} points" in page
+
+
+def test_the_table_beside_vllm_in_the_readme() -> None:
+    readme, facts = (ROOT / "README.md").read_text(), results("decode_vllm.json")
+    for row in facts["against_vllm"]:
+        cells = [f"{row['batch']}, {WORDS[row['drafts']]}"]
+        for engine in ("runtime", "vllm"):
+            runs = row["runs"][engine]
+            cells.append(f"{row[f'{engine}_seconds']:.2f} s ({min(runs):.2f}–{max(runs):.2f})")
+        cells.append(f"{row['runtime_float32_seconds']:.2f} s")
+        assert f"| {' | '.join(cells)} |" in readme
+    assert f"--output-tokens {facts['output_tokens']}`" in readme
+    assert f"Commit {facts['hardware']['commit'][:12]}" in readme
