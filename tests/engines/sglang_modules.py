@@ -139,14 +139,16 @@ def resolved(config: Any, module: str) -> dict[str, Any]:
     """The method that SGLang takes for a module, and of compressed-tensors the scheme's data."""
     from sglang.srt.layers.linear import LinearBase
     from sglang.srt.layers.moe.fused_moe_triton import FusedMoE
+    from sglang.srt.layers.vocab_parallel_embedding import ParallelLMHead
 
     if config is None:
         return {"method": "unquantized"}
     is_experts = module.endswith(".experts")
-    layer = FusedMoE() if is_experts else LinearBase()
+    kind = ParallelLMHead if module.endswith("head") else LinearBase
+    layer = FusedMoE() if is_experts else kind()
     method = config.get_quant_method(layer, module)
     name = type(method).__name__
-    if name.startswith("Unquantized"):
+    if method is None or name.startswith("Unquantized"):
         return {"method": "unquantized"}
     if not name.startswith("CompressedTensors"):
         return {"method": name}

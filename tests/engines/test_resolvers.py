@@ -38,7 +38,7 @@ INT8 = {"num_bits": 8, "type": "int", "strategy": "channel"}
 INT4 = {"num_bits": 4, "type": "int", "strategy": "group"}
 FP8 = {"num_bits": 8, "type": "float", "strategy": "block", "block_structure": [128, 128]}
 BUNDLES = [f"{name} of {kind}" for name in ROWS for kind in SOURCES]
-EVERY_LINEAR_OUTSIDE = {"eh_proj", "gate", "head", "lm_head"}  # asked for by vLLM, never quantized
+NEVER = {"eh_proj", "gate", "head", "lm_head", "embed_tokens"}  # asked for or not, never quantized
 
 
 @pytest.fixture(scope="module")
@@ -76,7 +76,8 @@ def sglang_answers(bundles: dict[str, Path], tmp_path_factory: pytest.TempPathFa
         for name, folder in bundles.items()
         if "sglang" in readers_of(name)
     }
-    modules = {"main": [], "mtp": sglang_block("model.decoder", dense=False)}
+    draft = [*sglang_block("model.decoder", dense=False), "model.shared_head.head"]
+    modules = {"main": ["lm_head"], "mtp": draft}
     for layer in range(CONFIG["num_hidden_layers"]):
         dense = layer < CONFIG["first_k_dense_replace"]
         modules["main"] += sglang_block(f"model.layers.{layer}", dense)
@@ -176,7 +177,7 @@ def our_reading(folder: Path, module: str) -> dict[str, Any]:
 
 
 def check_part(folder: Path, answers: list[dict[str, Any]], int4_activations: bool) -> None:
-    """Every answer is what is on disk, and every linear on disk was asked for, once."""
+    """Every answer is what is on disk; every linear on disk, and the head, was asked for once."""
     shapes = {
         name: (tensor.dtype, tensor.shape)
         for name, tensor in open_checkpoint(folder).tensors.items()
@@ -184,9 +185,11 @@ def check_part(folder: Path, answers: list[dict[str, Any]], int4_activations: bo
     modules = {name.rpartition(".")[0] for name in shapes}
     on_disk = linears(f"{module}.weight" for module in modules)
     asked: list[str] = []
+    heads = 0
     for answer in answers:
-        if answer["module"].rpartition(".")[2] in EVERY_LINEAR_OUTSIDE:
+        if answer["module"].rpartition(".")[2] in NEVER:
             assert answer["method"] == "unquantized", answer
+            heads += answer["module"].endswith("head")
             continue
         stored = stored_modules(answer["module"], on_disk, "model.layers.61")
         assert stored, answer
@@ -196,6 +199,7 @@ def check_part(folder: Path, answers: list[dict[str, Any]], int4_activations: bo
             assert our_reading(folder, name) == form, name
         asked += stored
     assert sorted(asked) == sorted(on_disk)
+    assert heads == 1
 
 
 def test_every_pair_of_the_table_is_here() -> None:

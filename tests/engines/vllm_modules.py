@@ -1,8 +1,9 @@
 """vLLM's own modules over our configs: `python vllm_modules.py JOB.json RESULT.json`.
 
 Builds target and draft as vLLM does, on the meta device, and notes what its quantization config
-says of every linear that asks: module name, class, and the scheme it resolves to. The weights are
-never made: methods that need a GPU are replaced by none at all once they are noted.
+says of every linear, head and embedding that asks: module name, class, and the scheme it resolves
+to. The weights are never made: methods that need a GPU are replaced by none at all once they are
+noted.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from typing import Any
 os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
 os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
 Noted = list[dict[str, Any]]
+TABLES = ("ParallelLMHead", "VocabParallelEmbedding")
 
 
 def arguments(value: Any) -> dict[str, Any] | None:
@@ -32,7 +34,8 @@ def resolved(config: Any, layer: Any, prefix: str) -> dict[str, Any]:
         CompressedTensorsConfig,
     )
 
-    if not isinstance(config, CompressedTensorsConfig):
+    is_linear = type(layer).__name__ not in TABLES
+    if not isinstance(config, CompressedTensorsConfig) or not is_linear:
         return {"method": _method_name(config, layer, prefix)}
     names = [prefix]
     if type(layer).__name__ == "RoutedExperts":
@@ -58,14 +61,15 @@ class Fp8:
 
 
 def _method_name(config: Any, layer: Any, prefix: str) -> str:
-    """Fp8 or unquantized, by the class of the method."""
+    """Fp8 or unquantized, by the class of the method; heads and embeddings get none at all."""
     from unittest.mock import patch
 
     from vllm.model_executor.layers.quantization import fp8
 
     with patch.multiple(fp8, Fp8MoEMethod=Fp8, Fp8LinearMethod=Fp8):
-        name = type(config.get_quant_method(layer, prefix)).__name__
-    return "unquantized" if name.startswith("Unquantized") else name
+        method = config.get_quant_method(layer, prefix)
+    name = type(method).__name__
+    return "unquantized" if method is None or name.startswith("Unquantized") else name
 
 
 def note_all(config: Any, noted: Noted) -> None:
@@ -78,12 +82,15 @@ def note_all(config: Any, noted: Noted) -> None:
     class Noting(own):  # type: ignore[misc, valid-type]
         def get_quant_method(self, layer: Any, prefix: str) -> Any:
             name = type(layer).__name__
-            if not isinstance(layer, LinearBase) and name != "RoutedExperts":
+            asks = isinstance(layer, LinearBase) or name == "RoutedExperts" or name in TABLES
+            if not asks:
                 return None
             config.__class__ = own
             answer = resolved(config, layer, prefix)
             config.__class__ = Noting
             noted.append({"module": prefix, "class": name} | answer)
+            if name in TABLES:
+                return None
             if name == "RoutedExperts":
                 return UnquantizedFusedMoEMethod(layer.moe_config)
             return UnquantizedLinearMethod()
