@@ -96,6 +96,12 @@ def process(script: Path, job: dict[str, object], folder: Path) -> tuple[int, st
     return run.returncode, run.stdout, result
 
 
+def sglang_wheel() -> Path:
+    """SGLang as `make test-engines` has it: to be read, not installed."""
+    (wheel,) = Path(sys.prefix, "wheels").glob("sglang-*.whl")
+    return wheel
+
+
 def vllm_job(bundle: Path, drafts: int, prompts: Prompts) -> dict[str, object]:
     return {
         "main": str(bundle / "main"),

@@ -88,12 +88,13 @@ class _StandInModule(ModuleType):
 
 
 class Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
-    """Modules of SGLang: from the wheel where they are listed, else stand-ins."""
+    """Modules of SGLang: from the wheel where they are real, else stand-ins."""
 
-    def __init__(self, wheel: Path) -> None:
+    def __init__(self, wheel: Path, real: set[str]) -> None:
         from zipfile import ZipFile
 
         self.archive = ZipFile(wheel)
+        self.real = real
         self.loaded: list[str] = []
 
     def find_spec(self, fullname: str, path: Sequence[str] | None, target: Any = None) -> Any:
@@ -102,10 +103,10 @@ class Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
         return importlib.machinery.ModuleSpec(fullname, self, is_package=True)
 
     def create_module(self, spec: Any) -> ModuleType | None:
-        return ModuleType(spec.name) if spec.name in _REAL else _StandInModule(spec.name)
+        return ModuleType(spec.name) if spec.name in self.real else _StandInModule(spec.name)
 
     def exec_module(self, module: ModuleType) -> None:
-        if module.__name__ in _REAL:
+        if module.__name__ in self.real:
             file = module.__name__.replace(".", "/") + ".py"
             source = self.archive.read(file).decode()
             linecache.cache[file] = (len(source), None, source.splitlines(True), file)
@@ -181,7 +182,7 @@ def prepare() -> None:
 
 def main() -> None:
     job = json.loads(Path(sys.argv[1]).read_text())
-    finder = Finder(Path(job["wheel"]))
+    finder = Finder(Path(job["wheel"]), _REAL)
     sys.meta_path.insert(0, finder)
     prepare()
     result: dict[str, Any] = {}

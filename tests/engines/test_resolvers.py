@@ -5,14 +5,13 @@ from __future__ import annotations
 
 import importlib.metadata
 import json
-import sys
 from collections.abc import Mapping
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 import pytest
-from engine_runs import process
+from engine_runs import process, sglang_wheel
 
 from cases import WHOLE_TILES, make_checkpoint, quantize
 from mtp_export.checkpoint.bundles import open_checkpoint
@@ -81,8 +80,7 @@ def sglang_answers(bundles: dict[str, Path], tmp_path_factory: pytest.TempPathFa
     for layer in range(CONFIG["num_hidden_layers"]):
         dense = layer < CONFIG["first_k_dense_replace"]
         modules["main"] += sglang_block(f"model.layers.{layer}", dense)
-    (wheel,) = Path(sys.prefix, "wheels").glob("sglang-*.whl")
-    job = {"wheel": str(wheel), "bundles": folders, "modules": modules}
+    job = {"wheel": str(sglang_wheel()), "bundles": folders, "modules": modules}
     return run("sglang_modules.py", job, tmp_path_factory.mktemp("sglang"))
 
 
