@@ -33,7 +33,7 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT / "kernels"))
 
 from mtp_kernels import quantize  # noqa: E402
-from mtp_kernels.quantize.cpu_rows import _from_e4m3  # noqa: E402
+from mtp_kernels.quantize.cpu_numbers import from_e4m3  # noqa: E402
 
 SHAPES = [(2048, 7168), (7168, 2048)]  # gate/up and down projection of a V3 expert
 REPEATS = 7
@@ -134,7 +134,7 @@ def decoders() -> dict[str, float]:
         for row in range(codes.shape[0]):
             values = codes[row]
             for k in range(values.size):
-                out[k] = _from_e4m3(values[k])
+                out[k] = from_e4m3(values[k])
 
     return {
         "table": codes.size / median_seconds(lambda: by_table(codes, out, table)) / 1e9,

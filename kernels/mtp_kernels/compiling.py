@@ -8,7 +8,7 @@ from typing import Any
 
 from numba import njit
 
-_FOLDERS = (".", "decoder", "verify_attention")
+_FOLDERS = (".", "decoder", "quantize", "verify_attention")
 
 
 def _stamp() -> tuple[tuple[str, int, int], ...]:

@@ -1,89 +1,35 @@
-"""The compiled loops of the CPU backend.
-
-Bits are moved with integer operations, never with table look-ups or branches, so that LLVM turns
-every loop into vector code; fastmath stays off and nothing is contracted, so that the vector code
-computes what the reference computes. Rounding to integers adds and subtracts 1.5 * 2**23, where
-the spacing of fp32 is 1: to nearest, ties to even. numba widens sums of uint32 to 64 bits, which
-halves the vectors, hence the casts.
-"""
+"""The compiled loops of the CPU backend, over rows that stay in cache."""
 
 from __future__ import annotations
 
 from typing import Any
 
 import numpy as np
-from numba import njit, types
+from numba import types
 from numba.extending import overload
 
-# The numbers of layouts.py, written out: numba's cache on disk knows changes of this file only, and
-# would go on serving a number imported from another one.
-BLOCK = 128
-LANES = 128
-E4M3_MAX = np.float32(448.0)
-INT8_MAX = np.float32(127.0)
-INT4_MIN, INT4_MAX = np.float32(-8.0), np.float32(7.0)
-INT4_HALF_RANGE = np.float32(7.5)
-SCALE_FLOOR = np.float32(2.0**-126)
-ZERO_SCALE = np.float32(1.0)
+from mtp_kernels.compiling import compiled
+from mtp_kernels.quantize import layouts
+from mtp_kernels.quantize.cpu_numbers import (
+    ROUNDER,
+    bf16_scale,
+    bits_of,
+    float_of,
+    from_bf16,
+    from_e4m3,
+    ideal_scale,
+    largest,
+    magnitude_bits,
+    prefetch,
+    to_bf16,
+    to_e4m3,
+)
+from mtp_kernels.quantize.layouts import BLOCK, LANES
 
-ROUNDER = np.float32(1.5 * 2.0**23)
-E4M3_ROUNDER = np.float32(2.0**14)  # its spacing is 2**-9, the smallest e4m3 subnormal
-E4M3_ROUNDER_BITS = np.uint32(0x46800000)
-E4M3_MAX_BITS = np.uint32(0x43E00000)
-E4M3_NORMAL_BITS = np.uint32(0x3C800000)  # 2**-6
-EXPONENT_SHIFT = np.uint32(120 << 23)  # between the exponent biases of fp32 and e4m3
-MAGNITUDE = np.uint32(0x7FFFFFFF)
-NAN_BITS = np.uint32(0x7FC00000)
-
-
-@njit(cache=True, nogil=True)
-def _bits(value: Any) -> Any:
-    return np.float32(value).view(np.uint32)
-
-
-@njit(cache=True, nogil=True)
-def _float(bits: Any) -> Any:
-    return np.uint32(bits).view(np.float32)
-
-
-@njit(cache=True, nogil=True)
-def _magnitude(value: Any) -> Any:
-    return np.uint32(_bits(value) & MAGNITUDE)
-
-
-@njit(cache=True, nogil=True)
-def _to_bf16(value: Any) -> Any:
-    bits = _bits(value)
-    odd = np.uint32(np.uint32(bits >> np.uint32(16)) & np.uint32(1))
-    return np.uint16(np.uint32(bits + np.uint32(odd + np.uint32(0x7FFF))) >> np.uint32(16))
-
-
-@njit(cache=True, nogil=True)
-def _from_bf16(bits: Any) -> Any:
-    return _float(np.uint32(np.uint32(bits) << np.uint32(16)))
-
-
-@njit(cache=True, nogil=True)
-def _from_e4m3(code: Any) -> Any:
-    magnitude = np.uint32(np.uint32(code) & np.uint32(0x7F))
-    sign = np.uint32(np.uint32(np.uint32(code) & np.uint32(0x80)) << np.uint32(24))
-    normal = np.uint32(np.uint32(magnitude << np.uint32(20)) + EXPONENT_SHIFT)
-    subnormal = _bits(_float(np.uint32(magnitude + E4M3_ROUNDER_BITS)) - E4M3_ROUNDER)
-    bits = NAN_BITS if magnitude == np.uint32(0x7F) else normal
-    bits = subnormal if magnitude < np.uint32(8) else bits
-    return _float(np.uint32(bits | sign))
-
-
-@njit(cache=True, nogil=True)
-def _to_e4m3(value: Any) -> Any:
-    sign = np.uint32(np.uint32(_bits(value) >> np.uint32(24)) & np.uint32(0x80))
-    magnitude = min(_magnitude(value), E4M3_MAX_BITS)
-    odd = np.uint32(np.uint32(magnitude >> np.uint32(20)) & np.uint32(1))
-    rounded = np.uint32(np.uint32(magnitude - EXPONENT_SHIFT) + np.uint32(odd + np.uint32(0x7FFFF)))
-    subnormal = np.uint32(_bits(_float(magnitude) + E4M3_ROUNDER) - E4M3_ROUNDER_BITS)
-    normal = np.uint32(rounded >> np.uint32(20))
-    code = subnormal if magnitude < E4M3_NORMAL_BITS else normal
-    return np.uint8(np.uint32(code | sign))
+E4M3_MAX = np.float32(layouts.E4M3_MAX)
+INT8_MAX = np.float32(layouts.INT8_MAX)
+INT4_MIN, INT4_MAX = np.float32(layouts.INT4_MIN), np.float32(layouts.INT4_MAX)
+INT4_HALF_RANGE = np.float32(layouts.INT4_HALF_RANGE)
 
 
 def _load_row(source: Any, block_scale: Any, row: Any, weights: Any) -> None:
@@ -99,12 +45,12 @@ def _load_row_overload(source: Any, block_scale: Any, row: Any, weights: Any) ->
             part = weights[block * BLOCK : (block + 1) * BLOCK]
             scale = block_scale[row // BLOCK, block]
             for k in range(codes.size):
-                part[k] = _from_e4m3(codes[k]) * scale
+                part[k] = from_e4m3(codes[k]) * scale
 
     def load_bf16(source: Any, block_scale: Any, row: Any, weights: Any) -> None:
         values = source[row]
         for k in range(values.size):
-            weights[k] = _from_bf16(values[k])
+            weights[k] = from_bf16(values[k])
 
     def load_fp32(source: Any, block_scale: Any, row: Any, weights: Any) -> None:
         weights[:] = source[row]
@@ -121,9 +67,9 @@ def _store_row(weights: Any, out: Any, restored: Any) -> None:
 def _store_row_overload(weights: Any, out: Any, restored: Any) -> Any:
     def store_bf16(weights: Any, out: Any, restored: Any) -> None:
         for k in range(weights.size):
-            bits = _to_bf16(weights[k])
+            bits = to_bf16(weights[k])
             out[k] = bits
-            restored[k] = _from_bf16(bits)
+            restored[k] = from_bf16(bits)
 
     def store_fp32(weights: Any, out: Any, restored: Any) -> None:
         out[:] = weights
@@ -132,27 +78,7 @@ def _store_row_overload(weights: Any, out: Any, restored: Any) -> Any:
     return {types.uint16: store_bf16, types.float32: store_fp32}[out.dtype]
 
 
-@njit(cache=True, nogil=True)
-def _amax(weights: Any) -> Any:
-    largest = np.uint32(0)  # non-negative floats are ordered as their bits
-    for k in range(weights.size):
-        largest = max(largest, _magnitude(weights[k]))
-    return _float(largest)
-
-
-@njit(cache=True, nogil=True)
-def _scale(amax: Any, divisor: Any, factor: Any) -> Any:
-    if amax == np.float32(0):
-        return ZERO_SCALE
-    return max(np.float32(np.float32(amax / divisor) * factor), SCALE_FLOOR)
-
-
-@njit(cache=True, nogil=True)
-def _bf16_scale(amax: Any, divisor: Any, factor: Any) -> Any:
-    return _from_bf16(_to_bf16(_scale(amax, divisor, factor)))
-
-
-@njit(cache=True, nogil=True)
+@compiled
 def _halve(lanes: Any) -> Any:
     half = lanes.size // 2
     while half > 0:
@@ -164,7 +90,7 @@ def _halve(lanes: Any) -> Any:
     return lanes[0]
 
 
-@njit(cache=True, nogil=True)
+@compiled
 def _sum_lanes(lanes: Any) -> Any:
     """_halve of LANES numbers, its loops of known length: a short row ends in half the time."""
     for lane in range(64):
@@ -180,26 +106,32 @@ def _sum_lanes(lanes: Any) -> Any:
     return (lanes[0] + lanes[2]) + (lanes[1] + lanes[3])
 
 
-@njit(cache=True, nogil=True)
+@compiled
+def _add_errors(stored: Any, kept: Any, lanes: Any, errors: Any, biggest: Any) -> Any:
+    """Add a segment's squares to each lane's sums; the bits of the largest error so far."""
+    for lane in range(stored.size):
+        difference = np.float32(stored[lane] - kept[lane])
+        lanes[lane] += np.float64(stored[lane]) * np.float64(stored[lane])
+        errors[lane] += np.float64(difference) * np.float64(difference)
+        biggest = max(biggest, magnitude_bits(difference))
+    return biggest
+
+
+@compiled
 def _row_stats(weights: Any, restored: Any, lanes: Any, errors: Any, row: Any, stats: Any) -> None:
     signal, error, max_error = stats
     lanes[:] = 0.0
     errors[:] = 0.0
-    largest = np.uint32(0)
+    biggest = np.uint32(0)
     for start in range(0, weights.size, LANES):
         stored = weights[start : start + LANES]
-        kept = restored[start : start + LANES]
-        for lane in range(stored.size):
-            difference = np.float32(stored[lane] - kept[lane])
-            lanes[lane] += np.float64(stored[lane]) * np.float64(stored[lane])
-            errors[lane] += np.float64(difference) * np.float64(difference)
-            largest = max(largest, _magnitude(difference))
+        biggest = _add_errors(stored, restored[start : start + LANES], lanes, errors, biggest)
     signal[row] = _sum_lanes(lanes)
     error[row] = _sum_lanes(errors)
-    max_error[row] = _float(largest)
+    max_error[row] = float_of(biggest)
 
 
-@njit(cache=True, nogil=True)
+@compiled
 def dequantize_fp8_block(
     codes: Any, block_scale: Any, out: Any, signal: Any, error: Any, max_error: Any
 ) -> None:
@@ -212,25 +144,25 @@ def dequantize_fp8_block(
         _row_stats(weights, restored, lanes, errors, row, (signal, error, max_error))
 
 
-@njit(cache=True, nogil=True)
+@compiled
 def _block_scales(source: Any, none: Any, top: Any, power_of_two: Any, scale: Any) -> None:
     """The scales of the blocks whose first row is `top`."""
     weights = np.empty(source.shape[1], np.float32)
-    largest = np.zeros(scale.size, np.float32)
+    biggest = np.zeros(scale.size, np.float32)
     for row in range(top, min(top + BLOCK, source.shape[0])):
         _load_row(source, none, row, weights)
         for block in range(scale.size):
-            amax = _amax(weights[block * BLOCK : (block + 1) * BLOCK])
-            largest[block] = max(largest[block], amax)
+            amax = largest(weights[block * BLOCK : (block + 1) * BLOCK])
+            biggest[block] = max(biggest[block], amax)
     for block in range(scale.size):
-        scale[block] = _scale(largest[block], E4M3_MAX, np.float32(1))
+        scale[block] = ideal_scale(biggest[block], E4M3_MAX, np.float32(1))
         if power_of_two:
-            scale[block] = _float(
-                (_bits(scale[block]) + np.uint32(0x7FFFFF)) & ~np.uint32(0x7FFFFF)
+            scale[block] = float_of(
+                (bits_of(scale[block]) + np.uint32(0x7FFFFF)) & ~np.uint32(0x7FFFFF)
             )
 
 
-@njit(cache=True, nogil=True)
+@compiled
 def quantize_fp8_block(
     source: Any,
     none: Any,
@@ -254,13 +186,13 @@ def quantize_fp8_block(
             kept = restored[block * BLOCK : (block + 1) * BLOCK]
             multiplier = scale[row // BLOCK, block]
             for k in range(out.size):
-                code = _to_e4m3(part[k] / multiplier)
+                code = to_e4m3(part[k] / multiplier)
                 out[k] = code
-                kept[k] = _from_e4m3(code) * multiplier
+                kept[k] = from_e4m3(code) * multiplier
         _row_stats(weights, restored, lanes, errors, row, (signal, error, max_error))
 
 
-@njit(cache=True, nogil=True)
+@compiled
 def quantize_int8_channel(
     source: Any,
     block_scale: Any,
@@ -275,17 +207,17 @@ def quantize_int8_channel(
     lanes, errors = np.empty(LANES), np.empty(LANES)
     for row in range(source.shape[0]):
         _load_row(source, block_scale, row, weights)
-        multiplier = _bf16_scale(_amax(weights), INT8_MAX, np.float32(1))
+        multiplier = bf16_scale(largest(weights), INT8_MAX, np.float32(1))
         scale[row, 0] = multiplier
         out = packed[row]
         for k in range(out.size):
             rounder = np.float32(weights[k] / multiplier) + ROUNDER
-            out[k] = np.uint8(np.uint32(_bits(rounder) + np.uint32(128)))
+            out[k] = np.uint8(np.uint32(bits_of(rounder) + np.uint32(128)))
             restored[k] = np.float32(rounder - ROUNDER) * multiplier
         _row_stats(weights, restored, lanes, errors, row, (signal, error, max_error))
 
 
-@njit(cache=True, nogil=True)
+@compiled
 def _int4_rounder(weight: Any, scale: Any) -> Any:
     """The int4 code of a weight plus ROUNDER: its low bits are the code's."""
     quotient = np.float32(weight / scale)
@@ -294,7 +226,7 @@ def _int4_rounder(weight: Any, scale: Any) -> Any:
     return np.float32(quotient + ROUNDER)
 
 
-@njit(cache=True, nogil=True)
+@compiled
 def _group_error(group: Any, scale: Any, squares: Any) -> Any:
     for k in range(group.size):
         kept = np.float32(_int4_rounder(group[k], scale) - ROUNDER) * scale
@@ -303,20 +235,43 @@ def _group_error(group: Any, scale: Any, squares: Any) -> Any:
     return _halve(squares)
 
 
-@njit(cache=True, nogil=True)
+@compiled
 def _best_scale(group: Any, first: Any, amax: Any, factors: Any, squares: Any) -> Any:
     """The first of the factors' scales with the least squared error; `first` is factors[0]'s."""
     best = first
     least = _group_error(group, best, squares)
     for index in range(1, factors.size):
-        candidate = _bf16_scale(amax, INT4_HALF_RANGE, factors[index])
+        candidate = bf16_scale(amax, INT4_HALF_RANGE, factors[index])
         error = _group_error(group, candidate, squares)
         if error < least:
             best, least = candidate, error
     return best
 
 
-@njit(cache=True, nogil=True)
+@compiled
+def _int4_scales(weights: Any, group_size: Any, factors: Any, squares: Any, scale: Any) -> None:
+    """The scales of a row's groups."""
+    for index in range(scale.size):
+        scale[index] = largest(weights[index * group_size : (index + 1) * group_size])
+    if factors.size == 1:
+        for index in range(scale.size):
+            scale[index] = bf16_scale(scale[index], INT4_HALF_RANGE, factors[0])
+        return
+    for index in range(scale.size):
+        group = weights[index * group_size : (index + 1) * group_size]
+        first = bf16_scale(scale[index], INT4_HALF_RANGE, factors[0])
+        scale[index] = _best_scale(group, first, scale[index], factors, squares)
+
+
+@compiled
+def _int4_codes(group: Any, scale: Any, codes: Any, kept: Any) -> None:
+    for k in range(group.size):
+        rounder = _int4_rounder(group[k], scale)
+        codes[k] = np.uint8(np.uint32(bits_of(rounder) + np.uint32(8)) & np.uint32(15))
+        kept[k] = np.float32(rounder - ROUNDER) * scale
+
+
+@compiled
 def quantize_int4_group(
     source: Any,
     block_scale: Any,
@@ -329,33 +284,35 @@ def quantize_int4_group(
     max_error: Any,
 ) -> None:
     weights = np.empty(source.shape[1], np.float32)
-    restored = np.empty_like(weights)
+    restored, nibbles = np.empty(LANES, np.float32), np.empty(LANES, np.uint8)
     lanes, errors = np.empty(LANES), np.empty(LANES)
     squares = np.empty(group_size)
-    nibbles = np.empty(source.shape[1], np.uint8)
     pairs = nibbles.view(np.uint16)
     for row in range(source.shape[0]):
         _load_row(source, block_scale, row, weights)
-        for index in range(scale.shape[1]):
-            group = weights[index * group_size : (index + 1) * group_size]
-            kept = restored[index * group_size : (index + 1) * group_size]
-            codes = nibbles[index * group_size : (index + 1) * group_size]
-            amax = _amax(group)
-            multiplier = _bf16_scale(amax, INT4_HALF_RANGE, factors[0])
-            if factors.size > 1:
-                multiplier = _best_scale(group, multiplier, amax, factors, squares)
-            scale[row, index] = multiplier
-            for k in range(group.size):
-                rounder = _int4_rounder(group[k], multiplier)
-                codes[k] = np.uint8(np.uint32(_bits(rounder) + np.uint32(8)) & np.uint32(15))
-                kept[k] = np.float32(rounder - ROUNDER) * multiplier
-        out = packed[row]
-        for k in range(out.size):
-            out[k] = np.uint8(pairs[k] | pairs[k] >> np.uint16(4))
-        _row_stats(weights, restored, lanes, errors, row, (signal, error, max_error))
+        multipliers = scale[row]
+        _int4_scales(weights, group_size, factors, squares, multipliers)
+        lanes[:] = 0.0
+        errors[:] = 0.0
+        biggest = np.uint32(0)
+        index = 0
+        for first in range(0, weights.size, LANES):
+            prefetch(source, row + 1, first)
+            segment = weights[first : first + LANES]
+            for start in range(0, segment.size, group_size):
+                group = segment[start : start + group_size]
+                _int4_codes(group, multipliers[index], nibbles[start:], restored[start:])
+                index += 1
+            out = packed[row, first // 2 : first // 2 + segment.size // 2]
+            for k in range(out.size):
+                out[k] = np.uint8(pairs[k] | pairs[k] >> np.uint16(4))
+            biggest = _add_errors(segment, restored, lanes, errors, biggest)
+        signal[row] = _sum_lanes(lanes)
+        error[row] = _sum_lanes(errors)
+        max_error[row] = float_of(biggest)
 
 
-@njit(cache=True, nogil=True)
+@compiled
 def dequantize_int8_channel(codes: Any, scale: Any, out: Any) -> None:
     weights = np.empty(codes.shape[1], np.float32)
     restored = np.empty_like(weights)
@@ -367,7 +324,7 @@ def dequantize_int8_channel(codes: Any, scale: Any, out: Any) -> None:
         _store_row(weights, out[row], restored)
 
 
-@njit(cache=True, nogil=True)
+@compiled
 def dequantize_int4_group(pairs: Any, scale: Any, out: Any) -> None:
     weights = np.empty(out.shape[1], np.float32)
     restored = np.empty_like(weights)

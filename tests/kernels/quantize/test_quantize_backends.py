@@ -13,7 +13,7 @@ import pytest
 import torch
 from quantize_cases import disagreements, fp8_source, gaussian, operations, same_bits, sources
 
-from mtp_kernels.quantize import BACKENDS, cpu_rows, layouts
+from mtp_kernels.quantize import BACKENDS
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[2]
@@ -94,10 +94,3 @@ def test_auto_is_the_cpu_backend_in_main_memory() -> None:
     source = sources(7, 256)["fp8"]
     for _, run in operations(source, 256):
         assert same_bits(run("auto"), run("cpu"))
-
-
-def test_the_numbers_of_the_cpu_loops_are_those_of_the_layouts() -> None:
-    shared = vars(layouts).keys() & vars(cpu_rows).keys()
-    numbers = [name for name in shared if name.isupper()]
-    assert {"BLOCK", "SCALE_FLOOR", "INT4_HALF_RANGE"} <= set(numbers)
-    assert all(vars(layouts)[name] == vars(cpu_rows)[name] for name in numbers)
