@@ -12,6 +12,7 @@ rows of other --vllm-drafts that were measured the same way stay in it.
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import platform
 import subprocess
@@ -32,6 +33,7 @@ from mtp_runtime.cache import CachedSequence
 from mtp_runtime.layout import lay_out
 from mtp_runtime.models.build import LoadOptions, load_model
 
+PASSES = 21
 CONCURRENCIES = (1, 2, 4, 8, 16, 20, 40, 80)
 Prompts = list[tuple[int, ...]]
 
@@ -140,19 +142,28 @@ def pass_seconds(llm: LLM, rows: int, context: int, mtp: bool) -> float:
     layout = lay_out(cache, [sequence], [(context, context + rows)], model.device)
     for layer in cache.layers:  # what was never written may hold anything
         layer[sequence.pages] = 0.0
-    generator = torch.Generator().manual_seed(0)  # rows of different tokens hit different experts
-    tokens = torch.randint(2, model.config.vocab, (rows,), generator=generator)
-    hidden = torch.randn(rows, model.config.hidden, generator=generator)
+    generator = torch.Generator().manual_seed(0)
+    inputs = itertools.cycle(
+        [
+            (
+                torch.randint(2, model.config.vocab, (rows,), generator=generator),
+                torch.randn(rows, model.config.hidden, generator=generator),
+            )
+            for _ in range(PASSES)  # each hits experts of its own, as the steps of a text do
+        ]
+    )
 
     def target() -> None:
+        tokens, _ = next(inputs)
         model.head.logits(model(tokens, cache.layers, layout)[1]).argmax(-1).tolist()
 
     def draft() -> None:
         assert model.mtp is not None
+        tokens, hidden = next(inputs)
         x = model.mtp(tokens, hidden, cache.layers[-1:], layout)
         model.mtp.head.logits(model.mtp.head.normed(x[-1:])).argmax(-1).tolist()
 
-    seconds = timed(draft if mtp else target, repeats=21)
+    seconds = timed(draft if mtp else target, repeats=PASSES)
     cache.truncate(sequence, 0)
     return seconds
 

@@ -166,7 +166,6 @@ def bench_cpu(backend: str, rounds: int) -> list[dict[str, Any]]:
             turns = rounds if heads == 16 else max(2 * POOLS, rounds // 4)
             medians = interleaved_medians(contestants, turns)
             medians |= interleaved_medians(by_heads, 2 * POOLS)
-            # Floor: reading the cache once at the speed of a copy of as many bytes.
             # Floor: reading the cache once; a copy of as many bytes reads and writes.
             copies = [torch.empty_like(pool["kv_cache"]) for pool in pools]
             copying = [
