@@ -30,7 +30,7 @@ class Scratch:
     converted: torch.Tensor  # [tokens, c+r], as multiplied
     scores: torch.Tensor  # [scores], float32
     probs: torch.Tensor  # [scores], float32
-    rounded: torch.Tensor  # [2, scores], bf16
+    rounded: torch.Tensor  # [scores], bf16
 
 
 @dataclass(frozen=True)
@@ -87,7 +87,7 @@ def layout(sizes: Sizes) -> list[tuple[tuple[int, ...], torch.dtype]]:
         ((0 if product == sizes.kv_dtype else tokens, width), product),
         ((scores,), torch.float32),
         ((scores,), torch.float32),
-        ((2, scores if product == torch.bfloat16 else 0), torch.bfloat16),
+        ((scores if product == torch.bfloat16 else 0,), torch.bfloat16),
     ]
 
 
@@ -142,13 +142,6 @@ def merged(partials: list[Partial]) -> Partial:
     return Partial(sum(partial.out * weight for partial, weight in outs), lse.logsumexp(0))
 
 
-def unseen_tokens(rows: Rows, start: int, end: int) -> torch.Tensor | None:
-    """Which of the tokens start to end are past each position's limit [s, t]; None: not one is."""
-    if int(rows.limits[0]) >= end:
-        return None
-    return torch.arange(start, end) >= rows.limits[:, None]
-
-
 def attend_step(
     rows: Rows,
     tokens: torch.Tensor,
@@ -164,21 +157,20 @@ def attend_step(
     multiply_scores(tokens, rows.query, scratch, by_token)
     factor = inputs.scale if token_scale is None else token_scale * inputs.scale
     scores = torch.mul(by_token.t(), factor, out=scratch.scores[:count].view(shape))  # [s*h, t]
-    unseen = unseen_tokens(rows, first, first + len(tokens))
-    if unseen is not None:
-        seen = max(0, int(rows.limits[0]) - first)
-        columns = scores.view(len(unseen), -1, len(tokens))[:, :, seen:]
-        columns.masked_fill_(unseen[:, None, seen:], MASKED)
+    seen = max(0, int(rows.limits[0]) - first)  # by every row; only columns past it are masked
+    if seen < len(tokens):
+        past = torch.arange(first + seen, first + len(tokens)) >= rows.limits[:, None]
+        scores.view(len(past), -1, len(tokens))[:, :, seen:].masked_fill_(past[:, None], MASKED)
     probs = torch.softmax(scores, dim=1, out=scratch.probs[:count].view(shape))
     # The largest probability is exp(largest score - lse): two cheap reductions instead of a sum
     # of exponentials.
     lse = scores.amax(1).sub_(probs.amax(1).log_())
-    if unseen is not None:
-        lse.view(len(unseen), -1)[unseen[:, 0]] = -torch.inf
+    if not seen:
+        lse.view(len(rows.limits), -1)[rows.limits <= first] = -torch.inf
     if token_scale is not None:
         probs *= token_scale
     if tokens.dtype == torch.bfloat16:
-        probs = scratch.rounded[0, :count].view_as(probs).copy_(probs)
+        probs = scratch.rounded[:count].view_as(probs).copy_(probs)
     out = torch.mm(probs, tokens[:, : inputs.sizes.latent])
     return Partial(out, lse)
 
@@ -194,11 +186,12 @@ def multiply_scores(
     if tokens.dtype != torch.bfloat16:
         torch.mm(tokens, query.t(), out=scores)
         return
-    coarse = scratch.rounded[0, : scores.numel()].view_as(scores)
-    dropped = scratch.rounded[1, : scores.numel()].view_as(scores)
-    torch.mm(tokens, query.t(), out=coarse)
-    torch.addmm(coarse, tokens, query.t(), beta=-1, out=dropped)
-    scores.copy_(coarse).add_(dropped)  # torch.add(coarse, dropped) would round to bf16 again
+    stored = scratch.rounded[: scores.numel()].view_as(scores)
+    widened = scratch.scores[: scores.numel()].view_as(scores)
+    torch.mm(tokens, query.t(), out=stored)
+    scores.copy_(stored)
+    stored.addmm_(tokens, query.t(), beta=-1)
+    scores.add_(widened.copy_(stored))  # adding bf16 to float32 would allocate the copy
 
 
 def gather(
