@@ -202,19 +202,27 @@ def quantize_int8_channel(
     error: Any,
     max_error: Any,
 ) -> None:
-    weights = np.empty(source.shape[1], np.float32)
-    restored = np.empty_like(weights)
+    weights, restored = np.empty(source.shape[1], np.float32), np.empty(LANES, np.float32)
     lanes, errors = np.empty(LANES), np.empty(LANES)
     for row in range(source.shape[0]):
         _load_row(source, block_scale, row, weights)
         multiplier = bf16_scale(largest(weights), INT8_MAX, np.float32(1))
         scale[row, 0] = multiplier
-        out = packed[row]
-        for k in range(out.size):
-            rounder = np.float32(weights[k] / multiplier) + ROUNDER
-            out[k] = np.uint8(np.uint32(bits_of(rounder) + np.uint32(128)))
-            restored[k] = np.float32(rounder - ROUNDER) * multiplier
-        _row_stats(weights, restored, lanes, errors, row, (signal, error, max_error))
+        lanes[:] = 0.0
+        errors[:] = 0.0
+        biggest = np.uint32(0)
+        for first in range(0, weights.size, LANES):
+            prefetch(source, row + 1, first)
+            segment = weights[first : first + LANES]
+            out = packed[row, first : first + LANES]
+            for k in range(out.size):
+                rounder = np.float32(segment[k] / multiplier) + ROUNDER
+                out[k] = np.uint8(np.uint32(bits_of(rounder) + np.uint32(128)))
+                restored[k] = np.float32(rounder - ROUNDER) * multiplier
+            biggest = _add_errors(segment, restored, lanes, errors, biggest)
+        signal[row] = _sum_lanes(lanes)
+        error[row] = _sum_lanes(errors)
+        max_error[row] = float_of(biggest)
 
 
 @compiled
