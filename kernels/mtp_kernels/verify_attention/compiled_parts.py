@@ -117,16 +117,24 @@ def attend_wave(
     scores = np.empty((SHARE_ROWS, BLOCK), np.float32)
     total = 0
     for index in range(first, last):
-        total += tiles[index, 2] * heads * tiles[index, 4]
+        total += tiles[index, 2] * heads * max(0, tokens_of(tile_at(tiles, index)))
     done = 0
     for index in range(first, last):
         tile = tile_at(tiles, index)
         for block in range(tile.blocks):
+            tokens = min(BLOCK, tokens_of(tile) - block * BLOCK)
             for row in range(0, tile.rows * heads, SHARE_ROWS):
                 rows = min(SHARE_ROWS, tile.rows * heads - row)
-                if done * member.count // total == member.number:
+                middle = 2 * done + rows * tokens
+                if middle * member.count // (2 * total) == member.number:
                     attend_part(tile, block, row, rows, queries, keys, scores, parts)
-                done += rows
+                done += rows * tokens
+
+
+@compiled
+def tokens_of(tile: Any) -> Any:
+    """What the last query of a tile sees."""
+    return tile.seen + tile.rows - 1
 
 
 @compiled
@@ -137,7 +145,7 @@ def attend_part(
     heads, width = queries.rows.shape[1:]
     latent, page = queries.latent, keys.page
     first = block * BLOCK
-    end = min(first + BLOCK, tile.seen + tile.rows - 1)
+    end = min(first + BLOCK, tokens_of(tile))
     query = address(queries.rows[tile.first_row]) + 4 * row * width
     part = tile.first_part + block * tile.rows * heads + row
     at_scores, at_sums = address(scores), address(parts.sums[part:])
