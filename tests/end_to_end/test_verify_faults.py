@@ -3,10 +3,7 @@ good bundle passes."""
 
 from __future__ import annotations
 
-import json
 import runpy
-import shutil
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,33 +12,32 @@ import pytest
 from cases import run_program
 from end_to_end.fault import Fault
 from end_to_end.faults import FAULTS
-from end_to_end.small_model import ROWS, TARGETS, write_dense, write_fp8, write_row, write_target
+from end_to_end.matrix import (
+    FAILS,
+    NOTHING,
+    PASSES,
+    RUN,
+    STATIC,
+    Bundles,
+    cells,
+    statuses,
+    verified,
+)
+from end_to_end.run_faults import RUN_FAULTS
+from end_to_end.runtime_faults import RUNTIME_FAULTS
+from end_to_end.small_model import ROWS, TARGETS
 from mtp_export.verify import CHECKS
 
 LEVELS = {"files": "files", "ledger": "weights", "weights": "weights"}
-Bundles = Callable[[str], Path]
+ROOT = Path(__file__).resolve().parents[2]
+PAGE = (ROOT / "docs/faults.md").read_text()
+SCRIPT = runpy.run_path(str(ROOT / "scripts/faults_table.py"))
+cells_of = SCRIPT["cells_of"]
 
 
 @pytest.fixture(scope="session")
 def bundles(tmp_path_factory: pytest.TempPathFactory) -> Bundles:
-    """Good bundles by name, each made once; not to be changed. `source` is what they are made
-    from."""
-    made: dict[str, Path] = {}
-
-    def make(name: str) -> Path:
-        if name not in made:
-            folder = tmp_path_factory.mktemp("good") / "bundle"
-            if name == "dense":
-                made[name] = write_dense(folder)
-            elif name == "source":
-                made[name] = write_fp8(make("dense"), folder)
-            elif name in ROWS:
-                made[name] = write_row(make("source"), folder, name)
-            else:
-                made[name] = write_target(make("source"), folder, name)
-        return made[name]
-
-    return make
+    return Bundles(tmp_path_factory.mktemp("good"))
 
 
 def failures(report: dict[str, Any]) -> dict[str, str]:
@@ -59,15 +55,15 @@ def failures(report: dict[str, Any]) -> dict[str, str]:
 
 @pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.name)
 def test_fault_is_caught(fault: Fault, bundles: Bundles, tmp_path: Path) -> None:
-    bundle = Path(shutil.copytree(bundles(fault.needs), tmp_path / "bundle"))
-    fault.plant(bundle)
-    options = ["--level", LEVELS.get(fault.caught_by, "run"), "--json", "--quiet"]
+    options = ["--level", LEVELS[fault.caught_by]]
+    checks = STATIC[: STATIC.index(fault.caught_by) + 1]
     if fault.source:
         options += ["--source", str(bundles("source"))]
-    outcome = run_program("verify", bundle, *options)
-    assert outcome.code == 7, outcome.err
-    failed = failures(json.loads(outcome.out))
-    assert fault.cause in failed.get(fault.caught_by, ""), failed
+    code, report = verified(fault, bundles, tmp_path / "bundle", *options)
+    failed = failures(report)
+    assert code == 7 and fault.cause in failed.get(fault.caught_by, ""), failed
+    on_the_page = cells_of(PAGE)[0][fault.name][: len(checks)]
+    assert cells(statuses(report), checks) == on_the_page, "docs/faults.md says otherwise"
 
 
 @pytest.mark.parametrize("name", ["source", *ROWS, *TARGETS])
@@ -80,9 +76,16 @@ def test_good_bundle_passes(name: str, bundles: Bundles) -> None:
 
 
 def test_the_page_of_faults_is_up_to_date() -> None:
-    root = Path(__file__).resolve().parents[2]
-    script = runpy.run_path(str(root / "scripts/faults_table.py"))
-    assert (root / "docs/faults.md").read_text() == script["table"]()
+    assert SCRIPT["table"](*cells_of(PAGE)) == PAGE
+
+
+def test_the_page_shows_every_fault_caught_by_its_check_and_nothing_else_caught() -> None:
+    static, run = cells_of(PAGE)
+    for fault in FAULTS:
+        assert static[fault.name][STATIC.index(fault.caught_by)] == FAILS, fault.name
+    for one in (*RUN_FAULTS, *RUNTIME_FAULTS):
+        assert run[one.name][RUN.index(one.caught_by)] == FAILS, one.name
+    assert run[NOTHING] == [PASSES] * len(RUN)
 
 
 def test_each_fault_has_a_name_and_a_check_of_its_own() -> None:

@@ -1,0 +1,100 @@
+"""The streamed pass holds one layer, as it is stored, and the activations: measured as the growth
+of a process's peak memory over a model whose layers are large beside everything else."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from cases import export
+from mtp_export.families import family_of
+from mtp_export.families.base import Role
+from runtime.checkpoints import SMALL
+
+# Eight layers of 36 MB in bf16, of which one dense; vocabulary and attention are small.
+CONFIG: dict[str, Any] = SMALL | {
+    "torch_dtype": "bfloat16",
+    "hidden_size": 512,
+    "intermediate_size": 4096,
+    "moe_intermediate_size": 1280,
+    "num_hidden_layers": 8,
+    "n_routed_experts": 8,
+}
+PROGRAM = """
+import contextlib, json, sys
+from pathlib import Path
+from mtp_export.progress import silent
+from mtp_export.verify import stream
+from mtp_export.verify.base import Level
+from mtp_export.verify.context import Context, VerifyOptions
+from mtp_runtime.models.build import StreamedModel, open_streamed
+
+bundle, prompts, workdir = map(Path, sys.argv[1:4])
+kept, real = [], StreamedModel.layer
+def keeping(self, index):
+    kept.append(real(self, index))
+    return kept[-1]
+if "keep" in sys.argv:
+    StreamedModel.layer = keeping
+
+def resident(kind):
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(kind))
+
+options = VerifyOptions(bundle, None, Level.RUN, prompts, stream=True, workdir=workdir)
+context = Context.open(options, lambda title, total: contextlib.nullcontext(silent))
+texts, _ = stream.texts_of(context)
+cost = stream.cost_of(context, texts)
+streamed = open_streamed(bundle, "cpu")
+Path("/proc/self/clear_refs").write_text("5")  # the peak starts from what is resident now
+before = resident("VmRSS")
+stream.states_of(context, streamed, texts, cost, silent)
+print(json.dumps({"growth": resident("VmHWM") - before, "layer": cost.layer_bytes,
+                  "activations": cost.activation_bytes}))
+"""
+
+
+@pytest.fixture(scope="module")
+def bundle(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A bundle of repeated random rows: what matters is its size."""
+    folder = tmp_path_factory.mktemp("large")
+    generator = torch.Generator().manual_seed(0)
+    tensors = {}
+    for spec in family_of(CONFIG).expected.values():
+        if spec.optional:  # the MTP layer's copies of embedding and head
+            continue
+        row = torch.randn(spec.shape[-1], generator=generator) * spec.shape[-1] ** -0.5
+        values = 1 + 0.1 * row if spec.role is Role.NORM else row
+        kind = torch.float32 if spec.name.endswith("bias") else torch.bfloat16
+        tensors[spec.name] = values.to(kind).expand(spec.shape).contiguous()
+    (folder / "source").mkdir()
+    save_file(tensors, folder / "source/model.safetensors", metadata={"format": "pt"})
+    (folder / "source/config.json").write_text(json.dumps(CONFIG))
+    assert export(folder / "source", folder / "bundle", "--link", "hardlink", "--quiet").code == 0
+    return folder / "bundle"
+
+
+def measured(bundle: Path, folder: Path, *more: str) -> dict[str, int]:
+    prompts = folder / "prompts.jsonl"
+    lines = [json.dumps({"prompt_token_ids": [3 + i % 90] * 24}) for i in range(4)]
+    prompts.write_text("\n".join(lines))
+    command = [sys.executable, "-c", PROGRAM, str(bundle), str(prompts), str(folder), *more]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=250, check=True)
+    found = json.loads(done.stdout)
+    assert isinstance(found, dict)
+    return found
+
+
+def test_memory_is_one_layer_and_activations(bundle: Path, tmp_path: Path) -> None:
+    """Beyond what a first layer took; a pass that keeps its layers grows by seven more."""
+    found = measured(bundle, tmp_path)
+    assert found["growth"] <= found["layer"] + found["activations"], found
+    kept = measured(bundle, tmp_path, "keep")
+    assert kept["growth"] > 4 * found["layer"] + found["activations"], kept
