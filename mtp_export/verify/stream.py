@@ -4,11 +4,12 @@ one layer before the next is read; what came of a layer is kept on disk, so that
 from __future__ import annotations
 
 import hashlib
+import math
 import os
 import tempfile
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import torch
@@ -28,7 +29,9 @@ from mtp_runtime.teacher import Text, Texts, chunks_of, overlaps, through_layer
 
 # Rows a layer takes at once: more cost memory, fewer dequantize a layer's experts more often.
 CHUNK_ROWS = 2048
-_PROBE_BYTES = 64 << 20
+# Matrices that are float32 at a time: gate and up, one on the other, and what a variant changes.
+DENSE_AT_ONCE = 8
+_PROBE_BYTES, _PIECE_BYTES = 64 << 20, 4 << 20
 
 
 def run(context: Context) -> Iterator[Item]:
@@ -53,11 +56,16 @@ def run(context: Context) -> Iterator[Item]:
 
 @dataclass(frozen=True)
 class Cost:
-    """What a pass reads, how fast the disk gave a part of it, and the memory it takes."""
+    """What a pass reads, how fast the disk gave a part of it, and the memory it takes.
+
+    layer_bytes: the most weights that are held, as they are stored: a layer, or the MTP part with
+    the main model's embedding and head. dense_bytes: matrices in float32 while they are used.
+    """
 
     read_bytes: int
     bytes_per_second: float
     layer_bytes: int
+    dense_bytes: int
     activation_bytes: int
     tokens: int
 
@@ -65,18 +73,13 @@ class Cost:
         seconds = self.read_bytes / self.bytes_per_second
         return (
             f"{format_bytes(self.read_bytes)} to read at {format_bytes(self.bytes_per_second)}/s,"
-            f" {seconds / 60:.0f} min at least; memory {format_bytes(self.layer_bytes)} of the"
-            f" largest layer and {format_bytes(self.activation_bytes)} for {self.tokens} tokens"
+            f" {seconds / 60:.0f} min at least; memory {format_bytes(self.layer_bytes)} of weights,"
+            f" {format_bytes(self.dense_bytes)} of matrices in use and"
+            f" {format_bytes(self.activation_bytes)} for {self.tokens} tokens"
         )
 
     def as_json(self) -> dict[str, float | int]:
-        return {
-            "read_bytes": self.read_bytes,
-            "bytes_per_second": self.bytes_per_second,
-            "layer_bytes": self.layer_bytes,
-            "activation_bytes": self.activation_bytes,
-            "tokens": self.tokens,
-        }
+        return asdict(self)
 
 
 def texts_of(context: Context) -> tuple[Texts, bool]:
@@ -97,22 +100,31 @@ def texts_of(context: Context) -> tuple[Texts, bool]:
 
 def cost_of(context: Context, texts: Texts) -> Cost:
     """From the headers, and one read of the bundle's first large shard."""
-    total, layers = 0, dict[str, int]()
-    for checkpoint in context.checkpoints:
-        for tensor in checkpoint.tensors.values():
-            size = tensor_bytes(tensor.dtype, tensor.shape)
-            total += size
-            parts = tensor.name.split(".")
-            key = ".".join(parts[:3]) if "layers" in parts[:2] else tensor.name
+    main, mtp = context.main, context.mtp
+    assert main is not None and mtp is not None, "a streamed pass is not started without both"
+    layers, ends, largest = dict[str, int](), 0, 0
+    for tensor in main.tensors.values():
+        size = tensor_bytes(tensor.dtype, tensor.shape)
+        parts = tensor.name.split(".")
+        if "layers" in parts[:2]:
+            key = ".".join(parts[:3])
             layers[key] = layers.get(key, 0) + size
-    assert context.main is not None
-    config = context.main.config
-    heads, latent = config["num_attention_heads"], config["kv_lora_rank"]
-    tokens = len(texts.tokens)
+            largest = max(largest, math.prod(tensor.shape))
+        else:
+            ends += size
+    module = sum(tensor_bytes(tensor.dtype, tensor.shape) for tensor in mtp.tensors.values())
+    config, tokens = main.config, len(texts.tokens)
     rows = min(CHUNK_ROWS, max(len(text.tokens) for text in texts.texts))
-    stream = tokens * (3 * config["hidden_size"] + latent + config["qk_rope_head_dim"])
-    inside = rows * heads * 3 * latent
-    return Cost(total, _disk_rate(context), max(layers.values()), 4 * (stream + inside), tokens)
+    stream = 3 * config["hidden_size"] + config["kv_lora_rank"] + config["qk_rope_head_dim"]
+    inside = rows * config["num_attention_heads"] * 3 * config["kv_lora_rank"]
+    return Cost(
+        sum(layers.values()) + ends + module,
+        _disk_rate(context),
+        max(*layers.values(), module + ends),
+        4 * DENSE_AT_ONCE * largest,
+        4 * (tokens * stream + inside),
+        tokens,
+    )
 
 
 def _disk_rate(context: Context) -> float:
@@ -123,8 +135,9 @@ def _disk_rate(context: Context) -> float:
         with path.open("rb", buffering=0) as file:
             if hasattr(os, "posix_fadvise"):
                 os.posix_fadvise(file.fileno(), 0, _PROBE_BYTES, os.POSIX_FADV_DONTNEED)
-            start = time.perf_counter()
-            done = len(file.read(_PROBE_BYTES))
+            start, piece, done = time.perf_counter(), bytearray(_PIECE_BYTES), 0
+            while done < _PROBE_BYTES and (count := file.readinto(piece)):
+                done += count
             return max(1.0, done / max(1e-6, time.perf_counter() - start))
     except OSError as error:
         raise IoError("A shard cannot be read", where=path, found=error) from error

@@ -86,7 +86,7 @@ class WeightSource:
         part = self.owners[name]
         one = part.stored.weights[name]
         tensors = [part.checkpoint.tensor(tensor.name).to(self.device) for tensor in one.tensors]
-        return assembled(one, tensors, self.dtype)
+        return assembled(one, tensors)
 
     def linear(self, module: str) -> Linear:
         return Linear.build(self.weight(module), self.dtype, self.keep_dense)

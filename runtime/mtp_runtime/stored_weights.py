@@ -15,16 +15,15 @@ from mtp_runtime.layers.linear import Dense, Fp8Block, Int4Group, Int8Channel, W
 Tensors = Sequence[torch.Tensor]
 
 
-def assembled(one: StoredWeight, tensors: Tensors, dtype: torch.dtype) -> Weight:
+def assembled(one: StoredWeight, tensors: Tensors) -> Weight:
     """The weight [out, in] that a folder's tensors hold, in the order of one.tensors.
 
-    dtype is what a weight that is not quantized becomes. Raises InvalidInputError for tensors
-    that contradict each other.
+    Raises InvalidInputError for tensors that contradict each other.
     """
     if one.transposed:
         tensors = [tensor.t().contiguous() if tensor.dim() == 2 else tensor for tensor in tensors]
     if one.storage is Storage.BF16:
-        return Dense(tensors[0].to(dtype))
+        return Dense(tensors[0])
     return _BUILDERS[one.storage](one, tensors)
 
 

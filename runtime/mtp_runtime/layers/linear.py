@@ -135,8 +135,8 @@ FORMATS: dict[str, type[Weight]] = {
 class Linear:
     """y = x @ weight.T for x [T, in]; the result has the dtype of x.
 
-    `transposed` [in, out] is the weight made dense once; without it the weight is dequantized in
-    every call, which is slower and holds no second copy.
+    `transposed` [in, out] is the weight made dense once; without it the weight is dequantized, or
+    brought to the dtype of x, in every call, which is slower and holds it as it is stored.
     """
 
     weight: Weight
@@ -145,7 +145,7 @@ class Linear:
     @classmethod
     def build(cls, weight: Weight, dtype: torch.dtype, keep_dense: bool) -> Linear:
         """keep_dense: dequantize now and keep the matrix instead of the stored form."""
-        if not keep_dense and not isinstance(weight, Dense):
+        if not keep_dense:
             return cls(weight)
         transposed = weight.dense(dtype).t().contiguous()
         return cls(Dense(transposed.t()), transposed)

@@ -180,8 +180,8 @@ class _Builder:
         prefix = f"model.layers.{index}"
         names = (f"{prefix}.shared_head.head.weight", "lm_head.weight")
         linear = head.linear
-        matrix = source.tied_or_own(*names, linear.matrix(source.dtype))
-        if matrix is not linear.transposed:
+        loaded = linear.matrix(source.dtype)
+        if source.tied_or_own(*names, loaded) is not loaded:
             linear = source.linear(f"{prefix}.shared_head.head")
         own = f"{prefix}.embed_tokens.weight"
         return MtpModule(
