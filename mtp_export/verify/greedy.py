@@ -23,6 +23,8 @@ from mtp_runtime.teacher import Text, Texts, target_states
 MOST_DRAFTS = 5
 _PROMPTS = 6
 _ALONE = 1
+# From one token to one more than a block puts out.
+_LIMITS = range(1, MOST_DRAFTS + 3)
 # Prompts are cut to these lengths, so that blocks meet page boundaries at many offsets.
 _LENGTHS = (1, 15, 16, 17, 7, 33)
 
@@ -82,7 +84,7 @@ def run(context: Context) -> Iterator[Item]:
     """Equality of every drafter, limits inside a block, and other modes' divergences."""
     options = context.options
     model = context.loaded(LoadOptions(options.device, deterministic=True)).model
-    new_tokens = min(48, max(6, options.max_new_tokens // 4))
+    new_tokens = tokens_a_prompt(options.max_new_tokens)
     params = SamplingParams(max_tokens=new_tokens, ignore_eos=True)
     trial = Trial(model, mixed_prompts(context.prompts), params)
     for name, method, k, build in _drafters(trial):
@@ -93,6 +95,11 @@ def run(context: Context) -> Iterator[Item]:
     yield _end_token(trial)
     yield _in_fp32(context)
     yield _in_bf16(context, new_tokens)
+
+
+def tokens_a_prompt(max_new_tokens: int) -> int:
+    """A part of what other checks decode, and enough for every limit inside a block."""
+    return min(48, max(_LIMITS[-1], max_new_tokens // 4))
 
 
 def mixed_prompts(prompts: Sequence[Prompt]) -> list[Prompt]:
@@ -173,14 +180,13 @@ def _alone(trial: Trial) -> Item:
 
 
 def _limits(trial: Trial) -> Item:
-    """Every max_tokens from 1 to one more than a block, with drafts that are all right."""
-    limits = range(1, MOST_DRAFTS + 3)
+    """Every max_tokens of _LIMITS, with drafts that are all right."""
     prompt = trial.prompts[-1]
-    each = [replace(trial.params, max_tokens=limit) for limit in limits]
+    each = [replace(trial.params, max_tokens=limit) for limit in _LIMITS]
     found = decode(
-        trial.model, [prompt] * len(limits), each, k=MOST_DRAFTS, build=trial.planted()
+        trial.model, [prompt] * len(each), each, k=MOST_DRAFTS, build=trial.planted()
     ).outputs
-    wanted = [tuple(trial.answers[prompt][:limit]) for limit in limits]
+    wanted = [tuple(trial.answers[prompt][:limit]) for limit in _LIMITS]
     return _inside(found, wanted, "length limit inside a block", "max_tokens")
 
 

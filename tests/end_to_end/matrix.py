@@ -5,7 +5,8 @@ from __future__ import annotations
 import contextlib
 import json
 import shutil
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -86,31 +87,31 @@ def run_rows(folder: Path) -> Iterator[tuple[str, list[str]]]:
     """Names and cells of what is planted into the trained fixture, or into the runtime."""
     good = folder / "good"
     assert export(FIXTURE, good, "--link", "copy", "--quiet").code == 0
-    yield NOTHING, _run_cells(good)
+    whole = _context(good)
+    yield NOTHING, _run_cells(whole)
+    for planted in RUNTIME_FAULTS:
+        with pytest.MonkeyPatch.context() as patch:
+            planted.plant(patch)
+            yield planted.name, _run_cells(replace(whole, _loaded=whole._loaded))
     for number, fault in enumerate(RUN_FAULTS):
         bundle = Path(shutil.copytree(good, folder / f"run{number}"))
         fault.plant(bundle)
-        yield fault.name, _run_cells(bundle)
+        yield fault.name, _run_cells(_context(bundle))
         shutil.rmtree(bundle)
-    for planted in RUNTIME_FAULTS:
-        yield planted.name, _run_cells(good, planted.plant)
 
 
-def _run_cells(
-    bundle: Path, plant: Callable[[pytest.MonkeyPatch], None] = lambda plant: None
-) -> list[str]:
-    """Every check of RUN, with the source, with something planted into the runtime."""
-
+def _context(bundle: Path) -> Context:
     @contextlib.contextmanager
     def no_progress(title: str, total_bytes: int) -> Iterator[ProgressCallback]:
         yield silent
 
-    options = VerifyOptions(bundle, FIXTURE, Level.RUN, max_new_tokens=RUN_TOKENS)
-    with pytest.MonkeyPatch.context() as patch:
-        plant(patch)
-        context = Context.open(options, no_progress)
-        found = {name: check_result(name, CHECKS[name], context).status for name in RUN}
-    return cells({name: str(status) for name, status in found.items()}, RUN)
+    options = VerifyOptions(bundle, FIXTURE, Level.RUN, max_new_tokens=RUN_TOKENS, ks=(2,))
+    return Context.open(options, no_progress)
+
+
+def _run_cells(context: Context) -> list[str]:
+    """How every check of RUN ends."""
+    return cells({name: check_result(name, CHECKS[name], context).status for name in RUN}, RUN)
 
 
 def pages_cells(page: str, heading: str, name: str, count: int) -> list[str]:

@@ -103,6 +103,13 @@ def test_a_whole_runtime_passes(check: str, setup: Setup) -> None:
     assert said(ITEMS[check](setup)) == ""
 
 
+def test_a_whole_runtime_passes_however_few_tokens_are_asked_for(whole: Context) -> None:
+    """No limit inside a block is beyond what plain decoding put out."""
+    params = replace(PARAMS, max_tokens=greedy.tokens_a_prompt(2))
+    trial = Trial(whole.corpus.model, greedy.mixed_prompts(whole.prompts), params)
+    assert said([greedy._limits(trial), greedy._end_token(trial)]) == ""
+
+
 @pytest.mark.parametrize("fault", HERE, ids=lambda fault: fault.name)
 def test_fault_is_named(fault: RuntimeFault, setup: Setup, monkeypatch: pytest.MonkeyPatch) -> None:
     fault.plant(monkeypatch)
