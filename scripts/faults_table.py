@@ -40,11 +40,11 @@ _RUN = """## {heading}
 
 Planted into the trained fixture's bundle, or into the runtime that runs it: a function of it is
 exchanged for a wrong one before anything else happens, so that plain decoding suffers too.
-`--max-new-tokens {tokens} --k 2`, built-in prompts. The checks `speed` and `stream` judge nothing of
-their own. [run_faults.md](run_faults.md) has the faults that `acceptance` names, over 20 seeds of
-prompts and without a source. `tests/verify/test_run_faults.py` and `test_runtime_faults.py` plant
-each again and ask the named check for the cause. A difference that rounding explains is a tie and
-no fault: there is a test for either side.
+`--max-new-tokens {tokens} --k 2`, built-in prompts. The checks `speed` and `stream` judge nothing
+of their own. [run_faults.md](run_faults.md) has the faults that `acceptance` names, over 20 seeds
+of prompts and without a source. `tests/verify/test_run_faults.py` and `test_runtime_faults.py`
+plant each again and ask the named check for the cause. A difference that rounding explains is a tie
+and no fault: there is a test for either side.
 
 {count} faults, named: {totals}.
 """

@@ -59,9 +59,13 @@ def run(context: Context) -> Iterator[Item]:
         cause = "the source has another vocabulary: it is another model"
         yield Item("one vocabulary", Status.FAIL, cause=cause)
         return
-    yield _configs(source, corpus.model)
     recorded = context.manifest.get("options", {}) if context.manifest else {}
-    scheme, gate = gate_of(recorded)
+    yield from compared(corpus, source, *gate_of(recorded))
+
+
+def compared(corpus: Corpus, source: DeepseekV3, scheme: str, gate: Gate) -> Iterator[Item]:
+    """The corpus's model against its source, by the gate of its scheme."""
+    yield _configs(source, corpus.model)
     with torch.inference_mode():
         wanted, found = (Side.of(model, corpus.texts) for model in (source, corpus.model))
         yield from _target(corpus, wanted, found, scheme, gate)
