@@ -109,9 +109,9 @@ def page(options: argparse.Namespace) -> str:
         f"`python -m end_to_end.good_rows --seeds {options.seeds} --prompts {options.prompts}"
         f" --tokens {options.tokens}`: every row of the",
         "precision table and every target, made from the trained fixture and run against it, with",
-        "held-out prompts cut at random. Of each figure the worst seed, and in brackets the best. A",
-        "gate is what `verify` fails at; for acceptance only when the whole 95 % interval lies beyond",
-        "it. `w4afp8` takes rows of 128, which the fixture's experts do not have.",
+        "held-out prompts cut at random. Of each figure the worst seed, and in brackets the best.",
+        "A gate is what `verify` fails at; for acceptance only when the whole 95 % interval lies",
+        "beyond it. `w4afp8` takes rows of 128, which the fixture's experts do not have.",
         "",
         "| row | KL, nats | gate | top-1 agreement | gate | draft 1 loses, points | draft 2 | gate"
         " | items failed |",

@@ -18,6 +18,7 @@ from mtp_runtime.acceptance import Draft
 from mtp_runtime.drafters.base import Drafter, DrafterParts
 from mtp_runtime.drafters.laws import extend
 from mtp_runtime.drafters.mtp import MtpDrafter
+from mtp_runtime.models.deepseek_v3 import MtpModule
 from mtp_runtime.request import Request
 from mtp_runtime.sampling import one_hot
 
@@ -177,8 +178,9 @@ class FirstTokenDrafter(MtpDrafter):
 
     def __init__(self, parts: DrafterParts) -> None:
         super().__init__(parts)
-        contract = replace(self._module.contract, zero_first_embedding=True)
-        self._module = replace(self._module, contract=contract)
+        if isinstance(self._module, MtpModule):  # the model that has its law enumerated has none
+            contract = replace(self._module.contract, zero_first_embedding=True)
+            self._module = replace(self._module, contract=contract)
 
 
 class KeepsOneProbability:
