@@ -3,8 +3,9 @@
     python scripts/faults_table.py [static] [run] [missing]
 
 Without a word both tables are made anew; with one, the other table's marks stay as they are. `run`
-takes a quarter of an hour; `missing` runs what has no marks yet, as after a run that was cut off. tests/end_to_end/test_verify_faults.py plants the faults of the static table
-again and holds verify to their rows; tests/verify/ does so for the check that a row names.
+takes a quarter of an hour; `missing` runs what has no marks yet, as after a run that was cut off.
+tests/end_to_end/test_verify_faults.py plants the faults of the static table again and holds verify
+to their rows; tests/verify/ does so for the check that a row names.
 """
 
 from __future__ import annotations

@@ -51,7 +51,8 @@ details{margin:6px 0}
 summary{cursor:pointer;font-weight:600}
 @media(max-width:640px){thead{display:none}tr{display:grid;grid-template-columns:1fr auto;
 border-top:1px solid var(--line);padding:6px 0}td{border:0;padding:1px 2px}
-td:nth-child(1){font-weight:500}td:nth-child(n+3){grid-column:1/-1}td:empty{display:none}}
+td:nth-child(1){font-weight:500}td:nth-child(n+3){grid-column:1/-1}td:empty{display:none}
+td:nth-child(4)::before{content:"bound: ";color:var(--soft)}}
 """
 _SERIES = "".join(
     f".s{n}{{fill:var(--s{n});stroke:var(--s{n})}}.b{n}{{background:var(--s{n})}}" for n in range(6)

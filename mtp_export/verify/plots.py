@@ -46,7 +46,7 @@ class Line:
 def intervals(rows: Sequence[Interval]) -> str:
     """One row each: a dot at the value, a bar over the interval, on an axis from 0 to 100 %."""
     left, height = 112, _TOP + _ROW * len(rows) + _BOTTOM
-    span = _WIDTH - left - 44
+    span = _WIDTH - left - 54
 
     def x(share: float) -> float:
         return left + span * min(1.0, max(0.0, share))

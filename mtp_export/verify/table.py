@@ -18,10 +18,10 @@ def report_table(report: Report) -> RenderableType:
     """Every item under its check, then the verdict."""
     table = Table(expand=True, title=f"Verified {report.options.bundle}", title_justify="left")
     table.add_column("check", ratio=14)
-    table.add_column("item", ratio=36)
+    table.add_column("item", ratio=27)
     table.add_column("result", ratio=12)
-    table.add_column("figure", ratio=24)
-    table.add_column("bound", ratio=14)
+    table.add_column("figure", ratio=22)
+    table.add_column("bound", ratio=19)
     for result in report.results:
         for number, item in enumerate(result.items):
             name = result.name if number == 0 else ""
