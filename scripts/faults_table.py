@@ -45,7 +45,7 @@ exchanged for a wrong one before anything else happens, so that plain decoding s
 of their own. [run_faults.md](run_faults.md) has the faults that `acceptance` names, over 20 seeds
 of prompts and without a source. `tests/verify/test_run_faults.py` and `test_runtime_faults.py`
 plant each again and ask the named check for the cause. A difference that rounding explains is a tie
-and no fault: there is a test for either side.
+and no fault: there is a test for either side. A row without marks was not run yet.
 
 {count} faults, named: {totals}.
 """
@@ -80,7 +80,7 @@ def _run_lines(found: Cells) -> Iterator[str]:
     yield f"| {NOTHING} | – | {' | '.join(found[NOTHING])} | – | – | – |"
     for fault in faults:
         place = "bundle" if fault in RUN_FAULTS else "runtime"
-        yield _row(fault.name, (place, *found[fault.name]), fault)
+        yield _row(fault.name, (place, *(found[fault.name] or [""] * len(RUN))), fault)
 
 
 def _totals(checks: Sequence[str]) -> str:
