@@ -1,5 +1,6 @@
-"""vLLM on a CPU runs our exports, main and MTP in separate folders: what it writes is what our
-runtime would write but for ties, and it accepts as many drafts as our runtime does."""
+"""vLLM on a CPU runs our exports, in bf16 and (with AMX) in fp8, main and MTP in separate folders:
+what it writes is what our runtime would write but for ties, and it accepts as many drafts as our
+runtime does."""
 
 from __future__ import annotations
 
@@ -8,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from comparison import check_acceptance, check_log, check_text, compare
 from engine_runs import (
     Outputs,
@@ -19,6 +21,9 @@ from engine_runs import (
     run_vllm,
     vllm_job,
 )
+from whole_tiles import write_whole_tiles
+
+from cases import export
 
 DRAFTS = [0, 1, 2, 3]
 
@@ -50,6 +55,25 @@ def test_a_draft_that_was_quantized(
     outputs, log = run_vllm(vllm_job(bundle, 2, prompts), tmp_path / "run")
     measured = compare(outputs, read_with_ours(bundle, 2, prompts, outputs.tokens))
     figures[f"2, draft through {scheme.removeprefix('weight_only_')}"] = measured.as_json()
+    check_text(measured)
+    check_acceptance(measured)
+    check_log(log)
+
+
+@pytest.mark.skipif(
+    not torch.cpu._is_amx_tile_supported(), reason="vLLM's fp8 kernels for CPUs need AMX"
+)
+@pytest.mark.parametrize("drafts", [0, 2])
+def test_the_fp8_export_as_it_is(
+    drafts: int, prompts: Prompts, tmp_path: Path, figures: dict[str, Any]
+) -> None:
+    """Weights in fp8 blocks in both parts, activations in bf16 on a CPU, in vLLM as in ours."""
+    source, bundle = write_whole_tiles(tmp_path / "source"), tmp_path / "bundle"
+    assert export(source, bundle, "--target", "vllm", "--quiet").code == 0
+    outputs, log = run_vllm(vllm_job(bundle, drafts, prompts), tmp_path / "run")
+    assert "Using CPU Fp8 MoE backend" in log
+    measured = compare(outputs, read_with_ours(bundle, drafts, prompts, outputs.tokens))
+    figures[f"{drafts}, fp8 as exported"] = measured.as_json()
     check_text(measured)
     check_acceptance(measured)
     check_log(log)
