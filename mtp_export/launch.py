@@ -7,7 +7,7 @@ from typing import Any
 
 from mtp_export.bundle import BundlePlan
 from mtp_export.schemes import SCHEMES
-from mtp_export.schemes.storage import Storage
+from mtp_export.schemes.storage import W4AFP8_GROUP, Storage
 from mtp_export.split import Part
 from mtp_export.targets import target_of
 from mtp_export.targets.base import Deployment
@@ -32,9 +32,13 @@ def launch_lines(plan: BundlePlan) -> dict[str, str]:
 
 
 def _reads(engine: str, recorded: Mapping[str, Any], base: str, mtp: str) -> bool:
-    """Whether an engine reads the layout; int4 or int8 beside fp8 is written for one alone."""
+    """Whether an engine reads the layout; int4 or int8 beside fp8 is written for one alone, and
+    int4 under fp8 activations has kernels for groups of 128 alone."""
     if recorded.get("format") == "w4afp8":
         return engine == "sglang"
+    in_fp8 = any(SCHEMES[scheme].int4_activations_fp8 for scheme in (base, mtp))
+    if in_fp8 and recorded["group_size"] != W4AFP8_GROUP:
+        return False
     storages = {*SCHEMES[base].storages.values(), *SCHEMES[mtp].storages.values()}
     integers = storages & {Storage.INT4_GROUP, Storage.INT8_CHANNEL}
     return not integers or Storage.FP8_BLOCK not in storages or engine == recorded["reader"]

@@ -117,6 +117,8 @@ INT4 = ("--base-quant", "weight_only_int4", "--mtp-quant", "weight_only_int8")
         (WINT4, ["vllm"]),
         ((*WINT4, "--target", "sglang"), ["sglang"]),
         ((*WINT4, "--format", "w4afp8"), ["sglang"]),
+        ((*WINT4, "--group-size", "64"), []),
+        ((*WINT4, "--group-size", "64", "--target", "sglang"), []),
     ],
     ids=" ".join,
 )
