@@ -75,7 +75,7 @@ def blocks_without_end(plant: Plant) -> None:
     plant.setattr(
         engine.Engine,
         "_draft_count",
-        lambda self, r: self.config.speculation.draft_tokens * (r.uncached == 1),
+        lambda self, r: self.config.speculation.draft_tokens * bool(r.output),
     )
 
 
