@@ -28,7 +28,7 @@ from mtp_export.verify.prompts import Prompt
 from mtp_runtime.models.build import LoadOptions, load_model
 from mtp_runtime.models.deepseek_v3 import DeepseekV3
 
-# w4afp8 scales 128 weights at a time; the fixture's experts have rows of 64.
+# w4afp8 scales 128 weights at a time, more than a row of the fixture's experts has.
 NAMES = (*(row for row in ROWS if row != "w4afp8"), *TARGETS)
 
 
@@ -45,6 +45,8 @@ class Good:
         """The trained fixture in a row of the table, or for a target."""
         if name in ROWS:
             base, mtp, *more = ROWS[name]
+            if "int4" in base and "--group-size" not in more:
+                more += ["--group-size", "64"]  # the fixture's experts have rows of 64
             outcome = quantize(FIXTURE, folder, "--base-quant", base, "--mtp-quant", mtp, *more)
         else:
             outcome = export(FIXTURE, folder, "--target", name)
