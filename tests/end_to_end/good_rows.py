@@ -1,4 +1,4 @@
-"""Every good bundle of the precision table at level run: what it loses against its source, beside
+"""Good bundles of the precision table at level run: what it loses against its source, beside
 the gates, over seeds of prompts; writes docs/gates.md.
 
 python -m end_to_end.good_rows --seeds 3   (with tests/ on the path; too long for the test suite)
@@ -7,6 +7,7 @@ python -m end_to_end.good_rows --seeds 3   (with tests/ on the path; too long fo
 from __future__ import annotations
 
 import argparse
+import shlex
 import sys
 import tempfile
 from collections.abc import Iterator, Sequence
@@ -86,11 +87,13 @@ class Figures:
         )
 
 
-def measured(seeds: int, count: int, tokens: int) -> Iterator[tuple[str, Good, list[Figures]]]:
+def measured(
+    names: Sequence[str], seeds: int, count: int, tokens: int
+) -> Iterator[tuple[str, Good, list[Figures]]]:
     """Each row, its bundle and its figures by seed."""
     torch.set_num_threads(1)
     source = load_model(FIXTURE, LoadOptions()).model
-    for name in NAMES:
+    for name in names:
         with tempfile.TemporaryDirectory() as folder:
             good = Good.written(name, Path(folder) / "bundle")
         found = []
@@ -106,17 +109,17 @@ def page(options: argparse.Namespace) -> str:
         "# Good bundles against the gates",
         "",
         f"`python -m end_to_end.good_rows --seeds {options.seeds} --prompts {options.prompts}"
-        f" --tokens {options.tokens}`: every row of the",
-        "precision table and every target, made from the trained fixture and run against it, with",
-        "held-out prompts cut at random. Of each figure the worst seed, and in brackets the best.",
-        "A gate is what `verify` fails at; for acceptance only when the whole 95 % interval lies",
-        "beyond it. `w4afp8` takes rows of 128, which the fixture's experts do not have.",
+        f" --tokens {options.tokens} --rows {shlex.join(options.rows)}`:",
+        "rows of the precision table, made from the trained fixture and run against it, with held-out",
+        "prompts cut at random. Of each figure the worst seed, and in brackets the best. A gate is",
+        "what `verify` fails at; for acceptance only when the whole 95 % interval lies beyond it.",
+        "`w4afp8` takes rows of 128 weights, which the fixture's experts do not have.",
         "",
         "| row | KL, nats | gate | top-1 agreement | gate | draft 1 loses, points | draft 2 | gate"
         " | items failed |",
         "|---|--:|--:|--:|--:|--:|--:|--:|--:|",
     ]
-    for name, good, found in measured(options.seeds, options.prompts, options.tokens):
+    for name, good, found in measured(options.rows, options.seeds, options.prompts, options.tokens):
         kls, top1s = [f.kl_nats for f in found], [f.top1 for f in found]
         losses = [[f.lost_points[depth] for f in found] for depth in (0, 1)]
         cells = (
@@ -138,6 +141,7 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--prompts", type=int, default=16)
     parser.add_argument("--tokens", type=int, default=32)
+    parser.add_argument("--rows", nargs="+", choices=NAMES, default=NAMES)
     parser.add_argument("--output", type=Path, default=ROOT / "docs/gates.md")
     options = parser.parse_args()
     options.output.write_text(page(options))
