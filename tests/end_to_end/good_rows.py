@@ -110,8 +110,8 @@ def page(options: argparse.Namespace) -> str:
         "",
         f"`python -m end_to_end.good_rows --seeds {options.seeds} --prompts {options.prompts}"
         f" --tokens {options.tokens} --rows {shlex.join(options.rows)}`:",
-        "rows of the precision table, made from the trained fixture and run against it, with held-out",
-        "prompts cut at random. Of each figure the worst seed, and in brackets the best. A gate is",
+        "rows of the precision table, made from the trained fixture and run against it, with",
+        "held-out prompts cut at random. Of each figure the worst seed, and in brackets the best. A gate is",
         "what `verify` fails at; for acceptance only when the whole 95 % interval lies beyond it.",
         "`w4afp8` takes rows of 128 weights, which the fixture's experts do not have.",
         "",
