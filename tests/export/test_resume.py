@@ -56,7 +56,7 @@ def test_death_at_every_disk_call(
     monkeypatch.setattr(writer, "DIRECT_LEAST_BYTES", 2 * PAGE_BYTES)
     monkeypatch.setattr(writer, "GATHERED_BYTES", 2 * PAGE_BYTES)
     died = resumed = 0
-    for call_number in range(1, 2000, 3):
+    for call_number in range(1, 2000, 7):
         output = tmp_path / f"died-at-{call_number}"
         if run_in_a_fork(partial(export, pristine, output, *OPTIONS), call_number) == 0:
             break
