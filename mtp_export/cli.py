@@ -29,7 +29,6 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
-    no_args_is_help=True,
 )
 
 _EXPORT = Command("export", tables.result_facts, tables.result_table, tables.export_remarks)
@@ -63,8 +62,13 @@ def export(
         print(f"mtp-export {__version__}")
         return
     if context.invoked_subcommand is not None:
-        if input_dir or output_dir:
-            raise UsageError("Options of an export stand before the name of another command")
+        given = [name for name in context.params if _was_given(context, name)]
+        if given:
+            raise UsageError(
+                f"Options stand before the command {context.invoked_subcommand}",
+                found=", ".join(f"--{n.removeprefix('as_').replace('_', '-')}" for n in given),
+                todo="Write them after the command's name",
+            )
         return
     if input_dir is None or output_dir is None:
         raise UsageError(
@@ -78,6 +82,11 @@ def export(
     )  # fmt: skip
     saying = Saying(dry_run, report, as_json, quiet)
     carry_out(_EXPORT, lambda dry: plan_export(chosen, dry_run=dry), chosen, saying)
+
+
+def _was_given(context: typer.Context, name: str) -> bool:
+    source = context.get_parameter_source(name)
+    return source is not None and source.name == "COMMANDLINE"
 
 
 app.command()(quantize)

@@ -2,7 +2,13 @@
 
 from __future__ import annotations
 
-_NOT_GIVEN = object()
+
+class _NotGiven:
+    def __str__(self) -> str:
+        return ""
+
+
+_NOT_GIVEN = _NotGiven()
 
 
 class MtpExportError(Exception):

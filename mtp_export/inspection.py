@@ -8,7 +8,10 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
+from mtp_export.checkpoint.bundles import MAIN, MTP
+from mtp_export.checkpoint.manifest import MANIFEST_NAME
 from mtp_export.checkpoint.reader import Checkpoint
+from mtp_export.errors import UsageError
 from mtp_export.families.base import Discrepancy, ModelFamily, Role, compare
 from mtp_export.schemes.stored import Stored, model_family, stored_model
 
@@ -64,9 +67,15 @@ class Inspection:
 def inspect(folder: Path) -> Inspection:
     """Look at a checkpoint, or at one part of a bundle in the released layout, in any precision.
 
-    Raises InvalidInputError for files that contradict each other, UnsupportedError for another
-    model type. Tensors that differ from what config.json promises are listed as problems.
+    Raises UsageError for a whole bundle, InvalidInputError for files that contradict each other,
+    UnsupportedError for another model type. Tensors that differ from what config.json promises are listed as problems.
     """
+    if (folder / MANIFEST_NAME).is_file():
+        raise UsageError(
+            "This folder is a bundle; inspect looks at one checkpoint",
+            where=folder,
+            todo=f"Point at {folder / MAIN} or at {folder / MTP}",
+        )
     checkpoint = Checkpoint.open(folder)
     family, stored = model_family(checkpoint.config), stored_model(checkpoint.config)
     in_mtp = {name: family.mtp_layer_of(name) is not None for name in checkpoint.tensors}

@@ -32,6 +32,7 @@ from mtp_export.targets import target_of
 from mtp_export.targets.base import Target
 
 KEEP = "keep"
+_INTEGER_TARGETS = ("hf", "vllm", "sglang")
 
 
 class Format(StrEnum):
@@ -127,6 +128,7 @@ def plan_quantize(options: QuantizeOptions, *, dry_run: bool = False) -> BundleP
     choice = _choose(options, family)
     _check_format(options, choice)
     _check_target(target, choice.mtp, family)
+    _check_integers(options.bundle.target, choice)
     main = _conversion(choice.base, choice, options, family)
     mtp = _conversion(choice.mtp, choice, options, family)
     configs = quantization_configs(checkpoint.config, family, main, mtp, choice.reader)
@@ -200,7 +202,22 @@ def _check_target(target: Target, mtp: Scheme, family: ModelFamily) -> None:
         f"Target {target.name} does not take the MTP module in {mtp.name}",
         expected=f"--mtp-quant {' or '.join(allowed)}",
         found=mtp.name,
-        todo="Or use --target hf",
+        todo="Or use --target hf; its bundle may then be the input of an export for this target"
+        if target.transposes
+        else "Or use --target hf",
+    )
+
+
+def _check_integers(target: str, choice: _Choice) -> None:
+    """Integers are compressed-tensors' or SGLang's own: no other engine's folders hold them."""
+    forms = {*choice.base.storages.values(), *choice.mtp.storages.values()}
+    if forms <= {Storage.BF16, Storage.FP8_BLOCK} or target in _INTEGER_TARGETS:
+        return
+    raise UnsupportedError(
+        f"Target {target} does not read a bundle with integers",
+        expected=f"--target {' or '.join(_INTEGER_TARGETS)}",
+        found=f"{choice.base.name} + {choice.mtp.name}",
+        todo=f"Or use --base-quant a8w8_fp8 or bf16 for {target}",
     )
 
 

@@ -8,7 +8,9 @@ from rich.console import Group, RenderableType
 from rich.table import Table as RichTable
 
 from mtp_export.bundle import BundlePlan, BundleResult
+from mtp_export.checkpoint.guard import needed_disk_bytes
 from mtp_export.checkpoint.plan import COPY, PartPlan
+from mtp_export.checkpoint.reader import CONFIG_NAME, INDEX_NAME
 from mtp_export.inspection import Inspection
 from mtp_export.launch import launch_lines
 from mtp_export.progress import format_bytes
@@ -27,7 +29,11 @@ def _part_facts(part: PartPlan) -> dict[str, Any]:
         "linked_shards": len(part.linked),
         "linked_bytes": sum(shard.size_bytes for shard in part.linked),
         "checksummed_bytes": sum(shard.size_bytes for shard in part.checked),
-        "files": [*part.extra_files],
+        "files": [
+            *(shard.file_name for shard in part.shards),
+            *(INDEX_NAME, CONFIG_NAME),
+            *part.extra_files,
+        ],
     }
 
 
@@ -37,8 +43,10 @@ def plan_facts(plan: BundlePlan) -> dict[str, Any]:
         "input_dir": str(plan.options.input_dir),
         "output_dir": str(plan.options.output_dir),
         "target": target_of(plan.options.target).name,
+        "target_option": plan.options.target,
         "parts": {part.name: _part_facts(part) for part in plan.parts},
         "disk_bytes": plan.written_bytes,
+        "needed_disk_bytes": needed_disk_bytes(plan.written_bytes),
         "memory_bytes": plan.memory_bytes,
     }
 
@@ -91,7 +99,7 @@ def _parts_table(title: str, plan: BundlePlan) -> RichTable:
 def plan_table(plan: BundlePlan) -> Table:
     """The plan of a dry run."""
     needs = (
-        f"Needs {format_bytes(plan.written_bytes)} of disk and at least"
+        f"Needs {format_bytes(needed_disk_bytes(plan.written_bytes))} of disk and at least"
         f" {format_bytes(plan.memory_bytes)} of memory. Nothing was written."
     )
     files = f"Beside the weights: {', '.join(plan.parts[0].extra_files) or 'nothing'}."

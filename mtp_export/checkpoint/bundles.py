@@ -57,6 +57,13 @@ def open_checkpoint(folder: Path) -> Checkpoint:
     Raises what Checkpoint.open raises, UnsupportedError for a bundle in another layout.
     """
     if not is_bundle(folder):
+        if (folder / MANIFEST_NAME).is_file():
+            raise InvalidInputError(
+                "This is a bundle of one part alone",
+                where=folder,
+                expected=f"{MAIN} and {MTP} in it, or a checkpoint",
+                todo="Start from the original checkpoint, or from an export with --part both",
+            )
         return Checkpoint.open(folder)
     parts = open_parts(folder)
     main, mtp = parts.main, parts.mtp

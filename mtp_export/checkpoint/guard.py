@@ -30,13 +30,18 @@ def check_nesting(source: Path, output: Path) -> None:
         )
 
 
-def check_disk(output: Path, needed_bytes: int) -> None:
+def needed_disk_bytes(written_bytes: int) -> int:
+    """Room that a run asks for when it writes so many bytes of tensors."""
+    return written_bytes + _SPARE_DISK_BYTES
+
+
+def check_disk(output: Path, written_bytes: int) -> None:
     """Refuse to start when the output's file system lacks room (ResourceError).
 
     What an earlier run left in the output counts as room: it is finished or replaced.
     """
     free = shutil.disk_usage(existing_parent(output)).free + _reusable_bytes(output)
-    needed = needed_bytes + _SPARE_DISK_BYTES
+    needed = needed_disk_bytes(written_bytes)
     if free < needed:
         raise ResourceError(
             "There is not enough disk space for the output",
@@ -87,7 +92,7 @@ def check_output(output: Path, overwrite: bool) -> None:
     """Refuse an output folder that holds something this run must not touch (OutputExistsError).
 
     Free to use: a missing or empty folder, and an unfinished run's (it has a journal). With
-    overwrite also a finished bundle. Files that are not a bundle's are never removed.
+    overwrite also a finished bundle. Files beside its parts are never removed.
     """
     if not output.is_dir():
         if os.path.lexists(output):

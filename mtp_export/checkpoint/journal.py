@@ -16,6 +16,7 @@ from mtp_export.checkpoint.files import sync_folder, write_failure
 from mtp_export.errors import OutputExistsError
 
 JOURNAL_NAME = ".mtp_export.journal"
+_SOURCE_FIELDS = ("source", "modified_ns")  # of a run's identity
 
 
 class Journal:
@@ -135,6 +136,15 @@ def _refuse_other(noted: Any, wanted: Mapping[str, Any], folder: Path) -> None:
     if noted == wanted:
         return
     before, now = _first_difference(noted, wanted)
+    source = {key: wanted[key] for key in _SOURCE_FIELDS if key in wanted}
+    if isinstance(noted, dict) and noted | source == wanted:
+        raise OutputExistsError(
+            "The source changed since the unfinished run in this output folder began",
+            where=folder,
+            expected=before,
+            found=now,
+            todo="Pass --no-resume to start over",
+        )
     raise OutputExistsError(
         "The output folder holds an unfinished run of something else",
         where=folder,

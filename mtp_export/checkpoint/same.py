@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 
 from mtp_export.checkpoint.header import TensorInfo
@@ -14,14 +15,14 @@ PIECE_BYTES = 4 << 20
 def first_difference(
     one: TensorInfo, other: TensorInfo, use: Callable[[memoryview], None], buffer: memoryview
 ) -> int | None:
-    """Hand on a tensor's pieces as long as another of its size has the same; where they part, the
-    offset of the piece, else None."""
+    """Hand on a tensor's pieces as long as another of its size has the same; the offset of the byte
+    where they part, else None."""
     spare = aligned_buffer(PIECE_BYTES)
     done = 0
     with TensorReader(one, once=True) as first, TensorReader(other, once=True) as second:
         for piece, same in zip(first.chunks(buffer), second.chunks(spare), strict=True):
-            if bytes(piece) != bytes(same):
-                return done
+            if (ours := bytes(piece)) != (theirs := bytes(same)):
+                return done + len(os.path.commonprefix([ours, theirs]))
             use(piece)
             done += len(piece)
     return None
@@ -37,7 +38,7 @@ def hold_against(
             f"The MTP layer's {own.name} differs from the main model's {main.name}",
             where=own.path,
             expected="equal bytes: engines use the main model's for both",
-            found=f"a difference in the piece at byte {offset}",
+            found=f"a difference at byte {offset}",
             todo="Check that the MTP layer belongs to this model; --allow-untied exports"
             " it all the same, with the layer's own copies",
         )

@@ -8,6 +8,7 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from rich.console import Console
@@ -40,6 +41,8 @@ def test_dry_run_plans_and_writes_nothing(pristine: Path, output: Path) -> None:
     written = [p for p in output.glob("*/model-*") if p.stat().st_nlink == 1]
     headers = sum(int.from_bytes(p.read_bytes()[:8], "little") + 8 for p in written)
     assert sum(p.stat().st_size for p in written) == plan["disk_bytes"] + headers
+    for part, facts in plan["parts"].items():
+        assert {p.name for p in (output / part).iterdir()} == set(facts["files"])
 
 
 def test_dry_run_shows_a_table(pristine: Path, output: Path) -> None:
@@ -141,6 +144,37 @@ def test_inspect_reads_the_parts_of_a_bundle(pristine: Path, output: Path) -> No
         outcome = run_program("inspect", output / part, "--json")
         assert outcome.code == 0, outcome.err
         assert json.loads(outcome.out)["parts"] == [part]
+    outcome = run_program("inspect", output)
+    assert (outcome.code, str(output / "main") in outcome.err) == (2, True)
+
+
+def test_a_bundle_of_one_part_is_no_source(pristine: Path, output: Path) -> None:
+    assert export(pristine, output, "--part", "mtp").code == 0
+    outcome = export(output, output.with_name("again"))
+    assert (outcome.code, "one part alone" in outcome.err) == (3, True)
+
+
+@pytest.mark.parametrize("option", [("--dry-run",), ("--json",), ("--input-dir", "x")])
+def test_options_before_a_command_are_refused(option: tuple[str, ...], pristine: Path) -> None:
+    outcome = run_program(*option, "inspect", pristine)
+    assert (outcome.code, outcome.out) == (2, "")
+    assert f"Found {option[0]}" in outcome.err
+
+
+def test_without_arguments_it_says_what_it_needs() -> None:
+    outcome = run_program()
+    assert (outcome.code, outcome.err.count("\n")) == (2, 1)
+    assert "--help" in outcome.err
+
+
+def test_a_dry_run_asks_for_the_room_that_the_run_asks_for(
+    pristine: Path, output: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    needed = json.loads(export(pristine, output, "--dry-run", "--json").out)["needed_disk_bytes"]
+    for free, code in ((needed - 1, 5), (needed, 0)):
+        usage = SimpleNamespace(total=0, used=0, free=free)
+        monkeypatch.setattr("shutil.disk_usage", lambda path, usage=usage: usage)
+        assert export(pristine, output, "--dry-run").code == code
 
 
 def test_a_checkpoint_without_mtp_layer_can_be_inspected(tmp_path: Path) -> None:

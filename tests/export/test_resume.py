@@ -217,7 +217,7 @@ def test_a_changed_source_is_refused(source: Path, unfinished: Path) -> None:
     outcome = export(source, unfinished, *OPTIONS)
     assert outcome.code == 8
     assert shard.name in outcome.err
-    assert "unfinished" in outcome.err
+    assert "The source changed" in outcome.err
     assert tree(unfinished) == before
     assert export(source, unfinished, *OPTIONS, "--no-resume").code == 0
 

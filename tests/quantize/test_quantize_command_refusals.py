@@ -45,6 +45,11 @@ EXPERT = "model.layers.1.mlp.experts.0.up_proj.weight"
         (pair("weight_only_int8", "weight_only_int8", "--target", "lightllm"), 4, "lightllm"),
         (pair("a8w8_fp8", "a8w8_fp8", "--target", "xllm"), 4, "--mtp-quant bf16"),
         (pair("bf16", "bf16", "--target", "paddlenlp"), 4, "--mtp-quant a8w8_fp8"),
+        (pair("bf16", "bf16", "--target", "paddlenlp"), 4, "the input of an export"),
+        *(
+            (pair("a8w8_fp8_wint4", "a8w8_fp8", "--target", target), 4, "--target hf or vllm")
+            for target in ("lightllm", "paddlenlp", "tensorrt-llm")
+        ),
         (("--base-quant", "int3"), 2, "int3"),
         (("--mtp-quant", "weight_only_int4"), 2, "weight_only_int4"),
     ],
