@@ -68,7 +68,8 @@ def inspect(folder: Path) -> Inspection:
     """Look at a checkpoint, or at one part of a bundle in the released layout, in any precision.
 
     Raises UsageError for a whole bundle, InvalidInputError for files that contradict each other,
-    UnsupportedError for another model type. Tensors that differ from what config.json promises are listed as problems.
+    UnsupportedError for another model type. Tensors that differ from what config.json promises are
+    listed as problems.
     """
     if (folder / MANIFEST_NAME).is_file():
         raise UsageError(

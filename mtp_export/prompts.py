@@ -19,7 +19,7 @@ def read_prompts(path: Path) -> tuple[Prompt, ...]:
 def read_texts(path: Path) -> tuple[tuple[Prompt, Prompt | None], ...]:
     """Prompts, each with what a model answered where the line has a completion too."""
     try:
-        lines = path.read_text(encoding="utf-8").splitlines()
+        lines = path.read_text(encoding="utf-8").split("\n")
     except OSError as error:
         raise IoError("The prompts cannot be read", where=path, found=error) from error
     return tuple(_text_of(path, number, line) for number, line in enumerate(lines, 1) if line)

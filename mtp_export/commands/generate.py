@@ -108,7 +108,9 @@ def _run(
     if quiet:
         return llm.generate(asked, params)
     if len(asked) == 1:
-        outputs = llm.generate(asked, params, lambda event: console.print(_piece(event), end=""))
+        outputs = llm.generate(
+            asked, params, lambda event: console.print(_piece(event), end="", soft_wrap=True)
+        )
         console.print()
         return outputs
     pieces = [Text() for _ in asked]
@@ -117,7 +119,7 @@ def _run(
         asked, params, lambda event: pieces[event.request_id - first_id].append(_piece(event))
     )
     for number, piece in enumerate(pieces, 1):
-        console.print(Text(f"[{number}] ", style="bold") + piece)
+        console.print(Text(f"[{number}] ", style="bold") + piece, soft_wrap=True)
     return outputs
 
 

@@ -102,6 +102,7 @@ def accept_topp_window(question: Question, choices: Choices) -> Verdict:
         window = range(accepted + 1, accepted + 1 + settings.verify_window)
         if (
             drafts[accepted] == order[accepted, 1]
+            and question.target_probs[accepted, drafts[accepted]] > 0.0
             and window.stop <= len(drafts)
             and all(drafts[index] == order[index, 0] for index in window)
         ):
@@ -139,4 +140,3 @@ ACCEPTANCE_RULES: dict[str, Rule] = {
     "topp_window": accept_topp_window,
     "relaxed": accept_relaxed,
 }
-LOSSY_RULES = frozenset({"topp_window", "relaxed"})

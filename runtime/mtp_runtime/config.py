@@ -203,14 +203,14 @@ class SpeculationConfig:
     sample_drafts: bool = True
 
     def __post_init__(self) -> None:
-        for name, low, high in (
-            ("max_draft_tokens", 1, MAX_DRAFT_TOKENS),
-            ("max_ngram_size", 1, 64),
-            ("verify_window", 1, MAX_DRAFT_TOKENS),
-            ("max_candidate_len", 1, 1 << 20),
-            ("relaxed_top_n", 1, 1 << 20),
+        for option, value, high in (
+            ("speculate_max_draft_token_num", self.max_draft_tokens, MAX_DRAFT_TOKENS),
+            ("speculate_max_ngram_size", self.max_ngram_size, 64),
+            ("speculate_verify_window", self.verify_window, MAX_DRAFT_TOKENS),
+            ("speculate_max_candidate_len", self.max_candidate_len, 1 << 20),
+            ("relaxed_top_n", self.relaxed_top_n, 1 << 20),
         ):
-            check_range(name, getattr(self, name), low, high)
+            check_range(option, value, 1, high)
 
     @property
     def draft_tokens(self) -> int:

@@ -7,13 +7,20 @@ both are rows of the same pass. Whatever the verdict on a block, the same lines 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Generator, Sequence
+from dataclasses import dataclass, replace
 
 import torch
 
 from mtp_export.errors import ResourceError, UsageError
-from mtp_runtime.acceptance import ACCEPTANCE_RULES, Draft, Question, Verdict, accept_greedy
+from mtp_runtime.acceptance import (
+    ACCEPTANCE_RULES,
+    Draft,
+    Question,
+    Verdict,
+    accept_greedy,
+    accept_topp_window,
+)
 from mtp_runtime.cache import PagedCache
 from mtp_runtime.config import EngineConfig
 from mtp_runtime.drafters.base import Drafter, DrafterParts, Pass
@@ -122,12 +129,19 @@ class Engine:
         self.drafter.observe(passes)
         return events
 
-    def run(self, requests: Sequence[Request]) -> Iterator[TokenEvent]:
-        """Queue requests and step until nothing is left to do."""
-        for request in requests:
-            self.add(request)
-        while self.has_work:
-            yield from self.step()
+    def run(self, requests: Sequence[Request]) -> Generator[TokenEvent]:
+        """Queue requests and step until nothing is left to do; an early end drops what is left."""
+        try:
+            for request in requests:
+                self.add(request)
+            while self.has_work:
+                yield from self.step()
+        finally:
+            for request in self._running:
+                self.cache.truncate(request.cached, 0)
+                self.drafter.forget(request)
+            self._running.clear()
+            self._waiting.clear()
 
     def _admit(self) -> None:
         """Let requests in while the cache has pages for all their tokens and a first block."""
@@ -230,7 +244,9 @@ class Engine:
         params = group.request.params
         if self._exact and params.greedy:
             return accept_greedy(group.draft.tokens, best)
-        target_probs = probabilities_of(logits.cpu().numpy(), params)
+        # topp_window cuts at top_p itself, and looks at the second best token past the cut.
+        law = replace(params, top_p=1.0) if self._rule is accept_topp_window else params
+        target_probs = probabilities_of(logits.cpu().numpy(), law)
         question = Question(group.draft, target_probs, params, self.config.speculation)
         return self._rule(question, group.request.choices)
 

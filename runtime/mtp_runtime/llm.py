@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
+from contextlib import closing
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import cast
@@ -52,6 +53,8 @@ class LLM:
         speculate_max_ngram_size: int = 3,
         speculate_verify_window: int = 2,
         speculate_max_candidate_len: int = 5,
+        relaxed_top_n: int = SpeculationConfig.relaxed_top_n,
+        relaxed_margin: float = SpeculationConfig.relaxed_margin,
         acceptance: str = "exact",
         draft_model: Path | str | None = None,
         contract: MtpContract | None = None,
@@ -64,6 +67,8 @@ class LLM:
     ) -> None:
         _check_choice("speculate_method", speculate_method, DRAFTERS)
         _check_choice("acceptance", acceptance, ACCEPTANCE_RULES)
+        if draft_model is not None:
+            _check_choice("speculate_method", speculate_method, ["draft_model"])
         speculation = SpeculationConfig(
             speculate_method,
             speculate_max_draft_token_num,
@@ -71,6 +76,8 @@ class LLM:
             acceptance,
             speculate_verify_window,
             speculate_max_candidate_len,
+            relaxed_top_n,
+            relaxed_margin,
         )
         config = EngineConfig(max_batch_size, page_size, cache_tokens, prefill_chunk)
         config = replace(config, speculation=speculation)
@@ -93,16 +100,17 @@ class LLM:
 
         A prompt is a text, or a sequence of token ids; params is one for all or one each.
         """
-        if isinstance(prompts, str):
+        if isinstance(prompts, str) or not isinstance(prompts, Sequence):
             prompts = [prompts]
         each = self._params_of(len(prompts), params)
         requests = [
             self._request(cast(Prompt, prompt), own)
             for prompt, own in zip(prompts, each, strict=True)
         ]
-        for event in self.engine.run(requests):
-            if on_token is not None:
-                on_token(event)
+        with closing(self.engine.run(requests)) as events:
+            for event in events:
+                if on_token is not None:
+                    on_token(event)
         return [_output(request) for request in requests]
 
     def _params_of(
@@ -115,6 +123,10 @@ class LLM:
         return params
 
     def _request(self, prompt: Prompt, params: SamplingParams) -> Request:
+        if not isinstance(prompt, str) and not (
+            isinstance(prompt, Sequence) and all(type(token) is int for token in prompt)
+        ):
+            raise UsageError("This is no prompt", expected="a text, or token ids", found=prompt)
         if isinstance(prompt, str) or params.stop_texts:
             self.tokenizer.require()
         ids = self.tokenizer.encode(prompt) if isinstance(prompt, str) else tuple(prompt)

@@ -89,6 +89,7 @@ class Request:
     cached: CachedSequence = field(default_factory=CachedSequence)
     draft: Draft = field(default_factory=Draft)
     text: str = ""
+    streamed: int = 0  # characters of text that events have carried
     finish_reason: str | None = None
     metrics: RequestMetrics = field(default_factory=RequestMetrics)
 
@@ -123,9 +124,9 @@ class Request:
                 self.metrics.first_token_seconds = time.monotonic()
             self.tokens.append(token)
             self.metrics.output_tokens += 1
-            piece = self._extend_text()
+            self._extend_text()
             self.finish_reason = self._reason_to_finish(token)
-            decoded = self.decode is not None
+            piece, decoded = self._take_piece(), self.decode is not None
             events.append(TokenEvent(self.request_id, token, piece, decoded, index < from_draft))
             if self.finish_reason is not None:
                 self.metrics.finished_seconds = time.monotonic()
@@ -144,12 +145,24 @@ class Request:
             return "stop"
         return "length" if self.tokens_left <= 0 else None
 
-    def _extend_text(self) -> str:
+    def _extend_text(self) -> None:
         """Decode anew; a character whose bytes are not complete yet is held back."""
-        if self.decode is None:
-            return ""
-        before = len(self.text)
-        text = self.decode(self.output)
-        if not text.endswith("\ufffd"):
+        if self.decode is not None and not (text := self.decode(self.output)).endswith("\ufffd"):
             self.text = text
-        return self.text[before:]
+
+    def _take_piece(self) -> str:
+        """Text not streamed yet; while the request goes on, what may begin a stop text waits."""
+        end = len(self.text)
+        if self.finish_reason is None:
+            end -= max(
+                (
+                    size
+                    for stop in self.params.stop_texts
+                    for size in range(1, len(stop))
+                    if self.text.endswith(stop[:size])
+                ),
+                default=0,
+            )
+        piece = self.text[self.streamed : end]
+        self.streamed = max(self.streamed, end)
+        return piece

@@ -30,7 +30,7 @@ class SamplingParams:
     top_k: int = 0
     max_tokens: int = 64
     seed: int | None = None
-    stop: str | Sequence[str] = ()
+    stop: str | Sequence[str] | None = None
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
 
@@ -39,6 +39,7 @@ class SamplingParams:
         check_range("top_p", self.top_p, 0.0, 1.0)
         check_range("top_k", self.top_k, 0, 1 << 30)
         check_range("max_tokens", self.max_tokens, 1, 1 << 30)
+        check_range("seed", self.seed or 0, 0, (1 << 64) - 1)
 
     @property
     def greedy(self) -> bool:
@@ -46,7 +47,7 @@ class SamplingParams:
 
     @property
     def stop_texts(self) -> tuple[str, ...]:
-        return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
+        return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
 
 
 class Choices(Protocol):

@@ -58,7 +58,8 @@ def test_greedy(drafts: list[int], best: list[int], expected: Verdict) -> None:
 def test_certain_targets_make_every_rule_greedy(rule: str) -> None:
     settings = SpeculationConfig(relaxed_margin=0.0)
     params = SamplingParams(temperature=1.0)
-    for drafts, best in (((1, 2), (1, 2, 3)), ((1, 0), (1, 2, 3)), ((0, 2), (1, 2, 3))):
+    blocks = [((1, 2), (1, 2, 3)), ((1, 0), (1, 2, 3)), ((0, 2), (1, 2, 3))]
+    for drafts, best in [*blocks, ((0, 2, 3), (1, 2, 3, 0))]:
         asked = Question(Draft(drafts), one_hot(np.array(best), 4), params, settings)
         assert ACCEPTANCE_RULES[rule](asked, SeededChoices(0)) == accept_greedy(drafts, best)
 

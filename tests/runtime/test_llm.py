@@ -42,10 +42,26 @@ def test_stop_texts_cut_the_output(llm: LLM) -> None:
     for place in range(1, len(whole.text) - 1):
         stop = whole.text[place : place + 2]
         params = SamplingParams(max_tokens=10, ignore_eos=True, stop=stop)
-        output = llm.generate(PROMPTS[0], params)[0]
+        events: list[TokenEvent] = []
+        output = llm.generate(PROMPTS[0], params, events.append)[0]
         assert output.text == whole.text[: whole.text.find(stop)]
+        assert "".join(event.text for event in events) == output.text
         assert output.finish_reason == "stop"
         assert output.token_ids == whole.token_ids[: len(output.token_ids)]
+
+
+def test_what_a_call_leaves_is_dropped(llm: LLM) -> None:
+    """Neither a refused prompt nor an interrupted call runs on in the next one."""
+
+    def interrupt(event: TokenEvent) -> None:
+        raise KeyboardInterrupt
+
+    with pytest.raises(UsageError, match="empty"):
+        llm.generate([PROMPTS[0], ()])
+    with pytest.raises(KeyboardInterrupt):
+        llm.generate(PROMPTS, SamplingParams(max_tokens=10), interrupt)
+    assert not llm.engine.has_work
+    assert llm.engine.cache.free_pages == llm.engine.cache.pages
 
 
 def test_options_that_make_no_sense(trained: Path, llm: LLM) -> None:
@@ -57,6 +73,12 @@ def test_options_that_make_no_sense(trained: Path, llm: LLM) -> None:
         llm.generate(PROMPTS, [SamplingParams()])
     with pytest.raises(UsageError, match="temperature"):
         SamplingParams(temperature=-1.0)
+    with pytest.raises(UsageError, match="seed"):
+        SamplingParams(seed=-1)
+    with pytest.raises(UsageError, match="speculate_method"):
+        LLM(trained, speculate_method="mtp", draft_model=trained)
+    with pytest.raises(UsageError, match="no prompt"):
+        llm.generate([{"prompt": PROMPTS[0]}])  # type: ignore[list-item]
 
 
 def test_summary_adds_up() -> None:

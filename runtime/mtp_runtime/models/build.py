@@ -137,11 +137,11 @@ def recorded_contract(path: Path, main: Checkpoint) -> MtpContract:
 
 
 def _device(name: str) -> torch.device:
+    if name.partition(":")[0] not in ("cpu", "cuda"):
+        raise UnsupportedError("The runtime has no such device", expected="cpu, cuda", found=name)
     device = torch.device(name)
     if device.type == "cuda" and not torch.cuda.is_available():
         raise UnsupportedError("There is no CUDA device here", found=name, todo="Use device cpu")
-    if device.type not in ("cpu", "cuda"):
-        raise UnsupportedError("The runtime has no such device", expected="cpu, cuda", found=name)
     return device
 
 
