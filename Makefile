@@ -4,7 +4,7 @@ BIN := .venv/bin
 PIP := $(BIN)/pip --disable-pip-version-check --quiet
 ENGINES_PIP := .venv-engines/bin/pip --disable-pip-version-check --quiet
 
-.PHONY: demo test test-engines check fixture clean
+.PHONY: demo test test-engines test-oldest-triton check fixture clean
 
 demo: .venv/installed
 	scripts/demo
@@ -16,6 +16,11 @@ test: .venv/installed-dev
 # vLLM runs the fixture, and vLLM's and SGLang's resolvers read our configs: docs/engines.md.
 test-engines: .venv-engines/installed
 	.venv-engines/bin/python -m pytest -v --timeout 1800 --durations 5 --figures build/engines.json tests/engines
+
+# The GPU kernel's launches, compiled by the oldest Triton that has a tuning table; make test has the newest.
+test-oldest-triton: .venv/installed-dev
+	$(PIP) install --no-deps --upgrade --target build/triton-3.6 triton==3.6.0
+	PYTHONPATH=build/triton-3.6 $(BIN)/python -m pytest tests/kernels/verify_attention/test_verify_attention_compiled.py
 
 check: .venv/installed-dev
 	scripts/check

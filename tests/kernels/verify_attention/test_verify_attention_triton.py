@@ -38,14 +38,17 @@ def test_every_length_around_an_edge(interpreter: Interpreter, heads: int, q_len
 
 @pytest.mark.parametrize("q_len", range(1, 7))
 def test_128_heads_in_tiles_of_64_rows(interpreter: Interpreter, q_len: int) -> None:
-    lengths = (0, q_len - 1, q_len, 65, 32 + q_len)
-    case = Case((q_len,) * 5, lengths, heads=128, dtype=FLOAT16)
-    check_all(interpreter, [replace(case, parts=parts) for parts in (ONE_PART, SOME_PARTS)])
+    lengths = lengths_around(q_len, page=16)
+    whole = Case((q_len,) * len(lengths), lengths, heads=128, dtype=FLOAT16, parts=ONE_PART)
+    split = replace(whole, q_lens=(q_len,) * 2, kv_lens=(65, 32 + q_len))
+    parts = (SOME_PARTS, MORE_PARTS_THAN_BLOCKS)
+    check_all(interpreter, [whole, *(replace(split, parts=count) for count in parts)])
 
 
-@pytest.mark.parametrize("q_len", [1, 4, 6])
+@pytest.mark.parametrize("q_len", range(1, 7))
 def test_long_caches_in_large_blocks(interpreter: Interpreter, q_len: int) -> None:
-    case = Case((q_len,) * 2, (4096, 4096 + q_len), page=64, dtype=FLOAT16)
+    lengths = tuple(4096 + rest for rest in range(q_len + 1))
+    case = Case((q_len,) * len(lengths), lengths, page=64, dtype=FLOAT16)
     check_all(interpreter, [replace(case, parts=parts) for parts in (ONE_PART, 7)])
 
 
