@@ -45,7 +45,7 @@ exchanged for a wrong one before anything else happens, so that plain decoding s
 of their own. [run_faults.md](run_faults.md) has the faults that `acceptance` names, over 20 seeds
 of prompts and without a source. `tests/verify/test_run_faults.py` and `test_runtime_faults.py`
 plant each again and ask the named check for the cause. A difference that rounding explains is a tie
-and no fault: there is a test for either side. A row without marks was not run yet.
+and no fault: there is a test for either side.
 
 {count} faults, named: {totals}.
 """
