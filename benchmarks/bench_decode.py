@@ -28,6 +28,7 @@ import torch
 
 from benchmarks.dequantized import write_dequantized
 from benchmarks.vllm_peer import against_vllm, with_rows_of
+from mtp_export.prompts import read_prompts
 from mtp_runtime import LLM, SamplingParams
 from mtp_runtime.cache import CachedSequence
 from mtp_runtime.layout import lay_out
@@ -73,18 +74,15 @@ def hardware() -> dict[str, Any]:
     }
 
 
-def read_prompts(path: Path | None, llm: LLM, count: int, length: int) -> Prompts:
+def prompts_of(path: Path | None, llm: LLM, count: int, length: int) -> Prompts:
     """Prompts of the file, repeated to the count, or random tokens; cut to the length."""
     if path is None:
         generator = torch.Generator().manual_seed(0)
         rows = torch.randint(2, llm.engine.model.config.vocab, (count, length), generator=generator)
         return [tuple(row) for row in rows.tolist()]
-    lines = [json.loads(line) for line in path.read_text().splitlines() if line]
     known = [
-        tuple(line["prompt_token_ids"])
-        if "prompt_token_ids" in line
-        else llm.tokenizer.encode(line["prompt"])
-        for line in lines
+        llm.tokenizer.encode(prompt) if isinstance(prompt, str) else prompt
+        for prompt in read_prompts(path)
     ]
     return [known[index % len(known)][:length] for index in range(count)]
 
@@ -307,7 +305,7 @@ def main() -> None:
     arguments = parser.parse_args()
     torch.set_num_threads(arguments.threads)
     plain = LLM(arguments.source)
-    prompts = read_prompts(arguments.prompts, plain, CONCURRENCIES[-1], arguments.input_tokens)
+    prompts = prompts_of(arguments.prompts, plain, CONCURRENCIES[-1], arguments.input_tokens)
     tokens = arguments.output_tokens
     arguments.out.mkdir(parents=True, exist_ok=True)
     facts: dict[str, Any] = {"hardware": hardware(), "input_tokens": arguments.input_tokens}

@@ -28,11 +28,10 @@ from mtp_export.schemes.storage import (
 from mtp_export.schemes.table import check_pair
 from mtp_export.schemes.transforms import Numerics
 from mtp_export.split import SplitOptions
-from mtp_export.targets import target_of
+from mtp_export.targets import integer_options, target_of
 from mtp_export.targets.base import Target
 
 KEEP = "keep"
-_INTEGER_TARGETS = ("hf", "vllm", "sglang")
 
 
 class Format(StrEnum):
@@ -89,9 +88,12 @@ class _Choice:
     in_table: bool
 
     @property
+    def storages(self) -> set[Storage]:
+        return {*self.base.storages.values(), *self.mtp.storages.values()}
+
+    @property
     def has_integers(self) -> bool:
-        storages = {*self.base.storages.values(), *self.mtp.storages.values()}
-        return bool(storages & {Storage.INT4_GROUP, Storage.INT8_CHANNEL})
+        return bool(self.storages & {Storage.INT4_GROUP, Storage.INT8_CHANNEL})
 
 
 def default_input() -> Path:
@@ -210,12 +212,12 @@ def _check_target(target: Target, mtp: Scheme, family: ModelFamily) -> None:
 
 def _check_integers(target: str, choice: _Choice) -> None:
     """Integers are compressed-tensors' or SGLang's own: no other engine's folders hold them."""
-    forms = {*choice.base.storages.values(), *choice.mtp.storages.values()}
-    if forms <= {Storage.BF16, Storage.FP8_BLOCK} or target in _INTEGER_TARGETS:
+    readers = integer_options()
+    if choice.storages <= {Storage.BF16, Storage.FP8_BLOCK} or target in readers:
         return
     raise UnsupportedError(
         f"Target {target} does not read a bundle with integers",
-        expected=f"--target {' or '.join(_INTEGER_TARGETS)}",
+        expected=f"--target {' or '.join(readers)}",
         found=f"{choice.base.name} + {choice.mtp.name}",
         todo=f"Or use --base-quant a8w8_fp8 or bf16 for {target}",
     )

@@ -22,6 +22,11 @@ def target_names() -> tuple[str, ...]:
     return tuple(name for target in TARGETS.values() for name in (target.name, *target.engines))
 
 
+def integer_options() -> tuple[str, ...]:
+    """The names of --target whose engines read bundles with int4 or int8."""
+    return tuple(name for target in TARGETS.values() for name in target.integer_options)
+
+
 def target_of(name: str) -> Target:
     """The layout for a target name or an engine that reads it (UsageError for any other)."""
     for target in TARGETS.values():

@@ -49,6 +49,7 @@ class Target:
     as far as tensors go, given the main model's num_hidden_layers.
     engines are further engines that read the same layout; their names are aliases of it.
     needs_shared_weights: the engine takes embedding and head from the draft folder.
+    integer_options: the names of --target, of this layout or its engines, that read int4 and int8.
     mtp_schemes: the precision schemes in which the engine reads the draft; None for all.
     launch: per engine that takes the MTP part as a folder of its own, the shell command that serves
     a bundle with one draft token.
@@ -64,6 +65,7 @@ class Target:
     dequantizes: bool = False
     transposes: bool = False
     single_mtp_layer: bool = True
+    integer_options: tuple[str, ...] = ()
     mtp_schemes: frozenset[str] | None = frozenset({"bf16", "a8w8_fp8"})
     launch: Mapping[str, Launch] = field(default_factory=dict)
 

@@ -43,6 +43,7 @@ HF = Target(
     mtp_config=_config,
     released_config=_released,
     single_mtp_layer=False,
+    integer_options=("hf", "vllm", "sglang"),
     mtp_schemes=None,
     launch={"vllm": _vllm, "sglang": _sglang},
 )

@@ -118,17 +118,23 @@ def _add_errors(stored: Any, kept: Any, lanes: Any, errors: Any, biggest: Any) -
 
 
 @compiled
-def _row_stats(weights: Any, restored: Any, lanes: Any, errors: Any, row: Any, stats: Any) -> None:
+def _end_row(row: Any, lanes: Any, errors: Any, biggest: Any, stats: Any) -> None:
+    """What a row's segments came to."""
     signal, error, max_error = stats
+    signal[row] = _sum_lanes(lanes)
+    error[row] = _sum_lanes(errors)
+    max_error[row] = float_of(biggest)
+
+
+@compiled
+def _row_stats(weights: Any, restored: Any, lanes: Any, errors: Any, row: Any, stats: Any) -> None:
     lanes[:] = 0.0
     errors[:] = 0.0
     biggest = np.uint32(0)
     for start in range(0, weights.size, LANES):
         stored = weights[start : start + LANES]
         biggest = _add_errors(stored, restored[start : start + LANES], lanes, errors, biggest)
-    signal[row] = _sum_lanes(lanes)
-    error[row] = _sum_lanes(errors)
-    max_error[row] = float_of(biggest)
+    _end_row(row, lanes, errors, biggest, stats)
 
 
 @compiled
@@ -220,9 +226,7 @@ def quantize_int8_channel(
                 out[k] = np.uint8(np.uint32(bits_of(rounder) + np.uint32(128)))
                 restored[k] = np.float32(rounder - ROUNDER) * multiplier
             biggest = _add_errors(segment, restored, lanes, errors, biggest)
-        signal[row] = _sum_lanes(lanes)
-        error[row] = _sum_lanes(errors)
-        max_error[row] = float_of(biggest)
+        _end_row(row, lanes, errors, biggest, (signal, error, max_error))
 
 
 @compiled
@@ -315,9 +319,7 @@ def quantize_int4_group(
             for k in range(out.size):
                 out[k] = np.uint8(pairs[k] | pairs[k] >> np.uint16(4))
             biggest = _add_errors(segment, restored, lanes, errors, biggest)
-        signal[row] = _sum_lanes(lanes)
-        error[row] = _sum_lanes(errors)
-        max_error[row] = float_of(biggest)
+        _end_row(row, lanes, errors, biggest, (signal, error, max_error))
 
 
 @compiled
