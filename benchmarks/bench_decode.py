@@ -31,8 +31,10 @@ from benchmarks.vllm_peer import against_vllm, with_rows_of
 from mtp_export.prompts import read_prompts
 from mtp_runtime import LLM, SamplingParams
 from mtp_runtime.cache import CachedSequence
+from mtp_runtime.drafters.base import Pass
 from mtp_runtime.layout import lay_out
 from mtp_runtime.models.build import LoadOptions, load_model
+from mtp_runtime.request import Request
 
 PASSES = 21
 CONCURRENCIES = (1, 2, 4, 8, 16, 20, 40, 80)
@@ -132,8 +134,8 @@ def against_transformers(llm: LLM, source: Path, prompts: Prompts, tokens: int) 
 
 
 @torch.inference_mode()
-def pass_seconds(llm: LLM, rows: int, context: int, mtp: bool) -> float:
-    """One forward pass of the target, logits included, or of the MTP module, at batch 1."""
+def pass_seconds(llm: LLM, rows: int, context: int) -> float:
+    """One forward pass of the target at batch 1, logits included."""
     model, cache = llm.engine.model, llm.engine.cache
     sequence = CachedSequence()
     cache.append(sequence, context + rows)
@@ -141,27 +143,41 @@ def pass_seconds(llm: LLM, rows: int, context: int, mtp: bool) -> float:
     for layer in cache.layers:  # what was never written may hold anything
         layer[sequence.pages] = 0.0
     generator = torch.Generator().manual_seed(0)
-    inputs = itertools.cycle(
-        [
-            (
-                torch.randint(2, model.config.vocab, (rows,), generator=generator),
-                torch.randn(rows, model.config.hidden, generator=generator),
-            )
-            for _ in range(PASSES)  # each hits experts of its own, as the steps of a text do
-        ]
+    inputs = itertools.cycle(  # each hits experts of its own, as the steps of a text do
+        [torch.randint(2, model.config.vocab, (rows,), generator=generator) for _ in range(PASSES)]
     )
 
-    def target() -> None:
-        tokens, _ = next(inputs)
-        model.head.logits(model(tokens, cache.layers, layout)[1]).argmax(-1).tolist()
+    def step() -> None:
+        after = model(next(inputs), cache.layers, layout)[1]
+        model.head.logits(after).argmax(-1).tolist()
 
-    def draft() -> None:
-        assert model.mtp is not None
-        tokens, hidden = next(inputs)
-        x = model.mtp(tokens, hidden, cache.layers[-1:], layout)
-        model.mtp.head.logits(model.mtp.head.normed(x[-1:])).argmax(-1).tolist()
+    seconds = timed(step, repeats=PASSES)
+    cache.truncate(sequence, 0)
+    return seconds
 
-    seconds = timed(draft if mtp else target, repeats=PASSES)
+
+@torch.inference_mode()
+def draft_seconds(llm: LLM, count: int, context: int) -> float:
+    """An MTP step at batch 1, as `count` of them in a row are run: one row and its recursion."""
+    model, cache, drafter = llm.engine.model, llm.engine.cache, llm.engine.drafter
+    generator = torch.Generator().manual_seed(0)
+    tokens = torch.randint(2, model.config.vocab, (PASSES, context + 2), generator=generator)
+    hidden = torch.randn(PASSES, 1, model.config.hidden, generator=generator)
+    requests = [Request(-1, tuple(row), SamplingParams()) for row in tokens.tolist()]
+    sequence = requests[0].cached
+    cache.append(sequence, context + 1 + count)
+    cache.layers[-1, sequence.pages] = 0.0
+    for request in requests:
+        request.cached = sequence
+    inputs = itertools.cycle(zip(requests, hidden, strict=True))
+
+    def steps() -> None:
+        request, state = next(inputs)
+        drafter.observe([Pass(request, context, state)])
+        drafter.propose([request], [count])
+
+    seconds = timed(steps, repeats=PASSES) / count
+    drafter.forget(requests[0])
     cache.truncate(sequence, 0)
     return seconds
 
@@ -189,7 +205,7 @@ def speculation(source: Path, prompts: Prompts, tokens: int, rounds: int = 5) ->
 
     A round runs every k right after plain decoding, so that a machine that is slow for a while is
     slow for both sides of each ratio. v, c and o are the cost of a target step on k + 1 rows, of
-    an MTP step and of all else, over a plain step of the same round.
+    an MTP step among k in a row and of all else, over a plain step of the same round.
     """
     params = SamplingParams(max_tokens=tokens, ignore_eos=True)
     loaded = load_model(source, LoadOptions())
@@ -207,9 +223,9 @@ def speculation(source: Path, prompts: Prompts, tokens: int, rounds: int = 5) ->
             base, ours = decode_round(plain, prompts, params), decode_round(llm, prompts, params)
             step_s = base.seconds / base.steps
             length = ours.tokens / ours.steps
-            v = pass_seconds(llm, k + 1, context, mtp=False) / step_s
-            c = pass_seconds(llm, 1, context, mtp=True) / step_s
-            o = 1.0 - pass_seconds(plain, 1, context, mtp=False) / step_s
+            v = pass_seconds(llm, k + 1, context) / step_s
+            c = draft_seconds(llm, k, context) / step_s
+            o = 1.0 - pass_seconds(plain, 1, context) / step_s
             samples[k].append(
                 {
                     "mean_accepted_length": length,

@@ -307,35 +307,17 @@ def dot_rows(
     """out[r, t] = sum of x[r, :width] * y[t, :width], all at addresses."""
     vectors = width // LANES
     if vectors:
-        for r in range(0, rows - rows % 4, 4):
-            _dot_row_group(
-                x + 4 * r * x_row,
-                x_row,
-                4,
-                y,
-                y_row,
-                tokens,
-                vectors,
-                out + 4 * r * out_row,
-                out_row,
-            )
-        for r in range(rows - rows % 4, rows):
-            _dot_row_group(
-                x + 4 * r * x_row,
-                x_row,
-                1,
-                y,
-                y_row,
-                tokens,
-                vectors,
-                out + 4 * r * out_row,
-                out_row,
-            )
+        done = 0
+        while done < tokens:
+            step = 4 if tokens - done >= 4 else 1
+            at_y, at_out = y + 4 * done * y_row, out + 4 * done
+            _dot_tokens(x, x_row, rows, at_y, y_row, step, vectors, at_out, out_row)
+            done += step
     _dot_rest(x, x_row, rows, y, y_row, tokens, width, out, out_row)
 
 
 @compiled
-def _dot_row_group(
+def _dot_tokens(
     x: Any,
     x_row: Any,
     rows: Any,
@@ -346,19 +328,19 @@ def _dot_row_group(
     out: Any,
     out_row: Any,
 ) -> None:
-    """Four rows or one."""
-    while tokens >= 4:
-        if rows == 4:
+    """All rows with four tokens or one, which stay near meanwhile."""
+    while rows >= 4:
+        if tokens == 4:
             _DOTS_4_4(x, x_row, y, y_row, vectors, out, out_row)
         else:
-            _DOTS_1_4(x, x_row, y, y_row, vectors, out, out_row)
-        y, out, tokens = y + 16 * y_row, out + 16, tokens - 4
-    while tokens >= 1:
-        if rows == 4:
             _DOTS_4_1(x, x_row, y, y_row, vectors, out, out_row)
+        x, out, rows = x + 16 * x_row, out + 16 * out_row, rows - 4
+    while rows >= 1:
+        if tokens == 4:
+            _DOTS_1_4(x, x_row, y, y_row, vectors, out, out_row)
         else:
             _DOTS_1_1(x, x_row, y, y_row, vectors, out, out_row)
-        y, out, tokens = y + 4 * y_row, out + 4, tokens - 1
+        x, out, rows = x + 4 * x_row, out + 4 * out_row, rows - 1
 
 
 @compiled

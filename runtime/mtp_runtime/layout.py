@@ -24,12 +24,17 @@ def lay_out(
         positions += range(start, end)
         slots += cache.slots(sequence, start, end)
         cu_q.append(cu_q[-1] + end - start)
-    columns = max(cache.pages_for(end) for _, end in spans)
-    table = [(s.pages + [0] * columns)[:columns] for s in sequences]
     return BatchLayout(
         torch.tensor(positions, device=device),
         torch.tensor(slots, device=device),
-        torch.tensor(table, dtype=torch.int32, device=device),
+        page_table(sequences, device),
         torch.tensor([end for _, end in spans], dtype=torch.int32, device=device),
         torch.tensor(cu_q, dtype=torch.int32, device=device),
     )
+
+
+def page_table(sequences: Sequence[CachedSequence], device: torch.device) -> torch.Tensor:
+    """The pages of each sequence [b, max_pages], int32; what is past its last page is 0."""
+    columns = max(len(sequence.pages) for sequence in sequences)
+    rows = [sequence.pages + [0] * (columns - len(sequence.pages)) for sequence in sequences]
+    return torch.tensor(rows, dtype=torch.int32, device=device)

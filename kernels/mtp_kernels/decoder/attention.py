@@ -36,6 +36,7 @@ class Batch(NamedTuple):
     slots: Any  # [T]
     page_table: Any  # [b, max_pages]
     page: int
+    places: Any  # [T, 2]
     tiles: Any
     waves: Any
 
@@ -44,13 +45,13 @@ class Scratch(NamedTuple):
     """Memory that the team shares during a pass; its content means nothing between layers."""
 
     projected: Any  # [T, query | latent | rope key, whole panels]
-    queries: Any  # [T, h, c+r]
-    parts: Any
+    queries: Any  # [T*h, c+r], in the order of tiles
     values: Any  # [T, h*v]
     normed: Any  # [T, d]
-    picked: Any  # [T, k] experts
-    weights: Any  # [T, k]
+    weights: Any  # [T, k] of the picked experts
     inner: Any  # [T * experts of a row, whole panels]
+    picked: Any  # [T, k] experts
+    parts: Any
 
 
 @compiled
@@ -63,7 +64,7 @@ def attention(
     fill_cache(member, layer, sizes, batch, cache, scratch)
     make_queries(member, layer, sizes, batch, scratch)
     wait(member)
-    queries = Queries(scratch.queries, sizes.latent, sizes.attention_scale)
+    queries = Queries(scratch.queries, sizes.heads, sizes.latent, sizes.attention_scale)
     keys = Keys(cache, batch.page_table, batch.page)
     for wave in range(batch.waves.size - 1):
         first, last = batch.waves[wave], batch.waves[wave + 1]
@@ -129,7 +130,8 @@ def make_queries(member: Any, layer: Any, sizes: Any, batch: Any, scratch: Any) 
             address(latents), latents.shape[1],
         )  # fmt: skip
         for r in range(rows):
-            out = scratch.queries[row + r, head]
+            base, apart = batch.places[row + r]
+            out = scratch.queries[base + head * apart]
             copy(latents[r], out[: sizes.latent])
             turned = query[r, sizes.nope : sizes.nope + sizes.rope]
             rotate(turned, batch.turns[row + r], out[sizes.latent :])

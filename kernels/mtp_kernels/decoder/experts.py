@@ -15,6 +15,7 @@ from mtp_kernels.elementwise import sigmoid
 from mtp_kernels.team import share, wait
 from mtp_kernels.vectors import PANEL, address
 
+READING = 8  # rows that a panel could be multiplied with while it is read
 NOT_PICKED = np.float32(-np.inf)
 
 
@@ -124,15 +125,18 @@ def sort_by_expert(layer: Any, picked: Any, count: Any) -> Any:
 def make_inner(member: Any, layer: Any, sizes: Any, scratch: Any, rows: Any, ends: Any) -> None:
     """silu(gate) * up of every pair, shared out by expert and panel."""
     panels = panels_of(layer.inner)
-    total, done = rows.size * panels, 0
+    hit = 0
     for expert in range(ends.size - 1):
-        size = ends[expert + 1] - ends[expert]
-        for panel in range(panels if size else 0):
-            if done * member.count // total == member.number:
-                first, last = ends[expert], ends[expert + 1]
+        hit += ends[expert + 1] > ends[expert]
+    total, done = (rows.size + hit * READING) * panels, 0
+    for expert in range(ends.size - 1):
+        first, last = ends[expert], ends[expert + 1]
+        cost = last - first + READING
+        for panel in range(panels if last > first else 0):
+            if (2 * done + cost) * member.count // (2 * total) == member.number:
                 at = layer.gate_up + 8 * (expert * panels + panel) * sizes.hidden * PANEL
                 gate_panel(at, sizes.hidden, scratch, rows[first:last], first, panel)
-            done += size
+            done += cost
 
 
 @compiled

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
+from mtp_kernels.memory import Arena
 from mtp_kernels.vectors import PANEL
 
 
@@ -94,10 +95,10 @@ def pack(matrix: torch.Tensor) -> torch.Tensor:
     return padded.view(*several, panels, PANEL, columns).transpose(-1, -2).contiguous()
 
 
-def pack_layer(weights: LayerWeights) -> PackedLayer:
-    """Pack one layer; its own tensors are not needed any more."""
+def pack_layer(weights: LayerWeights, arena: Arena) -> PackedLayer:
+    """Pack one layer into an arena; its own tensors are not needed any more."""
     gate_up = torch.stack([pack(weights.gate), pack(weights.up)], dim=2)  # [e, panel, 2, d, 32]
-    tensors = (
+    made = (
         _vector(weights.input_norm),
         pack(weights.down),
         _vector(weights.query_norm),
@@ -112,6 +113,7 @@ def pack_layer(weights: LayerWeights) -> PackedLayer:
         gate_up,
         pack(weights.expert_down),
     )
+    tensors = tuple(arena.keep(tensor) for tensor in made)
     routed = 0 if weights.router is None else len(weights.router)
     counts = [routed, len(weights.gate) - routed, weights.gate.shape[1]]
     return PackedLayer(tensors, Layer(*[tensor.data_ptr() for tensor in tensors], *counts))

@@ -22,7 +22,6 @@ from mtp_kernels.compiling import compiled
 from mtp_kernels.elementwise import exponential
 from mtp_kernels.team import wait
 from mtp_kernels.vectors import address
-from mtp_kernels.verify_attention.compiled_parts import add_part
 from mtp_kernels.verify_attention.shares import (
     BLOCK_TOKENS,
     blocks_of,
@@ -314,6 +313,18 @@ def add_values(groups: Any, chunks: Any, scratch: Any, number: Any, state: Any) 
                 tile, TILE_BYTES, chunk_bytes, chunks,
                 sums + group * TILE * row + c * 4, row, TILE * row, ROW_BYTES,
             )  # fmt: skip
+
+
+@compiled
+def add_part(
+    out: Any, top: Any, mass: Any, sums: Any, other_top: Any, other_mass: Any
+) -> tuple[Any, Any]:
+    """Add other tokens' unnormalised sums to a row's, in place; the top and the mass of all."""
+    new_top = max(top, other_top)
+    old, new = exponential(top - new_top), exponential(other_top - new_top)
+    for c in range(out.size):
+        out[c] = out[c] * old + sums[c] * new
+    return new_top, mass * old + other_mass * new
 
 
 @compiled

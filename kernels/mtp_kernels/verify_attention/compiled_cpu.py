@@ -14,7 +14,7 @@ import torch
 from mtp_kernels.team import process_team
 from mtp_kernels.verify_attention import compiled_bf16
 from mtp_kernels.verify_attention.compiled_bf16 import STEP_TOKENS
-from mtp_kernels.verify_attention.compiled_parts import Keys, Parts, Queries, plan
+from mtp_kernels.verify_attention.compiled_parts import Keys, Parts, Queries, arrange, plan
 from mtp_kernels.verify_attention.compiled_parts import attend as attend_rows
 from mtp_kernels.verify_attention.inputs import Carver, Inputs, Sizes, array_bytes
 from mtp_kernels.verify_attention.shares import MAX_ROWS, items_of
@@ -90,14 +90,14 @@ def attend_float32(inputs: Inputs, out: torch.Tensor, lse: torch.Tensor) -> None
         np.empty(most, np.float32),
         np.empty(most, np.float32),
     )
-    rows = torch.cat([inputs.q_latent, inputs.q_rope], dim=-1).numpy()
+    rows = arrange(tiles, inputs.q_latent.numpy(), inputs.q_rope.numpy())
     team = process_team()
     team.run(
         attend_rows,
         team.threads_for(multiplications(sizes)),
         tiles,
         waves,
-        Queries(rows, sizes.latent, np.float32(inputs.scale)),
+        Queries(rows, sizes.heads, sizes.latent, np.float32(inputs.scale)),
         Keys(inputs.kv_cache.flatten(0, 1).numpy(), inputs.page_table.numpy(), sizes.page),
         scratch,
         out.numpy(),

@@ -15,7 +15,7 @@ from numba import carray
 
 from mtp_kernels.compiling import compiled
 from mtp_kernels.elementwise import exponential
-from mtp_kernels.team import wait
+from mtp_kernels.team import share, wait
 from mtp_kernels.vectors import (
     BLOCK,
     PANEL,
@@ -28,7 +28,8 @@ from mtp_kernels.vectors import (
 )
 
 TILE_ROWS = 64  # rows of queries x heads that read a block of tokens together
-SHARE_ROWS = 8  # rows of a tile that a thread takes at least: as many as one product has
+GROUP_ROWS = 16  # rows of a tile that a thread takes at most: two products of eight
+LEAST_ROWS = 4  # and at least, while there are tiles for all threads: as many as one dot has
 MAX_PARTS = 8192  # parts of rows in a wave: bounds scratch memory
 UNSEEN = np.float32(-np.inf)
 
@@ -36,8 +37,8 @@ UNSEEN = np.float32(-np.inf)
 class Tile(NamedTuple):
     """Consecutive queries of a request. The first sees `seen` tokens, each next one more.
 
-    `blocks` cover what the last one sees. Its parts are numbered from `first_part`: by block, then
-    by query, then by head.
+    Its rows are ordered by head, then by query, so that a thread keeps heads to itself. `blocks`
+    cover what the last query sees; parts are numbered from `first_part` by block, then by row.
     """
 
     request: int
@@ -65,9 +66,10 @@ class Parts(NamedTuple):
 
 
 class Queries(NamedTuple):
-    """Rows [T, h, c+r] and what they share."""
+    """Rows [T*h, c+r] in the order of their tiles, and what they share."""
 
     rows: Any
+    heads: int
     latent: int
     scale: Any  # float32
 
@@ -109,22 +111,58 @@ def tile_at(tiles: Any, index: Any) -> Any:
 
 
 @compiled
+def places_of(tiles: Any, heads: Any, queries: Any) -> Any:
+    """Where the rows of each query begin in the order of tiles, and how far apart they are."""
+    out = np.zeros((queries, 2), np.int64)
+    for index in range(len(tiles)):
+        tile = tile_at(tiles, index)
+        for query in range(tile.rows):
+            out[tile.first_row + query, 0] = tile.first_row * heads + query
+            out[tile.first_row + query, 1] = tile.rows
+    return out
+
+
+@compiled
+def arrange(tiles: Any, q_latent: Any, q_rope: Any) -> Any:
+    """Queries [T, h, c] and [T, h, r] in the order of tiles: [T*h, c+r]."""
+    queries, heads, latent = q_latent.shape
+    places = places_of(tiles, heads, queries)
+    out = np.empty((queries * heads, latent + q_rope.shape[2]), np.float32)
+    for query in range(queries):
+        for head in range(heads):
+            line = out[places[query, 0] + head * places[query, 1]]
+            line[:latent] = q_latent[query, head]
+            line[latent:] = q_rope[query, head]
+    return out
+
+
+@compiled
+def group_size(rows: Any, tiles: Any, threads: Any) -> Any:
+    """Rows of a tile that are computed together, so that there is a group for every thread."""
+    if tiles >= threads:
+        return GROUP_ROWS
+    each = -(-rows // (threads * LEAST_ROWS)) * LEAST_ROWS
+    return min(GROUP_ROWS, each)
+
+
+@compiled
 def attend_wave(
     member: Any, tiles: Any, first: Any, last: Any, queries: Any, keys: Any, parts: Any
 ) -> None:
-    """All parts of tiles [first, last), shared out among the team by blocks and groups of rows."""
-    heads = queries.rows.shape[1]
-    scores = np.empty((SHARE_ROWS, BLOCK), np.float32)
+    """All parts of tiles [first, last), shared out among the team by groups of rows and blocks."""
+    heads = queries.heads
+    scores = np.empty((GROUP_ROWS, BLOCK), np.float32)
     total = 0
     for index in range(first, last):
         total += tiles[index, 2] * heads * max(0, tokens_of(tile_at(tiles, index)))
     done = 0
     for index in range(first, last):
         tile = tile_at(tiles, index)
-        for block in range(tile.blocks):
-            tokens = min(BLOCK, tokens_of(tile) - block * BLOCK)
-            for row in range(0, tile.rows * heads, SHARE_ROWS):
-                rows = min(SHARE_ROWS, tile.rows * heads - row)
+        step = group_size(tile.rows * heads, last - first, member.count)
+        for row in range(0, tile.rows * heads, step):
+            rows = min(step, tile.rows * heads - row)
+            for block in range(tile.blocks):
+                tokens = min(BLOCK, tokens_of(tile) - block * BLOCK)
                 middle = 2 * done + rows * tokens
                 if middle * member.count // (2 * total) == member.number:
                     attend_part(tile, block, row, rows, queries, keys, scores, parts)
@@ -142,11 +180,11 @@ def attend_part(
     tile: Any, block: Any, row: Any, rows: Any, queries: Any, keys: Any, scores: Any, parts: Any
 ) -> None:
     """Rows [row, row + rows) of a tile against the tokens of one block that its last row sees."""
-    heads, width = queries.rows.shape[1:]
+    heads, width = queries.heads, queries.rows.shape[1]
     latent, page = queries.latent, keys.page
     first = block * BLOCK
     end = min(first + BLOCK, tokens_of(tile))
-    query = address(queries.rows[tile.first_row]) + 4 * row * width
+    query = address(queries.rows) + 4 * (tile.first_row * heads + row) * width
     part = tile.first_part + block * tile.rows * heads + row
     at_scores, at_sums = address(scores), address(parts.sums[part:])
     columns = latent - latent % PANEL
@@ -158,7 +196,7 @@ def attend_part(
             query, width, rows, tokens, width, run, width, at_scores + 4 * (token - first), BLOCK
         )
         token += run
-    weigh(tile, first, row, rows, heads, scores, queries.scale, parts, part)
+    weigh(tile, first, row, rows, scores, queries.scale, parts, part)
     token = first
     while token < end:
         run = min(end, token - token % page + page) - token
@@ -205,13 +243,12 @@ def multiply_rest(
 
 @compiled
 def weigh(
-    tile: Any, first: Any, row: Any, rows: Any, heads: Any, scores: Any, scale: Any, parts: Any,
-    part: Any,
-) -> None:  # fmt: skip
+    tile: Any, first: Any, row: Any, rows: Any, scores: Any, scale: Any, parts: Any, part: Any
+) -> None:
     """Scores to weights exp(score - largest), in place; tokens that a row does not see get 0."""
     for r in range(rows):
         line = scores[r]
-        seen = tile.seen + (row + r) // heads - first
+        seen = tile.seen + (row + r) % tile.rows - first
         for t in range(BLOCK):
             line[t] = line[t] * scale if t < seen else UNSEEN
         top = block_max(address(line))
@@ -223,36 +260,28 @@ def weigh(
 
 
 @compiled
-def add_part(
-    out: Any, top: Any, mass: Any, sums: Any, other_top: Any, other_mass: Any
-) -> tuple[Any, Any]:
-    """Add other tokens' unnormalised sums to a row's, in place; the top and the mass of all."""
-    new_top = max(top, other_top)
-    old, new = exponential(top - new_top), exponential(other_top - new_top)
-    for c in range(out.size):
-        out[c] = out[c] * old + sums[c] * new
-    return new_top, mass * old + other_mass * new
-
-
-@compiled
 def join(tile: Any, row: Any, head: Any, heads: Any, parts: Any, out: Any) -> Any:
     """One row and head of a tile: writes out [c], returns the log of the softmax's sum."""
     blocks = -(-(tile.seen + row) // BLOCK)
     if blocks <= 0:
         out[:] = np.float32(0.0)
         return UNSEEN
-    stride = tile.rows * heads
-    part = tile.first_part + row * heads + head
-    top, mass = parts.tops[part], parts.masses[part]
-    sums = parts.sums[part]
-    for c in range(out.size):
-        out[c] = sums[c]
-    for _ in range(1, blocks):
-        part += stride
-        top, mass = add_part(out, top, mass, parts.sums[part], parts.tops[part], parts.masses[part])
-    share = np.float32(1.0) / mass
-    for c in range(out.size):
-        out[c] *= share
+    apart, latent = tile.rows * heads, out.size
+    first = tile.first_part + head * tile.rows + row
+    top, mass = UNSEEN, np.float32(0.0)
+    for block in range(blocks):
+        top = max(top, parts.tops[first + block * apart])
+    shares = np.empty((1, blocks), np.float32)
+    for block in range(blocks):
+        shares[0, block] = exponential(parts.tops[first + block * apart] - top)
+        mass += parts.masses[first + block * apart] * shares[0, block]
+    shares *= np.float32(1.0) / mass
+    sums, width, columns = address(parts.sums[first:]), apart * latent, latent - latent % PANEL
+    for column in range(0, columns, PANEL):
+        at, at_out = sums + 4 * column, address(out) + 4 * column
+        multiply(address(shares), 0, 1, at, width, blocks, at_out, 0, 0)
+    if columns < latent:
+        multiply_rest(shares, 0, 1, sums, width, blocks, out.reshape(1, latent), columns)
     return top + np.float32(math.log(mass))
 
 
@@ -265,10 +294,11 @@ def attend(
     for wave in range(waves.size - 1):
         attend_wave(member, tiles, waves[wave], waves[wave + 1], queries, keys, parts)
         wait(member)
-        for index in range(waves[wave], waves[wave + 1]):
-            tile = tile_at(tiles, index)
-            for number in range(tile.rows * heads):
-                if number % member.count == member.number:
-                    row, head = tile.first_row + number // heads, number % heads
-                    lse[row, head] = join(tile, number // heads, head, heads, parts, out[row, head])
+        first = waves[wave]
+        begin, end = share(member, (waves[wave + 1] - first) * heads)
+        for unit in range(begin, end):
+            tile, head = tile_at(tiles, first + unit // heads), unit % heads
+            for query in range(tile.rows):
+                row = tile.first_row + query
+                lse[row, head] = join(tile, query, head, heads, parts, out[row, head])
         wait(member)

@@ -14,7 +14,8 @@ from mtp_export.errors import UnsupportedError
 from mtp_runtime.acceptance import Draft
 from mtp_runtime.drafters.base import DrafterParts, Pass
 from mtp_runtime.drafters.laws import Chain, extend
-from mtp_runtime.layout import lay_out
+from mtp_runtime.layout import lay_out, page_table
+from mtp_runtime.models.deepseek_v3 import Recursion
 from mtp_runtime.request import Request
 
 
@@ -60,12 +61,26 @@ class MtpDrafter:
     def propose(self, requests: Sequence[Request], counts: Sequence[int]) -> list[Draft]:
         chains = [Chain(r, count) for r, count in zip(requests, counts, strict=True)]
         growing = [chain for chain in chains if chain.count > 0]
-        if growing:
+        recursion = self._module.recursion
+        if recursion and all(c.request.params.greedy for c in growing) and max(counts) > 1:
+            self._grow_at_once(growing, recursion)
+        elif growing:
             self._grow(growing)
         return [chain.draft() for chain in chains]
 
     def forget(self, request: Request) -> None:
         self._last.pop(request.request_id, None)
+
+    def _grow_at_once(self, chains: list[Chain], recursion: Recursion) -> None:
+        """The same as _grow, for requests that take each best token."""
+        chains = sorted(chains, key=lambda chain: -chain.count)
+        requests, counts = [chain.request for chain in chains], [chain.count for chain in chains]
+        x = torch.stack([self._last[request.request_id] for request in requests])
+        starts = [len(request.tokens) - 2 for request in requests]
+        table = page_table([request.cached for request in requests], self._device)
+        drafts = recursion(x, starts, counts, table, self._layer_cache)
+        for chain, tokens in zip(chains, drafts, strict=True):
+            chain.tokens += tokens
 
     def _grow(self, chains: list[Chain]) -> None:
         """Draft one token a chain and round; a chain that has enough leaves."""

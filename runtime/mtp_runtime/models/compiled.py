@@ -3,48 +3,51 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import cast
 
 import numpy as np
 import torch
 
 from mtp_kernels.decoder import (
+    Arena,
     Decoder,
     LayerWeights,
     Norm,
     PackedLayer,
     Projection,
+    Recursion,
     Rows,
     Sizes,
     pack_layer,
 )
-from mtp_runtime.config import ModelConfig
+from mtp_runtime.config import Hidden, ModelConfig
 from mtp_runtime.layers.attention import BatchLayout
 from mtp_runtime.layers.linear import Linear
 from mtp_runtime.layers.moe import Mlp, Moe
 from mtp_runtime.layers.norm import RmsNorm
 from mtp_runtime.layers.rope import Rope
-from mtp_runtime.models.deepseek_v3 import DecoderLayer, Layers, RowStep, TorchLayers
+from mtp_runtime.models.deepseek_v3 import DecoderLayer, Layers, MtpModule, TorchLayers
 
 
 class CompiledLayers:
     """A Decoder with the face of Layers."""
 
     def __init__(self, decoder: Decoder) -> None:
-        self._decoder = decoder
+        self.decoder = decoder
 
     def __len__(self) -> int:
-        return len(self._decoder)
+        return len(self.decoder)
 
     def __call__(
         self, x: torch.Tensor, kv_cache: torch.Tensor, layout: BatchLayout
     ) -> torch.Tensor:
         rows = Rows(layout.positions, layout.slots, layout.page_table, layout.kv_lens, layout.cu_q)
-        self._decoder(x, rows, kv_cache)
+        self.decoder(x, rows, kv_cache)
         return x
 
     def each(self) -> Iterator[CompiledLayers]:
-        return (CompiledLayers(decoder) for decoder in self._decoder.each())
+        return (CompiledLayers(decoder) for decoder in self.decoder.each())
 
 
 @dataclass(frozen=True)
@@ -53,6 +56,7 @@ class CompiledExecution:
 
     config: ModelConfig
     rope: Rope
+    arena: Arena = field(default_factory=Arena)
 
     def layers(self, layers: Iterable[DecoderLayer]) -> Layers:
         """Packed one by one, so that no two copies of a model are held; all have one scale."""
@@ -61,17 +65,35 @@ class CompiledExecution:
             if not isinstance(layer.feed_forward, Mlp | Moe):
                 return TorchLayers((layer, *layers), self.rope)  # a layer the kernels do not know
             sizes = sizes_of(self.config, layer.attention.scale)
-            all_packed.append(packed(layer))
+            all_packed.append(packed(layer, self.arena))
         assert sizes is not None, "a model has layers"
         rope = self.rope
         decoder = Decoder(sizes, all_packed, rope.inverse, rope.amplitude)
         return CompiledLayers(decoder)
 
-    def norm(self, norm: RmsNorm) -> RowStep:
+    def norm(self, norm: RmsNorm) -> Norm:
         return Norm(norm.weight, norm.eps)
 
-    def linear(self, linear: Linear) -> RowStep:
-        return Projection(_dense(linear))
+    def linear(self, linear: Linear) -> Projection:
+        return Projection(_dense(linear), self.arena)
+
+    def recursion(self, module: MtpModule) -> Recursion | None:
+        parts = (*module.inputs, module.head.normed, module.head.projected)
+        embedding_norm, hidden_norm, projection, head_norm, head = parts
+        layers = module.layers
+        if not isinstance(layers, CompiledLayers):
+            return None
+        assert isinstance(projection, Projection) and isinstance(head, Projection)
+        norms = embedding_norm, hidden_norm, head_norm
+        assert all(isinstance(norm, Norm) for norm in norms)
+        return Recursion(
+            layers.decoder,
+            module.embedding,
+            cast(tuple[Norm, Norm, Norm], norms),
+            projection,
+            head,
+            module.contract.recycled_hidden is Hidden.AFTER_NORM,
+        )
 
 
 def sizes_of(config: ModelConfig, attention_scale: float) -> Sizes:
@@ -94,7 +116,7 @@ def sizes_of(config: ModelConfig, attention_scale: float) -> Sizes:
     )
 
 
-def packed(layer: DecoderLayer) -> PackedLayer:
+def packed(layer: DecoderLayer, arena: Arena) -> PackedLayer:
     """A layer's weights in the kernels' layout; the layer itself may then be dropped."""
     mla, feed_forward = layer.attention, layer.feed_forward
     heads = len(mla.key_up)
@@ -125,7 +147,8 @@ def packed(layer: DecoderLayer) -> PackedLayer:
             gate=gate,
             up=up,
             expert_down=down,
-        )
+        ),
+        arena,
     )
 
 

@@ -6,7 +6,7 @@ Source: DeepSeek-V3 technical report, sections 2.1 and 2.2; the released weights
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Protocol
@@ -49,6 +49,22 @@ class Execution(Protocol):
     def norm(self, norm: RmsNorm) -> RowStep: ...
 
     def linear(self, linear: Linear) -> RowStep: ...
+
+    def recursion(self, module: MtpModule) -> Recursion | None:
+        """All drafts of a recursion in one call, where there is more than step by step."""
+
+
+class Recursion(Protocol):
+    """Best drafts of an MTP module, each from the one before."""
+
+    def __call__(
+        self,
+        x: torch.Tensor,  # [b, d], the module's output; overwritten
+        starts: Sequence[int],  # positions of x
+        counts: Sequence[int],  # tokens to draft, at least 1, the most first
+        page_table: torch.Tensor,  # [b, max_pages]
+        kv_cache: torch.Tensor,  # [1, pages, page, c+r]
+    ) -> list[list[int]]: ...
 
 
 @dataclass(frozen=True)
@@ -113,6 +129,9 @@ class TorchExecution:
     def linear(self, linear: Linear) -> RowStep:
         return linear
 
+    def recursion(self, module: MtpModule) -> None:
+        return None
+
 
 @dataclass(frozen=True)
 class Head:
@@ -128,12 +147,13 @@ class Head:
         return self.execution.norm(self.norm)
 
     @cached_property
-    def _projected(self) -> RowStep:
+    def projected(self) -> RowStep:
+        """The projection of rows [T, d] that passed the norm."""
         return self.execution.linear(self.linear)
 
     def logits(self, normed: torch.Tensor) -> torch.Tensor:
         """float32 logits [T, vocab] of rows that passed the norm."""
-        return self._projected(normed).float()
+        return self.projected(normed).float()
 
 
 @dataclass(frozen=True)
@@ -150,11 +170,12 @@ class MtpModule:
     execution: Execution
 
     @cached_property
-    def _layers(self) -> Layers:
+    def layers(self) -> Layers:
         return self.execution.layers([self.layer])
 
     @cached_property
-    def _inputs(self) -> tuple[RowStep, RowStep, RowStep]:
+    def inputs(self) -> tuple[RowStep, RowStep, RowStep]:
+        """The norms of embeddings and of hidden states, and what joins both."""
         own = self.execution
         return (
             own.norm(self.embedding_norm),
@@ -173,9 +194,14 @@ class MtpModule:
         embedded = F.embedding(next_tokens, self.embedding)
         if self.contract.zero_first_embedding:
             embedded = embedded.masked_fill((layout.positions == 0)[:, None], 0.0)
-        norm_embedding, norm_hidden, project = self._inputs
+        norm_embedding, norm_hidden, project = self.inputs
         both = torch.cat([norm_embedding(embedded), norm_hidden(hidden)], dim=-1)
-        return self._layers(project(both), kv_cache, layout)
+        return self.layers(project(both), kv_cache, layout)
+
+    @cached_property
+    def recursion(self) -> Recursion | None:
+        """What drafts the best tokens by recursion in one call, where there is such a thing."""
+        return self.execution.recursion(self)
 
     def recycled(self, x: torch.Tensor, normed: torch.Tensor) -> torch.Tensor:
         """What the next draft of a recursion takes as hidden state."""

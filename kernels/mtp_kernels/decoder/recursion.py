@@ -1,0 +1,163 @@
+"""Drafts of an MTP module by recursion: each takes the draft before it and what came of it.
+
+All drafts of a batch are one pass of a team of threads, since one draft alone is less work than
+launching it. The best token is drafted, the first of equals.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from mtp_kernels.compiling import compiled
+from mtp_kernels.decoder.attention import Batch, Scratch
+from mtp_kernels.decoder.passes import run_layers
+from mtp_kernels.decoder.rows import ROWS, norm_row, norm_rows, panels_of, project, turns
+from mtp_kernels.team import share, wait
+from mtp_kernels.vectors import PANEL, address
+from mtp_kernels.verify_attention.compiled_parts import places_of, plan
+
+
+class Module(NamedTuple):
+    """What an MTP module has around its layer. Matrices are packed in panels."""
+
+    embedding: Any  # [vocab, d]
+    embedding_norm: Any  # [d]
+    hidden_norm: Any  # [d]
+    projection: Any  # 2d to d
+    head_norm: Any  # [d]
+    head: Any  # d to vocab
+    eps: Any  # float32, of the three norms
+    recycles_normed: bool  # what the next draft takes as hidden state: after the head's norm
+
+
+class Chains(NamedTuple):
+    """Requests that draft, those with most drafts first, and where their caches lie."""
+
+    starts: Any  # [b] position of the row that made the hidden state
+    counts: Any  # [b] drafts of each, at least 1
+    page_table: Any  # [b, max_pages]
+    page: int
+    inverse: Any  # [r/2] radians per position
+    amplitude: Any  # float32
+
+
+class Best(NamedTuple):
+    """Each member's best token of every row so far, and its logit: [members, b]."""
+
+    logits: Any
+    tokens: Any
+
+
+@compiled
+def run_recursion(
+    member: Any, table: Any, sizes: Any, module: Module, chains: Any, cache: Any, scratch: Any,
+    best: Any, x: Any, tokens: Any,
+) -> None:  # fmt: skip
+    """tokens [b, most drafts] of hidden states x [b, d], which are overwritten."""
+    rows, hidden = x.shape
+    normed, both = np.empty((rows, hidden), np.float32), np.empty((rows, 2 * hidden), np.float32)
+    for step in range(tokens.shape[1]):
+        rows = (chains.counts > step).sum()
+        norm_rows(x[:rows], module.head_norm, module.eps, normed)
+        find_best(member, module, normed[:rows], best)
+        wait(member)
+        for row in range(rows):
+            tokens[row, step] = best_of(best, row)
+        rows = (chains.counts > step + 1).sum()
+        if rows == 0:
+            return
+        for row in range(rows):
+            source = normed[row] if module.recycles_normed else x[row]
+            norm_row(source, module.hidden_norm, module.eps, both[row, hidden:])
+            embedded = module.embedding[best_of(best, row)]
+            norm_row(embedded, module.embedding_norm, module.eps, both[row, :hidden])
+        wait(member)
+        join_inputs(member, module, both[:rows], x)
+        wait(member)
+        batch = batch_of(chains, rows, step + 1, sizes.heads)
+        run_layers(member, table, sizes, batch, cache, part_of(scratch, rows, sizes), x[:rows])
+
+
+@compiled
+def find_best(member: Any, module: Module, normed: Any, best: Any) -> None:
+    """The best token of every row among the member's panels of the vocabulary."""
+    count, depth = normed.shape
+    vocab = len(module.embedding)
+    made = np.empty((ROWS, PANEL), np.float32)
+    best.logits[member.number, :count] = -np.inf
+    best.tokens[member.number, :count] = 0
+    first, last = share(member, panels_of(vocab))
+    for panel in range(first, last):
+        at, start = address(module.head) + 4 * panel * depth * PANEL, panel * PANEL
+        for row in range(0, count, ROWS):
+            rows = min(ROWS, count - row)
+            project(address(normed[row]), depth, rows, at, depth, (0, 1), address(made), PANEL)
+            for r in range(rows):
+                for column in range(min(PANEL, vocab - start)):
+                    if made[r, column] > best.logits[member.number, row + r]:
+                        best.logits[member.number, row + r] = made[r, column]
+                        best.tokens[member.number, row + r] = start + column
+
+
+@compiled
+def best_of(best: Any, row: Any) -> Any:
+    """The members' panels are in order, so that the first of equals is the lowest token."""
+    return best.tokens[best.logits[:, row].argmax(), row]
+
+
+@compiled
+def join_inputs(member: Any, module: Module, both: Any, x: Any) -> None:
+    """x [rows, d] of embeddings and hidden states [rows, 2d], by panels."""
+    count, depth = both.shape
+    hidden = x.shape[1]
+    made = np.empty((ROWS, PANEL), np.float32)
+    first, last = share(member, panels_of(hidden))
+    for panel in range(first, last):
+        at, start = address(module.projection) + 4 * panel * depth * PANEL, panel * PANEL
+        size = min(PANEL, hidden - start)
+        for row in range(0, count, ROWS):
+            rows = min(ROWS, count - row)
+            project(address(both[row]), depth, rows, at, depth, (0, 1), address(made), PANEL)
+            for r in range(rows):
+                x[row + r, start : start + size] = made[r, :size]
+
+
+@compiled
+def batch_of(chains: Any, rows: Any, step: Any, heads: Any) -> Batch:
+    """The batch of one draft: a row for each of the first chains, `step` behind its start."""
+    positions, slots = chains.starts[:rows] + step, np.empty(rows, np.int64)
+    for row in range(rows):
+        at = positions[row]
+        slots[row] = chains.page_table[row, at // chains.page] * chains.page + at % chains.page
+    tiles, waves, _ = plan(np.arange(rows + 1), positions + 1, heads)
+    rotations = turns(positions, chains.inverse, chains.amplitude)
+    places = places_of(tiles, heads, rows)
+    return Batch(rotations, slots, chains.page_table, chains.page, places, tiles, waves)
+
+
+@compiled
+def most_parts(chains: Any, steps: Any, heads: Any) -> Any:
+    """Parts of attention that the longest wave of any draft has."""
+    most = 0
+    for step in range(1, steps):
+        rows = (chains.counts > step).sum()
+        lengths = chains.starts[:rows] + step + 1
+        most = max(most, plan(np.arange(rows + 1), lengths, heads)[2])
+    return most
+
+
+@compiled
+def part_of(scratch: Any, rows: Any, sizes: Any) -> Scratch:
+    """The scratch memory of so many rows."""
+    return Scratch(
+        scratch.projected[:rows],
+        scratch.queries[: rows * sizes.heads],
+        scratch.values[:rows],
+        scratch.normed[:rows],
+        scratch.weights[:rows],
+        scratch.inner,
+        scratch.picked[:rows],
+        scratch.parts,
+    )

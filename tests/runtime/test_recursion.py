@@ -1,0 +1,92 @@
+"""Drafting a recursion in one compiled call gives what drafting token by token does."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+import torch
+
+from mtp_kernels.team import Team
+from mtp_runtime.acceptance import Draft
+from mtp_runtime.config import Hidden, MtpContract
+from mtp_runtime.drafters.laws import Chain
+from mtp_runtime.drafters.mtp import MtpDrafter
+from mtp_runtime.models.build import LoadOptions, load_model
+from mtp_runtime.models.deepseek_v3 import Recursion
+from mtp_runtime.request import Request
+from mtp_runtime.sampling import SamplingParams
+from runtime.harness import load, prompts_of, run
+
+LENGTHS = [1, 2, 14, 15, 16, 17, 40]  # about pages of 16
+
+
+class Both(MtpDrafter):
+    """Drafts twice from the same state, and compares drafts and caches."""
+
+    compared = 0
+
+    def propose(self, requests: Sequence[Request], counts: Sequence[int]) -> list[Draft]:
+        layers = self._cache.layers
+        before = layers.clone()
+        at_once = super().propose(requests, counts)
+        after = layers.clone()
+        layers.copy_(before)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setitem(self._module.__dict__, "recursion", None)  # a cached property
+            by_steps = super().propose(requests, counts)
+        assert [draft.tokens for draft in at_once] == [draft.tokens for draft in by_steps]
+        assert torch.equal(after.view(torch.int32), layers.view(torch.int32))
+        Both.compared += max(counts) > 1
+        return by_steps
+
+
+@pytest.mark.parametrize("threads", [1, 2, 3])
+@pytest.mark.parametrize("recycled", list(Hidden))
+def test_drafts_and_cache(
+    small: Path, monkeypatch: pytest.MonkeyPatch, recycled: Hidden, threads: int
+) -> None:
+    """Requests of all lengths that end at different times, so that fewer and fewer go on."""
+    monkeypatch.setattr(Team, "threads_for", staticmethod(lambda multiplications: threads))
+    monkeypatch.setattr(Both, "compared", 0)
+    contract = MtpContract(recycled_hidden=recycled)
+    model = load_model(small, LoadOptions(contract=contract)).model
+    params = [SamplingParams(max_tokens=count) for count in (3, 4, 6, 9, 12, 5, 7)]
+    run(model, prompts_of(LENGTHS, 96), params, method="mtp", k=5, build=Both.build)
+    assert Both.compared > 5
+
+
+def test_trained_model(trained: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where drafts are accepted, and many parts of attention are joined."""
+    monkeypatch.setattr(Both, "compared", 0)
+    model = load(trained)
+    params = SamplingParams(max_tokens=24)
+    run(model, prompts_of([20, 130], model.config.vocab), params, k=4, build=Both.build)
+    assert Both.compared > 3
+
+
+class Watched(MtpDrafter):
+    """Notes for each proposal whether requests sample, and whether the call at once was used."""
+
+    seen: set[tuple[bool, bool]]
+
+    def propose(self, requests: Sequence[Request], counts: Sequence[int]) -> list[Draft]:
+        greedy = all(request.params.greedy for request in requests)
+        Watched.seen.add((greedy, False))
+        return super().propose(requests, counts)
+
+    def _grow_at_once(self, chains: list[Chain], recursion: Recursion) -> None:
+        Watched.seen.add((all(chain.request.params.greedy for chain in chains), True))
+        super()._grow_at_once(chains, recursion)
+
+
+def test_sampling_requests_draft_step_by_step(small: Path) -> None:
+    """Their drafts are drawn from laws, which the compiled call does not make."""
+    Watched.seen = set()
+    params = [
+        SamplingParams(max_tokens=12),
+        SamplingParams(max_tokens=6, temperature=1.0, seed=1),
+    ]
+    run(load(small), prompts_of([5, 5], 96), params, k=3, build=Watched.build)
+    assert Watched.seen == {(False, False), (True, False), (True, True)}
