@@ -295,6 +295,7 @@ def draw(rows: Sequence[Row], path: Path) -> None:
         axes[1].plot(sizes, [r.mean_tpot_ms for r in mine], marker="o", label=method)
     for axis, name in zip(axes, ("output tokens/s", "mean TPOT (ms)"), strict=True):
         axis.set_xscale("log", base=2)
+        axis.set_xticks(CONCURRENCIES, [str(size) for size in CONCURRENCIES], fontsize=8)
         axis.set_xlabel("concurrency")
         axis.set_ylabel(name)
         axis.set_ylim(bottom=0)
