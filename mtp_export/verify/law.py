@@ -68,6 +68,7 @@ class Mtp:
     """Its output is the token it was given, so that a recursion goes on from it."""
 
     head: Head
+    recursion: None = None
 
     def __call__(self, tokens: torch.Tensor, hidden: torch.Tensor, *_: Any) -> torch.Tensor:
         return torch.eye(hidden.shape[1])[tokens]

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 import torch
 
+from mtp_kernels.decoder import Arena
 from mtp_kernels.team import Team
 from mtp_runtime.acceptance import Draft
 from mtp_runtime.config import Hidden, MtpContract
+from mtp_runtime.drafters.base import DrafterParts
 from mtp_runtime.drafters.laws import Chain
 from mtp_runtime.drafters.mtp import MtpDrafter
 from mtp_runtime.models.build import LoadOptions, load_model
@@ -57,6 +61,14 @@ def test_drafts_and_cache(
     assert Both.compared > 5
 
 
+def test_more_rows_than_a_block(small: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """40 requests: products take blocks of 32 rows."""
+    monkeypatch.setattr(Both, "compared", 0)
+    params = [SamplingParams(max_tokens=4 + number % 3) for number in range(40)]
+    run(load(small), prompts_of([20] * 40, 96), params, k=3, build=Both.build)
+    assert Both.compared
+
+
 def test_trained_model(trained: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Where drafts are accepted, and many parts of attention are joined."""
     monkeypatch.setattr(Both, "compared", 0)
@@ -67,26 +79,58 @@ def test_trained_model(trained: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 class Watched(MtpDrafter):
-    """Notes for each proposal whether requests sample, and whether the call at once was used."""
+    """Notes whether the requests of each way to grow are greedy."""
 
-    seen: set[tuple[bool, bool]]
-
-    def propose(self, requests: Sequence[Request], counts: Sequence[int]) -> list[Draft]:
-        greedy = all(request.params.greedy for request in requests)
-        Watched.seen.add((greedy, False))
-        return super().propose(requests, counts)
+    at_once: set[bool]
+    by_steps: set[bool]
 
     def _grow_at_once(self, chains: list[Chain], recursion: Recursion) -> None:
-        Watched.seen.add((all(chain.request.params.greedy for chain in chains), True))
+        Watched.at_once |= {chain.request.params.greedy for chain in chains}
         super()._grow_at_once(chains, recursion)
+
+    def _grow_by_steps(self, chains: list[Chain]) -> None:
+        Watched.by_steps |= {chain.request.params.greedy for chain in chains}
+        super()._grow_by_steps(chains)
 
 
 def test_sampling_requests_draft_step_by_step(small: Path) -> None:
     """Their drafts are drawn from laws, which the compiled call does not make."""
-    Watched.seen = set()
+    Watched.at_once, Watched.by_steps = set(), set()
     params = [
         SamplingParams(max_tokens=12),
-        SamplingParams(max_tokens=6, temperature=1.0, seed=1),
+        SamplingParams(max_tokens=12, temperature=1.0, seed=1),
     ]
     run(load(small), prompts_of([5, 5], 96), params, k=3, build=Watched.build)
-    assert Watched.seen == {(False, False), (True, False), (True, True)}
+    assert Watched.at_once == {True}
+    assert False in Watched.by_steps
+
+
+def test_nothing_to_draft(small: Path) -> None:
+    drafters = []
+
+    def build(parts: DrafterParts) -> MtpDrafter:
+        drafters.append(MtpDrafter.build(parts))
+        return drafters[-1]
+
+    run(load(small), prompts_of([5], 96), SamplingParams(max_tokens=2), k=3, build=build)
+    assert drafters[0].propose([], []) == []
+
+
+def test_threads_may_pack_into_one_arena() -> None:
+    """A chunk is divided without two tensors in one place, in inference mode and out of it."""
+    arena = Arena()
+
+    def pack(seed: int) -> list[tuple[int, torch.Tensor]]:
+        with torch.inference_mode(seed % 2 == 0):
+            return [(seed, arena.keep(torch.full((3, 7), float(seed)))) for _ in range(4000)]
+
+    switching = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        with ThreadPoolExecutor(4) as pool:
+            kept = [pair for pairs in pool.map(pack, range(4)) for pair in pairs]
+    finally:
+        sys.setswitchinterval(switching)
+    assert all((tensor == seed).all() for seed, tensor in kept)
+    assert len({tensor.data_ptr() for _, tensor in kept}) == 16000
+    assert all(tensor.data_ptr() % 64 == 0 for _, tensor in kept)

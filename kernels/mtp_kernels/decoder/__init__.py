@@ -236,7 +236,7 @@ def _floats(*shapes: tuple[int, ...]) -> list[np.ndarray]:
     """Arrays side by side in one memory; each begins at a cache line, as vectors should."""
     sizes = [math.prod(shape) for shape in shapes]
     ends = list(itertools.accumulate(-(-size // LINE) * LINE for size in sizes))
-    memory = floats(ends[-1]).numpy()
+    memory = floats(ends[-1])
     starts = [0, *ends[:-1]]
     return [
         memory[start : start + size].reshape(shape)

@@ -61,28 +61,38 @@ class MtpDrafter:
     def propose(self, requests: Sequence[Request], counts: Sequence[int]) -> list[Draft]:
         chains = [Chain(r, count) for r, count in zip(requests, counts, strict=True)]
         growing = [chain for chain in chains if chain.count > 0]
-        recursion = self._module.recursion
-        if recursion and all(c.request.params.greedy for c in growing) and max(counts) > 1:
-            self._grow_at_once(growing, recursion)
-        elif growing:
+        if growing:
             self._grow(growing)
         return [chain.draft() for chain in chains]
 
     def forget(self, request: Request) -> None:
         self._last.pop(request.request_id, None)
 
+    def _grow(self, chains: list[Chain]) -> None:
+        """Every chain to its count; greedy ones in one call where the module has one."""
+        recursion = self._module.recursion
+        greedy = [chain for chain in chains if chain.request.params.greedy]
+        if recursion is not None and any(chain.count > 1 for chain in greedy):
+            self._grow_at_once(greedy, recursion)
+            chains = [chain for chain in chains if not chain.request.params.greedy]
+        if chains:
+            self._grow_by_steps(chains)
+
     def _grow_at_once(self, chains: list[Chain], recursion: Recursion) -> None:
-        """The same as _grow, for requests that take each best token."""
+        """Draft the best tokens of all chains."""
         chains = sorted(chains, key=lambda chain: -chain.count)
         requests, counts = [chain.request for chain in chains], [chain.count for chain in chains]
         x = torch.stack([self._last[request.request_id] for request in requests])
         starts = [len(request.tokens) - 2 for request in requests]
+        for request, start, count in zip(requests, starts, counts, strict=True):
+            missing = self._cache.missing_pages(request.cached, start + count)
+            assert not missing, "drafts have no place in the cache"
         table = page_table([request.cached for request in requests], self._device)
         drafts = recursion(x, starts, counts, table, self._layer_cache)
         for chain, tokens in zip(chains, drafts, strict=True):
             chain.tokens += tokens
 
-    def _grow(self, chains: list[Chain]) -> None:
+    def _grow_by_steps(self, chains: list[Chain]) -> None:
         """Draft one token a chain and round; a chain that has enough leaves."""
         x = torch.stack([self._last[chain.request.request_id] for chain in chains])
         while True:

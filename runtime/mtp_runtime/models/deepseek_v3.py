@@ -51,7 +51,7 @@ class Execution(Protocol):
     def linear(self, linear: Linear) -> RowStep: ...
 
     def recursion(self, module: MtpModule) -> Recursion | None:
-        """All drafts of a recursion in one call, where there is more than step by step."""
+        """What drafts all tokens of a recursion in one call; None: they go step by step."""
 
 
 class Recursion(Protocol):
@@ -200,7 +200,7 @@ class MtpModule:
 
     @cached_property
     def recursion(self) -> Recursion | None:
-        """What drafts the best tokens by recursion in one call, where there is such a thing."""
+        """What drafts the best tokens by recursion in one call, or None."""
         return self.execution.recursion(self)
 
     def recycled(self, x: torch.Tensor, normed: torch.Tensor) -> torch.Tensor:
