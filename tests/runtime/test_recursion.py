@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import sys
+import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
@@ -116,21 +117,27 @@ def test_nothing_to_draft(small: Path) -> None:
     assert drafters[0].propose([], []) == []
 
 
-def test_threads_may_pack_into_one_arena() -> None:
-    """A chunk is divided without two tensors in one place, in inference mode and out of it."""
+def test_threads_may_pack_into_one_arena(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Threads that change places while a chunk is divided; in inference mode and out of it."""
+
+    def chunk(arena: Arena) -> np.ndarray:
+        found: np.ndarray = vars(arena)["chunk"]
+        time.sleep(2e-5)
+        return found
+
+    def replace(arena: Arena, rest: np.ndarray) -> None:
+        vars(arena)["chunk"] = rest
+
+    monkeypatch.setattr(Arena, "_chunk", property(chunk, replace), raising=False)
     arena = Arena()
 
-    def pack(seed: int) -> list[tuple[int, torch.Tensor]]:
+    def pack(seed: int) -> list[torch.Tensor]:
         with torch.inference_mode(seed % 2 == 0):
-            return [(seed, arena.keep(torch.full((3, 7), float(seed)))) for _ in range(4000)]
+            return [arena.keep(torch.full((3, 7), float(seed))) for _ in range(200)]
 
-    switching = sys.getswitchinterval()
-    sys.setswitchinterval(1e-6)
-    try:
-        with ThreadPoolExecutor(4) as pool:
-            kept = [pair for pairs in pool.map(pack, range(4)) for pair in pairs]
-    finally:
-        sys.setswitchinterval(switching)
-    assert all((tensor == seed).all() for seed, tensor in kept)
-    assert len({tensor.data_ptr() for _, tensor in kept}) == 16000
-    assert all(tensor.data_ptr() % 64 == 0 for _, tensor in kept)
+    with ThreadPoolExecutor(4) as pool:
+        kept = list(pool.map(pack, range(4)))
+    assert all((tensor == seed).all() for seed in range(4) for tensor in kept[seed])
+    places = {tensor.data_ptr() for tensors in kept for tensor in tensors}
+    assert len(places) == 800
+    assert all(place % 64 == 0 for place in places)
