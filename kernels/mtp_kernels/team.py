@@ -18,7 +18,7 @@ from llvmlite import ir
 from numba import types
 from numba.extending import intrinsic
 
-from mtp_kernels.compiling import compiled
+from mtp_kernels.compiling import inner
 from mtp_kernels.vectors import address
 
 WORTH_A_THREAD = 1 << 20  # multiplications
@@ -58,7 +58,7 @@ def _read(typing: Any, at: Any) -> Any:
     return types.int64(types.int64), codegen
 
 
-@compiled
+@inner
 def wait(member: Any) -> None:
     """Go on when every thread of the team has come here."""
     if member.count == 1:
@@ -72,7 +72,7 @@ def wait(member: Any) -> None:
             _yield()
 
 
-@compiled
+@inner
 def share(member: Any, items: Any) -> tuple[Any, Any]:
     """The member's part [first, last) of so many items."""
     return member.number * items // member.count, (member.number + 1) * items // member.count

@@ -16,7 +16,7 @@ from numba import carray, types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
-from mtp_kernels.compiling import compiled
+from mtp_kernels.compiling import inner
 
 LANES = 16
 PANEL = 2 * LANES  # columns of a packed weight that one product makes
@@ -259,13 +259,13 @@ def floats(typing: Any, address: Any) -> Any:
     return types.CPointer(types.float32)(types.int64), codegen
 
 
-@compiled
+@inner
 def address(array: Any) -> Any:
     """Where an array's first entry lies."""
     return np.int64(array.ctypes.data)
 
 
-@compiled
+@inner
 def multiply(
     x: Any, x_row: Any, rows: Any, w: Any, w_row: Any, depth: Any, out: Any, out_row: Any, add: Any
 ) -> None:
@@ -292,7 +292,7 @@ def multiply(
         _PRODUCT_7(x, x_row, w, w_row, depth, out, out_row, add)
 
 
-@compiled
+@inner
 def dot_rows(
     x: Any,
     x_row: Any,
@@ -316,7 +316,7 @@ def dot_rows(
     _dot_rest(x, x_row, rows, y, y_row, tokens, width, out, out_row)
 
 
-@compiled
+@inner
 def _dot_tokens(
     x: Any,
     x_row: Any,
@@ -343,7 +343,7 @@ def _dot_tokens(
         x, out, rows = x + 4 * x_row, out + 4 * out_row, rows - 1
 
 
-@compiled
+@inner
 def _dot_rest(
     x: Any,
     x_row: Any,

@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from mtp_kernels.compiling import compiled
+from mtp_kernels.compiling import inner
 from mtp_kernels.decoder.rows import (
     ROWS,
     copy,
@@ -54,7 +54,7 @@ class Scratch(NamedTuple):
     parts: Any
 
 
-@compiled
+@inner
 def attention(
     member: Any, layer: Any, sizes: Any, batch: Any, cache: Any, scratch: Any, x: Any
 ) -> None:
@@ -76,7 +76,7 @@ def attention(
     wait(member)
 
 
-@compiled
+@inner
 def project_down(member: Any, layer: Any, sizes: Any, scratch: Any, x: Any) -> None:
     """Each member norms all rows, and multiplies them with its panels."""
     hidden, width = sizes.hidden, scratch.projected.shape[1]
@@ -89,7 +89,7 @@ def project_down(member: Any, layer: Any, sizes: Any, scratch: Any, x: Any) -> N
         project(address(normed), hidden, rows, layer.down, hidden, mine, out, width)
 
 
-@compiled
+@inner
 def fill_cache(member: Any, layer: Any, sizes: Any, batch: Any, cache: Any, scratch: Any) -> None:
     """Latents and turned rope keys of the member's rows to their slots."""
     latent, norm = sizes.latent, vector(layer.latent_norm, sizes.latent)
@@ -103,13 +103,13 @@ def fill_cache(member: Any, layer: Any, sizes: Any, batch: Any, cache: Any, scra
         rotate(key, batch.turns[row], slot[latent:])
 
 
-@compiled
+@inner
 def query_columns(sizes: Any) -> Any:
     """How wide the query's part of the down projection is."""
     return sizes.query_rank or sizes.heads * (sizes.nope + sizes.rope)
 
 
-@compiled
+@inner
 def make_queries(member: Any, layer: Any, sizes: Any, batch: Any, scratch: Any) -> None:
     """Queries in the latent's space, by head and block of rows."""
     count = scratch.projected.shape[0]
@@ -137,7 +137,7 @@ def make_queries(member: Any, layer: Any, sizes: Any, batch: Any, scratch: Any) 
             rotate(turned, batch.turns[row + r], out[sizes.latent :])
 
 
-@compiled
+@inner
 def read_query(
     layer: Any, sizes: Any, scratch: Any, head: Any, row: Any, rows: Any, normed: Any, query: Any
 ) -> None:
@@ -155,7 +155,7 @@ def read_query(
     project(address(normed), rank, rows, weight, rank, panels, address(query), width)
 
 
-@compiled
+@inner
 def join_wave(
     member: Any, layer: Any, sizes: Any, tiles: Any, first: Any, last: Any, scratch: Any
 ) -> None:
@@ -179,7 +179,7 @@ def join_wave(
             copy(values[row], out[head * value : (head + 1) * value])
 
 
-@compiled
+@inner
 def add_output(member: Any, layer: Any, sizes: Any, scratch: Any, x: Any) -> None:
     """x += values @ output, by panels of x."""
     depth, hidden = scratch.values.shape[1], sizes.hidden

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from mtp_kernels.compiling import compiled
+from mtp_kernels.compiling import inner
 from mtp_kernels.decoder.rows import ROWS, copy, norm_row, panels_of, project, vector
 from mtp_kernels.elementwise import sigmoid
 from mtp_kernels.team import share, wait
@@ -19,7 +19,7 @@ READING = 8  # rows that a panel could be multiplied with while it is read
 NOT_PICKED = np.float32(-np.inf)
 
 
-@compiled
+@inner
 def feed_forward(member: Any, layer: Any, sizes: Any, scratch: Any, x: Any) -> None:
     """Add the experts' result to the stream x [T, d]."""
     route(member, layer, sizes, scratch, x)
@@ -31,7 +31,7 @@ def feed_forward(member: Any, layer: Any, sizes: Any, scratch: Any, x: Any) -> N
     wait(member)
 
 
-@compiled
+@inner
 def route(member: Any, layer: Any, sizes: Any, scratch: Any, x: Any) -> None:
     """Norm the member's rows and pick their experts."""
     norm = vector(layer.post_norm, sizes.hidden)
@@ -57,7 +57,7 @@ def route(member: Any, layer: Any, sizes: Any, scratch: Any, x: Any) -> None:
             pick(scores[r], choice, sizes, scratch.picked[row + r], scratch.weights[row + r])
 
 
-@compiled
+@inner
 def keep_best_groups(choice: Any, groups: Any, kept: Any) -> None:
     """Leave out the experts of all but the best groups; a group counts its two best experts."""
     if kept >= groups:
@@ -73,12 +73,16 @@ def keep_best_groups(choice: Any, groups: Any, kept: Any) -> None:
                 second = choice[expert]
         totals[group] = best + second
     for group in range(groups):
-        better = (totals > totals[group]).sum() + (totals[:group] == totals[group]).sum()
+        better = 0
+        for other in range(groups):
+            first = totals[other] == totals[group] and other < group
+            better += totals[other] > totals[group] or first
         if better >= kept:
-            choice[group * size : (group + 1) * size] = NOT_PICKED
+            for expert in range(group * size, (group + 1) * size):
+                choice[expert] = NOT_PICKED
 
 
-@compiled
+@inner
 def pick(scores: Any, choice: Any, sizes: Any, picked: Any, weights: Any) -> None:
     """The best experts [k] of one row, and their weights."""
     total = np.float32(0.0)
@@ -93,7 +97,7 @@ def pick(scores: Any, choice: Any, sizes: Any, picked: Any, weights: Any) -> Non
         weights[place] *= scale
 
 
-@compiled
+@inner
 def sort_by_expert(layer: Any, picked: Any, count: Any) -> Any:
     """(Row, expert) pairs by expert: their rows, their places in `picked`, where experts end.
 
@@ -121,7 +125,7 @@ def sort_by_expert(layer: Any, picked: Any, count: Any) -> Any:
     return rows, places, ends
 
 
-@compiled
+@inner
 def make_inner(member: Any, layer: Any, sizes: Any, scratch: Any, rows: Any, ends: Any) -> None:
     """silu(gate) * up of every pair, shared out by expert and panel."""
     panels = panels_of(layer.inner)
@@ -139,7 +143,7 @@ def make_inner(member: Any, layer: Any, sizes: Any, scratch: Any, rows: Any, end
             done += cost
 
 
-@compiled
+@inner
 def gate_panel(weight: Any, hidden: Any, scratch: Any, rows: Any, first: Any, panel: Any) -> None:
     """One panel of an expert's inner values for its rows."""
     gathered = np.empty((ROWS, hidden), np.float32)
@@ -156,7 +160,7 @@ def gate_panel(weight: Any, hidden: Any, scratch: Any, rows: Any, first: Any, pa
                 out[c] = gate * sigmoid(gate) * both[r, PANEL + c]
 
 
-@compiled
+@inner
 def add_experts(
     member: Any, layer: Any, sizes: Any, scratch: Any, rows: Any, places: Any, ends: Any, x: Any
 ) -> None:

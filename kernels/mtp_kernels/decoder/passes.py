@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from mtp_kernels.compiling import compiled
+from mtp_kernels.compiling import compiled, inner
 from mtp_kernels.decoder.attention import attention
 from mtp_kernels.decoder.experts import feed_forward
 from mtp_kernels.decoder.rows import ROWS, copy, norm_rows, panels_of, project
@@ -15,7 +15,7 @@ from mtp_kernels.team import share
 from mtp_kernels.vectors import PANEL, address
 
 
-@compiled
+@inner
 def layer_at(table: Any, index: Any) -> Any:
     row = table[index]
     return Layer(

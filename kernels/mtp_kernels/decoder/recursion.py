@@ -10,10 +10,11 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from mtp_kernels.compiling import compiled
+from mtp_kernels.compiling import compiled, inner
 from mtp_kernels.decoder.attention import Batch, Scratch
+from mtp_kernels.decoder.experts import NOT_PICKED
 from mtp_kernels.decoder.passes import run_layers
-from mtp_kernels.decoder.rows import ROWS, norm_row, norm_rows, panels_of, project, turns
+from mtp_kernels.decoder.rows import ROWS, copy, norm_row, norm_rows, panels_of, project, turns
 from mtp_kernels.team import share, wait
 from mtp_kernels.vectors import PANEL, address
 from mtp_kernels.verify_attention.compiled_parts import places_of, plan
@@ -59,13 +60,13 @@ def run_recursion(
     rows, hidden = x.shape
     normed, both = np.empty((rows, hidden), np.float32), np.empty((rows, 2 * hidden), np.float32)
     for step in range(tokens.shape[1]):
-        rows = (chains.counts > step).sum()
+        rows = growing(chains, step)
         norm_rows(x[:rows], module.head_norm, module.eps, normed)
         find_best(member, module, normed[:rows], best)
         wait(member)
         for row in range(rows):
             tokens[row, step] = best_of(best, row)
-        rows = (chains.counts > step + 1).sum()
+        rows = growing(chains, step + 1)
         if rows == 0:
             return
         for row in range(rows):
@@ -80,14 +81,23 @@ def run_recursion(
         run_layers(member, table, sizes, batch, cache, part_of(scratch, rows, sizes), x[:rows])
 
 
-@compiled
+@inner
+def growing(chains: Any, step: Any) -> Any:
+    """How many chains have more than so many drafts."""
+    rows = 0
+    while rows < chains.counts.size and chains.counts[rows] > step:
+        rows += 1
+    return rows
+
+
+@inner
 def find_best(member: Any, module: Module, normed: Any, best: Any) -> None:
     """The best token of every row among the member's panels of the vocabulary."""
     count, depth = normed.shape
     vocab = len(module.embedding)
     made = np.empty((ROWS, PANEL), np.float32)
-    best.logits[member.number, :count] = -np.inf
-    best.tokens[member.number, :count] = 0
+    for row in range(count):
+        best.logits[member.number, row], best.tokens[member.number, row] = NOT_PICKED, 0
     first, last = share(member, panels_of(vocab))
     for panel in range(first, last):
         at, start = address(module.head) + 4 * panel * depth * PANEL, panel * PANEL
@@ -101,13 +111,17 @@ def find_best(member: Any, module: Module, normed: Any, best: Any) -> None:
                         best.tokens[member.number, row + r] = start + column
 
 
-@compiled
+@inner
 def best_of(best: Any, row: Any) -> Any:
     """The members' panels are in order, so that the first of equals is the lowest token."""
-    return best.tokens[best.logits[:, row].argmax(), row]
+    number = 0
+    for other in range(1, len(best.logits)):
+        if best.logits[other, row] > best.logits[number, row]:
+            number = other
+    return best.tokens[number, row]
 
 
-@compiled
+@inner
 def join_inputs(member: Any, module: Module, both: Any, x: Any) -> None:
     """x [rows, d] of embeddings and hidden states [rows, 2d], by panels."""
     count, depth = both.shape
@@ -121,20 +135,31 @@ def join_inputs(member: Any, module: Module, both: Any, x: Any) -> None:
             rows = min(ROWS, count - row)
             project(address(both[row]), depth, rows, at, depth, (0, 1), address(made), PANEL)
             for r in range(rows):
-                x[row + r, start : start + size] = made[r, :size]
+                copy(made[r], x[row + r, start : start + size])
 
 
-@compiled
+@inner
 def batch_of(chains: Any, rows: Any, step: Any, heads: Any) -> Batch:
     """The batch of one draft: a row for each of the first chains, `step` behind its start."""
-    positions, slots = chains.starts[:rows] + step, np.empty(rows, np.int64)
+    positions, slots = np.empty(rows, np.int64), np.empty(rows, np.int64)
     for row in range(rows):
-        at = positions[row]
+        at = chains.starts[row] + step
+        positions[row] = at
         slots[row] = chains.page_table[row, at // chains.page] * chains.page + at % chains.page
-    tiles, waves, _ = plan(np.arange(rows + 1), positions + 1, heads)
+    tiles, waves, _ = plan_of(chains, rows, step, heads)
     rotations = turns(positions, chains.inverse, chains.amplitude)
     places = places_of(tiles, heads, rows)
     return Batch(rotations, slots, chains.page_table, chains.page, places, tiles, waves)
+
+
+@inner
+def plan_of(chains: Any, rows: Any, step: Any, heads: Any) -> Any:
+    """The tiles and waves of such a batch, and the most parts that a wave has."""
+    ends, lengths = np.empty(rows + 1, np.int32), np.empty(rows, np.int32)
+    ends[0] = 0
+    for row in range(rows):
+        ends[row + 1], lengths[row] = row + 1, chains.starts[row] + step + 1
+    return plan(ends, lengths, heads)
 
 
 @compiled
@@ -142,13 +167,11 @@ def most_parts(chains: Any, steps: Any, heads: Any) -> Any:
     """Parts of attention that the longest wave of any draft has."""
     most = 0
     for step in range(1, steps):
-        rows = (chains.counts > step).sum()
-        lengths = chains.starts[:rows] + step + 1
-        most = max(most, plan(np.arange(rows + 1), lengths, heads)[2])
+        most = max(most, plan_of(chains, growing(chains, step), step, heads)[2])
     return most
 
 
-@compiled
+@inner
 def part_of(scratch: Any, rows: Any, sizes: Any) -> Scratch:
     """The scratch memory of so many rows."""
     return Scratch(

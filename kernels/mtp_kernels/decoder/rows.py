@@ -8,26 +8,26 @@ from typing import Any
 import numpy as np
 from numba import carray
 
-from mtp_kernels.compiling import compiled
+from mtp_kernels.compiling import compiled, inner
 from mtp_kernels.vectors import PANEL, address, dot_rows, floats, multiply
 
 ROWS = 32  # rows that go through a weight together
 
 
-@compiled
+@inner
 def vector(at: Any, size: Any) -> Any:
     """The floats at an address as an array."""
     return carray(floats(at), (size,))
 
 
-@compiled
+@inner
 def copy(source: Any, out: Any) -> None:
     """The first entries of source to all of out."""
     for column in range(out.size):
         out[column] = source[column]
 
 
-@compiled
+@inner
 def norm_row(x: Any, weight: Any, eps: Any, out: Any) -> None:
     """RMS norm of one row: x / sqrt(mean(x^2) + eps) * weight."""
     at_out = address(out)
@@ -38,7 +38,7 @@ def norm_row(x: Any, weight: Any, eps: Any, out: Any) -> None:
         out[column] = x[column] * factor * weight[column]
 
 
-@compiled
+@inner
 def norm_rows(x: Any, weight: Any, eps: Any, out: Any) -> None:
     """RMS norm of rows [s, d] into the first columns of out [>= s, >= d]."""
     for row in range(x.shape[0]):
@@ -50,7 +50,7 @@ def panels_of(columns: Any) -> Any:
     return -(-columns // PANEL)
 
 
-@compiled
+@inner
 def project(
     x: Any, x_row: Any, rows: Any, weight: Any, depth: Any, panels: Any, out: Any, out_row: Any
 ) -> None:
@@ -60,7 +60,7 @@ def project(
         multiply(x, x_row, rows, at, PANEL, depth, out + 4 * panel * PANEL, out_row, 0)
 
 
-@compiled
+@inner
 def rotate(x: Any, turn: Any, out: Any) -> None:
     """Turn neighbouring pairs of x [r] by complex factors turn [r], cosine and sine in turn."""
     for pair in range(0, x.size, 2):

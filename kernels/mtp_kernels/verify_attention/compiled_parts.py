@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numba import carray
 
-from mtp_kernels.compiling import compiled
+from mtp_kernels.compiling import compiled, inner
 from mtp_kernels.elementwise import exponential
 from mtp_kernels.team import share, wait
 from mtp_kernels.vectors import (
@@ -104,7 +104,7 @@ def plan(cu_q: Any, kv_lens: Any, heads: Any) -> tuple[Any, Any, Any]:
     return tiles, waves[: wave + 1], most
 
 
-@compiled
+@inner
 def tile_at(tiles: Any, index: Any) -> Any:
     row = tiles[index]
     return Tile(row[0], row[1], row[2], row[3], row[4], row[5])
@@ -136,7 +136,7 @@ def arrange(tiles: Any, q_latent: Any, q_rope: Any) -> Any:
     return out
 
 
-@compiled
+@inner
 def group_size(rows: Any, tiles: Any, threads: Any) -> Any:
     """Rows of a tile that are computed together, so that there is a group for every thread."""
     if tiles >= threads:
@@ -145,7 +145,7 @@ def group_size(rows: Any, tiles: Any, threads: Any) -> Any:
     return min(GROUP_ROWS, each)
 
 
-@compiled
+@inner
 def attend_wave(
     member: Any, tiles: Any, first: Any, last: Any, queries: Any, keys: Any, parts: Any
 ) -> None:
@@ -169,13 +169,13 @@ def attend_wave(
                 done += rows * tokens
 
 
-@compiled
+@inner
 def tokens_of(tile: Any) -> Any:
     """What the last query of a tile sees."""
     return tile.seen + tile.rows - 1
 
 
-@compiled
+@inner
 def attend_part(
     tile: Any, block: Any, row: Any, rows: Any, queries: Any, keys: Any, scores: Any, parts: Any
 ) -> None:
@@ -221,13 +221,13 @@ def attend_part(
         token += run
 
 
-@compiled
+@inner
 def token_address(keys: Any, request: Any, token: Any) -> Any:
     slot = np.int64(keys.page_table[request, token // keys.page]) * keys.page + token % keys.page
     return address(keys.cache) + 4 * slot * keys.cache.shape[1]
 
 
-@compiled
+@inner
 def multiply_rest(
     scores: Any, first: Any, rows: Any, tokens: Any, width: Any, run: Any, sums: Any, column: Any
 ) -> None:
@@ -241,7 +241,7 @@ def multiply_rest(
             sums[row, c] = total
 
 
-@compiled
+@inner
 def weigh(
     tile: Any, first: Any, row: Any, rows: Any, scores: Any, scale: Any, parts: Any, part: Any
 ) -> None:
@@ -259,7 +259,7 @@ def weigh(
         parts.masses[part + r] = block_sum(address(line))
 
 
-@compiled
+@inner
 def join(tile: Any, row: Any, head: Any, heads: Any, parts: Any, out: Any) -> Any:
     """One row and head of a tile: writes out [c], returns the log of the softmax's sum."""
     blocks = -(-(tile.seen + row) // BLOCK)
@@ -275,7 +275,8 @@ def join(tile: Any, row: Any, head: Any, heads: Any, parts: Any, out: Any) -> An
     for block in range(blocks):
         shares[0, block] = exponential(parts.tops[first + block * apart] - top)
         mass += parts.masses[first + block * apart] * shares[0, block]
-    shares *= np.float32(1.0) / mass
+    for block in range(blocks):
+        shares[0, block] *= np.float32(1.0) / mass
     sums, width, columns = address(parts.sums[first:]), apart * latent, latent - latent % PANEL
     for column in range(0, columns, PANEL):
         at, at_out = sums + 4 * column, address(out) + 4 * column
