@@ -13,8 +13,8 @@ import numpy as np
 from mtp_kernels.compiling import compiled, inner
 from mtp_kernels.decoder.attention import Batch, Scratch
 from mtp_kernels.decoder.experts import NOT_PICKED
-from mtp_kernels.decoder.passes import run_layers
-from mtp_kernels.decoder.rows import ROWS, copy, norm_row, norm_rows, panels_of, project, turns
+from mtp_kernels.decoder.passes import run_layers, run_project
+from mtp_kernels.decoder.rows import ROWS, norm_row, norm_rows, panels_of, project, turns
 from mtp_kernels.team import share, wait
 from mtp_kernels.vectors import PANEL, address
 from mtp_kernels.verify_attention.compiled_parts import places_of, plan
@@ -75,7 +75,7 @@ def run_recursion(
             embedded = module.embedding[best_of(best, row)]
             norm_row(embedded, module.embedding_norm, module.eps, both[row, :hidden])
         wait(member)
-        join_inputs(member, module, both[:rows], x)
+        run_project(member, both[:rows], module.projection, x[:rows])
         wait(member)
         batch = batch_of(chains, rows, step + 1, sizes.heads)
         run_layers(member, table, sizes, batch, cache, part_of(scratch, rows, sizes), x[:rows])
@@ -119,23 +119,6 @@ def best_of(best: Any, row: Any) -> Any:
         if best.logits[other, row] > best.logits[number, row]:
             number = other
     return best.tokens[number, row]
-
-
-@inner
-def join_inputs(member: Any, module: Module, both: Any, x: Any) -> None:
-    """x [rows, d] of embeddings and hidden states [rows, 2d], by panels."""
-    count, depth = both.shape
-    hidden = x.shape[1]
-    made = np.empty((ROWS, PANEL), np.float32)
-    first, last = share(member, panels_of(hidden))
-    for panel in range(first, last):
-        at, start = address(module.projection) + 4 * panel * depth * PANEL, panel * PANEL
-        size = min(PANEL, hidden - start)
-        for row in range(0, count, ROWS):
-            rows = min(ROWS, count - row)
-            project(address(both[row]), depth, rows, at, depth, (0, 1), address(made), PANEL)
-            for r in range(rows):
-                copy(made[r], x[row + r, start : start + size])
 
 
 @inner
