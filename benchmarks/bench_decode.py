@@ -28,12 +28,12 @@ import torch
 
 from benchmarks.dequantized import write_dequantized
 from benchmarks.vllm_peer import against_vllm, with_rows_of
-from mtp_export.prompts import read_prompts
 from mtp_runtime import LLM, SamplingParams
 from mtp_runtime.cache import CachedSequence
 from mtp_runtime.drafters.base import Pass
 from mtp_runtime.layout import lay_out
 from mtp_runtime.models.build import LoadOptions, load_model
+from mtp_runtime.prompts import read_prompts
 from mtp_runtime.request import Request
 
 PASSES = 21

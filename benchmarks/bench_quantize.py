@@ -28,19 +28,19 @@ from time import perf_counter
 from typing import Any
 
 from benchmarks.bench_export import Measured, cp_of_size, machine, measure, mtp_shards
-from mtp_export.bundle import BundleOptions, BundlePlan
+from mtp_export.bundle.build import BundleOptions, BundlePlan
+from mtp_export.bundle.quantize import QuantizeOptions, plan_quantize
+from mtp_export.bundle.split import Part
 from mtp_export.checkpoint.plan import COPY
-from mtp_export.quantize import QuantizeOptions, plan_quantize
-from mtp_export.split import Part
 
 # The MTP module in int4 is no pair of the table; its experts have the main layers' shapes.
 _RUN = """
 import sys
 from pathlib import Path
-from mtp_export.bundle import BundleOptions, run_bundle
+from mtp_export.bundle.build import BundleOptions, run_bundle
 from mtp_export.progress import silent
-from mtp_export.quantize import QuantizeOptions, plan_quantize
-from mtp_export.split import Part
+from mtp_export.bundle.quantize import QuantizeOptions, plan_quantize
+from mtp_export.bundle.split import Part
 source, output, scheme, group_size = sys.argv[1:]
 bundle = BundleOptions(Path(source), Path(output), part=Part.MTP)
 options = QuantizeOptions(

@@ -29,17 +29,17 @@ import torch
 
 from benchmarks.bench_export import machine
 from fixtures.tiny.prompts import prompt_ids
-from mtp_export.bundle import BundleOptions, run_bundle
-from mtp_export.checkpoint.links import Link
+from mtp_export.bundle.build import BundleOptions, run_bundle
+from mtp_export.bundle.links import Link
+from mtp_export.bundle.quantize import QuantizeOptions, ScaleRule, plan_quantize
 from mtp_export.progress import silent
-from mtp_export.quantize import QuantizeOptions, ScaleRule, plan_quantize
-from mtp_export.verify.corpus import Corpus, texts_of
-from mtp_export.verify.decode import decode
-from mtp_export.verify.statistics import CONFIDENCE, Estimate, ratio, student_quantile
+from mtp_export.verify.evidence.corpus import Corpus, texts_of
+from mtp_export.verify.evidence.decode import decode
+from mtp_export.verify.evidence.statistics import CONFIDENCE, Estimate, ratio, student_quantile
 from mtp_runtime.models.build import LoadOptions, load_model
 from mtp_runtime.models.deepseek_v3 import DeepseekV3
 from mtp_runtime.sampling import SamplingParams
-from mtp_runtime.teacher import Texts, best_tokens
+from mtp_runtime.teacher_forcing import Texts, best_tokens
 from mtp_runtime.tokenizer import Tokenizer
 
 ROOT = Path(__file__).resolve().parents[1]

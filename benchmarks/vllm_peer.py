@@ -13,8 +13,8 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from mtp_export.bundle import BundleOptions, run_bundle
-from mtp_export.quantize import QuantizeOptions, plan_quantize
+from mtp_export.bundle.build import BundleOptions, run_bundle
+from mtp_export.bundle.quantize import QuantizeOptions, plan_quantize
 from mtp_runtime import LLM, SamplingParams
 
 _SCRIPT = Path(__file__).with_name("vllm_run.py")

@@ -12,18 +12,19 @@ from typing import Annotated, Any
 
 import typer
 
-from mtp_export import __version__, options, tables
-from mtp_export.bundle import BundleOptions
-from mtp_export.checkpoint.links import Link
+from mtp_export import __version__
+from mtp_export.bundle.build import BundleOptions
+from mtp_export.bundle.export import plan_export
+from mtp_export.bundle.links import Link
+from mtp_export.bundle.split import Checksums, Part, SharedWeights
+from mtp_export.commands import options, tables
 from mtp_export.commands.bundling import Command, Saying, carry_out
 from mtp_export.commands.generate import generate
 from mtp_export.commands.output import say
 from mtp_export.commands.quantize import quantize
 from mtp_export.commands.verify import verify
 from mtp_export.errors import IoError, MtpExportError, ResourceError, UsageError
-from mtp_export.export import plan_export
 from mtp_export.inspection import inspect as inspect_checkpoint
-from mtp_export.split import Checksums, Part, SharedWeights
 
 app = typer.Typer(
     add_completion=False,

@@ -8,7 +8,7 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
-from mtp_export.checkpoint.bundles import MAIN, MTP
+from mtp_export.checkpoint.bundle_folder import MAIN, MTP
 from mtp_export.checkpoint.manifest import MANIFEST_NAME
 from mtp_export.checkpoint.reader import Checkpoint
 from mtp_export.errors import UsageError

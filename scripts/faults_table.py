@@ -4,7 +4,7 @@
 
 Without a word both tables are made anew; with one, the other table's marks stay as they are. `run`
 takes a quarter of an hour; `missing` runs what has no marks yet, as after a run that was cut off.
-tests/end_to_end/test_verify_faults.py plants the faults of the static table again and holds verify
+tests/verify/test_verify_faults.py plants the faults of the static table again and holds verify
 to their rows; tests/verify/ does so for the check that a row names.
 """
 
@@ -57,8 +57,8 @@ def table(static: Cells, run: Cells) -> str:
 
 
 def _static_lines(found: Cells) -> Iterator[str]:
-    from end_to_end.faults import FAULTS
-    from end_to_end.matrix import STATIC
+    from faults.faults import FAULTS
+    from faults.matrix import STATIC
 
     totals = _totals([fault.caught_by for fault in FAULTS])
     yield _STATIC.format(heading=STATIC_HEADING, count=len(FAULTS), totals=totals)
@@ -68,9 +68,9 @@ def _static_lines(found: Cells) -> Iterator[str]:
 
 
 def _run_lines(found: Cells) -> Iterator[str]:
-    from end_to_end.matrix import NOTHING, RUN, RUN_TOKENS
-    from end_to_end.run_faults import RUN_FAULTS
-    from end_to_end.runtime_faults import RUNTIME_FAULTS
+    from faults.matrix import NOTHING, RUN, RUN_TOKENS
+    from faults.run_faults import RUN_FAULTS
+    from faults.runtime_faults import RUNTIME_FAULTS
 
     faults = (*RUN_FAULTS, *RUNTIME_FAULTS)
     totals = _totals([fault.caught_by for fault in faults])
@@ -100,10 +100,10 @@ def _row(name: str, first: Sequence[str], fault: object) -> str:
 
 def cells_of(page: str) -> tuple[dict[str, list[str]], dict[str, list[str]]]:
     """What a page has: the marks of the static table and of the other."""
-    from end_to_end.faults import FAULTS
-    from end_to_end.matrix import NOTHING, RUN, STATIC, pages_cells
-    from end_to_end.run_faults import RUN_FAULTS
-    from end_to_end.runtime_faults import RUNTIME_FAULTS
+    from faults.faults import FAULTS
+    from faults.matrix import NOTHING, RUN, STATIC, pages_cells
+    from faults.run_faults import RUN_FAULTS
+    from faults.runtime_faults import RUNTIME_FAULTS
 
     run_names = [NOTHING, *(fault.name for fault in (*RUN_FAULTS, *RUNTIME_FAULTS))]
     return (
@@ -113,8 +113,8 @@ def cells_of(page: str) -> tuple[dict[str, list[str]], dict[str, list[str]]]:
 
 
 def main() -> None:
-    from end_to_end.faults import FAULTS
-    from end_to_end.matrix import Bundles, executed, run_rows
+    from faults.faults import FAULTS
+    from faults.matrix import Bundles, executed, run_rows
 
     chosen = sys.argv[1:] or ["static", "run"]
     static, run = cells_of(PAGE.read_text())

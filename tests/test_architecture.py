@@ -1,8 +1,12 @@
-"""The imports between packages, and the house limits, read from the source with ast."""
+"""The floors of the house, read from the source with ast: imports go down, never up or in a circle.
+
+Type-only and lazy imports count like any other.
+"""
 
 from __future__ import annotations
 
 import ast
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -11,82 +15,99 @@ ROOT = Path(__file__).resolve().parents[1]
 PACKAGE_ROOTS = [ROOT / "mtp_export", ROOT / "runtime/mtp_runtime", ROOT / "kernels/mtp_kernels"]
 SOURCES = sorted(path for root in PACKAGE_ROOTS for path in root.rglob("*.py"))
 
-CORE = {"checkpoint", "families", "targets", "schemes", "errors"}
-# Who may import which other unit. A unit is a module or subpackage of mtp_export, or a package.
-ARROWS = {
-    "cli": CORE
-    | {"bundle", "commands", "export", "inspection"}
-    | {"options", "progress", "split", "tables"},
-    "commands": CORE
-    | {"bundle", "options", "precision_tables", "progress", "prompts", "quantize"}
-    | {"split", "tables", "verify", "mtp_runtime"},
-    "options": CORE | {"split"},
-    "tables": CORE | {"bundle", "inspection", "launch", "progress"},
-    "launch": CORE | {"bundle", "split"},
-    "precision_tables": CORE | {"bundle", "progress", "tables"},
-    "split": CORE,
-    "bundle": CORE | {"progress", "split"},
-    "export": CORE | {"bundle", "split"},
-    "quantize": CORE | {"bundle", "split"},
-    "inspection": CORE,
-    "verify": CORE | {"progress", "prompts", "mtp_runtime", "mtp_kernels"},
-    "checkpoint": {"errors", "families", "progress"},
-    "families": {"errors"},
-    "targets": {"errors", "families", "checkpoint"},
-    "schemes": {"errors", "families", "checkpoint", "targets", "mtp_kernels"},
-    "progress": {"errors"},
-    "prompts": {"errors"},
-    "errors": set(),
-    "mtp_runtime": {"mtp_kernels", "checkpoint", "families", "targets", "schemes", "errors"},
-    "mtp_kernels": set(),
-}
-# Only this unit of mtp_kernels is open to mtp_export's schemes.
-SCHEMES_MAY_USE = "mtp_kernels.quantize"
+# Rooms from the lowest floor to the highest; those of one line do not import each other. A room is
+# a module or a package, and everything below it that is no room of its own.
+FLOORS: tuple[tuple[str, ...], ...] = (
+    ("mtp_export", "mtp_export.errors", "mtp_kernels", "mtp_kernels.cpu"),
+    ("mtp_kernels.quantize", "mtp_kernels.verify_attention", "mtp_kernels.decoder"),
+    ("mtp_export.progress",),
+    ("mtp_export.checkpoint",),
+    ("mtp_export.families",),
+    ("mtp_export.schemes",),
+    ("mtp_export.targets",),
+    ("mtp_export.inspection",),
+    ("mtp_runtime.config", "mtp_runtime.prompts", "mtp_runtime.tokenizer"),
+    ("mtp_runtime.cache", "mtp_runtime.sampling"),
+    ("mtp_runtime.acceptance", "mtp_runtime.loading"),
+    ("mtp_runtime.layers",),
+    ("mtp_runtime.models",),
+    ("mtp_runtime.teacher_forcing", "mtp_runtime.request"),
+    ("mtp_runtime.streaming", "mtp_runtime.summary", "mtp_runtime.drafters"),
+    ("mtp_runtime.engine",),
+    ("mtp_runtime.llm",),
+    ("mtp_runtime",),
+    ("mtp_export.bundle", "mtp_export.verify.gates", "mtp_export.verify.context"),
+    ("mtp_export.verify.check",),
+    ("mtp_export.verify.evidence",),
+    ("mtp_export.verify.diagnosis",),
+    ("mtp_export.verify.files", "mtp_export.verify.decoding"),
+    ("mtp_export.verify.weights",),
+    ("mtp_export.verify",),
+    ("mtp_export.verify.report",),
+    ("mtp_export.commands",),
+    ("mtp_export.cli",),
+)
+FLOOR_OF = {room: number for number, rooms in enumerate(FLOORS) for room in rooms}
 
 
-def unit_of(module: str) -> str | None:
-    """The unit a dotted module name belongs to, None for other people's packages."""
-    first, _, rest = module.partition(".")
-    if first in ("mtp_runtime", "mtp_kernels"):
-        return first
-    if first == "mtp_export":
-        return None if rest.startswith("__") else rest.split(".")[0] or None
-    return None
+def module_of(path: Path) -> str:
+    """The dotted name of a source file."""
+    root = next(root for root in PACKAGE_ROOTS if path.is_relative_to(root))
+    parts = path.relative_to(root.parent).with_suffix("").parts
+    return ".".join(part for part in parts if part != "__init__")
 
 
-def module_name(path: Path) -> str:
-    for root in PACKAGE_ROOTS:
-        if path.is_relative_to(root):
-            parts = path.relative_to(root.parent).with_suffix("").parts
-            return ".".join(part for part in parts if part != "__init__")
-    raise AssertionError(path)
+MODULES = {module_of(path): path for path in SOURCES}
 
 
-def imported_modules(path: Path) -> list[str]:
-    names: list[str] = []
+def room_of(module: str) -> str:
+    """The room that a module lies in."""
+    while module not in FLOOR_OF:
+        module = module.rpartition(".")[0]
+        assert module, "every module lies in a room"
+    return module
+
+
+@cache
+def imports_of(module: str) -> frozenset[str]:
+    """The modules of this project that a module imports, wherever in it."""
+    path, names = MODULES[module], set()
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Import):
-            names += [alias.name for alias in node.names]
+            names |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
             assert node.level == 0, f"{path}: relative imports hide the arrows"
-            base = node.module or ""
-            names += [f"{base}.{alias.name}" for alias in node.names]
-    return names
+            for alias in node.names:
+                inside = f"{node.module}.{alias.name}"
+                names.add(inside if inside in MODULES else node.module or "")
+    return frozenset(name for name in names if name in MODULES and name != module)
 
 
-@pytest.mark.parametrize("path", SOURCES, ids=lambda path: str(path.relative_to(ROOT)))
-def test_imports_follow_the_arrows(path: Path) -> None:
-    unit = unit_of(module_name(path))
-    if unit is None:  # mtp_export/__init__.py itself
-        assert not [name for name in imported_modules(path) if unit_of(name)]
-        return
-    for name in imported_modules(path):
-        other = unit_of(name)
-        if other is None or other == unit:
-            continue
-        assert other in ARROWS[unit], f"{unit} must not import {name}"
-        if unit == "schemes" and other == "mtp_kernels":
-            assert name.startswith(SCHEMES_MAY_USE), f"schemes must not import {name}"
+@pytest.mark.parametrize("module", MODULES)
+def test_imports_go_down(module: str) -> None:
+    room = room_of(module)
+    for other in sorted(imports_of(module)):
+        below = room_of(other)
+        # __version__ is the one thing that mtp_export itself holds.
+        assert below == room or FLOOR_OF[below] < FLOOR_OF[room], f"{module} must not import {other}"
+
+
+def test_no_imports_go_in_a_circle() -> None:
+    done: set[str] = set()
+
+    def visit(module: str, trail: tuple[str, ...]) -> None:
+        assert module not in trail, f"a circle: {' -> '.join((*trail, module))}"
+        if module not in done:
+            for other in sorted(imports_of(module)):
+                visit(other, (*trail, module))
+            done.add(module)
+
+    for module in MODULES:
+        visit(module, ())
+
+
+def test_every_room_is_there() -> None:
+    assert set(FLOOR_OF) <= set(MODULES)
 
 
 @pytest.mark.parametrize("path", SOURCES, ids=lambda path: str(path.relative_to(ROOT)))

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from mtp_export.verify.statistics import Estimate
+from mtp_export.verify.evidence.statistics import Estimate
 
 ROOT = Path(__file__).resolve().parents[1]
 WORDS = {0: "none", 1: "one", 2: "two", 3: "three"}

@@ -10,9 +10,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from mtp_export.bundle.links import Link
 from mtp_export.checkpoint.dtypes import tensor_bytes
 from mtp_export.checkpoint.header import ShardHeader
-from mtp_export.checkpoint.links import Link
 
 COPY = "copy"
 

@@ -8,11 +8,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from mtp_export import tables
-from mtp_export.bundle import BundleOptions, BundlePlan, BundleResult, run_bundle
+from mtp_export.bundle.build import BundleOptions, BundlePlan, BundleResult, run_bundle
+from mtp_export.commands import tables
 from mtp_export.commands.output import check_report, remark, say, stderr
+from mtp_export.commands.tables import Table
 from mtp_export.progress import shown
-from mtp_export.tables import Table
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ from rich.table import Table
 from rich.text import Text
 
 from mtp_export.errors import UsageError
-from mtp_export.prompts import Prompt, read_prompts
+from mtp_runtime.prompts import Prompt, read_prompts
 
 if TYPE_CHECKING:
     from mtp_runtime import LLM, RequestOutput, SamplingParams, Summary, TokenEvent

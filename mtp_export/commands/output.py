@@ -8,10 +8,10 @@ from typing import Any
 
 from rich.console import Console
 
-from mtp_export.bundle import BundleOptions
+from mtp_export.bundle.build import BundleOptions
 from mtp_export.checkpoint.files import write_json
+from mtp_export.commands.tables import Table
 from mtp_export.errors import UsageError
-from mtp_export.tables import Table
 
 
 def check_report(report: Path | None, options: BundleOptions) -> None:

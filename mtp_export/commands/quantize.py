@@ -8,13 +8,9 @@ from typing import Annotated
 
 import typer
 
-from mtp_export import options as common
-from mtp_export import precision_tables
-from mtp_export.bundle import BundleOptions
-from mtp_export.checkpoint.links import Link
-from mtp_export.commands.bundling import Command, Saying, carry_out
-from mtp_export.commands.output import say
-from mtp_export.quantize import (
+from mtp_export.bundle.build import BundleOptions
+from mtp_export.bundle.links import Link
+from mtp_export.bundle.quantize import (
     KEEP,
     Device,
     Format,
@@ -25,8 +21,12 @@ from mtp_export.quantize import (
     default_output,
     plan_quantize,
 )
+from mtp_export.bundle.split import Checksums, Part, SharedWeights
+from mtp_export.commands import options as common
+from mtp_export.commands import precision_tables
+from mtp_export.commands.bundling import Command, Saying, carry_out
+from mtp_export.commands.output import say
 from mtp_export.schemes import SCHEMES
-from mtp_export.split import Checksums, Part, SharedWeights
 
 _NAMES = (*SCHEMES, KEEP)
 BaseQuant = StrEnum("BaseQuant", {name: name for name in _NAMES})  # type: ignore[misc]

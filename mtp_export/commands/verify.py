@@ -9,15 +9,15 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from mtp_export import options as common
 from mtp_export.checkpoint.files import write_bytes
+from mtp_export.commands import options as common
 from mtp_export.commands.output import check_place, remark, say, stderr
 from mtp_export.errors import UsageError
 from mtp_export.progress import shown
 
 if TYPE_CHECKING:
     from mtp_export.verify.context import VerifyOptions
-    from mtp_export.verify.report import Report
+    from mtp_export.verify.report.report import Report
 
 _MOST_DRAFTS = 5
 
@@ -89,11 +89,11 @@ def verify(
     quiet: common.Quiet = False,
 ) -> None:
     """Prove that a bundle is what it says: files, weights, and how it decodes."""
-    from mtp_export.verify.base import Level
+    from mtp_export.verify.check import Level
     from mtp_export.verify.context import VerifyOptions
-    from mtp_export.verify.html import html_page
-    from mtp_export.verify.junit import junit_xml
-    from mtp_export.verify.table import report_table
+    from mtp_export.verify.report.html import html_page
+    from mtp_export.verify.report.junit import junit_xml
+    from mtp_export.verify.report.table import report_table
 
     chosen = VerifyOptions(
         bundle,
@@ -122,7 +122,7 @@ def verify(
 def _run(chosen: VerifyOptions, quiet: bool) -> Report:
     from mtp_export.verify import run_checks
     from mtp_export.verify.context import Context
-    from mtp_export.verify.report import report_of
+    from mtp_export.verify.report.report import report_of
 
     start = time.monotonic()
     context = Context.open(chosen, lambda title, total: shown(stderr(), title, total, quiet))

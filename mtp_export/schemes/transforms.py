@@ -13,9 +13,9 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from mtp_export.bundle.run import Facts, Sink, Transform
 from mtp_export.checkpoint.header import TensorInfo
 from mtp_export.checkpoint.plan import OutputTensor
-from mtp_export.checkpoint.run import Facts, Sink, Transform
 from mtp_export.checkpoint.tensor_reader import TensorReader
 from mtp_export.errors import InvalidInputError
 from mtp_export.schemes.storage import BLOCK, DEQUANTIZE, QUANTIZE, TRANSPOSE, Storage

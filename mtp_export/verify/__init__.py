@@ -13,9 +13,9 @@ from importlib import import_module
 
 from mtp_export.errors import MtpExportError, ResourceError, UnsupportedError, UsageError
 from mtp_export.schemes.transforms import one_torch_thread
-from mtp_export.verify import files
-from mtp_export.verify.base import WHOLE_CHECK, Check, CheckResult, Item, Level, Status
+from mtp_export.verify.check import WHOLE_CHECK, Check, CheckResult, Item, Level, Status
 from mtp_export.verify.context import Context
+from mtp_export.verify.files import files_check as files
 
 _LEAST_HIDDEN_FOR_THREADS = 1024
 
@@ -33,16 +33,16 @@ def _module(name: str) -> Callable[[Context], Iterator[Item]]:
 # In the order of a report. A new check is one file and one line here.
 CHECKS: dict[str, Check] = {
     "files": Check("Files", Level.FILES, files.run),
-    "ledger": Check("Load ledger", Level.WEIGHTS, _module("ledger")),
-    "weights": Check("Weights against source", Level.WEIGHTS, _module("weights")),
-    "greedy": Check("Greedy equality", Level.RUN, _module("greedy")),
-    "sampling": Check("Sampling", Level.RUN, _module("sampling")),
-    "acceptance": Check("Acceptance", Level.RUN, _module("acceptance")),
-    "differential": Check("Differential", Level.RUN, _module("differential")),
-    "controls": Check("Negative controls", Level.RUN, _module("controls")),
-    "paths": Check("Path equivalence", Level.RUN, _module("paths")),
-    "speed": Check("Speed", Level.RUN, _module("speed")),
-    "stream": Check("Streamed pass", Level.RUN, _module("stream"), whole_model=False),
+    "ledger": Check("Load ledger", Level.WEIGHTS, _module("weights.ledger")),
+    "weights": Check("Weights against source", Level.WEIGHTS, _module("weights.against_source")),
+    "greedy": Check("Greedy equality", Level.RUN, _module("decoding.greedy")),
+    "sampling": Check("Sampling", Level.RUN, _module("decoding.sampling")),
+    "acceptance": Check("Acceptance", Level.RUN, _module("decoding.acceptance")),
+    "differential": Check("Differential", Level.RUN, _module("decoding.differential")),
+    "controls": Check("Negative controls", Level.RUN, _module("decoding.controls")),
+    "paths": Check("Path equivalence", Level.RUN, _module("decoding.paths")),
+    "speed": Check("Speed", Level.RUN, _module("decoding.speed")),
+    "stream": Check("Streamed pass", Level.RUN, _module("decoding.stream"), whole_model=False),
 }
 
 

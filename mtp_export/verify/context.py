@@ -10,18 +10,18 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from mtp_export.checkpoint.bundles import open_checkpoint
+from mtp_export.checkpoint.bundle_folder import open_checkpoint
 from mtp_export.checkpoint.manifest import MANIFEST_NAME, read_manifest
 from mtp_export.checkpoint.reader import CONFIG_NAME, Checkpoint
 from mtp_export.errors import InvalidInputError, MtpExportError
 from mtp_export.progress import ProgressCallback
-from mtp_export.prompts import read_prompts
-from mtp_export.verify.base import Level
-from mtp_export.verify.memory import why_too_large
-from mtp_export.verify.prompts import Prompt, choose_prompts
+from mtp_export.verify.check import Level
+from mtp_export.verify.evidence.memory import why_too_large
+from mtp_export.verify.evidence.prompts import Prompt, choose_prompts
+from mtp_runtime.prompts import read_prompts
 
 if TYPE_CHECKING:
-    from mtp_export.verify.corpus import Corpus
+    from mtp_export.verify.evidence.corpus import Corpus
     from mtp_runtime import LLM
     from mtp_runtime.models.build import Loaded, LoadOptions
 
@@ -158,7 +158,7 @@ class Context:
     @cached_property
     def corpus(self) -> Corpus:
         """The texts that run-level checks share, of the fast fp32 model."""
-        from mtp_export.verify.corpus import Corpus
+        from mtp_export.verify.evidence.corpus import Corpus
         from mtp_runtime.models.build import LoadOptions
 
         model = self.loaded(LoadOptions(self.options.device)).model

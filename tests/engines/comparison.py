@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from engine_runs import Outputs, Reading
 
-from mtp_export.verify.statistics import Estimate
+from mtp_export.verify.evidence.statistics import Estimate
 
 # Of log-probabilities: more between two engines in bf16 than all but 1 % of what was ever measured.
 LARGEST_NOISE = 0.5

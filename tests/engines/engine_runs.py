@@ -16,10 +16,10 @@ from safetensors.torch import save_file
 
 from benchmarks.vllm_peer import settings_of
 from cases import edit_json, read_tensors
-from mtp_export.bundle import BundleOptions, run_bundle
-from mtp_export.quantize import QuantizeOptions, plan_quantize
-from mtp_export.split import Part
-from mtp_export.verify.statistics import Estimate, ratio
+from mtp_export.bundle.build import BundleOptions, run_bundle
+from mtp_export.bundle.quantize import QuantizeOptions, plan_quantize
+from mtp_export.bundle.split import Part
+from mtp_export.verify.evidence.statistics import Estimate, ratio
 from mtp_kernels.quantize import (
     Int4Group,
     Int8Channel,

@@ -24,8 +24,8 @@ from engine_runs import (
 )
 
 from cases import run_program
-from end_to_end import planting
-from end_to_end.run_faults import MTP, concatenation_reversed
+from faults import planting
+from faults.run_faults import MTP, concatenation_reversed
 
 Checks = dict[str, dict[str, Any]]
 REVERSED = "the concatenation is reversed"

@@ -10,7 +10,7 @@ import pytest
 from mtp_export.errors import MtpExportError, ResourceError, UnsupportedError, UsageError
 from mtp_runtime.config import EngineConfig, SpeculationConfig
 from mtp_runtime.drafters import DRAFTERS
-from mtp_runtime.drafters.planted import PlantedDrafter
+from mtp_runtime.drafters.known_answers import PlantedDrafter
 from mtp_runtime.engine import Engine
 from mtp_runtime.models.deepseek_v3 import DeepseekV3
 from mtp_runtime.request import Request

@@ -12,7 +12,7 @@ import torch
 
 from mtp_runtime.drafters import DRAFTERS
 from mtp_runtime.drafters.base import Drafter, DrafterParts
-from mtp_runtime.drafters.planted import PlantedDrafter
+from mtp_runtime.drafters.known_answers import PlantedDrafter
 from mtp_runtime.models.deepseek_v3 import DeepseekV3
 from mtp_runtime.sampling import SamplingParams
 from runtime.harness import Prompt, Run, load, prompts_of, run

@@ -11,8 +11,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from mtp_export.verify.law import distance, engine_of, exact_law, law_of, tables
-from mtp_export.verify.statistics import critical_chi_square
+from mtp_export.verify.decoding.table_model import distance, engine_of, exact_law, law_of, tables
+from mtp_export.verify.evidence.statistics import critical_chi_square
 from mtp_runtime.acceptance import Draft
 from mtp_runtime.drafters import DRAFTERS
 from mtp_runtime.drafters.base import Drafter

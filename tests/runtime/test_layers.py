@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from mtp_kernels.cpu.team import Team
 from mtp_kernels.decoder import Norm
-from mtp_kernels.team import Team
 from mtp_runtime.layers import moe
 from mtp_runtime.layers.norm import RmsNorm
 from runtime.harness import Walk, load, prompts_of

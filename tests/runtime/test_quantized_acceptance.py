@@ -17,7 +17,7 @@ from benchmarks.bench_quantize_acceptance import (
     quantized,
 )
 from mtp_runtime.models.build import LoadOptions, load_model
-from mtp_runtime.teacher import Text, Texts
+from mtp_runtime.teacher_forcing import Text, Texts
 
 PROMPTS = fixture_prompts(16)
 TEXTS = Texts(tuple(Text(prompt[:96], 1) for prompt in PROMPTS))

@@ -11,12 +11,12 @@ import numpy as np
 import pytest
 import torch
 
+from mtp_kernels.cpu.team import Team
 from mtp_kernels.decoder import Arena
-from mtp_kernels.team import Team
 from mtp_runtime.acceptance import Draft
 from mtp_runtime.config import Hidden, MtpContract
 from mtp_runtime.drafters.base import DrafterParts
-from mtp_runtime.drafters.laws import Chain
+from mtp_runtime.drafters.chain import Chain
 from mtp_runtime.drafters.mtp import MtpDrafter
 from mtp_runtime.models.build import LoadOptions, load_model
 from mtp_runtime.models.deepseek_v3 import Recursion

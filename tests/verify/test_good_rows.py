@@ -1,6 +1,6 @@
 """Good bundles pass when they are run: gates against the source, nothing that another layout would
 explain, drafts that depend on what they should. Here two rows that lose the most, on a
-little text; `python -m end_to_end.good_rows` runs every row on more."""
+little text; `python -m faults.good_rows` runs every row on more."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from end_to_end.good_rows import FIXTURE, Figures, Good, items_of
-from end_to_end.sweep import prompts_of
-from mtp_export.verify.base import Status
+from faults.good_rows import FIXTURE, Figures, Good, items_of
+from faults.sweep import prompts_of
+from mtp_export.verify.check import Status
 from mtp_runtime.models.build import LoadOptions, load_model
 from mtp_runtime.models.deepseek_v3 import DeepseekV3
 

@@ -12,12 +12,12 @@ import pytest
 import torch
 
 from cases import export
-from end_to_end.fault import Fault
-from end_to_end.run_faults import DRAFTER_FAULTS, RUN_FAULTS, DrafterFault
-from mtp_export.verify.acceptance import diagnosed
-from mtp_export.verify.base import Item, Status
-from mtp_export.verify.corpus import Corpus
-from mtp_export.verify.drafting import drafter_items
+from faults.fault import Fault
+from faults.run_faults import DRAFTER_FAULTS, RUN_FAULTS, DrafterFault
+from mtp_export.verify.check import Item, Status
+from mtp_export.verify.decoding.acceptance import diagnosed
+from mtp_export.verify.decoding.drafting import drafter_items
+from mtp_export.verify.evidence.corpus import Corpus
 from mtp_runtime.drafters import DRAFTERS
 from mtp_runtime.models.build import LoadOptions, load_model, open_streamed
 from mtp_runtime.tokenizer import Tokenizer

@@ -11,13 +11,13 @@ from pathlib import Path
 import pytest
 
 from cases import export
-from end_to_end.runtime_faults import RUNTIME_FAULTS, RuntimeFault, accepts_one_too_many
+from faults.runtime_faults import RUNTIME_FAULTS, RuntimeFault, accepts_one_too_many
 from mtp_export.progress import ProgressCallback, silent
-from mtp_export.verify import controls, greedy, paths, sampling
-from mtp_export.verify.base import Item, Level, Status
+from mtp_export.verify.check import Item, Level, Status
 from mtp_export.verify.context import Context, VerifyOptions
-from mtp_export.verify.decode import Decoded
-from mtp_export.verify.greedy import Trial
+from mtp_export.verify.decoding import controls, greedy, paths, sampling
+from mtp_export.verify.decoding.greedy import Trial
+from mtp_export.verify.evidence.decode import Decoded
 from mtp_runtime import engine
 from mtp_runtime.models.deepseek_v3 import DeepseekV3
 from mtp_runtime.request import Request

@@ -14,11 +14,11 @@ import pytest
 
 from cases import export
 from mtp_export.progress import ProgressCallback, silent
-from mtp_export.verify import stream
-from mtp_export.verify.acceptance import conditional
-from mtp_export.verify.base import Item, Level, Status
+from mtp_export.verify.check import Item, Level, Status
 from mtp_export.verify.context import Context, VerifyOptions
-from mtp_export.verify.decode import decode
+from mtp_export.verify.decoding import stream
+from mtp_export.verify.decoding.acceptance import conditional
+from mtp_export.verify.evidence.decode import decode
 from mtp_runtime.models.build import LoadOptions, StreamedModel, load_model
 from mtp_runtime.models.deepseek_v3 import Layers
 from mtp_runtime.sampling import SamplingParams

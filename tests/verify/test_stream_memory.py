@@ -32,8 +32,8 @@ PROGRAM = """
 import contextlib, ctypes, json, sys
 from pathlib import Path
 from mtp_export.progress import silent
-from mtp_export.verify import stream
-from mtp_export.verify.base import Level
+from mtp_export.verify.decoding import stream
+from mtp_export.verify.check import Level
 from mtp_export.verify.context import Context, VerifyOptions
 from mtp_runtime.models.build import StreamedModel
 

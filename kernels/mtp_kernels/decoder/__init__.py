@@ -15,14 +15,14 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
+from mtp_kernels.cpu.memory import LINE, Arena, floats
+from mtp_kernels.cpu.team import process_team
+from mtp_kernels.cpu.vectors import PANEL
 from mtp_kernels.decoder.attention import Batch, Scratch
 from mtp_kernels.decoder.passes import run_layers, run_norm, run_project
 from mtp_kernels.decoder.recursion import Best, Chains, Module, most_parts, run_recursion
 from mtp_kernels.decoder.rows import panels_of, turns
 from mtp_kernels.decoder.weights import LayerWeights, PackedLayer, Sizes, pack, pack_layer, table
-from mtp_kernels.memory import LINE, Arena, floats
-from mtp_kernels.team import process_team
-from mtp_kernels.vectors import PANEL
 from mtp_kernels.verify_attention.compiled_parts import Parts, places_of, plan
 
 __all__ = [

@@ -6,7 +6,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from mtp_kernels.compiling import inner
+from mtp_kernels.cpu.jit import inner
+from mtp_kernels.cpu.team import share, wait
+from mtp_kernels.cpu.vectors import PANEL, address
 from mtp_kernels.decoder.rows import (
     ROWS,
     copy,
@@ -17,8 +19,6 @@ from mtp_kernels.decoder.rows import (
     rotate,
     vector,
 )
-from mtp_kernels.team import share, wait
-from mtp_kernels.vectors import PANEL, address
 from mtp_kernels.verify_attention.compiled_parts import (
     TILE_ROWS,
     Keys,

@@ -9,11 +9,11 @@ from typing import Any
 
 import numpy as np
 
-from mtp_kernels.compiling import inner
+from mtp_kernels.cpu.elementwise import sigmoid
+from mtp_kernels.cpu.jit import inner
+from mtp_kernels.cpu.team import share, wait
+from mtp_kernels.cpu.vectors import PANEL, address
 from mtp_kernels.decoder.rows import ROWS, copy, norm_row, panels_of, project, vector
-from mtp_kernels.elementwise import sigmoid
-from mtp_kernels.team import share, wait
-from mtp_kernels.vectors import PANEL, address
 
 READING = 8  # rows that a panel could be multiplied with while it is read
 NOT_PICKED = np.float32(-np.inf)

@@ -6,13 +6,13 @@ from typing import Any
 
 import numpy as np
 
-from mtp_kernels.compiling import compiled, inner
+from mtp_kernels.cpu.jit import compiled, inner
+from mtp_kernels.cpu.team import share
+from mtp_kernels.cpu.vectors import PANEL, address
 from mtp_kernels.decoder.attention import attention
 from mtp_kernels.decoder.experts import feed_forward
 from mtp_kernels.decoder.rows import ROWS, copy, norm_rows, panels_of, project
 from mtp_kernels.decoder.weights import Layer
-from mtp_kernels.team import share
-from mtp_kernels.vectors import PANEL, address
 
 
 @inner

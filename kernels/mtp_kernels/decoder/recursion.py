@@ -10,13 +10,13 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from mtp_kernels.compiling import compiled, inner
+from mtp_kernels.cpu.jit import compiled, inner
+from mtp_kernels.cpu.team import share, wait
+from mtp_kernels.cpu.vectors import PANEL, address
 from mtp_kernels.decoder.attention import Batch, Scratch
 from mtp_kernels.decoder.experts import NOT_PICKED
 from mtp_kernels.decoder.passes import run_layers, run_project
 from mtp_kernels.decoder.rows import ROWS, norm_row, norm_rows, panels_of, project, turns
-from mtp_kernels.team import share, wait
-from mtp_kernels.vectors import PANEL, address
 from mtp_kernels.verify_attention.compiled_parts import places_of, plan
 
 

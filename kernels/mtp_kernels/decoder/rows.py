@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 from numba import carray
 
-from mtp_kernels.compiling import compiled, inner
-from mtp_kernels.vectors import PANEL, address, dot_rows, floats, multiply
+from mtp_kernels.cpu.jit import compiled, inner
+from mtp_kernels.cpu.vectors import PANEL, address, dot_rows, floats, multiply
 
 ROWS = 32  # rows that go through a weight together
 

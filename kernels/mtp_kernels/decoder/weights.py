@@ -9,8 +9,8 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from mtp_kernels.memory import Arena
-from mtp_kernels.vectors import PANEL
+from mtp_kernels.cpu.memory import Arena
+from mtp_kernels.cpu.vectors import PANEL
 
 
 class Sizes(NamedTuple):

@@ -15,7 +15,7 @@ from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
-from mtp_kernels.compiling import compiled
+from mtp_kernels.cpu.jit import compiled
 from mtp_kernels.quantize import layouts
 
 ROUNDER = np.float32(1.5 * 2.0**23)  # where the spacing of fp32 is 1: to nearest, ties to even

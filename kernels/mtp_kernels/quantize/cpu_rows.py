@@ -8,7 +8,7 @@ import numpy as np
 from numba import types
 from numba.extending import overload
 
-from mtp_kernels.compiling import compiled
+from mtp_kernels.cpu.jit import compiled
 from mtp_kernels.quantize import layouts
 from mtp_kernels.quantize.cpu_numbers import (
     ROUNDER,

@@ -18,10 +18,10 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from mtp_kernels.compiling import compiled
-from mtp_kernels.elementwise import exponential
-from mtp_kernels.team import wait
-from mtp_kernels.vectors import address
+from mtp_kernels.cpu.elementwise import exponential
+from mtp_kernels.cpu.jit import compiled
+from mtp_kernels.cpu.team import wait
+from mtp_kernels.cpu.vectors import address
 from mtp_kernels.verify_attention.shares import (
     BLOCK_TOKENS,
     blocks_of,

@@ -11,7 +11,7 @@ from functools import lru_cache
 import numpy as np
 import torch
 
-from mtp_kernels.team import process_team
+from mtp_kernels.cpu.team import process_team
 from mtp_kernels.verify_attention import compiled_bf16
 from mtp_kernels.verify_attention.compiled_bf16 import STEP_TOKENS
 from mtp_kernels.verify_attention.compiled_parts import Keys, Parts, Queries, arrange, plan

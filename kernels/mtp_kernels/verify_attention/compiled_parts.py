@@ -13,10 +13,10 @@ from typing import Any, NamedTuple
 import numpy as np
 from numba import carray
 
-from mtp_kernels.compiling import compiled, inner
-from mtp_kernels.elementwise import exponential
-from mtp_kernels.team import share, wait
-from mtp_kernels.vectors import (
+from mtp_kernels.cpu.elementwise import exponential
+from mtp_kernels.cpu.jit import compiled, inner
+from mtp_kernels.cpu.team import share, wait
+from mtp_kernels.cpu.vectors import (
     BLOCK,
     PANEL,
     address,

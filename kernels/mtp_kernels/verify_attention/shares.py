@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from mtp_kernels.compiling import compiled
+from mtp_kernels.cpu.jit import compiled
 from mtp_kernels.verify_attention.tiles import TILE
 
 BLOCK_TOKENS = 64

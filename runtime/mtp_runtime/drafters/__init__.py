@@ -7,8 +7,8 @@ from collections.abc import Callable
 from mtp_runtime.drafters.base import Drafter, DrafterParts
 from mtp_runtime.drafters.draft_model import ModelDrafter
 from mtp_runtime.drafters.mtp import MtpDrafter
+from mtp_runtime.drafters.ngram import ReferenceDrafter
 from mtp_runtime.drafters.none import NoDrafter
-from mtp_runtime.drafters.reference import ReferenceDrafter
 
 DRAFTERS: dict[str, Callable[[DrafterParts], Drafter]] = {
     "none": NoDrafter.build,

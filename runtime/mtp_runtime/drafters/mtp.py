@@ -13,7 +13,7 @@ import torch
 from mtp_export.errors import UnsupportedError
 from mtp_runtime.acceptance import Draft
 from mtp_runtime.drafters.base import DrafterParts, Pass
-from mtp_runtime.drafters.laws import Chain, extend
+from mtp_runtime.drafters.chain import Chain, extend
 from mtp_runtime.layout import lay_out, page_table
 from mtp_runtime.models.deepseek_v3 import Recursion
 from mtp_runtime.request import Request

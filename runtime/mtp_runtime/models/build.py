@@ -17,7 +17,7 @@ from mtp_runtime.layers.mla import Mla
 from mtp_runtime.layers.moe import Mlp, Moe, Router
 from mtp_runtime.layers.norm import RmsNorm
 from mtp_runtime.layers.rope import Rope, softmax_scale
-from mtp_runtime.loader import Ledger, WeightSource, open_source
+from mtp_runtime.loading.weight_source import Ledger, WeightSource, open_source
 from mtp_runtime.models.compiled import CompiledExecution
 from mtp_runtime.models.deepseek_v3 import (
     DecoderLayer,
@@ -29,7 +29,7 @@ from mtp_runtime.models.deepseek_v3 import (
     TorchExecution,
     TorchLayers,
 )
-from mtp_runtime.teacher import Setting
+from mtp_runtime.teacher_forcing import Setting
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 

@@ -1,0 +1,1 @@
+"""Compiled CPU code that several kernels share: vectors, threads, memory."""

@@ -1,0 +1,1 @@
+"""Bundles: what goes into OUT/main and OUT/mtp, and how it gets there."""

@@ -1,0 +1,153 @@
+"""What must hold before the first byte is written: room, memory, and an output folder to use."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Set
+from pathlib import Path
+
+from mtp_export.bundle.journal import JOURNAL_NAME
+from mtp_export.bundle.links import PROBE_PREFIX, existing_parent
+from mtp_export.checkpoint.files import temporary_path, write_failure
+from mtp_export.checkpoint.manifest import MANIFEST_NAME
+from mtp_export.errors import OutputExistsError, ResourceError, UsageError
+
+# Indexes, configs, tokenizers, the manifest and the file system's own needs.
+_SPARE_DISK_BYTES = 128_000_000
+_PARTS = ("main", "mtp")
+
+
+def check_nesting(source: Path, output: Path) -> None:
+    """Refuse an output inside the input and the reverse (UsageError)."""
+    inside, outside = (Path(os.path.realpath(path)) for path in (source, output))
+    if inside == outside or inside in outside.parents or outside in inside.parents:
+        raise UsageError(
+            "Input and output folders must not contain each other",
+            expected="two separate folders",
+            found=f"input {inside}, output {outside}",
+            todo="Choose another --output-dir",
+        )
+
+
+def needed_disk_bytes(written_bytes: int) -> int:
+    """Room that a run asks for when it writes so many bytes of tensors."""
+    return written_bytes + _SPARE_DISK_BYTES
+
+
+def check_disk(output: Path, written_bytes: int) -> None:
+    """Refuse to start when the output's file system lacks room (ResourceError).
+
+    What an earlier run left in the output counts as room: it is finished or replaced.
+    """
+    free = shutil.disk_usage(existing_parent(output)).free + _reusable_bytes(output)
+    needed = needed_disk_bytes(written_bytes)
+    if free < needed:
+        raise ResourceError(
+            "There is not enough disk space for the output",
+            where=output,
+            expected=f"{needed} bytes free ({needed / 1e9:.1f} GB)",
+            found=f"{free} bytes ({free / 1e9:.1f} GB)",
+            todo="Nothing was written. Free some space or choose another --output-dir",
+        )
+
+
+def _reusable_bytes(output: Path) -> int:
+    stats = [path.stat() for part in _PARTS for path in (output / part).glob("*")]
+    return sum(stat.st_blocks * 512 for stat in stats if stat.st_nlink == 1)
+
+
+def check_memory(limit_bytes: int, needed_bytes: int) -> None:
+    """Refuse to start when the run needs more memory than allowed or there (ResourceError)."""
+    limits = {"--max-memory": limit_bytes, **_system_limits()}
+    for name, have in limits.items():
+        if have < needed_bytes:
+            raise ResourceError(
+                "There is not enough memory for this run",
+                expected=f"{name} of at least {needed_bytes} bytes ({needed_bytes / 1e6:.0f} MB)",
+                found=f"{have} bytes ({have / 1e6:.0f} MB)",
+                todo="Nothing was written. Raise --max-memory or lower --workers",
+            )
+
+
+def _system_limits() -> dict[str, int]:
+    """Available memory, and the container's limit, where Linux says them."""
+    limits: dict[str, int] = {}
+    for name, path in (
+        ("available memory", "/proc/meminfo"),
+        ("a container limit", "/sys/fs/cgroup/memory.max"),
+    ):
+        try:
+            words = Path(path).read_text().split()
+        except OSError:
+            continue
+        if "MemAvailable:" in words:
+            limits[name] = int(words[words.index("MemAvailable:") + 1]) * 1024
+        elif len(words) == 1 and words[0].isdigit():
+            limits[name] = int(words[0])
+    return limits
+
+
+def check_output(output: Path, overwrite: bool) -> None:
+    """Refuse an output folder that holds something this run must not touch (OutputExistsError).
+
+    Free to use: a missing or empty folder, and an unfinished run's (it has a journal). With
+    overwrite also a finished bundle. Files beside its parts are never removed.
+    """
+    if not output.is_dir():
+        if os.path.lexists(output):
+            raise OutputExistsError("The output is not a folder", where=output)
+        return
+    names = {path.name for path in output.iterdir() if not path.name.startswith(PROBE_PREFIX)}
+    strange = [name for name in _PARTS if (output / name).is_symlink()]
+    bundle = {*_PARTS, MANIFEST_NAME, temporary_path(output / MANIFEST_NAME).name, JOURNAL_NAME}
+    foreign = strange or sorted(names - bundle)
+    if foreign or (names and not names & {MANIFEST_NAME, JOURNAL_NAME}):
+        raise OutputExistsError(
+            "The output folder holds files that are no export of this tool",
+            where=output,
+            expected="a new or empty folder",
+            found=", ".join((foreign or sorted(names))[:3]),
+            todo="Choose another --output-dir; this tool does not remove them, not even with "
+            "--overwrite",
+        )
+    if is_finished(output) and not overwrite:
+        raise OutputExistsError(
+            "The output folder already holds a finished bundle",
+            where=output,
+            todo="Pass --overwrite to replace it, or choose another --output-dir",
+        )
+
+
+def is_finished(output: Path) -> bool:
+    """Whether a folder holds a bundle that no run is working on any more."""
+    journal = output / JOURNAL_NAME
+    unfinished = journal.exists() and journal.stat().st_size > 0
+    return (output / MANIFEST_NAME).exists() and not unfinished
+
+
+def clear_output(output: Path) -> None:
+    """Remove what an earlier run left, its manifest first; the journal stays (IoError)."""
+    try:
+        (output / MANIFEST_NAME).unlink(missing_ok=True)
+        for part in _PARTS:
+            if (output / part).exists():
+                shutil.rmtree(output / part)
+        clear_temporaries(output)
+    except OSError as error:
+        raise write_failure(output, error) from error
+
+
+def clear_temporaries(folder: Path) -> None:
+    """Remove the half-written files and link trials of a killed run."""
+    for path in folder.glob(".*.tmp"):
+        path.unlink()
+    for path in folder.glob(f"{PROBE_PREFIX}*"):
+        shutil.rmtree(path)
+
+
+def clear_stale(folder: Path, wanted: Set[str]) -> None:
+    """Remove what a part's folder holds beside the planned files: engines would load it."""
+    for path in folder.iterdir():
+        if path.name not in wanted:
+            shutil.rmtree(path) if path.is_dir() else path.unlink()

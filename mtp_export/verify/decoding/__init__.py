@@ -1,0 +1,1 @@
+"""Level run: how the bundle decodes."""

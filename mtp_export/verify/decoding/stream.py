@@ -1,0 +1,270 @@
+"""The streamed pass: acceptance of a model that does not fit into memory. Every text goes through
+one layer before the next is read; what came of a layer is kept on disk, so that a run resumes."""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import os
+import tempfile
+import time
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import torch
+
+from mtp_export.checkpoint.dtypes import tensor_bytes
+from mtp_export.errors import IoError
+from mtp_export.progress import ProgressCallback, format_bytes
+from mtp_export.verify.check import Item, Status
+from mtp_export.verify.context import Context
+from mtp_export.verify.decoding.acceptance import diagnosed
+from mtp_export.verify.evidence.corpus import Corpus, Drafts, judge
+from mtp_export.verify.evidence.prompts import encoded
+from mtp_export.verify.evidence.statistics import Estimate, ratio
+from mtp_runtime.models.build import StreamedModel, open_streamed
+from mtp_runtime.prompts import read_texts
+from mtp_runtime.teacher_forcing import Text, Texts, chunks_of, overlaps, through_layer
+
+# Rows a layer takes at once: more cost memory, fewer dequantize a layer's experts more often.
+CHUNK_ROWS = 2048
+# Matrices that are float32 at a time: gate and up, one on the other, and what a variant changes.
+DENSE_AT_ONCE = 8
+_PROBE_BYTES, _PIECE_BYTES = 64 << 20, 4 << 20
+
+
+def run(context: Context) -> Iterator[Item]:
+    """The cost, the pass, and acceptance by depth with what explains it."""
+    if not context.options.stream:
+        yield Item("all of it", Status.NOT_TESTED, cause="--stream was not asked for")
+        return
+    texts, generated = texts_of(context)
+    if not any(len(text.tokens) > 2 for text in texts.texts):
+        yield Item("all of it", Status.NOT_TESTED, cause="the texts are too short to draft in")
+        return
+    cost = cost_of(context, texts)
+    yield Item("cost estimate", Status.PASS, cost.shown(), "reported", data=cost.as_json())
+    streamed = open_streamed(context.options.bundle, context.options.device)
+    with context.show_progress(f"stream: {cost.shown()}", cost.read_bytes) as progress:
+        before = states_of(context, streamed, texts, cost, progress)
+    with torch.inference_mode():
+        corpus = corpus_of(streamed, texts, before)
+        yield from _acceptance(corpus, max(context.options.ks), generated)
+    yield from diagnosed(corpus, generated=generated)
+
+
+@dataclass(frozen=True)
+class Cost:
+    """What a pass reads, how fast the disk gave a part of it, and the memory it takes.
+
+    layer_bytes: the most weights that are held, as they are stored: a layer, or the MTP part with
+    the main model's embedding and head. dense_bytes: matrices in float32 while they are used.
+    """
+
+    read_bytes: int
+    bytes_per_second: float
+    layer_bytes: int
+    dense_bytes: int
+    activation_bytes: int
+    tokens: int
+
+    def shown(self) -> str:
+        seconds = self.read_bytes / self.bytes_per_second
+        return (
+            f"{format_bytes(self.read_bytes)} to read at {format_bytes(self.bytes_per_second)}/s,"
+            f" {seconds / 60:.0f} min at least; memory {format_bytes(self.layer_bytes)} of weights,"
+            f" {format_bytes(self.dense_bytes)} of matrices in use and"
+            f" {format_bytes(self.activation_bytes)} for {self.tokens} tokens"
+        )
+
+    def as_json(self) -> dict[str, float | int]:
+        return asdict(self)
+
+
+def texts_of(context: Context) -> tuple[Texts, bool]:
+    """The prompts file's texts, and whether a model generated their ends: a line's completion is
+    what the served model answered, token by token greedily. Without completions the prompts
+    themselves are the text, and drafts are held against the target's own best tokens."""
+    main, path = context.main, context.options.prompts
+    assert main is not None, "a streamed pass is not started without a main part"
+    if path is not None:
+        pairs = [(p, c) for p, c in read_texts(path) if c is not None]
+        if pairs:
+            prompts = encoded(main, path, (prompt for prompt, _ in pairs))
+            answers = encoded(main, path, (answer for _, answer in pairs))
+            both = zip(prompts, answers, strict=True)
+            return Texts(tuple(Text((*p, *a), len(p)) for p, a in both)), True
+    return Texts(tuple(Text(tokens, 1) for tokens in context.prompts)), False
+
+
+def cost_of(context: Context, texts: Texts) -> Cost:
+    """From the headers, and one read of the bundle's first large shard."""
+    main, mtp = context.main, context.mtp
+    assert main is not None and mtp is not None, "a streamed pass is not started without both"
+    layers, ends, largest = dict[str, int](), 0, 0
+    for tensor in main.tensors.values():
+        size = tensor_bytes(tensor.dtype, tensor.shape)
+        parts = tensor.name.split(".")
+        if "layers" in parts[:2]:
+            key = ".".join(parts[:3])
+            layers[key] = layers.get(key, 0) + size
+            largest = max(largest, math.prod(tensor.shape))
+        else:
+            ends += size
+    module = sum(tensor_bytes(tensor.dtype, tensor.shape) for tensor in mtp.tensors.values())
+    config, tokens = main.config, len(texts.tokens)
+    rows = min(CHUNK_ROWS, max(len(text.tokens) for text in texts.texts))
+    stream = 3 * config["hidden_size"] + config["kv_lora_rank"] + config["qk_rope_head_dim"]
+    inside = rows * config["num_attention_heads"] * 3 * config["kv_lora_rank"]
+    return Cost(
+        sum(layers.values()) + ends + module,
+        _disk_rate(context),
+        max(*layers.values(), module + ends),
+        4 * DENSE_AT_ONCE * largest,
+        4 * (tokens * stream + inside),
+        tokens,
+    )
+
+
+def _disk_rate(context: Context) -> float:
+    """Bytes a second of one read of a shard, past the page cache where the system lets us."""
+    shards = [shard.path for c in context.checkpoints for shard in c.shards]
+    path = max(shards, key=lambda shard: shard.stat().st_size)
+    try:
+        with path.open("rb", buffering=0) as file:
+            if hasattr(os, "posix_fadvise"):
+                os.posix_fadvise(file.fileno(), 0, _PROBE_BYTES, os.POSIX_FADV_DONTNEED)
+            start, piece, done = time.perf_counter(), bytearray(_PIECE_BYTES), 0
+            while done < _PROBE_BYTES and (count := file.readinto(piece)):
+                done += count
+            return max(1.0, done / max(1e-6, time.perf_counter() - start))
+    except OSError as error:
+        raise IoError("A shard cannot be read", where=path, found=error) from error
+
+
+@torch.inference_mode()
+def states_of(
+    context: Context, streamed: StreamedModel, texts: Texts, cost: Cost, progress: ProgressCallback
+) -> torch.Tensor:
+    """Hidden states [T, d] after the last layer; starts from the last layer that was finished."""
+    setting = streamed.setting
+    place = checkpoint_path(context, texts)
+    layer, x = _resumed(place)
+    if x is None:
+        x = streamed.embedded(texts.tokens)
+    cache = setting.cache_of(texts)
+    chunks = chunks_of(texts, cache, setting.device, size=CHUNK_ROWS)
+    each = cost.read_bytes // (setting.config.layers + 1)
+    for index in range(setting.config.layers):
+        if index >= layer:
+            x = through_layer(streamed.layer(index), x, cache, chunks)
+            _keep(place, index + 1, x)
+        progress(each)
+    place.unlink(missing_ok=True)
+    return x
+
+
+def checkpoint_path(context: Context, texts: Texts) -> Path:
+    """Where a pass over this bundle and these texts keeps its state."""
+    identity = hashlib.sha256(repr(texts.texts).encode())
+    for checkpoint in context.checkpoints:
+        identity.update(checkpoint.config_sha256.encode())
+        for shard in checkpoint.shards:
+            identity.update(f"{shard.header_sha256} {shard.modified_ns}".encode())
+    folder = context.options.workdir or Path(tempfile.gettempdir())
+    return folder / f"mtp-export-stream-{identity.hexdigest()[:16]}.pt"
+
+
+def _resumed(place: Path) -> tuple[int, torch.Tensor | None]:
+    if not place.exists():
+        return 0, None
+    state = torch.load(place, weights_only=True)
+    return int(state["layer"]), state["hidden"]
+
+
+def _keep(place: Path, layer: int, x: torch.Tensor) -> None:
+    """Replace the state by this layer's, so that a kill leaves one of the two."""
+    fresh = place.with_suffix(".new")
+    try:
+        place.parent.mkdir(parents=True, exist_ok=True)
+        torch.save({"layer": layer, "hidden": x}, fresh)
+        fresh.replace(place)
+    except (OSError, RuntimeError) as error:
+        raise IoError(
+            "The streamed pass cannot keep its state",
+            where=place,
+            found=error,
+            todo="Give a --workdir with room for the activations",
+        ) from error
+
+
+def corpus_of(streamed: StreamedModel, texts: Texts, before: torch.Tensor) -> Corpus:
+    """The texts with their hidden states, as if the whole model had computed them."""
+    model = streamed.rest()
+    prompts = tuple(text.tokens[: text.prompt_size] for text in texts.texts)
+    return Corpus(model, prompts, 0, texts, (before, model.head.normed(before)))
+
+
+def _acceptance(corpus: Corpus, depths: int, generated: bool) -> Iterator[Item]:
+    following = None if generated else corpus.choices
+    outputs = corpus.draft_outputs(depths)
+    drafts = judge(corpus.module, corpus.texts, corpus.anchors, outputs, following)
+    kind = "of generated text" if generated else "the target's own best token, on given text"
+    counts = walked(corpus, drafts, depths) if generated else [None] * depths
+    for depth in range(1, depths + 1):
+        stands = drafts.stands(depth - 1) & drafts.room[depth - 1]
+        hits = drafts.hit[depth - 1].double()
+        every = ratio(corpus.by_text(hits, stands), corpus.by_text(torch.ones_like(hits), stands))
+        name = f"draft {depth}, every position"
+        if every is None:
+            yield Item(name, Status.NOT_TESTED, cause="no draft reaches this depth")
+            continue
+        data = {"depth": depth, "conditional": every.as_json(), "against": kind}
+        figure = f"{every.shown()} of {every.count}"
+        block = counts[depth - 1]
+        if block is not None:
+            figure += f"; in blocks of k={depths} {block.shown()}"
+            data["in_blocks"] = block.as_json()
+        yield Item(name, Status.PASS, figure, "reported", data=data)
+        shared = _overlap(corpus, depths, depth)
+        yield Item(
+            f"draft {depth}, sampling",
+            Status.PASS,
+            f"sum of min(target, draft) {shared.shown()}",
+            "reported",
+            data={"depth": depth, "overlap": shared.as_json()},
+        )
+
+
+def _overlap(corpus: Corpus, depths: int, depth: int) -> Estimate:
+    states = corpus.draft_outputs(depths)[depth - 1]
+    room = corpus.texts.room(corpus.anchors, depth)
+    rows = corpus.states[1][(corpus.anchors.rows + depth)[room]]
+    head = corpus.module.head
+    values = torch.zeros(len(room), dtype=torch.float64)
+    values[room] = overlaps(corpus.model.head, rows, head, head.normed(states[room])).cpu()
+    found = ratio(corpus.by_text(values, room), corpus.by_text(torch.ones_like(values), room))
+    assert found is not None, "there is room at this depth"
+    return found
+
+
+def walked(corpus: Corpus, drafts: Drafts, k: int) -> list[Estimate | None]:
+    """Conditional acceptance in the blocks that an engine with k drafts would have verified on its
+    way through the generated part of each text."""
+    texts = corpus.texts
+    at = {int(row): index for index, row in enumerate(corpus.anchors.rows)}
+    reached = [[0] * len(texts.texts) for _ in range(k)]
+    accepted = [[0] * len(texts.texts) for _ in range(k)]
+    for owner, (start, text) in enumerate(zip(texts.starts, texts.texts, strict=True)):
+        last, end = text.prompt_size, len(text.tokens) - 1
+        while last < end:
+            stands = 0
+            for depth in range(min(k, end - last - 1)):
+                reached[depth][owner] += 1
+                if not drafts.hit[depth][at[start + last - 1]]:
+                    break
+                accepted[depth][owner] += 1
+                stands += 1
+            last += stands + 1
+    return [ratio(top, bottom) for top, bottom in zip(accepted, reached, strict=True)]

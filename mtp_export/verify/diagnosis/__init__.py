@@ -1,0 +1,1 @@
+"""Causes of a failure: each undoes one known export bug."""

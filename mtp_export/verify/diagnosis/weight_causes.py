@@ -1,0 +1,277 @@
+"""Why a weight is not its source's, in words: each known mistake is undone, and the one whose
+undoing gives the source back is named."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from mtp_export.schemes.storage import BLOCK, Storage
+from mtp_export.verify import gates
+from mtp_export.verify.weights.values import Raw, WeightOnDisk
+
+if TYPE_CHECKING:
+    import torch
+
+_SAMPLE_ELEMENTS = 1 << 23
+_CLOSE_DB = 15.0
+_LAYER = re.compile(r"^(model\.layers\.)(\d+)(\..*)$")
+
+
+@dataclass(frozen=True)
+class Sources:
+    """The source's weights by their released names, and its config.json."""
+
+    weights: Mapping[str, WeightOnDisk]
+    config: Mapping[str, Any]
+
+    def like(self, source: WeightOnDisk) -> Iterator[WeightOnDisk]:
+        """Weights of the same shape that could be taken for this one: of its layer, and those of
+        the same name in the other layers."""
+        spec = source.stored.weight
+        match = _LAYER.match(spec.name)
+        for name, other in self.weights.items():
+            if other.stored.weight.shape != spec.shape or name == spec.name:
+                continue
+            theirs = _LAYER.match(name)
+            if match is None or theirs is None:
+                if match is theirs:
+                    yield other
+            elif theirs[2] == match[2] or theirs[3] == match[3]:
+                yield other
+
+
+def explain(weight: WeightOnDisk, source: WeightOnDisk, sources: Sources) -> str:
+    """The likely cause, in words."""
+    import torch
+
+    stop = _sample_rows(weight)
+    raw = weight.raw(0, stop)
+    wanted = source.raw(0, stop).values()
+    bound = gates.SQNR_DB[weight.stored.storage]
+    try:
+        found = raw.values()
+    except ValueError as error:
+        return str(error)
+    if float(found.max()) == float(found.min()):
+        return "it is constant: never written, or dropped and filled in"
+    rope = _of_rope(weight.stored.weight.name, found, sources)
+    for words, undone in (*_of_values(found), *rope, *_of_codes(raw)):
+        try:
+            values = undone()
+            if _sqnr_db(wanted[: len(values)], values) >= bound:
+                return words
+        except (ValueError, RuntimeError):
+            continue
+    if (cause := _scales(raw, wanted, bound)) is not None:
+        return cause
+    for other in sources.like(source):
+        theirs = other.raw(0, min(stop, other.rows)).values()
+        if _sqnr_db(theirs, found) >= bound:
+            return f"it holds {other.stored.weight.name}"
+    if found.ndim == 1 and torch.equal(found.sort()[0], wanted.sort()[0]):
+        return "its elements are in another order"
+    return _unknown(found, wanted)
+
+
+def _sample_rows(weight: WeightOnDisk) -> int:
+    shape = weight.stored.weight.shape
+    columns = shape[1] if len(shape) == 2 else 1
+    return min(shape[0], max(BLOCK, _SAMPLE_ELEMENTS // columns // BLOCK * BLOCK))
+
+
+def _sqnr_db(wanted: torch.Tensor, found: torch.Tensor) -> float:
+    if wanted.shape != found.shape:
+        return -math.inf
+    signal = float(wanted.double().square().sum())
+    noise = float((wanted.double() - found.double()).square().sum())
+    if not noise:
+        return math.inf
+    return 10 * math.log10(signal / noise) if signal else -math.inf
+
+
+Undone = tuple[str, Callable[[], "torch.Tensor"]]
+
+
+def _of_values(found: torch.Tensor) -> list[Undone]:
+    """Mistakes that leave the numbers whole, in other places."""
+    import torch
+
+    if found.ndim == 1:
+        return []
+    rows, columns = found.shape
+    undone: list[Undone] = [
+        (
+            "its two halves of columns are swapped: the order of embedding and hidden state, or of"
+            " two fused matrices",
+            lambda: torch.cat([found[:, columns // 2 :], found[:, : columns // 2]], 1),
+        ),
+        ("its two halves of rows are swapped", lambda: found.roll(rows // 2, 0)),
+        ("it is transposed", lambda: found.t()),
+        ("its sign is turned", lambda: -found),
+    ]
+    return undone
+
+
+def _of_rope(name: str, found: torch.Tensor, sources: Sources) -> list[Undone]:
+    """Rotary rows stored as two halves where the model pairs neighbours, or the reverse."""
+    import torch
+
+    rope, nope = (sources.config.get(f"qk_{what}_head_dim") for what in ("rope", "nope"))
+    if type(rope) is not int or type(nope) is not int or found.ndim == 1:
+        return []
+    if name.endswith("kv_a_proj_with_mqa.weight"):
+        period, first = len(found), len(found) - rope
+    elif name.endswith(("q_b_proj.weight", "q_proj.weight")):
+        period, first = nope + rope, nope
+    else:
+        return []
+    halves = torch.arange(rope).view(2, -1).t().reshape(-1)
+    undone: list[Undone] = []
+    for order in (halves, halves.argsort()):
+        rows = torch.arange(period)
+        rows[first:] = first + order
+        heads = torch.arange(0, len(found) - period + 1, period)
+        places = (heads[:, None] + rows).reshape(-1)
+        words = "its rotary rows stand as two halves instead of interleaved pairs, or the reverse"
+        undone.append((words, partial(torch.index_select, found, 0, places)))
+    return undone
+
+
+def _of_codes(raw: Raw) -> list[Undone]:
+    """Mistakes in how codes are packed and scaled."""
+
+    scale = raw.scale
+    if scale is None:
+        return []
+    undone: list[Undone] = [
+        (
+            "its scales are inverted: the reciprocal was stored, so every weight is off by scale²",
+            lambda: raw.with_scale((1 / scale.float()).to(scale.dtype)).values(),
+        ),
+        (
+            "its scales lie along the other axis: the groups were taken over rows",
+            lambda: raw.with_scale(_other_axis(scale)).values(),
+        ),
+    ]
+    if raw.storage in (Storage.INT4_GROUP, Storage.W4AFP8, Storage.INT8_CHANNEL):
+        offset = 128 if raw.storage is Storage.INT8_CHANNEL else 8
+        undone += [
+            (
+                f"the offset {offset} was dropped (or added) when its codes were packed",
+                lambda: replace(raw, codes=_flipped(raw)).values(),
+            ),
+            (
+                "the order of the codes in a word (nibble order) is turned",
+                lambda: replace(raw, codes=_reversed(raw)).values(),
+            ),
+            (
+                "even and odd codes (the nibble order in a byte) are swapped",
+                lambda: replace(raw, codes=_swapped(raw)).values(),
+            ),
+        ]
+    return undone
+
+
+def _other_axis(scale: torch.Tensor) -> torch.Tensor:
+    return scale.reshape(scale.shape[1], scale.shape[0]).t().contiguous()
+
+
+def _words(raw: Raw) -> torch.Tensor:
+    import torch
+
+    return raw.codes.contiguous().view(torch.uint8)
+
+
+def _flipped(raw: Raw) -> torch.Tensor:
+    """The top bit of each code turned: q + 8 as two's complement, or back."""
+    mask = 0x80 if raw.storage is Storage.INT8_CHANNEL else 0x88
+    return (_words(raw) ^ mask).view(raw.codes.dtype)
+
+
+def _swapped(raw: Raw) -> torch.Tensor:
+    packed = _words(raw)
+    return ((packed << 4) | (packed >> 4)).view(raw.codes.dtype)
+
+
+def _reversed(raw: Raw) -> torch.Tensor:
+    """Codes of a 32-bit word, most significant first instead of least."""
+    packed = _words(raw)
+    if raw.storage is not Storage.INT8_CHANNEL:
+        packed = (packed << 4) | (packed >> 4)
+    rows = packed.shape[0]
+    return packed.view(rows, -1, 4).flip(2).reshape(rows, -1).view(raw.codes.dtype)
+
+
+def _scales(raw: Raw, wanted: torch.Tensor, bound: float) -> str | None:
+    """Whether other scales make the codes right, and which."""
+    import torch
+
+    if raw.scale is None:
+        return None
+    ones = raw.with_scale(torch.ones_like(raw.scale))
+    codes = ones.values().double()
+    own = raw.scale.double()
+    groups = _spread(raw, torch.arange(own.numel()).view(own.shape))  # [N, K] group of a weight
+    dots = torch.zeros(own.numel(), dtype=torch.float64)
+    norms = dots.clone()
+    flat = groups.reshape(-1)
+    dots.index_add_(0, flat, (codes * wanted.double()).reshape(-1))
+    norms.index_add_(0, flat, codes.square().reshape(-1))
+    best = torch.where(norms > 0, dots / norms.clamp_min(1e-30), torch.ones_like(dots))
+    fitted = codes * best[flat].view(codes.shape)
+    if _sqnr_db(wanted, fitted) < min(bound, 25.0):
+        return None
+    exact = raw.storage is Storage.FP8_BLOCK
+    return _named_scales(own.reshape(-1), best, 0.002 if exact else 0.03)
+
+
+def _spread(raw: Raw, scale: torch.Tensor) -> torch.Tensor:
+    """One entry of a scale-shaped tensor for each weight."""
+    rows = raw.codes.shape[0]
+    columns = raw.codes.shape[1] * {
+        Storage.FP8_BLOCK: 1, Storage.INT8_CHANNEL: 4, Storage.INT4_GROUP: 8, Storage.W4AFP8: 2,
+    }[raw.storage]  # fmt: skip
+    if raw.storage is Storage.FP8_BLOCK:
+        whole = scale.repeat_interleave(BLOCK, 0).repeat_interleave(BLOCK, 1)
+        return whole[:rows, :columns]
+    return scale.repeat_interleave(columns // scale.shape[1], 1)
+
+
+def _named_scales(own: torch.Tensor, best: torch.Tensor, tolerance: float) -> str | None:
+    """What the stored scales are, given those that fit; None when they are the same."""
+    import torch
+
+    def alike(ratio: torch.Tensor) -> bool:
+        return bool((ratio - 1).abs().max() < tolerance)
+
+    ratio = own / best
+    if alike(ratio):
+        return None
+    if bool((torch.frexp(own)[0] == 0.5).all()) and not bool((torch.frexp(best)[0] == 0.5).all()):
+        return (
+            "its scales were rounded to powers of two (ue8m0) after the weights were quantized with"
+            " the unrounded ones"
+        )
+    if alike(own.sort()[0] / best.sort()[0]):
+        return "its scales are permuted: the right ones for other blocks or groups"
+    if alike(ratio / ratio.median()):
+        return f"every scale is {float(ratio.median()):.4g} times what it must be"
+    return "its scales are not those of its codes: another tensor's, or damaged"
+
+
+def _unknown(found: torch.Tensor, wanted: torch.Tensor) -> str:
+    differ = float((found != wanted).float().mean())
+    level = _sqnr_db(wanted, found)
+    if differ < 0.01:
+        count = int((found != wanted).sum())
+        return f"{count} of its {found.numel()} elements differ: damaged"
+    if level >= _CLOSE_DB:
+        return (
+            f"it is close to the source's ({level:.1f} dB) but not it: another version of the model"
+        )
+    return "it has nothing in common with the source's: another model's, or never written"

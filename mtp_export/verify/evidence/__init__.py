@@ -1,0 +1,1 @@
+"""Texts, statistics and runs that several checks share."""

@@ -1,0 +1,204 @@
+"""The texts that run-level checks share: prompts with what the bundle's own model makes of them
+under plain greedy decoding, and its hidden states at every token of them, computed once."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+
+import torch
+
+from mtp_export.verify.evidence.decode import Decoded, decode
+from mtp_export.verify.evidence.prompts import Prompt
+from mtp_runtime.models.deepseek_v3 import DeepseekV3, MtpModule
+from mtp_runtime.sampling import SamplingParams
+from mtp_runtime.teacher_forcing import (
+    Anchors,
+    Recycle,
+    Text,
+    Texts,
+    best_tokens,
+    draft_states,
+    logits_by_chunk,
+    target_states,
+)
+
+# Prompts of one token leave nothing for a drafter to see.
+_SHORTEST = 2
+_DRAWN_TOKENS = 16
+
+
+@dataclass(frozen=True)
+class Drafts:
+    """What an MTP module drafts at every anchor, by depth: best token and how it fared.
+
+    best [A], hit [A] (it is the wanted token), room [A] (the text goes that far) and scores [A]
+    (the module's log-probability of the wanted token).
+    """
+
+    best: tuple[torch.Tensor, ...]
+    hit: tuple[torch.Tensor, ...]
+    room: tuple[torch.Tensor, ...]
+    scores: tuple[torch.Tensor, ...]
+
+    def stands(self, depth: int) -> torch.Tensor:
+        """Where every draft up to the depth is right [A]; depth 0: everywhere."""
+        result = torch.ones_like(self.room[0])
+        for hit in self.hit[:depth]:
+            result = result & hit
+        return result
+
+
+@dataclass
+class Corpus:
+    """Texts of a model; each figure is computed when it is first asked for."""
+
+    model: DeepseekV3
+    prompts: tuple[Prompt, ...]
+    new_tokens: int
+    given: Texts | None = None
+    given_states: tuple[torch.Tensor, torch.Tensor] | None = None
+    _decoded: dict[int, Decoded] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.prompts = tuple(p for p in self.prompts if len(p) >= _SHORTEST) or self.prompts
+
+    @property
+    def params(self) -> SamplingParams:
+        return SamplingParams(max_tokens=self.new_tokens)
+
+    @property
+    def module(self) -> MtpModule:
+        assert self.model.mtp is not None, "a bundle with an mtp part"
+        return self.model.mtp
+
+    @cached_property
+    def plain(self) -> Decoded:
+        """Plain greedy decoding of all prompts together."""
+        return decode(self.model, self.prompts, self.params)
+
+    def speculative(self, k: int) -> Decoded:
+        """Greedy decoding with k drafts of the MTP module."""
+        if k not in self._decoded:
+            self._decoded[k] = decode(self.model, self.prompts, self.params, method="mtp", k=k)
+        return self._decoded[k]
+
+    def sampled(self, k: int) -> tuple[Corpus, Decoded]:
+        """A run that draws at temperature 1 with k drafts of the MTP module, and its texts."""
+        params = [
+            SamplingParams(temperature=1.0, max_tokens=_DRAWN_TOKENS, seed=seed, ignore_eos=True)
+            for seed in range(len(self.prompts))
+        ]
+        decoded = decode(self.model, self.prompts, params, method="mtp", k=k)
+        return Corpus(self.model, self.prompts, _DRAWN_TOKENS, texts_of(decoded)), decoded
+
+    @cached_property
+    def texts(self) -> Texts:
+        if self.given is not None:
+            return self.given
+        return texts_of(self.plain)
+
+    @cached_property
+    def states(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Hidden states [T, d] before and after the last norm."""
+        if self.given_states is not None:
+            return self.given_states
+        with torch.inference_mode():
+            return target_states(self.model, self.texts)
+
+    @property
+    def hidden(self) -> torch.Tensor:
+        """What the module takes of the target [T, d]."""
+        return self.model.mtp_input(*self.states)
+
+    @cached_property
+    def anchors(self) -> Anchors:
+        """Where an engine would draft: in what was generated."""
+        return self.texts.anchors()
+
+    @cached_property
+    def everywhere(self) -> Anchors:
+        """Every row that drafts can start from, those of prompts included."""
+        return self.texts.anchors(0)
+
+    @cached_property
+    def choices(self) -> torch.Tensor:
+        """The target's best token after every row [T]."""
+        with torch.inference_mode():
+            return best_tokens(self.model.head, self.states[1]).cpu()
+
+    @torch.inference_mode()
+    def drafts(
+        self,
+        depths: int,
+        module: MtpModule | None = None,
+        hidden: torch.Tensor | None = None,
+        recycle: Recycle | None = None,
+    ) -> Drafts:
+        """What a module, the corpus's own by default, drafts at every anchor."""
+        module = module or self.module
+        states = self.draft_outputs(depths, module, hidden, recycle)
+        return judge(module, self.texts, self.anchors, states)
+
+    @torch.inference_mode()
+    def draft_outputs(
+        self,
+        depths: int,
+        module: MtpModule | None = None,
+        hidden: torch.Tensor | None = None,
+        recycle: Recycle | None = None,
+        anchors: Anchors | None = None,
+    ) -> list[torch.Tensor]:
+        """MTP output [A, d] before the norm, of each depth, at every anchor."""
+        hidden = self.hidden if hidden is None else hidden
+        module, anchors = module or self.module, anchors or self.anchors
+        return draft_states(self.model, module, self.texts, hidden, anchors, depths, recycle)
+
+    def by_text(
+        self, values: torch.Tensor, where: torch.Tensor, anchors: Anchors | None = None
+    ) -> list[float]:
+        """Sums of values [A] over the anchors of each text, where the mask holds."""
+        owners = (anchors or self.anchors).owners
+        sums = torch.zeros(len(self.texts.texts), dtype=torch.float64)
+        sums.index_add_(0, owners[where], values[where].double())
+        return [float(value) for value in sums]
+
+
+def texts_of(decoded: Decoded) -> Texts:
+    """Prompts and outputs of a run."""
+    return Texts(tuple(Text(tuple(r.tokens), len(r.prompt)) for r in decoded.requests))
+
+
+def judge(
+    module: MtpModule,
+    texts: Texts,
+    anchors: Anchors,
+    states: Sequence[torch.Tensor],
+    following: torch.Tensor | None = None,
+) -> Drafts:
+    """Best tokens and log-probabilities of MTP outputs, by depth. following [T]: what ought to come
+    after each row, the texts' own next token by default."""
+    following = texts.tokens.roll(-1) if following is None else following
+    best, hits, rooms, scores = [], [], [], []
+    for depth, x in enumerate(states, start=1):
+        room = texts.room(anchors, depth)
+        wanted = following[(anchors.rows + depth).clamp(max=len(following) - 1)]
+        found, score = best_and_score(module, module.head.normed(x), wanted)
+        best.append(found)
+        hits.append((found == wanted) & room)
+        rooms.append(room)
+        scores.append(score)
+    return Drafts(tuple(best), tuple(hits), tuple(rooms), tuple(scores))
+
+
+def best_and_score(
+    module: MtpModule, normed: torch.Tensor, wanted: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The best token of each row, and the log-probability of the wanted one [A]."""
+    best, scores = [torch.zeros(0, dtype=torch.long)], [torch.zeros(0)]
+    for rows, logits in logits_by_chunk(module.head, normed):
+        own = wanted[rows].to(logits.device)[:, None]
+        best.append(logits.argmax(dim=-1).cpu())
+        scores.append(logits.log_softmax(dim=-1).gather(1, own)[:, 0].cpu())
+    return torch.cat(best), torch.cat(scores)

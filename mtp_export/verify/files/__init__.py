@@ -1,0 +1,1 @@
+"""Level files: manifest, checksums, and configs against the tensors."""

@@ -1,0 +1,184 @@
+"""Files and tensors against the manifest: everything that it lists is there with the same bytes,
+and nothing else that an engine would load."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import xxhash
+
+from mtp_export.bundle.journal import JOURNAL_NAME
+from mtp_export.checkpoint.header import ShardHeader, TensorInfo
+from mtp_export.checkpoint.reader import Checkpoint
+from mtp_export.checkpoint.tensor_reader import TensorReader, aligned_buffer
+from mtp_export.progress import ProgressCallback, format_bytes
+from mtp_export.verify.check import Item, Problem, Status, verdict
+from mtp_export.verify.evidence.parallel import in_threads
+
+if TYPE_CHECKING:
+    from mtp_export.verify.context import BundlePart, Context
+
+_BUFFER_BYTES = 1 << 20
+_CHANGED = " has other bytes than the export wrote: damaged or replaced since, copy it again"
+# What engines pick up from a folder by its ending; anything else does no harm there.
+_READ_BY_ENGINES = (
+    *(".safetensors", ".bin", ".pt", ".pth", ".gguf", ".json", ".py"),
+    *(".model", ".tiktoken", ".jinja"),
+)
+
+
+@dataclass(frozen=True)
+class _Sum:
+    """A tensor to hash, and what the manifest says of it."""
+
+    tensor: TensorInfo
+    recorded: str
+
+
+def manifest_items(context: Context) -> Iterator[Item]:
+    """Each part against the manifest: its files, its shards, its tensors' checksums."""
+    if context.manifest is None:
+        yield Item(
+            "checksums", Status.NOT_TESTED, cause="there is no manifest to hold them against"
+        )
+        return
+    recorded = context.manifest.get("parts")
+    parts = recorded if isinstance(recorded, dict) else {}
+    for name in sorted({*parts, *(part.name for part in context.parts)}):
+        part, entry = context.part(name), parts.get(name)
+        if part is None or not isinstance(entry, dict):
+            where = "in the manifest but not in the bundle"
+            if part is not None:
+                where = "in the bundle but not in the manifest"
+            yield Item(f"{name}: part", Status.FAIL, subject=name, cause=f"the part is {where}")
+            continue
+        yield _small_files(part, entry)
+        yield _shards(part, entry)
+        if part.checkpoint is not None:
+            yield from _tensors(context, part.name, part.checkpoint, entry)
+    yield _unfinished(context.options.bundle)
+
+
+def _small_files(part: BundlePart, entry: Mapping[str, Any]) -> Item:
+    """Config, index and tokenizer, byte by byte: they are few and small."""
+    files: Mapping[str, Any] = entry.get("files") or {}
+    problems = []
+    for name, facts in files.items():
+        path = part.folder / name
+        if not path.is_file():
+            problems.append(Problem(str(path), f"{name} is missing"))
+        elif xxhash.xxh3_128(path.read_bytes()).hexdigest() != facts.get("xxh3_128"):
+            problems.append(Problem(str(path), f"{name} was changed after the export"))
+    return verdict(f"{part.name}: files", problems, f"{len(files)} files")
+
+
+def _shards(part: BundlePart, entry: Mapping[str, Any]) -> Item:
+    """Shards by name, size and, where they were linked, header; and strangers in the folder."""
+    shards: Mapping[str, Any] = entry.get("shards") or {}
+    headers = {} if part.checkpoint is None else {s.path.name: s for s in part.checkpoint.shards}
+    problems: list[Problem] = []
+    for name, facts in shards.items():
+        problems += [Problem(str(part.folder / name), words) for words in
+                     _shard_problems(part.folder / name, facts, headers.get(name))]  # fmt: skip
+    known = {*shards, *(entry.get("files") or {})}
+    for path in sorted(part.folder.iterdir()):
+        if path.name not in known and path.suffix in _READ_BY_ENGINES:
+            words = "is not in the manifest: a stale or foreign file that engines load"
+            problems.append(Problem(str(path), f"{path.name} {words}"))
+    return verdict(
+        f"{part.name}: shards", problems, f"{len(shards)} shard{'s' * (len(shards) != 1)}"
+    )
+
+
+def _shard_problems(
+    path: Path, facts: Mapping[str, Any], header: ShardHeader | None
+) -> Iterator[str]:
+    if not path.is_file():
+        yield f"{path.name} is missing"
+        return
+    found, wanted = path.stat().st_size, facts.get("size_bytes")
+    if found != wanted:
+        yield f"{path.name} has {found} bytes, not {wanted}: truncated or replaced"
+    if header is None:
+        return
+    if facts.get("header_sha256", header.header_sha256) != header.header_sha256:
+        yield f"{path.name} has another header than the shard it was linked from: swapped or edited"
+    tensors = facts.get("tensors")
+    if isinstance(tensors, dict):
+        names = {tensor.name for tensor in header.tensors}
+        for tensor in sorted(names.symmetric_difference(tensors)):
+            where = "only in the shard" if tensor in names else "only in the manifest"
+            yield f"tensor {tensor} of {path.name} is {where}"
+
+
+def _tensors(
+    context: Context, part: str, checkpoint: Checkpoint, entry: Mapping[str, Any]
+) -> Iterator[Item]:
+    sums, unread = _sums_of(checkpoint, entry)
+    name = f"{part}: checksums"
+    if not context.options.checksums:
+        yield Item(name, Status.NOT_TESTED, cause="--no-checksums leaves them out")
+    elif sums:
+        yield _hashed(context, name, sums)
+    if unread:
+        yield Item(
+            f"{part}: checksums of linked shards",
+            Status.NOT_TESTED,
+            figure=f"{len(unread)} shards, {format_bytes(sum(s.size_bytes for s in unread))}",
+            cause="they were linked, not read, so the manifest has their headers' hashes alone."
+            " --source compares their bytes, --checksums all records them at export",
+        )
+
+
+def _sums_of(
+    checkpoint: Checkpoint, entry: Mapping[str, Any]
+) -> tuple[list[_Sum], list[ShardHeader]]:
+    """Tensors whose checksums are recorded, in file order, and shards without any."""
+    sums: list[_Sum] = []
+    unread: list[ShardHeader] = []
+    for shard in checkpoint.shards:
+        facts = (entry.get("shards") or {}).get(shard.path.name, {})
+        tensors = facts.get("tensors")
+        if not isinstance(tensors, dict):
+            unread.append(shard)
+            continue
+        for tensor in shard.tensors:
+            recorded = tensors.get(tensor.name, {}).get("xxh3_128")
+            if isinstance(recorded, str):
+                sums.append(_Sum(tensor, recorded))
+    return sums, unread
+
+
+def _hashed(context: Context, name: str, sums: list[_Sum]) -> Item:
+    total_bytes = sum(each.tensor.size_bytes for each in sums)
+    with context.show_progress(name, total_bytes) as progress:
+        hashes = in_threads(
+            lambda each: _hash_of(each.tensor, progress), sums, context.options.workers
+        )
+        problems = [
+            Problem(each.tensor.name, f"{each.tensor.name} in {each.tensor.path.name}{_CHANGED}")
+            for each, digest in zip(sums, hashes, strict=True)
+            if digest != each.recorded
+        ]
+    return verdict(name, problems, f"{len(sums):,} tensors, {format_bytes(total_bytes)}")
+
+
+def _hash_of(tensor: TensorInfo, progress: ProgressCallback) -> str:
+    digest = xxhash.xxh3_128()
+    buffer = aligned_buffer(min(_BUFFER_BYTES, max(1, tensor.size_bytes)))
+    with TensorReader(tensor, once=True) as reader:
+        for piece in reader.chunks(buffer):
+            digest.update(piece)
+            progress(len(piece))
+    return str(digest.hexdigest())
+
+
+def _unfinished(bundle: Path) -> Item:
+    journal, problems = bundle / JOURNAL_NAME, []
+    if journal.exists():
+        words = f"{JOURNAL_NAME} is there: the export did not finish, or runs just now"
+        problems.append(Problem(str(journal), words))
+    return verdict("export finished", problems)

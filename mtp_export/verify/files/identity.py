@@ -1,0 +1,150 @@
+"""Whether main, draft and tokenizer are of one model: configs agree, token ids fit."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from fnmatch import fnmatch
+from typing import TYPE_CHECKING, Any
+
+from mtp_export.checkpoint.reader import read_json_object
+from mtp_export.errors import MtpExportError
+from mtp_export.verify.check import Item, Problem, Status, verdict
+from mtp_export.verify.context import MAIN
+from mtp_export.verify.files.layout import target_of
+
+if TYPE_CHECKING:
+    from mtp_export.verify.context import BundlePart, Context
+
+_TOKENIZER_JSON = "tokenizer.json"
+_TOKENIZER_FILES = (
+    *("tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab.*", "merges.txt"),
+    *("*.tiktoken", "*.model", "chat_template*", "generation_config.json"),
+)
+_VOCABULARIES = ("tokenizer.json", "*.model", "*.tiktoken", "vocab.json", "tekken.json")
+_LEAST_USED = 0.9  # share of the vocabulary that a model's own tokenizer gives out
+
+
+def identity_items(context: Context) -> Iterator[Item]:
+    """The two configs, and each part's tokenizer, against each other."""
+    if context.main is not None and context.mtp is not None:
+        yield _configs(context, context.main.config, context.mtp.config)
+    for part in context.parts:
+        if part.checkpoint is not None:
+            yield _yarn(part.name, part.checkpoint.config)
+        yield _tokenizer(part)
+    if len(context.parts) > 1:
+        yield _same_tokenizer(context.parts)
+
+
+def _configs(context: Context, main: Mapping[str, Any], mtp: Mapping[str, Any]) -> Item:
+    """The draft's config is the main one but for what its target changes."""
+    target = target_of(context)
+    wanted = target.mtp_config(main)
+    problems = []
+    for key in sorted({*wanted, *mtp} - {"quantization_config"}):
+        if wanted.get(key) != mtp.get(key):
+            words = (
+                f"{key} is {mtp.get(key)!r} in mtp/config.json, where main/config.json makes it"
+                f" {wanted.get(key)!r}: the draft belongs to another model or target"
+            )
+            problems.append(Problem("mtp/config.json", words))
+    return verdict("draft and main of one model: configs", problems, f"{len(wanted)} fields")
+
+
+def _yarn(part: str, config: Mapping[str, Any]) -> Item:
+    """yarn's two factors go together in every released model: mscale over the rotary part, and
+    mscale_all_dim over all of an attention score, in place of it."""
+    scaling = config.get("rope_scaling") or config.get("rope_parameters") or {}
+    figure = f"mscale {scaling.get('mscale')}, mscale_all_dim {scaling.get('mscale_all_dim')}"
+    problems = []
+    if scaling.get("mscale") and not scaling.get("mscale_all_dim"):
+        words = (
+            f"{part}/config.json has yarn's mscale {scaling['mscale']} without mscale_all_dim:"
+            " yarn's attention scale was dropped, and attention is flatter than in training"
+        )
+        problems.append(Problem(f"{part}/config.json", words))
+    return verdict(f"{part}: yarn's attention scale", problems, figure)
+
+
+def _tokenizer(part: BundlePart) -> Item:
+    """The part has a tokenizer, and it gives out the model's token ids."""
+    name = f"{part.name}: tokenizer"
+    files = [path.name for path in part.folder.iterdir()]
+    if not any(fnmatch(file, pattern) for file in files for pattern in _VOCABULARIES):
+        words = f"no tokenizer: {part.name}/ has none of {', '.join(_VOCABULARIES)}"
+        return verdict(name, [Problem(str(part.folder), words)])
+    config = {} if part.checkpoint is None else part.checkpoint.config
+    vocab = config.get("vocab_size")
+    if _TOKENIZER_JSON not in files or type(vocab) is not int:
+        return Item(name, Status.NOT_TESTED, cause=f"it has no {_TOKENIZER_JSON} to look into")
+    path = part.folder / _TOKENIZER_JSON
+    try:
+        ids = _ids(read_json_object(path))
+    except MtpExportError as error:
+        return verdict(name, [Problem(str(path), str(error))])
+    top = max(ids.values(), default=-1) + 1
+    problems = []
+    if not vocab * _LEAST_USED <= top <= vocab:
+        words = f"{_TOKENIZER_JSON} has ids up to {top - 1}, the model {vocab}: another model's"
+        problems.append(Problem(str(path), words))
+    problems += [Problem(str(path), words) for words in _special_tokens(part, config, ids)]
+    return verdict(name, problems, f"{top:,} of {vocab:,} ids")
+
+
+def _ids(tokenizer: Mapping[str, Any]) -> dict[str, int]:
+    """Every token of a tokenizer.json with its id."""
+    model = tokenizer.get("model")
+    vocab = model.get("vocab") if isinstance(model, dict) else None
+    ids: dict[str, int] = {}
+    if isinstance(vocab, dict):
+        ids.update(vocab)
+    elif isinstance(vocab, list):
+        ids.update({str(entry[0]): number for number, entry in enumerate(vocab)})
+    for added in tokenizer.get("added_tokens") or []:
+        ids[added["content"]] = added["id"]
+    return ids
+
+
+def _special_tokens(
+    part: BundlePart, config: Mapping[str, Any], ids: Mapping[str, int]
+) -> Iterator[str]:
+    """Begin and end of text have the ids that the model was trained with."""
+    path = part.folder / "tokenizer_config.json"
+    if not path.is_file():
+        return
+    try:
+        settings = read_json_object(path)
+    except MtpExportError as error:
+        yield str(error)
+        return
+    for key in ("bos_token", "eos_token"):
+        token = settings.get(key)
+        token = token.get("content") if isinstance(token, dict) else token
+        wanted = config.get(f"{key}_id")
+        wanted = wanted if isinstance(wanted, list) else [wanted]
+        if isinstance(token, str) and wanted != [None] and ids.get(token) not in wanted:
+            found = f"{key} {token!r} has id {ids.get(token)}"
+            yield f"{found}, config.json says {wanted}: another model's tokenizer"
+
+
+def _same_tokenizer(parts: tuple[BundlePart, ...]) -> Item:
+    """Target and draft see the same ids: their tokenizer files are equal, byte by byte."""
+    contents = [
+        {
+            path.name: path.read_bytes()
+            for path in part.folder.iterdir()
+            if path.is_file() and any(fnmatch(path.name, p) for p in _TOKENIZER_FILES)
+        }
+        for part in parts
+    ]
+    first = next(iter(contents))
+    problems = []
+    for part, files in zip(parts, contents, strict=True):
+        for name in sorted(first.keys() ^ files.keys()):
+            words = f"{name} is in one of {MAIN}/ and {part.name}/ alone"
+            problems.append(Problem(name, words))
+        for name in sorted(first.keys() & files.keys()):
+            if first[name] != files[name]:
+                words = f"{name} differs between {MAIN}/ and {part.name}/"
+                problems.append(Problem(name, f"{words}: the draft would read other ids"))
+    return verdict("one tokenizer", problems, f"{len(first)} files")

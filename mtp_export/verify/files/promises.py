@@ -1,0 +1,213 @@
+"""config.json against the tensors: what it promises is there, in the precision that an engine will
+take it for, and nothing else."""
+
+from __future__ import annotations
+
+import json
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from mtp_export.checkpoint.header import TensorInfo
+from mtp_export.errors import MtpExportError
+from mtp_export.families.base import Discrepancy, compare
+from mtp_export.schemes.stored import Stored, StoredWeight, stored
+from mtp_export.verify.check import Item, Problem, Status, verdict
+from mtp_export.verify.context import MAIN, MTP
+from mtp_export.verify.files.layout import PartLayout, layout_of, target_of
+
+if TYPE_CHECKING:
+    from mtp_export.verify.context import Context
+
+_SGLANG_DRAFT = "model.decoder"
+
+
+def promise_items(context: Context) -> Iterator[Item]:
+    """Each part against its own config, and the draft as vLLM and SGLang will read it."""
+    yield _advertised(context)
+    for part in context.parts:
+        if part.checkpoint is None:
+            yield Item(f"{part.name}: tensors", Status.NOT_TESTED, cause="it cannot be opened")
+            continue
+        try:
+            layout = layout_of(context, part)
+        except MtpExportError as error:
+            subject = str(part.folder / "config.json")
+            yield Item(f"{part.name}: config", Status.FAIL, subject=subject, cause=str(error))
+            continue
+        yield from _part_items(layout)
+        if part.name == MTP and target_of(context).name == "hf":
+            yield from _draft_items(context, layout)
+
+
+def _advertised(context: Context) -> Item:
+    """The main config, which engines read, says how many MTP layers there are."""
+    name = "MTP layers advertised"
+    if context.main is None:
+        return Item(name, Status.NOT_TESTED, cause="main/ is not there or cannot be opened")
+    promised = context.main.config.get("num_nextn_predict_layers") or 0
+    has_part = context.part(MTP) is not None
+    problems = []
+    if promised and not has_part and context.recorded("part") != MAIN:
+        words = f"main/config.json advertises {promised} MTP layer, and the bundle has no mtp/"
+        problems.append(Problem("main/config.json", words))
+    if has_part and not promised:
+        words = (
+            "main/config.json has no num_nextn_predict_layers, though mtp/ is there: engines read"
+            " it there, and would serve without speculation"
+        )
+        problems.append(Problem("main/config.json", words))
+    return verdict(name, problems, str(promised))
+
+
+def _part_items(layout: PartLayout) -> Iterator[Item]:
+    """Which tensors there are; and per weight, whether its stored form is the promised one."""
+    tensors = layout.checkpoint.tensors
+    presence, precision = _sorted_out(tensors, layout.stored)
+    yield verdict(f"{layout.name}: tensors", presence, f"{len(tensors):,} tensors")
+    weights = f"{len(layout.stored.weights):,} weights"
+    yield verdict(f"{layout.name}: precision on disk", precision, weights)
+
+
+def _sorted_out(
+    tensors: Mapping[str, TensorInfo], promised: Stored
+) -> tuple[list[Problem], list[Problem]]:
+    """Problems of presence, one a tensor, and of precision, one a weight."""
+    presence: list[Problem] = []
+    modules = _by_module(tensors)
+    astray: dict[str, StoredWeight] = {}
+    for found in compare(tensors, promised.tensors.values()):
+        module = found.tensor.rpartition(".")[0]
+        weight = promised.weight_of.get(found.tensor) or _weight_of_module(promised, module)
+        if weight is not None and modules.get(module):
+            astray.setdefault(weight.weight.name, weight)
+        else:
+            presence.append(Problem(found.tensor, _presence_words(found)))
+    precision = [_precision(weight, modules) for weight in astray.values()]
+    return presence, precision
+
+
+def _weight_of_module(promised: Stored, module: str) -> StoredWeight | None:
+    """The weight of which a module's tensors are another form than promised."""
+    for suffix in ("weight", "weight_packed"):
+        if (weight := promised.weight_of.get(f"{module}.{suffix}")) is not None:
+            return weight
+    return None
+
+
+def _presence_words(found: Discrepancy) -> str:
+    if found.found == "no such tensor":
+        return f"{found.tensor} is missing ({found.expected})"
+    return f"{found.tensor} is {found.problem} (found {found.found})"
+
+
+def _by_module(tensors: Mapping[str, TensorInfo]) -> dict[str, dict[str, TensorInfo]]:
+    """Tensors by module, then by the last component of their names."""
+    modules: dict[str, dict[str, TensorInfo]] = defaultdict(dict)
+    for name, tensor in tensors.items():
+        module, _, last = name.rpartition(".")
+        modules[module][last] = tensor
+    return modules
+
+
+def _precision(weight: StoredWeight, modules: Mapping[str, Mapping[str, TensorInfo]]) -> Problem:
+    """What a weight is stored as, against what quantization_config makes an engine expect."""
+    name = weight.tensors[0].name
+    module = name.rpartition(".")[0]
+    stored_as = modules.get(module, {})
+    wanted = {tensor.name.rpartition(".")[2]: tensor for tensor in weight.tensors}
+    first, *scales = weight.tensors
+    if first.name.rpartition(".")[2] not in stored_as and stored_as.keys() <= wanted.keys():
+        words = f"{module} has {_shown(stored_as.values())} without its weight {first.name}"
+    elif stored_as.keys() < wanted.keys() and _agree(stored_as, wanted):
+        missing = ", ".join(t.name for t in scales if t.name.rpartition(".")[2] not in stored_as)
+        words = f"{missing} is missing, though its weight is there"
+    elif stored_as.keys() > wanted.keys() and _agree({k: stored_as[k] for k in wanted}, wanted):
+        stray = [tensor for key, tensor in stored_as.items() if key not in wanted]
+        words = (
+            f"{module} has {_shown(stray)} beside its weight, which is not a tensor of this model"
+            " by its config.json: engines fail on it, or take the weight for quantized"
+        )
+    elif stored_as.keys() == wanted.keys():
+        words = f"{module} holds {_shown(stored_as.values())}, expected {_promised(weight)}"
+    else:
+        words = (
+            f"{module} is stored as {_shown(stored_as.values())}, and by quantization_config an"
+            f" engine expects {weight.storage}: {_promised(weight)}"
+        )
+    return Problem(name, words)
+
+
+def _agree(found: Mapping[str, TensorInfo], wanted: Mapping[str, Any]) -> bool:
+    return all(
+        tensor.dtype in wanted[key].dtypes and tensor.shape == wanted[key].shape
+        for key, tensor in found.items()
+    )
+
+
+def _shown(tensors: Iterable[TensorInfo]) -> str:
+    return ", ".join(
+        f"{tensor.name.rpartition('.')[2]} {tensor.dtype} {list(tensor.shape)}"
+        for tensor in tensors
+    )
+
+
+def _promised(weight: StoredWeight) -> str:
+    return ", ".join(
+        f"{t.name.rpartition('.')[2]} {' or '.join(t.dtypes)} {list(t.shape)}"
+        for t in weight.tensors
+    )
+
+
+def _draft_items(context: Context, layout: PartLayout) -> Iterator[Item]:
+    """The draft as vLLM reads it, by the main config, and as SGLang does, under its own names."""
+    engines = _readers(context)
+    if "vLLM" in engines:
+        name = "mtp: precision as vLLM reads it"
+        if context.main is None:
+            yield Item(name, Status.NOT_TESTED, cause="main/ is not there or cannot be opened")
+        else:
+            config = context.main.config.get("quantization_config")
+            why = "vLLM builds the draft with the quantization_config of main/config.json"
+            yield _as_read(name, layout, config, why)
+    if "SGLang" in engines:
+        config = layout.checkpoint.config.get("quantization_config")
+        why = f"SGLang knows the draft's layer as {_SGLANG_DRAFT} and rewrites patterns literally"
+        yield _as_read("mtp: precision as SGLang reads it", layout, config, why, rewritten=True)
+
+
+def _readers(context: Context) -> tuple[str, ...]:
+    """Engines that a layout in the released names is for."""
+    if context.recorded("reader") == "sglang" or context.recorded("format") == "w4afp8":
+        return ("SGLang",)
+    if context.recorded("base_quant") == "a8w8_fp8_wint4":
+        return ("vLLM",)
+    return ("vLLM", "SGLang")
+
+
+def _as_read(
+    name: str, layout: PartLayout, config: Any, why: str, *, rewritten: bool = False
+) -> Item:
+    specs = [one.weight for one in layout.stored.weights.values()]
+    tensors: Mapping[str, TensorInfo] = layout.checkpoint.tensors
+    rename: Callable[[str], str] = str
+    if rewritten:
+        rename = partial(_as_sglang, sorted({f"model.layers.{spec.mtp_layer}" for spec in specs}))
+        config = json.loads(rename(json.dumps(config)))
+        tensors = {rename(key): tensor for key, tensor in tensors.items()}
+    try:
+        read = stored(specs, config, rename)
+    except MtpExportError as error:
+        return Item(name, Status.FAIL, subject="config.json", cause=f"{why}: {error}")
+    presence, precision = _sorted_out(tensors, read)
+    problems = [
+        Problem(problem.subject, f"{why}: {problem.words}") for problem in presence + precision
+    ]
+    return verdict(name, problems, f"{len(specs):,} weights")
+
+
+def _as_sglang(layers: Sequence[str], text: str) -> str:
+    for layer in layers:
+        text = text.replace(layer, _SGLANG_DRAFT)
+    return text

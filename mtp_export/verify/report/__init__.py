@@ -1,0 +1,1 @@
+"""A finished verification as table, JSON, JUnit and HTML."""

@@ -1,0 +1,133 @@
+"""A finished verification: what was verified, on what, every check's items, and the verdict.
+
+The JSON that it becomes is described in docs/verify.md.
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from mtp_export import __version__
+from mtp_export.errors import VerificationError
+from mtp_export.verify.check import CheckResult, Item, Status
+from mtp_export.verify.context import Context, VerifyOptions
+
+FORMAT, FORMAT_VERSION = "mtp-export verification", 1
+_NAMED_FAILURES = 3
+
+
+@dataclass(frozen=True)
+class Report:
+    """The results of every check, in order; facts are what the bundle's manifest says of itself."""
+
+    options: VerifyOptions
+    facts: dict[str, Any]
+    results: tuple[CheckResult, ...]
+    seconds: float
+
+    @property
+    def status(self) -> Status:
+        """Fail if any item failed, pass if any passed."""
+        statuses = {result.status for result in self.results}
+        for status in (Status.FAIL, Status.PASS):
+            if status in statuses:
+                return status
+        return Status.NOT_TESTED
+
+    @property
+    def items(self) -> Iterator[tuple[CheckResult, Item]]:
+        return ((result, item) for result in self.results for item in result.items)
+
+    def count(self, status: Status) -> int:
+        return sum(item.status is status for _, item in self.items)
+
+    def raise_if_failed(self) -> None:
+        """VerificationError naming the failed items, if there are any."""
+        failed = [f"{result.name}: {_failure(item)}" for result, item in self.items
+                  if item.status is Status.FAIL]  # fmt: skip
+        if not failed:
+            return
+        named = "; ".join(failed[:_NAMED_FAILURES])
+        more = len(failed) - _NAMED_FAILURES
+        raise VerificationError(
+            f"Verification failed in {len(failed)} of {sum(1 for _ in self.items)} items",
+            where=self.options.bundle,
+            found=named + (f"; and {more} more" if more > 0 else ""),
+            todo="Do not ship this bundle; export it again from a checked source",
+        )
+
+    def as_json(self) -> dict[str, Any]:
+        return {
+            "format": FORMAT,
+            "format_version": FORMAT_VERSION,
+            "tool_version": __version__,
+            "status": self.status,
+            "counts": {status: self.count(status) for status in Status},
+            "seconds": round(self.seconds, 3),
+            "machine": _machine(),
+            "options": {
+                name: str(value) if hasattr(value, "__fspath__") else value
+                for name, value in asdict(self.options).items()
+            }
+            | {"level": self.options.level.name.lower()},
+            "bundle": self.facts,
+            "checks": [
+                {
+                    "name": result.name,
+                    "title": result.title,
+                    "status": result.status,
+                    "seconds": round(result.seconds, 3),
+                    "items": [asdict(item) for item in result.items],
+                }
+                for result in self.results
+            ],
+        }
+
+
+def report_of(context: Context, results: tuple[CheckResult, ...], seconds: float) -> Report:
+    """The report of checks that ran over a context."""
+    manifest = context.manifest or {}
+    shards = (manifest.get("source") or {}).get("shards") or {}
+    facts = {
+        "options": manifest.get("options") or {},
+        "source_bytes": sum(shard.get("size_bytes", 0) for shard in shards.values()),
+        "parts_bytes": {
+            part.name: sum(path.stat().st_size for path in part.folder.glob("*.safetensors"))
+            for part in context.parts
+        },
+    }
+    return Report(context.options, facts, results, seconds)
+
+
+def verdict_words(report: Report) -> str:
+    """The verdict in one line."""
+    counts = ", ".join(f"{report.count(status)} {status}" for status in Status)
+    verdict = {
+        Status.PASS: "Verified",
+        Status.FAIL: "NOT verified",
+        Status.NOT_TESTED: "Nothing was tested",
+    }[report.status]
+    return f"{verdict}: {counts}, in {report.seconds:.1f} s."
+
+
+def _failure(item: Item) -> str:
+    parts = [item.name]
+    if item.subject:
+        parts.append(f"({item.subject})")
+    if item.figure:
+        parts.append(item.figure + (f" against {item.bound}" if item.bound else ""))
+    text = " ".join(parts)
+    return f"{text}: {item.cause.rstrip('.')}" if item.cause else text
+
+
+def _machine() -> dict[str, Any]:
+    return {
+        "platform": platform.platform(),
+        "processor": platform.processor() or platform.machine(),
+        "cores": os.cpu_count(),
+        "python": platform.python_version(),
+    }

@@ -1,0 +1,60 @@
+"""The report as a table of at most 100 columns: failures first in words, then every item."""
+
+from __future__ import annotations
+
+from rich.console import Group, RenderableType
+from rich.constrain import Constrain
+from rich.table import Table
+from rich.text import Text
+
+from mtp_export.verify.check import WHOLE_CHECK, Item, Status
+from mtp_export.verify.report.report import Report, verdict_words
+
+_MOST_COLUMNS = 100
+_STYLES = {Status.PASS: "green", Status.FAIL: "bold red", Status.NOT_TESTED: "yellow"}
+
+
+def report_table(report: Report) -> RenderableType:
+    """Every item under its check, then the verdict."""
+    table = Table(expand=True, title=f"Verified {report.options.bundle}", title_justify="left")
+    table.add_column("check", ratio=14)
+    table.add_column("item", ratio=27)
+    table.add_column("result", ratio=12)
+    table.add_column("figure", ratio=22)
+    table.add_column("bound", ratio=19)
+    for result in report.results:
+        for number, item in enumerate(result.items):
+            name = result.name if number == 0 else ""
+            style = _STYLES[item.status]
+            table.add_row(
+                name,
+                Text(item.name),
+                Text(item.status, style),
+                Text(item.figure),
+                Text(item.bound),
+            )
+        table.add_section()
+    return Group(
+        Constrain(table, _MOST_COLUMNS),
+        *_remarks(report),
+        Text(verdict_words(report), _STYLES[report.status]),
+    )
+
+
+def _remarks(report: Report) -> list[Text]:
+    """Why items failed or were not tested, one paragraph each; equal reasons together."""
+    named: dict[tuple[str, Status], list[str]] = {}
+    for result, item in report.items:
+        words = " ".join(part for part in (_subject(item), item.cause) if part)
+        if item.status is Status.PASS or not words:
+            continue
+        name = result.name if item.name == WHOLE_CHECK else f"{result.name}, {item.name}"
+        named.setdefault((words, item.status), []).append(name)
+    return [
+        Text(f"{'; '.join(names)}: {words}", _STYLES[status])
+        for (words, status), names in named.items()
+    ]
+
+
+def _subject(item: Item) -> str:
+    return f"{item.subject}:" if item.subject and item.subject not in item.cause else ""

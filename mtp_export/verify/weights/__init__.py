@@ -1,0 +1,1 @@
+"""Level weights: every tensor by itself, and against the source."""

@@ -1,0 +1,280 @@
+"""Check 3: the weights are the source's: copied tensors bit for bit, converted ones within the
+noise that their scheme makes."""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from statistics import median
+from typing import TYPE_CHECKING, Any
+
+from mtp_export.bundle.tied_weights import PIECE_BYTES, first_difference
+from mtp_export.checkpoint.tensor_reader import aligned_buffer
+from mtp_export.progress import ProgressCallback, format_bytes
+from mtp_export.schemes.storage import Storage
+from mtp_export.schemes.stored import stored_model
+from mtp_export.schemes.transforms import one_torch_thread
+from mtp_export.verify import gates
+from mtp_export.verify.check import Item, Problem, Status, verdict
+from mtp_export.verify.context import MAIN
+from mtp_export.verify.diagnosis.weight_causes import Sources, explain
+from mtp_export.verify.evidence.parallel import in_threads
+from mtp_export.verify.files.layout import PartLayout, layouts, target_of
+from mtp_export.verify.weights.values import WeightOnDisk, weights_on_disk
+
+if TYPE_CHECKING:
+    from mtp_export.verify.context import Context
+
+_EXPLAINED = 3
+_WORST = 10
+
+
+@dataclass(frozen=True)
+class Compared:
+    """A weight beside its source's. sqnr_db: infinite where nothing was lost; None for a weight
+    that was copied, of which equal says whether its bytes are the source's."""
+
+    weight: WeightOnDisk
+    source: WeightOnDisk
+    equal: bool
+    sqnr_db: float | None = None
+    max_error: float = 0.0
+    error: str = ""
+
+    @property
+    def failed(self) -> bool:
+        if self.error:
+            return True
+        if self.sqnr_db is None:
+            return not self.equal
+        return self.sqnr_db < gates.SQNR_DB[self.weight.stored.storage]
+
+    @property
+    def layer(self) -> int | None:
+        parts = self.weight.stored.weight.name.split(".")
+        return int(parts[2]) if len(parts) > 2 and parts[2].isdigit() else None
+
+
+def run(context: Context) -> Iterator[Item]:
+    """Every weight against --source; without one, the figures that the export noted."""
+    if context.source is None:
+        yield from _noted(context)
+        return
+    yield _config(context, context.source.config)
+    stored = stored_model(context.source.config)
+    sources = {w.stored.weight.name: w for w in weights_on_disk(stored, context.source.tensors)}
+    for layout in layouts(context):
+        pairs, alone = _paired(layout, sources)
+        yield verdict(f"{layout.name}: weights that the source has", alone, f"{len(pairs):,}")
+        compared = _compare_all(context, layout.name, pairs)
+        yield from _part_items(layout.name, compared, Sources(sources, context.source.config))
+    yield _tokenizers(context)
+
+
+def _paired(
+    layout: PartLayout, sources: Mapping[str, WeightOnDisk]
+) -> tuple[list[tuple[WeightOnDisk, WeightOnDisk]], list[Problem]]:
+    """Each weight with the source's; the draft's embedding and head may be the main model's."""
+    shared = {".embed_tokens.weight": "model.embed_tokens.weight",
+              ".shared_head.head.weight": "lm_head.weight"}  # fmt: skip
+    pairs, alone = [], []
+    for weight in weights_on_disk(layout.stored, layout.checkpoint.tensors):
+        name = weight.stored.weight.name
+        source = sources.get(name)
+        if source is None:
+            main = next((to for end, to in shared.items() if name.endswith(end)), "")
+            source = sources.get(main)
+        if source is None or source.stored.weight.shape != weight.stored.weight.shape:
+            alone.append(Problem(name, f"{name} has no like in the source: another model's"))
+        else:
+            pairs.append((weight, source))
+    return pairs, alone
+
+
+def _compare_all(
+    context: Context, part: str, pairs: Sequence[tuple[WeightOnDisk, WeightOnDisk]]
+) -> list[Compared]:
+    total_bytes = sum(weight.size_bytes for weight, _ in pairs)
+    title = f"{part}: against the source"
+    with context.show_progress(title, total_bytes) as progress, one_torch_thread():
+        work = partial(_compare, progress)
+        return list(in_threads(work, pairs, context.options.workers))
+
+
+def _pass_by(piece: memoryview) -> None:
+    """Compared, and of no other use."""
+
+
+def _compare(progress: ProgressCallback, pair: tuple[WeightOnDisk, WeightOnDisk]) -> Compared:
+    weight, source = pair
+    if _is_copy(weight, source):
+        buffer = aligned_buffer(PIECE_BYTES)
+        equal = all(
+            first_difference(ours, theirs, _pass_by, buffer) is None
+            for ours, theirs in zip(weight.tensors, source.tensors, strict=True)
+        )
+        progress(weight.size_bytes)
+        return Compared(weight, source, equal)
+    try:
+        return _measured(weight, source, progress)
+    except ValueError as error:
+        return Compared(weight, source, False, error=str(error))
+
+
+def _is_copy(weight: WeightOnDisk, source: WeightOnDisk) -> bool:
+    """Stored the same way; a square matrix that lies turned has the shape and not the bytes."""
+    ours, theirs = (
+        (w.stored.storage, w.stored.transposed, [(t.dtype, t.shape) for t in w.tensors])
+        for w in (weight, source)
+    )
+    return ours == theirs
+
+
+def _measured(weight: WeightOnDisk, source: WeightOnDisk, progress: ProgressCallback) -> Compared:
+    """Signal over error, both dequantized in fp32 and added up in float64."""
+    signal = noise = worst = 0.0
+    for start, stop in weight.pieces():
+        ours = weight.raw(start, stop).values().double()
+        theirs = source.raw(start, stop).values().double()
+        error = ours - theirs
+        signal += float(theirs.square().sum())
+        noise += float(error.square().sum())
+        worst = max(worst, float(error.abs().max()))
+        progress(weight.size_bytes * (stop - start) // weight.rows)
+    sqnr = math.inf if noise == 0 else -math.inf
+    if noise and signal:
+        sqnr = 10 * math.log10(signal / noise)
+    return Compared(weight, source, noise == 0, sqnr, worst)
+
+
+def _part_items(part: str, compared: Sequence[Compared], sources: Sources) -> Iterator[Item]:
+    copied = [one for one in compared if one.sqnr_db is None and not one.error]
+    if copied:
+        size = format_bytes(sum(one.weight.size_bytes for one in copied))
+        wrong = [one for one in copied if one.failed]
+        yield verdict(
+            f"{part}: copied weights", _problems(wrong, sources), f"{len(copied):,}, {size}",
+            "bit for bit",
+        )  # fmt: skip
+    groups: dict[tuple[Storage, str], list[Compared]] = defaultdict(list)
+    for one in compared:
+        if one.sqnr_db is not None or one.error:
+            key = one.weight.stored.storage, str(one.weight.stored.weight.role)
+            groups[key].append(one)
+    for (storage, role), group in groups.items():
+        yield _group_item(f"{part}: {role} as {storage}", storage, group, sources)
+
+
+def _group_item(name: str, storage: Storage, group: Sequence[Compared], sources: Sources) -> Item:
+    """SQNR of the weights with one role and form; the worst ten are in the data."""
+    ordered = sorted(group, key=lambda one: -math.inf if one.sqnr_db is None else one.sqnr_db)
+    levels = [one.sqnr_db for one in ordered if one.sqnr_db is not None]
+    wrong = [one for one in ordered if one.failed]
+    bound = f"≥ {gates.SQNR_DB[storage]:.0f} dB"
+    figure = f"{len(group):,}: exact"
+    if levels and levels[0] < math.inf:
+        figure = f"{len(group):,}: min {_db(levels[0])}, median {_db(median(levels))}"
+    item = verdict(name, _problems(wrong, sources), figure, bound)
+    if not wrong:
+        item = Item(name, item.status, figure, bound, ordered[0].weight.name)
+    return Item(
+        item.name, item.status, item.figure, bound, item.subject, item.cause,
+        {**item.data, **_data(storage, ordered)},
+    )  # fmt: skip
+
+
+def _data(storage: Storage, ordered: Sequence[Compared]) -> dict[str, Any]:
+    by_layer: dict[int, list[float]] = defaultdict(list)
+    for one in ordered:
+        if one.sqnr_db is not None and math.isfinite(one.sqnr_db) and one.layer is not None:
+            by_layer[one.layer].append(one.sqnr_db)
+    return {
+        "storage": str(storage),
+        "role": str(ordered[0].weight.stored.weight.role),
+        "max_error": max(one.max_error for one in ordered),
+        "sqnr_db_by_layer": [
+            {"layer": layer, "min": round(min(values), 2), "median": round(median(values), 2)}
+            for layer, values in sorted(by_layer.items())
+        ],
+        "worst": [
+            {"tensor": one.weight.name, "sqnr_db": _finite(one.sqnr_db), "max_error": one.max_error}
+            for one in ordered[:_WORST]
+        ],
+    }
+
+
+def _finite(sqnr_db: float | None) -> float | None:
+    return round(sqnr_db, 2) if sqnr_db is not None and math.isfinite(sqnr_db) else None
+
+
+def _db(value: float) -> str:
+    return "exact" if value == math.inf else f"{value:.1f} dB"
+
+
+def _problems(wrong: Sequence[Compared], sources: Sources) -> list[Problem]:
+    """The cause of the first few in words; of the others that they are wrong too."""
+    problems = []
+    for number, one in enumerate(wrong):
+        words = f"{one.weight.name} is not the source's"
+        if one.sqnr_db is not None:
+            words += f" ({_db(one.sqnr_db)})"
+        if number < _EXPLAINED:
+            words += f": {one.error or explain(one.weight, one.source, sources)}"
+        problems.append(Problem(one.weight.name, words))
+    return problems
+
+
+def _config(context: Context, source: Mapping[str, Any]) -> Item:
+    """config.json says what the source's does, but for how weights are stored."""
+    problems: list[Problem] = []
+    count = 0
+    for part in context.parts:
+        found = {} if part.checkpoint is None else part.checkpoint.config
+        wanted = source if part.name == MAIN else target_of(context).mtp_config(source)
+        keys = sorted({*wanted, *found} - {"quantization_config"}) if found else []
+        count += len(keys)
+        for key in keys:
+            if found.get(key) != wanted.get(key):
+                words = f"{key} is {found.get(key)!r} in {part.name}/config.json, "
+                words += f"{wanted.get(key)!r} by the source"
+                problems.append(Problem(f"{part.name}/config.json", words + _dropped(key)))
+    return verdict("config is the source's", problems, f"{count} values", "all but storage")
+
+
+def _dropped(key: str) -> str:
+    return ": yarn's scale was dropped or changed" if key == "rope_scaling" else ""
+
+
+def _tokenizers(context: Context) -> Item:
+    """Tokenizer files are the source's own."""
+    assert context.source is not None
+    folder, problems, count = context.source.files_folder, [], 0
+    for part in context.parts:
+        for path in sorted(part.folder.glob("tokenizer*")):
+            count += 1
+            original = folder / path.name
+            if not original.is_file() or original.read_bytes() != path.read_bytes():
+                words = f"{part.name}/{path.name} is not the source's: another model's tokenizer"
+                problems.append(Problem(str(path), words))
+    return verdict("tokenizer is the source's", problems, f"{count} files", "byte for byte")
+
+
+def _noted(context: Context) -> Iterator[Item]:
+    """What the export itself noted of the tensors that it converted."""
+    why = "without --source nothing is compared"
+    noted: dict[tuple[str, str], list[float]] = defaultdict(list)
+    parts: Mapping[str, Any] = (context.manifest or {}).get("parts") or {}
+    for part, entry in parts.items():
+        for shard in (entry.get("shards") or {}).values():
+            for facts in (shard.get("tensors") or {}).values():
+                if isinstance(facts.get("sqnr_db"), int | float):
+                    noted[part, facts["operation"]].append(facts["sqnr_db"])
+    if not noted:
+        yield Item("weights against the source", Status.NOT_TESTED, cause=why)
+    for (part, operation), levels in noted.items():
+        figure = f"{len(levels):,}: min {min(levels):.1f} dB, median {median(levels):.1f} dB"
+        name = f"{part}: {operation}, as the export noted it"
+        yield Item(name, Status.NOT_TESTED, figure, cause=why)

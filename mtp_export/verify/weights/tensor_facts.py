@@ -1,0 +1,115 @@
+"""One pass over a weight: what its numbers and codes look like, whatever they should be."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import xxhash
+
+from mtp_export.progress import ProgressCallback
+from mtp_export.schemes.storage import BLOCK, Storage
+from mtp_export.verify.weights.values import Raw, WeightOnDisk
+
+if TYPE_CHECKING:
+    import torch
+
+_E4M3_MAX = 448.0
+
+
+@dataclass(frozen=True)
+class TensorFacts:
+    """error: why the values cannot be made out (a NaN code, a negative scale), else "".
+
+    digest is of the stored codes. outer_share: of codes in the outer halves of their range, None
+    for other than integer codes. fp8 blocks that hold anything: how many, how many reach the
+    largest code, and whether every scale is a power of two.
+    """
+
+    weight: WeightOnDisk
+    error: str = ""
+    digest: str = ""
+    constant: bool = False
+    rms: float = 0.0
+    outer_share: float | None = None
+    blocks: int = 0
+    full_blocks: int = 0
+    power_of_two_scales: bool = False
+
+
+def facts_of(weight: WeightOnDisk, progress: ProgressCallback) -> TensorFacts:
+    """Reads the weight once, piece by piece."""
+    import torch
+
+    digest, squares, elements = xxhash.xxh3_128(), 0.0, 0
+    low, high = math.inf, -math.inf
+    outer = blocks = full = 0
+    powers = True
+    for start, stop in weight.pieces():
+        raw = weight.raw(start, stop)
+        digest.update(_bytes(raw.codes))
+        try:
+            values = raw.values()
+        except ValueError as error:
+            return TensorFacts(weight, f"rows {start} to {stop - 1}: {error}")
+        if not torch.isfinite(values).all():
+            wrong = int((~torch.isfinite(values)).sum())
+            return TensorFacts(weight, f"{wrong} NaN or infinite values from row {start} on")
+        squares += float(values.double().square().sum())
+        elements += values.numel()
+        low, high = min(low, float(values.min())), max(high, float(values.max()))
+        outer += _outer_codes(raw)
+        if raw.storage is Storage.FP8_BLOCK and raw.scale is not None:
+            some, those = _blocks(raw.codes)
+            blocks, full = blocks + some, full + those
+            powers = powers and bool((torch.frexp(raw.scale.float())[0] == 0.5).all())
+        progress(sum(t.size_bytes for t in weight.tensors) * (stop - start) // weight.rows)
+    integer = weight.stored.storage not in (Storage.BF16, Storage.FP8_BLOCK)
+    return TensorFacts(
+        weight,
+        "",
+        str(digest.hexdigest()),
+        low == high and elements > 1,
+        math.sqrt(squares / max(1, elements)),
+        outer / max(1, elements) if integer else None,
+        blocks,
+        full,
+        powers and blocks > 0,
+    )
+
+
+def _bytes(tensor: torch.Tensor) -> Any:
+    import torch
+
+    return tensor.contiguous().reshape(-1).view(torch.uint8).numpy()
+
+
+def _outer_codes(raw: Raw) -> int:
+    """Integer codes in the lower or upper quarter of their range."""
+    import torch
+
+    if raw.storage is Storage.INT8_CHANNEL:
+        codes = raw.codes.contiguous().view(torch.uint8).to(torch.int16) - 128
+        return int((codes.abs() >= 64).sum())
+    if raw.storage not in (Storage.INT4_GROUP, Storage.W4AFP8):
+        return 0
+    packed = raw.codes.contiguous().view(torch.uint8)
+    total = 0
+    for nibbles in (packed & 0xF, packed >> 4):
+        if raw.storage is Storage.W4AFP8:
+            nibbles = nibbles ^ 8
+        total += int(((nibbles < 4) | (nibbles > 12)).sum())
+    return total
+
+
+def _blocks(codes: torch.Tensor) -> tuple[int, int]:
+    """Blocks of 128 by 128 that hold anything but zero, and those that reach the largest code."""
+    import torch
+    import torch.nn.functional as F
+
+    rows, columns = codes.shape
+    values = codes.to(torch.float32).abs()
+    padded = F.pad(values, (0, -columns % BLOCK, 0, -rows % BLOCK))
+    tops = padded.view(-(-rows // BLOCK), BLOCK, -1, BLOCK).amax((1, 3))
+    return int((tops > 0).sum()), int((tops == _E4M3_MAX).sum())

@@ -1,0 +1,1 @@
+"""Weights of a checkpoint or bundle, as the runtime holds them."""

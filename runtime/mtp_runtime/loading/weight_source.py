@@ -1,0 +1,211 @@
+"""From checkpoint folders to weights, one tensor at a time, and a ledger of what became of each."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+
+from mtp_export.checkpoint.bundle_folder import bundle_target, open_parts
+from mtp_export.checkpoint.reader import CONFIG_NAME, Checkpoint
+from mtp_export.errors import InvalidInputError, UnsupportedError
+from mtp_export.families.base import TensorSpec, compare
+from mtp_export.schemes.stored import Stored, StoredWeight, model_family, stored_draft, stored_model
+from mtp_export.targets import target_of
+from mtp_runtime.layers.linear import Linear, Weight
+from mtp_runtime.loading.stored_weights import assembled
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Ledger:
+    """What became of every tensor, by the name it has (or would have) in the released layout.
+
+    loaded: read into the model. skipped: stored but not needed for this run. tied: equal to
+    another tensor, which is used in its place. Every stored tensor is in one of the three;
+    expected is what config.json promises.
+    """
+
+    expected: frozenset[str]
+    loaded: frozenset[str]
+    skipped: frozenset[str]
+    tied: frozenset[str]
+
+
+@dataclass(frozen=True)
+class _Part:
+    """A folder, and what its config.json promises of it."""
+
+    checkpoint: Checkpoint
+    stored: Stored
+
+    def check(self) -> None:
+        """Refuse a folder that differs from its promise (InvalidInputError)."""
+        problems = compare(self.checkpoint.tensors, self.stored.tensors.values())
+        if problems:
+            problems[0].raise_as_error(self.checkpoint.folder, len(problems) - 1)
+
+    def has(self, one: StoredWeight) -> bool:
+        return one.tensors[0].name in self.checkpoint.tensors
+
+
+@dataclass
+class WeightSource:
+    """Tensors of the model by released name, in whatever form they are stored, and the notes for
+    the ledger; the state of one loading."""
+
+    owners: Mapping[str, _Part]
+    dtype: torch.dtype
+    device: torch.device
+    keep_dense: bool
+    loaded: set[str] = field(default_factory=set)
+    tied: set[str] = field(default_factory=set)
+
+    @property
+    def has_mtp(self) -> bool:
+        return any(self._spec(name).mtp_layer is not None for name in self._present)
+
+    def raw(self, name: str) -> torch.Tensor:
+        """One tensor that is not quantized, in its stored dtype, on the device (InvalidInputError
+        where there is none)."""
+        self._note(name)
+        return self._plain(name).to(self.device)
+
+    def tensor(self, name: str) -> torch.Tensor:
+        """One tensor in the dtype of the run."""
+        return self.raw(name).to(self.dtype)
+
+    def weight(self, module: str) -> Weight:
+        """A linear's weight in the format it is stored in."""
+        name = f"{module}.weight"
+        self._note(name)
+        part = self.owners[name]
+        one = part.stored.weights[name]
+        tensors = [part.checkpoint.tensor(tensor.name).to(self.device) for tensor in one.tensors]
+        return assembled(one, tensors)
+
+    def linear(self, module: str) -> Linear:
+        return Linear.build(self.weight(module), self.dtype, self.keep_dense)
+
+    def dense_matrix(self, module: str) -> torch.Tensor:
+        """A linear's weight [out, in], dequantized."""
+        return self.weight(module).dense(self.dtype)
+
+    def tied_or_own(self, own: str, main: str, loaded: torch.Tensor) -> torch.Tensor:
+        """A copy of a main tensor: the loaded original when they are equal, else the copy."""
+        if not self._has(own):
+            return loaded
+        if torch.equal(self._plain(own), self._plain(main)):
+            self.tied.add(own)
+            return loaded
+        logger.warning("%s differs from %s: the MTP module uses its own", own, main)
+        return self.tensor(own)
+
+    def ledger(self) -> Ledger:
+        """Close the books (InvalidInputError for a tensor that nothing explains)."""
+        known = self.loaded | self.tied
+        skipped = set(self._present) - known
+        mtp_in_use = any(self._spec(name).mtp_layer is not None for name in known)
+        unexplained = sorted(
+            name for name in skipped if mtp_in_use or self._spec(name).mtp_layer is None
+        )
+        if unexplained:
+            raise InvalidInputError(
+                f"Tensor {unexplained[0]} was loaded by nothing ({len(unexplained)} like it)",
+                expected="every tensor of the model in use",
+            )
+        return Ledger(*map(self._released_names, (self.owners, self.loaded, skipped, self.tied)))
+
+    @property
+    def _present(self) -> list[str]:
+        return [name for name in self.owners if self._has(name)]
+
+    def _has(self, name: str) -> bool:
+        part = self.owners.get(name)
+        return part is not None and part.has(part.stored.weights[name])
+
+    def _note(self, name: str) -> None:
+        if not self._has(name):
+            raise InvalidInputError(
+                f"Tensor {name} is missing", todo="Get the checkpoint again, or correct config.json"
+            )
+        self.loaded.add(name)
+
+    def _spec(self, name: str) -> TensorSpec:
+        return self.owners[name].stored.weights[name].weight
+
+    def _plain(self, name: str) -> torch.Tensor:
+        part = self.owners[name]
+        one = part.stored.weights[name]
+        if len(one.tensors) > 1:
+            raise UnsupportedError(
+                "The runtime reads embeddings and an MTP head of its own unquantized",
+                expected=f"{name} in the ignore list of quantization_config",
+                found=f"{name} as {one.storage}",
+            )
+        tensor = part.checkpoint.tensor(one.tensors[0].name)
+        return tensor.t() if one.transposed else tensor
+
+    def _released_names(self, names: Iterable[str]) -> frozenset[str]:
+        return frozenset(
+            released
+            for name in names
+            for released in self.owners[name].stored.weights[name].released_names
+        )
+
+
+def open_source(
+    folder: Path, dtype: torch.dtype, device: torch.device, keep_dense: bool
+) -> tuple[WeightSource, Checkpoint]:
+    """Open a bundle (main and mtp side by side) or a single checkpoint folder, and compare it.
+
+    Returns the weights and the checkpoint of the main part. The MTP folder may be in any target's
+    layout. Raises InvalidInputError for a tensor that is missing, of the wrong shape or dtype, or
+    not promised by config.json, UnsupportedError for a quantization that is not known. A checkpoint
+    without any tensor of the MTP layer is taken as the main part alone.
+    """
+    if (folder / CONFIG_NAME).exists():
+        parts = [_whole(Checkpoint.open(folder))]
+    else:
+        opened = open_parts(folder)
+        parts = [_Part(opened.main, stored_model(opened.main.config).main)]
+        if opened.mtp is not None:
+            parts.append(_draft(opened.mtp, opened.main, bundle_target(folder)))
+    for part in parts:
+        part.check()
+    owners = {name: part for part in parts for name in part.stored.weights}
+    return WeightSource(owners, dtype, device, keep_dense), parts[0].checkpoint
+
+
+def _whole(checkpoint: Checkpoint) -> _Part:
+    """A single folder: main alone, or main and MTP."""
+    stored = stored_model(checkpoint.config)
+    if checkpoint.tensors.keys() & stored.mtp.tensors.keys():
+        return _Part(checkpoint, stored)
+    return _Part(checkpoint, stored.main)
+
+
+def _draft(mtp: Checkpoint, main: Checkpoint, target: str) -> _Part:
+    """The MTP folder of a bundle, which must hold the main model's MTP layers."""
+    specs = model_family(main.config).expected.values()
+    layers = {spec.name: spec.shape for spec in specs if spec.mtp_layer is not None}
+    stored = stored_draft(mtp.config, target_of(target), main.config["num_hidden_layers"])
+    own = {name: one.weight.shape for name, one in stored.weights.items()}
+    unlike = [name for name in {**layers, **own} if layers.get(name) != own.get(name)]
+    if unlike:
+        raise InvalidInputError(
+            "The MTP folder's config describes other MTP layers than the main model's",
+            where=mtp.folder / CONFIG_NAME,
+            expected=f"{unlike[0]} {_shape(layers.get(unlike[0]))}",
+            found=_shape(own.get(unlike[0])),
+            todo="Export both parts from one checkpoint",
+        )
+    return _Part(mtp, stored)
+
+
+def _shape(shape: tuple[int, ...] | None) -> str:
+    return "no such tensor" if shape is None else str(list(shape))

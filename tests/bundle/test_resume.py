@@ -1,0 +1,335 @@
+"""A run that is cut short at any moment goes on when the same command runs again, and ends with
+the same bytes as one that was never interrupted."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+
+import pytest
+import xxhash
+from safetensors import safe_open
+
+from cases import (
+    TINY_CONFIG,
+    export,
+    looks_finished,
+    make_checkpoint,
+    read_json,
+    run_in_a_fork,
+    tree,
+)
+from mtp_export.bundle.journal import Journal
+from mtp_export.checkpoint import writer
+from mtp_export.checkpoint.direct import PAGE_BYTES
+
+# Many small files, so that there is much to interrupt; --link copy has the main part written too.
+OPTIONS = ("--max-shard-size", "60kB", "--link", "copy", "--workers", "2", "--quiet")
+FEWER = ("--max-shard-size", "300kB", "--link", "hardlink", "--workers", "2", "--quiet")
+MANIFEST, JOURNAL = "mtp_export.json", ".mtp_export.journal"
+
+
+@pytest.fixture(scope="module")
+def whole(pristine: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, bytes]:
+    """The bundle of an uninterrupted run."""
+    output = tmp_path_factory.mktemp("whole") / "output"
+    assert export(pristine, output, *OPTIONS).code == 0
+    return tree(output)
+
+
+@pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
+def test_death_at_every_disk_call(
+    pristine: Path,
+    tmp_path: Path,
+    whole: dict[str, bytes],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    # Of these small tensors too, some are written directly and in several parts.
+    monkeypatch.setattr(writer, "DIRECT_LEAST_BYTES", 2 * PAGE_BYTES)
+    monkeypatch.setattr(writer, "GATHERED_BYTES", 2 * PAGE_BYTES)
+    died = resumed = 0
+    for call_number in range(1, 2000, 7):
+        output = tmp_path / f"died-at-{call_number}"
+        if run_in_a_fork(partial(export, pristine, output, *OPTIONS), call_number) == 0:
+            break
+        died += 1
+        if not looks_finished(output):
+            outcome = export(pristine, output, *OPTIONS)
+            assert outcome.code == 0, (call_number, outcome.err)
+            resumed += 1
+        assert tree(output) == whole, call_number
+    else:
+        pytest.fail("the run never got through")
+    assert died > 50
+    assert resumed > 50
+
+
+@pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
+@pytest.mark.parametrize("before", ["empty folder", "another bundle", "unfinished run"])
+def test_death_with_links_and_something_there_before(
+    before: str, pristine: Path, tmp_path: Path
+) -> None:
+    """At disk call after disk call, with an output that existed: the rerun needs no other option,
+    keeps the source whole, and leaves nothing of what was there."""
+    assert export(pristine, tmp_path / "whole", *FEWER).code == 0
+    whole, original = tree(tmp_path / "whole"), tree(pristine)
+    options = (*FEWER, "--overwrite") if before == "another bundle" else FEWER
+    if before == "unfinished run":
+        options = (*FEWER, "--no-resume")
+    for call_number in range(1, 2000, 1 if before == "empty folder" else 3):
+        output = tmp_path / f"died-at-{call_number}"
+        output.mkdir()
+        if before == "another bundle":
+            assert export(pristine, output, *FEWER, "--target", "lightllm").code == 0
+        if before == "unfinished run":
+            begun = partial(export, pristine, output, *FEWER, "--target", "lightllm")
+            assert run_in_a_fork(begun, 50) == 9
+        if run_in_a_fork(partial(export, pristine, output, *options), call_number) == 0:
+            break
+        if not looks_finished(output) or tree(output) != whole:
+            outcome = export(pristine, output, *options)
+            assert outcome.code == 0, (call_number, outcome.err)
+        assert tree(output) == whole, call_number
+        assert not list(tmp_path.glob(".*"))
+    assert call_number > 60
+    assert tree(pristine) == original
+
+
+# The program on a disk that takes its time, so that a signal always finds it at work. Where tests
+# run in the background, a shell has made them ignore Ctrl-C, and their children too.
+SLOW_DISK = """
+import os, signal, time
+signal.signal(signal.SIGINT, signal.default_int_handler)
+real = os.fsync
+os.fsync = lambda fd: (time.sleep(0.02), real(fd))
+from mtp_export.cli import main
+main()
+"""
+
+
+def start(source: Path, output: Path) -> subprocess.Popen[bytes]:
+    command = [sys.executable, "-c", SLOW_DISK]
+    arguments = ["--input-dir", str(source), "--output-dir", str(output), *OPTIONS]
+    path = os.pathsep.join(filter(None, sys.path))
+    environment = os.environ | {"PYTHONPATH": path}
+    return subprocess.Popen(command + arguments, env=environment, stderr=subprocess.PIPE)
+
+
+def wait_for_writing(process: subprocess.Popen[bytes], output: Path) -> None:
+    while process.poll() is None and not list(output.glob("*/.*.tmp")):
+        time.sleep(0.001)
+
+
+@pytest.fixture(scope="module")
+def larger(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Enough to write that a signal finds the run at work."""
+    config = TINY_CONFIG | {"vocab_size": 60_000, "n_routed_experts": 64}
+    return make_checkpoint(tmp_path_factory.mktemp("larger") / "source", config)
+
+
+@pytest.fixture(scope="module")
+def larger_whole(larger: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, bytes]:
+    output = tmp_path_factory.mktemp("larger_whole") / "output"
+    assert export(larger, output, *OPTIONS).code == 0
+    return tree(output)
+
+
+def moments() -> Iterator[float]:
+    """Seconds after the first byte."""
+    yield 0.0
+    chance = random.Random(61)
+    yield from (chance.uniform(0.0, 1.0) for _ in range(5))
+
+
+@pytest.mark.parametrize("seconds", list(moments()))
+def test_kill_9(seconds: float, larger: Path, output: Path, larger_whole: dict[str, bytes]) -> None:
+    process = start(larger, output)
+    wait_for_writing(process, output)
+    time.sleep(seconds)
+    process.kill()
+    process.communicate()
+    if not looks_finished(output):
+        assert export(larger, output, *OPTIONS).code == 0
+    assert tree(output) == larger_whole
+
+
+def test_ctrl_c(larger: Path, output: Path, larger_whole: dict[str, bytes]) -> None:
+    process = start(larger, output)
+    wait_for_writing(process, output)
+    process.send_signal(signal.SIGINT)
+    _, err = process.communicate()
+    assert process.returncode == 130
+    assert err.decode().count("\n") == 1
+    assert "goes on where it stopped" in err.decode()
+    assert not list(output.glob("*/.*.tmp"))
+    assert not (output / MANIFEST).exists()
+    assert export(larger, output, *OPTIONS).code == 0
+    assert tree(output) == larger_whole
+
+
+@pytest.fixture
+def unfinished(source: Path, output: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """An output that a failing disk left unfinished after its third shard."""
+    with monkeypatch.context() as patch:
+        real, calls = os.posix_fallocate, [0]
+
+        def fail(*arguments: int) -> None:
+            calls[0] += 1
+            if calls[0] > 3:
+                raise OSError(5, "Input/output error")
+            real(*arguments)
+
+        patch.setattr(os, "posix_fallocate", fail)
+        assert export(source, output, *OPTIONS, "--workers", "1").code == 6
+    assert len(list(output.glob("*/model-*"))) == 3
+    return output
+
+
+def test_finished_shards_are_not_written_again(source: Path, unfinished: Path) -> None:
+    before = {path: path.stat().st_ino for path in unfinished.glob("*/model-*")}
+    outcome = export(source, unfinished, *OPTIONS[:-1], "--json", "--workers", "3")
+    assert outcome.code == 0, outcome.err
+    assert '"resumed_shards": 3' in outcome.out
+    assert {path: path.stat().st_ino for path in before} == before
+
+
+def test_a_finished_shard_that_changed_size_is_written_again(
+    source: Path, unfinished: Path, whole: dict[str, bytes]
+) -> None:
+    os.truncate(next(iter(sorted(unfinished.glob("*/model-*")))), 100)
+    assert export(source, unfinished, *OPTIONS).code == 0
+    assert tree(unfinished) == whole
+
+
+def test_a_changed_source_is_refused(source: Path, unfinished: Path) -> None:
+    shard = next(iter(sorted(source.glob("*.safetensors"))))
+    stat = shard.stat()
+    os.utime(shard, ns=(stat.st_atime_ns, stat.st_mtime_ns + 1))
+    before = tree(unfinished)
+    outcome = export(source, unfinished, *OPTIONS)
+    assert outcome.code == 8
+    assert shard.name in outcome.err
+    assert "The source changed" in outcome.err
+    assert tree(unfinished) == before
+    assert export(source, unfinished, *OPTIONS, "--no-resume").code == 0
+
+
+@pytest.mark.parametrize(
+    ("option", "says"),
+    [
+        (("--target", "xllm"), "target"),
+        (("--part", "main"), "part"),
+        (("--shared-weights", "drop"), "shared_weights"),
+    ],
+)
+def test_changed_options_are_refused(
+    option: tuple[str, str], says: str, source: Path, unfinished: Path
+) -> None:
+    outcome = export(source, unfinished, *OPTIONS, *option)
+    assert outcome.code == 8
+    assert says in outcome.err
+    assert option[1] in outcome.err
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        b"\xff\xfe garbage\n",
+        b"{}\n",
+        b"[]\n",
+        b'{"finished": "main/x", "facts": {}}\n',
+        b'{"finished": "main/x", "facts": {"size_bytes": 3}}\n',
+    ],
+)
+@pytest.mark.parametrize("first", [True, False])
+def test_a_damaged_journal_is_refused(
+    damage: bytes, first: bool, source: Path, unfinished: Path, whole: dict[str, bytes]
+) -> None:
+    journal = unfinished / JOURNAL
+    lines = journal.read_bytes().splitlines(keepends=True)
+    journal.write_bytes(b"".join([damage, *lines[1:]] if first else [*lines, damage]))
+    outcome = export(source, unfinished, *OPTIONS)
+    assert outcome.code == 8
+    assert "--no-resume" in outcome.err
+    assert export(source, unfinished, *OPTIONS, "--no-resume").code == 0
+    assert tree(unfinished) == whole
+
+
+def test_a_line_that_a_kill_cut_short_is_no_damage(
+    source: Path, unfinished: Path, whole: dict[str, bytes]
+) -> None:
+    journal = unfinished / JOURNAL
+    journal.write_bytes(journal.read_bytes()[:-20])
+    assert export(source, unfinished, *OPTIONS).code == 0
+    assert tree(unfinished) == whole
+
+
+def test_a_stale_shard_does_not_survive_a_resume(
+    source: Path, unfinished: Path, whole: dict[str, bytes]
+) -> None:
+    (unfinished / "main" / "model-99999-of-99999.safetensors").write_bytes(b"stale")
+    assert export(source, unfinished, *OPTIONS).code == 0
+    assert tree(unfinished) == whole
+
+
+def test_a_source_that_changes_during_the_run_is_noticed(
+    source: Path, output: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shard = next(iter(sorted(source.glob("*.safetensors"))))
+    real = os.posix_fallocate
+
+    def touch(*arguments: int) -> None:
+        os.utime(shard)
+        real(*arguments)
+
+    monkeypatch.setattr(os, "posix_fallocate", touch)
+    outcome = export(source, output, *OPTIONS)
+    assert outcome.code == 3
+    assert "changed while" in outcome.err
+    assert not output.exists()
+
+
+def test_two_runs_do_not_share_an_output(source: Path, unfinished: Path) -> None:
+    with Journal(unfinished):
+        outcome = export(source, unfinished, *OPTIONS)
+    assert outcome.code == 8
+    assert "Another run" in outcome.err
+    assert export(source, unfinished, *OPTIONS).code == 0
+
+
+def test_the_manifest_says_what_was_done(pristine: Path, output: Path) -> None:
+    assert export(pristine, output, "--target", "xllm").code == 0
+    manifest = read_json(output / MANIFEST)
+    assert manifest["options"]["target"] == "xllm"
+    for name, facts in manifest["source"]["shards"].items():
+        assert (pristine / name).stat().st_size == facts["size_bytes"]
+    operations = set()
+    for part, content in manifest["parts"].items():
+        for name, facts in content["shards"].items():
+            path = output / part / name
+            assert path.stat().st_size == facts["size_bytes"]
+            if "link" in facts:
+                assert (pristine / facts["source_shard"]).samefile(path)
+                continue
+            with safe_open(path, framework="np") as shard:
+                assert sorted(shard.keys()) == sorted(facts["tensors"])
+            raw = path.read_bytes()
+            length = int.from_bytes(raw[:8], "little")
+            header = json.loads(raw[8 : 8 + length])
+            for tensor, entry in facts["tensors"].items():
+                start_, end = header[tensor]["data_offsets"]
+                data = raw[8 + length + start_ : 8 + length + end]
+                assert xxhash.xxh3_128(data).hexdigest() == entry["xxh3_128"]
+                operations.add(entry["operation"])
+        for name, facts in content["files"].items():
+            data = (output / part / name).read_bytes()
+            assert xxhash.xxh3_128(data).hexdigest() == facts["xxh3_128"]
+    assert operations == {"copy", "dequantize_fp8_block"}

@@ -1,0 +1,313 @@
+"""What a person or a script sees: plans, tables, JSON, reports, progress, inspection."""
+
+from __future__ import annotations
+
+import io
+import json
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+from rich.console import Console
+
+from benchmarks.make_checkpoint import REAL_CONFIG
+from cases import (
+    MTP_LAYER,
+    TINY_CONFIG,
+    drop_tensor,
+    export,
+    make_checkpoint,
+    read_json,
+    run_program,
+    tree,
+)
+from mtp_export.commands.options import parse_size
+from mtp_export.progress import shown
+
+
+def test_dry_run_plans_and_writes_nothing(pristine: Path, output: Path) -> None:
+    before = tree(pristine.parent)
+    outcome = export(pristine, output, "--dry-run", "--json")
+    assert outcome.code == 0
+    plan = json.loads(outcome.out)
+    assert not output.exists()
+    assert tree(pristine.parent) == before
+    assert export(pristine, output, "--report", output.parent / "r.json", "--quiet").code == 0
+    done = read_json(output.parent / "r.json")
+    assert {key: done["parts"][key] for key in plan["parts"]} == plan["parts"]
+    written = [p for p in output.glob("*/model-*") if p.stat().st_nlink == 1]
+    headers = sum(int.from_bytes(p.read_bytes()[:8], "little") + 8 for p in written)
+    assert sum(p.stat().st_size for p in written) == plan["disk_bytes"] + headers
+    for part, facts in plan["parts"].items():
+        assert {p.name for p in (output / part).iterdir()} == set(facts["files"])
+
+
+def test_dry_run_shows_a_table(pristine: Path, output: Path) -> None:
+    outcome = export(pristine, output, "--dry-run", "--target", "xllm")
+    for words in ("main", "mtp", "copied", "computed", "linked", "Nothing was written"):
+        assert words in outcome.out
+    assert not output.exists()
+
+
+def test_json_alone_is_on_stdout(pristine: Path, output: Path) -> None:
+    outcome = export(pristine, output, "--json")
+    facts = json.loads(outcome.out)
+    assert facts["parts"]["mtp"]["tensors"] == 52
+    assert facts["resumed_shards"] == 0
+    assert "export:" in outcome.err
+
+
+def test_quiet_says_nothing(pristine: Path, output: Path) -> None:
+    outcome = export(pristine, output, "--quiet")
+    assert (outcome.code, outcome.out, outcome.err) == (0, "", "")
+
+
+def test_the_table_says_what_the_source_lacks(source: Path, output: Path) -> None:
+    (source / "tokenizer.json").unlink()
+    assert "no tokenizer.json" in export(source, output).out
+
+
+def test_progress_is_plain_lines_without_a_terminal() -> None:
+    screen = io.StringIO()
+    with shown(Console(file=screen, width=200), "export", 2_000_000, quiet=False) as progress:
+        progress(1_000_000)
+        progress(1_000_000)
+    lines = screen.getvalue().splitlines()
+    assert len(lines) == 1
+    assert lines[0].startswith("export: 2.0 MB of 2.0 MB")
+
+
+def test_progress_is_a_bar_on_a_terminal() -> None:
+    screen = io.StringIO()
+    console = Console(file=screen, width=120, force_terminal=True)
+    with shown(console, "export", 4_000_000, quiet=False) as progress:
+        progress(4_000_000)
+    assert "4.0/4.0 MB" in screen.getvalue()
+
+
+@pytest.mark.parametrize(
+    ("text", "size"),
+    [("5GB", 5 * 10**9), ("4GiB", 4 * 2**30), ("4096", 4096), ("1.5 mib", 3 * 2**19), ("2k", 2000)],
+)
+def test_sizes(text: str, size: int) -> None:
+    assert parse_size(text) == size
+
+
+def test_inspect_counts_what_is_there(pristine: Path) -> None:
+    facts = json.loads(run_program("inspect", pristine, "--json").out)
+    data_bytes = 0
+    for path in pristine.glob("*.safetensors"):
+        data_bytes += path.stat().st_size - 8 - int.from_bytes(path.read_bytes()[:8], "little")
+    assert facts["size_bytes"] == data_bytes
+    assert facts["mtp_layers"] == [MTP_LAYER]
+    assert facts["parts"] == ["main", "mtp"]
+    assert facts["quantization"] == "fp8 e4m3 128×128"
+    assert facts["problems"] == []
+    names = read_json(pristine / "model.safetensors.index.json")["weight_map"]
+    assert facts["tensors"] == len(names)
+    experts = [a for a in facts["amounts"] if a["role"] == "routed expert" and a["part"] == "mtp"]
+    assert {a["dtype"]: (a["tensors"], a["parameters"]) for a in experts} == {
+        "F8_E4M3": (12, 12 * 96 * 192),
+        "F32 scale": (12, 0),
+    }
+    table = run_program("inspect", pristine)
+    assert table.code == 0
+    assert "routed expert" in table.out
+
+
+def test_inspect_names_what_is_wrong(source: Path) -> None:
+    name = f"model.layers.{MTP_LAYER}.hnorm.weight"
+    drop_tensor(source, name)
+    (source / "generation_config.json").unlink()
+    outcome = run_program("inspect", source)
+    assert outcome.code == 3
+    assert f"Problem: {name}: missing" in outcome.out
+    assert "Missing file: generation_config.json" in outcome.out
+    assert name in outcome.err
+    facts = json.loads(run_program("inspect", source, "--json").out)
+    assert [problem["tensor"] for problem in facts["problems"]] == [name]
+
+
+def test_inspect_tells_whether_embedding_and_head_are_stored_twice(tmp_path: Path) -> None:
+    source = make_checkpoint(tmp_path / "source", own_copies=False)
+    states = json.loads(run_program("inspect", source, "--json").out)["shared_tensors"]
+    assert all(state.startswith("not stored: tied to") for state in states.values())
+    assert len(states) == 2
+
+
+def test_inspect_reads_the_parts_of_a_bundle(pristine: Path, output: Path) -> None:
+    assert export(pristine, output).code == 0
+    for part in ("main", "mtp"):
+        outcome = run_program("inspect", output / part, "--json")
+        assert outcome.code == 0, outcome.err
+        assert json.loads(outcome.out)["parts"] == [part]
+    outcome = run_program("inspect", output)
+    assert (outcome.code, str(output / "main") in outcome.err) == (2, True)
+
+
+def test_a_bundle_of_one_part_is_no_source(pristine: Path, output: Path) -> None:
+    assert export(pristine, output, "--part", "mtp").code == 0
+    outcome = export(output, output.with_name("again"))
+    assert (outcome.code, "one part alone" in outcome.err) == (3, True)
+
+
+@pytest.mark.parametrize("option", [("--dry-run",), ("--json",), ("--input-dir", "x")])
+def test_options_before_a_command_are_refused(option: tuple[str, ...], pristine: Path) -> None:
+    outcome = run_program(*option, "inspect", pristine)
+    assert (outcome.code, outcome.out) == (2, "")
+    assert f"Found {option[0]}" in outcome.err
+
+
+def test_without_arguments_it_says_what_it_needs() -> None:
+    outcome = run_program()
+    assert (outcome.code, outcome.err.count("\n")) == (2, 1)
+    assert "--help" in outcome.err
+
+
+def test_a_dry_run_asks_for_the_room_that_the_run_asks_for(
+    pristine: Path, output: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    needed = json.loads(export(pristine, output, "--dry-run", "--json").out)["needed_disk_bytes"]
+    for free, code in ((needed - 1, 5), (needed, 0)):
+        usage = SimpleNamespace(total=0, used=0, free=free)
+        monkeypatch.setattr("shutil.disk_usage", lambda path, usage=usage: usage)
+        assert export(pristine, output, "--dry-run").code == code
+
+
+def test_a_checkpoint_without_mtp_layer_can_be_inspected(tmp_path: Path) -> None:
+    source = make_checkpoint(tmp_path / "s", TINY_CONFIG | {"num_nextn_predict_layers": 0})
+    facts = json.loads(run_program("inspect", source, "--json").out)
+    assert (facts["mtp_layers"], facts["parts"]) == ([], ["main"])
+
+
+@pytest.fixture(scope="module")
+def real_shapes(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The 671B checkpoint, every byte of it a hole in a sparse file."""
+    return make_checkpoint(
+        tmp_path_factory.mktemp("real") / "source",
+        REAL_CONFIG,
+        max_shard_bytes=4_230_000_000,
+        filled=lambda name: False,
+    )
+
+
+def test_real_shapes_are_the_released_ones(real_shapes: Path) -> None:
+    """Figures of the released checkpoint: 91,991 tensors, 684,489,845,504 parameters (685 B)."""
+    facts = json.loads(run_program("inspect", real_shapes, "--json").out)
+    assert facts["tensors"] == 91_991
+    assert facts["parameters"] == 684_489_845_504
+    assert facts["shards"] > 160
+    assert facts["problems"] == []
+    mtp = [amount for amount in facts["amounts"] if amount["part"] == "mtp"]
+    assert sum(amount["tensors"] for amount in mtp) == 1564
+
+
+def test_real_shapes_can_be_planned(
+    real_shapes: Path, output: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    usage = shutil.disk_usage(real_shapes)
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: usage._replace(free=10**12))
+    plan = json.loads(export(real_shapes, output, "--dry-run", "--json").out)
+    assert plan["parts"]["main"]["tensors"] + plan["parts"]["mtp"]["tensors"] == 91_991
+    assert plan["parts"]["main"]["linked_shards"] > 150
+    xllm = json.loads(export(real_shapes, output, "--dry-run", "--json", "--target", "xllm").out)
+    assert xllm["parts"]["mtp"]["computed_bytes"] == 2 * (11_274_289_152 + 187_105_280 + 44_040_192)
+
+
+def peak_bytes(source: Path, output: Path, *options: str) -> int:
+    """Peak resident memory of an export in a process of its own.
+
+    VmHWM begins with the program; ru_maxrss would remember the size of the process that forked.
+    """
+    code = (
+        "from pathlib import Path\n"
+        "from mtp_export.cli import main\n"
+        "try: main()\n"
+        "except SystemExit as end: assert not end.code, end.code\n"
+        "lines = Path('/proc/self/status').read_text().splitlines()\n"
+        "print(next(line.split()[1] for line in lines if line.startswith('VmHWM:')))"
+    )
+    arguments = ["--input-dir", str(source), "--output-dir", str(output), "--quiet", *options]
+    environment = {"PYTHONPATH": ":".join(filter(None, sys.path))}
+    done = subprocess.run(
+        [sys.executable, "-c", code, *arguments], env=environment, capture_output=True, check=True
+    )
+    return int(done.stdout) * 1024
+
+
+@pytest.mark.parametrize("target", ["hf", "xllm", "paddlenlp"])
+def test_memory_stays_within_its_bound(target: str, tmp_path: Path) -> None:
+    """Embedding and head are 230 MB each here: two of them, or one and its transpose, would not
+    fit beside the program, and a copy needs no more than a small checkpoint's."""
+    config = TINY_CONFIG | {"vocab_size": 600_000, "num_hidden_layers": 2}
+    large = make_checkpoint(tmp_path / "large", config, own_copies=False, max_shard_bytes=10**9)
+    options = ("--target", target, "--part", "mtp", "--max-memory", "600MB")
+    peak = peak_bytes(large, tmp_path / "b", *options)
+    assert peak < 600_000_000
+    if target == "hf":
+        small = peak_bytes(make_checkpoint(tmp_path / "small"), tmp_path / "a", *options)
+        assert peak - small < 30_000_000
+
+
+def test_tokenizer_config_of_a_bundle_is_the_source_s(pristine: Path, output: Path) -> None:
+    assert export(pristine, output).code == 0
+    for name in ("tokenizer_config.json", "generation_config.json"):
+        assert (output / "mtp" / name).read_bytes() == (pristine / name).read_bytes()
+
+
+TEMPLATE = "additional_chat_templates/tool_use.jinja"
+
+
+def test_additional_chat_templates_come_along(source: Path, output: Path) -> None:
+    (source / TEMPLATE).parent.mkdir()
+    (source / TEMPLATE).write_text("{{ tools }}")
+    (source / "additional_chat_templates/notes.txt").write_text("not a template")
+    assert export(source, output).code == 0
+    manifest = read_json(output / "mtp_export.json")
+    for part in ("main", "mtp"):
+        assert (output / part / TEMPLATE).read_text() == "{{ tools }}"
+        assert [path.name for path in (output / part / TEMPLATE).parent.iterdir()] == [
+            "tool_use.jinja"
+        ]
+        assert TEMPLATE in manifest["parts"][part]["files"]
+    again = export(output, output.with_name("again"))
+    assert again.code == 0, again.err
+    assert (output.with_name("again") / "mtp" / TEMPLATE).exists()
+
+
+@pytest.mark.parametrize("linked", ["file", "folder"])
+def test_a_chat_template_outside_the_checkpoint_is_refused(
+    linked: str, source: Path, output: Path, tmp_path: Path
+) -> None:
+    secret = tmp_path / "elsewhere/tool_use.jinja"
+    secret.parent.mkdir()
+    secret.write_text("secret")
+    if linked == "folder":
+        (source / TEMPLATE).parent.symlink_to(secret.parent)
+    else:
+        (source / TEMPLATE).parent.mkdir()
+        (source / TEMPLATE).symlink_to(secret)
+    outcome = export(source, output)
+    assert outcome.code == 3
+    assert "leads out of the checkpoint" in outcome.err
+    assert not output.exists()
+
+
+def test_chat_templates_of_a_download_cache_are_links(
+    source: Path, output: Path, tmp_path: Path
+) -> None:
+    """Where config.json is a link to, the templates may be too."""
+    blobs = tmp_path / "blobs"
+    blobs.mkdir()
+    (source / TEMPLATE).parent.mkdir()
+    for path, text in ((source / TEMPLATE, "{{ x }}"), (source / "config.json", None)):
+        blob = blobs / path.name
+        blob.write_text(text or path.read_text())
+        path.unlink(missing_ok=True)
+        path.symlink_to(blob)
+    assert export(source, output).code == 0
+    assert (output / "main" / TEMPLATE).read_text() == "{{ x }}"
+    assert not (output / "main" / TEMPLATE).is_symlink()

@@ -1,0 +1,14 @@
+"""Faults that exports were shipped with: each is planted into a copy of a good bundle, and verify
+must name it. docs/faults.md is the table of fault and check.
+
+A fault is planted the way a wrong exporter would have made it: with a manifest that agrees with the
+wrong bytes. Only damage after the export leaves the manifest as it was.
+"""
+
+from __future__ import annotations
+
+from faults.fault import Fault
+from faults.file_faults import FILE_FAULTS
+from faults.weight_faults import WEIGHT_FAULTS
+
+FAULTS: tuple[Fault, ...] = (*FILE_FAULTS, *WEIGHT_FAULTS)

@@ -1,0 +1,126 @@
+"""Which checks fail for which fault, by running them: the rows of docs/faults.md."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import shutil
+from collections.abc import Container, Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from cases import export, run_program
+from faults.fault import Fault
+from faults.run_faults import RUN_FAULTS
+from faults.runtime_faults import RUNTIME_FAULTS
+from faults.small_model import ROWS, TARGETS, write_dense, write_fp8, write_row, write_target
+from mtp_export.progress import ProgressCallback, silent
+from mtp_export.verify import CHECKS, check_result
+from mtp_export.verify.check import Level
+from mtp_export.verify.context import Context, VerifyOptions
+
+FIXTURE = Path(__file__).resolve().parents[2] / "fixtures/deepseek-v3-tiny"
+STATIC = ("files", "ledger", "weights")
+# All that judge; `speed` reports, and `stream` is acceptance by another way.
+RUN = (*STATIC, "greedy", "sampling", "acceptance", "differential", "controls", "paths")
+RUN_TOKENS = 32
+NOTHING = "nothing planted"
+FAILS, PASSES, NOT_RUN = "**fail**", "pass", "–"
+
+
+class Bundles:
+    """Good bundles by name, each made once; not to be changed. `source` is what they are made
+    from."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._made: dict[str, Path] = {}
+
+    def __call__(self, name: str) -> Path:
+        if name not in self._made:
+            self._folder.mkdir(exist_ok=True)
+            folder = self._folder / str(len(self._made))
+            self._made[name] = folder
+            if name == "dense":
+                write_dense(folder)
+            elif name == "source":
+                write_fp8(self("dense"), folder)
+            elif name in ROWS:
+                write_row(self("source"), folder, name)
+            else:
+                assert name in TARGETS
+                write_target(self("source"), folder, name)
+        return self._made[name]
+
+
+def verified(
+    fault: Fault, bundles: Bundles, folder: Path, *options: object
+) -> tuple[int, dict[str, Any]]:
+    """Exit code and report of verify on a copy of a good bundle with the fault in it."""
+    bundle = Path(shutil.copytree(bundles(fault.needs), folder))
+    fault.plant(bundle)
+    outcome = run_program("verify", bundle, "--json", "--quiet", *options)
+    return outcome.code, json.loads(outcome.out)
+
+
+def statuses(report: dict[str, Any]) -> dict[str, str]:
+    """How each check ended."""
+    return {check["name"]: check["status"] for check in report["checks"]}
+
+
+def cells(found: dict[str, str], checks: Sequence[str]) -> list[str]:
+    """A row's marks."""
+    marks = {"fail": FAILS, "pass": PASSES}
+    return [marks.get(found.get(check, ""), NOT_RUN) for check in checks]
+
+
+def executed(fault: Fault, bundles: Bundles, folder: Path) -> list[str]:
+    """The cells of a fault in files or weights: all checks that need no run, with the source."""
+    options = ("--level", "weights", "--source", bundles("source"))
+    return cells(statuses(verified(fault, bundles, folder, *options)[1]), STATIC)
+
+
+def run_rows(folder: Path, done: Container[str] = ()) -> Iterator[tuple[str, list[str]]]:
+    """Names and cells of what is planted into the trained fixture, or into the runtime; but for
+    those that are done."""
+    good = folder / "good"
+    assert export(FIXTURE, good, "--link", "copy", "--quiet").code == 0
+    whole = _context(good)
+    if NOTHING not in done:
+        yield NOTHING, _run_cells(replace(whole))
+    for planted in RUNTIME_FAULTS:
+        if planted.name not in done:
+            with pytest.MonkeyPatch.context() as patch:
+                planted.plant(patch)
+                yield planted.name, _run_cells(replace(whole))
+    for number, fault in enumerate(RUN_FAULTS):
+        if fault.name not in done:
+            bundle = Path(shutil.copytree(good, folder / f"run{number}"))
+            fault.plant(bundle)
+            yield fault.name, _run_cells(_context(bundle))
+            shutil.rmtree(bundle)
+
+
+def _context(bundle: Path) -> Context:
+    @contextlib.contextmanager
+    def no_progress(title: str, total_bytes: int) -> Iterator[ProgressCallback]:
+        yield silent
+
+    options = VerifyOptions(bundle, FIXTURE, Level.RUN, max_new_tokens=RUN_TOKENS, ks=(2,))
+    return Context.open(options, no_progress)
+
+
+def _run_cells(context: Context) -> list[str]:
+    """How every check of RUN ends."""
+    return cells({name: check_result(name, CHECKS[name], context).status for name in RUN}, RUN)
+
+
+def pages_cells(page: str, heading: str, name: str, count: int) -> list[str]:
+    """The marks of a fault's row in a section of the page; none where it has no such row."""
+    section = page.split(f"## {heading}\n")[-1].split("\n## ")[0]
+    rows = [line for line in section.splitlines() if line.startswith(f"| {name} | ")]
+    marks = rows[0].split(" | ")[2 : 2 + count] if rows else []
+    return marks if set(marks) <= {FAILS, PASSES, NOT_RUN} else []

@@ -1,0 +1,190 @@
+"""What a verification says of itself: JSON as documented, JUnit, one page without network, exit
+codes; and the pipeline of docs/ci.md, command by command."""
+
+from __future__ import annotations
+
+import io
+import json
+import re
+import shlex
+import shutil
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+from xml.etree import ElementTree
+
+import pytest
+from rich.console import Console
+
+from cases import read_json, run_program
+from faults import planting
+from faults.small_model import write_dense, write_fp8, write_row
+from mtp_export.verify import CHECKS
+from mtp_export.verify.check import CheckResult, Item, Status
+from mtp_export.verify.context import VerifyOptions
+from mtp_export.verify.report.html import html_page
+from mtp_export.verify.report.report import Report
+from mtp_export.verify.report.table import report_table
+
+ROOT = Path(__file__).resolve().parents[2]
+DOCS = (ROOT / "docs/verify.md").read_text()
+
+
+@pytest.fixture(scope="module")
+def reports(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a good bundle, a damaged one, and reports of both."""
+    folder = tmp_path_factory.mktemp("reports")
+    source = write_fp8(write_dense(folder / "dense"), folder / "source")
+    write_row(source, folder / "good", "int8")
+    shutil.copytree(folder / "good", folder / "bad")
+    planting.flip_a_byte(planting.only_shard(folder / "bad/mtp"), -500)
+    for name, code in (("good", 0), ("bad", 7)):
+        files = [f"--{kind}={folder / name}.{end}" for kind, end in
+                 (("report", "json"), ("junit", "xml"), ("html", "html"))]  # fmt: skip
+        outcome = run_program(
+            "verify", folder / name, "--source", source, "--level", "weights", *files
+        )
+        assert outcome.code == code, outcome.err
+    return folder
+
+
+def documented(heading: str, first: str) -> set[str]:
+    """The keys in the first column of a table of docs/verify.md."""
+    rows = DOCS.split(heading)[1].split(first)[1].split("\n\n")[0].splitlines()
+    keys = [row.split("|")[1] for row in rows if row.startswith("| `")]
+    return {name for key in keys for name in re.findall(r"`([^`]+)`", key)}
+
+
+def test_json_is_as_documented(reports: Path) -> None:
+    report = read_json(reports / "good.json")
+    keys = documented("## JSON", "| key | value |")
+    assert set(report) == {key for key in keys if "[" not in key}
+    for key in ("machine", "options", "bundle"):
+        row = next(line for line in DOCS.splitlines() if line.startswith(f"| `{key}` |"))
+        assert set(report[key]) <= set(re.findall(r"`([^`]+)`", row)), key
+    for check in report["checks"]:
+        assert set(check) == {"name", "title", "status", "seconds", "items"}
+        for item in check["items"]:
+            assert set(item) == {"name", "status", "figure", "bound", "subject", "cause", "data"}
+            assert item["status"] in ("pass", "fail", "not tested")
+            assert item["status"] == "pass" or item["cause"]
+    assert report["counts"]["fail"] == 0
+    assert {check["name"] for check in report["checks"]} <= set(re.findall(r"`([a-z]+)`", DOCS))
+
+
+def test_levels_above_say_that_they_were_left_out(reports: Path) -> None:
+    checks = {check["name"]: check for check in read_json(reports / "good.json")["checks"]}
+    assert checks["greedy"]["status"] == "not tested"
+    assert "--level weights leaves it out" in checks["greedy"]["items"][0]["cause"]
+
+
+def test_junit_counts_what_the_report_counts(reports: Path) -> None:
+    for name in ("good", "bad"):
+        counts = read_json(reports / f"{name}.json")["counts"]
+        suites = ElementTree.parse(reports / f"{name}.xml").getroot()
+        assert int(suites.attrib["failures"]) == counts["fail"] == len(suites.findall(".//failure"))
+        assert len(suites.findall(".//skipped")) == counts["not tested"]
+        assert len(suites.findall(".//testcase")) == sum(counts.values())
+    failure = suites.find(".//failure")
+    assert failure is not None and "other bytes than the export wrote" in failure.attrib["message"]
+
+
+class Page(HTMLParser):
+    """Collects whatever a page would load, and holds its tags against each other."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.loads: list[str] = []
+        self.open: list[str] = []
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.loads += [str(value) for key, value in attrs if key in ("src", "href", "xlink:href")]
+        if tag in ("script", "link", "img", "iframe"):
+            self.loads.append(tag)
+        if tag not in ("meta", "line", "circle", "rect", "polyline"):
+            self.open.append(tag)
+
+    def handle_endtag(self, tag: str) -> None:
+        if tag not in ("line", "circle", "rect", "polyline"):
+            assert self.open.pop() == tag
+
+
+def test_the_page_needs_nothing_else(reports: Path) -> None:
+    for name, verdict in (("good", "Verified:"), ("bad", "NOT verified:")):
+        text = (reports / f"{name}.html").read_text()
+        page = Page()
+        page.feed(text)
+        assert page.loads == [] and page.open == []
+        assert "url(" not in text and "@import" not in text
+        assert verdict in text
+        assert "Signal to quantization noise" in text and "Size before and after" in text
+
+
+def sample_report(*items: Item) -> Report:
+    options = VerifyOptions(Path("bundle"))
+    facts: dict[str, Any] = {"options": {}, "source_bytes": 0, "parts_bytes": {}}
+    results = (CheckResult("acceptance", "Acceptance", items, 1.0),)
+    return Report(options, facts, results, 1.0)
+
+
+def test_the_page_draws_acceptance_and_escapes_names() -> None:
+    share = {"value": 0.7, "low": 0.6, "high": 0.8, "count": 9}
+    data = {"k": 1, "position": 1, "conditional": share, "cumulative": share}
+    page = html_page(sample_report(Item("<b>&", Status.PASS, data=data)))
+    assert "k=1, draft 1" in page and "70.0%" in page
+    assert "<b>" not in page and "&lt;b&gt;&amp;" in page
+
+
+def test_the_table_fits_100_columns() -> None:
+    long = Item("n" * 80, Status.FAIL, "f" * 80, "b" * 80, "s" * 80, "c" * 80)
+    console = Console(width=140, file=io.StringIO(), record=True)
+    console.print(report_table(sample_report(long)))
+    table = [line for line in console.export_text().splitlines() if line[:1] in "┃│├└┏┡"]
+    assert table and max(map(len, table)) <= 100
+
+
+def test_no_bundle_and_odd_options_are_usage_or_input_errors(reports: Path, tmp_path: Path) -> None:
+    assert run_program("verify", tmp_path).code == 3
+    assert run_program("verify", tmp_path / "nowhere").code == 3
+    for options in (["--k", "0"], ["--k", "1,x"], ["--html", str(reports / "good/main/r.html")]):
+        assert run_program("verify", reports / "good", *options).code == 2, options
+    missing = ["--source", str(tmp_path / "nowhere")]
+    assert run_program("verify", reports / "good", *missing).code == 3
+
+
+def test_no_checksums_says_so(reports: Path) -> None:
+    outcome = run_program(
+        "verify", reports / "bad", "--level", "files", "--no-checksums", "--json", "--quiet"
+    )
+    assert outcome.code == 0
+    assert "--no-checksums leaves them out" in outcome.out
+
+
+def test_linked_shards_are_not_called_tested(reports: Path, tmp_path: Path) -> None:
+    arguments = ["--input-dir", reports / "source", "--output-dir", tmp_path / "linked", "--quiet"]
+    assert run_program(*arguments, "--link", "hardlink").code == 0
+    outcome = run_program("verify", tmp_path / "linked", "--level", "files", "--json", "--quiet")
+    items = json.loads(outcome.out)["checks"][0]["items"]
+    linked = [item for item in items if item["name"] == "main: checksums of linked shards"]
+    assert outcome.code == 0
+    assert linked[0]["status"] == "not tested" and "--checksums all" in linked[0]["cause"]
+
+
+@pytest.mark.timeout(900)  # a whole run of a whole model
+def test_the_pipeline_of_the_ci_page_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    page = (ROOT / "docs/ci.md").read_text()
+    checkpoint = re.search(r"CHECKPOINT: (\S+)", page)
+    commands = re.findall(r"run: (mtp-export .*)", page)
+    assert checkpoint is not None and len(commands) == 4
+    (tmp_path / "fixtures").symlink_to(ROOT / "fixtures")
+    monkeypatch.chdir(tmp_path)
+    for command in commands:
+        arguments = shlex.split(command.replace("$CHECKPOINT", checkpoint[1]))[1:]
+        outcome = run_program(*arguments)
+        assert outcome.code == 0, outcome.err
+    report = read_json(tmp_path / "verify.json")
+    ran = {check["name"] for check in report["checks"] if check["status"] == "pass"}
+    assert ran == set(CHECKS) - {"stream"}
+    kept = re.findall(r"^ {12}(\S+)$", page.split("path: |")[1].split("- name")[0], re.M)
+    for pattern in kept:
+        assert list(tmp_path.glob(pattern)), pattern
