@@ -36,14 +36,16 @@ FLOORS: tuple[tuple[str, ...], ...] = (
     ("mtp_runtime.engine",),
     ("mtp_runtime.llm",),
     ("mtp_runtime",),
-    ("mtp_export.bundle", "mtp_export.verify.gates", "mtp_export.verify.context"),
-    ("mtp_export.verify.check",),
-    ("mtp_export.verify.evidence",),
-    ("mtp_export.verify.diagnosis",),
-    ("mtp_export.verify.files", "mtp_export.verify.decoding"),
-    ("mtp_export.verify.weights",),
+    ("mtp_export.bundle",),
+    ("mtp_export.verify.check", "mtp_export.verify.gates", "mtp_export.verify.evidence"),
+    ("mtp_export.verify.context", "mtp_export.verify.diagnosis"),
+    (
+        "mtp_export.verify.files",
+        "mtp_export.verify.weights",
+        "mtp_export.verify.decoding",
+        "mtp_export.verify.report",
+    ),
     ("mtp_export.verify",),
-    ("mtp_export.verify.report",),
     ("mtp_export.commands",),
     ("mtp_export.cli",),
 )
@@ -89,7 +91,9 @@ def test_imports_go_down(module: str) -> None:
     for other in sorted(imports_of(module)):
         below = room_of(other)
         # __version__ is the one thing that mtp_export itself holds.
-        assert below == room or FLOOR_OF[below] < FLOOR_OF[room], f"{module} must not import {other}"
+        assert below == room or FLOOR_OF[below] < FLOOR_OF[room], (
+            f"{module} must not import {other}"
+        )
 
 
 def test_no_imports_go_in_a_circle() -> None:

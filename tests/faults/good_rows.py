@@ -1,5 +1,5 @@
-"""Good bundles of the precision table at level run: what it loses against its source, beside
-the gates, over seeds of prompts; writes docs/gates.md.
+"""Good bundles of the precision table at level run: their losses against the source, beside the
+gates, over seeds of prompts. Writes docs/gates.md.
 
 python -m faults.good_rows --seeds 3   (with tests/ on the path; too long for the test suite)
 """
@@ -25,21 +25,21 @@ from mtp_export.verify.decoding.acceptance import diagnosed
 from mtp_export.verify.decoding.differential import compared
 from mtp_export.verify.evidence.corpus import Corpus
 from mtp_export.verify.evidence.prompts import Prompt
-from mtp_export.verify.gates import Gate, gate_of
+from mtp_export.verify.gates import RunGate, gate_of
 from mtp_runtime.models.build import LoadOptions, load_model
 from mtp_runtime.models.deepseek_v3 import DeepseekV3
 
-# w4afp8 scales 128 weights at a time, more than a row of the fixture's experts has.
+# w4afp8 has one scale per 128 weights of a row, more than a row of the fixture's experts has.
 NAMES = (*(row for row in ROWS if row != "w4afp8"), *TARGETS)
 
 
 @dataclass(frozen=True)
 class Good:
-    """A good bundle that is loaded, and its gate."""
+    """A loaded good bundle, and its gate."""
 
     model: DeepseekV3
     scheme: str
-    gate: Gate
+    gate: RunGate
 
     @classmethod
     def written(cls, name: str, folder: Path) -> Good:
@@ -57,7 +57,7 @@ class Good:
 
 
 def items_of(good: Good, source: DeepseekV3, prompts: Sequence[Prompt], tokens: int) -> list[Item]:
-    """What the checks say that can tell a good bundle from a bad one by how it drafts."""
+    """Items of the checks that tell a good bundle from a bad one by its drafts."""
     corpus = Corpus(good.model, tuple(prompts), tokens)
     return [
         *compared(corpus, source, good.scheme, good.gate),
@@ -68,7 +68,7 @@ def items_of(good: Good, source: DeepseekV3, prompts: Sequence[Prompt], tokens: 
 
 @dataclass(frozen=True)
 class Figures:
-    """What a row lost over one seed's prompts; acceptance in points of a hundred."""
+    """Losses of a row over one seed's prompts; acceptance in percentage points."""
 
     kl_nats: float
     top1: float
@@ -90,7 +90,7 @@ class Figures:
 def measured(
     names: Sequence[str], seeds: int, count: int, tokens: int
 ) -> Iterator[tuple[str, Good, list[Figures]]]:
-    """Each row, its bundle and its figures by seed."""
+    """Name, bundle and figures by seed, per row."""
     torch.set_num_threads(1)
     source = load_model(FIXTURE, LoadOptions()).model
     for name in names:

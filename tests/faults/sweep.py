@@ -1,4 +1,4 @@
-"""Run-level faults and false alarms over many seeds of prompts; writes docs/run_faults.md.
+"""Run-level faults and false alarms over many seeds of prompts. Writes docs/run_faults.md.
 
 python -m faults.sweep --seeds 20   (with tests/ on the path; too long for the test suite)
 """
@@ -25,7 +25,7 @@ from faults.run_faults import DRAFTER_FAULTS, RUN_FAULTS
 from mtp_export.verify.check import Item, Status
 from mtp_export.verify.decoding import controls
 from mtp_export.verify.decoding.acceptance import diagnosed
-from mtp_export.verify.decoding.drafting import drafter_items
+from mtp_export.verify.decoding.drafter_agreement import drafter_items
 from mtp_export.verify.evidence.corpus import Corpus
 from mtp_export.verify.evidence.prompts import Prompt
 from mtp_runtime.drafters import DRAFTERS
@@ -40,7 +40,7 @@ K = 2
 
 @dataclass
 class Tally:
-    """How often a fault was caught and named, over seeds; what was said instead."""
+    """Seeds that caught and that named a fault, and what was said instead of naming it."""
 
     caught: int = 0
     named: int = 0
@@ -69,7 +69,7 @@ Found = tuple[dict[str, Tally], list[str], int]
 
 
 def merged(parts: list[Found]) -> Found:
-    """One result of several."""
+    """Several results added up."""
     tallies, alarms, looked_at = parts[0]
     for other, more, count in parts[1:]:
         for name, tally in other.items():
@@ -82,7 +82,7 @@ def merged(parts: list[Found]) -> Found:
 
 
 def shells(good: Path, folder: Path) -> Iterator[DeepseekV3]:
-    """For each fault, everything but the main layers of a bundle that has it."""
+    """Models of bundles with each fault, without their main layers."""
     for number, fault in enumerate(RUN_FAULTS):
         bundle = Path(shutil.copytree(good, folder / f"fault{number}"))
         fault.plant(bundle)
@@ -92,7 +92,7 @@ def shells(good: Path, folder: Path) -> Iterator[DeepseekV3]:
 
 
 def sweep(seeds: range, count: int, tokens: int) -> Found:
-    """Tallies by fault, false alarms, and the number of items that good runs came to."""
+    """Tallies by fault, false alarms, and the number of items of good runs."""
     torch.set_num_threads(1)
     tallies = {fault.name: Tally() for fault in (*RUN_FAULTS, *DRAFTER_FAULTS)}
     alarms: list[str] = []

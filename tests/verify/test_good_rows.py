@@ -1,6 +1,6 @@
-"""Good bundles pass when they are run: gates against the source, nothing that another layout would
-explain, drafts that depend on what they should. Here two rows that lose the most, on a
-little text; `python -m faults.good_rows` runs every row on more."""
+"""Good bundles pass when they run: within the gates of their source, no other layout drafts better,
+drafts depend on their inputs. Here the two rows that lose the most, on a little text;
+`python -m faults.good_rows` runs every row on more."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""The streamed pass against the engine: the same acceptance on the same text, one layer in memory,
-and a run that was cut off goes on where it was."""
+"""The streamed pass compared with the engine: the same acceptance on the same text, one layer in
+memory at a time, and an interrupted run resumes."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def bundle(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def engine(bundle: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[float]]:
-    """Text that the engine generated, as a prompts file, and its acceptance by position."""
+    """The engine's generated texts as a prompts file, and its acceptance by position."""
     model = load_model(bundle, LoadOptions()).model
     params = SamplingParams(max_tokens=16, ignore_eos=True)
     decoded = decode(model, PROMPTS, params, method="mtp", k=K)
@@ -76,13 +76,14 @@ def test_acceptance_equals_the_engines(
     assert list(tmp_path.iterdir()) == [], "a finished pass leaves its state behind"
 
 
-def test_one_layer_is_held_at_a_time_and_a_cut_off_run_resumes(
+def test_one_layer_is_held_at_a_time_and_an_interrupted_run_resumes(
     bundle: Path,
     engine: tuple[Path, list[float]],
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Weights alive when a layer is read are those of that layer alone; it dies at layer 40."""
+    """No other layer's weights are alive when a layer is read; the run is interrupted at layer
+    40."""
     read: list[int] = []
     real = StreamedModel.layer
     handed_out: list[weakref.ref[Layers]] = []

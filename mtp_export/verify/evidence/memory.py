@@ -1,4 +1,4 @@
-"""Whether a model fits into this machine's memory, from its headers alone."""
+"""Memory that a model takes, from its headers alone, and memory that this machine has."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _PACKED = {"weight_packed": {"I32": 8}, "weight": {"I8": 2}}
 
 
 def dense_bytes(checkpoints: Iterable[Checkpoint]) -> int:
-    """What the weights take in fp32; a packed word is counted as eight of them."""
+    """Bytes of the weights in fp32, integers unpacked."""
     total = 0
     for checkpoint in checkpoints:
         for tensor in checkpoint.tensors.values():
@@ -26,7 +26,7 @@ def dense_bytes(checkpoints: Iterable[Checkpoint]) -> int:
 
 
 def available_bytes() -> int | None:
-    """Memory that new work can have without swapping, None where the system does not tell."""
+    """Memory available to new work without swapping, None if the system does not tell."""
     try:
         lines = _MEMINFO.read_text().splitlines()
     except OSError:
@@ -39,7 +39,7 @@ def available_bytes() -> int | None:
 
 
 def why_too_large(checkpoints: Iterable[Checkpoint]) -> str | None:
-    """Why the model does not fit into memory, None when it does."""
+    """The reason why the model does not fit into memory, None if it does."""
     needed, available = dense_bytes(checkpoints), available_bytes()
     if available is None or needed < available:
         return None

@@ -1,4 +1,4 @@
-"""How far rounding moves logits when the same tokens are computed in other company."""
+"""Rounding noise of logits: the same tokens computed in steps and batches of other sizes."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ _PAGE_SIZE = 16
 
 
 def measured_noise(model: DeepseekV3, plain: Decoded) -> float:
-    """The largest difference of any logit between one row a step (decoding) and several
-    (verifying), on the first tokens of some of a run's outputs, computed alone and together; at
-    least the rounding of one logit."""
+    """The largest difference of any logit between one row per step (decoding) and several
+    (verifying), alone and in a batch, on the first tokens of some of a run's outputs; at least the
+    rounding of one logit."""
     texts = [tuple(request.tokens) for request in plain.requests if request.output][:_TEXTS]
     starts = [len(request.prompt) for request in plain.requests if request.output][:_TEXTS]
     texts = [t[: start + _TOKENS] for t, start in zip(texts, starts, strict=True)]
@@ -37,8 +37,8 @@ def measured_noise(model: DeepseekV3, plain: Decoded) -> float:
 def paced_logits(
     model: DeepseekV3, texts: Sequence[Sequence[int]], starts: Sequence[int], block: int
 ) -> list[torch.Tensor]:
-    """Logits [s, vocab] of the tokens after each text's start, a block of them a step; what comes
-    before is prefilled whole, all texts together."""
+    """Logits [s, vocab] of the tokens after each text's start, `block` tokens per step; the tokens
+    before are prefilled whole, all texts in one batch."""
     config = model.config
     needed = sum(-(-len(text) // _PAGE_SIZE) for text in texts)
     width = config.latent + config.rope.size

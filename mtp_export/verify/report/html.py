@@ -1,4 +1,4 @@
-"""The report as one page that needs nothing else: style, charts and tables inline."""
+"""The report as one self-contained HTML page: style, charts and tables inline."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ _MOST_SERIES = 6
 
 
 def html_page(report: Report) -> str:
-    """Verdict, failures in words, charts of what was measured, every item."""
+    """The page: verdict, failures in words, charts of the measured figures, every item."""
     title = f"mtp-export verify: {report.options.bundle}"
     body = "".join((_head(report), _failures(report), _charts(report), _checks(report)))
     return (
@@ -116,7 +116,7 @@ def _charts(report: Report) -> str:
 
 
 def _data(report: Report, check: str, *keys: str) -> Iterator[dict[str, Any]]:
-    """The data of a check's items that have all these keys."""
+    """Data of a check's items that have all these keys."""
     for result, item in report.items:
         if result.name == check and all(key in item.data for key in keys):
             yield dict(item.data)
@@ -126,7 +126,7 @@ def _acceptance(report: Report) -> Iterator[tuple[str, str]]:
     found = list(_data(report, "acceptance", "k", "position", "conditional", "cumulative"))
     for kind, title in (
         ("conditional", "Draft accepted, if those before it were (95 % interval)"),
-        ("cumulative", "Draft accepted, of all drafted at its place (95 % interval)"),
+        ("cumulative", "Draft accepted, of all drafted at its position (95 % interval)"),
     ):
         rows = [
             Interval(
@@ -143,7 +143,7 @@ def _acceptance(report: Report) -> Iterator[tuple[str, str]]:
 
 
 def _sqnr(report: Report) -> Iterator[tuple[str, str]]:
-    """The least SQNR of each layer, a line for each role and form."""
+    """The least SQNR per layer, one line per role and form."""
     points: dict[str, list[tuple[float, float]]] = defaultdict(list)
     for data in _data(report, "weights", "sqnr_db_by_layer"):
         label = f"{data['role']}, {data['storage'].replace('_', ' ')}"
