@@ -27,7 +27,6 @@ from mtp_export.verify.evidence.bundle_parts import (
 )
 from mtp_export.verify.evidence.memory import why_too_large
 from mtp_export.verify.evidence.prompts import Prompt, choose_prompts
-from mtp_runtime.prompts import read_prompts
 
 if TYPE_CHECKING:
     from mtp_export.verify.evidence.corpus import Corpus
@@ -95,6 +94,8 @@ class Context:
         parts = tuple(BundlePart.open(name, folder / name) for name in names)
         source = None if options.source is None else open_checkpoint(options.source)
         if options.prompts is not None:
+            from mtp_runtime.prompts import read_prompts
+
             read_prompts(options.prompts)
         return cls(
             options=options,

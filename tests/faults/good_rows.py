@@ -111,9 +111,9 @@ def page(options: argparse.Namespace) -> str:
         f"`python -m faults.good_rows --seeds {options.seeds} --prompts {options.prompts}"
         f" --tokens {options.tokens} --rows {shlex.join(options.rows)}`:",
         "rows of the precision table, made from the trained fixture and run against it, with",
-        "held-out prompts cut at random. Of each figure the worst seed, and in brackets the best.",
-        "A gate is what `verify` fails at; for acceptance only when the whole 95 % interval lies",
-        "beyond it.",
+        "held-out prompts cut at random. Figures are the worst seed's, in brackets the best's.",
+        "A gate is the bound beyond which `verify` fails; for acceptance only if the whole 95 %",
+        "interval lies beyond it.",
         "`w4afp8` takes rows of 128 weights, which the fixture's experts do not have.",
         "",
         "| row | KL, nats | gate | top-1 agreement | gate | draft 1 loses, points | draft 2 | gate"

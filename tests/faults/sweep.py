@@ -130,9 +130,9 @@ def page(options: argparse.Namespace, seconds: float, found: Found) -> str:
         "# Run-level faults over seeds of prompts",
         "",
         f"`python -m faults.sweep --seeds {options.seeds} --prompts {options.prompts} --tokens"
-        f" {options.tokens}`: {options.prompts} held-out prompts a seed, cut at random, "
+        f" {options.tokens}`: {options.prompts} held-out prompts per seed, cut at random, "
         f"{options.tokens} new tokens each; {seconds:.0f} s on {platform.processor() or 'CPU'}.",
-        "No source was given: each fault is seen by running the bundle alone.",
+        "No source was given: each fault shows by running the bundle alone.",
         "",
         f"Good bundle: {len(alarms)} false alarms in {looked_at} items over {options.seeds} seeds.",
         "",

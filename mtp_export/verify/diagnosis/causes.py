@@ -1,4 +1,4 @@
-"""Likely causes of failures, in words: each sentence stands here once, by subject.
+"""Likely causes of failures, in words: each sentence is here once, by subject.
 
 Constants are whole sentences; functions fill in names and figures. Check `files` states what it
 finds where it finds it, in files/.

@@ -8,7 +8,6 @@ from pathlib import Path
 
 from mtp_export.checkpoint.reader import Checkpoint
 from mtp_export.errors import InvalidInputError
-from mtp_runtime.prompts import read_prompts
 
 Prompt = tuple[int, ...]
 
@@ -40,6 +39,7 @@ def choose_prompts(path: Path | None, main: Checkpoint | None) -> tuple[Prompt, 
     Raises what read_prompts raises, InvalidInputError for token ids outside the vocabulary, and
     UsageError for texts without a tokenizer.
     """
+    from mtp_runtime.prompts import read_prompts
     from mtp_runtime.tokenizer import Tokenizer
 
     assert main is not None, "checks that run a model do not start without one"
