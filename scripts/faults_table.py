@@ -110,8 +110,14 @@ def cells_of(page: str) -> tuple[dict[str, list[str]], dict[str, list[str]]]:
 
     run_names = [NOTHING, *(fault.name for fault in (*RUN_FAULTS, *RUNTIME_FAULTS))]
     return (
-        {f.name: pages_cells(page, STATIC_HEADING, f.name, len(STATIC)) for f in FAULTS},
-        {name: pages_cells(page, RUN_HEADING, name, len(RUN)) for name in run_names},
+        {
+            f.name: pages_cells(page, heading=STATIC_HEADING, name=f.name, count=len(STATIC))
+            for f in FAULTS
+        },
+        {
+            name: pages_cells(page, heading=RUN_HEADING, name=name, count=len(RUN))
+            for name in run_names
+        },
     )
 
 

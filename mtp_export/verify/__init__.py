@@ -51,7 +51,7 @@ def check_result(name: str, check: Check, context: Context) -> CheckResult:
     """The result of one check. A failure that it raises becomes an item."""
     start = time.monotonic()
     items = tuple(_items(check, context))
-    return CheckResult(name, check.title, items, time.monotonic() - start)
+    return CheckResult(name=name, title=check.title, items=items, seconds=time.monotonic() - start)
 
 
 def _items(check: Check, context: Context) -> Iterator[Item]:

@@ -150,7 +150,8 @@ class Context:
         """
         return layout_of(part, self.target, layer_count(self.checkpoints))
 
-    def layouts(self) -> list[PartLayout]:
+    @cached_property
+    def layouts(self) -> tuple[PartLayout, ...]:
         """The layouts of the parts whose configs can be followed; check `files` says why another
         cannot."""
         found = []
@@ -160,7 +161,7 @@ class Context:
                     found.append(self.layout(part))
                 except MtpExportError:
                     continue
-        return found
+        return tuple(found)
 
     @property
     def why_not_opened(self) -> str | None:
@@ -178,7 +179,7 @@ class Context:
         """The reason why the model is not run as a whole here, None if it is."""
         if self.options.stream and self.why_not_opened is None:
             return "--stream never holds the whole model"
-        return self.why_not_opened or why_too_large(self.checkpoints)
+        return self.why_not_opened or why_too_large(self.layouts)
 
     @cached_property
     def prompts(self) -> tuple[Prompt, ...]:

@@ -60,7 +60,7 @@ def items_of(good: Good, source: DeepseekV3, prompts: Sequence[Prompt], tokens: 
     """Items of the checks that tell a good bundle from a bad one by its drafts."""
     corpus = Corpus(good.model, tuple(prompts), tokens)
     return [
-        *compared(corpus, source, good.scheme, good.gate),
+        *compared(corpus, source, scheme=good.scheme, gate=good.gate),
         *diagnosed(corpus),
         *controls.items_of(corpus),
     ]
@@ -98,7 +98,11 @@ def measured(
             good = Good.written(name, Path(folder) / "bundle")
         found = []
         for seed in range(seeds):
-            found.append(Figures.of(items_of(good, source, prompts_of(seed, count), tokens)))
+            found.append(
+                Figures.of(
+                    items_of(good, source=source, prompts=prompts_of(seed, count), tokens=tokens)
+                )
+            )
             sys.stderr.write(f"{name}, seed {seed}: {found[-1]}\n")
         yield name, good, found
 
@@ -120,7 +124,9 @@ def page(options: argparse.Namespace) -> str:
         " | items failed |",
         "|---|--:|--:|--:|--:|--:|--:|--:|--:|",
     ]
-    for name, good, found in measured(options.rows, options.seeds, options.prompts, options.tokens):
+    for name, good, found in measured(
+        names=options.rows, seeds=options.seeds, count=options.prompts, tokens=options.tokens
+    ):
         kls, top1s = [f.kl_nats for f in found], [f.top1 for f in found]
         losses = [[f.lost_points[depth] for f in found] for depth in (0, 1)]
         cells = (

@@ -104,11 +104,13 @@ def run_rows(folder: Path, done: Container[str] = ()) -> Iterator[tuple[str, lis
             shutil.rmtree(bundle)
 
 
-def _context(bundle: Path) -> Context:
-    @contextlib.contextmanager
-    def no_progress(title: str, total_bytes: int) -> Iterator[ProgressCallback]:
-        yield silent
+@contextlib.contextmanager
+def no_progress(title: str, total_bytes: int) -> Iterator[ProgressCallback]:
+    """Show nothing."""
+    yield silent
 
+
+def _context(bundle: Path) -> Context:
     options = VerifyOptions(bundle, FIXTURE, Level.RUN, max_new_tokens=RUN_TOKENS, ks=(2,))
     return Context.open(options, no_progress)
 

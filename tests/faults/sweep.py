@@ -110,12 +110,24 @@ def sweep(seeds: range, count: int, tokens: int) -> Found:
                 f"seed {seed}: {i.name}: {i.cause}" for i in items if i.status is Status.FAIL
             ]
             for fault, shell in zip(RUN_FAULTS, faulty, strict=True):
-                own = Corpus(shell, corpus.prompts, tokens, corpus.texts, corpus.states)
+                own = Corpus(
+                    model=shell,
+                    prompts=corpus.prompts,
+                    new_tokens=tokens,
+                    given=corpus.texts,
+                    given_states=corpus.states,
+                )
                 tallies[fault.name].add(seed, list(diagnosed(own)), fault.cause)
             for drafter in DRAFTER_FAULTS:
                 real = DRAFTERS["mtp"]
                 DRAFTERS["mtp"] = drafter.build
-                own = Corpus(model, corpus.prompts, tokens, corpus.texts, corpus.states)
+                own = Corpus(
+                    model=model,
+                    prompts=corpus.prompts,
+                    new_tokens=tokens,
+                    given=corpus.texts,
+                    given_states=corpus.states,
+                )
                 tallies[drafter.name].add(seed, list(drafter_items(own, K)), drafter.cause)
                 DRAFTERS["mtp"] = real
             missed = [name for name, tally in tallies.items() if tally.missed]

@@ -57,7 +57,13 @@ def diagnosis(good: Good, bundle: Path) -> list[Item]:
     """Items about the MTP part of a bundle whose main part is the good one's."""
     with torch.inference_mode():
         model = open_streamed(bundle, "cpu").rest()
-    corpus = Corpus(model, good.corpus.prompts, TOKENS, good.corpus.texts, good.corpus.states)
+    corpus = Corpus(
+        model=model,
+        prompts=good.corpus.prompts,
+        new_tokens=TOKENS,
+        given=good.corpus.texts,
+        given_states=good.corpus.states,
+    )
     return list(diagnosed(corpus))
 
 
@@ -86,7 +92,12 @@ def test_drafter_fault_is_named(
     Greedy and sampled drafts are made in different ways, and each must show the fault.
     """
     monkeypatch.setitem(DRAFTERS, "mtp", fault.build)
-    corpus = Corpus(good.corpus.model, good.corpus.prompts, TOKENS, good.corpus.texts,
-                    good.corpus.states)  # fmt: skip
+    corpus = Corpus(
+        model=good.corpus.model,
+        prompts=good.corpus.prompts,
+        new_tokens=TOKENS,
+        given=good.corpus.texts,
+        given_states=good.corpus.states,
+    )
     for item in drafter_items(corpus, K):
         assert fault.cause in causes([item]), item

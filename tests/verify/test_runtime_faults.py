@@ -3,7 +3,6 @@ small random model is enough; planted drafters exercise acceptance."""
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -11,12 +10,13 @@ from pathlib import Path
 import pytest
 
 from cases import export
+from faults.matrix import no_progress
 from faults.runtime_faults import RUNTIME_FAULTS, RuntimeFault, accepts_one_too_many
-from mtp_export.progress import ProgressCallback, silent
 from mtp_export.verify.check import Item, Level, Status
 from mtp_export.verify.context import Context, VerifyOptions
 from mtp_export.verify.decoding import controls, greedy, paths, sampling
 from mtp_export.verify.decoding.greedy import Trial
+from mtp_export.verify.evidence import memory
 from mtp_export.verify.evidence.decode import Decoded
 from mtp_runtime import engine
 from mtp_runtime.models.deepseek_v3 import DeepseekV3
@@ -26,11 +26,6 @@ from runtime.checkpoints import write_checkpoint
 
 TOKENS, K = 12, 2
 PARAMS = SamplingParams(max_tokens=TOKENS, ignore_eos=True)
-
-
-@contextlib.contextmanager
-def no_progress(title: str, total_bytes: int) -> Iterator[ProgressCallback]:
-    yield silent
 
 
 @pytest.fixture(scope="module")
@@ -48,6 +43,14 @@ def whole(bundle: Path) -> Context:
     context = Context.open(options, no_progress)
     _ = context.corpus.plain
     return context
+
+
+def test_a_model_that_does_not_fit_into_memory_is_not_run(
+    bundle: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(memory, "available_bytes", lambda: 1000)
+    context = Context.open(VerifyOptions(bundle), no_progress)
+    assert context.why_not_run is not None and "use --stream" in context.why_not_run
 
 
 @dataclass(frozen=True)

@@ -3,17 +3,15 @@ memory at a time, and an interrupted run resumes."""
 
 from __future__ import annotations
 
-import contextlib
 import json
 import weakref
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from cases import export
-from mtp_export.progress import ProgressCallback, silent
+from faults.matrix import no_progress
 from mtp_export.verify.check import Item, Level, Status
 from mtp_export.verify.context import Context, VerifyOptions
 from mtp_export.verify.decoding import stream
@@ -26,11 +24,6 @@ from mtp_runtime.sampling import SamplingParams
 FIXTURE = Path(__file__).resolve().parents[2] / "fixtures/deepseek-v3-tiny"
 PROMPTS = [(17, 250, 31, 77, 5, 90), (400, 12, 13, 14), (55, 56, 57, 58, 59, 60, 61), (900, 3, 8)]
 K = 2
-
-
-@contextlib.contextmanager
-def no_progress(title: str, total_bytes: int) -> Iterator[ProgressCallback]:
-    yield silent
 
 
 @pytest.fixture(scope="module")
@@ -57,7 +50,9 @@ def engine(bundle: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path
 
 
 def context_of(bundle: Path, prompts: Path, workdir: Path) -> Context:
-    options = VerifyOptions(bundle, None, Level.RUN, prompts, ks=(K,), stream=True, workdir=workdir)
+    options = VerifyOptions(
+        bundle, source=None, level=Level.RUN, prompts=prompts, ks=(K,), stream=True, workdir=workdir
+    )
     return Context.open(options, no_progress)
 
 

@@ -123,8 +123,8 @@ def test_the_page_needs_nothing_else(reports: Path) -> None:
 def sample_report(*items: Item) -> Report:
     options = VerifyOptions(Path("bundle"))
     facts: dict[str, Any] = {"options": {}, "source_bytes": 0, "parts_bytes": {}}
-    results = (CheckResult("acceptance", "Acceptance", items, 1.0),)
-    return Report(options, facts, results, 1.0)
+    results = (CheckResult(name="acceptance", title="Acceptance", items=items, seconds=1.0),)
+    return Report(options=options, facts=facts, results=results, seconds=1.0)
 
 
 def test_the_page_draws_acceptance_and_escapes_names() -> None:

@@ -61,12 +61,12 @@ def best_of(tried: Sequence[Alternative]) -> Alternative | None:
 
 def conditional(decoded: Decoded, position: int) -> Estimate | None:
     """Drafts accepted at a position (from 0), over those whose predecessors were all accepted."""
-    return _over(decoded, position, "accepted", "reached")
+    return _over(decoded, position, top="accepted", bottom="reached")
 
 
 def cumulative(decoded: Decoded, position: int) -> Estimate | None:
     """Drafts accepted at a position (from 0), over those drafted there."""
-    return _over(decoded, position, "accepted", "drafted")
+    return _over(decoded, position, top="accepted", bottom="drafted")
 
 
 def accepted_length(decoded: Decoded) -> Estimate | None:
@@ -145,7 +145,7 @@ def _no_collapse(corpus: Corpus, k: int, known: str | None) -> Item:
     figure = f"draft {position}: at most {worst:.2f}"
     if worst >= LEAST_KEPT:
         return passed(name, figure=figure, bound=bound)
-    bug = drafter_bug(corpus, decoded, k, equal_tokens)
+    bug = drafter_bug(corpus, decoded, depths=k, compare=equal_tokens)
     cause = causes.acceptance_collapses(position, bug[0] if bug else known)
     return failed(name, cause, figure=figure, bound=bound)
 

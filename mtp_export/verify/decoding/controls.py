@@ -89,7 +89,7 @@ def _lowers(corpus: Corpus, own: Drafts, control: Control) -> Item:
     """Loss of acceptance, paired over the same places; both modules are judged by the texts."""
     depth = control.depth
     before, after = acceptance(own, depth), acceptance(control.drafts, depth)
-    loss = _loss(corpus, own, control.drafts, depth)
+    loss = _loss(corpus, own=own, other=control.drafts, depth=depth)
     shown = Shown(figure=f"{before:.3f} to {after:.3f}", bound="lower, by its 95 % interval")
     if loss is None or loss.low is None or loss.high is None:
         return not_tested(control.name, "it takes two prompts with drafts", **shown)
@@ -141,17 +141,19 @@ def _causality(corpus: Corpus) -> Iterator[Item]:
         "target: no row sees a later token",
         [
             (corpus.model.head.logits(a), corpus.model.head.logits(b))
-            for a, b in _earlier(one, first, second, 1)
+            for a, b in _earlier(one, first=first, second=second, cut=1)
         ],
         limit,
     )
     module = corpus.module
-    drafted = [_module_rows(corpus, module, texts, first) for texts in (one, other)]
+    drafted = [
+        _module_rows(corpus, module=module, texts=texts, after=first) for texts in (one, other)
+    ]
     yield _unmoved(
         "MTP module: no row sees a later token",
         [
             (module.head.logits(module.head.normed(a)), module.head.logits(module.head.normed(b)))
-            for a, b in _earlier(one, drafted[0], drafted[1], 2)
+            for a, b in _earlier(one, first=drafted[0], second=drafted[1], cut=2)
         ],
         limit,
     )

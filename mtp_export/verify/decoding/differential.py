@@ -55,7 +55,7 @@ class Side:
         """Run a model over texts."""
         before, after = target_states(model, texts)
         parts = [rows.argmax(dim=-1).cpu() for _, rows in logits_by_chunk(model.head, after)]
-        return cls(model, before, after, torch.cat(parts))
+        return cls(model=model, before=before, after=after, best=torch.cat(parts))
 
 
 def run(context: Context) -> Iterator[Item]:

@@ -69,12 +69,12 @@ class Comparison:
 
     def item(self, corpus: Corpus, decoded: Decoded, k: int) -> Item:
         """The agreement of a run with k drafts, and the drafter bug that explains a lack of it."""
-        found = agreement(corpus, decoded, corpus.draft_outputs(k), self.compare)
+        found = agreement(corpus, decoded, outputs=corpus.draft_outputs(k), compare=self.compare)
         if not sum(found.compared):
             return not_tested(self.name, "nothing was drafted on the texts")
         if found.share >= self.least:
             return passed(self.name, figure=found.shown(), bound=self.bound)
-        known = drafter_bug(corpus, decoded, k, self.compare)
+        known = drafter_bug(corpus, decoded, depths=k, compare=self.compare)
         cause = causes.DRAFTER_UNEXPLAINED if known is None else causes.drafter_explained(*known)
         return failed(self.name, cause, figure=found.shown(), bound=self.bound)
 
@@ -155,7 +155,7 @@ def _places(corpus: Corpus, decoded: Decoded, depths: int) -> list[list[Place]]:
         anchor = at.get(corpus.texts.starts[proposal.request] + proposal.last - 1)
         if anchor is None:
             continue
-        for depth in _comparable(corpus, proposal, same[proposal.request], depths):
+        for depth in _comparable(corpus, proposal, same=same[proposal.request], depths=depths):
             places[depth].append(Place(anchor, proposal))
     return places
 
@@ -184,11 +184,13 @@ def drafter_bug(
 ) -> tuple[str, float] | None:
     """The cause that explains a run's proposals best, and the share that it explains; None if it
     explains too few. Of several, one of recursion is meant if first drafts are right."""
-    own = agreement(corpus, decoded, corpus.draft_outputs(depths), compare)
+    own = agreement(corpus, decoded, outputs=corpus.draft_outputs(depths), compare=compare)
     in_recursion = own.equal[0] == own.compared[0]
     fits = [
         (
-            agreement(corpus, decoded, variant_outputs(corpus, variant, depths), compare).share,
+            agreement(
+                corpus, decoded, outputs=variant_outputs(corpus, variant, depths), compare=compare
+            ).share,
             variant,
         )
         for variant in drafter_variants(corpus.module)

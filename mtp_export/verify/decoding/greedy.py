@@ -137,7 +137,9 @@ def divergences(plain: Decoded, other: Decoded) -> Iterator[Divergence]:
         place = next((i for i, (a, b) in enumerate(pairs) if a != b), shorter)
         at = [tokens[place] if place < len(tokens) else None for tokens in (wanted, found)]
         from_draft = at[1] is not None and drafted[prompt][place]
-        yield Divergence(prompt, place, at[0], at[1], from_draft)
+        yield Divergence(
+            prompt=prompt, place=place, wanted=at[0], found=at[1], from_draft=from_draft
+        )
 
 
 def _equal(trial: Trial, decoded: Decoded, name: str) -> Item:

@@ -35,7 +35,7 @@ def run(context: Context) -> Iterator[Item]:
     yield _close(
         "prefill whole or in chunks of 7",
         wanted=whole,
-        found=paced_logits(model, texts, starts, _CHUNK),
+        found=paced_logits(model, texts, starts=starts, block=_CHUNK),
         cause=causes.CHUNKS_DIFFER,
     )
     yield _close(
@@ -81,7 +81,7 @@ def _speculation(corpus: Corpus, k: int) -> Item:
 def _logits(model: DeepseekV3, texts: Sequence[Sequence[int]]) -> list[torch.Tensor]:
     """Logits after each token but the first, in one step; every path prefills the first alone."""
     longest = max(len(text) for text in texts)
-    return paced_logits(model, texts, [1] * len(texts), longest)
+    return paced_logits(model, texts, starts=[1] * len(texts), block=longest)
 
 
 def _close(

@@ -47,7 +47,7 @@ def run(context: Context) -> Iterator[Item]:
     yield measured("cost estimate", cost.shown(), cost.as_json())
     streamed = open_streamed(context.options.bundle, context.options.device)
     with context.show_progress(f"stream: {cost.shown()}", cost.read_bytes) as progress:
-        before = states_of(context, streamed, texts, cost, progress)
+        before = states_of(context, streamed=streamed, texts=texts, cost=cost, progress=progress)
     with torch.inference_mode():
         corpus = corpus_of(streamed, texts, before)
         yield from _acceptance(corpus, max(context.options.ks), generated)
@@ -203,13 +203,25 @@ def corpus_of(streamed: StreamedModel, texts: Texts, before: torch.Tensor) -> Co
     """A corpus of texts and their hidden states, as if the whole model had computed them."""
     model = streamed.rest()
     prompts = tuple(text.tokens[: text.prompt_size] for text in texts.texts)
-    return Corpus(model, prompts, 0, texts, (before, model.head.normed(before)))
+    return Corpus(
+        model=model,
+        prompts=prompts,
+        new_tokens=0,
+        given=texts,
+        given_states=(before, model.head.normed(before)),
+    )
 
 
 def _acceptance(corpus: Corpus, depths: int, generated: bool) -> Iterator[Item]:
     following = None if generated else corpus.choices
     outputs = corpus.draft_outputs(depths)
-    drafts = judge(corpus.module, corpus.texts, corpus.anchors, outputs, following)
+    drafts = judge(
+        corpus.module,
+        texts=corpus.texts,
+        anchors=corpus.anchors,
+        states=outputs,
+        following=following,
+    )
     kind = "of generated text" if generated else "the target's own best token, on given text"
     counts = walked(corpus, drafts, depths) if generated else [None] * depths
     for depth in range(1, depths + 1):

@@ -70,12 +70,12 @@ def alternatives(corpus: Corpus) -> list[Alternative]:
     found = []
     for variant in (*layout_variants(corpus.model, module), *contract_variants(module)):
         depth, other = variant.depth, _tried(corpus, variant)
-        gain = _gain(corpus, own[depth], other.scores[depth - 1], depth)
+        gain = _gain(corpus, own=own[depth], scores=other.scores[depth - 1], depth=depth)
         if gain is not None:
             shares = [acceptance(drafts, depth) for drafts in (own[depth], other)]
             found.append(_alternative(variant, gain, *shares))
     for expert in expert_variants(corpus, own[1].scores[0]):
-        gain = _gain(corpus, own[1], expert.scores, 1)
+        gain = _gain(corpus, own=own[1], scores=expert.scores, depth=1)
         if gain is not None:
             found.append(_of_experts(expert, gain))
     return sorted(found, key=lambda alternative: -alternative.gain.value)
@@ -112,14 +112,20 @@ def _anchors(corpus: Corpus, depth: int) -> Anchors:
 def _tried(corpus: Corpus, variant: Variant) -> Drafts:
     """Drafts of a variant up to its depth, judged by the target's own best tokens."""
     anchors = _anchors(corpus, variant.depth)
-    outputs = variant_outputs(corpus, variant, variant.depth, anchors)
-    return judge(variant.module, corpus.texts, anchors, outputs, corpus.choices)
+    outputs = variant_outputs(corpus, variant, depths=variant.depth, anchors=anchors)
+    return judge(
+        variant.module,
+        texts=corpus.texts,
+        anchors=anchors,
+        states=outputs,
+        following=corpus.choices,
+    )
 
 
 def drafts_of(corpus: Corpus, variant: Variant, depths: int) -> Drafts:
     """Drafts of a variant where an engine would draft, judged by the texts."""
     outputs = variant_outputs(corpus, variant, depths)
-    return judge(variant.module, corpus.texts, corpus.anchors, outputs)
+    return judge(variant.module, texts=corpus.texts, anchors=corpus.anchors, states=outputs)
 
 
 @torch.inference_mode()
@@ -129,7 +135,9 @@ def variant_outputs(
     """MTP outputs [A, d] of a variant before the norm, one per depth."""
     before, after = corpus.states
     hidden = before if variant.before_norm else after
-    return corpus.draft_outputs(depths, variant.module, hidden, variant.recycle, anchors)
+    return corpus.draft_outputs(
+        depths, module=variant.module, hidden=hidden, recycle=variant.recycle, anchors=anchors
+    )
 
 
 def acceptance(drafts: Drafts, depth: int) -> float:

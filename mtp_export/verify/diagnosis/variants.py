@@ -187,13 +187,13 @@ def interleaved(attention: Mla) -> Mla:
     down[:, -size:] = down[:, -size:][:, order]
     if attention.query_up is None:
         query = down[:, : heads * (nope + size)]
-        query.copy_(_each_head(query, heads, nope, order))
+        query.copy_(_each_head(query, heads=heads, nope=nope, order=order))
         return replace(attention, down=dense_linear(down))
     up = attention.query_up.matrix(dtype_of(attention.query_up))
     return replace(
         attention,
         down=dense_linear(down),
-        query_up=dense_linear(_each_head(up, heads, nope, order)),
+        query_up=dense_linear(_each_head(up, heads=heads, nope=nope, order=order)),
     )
 
 

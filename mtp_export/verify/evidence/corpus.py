@@ -97,7 +97,12 @@ class Corpus:
             for seed in range(len(self.prompts))
         ]
         decoded = decode(self.model, self.prompts, params, method="mtp", k=k)
-        return Corpus(self.model, self.prompts, _SAMPLED_TOKENS, texts_of(decoded)), decoded
+        return Corpus(
+            model=self.model,
+            prompts=self.prompts,
+            new_tokens=_SAMPLED_TOKENS,
+            given=texts_of(decoded),
+        ), decoded
 
     @cached_property
     def texts(self) -> Texts:
@@ -144,8 +149,8 @@ class Corpus:
     ) -> Drafts:
         """Drafts of a module, by default the corpus's own, at every anchor."""
         module = module or self.module
-        states = self.draft_outputs(depths, module, hidden, recycle)
-        return judge(module, self.texts, self.anchors, states)
+        states = self.draft_outputs(depths, module=module, hidden=hidden, recycle=recycle)
+        return judge(module, texts=self.texts, anchors=self.anchors, states=states)
 
     @torch.inference_mode()
     def draft_outputs(
@@ -195,7 +200,7 @@ def judge(
         hits.append((found == wanted) & room)
         rooms.append(room)
         scores.append(score)
-    return Drafts(tuple(best), tuple(hits), tuple(rooms), tuple(scores))
+    return Drafts(best=tuple(best), hit=tuple(hits), room=tuple(rooms), scores=tuple(scores))
 
 
 def best_and_score(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -61,7 +61,12 @@ class Recorder(PassThroughDrafter):
     def propose(self, requests: Sequence[Request], counts: Sequence[int]) -> list[Draft]:
         drafts = super().propose(requests, counts)
         self.proposals += [
-            Proposal(request.request_id, len(request.tokens) - 1, draft.tokens, Peaks.of(draft))
+            Proposal(
+                request=request.request_id,
+                last=len(request.tokens) - 1,
+                tokens=draft.tokens,
+                peaks=Peaks.of(draft),
+            )
             for request, draft in zip(requests, drafts, strict=True)
         ]
         return drafts
@@ -89,12 +94,10 @@ def decode(
     k: int = 1,
     build: Build | None = None,
     draft_model: DeepseekV3 | None = None,
-    **settings: Any,
 ) -> Decoded:
     """Decode prompts to their end; `build` replaces DRAFTERS[method].
 
-    Freed cache slots are filled with NaN, so that reading one shows. `settings` are further fields
-    of EngineConfig.
+    Freed cache slots are filled with NaN, so that reading one shows.
     """
     speculation = SpeculationConfig("planted" if build else method, k)
     each = [params] * len(prompts) if isinstance(params, SamplingParams) else list(params)
@@ -114,7 +117,7 @@ def decode(
         recorders.append(Recorder((build or DRAFTERS[method])(parts)))
         return recorders[0]
 
-    engine = Engine(model, replace(config, **settings), recording, draft_model)
+    engine = Engine(model, config, recording, draft_model)
     requests = tuple(
         Request(number, prompt, own, model.config.eos_token_ids)
         for number, (prompt, own) in enumerate(zip(prompts, each, strict=True))

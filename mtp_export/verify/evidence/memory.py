@@ -6,23 +6,21 @@ from collections.abc import Iterable
 from math import prod
 from pathlib import Path
 
-from mtp_export.checkpoint.reader import Checkpoint
 from mtp_export.progress import format_bytes
+from mtp_export.verify.evidence.bundle_parts import PartLayout
+from mtp_export.verify.evidence.weight_values import weights_on_disk
 
 _MEMINFO = Path("/proc/meminfo")
 _DENSE_BYTES = 4  # the runtime holds every weight in fp32
-# Weights in one stored element, where it holds more than one.
-_PACKED = {"weight_packed": {"I32": 8}, "weight": {"I8": 2}}
 
 
-def dense_bytes(checkpoints: Iterable[Checkpoint]) -> int:
-    """Bytes of the weights in fp32, integers unpacked."""
-    total = 0
-    for checkpoint in checkpoints:
-        for tensor in checkpoint.tensors.values():
-            last = tensor.name.rpartition(".")[2]
-            total += prod(tensor.shape) * _PACKED.get(last, {}).get(tensor.dtype, 1)
-    return total * _DENSE_BYTES
+def dense_bytes(layouts: Iterable[PartLayout]) -> int:
+    """Bytes of all weights in fp32, whatever form they are stored in."""
+    return _DENSE_BYTES * sum(
+        prod(weight.stored.weight.shape)
+        for layout in layouts
+        for weight in weights_on_disk(layout.stored, layout.checkpoint.tensors)
+    )
 
 
 def available_bytes() -> int | None:
@@ -38,9 +36,9 @@ def available_bytes() -> int | None:
     return None
 
 
-def why_too_large(checkpoints: Iterable[Checkpoint]) -> str | None:
+def why_too_large(layouts: Iterable[PartLayout]) -> str | None:
     """The reason why the model does not fit into memory, None if it does."""
-    needed, available = dense_bytes(checkpoints), available_bytes()
+    needed, available = dense_bytes(layouts), available_bytes()
     if available is None or needed < available:
         return None
     return (

@@ -24,9 +24,9 @@ def measured_noise(model: DeepseekV3, plain: Decoded) -> float:
     texts = [t[: start + _TOKENS] for t, start in zip(texts, starts, strict=True)]
     if not texts:
         return 0.0
-    slow = paced_logits(model, texts, starts, 1)
-    fast = paced_logits(model, texts, starts, _BLOCK)
-    lone = paced_logits(model, texts[:1], starts[:1], _BLOCK)
+    slow = paced_logits(model, texts, starts=starts, block=1)
+    fast = paced_logits(model, texts, starts=starts, block=_BLOCK)
+    lone = paced_logits(model, texts[:1], starts=starts[:1], block=_BLOCK)
     among = max(float((a - b).abs().max()) for a, b in zip(slow, fast, strict=True))
     largest = max(float(a.abs().max()) for a in slow)
     rounding = largest * torch.finfo(model.embedding.dtype).eps

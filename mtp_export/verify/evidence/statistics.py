@@ -46,11 +46,11 @@ def ratio(
     value = sum(numerator for numerator, _ in pairs) / total
     count = len(pairs)
     if count < 2:
-        return Estimate(value, None, None, int(total))
+        return Estimate(value=value, low=None, high=None, count=int(total))
     squares = sum((numerator - value * denominator) ** 2 for numerator, denominator in pairs)
     error = math.sqrt(count / (count - 1) * squares) / total
     reach = student_quantile(0.5 + confidence / 2, count - 1) * error
-    return Estimate(value, value - reach, value + reach, int(total))
+    return Estimate(value=value, low=value - reach, high=value + reach, count=int(total))
 
 
 def student_quantile(probability: float, freedom: int) -> float:

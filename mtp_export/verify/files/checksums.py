@@ -57,7 +57,7 @@ def manifest_items(context: Context) -> Iterator[Item]:
         yield _small_files(part, entry)
         yield _shards(part, entry)
         if part.checkpoint is not None:
-            yield from _tensors(context, part.name, part.checkpoint, entry)
+            yield from _tensors(context, part=part.name, checkpoint=part.checkpoint, entry=entry)
     yield _unfinished(context.options.bundle)
 
 

@@ -131,10 +131,10 @@ def _acceptance(report: Report) -> Iterator[tuple[str, str]]:
         rows = [
             Interval(
                 f"k={data['k']}, draft {data['position']}",
-                data[kind]["value"],
-                data[kind]["low"],
-                data[kind]["high"],
-                data["k"] % _MOST_SERIES,
+                value=data[kind]["value"],
+                low=data[kind]["low"],
+                high=data[kind]["high"],
+                series=data["k"] % _MOST_SERIES,
             )
             for data in found
         ]
@@ -159,9 +159,9 @@ def _sizes(report: Report) -> Iterator[tuple[str, str]]:
     if sizes["source"]:
         after = sum(report.facts["parts_bytes"].values())
         rows = [
-            Bar("source", sizes["source"], format_bytes(sizes["source"]), 1),
+            Bar("source", value=sizes["source"], text=format_bytes(sizes["source"]), series=1),
             Bar("bundle", after, format_bytes(after)),
-            *(Bar(f"  {name}", size, format_bytes(size), 2)
+            *(Bar(f"  {name}", value=size, text=format_bytes(size), series=2)
               for name, size in report.facts["parts_bytes"].items()),
         ]  # fmt: skip
         yield "Size before and after", bars(rows)
@@ -172,7 +172,9 @@ def _speed(report: Report) -> Iterator[tuple[str, str]]:
     for data in _data(report, "speed", "batch", "k", "measured", "predicted"):
         label = f"batch {data['batch']}, k={data['k']}"
         rows.append(Bar(label, data["measured"], f"{data['measured']:.2f}×"))
-        rows.append(Bar("predicted", data["predicted"], f"{data['predicted']:.2f}×", 1))
+        rows.append(
+            Bar("predicted", value=data["predicted"], text=f"{data['predicted']:.2f}×", series=1)
+        )
     if rows:
         yield "Speed of speculation over plain decoding", bars(rows)
 

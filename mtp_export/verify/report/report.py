@@ -102,7 +102,7 @@ def report_of(context: Context, results: tuple[CheckResult, ...], seconds: float
             for part in context.parts
         },
     }
-    return Report(context.options, facts, results, seconds)
+    return Report(options=context.options, facts=facts, results=results, seconds=seconds)
 
 
 def verdict_words(report: Report) -> str:

@@ -74,7 +74,7 @@ def run(context: Context) -> Iterator[Item]:
     sources = {w.stored.weight.name: w for w in weights_on_disk(stored, context.source.tensors)}
     family = model_family(context.source.config)
     main_names = {pair.mtp_name: pair.main_name for pair in family.shared}
-    for layout in context.layouts():
+    for layout in context.layouts:
         pairs, alone = _paired(layout, sources, main_names)
         yield verdict(f"{layout.name}: weights that the source has", alone, f"{len(pairs):,}")
         compared = _compare_all(context, layout.name, pairs)

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 def run(context: Context) -> Iterator[Item]:
     """The loader's ledger, then one pass over every tensor of each part."""
     yield _loader(context)
-    found = context.layouts()
+    found = context.layouts
     for part in context.parts:
         if part.name not in [layout.name for layout in found]:
             why = "its config or index cannot be followed: see check files"
