@@ -8,16 +8,15 @@ from dataclasses import dataclass, replace
 import torch
 
 from mtp_export.verify.diagnosis import causes
-from mtp_export.verify.diagnosis.experts import ExpertVariant, expert_variants
+from mtp_export.verify.diagnosis.experts import expert_variants
 from mtp_export.verify.diagnosis.variants import (
     Variant,
     contract_variants,
     layout_variants,
+    unchanged,
 )
 from mtp_export.verify.evidence.corpus import Corpus, Drafts, judge
 from mtp_export.verify.evidence.statistics import Estimate, ratio
-from mtp_runtime.config import Hidden
-from mtp_runtime.models.deepseek_v3 import MtpModule
 from mtp_runtime.teacher_forcing import Anchors, draft_states, overlaps
 
 # A variant is better if the target's best tokens gain so many nats, and the interval of the gain
@@ -65,42 +64,32 @@ class Alternative:
 def alternatives(corpus: Corpus) -> list[Alternative]:
     """Every variant of the module compared with it as it is, best first."""
     module = corpus.module
-    before = module.contract.target_hidden is Hidden.BEFORE_NORM
-    own = {d: _tried(corpus, _unchanged(module, before, d)) for d in (1, 2)}
+    own = {depth: _tried(corpus, unchanged(module, depth)) for depth in (1, 2)}
     found = []
     for variant in (*layout_variants(corpus.model, module), *contract_variants(module)):
         depth, other = variant.depth, _tried(corpus, variant)
         gain = _gain(corpus, own=own[depth], scores=other.scores[depth - 1], depth=depth)
         if gain is not None:
-            shares = [acceptance(drafts, depth) for drafts in (own[depth], other)]
-            found.append(_alternative(variant, gain, *shares))
+            found.append(
+                Alternative(
+                    name=variant.name,
+                    change=variant.change,
+                    cause=variant.cause,
+                    depth=depth,
+                    gain=gain,
+                    own=acceptance(own[depth], depth),
+                    other=acceptance(other, depth),
+                )
+            )
     for expert in expert_variants(corpus, own[1].scores[0]):
         gain = _gain(corpus, own=own[1], scores=expert.scores, depth=1)
         if gain is not None:
-            found.append(_of_experts(expert, gain))
+            found.append(
+                Alternative(
+                    name="experts", change=expert.change, cause=expert.cause, depth=1, gain=gain
+                )
+            )
     return sorted(found, key=lambda alternative: -alternative.gain.value)
-
-
-def _unchanged(module: MtpModule, before_norm: bool, depth: int) -> Variant:
-    return Variant(
-        name="own", change="", cause="", module=module, before_norm=before_norm, depth=depth
-    )
-
-
-def _alternative(variant: Variant, gain: Estimate, own: float, other: float) -> Alternative:
-    return Alternative(
-        name=variant.name,
-        change=variant.change,
-        cause=variant.cause,
-        depth=variant.depth,
-        gain=gain,
-        own=own,
-        other=other,
-    )
-
-
-def _of_experts(expert: ExpertVariant, gain: Estimate) -> Alternative:
-    return Alternative(name="experts", change=expert.change, cause=expert.cause, depth=1, gain=gain)
 
 
 def _anchors(corpus: Corpus, depth: int) -> Anchors:

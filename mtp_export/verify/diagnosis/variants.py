@@ -39,19 +39,26 @@ class Variant:
     recycle: Recycle | None = None
 
 
+def unchanged(module: MtpModule, depth: int = 1) -> Variant:
+    """The module as it is, fed as its contract says."""
+    before_norm = module.contract.target_hidden is Hidden.BEFORE_NORM
+    return Variant(
+        name="own", change="", cause="", module=module, before_norm=before_norm, depth=depth
+    )
+
+
 def layout_variants(model: DeepseekV3, module: MtpModule) -> Iterator[Variant]:
     """One variant per known bug that mixes up the tensors of a module."""
-    fed_before_norm = module.contract.target_hidden is Hidden.BEFORE_NORM
-    unchanged = Variant("own", change="", cause="", module=module, before_norm=fed_before_norm)
+    own = unchanged(module)
     yield replace(
-        unchanged,
+        own,
         name="concatenation",
         change="the halves of eh_proj are exchanged",
         cause=causes.CONCATENATION_REVERSED,
         module=replace(module, projection=halves_exchanged(module.projection)),
     )
     yield replace(
-        unchanged,
+        own,
         name="norms",
         change="enorm and hnorm are exchanged",
         cause=causes.NORMS_SWAPPED,
@@ -59,10 +66,10 @@ def layout_variants(model: DeepseekV3, module: MtpModule) -> Iterator[Variant]:
             module, embedding_norm=module.hidden_norm, hidden_norm=module.embedding_norm
         ),
     )
-    yield from _attention_variants(model, unchanged)
+    yield from _attention_variants(model, own)
     if module.embedding is not model.embedding:
         yield replace(
-            unchanged,
+            own,
             name="embedding",
             change="the main model's embedding is used",
             cause=causes.EMBEDDING_OF_ANOTHER_CHECKPOINT,
@@ -70,7 +77,7 @@ def layout_variants(model: DeepseekV3, module: MtpModule) -> Iterator[Variant]:
         )
     if module.head.linear is not model.head.linear:
         yield replace(
-            unchanged,
+            own,
             name="head",
             change="the main model's head is used",
             cause=causes.HEAD_OF_ANOTHER_CHECKPOINT,
@@ -78,11 +85,11 @@ def layout_variants(model: DeepseekV3, module: MtpModule) -> Iterator[Variant]:
         )
 
 
-def _attention_variants(model: DeepseekV3, unchanged: Variant) -> Iterator[Variant]:
-    module = unchanged.module
+def _attention_variants(model: DeepseekV3, own: Variant) -> Iterator[Variant]:
+    module = own.module
     attention = module.layer.attention
     yield replace(
-        unchanged,
+        own,
         name="rope",
         change="the rotary rows are interleaved",
         cause=causes.ROPE_IN_HALVES,
@@ -91,7 +98,7 @@ def _attention_variants(model: DeepseekV3, unchanged: Variant) -> Iterator[Varia
     for temperature in missing_temperatures(model.config.rope):
         scaled = replace(attention, scale=attention.scale * temperature**2)
         yield replace(
-            unchanged,
+            own,
             name="yarn",
             change=f"attention scores are multiplied by {temperature**2:.3f}",
             cause=causes.YARN_SCALE_DROPPED,
