@@ -262,7 +262,7 @@ WEIGHT_FAULTS: tuple[Fault, ...] = (
     Fault("weights of another version", main("model.layers.5.self_attn.o_proj.weight", noisy),
           "weights", "another version", needs="bf16", source=True),
     Fault("yarn dropped", partial(config_changed, {"rope_scaling": None}), "weights",
-          "yarn's scale was dropped or changed", source=True),
+          "yarn's attention scale was dropped or changed", source=True),
     Fault("another rotary base", partial(config_changed, {"rope_theta": 500000.0}), "weights",
           "rope_theta is 500000.0", source=True),
     Fault("experts' weights not normalised", partial(config_changed, {"norm_topk_prob": False}),
