@@ -12,7 +12,8 @@ from typing import Any
 
 from mtp_export import __version__
 from mtp_export.bundle.journal import Journal
-from mtp_export.bundle.links import Link, guess_links, resolve_links
+from mtp_export.bundle.links import guess_links, resolve_links
+from mtp_export.bundle.options import BundleOptions, Checksums, Part
 from mtp_export.bundle.preflight import (
     check_disk,
     check_memory,
@@ -23,15 +24,7 @@ from mtp_export.bundle.preflight import (
     is_finished,
 )
 from mtp_export.bundle.run import COPY_BUFFER_BYTES, Job, Means, Proceed, run
-from mtp_export.bundle.split import (
-    Checksums,
-    Part,
-    SharedWeights,
-    SplitOptions,
-    main_part,
-    mtp_part,
-    shared_pairs,
-)
+from mtp_export.bundle.split import SplitOptions, main_part, mtp_part, shared_pairs
 from mtp_export.bundle.tied_weights import PIECE_BYTES, hold_against
 from mtp_export.checkpoint.bundle_folder import open_checkpoint
 from mtp_export.checkpoint.files import read_failure, write_bytes, write_json
@@ -50,7 +43,6 @@ from mtp_export.families import family_of
 from mtp_export.families.base import ModelFamily, compare
 from mtp_export.progress import ProgressCallback
 from mtp_export.schemes.transforms import Numerics, one_torch_thread, transforms
-from mtp_export.targets import target_of
 
 # Measured resident memory: the program with its headers and plan, and what torch and the compiled
 # kernels add when a plan computes.
@@ -58,36 +50,6 @@ _BASE_BYTES = 80_000_000
 _BYTES_PER_TENSOR = 2_200
 _COMPUTING_BYTES = 350_000_000
 _LEAST_BUDGET_BYTES = 16_000_000
-
-
-@dataclass(frozen=True)
-class BundleOptions:
-    """What to make a bundle of and how. Memory and shard sizes in bytes."""
-
-    input_dir: Path
-    output_dir: Path
-    part: Part = Part.BOTH
-    target: str = "hf"
-    shared_weights: SharedWeights = SharedWeights.KEEP
-    link: Link = Link.AUTO
-    workers: int = 2
-    max_memory_bytes: int = 4 << 30
-    max_shard_bytes: int = 5_000_000_000
-    overwrite: bool = False
-    resume: bool = True
-    allow_untied: bool = False
-    checksums: Checksums = Checksums.WRITTEN
-
-    def recorded(self) -> dict[str, Any]:
-        """The options that decide what the bundle holds."""
-        return {
-            "part": str(self.part),
-            "target": target_of(self.target).name,
-            "shared_weights": str(self.shared_weights),
-            "max_shard_bytes": self.max_shard_bytes,
-            "allow_untied": self.allow_untied,
-            "checksums": str(self.checksums),
-        }
 
 
 @dataclass(frozen=True)
@@ -125,13 +87,13 @@ class BundlePlan:
     def memory_bytes(self) -> int:
         """Peak resident memory that the run needs at the least."""
         per_worker = _LEAST_BUDGET_BYTES if self.computed_bytes else COPY_BUFFER_BYTES
-        return self._base_bytes + self.options.workers * per_worker
+        return self._base_bytes + self.options.run.workers * per_worker
 
     @property
     def budget_bytes(self) -> int:
         """A worker's share of --max-memory."""
-        free = self.options.max_memory_bytes - self._base_bytes
-        return max(_LEAST_BUDGET_BYTES, free // self.options.workers)
+        free = self.options.run.max_memory_bytes - self._base_bytes
+        return max(_LEAST_BUDGET_BYTES, free // self.options.run.workers)
 
     @property
     def _base_bytes(self) -> int:
@@ -193,16 +155,18 @@ def plan_bundle(
     """
     checkpoint, family = source
     shards = [shard.path for shard in checkpoint.shards]
-    links = (guess_links if dry_run else resolve_links)(options.link, shards, options.output_dir)
+    links = (guess_links if dry_run else resolve_links)(
+        options.run.link, shards, options.output_dir
+    )
     parts: list[PartPlan] = []
-    if options.part in (Part.BOTH, Part.MAIN):
-        every = options.checksums is Checksums.ALL
+    if options.content.part in (Part.BOTH, Part.MAIN):
+        every = options.content.checksums is Checksums.ALL
         parts.append(main_part(checkpoint, family, split).linked_by(links, checked=every))
-    if options.part in (Part.BOTH, Part.MTP):
+    if options.content.part in (Part.BOTH, Part.MTP):
         mtp = mtp_part(checkpoint, family, split, links)
         parts.append(mtp.linked_by(links, checked=True))
     plan = BundlePlan(options, checkpoint, family, tuple(parts), recorded, numerics)
-    check_memory(options.max_memory_bytes, plan.memory_bytes)
+    check_memory(options.run.max_memory_bytes, plan.memory_bytes)
     check_disk(options.output_dir, plan.written_bytes)
     return plan
 
@@ -244,18 +208,18 @@ def _open_journal(plan: BundlePlan, journal: Journal) -> None:
     """
     options, identity = plan.options, _identity(plan)
     try:
-        check_output(options.output_dir, options.overwrite)
+        check_output(options.output_dir, options.run.overwrite)
     except OutputExistsError:
         if journal.is_empty:
             journal.remove()
         raise
-    if options.resume and not journal.is_empty:
+    if options.run.resume and not journal.is_empty:
         try:
             journal.resume(identity)
             clear_temporaries(options.output_dir)
             return
         except OutputExistsError:
-            if not options.overwrite:
+            if not options.run.overwrite:
                 raise
     clear_output(options.output_dir)
     journal.begin(identity)
@@ -279,7 +243,7 @@ def _identity(plan: BundlePlan) -> dict[str, Any]:
 
 def _compares(plan: BundlePlan) -> bool:
     """Whether the MTP layer's embedding and head must equal the main model's."""
-    return not plan.options.allow_untied and any(part.name == "mtp" for part in plan.parts)
+    return not plan.options.content.allow_untied and any(part.name == "mtp" for part in plan.parts)
 
 
 def _twins(plan: BundlePlan) -> dict[str, TensorInfo]:
@@ -323,7 +287,7 @@ def _write_parts(
         plan.checkpoint.tensors,
         {name: twin for name, twin in twins.items() if name in passing},
         transforms(plan.numerics),
-        plan.options.workers,
+        plan.options.run.workers,
         plan.budget_bytes,
         progress,
     )

@@ -9,7 +9,8 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Any
 
-from mtp_export.bundle.build import BundleOptions, BundlePlan, open_source, plan_bundle
+from mtp_export.bundle.build import BundlePlan, open_source, plan_bundle
+from mtp_export.bundle.options import BundleOptions
 from mtp_export.bundle.preflight import check_nesting, check_output
 from mtp_export.bundle.split import SplitOptions
 from mtp_export.checkpoint.bundle_folder import is_bundle
@@ -125,7 +126,7 @@ def plan_quantize(options: QuantizeOptions, *, dry_run: bool = False) -> BundleP
     """
     target = target_of(options.bundle.target)
     check_nesting(options.bundle.input_dir, options.bundle.output_dir)
-    check_output(options.bundle.output_dir, options.bundle.overwrite)
+    check_output(options.bundle.output_dir, options.bundle.run.overwrite)
     source = checkpoint, family = open_source(options.bundle.input_dir)
     choice = _choose(options, family)
     _check_format(options, choice)
@@ -136,8 +137,8 @@ def plan_quantize(options: QuantizeOptions, *, dry_run: bool = False) -> BundleP
     configs = quantization_configs(checkpoint.config, family, main, mtp, choice.reader)
     split = SplitOptions(
         target=target,
-        shared_weights=options.bundle.shared_weights,
-        max_shard_bytes=options.bundle.max_shard_bytes,
+        shared_weights=options.bundle.content.shared_weights,
+        max_shard_bytes=options.bundle.content.max_shard_bytes,
         main=main,
         mtp=mtp,
         main_config=_with_quantization(checkpoint.config, configs.main),

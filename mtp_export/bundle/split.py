@@ -5,12 +5,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from enum import StrEnum
 from pathlib import Path
 from typing import Any
 
 from mtp_export.bundle.extra_files import extra_files
 from mtp_export.bundle.links import Link
+from mtp_export.bundle.options import SharedWeights
 from mtp_export.checkpoint.header import ShardHeader, TensorInfo
 from mtp_export.checkpoint.plan import COPY, OutputShard, PartPlan, Step, number_shards, pack
 from mtp_export.checkpoint.reader import Checkpoint
@@ -19,29 +19,6 @@ from mtp_export.families.base import SCALE_SUFFIX, ModelFamily, Role, SharedTens
 from mtp_export.schemes.base import Conversion
 from mtp_export.schemes.storage import keep_step, transpose_step
 from mtp_export.targets.base import Target
-
-
-class Part(StrEnum):
-    """Which parts of the bundle to write."""
-
-    BOTH = "both"
-    MAIN = "main"
-    MTP = "mtp"
-
-
-class SharedWeights(StrEnum):
-    """Whether embedding and head go into the MTP folder."""
-
-    KEEP = "keep"
-    DROP = "drop"
-
-
-class Checksums(StrEnum):
-    """What is checksummed beside the MTP part: what is written, or the main part's linked shards
-    too, which have to be read for it."""
-
-    WRITTEN = "written"
-    ALL = "all"
 
 
 @dataclass(frozen=True)
