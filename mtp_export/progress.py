@@ -12,7 +12,9 @@ from tqdm.asyncio import tqdm as terminal_tqdm
 from tqdm.auto import tqdm
 
 SECONDS_BETWEEN_LINES = 5.0
-_LINE_FORMAT = "{desc}: {percentage:.0f}%, {n_fmt}{unit} of {total_fmt}{unit}, {rate_fmt}, {remaining} left"
+_LINE_FORMAT = (
+    "{desc}: {percentage:.0f}%, {n_fmt}{unit} of {total_fmt}{unit}, {rate_fmt}, {remaining} left"
+)
 
 
 class ProgressCallback(Protocol):

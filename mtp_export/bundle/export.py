@@ -1,4 +1,4 @@
-"""Splits a checkpoint into a bundle: main and MTP part, tensors as they are stored."""
+"""Export: plan a bundle of a checkpoint, with tensors as they are stored."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from mtp_export.targets import target_of
 
 
 def plan_export(options: BundleOptions, *, dry_run: bool = False) -> BundlePlan:
-    """Check source and output and lay out the bundle; raises whatever is wrong."""
+    """Check source and output, and plan the bundle (MtpExportError)."""
     target = target_of(options.target)
     check_nesting(options.input_dir, options.output_dir)
     check_output(options.output_dir, options.run.overwrite)
@@ -27,4 +27,11 @@ def plan_export(options: BundleOptions, *, dry_run: bool = False) -> BundlePlan:
         main_config=config,
         mtp_config=config,
     )
-    return plan_bundle(options, source, split, options.recorded(), Numerics(), dry_run=dry_run)
+    return plan_bundle(
+        options=options,
+        source=source,
+        split=split,
+        recorded=options.recorded(),
+        numerics=Numerics(),
+        dry_run=dry_run,
+    )

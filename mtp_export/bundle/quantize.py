@@ -1,5 +1,5 @@
-"""Quantizes a checkpoint or bundle into a bundle, in one streaming pass: which pair of schemes, in
-whose layout, with which config.json."""
+"""Quantize: plan a bundle with a pair of schemes, in the layout and with the config.json of the
+engine that reads it. The source is a checkpoint or a bundle."""
 
 from __future__ import annotations
 
@@ -36,28 +36,28 @@ KEEP = "keep"
 
 
 class Format(StrEnum):
-    """How a8w8_fp8_wint4 lies on disk."""
+    """Layout of a8w8_fp8_wint4 on disk."""
 
     COMPRESSED_TENSORS = "compressed-tensors"
     W4AFP8 = "w4afp8"
 
 
 class Int4Scope(StrEnum):
-    """Which linears weight_only_int4 packs."""
+    """Linears that weight_only_int4 packs."""
 
     EXPERTS = "experts"
     ALL = "all"
 
 
 class ScaleRule(StrEnum):
-    """How an int4 group's scale is chosen."""
+    """Choice of the scale of an int4 group."""
 
     MINMAX = "minmax"
     MSE = "mse"
 
 
 class Device(StrEnum):
-    """Where the numbers are computed; the bits are the same."""
+    """Device that computes; the results are equal bit by bit."""
 
     CPU = "cpu"
     CUDA = "cuda"
@@ -66,7 +66,7 @@ class Device(StrEnum):
 
 @dataclass(frozen=True)
 class QuantizeOptions:
-    """The schemes by name, or "keep" for what the source has, and how they are written."""
+    """Schemes by name ("keep": that of the source), and their variants."""
 
     bundle: BundleOptions
     base_quant: str = KEEP
@@ -81,7 +81,7 @@ class QuantizeOptions:
 
 @dataclass(frozen=True)
 class _Choice:
-    """The options, resolved against a source: its schemes, and whose loader reads the result."""
+    """Schemes of both parts for a given source, and the engine whose loader reads the result."""
 
     base: Scheme
     mtp: Scheme
@@ -98,11 +98,11 @@ class _Choice:
 
 
 def default_input() -> Path:
-    """The current folder, when it is a bundle (UsageError when it is not)."""
+    """Return the current folder (UsageError if it is no bundle)."""
     folder = Path.cwd()
     if not is_bundle(folder) or not (folder / MANIFEST_NAME).is_file():
         raise UsageError(
-            "The current folder is no bundle",
+            "The current folder is not a bundle",
             where=folder,
             expected=f"main/, mtp/ and {MANIFEST_NAME}, or --input-dir",
             todo="See mtp-export quantize --help",
@@ -111,7 +111,7 @@ def default_input() -> Path:
 
 
 def default_output(source: Path, base_quant: str, mtp_quant: str) -> Path:
-    """A sibling of the input named after the pair; reads the source's config to know the pair."""
+    """Return a folder beside the input, named after the pair of schemes."""
     _, family = open_source(source)
     names = [_scheme_name(name, family) for name in (base_quant, mtp_quant)]
     folder = source.resolve()
@@ -119,7 +119,7 @@ def default_output(source: Path, base_quant: str, mtp_quant: str) -> Path:
 
 
 def plan_quantize(options: QuantizeOptions, *, dry_run: bool = False) -> BundlePlan:
-    """Check source, output and options and lay out the bundle; raises whatever is wrong.
+    """Check source, output and options, and plan the bundle (MtpExportError).
 
     Raises UnsupportedError for a pair outside the table, for a tensor that a scheme cannot hold
     (its K against the group size) and for a target that does not read the MTP module's scheme.
@@ -146,11 +146,18 @@ def plan_quantize(options: QuantizeOptions, *, dry_run: bool = False) -> BundleP
     )
     numerics = Numerics(str(options.scale), _device(options.device))
     recorded = _recorded(options, choice)
-    return plan_bundle(options.bundle, source, split, recorded, numerics, dry_run=dry_run)
+    return plan_bundle(
+        options=options.bundle,
+        source=source,
+        split=split,
+        recorded=recorded,
+        numerics=numerics,
+        dry_run=dry_run,
+    )
 
 
 def _scheme_name(wanted: str, family: ModelFamily) -> str:
-    """A scheme's name; what is kept counts as what it is."""
+    """Return a scheme's name; "keep" is the scheme of the source."""
     if wanted != KEEP:
         return wanted
     return "bf16" if family.quantization is None else "a8w8_fp8"

@@ -170,7 +170,7 @@ CASES: dict[str, Case] = {
     "config names a key twice": Case(
         lambda s: (s / "config.json").write_text('{"model_type": 1, "model_type": 2}'),
         3,
-        ("config.json", "'model_type' stands twice"),
+        ("config.json", "'model_type' twice"),
     ),
     "config field is missing": Case(
         lambda s: edit_json(s / "config.json", lambda c: c.pop("kv_lora_rank")),
