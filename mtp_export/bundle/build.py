@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Mapping
-from contextlib import nullcontext
+from contextlib import closing, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -273,8 +273,9 @@ def _compare(plan: BundlePlan, tied: Mapping[str, TensorInfo], proceed: Proceed)
 def _check_unchanged(checkpoint: Checkpoint) -> None:
     """Refuse a source that was written to while it was read (InvalidInputError)."""
     for shard in checkpoint.shards:
-        stat = shard.path.stat()
-        if (stat.st_size, stat.st_mtime_ns) != (shard.size_bytes, shard.modified_ns):
+        with closing(shard.file.open()) as file:
+            found = file.size_bytes, file.modified_ns
+        if found != (shard.size_bytes, shard.modified_ns):
             raise InvalidInputError(
                 "The source changed while it was exported",
                 where=shard.path,
