@@ -50,6 +50,16 @@ _MIN_BUDGET_BYTES = 16_000_000
 
 
 @dataclass(frozen=True)
+class Recipe:
+    """Split of the tensors with their conversions, the options as the manifest keeps them, and the
+    numerics of conversions that compute."""
+
+    split: SplitOptions
+    recorded: Mapping[str, Any]
+    numerics: Numerics = Numerics()
+
+
+@dataclass(frozen=True)
 class BundlePlan:
     """A checked checkpoint and the parts to make of it; nothing is written yet.
 
@@ -142,18 +152,17 @@ def open_source(folder: Path) -> tuple[Checkpoint, ModelFamily]:
 def plan_bundle(
     options: BundleOptions,
     source: tuple[Checkpoint, ModelFamily],
-    split: SplitOptions,
-    recorded: Mapping[str, Any],
-    numerics: Numerics,
+    recipe: Recipe,
     *,
     dry_run: bool = False,
 ) -> BundlePlan:
     """Plan the parts that the options ask for; refuse a run that lacks disk or memory.
 
     Linking is tried, and undone, to know whether it works; a dry run guesses instead and touches
-    nothing. recorded are the options as the manifest keeps them.
+    nothing.
     """
     checkpoint, family = source
+    split = recipe.split
     shards = [shard.path for shard in checkpoint.shards]
     links = (guess_links if dry_run else resolve_links)(
         options.run.link, shards, options.output_dir
@@ -163,15 +172,15 @@ def plan_bundle(
         every = options.content.checksums is Checksums.ALL
         parts.append(main_part(checkpoint, family, split).linked_by(links, checked=every))
     if options.content.part in (Part.BOTH, Part.MTP):
-        mtp = mtp_part(checkpoint=checkpoint, family=family, options=split, links=links)
+        mtp = mtp_part(checkpoint, family, options=split, links=links)
         parts.append(mtp.linked_by(links, checked=True))
     plan = BundlePlan(
         options=options,
         checkpoint=checkpoint,
         family=family,
         parts=tuple(parts),
-        recorded=recorded,
-        numerics=numerics,
+        recorded=recipe.recorded,
+        numerics=recipe.numerics,
     )
     check_memory(options.run.max_memory_bytes, plan.memory_bytes)
     check_disk(options.output_dir, plan.written_bytes)

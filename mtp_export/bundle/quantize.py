@@ -9,7 +9,7 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Any
 
-from mtp_export.bundle.build import BundlePlan, open_source, plan_bundle
+from mtp_export.bundle.build import BundlePlan, Recipe, open_source, plan_bundle
 from mtp_export.bundle.options import BundleOptions
 from mtp_export.bundle.preflight import check_nesting, check_output
 from mtp_export.bundle.split import SplitOptions
@@ -145,15 +145,8 @@ def plan_quantize(options: QuantizeOptions, *, dry_run: bool = False) -> BundleP
         mtp_config=_with_quantization(checkpoint.config, configs.mtp),
     )
     numerics = Numerics(str(options.scale), _device(options.device))
-    recorded = _recorded(options, choice)
-    return plan_bundle(
-        options=options.bundle,
-        source=source,
-        split=split,
-        recorded=recorded,
-        numerics=numerics,
-        dry_run=dry_run,
-    )
+    recipe = Recipe(split, _recorded(options, choice), numerics)
+    return plan_bundle(options.bundle, source, recipe, dry_run=dry_run)
 
 
 def _scheme_name(wanted: str, family: ModelFamily) -> str:
@@ -166,7 +159,9 @@ def _scheme_name(wanted: str, family: ModelFamily) -> str:
 def _choose(options: QuantizeOptions, family: ModelFamily) -> _Choice:
     base, mtp = (_scheme_name(name, family) for name in (options.base_quant, options.mtp_quant))
     left_in_bf16 = base == "bf16" and family.quantization is None
-    in_table = check_pair(base, mtp, left_in_bf16, options.allow_untested_pair)
+    in_table = check_pair(
+        base, mtp, base_left_in_bf16=left_in_bf16, allow_untested=options.allow_untested_pair
+    )
     schemes = {"base": SCHEMES[base], "mtp": SCHEMES[mtp]}
     if options.int4_scope is Int4Scope.ALL:
         schemes["base"] = SCHEMES[base].variant("--int4-scope", str(options.int4_scope))
