@@ -1,4 +1,4 @@
-"""The figures of vLLM in docs and README are those of the result files, as they were measured."""
+"""Figures of vLLM in docs/ are those of the result files."""
 
 from __future__ import annotations
 
@@ -70,14 +70,14 @@ def test_what_is_left_of_acceptance_when_the_concatenation_is_reversed(
     assert f"vLLM {run['vllm'][0]:.3f} and {-100 * run['vllm_change']:.1f} points" in page
 
 
-def test_the_table_beside_vllm_in_the_readme() -> None:
-    readme, facts = (ROOT / "README.md").read_text(), results("decode_vllm.json")
+def test_the_table_of_speed_beside_vllm() -> None:
+    page, facts = (ROOT / "docs/benchmarks.md").read_text(), results("decode_vllm.json")
     for row in facts["against_vllm"]:
         cells = [f"{row['batch']}, {WORDS[row['drafts']]}"]
         for engine in ("runtime", "vllm"):
             runs = row["runs"][engine]
             cells.append(f"{row[f'{engine}_seconds']:.2f} s ({min(runs):.2f}–{max(runs):.2f})")
         cells.append(f"{row['runtime_float32_seconds']:.2f} s")
-        assert f"| {' | '.join(cells)} |" in readme
-    assert f"--output-tokens {facts['output_tokens']}`" in readme
-    assert f"Commit {facts['hardware']['commit'][:12]}" in readme
+        assert f"| {' | '.join(cells)} |" in page
+    assert f"--output-tokens {facts['output_tokens']}`" in page
+    assert f"Commit {facts['hardware']['commit'][:12]}" in page
