@@ -27,8 +27,9 @@ class Block:
     @property
     def commands(self) -> list[str]:
         """Lines that a shell would run, without comments."""
-        lines = (shlex.join(shlex.split(line, comments=True)) for line in self.text.splitlines())
-        return [line for line in lines if line]
+        lines = self.text.replace("\\\n", " ").splitlines()
+        words = (shlex.split(line, comments=True) for line in lines)
+        return [shlex.join(line) for line in words if line]
 
 
 @cache

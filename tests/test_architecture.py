@@ -89,7 +89,9 @@ def test_imports_go_down(module: str) -> None:
     for other in sorted(imports_of(module)):
         below = room_of(other)
         # __version__ is the one thing that mtp_export itself holds.
-        assert below == room or FLOOR_OF[below] < FLOOR_OF[room], f"{module} must not import {other}"
+        assert below == room or FLOOR_OF[below] < FLOOR_OF[room], (
+            f"{module} must not import {other}"
+        )
 
 
 def test_no_imports_go_in_a_circle() -> None:
