@@ -18,7 +18,8 @@ SOURCES = sorted(path for root in PACKAGE_ROOTS for path in root.rglob("*.py"))
 # Rooms from the lowest floor to the highest; those of one line do not import each other. A room is
 # a module or a package, and everything below it that is no room of its own.
 FLOORS: tuple[tuple[str, ...], ...] = (
-    ("mtp_export", "mtp_export.errors", "mtp_kernels", "mtp_kernels.cpu"),
+    ("mtp_export", "mtp_export.errors"),
+    ("mtp_kernels", "mtp_kernels.batch_layout", "mtp_kernels.cpu"),
     ("mtp_kernels.quantize", "mtp_kernels.verify_attention", "mtp_kernels.decoder"),
     ("mtp_export.progress",),
     ("mtp_export.checkpoint",),

@@ -12,12 +12,12 @@ import torch
 
 from faults.run_faults import DRAFTER_FAULTS, KeepsOneProbability
 from mtp_export.verify.evidence import noise
+from mtp_kernels.batch_layout import BatchLayout
 from mtp_runtime import acceptance, engine
 from mtp_runtime import teacher_forcing as teacher
 from mtp_runtime.acceptance import Verdict
 from mtp_runtime.drafters import DRAFTERS
 from mtp_runtime.layers import attention
-from mtp_runtime.layers.attention import BatchLayout
 from mtp_runtime.layout import lay_out
 from mtp_runtime.request import Request
 from mtp_runtime.sampling import SamplingParams, probabilities_of
@@ -51,11 +51,11 @@ def leaky(cache: Any, sequences: Any, spans: Any, device: torch.device) -> Batch
     layout = lay_out(cache, sequences, spans, device)
     counts = torch.tensor([end - start for start, end in spans])
     return BatchLayout(
-        layout.positions,
-        layout.slots,
-        layout.page_table.repeat_interleave(counts, dim=0),
-        layout.kv_lens.repeat_interleave(counts),
-        torch.arange(len(layout.positions) + 1, dtype=torch.int32),
+        positions=layout.positions,
+        slots=layout.slots,
+        page_table=layout.page_table.repeat_interleave(counts, dim=0),
+        kv_lens=layout.kv_lens.repeat_interleave(counts),
+        cu_q=torch.arange(len(layout.positions) + 1, dtype=torch.int32),
     )
 
 
