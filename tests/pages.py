@@ -63,12 +63,12 @@ def rows_of(text: str) -> list[list[str]]:
 
 
 def code_in(text: str) -> list[str]:
-    """Return what stands in backticks in a text."""
+    """Return the code spans of a text."""
     return re.findall(r"`([^`\n]+)`", text)
 
 
 def paths_in(text: str) -> list[str]:
-    """Return the paths of this repository that stand in backticks in a text, without patterns."""
+    """Return the code spans of a text that are paths of this repository, patterns left out."""
     roots = "|".join(path.name for path in ROOT.iterdir() if not path.name.startswith("."))
     return [
         code

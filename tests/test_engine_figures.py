@@ -29,13 +29,14 @@ def page() -> str:
     return (ROOT / "docs/engines.md").read_text()
 
 
-def sound(engines: dict[str, Any]) -> dict[str, Any]:
+def runs_without_fault(engines: dict[str, Any]) -> dict[str, Any]:
+    """Return the measured runs into which no fault was planted."""
     return {name: run for name, run in engines["measured"].items() if "vllm_change" not in run}
 
 
 def test_the_table_of_acceptance(engines: dict[str, Any], page: str) -> None:
     rows = []
-    for name, run in sound(engines).items():
+    for name, run in runs_without_fault(engines).items():
         theirs = ", ".join(f"{share:.3f}" for share in run["vllm"])
         ours = ", ".join(Estimate(**share).shown() for share in run["ours"])
         rows += [f"| {name} | {theirs} | {ours} |"] if theirs else []
@@ -45,11 +46,11 @@ def test_the_table_of_acceptance(engines: dict[str, Any], page: str) -> None:
 
 
 def test_how_many_tokens_differ(engines: dict[str, Any], page: str) -> None:
-    differ = [run["tokens_that_differ"] for run in sound(engines).values()]
-    (tokens,) = {run["tokens"] for run in sound(engines).values()}
+    differ = [run["tokens_that_differ"] for run in runs_without_fault(engines).values()]
+    (tokens,) = {run["tokens"] for run in runs_without_fault(engines).values()}
     assert f"{engines['prompts']} prompts x {engines['output_tokens']} tokens" in page
     assert f"of {tokens:,} tokens {min(differ)} to {max(differ)} differ" in page
-    one = sound(engines)["1"]
+    one = runs_without_fault(engines)["1"]
     theirs = f"{round(one['vllm'][0] * one['blocks'])} of {one['blocks']}"
     ours = (
         f"{round(one['ours'][0]['value'] * one['ours'][0]['count'])} of {one['ours'][0]['count']}"
