@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from mtp_export.bundle.tied_weights import PIECE_BYTES, first_difference
 from mtp_export.checkpoint.bundle_folder import MAIN
-from mtp_export.checkpoint.tensor_reader import aligned_buffer
+from mtp_export.checkpoint.direct_io import aligned_buffer
 from mtp_export.progress import ProgressCallback, format_bytes
 from mtp_export.schemes.storage import Storage
 from mtp_export.schemes.stored import model_family, stored_model
