@@ -31,8 +31,8 @@ from benchmarks.vllm_peer import against_vllm, with_rows_of
 from mtp_runtime import LLM, SamplingParams
 from mtp_runtime.cache import CachedSequence
 from mtp_runtime.drafters.base import Pass
-from mtp_runtime.layout import lay_out
-from mtp_runtime.models.build import LoadOptions, load_model
+from mtp_runtime.cache import lay_out
+from mtp_runtime.models.load import LoadOptions, load_model
 from mtp_runtime.prompts import read_prompts
 from mtp_runtime.request import Request
 

@@ -20,7 +20,6 @@ from mtp_export.families.base import (
     block_fp8,
     config_int,
 )
-
 from mtp_export.families.modules import (
     LayerModules,
     MlpModules,

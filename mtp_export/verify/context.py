@@ -23,7 +23,7 @@ from mtp_runtime.prompts import read_prompts
 if TYPE_CHECKING:
     from mtp_export.verify.evidence.corpus import Corpus
     from mtp_runtime import LLM
-    from mtp_runtime.models.build import Loaded, LoadOptions
+    from mtp_runtime.models.load import Loaded, LoadOptions
 
 MAIN, MTP = "main", "mtp"
 # Shows a step of so many bytes while the block runs; the callback takes bytes just done.
@@ -159,14 +159,14 @@ class Context:
     def corpus(self) -> Corpus:
         """The texts that run-level checks share, of the fast fp32 model."""
         from mtp_export.verify.evidence.corpus import Corpus
-        from mtp_runtime.models.build import LoadOptions
+        from mtp_runtime.models.load import LoadOptions
 
         model = self.loaded(LoadOptions(self.options.device)).model
         return Corpus(model, self.prompts, self.options.max_new_tokens)
 
     def loaded(self, options: LoadOptions) -> Loaded:
         """The bundle's model, loaded once for the same options. Raises what load_model raises."""
-        from mtp_runtime.models.build import load_model
+        from mtp_runtime.models.load import load_model
 
         if options not in self._loaded:
             self._loaded[options] = load_model(self.options.bundle, options)
@@ -183,7 +183,7 @@ class Context:
     ) -> LLM:
         """An engine of its own over the shared model; `more` are further options of LLM."""
         from mtp_runtime import LLM
-        from mtp_runtime.models.build import LoadOptions
+        from mtp_runtime.models.load import LoadOptions
 
         options = LoadOptions(self.options.device, dtype, deterministic)
         return LLM(

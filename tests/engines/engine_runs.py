@@ -27,7 +27,7 @@ from mtp_kernels.quantize import (
     dequantize_int8_channel,
 )
 from mtp_runtime import LLM, SamplingParams
-from mtp_runtime.acceptance import Verdict, accept_greedy
+from mtp_runtime.acceptance.base import Verdict, accept_greedy
 from mtp_runtime.config import MtpContract
 from mtp_runtime.engine import Engine, Group
 

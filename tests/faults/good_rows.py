@@ -26,8 +26,8 @@ from mtp_export.verify.decoding.differential import compared
 from mtp_export.verify.evidence.corpus import Corpus
 from mtp_export.verify.evidence.prompts import Prompt
 from mtp_export.verify.gates import Gate, gate_of
-from mtp_runtime.models.build import LoadOptions, load_model
-from mtp_runtime.models.deepseek_v3 import DeepseekV3
+from mtp_runtime.models.load import LoadOptions, load_model
+from mtp_runtime.models.model import Model
 
 # w4afp8 scales 128 weights at a time, more than a row of the fixture's experts has.
 NAMES = (*(row for row in ROWS if row != "w4afp8"), *TARGETS)
@@ -37,7 +37,7 @@ NAMES = (*(row for row in ROWS if row != "w4afp8"), *TARGETS)
 class Good:
     """A good bundle that is loaded, and its gate."""
 
-    model: DeepseekV3
+    model: Model
     scheme: str
     gate: Gate
 
@@ -56,7 +56,7 @@ class Good:
         return cls(load_model(folder, LoadOptions()).model, *gate_of(recorded))
 
 
-def items_of(good: Good, source: DeepseekV3, prompts: Sequence[Prompt], tokens: int) -> list[Item]:
+def items_of(good: Good, source: Model, prompts: Sequence[Prompt], tokens: int) -> list[Item]:
     """What the checks say that can tell a good bundle from a bad one by how it drafts."""
     corpus = Corpus(good.model, tuple(prompts), tokens)
     return [

@@ -14,11 +14,11 @@ import torch
 
 from faults import planting
 from faults.fault import Fault
-from mtp_runtime.acceptance import Draft
+from mtp_runtime.acceptance.base import Draft
 from mtp_runtime.drafters.base import Drafter, DrafterParts
 from mtp_runtime.drafters.chain import extend
 from mtp_runtime.drafters.mtp import MtpDrafter
-from mtp_runtime.models.deepseek_v3 import MtpModule
+from mtp_runtime.models.model import MtpModule
 from mtp_runtime.request import Request
 from mtp_runtime.sampling import one_hot
 

@@ -15,10 +15,10 @@ from mtp_export.verify.evidence import noise
 from mtp_kernels.batch_layout import BatchLayout
 from mtp_runtime import acceptance, engine
 from mtp_runtime import teacher_forcing as teacher
-from mtp_runtime.acceptance import Verdict
+from mtp_runtime.acceptance.base import Verdict
 from mtp_runtime.drafters import DRAFTERS
 from mtp_runtime.layers import attention
-from mtp_runtime.layout import lay_out
+from mtp_runtime.cache import lay_out
 from mtp_runtime.request import Request
 from mtp_runtime.sampling import SamplingParams, probabilities_of
 

@@ -29,8 +29,8 @@ from mtp_export.verify.decoding.drafting import drafter_items
 from mtp_export.verify.evidence.corpus import Corpus
 from mtp_export.verify.evidence.prompts import Prompt
 from mtp_runtime.drafters import DRAFTERS
-from mtp_runtime.models.build import LoadOptions, load_model, open_streamed
-from mtp_runtime.models.deepseek_v3 import DeepseekV3
+from mtp_runtime.models.load import LoadOptions, load_model, open_streamed
+from mtp_runtime.models.model import Model
 from mtp_runtime.tokenizer import Tokenizer
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -81,7 +81,7 @@ def merged(parts: list[Found]) -> Found:
     return tallies, alarms, looked_at
 
 
-def shells(good: Path, folder: Path) -> Iterator[DeepseekV3]:
+def shells(good: Path, folder: Path) -> Iterator[Model]:
     """For each fault, everything but the main layers of a bundle that has it."""
     for number, fault in enumerate(RUN_FAULTS):
         bundle = Path(shutil.copytree(good, folder / f"fault{number}"))
@@ -113,11 +113,11 @@ def sweep(seeds: range, count: int, tokens: int) -> Found:
                 own = Corpus(shell, corpus.prompts, tokens, corpus.texts, corpus.states)
                 tallies[fault.name].add(seed, list(diagnosed(own)), fault.cause)
             for drafter in DRAFTER_FAULTS:
-                real = DRAFTERS["mtp"]
-                DRAFTERS["mtp"] = drafter.build
+                real = DRAFTERS["mtp"].build
+                DRAFTERS["mtp"].build = drafter.build
                 own = Corpus(model, corpus.prompts, tokens, corpus.texts, corpus.states)
                 tallies[drafter.name].add(seed, list(drafter_items(own, K)), drafter.cause)
-                DRAFTERS["mtp"] = real
+                DRAFTERS["mtp"].build = real
             missed = [name for name, tally in tallies.items() if tally.missed]
             sys.stderr.write(f"seed {seed}: {len(alarms)} false alarms, missed {missed} so far\n")
     return tallies, alarms, items_looked_at

@@ -13,16 +13,16 @@ from mtp_runtime.config import EngineConfig, SpeculationConfig
 from mtp_runtime.drafters import DRAFTERS
 from mtp_runtime.drafters.base import Drafter, DrafterParts
 from mtp_runtime.engine import Engine
-from mtp_runtime.layout import lay_out
-from mtp_runtime.models.build import LoadOptions, load_model
-from mtp_runtime.models.deepseek_v3 import DeepseekV3
+from mtp_runtime.cache import lay_out
+from mtp_runtime.models.load import LoadOptions, load_model
+from mtp_runtime.models.model import Model
 from mtp_runtime.request import Request
 from mtp_runtime.sampling import SamplingParams
 
 Prompt = tuple[int, ...]
 
 
-def load(path: Path, *, compiled: bool = True) -> DeepseekV3:
+def load(path: Path, *, compiled: bool = True) -> Model:
     """The model on compiled kernels, or on torch, which keeps quantized weights as they are."""
     return load_model(path, LoadOptions(dequantize_at_load=compiled)).model
 
@@ -39,7 +39,7 @@ def prompts_of(lengths: Sequence[int], vocab: int, seed: int = 0) -> list[Prompt
 class Walk:
     """Feeds one sequence through the model, a few tokens at a time."""
 
-    model: DeepseekV3
+    model: Model
     page_size: int = 16
     sequence: CachedSequence = field(default_factory=CachedSequence)
 
@@ -82,19 +82,19 @@ class Run:
 
 
 def run(
-    model: DeepseekV3,
+    model: Model,
     prompts: Sequence[Prompt],
     params: SamplingParams | Sequence[SamplingParams],
     *,
     method: str = "none",
     k: int = 1,
-    draft_model: DeepseekV3 | None = None,
+    draft_model: Model | None = None,
     build: Callable[[DrafterParts], Drafter] | None = None,
     acceptance: str = "exact",
     eos: tuple[int, ...] = (),
     **settings: int,
 ) -> Run:
-    """Decode prompts to their end; `build` stands in for DRAFTERS[method]."""
+    """Decode prompts to their end; `build` stands in for DRAFTERS[method].build."""
     speculation = SpeculationConfig(
         method=method if build is None else "planted", max_draft_tokens=k, acceptance=acceptance
     )
@@ -107,7 +107,7 @@ def run(
     ]
     sizes = {"cache_tokens": page * sum(pages)} | sizes
     config = EngineConfig(**sizes, poison_freed=True, speculation=speculation)
-    engine = Engine(model, config, build or DRAFTERS[method], draft_model)
+    engine = Engine(model, config, build or DRAFTERS[method].build, draft_model)
     requests = [
         Request(number, prompt, own, eos)
         for number, (prompt, own) in enumerate(zip(prompts, each, strict=True))

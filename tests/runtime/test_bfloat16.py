@@ -10,8 +10,8 @@ import torch
 
 from mtp_runtime import LLM, RequestOutput, SamplingParams
 from mtp_runtime.cache import CachedSequence, PagedCache
-from mtp_runtime.layout import lay_out
-from mtp_runtime.models.deepseek_v3 import DeepseekV3
+from mtp_runtime.cache import lay_out
+from mtp_runtime.models.model import Model
 
 PARAMS = SamplingParams(max_tokens=16, ignore_eos=True)
 
@@ -32,7 +32,7 @@ def engines(trained: Path) -> dict[str, LLM]:
 
 
 @torch.inference_mode()
-def logits_of(model: DeepseekV3, tokens: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+def logits_of(model: Model, tokens: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
     width = model.config.latent + model.config.rope.size
     cache = PagedCache(model.cache_layers, 8, 16, width, dtype, model.device, True)
     sequence = CachedSequence()

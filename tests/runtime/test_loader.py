@@ -27,7 +27,7 @@ from mtp_runtime.layers.linear import (
     Weight,
     stack,
 )
-from mtp_runtime.models.build import LoadOptions, load_model
+from mtp_runtime.models.load import LoadOptions, load_model
 from mtp_runtime.sampling import SamplingParams
 from runtime.harness import Walk, load, prompts_of, run
 
@@ -205,10 +205,10 @@ def test_the_contract_reaches_the_drafts(small: Path) -> None:
 
 def mtp_fingerprint(model: object, hidden: torch.Tensor) -> tuple[float, ...]:
     """MTP outputs for positions 0 to 3, and what is fed in and back."""
-    from mtp_runtime.layout import lay_out
-    from mtp_runtime.models.deepseek_v3 import DeepseekV3
+    from mtp_runtime.cache import lay_out
+    from mtp_runtime.models.model import Model
 
-    assert isinstance(model, DeepseekV3) and model.mtp is not None
+    assert isinstance(model, Model) and model.mtp is not None
     walk = Walk(model)
     walk.cache.append(walk.sequence, 4)
     layout = lay_out(walk.cache, [walk.sequence], [(0, 4)], model.device)

@@ -13,13 +13,13 @@ import torch
 
 from mtp_kernels.cpu.team import Team
 from mtp_kernels.decoder import Arena
-from mtp_runtime.acceptance import Draft
+from mtp_runtime.acceptance.base import Draft
 from mtp_runtime.config import Hidden, MtpContract
 from mtp_runtime.drafters.base import DrafterParts
 from mtp_runtime.drafters.chain import Chain
 from mtp_runtime.drafters.mtp import MtpDrafter
-from mtp_runtime.models.build import LoadOptions, load_model
-from mtp_runtime.models.deepseek_v3 import Recursion
+from mtp_runtime.models.load import LoadOptions, load_model
+from mtp_runtime.models.model import Recursion
 from mtp_runtime.request import Request
 from mtp_runtime.sampling import SamplingParams
 from runtime.harness import load, prompts_of, run

@@ -16,7 +16,7 @@ from benchmarks.dequantized import write_dequantized
 from cases import MTP_LAYER, WHOLE_TILES, edit_json, export, make_checkpoint, quantize, read_tensors
 from mtp_export.errors import InvalidInputError, UnsupportedError
 from mtp_export.targets import TARGETS
-from mtp_runtime.models.build import LoadOptions, load_model
+from mtp_runtime.models.load import LoadOptions, load_model
 from mtp_runtime.sampling import SamplingParams
 from runtime.harness import Walk, load, prompts_of, run
 
@@ -97,7 +97,7 @@ def same_model(found: Path, expected: Path, **options: Any) -> None:
 
 
 def mtp_output(model: Any) -> torch.Tensor:
-    from mtp_runtime.layout import lay_out
+    from mtp_runtime.cache import lay_out
 
     walk = Walk(model)
     walk.cache.append(walk.sequence, 6)

@@ -19,7 +19,7 @@ from mtp_export.verify.decoding.acceptance import diagnosed
 from mtp_export.verify.decoding.drafting import drafter_items
 from mtp_export.verify.evidence.corpus import Corpus
 from mtp_runtime.drafters import DRAFTERS
-from mtp_runtime.models.build import LoadOptions, load_model, open_streamed
+from mtp_runtime.models.load import LoadOptions, load_model, open_streamed
 from mtp_runtime.tokenizer import Tokenizer
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -19,7 +19,7 @@ from mtp_export.verify.decoding import controls, greedy, paths, sampling
 from mtp_export.verify.decoding.greedy import Trial
 from mtp_export.verify.evidence.decode import Decoded
 from mtp_runtime import engine
-from mtp_runtime.models.deepseek_v3 import DeepseekV3
+from mtp_runtime.models.model import Model
 from mtp_runtime.request import Request
 from mtp_runtime.sampling import SamplingParams
 from runtime.checkpoints import write_checkpoint
@@ -125,7 +125,7 @@ def replaced(plain: Decoded, place: int, token: int) -> Decoded:
     return replace(plain, requests=(other, *plain.requests[1:]))
 
 
-def tied(model: DeepseekV3, token: int, other: int) -> DeepseekV3:
+def tied(model: Model, token: int, other: int) -> Model:
     """The model with the same row of the head for two tokens."""
     linear = model.head.linear
     assert linear.transposed is not None

@@ -19,8 +19,8 @@ from mtp_export.verify.context import Context, VerifyOptions
 from mtp_export.verify.decoding import stream
 from mtp_export.verify.decoding.acceptance import conditional
 from mtp_export.verify.evidence.decode import decode
-from mtp_runtime.models.build import LoadOptions, StreamedModel, load_model
-from mtp_runtime.models.deepseek_v3 import Layers
+from mtp_runtime.models.load import LoadOptions, StreamedModel, load_model
+from mtp_runtime.models.model import Layers
 from mtp_runtime.sampling import SamplingParams
 
 FIXTURE = Path(__file__).resolve().parents[2] / "fixtures/deepseek-v3-tiny"

@@ -14,12 +14,11 @@ from mtp_export.verify.evidence.corpus import Corpus
 from mtp_export.verify.evidence.statistics import Estimate, ratio
 from mtp_export.verify.gates import Gate, gate_of
 from mtp_runtime.layers.rope import softmax_scale
-from mtp_runtime.models.build import LoadOptions, load_model
-from mtp_runtime.models.deepseek_v3 import DeepseekV3
+from mtp_runtime.models.load import LoadOptions, load_model
+from mtp_runtime.models.model import Model
 from mtp_runtime.teacher_forcing import (
-    Setting,
+    PagedTexts,
     Texts,
-    chunks_of,
     logits_by_chunk,
     target_states,
     through_layer,
@@ -35,13 +34,13 @@ _JUMP = 4.0
 class Side:
     """A model on the shared texts: hidden states [T, d], its best token of every row [T]."""
 
-    model: DeepseekV3
+    model: Model
     before: torch.Tensor
     after: torch.Tensor
     best: torch.Tensor
 
     @classmethod
-    def of(cls, model: DeepseekV3, texts: Texts) -> Side:
+    def of(cls, model: Model, texts: Texts) -> Side:
         before, after = target_states(model, texts)
         parts = [rows.argmax(dim=-1).cpu() for _, rows in logits_by_chunk(model.head, after)]
         return cls(model, before, after, torch.cat(parts))
@@ -63,7 +62,7 @@ def run(context: Context) -> Iterator[Item]:
     yield from compared(corpus, source, *gate_of(recorded))
 
 
-def compared(corpus: Corpus, source: DeepseekV3, scheme: str, gate: Gate) -> Iterator[Item]:
+def compared(corpus: Corpus, source: Model, scheme: str, gate: Gate) -> Iterator[Item]:
     """The corpus's model against its source, by the gate of its scheme."""
     yield _configs(source, corpus.model)
     with torch.inference_mode():
@@ -72,7 +71,7 @@ def compared(corpus: Corpus, source: DeepseekV3, scheme: str, gate: Gate) -> Ite
         yield from _module(corpus, wanted, found, scheme, gate)
 
 
-def _configs(source: DeepseekV3, export: DeepseekV3) -> Item:
+def _configs(source: Model, export: Model) -> Item:
     """Both configs ask for the same arithmetic."""
     name = "config asks for the same arithmetic"
     pairs = [
@@ -85,7 +84,7 @@ def _configs(source: DeepseekV3, export: DeepseekV3) -> Item:
         return Item(name, Status.PASS, figure, "all")
     causes = [f"{field} is {b!r}, the source's {a!r}" for field, a, b in differing]
     one, other = source.config.rope, export.config.rope
-    if softmax_scale(one, 1) != softmax_scale(other, 1):
+    if one and other and softmax_scale(one, 1) != softmax_scale(other, 1):
         causes.insert(0, "yarn's attention scale was dropped or changed")
     return Item(name, Status.FAIL, figure, "all", cause="; ".join(causes))
 
@@ -143,7 +142,7 @@ def _module(corpus: Corpus, wanted: Side, found: Side, scheme: str, gate: Gate) 
         yield _acceptance_item(corpus, wanted, found, change, depth, scheme, gate)
 
 
-def _hits(corpus: Corpus, side: Side, drafting: DeepseekV3) -> list[torch.Tensor]:
+def _hits(corpus: Corpus, side: Side, drafting: Model) -> list[torch.Tensor]:
     """Whether the draft of each depth is the side's own best token [A], as 0 or 1."""
     module = drafting.mtp
     assert module is not None, "both have an MTP module"
@@ -202,7 +201,7 @@ def _acceptance_item(
 
 
 @torch.inference_mode()
-def where_it_starts(texts: Texts, wanted: DeepseekV3, found: DeepseekV3) -> str:
+def where_it_starts(texts: Texts, wanted: Model, found: Model) -> str:
     """The first layer whose result is off by much more than the layer's before it."""
     short = Texts(texts.texts[:2])
     tokens = short.tokens.to(found.device)
@@ -212,13 +211,13 @@ def where_it_starts(texts: Texts, wanted: DeepseekV3, found: DeepseekV3) -> str:
         return "the embedding is of another checkpoint"
     if wanted.config != found.config:
         return "config.json asks for other arithmetic than the source's: see above"
-    caches = [Setting.of(model).cache_of(short) for model in (wanted, found)]
-    chunks = [chunks_of(short, cache, found.device) for cache in caches]
+    paged = PagedTexts.of(short)
+    chunks = paged.chunks(found.device)
     pairs = zip(wanted.layers.each(), found.layers.each(), strict=False)
     for index, layers in enumerate(pairs):
         xs = [
-            through_layer(layer, x, cache, own)
-            for layer, x, cache, own in zip(layers, xs, caches, chunks, strict=True)
+            through_layer(layer, x, paged.pages, chunks)
+            for layer, x in zip(layers, xs, strict=True)
         ]
         now = _error(*xs)
         if now > _JUMP * max(error, 0.01):

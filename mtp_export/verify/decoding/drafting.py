@@ -126,7 +126,7 @@ def same_tokens(
     corpus: Corpus, x: torch.Tensor, places: Sequence[Place], depth: int
 ) -> Sequence[bool]:
     """The module's best token, or one so close that rounding decides."""
-    head = corpus.module.head
+    head = corpus.module_at(depth).head
     equal: list[bool] = []
     for rows, logits in logits_by_chunk(head, head.normed(x)):
         wanted = torch.tensor([place.proposal.tokens[depth] for place in places[rows]])
@@ -139,7 +139,7 @@ def same_laws(
     corpus: Corpus, x: torch.Tensor, places: Sequence[Place], depth: int
 ) -> Sequence[bool]:
     """The probabilities of the drafter's likeliest tokens."""
-    head = corpus.module.head
+    head = corpus.module_at(depth).head
     equal: list[bool] = []
     for rows, logits in logits_by_chunk(head, head.normed(x)):
         peaks = [place.proposal.peaks for place in places[rows]]

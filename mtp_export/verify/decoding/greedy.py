@@ -14,9 +14,9 @@ from mtp_export.verify.evidence.decode import Build, Decoded, decode
 from mtp_export.verify.evidence.noise import measured_noise
 from mtp_export.verify.evidence.prompts import Prompt
 from mtp_runtime.drafters import DRAFTERS
-from mtp_runtime.drafters.known_answers import PlantedDrafter
-from mtp_runtime.models.build import LoadOptions
-from mtp_runtime.models.deepseek_v3 import DeepseekV3
+from mtp_runtime.drafters.known_answers import KnownAnswersDrafter
+from mtp_runtime.models.load import LoadOptions
+from mtp_runtime.models.model import Model
 from mtp_runtime.sampling import SamplingParams
 from mtp_runtime.teacher_forcing import Text, Texts, target_states
 
@@ -47,7 +47,7 @@ class Divergence:
 class Trial:
     """A model with prompts and what plain decoding makes of them; runs are held against it."""
 
-    model: DeepseekV3
+    model: Model
     prompts: list[Prompt]
     params: SamplingParams
     plain: Decoded = field(init=False)
@@ -62,7 +62,7 @@ class Trial:
     def planted(self, rate: float = 1.0, right_for: int | None = None) -> Build:
         """A drafter that knows what plain decoding puts out."""
         answers, vocab = self.answers, self.model.config.vocab
-        return lambda parts: PlantedDrafter(answers, vocab, rate, right_for)
+        return lambda parts: KnownAnswersDrafter(answers, vocab, rate, right_for)
 
     def run(self, method: str, k: int, build: Build | None = None) -> Decoded:
         return decode(
@@ -233,7 +233,7 @@ def _in_bf16(context: Context, new_tokens: int) -> Item:
 
 
 def _classified(
-    model: DeepseekV3, plain: Decoded, other: Decoded, name: str, texts: Texts | None
+    model: Model, plain: Decoded, other: Decoded, name: str, texts: Texts | None
 ) -> Item:
     """Near-ties pass, by noise that is measured here; anything else is a fault."""
     noise = measured_noise(model, plain)
@@ -260,7 +260,7 @@ def _classified(
 
 
 @torch.inference_mode()
-def _margin(model: DeepseekV3, plain: Decoded, found: Divergence) -> float:
+def _margin(model: Model, plain: Decoded, found: Divergence) -> float:
     """By how much the target, after plain decoding's text, prefers its token to the other one."""
     if found.wanted is None or found.found is None:
         return float("inf")

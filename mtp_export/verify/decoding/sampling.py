@@ -17,7 +17,7 @@ from mtp_export.verify.evidence.corpus import Corpus
 from mtp_export.verify.evidence.decode import decode
 from mtp_export.verify.evidence.prompts import Prompt
 from mtp_export.verify.evidence.statistics import critical_chi_square
-from mtp_runtime.acceptance import Draft
+from mtp_runtime.acceptance.base import Draft
 from mtp_runtime.drafters import DRAFTERS
 from mtp_runtime.drafters.base import Drafter, Pass
 from mtp_runtime.request import Request
@@ -76,7 +76,7 @@ def _exact(method: str) -> Item:
         inspectors: list[Inspector] = []
 
         def build(parts: object, seen: list[Inspector] = inspectors) -> Drafter:
-            seen.append(Inspector(DRAFTERS[method](parts)))  # type: ignore[arg-type]
+            seen.append(Inspector(DRAFTERS[method].build(parts)))  # type: ignore[arg-type]
             return seen[0]
 
         found = law_of(engine_of(target, draft, build, max_draft_tokens=2), params)

@@ -13,7 +13,7 @@ from mtp_export.verify.decoding.acceptance import conditional
 from mtp_export.verify.evidence.corpus import Corpus
 from mtp_export.verify.evidence.decode import Build, decode
 from mtp_export.verify.evidence.prompts import Prompt
-from mtp_runtime.acceptance import Draft
+from mtp_runtime.acceptance.base import Draft
 from mtp_runtime.drafters import DRAFTERS
 from mtp_runtime.drafters.base import Drafter, DrafterParts, Pass
 from mtp_runtime.request import Request
@@ -108,7 +108,7 @@ def measured(corpus: Corpus, prompts: list[Prompt], method: str, k: int) -> Timi
     timed: list[Timed] = []
 
     def build(parts: DrafterParts) -> Drafter:
-        timed.append(Timed(DRAFTERS[method](parts)))
+        timed.append(Timed(DRAFTERS[method].build(parts)))
         return timed[0]
 
     planted: Build | None = None if method == "none" else build

@@ -16,7 +16,7 @@ from mtp_export.verify.diagnosis.variants import (
 from mtp_export.verify.evidence.corpus import Corpus, Drafts, judge
 from mtp_export.verify.evidence.statistics import Estimate, ratio
 from mtp_runtime.config import Hidden
-from mtp_runtime.teacher_forcing import Anchors, draft_states, overlaps
+from mtp_runtime.teacher_forcing import Anchors, DraftInputs, draft_states, overlaps
 
 # A variant is better when the target's choices gain so many nats, and its interval lies above 0.
 # The first bound is what keeps variants that make no difference out, the second chance.
@@ -89,13 +89,13 @@ def _tried(corpus: Corpus, variant: Variant) -> Drafts:
     """What a variant drafts up to its depth, against the target's own best tokens."""
     anchors = _anchors(corpus, variant.depth)
     outputs = variant_outputs(corpus, variant, variant.depth, anchors)
-    return judge(variant.module, corpus.texts, anchors, outputs, corpus.choices)
+    return judge(corpus.modules(variant.module), corpus.texts, anchors, outputs, corpus.choices)
 
 
 def drafts_of(corpus: Corpus, variant: Variant, depths: int) -> Drafts:
     """What a variant drafts."""
     outputs = variant_outputs(corpus, variant, depths)
-    return judge(variant.module, corpus.texts, corpus.anchors, outputs)
+    return judge(corpus.modules(variant.module), corpus.texts, corpus.anchors, outputs)
 
 
 @torch.inference_mode()
@@ -131,13 +131,14 @@ def first_token(corpus: Corpus) -> Alternative | None:
     anchors = Anchors(rows, torch.arange(len(rows)))
     zero = module.contract.zero_first_embedding
     flipped = replace(module, contract=replace(module.contract, zero_first_embedding=not zero))
+    inputs = DraftInputs(texts, corpus.hidden, anchors)
     target = corpus.states[1][rows + 1]
     own, other = (
         overlaps(
             corpus.model.head,
             target,
             m.head,
-            m.head.normed(draft_states(corpus.model, m, texts, corpus.hidden, anchors, 1)[0]),
+            m.head.normed(draft_states([m], inputs, 1)[0]),
         )
         for m in (module, flipped)
     )

@@ -9,10 +9,11 @@ from dataclasses import dataclass, replace
 import torch
 
 from mtp_runtime.config import Hidden, RopeConfig
+from mtp_runtime.layers.decoder_layer import DecoderLayer
 from mtp_runtime.layers.linear import Dense, Linear
 from mtp_runtime.layers.mla import Mla
 from mtp_runtime.layers.rope import yarn_temperature
-from mtp_runtime.models.deepseek_v3 import DecoderLayer, DeepseekV3, MtpModule
+from mtp_runtime.models.model import Model, MtpModule
 from mtp_runtime.teacher_forcing import Recycle
 
 # Stretching of released models (V3, and the fixture of this repository), tried where none is set.
@@ -33,7 +34,7 @@ class Variant:
     recycle: Recycle | None = None
 
 
-def layout_variants(model: DeepseekV3, module: MtpModule) -> Iterator[Variant]:
+def layout_variants(model: Model, module: MtpModule) -> Iterator[Variant]:
     """One variant for each way in which the tensors of a module were mixed up in the field."""
     before = module.contract.target_hidden is Hidden.BEFORE_NORM
 
@@ -52,15 +53,18 @@ def layout_variants(model: DeepseekV3, module: MtpModule) -> Iterator[Variant]:
         "enorm and hnorm are swapped",
         replace(module, embedding_norm=module.hidden_norm, hidden_norm=module.embedding_norm),
     )
-    yield changed(
-        "rope",
-        "the rotary rows are interleaved",
-        "the rotary rows of q_b_proj and kv_a_proj_with_mqa are stored in halves instead of"
-        " interleaved pairs",
-        replace(module, layer=with_attention(module.layer, interleaved(module.layer.attention))),
-    )
+    attention = module.layer.attention
+    if isinstance(attention, Mla):
+        yield changed(
+            "rope",
+            "the rotary rows are interleaved",
+            "the rotary rows of q_b_proj and kv_a_proj_with_mqa are stored in halves instead of"
+            " interleaved pairs",
+            replace(module, layer=with_attention(module.layer, interleaved(attention))),
+        )
     for temperature in missing_temperatures(model.config.rope):
-        attention = module.layer.attention
+        if not isinstance(attention, Mla):
+            break
         hotter = replace(attention, scale=attention.scale * temperature**2)
         yield changed(
             "yarn",
@@ -189,9 +193,9 @@ def with_attention(layer: DecoderLayer, attention: Mla) -> DecoderLayer:
     return replace(layer, attention=attention)
 
 
-def missing_temperatures(rope: RopeConfig) -> list[float]:
+def missing_temperatures(rope: RopeConfig | None) -> list[float]:
     """yarn's temperatures that the config may have lost; none where it has its own."""
-    if rope.mscale_all_dim:
+    if rope is None or rope.mscale_all_dim:
         return []
     factors = (rope.factor,) if rope.factor > 1 else _KNOWN_FACTORS
     return [yarn_temperature(factor, 1.0) for factor in factors]

@@ -9,12 +9,12 @@ from typing import Any
 import numpy as np
 
 from mtp_export.verify.evidence.prompts import Prompt
-from mtp_runtime.acceptance import Draft
+from mtp_runtime.acceptance.base import Draft
 from mtp_runtime.config import EngineConfig, SpeculationConfig
 from mtp_runtime.drafters import DRAFTERS
 from mtp_runtime.drafters.base import Drafter, DrafterParts, Pass
 from mtp_runtime.engine import Engine
-from mtp_runtime.models.deepseek_v3 import DeepseekV3
+from mtp_runtime.models.model import Model
 from mtp_runtime.request import Request, TokenEvent
 from mtp_runtime.sampling import Probabilities, SamplingParams
 
@@ -86,17 +86,17 @@ class Decoded:
 
 
 def decode(
-    model: DeepseekV3,
+    model: Model,
     prompts: Sequence[Prompt],
     params: SamplingParams | Sequence[SamplingParams],
     *,
     method: str = "none",
     k: int = 1,
     build: Build | None = None,
-    draft_model: DeepseekV3 | None = None,
+    draft_model: Model | None = None,
     **settings: Any,
 ) -> Decoded:
-    """Decode prompts to their end; `build` stands in for DRAFTERS[method].
+    """Decode prompts to their end; `build` stands in for DRAFTERS[method].build.
 
     Freed cache slots are filled with NaN, so that reading one shows. `settings` are EngineConfig's.
     """
@@ -115,7 +115,7 @@ def decode(
     recorders: list[Recorder] = []
 
     def recording(parts: DrafterParts) -> Drafter:
-        recorders.append(Recorder((build or DRAFTERS[method])(parts)))
+        recorders.append(Recorder((build or DRAFTERS[method].build)(parts)))
         return recorders[0]
 
     engine = Engine(model, replace(config, **settings), recording, draft_model)
