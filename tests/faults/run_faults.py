@@ -17,7 +17,7 @@ from faults.fault import Fault
 from mtp_runtime.acceptance.base import Draft
 from mtp_runtime.drafters.base import Drafter, DrafterParts
 from mtp_runtime.drafters.chain import extend
-from mtp_runtime.drafters.mtp import MtpDrafter
+from mtp_runtime.drafters.mtp import MtpDrafter, Rows
 from mtp_runtime.models.model import MtpModule
 from mtp_runtime.request import Request
 from mtp_runtime.sampling import one_hot
@@ -160,9 +160,9 @@ class PreNormDrafter(MtpDrafter):
 
 def grow_with(drafter: Any, chains: list[Any], recycled: Any) -> None:
     """MtpDrafter's recursion with something else fed back, one chain at a time."""
-    head = drafter._module.head
+    head = drafter._modules[0].head
     for chain in chains:
-        x = drafter._last[chain.request.request_id][None]
+        x = drafter._first_output(chain.request)
         while True:
             normed = head.normed(x)
             extend([chain], head.logits(normed), drafter._sample)
@@ -170,7 +170,8 @@ def grow_with(drafter: Any, chains: list[Any], recycled: Any) -> None:
                 break
             start = len(chain.request.tokens) - 2 + len(chain.tokens)
             back = recycled(x[0], normed[0], chain.request)[None]
-            x = drafter._run([chain.request], [(start, start + 1)], [chain.tokens[-1]], back)
+            rows = Rows(chain.request, (start, start + 1), [chain.tokens[-1]], back)
+            (x,) = drafter._run(0, [rows])
 
 
 class FirstTokenDrafter(MtpDrafter):
@@ -178,9 +179,12 @@ class FirstTokenDrafter(MtpDrafter):
 
     def __init__(self, parts: DrafterParts) -> None:
         super().__init__(parts)
-        if isinstance(self._module, MtpModule):  # the model that has its law enumerated has none
-            contract = replace(self._module.contract, zero_first_embedding=True)
-            self._module = replace(self._module, contract=contract)
+        if isinstance(
+            self._modules[0], MtpModule
+        ):  # the model that has its law enumerated has none
+            (module,) = self._modules
+            contract = replace(module.contract, zero_first_embedding=True)
+            self._modules = (replace(module, contract=contract),)
 
 
 class KeepsOneProbability:

@@ -8,12 +8,11 @@ from pathlib import Path
 
 import torch
 
-from mtp_runtime.cache import CachedSequence, PagedCache
+from mtp_runtime.cache import CachedSequence, PageAllocator, lay_out
 from mtp_runtime.config import EngineConfig, SpeculationConfig
 from mtp_runtime.drafters import DRAFTERS
 from mtp_runtime.drafters.base import Drafter, DrafterParts
 from mtp_runtime.engine import Engine
-from mtp_runtime.cache import lay_out
 from mtp_runtime.models.load import LoadOptions, load_model
 from mtp_runtime.models.model import Model
 from mtp_runtime.request import Request
@@ -44,26 +43,18 @@ class Walk:
     sequence: CachedSequence = field(default_factory=CachedSequence)
 
     def __post_init__(self) -> None:
-        config = self.model.config
-        width = config.latent + config.rope.size
-        self.cache = PagedCache(
-            self.model.cache_layers,
-            24,
-            self.page_size,
-            width,
-            torch.float32,
-            self.model.device,
-            True,
-        )
+        self.pages = PageAllocator(24, self.page_size)
+        self.cache = self.model.new_cache(self.pages)
+        self.pages.poison_freed(self.cache)
 
     @torch.inference_mode()
     def feed(self, tokens: Sequence[int]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Logits, hidden states before and after the norm, of the new tokens."""
         start = self.sequence.length
-        self.cache.append(self.sequence, len(tokens))
+        self.pages.append(self.sequence, len(tokens))
         span = (start, self.sequence.length)
-        layout = lay_out(self.cache, [self.sequence], [span], self.model.device)
-        before, after = self.model(torch.tensor(tokens), self.cache.layers, layout)
+        layout = lay_out(self.pages, [self.sequence], [span], self.model.device)
+        before, after = self.model(torch.tensor(tokens), self.cache, layout)
         return self.model.head.logits(after), before, after
 
 
@@ -96,7 +87,7 @@ def run(
 ) -> Run:
     """Decode prompts to their end; `build` stands in for DRAFTERS[method].build."""
     speculation = SpeculationConfig(
-        method=method if build is None else "planted", max_draft_tokens=k, acceptance=acceptance
+        method=method if build is None else "given", max_draft_tokens=k, acceptance=acceptance
     )
     each = [params] * len(prompts) if isinstance(params, SamplingParams) else params
     # Just enough for all of them: more would take longer to poison than to decode.
@@ -114,5 +105,5 @@ def run(
     ]
     for _ in engine.run(requests):
         pass
-    assert engine.cache.free_pages == engine.cache.pages, "pages leaked"
+    assert engine.pages.free_pages == engine.pages.pages, "pages leaked"
     return Run([request.output for request in requests], requests, engine)

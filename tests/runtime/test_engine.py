@@ -120,7 +120,7 @@ def test_speculation_limits(options: dict[str, int]) -> None:
 
 
 def test_drafters_refuse_models_they_cannot_use(small: Path, model: Model) -> None:
-    bare = replace(model, mtp=None)
+    bare = replace(model, mtp_modules=())
     settings = EngineConfig(cache_tokens=64, page_size=16)
     for method, target in (("mtp", bare), ("draft_model", model)):
         with pytest.raises(UnsupportedError):

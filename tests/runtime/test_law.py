@@ -83,7 +83,9 @@ def test_a_wrong_proposal_law_is_seen() -> None:
 @pytest.mark.parametrize("acceptance", ["topp_window", "relaxed"])
 def test_lossy_rules_are_lossy(acceptance: str) -> None:
     target, draft = tables(seed=3)
-    engine = engine_of(target, draft, DRAFTERS["mtp"].build, max_draft_tokens=2, acceptance=acceptance)
+    engine = engine_of(
+        target, draft, DRAFTERS["mtp"].build, max_draft_tokens=2, acceptance=acceptance
+    )
     params = SamplingParams(temperature=1.0, top_p=0.8, max_tokens=3)
     found = law_of(engine, params)
     assert sum(found.values()) == pytest.approx(1.0, abs=1e-9)

@@ -210,10 +210,10 @@ def mtp_fingerprint(model: object, hidden: torch.Tensor) -> tuple[float, ...]:
 
     assert isinstance(model, Model) and model.mtp is not None
     walk = Walk(model)
-    walk.cache.append(walk.sequence, 4)
-    layout = lay_out(walk.cache, [walk.sequence], [(0, 4)], model.device)
+    walk.pages.append(walk.sequence, 4)
+    layout = lay_out(walk.pages, [walk.sequence], [(0, 4)], model.device)
     with torch.inference_mode():
         fed = model.mtp_input(hidden, model.head.normed(hidden))
-        out = model.mtp(torch.tensor([5, 6, 7, 8]), fed, walk.cache.layers[-1:], layout)
+        out = model.mtp(torch.tensor([5, 6, 7, 8]), fed, walk.cache.mtp[0], layout)
         back = model.mtp.recycled(out, model.mtp.head.normed(out))
     return (float(fed.sum()), float(out.sum()), float(back.sum()))

@@ -100,11 +100,11 @@ def mtp_output(model: Any) -> torch.Tensor:
     from mtp_runtime.cache import lay_out
 
     walk = Walk(model)
-    walk.cache.append(walk.sequence, 6)
-    layout = lay_out(walk.cache, [walk.sequence], [(0, 6)], model.device)
+    walk.pages.append(walk.sequence, 6)
+    layout = lay_out(walk.pages, [walk.sequence], [(0, 6)], model.device)
     hidden = torch.randn(6, model.config.hidden, generator=torch.Generator().manual_seed(3))
     with torch.inference_mode():
-        out = model.mtp(torch.arange(3, 9), hidden, walk.cache.layers[-1:], layout)
+        out = model.mtp(torch.arange(3, 9), hidden, walk.cache.mtp[0], layout)
         return model.mtp.head.logits(model.mtp.head.normed(out))
 
 

@@ -85,7 +85,7 @@ def test_drafter_fault_is_named(
 
     Greedy drafts and drawn ones are grown in different ways, and each must show it.
     """
-    monkeypatch.setitem(DRAFTERS, "mtp", fault.build)
+    monkeypatch.setitem(DRAFTERS, "mtp", replace(DRAFTERS["mtp"], build=fault.build))
     corpus = Corpus(good.corpus.model, good.corpus.prompts, TOKENS, good.corpus.texts,
                     good.corpus.states)  # fmt: skip
     for item in drafter_items(corpus, K):

@@ -11,14 +11,13 @@ from pathlib import Path
 import pytest
 
 from cases import export
-from faults.runtime_faults import RUNTIME_FAULTS, RuntimeFault, accepts_one_too_many
+from faults.runtime_faults import RUNTIME_FAULTS, RuntimeFault, accepts_one_too_many, exact_but
 from mtp_export.progress import ProgressCallback, silent
 from mtp_export.verify.check import Item, Level, Status
 from mtp_export.verify.context import Context, VerifyOptions
 from mtp_export.verify.decoding import controls, greedy, paths, sampling
 from mtp_export.verify.decoding.greedy import Trial
 from mtp_export.verify.evidence.decode import Decoded
-from mtp_runtime import engine
 from mtp_runtime.models.model import Model
 from mtp_runtime.request import Request
 from mtp_runtime.sampling import SamplingParams
@@ -166,5 +165,5 @@ def test_both_layers_of_a_leaking_mask_are_seen(
 
 
 def test_speculation_that_changes_most_texts(setup: Setup, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(engine, "accept_greedy", accepts_one_too_many)
+    exact_but(accept_greedy=accepts_one_too_many)(monkeypatch)
     assert "most texts differ with speculation" in said(ITEMS["paths"](setup))
