@@ -179,10 +179,8 @@ class FirstTokenDrafter(MtpDrafter):
 
     def __init__(self, parts: DrafterParts) -> None:
         super().__init__(parts)
-        if isinstance(
-            self._modules[0], MtpModule
-        ):  # the model that has its law enumerated has none
-            (module,) = self._modules
+        (module,) = self._modules
+        if isinstance(module, MtpModule):  # a table model stands in for one elsewhere
             contract = replace(module.contract, zero_first_embedding=True)
             self._modules = (replace(module, contract=contract),)
 
