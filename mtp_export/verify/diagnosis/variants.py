@@ -53,25 +53,8 @@ def layout_variants(model: Model, module: MtpModule) -> Iterator[Variant]:
         "enorm and hnorm are swapped",
         replace(module, embedding_norm=module.hidden_norm, hidden_norm=module.embedding_norm),
     )
-    attention = module.layer.attention
-    if isinstance(attention, Mla):
-        yield changed(
-            "rope",
-            "the rotary rows are interleaved",
-            "the rotary rows of q_b_proj and kv_a_proj_with_mqa are stored in halves instead of"
-            " interleaved pairs",
-            replace(module, layer=with_attention(module.layer, interleaved(attention))),
-        )
-    for temperature in missing_temperatures(model.config.rope):
-        if not isinstance(attention, Mla):
-            break
-        hotter = replace(attention, scale=attention.scale * temperature**2)
-        yield changed(
-            "yarn",
-            f"attention scores are multiplied by {temperature**2:.3f}",
-            "yarn's attention scale was dropped: rope_scaling lacks mscale_all_dim",
-            replace(module, layer=with_attention(module.layer, hotter)),
-        )
+    if isinstance(module.layer.attention, Mla):
+        yield from mla_variants(model, module, module.layer.attention)
     if module.embedding is not model.embedding:
         yield changed(
             "embedding",
@@ -86,6 +69,28 @@ def layout_variants(model: Model, module: MtpModule) -> Iterator[Variant]:
             "the main model's head is used",
             "the draft's head is of another checkpoint",
             replace(module, head=head),
+        )
+
+
+def mla_variants(model: Model, module: MtpModule, attention: Mla) -> Iterator[Variant]:
+    """What can be mixed up in the module's latent attention."""
+    before = module.contract.target_hidden is Hidden.BEFORE_NORM
+    yield Variant(
+        "rope",
+        "the rotary rows are interleaved",
+        "the rotary rows of q_b_proj and kv_a_proj_with_mqa are stored in halves instead of"
+        " interleaved pairs",
+        replace(module, layer=with_attention(module.layer, interleaved(attention))),
+        before,
+    )
+    for temperature in missing_temperatures(model.config.rope):
+        hotter = replace(attention, scale=attention.scale * temperature**2)
+        yield Variant(
+            "yarn",
+            f"attention scores are multiplied by {temperature**2:.3f}",
+            "yarn's attention scale was dropped: rope_scaling lacks mscale_all_dim",
+            replace(module, layer=with_attention(module.layer, hotter)),
+            before,
         )
 
 
