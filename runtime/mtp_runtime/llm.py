@@ -14,7 +14,6 @@ from mtp_runtime.config import EngineConfig, MtpContract, SpeculationConfig
 from mtp_runtime.drafters import DRAFTERS
 from mtp_runtime.engine import Engine
 from mtp_runtime.models.load import Loaded, LoadOptions, load_model
-from mtp_runtime.models.model import Model
 from mtp_runtime.request import Request, RequestMetrics, TokenEvent
 from mtp_runtime.sampling import SamplingParams
 from mtp_runtime.tokenizer import Tokenizer
@@ -91,16 +90,22 @@ class LLM:
             with_mtp=DRAFTERS[speculate_method].needs_mtp,
             contract=contract,
         )
-        loaded = loaded or load_model(Path(bundle), options)
-        drafting = None if draft_model is None else load_model(Path(draft_model), options).model
-        self._start(loaded, config, drafting)
+        self._start(config, options, loaded or Path(bundle), draft_model)
 
-    def _start(self, loaded: Loaded, config: EngineConfig, draft_model: Model | None) -> None:
-        """Build the engine over loaded models."""
+    def _start(
+        self,
+        config: EngineConfig,
+        options: LoadOptions,
+        target: Loaded | Path,
+        draft_model: Path | str | None,
+    ) -> None:
+        """Load what is not loaded yet, and build the engine."""
+        loaded = load_model(target, options) if isinstance(target, Path) else target
+        drafting = None if draft_model is None else load_model(Path(draft_model), options).model
         build = DRAFTERS[config.speculation.method].build
         self.ledger = loaded.ledger
         self.tokenizer = Tokenizer.find(loaded.folder)
-        self.engine = Engine(loaded.model, config, build, draft_model)
+        self.engine = Engine(loaded.model, config, build, drafting)
         self.next_request_id = 0
 
     def generate(
