@@ -1,5 +1,5 @@
-"""Quantizes a checkpoint or bundle into a bundle, in one streaming pass: which pair of schemes, in
-whose layout, with which config.json."""
+"""Quantize: plan a bundle with a pair of schemes, in the layout and with the config.json of the
+engine that reads it. The source is a checkpoint or a bundle."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Any
 
-from mtp_export.bundle.build import BundleOptions, BundlePlan, open_source, plan_bundle
+from mtp_export.bundle.build import BundlePlan, Recipe, open_source, plan_bundle
+from mtp_export.bundle.options import BundleOptions
 from mtp_export.bundle.preflight import check_nesting, check_output
 from mtp_export.bundle.split import SplitOptions
 from mtp_export.checkpoint.bundle_folder import is_bundle
@@ -35,28 +36,28 @@ KEEP = "keep"
 
 
 class Format(StrEnum):
-    """How a8w8_fp8_wint4 lies on disk."""
+    """Layout of a8w8_fp8_wint4 on disk."""
 
     COMPRESSED_TENSORS = "compressed-tensors"
     W4AFP8 = "w4afp8"
 
 
 class Int4Scope(StrEnum):
-    """Which linears weight_only_int4 packs."""
+    """Linears that weight_only_int4 packs."""
 
     EXPERTS = "experts"
     ALL = "all"
 
 
 class ScaleRule(StrEnum):
-    """How an int4 group's scale is chosen."""
+    """Choice of the scale of an int4 group."""
 
     MINMAX = "minmax"
     MSE = "mse"
 
 
 class Device(StrEnum):
-    """Where the numbers are computed; the bits are the same."""
+    """Device that computes; the results are equal bit by bit."""
 
     CPU = "cpu"
     CUDA = "cuda"
@@ -65,7 +66,7 @@ class Device(StrEnum):
 
 @dataclass(frozen=True)
 class QuantizeOptions:
-    """The schemes by name, or "keep" for what the source has, and how they are written."""
+    """Schemes by name ("keep": that of the source), and their variants."""
 
     bundle: BundleOptions
     base_quant: str = KEEP
@@ -80,7 +81,7 @@ class QuantizeOptions:
 
 @dataclass(frozen=True)
 class _Choice:
-    """The options, resolved against a source: its schemes, and whose loader reads the result."""
+    """Schemes of both parts for a given source, and the engine whose loader reads the result."""
 
     base: Scheme
     mtp: Scheme
@@ -97,11 +98,11 @@ class _Choice:
 
 
 def default_input() -> Path:
-    """The current folder, when it is a bundle (UsageError when it is not)."""
+    """Return the current folder (UsageError if it is no bundle)."""
     folder = Path.cwd()
     if not is_bundle(folder) or not (folder / MANIFEST_NAME).is_file():
         raise UsageError(
-            "The current folder is no bundle",
+            "The current folder is not a bundle",
             where=folder,
             expected=f"main/, mtp/ and {MANIFEST_NAME}, or --input-dir",
             todo="See mtp-export quantize --help",
@@ -110,7 +111,7 @@ def default_input() -> Path:
 
 
 def default_output(source: Path, base_quant: str, mtp_quant: str) -> Path:
-    """A sibling of the input named after the pair; reads the source's config to know the pair."""
+    """Return a folder beside the input, named after the pair of schemes."""
     _, family = open_source(source)
     names = [_scheme_name(name, family) for name in (base_quant, mtp_quant)]
     folder = source.resolve()
@@ -118,14 +119,14 @@ def default_output(source: Path, base_quant: str, mtp_quant: str) -> Path:
 
 
 def plan_quantize(options: QuantizeOptions, *, dry_run: bool = False) -> BundlePlan:
-    """Check source, output and options and lay out the bundle; raises whatever is wrong.
+    """Check source, output and options, and plan the bundle (MtpExportError).
 
     Raises UnsupportedError for a pair outside the table, for a tensor that a scheme cannot hold
     (its K against the group size) and for a target that does not read the MTP module's scheme.
     """
     target = target_of(options.bundle.target)
     check_nesting(options.bundle.input_dir, options.bundle.output_dir)
-    check_output(options.bundle.output_dir, options.bundle.overwrite)
+    check_output(options.bundle.output_dir, options.bundle.run.overwrite)
     source = checkpoint, family = open_source(options.bundle.input_dir)
     choice = _choose(options, family)
     _check_format(options, choice)
@@ -136,20 +137,20 @@ def plan_quantize(options: QuantizeOptions, *, dry_run: bool = False) -> BundleP
     configs = quantization_configs(checkpoint.config, family, main, mtp, choice.reader)
     split = SplitOptions(
         target=target,
-        shared_weights=options.bundle.shared_weights,
-        max_shard_bytes=options.bundle.max_shard_bytes,
+        shared_weights=options.bundle.content.shared_weights,
+        max_shard_bytes=options.bundle.content.max_shard_bytes,
         main=main,
         mtp=mtp,
         main_config=_with_quantization(checkpoint.config, configs.main),
         mtp_config=_with_quantization(checkpoint.config, configs.mtp),
     )
     numerics = Numerics(str(options.scale), _device(options.device))
-    recorded = _recorded(options, choice)
-    return plan_bundle(options.bundle, source, split, recorded, numerics, dry_run=dry_run)
+    recipe = Recipe(split, _recorded(options, choice), numerics)
+    return plan_bundle(options.bundle, source, recipe, dry_run=dry_run)
 
 
 def _scheme_name(wanted: str, family: ModelFamily) -> str:
-    """A scheme's name; what is kept counts as what it is."""
+    """Return a scheme's name; "keep" is the scheme of the source."""
     if wanted != KEEP:
         return wanted
     return "bf16" if family.quantization is None else "a8w8_fp8"
@@ -158,7 +159,9 @@ def _scheme_name(wanted: str, family: ModelFamily) -> str:
 def _choose(options: QuantizeOptions, family: ModelFamily) -> _Choice:
     base, mtp = (_scheme_name(name, family) for name in (options.base_quant, options.mtp_quant))
     left_in_bf16 = base == "bf16" and family.quantization is None
-    in_table = check_pair(base, mtp, left_in_bf16, options.allow_untested_pair)
+    in_table = check_pair(
+        base, mtp, base_left_in_bf16=left_in_bf16, allow_untested=options.allow_untested_pair
+    )
     schemes = {"base": SCHEMES[base], "mtp": SCHEMES[mtp]}
     if options.int4_scope is Int4Scope.ALL:
         schemes["base"] = SCHEMES[base].variant("--int4-scope", str(options.int4_scope))

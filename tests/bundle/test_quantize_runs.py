@@ -9,7 +9,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from quantize_rows import CONFIGS, MTP_PREFIX, ROWS
 
 from cases import (
     TINY_CONFIG,
@@ -26,6 +25,7 @@ from cases import (
 )
 from mtp_export.schemes.transforms import Numerics, transforms
 from mtp_kernels.quantize import Fp8Block, quantize_int4_group, quantize_int8_channel
+from quantize_rows import CONFIGS, MTP_PREFIX, ROWS
 
 PAIR = ROWS["int4, mse"].options  # group 32 divides the ragged checkpoint's K
 SMALL = ("--max-shard-size", "60kB", "--link", "copy", "--quiet")
@@ -187,7 +187,7 @@ def test_inside_a_bundle_nothing_else_is_needed(
     monkeypatch.chdir(tmp_path)
     outcome = run_program("quantize", "--mtp-quant", "a8w8_fp8")
     assert outcome.code == 2
-    assert "no bundle" in outcome.err
+    assert "not a bundle" in outcome.err
 
 
 def test_a_dry_run_writes_nothing(pristine: Path, output: Path) -> None:

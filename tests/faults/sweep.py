@@ -29,8 +29,9 @@ from mtp_export.verify.decoding.drafting import drafter_items
 from mtp_export.verify.evidence.corpus import Corpus
 from mtp_export.verify.evidence.prompts import Prompt
 from mtp_runtime.drafters import DRAFTERS
-from mtp_runtime.models.load import LoadOptions, load_model, open_streamed
+from mtp_runtime.models.load import LoadOptions, load_model
 from mtp_runtime.models.model import Model
+from mtp_runtime.streaming import open_streamed
 from mtp_runtime.tokenizer import Tokenizer
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -10,11 +10,11 @@ from typing import Any
 
 import pytest
 import torch
-from quantize_rows import CONFIGS, ROWS, linears, pair
 
 from cases import MTP_LAYER, make_checkpoint, quantize, read_json, read_tensors
 from mtp_runtime.layers.linear import Int4Group, Int8Channel
 from mtp_runtime.models.load import LoadOptions, load_model
+from quantize_rows import CONFIGS, ROWS, linears, pair
 from runtime.harness import Walk, prompts_of
 
 FIXTURE = Path(__file__).resolve().parents[2] / "fixtures/deepseek-v3-tiny"

@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from quantize_rows import BF16, CONFIGS, NATIVE, ROWS, Part, linears, pair
 
 from cases import MTP_LAYER, export, make_checkpoint, quantize, read_json, read_tensors
 from mtp_export.checkpoint.reader import Checkpoint
@@ -19,6 +18,7 @@ from mtp_export.families.base import compare
 from mtp_export.schemes.storage import Storage, stored_tensors
 from mtp_export.schemes.stored import Stored, stored_draft, stored_model
 from mtp_export.targets import TARGETS, target_of
+from quantize_rows import BF16, CONFIGS, NATIVE, ROWS, Part, linears, pair
 
 STORAGE = {
     "bf16": Storage.BF16,

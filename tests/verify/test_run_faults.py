@@ -19,7 +19,8 @@ from mtp_export.verify.decoding.acceptance import diagnosed
 from mtp_export.verify.decoding.drafting import drafter_items
 from mtp_export.verify.evidence.corpus import Corpus
 from mtp_runtime.drafters import DRAFTERS
-from mtp_runtime.models.load import LoadOptions, load_model, open_streamed
+from mtp_runtime.models.load import LoadOptions, load_model
+from mtp_runtime.streaming import open_streamed
 from mtp_runtime.tokenizer import Tokenizer
 
 ROOT = Path(__file__).resolve().parents[2]
