@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
 from contextlib import closing
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import cast
 
@@ -65,12 +65,7 @@ class LLM:
         dequantize_at_load: bool = True,
         loaded: Loaded | None = None,
     ) -> None:
-        _check_choice("speculate_method", speculate_method, DRAFTERS)
-        _check_choice("acceptance", acceptance, ACCEPTANCE_RULES)
-        drafter = DRAFTERS[speculate_method]
-        if draft_model is not None and not drafter.needs_draft_model:
-            takers = [name for name, other in DRAFTERS.items() if other.needs_draft_model]
-            _check_choice("speculate_method with a draft_model", speculate_method, takers)
+        _check_choices(speculate_method, acceptance, draft_model)
         config = EngineConfig(
             max_batch_size=max_batch_size,
             page_size=page_size,
@@ -92,16 +87,25 @@ class LLM:
             dtype=dtype,
             deterministic=deterministic,
             dequantize_at_load=dequantize_at_load,
-            with_mtp=drafter.needs_mtp,
+            with_mtp=DRAFTERS[speculate_method].needs_mtp,
             contract=contract,
         )
-        loaded = loaded or load_model(Path(bundle), options)
-        drafting = None
-        if draft_model is not None:
-            drafting = load_model(Path(draft_model), replace(options, with_mtp=False)).model
+        self._start(config, options, loaded or Path(bundle), draft_model)
+
+    def _start(
+        self,
+        config: EngineConfig,
+        options: LoadOptions,
+        target: Loaded | Path,
+        draft_model: Path | str | None,
+    ) -> None:
+        """Load what is not loaded yet, and build the engine."""
+        loaded = load_model(target, options) if isinstance(target, Path) else target
+        drafting = None if draft_model is None else load_model(Path(draft_model), options).model
+        build = DRAFTERS[config.speculation.method].build
         self.ledger = loaded.ledger
         self.tokenizer = Tokenizer.find(loaded.folder)
-        self.engine = Engine(loaded.model, config, drafter.build, drafting)
+        self.engine = Engine(loaded.model, config, build, drafting)
         self.next_request_id = 0
 
     def generate(
@@ -162,6 +166,16 @@ def _output(request: Request) -> RequestOutput:
         request.finish_reason,
         request.metrics,
     )
+
+
+def _check_choices(method: str, acceptance: str, draft_model: Path | str | None) -> None:
+    """Raise UsageError for an unknown drafter or rule, and for a drafter that takes no draft model
+    where there is one."""
+    _check_choice("acceptance", acceptance, ACCEPTANCE_RULES)
+    _check_choice("speculate_method", method, DRAFTERS)
+    if draft_model is not None:
+        takers = [name for name, other in DRAFTERS.items() if other.needs_draft_model]
+        _check_choice("speculate_method that takes a draft_model", method, takers)
 
 
 def _check_choice(option: str, value: str, choices: Collection[str]) -> None:

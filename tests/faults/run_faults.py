@@ -180,8 +180,8 @@ class FirstTokenDrafter(MtpDrafter):
 
     def __init__(self, parts: DrafterParts) -> None:
         super().__init__(parts)
-        if isinstance(self._modules[0], MtpModule):  # the table model has no contract
-            (module,) = self._modules
+        (module,) = self._modules
+        if isinstance(module, MtpModule):  # a table model stands in for one elsewhere
             contract = replace(module.contract, zero_first_embedding=True)
             self._modules = (replace(module, contract=contract),)
 
