@@ -4,35 +4,27 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
-from typing import cast
 
-import numpy as np
 import torch
 
+from mtp_kernels import decoder as kernels
 from mtp_kernels.batch_layout import BatchLayout
-from mtp_kernels.decoder import (
-    Arena,
-    Decoder,
-    LayerWeights,
-    Norm,
-    PackedLayer,
-    Projection,
-    Recursion,
-    Sizes,
-    pack_layer,
-)
 from mtp_runtime.config import Hidden, ModelConfig
 from mtp_runtime.layers.linear import Linear
+from mtp_runtime.layers.mla import Mla
 from mtp_runtime.layers.moe import Mlp, Moe
 from mtp_runtime.layers.norm import RmsNorm
 from mtp_runtime.layers.rope import Rope
-from mtp_runtime.models.deepseek_v3 import DecoderLayer, Layers, MtpModule, TorchLayers
+from mtp_runtime.models.deepseek_v3 import DecoderLayer, Layers, MtpModule, RowStep, TorchLayers
+
+# Names that the kernels know layers by.
+KINDS: dict[type, str] = {Mla: "mla", Mlp: "dense", Moe: "sigmoid_moe"}
 
 
 class CompiledLayers:
-    """A Decoder with the face of Layers."""
+    """A decoder of the kernels with the interface of Layers."""
 
-    def __init__(self, decoder: Decoder) -> None:
+    def __init__(self, decoder: kernels.Decoder) -> None:
         self.decoder = decoder
 
     def __len__(self) -> int:
@@ -54,49 +46,56 @@ class CompiledExecution:
 
     config: ModelConfig
     rope: Rope
-    arena: Arena = field(default_factory=Arena)
+    backend: kernels.Backend = field(default_factory=kernels.make_backend)
 
     def layers(self, layers: Iterable[DecoderLayer]) -> Layers:
         """Packed one by one, so that no two copies of a model are held; all have one scale."""
-        sizes, all_packed = None, []
+        config, all_packed = None, []
         for layer in layers:
-            if not isinstance(layer.feed_forward, Mlp | Moe):
-                return TorchLayers((layer, *layers), self.rope)  # a layer the kernels do not know
-            sizes = sizes_of(self.config, layer.attention.scale)
-            all_packed.append(packed(layer, self.arena))
-        assert sizes is not None, "a model has layers"
+            if not self.backend.runs(kind_of(layer)):
+                return TorchLayers((layer, *layers), self.rope)
+            config = config_of(self.config, layer.attention.scale)
+            all_packed.append(self.backend.pack(weights_of(layer)))
+        assert config is not None, "a model has layers"
         rope = self.rope
-        decoder = Decoder(sizes, all_packed, rope.inverse, rope.amplitude)
+        decoder = self.backend.decoder(
+            config, all_packed, inv_freq=rope.inverse, attention_scaling=rope.amplitude
+        )
         return CompiledLayers(decoder)
 
-    def norm(self, norm: RmsNorm) -> Norm:
-        return Norm(norm.weight, norm.eps)
+    def norm(self, norm: RmsNorm) -> RowStep:
+        return self.backend.norm(norm.weight, norm.eps)
 
-    def linear(self, linear: Linear) -> Projection:
-        return Projection(_dense(linear), self.arena)
+    def linear(self, linear: Linear) -> RowStep:
+        return self.backend.projection(_dense(linear))
 
-    def recursion(self, module: MtpModule) -> Recursion | None:
-        parts = (*module.inputs, module.head.normed, module.head.projected)
-        embedding_norm, hidden_norm, projection, head_norm, head = parts
-        layers = module.layers
-        if not isinstance(layers, CompiledLayers):
+    def recursion(self, module: MtpModule) -> kernels.Recursion | None:
+        if not isinstance(module.layers, CompiledLayers):
             return None
-        assert isinstance(projection, Projection) and isinstance(head, Projection)
-        norms = embedding_norm, hidden_norm, head_norm
-        assert all(isinstance(norm, Norm) for norm in norms)
-        return Recursion(
-            layers.decoder,
-            module.embedding,
-            cast(tuple[Norm, Norm, Norm], norms),
-            projection,
-            head,
-            module.contract.recycled_hidden is Hidden.AFTER_NORM,
+        embedding_norm, hidden_norm, projection = module.inputs
+        return self.backend.recursion(
+            kernels.RecursionParts(
+                decoder=module.layers.decoder,
+                embedding=module.embedding,
+                embedding_norm=embedding_norm,
+                hidden_norm=hidden_norm,
+                projection=projection,
+                head_norm=module.head.normed,
+                head=module.head.projected,
+                recycles_normed=module.contract.recycled_hidden is Hidden.AFTER_NORM,
+            )
         )
 
 
-def sizes_of(config: ModelConfig, attention_scale: float) -> Sizes:
-    """The sizes that all layers share."""
-    return Sizes(
+def kind_of(layer: DecoderLayer) -> kernels.LayerKind:
+    """Return the kind of a layer; a type without a name stands for itself, and is not run."""
+    types = type(layer.attention), type(layer.feed_forward)
+    return kernels.LayerKind(*(KINDS.get(kind, kind.__name__) for kind in types))
+
+
+def config_of(config: ModelConfig, softmax_scale: float) -> kernels.DecoderConfig:
+    """Return the sizes and constants that all layers share."""
+    return kernels.DecoderConfig(
         hidden=config.hidden,
         heads=config.heads,
         nope=config.nope,
@@ -105,17 +104,17 @@ def sizes_of(config: ModelConfig, attention_scale: float) -> Sizes:
         latent=config.latent,
         query_rank=config.query_rank,
         experts_per_token=config.experts_per_token,
-        groups=config.expert_groups,
+        expert_groups=config.expert_groups,
         groups_per_token=config.groups_per_token,
-        normalise=config.normalise_weights,
-        routed_scale=np.float32(config.routed_scale),
-        norm_eps=np.float32(config.norm_eps),
-        attention_scale=np.float32(attention_scale),
+        normalise_weights=config.normalise_weights,
+        routed_scale=config.routed_scale,
+        norm_eps=config.norm_eps,
+        softmax_scale=softmax_scale,
     )
 
 
-def packed(layer: DecoderLayer, arena: Arena) -> PackedLayer:
-    """A layer's weights in the kernels' layout; the layer itself may then be dropped."""
+def weights_of(layer: DecoderLayer) -> kernels.LayerWeights:
+    """Return a layer's weights as the kernels take them."""
     mla, feed_forward = layer.attention, layer.feed_forward
     heads = len(mla.key_up)
     router: torch.Tensor | None = None
@@ -129,24 +128,21 @@ def packed(layer: DecoderLayer, arena: Arena) -> PackedLayer:
         gate_up, down = _dense(feed_forward.gate_up)[None], _dense(feed_forward.down)[None]
     gate, up = gate_up.chunk(2, dim=1)
     query_up = None if mla.query_up is None else _dense(mla.query_up).contiguous()
-    return pack_layer(
-        LayerWeights(
-            input_norm=layer.input_norm.weight,
-            down=_dense(mla.down),
-            query_norm=_weight(mla.query_norm),
-            query_up=None if query_up is None else query_up.view(heads, -1, query_up.shape[1]),
-            latent_norm=mla.latent_norm.weight,
-            key_up=mla.key_up.transpose(1, 2),
-            value_up=mla.value_up.transpose(1, 2),
-            output=_dense(mla.output),
-            post_norm=layer.post_norm.weight,
-            router=router,
-            router_bias=bias,
-            gate=gate,
-            up=up,
-            expert_down=down,
-        ),
-        arena,
+    return kernels.LayerWeights(
+        input_norm=layer.input_norm.weight,
+        down=_dense(mla.down),
+        query_norm=_weight(mla.query_norm),
+        query_up=None if query_up is None else query_up.view(heads, -1, query_up.shape[1]),
+        latent_norm=mla.latent_norm.weight,
+        key_up=mla.key_up.transpose(1, 2),
+        value_up=mla.value_up.transpose(1, 2),
+        output=_dense(mla.output),
+        post_norm=layer.post_norm.weight,
+        router=router,
+        router_bias=bias,
+        gate=gate,
+        up=up,
+        expert_down=down,
     )
 
 
