@@ -69,7 +69,6 @@ class Queries(NamedTuple):
 
     rows: Any  # [T*h, c+r]
     heads: int
-    latent: int
     scale: Any  # float32
 
 

@@ -132,7 +132,7 @@ class Decoder:
         if layer.query_up is not None and layer.query_norm is not None:
             rank = rms_norm(query, layer.query_norm, self._eps)
             query = torch.einsum("sq,hmq->shm", rank, layer.query_up)
-        query = query.reshape(rows, sizes.heads, -1)
+        query = query.reshape(rows, sizes.heads, sizes.nope + sizes.rope)
         q_nope, q_rope = torch.split(query, [sizes.nope, sizes.rope], dim=-1)
         q_rope = self.rope.rotate(q_rope, layout.positions)
         latent = rms_norm(latent, layer.latent_norm, self._eps)
@@ -243,7 +243,8 @@ class Recursion:
         drafts: list[int] = []
         while True:
             normed = parts.head_norm(hidden)
-            drafts.append(int(parts.head(normed).argmax()))
+            logits = parts.head(normed)[0]
+            drafts.append(int((logits == logits.max()).nonzero()[0]))
             if len(drafts) == count:
                 return drafts
             source = normed if parts.recycles_normed else hidden

@@ -98,7 +98,7 @@ def attend_float32(inputs: Inputs, out: torch.Tensor, lse: torch.Tensor) -> None
         team.threads_for(multiplications(sizes)),
         tiles,
         waves,
-        Queries(rows, sizes.heads, sizes.latent, np.float32(inputs.scale)),
+        Queries(rows, sizes.heads, np.float32(inputs.scale)),
         Keys(inputs.kv_cache.flatten(0, 1).numpy(), inputs.page_table.numpy(), sizes.page),
         scratch,
         out.numpy(),

@@ -60,7 +60,7 @@ def attention(
     fill_cache(member, layer, sizes, batch, cache, scratch.projected)
     make_queries(member, layer, sizes, batch, scratch)
     wait(member)
-    queries = Queries(scratch.queries, sizes.heads, sizes.latent, sizes.softmax_scale)
+    queries = Queries(scratch.queries, sizes.heads, sizes.softmax_scale)
     keys = Keys(cache, batch.page_table, batch.page)
     for wave in range(batch.waves.size - 1):
         tiles = batch.tiles[batch.waves[wave] : batch.waves[wave + 1]]
