@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
 
 from mtp_kernels.cpu.team import Team
-from mtp_kernels.decoder import Arena
 from mtp_runtime.acceptance.base import Draft
 from mtp_runtime.config import Hidden, MtpContract
 from mtp_runtime.drafters.base import DrafterParts
@@ -116,29 +112,3 @@ def test_nothing_to_draft(small: Path) -> None:
 
     run(load(small), prompts_of([5], 96), SamplingParams(max_tokens=2), k=3, build=build)
     assert drafters[0].propose([], []) == []
-
-
-def test_threads_may_pack_into_one_arena(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Threads that change places while a chunk is divided; in inference mode and out of it."""
-
-    def chunk(arena: Arena) -> np.ndarray:
-        found: np.ndarray = vars(arena)["chunk"]
-        time.sleep(2e-5)
-        return found
-
-    def replace(arena: Arena, rest: np.ndarray) -> None:
-        vars(arena)["chunk"] = rest
-
-    monkeypatch.setattr(Arena, "_chunk", property(chunk, replace), raising=False)
-    arena = Arena()
-
-    def pack(seed: int) -> list[torch.Tensor]:
-        with torch.inference_mode(seed % 2 == 0):
-            return [arena.keep(torch.full((3, 7), float(seed))) for _ in range(200)]
-
-    with ThreadPoolExecutor(4) as pool:
-        kept = list(pool.map(pack, range(4)))
-    assert all((tensor == seed).all() for seed in range(4) for tensor in kept[seed])
-    places = {tensor.data_ptr() for tensors in kept for tensor in tensors}
-    assert len(places) == 800
-    assert all(place % 64 == 0 for place in places)

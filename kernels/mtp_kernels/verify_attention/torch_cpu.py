@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import torch
 
-from mtp_kernels.verify_attention.inputs import Carver, Inputs, Sizes, array_bytes
+from mtp_kernels.verify_attention.inputs import BumpAllocator, Inputs, Sizes, array_bytes
 
 # Tokens gathered at a time, and the most float32 scores [rows, tokens] at a time. Rows are at most
 # MAX_ROWS (long groups, as in prefill, go in blocks of queries): scratch memory is bounded.
@@ -100,8 +100,8 @@ def attend(
 ) -> None:
     """Write out [T, h, c] and lse [T, h]; `buffer` has at least `workspace_bytes` bytes."""
     sizes = inputs.sizes
-    carver = Carver(buffer)
-    scratch = Scratch(*(carver.take(shape, dtype) for shape, dtype in layout(sizes)))
+    allocator = BumpAllocator(buffer)
+    scratch = Scratch(*(allocator.take(shape, dtype) for shape, dtype in layout(sizes)))
     query = torch.cat([inputs.q_latent, inputs.q_rope], dim=-1).to(product_dtype(sizes))
     starts, kv_lens = inputs.cu_q.tolist(), inputs.kv_lens.tolist()
     step = queries_per_step(sizes)

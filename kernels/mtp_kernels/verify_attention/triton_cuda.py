@@ -14,7 +14,7 @@ import torch
 import triton
 
 from mtp_kernels.verify_attention import triton_kernels as kernels
-from mtp_kernels.verify_attention.inputs import Carver, Inputs, Sizes, array_bytes
+from mtp_kernels.verify_attention.inputs import BumpAllocator, Inputs, Sizes, array_bytes
 from mtp_kernels.verify_attention.triton_tuning import Launch, launch_for
 
 INTERPRETER_PARTS = 4  # the interpreter runs programs one after another, on the CPU
@@ -77,9 +77,9 @@ def attend(
     if sizes.queries == 0:
         return
     schedule = schedule_for(sizes, parts, out.device)
-    carver = Carver(buffer)
+    allocator = BumpAllocator(buffer)
     starts, part_requests, share, part_out, part_lse = (
-        carver.take(shape, dtype) for shape, dtype in layout(sizes, schedule)
+        allocator.take(shape, dtype) for shape, dtype in layout(sizes, schedule)
     )
     plan = (starts, part_requests, share)
     kernels.plan_kernel[(1,)](

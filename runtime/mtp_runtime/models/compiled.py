@@ -6,10 +6,9 @@ Layers that the kernels do not know, by attention or feed-forward, are run by to
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import cast
 
-import numpy as np
 import torch
 
 from mtp_kernels import decoder as kernels
@@ -22,7 +21,10 @@ from mtp_runtime.layers.mla import Mla
 from mtp_runtime.layers.moe import Mlp, Moe, SigmoidRouter
 from mtp_runtime.layers.norm import RmsNorm
 from mtp_runtime.layers.rope import Rope
-from mtp_runtime.models.model import Layers, MtpModule, Recursion, TorchLayers
+from mtp_runtime.models.model import Layers, MtpModule, Recursion, RowStep, TorchLayers
+
+# Names that the kernels know the parts of a layer by.
+KINDS: dict[type, str] = {Mla: "mla", Mlp: "dense", SigmoidRouter: "sigmoid_moe"}
 
 
 @dataclass(frozen=True)
@@ -52,8 +54,8 @@ class CompiledLayers:
         return len(self.decoder)
 
     def new_cache(self, spec: CacheSpec) -> StackedCache:
-        sizes = self.decoder.sizes
-        shape = len(self), spec.pages, spec.page_size, sizes.latent + sizes.rope
+        config = self.decoder.config
+        shape = len(self), spec.pages, spec.page_size, config.latent + config.rope
         return StackedCache(torch.empty(shape, dtype=spec.dtype, device=spec.device))
 
     def __call__(self, x: torch.Tensor, cache: Cache, layout: BatchLayout) -> torch.Tensor:
@@ -107,63 +109,60 @@ class CompiledRecursion:
 class CompiledExecution:
     """Packs parts for the kernels; the parts themselves may then be dropped."""
 
-    arena: kernels.Arena = field(default_factory=kernels.Arena)
+    backend: kernels.Backend = field(default_factory=kernels.make_backend)
 
     def layers(self, layers: Iterable[DecoderLayer]) -> Layers:
         """Pack the layers one by one, so that no two copies of a model are held."""
         runs: list[_TorchRun | _PackedRun] = []
         for layer in layers:
-            kind = _PackedRun if is_known(layer) else _TorchRun
+            kind = _PackedRun if self.backend.runs(kind_of(layer)) else _TorchRun
             if not runs or not isinstance(runs[-1], kind):
-                runs.append(kind())
-            runs[-1].add(layer, self.arena)
+                runs.append(kind(self.backend))
+            runs[-1].add(layer)
         joined = tuple(run.layers() for run in runs)
         return joined[0] if len(joined) == 1 else MixedLayers(joined)
 
-    def norm(self, norm: RmsNorm) -> kernels.Norm:
-        return kernels.Norm(norm.weight, norm.eps)
+    def norm(self, norm: RmsNorm) -> RowStep:
+        return self.backend.norm(norm.weight, norm.eps)
 
-    def linear(self, linear: Linear) -> kernels.Projection:
-        return kernels.Projection(_dense(linear), self.arena)
+    def linear(self, linear: Linear) -> RowStep:
+        return self.backend.projection(_dense(linear))
 
     def recursion(self, module: MtpModule) -> Recursion | None:
         """Join the module's parts, or return None where torch runs its layer."""
         layers = module.layers
         if not isinstance(layers, CompiledLayers):
             return None
-        *norms, projection = module.inputs
-        norms.append(module.head.normed)
-        head = module.head.projected
-        assert isinstance(projection, kernels.Projection) and isinstance(head, kernels.Projection)
-        assert all(isinstance(norm, kernels.Norm) for norm in norms)
-        return CompiledRecursion(
-            kernels.Recursion(
-                layers.decoder,
-                module.embedding,
-                cast(tuple[kernels.Norm, kernels.Norm, kernels.Norm], tuple(norms)),
-                projection,
-                head,
-                module.contract.recycled_hidden is Hidden.AFTER_NORM,
-            )
+        embedding_norm, hidden_norm, projection = module.inputs
+        parts = kernels.RecursionParts(
+            decoder=layers.decoder,
+            embedding=module.embedding,
+            embedding_norm=embedding_norm,
+            hidden_norm=hidden_norm,
+            projection=projection,
+            head_norm=module.head.normed,
+            head=module.head.projected,
+            recycles_normed=module.contract.recycled_hidden is Hidden.AFTER_NORM,
         )
+        return CompiledRecursion(self.backend.recursion(parts))
 
 
-def is_known(layer: DecoderLayer) -> bool:
-    """Whether the kernels compute a layer of this attention and this feed-forward."""
+def kind_of(layer: DecoderLayer) -> kernels.LayerKind:
+    """Return the kind of a layer; a part without a name stands for itself, and is not run."""
     feed_forward = layer.feed_forward
-    return isinstance(layer.attention, Mla) and (
-        isinstance(feed_forward, Mlp)
-        or (isinstance(feed_forward, Moe) and isinstance(feed_forward.router, SigmoidRouter))
-    )
+    deciding = feed_forward.router if isinstance(feed_forward, Moe) else feed_forward
+    types = type(layer.attention), type(deciding)
+    return kernels.LayerKind(*(KINDS.get(part, part.__name__) for part in types))
 
 
 @dataclass
 class _TorchRun:
     """Consecutive layers for torch."""
 
+    backend: kernels.Backend
     kept: list[DecoderLayer] = field(default_factory=list)
 
-    def add(self, layer: DecoderLayer, arena: kernels.Arena) -> None:
+    def add(self, layer: DecoderLayer) -> None:
         self.kept.append(layer)
 
     def layers(self) -> Layers:
@@ -172,37 +171,41 @@ class _TorchRun:
 
 @dataclass
 class _PackedRun:
-    """Consecutive layers for the kernels, which share one Sizes and one Rope."""
+    """Consecutive layers for the kernels, which share one DecoderConfig and one Rope."""
 
+    backend: kernels.Backend
     packed: list[kernels.PackedLayer] = field(default_factory=list)
-    sizes: kernels.Sizes | None = None
+    config: kernels.DecoderConfig | None = None
     rope: Rope | None = None
     router: SigmoidRouter | None = None
 
-    def add(self, layer: DecoderLayer, arena: kernels.Arena) -> None:
+    def add(self, layer: DecoderLayer) -> None:
         attention, feed_forward = layer.attention, layer.feed_forward
         assert isinstance(attention, Mla)
-        sizes = sizes_of(attention, layer.input_norm.eps)
-        assert self.sizes in (None, sizes), "all layers of a model share their sizes"
-        self.sizes, self.rope = sizes, attention.rope
+        config = config_of(attention, layer.input_norm.eps)
+        assert self.config in (None, config), "all layers of a model share their sizes"
+        self.config, self.rope = config, attention.rope
         if isinstance(feed_forward, Moe):
             self.router = cast(SigmoidRouter, feed_forward.router)
-        self.packed.append(packed(layer, attention, arena))
+        self.packed.append(self.backend.pack(weights_of(layer, attention)))
 
     def layers(self) -> Layers:
-        assert self.sizes is not None and self.rope is not None, "a run has layers"
-        sizes = self.sizes if self.router is None else with_router(self.sizes, self.router)
-        rope = self.rope
-        return CompiledLayers(
-            kernels.Decoder(sizes, self.packed, rope.inv_freq, rope.attention_scaling)
+        assert self.config is not None and self.rope is not None, "a run has layers"
+        config = self.config if self.router is None else with_router(self.config, self.router)
+        decoder = self.backend.decoder(
+            config,
+            self.packed,
+            inv_freq=self.rope.inv_freq,
+            attention_scaling=self.rope.attention_scaling,
         )
+        return CompiledLayers(decoder)
 
 
-def sizes_of(attention: Mla, eps: float) -> kernels.Sizes:
-    """Return the sizes that a model's layers share, those of a router being neutral."""
+def config_of(attention: Mla, eps: float) -> kernels.DecoderConfig:
+    """Return what a model's layers share; the values of a router are neutral."""
     heads, nope, latent = attention.key_up.shape
     query_up = attention.query_up
-    return kernels.Sizes(
+    return kernels.DecoderConfig(
         hidden=attention.output.weight.shape[0],
         heads=heads,
         nope=nope,
@@ -211,29 +214,30 @@ def sizes_of(attention: Mla, eps: float) -> kernels.Sizes:
         latent=latent,
         query_rank=0 if query_up is None else query_up.weight.shape[1],
         experts_per_token=1,
-        groups=1,
+        expert_groups=1,
         groups_per_token=1,
-        normalise=False,
-        routed_scale=np.float32(1.0),
-        norm_eps=np.float32(eps),
-        attention_scale=np.float32(attention.scale),
+        normalise_weights=False,
+        routed_scale=1.0,
+        norm_eps=eps,
+        softmax_scale=attention.scale,
     )
 
 
-def with_router(sizes: kernels.Sizes, router: SigmoidRouter) -> kernels.Sizes:
-    """Return the sizes with those of a router."""
-    return sizes._replace(
+def with_router(config: kernels.DecoderConfig, router: SigmoidRouter) -> kernels.DecoderConfig:
+    """Return the config with the values of a router."""
+    return replace(
+        config,
         experts_per_token=router.experts_per_token,
-        groups=router.groups,
+        expert_groups=router.groups,
         groups_per_token=router.groups_per_token,
-        normalise=router.normalise,
-        routed_scale=np.float32(router.scale.item()),
+        normalise_weights=router.normalise,
+        routed_scale=router.scale.item(),
     )
 
 
-def packed(layer: DecoderLayer, attention: Mla, arena: kernels.Arena) -> kernels.PackedLayer:
-    """Pack a layer's weights in the kernels' layout; the layer itself may then be dropped."""
-    feed_forward, heads = layer.feed_forward, len(attention.key_up)
+def weights_of(layer: DecoderLayer, mla: Mla) -> kernels.LayerWeights:
+    """Return a layer's weights as the kernels take them."""
+    feed_forward, heads = layer.feed_forward, len(mla.key_up)
     router: torch.Tensor | None = None
     bias: torch.Tensor | None = None
     if isinstance(feed_forward, Moe):
@@ -245,27 +249,28 @@ def packed(layer: DecoderLayer, attention: Mla, arena: kernels.Arena) -> kernels
         assert isinstance(feed_forward, Mlp)
         gate_up, down = _dense(feed_forward.gate_up)[None], _dense(feed_forward.down)[None]
     gate, up = gate_up.chunk(2, dim=1)
-    query_up = None if attention.query_up is None else _dense(attention.query_up).contiguous()
-    return kernels.pack_layer(
-        kernels.LayerWeights(
-            input_norm=layer.input_norm.weight,
-            down=_dense(attention.down),
-            query_norm=None if attention.query_norm is None else attention.query_norm.weight,
-            query_up=None if query_up is None else query_up.view(heads, -1, query_up.shape[1]),
-            latent_norm=attention.latent_norm.weight,
-            key_up=attention.key_up.transpose(1, 2),
-            value_up=attention.value_up.transpose(1, 2),
-            output=_dense(attention.output),
-            post_norm=layer.post_norm.weight,
-            router=router,
-            router_bias=bias,
-            gate=gate,
-            up=up,
-            expert_down=down,
-        ),
-        arena,
+    query_up = None if mla.query_up is None else _dense(mla.query_up).contiguous()
+    return kernels.LayerWeights(
+        input_norm=layer.input_norm.weight,
+        down=_dense(mla.down),
+        query_norm=_weight(mla.query_norm),
+        query_up=None if query_up is None else query_up.view(heads, -1, query_up.shape[1]),
+        latent_norm=mla.latent_norm.weight,
+        key_up=mla.key_up.transpose(1, 2),
+        value_up=mla.value_up.transpose(1, 2),
+        output=_dense(mla.output),
+        post_norm=layer.post_norm.weight,
+        router=router,
+        router_bias=bias,
+        gate=gate,
+        up=up,
+        expert_down=down,
     )
 
 
 def _dense(linear: Linear) -> torch.Tensor:
     return linear.matrix(torch.float32).t()
+
+
+def _weight(norm: RmsNorm | None) -> torch.Tensor | None:
+    return None if norm is None else norm.weight

@@ -1,4 +1,4 @@
-"""The feed-forward half of a decoder layer: routed and shared experts, or one dense MLP.
+"""Feed-forward half of a decoder layer: routed and shared experts, or one dense MLP.
 
 A row's experts are added to it in order of their numbers, whatever other rows picked.
 """
@@ -11,17 +11,27 @@ import numpy as np
 
 from mtp_kernels.cpu.elementwise import sigmoid
 from mtp_kernels.cpu.jit import inner
-from mtp_kernels.cpu.team import share, wait
-from mtp_kernels.cpu.vectors import PANEL, address
-from mtp_kernels.decoder.rows import ROWS, copy, norm_row, panels_of, project, vector
+from mtp_kernels.cpu.team import owns, share, wait
+from mtp_kernels.cpu.vectors import PANEL, Rows, address
+from mtp_kernels.decoder.compiled_cpu.rows import (
+    BLOCK_ROWS,
+    block_of,
+    copy,
+    norm_row,
+    panel_of,
+    panels_of,
+    project,
+    project_panel,
+    vector,
+)
 
-READING = 8  # rows that a panel could be multiplied with while it is read
+READ_COST = 8  # rows that a panel could be multiplied with while it is read
 NOT_PICKED = np.float32(-np.inf)
 
 
 @inner
 def feed_forward(member: Any, layer: Any, sizes: Any, scratch: Any, x: Any) -> None:
-    """Add the experts' result to the stream x [T, d]."""
+    """Add the experts' output to the stream x [T, d]."""
     route(member, layer, sizes, scratch, x)
     wait(member)
     rows, places, ends = sort_by_expert(layer, scratch.picked, x.shape[0])
@@ -41,15 +51,14 @@ def route(member: Any, layer: Any, sizes: Any, scratch: Any, x: Any) -> None:
     if not layer.routed:
         return
     width = panels_of(layer.routed) * PANEL
-    scores = np.empty((ROWS, width), np.float32)
+    scores = np.empty((BLOCK_ROWS, width), np.float32)
     choice = np.empty(layer.routed, np.float32)
     bias = vector(layer.router_bias, layer.routed)
-    for row in range(first, last, ROWS):
-        rows = min(ROWS, last - row)
-        source, panels = address(scratch.normed[row]), (0, width // PANEL)
-        depth = sizes.hidden
-        project(source, depth, rows, layer.router, depth, panels, address(scores), width)
-        for r in range(rows):
+    weight = panel_of(layer.router, 0, sizes.hidden)
+    for row in range(first, last, BLOCK_ROWS):
+        block = block_of(scratch.normed[:last], row)
+        project(block, weight, (0, width // PANEL), scores)
+        for r in range(block.count):
             for expert in range(layer.routed):
                 scores[r, expert] = sigmoid(scores[r, expert])
                 choice[expert] = scores[r, expert] + bias[expert]
@@ -59,7 +68,7 @@ def route(member: Any, layer: Any, sizes: Any, scratch: Any, x: Any) -> None:
 
 @inner
 def keep_best_groups(choice: Any, groups: Any, kept: Any) -> None:
-    """Leave out the experts of all but the best groups; a group counts its two best experts."""
+    """Leave out the experts of all but the best groups, by the sum of a group's two best."""
     if kept >= groups:
         return
     size = choice.size // groups
@@ -84,7 +93,7 @@ def keep_best_groups(choice: Any, groups: Any, kept: Any) -> None:
 
 @inner
 def pick(scores: Any, choice: Any, sizes: Any, picked: Any, weights: Any) -> None:
-    """The best experts [k] of one row, and their weights."""
+    """Write the best experts [k] of one row, the lower of equals first, and their weights."""
     total = np.float32(0.0)
     for place in range(picked.size):
         expert = choice.argmax()
@@ -92,14 +101,15 @@ def pick(scores: Any, choice: Any, sizes: Any, picked: Any, weights: Any) -> Non
         weights[place] = scores[expert]
         total += scores[expert]
         choice[expert] = NOT_PICKED
-    scale = sizes.routed_scale / total if sizes.normalise else sizes.routed_scale
+    scale = sizes.routed_scale / total if sizes.normalise_weights else sizes.routed_scale
     for place in range(picked.size):
         weights[place] *= scale
 
 
 @inner
 def sort_by_expert(layer: Any, picked: Any, count: Any) -> Any:
-    """(Row, expert) pairs by expert: their rows, their places in `picked`, where experts end.
+    """Return (row, expert) pairs by expert: their rows, their places in `picked`, and each
+    expert's first pair [experts + 1].
 
     Shared experts follow the routed ones and have all rows; their places are -1.
     """
@@ -127,59 +137,58 @@ def sort_by_expert(layer: Any, picked: Any, count: Any) -> Any:
 
 @inner
 def make_inner(member: Any, layer: Any, sizes: Any, scratch: Any, rows: Any, ends: Any) -> None:
-    """silu(gate) * up of every pair, shared out by expert and panel."""
+    """Compute silu(gate) * up of every pair, shared out by expert and panel."""
     panels = panels_of(layer.inner)
     hit = 0
     for expert in range(ends.size - 1):
         hit += ends[expert + 1] > ends[expert]
-    total, done = (rows.size + hit * READING) * panels, 0
+    total, done = (rows.size + hit * READ_COST) * panels, 0
     for expert in range(ends.size - 1):
         first, last = ends[expert], ends[expert + 1]
-        cost = last - first + READING
+        cost = last - first + READ_COST
         for panel in range(panels if last > first else 0):
-            if (2 * done + cost) * member.count // (2 * total) == member.number:
-                at = layer.gate_up + 8 * (expert * panels + panel) * sizes.hidden * PANEL
-                gate_panel(at, sizes.hidden, scratch, rows[first:last], first, panel)
+            if owns(member, done, cost, total):
+                weight = panel_of(layer.gate_up, 2 * (expert * panels + panel), sizes.hidden)
+                out = scratch.inner[first:last, panel * PANEL : (panel + 1) * PANEL]
+                gate_panel(weight, scratch.normed, rows[first:last], out)
             done += cost
 
 
 @inner
-def gate_panel(weight: Any, hidden: Any, scratch: Any, rows: Any, first: Any, panel: Any) -> None:
-    """One panel of an expert's inner values for its rows."""
-    gathered = np.empty((ROWS, hidden), np.float32)
-    both = np.empty((ROWS, 2 * PANEL), np.float32)
-    for start in range(0, rows.size, ROWS):
-        size = min(ROWS, rows.size - start)
+def gate_panel(weight: Any, normed: Any, rows: Any, out: Any) -> None:
+    """Write one panel of an expert's inner values [rows, PANEL]; weight is gate, up behind it."""
+    gathered = np.empty((BLOCK_ROWS, normed.shape[1]), np.float32)
+    both = np.empty((BLOCK_ROWS, 2 * PANEL), np.float32)
+    for start in range(0, rows.size, BLOCK_ROWS):
+        size = min(BLOCK_ROWS, rows.size - start)
         for r in range(size):
-            copy(scratch.normed[rows[start + r]], gathered[r])
-        project(address(gathered), hidden, size, weight, hidden, (0, 2), address(both), 2 * PANEL)
+            copy(normed[rows[start + r]], gathered[r])
+        project(Rows(address(gathered), normed.shape[1], size), weight, (0, 2), both)
         for r in range(size):
-            out = scratch.inner[first + start + r, panel * PANEL : (panel + 1) * PANEL]
+            line = out[start + r]
             for c in range(PANEL):
                 gate = both[r, c]
-                out[c] = gate * sigmoid(gate) * both[r, PANEL + c]
+                line[c] = gate * sigmoid(gate) * both[r, PANEL + c]
 
 
 @inner
 def add_experts(
     member: Any, layer: Any, sizes: Any, scratch: Any, rows: Any, places: Any, ends: Any, x: Any
 ) -> None:
-    """x += weight * down(inner), expert by expert, by panels of x."""
-    hidden, width = sizes.hidden, scratch.inner.shape[1]
-    panels = panels_of(hidden)
-    made = np.empty((ROWS, PANEL), np.float32)
+    """Add weight * down(inner) to x, expert by expert, by panels of x."""
+    hidden, panels = sizes.hidden, panels_of(sizes.hidden)
+    made = np.empty((BLOCK_ROWS, PANEL), np.float32)
     weights = scratch.weights.reshape(-1)
     first, last = share(member, panels)
     for panel in range(first, last):
         column = panel * PANEL
         size = min(PANEL, hidden - column)
         for expert in range(ends.size - 1):
-            at = layer.expert_down + 4 * (expert * panels + panel) * layer.inner * PANEL
-            for start in range(ends[expert], ends[expert + 1], ROWS):
-                count = min(ROWS, ends[expert + 1] - start)
-                source = address(scratch.inner[start])
-                project(source, width, count, at, layer.inner, (0, 1), address(made), PANEL)
-                for r in range(count):
+            packed = panel_of(layer.expert_down, expert * panels + panel, layer.inner)
+            for start in range(ends[expert], ends[expert + 1], BLOCK_ROWS):
+                block = block_of(scratch.inner[: ends[expert + 1]], start)
+                project_panel(block, packed, made)
+                for r in range(block.count):
                     place = places[start + r]
                     weight = weights[place] if place >= 0 else np.float32(1.0)
                     out = x[rows[start + r], column : column + size]

@@ -1,7 +1,7 @@
-"""Drafts of an MTP module by recursion: each takes the draft before it and what came of it.
+"""Greedy drafts of an MTP module by recursion, each from the token and hidden state before it.
 
-All drafts of a batch are one pass of a team of threads, since one draft alone is less work than
-launching it. The best token is drafted, the first of equals.
+All drafts of a batch are one launch of a team of threads, which costs more than one draft. Of
+equally good tokens the first is drafted.
 """
 
 from __future__ import annotations
@@ -11,17 +11,26 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from mtp_kernels.cpu.jit import compiled, inner
+from mtp_kernels.cpu.paged_attention import plan, query_places
 from mtp_kernels.cpu.team import share, wait
 from mtp_kernels.cpu.vectors import PANEL, address
-from mtp_kernels.decoder.attention import Batch, Scratch
-from mtp_kernels.decoder.experts import NOT_PICKED
-from mtp_kernels.decoder.passes import run_layers, run_project
-from mtp_kernels.decoder.rows import ROWS, norm_row, norm_rows, panels_of, project, turns
-from mtp_kernels.verify_attention.compiled_parts import places_of, plan
+from mtp_kernels.decoder.compiled_cpu.attention import Batch, Scratch
+from mtp_kernels.decoder.compiled_cpu.experts import NOT_PICKED
+from mtp_kernels.decoder.compiled_cpu.passes import run_layers, run_project
+from mtp_kernels.decoder.compiled_cpu.rows import (
+    BLOCK_ROWS,
+    block_of,
+    cos_sin_of,
+    norm_row,
+    norm_rows,
+    panel_of,
+    panels_of,
+    project_panel,
+)
 
 
 class Module(NamedTuple):
-    """What an MTP module has around its layer. Matrices are packed in panels."""
+    """The weights of an MTP module around its layer. Matrices are packed in panels."""
 
     embedding: Any  # [vocab, d]
     embedding_norm: Any  # [d]
@@ -30,7 +39,7 @@ class Module(NamedTuple):
     head_norm: Any  # [d]
     head: Any  # d to vocab
     eps: Any  # float32, of the three norms
-    recycles_normed: bool  # what the next draft takes as hidden state: after the head's norm
+    recycles_normed: bool  # the next draft takes the hidden state after the head's norm
 
 
 class Chains(NamedTuple):
@@ -40,12 +49,11 @@ class Chains(NamedTuple):
     counts: Any  # [b] drafts of each, at least 1
     page_table: Any  # [b, max_pages]
     page: int
-    inverse: Any  # [r/2] radians per position
-    amplitude: Any  # float32
+    rope: Any  # (inv_freq [r/2], attention scaling)
 
 
 class Best(NamedTuple):
-    """Each member's best token of every row so far, and its logit: [members, b]."""
+    """Best token of every row among each member's panels, and its logit: [members, b]."""
 
     logits: Any
     tokens: Any
@@ -56,7 +64,7 @@ def run_recursion(
     member: Any, table: Any, sizes: Any, module: Module, chains: Any, cache: Any, scratch: Any,
     best: Any, x: Any, tokens: Any,
 ) -> None:  # fmt: skip
-    """tokens [b, most drafts] of hidden states x [b, d], which are overwritten."""
+    """Write tokens [b, most drafts] for hidden states x [b, d], which are overwritten."""
     rows, hidden = x.shape
     normed, both = np.empty((rows, hidden), np.float32), np.empty((rows, 2 * hidden), np.float32)
     for step in range(tokens.shape[1]):
@@ -64,7 +72,7 @@ def run_recursion(
         norm_rows(x[:rows], module.head_norm, module.eps, normed)
         find_best(member, module, normed[:rows], best)
         wait(member)
-        for row in range(rows):
+        for row in range(rows):  # every member writes the same
             tokens[row, step] = best_of(best, row)
         rows = growing(chains, step + 1)
         if rows == 0:
@@ -83,7 +91,7 @@ def run_recursion(
 
 @inner
 def growing(chains: Any, step: Any) -> Any:
-    """How many chains have more than so many drafts."""
+    """Return the number of chains with more than `step` drafts."""
     rows = 0
     while rows < chains.counts.size and chains.counts[rows] > step:
         rows += 1
@@ -92,19 +100,19 @@ def growing(chains: Any, step: Any) -> Any:
 
 @inner
 def find_best(member: Any, module: Module, normed: Any, best: Any) -> None:
-    """The best token of every row among the member's panels of the vocabulary."""
-    count, depth = normed.shape
-    vocab = len(module.embedding)
-    made = np.empty((ROWS, PANEL), np.float32)
+    """Find the best token of every row among the member's panels of the vocabulary."""
+    count, vocab = normed.shape[0], len(module.embedding)
+    made = np.empty((BLOCK_ROWS, PANEL), np.float32)
     for row in range(count):
         best.logits[member.number, row], best.tokens[member.number, row] = NOT_PICKED, 0
     first, last = share(member, panels_of(vocab))
     for panel in range(first, last):
-        at, start = address(module.head) + 4 * panel * depth * PANEL, panel * PANEL
-        for row in range(0, count, ROWS):
-            rows = min(ROWS, count - row)
-            project(address(normed[row]), depth, rows, at, depth, (0, 1), address(made), PANEL)
-            for r in range(rows):
+        start = panel * PANEL
+        packed = panel_of(address(module.head), panel, normed.shape[1])
+        for row in range(0, count, BLOCK_ROWS):
+            block = block_of(normed, row)
+            project_panel(block, packed, made)
+            for r in range(block.count):
                 for column in range(min(PANEL, vocab - start)):
                     if made[r, column] > best.logits[member.number, row + r]:
                         best.logits[member.number, row + r] = made[r, column]
@@ -113,7 +121,7 @@ def find_best(member: Any, module: Module, normed: Any, best: Any) -> None:
 
 @inner
 def best_of(best: Any, row: Any) -> Any:
-    """The members' panels are in order, so that the first of equals is the lowest token."""
+    """Return a row's best token; members' panels are in order, so the first of equals is lowest."""
     number = 0
     for other in range(1, len(best.logits)):
         if best.logits[other, row] > best.logits[number, row]:
@@ -123,21 +131,21 @@ def best_of(best: Any, row: Any) -> Any:
 
 @inner
 def batch_of(chains: Any, rows: Any, step: Any, heads: Any) -> Batch:
-    """The batch of one draft: a row for each of the first chains, `step` behind its start."""
+    """Return the batch of one draft: a row per growing chain, `step` positions behind its start."""
     positions, slots = np.empty(rows, np.int64), np.empty(rows, np.int64)
     for row in range(rows):
         at = chains.starts[row] + step
         positions[row] = at
         slots[row] = chains.page_table[row, at // chains.page] * chains.page + at % chains.page
     tiles, waves, _ = plan_of(chains, rows, step, heads)
-    rotations = turns(positions, chains.inverse, chains.amplitude)
-    places = places_of(tiles, heads, rows)
-    return Batch(rotations, slots, chains.page_table, chains.page, places, tiles, waves)
+    cos_sin = cos_sin_of(positions, chains.rope)
+    places = query_places(tiles, heads, rows)
+    return Batch(cos_sin, slots, chains.page_table, chains.page, places, tiles, waves)
 
 
 @inner
 def plan_of(chains: Any, rows: Any, step: Any, heads: Any) -> Any:
-    """The tiles and waves of such a batch, and the most parts that a wave has."""
+    """Return tiles and waves of such a batch, and the largest number of parts of a wave."""
     ends, lengths = np.empty(rows + 1, np.int32), np.empty(rows, np.int32)
     ends[0] = 0
     for row in range(rows):
@@ -147,7 +155,7 @@ def plan_of(chains: Any, rows: Any, step: Any, heads: Any) -> Any:
 
 @compiled
 def most_parts(chains: Any, steps: Any, heads: Any) -> Any:
-    """Parts of attention that the longest wave of any draft has."""
+    """Return the largest number of parts of a wave in any draft."""
     most = 0
     for step in range(1, steps):
         most = max(most, plan_of(chains, growing(chains, step), step, heads)[2])
@@ -156,7 +164,7 @@ def most_parts(chains: Any, steps: Any, heads: Any) -> Any:
 
 @inner
 def part_of(scratch: Any, rows: Any, sizes: Any) -> Scratch:
-    """The scratch memory of so many rows."""
+    """Return the scratch memory of so many rows."""
     return Scratch(
         scratch.projected[:rows],
         scratch.queries[: rows * sizes.heads],
