@@ -15,8 +15,8 @@ import typer
 from mtp_export import __version__
 from mtp_export.bundle.build import BundleOptions
 from mtp_export.bundle.export import plan_export
-from mtp_export.bundle.links import Link
 from mtp_export.bundle.split import Checksums, Part, SharedWeights
+from mtp_export.checkpoint.plan import Link
 from mtp_export.commands import options, tables
 from mtp_export.commands.bundling import Command, Saying, carry_out
 from mtp_export.commands.generate import generate

@@ -28,8 +28,8 @@ FLOORS: tuple[tuple[str, ...], ...] = (
     ("mtp_export.inspection",),
     ("mtp_runtime.config", "mtp_runtime.prompts", "mtp_runtime.tokenizer"),
     ("mtp_runtime.cache", "mtp_runtime.sampling"),
-    ("mtp_runtime.acceptance", "mtp_runtime.loading"),
-    ("mtp_runtime.layers",),
+    ("mtp_runtime.acceptance", "mtp_runtime.layers"),
+    ("mtp_runtime.loading",),
     ("mtp_runtime.models",),
     ("mtp_runtime.teacher_forcing", "mtp_runtime.request"),
     ("mtp_runtime.streaming", "mtp_runtime.summary", "mtp_runtime.drafters"),
@@ -89,7 +89,9 @@ def test_imports_go_down(module: str) -> None:
     for other in sorted(imports_of(module)):
         below = room_of(other)
         # __version__ is the one thing that mtp_export itself holds.
-        assert below == room or FLOOR_OF[below] < FLOOR_OF[room], f"{module} must not import {other}"
+        assert below == room or FLOOR_OF[below] < FLOOR_OF[room], (
+            f"{module} must not import {other}"
+        )
 
 
 def test_no_imports_go_in_a_circle() -> None:

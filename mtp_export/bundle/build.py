@@ -12,7 +12,7 @@ from typing import Any
 
 from mtp_export import __version__
 from mtp_export.bundle.journal import Journal
-from mtp_export.bundle.links import Link, guess_links, resolve_links
+from mtp_export.bundle.links import guess_links, resolve_links
 from mtp_export.bundle.preflight import (
     check_disk,
     check_memory,
@@ -42,14 +42,15 @@ from mtp_export.checkpoint.manifest import (
     modification_times,
     source_identity,
 )
-from mtp_export.checkpoint.plan import COPY, PartPlan, Step
+from mtp_export.checkpoint.plan import COPY, Link, PartPlan, Resources, Step
 from mtp_export.checkpoint.reader import CONFIG_NAME, INDEX_NAME, Checkpoint
 from mtp_export.checkpoint.tensor_reader import aligned_buffer
 from mtp_export.errors import InvalidInputError, OutputExistsError, UnsupportedError
-from mtp_export.families import family_of
-from mtp_export.families.base import ModelFamily, compare
+from mtp_export.families.base import ModelFamily
 from mtp_export.progress import ProgressCallback
-from mtp_export.schemes.transforms import Numerics, one_torch_thread, transforms
+from mtp_export.schemes.discrepancies import compare
+from mtp_export.schemes.stored import StoredModel, stored_source
+from mtp_export.schemes.transforms import one_torch_thread
 from mtp_export.targets import target_of
 
 # Measured resident memory: the program with its headers and plan, and what torch and the compiled
@@ -94,15 +95,19 @@ class BundleOptions:
 class BundlePlan:
     """A checked checkpoint and what would become of it; nothing is written yet.
 
-    recorded is what the manifest says of the options, numerics how the run computes.
+    recorded is what the manifest says of the options, device the torch device that computes.
     """
 
     options: BundleOptions
     checkpoint: Checkpoint
-    family: ModelFamily
+    stored: StoredModel
     parts: tuple[PartPlan, ...]
     recorded: Mapping[str, Any]
-    numerics: Numerics = Numerics()
+    device: str = "cpu"
+
+    @property
+    def family(self) -> ModelFamily:
+        return self.stored.family
 
     @property
     def written_bytes(self) -> int:
@@ -151,7 +156,7 @@ class BundleResult:
     facts: Mapping[str, Mapping[str, Any]]
 
 
-def open_source(folder: Path) -> tuple[Checkpoint, ModelFamily]:
+def open_source(folder: Path) -> tuple[Checkpoint, StoredModel]:
     """A checkpoint, or a bundle as one, whose tensors are exactly those its config promises, with
     an MTP layer.
 
@@ -159,8 +164,8 @@ def open_source(folder: Path) -> tuple[Checkpoint, ModelFamily]:
     first tensor that is missing, extra or of another shape or dtype.
     """
     checkpoint = open_checkpoint(folder)
-    family = family_of(checkpoint.config)
-    if not any(family.mtp_layer_of(name) is not None for name in checkpoint.tensors):
+    stored = stored_source(checkpoint.config)
+    if not any(stored.family.mtp_layer_of(name) is not None for name in checkpoint.tensors):
         promised = checkpoint.config.get("num_nextn_predict_layers", "no")
         raise UnsupportedError(
             "The checkpoint has no MTP layer",
@@ -171,19 +176,19 @@ def open_source(folder: Path) -> tuple[Checkpoint, ModelFamily]:
             todo="Many converted copies lost the layer: start from the original release, and look "
             "with mtp-export inspect",
         )
-    problems = compare(checkpoint.tensors, family.expected.values())
+    problems = compare(checkpoint.tensors, stored.tensors.values())
     if problems:
         problems[0].raise_as_error(folder, len(problems) - 1)
-    return checkpoint, family
+    return checkpoint, stored
 
 
 def plan_bundle(
     options: BundleOptions,
-    source: tuple[Checkpoint, ModelFamily],
+    source: tuple[Checkpoint, StoredModel],
     split: SplitOptions,
     recorded: Mapping[str, Any],
-    numerics: Numerics,
     *,
+    device: str = "cpu",
     dry_run: bool = False,
 ) -> BundlePlan:
     """Lay out the parts that the options ask for, and refuse what lacks disk or memory.
@@ -191,17 +196,17 @@ def plan_bundle(
     Whether linking works is tried (and undone) unless it is a dry run: that guesses, and touches
     nothing.
     """
-    checkpoint, family = source
+    checkpoint, stored = source
     shards = [shard.path for shard in checkpoint.shards]
     links = (guess_links if dry_run else resolve_links)(options.link, shards, options.output_dir)
     parts: list[PartPlan] = []
     if options.part in (Part.BOTH, Part.MAIN):
         every = options.checksums is Checksums.ALL
-        parts.append(main_part(checkpoint, family, split).linked_by(links, checked=every))
+        parts.append(main_part(checkpoint, stored, split).linked_by(links, checked=every))
     if options.part in (Part.BOTH, Part.MTP):
-        mtp = mtp_part(checkpoint, family, split, links)
+        mtp = mtp_part(checkpoint, stored, split, links)
         parts.append(mtp.linked_by(links, checked=True))
-    plan = BundlePlan(options, checkpoint, family, tuple(parts), recorded, numerics)
+    plan = BundlePlan(options, checkpoint, stored, tuple(parts), recorded, device)
     check_memory(options.max_memory_bytes, plan.memory_bytes)
     check_disk(options.output_dir, plan.written_bytes)
     return plan
@@ -322,9 +327,8 @@ def _write_parts(
     means = Means(
         plan.checkpoint.tensors,
         {name: twin for name, twin in twins.items() if name in passing},
-        transforms(plan.numerics),
         plan.options.workers,
-        plan.budget_bytes,
+        Resources(plan.budget_bytes, plan.device),
         progress,
     )
     others = {name: twin for name, twin in twins.items() if name not in passing}

@@ -5,8 +5,7 @@ from __future__ import annotations
 from mtp_export.bundle.build import BundleOptions, BundlePlan, open_source, plan_bundle
 from mtp_export.bundle.preflight import check_nesting, check_output
 from mtp_export.bundle.split import SplitOptions
-from mtp_export.schemes.base import AS_STORED, DEQUANTIZED
-from mtp_export.schemes.transforms import Numerics
+from mtp_export.schemes.conversion import AS_STORED, DEQUANTIZED
 from mtp_export.targets import target_of
 
 
@@ -26,4 +25,4 @@ def plan_export(options: BundleOptions, *, dry_run: bool = False) -> BundlePlan:
         main_config=config,
         mtp_config=config,
     )
-    return plan_bundle(options, source, split, options.recorded(), Numerics(), dry_run=dry_run)
+    return plan_bundle(options, source, split, options.recorded(), dry_run=dry_run)

@@ -21,7 +21,7 @@ from mtp_export.bundle.journal import Journal
 from mtp_export.bundle.links import link_shard
 from mtp_export.bundle.tied_weights import PIECE_BYTES, hold_against
 from mtp_export.checkpoint.header import TensorInfo
-from mtp_export.checkpoint.plan import COPY, OutputShard, OutputTensor, Step
+from mtp_export.checkpoint.plan import Copy, Facts, OutputShard, Resources, Step
 from mtp_export.checkpoint.tensor_reader import TensorReader, aligned_buffer
 from mtp_export.checkpoint.writer import GATHERED_BYTES, ShardWriter
 
@@ -31,10 +31,6 @@ COPY_BUFFER_BYTES = 2 * PIECE_BYTES + GATHERED_BYTES
 # Raises when the run is stopping; called now and then by whatever takes long.
 Proceed = Callable[[], None]
 Check = Callable[[Proceed], None]
-Sink = Callable[[int, memoryview], None]
-# Hands every output's bytes to the sink in order; returns what is to be noted of the first output.
-Facts = Mapping[str, Any]
-Transform = Callable[[Sequence[TensorInfo], Sequence[OutputTensor], Sink, int], Facts]
 
 
 @dataclass(frozen=True)
@@ -48,16 +44,15 @@ class Job:
 
 @dataclass(frozen=True)
 class Means:
-    """What a run may use. transforms: operation -> transform. budget_bytes is a worker's.
+    """What a run may use. resources are a worker's.
 
     twins: source tensors that must equal another one, which is held against them as they are read.
     """
 
     sources: Mapping[str, TensorInfo]
     twins: Mapping[str, TensorInfo]
-    transforms: Mapping[str, Transform]
     workers: int
-    budget_bytes: int
+    resources: Resources
     progress: Callable[[int], None]
 
 
@@ -207,11 +202,10 @@ class _Run:
             self._means.progress(len(data))
 
         facts: Facts = {}
-        if step.operation == COPY:
+        if isinstance(step.operation, Copy):
             self._copy(inputs[0], partial(sink, 0), buffer)
         else:
-            transform = self._means.transforms[step.operation]
-            facts = transform(inputs, step.outputs, sink, self._means.budget_bytes)
+            facts = step.operation.run(inputs, step.outputs, sink, self._means.resources)
         for tensor, position in zip(step.outputs, positions, strict=True):
             assert position == tensor.size_bytes, f"{tensor.name}: {position} bytes written"
         digests = {

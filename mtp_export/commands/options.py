@@ -9,8 +9,8 @@ from typing import Annotated
 
 import typer
 
-from mtp_export.bundle.links import Link
 from mtp_export.bundle.split import Checksums, Part, SharedWeights
+from mtp_export.checkpoint.plan import Link
 from mtp_export.targets import target_names
 
 DEFAULT_WORKERS = min(4, os.cpu_count() or 1)

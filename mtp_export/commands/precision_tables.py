@@ -145,7 +145,7 @@ def _bytes_before_and_after(plan: BundlePlan) -> tuple[int, int]:
 
 def _computed(result: BundleResult) -> list[tuple[str, Role, float | None, float]]:
     """Tensor, role, SQNR (None: exact) and largest error of everything that was converted."""
-    expected, facts = result.plan.family.expected, result.facts
+    expected, facts = result.plan.family.tensors, result.facts
     return [
         (name, expected[step.inputs[0]].role, facts[name]["sqnr_db"], facts[name]["max_error"])
         for step in result.plan.written_steps

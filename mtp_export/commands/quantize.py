@@ -9,7 +9,6 @@ from typing import Annotated
 import typer
 
 from mtp_export.bundle.build import BundleOptions
-from mtp_export.bundle.links import Link
 from mtp_export.bundle.quantize import (
     KEEP,
     Device,
@@ -22,6 +21,7 @@ from mtp_export.bundle.quantize import (
     plan_quantize,
 )
 from mtp_export.bundle.split import Checksums, Part, SharedWeights
+from mtp_export.checkpoint.plan import Link
 from mtp_export.commands import options as common
 from mtp_export.commands import precision_tables
 from mtp_export.commands.bundling import Command, Saying, carry_out

@@ -1,4 +1,4 @@
-"""What each part of a bundle must hold by its own config.json and the target it was made for."""
+"""Parts of a bundle, each with what it must hold by its config.json and its target."""
 
 from __future__ import annotations
 
@@ -6,23 +6,24 @@ from dataclasses import dataclass
 
 from mtp_export.checkpoint.reader import Checkpoint
 from mtp_export.errors import MtpExportError
-from mtp_export.schemes.stored import Stored, stored_draft, stored_model
+from mtp_export.schemes.stored import StoredModel, stored_model
 from mtp_export.targets import TARGETS
 from mtp_export.targets.base import Target
+from mtp_export.targets.draft import stored_draft
 from mtp_export.verify.context import MAIN, BundlePart, Context
 
 
 @dataclass(frozen=True)
 class PartLayout:
-    """An opened part, and what it must hold."""
+    """An opened part, and the tensors that it must hold."""
 
     name: str
     checkpoint: Checkpoint
-    stored: Stored
+    stored: StoredModel
 
 
 def layout_of(context: Context, part: BundlePart) -> PartLayout:
-    """Raises what stored_model and stored_draft raise for a config that cannot be followed."""
+    """Return what a part must hold; raises as stored_model for a config that cannot be followed."""
     assert part.checkpoint is not None, "asked for a part that could not be opened"
     config = part.checkpoint.config
     if part.name == MAIN:
@@ -33,7 +34,7 @@ def layout_of(context: Context, part: BundlePart) -> PartLayout:
 
 
 def layouts(context: Context) -> list[PartLayout]:
-    """The parts that are understood; check files says why another is not."""
+    """Return the parts that are understood; check files says why another is not."""
     found = []
     for part in context.parts:
         if part.checkpoint is not None:
@@ -45,7 +46,7 @@ def layouts(context: Context) -> list[PartLayout]:
 
 
 def target_of(context: Context) -> Target:
-    """The target that the manifest names, else the one whose names most of the draft has."""
+    """Return the target in the manifest, else the one whose names most of the draft has."""
     name = context.recorded("target")
     if isinstance(name, str) and name in TARGETS:
         return TARGETS[name]
@@ -64,7 +65,7 @@ def _known_names(context: Context, target: Target) -> int:
 
 
 def main_layers(context: Context) -> int:
-    """The main model's num_hidden_layers, as far as the bundle tells."""
+    """Return the main model's num_hidden_layers, as far as the bundle tells."""
     for checkpoint in context.checkpoints:
         layers = checkpoint.config.get("num_hidden_layers")
         if type(layers) is int and layers > 0:

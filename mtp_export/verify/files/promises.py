@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any
 
 from mtp_export.checkpoint.header import TensorInfo
 from mtp_export.errors import MtpExportError
-from mtp_export.families.base import Discrepancy, compare
-from mtp_export.schemes.stored import Stored, StoredWeight, stored
+from mtp_export.schemes.discrepancies import Discrepancy, compare
+from mtp_export.schemes.stored import StoredModel, StoredWeight
 from mtp_export.verify.check import Item, Problem, Status, verdict
 from mtp_export.verify.context import MAIN, MTP
 from mtp_export.verify.files.layout import PartLayout, layout_of, target_of
@@ -71,7 +71,7 @@ def _part_items(layout: PartLayout) -> Iterator[Item]:
 
 
 def _sorted_out(
-    tensors: Mapping[str, TensorInfo], promised: Stored
+    tensors: Mapping[str, TensorInfo], promised: StoredModel
 ) -> tuple[list[Problem], list[Problem]]:
     """Problems of presence, one a tensor, and of precision, one a weight."""
     presence: list[Problem] = []
@@ -88,7 +88,7 @@ def _sorted_out(
     return presence, precision
 
 
-def _weight_of_module(promised: Stored, module: str) -> StoredWeight | None:
+def _weight_of_module(promised: StoredModel, module: str) -> StoredWeight | None:
     """The weight of which a module's tensors are another form than promised."""
     for suffix in ("weight", "weight_packed"):
         if (weight := promised.weight_of.get(f"{module}.{suffix}")) is not None:
@@ -197,7 +197,7 @@ def _as_read(
         config = json.loads(rename(json.dumps(config)))
         tensors = {rename(key): tensor for key, tensor in tensors.items()}
     try:
-        read = stored(specs, config, rename)
+        read = layout.stored.reread(config, rename)
     except MtpExportError as error:
         return Item(name, Status.FAIL, subject="config.json", cause=f"{why}: {error}")
     presence, precision = _sorted_out(tensors, read)

@@ -137,8 +137,8 @@ def _measured(weight: WeightOnDisk, source: WeightOnDisk, progress: ProgressCall
     """Signal over error, both dequantized in fp32 and added up in float64."""
     signal = noise = worst = 0.0
     for start, stop in weight.pieces():
-        ours = weight.raw(start, stop).values().double()
-        theirs = source.raw(start, stop).values().double()
+        ours = weight.encoded(start, stop).dequantize().double()
+        theirs = source.encoded(start, stop).dequantize().double()
         error = ours - theirs
         signal += float(theirs.square().sum())
         noise += float(error.square().sum())

@@ -11,8 +11,9 @@ import torch.nn.functional as F
 
 from mtp_export.checkpoint.reader import CONFIG_NAME, Checkpoint, read_json_object
 from mtp_export.errors import UnsupportedError
+from mtp_export.schemes.formats import unquantized
 from mtp_runtime.config import ModelConfig, MtpContract
-from mtp_runtime.layers.linear import Dense, Linear, Weight, stack
+from mtp_runtime.layers.linear import Linear, Weight, stack
 from mtp_runtime.layers.mla import Mla
 from mtp_runtime.layers.moe import Mlp, Moe, Router
 from mtp_runtime.layers.norm import RmsNorm
@@ -274,7 +275,7 @@ class _Builder:
         gate, up = (source.dense_matrix(f"{prefix}.{n}_proj").chunk(count) for n in ("gate", "up"))
         downs = source.dense_matrix(f"{prefix}.down_proj").chunk(count, dim=1)
         for parts in zip(gate, up, downs, strict=True):
-            yield self._linear(*map(Dense, parts[:2])), self._linear(Dense(parts[2]))
+            yield self._linear(*map(unquantized, parts[:2])), self._linear(unquantized(parts[2]))
 
     def _norm(self, module: str) -> RmsNorm:
         return RmsNorm.build(self.source.tensor(f"{module}.weight"), self.config.norm_eps)

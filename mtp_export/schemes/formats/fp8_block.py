@@ -1,0 +1,57 @@
+"""fp8 blocks: e4m3 codes with a scale per 128x128 block. Source: DeepSeek-V3, section 3.3."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, ClassVar
+
+from mtp_export.checkpoint.plan import OutputTensor
+from mtp_export.schemes.formats.base import WeightFormat
+from mtp_export.schemes.storage import BLOCK, NATIVE_SCALE, Storage
+
+if TYPE_CHECKING:
+    import torch
+
+    from mtp_kernels import quantize
+
+
+@dataclass(frozen=True)
+class Fp8Block(WeightFormat):
+    """Codes F8_E4M3 [N, K], scale [⌈N/128⌉, ⌈K/128⌉], ragged edges included.
+
+    scale_name is the last component of the scale's name; scale_dtypes are those that may be read.
+    """
+
+    scale_name: str = NATIVE_SCALE
+    scale_dtypes: tuple[str, ...] = ("F32",)
+
+    storage: ClassVar[Storage] = Storage.FP8_BLOCK
+    operation: ClassVar[str] = "quantize_fp8_block"
+    scale_rows: ClassVar[int] = BLOCK
+
+    def tensors(self, name: str, shape: tuple[int, ...]) -> tuple[OutputTensor, ...]:
+        blocks = (-(-shape[0] // BLOCK), -(-shape[1] // BLOCK))
+        module = name.removesuffix(".weight")
+        return (
+            OutputTensor(name, "F8_E4M3", shape),
+            OutputTensor(f"{module}.{self.scale_name}", "F32", blocks),
+        )
+
+    def accepted_dtypes(self, tensor: OutputTensor) -> tuple[str, ...]:
+        return (tensor.dtype,) if tensor.dtype == "F8_E4M3" else self.scale_dtypes
+
+    def quantize(
+        self, source: torch.Tensor | quantize.Fp8Block, scale_rule: str
+    ) -> tuple[tuple[torch.Tensor, ...], quantize.ErrorStats]:
+        from mtp_kernels import quantize
+
+        assert not isinstance(source, quantize.Fp8Block), "fp8 blocks stay as they are stored"
+        result, error = quantize.quantize_fp8_block(source)
+        return (result.codes, result.scale), error
+
+    def dequantize(
+        self, codes: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype
+    ) -> torch.Tensor:
+        from mtp_kernels import quantize
+
+        return quantize.dequantize_fp8_block(quantize.Fp8Block(codes, scale), dtype)[0]
