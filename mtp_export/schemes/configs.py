@@ -14,13 +14,14 @@ from mtp_export.errors import UnsupportedError
 from mtp_export.families.base import ModelFamily, Role
 from mtp_export.schemes.conversion import Conversion
 from mtp_export.schemes.dialects import SGLANG, Dialect
+from mtp_export.schemes.formats import FORMATS
 from mtp_export.schemes.native import (
     NATIVE_FP8,
     Config,
     quantization_of,
     with_left_out,
 )
-from mtp_export.schemes.storage import BLOCK, INTEGERS, Storage
+from mtp_export.schemes.storage import INTEGERS, Storage
 from mtp_export.schemes.stored import StoredModel
 
 _LINEAR_FP8 = {key: value for key, value in NATIVE_FP8.items() if key != "fmt"}
@@ -172,36 +173,6 @@ def _patterns(family: ModelFamily, main: Conversion, mtp: Conversion) -> dict[St
 
 
 def _group(storage: Storage, targets: list[str], main: Conversion, mtp: Conversion) -> Config:
-    has_int4 = [part for part in (main, mtp) if Storage.INT4_GROUP in part.storages.values()]
-    activations: Config | None = None
-    if storage is Storage.FP8_BLOCK:
-        weights = _weights(8, "float", "block") | {"block_structure": [BLOCK, BLOCK]}
-        activations = _activations("group") | {"group_size": BLOCK}
-    elif storage is Storage.INT8_CHANNEL:
-        weights = _weights(8, "int", "channel") | {"group_size": None, "actorder": None}
-    else:
-        size = has_int4[0].options.group_size
-        weights = _weights(4, "int", "group") | {"group_size": size, "actorder": None}
-        activations = _activations("token") if has_int4[0].int4_activations_fp8 else None
-    return {
-        "targets": targets,
-        "weights": weights,
-        "input_activations": activations,
-        "output_activations": None,
-        "format": "float-quantized" if storage is Storage.FP8_BLOCK else "pack-quantized",
-    }
-
-
-def _weights(bits: int, kind: str, strategy: str) -> Config:
-    return {
-        "num_bits": bits,
-        "type": kind,
-        "symmetric": True,
-        "strategy": strategy,
-        "dynamic": False,
-    }
-
-
-def _activations(strategy: str) -> Config:
-    """Return fp8 activations that are scaled as they are computed."""
-    return _weights(8, "float", strategy) | {"dynamic": True}
+    part = next(part for part in (main, mtp) if storage in part.storages.values())
+    described = FORMATS[storage](part.options).group(activations_fp8=part.int4_activations_fp8)
+    return {"targets": targets, **described}

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from mtp_export.errors import InvalidInputError, UnsupportedError
-from mtp_export.schemes.storage import BLOCK
+from mtp_export.schemes.storage import BLOCK, SCALE_DTYPES
 
 Config = dict[str, Any]
 
@@ -18,7 +18,6 @@ NATIVE_FP8: Config = {
     "fmt": "e4m3",
     "weight_block_size": [BLOCK, BLOCK],
 }
-SCALE_DTYPES = ("F32", "F8_E8M0")  # engines widen a power of two as they load it
 # Lists of modules that are not quantized; engines differ in which of the two they read.
 _LEFT_OUT_KEYS = ("modules_to_not_convert", "ignored_layers")
 

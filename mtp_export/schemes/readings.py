@@ -13,15 +13,10 @@ from typing import Any, Protocol
 
 from mtp_export.errors import InvalidInputError, UnsupportedError
 from mtp_export.families.base import LINEAR_ROLES, Role
-from mtp_export.schemes.formats import Fp8Block, Int4Group, Int8Channel, W4AFp8, WeightFormat
-from mtp_export.schemes.native import (
-    SCALE_DTYPES,
-    NativeFp8,
-    left_out,
-    native_fp8,
-    not_an_object,
-)
-from mtp_export.schemes.storage import BLOCK, COMPRESSED_SCALE, GROUP_SIZES
+from mtp_export.schemes.formats import COMPRESSED_FORMATS, Fp8Block, W4AFp8, WeightFormat
+from mtp_export.schemes.formats.compressed import WeightsEntry
+from mtp_export.schemes.native import NativeFp8, left_out, native_fp8, not_an_object
+from mtp_export.schemes.storage import SCALE_DTYPES
 
 # Roles of linears to loaders that go by class; no release quantizes the last two.
 _LINEAR_BY_CLASS = (*LINEAR_ROLES, Role.HEAD, Role.MTP_PROJECTION)
@@ -180,31 +175,23 @@ def _patterns(key: str, holder: Mapping[str, Any]) -> Sequence[str]:
     return listed
 
 
-def _group_format(name: str, group: Mapping[str, Any], format_of_all: object) -> WeightFormat:
+def _group_format(name: str, group: Mapping[str, Any], layout: object) -> WeightFormat:
+    """Return the format of a group; layout is the config's own, for all groups."""
     weights = group.get("weights")
     if not isinstance(weights, dict):
         raise _unusable(f"config_groups.{name}.weights", "an object", weights)
-    size = weights.get("group_size")
-    kind = (
-        group.get("format") or format_of_all,
-        weights.get("type"),
-        weights.get("num_bits"),
-        weights.get("strategy"),
-    )
-    plain = weights.get("symmetric") is True and not weights.get("dynamic")
-    if plain and not weights.get("actorder"):
-        if kind == ("pack-quantized", "int", 4, "group") and size in GROUP_SIZES:
-            return Int4Group(size)
-        if kind == ("pack-quantized", "int", 8, "channel"):
-            return Int8Channel()
-        is_block = weights.get("block_structure") == [BLOCK, BLOCK]
-        if kind == ("float-quantized", "float", 8, "block") and is_block:
-            return Fp8Block(COMPRESSED_SCALE, SCALE_DTYPES)
+    entry = WeightsEntry.of(group, layout)
+    if entry is not None:
+        for known in COMPRESSED_FORMATS:
+            if (found := known.of_entry(entry)) is not None:
+                return found
+    *most, last = (one.in_words for one in COMPRESSED_FORMATS)
     raise UnsupportedError(
         f"config_groups.{name} of config.json describes weights that this tool does not read",
-        expected="pack-quantized int4 in groups of 32, 64 or 128, pack-quantized int8 per channel, "
-        "or float-quantized blocks of 128x128; symmetric, without actorder",
-        found=f"format {kind[0]}, {kind[1]}{kind[2]}, strategy {kind[3]}, group_size {size}",
+        expected=f"{', '.join(most)}, or {last}; symmetric, without actorder",
+        found=f"format {group.get('format') or layout}, {weights.get('type')}"
+        f"{weights.get('num_bits')}, strategy {weights.get('strategy')},"
+        f" group_size {weights.get('group_size')}",
     )
 
 

@@ -14,6 +14,7 @@ W4AFP8_GROUP = 128
 # Last name components of an fp8 scale. The released name says inverse, but the scale multiplies.
 NATIVE_SCALE = "weight_scale_inv"
 COMPRESSED_SCALE = "weight_scale"
+SCALE_DTYPES = ("F32", "F8_E8M0")  # of fp8: engines widen a power of two as they load it
 
 
 class Storage(StrEnum):

@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 import torch
-from quantize_rows import CONFIGS, ROWS, linears, pair
 
+from bundle.quantize_rows import CONFIGS, ROWS, linears, pair
 from cases import MTP_LAYER, make_checkpoint, quantize, read_json, read_tensors
 from mtp_export.schemes.formats import Int4Group, Int8Channel
 from mtp_runtime.models.build import LoadOptions, load_model

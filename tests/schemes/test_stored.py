@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from quantize_rows import BF16, CONFIGS, NATIVE, ROWS, Part, linears, pair
 
+from bundle.quantize_rows import BF16, CONFIGS, NATIVE, ROWS, Part, linears, pair
 from cases import MTP_LAYER, export, make_checkpoint, quantize, read_json, read_tensors
 from mtp_export.checkpoint.reader import Checkpoint
 from mtp_export.errors import InvalidInputError, UnsupportedError

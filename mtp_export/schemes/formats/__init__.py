@@ -12,6 +12,7 @@ from mtp_export.schemes.formats.w4afp8 import W4AFp8
 from mtp_export.schemes.storage import Storage
 
 __all__ = [
+    "COMPRESSED_FORMATS",
     "FORMATS",
     "UNQUANTIZED",
     "EncodedWeight",
@@ -31,3 +32,6 @@ FORMATS: dict[Storage, Callable[[FormatOptions], WeightFormat]] = {
     Storage.INT4_GROUP: lambda options: Int4Group(options.group_size),
     Storage.W4AFP8: lambda options: W4AFp8(),
 }
+
+# Formats that a group of a compressed-tensors config may describe.
+COMPRESSED_FORMATS: tuple[type[WeightFormat], ...] = (Int4Group, Int8Channel, Fp8Block)

@@ -5,9 +5,10 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from mtp_export.checkpoint.plan import OutputTensor
+from mtp_export.schemes.formats.compressed import WeightsEntry
 from mtp_export.schemes.storage import NATIVE_SCALE, Storage
 
 if TYPE_CHECKING:
@@ -39,6 +40,7 @@ class WeightFormat(ABC):
     operation: ClassVar[str]  # name in the manifest of the conversion into this format
     elements_per_code: ClassVar[int] = 1  # elements of the weight per element of the codes
     scale_rows: ClassVar[int] = 1  # rows of the weight per row of scales
+    in_words: ClassVar[str] = ""  # of a group of a compressed-tensors config
 
     @property
     def k_divisor(self) -> int:
@@ -57,6 +59,19 @@ class WeightFormat(ABC):
     def accepted_dtypes(self, tensor: OutputTensor) -> tuple[str, ...]:
         """Return the dtypes in which a tensor of the format may be stored."""
         return (tensor.dtype,)
+
+    @classmethod
+    def of_entry(cls, entry: WeightsEntry) -> WeightFormat | None:
+        """Return the format that a compressed-tensors config describes; None for another's."""
+        return None
+
+    def group(self, *, activations_fp8: bool) -> dict[str, Any]:
+        """Return the compressed-tensors group of the format, but for its targets.
+
+        activations_fp8: int4 weights run with activations in fp8. Only formats that
+        compressed-tensors knows have a group.
+        """
+        raise AssertionError(f"compressed-tensors has no {self.storage}")
 
     @abstractmethod
     def quantize(

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from mtp_export.checkpoint.plan import OutputTensor
 from mtp_export.schemes.formats.base import WeightFormat
-from mtp_export.schemes.storage import BLOCK, NATIVE_SCALE, Storage
+from mtp_export.schemes.formats.compressed import WeightsEntry, group, numbers
+from mtp_export.schemes.storage import BLOCK, COMPRESSED_SCALE, NATIVE_SCALE, SCALE_DTYPES, Storage
 
 if TYPE_CHECKING:
     import torch
 
     from mtp_kernels import quantize
+
+_BLOCKS = (BLOCK, BLOCK)
 
 
 @dataclass(frozen=True)
@@ -28,6 +31,17 @@ class Fp8Block(WeightFormat):
     storage: ClassVar[Storage] = Storage.FP8_BLOCK
     operation: ClassVar[str] = "quantize_fp8_block"
     scale_rows: ClassVar[int] = BLOCK
+    in_words: ClassVar[str] = f"float-quantized blocks of {BLOCK}x{BLOCK}"
+
+    @classmethod
+    def of_entry(cls, entry: WeightsEntry) -> Fp8Block | None:
+        block = WeightsEntry("float-quantized", "float", 8, "block", entry.group_size, _BLOCKS)
+        return cls(COMPRESSED_SCALE, SCALE_DTYPES) if entry == block else None
+
+    def group(self, *, activations_fp8: bool) -> dict[str, Any]:
+        weights = numbers(8, "float", "block") | {"block_structure": list(_BLOCKS)}
+        activations = numbers(8, "float", "group", dynamic=True) | {"group_size": BLOCK}
+        return group("float-quantized", weights, activations)
 
     def tensors(self, name: str, shape: tuple[int, ...]) -> tuple[OutputTensor, ...]:
         blocks = (-(-shape[0] // BLOCK), -(-shape[1] // BLOCK))

@@ -5,17 +5,20 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from mtp_export.checkpoint.plan import OutputTensor
 from mtp_export.errors import InvalidInputError
 from mtp_export.schemes.formats.base import WeightFormat
-from mtp_export.schemes.storage import COMPRESSED_SCALE, Storage
+from mtp_export.schemes.formats.compressed import WeightsEntry, group, numbers
+from mtp_export.schemes.storage import COMPRESSED_SCALE, GROUP_SIZES, Storage
 
 if TYPE_CHECKING:
     import torch
 
     from mtp_kernels import quantize
+
+_LAYOUT = "pack-quantized"
 
 
 class _PackQuantized(WeightFormat):
@@ -57,6 +60,16 @@ class Int8Channel(_PackQuantized):
     storage: ClassVar[Storage] = Storage.INT8_CHANNEL
     operation: ClassVar[str] = "quantize_int8_channel"
     elements_per_code: ClassVar[int] = 4
+    in_words: ClassVar[str] = "pack-quantized int8 per channel"
+
+    @classmethod
+    def of_entry(cls, entry: WeightsEntry) -> Int8Channel | None:
+        own = WeightsEntry(_LAYOUT, "int", 8, "channel", entry.group_size, entry.block)
+        return cls() if entry == own else None
+
+    def group(self, *, activations_fp8: bool) -> dict[str, Any]:
+        weights = numbers(8, "int", "channel") | {"group_size": None, "actorder": None}
+        return group(_LAYOUT, weights, None)
 
     @property
     def k_divisor(self) -> int:
@@ -94,6 +107,21 @@ class Int4Group(_PackQuantized):
     storage: ClassVar[Storage] = Storage.INT4_GROUP
     operation: ClassVar[str] = "quantize_int4_group"
     elements_per_code: ClassVar[int] = 8
+    in_words: ClassVar[str] = (
+        f"pack-quantized int4 in groups of {', '.join(map(str, GROUP_SIZES[:-1]))}"
+        f" or {GROUP_SIZES[-1]}"
+    )
+
+    @classmethod
+    def of_entry(cls, entry: WeightsEntry) -> Int4Group | None:
+        size = entry.group_size
+        own = WeightsEntry(_LAYOUT, "int", 4, "group", size, entry.block)
+        return cls(size) if size in GROUP_SIZES and entry == own else None
+
+    def group(self, *, activations_fp8: bool) -> dict[str, Any]:
+        weights = numbers(4, "int", "group") | {"group_size": self.group_size, "actorder": None}
+        activations = numbers(8, "float", "token", dynamic=True) if activations_fp8 else None
+        return group(_LAYOUT, weights, activations)
 
     @property
     def k_divisor(self) -> int:
