@@ -137,7 +137,9 @@ def plan_quantize(options: QuantizeOptions, *, dry_run: bool = False) -> BundleP
     _check_storages(options.bundle.target, choice)
     main = _conversion(choice.base, choice, options, stored)
     mtp = _conversion(choice.mtp, choice, options, stored)
-    configs = quantization_configs(checkpoint.config, stored, main, mtp, choice.dialect)
+    configs = quantization_configs(
+        checkpoint.config, stored, main=main, mtp=mtp, dialect=choice.dialect
+    )
     split = SplitOptions(
         target=target,
         shared_weights=options.bundle.shared_weights,

@@ -129,7 +129,7 @@ def _main_steps(
 ) -> Iterator[Step]:
     """A tensor of the main model; a scale that stays does so where it is stored."""
     one = stored.weight_of[tensor.name]
-    step = conversion.step(one, tensor, checkpoint.tensors, tensor.name)
+    step = conversion.step(one, tensor, checkpoint.tensors, name=tensor.name)
     if step is not None:
         yield step
 
@@ -189,7 +189,7 @@ def _mtp_steps(
         return
     for name in (tensor.name for tensor in one.tensors):
         source, own = checkpoint.tensors[name], target.mtp_name(name, layer)
-        step = options.mtp.step(one, source, checkpoint.tensors, own)
+        step = options.mtp.step(one, source, checkpoint.tensors, name=own)
         if step is not None:
             yield _transposed(step, source, target)
 

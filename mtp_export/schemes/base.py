@@ -25,6 +25,10 @@ class Scheme:
     variants: Mapping[str, Mapping[Role, Storage]] = field(default_factory=dict)
     int4_activations_fp8: bool = False
 
+    def __post_init__(self) -> None:
+        for storages in (self.storages, *self.variants.values()):
+            assert set(storages) == set(LINEAR_ROLES), f"{self.name} leaves out a role"
+
     def variant(self, option: str, value: str) -> Scheme:
         """Return the scheme under another value of an option (UsageError where it has none)."""
         if value not in self.variants:

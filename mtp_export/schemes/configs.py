@@ -121,7 +121,7 @@ def _compressed_config(
     ignored = [*stored.family.patterns.other_matrices, *patterns.pop(Storage.BF16, [])]
     native_fp8 = dialect.native_fp8 and Storage.FP8_BLOCK in patterns
     if native_fp8:
-        _check_nothing_left_out(stored, "--target sglang")
+        _check_nothing_left_out(stored, f"--target {dialect.name}")
         del patterns[Storage.FP8_BLOCK]
     elif Storage.FP8_BLOCK in patterns:
         ignored += [f"re:.*{name}$" for name in main.bf16_modules]

@@ -71,7 +71,7 @@ class Conversion:
         _check(tensor, converted)
         inputs = tuple(stored.name for stored in one.tensors if stored.name in tensors)
         outputs = converted.tensors(name, tensor.shape)
-        return Step(Convert(converted, self.scale_rule), inputs, outputs, self.scheme)
+        return Step(Convert(converted, self.scale_rule), inputs, outputs, scheme=self.scheme)
 
 
 AS_STORED = Conversion(None, {})

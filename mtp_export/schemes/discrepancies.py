@@ -39,7 +39,7 @@ class StoredTensor:
 
 @dataclass(frozen=True)
 class Discrepancy:
-    """One difference between the stored tensors and the promised ones."""
+    """One difference between a stored tensor and the promised one."""
 
     tensor: str
     problem: str
@@ -71,23 +71,26 @@ def compare(stored: Mapping[str, HasLayout], promised: Iterable[StoredTensor]) -
 
 
 def _compare_one(stored: Mapping[str, HasLayout], wanted: StoredTensor) -> Discrepancy | None:
+    promised = f"{' or '.join(wanted.dtypes)} {list(wanted.shape)}"
+
+    def discrepancy(problem: str, found: str, expected: str = promised) -> Discrepancy:
+        return Discrepancy(tensor=wanted.name, problem=problem, expected=expected, found=found)
+
     tensor = stored.get(wanted.name)
-    expected = f"{' or '.join(wanted.dtypes)} {list(wanted.shape)}"
     if tensor is None:
         if wanted.optional:
             return None
         problem = "missing"
         if wanted.scale_of in stored:
             problem = f"missing, though its weight {wanted.scale_of} is there"
-        return Discrepancy(wanted.name, problem, expected, "no such tensor")
+        return discrepancy(problem, "no such tensor")
     actual = f"{tensor.dtype} {list(tensor.shape)}"
     if tensor.shape != wanted.shape:
-        return Discrepancy(wanted.name, "wrong shape", expected, actual)
+        return discrepancy("wrong shape", actual)
     if tensor.dtype not in wanted.dtypes:
-        return Discrepancy(wanted.name, "wrong dtype", expected, actual)
+        return discrepancy("wrong dtype", actual)
     if wanted.scale_of is not None and wanted.scale_of not in stored:
-        problem = "a scale without its weight"
-        return Discrepancy(wanted.name, problem, wanted.scale_of, "no such tensor")
+        return discrepancy("a scale without its weight", "no such tensor", wanted.scale_of)
     return None
 
 
@@ -97,4 +100,5 @@ def _unexpected(name: str, stored: Mapping[str, HasLayout]) -> Discrepancy:
     weight = name.removesuffix(_SCALE_SUFFIX)
     if weight != name and weight not in stored:
         problem = f"a scale without its weight ({weight} is not there)"
-    return Discrepancy(name, problem, "no such tensor", f"{tensor.dtype} {list(tensor.shape)}")
+    found = f"{tensor.dtype} {list(tensor.shape)}"
+    return Discrepancy(tensor=name, problem=problem, expected="no such tensor", found=found)

@@ -122,11 +122,11 @@ class StoredModel:
 
         Raises as stored_model.
         """
-        return _stored(self.family, list(self._specs), quantization, rename)
+        return _stored(self.family, self._specs, quantization=quantization, rename=rename)
 
     @property
-    def _specs(self) -> Iterator[TensorSpec]:
-        return (one.weight for one in self.weights.values())
+    def _specs(self) -> list[TensorSpec]:
+        return [one.weight for one in self.weights.values()]
 
     def _part(self, wanted: Callable[[StoredWeight], bool]) -> StoredModel:
         return replace(self, weights={n: one for n, one in self.weights.items() if wanted(one)})
@@ -169,9 +169,9 @@ def stored_mtp(
     }
     return _stored(
         family,
-        [family.tensors[name] for name in layers],
-        quantization_of(config),
-        lambda name: mtp_name(name, layers[name]),
+        specs=[family.tensors[name] for name in layers],
+        quantization=quantization_of(config),
+        rename=lambda name: mtp_name(name, layers[name]),
         transposes=transposes,
     )
 
@@ -219,7 +219,7 @@ def _stored_weight(
         replace(tensor, shape=tensor.shape[::-1]) if len(tensor.shape) == 2 else tensor
         for tensor in tensors
     )
-    return StoredWeight(spec, weight_format, turned, transposed=True)
+    return StoredWeight(spec, weight_format, tensors=turned, transposed=True)
 
 
 def _quantized_tensors(
@@ -235,7 +235,13 @@ def _quantized_tensors(
     first: str | None = None
     for tensor in weight_format.tensors(name, spec.shape):
         dtypes = weight_format.accepted_dtypes(tensor)
-        yield StoredTensor(tensor.name, tensor.shape, dtypes, first, spec.optional)
+        yield StoredTensor(
+            name=tensor.name,
+            shape=tensor.shape,
+            dtypes=dtypes,
+            scale_of=first,
+            optional=spec.optional,
+        )
         first = first or tensor.name
 
 
@@ -249,12 +255,12 @@ def _check_fused(family: ModelFamily, reading: Reading, formats: Formats) -> Non
                 continue
             for other in others:
                 if formats[other] != own:
-                    raise _unlike(module, own, other, formats[other])
+                    raise _unlike({module: own, other: formats[other]})
             if own is None or _EXPERT.search(module):
                 continue
             for fused in (f"{parent}.{name}" for name in fused_names):
                 if (found := reading.fused_format(fused, own)) != own:
-                    raise _unlike(module, own, fused, found)
+                    raise _unlike({module: own, fused: found})
 
 
 def _check_experts(formats: Formats) -> None:
@@ -263,16 +269,15 @@ def _check_experts(formats: Formats) -> None:
         if module.endswith(".experts.0.down_proj"):
             up = module.replace("down_proj", "up_proj")
             if formats[up] != own:
-                raise _unlike(module, own, up, formats[up])
+                raise _unlike({module: own, up: formats[up]})
 
 
-def _unlike(
-    module: str, own: WeightFormat | None, other: str, found: WeightFormat | None
-) -> InvalidInputError:
+def _unlike(formats: Formats) -> InvalidInputError:
+    names, found = " and ".join(formats), " and ".join(map(_words, formats.values()))
     return InvalidInputError(
-        f"config.json's quantization_config gives {module} and {other} different formats",
+        f"config.json's quantization_config gives {names} different formats",
         expected="one format: engines load them together",
-        found=f"{_words(own)} and {_words(found)}",
+        found=found,
         todo="Correct its targets and ignore list; patterns must match fused names too",
     )
 

@@ -60,7 +60,7 @@ class Convert:
                 try:
                     results, error = self.format.quantize(source, self.scale_rule)
                 except ValueError as problem:
-                    raise _damaged(inputs[0], start, stop, problem) from problem
+                    raise _damaged(inputs[0], (start, stop), problem) from problem
                 errors.append(error)
                 for number, result in enumerate(results):
                     sink(number, _bytes_of(result.cpu()))
@@ -98,9 +98,9 @@ def _quality(errors: Sequence[ErrorStats]) -> Facts:
     }
 
 
-def _damaged(weight: TensorInfo, start: int, stop: int, problem: ValueError) -> InvalidInputError:
+def _damaged(weight: TensorInfo, rows: tuple[int, int], problem: ValueError) -> InvalidInputError:
     return InvalidInputError(
-        f"Tensor {weight.name} cannot be converted (rows {start} to {stop - 1})",
+        f"Tensor {weight.name} cannot be converted (rows {rows[0]} to {rows[1] - 1})",
         where=weight.path,
         found=str(problem),
         todo="The weight or its scale is damaged: get the checkpoint again",

@@ -43,8 +43,8 @@ HF = Target(
     name="hf",
     engines=(
         Engine("hf", frozenset(Storage), VLLM),
-        Engine("vllm", frozenset(Storage) - {Storage.W4AFP8}, VLLM, _vllm),
-        Engine("sglang", frozenset(Storage), SGLANG, _sglang),
+        Engine("vllm", frozenset(Storage) - {Storage.W4AFP8}, VLLM, launch=_vllm),
+        Engine("sglang", frozenset(Storage), SGLANG, launch=_sglang),
         Engine("tensorrt-llm", FLOATS),
     ),
     mtp_name=_name,

@@ -13,7 +13,6 @@ from typing import Any
 import pytest
 from engine_runs import process, sglang_wheel
 
-from bundle.quantize_rows import ROWS, linears
 from cases import WHOLE_TILES, make_checkpoint, quantize
 from mtp_export.checkpoint.bundle_folder import open_checkpoint
 from mtp_export.families import family_of
@@ -21,6 +20,7 @@ from mtp_export.families.base import ModelFamily
 from mtp_export.schemes.formats import Fp8Block, Int4Group, W4AFp8
 from mtp_export.schemes.readings import Reading, reading_of
 from mtp_export.schemes.table import PAIRS
+from quantize_rows import ROWS, linears
 
 Shapes = dict[str, tuple[str, tuple[int, ...]]]
 Answers = dict[str, Any]

@@ -31,7 +31,7 @@ def _launch(bundle: Deployment) -> str:
 
 TOY = Target(
     name="toy",
-    engines=(Engine("toy", frozenset(Storage) - {Storage.W4AFP8}, VLLM, _launch),),
+    engines=(Engine("toy", frozenset(Storage) - {Storage.W4AFP8}, VLLM, launch=_launch),),
     mtp_name=lambda name, layer: name,
     mtp_config=_config,
     released_config=_released,

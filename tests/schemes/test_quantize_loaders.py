@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 import torch
 
-from bundle.quantize_rows import CONFIGS, ROWS, linears, pair
 from cases import MTP_LAYER, make_checkpoint, quantize, read_json, read_tensors
 from mtp_export.schemes.formats import Int4Group, Int8Channel
 from mtp_runtime.models.build import LoadOptions, load_model
+from quantize_rows import CONFIGS, ROWS, linears, pair
 from runtime.harness import Walk, prompts_of
 
 FIXTURE = Path(__file__).resolve().parents[2] / "fixtures/deepseek-v3-tiny"

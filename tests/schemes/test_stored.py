@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 
-from bundle.quantize_rows import BF16, CONFIGS, NATIVE, ROWS, Part, linears, pair
 from cases import MTP_LAYER, export, make_checkpoint, quantize, read_json, read_tensors
 from mtp_export.checkpoint.reader import Checkpoint
 from mtp_export.errors import InvalidInputError, UnsupportedError
@@ -21,6 +20,7 @@ from mtp_export.schemes.storage import Storage
 from mtp_export.schemes.stored import StoredModel, stored_model
 from mtp_export.targets import TARGETS, target_of
 from mtp_export.targets.draft import stored_draft
+from quantize_rows import BF16, CONFIGS, NATIVE, ROWS, Part, linears, pair
 
 STORAGE = {
     "bf16": Storage.BF16,
