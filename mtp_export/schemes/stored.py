@@ -89,7 +89,7 @@ class StoredModel:
     quantization: object
     weights: Mapping[str, StoredWeight]
 
-    @cached_property
+    @property
     def tensors(self) -> Mapping[str, StoredTensor]:
         """Every tensor by its name on disk."""
         return {tensor.name: tensor for one in self.weights.values() for tensor in one.tensors}

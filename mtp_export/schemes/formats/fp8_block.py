@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from mtp_kernels import quantize
 
 _BLOCKS = (BLOCK, BLOCK)
+_CODE_DTYPES = ("F8_E4M3",)
 
 
 @dataclass(frozen=True)
@@ -52,7 +53,7 @@ class Fp8Block(WeightFormat):
         )
 
     def accepted_dtypes(self, tensor: OutputTensor) -> tuple[str, ...]:
-        return (tensor.dtype,) if tensor.dtype == "F8_E4M3" else self.scale_dtypes
+        return _CODE_DTYPES if tensor.dtype in _CODE_DTYPES else self.scale_dtypes
 
     def quantize(
         self, source: torch.Tensor | quantize.Fp8Block, scale_rule: str
