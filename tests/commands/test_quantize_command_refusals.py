@@ -5,7 +5,6 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from quantize_rows import pair
 
 from cases import (
     TINY_CONFIG,
@@ -17,6 +16,7 @@ from cases import (
     shard_of,
 )
 from mtp_export.schemes.table import PAIRS
+from quantize_rows import pair
 
 EXPERT = "model.layers.1.mlp.experts.0.up_proj.weight"
 
