@@ -9,7 +9,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from quantize_rows import CONFIGS, MTP_PREFIX, ROWS
 
 from cases import (
     TINY_CONFIG,
@@ -26,6 +25,7 @@ from cases import (
 )
 from mtp_export.schemes.formats import FORMATS, FormatOptions
 from mtp_kernels.quantize import Fp8Block, quantize_int4_group, quantize_int8_channel
+from quantize_rows import CONFIGS, MTP_PREFIX, ROWS
 
 PAIR = ROWS["int4, mse"].options  # group 32 divides the ragged checkpoint's K
 SMALL = ("--max-shard-size", "60kB", "--link", "copy", "--quiet")

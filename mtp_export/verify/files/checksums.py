@@ -11,9 +11,10 @@ from typing import TYPE_CHECKING, Any
 import xxhash
 
 from mtp_export.bundle.journal import JOURNAL_NAME
+from mtp_export.checkpoint.direct_io import aligned_buffer
 from mtp_export.checkpoint.header import ShardHeader, TensorInfo
 from mtp_export.checkpoint.reader import Checkpoint
-from mtp_export.checkpoint.tensor_reader import TensorReader, aligned_buffer
+from mtp_export.checkpoint.tensor_reader import TensorReader
 from mtp_export.progress import ProgressCallback, format_bytes
 from mtp_export.verify.check import Item, Problem, Status, verdict
 from mtp_export.verify.evidence.parallel import in_threads

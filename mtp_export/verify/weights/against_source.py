@@ -12,7 +12,7 @@ from statistics import median
 from typing import TYPE_CHECKING, Any
 
 from mtp_export.bundle.tied_weights import PIECE_BYTES, first_difference
-from mtp_export.checkpoint.tensor_reader import aligned_buffer
+from mtp_export.checkpoint.direct_io import aligned_buffer
 from mtp_export.progress import ProgressCallback, format_bytes
 from mtp_export.schemes.storage import Storage
 from mtp_export.schemes.stored import stored_model
