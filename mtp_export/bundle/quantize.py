@@ -227,15 +227,17 @@ def _schemes_in(storages: Collection[Storage]) -> list[str]:
 
 def _check_storages(target: str, choice: _Choice) -> None:
     """Refuse a bundle with a storage that the engine of --target does not read."""
-    unread = sorted(choice.storages - engine_of(target).storages)
+    reads = engine_of(target).storages
+    unread = sorted(choice.storages - reads)
     if not unread:
         return
+    schemes = f"--base-quant {' or '.join(_schemes_in(reads))}"
+    w4afp8_alone = unread == [Storage.W4AFP8] and not reads.isdisjoint(INTEGERS)
     raise UnsupportedError(
         f"Target {target} does not read a bundle with {' or '.join(unread)}",
         expected=f"--target {' or '.join(names_that_read(choice.storages))}",
         found=f"{choice.base.name} + {choice.mtp.name}",
-        todo=f"Or use --base-quant {' or '.join(_schemes_in(engine_of(target).storages))}"
-        f" for {target}",
+        todo=f"Or use {'--format compressed-tensors' if w4afp8_alone else schemes} for {target}",
     )
 
 
