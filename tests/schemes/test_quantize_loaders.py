@@ -1,5 +1,5 @@
-"""What a bundle's config.json makes of every module: by the matching rules that vLLM and SGLang
-share, and by transformers, which loads the main part."""
+"""A bundle's config.json describes every module: to the matching rules that vLLM and SGLang share,
+and to transformers, which loads the main part."""
 
 from __future__ import annotations
 

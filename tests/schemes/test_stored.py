@@ -1,5 +1,5 @@
-"""What config.json promises is what lies on disk, for every row of the precision table and every
-target; and what it promises follows from config.json alone, as the engines read it."""
+"""Stored models: config.json alone gives the tensors on disk, as the engines read it, for every row
+of the precision table and every target."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def sources(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 
 def check_folder(folder: Path, stored: StoredModel, part: Part, source: Path) -> None:
-    """The folder holds what its config promises, in the forms that the table wants."""
+    """Check that a folder holds what its config promises, in the storages of the table."""
     on_disk = Checkpoint.open(folder).tensors
     assert compare(on_disk, stored.tensors.values()) == []
     assert {n for n, t in stored.tensors.items() if not t.optional} <= on_disk.keys()
