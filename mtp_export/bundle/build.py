@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Mapping
-from contextlib import nullcontext
+from contextlib import closing, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -48,6 +48,16 @@ _BASE_BYTES = 80_000_000
 _BYTES_PER_TENSOR = 2_200
 _COMPUTING_BYTES = 350_000_000
 _MIN_BUDGET_BYTES = 16_000_000
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """Split of the tensors with their conversions, the options as the manifest keeps them, and the
+    torch device of conversions that compute."""
+
+    split: SplitOptions
+    recorded: Mapping[str, Any]
+    device: str = "cpu"
 
 
 @dataclass(frozen=True)
@@ -148,18 +158,17 @@ def open_source(folder: Path) -> tuple[Checkpoint, StoredModel]:
 def plan_bundle(
     options: BundleOptions,
     source: tuple[Checkpoint, StoredModel],
-    split: SplitOptions,
-    recorded: Mapping[str, Any],
+    recipe: Recipe,
     *,
-    device: str = "cpu",
     dry_run: bool = False,
 ) -> BundlePlan:
     """Plan the parts that the options ask for; refuse a run that lacks disk or memory.
 
     Linking is tried, and undone, to know whether it works; a dry run guesses instead and touches
-    nothing. recorded are the options as the manifest keeps them.
+    nothing.
     """
     checkpoint, stored = source
+    split = recipe.split
     shards = [shard.path for shard in checkpoint.shards]
     links = (guess_links if dry_run else resolve_links)(
         options.run.link, shards, options.output_dir
@@ -169,15 +178,15 @@ def plan_bundle(
         every = options.content.checksums is Checksums.ALL
         parts.append(main_part(checkpoint, stored, split).linked_by(links, checked=every))
     if options.content.part in (Part.BOTH, Part.MTP):
-        mtp = mtp_part(checkpoint=checkpoint, stored=stored, options=split, links=links)
+        mtp = mtp_part(checkpoint, stored, options=split, links=links)
         parts.append(mtp.linked_by(links, checked=True))
     plan = BundlePlan(
         options=options,
         checkpoint=checkpoint,
         stored=stored,
         parts=tuple(parts),
-        recorded=recorded,
-        device=device,
+        recorded=recipe.recorded,
+        device=recipe.device,
     )
     check_memory(options.run.max_memory_bytes, plan.memory_bytes)
     check_disk(options.output_dir, plan.written_bytes)
@@ -279,8 +288,9 @@ def _compare(plan: BundlePlan, tied: Mapping[str, TensorInfo], proceed: Proceed)
 def _check_unchanged(checkpoint: Checkpoint) -> None:
     """Refuse a source that was written to while it was read (InvalidInputError)."""
     for shard in checkpoint.shards:
-        stat = shard.path.stat()
-        if (stat.st_size, stat.st_mtime_ns) != (shard.size_bytes, shard.modified_ns):
+        with closing(shard.file.open()) as file:
+            found = file.size_bytes, file.modified_ns
+        if found != (shard.size_bytes, shard.modified_ns):
             raise InvalidInputError(
                 "The source changed while it was exported",
                 where=shard.path,

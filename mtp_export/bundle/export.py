@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from mtp_export.bundle.build import BundlePlan, open_source, plan_bundle
+from mtp_export.bundle.build import BundlePlan, Recipe, open_source, plan_bundle
 from mtp_export.bundle.options import BundleOptions
 from mtp_export.bundle.preflight import check_nesting, check_output
 from mtp_export.bundle.split import SplitOptions
@@ -26,10 +26,4 @@ def plan_export(options: BundleOptions, *, dry_run: bool = False) -> BundlePlan:
         main_config=config,
         mtp_config=config,
     )
-    return plan_bundle(
-        options=options,
-        source=source,
-        split=split,
-        recorded=options.recorded(),
-        dry_run=dry_run,
-    )
+    return plan_bundle(options, source, Recipe(split, options.recorded()), dry_run=dry_run)

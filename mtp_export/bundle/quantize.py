@@ -9,7 +9,7 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Any
 
-from mtp_export.bundle.build import BundlePlan, open_source, plan_bundle
+from mtp_export.bundle.build import BundlePlan, Recipe, open_source, plan_bundle
 from mtp_export.bundle.options import BundleOptions
 from mtp_export.bundle.preflight import check_nesting, check_output
 from mtp_export.bundle.split import SplitOptions
@@ -150,15 +150,8 @@ def plan_quantize(options: QuantizeOptions, *, dry_run: bool = False) -> BundleP
         main_config=with_quantization(checkpoint.config, configs.main),
         mtp_config=with_quantization(checkpoint.config, configs.mtp),
     )
-    recorded = _recorded(options, choice)
-    return plan_bundle(
-        options=options.bundle,
-        source=source,
-        split=split,
-        recorded=recorded,
-        device=_device(options.device),
-        dry_run=dry_run,
-    )
+    recipe = Recipe(split, _recorded(options, choice), _device(options.device))
+    return plan_bundle(options.bundle, source, recipe, dry_run=dry_run)
 
 
 def _scheme_name(wanted: str, stored: StoredModel) -> str:

@@ -195,7 +195,7 @@ class _Run:
         self._finish_step(shard, {}, {})
 
     def _do(self, shard: _OpenShard, step: Step, buffer: memoryview) -> None:
-        """Read a step's inputs; hash and write its outputs. A linked shard's are hashed alone."""
+        """Read a step's inputs, and hash and write its outputs; only hash a linked shard's."""
         writer = None if shard.job.shard.linked_from is not None else self._writer_of(shard)
         inputs = [self._resources.sources[name] for name in step.inputs]
         hashes = [xxhash.xxh3_128() for _ in step.outputs]

@@ -50,7 +50,12 @@ def main_part(checkpoint: Checkpoint, stored: StoredModel, options: SplitOptions
         if steps:
             shards.append(_linked_if_whole(tuple(steps), shard))
     config = dict(options.main_config)
-    return PartPlan("main", number_shards(shards), config, extra_files(checkpoint))
+    return PartPlan(
+        name="main",
+        shards=number_shards(shards),
+        config=config,
+        extra_files=extra_files(checkpoint),
+    )
 
 
 def mtp_part(
@@ -85,9 +90,14 @@ def mtp_part(
             expected="a source whose unquantized tensors are BF16",
             found=f"torch_dtype {family.dtype}",
         )
-    shards = _mtp_shards(checkpoint=checkpoint, stored=stored, options=options, links=links)
+    shards = _mtp_shards(checkpoint, stored, options=options, links=links)
     config = target.mtp_config(options.mtp_config)
-    return PartPlan("mtp", number_shards(shards), config, extra_files(checkpoint))
+    return PartPlan(
+        name="mtp",
+        shards=number_shards(shards),
+        config=config,
+        extra_files=extra_files(checkpoint),
+    )
 
 
 def shared_pairs(checkpoint: Checkpoint, family: ModelFamily) -> tuple[SharedTensor, ...]:

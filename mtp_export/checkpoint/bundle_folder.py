@@ -85,4 +85,10 @@ def open_checkpoint(folder: Path) -> Checkpoint:
                 todo="Export the original checkpoint again",
             )
     digest = hashlib.sha256((main.config_sha256 + mtp.config_sha256).encode()).hexdigest()
-    return Checkpoint(folder, main.config, digest, main.shards + mtp.shards, main.folder)
+    return Checkpoint(
+        folder=folder,
+        config=main.config,
+        config_sha256=digest,
+        shards=main.shards + mtp.shards,
+        files_folder=main.folder,
+    )

@@ -16,6 +16,10 @@ class OpenFile(Protocol):
     size_bytes: int
     modified_ns: int
 
+    def read(self, start: int, end: int) -> bytes:
+        """Return bytes [start, end), a few (IoError)."""
+        ...
+
     def read_into(self, buffer: memoryview, start: int, end: int) -> slice:
         """Read bytes [start, end) into an aligned_buffer; return where in the buffer they are.
 

@@ -14,7 +14,6 @@ from typing import Any
 
 from mtp_export.checkpoint import strict_json
 from mtp_export.checkpoint.byte_source import ByteFile, OpenFile
-from mtp_export.checkpoint.direct_io import aligned_buffer
 from mtp_export.checkpoint.dtypes import DTYPE_BITS, tensor_bytes
 from mtp_export.errors import InvalidInputError
 
@@ -101,7 +100,7 @@ def _read_raw(file: OpenFile) -> bytes:
             "at least 8 bytes",
             f"{file.size_bytes} bytes",
         )
-    header_bytes = int.from_bytes(_read(file, 0, _LENGTH_BYTES), "little")
+    header_bytes = int.from_bytes(file.read(0, _LENGTH_BYTES), "little")
     available = file.size_bytes - _LENGTH_BYTES
     if header_bytes > available:
         raise _HeaderError(
@@ -113,12 +112,7 @@ def _read_raw(file: OpenFile) -> bytes:
         raise _HeaderError(
             "A shard's header is too long", f"at most {MAX_HEADER_BYTES} bytes", str(header_bytes)
         )
-    return _read(file, _LENGTH_BYTES, _LENGTH_BYTES + header_bytes)
-
-
-def _read(file: OpenFile, start: int, end: int) -> bytes:
-    buffer = aligned_buffer(end - start)
-    return bytes(buffer[file.read_into(buffer, start, end)])
+    return file.read(_LENGTH_BYTES, _LENGTH_BYTES + header_bytes)
 
 
 def _parse_json(raw: bytes) -> dict[str, Any]:

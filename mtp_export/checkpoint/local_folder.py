@@ -61,7 +61,7 @@ class OpenLocalFile:
         self._path = path
         self._unit = 1  # offsets and lengths of reads are multiples of it
         try:
-            self._file = FileIO(path)
+            self._file: FileIO = path.open("rb", buffering=0)
             stat = os.fstat(self._file.fileno())
             self.size_bytes, self.modified_ns = stat.st_size, stat.st_mtime_ns
             if once is not None and len(once) >= MIN_DIRECT_BYTES and not self._is_cached(once):
@@ -71,6 +71,16 @@ class OpenLocalFile:
 
     def close(self) -> None:
         self._file.close()
+
+    def read(self, start: int, end: int) -> bytes:
+        """Return bytes [start, end), a few (IoError)."""
+        try:
+            data = os.pread(self._file.fileno(), end - start, start)
+        except OSError as error:
+            raise read_failure(self._path, error) from error
+        if len(data) < end - start:
+            raise self._ends_at(start + len(data), end)
+        return data
 
     def read_into(self, buffer: memoryview, start: int, end: int) -> slice:
         """Read bytes [start, end) into an aligned_buffer; return where in the buffer they are."""
@@ -82,7 +92,7 @@ class OpenLocalFile:
         self._file.close()  # a file system that opens files for direct reading but does none
         self._unit = 1
         try:
-            self._file = FileIO(self._path)
+            self._file = self._path.open("rb", buffering=0)
             return self._read_aligned(buffer, start, end)
         except OSError as error:
             raise read_failure(self._path, error) from error
@@ -96,14 +106,17 @@ class OpenLocalFile:
             count = os.preadv(self._file.fileno(), [buffer[done:room]], first + done)
             done += count
             if not count:
-                raise IoError(
-                    "A shard ends early: it shrank while it was read",
-                    where=self._path,
-                    expected=f"at least {end} bytes",
-                    found=f"{first + done} bytes",
-                    todo="Check that nothing else writes it, then run the same command again",
-                )
+                raise self._ends_at(first + done, end)
         return slice(start - first, wanted)
+
+    def _ends_at(self, found: int, expected: int) -> IoError:
+        return IoError(
+            "A file ends early: it shrank while it was read",
+            where=self._path,
+            expected=f"at least {expected} bytes",
+            found=f"{found} bytes",
+            todo="Check that nothing else writes it, then run the same command again",
+        )
 
     def _is_cached(self, once: range) -> bool:
         """Return whether the page cache has the bytes, judged by two of them.

@@ -67,7 +67,13 @@ class Checkpoint:
         if weight_map is not None:
             _check_index(source, weight_map, shards)
         digest = hashlib.sha256(raw_config).hexdigest()
-        return cls(source.path, config, digest, shards, files_folder=source.path)
+        return cls(
+            folder=source.path,
+            config=config,
+            config_sha256=digest,
+            shards=shards,
+            files_folder=source.path,
+        )
 
     @property
     def is_bundle(self) -> bool:

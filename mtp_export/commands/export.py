@@ -74,7 +74,9 @@ def export(
         )
     else:
         options = shared.bundle_options(context, input_dir, output_dir)
-        command = BundleCommand("export", result_facts, result_table, remarks)
+        command = BundleCommand(
+            name="export", facts=result_facts, table=result_table, remarks=remarks
+        )
         make_bundle(
             command=command,
             context=context,

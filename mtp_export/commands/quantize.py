@@ -176,7 +176,9 @@ def quantize(
     output = output_dir or default_output(source, base_quant, mtp_quant)
     options = _quantize_options(context, source, output)
     make_bundle(
-        command=BundleCommand("quantize", result_facts, result_table, remarks),
+        command=BundleCommand(
+            name="quantize", facts=result_facts, table=result_table, remarks=remarks
+        ),
         context=context,
         options=options.bundle,
         plan_for=lambda dry: plan_quantize(options, dry_run=dry),

@@ -130,7 +130,7 @@ def test_inspect_reads_the_parts_of_a_bundle(pristine: Path, output: Path) -> No
 def test_a_bundle_of_one_part_is_no_source(pristine: Path, output: Path) -> None:
     assert export(pristine, output, "--part", "mtp").code == 0
     outcome = export(output, output.with_name("again"))
-    assert (outcome.code, "one part alone" in outcome.err) == (3, True)
+    assert (outcome.code, "one part only" in outcome.err) == (3, True)
 
 
 @pytest.mark.parametrize("option", [("--dry-run",), ("--json",), ("--input-dir", "x")])
