@@ -29,7 +29,8 @@ import torch
 
 from benchmarks.bench_export import machine
 from fixtures.tiny.prompts import prompt_ids
-from mtp_export.bundle.build import BundleOptions, run_bundle
+from mtp_export.bundle.build import run_bundle
+from mtp_export.bundle.options import BundleOptions, RunOptions
 from mtp_export.bundle.quantize import QuantizeOptions, ScaleRule, plan_quantize
 from mtp_export.checkpoint.plan import Link
 from mtp_export.progress import silent
@@ -91,7 +92,7 @@ class Counts:
 
 def quantized(row: Row, source: Path, output: Path) -> Path:
     """The source as a bundle of a row."""
-    bundle = BundleOptions(source, output, target=row.target, link=Link.COPY)
+    bundle = BundleOptions(source, output, target=row.target, run=RunOptions(link=Link.COPY))
     options = QuantizeOptions(bundle, row.base, row.mtp, group_size=row.group_size, scale=row.scale)
     run_bundle(plan_quantize(options), silent)
     return output

@@ -18,7 +18,8 @@ SOURCES = sorted(path for root in PACKAGE_ROOTS for path in root.rglob("*.py"))
 # Rooms from the lowest floor to the highest; those of one line do not import each other. A room is
 # a module or a package, and everything below it that is no room of its own.
 FLOORS: tuple[tuple[str, ...], ...] = (
-    ("mtp_export", "mtp_export.errors", "mtp_kernels", "mtp_kernels.cpu"),
+    ("mtp_export", "mtp_export.errors"),
+    ("mtp_kernels", "mtp_kernels.batch_layout", "mtp_kernels.cpu"),
     ("mtp_kernels.quantize", "mtp_kernels.verify_attention", "mtp_kernels.decoder"),
     ("mtp_export.progress",),
     ("mtp_export.checkpoint",),
@@ -36,14 +37,16 @@ FLOORS: tuple[tuple[str, ...], ...] = (
     ("mtp_runtime.engine",),
     ("mtp_runtime.llm",),
     ("mtp_runtime",),
-    ("mtp_export.bundle", "mtp_export.verify.gates", "mtp_export.verify.context"),
-    ("mtp_export.verify.check",),
-    ("mtp_export.verify.evidence",),
-    ("mtp_export.verify.diagnosis",),
-    ("mtp_export.verify.files", "mtp_export.verify.decoding"),
-    ("mtp_export.verify.weights",),
+    ("mtp_export.bundle",),
+    ("mtp_export.verify.check", "mtp_export.verify.gates", "mtp_export.verify.evidence"),
+    ("mtp_export.verify.context", "mtp_export.verify.diagnosis"),
+    (
+        "mtp_export.verify.files",
+        "mtp_export.verify.weights",
+        "mtp_export.verify.decoding",
+        "mtp_export.verify.report",
+    ),
     ("mtp_export.verify",),
-    ("mtp_export.verify.report",),
     ("mtp_export.commands",),
     ("mtp_export.cli",),
 )

@@ -1,4 +1,4 @@
-"""How the engines that read a bundle are started on it."""
+"""Shell commands that serve a bundle with the engines that read it."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from mtp_export.bundle.build import BundlePlan
-from mtp_export.bundle.split import Part
+from mtp_export.bundle.options import Part
 from mtp_export.schemes import SCHEMES
 from mtp_export.schemes.native import native_scheme
 from mtp_export.schemes.storage import INTEGERS, W4AFP8_GROUP, Storage
@@ -15,10 +15,13 @@ from mtp_export.targets.base import Deployment, Engine
 
 
 def launch_lines(plan: BundlePlan) -> dict[str, str]:
-    """Per engine the shell command that serves the bundle: of the engine that --target names, or
-    of all that read its layout. None without both parts, or for an engine that takes the MTP layer
-    from the main model's folder alone (TensorRT-LLM)."""
-    if plan.options.part is not Part.BOTH:
+    """Return the shell command that serves the bundle, per engine: the one that --target names, or
+    all that read its layout.
+
+    There is none without both parts, nor for an engine that takes the MTP layer from the main
+    model's folder (TensorRT-LLM).
+    """
+    if plan.options.content.part is not Part.BOTH:
         return {}
     target, wanted = target_of(plan.options.target), plan.options.target
     native = native_scheme(plan.stored.native)

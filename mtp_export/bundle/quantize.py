@@ -1,5 +1,5 @@
-"""Quantizes a checkpoint or bundle into a bundle, in one streaming pass: which pair of schemes, in
-whose layout, with which config.json."""
+"""Quantize: plan a bundle with a pair of schemes, in the layout and with the config.json of the
+engine that reads it. The source is a checkpoint or a bundle."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Any
 
-from mtp_export.bundle.build import BundleOptions, BundlePlan, open_source, plan_bundle
+from mtp_export.bundle.build import BundlePlan, Recipe, open_source, plan_bundle
+from mtp_export.bundle.options import BundleOptions
 from mtp_export.bundle.preflight import check_nesting, check_output
 from mtp_export.bundle.split import SplitOptions
 from mtp_export.checkpoint.bundle_folder import is_bundle
@@ -39,28 +40,28 @@ KEEP = "keep"
 
 
 class Format(StrEnum):
-    """How a8w8_fp8_wint4 lies on disk."""
+    """Layout of a8w8_fp8_wint4 on disk."""
 
     COMPRESSED_TENSORS = "compressed-tensors"
     W4AFP8 = "w4afp8"
 
 
 class Int4Scope(StrEnum):
-    """Which linears weight_only_int4 packs."""
+    """Linears that weight_only_int4 packs."""
 
     EXPERTS = "experts"
     ALL = "all"
 
 
 class ScaleRule(StrEnum):
-    """How an int4 group's scale is chosen."""
+    """Choice of the scale of an int4 group."""
 
     MINMAX = "minmax"
     MSE = "mse"
 
 
 class Device(StrEnum):
-    """Where the numbers are computed; the bits are the same."""
+    """Device that computes; the results are equal bit by bit."""
 
     CPU = "cpu"
     CUDA = "cuda"
@@ -69,7 +70,7 @@ class Device(StrEnum):
 
 @dataclass(frozen=True)
 class QuantizeOptions:
-    """The schemes by name, or "keep" for what the source has, and how they are written."""
+    """Schemes by name ("keep": that of the source), and their variants."""
 
     bundle: BundleOptions
     base_quant: str = KEEP
@@ -84,7 +85,7 @@ class QuantizeOptions:
 
 @dataclass(frozen=True)
 class _Choice:
-    """The options, resolved against a source: its schemes, and how integers are described."""
+    """Schemes of both parts for a given source, and the way to describe integers to the engine."""
 
     base: Scheme
     mtp: Scheme
@@ -101,11 +102,11 @@ class _Choice:
 
 
 def default_input() -> Path:
-    """The current folder, when it is a bundle (UsageError when it is not)."""
+    """Return the current folder (UsageError if it is no bundle)."""
     folder = Path.cwd()
     if not is_bundle(folder) or not (folder / MANIFEST_NAME).is_file():
         raise UsageError(
-            "The current folder is no bundle",
+            "The current folder is not a bundle",
             where=folder,
             expected=f"main/, mtp/ and {MANIFEST_NAME}, or --input-dir",
             todo="See mtp-export quantize --help",
@@ -114,7 +115,7 @@ def default_input() -> Path:
 
 
 def default_output(source: Path, base_quant: str, mtp_quant: str) -> Path:
-    """A sibling of the input named after the pair; reads the source's config to know the pair."""
+    """Return a folder beside the input, named after the pair of schemes."""
     _, stored = open_source(source)
     names = [_scheme_name(name, stored) for name in (base_quant, mtp_quant)]
     folder = source.resolve()
@@ -122,40 +123,39 @@ def default_output(source: Path, base_quant: str, mtp_quant: str) -> Path:
 
 
 def plan_quantize(options: QuantizeOptions, *, dry_run: bool = False) -> BundlePlan:
-    """Check source, output and options and lay out the bundle; raises whatever is wrong.
+    """Check source, output and options, and plan the bundle (MtpExportError).
 
     Raises UnsupportedError for a pair outside the table, for a tensor that a scheme cannot hold
     (its K against the group size) and for a target that does not read the MTP module's scheme.
     """
     target = target_of(options.bundle.target)
     check_nesting(options.bundle.input_dir, options.bundle.output_dir)
-    check_output(options.bundle.output_dir, options.bundle.overwrite)
+    check_output(options.bundle.output_dir, options.bundle.run.overwrite)
     source = checkpoint, stored = open_source(options.bundle.input_dir)
     choice = _choose(options, stored)
     _check_format(options)
     _check_target(target, choice.mtp, stored)
     _check_storages(options.bundle.target, choice)
-    main = _conversion(choice.base, choice, options, stored)
-    mtp = _conversion(choice.mtp, choice, options, stored)
+    main = _conversion(choice.base, choice, options, stored=stored)
+    mtp = _conversion(choice.mtp, choice, options, stored=stored)
     configs = quantization_configs(
         checkpoint.config, stored, main=main, mtp=mtp, dialect=choice.dialect
     )
     split = SplitOptions(
         target=target,
-        shared_weights=options.bundle.shared_weights,
-        max_shard_bytes=options.bundle.max_shard_bytes,
+        shared_weights=options.bundle.content.shared_weights,
+        max_shard_bytes=options.bundle.content.max_shard_bytes,
         main=main,
         mtp=mtp,
         main_config=with_quantization(checkpoint.config, configs.main),
         mtp_config=with_quantization(checkpoint.config, configs.mtp),
     )
-    recorded = _recorded(options, choice)
-    device = _device(options.device)
-    return plan_bundle(options.bundle, source, split, recorded, device=device, dry_run=dry_run)
+    recipe = Recipe(split, _recorded(options, choice), _device(options.device))
+    return plan_bundle(options.bundle, source, recipe, dry_run=dry_run)
 
 
 def _scheme_name(wanted: str, stored: StoredModel) -> str:
-    """A scheme's name; what is kept counts as what it is."""
+    """Return a scheme's name; "keep" is the scheme of the source."""
     return native_scheme(stored.native) if wanted == KEEP else wanted
 
 
@@ -195,7 +195,7 @@ def _check_format(options: QuantizeOptions) -> None:
 
 
 def _check_target(target: Target, mtp: Scheme, stored: StoredModel) -> None:
-    """What a target cannot read as its draft, or this tool does not convert and transpose."""
+    """Refuse a draft that the target does not read, or that is converted and transposed at once."""
     native = native_scheme(stored.native)
     readable = target.mtp_storages.issuperset(mtp.storages.values())
     if readable and (mtp.name == native or not target.transposes):
@@ -212,14 +212,14 @@ def _check_target(target: Target, mtp: Scheme, stored: StoredModel) -> None:
 
 
 def _schemes_in(storages: Collection[Storage]) -> list[str]:
-    """The schemes whose linears are in these storages alone."""
+    """Return the schemes whose linears are in these storages alone."""
     return sorted(
         name for name, scheme in SCHEMES.items() if set(scheme.storages.values()) <= set(storages)
     )
 
 
 def _check_storages(target: str, choice: _Choice) -> None:
-    """The engines of --target must read every storage of the bundle."""
+    """Refuse a bundle with a storage that the engine of --target does not read."""
     reads = engine_of(target).storages
     unread = sorted(choice.storages - reads)
     if not unread:
@@ -237,8 +237,11 @@ def _check_storages(target: str, choice: _Choice) -> None:
 def _conversion(
     scheme: Scheme, choice: _Choice, options: QuantizeOptions, stored: StoredModel
 ) -> Conversion:
-    """A scheme as its loader wants it. In some dialects fp8 beside integers is compressed-tensors
-    too: with another scale name, and absorbed linears in bf16."""
+    """Return the conversion into a scheme, as the loader reads it.
+
+    In some dialects fp8 beside integers is compressed-tensors too: with another scale name, and
+    absorbed linears in bf16.
+    """
     renamed = choice.has_integers and not choice.dialect.native_fp8
     return Conversion(
         scheme=scheme.name,

@@ -11,7 +11,7 @@ from mtp_export.schemes.storage import BLOCK, SCALE_DTYPES
 
 Config = dict[str, Any]
 
-KEY = "quantization_config"
+QUANTIZATION = "quantization_config"
 NATIVE_FP8: Config = {
     "quant_method": "fp8",
     "activation_scheme": "dynamic",
@@ -24,7 +24,7 @@ _LEFT_OUT_KEYS = ("modules_to_not_convert", "ignored_layers")
 
 def quantization_of(config: Mapping[str, Any]) -> Any:
     """Return a config.json's quantization_config; None where it has none."""
-    return config.get(KEY)
+    return config.get(QUANTIZATION)
 
 
 def with_quantization(config: Mapping[str, Any], quantization: Any) -> Config:
@@ -32,13 +32,13 @@ def with_quantization(config: Mapping[str, Any], quantization: Any) -> Config:
 
     It becomes the last field.
     """
-    rest = {key: value for key, value in config.items() if key != KEY}
-    return rest if quantization is None else {**rest, KEY: quantization}
+    rest = {key: value for key, value in config.items() if key != QUANTIZATION}
+    return rest if quantization is None else {**rest, QUANTIZATION: quantization}
 
 
 def replaced_quantization(config: Mapping[str, Any], quantization: object) -> Config:
     """Return a config.json with another quantization_config in the same place, or the last."""
-    return {**config, KEY: quantization}
+    return {**config, QUANTIZATION: quantization}
 
 
 def describe(config: Mapping[str, Any]) -> str:
@@ -141,7 +141,7 @@ def with_renamed_modules(config: Mapping[str, Any], rename: Callable[[str], str 
         for key in _LEFT_OUT_KEYS
         if quantization.get(key)
     }
-    return {**config, KEY: {**quantization, **lists}}
+    return {**config, QUANTIZATION: {**quantization, **lists}}
 
 
 def not_an_object(found: object) -> InvalidInputError:

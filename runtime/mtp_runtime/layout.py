@@ -6,8 +6,8 @@ from collections.abc import Sequence
 
 import torch
 
+from mtp_kernels.batch_layout import BatchLayout
 from mtp_runtime.cache import CachedSequence, PagedCache
-from mtp_runtime.layers.attention import BatchLayout
 
 
 def lay_out(
@@ -25,11 +25,11 @@ def lay_out(
         slots += cache.slots(sequence, start, end)
         cu_q.append(cu_q[-1] + end - start)
     return BatchLayout(
-        torch.tensor(positions, device=device),
-        torch.tensor(slots, device=device),
-        page_table(sequences, device),
-        torch.tensor([end for _, end in spans], dtype=torch.int32, device=device),
-        torch.tensor(cu_q, dtype=torch.int32, device=device),
+        positions=torch.tensor(positions, device=device),
+        slots=torch.tensor(slots, device=device),
+        page_table=page_table(sequences, device),
+        kv_lens=torch.tensor([end for _, end in spans], dtype=torch.int32, device=device),
+        cu_q=torch.tensor(cu_q, dtype=torch.int32, device=device),
     )
 
 

@@ -13,9 +13,9 @@ from functools import cached_property
 import torch
 import torch.nn.functional as F
 
+from mtp_kernels.batch_layout import BatchLayout
 from mtp_runtime.cache import CachedSequence, PagedCache
 from mtp_runtime.config import ModelConfig
-from mtp_runtime.layers.attention import BatchLayout
 from mtp_runtime.layout import lay_out
 from mtp_runtime.models.deepseek_v3 import DeepseekV3, Head, Layers, MtpModule
 

@@ -16,9 +16,9 @@ from safetensors.torch import save_file
 
 from benchmarks.vllm_peer import settings_of
 from cases import edit_json, read_tensors
-from mtp_export.bundle.build import BundleOptions, run_bundle
+from mtp_export.bundle.build import run_bundle
+from mtp_export.bundle.options import BundleOptions, ContentOptions, Part
 from mtp_export.bundle.quantize import QuantizeOptions, plan_quantize
-from mtp_export.bundle.split import Part
 from mtp_export.verify.evidence.statistics import Estimate, ratio
 from mtp_kernels.quantize import (
     Int4Group,
@@ -156,7 +156,7 @@ def bundle_of(folder: Path, main: Path, mtp: Path) -> Path:
 
 def quantized_draft(source: Path, folder: Path, scheme: str) -> Path:
     """The MTP part in a scheme of integers."""
-    bundle = BundleOptions(source, folder, part=Part.MTP)
+    bundle = BundleOptions(source, folder, content=ContentOptions(part=Part.MTP))
     options = QuantizeOptions(bundle, scheme, scheme, group_size=32, allow_untested_pair=True)
     run_bundle(plan_quantize(options), lambda _: None)
     return folder / "mtp"

@@ -7,8 +7,9 @@ from pathlib import Path
 import pytest
 
 from cases import WHOLE_TILES, make_checkpoint, read_json, run_program
-from mtp_export.bundle.build import BundleOptions, run_bundle
+from mtp_export.bundle.build import run_bundle
 from mtp_export.bundle.launch import launch_lines
+from mtp_export.bundle.options import BundleOptions
 from mtp_export.bundle.quantize import QuantizeOptions, plan_quantize
 from mtp_export.checkpoint.reader import Checkpoint
 from mtp_export.families import family_of

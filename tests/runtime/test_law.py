@@ -11,7 +11,13 @@ from typing import Any
 import numpy as np
 import pytest
 
-from mtp_export.verify.decoding.table_model import distance, engine_of, exact_law, law_of, tables
+from mtp_export.verify.decoding.table_model import (
+    distance,
+    engine_of,
+    output_distribution,
+    tables,
+    target_distribution,
+)
 from mtp_export.verify.evidence.statistics import critical_chi_square
 from mtp_runtime.acceptance import Draft
 from mtp_runtime.drafters import DRAFTERS
@@ -39,9 +45,9 @@ def test_every_drafter_keeps_the_law(
     engine = engine_of(
         target, draft, DRAFTERS[method], max_draft_tokens=2, sample_drafts=sample_drafts
     )
-    found = law_of(engine, params)
+    found = output_distribution(engine, params)
     assert sum(found.values()) == pytest.approx(1.0, abs=1e-9)
-    assert distance(found, exact_law(target, params)) < 1e-9
+    assert distance(found, target_distribution(target, params)) < 1e-9
 
 
 @pytest.mark.parametrize("k", [1, 3])
@@ -49,7 +55,7 @@ def test_other_depths_keep_the_law(k: int) -> None:
     target, draft = tables(seed=4)
     engine = engine_of(target, draft, DRAFTERS["mtp"], max_draft_tokens=k)
     params = SamplingParams(temperature=1.0, max_tokens=4)
-    assert distance(law_of(engine, params), exact_law(target, params)) < 1e-9
+    assert distance(output_distribution(engine, params), target_distribution(target, params)) < 1e-9
 
 
 class KeepsOneProbability:
@@ -77,7 +83,7 @@ def test_a_wrong_proposal_law_is_seen() -> None:
         target, draft, lambda parts: KeepsOneProbability(build(parts)), max_draft_tokens=2
     )
     params = SamplingParams(temperature=1.0, max_tokens=4)
-    assert distance(law_of(engine, params), exact_law(target, params)) > 0.01
+    assert distance(output_distribution(engine, params), target_distribution(target, params)) > 0.01
 
 
 @pytest.mark.parametrize("acceptance", ["topp_window", "relaxed"])
@@ -85,9 +91,9 @@ def test_lossy_rules_are_lossy(acceptance: str) -> None:
     target, draft = tables(seed=3)
     engine = engine_of(target, draft, DRAFTERS["mtp"], max_draft_tokens=2, acceptance=acceptance)
     params = SamplingParams(temperature=1.0, top_p=0.8, max_tokens=3)
-    found = law_of(engine, params)
+    found = output_distribution(engine, params)
     assert sum(found.values()) == pytest.approx(1.0, abs=1e-9)
-    assert distance(found, exact_law(target, params)) > 0.01
+    assert distance(found, target_distribution(target, params)) > 0.01
 
 
 def test_chi_square_on_the_trained_model(trained: Path) -> None:

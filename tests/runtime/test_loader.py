@@ -10,8 +10,9 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from mtp_export.bundle.build import BundleOptions, run_bundle
+from mtp_export.bundle.build import run_bundle
 from mtp_export.bundle.export import plan_export
+from mtp_export.bundle.options import BundleOptions
 from mtp_export.errors import InvalidInputError, UnsupportedError
 from mtp_export.schemes.formats import (
     FORMATS,

@@ -1,6 +1,6 @@
-"""Good bundles pass when they are run: gates against the source, nothing that another layout would
-explain, drafts that depend on what they should. Here two rows that lose the most, on a
-little text; `python -m faults.good_rows` runs every row on more."""
+"""Good bundles pass when they run: within the gates of their source, no other layout drafts better,
+drafts depend on their inputs. Here the two rows that lose the most, on a little text;
+`python -m faults.good_rows` runs every row on more."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def source() -> DeepseekV3:
 @pytest.mark.parametrize("name", ["int4 everywhere", "wint4"])
 def test_good_bundle_runs_as_its_source(name: str, source: DeepseekV3, tmp_path: Path) -> None:
     good = Good.written(name, tmp_path / "bundle")
-    items = items_of(good, source, prompts_of(0, 8), 12)
+    items = items_of(good, source=source, prompts=prompts_of(0, 8), tokens=12)
     assert Figures.of(items).failed == ()
     passed = {item.name for item in items if item.status is Status.PASS}
     assert {"KL of the target's law", "top-1 agreement", "no other layout drafts better"} <= passed

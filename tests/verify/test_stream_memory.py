@@ -1,5 +1,5 @@
-"""The streamed pass holds one layer, as it is stored, and the activations: measured as the growth
-of a process's peak memory over a model whose layers are large beside everything else."""
+"""The streamed pass holds one layer, as stored, and the activations: measured as the growth of a
+process's peak memory, with a model whose layers are larger than everything else."""
 
 from __future__ import annotations
 

@@ -10,11 +10,11 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 
 import numpy as np
 import torch
 
+from mtp_kernels.batch_layout import BatchLayout
 from mtp_kernels.cpu.memory import LINE, Arena, floats
 from mtp_kernels.cpu.team import process_team
 from mtp_kernels.cpu.vectors import PANEL
@@ -33,25 +33,9 @@ __all__ = [
     "PackedLayer",
     "Projection",
     "Recursion",
-    "Rows",
     "Sizes",
     "pack_layer",
 ]
-
-
-@dataclass(frozen=True)
-class Rows:
-    """The rows of a pass and whose they are, on the CPU.
-
-    positions [T] and slots [T] int64 (a slot is page * page_size + offset); page_table
-    [b, max_pages], kv_lens [b] and cu_q [b+1] int32, as `verify_attention` takes them.
-    """
-
-    positions: torch.Tensor
-    slots: torch.Tensor
-    page_table: torch.Tensor
-    kv_lens: torch.Tensor
-    cu_q: torch.Tensor
 
 
 class Decoder:
@@ -88,15 +72,15 @@ class Decoder:
         for layer in self._layers:
             yield Decoder(self.sizes, [layer], *self._rope)
 
-    def __call__(self, x: torch.Tensor, rows: Rows, kv_cache: torch.Tensor) -> None:
+    def __call__(self, x: torch.Tensor, layout: BatchLayout, kv_cache: torch.Tensor) -> None:
         """Take the stream x [T, d] through the layers, in place.
 
         kv_cache [layers, pages, page, c+r] gets the rows' latents and rope keys, and is attended.
         """
         page = kv_cache.shape[2]
-        tiles, waves, parts = plan(rows.cu_q.numpy(), rows.kv_lens.numpy(), self.sizes.heads)
-        rotations = turns(rows.positions.numpy(), self.inverse, self.amplitude)
-        slots, page_table = rows.slots.numpy(), rows.page_table.numpy()
+        tiles, waves, parts = plan(layout.cu_q.numpy(), layout.kv_lens.numpy(), self.sizes.heads)
+        rotations = turns(layout.positions.numpy(), self.inverse, self.amplitude)
+        slots, page_table = layout.slots.numpy(), layout.page_table.numpy()
         places = places_of(tiles, self.sizes.heads, len(x))
         batch = Batch(rotations, slots, page_table, page, places, tiles, waves)
         team = process_team()

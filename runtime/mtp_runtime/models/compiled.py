@@ -9,6 +9,7 @@ from typing import cast
 import numpy as np
 import torch
 
+from mtp_kernels.batch_layout import BatchLayout
 from mtp_kernels.decoder import (
     Arena,
     Decoder,
@@ -17,12 +18,10 @@ from mtp_kernels.decoder import (
     PackedLayer,
     Projection,
     Recursion,
-    Rows,
     Sizes,
     pack_layer,
 )
 from mtp_runtime.config import Hidden, ModelConfig
-from mtp_runtime.layers.attention import BatchLayout
 from mtp_runtime.layers.linear import Linear
 from mtp_runtime.layers.moe import Mlp, Moe
 from mtp_runtime.layers.norm import RmsNorm
@@ -42,8 +41,7 @@ class CompiledLayers:
     def __call__(
         self, x: torch.Tensor, kv_cache: torch.Tensor, layout: BatchLayout
     ) -> torch.Tensor:
-        rows = Rows(layout.positions, layout.slots, layout.page_table, layout.kv_lens, layout.cu_q)
-        self.decoder(x, rows, kv_cache)
+        self.decoder(x, layout, kv_cache)
         return x
 
     def each(self) -> Iterator[CompiledLayers]:

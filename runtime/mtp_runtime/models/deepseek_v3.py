@@ -14,8 +14,9 @@ from typing import Protocol
 import torch
 import torch.nn.functional as F
 
+from mtp_kernels.batch_layout import BatchLayout
 from mtp_runtime.config import Hidden, ModelConfig, MtpContract
-from mtp_runtime.layers.attention import BatchLayout, attend
+from mtp_runtime.layers.attention import attend
 from mtp_runtime.layers.linear import Linear
 from mtp_runtime.layers.mla import Mla
 from mtp_runtime.layers.moe import Mlp, Moe

@@ -1,41 +1,47 @@
-"""Check 3: the weights are the source's: copied tensors bit for bit, converted ones within the
-noise that their scheme makes."""
+"""Check `weights`: the weights are the source's, copied tensors bit for bit, converted ones within
+the quantization noise of their form."""
 
 from __future__ import annotations
 
 import math
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from statistics import median
 from typing import TYPE_CHECKING, Any
 
 from mtp_export.bundle.tied_weights import PIECE_BYTES, first_difference
-from mtp_export.checkpoint.tensor_reader import aligned_buffer
+from mtp_export.checkpoint.bundle_folder import MAIN
+from mtp_export.checkpoint.direct_io import aligned_buffer
+from mtp_export.families import family_of
 from mtp_export.progress import ProgressCallback, format_bytes
+from mtp_export.schemes.native import QUANTIZATION
 from mtp_export.schemes.storage import Storage
 from mtp_export.schemes.stored import stored_model
 from mtp_export.schemes.transforms import one_torch_thread
-from mtp_export.verify import gates
-from mtp_export.verify.check import Item, Problem, Status, verdict
-from mtp_export.verify.context import MAIN
-from mtp_export.verify.diagnosis.weight_causes import Sources, explain
+from mtp_export.verify.check import Item, Problem, not_tested, verdict
+from mtp_export.verify.diagnosis import causes
+from mtp_export.verify.diagnosis.weight_bugs import Sources, explain
+from mtp_export.verify.evidence.bundle_parts import PartLayout
 from mtp_export.verify.evidence.parallel import in_threads
-from mtp_export.verify.files.layout import PartLayout, layouts, target_of
-from mtp_export.verify.weights.values import WeightOnDisk, weights_on_disk
+from mtp_export.verify.evidence.weight_values import WeightOnDisk, weights_on_disk
+from mtp_export.verify.gates import GATES
 
 if TYPE_CHECKING:
     from mtp_export.verify.context import Context
 
-_EXPLAINED = 3
-_WORST = 10
+_EXPLAINED = 3  # wrong weights per item whose cause is looked for
+_WORST = 10  # weights per item that are named in data
 
 
 @dataclass(frozen=True)
 class Compared:
-    """A weight beside its source's. sqnr_db: infinite where nothing was lost; None for a weight
-    that was copied, of which equal says whether its bytes are the source's."""
+    """A weight compared with its source's.
+
+    sqnr_db: infinite if nothing was lost, None for a copied weight. equal: its bytes are the
+    source's. error: why its values cannot be decoded, else "".
+    """
 
     weight: WeightOnDisk
     source: WeightOnDisk
@@ -46,28 +52,32 @@ class Compared:
 
     @property
     def failed(self) -> bool:
+        """True if the weight is not the source's within the bound of its form."""
         if self.error:
             return True
         if self.sqnr_db is None:
             return not self.equal
-        return self.sqnr_db < gates.SQNR_DB[self.weight.stored.storage]
+        return self.sqnr_db < GATES[self.weight.stored.storage].sqnr_db
 
     @property
     def layer(self) -> int | None:
+        """The decoder layer, None for a weight outside them."""
         parts = self.weight.stored.weight.name.split(".")
         return int(parts[2]) if len(parts) > 2 and parts[2].isdigit() else None
 
 
 def run(context: Context) -> Iterator[Item]:
-    """Every weight against --source; without one, the figures that the export noted."""
+    """Every weight compared with --source; without one, the figures that the export recorded."""
     if context.source is None:
-        yield from _noted(context)
+        yield from _recorded(context)
         return
     yield _config(context, context.source.config)
     stored = stored_model(context.source.config)
     sources = {w.stored.weight.name: w for w in weights_on_disk(stored, context.source.tensors)}
-    for layout in layouts(context):
-        pairs, alone = _paired(layout, sources)
+    family = family_of(context.source.config)
+    main_names = {pair.mtp_name: pair.main_name for pair in family.shared}
+    for layout in context.layouts:
+        pairs, alone = _paired(layout, sources, main_names)
         yield verdict(f"{layout.name}: weights that the source has", alone, f"{len(pairs):,}")
         compared = _compare_all(context, layout.name, pairs)
         yield from _part_items(layout.name, compared, Sources(sources, context.source.config))
@@ -75,20 +85,18 @@ def run(context: Context) -> Iterator[Item]:
 
 
 def _paired(
-    layout: PartLayout, sources: Mapping[str, WeightOnDisk]
+    layout: PartLayout, sources: Mapping[str, WeightOnDisk], main_names: Mapping[str, str]
 ) -> tuple[list[tuple[WeightOnDisk, WeightOnDisk]], list[Problem]]:
-    """Each weight with the source's; the draft's embedding and head may be the main model's."""
-    shared = {".embed_tokens.weight": "model.embed_tokens.weight",
-              ".shared_head.head.weight": "lm_head.weight"}  # fmt: skip
+    """Each weight with the source's, and problems of those that have none. A draft's embedding and
+    head may be the main model's, by main_names."""
     pairs, alone = [], []
     for weight in weights_on_disk(layout.stored, layout.checkpoint.tensors):
         name = weight.stored.weight.name
         source = sources.get(name)
         if source is None:
-            main = next((to for end, to in shared.items() if name.endswith(end)), "")
-            source = sources.get(main)
+            source = sources.get(main_names.get(name, ""))
         if source is None or source.stored.weight.shape != weight.stored.weight.shape:
-            alone.append(Problem(name, f"{name} has no like in the source: another model's"))
+            alone.append(Problem(name, causes.not_in_source(name)))
         else:
             pairs.append((weight, source))
     return pairs, alone
@@ -104,8 +112,8 @@ def _compare_all(
         return list(in_threads(work, pairs, context.options.workers))
 
 
-def _pass_by(piece: memoryview) -> None:
-    """Compared, and of no other use."""
+def _discard(piece: memoryview) -> None:
+    """Drop a piece that was compared."""
 
 
 def _compare(progress: ProgressCallback, pair: tuple[WeightOnDisk, WeightOnDisk]) -> Compared:
@@ -113,7 +121,7 @@ def _compare(progress: ProgressCallback, pair: tuple[WeightOnDisk, WeightOnDisk]
     if _is_copy(weight, source):
         buffer = aligned_buffer(PIECE_BYTES)
         equal = all(
-            first_difference(ours, theirs, _pass_by, buffer) is None
+            first_difference(ours, theirs, _discard, buffer) is None
             for ours, theirs in zip(weight.tensors, source.tensors, strict=True)
         )
         progress(weight.size_bytes)
@@ -121,11 +129,11 @@ def _compare(progress: ProgressCallback, pair: tuple[WeightOnDisk, WeightOnDisk]
     try:
         return _measured(weight, source, progress)
     except ValueError as error:
-        return Compared(weight, source, False, error=str(error))
+        return Compared(weight, source, equal=False, error=str(error))
 
 
 def _is_copy(weight: WeightOnDisk, source: WeightOnDisk) -> bool:
-    """Stored the same way; a square matrix that lies turned has the shape and not the bytes."""
+    """True if both are stored in the same form and orientation."""
     ours, theirs = (
         (w.stored.storage, w.stored.transposed, [(t.dtype, t.shape) for t in w.tensors])
         for w in (weight, source)
@@ -134,7 +142,7 @@ def _is_copy(weight: WeightOnDisk, source: WeightOnDisk) -> bool:
 
 
 def _measured(weight: WeightOnDisk, source: WeightOnDisk, progress: ProgressCallback) -> Compared:
-    """Signal over error, both dequantized in fp32 and added up in float64."""
+    """SQNR and largest error of the values, dequantized in fp32 and summed in float64."""
     signal = noise = worst = 0.0
     for start, stop in weight.pieces():
         ours = weight.encoded(start, stop).dequantize().double()
@@ -147,7 +155,7 @@ def _measured(weight: WeightOnDisk, source: WeightOnDisk, progress: ProgressCall
     sqnr = math.inf if noise == 0 else -math.inf
     if noise and signal:
         sqnr = 10 * math.log10(signal / noise)
-    return Compared(weight, source, noise == 0, sqnr, worst)
+    return Compared(weight, source, equal=noise == 0, sqnr_db=sqnr, max_error=worst)
 
 
 def _part_items(part: str, compared: Sequence[Compared], sources: Sources) -> Iterator[Item]:
@@ -156,43 +164,41 @@ def _part_items(part: str, compared: Sequence[Compared], sources: Sources) -> It
         size = format_bytes(sum(one.weight.size_bytes for one in copied))
         wrong = [one for one in copied if one.failed]
         yield verdict(
-            f"{part}: copied weights", _problems(wrong, sources), f"{len(copied):,}, {size}",
-            "bit for bit",
-        )  # fmt: skip
+            f"{part}: copied weights",
+            _problems(wrong, sources),
+            figure=f"{len(copied):,}, {size}",
+            bound="bit for bit",
+        )
     groups: dict[tuple[Storage, str], list[Compared]] = defaultdict(list)
     for one in compared:
         if one.sqnr_db is not None or one.error:
             key = one.weight.stored.storage, str(one.weight.stored.weight.role)
             groups[key].append(one)
     for (storage, role), group in groups.items():
-        yield _group_item(f"{part}: {role} as {storage}", storage, group, sources)
+        yield _group_item(f"{part}: {role} as {storage}", group, sources)
 
 
-def _group_item(name: str, storage: Storage, group: Sequence[Compared], sources: Sources) -> Item:
-    """SQNR of the weights with one role and form; the worst ten are in the data."""
+def _group_item(name: str, group: Sequence[Compared], sources: Sources) -> Item:
+    """SQNR of the weights of one role and form; the worst are named in data."""
     ordered = sorted(group, key=lambda one: -math.inf if one.sqnr_db is None else one.sqnr_db)
     levels = [one.sqnr_db for one in ordered if one.sqnr_db is not None]
     wrong = [one for one in ordered if one.failed]
-    bound = f"≥ {gates.SQNR_DB[storage]:.0f} dB"
+    bound = f"≥ {GATES[group[0].weight.stored.storage].sqnr_db:.0f} dB"
     figure = f"{len(group):,}: exact"
     if levels and levels[0] < math.inf:
         figure = f"{len(group):,}: min {_db(levels[0])}, median {_db(median(levels))}"
-    item = verdict(name, _problems(wrong, sources), figure, bound)
-    if not wrong:
-        item = Item(name, item.status, figure, bound, ordered[0].weight.name)
-    return Item(
-        item.name, item.status, item.figure, bound, item.subject, item.cause,
-        {**item.data, **_data(storage, ordered)},
-    )  # fmt: skip
+    item = verdict(name, _problems(wrong, sources), figure=figure, bound=bound)
+    subject = item.subject or ordered[0].weight.name
+    return replace(item, subject=subject, data={**item.data, **_data(ordered)})
 
 
-def _data(storage: Storage, ordered: Sequence[Compared]) -> dict[str, Any]:
+def _data(ordered: Sequence[Compared]) -> dict[str, Any]:
     by_layer: dict[int, list[float]] = defaultdict(list)
     for one in ordered:
         if one.sqnr_db is not None and math.isfinite(one.sqnr_db) and one.layer is not None:
             by_layer[one.layer].append(one.sqnr_db)
     return {
-        "storage": str(storage),
+        "storage": str(ordered[0].weight.stored.storage),
         "role": str(ordered[0].weight.stored.weight.role),
         "max_error": max(one.max_error for one in ordered),
         "sqnr_db_by_layer": [
@@ -215,7 +221,7 @@ def _db(value: float) -> str:
 
 
 def _problems(wrong: Sequence[Compared], sources: Sources) -> list[Problem]:
-    """The cause of the first few in words; of the others that they are wrong too."""
+    """Problems of wrong weights, the first few with their causes."""
     problems = []
     for number, one in enumerate(wrong):
         words = f"{one.weight.name} is not the source's"
@@ -228,28 +234,28 @@ def _problems(wrong: Sequence[Compared], sources: Sources) -> list[Problem]:
 
 
 def _config(context: Context, source: Mapping[str, Any]) -> Item:
-    """config.json says what the source's does, but for how weights are stored."""
+    """config.json equals the source's but for the storage of weights."""
     problems: list[Problem] = []
     count = 0
     for part in context.parts:
         found = {} if part.checkpoint is None else part.checkpoint.config
-        wanted = source if part.name == MAIN else target_of(context).mtp_config(source)
-        keys = sorted({*wanted, *found} - {"quantization_config"}) if found else []
+        wanted = source if part.name == MAIN else context.target.mtp_config(source)
+        keys = sorted({*wanted, *found} - {QUANTIZATION}) if found else []
         count += len(keys)
         for key in keys:
             if found.get(key) != wanted.get(key):
-                words = f"{key} is {found.get(key)!r} in {part.name}/config.json, "
-                words += f"{wanted.get(key)!r} by the source"
-                problems.append(Problem(f"{part.name}/config.json", words + _dropped(key)))
-    return verdict("config is the source's", problems, f"{count} values", "all but storage")
-
-
-def _dropped(key: str) -> str:
-    return ": yarn's scale was dropped or changed" if key == "rope_scaling" else ""
+                file = f"{part.name}/config.json"
+                words = causes.config_differs(
+                    key, found=found.get(key), wanted=wanted.get(key), file=file
+                )
+                problems.append(Problem(file, words))
+    return verdict(
+        "config is the source's", problems, figure=f"{count} values", bound="all but storage"
+    )
 
 
 def _tokenizers(context: Context) -> Item:
-    """Tokenizer files are the source's own."""
+    """Tokenizer files equal the source's."""
     assert context.source is not None
     folder, problems, count = context.source.files_folder, [], 0
     for part in context.parts:
@@ -257,13 +263,15 @@ def _tokenizers(context: Context) -> Item:
             count += 1
             original = folder / path.name
             if not original.is_file() or original.read_bytes() != path.read_bytes():
-                words = f"{part.name}/{path.name} is not the source's: another model's tokenizer"
+                words = causes.another_tokenizer(f"{part.name}/{path.name}")
                 problems.append(Problem(str(path), words))
-    return verdict("tokenizer is the source's", problems, f"{count} files", "byte for byte")
+    return verdict(
+        "tokenizer is the source's", problems, figure=f"{count} files", bound="byte for byte"
+    )
 
 
-def _noted(context: Context) -> Iterator[Item]:
-    """What the export itself noted of the tensors that it converted."""
+def _recorded(context: Context) -> Iterator[Item]:
+    """SQNR of converted tensors as the export recorded it in the manifest."""
     why = "without --source nothing is compared"
     noted: dict[tuple[str, str], list[float]] = defaultdict(list)
     parts: Mapping[str, Any] = (context.manifest or {}).get("parts") or {}
@@ -273,8 +281,7 @@ def _noted(context: Context) -> Iterator[Item]:
                 if isinstance(facts.get("sqnr_db"), int | float):
                     noted[part, facts["operation"]].append(facts["sqnr_db"])
     if not noted:
-        yield Item("weights against the source", Status.NOT_TESTED, cause=why)
+        yield not_tested("weights against the source", why)
     for (part, operation), levels in noted.items():
         figure = f"{len(levels):,}: min {min(levels):.1f} dB, median {median(levels):.1f} dB"
-        name = f"{part}: {operation}, as the export noted it"
-        yield Item(name, Status.NOT_TESTED, figure, cause=why)
+        yield not_tested(f"{part}: {operation}, as the export noted it", why, figure=figure)

@@ -1,5 +1,5 @@
-"""Why drafts are not accepted: the module is tried with each known mistake undone, and a drafter
-that does not do as its module does is matched against known misbehaviour."""
+"""Variants of the MTP module compared with the module as it is: one that drafts better names the
+export bug that it undoes."""
 
 from __future__ import annotations
 
@@ -7,31 +7,33 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from mtp_export.verify.diagnosis import causes
 from mtp_export.verify.diagnosis.experts import expert_variants
 from mtp_export.verify.diagnosis.variants import (
     Variant,
     contract_variants,
     layout_variants,
+    unchanged,
 )
 from mtp_export.verify.evidence.corpus import Corpus, Drafts, judge
 from mtp_export.verify.evidence.statistics import Estimate, ratio
-from mtp_runtime.config import Hidden
 from mtp_runtime.teacher_forcing import Anchors, draft_states, overlaps
 
-# A variant is better when the target's choices gain so many nats, and its interval lies above 0.
-# The first bound is what keeps variants that make no difference out, the second chance.
+# A variant is better if the target's best tokens gain so many nats, and the interval of the gain
+# lies above 0. The first bound excludes variants that make no difference, the second excludes
+# chance.
 LEAST_GAIN_NATS = 0.03
 CONFIDENCE = 0.98
-# Log-probabilities are cut off here: one hopeless token must not outweigh all others.
+# Log-probabilities are cut off here, so that one hopeless token does not outweigh all others.
 WORST_SCORE = -8.0
 
 
 @dataclass(frozen=True)
 class Alternative:
-    """How a variant fares against the module as it is, at one depth.
+    """A variant compared with the module as it is, at one depth.
 
     gain: mean log-probability of the target's best tokens, variant minus own, in nats. own and
-    other: greedy acceptance, where it was computed.
+    other: greedy acceptance of the module and of the variant, if it was computed.
     """
 
     name: str
@@ -44,6 +46,7 @@ class Alternative:
 
     @property
     def better(self) -> bool:
+        """True if the variant drafts better than the module as it is."""
         low = self.gain.low
         return low is not None and low > 0 and self.gain.value > LEAST_GAIN_NATS
 
@@ -59,58 +62,76 @@ class Alternative:
 
 
 def alternatives(corpus: Corpus) -> list[Alternative]:
-    """Every variant of the module, compared with it as it is; best first."""
+    """Every variant of the module compared with it as it is, best first."""
     module = corpus.module
-    before = module.contract.target_hidden is Hidden.BEFORE_NORM
-    own = {d: _tried(corpus, Variant("own", "", "", module, before, d)) for d in (1, 2)}
+    own = {depth: _tried(corpus, unchanged(module, depth)) for depth in (1, 2)}
     found = []
     for variant in (*layout_variants(corpus.model, module), *contract_variants(module)):
         depth, other = variant.depth, _tried(corpus, variant)
-        gain = _gain(corpus, own[depth], other.scores[depth - 1], depth)
+        gain = _gain(corpus, own=own[depth], scores=other.scores[depth - 1], depth=depth)
         if gain is not None:
-            shares = [acceptance(drafts, depth) for drafts in (own[depth], other)]
             found.append(
-                Alternative(variant.name, variant.change, variant.cause, depth, gain, *shares)
+                Alternative(
+                    name=variant.name,
+                    change=variant.change,
+                    cause=variant.cause,
+                    depth=depth,
+                    gain=gain,
+                    own=acceptance(own[depth], depth),
+                    other=acceptance(other, depth),
+                )
             )
     for expert in expert_variants(corpus, own[1].scores[0]):
-        gain = _gain(corpus, own[1], expert.scores, 1)
+        gain = _gain(corpus, own=own[1], scores=expert.scores, depth=1)
         if gain is not None:
-            found.append(Alternative("experts", expert.change, expert.cause, 1, gain))
+            found.append(
+                Alternative(
+                    name="experts", change=expert.change, cause=expert.cause, depth=1, gain=gain
+                )
+            )
     return sorted(found, key=lambda alternative: -alternative.gain.value)
 
 
 def _anchors(corpus: Corpus, depth: int) -> Anchors:
-    """Places that tell: all there are for first drafts, those of an engine for later ones, each of
-    which attends to its whole text anew."""
+    """Rows to score: all for first drafts; for later ones, each of which attends to its whole text
+    anew, the fewer where an engine would draft."""
     return corpus.everywhere if depth == 1 else corpus.anchors
 
 
 def _tried(corpus: Corpus, variant: Variant) -> Drafts:
-    """What a variant drafts up to its depth, against the target's own best tokens."""
+    """Drafts of a variant up to its depth, judged by the target's own best tokens."""
     anchors = _anchors(corpus, variant.depth)
-    outputs = variant_outputs(corpus, variant, variant.depth, anchors)
-    return judge(variant.module, corpus.texts, anchors, outputs, corpus.choices)
+    outputs = variant_outputs(corpus, variant, depths=variant.depth, anchors=anchors)
+    return judge(
+        variant.module,
+        texts=corpus.texts,
+        anchors=anchors,
+        states=outputs,
+        following=corpus.choices,
+    )
 
 
 def drafts_of(corpus: Corpus, variant: Variant, depths: int) -> Drafts:
-    """What a variant drafts."""
+    """Drafts of a variant where an engine would draft, judged by the texts."""
     outputs = variant_outputs(corpus, variant, depths)
-    return judge(variant.module, corpus.texts, corpus.anchors, outputs)
+    return judge(variant.module, texts=corpus.texts, anchors=corpus.anchors, states=outputs)
 
 
 @torch.inference_mode()
 def variant_outputs(
     corpus: Corpus, variant: Variant, depths: int, anchors: Anchors | None = None
 ) -> list[torch.Tensor]:
-    """A variant's MTP output [A, d] before the norm, of each depth."""
+    """MTP outputs [A, d] of a variant before the norm, one per depth."""
     before, after = corpus.states
     hidden = before if variant.before_norm else after
-    return corpus.draft_outputs(depths, variant.module, hidden, variant.recycle, anchors)
+    return corpus.draft_outputs(
+        depths, module=variant.module, hidden=hidden, recycle=variant.recycle, anchors=anchors
+    )
 
 
 def acceptance(drafts: Drafts, depth: int) -> float:
-    """Greedy acceptance at a depth, given that the drafts before it stand."""
-    where = drafts.stands(depth - 1) & drafts.room[depth - 1]
+    """Greedy acceptance at a depth, given that the drafts before it are accepted."""
+    where = drafts.reached(depth - 1) & drafts.room[depth - 1]
     return float((drafts.hit[depth - 1] & where).sum() / max(1, int(where.sum())))
 
 
@@ -124,8 +145,8 @@ def _gain(corpus: Corpus, own: Drafts, scores: torch.Tensor, depth: int) -> Esti
 
 @torch.inference_mode()
 def first_token(corpus: Corpus) -> Alternative | None:
-    """Whether position 0's embedding is treated as the module was trained: drafts from the first
-    row of every text, as recorded and the other way."""
+    """The module with position 0's embedding treated the other way, compared on drafts from the
+    first row of every text; None if there is no text."""
     texts, module = corpus.texts, corpus.module
     rows = torch.tensor(texts.starts)
     anchors = Anchors(rows, torch.arange(len(rows)))
@@ -145,12 +166,11 @@ def first_token(corpus: Corpus) -> Alternative | None:
     if gain is None:
         return None
     return Alternative(
-        "zero_first_embedding",
-        f"the first token's embedding is {'kept' if zero else 'zeroed'}",
-        "first-token handling: the embedding of position 0 must be"
-        f" {'kept' if zero else 'zeroed'} for this module",
-        1,
-        gain,
-        float(own.mean()),
-        float(other.mean()),
+        name="zero_first_embedding",
+        change=f"the first token's embedding is {'kept' if zero else 'zeroed'}",
+        cause=causes.first_embedding_must_be("kept" if zero else "zeroed"),
+        depth=1,
+        gain=gain,
+        own=float(own.mean()),
+        other=float(other.mean()),
     )

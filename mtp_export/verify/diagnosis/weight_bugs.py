@@ -1,5 +1,5 @@
-"""Why a weight is not its source's, in words: each known mistake is undone, and the one whose
-undoing gives the source back is named."""
+"""Diagnosis of a weight that differs from its source's: each known export bug is undone, and the
+one whose undoing gives the source back is named."""
 
 from __future__ import annotations
 
@@ -12,14 +12,15 @@ from typing import TYPE_CHECKING, Any
 
 from mtp_export.schemes.formats import EncodedWeight
 from mtp_export.schemes.storage import BLOCK, Storage
-from mtp_export.verify import gates
-from mtp_export.verify.weights.values import WeightOnDisk
+from mtp_export.verify.diagnosis import causes
+from mtp_export.verify.evidence.weight_values import WeightOnDisk
+from mtp_export.verify.gates import GATES
 
 if TYPE_CHECKING:
     import torch
 
 _SAMPLE_ELEMENTS = 1 << 23
-_CLOSE_DB = 15.0
+_CLOSE_DB = 15.0  # a weight of another version of the model is at least this close
 _LAYER = re.compile(r"^(model\.layers\.)(\d+)(\..*)$")
 
 
@@ -31,8 +32,8 @@ class Sources:
     config: Mapping[str, Any]
 
     def like(self, source: WeightOnDisk) -> Iterator[WeightOnDisk]:
-        """Weights of the same shape that could be taken for this one: of its layer, and those of
-        the same name in the other layers."""
+        """Weights of the same shape that could be taken for this one: others of its layer, and
+        those of the same name in other layers."""
         spec = source.stored.weight
         match = _LAYER.match(spec.name)
         for name, other in self.weights.items():
@@ -47,19 +48,19 @@ class Sources:
 
 
 def explain(weight: WeightOnDisk, source: WeightOnDisk, sources: Sources) -> str:
-    """The likely cause, in words."""
+    """The likely cause why a weight is not the source's, in words."""
     import torch
 
     stop = _sample_rows(weight)
     raw = weight.encoded(0, stop)
     wanted = source.encoded(0, stop).dequantize()
-    bound = gates.SQNR_DB[weight.stored.storage]
+    bound = GATES[weight.stored.storage].sqnr_db
     try:
         found = raw.dequantize()
     except ValueError as error:
         return str(error)
     if float(found.max()) == float(found.min()):
-        return "it is constant: never written, or dropped and filled in"
+        return causes.CONSTANT
     rope = _of_rope(weight.stored.weight.name, found, sources)
     for words, undone in (*_of_values(found), *rope, *_of_codes(raw)):
         try:
@@ -73,9 +74,9 @@ def explain(weight: WeightOnDisk, source: WeightOnDisk, sources: Sources) -> str
     for other in sources.like(source):
         theirs = other.encoded(0, min(stop, other.rows)).dequantize()
         if _sqnr_db(theirs, found) >= bound:
-            return f"it holds {other.stored.weight.name}"
+            return causes.holds_another(other.stored.weight.name)
     if found.ndim == 1 and torch.equal(found.sort()[0], wanted.sort()[0]):
-        return "its elements are in another order"
+        return causes.ELEMENTS_REORDERED
     return _unknown(found, wanted)
 
 
@@ -95,11 +96,12 @@ def _sqnr_db(wanted: torch.Tensor, found: torch.Tensor) -> float:
     return 10 * math.log10(signal / noise) if signal else -math.inf
 
 
+# A cause, and the weight's values with that bug undone.
 Undone = tuple[str, Callable[[], "torch.Tensor"]]
 
 
 def _of_values(found: torch.Tensor) -> list[Undone]:
-    """Mistakes that leave the numbers whole, in other places."""
+    """Bugs that leave the numbers whole, in other places or with the other sign."""
     import torch
 
     if found.ndim == 1:
@@ -107,19 +109,18 @@ def _of_values(found: torch.Tensor) -> list[Undone]:
     rows, columns = found.shape
     undone: list[Undone] = [
         (
-            "its two halves of columns are swapped: the order of embedding and hidden state, or of"
-            " two fused matrices",
+            causes.COLUMN_HALVES_SWAPPED,
             lambda: torch.cat([found[:, columns // 2 :], found[:, : columns // 2]], 1),
         ),
-        ("its two halves of rows are swapped", lambda: found.roll(rows // 2, 0)),
-        ("it is transposed", lambda: found.t()),
-        ("its sign is turned", lambda: -found),
+        (causes.ROW_HALVES_SWAPPED, lambda: found.roll(rows // 2, 0)),
+        (causes.TRANSPOSED, lambda: found.t()),
+        (causes.SIGN_FLIPPED, lambda: -found),
     ]
     return undone
 
 
 def _of_rope(name: str, found: torch.Tensor, sources: Sources) -> list[Undone]:
-    """Rotary rows stored as two halves where the model pairs neighbours, or the reverse."""
+    """Rotary rows stored as two halves although the model pairs neighbours, or the reverse."""
     import torch
 
     rope, nope = (sources.config.get(f"qk_{what}_head_dim") for what in ("rope", "nope"))
@@ -138,24 +139,22 @@ def _of_rope(name: str, found: torch.Tensor, sources: Sources) -> list[Undone]:
         rows[first:] = first + order
         heads = torch.arange(0, len(found) - period + 1, period)
         places = (heads[:, None] + rows).reshape(-1)
-        words = "its rotary rows stand as two halves instead of interleaved pairs, or the reverse"
-        undone.append((words, partial(torch.index_select, found, 0, places)))
+        undone.append((causes.ROPE_ROWS_REORDERED, partial(torch.index_select, found, 0, places)))
     return undone
 
 
 def _of_codes(raw: EncodedWeight) -> list[Undone]:
-    """Mistakes in how codes are packed and scaled."""
-
+    """Bugs of packing and scaling codes."""
     scale = raw.scale
     if scale is None:
         return []
     undone: list[Undone] = [
         (
-            "its scales are inverted: the reciprocal was stored, so every weight is off by scale²",
+            causes.SCALES_INVERTED,
             lambda: replace(raw, scale=(1 / scale.float()).to(scale.dtype)).dequantize(),
         ),
         (
-            "its scales lie along the other axis: the groups were taken over rows",
+            causes.SCALES_ALONG_ROWS,
             lambda: replace(raw, scale=_other_axis(scale)).dequantize(),
         ),
     ]
@@ -163,15 +162,15 @@ def _of_codes(raw: EncodedWeight) -> list[Undone]:
         offset = 128 if raw.storage is Storage.INT8_CHANNEL else 8
         undone += [
             (
-                f"the offset {offset} was dropped (or added) when its codes were packed",
+                causes.offset_dropped(offset),
                 lambda: replace(raw, codes=_flipped(raw)).dequantize(),
             ),
             (
-                "the order of the codes in a word (nibble order) is turned",
+                causes.CODES_REVERSED,
                 lambda: replace(raw, codes=_reversed(raw)).dequantize(),
             ),
             (
-                "even and odd codes (the nibble order in a byte) are swapped",
+                causes.CODES_SWAPPED,
                 lambda: replace(raw, codes=_swapped(raw)).dequantize(),
             ),
         ]
@@ -189,7 +188,7 @@ def _words(raw: EncodedWeight) -> torch.Tensor:
 
 
 def _flipped(raw: EncodedWeight) -> torch.Tensor:
-    """The top bit of each code turned: q + 8 as two's complement, or back."""
+    """Codes with their top bit flipped: from offset to two's complement, or back."""
     mask = 0x80 if raw.storage is Storage.INT8_CHANNEL else 0x88
     return (_words(raw) ^ mask).view(raw.codes.dtype)
 
@@ -200,7 +199,7 @@ def _swapped(raw: EncodedWeight) -> torch.Tensor:
 
 
 def _reversed(raw: EncodedWeight) -> torch.Tensor:
-    """Codes of a 32-bit word, most significant first instead of least."""
+    """Codes of each 32-bit word in reverse order: most significant first instead of least."""
     packed = _words(raw)
     if raw.storage is not Storage.INT8_CHANNEL:
         packed = (packed << 4) | (packed >> 4)
@@ -209,7 +208,7 @@ def _reversed(raw: EncodedWeight) -> torch.Tensor:
 
 
 def _scales(raw: EncodedWeight, wanted: torch.Tensor, bound: float) -> str | None:
-    """Whether other scales make the codes right, and which."""
+    """The cause if other scales would make the codes the source's, else None."""
     import torch
 
     if raw.scale is None:
@@ -232,7 +231,7 @@ def _scales(raw: EncodedWeight, wanted: torch.Tensor, bound: float) -> str | Non
 
 
 def _spread(raw: EncodedWeight, scale: torch.Tensor) -> torch.Tensor:
-    """One entry of a scale-shaped tensor for each weight."""
+    """A scale-shaped tensor spread to [N, K], one entry per element of the weight."""
     rows, columns = raw.shape
     if raw.storage is Storage.FP8_BLOCK:
         whole = scale.repeat_interleave(BLOCK, 0).repeat_interleave(BLOCK, 1)
@@ -241,7 +240,7 @@ def _spread(raw: EncodedWeight, scale: torch.Tensor) -> torch.Tensor:
 
 
 def _named_scales(own: torch.Tensor, best: torch.Tensor, tolerance: float) -> str | None:
-    """What the stored scales are, given those that fit; None when they are the same."""
+    """The bug that made the stored scales of those that fit; None if they are the same."""
     import torch
 
     def alike(ratio: torch.Tensor) -> bool:
@@ -251,15 +250,12 @@ def _named_scales(own: torch.Tensor, best: torch.Tensor, tolerance: float) -> st
     if alike(ratio):
         return None
     if bool((torch.frexp(own)[0] == 0.5).all()) and not bool((torch.frexp(best)[0] == 0.5).all()):
-        return (
-            "its scales were rounded to powers of two (ue8m0) after the weights were quantized with"
-            " the unrounded ones"
-        )
+        return causes.SCALES_ROUNDED_LATE
     if alike(own.sort()[0] / best.sort()[0]):
-        return "its scales are permuted: the right ones for other blocks or groups"
+        return causes.SCALES_PERMUTED
     if alike(ratio / ratio.median()):
-        return f"every scale is {float(ratio.median()):.4g} times what it must be"
-    return "its scales are not those of its codes: another tensor's, or damaged"
+        return causes.scales_off_by(float(ratio.median()))
+    return causes.SCALES_OF_ANOTHER_TENSOR
 
 
 def _unknown(found: torch.Tensor, wanted: torch.Tensor) -> str:
@@ -267,9 +263,7 @@ def _unknown(found: torch.Tensor, wanted: torch.Tensor) -> str:
     level = _sqnr_db(wanted, found)
     if differ < 0.01:
         count = int((found != wanted).sum())
-        return f"{count} of its {found.numel()} elements differ: damaged"
+        return causes.elements_damaged(count, found.numel())
     if level >= _CLOSE_DB:
-        return (
-            f"it is close to the source's ({level:.1f} dB) but not it: another version of the model"
-        )
-    return "it has nothing in common with the source's: another model's, or never written"
+        return causes.another_version(level)
+    return causes.NOTHING_IN_COMMON

@@ -1,6 +1,6 @@
-"""Whether the engine's drafter does as its module: what it proposed is held against what the module
-drafts, teacher-forced, at the same places, token by token and law by law. Where they differ, known
-misbehaviours are tried."""
+"""Agreement of the engine's drafter with its module: tokens and distributions that it proposed are
+compared with the module's own, teacher-forced, at the same places. Where they differ, known drafter
+bugs are tried."""
 
 from __future__ import annotations
 
@@ -10,34 +10,34 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from mtp_export.verify.check import Item, Status
-from mtp_export.verify.diagnosis.draft_causes import variant_outputs
-from mtp_export.verify.diagnosis.variants import Variant, behaviour_variants
+from mtp_export.verify.check import Item, failed, not_tested, passed
+from mtp_export.verify.diagnosis import causes
+from mtp_export.verify.diagnosis.alternatives import variant_outputs
+from mtp_export.verify.diagnosis.variants import drafter_variants
 from mtp_export.verify.evidence.corpus import Corpus
 from mtp_export.verify.evidence.decode import Decoded, Proposal
-from mtp_runtime.config import Hidden
 from mtp_runtime.teacher_forcing import logits_by_chunk
 
-# The part of a drafter's proposals that a known misbehaviour must account for.
+# The least share of a drafter's proposals that a known bug must explain.
 LEAST_EXPLAINED = 0.98
 # A module whose two best tokens are this close, in logits, may draft either.
 NEAR_TIE = 1e-3
-# A probability in a drafter's law may differ so much by rounding; a misbehaviour moves most of them
-# by more. Rounding that sends a row to another expert moves more, and is rare.
+# Rounding may change a reported probability by so much; a drafter bug changes most of them by more.
+# Rounding that sends a row to another expert changes more, and is rare: hence a share.
 LARGEST_SHIFT = 1e-3
-LEAST_LAWS = 0.99
+LEAST_EQUAL_DISTRIBUTIONS = 0.99
 
 
 @dataclass(frozen=True)
 class Agreement:
-    """Of the proposals that a module accounts for, by draft position: equal, compared."""
+    """Proposals by draft position: those equal to a module's drafts, and those compared."""
 
     equal: tuple[int, ...]
     compared: tuple[int, ...]
 
     @property
     def share(self) -> float:
-        """The worst position's share."""
+        """The share of equal proposals at the worst position."""
         shares = [e / c for e, c in zip(self.equal, self.compared, strict=True) if c]
         return min(shares, default=1.0)
 
@@ -48,68 +48,61 @@ class Agreement:
 
 @dataclass(frozen=True)
 class Place:
-    """A proposal where the module can be held against it, and the anchor that it starts from."""
+    """A proposal that can be compared with the module, and the anchor that it starts from."""
 
     anchor: int
     proposal: Proposal
 
 
-# Whether each place's draft at a depth (from 0), of MTP output [n, d], is what was proposed.
+# Compares the module's drafts at a depth (from 0), of its outputs [n, d], with n proposals.
 Compare = Callable[[Corpus, torch.Tensor, Sequence[Place], int], Sequence[bool]]
 
 
+@dataclass(frozen=True)
+class Comparison:
+    """A run compared with the module, and the least share of equal proposals that passes."""
+
+    name: str
+    bound: str
+    least: float
+    compare: Compare
+
+    def item(self, corpus: Corpus, decoded: Decoded, k: int) -> Item:
+        """The agreement of a run with k drafts, and the drafter bug that explains a lack of it."""
+        found = agreement(corpus, decoded, outputs=corpus.draft_outputs(k), compare=self.compare)
+        if not sum(found.compared):
+            return not_tested(self.name, "nothing was drafted on the texts")
+        if found.share >= self.least:
+            return passed(self.name, figure=found.shown(), bound=self.bound)
+        known = drafter_bug(corpus, decoded, depths=k, compare=self.compare)
+        cause = causes.DRAFTER_UNEXPLAINED if known is None else causes.drafter_explained(*known)
+        return failed(self.name, cause, figure=found.shown(), bound=self.bound)
+
+
 def drafter_items(corpus: Corpus, k: int) -> Iterator[Item]:
-    """The greedy run's tokens, then the laws of a run that samples."""
-    yield _item(
-        "the drafter does as its module",
-        "all equal but for near-ties",
-        1.0,
-        corpus,
-        corpus.speculative(k),
-        k,
-        same_tokens,
+    """The tokens of the greedy run, then the distributions of a run that samples."""
+    tokens = Comparison(
+        name="the drafter does as its module",
+        bound="all equal but for near-ties",
+        least=1.0,
+        compare=equal_tokens,
     )
-    sampled, decoded = corpus.sampled(k)
-    yield _item(
-        "the drafter's laws are its module's",
-        f"{LEAST_LAWS:.0%} within {LARGEST_SHIFT:g}",
-        LEAST_LAWS,
-        sampled,
-        decoded,
-        k,
-        same_laws,
+    yield tokens.item(corpus, corpus.speculative(k), k)
+    distributions = Comparison(
+        name="the drafter's laws are its module's",
+        bound=f"{LEAST_EQUAL_DISTRIBUTIONS:.0%} within {LARGEST_SHIFT:g}",
+        least=LEAST_EQUAL_DISTRIBUTIONS,
+        compare=equal_distributions,
     )
-
-
-def _item(
-    name: str,
-    bound: str,
-    least: float,
-    corpus: Corpus,
-    decoded: Decoded,
-    k: int,
-    compare: Compare,
-) -> Item:
-    found = agreement(corpus, decoded, corpus.draft_outputs(k), compare)
-    if not sum(found.compared):
-        return Item(name, Status.NOT_TESTED, cause="nothing was drafted on the texts")
-    if found.share >= least:
-        return Item(name, Status.PASS, found.shown(), bound)
-    known = misbehaviour(corpus, decoded, k, compare)
-    cause = (
-        "the engine's proposals are not its module's, and no known misbehaviour accounts for them"
-        if known is None
-        else f"{known[0]} ({known[1]:.1%} of the proposals are as this would make them)"
-    )
-    return Item(name, Status.FAIL, found.shown(), bound, cause=cause)
+    yield distributions.item(*corpus.sampled(k), k)
 
 
 @torch.inference_mode()
 def agreement(
     corpus: Corpus, decoded: Decoded, outputs: Sequence[torch.Tensor], compare: Compare
 ) -> Agreement:
-    """How far a run's proposals are those of MTP outputs [A, d] by depth, where its text is the
-    corpus's.
+    """Agreement of a run's proposals with MTP outputs, [A, d] per depth, where the run's text is
+    the corpus's.
 
     A proposal is compared up to its first token that is not the text's: from there on the outputs
     at hand were fed another token than the drafter was.
@@ -122,10 +115,10 @@ def agreement(
     return Agreement(tuple(equal), tuple(map(len, places)))
 
 
-def same_tokens(
+def equal_tokens(
     corpus: Corpus, x: torch.Tensor, places: Sequence[Place], depth: int
 ) -> Sequence[bool]:
-    """The module's best token, or one so close that rounding decides."""
+    """True where the proposed token is the module's best, or so close that rounding decides."""
     head = corpus.module.head
     equal: list[bool] = []
     for rows, logits in logits_by_chunk(head, head.normed(x)):
@@ -135,10 +128,10 @@ def same_tokens(
     return equal
 
 
-def same_laws(
+def equal_distributions(
     corpus: Corpus, x: torch.Tensor, places: Sequence[Place], depth: int
 ) -> Sequence[bool]:
-    """The probabilities of the drafter's likeliest tokens."""
+    """True where the module gives the drafter's likeliest tokens the reported probabilities."""
     head = corpus.module.head
     equal: list[bool] = []
     for rows, logits in logits_by_chunk(head, head.normed(x)):
@@ -151,7 +144,7 @@ def same_laws(
 
 
 def _places(corpus: Corpus, decoded: Decoded, depths: int) -> list[list[Place]]:
-    """By depth, where a run's proposals can be compared."""
+    """The proposals of a run that can be compared, by depth."""
     at = {int(row): index for index, row in enumerate(corpus.anchors.rows)}
     same = [
         _common(r.tokens, t.tokens)
@@ -162,7 +155,7 @@ def _places(corpus: Corpus, decoded: Decoded, depths: int) -> list[list[Place]]:
         anchor = at.get(corpus.texts.starts[proposal.request] + proposal.last - 1)
         if anchor is None:
             continue
-        for depth in _comparable(corpus, proposal, same[proposal.request], depths):
+        for depth in _comparable(corpus, proposal, same=same[proposal.request], depths=depths):
             places[depth].append(Place(anchor, proposal))
     return places
 
@@ -181,40 +174,28 @@ def _comparable(corpus: Corpus, proposal: Proposal, same: int, depths: int) -> r
 
 
 def _common(a: Sequence[int], b: Sequence[int]) -> int:
-    """How many tokens two sequences begin with in common."""
+    """Length of the longest common prefix."""
     pairs = zip(a, b, strict=False)
     return next((i for i, (x, y) in enumerate(pairs) if x != y), min(len(a), len(b)))
 
 
-def misbehaviour(
+def drafter_bug(
     corpus: Corpus, decoded: Decoded, depths: int, compare: Compare
 ) -> tuple[str, float] | None:
-    """The known misbehaviour that accounts for a run's proposals, and how far it does. Of several
-    that do, one of recursion is meant where first drafts are as they should be."""
-    own = agreement(corpus, decoded, corpus.draft_outputs(depths), compare)
+    """The cause that explains a run's proposals best, and the share that it explains; None if it
+    explains too few. Of several, one of recursion is meant if first drafts are right."""
+    own = agreement(corpus, decoded, outputs=corpus.draft_outputs(depths), compare=compare)
     in_recursion = own.equal[0] == own.compared[0]
     fits = [
         (
-            agreement(corpus, decoded, variant_outputs(corpus, variant, depths), compare).share,
+            agreement(
+                corpus, decoded, outputs=variant_outputs(corpus, variant, depths), compare=compare
+            ).share,
             variant,
         )
-        for variant in behaviour_variants(corpus.module)
+        for variant in drafter_variants(corpus.module)
     ]
     share, variant = max(fits, key=lambda fit: (fit[0], (fit[1].depth > 1) == in_recursion))
     if share < LEAST_EXPLAINED:
         return None
-    return _behaviour(variant), share
-
-
-def _behaviour(variant: Variant) -> str:
-    contract = variant.module.contract
-    words = {
-        "target_hidden": "the drafter is fed the target's hidden state on the other side of the"
-        " norm than the contract says",
-        "recycled_hidden": "pre-norm hidden recycled: the recycled hidden state is not normalised"
-        if contract.recycled_hidden is Hidden.BEFORE_NORM
-        else "the recycled hidden state is normalised where the contract says it is not",
-        "zero_first_embedding": "first-token handling: the drafter does not treat position 0's"
-        " embedding as the contract says",
-    }
-    return words.get(variant.name, variant.cause)
+    return variant.cause, share
