@@ -1,4 +1,4 @@
-"""The runtime as vLLM's users expect it: LLM(bundle).generate(prompts, SamplingParams())."""
+"""Interface of the runtime, as vLLM has it: LLM(bundle).generate(prompts, SamplingParams())."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from mtp_runtime.acceptance import ACCEPTANCE_RULES
 from mtp_runtime.config import EngineConfig, MtpContract, SpeculationConfig
 from mtp_runtime.drafters import DRAFTERS
 from mtp_runtime.engine import Engine
-from mtp_runtime.models.build import Loaded, LoadOptions, load_model
+from mtp_runtime.models.load import Loaded, LoadOptions, load_model
 from mtp_runtime.request import Request, RequestMetrics, TokenEvent
 from mtp_runtime.sampling import SamplingParams
 from mtp_runtime.tokenizer import Tokenizer
@@ -23,7 +23,7 @@ Prompt = str | Sequence[int]
 
 @dataclass(frozen=True)
 class RequestOutput:
-    """What a prompt became. finish_reason: "stop" (end token or stop text) or "length"."""
+    """Output for one prompt. finish_reason: "stop" (end token or stop text) or "length"."""
 
     prompt_token_ids: tuple[int, ...]
     token_ids: tuple[int, ...]
@@ -33,11 +33,11 @@ class RequestOutput:
 
 
 class LLM:
-    """A loaded model with an engine; generate may be called again and again.
+    """A loaded model with an engine; generate may be called any number of times.
 
     bundle: an export's output folder, or a checkpoint folder. The names of the speculate options
     are PaddleNLP's. deterministic (float32 only): tokens do not depend on batch or drafter. loaded:
-    the bundle's model where it is loaded already; the options of loading are then those it has.
+    the bundle's model where it is loaded already, with the options it was loaded with.
     Raises what load_model raises, and UsageError for options that make no sense.
     """
 
@@ -67,27 +67,41 @@ class LLM:
     ) -> None:
         _check_choice("speculate_method", speculate_method, DRAFTERS)
         _check_choice("acceptance", acceptance, ACCEPTANCE_RULES)
-        if draft_model is not None:
-            _check_choice("speculate_method", speculate_method, ["draft_model"])
-        speculation = SpeculationConfig(
-            speculate_method,
-            speculate_max_draft_token_num,
-            speculate_max_ngram_size,
-            acceptance,
-            speculate_verify_window,
-            speculate_max_candidate_len,
-            relaxed_top_n,
-            relaxed_margin,
+        drafter = DRAFTERS[speculate_method]
+        if draft_model is not None and not drafter.needs_draft_model:
+            takers = [name for name, other in DRAFTERS.items() if other.needs_draft_model]
+            _check_choice("speculate_method with a draft_model", speculate_method, takers)
+        config = EngineConfig(
+            max_batch_size=max_batch_size,
+            page_size=page_size,
+            cache_tokens=cache_tokens,
+            prefill_chunk=prefill_chunk,
+            speculation=SpeculationConfig(
+                method=speculate_method,
+                max_draft_tokens=speculate_max_draft_token_num,
+                max_ngram_size=speculate_max_ngram_size,
+                acceptance=acceptance,
+                verify_window=speculate_verify_window,
+                max_candidate_len=speculate_max_candidate_len,
+                relaxed_top_n=relaxed_top_n,
+                relaxed_margin=relaxed_margin,
+            ),
         )
-        config = EngineConfig(max_batch_size, page_size, cache_tokens, prefill_chunk)
-        config = replace(config, speculation=speculation)
-        with_mtp = speculate_method == "mtp"
-        options = LoadOptions(device, dtype, deterministic, dequantize_at_load, with_mtp, contract)
+        options = LoadOptions(
+            device=device,
+            dtype=dtype,
+            deterministic=deterministic,
+            dequantize_at_load=dequantize_at_load,
+            with_mtp=drafter.needs_mtp,
+            contract=contract,
+        )
         loaded = loaded or load_model(Path(bundle), options)
-        drafting = None if draft_model is None else load_model(Path(draft_model), options).model
+        drafting = None
+        if draft_model is not None:
+            drafting = load_model(Path(draft_model), replace(options, with_mtp=False)).model
         self.ledger = loaded.ledger
         self.tokenizer = Tokenizer.find(loaded.folder)
-        self.engine = Engine(loaded.model, config, DRAFTERS[speculate_method], drafting)
+        self.engine = Engine(loaded.model, config, drafter.build, drafting)
         self.next_request_id = 0
 
     def generate(
@@ -96,9 +110,10 @@ class LLM:
         params: SamplingParams | Sequence[SamplingParams] | None = None,
         on_token: Callable[[TokenEvent], object] | None = None,
     ) -> list[RequestOutput]:
-        """One output a prompt, in order. on_token is called with every token as it comes out.
+        """Decode prompts and return one output per prompt, in order.
 
-        A prompt is a text, or a sequence of token ids; params is one for all or one each.
+        A prompt is a text, or a sequence of token ids; params is one for all or one each. on_token
+        is called with every token as it comes out.
         """
         if isinstance(prompts, str) or not isinstance(prompts, Sequence):
             prompts = [prompts]
@@ -119,7 +134,9 @@ class LLM:
         if params is None or isinstance(params, SamplingParams):
             return [params or SamplingParams()] * count
         if len(params) != count:
-            raise UsageError("Give one SamplingParams a prompt", expected=count, found=len(params))
+            raise UsageError(
+                "Give one SamplingParams per prompt", expected=count, found=len(params)
+            )
         return params
 
     def _request(self, prompt: Prompt, params: SamplingParams) -> Request:

@@ -190,7 +190,7 @@ def test_inside_a_bundle_nothing_else_is_needed(
     monkeypatch.chdir(tmp_path)
     outcome = run_program("quantize", "--mtp-quant", "a8w8_fp8")
     assert outcome.code == 2
-    assert "no bundle" in outcome.err
+    assert "not a bundle" in outcome.err
 
 
 def test_a_dry_run_writes_nothing(pristine: Path, output: Path) -> None:

@@ -27,7 +27,8 @@ from mtp_kernels.quantize import (
     dequantize_int8_channel,
 )
 from mtp_runtime import LLM, SamplingParams
-from mtp_runtime.acceptance import Verdict, accept_greedy
+from mtp_runtime.acceptance.base import Verdict
+from mtp_runtime.acceptance.exact import accept_best
 from mtp_runtime.config import MtpContract
 from mtp_runtime.engine import Engine, Group
 
@@ -72,7 +73,7 @@ class Reader(Engine):
     def _decide(self, group: Group, logits: torch.Tensor, best: list[int]) -> Verdict:
         number, written = group.request.request_id, len(group.request.output)
         text = self.texts[number][written : written + len(best)]
-        verdict = accept_greedy(group.draft.tokens, text)
+        verdict = accept_best(group.draft.tokens, text)
         self.logits[number] += logits[: verdict.accepted + 1].float()
         return verdict
 

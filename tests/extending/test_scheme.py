@@ -21,7 +21,7 @@ from mtp_export.schemes.storage import Storage
 from mtp_export.schemes.stored import stored_model
 from mtp_export.schemes.table import weigh
 from mtp_export.verify.gates import gate_of
-from mtp_runtime.models.build import LoadOptions, load_model
+from mtp_runtime.models.load import LoadOptions, load_model
 
 TOY = Scheme(
     "toy_fp8_wint8",

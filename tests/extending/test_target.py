@@ -14,7 +14,7 @@ from mtp_export.schemes.dialects import VLLM
 from mtp_export.schemes.storage import Storage
 from mtp_export.targets import TARGETS
 from mtp_export.targets.base import Config, Deployment, Engine, Target
-from mtp_runtime.models.build import LoadOptions, load_model
+from mtp_runtime.models.load import LoadOptions, load_model
 
 
 def _config(config: Mapping[str, Any]) -> Config:

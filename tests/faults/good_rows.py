@@ -26,8 +26,8 @@ from mtp_export.verify.decoding.differential import compared
 from mtp_export.verify.evidence.corpus import Corpus
 from mtp_export.verify.evidence.prompts import Prompt
 from mtp_export.verify.gates import RunGate, gate_of
-from mtp_runtime.models.build import LoadOptions, load_model
-from mtp_runtime.models.deepseek_v3 import DeepseekV3
+from mtp_runtime.models.load import LoadOptions, load_model
+from mtp_runtime.models.model import Model
 
 # w4afp8 has one scale per 128 weights of a row, more than a row of the fixture's experts has.
 NAMES = (*(row for row in ROWS if row != "w4afp8"), *TARGETS)
@@ -37,7 +37,7 @@ NAMES = (*(row for row in ROWS if row != "w4afp8"), *TARGETS)
 class Good:
     """A loaded good bundle, and its gate."""
 
-    model: DeepseekV3
+    model: Model
     scheme: str
     gate: RunGate
 
@@ -56,7 +56,7 @@ class Good:
         return cls(load_model(folder, LoadOptions()).model, *gate_of(recorded))
 
 
-def items_of(good: Good, source: DeepseekV3, prompts: Sequence[Prompt], tokens: int) -> list[Item]:
+def items_of(good: Good, source: Model, prompts: Sequence[Prompt], tokens: int) -> list[Item]:
     """Items of the checks that tell a good bundle from a bad one by its drafts."""
     corpus = Corpus(good.model, tuple(prompts), tokens)
     return [

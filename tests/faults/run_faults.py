@@ -15,11 +15,11 @@ import torch
 from faults import planting
 from faults.fault import Fault
 from mtp_export.verify.evidence.pass_through import PassThroughDrafter
-from mtp_runtime.acceptance import Draft
+from mtp_runtime.acceptance.base import Draft
 from mtp_runtime.drafters.base import DrafterParts
 from mtp_runtime.drafters.chain import extend
-from mtp_runtime.drafters.mtp import MtpDrafter
-from mtp_runtime.models.deepseek_v3 import MtpModule
+from mtp_runtime.drafters.mtp import MtpDrafter, Rows
+from mtp_runtime.models.model import MtpModule
 from mtp_runtime.request import Request
 from mtp_runtime.sampling import one_hot
 
@@ -161,9 +161,9 @@ class PreNormDrafter(MtpDrafter):
 
 def grow_with(drafter: Any, chains: list[Any], recycled: Any) -> None:
     """MtpDrafter's recursion fed with another hidden state, one chain at a time."""
-    head = drafter._module.head
+    head = drafter._modules[0].head
     for chain in chains:
-        x = drafter._last[chain.request.request_id][None]
+        x = drafter._first_output(chain.request)
         while True:
             normed = head.normed(x)
             extend([chain], head.logits(normed), drafter._sample)
@@ -171,7 +171,8 @@ def grow_with(drafter: Any, chains: list[Any], recycled: Any) -> None:
                 break
             start = len(chain.request.tokens) - 2 + len(chain.tokens)
             back = recycled(x[0], normed[0], chain.request)[None]
-            x = drafter._run([chain.request], [(start, start + 1)], [chain.tokens[-1]], back)
+            rows = Rows(chain.request, (start, start + 1), [chain.tokens[-1]], back)
+            (x,) = drafter._run(0, [rows])
 
 
 class FirstTokenDrafter(MtpDrafter):
@@ -179,9 +180,10 @@ class FirstTokenDrafter(MtpDrafter):
 
     def __init__(self, parts: DrafterParts) -> None:
         super().__init__(parts)
-        if isinstance(self._module, MtpModule):  # the table model has no contract
-            contract = replace(self._module.contract, zero_first_embedding=True)
-            self._module = replace(self._module, contract=contract)
+        if isinstance(self._modules[0], MtpModule):  # the table model has no contract
+            (module,) = self._modules
+            contract = replace(module.contract, zero_first_embedding=True)
+            self._modules = (replace(module, contract=contract),)
 
 
 class KeepsOneProbability(PassThroughDrafter):

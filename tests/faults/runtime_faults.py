@@ -13,11 +13,13 @@ import torch
 from faults.run_faults import DRAFTER_FAULTS, KeepsOneProbability
 from mtp_export.verify.evidence import noise
 from mtp_kernels.batch_layout import BatchLayout
-from mtp_runtime import acceptance, engine, teacher_forcing
-from mtp_runtime.acceptance import Verdict
+from mtp_runtime import engine, teacher_forcing
+from mtp_runtime.acceptance import ACCEPTANCE_RULES
+from mtp_runtime.acceptance.base import Verdict
+from mtp_runtime.acceptance.exact import accept_best
+from mtp_runtime.cache import lay_out
 from mtp_runtime.drafters import DRAFTERS
-from mtp_runtime.layers import attention
-from mtp_runtime.layout import lay_out
+from mtp_runtime.layers import mla
 from mtp_runtime.request import Request
 from mtp_runtime.sampling import SamplingParams, probabilities_of
 
@@ -36,13 +38,13 @@ class RuntimeFault:
 
 
 def accepts_one_too_many(drafts: Any, best: Any) -> Verdict:
-    found = acceptance.accept_greedy(drafts, best)
+    found = accept_best(drafts, best)
     accepted = min(found.accepted + 1, len(drafts))
     return Verdict(accepted, best[accepted])
 
 
 def bonus_of_the_first_row(drafts: Any, best: Any) -> Verdict:
-    return Verdict(acceptance.accept_greedy(drafts, best).accepted, best[0])
+    return Verdict(accept_best(drafts, best).accepted, best[0])
 
 
 def leaky(cache: Any, sequences: Any, spans: Any, device: torch.device) -> BatchLayout:
@@ -79,10 +81,10 @@ def blocks_without_end(plant: Plant) -> None:
     )
 
 
-def always_accepts(question: Any, choices: Any) -> Verdict:
+def always_accepts(block: Any, choices: Any) -> Verdict:
     """Accept every draft, whatever the target's distribution."""
-    count = len(question.draft.tokens)
-    return Verdict(count, choices.draw(question.target_probs[count]))
+    count = len(block.draft.tokens)
+    return Verdict(count, choices.draw(block.target_probs[count]))
 
 
 def hot(logits: Any, params: SamplingParams) -> Any:
@@ -105,13 +107,13 @@ def caches_mixed_up(cache: Any, sequences: Any, spans: Any, device: torch.device
 
 def attention_off(plant: Plant) -> None:
     """Attention of torch layers is a hundredth too large."""
-    real = attention.verify_attention
+    real = mla.verify_attention
 
     def off(*arguments: Any, **options: Any) -> Any:
         out, *rest = real(*arguments, **options)
         return (out * 1.01, *rest)
 
-    plant.setattr(attention, "verify_attention", off)
+    plant.setattr(mla, "verify_attention", off)
 
 
 def exchanged(module: Any, name: str, value: object) -> Callable[[Plant], None]:
@@ -120,7 +122,14 @@ def exchanged(module: Any, name: str, value: object) -> Callable[[Plant], None]:
 
 
 def as_drafter(build: Any) -> Callable[[Plant], None]:
-    return lambda plant: plant.setitem(DRAFTERS, "mtp", build)
+    drafter = replace(DRAFTERS["mtp"], build=build)
+    return lambda plant: plant.setitem(DRAFTERS, "mtp", drafter)
+
+
+def exact_but(**changes: Any) -> Callable[[Plant], None]:
+    """Planting of parts of the exact acceptance rule."""
+    rule = replace(ACCEPTANCE_RULES["exact"], **changes)
+    return lambda plant: plant.setitem(ACCEPTANCE_RULES, "exact", rule)
 
 
 RUNTIME_FAULTS: tuple[RuntimeFault, ...] = (
@@ -129,19 +138,19 @@ RUNTIME_FAULTS: tuple[RuntimeFault, ...] = (
     RuntimeFault("drafter: wrong proposal distribution", as_drafter(KeepsOneProbability),
                  "sampling", "kept the drawn token's probability alone", "xLLM 2175"),
     RuntimeFault("one draft too many is accepted",
-                 exchanged(engine, "accept_greedy", accepts_one_too_many), "greedy",
+                 exact_but(accept_greedy=accepts_one_too_many), "greedy",
                  "a draft was accepted that is not the target's best token"),
     RuntimeFault("the token after a block is another row's",
-                 exchanged(engine, "accept_greedy", bonus_of_the_first_row), "greedy",
+                 exact_but(accept_greedy=bonus_of_the_first_row), "greedy",
                  "the target's own token after a block differs"),
     RuntimeFault("rows of a block see later drafts", exchanged(engine, "lay_out", leaky), "greedy",
                  "its logits depend on the drafts"),
     RuntimeFault("length limit and end token passed over", blocks_without_end, "greedy",
                  "the end token inside a block is not respected"),
     RuntimeFault("every sampled draft is accepted",
-                 lambda plant: plant.setitem(acceptance.ACCEPTANCE_RULES, "exact", always_accepts),
+                 exact_but(accept=always_accepts),
                  "sampling", "acceptance is not exact"),
-    RuntimeFault("nucleus cut wrongly", exchanged(engine, "probabilities_of", hot), "sampling",
+    RuntimeFault("nucleus cut wrongly", exact_but(distribution=hot), "sampling",
                  "the nucleus is cut wrongly"),
     RuntimeFault("a mask that leaks", exchanged(teacher_forcing, "lay_out", leaky),
                  "controls",

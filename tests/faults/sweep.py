@@ -15,7 +15,7 @@ import tempfile
 import time
 from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import torch
@@ -29,8 +29,9 @@ from mtp_export.verify.decoding.drafter_agreement import drafter_items
 from mtp_export.verify.evidence.corpus import Corpus
 from mtp_export.verify.evidence.prompts import Prompt
 from mtp_runtime.drafters import DRAFTERS
-from mtp_runtime.models.build import LoadOptions, load_model, open_streamed
-from mtp_runtime.models.deepseek_v3 import DeepseekV3
+from mtp_runtime.models.load import LoadOptions, load_model
+from mtp_runtime.models.model import Model
+from mtp_runtime.streaming import open_streamed
 from mtp_runtime.tokenizer import Tokenizer
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -81,7 +82,7 @@ def merged(parts: list[Found]) -> Found:
     return tallies, alarms, looked_at
 
 
-def shells(good: Path, folder: Path) -> Iterator[DeepseekV3]:
+def shells(good: Path, folder: Path) -> Iterator[Model]:
     """Models of bundles with each fault, without their main layers."""
     for number, fault in enumerate(RUN_FAULTS):
         bundle = Path(shutil.copytree(good, folder / f"fault{number}"))
@@ -120,7 +121,7 @@ def sweep(seeds: range, count: int, tokens: int) -> Found:
                 tallies[fault.name].add(seed, list(diagnosed(own)), fault.cause)
             for drafter in DRAFTER_FAULTS:
                 real = DRAFTERS["mtp"]
-                DRAFTERS["mtp"] = drafter.build
+                DRAFTERS["mtp"] = replace(real, build=drafter.build)
                 own = Corpus(
                     model=model,
                     prompts=corpus.prompts,

@@ -12,8 +12,8 @@ import torch
 
 from mtp_runtime.drafters import DRAFTERS
 from mtp_runtime.drafters.base import Drafter, DrafterParts
-from mtp_runtime.drafters.known_answers import PlantedDrafter
-from mtp_runtime.models.deepseek_v3 import DeepseekV3
+from mtp_runtime.drafters.known_answers import KnownAnswersDrafter
+from mtp_runtime.models.model import Model
 from mtp_runtime.sampling import SamplingParams
 from runtime.harness import Prompt, Run, load, prompts_of, run
 
@@ -25,7 +25,7 @@ Build = Callable[[DrafterParts], Drafter]
 class Plain:
     """A model, and plain decoding of prompts, each decoded once; alone, or with the others."""
 
-    model: DeepseekV3
+    model: Model
     params: SamplingParams = PARAMS
     alone: bool = True
     answers: dict[Prompt, list[int]] = field(default_factory=dict)
@@ -39,7 +39,7 @@ class Plain:
 
     def planted(self, rate: float = 1.0, right_for: int | None = None) -> Build:
         vocab = self.model.config.vocab
-        return lambda parts: PlantedDrafter(self.answers, vocab, rate, right_for)
+        return lambda parts: KnownAnswersDrafter(self.answers, vocab, rate, right_for)
 
 
 @pytest.fixture(scope="module")

@@ -19,10 +19,10 @@ from mtp_export.verify.decoding.table_model import (
     target_distribution,
 )
 from mtp_export.verify.evidence.statistics import critical_chi_square
-from mtp_runtime.acceptance import Draft
+from mtp_runtime.acceptance.base import Draft
 from mtp_runtime.drafters import DRAFTERS
 from mtp_runtime.drafters.base import Drafter
-from mtp_runtime.models.deepseek_v3 import DeepseekV3
+from mtp_runtime.models.model import Model
 from mtp_runtime.sampling import SamplingParams, one_hot, probabilities_of
 from runtime.harness import Walk, load, prompts_of, run
 
@@ -43,7 +43,7 @@ def test_every_drafter_keeps_the_law(
 ) -> None:
     target, draft = tables(seed=3)
     engine = engine_of(
-        target, draft, DRAFTERS[method], max_draft_tokens=2, sample_drafts=sample_drafts
+        target, draft, DRAFTERS[method].build, max_draft_tokens=2, sample_drafts=sample_drafts
     )
     found = output_distribution(engine, params)
     assert sum(found.values()) == pytest.approx(1.0, abs=1e-9)
@@ -53,7 +53,7 @@ def test_every_drafter_keeps_the_law(
 @pytest.mark.parametrize("k", [1, 3])
 def test_other_depths_keep_the_law(k: int) -> None:
     target, draft = tables(seed=4)
-    engine = engine_of(target, draft, DRAFTERS["mtp"], max_draft_tokens=k)
+    engine = engine_of(target, draft, DRAFTERS["mtp"].build, max_draft_tokens=k)
     params = SamplingParams(temperature=1.0, max_tokens=4)
     assert distance(output_distribution(engine, params), target_distribution(target, params)) < 1e-9
 
@@ -78,7 +78,7 @@ class KeepsOneProbability:
 
 def test_a_wrong_proposal_law_is_seen() -> None:
     target, draft = tables(seed=3)
-    build = DRAFTERS["mtp"]
+    build = DRAFTERS["mtp"].build
     engine = engine_of(
         target, draft, lambda parts: KeepsOneProbability(build(parts)), max_draft_tokens=2
     )
@@ -89,7 +89,9 @@ def test_a_wrong_proposal_law_is_seen() -> None:
 @pytest.mark.parametrize("acceptance", ["topp_window", "relaxed"])
 def test_lossy_rules_are_lossy(acceptance: str) -> None:
     target, draft = tables(seed=3)
-    engine = engine_of(target, draft, DRAFTERS["mtp"], max_draft_tokens=2, acceptance=acceptance)
+    engine = engine_of(
+        target, draft, DRAFTERS["mtp"].build, max_draft_tokens=2, acceptance=acceptance
+    )
     params = SamplingParams(temperature=1.0, top_p=0.8, max_tokens=3)
     found = output_distribution(engine, params)
     assert sum(found.values()) == pytest.approx(1.0, abs=1e-9)
@@ -120,7 +122,7 @@ def test_chi_square_on_the_trained_model(trained: Path) -> None:
 
 
 def pair_law(
-    model: DeepseekV3, prompt: tuple[int, ...], params: SamplingParams
+    model: Model, prompt: tuple[int, ...], params: SamplingParams
 ) -> dict[tuple[int, ...], float]:
     law = {}
     first_law = probabilities_of(Walk(model).feed(prompt)[0][-1].numpy(), params)

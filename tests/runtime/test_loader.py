@@ -24,7 +24,7 @@ from mtp_export.schemes.formats import (
 from mtp_export.schemes.storage import Storage
 from mtp_runtime.config import Hidden, MtpContract
 from mtp_runtime.layers.linear import Linear, Stacked, Weight, stack
-from mtp_runtime.models.build import LoadOptions, load_model
+from mtp_runtime.models.load import LoadOptions, load_model
 from mtp_runtime.sampling import SamplingParams
 from runtime.harness import Walk, load, prompts_of, run
 
@@ -205,15 +205,15 @@ def test_the_contract_reaches_the_drafts(small: Path) -> None:
 
 def mtp_fingerprint(model: object, hidden: torch.Tensor) -> tuple[float, ...]:
     """MTP outputs for positions 0 to 3, and what is fed in and back."""
-    from mtp_runtime.layout import lay_out
-    from mtp_runtime.models.deepseek_v3 import DeepseekV3
+    from mtp_runtime.cache import lay_out
+    from mtp_runtime.models.model import Model
 
-    assert isinstance(model, DeepseekV3) and model.mtp is not None
+    assert isinstance(model, Model) and model.mtp is not None
     walk = Walk(model)
-    walk.cache.append(walk.sequence, 4)
-    layout = lay_out(walk.cache, [walk.sequence], [(0, 4)], model.device)
+    walk.pages.append(walk.sequence, 4)
+    layout = lay_out(walk.pages, [walk.sequence], [(0, 4)], model.device)
     with torch.inference_mode():
         fed = model.mtp_input(hidden, model.head.normed(hidden))
-        out = model.mtp(torch.tensor([5, 6, 7, 8]), fed, walk.cache.layers[-1:], layout)
+        out = model.mtp(torch.tensor([5, 6, 7, 8]), fed, walk.cache.mtp[0], layout)
         back = model.mtp.recycled(out, model.mtp.head.normed(out))
     return (float(fed.sum()), float(out.sum()), float(back.sum()))

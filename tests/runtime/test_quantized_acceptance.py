@@ -16,7 +16,7 @@ from benchmarks.bench_quantize_acceptance import (
     on_texts,
     quantized,
 )
-from mtp_runtime.models.build import LoadOptions, load_model
+from mtp_runtime.models.load import LoadOptions, load_model
 from mtp_runtime.teacher_forcing import Text, Texts
 
 PROMPTS = fixture_prompts(16)

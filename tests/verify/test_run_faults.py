@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import json
 import shutil
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import pytest
@@ -19,7 +19,8 @@ from mtp_export.verify.decoding.acceptance import diagnosed
 from mtp_export.verify.decoding.drafter_agreement import drafter_items
 from mtp_export.verify.evidence.corpus import Corpus
 from mtp_runtime.drafters import DRAFTERS
-from mtp_runtime.models.build import LoadOptions, load_model, open_streamed
+from mtp_runtime.models.load import LoadOptions, load_model
+from mtp_runtime.streaming import open_streamed
 from mtp_runtime.tokenizer import Tokenizer
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -91,7 +92,7 @@ def test_drafter_fault_is_named(
 
     Greedy and sampled drafts are made in different ways, and each must show the fault.
     """
-    monkeypatch.setitem(DRAFTERS, "mtp", fault.build)
+    monkeypatch.setitem(DRAFTERS, "mtp", replace(DRAFTERS["mtp"], build=fault.build))
     corpus = Corpus(
         model=good.corpus.model,
         prompts=good.corpus.prompts,

@@ -11,15 +11,14 @@ import pytest
 
 from cases import export
 from faults.matrix import no_progress
-from faults.runtime_faults import RUNTIME_FAULTS, RuntimeFault, accepts_one_too_many
+from faults.runtime_faults import RUNTIME_FAULTS, RuntimeFault, accepts_one_too_many, exact_but
 from mtp_export.verify.check import Item, Level, Status
 from mtp_export.verify.context import Context, VerifyOptions
 from mtp_export.verify.decoding import controls, greedy, paths, sampling
 from mtp_export.verify.decoding.greedy import Trial
 from mtp_export.verify.evidence import memory
 from mtp_export.verify.evidence.decode import Decoded
-from mtp_runtime import engine
-from mtp_runtime.models.deepseek_v3 import DeepseekV3
+from mtp_runtime.models.model import Model
 from mtp_runtime.request import Request
 from mtp_runtime.sampling import SamplingParams
 from runtime.checkpoints import write_checkpoint
@@ -128,7 +127,7 @@ def replaced(plain: Decoded, place: int, token: int) -> Decoded:
     return replace(plain, requests=(other, *plain.requests[1:]))
 
 
-def tied(model: DeepseekV3, token: int, other: int) -> DeepseekV3:
+def tied(model: Model, token: int, other: int) -> Model:
     """The model with the same row of the head for two tokens."""
     linear = model.head.linear
     assert linear.transposed is not None
@@ -169,5 +168,5 @@ def test_both_layers_of_a_leaking_mask_are_seen(
 
 
 def test_speculation_that_changes_most_texts(setup: Setup, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(engine, "accept_greedy", accepts_one_too_many)
+    exact_but(accept_greedy=accepts_one_too_many)(monkeypatch)
     assert "most texts differ with speculation" in said(ITEMS["paths"](setup))

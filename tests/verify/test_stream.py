@@ -17,9 +17,10 @@ from mtp_export.verify.context import Context, VerifyOptions
 from mtp_export.verify.decoding import stream
 from mtp_export.verify.decoding.acceptance import conditional
 from mtp_export.verify.evidence.decode import decode
-from mtp_runtime.models.build import LoadOptions, StreamedModel, load_model
-from mtp_runtime.models.deepseek_v3 import Layers
+from mtp_runtime.models.load import LoadOptions, load_model
+from mtp_runtime.models.model import Layers
 from mtp_runtime.sampling import SamplingParams
+from mtp_runtime.streaming import StreamedModel
 
 FIXTURE = Path(__file__).resolve().parents[2] / "fixtures/deepseek-v3-tiny"
 PROMPTS = [(17, 250, 31, 77, 5, 90), (400, 12, 13, 14), (55, 56, 57, 58, 59, 60, 61), (900, 3, 8)]

@@ -35,7 +35,7 @@ from mtp_export.progress import silent
 from mtp_export.verify.decoding import stream
 from mtp_export.verify.check import Level
 from mtp_export.verify.context import Context, VerifyOptions
-from mtp_runtime.models.build import StreamedModel
+from mtp_runtime.streaming import StreamedModel
 
 bundle, prompts, workdir = map(Path, sys.argv[1:4])
 kept, real = [], StreamedModel.layer

@@ -17,8 +17,8 @@ from mtp_export.verify.evidence.corpus import Corpus, Drafts
 from mtp_export.verify.evidence.noise import measured_noise
 from mtp_export.verify.evidence.statistics import Estimate, ratio
 from mtp_runtime.layers.norm import RmsNorm
-from mtp_runtime.models.deepseek_v3 import MtpModule
-from mtp_runtime.teacher_forcing import Text, Texts, draft_states, target_states
+from mtp_runtime.models.model import MtpModule
+from mtp_runtime.teacher_forcing import DraftInputs, Text, Texts, draft_states, target_states
 
 # After a norm whose weights differ by less than this, the module's own norm cannot tell the two
 # sides of it apart.
@@ -166,7 +166,7 @@ def _module_rows(
     the same hidden states `after` [T, d], so that the token alone differs."""
     anchors = texts.anchors(0)
     out = torch.zeros_like(after)
-    out[anchors.rows] = draft_states(corpus.model, module, texts, after, anchors, 1)[0]
+    out[anchors.rows] = draft_states([module], DraftInputs(texts, after, anchors), 1)[0]
     return out
 
 

@@ -23,12 +23,11 @@ from mtp_export.verify.evidence.corpus import Corpus
 from mtp_export.verify.evidence.statistics import Estimate, ratio
 from mtp_export.verify.gates import RunGate, gate_of
 from mtp_runtime.layers.rope import softmax_scale
-from mtp_runtime.models.build import LoadOptions, load_model
-from mtp_runtime.models.deepseek_v3 import DeepseekV3
+from mtp_runtime.models.load import LoadOptions, load_model
+from mtp_runtime.models.model import Model
 from mtp_runtime.teacher_forcing import (
-    Setting,
+    PagedTexts,
     Texts,
-    chunks_of,
     logits_by_chunk,
     target_states,
     through_layer,
@@ -45,13 +44,13 @@ class Side:
     """A model on the shared texts: hidden states [T, d] before and after the last norm, and the
     best token [T] after every row."""
 
-    model: DeepseekV3
+    model: Model
     before: torch.Tensor
     after: torch.Tensor
     best: torch.Tensor
 
     @classmethod
-    def of(cls, model: DeepseekV3, texts: Texts) -> Side:
+    def of(cls, model: Model, texts: Texts) -> Side:
         """Run a model over texts."""
         before, after = target_states(model, texts)
         parts = [rows.argmax(dim=-1).cpu() for _, rows in logits_by_chunk(model.head, after)]
@@ -87,7 +86,7 @@ class Pair:
         return where_it_starts(self.corpus.texts, self.source.model, self.export.model)
 
 
-def compared(corpus: Corpus, source: DeepseekV3, scheme: str, gate: RunGate) -> Iterator[Item]:
+def compared(corpus: Corpus, source: Model, scheme: str, gate: RunGate) -> Iterator[Item]:
     """The corpus's model compared with its source, by the gate of its schemes."""
     yield _configs(source, corpus.model)
     with torch.inference_mode():
@@ -102,7 +101,7 @@ def compared(corpus: Corpus, source: DeepseekV3, scheme: str, gate: RunGate) -> 
         yield from _module(pair)
 
 
-def _configs(source: DeepseekV3, export: DeepseekV3) -> Item:
+def _configs(source: Model, export: Model) -> Item:
     """Both configs request the same arithmetic."""
     name = "config asks for the same arithmetic"
     pairs = [
@@ -113,7 +112,7 @@ def _configs(source: DeepseekV3, export: DeepseekV3) -> Item:
     figure = f"{len(pairs) - len(differing)} of {len(pairs)} fields equal"
     words = [causes.field_differs(field, found=b, wanted=a) for field, a, b in differing]
     one, other = source.config.rope, export.config.rope
-    if softmax_scale(one, 1) != softmax_scale(other, 1):
+    if one and other and softmax_scale(one, 1) != softmax_scale(other, 1):
         words.insert(0, causes.YARN_SCALE_CHANGED)
     return judged(name, not differing, "; ".join(words), figure=figure, bound="all")
 
@@ -174,7 +173,7 @@ def _module(pair: Pair) -> Iterator[Item]:
             yield _acceptance_change(pair, change, depth)
 
 
-def _hits(corpus: Corpus, side: Side, drafting: DeepseekV3) -> list[torch.Tensor]:
+def _hits(corpus: Corpus, side: Side, drafting: Model) -> list[torch.Tensor]:
     """1 where a model's draft is the side's own best token, else 0: [A] per depth."""
     module = drafting.mtp
     assert module is not None, "both have an MTP module"
@@ -224,7 +223,7 @@ def _losing_part(pair: Pair, change: Estimate, depth: int) -> str:
 
 
 @torch.inference_mode()
-def where_it_starts(texts: Texts, wanted: DeepseekV3, found: DeepseekV3) -> str:
+def where_it_starts(texts: Texts, wanted: Model, found: Model) -> str:
     """The cause of a difference, by the first layer whose result is off by much more than that of
     the layer before it."""
     short = Texts(texts.texts[:2])
@@ -235,13 +234,13 @@ def where_it_starts(texts: Texts, wanted: DeepseekV3, found: DeepseekV3) -> str:
         return causes.ANOTHER_EMBEDDING
     if wanted.config != found.config:
         return causes.ANOTHER_ARITHMETIC
-    caches = [Setting.of(model).cache_of(short) for model in (wanted, found)]
-    chunks = [chunks_of(short, cache, found.device) for cache in caches]
+    paged = PagedTexts.of(short)
+    chunks = paged.chunks(found.device)
     pairs = zip(wanted.layers.each(), found.layers.each(), strict=False)
     for index, layers in enumerate(pairs):
         xs = [
-            through_layer(layer, x, cache, own)
-            for layer, x, cache, own in zip(layers, xs, caches, chunks, strict=True)
+            through_layer(layer, x, paged.pages, chunks)
+            for layer, x in zip(layers, xs, strict=True)
         ]
         now = _error(*xs)
         if now > _JUMP * max(error, 0.01):

@@ -119,7 +119,7 @@ def equal_tokens(
     corpus: Corpus, x: torch.Tensor, places: Sequence[Place], depth: int
 ) -> Sequence[bool]:
     """True where the proposed token is the module's best, or so close that rounding decides."""
-    head = corpus.module.head
+    head = corpus.module_at(depth).head
     equal: list[bool] = []
     for rows, logits in logits_by_chunk(head, head.normed(x)):
         wanted = torch.tensor([place.proposal.tokens[depth] for place in places[rows]])
@@ -132,7 +132,7 @@ def equal_distributions(
     corpus: Corpus, x: torch.Tensor, places: Sequence[Place], depth: int
 ) -> Sequence[bool]:
     """True where the module gives the drafter's likeliest tokens the reported probabilities."""
-    head = corpus.module.head
+    head = corpus.module_at(depth).head
     equal: list[bool] = []
     for rows, logits in logits_by_chunk(head, head.normed(x)):
         peaks = [place.proposal.peaks for place in places[rows]]

@@ -15,9 +15,9 @@ from mtp_export.verify.evidence.decode import Build, Decoded, decode
 from mtp_export.verify.evidence.noise import measured_noise
 from mtp_export.verify.evidence.prompts import Prompt
 from mtp_runtime.drafters import DRAFTERS
-from mtp_runtime.drafters.known_answers import PlantedDrafter
-from mtp_runtime.models.build import LoadOptions
-from mtp_runtime.models.deepseek_v3 import DeepseekV3
+from mtp_runtime.drafters.known_answers import KnownAnswersDrafter
+from mtp_runtime.models.load import LoadOptions
+from mtp_runtime.models.model import Model
 from mtp_runtime.sampling import SamplingParams
 from mtp_runtime.teacher_forcing import Text, Texts, target_states
 
@@ -48,7 +48,7 @@ class Divergence:
 class Trial:
     """A model with prompts and their plain decoding, which other runs are compared with."""
 
-    model: DeepseekV3
+    model: Model
     prompts: list[Prompt]
     params: SamplingParams
     plain: Decoded = field(init=False)
@@ -64,7 +64,7 @@ class Trial:
         """Builder of a drafter that knows plain decoding's output and is right at a rate, or for so
         many tokens per block."""
         answers, vocab = self.answers, self.model.config.vocab
-        return lambda parts: PlantedDrafter(answers, vocab, rate, right_for)
+        return lambda parts: KnownAnswersDrafter(answers, vocab, rate, right_for)
 
     def run(self, method: str, k: int, build: Build | None = None) -> Decoded:
         return decode(
@@ -227,7 +227,7 @@ def _in_bf16(context: Context, new_tokens: int) -> Item:
     return _classified(model, plain=plain, other=other, name=f"bf16, mtp, k={k}")
 
 
-def _classified(model: DeepseekV3, *, plain: Decoded, other: Decoded, name: str) -> Item:
+def _classified(model: Model, *, plain: Decoded, other: Decoded, name: str) -> Item:
     """Divergences at near-ties pass, by noise that is measured here; any other fails."""
     noise = measured_noise(model, plain)
     bound = f"margins under 2 x the measured noise {noise:.2g}"
@@ -250,7 +250,7 @@ def _classified(model: DeepseekV3, *, plain: Decoded, other: Decoded, name: str)
 
 
 @torch.inference_mode()
-def _margin(model: DeepseekV3, plain: Decoded, found: Divergence) -> float:
+def _margin(model: Model, plain: Decoded, found: Divergence) -> float:
     """The target's logit of plain decoding's token minus that of the other, after the same text."""
     if found.wanted is None or found.found is None:
         return float("inf")

@@ -14,8 +14,8 @@ from mtp_export.verify.decoding.greedy import divergences
 from mtp_export.verify.diagnosis import causes
 from mtp_export.verify.evidence.corpus import Corpus
 from mtp_export.verify.evidence.noise import paced_logits
-from mtp_runtime.models.build import LoadOptions
-from mtp_runtime.models.deepseek_v3 import DeepseekV3, TorchLayers
+from mtp_runtime.models.load import LoadOptions
+from mtp_runtime.models.model import Model, TorchLayers
 
 # Largest difference of a logit over the largest logit, fp32: some thousand roundings of 6e-8.
 LARGEST_DIFFERENCE = 1e-4
@@ -56,7 +56,7 @@ def run(context: Context) -> Iterator[Item]:
     )
 
 
-def _by_reference(context: Context) -> DeepseekV3:
+def _by_reference(context: Context) -> Model:
     """The model run by torch, its attention by the kernel's float64 reference."""
     options = LoadOptions(context.options.device, dequantize_at_load=False)
     model = context.loaded(options).model
@@ -78,7 +78,7 @@ def _speculation(corpus: Corpus, k: int) -> Item:
     )
 
 
-def _logits(model: DeepseekV3, texts: Sequence[Sequence[int]]) -> list[torch.Tensor]:
+def _logits(model: Model, texts: Sequence[Sequence[int]]) -> list[torch.Tensor]:
     """Logits after each token but the first, in one step; every path prefills the first alone."""
     longest = max(len(text) for text in texts)
     return paced_logits(model, texts, starts=[1] * len(texts), block=longest)

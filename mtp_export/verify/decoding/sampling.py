@@ -24,7 +24,7 @@ from mtp_export.verify.evidence.decode import decode
 from mtp_export.verify.evidence.pass_through import PassThroughDrafter
 from mtp_export.verify.evidence.prompts import Prompt
 from mtp_export.verify.evidence.statistics import critical_chi_square
-from mtp_runtime.acceptance import Draft
+from mtp_runtime.acceptance.base import Draft
 from mtp_runtime.drafters import DRAFTERS
 from mtp_runtime.drafters.base import Drafter, DrafterParts
 from mtp_runtime.request import Request
@@ -76,7 +76,7 @@ def _exact(method: str) -> Item:
         inspectors: list[SumInspector] = []
 
         def build(parts: DrafterParts, seen: list[SumInspector] = inspectors) -> Drafter:
-            seen.append(SumInspector(DRAFTERS[method](parts)))
+            seen.append(SumInspector(DRAFTERS[method].build(parts)))
             return seen[0]
 
         engine = engine_of(target, draft, build, max_draft_tokens=2)

@@ -18,7 +18,7 @@ from mtp_export.verify.evidence.corpus import Corpus
 from mtp_export.verify.evidence.decode import Build, decode
 from mtp_export.verify.evidence.pass_through import PassThroughDrafter
 from mtp_export.verify.evidence.prompts import Prompt
-from mtp_runtime.acceptance import Draft
+from mtp_runtime.acceptance.base import Draft
 from mtp_runtime.drafters import DRAFTERS
 from mtp_runtime.drafters.base import Drafter, DrafterParts, Pass
 from mtp_runtime.request import Request
@@ -110,7 +110,7 @@ def _timed(corpus: Corpus, prompts: list[Prompt], *, method: str, k: int) -> Tim
     timed: list[TimedDrafter] = []
 
     def build(parts: DrafterParts) -> Drafter:
-        timed.append(TimedDrafter(DRAFTERS[method](parts)))
+        timed.append(TimedDrafter(DRAFTERS[method].build(parts)))
         return timed[0]
 
     planted: Build | None = None if method == "none" else build

@@ -23,9 +23,9 @@ from mtp_export.verify.decoding.acceptance import diagnosed
 from mtp_export.verify.evidence.corpus import Corpus, Drafts, judge
 from mtp_export.verify.evidence.prompts import encoded
 from mtp_export.verify.evidence.statistics import Estimate, ratio
-from mtp_runtime.models.build import StreamedModel, open_streamed
 from mtp_runtime.prompts import read_texts
-from mtp_runtime.teacher_forcing import Text, Texts, chunks_of, overlaps, through_layer
+from mtp_runtime.streaming import StreamedModel, open_streamed
+from mtp_runtime.teacher_forcing import PagedTexts, Text, Texts, overlaps, through_layer
 
 # Rows per pass through a layer: more take memory, fewer dequantize a layer's experts more often.
 CHUNK_ROWS = 2048
@@ -148,17 +148,17 @@ def states_of(
     context: Context, streamed: StreamedModel, texts: Texts, cost: Cost, progress: ProgressCallback
 ) -> torch.Tensor:
     """Hidden states [T, d] after the last layer; resumes after the last finished one."""
-    setting = streamed.setting
     place = checkpoint_path(context, texts)
     layer, x = _resumed(place)
     if x is None:
         x = streamed.embedded(texts.tokens)
-    cache = setting.cache_of(texts)
-    chunks = chunks_of(texts, cache, setting.device, size=CHUNK_ROWS)
-    each = cost.read_bytes // (setting.config.layers + 1)
-    for index in range(setting.config.layers):
+    paged = PagedTexts.of(texts)
+    chunks = paged.chunks(streamed.device, size=CHUNK_ROWS)
+    layers = streamed.config.layers
+    each = cost.read_bytes // (layers + 1)
+    for index in range(layers):
         if index >= layer:
-            x = through_layer(streamed.layer(index), x, cache, chunks)
+            x = through_layer(streamed.layer(index), x, paged.pages, chunks)
             _keep(place, index + 1, x)
         progress(each)
     place.unlink(missing_ok=True)
@@ -216,7 +216,7 @@ def _acceptance(corpus: Corpus, depths: int, generated: bool) -> Iterator[Item]:
     following = None if generated else corpus.choices
     outputs = corpus.draft_outputs(depths)
     drafts = judge(
-        corpus.module,
+        corpus.modules(),
         texts=corpus.texts,
         anchors=corpus.anchors,
         states=outputs,
@@ -251,7 +251,7 @@ def _overlap(corpus: Corpus, depths: int, depth: int) -> Estimate:
     states = corpus.draft_outputs(depths)[depth - 1]
     room = corpus.texts.room(corpus.anchors, depth)
     rows = corpus.states[1][(corpus.anchors.rows + depth)[room]]
-    head = corpus.module.head
+    head = corpus.module_at(depth - 1).head
     values = torch.zeros(len(room), dtype=torch.float64)
     values[room] = overlaps(corpus.model.head, rows, head, head.normed(states[room])).cpu()
     found = ratio(corpus.by_text(values, room), corpus.by_text(torch.ones_like(values), room))

@@ -13,10 +13,11 @@ from typing import Any, cast
 import numpy as np
 import torch
 
+from mtp_runtime.cache import LayerCaches
 from mtp_runtime.config import EngineConfig, SpeculationConfig
 from mtp_runtime.drafters.base import Drafter, DrafterParts
 from mtp_runtime.engine import Engine
-from mtp_runtime.models.deepseek_v3 import DeepseekV3
+from mtp_runtime.models.model import Model, ModelCache
 from mtp_runtime.request import Request
 from mtp_runtime.sampling import Probabilities, SamplingParams, probabilities_of
 
@@ -26,7 +27,7 @@ Distribution = dict[tuple[int, ...], float]  # probability by output tokens
 
 
 class Table:
-    """A model with the interface of DeepseekV3, its MTP module included.
+    """A model with the interface of Model, its MTP module included.
 
     A hidden state is a one-hot token; logits [vocab, vocab] are those of the next token, by the
     last one.
@@ -35,15 +36,15 @@ class Table:
     def __init__(self, logits: torch.Tensor, mtp_logits: torch.Tensor | None = None) -> None:
         vocab = len(logits)
         self.table = logits
-        self.config: Any = SimpleNamespace(
-            vocab=vocab, latent=1, rope=SimpleNamespace(size=1), layers=1, max_positions=1 << 20
-        )
+        self.config: Any = SimpleNamespace(vocab=vocab, layers=1, max_positions=1 << 20)
         self.layers = (None,)
         self.embedding = torch.eye(vocab)
         self.device = self.embedding.device
         self.head = Head(logits)
-        self.mtp = None if mtp_logits is None else Mtp(Head(mtp_logits))
-        self.cache_layers = 2
+        self.mtp_modules = () if mtp_logits is None else (Mtp(Head(mtp_logits)),)
+
+    def new_cache(self, pages: Any) -> ModelCache:
+        return ModelCache(LayerCaches(()), (LayerCaches(()),))
 
     def __call__(self, tokens: torch.Tensor, cache: Any, layout: Any) -> Any:
         hidden = self.embedding[tokens]
@@ -135,7 +136,7 @@ def engine_of(
     """An engine over tables; `speculation` are further fields of SpeculationConfig."""
     settings = SpeculationConfig(method="draft_model", **speculation)
     config = EngineConfig(page_size=4, cache_tokens=64, poison_freed=True, speculation=settings)
-    return Engine(cast(DeepseekV3, target), config, build, cast(DeepseekV3, draft))
+    return Engine(cast(Model, target), config, build, cast(Model, draft))
 
 
 def output_distribution(engine: Engine, params: SamplingParams) -> Distribution:

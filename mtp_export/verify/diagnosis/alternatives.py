@@ -17,7 +17,7 @@ from mtp_export.verify.diagnosis.variants import (
 )
 from mtp_export.verify.evidence.corpus import Corpus, Drafts, judge
 from mtp_export.verify.evidence.statistics import Estimate, ratio
-from mtp_runtime.teacher_forcing import Anchors, draft_states, overlaps
+from mtp_runtime.teacher_forcing import Anchors, DraftInputs, draft_states, overlaps
 
 # A variant is better if the target's best tokens gain so many nats, and the interval of the gain
 # lies above 0. The first bound excludes variants that make no difference, the second excludes
@@ -103,7 +103,7 @@ def _tried(corpus: Corpus, variant: Variant) -> Drafts:
     anchors = _anchors(corpus, variant.depth)
     outputs = variant_outputs(corpus, variant, depths=variant.depth, anchors=anchors)
     return judge(
-        variant.module,
+        corpus.modules(variant.module),
         texts=corpus.texts,
         anchors=anchors,
         states=outputs,
@@ -114,7 +114,9 @@ def _tried(corpus: Corpus, variant: Variant) -> Drafts:
 def drafts_of(corpus: Corpus, variant: Variant, depths: int) -> Drafts:
     """Drafts of a variant where an engine would draft, judged by the texts."""
     outputs = variant_outputs(corpus, variant, depths)
-    return judge(variant.module, texts=corpus.texts, anchors=corpus.anchors, states=outputs)
+    return judge(
+        corpus.modules(variant.module), texts=corpus.texts, anchors=corpus.anchors, states=outputs
+    )
 
 
 @torch.inference_mode()
@@ -152,13 +154,14 @@ def first_token(corpus: Corpus) -> Alternative | None:
     anchors = Anchors(rows, torch.arange(len(rows)))
     zero = module.contract.zero_first_embedding
     flipped = replace(module, contract=replace(module.contract, zero_first_embedding=not zero))
+    inputs = DraftInputs(texts, corpus.hidden, anchors)
     target = corpus.states[1][rows + 1]
     own, other = (
         overlaps(
             corpus.model.head,
             target,
             m.head,
-            m.head.normed(draft_states(corpus.model, m, texts, corpus.hidden, anchors, 1)[0]),
+            m.head.normed(draft_states([m], inputs, 1)[0]),
         )
         for m in (module, flipped)
     )

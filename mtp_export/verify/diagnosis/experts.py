@@ -14,7 +14,7 @@ from mtp_export.verify.diagnosis.variants import dense_linear, dtype_of
 from mtp_export.verify.evidence.corpus import Corpus, best_and_score
 from mtp_runtime.layers.linear import Linear
 from mtp_runtime.layers.moe import Moe, gated
-from mtp_runtime.teacher_forcing import draft_states
+from mtp_runtime.teacher_forcing import DraftInputs, draft_states
 
 # More experts than this are too many to try one by one: 256 have 32640 pairs.
 MOST_EXPERTS = 16
@@ -43,10 +43,10 @@ def expert_variants(corpus: Corpus, own: torch.Tensor) -> Iterator[ExpertVariant
     nothing for a dense module, or one of more than MOST_EXPERTS."""
     module, anchors = corpus.module, corpus.everywhere
     moe = module.layer.feed_forward
-    if not isinstance(moe, Moe) or moe.router.bias.shape[0] > MOST_EXPERTS:
+    if not isinstance(moe, Moe) or moe.routed_experts > MOST_EXPERTS:
         return
-    bare = replace(module, layer=replace(module.layer, feed_forward=_AddsNothing()))  # type: ignore[arg-type]
-    stream = draft_states(corpus.model, bare, corpus.texts, corpus.hidden, anchors, 1)[0]
+    bare = replace(module, layer=replace(module.layer, feed_forward=_AddsNothing()))
+    stream = draft_states([bare], DraftInputs(corpus.texts, corpus.hidden, anchors), 1)[0]
     normed = module.layer.post_norm(stream)
     whole = stream + moe(normed)
     wanted = corpus.choices[anchors.rows + 1]
@@ -60,7 +60,7 @@ def expert_variants(corpus: Corpus, own: torch.Tensor) -> Iterator[ExpertVariant
 
 def _changed(moe: Moe, normed: torch.Tensor) -> Iterator[tuple[str, str, torch.Tensor]]:
     """Change, cause and difference of the feed-forward's output [A, d], per variant."""
-    routed = moe.router.bias.shape[0]
+    routed = moe.routed_experts
     picked, chosen = moe.router(normed)
     weights = torch.zeros_like(normed[:, :1]).repeat(1, len(moe.gate_up))  # [A, e]
     weights[:, :routed].scatter_(1, picked, chosen.to(weights.dtype))

@@ -11,10 +11,11 @@ import torch
 from mtp_export.schemes.formats import unquantized
 from mtp_export.verify.diagnosis import causes
 from mtp_runtime.config import Hidden, RopeConfig
+from mtp_runtime.layers.decoder_layer import DecoderLayer
 from mtp_runtime.layers.linear import Linear
 from mtp_runtime.layers.mla import Mla
 from mtp_runtime.layers.rope import yarn_temperature
-from mtp_runtime.models.deepseek_v3 import DecoderLayer, DeepseekV3, MtpModule
+from mtp_runtime.models.model import Model, MtpModule
 from mtp_runtime.teacher_forcing import Recycle
 
 # yarn factors of released models (V3, and the fixture of this repository), tried if none is set.
@@ -48,7 +49,7 @@ def unchanged(module: MtpModule, depth: int = 1) -> Variant:
     )
 
 
-def layout_variants(model: DeepseekV3, module: MtpModule) -> Iterator[Variant]:
+def layout_variants(model: Model, module: MtpModule) -> Iterator[Variant]:
     """One variant per known bug that mixes up the tensors of a module."""
     own = unchanged(module)
     yield replace(
@@ -86,9 +87,11 @@ def layout_variants(model: DeepseekV3, module: MtpModule) -> Iterator[Variant]:
         )
 
 
-def _attention_variants(model: DeepseekV3, own: Variant) -> Iterator[Variant]:
+def _attention_variants(model: Model, own: Variant) -> Iterator[Variant]:
     module = own.module
     attention = module.layer.attention
+    if not isinstance(attention, Mla):
+        return
     yield replace(
         own,
         name="rope",
@@ -216,9 +219,9 @@ def with_attention(layer: DecoderLayer, attention: Mla) -> DecoderLayer:
     return replace(layer, attention=attention)
 
 
-def missing_temperatures(rope: RopeConfig) -> list[float]:
+def missing_temperatures(rope: RopeConfig | None) -> list[float]:
     """Temperatures of yarn that the config may have lost; none if it has its own."""
-    if rope.mscale_all_dim:
+    if rope is None or rope.mscale_all_dim:
         return []
     factors = (rope.factor,) if rope.factor > 1 else _KNOWN_FACTORS
     return [yarn_temperature(factor, 1.0) for factor in factors]

@@ -11,10 +11,11 @@ import torch
 
 from mtp_export.verify.evidence.decode import Decoded, decode
 from mtp_export.verify.evidence.prompts import Prompt
-from mtp_runtime.models.deepseek_v3 import DeepseekV3, MtpModule
+from mtp_runtime.models.model import Model, MtpModule
 from mtp_runtime.sampling import SamplingParams
 from mtp_runtime.teacher_forcing import (
     Anchors,
+    DraftInputs,
     Recycle,
     Text,
     Texts,
@@ -57,7 +58,7 @@ class Corpus:
     given, given_states: texts and hidden states that were computed elsewhere.
     """
 
-    model: DeepseekV3
+    model: Model
     prompts: tuple[Prompt, ...]
     new_tokens: int
     given: Texts | None = None
@@ -77,6 +78,14 @@ class Corpus:
     def module(self) -> MtpModule:
         assert self.model.mtp is not None, "a bundle with an mtp part"
         return self.model.mtp
+
+    def modules(self, first: MtpModule | None = None) -> tuple[MtpModule, ...]:
+        """The modules by depth, with another one in place of the first where it is given."""
+        return (first or self.module, *self.model.mtp_modules[1:])
+
+    def module_at(self, depth: int) -> MtpModule:
+        """The module that drafts at a depth, from 0."""
+        return self.modules()[: depth + 1][-1]
 
     @cached_property
     def plain(self) -> Decoded:
@@ -148,9 +157,8 @@ class Corpus:
         recycle: Recycle | None = None,
     ) -> Drafts:
         """Drafts of a module, by default the corpus's own, at every anchor."""
-        module = module or self.module
         states = self.draft_outputs(depths, module=module, hidden=hidden, recycle=recycle)
-        return judge(module, texts=self.texts, anchors=self.anchors, states=states)
+        return judge(self.modules(module), texts=self.texts, anchors=self.anchors, states=states)
 
     @torch.inference_mode()
     def draft_outputs(
@@ -163,8 +171,8 @@ class Corpus:
     ) -> list[torch.Tensor]:
         """MTP outputs [A, d] before the norm at every anchor, one per depth."""
         hidden = self.hidden if hidden is None else hidden
-        module, anchors = module or self.module, anchors or self.anchors
-        return draft_states(self.model, module, self.texts, hidden, anchors, depths, recycle)
+        inputs = DraftInputs(self.texts, hidden, anchors or self.anchors)
+        return draft_states(self.modules(module), inputs, depths, recycle)
 
     def by_text(
         self, values: torch.Tensor, where: torch.Tensor, anchors: Anchors | None = None
@@ -182,7 +190,7 @@ def texts_of(decoded: Decoded) -> Texts:
 
 
 def judge(
-    module: MtpModule,
+    modules: Sequence[MtpModule],
     texts: Texts,
     anchors: Anchors,
     states: Sequence[torch.Tensor],
@@ -193,6 +201,7 @@ def judge(
     following = texts.tokens.roll(-1) if following is None else following
     best, hits, rooms, scores = [], [], [], []
     for depth, x in enumerate(states, start=1):
+        module = modules[:depth][-1]
         room = texts.room(anchors, depth)
         wanted = following[(anchors.rows + depth).clamp(max=len(following) - 1)]
         found, score = best_and_score(module, module.head.normed(x), wanted)

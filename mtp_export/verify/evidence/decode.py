@@ -10,12 +10,12 @@ import numpy as np
 
 from mtp_export.verify.evidence.pass_through import PassThroughDrafter
 from mtp_export.verify.evidence.prompts import Prompt
-from mtp_runtime.acceptance import Draft
+from mtp_runtime.acceptance.base import Draft
 from mtp_runtime.config import EngineConfig, SpeculationConfig
 from mtp_runtime.drafters import DRAFTERS
 from mtp_runtime.drafters.base import Drafter, DrafterParts
 from mtp_runtime.engine import Engine
-from mtp_runtime.models.deepseek_v3 import DeepseekV3
+from mtp_runtime.models.model import Model
 from mtp_runtime.request import Request, TokenEvent
 from mtp_runtime.sampling import Probabilities, SamplingParams
 
@@ -86,14 +86,14 @@ class Decoded:
 
 
 def decode(
-    model: DeepseekV3,
+    model: Model,
     prompts: Sequence[Prompt],
     params: SamplingParams | Sequence[SamplingParams],
     *,
     method: str = "none",
     k: int = 1,
     build: Build | None = None,
-    draft_model: DeepseekV3 | None = None,
+    draft_model: Model | None = None,
 ) -> Decoded:
     """Decode prompts to their end; `build` replaces DRAFTERS[method].
 
@@ -114,7 +114,7 @@ def decode(
     recorders: list[Recorder] = []
 
     def recording(parts: DrafterParts) -> Drafter:
-        recorders.append(Recorder((build or DRAFTERS[method])(parts)))
+        recorders.append(Recorder((build or DRAFTERS[method].build)(parts)))
         return recorders[0]
 
     engine = Engine(model, config, recording, draft_model)

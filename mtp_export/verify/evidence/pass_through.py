@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from mtp_runtime.acceptance import Draft
+from mtp_runtime.acceptance.base import Draft
 from mtp_runtime.drafters.base import Drafter, Pass
 from mtp_runtime.request import Request
 

@@ -47,7 +47,7 @@ def _loader(context: Context) -> Item:
     name = "runtime loads it: every tensor explained"
     if context.why_not_run is not None:
         return not_tested(name, context.why_not_run)
-    from mtp_runtime.models.build import LoadOptions
+    from mtp_runtime.models.load import LoadOptions
 
     try:
         ledger = context.loaded(LoadOptions(context.options.device)).ledger
