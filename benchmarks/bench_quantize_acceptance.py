@@ -30,9 +30,9 @@ import torch
 from benchmarks.bench_export import machine
 from fixtures.tiny.prompts import prompt_ids
 from mtp_export.bundle.build import run_bundle
-from mtp_export.bundle.links import Link
 from mtp_export.bundle.options import BundleOptions, RunOptions
 from mtp_export.bundle.quantize import QuantizeOptions, ScaleRule, plan_quantize
+from mtp_export.checkpoint.plan import Link
 from mtp_export.progress import silent
 from mtp_export.verify.evidence.corpus import Corpus, texts_of
 from mtp_export.verify.evidence.decode import decode

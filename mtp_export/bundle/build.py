@@ -33,13 +33,14 @@ from mtp_export.checkpoint.direct_io import aligned_buffer
 from mtp_export.checkpoint.files import read_failure, write_bytes, write_json
 from mtp_export.checkpoint.header import TensorInfo
 from mtp_export.checkpoint.manifest import MANIFEST_NAME
-from mtp_export.checkpoint.plan import COPY, PartPlan, Step
+from mtp_export.checkpoint.plan import COPY, PartPlan, Resources, Step
 from mtp_export.checkpoint.reader import CONFIG_NAME, INDEX_NAME, Checkpoint
 from mtp_export.errors import InvalidInputError, OutputExistsError, UnsupportedError
-from mtp_export.families import family_of
-from mtp_export.families.base import ModelFamily, compare
+from mtp_export.families.base import ModelFamily
 from mtp_export.progress import ProgressCallback
-from mtp_export.schemes.transforms import Numerics, one_torch_thread, transforms
+from mtp_export.schemes.discrepancies import compare
+from mtp_export.schemes.stored import StoredModel, stored_source
+from mtp_export.schemes.transforms import one_torch_thread
 
 # Measured resident memory: the program with its headers and plan, and what torch and the compiled
 # kernels add when a plan computes.
@@ -52,26 +53,31 @@ _MIN_BUDGET_BYTES = 16_000_000
 @dataclass(frozen=True)
 class Recipe:
     """Split of the tensors with their conversions, the options as the manifest keeps them, and the
-    numerics of conversions that compute."""
+    torch device of conversions that compute."""
 
     split: SplitOptions
     recorded: Mapping[str, Any]
-    numerics: Numerics = Numerics()
+    device: str = "cpu"
 
 
 @dataclass(frozen=True)
 class BundlePlan:
     """A checked checkpoint and the parts to make of it; nothing is written yet.
 
-    recorded are the options as the manifest keeps them, numerics how the run computes.
+    recorded are the options as the manifest keeps them, device the torch device that computes.
     """
 
     options: BundleOptions
     checkpoint: Checkpoint
-    family: ModelFamily
+    stored: StoredModel
     parts: tuple[PartPlan, ...]
     recorded: Mapping[str, Any]
-    numerics: Numerics = Numerics()
+    device: str = "cpu"
+
+    @property
+    def family(self) -> ModelFamily:
+        """Family of the source."""
+        return self.stored.family
 
     @property
     def written_bytes(self) -> int:
@@ -123,7 +129,7 @@ class BundleResult:
     facts: Mapping[str, Mapping[str, Any]]
 
 
-def open_source(folder: Path) -> tuple[Checkpoint, ModelFamily]:
+def open_source(folder: Path) -> tuple[Checkpoint, StoredModel]:
     """Open a checkpoint, or a bundle as one, with an MTP layer and exactly the tensors that its
     config implies.
 
@@ -131,8 +137,8 @@ def open_source(folder: Path) -> tuple[Checkpoint, ModelFamily]:
     first tensor that is missing, extra or of another shape or dtype.
     """
     checkpoint = open_checkpoint(folder)
-    family = family_of(checkpoint.config)
-    if not any(family.mtp_layer_of(name) is not None for name in checkpoint.tensors):
+    stored = stored_source(checkpoint.config)
+    if not any(stored.family.mtp_layer_of(name) is not None for name in checkpoint.tensors):
         layers = checkpoint.config.get("num_nextn_predict_layers", "no")
         raise UnsupportedError(
             "The checkpoint has no MTP layer",
@@ -143,15 +149,15 @@ def open_source(folder: Path) -> tuple[Checkpoint, ModelFamily]:
             todo="Many converted copies lack the layer: start from the original release, and check "
             "with mtp-export inspect",
         )
-    problems = compare(checkpoint.tensors, family.expected.values())
+    problems = compare(checkpoint.tensors, stored.tensors.values())
     if problems:
         problems[0].raise_as_error(folder, len(problems) - 1)
-    return checkpoint, family
+    return checkpoint, stored
 
 
 def plan_bundle(
     options: BundleOptions,
-    source: tuple[Checkpoint, ModelFamily],
+    source: tuple[Checkpoint, StoredModel],
     recipe: Recipe,
     *,
     dry_run: bool = False,
@@ -161,7 +167,7 @@ def plan_bundle(
     Linking is tried, and undone, to know whether it works; a dry run guesses instead and touches
     nothing.
     """
-    checkpoint, family = source
+    checkpoint, stored = source
     split = recipe.split
     shards = [shard.path for shard in checkpoint.shards]
     links = (guess_links if dry_run else resolve_links)(
@@ -170,17 +176,17 @@ def plan_bundle(
     parts: list[PartPlan] = []
     if options.content.part in (Part.BOTH, Part.MAIN):
         every = options.content.checksums is Checksums.ALL
-        parts.append(main_part(checkpoint, family, split).linked_by(links, checked=every))
+        parts.append(main_part(checkpoint, stored, split).linked_by(links, checked=every))
     if options.content.part in (Part.BOTH, Part.MTP):
-        mtp = mtp_part(checkpoint, family, options=split, links=links)
+        mtp = mtp_part(checkpoint, stored, options=split, links=links)
         parts.append(mtp.linked_by(links, checked=True))
     plan = BundlePlan(
         options=options,
         checkpoint=checkpoint,
-        family=family,
+        stored=stored,
         parts=tuple(parts),
         recorded=recipe.recorded,
-        numerics=recipe.numerics,
+        device=recipe.device,
     )
     check_memory(options.run.max_memory_bytes, plan.memory_bytes)
     check_disk(options.output_dir, plan.written_bytes)
@@ -306,9 +312,8 @@ def _write_parts(
     resources = RunResources(
         sources=plan.checkpoint.tensors,
         tied={name: main for name, main in tied.items() if name in copied},
-        transforms=transforms(plan.numerics),
         workers=plan.options.run.workers,
-        budget_bytes=plan.budget_bytes,
+        transform=Resources(plan.budget_bytes, plan.device),
         progress=progress,
     )
     others = {name: main for name, main in tied.items() if name not in copied}

@@ -6,7 +6,7 @@ from mtp_export.bundle.build import BundlePlan, Recipe, open_source, plan_bundle
 from mtp_export.bundle.options import BundleOptions
 from mtp_export.bundle.preflight import check_nesting, check_output
 from mtp_export.bundle.split import SplitOptions
-from mtp_export.schemes.base import AS_STORED, DEQUANTIZED
+from mtp_export.schemes.conversion import AS_STORED, DEQUANTIZED
 from mtp_export.targets import target_of
 
 

@@ -7,23 +7,14 @@ import os
 import shutil
 import tempfile
 from collections.abc import Callable, Iterable
-from enum import StrEnum
 from pathlib import Path
 
 from mtp_export.checkpoint.files import sync_folder, temporary_path, write_failure
+from mtp_export.checkpoint.plan import Link
 from mtp_export.errors import UnsupportedError
 
 _FICLONE = 0x40049409  # linux/fs.h: _IOW(0x94, 9, int)
 PROBE_PREFIX = ".mtp-export-probe-"
-
-
-class Link(StrEnum):
-    """Way in which an unchanged shard enters the bundle."""
-
-    AUTO = "auto"
-    REFLINK = "reflink"
-    HARDLINK = "hardlink"
-    COPY = "copy"
 
 
 def _reflink(source: Path, target: Path) -> None:

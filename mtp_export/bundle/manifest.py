@@ -86,7 +86,7 @@ def _shard(shard: OutputShard, facts: Mapping[str, Any], source: Checkpoint) -> 
     if shard.is_read:
         entry["tensors"] = {
             tensor.name: {
-                "operation": step.operation,
+                "operation": step.operation.name,
                 **({"scheme": step.scheme} if step.scheme is not None else {}),
                 "sources": list(step.inputs),
                 "xxh3_128": facts["xxh3_128"][tensor.name],

@@ -7,7 +7,7 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Any
 
-from mtp_export.bundle.links import Link
+from mtp_export.checkpoint.plan import Link
 from mtp_export.targets import target_of
 
 

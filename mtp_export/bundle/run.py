@@ -22,7 +22,7 @@ from mtp_export.bundle.links import link_shard
 from mtp_export.bundle.tied_weights import PIECE_BYTES, compare_tied
 from mtp_export.checkpoint.direct_io import aligned_buffer
 from mtp_export.checkpoint.header import TensorInfo
-from mtp_export.checkpoint.plan import COPY, OutputShard, OutputTensor, Step
+from mtp_export.checkpoint.plan import Copy, Facts, OutputShard, Resources, Step
 from mtp_export.checkpoint.tensor_reader import TensorReader
 from mtp_export.checkpoint.writer import WRITE_BUFFER_BYTES, ShardWriter
 
@@ -32,10 +32,6 @@ COPY_BUFFER_BYTES = 2 * PIECE_BYTES + WRITE_BUFFER_BYTES
 # Raises when the run is stopping; whatever takes long calls it now and then.
 Proceed = Callable[[], None]
 Check = Callable[[Proceed], None]
-Sink = Callable[[int, memoryview], None]
-# Gives every output's bytes to the sink in order; returns facts about the first output.
-Facts = Mapping[str, Any]
-Transform = Callable[[Sequence[TensorInfo], Sequence[OutputTensor], Sink, int], Facts]
 
 
 @dataclass(frozen=True)
@@ -49,16 +45,15 @@ class ShardJob:
 
 @dataclass(frozen=True)
 class RunResources:
-    """Inputs and limits of a run: transforms by operation, budget_bytes of memory per worker.
+    """Inputs and limits of a run; transform are the resources of one transform.
 
     tied: by the name of a copied source tensor, the tensor that it must equal byte by byte.
     """
 
     sources: Mapping[str, TensorInfo]
     tied: Mapping[str, TensorInfo]
-    transforms: Mapping[str, Transform]
     workers: int
-    budget_bytes: int
+    transform: Resources
     progress: Callable[[int], None]
 
 
@@ -215,11 +210,13 @@ class _Run:
             self._resources.progress(len(data))
 
         facts: Facts = {}
-        if step.operation == COPY:
+        if isinstance(step.operation, Copy):
             self._copy(inputs[0], partial(sink, 0), buffer)
         else:
-            transform = self._resources.transforms[step.operation]
-            facts = transform(inputs, step.outputs, sink, self._resources.budget_bytes)
+            transform = step.operation
+            facts = transform.run(
+                inputs, step.outputs, sink=sink, resources=self._resources.transform
+            )
         for tensor, position in zip(step.outputs, positions, strict=True):
             assert position == tensor.size_bytes, f"{tensor.name}: {position} bytes written"
         digests = {

@@ -9,15 +9,14 @@ from pathlib import Path
 from typing import Any
 
 from mtp_export.bundle.extra_files import extra_files
-from mtp_export.bundle.links import Link
 from mtp_export.bundle.options import SharedWeights
 from mtp_export.checkpoint.header import ShardHeader, TensorInfo
-from mtp_export.checkpoint.plan import COPY, OutputShard, PartPlan, Step, number_shards, pack
+from mtp_export.checkpoint.plan import COPY, Link, OutputShard, PartPlan, Step, number_shards, pack
 from mtp_export.checkpoint.reader import Checkpoint
 from mtp_export.errors import UnsupportedError
-from mtp_export.families.base import SCALE_SUFFIX, ModelFamily, Role, SharedTensor
-from mtp_export.schemes.base import Conversion
-from mtp_export.schemes.storage import keep_step, transpose_step
+from mtp_export.families.base import ModelFamily, Role, SharedTensor
+from mtp_export.schemes.conversion import Conversion, keep_step, transpose_step
+from mtp_export.schemes.stored import StoredModel
 from mtp_export.targets.base import Target
 
 
@@ -39,15 +38,15 @@ class SplitOptions:
     mtp_config: Mapping[str, Any]
 
 
-def main_part(checkpoint: Checkpoint, family: ModelFamily, options: SplitOptions) -> PartPlan:
+def main_part(checkpoint: Checkpoint, stored: StoredModel, options: SplitOptions) -> PartPlan:
     """Return the plan of the main part: unchanged shards are linked, all others written anew.
 
     config.json keeps num_nextn_predict_layers, which engines read there.
     """
     shards: list[OutputShard] = []
     for shard in checkpoint.shards:
-        tensors = [t for t in shard.tensors if family.mtp_layer_of(t.name) is None]
-        steps = [step for t in tensors for step in _main_steps(checkpoint, family, options.main, t)]
+        tensors = [t for t in shard.tensors if stored.family.mtp_layer_of(t.name) is None]
+        steps = [step for t in tensors for step in _main_steps(checkpoint, stored, options.main, t)]
         if steps:
             shards.append(_linked_if_whole(tuple(steps), shard))
     config = dict(options.main_config)
@@ -61,17 +60,17 @@ def main_part(checkpoint: Checkpoint, family: ModelFamily, options: SplitOptions
 
 def mtp_part(
     checkpoint: Checkpoint,
-    family: ModelFamily,
+    stored: StoredModel,
     options: SplitOptions,
     links: Mapping[Path, Link],
 ) -> PartPlan:
     """Return the plan of the MTP part under the target's names, each scale beside its weight.
 
     Unchanged shards are linked where that works, whatever their size; all else is packed anew.
-    Raises UnsupportedError when the target cannot take what
-    the options or the model ask for.
+    Raises UnsupportedError when the target cannot take what the options or the model ask for.
     """
-    target = options.target
+    target, family = options.target, stored.family
+    target.check_model_type(checkpoint.config)
     if target.single_mtp_layer and len(family.mtp_layers) > 1:
         raise UnsupportedError(
             f"Target {target.name} reads one MTP layer",
@@ -91,7 +90,7 @@ def mtp_part(
             expected="a source whose unquantized tensors are BF16",
             found=f"torch_dtype {family.dtype}",
         )
-    shards = _mtp_shards(checkpoint, family, options=options, links=links)
+    shards = _mtp_shards(checkpoint, stored, options=options, links=links)
     config = target.mtp_config(options.mtp_config)
     return PartPlan(
         name="mtp",
@@ -114,22 +113,18 @@ def _linked_if_whole(steps: tuple[Step, ...], shard: ShardHeader) -> OutputShard
 
 
 def _main_steps(
-    checkpoint: Checkpoint, family: ModelFamily, conversion: Conversion, tensor: TensorInfo
+    checkpoint: Checkpoint, stored: StoredModel, conversion: Conversion, tensor: TensorInfo
 ) -> Iterator[Step]:
-    """Yield the steps of a tensor of the main model; a kept scale stays where it is stored."""
-    spec = family.expected[tensor.name]
-    if spec.scale_of is not None:
-        step = conversion.scale_step(family.expected[spec.scale_of], tensor, tensor.name)
-        if step is not None:
-            yield step
-        return
-    scale = checkpoint.tensors.get(tensor.name + SCALE_SUFFIX)
-    yield conversion.weight_step(spec, tensor, scale, tensor.name)
+    """Yield the step of a tensor of the main model; a kept scale stays where it is stored."""
+    one = stored.weight_of[tensor.name]
+    step = conversion.step(one, tensor, checkpoint.tensors, name=tensor.name)
+    if step is not None:
+        yield step
 
 
 def _mtp_shards(
     checkpoint: Checkpoint,
-    family: ModelFamily,
+    stored: StoredModel,
     options: SplitOptions,
     links: Mapping[Path, Link],
 ) -> list[OutputShard]:
@@ -139,6 +134,7 @@ def _mtp_shards(
 
     Embedding and head come first: comparing them takes no second read then.
     """
+    family = stored.family
     shared: dict[Step, None] = {}
     if options.shared_weights is SharedWeights.KEEP:
         pairs = family.shared
@@ -149,7 +145,7 @@ def _mtp_shards(
         steps = [
             step
             for tensor in shard.tensors
-            for step in _mtp_steps(checkpoint, family, options, tensor)
+            for step in _mtp_steps(checkpoint, stored, options, tensor)
         ]
         candidate = _linked_if_whole(_in_stored_order(steps, shard), shard)
         stays = checkpoint.is_bundle or links[shard.path] is not Link.COPY
@@ -169,29 +165,26 @@ def _in_stored_order(steps: Sequence[Step], shard: ShardHeader) -> tuple[Step, .
 
 
 def _mtp_steps(
-    checkpoint: Checkpoint, family: ModelFamily, options: SplitOptions, tensor: TensorInfo
+    checkpoint: Checkpoint, stored: StoredModel, options: SplitOptions, tensor: TensorInfo
 ) -> Iterator[Step]:
     """Yield the steps of a tensor of an MTP layer and of its scale.
 
     There are none for a scale itself and for the main model's tensors.
     """
-    layer = family.mtp_layer_of(tensor.name)
-    if layer is None or family.expected[tensor.name].scale_of is not None:
+    family, target = stored.family, options.target
+    layer, one = family.mtp_layer_of(tensor.name), stored.weight_of[tensor.name]
+    if layer is None or tensor.name != one.tensors[0].name:
         return
-    spec, target = family.expected[tensor.name], options.target
-    if spec.role in (Role.EMBEDDING, Role.HEAD):
+    if one.weight.role in (Role.EMBEDDING, Role.HEAD):
         if options.shared_weights is SharedWeights.KEEP:
             pair = next(pair for pair in family.shared if pair.mtp_name == tensor.name)
             yield _shared_step(checkpoint, family, target, pair)
         return
-    scale = checkpoint.tensors.get(tensor.name + SCALE_SUFFIX)
-    step = options.mtp.weight_step(spec, tensor, scale, target.mtp_name(tensor.name, layer))
-    yield _transposed(step, tensor, target)
-    if scale is not None:
-        name = target.mtp_name(scale.name, layer)
-        scale_step = options.mtp.scale_step(spec, scale, name)
-        if scale_step is not None:
-            yield _transposed(scale_step, scale, target)
+    for name in (tensor.name for tensor in one.tensors):
+        source, own = checkpoint.tensors[name], target.mtp_name(name, layer)
+        step = options.mtp.step(one, source, checkpoint.tensors, name=own)
+        if step is not None:
+            yield _transposed(step, source, target)
 
 
 def _shared_step(
@@ -202,7 +195,7 @@ def _shared_step(
     assert layer is not None
     source = checkpoint.tensors.get(pair.mtp_name) or checkpoint.tensors[pair.main_name]
     step = keep_step(source, target.mtp_name(pair.mtp_name, layer))
-    if family.expected[pair.mtp_name].role is Role.EMBEDDING:  # a lookup table, not a linear
+    if family.tensors[pair.mtp_name].role is Role.EMBEDDING:  # a lookup table, not a linear
         return step
     return _transposed(step, source, target)
 

@@ -11,8 +11,8 @@ from rich.console import Group, RenderableType
 from mtp_export import __version__
 from mtp_export.bundle.build import BundlePlan, BundleResult
 from mtp_export.bundle.export import plan_export
-from mtp_export.bundle.links import Link
 from mtp_export.bundle.options import Checksums, Part, SharedWeights
+from mtp_export.checkpoint.plan import Link
 from mtp_export.commands import options as shared
 from mtp_export.commands.bundle_command import BundleCommand, make_bundle
 from mtp_export.commands.bundle_tables import effort, parts_table, result_facts

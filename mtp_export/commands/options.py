@@ -9,7 +9,6 @@ from typing import Annotated
 
 import typer
 
-from mtp_export.bundle.links import Link
 from mtp_export.bundle.options import (
     BundleOptions,
     Checksums,
@@ -18,6 +17,7 @@ from mtp_export.bundle.options import (
     RunOptions,
     SharedWeights,
 )
+from mtp_export.checkpoint.plan import Link
 from mtp_export.commands.output import Reporting
 from mtp_export.targets import target_names
 

@@ -12,7 +12,6 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 
 from mtp_export.bundle.build import BundlePlan, BundleResult
-from mtp_export.bundle.links import Link
 from mtp_export.bundle.options import Checksums, Part, SharedWeights
 from mtp_export.bundle.quantize import (
     KEEP,
@@ -25,6 +24,7 @@ from mtp_export.bundle.quantize import (
     default_output,
     plan_quantize,
 )
+from mtp_export.checkpoint.plan import Link
 from mtp_export.commands import options as shared
 from mtp_export.commands.bundle_command import BundleCommand, make_bundle
 from mtp_export.commands.bundle_tables import effort
@@ -271,7 +271,7 @@ def _bytes_before_and_after(plan: BundlePlan) -> tuple[int, int]:
 
 def _computed(result: BundleResult) -> list[tuple[str, Role, float | None, float]]:
     """Return tensor, role, SQNR in dB (None: exact) and maximum error of every converted tensor."""
-    expected, facts = result.plan.family.expected, result.facts
+    expected, facts = result.plan.family.tensors, result.facts
     return [
         (name, expected[step.inputs[0]].role, facts[name]["sqnr_db"], facts[name]["max_error"])
         for step in result.plan.written_steps

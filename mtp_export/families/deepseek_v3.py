@@ -1,4 +1,4 @@
-"""DeepSeek-V3 and R1: 61 layers, MLA, MoE, and an MTP module stored as the layer after the last.
+"""DeepSeek-V3 and R1: MLA, mixture of experts, and MTP layers stored behind the last main layer.
 
 Source: README_WEIGHTS.md and the index of the released checkpoints (91,991 tensors).
 """
@@ -12,12 +12,10 @@ from typing import Any
 
 from mtp_export.errors import InvalidInputError, UnsupportedError
 from mtp_export.families.base import (
-    SCALE_SUFFIX,
-    BlockFp8,
+    ModulePatterns,
     Role,
     SharedTensor,
     TensorSpec,
-    block_fp8,
     config_int,
 )
 from mtp_export.families.modules import (
@@ -30,14 +28,36 @@ from mtp_export.families.modules import (
 )
 
 _LAYERS_PREFIX = "model.layers."
-_MOST_LAYERS = 1_000
-_STORED_DTYPES = {"bfloat16": "BF16", "float16": "F16", "float32": "F32"}
+_MAX_LAYERS = 1_000
+_DTYPES = {"bfloat16": "BF16", "float16": "F16", "float32": "F32"}
+_PATTERNS = ModulePatterns(
+    linears={
+        Role.ATTENTION: "self_attn.*_proj.*",
+        Role.DENSE_MLP: "mlp.(gate_proj|up_proj|gate_up_proj|down_proj)$",
+        Role.SHARED_EXPERT: "mlp.shared_experts.*",
+        Role.ROUTED_EXPERT: "mlp.experts.*",
+    },
+    other_matrices=(
+        "lm_head",
+        "re:.*mlp.gate$",
+        "re:.*eh_proj$",
+        "re:.*shared_head.*",
+        "re:.*embed_tokens$",
+    ),
+    fused={
+        ("gate_proj", "up_proj"): ("gate_up_proj",),
+        ("q_a_proj", "kv_a_proj_with_mqa"): ("fused_qkv_a_proj", "fused_qkv_a_proj_with_mqa"),
+    },
+    absorbed=("kv_b_proj",),
+)
 
 
 @dataclass(frozen=True, slots=True)
 class MlaModules:
-    """Modules of multi-head latent attention. query_down and query_norm are None where queries are
-    projected in one step, by query_up."""
+    """Modules of multi-head latent attention.
+
+    query_down and query_norm are None where queries are projected in one step, by query_up.
+    """
 
     query_down: str | None
     query_norm: str | None
@@ -66,19 +86,24 @@ class DeepseekV3Sizes:
 
 @dataclass(frozen=True)
 class DeepseekV3Family:
-    """The tensors of one DeepSeek-V3 config."""
+    """Tensors of one DeepSeek-V3 config."""
 
     config: Mapping[str, Any]
     num_hidden_layers: int
     mtp_layers: range
-    quantization: BlockFp8 | None
     dtype: str
 
     @classmethod
     def from_config(cls, config: Mapping[str, Any]) -> DeepseekV3Family:
-        """Raises InvalidInputError for a missing or odd field, UnsupportedError for a variant."""
-        layers = config_int(config, "num_hidden_layers", most=_MOST_LAYERS)
-        promised = config_int(config, "num_nextn_predict_layers", 0, least=0, most=_MOST_LAYERS)
+        """Read a config.json.
+
+        Raises InvalidInputError for a missing or unusable field, UnsupportedError for a variant
+        that no release has.
+        """
+        layers = config_int(config, "num_hidden_layers", maximum=_MAX_LAYERS)
+        promised = config_int(
+            config, "num_nextn_predict_layers", default=0, minimum=0, maximum=_MAX_LAYERS
+        )
         mtp_layers = range(layers, layers + promised)
         for key in ("attention_bias", "tie_word_embeddings"):
             if config.get(key):
@@ -88,22 +113,27 @@ class DeepseekV3Family:
                     found=config[key],
                 )
         name = config.get("dtype") or config.get("torch_dtype") or "bfloat16"
-        if not isinstance(name, str) or name not in _STORED_DTYPES:
+        if not isinstance(name, str) or name not in _DTYPES:
             raise InvalidInputError(
                 "config.json names an unknown torch_dtype",
-                expected=", ".join(_STORED_DTYPES),
+                expected=", ".join(_DTYPES),
                 found=repr(name)[:100],
             )
-        return cls(config, layers, mtp_layers, block_fp8(config), _STORED_DTYPES[name])
+        return cls(config, layers, mtp_layers, _DTYPES[name])
+
+    @property
+    def patterns(self) -> ModulePatterns:
+        """Module names as engines' quantization configs refer to them."""
+        return _PATTERNS
 
     @cached_property
-    def expected(self) -> Mapping[str, TensorSpec]:
+    def tensors(self) -> Mapping[str, TensorSpec]:
         """Every tensor that the config promises, main and MTP, by name."""
         return {spec.name: spec for spec in self._all()}
 
     @property
     def shared(self) -> tuple[SharedTensor, ...]:
-        """The MTP layers' copies of embedding and head, beside the main model's."""
+        """Pairs of the MTP layers' copies of embedding and head and the main model's own."""
         main = self.modules
         return tuple(
             SharedTensor(weight_name(own), weight_name(of_main))
@@ -113,12 +143,12 @@ class DeepseekV3Family:
 
     @cached_property
     def sizes(self) -> DeepseekV3Sizes:
-        """Sizes of the config (InvalidInputError for a missing or odd one)."""
+        """Sizes of the config (InvalidInputError for a missing or unusable one)."""
         ranked = self.config.get("q_lora_rank") is not None
         return DeepseekV3Sizes(
             vocab=self._size("vocab_size"),
             hidden=self._size("hidden_size"),
-            dense_layers=self._size("first_k_dense_replace", least=0),
+            dense_layers=self._size("first_k_dense_replace", minimum=0),
             moe_layer_freq=self._size("moe_layer_freq", 1),
             heads=self._size("num_attention_heads"),
             latent=self._size("kv_lora_rank"),
@@ -136,10 +166,10 @@ class DeepseekV3Family:
     @property
     def shared_experts(self) -> int:
         """Experts of a sparse layer that every token goes through."""
-        return self._size("n_shared_experts", 0, least=0)
+        return self._size("n_shared_experts", 0, minimum=0)
 
     def is_sparse(self, layer: int) -> bool:
-        """Whether a layer has a mixture of experts; every MTP layer has one."""
+        """True for a layer with a mixture of experts; every MTP layer has one."""
         sizes = self.sizes
         return layer in self.mtp_layers or (
             layer >= sizes.dense_layers and layer % sizes.moe_layer_freq == 0
@@ -196,7 +226,7 @@ class DeepseekV3Family:
         )
 
     def mtp_layer_of(self, name: str) -> int | None:
-        """The MTP layer that a tensor name belongs to, None for the main model's."""
+        """Return the MTP layer that a tensor name belongs to, None for the main model's."""
         if not name.startswith(_LAYERS_PREFIX):
             return None
         digits = name.removeprefix(_LAYERS_PREFIX).partition(".")[0]
@@ -206,8 +236,8 @@ class DeepseekV3Family:
     def _mtp_layer_of_digits(self) -> dict[str, int]:
         return {str(layer): layer for layer in self.mtp_layers}
 
-    def _size(self, key: str, default: int | None = None, least: int = 1) -> int:
-        return config_int(self.config, key, default, least=least)
+    def _size(self, key: str, default: int | None = None, minimum: int = 1) -> int:
+        return config_int(self.config, key, default=default, minimum=minimum)
 
     def _all(self) -> Iterator[TensorSpec]:
         hidden, names = self.sizes.hidden, self.modules
@@ -245,15 +275,15 @@ class DeepseekV3Family:
         shapes[names.query_up] = (sizes.heads * (sizes.nope + sizes.rope), query)
         yield self._norm(names.latent_norm, sizes.latent, mtp)
         for module, shape in shapes.items():
-            yield from self._linear(module, shape, Role.ATTENTION, mtp)
+            yield self._linear(module, shape, Role.ATTENTION, mtp)
 
     def _mlp(
         self, names: MlpModules, size: int, role: Role, mtp: int | None
     ) -> Iterator[TensorSpec]:
         hidden = self.sizes.hidden
-        yield from self._linear(names.gate, (size, hidden), role, mtp)
-        yield from self._linear(names.up, (size, hidden), role, mtp)
-        yield from self._linear(names.down, (hidden, size), role, mtp)
+        yield self._linear(names.gate, (size, hidden), role, mtp)
+        yield self._linear(names.up, (size, hidden), role, mtp)
+        yield self._linear(names.down, (hidden, size), role, mtp)
 
     def _moe(self, names: MoeModules, mtp: int | None) -> Iterator[TensorSpec]:
         experts, size = len(names.experts), self._size("moe_intermediate_size")
@@ -295,16 +325,8 @@ class DeepseekV3Family:
 
     def _linear(
         self, module: str, shape: tuple[int, int], role: Role, mtp: int | None
-    ) -> Iterator[TensorSpec]:
-        name, fp8 = f"{module}.weight", self.quantization
-        if fp8 is None or not fp8.covers(module):
-            yield TensorSpec(name, shape, (self.dtype,), role, mtp)
-            return
-        scale_shape = (-(-shape[0] // fp8.block[0]), -(-shape[1] // fp8.block[1]))
-        yield TensorSpec(name, shape, ("F8_E4M3",), role, mtp)
-        yield TensorSpec(
-            name + SCALE_SUFFIX, scale_shape, fp8.scale_dtypes, role, mtp, scale_of=name
-        )
+    ) -> TensorSpec:
+        return TensorSpec(weight_name(module), shape, (self.dtype,), role, mtp)
 
 
 def _attention_prefix(layer: int) -> str:

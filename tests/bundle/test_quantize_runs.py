@@ -23,7 +23,7 @@ from cases import (
     run_program,
     tree,
 )
-from mtp_export.schemes.transforms import Numerics, transforms
+from mtp_export.schemes.formats import FORMATS, FormatOptions
 from mtp_kernels.quantize import Fp8Block, quantize_int4_group, quantize_int8_channel
 from quantize_rows import CONFIGS, MTP_PREFIX, ROWS
 
@@ -132,7 +132,10 @@ def test_the_manifest_says_what_each_tensor_lost(pristine: Path, output: Path) -
     assert torch.equal(main[f"{name}.weight_packed"], best.packed)
     assert torch.equal(main[f"{name}.weight_scale"], best.scale)
     assert entries[f"{MTP_PREFIX}enorm.weight"].keys() == {"operation", "sources", "xxh3_128"}
-    assert {entry["operation"] for entry in entries.values()} <= {"copy", *transforms(Numerics())}
+    assert {entry["operation"] for entry in entries.values()} <= {
+        "copy",
+        *(make(FormatOptions()).operation for make in FORMATS.values()),
+    }
 
 
 def test_the_manifest_names_the_pair(pristine: Path, output: Path) -> None:

@@ -38,7 +38,7 @@ EXPERT = "model.layers.1.mlp.experts.0.up_proj.weight"
         (
             pair("a8w8_fp8_wint4", "a8w8_fp8", "--format", "w4afp8", "--target", "vllm"),
             4,
-            "--target sglang",
+            "--target hf or sglang",
         ),
         (pair("a8w8_fp8", "a8w8_fp8", "--int4-scope", "all"), 2, "does not apply"),
         (pair("a8w8_fp8", "a8w8_fp8", "--format", "w4afp8"), 2, "does not apply"),

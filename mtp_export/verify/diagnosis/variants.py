@@ -8,10 +8,11 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from mtp_export.schemes.formats import unquantized
 from mtp_export.verify.diagnosis import causes
 from mtp_runtime.config import Hidden, RopeConfig
 from mtp_runtime.layers.decoder_layer import DecoderLayer
-from mtp_runtime.layers.linear import Dense, Linear
+from mtp_runtime.layers.linear import Linear
 from mtp_runtime.layers.mla import Mla
 from mtp_runtime.layers.rope import yarn_temperature
 from mtp_runtime.models.model import Model, MtpModule
@@ -228,7 +229,7 @@ def missing_temperatures(rope: RopeConfig | None) -> list[float]:
 
 def dense_linear(matrix: torch.Tensor) -> Linear:
     """A linear of a transposed weight [in, out]."""
-    return Linear.build(Dense(matrix.t()), matrix.dtype, True)
+    return Linear.build(unquantized(matrix.t()), matrix.dtype, True)
 
 
 def dtype_of(linear: Linear) -> torch.dtype:

@@ -10,9 +10,10 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+from mtp_export.schemes.formats import EncodedWeight
 from mtp_export.schemes.storage import BLOCK, Storage
 from mtp_export.verify.diagnosis import causes
-from mtp_export.verify.evidence.weight_values import Raw, WeightOnDisk
+from mtp_export.verify.evidence.weight_values import WeightOnDisk
 from mtp_export.verify.gates import GATES
 
 if TYPE_CHECKING:
@@ -51,11 +52,11 @@ def explain(weight: WeightOnDisk, source: WeightOnDisk, sources: Sources) -> str
     import torch
 
     stop = _sample_rows(weight)
-    raw = weight.raw(0, stop)
-    wanted = source.raw(0, stop).values()
+    raw = weight.encoded(0, stop)
+    wanted = source.encoded(0, stop).dequantize()
     bound = GATES[weight.stored.storage].sqnr_db
     try:
-        found = raw.values()
+        found = raw.dequantize()
     except ValueError as error:
         return str(error)
     if float(found.max()) == float(found.min()):
@@ -71,7 +72,7 @@ def explain(weight: WeightOnDisk, source: WeightOnDisk, sources: Sources) -> str
     if (cause := _scales(raw, wanted, bound)) is not None:
         return cause
     for other in sources.like(source):
-        theirs = other.raw(0, min(stop, other.rows)).values()
+        theirs = other.encoded(0, min(stop, other.rows)).dequantize()
         if _sqnr_db(theirs, found) >= bound:
             return causes.holds_another(other.stored.weight.name)
     if found.ndim == 1 and torch.equal(found.sort()[0], wanted.sort()[0]):
@@ -142,7 +143,7 @@ def _of_rope(name: str, found: torch.Tensor, sources: Sources) -> list[Undone]:
     return undone
 
 
-def _of_codes(raw: Raw) -> list[Undone]:
+def _of_codes(raw: EncodedWeight) -> list[Undone]:
     """Bugs of packing and scaling codes."""
     scale = raw.scale
     if scale is None:
@@ -150,11 +151,11 @@ def _of_codes(raw: Raw) -> list[Undone]:
     undone: list[Undone] = [
         (
             causes.SCALES_INVERTED,
-            lambda: raw.with_scale((1 / scale.float()).to(scale.dtype)).values(),
+            lambda: replace(raw, scale=(1 / scale.float()).to(scale.dtype)).dequantize(),
         ),
         (
             causes.SCALES_ALONG_ROWS,
-            lambda: raw.with_scale(_other_axis(scale)).values(),
+            lambda: replace(raw, scale=_other_axis(scale)).dequantize(),
         ),
     ]
     if raw.storage in (Storage.INT4_GROUP, Storage.W4AFP8, Storage.INT8_CHANNEL):
@@ -162,15 +163,15 @@ def _of_codes(raw: Raw) -> list[Undone]:
         undone += [
             (
                 causes.offset_dropped(offset),
-                lambda: replace(raw, codes=_flipped(raw)).values(),
+                lambda: replace(raw, codes=_flipped(raw)).dequantize(),
             ),
             (
                 causes.CODES_REVERSED,
-                lambda: replace(raw, codes=_reversed(raw)).values(),
+                lambda: replace(raw, codes=_reversed(raw)).dequantize(),
             ),
             (
                 causes.CODES_SWAPPED,
-                lambda: replace(raw, codes=_swapped(raw)).values(),
+                lambda: replace(raw, codes=_swapped(raw)).dequantize(),
             ),
         ]
     return undone
@@ -180,24 +181,24 @@ def _other_axis(scale: torch.Tensor) -> torch.Tensor:
     return scale.reshape(scale.shape[1], scale.shape[0]).t().contiguous()
 
 
-def _words(raw: Raw) -> torch.Tensor:
+def _words(raw: EncodedWeight) -> torch.Tensor:
     import torch
 
     return raw.codes.contiguous().view(torch.uint8)
 
 
-def _flipped(raw: Raw) -> torch.Tensor:
+def _flipped(raw: EncodedWeight) -> torch.Tensor:
     """Codes with their top bit flipped: from offset to two's complement, or back."""
     mask = 0x80 if raw.storage is Storage.INT8_CHANNEL else 0x88
     return (_words(raw) ^ mask).view(raw.codes.dtype)
 
 
-def _swapped(raw: Raw) -> torch.Tensor:
+def _swapped(raw: EncodedWeight) -> torch.Tensor:
     packed = _words(raw)
     return ((packed << 4) | (packed >> 4)).view(raw.codes.dtype)
 
 
-def _reversed(raw: Raw) -> torch.Tensor:
+def _reversed(raw: EncodedWeight) -> torch.Tensor:
     """Codes of each 32-bit word in reverse order: most significant first instead of least."""
     packed = _words(raw)
     if raw.storage is not Storage.INT8_CHANNEL:
@@ -206,14 +207,14 @@ def _reversed(raw: Raw) -> torch.Tensor:
     return packed.view(rows, -1, 4).flip(2).reshape(rows, -1).view(raw.codes.dtype)
 
 
-def _scales(raw: Raw, wanted: torch.Tensor, bound: float) -> str | None:
+def _scales(raw: EncodedWeight, wanted: torch.Tensor, bound: float) -> str | None:
     """The cause if other scales would make the codes the source's, else None."""
     import torch
 
     if raw.scale is None:
         return None
-    ones = raw.with_scale(torch.ones_like(raw.scale))
-    codes = ones.values().double()
+    ones = replace(raw, scale=torch.ones_like(raw.scale))
+    codes = ones.dequantize().double()
     own = raw.scale.double()
     groups = _spread(raw, torch.arange(own.numel()).view(own.shape))  # [N, K] group of a weight
     dots = torch.zeros(own.numel(), dtype=torch.float64)
@@ -229,12 +230,9 @@ def _scales(raw: Raw, wanted: torch.Tensor, bound: float) -> str | None:
     return _named_scales(own.reshape(-1), best, 0.002 if exact else 0.03)
 
 
-def _spread(raw: Raw, scale: torch.Tensor) -> torch.Tensor:
+def _spread(raw: EncodedWeight, scale: torch.Tensor) -> torch.Tensor:
     """A scale-shaped tensor spread to [N, K], one entry per element of the weight."""
-    rows = raw.codes.shape[0]
-    columns = raw.codes.shape[1] * {
-        Storage.FP8_BLOCK: 1, Storage.INT8_CHANNEL: 4, Storage.INT4_GROUP: 8, Storage.W4AFP8: 2,
-    }[raw.storage]  # fmt: skip
+    rows, columns = raw.shape
     if raw.storage is Storage.FP8_BLOCK:
         whole = scale.repeat_interleave(BLOCK, 0).repeat_interleave(BLOCK, 1)
         return whole[:rows, :columns]

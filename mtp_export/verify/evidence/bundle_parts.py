@@ -9,9 +9,10 @@ from pathlib import Path
 from mtp_export.checkpoint.bundle_folder import MAIN
 from mtp_export.checkpoint.reader import Checkpoint
 from mtp_export.errors import MtpExportError
-from mtp_export.schemes.stored import Stored, stored_draft, stored_model
+from mtp_export.schemes.stored import StoredModel, stored_model
 from mtp_export.targets import TARGETS
 from mtp_export.targets.base import Target
+from mtp_export.targets.draft import stored_draft
 
 
 @dataclass(frozen=True)
@@ -38,7 +39,7 @@ class PartLayout:
 
     name: str
     checkpoint: Checkpoint
-    stored: Stored
+    stored: StoredModel
 
 
 def layout_of(part: BundlePart, target: Target, main_layers: int) -> PartLayout:

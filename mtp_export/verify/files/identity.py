@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from mtp_export.checkpoint.bundle_folder import MAIN
 from mtp_export.checkpoint.reader import read_json_object
 from mtp_export.errors import MtpExportError
+from mtp_export.schemes.native import QUANTIZATION
 from mtp_export.verify.check import Item, Problem, not_tested, verdict
 
 if TYPE_CHECKING:
@@ -40,7 +41,7 @@ def _configs(context: Context, main: Mapping[str, Any], mtp: Mapping[str, Any]) 
     """The draft's config equals the main one but for the fields that its target changes."""
     wanted = context.target.mtp_config(main)
     problems = []
-    for key in sorted({*wanted, *mtp} - {"quantization_config"}):
+    for key in sorted({*wanted, *mtp} - {QUANTIZATION}):
         if wanted.get(key) != mtp.get(key):
             words = (
                 f"{key} is {mtp.get(key)!r} in mtp/config.json, where main/config.json makes it"

@@ -12,8 +12,9 @@ from typing import TYPE_CHECKING, Any
 from mtp_export.checkpoint.bundle_folder import MAIN, MTP
 from mtp_export.checkpoint.header import TensorInfo
 from mtp_export.errors import MtpExportError
-from mtp_export.families.base import Discrepancy, compare
-from mtp_export.schemes.stored import Stored, StoredWeight, stored
+from mtp_export.schemes.discrepancies import Discrepancy, compare
+from mtp_export.schemes.native import quantization_of
+from mtp_export.schemes.stored import StoredModel, StoredWeight
 from mtp_export.verify.check import Item, Problem, failed, not_tested, verdict
 from mtp_export.verify.evidence.bundle_parts import PartLayout
 
@@ -71,7 +72,7 @@ def _part_items(layout: PartLayout) -> Iterator[Item]:
 
 
 def _sorted_out(
-    tensors: Mapping[str, TensorInfo], promised: Stored
+    tensors: Mapping[str, TensorInfo], promised: StoredModel
 ) -> tuple[list[Problem], list[Problem]]:
     """Problems of presence, one per tensor, and of precision, one per weight."""
     presence: list[Problem] = []
@@ -88,7 +89,7 @@ def _sorted_out(
     return presence, precision
 
 
-def _weight_of_module(promised: Stored, module: str) -> StoredWeight | None:
+def _weight_of_module(promised: StoredModel, module: str) -> StoredWeight | None:
     """The weight that a module's tensors hold in another form than promised."""
     for suffix in ("weight", "weight_packed"):
         if (weight := promised.weight_of.get(f"{module}.{suffix}")) is not None:
@@ -168,11 +169,11 @@ def _draft_items(context: Context, layout: PartLayout) -> Iterator[Item]:
         if context.main is None:
             yield not_tested(name, "main/ is not there or cannot be opened")
         else:
-            config = context.main.config.get("quantization_config")
+            config = quantization_of(context.main.config)
             why = "vLLM builds the draft with the quantization_config of main/config.json"
             yield _as_read(name, layout, config=config, why=why)
     if "SGLang" in engines:
-        config = layout.checkpoint.config.get("quantization_config")
+        config = quantization_of(layout.checkpoint.config)
         why = f"SGLang knows the draft's layer as {_SGLANG_DRAFT} and rewrites patterns literally"
         name = "mtp: precision as SGLang reads it"
         yield _as_read(name, layout, config=config, why=why, rewritten=True)
@@ -199,7 +200,7 @@ def _as_read(
         config = json.loads(rename(json.dumps(config)))
         tensors = {rename(key): tensor for key, tensor in tensors.items()}
     try:
-        read = stored(specs, config, rename)
+        read = layout.stored.reread(config, rename)
     except MtpExportError as error:
         return failed(name, f"{why}: {error}", subject="config.json")
     presence, precision = _sorted_out(tensors, read)

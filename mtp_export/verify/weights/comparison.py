@@ -14,9 +14,11 @@ from typing import TYPE_CHECKING, Any
 from mtp_export.bundle.tied_weights import PIECE_BYTES, first_difference
 from mtp_export.checkpoint.bundle_folder import MAIN
 from mtp_export.checkpoint.direct_io import aligned_buffer
+from mtp_export.families import family_of
 from mtp_export.progress import ProgressCallback, format_bytes
+from mtp_export.schemes.native import QUANTIZATION
 from mtp_export.schemes.storage import Storage
-from mtp_export.schemes.stored import model_family, stored_model
+from mtp_export.schemes.stored import stored_model
 from mtp_export.schemes.transforms import one_torch_thread
 from mtp_export.verify.check import Item, Problem, not_tested, verdict
 from mtp_export.verify.diagnosis import causes
@@ -72,7 +74,7 @@ def run(context: Context) -> Iterator[Item]:
     yield _config(context, context.source.config)
     stored = stored_model(context.source.config)
     sources = {w.stored.weight.name: w for w in weights_on_disk(stored, context.source.tensors)}
-    family = model_family(context.source.config)
+    family = family_of(context.source.config)
     main_names = {pair.mtp_name: pair.main_name for pair in family.shared}
     for layout in context.layouts:
         pairs, alone = _paired(layout, sources, main_names)
@@ -143,8 +145,8 @@ def _measured(weight: WeightOnDisk, source: WeightOnDisk, progress: ProgressCall
     """SQNR and largest error of the values, dequantized in fp32 and summed in float64."""
     signal = noise = worst = 0.0
     for start, stop in weight.pieces():
-        ours = weight.raw(start, stop).values().double()
-        theirs = source.raw(start, stop).values().double()
+        ours = weight.encoded(start, stop).dequantize().double()
+        theirs = source.encoded(start, stop).dequantize().double()
         error = ours - theirs
         signal += float(theirs.square().sum())
         noise += float(error.square().sum())
@@ -238,7 +240,7 @@ def _config(context: Context, source: Mapping[str, Any]) -> Item:
     for part in context.parts:
         found = {} if part.checkpoint is None else part.checkpoint.config
         wanted = source if part.name == MAIN else context.target.mtp_config(source)
-        keys = sorted({*wanted, *found} - {"quantization_config"}) if found else []
+        keys = sorted({*wanted, *found} - {QUANTIZATION}) if found else []
         count += len(keys)
         for key in keys:
             if found.get(key) != wanted.get(key):

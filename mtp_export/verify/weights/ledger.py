@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING
 from mtp_export.errors import MtpExportError, ResourceError, UnsupportedError
 from mtp_export.progress import format_bytes
 from mtp_export.schemes.storage import Storage
-from mtp_export.schemes.stored import model_family
 from mtp_export.schemes.transforms import one_torch_thread
 from mtp_export.verify import gates
 from mtp_export.verify.check import Item, Problem, failed, not_tested, passed, verdict
@@ -200,7 +199,7 @@ def _shared(context: Context, found: Sequence[PartLayout]) -> Iterator[Item]:
         for part in found
         for tensors in (part.checkpoint.tensors,)
     )
-    for pair in model_family(found[0].checkpoint.config).shared:
+    for pair in found[0].stored.family.shared:
         own, original = draft.get(pair.mtp_name), main.get(pair.main_name)
         name = f"draft's {pair.mtp_name.split('.', 3)[3]} is the main model's"
         if own is None or original is None:
@@ -220,6 +219,6 @@ def _equal(one: WeightOnDisk, other: WeightOnDisk) -> bool:
     import torch
 
     return all(
-        torch.equal(one.raw(start, stop).codes, other.raw(start, stop).codes)
+        torch.equal(one.encoded(start, stop).codes, other.encoded(start, stop).codes)
         for start, stop in one.pieces()
     )

@@ -9,8 +9,9 @@ from typing import TYPE_CHECKING, Any
 import xxhash
 
 from mtp_export.progress import ProgressCallback
+from mtp_export.schemes.formats import EncodedWeight
 from mtp_export.schemes.storage import BLOCK, Storage
-from mtp_export.verify.evidence.weight_values import Raw, WeightOnDisk
+from mtp_export.verify.evidence.weight_values import WeightOnDisk
 
 if TYPE_CHECKING:
     import torch
@@ -48,10 +49,10 @@ def facts_of(weight: WeightOnDisk, progress: ProgressCallback) -> TensorFacts:
     outer = blocks = full = 0
     powers = True
     for start, stop in weight.pieces():
-        raw = weight.raw(start, stop)
+        raw = weight.encoded(start, stop)
         digest.update(_bytes(raw.codes))
         try:
-            values = raw.values()
+            values = raw.dequantize()
         except ValueError as error:
             return TensorFacts(weight, f"rows {start} to {stop - 1}: {error}")
         if not torch.isfinite(values).all():
@@ -85,7 +86,7 @@ def _bytes(tensor: torch.Tensor) -> Any:
     return tensor.contiguous().reshape(-1).view(torch.uint8).numpy()
 
 
-def _outer_codes(raw: Raw) -> int:
+def _outer_codes(raw: EncodedWeight) -> int:
     """Number of integer codes in the lower or upper quarter of their range."""
     import torch
 

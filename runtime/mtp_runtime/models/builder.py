@@ -18,10 +18,11 @@ from mtp_export.families.modules import (
     MtpModules,
     weight_name,
 )
+from mtp_export.schemes.formats import unquantized
 from mtp_runtime.config import ModelConfig, MtpContract
 from mtp_runtime.layers.attention import Attention
 from mtp_runtime.layers.decoder_layer import DecoderLayer, FeedForward
-from mtp_runtime.layers.linear import Dense, Linear, Weight, stack
+from mtp_runtime.layers.linear import Linear, Weight, stack
 from mtp_runtime.layers.moe import Mlp, Moe, Router
 from mtp_runtime.layers.norm import RmsNorm
 from mtp_runtime.loading.weight_source import WeightSource
@@ -144,4 +145,4 @@ class ModelBuilder(ABC):
         gate, up = (source.dense_matrix(name).chunk(count) for name in (names.gate, names.up))
         downs = source.dense_matrix(names.down).chunk(count, dim=1)
         for parts in zip(gate, up, downs, strict=True):
-            yield Mlp(self.joined(*map(Dense, parts[:2])), self.joined(Dense(parts[2])))
+            yield Mlp(self.joined(*map(unquantized, parts[:2])), self.joined(unquantized(parts[2])))

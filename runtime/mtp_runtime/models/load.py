@@ -9,7 +9,7 @@ import torch
 
 from mtp_export.checkpoint.reader import CONFIG_NAME, Checkpoint, read_json_object
 from mtp_export.errors import UnsupportedError
-from mtp_export.schemes.stored import model_family
+from mtp_export.families import family_of
 from mtp_runtime.config import MtpContract
 from mtp_runtime.loading.weight_source import Ledger, open_source
 from mtp_runtime.models import MODELS
@@ -94,7 +94,7 @@ def open_model(path: Path, options: LoadOptions) -> OpenedModel:
     """Open a bundle or a checkpoint folder. Raises as load_model does."""
     device = _device(options.device)
     source, main = open_source(path, DTYPES[options.dtype], device, options.dequantize_at_load)
-    family = model_family(main.config)
+    family = family_of(main.config)
     model_type = main.config["model_type"]
     if model_type not in MODELS:
         raise UnsupportedError(
