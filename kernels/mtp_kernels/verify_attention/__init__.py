@@ -180,7 +180,7 @@ def compiled_takes(sizes: Sizes) -> bool:
 def outputs(
     q_latent: torch.Tensor, out: tuple[torch.Tensor, torch.Tensor] | None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The caller's output tensors, checked, or new ones."""
+    """Return the caller's output tensors, checked, or new ones."""
     shape = tuple(q_latent.shape)
     if out is None:
         return torch.empty_like(q_latent), q_latent.new_empty(shape[:2], dtype=LSE_DTYPE)
@@ -192,6 +192,7 @@ def outputs(
 def workspace_buffer(
     workspace: Workspace | None, needed_bytes: int, device: torch.device
 ) -> torch.Tensor:
+    """Return the workspace's buffer, checked, or a new one."""
     if workspace is None:
         return torch.empty(needed_bytes, dtype=torch.uint8, device=device)
     buffer = workspace.buffer
@@ -211,7 +212,7 @@ def sizes_of(
     cu_q: torch.Tensor,
     workspace: Workspace | None,
 ) -> Sizes:
-    """The sizes of a call; the longest q_len comes from the workspace where cu_q is on a GPU."""
+    """Return the sizes of a call; max_q_len is the workspace's where cu_q is on a GPU."""
     queries, heads, latent = q_latent.shape
     if workspace is not None and q_latent.device.type != "cpu":
         max_q_len = min(workspace.sizes.max_q_len, queries)

@@ -29,7 +29,7 @@ def takes_bf16(sizes: Sizes) -> bool:
 
 
 def layout(sizes: Sizes) -> list[tuple[tuple[int, ...], torch.dtype]]:
-    """Shapes and dtypes of compiled_bf16.Scratch after `config`; no smaller for larger sizes."""
+    """Return shapes and dtypes of compiled_bf16.Scratch after `config`, not falling with sizes."""
     groups = -(-min(sizes.max_q_len * sizes.heads, max(MAX_ROWS, sizes.heads)) // TILE)
     return scratch_layout(torch.get_num_threads(), groups, sizes.latent, sizes.rope)
 

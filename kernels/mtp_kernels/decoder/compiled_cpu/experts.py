@@ -149,14 +149,13 @@ def make_inner(member: Any, layer: Any, sizes: Any, scratch: Any, rows: Any, end
         for panel in range(panels if last > first else 0):
             if owns(member, done, cost, total):
                 weight = panel_of(layer.gate_up, 2 * (expert * panels + panel), sizes.hidden)
-                out = scratch.inner[first:last, panel * PANEL : (panel + 1) * PANEL]
-                gate_panel(weight, scratch.normed, rows[first:last], out)
+                gate_panel(weight, scratch.normed, rows[first:last], scratch.inner[first:], panel)
             done += cost
 
 
 @inner
-def gate_panel(weight: Any, normed: Any, rows: Any, out: Any) -> None:
-    """Write one panel of an expert's inner values [rows, PANEL]; weight is gate, up behind it."""
+def gate_panel(weight: Any, normed: Any, rows: Any, out: Any, panel: Any) -> None:
+    """Write one panel of an expert's inner values [>= rows, i]; weight is gate, up behind it."""
     gathered = np.empty((BLOCK_ROWS, normed.shape[1]), np.float32)
     both = np.empty((BLOCK_ROWS, 2 * PANEL), np.float32)
     for start in range(0, rows.size, BLOCK_ROWS):
@@ -165,7 +164,7 @@ def gate_panel(weight: Any, normed: Any, rows: Any, out: Any) -> None:
             copy(normed[rows[start + r]], gathered[r])
         project(Rows(address(gathered), normed.shape[1], size), weight, (0, 2), both)
         for r in range(size):
-            line = out[start + r]
+            line = out[start + r, panel * PANEL : (panel + 1) * PANEL]
             for c in range(PANEL):
                 gate = both[r, c]
                 line[c] = gate * sigmoid(gate) * both[r, PANEL + c]
