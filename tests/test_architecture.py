@@ -121,8 +121,16 @@ def test_files_and_functions_are_short(path: Path) -> None:
     assert len(text.splitlines()) < 400, f"{path} has {len(text.splitlines())} lines"
     for node in ast.walk(ast.parse(text)):
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
-            length = (node.end_lineno or node.lineno) - node.lineno + 1
+            length = (node.end_lineno or node.lineno) - node.lineno + 1 - docstring_lines(node)
             assert length <= 50, f"{path}: {node.name} has {length} lines"
+
+
+def docstring_lines(node: ast.FunctionDef | ast.AsyncFunctionDef) -> int:
+    """Count the lines of a function's docstring, which do not count as the function's."""
+    first = node.body[0]
+    if ast.get_docstring(node) is None:
+        return 0
+    return (first.end_lineno or first.lineno) - first.lineno + 1
 
 
 def test_only_the_command_line_prints() -> None:
