@@ -61,7 +61,13 @@ class Engine:
         if config.poison_freed:
             self.pages.poison_freed(self.cache)
         self.drafter = build_drafter(
-            DrafterParts(model, self.pages, self.cache, config, draft_model)
+            DrafterParts(
+                target=model,
+                pages=self.pages,
+                cache=self.cache,
+                config=config,
+                draft_model=draft_model,
+            )
         )
         self._rule = ACCEPTANCE_RULES[config.speculation.acceptance]
         self._waiting: deque[Request] = deque()

@@ -48,7 +48,7 @@ class LLM:
         device: str = "cpu",
         dtype: str = "float32",
         deterministic: bool = False,
-        speculate_method: str = "none",
+        speculate_method: str = NO_DRAFTS,
         speculate_max_draft_token_num: int = 1,
         speculate_max_ngram_size: int = 3,
         speculate_verify_window: int = 2,
@@ -154,17 +154,19 @@ class LLM:
         decode = self.tokenizer.decode if self.tokenizer.found else None
         self.next_request_id += 1
         eos = self.engine.model.config.eos_token_ids
-        return Request(self.next_request_id - 1, ids, params, eos, decode)
+        return Request(
+            self.next_request_id - 1, prompt=ids, params=params, eos_token_ids=eos, decode=decode
+        )
 
 
 def _output(request: Request) -> RequestOutput:
     assert request.finish_reason is not None
     return RequestOutput(
-        request.prompt,
-        tuple(request.output),
-        request.text,
-        request.finish_reason,
-        request.metrics,
+        prompt_token_ids=request.prompt,
+        token_ids=tuple(request.output),
+        text=request.text,
+        finish_reason=request.finish_reason,
+        metrics=request.metrics,
     )
 
 

@@ -130,7 +130,7 @@ def _target(pair: Pair) -> Iterator[Item]:
     cause = "" if kl_holds and top1_holds else pair.where_it_starts()
     bound = f"at most {gate.kl_nats:g} nats ({pair.scheme})"
     yield judged(
-        "KL of the target's law",
+        "KL of the target's distribution",
         kl_holds,
         cause,
         figure=f"{kl.value:.2e}",

@@ -89,7 +89,7 @@ def drafter_items(corpus: Corpus, k: int) -> Iterator[Item]:
     )
     yield tokens.item(corpus, corpus.speculative(k), k)
     distributions = Comparison(
-        name="the drafter's laws are its module's",
+        name="the drafter's distributions are its module's",
         bound=f"{LEAST_EQUAL_DISTRIBUTIONS:.0%} within {LARGEST_SHIFT:g}",
         least=LEAST_EQUAL_DISTRIBUTIONS,
         compare=equal_distributions,

@@ -102,7 +102,9 @@ class CompiledRecursion:
         page_table: torch.Tensor,
         cache: Cache,
     ) -> list[list[int]]:
-        return self.recursion(x, starts, counts, page_table, stacked(cache))
+        return self.recursion(
+            x, starts=starts, counts=counts, page_table=page_table, kv_cache=stacked(cache)
+        )
 
 
 @dataclass(frozen=True)
