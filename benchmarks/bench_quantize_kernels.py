@@ -62,7 +62,7 @@ def copy_bytes_per_second() -> float:
 
 
 def operations(weights: torch.Tensor) -> dict[str, tuple[float, Callable[[], object]]]:
-    """Name -> (bytes read and written a weight, call)."""
+    """Name -> (bytes read and written per weight, call)."""
     bf16 = weights.to(torch.bfloat16)
     fp8, _ = quantize.quantize_fp8_block(bf16)
     int8, _ = quantize.quantize_int8_channel(fp8)

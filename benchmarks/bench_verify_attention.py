@@ -138,8 +138,8 @@ def sdpa_call(
 def interleaved_medians(calls: dict[str, list[Callable[[], Any]]], rounds: int) -> dict[str, float]:
     """Median seconds of each contestant, taking turns.
 
-    A call on another cache goes before each, untimed, as another layer's would: nobody pays for the
-    memory and the pages that the contestant before it took.
+    A call on another cache goes before each, untimed, as another layer's would, so that no
+    contestant pays for the memory and the pages that the one before it took.
     """
     seconds: dict[str, list[float]] = {name: [] for name in calls}
     for turn in range(rounds):

@@ -1,4 +1,4 @@
-"""Compile the Triton kernel for devices that are not here, and report what came out.
+"""Compile the Triton kernel for devices that are absent, and report registers and spills.
 
     PYTHONPATH=kernels python benchmarks/compile_report_verify_attention.py [--capability 9.0] ...
 
@@ -68,7 +68,7 @@ def signature(sizes: Sizes) -> dict[str, str]:
 def compile_launch(
     capability: tuple[int, int], kind: str, launch: triton_tuning.Launch, heads: int
 ) -> dict[str, Any]:
-    """Compile one configuration; its parameters and what the compiler made of it."""
+    """Compile one configuration; return its parameters and the compiler's results."""
     dtype, kv_dtype = KINDS[kind]
     sizes = Sizes(8, 32, 4, 8192, heads, 512, 64, 64, dtype, kv_dtype)
     schedule = triton_cuda.Schedule(launch, launch.tokens, 1, 132, launch.min_share)

@@ -1,4 +1,4 @@
-"""What tests share: small checkpoints, ways to damage them, and the program run in-process."""
+"""Shared helpers: small checkpoints, ways to damage them, and the program run in-process."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ UNQUANTIZED: dict[str, Any] = {
 
 @dataclass(frozen=True)
 class Outcome:
-    """How a run of the program ended."""
+    """Exit code and output of a run of the program."""
 
     code: int
     out: str
@@ -98,7 +98,7 @@ def run_in_a_fork(action: Callable[[], Outcome], call_number: int) -> int:
 
 
 def looks_finished(output: Path) -> bool:
-    """Whether a bundle is whole by its own account."""
+    """Return True for a bundle that its own manifest calls complete."""
     manifest, journal = output / "mtp_export.json", output / ".mtp_export.journal"
     return manifest.exists() and not journal.exists()
 

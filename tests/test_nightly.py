@@ -54,7 +54,7 @@ def test_it_runs_the_makefile_s_command_on_a_checkout(
 
 
 def dry_run() -> str:
-    """What make would do for the engines on a fresh clone."""
+    """Commands that make would run for the engines on a fresh clone."""
     make = shutil.which("make")
     assert make is not None
     shown = subprocess.run(

@@ -1,1 +1,1 @@
-"""Fused verification attention, and the quantization kernels."""
+"""Kernels: verification attention, decoder layers, quantization."""

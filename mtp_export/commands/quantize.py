@@ -239,7 +239,7 @@ def result_table(result: BundleResult) -> RenderableType:
 
 
 def remarks(plan: BundlePlan) -> list[str]:
-    """Return what a reader of the plan or result must know beside the figures."""
+    """Return remarks on the bundle that its figures do not show."""
     recorded = plan.recorded
     lines = _dialect_remarks(plan)
     if not recorded["pair_in_table"]:

@@ -10,7 +10,7 @@ from typing import cast
 
 from mtp_export.errors import UsageError
 from mtp_runtime.acceptance import ACCEPTANCE_RULES
-from mtp_runtime.config import EngineConfig, MtpContract, SpeculationConfig
+from mtp_runtime.config import NO_DRAFTS, EngineConfig, MtpContract, SpeculationConfig
 from mtp_runtime.drafters import DRAFTERS
 from mtp_runtime.engine import Engine
 from mtp_runtime.models.load import Loaded, LoadOptions, load_model

@@ -207,7 +207,7 @@ def _every_row(
 
 @dataclass(frozen=True)
 class _Branches:
-    """Recursion of the last of so many modules, one branch per anchor, each with cache entries of
+    """Recursion of the last module, one branch per anchor, each with cache entries of
     its own behind those that the module's rows of the texts share."""
 
     module: MtpModule

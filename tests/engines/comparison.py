@@ -1,4 +1,4 @@
-"""vLLM's outputs held against our runtime's reading of them, and its log."""
+"""vLLM's outputs compared with our runtime's on the same text, and its log."""
 
 from __future__ import annotations
 
@@ -44,8 +44,8 @@ def disagreements(outputs: Outputs, reading: Reading) -> tuple[list[float], list
 
 @dataclass(frozen=True)
 class Comparison:
-    """What was measured of one run: differing and noise as `disagreements` has them; per draft
-    position the share of accepted drafts, vLLM's by its own counters, over so many blocks."""
+    """Measurements of one run: differing and noise as `disagreements` has them; per draft
+    position the share of accepted drafts, vLLM's by its own counters, over `blocks` blocks."""
 
     differing: list[float]
     noise: list[float]

@@ -60,7 +60,7 @@ def prompts() -> Prompts:
 def sound_run(
     bf16: Path, prompts: Prompts, tmp_path_factory: pytest.TempPathFactory
 ) -> Callable[[int], tuple[Outputs, str]]:
-    """vLLM's outputs and log on the whole bundle with so many drafts (0: plain), each run once."""
+    """vLLM's outputs and log on the whole bundle by number of drafts (0: plain), each run once."""
     folder = tmp_path_factory.mktemp("runs")
 
     @cache

@@ -1,4 +1,4 @@
-"""What the engine promises around decoding: ends, seeds, admission, refusals, counts."""
+"""Promises of the engine around decoding: ends, seeds, admission, refusals, counts."""
 
 from __future__ import annotations
 

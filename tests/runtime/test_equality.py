@@ -156,7 +156,7 @@ def test_torch_agrees_on_these_prompts(trained: Path, trained_plain: Plain) -> N
 
 @pytest.mark.parametrize("rows", [1, 2, 31, 32, 33, 70])
 def test_a_rows_bits_do_not_depend_on_its_batch(small: Path, rows: int) -> None:
-    """What all of this rests on: each token alone, and in a chunk."""
+    """The basis of these tests: each token alone, and in a chunk."""
     from runtime.harness import Walk
 
     model = load(small)

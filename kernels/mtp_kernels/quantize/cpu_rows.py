@@ -33,7 +33,7 @@ INT4_HALF_RANGE = np.float32(layouts.INT4_HALF_RANGE)
 
 
 def _load_row(source: Any, block_scale: Any, row: Any, weights: Any) -> None:
-    """The fp32 weights of one row; compiled by the overload below, one way a source dtype."""
+    """The fp32 weights of one row; compiled by the overload below, one way per source dtype."""
     raise NotImplementedError
 
 
@@ -59,7 +59,7 @@ def _load_row_overload(source: Any, block_scale: Any, row: Any, weights: Any) ->
 
 
 def _store_row(weights: Any, out: Any, restored: Any) -> None:
-    """One row to its output dtype, and what that stores; compiled by the overload below."""
+    """Store one row in its output dtype; return what is stored. Compiled by the overload below."""
     raise NotImplementedError
 
 
@@ -119,7 +119,7 @@ def _add_errors(stored: Any, kept: Any, lanes: Any, errors: Any, biggest: Any) -
 
 @compiled
 def _end_row(row: Any, lanes: Any, errors: Any, biggest: Any, stats: Any) -> None:
-    """What a row's segments came to."""
+    """Add up a row's lanes, and store its error statistics."""
     signal, error, max_error = stats
     signal[row] = _sum_lanes(lanes)
     error[row] = _sum_lanes(errors)

@@ -1,4 +1,4 @@
-"""The slow and obvious backend in torch: it defines the correct bits."""
+"""Reference backend in torch: slow, plain, and the definition of the correct bits."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The CUDA backend in Triton: one program a few rows, one pass over the stored bytes."""
+"""The CUDA backend in Triton: one program per few rows, one pass over the stored bytes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The Triton kernels: a program goes over a few rows, 128 columns a step.
+"""The Triton kernels: a program goes over a few rows, 128 columns per step.
 
 They move bits as the CPU loops do, so that neither the device's conversions nor its rounding
 modes matter. Divisions are `div_rn`: Triton's own `/` is approximate.
@@ -162,7 +162,7 @@ def dequantize_fp8_block(
 
 @triton.jit
 def block_scales(source, scale, n, k, power_of_two):
-    """One program a block; the amax of non-negative floats is that of their bits."""
+    """One program per block; the amax of non-negative floats is that of their bits."""
     columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     largest = tl.zeros((16, BLOCK), tl.uint32)
     for start in range(0, BLOCK, 16):

@@ -35,7 +35,7 @@ from mtp_runtime.teacher_forcing import (
 
 # Drafts whose loss decides; check `acceptance` reports those after them.
 _DEPTHS = 2
-# A layer is broken if its error is so many times that of the layer before it.
+# A layer is broken if its error is at least this multiple of that of the layer before it.
 _JUMP = 4.0
 
 

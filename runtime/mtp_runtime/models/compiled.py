@@ -150,7 +150,7 @@ class CompiledExecution:
 
 
 def kind_of(layer: DecoderLayer) -> kernels.LayerKind:
-    """Return the kind of a layer; a part without a name stands for itself, and is not run."""
+    """Return the kind of a layer; a part without a name is kept as it is, and no kernel runs it."""
     feed_forward = layer.feed_forward
     deciding = feed_forward.router if isinstance(feed_forward, Moe) else feed_forward
     types = type(layer.attention), type(deciding)

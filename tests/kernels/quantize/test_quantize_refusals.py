@@ -1,4 +1,4 @@
-"""What is refused, and the answers that zeros have."""
+"""Refusals, and the results for zeros."""
 
 from __future__ import annotations
 

@@ -152,7 +152,7 @@ class Decoder:
         )
 
     def scratch(self, count: int, parts: int) -> Scratch:
-        """Return memory for a pass of so many rows, and parts of attention."""
+        """Return memory for a pass over a number of rows, and parts of attention."""
         sizes, picked = self.sizes, self.config.experts_per_token
         query = sizes.query_rank or sizes.heads * (sizes.nope + sizes.rope)
         width = panels_of(query + sizes.latent + sizes.rope) * PANEL
