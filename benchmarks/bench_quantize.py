@@ -33,7 +33,7 @@ from mtp_export.bundle.options import BundleOptions, ContentOptions, Part
 from mtp_export.bundle.quantize import QuantizeOptions, plan_quantize
 from mtp_export.checkpoint.plan import COPY
 
-# The MTP module in int4 is no pair of the table; its experts have the main layers' shapes.
+# The MTP module in int4 is not a pair of the table; its experts have the main layers' shapes.
 _RUN = """
 import sys
 from pathlib import Path

@@ -166,7 +166,7 @@ def bench_cpu(backend: str, rounds: int) -> list[dict[str, Any]]:
                 "expanded": calls_of([expanded(pool, shape, True) for pool in pools], 1, backend),
                 "sdpa_rows": [sdpa_call(pool, shape, gathered, True) for pool in pools],
             }
-            # On its own: torch copies the keys for every head, which slows whoever comes next.
+            # On its own: torch copies the keys for every head, which slows the next contestant.
             by_heads = {"sdpa_heads": [sdpa_call(pool, shape, gathered, False) for pool in pools]}
             turns = rounds if heads == 16 else max(2 * POOLS, rounds // 4)
             medians = interleaved_medians(contestants, turns)

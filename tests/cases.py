@@ -68,7 +68,7 @@ def quantize(source: Path, output: Path, *options: object) -> Outcome:
 
 
 def die_at(call_number: int) -> None:
-    """From now on, the n-th call that touches a disk ends this process, as kill -9 would."""
+    """End this process at the n-th call from now that touches a disk, as kill -9 would."""
     calls = iter(range(1, 1 << 30))
 
     def counted(real: object) -> object:

@@ -60,7 +60,7 @@ class VerifyOptions:
 
 @dataclass(frozen=True)
 class Context:
-    """A bundle on its way through the checks. Models are loaded when first asked for."""
+    """A bundle under verification. Models are loaded on first use."""
 
     options: VerifyOptions
     parts: tuple[BundlePart, ...]

@@ -75,7 +75,7 @@ class CachedSequence:
 
 
 class PageAllocator:
-    """Hands out pages to sequences; knows nothing of what is kept in them."""
+    """Allocates pages to sequences, whatever the layers keep in them."""
 
     def __init__(self, pages: int, page_size: int) -> None:
         self.pages = pages

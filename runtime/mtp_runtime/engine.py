@@ -105,7 +105,7 @@ class Engine:
 
     @torch.inference_mode()
     def step(self) -> list[TokenEvent]:
-        """Run one forward pass of the target over the batch; returns the tokens that came out."""
+        """Run one forward pass of the target over the batch; returns the new tokens."""
         self._admit()
         groups = self._plan()
         before, after = self._forward(groups)
@@ -175,7 +175,7 @@ class Engine:
         ]
 
     def _draft_count(self, request: Request) -> int:
-        """Return how many drafts to verify: some for decoding requests that may put out more than
+        """Return how many drafts to verify: some for decoding requests that may generate more than
         the next token, none for others."""
         if request.uncached > 1 or request.cached.length == 0:
             return 0

@@ -117,7 +117,7 @@ class LLM:
         """Decode prompts and return one output per prompt, in order.
 
         A prompt is a text, or a sequence of token ids; params is one for all or one each. on_token
-        is called with every token as it comes out.
+        is called with every token as it is generated.
         """
         if isinstance(prompts, str) or not isinstance(prompts, Sequence):
             prompts = [prompts]

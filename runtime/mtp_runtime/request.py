@@ -105,7 +105,7 @@ class Request:
 
     @property
     def tokens_left(self) -> int:
-        """Number of tokens that may still come out."""
+        """Number of tokens that may still be generated."""
         return self.params.max_tokens - self.metrics.output_tokens
 
     @property

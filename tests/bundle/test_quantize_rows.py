@@ -63,7 +63,7 @@ def exact(source: Tensors, module: str) -> torch.Tensor:
 
 
 def unpacked_w4afp8(packed: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
-    """From the layout's description: low nibble even k, high nibble odd k, two's complement."""
+    """Unpack by the layout's definition: low nibble even k, high nibble odd k, two's complement."""
     rows, half = packed.shape
     codes = torch.zeros(rows, 2 * half)
     for k in range(2 * half):

@@ -24,7 +24,7 @@ COMPLAINTS = re.compile(
 
 
 def disagreements(outputs: Outputs, reading: Reading) -> tuple[list[float], list[float]]:
-    """By how much the two differ where ours would have written another token; and where both would
+    """Differences of the two where ours would have written another token; and where both would
     write the same, the noise, of the margin between vLLM's best two."""
     differing: list[float] = []
     noise: list[float] = []
@@ -89,5 +89,5 @@ def check_acceptance(measured: Comparison) -> None:
 
 
 def check_log(log: str) -> None:
-    """No word of a weight."""
+    """Find no message about a weight in the log."""
     assert not [line for line in log.splitlines() if COMPLAINTS.match(line)]

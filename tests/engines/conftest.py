@@ -24,7 +24,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 @pytest.fixture(scope="session")
 def figures(request: pytest.FixtureRequest, prompts: Prompts) -> Iterator[dict[str, Any]]:
-    """Where tests put what they measure, by name; written whether or not it passes."""
+    """Figures that tests measure, by name; written whether or not a test passes."""
     measured: dict[str, Any] = {}
     yield measured
     path = request.config.getoption("--figures")

@@ -58,7 +58,7 @@ def _attribute(self: Any, name: str) -> Any:
 
 
 def _call(self: Any, *arguments: Any, **__: Any) -> Any:
-    """A decorator hands its function on; anything else is one more stand-in."""
+    """Return the function of a decorator; anything else is another stand-in."""
     if len(arguments) == 1 and callable(arguments[0]):
         return arguments[0]
     return stand_in("Result")()

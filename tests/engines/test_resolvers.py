@@ -229,7 +229,7 @@ def test_sglang(bundle: str, part: str, bundles: dict[str, Path], sglang_answers
 def test_sglang_fuses_the_shared_expert_only_with_experts_of_its_form(
     bundle: str, bundles: dict[str, Path], sglang_answers: Answers
 ) -> None:
-    """With 256 experts SGLang treats the shared one as one more of them, unless its config says
+    """SGLang with 256 experts treats the shared one as one more of them, unless its config says
     that the experts are int4."""
     for part, layer in (("main", 60), ("mtp", 61)):
         shapes = {

@@ -22,8 +22,8 @@ from mtp_runtime.teacher_forcing import logits_by_chunk
 LEAST_EXPLAINED = 0.98
 # A module whose two best tokens are this close, in logits, may draft either.
 NEAR_TIE = 1e-3
-# Rounding may change a reported probability by so much; a drafter bug changes most of them by more.
-# Rounding that sends a row to another expert changes more, and is rare: hence a share.
+# Rounding may change a reported probability by this much; a drafter bug changes most of them
+# by more. Rounding that sends a row to another expert changes more, and is rare: hence a share.
 LARGEST_SHIFT = 1e-3
 LEAST_EQUAL_DISTRIBUTIONS = 0.99
 

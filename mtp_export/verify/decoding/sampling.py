@@ -96,7 +96,7 @@ def _exact(method: str) -> Item:
 
 
 def _top_p_limit(context: Context) -> Item:
-    """With top_p 0, which keeps the best token alone, sampling equals greedy decoding."""
+    """Sampling with top_p 0, which keeps only the best token, equals greedy decoding."""
     corpus = context.corpus
     tokens = min(8, corpus.new_tokens)
     prompts = list(corpus.prompts[:4])

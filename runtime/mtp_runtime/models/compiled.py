@@ -23,7 +23,7 @@ from mtp_runtime.layers.norm import RmsNorm
 from mtp_runtime.layers.rope import Rope
 from mtp_runtime.models.model import Layers, MtpModule, Recursion, RowStep, TorchLayers
 
-# Names that the kernels know the parts of a layer by.
+# Names of the parts of a layer that the kernels run.
 KINDS: dict[type, str] = {Mla: "mla", Mlp: "dense", SigmoidRouter: "sigmoid_moe"}
 
 
@@ -68,7 +68,7 @@ class CompiledLayers:
 
 @dataclass(frozen=True)
 class MixedLayers:
-    """Runs of layers, each with an execution of its own, one behind the other."""
+    """Runs of layers in sequence, each with its own execution."""
 
     runs: tuple[Layers, ...]
 
