@@ -60,7 +60,7 @@ class Walk:
 
 @dataclass(frozen=True)
 class Run:
-    """What the engine made of some prompts."""
+    """Outputs of the engine for some prompts."""
 
     outputs: list[list[int]]
     requests: list[Request]

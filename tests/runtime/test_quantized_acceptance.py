@@ -1,4 +1,4 @@
-"""What quantization costs in acceptance, as benchmarks/bench_quantize_acceptance measures it: here
+"""Loss of acceptance by quantization, as benchmarks/bench_quantize_acceptance measures it: here
 on a few prompts' own texts, and decoding a little."""
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The law of what comes out: drafter, acceptance and bonus token composed, worked out exactly on a
+"""Distribution of the output: drafter, acceptance and bonus token composed, worked out exactly on a
 tiny vocabulary and by chi-square on the trained fixture."""
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ SAMPLINGS = [
 @pytest.mark.parametrize("params", SAMPLINGS, ids=["plain", "top_k", "top_p", "greedy", "top_p 0"])
 @pytest.mark.parametrize("method", sorted(DRAFTERS))
 @pytest.mark.parametrize("sample_drafts", [True, False])
-def test_every_drafter_keeps_the_law(
+def test_every_drafter_keeps_the_distribution(
     method: str, params: SamplingParams, sample_drafts: bool
 ) -> None:
     target, draft = tables(seed=3)
@@ -51,7 +51,7 @@ def test_every_drafter_keeps_the_law(
 
 
 @pytest.mark.parametrize("k", [1, 3])
-def test_other_depths_keep_the_law(k: int) -> None:
+def test_other_depths_keep_the_distribution(k: int) -> None:
     target, draft = tables(seed=4)
     engine = engine_of(target, draft, DRAFTERS["mtp"].build, max_draft_tokens=k)
     params = SamplingParams(temperature=1.0, max_tokens=4)
@@ -59,8 +59,8 @@ def test_other_depths_keep_the_law(k: int) -> None:
 
 
 class KeepsOneProbability:
-    """A drafter that keeps, of each law, the drawn token's probability alone: the fault of a
-    published engine. Claiming certainty instead would be sound, only slower."""
+    """A drafter that keeps the drawn token's probability alone of each distribution, as a published
+    engine did. Claiming certainty instead would be sound, only slower."""
 
     def __init__(self, inner: Drafter) -> None:
         self._inner = inner
@@ -76,7 +76,7 @@ class KeepsOneProbability:
         return Draft(draft.tokens, kept * draft.draft_probs)
 
 
-def test_a_wrong_proposal_law_is_seen() -> None:
+def test_a_wrong_proposal_distribution_is_seen() -> None:
     target, draft = tables(seed=3)
     build = DRAFTERS["mtp"].build
     engine = engine_of(
@@ -103,7 +103,7 @@ def test_chi_square_on_the_trained_model(trained: Path) -> None:
     model = load(trained)
     (prompt,) = prompts_of([3], 2048, seed=5)
     params = SamplingParams(temperature=1.5, top_k=4, max_tokens=3, ignore_eos=True)
-    expected = pair_law(model, prompt, params)
+    expected = pair_distribution(model, prompt, params)
     draws, seen, accepted, drafted = 384, Counter[tuple[int, ...]](), 0, 0
     for first in range(0, draws, 128):
         each = [replace(params, seed=seed) for seed in range(first, first + 128)]
@@ -121,13 +121,13 @@ def test_chi_square_on_the_trained_model(trained: Path) -> None:
     assert statistic < critical_chi_square(len(cells) - 1, alpha=1e-4)
 
 
-def pair_law(
+def pair_distribution(
     model: Model, prompt: tuple[int, ...], params: SamplingParams
 ) -> dict[tuple[int, ...], float]:
-    law = {}
-    first_law = probabilities_of(Walk(model).feed(prompt)[0][-1].numpy(), params)
-    for first in first_law.nonzero()[0].tolist():
-        second_law = probabilities_of(Walk(model).feed((*prompt, first))[0][-1].numpy(), params)
-        for second in second_law.nonzero()[0].tolist():
-            law[first, second] = float(first_law[first] * second_law[second])
-    return law
+    probabilities = {}
+    first_probs = probabilities_of(Walk(model).feed(prompt)[0][-1].numpy(), params)
+    for first in first_probs.nonzero()[0].tolist():
+        second_probs = probabilities_of(Walk(model).feed((*prompt, first))[0][-1].numpy(), params)
+        for second in second_probs.nonzero()[0].tolist():
+            probabilities[first, second] = float(first_probs[first] * second_probs[second])
+    return probabilities
