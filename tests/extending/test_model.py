@@ -47,9 +47,9 @@ class ToyFamily(DeepseekV3Family):
         prefix, hidden = names.output.rpartition(".")[0], self.sizes.hidden
         for name, rows in (("q", HEADS * HEAD), ("k", KV_HEADS * HEAD), ("v", KV_HEADS * HEAD)):
             module = f"{prefix}.{name}_proj"
-            yield from self._linear(module, (rows, hidden), Role.ATTENTION, mtp)
+            yield self._linear(module, (rows, hidden), Role.ATTENTION, mtp)
             yield TensorSpec(f"{module}.bias", (rows,), (self.dtype,), Role.ATTENTION, mtp)
-        yield from self._linear(names.output, (hidden, HEADS * HEAD), Role.ATTENTION, mtp)
+        yield self._linear(names.output, (hidden, HEADS * HEAD), Role.ATTENTION, mtp)
         for name in ("q", "k"):
             yield self._norm(f"{prefix}.{name}_norm", HEAD, mtp)
 

@@ -60,7 +60,7 @@ class Walk:
 
 @dataclass(frozen=True)
 class Run:
-    """Result of the engine for some prompts."""
+    """Outputs of the engine for some prompts."""
 
     outputs: list[list[int]]
     requests: list[Request]
@@ -85,7 +85,7 @@ def run(
     eos: tuple[int, ...] = (),
     **settings: int,
 ) -> Run:
-    """Decode prompts to their end; `build` replaces DRAFTERS[method].build."""
+    """Decode prompts to their end; `build` stands in for DRAFTERS[method].build."""
     speculation = SpeculationConfig(
         method=method if build is None else "given", max_draft_tokens=k, acceptance=acceptance
     )

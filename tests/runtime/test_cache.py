@@ -53,7 +53,7 @@ def test_pages_belong_to_one_sequence(steps: list[tuple[int, int]], page_size: i
 @pytest.mark.parametrize("compiled", [True, False])
 @pytest.mark.parametrize("cut", [1, 15, 16, 17, 30])
 def test_truncation_leaves_no_trace(small: Path, compiled: bool, cut: int) -> None:
-    """Truncated slots are poisoned with NaN; decoding on gives the same bits as without them."""
+    """Tokens cut off are poisoned with NaN; going on gives the bits of never having had them."""
     model = load(small, compiled=compiled)
     tokens, others = prompts_of([40, 40], 96)
     walk, clean = Walk(model), Walk(model)

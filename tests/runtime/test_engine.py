@@ -1,4 +1,4 @@
-"""Promises of the engine around decoding: ends, seeds, admission, refusals, counts."""
+"""Guarantees of the engine around decoding: ends, seeds, admission, refusals, counts."""
 
 from __future__ import annotations
 
@@ -25,7 +25,9 @@ def model(small: Path) -> Model:
     return load(small)
 
 
-def planted(model: Model, prompts: list[tuple[int, ...]], params: SamplingParams, **more: int):  # type: ignore[no-untyped-def]
+def with_known_answers(
+    model: Model, prompts: list[tuple[int, ...]], params: SamplingParams, **more: int
+):  # type: ignore[no-untyped-def]
     answers = dict(zip(prompts, run(model, prompts, PARAMS).outputs, strict=True))
     build = lambda parts: KnownAnswersDrafter(answers, model.config.vocab)  # noqa: E731
     return answers, run(model, prompts, params, build=build, **more)
@@ -48,13 +50,13 @@ def test_the_end_token_ends_a_block_anywhere(model: Model, place: int) -> None:
 @pytest.mark.parametrize("limit", range(1, 13))
 def test_max_tokens_inside_a_block(model: Model, limit: int) -> None:
     prompts = prompts_of([9, 20], 96, seed=3)
-    answers, found = planted(model, prompts, replace(PARAMS, max_tokens=limit), k=5)
+    answers, found = with_known_answers(model, prompts, replace(PARAMS, max_tokens=limit), k=5)
     assert found.outputs == [answer[:limit] for answer in answers.values()]
     assert {request.finish_reason for request in found.requests} == {"length"}
 
 
 def test_counts_have_their_denominators(model: Model) -> None:
-    _, found = planted(model, prompts_of([9], 96), PARAMS, k=3)
+    _, found = with_known_answers(model, prompts_of([9], 96), PARAMS, k=3)
     metrics = found.requests[0].metrics
     # One token by the prompt; blocks of 4, 4; then three tokens are left, so two drafts.
     assert metrics.target_steps == 4

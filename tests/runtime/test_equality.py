@@ -37,7 +37,7 @@ class Plain:
             self.answers |= dict(zip(batch, outputs, strict=True))
         return [self.answers[prompt] for prompt in prompts]
 
-    def planted(self, rate: float = 1.0, right_for: int | None = None) -> Build:
+    def knowing(self, rate: float = 1.0, right_for: int | None = None) -> Build:
         vocab = self.model.config.vocab
         return lambda parts: KnownAnswersDrafter(self.answers, vocab, rate, right_for)
 
@@ -57,7 +57,7 @@ def repeating(prompts: list[Prompt]) -> list[Prompt]:
     return [prompt * 2 if len(prompt) > 1 else prompt for prompt in prompts]
 
 
-PLANTS = {
+KNOWN = {
     "always right": {},
     "never right": {"rate": 0.0},
     "right for 2": {"right_for": 2},
@@ -67,9 +67,9 @@ PLANTS = {
 
 def speculate(plain: Plain, prompts: list[Prompt], name: str, k: int, **settings: int) -> Run:
     expected = plain.outputs(prompts)
-    if name in PLANTS:
+    if name in KNOWN:
         found = run(
-            plain.model, prompts, plain.params, k=k, build=plain.planted(**PLANTS[name]), **settings
+            plain.model, prompts, plain.params, k=k, build=plain.knowing(**KNOWN[name]), **settings
         )
     else:
         found = run(
@@ -86,7 +86,7 @@ def speculate(plain: Plain, prompts: list[Prompt], name: str, k: int, **settings
 
 
 @pytest.mark.parametrize("k", [1, 2, 3, 4, 5])
-@pytest.mark.parametrize("name", [*DRAFTERS, *PLANTS])
+@pytest.mark.parametrize("name", [*DRAFTERS, *KNOWN])
 @pytest.mark.parametrize("batch", [1, 7])
 def test_small_model(small_plain: Plain, name: str, k: int, batch: int) -> None:
     lengths = [1, 15, 16, 17, 5, 31, 33][:batch] if batch > 1 else [13]
@@ -156,7 +156,7 @@ def test_torch_agrees_on_these_prompts(trained: Path, trained_plain: Plain) -> N
 
 @pytest.mark.parametrize("rows", [1, 2, 31, 32, 33, 70])
 def test_a_rows_bits_do_not_depend_on_its_batch(small: Path, rows: int) -> None:
-    """The basis of these tests: each token alone, and in a chunk."""
+    """Each token alone and in a chunk: equality of tokens rests on this."""
     from runtime.harness import Walk
 
     model = load(small)

@@ -318,7 +318,7 @@ def add_values(groups: Any, chunks: Any, scratch: Any, number: Any, state: Any) 
 def merge_part(
     out: Any, row_max: Any, row_sum: Any, sums: Any, other_max: Any, other_sum: Any
 ) -> tuple[Any, Any]:
-    """Add other tokens' unnormalised sums to a row's, in place; return joint row_max, row_sum."""
+    """Add other tokens' unnormalised sums to a row's, in place; return row_max and row_sum."""
     new_max = max(row_max, other_max)
     old, new = exponential(row_max - new_max), exponential(other_max - new_max)
     for c in range(out.size):

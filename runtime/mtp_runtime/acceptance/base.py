@@ -43,7 +43,7 @@ class Block:
 
 @dataclass(frozen=True)
 class AcceptanceRule:
-    """Rule that accepts drafts, and the distributions that the engine computes for it.
+    """Acceptance of drafts, and what the engine computes for it.
 
     accept judges a block; its random decisions are Choices. distribution makes the target's
     probabilities [n, vocab] from logits [n, vocab] under a request's parameters. accept_greedy

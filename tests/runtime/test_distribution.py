@@ -1,5 +1,5 @@
-"""Distribution of the output: drafter, acceptance and bonus token together, enumerated exactly on
-a tiny vocabulary, and by chi-square on the trained fixture."""
+"""Distribution of the output: drafter, acceptance and bonus token composed, worked out exactly on a
+tiny vocabulary and by chi-square on the trained fixture."""
 
 from __future__ import annotations
 
@@ -59,10 +59,8 @@ def test_other_depths_keep_the_distribution(k: int) -> None:
 
 
 class KeepsOneProbability:
-    """Drafter that reports only the drawn token's probability: the fault of a published engine.
-
-    Claiming certainty instead would be correct, only slower.
-    """
+    """A drafter that keeps the drawn token's probability alone of each distribution, as a published
+    engine did. Claiming certainty instead would be sound, only slower."""
 
     def __init__(self, inner: Drafter) -> None:
         self._inner = inner
@@ -78,7 +76,7 @@ class KeepsOneProbability:
         return Draft(draft.tokens, kept * draft.draft_probs)
 
 
-def test_a_wrong_draft_distribution_is_seen() -> None:
+def test_a_wrong_proposal_distribution_is_seen() -> None:
     target, draft = tables(seed=3)
     build = DRAFTERS["mtp"].build
     engine = engine_of(
@@ -126,10 +124,10 @@ def test_chi_square_on_the_trained_model(trained: Path) -> None:
 def pair_distribution(
     model: Model, prompt: tuple[int, ...], params: SamplingParams
 ) -> dict[tuple[int, ...], float]:
-    result = {}
+    probabilities = {}
     first_probs = probabilities_of(Walk(model).feed(prompt)[0][-1].numpy(), params)
     for first in first_probs.nonzero()[0].tolist():
         second_probs = probabilities_of(Walk(model).feed((*prompt, first))[0][-1].numpy(), params)
         for second in second_probs.nonzero()[0].tolist():
-            result[first, second] = float(first_probs[first] * second_probs[second])
-    return result
+            probabilities[first, second] = float(first_probs[first] * second_probs[second])
+    return probabilities
