@@ -1,17 +1,24 @@
 # make demo and make test do all the set-up themselves; nothing else is needed on a fresh machine.
 PYTHON ?= python3
 BIN := .venv/bin
+# Every core, and the ten slowest at the end; scripts/check has run the architecture's tests.
+PYTEST := $(BIN)/python -m pytest -n auto --dist worksteal --durations 10
 PIP := $(BIN)/pip --disable-pip-version-check --quiet
 ENGINES_PIP := .venv-engines/bin/pip --disable-pip-version-check --quiet
 
-.PHONY: demo test test-engines test-oldest-triton check fixture clean
+.PHONY: demo test test-all test-engines test-oldest-triton check fixture clean
 
 demo: .venv/installed
 	scripts/demo
 
 test: .venv/installed-dev
 	scripts/check
-	$(BIN)/python -m pytest
+	$(PYTEST) --ignore tests/test_architecture.py
+
+# With what only repeats at larger scale, or takes minutes, or needs the package index.
+test-all: .venv/installed-dev
+	scripts/check
+	$(PYTEST) --ignore tests/test_architecture.py -m "nightly or not nightly"
 
 # vLLM runs the fixture, and vLLM's and SGLang's resolvers read our configs: docs/engines.md.
 test-engines: .venv-engines/installed

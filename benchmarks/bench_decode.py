@@ -29,10 +29,9 @@ import torch
 from benchmarks.dequantized import write_dequantized
 from benchmarks.vllm_peer import against_vllm, with_rows_of
 from mtp_runtime import LLM, SamplingParams
-from mtp_runtime.cache import CachedSequence
+from mtp_runtime.cache import CachedSequence, lay_out
 from mtp_runtime.drafters.base import Pass
-from mtp_runtime.layout import lay_out
-from mtp_runtime.models.build import LoadOptions, load_model
+from mtp_runtime.models.load import LoadOptions, load_model
 from mtp_runtime.prompts import read_prompts
 from mtp_runtime.request import Request
 
@@ -136,37 +135,38 @@ def against_transformers(llm: LLM, source: Path, prompts: Prompts, tokens: int) 
 @torch.inference_mode()
 def pass_seconds(llm: LLM, rows: int, context: int) -> float:
     """One forward pass of the target at batch 1, logits included."""
-    model, cache = llm.engine.model, llm.engine.cache
+    model, pages, cache = llm.engine.model, llm.engine.pages, llm.engine.cache
     sequence = CachedSequence()
-    cache.append(sequence, context + rows)
-    layout = lay_out(cache, [sequence], [(context, context + rows)], model.device)
-    for layer in cache.layers:  # what was never written may hold anything
-        layer[sequence.pages] = 0.0
+    pages.append(sequence, context + rows)
+    layout = lay_out(pages, [sequence], [(context, context + rows)], model.device)
+    for tensor in cache.tensors:  # what was never written may hold anything
+        tensor[sequence.pages] = 0.0
     generator = torch.Generator().manual_seed(0)
     inputs = itertools.cycle(  # each hits experts of its own, as the steps of a text do
         [torch.randint(2, model.config.vocab, (rows,), generator=generator) for _ in range(PASSES)]
     )
 
     def step() -> None:
-        after = model(next(inputs), cache.layers, layout)[1]
+        after = model(next(inputs), cache, layout)[1]
         model.head.logits(after).argmax(-1).tolist()
 
     seconds = timed(step, repeats=PASSES)
-    cache.truncate(sequence, 0)
+    pages.truncate(sequence, 0)
     return seconds
 
 
 @torch.inference_mode()
 def draft_seconds(llm: LLM, count: int, context: int) -> float:
     """An MTP step at batch 1, as `count` of them in a row are run: one row and its recursion."""
-    model, cache, drafter = llm.engine.model, llm.engine.cache, llm.engine.drafter
+    model, pages, drafter = llm.engine.model, llm.engine.pages, llm.engine.drafter
     generator = torch.Generator().manual_seed(0)
     tokens = torch.randint(2, model.config.vocab, (PASSES, context + 2), generator=generator)
     hidden = torch.randn(PASSES, 1, model.config.hidden, generator=generator)
     requests = [Request(-1, tuple(row), SamplingParams()) for row in tokens.tolist()]
     sequence = requests[0].cached
-    cache.append(sequence, context + 1 + count)
-    cache.layers[-1, sequence.pages] = 0.0
+    pages.append(sequence, context + 1 + count)
+    for tensor in llm.engine.cache.mtp[0].tensors:
+        tensor[sequence.pages] = 0.0
     for request in requests:
         request.cached = sequence
     inputs = itertools.cycle(zip(requests, hidden, strict=True))
@@ -178,7 +178,7 @@ def draft_seconds(llm: LLM, count: int, context: int) -> float:
 
     seconds = timed(steps, repeats=PASSES) / count
     drafter.forget(requests[0])
-    cache.truncate(sequence, 0)
+    pages.truncate(sequence, 0)
     return seconds
 
 

@@ -28,21 +28,21 @@ from time import perf_counter
 from typing import Any
 
 from benchmarks.bench_export import Measured, cp_of_size, machine, measure, mtp_shards
-from mtp_export.bundle.build import BundleOptions, BundlePlan
+from mtp_export.bundle.build import BundlePlan
+from mtp_export.bundle.options import BundleOptions, ContentOptions, Part
 from mtp_export.bundle.quantize import QuantizeOptions, plan_quantize
-from mtp_export.bundle.split import Part
 from mtp_export.checkpoint.plan import COPY
 
 # The MTP module in int4 is no pair of the table; its experts have the main layers' shapes.
 _RUN = """
 import sys
 from pathlib import Path
-from mtp_export.bundle.build import BundleOptions, run_bundle
+from mtp_export.bundle.build import run_bundle
+from mtp_export.bundle.options import BundleOptions, ContentOptions, Part
 from mtp_export.progress import silent
 from mtp_export.bundle.quantize import QuantizeOptions, plan_quantize
-from mtp_export.bundle.split import Part
 source, output, scheme, group_size = sys.argv[1:]
-bundle = BundleOptions(Path(source), Path(output), part=Part.MTP)
+bundle = BundleOptions(Path(source), Path(output), content=ContentOptions(part=Part.MTP))
 options = QuantizeOptions(
     bundle, scheme, scheme, group_size=int(group_size), allow_untested_pair=True
 )
@@ -53,7 +53,7 @@ SCHEMES = {"int8": "weight_only_int8", "int4": "weight_only_int4"}
 
 def options(source: Path, output: Path, scheme: str, group_size: int) -> QuantizeOptions:
     """The MTP part in a scheme."""
-    bundle = BundleOptions(source, output, part=Part.MTP)
+    bundle = BundleOptions(source, output, content=ContentOptions(part=Part.MTP))
     return QuantizeOptions(
         bundle,
         base_quant=scheme,

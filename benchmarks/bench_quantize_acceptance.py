@@ -29,15 +29,16 @@ import torch
 
 from benchmarks.bench_export import machine
 from fixtures.tiny.prompts import prompt_ids
-from mtp_export.bundle.build import BundleOptions, run_bundle
-from mtp_export.bundle.links import Link
+from mtp_export.bundle.build import run_bundle
+from mtp_export.bundle.options import BundleOptions, RunOptions
 from mtp_export.bundle.quantize import QuantizeOptions, ScaleRule, plan_quantize
+from mtp_export.checkpoint.plan import Link
 from mtp_export.progress import silent
 from mtp_export.verify.evidence.corpus import Corpus, texts_of
 from mtp_export.verify.evidence.decode import decode
 from mtp_export.verify.evidence.statistics import CONFIDENCE, Estimate, ratio, student_quantile
-from mtp_runtime.models.build import LoadOptions, load_model
-from mtp_runtime.models.deepseek_v3 import DeepseekV3
+from mtp_runtime.models.load import LoadOptions, load_model
+from mtp_runtime.models.model import Model
 from mtp_runtime.sampling import SamplingParams
 from mtp_runtime.teacher_forcing import Texts, best_tokens
 from mtp_runtime.tokenizer import Tokenizer
@@ -91,7 +92,7 @@ class Counts:
 
 def quantized(row: Row, source: Path, output: Path) -> Path:
     """The source as a bundle of a row."""
-    bundle = BundleOptions(source, output, target=row.target, link=Link.COPY)
+    bundle = BundleOptions(source, output, target=row.target, run=RunOptions(link=Link.COPY))
     options = QuantizeOptions(bundle, row.base, row.mtp, group_size=row.group_size, scale=row.scale)
     run_bundle(plan_quantize(options), silent)
     return output
@@ -108,7 +109,7 @@ def fixture_prompts(count: int) -> Prompts:
     return [tuple(prompt_ids(tokenizer.backend, i["kind"], i["prompt"])) for i in chosen]
 
 
-def free_running(model: DeepseekV3, prompts: Prompts, new_tokens: int, k: int) -> list[Counts]:
+def free_running(model: Model, prompts: Prompts, new_tokens: int, k: int) -> list[Counts]:
     """Drafts of each position, decoding: those before which every draft of the step stood."""
     params = SamplingParams(max_tokens=new_tokens, ignore_eos=True)
     metrics = [r.metrics for r in decode(model, prompts, params, method="mtp", k=k).requests]
@@ -122,7 +123,7 @@ def free_running(model: DeepseekV3, prompts: Prompts, new_tokens: int, k: int) -
 
 
 @torch.inference_mode()
-def on_texts(model: DeepseekV3, texts: Texts, depths: int) -> list[Counts]:
+def on_texts(model: Model, texts: Texts, depths: int) -> list[Counts]:
     """Drafts of each depth on given texts, against the target's own choice there; at depth 2 and
     more where the text goes on with the drafts before it."""
     corpus = Corpus(model, (), 0, texts)
@@ -193,14 +194,14 @@ def _figures(counts: list[Counts], source: list[Counts]) -> list[dict[str, Any]]
 
 
 def measured(
-    model: DeepseekV3, prompts: Prompts, texts: Texts, new_tokens: int, ks: Sequence[int]
+    model: Model, prompts: Prompts, texts: Texts, new_tokens: int, ks: Sequence[int]
 ) -> Measured:
     """The drafts of a model."""
     forced = on_texts(model, texts, max(KS))
     return Measured({k: free_running(model, prompts, new_tokens, k) for k in ks}, forced)
 
 
-def written(model: DeepseekV3, prompts: Prompts, new_tokens: int) -> Texts:
+def written(model: Model, prompts: Prompts, new_tokens: int) -> Texts:
     """What a model writes; greedy tokens do not depend on the drafts."""
     params = SamplingParams(max_tokens=new_tokens, ignore_eos=True)
     return texts_of(decode(model, prompts, params, method="mtp", k=max(KS)))

@@ -33,13 +33,9 @@ from mtp_export.checkpoint.reader import CONFIG_NAME, INDEX_NAME
 from mtp_export.checkpoint.writer import encode_header
 from mtp_export.families import family_of
 from mtp_export.families.released import DEEPSEEK_V3
+from mtp_export.schemes.native import NATIVE_FP8
+from mtp_export.schemes.stored import stored_model
 
-_FP8 = {
-    "quant_method": "fp8",
-    "activation_scheme": "dynamic",
-    "fmt": "e4m3",
-    "weight_block_size": [128, 128],
-}
 _COMMON: dict[str, Any] = {
     "architectures": ["DeepseekV3ForCausalLM"],
     "model_type": "deepseek_v3",
@@ -65,6 +61,7 @@ REAL_CONFIG: dict[str, Any] = (
         "n_group": 8,
         "num_experts_per_tok": 8,
         "num_key_value_heads": 128,
+        "quantization_config": NATIVE_FP8,
         "rope_scaling": {
             "beta_fast": 32,
             "beta_slow": 1,
@@ -95,7 +92,7 @@ TINY_CONFIG: dict[str, Any] = _COMMON | {
     "q_lora_rank": 160,
     "qk_nope_head_dim": 32,
     "qk_rope_head_dim": 16,
-    "quantization_config": _FP8,
+    "quantization_config": NATIVE_FP8,
     "rope_scaling": None,
     "routed_scaling_factor": 2.5,
     "topk_group": 1,
@@ -110,10 +107,11 @@ _TINY_SHARD_BYTES = 500_000
 def _in_file_order(config: dict[str, Any], own_copies: bool) -> list[Step]:
     """The tensors as the released shards order them: embedding, layers, norm, head, MTP."""
     family = family_of(config)
-    specs = [s for s in family.expected.values() if own_copies or not s.optional]
+    tensors = stored_model(config).tensors.values()
+    stored = [tensor for tensor in tensors if own_copies or not tensor.optional]
     last = {"model.norm.weight": 1, "lm_head.weight": 2}
-    specs.sort(key=lambda s: 3 if s.mtp_layer is not None else last.get(s.name, 0))
-    return [copy_step(OutputTensor(s.name, s.dtypes[0], s.shape)) for s in specs]
+    stored.sort(key=lambda t: 3 if family.mtp_layer_of(t.name) is not None else last.get(t.name, 0))
+    return [copy_step(OutputTensor(t.name, t.dtypes[0], t.shape)) for t in stored]
 
 
 def _split_a_scale_from_its_weight(groups: list[tuple[Step, ...]]) -> list[tuple[Step, ...]]:

@@ -13,7 +13,8 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from mtp_export.bundle.build import BundleOptions, run_bundle
+from mtp_export.bundle.build import run_bundle
+from mtp_export.bundle.options import BundleOptions
 from mtp_export.bundle.quantize import QuantizeOptions, plan_quantize
 from mtp_runtime import LLM, SamplingParams
 

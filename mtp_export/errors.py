@@ -1,4 +1,4 @@
-"""Every failure a user can cause or meet, one class an exit code, one paragraph a message."""
+"""Errors that are reported to the user: one class per exit code, one paragraph per message."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _NOT_GIVEN = _NotGiven()
 
 
 class MtpExportError(Exception):
-    """A failure with an exit code and a paragraph: what, where, expected, found, what to do."""
+    """Error with an exit code and a paragraph: what, where, expected, found, and what to do."""
 
     exit_code = 1
 
@@ -33,7 +33,7 @@ class MtpExportError(Exception):
         super().__init__(self.paragraph())
 
     def paragraph(self) -> str:
-        """The whole message as one paragraph; parts that were not given are left out."""
+        """Return the message as one paragraph; parts that were not given are left out."""
         parts = [self.what.rstrip(".")]
         if self.where is not _NOT_GIVEN:
             parts[0] += f" ({self.where})"
@@ -47,12 +47,12 @@ class MtpExportError(Exception):
 
 
 def _printable(text: str) -> str:
-    """Control characters out of damaged files shown as escapes, so that a message is one line."""
+    """Return text with control characters, as of damaged files, escaped: a message is one line."""
     return "".join(c if c.isprintable() else repr(c)[1:-1] for c in text)
 
 
 class UsageError(MtpExportError):
-    """Options that contradict each other or make no sense."""
+    """Options that contradict each other or are invalid."""
 
     exit_code = 2
 
@@ -70,24 +70,24 @@ class UnsupportedError(MtpExportError):
 
 
 class ResourceError(MtpExportError):
-    """Not enough disk or memory, found before the first byte is written."""
+    """Too little disk or memory, found before the first byte is written."""
 
     exit_code = 5
 
 
 class IoError(MtpExportError):
-    """Reading, writing or the network failed midway."""
+    """A read or write that failed, or the network."""
 
     exit_code = 6
 
 
 class VerificationError(MtpExportError):
-    """An export does not prove what it must."""
+    """A bundle that does not pass its verification."""
 
     exit_code = 7
 
 
 class OutputExistsError(MtpExportError):
-    """The output folder already holds something that this run must not touch."""
+    """An output folder that already holds something that this run must not touch."""
 
     exit_code = 8

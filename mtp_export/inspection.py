@@ -1,4 +1,4 @@
-"""What a checkpoint holds, from its headers alone: seconds on 163 shards, no weight is read."""
+"""Facts of a checkpoint from its headers alone: seconds on 163 shards, no weight is read."""
 
 from __future__ import annotations
 
@@ -12,8 +12,10 @@ from mtp_export.checkpoint.bundle_folder import MAIN, MTP
 from mtp_export.checkpoint.manifest import MANIFEST_NAME
 from mtp_export.checkpoint.reader import Checkpoint
 from mtp_export.errors import UsageError
-from mtp_export.families.base import Discrepancy, ModelFamily, Role, compare
-from mtp_export.schemes.stored import Stored, model_family, stored_model
+from mtp_export.families.base import ModelFamily, Role
+from mtp_export.schemes.discrepancies import Discrepancy, compare
+from mtp_export.schemes.native import describe
+from mtp_export.schemes.stored import StoredModel, stored_model
 
 
 @dataclass(frozen=True)
@@ -30,7 +32,7 @@ class Amount:
 
 @dataclass(frozen=True)
 class Inspection:
-    """The facts of a checkpoint; parts lists those of main and mtp that the folder holds."""
+    """Facts of a checkpoint; parts are those of main and mtp that the folder holds."""
 
     folder: Path
     model_type: str
@@ -45,7 +47,7 @@ class Inspection:
     problems: tuple[Discrepancy, ...]
 
     def as_json(self) -> dict[str, Any]:
-        """For machines: the same facts, sizes in bytes."""
+        """Return the same facts for machines, sizes in bytes."""
         return {
             "folder": str(self.folder),
             "model_type": self.model_type,
@@ -65,7 +67,7 @@ class Inspection:
 
 
 def inspect(folder: Path) -> Inspection:
-    """Look at a checkpoint, or at one part of a bundle in the released layout, in any precision.
+    """Inspect a checkpoint, or one part of a bundle in the released layout, in any precision.
 
     Raises UsageError for a whole bundle, InvalidInputError for files that contradict each other,
     UnsupportedError for another model type. Tensors that differ from what config.json promises are
@@ -78,27 +80,28 @@ def inspect(folder: Path) -> Inspection:
             todo=f"Point at {folder / MAIN} or at {folder / MTP}",
         )
     checkpoint = Checkpoint.open(folder)
-    family, stored = model_family(checkpoint.config), stored_model(checkpoint.config)
+    stored = stored_model(checkpoint.config)
+    family = stored.family
     in_mtp = {name: family.mtp_layer_of(name) is not None for name in checkpoint.tensors}
     present = tuple(
         part for part, flag in (("main", False), ("mtp", True)) if flag in in_mtp.values()
     )
     expected = [
-        spec
-        for spec in stored.tensors.values()
-        if ("main" if spec.mtp_layer is None else "mtp") in present
+        tensor
+        for one in stored.weights.values()
+        if ("main" if one.weight.mtp_layer is None else "mtp") in present
+        for tensor in one.tensors
     ]
     files = {path.name for path in folder.iterdir()}
-    quantization = checkpoint.config.get("quantization_config") or {}
     return Inspection(
         folder=folder,
         model_type=checkpoint.config["model_type"],
-        quantization=_quantization(quantization),
+        quantization=describe(checkpoint.config),
         num_hidden_layers=checkpoint.config["num_hidden_layers"],
         mtp_layers=tuple(family.mtp_layers),
         parts=present,
         shards=len(checkpoint.shards),
-        amounts=_amounts(checkpoint, family, stored),
+        amounts=_amounts(checkpoint, stored),
         shared_tensors=_shared_tensors(checkpoint, family),
         missing_files=tuple(
             name for name in ("generation_config.json", "tokenizer.json") if name not in files
@@ -107,26 +110,18 @@ def inspect(folder: Path) -> Inspection:
     )
 
 
-def _quantization(config: dict[str, Any]) -> str:
-    if not config:
-        return "none"
-    block = "×".join(map(str, config.get("weight_block_size") or ()))
-    parts = (config.get("quant_method"), config.get("fmt"), block, config.get("scale_fmt"))
-    return " ".join(str(part) for part in parts if part)
-
-
-def _amounts(checkpoint: Checkpoint, family: ModelFamily, stored: Stored) -> tuple[Amount, ...]:
+def _amounts(checkpoint: Checkpoint, stored: StoredModel) -> tuple[Amount, ...]:
     sums: dict[tuple[str, str, str], list[int]] = defaultdict(lambda: [0, 0, 0])
     for name, tensor in checkpoint.tensors.items():
-        spec = stored.tensors.get(name)
-        role = "unexpected" if spec is None else str(spec.role)
-        part = "main" if family.mtp_layer_of(name) is None else "mtp"
-        is_scale = spec is not None and spec.scale_of is not None
+        one = stored.weight_of.get(name)
+        role = "unexpected" if one is None else str(one.weight.role)
+        part = "main" if stored.family.mtp_layer_of(name) is None else "mtp"
+        is_scale = one is not None and one.tensors[0].name != name
         beside = " shape" if tensor.dtype == "I64" else " scale"
         total = sums[part, role, tensor.dtype + (beside if is_scale else "")]
         total[0] += 1
         if not is_scale:
-            total[1] += prod(tensor.shape if spec is None else stored.weight_of[name].weight.shape)
+            total[1] += prod(tensor.shape if one is None else one.weight.shape)
         total[2] += tensor.size_bytes
     order = [str(role) for role in Role]
     return tuple(
@@ -138,7 +133,7 @@ def _amounts(checkpoint: Checkpoint, family: ModelFamily, stored: Stored) -> tup
 
 
 def _shared_tensors(checkpoint: Checkpoint, family: ModelFamily) -> dict[str, str]:
-    """Per MTP copy of embedding and head: whether the layer has its own, as far as headers tell."""
+    """Return, per MTP copy of embedding and head, a sentence on where it is stored."""
     result: dict[str, str] = {}
     if not any(family.mtp_layer_of(name) is not None for name in checkpoint.tensors):
         return result

@@ -1,28 +1,24 @@
-"""Progress as a callback, and the ways to show it: a bar on a terminal, plain lines elsewhere."""
+"""Progress as a callback, shown by tqdm: a bar in a terminal or notebook, plain lines elsewhere."""
 
 from __future__ import annotations
 
+import sys
 import threading
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Protocol
+from typing import Any, Protocol
 
-from rich.console import Console
-from rich.progress import (
-    BarColumn,
-    DownloadColumn,
-    Progress,
-    TextColumn,
-    TimeRemainingColumn,
-    TransferSpeedColumn,
+from tqdm.asyncio import tqdm as terminal_tqdm
+from tqdm.auto import tqdm
+
+SECONDS_BETWEEN_LINES = 5.0
+_LINE_FORMAT = (
+    "{desc}: {percentage:.0f}%, {n_fmt}{unit} of {total_fmt}{unit}, {rate_fmt}, {remaining} left"
 )
-
-_SECONDS_BETWEEN_LINES = 5.0
 
 
 class ProgressCallback(Protocol):
-    """Called with the bytes just done; from any thread."""
+    """Takes the bytes just done; callable from any thread."""
 
     def __call__(self, done_bytes: int) -> None: ...
 
@@ -32,7 +28,7 @@ def silent(done_bytes: int) -> None:
 
 
 def format_bytes(count: float) -> str:
-    """Bytes for people, in powers of 1000."""
+    """Return a number of bytes for people, in powers of 1000."""
     for unit in ("B", "kB", "MB", "GB"):
         if abs(count) < 1000:
             return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
@@ -41,51 +37,52 @@ def format_bytes(count: float) -> str:
 
 
 @contextmanager
-def shown(
-    console: Console, title: str, total_bytes: int, quiet: bool
+def progress_bar(
+    title: str, total_bytes: int, *, quiet: bool = False
 ) -> Iterator[ProgressCallback]:
-    """A callback whose calls are shown on the console while the block runs."""
-    if quiet:
+    """Show progress on stderr while the block runs, by the bytes that the callback is given.
+
+    Shows nothing when quiet, or when there is nothing to do.
+    """
+    if quiet or not total_bytes:
         yield silent
-    elif console.is_terminal:
-        columns = (
-            TextColumn("{task.description}"),
-            BarColumn(),
-            DownloadColumn(),
-            TransferSpeedColumn(),
-            TimeRemainingColumn(),
+        return
+    # tqdm.auto is another class than a terminal's only inside a notebook, which is no terminal.
+    is_drawn = tqdm is not terminal_tqdm or sys.stderr.isatty()
+    options = {"desc": title, "total": total_bytes, "unit": "B", "unit_scale": True}
+    bar = tqdm(**options, dynamic_ncols=True) if is_drawn else _Lines(**options)
+    lock = threading.Lock()
+
+    def advance(done_bytes: int) -> None:
+        with lock:  # update() reads and writes the count in two steps
+            bar.update(done_bytes)
+
+    with bar:
+        yield advance
+
+
+class _Lines(terminal_tqdm):  # type: ignore[misc]
+    """Progress as a line every few seconds and one at the end: a log shows no carriage returns."""
+
+    monitor_interval = 0  # no thread that redraws: a line says something new or is not written
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(
+            mininterval=SECONDS_BETWEEN_LINES,
+            delay=SECONDS_BETWEEN_LINES,
+            miniters=1,
+            bar_format=_LINE_FORMAT,
+            leave=False,
+            **options,
         )
-        with Progress(*columns, console=console) as bar:
-            task = bar.add_task(title, total=total_bytes)
-            yield lambda done_bytes: bar.update(task, advance=done_bytes)
-    else:
-        yield _PlainLines(console, title, total_bytes)
 
+    def display(self, msg: str | None = None, pos: int | None = None) -> bool:
+        """Write the state as a line; a message is tqdm's way to erase a bar, and not written."""
+        if msg is None:
+            self.fp.write(f"{self}\n")
+        return False
 
-class _PlainLines:
-    """A line every few seconds, and one at the end."""
-
-    def __init__(self, console: Console, title: str, total_bytes: int) -> None:
-        self._console, self._title, self._total = console, title, total_bytes
-        self._done = 0
-        self._finished = False
-        self._start = self._last = time.monotonic()
-        self._lock = threading.Lock()
-
-    def __call__(self, done_bytes: int) -> None:
-        with self._lock:
-            self._done += done_bytes
-            now = time.monotonic()
-            ends = self._done >= self._total and not self._finished
-            if now - self._last < _SECONDS_BETWEEN_LINES and not ends:
-                return
-            self._last, self._finished = now, self._finished or ends
-            seconds = max(now - self._start, 1e-9)
-            rate = self._done / seconds
-            left = (self._total - self._done) / rate if rate else 0.0
-            self._console.print(
-                f"{self._title}: {format_bytes(self._done)} of {format_bytes(self._total)},"
-                f" {format_bytes(rate)}/s, {left:.0f} s left",
-                highlight=False,
-                soft_wrap=True,
-            )
+    def close(self) -> None:
+        if not self.disable:
+            self.display()
+        super().close()

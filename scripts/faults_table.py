@@ -1,11 +1,12 @@
-"""Plants every fault, runs verify on it, and writes docs/faults.md: which checks fail for which.
+"""Plant every fault, run verify on it, and write docs/faults.md: the checks that fail for each.
 
     python scripts/faults_table.py [static] [run] [missing]
 
-Without a word both tables are made anew; with one, the other table's marks stay as they are. `run`
-takes a quarter of an hour; `missing` runs what has no marks yet, as after a run that was cut off.
-tests/verify/test_verify_faults.py plants the faults of the static table again and holds verify
-to their rows; tests/verify/ does so for the check that a row names.
+Without arguments both tables are made anew; with one, the other table's marks stay. `run` takes a
+quarter of an hour; `missing` runs the rows that have no marks yet, as after an interrupted run.
+tests/verify/test_verify_faults.py plants the faults of the static table again and compares verify
+with their rows; tests/verify/test_run_faults.py and test_runtime_faults.py do so for the check that
+a row of the other table names.
 """
 
 from __future__ import annotations
@@ -25,34 +26,36 @@ STATIC_HEADING, RUN_HEADING = "Files and weights", "What running shows"
 _HEAD = """# Planted faults
 
 Written by `python scripts/faults_table.py` from its runs: each fault is planted, `mtp-export
-verify` runs with `--source`, and the row says which checks fail. `–`: the check could not run. Of
-the checks, `weights` and `differential` alone look at the source. What the check in column "named
-by" says holds the words of the next column.
+verify` runs with `--source`, and the row shows which checks fail. `–`: the check could not run. Of
+the checks, `weights` and `differential` alone look at the source. The report of the check in column
+"named by" contains the words of the column after it; "seen as" lists issues of engines and tools
+where the fault occurred.
 """
 _STATIC = """## {heading}
 
 Planted into a copy of a good bundle of a small model, with a manifest that agrees with the wrong
-bytes where an exporter could have written them. A test plants each again and holds `verify` to its
-row. The good bundles of every row of the precision table, and of every target, pass.
+bytes where an exporter could have written them. A test plants each again and compares the result of
+`verify` with its row. The good bundles of every row of the precision table, and of every target,
+pass.
 
 {count} faults, named: {totals}.
 """
 _RUN = """## {heading}
 
-Planted into the trained fixture's bundle, or into the runtime that runs it: a function of it is
-exchanged for a wrong one before anything else happens, so that plain decoding suffers too.
-`--max-new-tokens {tokens} --k 2`, built-in prompts. The checks `speed` and `stream` judge nothing
+Planted into the trained fixture's bundle, or into the runtime that runs it: one of its functions is
+replaced by a wrong one before anything runs, so that plain decoding is wrong too.
+`--max-new-tokens {tokens} --k 2`, built-in prompts. The checks `speed` and `stream` have no bounds
 of their own. [run_faults.md](run_faults.md) has the faults that `acceptance` names, over 20 seeds
 of prompts and without a source. `tests/verify/test_run_faults.py` and `test_runtime_faults.py`
-plant each again and ask the named check for the cause. A difference that rounding explains is a tie
-and no fault: there is a test for either side.
+plant each again and compare the cause that the named check reports. A difference that rounding
+explains is a near-tie and no fault: a test covers either side.
 
 {count} faults, named: {totals}.
 """
 
 
 def table(static: Cells, run: Cells) -> str:
-    """The page; the marks of each fault by name."""
+    """The page, from the marks of each fault by name."""
     return "\n".join((_HEAD, *_static_lines(static), "", *_run_lines(run))) + "\n"
 
 
@@ -99,7 +102,7 @@ def _row(name: str, first: Sequence[str], fault: object) -> str:
 
 
 def cells_of(page: str) -> tuple[dict[str, list[str]], dict[str, list[str]]]:
-    """What a page has: the marks of the static table and of the other."""
+    """The marks on a page: of the static table, and of the one of runs."""
     from faults.faults import FAULTS
     from faults.matrix import NOTHING, RUN, STATIC, pages_cells
     from faults.run_faults import RUN_FAULTS
@@ -107,8 +110,14 @@ def cells_of(page: str) -> tuple[dict[str, list[str]], dict[str, list[str]]]:
 
     run_names = [NOTHING, *(fault.name for fault in (*RUN_FAULTS, *RUNTIME_FAULTS))]
     return (
-        {f.name: pages_cells(page, STATIC_HEADING, f.name, len(STATIC)) for f in FAULTS},
-        {name: pages_cells(page, RUN_HEADING, name, len(RUN)) for name in run_names},
+        {
+            f.name: pages_cells(page, heading=STATIC_HEADING, name=f.name, count=len(STATIC))
+            for f in FAULTS
+        },
+        {
+            name: pages_cells(page, heading=RUN_HEADING, name=name, count=len(RUN))
+            for name in run_names
+        },
     )
 
 

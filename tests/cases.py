@@ -6,11 +6,12 @@ import contextlib
 import io
 import json
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import pytest
 from safetensors import safe_open
 
 from benchmarks.make_checkpoint import TINY_CONFIG, make_checkpoint
@@ -81,6 +82,18 @@ def die_at(call_number: int) -> None:
 
     for name in DISK_CALLS:
         setattr(os, name, counted(getattr(os, name)))
+
+
+def nightly_but(every_push: Iterable[Any], values: Iterable[Any]) -> list[Any]:
+    """Return parameters: the values, of which all but some run nightly only."""
+    kept, wanted = list(values), list(every_push)
+    assert all(value in kept for value in wanted)
+    return [value if value in wanted else _nightly(value) for value in kept]
+
+
+def _nightly(value: Any) -> Any:
+    several = value if isinstance(value, tuple) else (value,)
+    return pytest.param(*several, marks=pytest.mark.nightly)
 
 
 def run_in_a_fork(action: Callable[[], Outcome], call_number: int) -> int:
@@ -192,6 +205,7 @@ __all__ = [
     "export",
     "looks_finished",
     "make_checkpoint",
+    "nightly_but",
     "quantize",
     "read_json",
     "read_shard",

@@ -18,7 +18,8 @@ SOURCES = sorted(path for root in PACKAGE_ROOTS for path in root.rglob("*.py"))
 # Rooms from the lowest floor to the highest; those of one line do not import each other. A room is
 # a module or a package, and everything below it that is no room of its own.
 FLOORS: tuple[tuple[str, ...], ...] = (
-    ("mtp_export", "mtp_export.errors", "mtp_kernels", "mtp_kernels.cpu"),
+    ("mtp_export", "mtp_export.errors"),
+    ("mtp_kernels", "mtp_kernels.batch_layout", "mtp_kernels.cpu"),
     ("mtp_kernels.quantize", "mtp_kernels.verify_attention", "mtp_kernels.decoder"),
     ("mtp_export.progress",),
     ("mtp_export.checkpoint",),
@@ -28,22 +29,24 @@ FLOORS: tuple[tuple[str, ...], ...] = (
     ("mtp_export.inspection",),
     ("mtp_runtime.config", "mtp_runtime.prompts", "mtp_runtime.tokenizer"),
     ("mtp_runtime.cache", "mtp_runtime.sampling"),
-    ("mtp_runtime.acceptance", "mtp_runtime.loading"),
-    ("mtp_runtime.layers",),
+    ("mtp_runtime.acceptance", "mtp_runtime.layers"),
+    ("mtp_runtime.loading",),
     ("mtp_runtime.models",),
     ("mtp_runtime.teacher_forcing", "mtp_runtime.request"),
     ("mtp_runtime.streaming", "mtp_runtime.summary", "mtp_runtime.drafters"),
     ("mtp_runtime.engine",),
     ("mtp_runtime.llm",),
     ("mtp_runtime",),
-    ("mtp_export.bundle", "mtp_export.verify.gates", "mtp_export.verify.context"),
-    ("mtp_export.verify.check",),
-    ("mtp_export.verify.evidence",),
-    ("mtp_export.verify.diagnosis",),
-    ("mtp_export.verify.files", "mtp_export.verify.decoding"),
-    ("mtp_export.verify.weights",),
+    ("mtp_export.bundle",),
+    ("mtp_export.verify.check", "mtp_export.verify.gates", "mtp_export.verify.evidence"),
+    ("mtp_export.verify.context", "mtp_export.verify.diagnosis"),
+    (
+        "mtp_export.verify.files",
+        "mtp_export.verify.weights",
+        "mtp_export.verify.decoding",
+        "mtp_export.verify.report",
+    ),
     ("mtp_export.verify",),
-    ("mtp_export.verify.report",),
     ("mtp_export.commands",),
     ("mtp_export.cli",),
 )
@@ -89,7 +92,9 @@ def test_imports_go_down(module: str) -> None:
     for other in sorted(imports_of(module)):
         below = room_of(other)
         # __version__ is the one thing that mtp_export itself holds.
-        assert below == room or FLOOR_OF[below] < FLOOR_OF[room], f"{module} must not import {other}"
+        assert below == room or FLOOR_OF[below] < FLOOR_OF[room], (
+            f"{module} must not import {other}"
+        )
 
 
 def test_no_imports_go_in_a_circle() -> None:
@@ -116,8 +121,16 @@ def test_files_and_functions_are_short(path: Path) -> None:
     assert len(text.splitlines()) < 400, f"{path} has {len(text.splitlines())} lines"
     for node in ast.walk(ast.parse(text)):
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
-            length = (node.end_lineno or node.lineno) - node.lineno + 1
+            length = (node.end_lineno or node.lineno) - node.lineno + 1 - docstring_lines(node)
             assert length <= 50, f"{path}: {node.name} has {length} lines"
+
+
+def docstring_lines(node: ast.FunctionDef | ast.AsyncFunctionDef) -> int:
+    """Count the lines of a function's docstring, which do not count as the function's."""
+    first = node.body[0]
+    if ast.get_docstring(node) is None:
+        return 0
+    return (first.end_lineno or first.lineno) - first.lineno + 1
 
 
 def test_only_the_command_line_prints() -> None:

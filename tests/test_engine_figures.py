@@ -1,4 +1,4 @@
-"""The figures of vLLM in docs and README are those of the result files, as they were measured."""
+"""Figures of vLLM in docs/ are those of the result files."""
 
 from __future__ import annotations
 
@@ -29,13 +29,14 @@ def page() -> str:
     return (ROOT / "docs/engines.md").read_text()
 
 
-def sound(engines: dict[str, Any]) -> dict[str, Any]:
+def runs_without_fault(engines: dict[str, Any]) -> dict[str, Any]:
+    """Return the measured runs into which no fault was planted."""
     return {name: run for name, run in engines["measured"].items() if "vllm_change" not in run}
 
 
 def test_the_table_of_acceptance(engines: dict[str, Any], page: str) -> None:
     rows = []
-    for name, run in sound(engines).items():
+    for name, run in runs_without_fault(engines).items():
         theirs = ", ".join(f"{share:.3f}" for share in run["vllm"])
         ours = ", ".join(Estimate(**share).shown() for share in run["ours"])
         rows += [f"| {name} | {theirs} | {ours} |"] if theirs else []
@@ -45,11 +46,11 @@ def test_the_table_of_acceptance(engines: dict[str, Any], page: str) -> None:
 
 
 def test_how_many_tokens_differ(engines: dict[str, Any], page: str) -> None:
-    differ = [run["tokens_that_differ"] for run in sound(engines).values()]
-    (tokens,) = {run["tokens"] for run in sound(engines).values()}
+    differ = [run["tokens_that_differ"] for run in runs_without_fault(engines).values()]
+    (tokens,) = {run["tokens"] for run in runs_without_fault(engines).values()}
     assert f"{engines['prompts']} prompts x {engines['output_tokens']} tokens" in page
     assert f"of {tokens:,} tokens {min(differ)} to {max(differ)} differ" in page
-    one = sound(engines)["1"]
+    one = runs_without_fault(engines)["1"]
     theirs = f"{round(one['vllm'][0] * one['blocks'])} of {one['blocks']}"
     ours = (
         f"{round(one['ours'][0]['value'] * one['ours'][0]['count'])} of {one['ours'][0]['count']}"
@@ -70,14 +71,14 @@ def test_what_is_left_of_acceptance_when_the_concatenation_is_reversed(
     assert f"vLLM {run['vllm'][0]:.3f} and {-100 * run['vllm_change']:.1f} points" in page
 
 
-def test_the_table_beside_vllm_in_the_readme() -> None:
-    readme, facts = (ROOT / "README.md").read_text(), results("decode_vllm.json")
+def test_the_table_of_speed_beside_vllm() -> None:
+    page, facts = (ROOT / "docs/benchmarks.md").read_text(), results("decode_vllm.json")
     for row in facts["against_vllm"]:
         cells = [f"{row['batch']}, {WORDS[row['drafts']]}"]
         for engine in ("runtime", "vllm"):
             runs = row["runs"][engine]
             cells.append(f"{row[f'{engine}_seconds']:.2f} s ({min(runs):.2f}–{max(runs):.2f})")
         cells.append(f"{row['runtime_float32_seconds']:.2f} s")
-        assert f"| {' | '.join(cells)} |" in readme
-    assert f"--output-tokens {facts['output_tokens']}`" in readme
-    assert f"Commit {facts['hardware']['commit'][:12]}" in readme
+        assert f"| {' | '.join(cells)} |" in page
+    assert f"--output-tokens {facts['output_tokens']}`" in page
+    assert f"Commit {facts['hardware']['commit'][:12]}" in page

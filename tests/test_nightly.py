@@ -88,5 +88,14 @@ def test_the_oldest_triton_compiles_the_kernel(recipe: dict[Any, Any]) -> None:
     assert version == oldest
 
 
+def test_every_test_runs_at_night(recipe: dict[Any, Any], project: dict[str, Any]) -> None:
+    """What every push leaves out, `make test-all` takes."""
+    *_, run = recipe["jobs"]["everything"]["steps"]
+    assert run["run"] == "make test-all"
+    assert "-m 'not nightly'" in project["tool"]["pytest"]["ini_options"]["addopts"]
+    (target,) = re.findall(r"^test-all:.*\n((?:\t.*\n)+)", (ROOT / "Makefile").read_text(), re.M)
+    assert '-m "nightly or not nightly"' in target
+
+
 def test_the_folder_is_left_out_of_make_test(project: dict[str, Any]) -> None:
     assert "engines" in project["tool"]["pytest"]["ini_options"]["norecursedirs"]

@@ -1,76 +1,238 @@
-"""Every command that the README shows runs, and what it says of the program is so."""
+"""Commands that the README and docs/ show run and print what is shown; what they name exists."""
 
 from __future__ import annotations
 
 import re
 import shlex
+import shutil
+from collections.abc import Iterator
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import pytest
+import typer
 
-from cases import run_program
+from cases import Outcome, run_program
 from mtp_export import errors
+from mtp_export.cli import app
+from mtp_export.schemes import SCHEMES
 from mtp_export.targets import target_names
+from pages import (
+    DOCS,
+    PAGES,
+    README,
+    ROOT,
+    Block,
+    anchors_of,
+    blocks_of,
+    code_in,
+    paths_in,
+    prose_of,
+    rows_of,
+    sections_of,
+)
 
-ROOT = Path(__file__).resolve().parents[1]
-README = (ROOT / "README.md").read_text()
-COMMANDS = [
-    line
-    for block in re.findall(r"```bash\n(.*?)```", README, re.S)
-    for line in block.splitlines()
-    if line and not line.startswith("make ")
-]
+CLI = ROOT / "docs/cli.md"
+MAKEFILE = (ROOT / "Makefile").read_text()
+# The pages show a real model here; tests run the same commands on the trained miniature.
+REAL_MODEL, MINIATURE = "/models/DeepSeek-V3", "fixtures/deepseek-v3-tiny"
+SHARED_SECTION = "Options of export and quantize"
+COMMON_OPTIONS = {"--help", "--version", "--debug", "--install-completion", "--show-completion"}
+
+BLOCKS = [block for page in (README, *DOCS) for block in blocks_of(page)]
+
+
+def program_lines(block: Block) -> list[str]:
+    """Commands of a bash block that run this program, on the miniature."""
+    lines = [line.replace(REAL_MODEL, MINIATURE) for line in block.commands]
+    return [line for line in lines if not line.startswith("make ")]
+
+
+def shown_outputs() -> Iterator[tuple[Block, Block]]:
+    """Output blocks, each with the bash block before it in its page."""
+    before: Block | None = None
+    for block in BLOCKS:
+        if before is not None and before.page != block.page:
+            before = None
+        if block.language == "bash":
+            before = block
+        elif block.language == "" and before is not None:
+            yield before, block
+
+
+COMMANDS = list(
+    dict.fromkeys(
+        line for block in BLOCKS if block.language == "bash" for line in program_lines(block)
+    )
+)
+SNIPPETS = [block for block in BLOCKS if block.language == "python"]
+OUTPUTS = list(shown_outputs())
+
+
+@dataclass
+class Workplace:
+    """Folder in which commands run, each once, in the order of the pages."""
+
+    folder: Path
+    outcomes: dict[str, Outcome] = field(default_factory=dict)
+
+    def run(self, command: str) -> Outcome:
+        if command not in self.outcomes:
+            program, *arguments = shlex.split(command)
+            assert program == "mtp-export"
+            self.outcomes[command] = run_program(*arguments)
+        return self.outcomes[command]
 
 
 @pytest.fixture(scope="module")
-def workplace(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """An empty folder in which fixtures/ is at hand."""
-    folder = tmp_path_factory.mktemp("readme")
-    (folder / "fixtures").symlink_to(ROOT / "fixtures")
-    return folder
+def shared(tmp_path_factory: pytest.TempPathFactory) -> Workplace:
+    """Otherwise empty folder with a copy of the miniature, on the same device: links work."""
+    folder = tmp_path_factory.mktemp("pages")
+    shutil.copytree(ROOT / MINIATURE, folder / MINIATURE)
+    return Workplace(folder)
 
 
-@pytest.mark.parametrize("command", COMMANDS)
-def test_command_runs(command: str, workplace: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    program, *arguments = shlex.split(command)
-    assert program == "mtp-export"
-    monkeypatch.chdir(workplace)
-    outcome = run_program(*arguments)
+@pytest.fixture
+def workplace(shared: Workplace, monkeypatch: pytest.MonkeyPatch) -> Workplace:
+    """The shared folder as the current one, and a terminal of 100 columns."""
+    monkeypatch.chdir(shared.folder)
+    monkeypatch.setenv("COLUMNS", "100")
+    return shared
+
+
+@pytest.mark.parametrize("command", COMMANDS, ids=lambda line: line.removeprefix("mtp-export "))
+def test_command_runs(command: str, workplace: Workplace) -> None:
+    outcome = workplace.run(command)
     assert outcome.code == 0, outcome.err
 
 
-def test_there_are_commands_and_the_two_make_targets_exist() -> None:
-    assert len(COMMANDS) >= 5
-    first_lines = "\n".join(README.splitlines()[:25])
-    makefile = (ROOT / "Makefile").read_text()
-    for target in re.findall(r"^make (\w+)", README, re.M):
-        assert f"\n{target}:" in makefile
-    assert "make demo" in first_lines
-    assert "make test" in first_lines
+@pytest.mark.parametrize("snippet", SNIPPETS, ids=lambda block: block.page)
+def test_python_runs(snippet: Block, workplace: Workplace) -> None:
+    if snippet.page == "README.md":
+        exec(compile(snippet.text, snippet.page, "exec"), {})
+    else:
+        pytest.fail("only the README's Python is run: move the example there")
 
 
-def test_every_target_option_and_exit_code_is_explained() -> None:
-    for name in target_names():
-        assert f"`{name}`" in README, name
-    shown = (
-        run_program("--help").out
-        + run_program("quantize", "--help").out
-        + run_program("verify", "--help").out
-    )
-    for option in re.findall(r"--[a-z][a-z0-9-]+", shown):
-        if option not in ("--debug", "--version", "--help"):
-            assert option in README, option
+@pytest.mark.parametrize(
+    ("commands", "shown"),
+    OUTPUTS,
+    ids=lambda block: f"{block.page}: {block.text.split(chr(10))[0]}",
+)
+def test_output_is_what_is_shown(commands: Block, shown: Block, workplace: Workplace) -> None:
+    printed = [steady(workplace.run(line).out) for line in program_lines(commands)]
+    for part in pieces(steady(shown.text)):
+        assert any(part in text for text in printed), f"{commands.page} shows:\n{part}"
+
+
+def steady(text: str) -> str:
+    """Return a text without what differs between runs and disks.
+
+    That is durations, rates, the kind of link, and with them the widths of columns.
+    """
+    text = re.sub(r"\d+\.\d+ s\b", "N s", text)
+    text = re.sub(r"\d+\.\d+ [kMG]?B/s", "N B/s", text)
+    text = re.sub(r"([━─ ])\1+", r"\1", text.replace("(reflink)", "(hardlink)"))
+    return "\n".join(line.rstrip() for line in text.splitlines())
+
+
+def pieces(text: str) -> list[str]:
+    """Return the runs of lines between lines that say that something was left out."""
+    parts = re.split(r"^(?:│ )?…$", text, flags=re.M)
+    return [part.strip("\n") for part in parts if part.strip()]
+
+
+def test_the_comparison_of_outputs_can_fail() -> None:
+    assert len(OUTPUTS) >= 4
+    assert steady("in 2.0 s, 3.1 MB/s") == steady("in 9.7 s, 24.6 kB/s")
+    assert steady("10.6 MB") != steady("10.7 MB")
+    assert steady("━━┓\n in 2 (reflink) │") == steady("━━━┓\n in 2 (hardlink) │")
+    assert pieces("a\nb\n│ …\nc\n") == ["a\nb", "c"]
+
+
+def test_the_real_model_comes_first_and_make_does_the_set_up() -> None:
+    first, *_ = [block for block in blocks_of(README) if block.language == "bash"]
+    assert len(first.commands) == 4
+    assert REAL_MODEL in first.commands[0]
+    named = {line for block in BLOCKS for line in block.commands if block.language == "bash"}
+    targets = {line.split()[1] for line in named if line.startswith("make ")}
+    assert targets >= {"demo", "test"}
+    for target in targets:
+        assert f"\n{target}:" in MAKEFILE
+
+
+def test_the_readme_is_one_page() -> None:
+    assert len(README.read_text().splitlines()) <= 150
+
+
+def subcommands() -> dict[str, list[object]]:
+    """Parameters of every command; the export's are the program's own."""
+    program = typer.main.get_command(app)
+    found: dict[str, list[object]] = {"export": list(program.params)}
+    for name, command in program.commands.items():  # type: ignore[attr-defined]
+        found[name] = list(command.params)
+    return found
+
+
+def documented(command: str) -> dict[str, str]:
+    """Options of a command and the defaults that docs/cli.md gives them."""
+    sections = sections_of(CLI)
+    names = {"export": [SHARED_SECTION], "quantize": ["Quantize", SHARED_SECTION]}
+    text = "\n".join(sections[name] for name in names.get(command, [command.capitalize()]))
+    rows = [row for row in rows_of(text) if row[0].startswith("`--") and len(row) == 3]
+    return {code.split()[0]: default for first, default, _ in rows for code in code_in(first)}
+
+
+@pytest.mark.parametrize("command", subcommands())
+def test_every_option_is_explained_with_its_default(command: str) -> None:
+    table = documented(command)
+    options = {
+        name: parameter.default  # type: ignore[attr-defined]
+        for parameter in subcommands()[command]
+        for name in parameter.opts  # type: ignore[attr-defined]
+        if name.startswith("--") and name not in COMMON_OPTIONS
+    }
+    assert set(table) - COMMON_OPTIONS == set(options)
+    for name, default in options.items():
+        cell = table[name]
+        if cell.startswith("`"):
+            assert cell.strip("`") == str(default), name
+        elif not cell:
+            assert not default, name
+    for name in COMMON_OPTIONS:
+        assert name in CLI.read_text() or name == "--help"
+
+
+def test_every_target_and_scheme_is_explained() -> None:
+    words = set(code_in(CLI.read_text()))
+    assert set(target_names()) | set(SCHEMES) <= words
+    engines = set(code_in(sections_of(README)["Engines and precisions"]))
+    assert set(target_names()) - {"hf"} <= engines
+
+
+def test_every_exit_code_is_explained() -> None:
+    listed = {int(row[0]) for row in rows_of(sections_of(CLI)["Exit codes"])}
     codes = {
         item.exit_code
         for item in vars(errors).values()
         if isinstance(item, type) and issubclass(item, errors.MtpExportError)
     }
-    for code in codes:
-        assert re.search(rf"\b{code} [A-Za-z]", README), code
+    assert listed == codes | {0, 130}
 
 
-def test_every_path_it_names_exists() -> None:
-    for path in re.findall(
-        r"`((?:benchmarks|docs|tests|scripts|fixtures|kernels)/[\w./-]+)`", README
-    ):
+@pytest.mark.parametrize("page", PAGES, ids=lambda path: path.name)
+def test_every_path_and_link_leads_somewhere(page: Path) -> None:
+    text = prose_of(page)
+    for path in paths_in(text):
         assert (ROOT / path).exists(), path
+    for link in re.findall(r"\]\(([^)\s]+)\)", text):
+        if not link.startswith("http"):
+            file, _, anchor = link.partition("#")
+            target = page.parent / file if file else page
+            assert target.exists(), link
+            assert not anchor or anchor in anchors_of(target), link
+
+
+def test_the_index_has_every_page() -> None:
+    linked = set(re.findall(r"\]\((\w+\.md)\)", (ROOT / "docs/index.md").read_text()))
+    assert linked == {page.name for page in DOCS} - {"index.md"}

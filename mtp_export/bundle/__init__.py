@@ -1,1 +1,1 @@
-"""Bundles: what goes into OUT/main and OUT/mtp, and how it gets there."""
+"""Bundles: the content of OUT/main and OUT/mtp, and the runs that write it."""

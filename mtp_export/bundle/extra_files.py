@@ -1,4 +1,4 @@
-"""The files that make a folder complete beside weights and config; engines read them unchanged."""
+"""Files copied as they are beside weights and config, so that engines find a folder complete."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _TEMPLATE_FOLDER = "additional_chat_templates"  # holds <name>.jinja beside chat
 
 
 def extra_files(checkpoint: Checkpoint) -> tuple[str, ...]:
-    """The source's tokenizer, generation and code files, as paths below its folder, in order.
+    """Return the source's tokenizer, generation and code files, as sorted paths below its folder.
 
     Raises IoError for one that cannot be read, InvalidInputError for a chat template that lies
     elsewhere.
@@ -45,7 +45,7 @@ def extra_files(checkpoint: Checkpoint) -> tuple[str, ...]:
 
 
 def _chat_templates(folder: Path) -> list[str]:
-    """The templates that Hugging Face keeps in a folder of their own."""
+    """Return the templates that Hugging Face keeps in a folder of their own."""
     paths = sorted((folder / _TEMPLATE_FOLDER).glob("*.jinja"))
     # A download cache links every file of a checkpoint to one folder, where config.json is too.
     homes = {Path(os.path.realpath(folder)), Path(os.path.realpath(folder / CONFIG_NAME)).parent}

@@ -1,5 +1,7 @@
-"""What an unfinished run has done: one line per finished shard, so that the same command goes on
-where it stopped. Lives in the output folder, locked by the run, gone when the bundle is whole."""
+"""Journal of an unfinished run: one line per finished shard, with which the same command resumes.
+
+It is in the output folder, locked by the run, and removed when the bundle is whole.
+"""
 
 from __future__ import annotations
 
@@ -16,11 +18,11 @@ from mtp_export.checkpoint.files import sync_folder, write_failure
 from mtp_export.errors import OutputExistsError
 
 JOURNAL_NAME = ".mtp_export.journal"
-_SOURCE_FIELDS = ("source", "modified_ns")  # of a run's identity
+_SOURCE_FIELDS = ("source", "modified_ns")  # fields of a run's identity
 
 
 class Journal:
-    """The journal of one output folder (made if need be), open and locked.
+    """Journal of one output folder (created if need be), open and locked.
 
     Raises OutputExistsError when another run holds it.
     """
@@ -52,21 +54,21 @@ class Journal:
 
     @property
     def is_empty(self) -> bool:
-        """Whether no run has begun here since the last one ended."""
+        """True when no run has begun here since the last one ended."""
         return os.fstat(self._file.fileno()).st_size == 0
 
     def resume(self, identity: Mapping[str, Any]) -> None:
         """Take over what an earlier run of the same identity finished.
 
-        identity says what is being made from what. Raises OutputExistsError for another identity,
-        naming the first field that differs, and for a journal that cannot be read.
+        identity describes bundle and source as JSON. Raises OutputExistsError for another
+        identity, naming the first field that differs, and for a journal that cannot be read.
         """
         self._file.seek(0)
         raw = self._file.read()
         end = raw.rfind(b"\n") + 1
         try:
             first, *lines = [json.loads(line) for line in raw[:end].splitlines()]
-            noted = first["identity"]
+            recorded = first["identity"]
             finished = {line["finished"]: _checked(line["facts"]) for line in lines}
         except (ValueError, KeyError, TypeError) as error:
             raise OutputExistsError(
@@ -75,12 +77,12 @@ class Journal:
                 found=f"{type(error).__name__}: {error}",
                 todo="Pass --no-resume to start over",
             ) from None
-        _refuse_other(noted, json.loads(json.dumps(identity)), self.path.parent)
+        _refuse_other(recorded, json.loads(json.dumps(identity)), self.path.parent)
         self._file.truncate(end)  # a line that a kill cut short
         self.finished = finished
 
     def begin(self, identity: Mapping[str, Any]) -> None:
-        """Start anew, in a folder that has been cleared (IoError)."""
+        """Start over, in a folder that has been cleared (IoError)."""
         self.finished = {}
         try:
             self._file.truncate(0)
@@ -90,7 +92,7 @@ class Journal:
             raise write_failure(self.path, error) from error
 
     def record(self, key: str, facts: Mapping[str, Any]) -> None:
-        """Note that a shard is finished and on disk (IoError)."""
+        """Record that a shard is finished and on disk (IoError)."""
         try:
             self._append({"finished": key, "facts": facts})
         except OSError as error:
@@ -98,7 +100,7 @@ class Journal:
         self.finished[key] = dict(facts)
 
     def remove(self) -> None:
-        """Nothing is left to go on with; a folder that holds nothing else goes too."""
+        """Remove the journal, and its folder when that holds nothing else."""
         self.path.unlink(missing_ok=True)
         with suppress(OSError):
             self.path.parent.rmdir()
@@ -123,21 +125,21 @@ class Journal:
 
 
 def _checked(facts: Any) -> dict[str, Any]:
-    """What a run notes of a shard, or a KeyError or TypeError."""
+    """Return the facts recorded of a shard (KeyError, TypeError for others)."""
     if type(facts["size_bytes"]) is not int:
-        raise TypeError("size_bytes is no number")
+        raise TypeError("size_bytes is not a number")
     unread = "link" in facts and "xxh3_128" not in facts
     if not unread and not isinstance(facts["xxh3_128"], dict):
         raise TypeError("xxh3_128 holds no checksums")
     return dict(facts)
 
 
-def _refuse_other(noted: Any, wanted: Mapping[str, Any], folder: Path) -> None:
-    if noted == wanted:
+def _refuse_other(recorded: Any, wanted: Mapping[str, Any], folder: Path) -> None:
+    if recorded == wanted:
         return
-    before, now = _first_difference(noted, wanted)
+    before, now = _first_difference(recorded, wanted)
     source = {key: wanted[key] for key in _SOURCE_FIELDS if key in wanted}
-    if isinstance(noted, dict) and noted | source == wanted:
+    if isinstance(recorded, dict) and recorded | source == wanted:
         raise OutputExistsError(
             "The source changed since the unfinished run in this output folder began",
             where=folder,
@@ -155,7 +157,7 @@ def _refuse_other(noted: Any, wanted: Mapping[str, Any], folder: Path) -> None:
 
 
 def _first_difference(before: Any, now: Any) -> tuple[str, str]:
-    """The smallest differing pair inside two JSON values, in words."""
+    """Return the first pair of values in which two JSON values differ, in words."""
     path = ""
     while isinstance(before, dict) and isinstance(now, dict):
         keys = sorted(before.keys() | now.keys())

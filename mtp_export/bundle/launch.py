@@ -1,4 +1,4 @@
-"""How the engines that read a bundle are started on it."""
+"""Shell commands that serve a bundle with the engines that read it."""
 
 from __future__ import annotations
 
@@ -6,39 +6,56 @@ from collections.abc import Mapping
 from typing import Any
 
 from mtp_export.bundle.build import BundlePlan
-from mtp_export.bundle.split import Part
+from mtp_export.bundle.options import Part
 from mtp_export.schemes import SCHEMES
-from mtp_export.schemes.storage import W4AFP8_GROUP, Storage
+from mtp_export.schemes.native import native_scheme
+from mtp_export.schemes.storage import INTEGERS, W4AFP8_GROUP, Storage
 from mtp_export.targets import target_of
-from mtp_export.targets.base import Deployment
+from mtp_export.targets.base import Deployment, Engine
 
 
 def launch_lines(plan: BundlePlan) -> dict[str, str]:
-    """Per engine the shell command that serves the bundle: of the engine that --target names, or
-    of all that read its layout. None without both parts, or for an engine that takes the MTP layer
-    from the main model's folder alone (TensorRT-LLM)."""
-    if plan.options.part is not Part.BOTH:
+    """Return the shell command that serves the bundle, per engine: the one that --target names, or
+    all that read its layout.
+
+    There is none without both parts, nor for an engine that takes the MTP layer from the main
+    model's folder (TensorRT-LLM).
+    """
+    if plan.options.content.part is not Part.BOTH:
         return {}
     target, wanted = target_of(plan.options.target), plan.options.target
-    native = "bf16" if plan.family.quantization is None else "a8w8_fp8"
+    native = native_scheme(plan.stored.native)
     base = plan.recorded.get("base_quant", native)
     mtp = plan.recorded.get("mtp_quant", "bf16" if target.dequantizes else native)
     deployment = Deployment(plan.options.output_dir, base, mtp)
     return {
-        engine: launch(deployment)
-        for engine, launch in target.launch.items()
-        if wanted in (engine, target.name) and _reads(engine, plan.recorded, base, mtp)
+        engine.name: engine.launch(deployment)
+        for engine in target.engines
+        if engine.launch is not None
+        and wanted in (engine.name, target.name)
+        and _reads(engine, plan.recorded, base, mtp)
     }
 
 
-def _reads(engine: str, recorded: Mapping[str, Any], base: str, mtp: str) -> bool:
+def _reads(engine: Engine, recorded: Mapping[str, Any], base: str, mtp: str) -> bool:
     """Whether an engine reads the layout; int4 or int8 beside fp8 is written for one alone, and
     int4 under fp8 activations has kernels for groups of 128 alone."""
-    if recorded.get("format") == "w4afp8":
-        return engine == "sglang"
+    storages = _storages(recorded, base) | _storages(recorded, mtp)
+    if not storages <= engine.storages:
+        return False
+    if Storage.W4AFP8 in storages:
+        return True
     in_fp8 = any(SCHEMES[scheme].int4_activations_fp8 for scheme in (base, mtp))
     if in_fp8 and recorded["group_size"] != W4AFP8_GROUP:
         return False
-    storages = {*SCHEMES[base].storages.values(), *SCHEMES[mtp].storages.values()}
-    integers = storages & {Storage.INT4_GROUP, Storage.INT8_CHANNEL}
-    return not integers or Storage.FP8_BLOCK not in storages or engine == recorded["reader"]
+    if Storage.FP8_BLOCK not in storages or storages.isdisjoint(INTEGERS):
+        return True
+    return engine.dialect is not None and engine.dialect.name == recorded["reader"]
+
+
+def _storages(recorded: Mapping[str, Any], name: str) -> set[Storage]:
+    """The storages of a scheme under the recorded options."""
+    variants = SCHEMES[name].variants
+    values = (str(recorded.get(option)) for option in ("format", "int4_scope"))
+    chosen = next((variants[value] for value in values if value in variants), None)
+    return set((SCHEMES[name].storages if chosen is None else chosen).values())

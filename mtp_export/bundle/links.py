@@ -1,4 +1,4 @@
-"""Whole shards without copying: shared extents (reflink), else a second name (hard link)."""
+"""Links to whole shards instead of copies: shared extents (reflink), else a hard link."""
 
 from __future__ import annotations
 
@@ -7,23 +7,14 @@ import os
 import shutil
 import tempfile
 from collections.abc import Callable, Iterable
-from enum import StrEnum
 from pathlib import Path
 
 from mtp_export.checkpoint.files import sync_folder, temporary_path, write_failure
+from mtp_export.checkpoint.plan import Link
 from mtp_export.errors import UnsupportedError
 
 _FICLONE = 0x40049409  # linux/fs.h: _IOW(0x94, 9, int)
 PROBE_PREFIX = ".mtp-export-probe-"
-
-
-class Link(StrEnum):
-    """How a shard that stays whole comes into the bundle."""
-
-    AUTO = "auto"
-    REFLINK = "reflink"
-    HARDLINK = "hardlink"
-    COPY = "copy"
 
 
 def _reflink(source: Path, target: Path) -> None:
@@ -43,12 +34,14 @@ _MAKERS: dict[Link, Callable[[Path, Path], None]] = {
 
 
 def existing_parent(folder: Path) -> Path:
-    """The folder itself, or the nearest one above it that exists."""
+    """Return the folder, or the nearest one above it that exists."""
     return next(path for path in (folder, *folder.absolute().parents) if path.is_dir())
 
 
 def resolve_links(wanted: Link, shards: Iterable[Path], folder: Path) -> dict[Path, Link]:
-    """For each source shard the way that works into a folder, tried once a device, then undone.
+    """Return for each source shard the way that works into a folder.
+
+    It is tried once per device and owner, then undone.
 
     Raises UnsupportedError when a way was asked for by name and does not work.
     """
@@ -67,7 +60,7 @@ def resolve_links(wanted: Link, shards: Iterable[Path], folder: Path) -> dict[Pa
 
 
 def guess_links(wanted: Link, shards: Iterable[Path], folder: Path) -> dict[Path, Link]:
-    """What resolve_links would most likely say, from devices and owners alone; writes nothing."""
+    """Return what resolve_links likely would, judged by devices and owners; write nothing."""
     device = existing_parent(folder).stat().st_dev
     user = os.geteuid()
 
@@ -108,13 +101,13 @@ def _try(wanted: Link, source: Path, folder: Path) -> Link:
 
 
 def link_shard(way: Link, source: Path, target: Path) -> None:
-    """Give a shard a second name, whole or not at all (IoError)."""
+    """Link a shard, whole or not at all (IoError)."""
     temporary = temporary_path(target)
     try:
         temporary.unlink(missing_ok=True)
         _MAKERS[way](source, temporary)
         os.replace(temporary, target)
-        # rename() does nothing between two names of one file: a repeated run leaves the temporary
+        # rename() does nothing between two links to one file: the temporary would stay
         temporary.unlink(missing_ok=True)
         sync_folder(target.parent)
     except OSError as error:

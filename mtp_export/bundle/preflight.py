@@ -1,4 +1,4 @@
-"""What must hold before the first byte is written: room, memory, and an output folder to use."""
+"""Checks before the first byte is written: disk, memory, and an output folder to use."""
 
 from __future__ import annotations
 
@@ -31,14 +31,14 @@ def check_nesting(source: Path, output: Path) -> None:
 
 
 def needed_disk_bytes(written_bytes: int) -> int:
-    """Room that a run asks for when it writes so many bytes of tensors."""
+    """Return the disk space that a run needs to write so many bytes of tensors."""
     return written_bytes + _SPARE_DISK_BYTES
 
 
 def check_disk(output: Path, written_bytes: int) -> None:
-    """Refuse to start when the output's file system lacks room (ResourceError).
+    """Refuse to start when the output's file system lacks space (ResourceError).
 
-    What an earlier run left in the output counts as room: it is finished or replaced.
+    What an earlier run left in the output counts as free: it is kept or replaced.
     """
     free = shutil.disk_usage(existing_parent(output)).free + _reusable_bytes(output)
     needed = needed_disk_bytes(written_bytes)
@@ -58,7 +58,7 @@ def _reusable_bytes(output: Path) -> int:
 
 
 def check_memory(limit_bytes: int, needed_bytes: int) -> None:
-    """Refuse to start when the run needs more memory than allowed or there (ResourceError)."""
+    """Refuse to start when the run needs more memory than is allowed or free (ResourceError)."""
     limits = {"--max-memory": limit_bytes, **_system_limits()}
     for name, have in limits.items():
         if have < needed_bytes:
@@ -71,7 +71,7 @@ def check_memory(limit_bytes: int, needed_bytes: int) -> None:
 
 
 def _system_limits() -> dict[str, int]:
-    """Available memory, and the container's limit, where Linux says them."""
+    """Return available memory and the container's limit, where Linux reports them."""
     limits: dict[str, int] = {}
     for name, path in (
         ("available memory", "/proc/meminfo"),
@@ -91,20 +91,22 @@ def _system_limits() -> dict[str, int]:
 def check_output(output: Path, overwrite: bool) -> None:
     """Refuse an output folder that holds something this run must not touch (OutputExistsError).
 
-    Free to use: a missing or empty folder, and an unfinished run's (it has a journal). With
+    Usable are a missing or empty folder and that of an unfinished run (it has a journal), and with
     overwrite also a finished bundle. Files beside its parts are never removed.
     """
     if not output.is_dir():
         if os.path.lexists(output):
-            raise OutputExistsError("The output is not a folder", where=output)
+            raise OutputExistsError(
+                "The output is not a folder", where=output, todo="Choose another --output-dir"
+            )
         return
     names = {path.name for path in output.iterdir() if not path.name.startswith(PROBE_PREFIX)}
-    strange = [name for name in _PARTS if (output / name).is_symlink()]
+    linked = [name for name in _PARTS if (output / name).is_symlink()]
     bundle = {*_PARTS, MANIFEST_NAME, temporary_path(output / MANIFEST_NAME).name, JOURNAL_NAME}
-    foreign = strange or sorted(names - bundle)
+    foreign = linked or sorted(names - bundle)
     if foreign or (names and not names & {MANIFEST_NAME, JOURNAL_NAME}):
         raise OutputExistsError(
-            "The output folder holds files that are no export of this tool",
+            "The output folder holds files that are not part of a bundle",
             where=output,
             expected="a new or empty folder",
             found=", ".join((foreign or sorted(names))[:3]),
@@ -120,14 +122,14 @@ def check_output(output: Path, overwrite: bool) -> None:
 
 
 def is_finished(output: Path) -> bool:
-    """Whether a folder holds a bundle that no run is working on any more."""
+    """Return whether a folder holds a bundle, and no run that is still to be finished."""
     journal = output / JOURNAL_NAME
     unfinished = journal.exists() and journal.stat().st_size > 0
     return (output / MANIFEST_NAME).exists() and not unfinished
 
 
 def clear_output(output: Path) -> None:
-    """Remove what an earlier run left, its manifest first; the journal stays (IoError)."""
+    """Remove what an earlier run left, the manifest first, but not the journal (IoError)."""
     try:
         (output / MANIFEST_NAME).unlink(missing_ok=True)
         for part in _PARTS:
@@ -139,7 +141,7 @@ def clear_output(output: Path) -> None:
 
 
 def clear_temporaries(folder: Path) -> None:
-    """Remove the half-written files and link trials of a killed run."""
+    """Remove the half-written files and link probes of a killed run."""
     for path in folder.glob(".*.tmp"):
         path.unlink()
     for path in folder.glob(f"{PROBE_PREFIX}*"):
@@ -147,7 +149,7 @@ def clear_temporaries(folder: Path) -> None:
 
 
 def clear_stale(folder: Path, wanted: Set[str]) -> None:
-    """Remove what a part's folder holds beside the planned files: engines would load it."""
+    """Remove what a part's folder holds beside the wanted files: engines would load it."""
     for path in folder.iterdir():
         if path.name not in wanted:
             shutil.rmtree(path) if path.is_dir() else path.unlink()

@@ -1,62 +1,67 @@
-"""Quantizes a checkpoint or bundle into a bundle, in one streaming pass: which pair of schemes, in
-whose layout, with which config.json."""
+"""Quantize: plan a bundle with a pair of schemes, in the layout and with the config.json of the
+engine that reads it. The source is a checkpoint or a bundle."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection
 from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
 from typing import Any
 
-from mtp_export.bundle.build import BundleOptions, BundlePlan, open_source, plan_bundle
+from mtp_export.bundle.build import BundlePlan, Recipe, open_source, plan_bundle
+from mtp_export.bundle.options import BundleOptions
 from mtp_export.bundle.preflight import check_nesting, check_output
 from mtp_export.bundle.split import SplitOptions
 from mtp_export.checkpoint.bundle_folder import is_bundle
 from mtp_export.checkpoint.manifest import MANIFEST_NAME
 from mtp_export.errors import UnsupportedError, UsageError
-from mtp_export.families.base import ModelFamily
 from mtp_export.schemes import SCHEMES
-from mtp_export.schemes.base import Conversion, Scheme
-from mtp_export.schemes.configs import Reader, quantization_configs
+from mtp_export.schemes.base import Scheme
+from mtp_export.schemes.configs import quantization_configs
+from mtp_export.schemes.conversion import Conversion
+from mtp_export.schemes.dialects import VLLM, Dialect
+from mtp_export.schemes.formats import FormatOptions
+from mtp_export.schemes.native import native_scheme, with_quantization
 from mtp_export.schemes.storage import (
     COMPRESSED_SCALE,
     GROUP_SIZES,
+    INTEGERS,
     NATIVE_SCALE,
     W4AFP8_GROUP,
     Storage,
 )
+from mtp_export.schemes.stored import StoredModel
 from mtp_export.schemes.table import check_pair
-from mtp_export.schemes.transforms import Numerics
-from mtp_export.targets import integer_options, target_of
+from mtp_export.targets import engine_of, names_that_read, target_of
 from mtp_export.targets.base import Target
 
 KEEP = "keep"
 
 
 class Format(StrEnum):
-    """How a8w8_fp8_wint4 lies on disk."""
+    """Layout of a8w8_fp8_wint4 on disk."""
 
     COMPRESSED_TENSORS = "compressed-tensors"
     W4AFP8 = "w4afp8"
 
 
 class Int4Scope(StrEnum):
-    """Which linears weight_only_int4 packs."""
+    """Linears that weight_only_int4 packs."""
 
     EXPERTS = "experts"
     ALL = "all"
 
 
 class ScaleRule(StrEnum):
-    """How an int4 group's scale is chosen."""
+    """Choice of the scale of an int4 group."""
 
     MINMAX = "minmax"
     MSE = "mse"
 
 
 class Device(StrEnum):
-    """Where the numbers are computed; the bits are the same."""
+    """Device that computes; the results are equal bit by bit."""
 
     CPU = "cpu"
     CUDA = "cuda"
@@ -65,7 +70,7 @@ class Device(StrEnum):
 
 @dataclass(frozen=True)
 class QuantizeOptions:
-    """The schemes by name, or "keep" for what the source has, and how they are written."""
+    """Schemes by name ("keep": that of the source), and their variants."""
 
     bundle: BundleOptions
     base_quant: str = KEEP
@@ -80,11 +85,11 @@ class QuantizeOptions:
 
 @dataclass(frozen=True)
 class _Choice:
-    """The options, resolved against a source: its schemes, and whose loader reads the result."""
+    """Schemes of both parts for a given source, and the way to describe integers to the engine."""
 
     base: Scheme
     mtp: Scheme
-    reader: Reader
+    dialect: Dialect
     in_table: bool
 
     @property
@@ -93,15 +98,15 @@ class _Choice:
 
     @property
     def has_integers(self) -> bool:
-        return bool(self.storages & {Storage.INT4_GROUP, Storage.INT8_CHANNEL})
+        return not self.storages.isdisjoint(INTEGERS)
 
 
 def default_input() -> Path:
-    """The current folder, when it is a bundle (UsageError when it is not)."""
+    """Return the current folder (UsageError if it is no bundle)."""
     folder = Path.cwd()
     if not is_bundle(folder) or not (folder / MANIFEST_NAME).is_file():
         raise UsageError(
-            "The current folder is no bundle",
+            "The current folder is not a bundle",
             where=folder,
             expected=f"main/, mtp/ and {MANIFEST_NAME}, or --input-dir",
             todo="See mtp-export quantize --help",
@@ -110,65 +115,69 @@ def default_input() -> Path:
 
 
 def default_output(source: Path, base_quant: str, mtp_quant: str) -> Path:
-    """A sibling of the input named after the pair; reads the source's config to know the pair."""
-    _, family = open_source(source)
-    names = [_scheme_name(name, family) for name in (base_quant, mtp_quant)]
+    """Return a folder beside the input, named after the pair of schemes."""
+    _, stored = open_source(source)
+    names = [_scheme_name(name, stored) for name in (base_quant, mtp_quant)]
     folder = source.resolve()
     return folder.with_name("-".join([folder.name, *names]))
 
 
 def plan_quantize(options: QuantizeOptions, *, dry_run: bool = False) -> BundlePlan:
-    """Check source, output and options and lay out the bundle; raises whatever is wrong.
+    """Check source, output and options, and plan the bundle (MtpExportError).
 
     Raises UnsupportedError for a pair outside the table, for a tensor that a scheme cannot hold
     (its K against the group size) and for a target that does not read the MTP module's scheme.
     """
     target = target_of(options.bundle.target)
     check_nesting(options.bundle.input_dir, options.bundle.output_dir)
-    check_output(options.bundle.output_dir, options.bundle.overwrite)
-    source = checkpoint, family = open_source(options.bundle.input_dir)
-    choice = _choose(options, family)
-    _check_format(options, choice)
-    _check_target(target, choice.mtp, family)
-    _check_integers(options.bundle.target, choice)
-    main = _conversion(choice.base, choice, options, family)
-    mtp = _conversion(choice.mtp, choice, options, family)
-    configs = quantization_configs(checkpoint.config, family, main, mtp, choice.reader)
+    check_output(options.bundle.output_dir, options.bundle.run.overwrite)
+    source = checkpoint, stored = open_source(options.bundle.input_dir)
+    choice = _choose(options, stored)
+    _check_format(options)
+    _check_target(target, choice.mtp, stored)
+    _check_storages(options.bundle.target, choice)
+    main = _conversion(choice.base, choice, options, stored=stored)
+    mtp = _conversion(choice.mtp, choice, options, stored=stored)
+    configs = quantization_configs(
+        checkpoint.config, stored, main=main, mtp=mtp, dialect=choice.dialect
+    )
     split = SplitOptions(
         target=target,
-        shared_weights=options.bundle.shared_weights,
-        max_shard_bytes=options.bundle.max_shard_bytes,
+        shared_weights=options.bundle.content.shared_weights,
+        max_shard_bytes=options.bundle.content.max_shard_bytes,
         main=main,
         mtp=mtp,
-        main_config=_with_quantization(checkpoint.config, configs.main),
-        mtp_config=_with_quantization(checkpoint.config, configs.mtp),
+        main_config=with_quantization(checkpoint.config, configs.main),
+        mtp_config=with_quantization(checkpoint.config, configs.mtp),
     )
-    numerics = Numerics(str(options.scale), _device(options.device))
-    recorded = _recorded(options, choice)
-    return plan_bundle(options.bundle, source, split, recorded, numerics, dry_run=dry_run)
+    recipe = Recipe(split, _recorded(options, choice), _device(options.device))
+    return plan_bundle(options.bundle, source, recipe, dry_run=dry_run)
 
 
-def _scheme_name(wanted: str, family: ModelFamily) -> str:
-    """A scheme's name; what is kept counts as what it is."""
-    if wanted != KEEP:
-        return wanted
-    return "bf16" if family.quantization is None else "a8w8_fp8"
+def _scheme_name(wanted: str, stored: StoredModel) -> str:
+    """Return a scheme's name; "keep" is the scheme of the source."""
+    return native_scheme(stored.native) if wanted == KEEP else wanted
 
 
-def _choose(options: QuantizeOptions, family: ModelFamily) -> _Choice:
-    base, mtp = (_scheme_name(name, family) for name in (options.base_quant, options.mtp_quant))
-    left_in_bf16 = base == "bf16" and family.quantization is None
-    in_table = check_pair(base, mtp, left_in_bf16, options.allow_untested_pair)
+def _choose(options: QuantizeOptions, stored: StoredModel) -> _Choice:
+    base, mtp = (_scheme_name(name, stored) for name in (options.base_quant, options.mtp_quant))
+    in_table = check_pair(
+        base,
+        mtp,
+        base_stays_bf16=base == "bf16" and stored.native is None,
+        allow_untested=options.allow_untested_pair,
+    )
     schemes = {"base": SCHEMES[base], "mtp": SCHEMES[mtp]}
     if options.int4_scope is Int4Scope.ALL:
         schemes["base"] = SCHEMES[base].variant("--int4-scope", str(options.int4_scope))
     if options.format is Format.W4AFP8:
         schemes["base"] = SCHEMES[base].variant("--format", str(options.format))
-    reader = Reader.SGLANG if options.bundle.target == "sglang" else Reader.VLLM
-    return _Choice(schemes["base"], schemes["mtp"], reader, in_table)
+    # Without integers the dialects are alike.
+    dialect = engine_of(options.bundle.target).dialect or VLLM
+    return _Choice(schemes["base"], schemes["mtp"], dialect, in_table)
 
 
-def _check_format(options: QuantizeOptions, choice: _Choice) -> None:
+def _check_format(options: QuantizeOptions) -> None:
     if options.group_size not in GROUP_SIZES:
         raise UsageError(
             "This group size is not one that engines have kernels for",
@@ -183,23 +192,15 @@ def _check_format(options: QuantizeOptions, choice: _Choice) -> None:
             expected=f"--group-size {W4AFP8_GROUP}",
             found=options.group_size,
         )
-    if options.bundle.target == "vllm":
-        raise UnsupportedError(
-            "vLLM does not read format w4afp8",
-            expected="--target sglang",
-            todo="Or use --format compressed-tensors",
-        )
 
 
-def _check_target(target: Target, mtp: Scheme, family: ModelFamily) -> None:
-    """What a target cannot read as its draft, or this tool does not convert and transpose."""
-    unchanged = mtp.name == _scheme_name(KEEP, family)
-    readable = target.mtp_schemes is None or mtp.name in target.mtp_schemes
-    if readable and (unchanged or not target.transposes):
+def _check_target(target: Target, mtp: Scheme, stored: StoredModel) -> None:
+    """Refuse a draft that the target does not read, or that is converted and transposed at once."""
+    native = native_scheme(stored.native)
+    readable = target.mtp_storages.issuperset(mtp.storages.values())
+    if readable and (mtp.name == native or not target.transposes):
         return
-    allowed = (
-        [_scheme_name(KEEP, family)] if target.transposes else sorted(target.mtp_schemes or ())
-    )
+    allowed = [native] if target.transposes else _schemes_in(target.mtp_storages)
     raise UnsupportedError(
         f"Target {target.name} does not take the MTP module in {mtp.name}",
         expected=f"--mtp-quant {' or '.join(allowed)}",
@@ -210,39 +211,50 @@ def _check_target(target: Target, mtp: Scheme, family: ModelFamily) -> None:
     )
 
 
-def _check_integers(target: str, choice: _Choice) -> None:
-    """Integers are compressed-tensors' or SGLang's own: no other engine's folders hold them."""
-    readers = integer_options()
-    if choice.storages <= {Storage.BF16, Storage.FP8_BLOCK} or target in readers:
+def _schemes_in(storages: Collection[Storage]) -> list[str]:
+    """Return the schemes whose linears are in these storages alone."""
+    return sorted(
+        name for name, scheme in SCHEMES.items() if set(scheme.storages.values()) <= set(storages)
+    )
+
+
+def _check_storages(target: str, choice: _Choice) -> None:
+    """Refuse a bundle with a storage that the engine of --target does not read."""
+    reads = engine_of(target).storages
+    unread = sorted(choice.storages - reads)
+    if not unread:
         return
+    schemes = f"--base-quant {' or '.join(_schemes_in(reads))}"
+    w4afp8_alone = unread == [Storage.W4AFP8] and not reads.isdisjoint(INTEGERS)
     raise UnsupportedError(
-        f"Target {target} does not read a bundle with integers",
-        expected=f"--target {' or '.join(readers)}",
+        f"Target {target} does not read a bundle with {' or '.join(unread)}",
+        expected=f"--target {' or '.join(names_that_read(choice.storages))}",
         found=f"{choice.base.name} + {choice.mtp.name}",
-        todo=f"Or use --base-quant a8w8_fp8 or bf16 for {target}",
+        todo=f"Or use {'--format compressed-tensors' if w4afp8_alone else schemes} for {target}",
     )
 
 
 def _conversion(
-    scheme: Scheme, choice: _Choice, options: QuantizeOptions, family: ModelFamily
+    scheme: Scheme, choice: _Choice, options: QuantizeOptions, stored: StoredModel
 ) -> Conversion:
-    """A scheme in the layout of its reader. To vLLM, fp8 beside integers is compressed-tensors too:
-    with another scale name, and kv_b_proj in bf16."""
-    renamed = choice.reader is Reader.VLLM and choice.has_integers
+    """Return the conversion into a scheme, as the loader reads it.
+
+    In some dialects fp8 beside integers is compressed-tensors too: with another scale name, and
+    absorbed linears in bf16.
+    """
+    renamed = choice.has_integers and not choice.dialect.native_fp8
     return Conversion(
         scheme=scheme.name,
         storages=scheme.storages,
-        group_size=options.group_size,
-        fp8_scale_name=COMPRESSED_SCALE if renamed else NATIVE_SCALE,
-        bf16_modules=("kv_b_proj",) if renamed else (),
+        options=FormatOptions(
+            group_size=options.group_size,
+            fp8_scale_name=COMPRESSED_SCALE if renamed else NATIVE_SCALE,
+        ),
+        scale_rule=str(options.scale),
+        bf16_modules=stored.family.patterns.absorbed if renamed else (),
         int4_activations_fp8=scheme.int4_activations_fp8,
-        source=family.quantization,
+        native=stored.native,
     )
-
-
-def _with_quantization(config: Mapping[str, Any], quantization: Any) -> dict[str, Any]:
-    rest = {key: value for key, value in config.items() if key != "quantization_config"}
-    return rest if quantization is None else {**rest, "quantization_config": quantization}
 
 
 def _device(wanted: Device) -> str:
@@ -265,7 +277,7 @@ def _recorded(options: QuantizeOptions, choice: _Choice) -> dict[str, Any]:
         "base_quant": choice.base.name,
         "mtp_quant": choice.mtp.name,
         "pair_in_table": choice.in_table,
-        "reader": str(choice.reader),
+        "reader": choice.dialect.name,
         "format": str(options.format),
         "group_size": options.group_size,
         "int4_scope": str(options.int4_scope),

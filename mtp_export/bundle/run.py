@@ -1,8 +1,8 @@
-"""Runs a plan: workers take steps in order, every byte is read once, hashed and written once;
-those of a linked shard are hashed only, if that.
+"""Run of a plan: workers take its steps in order, and read, hash and write every byte once. The
+tensors of a linked shard are only hashed, if at all.
 
 A copied tensor passes through one small buffer that stays in the processor's cache; a transform
-reads its inputs in pieces of a given budget. Memory therefore does not depend on the checkpoint.
+reads its inputs in pieces that fit a budget. So memory does not depend on the checkpoint's size.
 """
 
 from __future__ import annotations
@@ -19,27 +19,24 @@ import xxhash
 
 from mtp_export.bundle.journal import Journal
 from mtp_export.bundle.links import link_shard
-from mtp_export.bundle.tied_weights import PIECE_BYTES, hold_against
+from mtp_export.bundle.tied_weights import PIECE_BYTES, compare_tied
+from mtp_export.checkpoint.direct_io import aligned_buffer
 from mtp_export.checkpoint.header import TensorInfo
-from mtp_export.checkpoint.plan import COPY, OutputShard, OutputTensor, Step
-from mtp_export.checkpoint.tensor_reader import TensorReader, aligned_buffer
-from mtp_export.checkpoint.writer import GATHERED_BYTES, ShardWriter
+from mtp_export.checkpoint.plan import Copy, Facts, OutputShard, Resources, Step
+from mtp_export.checkpoint.tensor_reader import TensorReader
+from mtp_export.checkpoint.writer import WRITE_BUFFER_BYTES, ShardWriter
 
-# A worker that copies has a buffer, one more while it compares, and one where the writer gathers.
-COPY_BUFFER_BYTES = 2 * PIECE_BYTES + GATHERED_BYTES
+# A worker that copies has a buffer, a second one while it compares, and the writer's.
+COPY_BUFFER_BYTES = 2 * PIECE_BYTES + WRITE_BUFFER_BYTES
 
-# Raises when the run is stopping; called now and then by whatever takes long.
+# Raises when the run is stopping; whatever takes long calls it now and then.
 Proceed = Callable[[], None]
 Check = Callable[[Proceed], None]
-Sink = Callable[[int, memoryview], None]
-# Hands every output's bytes to the sink in order; returns what is to be noted of the first output.
-Facts = Mapping[str, Any]
-Transform = Callable[[Sequence[TensorInfo], Sequence[OutputTensor], Sink, int], Facts]
 
 
 @dataclass(frozen=True)
-class Job:
-    """A shard to make, and the folder it belongs in; key names it in the journal."""
+class ShardJob:
+    """A shard to make and the folder it belongs in; key names it in the journal."""
 
     key: str
     folder: Path
@@ -47,17 +44,16 @@ class Job:
 
 
 @dataclass(frozen=True)
-class Means:
-    """What a run may use. transforms: operation -> transform. budget_bytes is a worker's.
+class RunResources:
+    """Inputs and limits of a run; transform are the resources of one transform.
 
-    twins: source tensors that must equal another one, which is held against them as they are read.
+    tied: by the name of a copied source tensor, the tensor that it must equal byte by byte.
     """
 
     sources: Mapping[str, TensorInfo]
-    twins: Mapping[str, TensorInfo]
-    transforms: Mapping[str, Transform]
+    tied: Mapping[str, TensorInfo]
     workers: int
-    budget_bytes: int
+    transform: Resources
     progress: Callable[[int], None]
 
 
@@ -67,9 +63,9 @@ class _Stopped(Exception):
 
 @dataclass
 class _OpenShard:
-    """A shard being made: what is still to do, and what is known of the tensors done."""
+    """A shard being made: the number of steps to do, and checksums and facts of those done."""
 
-    job: Job
+    job: ShardJob
     remaining: int
     writer: ShardWriter | None = None
     checksums: dict[str, str] = field(default_factory=dict)
@@ -77,8 +73,13 @@ class _OpenShard:
     lock: threading.Lock = field(default_factory=threading.Lock)
 
 
-def run(jobs: Iterable[Job], means: Means, journal: Journal, checks: Sequence[Check] = ()) -> None:
-    """Make every shard that the journal does not have yet; checks run beside the work.
+def run(
+    jobs: Iterable[ShardJob],
+    journal: Journal,
+    resources: RunResources,
+    checks: Sequence[Check] = (),
+) -> None:
+    """Make every shard that the journal does not have yet; checks run at the same time.
 
     Raises the first error of a worker or a check, after all have stopped and unfinished shards are
     discarded.
@@ -86,45 +87,47 @@ def run(jobs: Iterable[Job], means: Means, journal: Journal, checks: Sequence[Ch
     open_shards = [
         _OpenShard(job, len(_tasks(job.shard)))
         for job in jobs
-        if not _already_there(job, journal, means)
+        if not _is_finished(job, journal, resources)
     ]
-    _Run(open_shards, means, journal).start(checks)
+    _Run(open_shards, resources, journal).start(checks)
 
 
-def _already_there(job: Job, journal: Journal, means: Means) -> bool:
+def _is_finished(job: ShardJob, journal: Journal, resources: RunResources) -> bool:
     facts = journal.finished.get(job.key)
     path = job.folder / job.shard.file_name
     if facts is None or not path.is_file() or path.stat().st_size != facts["size_bytes"]:
         return False
     if job.shard.is_read:
-        means.progress(job.shard.size_bytes)
+        resources.progress(job.shard.size_bytes)
     return True
 
 
 def _tasks(shard: OutputShard) -> Sequence[Step | None]:
-    """What a shard asks for: its link (None) first, then the tensors that have to be read."""
+    """Return the tasks of a shard: its link (None) first, then the steps that have to be read."""
     link = (None,) if shard.linked_from is not None else ()
     return (*link, *(shard.steps if shard.is_read else ()))
 
 
-def _noted(shard: _OpenShard) -> dict[str, Any]:
-    """What the journal keeps of a finished shard: the manifest is made of it."""
+def _journal_facts(shard: _OpenShard) -> dict[str, Any]:
+    """Return what the journal keeps of a finished shard, for the manifest."""
     plan = shard.job.shard
     if plan.linked_from is not None:
-        noted: dict[str, Any] = {"size_bytes": plan.linked_from.size_bytes, "link": str(plan.link)}
+        facts: dict[str, Any] = {"size_bytes": plan.linked_from.size_bytes, "link": str(plan.link)}
     else:
         assert shard.writer is not None
-        noted = {"size_bytes": shard.writer.size_bytes}
+        facts = {"size_bytes": shard.writer.size_bytes}
     if plan.is_read:
         names = [tensor.name for step in plan.steps for tensor in step.outputs]
-        noted["xxh3_128"] = {name: shard.checksums[name] for name in names}
-        noted["facts"] = shard.facts
-    return noted
+        facts["xxh3_128"] = {name: shard.checksums[name] for name in names}
+        facts["facts"] = shard.facts
+    return facts
 
 
 class _Run:
-    def __init__(self, shards: Sequence[_OpenShard], means: Means, journal: Journal) -> None:
-        self._shards, self._means, self._journal = shards, means, journal
+    def __init__(
+        self, shards: Sequence[_OpenShard], resources: RunResources, journal: Journal
+    ) -> None:
+        self._shards, self._resources, self._journal = shards, resources, journal
         self._queue = iter([(shard, task) for shard in shards for task in _tasks(shard.job.shard)])
         self._lock = threading.Lock()
         self._stop = threading.Event()
@@ -133,11 +136,11 @@ class _Run:
     def start(self, checks: Sequence[Check]) -> None:
         futures: list[Future[None]] = []
         try:
-            with ThreadPoolExecutor(self._means.workers + len(checks)) as pool:
+            with ThreadPoolExecutor(self._resources.workers + len(checks)) as pool:
                 try:
                     for check in checks:
                         futures.append(pool.submit(self._guarded, check, self._proceed))
-                    for _ in range(self._means.workers):
+                    for _ in range(self._resources.workers):
                         futures.append(pool.submit(self._guarded, self._work))
                     self._begin.set()
                     wait(futures)
@@ -158,10 +161,10 @@ class _Run:
                 shard.writer.discard()
 
     def _guarded(self, action: Callable[..., None], *arguments: object) -> None:
-        """Run something in a thread; its failure stops all the others.
+        """Run an action in a thread; its failure stops all other threads.
 
-        It begins when all threads are known to the pool: one that an interrupt hides from the pool
-        while it starts must find that there is nothing to do any more.
+        It begins when the pool knows all threads: if an interrupt hides one from the pool while it
+        starts, that one must find the run stopped.
         """
         self._begin.wait()
         try:
@@ -192,9 +195,9 @@ class _Run:
         self._finish_step(shard, {}, {})
 
     def _do(self, shard: _OpenShard, step: Step, buffer: memoryview) -> None:
-        """Read a step's inputs, and hash and write its outputs; of a linked shard, only hash."""
+        """Read a step's inputs, and hash and write its outputs; only hash a linked shard's."""
         writer = None if shard.job.shard.linked_from is not None else self._writer_of(shard)
-        inputs = [self._means.sources[name] for name in step.inputs]
+        inputs = [self._resources.sources[name] for name in step.inputs]
         hashes = [xxhash.xxh3_128() for _ in step.outputs]
         positions = [0] * len(step.outputs)
 
@@ -204,14 +207,16 @@ class _Run:
             if writer is not None:
                 writer.write(step.outputs[output].name, data)
             positions[output] += len(data)
-            self._means.progress(len(data))
+            self._resources.progress(len(data))
 
         facts: Facts = {}
-        if step.operation == COPY:
+        if isinstance(step.operation, Copy):
             self._copy(inputs[0], partial(sink, 0), buffer)
         else:
-            transform = self._means.transforms[step.operation]
-            facts = transform(inputs, step.outputs, sink, self._means.budget_bytes)
+            transform = step.operation
+            facts = transform.run(
+                inputs, step.outputs, sink=sink, resources=self._resources.transform
+            )
         for tensor, position in zip(step.outputs, positions, strict=True):
             assert position == tensor.size_bytes, f"{tensor.name}: {position} bytes written"
         digests = {
@@ -223,10 +228,10 @@ class _Run:
     def _copy(
         self, tensor: TensorInfo, use: Callable[[memoryview], None], buffer: memoryview
     ) -> None:
-        """Every byte, in pieces."""
-        twin = self._means.twins.get(tensor.name)
-        if twin is not None:
-            hold_against(tensor, twin, use, buffer)
+        """Read a tensor in pieces; compare it with the one that it must equal, if there is one."""
+        main = self._resources.tied.get(tensor.name)
+        if main is not None:
+            compare_tied(tensor, main, use=use, buffer=buffer)
             return
         with TensorReader(tensor, once=True) as reader:
             for piece in reader.chunks(buffer):
@@ -253,7 +258,7 @@ class _Run:
         if shard.writer is not None:
             shard.writer.commit()
         with self._lock:
-            self._journal.record(shard.job.key, _noted(shard))
+            self._journal.record(shard.job.key, _journal_facts(shard))
 
     def _proceed(self) -> None:
         if self._stop.is_set():

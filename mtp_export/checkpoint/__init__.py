@@ -1,1 +1,1 @@
-"""Checkpoints on disk: strict reading, planning, streaming writes, manifests and links."""
+"""Checkpoint format: byte sources, strict readers of headers and indexes, and a writer."""

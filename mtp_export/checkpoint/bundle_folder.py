@@ -1,4 +1,4 @@
-"""A bundle read as the one checkpoint that it was made from: main/ and mtp/ side by side."""
+"""Reader of a bundle as the one checkpoint that it was made from: main/ and mtp/ side by side."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ class BundleParts:
 
 
 def is_bundle(folder: Path) -> bool:
-    """Whether a folder holds a main and an MTP part, and no checkpoint itself."""
+    """Return whether a folder holds a main and an MTP part, and is no checkpoint itself."""
     parts = all((folder / part / CONFIG_NAME).is_file() for part in (MAIN, MTP))
     return parts and not (folder / CONFIG_NAME).exists()
 
 
 def open_parts(folder: Path) -> BundleParts:
-    """Open the parts of a bundle, in whatever layout (what Checkpoint.open raises)."""
+    """Open the parts of a bundle in any layout; raises what Checkpoint.open does."""
     if not (folder / MAIN / CONFIG_NAME).exists():
         raise InvalidInputError(
             "There is neither a bundle nor a checkpoint here",
@@ -43,8 +43,8 @@ def open_parts(folder: Path) -> BundleParts:
 
 
 def bundle_target(folder: Path) -> str:
-    """The target whose layout a bundle's MTP part has, by its manifest; the released one where
-    there is no manifest."""
+    """Return the target whose layout the MTP part has, by the manifest; the released layout's
+    without one."""
     if not (folder / MANIFEST_NAME).is_file():
         return RELEASED
     options = read_manifest(folder).get("options")
@@ -52,14 +52,14 @@ def bundle_target(folder: Path) -> str:
 
 
 def open_checkpoint(folder: Path) -> Checkpoint:
-    """A checkpoint folder, or a bundle in the released layout as one checkpoint.
+    """Open a checkpoint folder, or a bundle in the released layout as one checkpoint.
 
-    Raises what Checkpoint.open raises, UnsupportedError for a bundle in another layout.
+    Raises what Checkpoint.open does, and UnsupportedError for a bundle in another layout.
     """
     if not is_bundle(folder):
         if (folder / MANIFEST_NAME).is_file():
             raise InvalidInputError(
-                "This is a bundle of one part alone",
+                "This is a bundle of one part only",
                 where=folder,
                 expected=f"{MAIN} and {MTP} in it, or a checkpoint",
                 todo="Start from the original checkpoint, or from an export with --part both",
@@ -67,7 +67,7 @@ def open_checkpoint(folder: Path) -> Checkpoint:
         return Checkpoint.open(folder)
     parts = open_parts(folder)
     main, mtp = parts.main, parts.mtp
-    assert mtp is not None, "is_bundle looked"
+    assert mtp is not None, "is_bundle checked it"
     for key in _SAME_FIELDS:
         if main.config.get(key) != mtp.config.get(key):
             raise UnsupportedError(
@@ -79,6 +79,16 @@ def open_checkpoint(folder: Path) -> Checkpoint:
             )
     for name in mtp.tensors:
         if name in main.tensors:
-            raise InvalidInputError(f"Tensor {name} is in both parts of the bundle", where=folder)
+            raise InvalidInputError(
+                f"Tensor {name} is in both parts of the bundle",
+                where=folder,
+                todo="Export the original checkpoint again",
+            )
     digest = hashlib.sha256((main.config_sha256 + mtp.config_sha256).encode()).hexdigest()
-    return Checkpoint(folder, main.config, digest, main.shards + mtp.shards, main.folder)
+    return Checkpoint(
+        folder=folder,
+        config=main.config,
+        config_sha256=digest,
+        shards=main.shards + mtp.shards,
+        files_folder=main.folder,
+    )

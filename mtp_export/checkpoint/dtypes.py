@@ -1,4 +1,4 @@
-"""The safetensors dtypes: bits an element, and the torch dtype of those torch can hold."""
+"""Safetensors dtypes: bits per element, and the torch dtype of those that torch can hold."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ TORCH_DTYPE_NAMES: dict[str, str] = {
 
 
 def tensor_bytes(dtype: str, shape: tuple[int, ...]) -> int:
-    """Bytes of a tensor of a known dtype; sub-byte dtypes must fill whole bytes (ValueError)."""
+    """Return the bytes of a tensor of a known dtype (ValueError if they are no whole number)."""
     bits = DTYPE_BITS[dtype] * math.prod(shape)
     if bits % 8:
         raise ValueError(f"{bits} bits do not fill whole bytes")
@@ -65,7 +65,7 @@ def tensor_bytes(dtype: str, shape: tuple[int, ...]) -> int:
 
 
 def torch_dtype(dtype: str) -> torch.dtype:
-    """The torch dtype of a safetensors dtype name (KeyError for those torch cannot hold)."""
+    """Return the torch dtype of a safetensors dtype name (KeyError for one torch cannot hold)."""
     import torch
 
     result = getattr(torch, TORCH_DTYPE_NAMES[dtype])

@@ -1,4 +1,4 @@
-"""Small files written whole or not at all, and what is said of files that cannot be."""
+"""Atomic writes of small files, and the errors of files that cannot be read or written."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from mtp_export.errors import IoError
 
 
 def read_failure(path: Path, error: OSError) -> IoError:
-    """The error of a file that cannot be read."""
+    """Return the error of a file that cannot be read."""
     return IoError(
         "A file cannot be read",
         where=path,
@@ -24,7 +24,7 @@ def read_failure(path: Path, error: OSError) -> IoError:
 
 
 def write_failure(path: Path, error: OSError) -> IoError:
-    """The error of a file that cannot be written."""
+    """Return the error of a file that cannot be written."""
     full = error.errno in (errno.ENOSPC, errno.EDQUOT)
     return IoError(
         "The disk filled up while writing" if full else "A file cannot be written",
@@ -36,7 +36,10 @@ def write_failure(path: Path, error: OSError) -> IoError:
 
 
 def temporary_path(path: Path) -> Path:
-    """Where a file is written until it is whole; no engine's glob for shards matches it."""
+    """Return the path at which a file is written until it is whole.
+
+    No engine's glob for shards matches it.
+    """
     return path.with_name(f".{path.name}.tmp")
 
 

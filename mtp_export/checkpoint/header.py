@@ -1,103 +1,118 @@
-"""One safetensors header, read strictly: whatever the format forbids is refused, and also what
-its reference reader lets pass (duplicate keys, leading white space, unknown fields, odd names)."""
+"""Strict reader of safetensors headers.
+
+It refuses whatever the format forbids, and also what the reference reader accepts (duplicate keys,
+leading white space, unknown fields, unsafe names).
+"""
 
 from __future__ import annotations
 
 import hashlib
-import os
+from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from mtp_export.checkpoint import strict_json
+from mtp_export.checkpoint.byte_source import ByteFile, OpenFile
 from mtp_export.checkpoint.dtypes import DTYPE_BITS, tensor_bytes
-from mtp_export.errors import InvalidInputError, IoError
+from mtp_export.errors import InvalidInputError
 
 MAX_HEADER_BYTES = 100_000_000
 _LENGTH_BYTES = 8
-_DOWNLOAD_AGAIN = (
-    "The file is damaged or was not written by safetensors: download or write it again"
-)
 
 
 @dataclass(frozen=True, slots=True)
 class TensorInfo:
-    """Where a tensor lies: dtype and shape, its file, and its absolute byte range there."""
+    """A stored tensor: name, dtype, shape, and the bytes of its file that hold it."""
 
     name: str
     dtype: str
     shape: tuple[int, ...]
-    path: Path
+    file: ByteFile
     offset_bytes: int
     size_bytes: int
+
+    @property
+    def path(self) -> Path:
+        """Path of the tensor's file."""
+        return self.file.path
 
 
 @dataclass(frozen=True)
 class ShardHeader:
-    """A shard's tensors in offset order, its size and last change, the hash of its header."""
+    """A shard: its tensors in offset order, its size and last change, the hash of its header."""
 
-    path: Path
+    file: ByteFile
     size_bytes: int
     modified_ns: int
     header_sha256: str
     tensors: tuple[TensorInfo, ...]
 
+    @property
+    def path(self) -> Path:
+        """Path of the shard."""
+        return self.file.path
+
 
 class _HeaderError(Exception):
-    """What is wrong inside a header; read_header turns it into an InvalidInputError."""
+    """A contradiction inside a header; read_header makes an InvalidInputError of it."""
 
     def __init__(self, what: str, expected: object = None, found: object = None) -> None:
         super().__init__(what)
         self.what, self.expected, self.found = what, expected, found
 
 
-def read_header(path: Path) -> ShardHeader:
-    """The header of a safetensors file (format: https://huggingface.co/docs/safetensors).
+def read_header(file: ByteFile) -> ShardHeader:
+    """Read the header of a safetensors file (format: https://huggingface.co/docs/safetensors).
 
     Raises InvalidInputError when anything in it contradicts the format or the file's size, IoError
     when the file cannot be read.
     """
-    try:
-        with path.open("rb") as file:
-            stat = os.fstat(file.fileno())
-            size_bytes = stat.st_size
-            head = file.read(_LENGTH_BYTES)
-            header_bytes = int.from_bytes(head, "little")
-            limit = min(MAX_HEADER_BYTES, size_bytes - _LENGTH_BYTES)
-            raw = file.read(header_bytes) if header_bytes <= limit else b""
-    except OSError as error:
-        raise IoError(
-            "A shard cannot be read", where=path, found=error.strerror, todo="Check the file"
-        ) from error
-    try:
-        _check_lengths(size_bytes, header_bytes)
-        entries = _parse_json(raw)
-        data_start = _LENGTH_BYTES + header_bytes
-        tensors = tuple(_tensor(path, name, entry, data_start) for name, entry in entries.items())
-        ordered = _check_coverage(tensors, data_start, size_bytes)
-    except _HeaderError as error:
-        raise InvalidInputError(
-            error.what, where=path, expected=error.expected, found=error.found, todo=_DOWNLOAD_AGAIN
-        ) from None
-    digest = hashlib.sha256(raw).hexdigest()
-    return ShardHeader(path, size_bytes, stat.st_mtime_ns, digest, ordered)
-
-
-def _check_lengths(size_bytes: int, header_bytes: int) -> None:
-    if size_bytes < _LENGTH_BYTES:
-        raise _HeaderError(
-            "A shard is too short for a safetensors file", "at least 8 bytes", f"{size_bytes} bytes"
+    with closing(file.open()) as opened:
+        try:
+            header = _read_raw(opened)
+            data_start = _LENGTH_BYTES + len(header)
+            entries = _parse_json(header)
+            tensors = tuple(_tensor(file, name, entries[name], data_start) for name in entries)
+            ordered = _check_coverage(tensors, data_start, opened.size_bytes)
+        except _HeaderError as error:
+            raise InvalidInputError(
+                error.what,
+                where=file.path,
+                expected=error.expected,
+                found=error.found,
+                todo="The file is damaged or not in safetensors format: download or write it again",
+            ) from None
+        return ShardHeader(
+            file=file,
+            size_bytes=opened.size_bytes,
+            modified_ns=opened.modified_ns,
+            header_sha256=hashlib.sha256(header).hexdigest(),
+            tensors=ordered,
         )
-    if header_bytes > size_bytes - _LENGTH_BYTES:
+
+
+def _read_raw(file: OpenFile) -> bytes:
+    """Read the header's bytes, whose number the first eight bytes tell."""
+    if file.size_bytes < _LENGTH_BYTES:
+        raise _HeaderError(
+            "A shard is too short for a safetensors file",
+            "at least 8 bytes",
+            f"{file.size_bytes} bytes",
+        )
+    header_bytes = int.from_bytes(file.read(0, _LENGTH_BYTES), "little")
+    available = file.size_bytes - _LENGTH_BYTES
+    if header_bytes > available:
         raise _HeaderError(
             "A shard's header is longer than the file",
-            f"at most {size_bytes - _LENGTH_BYTES} bytes of header",
+            f"at most {available} bytes of header",
             f"a header length of {header_bytes}",
         )
     if header_bytes > MAX_HEADER_BYTES:
         raise _HeaderError(
             "A shard's header is too long", f"at most {MAX_HEADER_BYTES} bytes", str(header_bytes)
         )
+    return file.read(_LENGTH_BYTES, _LENGTH_BYTES + header_bytes)
 
 
 def _parse_json(raw: bytes) -> dict[str, Any]:
@@ -127,19 +142,19 @@ def _is_size(value: object) -> bool:
 
 
 def check_tensor_name(name: str) -> None:
-    """Refuse names that could leave a folder or do not print (ValueError)."""
+    """Refuse a name that could lead out of a folder or does not print (ValueError)."""
     if not name or name.startswith("/") or not name.isprintable() or ".." in name.split("/"):
         raise ValueError(f"unsafe tensor name {name!r}")
 
 
-def _tensor(path: Path, name: str, entry: object, data_start: int) -> TensorInfo:
+def _tensor(file: ByteFile, name: str, entry: object, data_start: int) -> TensorInfo:
     try:
         check_tensor_name(name)
     except ValueError:
         raise _HeaderError("A tensor's name is unsafe", "a plain name", repr(name)) from None
     if not isinstance(entry, dict) or entry.keys() != {"dtype", "shape", "data_offsets"}:
         raise _HeaderError(
-            f"Tensor {name} is not described as the format asks",
+            f"Tensor {name} is not described as the format requires",
             "exactly dtype, shape and data_offsets",
             repr(entry)[:120],
         )
@@ -165,13 +180,20 @@ def _tensor(path: Path, name: str, entry: object, data_start: int) -> TensorInfo
             f"{expected_bytes} bytes",
             f"{end - start} bytes (offsets {start} to {end})",
         )
-    return TensorInfo(name, dtype, tuple(shape), path, data_start + start, end - start)
+    return TensorInfo(
+        name=name,
+        dtype=dtype,
+        shape=tuple(shape),
+        file=file,
+        offset_bytes=data_start + start,
+        size_bytes=end - start,
+    )
 
 
 def _check_coverage(
     tensors: tuple[TensorInfo, ...], data_start: int, size_bytes: int
 ) -> tuple[TensorInfo, ...]:
-    """The tensors in offset order, when they fill the data without hole, overlap or rest."""
+    """Return the tensors in offset order, when they fill the data without hole, overlap or rest."""
     ordered = tuple(sorted(tensors, key=lambda t: (t.offset_bytes, t.size_bytes)))
     position = data_start
     for tensor in ordered:

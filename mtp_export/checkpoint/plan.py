@@ -1,25 +1,32 @@
-"""What goes where: output shards as ordered steps from source tensors to output tensors.
+"""Plans of output shards: ordered steps from source tensors to output tensors.
 
 Plain data and pure functions; nothing here touches a disk.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from enum import StrEnum
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar, Protocol
 
-from mtp_export.bundle.links import Link
 from mtp_export.checkpoint.dtypes import tensor_bytes
-from mtp_export.checkpoint.header import ShardHeader
+from mtp_export.checkpoint.header import ShardHeader, TensorInfo
 
-COPY = "copy"
+
+class Link(StrEnum):
+    """Ways in which a whole source shard comes into a bundle."""
+
+    AUTO = "auto"
+    REFLINK = "reflink"
+    HARDLINK = "hardlink"
+    COPY = "copy"
 
 
 @dataclass(frozen=True, slots=True)
 class OutputTensor:
-    """A tensor to be written: its name, safetensors dtype and shape."""
+    """Tensor to be written; dtype is a safetensors dtype."""
 
     name: str
     dtype: str
@@ -30,15 +37,58 @@ class OutputTensor:
         return tensor_bytes(self.dtype, self.shape)
 
 
+# Takes the number of an output and the next piece of its bytes.
+Sink = Callable[[int, memoryview], None]
+# Figures about the conversion of a tensor, which the manifest records with it.
+Facts = Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class Resources:
+    """Memory in bytes that one transform may use, and the torch device that it computes on."""
+
+    budget_bytes: int
+    device: str
+
+
+@dataclass(frozen=True, slots=True)
+class Copy:
+    """Operation of a step that leaves the bytes of one tensor unchanged."""
+
+    name: ClassVar[str] = "copy"
+
+
+class Transform(Protocol):
+    """Operation of a step that computes its outputs: a frozen dataclass of its parameters."""
+
+    @property
+    def name(self) -> str:
+        """Name in the manifest."""
+
+    def run(
+        self,
+        inputs: Sequence[TensorInfo],
+        outputs: Sequence[OutputTensor],
+        sink: Sink,
+        resources: Resources,
+    ) -> Facts:
+        """Pass every output's bytes to the sink in order; return the facts of the first output.
+
+        Raises InvalidInputError naming a tensor that cannot be converted.
+        """
+
+
+COPY = Copy()
+
+
 @dataclass(frozen=True, slots=True)
 class Step:
     """One operation: source tensors by name in, output tensors of one shard out.
 
-    operation is "copy" (one tensor, its bytes unchanged) or the name of a transform. scheme is the
-    precision scheme that asked for it, if one did.
+    scheme is the precision scheme that asked for the operation, if one did.
     """
 
-    operation: str
+    operation: Copy | Transform
     inputs: tuple[str, ...]
     outputs: tuple[OutputTensor, ...]
     scheme: str | None = None
@@ -52,8 +102,8 @@ class Step:
 class OutputShard:
     """One output file; with linked_from set, the whole source shard under a new name.
 
-    link says how it gets there, checked that its tensors are read all the same, for their
-    checksums.
+    link is the way it gets there. checked: the tensors of a linked shard are read nevertheless, for
+    their checksums.
     """
 
     steps: tuple[Step, ...]
@@ -63,7 +113,7 @@ class OutputShard:
     file_name: str = ""
 
     def linked_by(self, links: Mapping[Path, Link], checked: bool) -> OutputShard:
-        """The same shard, linked the way that its source shard is; COPY has it written."""
+        """Return the shard linked as its source shard can be; one with COPY is written."""
         if self.linked_from is None:
             return self
         link = links[self.linked_from.path]
@@ -73,7 +123,7 @@ class OutputShard:
 
     @property
     def is_read(self) -> bool:
-        """Whether its tensors pass through this run, to be written or only checksummed."""
+        """True when its tensors pass through the run, to be written or only checksummed."""
         return self.linked_from is None or self.checked
 
     @property
@@ -83,7 +133,7 @@ class OutputShard:
 
 @dataclass(frozen=True)
 class PartPlan:
-    """One folder of a bundle: its shards, config.json, and files copied from the source as is."""
+    """One folder of a bundle: shards, config.json, and files copied unchanged from the source."""
 
     name: str
     shards: tuple[OutputShard, ...]
@@ -107,15 +157,15 @@ class PartPlan:
         return tuple(shard for shard in self.linked if shard.checked)
 
     def linked_by(self, links: Mapping[Path, Link], checked: bool) -> PartPlan:
-        """The same part with a way to link for each source shard; COPY has it written.
+        """Return the part with its shards linked as each source shard can be.
 
-        checked: whether linked shards are read for their checksums.
+        checked: linked shards are read for their checksums.
         """
         shards = tuple(shard.linked_by(links, checked) for shard in self.shards)
         return replace(self, shards=shards)
 
     def index(self) -> dict[str, Any]:
-        """The content of model.safetensors.index.json."""
+        """Return the content of model.safetensors.index.json."""
         weight_map = {
             tensor.name: shard.file_name
             for shard in self.shards
@@ -130,12 +180,12 @@ class PartPlan:
 
 
 def copy_step(source: OutputTensor, name: str | None = None) -> Step:
-    """A tensor's bytes unchanged, under its own name or another."""
+    """Return the step that keeps a tensor's bytes, under its own name or another."""
     return Step(COPY, (source.name,), (replace(source, name=name or source.name),))
 
 
 def pack(steps: Iterable[Step], max_shard_bytes: int) -> list[tuple[Step, ...]]:
-    """Fill shards in order up to a size; a step larger than that gets a shard of its own."""
+    """Fill shards in order up to a size; a larger step gets a shard of its own."""
     shards: list[tuple[Step, ...]] = []
     current: list[Step] = []
     current_bytes = 0
@@ -151,7 +201,7 @@ def pack(steps: Iterable[Step], max_shard_bytes: int) -> list[tuple[Step, ...]]:
 
 
 def number_shards(shards: Sequence[OutputShard]) -> tuple[OutputShard, ...]:
-    """Name the shards of a part the way the Hub does: model-00001-of-00163.safetensors."""
+    """Name the shards of a part as the Hub does: model-00001-of-00163.safetensors."""
     return tuple(
         replace(shard, file_name=f"model-{number:05d}-of-{len(shards):05d}.safetensors")
         for number, shard in enumerate(shards, 1)

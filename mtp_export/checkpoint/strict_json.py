@@ -1,4 +1,4 @@
-"""JSON in which no key stands twice: a second one would silently win."""
+"""JSON parser that refuses duplicate keys, of which json silently takes the last."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from typing import Any
 
 
 class DuplicateKeyError(ValueError):
-    """A key stands twice in one object; the key is its argument."""
+    """A duplicate key in one object; its argument is the key."""
 
 
 def parse(raw: bytes) -> Any:
-    """The value of UTF-8 JSON (ValueError, or RecursionError for absurd nesting)."""
+    """Return the value of UTF-8 JSON (ValueError, or RecursionError for too deep nesting)."""
     return json.loads(raw.decode("utf-8"), object_pairs_hook=_object)
 
 

@@ -1,5 +1,5 @@
-"""The streaming shard writer: header first, tensors at known offsets in any order and from any
-thread, and a file that gets its name only when it is whole and on disk."""
+"""Streaming writer of shards: header first, then tensors at known offsets, in any order and from
+any thread. The file gets its name only when it is whole and on disk."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from mtp_export.checkpoint.direct import (
-    DIRECT_LEAST_BYTES,
+from mtp_export.checkpoint.direct_io import (
+    MIN_DIRECT_BYTES,
     PAGE_BYTES,
     open_directly,
     page_memory,
@@ -21,12 +21,12 @@ from mtp_export.checkpoint.files import sync_folder, temporary_path, write_failu
 from mtp_export.checkpoint.plan import OutputTensor
 
 _ALIGNMENT_BYTES = 8
-GATHERED_BYTES = 4 << 20
+WRITE_BUFFER_BYTES = 4 << 20
 _OPEN_FLAGS = os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC
 
 
 def encode_header(tensors: Sequence[OutputTensor]) -> tuple[bytes, dict[str, int]]:
-    """Length and header of a shard, and every tensor's offset in the file."""
+    """Return the header of a shard, its length before it, and every tensor's offset in the file."""
     entries: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     position = 0
     for tensor in tensors:
@@ -46,8 +46,8 @@ def encode_header(tensors: Sequence[OutputTensor]) -> tuple[bytes, dict[str, int
     return head, offsets
 
 
-class _Gathered:
-    """The next bytes of one tensor, in memory that lies as the pages of the file do."""
+class _WriteBuffer:
+    """The next bytes of one tensor, in memory aligned as the pages of the file are."""
 
     def __init__(self, place: int, memory: memoryview) -> None:
         self.memory = memory
@@ -55,23 +55,23 @@ class _Gathered:
         self.start = self.end = place - self.page
 
     def take(self, data: memoryview) -> memoryview:
-        """Take what there is room for; what is left."""
+        """Take what there is room for; return the rest."""
         count = min(len(data), len(self.memory) - self.end)
         self.memory[self.end : self.end + count] = data[:count]
         self.end += count
         return data[count:]
 
-    def turn(self) -> None:
-        """Begin anew at the file's next page."""
+    def advance(self) -> None:
+        """Empty the buffer and move it to the file's next page."""
         self.page += len(self.memory)
         self.start = self.end = 0
 
 
 class ShardWriter:
-    """One shard being written. commit() makes it appear, discard() leaves no trace.
+    """One shard being written. commit() makes the file appear, discard() leaves no trace.
 
-    write() may be called from several threads, each with tensors of its own; the OSErrors of all
-    methods come out as IoError. A large tensor's whole pages go past the page cache.
+    Several threads may call write(), each for tensors of its own. All methods raise IoError. The
+    whole pages of a large tensor bypass the page cache.
     """
 
     def __init__(self, path: Path, tensors: Sequence[OutputTensor]) -> None:
@@ -80,7 +80,7 @@ class ShardWriter:
         self._head, self._places = encode_header(tensors)
         self._left = {tensor.name: tensor.size_bytes for tensor in tensors}
         self.size_bytes = len(self._head) + sum(self._left.values())
-        self._gathered: dict[str, _Gathered] = {}
+        self._buffers: dict[str, _WriteBuffer] = {}
         self._spare: list[memoryview] = []
         self._fd: int | None = None
         self._direct_fd: int | None = None
@@ -96,10 +96,10 @@ class ShardWriter:
             raise write_failure(path, error) from error
 
     def write(self, name: str, data: memoryview) -> None:
-        """Put the next bytes of a tensor; with the last ones, all of them are in the file."""
+        """Write the next bytes of a tensor; they may wait in a buffer until its last ones come."""
         try:
-            if name in self._gathered or self._left[name] >= DIRECT_LEAST_BYTES:
-                self._gather(name, data)
+            if name in self._buffers or self._left[name] >= MIN_DIRECT_BYTES:
+                self._buffer(name, data)
             else:
                 self._write_all(data, self._places[name])
                 self._places[name] += len(data)
@@ -107,22 +107,22 @@ class ShardWriter:
         except OSError as error:
             raise write_failure(self.path, error) from error
 
-    def _gather(self, name: str, data: memoryview) -> None:
-        gathered = self._gathered.get(name)
-        if gathered is None:
-            memory = self._spare.pop() if self._spare else page_memory(GATHERED_BYTES)
-            gathered = self._gathered[name] = _Gathered(self._places[name], memory)
+    def _buffer(self, name: str, data: memoryview) -> None:
+        buffer = self._buffers.get(name)
+        if buffer is None:
+            memory = self._spare.pop() if self._spare else page_memory(WRITE_BUFFER_BYTES)
+            buffer = self._buffers[name] = _WriteBuffer(self._places[name], memory)
         self._left[name] -= len(data)
-        while len(data := gathered.take(data)):
-            self._put(gathered)
-            gathered.turn()
+        while len(data := buffer.take(data)):
+            self._put(buffer)
+            buffer.advance()
         if not self._left[name]:
-            self._put(gathered)
-            self._spare.append(self._gathered.pop(name).memory)
+            self._put(buffer)
+            self._spare.append(self._buffers.pop(name).memory)
 
-    def _put(self, gathered: _Gathered) -> None:
-        """Write what was gathered: whole pages directly, what begins or ends inside a page not."""
-        memory, page, start, end = gathered.memory, gathered.page, gathered.start, gathered.end
+    def _put(self, buffer: _WriteBuffer) -> None:
+        """Write a buffer: whole pages directly, parts of pages through the page cache."""
+        memory, page, start, end = buffer.memory, buffer.page, buffer.start, buffer.end
         first = min(-(-start // PAGE_BYTES) * PAGE_BYTES, end)
         last = max(end // PAGE_BYTES * PAGE_BYTES, first)
         self._write_all(memory[start:first], page + start)
@@ -130,7 +130,7 @@ class ShardWriter:
         self._write_all(memory[last:end], page + last)
 
     def _write_pages(self, data: memoryview, position: int) -> None:
-        """Write past the page cache, and through it what the file system does not take so."""
+        """Write past the page cache, or through it where the file system does not support that."""
         assert self._fd is not None
         while len(data) and self._is_direct and self._direct_fd is not None:
             try:
@@ -162,9 +162,9 @@ class ShardWriter:
             raise write_failure(self.path, error) from error
 
     def discard(self) -> None:
-        """Close and remove what was written, as far as the disk lets it; harmless when nothing was.
+        """Close and remove what was written; harmless when nothing was.
 
-        A failure here would hide the one that led here.
+        Failures are ignored: they would hide the error that led here.
         """
         with suppress(OSError):
             self._close()

@@ -1,1 +1,1 @@
-"""The commands' options, and what they print."""
+"""Commands of the program, one file each: its options, its call into the core, its table."""

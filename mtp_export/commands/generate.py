@@ -1,10 +1,9 @@
-"""mtp-export generate: decode prompts with a bundle, show what was drafted, and count."""
+"""mtp-export generate: decode prompts with a bundle, and show which tokens were drafted."""
 
 from __future__ import annotations
 
-import json
 import time
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -13,6 +12,8 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from mtp_export.commands import options as shared
+from mtp_export.commands.output import Reporting, print_result
 from mtp_export.errors import UsageError
 from mtp_runtime.prompts import Prompt, read_prompts
 
@@ -20,51 +21,117 @@ if TYPE_CHECKING:
     from mtp_runtime import LLM, RequestOutput, SamplingParams, Summary, TokenEvent
 
 _ACCEPTED_STYLE = "green"
+DECODING, DRAFTING, PERFORMANCE = shared.DECODING, "Speculation", shared.PERFORMANCE
 
-
-Bundle = Annotated[Path, typer.Argument(metavar="BUNDLE", help="A bundle or a checkpoint.")]
-PromptTexts = Annotated[list[str] | None, typer.Option(help="A prompt; may be repeated.")]
+Bundle = Annotated[Path, typer.Argument(metavar="BUNDLE", help="Bundle or checkpoint.")]
+PromptTexts = Annotated[
+    list[str] | None,
+    typer.Option(metavar="TEXT", rich_help_panel=DECODING, help="Prompt; may be repeated."),
+]
 PromptFile = Annotated[
-    Path | None, typer.Option(help='JSON lines: {"prompt": TEXT} or {"prompt_token_ids": [...]}.')
+    Path | None,
+    typer.Option(
+        metavar="FILE.jsonl",
+        rich_help_panel=DECODING,
+        help='JSON lines: {"prompt": TEXT} or {"prompt_token_ids": [...]}.',
+    ),
 ]
-Method = Annotated[str, typer.Option(help="none, mtp, inference_with_reference or draft_model.")]
-DraftTokens = Annotated[int, typer.Option(help="Drafts a step, 1 to 5.")]
-NgramSize = Annotated[int, typer.Option(help="Longest n-gram looked up.")]
+NewTokens = Annotated[
+    int,
+    typer.Option(metavar="N", rich_help_panel=DECODING, help="Maximum new tokens per prompt."),
+]
+Temperature = Annotated[
+    float,
+    typer.Option(
+        metavar="X", rich_help_panel=DECODING, help="Temperature; 0 takes the most probable token."
+    ),
+]
+TopP = Annotated[
+    float,
+    typer.Option(
+        metavar="X",
+        rich_help_panel=DECODING,
+        help="Probability mass of the most probable tokens to sample from.",
+    ),
+]
+TopK = Annotated[
+    int,
+    typer.Option(
+        metavar="N",
+        rich_help_panel=DECODING,
+        help="Number of most probable tokens to sample from; 0 for all.",
+    ),
+]
+Seed = Annotated[
+    int,
+    typer.Option(
+        metavar="N",
+        rich_help_panel=DECODING,
+        help="Seed of the first prompt; each further prompt adds one.",
+    ),
+]
+Stop = Annotated[
+    list[str] | None,
+    typer.Option(metavar="TEXT", rich_help_panel=DECODING, help="Text that ends the output."),
+]
+Method = Annotated[
+    str,
+    typer.Option(
+        metavar="NAME",
+        rich_help_panel=DRAFTING,
+        help="none, mtp, inference_with_reference or draft_model.",
+    ),
+]
+DraftTokens = Annotated[
+    int,
+    typer.Option(metavar="K", rich_help_panel=DRAFTING, help="Draft tokens per step, 1 to 5."),
+]
+NgramSize = Annotated[
+    int,
+    typer.Option(metavar="N", rich_help_panel=DRAFTING, help="Maximum length of an n-gram."),
+]
 DraftModel = Annotated[
-    Path | None, typer.Option(help="A second checkpoint, for --speculate-method draft_model.")
+    Path | None,
+    typer.Option(
+        metavar="DIR",
+        rich_help_panel=DRAFTING,
+        help="Second checkpoint, for --speculate-method draft_model.",
+    ),
 ]
-NewTokens = Annotated[int, typer.Option(help="The most tokens put out a prompt.")]
-Temperature = Annotated[float, typer.Option(help="0 takes the best token.")]
-TopP = Annotated[float, typer.Option(help="Mass of the best tokens to draw from.")]
-TopK = Annotated[int, typer.Option(help="Best tokens to draw from; 0 for all.")]
-Seed = Annotated[int, typer.Option(help="Seed of the first prompt; the next has the next.")]
-Stop = Annotated[list[str] | None, typer.Option(help="Text that ends the output.")]
-Device = Annotated[str, typer.Option(help="cpu or cuda.")]
-Dtype = Annotated[str, typer.Option(help="float32 or bfloat16.")]
+Device = Annotated[
+    str, typer.Option(metavar="NAME", rich_help_panel=PERFORMANCE, help="cpu or cuda.")
+]
+Dtype = Annotated[
+    str, typer.Option(metavar="NAME", rich_help_panel=PERFORMANCE, help="float32 or bfloat16.")
+]
 Deterministic = Annotated[
-    bool, typer.Option("--deterministic", help="Tokens do not depend on batch or drafts.")
+    bool,
+    typer.Option(
+        "--deterministic",
+        rich_help_panel=PERFORMANCE,
+        help="Make tokens independent of batch and drafts.",
+    ),
 ]
-AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object instead of text.")]
 
 
 def generate(
     bundle: Bundle,
     prompt: PromptTexts = None,
     prompts: PromptFile = None,
-    speculate_method: Method = "none",
-    speculate_max_draft_token_num: DraftTokens = 1,
-    speculate_max_ngram_size: NgramSize = 3,
-    draft_model: DraftModel = None,
     max_new_tokens: NewTokens = 64,
     temperature: Temperature = 0.0,
     top_p: TopP = 1.0,
     top_k: TopK = 0,
     seed: Seed = 0,
     stop: Stop = None,
+    speculate_method: Method = "none",
+    speculate_max_draft_token_num: DraftTokens = 1,
+    speculate_max_ngram_size: NgramSize = 3,
+    draft_model: DraftModel = None,
     device: Device = "cpu",
     dtype: Dtype = "float32",
     deterministic: Deterministic = False,
-    as_json: AsJson = False,
+    as_json: shared.AsJson = False,
 ) -> None:
     """Decode prompts, with or without speculation; accepted drafts are green."""
     asked = _prompts(prompt or [], prompts)
@@ -80,17 +147,20 @@ def generate(
         speculate_max_ngram_size=speculate_max_ngram_size,
         draft_model=draft_model,
     )
-    params = [
-        SamplingParams(temperature, top_p, top_k, max_new_tokens, seed + index, tuple(stop or ()))
-        for index in range(len(asked))
-    ]
+    first = SamplingParams(
+        temperature=temperature,
+        top_p=top_p,
+        top_k=top_k,
+        max_tokens=max_new_tokens,
+        seed=seed,
+        stop=tuple(stop or ()),
+    )
+    params = [replace(first, seed=seed + index) for index in range(len(asked))]
     start = time.monotonic()
-    outputs = _run(llm, asked, params, as_json)
+    outputs = _decode(llm, asked, params, silent=as_json)
     summary = summarise([output.metrics for output in outputs], time.monotonic() - start)
-    if as_json:
-        print(json.dumps(_facts(asked, outputs, summary), indent=2, ensure_ascii=False))
-    else:
-        Console().print(_table(summary))
+    facts = _facts(asked, outputs, summary)
+    print_result(facts, summary_table(summary), Reporting(as_json=as_json))
 
 
 def _prompts(texts: list[str], path: Path | None) -> list[Prompt]:
@@ -100,12 +170,12 @@ def _prompts(texts: list[str], path: Path | None) -> list[Prompt]:
     return asked
 
 
-def _run(
-    llm: LLM, asked: list[Prompt], params: list[SamplingParams], quiet: bool
+def _decode(
+    llm: LLM, asked: list[Prompt], params: list[SamplingParams], *, silent: bool
 ) -> list[RequestOutput]:
-    """A single prompt streams; several are shown one after the other when all are done."""
+    """Decode and show the texts: a single one as it comes, several when all are done."""
     console = Console(highlight=False)
-    if quiet:
+    if silent:
         return llm.generate(asked, params)
     if len(asked) == 1:
         outputs = llm.generate(
@@ -144,12 +214,13 @@ def _facts(asked: list[Prompt], outputs: list[RequestOutput], summary: Summary) 
     }
 
 
-def _table(summary: Summary) -> Table:
+def summary_table(summary: Summary) -> Table:
+    """Return acceptance per draft position and the rates of a run."""
     table = Table("what", "value")
     for place in summary.acceptance:
         for kind, share, total in (
-            ("if the drafts before it were", place.conditional, place.reached),
-            ("of all drafted there", place.cumulative, place.verified),
+            ("of those reached", place.conditional, place.reached),
+            ("of all drafted", place.cumulative, place.verified),
         ):
             if share is not None:
                 label = f"draft {place.position} accepted, {kind}"

@@ -1,4 +1,4 @@
-"""The command line's options, each described once; commands share them."""
+"""Options that several commands share, each described once, with the panel of --help it is in."""
 
 from __future__ import annotations
 
@@ -9,17 +9,35 @@ from typing import Annotated
 
 import typer
 
-from mtp_export.bundle.links import Link
-from mtp_export.bundle.split import Checksums, Part, SharedWeights
+from mtp_export.bundle.options import (
+    BundleOptions,
+    Checksums,
+    ContentOptions,
+    Part,
+    RunOptions,
+    SharedWeights,
+)
+from mtp_export.checkpoint.plan import Link
+from mtp_export.commands.output import Reporting
 from mtp_export.targets import target_names
 
+INPUT_OUTPUT = "Input and output"
+CONTENT = "Content of the bundle"
+PRECISION = "Precision"
+DECODING = "Decoding"
+PERFORMANCE = "Performance"
+REPORT = "Report"
+
 DEFAULT_WORKERS = min(4, os.cpu_count() or 1)
+# Typer gives defaults to the parser too.
+DEFAULT_MAX_MEMORY: int = "4GiB"  # type: ignore[assignment]
+DEFAULT_MAX_SHARD_SIZE: int = "5GB"  # type: ignore[assignment]
 _UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12}
 _BINARY_UNITS = {"ki": 2**10, "mi": 2**20, "gi": 2**30, "ti": 2**40}
 
 
 def parse_size(text: str) -> int:
-    """Bytes from a size such as 5GB (powers of 1000), 4GiB (powers of 1024) or 4096."""
+    """Return the bytes of a size such as 5GB (powers of 1000), 4GiB (powers of 1024) or 4096."""
     match = re.fullmatch(r"(\d{1,15}(?:\.\d{1,9})?)\s*([kmgt]i?|)b?", text.strip().lower())
     size = int(float(match[1]) * (_UNITS | _BINARY_UNITS)[match[2]]) if match else 0
     if size < 1:
@@ -27,49 +45,147 @@ def parse_size(text: str) -> int:
     return size
 
 
-InputDir = Annotated[
-    Path | None, typer.Option(help="The checkpoint: a Hugging Face folder of safetensors.")
+LinkOption = Annotated[
+    Link,
+    typer.Option(
+        "--link",
+        metavar="WAY",
+        rich_help_panel=INPUT_OUTPUT,
+        help="Way in which unchanged shards enter the bundle: auto, reflink, hardlink or copy.",
+    ),
 ]
-OutputDir = Annotated[
-    Path | None, typer.Option(help="The bundle: becomes OUT/main, OUT/mtp, mtp_export.json.")
+Overwrite = Annotated[
+    bool,
+    typer.Option(
+        "--overwrite", rich_help_panel=INPUT_OUTPUT, help="Replace a bundle that is already there."
+    ),
 ]
-PartOption = Annotated[Part, typer.Option("--part", help="Which parts to write.")]
+NoResume = Annotated[
+    bool,
+    typer.Option(
+        "--no-resume",
+        rich_help_panel=INPUT_OUTPUT,
+        help="Start over instead of finishing an interrupted run.",
+    ),
+]
+DryRun = Annotated[
+    bool,
+    typer.Option(
+        "--dry-run", rich_help_panel=INPUT_OUTPUT, help="Show the plan and write nothing."
+    ),
+]
+PartOption = Annotated[
+    Part,
+    typer.Option(
+        "--part", metavar="PART", rich_help_panel=CONTENT, help="Part to write: both, main or mtp."
+    ),
+]
 TargetOption = Annotated[
     str,
-    typer.Option("--target", help=f"Who loads the MTP part: {', '.join(target_names())}."),
+    typer.Option(
+        "--target",
+        metavar="NAME",
+        rich_help_panel=CONTENT,
+        help=f"Loader of the MTP part: {', '.join(target_names())}.",
+    ),
 ]
 SharedWeightsOption = Annotated[
-    SharedWeights, typer.Option("--shared-weights", help="Embedding and head in the MTP part.")
+    SharedWeights,
+    typer.Option(
+        "--shared-weights",
+        metavar="CHOICE",
+        rich_help_panel=CONTENT,
+        help="Embedding and head in the MTP part: keep or drop.",
+    ),
 ]
 AllowUntied = Annotated[
     bool,
-    typer.Option("--allow-untied", help="Accept an MTP embedding or head unlike the main's."),
+    typer.Option(
+        "--allow-untied",
+        rich_help_panel=CONTENT,
+        help="Accept an MTP embedding or head that differs from the main model's.",
+    ),
 ]
-LinkOption = Annotated[
-    Link, typer.Option("--link", help="How shards that stay whole get into the bundle.")
+MaxShardSize = Annotated[
+    int,
+    typer.Option(
+        parser=parse_size,
+        metavar="SIZE",
+        rich_help_panel=CONTENT,
+        help="Maximum size of an MTP shard.",
+    ),
 ]
 ChecksumsOption = Annotated[
     Checksums,
     typer.Option(
-        "--checksums", help="all: of the main part's linked shards too, which reads them."
+        "--checksums",
+        metavar="CHOICE",
+        rich_help_panel=CONTENT,
+        help="Tensors with a checksum: written, or all, which also reads the main part's linked"
+        " shards.",
     ),
 ]
-Workers = Annotated[int, typer.Option(min=1, max=64, help="Threads that read, compute and write.")]
+Workers = Annotated[
+    int,
+    typer.Option(
+        min=1,
+        max=64,
+        metavar="N",
+        rich_help_panel=PERFORMANCE,
+        help="Threads that read, compute and write.",
+    ),
+]
 MaxMemory = Annotated[
-    int, typer.Option(parser=parse_size, metavar="SIZE", help="Bound on resident memory.")
+    int,
+    typer.Option(
+        parser=parse_size,
+        metavar="SIZE",
+        rich_help_panel=PERFORMANCE,
+        help="Maximum resident memory.",
+    ),
 ]
-MaxShardSize = Annotated[
-    int, typer.Option(parser=parse_size, metavar="SIZE", help="Bound on an MTP shard.")
+Report = Annotated[
+    Path | None,
+    typer.Option(
+        metavar="FILE.json", rich_help_panel=REPORT, help="Write the result to a file as JSON."
+    ),
 ]
-DryRun = Annotated[bool, typer.Option("--dry-run", help="Show the plan, write nothing.")]
-Overwrite = Annotated[
-    bool, typer.Option("--overwrite", help="Replace a bundle that is already there.")
+AsJson = Annotated[
+    bool, typer.Option("--json", rich_help_panel=REPORT, help="Print the result as JSON.")
 ]
-NoResume = Annotated[
-    bool, typer.Option("--no-resume", help="Start over instead of finishing a killed run.")
+Quiet = Annotated[
+    bool, typer.Option("--quiet", rich_help_panel=REPORT, help="Show no progress and no table.")
 ]
-Report = Annotated[Path | None, typer.Option(metavar="FILE.json", help="Write the result as JSON.")]
-AsJson = Annotated[bool, typer.Option("--json", help="Print the result as JSON.")]
-Quiet = Annotated[bool, typer.Option("--quiet", help="No progress and no table.")]
-Debug = Annotated[bool, typer.Option("--debug", help="Show tracebacks.")]
-Version = Annotated[bool, typer.Option("--version", help="Show the version.")]
+Debug = Annotated[
+    bool, typer.Option("--debug", rich_help_panel=REPORT, help="Show the traceback of an error.")
+]
+
+
+def bundle_options(context: typer.Context, input_dir: Path, output_dir: Path) -> BundleOptions:
+    """Return the options that every command has that makes a bundle.
+
+    Typer fills a command's parameters one by one; taking them from its context puts them together
+    in one place for all such commands.
+    """
+    given = context.params
+    content = ContentOptions(
+        part=given["part"],
+        shared_weights=given["shared_weights"],
+        max_shard_bytes=given["max_shard_size"],
+        allow_untied=given["allow_untied"],
+        checksums=given["checksums"],
+    )
+    run = RunOptions(
+        link=given["link"],
+        workers=given["workers"],
+        max_memory_bytes=given["max_memory"],
+        overwrite=given["overwrite"],
+        resume=not given["no_resume"],
+    )
+    return BundleOptions(input_dir, output_dir, target=given["target"], content=content, run=run)
+
+
+def reporting_options(context: typer.Context) -> Reporting:
+    """Return the options --report, --json and --quiet of a command that has all three."""
+    given = context.params
+    return Reporting(report=given["report"], as_json=given["as_json"], quiet=given["quiet"])

@@ -1,15 +1,18 @@
-"""mtp-export quantize: options in, one call into the core, tables or JSON out."""
+"""mtp-export quantize: make a bundle with each part in a precision of its own."""
 
 from __future__ import annotations
 
 from enum import StrEnum
 from pathlib import Path
-from typing import Annotated
+from statistics import median
+from typing import Annotated, Any
 
 import typer
+from rich.console import Group, RenderableType
+from rich.table import Table
 
-from mtp_export.bundle.build import BundleOptions
-from mtp_export.bundle.links import Link
+from mtp_export.bundle.build import BundlePlan, BundleResult
+from mtp_export.bundle.options import Checksums, Part, SharedWeights
 from mtp_export.bundle.quantize import (
     KEEP,
     Device,
@@ -21,93 +24,281 @@ from mtp_export.bundle.quantize import (
     default_output,
     plan_quantize,
 )
-from mtp_export.bundle.split import Checksums, Part, SharedWeights
-from mtp_export.commands import options as common
-from mtp_export.commands import precision_tables
-from mtp_export.commands.bundling import Command, Saying, carry_out
-from mtp_export.commands.output import say
+from mtp_export.checkpoint.plan import Link
+from mtp_export.commands import options as shared
+from mtp_export.commands.bundle_command import BundleCommand, make_bundle
+from mtp_export.commands.bundle_tables import effort
+from mtp_export.commands.bundle_tables import result_facts as bundle_facts
+from mtp_export.commands.output import print_result
+from mtp_export.commands.precision_table import pairs_facts, pairs_table
+from mtp_export.families.base import Role
+from mtp_export.progress import format_bytes
 from mtp_export.schemes import SCHEMES
 
 _NAMES = (*SCHEMES, KEEP)
-BaseQuant = StrEnum("BaseQuant", {name: name for name in _NAMES})  # type: ignore[misc]
 # Every pair of the table gives the MTP module 8 bits or more.
-MtpQuant = StrEnum(  # type: ignore[misc]
-    "MtpQuant", {name: name for name in _NAMES if "int4" not in name}
-)
+_MTP_NAMES = tuple(name for name in _NAMES if "int4" not in name)
+BaseQuant = StrEnum("BaseQuant", {name: name for name in _NAMES})  # type: ignore[misc]
+MtpQuant = StrEnum("MtpQuant", {name: name for name in _MTP_NAMES})  # type: ignore[misc]
 _KEEP_BASE, _KEEP_MTP = BaseQuant(KEEP), MtpQuant(KEEP)
+_WORST_TENSORS = 3
 
-_InputDir = Annotated[
+InputDir = Annotated[
     Path | None,
-    typer.Option("--input-dir", help="Bundle or checkpoint. The current folder, if a bundle."),
+    typer.Option(
+        metavar="DIR",
+        rich_help_panel=shared.INPUT_OUTPUT,
+        help="Bundle or checkpoint; by default the current folder, if it is a bundle.",
+    ),
 ]
-_OutputDir = Annotated[
+OutputDir = Annotated[
     Path | None,
-    typer.Option("--output-dir", help="The new bundle. A sibling named after the pair."),
+    typer.Option(
+        metavar="DIR",
+        rich_help_panel=shared.INPUT_OUTPUT,
+        help="Bundle to write; by default beside the input, named after the pair of schemes.",
+    ),
 ]
-_BaseQuant = Annotated[BaseQuant, typer.Option("--base-quant", help="Precision of the main model.")]
-_MtpQuant = Annotated[MtpQuant, typer.Option("--mtp-quant", help="Precision of the MTP module.")]
-_Format = Annotated[Format, typer.Option("--format", help="Layout of a8w8_fp8_wint4.")]
-_GroupSize = Annotated[
-    int, typer.Option("--group-size", help="Weights per int4 scale: 32, 64 or 128.")
+BaseQuantOption = Annotated[
+    BaseQuant,
+    typer.Option(
+        "--base-quant",
+        metavar="SCHEME",
+        rich_help_panel=shared.PRECISION,
+        help=f"Precision of the main model: {', '.join(_NAMES)}.",
+    ),
 ]
-_Int4Scope = Annotated[Int4Scope, typer.Option("--int4-scope", help="What weight_only_int4 packs.")]
-_Scale = Annotated[ScaleRule, typer.Option("--scale", help="How an int4 scale is chosen.")]
-_Device = Annotated[Device, typer.Option("--device", help="Where to compute.")]
-_AllowPair = Annotated[
-    bool, typer.Option("--allow-untested-pair", help="Build a pair outside the table.")
+MtpQuantOption = Annotated[
+    MtpQuant,
+    typer.Option(
+        "--mtp-quant",
+        metavar="SCHEME",
+        rich_help_panel=shared.PRECISION,
+        help=f"Precision of the MTP module: {', '.join(_MTP_NAMES)}.",
+    ),
 ]
-_List = Annotated[bool, typer.Option("--list", help="Show the precision table.")]
-
-_QUANTIZE = Command(
-    "quantize",
-    precision_tables.result_facts,
-    precision_tables.result_table,
-    precision_tables.remarks,
-)
+FormatOption = Annotated[
+    Format,
+    typer.Option(
+        "--format",
+        metavar="NAME",
+        rich_help_panel=shared.PRECISION,
+        help="Layout of a8w8_fp8_wint4: compressed-tensors or w4afp8.",
+    ),
+]
+GroupSize = Annotated[
+    int,
+    typer.Option(
+        "--group-size",
+        metavar="N",
+        rich_help_panel=shared.PRECISION,
+        help="Weights per int4 scale: 32, 64 or 128.",
+    ),
+]
+Int4ScopeOption = Annotated[
+    Int4Scope,
+    typer.Option(
+        "--int4-scope",
+        metavar="SCOPE",
+        rich_help_panel=shared.PRECISION,
+        help="Linears that weight_only_int4 packs: experts or all.",
+    ),
+]
+ScaleOption = Annotated[
+    ScaleRule,
+    typer.Option(
+        "--scale",
+        metavar="RULE",
+        rich_help_panel=shared.PRECISION,
+        help="Choice of an int4 scale: minmax or mse.",
+    ),
+]
+AllowUntestedPair = Annotated[
+    bool,
+    typer.Option(
+        "--allow-untested-pair",
+        rich_help_panel=shared.PRECISION,
+        help="Accept a pair of schemes that is not in the precision table.",
+    ),
+]
+ListPairs = Annotated[
+    bool,
+    typer.Option(
+        "--list", rich_help_panel=shared.PRECISION, help="Show the precision table and exit."
+    ),
+]
+DeviceOption = Annotated[
+    Device,
+    typer.Option(
+        "--device",
+        metavar="NAME",
+        rich_help_panel=shared.PERFORMANCE,
+        help="Device that computes: cpu, cuda or auto.",
+    ),
+]
 
 
 def quantize(
-    input_dir: _InputDir = None,
-    output_dir: _OutputDir = None,
-    base_quant: _BaseQuant = _KEEP_BASE,
-    mtp_quant: _MtpQuant = _KEEP_MTP,
-    format: _Format = Format.COMPRESSED_TENSORS,
-    group_size: _GroupSize = 128,
-    int4_scope: _Int4Scope = Int4Scope.EXPERTS,
-    scale: _Scale = ScaleRule.MINMAX,
-    device: _Device = Device.CPU,
-    allow_untested_pair: _AllowPair = False,
-    list_pairs: _List = False,
-    part: common.PartOption = Part.BOTH,
-    target: common.TargetOption = "hf",
-    shared_weights: common.SharedWeightsOption = SharedWeights.KEEP,
-    allow_untied: common.AllowUntied = False,
-    link: common.LinkOption = Link.AUTO,
-    checksums: common.ChecksumsOption = Checksums.WRITTEN,
-    workers: common.Workers = common.DEFAULT_WORKERS,
-    max_memory: common.MaxMemory = "4GiB",  # type: ignore[assignment]
-    max_shard_size: common.MaxShardSize = "5GB",  # type: ignore[assignment]
-    dry_run: common.DryRun = False,
-    overwrite: common.Overwrite = False,
-    no_resume: common.NoResume = False,
-    report: common.Report = None,
-    as_json: common.AsJson = False,
-    quiet: common.Quiet = False,
-    debug: common.Debug = False,
+    context: typer.Context,
+    input_dir: InputDir = None,
+    output_dir: OutputDir = None,
+    link: shared.LinkOption = Link.AUTO,
+    overwrite: shared.Overwrite = False,
+    no_resume: shared.NoResume = False,
+    dry_run: shared.DryRun = False,
+    base_quant: BaseQuantOption = _KEEP_BASE,
+    mtp_quant: MtpQuantOption = _KEEP_MTP,
+    format: FormatOption = Format.COMPRESSED_TENSORS,
+    group_size: GroupSize = 128,
+    int4_scope: Int4ScopeOption = Int4Scope.EXPERTS,
+    scale: ScaleOption = ScaleRule.MINMAX,
+    allow_untested_pair: AllowUntestedPair = False,
+    list_pairs: ListPairs = False,
+    part: shared.PartOption = Part.BOTH,
+    target: shared.TargetOption = "hf",
+    shared_weights: shared.SharedWeightsOption = SharedWeights.KEEP,
+    allow_untied: shared.AllowUntied = False,
+    max_shard_size: shared.MaxShardSize = shared.DEFAULT_MAX_SHARD_SIZE,
+    checksums: shared.ChecksumsOption = Checksums.WRITTEN,
+    workers: shared.Workers = shared.DEFAULT_WORKERS,
+    max_memory: shared.MaxMemory = shared.DEFAULT_MAX_MEMORY,
+    device: DeviceOption = Device.CPU,
+    report: shared.Report = None,
+    as_json: shared.AsJson = False,
+    quiet: shared.Quiet = False,
+    debug: shared.Debug = False,
 ) -> None:
-    """Quantize a bundle or a checkpoint: main model and MTP module each in its precision."""
+    """Quantize a checkpoint or a bundle: main model and MTP module each in its own precision."""
     if list_pairs:
-        say(precision_tables.pairs_facts(), precision_tables.pairs_table(), report, as_json, quiet)
+        print_result(pairs_facts(), pairs_table(), shared.reporting_options(context))
         return
     source = input_dir or default_input()
     output = output_dir or default_output(source, base_quant, mtp_quant)
-    bundle = BundleOptions(
-        source, output, part, target, shared_weights, link, workers, max_memory, max_shard_size,
-        overwrite, not no_resume, allow_untied, checksums,
-    )  # fmt: skip
-    options = QuantizeOptions(
-        bundle, base_quant, mtp_quant, format, group_size, int4_scope, scale, device,
-        allow_untested_pair,
-    )  # fmt: skip
-    saying = Saying(dry_run, report, as_json, quiet)
-    carry_out(_QUANTIZE, lambda dry: plan_quantize(options, dry_run=dry), bundle, saying)
+    options = _quantize_options(context, source, output)
+    make_bundle(
+        command=BundleCommand(
+            name="quantize", facts=result_facts, table=result_table, remarks=remarks
+        ),
+        context=context,
+        options=options.bundle,
+        plan_for=lambda dry: plan_quantize(options, dry_run=dry),
+    )
+
+
+def _quantize_options(context: typer.Context, source: Path, output: Path) -> QuantizeOptions:
+    given = context.params
+    return QuantizeOptions(
+        bundle=shared.bundle_options(context, source, output),
+        base_quant=given["base_quant"],
+        mtp_quant=given["mtp_quant"],
+        format=given["format"],
+        group_size=given["group_size"],
+        int4_scope=given["int4_scope"],
+        scale=given["scale"],
+        device=given["device"],
+        allow_untested_pair=given["allow_untested_pair"],
+    )
+
+
+def result_facts(result: BundleResult) -> dict[str, Any]:
+    """Return the result of a quantization: bytes, SQNR by role, worst tensors, seconds."""
+    before, after = _bytes_before_and_after(result.plan)
+    return bundle_facts(result) | {
+        "bytes_before": before,
+        "bytes_after": after,
+        "sqnr_db": _by_role(result),
+        "worst": _worst(result),
+    }
+
+
+def result_table(result: BundleResult) -> RenderableType:
+    """Return the result of a quantization for people."""
+    facts = result_facts(result)
+    table = Table(title=f"Quantized to {facts['output_dir']}", title_justify="left")
+    table.add_column("role")
+    for name in ("tensors", "SQNR min", "median", "largest error"):
+        table.add_column(name, justify="right")
+    for role, quality in facts["sqnr_db"].items():
+        table.add_row(
+            role,
+            f"{quality['tensors']:,}",
+            _decibels(quality["min"]),
+            _decibels(quality["median"]),
+            f"{quality['max_error']:.2g}",
+        )
+    lines = [
+        f"{format_bytes(facts['bytes_before'])} before,"
+        f" {format_bytes(facts['bytes_after'])} after; {effort(result)}",
+        *(f"Worst: {w['tensor']}: {_decibels(w['sqnr_db'])}." for w in facts["worst"]),
+    ]
+    if result.resumed_shards:
+        lines.append(f"{result.resumed_shards} shards were finished by an earlier run.")
+    return Group(table, *lines)
+
+
+def remarks(plan: BundlePlan) -> list[str]:
+    """Return what a reader of the plan or result must know beside the figures."""
+    recorded = plan.recorded
+    lines = []
+    is_wint4 = (recorded["base_quant"], recorded["format"]) == (
+        "a8w8_fp8_wint4",
+        "compressed-tensors",
+    )
+    if is_wint4 and recorded["reader"] == "vllm":
+        lines.append(
+            f"--target {plan.options.target} writes int4 beside fp8 as vLLM reads it; SGLang needs"
+            " --target sglang or --format w4afp8."
+        )
+    if not recorded["pair_in_table"]:
+        lines.append(
+            f"The pair {recorded['base_quant']} + {recorded['mtp_quant']} is outside the precision"
+            " table; the manifest says so."
+        )
+    return lines
+
+
+def _decibels(value: float | None) -> str:
+    return "exact" if value is None else f"{value:.1f} dB"
+
+
+def _bytes_before_and_after(plan: BundlePlan) -> tuple[int, int]:
+    """Return the bytes of the parts' source tensors, and of the parts' own."""
+    sources = plan.checkpoint.tensors
+    steps = [step for part in plan.parts for shard in part.shards for step in shard.steps]
+    before = sum(sources[name].size_bytes for step in steps for name in step.inputs)
+    return before, sum(step.size_bytes for step in steps)
+
+
+def _computed(result: BundleResult) -> list[tuple[str, Role, float | None, float]]:
+    """Return tensor, role, SQNR in dB (None: exact) and maximum error of every converted tensor."""
+    expected, facts = result.plan.family.tensors, result.facts
+    return [
+        (name, expected[step.inputs[0]].role, facts[name]["sqnr_db"], facts[name]["max_error"])
+        for step in result.plan.written_steps
+        if (name := step.outputs[0].name) in facts
+    ]
+
+
+def _by_role(result: BundleResult) -> dict[str, dict[str, Any]]:
+    """Return lowest and median SQNR in dB per role; None where every tensor is exact."""
+    rows = _computed(result)
+    summary: dict[str, dict[str, Any]] = {}
+    for role in Role:
+        of_role = [row for row in rows if row[1] is role]
+        if not of_role:
+            continue
+        known = [sqnr for _, _, sqnr, _ in of_role if sqnr is not None]
+        summary[str(role)] = {
+            "tensors": len(of_role),
+            "min": round(min(known), 2) if known else None,
+            "median": round(median(known), 2) if known else None,
+            "max_error": max(row[3] for row in of_role),
+        }
+    return summary
+
+
+def _worst(result: BundleResult) -> list[dict[str, Any]]:
+    known = [(sqnr, name) for name, _, sqnr, _ in _computed(result) if sqnr is not None]
+    return [
+        {"tensor": name, "sqnr_db": round(sqnr, 2)} for sqnr, name in sorted(known)[:_WORST_TENSORS]
+    ]

@@ -1,29 +1,31 @@
-"""mtp-export verify: hold a bundle against what it must be, and say so in a table and in files."""
+"""mtp-export verify: check a bundle, and report in a table and in files."""
 
 from __future__ import annotations
 
 import time
 from enum import StrEnum
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from mtp_export.checkpoint.files import write_bytes
-from mtp_export.commands import options as common
-from mtp_export.commands.output import check_place, remark, say, stderr
+from mtp_export.commands import options as shared
+from mtp_export.commands.output import check_report_path, print_result, remark
 from mtp_export.errors import UsageError
-from mtp_export.progress import shown
+from mtp_export.progress import progress_bar
 
 if TYPE_CHECKING:
     from mtp_export.verify.context import VerifyOptions
-    from mtp_export.verify.report.report import Report
+    from mtp_export.verify.report.report import Report as VerifyReport
 
-_MOST_DRAFTS = 5
+MAX_DRAFTS = 5
+CHECKS, DECODING, PERFORMANCE, REPORT = "Checks", shared.DECODING, shared.PERFORMANCE, shared.REPORT
 
 
 class LevelName(StrEnum):
-    """How deep to verify; `all` is the deepest that there is."""
+    """Depth of a verification; `all` is the deepest that there is."""
 
     FILES = "files"
     WEIGHTS = "weights"
@@ -32,103 +34,165 @@ class LevelName(StrEnum):
 
 
 def parse_ks(text: str) -> tuple[int, ...]:
-    """Numbers of drafts from a list such as 1,2,3 (UsageError)."""
+    """Return the numbers of drafts in a list such as 1,2,3 (UsageError)."""
     numbers = [part.strip() for part in text.split(",")]
-    if not all(part.isdecimal() and 1 <= int(part) <= _MOST_DRAFTS for part in numbers):
+    if not all(part.isdecimal() and 1 <= int(part) <= MAX_DRAFTS for part in numbers):
         raise UsageError(
             "--k is no list of numbers of drafts",
-            expected=f"numbers from 1 to {_MOST_DRAFTS}, as in 1,2,3",
+            expected=f"numbers from 1 to {MAX_DRAFTS}, as in 1,2,3",
             found=text,
         )
     return tuple(sorted({int(part) for part in numbers}))
 
 
-_Bundle = Annotated[Path, typer.Argument(metavar="[BUNDLE]", help="The current folder by default.")]
-_Source = Annotated[
-    Path | None, typer.Option(help="The checkpoint or bundle that this one was made from.")
+Bundle = Annotated[
+    Path, typer.Argument(metavar="BUNDLE", help="Bundle; by default the current folder.")
 ]
-_Level = Annotated[LevelName, typer.Option("--level", help="How deep; each includes the last.")]
-_Prompts = Annotated[
+Source = Annotated[
     Path | None,
     typer.Option(
-        help='JSON lines: {"prompt": TEXT} or {"prompt_token_ids": [...]}; completion likewise.'
+        metavar="DIR",
+        rich_help_panel=CHECKS,
+        help="Checkpoint or bundle that this bundle was made from, to compare with.",
     ),
 ]
-_NewTokens = Annotated[int, typer.Option(min=2, help="The most tokens put out a prompt.")]
-_Ks = Annotated[str, typer.Option("--k", metavar="K,K,...", help="Drafts a step, 1 to 5.")]
-_Device = Annotated[str, typer.Option(help="cpu or cuda.")]
-_JUnit = Annotated[Path | None, typer.Option(metavar="FILE.xml", help="A JUnit file, for CI.")]
-_Html = Annotated[Path | None, typer.Option(metavar="FILE.html", help="One page with plots.")]
-_NoChecksums = Annotated[
-    bool, typer.Option("--no-checksums", help="Read headers, not every byte, for level files.")
+LevelOption = Annotated[
+    LevelName,
+    typer.Option(
+        "--level",
+        metavar="LEVEL",
+        rich_help_panel=CHECKS,
+        help="Depth: files, weights, run or all; each includes those before it.",
+    ),
 ]
-_Stream = Annotated[
-    bool, typer.Option("--stream", help="Run the model layer by layer, in little memory.")
+NoChecksums = Annotated[
+    bool,
+    typer.Option(
+        "--no-checksums",
+        rich_help_panel=CHECKS,
+        help="Read headers instead of every byte for level files.",
+    ),
 ]
-_Workdir = Annotated[
-    Path | None, typer.Option(help="Where a streamed run keeps what it resumes from.")
+Prompts = Annotated[
+    Path | None,
+    typer.Option(
+        metavar="FILE.jsonl",
+        rich_help_panel=DECODING,
+        help='JSON lines: {"prompt": TEXT} or {"prompt_token_ids": [...]}; completion likewise.',
+    ),
+]
+NewTokens = Annotated[
+    int,
+    typer.Option(
+        min=2, metavar="N", rich_help_panel=DECODING, help="Maximum new tokens per prompt."
+    ),
+]
+Ks = Annotated[
+    str,
+    typer.Option(
+        "--k",
+        metavar="K,K,...",
+        rich_help_panel=DECODING,
+        help="Numbers of draft tokens per step, 1 to 5.",
+    ),
+]
+Device = Annotated[
+    str, typer.Option(metavar="NAME", rich_help_panel=PERFORMANCE, help="cpu or cuda.")
+]
+Stream = Annotated[
+    bool,
+    typer.Option(
+        "--stream",
+        rich_help_panel=PERFORMANCE,
+        help="Run the model layer by layer, in little memory.",
+    ),
+]
+Workdir = Annotated[
+    Path | None,
+    typer.Option(
+        metavar="DIR",
+        rich_help_panel=PERFORMANCE,
+        help="Folder in which a streamed run keeps what it resumes from.",
+    ),
+]
+JUnit = Annotated[
+    Path | None,
+    typer.Option(metavar="FILE.xml", rich_help_panel=REPORT, help="Write a JUnit file, for CI."),
+]
+Html = Annotated[
+    Path | None,
+    typer.Option(
+        metavar="FILE.html", rich_help_panel=REPORT, help="Write an HTML page with plots."
+    ),
 ]
 
 
 def verify(
-    bundle: _Bundle = Path("."),
-    source: _Source = None,
-    level: _Level = LevelName.ALL,
-    prompts: _Prompts = None,
-    max_new_tokens: _NewTokens = 128,
-    k: _Ks = "1,2,3",
-    device: _Device = "cpu",
-    report: common.Report = None,
-    junit: _JUnit = None,
-    html: _Html = None,
-    no_checksums: _NoChecksums = False,
-    stream: _Stream = False,
-    workdir: _Workdir = None,
-    workers: common.Workers = common.DEFAULT_WORKERS,
-    as_json: common.AsJson = False,
-    quiet: common.Quiet = False,
+    context: typer.Context,
+    bundle: Bundle = Path("."),
+    source: Source = None,
+    level: LevelOption = LevelName.ALL,
+    no_checksums: NoChecksums = False,
+    prompts: Prompts = None,
+    max_new_tokens: NewTokens = 128,
+    k: Ks = "1,2,3",
+    device: Device = "cpu",
+    stream: Stream = False,
+    workdir: Workdir = None,
+    workers: shared.Workers = shared.DEFAULT_WORKERS,
+    report: shared.Report = None,
+    junit: JUnit = None,
+    html: Html = None,
+    as_json: shared.AsJson = False,
+    quiet: shared.Quiet = False,
 ) -> None:
-    """Prove that a bundle is what it says: files, weights, and how it decodes."""
+    """Verify that a bundle is what it claims to be: its files, its weights, and how it decodes."""
     from mtp_export.verify.check import Level
     from mtp_export.verify.context import VerifyOptions
-    from mtp_export.verify.report.html import html_page
-    from mtp_export.verify.report.junit import junit_xml
     from mtp_export.verify.report.table import report_table
 
-    chosen = VerifyOptions(
-        bundle,
-        source,
-        Level.RUN if level is LevelName.ALL else Level[level.name],
-        prompts,
-        max_new_tokens,
-        parse_ks(k),
-        device,
-        not no_checksums,
-        stream,
-        workdir,
-        workers,
+    options = VerifyOptions(
+        bundle=bundle,
+        source=source,
+        level=Level.RUN if level is LevelName.ALL else Level[level.name],
+        prompts=prompts,
+        max_new_tokens=max_new_tokens,
+        ks=parse_ks(k),
+        device=device,
+        checksums=not no_checksums,
+        stream=stream,
+        workdir=workdir,
+        workers=workers,
     )
     folders = [bundle] if source is None else [bundle, source]
     for option, path in (("--report", report), ("--junit", junit), ("--html", html)):
-        check_place(option, path, *folders)
-    finished = _run(chosen, quiet)
-    for path, render in ((junit, junit_xml), (html, html_page)):
-        if path is not None:
-            write_bytes(path, render(finished).encode())
-    say(finished.as_json(), report_table(finished), report, as_json, quiet)
+        check_report_path(option, path, folders)
+    finished = _run(options, quiet=quiet)
+    _write_pages(finished, junit=junit, html=html)
+    print_result(finished.as_json(), report_table(finished), shared.reporting_options(context))
     finished.raise_if_failed()
 
 
-def _run(chosen: VerifyOptions, quiet: bool) -> Report:
+def _run(options: VerifyOptions, *, quiet: bool) -> VerifyReport:
+    """Run the checks, with progress and a line per finished check on stderr unless quiet."""
     from mtp_export.verify import run_checks
     from mtp_export.verify.context import Context
     from mtp_export.verify.report.report import report_of
 
     start = time.monotonic()
-    context = Context.open(chosen, lambda title, total: shown(stderr(), title, total, quiet))
+    context = Context.open(options, partial(progress_bar, quiet=quiet))
     results = []
     for result in run_checks(context):
         results.append(result)
         if not quiet:
             remark(f"{result.name}: {result.status}, {result.seconds:.1f} s")
     return report_of(context, tuple(results), time.monotonic() - start)
+
+
+def _write_pages(report: VerifyReport, *, junit: Path | None, html: Path | None) -> None:
+    from mtp_export.verify.report.html import html_page
+    from mtp_export.verify.report.junit import junit_xml
+
+    for path, render in ((junit, junit_xml), (html, html_page)):
+        if path is not None:
+            write_bytes(path, render(report).encode())

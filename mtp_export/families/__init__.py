@@ -15,7 +15,10 @@ FAMILIES: dict[str, Callable[[Mapping[str, Any]], ModelFamily]] = {
 
 
 def family_of(config: Mapping[str, Any]) -> ModelFamily:
-    """The family of a config.json (UnsupportedError for a model_type that has none)."""
+    """Return the family of a config.json, whatever it says of quantization.
+
+    Raises UnsupportedError for a model_type without a family, and what the family raises.
+    """
     model_type = config.get("model_type")
     if not isinstance(model_type, str) or model_type not in FAMILIES:
         raise UnsupportedError(

@@ -1,4 +1,4 @@
-"""DeepSeek-V3 and R1: 61 layers, MLA, MoE, and an MTP module stored as the layer after the last.
+"""DeepSeek-V3 and R1: MLA, mixture of experts, and MTP layers stored behind the last main layer.
 
 Source: README_WEIGHTS.md and the index of the released checkpoints (91,991 tensors).
 """
@@ -12,35 +12,98 @@ from typing import Any
 
 from mtp_export.errors import InvalidInputError, UnsupportedError
 from mtp_export.families.base import (
-    SCALE_SUFFIX,
-    BlockFp8,
+    ModulePatterns,
     Role,
     SharedTensor,
     TensorSpec,
-    block_fp8,
     config_int,
+)
+from mtp_export.families.modules import (
+    LayerModules,
+    MlpModules,
+    ModelModules,
+    MoeModules,
+    MtpModules,
+    weight_name,
 )
 
 _LAYERS_PREFIX = "model.layers."
-_MOST_LAYERS = 1_000
-_STORED_DTYPES = {"bfloat16": "BF16", "float16": "F16", "float32": "F32"}
+_MAX_LAYERS = 1_000
+_DTYPES = {"bfloat16": "BF16", "float16": "F16", "float32": "F32"}
+_PATTERNS = ModulePatterns(
+    linears={
+        Role.ATTENTION: "self_attn.*_proj.*",
+        Role.DENSE_MLP: "mlp.(gate_proj|up_proj|gate_up_proj|down_proj)$",
+        Role.SHARED_EXPERT: "mlp.shared_experts.*",
+        Role.ROUTED_EXPERT: "mlp.experts.*",
+    },
+    other_matrices=(
+        "lm_head",
+        "re:.*mlp.gate$",
+        "re:.*eh_proj$",
+        "re:.*shared_head.*",
+        "re:.*embed_tokens$",
+    ),
+    fused={
+        ("gate_proj", "up_proj"): ("gate_up_proj",),
+        ("q_a_proj", "kv_a_proj_with_mqa"): ("fused_qkv_a_proj", "fused_qkv_a_proj_with_mqa"),
+    },
+    absorbed=("kv_b_proj",),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class MlaModules:
+    """Modules of multi-head latent attention.
+
+    query_down and query_norm are None where queries are projected in one step, by query_up.
+    """
+
+    query_down: str | None
+    query_norm: str | None
+    query_up: str
+    latent_down: str  # to [latent | rope key]
+    latent_norm: str
+    latent_up: str  # by head, to [nope key | value]
+    output: str
+
+
+@dataclass(frozen=True, slots=True)
+class DeepseekV3Sizes:
+    """Sizes that shapes follow from. query_rank 0: queries are projected in one step."""
+
+    vocab: int
+    hidden: int
+    dense_layers: int
+    moe_layer_freq: int
+    heads: int
+    latent: int
+    nope: int
+    rope: int
+    value: int
+    query_rank: int
 
 
 @dataclass(frozen=True)
 class DeepseekV3Family:
-    """The tensors of one DeepSeek-V3 config."""
+    """Tensors of one DeepSeek-V3 config."""
 
     config: Mapping[str, Any]
     num_hidden_layers: int
     mtp_layers: range
-    quantization: BlockFp8 | None
     dtype: str
 
     @classmethod
     def from_config(cls, config: Mapping[str, Any]) -> DeepseekV3Family:
-        """Raises InvalidInputError for a missing or odd field, UnsupportedError for a variant."""
-        layers = config_int(config, "num_hidden_layers", most=_MOST_LAYERS)
-        promised = config_int(config, "num_nextn_predict_layers", 0, least=0, most=_MOST_LAYERS)
+        """Read a config.json.
+
+        Raises InvalidInputError for a missing or unusable field, UnsupportedError for a variant
+        that no release has.
+        """
+        layers = config_int(config, "num_hidden_layers", maximum=_MAX_LAYERS)
+        promised = config_int(
+            config, "num_nextn_predict_layers", default=0, minimum=0, maximum=_MAX_LAYERS
+        )
         mtp_layers = range(layers, layers + promised)
         for key in ("attention_bias", "tie_word_embeddings"):
             if config.get(key):
@@ -50,33 +113,120 @@ class DeepseekV3Family:
                     found=config[key],
                 )
         name = config.get("dtype") or config.get("torch_dtype") or "bfloat16"
-        if not isinstance(name, str) or name not in _STORED_DTYPES:
+        if not isinstance(name, str) or name not in _DTYPES:
             raise InvalidInputError(
                 "config.json names an unknown torch_dtype",
-                expected=", ".join(_STORED_DTYPES),
+                expected=", ".join(_DTYPES),
                 found=repr(name)[:100],
             )
-        return cls(config, layers, mtp_layers, block_fp8(config), _STORED_DTYPES[name])
+        return cls(config, layers, mtp_layers, _DTYPES[name])
+
+    @property
+    def patterns(self) -> ModulePatterns:
+        """Module names as engines' quantization configs refer to them."""
+        return _PATTERNS
 
     @cached_property
-    def expected(self) -> Mapping[str, TensorSpec]:
+    def tensors(self) -> Mapping[str, TensorSpec]:
         """Every tensor that the config promises, main and MTP, by name."""
         return {spec.name: spec for spec in self._all()}
 
     @property
     def shared(self) -> tuple[SharedTensor, ...]:
-        """The MTP layers' copies of embedding and head, beside the main model's."""
+        """Pairs of the MTP layers' copies of embedding and head and the main model's own."""
+        main = self.modules
         return tuple(
-            SharedTensor(f"{_LAYERS_PREFIX}{layer}.{own}", main)
-            for layer in self.mtp_layers
-            for own, main in (
-                ("embed_tokens.weight", "model.embed_tokens.weight"),
-                ("shared_head.head.weight", "lm_head.weight"),
-            )
+            SharedTensor(weight_name(own), weight_name(of_main))
+            for mtp in map(self.mtp_modules, self.mtp_layers)
+            for own, of_main in ((mtp.embedding, main.embedding), (mtp.head, main.head))
+        )
+
+    @cached_property
+    def sizes(self) -> DeepseekV3Sizes:
+        """Sizes of the config (InvalidInputError for a missing or unusable one)."""
+        ranked = self.config.get("q_lora_rank") is not None
+        return DeepseekV3Sizes(
+            vocab=self._size("vocab_size"),
+            hidden=self._size("hidden_size"),
+            dense_layers=self._size("first_k_dense_replace", minimum=0),
+            moe_layer_freq=self._size("moe_layer_freq", 1),
+            heads=self._size("num_attention_heads"),
+            latent=self._size("kv_lora_rank"),
+            nope=self._size("qk_nope_head_dim"),
+            rope=self._size("qk_rope_head_dim"),
+            value=self._size("v_head_dim"),
+            query_rank=self._size("q_lora_rank") if ranked else 0,
+        )
+
+    @property
+    def experts(self) -> int:
+        """Routed experts of a sparse layer."""
+        return self._size("n_routed_experts")
+
+    @property
+    def shared_experts(self) -> int:
+        """Experts of a sparse layer that every token goes through."""
+        return self._size("n_shared_experts", 0, minimum=0)
+
+    def is_sparse(self, layer: int) -> bool:
+        """True for a layer with a mixture of experts; every MTP layer has one."""
+        sizes = self.sizes
+        return layer in self.mtp_layers or (
+            layer >= sizes.dense_layers and layer % sizes.moe_layer_freq == 0
+        )
+
+    @property
+    def modules(self) -> ModelModules:
+        """Modules outside the layers."""
+        return ModelModules(embedding="model.embed_tokens", norm="model.norm", head="lm_head")
+
+    def layer_modules(self, layer: int) -> LayerModules:
+        """Modules of one layer, main or MTP."""
+        prefix = f"{_LAYERS_PREFIX}{layer}"
+        feed_forward = self._moe_modules if self.is_sparse(layer) else MlpModules.under
+        return LayerModules(
+            input_norm=f"{prefix}.input_layernorm",
+            attention=_attention_prefix(layer),
+            post_norm=f"{prefix}.post_attention_layernorm",
+            feed_forward=feed_forward(f"{prefix}.mlp"),
+        )
+
+    def attention_modules(self, layer: int) -> MlaModules:
+        """Modules of one layer's attention."""
+        prefix, ranked = _attention_prefix(layer), self.sizes.query_rank > 0
+        return MlaModules(
+            query_down=f"{prefix}.q_a_proj" if ranked else None,
+            query_norm=f"{prefix}.q_a_layernorm" if ranked else None,
+            query_up=f"{prefix}.q_b_proj" if ranked else f"{prefix}.q_proj",
+            latent_down=f"{prefix}.kv_a_proj_with_mqa",
+            latent_norm=f"{prefix}.kv_a_layernorm",
+            latent_up=f"{prefix}.kv_b_proj",
+            output=f"{prefix}.o_proj",
+        )
+
+    def _moe_modules(self, prefix: str) -> MoeModules:
+        experts = (f"{prefix}.experts.{expert}" for expert in range(self.experts))
+        return MoeModules(
+            router=f"{prefix}.gate",
+            router_bias=f"{prefix}.gate.e_score_correction_bias",
+            experts=tuple(map(MlpModules.under, experts)),
+            shared=MlpModules.under(f"{prefix}.shared_experts") if self.shared_experts else None,
+        )
+
+    def mtp_modules(self, layer: int) -> MtpModules:
+        """Modules around the decoder layer of one MTP layer."""
+        prefix = f"{_LAYERS_PREFIX}{layer}"
+        return MtpModules(
+            embedding=f"{prefix}.embed_tokens",
+            embedding_norm=f"{prefix}.enorm",
+            hidden_norm=f"{prefix}.hnorm",
+            projection=f"{prefix}.eh_proj",
+            head_norm=f"{prefix}.shared_head.norm",
+            head=f"{prefix}.shared_head.head",
         )
 
     def mtp_layer_of(self, name: str) -> int | None:
-        """The MTP layer that a tensor name belongs to, None for the main model's."""
+        """Return the MTP layer that a tensor name belongs to, None for the main model's."""
         if not name.startswith(_LAYERS_PREFIX):
             return None
         digits = name.removeprefix(_LAYERS_PREFIX).partition(".")[0]
@@ -86,92 +236,88 @@ class DeepseekV3Family:
     def _mtp_layer_of_digits(self) -> dict[str, int]:
         return {str(layer): layer for layer in self.mtp_layers}
 
-    def _size(self, key: str, default: int | None = None, least: int = 1) -> int:
-        return config_int(self.config, key, default, least=least)
+    def _size(self, key: str, default: int | None = None, minimum: int = 1) -> int:
+        return config_int(self.config, key, default=default, minimum=minimum)
 
     def _all(self) -> Iterator[TensorSpec]:
-        hidden, vocab = self._size("hidden_size"), self._size("vocab_size")
-        yield TensorSpec(
-            "model.embed_tokens.weight", (vocab, hidden), (self.dtype,), Role.EMBEDDING
-        )
-        yield self._norm("model.norm", hidden, None)
-        yield TensorSpec("lm_head.weight", (vocab, hidden), (self.dtype,), Role.HEAD)
+        hidden, names = self.sizes.hidden, self.modules
+        yield self._table(names.embedding, Role.EMBEDDING, None)
+        yield self._norm(names.norm, hidden, None)
+        yield self._table(names.head, Role.HEAD, None)
         for layer in range(self.num_hidden_layers):
             yield from self._layer(layer, None)
         for layer in self.mtp_layers:
             yield from self._layer(layer, layer)
-            yield from self._mtp_extras(layer, hidden, vocab)
+            yield from self._mtp_extras(self.mtp_modules(layer), layer)
 
     def _layer(self, layer: int, mtp: int | None) -> Iterator[TensorSpec]:
-        prefix, hidden = f"{_LAYERS_PREFIX}{layer}", self._size("hidden_size")
-        yield self._norm(f"{prefix}.input_layernorm", hidden, mtp)
-        yield self._norm(f"{prefix}.post_attention_layernorm", hidden, mtp)
-        yield from self._attention(f"{prefix}.self_attn", hidden, mtp)
-        dense_layers, every = (
-            self._size("first_k_dense_replace", least=0),
-            self._size("moe_layer_freq", 1),
-        )
-        if mtp is None and (layer < dense_layers or layer % every):
+        names, hidden = self.layer_modules(layer), self.sizes.hidden
+        yield self._norm(names.input_norm, hidden, mtp)
+        yield self._norm(names.post_norm, hidden, mtp)
+        yield from self._attention(self.attention_modules(layer), mtp)
+        if isinstance(names.feed_forward, MoeModules):
+            yield from self._moe(names.feed_forward, mtp)
+        else:
             size = self._size("intermediate_size")
-            yield from self._mlp(f"{prefix}.mlp", size, Role.DENSE_MLP, mtp)
-        else:
-            yield from self._moe(f"{prefix}.mlp", hidden, mtp)
+            yield from self._mlp(names.feed_forward, size, Role.DENSE_MLP, mtp)
 
-    def _attention(self, prefix: str, hidden: int, mtp: int | None) -> Iterator[TensorSpec]:
-        heads, rope = self._size("num_attention_heads"), self._size("qk_rope_head_dim")
-        nope, value = self._size("qk_nope_head_dim"), self._size("v_head_dim")
-        latent = self._size("kv_lora_rank")
+    def _attention(self, names: MlaModules, mtp: int | None) -> Iterator[TensorSpec]:
+        sizes = self.sizes
         shapes = {
-            "kv_a_proj_with_mqa": (latent + rope, hidden),
-            "kv_b_proj": (heads * (nope + value), latent),
-            "o_proj": (hidden, heads * value),
+            names.latent_down: (sizes.latent + sizes.rope, sizes.hidden),
+            names.latent_up: (sizes.heads * (sizes.nope + sizes.value), sizes.latent),
+            names.output: (sizes.hidden, sizes.heads * sizes.value),
         }
-        if self.config.get("q_lora_rank") is None:
-            shapes["q_proj"] = (heads * (nope + rope), hidden)
-        else:
-            q_rank = self._size("q_lora_rank")
-            shapes["q_a_proj"] = (q_rank, hidden)
-            shapes["q_b_proj"] = (heads * (nope + rope), q_rank)
-            yield self._norm(f"{prefix}.q_a_layernorm", q_rank, mtp)
-        yield self._norm(f"{prefix}.kv_a_layernorm", latent, mtp)
-        for name, shape in shapes.items():
-            yield from self._linear(f"{prefix}.{name}", shape, Role.ATTENTION, mtp)
+        if names.query_down is not None and names.query_norm is not None:
+            shapes[names.query_down] = (sizes.query_rank, sizes.hidden)
+            yield self._norm(names.query_norm, sizes.query_rank, mtp)
+        query = sizes.query_rank or sizes.hidden
+        shapes[names.query_up] = (sizes.heads * (sizes.nope + sizes.rope), query)
+        yield self._norm(names.latent_norm, sizes.latent, mtp)
+        for module, shape in shapes.items():
+            yield self._linear(module, shape, Role.ATTENTION, mtp)
 
-    def _mlp(self, prefix: str, size: int, role: Role, mtp: int | None) -> Iterator[TensorSpec]:
-        hidden = self._size("hidden_size")
-        yield from self._linear(f"{prefix}.gate_proj", (size, hidden), role, mtp)
-        yield from self._linear(f"{prefix}.up_proj", (size, hidden), role, mtp)
-        yield from self._linear(f"{prefix}.down_proj", (hidden, size), role, mtp)
+    def _mlp(
+        self, names: MlpModules, size: int, role: Role, mtp: int | None
+    ) -> Iterator[TensorSpec]:
+        hidden = self.sizes.hidden
+        yield self._linear(names.gate, (size, hidden), role, mtp)
+        yield self._linear(names.up, (size, hidden), role, mtp)
+        yield self._linear(names.down, (hidden, size), role, mtp)
 
-    def _moe(self, prefix: str, hidden: int, mtp: int | None) -> Iterator[TensorSpec]:
-        experts, size = self._size("n_routed_experts"), self._size("moe_intermediate_size")
+    def _moe(self, names: MoeModules, mtp: int | None) -> Iterator[TensorSpec]:
+        experts, size = len(names.experts), self._size("moe_intermediate_size")
         kept = tuple(dict.fromkeys((self.dtype, "F32")))
-        yield TensorSpec(f"{prefix}.gate.weight", (experts, hidden), kept, Role.ROUTER, mtp)
+        shape = (experts, self.sizes.hidden)
+        yield TensorSpec(weight_name(names.router), shape, kept, Role.ROUTER, mtp)
         if self.config.get("topk_method", "noaux_tc") == "noaux_tc":
-            name = f"{prefix}.gate.e_score_correction_bias"
-            yield TensorSpec(name, (experts,), kept[::-1], Role.ROUTER, mtp)
-        if shared := self._size("n_shared_experts", 0, least=0):
-            yield from self._mlp(f"{prefix}.shared_experts", size * shared, Role.SHARED_EXPERT, mtp)
-        for expert in range(experts):
-            yield from self._mlp(f"{prefix}.experts.{expert}", size, Role.ROUTED_EXPERT, mtp)
+            yield TensorSpec(names.router_bias, (experts,), kept[::-1], Role.ROUTER, mtp)
+        if names.shared is not None:
+            width = size * self.shared_experts
+            yield from self._mlp(names.shared, width, Role.SHARED_EXPERT, mtp)
+        for expert in names.experts:
+            yield from self._mlp(expert, size, Role.ROUTED_EXPERT, mtp)
 
-    def _mtp_extras(self, layer: int, hidden: int, vocab: int) -> Iterator[TensorSpec]:
-        prefix = f"{_LAYERS_PREFIX}{layer}"
-        for norm in ("enorm", "hnorm", "shared_head.norm"):
-            yield self._norm(f"{prefix}.{norm}", hidden, layer)
-        projection = f"{prefix}.eh_proj.weight"
+    def _mtp_extras(self, names: MtpModules, layer: int) -> Iterator[TensorSpec]:
+        hidden = self.sizes.hidden
+        for norm in (names.embedding_norm, names.hidden_norm, names.head_norm):
+            yield self._norm(norm, hidden, layer)
         yield TensorSpec(
-            projection, (hidden, 2 * hidden), (self.dtype,), Role.MTP_PROJECTION, layer
+            weight_name(names.projection),
+            (hidden, 2 * hidden),
+            (self.dtype,),
+            Role.MTP_PROJECTION,
+            layer,
         )
-        for name, role in (("embed_tokens", Role.EMBEDDING), ("shared_head.head", Role.HEAD)):
-            yield TensorSpec(
-                f"{prefix}.{name}.weight",
-                (vocab, hidden),
-                (self.dtype,),
-                role,
-                layer,
-                optional=True,
-            )
+        for module, role in ((names.embedding, Role.EMBEDDING), (names.head, Role.HEAD)):
+            yield self._table(module, role, layer)
+
+    def _table(self, module: str, role: Role, mtp: int | None) -> TensorSpec:
+        """Embedding or head; an MTP layer may be without its own."""
+        shape = (self.sizes.vocab, self.sizes.hidden)
+        return TensorSpec(
+            weight_name(module), shape, (self.dtype,), role, mtp, optional=mtp is not None
+        )
 
     def _norm(self, module: str, size: int, mtp: int | None) -> TensorSpec:
         dtypes = tuple(dict.fromkeys((self.dtype, "F32")))
@@ -179,13 +325,9 @@ class DeepseekV3Family:
 
     def _linear(
         self, module: str, shape: tuple[int, int], role: Role, mtp: int | None
-    ) -> Iterator[TensorSpec]:
-        name, fp8 = f"{module}.weight", self.quantization
-        if fp8 is None or not fp8.covers(module):
-            yield TensorSpec(name, shape, (self.dtype,), role, mtp)
-            return
-        scale_shape = (-(-shape[0] // fp8.block[0]), -(-shape[1] // fp8.block[1]))
-        yield TensorSpec(name, shape, ("F8_E4M3",), role, mtp)
-        yield TensorSpec(
-            name + SCALE_SUFFIX, scale_shape, fp8.scale_dtypes, role, mtp, scale_of=name
-        )
+    ) -> TensorSpec:
+        return TensorSpec(weight_name(module), shape, (self.dtype,), role, mtp)
+
+
+def _attention_prefix(layer: int) -> str:
+    return f"{_LAYERS_PREFIX}{layer}.self_attn"

@@ -1,4 +1,4 @@
-"""The shapes in the released DeepSeek-V3's config.json, for figures about the real model."""
+"""Shapes of the released DeepSeek-V3's config.json, for figures about the real model."""
 
 from __future__ import annotations
 
@@ -24,10 +24,4 @@ DEEPSEEK_V3: dict[str, Any] = {
     "topk_method": "noaux_tc",
     "v_head_dim": 128,
     "vocab_size": 129280,
-    "quantization_config": {
-        "quant_method": "fp8",
-        "activation_scheme": "dynamic",
-        "fmt": "e4m3",
-        "weight_block_size": [128, 128],
-    },
 }

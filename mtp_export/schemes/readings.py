@@ -1,6 +1,6 @@
-"""quantization_config as the engines read it: which form a linear of a given name is stored in.
+"""quantization_config as engines read it: the format of a linear by its module name.
 
-Only names and config decide, never which tensors exist: what contradicts them can then be found.
+Names and config alone decide, never which tensors exist, so that contradictions can be found.
 Sources: vLLM and SGLang `quantization/{fp8,compressed_tensors,w4afp8}`, compressed-tensors.
 """
 
@@ -12,46 +12,33 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from mtp_export.errors import InvalidInputError, UnsupportedError
-from mtp_export.families.base import LINEAR_ROLES, BlockFp8, Role, block_fp8, left_out_of_fp8
-from mtp_export.schemes.storage import (
-    BLOCK,
-    COMPRESSED_SCALE,
-    GROUP_SIZES,
-    NATIVE_SCALE,
-    Storage,
-)
+from mtp_export.families.base import LINEAR_ROLES, Role
+from mtp_export.schemes.formats import COMPRESSED_FORMATS, Fp8Block, W4AFp8, WeightFormat
+from mtp_export.schemes.formats.compressed import WeightsEntry
+from mtp_export.schemes.native import NativeFp8, left_out, native_fp8, not_an_object
+from mtp_export.schemes.storage import SCALE_DTYPES
 
-# Linears by class, to loaders that go by class: none of them is quantized in any release.
+# Roles of linears to loaders that go by class; no release quantizes the last two.
 _LINEAR_BY_CLASS = (*LINEAR_ROLES, Role.HEAD, Role.MTP_PROJECTION)
-_SCALE_DTYPES = ("F32", "F8_E8M0")  # engines widen a power of two as they load it
 _REGEX = "re:"
 _CLASS = "Linear"
 
 
-@dataclass(frozen=True)
-class Form:
-    """How a quantized linear is stored. group_size belongs to int4, the fp8 fields to fp8 blocks:
-    the last component of a scale's name, and its dtypes."""
-
-    storage: Storage
-    group_size: int = BLOCK
-    fp8_scale_name: str = NATIVE_SCALE
-    fp8_scale_dtypes: tuple[str, ...] = ("F32",)
-
-
 class Reading(Protocol):
-    """A quantization_config, understood."""
+    """A quantization_config that was understood."""
 
-    def form_of(self, module: str, role: Role) -> Form | None:
-        """The form of a linear by its module name; None for one that is not quantized."""
+    def format_of(self, module: str, role: Role) -> WeightFormat | None:
+        """Return the format of a linear by its module name; None for an unquantized one."""
 
-    def fused_form(self, fused: str, form: Form) -> Form | None:
-        """What becomes of quantized linears of one form when an engine fuses them under a name;
-        routed experts are looked up one by one."""
+    def fused_format(self, fused: str, parts: WeightFormat) -> WeightFormat | None:
+        """Return the format that an engine takes a fused linear for, whose parts have one format.
+
+        Routed experts are looked up one by one, never fused.
+        """
 
 
 def reading_of(quantization: object) -> Reading:
-    """Read a quantization_config; none, {} and "" (as xLLM has it) stand for no quantization.
+    """Read a quantization_config; None, {} and "" (as xLLM has it) mean no quantization.
 
     Raises UnsupportedError for a method or layout that this tool does not know, InvalidInputError
     for one that makes no sense.
@@ -59,70 +46,65 @@ def reading_of(quantization: object) -> Reading:
     if not quantization:
         return _Unquantized()
     if not isinstance(quantization, dict):
-        raise InvalidInputError(
-            "config.json has no usable quantization_config",
-            expected="an object, or none",
-            found=repr(quantization)[:100],
-        )
+        raise not_an_object(quantization)
     method = quantization.get("quant_method")
-    if not isinstance(method, str) or method not in READERS:
+    if not isinstance(method, str) or method not in READINGS:
         raise UnsupportedError(
             "config.json names a quantization method that this tool does not read",
-            expected=f"quant_method {' or '.join(READERS)}",
+            expected=f"quant_method {' or '.join(READINGS)}",
             found=repr(method)[:100],
         )
-    return READERS[method](quantization)
+    return READINGS[method](quantization)
 
 
 @dataclass(frozen=True)
 class _Unquantized:
-    def form_of(self, module: str, role: Role) -> Form | None:
+    def format_of(self, module: str, role: Role) -> WeightFormat | None:
         return None
 
-    def fused_form(self, fused: str, form: Form) -> Form | None:
-        return form
+    def fused_format(self, fused: str, parts: WeightFormat) -> WeightFormat | None:
+        return parts
 
 
 @dataclass(frozen=True)
 class _Fp8:
-    """Native fp8 blocks for every linear that is not left out, and one form for the experts."""
+    """Native fp8 blocks for every linear that is not left out, and one format for the experts."""
 
-    fp8: BlockFp8
-    experts: Form | None = None
+    native: NativeFp8
+    experts: WeightFormat | None = None
 
-    def form_of(self, module: str, role: Role) -> Form | None:
-        if role not in LINEAR_ROLES or not self.fp8.covers(module):
+    def format_of(self, module: str, role: Role) -> WeightFormat | None:
+        if role not in LINEAR_ROLES or not self.native.covers(module):
             return None
         if role is Role.ROUTED_EXPERT and self.experts is not None:
             return self.experts
-        return Form(Storage.FP8_BLOCK, fp8_scale_dtypes=self.fp8.scale_dtypes)
+        return Fp8Block(scale_dtypes=self.native.scale_dtypes)
 
-    def fused_form(self, fused: str, form: Form) -> Form | None:
-        return form
+    def fused_format(self, fused: str, parts: WeightFormat) -> WeightFormat | None:
+        return parts
 
 
 def _read_fp8(quantization: Mapping[str, Any]) -> Reading:
-    fp8 = block_fp8({"quantization_config": quantization})
-    assert fp8 is not None, "reading_of handles its absence"
-    return _Fp8(fp8)
+    native = native_fp8(quantization)
+    assert native is not None, "reading_of handles its absence"
+    return _Fp8(native)
 
 
 def _read_w4afp8(quantization: Mapping[str, Any]) -> Reading:
-    """SGLang's own: int4 experts, every other linear in native fp8."""
-    fp8 = BlockFp8((BLOCK, BLOCK), _SCALE_DTYPES, left_out_of_fp8(quantization))
-    return _Fp8(fp8, Form(Storage.W4AFP8))
+    """Read SGLang's own method: int4 experts, every other linear in native fp8."""
+    return _Fp8(NativeFp8(SCALE_DTYPES, left_out(quantization)), W4AFp8())
 
 
 @dataclass(frozen=True)
 class _Compressed:
-    """compressed-tensors: a module is ignored, else the first target that matches its name says its
-    form, else its class does. With linear_fp8 (SGLang) only experts are looked up like that."""
+    """compressed-tensors: a module is ignored, or has the format of the first target that matches
+    its name, or else that of its class. With linear_fp8 (SGLang) this holds for experts alone."""
 
     ignore: tuple[str, ...]
-    targets: tuple[tuple[str, Form], ...]
-    linear_fp8: Form | None
+    targets: tuple[tuple[str, WeightFormat], ...]
+    linear_fp8: WeightFormat | None
 
-    def form_of(self, module: str, role: Role) -> Form | None:
+    def format_of(self, module: str, role: Role) -> WeightFormat | None:
         if role not in _LINEAR_BY_CLASS:
             return None
         if self.linear_fp8 is not None and role is not Role.ROUTED_EXPERT:
@@ -131,22 +113,22 @@ class _Compressed:
             return None
         return self._by_name(module) or self._by_class()
 
-    def fused_form(self, fused: str, form: Form) -> Form | None:
+    def fused_format(self, fused: str, parts: WeightFormat) -> WeightFormat | None:
         if self.linear_fp8 is not None:
-            return form
+            return parts
         if _matches_any(fused, self.ignore):
             return None
-        return self._by_name(fused) or self._by_class() or form
+        return self._by_name(fused) or self._by_class() or parts
 
-    def _by_name(self, module: str) -> Form | None:
+    def _by_name(self, module: str) -> WeightFormat | None:
         return next((form for target, form in self.targets if _matches(module, target)), None)
 
-    def _by_class(self) -> Form | None:
+    def _by_class(self) -> WeightFormat | None:
         return next((form for target, form in self.targets if target == _CLASS), None)
 
 
 def _matches(module: str, pattern: str) -> bool:
-    """A name, or a regular expression that a name must begin with."""
+    """Match a whole name, or a regular expression from a name's start."""
     if pattern.startswith(_REGEX):
         return re.match(pattern.removeprefix(_REGEX), module) is not None
     return pattern == module
@@ -167,21 +149,21 @@ def _read_compressed(quantization: Mapping[str, Any]) -> Reading:
     groups = quantization.get("config_groups")
     if not isinstance(groups, dict) or not groups:
         raise _unusable("config_groups", "an object with one group or more", groups)
-    targets: list[tuple[str, Form]] = []
+    targets: list[tuple[str, WeightFormat]] = []
     for name, group in groups.items():
         if not isinstance(group, dict):
             raise _unusable(f"config_groups.{name}", "an object", group)
-        form = _group_form(name, group, quantization.get("format"))
+        form = _group_format(name, group, quantization.get("format"))
         targets += [(target, form) for target in _patterns(f"config_groups.{name}.targets", group)]
     linear_fp8 = None
     if quantization.get("linear_fp8_config") is not None:
-        block_fp8({"quantization_config": quantization["linear_fp8_config"]})
-        linear_fp8 = Form(Storage.FP8_BLOCK, fp8_scale_dtypes=_SCALE_DTYPES)
+        native_fp8(quantization["linear_fp8_config"])
+        linear_fp8 = Fp8Block(scale_dtypes=SCALE_DTYPES)
     return _Compressed(tuple(_patterns("ignore", quantization)), tuple(targets), linear_fp8)
 
 
 def _patterns(key: str, holder: Mapping[str, Any]) -> Sequence[str]:
-    """A list of names and patterns, all of them sound."""
+    """Return a list of names and patterns, all of them valid."""
     listed = holder.get(key.rpartition(".")[2]) or []
     if not isinstance(listed, list) or not all(isinstance(entry, str) for entry in listed):
         raise _unusable(key, "a list of module names and re: patterns", listed)
@@ -193,31 +175,23 @@ def _patterns(key: str, holder: Mapping[str, Any]) -> Sequence[str]:
     return listed
 
 
-def _group_form(name: str, group: Mapping[str, Any], format_of_all: object) -> Form:
+def _group_format(name: str, group: Mapping[str, Any], layout: object) -> WeightFormat:
+    """Return the format of a group; layout is the config's own, for all groups."""
     weights = group.get("weights")
     if not isinstance(weights, dict):
         raise _unusable(f"config_groups.{name}.weights", "an object", weights)
-    size = weights.get("group_size")
-    kind = (
-        group.get("format") or format_of_all,
-        weights.get("type"),
-        weights.get("num_bits"),
-        weights.get("strategy"),
-    )
-    plain = weights.get("symmetric") is True and not weights.get("dynamic")
-    if plain and not weights.get("actorder"):
-        if kind == ("pack-quantized", "int", 4, "group") and size in GROUP_SIZES:
-            return Form(Storage.INT4_GROUP, size)
-        if kind == ("pack-quantized", "int", 8, "channel"):
-            return Form(Storage.INT8_CHANNEL)
-        is_block = weights.get("block_structure") == [BLOCK, BLOCK]
-        if kind == ("float-quantized", "float", 8, "block") and is_block:
-            return Form(Storage.FP8_BLOCK, BLOCK, COMPRESSED_SCALE, _SCALE_DTYPES)
+    entry = WeightsEntry.of(group, layout)
+    if entry is not None:
+        for known in COMPRESSED_FORMATS:
+            if (found := known.of_entry(entry)) is not None:
+                return found
+    *most, last = (one.in_words for one in COMPRESSED_FORMATS)
     raise UnsupportedError(
         f"config_groups.{name} of config.json describes weights that this tool does not read",
-        expected="pack-quantized int4 in groups of 32, 64 or 128, pack-quantized int8 per channel, "
-        "or float-quantized blocks of 128x128; symmetric, without actorder",
-        found=f"format {kind[0]}, {kind[1]}{kind[2]}, strategy {kind[3]}, group_size {size}",
+        expected=f"{', '.join(most)}, or {last}; symmetric, without actorder",
+        found=f"format {group.get('format') or layout}, {weights.get('type')}"
+        f"{weights.get('num_bits')}, strategy {weights.get('strategy')},"
+        f" group_size {weights.get('group_size')}",
     )
 
 
@@ -229,7 +203,7 @@ def _unusable(key: str, expected: str, found: object) -> InvalidInputError:
     )
 
 
-READERS: dict[str, Callable[[Mapping[str, Any]], Reading]] = {
+READINGS: dict[str, Callable[[Mapping[str, Any]], Reading]] = {
     "fp8": _read_fp8,
     "compressed-tensors": _read_compressed,
     "w4afp8": _read_w4afp8,

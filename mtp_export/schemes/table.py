@@ -1,4 +1,4 @@
-"""The (base, mtp) pairs that are supported, what they weigh, and the answer to any other pair."""
+"""Supported pairs of base and MTP precision, their sizes, and the refusal of any other pair."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from mtp_export.checkpoint.dtypes import tensor_bytes
 from mtp_export.errors import UnsupportedError
 from mtp_export.families.base import ModelFamily, TensorSpec
 from mtp_export.schemes import SCHEMES
-from mtp_export.schemes.storage import NATIVE_SCALE, stored_tensors
+from mtp_export.schemes.formats import FORMATS, FormatOptions
 
 
 @dataclass(frozen=True)
 class Pair:
-    """Schemes of the base and the MTP module, who loads them, and on how many GPUs."""
+    """Schemes of the base and the MTP module, the engines that load them, and on how many GPUs."""
 
     base: str
     mtp: str
@@ -35,7 +35,7 @@ PAIRS = (
 
 @dataclass(frozen=True)
 class Weight:
-    """What a part takes: its parameters (scales are none) and bytes (with scales)."""
+    """Size of a part: its parameters (without scales) and bytes (with scales)."""
 
     parameters: int
     size_bytes: int
@@ -45,12 +45,15 @@ class Weight:
         return 8 * self.size_bytes / self.parameters
 
 
-def check_pair(base: str, mtp: str, base_left_in_bf16: bool, allow_untested: bool) -> bool:
-    """Whether a pair is in the table. One outside it raises UnsupportedError with the table,
-    unless it is allowed; a base that stays in bf16 goes with anything."""
+def check_pair(base: str, mtp: str, *, base_stays_bf16: bool, allow_untested: bool) -> bool:
+    """Return True for a pair of the table, False for one that is allowed all the same.
+
+    A base that stays in bf16 goes with any MTP module. Raises UnsupportedError with the table for
+    any other pair.
+    """
     if any((pair.base, pair.mtp) == (base, mtp) for pair in PAIRS):
         return True
-    if not (allow_untested or base_left_in_bf16):
+    if not (allow_untested or base_stays_bf16):
         rows = "; ".join(
             f"{p.base} + {p.mtp} ({p.deployment}, {', '.join(p.engines)})" for p in PAIRS
         )
@@ -65,16 +68,16 @@ def check_pair(base: str, mtp: str, base_left_in_bf16: bool, allow_untested: boo
 
 
 def weigh(family: ModelFamily, scheme: str, in_part: Callable[[TensorSpec], bool]) -> Weight:
-    """What the tensors of a part take under a scheme, from the family's shapes."""
+    """Return the size of a part under a scheme, from the family's shapes."""
     storages = SCHEMES[scheme].storages
     parameters = size_bytes = 0
-    for spec in family.expected.values():
-        if not in_part(spec) or spec.scale_of is not None:
+    for spec in family.tensors.values():
+        if not in_part(spec):
             continue
         parameters += prod(spec.shape)
         if spec.is_linear_weight and spec.role in storages:
-            storage = storages[spec.role]
-            tensors = stored_tensors(spec.name, spec.shape, storage, 128, NATIVE_SCALE)
+            stored_as = FORMATS[storages[spec.role]](FormatOptions())
+            tensors = stored_as.tensors(spec.name, spec.shape)
             size_bytes += sum(tensor.size_bytes for tensor in tensors)
         else:
             size_bytes += tensor_bytes(spec.dtypes[0], spec.shape)

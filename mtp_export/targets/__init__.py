@@ -1,9 +1,13 @@
-"""Target layouts by name. A new engine is one file and one line here."""
+"""Target layouts by name. A new layout is one file and one line here; an engine that reads a known
+layout is one line in that layout's file."""
 
 from __future__ import annotations
 
+from collections.abc import Collection
+
 from mtp_export.errors import UsageError
-from mtp_export.targets.base import Target
+from mtp_export.schemes.storage import Storage
+from mtp_export.targets.base import Engine, Target
 from mtp_export.targets.hf import HF
 from mtp_export.targets.lightllm import LIGHTLLM
 from mtp_export.targets.paddlenlp import PADDLENLP
@@ -18,20 +22,25 @@ TARGETS: dict[str, Target] = {
 
 
 def target_names() -> tuple[str, ...]:
-    """Every name --target takes: layouts, and the engines that read them."""
-    return tuple(name for target in TARGETS.values() for name in (target.name, *target.engines))
-
-
-def integer_options() -> tuple[str, ...]:
-    """The names of --target whose engines read bundles with int4 or int8."""
-    return tuple(name for target in TARGETS.values() for name in target.integer_options)
+    """Return every name that --target takes: layouts, and the engines that read them."""
+    return tuple(engine.name for target in TARGETS.values() for engine in target.engines)
 
 
 def target_of(name: str) -> Target:
-    """The layout for a target name or an engine that reads it (UsageError for any other)."""
+    """Return the layout that a name of --target stands for (UsageError for any other name)."""
     for target in TARGETS.values():
-        if name == target.name or name in target.engines:
+        if any(engine.name == name for engine in target.engines):
             return target
     raise UsageError(
         "Unknown target", expected=", ".join(target_names()), found=name, todo="Pick one of these"
     )
+
+
+def engine_of(name: str) -> Engine:
+    """Return the engine that a name of --target stands for (UsageError for any other name)."""
+    return next(engine for engine in target_of(name).engines if engine.name == name)
+
+
+def names_that_read(storages: Collection[Storage]) -> tuple[str, ...]:
+    """Return the names of --target whose engines read linears in these storages."""
+    return tuple(name for name in target_names() if engine_of(name).storages.issuperset(storages))

@@ -1,21 +1,24 @@
-"""What a target engine reads as the draft: names, config fields and precision."""
+"""Target layouts: what engines read as the draft (names, config fields, storages)."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from shlex import quote
 from typing import Any
 
-from mtp_export.errors import InvalidInputError
+from mtp_export.errors import InvalidInputError, UnsupportedError
+from mtp_export.schemes.dialects import Dialect
+from mtp_export.schemes.native import with_renamed_modules
+from mtp_export.schemes.storage import FLOATS, Storage
 
 Config = dict[str, Any]
 
 
 @dataclass(frozen=True)
 class Deployment:
-    """A finished bundle as an engine is started on it; schemes are the parts' by name."""
+    """A finished bundle to start an engine on; schemes are those of the parts, by name."""
 
     output_dir: Path
     base_scheme: str
@@ -23,16 +26,16 @@ class Deployment:
 
     @property
     def main(self) -> str:
-        """The main folder, quoted for a shell."""
+        """Main folder, quoted for a shell."""
         return quote(str(self.folder("main")))
 
     @property
     def mtp(self) -> str:
-        """The MTP folder, quoted for a shell."""
+        """MTP folder, quoted for a shell."""
         return quote(str(self.folder("mtp")))
 
     def folder(self, part: str) -> Path:
-        """A part's folder, absolute where a shell would take it for an option."""
+        """Return a part's folder, absolute where a shell would take it for an option."""
         folder = self.output_dir / part
         return folder.absolute() if str(folder).startswith("-") else folder
 
@@ -41,39 +44,80 @@ Launch = Callable[[Deployment], str]
 
 
 @dataclass(frozen=True)
+class Engine:
+    """An engine that reads a layout; its name is one that --target takes.
+
+    storages are the storages of linears that its loader reads. dialect is how it wants integers
+    described, required for an engine that reads any. launch makes the shell command that serves a
+    bundle with one draft token; None for an engine that does not take the MTP part as a folder of
+    its own.
+    """
+
+    name: str
+    storages: frozenset[Storage] = FLOATS
+    dialect: Dialect | None = None
+    launch: Launch | None = None
+
+    def __post_init__(self) -> None:
+        assert self.dialect is not None or self.storages <= FLOATS, f"{self.name} has no dialect"
+
+
+@dataclass(frozen=True)
 class Target:
     """One layout of the draft (MTP) folder; the main folder keeps the source's layout.
 
+    engines are those that read the layout, first of all the one named like the target.
     mtp_name maps a source tensor or module name of an MTP layer to the target's.
     mtp_config maps the source's config.json to the draft's; released_config maps a draft's back,
     as far as tensors go, given the main model's num_hidden_layers.
-    engines are further engines that read the same layout; their names are aliases of it.
+    model_types are those of config.json that the layout exists for; None for all.
+    mtp_storages are the storages of the draft's linears that the engines read.
     needs_shared_weights: the engine takes embedding and head from the draft folder.
-    integer_options: the names of --target, of this layout or its engines, that read int4 and int8.
-    mtp_schemes: the precision schemes in which the engine reads the draft; None for all.
-    launch: per engine that takes the MTP part as a folder of its own, the shell command that serves
-    a bundle with one draft token.
     dequantizes: fp8 weights become bf16. transposes: linear weights and scales are [in, out].
     """
 
     name: str
-    engines: tuple[str, ...]
+    engines: tuple[Engine, ...]
     mtp_name: Callable[[str, int], str]
     mtp_config: Callable[[Mapping[str, Any]], Config]
     released_config: Callable[[Mapping[str, Any], int], Config]
+    model_types: frozenset[str] | None
+    mtp_storages: frozenset[Storage] = FLOATS
     needs_shared_weights: bool = False
     dequantizes: bool = False
     transposes: bool = False
     single_mtp_layer: bool = True
-    integer_options: tuple[str, ...] = ()
-    mtp_schemes: frozenset[str] | None = frozenset({"bf16", "a8w8_fp8"})
-    launch: Mapping[str, Launch] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        assert self.engines[0].name == self.name, f"{self.name} is no name of --target"
+
+    def check_model_type(self, config: Mapping[str, Any]) -> None:
+        """Refuse a model that the layout does not exist for (UnsupportedError)."""
+        model_type = config.get("model_type")
+        if self.model_types is not None and model_type not in self.model_types:
+            raise UnsupportedError(
+                f"Target {self.name} has no layout for this model",
+                expected=f"model_type {' or '.join(sorted(self.model_types))} in config.json",
+                found=repr(model_type)[:100],
+                todo="Use --target hf",
+            )
 
 
 def single_layer_config(
     config: Mapping[str, Any], mtp_name: Callable[[str, int], str], **changes: object
 ) -> Config:
-    """The config of a draft whose one decoder layer is layer 0, a MoE layer."""
+    """Return the config of a draft whose one decoder layer is layer 0, a MoE layer."""
+    own = f"model.layers.{config['num_hidden_layers']}"
+
+    def renamed(module: str) -> str | None:
+        """Return a module's name in the draft; None for another layer's."""
+        layer = config["num_hidden_layers"]
+        if module == own:
+            return mtp_name(f"{own}.mlp.weight", layer).removesuffix(".mlp.weight")
+        if module.startswith(f"{own}."):
+            return mtp_name(f"{module}.weight", layer).removesuffix(".weight")
+        return None if module.startswith("model.layers.") else module
+
     result = {
         **config,
         "num_hidden_layers": 1,
@@ -81,19 +125,11 @@ def single_layer_config(
         "first_k_dense_replace": 0,
         **changes,
     }
-    quantization = result.get("quantization_config")
-    if isinstance(quantization, dict):
-        layer = config["num_hidden_layers"]
-        result["quantization_config"] = quantization | {
-            key: _renamed_modules(quantization[key], mtp_name, layer)
-            for key in ("modules_to_not_convert", "ignored_layers")
-            if quantization.get(key)
-        }
-    return result
+    return with_renamed_modules(result, renamed)
 
 
 def released_from_single_layer(config: Mapping[str, Any], main_layers: int) -> Config:
-    """The released config of a draft with one decoder layer (InvalidInputError for another)."""
+    """Return the released config of a draft with one decoder layer (InvalidInputError for more)."""
     for key in ("num_hidden_layers", "num_nextn_predict_layers"):
         if config.get(key) != 1:
             raise InvalidInputError(
@@ -103,19 +139,3 @@ def released_from_single_layer(config: Mapping[str, Any], main_layers: int) -> C
                 todo="Export the MTP part again",
             )
     return {**config, "num_hidden_layers": main_layers}
-
-
-def _renamed_modules(
-    modules: list[str], mtp_name: Callable[[str, int], str], layer: int
-) -> list[str]:
-    """Module names as the draft has them: the MTP layer's renamed, other layers' left out."""
-    own = f"model.layers.{layer}"
-    result: list[str] = []
-    for module in modules:
-        if module == own:
-            result.append(mtp_name(f"{own}.mlp.weight", layer).removesuffix(".mlp.weight"))
-        elif module.startswith(f"{own}."):
-            result.append(mtp_name(f"{module}.weight", layer).removesuffix(".weight"))
-        elif not module.startswith("model.layers."):
-            result.append(module)
-    return result

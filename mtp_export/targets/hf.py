@@ -1,4 +1,4 @@
-"""The released layout, which vLLM and SGLang load as a separate draft folder unmodified."""
+"""Released layout, which vLLM and SGLang load as a draft folder as it is."""
 
 from __future__ import annotations
 
@@ -7,7 +7,9 @@ from collections.abc import Mapping
 from shlex import quote
 from typing import Any
 
-from mtp_export.targets.base import Config, Deployment, Target
+from mtp_export.schemes.dialects import SGLANG, VLLM
+from mtp_export.schemes.storage import FLOATS, Storage
+from mtp_export.targets.base import Config, Deployment, Engine, Target
 
 
 def _name(name: str, layer: int) -> str:
@@ -15,7 +17,7 @@ def _name(name: str, layer: int) -> str:
 
 
 def _config(config: Mapping[str, Any]) -> Config:
-    return {**config, "architectures": ["DeepseekV3ForCausalLM"], "model_type": "deepseek_v3"}
+    return dict(config)
 
 
 def _released(config: Mapping[str, Any], main_layers: int) -> Config:
@@ -36,14 +38,19 @@ def _sglang(bundle: Deployment) -> str:
     )
 
 
+# Integers under the layout's own name are written as vLLM and most others read them.
 HF = Target(
     name="hf",
-    engines=("vllm", "sglang", "tensorrt-llm"),
+    engines=(
+        Engine("hf", frozenset(Storage), VLLM),
+        Engine("vllm", frozenset(Storage) - {Storage.W4AFP8}, VLLM, launch=_vllm),
+        Engine("sglang", frozenset(Storage), SGLANG, launch=_sglang),
+        Engine("tensorrt-llm", FLOATS),
+    ),
     mtp_name=_name,
     mtp_config=_config,
     released_config=_released,
+    model_types=None,
+    mtp_storages=frozenset(Storage),
     single_mtp_layer=False,
-    integer_options=("hf", "vllm", "sglang"),
-    mtp_schemes=None,
-    launch={"vllm": _vllm, "sglang": _sglang},
 )

@@ -1,4 +1,4 @@
-"""LightLLM (and SGLang before it read layer 61): the MTP layer as decoder layer 0."""
+"""LightLLM (and SGLang before it read layer 61): the MTP layer becomes decoder layer 0."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from typing import Any
 from mtp_export.targets.base import (
     Config,
     Deployment,
+    Engine,
     Target,
     released_from_single_layer,
     single_layer_config,
@@ -31,9 +32,9 @@ def _launch(bundle: Deployment) -> str:
 
 LIGHTLLM = Target(
     name="lightllm",
-    engines=(),
+    engines=(Engine("lightllm", launch=_launch),),
     mtp_name=_name,
     mtp_config=_config,
     released_config=released_from_single_layer,
-    launch={"lightllm": _launch},
+    model_types=frozenset({"deepseek_v3"}),
 )

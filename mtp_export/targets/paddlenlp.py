@@ -1,4 +1,4 @@
-"""PaddleNLP: prefix deepseek_v3_mtp, linear weights and their scales stored [in, out]."""
+"""PaddleNLP: prefix deepseek_v3_mtp, linear weights and their scales stored as [in, out]."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from typing import Any
 from mtp_export.targets.base import (
     Config,
     Deployment,
+    Engine,
     Target,
     released_from_single_layer,
     single_layer_config,
@@ -23,7 +24,7 @@ _RENAMED = {
 _IMAGE = (
     "ccr-2vdh3abv-pub.cnc.bj.baidubce.com/paddlepaddle/paddlenlp:llm-serving-cuda124-cudnn9-v2.1"
 )
-_QUANTIZED_AT_LOAD = {"bf16": "weight_only_int8"}  # what PaddleNLP makes of it
+_QUANTIZED_AT_LOAD = {"bf16": "weight_only_int8"}  # by PaddleNLP
 _MODEL_LEVEL = ("enorm", "hnorm", "eh_proj")
 
 
@@ -41,8 +42,10 @@ def _config(config: Mapping[str, Any]) -> Config:
 
 
 def _launch(bundle: Deployment) -> str:
-    """On each of two machines of 8 GPUs, whose addresses POD_0_IP and POD_IPS hold; the variables
-    are those of PaddleNLP's guide to speculative decoding."""
+    """Serve on each of two machines of 8 GPUs, whose addresses POD_0_IP and POD_IPS hold.
+
+    The variables are those of PaddleNLP's guide to speculative decoding.
+    """
     main, mtp = (quote(str(bundle.folder(part).resolve())) for part in ("main", "mtp"))
     base_type, mtp_type = (
         _QUANTIZED_AT_LOAD.get(scheme, scheme) for scheme in (bundle.base_scheme, bundle.mtp_scheme)
@@ -61,11 +64,11 @@ def _launch(bundle: Deployment) -> str:
 
 PADDLENLP = Target(
     name="paddlenlp",
-    engines=(),
+    engines=(Engine("paddlenlp", launch=_launch),),
     mtp_name=_name,
     mtp_config=_config,
     released_config=released_from_single_layer,
+    model_types=frozenset({"deepseek_v3"}),
     needs_shared_weights=True,
     transposes=True,
-    launch={"paddlenlp": _launch},
 )

@@ -1,13 +1,16 @@
-"""xLLM on NPU: a model type of its own, the MTP parts at model level, everything in bf16."""
+"""xLLM on NPU: a model type of its own, MTP tensors at model level, everything in bf16."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from typing import Any
 
+from mtp_export.schemes.native import replaced_quantization
+from mtp_export.schemes.storage import Storage
 from mtp_export.targets.base import (
     Config,
     Deployment,
+    Engine,
     Target,
     released_from_single_layer,
     single_layer_config,
@@ -24,12 +27,12 @@ def _name(name: str, layer: int) -> str:
 
 
 def _config(config: Mapping[str, Any]) -> Config:
+    unquantized = replaced_quantization(config, "")  # xLLM wants the field, and it empty
     return single_layer_config(
-        config,
+        unquantized,
         _name,
         model_type="deepseek_v3_mtp",
         architectures=["DeepseekMTPForCausalLM"],
-        quantization_config="",
     )
 
 
@@ -38,7 +41,7 @@ def _released(config: Mapping[str, Any], main_layers: int) -> Config:
 
 
 def _launch(bundle: Deployment) -> str:
-    """One process an NPU, 16 of them, as xLLM's MTP guide starts DeepSeek-V3."""
+    """Start 16 processes, one per NPU, as xLLM's MTP guide does with DeepSeek-V3."""
     return (
         f'for i in $(seq 0 15); do xllm --model {bundle.main} --devices="npu:$i"'
         " --port $((13222 + i)) --master_node_addr=127.0.0.1:42123 --nnodes=16"
@@ -51,11 +54,11 @@ def _launch(bundle: Deployment) -> str:
 
 XLLM = Target(
     name="xllm",
-    engines=(),
+    engines=(Engine("xllm", launch=_launch),),
     mtp_name=_name,
     mtp_config=_config,
     released_config=_released,
+    model_types=frozenset({"deepseek_v3"}),
     dequantizes=True,
-    mtp_schemes=frozenset({"bf16"}),
-    launch={"xllm": _launch},
+    mtp_storages=frozenset({Storage.BF16}),
 )

@@ -1,29 +1,28 @@
-"""A check and what it finds: items that pass, fail or were not tested, with figure and bound."""
+"""Checks and the items that they yield: each passes, fails or was not tested, with its figure and
+bound."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import IntEnum, StrEnum
-from typing import TYPE_CHECKING, Any
+from typing import Any, TypedDict, Unpack
 
-if TYPE_CHECKING:
-    from mtp_export.verify.context import Context
+WHOLE_CHECK = "all of it"  # the item of a check that did not run at all
+_REPORTED = "reported"  # the bound of a figure that nothing is required of
+_NAMED_PROBLEMS = 5
 
 
 class Status(StrEnum):
-    """How an item ended."""
+    """The outcome of an item."""
 
     PASS = "pass"
     FAIL = "fail"
     NOT_TESTED = "not tested"
 
 
-WHOLE_CHECK = "all of it"  # the item of a check that was not run at all
-
-
 class Level(IntEnum):
-    """How deep to verify; a level includes those before it."""
+    """The depth of a verification; a level includes those before it."""
 
     FILES = 1
     WEIGHTS = 2
@@ -31,10 +30,25 @@ class Level(IntEnum):
 
 
 @dataclass(frozen=True)
-class Item:
-    """One thing that was looked at.
+class Check:
+    """A group of items that run together.
 
-    figure is what was measured and bound what it was held against, both as shown to people.
+    module is relative to mtp_export.verify: its run(context) yields the items as they are known. It
+    is imported when the check starts, so that level files needs no torch. whole_model: the check
+    holds the model in memory, which not every machine can.
+    """
+
+    title: str
+    level: Level
+    module: str
+    whole_model: bool = True
+
+
+@dataclass(frozen=True, kw_only=True)
+class Item:
+    """One property of a bundle, and whether it holds.
+
+    figure is what was measured and bound what it was compared with, both as shown to people.
     subject names the tensor, file or prompt that a failure is about. cause says in words what is
     likely wrong (on a failure) or why nothing was tested. data is for machines and plots: numbers,
     strings, lists and dicts alone.
@@ -49,22 +63,67 @@ class Item:
     data: Mapping[str, Any] = field(default_factory=dict)
 
 
+class Shown(TypedDict, total=False):
+    """Fields of an Item that every outcome may have."""
+
+    figure: str
+    bound: str
+    subject: str
+    data: Mapping[str, Any]
+
+
+def passed(name: str, **shown: Unpack[Shown]) -> Item:
+    """An item that passes."""
+    return Item(name=name, status=Status.PASS, **shown)
+
+
+def failed(name: str, cause: str, **shown: Unpack[Shown]) -> Item:
+    """An item that fails, and what is likely wrong."""
+    return Item(name=name, status=Status.FAIL, cause=cause, **shown)
+
+
+def not_tested(name: str, reason: str, **shown: Unpack[Shown]) -> Item:
+    """An item that could not be decided, and why."""
+    return Item(name=name, status=Status.NOT_TESTED, cause=reason, **shown)
+
+
+def judged(name: str, holds: bool, cause: str, **shown: Unpack[Shown]) -> Item:
+    """An item that passes if it holds, and else fails for the cause."""
+    return passed(name, **shown) if holds else failed(name, cause, **shown)
+
+
+def measured(name: str, figure: str, data: Mapping[str, Any]) -> Item:
+    """A figure that is reported and has no bound."""
+    return passed(name, figure=figure, bound=_REPORTED, data=data)
+
+
 @dataclass(frozen=True)
-class Check:
-    """A group of items, run together; `run` yields them as they are known.
+class Problem:
+    """One thing that is wrong: the tensor or file, and a sentence that names it."""
 
-    whole_model: it holds the model in memory, which not every machine can.
-    """
+    subject: str
+    words: str
 
-    title: str
-    level: Level
-    run: Callable[[Context], Iterator[Item]]
-    whole_model: bool = True
+
+def verdict(name: str, problems: Sequence[Problem], figure: str = "", bound: str = "") -> Item:
+    """An item that passes without problems, and else names the first few; data lists them all."""
+    if not problems:
+        return passed(name, figure=figure, bound=bound)
+    words = "; ".join(problem.words for problem in problems[:_NAMED_PROBLEMS])
+    more = len(problems) - _NAMED_PROBLEMS
+    return failed(
+        name,
+        words + (f"; and {more:,} more" if more > 0 else ""),
+        figure=f"{len(problems):,} wrong" + (f" of {figure}" if figure else ""),
+        bound=bound,
+        subject=problems[0].subject,
+        data={"problems": [{"subject": p.subject, "words": p.words} for p in problems]},
+    )
 
 
 @dataclass(frozen=True)
 class CheckResult:
-    """What a check found, in order, and how long it took."""
+    """The items of a finished check, in order, and its duration."""
 
     name: str
     title: str
@@ -73,37 +132,14 @@ class CheckResult:
 
     @property
     def status(self) -> Status:
-        """Fail if anything failed, pass if anything passed, else not tested."""
-        statuses = {item.status for item in self.items}
-        for status in (Status.FAIL, Status.PASS):
-            if status in statuses:
-                return status
-        return Status.NOT_TESTED
+        """Fail if any item failed, pass if any passed, else not tested."""
+        return overall(item.status for item in self.items)
 
 
-@dataclass(frozen=True)
-class Problem:
-    """One thing that is wrong: with which tensor or file, and a sentence that names it."""
-
-    subject: str
-    words: str
-
-
-_NAMED_PROBLEMS = 5
-
-
-def verdict(name: str, problems: Sequence[Problem], figure: str = "", bound: str = "") -> Item:
-    """An item that passes without problems, else names the first few; data lists them all."""
-    if not problems:
-        return Item(name, Status.PASS, figure, bound)
-    words = "; ".join(problem.words for problem in problems[:_NAMED_PROBLEMS])
-    more = len(problems) - _NAMED_PROBLEMS
-    return Item(
-        name,
-        Status.FAIL,
-        f"{len(problems):,} wrong" + (f" of {figure}" if figure else ""),
-        bound,
-        problems[0].subject,
-        words + (f"; and {more:,} more" if more > 0 else ""),
-        {"problems": [{"subject": p.subject, "words": p.words} for p in problems]},
-    )
+def overall(statuses: Iterable[Status]) -> Status:
+    """The status of a group: fail if any failed, pass if any passed, else not tested."""
+    found = set(statuses)
+    for status in (Status.FAIL, Status.PASS):
+        if status in found:
+            return status
+    return Status.NOT_TESTED

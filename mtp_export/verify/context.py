@@ -1,5 +1,5 @@
-"""What the checks look at: the bundle and its source, opened as far as they can be, prompts, and
-one loaded model that all engines share."""
+"""The bundle under verification and its source, opened as far as they can be; prompts; and one
+loaded model that all engines share."""
 
 from __future__ import annotations
 
@@ -10,33 +10,39 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from mtp_export.checkpoint.bundle_folder import open_checkpoint
+from mtp_export.checkpoint.bundle_folder import MAIN, MTP, open_checkpoint
 from mtp_export.checkpoint.manifest import MANIFEST_NAME, read_manifest
 from mtp_export.checkpoint.reader import CONFIG_NAME, Checkpoint
 from mtp_export.errors import InvalidInputError, MtpExportError
 from mtp_export.progress import ProgressCallback
+from mtp_export.targets import TARGETS
+from mtp_export.targets.base import Target
 from mtp_export.verify.check import Level
+from mtp_export.verify.evidence.bundle_parts import (
+    BundlePart,
+    PartLayout,
+    layer_count,
+    layout_of,
+    likely_target,
+)
 from mtp_export.verify.evidence.memory import why_too_large
 from mtp_export.verify.evidence.prompts import Prompt, choose_prompts
-from mtp_runtime.prompts import read_prompts
 
 if TYPE_CHECKING:
     from mtp_export.verify.evidence.corpus import Corpus
-    from mtp_runtime import LLM
-    from mtp_runtime.models.build import Loaded, LoadOptions
+    from mtp_runtime.models.load import Loaded, LoadOptions
 
-MAIN, MTP = "main", "mtp"
-# Shows a step of so many bytes while the block runs; the callback takes bytes just done.
+# Opens the progress bar of a step of so many bytes; the callback takes the bytes just done.
 ShowProgress = Callable[[str, int], AbstractContextManager[ProgressCallback]]
 
 
 @dataclass(frozen=True)
 class VerifyOptions:
-    """What to verify, and how deep.
+    """The bundle to verify, and how deep.
 
-    ks: numbers of drafts. checksums False: no tensor's bytes are read for level files. stream: run
-    the model layer by layer, for one that does not fit into memory. workdir: where a streamed pass
-    keeps what it resumes from.
+    max_new_tokens: per prompt. ks: numbers of draft tokens per step. checksums False: no tensor's
+    bytes are read for level files. stream: run the model layer by layer, for one that does not fit
+    into memory. workdir: where a streamed pass keeps its state to resume from.
     """
 
     bundle: Path
@@ -53,23 +59,6 @@ class VerifyOptions:
 
 
 @dataclass(frozen=True)
-class BundlePart:
-    """main/ or mtp/ of a bundle: opened, or the error that it could not be."""
-
-    name: str
-    folder: Path
-    checkpoint: Checkpoint | None
-    error: MtpExportError | None = None
-
-    @classmethod
-    def open(cls, name: str, folder: Path) -> BundlePart:
-        try:
-            return cls(name, folder, Checkpoint.open(folder))
-        except MtpExportError as error:
-            return cls(name, folder, None, error)
-
-
-@dataclass(frozen=True)
 class Context:
     """A bundle on its way through the checks. Models are loaded when first asked for."""
 
@@ -83,9 +72,9 @@ class Context:
 
     @classmethod
     def open(cls, options: VerifyOptions, show_progress: ShowProgress) -> Context:
-        """Open what is there. Damage is kept for the checks to report.
+        """Open the bundle and its source; damage of the bundle is kept for the checks to report.
 
-        Raises InvalidInputError where there is no bundle at all, and what open_checkpoint and
+        Raises InvalidInputError for a folder that is no bundle at all, and what open_checkpoint and
         read_prompts raise for a source and prompts that cannot be read.
         """
         folder = options.bundle
@@ -105,17 +94,31 @@ class Context:
         parts = tuple(BundlePart.open(name, folder / name) for name in names)
         source = None if options.source is None else open_checkpoint(options.source)
         if options.prompts is not None:
+            from mtp_runtime.prompts import read_prompts
+
             read_prompts(options.prompts)
-        return cls(options, parts, manifest, error, source, show_progress)
+        return cls(
+            options=options,
+            parts=parts,
+            manifest=manifest,
+            manifest_error=error,
+            source=source,
+            show_progress=show_progress,
+        )
 
     def part(self, name: str) -> BundlePart | None:
-        """A part by name, None where the bundle has no such folder."""
+        """The part of a name, None if the bundle has no such folder."""
         return next((part for part in self.parts if part.name == name), None)
 
     def recorded(self, option: str) -> Any:
-        """An option of the export, as the manifest has it; None where it says nothing."""
+        """An option of the export by its key in the manifest; None if it has no such key."""
+        return self.recorded_options.get(option)
+
+    @property
+    def recorded_options(self) -> Mapping[str, Any]:
+        """The options of the export that the manifest records."""
         options = (self.manifest or {}).get("options")
-        return options.get(option) if isinstance(options, dict) else None
+        return options if isinstance(options, dict) else {}
 
     @property
     def checkpoints(self) -> tuple[Checkpoint, ...]:
@@ -132,9 +135,37 @@ class Context:
         part = self.part(MTP)
         return None if part is None else part.checkpoint
 
+    @cached_property
+    def target(self) -> Target:
+        """The target that the manifest names, else the one whose names most of the draft has."""
+        name = self.recorded("target")
+        if isinstance(name, str) and name in TARGETS:
+            return TARGETS[name]
+        return likely_target(self.mtp, layer_count(self.checkpoints))
+
+    def layout(self, part: BundlePart) -> PartLayout:
+        """The tensors that an opened part must hold.
+
+        Raises what stored_model and stored_draft raise for a config that cannot be followed.
+        """
+        return layout_of(part, self.target, layer_count(self.checkpoints))
+
+    @cached_property
+    def layouts(self) -> tuple[PartLayout, ...]:
+        """The layouts of the parts whose configs can be followed; check `files` says why another
+        cannot."""
+        found = []
+        for part in self.parts:
+            if part.checkpoint is not None:
+                try:
+                    found.append(self.layout(part))
+                except MtpExportError:
+                    continue
+        return tuple(found)
+
     @property
     def why_not_opened(self) -> str | None:
-        """Why no model can be made of the parts, None when it can, as far as headers tell."""
+        """The reason why no model can be built from the parts, None if headers show none."""
         for name in (MAIN, MTP):
             part = self.part(name)
             if part is None:
@@ -145,10 +176,10 @@ class Context:
 
     @cached_property
     def why_not_run(self) -> str | None:
-        """Why the model is not run as a whole here, None when it is."""
+        """The reason why the model is not run as a whole here, None if it is."""
         if self.options.stream and self.why_not_opened is None:
             return "--stream never holds the whole model"
-        return self.why_not_opened or why_too_large(self.checkpoints)
+        return self.why_not_opened or why_too_large(self.layouts)
 
     @cached_property
     def prompts(self) -> tuple[Prompt, ...]:
@@ -157,42 +188,17 @@ class Context:
 
     @cached_property
     def corpus(self) -> Corpus:
-        """The texts that run-level checks share, of the fast fp32 model."""
+        """The texts that run-level checks share, generated by the fp32 model."""
         from mtp_export.verify.evidence.corpus import Corpus
-        from mtp_runtime.models.build import LoadOptions
+        from mtp_runtime.models.load import LoadOptions
 
         model = self.loaded(LoadOptions(self.options.device)).model
         return Corpus(model, self.prompts, self.options.max_new_tokens)
 
     def loaded(self, options: LoadOptions) -> Loaded:
-        """The bundle's model, loaded once for the same options. Raises what load_model raises."""
-        from mtp_runtime.models.build import load_model
+        """The bundle's model, loaded once per options. Raises what load_model raises."""
+        from mtp_runtime.models.load import load_model
 
         if options not in self._loaded:
             self._loaded[options] = load_model(self.options.bundle, options)
         return self._loaded[options]
-
-    def llm(
-        self,
-        method: str = "none",
-        k: int = 1,
-        *,
-        dtype: str = "float32",
-        deterministic: bool = False,
-        **more: Any,
-    ) -> LLM:
-        """An engine of its own over the shared model; `more` are further options of LLM."""
-        from mtp_runtime import LLM
-        from mtp_runtime.models.build import LoadOptions
-
-        options = LoadOptions(self.options.device, dtype, deterministic)
-        return LLM(
-            self.options.bundle,
-            device=self.options.device,
-            dtype=dtype,
-            deterministic=deterministic,
-            speculate_method=method,
-            speculate_max_draft_token_num=k,
-            loaded=self.loaded(options),
-            **more,
-        )

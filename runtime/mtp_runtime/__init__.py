@@ -1,4 +1,4 @@
-"""The reference runner: decodes exported bundles, with and without speculation."""
+"""Reference runtime: decodes exported bundles, with and without speculation."""
 
 from mtp_runtime.llm import LLM, RequestOutput
 from mtp_runtime.request import RequestMetrics, TokenEvent

@@ -1,57 +1,109 @@
-"""The paged cache of latents: one memory for all requests, handed out in pages.
+"""Paged cache: pages of sequences, apart from the tensors that a model's layers keep in them.
 
-A request holds a list of pages and a length; the tokens past the length mean nothing and are
-overwritten. Pages belong to one request at a time, so nothing is counted or shared.
+A sequence holds a list of pages and a length. All layers of all models that follow a sequence use
+its pages: a slot, page * page_size + offset, is one token's place in every tensor. Tokens past the
+length mean nothing and are overwritten. A page belongs to one sequence at a time, so that nothing
+is counted or shared.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from typing import Protocol
 
 import torch
 
 from mtp_export.errors import ResourceError
+from mtp_kernels.batch_layout import BatchLayout
+
+# Tensors [pages, page, ...] of one layer, whatever it keeps of a token: a latent, a key and a
+# value, a state after it.
+LayerCache = tuple[torch.Tensor, ...]
+
+
+@dataclass(frozen=True)
+class CacheSpec:
+    """Size and kind of the tensors of a cache."""
+
+    pages: int
+    page_size: int
+    dtype: torch.dtype
+    device: torch.device
+
+    def empty(self, *width: int) -> torch.Tensor:
+        """Uninitialized entries [pages, page, *width]."""
+        return torch.empty(self.pages, self.page_size, *width, dtype=self.dtype, device=self.device)
+
+
+class Cache(Protocol):
+    """Cached entries of some layers; how they lie in memory is for those layers to know."""
+
+    @property
+    def tensors(self) -> Iterable[torch.Tensor]:
+        """Every tensor of every layer, as views [pages, page, ...]."""
+
+
+@dataclass(frozen=True)
+class LayerCaches:
+    """Caches of layers that each have tensors of their own."""
+
+    layers: tuple[LayerCache, ...]
+
+    @property
+    def tensors(self) -> Iterable[torch.Tensor]:
+        return (tensor for layer in self.layers for tensor in layer)
+
+
+@dataclass(frozen=True)
+class JoinedCaches:
+    """Caches of several runs of layers."""
+
+    parts: tuple[Cache, ...]
+
+    @property
+    def tensors(self) -> Iterable[torch.Tensor]:
+        return (tensor for part in self.parts for tensor in part.tensors)
 
 
 @dataclass
 class CachedSequence:
-    """One request's part of the cache: its pages, in order, and how many tokens are cached."""
+    """Pages of one sequence, in order, and the number of its cached tokens."""
 
     pages: list[int] = field(default_factory=list)
     length: int = 0
 
 
-class PagedCache:
-    """Latents and rope keys of all layers: `layers` [layers, pages, page, c+r]."""
+class PageAllocator:
+    """Hands out pages to sequences; knows nothing of what is kept in them."""
 
-    def __init__(
-        self,
-        layers: int,
-        pages: int,
-        page_size: int,
-        width: int,
-        dtype: torch.dtype,
-        device: torch.device,
-        poison_freed: bool = False,
-    ) -> None:
-        self.page_size = page_size
+    def __init__(self, pages: int, page_size: int) -> None:
         self.pages = pages
-        self.layers = torch.empty(layers, pages, page_size, width, dtype=dtype, device=device)
+        self.page_size = page_size
         self._free = list(range(pages - 1, -1, -1))
-        self._poison_freed = poison_freed
-        if poison_freed:
-            self.layers.fill_(torch.nan)
+        self._poisoned: list[Cache] = []
 
     @property
     def free_pages(self) -> int:
         return len(self._free)
 
+    def spec(self, dtype: torch.dtype, device: torch.device) -> CacheSpec:
+        """Spec of a cache with room for all pages."""
+        return CacheSpec(self.pages, self.page_size, dtype, device)
+
+    def poison_freed(self, cache: Cache) -> None:
+        """Fill a cache with NaN, and from now on every slot of it that is freed: a test's way to
+        see that nothing reads such slots."""
+        for tensor in cache.tensors:
+            tensor.fill_(torch.nan)
+        self._poisoned.append(cache)
+
     def pages_for(self, tokens: int) -> int:
-        """Pages that so many tokens fill, the last one perhaps in part."""
+        """Number of pages that so many tokens take, the last one perhaps in part."""
         return -(-tokens // self.page_size)
 
     def missing_pages(self, sequence: CachedSequence, length: int) -> int:
-        """Pages to take before the sequence can hold so many tokens."""
+        """Number of pages to take before the sequence can hold so many tokens."""
         return max(0, self.pages_for(length) - len(sequence.pages))
 
     def reserve(self, sequence: CachedSequence, length: int) -> None:
@@ -67,18 +119,18 @@ class PagedCache:
         sequence.pages += [self._free.pop() for _ in range(missing)]
 
     def append(self, sequence: CachedSequence, count: int) -> None:
-        """Make the sequence longer; what the new tokens hold is for the caller to write."""
+        """Make the sequence longer; the caller writes the entries of the new tokens."""
         self.reserve(sequence, sequence.length + count)
         sequence.length += count
 
     def slots(self, sequence: CachedSequence, start: int, end: int) -> list[int]:
-        """Where tokens [start, end) of a sequence lie: page * page_size + offset."""
+        """Slots of tokens [start, end) of a sequence."""
         size, pages = self.page_size, sequence.pages
         return [pages[t // size] * size + t % size for t in range(start, end)]
 
     def truncate(self, sequence: CachedSequence, length: int) -> None:
-        """Forget the tokens from length on; pages that hold none of the others become free."""
-        if self._poison_freed:
+        """Forget the tokens from length on, and free the pages that hold none of the others."""
+        if self._poisoned:
             self._poison(sequence, length)
         keep = self.pages_for(length)
         self._free += reversed(sequence.pages[keep:])
@@ -87,5 +139,39 @@ class PagedCache:
 
     def _poison(self, sequence: CachedSequence, length: int) -> None:
         slots = self.slots(sequence, length, len(sequence.pages) * self.page_size)
-        index = torch.tensor(slots, dtype=torch.long, device=self.layers.device)
-        self.layers.flatten(1, 2)[:, index] = torch.nan
+        for cache in self._poisoned:
+            for tensor in cache.tensors:
+                tensor.flatten(0, 1)[torch.tensor(slots, dtype=torch.long)] = torch.nan
+
+
+def lay_out(
+    pages: PageAllocator,
+    sequences: Sequence[CachedSequence],
+    spans: Sequence[tuple[int, int]],
+    device: torch.device,
+) -> BatchLayout:
+    """Lay rows [start, end) of each sequence side by side for one forward pass.
+
+    Their pages must be there; a row sees the tokens of its sequence up to itself.
+    """
+    positions: list[int] = []
+    slots: list[int] = []
+    cu_q = [0]
+    for sequence, (start, end) in zip(sequences, spans, strict=True):
+        positions += range(start, end)
+        slots += pages.slots(sequence, start, end)
+        cu_q.append(cu_q[-1] + end - start)
+    return BatchLayout(
+        positions=torch.tensor(positions, device=device),
+        slots=torch.tensor(slots, device=device),
+        page_table=page_table(sequences, device),
+        kv_lens=torch.tensor([end for _, end in spans], dtype=torch.int32, device=device),
+        cu_q=torch.tensor(cu_q, dtype=torch.int32, device=device),
+    )
+
+
+def page_table(sequences: Sequence[CachedSequence], device: torch.device) -> torch.Tensor:
+    """Pages of each sequence [b, max_pages], int32; entries past its last page are 0."""
+    columns = max(len(sequence.pages) for sequence in sequences)
+    rows = [sequence.pages + [0] * (columns - len(sequence.pages)) for sequence in sequences]
+    return torch.tensor(rows, dtype=torch.int32, device=device)

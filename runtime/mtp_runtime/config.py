@@ -1,4 +1,4 @@
-"""What a model and a run are configured with: frozen, complete at construction."""
+"""Configuration of a model and of a run: frozen, complete at construction."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ MAX_DRAFT_TOKENS = 5
 
 
 class Hidden(StrEnum):
-    """Which side of a norm a hidden state is taken from."""
+    """Side of a norm on which a hidden state is taken."""
 
     BEFORE_NORM = "before_norm"
     AFTER_NORM = "after_norm"
@@ -21,12 +21,12 @@ class Hidden(StrEnum):
 
 @dataclass(frozen=True)
 class MtpContract:
-    """How an MTP module is fed; engines differ, and a wrong choice only lowers acceptance.
+    """Inputs of an MTP module; engines differ, and a wrong choice only lowers acceptance.
 
     target_hidden: the main model's hidden state before or after its final norm.
-    recycled_hidden: the MTP layer's own output before or after shared_head.norm, fed back when
+    recycled_hidden: an MTP layer's own output before or after its norm, fed to the next draft when
     more than one token is drafted.
-    zero_first_embedding: whether the row of position 0 gets a zero embedding.
+    zero_first_embedding: the row of position 0 gets a zero embedding.
 
     The defaults are what transformers does with DeepSeek-V3 (its MTP rows carry positions shifted
     by one throughout, which relative rotary positions do not see).
@@ -38,9 +38,9 @@ class MtpContract:
 
     @classmethod
     def from_config(cls, config: Mapping[str, Any]) -> MtpContract:
-        """What config.json records as mtp_contract; a field that it leaves out has its default.
+        """Read what config.json records as mtp_contract; an absent field has its default.
 
-        InvalidInputError for a record that is no contract.
+        Raises InvalidInputError for a record that is no contract.
         """
         recorded = config.get("mtp_contract", {})
         names = [own.name for own in fields(cls)]
@@ -67,7 +67,7 @@ class MtpContract:
 
 @dataclass(frozen=True)
 class RopeConfig:
-    """Rotary positions: base, rotated size r, and yarn's stretching where factor is above 1."""
+    """Rotary positions: rotated size r, base, and YaRN's stretching where factor is above 1."""
 
     size: int
     theta: float
@@ -79,13 +79,15 @@ class RopeConfig:
     mscale_all_dim: float = 0.0
 
     @classmethod
-    def from_config(cls, config: Mapping[str, Any]) -> RopeConfig:
-        """Read rope_theta and rope_scaling, or rope_parameters that hold both."""
+    def from_config(cls, config: Mapping[str, Any], size: int) -> RopeConfig:
+        """Read rope_theta and rope_scaling, or rope_parameters that hold both; size is r.
+
+        Raises UnsupportedError for a scaling other than YaRN's.
+        """
         parameters = dict(config.get("rope_parameters") or {})
         parameters |= config.get("rope_scaling") or {}
         kind = parameters.get("rope_type", parameters.get("type", "default"))
         theta = float(parameters.get("rope_theta", config.get("rope_theta", 10000.0)))
-        size = int(config["qk_rope_head_dim"])
         if kind == "default":
             return cls(size, theta)
         if kind != "yarn":
@@ -97,8 +99,8 @@ class RopeConfig:
         return cls(
             size,
             theta,
-            factor=float(parameters["factor"]),
-            original_positions=int(parameters["original_max_position_embeddings"]),
+            factor=float(required(parameters, "factor")),
+            original_positions=int(required(parameters, "original_max_position_embeddings")),
             beta_fast=float(parameters.get("beta_fast") or 32.0),
             beta_slow=float(parameters.get("beta_slow") or 1.0),
             mscale=float(parameters.get("mscale") or 1.0),
@@ -108,82 +110,54 @@ class RopeConfig:
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """The sizes of a DeepSeek-V3 model. query_rank 0: queries are projected in one step."""
+    """Facts of a model that do not depend on the kind of its layers.
+
+    layers counts main layers, max_positions tokens; rope is None for a model without rotary
+    positions. A model's own config adds what its builder needs.
+    """
 
     vocab: int
     hidden: int
     layers: int
     mtp_layers: int
-    dense_layers: int
-    moe_layer_freq: int
-    heads: int
-    latent: int
-    nope: int
-    value: int
-    query_rank: int
-    experts: int
-    experts_per_token: int
-    expert_groups: int
-    groups_per_token: int
-    shared_experts: int
-    normalise_weights: bool
-    routed_scale: float
     norm_eps: float
     max_positions: int
     eos_token_ids: tuple[int, ...]
-    rope: RopeConfig
+    rope: RopeConfig | None
 
-    @classmethod
-    def from_config(cls, config: Mapping[str, Any]) -> ModelConfig:
-        """Read a config.json (InvalidInputError for a missing field, UnsupportedError else)."""
-        for key, wanted in (
-            ("scoring_func", "sigmoid"),
-            ("topk_method", "noaux_tc"),
-            ("hidden_act", "silu"),
-        ):
-            if config.get(key, wanted) != wanted:
-                raise UnsupportedError(
-                    f"config.json sets {key} to something that the runtime does not compute",
-                    expected=wanted,
-                    found=config[key],
-                )
-        try:
-            return cls._read(config)
-        except KeyError as error:
-            raise InvalidInputError(f"config.json has no {error.args[0]}") from None
-
-    @classmethod
-    def _read(cls, config: Mapping[str, Any]) -> ModelConfig:
+    @staticmethod
+    def run_facts(config: Mapping[str, Any]) -> dict[str, Any]:
+        """Read the fields that no shape depends on, and that every config.json names alike."""
         eos = config.get("eos_token_id")
-        return cls(
-            vocab=config["vocab_size"],
-            hidden=config["hidden_size"],
-            layers=config["num_hidden_layers"],
-            mtp_layers=config.get("num_nextn_predict_layers") or 0,
-            dense_layers=config["first_k_dense_replace"],
-            moe_layer_freq=config.get("moe_layer_freq", 1),
-            heads=config["num_attention_heads"],
-            latent=config["kv_lora_rank"],
-            nope=config["qk_nope_head_dim"],
-            value=config["v_head_dim"],
-            query_rank=config.get("q_lora_rank") or 0,
-            experts=config["n_routed_experts"],
-            experts_per_token=config["num_experts_per_tok"],
-            expert_groups=config.get("n_group") or 1,
-            groups_per_token=config.get("topk_group") or 1,
-            shared_experts=config.get("n_shared_experts") or 0,
-            normalise_weights=config.get("norm_topk_prob", True),
-            routed_scale=float(config.get("routed_scaling_factor", 1.0)),
-            norm_eps=float(config.get("rms_norm_eps", 1e-6)),
-            max_positions=config.get("max_position_embeddings", 1 << 30),
-            eos_token_ids=tuple(eos) if isinstance(eos, list) else () if eos is None else (eos,),
-            rope=RopeConfig.from_config(config),
-        )
+        return {
+            "norm_eps": float(config.get("rms_norm_eps", 1e-6)),
+            "max_positions": config.get("max_position_embeddings", 1 << 30),
+            "eos_token_ids": tuple(eos) if isinstance(eos, list) else () if eos is None else (eos,),
+        }
+
+
+def required(config: Mapping[str, Any], key: str) -> Any:
+    """Return the value of a key of config.json (InvalidInputError where there is none)."""
+    if key not in config:
+        raise InvalidInputError(f"config.json has no {key}")
+    return config[key]
+
+
+def refuse_other_values(config: Mapping[str, Any], computed: Mapping[str, object]) -> None:
+    """Raise UnsupportedError where config.json sets a key to another value than is computed; a key
+    that is absent is taken to be as computed."""
+    for key, value in computed.items():
+        if config.get(key, value) != value:
+            raise UnsupportedError(
+                f"config.json sets {key} to something that the runtime does not compute",
+                expected=value,
+                found=config[key],
+            )
 
 
 @dataclass(frozen=True)
 class SpeculationConfig:
-    """How drafts are made and judged; names and limits as in PaddleNLP.
+    """Drafting and acceptance; names and limits as in PaddleNLP.
 
     method: a key of DRAFTERS. max_draft_tokens (k): 1 to 5. max_ngram_size: the longest suffix
     that inference_with_reference looks up. acceptance: a key of ACCEPTANCE_RULES; topp_window and
@@ -214,16 +188,16 @@ class SpeculationConfig:
 
     @property
     def draft_tokens(self) -> int:
-        """The most drafts one step verifies for a request."""
+        """Maximum number of drafts that one step verifies per request."""
         return 0 if self.method == "none" else self.max_draft_tokens
 
 
 @dataclass(frozen=True)
 class EngineConfig:
-    """Sizes of the engine. cache_tokens bounds the paged cache of all requests together.
+    """Sizes of the engine; cache_tokens bounds the paged cache of all requests together.
 
-    poison_freed fills slots with NaN when they are freed or truncated: a test's way to see that
-    nothing reads them.
+    poison_freed fills slots with NaN when they are freed: a test's way to see that nothing reads
+    them.
     """
 
     max_batch_size: int = 128
@@ -243,6 +217,6 @@ class EngineConfig:
 
 
 def check_range(name: str, value: float, low: float, high: float) -> None:
-    """UsageError when an option is outside its range."""
+    """Raise UsageError when an option is outside its range."""
     if not low <= value <= high:
         raise UsageError(f"Option {name} is out of range", expected=f"{low} to {high}", found=value)

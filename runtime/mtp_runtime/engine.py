@@ -1,38 +1,30 @@
 """Continuous batching: every step runs prompts in chunks and blocks of drafts in one forward pass.
 
 A request is prefilling while more than one of its tokens is uncached, and decoding from then on;
-both are rows of the same pass. Whatever the verdict on a block, the same lines commit it.
+both are rows of the same pass. The same lines commit a block whatever the verdict.
 """
 
 from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Generator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 
 from mtp_export.errors import ResourceError, UsageError
-from mtp_runtime.acceptance import (
-    ACCEPTANCE_RULES,
-    Draft,
-    Question,
-    Verdict,
-    accept_greedy,
-    accept_topp_window,
-)
-from mtp_runtime.cache import PagedCache
+from mtp_runtime.acceptance import ACCEPTANCE_RULES
+from mtp_runtime.acceptance.base import Block, Draft, Verdict
+from mtp_runtime.cache import PageAllocator, lay_out
 from mtp_runtime.config import EngineConfig
 from mtp_runtime.drafters.base import Drafter, DrafterParts, Pass
-from mtp_runtime.layout import lay_out
-from mtp_runtime.models.deepseek_v3 import DeepseekV3
+from mtp_runtime.models.model import Model
 from mtp_runtime.request import Request, TokenEvent
-from mtp_runtime.sampling import probabilities_of
 
 
 @dataclass(frozen=True)
 class Group:
-    """One request's rows in a step: tokens [start, end), then its drafts."""
+    """Rows of one request in a step: its tokens [start, end), then its drafts."""
 
     request: Request
     start: int
@@ -41,7 +33,7 @@ class Group:
 
     @property
     def decides(self) -> bool:
-        """Whether the rows reach the last token, so that a new one follows."""
+        """True where the rows reach the last token, so that a new one follows."""
         return self.end == len(self.request.tokens)
 
     @property
@@ -50,30 +42,28 @@ class Group:
 
 
 class Engine:
-    """Runs requests to their end; its state is the queue, the batch and the cache."""
+    """Runs requests to their end; its state is the queue, the batch and the cache.
+
+    build_drafter: a value of DRAFTERS, or any function that builds a drafter.
+    """
 
     def __init__(
         self,
-        model: DeepseekV3,
+        model: Model,
         config: EngineConfig,
         build_drafter: Callable[[DrafterParts], Drafter],
-        draft_model: DeepseekV3 | None = None,
+        draft_model: Model | None = None,
     ) -> None:
         self.model = model
         self.config = config
-        width = model.config.latent + model.config.rope.size
-        self.cache = PagedCache(
-            model.cache_layers,
-            config.cache_tokens // config.page_size,
-            config.page_size,
-            width,
-            model.embedding.dtype,
-            model.device,
-            config.poison_freed,
+        self.pages = PageAllocator(config.cache_tokens // config.page_size, config.page_size)
+        self.cache = model.new_cache(self.pages)
+        if config.poison_freed:
+            self.pages.poison_freed(self.cache)
+        self.drafter = build_drafter(
+            DrafterParts(model, self.pages, self.cache, config, draft_model)
         )
-        self.drafter = build_drafter(DrafterParts(model, self.cache, config, draft_model))
         self._rule = ACCEPTANCE_RULES[config.speculation.acceptance]
-        self._exact = config.speculation.acceptance == "exact"
         self._waiting: deque[Request] = deque()
         self._running: list[Request] = []
 
@@ -82,7 +72,7 @@ class Engine:
         return bool(self._waiting or self._running)
 
     def add(self, request: Request) -> None:
-        """Queue a request. UsageError or ResourceError for one that can never be run."""
+        """Queue a request (UsageError or ResourceError for one that can never be run)."""
         positions = len(request.prompt) + request.params.max_tokens
         if not request.prompt:
             raise UsageError("A prompt is empty", expected="at least one token")
@@ -98,18 +88,18 @@ class Engine:
                 expected=f"at most {self.model.config.max_positions} together",
                 found=positions,
             )
-        needed = self.cache.pages_for(positions + self.config.speculation.draft_tokens)
-        if needed > self.cache.pages:
+        needed = self.pages.pages_for(positions + self.config.speculation.draft_tokens)
+        if needed > self.pages.pages:
             raise ResourceError(
                 "A request does not fit the cache",
                 expected=f"at least {needed * self.config.page_size} cache_tokens",
-                found=self.cache.pages * self.config.page_size,
+                found=self.pages.pages * self.config.page_size,
             )
         self._waiting.append(request)
 
     @torch.inference_mode()
     def step(self) -> list[TokenEvent]:
-        """One forward pass of the target over the batch; the tokens that it put out."""
+        """Run one forward pass of the target over the batch; returns the tokens that came out."""
         self._admit()
         groups = self._plan()
         before, after = self._forward(groups)
@@ -130,7 +120,7 @@ class Engine:
         return events
 
     def run(self, requests: Sequence[Request]) -> Generator[TokenEvent]:
-        """Queue requests and step until nothing is left to do; an early end drops what is left."""
+        """Queue requests and step until nothing is left to do; an early end drops the rest."""
         try:
             for request in requests:
                 self.add(request)
@@ -138,23 +128,23 @@ class Engine:
                 yield from self.step()
         finally:
             for request in self._running:
-                self.cache.truncate(request.cached, 0)
+                self.pages.truncate(request.cached, 0)
                 self.drafter.forget(request)
             self._running.clear()
             self._waiting.clear()
 
     def _admit(self) -> None:
-        """Let requests in while the cache has pages for all their tokens and a first block."""
+        """Admit requests while there are pages for all their tokens and a first block."""
         block = 1 + self.config.speculation.draft_tokens
         while self._waiting and len(self._running) < self.config.max_batch_size:
             request = self._waiting[0]
-            if self.cache.pages_for(len(request.tokens) + block) > self.cache.free_pages:
+            if self.pages.pages_for(len(request.tokens) + block) > self.pages.free_pages:
                 return
-            self.cache.reserve(request.cached, len(request.tokens))
+            self.pages.reserve(request.cached, len(request.tokens))
             self._running.append(self._waiting.popleft())
 
     def _plan(self) -> list[Group]:
-        """Decoding requests with their drafts, prefilling ones with a chunk; oldest first."""
+        """Group decoding requests with their drafts, prefilling ones with a chunk; oldest first."""
         budget = self.config.max_step_tokens
         spans: list[tuple[Request, int, int]] = []
         drafting: list[Request] = []
@@ -179,46 +169,47 @@ class Engine:
         ]
 
     def _draft_count(self, request: Request) -> int:
-        """Drafts are for decoding requests that may put out more than the next token."""
+        """Return how many drafts to verify: some for decoding requests that may put out more than
+        the next token, none for others."""
         if request.uncached > 1 or request.cached.length == 0:
             return 0
         return min(self.config.speculation.draft_tokens, request.tokens_left - 1)
 
     def _make_room(self, request: Request, length: int) -> bool:
         """Reserve pages, taking them from the youngest requests; False if it lost its own."""
-        while self.cache.missing_pages(request.cached, length) > self.cache.free_pages:
+        while self.pages.missing_pages(request.cached, length) > self.pages.free_pages:
             youngest = self._running[-1]
             self._preempt(youngest)
             if youngest is request:
                 return False
-        self.cache.reserve(request.cached, length)
+        self.pages.reserve(request.cached, length)
         return True
 
     def _preempt(self, request: Request) -> None:
-        """Take a request's pages; it keeps its tokens and is computed anew from them."""
+        """Take a request's pages; it keeps its tokens and is recomputed from them."""
         self._running.remove(request)
-        self.cache.truncate(request.cached, 0)
+        self.pages.truncate(request.cached, 0)
         self.drafter.forget(request)
         request.metrics.preemptions += 1
         self._waiting.appendleft(request)
 
     def _forward(self, groups: Sequence[Group]) -> tuple[torch.Tensor, torch.Tensor]:
-        """Hidden states of all rows, before and after the last norm."""
+        """Return hidden states [T, d] of all rows, before and after the last norm."""
         tokens = [
             token
             for group in groups
             for token in (*group.request.tokens[group.start : group.end], *group.draft.tokens)
         ]
         for group in groups:
-            self.cache.append(group.request.cached, group.rows)
+            self.pages.append(group.request.cached, group.rows)
         sequences = [group.request.cached for group in groups]
         spans = [(group.start, group.start + group.rows) for group in groups]
-        layout = lay_out(self.cache, sequences, spans, self.model.device)
+        layout = lay_out(self.pages, sequences, spans, self.model.device)
         ids = torch.tensor(tokens, device=self.model.device)
-        return self.model(ids, self.cache.layers, layout)
+        return self.model(ids, self.cache, layout)
 
     def _judge(self, groups: Sequence[Group], after: torch.Tensor) -> list[Verdict | None]:
-        """A verdict for every group whose rows reach the last token, None for the others."""
+        """Return a verdict for every group whose rows reach the last token, None for others."""
         needed: list[int] = []
         row = 0
         for group in groups:
@@ -241,24 +232,23 @@ class Engine:
         return verdicts
 
     def _decide(self, group: Group, logits: torch.Tensor, best: list[int]) -> Verdict:
-        params = group.request.params
-        if self._exact and params.greedy:
-            return accept_greedy(group.draft.tokens, best)
-        # topp_window cuts at top_p itself, and looks at the second best token past the cut.
-        law = replace(params, top_p=1.0) if self._rule is accept_topp_window else params
-        target_probs = probabilities_of(logits.cpu().numpy(), law)
-        question = Question(group.draft, target_probs, params, self.config.speculation)
-        return self._rule(question, group.request.choices)
+        """Judge one request's drafts by logits [n+1, vocab] and the best token of each row."""
+        rule, params = self._rule, group.request.params
+        if rule.accept_greedy is not None and params.greedy:
+            return rule.accept_greedy(group.draft.tokens, best)
+        target_probs = rule.distribution(logits.cpu().numpy(), params)
+        block = Block(group.draft, target_probs, params, self.config.speculation)
+        return rule.accept(block, group.request.choices)
 
     def _commit(self, group: Group, verdict: Verdict) -> list[TokenEvent]:
-        """Append what stands, and forget the cache of what does not."""
+        """Append what was accepted, and forget the cache of what was not."""
         request, drafts = group.request, group.draft.tokens
         request.metrics.count(len(drafts), verdict.accepted)
         tokens = (*drafts[: verdict.accepted], verdict.last)
         events = request.commit(tokens, verdict.accepted)
         if request.finish_reason is None:
-            self.cache.truncate(request.cached, len(request.tokens) - 1)
+            self.pages.truncate(request.cached, len(request.tokens) - 1)
         else:
-            self.cache.truncate(request.cached, 0)
+            self.pages.truncate(request.cached, 0)
             self.drafter.forget(request)
         return events

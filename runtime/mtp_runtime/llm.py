@@ -1,10 +1,10 @@
-"""The runtime as vLLM's users expect it: LLM(bundle).generate(prompts, SamplingParams())."""
+"""Interface of the runtime, as vLLM has it: LLM(bundle).generate(prompts, SamplingParams())."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
 from contextlib import closing
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import cast
 
@@ -13,7 +13,7 @@ from mtp_runtime.acceptance import ACCEPTANCE_RULES
 from mtp_runtime.config import EngineConfig, MtpContract, SpeculationConfig
 from mtp_runtime.drafters import DRAFTERS
 from mtp_runtime.engine import Engine
-from mtp_runtime.models.build import Loaded, LoadOptions, load_model
+from mtp_runtime.models.load import Loaded, LoadOptions, load_model
 from mtp_runtime.request import Request, RequestMetrics, TokenEvent
 from mtp_runtime.sampling import SamplingParams
 from mtp_runtime.tokenizer import Tokenizer
@@ -23,7 +23,7 @@ Prompt = str | Sequence[int]
 
 @dataclass(frozen=True)
 class RequestOutput:
-    """What a prompt became. finish_reason: "stop" (end token or stop text) or "length"."""
+    """Output for one prompt. finish_reason: "stop" (end token or stop text) or "length"."""
 
     prompt_token_ids: tuple[int, ...]
     token_ids: tuple[int, ...]
@@ -33,11 +33,11 @@ class RequestOutput:
 
 
 class LLM:
-    """A loaded model with an engine; generate may be called again and again.
+    """A loaded model with an engine; generate may be called any number of times.
 
     bundle: an export's output folder, or a checkpoint folder. The names of the speculate options
     are PaddleNLP's. deterministic (float32 only): tokens do not depend on batch or drafter. loaded:
-    the bundle's model where it is loaded already; the options of loading are then those it has.
+    the bundle's model where it is loaded already, with the options it was loaded with.
     Raises what load_model raises, and UsageError for options that make no sense.
     """
 
@@ -65,29 +65,47 @@ class LLM:
         dequantize_at_load: bool = True,
         loaded: Loaded | None = None,
     ) -> None:
-        _check_choice("speculate_method", speculate_method, DRAFTERS)
-        _check_choice("acceptance", acceptance, ACCEPTANCE_RULES)
-        if draft_model is not None:
-            _check_choice("speculate_method", speculate_method, ["draft_model"])
-        speculation = SpeculationConfig(
-            speculate_method,
-            speculate_max_draft_token_num,
-            speculate_max_ngram_size,
-            acceptance,
-            speculate_verify_window,
-            speculate_max_candidate_len,
-            relaxed_top_n,
-            relaxed_margin,
+        _check_choices(speculate_method, acceptance, draft_model)
+        config = EngineConfig(
+            max_batch_size=max_batch_size,
+            page_size=page_size,
+            cache_tokens=cache_tokens,
+            prefill_chunk=prefill_chunk,
+            speculation=SpeculationConfig(
+                method=speculate_method,
+                max_draft_tokens=speculate_max_draft_token_num,
+                max_ngram_size=speculate_max_ngram_size,
+                acceptance=acceptance,
+                verify_window=speculate_verify_window,
+                max_candidate_len=speculate_max_candidate_len,
+                relaxed_top_n=relaxed_top_n,
+                relaxed_margin=relaxed_margin,
+            ),
         )
-        config = EngineConfig(max_batch_size, page_size, cache_tokens, prefill_chunk)
-        config = replace(config, speculation=speculation)
-        with_mtp = speculate_method == "mtp"
-        options = LoadOptions(device, dtype, deterministic, dequantize_at_load, with_mtp, contract)
-        loaded = loaded or load_model(Path(bundle), options)
+        options = LoadOptions(
+            device=device,
+            dtype=dtype,
+            deterministic=deterministic,
+            dequantize_at_load=dequantize_at_load,
+            with_mtp=DRAFTERS[speculate_method].needs_mtp,
+            contract=contract,
+        )
+        self._start(config, options, loaded or Path(bundle), draft_model)
+
+    def _start(
+        self,
+        config: EngineConfig,
+        options: LoadOptions,
+        target: Loaded | Path,
+        draft_model: Path | str | None,
+    ) -> None:
+        """Load what is not loaded yet, and build the engine."""
+        loaded = load_model(target, options) if isinstance(target, Path) else target
         drafting = None if draft_model is None else load_model(Path(draft_model), options).model
+        build = DRAFTERS[config.speculation.method].build
         self.ledger = loaded.ledger
         self.tokenizer = Tokenizer.find(loaded.folder)
-        self.engine = Engine(loaded.model, config, DRAFTERS[speculate_method], drafting)
+        self.engine = Engine(loaded.model, config, build, drafting)
         self.next_request_id = 0
 
     def generate(
@@ -96,9 +114,10 @@ class LLM:
         params: SamplingParams | Sequence[SamplingParams] | None = None,
         on_token: Callable[[TokenEvent], object] | None = None,
     ) -> list[RequestOutput]:
-        """One output a prompt, in order. on_token is called with every token as it comes out.
+        """Decode prompts and return one output per prompt, in order.
 
-        A prompt is a text, or a sequence of token ids; params is one for all or one each.
+        A prompt is a text, or a sequence of token ids; params is one for all or one each. on_token
+        is called with every token as it comes out.
         """
         if isinstance(prompts, str) or not isinstance(prompts, Sequence):
             prompts = [prompts]
@@ -119,7 +138,9 @@ class LLM:
         if params is None or isinstance(params, SamplingParams):
             return [params or SamplingParams()] * count
         if len(params) != count:
-            raise UsageError("Give one SamplingParams a prompt", expected=count, found=len(params))
+            raise UsageError(
+                "Give one SamplingParams per prompt", expected=count, found=len(params)
+            )
         return params
 
     def _request(self, prompt: Prompt, params: SamplingParams) -> Request:
@@ -145,6 +166,16 @@ def _output(request: Request) -> RequestOutput:
         request.finish_reason,
         request.metrics,
     )
+
+
+def _check_choices(method: str, acceptance: str, draft_model: Path | str | None) -> None:
+    """Raise UsageError for an unknown drafter or rule, and for a drafter that takes no draft model
+    where there is one."""
+    _check_choice("acceptance", acceptance, ACCEPTANCE_RULES)
+    _check_choice("speculate_method", method, DRAFTERS)
+    if draft_model is not None:
+        takers = [name for name, other in DRAFTERS.items() if other.needs_draft_model]
+        _check_choice("speculate_method that takes a draft_model", method, takers)
 
 
 def _check_choice(option: str, value: str, choices: Collection[str]) -> None:

@@ -1,4 +1,4 @@
-"""Prompts out of a JSON-lines file."""
+"""Reads prompts from a JSON-lines file."""
 
 from __future__ import annotations
 
@@ -12,12 +12,15 @@ Prompt = str | tuple[int, ...]
 
 
 def read_prompts(path: Path) -> tuple[Prompt, ...]:
-    """The prompts of a file, a text or token ids a line (IoError, InvalidInputError)."""
+    """Read the prompts of a file, text or token ids on each line (IoError, InvalidInputError)."""
     return tuple(prompt for prompt, _ in read_texts(path))
 
 
 def read_texts(path: Path) -> tuple[tuple[Prompt, Prompt | None], ...]:
-    """Prompts, each with what a model answered where the line has a completion too."""
+    """Read prompts, each with a model's answer where its line has a completion.
+
+    Raises IoError and InvalidInputError.
+    """
     try:
         lines = path.read_text(encoding="utf-8").split("\n")
     except OSError as error:
@@ -45,7 +48,7 @@ def _text_of(path: Path, number: int, line: str) -> tuple[Prompt, Prompt | None]
 
 
 def _part(value: dict[str, Any], name: str) -> Prompt | None:
-    """A text, or token ids."""
+    """Return a text, or token ids, or None where the value is neither."""
     text, ids = value.get(name), value.get(f"{name}_token_ids")
     if isinstance(text, str):
         return text

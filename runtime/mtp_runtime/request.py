@@ -1,4 +1,4 @@
-"""One request on its way through the engine, and what was counted for it."""
+"""State of one request in the engine, and the counts kept for it."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from mtp_runtime.acceptance import Draft
+from mtp_runtime.acceptance.base import Draft
 from mtp_runtime.cache import CachedSequence
 from mtp_runtime.sampling import SamplingParams, SeededChoices
 
@@ -18,9 +18,9 @@ class RequestMetrics:
     """Counts of one request.
 
     drafted[j] counts the blocks in which a draft at position j was verified, reached[j] those of
-    them in which all before it stood, accepted[j] those in which it stood as well. target_steps
-    counts verified blocks; output tokens over target_steps is the mean accepted length. Times are
-    of the monotonic clock.
+    them in which all drafts before it were accepted, accepted[j] those in which it was accepted as
+    well. target_steps counts verified blocks; output tokens over target_steps is the mean accepted
+    length. Times are of the monotonic clock.
     """
 
     prompt_tokens: int = 0
@@ -63,10 +63,10 @@ class RequestMetrics:
 
 @dataclass(frozen=True)
 class TokenEvent:
-    """One token as it is streamed.
+    """One streamed token.
 
-    text is what it added to the output (perhaps nothing yet), if decoded: there is a tokenizer.
-    from_draft: it was proposed and accepted.
+    text: what it added to the output, perhaps nothing yet; decoded: there is a tokenizer to make
+    text. from_draft: it was proposed and accepted.
     """
 
     request_id: int
@@ -78,7 +78,7 @@ class TokenEvent:
 
 @dataclass(eq=False)
 class Request:
-    """State of one request: its tokens, its cache, its randomness."""
+    """State of one request: its tokens, its part of the cache, its random choices."""
 
     request_id: int
     prompt: tuple[int, ...]
@@ -105,18 +105,18 @@ class Request:
 
     @property
     def tokens_left(self) -> int:
-        """How many more tokens may be put out."""
+        """Number of tokens that may still come out."""
         return self.params.max_tokens - self.metrics.output_tokens
 
     @property
     def uncached(self) -> int:
-        """Tokens that the target has not seen yet; one while decoding, more while prefilling."""
+        """Number of tokens without cache entries; one while decoding, more while prefilling."""
         return len(self.tokens) - self.cached.length
 
     def commit(self, tokens: Sequence[int], from_draft: int) -> list[TokenEvent]:
-        """Append a block's tokens up to the one that ends the request.
+        """Append a block's tokens up to the one that ends the request; returns their events.
 
-        The first from_draft of them were drafts. Sets finish_reason and text where it ends.
+        The first from_draft of them were drafts. Sets finish_reason where the request ends.
         """
         events = []
         for index, token in enumerate(tokens):
@@ -146,12 +146,12 @@ class Request:
         return "length" if self.tokens_left <= 0 else None
 
     def _extend_text(self) -> None:
-        """Decode anew; a character whose bytes are not complete yet is held back."""
+        """Decode the output again; a character whose bytes are incomplete is held back."""
         if self.decode is not None and not (text := self.decode(self.output)).endswith("\ufffd"):
             self.text = text
 
     def _take_piece(self) -> str:
-        """Text not streamed yet; while the request goes on, what may begin a stop text waits."""
+        """Return the text not streamed yet, without an end that may begin a stop text."""
         end = len(self.text)
         if self.finish_reason is None:
             end -= max(

@@ -18,7 +18,7 @@ Probabilities = np.ndarray[Any, np.dtype[np.float64]]
 
 @dataclass(frozen=True)
 class SamplingParams:
-    """How one request's tokens are chosen, and when it ends; the names are vLLM's.
+    """Sampling and end of one request; the names are vLLM's.
 
     temperature 0 takes the best token. top_k 0 and top_p 1 keep every token. A request without a
     seed gets seed 0. stop: texts that end the output, and are cut from it. logprobs and other
@@ -51,13 +51,13 @@ class SamplingParams:
 
 
 class Choices(Protocol):
-    """Where a request's random decisions come from."""
+    """Source of a request's random decisions."""
 
     def accept(self, probability: float) -> bool:
-        """True with the probability."""
+        """Return True with the probability."""
 
     def draw(self, probabilities: Probabilities) -> int:
-        """An index [vocab] with its probability; they sum to 1."""
+        """Draw an index of probabilities [vocab], which sum to 1."""
 
 
 class SeededChoices:
@@ -78,7 +78,7 @@ class SeededChoices:
 def probabilities_of(
     logits: np.ndarray[Any, np.dtype[np.float32]], params: SamplingParams
 ) -> Probabilities:
-    """The law of the next token: logits [..., vocab] -> probabilities [..., vocab], float64.
+    """Return the next token's distribution [..., vocab], float64, for logits [..., vocab].
 
     Temperature first, then the top_k best tokens, then the smallest set of best tokens whose mass
     reaches top_p, at least one. Of equal tokens the lower id is the better one.
@@ -107,8 +107,8 @@ def probabilities_of(
 
 
 def one_hot(tokens: int | np.ndarray[Any, np.dtype[np.int64]], vocab: int) -> Probabilities:
-    """Certainty of one token for each of tokens [...]: probabilities [..., vocab]."""
+    """Return the certainty of each of tokens [...] as probabilities [..., vocab]."""
     ids = np.asarray(tokens)
-    law = np.zeros((*ids.shape, vocab))
-    np.put_along_axis(law, ids[..., None], 1.0, axis=-1)
-    return law
+    probabilities = np.zeros((*ids.shape, vocab))
+    np.put_along_axis(probabilities, ids[..., None], 1.0, axis=-1)
+    return probabilities

@@ -1,4 +1,4 @@
-"""Adds up what requests counted: acceptance per draft position, tokens per step, speed."""
+"""Sums of the counts of several requests: acceptance per draft position, tokens per step, speed."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from mtp_runtime.request import RequestMetrics
 class PositionAcceptance:
     """Draft position j (from 1), over all blocks of all requests.
 
-    verified: blocks in which a draft stood at j. reached: those of them in which all drafts before
-    j were accepted. accepted: those in which j was too. conditional = accepted / reached,
+    verified: blocks that had a draft at j. reached: those of them in which all drafts before j were
+    accepted. accepted: those in which j was too. conditional = accepted / reached,
     cumulative = accepted / verified; None where the denominator is 0.
     """
 
@@ -28,7 +28,7 @@ class PositionAcceptance:
 
 @dataclass(frozen=True)
 class Summary:
-    """What a run of several requests came to. A target step is one verified block."""
+    """Totals of a run of several requests. A target step is one verified block."""
 
     requests: int
     prompt_tokens: int
@@ -45,7 +45,7 @@ class Summary:
 
 
 def summarise(metrics: Sequence[RequestMetrics], elapsed_seconds: float) -> Summary:
-    """Add up the counts of requests that ran for so long together."""
+    """Add up the counts of requests that took so long together."""
     output = sum(m.output_tokens for m in metrics)
     steps = sum(m.target_steps for m in metrics)
     return Summary(
@@ -62,7 +62,7 @@ def summarise(metrics: Sequence[RequestMetrics], elapsed_seconds: float) -> Summ
 
 
 def acceptance_of(metrics: Sequence[RequestMetrics]) -> tuple[PositionAcceptance, ...]:
-    """Acceptance of each draft position."""
+    """Add up the acceptance of each draft position."""
     positions = max((len(m.drafted) for m in metrics), default=0)
     result = []
     for index in range(positions):
@@ -72,12 +72,12 @@ def acceptance_of(metrics: Sequence[RequestMetrics]) -> tuple[PositionAcceptance
         accepted = sum(m.accepted[index] for m in having)
         result.append(
             PositionAcceptance(
-                index + 1,
-                verified,
-                reached,
-                accepted,
-                accepted / reached if reached else None,
-                accepted / verified if verified else None,
+                position=index + 1,
+                verified=verified,
+                reached=reached,
+                accepted=accepted,
+                conditional=accepted / reached if reached else None,
+                cumulative=accepted / verified if verified else None,
             )
         )
     return tuple(result)

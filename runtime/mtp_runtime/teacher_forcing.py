@@ -1,7 +1,7 @@
-"""Teacher forcing: what the target and its MTP module say at every position of given texts.
+"""Teacher forcing: outputs of the target and its MTP modules at every position of given texts.
 
 All texts go through a layer before the next layer is needed, so that a model of any size passes
-with one layer in memory. Chunks bound what the activations take.
+with one layer in memory. Chunks bound the memory of activations.
 """
 
 from __future__ import annotations
@@ -13,18 +13,17 @@ from functools import cached_property
 import torch
 import torch.nn.functional as F
 
-from mtp_runtime.cache import CachedSequence, PagedCache
-from mtp_runtime.config import ModelConfig
-from mtp_runtime.layers.attention import BatchLayout
-from mtp_runtime.layout import lay_out
-from mtp_runtime.models.deepseek_v3 import DeepseekV3, Head, Layers, MtpModule
+from mtp_kernels.batch_layout import BatchLayout
+from mtp_runtime.cache import Cache, CachedSequence, PageAllocator, lay_out
+from mtp_runtime.models.model import Head, Layers, Model, MtpModule
 
 CHUNK_TOKENS = 512
 BRANCH_ROWS = 256
 PAGE_SIZE = 64
 LOGIT_ELEMENTS = 1 << 24
 
-# What a recursion feeds back: MTP output before and after the norm, target hidden state [A, d].
+# Of MTP output before and after the norm and the target's hidden state, all [n, d]: what the next
+# draft is fed.
 Recycle = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 
 
@@ -38,13 +37,13 @@ class Text:
 
 @dataclass(frozen=True)
 class Texts:
-    """Texts side by side: T rows, one a token, in order."""
+    """Texts side by side: T rows, one per token, in order."""
 
     texts: tuple[Text, ...]
 
     @cached_property
     def starts(self) -> tuple[int, ...]:
-        """The first row of each text."""
+        """First row of each text."""
         starts, row = [], 0
         for text in self.texts:
             starts.append(row)
@@ -53,12 +52,12 @@ class Texts:
 
     @cached_property
     def tokens(self) -> torch.Tensor:
-        """Every row's token [T]."""
+        """Token of every row [T]."""
         return torch.tensor([token for text in self.texts for token in text.tokens])
 
     def anchors(self, first: int | None = None) -> Anchors:
-        """Where a draft can start: rows from the last of the prompt on, or from row `first` of
-        each text, that two more tokens follow."""
+        """Return the rows that a draft can start from: from the last of the prompt on, or from row
+        `first` of each text, all that two more tokens follow."""
         rows, owners = [], []
         for owner, (start, text) in enumerate(zip(self.starts, self.texts, strict=True)):
             begin = text.prompt_size - 1 if first is None else first
@@ -68,7 +67,7 @@ class Texts:
         return Anchors(torch.tensor(rows, dtype=torch.long), torch.tensor(owners, dtype=torch.long))
 
     def room(self, anchors: Anchors, depth: int) -> torch.Tensor:
-        """Whether the token that a draft at `depth` (from 1) predicts is in the text [A]."""
+        """Return a mask [A]: the token that a draft at `depth` (from 1) predicts is in the text."""
         ends = torch.tensor(
             [start + len(t.tokens) for start, t in zip(self.starts, self.texts, strict=True)]
         )
@@ -84,142 +83,166 @@ class Anchors:
 
 
 @dataclass(frozen=True)
-class Setting:
-    """What every layer of a model is run with."""
-
-    config: ModelConfig
-    dtype: torch.dtype
-    device: torch.device
-
-    @classmethod
-    def of(cls, model: DeepseekV3) -> Setting:
-        return cls(model.config, model.embedding.dtype, model.device)
-
-    def cache(self, pages: int, page_size: int) -> PagedCache:
-        """A cache of one layer."""
-        width = self.config.latent + self.config.rope.size
-        return PagedCache(1, pages, page_size, width, self.dtype, self.device)
-
-    def cache_of(self, texts: Texts) -> PagedCache:
-        """A cache of one layer for all tokens of some texts."""
-        return self.cache(len(texts.tokens) // PAGE_SIZE + len(texts.texts), PAGE_SIZE)
-
-
-@dataclass(frozen=True)
 class Chunk:
-    """Some rows, and how attention sees them."""
+    """Consecutive rows of one text, and their layout."""
 
     rows: slice
     layout: BatchLayout
 
 
-def chunks_of(
-    texts: Texts,
-    cache: PagedCache,
-    device: torch.device,
-    cut: int = 0,
-    size: int = CHUNK_TOKENS,
-) -> list[Chunk]:
-    """All rows but the last `cut` of every text, in chunks of at most `size`.
+@dataclass(frozen=True)
+class PagedTexts:
+    """Texts with pages, those of each text its own."""
 
-    A text's tokens lie in pages of its own; a text that is cut goes on from what it left there.
-    """
-    sequences = [CachedSequence() for _ in texts.texts]
-    for sequence, text in zip(sequences, texts.texts, strict=True):
-        cache.append(sequence, len(text.tokens))
-    chunks: list[Chunk] = []
-    for owner, (start, text) in enumerate(zip(texts.starts, texts.texts, strict=True)):
-        length = len(text.tokens) - cut
-        for first in range(0, length, size):
-            end = min(length, first + size)
-            layout = lay_out(cache, [sequences[owner]], [(first, end)], device)
-            chunks.append(Chunk(slice(start + first, start + end), layout))
-    return chunks
+    texts: Texts
+    pages: PageAllocator
+    sequences: tuple[CachedSequence, ...]
+
+    @classmethod
+    def of(cls, texts: Texts, *, page_size: int = PAGE_SIZE, more: int = 0) -> PagedTexts:
+        """Take pages for every text, `more` pages being left over."""
+        needed = sum(-(-len(text.tokens) // page_size) for text in texts.texts)
+        pages = PageAllocator(needed + more, page_size)
+        sequences = tuple(CachedSequence() for _ in texts.texts)
+        for sequence, text in zip(sequences, texts.texts, strict=True):
+            pages.append(sequence, len(text.tokens))
+        return cls(texts, pages, sequences)
+
+    def chunks(
+        self, device: torch.device, *, cut: int = 0, size: int = CHUNK_TOKENS
+    ) -> list[Chunk]:
+        """Cut all rows but the last `cut` of every text into chunks of at most `size`.
+
+        A chunk sees those before it of its text in the cache.
+        """
+        chunks = []
+        texts = zip(self.sequences, self.texts.starts, self.texts.texts, strict=True)
+        for sequence, start, text in texts:
+            length = len(text.tokens) - cut
+            for first in range(0, length, size):
+                end = min(length, first + size)
+                layout = lay_out(self.pages, [sequence], [(first, end)], device)
+                chunks.append(Chunk(slice(start + first, start + end), layout))
+        return chunks
 
 
-def target_states(model: DeepseekV3, texts: Texts) -> tuple[torch.Tensor, torch.Tensor]:
-    """Hidden states [T, d] of every row, before and after the last norm."""
+def target_states(model: Model, texts: Texts) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return hidden states [T, d] of every row, before and after the last norm."""
     x = F.embedding(texts.tokens.to(model.device), model.embedding)
-    cache = Setting.of(model).cache_of(texts)
-    chunks = chunks_of(texts, cache, model.device)
+    paged = PagedTexts.of(texts)
+    chunks = paged.chunks(model.device)
     for layer in model.layers.each():
-        x = through_layer(layer, x, cache, chunks)
+        x = through_layer(layer, x, paged.pages, chunks)
     return x, model.head.normed(x)
 
 
 def through_layer(
-    layer: Layers, x: torch.Tensor, cache: PagedCache, chunks: Sequence[Chunk]
+    layer: Layers, x: torch.Tensor, pages: PageAllocator, chunks: Sequence[Chunk]
 ) -> torch.Tensor:
-    """Every row of x [T, d] through one layer; the cache is of one layer, and used anew."""
+    """Take every row of x [T, d] through one layer, over a cache that is dropped afterwards."""
+    cache = layer.new_cache(pages.spec(x.dtype, x.device))
     out = torch.empty_like(x)
     for chunk in chunks:
-        out[chunk.rows] = layer(x[chunk.rows], cache.layers, chunk.layout)
+        out[chunk.rows] = layer(x[chunk.rows], cache, chunk.layout)
     return out
 
 
-def draft_states(
-    model: DeepseekV3,
-    module: MtpModule,
-    texts: Texts,
-    hidden: torch.Tensor,
-    anchors: Anchors,
-    depths: int,
-    recycle: Recycle | None = None,
-) -> list[torch.Tensor]:
-    """MTP output [A, d] before the norm, of each depth from 1, at every anchor.
+@dataclass(frozen=True)
+class DraftInputs:
+    """Inputs of MTP modules: texts, the target's hidden states [T, d] on the side of its norm that
+    the first module takes, and the rows that drafts start from."""
 
-    hidden [T, d] is what the module takes of the target. Every depth is fed with the text's own
-    token, as if the drafts before it had been accepted. The entries of depth 1 are shared; what a
-    recursion adds to the cache is seen by its own branch alone. Rows without room mean nothing.
+    texts: Texts
+    hidden: torch.Tensor
+    anchors: Anchors
+
+
+def draft_states(
+    modules: Sequence[MtpModule], inputs: DraftInputs, depths: int, recycle: Recycle | None = None
+) -> list[torch.Tensor]:
+    """Return MTP output [A, d] before the norm, of each depth from 1, at every anchor.
+
+    Depth i is drafted by module i, counted from 1, and what is deeper by recursion of the last one.
+    Every depth is fed with the text's own token, as if the drafts before it had been accepted. Rows
+    that a module computes of a text are shared by its anchors; what a recursion adds to the cache
+    is seen by its own branch alone. Rows without room mean nothing.
     """
-    count, branches = len(texts.tokens), len(anchors.rows)
-    cache = Setting.of(model).cache(count + branches * (depths - 1), 1)
-    tokens = texts.tokens.to(hidden.device)
-    first = torch.zeros_like(hidden)
-    for chunk in chunks_of(texts, cache, hidden.device, cut=1):
-        following = tokens[chunk.rows.start + 1 : chunk.rows.stop + 1]
-        first[chunk.rows] = module(following, hidden[chunk.rows], cache.layers, chunk.layout)
-    states = [first[anchors.rows]]
-    for depth in range(2, depths + 1):
-        x = states[-1]
-        normed = module.head.normed(x)
-        back = module.recycled(x, normed)
-        if recycle is not None:
-            back = recycle(x, normed, hidden[anchors.rows])
-        out = torch.zeros_like(x)
-        room = texts.room(anchors, depth).nonzero()[:, 0]
-        for at in range(0, len(room), BRANCH_ROWS):
-            part = room[at : at + BRANCH_ROWS]
-            layout = _branches(texts, anchors, part, depth, cache, hidden.device)
-            following = tokens[anchors.rows[part] + depth]
-            out[part] = module(following, back[part], cache.layers, layout)
-        states.append(out)
+    anchors = inputs.anchors
+    branches = len(anchors.rows) * max(0, depths - len(modules))
+    paged = PagedTexts.of(inputs.texts, page_size=1, more=branches)
+    hidden, states = inputs.hidden, list[torch.Tensor]()
+    for depth, module in enumerate(modules[:depths], start=1):
+        cache = module.new_cache(paged.pages)
+        x = _every_row(module, paged, hidden, cache, depth)
+        states.append(x[anchors.rows])
+        if depth < min(depths, len(modules)):
+            hidden = _fed_back(module, x, inputs.hidden, recycle)
+    branching = _Branches(modules[-1], len(modules), inputs, paged.pages, cache)
+    for depth in range(len(modules) + 1, depths + 1):
+        back = _fed_back(modules[-1], states[-1], inputs.hidden[anchors.rows], recycle)
+        states.append(branching.drafted(depth, back))
     return states
 
 
-def _branches(
-    texts: Texts,
-    anchors: Anchors,
-    part: torch.Tensor,
-    depth: int,
-    cache: PagedCache,
-    device: torch.device,
-) -> BatchLayout:
-    """One row a branch: it sees the shared entries up to its anchor, then its own."""
-    count, branches = len(texts.tokens), len(anchors.rows)
-    sequences, spans = [], []
-    for branch in part.tolist():
-        row = int(anchors.rows[branch])
-        start = texts.starts[int(anchors.owners[branch])]
-        own = [count + (step - 2) * branches + branch for step in range(2, depth + 1)]
-        pages = [*range(start, row + 1), *own]
-        sequences.append(CachedSequence(pages, len(pages)))
-        spans.append((len(pages) - 1, len(pages)))
-    return lay_out(cache, sequences, spans, device)
+def _fed_back(
+    module: MtpModule, x: torch.Tensor, hidden: torch.Tensor, recycle: Recycle | None
+) -> torch.Tensor:
+    """Return what the next draft is fed: by the module's contract, or by `recycle`."""
+    normed = module.head.normed(x)
+    return module.recycled(x, normed) if recycle is None else recycle(x, normed, hidden)
+
+
+def _every_row(
+    module: MtpModule, paged: PagedTexts, hidden: torch.Tensor, cache: Cache, depth: int
+) -> torch.Tensor:
+    """Return a module's output [T, d] for all rows whose token, `depth` further on, is there."""
+    tokens, out = paged.texts.tokens.to(hidden.device), torch.zeros_like(hidden)
+    for chunk in paged.chunks(hidden.device, cut=depth):
+        following = tokens[chunk.rows.start + depth : chunk.rows.stop + depth]
+        out[chunk.rows] = module(following, hidden[chunk.rows], cache, chunk.layout)
+    return out
+
+
+@dataclass(frozen=True)
+class _Branches:
+    """Recursion of the last of so many modules, one branch per anchor, each with cache entries of
+    its own behind those that the module's rows of the texts share."""
+
+    module: MtpModule
+    modules: int
+    inputs: DraftInputs
+    pages: PageAllocator
+    cache: Cache
+
+    def drafted(self, depth: int, hidden: torch.Tensor) -> torch.Tensor:
+        """Return the module's output [A, d] at a depth, fed hidden [A, d]."""
+        anchors, texts = self.inputs.anchors, self.inputs.texts
+        tokens, out = texts.tokens.to(hidden.device), torch.zeros_like(hidden)
+        room = texts.room(anchors, depth).nonzero()[:, 0]
+        for at in range(0, len(room), BRANCH_ROWS):
+            part = room[at : at + BRANCH_ROWS]
+            layout = self._layout(part.tolist(), depth - self.modules, hidden.device)
+            following = tokens[anchors.rows[part] + depth]
+            out[part] = self.module(following, hidden[part], self.cache, layout)
+        return out
+
+    def _layout(self, part: Sequence[int], steps: int, device: torch.device) -> BatchLayout:
+        """Lay out one row per branch: it sees the shared entries up to its anchor, then its own."""
+        anchors, texts = self.inputs.anchors, self.inputs.texts
+        # Pages of one token, in order of the rows of all texts, then of the branches' steps.
+        count, branches = len(texts.tokens), len(anchors.rows)
+        sequences, spans = [], []
+        for branch in part:
+            start = texts.starts[int(anchors.owners[branch])]
+            own = [count + step * branches + branch for step in range(steps)]
+            pages = [*range(start, int(anchors.rows[branch]) + 1), *own]
+            sequences.append(CachedSequence(pages, len(pages)))
+            spans.append((len(pages) - 1, len(pages)))
+        return lay_out(self.pages, sequences, spans, device)
 
 
 def logits_by_chunk(head: Head, normed: torch.Tensor) -> Iterator[tuple[slice, torch.Tensor]]:
-    """float32 logits of rows that passed the norm, as many at once as memory is meant to hold."""
+    """Yield float32 logits of rows that passed the norm, a bounded number at once."""
     size = max(1, LOGIT_ELEMENTS // head.linear.weight.shape[0])
     for at in range(0, len(normed), size):
         rows = slice(at, min(at + size, len(normed)))
@@ -227,7 +250,7 @@ def logits_by_chunk(head: Head, normed: torch.Tensor) -> Iterator[tuple[slice, t
 
 
 def best_tokens(head: Head, normed: torch.Tensor) -> torch.Tensor:
-    """The best token [n] of each row."""
+    """Return the best token [n] of each row."""
     best = [logits.argmax(dim=-1) for _, logits in logits_by_chunk(head, normed)]
     return torch.cat(best) if best else torch.zeros(0, dtype=torch.long)
 
@@ -235,8 +258,8 @@ def best_tokens(head: Head, normed: torch.Tensor) -> torch.Tensor:
 def overlaps(
     target: Head, target_rows: torch.Tensor, draft: Head, draft_rows: torch.Tensor
 ) -> torch.Tensor:
-    """Sum of min(target, draft) probability [n], float64: how often exact sampling at temperature 1
-    accepts a draft drawn from the draft's law."""
+    """Return the sum of min(target, draft) probability [n], float64: the rate at which exact
+    sampling at temperature 1 accepts a draft that was drawn from the draft's distribution."""
     parts = []
     for rows, logits in logits_by_chunk(target, target_rows):
         target_probs = logits.double().softmax(dim=-1)

@@ -1,4 +1,4 @@
-"""The checkpoint's own tokenizer.json, where it has one and the tokenizers package is installed."""
+"""Tokenizer of a checkpoint: its tokenizer.json, read by the tokenizers package if installed."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ TOKENIZER_NAME = "tokenizer.json"
 
 @dataclass(frozen=True)
 class Tokenizer:
-    """Text to ids and back; `backend` is None where there is no tokenizer."""
+    """Translates text to ids and back; `backend` is None where there is no tokenizer."""
 
     folder: Path
     backend: Any
 
     @classmethod
     def find(cls, folder: Path) -> Tokenizer:
-        """The tokenizer of a checkpoint folder, perhaps an empty one."""
+        """Open the tokenizer of a checkpoint folder; its backend is None where there is none."""
         path = folder / TOKENIZER_NAME
         if not path.is_file():
             return cls(folder, None)
@@ -36,7 +36,7 @@ class Tokenizer:
         return self.backend is not None
 
     def require(self) -> None:
-        """UsageError where text is asked for and there is no tokenizer."""
+        """Raise UsageError where there is no tokenizer."""
         if not self.found:
             raise UsageError(
                 "There is no tokenizer for text prompts and stop texts",

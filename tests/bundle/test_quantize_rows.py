@@ -10,6 +10,16 @@ import pytest
 import torch
 from compressed_tensors.compressors import BaseCompressor
 from compressed_tensors.quantization import QuantizationConfig, QuantizationScheme
+
+from cases import make_checkpoint, quantize, read_json, read_tensors
+from mtp_kernels.quantize import (
+    Fp8Block,
+    Int4Group,
+    Int8Channel,
+    dequantize_fp8_block,
+    dequantize_int4_group,
+    dequantize_int8_channel,
+)
 from quantize_rows import (
     CONFIGS,
     FORMS,
@@ -20,16 +30,6 @@ from quantize_rows import (
     Row,
     linears,
     make_source,
-)
-
-from cases import make_checkpoint, quantize, read_json, read_tensors
-from mtp_kernels.quantize import (
-    Fp8Block,
-    Int4Group,
-    Int8Channel,
-    dequantize_fp8_block,
-    dequantize_int4_group,
-    dequantize_int8_channel,
 )
 
 Tensors = dict[str, torch.Tensor]

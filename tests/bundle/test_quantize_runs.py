@@ -9,7 +9,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from quantize_rows import CONFIGS, MTP_PREFIX, ROWS
 
 from cases import (
     TINY_CONFIG,
@@ -24,8 +23,9 @@ from cases import (
     run_program,
     tree,
 )
-from mtp_export.schemes.transforms import Numerics, transforms
+from mtp_export.schemes.formats import FORMATS, FormatOptions
 from mtp_kernels.quantize import Fp8Block, quantize_int4_group, quantize_int8_channel
+from quantize_rows import CONFIGS, MTP_PREFIX, ROWS
 
 PAIR = ROWS["int4, mse"].options  # group 32 divides the ragged checkpoint's K
 SMALL = ("--max-shard-size", "60kB", "--link", "copy", "--quiet")
@@ -132,7 +132,10 @@ def test_the_manifest_says_what_each_tensor_lost(pristine: Path, output: Path) -
     assert torch.equal(main[f"{name}.weight_packed"], best.packed)
     assert torch.equal(main[f"{name}.weight_scale"], best.scale)
     assert entries[f"{MTP_PREFIX}enorm.weight"].keys() == {"operation", "sources", "xxh3_128"}
-    assert {entry["operation"] for entry in entries.values()} <= {"copy", *transforms(Numerics())}
+    assert {entry["operation"] for entry in entries.values()} <= {
+        "copy",
+        *(make(FormatOptions()).operation for make in FORMATS.values()),
+    }
 
 
 def test_the_manifest_names_the_pair(pristine: Path, output: Path) -> None:
@@ -187,7 +190,7 @@ def test_inside_a_bundle_nothing_else_is_needed(
     monkeypatch.chdir(tmp_path)
     outcome = run_program("quantize", "--mtp-quant", "a8w8_fp8")
     assert outcome.code == 2
-    assert "no bundle" in outcome.err
+    assert "not a bundle" in outcome.err
 
 
 def test_a_dry_run_writes_nothing(pristine: Path, output: Path) -> None:

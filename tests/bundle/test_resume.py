@@ -29,7 +29,7 @@ from cases import (
 )
 from mtp_export.bundle.journal import Journal
 from mtp_export.checkpoint import writer
-from mtp_export.checkpoint.direct import PAGE_BYTES
+from mtp_export.checkpoint.direct_io import PAGE_BYTES
 
 # Many small files, so that there is much to interrupt; --link copy has the main part written too.
 OPTIONS = ("--max-shard-size", "60kB", "--link", "copy", "--workers", "2", "--quiet")
@@ -53,8 +53,8 @@ def test_death_at_every_disk_call(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     # Of these small tensors too, some are written directly and in several parts.
-    monkeypatch.setattr(writer, "DIRECT_LEAST_BYTES", 2 * PAGE_BYTES)
-    monkeypatch.setattr(writer, "GATHERED_BYTES", 2 * PAGE_BYTES)
+    monkeypatch.setattr(writer, "MIN_DIRECT_BYTES", 2 * PAGE_BYTES)
+    monkeypatch.setattr(writer, "WRITE_BUFFER_BYTES", 2 * PAGE_BYTES)
     died = resumed = 0
     for call_number in range(1, 2000, 7):
         output = tmp_path / f"died-at-{call_number}"

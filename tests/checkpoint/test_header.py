@@ -16,6 +16,7 @@ from safetensors.torch import save_file
 from cases import write_shard
 from mtp_export.checkpoint.dtypes import DTYPE_BITS, TORCH_DTYPE_NAMES, torch_dtype
 from mtp_export.checkpoint.header import read_header
+from mtp_export.checkpoint.local_folder import LocalFile
 from mtp_export.checkpoint.plan import OutputTensor
 from mtp_export.checkpoint.tensor_reader import TensorReader
 from mtp_export.checkpoint.writer import ShardWriter, encode_header
@@ -66,7 +67,7 @@ def test_refuses(case: str, tmp_path: Path) -> None:
     path = tmp_path / "bad.safetensors"
     write_shard(path, header, bytes(data_bytes))
     with pytest.raises(InvalidInputError, match=says) as refusal:
-        read_header(path)
+        read_header(LocalFile(path))
     assert str(path) in str(refusal.value)
 
 
@@ -74,10 +75,10 @@ def test_refuses_a_header_longer_than_the_file(tmp_path: Path) -> None:
     path = tmp_path / "bad.safetensors"
     path.write_bytes((1000).to_bytes(8, "little") + b"{}")
     with pytest.raises(InvalidInputError, match="longer than the file"):
-        read_header(path)
+        read_header(LocalFile(path))
     path.write_bytes(b"abc")
     with pytest.raises(InvalidInputError, match="too short"):
-        read_header(path)
+        read_header(LocalFile(path))
 
 
 def test_reads_what_safetensors_writes(tmp_path: Path) -> None:
@@ -91,7 +92,7 @@ def test_reads_what_safetensors_writes(tmp_path: Path) -> None:
     tensors["scalar"] = torch.tensor(3.5)
     path = tmp_path / "good.safetensors"
     save_file(tensors, path, metadata={"format": "pt"})
-    header = read_header(path)
+    header = read_header(LocalFile(path))
     assert {tensor.name for tensor in header.tensors} == tensors.keys()
     for info in header.tensors:
         rows = info.shape[0] if info.shape else 1
@@ -132,7 +133,7 @@ def test_safetensors_reads_what_the_writer_writes(
             value = shard.get_tensor(tensor.name)
             assert tuple(value.shape) == tensor.shape
             assert raw_bytes(value).numpy().tobytes() == contents[tensor.name]
-    assert [t.name for t in read_header(path).tensors if t.size_bytes] == [
+    assert [t.name for t in read_header(LocalFile(path)).tensors if t.size_bytes] == [
         t.name for t in tensors if t.size_bytes
     ]
 

@@ -10,9 +10,11 @@ from typing import Any
 import pytest
 
 from cases import export, make_checkpoint, tree
-from mtp_export.checkpoint import tensor_reader
+from mtp_export.checkpoint import local_folder
+from mtp_export.checkpoint.direct_io import aligned_buffer
 from mtp_export.checkpoint.header import TensorInfo
-from mtp_export.checkpoint.tensor_reader import TensorReader, aligned_buffer
+from mtp_export.checkpoint.local_folder import LocalFile, OpenLocalFile
+from mtp_export.checkpoint.tensor_reader import TensorReader
 from mtp_export.errors import IoError
 
 SIZE = 300_001
@@ -29,8 +31,8 @@ def file(tmp_path: Path) -> Path:
 
 def prepare(way: str, patch: pytest.MonkeyPatch) -> list[int]:
     """Have every tensor read in a way; the flags of the opens are noted."""
-    patch.setattr(tensor_reader, "DIRECT_LEAST_BYTES", 1)
-    patch.setattr(TensorReader, "_is_cached", lambda reader: way == "cached")
+    patch.setattr(local_folder, "MIN_DIRECT_BYTES", 1)
+    patch.setattr(OpenLocalFile, "_is_cached", lambda file, once: way == "cached")
     real_open, real_read, opened = os.open, os.preadv, []
 
     def open_(path: Any, flags: int, *more: Any, **options: Any) -> int:
@@ -56,7 +58,7 @@ def test_every_byte_in_order(
     way: str, offset: int, size: int, file: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     size = min(size, SIZE - offset)
-    info = TensorInfo("x", "U8", (size,), file, offset, size)
+    info = TensorInfo("x", "U8", (size,), LocalFile(file), offset, size)
     opened = prepare(way, monkeypatch)
     with TensorReader(info, once=True) as reader:
         pieces = [bytes(piece) for piece in reader.chunks(aligned_buffer(8192))]
@@ -72,7 +74,7 @@ def test_rows_of_any_dtype_at_any_offset(
     way: str, offset: int, file: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     prepare(way, monkeypatch)
-    info = TensorInfo("x", "F32", (100, 33), file, offset, 100 * 33 * 4)
+    info = TensorInfo("x", "F32", (100, 33), LocalFile(file), offset, 100 * 33 * 4)
     with TensorReader(info, once=True) as reader:
         for start, stop in ((0, 100), (3, 4), (57, 99), (5, 5)):
             rows = reader.rows(start, stop)
@@ -87,7 +89,7 @@ def test_a_shard_that_shrank_is_an_error(
     way: str, file: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     prepare(way, monkeypatch)
-    info = TensorInfo("x", "U8", (SIZE - 10,), file, 10, SIZE - 10)
+    info = TensorInfo("x", "U8", (SIZE - 10,), LocalFile(file), 10, SIZE - 10)
     with TensorReader(info, once=True) as reader, pytest.raises(IoError, match="ends early"):
         os.truncate(file, SIZE - 5)
         list(reader.chunks(aligned_buffer(8192)))
@@ -97,7 +99,7 @@ def test_what_is_not_read_once_goes_through_the_cache(
     file: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     opened = prepare("direct", monkeypatch)
-    with TensorReader(TensorInfo("x", "U8", (SIZE,), file, 0, SIZE)):
+    with TensorReader(TensorInfo("x", "U8", (SIZE,), LocalFile(file), 0, SIZE)):
         assert not opened
 
 
@@ -105,16 +107,18 @@ def test_what_is_not_read_once_goes_through_the_cache(
 def test_the_cache_is_asked_first(
     answer: int, is_cached: bool, file: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(tensor_reader, "DIRECT_LEAST_BYTES", 1)
-    info = TensorInfo("x", "U8", (SIZE,), file, 0, SIZE)
+    monkeypatch.setattr(local_folder, "MIN_DIRECT_BYTES", 1)
+    info = TensorInfo("x", "U8", (SIZE,), LocalFile(file), 0, SIZE)
 
     def reading(file: int, buffers: object, place: int, *flags: int) -> int:
         assert flags == (os.RWF_NOWAIT,)
         raise OSError(answer, "")
 
     monkeypatch.setattr(os, "preadv", reading)
-    with TensorReader(info, once=True) as reader:
-        assert (reader._unit == 1) is is_cached
+    opened = info.file.open(range(SIZE))
+    assert isinstance(opened, OpenLocalFile)
+    assert (opened._unit == 1) is is_cached
+    opened.close()
 
 
 @pytest.mark.parametrize("target", ["hf", "xllm", "paddlenlp"])

@@ -27,8 +27,8 @@ class Disk:
     def __init__(self, way: str, patch: pytest.MonkeyPatch) -> None:
         self.way, self.direct, self.places = way, set[int](), list[tuple[int, int]]()
         self._open, self._write = os.open, os.pwrite
-        patch.setattr(writer, "DIRECT_LEAST_BYTES", 1 << 30 if way == "small" else 1)
-        patch.setattr(writer, "GATHERED_BYTES", 8192)
+        patch.setattr(writer, "MIN_DIRECT_BYTES", 1 << 30 if way == "small" else 1)
+        patch.setattr(writer, "WRITE_BUFFER_BYTES", 8192)
         patch.setattr(os, "open", self.open)
         patch.setattr(os, "pwrite", self.write)
 

@@ -1,8 +1,7 @@
-"""What a person or a script sees: plans, tables, JSON, reports, progress, inspection."""
+"""Output of the program for people and scripts: plans, tables, JSON, reports, inspection."""
 
 from __future__ import annotations
 
-import io
 import json
 import shutil
 import subprocess
@@ -11,7 +10,6 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from rich.console import Console
 
 from benchmarks.make_checkpoint import REAL_CONFIG
 from cases import (
@@ -25,7 +23,6 @@ from cases import (
     tree,
 )
 from mtp_export.commands.options import parse_size
-from mtp_export.progress import shown
 
 
 def test_dry_run_plans_and_writes_nothing(pristine: Path, output: Path) -> None:
@@ -68,24 +65,6 @@ def test_quiet_says_nothing(pristine: Path, output: Path) -> None:
 def test_the_table_says_what_the_source_lacks(source: Path, output: Path) -> None:
     (source / "tokenizer.json").unlink()
     assert "no tokenizer.json" in export(source, output).out
-
-
-def test_progress_is_plain_lines_without_a_terminal() -> None:
-    screen = io.StringIO()
-    with shown(Console(file=screen, width=200), "export", 2_000_000, quiet=False) as progress:
-        progress(1_000_000)
-        progress(1_000_000)
-    lines = screen.getvalue().splitlines()
-    assert len(lines) == 1
-    assert lines[0].startswith("export: 2.0 MB of 2.0 MB")
-
-
-def test_progress_is_a_bar_on_a_terminal() -> None:
-    screen = io.StringIO()
-    console = Console(file=screen, width=120, force_terminal=True)
-    with shown(console, "export", 4_000_000, quiet=False) as progress:
-        progress(4_000_000)
-    assert "4.0/4.0 MB" in screen.getvalue()
 
 
 @pytest.mark.parametrize(
@@ -151,7 +130,7 @@ def test_inspect_reads_the_parts_of_a_bundle(pristine: Path, output: Path) -> No
 def test_a_bundle_of_one_part_is_no_source(pristine: Path, output: Path) -> None:
     assert export(pristine, output, "--part", "mtp").code == 0
     outcome = export(output, output.with_name("again"))
-    assert (outcome.code, "one part alone" in outcome.err) == (3, True)
+    assert (outcome.code, "one part only" in outcome.err) == (3, True)
 
 
 @pytest.mark.parametrize("option", [("--dry-run",), ("--json",), ("--input-dir", "x")])

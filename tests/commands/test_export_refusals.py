@@ -170,7 +170,7 @@ CASES: dict[str, Case] = {
     "config names a key twice": Case(
         lambda s: (s / "config.json").write_text('{"model_type": 1, "model_type": 2}'),
         3,
-        ("config.json", "'model_type' stands twice"),
+        ("config.json", "'model_type' twice"),
     ),
     "config field is missing": Case(
         lambda s: edit_json(s / "config.json", lambda c: c.pop("kv_lora_rank")),
@@ -479,7 +479,7 @@ def test_our_own_bugs_are_one_line_too(
     def bug(*arguments: object) -> None:
         raise ZeroDivisionError("a bug")
 
-    monkeypatch.setattr("mtp_export.cli.plan_export", bug)
+    monkeypatch.setattr("mtp_export.commands.export.plan_export", bug)
     plain, debug = export(pristine, output), export(pristine, output, "--debug")
     assert plain.code == debug.code == 1
     assert "Traceback" not in plain.err

@@ -16,9 +16,9 @@ from safetensors.torch import save_file
 
 from benchmarks.vllm_peer import settings_of
 from cases import edit_json, read_tensors
-from mtp_export.bundle.build import BundleOptions, run_bundle
+from mtp_export.bundle.build import run_bundle
+from mtp_export.bundle.options import BundleOptions, ContentOptions, Part
 from mtp_export.bundle.quantize import QuantizeOptions, plan_quantize
-from mtp_export.bundle.split import Part
 from mtp_export.verify.evidence.statistics import Estimate, ratio
 from mtp_kernels.quantize import (
     Int4Group,
@@ -27,7 +27,8 @@ from mtp_kernels.quantize import (
     dequantize_int8_channel,
 )
 from mtp_runtime import LLM, SamplingParams
-from mtp_runtime.acceptance import Verdict, accept_greedy
+from mtp_runtime.acceptance.base import Verdict
+from mtp_runtime.acceptance.exact import accept_best
 from mtp_runtime.config import MtpContract
 from mtp_runtime.engine import Engine, Group
 
@@ -72,7 +73,7 @@ class Reader(Engine):
     def _decide(self, group: Group, logits: torch.Tensor, best: list[int]) -> Verdict:
         number, written = group.request.request_id, len(group.request.output)
         text = self.texts[number][written : written + len(best)]
-        verdict = accept_greedy(group.draft.tokens, text)
+        verdict = accept_best(group.draft.tokens, text)
         self.logits[number] += logits[: verdict.accepted + 1].float()
         return verdict
 
@@ -156,7 +157,7 @@ def bundle_of(folder: Path, main: Path, mtp: Path) -> Path:
 
 def quantized_draft(source: Path, folder: Path, scheme: str) -> Path:
     """The MTP part in a scheme of integers."""
-    bundle = BundleOptions(source, folder, part=Part.MTP)
+    bundle = BundleOptions(source, folder, content=ContentOptions(part=Part.MTP))
     options = QuantizeOptions(bundle, scheme, scheme, group_size=32, allow_untested_pair=True)
     run_bundle(plan_quantize(options), lambda _: None)
     return folder / "mtp"

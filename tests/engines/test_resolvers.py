@@ -13,14 +13,14 @@ from typing import Any
 import pytest
 from engine_runs import process, sglang_wheel
 
-from bundle.quantize_rows import ROWS, linears
 from cases import WHOLE_TILES, make_checkpoint, quantize
 from mtp_export.checkpoint.bundle_folder import open_checkpoint
 from mtp_export.families import family_of
 from mtp_export.families.base import ModelFamily
+from mtp_export.schemes.formats import Fp8Block, Int4Group, W4AFp8
 from mtp_export.schemes.readings import Reading, reading_of
-from mtp_export.schemes.storage import Storage
 from mtp_export.schemes.table import PAIRS
+from quantize_rows import ROWS, linears
 
 Shapes = dict[str, tuple[str, tuple[int, ...]]]
 Answers = dict[str, Any]
@@ -157,21 +157,22 @@ def understood(folder: Path) -> tuple[ModelFamily, Reading]:
 
 
 def columns_of(folder: Path, module: str) -> int:
-    return understood(folder)[0].expected[f"{module}.weight"].shape[1]
+    return understood(folder)[0].tensors[f"{module}.weight"].shape[1]
 
 
 def our_reading(folder: Path, module: str) -> dict[str, Any]:
     """What this tool reads in a folder's config, in the same words."""
     family, reading = understood(folder)
-    form = reading.form_of(module, family.expected[f"{module}.weight"].role)
+    form = reading.format_of(module, family.tensors[f"{module}.weight"].role)
     if form is None:
         return {"method": "unquantized"}
-    if form.storage is Storage.FP8_BLOCK:
-        return {"weights": FP8} if form.fp8_scale_name == "weight_scale" else {"method": "Fp8"}
-    if form.storage is Storage.W4AFP8:
+    if isinstance(form, Fp8Block):
+        return {"weights": FP8} if form.scale_name == "weight_scale" else {"method": "Fp8"}
+    if isinstance(form, W4AFp8):
         return {"method": "W4AFp8"}
-    is_int8 = form.storage is Storage.INT8_CHANNEL
-    return {"weights": INT8 if is_int8 else INT4 | {"group_size": form.group_size}}
+    if isinstance(form, Int4Group):
+        return {"weights": INT4 | {"group_size": form.group_size}}
+    return {"weights": INT8}
 
 
 def check_part(folder: Path, answers: list[dict[str, Any]], int4_activations: bool) -> None:

@@ -1,4 +1,4 @@
-"""What a planted fault is."""
+"""Planted faults: a change of a bundle, and the answer that verify must give."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from pathlib import Path
 
 @dataclass(frozen=True)
 class Fault:
-    """A fault, and how verify must answer it.
+    """A fault of a bundle, and the check that must name it.
 
-    plant changes a copy of a bundle. caught_by: the check that fails. cause: words that a failed
-    item of that check must say. needs: which bundle (a key of BUNDLES in test_verify_faults).
-    source: whether it takes --source to see it. seen_as: where it was met in the field.
+    plant: changes a copy of a bundle. caught_by: the check that fails. cause: words that a failed
+    item of that check must say. needs: the good bundle to change (see matrix.Bundles). source: the
+    fault shows only with --source. seen_as: issues of engines and tools where it occurred.
     """
 
     name: str

@@ -1,5 +1,5 @@
-"""Faults that exports were shipped with: each is planted into a copy of a good bundle, and verify
-must name it. docs/faults.md is the table of fault and check.
+"""Faults of files and weights that exports were shipped with: each is planted into a copy of a good
+bundle, and verify must name it. docs/faults.md is the table of faults and checks.
 
 A fault is planted the way a wrong exporter would have made it: with a manifest that agrees with the
 wrong bytes. Only damage after the export leaves the manifest as it was.

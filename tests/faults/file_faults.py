@@ -1,4 +1,4 @@
-"""Faults that headers, configs and checksums show: no weight needs to be understood."""
+"""Faults that headers, configs and checksums show, without decoding a weight."""
 
 from __future__ import annotations
 
@@ -142,8 +142,8 @@ def fp8_draft_without_config(bundle: Path) -> None:
 
 
 def main_config_silent_on_the_draft(bundle: Path) -> None:
-    """The draft is bf16 and its own config says so; the main config, which vLLM builds it with,
-    says fp8."""
+    """The draft is bf16 and its own config says so, but the main config, which vLLM builds the
+    draft with, says fp8."""
     bf16_draft_under_fp8_config(bundle)
     planting.edit_config(bundle / "mtp", lambda config: config.pop("quantization_config"))
 

@@ -1,5 +1,5 @@
-"""Good bundles of the precision table at level run: what it loses against its source, beside
-the gates, over seeds of prompts; writes docs/gates.md.
+"""Good bundles of the precision table at level run: their losses against the source, beside the
+gates, over seeds of prompts. Writes docs/gates.md.
 
 python -m faults.good_rows --seeds 3   (with tests/ on the path; too long for the test suite)
 """
@@ -25,21 +25,21 @@ from mtp_export.verify.decoding.acceptance import diagnosed
 from mtp_export.verify.decoding.differential import compared
 from mtp_export.verify.evidence.corpus import Corpus
 from mtp_export.verify.evidence.prompts import Prompt
-from mtp_export.verify.gates import Gate, gate_of
-from mtp_runtime.models.build import LoadOptions, load_model
-from mtp_runtime.models.deepseek_v3 import DeepseekV3
+from mtp_export.verify.gates import RunGate, gate_of
+from mtp_runtime.models.load import LoadOptions, load_model
+from mtp_runtime.models.model import Model
 
-# w4afp8 scales 128 weights at a time, more than a row of the fixture's experts has.
+# w4afp8 has one scale per 128 weights of a row, more than a row of the fixture's experts has.
 NAMES = (*(row for row in ROWS if row != "w4afp8"), *TARGETS)
 
 
 @dataclass(frozen=True)
 class Good:
-    """A good bundle that is loaded, and its gate."""
+    """A loaded good bundle, and its gate."""
 
-    model: DeepseekV3
+    model: Model
     scheme: str
-    gate: Gate
+    gate: RunGate
 
     @classmethod
     def written(cls, name: str, folder: Path) -> Good:
@@ -56,11 +56,11 @@ class Good:
         return cls(load_model(folder, LoadOptions()).model, *gate_of(recorded))
 
 
-def items_of(good: Good, source: DeepseekV3, prompts: Sequence[Prompt], tokens: int) -> list[Item]:
-    """What the checks say that can tell a good bundle from a bad one by how it drafts."""
+def items_of(good: Good, source: Model, prompts: Sequence[Prompt], tokens: int) -> list[Item]:
+    """Items of the checks that tell a good bundle from a bad one by its drafts."""
     corpus = Corpus(good.model, tuple(prompts), tokens)
     return [
-        *compared(corpus, source, good.scheme, good.gate),
+        *compared(corpus, source, scheme=good.scheme, gate=good.gate),
         *diagnosed(corpus),
         *controls.items_of(corpus),
     ]
@@ -68,7 +68,7 @@ def items_of(good: Good, source: DeepseekV3, prompts: Sequence[Prompt], tokens: 
 
 @dataclass(frozen=True)
 class Figures:
-    """What a row lost over one seed's prompts; acceptance in points of a hundred."""
+    """Losses of a row over one seed's prompts; acceptance in percentage points."""
 
     kl_nats: float
     top1: float
@@ -90,7 +90,7 @@ class Figures:
 def measured(
     names: Sequence[str], seeds: int, count: int, tokens: int
 ) -> Iterator[tuple[str, Good, list[Figures]]]:
-    """Each row, its bundle and its figures by seed."""
+    """Name, bundle and figures by seed, per row."""
     torch.set_num_threads(1)
     source = load_model(FIXTURE, LoadOptions()).model
     for name in names:
@@ -98,7 +98,11 @@ def measured(
             good = Good.written(name, Path(folder) / "bundle")
         found = []
         for seed in range(seeds):
-            found.append(Figures.of(items_of(good, source, prompts_of(seed, count), tokens)))
+            found.append(
+                Figures.of(
+                    items_of(good, source=source, prompts=prompts_of(seed, count), tokens=tokens)
+                )
+            )
             sys.stderr.write(f"{name}, seed {seed}: {found[-1]}\n")
         yield name, good, found
 
@@ -111,16 +115,18 @@ def page(options: argparse.Namespace) -> str:
         f"`python -m faults.good_rows --seeds {options.seeds} --prompts {options.prompts}"
         f" --tokens {options.tokens} --rows {shlex.join(options.rows)}`:",
         "rows of the precision table, made from the trained fixture and run against it, with",
-        "held-out prompts cut at random. Of each figure the worst seed, and in brackets the best.",
-        "A gate is what `verify` fails at; for acceptance only when the whole 95 % interval lies",
-        "beyond it.",
+        "held-out prompts cut at random. Figures are the worst seed's, in brackets the best's.",
+        "A gate is the bound beyond which `verify` fails; for acceptance only if the whole 95 %",
+        "interval lies beyond it.",
         "`w4afp8` takes rows of 128 weights, which the fixture's experts do not have.",
         "",
         "| row | KL, nats | gate | top-1 agreement | gate | draft 1 loses, points | draft 2 | gate"
         " | items failed |",
         "|---|--:|--:|--:|--:|--:|--:|--:|--:|",
     ]
-    for name, good, found in measured(options.rows, options.seeds, options.prompts, options.tokens):
+    for name, good, found in measured(
+        names=options.rows, seeds=options.seeds, count=options.prompts, tokens=options.tokens
+    ):
         kls, top1s = [f.kl_nats for f in found], [f.top1 for f in found]
         losses = [[f.lost_points[depth] for f in found] for depth in (0, 1)]
         cells = (

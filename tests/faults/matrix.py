@@ -1,4 +1,4 @@
-"""Which checks fail for which fault, by running them: the rows of docs/faults.md."""
+"""The rows of docs/faults.md: checks that fail for a fault, by running them."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from mtp_export.verify.context import Context, VerifyOptions
 
 FIXTURE = Path(__file__).resolve().parents[2] / "fixtures/deepseek-v3-tiny"
 STATIC = ("files", "ledger", "weights")
-# All that judge; `speed` reports, and `stream` is acceptance by another way.
+# All checks with bounds; `speed` reports, and `stream` is acceptance computed another way.
 RUN = (*STATIC, "greedy", "sampling", "acceptance", "differential", "controls", "paths")
 RUN_TOKENS = 32
 NOTHING = "nothing planted"
@@ -32,8 +32,8 @@ FAILS, PASSES, NOT_RUN = "**fail**", "pass", "–"
 
 
 class Bundles:
-    """Good bundles by name, each made once; not to be changed. `source` is what they are made
-    from."""
+    """Good bundles by name, each made once and not to be changed. `source` is the one that the
+    others are made from."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -67,25 +67,25 @@ def verified(
 
 
 def statuses(report: dict[str, Any]) -> dict[str, str]:
-    """How each check ended."""
+    """The status of each check."""
     return {check["name"]: check["status"] for check in report["checks"]}
 
 
 def cells(found: dict[str, str], checks: Sequence[str]) -> list[str]:
-    """A row's marks."""
+    """The marks of a row."""
     marks = {"fail": FAILS, "pass": PASSES}
     return [marks.get(found.get(check, ""), NOT_RUN) for check in checks]
 
 
 def executed(fault: Fault, bundles: Bundles, folder: Path) -> list[str]:
-    """The cells of a fault in files or weights: all checks that need no run, with the source."""
+    """The marks of a fault in files or weights: all checks that need no run, with the source."""
     options = ("--level", "weights", "--source", bundles("source"))
     return cells(statuses(verified(fault, bundles, folder, *options)[1]), STATIC)
 
 
 def run_rows(folder: Path, done: Container[str] = ()) -> Iterator[tuple[str, list[str]]]:
-    """Names and cells of what is planted into the trained fixture, or into the runtime; but for
-    those that are done."""
+    """Names and marks of faults planted into the trained fixture, or into the runtime, but for
+    those in done."""
     good = folder / "good"
     assert export(FIXTURE, good, "--link", "copy", "--quiet").code == 0
     whole = _context(good)
@@ -104,22 +104,24 @@ def run_rows(folder: Path, done: Container[str] = ()) -> Iterator[tuple[str, lis
             shutil.rmtree(bundle)
 
 
-def _context(bundle: Path) -> Context:
-    @contextlib.contextmanager
-    def no_progress(title: str, total_bytes: int) -> Iterator[ProgressCallback]:
-        yield silent
+@contextlib.contextmanager
+def no_progress(title: str, total_bytes: int) -> Iterator[ProgressCallback]:
+    """Show nothing."""
+    yield silent
 
+
+def _context(bundle: Path) -> Context:
     options = VerifyOptions(bundle, FIXTURE, Level.RUN, max_new_tokens=RUN_TOKENS, ks=(2,))
     return Context.open(options, no_progress)
 
 
 def _run_cells(context: Context) -> list[str]:
-    """How every check of RUN ends."""
+    """The marks of every check of RUN."""
     return cells({name: check_result(name, CHECKS[name], context).status for name in RUN}, RUN)
 
 
 def pages_cells(page: str, heading: str, name: str, count: int) -> list[str]:
-    """The marks of a fault's row in a section of the page; none where it has no such row."""
+    """The marks of a fault's row in a section of the page; empty if it has no such row."""
     section = page.split(f"## {heading}\n")[-1].split("\n## ")[0]
     rows = [line for line in section.splitlines() if line.startswith(f"| {name} | ")]
     marks = rows[0].split(" | ")[2 : 2 + count] if rows else []

@@ -1,5 +1,5 @@
-"""Ways to change a bundle as a wrong exporter would have written it: tensors, configs, and a
-manifest that agrees with whatever is there."""
+"""Changes of a bundle as a wrong exporter would have written it: tensors, configs, and a manifest
+that agrees with them."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def weight_map(folder: Path) -> dict[str, str]:
 
 
 def names(folder: Path, *parts: str) -> list[str]:
-    """Tensors whose names hold all these parts, in order."""
+    """Sorted names of tensors that contain all these parts."""
     return sorted(name for name in weight_map(folder) if all(part in name for part in parts))
 
 
@@ -34,7 +34,7 @@ def read(folder: Path, name: str) -> torch.Tensor:
 
 
 def write(folder: Path, changes: Mapping[str, torch.Tensor | None]) -> None:
-    """Replace, add (to the first shard) or drop (None) tensors; index and manifest follow."""
+    """Replace, add (to the first shard) or drop (None) tensors; update index and manifest."""
     places = weight_map(folder)
     first = min(places.values())
     for shard in sorted({places.get(name, first) for name in changes}):
@@ -113,7 +113,7 @@ def _signed_shard(path: Path, facts: dict[str, Any]) -> dict[str, Any]:
 
 
 def flip_a_byte(path: Path, offset: int) -> None:
-    """Damage after the export: one bit of one byte, counted from the end when negative."""
+    """Flip a bit of one byte, as damage after the export; negative offsets count from the end."""
     raw = bytearray(path.read_bytes())
     raw[offset] ^= 0x10
     path.write_bytes(raw)

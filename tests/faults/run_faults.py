@@ -1,5 +1,5 @@
-"""Faults that only running a bundle shows when there is no source to compare with: each leaves
-files, names, shapes and checksums as they should be. They are planted into the trained fixture."""
+"""Faults that, without a source, only running a bundle shows: each leaves files, names, shapes and
+checksums intact. They are planted into the trained fixture."""
 
 from __future__ import annotations
 
@@ -14,11 +14,12 @@ import torch
 
 from faults import planting
 from faults.fault import Fault
-from mtp_runtime.acceptance import Draft
-from mtp_runtime.drafters.base import Drafter, DrafterParts
+from mtp_export.verify.evidence.pass_through import PassThroughDrafter
+from mtp_runtime.acceptance.base import Draft
+from mtp_runtime.drafters.base import DrafterParts
 from mtp_runtime.drafters.chain import extend
-from mtp_runtime.drafters.mtp import MtpDrafter
-from mtp_runtime.models.deepseek_v3 import MtpModule
+from mtp_runtime.drafters.mtp import MtpDrafter, Rows
+from mtp_runtime.models.model import MtpModule
 from mtp_runtime.request import Request
 from mtp_runtime.sampling import one_hot
 
@@ -88,7 +89,7 @@ def contract(field: str, value: object, bundle: Path) -> None:
 
 
 def draft_of_another_model(bundle: Path) -> None:
-    """A draft that never met this main model: its mixing matrix is drawn anew."""
+    """A draft that was trained for another main model: its mixing matrix is random."""
 
     def another(tensor: torch.Tensor) -> torch.Tensor:
         generator = torch.Generator().manual_seed(1)
@@ -130,7 +131,7 @@ RUN_FAULTS: tuple[Fault, ...] = (
 
 @dataclass(frozen=True)
 class DrafterFault:
-    """A drafter that misbehaves at run time with a module that is right."""
+    """A faulty drafter that runs a correct module."""
 
     name: str
     build: Any
@@ -139,7 +140,7 @@ class DrafterFault:
 
 
 class StaleDrafter(MtpDrafter):
-    """Feeds every draft the target's last hidden state."""
+    """Feed every draft the target's last hidden state."""
 
     def observe(self, passes: Any) -> None:
         super().observe(passes)
@@ -152,17 +153,17 @@ class StaleDrafter(MtpDrafter):
 
 
 class PreNormDrafter(MtpDrafter):
-    """Recycles the module's output before its norm."""
+    """Recycle the module's output from before its norm."""
 
     def _grow(self, chains: Any) -> None:
         grow_with(self, chains, lambda x, normed, r: x)
 
 
 def grow_with(drafter: Any, chains: list[Any], recycled: Any) -> None:
-    """MtpDrafter's recursion with something else fed back, one chain at a time."""
-    head = drafter._module.head
+    """MtpDrafter's recursion fed with another hidden state, one chain at a time."""
+    head = drafter._modules[0].head
     for chain in chains:
-        x = drafter._last[chain.request.request_id][None]
+        x = drafter._first_output(chain.request)
         while True:
             normed = head.normed(x)
             extend([chain], head.logits(normed), drafter._sample)
@@ -170,29 +171,30 @@ def grow_with(drafter: Any, chains: list[Any], recycled: Any) -> None:
                 break
             start = len(chain.request.tokens) - 2 + len(chain.tokens)
             back = recycled(x[0], normed[0], chain.request)[None]
-            x = drafter._run([chain.request], [(start, start + 1)], [chain.tokens[-1]], back)
+            rows = Rows(chain.request, (start, start + 1), [chain.tokens[-1]], back)
+            (x,) = drafter._run(0, [rows])
 
 
 class FirstTokenDrafter(MtpDrafter):
-    """Zeroes the embedding of position 0, where the module was trained to see it."""
+    """Zero the embedding of position 0, which the module was trained to see."""
 
     def __init__(self, parts: DrafterParts) -> None:
         super().__init__(parts)
-        if isinstance(self._module, MtpModule):  # the model that has its law enumerated has none
-            contract = replace(self._module.contract, zero_first_embedding=True)
-            self._module = replace(self._module, contract=contract)
+        (module,) = self._modules
+        if isinstance(module, MtpModule):  # a table model stands in for one elsewhere
+            contract = replace(module.contract, zero_first_embedding=True)
+            self._modules = (replace(module, contract=contract),)
 
 
-class KeepsOneProbability:
-    """Keeps, of each law, the drawn token's probability alone."""
+class KeepsOneProbability(PassThroughDrafter):
+    """Report, of each distribution, the drawn token's probability alone."""
 
     def __init__(self, parts: DrafterParts) -> None:
-        self._inner: Drafter = MtpDrafter(parts)
-        self.observe, self.forget = self._inner.observe, self._inner.forget
+        super().__init__(MtpDrafter(parts))
 
     def propose(self, requests: Sequence[Request], counts: Sequence[int]) -> list[Draft]:
         found = []
-        for draft in self._inner.propose(requests, counts):
+        for draft in super().propose(requests, counts):
             if draft.draft_probs is not None:
                 kept = one_hot(np.array(draft.tokens), draft.draft_probs.shape[-1])
                 draft = Draft(draft.tokens, kept * draft.draft_probs)

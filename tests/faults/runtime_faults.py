@@ -1,5 +1,5 @@
-"""Faults of the runtime itself, planted by exchanging a function of it: what an engine can do wrong
-with a bundle that is right."""
+"""Faults of the runtime itself, each planted by replacing one of its functions: bugs of an engine
+that runs a good bundle."""
 
 from __future__ import annotations
 
@@ -12,13 +12,14 @@ import torch
 
 from faults.run_faults import DRAFTER_FAULTS, KeepsOneProbability
 from mtp_export.verify.evidence import noise
-from mtp_runtime import acceptance, engine
-from mtp_runtime import teacher_forcing as teacher
-from mtp_runtime.acceptance import Verdict
+from mtp_kernels.batch_layout import BatchLayout
+from mtp_runtime import engine, teacher_forcing
+from mtp_runtime.acceptance import ACCEPTANCE_RULES
+from mtp_runtime.acceptance.base import Verdict
+from mtp_runtime.acceptance.exact import accept_best
+from mtp_runtime.cache import lay_out
 from mtp_runtime.drafters import DRAFTERS
-from mtp_runtime.layers import attention
-from mtp_runtime.layers.attention import BatchLayout
-from mtp_runtime.layout import lay_out
+from mtp_runtime.layers import mla
 from mtp_runtime.request import Request
 from mtp_runtime.sampling import SamplingParams, probabilities_of
 
@@ -27,7 +28,7 @@ Plant = pytest.MonkeyPatch
 
 @dataclass(frozen=True)
 class RuntimeFault:
-    """A fault, the check that names it and words that it must say."""
+    """A fault, the check that must name it, and words that it must say."""
 
     name: str
     plant: Callable[[Plant], None]
@@ -37,30 +38,30 @@ class RuntimeFault:
 
 
 def accepts_one_too_many(drafts: Any, best: Any) -> Verdict:
-    found = acceptance.accept_greedy(drafts, best)
+    found = accept_best(drafts, best)
     accepted = min(found.accepted + 1, len(drafts))
     return Verdict(accepted, best[accepted])
 
 
 def bonus_of_the_first_row(drafts: Any, best: Any) -> Verdict:
-    return Verdict(acceptance.accept_greedy(drafts, best).accepted, best[0])
+    return Verdict(accept_best(drafts, best).accepted, best[0])
 
 
 def leaky(cache: Any, sequences: Any, spans: Any, device: torch.device) -> BatchLayout:
-    """A mask without causality: every row sees all rows of its step."""
+    """A layout without causality: every row sees all rows of its step."""
     layout = lay_out(cache, sequences, spans, device)
     counts = torch.tensor([end - start for start, end in spans])
     return BatchLayout(
-        layout.positions,
-        layout.slots,
-        layout.page_table.repeat_interleave(counts, dim=0),
-        layout.kv_lens.repeat_interleave(counts),
-        torch.arange(len(layout.positions) + 1, dtype=torch.int32),
+        positions=layout.positions,
+        slots=layout.slots,
+        page_table=layout.page_table.repeat_interleave(counts, dim=0),
+        kv_lens=layout.kv_lens.repeat_interleave(counts),
+        cu_q=torch.arange(len(layout.positions) + 1, dtype=torch.int32),
     )
 
 
 def never_ends_inside(request: Request, tokens: Any, from_draft: int) -> Any:
-    """Puts out a whole block before it looks whether the request is at its end."""
+    """Put out a whole block before looking for the request's end."""
     events = []
     for index, token in enumerate(tokens):
         request.tokens.append(token)
@@ -80,71 +81,79 @@ def blocks_without_end(plant: Plant) -> None:
     )
 
 
-def always_stands(question: Any, choices: Any) -> Verdict:
-    """Every draft is accepted, whatever the target says of it."""
-    count = len(question.draft.tokens)
-    return Verdict(count, choices.draw(question.target_probs[count]))
+def always_accepts(block: Any, choices: Any) -> Verdict:
+    """Accept every draft, whatever the target's distribution."""
+    count = len(block.draft.tokens)
+    return Verdict(count, choices.draw(block.target_probs[count]))
 
 
 def hot(logits: Any, params: SamplingParams) -> Any:
-    """Probabilities of another temperature and without a nucleus."""
+    """Probabilities at another temperature and without a nucleus."""
     return probabilities_of(logits, replace(params, top_p=1.0, temperature=3.0))
 
 
 def later_chunks_are_off(cache: Any, sequences: Any, spans: Any, device: torch.device) -> Any:
-    """Positions of a chunk that does not start a prompt count from one too far."""
+    """Positions of a chunk that does not start a prompt are one too large."""
     layout = lay_out(cache, sequences, spans, device)
     late = torch.cat([torch.full((end - start,), start > 1) for start, end in spans])
     return replace(layout, positions=layout.positions + late.long())
 
 
 def caches_mixed_up(cache: Any, sequences: Any, spans: Any, device: torch.device) -> Any:
-    """In a batch, each request reads the pages of the next one."""
+    """Each request of a batch reads the pages of the next one."""
     layout = lay_out(cache, sequences, spans, device)
     return replace(layout, page_table=layout.page_table.roll(1, dims=0).contiguous())
 
 
 def attention_off(plant: Plant) -> None:
-    """The attention of torch layers is a hundredth too large."""
-    real = attention.verify_attention
+    """Attention of torch layers is a hundredth too large."""
+    real = mla.verify_attention
 
     def off(*arguments: Any, **options: Any) -> Any:
         out, *rest = real(*arguments, **options)
         return (out * 1.01, *rest)
 
-    plant.setattr(attention, "verify_attention", off)
+    plant.setattr(mla, "verify_attention", off)
 
 
 def exchanged(module: Any, name: str, value: object) -> Callable[[Plant], None]:
-    """Plants one function in place of another."""
+    """Planting of one function in place of another."""
     return lambda plant: plant.setattr(module, name, value)
 
 
 def as_drafter(build: Any) -> Callable[[Plant], None]:
-    return lambda plant: plant.setitem(DRAFTERS, "mtp", build)
+    drafter = replace(DRAFTERS["mtp"], build=build)
+    return lambda plant: plant.setitem(DRAFTERS, "mtp", drafter)
+
+
+def exact_but(**changes: Any) -> Callable[[Plant], None]:
+    """Planting of parts of the exact acceptance rule."""
+    rule = replace(ACCEPTANCE_RULES["exact"], **changes)
+    return lambda plant: plant.setitem(ACCEPTANCE_RULES, "exact", rule)
 
 
 RUNTIME_FAULTS: tuple[RuntimeFault, ...] = (
     *(RuntimeFault(f"drafter: {f.name}", as_drafter(f.build), "acceptance", f.cause, f.seen_as)
       for f in DRAFTER_FAULTS),
-    RuntimeFault("drafter: wrong proposal law", as_drafter(KeepsOneProbability), "sampling",
-                 "kept the drawn token's probability alone", "xLLM 2175"),
+    RuntimeFault("drafter: wrong proposal distribution", as_drafter(KeepsOneProbability),
+                 "sampling", "kept the drawn token's probability alone", "xLLM 2175"),
     RuntimeFault("one draft too many is accepted",
-                 exchanged(engine, "accept_greedy", accepts_one_too_many), "greedy",
+                 exact_but(accept_greedy=accepts_one_too_many), "greedy",
                  "a draft was accepted that is not the target's best token"),
     RuntimeFault("the token after a block is another row's",
-                 exchanged(engine, "accept_greedy", bonus_of_the_first_row), "greedy",
+                 exact_but(accept_greedy=bonus_of_the_first_row), "greedy",
                  "the target's own token after a block differs"),
     RuntimeFault("rows of a block see later drafts", exchanged(engine, "lay_out", leaky), "greedy",
                  "its logits depend on the drafts"),
     RuntimeFault("length limit and end token passed over", blocks_without_end, "greedy",
                  "the end token inside a block is not respected"),
-    RuntimeFault("every sampled draft stands",
-                 lambda plant: plant.setitem(acceptance.ACCEPTANCE_RULES, "exact", always_stands),
+    RuntimeFault("every sampled draft is accepted",
+                 exact_but(accept=always_accepts),
                  "sampling", "acceptance is not exact"),
-    RuntimeFault("nucleus cut wrongly", exchanged(engine, "probabilities_of", hot), "sampling",
+    RuntimeFault("nucleus cut wrongly", exact_but(distribution=hot), "sampling",
                  "the nucleus is cut wrongly"),
-    RuntimeFault("a mask that leaks", exchanged(teacher, "lay_out", leaky), "controls",
+    RuntimeFault("a mask that leaks", exchanged(teacher_forcing, "lay_out", leaky),
+                 "controls",
                  "a later token changes earlier logits"),
     RuntimeFault("later chunks of a prompt at wrong positions",
                  exchanged(noise, "lay_out", later_chunks_are_off), "paths",

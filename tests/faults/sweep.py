@@ -1,4 +1,4 @@
-"""Run-level faults and false alarms over many seeds of prompts; writes docs/run_faults.md.
+"""Run-level faults and false alarms over many seeds of prompts. Writes docs/run_faults.md.
 
 python -m faults.sweep --seeds 20   (with tests/ on the path; too long for the test suite)
 """
@@ -15,7 +15,7 @@ import tempfile
 import time
 from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import torch
@@ -25,12 +25,13 @@ from faults.run_faults import DRAFTER_FAULTS, RUN_FAULTS
 from mtp_export.verify.check import Item, Status
 from mtp_export.verify.decoding import controls
 from mtp_export.verify.decoding.acceptance import diagnosed
-from mtp_export.verify.decoding.drafting import drafter_items
+from mtp_export.verify.decoding.drafter_agreement import drafter_items
 from mtp_export.verify.evidence.corpus import Corpus
 from mtp_export.verify.evidence.prompts import Prompt
 from mtp_runtime.drafters import DRAFTERS
-from mtp_runtime.models.build import LoadOptions, load_model, open_streamed
-from mtp_runtime.models.deepseek_v3 import DeepseekV3
+from mtp_runtime.models.load import LoadOptions, load_model
+from mtp_runtime.models.model import Model
+from mtp_runtime.streaming import open_streamed
 from mtp_runtime.tokenizer import Tokenizer
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -40,7 +41,7 @@ K = 2
 
 @dataclass
 class Tally:
-    """How often a fault was caught and named, over seeds; what was said instead."""
+    """Seeds that caught and that named a fault, and what was said instead of naming it."""
 
     caught: int = 0
     named: int = 0
@@ -69,7 +70,7 @@ Found = tuple[dict[str, Tally], list[str], int]
 
 
 def merged(parts: list[Found]) -> Found:
-    """One result of several."""
+    """Several results added up."""
     tallies, alarms, looked_at = parts[0]
     for other, more, count in parts[1:]:
         for name, tally in other.items():
@@ -81,8 +82,8 @@ def merged(parts: list[Found]) -> Found:
     return tallies, alarms, looked_at
 
 
-def shells(good: Path, folder: Path) -> Iterator[DeepseekV3]:
-    """For each fault, everything but the main layers of a bundle that has it."""
+def shells(good: Path, folder: Path) -> Iterator[Model]:
+    """Models of bundles with each fault, without their main layers."""
     for number, fault in enumerate(RUN_FAULTS):
         bundle = Path(shutil.copytree(good, folder / f"fault{number}"))
         fault.plant(bundle)
@@ -92,7 +93,7 @@ def shells(good: Path, folder: Path) -> Iterator[DeepseekV3]:
 
 
 def sweep(seeds: range, count: int, tokens: int) -> Found:
-    """Tallies by fault, false alarms, and the number of items that good runs came to."""
+    """Tallies by fault, false alarms, and the number of items of good runs."""
     torch.set_num_threads(1)
     tallies = {fault.name: Tally() for fault in (*RUN_FAULTS, *DRAFTER_FAULTS)}
     alarms: list[str] = []
@@ -110,12 +111,24 @@ def sweep(seeds: range, count: int, tokens: int) -> Found:
                 f"seed {seed}: {i.name}: {i.cause}" for i in items if i.status is Status.FAIL
             ]
             for fault, shell in zip(RUN_FAULTS, faulty, strict=True):
-                own = Corpus(shell, corpus.prompts, tokens, corpus.texts, corpus.states)
+                own = Corpus(
+                    model=shell,
+                    prompts=corpus.prompts,
+                    new_tokens=tokens,
+                    given=corpus.texts,
+                    given_states=corpus.states,
+                )
                 tallies[fault.name].add(seed, list(diagnosed(own)), fault.cause)
             for drafter in DRAFTER_FAULTS:
                 real = DRAFTERS["mtp"]
-                DRAFTERS["mtp"] = drafter.build
-                own = Corpus(model, corpus.prompts, tokens, corpus.texts, corpus.states)
+                DRAFTERS["mtp"] = replace(real, build=drafter.build)
+                own = Corpus(
+                    model=model,
+                    prompts=corpus.prompts,
+                    new_tokens=tokens,
+                    given=corpus.texts,
+                    given_states=corpus.states,
+                )
                 tallies[drafter.name].add(seed, list(drafter_items(own, K)), drafter.cause)
                 DRAFTERS["mtp"] = real
             missed = [name for name, tally in tallies.items() if tally.missed]
@@ -130,9 +143,9 @@ def page(options: argparse.Namespace, seconds: float, found: Found) -> str:
         "# Run-level faults over seeds of prompts",
         "",
         f"`python -m faults.sweep --seeds {options.seeds} --prompts {options.prompts} --tokens"
-        f" {options.tokens}`: {options.prompts} held-out prompts a seed, cut at random, "
+        f" {options.tokens}`: {options.prompts} held-out prompts per seed, cut at random, "
         f"{options.tokens} new tokens each; {seconds:.0f} s on {platform.processor() or 'CPU'}.",
-        "No source was given: each fault is seen by running the bundle alone.",
+        "No source was given: each fault shows by running the bundle alone.",
         "",
         f"Good bundle: {len(alarms)} false alarms in {looked_at} items over {options.seeds} seeds.",
         "",

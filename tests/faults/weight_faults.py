@@ -1,4 +1,4 @@
-"""Faults inside the weights, in files that are whole and agree with their manifest."""
+"""Faults of weights, in intact files that agree with their manifest."""
 
 from __future__ import annotations
 
@@ -27,17 +27,17 @@ def changed(part: str, name: str, how: Change, bundle: Path) -> None:
 
 
 def mtp(name: str, how: Change) -> Callable[[Path], None]:
-    """Plants a change of one tensor of the draft."""
+    """Planting of a change of one tensor of the draft."""
     return partial(changed, "mtp", name, how)
 
 
 def main(name: str, how: Change) -> Callable[[Path], None]:
-    """Plants a change of one tensor of the main model."""
+    """Planting of a change of one tensor of the main model."""
     return partial(changed, "main", name, how)
 
 
 def memory_never_written(tensor: torch.Tensor) -> torch.Tensor:
-    """What malloc hands out: pointers, text and old data."""
+    """Memory as malloc returns it: pointers, text and old data."""
     raw = bytes(range(7, 256, 3)) * (tensor.numel() * tensor.element_size() // 83 + 1)
     size = tensor.numel() * tensor.element_size()
     return torch.frombuffer(bytearray(raw[:size]), dtype=tensor.dtype).view(tensor.shape)
@@ -240,7 +240,7 @@ WEIGHT_FAULTS: tuple[Fault, ...] = (
           mtp(f"{MTP}.mlp.gate.e_score_correction_bias", torch.zeros_like), "weights",
           "dropped and filled in", source=True),
     Fault("rotary rows as halves", mtp(f"{MTP}.self_attn.kv_a_proj_with_mqa.weight",
-          rope_as_halves), "weights", "its rotary rows stand as two halves", source=True),
+          rope_as_halves), "weights", "its rotary rows are stored as two halves", source=True),
     Fault("int4 nibbles swapped", main(_PACKED, nibbles_swapped), "weights",
           "nibble order", needs="int4", source=True),
     Fault("int4 words reversed", main(_PACKED, words_reversed), "weights",
@@ -262,7 +262,7 @@ WEIGHT_FAULTS: tuple[Fault, ...] = (
     Fault("weights of another version", main("model.layers.5.self_attn.o_proj.weight", noisy),
           "weights", "another version", needs="bf16", source=True),
     Fault("yarn dropped", partial(config_changed, {"rope_scaling": None}), "weights",
-          "yarn's scale was dropped or changed", source=True),
+          "yarn's attention scale was dropped or changed", source=True),
     Fault("another rotary base", partial(config_changed, {"rope_theta": 500000.0}), "weights",
           "rope_theta is 500000.0", source=True),
     Fault("experts' weights not normalised", partial(config_changed, {"norm_topk_prob": False}),

@@ -65,7 +65,7 @@ def write_checkpoint(folder: Path, config: dict[str, Any] | None = None, seed: i
     config = SMALL if config is None else config
     generator = torch.Generator().manual_seed(seed)
     tensors = {}
-    for spec in family_of(config).expected.values():
+    for spec in family_of(config).tensors.values():
         if spec.optional:
             continue
         values = torch.randn(spec.shape, generator=generator)

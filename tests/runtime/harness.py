@@ -8,21 +8,20 @@ from pathlib import Path
 
 import torch
 
-from mtp_runtime.cache import CachedSequence, PagedCache
+from mtp_runtime.cache import CachedSequence, PageAllocator, lay_out
 from mtp_runtime.config import EngineConfig, SpeculationConfig
 from mtp_runtime.drafters import DRAFTERS
 from mtp_runtime.drafters.base import Drafter, DrafterParts
 from mtp_runtime.engine import Engine
-from mtp_runtime.layout import lay_out
-from mtp_runtime.models.build import LoadOptions, load_model
-from mtp_runtime.models.deepseek_v3 import DeepseekV3
+from mtp_runtime.models.load import LoadOptions, load_model
+from mtp_runtime.models.model import Model
 from mtp_runtime.request import Request
 from mtp_runtime.sampling import SamplingParams
 
 Prompt = tuple[int, ...]
 
 
-def load(path: Path, *, compiled: bool = True) -> DeepseekV3:
+def load(path: Path, *, compiled: bool = True) -> Model:
     """The model on compiled kernels, or on torch, which keeps quantized weights as they are."""
     return load_model(path, LoadOptions(dequantize_at_load=compiled)).model
 
@@ -39,37 +38,29 @@ def prompts_of(lengths: Sequence[int], vocab: int, seed: int = 0) -> list[Prompt
 class Walk:
     """Feeds one sequence through the model, a few tokens at a time."""
 
-    model: DeepseekV3
+    model: Model
     page_size: int = 16
     sequence: CachedSequence = field(default_factory=CachedSequence)
 
     def __post_init__(self) -> None:
-        config = self.model.config
-        width = config.latent + config.rope.size
-        self.cache = PagedCache(
-            self.model.cache_layers,
-            24,
-            self.page_size,
-            width,
-            torch.float32,
-            self.model.device,
-            True,
-        )
+        self.pages = PageAllocator(24, self.page_size)
+        self.cache = self.model.new_cache(self.pages)
+        self.pages.poison_freed(self.cache)
 
     @torch.inference_mode()
     def feed(self, tokens: Sequence[int]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Logits, hidden states before and after the norm, of the new tokens."""
         start = self.sequence.length
-        self.cache.append(self.sequence, len(tokens))
+        self.pages.append(self.sequence, len(tokens))
         span = (start, self.sequence.length)
-        layout = lay_out(self.cache, [self.sequence], [span], self.model.device)
-        before, after = self.model(torch.tensor(tokens), self.cache.layers, layout)
+        layout = lay_out(self.pages, [self.sequence], [span], self.model.device)
+        before, after = self.model(torch.tensor(tokens), self.cache, layout)
         return self.model.head.logits(after), before, after
 
 
 @dataclass(frozen=True)
 class Run:
-    """What the engine made of some prompts."""
+    """Outputs of the engine for some prompts."""
 
     outputs: list[list[int]]
     requests: list[Request]
@@ -82,21 +73,21 @@ class Run:
 
 
 def run(
-    model: DeepseekV3,
+    model: Model,
     prompts: Sequence[Prompt],
     params: SamplingParams | Sequence[SamplingParams],
     *,
     method: str = "none",
     k: int = 1,
-    draft_model: DeepseekV3 | None = None,
+    draft_model: Model | None = None,
     build: Callable[[DrafterParts], Drafter] | None = None,
     acceptance: str = "exact",
     eos: tuple[int, ...] = (),
     **settings: int,
 ) -> Run:
-    """Decode prompts to their end; `build` stands in for DRAFTERS[method]."""
+    """Decode prompts to their end; `build` stands in for DRAFTERS[method].build."""
     speculation = SpeculationConfig(
-        method=method if build is None else "planted", max_draft_tokens=k, acceptance=acceptance
+        method=method if build is None else "given", max_draft_tokens=k, acceptance=acceptance
     )
     each = [params] * len(prompts) if isinstance(params, SamplingParams) else params
     # Just enough for all of them: more would take longer to poison than to decode.
@@ -107,12 +98,12 @@ def run(
     ]
     sizes = {"cache_tokens": page * sum(pages)} | sizes
     config = EngineConfig(**sizes, poison_freed=True, speculation=speculation)
-    engine = Engine(model, config, build or DRAFTERS[method], draft_model)
+    engine = Engine(model, config, build or DRAFTERS[method].build, draft_model)
     requests = [
         Request(number, prompt, own, eos)
         for number, (prompt, own) in enumerate(zip(prompts, each, strict=True))
     ]
     for _ in engine.run(requests):
         pass
-    assert engine.cache.free_pages == engine.cache.pages, "pages leaked"
+    assert engine.pages.free_pages == engine.pages.pages, "pages leaked"
     return Run([request.output for request in requests], requests, engine)

@@ -9,9 +9,8 @@ import pytest
 import torch
 
 from mtp_runtime import LLM, RequestOutput, SamplingParams
-from mtp_runtime.cache import CachedSequence, PagedCache
-from mtp_runtime.layout import lay_out
-from mtp_runtime.models.deepseek_v3 import DeepseekV3
+from mtp_runtime.cache import CachedSequence, PageAllocator, lay_out
+from mtp_runtime.models.model import Model
 
 PARAMS = SamplingParams(max_tokens=16, ignore_eos=True)
 
@@ -32,13 +31,14 @@ def engines(trained: Path) -> dict[str, LLM]:
 
 
 @torch.inference_mode()
-def logits_of(model: DeepseekV3, tokens: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-    width = model.config.latent + model.config.rope.size
-    cache = PagedCache(model.cache_layers, 8, 16, width, dtype, model.device, True)
+def logits_of(model: Model, tokens: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+    pages = PageAllocator(8, 16)
+    cache = model.new_cache(pages)
+    pages.poison_freed(cache)
     sequence = CachedSequence()
-    cache.append(sequence, len(tokens))
-    layout = lay_out(cache, [sequence], [(0, len(tokens))], model.device)
-    _, after = model(torch.tensor(tokens), cache.layers, layout)
+    pages.append(sequence, len(tokens))
+    layout = lay_out(pages, [sequence], [(0, len(tokens))], model.device)
+    _, after = model(torch.tensor(tokens), cache, layout)
     assert after.dtype is dtype
     return model.head.logits(after)
 

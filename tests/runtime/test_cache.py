@@ -10,16 +10,19 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mtp_export.errors import ResourceError
-from mtp_runtime.cache import CachedSequence, PagedCache
+from mtp_runtime.cache import CachedSequence, LayerCaches, PageAllocator
 from runtime.harness import Walk, load, prompts_of
 
 
-def cache_of(pages: int, page_size: int) -> PagedCache:
-    return PagedCache(1, pages, page_size, 2, torch.float32, torch.device("cpu"), True)
+def allocator_of(pages: int, page_size: int) -> PageAllocator:
+    allocator = PageAllocator(pages, page_size)
+    spec = allocator.spec(torch.float32, torch.device("cpu"))
+    allocator.poison_freed(LayerCaches(((spec.empty(2), spec.empty()),)))
+    return allocator
 
 
 def test_a_full_cache_is_refused_and_unchanged() -> None:
-    cache, sequence = cache_of(2, 4), CachedSequence()
+    cache, sequence = allocator_of(2, 4), CachedSequence()
     cache.append(sequence, 5)
     with pytest.raises(ResourceError, match="no page left"):
         cache.append(sequence, 4)
@@ -32,7 +35,7 @@ def test_a_full_cache_is_refused_and_unchanged() -> None:
 @settings(max_examples=60, deadline=None)
 @given(st.lists(st.tuples(st.integers(0, 2), st.integers(0, 12)), max_size=40), st.integers(1, 5))
 def test_pages_belong_to_one_sequence(steps: list[tuple[int, int]], page_size: int) -> None:
-    cache = cache_of(6, page_size)
+    cache = allocator_of(6, page_size)
     sequences = [CachedSequence() for _ in range(3)]
     for which, length in steps:
         sequence = sequences[which]
@@ -50,14 +53,14 @@ def test_pages_belong_to_one_sequence(steps: list[tuple[int, int]], page_size: i
 @pytest.mark.parametrize("compiled", [True, False])
 @pytest.mark.parametrize("cut", [1, 15, 16, 17, 30])
 def test_truncation_leaves_no_trace(small: Path, compiled: bool, cut: int) -> None:
-    """What was cut off is poisoned with NaN; going on gives the bits of never having had it."""
+    """Tokens cut off are poisoned with NaN; going on gives the bits of never having had them."""
     model = load(small, compiled=compiled)
     tokens, others = prompts_of([40, 40], 96)
     walk, clean = Walk(model), Walk(model)
     walk.feed(tokens[:cut])
     clean.feed(tokens[:cut])
     walk.feed(others[:23])
-    walk.cache.truncate(walk.sequence, cut)
+    walk.pages.truncate(walk.sequence, cut)
     for token in tokens[cut:]:
         found, expected = walk.feed([token])[0], clean.feed([token])[0]
         assert torch.isfinite(found).all()

@@ -1,4 +1,4 @@
-"""What the engine promises around decoding: ends, seeds, admission, refusals, counts."""
+"""Guarantees of the engine around decoding: ends, seeds, admission, refusals, counts."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ import pytest
 from mtp_export.errors import MtpExportError, ResourceError, UnsupportedError, UsageError
 from mtp_runtime.config import EngineConfig, SpeculationConfig
 from mtp_runtime.drafters import DRAFTERS
-from mtp_runtime.drafters.known_answers import PlantedDrafter
+from mtp_runtime.drafters.known_answers import KnownAnswersDrafter
 from mtp_runtime.engine import Engine
-from mtp_runtime.models.deepseek_v3 import DeepseekV3
+from mtp_runtime.models.model import Model
 from mtp_runtime.request import Request
 from mtp_runtime.sampling import SamplingParams
 from runtime.harness import Run, load, prompts_of, run
@@ -21,23 +21,25 @@ PARAMS = SamplingParams(max_tokens=12, ignore_eos=True)
 
 
 @pytest.fixture(scope="module")
-def model(small: Path) -> DeepseekV3:
+def model(small: Path) -> Model:
     return load(small)
 
 
-def planted(model: DeepseekV3, prompts: list[tuple[int, ...]], params: SamplingParams, **more: int):  # type: ignore[no-untyped-def]
+def with_known_answers(
+    model: Model, prompts: list[tuple[int, ...]], params: SamplingParams, **more: int
+):  # type: ignore[no-untyped-def]
     answers = dict(zip(prompts, run(model, prompts, PARAMS).outputs, strict=True))
-    build = lambda parts: PlantedDrafter(answers, model.config.vocab)  # noqa: E731
+    build = lambda parts: KnownAnswersDrafter(answers, model.config.vocab)  # noqa: E731
     return answers, run(model, prompts, params, build=build, **more)
 
 
 @pytest.mark.parametrize("place", range(1, 12))
-def test_the_end_token_ends_a_block_anywhere(model: DeepseekV3, place: int) -> None:
+def test_the_end_token_ends_a_block_anywhere(model: Model, place: int) -> None:
     (prompt,) = prompts = prompts_of([9], 96, seed=3)
     answer = run(model, prompts, PARAMS).outputs[0]
     end = answer[place]
     params = replace(PARAMS, ignore_eos=False)
-    build = lambda parts: PlantedDrafter({prompt: answer}, 96)  # noqa: E731
+    build = lambda parts: KnownAnswersDrafter({prompt: answer}, 96)  # noqa: E731
     found = run(model, prompts, params, build=build, k=5, eos=(end,))
     assert found.outputs[0] == answer[: answer.index(end) + 1]
     assert found.requests[0].finish_reason == "stop"
@@ -46,15 +48,15 @@ def test_the_end_token_ends_a_block_anywhere(model: DeepseekV3, place: int) -> N
 
 
 @pytest.mark.parametrize("limit", range(1, 13))
-def test_max_tokens_inside_a_block(model: DeepseekV3, limit: int) -> None:
+def test_max_tokens_inside_a_block(model: Model, limit: int) -> None:
     prompts = prompts_of([9, 20], 96, seed=3)
-    answers, found = planted(model, prompts, replace(PARAMS, max_tokens=limit), k=5)
+    answers, found = with_known_answers(model, prompts, replace(PARAMS, max_tokens=limit), k=5)
     assert found.outputs == [answer[:limit] for answer in answers.values()]
     assert {request.finish_reason for request in found.requests} == {"length"}
 
 
-def test_counts_have_their_denominators(model: DeepseekV3) -> None:
-    _, found = planted(model, prompts_of([9], 96), PARAMS, k=3)
+def test_counts_have_their_denominators(model: Model) -> None:
+    _, found = with_known_answers(model, prompts_of([9], 96), PARAMS, k=3)
     metrics = found.requests[0].metrics
     # One token by the prompt; blocks of 4, 4; then three tokens are left, so two drafts.
     assert metrics.target_steps == 4
@@ -63,12 +65,12 @@ def test_counts_have_their_denominators(model: DeepseekV3) -> None:
     assert 0 < metrics.first_token_seconds <= metrics.finished_seconds
 
 
-def seeded(model: DeepseekV3, prompts: list[tuple[int, ...]], seeds: list[int]) -> Run:
+def seeded(model: Model, prompts: list[tuple[int, ...]], seeds: list[int]) -> Run:
     params = [SamplingParams(1.0, 0.9, 20, 8, seed, ignore_eos=True) for seed in seeds]
     return run(model, prompts, params, method="mtp", k=2)
 
 
-def test_a_seed_gives_the_same_tokens_in_any_batch(model: DeepseekV3) -> None:
+def test_a_seed_gives_the_same_tokens_in_any_batch(model: Model) -> None:
     prompts = prompts_of([5, 9, 5], 96)
     together = seeded(model, prompts, [1, 2, 3]).outputs
     alone = [seeded(model, [p], [s]).outputs[0] for p, s in zip(prompts, [1, 2, 3], strict=True)]
@@ -76,15 +78,15 @@ def test_a_seed_gives_the_same_tokens_in_any_batch(model: DeepseekV3) -> None:
     assert seeded(model, prompts, [4, 5, 6]).outputs != together
 
 
-def test_top_p_zero_is_greedy(model: DeepseekV3) -> None:
+def test_top_p_zero_is_greedy(model: Model) -> None:
     prompts = prompts_of([5, 9], 96)
     sampled = SamplingParams(temperature=1.0, top_p=0.0, max_tokens=12, ignore_eos=True)
     found = run(model, prompts, sampled, method="mtp", k=3)
     assert found.outputs == run(model, prompts, PARAMS).outputs
 
 
-def test_requests_that_can_never_run_are_refused(model: DeepseekV3) -> None:
-    engine = Engine(model, EngineConfig(page_size=16, cache_tokens=64), DRAFTERS["none"])
+def test_requests_that_can_never_run_are_refused(model: Model) -> None:
+    engine = Engine(model, EngineConfig(page_size=16, cache_tokens=64), DRAFTERS["none"].build)
     for prompt, limit, error in (
         ((), 4, UsageError),
         ((96,), 4, UsageError),
@@ -97,7 +99,7 @@ def test_requests_that_can_never_run_are_refused(model: DeepseekV3) -> None:
     assert not engine.has_work
 
 
-def test_requests_wait_for_free_pages(model: DeepseekV3) -> None:
+def test_requests_wait_for_free_pages(model: Model) -> None:
     prompts = prompts_of([30, 30, 30, 30], 96)
     expected = run(model, prompts, PARAMS)
     tight = run(model, prompts, PARAMS, cache_tokens=48)  # room for one at a time
@@ -119,12 +121,12 @@ def test_speculation_limits(options: dict[str, int]) -> None:
         SpeculationConfig(**options)  # type: ignore[arg-type]
 
 
-def test_drafters_refuse_models_they_cannot_use(small: Path, model: DeepseekV3) -> None:
-    bare = replace(model, mtp=None)
+def test_drafters_refuse_models_they_cannot_use(small: Path, model: Model) -> None:
+    bare = replace(model, mtp_modules=())
     settings = EngineConfig(cache_tokens=64, page_size=16)
     for method, target in (("mtp", bare), ("draft_model", model)):
         with pytest.raises(UnsupportedError):
-            Engine(target, settings, DRAFTERS[method])
+            Engine(target, settings, DRAFTERS[method].build)
     other = replace(model, config=replace(model.config, vocab=97))
     with pytest.raises(MtpExportError, match="another vocabulary"):
-        Engine(model, settings, DRAFTERS["draft_model"], other)
+        Engine(model, settings, DRAFTERS["draft_model"].build, other)

@@ -12,8 +12,8 @@ import torch
 
 from mtp_runtime.drafters import DRAFTERS
 from mtp_runtime.drafters.base import Drafter, DrafterParts
-from mtp_runtime.drafters.known_answers import PlantedDrafter
-from mtp_runtime.models.deepseek_v3 import DeepseekV3
+from mtp_runtime.drafters.known_answers import KnownAnswersDrafter
+from mtp_runtime.models.model import Model
 from mtp_runtime.sampling import SamplingParams
 from runtime.harness import Prompt, Run, load, prompts_of, run
 
@@ -25,7 +25,7 @@ Build = Callable[[DrafterParts], Drafter]
 class Plain:
     """A model, and plain decoding of prompts, each decoded once; alone, or with the others."""
 
-    model: DeepseekV3
+    model: Model
     params: SamplingParams = PARAMS
     alone: bool = True
     answers: dict[Prompt, list[int]] = field(default_factory=dict)
@@ -37,9 +37,9 @@ class Plain:
             self.answers |= dict(zip(batch, outputs, strict=True))
         return [self.answers[prompt] for prompt in prompts]
 
-    def planted(self, rate: float = 1.0, right_for: int | None = None) -> Build:
+    def knowing(self, rate: float = 1.0, right_for: int | None = None) -> Build:
         vocab = self.model.config.vocab
-        return lambda parts: PlantedDrafter(self.answers, vocab, rate, right_for)
+        return lambda parts: KnownAnswersDrafter(self.answers, vocab, rate, right_for)
 
 
 @pytest.fixture(scope="module")
@@ -57,7 +57,7 @@ def repeating(prompts: list[Prompt]) -> list[Prompt]:
     return [prompt * 2 if len(prompt) > 1 else prompt for prompt in prompts]
 
 
-PLANTS = {
+KNOWN = {
     "always right": {},
     "never right": {"rate": 0.0},
     "right for 2": {"right_for": 2},
@@ -67,9 +67,9 @@ PLANTS = {
 
 def speculate(plain: Plain, prompts: list[Prompt], name: str, k: int, **settings: int) -> Run:
     expected = plain.outputs(prompts)
-    if name in PLANTS:
+    if name in KNOWN:
         found = run(
-            plain.model, prompts, plain.params, k=k, build=plain.planted(**PLANTS[name]), **settings
+            plain.model, prompts, plain.params, k=k, build=plain.knowing(**KNOWN[name]), **settings
         )
     else:
         found = run(
@@ -86,7 +86,7 @@ def speculate(plain: Plain, prompts: list[Prompt], name: str, k: int, **settings
 
 
 @pytest.mark.parametrize("k", [1, 2, 3, 4, 5])
-@pytest.mark.parametrize("name", [*DRAFTERS, *PLANTS])
+@pytest.mark.parametrize("name", [*DRAFTERS, *KNOWN])
 @pytest.mark.parametrize("batch", [1, 7])
 def test_small_model(small_plain: Plain, name: str, k: int, batch: int) -> None:
     lengths = [1, 15, 16, 17, 5, 31, 33][:batch] if batch > 1 else [13]
@@ -156,7 +156,7 @@ def test_torch_agrees_on_these_prompts(trained: Path, trained_plain: Plain) -> N
 
 @pytest.mark.parametrize("rows", [1, 2, 31, 32, 33, 70])
 def test_a_rows_bits_do_not_depend_on_its_batch(small: Path, rows: int) -> None:
-    """What all of this rests on: each token alone, and in a chunk."""
+    """Each token alone and in a chunk: equality of tokens rests on this."""
     from runtime.harness import Walk
 
     model = load(small)

@@ -8,9 +8,7 @@ import pytest
 import torch
 
 from mtp_kernels.cpu.team import Team
-from mtp_kernels.decoder import Norm
 from mtp_runtime.layers import moe
-from mtp_runtime.layers.norm import RmsNorm
 from runtime.harness import Walk, load, prompts_of
 
 
@@ -27,17 +25,6 @@ def test_pairs_sorted_by_expert(monkeypatch: pytest.MonkeyPatch, limit: int, row
     assert sorted_experts == sorted(picked.flatten().tolist())
     assert torch.tensor(sorted_experts)[order.places].equal(picked.flatten())
     assert order.rows[order.places].equal(torch.arange(rows).repeat_interleave(3))
-
-
-@pytest.mark.parametrize("size", [1e-4, 1.0, 1e4])
-@pytest.mark.parametrize("columns", [5, 16, 96, 515])
-def test_compiled_norm_is_torchs(columns: int, size: float) -> None:
-    generator = torch.Generator().manual_seed(0)
-    x = torch.randn(5, columns, generator=generator) * size
-    weight = torch.randn(columns, generator=generator)
-    expected = RmsNorm.build(weight, 1e-6)(x)
-    assert torch.allclose(Norm(weight, 1e-6)(x), expected, rtol=1e-6, atol=1e-6)
-    assert torch.equal(Norm(weight, 1e-6)(x[:0]), x[:0])
 
 
 @pytest.mark.parametrize("threads", [1, 2, 3])

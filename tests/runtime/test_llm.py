@@ -61,7 +61,7 @@ def test_what_a_call_leaves_is_dropped(llm: LLM) -> None:
     with pytest.raises(KeyboardInterrupt):
         llm.generate(PROMPTS, SamplingParams(max_tokens=10), interrupt)
     assert not llm.engine.has_work
-    assert llm.engine.cache.free_pages == llm.engine.cache.pages
+    assert llm.engine.pages.free_pages == llm.engine.pages.pages
 
 
 def test_options_that_make_no_sense(trained: Path, llm: LLM) -> None:
@@ -69,7 +69,7 @@ def test_options_that_make_no_sense(trained: Path, llm: LLM) -> None:
         LLM(trained, speculate_method="eagel")
     with pytest.raises(UsageError, match="acceptance"):
         LLM(trained, acceptance="typical")
-    with pytest.raises(UsageError, match="one SamplingParams a prompt"):
+    with pytest.raises(UsageError, match="one SamplingParams per prompt"):
         llm.generate(PROMPTS, [SamplingParams()])
     with pytest.raises(UsageError, match="temperature"):
         SamplingParams(temperature=-1.0)

@@ -10,24 +10,21 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from mtp_export.bundle.build import BundleOptions, run_bundle
+from mtp_export.bundle.build import run_bundle
 from mtp_export.bundle.export import plan_export
+from mtp_export.bundle.options import BundleOptions
 from mtp_export.errors import InvalidInputError, UnsupportedError
-from mtp_kernels import quantize
-from mtp_runtime.config import Hidden, MtpContract
-from mtp_runtime.layers.linear import (
+from mtp_export.schemes.formats import (
     FORMATS,
-    Dense,
-    Fp8Block,
-    Int4Group,
-    Int8Channel,
-    Linear,
-    Stacked,
-    W4AFp8,
-    Weight,
-    stack,
+    UNQUANTIZED,
+    EncodedWeight,
+    FormatOptions,
+    unquantized,
 )
-from mtp_runtime.models.build import LoadOptions, load_model
+from mtp_export.schemes.storage import Storage
+from mtp_runtime.config import Hidden, MtpContract
+from mtp_runtime.layers.linear import Linear, Stacked, Weight, stack
+from mtp_runtime.models.load import LoadOptions, load_model
 from mtp_runtime.sampling import SamplingParams
 from runtime.harness import Walk, load, prompts_of, run
 
@@ -125,30 +122,25 @@ def test_other_arithmetic_is_refused(variant: Callable[..., Path], key: str) -> 
         load_model(variant(**{key: "other"}), LoadOptions())
 
 
-def stored_weights() -> dict[str, Weight]:
-    weights = torch.randn(192, 256, generator=torch.Generator().manual_seed(0))
-    fp8 = quantize.quantize_fp8_block(weights)[0]
-    int8 = quantize.quantize_int8_channel(weights)[0]
-    int4 = quantize.quantize_int4_group(weights)[0]
-    w4afp8 = quantize.quantize_w4afp8(weights)[0]
-    return {
-        "dense": Dense(weights),
-        "fp8_block": Fp8Block(fp8),
-        "int8_channel": Int8Channel(int8),
-        "int4_group": Int4Group(int4),
-        "w4afp8": W4AFp8(w4afp8),
-        "stacked": Stacked((Fp8Block(fp8), Dense(weights[:7]))),
-    }
+WEIGHTS = torch.randn(192, 256, generator=torch.Generator().manual_seed(0))
 
 
-@pytest.mark.parametrize("name", sorted(FORMATS))
+def encoded(storage: Storage) -> EncodedWeight:
+    """The same weights in any storage."""
+    stored_as = FORMATS[storage](FormatOptions())
+    if storage is Storage.BF16:
+        return unquantized(WEIGHTS)
+    (codes, scale), _ = stored_as.quantize(WEIGHTS, "minmax")
+    return EncodedWeight(stored_as, codes, scale)
+
+
+@pytest.mark.parametrize("storage", [*FORMATS, None], ids=lambda storage: storage or "stacked")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_every_format_multiplies(name: str, dtype: torch.dtype) -> None:
+def test_every_format_multiplies(storage: Storage | None, dtype: torch.dtype) -> None:
     """Dequantized at load or in every call, the product is the same."""
-    weight = stored_weights()[name]
-    assert isinstance(weight, FORMATS[name])
-    original = stored_weights()["dense"].dense(torch.float32)
-    if name == "stacked":
+    original, weight = WEIGHTS, None if storage is None else encoded(storage)
+    if weight is None:
+        weight = Stacked((encoded(Storage.FP8_BLOCK), unquantized(WEIGHTS[:7])))
         original = torch.cat([original, original[:7]])
     x = torch.randn(5, 256, generator=torch.Generator().manual_seed(1)).to(dtype)
     early = Linear.build(weight, dtype, keep_dense=True)
@@ -158,20 +150,28 @@ def test_every_format_multiplies(name: str, dtype: torch.dtype) -> None:
     assert weight.shape == original.shape
     exact = x.float() @ original.t()
     bound = {
-        "dense": 0.01,
-        "fp8_block": 0.05,
-        "int8_channel": 0.02,
-        "int4_group": 0.2,
-        "w4afp8": 0.2,
+        Storage.BF16: 0.01,
+        Storage.FP8_BLOCK: 0.05,
+        Storage.INT8_CHANNEL: 0.02,
+        Storage.INT4_GROUP: 0.2,
+        Storage.W4AFP8: 0.2,
+        None: 0.05,
     }
     error = (early(x).float() - exact).norm() / exact.norm()
-    assert error < bound.get(name, 0.05)
+    assert error < bound[storage]
 
 
-def test_stacking_dense_weights_gives_a_dense_one() -> None:
-    weights = stored_weights()
-    assert isinstance(stack([weights["dense"], weights["dense"]]), Dense)
-    assert isinstance(stack([weights["dense"], weights["int4_group"]]), Stacked)
+def test_every_storage_has_a_format() -> None:
+    assert list(FORMATS) == list(Storage)
+    for storage, make in FORMATS.items():
+        assert make(FormatOptions()).storage is storage
+
+
+def test_stacking_unquantized_weights_gives_one_matrix() -> None:
+    whole = stack([unquantized(WEIGHTS), unquantized(WEIGHTS)])
+    assert isinstance(whole, EncodedWeight) and whole.format is UNQUANTIZED
+    mixed: list[Weight] = [unquantized(WEIGHTS), encoded(Storage.INT4_GROUP)]
+    assert isinstance(stack(mixed), Stacked)
 
 
 def test_quantized_weights_may_stay_as_they_are(trained: Path) -> None:
@@ -205,15 +205,15 @@ def test_the_contract_reaches_the_drafts(small: Path) -> None:
 
 def mtp_fingerprint(model: object, hidden: torch.Tensor) -> tuple[float, ...]:
     """MTP outputs for positions 0 to 3, and what is fed in and back."""
-    from mtp_runtime.layout import lay_out
-    from mtp_runtime.models.deepseek_v3 import DeepseekV3
+    from mtp_runtime.cache import lay_out
+    from mtp_runtime.models.model import Model
 
-    assert isinstance(model, DeepseekV3) and model.mtp is not None
+    assert isinstance(model, Model) and model.mtp is not None
     walk = Walk(model)
-    walk.cache.append(walk.sequence, 4)
-    layout = lay_out(walk.cache, [walk.sequence], [(0, 4)], model.device)
+    walk.pages.append(walk.sequence, 4)
+    layout = lay_out(walk.pages, [walk.sequence], [(0, 4)], model.device)
     with torch.inference_mode():
         fed = model.mtp_input(hidden, model.head.normed(hidden))
-        out = model.mtp(torch.tensor([5, 6, 7, 8]), fed, walk.cache.layers[-1:], layout)
+        out = model.mtp(torch.tensor([5, 6, 7, 8]), fed, walk.cache.mtp[0], layout)
         back = model.mtp.recycled(out, model.mtp.head.normed(out))
     return (float(fed.sum()), float(out.sum()), float(back.sum()))

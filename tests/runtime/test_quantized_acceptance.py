@@ -1,4 +1,4 @@
-"""What quantization costs in acceptance, as benchmarks/bench_quantize_acceptance measures it: here
+"""Loss of acceptance by quantization, as benchmarks/bench_quantize_acceptance measures it: here
 on a few prompts' own texts, and decoding a little."""
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from benchmarks.bench_quantize_acceptance import (
     on_texts,
     quantized,
 )
-from mtp_runtime.models.build import LoadOptions, load_model
+from mtp_runtime.models.load import LoadOptions, load_model
 from mtp_runtime.teacher_forcing import Text, Texts
 
 PROMPTS = fixture_prompts(16)

@@ -2,24 +2,21 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
 
 from mtp_kernels.cpu.team import Team
-from mtp_kernels.decoder import Arena
-from mtp_runtime.acceptance import Draft
+from mtp_runtime.acceptance.base import Draft
 from mtp_runtime.config import Hidden, MtpContract
 from mtp_runtime.drafters.base import DrafterParts
 from mtp_runtime.drafters.chain import Chain
 from mtp_runtime.drafters.mtp import MtpDrafter
-from mtp_runtime.models.build import LoadOptions, load_model
-from mtp_runtime.models.deepseek_v3 import Recursion
+from mtp_runtime.models.compiled import stacked
+from mtp_runtime.models.load import LoadOptions, load_model
+from mtp_runtime.models.model import Recursion
 from mtp_runtime.request import Request
 from mtp_runtime.sampling import SamplingParams
 from runtime.harness import load, prompts_of, run
@@ -33,13 +30,13 @@ class Both(MtpDrafter):
     compared = 0
 
     def propose(self, requests: Sequence[Request], counts: Sequence[int]) -> list[Draft]:
-        layers = self._cache.layers
+        layers = stacked(self._caches[0])
         before = layers.clone()
         at_once = super().propose(requests, counts)
         after = layers.clone()
         layers.copy_(before)
         with pytest.MonkeyPatch.context() as patch:
-            patch.setitem(self._module.__dict__, "recursion", None)  # a cached property
+            patch.setitem(self._modules[0].__dict__, "recursion", None)  # a cached property
             by_steps = super().propose(requests, counts)
         assert [draft.tokens for draft in at_once] == [draft.tokens for draft in by_steps]
         assert torch.equal(after.view(torch.int32), layers.view(torch.int32))
@@ -58,7 +55,7 @@ def test_drafts_and_cache(
     contract = MtpContract(recycled_hidden=recycled)
     model = load_model(small, LoadOptions(contract=contract)).model
     params = [SamplingParams(max_tokens=count) for count in (3, 4, 6, 9, 12, 5, 7)]
-    run(model, prompts_of(LENGTHS, 96), params, method="mtp", k=5, build=Both.build)
+    run(model, prompts_of(LENGTHS, 96), params, method="mtp", k=5, build=Both)
     assert Both.compared > 5
 
 
@@ -66,7 +63,7 @@ def test_more_rows_than_a_block(small: Path, monkeypatch: pytest.MonkeyPatch) ->
     """40 requests: products take blocks of 32 rows."""
     monkeypatch.setattr(Both, "compared", 0)
     params = [SamplingParams(max_tokens=4 + number % 3) for number in range(40)]
-    run(load(small), prompts_of([20] * 40, 96), params, k=3, build=Both.build)
+    run(load(small), prompts_of([20] * 40, 96), params, k=3, build=Both)
     assert Both.compared
 
 
@@ -75,7 +72,7 @@ def test_trained_model(trained: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Both, "compared", 0)
     model = load(trained)
     params = SamplingParams(max_tokens=24)
-    run(model, prompts_of([20, 130], model.config.vocab), params, k=4, build=Both.build)
+    run(model, prompts_of([20, 130], model.config.vocab), params, k=4, build=Both)
     assert Both.compared > 3
 
 
@@ -95,13 +92,13 @@ class Watched(MtpDrafter):
 
 
 def test_sampling_requests_draft_step_by_step(small: Path) -> None:
-    """Their drafts are drawn from laws, which the compiled call does not make."""
+    """Their drafts are drawn from distributions, which the compiled call does not make."""
     Watched.at_once, Watched.by_steps = set(), set()
     params = [
         SamplingParams(max_tokens=12),
         SamplingParams(max_tokens=12, temperature=1.0, seed=1),
     ]
-    run(load(small), prompts_of([5, 5], 96), params, k=3, build=Watched.build)
+    run(load(small), prompts_of([5, 5], 96), params, k=3, build=Watched)
     assert Watched.at_once == {True}
     assert False in Watched.by_steps
 
@@ -110,34 +107,8 @@ def test_nothing_to_draft(small: Path) -> None:
     drafters = []
 
     def build(parts: DrafterParts) -> MtpDrafter:
-        drafters.append(MtpDrafter.build(parts))
+        drafters.append(MtpDrafter(parts))
         return drafters[-1]
 
     run(load(small), prompts_of([5], 96), SamplingParams(max_tokens=2), k=3, build=build)
     assert drafters[0].propose([], []) == []
-
-
-def test_threads_may_pack_into_one_arena(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Threads that change places while a chunk is divided; in inference mode and out of it."""
-
-    def chunk(arena: Arena) -> np.ndarray:
-        found: np.ndarray = vars(arena)["chunk"]
-        time.sleep(2e-5)
-        return found
-
-    def replace(arena: Arena, rest: np.ndarray) -> None:
-        vars(arena)["chunk"] = rest
-
-    monkeypatch.setattr(Arena, "_chunk", property(chunk, replace), raising=False)
-    arena = Arena()
-
-    def pack(seed: int) -> list[torch.Tensor]:
-        with torch.inference_mode(seed % 2 == 0):
-            return [arena.keep(torch.full((3, 7), float(seed))) for _ in range(200)]
-
-    with ThreadPoolExecutor(4) as pool:
-        kept = list(pool.map(pack, range(4)))
-    assert all((tensor == seed).all() for seed in range(4) for tensor in kept[seed])
-    places = {tensor.data_ptr() for tensors in kept for tensor in tensors}
-    assert len(places) == 800
-    assert all(place % 64 == 0 for place in places)

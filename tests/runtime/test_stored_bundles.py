@@ -16,7 +16,7 @@ from benchmarks.dequantized import write_dequantized
 from cases import MTP_LAYER, WHOLE_TILES, edit_json, export, make_checkpoint, quantize, read_tensors
 from mtp_export.errors import InvalidInputError, UnsupportedError
 from mtp_export.targets import TARGETS
-from mtp_runtime.models.build import LoadOptions, load_model
+from mtp_runtime.models.load import LoadOptions, load_model
 from mtp_runtime.sampling import SamplingParams
 from runtime.harness import Walk, load, prompts_of, run
 
@@ -97,14 +97,14 @@ def same_model(found: Path, expected: Path, **options: Any) -> None:
 
 
 def mtp_output(model: Any) -> torch.Tensor:
-    from mtp_runtime.layout import lay_out
+    from mtp_runtime.cache import lay_out
 
     walk = Walk(model)
-    walk.cache.append(walk.sequence, 6)
-    layout = lay_out(walk.cache, [walk.sequence], [(0, 6)], model.device)
+    walk.pages.append(walk.sequence, 6)
+    layout = lay_out(walk.pages, [walk.sequence], [(0, 6)], model.device)
     hidden = torch.randn(6, model.config.hidden, generator=torch.Generator().manual_seed(3))
     with torch.inference_mode():
-        out = model.mtp(torch.arange(3, 9), hidden, walk.cache.layers[-1:], layout)
+        out = model.mtp(torch.arange(3, 9), hidden, walk.cache.mtp[0], layout)
         return model.mtp.head.logits(model.mtp.head.normed(out))
 
 

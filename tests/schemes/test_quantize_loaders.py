@@ -1,5 +1,5 @@
-"""What a bundle's config.json makes of every module: by the matching rules that vLLM and SGLang
-share, and by transformers, which loads the main part."""
+"""A bundle's config.json describes every module: to the matching rules that vLLM and SGLang share,
+and to transformers, which loads the main part."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from typing import Any
 
 import pytest
 import torch
-from quantize_rows import CONFIGS, ROWS, linears, pair
 
 from cases import MTP_LAYER, make_checkpoint, quantize, read_json, read_tensors
-from mtp_runtime.layers.linear import Int4Group, Int8Channel
-from mtp_runtime.models.build import LoadOptions, load_model
+from mtp_export.schemes.formats import Int4Group, Int8Channel
+from mtp_runtime.models.load import LoadOptions, load_model
+from quantize_rows import CONFIGS, ROWS, linears, pair
 from runtime.harness import Walk, prompts_of
 
 FIXTURE = Path(__file__).resolve().parents[2] / "fixtures/deepseek-v3-tiny"
@@ -188,12 +188,14 @@ def rounded_once(monkeypatch: pytest.MonkeyPatch) -> None:
     round those weights as well. (It computes with code * scale in fp32; the rounding alone moves
     the trained model's logits by 1e-3, over 61 layers and with a router in each.)"""
     for form in (Int8Channel, Int4Group):
-        exact = form.dense
+        exact = form.dequantize
 
-        def dense(self: Any, dtype: torch.dtype, exact: Any = exact) -> torch.Tensor:
-            return exact(self, torch.bfloat16).to(dtype)  # type: ignore[no-any-return]
+        def rounded(
+            self: Any, codes: Any, scale: Any, dtype: torch.dtype, exact: Any = exact
+        ) -> torch.Tensor:
+            return exact(self, codes, scale, torch.bfloat16).to(dtype)  # type: ignore[no-any-return]
 
-        monkeypatch.setattr(form, "dense", dense)
+        monkeypatch.setattr(form, "dequantize", rounded)
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")

@@ -1,5 +1,5 @@
-"""What config.json promises is what lies on disk, for every row of the precision table and every
-target; and what it promises follows from config.json alone, as the engines read it."""
+"""Stored models: config.json alone gives the tensors on disk, as the engines read it, for every row
+of the precision table and every target."""
 
 from __future__ import annotations
 
@@ -9,16 +9,18 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from quantize_rows import BF16, CONFIGS, NATIVE, ROWS, Part, linears, pair
 
 from cases import MTP_LAYER, export, make_checkpoint, quantize, read_json, read_tensors
 from mtp_export.checkpoint.reader import Checkpoint
 from mtp_export.errors import InvalidInputError, UnsupportedError
 from mtp_export.families import family_of
-from mtp_export.families.base import compare
-from mtp_export.schemes.storage import Storage, stored_tensors
-from mtp_export.schemes.stored import Stored, stored_draft, stored_model
+from mtp_export.schemes.discrepancies import StoredTensor, compare
+from mtp_export.schemes.formats import W4AFp8
+from mtp_export.schemes.storage import Storage
+from mtp_export.schemes.stored import StoredModel, stored_model
 from mtp_export.targets import TARGETS, target_of
+from mtp_export.targets.draft import stored_draft
+from quantize_rows import BF16, CONFIGS, NATIVE, ROWS, Part, linears, pair
 
 STORAGE = {
     "bf16": Storage.BF16,
@@ -42,8 +44,8 @@ def sources(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     }
 
 
-def check_folder(folder: Path, stored: Stored, part: Part, source: Path) -> None:
-    """The folder holds what its config promises, in the forms that the table wants."""
+def check_folder(folder: Path, stored: StoredModel, part: Part, source: Path) -> None:
+    """Check that a folder holds what its config promises, in the storages of the table."""
     on_disk = Checkpoint.open(folder).tensors
     assert compare(on_disk, stored.tensors.values()) == []
     assert {n for n, t in stored.tensors.items() if not t.optional} <= on_disk.keys()
@@ -105,19 +107,25 @@ def test_what_is_left_out_of_fp8_is_so_under_the_target_s_names(
 
 
 @pytest.mark.parametrize("kind", CONFIGS)
-def test_a_source_holds_what_its_family_expects(kind: str) -> None:
-    config = CONFIGS[kind]
-    assert stored_model(config).tensors == family_of(config).expected
+def test_a_source_holds_the_tensors_of_its_family(kind: str) -> None:
+    """In fp8 every linear has one more: a scale per 128x128 block beside it."""
+    expected = []
+    for spec in family_of(CONFIGS[kind]).tensors.values():
+        in_fp8 = kind == "fp8" and spec.is_linear_weight
+        dtypes = ("F8_E4M3",) if in_fp8 else spec.dtypes
+        expected.append(StoredTensor(spec.name, spec.shape, dtypes, optional=spec.optional))
+        if in_fp8:
+            blocks = (-(-spec.shape[0] // 128), -(-spec.shape[1] // 128))
+            scale = f"{spec.name}_scale_inv"
+            expected.append(StoredTensor(scale, blocks, ("F32",), scale_of=spec.name))
+    assert list(stored_model(CONFIGS[kind]).tensors.values()) == expected
 
 
 @pytest.mark.parametrize("projection", SGLANG_INPUT_SCALE)
 def test_input_scales_have_sglang_s_names(projection: str) -> None:
     expert = "model.layers.3.mlp.experts.7"
     names = [
-        tensor.name
-        for tensor in stored_tensors(
-            f"{expert}.{projection}.weight", (128, 256), Storage.W4AFP8, 128, "weight_scale_inv"
-        )
+        tensor.name for tensor in W4AFp8().tensors(f"{expert}.{projection}.weight", (128, 256))
     ]
     assert names == [
         f"{expert}.{projection}.weight",

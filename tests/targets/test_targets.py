@@ -18,6 +18,8 @@ from cases import (
     read_json,
     read_tensors,
 )
+from mtp_export.families import FAMILIES
+from mtp_export.families.deepseek_v3 import DeepseekV3Family
 from mtp_export.targets import TARGETS
 
 LINEARS = [
@@ -104,6 +106,33 @@ def same_bytes(one: torch.Tensor, other: torch.Tensor) -> bool:
         and one.shape == other.shape
         and torch.equal(one.reshape(-1).view(torch.uint8), other.reshape(-1).view(torch.uint8))
     )
+
+
+@pytest.fixture
+def other_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A checkpoint of another model with DeepSeek's tensors."""
+    monkeypatch.setitem(FAMILIES, "other_model", DeepseekV3Family.from_config)
+    changes = {"model_type": "other_model", "architectures": ["OtherModelForCausalLM"]}
+    return make_checkpoint(tmp_path / "other", TINY_CONFIG | changes)
+
+
+def test_the_released_layout_keeps_the_architecture_of_its_source(
+    other_model: Path, output: Path
+) -> None:
+    assert export(other_model, output, "--quiet").code == 0
+    for part in ("main", "mtp"):
+        assert read_json(output / part / "config.json") == read_json(other_model / "config.json")
+
+
+@pytest.mark.parametrize("target", [name for name in NAMES if name != "hf"])
+def test_layouts_of_deepseek_refuse_other_models(
+    target: str, other_model: Path, output: Path
+) -> None:
+    refused = export(other_model, output, "--target", target)
+    assert refused.code == 4
+    assert f"Target {target} has no layout for this model" in refused.err
+    assert "Expected model_type deepseek_v3" in refused.err and "'other_model'" in refused.err
+    assert not output.exists()
 
 
 def test_every_layout_has_its_names_here() -> None:

@@ -8,5 +8,5 @@ import torch
 
 @pytest.fixture(autouse=True, scope="session")
 def one_thread() -> None:
-    """Products this small lose time to a second thread, and more on a busy machine."""
+    """Run small matrix products in one thread: a second costs time, and more on a busy machine."""
     torch.set_num_threads(1)

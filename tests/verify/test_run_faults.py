@@ -1,11 +1,11 @@
-"""Faults that only running shows are caught without a source, and named. The main model is whole in
-all of them, so its texts and hidden states are computed once."""
+"""Faults that only running shows are caught without a source, and named. The main model is intact
+in all of them, so its texts and hidden states are computed once."""
 
 from __future__ import annotations
 
 import json
 import shutil
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import pytest
@@ -17,10 +17,11 @@ from faults.run_faults import DRAFTER_FAULTS, RUN_FAULTS, DrafterFault
 from mtp_export.verify.check import Item, Status
 from mtp_export.verify.decoding import controls
 from mtp_export.verify.decoding.acceptance import diagnosed
-from mtp_export.verify.decoding.drafting import drafter_items
+from mtp_export.verify.decoding.drafter_agreement import drafter_items
 from mtp_export.verify.evidence.corpus import Corpus
 from mtp_runtime.drafters import DRAFTERS
-from mtp_runtime.models.build import LoadOptions, load_model, open_streamed
+from mtp_runtime.models.load import LoadOptions, load_model
+from mtp_runtime.streaming import open_streamed
 from mtp_runtime.tokenizer import Tokenizer
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -29,7 +30,7 @@ TOKENS, K = 24, 2
 
 
 def held_out(count: int) -> list[tuple[int, ...]]:
-    """Held-out prompts, cut short."""
+    """Held-out prompts, shortened."""
     tokenizer = Tokenizer.find(FIXTURE)
     lines = (ROOT / "fixtures/prompts.jsonl").read_text().splitlines()
     texts = [json.loads(line)["prompt"] for line in lines[:: len(lines) // count]]
@@ -55,10 +56,16 @@ def good(tmp_path_factory: pytest.TempPathFactory) -> Good:
 
 
 def diagnosis(good: Good, bundle: Path) -> list[Item]:
-    """What is found of a bundle whose main part is the good one's."""
+    """Items about the MTP part of a bundle whose main part is the good one's."""
     with torch.inference_mode():
         model = open_streamed(bundle, "cpu").rest()
-    corpus = Corpus(model, good.corpus.prompts, TOKENS, good.corpus.texts, good.corpus.states)
+    corpus = Corpus(
+        model=model,
+        prompts=good.corpus.prompts,
+        new_tokens=TOKENS,
+        given=good.corpus.texts,
+        given_states=good.corpus.states,
+    )
     return list(diagnosed(corpus))
 
 
@@ -89,12 +96,17 @@ def test_fault_is_named(fault: Fault, good: Good, tmp_path: Path) -> None:
 def test_drafter_fault_is_named(
     fault: DrafterFault, good: Good, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The module is right, the drafter is not: the texts stay the same, the drafts do not.
+    """The module is right, the drafter is not: texts stay the same, drafts do not.
 
-    Greedy drafts and drawn ones are grown in different ways, and each must show it.
+    Greedy and sampled drafts are made in different ways, and each must show the fault.
     """
-    monkeypatch.setitem(DRAFTERS, "mtp", fault.build)
-    corpus = Corpus(good.corpus.model, good.corpus.prompts, TOKENS, good.corpus.texts,
-                    good.corpus.states)  # fmt: skip
+    monkeypatch.setitem(DRAFTERS, "mtp", replace(DRAFTERS["mtp"], build=fault.build))
+    corpus = Corpus(
+        model=good.corpus.model,
+        prompts=good.corpus.prompts,
+        new_tokens=TOKENS,
+        given=good.corpus.texts,
+        given_states=good.corpus.states,
+    )
     for item in drafter_items(corpus, K):
         assert fault.cause in causes([item]), item

@@ -1,9 +1,8 @@
-"""The checks that run a model see what an engine does wrong, and do not take rounding for a fault.
-A small random model is enough; planted drafters exercise acceptance."""
+"""The checks that run a model catch faults of an engine, and do not take rounding for a fault. A
+small random model is enough; planted drafters exercise acceptance."""
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -11,26 +10,21 @@ from pathlib import Path
 import pytest
 
 from cases import export
-from faults.runtime_faults import RUNTIME_FAULTS, RuntimeFault, accepts_one_too_many
-from mtp_export.progress import ProgressCallback, silent
+from faults.matrix import no_progress
+from faults.runtime_faults import RUNTIME_FAULTS, RuntimeFault, accepts_one_too_many, exact_but
 from mtp_export.verify.check import Item, Level, Status
 from mtp_export.verify.context import Context, VerifyOptions
 from mtp_export.verify.decoding import controls, greedy, paths, sampling
 from mtp_export.verify.decoding.greedy import Trial
+from mtp_export.verify.evidence import memory
 from mtp_export.verify.evidence.decode import Decoded
-from mtp_runtime import engine
-from mtp_runtime.models.deepseek_v3 import DeepseekV3
+from mtp_runtime.models.model import Model
 from mtp_runtime.request import Request
 from mtp_runtime.sampling import SamplingParams
 from runtime.checkpoints import write_checkpoint
 
 TOKENS, K = 12, 2
 PARAMS = SamplingParams(max_tokens=TOKENS, ignore_eos=True)
-
-
-@contextlib.contextmanager
-def no_progress(title: str, total_bytes: int) -> Iterator[ProgressCallback]:
-    yield silent
 
 
 @pytest.fixture(scope="module")
@@ -43,16 +37,24 @@ def bundle(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def whole(bundle: Path) -> Context:
-    """A good bundle with its plain texts decoded, before anything is planted."""
+    """A good bundle with its texts decoded plainly, before any fault is planted."""
     options = VerifyOptions(bundle, None, Level.RUN, max_new_tokens=TOKENS, ks=(1, K))
     context = Context.open(options, no_progress)
     _ = context.corpus.plain
     return context
 
 
+def test_a_model_that_does_not_fit_into_memory_is_not_run(
+    bundle: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(memory, "available_bytes", lambda: 1000)
+    context = Context.open(VerifyOptions(bundle), no_progress)
+    assert context.why_not_run is not None and "use --stream" in context.why_not_run
+
+
 @dataclass(frozen=True)
 class Setup:
-    """A good bundle, and plain decoding of some prompts by a whole runtime."""
+    """A good bundle, and plain decoding of some prompts by an intact runtime."""
 
     context: Context
     trial: Trial
@@ -65,7 +67,7 @@ def trial(whole: Context) -> Trial:
 
 @pytest.fixture
 def setup(whole: Context, trial: Trial) -> Setup:
-    """A corpus of its own: what is decoded speculatively is decoded anew."""
+    """A fresh corpus, so that speculative runs are decoded anew."""
     fresh = replace(whole, _loaded=whole._loaded)
     fresh.__dict__["corpus"] = replace(whole.corpus, _decoded={})
     fresh.corpus.__dict__["plain"] = whole.corpus.plain
@@ -73,12 +75,12 @@ def setup(whole: Context, trial: Trial) -> Setup:
 
 
 def said(items: Sequence[Item] | Iterator[Item]) -> str:
-    """What failed, and the words for it."""
+    """The names and causes of failed items."""
     return " | ".join(f"{i.name}: {i.cause}" for i in items if i.status is Status.FAIL)
 
 
 def greedy_items(setup: Setup) -> list[Item]:
-    """A run with drafts that are right for two tokens, and the ends inside a block."""
+    """A run with drafts that are right for two tokens, and limits inside a block."""
     trial = setup.trial
     found = trial.run("planted", 4, trial.planted(right_for=2))
     return [greedy._equal(trial, found, "planted"), greedy._limits(trial), greedy._end_token(trial)]
@@ -99,13 +101,13 @@ HERE = [fault for fault in RUNTIME_FAULTS if fault.caught_by in ITEMS]
 
 
 @pytest.mark.parametrize("check", ITEMS)
-def test_a_whole_runtime_passes(check: str, setup: Setup) -> None:
+def test_an_intact_runtime_passes(check: str, setup: Setup) -> None:
     assert said(ITEMS[check](setup)) == ""
 
 
-def test_a_whole_runtime_passes_however_few_tokens_are_asked_for(whole: Context) -> None:
-    """No limit inside a block is beyond what plain decoding put out."""
-    params = replace(PARAMS, max_tokens=greedy.tokens_a_prompt(2))
+def test_an_intact_runtime_passes_with_few_tokens(whole: Context) -> None:
+    """No limit inside a block lies beyond plain decoding's output."""
+    params = replace(PARAMS, max_tokens=greedy.tokens_per_prompt(2))
     trial = Trial(whole.corpus.model, greedy.mixed_prompts(whole.prompts), params)
     assert said([greedy._limits(trial), greedy._end_token(trial)]) == ""
 
@@ -117,7 +119,7 @@ def test_fault_is_named(fault: RuntimeFault, setup: Setup, monkeypatch: pytest.M
 
 
 def replaced(plain: Decoded, place: int, token: int) -> Decoded:
-    """The same run, but for one token of the first output."""
+    """The run with one token of its first output replaced."""
     request = plain.requests[0]
     other = Request(0, request.prompt, request.params)
     other.tokens = list(request.tokens)
@@ -125,7 +127,7 @@ def replaced(plain: Decoded, place: int, token: int) -> Decoded:
     return replace(plain, requests=(other, *plain.requests[1:]))
 
 
-def tied(model: DeepseekV3, token: int, other: int) -> DeepseekV3:
+def tied(model: Model, token: int, other: int) -> Model:
     """The model with the same row of the head for two tokens."""
     linear = model.head.linear
     assert linear.transposed is not None
@@ -135,25 +137,25 @@ def tied(model: DeepseekV3, token: int, other: int) -> DeepseekV3:
 
 
 def test_a_tie_is_no_fault_and_a_fault_no_tie(whole: Context) -> None:
-    """The same divergence, once between tokens of one logit and once between tokens apart."""
+    """The same divergence between tokens of equal logits passes, between others it fails."""
     plain, model = whole.corpus.plain, whole.corpus.model
     best = plain.outputs[0][3]
     other = (best + 1) % model.config.vocab
     run = replaced(plain, 3, other)
-    apart = greedy._classified(model, plain, run, "apart", None)
+    apart = greedy._classified(model, plain=plain, other=run, name="apart")
     assert apart.status is Status.FAIL and "far above what rounding can change" in apart.cause
-    tie = greedy._classified(tied(model, best, other), plain, run, "tie", None)
+    tie = greedy._classified(tied(model, best, other), plain=plain, other=run, name="tie")
     assert tie.status is Status.PASS and "1 of" in tie.figure, tie
 
 
-def test_chi_square_alone_sees_drafts_that_always_stand(
+def test_chi_square_alone_sees_drafts_that_are_always_accepted(
     setup: Setup, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """All verdicts alike are no reason not to look."""
-    (fault,) = (fault for fault in HERE if fault.name == "every sampled draft stands")
+    """All drafts accepted is no reason to skip the test."""
+    (fault,) = (fault for fault in HERE if fault.name == "every sampled draft is accepted")
     fault.plant(monkeypatch)
     item = sampling._chi_square(setup.context)
-    assert item.status is Status.FAIL and "wrong proposal law" in item.cause, item
+    assert item.status is Status.FAIL and "wrong proposal distribution" in item.cause, item
 
 
 def test_both_layers_of_a_leaking_mask_are_seen(
@@ -166,5 +168,5 @@ def test_both_layers_of_a_leaking_mask_are_seen(
 
 
 def test_speculation_that_changes_most_texts(setup: Setup, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(engine, "accept_greedy", accepts_one_too_many)
+    exact_but(accept_greedy=accepts_one_too_many)(monkeypatch)
     assert "most texts differ with speculation" in said(ITEMS["paths"](setup))

@@ -1,36 +1,30 @@
-"""The streamed pass against the engine: the same acceptance on the same text, one layer in memory,
-and a run that was cut off goes on where it was."""
+"""The streamed pass compared with the engine: the same acceptance on the same text, one layer in
+memory at a time, and an interrupted run resumes."""
 
 from __future__ import annotations
 
-import contextlib
 import json
 import weakref
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from cases import export
-from mtp_export.progress import ProgressCallback, silent
+from faults.matrix import no_progress
 from mtp_export.verify.check import Item, Level, Status
 from mtp_export.verify.context import Context, VerifyOptions
 from mtp_export.verify.decoding import stream
 from mtp_export.verify.decoding.acceptance import conditional
 from mtp_export.verify.evidence.decode import decode
-from mtp_runtime.models.build import LoadOptions, StreamedModel, load_model
-from mtp_runtime.models.deepseek_v3 import Layers
+from mtp_runtime.models.load import LoadOptions, load_model
+from mtp_runtime.models.model import Layers
 from mtp_runtime.sampling import SamplingParams
+from mtp_runtime.streaming import StreamedModel
 
 FIXTURE = Path(__file__).resolve().parents[2] / "fixtures/deepseek-v3-tiny"
 PROMPTS = [(17, 250, 31, 77, 5, 90), (400, 12, 13, 14), (55, 56, 57, 58, 59, 60, 61), (900, 3, 8)]
 K = 2
-
-
-@contextlib.contextmanager
-def no_progress(title: str, total_bytes: int) -> Iterator[ProgressCallback]:
-    yield silent
 
 
 @pytest.fixture(scope="module")
@@ -42,7 +36,7 @@ def bundle(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def engine(bundle: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[float]]:
-    """Text that the engine generated, as a prompts file, and its acceptance by position."""
+    """The engine's generated texts as a prompts file, and its acceptance by position."""
     model = load_model(bundle, LoadOptions()).model
     params = SamplingParams(max_tokens=16, ignore_eos=True)
     decoded = decode(model, PROMPTS, params, method="mtp", k=K)
@@ -57,7 +51,9 @@ def engine(bundle: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path
 
 
 def context_of(bundle: Path, prompts: Path, workdir: Path) -> Context:
-    options = VerifyOptions(bundle, None, Level.RUN, prompts, ks=(K,), stream=True, workdir=workdir)
+    options = VerifyOptions(
+        bundle, source=None, level=Level.RUN, prompts=prompts, ks=(K,), stream=True, workdir=workdir
+    )
     return Context.open(options, no_progress)
 
 
@@ -76,13 +72,14 @@ def test_acceptance_equals_the_engines(
     assert list(tmp_path.iterdir()) == [], "a finished pass leaves its state behind"
 
 
-def test_one_layer_is_held_at_a_time_and_a_cut_off_run_resumes(
+def test_one_layer_is_held_at_a_time_and_an_interrupted_run_resumes(
     bundle: Path,
     engine: tuple[Path, list[float]],
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Weights alive when a layer is read are those of that layer alone; it dies at layer 40."""
+    """No other layer's weights are alive when a layer is read; the run is interrupted at layer
+    40."""
     read: list[int] = []
     real = StreamedModel.layer
     handed_out: list[weakref.ref[Layers]] = []

@@ -1,5 +1,5 @@
-"""The streamed pass holds one layer, as it is stored, and the activations: measured as the growth
-of a process's peak memory over a model whose layers are large beside everything else."""
+"""The streamed pass holds one layer, as stored, and the activations: measured as the growth of a
+process's peak memory, with a model whose layers are larger than everything else."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ from mtp_export.progress import silent
 from mtp_export.verify.decoding import stream
 from mtp_export.verify.check import Level
 from mtp_export.verify.context import Context, VerifyOptions
-from mtp_runtime.models.build import StreamedModel
+from mtp_runtime.streaming import StreamedModel
 
 bundle, prompts, workdir = map(Path, sys.argv[1:4])
 kept, real = [], StreamedModel.layer
@@ -68,7 +68,7 @@ def bundle(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("large")
     generator = torch.Generator().manual_seed(0)
     tensors = {}
-    for spec in family_of(CONFIG).expected.values():
+    for spec in family_of(CONFIG).tensors.values():
         if spec.optional:  # the MTP layer's copies of embedding and head
             continue
         row = torch.randn(spec.shape[-1], generator=generator) * spec.shape[-1] ** -0.5

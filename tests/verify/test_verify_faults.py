@@ -1,5 +1,4 @@
-"""Every planted fault is caught by the check that it belongs to, with its cause in words; every
-good bundle passes."""
+"""Every planted fault is caught by its check, with its cause in words; every good bundle passes."""
 
 from __future__ import annotations
 
@@ -41,7 +40,7 @@ def bundles(tmp_path_factory: pytest.TempPathFactory) -> Bundles:
 
 
 def failures(report: dict[str, Any]) -> dict[str, str]:
-    """Per check that failed, what its failed items say."""
+    """Subjects and causes of failed items, by check."""
     return {
         check["name"]: " | ".join(
             f"{item['name']}: {item['subject']}: {item['cause']}"

@@ -1,5 +1,5 @@
-"""What a verification says of itself: JSON as documented, JUnit, one page without network, exit
-codes; and the pipeline of docs/ci.md, command by command."""
+"""Reports of a verification: JSON as documented, JUnit, a self-contained page, exit codes; and the
+pipeline of docs/ci.md, command by command."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from cases import read_json, run_program
 from faults import planting
 from faults.small_model import write_dense, write_fp8, write_row
 from mtp_export.verify import CHECKS
-from mtp_export.verify.check import CheckResult, Item, Status
+from mtp_export.verify.check import CheckResult, Item, failed, passed
 from mtp_export.verify.context import VerifyOptions
 from mtp_export.verify.report.html import html_page
 from mtp_export.verify.report.report import Report
@@ -90,7 +90,7 @@ def test_junit_counts_what_the_report_counts(reports: Path) -> None:
 
 
 class Page(HTMLParser):
-    """Collects whatever a page would load, and holds its tags against each other."""
+    """Collect what a page would load, and pair its tags."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -123,20 +123,20 @@ def test_the_page_needs_nothing_else(reports: Path) -> None:
 def sample_report(*items: Item) -> Report:
     options = VerifyOptions(Path("bundle"))
     facts: dict[str, Any] = {"options": {}, "source_bytes": 0, "parts_bytes": {}}
-    results = (CheckResult("acceptance", "Acceptance", items, 1.0),)
-    return Report(options, facts, results, 1.0)
+    results = (CheckResult(name="acceptance", title="Acceptance", items=items, seconds=1.0),)
+    return Report(options=options, facts=facts, results=results, seconds=1.0)
 
 
 def test_the_page_draws_acceptance_and_escapes_names() -> None:
     share = {"value": 0.7, "low": 0.6, "high": 0.8, "count": 9}
     data = {"k": 1, "position": 1, "conditional": share, "cumulative": share}
-    page = html_page(sample_report(Item("<b>&", Status.PASS, data=data)))
+    page = html_page(sample_report(passed("<b>&", data=data)))
     assert "k=1, draft 1" in page and "70.0%" in page
     assert "<b>" not in page and "&lt;b&gt;&amp;" in page
 
 
 def test_the_table_fits_100_columns() -> None:
-    long = Item("n" * 80, Status.FAIL, "f" * 80, "b" * 80, "s" * 80, "c" * 80)
+    long = failed("n" * 80, "c" * 80, figure="f" * 80, bound="b" * 80, subject="s" * 80)
     console = Console(width=140, file=io.StringIO(), record=True)
     console.print(report_table(sample_report(long)))
     table = [line for line in console.export_text().splitlines() if line[:1] in "┃│├└┏┡"]

@@ -24,7 +24,7 @@ C3, C4, C5 = np.float32(4.1665795894e-2), np.float32(1.6666665459e-1), np.float3
 
 @compiled
 def exponential(x: Any) -> Any:
-    """exp(x) of a float32, between exp(-87) and exp(88); NaN stays NaN."""
+    """Return exp(x) of a float32, between exp(-87) and exp(88); NaN stays NaN."""
     bounded = LOWEST if x < LOWEST else (HIGHEST if x > HIGHEST else x)
     rounded = bounded * LOG2_E + ROUNDER
     power = np.int32(np.float32(rounded).view(np.int32) - ROUNDER_BITS)
@@ -38,4 +38,5 @@ def exponential(x: Any) -> Any:
 
 @compiled
 def sigmoid(x: Any) -> Any:
+    """Return 1 / (1 + exp(-x)) of a float32."""
     return ONE / (ONE + exponential(-x))

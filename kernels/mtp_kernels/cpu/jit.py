@@ -1,4 +1,4 @@
-"""How the compiled CPU kernels are compiled: without the GIL, and kept on disk where that works."""
+"""Compilation of the CPU kernels by numba: without the GIL, kept on disk where that works."""
 
 from __future__ import annotations
 
@@ -8,14 +8,12 @@ from typing import Any
 
 from numba import njit
 
-_FOLDERS = (".", "decoder", "quantize", "verify_attention")
-
 
 def _stamp() -> tuple[tuple[str, int, int], ...]:
-    """Names, times and sizes of the sources that compiled functions are spread over."""
-    here = Path(__file__).parent
-    files = sorted(path for folder in _FOLDERS for path in (here / folder).glob("*.py"))
-    return tuple((path.name, path.stat().st_mtime_ns, path.stat().st_size) for path in files)
+    """Return names, times and sizes of all sources that compiled functions are spread over."""
+    root = Path(__file__).parents[1]
+    files = [(path, path.stat()) for path in sorted(root.rglob("*.py"))]
+    return tuple((str(path.relative_to(root)), s.st_mtime_ns, s.st_size) for path, s in files)
 
 
 SOURCES = _stamp()
@@ -24,15 +22,16 @@ SOURCES = _stamp()
 def compiled(function: Callable[..., Any]) -> Any:
     """Compile on first call, for the types of that call.
 
-    numba's cache on disk looks at the caller's own file; these functions call each other across
-    files, so that a change in any of them counts. Without a folder to write to nothing is cached.
+    numba's cache on disk looks at a function's own file; these call each other across files, so
+    that a change in any of them must count. Without a folder to write to nothing is cached.
     """
     return _compiled(function, no_cfunc_wrapper=True)
 
 
 def inner(function: Callable[..., Any]) -> Any:
-    """The same for a function that compiled ones alone call, without what Python would call it by:
-    that would take a sixth of the time to compile."""
+    """Compile a function that compiled ones alone call: without a Python wrapper, which would take
+    a sixth of the time to compile.
+    """
     return _compiled(function, no_cfunc_wrapper=True, no_cpython_wrapper=True)
 
 

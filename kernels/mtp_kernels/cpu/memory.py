@@ -1,4 +1,4 @@
-"""Memory on the CPU that begins at a cache line and lies in huge pages where it is large."""
+"""Bump allocator of float32 memory: from cache lines on, in huge pages where there is much."""
 
 from __future__ import annotations
 
@@ -13,22 +13,25 @@ CHUNK_FLOATS = 1 << 23  # 32 MB
 
 
 def floats(count: int) -> np.ndarray:
-    """float32 memory that holds anything. numpy asks the system for huge pages from 4 MB on; torch
-    does not, and then a model has more pages than a core can look up without going to memory."""
+    """Return uninitialised float32 memory [count] that begins at a cache line.
+
+    numpy asks the system for huge pages from 4 MB on; torch does not, and then a model has more
+    pages than a core's page lookup buffer holds.
+    """
     raw = np.empty(4 * count + LINE_BYTES, np.uint8)
     start = -raw.ctypes.data % LINE_BYTES
     return raw[start : start + 4 * count].view(np.float32)
 
 
 class Arena:
-    """float32 tensors side by side in large pieces of memory, each from a cache line on."""
+    """Bump allocator: float32 tensors side by side in large chunks, each from a cache line on."""
 
     def __init__(self) -> None:
         self._chunk = floats(0)
         self._taking = threading.Lock()
 
     def keep(self, values: torch.Tensor) -> torch.Tensor:
-        """A contiguous copy of the values."""
+        """Return a contiguous copy of the values. Threads may call this at the same time."""
         place = self._take(values.numel()).reshape(values.shape)
         np.copyto(place, values.numpy())
         return torch.from_numpy(place)

@@ -1,4 +1,4 @@
-"""A few threads that run one compiled function together, and wait for each other inside it.
+"""Team of threads that run one compiled function together, and wait for each other inside it.
 
 A launch from Python costs tens of microseconds, a `wait` between running threads less than one: a
 whole forward pass is one launch.
@@ -21,7 +21,7 @@ from numba.extending import intrinsic
 from mtp_kernels.cpu.jit import inner
 from mtp_kernels.cpu.vectors import address
 
-WORTH_A_THREAD = 1 << 20  # multiplications
+THREAD_WORK = 1 << 20  # multiplications that are worth waking a thread for
 SPINS = 2000  # before a waiting thread gives its core to others
 
 _INT = ir.IntType(64)
@@ -38,7 +38,7 @@ class Member(NamedTuple):
 
 @intrinsic
 def _add(typing: Any, at: Any) -> Any:
-    """Atomically add 1 to the int64 at an address; what was there before."""
+    """Atomically add 1 to the int64 at an address; return the value before."""
 
     def codegen(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         pointer = builder.inttoptr(arguments[0], _INT.as_pointer())
@@ -49,7 +49,7 @@ def _add(typing: Any, at: Any) -> Any:
 
 @intrinsic
 def _read(typing: Any, at: Any) -> Any:
-    """The int64 at an address, with all that was written before it."""
+    """Return the int64 at an address, in order with all writes before it."""
 
     def codegen(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         pointer = builder.inttoptr(arguments[0], _INT.as_pointer())
@@ -60,7 +60,7 @@ def _read(typing: Any, at: Any) -> Any:
 
 @inner
 def wait(member: Any) -> None:
-    """Go on when every thread of the team has come here."""
+    """Return when every thread of the team has called this."""
     if member.count == 1:
         return
     at = address(member.arrived)
@@ -74,8 +74,18 @@ def wait(member: Any) -> None:
 
 @inner
 def share(member: Any, items: Any) -> tuple[Any, Any]:
-    """The member's part [first, last) of so many items."""
+    """Return the member's range [first, last) of equally expensive items."""
     return member.number * items // member.count, (member.number + 1) * items // member.count
+
+
+@inner
+def owns(member: Any, done: Any, cost: Any, total: Any) -> Any:
+    """Return True where an item is the member's, of items that cost `total` together.
+
+    `done` is the cost of the items before it. The line of all costs is cut into equal parts; an
+    item belongs to the part that its middle lies in.
+    """
+    return (2 * done + cost) * member.count // (2 * total) == member.number
 
 
 class Team:
@@ -88,16 +98,16 @@ class Team:
 
     @staticmethod
     def threads_for(multiplications: int) -> int:
-        """Torch's number of threads, or fewer where the work is not worth waking them."""
-        return max(1, min(torch.get_num_threads(), multiplications // WORTH_A_THREAD))
+        """Return torch's number of threads, or fewer where waking them costs more than it saves."""
+        return max(1, min(torch.get_num_threads(), multiplications // THREAD_WORK))
 
     def run(self, function: Callable[..., None], threads: int, *arguments: Any) -> None:
-        """Run function(member, *arguments) on so many threads, the calling one included."""
+        """Run function(member, *arguments) on `threads` threads, the calling one included."""
         arrived = np.zeros(1, np.int64)
         if threads == 1:
             function(Member(0, 1, arrived), *arguments)
             return
-        with self._busy:  # a team that got half of the threads would wait for ever
+        with self._busy:  # two teams with half of the threads each would wait for ever
             futures = [
                 self._threads(threads - 1).submit(
                     function, Member(number, threads, arrived), *arguments
@@ -116,5 +126,5 @@ class Team:
 
 @cache
 def process_team() -> Team:
-    """The threads that all compiled kernels of this process share."""
+    """Return the threads that all compiled kernels of this process share."""
     return Team()

@@ -1,4 +1,4 @@
-"""Products of few rows, written for the vector registers: what compiled CPU kernels are made of.
+"""Products of a few rows, written for vector registers: the building blocks of compiled kernels.
 
 Every result is one chain of fused multiply-adds in a fixed order, whatever other rows are computed
 beside it, so that a row's bits never depend on its batch. Vectors of 16 floats are one AVX-512
@@ -8,7 +8,7 @@ floats.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from llvmlite import ir
@@ -251,7 +251,7 @@ block_sum = _block(_sum)
 
 @intrinsic
 def floats(typing: Any, address: Any) -> Any:
-    """The address as a pointer for numba.carray."""
+    """Return the address as a pointer for numba.carray."""
 
     def codegen(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         return builder.inttoptr(arguments[0], _FLOAT.as_pointer())
@@ -261,109 +261,95 @@ def floats(typing: Any, address: Any) -> Any:
 
 @inner
 def address(array: Any) -> Any:
-    """Where an array's first entry lies."""
+    """Return the address of an array's first entry."""
     return np.int64(array.ctypes.data)
 
 
-@inner
-def multiply(
-    x: Any, x_row: Any, rows: Any, w: Any, w_row: Any, depth: Any, out: Any, out_row: Any, add: Any
-) -> None:
-    """out[r, :PANEL] = x[r, :depth] @ w[:depth, :PANEL], added to what is there if `add` is not 0.
+class Rows(NamedTuple):
+    """Rows of floats in memory: the address of the first, their stride in floats, their number."""
 
-    x, w and out are addresses, x_row, w_row and out_row the strides of their rows.
+    at: Any
+    stride: Any
+    count: Any
+
+
+@inner
+def from_row(rows: Any, first: Any) -> Any:
+    """Return the rows from `first` on."""
+    return Rows(rows.at + _FLOAT_BYTES * first * rows.stride, rows.stride, rows.count - first)
+
+
+@inner
+def first_rows(rows: Any, count: Any) -> Any:
+    """Return the first `count` rows."""
+    return Rows(rows.at, rows.stride, count)
+
+
+@inner
+def multiply(x: Any, w: Any, out: Any, out_stride: Any, add: Any) -> None:
+    """Write out[r, :PANEL] = sum over k of x[r, k] * w[k, :PANEL], added to out if `add` is not 0.
+
+    x and w are Rows, the latter as many as x has columns; out is an address.
     """
-    while rows >= 8:
-        _PRODUCT_8(x, x_row, w, w_row, depth, out, out_row, add)
-        x, out, rows = x + 32 * x_row, out + 32 * out_row, rows - 8
-    if rows == 1:
-        _PRODUCT_1(x, x_row, w, w_row, depth, out, out_row, add)
-    elif rows == 2:
-        _PRODUCT_2(x, x_row, w, w_row, depth, out, out_row, add)
-    elif rows == 3:
-        _PRODUCT_3(x, x_row, w, w_row, depth, out, out_row, add)
-    elif rows == 4:
-        _PRODUCT_4(x, x_row, w, w_row, depth, out, out_row, add)
-    elif rows == 5:
-        _PRODUCT_5(x, x_row, w, w_row, depth, out, out_row, add)
-    elif rows == 6:
-        _PRODUCT_6(x, x_row, w, w_row, depth, out, out_row, add)
-    elif rows == 7:
-        _PRODUCT_7(x, x_row, w, w_row, depth, out, out_row, add)
+    while x.count >= 8:
+        _PRODUCT_8(x.at, x.stride, w.at, w.stride, w.count, out, out_stride, add)
+        x, out = from_row(x, 8), out + _FLOAT_BYTES * 8 * out_stride
+    if x.count == 1:
+        _PRODUCT_1(x.at, x.stride, w.at, w.stride, w.count, out, out_stride, add)
+    elif x.count == 2:
+        _PRODUCT_2(x.at, x.stride, w.at, w.stride, w.count, out, out_stride, add)
+    elif x.count == 3:
+        _PRODUCT_3(x.at, x.stride, w.at, w.stride, w.count, out, out_stride, add)
+    elif x.count == 4:
+        _PRODUCT_4(x.at, x.stride, w.at, w.stride, w.count, out, out_stride, add)
+    elif x.count == 5:
+        _PRODUCT_5(x.at, x.stride, w.at, w.stride, w.count, out, out_stride, add)
+    elif x.count == 6:
+        _PRODUCT_6(x.at, x.stride, w.at, w.stride, w.count, out, out_stride, add)
+    elif x.count == 7:
+        _PRODUCT_7(x.at, x.stride, w.at, w.stride, w.count, out, out_stride, add)
 
 
 @inner
-def dot_rows(
-    x: Any,
-    x_row: Any,
-    rows: Any,
-    y: Any,
-    y_row: Any,
-    tokens: Any,
-    width: Any,
-    out: Any,
-    out_row: Any,
-) -> None:
-    """out[r, t] = sum of x[r, :width] * y[t, :width], all at addresses."""
+def dot_rows(x: Any, y: Any, width: Any, out: Any, out_stride: Any) -> None:
+    """Write out[r, t] = sum of x[r, :width] * y[t, :width] for Rows x and y; out is an address."""
     vectors = width // LANES
-    if vectors:
-        done = 0
-        while done < tokens:
-            step = 4 if tokens - done >= 4 else 1
-            at_y, at_out = y + 4 * done * y_row, out + 4 * done
-            _dot_tokens(x, x_row, rows, at_y, y_row, step, vectors, at_out, out_row)
-            done += step
-    _dot_rest(x, x_row, rows, y, y_row, tokens, width, out, out_row)
+    done = 0 if vectors else y.count
+    while done < y.count:
+        step = 4 if y.count - done >= 4 else 1
+        tokens = first_rows(from_row(y, done), step)
+        _dot_tokens(x, tokens, vectors, out + _FLOAT_BYTES * done, out_stride)
+        done += step
+    if width % LANES:
+        _add_remainders(x, y, width, out, out_stride)
 
 
 @inner
-def _dot_tokens(
-    x: Any,
-    x_row: Any,
-    rows: Any,
-    y: Any,
-    y_row: Any,
-    tokens: Any,
-    vectors: Any,
-    out: Any,
-    out_row: Any,
-) -> None:
-    """All rows with four tokens or one, which stay near meanwhile."""
-    while rows >= 4:
-        if tokens == 4:
-            _DOTS_4_4(x, x_row, y, y_row, vectors, out, out_row)
+def _dot_tokens(x: Any, y: Any, vectors: Any, out: Any, out_stride: Any) -> None:
+    """Dot all rows of x with four rows of y or one, which stay in cache meanwhile."""
+    while x.count >= 4:
+        if y.count == 4:
+            _DOTS_4_4(x.at, x.stride, y.at, y.stride, vectors, out, out_stride)
         else:
-            _DOTS_4_1(x, x_row, y, y_row, vectors, out, out_row)
-        x, out, rows = x + 16 * x_row, out + 16 * out_row, rows - 4
-    while rows >= 1:
-        if tokens == 4:
-            _DOTS_1_4(x, x_row, y, y_row, vectors, out, out_row)
+            _DOTS_4_1(x.at, x.stride, y.at, y.stride, vectors, out, out_stride)
+        x, out = from_row(x, 4), out + _FLOAT_BYTES * 4 * out_stride
+    while x.count >= 1:
+        if y.count == 4:
+            _DOTS_1_4(x.at, x.stride, y.at, y.stride, vectors, out, out_stride)
         else:
-            _DOTS_1_1(x, x_row, y, y_row, vectors, out, out_row)
-        x, out, rows = x + 4 * x_row, out + 4 * out_row, rows - 1
+            _DOTS_1_1(x.at, x.stride, y.at, y.stride, vectors, out, out_stride)
+        x, out = from_row(x, 1), out + _FLOAT_BYTES * out_stride
 
 
 @inner
-def _dot_rest(
-    x: Any,
-    x_row: Any,
-    rows: Any,
-    y: Any,
-    y_row: Any,
-    tokens: Any,
-    width: Any,
-    out: Any,
-    out_row: Any,
-) -> None:
-    """What the entries past the last whole vector add."""
+def _add_remainders(x: Any, y: Any, width: Any, out: Any, out_stride: Any) -> None:
+    """Add the products of the entries past the last whole vector."""
     whole = width - width % LANES
-    if whole == width:
-        return
-    for r in range(rows):
-        left = carray(floats(x + 4 * r * x_row), (width,))
-        sums = carray(floats(out + 4 * r * out_row), (tokens,))
-        for t in range(tokens):
-            right = carray(floats(y + 4 * t * y_row), (width,))
+    for r in range(x.count):
+        left = carray(floats(x.at + _FLOAT_BYTES * r * x.stride), (width,))
+        sums = carray(floats(out + _FLOAT_BYTES * r * out_stride), (y.count,))
+        for t in range(y.count):
+            right = carray(floats(y.at + _FLOAT_BYTES * t * y.stride), (width,))
             total = sums[t] if whole else np.float32(0.0)
             for c in range(whole, width):
                 total += left[c] * right[c]

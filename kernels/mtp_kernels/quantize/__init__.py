@@ -53,7 +53,7 @@ _SIGN_BITS = -0x78  # 0x88 as int8: code + 8 and the two's complement differ in 
 
 
 class Backend(Protocol):
-    """What a backend module offers; sources are checked, contiguous and on its device."""
+    """Functions of a module named in BACKENDS; sources are checked, contiguous, on its device."""
 
     def supports(self, device: torch.device) -> bool: ...
 

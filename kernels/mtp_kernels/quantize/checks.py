@@ -1,4 +1,4 @@
-"""What the quantization kernels refuse, said as what was expected and what was found."""
+"""Checks of the quantization kernels' arguments; errors say what was expected and found."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ BLOCK_SCALE_DTYPES = (torch.float32, torch.float8_e8m0fnu)
 
 
 def check_matrix(what: str, tensor: object, dtypes: tuple[torch.dtype, ...]) -> torch.Tensor:
-    """The tensor, contiguous, when it is a non-empty matrix of one of the dtypes."""
+    """Return the tensor, contiguous, if it is a non-empty matrix of one of the dtypes."""
     if not isinstance(tensor, torch.Tensor):
         raise TypeError(f"{what}: expected a tensor, found {type(tensor).__name__}")
     if tensor.dtype not in dtypes:
@@ -23,7 +23,7 @@ def check_matrix(what: str, tensor: object, dtypes: tuple[torch.dtype, ...]) -> 
 
 
 def check_fp8_block(source: Fp8Block) -> tuple[torch.Tensor, torch.Tensor]:
-    """The codes and the fp32 block scales of a source whose scales describe its codes."""
+    """Return codes and fp32 block scales of a source whose scales describe its codes."""
     codes = check_matrix("fp8 codes", source.codes, (torch.float8_e4m3fn,))
     scale = check_matrix("fp8 block scale", source.scale, BLOCK_SCALE_DTYPES).to(torch.float32)
     _check_same_device(codes, scale)
@@ -39,7 +39,7 @@ def check_fp8_block(source: Fp8Block) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def check_source(source: torch.Tensor | Fp8Block) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """A source's stored values, and its fp32 block scales when it is fp8."""
+    """Return a source's stored values, and its fp32 block scales if it is fp8."""
     if isinstance(source, Fp8Block):
         return check_fp8_block(source)
     return check_matrix("source", source, FLOAT_DTYPES), None
@@ -60,7 +60,7 @@ def check_output_dtype(dtype: torch.dtype) -> None:
 def check_scale(
     packed: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype, groups: tuple[int, ...]
 ) -> torch.Tensor:
-    """The fp32 scales of a packed weight, when they have one of the numbers of groups a row."""
+    """Return the fp32 scales of a packed weight, if there is one of these numbers per row."""
     scale = check_matrix("scale", scale, (dtype,)).to(torch.float32)
     _check_same_device(packed, scale)
     if scale.shape[0] != packed.shape[0] or scale.shape[1] not in groups:
@@ -73,7 +73,7 @@ def check_scale(
 
 
 def check_finite(source: torch.Tensor, stats: RowStats) -> None:
-    """Refuse a source with NaN or infinite weights; its energies have told that there are any."""
+    """Refuse a source with NaN or infinite weights, which show in its energies."""
     if torch.isfinite(stats.signal).all() and torch.isfinite(stats.error).all():
         return
     if source.dtype == torch.float8_e4m3fn:
@@ -90,7 +90,7 @@ def _check_same_device(values: torch.Tensor, scale: torch.Tensor) -> None:
 
 
 def _check_zero_scales(codes: torch.Tensor, scale: torch.Tensor) -> None:
-    """A zero scale says that its block is zero: any other code there is damage."""
+    """Refuse zero scales over codes that are not zero."""
     for block_row, block_column in (scale == 0).nonzero().tolist():
         rows = slice(block_row * BLOCK, (block_row + 1) * BLOCK)
         columns = slice(block_column * BLOCK, (block_column + 1) * BLOCK)

@@ -1,4 +1,4 @@
-"""What the loops of the CPU backend do with single numbers, free of branches and tables.
+"""Operations of the CPU backend on single numbers, free of branches and tables.
 
 Bits are moved with integer operations, so that LLVM turns every loop over these into vector code;
 fastmath stays off and nothing is contracted, so that the vector code computes what the reference

@@ -64,7 +64,7 @@ class W4AFp8:
 
 
 class RowStats(NamedTuple):
-    """What a backend returns: signal and error energy F64 [N], largest error F32 [N].
+    """Error of each row: signal and error energy F64 [N], largest error F32 [N].
 
     A row's energy is added up in one fixed order, so that it is the same to the bit everywhere:
     column k belongs to lane k mod 128; a lane adds its float64 squares from left to right; the

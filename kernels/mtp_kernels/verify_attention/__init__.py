@@ -13,6 +13,7 @@ from typing import Protocol, cast
 
 import torch
 
+from mtp_kernels.tensor_checks import check_cached_lengths, check_tensor
 from mtp_kernels.verify_attention.inputs import Inputs, Sizes, Workspace
 
 __all__ = ["BACKENDS", "Workspace", "make_workspace", "verify_attention"]
@@ -25,14 +26,14 @@ BACKENDS = {
     "compiled_cpu": "mtp_kernels.verify_attention.compiled_cpu",
     "triton_cuda": "mtp_kernels.verify_attention.triton_cuda",
 }
-# What backend="auto" means on each torch device type; on a CPU compiled_cpu where that has bf16.
+# The backend that "auto" means on each torch device type; on a CPU compiled_cpu where it has bf16.
 AUTO = {"cpu": "torch_cpu", "cuda": "triton_cuda"}
 LSE_DTYPE = torch.float32
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
 class Backend(Protocol):
-    """What a module named in `BACKENDS` provides."""
+    """Functions of a module named in `BACKENDS`."""
 
     def attend(
         self,
@@ -85,9 +86,34 @@ def verify_attention(
 
     Source: DeepSeek-V2 report (arXiv 2405.04434), section 2.1, the absorbed form.
     """
-    check_tensors(q_latent, q_rope, kv_cache, kv_scale, page_table, kv_lens, cu_q)
-    sizes = sizes_of(q_latent, q_rope, kv_cache, page_table, cu_q, workspace)
-    inputs = Inputs(q_latent, q_rope, kv_cache, kv_scale, page_table, kv_lens, cu_q, scale, sizes)
+    check_tensors(
+        q_latent=q_latent,
+        q_rope=q_rope,
+        kv_cache=kv_cache,
+        kv_scale=kv_scale,
+        page_table=page_table,
+        kv_lens=kv_lens,
+        cu_q=cu_q,
+    )
+    sizes = sizes_of(
+        q_latent=q_latent,
+        q_rope=q_rope,
+        kv_cache=kv_cache,
+        page_table=page_table,
+        cu_q=cu_q,
+        workspace=workspace,
+    )
+    inputs = Inputs(
+        q_latent=q_latent,
+        q_rope=q_rope,
+        kv_cache=kv_cache,
+        kv_scale=kv_scale,
+        page_table=page_table,
+        kv_lens=kv_lens,
+        cu_q=cu_q,
+        scale=scale,
+        sizes=sizes,
+    )
     module = load_backend(backend, q_latent.device, sizes)
     parts = None if workspace is None else workspace.parts
     needed_bytes = module.workspace_bytes(sizes, parts, q_latent.device)
@@ -147,14 +173,14 @@ def load_backend(backend: str, device: torch.device, sizes: Sizes) -> Backend:
 
 
 def compiled_takes(sizes: Sizes) -> bool:
-    """Whether compiled_cpu has these bf16 sizes on this CPU."""
+    """Return True where compiled_cpu runs these bf16 sizes on this CPU."""
     return bool(import_module(BACKENDS["compiled_cpu"]).takes_bf16(sizes))
 
 
 def outputs(
     q_latent: torch.Tensor, out: tuple[torch.Tensor, torch.Tensor] | None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The caller's output tensors, checked, or new ones."""
+    """Return the caller's output tensors, checked, or new ones."""
     shape = tuple(q_latent.shape)
     if out is None:
         return torch.empty_like(q_latent), q_latent.new_empty(shape[:2], dtype=LSE_DTYPE)
@@ -166,6 +192,7 @@ def outputs(
 def workspace_buffer(
     workspace: Workspace | None, needed_bytes: int, device: torch.device
 ) -> torch.Tensor:
+    """Return the workspace's buffer, checked, or a new one."""
     if workspace is None:
         return torch.empty(needed_bytes, dtype=torch.uint8, device=device)
     buffer = workspace.buffer
@@ -185,7 +212,7 @@ def sizes_of(
     cu_q: torch.Tensor,
     workspace: Workspace | None,
 ) -> Sizes:
-    """The sizes of a call; the longest q_len comes from the workspace where cu_q is on a GPU."""
+    """Return the sizes of a call; max_q_len is the workspace's where cu_q is on a GPU."""
     queries, heads, latent = q_latent.shape
     if workspace is not None and q_latent.device.type != "cpu":
         max_q_len = min(workspace.sizes.max_q_len, queries)
@@ -237,64 +264,4 @@ def check_tensors(
     check_tensor("kv_lens", kv_lens, (batch,), (torch.int32,), device)
     check_tensor("cu_q", cu_q, (batch + 1,), (torch.int32,), device)
     if device.type == "cpu":
-        check_contents(queries, kv_cache, page_table, kv_lens, cu_q)
-
-
-def check_tensor(
-    name: str,
-    tensor: torch.Tensor,
-    shape: tuple[int | str, ...],
-    dtypes: tuple[torch.dtype, ...],
-    device: torch.device,
-) -> None:
-    """Check one tensor; letters stand for any size above 0, T and b also for 0."""
-    if not isinstance(tensor, torch.Tensor):
-        raise TypeError(f"{name}: expected a tensor, found {type(tensor).__name__}")
-    if tensor.dtype not in dtypes:
-        raise TypeError(
-            f"{name}: expected dtype {' or '.join(map(str, dtypes))}, found {tensor.dtype}"
-        )
-    found = tuple(tensor.shape)
-    fits = len(found) == len(shape) and all(
-        (size > 0 or want in ("T", "b", "pages", "max_pages"))
-        if isinstance(want, str)
-        else size == want
-        for size, want in zip(found, shape, strict=True)
-    )
-    if not fits:
-        raise ValueError(
-            f"{name}: expected shape [{', '.join(map(str, shape))}], found {list(found)}"
-        )
-    if tensor.device != device:
-        raise ValueError(f"{name}: expected on {device} like q_latent, found on {tensor.device}")
-    if not tensor.is_contiguous():
-        raise ValueError(f"{name}: expected contiguous, found strides {tensor.stride()}")
-
-
-def check_contents(
-    queries: int,
-    kv_cache: torch.Tensor,
-    page_table: torch.Tensor,
-    kv_lens: torch.Tensor,
-    cu_q: torch.Tensor,
-) -> None:
-    """Check that cu_q covers the rows in order, and that every used page exists."""
-    starts, lengths = cu_q.tolist(), kv_lens.tolist()
-    if starts[0] != 0 or starts[-1] != queries or starts != sorted(starts):
-        raise ValueError(f"cu_q: expected 0 rising to {queries}, found {starts}")
-    if not lengths:
-        return
-    pages, page = kv_cache.shape[:2]
-    capacity = page_table.shape[1] * page
-    if min(lengths) < 0 or max(lengths) > capacity:
-        raise ValueError(f"kv_lens: expected 0 to {capacity} tokens, found {lengths}")
-    outside = (page_table < 0) | (page_table >= pages)
-    if not outside.any():  # what is unused need not be told apart
-        return
-    outside &= torch.arange(page_table.shape[1]) * page < kv_lens[:, None]
-    if outside.any():
-        request, column = outside.nonzero()[0].tolist()
-        raise ValueError(
-            f"page_table: expected page ids 0 to {pages - 1}, "
-            f"found {int(page_table[request, column])} at [{request}, {column}]"
-        )
+        check_cached_lengths(queries, kv_cache, page_table, kv_lens, cu_q)

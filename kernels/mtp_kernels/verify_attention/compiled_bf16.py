@@ -7,8 +7,8 @@ copies them out of their pages once, and multiplies them with all rows of the re
     probs   [rows, t]                                   exp, in float32; rounded, turned
     out     [rows, c] += probs [rows, t] @ tokens [t, :c]   pairs of tokens interleaved once
 
-Shares are equal, cut at BLOCK_TOKENS of a request, so at most one request a cut is in two shares:
-what several threads made of one is joined by log-sum-exp. Bits depend on the number of threads.
+Shares are equal, cut at BLOCK_TOKENS of a request, so at most one request per cut is in two shares:
+parts of one by several threads are merged by log-sum-exp. Bits depend on the number of threads.
 """
 
 from __future__ import annotations
@@ -26,7 +26,6 @@ from mtp_kernels.verify_attention.shares import (
     BLOCK_TOKENS,
     blocks_of,
     groups_of,
-    item_at,
     share_of,
     slot_of,
     work_of,
@@ -46,13 +45,13 @@ from mtp_kernels.verify_attention.tiles import (
     transpose,
 )
 
-STEP_TOKENS = 256  # copied, scored and weighed at a time
-UNSEEN = np.float32(-1e30)  # finite: the difference of two is 0
+STEP_TOKENS = 256  # copied and scored at a time
+UNSEEN = np.float32(-1e30)  # finite, so that the difference of two is 0 and not NaN
 BF16_BYTES = 2
 
 
 class Problem(NamedTuple):
-    """One call's arrays; bf16 as int16."""
+    """Arrays of one call; bf16 as int16."""
 
     q_latent: Any  # [T*h, c]
     q_rope: Any  # [T*h, r]
@@ -64,7 +63,7 @@ class Problem(NamedTuple):
 
 
 class Scratch(NamedTuple):
-    """A thread's memory each, first dimension; g groups of 16 rows, s STEP_TOKENS."""
+    """Memory of n threads, the first dimension; g groups of 16 rows, s STEP_TOKENS."""
 
     config: Any  # [64]
     queries: Any  # [n, g*16, c+r] int16: pairs of a row, as tiles [g, (c+r)/32]
@@ -75,25 +74,25 @@ class Scratch(NamedTuple):
     pairs: Any  # [n, 16, 16] int32
     probs: Any  # [n, g, s*16] int16: tiles [s/32] of [16, 32]
     sums: Any  # [n, 3, g*16, c] float32: the item in work alone, or the share's first, or last
-    tops: Any  # [n, 3, g*16] float32
-    masses: Any  # [n, 3, g*16] float32
+    row_max: Any  # [n, 3, g*16] float32
+    row_sum: Any  # [n, 3, g*16] float32
 
 
 class State(NamedTuple):
-    """What a thread has of an item."""
+    """Softmax state of an item's rows, as far as a thread has come."""
 
     sums: Any  # [g*16, c]
-    tops: Any  # [g*16]
-    masses: Any  # [g*16]
+    row_max: Any  # [g*16]
+    row_sum: Any  # [g*16]
 
 
 @compiled
 def attend(member: Any, items: Any, problem: Any, scratch: Any, out: Any, lse: Any) -> None:
-    """Every row of a batch: out [T*h, c] bf16 as int16, and lse [T*h]."""
+    """Write every row of a batch: out [T*h, c] bf16 as int16, and lse [T*h]."""
     total, before = work_of(items), 0
     configure(address(scratch.config))
     for index in range(items.shape[0]):
-        item = item_at(items, index)
+        item = items[index]
         first, last = share_of(item, before, total, member.number, member.count)
         before += blocks_of(item) * groups_of(item)
         if first == last:
@@ -102,21 +101,21 @@ def attend(member: Any, items: Any, problem: Any, scratch: Any, out: Any, lse: A
         attend_item(member, item, first, last, problem, scratch, state)
         if first == 0 and last == blocks_of(item):
             for row in range(item.rows):
-                store(item, row, problem, state.sums[row], state.tops[row], state.masses[row],
+                store(item, row, problem, state.sums[row], state.row_max[row], state.row_sum[row],
                       out, lse)  # fmt: skip
     release()
     wait(member)
     before = 0
     for index in range(items.shape[0]):
-        item = item_at(items, index)
-        join_item(member, item, before, total, problem, scratch, out, lse)
+        item = items[index]
+        merge_item(member, item, before, total, problem, scratch, out, lse)
         before += blocks_of(item) * groups_of(item)
 
 
 @compiled
 def state_of(scratch: Any, number: Any, slot: Any) -> Any:
     return State(
-        scratch.sums[number, slot], scratch.tops[number, slot], scratch.masses[number, slot]
+        scratch.sums[number, slot], scratch.row_max[number, slot], scratch.row_sum[number, slot]
     )
 
 
@@ -124,10 +123,10 @@ def state_of(scratch: Any, number: Any, slot: Any) -> Any:
 def attend_item(
     member: Any, item: Any, first: Any, last: Any, problem: Any, scratch: Any, state: Any
 ) -> None:
-    """A thread's blocks of an item, step by step, into `state`."""
+    """Attend to blocks [first, last) of an item, step by step, into `state`."""
     number, groups = member.number, groups_of(item)
     for row in range(groups * TILE):
-        state.tops[row], state.masses[row] = UNSEEN, np.float32(0.0)
+        state.row_max[row], state.row_sum[row] = UNSEEN, np.float32(0.0)
         for c in range(state.sums.shape[1]):
             state.sums[row, c] = np.float32(0.0)
     pack_queries(item, problem, scratch.queries[number], scratch.line[number])
@@ -139,13 +138,13 @@ def attend_item(
         pack_values(scratch.tokens[number], chunks, scratch.values[number])
         score(groups, chunks, scratch, number)
         for group in range(groups):
-            weigh(item, group, token, count, problem, scratch, number, state)
+            softmax_step(item, group, token, count, problem, scratch, number, state)
         add_values(groups, chunks, scratch, number, state)
 
 
 @compiled
 def pack_queries(item: Any, problem: Any, queries: Any, line: Any) -> None:
-    """Rows as the second operand: by group and 32 entries, pairs of entries of 16 rows."""
+    """Pack rows as the second operand: by group and 32 entries, pairs of entries of 16 rows."""
     latent, width = problem.q_latent.shape[1], line.shape[1]
     source, target = address(line), address(queries)
     start = item.first_query * problem.heads
@@ -167,7 +166,7 @@ def pack_queries(item: Any, problem: Any, queries: Any, line: Any) -> None:
 
 @compiled
 def copy_tokens(item: Any, first: Any, count: Any, problem: Any, tokens: Any) -> None:
-    """Tokens [first, first + count) side by side, and zeros up to a whole number of tiles."""
+    """Copy tokens [first, first + count) side by side, and zeros up to whole tiles."""
     page = problem.page
     for t in range(count):
         token = first + t
@@ -181,7 +180,7 @@ def copy_tokens(item: Any, first: Any, count: Any, problem: Any, tokens: Any) ->
 
 @compiled
 def pack_values(tokens: Any, chunks: Any, values: Any) -> None:
-    """Latents as the second operand: by 32 tokens and 16 entries, pairs of tokens."""
+    """Pack latents as the second operand: by 32 tokens and 16 entries, pairs of tokens."""
     source, target = address(tokens), address(values)
     stride, latent = tokens.shape[1] * BF16_BYTES, values.shape[1]
     for chunk in range(chunks):
@@ -195,7 +194,7 @@ def pack_values(tokens: Any, chunks: Any, values: Any) -> None:
 
 @compiled
 def score(groups: Any, chunks: Any, scratch: Any, number: Any) -> None:
-    """Products of the tokens and all groups of rows."""
+    """Multiply the tokens with all groups of rows."""
     width = scratch.tokens.shape[2]
     row, depth = width * BF16_BYTES, width // DEPTH
     queries, scores = address(scratch.queries[number]), address(scratch.scores[number])
@@ -218,40 +217,40 @@ def score(groups: Any, chunks: Any, scratch: Any, number: Any) -> None:
 
 
 @compiled
-def weigh(
+def softmax_step(
     item: Any, group: Any, first: Any, count: Any, problem: Any, scratch: Any, number: Any,
     state: Any,
 ) -> None:  # fmt: skip
-    """One group's scores to probabilities under its new largest score; its sums to that scale."""
+    """Turn one group's scores into softmax terms under the new row_max; rescale earlier sums."""
     scores, probs = scratch.scores[number, group], address(scratch.probs[number, group])
     pairs = scratch.pairs[number]
     rows = slice(group * TILE, (group + 1) * TILE)
-    tops, masses = state.tops[rows], state.masses[rows]
-    chunks, top, mass = -(-count // DEPTH), tops.copy(), np.zeros(TILE, np.float32)
+    old_max, row_sum = state.row_max[rows], state.row_sum[rows]
+    chunks, row_max, added = -(-count // DEPTH), old_max.copy(), np.zeros(TILE, np.float32)
     hide_unseen(item, group, first, chunks, problem, scores)
-    largest(scores, chunks, problem.scale, top)
+    raise_max(scores, chunks, problem.scale, row_max)
     for chunk in range(chunks):
         for pair in range(TILE):
             even, odd = scores[chunk * DEPTH + 2 * pair], scores[chunk * DEPTH + 2 * pair + 1]
             line = pairs[pair]
             for r in range(TILE):
-                low, high = probability(even[r], top[r]), probability(odd[r], top[r])
-                mass[r] += low + high
+                low, high = softmax_term(even[r], row_max[r]), softmax_term(odd[r], row_max[r])
+                added[r] += low + high
                 line[r] = rounded(low) | (rounded(high) << np.int32(16))
         transpose(address(pairs), ROW_BYTES, probs + chunk * TILE_BYTES)
     for r in range(TILE):
-        old = exponential(tops[r] - top[r])
-        tops[r] = top[r]
-        masses[r] = masses[r] * old + mass[r]
-        if old != np.float32(1.0):
+        factor = exponential(old_max[r] - row_max[r])
+        old_max[r] = row_max[r]
+        row_sum[r] = row_sum[r] * factor + added[r]
+        if factor != np.float32(1.0):
             line = state.sums[group * TILE + r]
             for c in range(line.size):
-                line[c] *= old
+                line[c] *= factor
 
 
 @compiled
 def hide_unseen(item: Any, group: Any, first: Any, chunks: Any, problem: Any, scores: Any) -> None:
-    """-inf for what a row does not see; only tokens past the smallest limit are looked at."""
+    """Set scores of unseen tokens to -inf; tokens before the smallest limit are not looked at."""
     for r in range(TILE):
         row = min(group * TILE + r, item.rows - 1)
         limit = item.seen + row // problem.heads - first
@@ -260,8 +259,8 @@ def hide_unseen(item: Any, group: Any, first: Any, chunks: Any, problem: Any, sc
 
 
 @compiled
-def largest(scores: Any, chunks: Any, scale: Any, top: Any) -> None:
-    """Scale the scores, and raise `top` [16] to the largest of each column."""
+def raise_max(scores: Any, chunks: Any, scale: Any, row_max: Any) -> None:
+    """Scale the scores, and raise row_max [16] to the largest of each column."""
     flat, best = scores.reshape(scores.size), np.empty(4 * TILE, np.float32)
     best[:] = UNSEEN
     for start in range(0, chunks * DEPTH * TILE, 4 * TILE):  # four tokens: a loop worth vectors
@@ -272,19 +271,19 @@ def largest(scores: Any, chunks: Any, scale: Any, top: Any) -> None:
             best[i] = value if value > best[i] else best[i]
     for r in range(TILE):
         pair = max(best[r], best[TILE + r])
-        top[r] = max(top[r], max(pair, max(best[2 * TILE + r], best[3 * TILE + r])))
+        row_max[r] = max(row_max[r], max(pair, max(best[2 * TILE + r], best[3 * TILE + r])))
 
 
 @compiled
-def probability(score: Any, top: Any) -> Any:
-    """exp(score - top), 0 where the score is -inf."""
-    value = exponential(score - top)
+def softmax_term(score: Any, row_max: Any) -> Any:
+    """Return exp(score - row_max), 0 where the score is -inf."""
+    value = exponential(score - row_max)
     return value if score != -np.inf else np.float32(0.0)
 
 
 @compiled
 def rounded(value: Any) -> Any:
-    """The 16 bits of a float32, not NaN, as bf16: to nearest, ties to even."""
+    """Return the bits of a float32, not NaN, as bf16: rounded to nearest, ties to even."""
     bits = np.float32(value).view(np.int32)
     odd = (bits >> np.int32(16)) & np.int32(1)
     return np.int32((bits + np.int32(0x7FFF) + odd) >> np.int32(16)) & np.int32(0xFFFF)
@@ -292,7 +291,7 @@ def rounded(value: Any) -> Any:
 
 @compiled
 def add_values(groups: Any, chunks: Any, scratch: Any, number: Any, state: Any) -> None:
-    """sums += probabilities @ latents."""
+    """Add softmax terms @ latents to the sums."""
     latent = state.sums.shape[1]
     probs, sums = address(scratch.probs[number]), address(state.sums)
     values = address(scratch.values[number])
@@ -316,22 +315,22 @@ def add_values(groups: Any, chunks: Any, scratch: Any, number: Any, state: Any) 
 
 
 @compiled
-def add_part(
-    out: Any, top: Any, mass: Any, sums: Any, other_top: Any, other_mass: Any
+def merge_part(
+    out: Any, row_max: Any, row_sum: Any, sums: Any, other_max: Any, other_sum: Any
 ) -> tuple[Any, Any]:
-    """Add other tokens' unnormalised sums to a row's, in place; the top and the mass of all."""
-    new_top = max(top, other_top)
-    old, new = exponential(top - new_top), exponential(other_top - new_top)
+    """Add other tokens' unnormalised sums to a row's, in place; return row_max and row_sum."""
+    new_max = max(row_max, other_max)
+    old, new = exponential(row_max - new_max), exponential(other_max - new_max)
     for c in range(out.size):
         out[c] = out[c] * old + sums[c] * new
-    return new_top, mass * old + other_mass * new
+    return new_max, row_sum * old + other_sum * new
 
 
 @compiled
-def join_item(
+def merge_item(
     member: Any, item: Any, before: Any, total: Any, problem: Any, scratch: Any, out: Any, lse: Any
 ) -> None:
-    """An item that several threads have parts of: each joins some of its rows."""
+    """Merge an item that several threads have parts of: each merges some of its rows."""
     blocks = blocks_of(item)
     first, last = share_of(item, before, total, 0, member.count)
     begin = 0  # the thread with its first block
@@ -343,29 +342,31 @@ def join_item(
     whole = np.empty(problem.q_latent.shape[1], np.float32)
     for row in range(member.number, item.rows, member.count):
         state = state_of(scratch, begin, 2)
-        top, mass = state.tops[row], state.masses[row]
+        row_max, row_sum = state.row_max[row], state.row_sum[row]
         whole[:] = state.sums[row]
         for number in range(begin + 1, member.count):
             first, last = share_of(item, before, total, number, member.count)
             if first == last:
                 continue
             part = state_of(scratch, number, 1)
-            top, mass = add_part(whole, top, mass, part.sums[row], part.tops[row], part.masses[row])
-        store(item, row, problem, whole, top, mass, out, lse)
+            row_max, row_sum = merge_part(
+                whole, row_max, row_sum, part.sums[row], part.row_max[row], part.row_sum[row]
+            )
+        store(item, row, problem, whole, row_max, row_sum, out, lse)
 
 
 @compiled
 def store(
-    item: Any, row: Any, problem: Any, sums: Any, top: Any, mass: Any, out: Any, lse: Any
+    item: Any, row: Any, problem: Any, sums: Any, row_max: Any, row_sum: Any, out: Any, lse: Any
 ) -> None:
-    """A row's result; 0 and -inf where it saw no token."""
+    """Write a row's result; 0 and -inf where it saw no token."""
     number = item.first_query * problem.heads + row
-    if mass == np.float32(0.0):
+    if row_sum == np.float32(0.0):
         lse[number] = -np.inf
         out[number] = 0
         return
-    lse[number] = top + np.float32(math.log(mass))
-    share = np.float32(1.0) / mass
+    lse[number] = row_max + np.float32(math.log(row_sum))
+    share = np.float32(1.0) / row_sum
     line = out[number]
     for c in range(line.size):
         line[c] = np.int16(rounded(sums[c] * share))

@@ -11,12 +11,11 @@ from functools import lru_cache
 import numpy as np
 import torch
 
+from mtp_kernels.cpu.paged_attention import Keys, Parts, Queries, plan
 from mtp_kernels.cpu.team import process_team
-from mtp_kernels.verify_attention import compiled_bf16
+from mtp_kernels.verify_attention import compiled_bf16, compiled_float32
 from mtp_kernels.verify_attention.compiled_bf16 import STEP_TOKENS
-from mtp_kernels.verify_attention.compiled_parts import Keys, Parts, Queries, arrange, plan
-from mtp_kernels.verify_attention.compiled_parts import attend as attend_rows
-from mtp_kernels.verify_attention.inputs import Carver, Inputs, Sizes, array_bytes
+from mtp_kernels.verify_attention.inputs import BumpAllocator, Inputs, Sizes, array_bytes
 from mtp_kernels.verify_attention.shares import MAX_ROWS, items_of
 from mtp_kernels.verify_attention.tiles import DEPTH, TILE, has_tiles, tile_config
 
@@ -24,13 +23,13 @@ TILE_SPEEDUP = 16  # multiplications that a tile makes in the time of one float3
 
 
 def takes_bf16(sizes: Sizes) -> bool:
-    """Whether these sizes go through the matrix units: whole tiles, and a CPU that has them."""
+    """Return True where matrix units take these sizes: whole tiles, on a CPU that has them."""
     whole = sizes.latent % DEPTH == 0 and sizes.rope % DEPTH == 0
     return whole and sizes.dtype == sizes.kv_dtype == torch.bfloat16 and has_tiles()
 
 
 def layout(sizes: Sizes) -> list[tuple[tuple[int, ...], torch.dtype]]:
-    """Shapes and dtypes of compiled_bf16.Scratch after `config`; no smaller for larger sizes."""
+    """Return shapes and dtypes of compiled_bf16.Scratch after `config`, not falling with sizes."""
     groups = -(-min(sizes.max_q_len * sizes.heads, max(MAX_ROWS, sizes.heads)) // TILE)
     return scratch_layout(torch.get_num_threads(), groups, sizes.latent, sizes.rope)
 
@@ -55,7 +54,7 @@ def scratch_layout(
 
 
 def workspace_bytes(sizes: Sizes, parts: int | None, device: torch.device) -> int:
-    """For bf16. The scratch memory of float32 goes with a call's lengths, and is its own."""
+    """Return the bytes that bf16 needs; float32 allocates by a call's lengths."""
     if not takes_bf16(sizes):
         return 0
     return sum(array_bytes(shape, dtype) for shape, dtype in layout(sizes))
@@ -74,30 +73,32 @@ def attend(
             "backend compiled_cpu: expected float32 queries over a float32 cache, or on a CPU with "
             f"AMX bfloat16 over bfloat16 with latent and rope multiples of {DEPTH}, found "
             f"{out.dtype} over {inputs.kv_cache.dtype} with latent {inputs.sizes.latent} and rope "
-            f"{inputs.sizes.rope}; torch_cpu takes them"
+            f"{inputs.sizes.rope}; use torch_cpu"
         )
 
 
 def multiplications(sizes: Sizes) -> int:
+    """Return the multiplications of all rows with the longest possible caches."""
     return sizes.queries * sizes.heads * sizes.kv_tokens * 2 * sizes.latent
 
 
 def attend_float32(inputs: Inputs, out: torch.Tensor, lse: torch.Tensor) -> None:
+    """Run `compiled_float32` on the process's threads."""
     sizes = inputs.sizes
     tiles, waves, most = plan(inputs.cu_q.numpy(), inputs.kv_lens.numpy(), sizes.heads)
     scratch = Parts(
-        np.empty((most, sizes.latent), np.float32),
-        np.empty(most, np.float32),
-        np.empty(most, np.float32),
+        sums=np.empty((most, sizes.latent), np.float32),
+        row_max=np.empty(most, np.float32),
+        row_sum=np.empty(most, np.float32),
     )
-    rows = arrange(tiles, inputs.q_latent.numpy(), inputs.q_rope.numpy())
+    rows = compiled_float32.arrange(tiles, inputs.q_latent.numpy(), inputs.q_rope.numpy())
     team = process_team()
     team.run(
-        attend_rows,
+        compiled_float32.attend,
         team.threads_for(multiplications(sizes)),
         tiles,
         waves,
-        Queries(rows, sizes.heads, sizes.latent, np.float32(inputs.scale)),
+        Queries(rows, sizes.heads, np.float32(inputs.scale)),
         Keys(inputs.kv_cache.flatten(0, 1).numpy(), inputs.page_table.numpy(), sizes.page),
         scratch,
         out.numpy(),
@@ -106,20 +107,21 @@ def attend_float32(inputs: Inputs, out: torch.Tensor, lse: torch.Tensor) -> None
 
 
 def attend_bf16(inputs: Inputs, buffer: torch.Tensor, out: torch.Tensor, lse: torch.Tensor) -> None:
-    sizes, carver, team = inputs.sizes, Carver(buffer), process_team()
-    scratch = (carver.take(shape, dtype).numpy() for shape, dtype in layout(sizes))
+    """Run `compiled_bf16` on the process's threads, in the workspace."""
+    sizes, allocator, team = inputs.sizes, BumpAllocator(buffer), process_team()
+    scratch = (allocator.take(shape, dtype).numpy() for shape, dtype in layout(sizes))
 
     def stored(tensor: torch.Tensor) -> np.ndarray:
         return tensor.flatten(0, 1).view(torch.int16).numpy()
 
     problem = compiled_bf16.Problem(
-        stored(inputs.q_latent),
-        stored(inputs.q_rope),
-        stored(inputs.kv_cache),
-        inputs.page_table.numpy(),
-        sizes.page,
-        sizes.heads,
-        np.float32(inputs.scale),
+        q_latent=stored(inputs.q_latent),
+        q_rope=stored(inputs.q_rope),
+        cache=stored(inputs.kv_cache),
+        page_table=inputs.page_table.numpy(),
+        page=sizes.page,
+        heads=sizes.heads,
+        scale=np.float32(inputs.scale),
     )
     team.run(
         compiled_bf16.attend,

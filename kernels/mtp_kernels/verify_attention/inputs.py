@@ -1,4 +1,4 @@
-"""What a backend receives: the checked tensors of one call, their sizes, and its workspace."""
+"""Arguments of a backend: the checked tensors of one call, their sizes, and its workspace."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ import torch
 
 @dataclass(frozen=True)
 class Sizes:
-    """The sizes one call has, or the largest a workspace is to serve; counts, not bytes.
+    """Sizes of one call, or the largest that a workspace serves; counts, not bytes.
 
-    `queries` is the sum of q_len over the batch, `kv_tokens` the most cached tokens a request can
-    have, `page` the tokens in a page. `kv_dtype` is `dtype` or `torch.float8_e4m3fn`.
+    `queries` is the sum of q_len over the batch, `kv_tokens` the most cached tokens of a
+    request, `page` the tokens in a page. `kv_dtype` is `dtype` or `torch.float8_e4m3fn`.
     """
 
     batch: int
@@ -32,8 +32,8 @@ class Workspace:
     """Scratch memory for calls up to `sizes`, owned by the caller and reused between calls.
 
     `buffer` is one byte tensor on the device of the call; its content means nothing between calls.
-    `parts` is the number of ranges the batch's cache is cut into (triton_cuda only), None for what
-    the device's tuning table says.
+    `parts` is the number of ranges the batch's cache is cut into (triton_cuda only), None for the
+    choice of the device's tuning table.
     """
 
     sizes: Sizes
@@ -43,7 +43,7 @@ class Workspace:
 
 @dataclass(frozen=True)
 class Inputs:
-    """The tensors of one call, already checked; shapes as in `verify_attention`."""
+    """Tensors of one call, already checked; shapes as in `verify_attention`."""
 
     q_latent: torch.Tensor  # [T, h, c]
     q_rope: torch.Tensor  # [T, h, r]
@@ -56,8 +56,8 @@ class Inputs:
     sizes: Sizes
 
 
-class Carver:
-    """Cuts typed, aligned tensors out of a workspace's byte buffer, front to back."""
+class BumpAllocator:
+    """Hands out typed, aligned tensors of a workspace's byte buffer, front to back."""
 
     ALIGNMENT_BYTES = 256
 
@@ -66,6 +66,7 @@ class Carver:
         self.used_bytes = 0
 
     def take(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+        """Return the next tensor, uninitialised."""
         start = self.used_bytes
         self.used_bytes += array_bytes(shape, dtype)
         count = int(torch.Size(shape).numel()) * dtype.itemsize
@@ -73,6 +74,6 @@ class Carver:
 
 
 def array_bytes(shape: tuple[int, ...], dtype: torch.dtype) -> int:
-    """The bytes `Carver.take` uses for an array, padding included."""
+    """Return the bytes `BumpAllocator.take` uses for an array, padding included."""
     size = int(torch.Size(shape).numel()) * dtype.itemsize
-    return -(-size // Carver.ALIGNMENT_BYTES) * Carver.ALIGNMENT_BYTES
+    return -(-size // BumpAllocator.ALIGNMENT_BYTES) * BumpAllocator.ALIGNMENT_BYTES

@@ -8,7 +8,7 @@ from mtp_kernels.verify_attention.inputs import Inputs, Sizes
 
 
 def workspace_bytes(sizes: Sizes, parts: int | None, device: torch.device) -> int:
-    """The reference needs no scratch memory."""
+    """Return 0: the reference needs no scratch memory."""
     return 0
 
 
@@ -38,7 +38,7 @@ def attend_float64(inputs: Inputs) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def cached_tokens(inputs: Inputs, request: int, kv_len: int) -> torch.Tensor:
-    """The first `kv_len` tokens of a request in float64, with their scale applied."""  # [t, c+r]
+    """Return a request's first `kv_len` tokens [t, c+r] in float64, with their scale applied."""
     page = inputs.sizes.page
     slots = torch.tensor(
         [(int(inputs.page_table[request, t // page]), t % page) for t in range(kv_len)],
@@ -54,7 +54,7 @@ def cached_tokens(inputs: Inputs, request: int, kv_len: int) -> torch.Tensor:
 def attend_row(
     query: torch.Tensor, tokens: torch.Tensor, inputs: Inputs
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """One query position, all heads: out [h, c] and lse [h]."""
+    """Return all heads of one query position: out [h, c] and lse [h]."""
     scores = torch.einsum("hd,td->ht", query, tokens) * inputs.scale
     probs = torch.softmax(scores, dim=-1)
     out = torch.einsum("ht,tc->hc", probs, tokens[:, : inputs.sizes.latent])

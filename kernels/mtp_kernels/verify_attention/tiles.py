@@ -1,4 +1,4 @@
-"""Products of bf16 tiles on a CPU's matrix unit (AMX), and what brings numbers into tiles.
+"""Products of bf16 tiles on a CPU's matrix unit (AMX), and the packing of numbers into tiles.
 
 A tile is 16 rows of 64 bytes. One instruction multiplies 16 x 32 bf16 by 32 x 16 and adds to
 16 x 16 float32; its second operand holds pairs of rows entry by entry. Addresses are int64, and
@@ -31,12 +31,12 @@ _HALVES = ir.VectorType(_SHORT, DEPTH)
 
 
 def has_tiles() -> bool:
-    """Whether this CPU multiplies bf16 tiles and the system lets this process use them."""
+    """Return True where the CPU multiplies bf16 tiles and the system lets this process use them."""
     return torch.cpu._is_amx_tile_supported() and torch.cpu._init_amx()
 
 
 def tile_config() -> Any:
-    """What `configure` reads: eight full tiles."""
+    """Return the operand of `configure`: eight full tiles."""
     config = np.zeros(ROW_BYTES, np.uint8)
     config[0] = 1  # the palette
     config[16:32].view(np.uint16)[:] = ROW_BYTES
@@ -49,7 +49,7 @@ def _int(value: int) -> Any:
 
 
 def _tile_call(builder: Any, name: str, *operands: Any) -> None:
-    """An instruction on tiles; an int is the number of a tile."""
+    """Emit an instruction on tiles; an int is the number of a tile."""
     values = [ir.Constant(_BYTE, o) if isinstance(o, int) else o for o in operands]
     kind = ir.FunctionType(ir.VoidType(), [value.type for value in values])
     function = cgutils.get_or_insert_function(builder.module, kind, f"llvm.x86.{name}")
@@ -92,7 +92,7 @@ def release(typing: Any) -> Any:
 
 
 def _moved(builder: Any, base: Any, *moves: tuple[Any, Any]) -> Any:
-    """base + step * count of each move."""
+    """Return base + step * count of each move."""
     for step, count in moves:
         count = _int(count) if isinstance(count, int) else count
         base = builder.add(base, builder.mul(step, count))
@@ -100,7 +100,7 @@ def _moved(builder: Any, base: Any, *moves: tuple[Any, Any]) -> Any:
 
 
 def _multiply(a_tiles: int, b_tiles: int, adds: bool) -> Any:
-    """The code of a product. Its tiles: c first, row by row, then a, then b."""
+    """Return the code of a product. Its tiles: c first, row by row, then a, then b."""
     sums = {(i, j): i * b_tiles + j for i in range(a_tiles) for j in range(b_tiles)}
     lefts = [len(sums) + i for i in range(a_tiles)]
     rights = [len(sums) + a_tiles + j for j in range(b_tiles)]
@@ -162,7 +162,7 @@ add_product_2_2, add_product_1_2 = _product(2, 2, True), _product(1, 2, True)
 
 @intrinsic
 def transpose(typing: Any, source: Any, stride: Any, target: Any) -> Any:
-    """16 lines of 16 entries of 32 bits, `stride` bytes apart, to the tile at `target`."""
+    """Transpose 16 lines of 16 32-bit entries, `stride` bytes apart, into the tile at `target`."""
 
     def codegen(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         source, stride, target = arguments
@@ -186,7 +186,7 @@ def transpose(typing: Any, source: Any, stride: Any, target: Any) -> Any:
 
 @intrinsic
 def interleave(typing: Any, first: Any, second: Any, target: Any) -> Any:
-    """32 bf16 of two lines, entry by entry: a row of the tile at `target`, and of the next one."""
+    """Interleave 32 bf16 of two lines: a row of the tile at `target`, and of the next one."""
 
     def codegen(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         first, second = (_vector(builder, address, _HALVES) for address in arguments[:2])

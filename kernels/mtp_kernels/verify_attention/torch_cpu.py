@@ -3,7 +3,7 @@
 A request's cached tokens are read once, whatever its q_len, and every product has all its rows;
 only the last columns, where the rows' limits differ, are masked. Scores keep float32 accuracy.
 Where the CPU has bf16 matrix units (AMX) and queries and cache are bf16, they multiply; elsewhere
-products are float32. What different tokens contribute is merged by log-sum-exp.
+products are float32. Contributions of different tokens are merged by log-sum-exp.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import torch
 
-from mtp_kernels.verify_attention.inputs import Carver, Inputs, Sizes, array_bytes
+from mtp_kernels.verify_attention.inputs import BumpAllocator, Inputs, Sizes, array_bytes
 
 # Tokens gathered at a time, and the most float32 scores [rows, tokens] at a time. Rows are at most
 # MAX_ROWS (long groups, as in prefill, go in blocks of queries): scratch memory is bounded.
@@ -43,41 +43,42 @@ class Rows:
 
 @dataclass(frozen=True)
 class Partial:
-    """What some tokens of a request contribute to some rows; lse -inf where nothing."""
+    """Contribution of some tokens of a request to some rows; lse -inf where there is none."""
 
     out: torch.Tensor  # [s*h, c]
     lse: torch.Tensor  # [s*h]
 
 
 def has_bf16_matmul() -> bool:
-    """Whether this CPU multiplies bf16 matrices in hardware (AMX)."""
+    """Return True where the CPU multiplies bf16 matrices in hardware (AMX)."""
     return torch._C._has_mkldnn and torch.cpu._is_amx_tile_supported()
 
 
 def product_dtype(sizes: Sizes) -> torch.dtype:
-    """What is multiplied; an fp8 cache's scales, one a token, go with float32 products only."""
+    """Return the dtype of products; an fp8 cache's scales, one per token, need float32."""
     in_bf16 = sizes.dtype == sizes.kv_dtype == torch.bfloat16 and has_bf16_matmul()
     return torch.bfloat16 if in_bf16 else torch.float32
 
 
 def queries_per_step(sizes: Sizes) -> int:
+    """Return the query positions whose rows share a product."""
     return max(1, min(sizes.max_q_len, MAX_ROWS // sizes.heads))
 
 
 def gathered_tokens(sizes: Sizes) -> int:
-    """A whole number of pages: all of a request's tokens, at most MAX_TOKENS or one page."""
+    """Return whole pages of tokens: all of a request, at most MAX_TOKENS or one page."""
     pages = -(-sizes.kv_tokens // sizes.page)
     return max(1, min(pages, MAX_TOKENS // sizes.page)) * sizes.page
 
 
 def tokens_per_step(sizes: Sizes) -> int:
-    """A whole number of pages: what can be gathered and has scores."""
+    """Return whole pages of tokens that can be gathered and have scores."""
     fitting = MAX_SCORES // (queries_per_step(sizes) * sizes.heads * sizes.page) * sizes.page
     return max(sizes.page, min(gathered_tokens(sizes), fitting))
 
 
 def layout(sizes: Sizes) -> list[tuple[tuple[int, ...], torch.dtype]]:
-    """Shapes and dtypes of `Scratch`, in its order; no smaller for larger sizes."""
+    """Return shapes and dtypes of `Scratch`, in its order; no smaller for larger sizes."""
     tokens, width = gathered_tokens(sizes), sizes.latent + sizes.rope
     rows = queries_per_step(sizes) * sizes.heads
     product = product_dtype(sizes)
@@ -100,8 +101,8 @@ def attend(
 ) -> None:
     """Write out [T, h, c] and lse [T, h]; `buffer` has at least `workspace_bytes` bytes."""
     sizes = inputs.sizes
-    carver = Carver(buffer)
-    scratch = Scratch(*(carver.take(shape, dtype) for shape, dtype in layout(sizes)))
+    allocator = BumpAllocator(buffer)
+    scratch = Scratch(*(allocator.take(shape, dtype) for shape, dtype in layout(sizes)))
     query = torch.cat([inputs.q_latent, inputs.q_rope], dim=-1).to(product_dtype(sizes))
     starts, kv_lens = inputs.cu_q.tolist(), inputs.kv_lens.tolist()
     step = queries_per_step(sizes)
@@ -133,7 +134,7 @@ def attend_rows(inputs: Inputs, scratch: Scratch, request: int, rows: Rows) -> P
 
 
 def merged(partials: list[Partial]) -> Partial:
-    """The contribution of all steps together; every row sees a token in some of them."""
+    """Return the contribution of all steps; every row sees a token in some of them."""
     if len(partials) == 1:
         return partials[0]
     lse = torch.stack([partial.lse for partial in partials])
@@ -197,7 +198,7 @@ def multiply_scores(
 def gather(
     inputs: Inputs, scratch: Scratch, request: int, span: tuple[int, int]
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """The tokens of `span` as the products take them, and their scales; `span` starts a page."""
+    """Return the tokens of `span` as products take them, and their scales; it starts a page."""
     page, count = inputs.sizes.page, span[1] - span[0]
     pages = inputs.page_table[request, span[0] // page : -(-span[1] // page)]
     ids, scale = pages.tolist(), None
@@ -219,7 +220,7 @@ def gather(
 
 
 def word_of(kv_cache: torch.Tensor) -> torch.dtype:
-    """What to copy pages as: torch copies 8 bytes at a time as fast as it copies 1 or 2."""
+    """Return the dtype to copy pages as: torch copies 8 bytes as fast as 1 or 2."""
     page_bytes = kv_cache[0].numel() * kv_cache.element_size()
     start_bytes = kv_cache.storage_offset() * kv_cache.element_size()
     return torch.uint8 if page_bytes % 8 or start_bytes % 8 else torch.int64

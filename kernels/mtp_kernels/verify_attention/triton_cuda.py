@@ -14,7 +14,7 @@ import torch
 import triton
 
 from mtp_kernels.verify_attention import triton_kernels as kernels
-from mtp_kernels.verify_attention.inputs import Carver, Inputs, Sizes, array_bytes
+from mtp_kernels.verify_attention.inputs import BumpAllocator, Inputs, Sizes, array_bytes
 from mtp_kernels.verify_attention.triton_tuning import Launch, launch_for
 
 INTERPRETER_PARTS = 4  # the interpreter runs programs one after another, on the CPU
@@ -24,7 +24,7 @@ PLAN_MAX_BATCH = 4096
 
 @dataclass(frozen=True)
 class Schedule:
-    """What sizes and device decide before anything runs."""
+    """Launch decisions that follow from sizes and device."""
 
     launch: Launch
     tokens: int  # of a block: launch.tokens, or less where pages are smaller
@@ -34,7 +34,7 @@ class Schedule:
 
 
 def schedule_for(sizes: Sizes, parts: int | None, device: torch.device) -> Schedule:
-    """The tile from the table; as many parts as fill the device once, unless `parts` is given."""
+    """Return the table's tile, and `parts` or as many parts as fill the device once."""
     rows = max(1, sizes.max_q_len) * sizes.heads
     # The interpreter plays a device whose table has all three tiles.
     capability, version, processors = (9, 0), "3.6", INTERPRETER_PARTS
@@ -52,7 +52,7 @@ def schedule_for(sizes: Sizes, parts: int | None, device: torch.device) -> Sched
 
 
 def layout(sizes: Sizes, schedule: Schedule) -> list[tuple[tuple[int, ...], torch.dtype]]:
-    """Shapes and dtypes of the workspace's arrays, in the order of `attend`."""
+    """Return shapes and dtypes of the workspace's arrays, in the order of `attend`."""
     slots, rows = 2 * schedule.parts, schedule.tiles * schedule.launch.rows
     return [
         ((sizes.batch + 1,), torch.int32),
@@ -77,9 +77,9 @@ def attend(
     if sizes.queries == 0:
         return
     schedule = schedule_for(sizes, parts, out.device)
-    carver = Carver(buffer)
+    allocator = BumpAllocator(buffer)
     starts, part_requests, share, part_out, part_lse = (
-        carver.take(shape, dtype) for shape, dtype in layout(sizes, schedule)
+        allocator.take(shape, dtype) for shape, dtype in layout(sizes, schedule)
     )
     plan = (starts, part_requests, share)
     kernels.plan_kernel[(1,)](
@@ -102,7 +102,7 @@ def attend(
 
 
 def attend_constants(sizes: Sizes, schedule: Schedule) -> dict[str, int | bool | str]:
-    """The compile-time arguments of `attend_kernel`."""
+    """Return the compile-time arguments of `attend_kernel`."""
     return {
         "HEADS": sizes.heads,
         "LATENT": sizes.latent,
@@ -117,7 +117,7 @@ def attend_constants(sizes: Sizes, schedule: Schedule) -> dict[str, int | bool |
 
 
 def check_support(sizes: Sizes, device: torch.device) -> None:
-    """Refuse what the kernels cannot do."""
+    """Refuse devices, dtypes and sizes that the kernels do not have."""
     interpreted = bool(triton.knobs.runtime.interpret)
     if device.type != "cuda" and not interpreted:
         raise ValueError(f"backend triton_cuda: expected tensors on a CUDA device, found {device}")

@@ -13,7 +13,7 @@ import torch
 
 @dataclass(frozen=True)
 class Launch:
-    """How one tile of `rows` rows is computed."""
+    """Launch parameters of one tile of `rows` rows."""
 
     rows: int  # query rows of a tile
     tokens: int  # cached tokens of a block
@@ -63,7 +63,7 @@ def launch_for(
     kv_dtype: torch.dtype,
     rows: int,
 ) -> Launch:
-    """The smallest tile that holds `rows`, else the largest; ValueError where none is tuned."""
+    """Return the smallest tile for `rows`, or the largest; ValueError where none is tuned."""
     tables = tables_for(capability, triton_version)
     kind = product_kind(dtype, kv_dtype)
     if kind not in tables:
@@ -76,7 +76,7 @@ def launch_for(
 
 
 def tables_for(capability: tuple[int, int], triton_version: str) -> dict[str, tuple[Launch, ...]]:
-    """The tables of the newest listed Triton that is not newer than the installed one."""
+    """Return the tables of the newest listed Triton that is not newer than the installed one."""
     if capability not in TABLES:
         raise ValueError(
             f"backend triton_cuda: expected compute capability {' or '.join(map(str, TABLES))}, "
@@ -92,7 +92,7 @@ def tables_for(capability: tuple[int, int], triton_version: str) -> dict[str, tu
 
 
 def product_kind(dtype: torch.dtype, kv_dtype: torch.dtype) -> str:
-    """The row of a table: queries and cache in 16 bits, 16-bit queries over fp8, or float32."""
+    """Return a table's row: queries and cache in 16 bits, 16-bit queries over fp8, or float32."""
     queries = "fp32" if dtype == torch.float32 else "16 bit"
     if kv_dtype != torch.float8_e4m3fn:
         return queries
@@ -102,6 +102,6 @@ def product_kind(dtype: torch.dtype, kv_dtype: torch.dtype) -> str:
 
 
 def ordered(version: str) -> tuple[int, int]:
-    """Major and minor of a version, so that 3.10 comes after 3.9."""
+    """Return major and minor of a version, so that 3.10 comes after 3.9."""
     major, minor = version.split(".")[:2]
     return int(major), int(minor)

@@ -1,1 +1,1 @@
-"""Level run: how the bundle decodes."""
+"""Checks of level run, one module each, which decode with the bundle."""

@@ -1,4 +1,4 @@
-"""Check 6: how many drafts stand, by position, with intervals; and when they do not, why."""
+"""Check `acceptance`: drafts accepted per position, with intervals, and causes of a low share."""
 
 from __future__ import annotations
 
@@ -6,10 +6,11 @@ from collections.abc import Iterator, Sequence
 
 import torch
 
-from mtp_export.verify.check import Item, Status
+from mtp_export.verify.check import Item, failed, judged, measured, not_tested, passed
 from mtp_export.verify.context import Context
-from mtp_export.verify.decoding.drafting import drafter_items, misbehaviour, same_tokens
-from mtp_export.verify.diagnosis.draft_causes import (
+from mtp_export.verify.decoding.drafter_agreement import drafter_bug, drafter_items, equal_tokens
+from mtp_export.verify.diagnosis import causes
+from mtp_export.verify.diagnosis.alternatives import (
     LEAST_GAIN_NATS,
     Alternative,
     alternatives,
@@ -20,19 +21,15 @@ from mtp_export.verify.evidence.decode import Decoded
 from mtp_export.verify.evidence.statistics import Estimate, ratio
 from mtp_runtime.config import MtpContract
 
-# A sanity check and no baseline: every layout fault of the field but the mildest falls below it.
-# DeepSeek reports 0.85 to 0.90 for V3 and R1.
+# A sanity check and no baseline: every known layout bug but the mildest falls below it. DeepSeek
+# reports 0.85 to 0.90 for V3 and R1.
 LEAST_ACCEPTANCE = 0.5
-# A draft that recursion made, against the one before it, both given that all before them stood.
+# Acceptance of a draft over that of the one before it, both given that all before were accepted.
 LEAST_KEPT = 0.6
-UNEXPLAINED = (
-    "no known layout fault explains it: the draft belongs to another main model, its weights are"
-    " damaged, or they were never trained"
-)
 
 
 def run(context: Context) -> Iterator[Item]:
-    """Acceptance of each k, then what holds the module and its drafter against each other."""
+    """Acceptance per k, then the module compared with its variants and with its drafter."""
     corpus = context.corpus
     for k in context.options.ks:
         yield from _of_k(corpus.speculative(k), k)
@@ -47,8 +44,8 @@ def run(context: Context) -> Iterator[Item]:
 def diagnosed(
     corpus: Corpus, tried: Sequence[Alternative] | None = None, generated: bool = True
 ) -> Iterator[Item]:
-    """Whether the module drafts well, and whether better another way: a fault that is known, and
-    its name. generated: the texts are the model's own, so that drafts ought to hit them."""
+    """The module compared with its variants: one that drafts better names a known bug. generated:
+    the texts are the model's own, so that drafts should hit them."""
     tried = alternatives(corpus) if tried is None else tried
     if generated:
         yield _sanity_band(corpus, best_of(tried))
@@ -58,22 +55,22 @@ def diagnosed(
 
 
 def best_of(tried: Sequence[Alternative]) -> Alternative | None:
-    """The best alternative that is better than the module as it is."""
+    """The best of the alternatives that are better than the module as it is."""
     return next((a for a in tried if a.better), None)
 
 
 def conditional(decoded: Decoded, position: int) -> Estimate | None:
-    """Drafts accepted at a position (from 0) over those that all before them let be reached."""
-    return _over(decoded, position, "accepted", "reached")
+    """Drafts accepted at a position (from 0), over those whose predecessors were all accepted."""
+    return _over(decoded, position, top="accepted", bottom="reached")
 
 
 def cumulative(decoded: Decoded, position: int) -> Estimate | None:
-    """Drafts accepted at a position over those drafted there."""
-    return _over(decoded, position, "accepted", "drafted")
+    """Drafts accepted at a position (from 0), over those drafted there."""
+    return _over(decoded, position, top="accepted", bottom="drafted")
 
 
 def accepted_length(decoded: Decoded) -> Estimate | None:
-    """Tokens a verified block puts out, the target's own included."""
+    """Output tokens per verified block, the target's own included."""
     blocks = [(m.metrics.drafted or [0])[0] for m in decoded.requests]
     tokens = [
         block + sum(r.metrics.accepted) for block, r in zip(blocks, decoded.requests, strict=True)
@@ -94,14 +91,12 @@ def _of_k(decoded: Decoded, k: int) -> Iterator[Item]:
         given, overall = conditional(decoded, position), cumulative(decoded, position)
         name = f"k={k}, draft {position + 1}"
         if given is None or overall is None:
-            yield Item(name, Status.NOT_TESTED, cause="no draft reached this position")
+            yield not_tested(name, "no draft reached this position")
             continue
-        yield Item(
+        yield measured(
             name,
-            Status.PASS,
             f"{given.shown()} of {given.count}; cumulative {overall.shown()}",
-            "reported",
-            data={
+            {
                 "k": k,
                 "position": position + 1,
                 "conditional": given.as_json(),
@@ -110,35 +105,33 @@ def _of_k(decoded: Decoded, k: int) -> Iterator[Item]:
         )
     length = accepted_length(decoded)
     if length is not None:
-        yield Item(
-            f"k={k}, mean accepted length",
-            Status.PASS,
-            length.shown(2),
-            "reported",
-            data={"k": k, "accepted_length": length.as_json()},
-        )
+        data = {"k": k, "accepted_length": length.as_json()}
+        yield measured(f"k={k}, mean accepted length", length.shown(2), data)
 
 
 def _sanity_band(corpus: Corpus, better: Alternative | None) -> Item:
-    """The first draft at every position of the texts."""
+    """Acceptance of the first draft at every position of the texts."""
     name, bound = "sanity band of draft 1", f"at least {LEAST_ACCEPTANCE}"
     drafts = corpus.drafts(1)
     hit, room = drafts.hit[0].double(), drafts.room[0]
     found = ratio(corpus.by_text(hit, room), corpus.by_text(torch.ones_like(hit), room))
     if found is None:
-        return Item(name, Status.NOT_TESTED, cause="nothing was drafted: the texts are too short")
-    if (found.high or found.value) >= LEAST_ACCEPTANCE:
-        return Item(name, Status.PASS, found.shown(), bound)
-    accounts = better is not None and (better.other or 0.0) >= LEAST_ACCEPTANCE
-    cause = better.explained if better is not None and accounts else UNEXPLAINED
-    return Item(name, Status.FAIL, found.shown(), bound, cause=cause)
+        return not_tested(name, "nothing was drafted: the texts are too short")
+    explains = better is not None and (better.other or 0.0) >= LEAST_ACCEPTANCE
+    return judged(
+        name,
+        holds=(found.high or found.value) >= LEAST_ACCEPTANCE,
+        cause=better.explained if better is not None and explains else causes.NO_KNOWN_BUG,
+        figure=found.shown(),
+        bound=bound,
+    )
 
 
 def _no_collapse(corpus: Corpus, k: int, known: str | None) -> Item:
-    """Recursion keeps most of what the first draft accepts."""
+    """Each later draft keeps most of the acceptance of the one before it."""
     name, bound = "later drafts hold", f"each at least {LEAST_KEPT} of the one before"
     if k < 2:
-        return Item(name, Status.NOT_TESTED, cause="--k asks for one draft alone")
+        return not_tested(name, "--k asks for one draft alone")
     decoded = corpus.speculative(k)
     found = [conditional(decoded, position) for position in range(k)]
     kept = [
@@ -147,49 +140,39 @@ def _no_collapse(corpus: Corpus, k: int, known: str | None) -> Item:
         if before is not None and now is not None and before.value > 0
     ]
     if not kept:
-        return Item(name, Status.NOT_TESTED, cause="no draft after the first was reached")
+        return not_tested(name, "no draft after the first was reached")
     position, worst = min(kept, key=lambda pair: pair[1])
     figure = f"draft {position}: at most {worst:.2f}"
     if worst >= LEAST_KEPT:
-        return Item(name, Status.PASS, figure, bound)
-    behaviour = misbehaviour(corpus, decoded, k, same_tokens)
-    cause = behaviour[0] if behaviour else known
-    words = f"acceptance at draft {position} collapses while the one before holds"
-    return Item(
-        name,
-        Status.FAIL,
-        figure,
-        bound,
-        cause=f"{words}: {cause or 'what the recursion is fed with is not what it was trained on'}",
-    )
+        return passed(name, figure=figure, bound=bound)
+    bug = drafter_bug(corpus, decoded, depths=k, compare=equal_tokens)
+    cause = causes.acceptance_collapses(position, bug[0] if bug else known)
+    return failed(name, cause, figure=figure, bound=bound)
 
 
 def _alternatives(tried: Sequence[Alternative], better: Alternative | None) -> Item:
     name = "no other layout drafts better"
     bound = f"none of {len(tried)} gains {LEAST_GAIN_NATS} nats by its interval"
     if not tried or all(a.gain.low is None for a in tried):
-        return Item(name, Status.NOT_TESTED, cause="it takes two prompts whose texts have drafts")
+        return not_tested(name, "it takes two prompts whose texts have drafts")
     best = better or tried[0]
     figure = f"{best.gain.value:+.3f} nats when {best.change}"
-    if better is None:
-        return Item(name, Status.PASS, figure, bound)
-    return Item(name, Status.FAIL, figure, bound, cause=better.explained)
+    cause = "" if better is None else better.explained
+    return judged(name, better is None, cause, figure=figure, bound=bound)
 
 
 def _first_token(corpus: Corpus) -> Item:
     name = "first-token handling"
     found = first_token(corpus)
     if found is None or found.gain.low is None:
-        return Item(name, Status.NOT_TESTED, cause="it takes two prompts")
+        return not_tested(name, "it takes two prompts")
     figure = f"overlap {found.own:.3f} as recorded, {found.other:.3f} otherwise"
-    status = Status.FAIL if found.better else Status.PASS
-    bound = "not better otherwise"
-    cause = f"at position 0 {found.explained}" if found.better else ""
-    return Item(name, status, figure, bound, cause=cause)
+    cause = f"at position 0 {found.explained}"
+    return judged(name, not found.better, cause, figure=figure, bound="not better otherwise")
 
 
 def _contract(corpus: Corpus, tried: Sequence[Alternative]) -> Item:
-    """A recorded contract other than the family's must show that it is better."""
+    """A recorded contract other than the family's must draft better than the family's."""
     own, usual = corpus.module.contract, MtpContract()
     figure = (
         f"target {own.target_hidden}, recycled {own.recycled_hidden}, first embedding "
@@ -204,9 +187,8 @@ def _contract(corpus: Corpus, tried: Sequence[Alternative]) -> Item:
             continue
         proven = found.gain.high is not None and found.gain.high < -LEAST_GAIN_NATS
         if not proven:
-            cause = (
-                f"{found.cause}. mtp_contract records {field} {getattr(own, field)!s}, the family's"
-                f" is {getattr(usual, field)!s}, and this module does not draft better so"
+            cause = causes.contract_unproven(
+                found.cause, field=field, own=getattr(own, field), usual=getattr(usual, field)
             )
-            return Item("contract", Status.FAIL, figure, bound, cause=cause)
-    return Item("contract", Status.PASS, figure, bound)
+            return failed("contract", cause, figure=figure, bound=bound)
+    return passed("contract", figure=figure, bound=bound)

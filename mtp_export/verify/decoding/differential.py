@@ -1,5 +1,5 @@
-"""Check 7: the export against its source on the same texts: the target's law, its best token, and
-acceptance by position. This is the release gate."""
+"""Check `differential`, the release gate: the export compared with its source on the same texts, by
+the target's distribution, its best tokens, and acceptance per position."""
 
 from __future__ import annotations
 
@@ -8,72 +8,101 @@ from dataclasses import dataclass, fields
 
 import torch
 
-from mtp_export.verify.check import Item, Status
+from mtp_export.verify.check import (
+    WHOLE_CHECK,
+    Item,
+    Shown,
+    failed,
+    judged,
+    not_tested,
+    passed,
+)
 from mtp_export.verify.context import Context
+from mtp_export.verify.diagnosis import causes
 from mtp_export.verify.evidence.corpus import Corpus
 from mtp_export.verify.evidence.statistics import Estimate, ratio
-from mtp_export.verify.gates import Gate, gate_of
+from mtp_export.verify.gates import RunGate, gate_of
 from mtp_runtime.layers.rope import softmax_scale
-from mtp_runtime.models.build import LoadOptions, load_model
-from mtp_runtime.models.deepseek_v3 import DeepseekV3
+from mtp_runtime.models.load import LoadOptions, load_model
+from mtp_runtime.models.model import Model
 from mtp_runtime.teacher_forcing import (
-    Setting,
+    PagedTexts,
     Texts,
-    chunks_of,
     logits_by_chunk,
     target_states,
     through_layer,
 )
 
-# Of the drafts that a module makes, those whose loss decides; more are reported by acceptance.
+# Drafts whose loss decides; check `acceptance` reports those after them.
 _DEPTHS = 2
-# A layer whose error is so many times the layer before's broke something.
+# A layer is broken if its error is so many times that of the layer before it.
 _JUMP = 4.0
 
 
 @dataclass(frozen=True)
 class Side:
-    """A model on the shared texts: hidden states [T, d], its best token of every row [T]."""
+    """A model on the shared texts: hidden states [T, d] before and after the last norm, and the
+    best token [T] after every row."""
 
-    model: DeepseekV3
+    model: Model
     before: torch.Tensor
     after: torch.Tensor
     best: torch.Tensor
 
     @classmethod
-    def of(cls, model: DeepseekV3, texts: Texts) -> Side:
+    def of(cls, model: Model, texts: Texts) -> Side:
+        """Run a model over texts."""
         before, after = target_states(model, texts)
         parts = [rows.argmax(dim=-1).cpu() for _, rows in logits_by_chunk(model.head, after)]
-        return cls(model, before, after, torch.cat(parts))
+        return cls(model=model, before=before, after=after, best=torch.cat(parts))
 
 
 def run(context: Context) -> Iterator[Item]:
-    """Target, then module; a failure is followed to the part and the layer that it comes from."""
+    """Target, then module; a failure is traced to its part and layer."""
     if context.options.source is None:
-        yield Item("all of it", Status.NOT_TESTED, cause="no --source was given")
+        yield not_tested(WHOLE_CHECK, "no --source was given")
         return
     corpus = context.corpus
     options = LoadOptions(context.options.device)
     source = load_model(context.options.source, options).model
     if source.config.vocab != corpus.model.config.vocab:
-        cause = "the source has another vocabulary: it is another model"
-        yield Item("one vocabulary", Status.FAIL, cause=cause)
+        yield failed("one vocabulary", causes.ANOTHER_VOCABULARY)
         return
-    recorded = context.manifest.get("options", {}) if context.manifest else {}
-    yield from compared(corpus, source, *gate_of(recorded))
+    yield from compared(corpus, source, *gate_of(context.recorded_options))
 
 
-def compared(corpus: Corpus, source: DeepseekV3, scheme: str, gate: Gate) -> Iterator[Item]:
-    """The corpus's model against its source, by the gate of its scheme."""
+@dataclass(frozen=True)
+class Pair:
+    """Both models on the texts of the export, and the gate of its schemes."""
+
+    corpus: Corpus
+    source: Side
+    export: Side
+    scheme: str
+    gate: RunGate
+
+    def where_it_starts(self) -> str:
+        """The cause of a difference, by the first layer that shows it."""
+        return where_it_starts(self.corpus.texts, self.source.model, self.export.model)
+
+
+def compared(corpus: Corpus, source: Model, scheme: str, gate: RunGate) -> Iterator[Item]:
+    """The corpus's model compared with its source, by the gate of its schemes."""
     yield _configs(source, corpus.model)
     with torch.inference_mode():
-        wanted, found = (Side.of(model, corpus.texts) for model in (source, corpus.model))
-        yield from _target(corpus, wanted, found, scheme, gate)
-        yield from _module(corpus, wanted, found, scheme, gate)
+        pair = Pair(
+            corpus=corpus,
+            source=Side.of(source, corpus.texts),
+            export=Side.of(corpus.model, corpus.texts),
+            scheme=scheme,
+            gate=gate,
+        )
+        yield from _target(pair)
+        yield from _module(pair)
 
 
-def _configs(source: DeepseekV3, export: DeepseekV3) -> Item:
-    """Both configs ask for the same arithmetic."""
+def _configs(source: Model, export: Model) -> Item:
+    """Both configs request the same arithmetic."""
     name = "config asks for the same arithmetic"
     pairs = [
         (field.name, getattr(source.config, field.name), getattr(export.config, field.name))
@@ -81,70 +110,71 @@ def _configs(source: DeepseekV3, export: DeepseekV3) -> Item:
     ]
     differing = [(name, a, b) for name, a, b in pairs if a != b]
     figure = f"{len(pairs) - len(differing)} of {len(pairs)} fields equal"
-    if not differing:
-        return Item(name, Status.PASS, figure, "all")
-    causes = [f"{field} is {b!r}, the source's {a!r}" for field, a, b in differing]
+    words = [causes.field_differs(field, found=b, wanted=a) for field, a, b in differing]
     one, other = source.config.rope, export.config.rope
-    if softmax_scale(one, 1) != softmax_scale(other, 1):
-        causes.insert(0, "yarn's attention scale was dropped or changed")
-    return Item(name, Status.FAIL, figure, "all", cause="; ".join(causes))
+    if one and other and softmax_scale(one, 1) != softmax_scale(other, 1):
+        words.insert(0, causes.YARN_SCALE_CHANGED)
+    return judged(name, not differing, "; ".join(words), figure=figure, bound="all")
 
 
-def _target(corpus: Corpus, wanted: Side, found: Side, scheme: str, gate: Gate) -> Iterator[Item]:
-    divergence = _divergence(wanted, found)
-    texts = corpus.texts
+def _target(pair: Pair) -> Iterator[Item]:
+    gate, texts = pair.gate, pair.corpus.texts
+    divergence = _divergence(pair.source, pair.export)
+    same = (pair.source.best == pair.export.best).double()
     sizes = [len(text.tokens) for text in texts.texts]
     rows = [slice(start, start + size) for start, size in zip(texts.starts, sizes, strict=True)]
     kl = ratio([float(divergence[own].sum()) for own in rows], sizes)
-    same = (wanted.best == found.best).double()
     top1 = ratio([float(same[own].sum()) for own in rows], sizes)
-    assert kl is not None and top1 is not None
-    kl_fails, top1_fails = kl.value > gate.kl_nats, top1.value < gate.top1
-    cause = ""
-    if kl_fails or top1_fails:
-        cause = where_it_starts(corpus.texts, wanted.model, found.model)
-    for name, estimate, bound, fails in (
-        ("KL of the target's law", kl, f"at most {gate.kl_nats:g} nats ({scheme})", kl_fails),
-        ("top-1 agreement", top1, f"at least {gate.top1:g} ({scheme})", top1_fails),
-    ):
-        yield Item(
-            name,
-            Status.FAIL if fails else Status.PASS,
-            f"{estimate.value:.2e}" if name.startswith("KL") else estimate.shown(),
-            bound,
-            cause=cause if fails else "",
-            data=estimate.as_json() | {"gate": bound},
-        )
+    assert kl is not None and top1 is not None, "a corpus has tokens"
+    kl_holds, top1_holds = kl.value <= gate.kl_nats, top1.value >= gate.top1
+    cause = "" if kl_holds and top1_holds else pair.where_it_starts()
+    bound = f"at most {gate.kl_nats:g} nats ({pair.scheme})"
+    yield judged(
+        "KL of the target's law",
+        kl_holds,
+        cause,
+        figure=f"{kl.value:.2e}",
+        bound=bound,
+        data=kl.as_json() | {"gate": bound},
+    )
+    bound = f"at least {gate.top1:g} ({pair.scheme})"
+    yield judged(
+        "top-1 agreement",
+        top1_holds,
+        cause,
+        figure=top1.shown(),
+        bound=bound,
+        data=top1.as_json() | {"gate": bound},
+    )
 
 
-def _divergence(wanted: Side, found: Side) -> torch.Tensor:
-    """KL(source || export) of the next-token law [T], float64."""
+def _divergence(source: Side, export: Side) -> torch.Tensor:
+    """KL(source || export) of the next-token distributions [T], float64, in nats."""
     parts = []
-    for rows, logits in logits_by_chunk(wanted.model.head, wanted.after):
-        source = logits.double().log_softmax(dim=-1)
-        export = found.model.head.logits(found.after[rows]).double().log_softmax(dim=-1)
-        parts.append((source.exp() * (source - export)).sum(dim=-1).cpu())
+    for rows, logits in logits_by_chunk(source.model.head, source.after):
+        ours = logits.double().log_softmax(dim=-1)
+        theirs = export.model.head.logits(export.after[rows]).double().log_softmax(dim=-1)
+        parts.append((ours.exp() * (ours - theirs)).sum(dim=-1).cpu())
     return torch.cat(parts)
 
 
-def _module(corpus: Corpus, wanted: Side, found: Side, scheme: str, gate: Gate) -> Iterator[Item]:
-    """Each module drafts for its own target; a draft stands when it is its target's best token."""
-    ours, theirs = (_hits(corpus, side, side.model) for side in (found, wanted))
+def _module(pair: Pair) -> Iterator[Item]:
+    """Acceptance change per draft position; each module drafts for its own target."""
+    corpus = pair.corpus
+    export, source = (_hits(corpus, side, side.model) for side in (pair.export, pair.source))
     for depth in range(1, _DEPTHS + 1):
         room = corpus.texts.room(corpus.anchors, depth)
-        change = _change(corpus, ours[depth - 1] - theirs[depth - 1], room)
+        lost = export[depth - 1] - source[depth - 1]
+        change = ratio(corpus.by_text(lost, room), corpus.by_text(torch.ones_like(lost), room))
         if change is None:
-            yield Item(
-                f"acceptance change, draft {depth}",
-                Status.NOT_TESTED,
-                cause="the texts are too short for a draft here",
-            )
-            continue
-        yield _acceptance_item(corpus, wanted, found, change, depth, scheme, gate)
+            name, reason = _change_name(depth), "the texts are too short for a draft here"
+            yield not_tested(name, reason)
+        else:
+            yield _acceptance_change(pair, change, depth)
 
 
-def _hits(corpus: Corpus, side: Side, drafting: DeepseekV3) -> list[torch.Tensor]:
-    """Whether the draft of each depth is the side's own best token [A], as 0 or 1."""
+def _hits(corpus: Corpus, side: Side, drafting: Model) -> list[torch.Tensor]:
+    """1 where a model's draft is the side's own best token, else 0: [A] per depth."""
     module = drafting.mtp
     assert module is not None, "both have an MTP module"
     drafts = corpus.drafts(_DEPTHS, module, drafting.mtp_input(side.before, side.after))
@@ -155,81 +185,70 @@ def _hits(corpus: Corpus, side: Side, drafting: DeepseekV3) -> list[torch.Tensor
     ]
 
 
-def _change(corpus: Corpus, change: torch.Tensor, room: torch.Tensor) -> Estimate | None:
-    return ratio(corpus.by_text(change, room), corpus.by_text(torch.ones_like(change), room))
+def _change_name(depth: int) -> str:
+    return f"acceptance change, draft {depth}"
 
 
-def _acceptance_item(
-    corpus: Corpus,
-    wanted: Side,
-    found: Side,
-    change: Estimate,
-    depth: int,
-    scheme: str,
-    gate: Gate,
-) -> Item:
-    """Fails where the loss is beyond the gate by its interval; a loss that chance explains is no
-    verdict either way."""
+def _acceptance_change(pair: Pair, change: Estimate, depth: int) -> Item:
+    """Fails if the whole interval lies beyond the gate; a loss that chance may explain is not
+    tested."""
+    name, least = _change_name(depth), -pair.gate.acceptance_points
     points = 100 * change.value
-    ends = (
-        "" if change.low is None else f" [{100 * change.low:+.1f}, {100 * (change.high or 0):+.1f}]"
-    )
-    item_name, bound = (
-        f"acceptance change, draft {depth}",
-        (f"at least -{gate.acceptance_points:g} points ({scheme})"),
-    )
-    figure = f"{points:+.1f} points{ends}"
+    bound = f"at least {least:g} points ({pair.scheme})"
+    figure = f"{points:+.1f} points"
+    if change.low is not None:
+        figure += f" [{100 * change.low:+.1f}, {100 * (change.high or 0):+.1f}]"
     data = {"depth": depth, "change": change.as_json(), "gate": bound}
-    if points >= -gate.acceptance_points:
-        return Item(item_name, Status.PASS, figure, bound, data=data)
-    if change.high is None or 100 * change.high >= -gate.acceptance_points:
+    shown = Shown(figure=figure, bound=bound, data=data)
+    if points >= least:
+        return passed(name, **shown)
+    if change.high is None or 100 * change.high >= least:
         reason = "too few drafts to tell: give more prompts or --max-new-tokens"
-        return Item(item_name, Status.NOT_TESTED, figure, bound, cause=reason, data=data)
-    # The export's target with the source's module: what remains lost is main's.
-    crossed = _hits(corpus, found, wanted.model)[depth - 1]
+        return not_tested(name, reason, **shown)
+    return failed(name, _losing_part(pair, change, depth), **shown)
+
+
+def _losing_part(pair: Pair, change: Estimate, depth: int) -> str:
+    """The cause of a loss, by the part that makes it: the source's module on the export's target
+    restores the acceptance that the MTP part lost."""
+    corpus, export = pair.corpus, pair.export
     room = corpus.texts.room(corpus.anchors, depth)
-    saved = float(crossed[room].mean()) - float(
-        _hits(corpus, found, found.model)[depth - 1][room].mean()
+    crossed, own = (
+        float(_hits(corpus, export, side.model)[depth - 1][room].mean())
+        for side in (pair.source, export)
     )
-    if saved > -change.value / 2:
-        cause = (
-            f"the MTP part: with the source's module on this main acceptance is {100 * saved:.1f}"
-            " points higher; check weights names the tensors"
-        )
-    else:
-        cause = f"the main part: {where_it_starts(corpus.texts, wanted.model, found.model)}"
-    return Item(item_name, Status.FAIL, figure, bound, cause=cause, data=data)
+    if crossed - own > -change.value / 2:
+        return causes.mtp_part_loses(100 * (crossed - own))
+    return causes.main_part_loses(pair.where_it_starts())
 
 
 @torch.inference_mode()
-def where_it_starts(texts: Texts, wanted: DeepseekV3, found: DeepseekV3) -> str:
-    """The first layer whose result is off by much more than the layer's before it."""
+def where_it_starts(texts: Texts, wanted: Model, found: Model) -> str:
+    """The cause of a difference, by the first layer whose result is off by much more than that of
+    the layer before it."""
     short = Texts(texts.texts[:2])
     tokens = short.tokens.to(found.device)
     xs = [torch.nn.functional.embedding(tokens, m.embedding) for m in (wanted, found)]
     error = _error(*xs)
     if error > 0.1:
-        return "the embedding is of another checkpoint"
+        return causes.ANOTHER_EMBEDDING
     if wanted.config != found.config:
-        return "config.json asks for other arithmetic than the source's: see above"
-    caches = [Setting.of(model).cache_of(short) for model in (wanted, found)]
-    chunks = [chunks_of(short, cache, found.device) for cache in caches]
+        return causes.ANOTHER_ARITHMETIC
+    paged = PagedTexts.of(short)
+    chunks = paged.chunks(found.device)
     pairs = zip(wanted.layers.each(), found.layers.each(), strict=False)
     for index, layers in enumerate(pairs):
         xs = [
-            through_layer(layer, x, cache, own)
-            for layer, x, cache, own in zip(layers, xs, caches, chunks, strict=True)
+            through_layer(layer, x, paged.pages, chunks)
+            for layer, x in zip(layers, xs, strict=True)
         ]
         now = _error(*xs)
         if now > _JUMP * max(error, 0.01):
-            return (
-                f"layer {index} is the first to go wrong (error {error:.3f} before it, {now:.3f}"
-                " after); check weights names its tensors"
-            )
+            return causes.layer_goes_wrong(index, before=error, after=now)
         error = max(error, now)
-    return f"the error grows evenly over the layers to {error:.3f}: quantization noise"
+    return causes.quantization_noise(error)
 
 
 def _error(wanted: torch.Tensor, found: torch.Tensor) -> float:
-    """Root mean square of the difference over that of what was wanted."""
+    """Norm of the difference over the norm of the wanted tensor."""
     return float((wanted - found).norm() / wanted.norm())

@@ -1,5 +1,5 @@
-"""Check 9: the same tokens by different ways: whole or in chunks, alone or together, by the fused
-kernel or its reference, with speculation or without."""
+"""Check `paths`: the same logits by every path: prefill whole or in chunks, requests alone or in a
+batch, the fused kernel or its reference, with speculation or without."""
 
 from __future__ import annotations
 
@@ -8,13 +8,14 @@ from dataclasses import replace
 
 import torch
 
-from mtp_export.verify.check import Item, Status
+from mtp_export.verify.check import Item, judged, not_tested
 from mtp_export.verify.context import Context
 from mtp_export.verify.decoding.greedy import divergences
+from mtp_export.verify.diagnosis import causes
 from mtp_export.verify.evidence.corpus import Corpus
 from mtp_export.verify.evidence.noise import paced_logits
-from mtp_runtime.models.build import LoadOptions
-from mtp_runtime.models.deepseek_v3 import DeepseekV3, TorchLayers
+from mtp_runtime.models.load import LoadOptions
+from mtp_runtime.models.model import Model, TorchLayers
 
 # Largest difference of a logit over the largest logit, fp32: some thousand roundings of 6e-8.
 LARGEST_DIFFERENCE = 1e-4
@@ -24,7 +25,7 @@ _CHUNK = 7
 
 
 def run(context: Context) -> Iterator[Item]:
-    """Every way against the plain one, on parts of the shared texts."""
+    """Every path compared with the plain one, on the beginnings of some shared texts."""
     corpus = context.corpus
     yield _speculation(corpus, max(context.options.ks))
     model = corpus.model
@@ -33,30 +34,29 @@ def run(context: Context) -> Iterator[Item]:
     whole = _logits(model, texts)
     yield _close(
         "prefill whole or in chunks of 7",
-        whole,
-        paced_logits(model, texts, starts, _CHUNK),
-        "chunks see each other wrongly: positions or cache of a later chunk are off",
+        wanted=whole,
+        found=paced_logits(model, texts, starts=starts, block=_CHUNK),
+        cause=causes.CHUNKS_DIFFER,
     )
     yield _close(
         f"batch 1 or {len(texts)}",
-        whole,
-        [_logits(model, [text])[0] for text in texts],
-        "a request's logits depend on what else is in the batch: caches are mixed up",
+        wanted=whole,
+        found=[_logits(model, [text])[0] for text in texts],
+        cause=causes.BATCHES_DIFFER,
     )
     yield _close(
         "attention kernel or its reference",
-        whole,
-        _logits(_by_reference(context), texts),
-        "the attention backend does not compute what its float64 reference does",
+        wanted=whole,
+        found=_logits(_by_reference(context), texts),
+        cause=causes.BACKEND_DIFFERS,
     )
-    yield Item(
+    yield not_tested(
         "tensor parallel 1 or n",
-        Status.NOT_TESTED,
-        cause="the runtime computes on one device; test tensor parallelism in the engine",
+        "the runtime computes on one device; test tensor parallelism in the engine",
     )
 
 
-def _by_reference(context: Context) -> DeepseekV3:
+def _by_reference(context: Context) -> Model:
     """The model run by torch, its attention by the kernel's float64 reference."""
     options = LoadOptions(context.options.device, dequantize_at_load=False)
     model = context.loaded(options).model
@@ -68,26 +68,26 @@ def _speculation(corpus: Corpus, k: int) -> Item:
     plain, other = corpus.plain, corpus.speculative(k)
     found = list(divergences(plain, other))
     figure = f"{len(plain.outputs) - len(found)} of {len(plain.outputs)} texts equal"
-    name, bound = f"speculation off or on, k={k}", "equal but for near-ties (check greedy)"
     # One text in eight may meet a near-tie; more than half cannot.
-    if 2 * len(found) <= len(plain.outputs):
-        return Item(name, Status.PASS, figure, bound)
-    cause = "most texts differ with speculation: see check greedy for the first difference"
-    return Item(name, Status.FAIL, figure, bound, cause=cause)
+    return judged(
+        f"speculation off or on, k={k}",
+        2 * len(found) <= len(plain.outputs),
+        causes.MOST_TEXTS_DIFFER,
+        figure=figure,
+        bound="equal but for near-ties (check greedy)",
+    )
 
 
-def _logits(model: DeepseekV3, texts: Sequence[Sequence[int]]) -> list[torch.Tensor]:
-    """Logits after each token but the first, which every way computes alone, in one step."""
+def _logits(model: Model, texts: Sequence[Sequence[int]]) -> list[torch.Tensor]:
+    """Logits after each token but the first, in one step; every path prefills the first alone."""
     longest = max(len(text) for text in texts)
-    return paced_logits(model, texts, [1] * len(texts), longest)
+    return paced_logits(model, texts, starts=[1] * len(texts), block=longest)
 
 
 def _close(
-    name: str, wanted: Sequence[torch.Tensor], found: Sequence[torch.Tensor], cause: str
+    name: str, *, wanted: Sequence[torch.Tensor], found: Sequence[torch.Tensor], cause: str
 ) -> Item:
     largest = max(float(a.abs().max()) for a in wanted)
     away = max(float((a - b).abs().max()) for a, b in zip(wanted, found, strict=True)) / largest
     figure, bound = f"{away:.1e} of the largest logit", f"at most {LARGEST_DIFFERENCE:.0e}"
-    if away <= LARGEST_DIFFERENCE:
-        return Item(name, Status.PASS, figure, bound)
-    return Item(name, Status.FAIL, figure, bound, cause=cause)
+    return judged(name, away <= LARGEST_DIFFERENCE, cause, figure=figure, bound=bound)

@@ -1,5 +1,9 @@
-"""Check 10: what speculation costs and gains here: v and c measured, the speedup they predict and
-the one measured, by batch and k; where it loses; the k to use."""
+"""Check `speed`: cost and gain of speculation on this machine, by batch and k: v and c, the speedup
+that they predict and the measured one; where it loses; the k to use.
+
+v: duration of a target step with drafts over one of plain decoding. c: duration of one draft over
+the same.
+"""
 
 from __future__ import annotations
 
@@ -7,13 +11,14 @@ import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from mtp_export.verify.check import Item, Status
+from mtp_export.verify.check import Item, measured
 from mtp_export.verify.context import Context
 from mtp_export.verify.decoding.acceptance import conditional
 from mtp_export.verify.evidence.corpus import Corpus
 from mtp_export.verify.evidence.decode import Build, decode
+from mtp_export.verify.evidence.pass_through import PassThroughDrafter
 from mtp_export.verify.evidence.prompts import Prompt
-from mtp_runtime.acceptance import Draft
+from mtp_runtime.acceptance.base import Draft
 from mtp_runtime.drafters import DRAFTERS
 from mtp_runtime.drafters.base import Drafter, DrafterParts, Pass
 from mtp_runtime.request import Request
@@ -26,30 +31,26 @@ _TURNS = 3
 
 
 @dataclass
-class Timed:
-    """A drafter whose own time is added up."""
+class TimedDrafter(PassThroughDrafter):
+    """Add up the time that another drafter takes."""
 
-    inner: Drafter
     seconds: float = 0.0
 
     def observe(self, passes: Sequence[Pass]) -> None:
         start = time.perf_counter()
-        self.inner.observe(passes)
+        super().observe(passes)
         self.seconds += time.perf_counter() - start
 
     def propose(self, requests: Sequence[Request], counts: Sequence[int]) -> list[Draft]:
         start = time.perf_counter()
-        drafts = self.inner.propose(requests, counts)
+        drafts = super().propose(requests, counts)
         self.seconds += time.perf_counter() - start
         return drafts
-
-    def forget(self, request: Request) -> None:
-        self.inner.forget(request)
 
 
 @dataclass(frozen=True)
 class Timing:
-    """Seconds of a run after its first token, output tokens of it, and steps that put them out."""
+    """Duration of a run after its first token, and the output tokens and target steps in it."""
 
     seconds: float
     tokens: int
@@ -66,7 +67,7 @@ class Timing:
 
 
 def run(context: Context) -> Iterator[Item]:
-    """One line for every batch and k, then the advice."""
+    """One item per batch and k, then the recommended k."""
     corpus = context.corpus
     best: dict[int, tuple[float, int]] = {}
     losses: list[str] = []
@@ -78,37 +79,38 @@ def run(context: Context) -> Iterator[Item]:
             best[batch] = max(best.get(batch, (1.0, 0)), (gain, k))
             if gain < 1:
                 losses.append(f"batch {batch} with k={k}")
-            yield _line(corpus, plain, found, batch, k)
+            yield _speedup(expected_length(corpus, k), plain=plain, found=found, batch=batch, k=k)
     advice = ", ".join(f"k={k} ({gain:.2f}x) at batch {b}" for b, (gain, k) in best.items() if k)
     figure = f"use {advice}" if advice else "use none: every k was slower"
     if losses:
         figure += f"; loses at {', '.join(losses)}"
     data = {str(batch): {"k": k, "speedup": gain} for batch, (gain, k) in best.items()}
-    yield Item("recommended k", Status.PASS, figure, "reported", data={"recommended": data})
+    yield measured("recommended k", figure, {"recommended": data})
 
 
 def in_turns(corpus: Corpus, prompts: list[Prompt], k: int) -> tuple[Timing, Timing]:
     """Plain and speculative decoding, one right after the other, so that a machine that is slow for
     a while is slow for both; of a few such turns the one of median gain."""
     turns = [
-        (measured(corpus, prompts, "none", 1), measured(corpus, prompts, "mtp", k))
+        (_timed(corpus, prompts, method="none", k=1), _timed(corpus, prompts, method="mtp", k=k))
         for _ in range(_TURNS)
     ]
     return sorted(turns, key=lambda turn: gain_of(*turn))[_TURNS // 2]
 
 
 def gain_of(plain: Timing, found: Timing) -> float:
+    """The speedup of one run over the other."""
     return plain.per_token / found.per_token
 
 
-def measured(corpus: Corpus, prompts: list[Prompt], method: str, k: int) -> Timing:
-    """Times one run; a request's first token, and its prompt, are not in it."""
+def _timed(corpus: Corpus, prompts: list[Prompt], *, method: str, k: int) -> Timing:
+    """The timing of one run, without prompts and first tokens."""
     tokens = max(4, min(_MOST_TOKENS, corpus.new_tokens // 2))
     params = SamplingParams(max_tokens=tokens, ignore_eos=True)
-    timed: list[Timed] = []
+    timed: list[TimedDrafter] = []
 
     def build(parts: DrafterParts) -> Drafter:
-        timed.append(Timed(DRAFTERS[method](parts)))
+        timed.append(TimedDrafter(DRAFTERS[method].build(parts)))
         return timed[0]
 
     planted: Build | None = None if method == "none" else build
@@ -118,29 +120,27 @@ def measured(corpus: Corpus, prompts: list[Prompt], method: str, k: int) -> Timi
     output = max(r.metrics.output_tokens for r in decoded.requests) - 1
     steps = max(r.metrics.target_steps for r in decoded.requests) - 1
     drafting = timed[0].seconds if timed else 0.0
-    return Timing(last - first, output, steps, drafting)
+    return Timing(seconds=last - first, tokens=output, steps=steps, drafting_seconds=drafting)
 
 
-def _line(corpus: Corpus, plain: Timing, found: Timing, batch: int, k: int) -> Item:
-    """v, c and the speedups, as mtp.md defines them: E[L] / (v + k c)."""
-    name = f"batch {batch}, k={k}"
+def _speedup(length: float, *, plain: Timing, found: Timing, batch: int, k: int) -> Item:
+    """The measured speedup, and the predicted E[L] / (v + k c)."""
     drafting = found.drafting_seconds / max(1, found.steps)
     v = max(0.0, found.per_step - drafting) / plain.per_step
     c = drafting / k / plain.per_step
-    length = expected_length(corpus, k)
     gain = gain_of(plain, found)
     predicted = length / (v + k * c) if v + c else float("nan")
     figure = f"{gain:.2f}x, predicted {predicted:.2f}x (v {v:.2f}, c {c:.3f}, E[L] {length:.2f})"
     data = {"batch": batch, "k": k, "measured": gain, "predicted": predicted, "v": v, "c": c}
-    return Item(name, Status.PASS, figure, "reported", data=data | {"expected_length": length})
+    return measured(f"batch {batch}, k={k}", figure, data | {"expected_length": length})
 
 
 def expected_length(corpus: Corpus, k: int) -> float:
-    """1 + the sum of the products of conditional acceptances."""
+    """Expected tokens per target step: 1 + the sum of the products of conditional acceptances."""
     decoded = corpus.speculative(k)
-    total, standing = 1.0, 1.0
+    total, reached = 1.0, 1.0
     for position in range(k):
         found = conditional(decoded, position)
-        standing *= found.value if found is not None else 0.0
-        total += standing
+        reached *= found.value if found is not None else 0.0
+        total += reached
     return total

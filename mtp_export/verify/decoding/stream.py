@@ -1,5 +1,5 @@
-"""The streamed pass: acceptance of a model that does not fit into memory. Every text goes through
-one layer before the next is read; what came of a layer is kept on disk, so that a run resumes."""
+"""Check `stream`: acceptance of a model that does not fit into memory. Every text goes through one
+layer before the next is read; hidden states are kept on disk, so that a run resumes."""
 
 from __future__ import annotations
 
@@ -17,37 +17,37 @@ import torch
 from mtp_export.checkpoint.dtypes import tensor_bytes
 from mtp_export.errors import IoError
 from mtp_export.progress import ProgressCallback, format_bytes
-from mtp_export.verify.check import Item, Status
+from mtp_export.verify.check import WHOLE_CHECK, Item, measured, not_tested
 from mtp_export.verify.context import Context
 from mtp_export.verify.decoding.acceptance import diagnosed
 from mtp_export.verify.evidence.corpus import Corpus, Drafts, judge
 from mtp_export.verify.evidence.prompts import encoded
 from mtp_export.verify.evidence.statistics import Estimate, ratio
-from mtp_runtime.models.build import StreamedModel, open_streamed
 from mtp_runtime.prompts import read_texts
-from mtp_runtime.teacher_forcing import Text, Texts, chunks_of, overlaps, through_layer
+from mtp_runtime.streaming import StreamedModel, open_streamed
+from mtp_runtime.teacher_forcing import PagedTexts, Text, Texts, overlaps, through_layer
 
-# Rows a layer takes at once: more cost memory, fewer dequantize a layer's experts more often.
+# Rows per pass through a layer: more take memory, fewer dequantize a layer's experts more often.
 CHUNK_ROWS = 2048
-# Matrices that are float32 at a time: gate and up, one on the other, and what a variant changes.
+# Matrices that are float32 at a time: gate and up, stacked, and those that a variant changes.
 DENSE_AT_ONCE = 8
 _PROBE_BYTES, _PIECE_BYTES = 64 << 20, 4 << 20
 
 
 def run(context: Context) -> Iterator[Item]:
-    """The cost, the pass, and acceptance by depth with what explains it."""
+    """The cost, then acceptance by depth and the causes of a low one."""
     if not context.options.stream:
-        yield Item("all of it", Status.NOT_TESTED, cause="--stream was not asked for")
+        yield not_tested(WHOLE_CHECK, "--stream was not asked for")
         return
     texts, generated = texts_of(context)
     if not any(len(text.tokens) > 2 for text in texts.texts):
-        yield Item("all of it", Status.NOT_TESTED, cause="the texts are too short to draft in")
+        yield not_tested(WHOLE_CHECK, "the texts are too short to draft in")
         return
     cost = cost_of(context, texts)
-    yield Item("cost estimate", Status.PASS, cost.shown(), "reported", data=cost.as_json())
+    yield measured("cost estimate", cost.shown(), cost.as_json())
     streamed = open_streamed(context.options.bundle, context.options.device)
     with context.show_progress(f"stream: {cost.shown()}", cost.read_bytes) as progress:
-        before = states_of(context, streamed, texts, cost, progress)
+        before = states_of(context, streamed=streamed, texts=texts, cost=cost, progress=progress)
     with torch.inference_mode():
         corpus = corpus_of(streamed, texts, before)
         yield from _acceptance(corpus, max(context.options.ks), generated)
@@ -56,10 +56,10 @@ def run(context: Context) -> Iterator[Item]:
 
 @dataclass(frozen=True)
 class Cost:
-    """What a pass reads, how fast the disk gave a part of it, and the memory it takes.
+    """Bytes that a pass reads, the disk's measured rate, and the memory that the pass takes.
 
-    layer_bytes: the most weights that are held, as they are stored: a layer, or the MTP part with
-    the main model's embedding and head. dense_bytes: matrices in float32 while they are used.
+    layer_bytes: the largest weights held at a time, as stored: a layer, or the MTP part with the
+    main model's embedding and head. dense_bytes: matrices in float32 while they are in use.
     """
 
     read_bytes: int
@@ -83,9 +83,9 @@ class Cost:
 
 
 def texts_of(context: Context) -> tuple[Texts, bool]:
-    """The prompts file's texts, and whether a model generated their ends: a line's completion is
-    what the served model answered, token by token greedily. Without completions the prompts
-    themselves are the text, and drafts are held against the target's own best tokens."""
+    """Texts of the prompts file, and True if the model generated their ends: a line's completion is
+    the served model's greedy answer. Without completions the prompts themselves are the texts, and
+    drafts are compared with the target's own best tokens."""
     main, path = context.main, context.options.prompts
     assert main is not None, "a streamed pass is not started without a main part"
     if path is not None:
@@ -99,7 +99,7 @@ def texts_of(context: Context) -> tuple[Texts, bool]:
 
 
 def cost_of(context: Context, texts: Texts) -> Cost:
-    """From the headers, and one read of the bundle's first large shard."""
+    """The cost of a pass, from the headers and one read of the bundle's largest shard."""
     main, mtp = context.main, context.mtp
     assert main is not None and mtp is not None, "a streamed pass is not started without both"
     layers, ends, largest = dict[str, int](), 0, 0
@@ -118,17 +118,17 @@ def cost_of(context: Context, texts: Texts) -> Cost:
     stream = 3 * config["hidden_size"] + config["kv_lora_rank"] + config["qk_rope_head_dim"]
     inside = rows * config["num_attention_heads"] * 3 * config["kv_lora_rank"]
     return Cost(
-        sum(layers.values()) + ends + module,
-        _disk_rate(context),
-        max(*layers.values(), module + ends),
-        4 * DENSE_AT_ONCE * largest,
-        4 * (tokens * stream + inside),
-        tokens,
+        read_bytes=sum(layers.values()) + ends + module,
+        bytes_per_second=_disk_rate(context),
+        layer_bytes=max(*layers.values(), module + ends),
+        dense_bytes=4 * DENSE_AT_ONCE * largest,
+        activation_bytes=4 * (tokens * stream + inside),
+        tokens=tokens,
     )
 
 
 def _disk_rate(context: Context) -> float:
-    """Bytes a second of one read of a shard, past the page cache where the system lets us."""
+    """Bytes per second of one read of a shard, past the page cache where the system allows it."""
     shards = [shard.path for c in context.checkpoints for shard in c.shards]
     path = max(shards, key=lambda shard: shard.stat().st_size)
     try:
@@ -147,18 +147,18 @@ def _disk_rate(context: Context) -> float:
 def states_of(
     context: Context, streamed: StreamedModel, texts: Texts, cost: Cost, progress: ProgressCallback
 ) -> torch.Tensor:
-    """Hidden states [T, d] after the last layer; starts from the last layer that was finished."""
-    setting = streamed.setting
+    """Hidden states [T, d] after the last layer; resumes after the last finished one."""
     place = checkpoint_path(context, texts)
     layer, x = _resumed(place)
     if x is None:
         x = streamed.embedded(texts.tokens)
-    cache = setting.cache_of(texts)
-    chunks = chunks_of(texts, cache, setting.device, size=CHUNK_ROWS)
-    each = cost.read_bytes // (setting.config.layers + 1)
-    for index in range(setting.config.layers):
+    paged = PagedTexts.of(texts)
+    chunks = paged.chunks(streamed.device, size=CHUNK_ROWS)
+    layers = streamed.config.layers
+    each = cost.read_bytes // (layers + 1)
+    for index in range(layers):
         if index >= layer:
-            x = through_layer(streamed.layer(index), x, cache, chunks)
+            x = through_layer(streamed.layer(index), x, paged.pages, chunks)
             _keep(place, index + 1, x)
         progress(each)
     place.unlink(missing_ok=True)
@@ -166,7 +166,7 @@ def states_of(
 
 
 def checkpoint_path(context: Context, texts: Texts) -> Path:
-    """Where a pass over this bundle and these texts keeps its state."""
+    """The file that a pass over this bundle and these texts keeps its state in."""
     identity = hashlib.sha256(repr(texts.texts).encode())
     for checkpoint in context.checkpoints:
         identity.update(checkpoint.config_sha256.encode())
@@ -184,7 +184,7 @@ def _resumed(place: Path) -> tuple[int, torch.Tensor | None]:
 
 
 def _keep(place: Path, layer: int, x: torch.Tensor) -> None:
-    """Replace the state by this layer's, so that a kill leaves one of the two."""
+    """Replace the state by this layer's, so that a killed run leaves one of the two."""
     fresh = place.with_suffix(".new")
     try:
         place.parent.mkdir(parents=True, exist_ok=True)
@@ -200,25 +200,37 @@ def _keep(place: Path, layer: int, x: torch.Tensor) -> None:
 
 
 def corpus_of(streamed: StreamedModel, texts: Texts, before: torch.Tensor) -> Corpus:
-    """The texts with their hidden states, as if the whole model had computed them."""
+    """A corpus of texts and their hidden states, as if the whole model had computed them."""
     model = streamed.rest()
     prompts = tuple(text.tokens[: text.prompt_size] for text in texts.texts)
-    return Corpus(model, prompts, 0, texts, (before, model.head.normed(before)))
+    return Corpus(
+        model=model,
+        prompts=prompts,
+        new_tokens=0,
+        given=texts,
+        given_states=(before, model.head.normed(before)),
+    )
 
 
 def _acceptance(corpus: Corpus, depths: int, generated: bool) -> Iterator[Item]:
     following = None if generated else corpus.choices
     outputs = corpus.draft_outputs(depths)
-    drafts = judge(corpus.module, corpus.texts, corpus.anchors, outputs, following)
+    drafts = judge(
+        corpus.modules(),
+        texts=corpus.texts,
+        anchors=corpus.anchors,
+        states=outputs,
+        following=following,
+    )
     kind = "of generated text" if generated else "the target's own best token, on given text"
     counts = walked(corpus, drafts, depths) if generated else [None] * depths
     for depth in range(1, depths + 1):
-        stands = drafts.stands(depth - 1) & drafts.room[depth - 1]
+        reached = drafts.reached(depth - 1) & drafts.room[depth - 1]
         hits = drafts.hit[depth - 1].double()
-        every = ratio(corpus.by_text(hits, stands), corpus.by_text(torch.ones_like(hits), stands))
+        every = ratio(corpus.by_text(hits, reached), corpus.by_text(torch.ones_like(hits), reached))
         name = f"draft {depth}, every position"
         if every is None:
-            yield Item(name, Status.NOT_TESTED, cause="no draft reaches this depth")
+            yield not_tested(name, "no draft reaches this depth")
             continue
         data = {"depth": depth, "conditional": every.as_json(), "against": kind}
         figure = f"{every.shown()} of {every.count}"
@@ -226,14 +238,12 @@ def _acceptance(corpus: Corpus, depths: int, generated: bool) -> Iterator[Item]:
         if block is not None:
             figure += f"; in blocks of k={depths} {block.shown()}"
             data["in_blocks"] = block.as_json()
-        yield Item(name, Status.PASS, figure, "reported", data=data)
+        yield measured(name, figure, data)
         shared = _overlap(corpus, depths, depth)
-        yield Item(
+        yield measured(
             f"draft {depth}, sampling",
-            Status.PASS,
             f"sum of min(target, draft) {shared.shown()}",
-            "reported",
-            data={"depth": depth, "overlap": shared.as_json()},
+            {"depth": depth, "overlap": shared.as_json()},
         )
 
 
@@ -241,7 +251,7 @@ def _overlap(corpus: Corpus, depths: int, depth: int) -> Estimate:
     states = corpus.draft_outputs(depths)[depth - 1]
     room = corpus.texts.room(corpus.anchors, depth)
     rows = corpus.states[1][(corpus.anchors.rows + depth)[room]]
-    head = corpus.module.head
+    head = corpus.module_at(depth - 1).head
     values = torch.zeros(len(room), dtype=torch.float64)
     values[room] = overlaps(corpus.model.head, rows, head, head.normed(states[room])).cpu()
     found = ratio(corpus.by_text(values, room), corpus.by_text(torch.ones_like(values), room))
@@ -250,8 +260,8 @@ def _overlap(corpus: Corpus, depths: int, depth: int) -> Estimate:
 
 
 def walked(corpus: Corpus, drafts: Drafts, k: int) -> list[Estimate | None]:
-    """Conditional acceptance in the blocks that an engine with k drafts would have verified on its
-    way through the generated part of each text."""
+    """Conditional acceptance per position in the blocks that an engine with k drafts would have
+    verified while generating the end of each text."""
     texts = corpus.texts
     at = {int(row): index for index, row in enumerate(corpus.anchors.rows)}
     reached = [[0] * len(texts.texts) for _ in range(k)]
@@ -259,12 +269,12 @@ def walked(corpus: Corpus, drafts: Drafts, k: int) -> list[Estimate | None]:
     for owner, (start, text) in enumerate(zip(texts.starts, texts.texts, strict=True)):
         last, end = text.prompt_size, len(text.tokens) - 1
         while last < end:
-            stands = 0
+            accepted_here = 0
             for depth in range(min(k, end - last - 1)):
                 reached[depth][owner] += 1
                 if not drafts.hit[depth][at[start + last - 1]]:
                     break
                 accepted[depth][owner] += 1
-                stands += 1
-            last += stands + 1
+                accepted_here += 1
+            last += accepted_here + 1
     return [ratio(top, bottom) for top, bottom in zip(accepted, reached, strict=True)]

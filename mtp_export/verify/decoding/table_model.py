@@ -1,5 +1,5 @@
-"""A model whose law is a table: the next token depends on the last one alone. It goes through the
-real engine, drafters and acceptance, so that their composed law can be worked out exactly."""
+"""A model that is a table: the next token depends on the last one alone. The real engine, drafters
+and acceptance run on it, so that their output distribution can be enumerated exactly."""
 
 from __future__ import annotations
 
@@ -13,33 +13,38 @@ from typing import Any, cast
 import numpy as np
 import torch
 
+from mtp_runtime.cache import LayerCaches
 from mtp_runtime.config import EngineConfig, SpeculationConfig
 from mtp_runtime.drafters.base import Drafter, DrafterParts
 from mtp_runtime.engine import Engine
-from mtp_runtime.models.deepseek_v3 import DeepseekV3
+from mtp_runtime.models.model import Model, ModelCache
 from mtp_runtime.request import Request
 from mtp_runtime.sampling import Probabilities, SamplingParams, probabilities_of
 
 VOCAB = 3
 PROMPT = (0, 1, 0)
-Law = dict[tuple[int, ...], float]
+Distribution = dict[tuple[int, ...], float]  # probability by output tokens
 
 
 class Table:
-    """Stands in for DeepseekV3, its MTP module included; a hidden state is a one-hot token."""
+    """A model with the interface of Model, its MTP module included.
+
+    A hidden state is a one-hot token; logits [vocab, vocab] are those of the next token, by the
+    last one.
+    """
 
     def __init__(self, logits: torch.Tensor, mtp_logits: torch.Tensor | None = None) -> None:
         vocab = len(logits)
         self.table = logits
-        self.config: Any = SimpleNamespace(
-            vocab=vocab, latent=1, rope=SimpleNamespace(size=1), layers=1, max_positions=1 << 20
-        )
+        self.config: Any = SimpleNamespace(vocab=vocab, layers=1, max_positions=1 << 20)
         self.layers = (None,)
         self.embedding = torch.eye(vocab)
         self.device = self.embedding.device
         self.head = Head(logits)
-        self.mtp = None if mtp_logits is None else Mtp(Head(mtp_logits))
-        self.cache_layers = 2
+        self.mtp_modules = () if mtp_logits is None else (Mtp(Head(mtp_logits)),)
+
+    def new_cache(self, pages: Any) -> ModelCache:
+        return ModelCache(LayerCaches(()), (LayerCaches(()),))
 
     def __call__(self, tokens: torch.Tensor, cache: Any, layout: Any) -> Any:
         hidden = self.embedding[tokens]
@@ -48,12 +53,15 @@ class Table:
     def mtp_input(self, before: torch.Tensor, after: torch.Tensor) -> torch.Tensor:
         return after
 
-    def law(self, token: int, params: SamplingParams) -> Probabilities:
+    def next_probs(self, token: int, params: SamplingParams) -> Probabilities:
+        """Probabilities [vocab] of the token after this one."""
         return probabilities_of(self.table[token].numpy(), params)
 
 
 @dataclass(frozen=True)
 class Head:
+    """The final norm, which changes nothing, and the table."""
+
     table: torch.Tensor
 
     def normed(self, x: torch.Tensor) -> torch.Tensor:
@@ -65,7 +73,7 @@ class Head:
 
 @dataclass(frozen=True)
 class Mtp:
-    """Its output is the token it was given, so that a recursion goes on from it."""
+    """An MTP module whose output is the token it was given, from which a recursion goes on."""
 
     head: Head
     recursion: None = None
@@ -79,9 +87,12 @@ class Mtp:
 
 @dataclass
 class Branches:
-    """Choices that walk through a tree of decisions, one leaf a run, in depth-first order."""
+    """Choices that walk through a tree of decisions depth-first, one leaf per run.
 
-    path: list[tuple[int, int]]  # (branch taken, branches there are) for each decision
+    path: branch taken and number of branches, per decision. probability: of the leaf.
+    """
+
+    path: list[tuple[int, int]]
     probability: float = 1.0
     step: int = 0
 
@@ -102,7 +113,7 @@ class Branches:
         return branch
 
     def following(self) -> Branches | None:
-        """The next leaf's choices, None after the last."""
+        """Choices of the next leaf, None after the last."""
         path = list(self.path)
         while path and path[-1][0] + 1 == path[-1][1]:
             path.pop()
@@ -113,7 +124,7 @@ class Branches:
 
 
 def tables(seed: int) -> tuple[Table, Table]:
-    """A random target, which holds the other as its MTP module, and that one as a draft model."""
+    """A random target, and a random draft model that is the target's MTP module too."""
     generator = torch.Generator().manual_seed(seed)
     target, draft = (2 * torch.randn(VOCAB, VOCAB, generator=generator) for _ in range(2))
     return Table(target, draft), Table(draft)
@@ -122,15 +133,15 @@ def tables(seed: int) -> tuple[Table, Table]:
 def engine_of(
     target: Table, draft: Table, build: Callable[[DrafterParts], Drafter], **speculation: Any
 ) -> Engine:
-    """An engine over tables."""
+    """An engine over tables; `speculation` are further fields of SpeculationConfig."""
     settings = SpeculationConfig(method="draft_model", **speculation)
     config = EngineConfig(page_size=4, cache_tokens=64, poison_freed=True, speculation=settings)
-    return Engine(cast(DeepseekV3, target), config, build, cast(DeepseekV3, draft))
+    return Engine(cast(Model, target), config, build, cast(Model, draft))
 
 
-def law_of(engine: Engine, params: SamplingParams) -> Law:
-    """The probability of every output, over all decisions that the engine can take."""
-    law: Law = {}
+def output_distribution(engine: Engine, params: SamplingParams) -> Distribution:
+    """The probability of every output of the engine, over all decisions that it can take."""
+    found: Distribution = {}
     choices: Branches | None = Branches([])
     while choices is not None:
         request = Request(0, PROMPT, params)
@@ -138,21 +149,23 @@ def law_of(engine: Engine, params: SamplingParams) -> Law:
         for _ in engine.run([request]):
             pass
         output = tuple(request.output)
-        law[output] = law.get(output, 0.0) + choices.probability
+        found[output] = found.get(output, 0.0) + choices.probability
         choices = choices.following()
-    return law
+    return found
 
 
-def exact_law(target: Table, params: SamplingParams) -> Law:
-    """What the target alone gives every output."""
-    law = {}
+def target_distribution(target: Table, params: SamplingParams) -> Distribution:
+    """The probability of every output under the target alone."""
+    expected = {}
     for output in itertools.product(range(VOCAB), repeat=params.max_tokens):
         steps = zip((PROMPT[-1], *output), output, strict=False)
-        law[output] = math.prod(target.law(before, params)[token] for before, token in steps)
-    return law
+        expected[output] = math.prod(
+            target.next_probs(before, params)[token] for before, token in steps
+        )
+    return expected
 
 
-def distance(found: Law, expected: Law) -> float:
-    """Total variation."""
+def distance(found: Distribution, expected: Distribution) -> float:
+    """Total variation distance, from 0 to 1."""
     keys = found.keys() | expected.keys()
     return sum(abs(found.get(key, 0.0) - expected.get(key, 0.0)) for key in keys) / 2

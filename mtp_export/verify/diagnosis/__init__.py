@@ -1,1 +1,1 @@
-"""Causes of a failure: each undoes one known export bug."""
+"""Diagnosis of failures: each variant undoes one known export bug; causes.py has the sentences."""

@@ -1,5 +1,5 @@
-"""Experts of an MTP module another way: two exchanged, or one's gate and up exchanged. Each expert
-is run once on all rows, and a variant only mixes them anew, so that many variants cost little."""
+"""Variants of an MTP module's experts: two exchanged, or one's gate and up exchanged. Each expert
+runs once on all rows, and a variant only mixes the results anew, so that many cost little."""
 
 from __future__ import annotations
 
@@ -9,11 +9,12 @@ from itertools import combinations
 
 import torch
 
+from mtp_export.verify.diagnosis import causes
 from mtp_export.verify.diagnosis.variants import dense_linear, dtype_of
 from mtp_export.verify.evidence.corpus import Corpus, best_and_score
 from mtp_runtime.layers.linear import Linear
 from mtp_runtime.layers.moe import Moe, gated
-from mtp_runtime.teacher_forcing import draft_states
+from mtp_runtime.teacher_forcing import DraftInputs, draft_states
 
 # More experts than this are too many to try one by one: 256 have 32640 pairs.
 MOST_EXPERTS = 16
@@ -21,7 +22,7 @@ MOST_EXPERTS = 16
 
 @dataclass(frozen=True)
 class ExpertVariant:
-    """A feed-forward another way, and how the target's choices score with it [A]."""
+    """A changed feed-forward, and the scores [A] of the target's best tokens with it."""
 
     change: str
     cause: str
@@ -29,8 +30,8 @@ class ExpertVariant:
 
 
 @dataclass(frozen=True)
-class _Nothing:
-    """A feed-forward that adds nothing, to see what goes into the real one."""
+class _AddsNothing:
+    """A feed-forward that adds nothing, so that the input of the real one shows."""
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         return torch.zeros_like(x)
@@ -38,14 +39,14 @@ class _Nothing:
 
 @torch.inference_mode()
 def expert_variants(corpus: Corpus, own: torch.Tensor) -> Iterator[ExpertVariant]:
-    """Scores at depth 1, everywhere, for every variant; own [A] are the module's as it is. Nothing
-    where there are too many experts, or none."""
+    """Every variant, scored at depth 1 in all rows; own [A]: scores of the module as it is. Yields
+    nothing for a dense module, or one of more than MOST_EXPERTS."""
     module, anchors = corpus.module, corpus.everywhere
     moe = module.layer.feed_forward
-    if not isinstance(moe, Moe) or moe.router.bias.shape[0] > MOST_EXPERTS:
+    if not isinstance(moe, Moe) or moe.routed_experts > MOST_EXPERTS:
         return
-    bare = replace(module, layer=replace(module.layer, feed_forward=_Nothing()))  # type: ignore[arg-type]
-    stream = draft_states(corpus.model, bare, corpus.texts, corpus.hidden, anchors, 1)[0]
+    bare = replace(module, layer=replace(module.layer, feed_forward=_AddsNothing()))
+    stream = draft_states([bare], DraftInputs(corpus.texts, corpus.hidden, anchors), 1)[0]
     normed = module.layer.post_norm(stream)
     whole = stream + moe(normed)
     wanted = corpus.choices[anchors.rows + 1]
@@ -58,8 +59,8 @@ def expert_variants(corpus: Corpus, own: torch.Tensor) -> Iterator[ExpertVariant
 
 
 def _changed(moe: Moe, normed: torch.Tensor) -> Iterator[tuple[str, str, torch.Tensor]]:
-    """What each variant adds to the feed-forward's output [A, d]."""
-    routed = moe.router.bias.shape[0]
+    """Change, cause and difference of the feed-forward's output [A, d], per variant."""
+    routed = moe.routed_experts
     picked, chosen = moe.router(normed)
     weights = torch.zeros_like(normed[:, :1]).repeat(1, len(moe.gate_up))  # [A, e]
     weights[:, :routed].scatter_(1, picked, chosen.to(weights.dtype))
@@ -72,13 +73,13 @@ def _changed(moe: Moe, normed: torch.Tensor) -> Iterator[tuple[str, str, torch.T
         other = down(gated(_output_halves_exchanged(gate_up)(normed)))
         yield (
             f"gate and up of {name} are exchanged",
-            f"gate_proj and up_proj of {name} are swapped",
+            causes.gate_and_up_swapped(name),
             weights[:, expert, None] * (other - outputs[expert]),
         )
     for a, b in combinations(range(routed), 2):
         yield (
             f"experts {a} and {b} are exchanged",
-            f"experts {a} and {b} are swapped",
+            causes.experts_swapped(a, b),
             (weights[:, a] - weights[:, b])[:, None] * (outputs[b] - outputs[a]),
         )
 

@@ -1,5 +1,5 @@
-"""An MTP module as it would be had a known mistake not been made, or been made: each variant undoes
-one layout fault of the field, and is its own negative control where it is its own inverse."""
+"""Variants of an MTP module, each of which undoes one known export bug. One that is its own inverse
+serves as a negative control too: on a good module it makes the bug."""
 
 from __future__ import annotations
 
@@ -8,21 +8,29 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from mtp_export.schemes.formats import unquantized
+from mtp_export.verify.diagnosis import causes
 from mtp_runtime.config import Hidden, RopeConfig
-from mtp_runtime.layers.linear import Dense, Linear
+from mtp_runtime.layers.decoder_layer import DecoderLayer
+from mtp_runtime.layers.linear import Linear
 from mtp_runtime.layers.mla import Mla
 from mtp_runtime.layers.rope import yarn_temperature
-from mtp_runtime.models.deepseek_v3 import DecoderLayer, DeepseekV3, MtpModule
+from mtp_runtime.models.model import Model, MtpModule
 from mtp_runtime.teacher_forcing import Recycle
 
-# Stretching of released models (V3, and the fixture of this repository), tried where none is set.
+# yarn factors of released models (V3, and the fixture of this repository), tried if none is set.
 _KNOWN_FACTORS = (40.0, 4.0)
 
 
 @dataclass(frozen=True)
 class Variant:
-    """The module another way. change: how it differs, in words that follow "when". cause: what is
-    wrong with a bundle that drafts better so. depth: the draft position that tells."""
+    """A changed module, or a changed way to feed it.
+
+    change: the difference, in words that follow "when". cause: what is wrong with a bundle that
+    drafts better with the change. before_norm: the module is fed the target's hidden state from
+    before the last norm. depth: the draft position that shows the difference. recycle: feeds the
+    next draft in place of the module's own recursion.
+    """
 
     name: str
     change: str
@@ -33,95 +41,118 @@ class Variant:
     recycle: Recycle | None = None
 
 
-def layout_variants(model: DeepseekV3, module: MtpModule) -> Iterator[Variant]:
-    """One variant for each way in which the tensors of a module were mixed up in the field."""
-    before = module.contract.target_hidden is Hidden.BEFORE_NORM
+def unchanged(module: MtpModule, depth: int = 1) -> Variant:
+    """The module as it is, fed as its contract says."""
+    before_norm = module.contract.target_hidden is Hidden.BEFORE_NORM
+    return Variant(
+        name="own", change="", cause="", module=module, before_norm=before_norm, depth=depth
+    )
 
-    def changed(name: str, change: str, cause: str, new: MtpModule) -> Variant:
-        return Variant(name, change, cause, new, before)
 
-    yield changed(
-        "concatenation",
-        "the halves of eh_proj are exchanged",
-        "the concatenation is reversed: eh_proj must read [enorm(embedding); hnorm(hidden)]",
-        replace(module, projection=halves_exchanged(module.projection)),
+def layout_variants(model: Model, module: MtpModule) -> Iterator[Variant]:
+    """One variant per known bug that mixes up the tensors of a module."""
+    own = unchanged(module)
+    yield replace(
+        own,
+        name="concatenation",
+        change="the halves of eh_proj are exchanged",
+        cause=causes.CONCATENATION_REVERSED,
+        module=replace(module, projection=halves_exchanged(module.projection)),
     )
-    yield changed(
-        "norms",
-        "enorm and hnorm are exchanged",
-        "enorm and hnorm are swapped",
-        replace(module, embedding_norm=module.hidden_norm, hidden_norm=module.embedding_norm),
+    yield replace(
+        own,
+        name="norms",
+        change="enorm and hnorm are exchanged",
+        cause=causes.NORMS_SWAPPED,
+        module=replace(
+            module, embedding_norm=module.hidden_norm, hidden_norm=module.embedding_norm
+        ),
     )
-    yield changed(
-        "rope",
-        "the rotary rows are interleaved",
-        "the rotary rows of q_b_proj and kv_a_proj_with_mqa are stored in halves instead of"
-        " interleaved pairs",
-        replace(module, layer=with_attention(module.layer, interleaved(module.layer.attention))),
-    )
-    for temperature in missing_temperatures(model.config.rope):
-        attention = module.layer.attention
-        hotter = replace(attention, scale=attention.scale * temperature**2)
-        yield changed(
-            "yarn",
-            f"attention scores are multiplied by {temperature**2:.3f}",
-            "yarn's attention scale was dropped: rope_scaling lacks mscale_all_dim",
-            replace(module, layer=with_attention(module.layer, hotter)),
-        )
+    yield from _attention_variants(model, own)
     if module.embedding is not model.embedding:
-        yield changed(
-            "embedding",
-            "the main model's embedding is used",
-            "the draft's embedding is of another checkpoint",
-            replace(module, embedding=model.embedding),
+        yield replace(
+            own,
+            name="embedding",
+            change="the main model's embedding is used",
+            cause=causes.EMBEDDING_OF_ANOTHER_CHECKPOINT,
+            module=replace(module, embedding=model.embedding),
         )
     if module.head.linear is not model.head.linear:
-        head = replace(module.head, linear=model.head.linear)
-        yield changed(
-            "head",
-            "the main model's head is used",
-            "the draft's head is of another checkpoint",
-            replace(module, head=head),
+        yield replace(
+            own,
+            name="head",
+            change="the main model's head is used",
+            cause=causes.HEAD_OF_ANOTHER_CHECKPOINT,
+            module=replace(module, head=replace(module.head, linear=model.head.linear)),
+        )
+
+
+def _attention_variants(model: Model, own: Variant) -> Iterator[Variant]:
+    module = own.module
+    attention = module.layer.attention
+    if not isinstance(attention, Mla):
+        return
+    yield replace(
+        own,
+        name="rope",
+        change="the rotary rows are interleaved",
+        cause=causes.ROPE_IN_HALVES,
+        module=replace(module, layer=with_attention(module.layer, interleaved(attention))),
+    )
+    for temperature in missing_temperatures(model.config.rope):
+        scaled = replace(attention, scale=attention.scale * temperature**2)
+        yield replace(
+            own,
+            name="yarn",
+            change=f"attention scores are multiplied by {temperature**2:.3f}",
+            cause=causes.YARN_SCALE_DROPPED,
+            module=replace(module, layer=with_attention(module.layer, scaled)),
         )
 
 
 def contract_variants(module: MtpModule) -> Iterator[Variant]:
-    """The other value of each field of the contract."""
+    """One variant per field of the module's contract, with the other value."""
     contract = module.contract
     before = contract.target_hidden is Hidden.BEFORE_NORM
     other = Hidden.AFTER_NORM if before else Hidden.BEFORE_NORM
     yield Variant(
-        "target_hidden",
-        f"the module is fed the target's hidden state {_words(other)}",
-        f"the target's hidden state is taken {_words(contract.target_hidden)}",
-        replace(module, contract=replace(contract, target_hidden=other)),
-        not before,
+        name="target_hidden",
+        change=f"the module is fed the target's hidden state {_words(other)}",
+        cause=causes.target_hidden_taken(_words(contract.target_hidden)),
+        module=replace(module, contract=replace(contract, target_hidden=other)),
+        before_norm=not before,
     )
-    recycled = contract.recycled_hidden
-    other = Hidden.AFTER_NORM if recycled is Hidden.BEFORE_NORM else Hidden.BEFORE_NORM
+    recycled_before = contract.recycled_hidden is Hidden.BEFORE_NORM
+    other = Hidden.AFTER_NORM if recycled_before else Hidden.BEFORE_NORM
     yield Variant(
-        "recycled_hidden",
-        f"the recycled hidden state is taken {_words(other)}",
-        "the recycled hidden state is not normalised: pre-norm hidden recycled"
-        if recycled is Hidden.BEFORE_NORM
-        else "the recycled hidden state is normalised and should not be",
-        replace(module, contract=replace(contract, recycled_hidden=other)),
-        before,
+        name="recycled_hidden",
+        change=f"the recycled hidden state is taken {_words(other)}",
+        cause=causes.RECYCLED_BEFORE_NORM if recycled_before else causes.RECYCLED_AFTER_NORM,
+        module=replace(module, contract=replace(contract, recycled_hidden=other)),
+        before_norm=before,
         depth=2,
     )
-    zero = contract.zero_first_embedding
+    zeroed = contract.zero_first_embedding
     yield Variant(
-        "zero_first_embedding",
-        f"the first token's embedding is {'kept' if zero else 'zeroed'}",
-        f"first-token handling: the embedding of position 0 is {'zeroed' if zero else 'kept'}",
-        replace(module, contract=replace(contract, zero_first_embedding=not zero)),
-        before,
+        name="zero_first_embedding",
+        change=f"the first token's embedding is {'kept' if zeroed else 'zeroed'}",
+        cause=causes.first_embedding("zeroed" if zeroed else "kept"),
+        module=replace(module, contract=replace(contract, zero_first_embedding=not zeroed)),
+        before_norm=before,
     )
 
 
-def behaviour_variants(module: MtpModule) -> Iterator[Variant]:
-    """What a drafter can do wrong at run time with a module that is right."""
-    yield from contract_variants(module)
+def drafter_variants(module: MtpModule) -> Iterator[Variant]:
+    """One variant per known bug of a drafter that runs a correct module."""
+    drafter_causes = {
+        "target_hidden": causes.DRAFTER_TARGET_HIDDEN,
+        "recycled_hidden": causes.DRAFTER_RECYCLES_AFTER_NORM
+        if module.contract.recycled_hidden is Hidden.BEFORE_NORM
+        else causes.RECYCLED_BEFORE_NORM,
+        "zero_first_embedding": causes.DRAFTER_FIRST_TOKEN,
+    }
+    for variant in contract_variants(module):
+        yield replace(variant, cause=drafter_causes[variant.name])
     before = module.contract.target_hidden is Hidden.BEFORE_NORM
 
     def stale(x: torch.Tensor, normed: torch.Tensor, hidden: torch.Tensor) -> torch.Tensor:
@@ -131,21 +162,20 @@ def behaviour_variants(module: MtpModule) -> Iterator[Variant]:
         return torch.zeros_like(hidden)
 
     yield Variant(
-        "stale",
-        "every draft is fed the target's last hidden state",
-        "stale hidden state: drafts after the first are fed the target's hidden state again, not"
-        " the module's own output",
-        module,
-        before,
+        name="stale",
+        change="every draft is fed the target's last hidden state",
+        cause=causes.STALE_HIDDEN_STATE,
+        module=module,
+        before_norm=before,
         depth=2,
         recycle=stale,
     )
     yield Variant(
-        "no recycling",
-        "drafts after the first are fed no hidden state",
-        "drafts after the first are fed a zero hidden state",
-        module,
-        before,
+        name="no recycling",
+        change="drafts after the first are fed no hidden state",
+        cause=causes.NO_HIDDEN_STATE,
+        module=module,
+        before_norm=before,
         depth=2,
         recycle=nothing,
     )
@@ -159,7 +189,7 @@ def halves_exchanged(linear: Linear) -> Linear:
 
 
 def interleaved(attention: Mla) -> Mla:
-    """Attention whose rotary rows, stored as two halves, are put into neighbouring pairs."""
+    """The attention with its rotary rows reordered from two halves into neighbouring pairs."""
     size = attention.rope_size
     half = torch.arange(size // 2)
     order = torch.stack([half, half + size // 2], dim=1).flatten()
@@ -168,13 +198,13 @@ def interleaved(attention: Mla) -> Mla:
     down[:, -size:] = down[:, -size:][:, order]
     if attention.query_up is None:
         query = down[:, : heads * (nope + size)]
-        query.copy_(_each_head(query, heads, nope, order))
+        query.copy_(_each_head(query, heads=heads, nope=nope, order=order))
         return replace(attention, down=dense_linear(down))
     up = attention.query_up.matrix(dtype_of(attention.query_up))
     return replace(
         attention,
         down=dense_linear(down),
-        query_up=dense_linear(_each_head(up, heads, nope, order)),
+        query_up=dense_linear(_each_head(up, heads=heads, nope=nope, order=order)),
     )
 
 
@@ -189,9 +219,9 @@ def with_attention(layer: DecoderLayer, attention: Mla) -> DecoderLayer:
     return replace(layer, attention=attention)
 
 
-def missing_temperatures(rope: RopeConfig) -> list[float]:
-    """yarn's temperatures that the config may have lost; none where it has its own."""
-    if rope.mscale_all_dim:
+def missing_temperatures(rope: RopeConfig | None) -> list[float]:
+    """Temperatures of yarn that the config may have lost; none if it has its own."""
+    if rope is None or rope.mscale_all_dim:
         return []
     factors = (rope.factor,) if rope.factor > 1 else _KNOWN_FACTORS
     return [yarn_temperature(factor, 1.0) for factor in factors]
@@ -199,7 +229,7 @@ def missing_temperatures(rope: RopeConfig) -> list[float]:
 
 def dense_linear(matrix: torch.Tensor) -> Linear:
     """A linear of a transposed weight [in, out]."""
-    return Linear.build(Dense(matrix.t()), matrix.dtype, True)
+    return Linear.build(unquantized(matrix.t()), matrix.dtype, True)
 
 
 def dtype_of(linear: Linear) -> torch.dtype:

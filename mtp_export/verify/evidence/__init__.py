@@ -1,1 +1,1 @@
-"""Texts, statistics and runs that several checks share."""
+"""Evidence that several checks share: opened parts, weights, prompts, runs, statistics."""

@@ -1,5 +1,5 @@
-"""The texts that run-level checks share: prompts with what the bundle's own model makes of them
-under plain greedy decoding, and its hidden states at every token of them, computed once."""
+"""The texts that run-level checks share: prompts with their plain greedy outputs by the bundle's
+own model, and its hidden states at every token of them, computed once."""
 
 from __future__ import annotations
 
@@ -11,10 +11,11 @@ import torch
 
 from mtp_export.verify.evidence.decode import Decoded, decode
 from mtp_export.verify.evidence.prompts import Prompt
-from mtp_runtime.models.deepseek_v3 import DeepseekV3, MtpModule
+from mtp_runtime.models.model import Model, MtpModule
 from mtp_runtime.sampling import SamplingParams
 from mtp_runtime.teacher_forcing import (
     Anchors,
+    DraftInputs,
     Recycle,
     Text,
     Texts,
@@ -24,17 +25,17 @@ from mtp_runtime.teacher_forcing import (
     target_states,
 )
 
-# Prompts of one token leave nothing for a drafter to see.
-_SHORTEST = 2
-_DRAWN_TOKENS = 16
+# A prompt of one token leaves nothing for a drafter to see.
+_LEAST_PROMPT_TOKENS = 2
+_SAMPLED_TOKENS = 16
 
 
 @dataclass(frozen=True)
 class Drafts:
-    """What an MTP module drafts at every anchor, by depth: best token and how it fared.
+    """Drafts of an MTP module at every anchor, by depth.
 
-    best [A], hit [A] (it is the wanted token), room [A] (the text goes that far) and scores [A]
-    (the module's log-probability of the wanted token).
+    best [A]: the module's best token. hit [A]: that is the wanted token. room [A]: the text goes
+    that far. scores [A]: the module's log-probability of the wanted token, in nats.
     """
 
     best: tuple[torch.Tensor, ...]
@@ -42,8 +43,8 @@ class Drafts:
     room: tuple[torch.Tensor, ...]
     scores: tuple[torch.Tensor, ...]
 
-    def stands(self, depth: int) -> torch.Tensor:
-        """Where every draft up to the depth is right [A]; depth 0: everywhere."""
+    def reached(self, depth: int) -> torch.Tensor:
+        """Mask [A] of anchors whose first `depth` drafts are all accepted; depth 0: everywhere."""
         result = torch.ones_like(self.room[0])
         for hit in self.hit[:depth]:
             result = result & hit
@@ -52,9 +53,12 @@ class Drafts:
 
 @dataclass
 class Corpus:
-    """Texts of a model; each figure is computed when it is first asked for."""
+    """Texts of a model; everything about them is computed on first use.
 
-    model: DeepseekV3
+    given, given_states: texts and hidden states that were computed elsewhere.
+    """
+
+    model: Model
     prompts: tuple[Prompt, ...]
     new_tokens: int
     given: Texts | None = None
@@ -62,7 +66,9 @@ class Corpus:
     _decoded: dict[int, Decoded] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        self.prompts = tuple(p for p in self.prompts if len(p) >= _SHORTEST) or self.prompts
+        self.prompts = (
+            tuple(p for p in self.prompts if len(p) >= _LEAST_PROMPT_TOKENS) or self.prompts
+        )
 
     @property
     def params(self) -> SamplingParams:
@@ -72,6 +78,14 @@ class Corpus:
     def module(self) -> MtpModule:
         assert self.model.mtp is not None, "a bundle with an mtp part"
         return self.model.mtp
+
+    def modules(self, first: MtpModule | None = None) -> tuple[MtpModule, ...]:
+        """The modules by depth, with another one in place of the first where it is given."""
+        return (first or self.module, *self.model.mtp_modules[1:])
+
+    def module_at(self, depth: int) -> MtpModule:
+        """The module that drafts at a depth, from 0."""
+        return self.modules()[: depth + 1][-1]
 
     @cached_property
     def plain(self) -> Decoded:
@@ -85,13 +99,19 @@ class Corpus:
         return self._decoded[k]
 
     def sampled(self, k: int) -> tuple[Corpus, Decoded]:
-        """A run that draws at temperature 1 with k drafts of the MTP module, and its texts."""
+        """Sampling at temperature 1 with k drafts of the MTP module: a corpus of the sampled texts,
+        and the run."""
         params = [
-            SamplingParams(temperature=1.0, max_tokens=_DRAWN_TOKENS, seed=seed, ignore_eos=True)
+            SamplingParams(temperature=1.0, max_tokens=_SAMPLED_TOKENS, seed=seed, ignore_eos=True)
             for seed in range(len(self.prompts))
         ]
         decoded = decode(self.model, self.prompts, params, method="mtp", k=k)
-        return Corpus(self.model, self.prompts, _DRAWN_TOKENS, texts_of(decoded)), decoded
+        return Corpus(
+            model=self.model,
+            prompts=self.prompts,
+            new_tokens=_SAMPLED_TOKENS,
+            given=texts_of(decoded),
+        ), decoded
 
     @cached_property
     def texts(self) -> Texts:
@@ -109,17 +129,17 @@ class Corpus:
 
     @property
     def hidden(self) -> torch.Tensor:
-        """What the module takes of the target [T, d]."""
+        """Hidden states of the target as the module is fed them [T, d]."""
         return self.model.mtp_input(*self.states)
 
     @cached_property
     def anchors(self) -> Anchors:
-        """Where an engine would draft: in what was generated."""
+        """Rows where an engine would draft: those of generated tokens."""
         return self.texts.anchors()
 
     @cached_property
     def everywhere(self) -> Anchors:
-        """Every row that drafts can start from, those of prompts included."""
+        """All rows that drafts can start from, those of prompts included."""
         return self.texts.anchors(0)
 
     @cached_property
@@ -136,10 +156,9 @@ class Corpus:
         hidden: torch.Tensor | None = None,
         recycle: Recycle | None = None,
     ) -> Drafts:
-        """What a module, the corpus's own by default, drafts at every anchor."""
-        module = module or self.module
-        states = self.draft_outputs(depths, module, hidden, recycle)
-        return judge(module, self.texts, self.anchors, states)
+        """Drafts of a module, by default the corpus's own, at every anchor."""
+        states = self.draft_outputs(depths, module=module, hidden=hidden, recycle=recycle)
+        return judge(self.modules(module), texts=self.texts, anchors=self.anchors, states=states)
 
     @torch.inference_mode()
     def draft_outputs(
@@ -150,15 +169,15 @@ class Corpus:
         recycle: Recycle | None = None,
         anchors: Anchors | None = None,
     ) -> list[torch.Tensor]:
-        """MTP output [A, d] before the norm, of each depth, at every anchor."""
+        """MTP outputs [A, d] before the norm at every anchor, one per depth."""
         hidden = self.hidden if hidden is None else hidden
-        module, anchors = module or self.module, anchors or self.anchors
-        return draft_states(self.model, module, self.texts, hidden, anchors, depths, recycle)
+        inputs = DraftInputs(self.texts, hidden, anchors or self.anchors)
+        return draft_states(self.modules(module), inputs, depths, recycle)
 
     def by_text(
         self, values: torch.Tensor, where: torch.Tensor, anchors: Anchors | None = None
     ) -> list[float]:
-        """Sums of values [A] over the anchors of each text, where the mask holds."""
+        """Sums of values [A] over the anchors of each text where the mask [A] is true."""
         owners = (anchors or self.anchors).owners
         sums = torch.zeros(len(self.texts.texts), dtype=torch.float64)
         sums.index_add_(0, owners[where], values[where].double())
@@ -171,17 +190,18 @@ def texts_of(decoded: Decoded) -> Texts:
 
 
 def judge(
-    module: MtpModule,
+    modules: Sequence[MtpModule],
     texts: Texts,
     anchors: Anchors,
     states: Sequence[torch.Tensor],
     following: torch.Tensor | None = None,
 ) -> Drafts:
-    """Best tokens and log-probabilities of MTP outputs, by depth. following [T]: what ought to come
-    after each row, the texts' own next token by default."""
+    """Best tokens and log-probabilities of MTP outputs, one [A, d] per depth. following [T]: the
+    wanted token after each row, by default the texts' own next token."""
     following = texts.tokens.roll(-1) if following is None else following
     best, hits, rooms, scores = [], [], [], []
     for depth, x in enumerate(states, start=1):
+        module = modules[:depth][-1]
         room = texts.room(anchors, depth)
         wanted = following[(anchors.rows + depth).clamp(max=len(following) - 1)]
         found, score = best_and_score(module, module.head.normed(x), wanted)
@@ -189,13 +209,13 @@ def judge(
         hits.append((found == wanted) & room)
         rooms.append(room)
         scores.append(score)
-    return Drafts(tuple(best), tuple(hits), tuple(rooms), tuple(scores))
+    return Drafts(best=tuple(best), hit=tuple(hits), room=tuple(rooms), scores=tuple(scores))
 
 
 def best_and_score(
     module: MtpModule, normed: torch.Tensor, wanted: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The best token of each row, and the log-probability of the wanted one [A]."""
+    """The best token [A] of each row, and the log-probability [A] of the wanted one."""
     best, scores = [torch.zeros(0, dtype=torch.long)], [torch.zeros(0)]
     for rows, logits in logits_by_chunk(module.head, normed):
         own = wanted[rows].to(logits.device)[:, None]

@@ -1,48 +1,50 @@
-"""Runs an engine over a loaded model, and keeps what was drafted and what came out."""
+"""Run the engine over a loaded model, and record its proposals and outputs."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 
+from mtp_export.verify.evidence.pass_through import PassThroughDrafter
 from mtp_export.verify.evidence.prompts import Prompt
-from mtp_runtime.acceptance import Draft
+from mtp_runtime.acceptance.base import Draft
 from mtp_runtime.config import EngineConfig, SpeculationConfig
 from mtp_runtime.drafters import DRAFTERS
-from mtp_runtime.drafters.base import Drafter, DrafterParts, Pass
+from mtp_runtime.drafters.base import Drafter, DrafterParts
 from mtp_runtime.engine import Engine
-from mtp_runtime.models.deepseek_v3 import DeepseekV3
+from mtp_runtime.models.model import Model
 from mtp_runtime.request import Request, TokenEvent
 from mtp_runtime.sampling import Probabilities, SamplingParams
 
 Build = Callable[[DrafterParts], Drafter]
 PAGE_SIZE = 16
-PEAKS = 8  # of a law that are kept
+PEAKS = 8  # tokens of a distribution that are kept
 
 
 @dataclass(frozen=True)
 class Peaks:
-    """The likeliest tokens [n, p] of each draft's law, and their probabilities [n, p]."""
+    """The likeliest tokens [n, p] of n draft distributions, and their probabilities [n, p]."""
 
     tokens: np.ndarray[Any, np.dtype[np.int64]]
     probs: Probabilities
 
     @classmethod
     def of(cls, draft: Draft) -> Peaks | None:
-        """None where the draft reports no law."""
-        laws = draft.draft_probs
-        if laws is None:
+        """The peaks of a draft's reported distributions, None if it reports none."""
+        probs = draft.draft_probs
+        if probs is None:
             return None
-        tokens = np.argsort(-laws, axis=-1)[:, :PEAKS]
-        return cls(tokens, np.take_along_axis(laws, tokens, axis=-1))
+        tokens = np.argsort(-probs, axis=-1)[:, :PEAKS]
+        return cls(tokens, np.take_along_axis(probs, tokens, axis=-1))
 
 
 @dataclass(frozen=True)
 class Proposal:
-    """Drafts for the tokens after position `last` of a request, and their laws' peaks."""
+    """Drafts for the tokens after position `last` of a request, and peaks of their
+    distributions."""
 
     request: int
     last: int
@@ -51,30 +53,28 @@ class Proposal:
 
 
 @dataclass
-class Recorder:
-    """A drafter that hands on what another one does, and notes its proposals."""
+class Recorder(PassThroughDrafter):
+    """Record another drafter's proposals."""
 
-    inner: Drafter
     proposals: list[Proposal] = field(default_factory=list)
 
-    def observe(self, passes: Sequence[Pass]) -> None:
-        self.inner.observe(passes)
-
     def propose(self, requests: Sequence[Request], counts: Sequence[int]) -> list[Draft]:
-        drafts = self.inner.propose(requests, counts)
+        drafts = super().propose(requests, counts)
         self.proposals += [
-            Proposal(request.request_id, len(request.tokens) - 1, draft.tokens, Peaks.of(draft))
+            Proposal(
+                request=request.request_id,
+                last=len(request.tokens) - 1,
+                tokens=draft.tokens,
+                peaks=Peaks.of(draft),
+            )
             for request, draft in zip(requests, drafts, strict=True)
         ]
         return drafts
 
-    def forget(self, request: Request) -> None:
-        self.inner.forget(request)
-
 
 @dataclass(frozen=True)
 class Decoded:
-    """What became of some prompts, in order."""
+    """A finished run: requests in the order of their prompts, token events, proposals."""
 
     requests: tuple[Request, ...]
     events: tuple[TokenEvent, ...]
@@ -86,19 +86,18 @@ class Decoded:
 
 
 def decode(
-    model: DeepseekV3,
+    model: Model,
     prompts: Sequence[Prompt],
     params: SamplingParams | Sequence[SamplingParams],
     *,
     method: str = "none",
     k: int = 1,
     build: Build | None = None,
-    draft_model: DeepseekV3 | None = None,
-    **settings: Any,
+    draft_model: Model | None = None,
 ) -> Decoded:
-    """Decode prompts to their end; `build` stands in for DRAFTERS[method].
+    """Decode prompts to their end; `build` replaces DRAFTERS[method].
 
-    Freed cache slots are filled with NaN, so that reading one shows. `settings` are EngineConfig's.
+    Freed cache slots are filled with NaN, so that reading one shows.
     """
     speculation = SpeculationConfig("planted" if build else method, k)
     each = [params] * len(prompts) if isinstance(params, SamplingParams) else list(params)
@@ -115,10 +114,10 @@ def decode(
     recorders: list[Recorder] = []
 
     def recording(parts: DrafterParts) -> Drafter:
-        recorders.append(Recorder((build or DRAFTERS[method])(parts)))
+        recorders.append(Recorder((build or DRAFTERS[method].build)(parts)))
         return recorders[0]
 
-    engine = Engine(model, replace(config, **settings), recording, draft_model)
+    engine = Engine(model, config, recording, draft_model)
     requests = tuple(
         Request(number, prompt, own, model.config.eos_token_ids)
         for number, (prompt, own) in enumerate(zip(prompts, each, strict=True))

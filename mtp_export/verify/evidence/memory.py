@@ -1,4 +1,4 @@
-"""Whether a model fits into this machine's memory, from its headers alone."""
+"""Memory that a model takes, from its headers alone, and memory that this machine has."""
 
 from __future__ import annotations
 
@@ -6,27 +6,25 @@ from collections.abc import Iterable
 from math import prod
 from pathlib import Path
 
-from mtp_export.checkpoint.reader import Checkpoint
 from mtp_export.progress import format_bytes
+from mtp_export.verify.evidence.bundle_parts import PartLayout
+from mtp_export.verify.evidence.weight_values import weights_on_disk
 
 _MEMINFO = Path("/proc/meminfo")
 _DENSE_BYTES = 4  # the runtime holds every weight in fp32
-# Weights in one stored element, where it holds more than one.
-_PACKED = {"weight_packed": {"I32": 8}, "weight": {"I8": 2}}
 
 
-def dense_bytes(checkpoints: Iterable[Checkpoint]) -> int:
-    """What the weights take in fp32; a packed word is counted as eight of them."""
-    total = 0
-    for checkpoint in checkpoints:
-        for tensor in checkpoint.tensors.values():
-            last = tensor.name.rpartition(".")[2]
-            total += prod(tensor.shape) * _PACKED.get(last, {}).get(tensor.dtype, 1)
-    return total * _DENSE_BYTES
+def dense_bytes(layouts: Iterable[PartLayout]) -> int:
+    """Bytes of all weights in fp32, whatever form they are stored in."""
+    return _DENSE_BYTES * sum(
+        prod(weight.stored.weight.shape)
+        for layout in layouts
+        for weight in weights_on_disk(layout.stored, layout.checkpoint.tensors)
+    )
 
 
 def available_bytes() -> int | None:
-    """Memory that new work can have without swapping, None where the system does not tell."""
+    """Memory available to new work without swapping, None if the system does not tell."""
     try:
         lines = _MEMINFO.read_text().splitlines()
     except OSError:
@@ -38,9 +36,9 @@ def available_bytes() -> int | None:
     return None
 
 
-def why_too_large(checkpoints: Iterable[Checkpoint]) -> str | None:
-    """Why the model does not fit into memory, None when it does."""
-    needed, available = dense_bytes(checkpoints), available_bytes()
+def why_too_large(layouts: Iterable[PartLayout]) -> str | None:
+    """The reason why the model does not fit into memory, None if it does."""
+    needed, available = dense_bytes(layouts), available_bytes()
     if available is None or needed < available:
         return None
     return (

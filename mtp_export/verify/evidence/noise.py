@@ -1,4 +1,4 @@
-"""How far rounding moves logits when the same tokens are computed in other company."""
+"""Rounding noise of logits: the same tokens computed in steps and batches of other sizes."""
 
 from __future__ import annotations
 
@@ -7,26 +7,25 @@ from collections.abc import Sequence
 import torch
 
 from mtp_export.verify.evidence.decode import Decoded
-from mtp_runtime.cache import CachedSequence, PagedCache
-from mtp_runtime.layout import lay_out
-from mtp_runtime.models.deepseek_v3 import DeepseekV3
+from mtp_runtime.cache import CachedSequence, PageAllocator, lay_out
+from mtp_runtime.models.model import Model
 
 _TEXTS, _TOKENS, _BLOCK = 4, 12, 4
 _PAGE_SIZE = 16
 
 
-def measured_noise(model: DeepseekV3, plain: Decoded) -> float:
-    """The largest difference of any logit between one row a step (decoding) and several
-    (verifying), on the first tokens of some of a run's outputs, computed alone and together; at
-    least the rounding of one logit."""
+def measured_noise(model: Model, plain: Decoded) -> float:
+    """The largest difference of any logit between one row per step (decoding) and several
+    (verifying), alone and in a batch, on the first tokens of some of a run's outputs; at least the
+    rounding of one logit."""
     texts = [tuple(request.tokens) for request in plain.requests if request.output][:_TEXTS]
     starts = [len(request.prompt) for request in plain.requests if request.output][:_TEXTS]
     texts = [t[: start + _TOKENS] for t, start in zip(texts, starts, strict=True)]
     if not texts:
         return 0.0
-    slow = paced_logits(model, texts, starts, 1)
-    fast = paced_logits(model, texts, starts, _BLOCK)
-    lone = paced_logits(model, texts[:1], starts[:1], _BLOCK)
+    slow = paced_logits(model, texts, starts=starts, block=1)
+    fast = paced_logits(model, texts, starts=starts, block=_BLOCK)
+    lone = paced_logits(model, texts[:1], starts=starts[:1], block=_BLOCK)
     among = max(float((a - b).abs().max()) for a, b in zip(slow, fast, strict=True))
     largest = max(float(a.abs().max()) for a in slow)
     rounding = largest * torch.finfo(model.embedding.dtype).eps
@@ -35,16 +34,14 @@ def measured_noise(model: DeepseekV3, plain: Decoded) -> float:
 
 @torch.inference_mode()
 def paced_logits(
-    model: DeepseekV3, texts: Sequence[Sequence[int]], starts: Sequence[int], block: int
+    model: Model, texts: Sequence[Sequence[int]], starts: Sequence[int], block: int
 ) -> list[torch.Tensor]:
-    """Logits [s, vocab] of the tokens after each text's start, a block of them a step; what comes
-    before is prefilled whole, all texts together."""
+    """Logits [s, vocab] of the tokens after each text's start, `block` tokens per step; the tokens
+    before are prefilled whole, all texts in one batch."""
     config = model.config
     needed = sum(-(-len(text) // _PAGE_SIZE) for text in texts)
-    width = config.latent + config.rope.size
-    cache = PagedCache(
-        model.cache_layers, needed, _PAGE_SIZE, width, model.embedding.dtype, model.device
-    )
+    pages = PageAllocator(needed, _PAGE_SIZE)
+    cache = model.new_cache(pages)
     sequences = [CachedSequence() for _ in texts]
     parts: list[list[torch.Tensor]] = [[] for _ in texts]
     ends = list(starts)
@@ -53,9 +50,9 @@ def paced_logits(
         spans = [(sequences[i].length, min(ends[i], len(texts[i]))) for i in active]
         tokens = [t for i, (a, b) in zip(active, spans, strict=True) for t in texts[i][a:b]]
         for i, (a, b) in zip(active, spans, strict=True):
-            cache.append(sequences[i], b - a)
-        layout = lay_out(cache, [sequences[i] for i in active], spans, model.device)
-        _, after = model(torch.tensor(tokens, device=model.device), cache.layers, layout)
+            pages.append(sequences[i], b - a)
+        layout = lay_out(pages, [sequences[i] for i in active], spans, model.device)
+        _, after = model(torch.tensor(tokens, device=model.device), cache, layout)
         row = 0
         for i, (a, b) in zip(active, spans, strict=True):
             if a >= starts[i]:

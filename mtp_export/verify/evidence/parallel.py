@@ -1,4 +1,4 @@
-"""Work on many tensors in several threads: results in order, nothing left running afterwards."""
+"""Work on many tensors in several threads: results in order, no thread left running."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ Result = TypeVar("Result")
 def in_threads(
     work: Callable[[Task], Result], tasks: Sequence[Task], workers: int
 ) -> Iterator[Result]:
-    """work(task) of every task, in their order; the first failure, or Ctrl-C, drops the rest."""
+    """Yield work(task) of every task, in order; the first failure, or Ctrl-C, drops the rest."""
     pool = ThreadPoolExecutor(max(1, workers))
     try:
         yield from pool.map(work, tasks)

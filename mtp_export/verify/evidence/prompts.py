@@ -1,4 +1,4 @@
-"""The prompts that a bundle is run on: the user's, or built-in ones."""
+"""Prompts that a bundle is run on: the user's, or built-in ones."""
 
 from __future__ import annotations
 
@@ -8,11 +8,10 @@ from pathlib import Path
 
 from mtp_export.checkpoint.reader import Checkpoint
 from mtp_export.errors import InvalidInputError
-from mtp_runtime.prompts import read_prompts
 
 Prompt = tuple[int, ...]
 
-# Code and prose, some with a strong hint of what comes next: drafts are accepted on such text.
+# Code and prose, some of it easy to continue: drafts are accepted on such text.
 BUILT_IN = (
     'def read(path):\n    """Read a file and return its lines."""\n',
     "class Stack:\n    def __init__(self):\n        self.items = []\n\n    def push(self, item):\n",
@@ -35,14 +34,15 @@ _RANDOM_PROMPTS, _RANDOM_TOKENS = 16, 24
 
 
 def choose_prompts(path: Path | None, main: Checkpoint | None) -> tuple[Prompt, ...]:
-    """Token ids: the file's prompts, else the built-in texts, else (no tokenizer) random ids.
+    """Token ids of the file's prompts, else of the built-in texts; random ids without a tokenizer.
 
     Raises what read_prompts raises, InvalidInputError for token ids outside the vocabulary, and
     UsageError for texts without a tokenizer.
     """
+    from mtp_runtime.prompts import read_prompts
     from mtp_runtime.tokenizer import Tokenizer
 
-    assert main is not None, "checks that run a model are not started without one"
+    assert main is not None, "checks that run a model do not start without one"
     if path is None and not Tokenizer.find(main.folder).found:
         return _random_prompts(main.config.get("vocab_size", 1))
     return encoded(main, path, BUILT_IN if path is None else read_prompts(path))
@@ -51,7 +51,7 @@ def choose_prompts(path: Path | None, main: Checkpoint | None) -> tuple[Prompt, 
 def encoded(
     main: Checkpoint, path: Path | None, prompts: Iterable[str | Prompt]
 ) -> tuple[Prompt, ...]:
-    """Token ids of texts, ids as they are (InvalidInputError, UsageError as choose_prompts)."""
+    """Token ids of texts; ids stay as they are. Raises what choose_prompts raises."""
     from mtp_runtime.tokenizer import Tokenizer
 
     tokenizer, vocab = Tokenizer.find(main.folder), main.config.get("vocab_size", 1)

@@ -1,5 +1,5 @@
-"""Ratios and differences with confidence intervals clustered by prompt: tokens of one text are not
-independent, prompts are."""
+"""Ratios with confidence intervals clustered by prompt: tokens of one text are not independent,
+prompts are."""
 
 from __future__ import annotations
 
@@ -13,7 +13,8 @@ CONFIDENCE = 0.95
 
 @dataclass(frozen=True)
 class Estimate:
-    """A figure and its interval; the bounds are None where fewer than two prompts had any data."""
+    """A ratio, its confidence interval and its denominator; low and high are None if fewer than two
+    prompts had any data."""
 
     value: float
     low: float | None
@@ -21,7 +22,7 @@ class Estimate:
     count: int
 
     def shown(self, digits: int = 3) -> str:
-        """As 0.786 [0.751, 0.821]."""
+        """Text as in 0.786 [0.751, 0.821]."""
         if self.low is None or self.high is None:
             return f"{self.value:.{digits}f}"
         return f"{self.value:.{digits}f} [{self.low:.{digits}f}, {self.high:.{digits}f}]"
@@ -31,29 +32,29 @@ class Estimate:
 
 
 def ratio(
-    tops: Sequence[float], bottoms: Sequence[float], confidence: float = CONFIDENCE
+    numerators: Sequence[float], denominators: Sequence[float], confidence: float = CONFIDENCE
 ) -> Estimate | None:
-    """Sum of tops over sum of bottoms, one pair a prompt; None where there is nothing below.
+    """Sum of numerators over sum of denominators, one of each per prompt; None if that is zero.
 
     The interval is that of the ratio estimator (Cochran, Sampling Techniques, 6.4) with Student's t
     over the prompts that have any data.
     """
-    pairs = [(top, bottom) for top, bottom in zip(tops, bottoms, strict=True) if bottom]
-    total = sum(bottom for _, bottom in pairs)
+    pairs = [(n, d) for n, d in zip(numerators, denominators, strict=True) if d]
+    total = sum(denominator for _, denominator in pairs)
     if not pairs:
         return None
-    value = sum(top for top, _ in pairs) / total
+    value = sum(numerator for numerator, _ in pairs) / total
     count = len(pairs)
     if count < 2:
-        return Estimate(value, None, None, int(total))
-    squares = sum((top - value * bottom) ** 2 for top, bottom in pairs)
+        return Estimate(value=value, low=None, high=None, count=int(total))
+    squares = sum((numerator - value * denominator) ** 2 for numerator, denominator in pairs)
     error = math.sqrt(count / (count - 1) * squares) / total
     reach = student_quantile(0.5 + confidence / 2, count - 1) * error
-    return Estimate(value, value - reach, value + reach, int(total))
+    return Estimate(value=value, low=value - reach, high=value + reach, count=int(total))
 
 
 def student_quantile(probability: float, freedom: int) -> float:
-    """Student's t quantile: exact for 1 and 2 degrees, else Hill's expansion (Cornish-Fisher)."""
+    """Student's t quantile: exact for 1 and 2 degrees of freedom, else Hill's expansion."""
     if freedom == 1:
         return math.tan(math.pi * (probability - 0.5))
     if freedom == 2:
@@ -70,7 +71,7 @@ def student_quantile(probability: float, freedom: int) -> float:
 
 
 def critical_chi_square(freedom: int, alpha: float) -> float:
-    """What a chi-square statistic exceeds with probability alpha (Wilson and Hilferty)."""
+    """The value that a chi-square statistic exceeds with probability alpha (Wilson-Hilferty)."""
     spread = 2 / (9 * freedom)
     quantile = NormalDist().inv_cdf(1 - alpha)
     return float(freedom * (1 - spread + quantile * math.sqrt(spread)) ** 3)

@@ -1,5 +1,5 @@
-"""Files and tensors against the manifest: everything that it lists is there with the same bytes,
-and nothing else that an engine would load."""
+"""Files and tensors compared with the manifest: all that it lists is there with the same bytes, and
+nothing else that an engine would load."""
 
 from __future__ import annotations
 
@@ -11,19 +11,21 @@ from typing import TYPE_CHECKING, Any
 import xxhash
 
 from mtp_export.bundle.journal import JOURNAL_NAME
+from mtp_export.checkpoint.direct_io import aligned_buffer
 from mtp_export.checkpoint.header import ShardHeader, TensorInfo
 from mtp_export.checkpoint.reader import Checkpoint
-from mtp_export.checkpoint.tensor_reader import TensorReader, aligned_buffer
+from mtp_export.checkpoint.tensor_reader import TensorReader
 from mtp_export.progress import ProgressCallback, format_bytes
-from mtp_export.verify.check import Item, Problem, Status, verdict
+from mtp_export.verify.check import Item, Problem, failed, not_tested, verdict
 from mtp_export.verify.evidence.parallel import in_threads
 
 if TYPE_CHECKING:
-    from mtp_export.verify.context import BundlePart, Context
+    from mtp_export.verify.context import Context
+    from mtp_export.verify.evidence.bundle_parts import BundlePart
 
 _BUFFER_BYTES = 1 << 20
 _CHANGED = " has other bytes than the export wrote: damaged or replaced since, copy it again"
-# What engines pick up from a folder by its ending; anything else does no harm there.
+# Files that engines load from a folder by their endings; others do no harm there.
 _READ_BY_ENGINES = (
     *(".safetensors", ".bin", ".pt", ".pth", ".gguf", ".json", ".py"),
     *(".model", ".tiktoken", ".jinja"),
@@ -31,19 +33,17 @@ _READ_BY_ENGINES = (
 
 
 @dataclass(frozen=True)
-class _Sum:
-    """A tensor to hash, and what the manifest says of it."""
+class _Recorded:
+    """A tensor to hash, and its checksum in the manifest."""
 
     tensor: TensorInfo
-    recorded: str
+    checksum: str
 
 
 def manifest_items(context: Context) -> Iterator[Item]:
-    """Each part against the manifest: its files, its shards, its tensors' checksums."""
+    """Each part's files, shards and tensors compared with the manifest's checksums."""
     if context.manifest is None:
-        yield Item(
-            "checksums", Status.NOT_TESTED, cause="there is no manifest to hold them against"
-        )
+        yield not_tested("checksums", "there is no manifest to compare them with")
         return
     recorded = context.manifest.get("parts")
     parts = recorded if isinstance(recorded, dict) else {}
@@ -53,17 +53,17 @@ def manifest_items(context: Context) -> Iterator[Item]:
             where = "in the manifest but not in the bundle"
             if part is not None:
                 where = "in the bundle but not in the manifest"
-            yield Item(f"{name}: part", Status.FAIL, subject=name, cause=f"the part is {where}")
+            yield failed(f"{name}: part", f"the part is {where}", subject=name)
             continue
         yield _small_files(part, entry)
         yield _shards(part, entry)
         if part.checkpoint is not None:
-            yield from _tensors(context, part.name, part.checkpoint, entry)
+            yield from _tensors(context, part=part.name, checkpoint=part.checkpoint, entry=entry)
     yield _unfinished(context.options.bundle)
 
 
 def _small_files(part: BundlePart, entry: Mapping[str, Any]) -> Item:
-    """Config, index and tokenizer, byte by byte: they are few and small."""
+    """Config, index and tokenizer have the manifest's checksums."""
     files: Mapping[str, Any] = entry.get("files") or {}
     problems = []
     for name, facts in files.items():
@@ -76,7 +76,8 @@ def _small_files(part: BundlePart, entry: Mapping[str, Any]) -> Item:
 
 
 def _shards(part: BundlePart, entry: Mapping[str, Any]) -> Item:
-    """Shards by name, size and, where they were linked, header; and strangers in the folder."""
+    """Shards have the manifest's names, sizes and, if they were linked, headers; the folder has no
+    other file that engines load."""
     shards: Mapping[str, Any] = entry.get("shards") or {}
     headers = {} if part.checkpoint is None else {s.path.name: s for s in part.checkpoint.shards}
     problems: list[Problem] = []
@@ -120,24 +121,23 @@ def _tensors(
     sums, unread = _sums_of(checkpoint, entry)
     name = f"{part}: checksums"
     if not context.options.checksums:
-        yield Item(name, Status.NOT_TESTED, cause="--no-checksums leaves them out")
+        yield not_tested(name, "--no-checksums leaves them out")
     elif sums:
         yield _hashed(context, name, sums)
     if unread:
-        yield Item(
+        yield not_tested(
             f"{part}: checksums of linked shards",
-            Status.NOT_TESTED,
-            figure=f"{len(unread)} shards, {format_bytes(sum(s.size_bytes for s in unread))}",
-            cause="they were linked, not read, so the manifest has their headers' hashes alone."
+            "they were linked, not read, so the manifest has their headers' hashes alone."
             " --source compares their bytes, --checksums all records them at export",
+            figure=f"{len(unread)} shards, {format_bytes(sum(s.size_bytes for s in unread))}",
         )
 
 
 def _sums_of(
     checkpoint: Checkpoint, entry: Mapping[str, Any]
-) -> tuple[list[_Sum], list[ShardHeader]]:
-    """Tensors whose checksums are recorded, in file order, and shards without any."""
-    sums: list[_Sum] = []
+) -> tuple[list[_Recorded], list[ShardHeader]]:
+    """Tensors with a recorded checksum, in file order, and shards without any."""
+    sums: list[_Recorded] = []
     unread: list[ShardHeader] = []
     for shard in checkpoint.shards:
         facts = (entry.get("shards") or {}).get(shard.path.name, {})
@@ -148,11 +148,11 @@ def _sums_of(
         for tensor in shard.tensors:
             recorded = tensors.get(tensor.name, {}).get("xxh3_128")
             if isinstance(recorded, str):
-                sums.append(_Sum(tensor, recorded))
+                sums.append(_Recorded(tensor, recorded))
     return sums, unread
 
 
-def _hashed(context: Context, name: str, sums: list[_Sum]) -> Item:
+def _hashed(context: Context, name: str, sums: list[_Recorded]) -> Item:
     total_bytes = sum(each.tensor.size_bytes for each in sums)
     with context.show_progress(name, total_bytes) as progress:
         hashes = in_threads(
@@ -161,7 +161,7 @@ def _hashed(context: Context, name: str, sums: list[_Sum]) -> Item:
         problems = [
             Problem(each.tensor.name, f"{each.tensor.name} in {each.tensor.path.name}{_CHANGED}")
             for each, digest in zip(sums, hashes, strict=True)
-            if digest != each.recorded
+            if digest != each.checksum
         ]
     return verdict(name, problems, f"{len(sums):,} tensors, {format_bytes(total_bytes)}")
 
@@ -179,6 +179,6 @@ def _hash_of(tensor: TensorInfo, progress: ProgressCallback) -> str:
 def _unfinished(bundle: Path) -> Item:
     journal, problems = bundle / JOURNAL_NAME, []
     if journal.exists():
-        words = f"{JOURNAL_NAME} is there: the export did not finish, or runs just now"
+        words = f"{JOURNAL_NAME} is there: the export did not finish, or is still running"
         problems.append(Problem(str(journal), words))
     return verdict("export finished", problems)

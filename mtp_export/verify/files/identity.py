@@ -1,4 +1,4 @@
-"""Whether main, draft and tokenizer are of one model: configs agree, token ids fit."""
+"""Identity of main, draft and tokenizer: configs agree and token ids fit, as of one model."""
 
 from __future__ import annotations
 
@@ -6,14 +6,15 @@ from collections.abc import Iterator, Mapping
 from fnmatch import fnmatch
 from typing import TYPE_CHECKING, Any
 
+from mtp_export.checkpoint.bundle_folder import MAIN
 from mtp_export.checkpoint.reader import read_json_object
 from mtp_export.errors import MtpExportError
-from mtp_export.verify.check import Item, Problem, Status, verdict
-from mtp_export.verify.context import MAIN
-from mtp_export.verify.files.layout import target_of
+from mtp_export.schemes.native import QUANTIZATION
+from mtp_export.verify.check import Item, Problem, not_tested, verdict
 
 if TYPE_CHECKING:
-    from mtp_export.verify.context import BundlePart, Context
+    from mtp_export.verify.context import Context
+    from mtp_export.verify.evidence.bundle_parts import BundlePart
 
 _TOKENIZER_JSON = "tokenizer.json"
 _TOKENIZER_FILES = (
@@ -21,11 +22,11 @@ _TOKENIZER_FILES = (
     *("*.tiktoken", "*.model", "chat_template*", "generation_config.json"),
 )
 _VOCABULARIES = ("tokenizer.json", "*.model", "*.tiktoken", "vocab.json", "tekken.json")
-_LEAST_USED = 0.9  # share of the vocabulary that a model's own tokenizer gives out
+_LEAST_USED = 0.9  # share of the vocabulary that a model's own tokenizer uses
 
 
 def identity_items(context: Context) -> Iterator[Item]:
-    """The two configs, and each part's tokenizer, against each other."""
+    """The two configs compared with each other, and each part's tokenizer with its config."""
     if context.main is not None and context.mtp is not None:
         yield _configs(context, context.main.config, context.mtp.config)
     for part in context.parts:
@@ -37,11 +38,10 @@ def identity_items(context: Context) -> Iterator[Item]:
 
 
 def _configs(context: Context, main: Mapping[str, Any], mtp: Mapping[str, Any]) -> Item:
-    """The draft's config is the main one but for what its target changes."""
-    target = target_of(context)
-    wanted = target.mtp_config(main)
+    """The draft's config equals the main one but for the fields that its target changes."""
+    wanted = context.target.mtp_config(main)
     problems = []
-    for key in sorted({*wanted, *mtp} - {"quantization_config"}):
+    for key in sorted({*wanted, *mtp} - {QUANTIZATION}):
         if wanted.get(key) != mtp.get(key):
             words = (
                 f"{key} is {mtp.get(key)!r} in mtp/config.json, where main/config.json makes it"
@@ -52,8 +52,8 @@ def _configs(context: Context, main: Mapping[str, Any], mtp: Mapping[str, Any]) 
 
 
 def _yarn(part: str, config: Mapping[str, Any]) -> Item:
-    """yarn's two factors go together in every released model: mscale over the rotary part, and
-    mscale_all_dim over all of an attention score, in place of it."""
+    """yarn's two factors come together in every released model: mscale on the rotary part, and
+    mscale_all_dim on the whole attention score, which replaces it."""
     scaling = config.get("rope_scaling") or config.get("rope_parameters") or {}
     figure = f"mscale {scaling.get('mscale')}, mscale_all_dim {scaling.get('mscale_all_dim')}"
     problems = []
@@ -67,7 +67,7 @@ def _yarn(part: str, config: Mapping[str, Any]) -> Item:
 
 
 def _tokenizer(part: BundlePart) -> Item:
-    """The part has a tokenizer, and it gives out the model's token ids."""
+    """The part has a tokenizer whose ids are those of the model."""
     name = f"{part.name}: tokenizer"
     files = [path.name for path in part.folder.iterdir()]
     if not any(fnmatch(file, pattern) for file in files for pattern in _VOCABULARIES):
@@ -76,7 +76,7 @@ def _tokenizer(part: BundlePart) -> Item:
     config = {} if part.checkpoint is None else part.checkpoint.config
     vocab = config.get("vocab_size")
     if _TOKENIZER_JSON not in files or type(vocab) is not int:
-        return Item(name, Status.NOT_TESTED, cause=f"it has no {_TOKENIZER_JSON} to look into")
+        return not_tested(name, f"it has no {_TOKENIZER_JSON} to look into")
     path = part.folder / _TOKENIZER_JSON
     try:
         ids = _ids(read_json_object(path))
@@ -92,7 +92,7 @@ def _tokenizer(part: BundlePart) -> Item:
 
 
 def _ids(tokenizer: Mapping[str, Any]) -> dict[str, int]:
-    """Every token of a tokenizer.json with its id."""
+    """Ids of a tokenizer.json by token."""
     model = tokenizer.get("model")
     vocab = model.get("vocab") if isinstance(model, dict) else None
     ids: dict[str, int] = {}
@@ -108,7 +108,7 @@ def _ids(tokenizer: Mapping[str, Any]) -> dict[str, int]:
 def _special_tokens(
     part: BundlePart, config: Mapping[str, Any], ids: Mapping[str, int]
 ) -> Iterator[str]:
-    """Begin and end of text have the ids that the model was trained with."""
+    """Problems of the begin and end of text whose ids are not those of config.json."""
     path = part.folder / "tokenizer_config.json"
     if not path.is_file():
         return
@@ -128,7 +128,7 @@ def _special_tokens(
 
 
 def _same_tokenizer(parts: tuple[BundlePart, ...]) -> Item:
-    """Target and draft see the same ids: their tokenizer files are equal, byte by byte."""
+    """Main and draft read the same ids: their tokenizer files are equal, byte by byte."""
     contents = [
         {
             path.name: path.read_bytes()

@@ -1,5 +1,5 @@
-"""config.json against the tensors: what it promises is there, in the precision that an engine will
-take it for, and nothing else."""
+"""config.json compared with the tensors: what it promises is there, in the precision that an engine
+will take it for, and nothing else."""
 
 from __future__ import annotations
 
@@ -9,13 +9,14 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+from mtp_export.checkpoint.bundle_folder import MAIN, MTP
 from mtp_export.checkpoint.header import TensorInfo
 from mtp_export.errors import MtpExportError
-from mtp_export.families.base import Discrepancy, compare
-from mtp_export.schemes.stored import Stored, StoredWeight, stored
-from mtp_export.verify.check import Item, Problem, Status, verdict
-from mtp_export.verify.context import MAIN, MTP
-from mtp_export.verify.files.layout import PartLayout, layout_of, target_of
+from mtp_export.schemes.discrepancies import Discrepancy, compare
+from mtp_export.schemes.native import quantization_of
+from mtp_export.schemes.stored import StoredModel, StoredWeight
+from mtp_export.verify.check import Item, Problem, failed, not_tested, verdict
+from mtp_export.verify.evidence.bundle_parts import PartLayout
 
 if TYPE_CHECKING:
     from mtp_export.verify.context import Context
@@ -24,28 +25,28 @@ _SGLANG_DRAFT = "model.decoder"
 
 
 def promise_items(context: Context) -> Iterator[Item]:
-    """Each part against its own config, and the draft as vLLM and SGLang will read it."""
+    """Each part compared with its own config, and the draft as vLLM and SGLang will read it."""
     yield _advertised(context)
     for part in context.parts:
         if part.checkpoint is None:
-            yield Item(f"{part.name}: tensors", Status.NOT_TESTED, cause="it cannot be opened")
+            yield not_tested(f"{part.name}: tensors", "it cannot be opened")
             continue
         try:
-            layout = layout_of(context, part)
+            layout = context.layout(part)
         except MtpExportError as error:
             subject = str(part.folder / "config.json")
-            yield Item(f"{part.name}: config", Status.FAIL, subject=subject, cause=str(error))
+            yield failed(f"{part.name}: config", str(error), subject=subject)
             continue
         yield from _part_items(layout)
-        if part.name == MTP and target_of(context).name == "hf":
+        if part.name == MTP and context.target.name == "hf":
             yield from _draft_items(context, layout)
 
 
 def _advertised(context: Context) -> Item:
-    """The main config, which engines read, says how many MTP layers there are."""
+    """The main config, which engines read, has the right number of MTP layers."""
     name = "MTP layers advertised"
     if context.main is None:
-        return Item(name, Status.NOT_TESTED, cause="main/ is not there or cannot be opened")
+        return not_tested(name, "main/ is not there or cannot be opened")
     promised = context.main.config.get("num_nextn_predict_layers") or 0
     has_part = context.part(MTP) is not None
     problems = []
@@ -62,7 +63,7 @@ def _advertised(context: Context) -> Item:
 
 
 def _part_items(layout: PartLayout) -> Iterator[Item]:
-    """Which tensors there are; and per weight, whether its stored form is the promised one."""
+    """The promised tensors are there, and each weight in the promised form."""
     tensors = layout.checkpoint.tensors
     presence, precision = _sorted_out(tensors, layout.stored)
     yield verdict(f"{layout.name}: tensors", presence, f"{len(tensors):,} tensors")
@@ -71,9 +72,9 @@ def _part_items(layout: PartLayout) -> Iterator[Item]:
 
 
 def _sorted_out(
-    tensors: Mapping[str, TensorInfo], promised: Stored
+    tensors: Mapping[str, TensorInfo], promised: StoredModel
 ) -> tuple[list[Problem], list[Problem]]:
-    """Problems of presence, one a tensor, and of precision, one a weight."""
+    """Problems of presence, one per tensor, and of precision, one per weight."""
     presence: list[Problem] = []
     modules = _by_module(tensors)
     astray: dict[str, StoredWeight] = {}
@@ -88,8 +89,8 @@ def _sorted_out(
     return presence, precision
 
 
-def _weight_of_module(promised: Stored, module: str) -> StoredWeight | None:
-    """The weight of which a module's tensors are another form than promised."""
+def _weight_of_module(promised: StoredModel, module: str) -> StoredWeight | None:
+    """The weight that a module's tensors hold in another form than promised."""
     for suffix in ("weight", "weight_packed"):
         if (weight := promised.weight_of.get(f"{module}.{suffix}")) is not None:
             return weight
@@ -112,7 +113,7 @@ def _by_module(tensors: Mapping[str, TensorInfo]) -> dict[str, dict[str, TensorI
 
 
 def _precision(weight: StoredWeight, modules: Mapping[str, Mapping[str, TensorInfo]]) -> Problem:
-    """What a weight is stored as, against what quantization_config makes an engine expect."""
+    """The problem of a weight in another form than quantization_config makes an engine expect."""
     name = weight.tensors[0].name
     module = name.rpartition(".")[0]
     stored_as = modules.get(module, {})
@@ -161,24 +162,25 @@ def _promised(weight: StoredWeight) -> str:
 
 
 def _draft_items(context: Context, layout: PartLayout) -> Iterator[Item]:
-    """The draft as vLLM reads it, by the main config, and as SGLang does, under its own names."""
+    """The draft as vLLM reads it, by the main config, and as SGLang does, by its own names."""
     engines = _readers(context)
     if "vLLM" in engines:
         name = "mtp: precision as vLLM reads it"
         if context.main is None:
-            yield Item(name, Status.NOT_TESTED, cause="main/ is not there or cannot be opened")
+            yield not_tested(name, "main/ is not there or cannot be opened")
         else:
-            config = context.main.config.get("quantization_config")
+            config = quantization_of(context.main.config)
             why = "vLLM builds the draft with the quantization_config of main/config.json"
-            yield _as_read(name, layout, config, why)
+            yield _as_read(name, layout, config=config, why=why)
     if "SGLang" in engines:
-        config = layout.checkpoint.config.get("quantization_config")
+        config = quantization_of(layout.checkpoint.config)
         why = f"SGLang knows the draft's layer as {_SGLANG_DRAFT} and rewrites patterns literally"
-        yield _as_read("mtp: precision as SGLang reads it", layout, config, why, rewritten=True)
+        name = "mtp: precision as SGLang reads it"
+        yield _as_read(name, layout, config=config, why=why, rewritten=True)
 
 
 def _readers(context: Context) -> tuple[str, ...]:
-    """Engines that a layout in the released names is for."""
+    """Engines that read a draft in the released names."""
     if context.recorded("reader") == "sglang" or context.recorded("format") == "w4afp8":
         return ("SGLang",)
     if context.recorded("base_quant") == "a8w8_fp8_wint4":
@@ -187,8 +189,9 @@ def _readers(context: Context) -> tuple[str, ...]:
 
 
 def _as_read(
-    name: str, layout: PartLayout, config: Any, why: str, *, rewritten: bool = False
+    name: str, layout: PartLayout, *, config: Any, why: str, rewritten: bool = False
 ) -> Item:
+    """The draft's tensors compared with what an engine expects by a quantization_config."""
     specs = [one.weight for one in layout.stored.weights.values()]
     tensors: Mapping[str, TensorInfo] = layout.checkpoint.tensors
     rename: Callable[[str], str] = str
@@ -197,9 +200,9 @@ def _as_read(
         config = json.loads(rename(json.dumps(config)))
         tensors = {rename(key): tensor for key, tensor in tensors.items()}
     try:
-        read = stored(specs, config, rename)
+        read = layout.stored.reread(config, rename)
     except MtpExportError as error:
-        return Item(name, Status.FAIL, subject="config.json", cause=f"{why}: {error}")
+        return failed(name, f"{why}: {error}", subject="config.json")
     presence, precision = _sorted_out(tensors, read)
     problems = [
         Problem(problem.subject, f"{why}: {problem.words}") for problem in presence + precision

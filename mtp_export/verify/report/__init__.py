@@ -1,1 +1,1 @@
-"""A finished verification as table, JSON, JUnit and HTML."""
+"""Report of a finished verification as terminal table, JSON, JUnit and HTML."""

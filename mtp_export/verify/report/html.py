@@ -1,4 +1,4 @@
-"""The report as one page that needs nothing else: style, charts and tables inline."""
+"""The report as one self-contained HTML page: style, charts and tables inline."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ _MOST_SERIES = 6
 
 
 def html_page(report: Report) -> str:
-    """Verdict, failures in words, charts of what was measured, every item."""
+    """The page: verdict, failures in words, charts of the measured figures, every item."""
     title = f"mtp-export verify: {report.options.bundle}"
     body = "".join((_head(report), _failures(report), _charts(report), _checks(report)))
     return (
@@ -116,7 +116,7 @@ def _charts(report: Report) -> str:
 
 
 def _data(report: Report, check: str, *keys: str) -> Iterator[dict[str, Any]]:
-    """The data of a check's items that have all these keys."""
+    """Data of a check's items that have all these keys."""
     for result, item in report.items:
         if result.name == check and all(key in item.data for key in keys):
             yield dict(item.data)
@@ -126,15 +126,15 @@ def _acceptance(report: Report) -> Iterator[tuple[str, str]]:
     found = list(_data(report, "acceptance", "k", "position", "conditional", "cumulative"))
     for kind, title in (
         ("conditional", "Draft accepted, if those before it were (95 % interval)"),
-        ("cumulative", "Draft accepted, of all drafted at its place (95 % interval)"),
+        ("cumulative", "Draft accepted, of all drafted at its position (95 % interval)"),
     ):
         rows = [
             Interval(
                 f"k={data['k']}, draft {data['position']}",
-                data[kind]["value"],
-                data[kind]["low"],
-                data[kind]["high"],
-                data["k"] % _MOST_SERIES,
+                value=data[kind]["value"],
+                low=data[kind]["low"],
+                high=data[kind]["high"],
+                series=data["k"] % _MOST_SERIES,
             )
             for data in found
         ]
@@ -143,7 +143,7 @@ def _acceptance(report: Report) -> Iterator[tuple[str, str]]:
 
 
 def _sqnr(report: Report) -> Iterator[tuple[str, str]]:
-    """The least SQNR of each layer, a line for each role and form."""
+    """The least SQNR per layer, one line per role and form."""
     points: dict[str, list[tuple[float, float]]] = defaultdict(list)
     for data in _data(report, "weights", "sqnr_db_by_layer"):
         label = f"{data['role']}, {data['storage'].replace('_', ' ')}"
@@ -159,9 +159,9 @@ def _sizes(report: Report) -> Iterator[tuple[str, str]]:
     if sizes["source"]:
         after = sum(report.facts["parts_bytes"].values())
         rows = [
-            Bar("source", sizes["source"], format_bytes(sizes["source"]), 1),
+            Bar("source", value=sizes["source"], text=format_bytes(sizes["source"]), series=1),
             Bar("bundle", after, format_bytes(after)),
-            *(Bar(f"  {name}", size, format_bytes(size), 2)
+            *(Bar(f"  {name}", value=size, text=format_bytes(size), series=2)
               for name, size in report.facts["parts_bytes"].items()),
         ]  # fmt: skip
         yield "Size before and after", bars(rows)
@@ -172,7 +172,9 @@ def _speed(report: Report) -> Iterator[tuple[str, str]]:
     for data in _data(report, "speed", "batch", "k", "measured", "predicted"):
         label = f"batch {data['batch']}, k={data['k']}"
         rows.append(Bar(label, data["measured"], f"{data['measured']:.2f}×"))
-        rows.append(Bar("predicted", data["predicted"], f"{data['predicted']:.2f}×", 1))
+        rows.append(
+            Bar("predicted", value=data["predicted"], text=f"{data['predicted']:.2f}×", series=1)
+        )
     if rows:
         yield "Speed of speculation over plain decoding", bars(rows)
 

@@ -1,4 +1,4 @@
-"""The report as JUnit XML: a suite a check, a test case an item, as CI systems show them."""
+"""The report as JUnit XML, as CI systems show it: one suite per check, one test case per item."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from mtp_export.verify.report.report import Report
 
 
 def junit_xml(report: Report) -> str:
-    """Failed items are failures, items that were not tested are skipped, with their reasons."""
+    """The report with failed items as failures, and items not tested as skipped, with reasons."""
     suites = ElementTree.Element(
         "testsuites",
         name=f"mtp-export verify {report.options.bundle}",

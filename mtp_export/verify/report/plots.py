@@ -1,4 +1,4 @@
-"""Small charts as inline SVG, drawn for a phone's width and scaled up: no script, no network.
+"""Small charts as inline SVG without scripts, drawn for a phone's width and scaled up.
 
 Colours are CSS classes, so that light and dark pages share them.
 """
@@ -16,7 +16,7 @@ _HEIGHT = 210
 
 @dataclass(frozen=True)
 class Interval:
-    """A share between 0 and 1 with its confidence interval, where there is one."""
+    """A share between 0 and 1 with its confidence interval, if there is one."""
 
     label: str
     value: float
@@ -44,7 +44,7 @@ class Line:
 
 
 def intervals(rows: Sequence[Interval]) -> str:
-    """One row each: a dot at the value, a bar over the interval, on an axis from 0 to 100 %."""
+    """A chart of shares: a dot at the value, a bar over the interval, an axis from 0 to 100 %."""
     left, height = 112, _TOP + _ROW * len(rows) + _BOTTOM
     span = _WIDTH - left - 54
 
@@ -66,7 +66,7 @@ def intervals(rows: Sequence[Interval]) -> str:
 
 
 def bars(rows: Sequence[Bar]) -> str:
-    """One horizontal bar each, from zero."""
+    """A chart of horizontal bars from zero."""
     left, height = 112, 2 * _TOP + _ROW * len(rows)
     most = max((row.value for row in rows), default=0.0) or 1.0
     span = _WIDTH - left - 72
@@ -84,7 +84,7 @@ def bars(rows: Sequence[Bar]) -> str:
 
 
 def lines(series: Sequence[Line], unit: str) -> str:
-    """Lines over a whole-numbered x (a layer); the y axis starts where the data does."""
+    """A chart of lines over layer numbers; the y axis spans the data in round steps."""
     points = [point for line in series for point in line.points]
     low_x, high_x = min(x for x, _ in points), max(x for x, _ in points)
     low, high = _rounded_range([y for _, y in points])
@@ -116,7 +116,7 @@ def lines(series: Sequence[Line], unit: str) -> str:
 
 
 def legend(labels: Sequence[str]) -> str:
-    """The names of series, each beside its colour."""
+    """The names of series, each with its colour."""
     entries = "".join(
         f'<span><i class="b{number}"></i>{escape(label)}</span>'
         for number, label in enumerate(labels)
@@ -125,7 +125,7 @@ def legend(labels: Sequence[str]) -> str:
 
 
 def _rounded_range(values: Sequence[float]) -> tuple[float, float]:
-    """Four round steps around the values."""
+    """Ends of an axis of four round steps around the values."""
     low, high = min(values), max(values)
     for step in (1, 2, 5, 10, 20, 50, 100):
         start = step * (low // step)

@@ -1,4 +1,4 @@
-"""A finished verification: what was verified, on what, every check's items, and the verdict.
+"""A finished verification: options, machine, every check's items, and the verdict.
 
 The JSON that it becomes is described in docs/verify.md.
 """
@@ -13,7 +13,7 @@ from typing import Any
 
 from mtp_export import __version__
 from mtp_export.errors import VerificationError
-from mtp_export.verify.check import CheckResult, Item, Status
+from mtp_export.verify.check import CheckResult, Item, Status, overall
 from mtp_export.verify.context import Context, VerifyOptions
 
 FORMAT, FORMAT_VERSION = "mtp-export verification", 1
@@ -22,7 +22,7 @@ _NAMED_FAILURES = 3
 
 @dataclass(frozen=True)
 class Report:
-    """The results of every check, in order; facts are what the bundle's manifest says of itself."""
+    """The results of every check, in order; facts are the manifest's options and sizes in bytes."""
 
     options: VerifyOptions
     facts: dict[str, Any]
@@ -31,24 +31,25 @@ class Report:
 
     @property
     def status(self) -> Status:
-        """Fail if any item failed, pass if any passed."""
-        statuses = {result.status for result in self.results}
-        for status in (Status.FAIL, Status.PASS):
-            if status in statuses:
-                return status
-        return Status.NOT_TESTED
+        """Fail if any item failed, pass if any passed, else not tested."""
+        return overall(result.status for result in self.results)
 
     @property
     def items(self) -> Iterator[tuple[CheckResult, Item]]:
+        """Every item with the result of its check."""
         return ((result, item) for result in self.results for item in result.items)
 
     def count(self, status: Status) -> int:
+        """Number of items of a status."""
         return sum(item.status is status for _, item in self.items)
 
     def raise_if_failed(self) -> None:
-        """VerificationError naming the failed items, if there are any."""
-        failed = [f"{result.name}: {_failure(item)}" for result, item in self.items
-                  if item.status is Status.FAIL]  # fmt: skip
+        """Raise VerificationError naming the failed items, if there are any."""
+        failed = [
+            f"{result.name}: {_failure(item)}"
+            for result, item in self.items
+            if item.status is Status.FAIL
+        ]
         if not failed:
             return
         named = "; ".join(failed[:_NAMED_FAILURES])
@@ -61,6 +62,7 @@ class Report:
         )
 
     def as_json(self) -> dict[str, Any]:
+        """The report as documented in docs/verify.md."""
         return {
             "format": FORMAT,
             "format_version": FORMAT_VERSION,
@@ -89,7 +91,7 @@ class Report:
 
 
 def report_of(context: Context, results: tuple[CheckResult, ...], seconds: float) -> Report:
-    """The report of checks that ran over a context."""
+    """The report of the checks that ran over a context, which took so many seconds."""
     manifest = context.manifest or {}
     shards = (manifest.get("source") or {}).get("shards") or {}
     facts = {
@@ -100,11 +102,11 @@ def report_of(context: Context, results: tuple[CheckResult, ...], seconds: float
             for part in context.parts
         },
     }
-    return Report(context.options, facts, results, seconds)
+    return Report(options=context.options, facts=facts, results=results, seconds=seconds)
 
 
 def verdict_words(report: Report) -> str:
-    """The verdict in one line."""
+    """The verdict in one line, with the counts of items."""
     counts = ", ".join(f"{report.count(status)} {status}" for status in Status)
     verdict = {
         Status.PASS: "Verified",

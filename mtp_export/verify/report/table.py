@@ -1,4 +1,4 @@
-"""The report as a table of at most 100 columns: failures first in words, then every item."""
+"""The report as a terminal table of at most 100 columns, then remarks and the verdict."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _STYLES = {Status.PASS: "green", Status.FAIL: "bold red", Status.NOT_TESTED: "ye
 
 
 def report_table(report: Report) -> RenderableType:
-    """Every item under its check, then the verdict."""
+    """Every item by check, then failures and reasons in words, then the verdict."""
     table = Table(expand=True, title=f"Verified {report.options.bundle}", title_justify="left")
     table.add_column("check", ratio=14)
     table.add_column("item", ratio=27)
@@ -42,7 +42,7 @@ def report_table(report: Report) -> RenderableType:
 
 
 def _remarks(report: Report) -> list[Text]:
-    """Why items failed or were not tested, one paragraph each; equal reasons together."""
+    """Causes of failures and reasons of items not tested, one paragraph per sentence."""
     named: dict[tuple[str, Status], list[str]] = {}
     for result, item in report.items:
         words = " ".join(part for part in (_subject(item), item.cause) if part)

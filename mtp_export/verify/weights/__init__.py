@@ -1,1 +1,1 @@
-"""Level weights: every tensor by itself, and against the source."""
+"""Checks of level weights: every tensor by itself, and compared with the source."""

@@ -1,5 +1,5 @@
-"""Check 2: every tensor is accounted for and looks like a weight of its kind: finite, written, of a
-sane scale; and the draft's embedding and head are the main model's."""
+"""Check `ledger`: every tensor is loaded or explained and looks like a weight of its kind: finite,
+written, in proportion; and the draft's embedding and head are the main model's."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from typing import TYPE_CHECKING
 from mtp_export.errors import MtpExportError, ResourceError, UnsupportedError
 from mtp_export.progress import format_bytes
 from mtp_export.schemes.storage import Storage
-from mtp_export.schemes.stored import model_family
 from mtp_export.schemes.transforms import one_torch_thread
 from mtp_export.verify import gates
-from mtp_export.verify.check import Item, Problem, Status, verdict
+from mtp_export.verify.check import Item, Problem, failed, not_tested, passed, verdict
+from mtp_export.verify.diagnosis import causes
+from mtp_export.verify.evidence.bundle_parts import PartLayout
 from mtp_export.verify.evidence.parallel import in_threads
-from mtp_export.verify.files.layout import PartLayout, layouts
+from mtp_export.verify.evidence.weight_values import WeightOnDisk, weights_on_disk
 from mtp_export.verify.weights.tensor_facts import TensorFacts, facts_of
-from mtp_export.verify.weights.values import WeightOnDisk, weights_on_disk
 
 if TYPE_CHECKING:
     from mtp_export.verify.context import Context
@@ -28,11 +28,11 @@ if TYPE_CHECKING:
 def run(context: Context) -> Iterator[Item]:
     """The loader's ledger, then one pass over every tensor of each part."""
     yield _loader(context)
-    found = layouts(context)
+    found = context.layouts
     for part in context.parts:
         if part.name not in [layout.name for layout in found]:
             why = "its config or index cannot be followed: see check files"
-            yield Item(f"{part.name}: tensors", Status.NOT_TESTED, cause=why)
+            yield not_tested(f"{part.name}: tensors", why)
     facts = {layout.name: _facts(context, layout) for layout in found}
     every = [fact for part in facts.values() for fact in part]
     for layout in found:
@@ -43,18 +43,18 @@ def run(context: Context) -> Iterator[Item]:
 
 
 def _loader(context: Context) -> Item:
-    """What became of each tensor in the reference runtime; it refuses what nothing explains."""
+    """The reference runtime loads every tensor or explains why not; it refuses any other."""
     name = "runtime loads it: every tensor explained"
     if context.why_not_run is not None:
-        return Item(name, Status.NOT_TESTED, cause=context.why_not_run)
-    from mtp_runtime.models.build import LoadOptions
+        return not_tested(name, context.why_not_run)
+    from mtp_runtime.models.load import LoadOptions
 
     try:
         ledger = context.loaded(LoadOptions(context.options.device)).ledger
     except (UnsupportedError, ResourceError) as error:
-        return Item(name, Status.NOT_TESTED, cause=str(error))
+        return not_tested(name, str(error))
     except MtpExportError as error:
-        return Item(name, Status.FAIL, subject=str(error.where), cause=str(error))
+        return failed(name, str(error), subject=str(error.where))
     counts = {
         "expected": len(ledger.expected),
         "loaded": len(ledger.loaded),
@@ -62,7 +62,7 @@ def _loader(context: Context) -> Item:
         "skipped": len(ledger.skipped),
     }
     figure = ", ".join(f"{count:,} {what}" for what, count in counts.items() if what != "expected")
-    return Item(name, Status.PASS, figure, "0 unexplained", data=counts)
+    return passed(name, figure=figure, bound="0 unexplained", data=counts)
 
 
 def _facts(context: Context, layout: PartLayout) -> list[TensorFacts]:
@@ -100,7 +100,7 @@ def _part_items(
 
 
 def _must_vary(fact: TensorFacts, every: Sequence[TensorFacts]) -> bool:
-    """A matrix always does; a vector does when others with its role do."""
+    """True for every matrix, and for a vector if another of its role varies."""
     spec = fact.weight.stored.weight
     if len(spec.shape) == 2:
         return True
@@ -114,9 +114,7 @@ def _must_vary(fact: TensorFacts, every: Sequence[TensorFacts]) -> bool:
 
 def _constant_words(fact: TensorFacts) -> str:
     value = "zero" if fact.rms == 0 else f"{fact.rms:.4g}"
-    return (
-        f"{fact.weight.name} is constant ({value}): it was never written, or dropped and filled in"
-    )
+    return causes.never_written(fact.weight.name, value)
 
 
 def _codes(part: str, facts: Sequence[TensorFacts]) -> Item:
@@ -124,44 +122,37 @@ def _codes(part: str, facts: Sequence[TensorFacts]) -> Item:
     problems = []
     for fact in wrong:
         offset = 128 if fact.weight.stored.storage is Storage.INT8_CHANNEL else 8
-        words = (
-            f"{fact.weight.name}: {fact.outer_share:.0%} of its codes lie at the ends of their"
-            f" range: the offset {offset} was dropped (or added) when they were packed"
-        )
+        words = causes.offset_dropped_from(fact.weight.name, fact.outer_share or 0.0, offset)
         problems.append(Problem(fact.weight.name, words))
     most = max(fact.outer_share or 0.0 for fact in facts)
-    item = verdict(
-        f"{part}: codes around zero", problems, f"{len(facts):,} weights",
-        f"≤ {gates.OUTER_CODES:.0%} outside",
-    )  # fmt: skip
-    return item if problems else Item(item.name, item.status, f"≤ {most:.0%} outside", item.bound)
+    return verdict(
+        f"{part}: codes around zero",
+        problems,
+        figure=f"{len(facts):,} weights" if problems else f"≤ {most:.0%} outside",
+        bound=f"≤ {gates.OUTER_CODES:.0%} outside",
+    )
 
 
 def _blocks(part: str, facts: Sequence[TensorFacts]) -> Item:
-    """A scale rounded to a power of two after quantizing shows: every block still fills its
-    codes, which a scale rounded before never makes it do."""
+    """Scales were not rounded to powers of two after quantizing: that leaves nearly every block
+    reaching the largest code, which scales rounded before quantizing do not."""
     rounded = [fact for fact in facts if fact.power_of_two_scales]
     blocks = sum(fact.blocks for fact in rounded)
     share = sum(fact.full_blocks for fact in rounded) / max(1, blocks)
     problems = []
     if len(rounded) > len(facts) / 2 and share > gates.FULL_BLOCKS:
         name = rounded[0].weight.name
-        words = (
-            f"scales are powers of two (ue8m0), yet {share:.0%} of the blocks reach the largest"
-            f" code, as in {name}: the scales were rounded after the weights were quantized, which"
-            " puts weights off by up to a factor of two"
-        )
-        problems.append(Problem(name, words))
+        problems.append(Problem(name, causes.scales_rounded_late(name, share)))
     return verdict(f"{part}: fp8 scales fit their codes", problems, f"{len(facts):,} weights")
 
 
 def _kind(name: str) -> str:
-    """A weight's name without its layer and expert; an MTP layer's is of the same kind."""
+    """A weight's name without its layer and expert numbers."""
     return re.sub(r"\.\d+\.", ".*.", name)
 
 
 def _scales_alike(facts: Sequence[TensorFacts]) -> Item:
-    """The root mean square of matrices, absolute and against the others of their kind."""
+    """The root mean square of every matrix is sane, absolutely and beside others of its kind."""
     kinds: dict[str, list[TensorFacts]] = defaultdict(list)
     for fact in facts:
         if not fact.error and not fact.constant and len(fact.weight.stored.weight.shape) == 2:
@@ -174,20 +165,18 @@ def _scales_alike(facts: Sequence[TensorFacts]) -> Item:
             most = max(most, ratio)
             low, high = gates.RMS_RANGE
             if ratio > gates.RMS_RATIO or not low <= fact.rms <= high:
-                words = (
-                    f"{fact.weight.name} has a root mean square of {fact.rms:.3g}, others of its"
-                    f" kind {middle:.3g}: its scale is inverted, left out or another tensor's, or"
-                    " it holds memory that was never written"
-                )
+                words = causes.out_of_proportion(fact.weight.name, fact.rms, middle)
                 problems.append(Problem(fact.weight.name, words))
-    figure = f"up to {most:.3g} times its kind's median"
-    bound = f"≤ {gates.RMS_RATIO:.0f} times"
-    item = verdict("sane size of every matrix", problems, figure, bound)
-    return item if problems else Item(item.name, item.status, figure, bound)
+    return verdict(
+        "sane size of every matrix",
+        problems,
+        figure=f"up to {most:.3g} times its kind's median",
+        bound=f"≤ {gates.RMS_RATIO:.0f} times",
+    )
 
 
 def _no_twins(facts: dict[str, list[TensorFacts]]) -> Item:
-    """No two linears hold the same codes: one was taken for the other."""
+    """No two linears hold the same codes."""
     first: dict[tuple[str, tuple[int, ...]], TensorFacts] = {}
     problems = []
     for fact in (fact for part in facts.values() for fact in part):
@@ -196,8 +185,8 @@ def _no_twins(facts: dict[str, list[TensorFacts]]) -> Item:
             continue
         twin = first.setdefault((fact.digest, spec.shape), fact)
         if twin is not fact:
-            words = f"{fact.weight.name} holds the same as {twin.weight.name}: one was taken for"
-            problems.append(Problem(fact.weight.name, f"{words} the other"))
+            words = causes.taken_for_another(fact.weight.name, twin.weight.name)
+            problems.append(Problem(fact.weight.name, words))
     return verdict("no linear stands twice", problems)
 
 
@@ -210,22 +199,19 @@ def _shared(context: Context, found: Sequence[PartLayout]) -> Iterator[Item]:
         for part in found
         for tensors in (part.checkpoint.tensors,)
     )
-    for pair in model_family(found[0].checkpoint.config).shared:
+    for pair in found[0].stored.family.shared:
         own, original = draft.get(pair.mtp_name), main.get(pair.main_name)
         name = f"draft's {pair.mtp_name.split('.', 3)[3]} is the main model's"
         if own is None or original is None:
             why = "not in the bundle: engines take the main model's"
-            yield Item(name, Status.NOT_TESTED, cause=why)
+            yield not_tested(name, why)
         elif _equal(own, original):
-            yield Item(name, Status.PASS, format_bytes(own.size_bytes))
+            yield passed(name, figure=format_bytes(own.size_bytes))
         elif context.recorded("allow_untied"):
             why = "it differs, and was exported with --allow-untied"
-            yield Item(name, Status.NOT_TESTED, subject=own.name, cause=why)
+            yield not_tested(name, why, subject=own.name)
         else:
-            words = (
-                f"{own.name} differs from {original.name}: the draft is of another checkpoint than"
-                " the main model (a V3 draft with an R1 main?)"
-            )
+            words = causes.another_checkpoint(own.name, original.name)
             yield verdict(name, [Problem(own.name, words)])
 
 
@@ -233,6 +219,6 @@ def _equal(one: WeightOnDisk, other: WeightOnDisk) -> bool:
     import torch
 
     return all(
-        torch.equal(one.raw(start, stop).codes, other.raw(start, stop).codes)
+        torch.equal(one.encoded(start, stop).codes, other.encoded(start, stop).codes)
         for start, stop in one.pieces()
     )

@@ -1,4 +1,4 @@
-"""One pass over a weight: what its numbers and codes look like, whatever they should be."""
+"""Statistics of a weight's values and codes, from one pass over it, without any reference."""
 
 from __future__ import annotations
 
@@ -9,8 +9,9 @@ from typing import TYPE_CHECKING, Any
 import xxhash
 
 from mtp_export.progress import ProgressCallback
+from mtp_export.schemes.formats import EncodedWeight
 from mtp_export.schemes.storage import BLOCK, Storage
-from mtp_export.verify.weights.values import Raw, WeightOnDisk
+from mtp_export.verify.evidence.weight_values import WeightOnDisk
 
 if TYPE_CHECKING:
     import torch
@@ -20,11 +21,12 @@ _E4M3_MAX = 448.0
 
 @dataclass(frozen=True)
 class TensorFacts:
-    """error: why the values cannot be made out (a NaN code, a negative scale), else "".
+    """Statistics of one weight.
 
-    digest is of the stored codes. outer_share: of codes in the outer halves of their range, None
-    for other than integer codes. fp8 blocks that hold anything: how many, how many reach the
-    largest code, and whether every scale is a power of two.
+    error: why the values cannot be decoded (a NaN code, a negative scale), else "". digest: of the
+    stored codes. constant: all values are equal. outer_share: share of codes in the outer halves of
+    their range, None for other than integer codes. blocks, full_blocks: fp8 blocks that are not all
+    zero, and those that reach the largest code. power_of_two_scales: every fp8 scale is one.
     """
 
     weight: WeightOnDisk
@@ -39,7 +41,7 @@ class TensorFacts:
 
 
 def facts_of(weight: WeightOnDisk, progress: ProgressCallback) -> TensorFacts:
-    """Reads the weight once, piece by piece."""
+    """Read a weight once, piece by piece, and return its statistics."""
     import torch
 
     digest, squares, elements = xxhash.xxh3_128(), 0.0, 0
@@ -47,10 +49,10 @@ def facts_of(weight: WeightOnDisk, progress: ProgressCallback) -> TensorFacts:
     outer = blocks = full = 0
     powers = True
     for start, stop in weight.pieces():
-        raw = weight.raw(start, stop)
+        raw = weight.encoded(start, stop)
         digest.update(_bytes(raw.codes))
         try:
-            values = raw.values()
+            values = raw.dequantize()
         except ValueError as error:
             return TensorFacts(weight, f"rows {start} to {stop - 1}: {error}")
         if not torch.isfinite(values).all():
@@ -68,14 +70,13 @@ def facts_of(weight: WeightOnDisk, progress: ProgressCallback) -> TensorFacts:
     integer = weight.stored.storage not in (Storage.BF16, Storage.FP8_BLOCK)
     return TensorFacts(
         weight,
-        "",
-        str(digest.hexdigest()),
-        low == high and elements > 1,
-        math.sqrt(squares / max(1, elements)),
-        outer / max(1, elements) if integer else None,
-        blocks,
-        full,
-        powers and blocks > 0,
+        digest=str(digest.hexdigest()),
+        constant=low == high and elements > 1,
+        rms=math.sqrt(squares / max(1, elements)),
+        outer_share=outer / max(1, elements) if integer else None,
+        blocks=blocks,
+        full_blocks=full,
+        power_of_two_scales=powers and blocks > 0,
     )
 
 
@@ -85,8 +86,8 @@ def _bytes(tensor: torch.Tensor) -> Any:
     return tensor.contiguous().reshape(-1).view(torch.uint8).numpy()
 
 
-def _outer_codes(raw: Raw) -> int:
-    """Integer codes in the lower or upper quarter of their range."""
+def _outer_codes(raw: EncodedWeight) -> int:
+    """Number of integer codes in the lower or upper quarter of their range."""
     import torch
 
     if raw.storage is Storage.INT8_CHANNEL:
@@ -104,7 +105,7 @@ def _outer_codes(raw: Raw) -> int:
 
 
 def _blocks(codes: torch.Tensor) -> tuple[int, int]:
-    """Blocks of 128 by 128 that hold anything but zero, and those that reach the largest code."""
+    """Count of 128 x 128 blocks that are not all zero, and of those that reach the largest code."""
     import torch
     import torch.nn.functional as F
 

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
-from mtp_runtime.drafters.base import Drafter, DrafterParts
+from mtp_runtime.drafters.base import DrafterType
 from mtp_runtime.drafters.draft_model import ModelDrafter
 from mtp_runtime.drafters.mtp import MtpDrafter
-from mtp_runtime.drafters.ngram import ReferenceDrafter
+from mtp_runtime.drafters.ngram import NgramDrafter
 from mtp_runtime.drafters.none import NoDrafter
 
-DRAFTERS: dict[str, Callable[[DrafterParts], Drafter]] = {
-    "none": NoDrafter.build,
-    "mtp": MtpDrafter.build,
-    "inference_with_reference": ReferenceDrafter.build,
-    "draft_model": ModelDrafter.build,
+DRAFTERS: dict[str, DrafterType] = {
+    "none": DrafterType(NoDrafter),
+    "mtp": DrafterType(MtpDrafter, needs_mtp=True),
+    "inference_with_reference": DrafterType(NgramDrafter),
+    "draft_model": DrafterType(ModelDrafter, needs_draft_model=True),
 }

@@ -1,25 +1,25 @@
-"""What a drafter is: it sees what the target computed, and proposes tokens."""
+"""Interface of drafters: they see what the target computed, and propose tokens."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
 import torch
 
-from mtp_runtime.acceptance import Draft
-from mtp_runtime.cache import PagedCache
+from mtp_runtime.acceptance.base import Draft
+from mtp_runtime.cache import PageAllocator
 from mtp_runtime.config import EngineConfig
-from mtp_runtime.models.deepseek_v3 import DeepseekV3
+from mtp_runtime.models.model import Model, ModelCache
 from mtp_runtime.request import Request
 
 
 @dataclass(frozen=True)
 class Pass:
-    """What the target computed for one request in a step, rejected drafts already cut off.
+    """Hidden states that the target computed for one request in a step, without rejected drafts.
 
-    Rows [start, start + len(hidden)) of the request's tokens now have a cache entry, and the token
+    Rows [start, start + len(hidden)) of the request's tokens now have cache entries, and the token
     after each is in request.tokens. hidden [s, d] is what the MTP module takes of each.
     """
 
@@ -30,22 +30,34 @@ class Pass:
 
 @dataclass(frozen=True)
 class DrafterParts:
-    """What drafters may be built from; draft_model only where a second checkpoint was given."""
+    """Parts that drafters may be built from: the target with the pages of its requests and its
+    cache, and the draft model where a second checkpoint was given."""
 
-    target: DeepseekV3
-    cache: PagedCache
+    target: Model
+    pages: PageAllocator
+    cache: ModelCache
     config: EngineConfig
-    draft_model: DeepseekV3 | None = None
+    draft_model: Model | None = None
 
 
 class Drafter(Protocol):
-    """Proposes tokens. It must draw from the law it reports, and may be as wrong as it likes."""
+    """Proposes tokens. It must draw from the distribution that it reports, and may be as wrong as
+    it likes."""
 
     def observe(self, passes: Sequence[Pass]) -> None:
         """Take in what the target computed, before any call of propose for these requests."""
 
     def propose(self, requests: Sequence[Request], counts: Sequence[int]) -> list[Draft]:
-        """Up to counts[i] tokens for requests[i], whose tokens are all committed."""
+        """Propose up to counts[i] tokens for requests[i], whose tokens are all committed."""
 
     def forget(self, request: Request) -> None:
         """Drop what is held for a request that ended or lost its cache."""
+
+
+@dataclass(frozen=True)
+class DrafterType:
+    """A drafter of the registry, and what must be loaded for it: the MTP modules, a draft model."""
+
+    build: Callable[[DrafterParts], Drafter]
+    needs_mtp: bool = False
+    needs_draft_model: bool = False

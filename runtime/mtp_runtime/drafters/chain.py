@@ -1,4 +1,4 @@
-"""Turns a draft model's logits into drafts: its best token, or one drawn from its law."""
+"""Turns a draft model's logits into drafts: its best token, or one drawn from its distribution."""
 
 from __future__ import annotations
 
@@ -8,29 +8,32 @@ from dataclasses import dataclass, field
 import numpy as np
 import torch
 
-from mtp_runtime.acceptance import Draft
+from mtp_runtime.acceptance.base import Draft
 from mtp_runtime.request import Request
 from mtp_runtime.sampling import Probabilities, one_hot, probabilities_of
 
 
 @dataclass
 class Chain:
-    """The drafts of one request as they grow."""
+    """Growing drafts of one request."""
 
     request: Request
     count: int
     tokens: list[int] = field(default_factory=list)
-    laws: list[Probabilities] = field(default_factory=list)
+    distributions: list[Probabilities] = field(default_factory=list)
 
     def draft(self) -> Draft:
-        return Draft(tuple(self.tokens), np.stack(self.laws) if self.laws else None)
+        return Draft(
+            tuple(self.tokens), np.stack(self.distributions) if self.distributions else None
+        )
 
 
 def extend(chains: Sequence[Chain], logits: torch.Tensor, sample: bool) -> None:
     """Append one token to every chain from its row of logits [b, vocab].
 
-    A greedy request gets the best token and no law. A sampling one draws from the draft's own law
-    under the request's temperature, top_k and top_p, or takes the best token with certainty.
+    A greedy request gets the best token and no distribution. A sampling one draws from the draft's
+    own distribution under the request's temperature, top_k and top_p, or takes the best token with
+    certainty where `sample` is False.
     """
     best = logits.argmax(dim=-1).tolist()
     rows = None
@@ -41,9 +44,9 @@ def extend(chains: Sequence[Chain], logits: torch.Tensor, sample: bool) -> None:
             continue
         if not sample:
             chain.tokens.append(best[row])
-            chain.laws.append(one_hot(best[row], logits.shape[-1]))
+            chain.distributions.append(one_hot(best[row], logits.shape[-1]))
             continue
         rows = logits.float().cpu().numpy() if rows is None else rows
-        law = probabilities_of(rows[row], request.params)
-        chain.tokens.append(request.choices.draw(law))
-        chain.laws.append(law)
+        distribution = probabilities_of(rows[row], request.params)
+        chain.tokens.append(request.choices.draw(distribution))
+        chain.distributions.append(distribution)

@@ -1,7 +1,7 @@
 """Drafts with a second, smaller model of the same vocabulary.
 
-It has a paged cache of its own. Tokens that it has not seen are computed when it next proposes, so
-that a prompt, an accepted block and a recomputed request all go the same way.
+It has a paged cache of its own. Tokens that it has not computed are computed when it next proposes,
+so that a prompt, an accepted block and a recomputed request take the same path.
 """
 
 from __future__ import annotations
@@ -11,27 +11,18 @@ from collections.abc import Sequence
 import torch
 
 from mtp_export.errors import UnsupportedError
-from mtp_runtime.acceptance import Draft
-from mtp_runtime.cache import CachedSequence, PagedCache
+from mtp_runtime.acceptance.base import Draft
+from mtp_runtime.cache import CachedSequence, PageAllocator, lay_out
 from mtp_runtime.drafters.base import DrafterParts, Pass
 from mtp_runtime.drafters.chain import Chain, extend
-from mtp_runtime.layout import lay_out
-from mtp_runtime.models.deepseek_v3 import DeepseekV3
 from mtp_runtime.request import Request
 
 
 class ModelDrafter:
-    """Runs the draft model and keeps its cache, one sequence a request."""
+    """Runs the draft model over pages and a cache of its own, one sequence per request."""
 
-    def __init__(self, model: DeepseekV3, cache: PagedCache, sample: bool) -> None:
-        self._model = model
-        self._cache = cache
-        self._sample = sample
-        self._sequences: dict[int, CachedSequence] = {}
-
-    @classmethod
-    def build(cls, parts: DrafterParts) -> ModelDrafter:
-        """UnsupportedError without a draft model, or with one of another vocabulary."""
+    def __init__(self, parts: DrafterParts) -> None:
+        """Raises UnsupportedError without a draft model, or with one of another vocabulary."""
         model, target = parts.draft_model, parts.target
         if model is None:
             raise UnsupportedError(
@@ -43,24 +34,20 @@ class ModelDrafter:
                 expected=target.config.vocab,
                 found=model.config.vocab,
             )
-        width = model.config.latent + model.config.rope.size
-        cache = PagedCache(
-            len(model.layers),
-            parts.cache.pages,
-            parts.cache.page_size,
-            width,
-            model.embedding.dtype,
-            model.device,
-            parts.config.poison_freed,
-        )
-        return cls(model, cache, parts.config.speculation.sample_drafts)
+        self._model = model
+        self._pages = PageAllocator(parts.pages.pages, parts.pages.page_size)
+        self._cache = model.new_cache(self._pages)
+        if parts.config.poison_freed:
+            self._pages.poison_freed(self._cache)
+        self._sample = parts.config.speculation.sample_drafts
+        self._sequences: dict[int, CachedSequence] = {}
 
     def observe(self, passes: Sequence[Pass]) -> None:
-        """Cut off what the draft model computed for drafts that did not stand."""
+        """Cut off the tokens of rejected drafts."""
         for p in passes:
             sequence = self._sequences.get(p.request.request_id)
             if sequence is not None:
-                self._cache.truncate(sequence, min(sequence.length, len(p.request.tokens) - 1))
+                self._pages.truncate(sequence, min(sequence.length, len(p.request.tokens) - 1))
 
     def propose(self, requests: Sequence[Request], counts: Sequence[int]) -> list[Draft]:
         chains = [Chain(r, count) for r, count in zip(requests, counts, strict=True)]
@@ -73,23 +60,23 @@ class ModelDrafter:
     def forget(self, request: Request) -> None:
         sequence = self._sequences.pop(request.request_id, None)
         if sequence is not None:
-            self._cache.truncate(sequence, 0)
+            self._pages.truncate(sequence, 0)
 
     def _catch_up(self, chains: list[Chain]) -> torch.Tensor:
-        """Compute all tokens not seen yet and return the logits after the last [b, vocab]."""
+        """Compute all tokens not computed yet; returns the logits after the last [b, vocab]."""
         sequences, spans, tokens, last = [], [], [], []
         for chain in chains:
             request = chain.request
             sequence = self._sequences.setdefault(request.request_id, CachedSequence())
             known = request.tokens + chain.tokens
             start = sequence.length
-            self._cache.append(sequence, len(known) - start)
+            self._pages.append(sequence, len(known) - start)
             sequences.append(sequence)
             spans.append((start, len(known)))
             tokens += known[start:]
             last.append(len(tokens) - 1)
         device = self._model.device
-        layout = lay_out(self._cache, sequences, spans, device)
+        layout = lay_out(self._pages, sequences, spans, device)
         ids = torch.tensor(tokens, device=device)
-        _, after = self._model(ids, self._cache.layers, layout)
+        _, after = self._model(ids, self._cache, layout)
         return self._model.head.logits(after[last])

@@ -1,4 +1,4 @@
-"""Drafters that know the answer, and are wrong on purpose: for tests and for measuring costs."""
+"""Drafter that knows the answers and is wrong on purpose: for tests and for measuring costs."""
 
 from __future__ import annotations
 
@@ -6,16 +6,16 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
-from mtp_runtime.acceptance import Draft
+from mtp_runtime.acceptance.base import Draft
 from mtp_runtime.drafters.base import Pass
 from mtp_runtime.request import Request
 
 
-class PlantedDrafter:
-    """Replays known continuations: each draft is right at a rate, at most `right_for` in a row.
+class KnownAnswersDrafter:
+    """Replays known continuations, each token of them right at a rate.
 
-    answers: prompt -> the output that plain decoding gives. rate 1 is always right, rate 0 never,
-    right_for m right for the first m positions of a block and wrong from there.
+    answers: prompt to the output of plain decoding. rate 1 is always right, rate 0 never;
+    right_for m makes drafts wrong from position m (from 0) of a block on.
     """
 
     def __init__(
@@ -37,14 +37,14 @@ class PlantedDrafter:
 
     def propose(self, requests: Sequence[Request], counts: Sequence[int]) -> list[Draft]:
         return [
-            Draft(self._plant(request, count))
+            Draft(self._replay(request, count))
             for request, count in zip(requests, counts, strict=True)
         ]
 
     def forget(self, request: Request) -> None:
         return
 
-    def _plant(self, request: Request, count: int) -> tuple[int, ...]:
+    def _replay(self, request: Request, count: int) -> tuple[int, ...]:
         done = request.metrics.output_tokens
         answer = self._answers[request.prompt][done : done + count]
         limit = len(answer) if self._right_for is None else self._right_for

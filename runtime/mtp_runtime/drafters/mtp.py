@@ -1,62 +1,73 @@
-"""Drafts with the model's own MTP module, by recursion beyond the first token.
+"""Drafts with the model's own MTP modules: draft i by module i, then the last one by recursion.
 
-Its cache lies beside the target's, in the same pages. It is refreshed: rows whose target hidden
-state became known are computed with it, over the slots that a recursion left there.
+Their caches lie beside the target's, in the same pages. Rows whose inputs have become known, the
+target's hidden states and the tokens that were accepted, are computed anew over what drafting left
+there. Module m lags m rows behind the target, since its row takes a token m places further on.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import accumulate
 
 import torch
 
 from mtp_export.errors import UnsupportedError
-from mtp_runtime.acceptance import Draft
+from mtp_runtime.acceptance.base import Draft
+from mtp_runtime.cache import lay_out, page_table
 from mtp_runtime.drafters.base import DrafterParts, Pass
 from mtp_runtime.drafters.chain import Chain, extend
-from mtp_runtime.layout import lay_out, page_table
-from mtp_runtime.models.deepseek_v3 import Recursion
+from mtp_runtime.models.model import MtpModule, Recursion
 from mtp_runtime.request import Request
+
+Span = tuple[int, int]
+
+
+@dataclass(frozen=True)
+class Rows:
+    """Rows [start, end) of one request for a module, the token of each, and what they are fed."""
+
+    request: Request
+    span: Span
+    tokens: Sequence[int]
+    hidden: torch.Tensor  # [rows, d]
 
 
 class MtpDrafter:
-    """Holds the MTP output of each request's last row between observing and proposing."""
+    """Holds each module's output at its last row of each request, between observing and
+    proposing."""
 
     def __init__(self, parts: DrafterParts) -> None:
-        if parts.target.mtp is None:
+        self._modules = parts.target.mtp_modules
+        if not self._modules:
             raise UnsupportedError(
                 "This model was loaded without an MTP module",
                 expected="a bundle with main and mtp, or a checkpoint with layer "
                 f"{parts.target.config.layers}",
                 todo="Use --speculate-method none or inference_with_reference",
             )
-        self._module = parts.target.mtp
-        self._cache = parts.cache
-        self._layer_cache = parts.cache.layers[parts.target.cache_layers - 1 :]
+        self._caches = parts.cache.mtp
+        self._pages = parts.pages
         self._device = parts.target.device
         self._sample = parts.config.speculation.sample_drafts
-        self._last: dict[int, torch.Tensor] = {}  # request id -> MTP output [d], before the norm
-
-    @classmethod
-    def build(cls, parts: DrafterParts) -> MtpDrafter:
-        return cls(parts)
+        # Request id -> each module's output [d] before the norm, None where it has no row yet.
+        self._last: dict[int, list[torch.Tensor | None]] = {}
 
     def observe(self, passes: Sequence[Pass]) -> None:
-        """Refresh: rows with the target's hidden states, each with the token after it."""
+        """Compute the rows whose inputs have become known, module by module."""
         if not passes:
             return
-        spans = [(p.start, p.start + len(p.hidden)) for p in passes]
-        tokens = [
-            token
-            for p, (start, end) in zip(passes, spans, strict=True)
-            for token in p.request.tokens[start + 1 : end + 1]
-        ]
-        hidden = torch.cat([p.hidden for p in passes])
-        out = self._run([p.request for p in passes], spans, tokens, hidden)
-        row = -1
-        for p in passes:
-            row += len(p.hidden)
-            self._last[p.request.request_id] = out[row]
+        rows = [_known_rows(p.request, 0, p.start, p.hidden) for p in passes]
+        for depth, module in enumerate(self._modules):
+            following: list[Rows] = []
+            for own, out in zip(rows, self._run(depth, rows), strict=True):
+                last = self._last_outputs(own.request)
+                if depth + 1 < len(self._modules):
+                    following.append(_rows_behind(module, depth, own, last[depth], out))
+                if len(out):
+                    last[depth] = out[-1]
+            rows = following
 
     def propose(self, requests: Sequence[Request], counts: Sequence[int]) -> list[Draft]:
         chains = [Chain(r, count) for r, count in zip(requests, counts, strict=True)]
@@ -69,8 +80,8 @@ class MtpDrafter:
         self._last.pop(request.request_id, None)
 
     def _grow(self, chains: list[Chain]) -> None:
-        """Every chain to its count; greedy ones in one call where the module has one."""
-        recursion = self._module.recursion
+        """Grow every chain to its count; greedy ones in one call where there is one."""
+        recursion = self._modules[0].recursion if len(self._modules) == 1 else None
         greedy = [chain for chain in chains if chain.request.params.greedy]
         if recursion is not None and any(chain.count > 1 for chain in greedy):
             self._grow_at_once(greedy, recursion)
@@ -79,45 +90,103 @@ class MtpDrafter:
             self._grow_by_steps(chains)
 
     def _grow_at_once(self, chains: list[Chain], recursion: Recursion) -> None:
-        """Draft the best tokens of all chains."""
+        """Draft the best tokens of all chains by recursion of one module."""
         chains = sorted(chains, key=lambda chain: -chain.count)
         requests, counts = [chain.request for chain in chains], [chain.count for chain in chains]
-        x = torch.stack([self._last[request.request_id] for request in requests])
+        x = torch.cat([self._first_output(request) for request in requests])
         starts = [len(request.tokens) - 2 for request in requests]
         for request, start, count in zip(requests, starts, counts, strict=True):
-            missing = self._cache.missing_pages(request.cached, start + count)
+            missing = self._pages.missing_pages(request.cached, start + count)
             assert not missing, "drafts have no place in the cache"
         table = page_table([request.cached for request in requests], self._device)
-        drafts = recursion(x, starts, counts, table, self._layer_cache)
+        drafts = recursion(x, starts, counts, table, self._caches[0])
         for chain, tokens in zip(chains, drafts, strict=True):
             chain.tokens += tokens
 
     def _grow_by_steps(self, chains: list[Chain]) -> None:
-        """Draft one token a chain and round; a chain that has enough leaves."""
-        x = torch.stack([self._last[chain.request.request_id] for chain in chains])
+        """Draft one token per chain and round; a chain that has enough leaves."""
+        outputs = [self._first_output(chain.request) for chain in chains]
+        depth = 0  # of the drafts that these outputs give
         while True:
-            normed = self._module.head.normed(x)
-            extend(chains, self._module.head.logits(normed), self._sample)
+            module, sizes = self._module(depth), [len(out) for out in outputs]
+            x = torch.cat(outputs)
+            normed = module.head.normed(x)
+            ends = [end - 1 for end in accumulate(sizes)]
+            last = normed if len(x) == len(chains) else normed[ends]
+            extend(chains, module.head.logits(last), self._sample)
             staying = [i for i, chain in enumerate(chains) if len(chain.tokens) < chain.count]
             if not staying:
                 return
-            recycled = self._module.recycled(x, normed)
-            if len(staying) < len(chains):
-                recycled = recycled[staying]
-                chains = [chains[i] for i in staying]
-            requests = [chain.request for chain in chains]
-            # The last row that observe ran is the one before the last token.
-            starts = [len(c.request.tokens) - 2 + len(c.tokens) for c in chains]
-            spans = [(start, start + 1) for start in starts]
-            x = self._run(requests, spans, [c.tokens[-1] for c in chains], recycled)
+            hidden = torch.split(module.recycled(x, normed), sizes)
+            rows = [self._rows_to_draft(depth, chains[i], hidden[i]) for i in staying]
+            chains = [chains[i] for i in staying]
+            depth += 1
+            outputs = self._run(depth, rows)
+            if depth + 1 < len(self._modules):
+                outputs = [
+                    self._with_known_row(depth, chain.request, out)
+                    for chain, out in zip(chains, outputs, strict=True)
+                ]
+            else:
+                outputs = [out[-1:] for out in outputs]
 
-    def _run(
-        self,
-        requests: Sequence[Request],
-        spans: Sequence[tuple[int, int]],
-        tokens: Sequence[int],
-        hidden: torch.Tensor,
-    ) -> torch.Tensor:
-        layout = lay_out(self._cache, [r.cached for r in requests], spans, self._device)
-        next_tokens = torch.tensor(tokens, device=self._device)
-        return self._module(next_tokens, hidden, self._layer_cache, layout)
+    def _rows_to_draft(self, depth: int, chain: Chain, hidden: torch.Tensor) -> Rows:
+        """Return the rows that the next draft takes: of the next module those up to the last row
+        that the target has computed, of the last module once more one row further on."""
+        count, tokens = len(hidden), chain.request.tokens
+        again = max(0, depth + 2 - len(self._modules))
+        end = len(tokens) - 1 + again
+        fed = (tokens[-count:] + chain.tokens)[-count:]
+        return Rows(chain.request, (end - count, end), fed, hidden)
+
+    def _with_known_row(self, depth: int, request: Request, out: torch.Tensor) -> torch.Tensor:
+        """Put a module's output at the last row that observe ran before that at drafted rows."""
+        last = self._last_outputs(request)[depth]
+        return out if last is None else torch.cat([last[None], out])
+
+    def _first_output(self, request: Request) -> torch.Tensor:
+        """Return the first module's output [1, d] at the row before the last token."""
+        last = self._last_outputs(request)[0]
+        assert last is not None, "requests are observed before they draft"
+        return last[None]
+
+    def _last_outputs(self, request: Request) -> list[torch.Tensor | None]:
+        if request.request_id not in self._last:
+            self._last[request.request_id] = [None] * len(self._modules)
+        return self._last[request.request_id]
+
+    def _module(self, depth: int) -> MtpModule:
+        """Return the module of the draft at a depth, from 0."""
+        return self._modules[min(depth, len(self._modules) - 1)]
+
+    def _run(self, depth: int, rows: Sequence[Rows]) -> list[torch.Tensor]:
+        """Run the module of a depth; returns its output [rows, d] before the norm for each."""
+        own = [part for part in rows if len(part.hidden)]
+        if not own:
+            return [part.hidden for part in rows]
+        sequences, spans = [part.request.cached for part in own], [part.span for part in own]
+        layout = lay_out(self._pages, sequences, spans, self._device)
+        tokens = torch.tensor([t for part in own for t in part.tokens], device=self._device)
+        hidden = torch.cat([part.hidden for part in own])
+        cache = self._caches[min(depth, len(self._modules) - 1)]
+        out = self._module(depth)(tokens, hidden, cache, layout)
+        return list(torch.split(out, [len(part.hidden) for part in rows]))
+
+
+def _known_rows(request: Request, depth: int, start: int, hidden: torch.Tensor) -> Rows:
+    """Return the rows from start on for the module of a depth, fed with committed tokens."""
+    end = start + len(hidden)
+    tokens = request.tokens[start + depth + 1 : end + depth + 1]
+    return Rows(request, (start, end), tokens, hidden)
+
+
+def _rows_behind(
+    module: MtpModule, depth: int, rows: Rows, before: torch.Tensor | None, out: torch.Tensor
+) -> Rows:
+    """Return the next module's rows, one behind those of this one: fed its output at the row before
+    them, if there is one, and at all of them but the last."""
+    x = out if before is None else torch.cat([before[None], out])
+    start, end = (max(0, row - 1) for row in rows.span)
+    x = x[: end - start]
+    hidden = module.recycled(x, module.head.normed(x))
+    return _known_rows(rows.request, depth + 1, start, hidden)

@@ -1,4 +1,4 @@
-"""n-gram lookup (inference_with_reference): what followed the same tokens earlier follows again.
+"""n-gram lookup (inference_with_reference): proposes what followed the same tokens earlier.
 
 Source: PaddleNLP's speculative decoding; Saxena, Prompt Lookup Decoding.
 """
@@ -7,20 +7,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from mtp_runtime.acceptance import Draft
+from mtp_runtime.acceptance.base import Draft
 from mtp_runtime.drafters.base import DrafterParts, Pass
 from mtp_runtime.request import Request
 
 
-class ReferenceDrafter:
-    """Looks the last n tokens up in the prompt, then in the output; the longest n that is found."""
+class NgramDrafter:
+    """Looks the last n tokens up in the prompt, then in the output, for the longest n found."""
 
-    def __init__(self, max_ngram_size: int) -> None:
-        self._max_ngram_size = max_ngram_size
-
-    @classmethod
-    def build(cls, parts: DrafterParts) -> ReferenceDrafter:
-        return cls(parts.config.speculation.max_ngram_size)
+    def __init__(self, parts: DrafterParts) -> None:
+        self._max_ngram_size = parts.config.speculation.max_ngram_size
 
     def observe(self, passes: Sequence[Pass]) -> None:
         return
@@ -37,7 +33,7 @@ class ReferenceDrafter:
     def _look_up(self, request: Request, count: int) -> tuple[int, ...]:
         tokens, prompt_size = request.tokens, len(request.prompt)
         for size in range(min(self._max_ngram_size, len(tokens) - 1), 0, -1):
-            last = len(tokens) - size  # the n-gram's own place, not to be found
+            last = len(tokens) - size  # the n-gram itself must not be found
             for first, end in ((0, prompt_size), (prompt_size, last)):
                 at = find_last(tokens, tokens[last:], first, min(end, last))
                 if at is not None and count:
@@ -46,7 +42,7 @@ class ReferenceDrafter:
 
 
 def find_last(tokens: Sequence[int], ngram: Sequence[int], first: int, end: int) -> int | None:
-    """The last start in [first, end) at which the n-gram stands; None if there is none."""
+    """Return the last start in [first, end) of the n-gram, None if it does not occur."""
     size, head = len(ngram), ngram[0]
     for at in range(end - 1, first - 1, -1):
         if tokens[at] == head and tokens[at : at + size] == ngram:

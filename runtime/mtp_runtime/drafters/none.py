@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from mtp_runtime.acceptance import Draft
+from mtp_runtime.acceptance.base import Draft
 from mtp_runtime.drafters.base import DrafterParts, Pass
 from mtp_runtime.request import Request
 
@@ -12,9 +12,8 @@ from mtp_runtime.request import Request
 class NoDrafter:
     """Proposes nothing, so that every block has one token."""
 
-    @classmethod
-    def build(cls, parts: DrafterParts) -> NoDrafter:
-        return cls()
+    def __init__(self, parts: DrafterParts) -> None:
+        return
 
     def observe(self, passes: Sequence[Pass]) -> None:
         return

@@ -1,1 +1,1 @@
-"""The layers of a model; each owns its weights and nothing else."""
+"""Layers of a model; each owns its weights, and attention says what it caches."""

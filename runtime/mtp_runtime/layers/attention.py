@@ -1,45 +1,45 @@
-"""Attention over the paged cache, and the layout of a batch that it goes by."""
+"""Interface of attention layers, and the forward pass that they see.
+
+Anything that mixes the rows of a request is an attention here: full, sparse or recurrent. It owns
+its weights and says what it caches per token; nobody else knows the width of a cache entry.
+"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Protocol
 
 import torch
 
-from mtp_kernels.verify_attention import verify_attention
+from mtp_kernels.batch_layout import BatchLayout
+from mtp_runtime.cache import CacheSpec, LayerCache
+from mtp_runtime.layers.rope import Rope
 
 
 @dataclass(frozen=True)
-class BatchLayout:
-    """Which rows of a forward pass belong to which request, and where its cache lies.
+class ForwardPass:
+    """One pass over a batch, as its attention layers see it; backend is of verify_attention."""
 
-    positions [T] and slots [T] of each row (a slot is page * page_size + offset); page_table
-    [b, max_pages], kv_lens [b] and cu_q [b+1] as verify_attention takes them, int32.
-    """
+    layout: BatchLayout
+    backend: str = "auto"
+    _cos_sin: dict[Rope, torch.Tensor] = field(default_factory=dict)
 
-    positions: torch.Tensor
-    slots: torch.Tensor
-    page_table: torch.Tensor
-    kv_lens: torch.Tensor
-    cu_q: torch.Tensor
+    def cos_sin(self, rope: Rope) -> torch.Tensor:
+        """Rotations [T, r/2] of the rows, computed once for all layers that share a Rope."""
+        if rope not in self._cos_sin:
+            self._cos_sin[rope] = rope.cos_sin(self.layout.positions)
+        return self._cos_sin[rope]
 
 
-def attend(
-    q_latent: torch.Tensor,  # [T, h, c]
-    q_rope: torch.Tensor,  # [T, h, r]
-    kv_cache: torch.Tensor,  # [pages, page, c+r]
-    layout: BatchLayout,
-    scale: float,
-    backend: str,
-) -> torch.Tensor:
-    """Every row attends to its request's tokens up to itself: [T, h, c]."""
-    return verify_attention(
-        q_latent,
-        q_rope.contiguous(),
-        kv_cache,
-        layout.page_table,
-        layout.kv_lens,
-        layout.cu_q,
-        scale,
-        backend=backend,
-    )[0]
+class Attention(Protocol):
+    """The part of a decoder layer that mixes rows, with what it caches of each."""
+
+    def new_cache(self, spec: CacheSpec) -> LayerCache:
+        """Make the layer's cache; its tensors are uninitialized."""
+
+    def __call__(self, x: torch.Tensor, cache: LayerCache, forward: ForwardPass) -> torch.Tensor:
+        """Attend from rows x [T, d], which passed the norm, and return [T, d].
+
+        Writes the cache entries of the rows at forward.layout.slots. A row may use the entries of
+        its own request up to itself alone; others may hold anything, NaN included.
+        """

@@ -1,5 +1,5 @@
-"""Multi-head latent attention in its absorbed form: queries meet the cached latent directly, so a
-token costs c + r cached numbers whatever the number of heads.
+"""Multi-head latent attention in its absorbed form: queries meet the cached latent directly, so
+that a token takes c + r cached numbers whatever the number of heads.
 
 Source: DeepSeek-V2 report (arXiv 2405.04434), section 2.1.
 """
@@ -10,14 +10,17 @@ from dataclasses import dataclass
 
 import torch
 
+from mtp_kernels.verify_attention import verify_attention
+from mtp_runtime.cache import CacheSpec, LayerCache
+from mtp_runtime.layers.attention import ForwardPass
 from mtp_runtime.layers.linear import Linear
 from mtp_runtime.layers.norm import RmsNorm
-from mtp_runtime.layers.rope import rotate
+from mtp_runtime.layers.rope import Rope, rotate_pairs
 
 
 @dataclass(frozen=True)
 class Mla:
-    """The projections around attention; the caller keeps the cache and attends.
+    """Projections around verify_attention; the cache is one tensor [pages, page, c+r].
 
     down maps x to [query (or its low rank) | latent | rope key]. key_up [h, n, c] and value_up
     [h, c, v] are the two halves of kv_b_proj, dense, since they are absorbed.
@@ -30,13 +33,39 @@ class Mla:
     key_up: torch.Tensor
     value_up: torch.Tensor
     output: Linear
-    rope_size: int
+    rope: Rope
     scale: float
 
+    @property
+    def rope_size(self) -> int:
+        return self.rope.size
+
+    def new_cache(self, spec: CacheSpec) -> LayerCache:
+        """Make the cache of latents and rope keys [pages, page, c+r]."""
+        return (spec.empty(self.key_up.shape[2] + self.rope_size),)
+
+    def __call__(self, x: torch.Tensor, cache: LayerCache, forward: ForwardPass) -> torch.Tensor:
+        """Attend from rows x [T, d] to the cached latents; returns [T, d]."""
+        (kv_cache,) = cache
+        layout = forward.layout
+        q_latent, q_rope, cached = self.project(x, forward.cos_sin(self.rope))
+        kv_cache.flatten(0, 1).index_copy_(0, layout.slots, cached)
+        attended = verify_attention(
+            q_latent,
+            q_rope.contiguous(),
+            kv_cache,
+            layout.page_table,
+            layout.kv_lens,
+            layout.cu_q,
+            self.scale,
+            backend=forward.backend,
+        )[0]
+        return self.finish(attended)
+
     def project(
-        self, x: torch.Tensor, rotations: torch.Tensor
+        self, x: torch.Tensor, cos_sin: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """x [T, d] -> q_latent [T, h, c], q_rope [T, h, r], and what to cache [T, c+r]."""
+        """Project x [T, d] to q_latent [T, h, c], q_rope [T, h, r] and cache entries [T, c+r]."""
         heads, nope, latent = self.key_up.shape
         projected = self.down(x)
         query_size = projected.shape[1] - latent - self.rope_size
@@ -46,12 +75,12 @@ class Mla:
             query = self.query_up(self.query_norm(query))
         q_nope, q_rope = torch.split(query.view(len(x), heads, -1), [nope, self.rope_size], dim=2)
         q_latent = torch.bmm(q_nope.transpose(0, 1), self.key_up).transpose(0, 1).contiguous()
-        turning = torch.cat([q_rope, k_rope[:, None]], dim=1)  # [T, h+1, r]
-        turned = rotate(turning, rotations[:, None])
-        cached = torch.cat([self.latent_norm(kv), turned[:, heads]], dim=1)
-        return q_latent, turned[:, :heads], cached
+        unrotated = torch.cat([q_rope, k_rope[:, None]], dim=1)  # [T, h+1, r]
+        rotated = rotate_pairs(unrotated, cos_sin[:, None])
+        cached = torch.cat([self.latent_norm(kv), rotated[:, heads]], dim=1)
+        return q_latent, rotated[:, :heads], cached
 
     def finish(self, attended: torch.Tensor) -> torch.Tensor:
-        """Attended latents [T, h, c] -> [T, d]."""
+        """Project attended latents [T, h, c] to [T, d]."""
         values = torch.bmm(attended.transpose(0, 1), self.value_up)  # [h, T, v]
         return self.output(values.transpose(0, 1).reshape(len(attended), -1))

@@ -1,4 +1,4 @@
-"""Feed-forward layers: the plain gated MLP, and the mixture of experts that touches hit experts.
+"""Feed-forward layers: the gated MLP, and the mixture of experts that reads picked experts alone.
 
 Source: DeepSeek-V3 technical report, section 2.1.2.
 """
@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 import torch.nn.functional as F
@@ -17,7 +18,7 @@ MAX_PAIRS_IN_PYTHON = 512
 
 
 def gated(both: torch.Tensor) -> torch.Tensor:
-    """silu(gate) * up for [gate, up] side by side."""
+    """Return silu(gate) * up for [gate, up] side by side."""
     gate, up = both.chunk(2, dim=-1)
     return F.silu(gate).mul_(up)
 
@@ -33,8 +34,15 @@ class Mlp:
         return self.down(gated(self.gate_up(x)))
 
 
+class Router(Protocol):
+    """Picks experts for every row."""
+
+    def __call__(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return expert ids [T, k] and their weights [T, k], float32, for x [T, d]."""
+
+
 @dataclass(frozen=True)
-class Router:
+class SigmoidRouter:
     """Picks experts by sigmoid scores; the bias counts for picking only.
 
     weight [d, e] and bias [e] are float32. A group's score is the sum of its two best experts.
@@ -49,7 +57,7 @@ class Router:
     scale: torch.Tensor  # [1]
 
     def __call__(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Expert ids [T, k] and their weights [T, k], float32, for x [T, d]."""
+        """Return expert ids [T, k] and their weights [T, k], float32, for x [T, d]."""
         scores = torch.mm(x.float(), self.weight).sigmoid_()  # [T, e]
         choice = scores + self.bias
         if self.groups > self.groups_per_token:
@@ -70,7 +78,7 @@ class Router:
 
 @dataclass(frozen=True)
 class Moe:
-    """Routed experts, and shared ones behind them that every row goes through with weight 1.
+    """Routed experts, and shared ones that every row goes through with weight 1.
 
     gate_up and down hold the routed experts, then the shared ones, all of one inner size. Experts
     that no row picked are not read.
@@ -82,8 +90,13 @@ class Moe:
     shared_ids: torch.Tensor  # [shared]
     shared_weights: torch.Tensor  # [shared], ones
 
+    @property
+    def routed_experts(self) -> int:
+        """Number of experts that the router picks from."""
+        return len(self.down) - len(self.shared_ids)
+
     def route(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """All experts of each row, shared ones included: ids and weights [T, k + shared]."""
+        """Return all experts of each row, shared ones last: ids and weights [T, k + shared]."""
         picked, weights = self.router(x)
         if not len(self.shared_ids):
             return picked, weights
@@ -94,28 +107,28 @@ class Moe:
         )
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        """Rows sorted by expert, one matmul an expert: x [T, d] -> [T, d]."""
+        """Transform x [T, d] to [T, d]; rows are sorted by expert, one product per expert."""
         if len(x) == 1:
             picked, weights = self.route(x)
             return torch.mm(weights.to(x.dtype), self._one_row(x, picked[0].tolist()))
         picked, weights = self.router(x)
-        order = sort_by_expert(picked, self.router.bias.shape[0])
+        order = sort_by_expert(picked, self.routed_experts)
         outer = self._experts(x[order.rows], order.ends)[order.places]
         outer = outer.view(len(x), picked.shape[1], -1)  # [T, k, d]
         total = torch.bmm(weights.to(x.dtype)[:, None], outer)[:, 0]
-        for expert in range(self.router.bias.shape[0], len(self.down)):
+        for expert in range(self.routed_experts, len(self.down)):
             total += self.down[expert](gated(self.gate_up[expert](x)))
         return total
 
     def _one_row(self, x: torch.Tensor, experts: Sequence[int]) -> torch.Tensor:
-        """What each of the experts makes of one row."""
+        """Return the output of each of the experts for one row x [1, d]: [experts, d]."""
         inner = gated(torch.cat([self.gate_up[expert](x) for expert in experts]))
         return torch.cat(
             [self.down[e](row) for e, row in zip(experts, inner[:, None], strict=True)]
         )
 
     def _experts(self, rows: torch.Tensor, ends: Sequence[tuple[int, int]]) -> torch.Tensor:
-        """Rows in segments that end at `ends`, each through its expert."""
+        """Take rows [n, d] in segments that end at `ends` through their experts."""
         count, hidden = rows.shape
         inner = rows.new_empty(count, self.gate_up[0].weight.shape[0])
         outer = rows.new_empty(count, hidden)
@@ -140,8 +153,8 @@ def _by_segment(
 class Order:
     """(Row, expert) pairs sorted by expert.
 
-    rows: the row of each sorted pair. ends: for each hit expert, where its pairs end. places:
-    where each pair of the original order went.
+    rows: the row of each sorted pair. ends: each picked expert, and the end of its pairs. places:
+    the place of each pair of the original order.
     """
 
     rows: torch.Tensor
@@ -150,7 +163,7 @@ class Order:
 
 
 def sort_by_expert(picked: torch.Tensor, experts: int) -> Order:
-    """Sort the pairs of picked [T, k]; a few are sorted faster without launching anything."""
+    """Sort the pairs of picked [T, k]; few pairs are sorted faster without launching kernels."""
     count, device = picked.numel(), picked.device
     if count > MAX_PAIRS_IN_PYTHON:
         flat = picked.flatten()

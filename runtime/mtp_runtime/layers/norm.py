@@ -1,4 +1,4 @@
-"""RMS norm, computed in float32 whatever the activations are."""
+"""RMS norm, computed in float32 for activations of any dtype."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ class RmsNorm:
 
     @classmethod
     def build(cls, weight: torch.Tensor, eps: float) -> RmsNorm:
-        """weight [d] as it is stored."""
+        """Build from a weight [d] as it is stored."""
         return cls(weight.float(), eps)
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:

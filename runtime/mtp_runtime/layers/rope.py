@@ -1,4 +1,4 @@
-"""Rotary positions as DeepSeek stores them: neighbouring elements form a complex pair.
+"""Rotary position embedding as DeepSeek stores it: neighbouring elements form a complex pair.
 
 Source: Su et al., RoFormer; Peng et al., YaRN, sections 3.2 to 3.4.
 """
@@ -14,59 +14,66 @@ from mtp_runtime.config import RopeConfig
 
 
 def inverse_frequencies(config: RopeConfig) -> torch.Tensor:
-    """Rotation in radians per position of each pair [r/2], float32."""
+    """Return inv_freq [r/2], float32: the angle per position of each pair, in radians."""
     exponents = torch.arange(0, config.size, 2, dtype=torch.float32) / config.size
     plain = 1.0 / config.theta**exponents
     if config.factor <= 1.0:
         return plain
-    low = max(math.floor(_pair_that_turns(config, config.beta_fast)), 0)
-    high = min(math.ceil(_pair_that_turns(config, config.beta_slow)), config.size - 1)
+    low = max(math.floor(_pair_of_rotations(config, config.beta_fast)), 0)
+    high = min(math.ceil(_pair_of_rotations(config, config.beta_slow)), config.size - 1)
     pair = torch.arange(config.size // 2, dtype=torch.float32)
-    stretched = ((pair - low) / max(high - low, 1e-3)).clamp(0, 1)
-    return plain / config.factor * stretched + plain * (1 - stretched)
+    interpolated = ((pair - low) / max(high - low, 1e-3)).clamp(0, 1)
+    return plain / config.factor * interpolated + plain * (1 - interpolated)
 
 
-def _pair_that_turns(config: RopeConfig, turns: float) -> float:
-    """The pair, as a real number, that turns so often over the original positions."""
-    wavelength = config.original_positions / (turns * 2 * math.pi)
+def _pair_of_rotations(config: RopeConfig, rotations: float) -> float:
+    """Return the pair, as a real number, that rotates so often over the original positions."""
+    wavelength = config.original_positions / (rotations * 2 * math.pi)
     return config.size * math.log(wavelength) / (2 * math.log(config.theta))
 
 
 def yarn_temperature(factor: float, mscale: float) -> float:
-    """yarn's attention temperature, 1 without stretching."""
+    """Return YaRN's attention temperature, 1 without stretching."""
     return 1.0 if factor <= 1.0 else 0.1 * mscale * math.log(factor) + 1.0
 
 
 def softmax_scale(config: RopeConfig, head_size: int) -> float:
-    """The factor on attention scores: 1/sqrt(nope + rope), times yarn's temperature squared."""
+    """Return the factor on attention scores: 1/sqrt(head_size), times YaRN's temperature squared
+    where the config sets mscale_all_dim."""
     temperature = 1.0
     if config.mscale_all_dim:
         temperature = yarn_temperature(config.factor, config.mscale_all_dim)
     return float(head_size**-0.5 * temperature**2)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Rope:
-    """Turns pairs by position. inverse [r/2] float32; amplitude scales every rotation."""
+    """Rotation of pairs by position. inv_freq [r/2] float32; attention_scaling is the length of
+    every rotation."""
 
-    inverse: torch.Tensor
-    amplitude: float
+    inv_freq: torch.Tensor
+    attention_scaling: float
 
     @classmethod
     def build(cls, config: RopeConfig, device: torch.device) -> Rope:
-        """Precompute from the config. mscale equals mscale_all_dim in every released model."""
-        amplitude = yarn_temperature(config.factor, config.mscale)
+        """Precompute from the config; mscale equals mscale_all_dim in every released model."""
+        scaling = yarn_temperature(config.factor, config.mscale)
         if config.mscale_all_dim:
-            amplitude /= yarn_temperature(config.factor, config.mscale_all_dim)
-        return cls(inverse_frequencies(config).to(device), amplitude)
+            scaling /= yarn_temperature(config.factor, config.mscale_all_dim)
+        return cls(inverse_frequencies(config).to(device), scaling)
 
-    def rotations(self, positions: torch.Tensor) -> torch.Tensor:
-        """Complex factors [T, r/2] for positions [T]."""
-        angles = positions.float()[:, None] * self.inverse
-        return torch.polar(torch.full_like(angles, self.amplitude), angles)
+    @property
+    def size(self) -> int:
+        """Number of rotated elements r."""
+        return 2 * len(self.inv_freq)
+
+    def cos_sin(self, positions: torch.Tensor) -> torch.Tensor:
+        """Return cos + i sin of the angles at positions [T], times attention_scaling: [T, r/2]."""
+        angles = positions.float()[:, None] * self.inv_freq
+        return torch.polar(torch.full_like(angles, self.attention_scaling), angles)
 
 
-def rotate(x: torch.Tensor, rotations: torch.Tensor) -> torch.Tensor:
-    """Turn x [..., r] by complex rotations that broadcast to [..., r/2]; pairs stay in place."""
+def rotate_pairs(x: torch.Tensor, cos_sin: torch.Tensor) -> torch.Tensor:
+    """Rotate neighbouring pairs of x [..., r] by complex factors that broadcast to [..., r/2]."""
     pairs = torch.view_as_complex(x.float().view(*x.shape[:-1], -1, 2))
-    return torch.view_as_real(pairs * rotations).flatten(-2).to(x.dtype)
+    return torch.view_as_real(pairs * cos_sin).flatten(-2).to(x.dtype)

@@ -1,4 +1,4 @@
-"""From checkpoint folders to weights, one tensor at a time, and a ledger of what became of each."""
+"""Weights out of checkpoint folders, one tensor at a time, with a ledger of what became of each."""
 
 from __future__ import annotations
 
@@ -12,22 +12,25 @@ import torch
 from mtp_export.checkpoint.bundle_folder import bundle_target, open_parts
 from mtp_export.checkpoint.reader import CONFIG_NAME, Checkpoint
 from mtp_export.errors import InvalidInputError, UnsupportedError
-from mtp_export.families.base import TensorSpec, compare
-from mtp_export.schemes.stored import Stored, StoredWeight, model_family, stored_draft, stored_model
+from mtp_export.families import family_of
+from mtp_export.families.base import TensorSpec
+from mtp_export.schemes.discrepancies import compare
+from mtp_export.schemes.formats import EncodedWeight
+from mtp_export.schemes.stored import StoredModel, StoredWeight, stored_model
 from mtp_export.targets import target_of
-from mtp_runtime.layers.linear import Linear, Weight
-from mtp_runtime.loading.stored_weights import assembled
+from mtp_export.targets.draft import stored_draft
+from mtp_runtime.layers.linear import Linear, dense
 
 logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
 class Ledger:
-    """What became of every tensor, by the name it has (or would have) in the released layout.
+    """Account of every tensor, by the name that it has (or would have) in the released layout.
 
     loaded: read into the model. skipped: stored but not needed for this run. tied: equal to
     another tensor, which is used in its place. Every stored tensor is in one of the three;
-    expected is what config.json promises.
+    expected are those that config.json promises.
     """
 
     expected: frozenset[str]
@@ -38,10 +41,10 @@ class Ledger:
 
 @dataclass(frozen=True)
 class _Part:
-    """A folder, and what its config.json promises of it."""
+    """A folder, and the tensors that its config.json promises."""
 
     checkpoint: Checkpoint
-    stored: Stored
+    stored: StoredModel
 
     def check(self) -> None:
         """Refuse a folder that differs from its promise (InvalidInputError)."""
@@ -55,8 +58,11 @@ class _Part:
 
 @dataclass
 class WeightSource:
-    """Tensors of the model by released name, in whatever form they are stored, and the notes for
-    the ledger; the state of one loading."""
+    """Tensors of the model by released name, whatever format they are stored in.
+
+    The state of one loading: the names that were read so far, for the ledger. keep_dense: linears
+    are dequantized when they are loaded.
+    """
 
     owners: Mapping[str, _Part]
     dtype: torch.dtype
@@ -70,33 +76,39 @@ class WeightSource:
         return any(self._spec(name).mtp_layer is not None for name in self._present)
 
     def raw(self, name: str) -> torch.Tensor:
-        """One tensor that is not quantized, in its stored dtype, on the device (InvalidInputError
-        where there is none)."""
+        """Return an unquantized tensor in its stored dtype, on the device.
+
+        Raises InvalidInputError where there is none.
+        """
         self._note(name)
         return self._plain(name).to(self.device)
 
     def tensor(self, name: str) -> torch.Tensor:
-        """One tensor in the dtype of the run."""
+        """Return an unquantized tensor in the dtype of the run."""
         return self.raw(name).to(self.dtype)
 
-    def weight(self, module: str) -> Weight:
-        """A linear's weight in the format it is stored in."""
+    def weight(self, module: str) -> EncodedWeight:
+        """Return a linear's weight [out, in] in the format that it is stored in.
+
+        Raises InvalidInputError for tensors that are missing or contradict each other.
+        """
         name = f"{module}.weight"
         self._note(name)
         part = self.owners[name]
         one = part.stored.weights[name]
         tensors = [part.checkpoint.tensor(tensor.name).to(self.device) for tensor in one.tensors]
-        return assembled(one, tensors)
+        return one.encoded(tensors)
 
     def linear(self, module: str) -> Linear:
+        """Return a linear layer."""
         return Linear.build(self.weight(module), self.dtype, self.keep_dense)
 
     def dense_matrix(self, module: str) -> torch.Tensor:
-        """A linear's weight [out, in], dequantized."""
-        return self.weight(module).dense(self.dtype)
+        """Return a linear's weight [out, in], dequantized."""
+        return dense(self.weight(module), self.dtype)
 
     def tied_or_own(self, own: str, main: str, loaded: torch.Tensor) -> torch.Tensor:
-        """A copy of a main tensor: the loaded original when they are equal, else the copy."""
+        """Return the loaded original where the own copy of it is equal or absent, else the copy."""
         if not self._has(own):
             return loaded
         if torch.equal(self._plain(own), self._plain(main)):
@@ -106,7 +118,7 @@ class WeightSource:
         return self.tensor(own)
 
     def ledger(self) -> Ledger:
-        """Close the books (InvalidInputError for a tensor that nothing explains)."""
+        """Return the account of all tensors (InvalidInputError for one that nothing explains)."""
         known = self.loaded | self.tied
         skipped = set(self._present) - known
         mtp_in_use = any(self._spec(name).mtp_layer is not None for name in known)
@@ -161,12 +173,12 @@ class WeightSource:
 def open_source(
     folder: Path, dtype: torch.dtype, device: torch.device, keep_dense: bool
 ) -> tuple[WeightSource, Checkpoint]:
-    """Open a bundle (main and mtp side by side) or a single checkpoint folder, and compare it.
+    """Open a bundle (main and mtp side by side) or a single checkpoint folder, and check it.
 
     Returns the weights and the checkpoint of the main part. The MTP folder may be in any target's
     layout. Raises InvalidInputError for a tensor that is missing, of the wrong shape or dtype, or
     not promised by config.json, UnsupportedError for a quantization that is not known. A checkpoint
-    without any tensor of the MTP layer is taken as the main part alone.
+    without any tensor of the MTP layer counts as the main part alone.
     """
     if (folder / CONFIG_NAME).exists():
         parts = [_whole(Checkpoint.open(folder))]
@@ -182,7 +194,7 @@ def open_source(
 
 
 def _whole(checkpoint: Checkpoint) -> _Part:
-    """A single folder: main alone, or main and MTP."""
+    """Return a single folder as a part: main alone, or main and MTP."""
     stored = stored_model(checkpoint.config)
     if checkpoint.tensors.keys() & stored.mtp.tensors.keys():
         return _Part(checkpoint, stored)
@@ -190,8 +202,8 @@ def _whole(checkpoint: Checkpoint) -> _Part:
 
 
 def _draft(mtp: Checkpoint, main: Checkpoint, target: str) -> _Part:
-    """The MTP folder of a bundle, which must hold the main model's MTP layers."""
-    specs = model_family(main.config).expected.values()
+    """Return the MTP folder of a bundle, which must hold the main model's MTP layers."""
+    specs = family_of(main.config).tensors.values()
     layers = {spec.name: spec.shape for spec in specs if spec.mtp_layer is not None}
     stored = stored_draft(mtp.config, target_of(target), main.config["num_hidden_layers"])
     own = {name: one.weight.shape for name, one in stored.weights.items()}

@@ -1,154 +1,270 @@
-"""The same layers on compiled kernels: float32 on a CPU, a row's bits free of its batch."""
+"""Execution by compiled kernels: float32 on a CPU, a row's bits independent of its batch.
+
+Layers that the kernels do not know, by attention or feed-forward, are run by torch in between.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
 from typing import cast
 
-import numpy as np
 import torch
 
-from mtp_kernels.decoder import (
-    Arena,
-    Decoder,
-    LayerWeights,
-    Norm,
-    PackedLayer,
-    Projection,
-    Recursion,
-    Rows,
-    Sizes,
-    pack_layer,
-)
-from mtp_runtime.config import Hidden, ModelConfig
-from mtp_runtime.layers.attention import BatchLayout
+from mtp_kernels import decoder as kernels
+from mtp_kernels.batch_layout import BatchLayout
+from mtp_runtime.cache import Cache, CacheSpec, JoinedCaches
+from mtp_runtime.config import Hidden
+from mtp_runtime.layers.decoder_layer import DecoderLayer
 from mtp_runtime.layers.linear import Linear
-from mtp_runtime.layers.moe import Mlp, Moe
+from mtp_runtime.layers.mla import Mla
+from mtp_runtime.layers.moe import Mlp, Moe, SigmoidRouter
 from mtp_runtime.layers.norm import RmsNorm
 from mtp_runtime.layers.rope import Rope
-from mtp_runtime.models.deepseek_v3 import DecoderLayer, Layers, MtpModule, TorchLayers
+from mtp_runtime.models.model import Layers, MtpModule, Recursion, RowStep, TorchLayers
+
+# Names that the kernels know the parts of a layer by.
+KINDS: dict[type, str] = {Mla: "mla", Mlp: "dense", SigmoidRouter: "sigmoid_moe"}
+
+
+@dataclass(frozen=True)
+class StackedCache:
+    """Latents and rope keys of all layers in one tensor [layers, pages, page, c+r]."""
+
+    stacked: torch.Tensor
+
+    @property
+    def tensors(self) -> Iterable[torch.Tensor]:
+        return self.stacked.unbind()
+
+
+def stacked(cache: Cache) -> torch.Tensor:
+    """Return the one tensor of a cache that compiled layers made."""
+    assert isinstance(cache, StackedCache), "the cache that new_cache made"
+    return cache.stacked
 
 
 class CompiledLayers:
-    """A Decoder with the face of Layers."""
+    """A compiled decoder with the interface of Layers."""
 
-    def __init__(self, decoder: Decoder) -> None:
+    def __init__(self, decoder: kernels.Decoder) -> None:
         self.decoder = decoder
 
     def __len__(self) -> int:
         return len(self.decoder)
 
-    def __call__(
-        self, x: torch.Tensor, kv_cache: torch.Tensor, layout: BatchLayout
-    ) -> torch.Tensor:
-        rows = Rows(layout.positions, layout.slots, layout.page_table, layout.kv_lens, layout.cu_q)
-        self.decoder(x, rows, kv_cache)
+    def new_cache(self, spec: CacheSpec) -> StackedCache:
+        config = self.decoder.config
+        shape = len(self), spec.pages, spec.page_size, config.latent + config.rope
+        return StackedCache(torch.empty(shape, dtype=spec.dtype, device=spec.device))
+
+    def __call__(self, x: torch.Tensor, cache: Cache, layout: BatchLayout) -> torch.Tensor:
+        self.decoder(x, layout, stacked(cache))
         return x
 
-    def each(self) -> Iterator[CompiledLayers]:
+    def each(self) -> Iterator[Layers]:
         return (CompiledLayers(decoder) for decoder in self.decoder.each())
+
+
+@dataclass(frozen=True)
+class MixedLayers:
+    """Runs of layers, each with an execution of its own, one behind the other."""
+
+    runs: tuple[Layers, ...]
+
+    def __len__(self) -> int:
+        return sum(map(len, self.runs))
+
+    def new_cache(self, spec: CacheSpec) -> JoinedCaches:
+        return JoinedCaches(tuple(run.new_cache(spec) for run in self.runs))
+
+    def __call__(self, x: torch.Tensor, cache: Cache, layout: BatchLayout) -> torch.Tensor:
+        assert isinstance(cache, JoinedCaches), "the cache that new_cache made"
+        for run, own in zip(self.runs, cache.parts, strict=True):
+            x = run(x, own, layout)
+        return x
+
+    def each(self) -> Iterator[Layers]:
+        return (layer for run in self.runs for layer in run.each())
+
+
+@dataclass(frozen=True)
+class CompiledRecursion:
+    """A compiled recursion with the interface of Recursion."""
+
+    recursion: kernels.Recursion
+
+    def __call__(
+        self,
+        x: torch.Tensor,
+        starts: Sequence[int],
+        counts: Sequence[int],
+        page_table: torch.Tensor,
+        cache: Cache,
+    ) -> list[list[int]]:
+        return self.recursion(x, starts, counts, page_table, stacked(cache))
 
 
 @dataclass(frozen=True)
 class CompiledExecution:
     """Packs parts for the kernels; the parts themselves may then be dropped."""
 
-    config: ModelConfig
-    rope: Rope
-    arena: Arena = field(default_factory=Arena)
+    backend: kernels.Backend = field(default_factory=kernels.make_backend)
 
     def layers(self, layers: Iterable[DecoderLayer]) -> Layers:
-        """Packed one by one, so that no two copies of a model are held; all have one scale."""
-        sizes, all_packed = None, []
+        """Pack the layers one by one, so that no two copies of a model are held."""
+        runs: list[_TorchRun | _PackedRun] = []
         for layer in layers:
-            if not isinstance(layer.feed_forward, Mlp | Moe):
-                return TorchLayers((layer, *layers), self.rope)  # a layer the kernels do not know
-            sizes = sizes_of(self.config, layer.attention.scale)
-            all_packed.append(packed(layer, self.arena))
-        assert sizes is not None, "a model has layers"
-        rope = self.rope
-        decoder = Decoder(sizes, all_packed, rope.inverse, rope.amplitude)
-        return CompiledLayers(decoder)
+            kind = _PackedRun if self.backend.runs(kind_of(layer)) else _TorchRun
+            if not runs or not isinstance(runs[-1], kind):
+                runs.append(kind(self.backend))
+            runs[-1].add(layer)
+        joined = tuple(run.layers() for run in runs)
+        return joined[0] if len(joined) == 1 else MixedLayers(joined)
 
-    def norm(self, norm: RmsNorm) -> Norm:
-        return Norm(norm.weight, norm.eps)
+    def norm(self, norm: RmsNorm) -> RowStep:
+        return self.backend.norm(norm.weight, norm.eps)
 
-    def linear(self, linear: Linear) -> Projection:
-        return Projection(_dense(linear), self.arena)
+    def linear(self, linear: Linear) -> RowStep:
+        return self.backend.projection(_dense(linear))
 
     def recursion(self, module: MtpModule) -> Recursion | None:
-        parts = (*module.inputs, module.head.normed, module.head.projected)
-        embedding_norm, hidden_norm, projection, head_norm, head = parts
+        """Join the module's parts, or return None where torch runs its layer."""
         layers = module.layers
         if not isinstance(layers, CompiledLayers):
             return None
-        assert isinstance(projection, Projection) and isinstance(head, Projection)
-        norms = embedding_norm, hidden_norm, head_norm
-        assert all(isinstance(norm, Norm) for norm in norms)
-        return Recursion(
-            layers.decoder,
-            module.embedding,
-            cast(tuple[Norm, Norm, Norm], norms),
-            projection,
-            head,
-            module.contract.recycled_hidden is Hidden.AFTER_NORM,
+        embedding_norm, hidden_norm, projection = module.inputs
+        parts = kernels.RecursionParts(
+            decoder=layers.decoder,
+            embedding=module.embedding,
+            embedding_norm=embedding_norm,
+            hidden_norm=hidden_norm,
+            projection=projection,
+            head_norm=module.head.normed,
+            head=module.head.projected,
+            recycles_normed=module.contract.recycled_hidden is Hidden.AFTER_NORM,
         )
+        return CompiledRecursion(self.backend.recursion(parts))
 
 
-def sizes_of(config: ModelConfig, attention_scale: float) -> Sizes:
-    """The sizes that all layers share."""
-    return Sizes(
-        hidden=config.hidden,
-        heads=config.heads,
-        nope=config.nope,
-        rope=config.rope.size,
-        value=config.value,
-        latent=config.latent,
-        query_rank=config.query_rank,
-        experts_per_token=config.experts_per_token,
-        groups=config.expert_groups,
-        groups_per_token=config.groups_per_token,
-        normalise=config.normalise_weights,
-        routed_scale=np.float32(config.routed_scale),
-        norm_eps=np.float32(config.norm_eps),
-        attention_scale=np.float32(attention_scale),
+def kind_of(layer: DecoderLayer) -> kernels.LayerKind:
+    """Return the kind of a layer; a part without a name stands for itself, and is not run."""
+    feed_forward = layer.feed_forward
+    deciding = feed_forward.router if isinstance(feed_forward, Moe) else feed_forward
+    types = type(layer.attention), type(deciding)
+    return kernels.LayerKind(*(KINDS.get(part, part.__name__) for part in types))
+
+
+@dataclass
+class _TorchRun:
+    """Consecutive layers for torch."""
+
+    backend: kernels.Backend
+    kept: list[DecoderLayer] = field(default_factory=list)
+
+    def add(self, layer: DecoderLayer) -> None:
+        self.kept.append(layer)
+
+    def layers(self) -> Layers:
+        return TorchLayers(tuple(self.kept))
+
+
+@dataclass
+class _PackedRun:
+    """Consecutive layers for the kernels, which share one DecoderConfig and one Rope."""
+
+    backend: kernels.Backend
+    packed: list[kernels.PackedLayer] = field(default_factory=list)
+    config: kernels.DecoderConfig | None = None
+    rope: Rope | None = None
+    router: SigmoidRouter | None = None
+
+    def add(self, layer: DecoderLayer) -> None:
+        attention, feed_forward = layer.attention, layer.feed_forward
+        assert isinstance(attention, Mla)
+        config = config_of(attention, layer.input_norm.eps)
+        assert self.config in (None, config), "all layers of a model share their sizes"
+        self.config, self.rope = config, attention.rope
+        if isinstance(feed_forward, Moe):
+            self.router = cast(SigmoidRouter, feed_forward.router)
+        self.packed.append(self.backend.pack(weights_of(layer, attention)))
+
+    def layers(self) -> Layers:
+        assert self.config is not None and self.rope is not None, "a run has layers"
+        config = self.config if self.router is None else with_router(self.config, self.router)
+        decoder = self.backend.decoder(
+            config,
+            self.packed,
+            inv_freq=self.rope.inv_freq,
+            attention_scaling=self.rope.attention_scaling,
+        )
+        return CompiledLayers(decoder)
+
+
+def config_of(attention: Mla, eps: float) -> kernels.DecoderConfig:
+    """Return what a model's layers share; the values of a router are neutral."""
+    heads, nope, latent = attention.key_up.shape
+    query_up = attention.query_up
+    return kernels.DecoderConfig(
+        hidden=attention.output.weight.shape[0],
+        heads=heads,
+        nope=nope,
+        rope=attention.rope_size,
+        value=attention.value_up.shape[2],
+        latent=latent,
+        query_rank=0 if query_up is None else query_up.weight.shape[1],
+        experts_per_token=1,
+        expert_groups=1,
+        groups_per_token=1,
+        normalise_weights=False,
+        routed_scale=1.0,
+        norm_eps=eps,
+        softmax_scale=attention.scale,
     )
 
 
-def packed(layer: DecoderLayer, arena: Arena) -> PackedLayer:
-    """A layer's weights in the kernels' layout; the layer itself may then be dropped."""
-    mla, feed_forward = layer.attention, layer.feed_forward
-    heads = len(mla.key_up)
+def with_router(config: kernels.DecoderConfig, router: SigmoidRouter) -> kernels.DecoderConfig:
+    """Return the config with the values of a router."""
+    return replace(
+        config,
+        experts_per_token=router.experts_per_token,
+        expert_groups=router.groups,
+        groups_per_token=router.groups_per_token,
+        normalise_weights=router.normalise,
+        routed_scale=router.scale.item(),
+    )
+
+
+def weights_of(layer: DecoderLayer, mla: Mla) -> kernels.LayerWeights:
+    """Return a layer's weights as the kernels take them."""
+    feed_forward, heads = layer.feed_forward, len(mla.key_up)
     router: torch.Tensor | None = None
     bias: torch.Tensor | None = None
     if isinstance(feed_forward, Moe):
         gate_up = torch.stack([_dense(linear) for linear in feed_forward.gate_up])
         down = torch.stack([_dense(linear) for linear in feed_forward.down])
-        router, bias = feed_forward.router.weight.t(), feed_forward.router.bias
+        own = cast(SigmoidRouter, feed_forward.router)
+        router, bias = own.weight.t(), own.bias
     else:
         assert isinstance(feed_forward, Mlp)
         gate_up, down = _dense(feed_forward.gate_up)[None], _dense(feed_forward.down)[None]
     gate, up = gate_up.chunk(2, dim=1)
     query_up = None if mla.query_up is None else _dense(mla.query_up).contiguous()
-    return pack_layer(
-        LayerWeights(
-            input_norm=layer.input_norm.weight,
-            down=_dense(mla.down),
-            query_norm=_weight(mla.query_norm),
-            query_up=None if query_up is None else query_up.view(heads, -1, query_up.shape[1]),
-            latent_norm=mla.latent_norm.weight,
-            key_up=mla.key_up.transpose(1, 2),
-            value_up=mla.value_up.transpose(1, 2),
-            output=_dense(mla.output),
-            post_norm=layer.post_norm.weight,
-            router=router,
-            router_bias=bias,
-            gate=gate,
-            up=up,
-            expert_down=down,
-        ),
-        arena,
+    return kernels.LayerWeights(
+        input_norm=layer.input_norm.weight,
+        down=_dense(mla.down),
+        query_norm=_weight(mla.query_norm),
+        query_up=None if query_up is None else query_up.view(heads, -1, query_up.shape[1]),
+        latent_norm=mla.latent_norm.weight,
+        key_up=mla.key_up.transpose(1, 2),
+        value_up=mla.value_up.transpose(1, 2),
+        output=_dense(mla.output),
+        post_norm=layer.post_norm.weight,
+        router=router,
+        router_bias=bias,
+        gate=gate,
+        up=up,
+        expert_down=down,
     )
 
 

@@ -1,244 +1,125 @@
-"""DeepSeek-V3 and its MTP module: hidden states and logits at every row of a ragged batch.
+"""DeepSeek-V3 and R1: MLA layers, dense first, then with a mixture of experts.
 
-Source: DeepSeek-V3 technical report, sections 2.1 and 2.2; the released weights concatenate
-[embedding, hidden], the other way round than the report prints it.
+Source: DeepSeek-V3 technical report, section 2.1.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
-from typing import Protocol
 
 import torch
-import torch.nn.functional as F
 
-from mtp_runtime.config import Hidden, ModelConfig, MtpContract
-from mtp_runtime.layers.attention import BatchLayout, attend
-from mtp_runtime.layers.linear import Linear
+from mtp_export.families.deepseek_v3 import DeepseekV3Family
+from mtp_export.families.modules import MoeModules, weight_name
+from mtp_runtime.config import ModelConfig, RopeConfig, refuse_other_values, required
 from mtp_runtime.layers.mla import Mla
-from mtp_runtime.layers.moe import Mlp, Moe
-from mtp_runtime.layers.norm import RmsNorm
-from mtp_runtime.layers.rope import Rope
+from mtp_runtime.layers.moe import SigmoidRouter
+from mtp_runtime.layers.rope import Rope, softmax_scale
+from mtp_runtime.models.builder import ModelBuilder
 
-RowStep = Callable[[torch.Tensor], torch.Tensor]  # of every row by itself
-
-
-class Layers(Protocol):
-    """Some decoder layers in a row, however they are run."""
-
-    def __len__(self) -> int: ...
-
-    def __call__(
-        self,
-        x: torch.Tensor,  # [T, d]; may be overwritten
-        kv_cache: torch.Tensor,  # [layers, pages, page, c+r]
-        layout: BatchLayout,
-    ) -> torch.Tensor: ...
-
-    def each(self) -> Iterator[Layers]:
-        """Every layer by itself."""
-
-
-class Execution(Protocol):
-    """What runs a model's parts: torch, or compiled kernels that are made of them."""
-
-    def layers(self, layers: Iterable[DecoderLayer]) -> Layers: ...
-
-    def norm(self, norm: RmsNorm) -> RowStep: ...
-
-    def linear(self, linear: Linear) -> RowStep: ...
-
-    def recursion(self, module: MtpModule) -> Recursion | None:
-        """What drafts all tokens of a recursion in one call; None: they go step by step."""
-
-
-class Recursion(Protocol):
-    """Best drafts of an MTP module, each from the one before."""
-
-    def __call__(
-        self,
-        x: torch.Tensor,  # [b, d], the module's output; overwritten
-        starts: Sequence[int],  # positions of x
-        counts: Sequence[int],  # tokens to draft, at least 1, the most first
-        page_table: torch.Tensor,  # [b, max_pages]
-        kv_cache: torch.Tensor,  # [1, pages, page, c+r]
-    ) -> list[list[int]]: ...
+_COMPUTED = {"scoring_func": "sigmoid", "topk_method": "noaux_tc", "hidden_act": "silu"}
 
 
 @dataclass(frozen=True)
-class DecoderLayer:
-    """One layer: attention and feed-forward, each after a norm and added to the stream."""
+class DeepseekV3Config(ModelConfig):
+    """Facts of a DeepSeek-V3 model beyond its tensors' names and shapes.
 
-    input_norm: RmsNorm
-    attention: Mla
-    post_norm: RmsNorm
-    feed_forward: Mlp | Moe
+    query_rank 0: queries are projected in one step.
+    """
 
-    def __call__(
-        self,
-        x: torch.Tensor,  # [T, d]
-        rotations: torch.Tensor,  # [T, r/2]
-        kv_cache: torch.Tensor,  # [pages, page, c+r]
-        layout: BatchLayout,
-        backend: str,  # of verify_attention
-    ) -> torch.Tensor:
-        mla = self.attention
-        q_latent, q_rope, cached = mla.project(self.input_norm(x), rotations)
-        kv_cache.flatten(0, 1).index_copy_(0, layout.slots, cached)
-        x = x + mla.finish(attend(q_latent, q_rope, kv_cache, layout, mla.scale, backend))
-        return x + self.feed_forward(self.post_norm(x))
+    rope: RopeConfig
+    heads: int
+    latent: int
+    nope: int
+    value: int
+    query_rank: int
+    dense_layers: int
+    moe_layer_freq: int
+    experts: int
+    shared_experts: int
+    experts_per_token: int
+    expert_groups: int
+    groups_per_token: int
+    normalise_weights: bool
+    routed_scale: float
 
+    @classmethod
+    def of(cls, family: DeepseekV3Family) -> DeepseekV3Config:
+        """Read a family's config.json.
 
-@dataclass(frozen=True)
-class TorchLayers:
-    """Layers run by torch, operation by operation, on any device and in any dtype."""
-
-    layers: tuple[DecoderLayer, ...]
-    rope: Rope
-    backend: str = "auto"
-
-    def __len__(self) -> int:
-        return len(self.layers)
-
-    def __call__(
-        self, x: torch.Tensor, kv_cache: torch.Tensor, layout: BatchLayout
-    ) -> torch.Tensor:
-        rotations = self.rope.rotations(layout.positions)
-        for layer, layer_cache in zip(self.layers, kv_cache.unbind(), strict=False):
-            x = layer(x, rotations, layer_cache, layout, self.backend)
-        return x
-
-    def each(self) -> Iterator[Layers]:
-        return (replace(self, layers=(layer,)) for layer in self.layers)
-
-
-@dataclass(frozen=True)
-class TorchExecution:
-    """Every operation by torch."""
-
-    rope: Rope
-
-    def layers(self, layers: Iterable[DecoderLayer]) -> Layers:
-        return TorchLayers(tuple(layers), self.rope)
-
-    def norm(self, norm: RmsNorm) -> RowStep:
-        return norm
-
-    def linear(self, linear: Linear) -> RowStep:
-        return linear
-
-    def recursion(self, module: MtpModule) -> None:
-        return None
-
-
-@dataclass(frozen=True)
-class Head:
-    """The last norm and the projection to the vocabulary."""
-
-    norm: RmsNorm
-    linear: Linear
-    execution: Execution
-
-    @cached_property
-    def normed(self) -> RowStep:
-        """The norm of rows [T, d]."""
-        return self.execution.norm(self.norm)
-
-    @cached_property
-    def projected(self) -> RowStep:
-        """The projection of rows [T, d] that passed the norm."""
-        return self.execution.linear(self.linear)
-
-    def logits(self, normed: torch.Tensor) -> torch.Tensor:
-        """float32 logits [T, vocab] of rows that passed the norm."""
-        return self.projected(normed).float()
-
-
-@dataclass(frozen=True)
-class MtpModule:
-    """The MTP layer: the next token's embedding and a hidden state in, the token after it out."""
-
-    embedding: torch.Tensor
-    embedding_norm: RmsNorm
-    hidden_norm: RmsNorm
-    projection: Linear
-    layer: DecoderLayer
-    head: Head
-    contract: MtpContract
-    execution: Execution
-
-    @cached_property
-    def layers(self) -> Layers:
-        return self.execution.layers([self.layer])
-
-    @cached_property
-    def inputs(self) -> tuple[RowStep, RowStep, RowStep]:
-        """The norms of embeddings and of hidden states, and what joins both."""
-        own = self.execution
-        return (
-            own.norm(self.embedding_norm),
-            own.norm(self.hidden_norm),
-            own.linear(self.projection),
+        Raises InvalidInputError for a missing field, UnsupportedError for a variant that is not
+        computed.
+        """
+        config, sizes = family.config, family.sizes
+        refuse_other_values(config, _COMPUTED)
+        return cls(
+            vocab=sizes.vocab,
+            hidden=sizes.hidden,
+            layers=family.num_hidden_layers,
+            mtp_layers=len(family.mtp_layers),
+            heads=sizes.heads,
+            latent=sizes.latent,
+            nope=sizes.nope,
+            value=sizes.value,
+            query_rank=sizes.query_rank,
+            dense_layers=sizes.dense_layers,
+            moe_layer_freq=sizes.moe_layer_freq,
+            experts=family.experts,
+            shared_experts=family.shared_experts,
+            experts_per_token=required(config, "num_experts_per_tok"),
+            expert_groups=config.get("n_group") or 1,
+            groups_per_token=config.get("topk_group") or 1,
+            normalise_weights=config.get("norm_topk_prob", True),
+            routed_scale=float(config.get("routed_scaling_factor", 1.0)),
+            rope=RopeConfig.from_config(config, sizes.rope),
+            **ModelConfig.run_facts(config),
         )
 
-    def __call__(
-        self,
-        next_tokens: torch.Tensor,  # [T]
-        hidden: torch.Tensor,  # [T, d]
-        kv_cache: torch.Tensor,  # [1, pages, page, c+r]
-        layout: BatchLayout,
-    ) -> torch.Tensor:
-        """Rows at position i take token i+1 and hidden state i; returns [T, d] before the norm."""
-        embedded = F.embedding(next_tokens, self.embedding)
-        if self.contract.zero_first_embedding:
-            embedded = embedded.masked_fill((layout.positions == 0)[:, None], 0.0)
-        norm_embedding, norm_hidden, project = self.inputs
-        both = torch.cat([norm_embedding(embedded), norm_hidden(hidden)], dim=-1)
-        return self.layers(project(both), kv_cache, layout)
-
-    @cached_property
-    def recursion(self) -> Recursion | None:
-        """What drafts the best tokens by recursion in one call, or None."""
-        return self.execution.recursion(self)
-
-    def recycled(self, x: torch.Tensor, normed: torch.Tensor) -> torch.Tensor:
-        """What the next draft of a recursion takes as hidden state."""
-        return normed if self.contract.recycled_hidden is Hidden.AFTER_NORM else x
-
 
 @dataclass(frozen=True)
-class DeepseekV3:
-    """The main model, and the MTP module where the checkpoint has one."""
+class DeepseekV3Builder(ModelBuilder):
+    """Builds MLA layers with DeepSeek-V3's router."""
 
-    config: ModelConfig
-    embedding: torch.Tensor
-    layers: Layers
-    head: Head
-    mtp: MtpModule | None
+    family: DeepseekV3Family
+    config: DeepseekV3Config
 
-    @property
-    def device(self) -> torch.device:
-        return self.embedding.device
+    @cached_property
+    def rope(self) -> Rope:
+        """Rotations that all layers share."""
+        return Rope.build(self.config.rope, self.source.device)
 
     @property
-    def cache_layers(self) -> int:
-        """Layers that keep keys and values, the MTP layer last."""
-        return len(self.layers) + (self.mtp is not None)
+    def shared_experts(self) -> int:
+        return self.config.shared_experts
 
-    def __call__(
-        self,
-        tokens: torch.Tensor,  # [T]
-        kv_cache: torch.Tensor,  # [layers, pages, page, c+r]
-        layout: BatchLayout,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Hidden states [T, d] of every row, before and after the last norm; fills the cache."""
-        x = self.layers(F.embedding(tokens, self.embedding), kv_cache, layout)
-        return x, self.head.normed(x)
+    def attention(self, layer: int) -> Mla:
+        """Load one layer's attention; the halves of kv_b_proj become dense to be absorbed."""
+        source, config, names = self.source, self.config, self.family.attention_modules(layer)
+        ranked = names.query_down is not None
+        halves = source.dense_matrix(names.latent_up)
+        halves = halves.view(config.heads, config.nope + config.value, config.latent)
+        return Mla(
+            down=self.stacked(names.query_down or names.query_up, names.latent_down),
+            query_norm=None if names.query_norm is None else self.norm(names.query_norm),
+            query_up=source.linear(names.query_up) if ranked else None,
+            latent_norm=self.norm(names.latent_norm),
+            key_up=halves[:, : config.nope].contiguous(),
+            value_up=halves[:, config.nope :].transpose(1, 2).contiguous(),
+            output=source.linear(names.output),
+            rope=self.rope,
+            scale=softmax_scale(config.rope, config.nope + config.rope.size),
+        )
 
-    def mtp_input(self, before: torch.Tensor, after: torch.Tensor) -> torch.Tensor:
-        """The side of the last norm that the MTP module is fed with."""
-        if self.mtp is None or self.mtp.contract.target_hidden is Hidden.AFTER_NORM:
-            return after
-        return before
+    def router(self, names: MoeModules) -> SigmoidRouter:
+        """Load a sparse layer's router."""
+        source, config = self.source, self.config
+        return SigmoidRouter(
+            weight=source.raw(weight_name(names.router)).float().t().contiguous(),
+            bias=source.raw(names.router_bias).float(),
+            groups=config.expert_groups,
+            groups_per_token=config.groups_per_token,
+            experts_per_token=config.experts_per_token,
+            normalise=config.normalise_weights,
+            scale=torch.tensor([config.routed_scale], device=source.device),
+        )

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from mtp_kernels.verify_attention import make_workspace, verify_attention
 from mtp_kernels.verify_attention.compiled_bf16 import STEP_TOKENS
-from mtp_kernels.verify_attention.shares import BLOCK_TOKENS, Item, items_of, share_of, work_of
+from mtp_kernels.verify_attention.shares import BLOCK_TOKENS, items_of, share_of, work_of
 from mtp_kernels.verify_attention.tiles import has_tiles
 
 BF16 = torch.bfloat16
@@ -144,9 +144,9 @@ def test_shares_cover_every_block_once(count: int) -> None:
     items = items_of(q_lens.int().numpy(), kv_lens.int().numpy(), 16)
     total, before = work_of(items), 0
     loads = [0] * count
-    for row in items.tolist():
-        item = Item(*row)
-        blocks, groups = max(1, -(-item.tokens // BLOCK_TOKENS)), -(-item.rows // 16)
+    for item in items:
+        blocks = max(1, -(-int(item["tokens"]) // BLOCK_TOKENS))
+        groups = -(-int(item["rows"]) // 16)
         shares = [share_of(item, before, total, number, count) for number in range(count)]
         taken = [block for first, last in shares for block in range(first, last)]
         assert taken == list(range(blocks))

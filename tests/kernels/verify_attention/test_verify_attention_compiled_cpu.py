@@ -12,7 +12,8 @@ from attention_cases import Case, build, check, expanded, lengths_around, rearra
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mtp_kernels.verify_attention import compiled_parts, verify_attention
+from mtp_kernels.cpu import paged_attention
+from mtp_kernels.verify_attention import verify_attention
 
 HEADS = [1, 8, 16, 17, 128]
 MIXED = Case((2, 0, 6, 3, 1, 5), (0, 9, 3, 200, 129, 64), heads=17, latent=512, rope=64, page=64)
@@ -95,8 +96,8 @@ def test_long_prefill_goes_in_waves() -> None:
     case = replace(PREFILL, q_lens=(600, 3), kv_lens=(900, 130))
     arguments = build(case)
     lengths = (arguments["cu_q"].numpy(), arguments["kv_lens"].numpy())
-    _, waves, parts = compiled_parts.plan(*lengths, case.heads)
-    assert len(waves) > 2 and parts <= compiled_parts.MAX_PARTS
+    _, waves, parts = paged_attention.plan(*lengths, case.heads)
+    assert len(waves) > 2 and parts <= paged_attention.MAX_PARTS
     found = attend(case)
     check(case, *found)
     assert same(found, verify_attention(**expanded(arguments), backend="compiled_cpu"))

@@ -1,0 +1,23 @@
+"""Layout of a ragged batch over a paged cache, the one description that every kernel goes by."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+
+@dataclass(frozen=True)
+class BatchLayout:
+    """The rows of a forward pass, the request each belongs to, and where its cache lies.
+
+    Request i of b owns rows cu_q[i] to cu_q[i+1] of T, in order of position, and reads and writes
+    the cache in the pages of page_table[i]. A slot is page * page_size + offset. All tensors lie on
+    the device of the pass.
+    """
+
+    positions: torch.Tensor  # [T] int64, of each row in its request
+    slots: torch.Tensor  # [T] int64, where each row's cache entry goes
+    page_table: torch.Tensor  # [b, max_pages] int32; what is past a request's last page is unused
+    kv_lens: torch.Tensor  # [b] int32, cached tokens after the pass, those of its rows included
+    cu_q: torch.Tensor  # [b+1] int32, rows before each request

@@ -1,0 +1,245 @@
+"""Attention over a paged float32 cache in parts: a tile of query rows against a block of tokens.
+
+Blocks start at multiples of BLOCK tokens and every part is computed the same way, whatever the
+batch and whichever thread does it; a row's parts are merged in order of position. So a row's bits
+depend on its own query and its own tokens alone.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any, NamedTuple
+
+import numpy as np
+from numba import carray
+
+from mtp_kernels.cpu.elementwise import exponential
+from mtp_kernels.cpu.jit import compiled, inner
+from mtp_kernels.cpu.team import owns
+from mtp_kernels.cpu.vectors import (
+    BLOCK,
+    PANEL,
+    Rows,
+    address,
+    block_max,
+    block_sum,
+    dot_rows,
+    floats,
+    multiply,
+)
+
+TILE_ROWS = 64  # rows of queries x heads that read a block of tokens together
+GROUP_ROWS = 16  # rows of a tile that a thread takes at most: two products of eight
+LEAST_ROWS = 4  # and at least, while there are tiles for all threads: as many as one dot has
+MAX_PARTS = 8192  # parts of rows in a wave: bounds scratch memory
+UNSEEN = np.float32(-np.inf)
+
+# Consecutive queries of a request. Its rows are ordered by head, then by query, so that a thread
+# keeps heads to itself; parts are numbered by block, then by row.
+TILE = np.dtype(
+    [
+        ("request", np.int64),
+        ("first_query", np.int64),
+        ("queries", np.int64),
+        ("seen", np.int64),  # tokens that the first query sees; each next one sees one more
+        ("blocks", np.int64),  # of tokens that the last query sees
+        ("first_part", np.int64),
+    ]
+)
+
+
+class Keys(NamedTuple):
+    """A layer's cache, and where each request's tokens lie in it."""
+
+    cache: Any  # [slots, c+r]
+    page_table: Any  # [b, max_pages]
+    page: int
+
+
+class Parts(NamedTuple):
+    """Softmax terms of rows over blocks: exp(score - row_max), their sum, and their products."""
+
+    sums: Any  # [parts, c], of terms and latents
+    row_max: Any  # [parts]
+    row_sum: Any  # [parts]
+
+
+class Queries(NamedTuple):
+    """Rows in the order of their tiles, and the sizes they share."""
+
+    rows: Any  # [T*h, c+r]
+    heads: int
+    scale: Any  # float32
+
+
+@compiled
+def plan(cu_q: Any, kv_lens: Any, heads: Any) -> tuple[Any, Any, Any]:
+    """Return tiles of a batch, in order of rows; waves [m+1] of tiles whose parts fit MAX_PARTS (or
+    one tile); and the largest number of parts of a wave."""
+    step = max(1, TILE_ROWS // heads)
+    count = 0
+    for request in range(kv_lens.size):
+        count += -(-(cu_q[request + 1] - cu_q[request]) // step)
+    tiles = np.empty(count, TILE)
+    waves = np.zeros(count + 2, np.int64)
+    number, wave, parts, most = 0, 1, 0, 0
+    for request in range(kv_lens.size):
+        end = np.int64(cu_q[request + 1])
+        for query in range(np.int64(cu_q[request]), end, step):
+            queries = min(step, end - query)
+            seen = np.int64(kv_lens[request]) - (end - 1 - query)
+            blocks = max(0, -(-(seen + queries - 1) // BLOCK))
+            if parts and parts + blocks * queries * heads > MAX_PARTS:
+                waves[wave] = number
+                wave, parts = wave + 1, 0
+            tile = tiles[number]
+            tile.request, tile.first_query, tile.queries = request, query, queries
+            tile.seen, tile.blocks, tile.first_part = seen, blocks, parts
+            parts += blocks * queries * heads
+            most = max(most, parts)
+            number += 1
+    waves[wave] = number
+    return tiles, waves[: wave + 1], most
+
+
+@compiled
+def query_places(tiles: Any, heads: Any, queries: Any) -> Any:
+    """Return [T, 2]: each query's first row in the order of tiles, and the rows between heads."""
+    out = np.zeros((queries, 2), np.int64)
+    for index in range(len(tiles)):
+        tile = tiles[index]
+        for query in range(tile.queries):
+            out[tile.first_query + query, 0] = tile.first_query * heads + query
+            out[tile.first_query + query, 1] = tile.queries
+    return out
+
+
+@inner
+def group_size(rows: Any, tiles: Any, threads: Any) -> Any:
+    """Return the number of a tile's rows that are computed together, so that every thread has
+    some."""
+    if tiles >= threads:
+        return GROUP_ROWS
+    each = -(-rows // (threads * LEAST_ROWS)) * LEAST_ROWS
+    return min(GROUP_ROWS, each)
+
+
+@inner
+def attend_wave(member: Any, tiles: Any, queries: Any, keys: Any, parts: Any) -> None:
+    """Compute all parts of a wave's tiles, shared out by groups of rows and blocks."""
+    heads = queries.heads
+    scores = np.empty((GROUP_ROWS, BLOCK), np.float32)
+    total = 0
+    for index in range(tiles.size):
+        total += tiles[index].queries * heads * max(0, tokens_of(tiles[index]))
+    done = 0
+    for index in range(tiles.size):
+        tile = tiles[index]
+        step = group_size(tile.queries * heads, tiles.size, member.count)
+        for row in range(0, tile.queries * heads, step):
+            rows = min(step, tile.queries * heads - row)
+            for block in range(tile.blocks):
+                cost = rows * min(BLOCK, tokens_of(tile) - block * BLOCK)
+                if owns(member, done, cost, total):
+                    attend_part(tile, block, row, scores[:rows], queries, keys, parts)
+                done += cost
+
+
+@inner
+def tokens_of(tile: Any) -> Any:
+    """Return the number of tokens that the last query of a tile sees."""
+    return tile.seen + tile.queries - 1
+
+
+@inner
+def attend_part(
+    tile: Any, block: Any, row: Any, scores: Any, queries: Any, keys: Any, parts: Any
+) -> None:
+    """Attend from rows [row, row + len(scores)) of a tile to the block's tokens they may see."""
+    width = queries.rows.shape[1]
+    first = block * BLOCK
+    end = min(first + BLOCK, tokens_of(tile))
+    at_query = address(queries.rows) + 4 * (tile.first_query * queries.heads + row) * width
+    query = Rows(at_query, width, scores.shape[0])
+    token = first
+    while token < end:
+        tokens = tokens_in_page(keys, tile.request, token, end)
+        dot_rows(query, tokens, width, address(scores) + 4 * (token - first), BLOCK)
+        token += tokens.count
+    part = tile.first_part + block * tile.queries * queries.heads + row
+    softmax_terms(tile, first, row, scores, queries.scale, parts, part)
+    token = first
+    while token < end:
+        tokens = tokens_in_page(keys, tile.request, token, end)
+        terms = Rows(address(scores) + 4 * (token - first), BLOCK, scores.shape[0])
+        add_products(terms, tokens, parts.sums[part:], token - first)
+        token += tokens.count
+
+
+@inner
+def tokens_in_page(keys: Any, request: Any, token: Any, end: Any) -> Any:
+    """Return the rows of tokens [token, end) as far as they lie in one page."""
+    page, width = keys.page, keys.cache.shape[1]
+    slot = np.int64(keys.page_table[request, token // page]) * page + token % page
+    count = min(end, token - token % page + page) - token
+    return Rows(address(keys.cache) + 4 * slot * width, width, count)
+
+
+@inner
+def softmax_terms(
+    tile: Any, first: Any, row: Any, scores: Any, scale: Any, parts: Any, part: Any
+) -> None:
+    """Replace scores by exp(score - row_max), 0 for tokens that a row does not see."""
+    for r in range(scores.shape[0]):
+        line = scores[r]
+        seen = tile.seen + (row + r) % tile.queries - first
+        for t in range(BLOCK):
+            line[t] = line[t] * scale if t < seen else UNSEEN
+        row_max = block_max(address(line))
+        for t in range(BLOCK):
+            term = exponential(line[t] - row_max)
+            line[t] = term if t < seen else np.float32(0.0)
+        parts.row_max[part + r] = row_max
+        parts.row_sum[part + r] = block_sum(address(line))
+
+
+@inner
+def add_products(terms: Any, values: Any, sums: Any, add: Any) -> None:
+    """Write terms @ values[:, :c] to sums [>= terms, c], on top of what is there if `add`."""
+    latent = sums.shape[1]
+    whole = latent - latent % PANEL
+    for column in range(0, whole, PANEL):
+        part = Rows(values.at + 4 * column, values.stride, values.count)
+        multiply(terms, part, address(sums) + 4 * column, latent, add)
+    for row in range(terms.count if whole < latent else 0):
+        factors = carray(floats(terms.at + 4 * row * terms.stride), (values.count,))
+        for c in range(whole, latent):
+            total = sums[row, c] if add else np.float32(0.0)
+            for t in range(values.count):
+                total += (
+                    factors[t] * carray(floats(values.at + 4 * t * values.stride), (latent,))[c]
+                )
+            sums[row, c] = total
+
+
+@inner
+def merge_parts(tile: Any, query: Any, head: Any, heads: Any, parts: Any, out: Any) -> Any:
+    """Write one query and head's attention to out [c]; return the log of its softmax's sum."""
+    blocks = -(-(tile.seen + query) // BLOCK)
+    if blocks <= 0:
+        out[:] = np.float32(0.0)
+        return UNSEEN
+    stride = tile.queries * heads  # parts from block to block
+    first = tile.first_part + head * tile.queries + query
+    row_max, row_sum = UNSEEN, np.float32(0.0)
+    for block in range(blocks):
+        row_max = max(row_max, parts.row_max[first + block * stride])
+    shares = np.empty(blocks, np.float32)
+    for block in range(blocks):
+        shares[block] = exponential(parts.row_max[first + block * stride] - row_max)
+        row_sum += parts.row_sum[first + block * stride] * shares[block]
+    for block in range(blocks):
+        shares[block] *= np.float32(1.0) / row_sum
+    sums = Rows(address(parts.sums[first:]), stride * out.size, blocks)
+    add_products(Rows(address(shares), 0, 1), sums, out.reshape(1, out.size), 0)
+    return row_max + np.float32(math.log(row_sum))

@@ -1,0 +1,162 @@
+"""Checks of what decoder backends are given: weights once, the tensors of every pass."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import fields
+
+import torch
+
+from mtp_kernels.batch_layout import BatchLayout
+from mtp_kernels.decoder.interface import DecoderConfig, LayerWeights, PackedLayer, Shapes
+from mtp_kernels.tensor_checks import check_cached_lengths, check_shape, check_tensor
+
+FLOAT = (torch.float32,)
+INDEX = (torch.int64,)
+COUNT = (torch.int32,)
+
+
+def check_config(config: DecoderConfig, inv_freq: torch.Tensor) -> None:
+    """Check that the config's sizes can be computed with, and the rope frequencies."""
+    sizes = ("hidden", "heads", "nope", "rope", "value", "latent")
+    small = [name for name in sizes if getattr(config, name) < 1]
+    if small:
+        raise ValueError(f"{small[0]}: expected at least 1, found {getattr(config, small[0])}")
+    if config.rope % 2:
+        raise ValueError(f"rope: expected an even size, found {config.rope}")
+    check_shape("inv_freq", inv_freq, (config.rope // 2,), FLOAT)
+
+
+def check_weights(weights: LayerWeights) -> None:
+    """Check that all of a layer's tensors are float32 on the CPU, in any strides."""
+    for field in fields(weights):
+        tensor = getattr(weights, field.name)
+        if tensor is None:
+            continue
+        if not isinstance(tensor, torch.Tensor) or tensor.dtype not in FLOAT:
+            found = tensor.dtype if isinstance(tensor, torch.Tensor) else type(tensor).__name__
+            raise TypeError(f"{field.name}: expected a tensor of float32, found {found}")
+        if tensor.device.type != "cpu":
+            raise ValueError(f"{field.name}: expected on cpu, found on {tensor.device}")
+
+
+def check_layers(config: DecoderConfig, layers: Sequence[PackedLayer]) -> None:
+    """Check that there are layers, and that their weights have the shapes of the config."""
+    if not layers:
+        raise ValueError("layers: expected at least one, found none")
+    for number, layer in enumerate(layers):
+        expected = expected_shapes(config, layer.shapes)
+        for name, shape in expected.items():
+            found = layer.shapes[name]
+            if found != shape:
+                wanted, given = (list(s) if s is not None else "none" for s in (shape, found))
+                raise ValueError(f"layer {number}, {name}: expected shape {wanted}, found {given}")
+        if layer.shapes["router"] is not None:
+            check_routing(config, layer.shapes["router"][0], number)
+
+
+def expected_shapes(config: DecoderConfig, found: Shapes) -> Shapes:
+    """Return the shapes that a layer's weights must have; experts and their width are its own."""
+    width, rank = config.nope + config.rope, config.query_rank
+    heads, hidden, latent = config.heads, config.hidden, config.latent
+    router, gate = found["router"], found["gate"] or ()
+    routed = router[0] if router else 0
+    experts = max(gate[0] if len(gate) == 3 else 1, routed) if routed else 1
+    inner = gate[1] if len(gate) == 3 else 1
+    return {
+        "input_norm": (hidden,),
+        "down": ((rank or heads * width) + latent + config.rope, hidden),
+        "query_norm": (rank,) if rank else None,
+        "query_up": (heads, width, rank) if rank else None,
+        "latent_norm": (latent,),
+        "key_up": (heads, latent, config.nope),
+        "value_up": (heads, config.value, latent),
+        "output": (hidden, heads * config.value),
+        "post_norm": (hidden,),
+        "router": (routed, hidden) if routed else None,
+        "router_bias": (routed,) if routed else None,
+        "gate": (experts, inner, hidden),
+        "up": (experts, inner, hidden),
+        "expert_down": (experts, hidden, inner),
+    }
+
+
+def check_routing(config: DecoderConfig, routed: int, number: int) -> None:
+    """Check that a row can pick its experts out of the best groups."""
+    groups, kept = config.expert_groups, config.groups_per_token
+    if groups < 1 or routed % groups or not 1 <= kept <= groups:
+        raise ValueError(
+            f"layer {number}: expected {routed} experts in equal groups of which some are kept, "
+            f"found {kept} of {groups}"
+        )
+    size = routed // groups
+    if groups > kept and size < 2:
+        raise ValueError(f"layer {number}: expected groups of at least 2 experts, found 1 each")
+    if not 1 <= config.experts_per_token <= kept * size:
+        raise ValueError(
+            f"layer {number}: expected 1 to {kept * size} experts per token, "
+            f"found {config.experts_per_token}"
+        )
+
+
+def check_pass(
+    config: DecoderConfig,
+    layers: int,
+    x: torch.Tensor,
+    layout: BatchLayout,
+    kv_cache: torch.Tensor,
+) -> None:
+    """Check the tensors of one pass on the CPU, contents of the layout included."""
+    check_stream(config, x, kv_cache)
+    rows, device = len(x), x.device
+    if len(kv_cache) < layers:
+        raise ValueError(f"kv_cache: expected at least {layers} layers, found {len(kv_cache)}")
+    check_tensor("positions", layout.positions, (rows,), INDEX, device)
+    check_tensor("slots", layout.slots, (rows,), INDEX, device)
+    check_tensor("page_table", layout.page_table, ("b", "max_pages"), COUNT, device)
+    batch = len(layout.page_table)
+    check_tensor("kv_lens", layout.kv_lens, (batch,), COUNT, device)
+    check_tensor("cu_q", layout.cu_q, (batch + 1,), COUNT, device)
+    check_range("positions", layout.positions.tolist(), 2**31)
+    check_range("slots", layout.slots.tolist(), kv_cache.shape[1] * kv_cache.shape[2])
+    check_cached_lengths(rows, kv_cache[0], layout.page_table, layout.kv_lens, layout.cu_q)
+
+
+def check_stream(config: DecoderConfig, x: torch.Tensor, kv_cache: torch.Tensor) -> None:
+    """Check rows and cache of a pass or a recursion."""
+    device = torch.device("cpu")
+    check_tensor("x", x, ("T", config.hidden), FLOAT, device)
+    width = config.latent + config.rope
+    check_tensor("kv_cache", kv_cache, ("layers", "pages", "page", width), FLOAT, device)
+
+
+def check_range(name: str, values: list[int], end: int) -> None:
+    """Check that values lie in [0, end)."""
+    if values and (min(values) < 0 or max(values) >= end):
+        raise ValueError(f"{name}: expected 0 to {end - 1}, found {min(values)} to {max(values)}")
+
+
+def check_recursion(
+    config: DecoderConfig,
+    x: torch.Tensor,
+    spans: tuple[Sequence[int], Sequence[int]],
+    page_table: torch.Tensor,
+    kv_cache: torch.Tensor,
+) -> None:
+    """Check the arguments of a recursion; spans are its starts and counts."""
+    starts, counts = spans
+    check_stream(config, x, kv_cache)
+    rows = len(x)
+    if not rows == len(starts) == len(counts) or not rows:
+        raise ValueError(
+            f"recursion: expected a start and a count for each of {rows} rows, at least 1, "
+            f"found {len(starts)} and {len(counts)}"
+        )
+    if min(counts) < 1 or list(counts) != sorted(counts, reverse=True):
+        raise ValueError(f"counts: expected at least 1 each, not rising, found {list(counts)}")
+    check_range("starts", list(starts), 2**31)
+    check_tensor("page_table", page_table, (rows, "max_pages"), COUNT, x.device)
+    ends = [start + count for start, count in zip(starts, counts, strict=True)]
+    drafted = torch.tensor(ends, dtype=torch.int32)
+    cu_q = torch.arange(rows + 1, dtype=torch.int32)
+    check_cached_lengths(rows, kv_cache[0], page_table, drafted, cu_q)

@@ -1,0 +1,275 @@
+"""Decoder layers compiled for a CPU, in float32: a pass over all layers is one call.
+
+Launching an operation costs more than computing it when a model is small or rows are few, so a
+team of threads runs the whole stack in one launch. Each row is computed in one fixed order: its
+bits depend on neither its batch nor the number of threads.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+import torch
+
+from mtp_kernels.batch_layout import BatchLayout
+from mtp_kernels.cpu.memory import LINE, Arena, floats
+from mtp_kernels.cpu.paged_attention import Parts, plan, query_places
+from mtp_kernels.cpu.team import process_team
+from mtp_kernels.cpu.vectors import PANEL
+from mtp_kernels.decoder.checks import (
+    check_config,
+    check_layers,
+    check_pass,
+    check_recursion,
+    check_weights,
+)
+from mtp_kernels.decoder.compiled_cpu.attention import Batch, Scratch
+from mtp_kernels.decoder.compiled_cpu.passes import run_layers, run_norm, run_project
+from mtp_kernels.decoder.compiled_cpu.recursion import (
+    Best,
+    Chains,
+    Module,
+    most_parts,
+    run_recursion,
+)
+from mtp_kernels.decoder.compiled_cpu.rows import cos_sin_of, panels_of
+from mtp_kernels.decoder.compiled_cpu.weights import (
+    PackedLayer,
+    pack,
+    pack_layer,
+    sizes_of,
+    table_of,
+)
+from mtp_kernels.decoder.interface import (
+    DecoderConfig,
+    LayerKind,
+    LayerWeights,
+    RecursionParts,
+)
+
+
+class Backend:
+    """Packs the parts of one model side by side into one arena."""
+
+    def __init__(self) -> None:
+        self._arena = Arena()
+
+    def runs(self, kind: LayerKind) -> bool:
+        """Return True for latent attention with a dense or mixture-of-experts MLP."""
+        return kind.attention == "mla" and kind.feed_forward in ("dense", "sigmoid_moe")
+
+    def pack(self, weights: LayerWeights) -> PackedLayer:
+        """Pack a layer."""
+        check_weights(weights)
+        return pack_layer(weights, self._arena)
+
+    def decoder(
+        self,
+        config: DecoderConfig,
+        layers: Sequence[PackedLayer],
+        *,
+        inv_freq: torch.Tensor,
+        attention_scaling: float,
+    ) -> Decoder:
+        """Join layers."""
+        check_config(config, inv_freq)
+        check_layers(config, layers)
+        return Decoder(config, layers, inv_freq=inv_freq, attention_scaling=attention_scaling)
+
+    def norm(self, weight: torch.Tensor, eps: float) -> Norm:
+        """Return an RMS norm."""
+        return Norm(weight, eps)
+
+    def projection(self, matrix: torch.Tensor) -> Projection:
+        """Pack a matrix."""
+        return Projection(matrix, self._arena)
+
+    def recursion(self, parts: RecursionParts) -> Recursion:
+        """Return the recursion of parts that this backend packed."""
+        return Recursion(parts)
+
+
+class Decoder:
+    """Some packed layers of a model, with the rotary positions that they share.
+
+    inv_freq [r/2] float32: radians per position of each pair; attention_scaling multiplies every
+    rotation.
+    """
+
+    def __init__(
+        self,
+        config: DecoderConfig,
+        layers: Sequence[PackedLayer],
+        *,
+        inv_freq: torch.Tensor,
+        attention_scaling: float,
+    ) -> None:
+        self.config = config
+        self.sizes = sizes_of(config)
+        self.table = table_of(layers)
+        self.rope = inv_freq.contiguous().numpy(), np.float32(attention_scaling)
+        self.multiplications = sum(tensor.numel() for packed in layers for tensor in packed.tensors)
+        self._layers = tuple(layers)
+        self._experts = max(layer.experts_per_row(config.experts_per_token) for layer in layers)
+        self._inner = max(panels_of(layer.inner) * PANEL for layer in layers)
+
+    def __len__(self) -> int:
+        return len(self._layers)
+
+    def each(self) -> Iterator[Decoder]:
+        """Return every layer as a decoder of its own."""
+        inv_freq, scaling = torch.from_numpy(self.rope[0]), float(self.rope[1])
+        for layer in self._layers:
+            yield Decoder(self.config, [layer], inv_freq=inv_freq, attention_scaling=scaling)
+
+    def __call__(self, x: torch.Tensor, layout: BatchLayout, kv_cache: torch.Tensor) -> None:
+        """Run the stream x [T, d] through the layers, in place."""
+        check_pass(self.config, len(self), x, layout, kv_cache)
+        heads = self.sizes.heads
+        tiles, waves, parts = plan(layout.cu_q.numpy(), layout.kv_lens.numpy(), heads)
+        batch = Batch(
+            cos_sin=cos_sin_of(layout.positions.numpy(), self.rope),
+            slots=layout.slots.numpy(),
+            page_table=layout.page_table.numpy(),
+            page=kv_cache.shape[2],
+            places=query_places(tiles, heads, len(x)),
+            tiles=tiles,
+            waves=waves,
+        )
+        team = process_team()
+        team.run(
+            run_layers,
+            team.threads_for(len(x) * self.multiplications),
+            self.table,
+            self.sizes,
+            batch,
+            kv_cache.flatten(1, 2).numpy(),
+            self.scratch(len(x), parts),
+            x.numpy(),
+        )
+
+    def scratch(self, count: int, parts: int) -> Scratch:
+        """Return memory for a pass of so many rows, and parts of attention."""
+        sizes, picked = self.sizes, self.config.experts_per_token
+        query = sizes.query_rank or sizes.heads * (sizes.nope + sizes.rope)
+        width = panels_of(query + sizes.latent + sizes.rope) * PANEL
+        return Scratch(
+            *_floats(
+                (count, width),
+                (count * sizes.heads, sizes.latent + sizes.rope),
+                (count, sizes.heads * sizes.value),
+                (count, sizes.hidden),
+                (count, picked),
+                (count * self._experts, self._inner),
+            ),
+            np.empty((count, picked), np.int64),
+            Parts(*_floats((parts, sizes.latent), (parts,), (parts,))),
+        )
+
+
+class Norm:
+    """RMS norm with a weight [d]."""
+
+    def __init__(self, weight: torch.Tensor, eps: float) -> None:
+        self.weight = weight.float().contiguous().numpy()
+        self.eps = np.float32(eps)
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        """Norm rows [T, d]."""
+        out = torch.empty_like(x)
+        process_team().run(run_norm, 1, x.numpy(), self.weight, self.eps, out.numpy())
+        return out
+
+
+class Projection:
+    """y = x @ matrix.T for a packed matrix [out, in]."""
+
+    def __init__(self, matrix: torch.Tensor, arena: Arena) -> None:
+        self._outputs = len(matrix)
+        self.packed = arena.keep(pack(matrix)).numpy()
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        """Project rows [T, in] to [T, out]."""
+        out = x.new_empty(len(x), self._outputs)
+        team = process_team()
+        threads = team.threads_for(len(x) * self.packed.size)
+        team.run(run_project, threads, x.contiguous().numpy(), self.packed, out.numpy())
+        return out
+
+
+class Recursion:
+    """Greedy drafts of all requests in one launch."""
+
+    def __init__(self, parts: RecursionParts) -> None:
+        norms = parts.embedding_norm, parts.hidden_norm, parts.head_norm
+        matrices = parts.projection, parts.head
+        if not (
+            isinstance(parts.decoder, Decoder)
+            and all(isinstance(norm, Norm) for norm in norms)
+            and all(isinstance(matrix, Projection) for matrix in matrices)
+        ):
+            raise TypeError("recursion: expected parts of compiled_cpu, found another backend's")
+        self._decoder = parts.decoder
+        self._module = Module(
+            embedding=parts.embedding.numpy(),
+            embedding_norm=parts.embedding_norm.weight,
+            hidden_norm=parts.hidden_norm.weight,
+            projection=parts.projection.packed,
+            head_norm=parts.head_norm.weight,
+            head=parts.head.packed,
+            eps=parts.head_norm.eps,
+            recycles_normed=parts.recycles_normed,
+        )
+        around = sum(matrix.packed.size for matrix in matrices)
+        self._multiplications = parts.decoder.multiplications + around
+
+    def __call__(
+        self,
+        x: torch.Tensor,
+        starts: Sequence[int],
+        counts: Sequence[int],
+        page_table: torch.Tensor,
+        kv_cache: torch.Tensor,
+    ) -> list[list[int]]:
+        """Draft counts[i] tokens for each row of x [b, d], which is overwritten."""
+        decoder, team = self._decoder, process_team()
+        check_recursion(decoder.config, x, (starts, counts), page_table, kv_cache)
+        chains = Chains(
+            starts=np.array(starts),
+            counts=np.array(counts),
+            page_table=page_table.numpy(),
+            page=kv_cache.shape[2],
+            rope=decoder.rope,
+        )
+        threads, most = team.threads_for(sum(counts) * self._multiplications), counts[0]
+        drafts = np.empty((len(counts), most), np.int64)
+        by_member = threads, len(counts)
+        team.run(
+            run_recursion,
+            threads,
+            decoder.table,
+            decoder.sizes,
+            self._module,
+            chains,
+            kv_cache.flatten(1, 2).numpy(),
+            decoder.scratch(len(counts), most_parts(chains, most, decoder.sizes.heads)),
+            Best(np.empty(by_member, np.float32), np.empty(by_member, np.int64)),
+            x.numpy(),
+            drafts,
+        )
+        return [row[:count] for row, count in zip(drafts.tolist(), counts, strict=True)]
+
+
+def _floats(*shapes: tuple[int, ...]) -> list[np.ndarray]:
+    """Return arrays side by side in one memory; each begins at a cache line, as vectors should."""
+    sizes = [math.prod(shape) for shape in shapes]
+    ends = list(itertools.accumulate(-(-size // LINE) * LINE for size in sizes))
+    memory = floats(ends[-1])
+    starts = [0, *ends[:-1]]
+    return [
+        memory[start : start + size].reshape(shape)
+        for start, size, shape in zip(starts, sizes, shapes, strict=True)
+    ]

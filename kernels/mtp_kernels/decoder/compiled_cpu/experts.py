@@ -1,0 +1,195 @@
+"""Feed-forward half of a decoder layer: routed and shared experts, or one dense MLP.
+
+A row's experts are added to it in order of their numbers, whatever other rows picked.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from mtp_kernels.cpu.elementwise import sigmoid
+from mtp_kernels.cpu.jit import inner
+from mtp_kernels.cpu.team import owns, share, wait
+from mtp_kernels.cpu.vectors import PANEL, Rows, address
+from mtp_kernels.decoder.compiled_cpu.rows import (
+    BLOCK_ROWS,
+    block_of,
+    copy,
+    norm_row,
+    panel_of,
+    panels_of,
+    project,
+    project_panel,
+    vector,
+)
+
+READ_COST = 8  # rows that a panel could be multiplied with while it is read
+NOT_PICKED = np.float32(-np.inf)
+
+
+@inner
+def feed_forward(member: Any, layer: Any, sizes: Any, scratch: Any, x: Any) -> None:
+    """Add the experts' output to the stream x [T, d]."""
+    route(member, layer, sizes, scratch, x)
+    wait(member)
+    rows, places, ends = sort_by_expert(layer, scratch.picked, x.shape[0])
+    make_inner(member, layer, sizes, scratch, rows, ends)
+    wait(member)
+    add_experts(member, layer, sizes, scratch, rows, places, ends, x)
+    wait(member)
+
+
+@inner
+def route(member: Any, layer: Any, sizes: Any, scratch: Any, x: Any) -> None:
+    """Norm the member's rows and pick their experts."""
+    norm = vector(layer.post_norm, sizes.hidden)
+    first, last = share(member, x.shape[0])
+    for row in range(first, last):
+        norm_row(x[row], norm, sizes.norm_eps, scratch.normed[row])
+    if not layer.routed:
+        return
+    width = panels_of(layer.routed) * PANEL
+    scores = np.empty((BLOCK_ROWS, width), np.float32)
+    choice = np.empty(layer.routed, np.float32)
+    bias = vector(layer.router_bias, layer.routed)
+    weight = panel_of(layer.router, 0, sizes.hidden)
+    for row in range(first, last, BLOCK_ROWS):
+        block = block_of(scratch.normed[:last], row)
+        project(block, weight, (0, width // PANEL), scores)
+        for r in range(block.count):
+            for expert in range(layer.routed):
+                scores[r, expert] = sigmoid(scores[r, expert])
+                choice[expert] = scores[r, expert] + bias[expert]
+            keep_best_groups(choice, sizes.groups, sizes.groups_per_token)
+            pick(scores[r], choice, sizes, scratch.picked[row + r], scratch.weights[row + r])
+
+
+@inner
+def keep_best_groups(choice: Any, groups: Any, kept: Any) -> None:
+    """Leave out the experts of all but the best groups, by the sum of a group's two best."""
+    if kept >= groups:
+        return
+    size = choice.size // groups
+    totals = np.empty(groups, np.float32)
+    for group in range(groups):
+        best, second = NOT_PICKED, NOT_PICKED
+        for expert in range(group * size, (group + 1) * size):
+            if choice[expert] > best:
+                best, second = choice[expert], best
+            elif choice[expert] > second:
+                second = choice[expert]
+        totals[group] = best + second
+    for group in range(groups):
+        better = 0
+        for other in range(groups):
+            first = totals[other] == totals[group] and other < group
+            better += totals[other] > totals[group] or first
+        if better >= kept:
+            for expert in range(group * size, (group + 1) * size):
+                choice[expert] = NOT_PICKED
+
+
+@inner
+def pick(scores: Any, choice: Any, sizes: Any, picked: Any, weights: Any) -> None:
+    """Write the best experts [k] of one row, the lower of equals first, and their weights."""
+    total = np.float32(0.0)
+    for place in range(picked.size):
+        expert = choice.argmax()
+        picked[place] = expert
+        weights[place] = scores[expert]
+        total += scores[expert]
+        choice[expert] = NOT_PICKED
+    scale = sizes.routed_scale / total if sizes.normalise_weights else sizes.routed_scale
+    for place in range(picked.size):
+        weights[place] *= scale
+
+
+@inner
+def sort_by_expert(layer: Any, picked: Any, count: Any) -> Any:
+    """Return (row, expert) pairs by expert: their rows, their places in `picked`, and each
+    expert's first pair [experts + 1].
+
+    Shared experts follow the routed ones and have all rows; their places are -1.
+    """
+    pairs = picked.size if layer.routed else 0
+    experts = layer.routed + layer.shared
+    ends = np.zeros(experts + 1, np.int64)
+    flat = picked.reshape(-1)
+    for pair in range(pairs):
+        ends[flat[pair] + 1] += 1
+    for expert in range(layer.routed, experts):
+        ends[expert + 1] = count
+    for expert in range(experts):
+        ends[expert + 1] += ends[expert]
+    rows, places = np.empty(ends[experts], np.int64), np.full(ends[experts], -1)
+    following = ends[:-1].copy()
+    for pair in range(pairs):
+        at = following[flat[pair]]
+        following[flat[pair]] += 1
+        rows[at], places[at] = pair // picked.shape[1], pair
+    for expert in range(layer.routed, experts):
+        for row in range(count):
+            rows[ends[expert] + row] = row
+    return rows, places, ends
+
+
+@inner
+def make_inner(member: Any, layer: Any, sizes: Any, scratch: Any, rows: Any, ends: Any) -> None:
+    """Compute silu(gate) * up of every pair, shared out by expert and panel."""
+    panels = panels_of(layer.inner)
+    hit = 0
+    for expert in range(ends.size - 1):
+        hit += ends[expert + 1] > ends[expert]
+    total, done = (rows.size + hit * READ_COST) * panels, 0
+    for expert in range(ends.size - 1):
+        first, last = ends[expert], ends[expert + 1]
+        cost = last - first + READ_COST
+        for panel in range(panels if last > first else 0):
+            if owns(member, done, cost, total):
+                weight = panel_of(layer.gate_up, 2 * (expert * panels + panel), sizes.hidden)
+                gate_panel(weight, scratch.normed, rows[first:last], scratch.inner[first:], panel)
+            done += cost
+
+
+@inner
+def gate_panel(weight: Any, normed: Any, rows: Any, out: Any, panel: Any) -> None:
+    """Write one panel of an expert's inner values [>= rows, i]; weight is gate, up behind it."""
+    gathered = np.empty((BLOCK_ROWS, normed.shape[1]), np.float32)
+    both = np.empty((BLOCK_ROWS, 2 * PANEL), np.float32)
+    for start in range(0, rows.size, BLOCK_ROWS):
+        size = min(BLOCK_ROWS, rows.size - start)
+        for r in range(size):
+            copy(normed[rows[start + r]], gathered[r])
+        project(Rows(address(gathered), normed.shape[1], size), weight, (0, 2), both)
+        for r in range(size):
+            line = out[start + r, panel * PANEL : (panel + 1) * PANEL]
+            for c in range(PANEL):
+                gate = both[r, c]
+                line[c] = gate * sigmoid(gate) * both[r, PANEL + c]
+
+
+@inner
+def add_experts(
+    member: Any, layer: Any, sizes: Any, scratch: Any, rows: Any, places: Any, ends: Any, x: Any
+) -> None:
+    """Add weight * down(inner) to x, expert by expert, by panels of x."""
+    hidden, panels = sizes.hidden, panels_of(sizes.hidden)
+    made = np.empty((BLOCK_ROWS, PANEL), np.float32)
+    weights = scratch.weights.reshape(-1)
+    first, last = share(member, panels)
+    for panel in range(first, last):
+        column = panel * PANEL
+        size = min(PANEL, hidden - column)
+        for expert in range(ends.size - 1):
+            packed = panel_of(layer.expert_down, expert * panels + panel, layer.inner)
+            for start in range(ends[expert], ends[expert + 1], BLOCK_ROWS):
+                block = block_of(scratch.inner[: ends[expert + 1]], start)
+                project_panel(block, packed, made)
+                for r in range(block.count):
+                    place = places[start + r]
+                    weight = weights[place] if place >= 0 else np.float32(1.0)
+                    out = x[rows[start + r], column : column + size]
+                    for c in range(size):
+                        out[c] += weight * made[r, c]

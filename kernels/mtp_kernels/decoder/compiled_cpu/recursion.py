@@ -1,0 +1,177 @@
+"""Greedy drafts of an MTP module by recursion, each from the token and hidden state before it.
+
+All drafts of a batch are one launch of a team of threads, which costs more than one draft. Of
+equally good tokens the first is drafted.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from mtp_kernels.cpu.jit import compiled, inner
+from mtp_kernels.cpu.paged_attention import plan, query_places
+from mtp_kernels.cpu.team import share, wait
+from mtp_kernels.cpu.vectors import PANEL, address
+from mtp_kernels.decoder.compiled_cpu.attention import Batch, Scratch
+from mtp_kernels.decoder.compiled_cpu.experts import NOT_PICKED
+from mtp_kernels.decoder.compiled_cpu.passes import run_layers, run_project
+from mtp_kernels.decoder.compiled_cpu.rows import (
+    BLOCK_ROWS,
+    block_of,
+    cos_sin_of,
+    norm_row,
+    norm_rows,
+    panel_of,
+    panels_of,
+    project_panel,
+)
+
+
+class Module(NamedTuple):
+    """The weights of an MTP module around its layer. Matrices are packed in panels."""
+
+    embedding: Any  # [vocab, d]
+    embedding_norm: Any  # [d]
+    hidden_norm: Any  # [d]
+    projection: Any  # 2d to d
+    head_norm: Any  # [d]
+    head: Any  # d to vocab
+    eps: Any  # float32, of the three norms
+    recycles_normed: bool  # the next draft takes the hidden state after the head's norm
+
+
+class Chains(NamedTuple):
+    """Requests that draft, those with most drafts first, and where their caches lie."""
+
+    starts: Any  # [b] position of the row that made the hidden state
+    counts: Any  # [b] drafts of each, at least 1
+    page_table: Any  # [b, max_pages]
+    page: int
+    rope: Any  # (inv_freq [r/2], attention scaling)
+
+
+class Best(NamedTuple):
+    """Best token of every row among each member's panels, and its logit: [members, b]."""
+
+    logits: Any
+    tokens: Any
+
+
+@compiled
+def run_recursion(
+    member: Any, table: Any, sizes: Any, module: Module, chains: Any, cache: Any, scratch: Any,
+    best: Any, x: Any, tokens: Any,
+) -> None:  # fmt: skip
+    """Write tokens [b, most drafts] for hidden states x [b, d], which are overwritten."""
+    rows, hidden = x.shape
+    normed, both = np.empty((rows, hidden), np.float32), np.empty((rows, 2 * hidden), np.float32)
+    for step in range(tokens.shape[1]):
+        rows = growing(chains, step)
+        norm_rows(x[:rows], module.head_norm, module.eps, normed)
+        find_best(member, module, normed[:rows], best)
+        wait(member)
+        for row in range(rows):  # every member writes the same
+            tokens[row, step] = best_of(best, row)
+        rows = growing(chains, step + 1)
+        if rows == 0:
+            return
+        for row in range(rows):
+            source = normed[row] if module.recycles_normed else x[row]
+            norm_row(source, module.hidden_norm, module.eps, both[row, hidden:])
+            embedded = module.embedding[best_of(best, row)]
+            norm_row(embedded, module.embedding_norm, module.eps, both[row, :hidden])
+        wait(member)
+        run_project(member, both[:rows], module.projection, x[:rows])
+        wait(member)
+        batch = batch_of(chains, rows, step + 1, sizes.heads)
+        run_layers(member, table, sizes, batch, cache, part_of(scratch, rows, sizes), x[:rows])
+
+
+@inner
+def growing(chains: Any, step: Any) -> Any:
+    """Return the number of chains with more than `step` drafts."""
+    rows = 0
+    while rows < chains.counts.size and chains.counts[rows] > step:
+        rows += 1
+    return rows
+
+
+@inner
+def find_best(member: Any, module: Module, normed: Any, best: Any) -> None:
+    """Find the best token of every row among the member's panels of the vocabulary."""
+    count, vocab = normed.shape[0], len(module.embedding)
+    made = np.empty((BLOCK_ROWS, PANEL), np.float32)
+    for row in range(count):
+        best.logits[member.number, row], best.tokens[member.number, row] = NOT_PICKED, 0
+    first, last = share(member, panels_of(vocab))
+    for panel in range(first, last):
+        start = panel * PANEL
+        packed = panel_of(address(module.head), panel, normed.shape[1])
+        for row in range(0, count, BLOCK_ROWS):
+            block = block_of(normed, row)
+            project_panel(block, packed, made)
+            for r in range(block.count):
+                for column in range(min(PANEL, vocab - start)):
+                    if made[r, column] > best.logits[member.number, row + r]:
+                        best.logits[member.number, row + r] = made[r, column]
+                        best.tokens[member.number, row + r] = start + column
+
+
+@inner
+def best_of(best: Any, row: Any) -> Any:
+    """Return a row's best token; members' panels are in order, so the first of equals is lowest."""
+    number = 0
+    for other in range(1, len(best.logits)):
+        if best.logits[other, row] > best.logits[number, row]:
+            number = other
+    return best.tokens[number, row]
+
+
+@inner
+def batch_of(chains: Any, rows: Any, step: Any, heads: Any) -> Batch:
+    """Return the batch of one draft: a row per growing chain, `step` positions behind its start."""
+    positions, slots = np.empty(rows, np.int64), np.empty(rows, np.int64)
+    for row in range(rows):
+        at = chains.starts[row] + step
+        positions[row] = at
+        slots[row] = chains.page_table[row, at // chains.page] * chains.page + at % chains.page
+    tiles, waves, _ = plan_of(chains, rows, step, heads)
+    cos_sin = cos_sin_of(positions, chains.rope)
+    places = query_places(tiles, heads, rows)
+    return Batch(cos_sin, slots, chains.page_table, chains.page, places, tiles, waves)
+
+
+@inner
+def plan_of(chains: Any, rows: Any, step: Any, heads: Any) -> Any:
+    """Return tiles and waves of such a batch, and the largest number of parts of a wave."""
+    ends, lengths = np.empty(rows + 1, np.int32), np.empty(rows, np.int32)
+    ends[0] = 0
+    for row in range(rows):
+        ends[row + 1], lengths[row] = row + 1, chains.starts[row] + step + 1
+    return plan(ends, lengths, heads)
+
+
+@compiled
+def most_parts(chains: Any, steps: Any, heads: Any) -> Any:
+    """Return the largest number of parts of a wave in any draft."""
+    most = 0
+    for step in range(1, steps):
+        most = max(most, plan_of(chains, growing(chains, step), step, heads)[2])
+    return most
+
+
+@inner
+def part_of(scratch: Any, rows: Any, sizes: Any) -> Scratch:
+    """Return the scratch memory of so many rows."""
+    return Scratch(
+        scratch.projected[:rows],
+        scratch.queries[: rows * sizes.heads],
+        scratch.values[:rows],
+        scratch.normed[:rows],
+        scratch.weights[:rows],
+        scratch.inner,
+        scratch.picked[:rows],
+        scratch.parts,
+    )

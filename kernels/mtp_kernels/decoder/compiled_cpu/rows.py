@@ -1,0 +1,112 @@
+"""Steps on blocks of rows that both halves of a layer take: norm, projection, rotation."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+from numba import carray
+
+from mtp_kernels.cpu.jit import compiled, inner
+from mtp_kernels.cpu.vectors import PANEL, Rows, address, dot_rows, floats, multiply
+
+BLOCK_ROWS = 32  # rows that go through a weight together
+
+
+@inner
+def vector(at: Any, size: Any) -> Any:
+    """Return the floats at an address as an array."""
+    return carray(floats(at), (size,))
+
+
+@inner
+def copy(source: Any, out: Any) -> None:
+    """Copy the first entries of source to all of out."""
+    for column in range(out.size):
+        out[column] = source[column]
+
+
+@inner
+def norm_row(x: Any, weight: Any, eps: Any, out: Any) -> None:
+    """Write the RMS norm of one row: x / sqrt(mean(x^2) + eps) * weight."""
+    row = Rows(address(x), 0, 1)
+    dot_rows(row, row, x.size, address(out), 1)
+    mean = out[0] / np.float32(x.size)
+    factor = np.float32(1.0) / np.float32(math.sqrt(np.float32(mean + eps)))
+    for column in range(x.size):
+        out[column] = x[column] * factor * weight[column]
+
+
+@inner
+def norm_rows(x: Any, weight: Any, eps: Any, out: Any) -> None:
+    """Write the RMS norm of rows [s, d] to the first columns of out [>= s, >= d]."""
+    for row in range(x.shape[0]):
+        norm_row(x[row], weight, eps, out[row, : x.shape[1]])
+
+
+@inner
+def norm_block(x: Any, first: Any, weight: Any, eps: Any, out: Any) -> Any:
+    """Write the RMS norm of up to BLOCK_ROWS rows of x from `first` on; return them as Rows."""
+    count = min(BLOCK_ROWS, x.shape[0] - first)
+    norm_rows(x[first : first + count], weight, eps, out)
+    return Rows(address(out), out.shape[1], count)
+
+
+@inner
+def block_of(x: Any, first: Any) -> Any:
+    """Return up to BLOCK_ROWS rows of x [T, d] from `first` on, as Rows."""
+    return Rows(address(x[first]), x.shape[1], min(BLOCK_ROWS, x.shape[0] - first))
+
+
+@compiled
+def panels_of(columns: Any) -> Any:
+    """Return the number of panels that so many outputs fill."""
+    return -(-columns // PANEL)
+
+
+@inner
+def panel_of(weight: Any, panel: Any, depth: Any) -> Any:
+    """Return a panel of the packed weight at an address, as Rows [depth, PANEL]."""
+    return Rows(weight + 4 * panel * depth * PANEL, PANEL, depth)
+
+
+@inner
+def project(x: Any, weight: Any, panels: Any, out: Any) -> None:
+    """Multiply Rows x with panels [first, last) of a weight, given as its first panel.
+
+    out [rows, whole panels] gets every panel at its own columns.
+    """
+    stride = out.shape[1]
+    for panel in range(panels[0], panels[1]):
+        own = panel_of(weight.at, panel, weight.count)
+        multiply(x, own, address(out) + 4 * panel * PANEL, stride, 0)
+
+
+@inner
+def project_panel(x: Any, weight: Any, out: Any) -> None:
+    """Multiply Rows x with one panel: out [>= rows, PANEL]."""
+    multiply(x, weight, address(out), PANEL, 0)
+
+
+@inner
+def rotate(x: Any, cos_sin: Any, out: Any) -> None:
+    """Rotate neighbouring pairs of x [r] by cos_sin [r], cosine and sine of each pair in turn."""
+    for pair in range(0, x.size, 2):
+        cos, sin = cos_sin[pair], cos_sin[pair + 1]
+        even, odd = x[pair], x[pair + 1]
+        out[pair] = even * cos - odd * sin
+        out[pair + 1] = even * sin + odd * cos
+
+
+@compiled
+def cos_sin_of(positions: Any, rope: Any) -> Any:
+    """Return cosines and sines [T, r] of positions [T], in turn, times the attention scaling."""
+    inv_freq, scaling = rope
+    out = np.empty((positions.size, 2 * inv_freq.size), np.float32)
+    for row in range(positions.size):
+        for pair in range(inv_freq.size):
+            angle = np.float32(np.float32(positions[row]) * inv_freq[pair])
+            out[row, 2 * pair] = scaling * np.float32(math.cos(np.float64(angle)))
+            out[row, 2 * pair + 1] = scaling * np.float32(math.sin(np.float64(angle)))
+    return out

@@ -1,0 +1,184 @@
+"""Interface of decoder backends: the layers they are given, and the objects they return."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, fields
+from typing import Protocol
+
+import torch
+
+from mtp_kernels.batch_layout import BatchLayout
+
+Shapes = dict[str, tuple[int, ...] | None]
+RowStep = Callable[[torch.Tensor], torch.Tensor]  # of every row [T, in] -> [T, out] by itself
+
+
+@dataclass(frozen=True)
+class LayerKind:
+    """The computations that a decoder layer is made of, by name; a backend runs some of them.
+
+    "mla" is latent attention, "dense" a gated MLP, "sigmoid_moe" DeepSeek-V3's mixture of experts:
+    sigmoid scores, a bias for picking, groups. Other names stand for layers that no backend has.
+    """
+
+    attention: str
+    feed_forward: str
+
+
+@dataclass(frozen=True)
+class DecoderConfig:
+    """Sizes and constants that all layers of a decoder share.
+
+    query_rank 0: queries are projected from the hidden state in one step. softmax_scale multiplies
+    attention scores; routed_scale the weights of routed experts, after normalise_weights made them
+    sum to 1. Experts are picked within the groups_per_token best of expert_groups groups.
+    """
+
+    hidden: int
+    heads: int
+    nope: int
+    rope: int
+    value: int
+    latent: int
+    query_rank: int
+    experts_per_token: int
+    expert_groups: int
+    groups_per_token: int
+    normalise_weights: bool
+    routed_scale: float
+    norm_eps: float
+    softmax_scale: float
+
+
+@dataclass(frozen=True)
+class LayerWeights:
+    """One layer's float32 tensors as a checkpoint has them: matrices [out, in].
+
+    down projects to [query or its low rank | latent | rope key]. query_norm and query_up are None
+    without a query rank. gate, up and expert_down hold e routed experts, then shared ones; router
+    and router_bias are None in a dense layer, whose MLP is one shared expert. i is the inner size.
+    """
+
+    input_norm: torch.Tensor  # [d]
+    down: torch.Tensor  # [query + c + r, d]
+    query_norm: torch.Tensor | None  # [query_rank]
+    query_up: torch.Tensor | None  # [h, n+r, query_rank]
+    latent_norm: torch.Tensor  # [c]
+    key_up: torch.Tensor  # [h, c, n], a query's way into the latent space
+    value_up: torch.Tensor  # [h, v, c]
+    output: torch.Tensor  # [d, h*v]
+    post_norm: torch.Tensor  # [d]
+    router: torch.Tensor | None  # [e, d]
+    router_bias: torch.Tensor | None  # [e], added for picking only
+    gate: torch.Tensor  # [e + shared, i, d]
+    up: torch.Tensor  # [e + shared, i, d]
+    expert_down: torch.Tensor  # [e + shared, d, i]
+
+    def shapes(self) -> Shapes:
+        """Return the shape of every tensor by its field's name, None where there is none."""
+        tensors = ((field.name, getattr(self, field.name)) for field in fields(self))
+        return {name: None if t is None else tuple(t.shape) for name, t in tensors}
+
+
+class PackedLayer(Protocol):
+    """One layer as a backend keeps it, and the shapes of the weights it was made of."""
+
+    @property
+    def shapes(self) -> Shapes: ...
+
+
+@dataclass(frozen=True)
+class RecursionParts:
+    """An MTP module: its layer, and what surrounds it, made by the same backend.
+
+    The module joins the normed embedding of a token and a normed hidden state, projects both to d
+    and runs its layer; its head norms the result and projects it to the vocabulary.
+    recycles_normed: the next step takes the hidden state after the head's norm, not before.
+    """
+
+    decoder: Decoder
+    embedding: torch.Tensor  # [vocab, d] float32
+    embedding_norm: RowStep
+    hidden_norm: RowStep
+    projection: RowStep  # [T, 2d] -> [T, d], of [embedding | hidden state]
+    head_norm: RowStep
+    head: RowStep  # [T, d] -> [T, vocab]
+    recycles_normed: bool
+
+
+class Decoder(Protocol):
+    """Some consecutive layers of a model."""
+
+    config: DecoderConfig
+
+    def __len__(self) -> int: ...
+
+    def __call__(self, x: torch.Tensor, layout: BatchLayout, kv_cache: torch.Tensor) -> None:
+        """Replace x [T, d] by the output of the last layer.
+
+        kv_cache [at least the number of layers, pages, page, c+r]: the rows' normed latents and
+        rotated rope keys are written to their slots; each row attends to its request's tokens up
+        to itself, and slots that no row may see are not read. Raises TypeError or ValueError for
+        tensors that are not contiguous float32 on the decoder's device or do not fit each other.
+        """
+
+    def each(self) -> Iterator[Decoder]:
+        """Return every layer as a decoder of its own."""
+
+
+class Recursion(Protocol):
+    """Greedy drafts of an MTP module, each made from the one before it."""
+
+    def __call__(
+        self,
+        x: torch.Tensor,
+        starts: Sequence[int],
+        counts: Sequence[int],
+        page_table: torch.Tensor,
+        kv_cache: torch.Tensor,
+    ) -> list[list[int]]:
+        """Return counts[i] >= 1 tokens for each row of x [b, d], which is overwritten.
+
+        Row i is the module's output at position starts[i]; counts do not rise. kv_cache
+        [1, pages, page, c+r] gets the rows of positions starts[i] + 1 to starts[i] + counts[i] - 1,
+        which page_table [b, max_pages] int32 covers. Of equally good tokens the lowest is drafted.
+        Raises TypeError or ValueError as `Decoder` does.
+        """
+
+
+class Backend(Protocol):
+    """A decoder backend: one object packs the parts of one model, which may then be dropped."""
+
+    def runs(self, kind: LayerKind) -> bool:
+        """Return True for layers that this backend computes."""
+
+    def pack(self, weights: LayerWeights) -> PackedLayer:
+        """Bring one layer into the backend's form; one by one no two copies of a model are held.
+
+        Raises TypeError for weights that are not float32.
+        """
+
+    def decoder(
+        self,
+        config: DecoderConfig,
+        layers: Sequence[PackedLayer],
+        *,
+        inv_freq: torch.Tensor,
+        attention_scaling: float,
+    ) -> Decoder:
+        """Join layers that this backend packed.
+
+        inv_freq [r/2] float32: radians per position of each pair of rope entries, which lie side
+        by side; attention_scaling multiplies every rotation. Raises TypeError or ValueError for
+        layers that do not fit the config, and where there is no layer.
+        """
+
+    def norm(self, weight: torch.Tensor, eps: float) -> RowStep:
+        """Return the RMS norm with a weight [d] float32."""
+
+    def projection(self, matrix: torch.Tensor) -> RowStep:
+        """Return x -> x @ matrix.T for a matrix [out, in] float32."""
+
+    def recursion(self, parts: RecursionParts) -> Recursion:
+        """Return what drafts by recursion with the parts of an MTP module."""

@@ -1,0 +1,47 @@
+"""Verification attention in float32 on a CPU, in the parts of `paged_attention`.
+
+A row's bits depend on neither its batch nor the number of threads.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from mtp_kernels.cpu.jit import compiled
+from mtp_kernels.cpu.paged_attention import attend_wave, merge_parts, query_places
+from mtp_kernels.cpu.team import share, wait
+
+
+@compiled
+def arrange(tiles: Any, q_latent: Any, q_rope: Any) -> Any:
+    """Return queries [T, h, c] and [T, h, r] in the order of tiles: [T*h, c+r]."""
+    queries, heads, latent = q_latent.shape
+    places = query_places(tiles, heads, queries)
+    out = np.empty((queries * heads, latent + q_rope.shape[2]), np.float32)
+    for query in range(queries):
+        for head in range(heads):
+            row = out[places[query, 0] + head * places[query, 1]]
+            row[:latent] = q_latent[query, head]
+            row[latent:] = q_rope[query, head]
+    return out
+
+
+@compiled
+def attend(
+    member: Any, tiles: Any, waves: Any, queries: Any, keys: Any, parts: Any, out: Any, lse: Any
+) -> None:
+    """Write every row of a batch: out [T, h, c] and lse [T, h]."""
+    heads = out.shape[1]
+    for wave in range(waves.size - 1):
+        own = tiles[waves[wave] : waves[wave + 1]]
+        attend_wave(member, own, queries, keys, parts)
+        wait(member)
+        first, last = share(member, own.size * heads)
+        for unit in range(first, last):
+            tile, head = own[unit // heads], unit % heads
+            for query in range(tile.queries):
+                row = tile.first_query + query
+                lse[row, head] = merge_parts(tile, query, head, heads, parts, out[row, head])
+        wait(member)

@@ -1,0 +1,82 @@
+"""Options of everything that makes a bundle, grouped by what they decide."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import StrEnum
+from pathlib import Path
+from typing import Any
+
+from mtp_export.checkpoint.plan import Link
+from mtp_export.targets import target_of
+
+
+class Part(StrEnum):
+    """Parts of the bundle to write."""
+
+    BOTH = "both"
+    MAIN = "main"
+    MTP = "mtp"
+
+
+class SharedWeights(StrEnum):
+    """Presence of embedding and head in the MTP folder."""
+
+    KEEP = "keep"
+    DROP = "drop"
+
+
+class Checksums(StrEnum):
+    """Tensors of the main part that get a checksum: those that are written, or those of linked
+    shards too, which have to be read for it. All tensors of the MTP part always get one."""
+
+    WRITTEN = "written"
+    ALL = "all"
+
+
+@dataclass(frozen=True)
+class ContentOptions:
+    """Contents of a bundle: two runs with equal ones write equal bundles.
+
+    max_shard_bytes bounds the shards that are newly laid out (the MTP part's).
+    """
+
+    part: Part = Part.BOTH
+    shared_weights: SharedWeights = SharedWeights.KEEP
+    max_shard_bytes: int = 5_000_000_000
+    allow_untied: bool = False
+    checksums: Checksums = Checksums.WRITTEN
+
+
+@dataclass(frozen=True)
+class RunOptions:
+    """Means of a run and what it may do to the output folder. max_memory_bytes bounds resident
+    memory."""
+
+    link: Link = Link.AUTO
+    workers: int = 2
+    max_memory_bytes: int = 4 << 30
+    overwrite: bool = False
+    resume: bool = True
+
+
+@dataclass(frozen=True)
+class BundleOptions:
+    """A source, the bundle to make of it, and the name of a target as --target takes it."""
+
+    input_dir: Path
+    output_dir: Path
+    target: str = "hf"
+    content: ContentOptions = ContentOptions()
+    run: RunOptions = RunOptions()
+
+    def recorded(self) -> dict[str, Any]:
+        """Return the options that decide the contents, as the manifest keeps them."""
+        return {
+            "part": str(self.content.part),
+            "target": target_of(self.target).name,
+            "shared_weights": str(self.content.shared_weights),
+            "max_shard_bytes": self.content.max_shard_bytes,
+            "allow_untied": self.content.allow_untied,
+            "checksums": str(self.content.checksums),
+        }

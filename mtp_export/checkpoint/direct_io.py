@@ -1,0 +1,36 @@
+"""Direct I/O: reads and writes that bypass the page cache, where the file system can.
+
+Bytes that are read or written once would fill the cache, which costs more than the disk and evicts
+what is of use there.
+"""
+
+from __future__ import annotations
+
+import errno
+import mmap
+import os
+from pathlib import Path
+
+PAGE_BYTES = 4096  # direct offsets, lengths and addresses are multiples of it
+MIN_DIRECT_BYTES = 1 << 20  # smaller transfers gain nothing
+SLACK_BYTES = 2 * PAGE_BYTES  # a piece begins and ends inside a page
+
+
+def page_memory(size_bytes: int) -> memoryview:
+    """Return memory that begins at a page, as direct reads and writes need it."""
+    return memoryview(mmap.mmap(-1, size_bytes))
+
+
+def aligned_buffer(piece_bytes: int) -> memoryview:
+    """Return memory for pieces of a size, wherever in a file they begin."""
+    return page_memory(piece_bytes + SLACK_BYTES)
+
+
+def open_directly(path: Path, flags: int) -> int | None:
+    """Return a descriptor of an existing file that bypasses the page cache; None if unsupported."""
+    try:
+        return os.open(path, flags | os.O_DIRECT | os.O_CLOEXEC)
+    except OSError as error:
+        if error.errno != errno.EINVAL:
+            raise
+        return None

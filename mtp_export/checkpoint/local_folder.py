@@ -1,0 +1,139 @@
+"""A folder of a local file system as a byte source."""
+
+from __future__ import annotations
+
+import errno
+import os
+import random
+from dataclasses import dataclass
+from io import FileIO
+from pathlib import Path
+
+from mtp_export.checkpoint.direct_io import MIN_DIRECT_BYTES, PAGE_BYTES, open_directly
+from mtp_export.checkpoint.files import read_failure
+from mtp_export.errors import InvalidInputError, IoError
+
+
+@dataclass(frozen=True)
+class LocalFolder:
+    """A checkpoint's folder."""
+
+    path: Path
+
+    def names(self) -> frozenset[str]:
+        return frozenset(path.name for path in self.path.iterdir() if path.is_file())
+
+    def file(self, name: str) -> LocalFile:
+        return LocalFile(self.path / name)
+
+    def read(self, name: str) -> bytes:
+        path = self.path / name
+        try:
+            return path.read_bytes()
+        except FileNotFoundError:
+            raise InvalidInputError(
+                "A file that every checkpoint has is missing",
+                where=path,
+                todo="Point at the folder that holds config.json and the safetensors shards",
+            ) from None
+        except OSError as error:
+            raise read_failure(path, error) from error
+
+
+@dataclass(frozen=True)
+class LocalFile:
+    """A file of a folder."""
+
+    path: Path
+
+    def open(self, once: range | None = None) -> OpenLocalFile:
+        return OpenLocalFile(self.path, once)
+
+
+class OpenLocalFile:
+    """An open local file.
+
+    Bytes that are read once are read past the page cache, if they are many, not in it already, and
+    the file system can.
+    """
+
+    def __init__(self, path: Path, once: range | None = None) -> None:
+        self._path = path
+        self._unit = 1  # offsets and lengths of reads are multiples of it
+        try:
+            self._file: FileIO = path.open("rb", buffering=0)
+            stat = os.fstat(self._file.fileno())
+            self.size_bytes, self.modified_ns = stat.st_size, stat.st_mtime_ns
+            if once is not None and len(once) >= MIN_DIRECT_BYTES and not self._is_cached(once):
+                self._bypass_cache()
+        except OSError as error:
+            raise read_failure(path, error) from error
+
+    def close(self) -> None:
+        self._file.close()
+
+    def read(self, start: int, end: int) -> bytes:
+        """Return bytes [start, end), a few (IoError)."""
+        try:
+            data = os.pread(self._file.fileno(), end - start, start)
+        except OSError as error:
+            raise read_failure(self._path, error) from error
+        if len(data) < end - start:
+            raise self._ends_at(start + len(data), end)
+        return data
+
+    def read_into(self, buffer: memoryview, start: int, end: int) -> slice:
+        """Read bytes [start, end) into an aligned_buffer; return where in the buffer they are."""
+        try:
+            return self._read_aligned(buffer, start, end)
+        except OSError as error:
+            if error.errno != errno.EINVAL or self._unit == 1:
+                raise read_failure(self._path, error) from error
+        self._file.close()  # a file system that opens files for direct reading but does none
+        self._unit = 1
+        try:
+            self._file = self._path.open("rb", buffering=0)
+            return self._read_aligned(buffer, start, end)
+        except OSError as error:
+            raise read_failure(self._path, error) from error
+
+    def _read_aligned(self, buffer: memoryview, start: int, end: int) -> slice:
+        first = start // self._unit * self._unit
+        wanted = end - first
+        room = -(-wanted // self._unit) * self._unit
+        done = 0
+        while done < wanted:
+            count = os.preadv(self._file.fileno(), [buffer[done:room]], first + done)
+            done += count
+            if not count:
+                raise self._ends_at(first + done, end)
+        return slice(start - first, wanted)
+
+    def _ends_at(self, found: int, expected: int) -> IoError:
+        return IoError(
+            "A file ends early: it shrank while it was read",
+            where=self._path,
+            expected=f"at least {expected} bytes",
+            found=f"{found} bytes",
+            todo="Check that nothing else writes it, then run the same command again",
+        )
+
+    def _is_cached(self, once: range) -> bool:
+        """Return whether the page cache has the bytes, judged by two of them.
+
+        Asking for a byte brings it into the cache, so the next reader must ask for others.
+        """
+        byte = [bytearray(1)]
+        try:
+            for _ in range(2):
+                os.preadv(self._file.fileno(), byte, random.choice(once), os.RWF_NOWAIT)
+        except OSError as error:
+            return error.errno != errno.EAGAIN
+        return True
+
+    def _bypass_cache(self) -> None:
+        directly = open_directly(self._path, os.O_RDONLY)
+        if directly is None:
+            return
+        self._file.close()
+        self._file, self._unit = FileIO(directly), PAGE_BYTES

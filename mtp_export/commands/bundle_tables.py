@@ -1,0 +1,104 @@
+"""Plans and results of bundles, as tables for people and as JSON facts for machines."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from rich.console import Group, RenderableType
+from rich.table import Table
+
+from mtp_export.bundle.build import BundlePlan, BundleResult
+from mtp_export.bundle.launch import launch_lines
+from mtp_export.bundle.preflight import needed_disk_bytes
+from mtp_export.checkpoint.plan import COPY, PartPlan
+from mtp_export.checkpoint.reader import CONFIG_NAME, INDEX_NAME
+from mtp_export.progress import format_bytes
+from mtp_export.targets import target_of
+
+
+def _part_facts(part: PartPlan) -> dict[str, Any]:
+    steps = [step for shard in part.written for step in shard.steps]
+    return {
+        "shards": len(part.shards),
+        "tensors": part.tensor_count,
+        "copied_bytes": sum(step.size_bytes for step in steps if step.operation == COPY),
+        "computed_bytes": sum(step.size_bytes for step in steps if step.operation != COPY),
+        "linked_shards": len(part.linked),
+        "linked_bytes": sum(shard.size_bytes for shard in part.linked),
+        "checksummed_bytes": sum(shard.size_bytes for shard in part.checked),
+        "files": [
+            *(shard.file_name for shard in part.shards),
+            *(INDEX_NAME, CONFIG_NAME),
+            *part.extra_files,
+        ],
+    }
+
+
+def plan_facts(plan: BundlePlan) -> dict[str, Any]:
+    """Return the plan of a bundle, sizes in bytes."""
+    return {
+        "input_dir": str(plan.options.input_dir),
+        "output_dir": str(plan.options.output_dir),
+        "target": target_of(plan.options.target).name,
+        "target_option": plan.options.target,
+        "parts": {part.name: _part_facts(part) for part in plan.parts},
+        "disk_bytes": plan.written_bytes,
+        "needed_disk_bytes": needed_disk_bytes(plan.written_bytes),
+        "memory_bytes": plan.memory_bytes,
+    }
+
+
+def result_facts(result: BundleResult) -> dict[str, Any]:
+    """Return the result of a run in bytes and seconds, and the commands that serve the bundle."""
+    facts = plan_facts(result.plan)
+    return facts | {
+        "launch": launch_lines(result.plan),
+        "resumed_shards": result.resumed_shards,
+        "seconds": round(result.seconds, 3),
+        "bytes_per_second": round(_done_bytes(result.plan) / max(result.seconds, 1e-9)),
+    }
+
+
+def _done_bytes(plan: BundlePlan) -> int:
+    return plan.written_bytes + plan.checked_bytes
+
+
+def effort(result: BundleResult) -> str:
+    """Return a sentence with the bytes written and read, the time and the rate."""
+    plan, seconds = result.plan, result.seconds
+    read = f", {format_bytes(plan.checked_bytes)} linked and checksummed"
+    return (
+        f"{format_bytes(plan.written_bytes)} written{read if plan.checked_bytes else ''}"
+        f" in {seconds:.1f} s, {format_bytes(_done_bytes(plan) / max(seconds, 1e-9))}/s."
+    )
+
+
+def parts_table(title: str, plan: BundlePlan) -> Table:
+    """Return a table with a row per part of the bundle."""
+    table = Table(title=title, title_justify="left")
+    table.add_column("part")
+    for name in ("shards", "tensors", "copied", "computed", "linked"):
+        table.add_column(name, justify="right")
+    for part in plan.parts:
+        facts = _part_facts(part)
+        linked = format_bytes(facts["linked_bytes"])
+        ways = ", ".join(sorted({shard.link for shard in part.linked}))
+        table.add_row(
+            part.name,
+            str(facts["shards"]),
+            f"{facts['tensors']:,}",
+            format_bytes(facts["copied_bytes"]),
+            format_bytes(facts["computed_bytes"]),
+            f"{linked} in {len(part.linked)} ({ways})" if part.linked else "-",
+        )
+    return table
+
+
+def plan_table(plan: BundlePlan) -> RenderableType:
+    """Return the plan of a dry run for people."""
+    needs = (
+        f"Needs {format_bytes(needed_disk_bytes(plan.written_bytes))} of disk and at least"
+        f" {format_bytes(plan.memory_bytes)} of memory. Nothing was written."
+    )
+    files = f"Beside the weights: {', '.join(plan.parts[0].extra_files) or 'nothing'}."
+    return Group(parts_table(f"Plan for {plan.options.output_dir}", plan), files, needs)

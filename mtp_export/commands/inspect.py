@@ -1,0 +1,72 @@
+"""mtp-export inspect: show the contents of a checkpoint, from its headers alone."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Group, RenderableType
+from rich.table import Table
+
+from mtp_export.commands import options as shared
+from mtp_export.commands.output import Reporting, print_result
+from mtp_export.inspection import Inspection
+from mtp_export.inspection import inspect as inspect_checkpoint
+from mtp_export.progress import format_bytes
+
+Source = Annotated[Path, typer.Argument(metavar="SRC", help="Checkpoint folder.")]
+_SHOWN_PROBLEMS = 10
+
+
+def inspect(source: Source, as_json: shared.AsJson = False) -> None:
+    """Show the contents of a checkpoint, from its headers alone."""
+    inspection = inspect_checkpoint(source)
+    print_result(inspection.as_json(), inspection_table(inspection), Reporting(as_json=as_json))
+    if inspection.problems:
+        inspection.problems[0].raise_as_error(source, len(inspection.problems) - 1)
+
+
+def inspection_table(inspection: Inspection) -> RenderableType:
+    """Return the contents of a checkpoint for people, by part and role."""
+    table = Table(title=str(inspection.folder), title_justify="left")
+    for name in ("part", "role", "dtype"):
+        table.add_column(name)
+    for name in ("tensors", "parameters", "bytes"):
+        table.add_column(name, justify="right")
+    for amount in inspection.amounts:
+        table.add_row(
+            amount.part,
+            amount.role,
+            amount.dtype,
+            f"{amount.tensors:,}",
+            f"{amount.parameters:,}",
+            format_bytes(amount.size_bytes),
+        )
+    total_bytes = format_bytes(sum(amount.size_bytes for amount in inspection.amounts))
+    total = sum(amount.parameters for amount in inspection.amounts)
+    tensors = sum(amount.tensors for amount in inspection.amounts)
+    table.add_section()
+    table.add_row("all", "", "", f"{tensors:,}", f"{total:,}", total_bytes)
+    return Group(table, *_inspection_lines(inspection))
+
+
+def _inspection_lines(inspection: Inspection) -> list[str]:
+    layers = inspection.num_hidden_layers
+    mtp = ", ".join(map(str, inspection.mtp_layers)) or "none"
+    lines = [
+        f"Model {inspection.model_type}: layers 0 to {layers - 1}; MTP layers: {mtp}.",
+        f"Quantization: {inspection.quantization}. {inspection.shards} shards.",
+        f"Parts in this folder: {', '.join(inspection.parts)}.",
+    ]
+    if inspection.mtp_layers and "mtp" not in inspection.parts:
+        lines.append("config.json names MTP layers that are not in this folder.")
+    lines += [f"{name}: {state}." for name, state in inspection.shared_tensors.items()]
+    lines += [f"Missing file: {name}." for name in inspection.missing_files]
+    lines += [
+        f"Problem: {p.tensor}: {p.problem} (expected {p.expected}, found {p.found})."
+        for p in inspection.problems[:_SHOWN_PROBLEMS]
+    ]
+    if len(inspection.problems) > _SHOWN_PROBLEMS:
+        lines.append(f"... and {len(inspection.problems) - _SHOWN_PROBLEMS} more problems.")
+    return lines

@@ -1,0 +1,114 @@
+"""Conversion of one part of a model into a scheme: the step of a plan for every stored tensor."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from mtp_export.checkpoint.header import TensorInfo
+from mtp_export.checkpoint.plan import OutputTensor, Step, copy_step
+from mtp_export.errors import UnsupportedError
+from mtp_export.families.base import Role, TensorSpec
+from mtp_export.schemes.base import every_linear
+from mtp_export.schemes.formats import FORMATS, FormatOptions, WeightFormat
+from mtp_export.schemes.native import NativeFp8
+from mtp_export.schemes.storage import NATIVE_SCALE, Storage
+from mtp_export.schemes.stored import StoredWeight
+from mtp_export.schemes.transforms import Convert, Transpose
+
+_CONVERTIBLE = ("F8_E4M3", "BF16", "F32")
+
+
+@dataclass(frozen=True)
+class Conversion:
+    """Conversion of the linears of one part, main or MTP.
+
+    scheme is None where tensors stay as stored. scale_rule chooses int4 scales. bf16_modules are
+    linears (last name component) that are bf16 where others are fp8. native is an fp8 source's
+    format: what its release left out of fp8 stays as stored.
+    """
+
+    scheme: str | None
+    storages: Mapping[Role, Storage]
+    options: FormatOptions = FormatOptions()
+    scale_rule: str = "minmax"
+    bf16_modules: tuple[str, ...] = ()
+    int4_activations_fp8: bool = False
+    native: NativeFp8 | None = None
+
+    def storage_of(self, spec: TensorSpec) -> Storage | None:
+        """Return the storage of a weight; None for one that stays as stored whatever that is."""
+        storage = self.storages.get(spec.role)
+        if storage is None or not spec.is_linear_weight:
+            return None
+        if self.native is not None and not self.native.covers(spec.module):
+            return None
+        if storage is Storage.FP8_BLOCK and spec.module.rpartition(".")[2] in self.bf16_modules:
+            return Storage.BF16
+        return storage
+
+    def step(
+        self,
+        one: StoredWeight,
+        tensor: TensorInfo,
+        tensors: Mapping[str, TensorInfo],
+        name: str,
+    ) -> Step | None:
+        """Return the step that writes a tensor of a source's weight under a (target's) name.
+
+        tensors are all of the source, by name. None for a scale that the step of its weight reads.
+        Raises UnsupportedError naming the tensor when its dtype or shape does not allow the
+        storage.
+        """
+        storage, is_scale = self.storage_of(one.weight), tensor.name != one.tensors[0].name
+        if is_scale:
+            if storage not in (None, Storage.FP8_BLOCK):
+                return None
+            return keep_step(tensor, name.removesuffix(NATIVE_SCALE) + self.options.fp8_scale_name)
+        if storage is None or _stays(tensor.dtype, storage):
+            return keep_step(tensor, name)
+        converted = FORMATS[storage](self.options)
+        _check(tensor, converted)
+        inputs = tuple(stored.name for stored in one.tensors if stored.name in tensors)
+        outputs = converted.tensors(name, tensor.shape)
+        return Step(Convert(converted, self.scale_rule), inputs, outputs, scheme=self.scheme)
+
+
+AS_STORED = Conversion(None, {})
+DEQUANTIZED = Conversion(None, every_linear(Storage.BF16))
+
+
+def transpose_step(tensor: TensorInfo, name: str) -> Step:
+    """Return the step that writes a matrix [n, k] as [k, n], its elements unchanged."""
+    n, k = tensor.shape
+    return Step(Transpose(), (tensor.name,), (OutputTensor(name, tensor.dtype, (k, n)),))
+
+
+def keep_step(tensor: TensorInfo, name: str) -> Step:
+    """Return the step that writes a tensor's bytes unchanged, under a name."""
+    return copy_step(OutputTensor(tensor.name, tensor.dtype, tensor.shape), name)
+
+
+def _stays(weight_dtype: str, storage: Storage) -> bool:
+    if weight_dtype == "F8_E4M3":
+        return storage is Storage.FP8_BLOCK
+    return storage is Storage.BF16
+
+
+def _check(weight: TensorInfo, target: WeightFormat) -> None:
+    if weight.dtype not in _CONVERTIBLE:
+        raise UnsupportedError(
+            f"Tensor {weight.name} cannot become {target.storage}",
+            where=weight.path,
+            expected=f"dtype {' or '.join(_CONVERTIBLE)}",
+            found=weight.dtype,
+            todo="Start from the original release",
+        )
+    if weight.shape[1] % target.k_divisor:
+        raise UnsupportedError(
+            f"Tensor {weight.name} cannot become {target.storage}",
+            where=weight.path,
+            expected=f"K divisible by {target.k_divisor}, {target.k_unit}",
+            found=f"[N, K] = {list(weight.shape)}",
+            todo="Nothing was written. Choose another --group-size or scheme",
+        )

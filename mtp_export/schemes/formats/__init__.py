@@ -1,0 +1,37 @@
+"""Weight formats by storage. A new one is one file, one line here, and its name in Storage."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from mtp_export.schemes.formats.base import EncodedWeight, FormatOptions, WeightFormat
+from mtp_export.schemes.formats.fp8_block import Fp8Block
+from mtp_export.schemes.formats.pack_quantized import Int4Group, Int8Channel
+from mtp_export.schemes.formats.unquantized import UNQUANTIZED, unquantized
+from mtp_export.schemes.formats.w4afp8 import W4AFp8
+from mtp_export.schemes.storage import Storage
+
+__all__ = [
+    "COMPRESSED_FORMATS",
+    "FORMATS",
+    "UNQUANTIZED",
+    "EncodedWeight",
+    "FormatOptions",
+    "Fp8Block",
+    "Int4Group",
+    "Int8Channel",
+    "W4AFp8",
+    "WeightFormat",
+    "unquantized",
+]
+
+FORMATS: dict[Storage, Callable[[FormatOptions], WeightFormat]] = {
+    Storage.BF16: lambda options: UNQUANTIZED,
+    Storage.FP8_BLOCK: lambda options: Fp8Block(options.fp8_scale_name),
+    Storage.INT8_CHANNEL: lambda options: Int8Channel(),
+    Storage.INT4_GROUP: lambda options: Int4Group(options.group_size),
+    Storage.W4AFP8: lambda options: W4AFp8(),
+}
+
+# Formats that a group of a compressed-tensors config may describe.
+COMPRESSED_FORMATS: tuple[type[WeightFormat], ...] = (Int4Group, Int8Channel, Fp8Block)

@@ -1,0 +1,131 @@
+"""Weight formats: the tensors on disk that hold a weight, and the numbers that they stand for."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from mtp_export.checkpoint.plan import OutputTensor
+from mtp_export.schemes.formats.compressed import WeightsEntry
+from mtp_export.schemes.storage import NATIVE_SCALE, Storage
+
+if TYPE_CHECKING:
+    import torch
+
+    from mtp_kernels.quantize import ErrorStats, Fp8Block
+
+
+@dataclass(frozen=True)
+class FormatOptions:
+    """Parameters of the formats that a run writes.
+
+    group_size is that of int4; fp8_scale_name is the last component of an fp8 scale's name.
+    """
+
+    group_size: int = 128
+    fp8_scale_name: str = NATIVE_SCALE
+
+
+class WeightFormat(ABC):
+    """Format of a weight: its layout on disk and its arithmetic.
+
+    Subclasses are frozen dataclasses of the format's parameters, so that equal formats store
+    weights in the same way. The first tensor of a format holds the codes (or the values
+    themselves), the second the scales; the others are constants that no element decides.
+    """
+
+    storage: ClassVar[Storage]
+    operation: ClassVar[str]  # name in the manifest of the conversion into this format
+    elements_per_code: ClassVar[int] = 1  # elements of the weight per element of the codes
+    scale_rows: ClassVar[int] = 1  # rows of the weight per row of scales
+    in_words: ClassVar[str] = ""  # of a group of a compressed-tensors config
+
+    @property
+    def k_divisor(self) -> int:
+        """Number that K must be divisible by."""
+        return 1
+
+    @property
+    def k_unit(self) -> str:
+        """Subject that k_divisor is the size of, for messages."""
+        return ""
+
+    @abstractmethod
+    def tensors(self, name: str, shape: tuple[int, ...]) -> tuple[OutputTensor, ...]:
+        """Return the tensors of a weight `<module>.weight` [N, K] as they are written."""
+
+    def accepted_dtypes(self, tensor: OutputTensor) -> tuple[str, ...]:
+        """Return the dtypes in which a tensor of the format may be stored."""
+        return (tensor.dtype,)
+
+    @classmethod
+    def of_entry(cls, entry: WeightsEntry) -> WeightFormat | None:
+        """Return the format that a compressed-tensors config describes; None for another's."""
+        return None
+
+    def group(self, *, activations_fp8: bool) -> dict[str, Any]:
+        """Return the compressed-tensors group of the format, but for its targets.
+
+        activations_fp8: int4 weights run with activations in fp8. Only formats that
+        compressed-tensors knows have a group.
+        """
+        raise AssertionError(f"compressed-tensors has no {self.storage}")
+
+    @abstractmethod
+    def quantize(
+        self, source: torch.Tensor | Fp8Block, scale_rule: str
+    ) -> tuple[tuple[torch.Tensor, ...], ErrorStats]:
+        """Convert rows [n, K] into codes and scales, with the error that this makes.
+
+        Raises ValueError for values or scales that are not finite.
+        """
+
+    @abstractmethod
+    def dequantize(
+        self, codes: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype
+    ) -> torch.Tensor:
+        """Return the weights [n, K] of codes and scales (ValueError for unusable scales)."""
+
+    def constants(self, shape: tuple[int, ...]) -> tuple[torch.Tensor, ...]:
+        """Return the values of the tensors after codes and scales, for a weight [N, K]."""
+        return ()
+
+    def check_constants(self, tensors: Mapping[str, torch.Tensor], shape: tuple[int, ...]) -> None:
+        """Refuse constants, by tensor name, that contradict the weight (InvalidInputError)."""
+        assert not tensors, f"{self.storage} has no constants"
+
+
+@dataclass(frozen=True)
+class EncodedWeight:
+    """A weight, or some rows of it, as it is stored: codes [N, K / elements_per_code] and scales.
+
+    Without scales the codes are the values themselves, of any shape and floating-point dtype.
+    """
+
+    format: WeightFormat
+    codes: torch.Tensor
+    scale: torch.Tensor | None = None
+
+    @property
+    def storage(self) -> Storage:
+        """Storage of the format."""
+        return self.format.storage
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Shape of the weight: [N, K], or that of an unquantized tensor."""
+        *rows, columns = self.codes.shape
+        return (*rows, columns * self.format.elements_per_code)
+
+    def dequantize(self, dtype: torch.dtype | None = None) -> torch.Tensor:
+        """Return the values in a dtype, float32 by default.
+
+        Raises ValueError for codes or scales that no quantization makes, such as NaN.
+        """
+        import torch
+
+        if self.scale is None:
+            return self.codes.to(dtype or torch.float32)
+        return self.format.dequantize(self.codes, self.scale, dtype or torch.float32)

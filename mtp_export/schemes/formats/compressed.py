@@ -1,0 +1,68 @@
+"""Groups of a compressed-tensors config: how one describes the weights of a format."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+
+@dataclass(frozen=True)
+class WeightsEntry:
+    """The description of symmetric weights, without actorder, in one group of a config.
+
+    layout is the format by its name in compressed-tensors.
+    """
+
+    layout: str
+    kind: str
+    bits: int
+    strategy: str
+    group_size: int | None = None
+    block: tuple[int, int] | None = None
+
+    @classmethod
+    def of(cls, group: Mapping[str, Any], layout: Any) -> WeightsEntry | None:
+        """Read a group, whose weights are an object; None for unsymmetric or permuted weights.
+
+        layout is the format of all groups, for a group that names none.
+        """
+        weights = group["weights"]
+        block = weights.get("block_structure")
+        if (
+            weights.get("symmetric") is not True
+            or weights.get("dynamic")
+            or weights.get("actorder")
+        ):
+            return None
+        return cls(
+            layout=group.get("format") or layout,
+            kind=weights.get("type"),
+            bits=weights.get("num_bits"),
+            strategy=weights.get("strategy"),
+            group_size=weights.get("group_size"),
+            block=tuple(block) if isinstance(block, list) else None,
+        )
+
+
+def group(
+    layout: str, weights: Mapping[str, Any], activations: Mapping[str, Any] | None
+) -> dict[str, Any]:
+    """Return a group as it is written, but for its targets."""
+    return {
+        "weights": weights,
+        "input_activations": activations,
+        "output_activations": None,
+        "format": layout,
+    }
+
+
+def numbers(bits: int, kind: str, strategy: str, *, dynamic: bool = False) -> dict[str, Any]:
+    """Return the description of symmetric weights or activations; dynamic scales are computed."""
+    return {
+        "num_bits": bits,
+        "type": kind,
+        "symmetric": True,
+        "strategy": strategy,
+        "dynamic": dynamic,
+    }

@@ -1,0 +1,179 @@
+"""Variants of the MTP module compared with the module as it is: one that drafts better names the
+export bug that it undoes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import torch
+
+from mtp_export.verify.diagnosis import causes
+from mtp_export.verify.diagnosis.experts import expert_variants
+from mtp_export.verify.diagnosis.variants import (
+    Variant,
+    contract_variants,
+    layout_variants,
+    unchanged,
+)
+from mtp_export.verify.evidence.corpus import Corpus, Drafts, judge
+from mtp_export.verify.evidence.statistics import Estimate, ratio
+from mtp_runtime.teacher_forcing import Anchors, DraftInputs, draft_states, overlaps
+
+# A variant is better if the target's best tokens gain so many nats, and the interval of the gain
+# lies above 0. The first bound excludes variants that make no difference, the second excludes
+# chance.
+LEAST_GAIN_NATS = 0.03
+CONFIDENCE = 0.98
+# Log-probabilities are cut off here, so that one hopeless token does not outweigh all others.
+WORST_SCORE = -8.0
+
+
+@dataclass(frozen=True)
+class Alternative:
+    """A variant compared with the module as it is, at one depth.
+
+    gain: mean log-probability of the target's best tokens, variant minus own, in nats. own and
+    other: greedy acceptance of the module and of the variant, if it was computed.
+    """
+
+    name: str
+    change: str
+    cause: str
+    depth: int
+    gain: Estimate
+    own: float | None = None
+    other: float | None = None
+
+    @property
+    def better(self) -> bool:
+        """True if the variant drafts better than the module as it is."""
+        low = self.gain.low
+        return low is not None and low > 0 and self.gain.value > LEAST_GAIN_NATS
+
+    @property
+    def explained(self) -> str:
+        """The finding as a sentence."""
+        if self.own is not None and self.other is not None and self.other - self.own > 0.005:
+            what = f"acceptance rises from {self.own:.2f} to {self.other:.2f}"
+        else:
+            what = f"the drafts' log-probability rises by {self.gain.value:.2f} nats"
+        at = f" at draft {self.depth}" if self.depth > 1 else ""
+        return f"{what}{at} when {self.change}: {self.cause}"
+
+
+def alternatives(corpus: Corpus) -> list[Alternative]:
+    """Every variant of the module compared with it as it is, best first."""
+    module = corpus.module
+    own = {depth: _tried(corpus, unchanged(module, depth)) for depth in (1, 2)}
+    found = []
+    for variant in (*layout_variants(corpus.model, module), *contract_variants(module)):
+        depth, other = variant.depth, _tried(corpus, variant)
+        gain = _gain(corpus, own=own[depth], scores=other.scores[depth - 1], depth=depth)
+        if gain is not None:
+            found.append(
+                Alternative(
+                    name=variant.name,
+                    change=variant.change,
+                    cause=variant.cause,
+                    depth=depth,
+                    gain=gain,
+                    own=acceptance(own[depth], depth),
+                    other=acceptance(other, depth),
+                )
+            )
+    for expert in expert_variants(corpus, own[1].scores[0]):
+        gain = _gain(corpus, own=own[1], scores=expert.scores, depth=1)
+        if gain is not None:
+            found.append(
+                Alternative(
+                    name="experts", change=expert.change, cause=expert.cause, depth=1, gain=gain
+                )
+            )
+    return sorted(found, key=lambda alternative: -alternative.gain.value)
+
+
+def _anchors(corpus: Corpus, depth: int) -> Anchors:
+    """Rows to score: all for first drafts; for later ones, each of which attends to its whole text
+    anew, the fewer where an engine would draft."""
+    return corpus.everywhere if depth == 1 else corpus.anchors
+
+
+def _tried(corpus: Corpus, variant: Variant) -> Drafts:
+    """Drafts of a variant up to its depth, judged by the target's own best tokens."""
+    anchors = _anchors(corpus, variant.depth)
+    outputs = variant_outputs(corpus, variant, depths=variant.depth, anchors=anchors)
+    return judge(
+        corpus.modules(variant.module),
+        texts=corpus.texts,
+        anchors=anchors,
+        states=outputs,
+        following=corpus.choices,
+    )
+
+
+def drafts_of(corpus: Corpus, variant: Variant, depths: int) -> Drafts:
+    """Drafts of a variant where an engine would draft, judged by the texts."""
+    outputs = variant_outputs(corpus, variant, depths)
+    return judge(
+        corpus.modules(variant.module), texts=corpus.texts, anchors=corpus.anchors, states=outputs
+    )
+
+
+@torch.inference_mode()
+def variant_outputs(
+    corpus: Corpus, variant: Variant, depths: int, anchors: Anchors | None = None
+) -> list[torch.Tensor]:
+    """MTP outputs [A, d] of a variant before the norm, one per depth."""
+    before, after = corpus.states
+    hidden = before if variant.before_norm else after
+    return corpus.draft_outputs(
+        depths, module=variant.module, hidden=hidden, recycle=variant.recycle, anchors=anchors
+    )
+
+
+def acceptance(drafts: Drafts, depth: int) -> float:
+    """Greedy acceptance at a depth, given that the drafts before it are accepted."""
+    where = drafts.reached(depth - 1) & drafts.room[depth - 1]
+    return float((drafts.hit[depth - 1] & where).sum() / max(1, int(where.sum())))
+
+
+def _gain(corpus: Corpus, own: Drafts, scores: torch.Tensor, depth: int) -> Estimate | None:
+    room = own.room[depth - 1]
+    difference = scores.clamp(min=WORST_SCORE) - own.scores[depth - 1].clamp(min=WORST_SCORE)
+    anchors = _anchors(corpus, depth)
+    sums = corpus.by_text(difference, room, anchors)
+    return ratio(sums, corpus.by_text(torch.ones_like(difference), room, anchors), CONFIDENCE)
+
+
+@torch.inference_mode()
+def first_token(corpus: Corpus) -> Alternative | None:
+    """The module with position 0's embedding treated the other way, compared on drafts from the
+    first row of every text; None if there is no text."""
+    texts, module = corpus.texts, corpus.module
+    rows = torch.tensor(texts.starts)
+    anchors = Anchors(rows, torch.arange(len(rows)))
+    zero = module.contract.zero_first_embedding
+    flipped = replace(module, contract=replace(module.contract, zero_first_embedding=not zero))
+    inputs = DraftInputs(texts, corpus.hidden, anchors)
+    target = corpus.states[1][rows + 1]
+    own, other = (
+        overlaps(
+            corpus.model.head,
+            target,
+            m.head,
+            m.head.normed(draft_states([m], inputs, 1)[0]),
+        )
+        for m in (module, flipped)
+    )
+    gain = ratio([float(d) for d in other - own], [1.0] * len(rows), CONFIDENCE)
+    if gain is None:
+        return None
+    return Alternative(
+        name="zero_first_embedding",
+        change=f"the first token's embedding is {'kept' if zero else 'zeroed'}",
+        cause=causes.first_embedding_must_be("kept" if zero else "zeroed"),
+        depth=1,
+        gain=gain,
+        own=float(own.mean()),
+        other=float(other.mean()),
+    )

@@ -1,0 +1,308 @@
+"""Likely causes of failures, in words: each sentence is here once, by subject.
+
+Constants are whole sentences; functions fill in names and figures. Check `files` states what it
+finds where it finds it, in files/.
+"""
+
+from __future__ import annotations
+
+# --- The MTP module: tensors that an export mixed up ---------------------------------------------
+
+CONCATENATION_REVERSED = (
+    "the concatenation is reversed: eh_proj must read [enorm(embedding); hnorm(hidden)]"
+)
+NORMS_SWAPPED = "enorm and hnorm are swapped"
+ROPE_IN_HALVES = (
+    "the rotary rows of q_b_proj and kv_a_proj_with_mqa are stored in halves instead of interleaved"
+    " pairs"
+)
+YARN_SCALE_DROPPED = "yarn's attention scale was dropped: rope_scaling lacks mscale_all_dim"
+EMBEDDING_OF_ANOTHER_CHECKPOINT = "the draft's embedding is of another checkpoint"
+HEAD_OF_ANOTHER_CHECKPOINT = "the draft's head is of another checkpoint"
+NO_KNOWN_BUG = (
+    "no known layout bug explains it: the draft belongs to another main model, its weights are"
+    " damaged, or they were never trained"
+)
+
+
+def gate_and_up_swapped(expert: str) -> str:
+    return f"gate_proj and up_proj of {expert} are swapped"
+
+
+def experts_swapped(one: int, other: int) -> str:
+    return f"experts {one} and {other} are swapped"
+
+
+# --- The MTP module: hidden states and embeddings that it is fed ----------------------------------
+
+RECYCLED_BEFORE_NORM = "the recycled hidden state is not normalised: pre-norm hidden recycled"
+RECYCLED_AFTER_NORM = "the recycled hidden state is normalised and should not be"
+STALE_HIDDEN_STATE = (
+    "stale hidden state: drafts after the first are fed the target's hidden state again, not the"
+    " module's own output"
+)
+NO_HIDDEN_STATE = "drafts after the first are fed a zero hidden state"
+WRONG_RECURSION = "the recursion is not fed with what the module was trained on"
+
+
+def target_hidden_taken(side: str) -> str:
+    """side: "before the norm" or "after the norm"."""
+    return f"the target's hidden state is taken {side}"
+
+
+def first_embedding(treated: str) -> str:
+    """treated: "zeroed" or "kept"."""
+    return f"first-token handling: the embedding of position 0 is {treated}"
+
+
+def first_embedding_must_be(treated: str) -> str:
+    """treated: "zeroed" or "kept"."""
+    return f"first-token handling: the embedding of position 0 must be {treated} for this module"
+
+
+def acceptance_collapses(position: int, cause: str | None) -> str:
+    return (
+        f"acceptance at draft {position} collapses although the one before is accepted:"
+        f" {cause or WRONG_RECURSION}"
+    )
+
+
+def contract_unproven(cause: str, field: str, own: object, usual: object) -> str:
+    return (
+        f"{cause}. mtp_contract records {field} {own!s}, the family's value is {usual!s}, and this"
+        " module does not draft better with the recorded one"
+    )
+
+
+# --- The drafter: differs from its module at run time ---------------------------------------------
+
+DRAFTER_TARGET_HIDDEN = (
+    "the drafter is fed the target's hidden state from the other side of the norm than the contract"
+    " says"
+)
+DRAFTER_RECYCLES_AFTER_NORM = (
+    "the recycled hidden state is normalised although the contract says it is not"
+)
+DRAFTER_FIRST_TOKEN = (
+    "first-token handling: the drafter does not treat position 0's embedding as the contract says"
+)
+DRAFTER_UNEXPLAINED = (
+    "the engine's proposals are not its module's, and no known drafter bug explains them"
+)
+
+
+def drafter_explained(cause: str, share: float) -> str:
+    return f"{cause} ({share:.1%} of the proposals agree with this bug)"
+
+
+# --- Negative controls ----------------------------------------------------------------------------
+
+HIDDEN_STATE_UNUSED = "the module does not use the target's hidden state"
+HIDDEN_STATE_UNUSED_OR_SHIFTED = (
+    "the module does not use the target's hidden state, or is already fed a shifted one"
+)
+EH_PROJ_REVERSED_OR_UNTRAINED = (
+    "the concatenation is reversed in the bundle, or eh_proj was never trained"
+)
+MASK_LEAKS = "a later token changes earlier logits: the mask lets rows see what comes after them"
+
+
+def contract_wrong(cause: str) -> str:
+    return f"the contract is wrong: {cause}"
+
+
+def acceptance_not_lower(cause: str) -> str:
+    return f"acceptance is not lower: {cause}"
+
+
+# --- Greedy decoding: speculation changes a token -------------------------------------------------
+
+LIMIT_PASSED = "the request ended at another token: a limit inside a block is not respected"
+WRONG_DRAFT_ACCEPTED = (
+    "a draft was accepted that is not the target's best token: the acceptance rule is wrong"
+)
+LOGITS_DEPEND_ON_DRAFTS = (
+    "the target's own token after a block differs: its logits depend on the drafts, so that"
+    " rejected drafts stay in the cache or a row sees tokens after it"
+)
+ROWS_DEPEND_ON_BATCH = (
+    "a row's result depends on what else is in the batch: requests' caches are mixed up"
+)
+
+
+def limit_inside_block(limit: str) -> str:
+    """limit: "max_tokens" or "the end token"."""
+    return f"{limit} inside a block is not respected: accepted drafts after it are put out"
+
+
+def no_near_tie(margin: float) -> str:
+    return (
+        f"the target prefers its token by {margin:.3g}, far above what rounding can change: a draft"
+        " was accepted wrongly, or the cache holds what it should not"
+    )
+
+
+# --- Sampling: speculation changes the distribution -----------------------------------------------
+
+NOT_DRAWN_AS_REPORTED = (
+    "wrong proposal distribution: the output does not follow the target's distribution; drafts are"
+    " not drawn from the reported distribution, or acceptance is not exact"
+)
+PAIRS_OFF = (
+    "wrong proposal distribution: sampled pairs of tokens do not follow the target's distribution"
+)
+NUCLEUS_WRONG = "with top_p 0 another token than the best is put out: the nucleus is cut wrongly"
+
+
+def reported_sum(total: float) -> str:
+    return (
+        "wrong proposal distribution: the output does not follow the target's distribution; the"
+        f" drafter reports probabilities that sum to {total:.3f}: it kept the drawn token's"
+        " probability alone, and the residual needs the draft's full distribution"
+    )
+
+
+# --- Path equivalence -----------------------------------------------------------------------------
+
+CHUNKS_DIFFER = "chunks see each other wrongly: positions or cache of a later chunk are off"
+BATCHES_DIFFER = "a request's logits depend on what else is in the batch: caches are mixed up"
+BACKEND_DIFFERS = "the attention backend does not compute what its float64 reference does"
+MOST_TEXTS_DIFFER = "most texts differ with speculation: see check greedy for the first difference"
+
+# --- The export against its source, when both run -------------------------------------------------
+
+ANOTHER_VOCABULARY = "the source has another vocabulary: it is another model"
+YARN_SCALE_CHANGED = "yarn's attention scale was dropped or changed"
+ANOTHER_EMBEDDING = "the embedding is of another checkpoint"
+ANOTHER_ARITHMETIC = "config.json requests other arithmetic than the source's: see above"
+
+
+def field_differs(field: str, found: object, wanted: object) -> str:
+    return f"{field} is {found!r}, the source's {wanted!r}"
+
+
+def layer_goes_wrong(layer: int, before: float, after: float) -> str:
+    return (
+        f"layer {layer} is the first to go wrong (error {before:.3f} before it, {after:.3f} after);"
+        " check weights names its tensors"
+    )
+
+
+def quantization_noise(error: float) -> str:
+    return f"the error grows evenly over the layers to {error:.3f}: quantization noise"
+
+
+def mtp_part_loses(points: float) -> str:
+    return (
+        f"the MTP part: with the source's module on this main acceptance is {points:.1f} points"
+        " higher; check weights names the tensors"
+    )
+
+
+def main_part_loses(cause: str) -> str:
+    return f"the main part: {cause}"
+
+
+# --- Stored weights: seen without a source --------------------------------------------------------
+
+
+def never_written(tensor: str, value: str) -> str:
+    return f"{tensor} is constant ({value}): it was never written, or dropped and filled in"
+
+
+def offset_dropped_from(tensor: str, outer_share: float, offset: int) -> str:
+    return (
+        f"{tensor}: {outer_share:.0%} of its codes lie at the ends of their range: the offset"
+        f" {offset} was dropped (or added) when they were packed"
+    )
+
+
+def scales_rounded_late(tensor: str, full_share: float) -> str:
+    return (
+        f"scales are powers of two (ue8m0), yet {full_share:.0%} of the blocks reach the largest"
+        f" code, as in {tensor}: the scales were rounded after the weights were quantized, which"
+        " puts weights off by up to a factor of two"
+    )
+
+
+def out_of_proportion(tensor: str, rms: float, median: float) -> str:
+    return (
+        f"{tensor} has a root mean square of {rms:.3g}, others of its kind {median:.3g}: its scale"
+        " is inverted, left out or another tensor's, or it holds memory that was never written"
+    )
+
+
+def taken_for_another(tensor: str, twin: str) -> str:
+    return f"{tensor} holds the same as {twin}: one was taken for the other"
+
+
+def another_checkpoint(tensor: str, original: str) -> str:
+    return (
+        f"{tensor} differs from {original}: the draft is of another checkpoint than the main model"
+        " (a V3 draft with an R1 main?)"
+    )
+
+
+# --- Stored weights: compared with the source -----------------------------------------------------
+
+CONSTANT = "it is constant: never written, or dropped and filled in"
+COLUMN_HALVES_SWAPPED = (
+    "its two halves of columns are swapped: the order of embedding and hidden state, or of two"
+    " fused matrices"
+)
+ROW_HALVES_SWAPPED = "its two halves of rows are swapped"
+TRANSPOSED = "it is transposed"
+SIGN_FLIPPED = "its sign is flipped"
+ROPE_ROWS_REORDERED = (
+    "its rotary rows are stored as two halves instead of interleaved pairs, or the reverse"
+)
+SCALES_INVERTED = (
+    "its scales are inverted: the reciprocal was stored, so every weight is off by scale²"
+)
+SCALES_ALONG_ROWS = "its scales lie along the other axis: the groups were taken over rows"
+SCALES_PERMUTED = "its scales are permuted: the right ones for other blocks or groups"
+SCALES_ROUNDED_LATE = (
+    "its scales were rounded to powers of two (ue8m0) after the weights were quantized with the"
+    " unrounded ones"
+)
+SCALES_OF_ANOTHER_TENSOR = "its scales are not those of its codes: another tensor's, or damaged"
+CODES_REVERSED = "the order of the codes in a word (nibble order) is reversed"
+CODES_SWAPPED = "even and odd codes (the nibble order in a byte) are swapped"
+ELEMENTS_REORDERED = "its elements are in another order"
+NOTHING_IN_COMMON = "it has nothing in common with the source's: another model's, or never written"
+
+
+def offset_dropped(offset: int) -> str:
+    return f"the offset {offset} was dropped (or added) when its codes were packed"
+
+
+def scales_off_by(factor: float) -> str:
+    return f"every scale is {factor:.4g} times what it must be"
+
+
+def holds_another(tensor: str) -> str:
+    return f"it holds {tensor}"
+
+
+def elements_damaged(count: int, total: int) -> str:
+    return f"{count} of its {total} elements differ: damaged"
+
+
+def another_version(sqnr_db: float) -> str:
+    return (
+        f"it is close to the source's ({sqnr_db:.1f} dB) but not it: another version of the model"
+    )
+
+
+def not_in_source(tensor: str) -> str:
+    return f"{tensor} has no counterpart in the source: another model's"
+
+
+def another_tokenizer(file: str) -> str:
+    return f"{file} is not the source's: another model's tokenizer"
+
+
+def config_differs(key: str, found: object, wanted: object, file: str) -> str:
+    """A value of a config.json that is not the source's."""
+    words = f"{key} is {found!r} in {file}, {wanted!r} by the source"
+    return f"{words}: {YARN_SCALE_CHANGED}" if key == "rope_scaling" else words

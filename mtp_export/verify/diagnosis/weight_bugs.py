@@ -1,0 +1,269 @@
+"""Diagnosis of a weight that differs from its source's: each known export bug is undone, and the
+one whose undoing gives the source back is named."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from mtp_export.schemes.formats import EncodedWeight
+from mtp_export.schemes.storage import BLOCK, Storage
+from mtp_export.verify.diagnosis import causes
+from mtp_export.verify.evidence.weight_values import WeightOnDisk
+from mtp_export.verify.gates import GATES
+
+if TYPE_CHECKING:
+    import torch
+
+_SAMPLE_ELEMENTS = 1 << 23
+_CLOSE_DB = 15.0  # a weight of another version of the model is at least this close
+_LAYER = re.compile(r"^(model\.layers\.)(\d+)(\..*)$")
+
+
+@dataclass(frozen=True)
+class Sources:
+    """The source's weights by their released names, and its config.json."""
+
+    weights: Mapping[str, WeightOnDisk]
+    config: Mapping[str, Any]
+
+    def like(self, source: WeightOnDisk) -> Iterator[WeightOnDisk]:
+        """Weights of the same shape that could be taken for this one: others of its layer, and
+        those of the same name in other layers."""
+        spec = source.stored.weight
+        match = _LAYER.match(spec.name)
+        for name, other in self.weights.items():
+            if other.stored.weight.shape != spec.shape or name == spec.name:
+                continue
+            theirs = _LAYER.match(name)
+            if match is None or theirs is None:
+                if match is theirs:
+                    yield other
+            elif theirs[2] == match[2] or theirs[3] == match[3]:
+                yield other
+
+
+def explain(weight: WeightOnDisk, source: WeightOnDisk, sources: Sources) -> str:
+    """The likely cause why a weight is not the source's, in words."""
+    import torch
+
+    stop = _sample_rows(weight)
+    raw = weight.encoded(0, stop)
+    wanted = source.encoded(0, stop).dequantize()
+    bound = GATES[weight.stored.storage].sqnr_db
+    try:
+        found = raw.dequantize()
+    except ValueError as error:
+        return str(error)
+    if float(found.max()) == float(found.min()):
+        return causes.CONSTANT
+    rope = _of_rope(weight.stored.weight.name, found, sources)
+    for words, undone in (*_of_values(found), *rope, *_of_codes(raw)):
+        try:
+            values = undone()
+            if _sqnr_db(wanted[: len(values)], values) >= bound:
+                return words
+        except (ValueError, RuntimeError):
+            continue
+    if (cause := _scales(raw, wanted, bound)) is not None:
+        return cause
+    for other in sources.like(source):
+        theirs = other.encoded(0, min(stop, other.rows)).dequantize()
+        if _sqnr_db(theirs, found) >= bound:
+            return causes.holds_another(other.stored.weight.name)
+    if found.ndim == 1 and torch.equal(found.sort()[0], wanted.sort()[0]):
+        return causes.ELEMENTS_REORDERED
+    return _unknown(found, wanted)
+
+
+def _sample_rows(weight: WeightOnDisk) -> int:
+    shape = weight.stored.weight.shape
+    columns = shape[1] if len(shape) == 2 else 1
+    return min(shape[0], max(BLOCK, _SAMPLE_ELEMENTS // columns // BLOCK * BLOCK))
+
+
+def _sqnr_db(wanted: torch.Tensor, found: torch.Tensor) -> float:
+    if wanted.shape != found.shape:
+        return -math.inf
+    signal = float(wanted.double().square().sum())
+    noise = float((wanted.double() - found.double()).square().sum())
+    if not noise:
+        return math.inf
+    return 10 * math.log10(signal / noise) if signal else -math.inf
+
+
+# A cause, and the weight's values with that bug undone.
+Undone = tuple[str, Callable[[], "torch.Tensor"]]
+
+
+def _of_values(found: torch.Tensor) -> list[Undone]:
+    """Bugs that leave the numbers whole, in other places or with the other sign."""
+    import torch
+
+    if found.ndim == 1:
+        return []
+    rows, columns = found.shape
+    undone: list[Undone] = [
+        (
+            causes.COLUMN_HALVES_SWAPPED,
+            lambda: torch.cat([found[:, columns // 2 :], found[:, : columns // 2]], 1),
+        ),
+        (causes.ROW_HALVES_SWAPPED, lambda: found.roll(rows // 2, 0)),
+        (causes.TRANSPOSED, lambda: found.t()),
+        (causes.SIGN_FLIPPED, lambda: -found),
+    ]
+    return undone
+
+
+def _of_rope(name: str, found: torch.Tensor, sources: Sources) -> list[Undone]:
+    """Rotary rows stored as two halves although the model pairs neighbours, or the reverse."""
+    import torch
+
+    rope, nope = (sources.config.get(f"qk_{what}_head_dim") for what in ("rope", "nope"))
+    if type(rope) is not int or type(nope) is not int or found.ndim == 1:
+        return []
+    if name.endswith("kv_a_proj_with_mqa.weight"):
+        period, first = len(found), len(found) - rope
+    elif name.endswith(("q_b_proj.weight", "q_proj.weight")):
+        period, first = nope + rope, nope
+    else:
+        return []
+    halves = torch.arange(rope).view(2, -1).t().reshape(-1)
+    undone: list[Undone] = []
+    for order in (halves, halves.argsort()):
+        rows = torch.arange(period)
+        rows[first:] = first + order
+        heads = torch.arange(0, len(found) - period + 1, period)
+        places = (heads[:, None] + rows).reshape(-1)
+        undone.append((causes.ROPE_ROWS_REORDERED, partial(torch.index_select, found, 0, places)))
+    return undone
+
+
+def _of_codes(raw: EncodedWeight) -> list[Undone]:
+    """Bugs of packing and scaling codes."""
+    scale = raw.scale
+    if scale is None:
+        return []
+    undone: list[Undone] = [
+        (
+            causes.SCALES_INVERTED,
+            lambda: replace(raw, scale=(1 / scale.float()).to(scale.dtype)).dequantize(),
+        ),
+        (
+            causes.SCALES_ALONG_ROWS,
+            lambda: replace(raw, scale=_other_axis(scale)).dequantize(),
+        ),
+    ]
+    if raw.storage in (Storage.INT4_GROUP, Storage.W4AFP8, Storage.INT8_CHANNEL):
+        offset = 128 if raw.storage is Storage.INT8_CHANNEL else 8
+        undone += [
+            (
+                causes.offset_dropped(offset),
+                lambda: replace(raw, codes=_flipped(raw)).dequantize(),
+            ),
+            (
+                causes.CODES_REVERSED,
+                lambda: replace(raw, codes=_reversed(raw)).dequantize(),
+            ),
+            (
+                causes.CODES_SWAPPED,
+                lambda: replace(raw, codes=_swapped(raw)).dequantize(),
+            ),
+        ]
+    return undone
+
+
+def _other_axis(scale: torch.Tensor) -> torch.Tensor:
+    return scale.reshape(scale.shape[1], scale.shape[0]).t().contiguous()
+
+
+def _words(raw: EncodedWeight) -> torch.Tensor:
+    import torch
+
+    return raw.codes.contiguous().view(torch.uint8)
+
+
+def _flipped(raw: EncodedWeight) -> torch.Tensor:
+    """Codes with their top bit flipped: from offset to two's complement, or back."""
+    mask = 0x80 if raw.storage is Storage.INT8_CHANNEL else 0x88
+    return (_words(raw) ^ mask).view(raw.codes.dtype)
+
+
+def _swapped(raw: EncodedWeight) -> torch.Tensor:
+    packed = _words(raw)
+    return ((packed << 4) | (packed >> 4)).view(raw.codes.dtype)
+
+
+def _reversed(raw: EncodedWeight) -> torch.Tensor:
+    """Codes of each 32-bit word in reverse order: most significant first instead of least."""
+    packed = _words(raw)
+    if raw.storage is not Storage.INT8_CHANNEL:
+        packed = (packed << 4) | (packed >> 4)
+    rows = packed.shape[0]
+    return packed.view(rows, -1, 4).flip(2).reshape(rows, -1).view(raw.codes.dtype)
+
+
+def _scales(raw: EncodedWeight, wanted: torch.Tensor, bound: float) -> str | None:
+    """The cause if other scales would make the codes the source's, else None."""
+    import torch
+
+    if raw.scale is None:
+        return None
+    ones = replace(raw, scale=torch.ones_like(raw.scale))
+    codes = ones.dequantize().double()
+    own = raw.scale.double()
+    groups = _spread(raw, torch.arange(own.numel()).view(own.shape))  # [N, K] group of a weight
+    dots = torch.zeros(own.numel(), dtype=torch.float64)
+    norms = dots.clone()
+    flat = groups.reshape(-1)
+    dots.index_add_(0, flat, (codes * wanted.double()).reshape(-1))
+    norms.index_add_(0, flat, codes.square().reshape(-1))
+    best = torch.where(norms > 0, dots / norms.clamp_min(1e-30), torch.ones_like(dots))
+    fitted = codes * best[flat].view(codes.shape)
+    if _sqnr_db(wanted, fitted) < min(bound, 25.0):
+        return None
+    exact = raw.storage is Storage.FP8_BLOCK
+    return _named_scales(own.reshape(-1), best, 0.002 if exact else 0.03)
+
+
+def _spread(raw: EncodedWeight, scale: torch.Tensor) -> torch.Tensor:
+    """A scale-shaped tensor spread to [N, K], one entry per element of the weight."""
+    rows, columns = raw.shape
+    if raw.storage is Storage.FP8_BLOCK:
+        whole = scale.repeat_interleave(BLOCK, 0).repeat_interleave(BLOCK, 1)
+        return whole[:rows, :columns]
+    return scale.repeat_interleave(columns // scale.shape[1], 1)
+
+
+def _named_scales(own: torch.Tensor, best: torch.Tensor, tolerance: float) -> str | None:
+    """The bug that made the stored scales of those that fit; None if they are the same."""
+    import torch
+
+    def alike(ratio: torch.Tensor) -> bool:
+        return bool((ratio - 1).abs().max() < tolerance)
+
+    ratio = own / best
+    if alike(ratio):
+        return None
+    if bool((torch.frexp(own)[0] == 0.5).all()) and not bool((torch.frexp(best)[0] == 0.5).all()):
+        return causes.SCALES_ROUNDED_LATE
+    if alike(own.sort()[0] / best.sort()[0]):
+        return causes.SCALES_PERMUTED
+    if alike(ratio / ratio.median()):
+        return causes.scales_off_by(float(ratio.median()))
+    return causes.SCALES_OF_ANOTHER_TENSOR
+
+
+def _unknown(found: torch.Tensor, wanted: torch.Tensor) -> str:
+    differ = float((found != wanted).float().mean())
+    level = _sqnr_db(wanted, found)
+    if differ < 0.01:
+        count = int((found != wanted).sum())
+        return causes.elements_damaged(count, found.numel())
+    if level >= _CLOSE_DB:
+        return causes.another_version(level)
+    return causes.NOTHING_IN_COMMON

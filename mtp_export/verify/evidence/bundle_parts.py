@@ -1,0 +1,79 @@
+"""main/ and mtp/ of a bundle: as opened, and the tensors that each must hold by its config.json."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+from mtp_export.checkpoint.bundle_folder import MAIN
+from mtp_export.checkpoint.reader import Checkpoint
+from mtp_export.errors import MtpExportError
+from mtp_export.schemes.stored import StoredModel, stored_model
+from mtp_export.targets import TARGETS
+from mtp_export.targets.base import Target
+from mtp_export.targets.draft import stored_draft
+
+
+@dataclass(frozen=True)
+class BundlePart:
+    """main/ or mtp/ of a bundle: its checkpoint, or why it could not be opened."""
+
+    name: str
+    folder: Path
+    checkpoint: Checkpoint | None
+    error: MtpExportError | None = None
+
+    @classmethod
+    def open(cls, name: str, folder: Path) -> BundlePart:
+        """Read the part's config, index and headers."""
+        try:
+            return cls(name, folder, Checkpoint.open(folder))
+        except MtpExportError as error:
+            return cls(name, folder, checkpoint=None, error=error)
+
+
+@dataclass(frozen=True)
+class PartLayout:
+    """An opened part, and what it must hold."""
+
+    name: str
+    checkpoint: Checkpoint
+    stored: StoredModel
+
+
+def layout_of(part: BundlePart, target: Target, main_layers: int) -> PartLayout:
+    """What an opened part must hold, its draft named for a target.
+
+    Raises what stored_model and stored_draft raise for a config that cannot be followed.
+    """
+    assert part.checkpoint is not None, "asked for a part that could not be opened"
+    config = part.checkpoint.config
+    if part.name == MAIN:
+        return PartLayout(part.name, part.checkpoint, stored_model(config).main)
+    stored = stored_draft(config, target, main_layers)
+    return PartLayout(part.name, part.checkpoint, stored)
+
+
+def likely_target(mtp: Checkpoint | None, main_layers: int) -> Target:
+    """The target whose names most tensors of a draft have."""
+
+    def known_names(target: Target) -> int:
+        if mtp is None:
+            return 0
+        try:
+            stored = stored_draft(mtp.config, target, main_layers)
+        except MtpExportError:
+            return 0
+        return len(stored.tensors.keys() & mtp.tensors.keys())
+
+    return max(TARGETS.values(), key=known_names)
+
+
+def layer_count(checkpoints: Iterable[Checkpoint]) -> int:
+    """The main model's num_hidden_layers, as far as the parts tell."""
+    for checkpoint in checkpoints:
+        layers = checkpoint.config.get("num_hidden_layers")
+        if type(layers) is int and layers > 0:
+            return layers
+    return 1

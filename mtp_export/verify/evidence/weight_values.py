@@ -1,0 +1,82 @@
+"""Stored weights as the numbers that they stand for, in row pieces of bounded size."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from mtp_export.checkpoint.header import TensorInfo
+from mtp_export.checkpoint.tensor_reader import read_rows
+from mtp_export.schemes.formats import EncodedWeight
+from mtp_export.schemes.storage import BLOCK
+from mtp_export.schemes.stored import StoredModel, StoredWeight
+
+if TYPE_CHECKING:
+    import torch
+
+PIECE_ELEMENTS = 1 << 20
+
+
+@dataclass(frozen=True)
+class WeightOnDisk:
+    """A weight of the model, and the tensors of a folder that hold it."""
+
+    stored: StoredWeight
+    tensors: tuple[TensorInfo, ...]
+
+    @property
+    def name(self) -> str:
+        """Name of the tensor with the codes."""
+        return self.tensors[0].name
+
+    @property
+    def size_bytes(self) -> int:
+        return sum(tensor.size_bytes for tensor in self.tensors)
+
+    @property
+    def rows(self) -> int:
+        return self.stored.weight.shape[0]
+
+    def pieces(self) -> Iterator[tuple[int, int]]:
+        """Yield row ranges of whole fp8 blocks that cover the weight."""
+        columns = self.stored.weight.shape[1] if len(self.stored.weight.shape) == 2 else 1
+        step = max(1, PIECE_ELEMENTS // (BLOCK * columns)) * BLOCK
+        for start in range(0, self.rows, step):
+            yield start, min(start + step, self.rows)
+
+    def encoded(self, start: int, stop: int) -> EncodedWeight:
+        """Read rows [start, stop), start at an fp8 block's. A transposed weight is read whole."""
+        step = self.stored.format.scale_rows
+        codes = self._rows(0, start, stop)
+        if len(self.tensors) == 1:
+            return EncodedWeight(self.stored.format, codes)
+        scale = self._rows(1, start // step, -(-stop // step))
+        return EncodedWeight(self.stored.format, codes, scale)
+
+    def _rows(self, number: int, start: int, stop: int) -> torch.Tensor:
+        tensor = self.tensors[number]
+        if self.stored.transposed:
+            return _turned(tensor)[start:stop]
+        return read_rows(tensor, start, stop)
+
+
+def _turned(tensor: TensorInfo) -> torch.Tensor:
+    return read_rows(tensor, 0, tensor.shape[0]).t()
+
+
+def weights_on_disk(stored: StoredModel, tensors: Mapping[str, TensorInfo]) -> list[WeightOnDisk]:
+    """Return the weights of which every tensor is there in the promised dtype and shape.
+
+    Check files names the others.
+    """
+    found = []
+    for one in stored.weights.values():
+        infos = [tensors.get(tensor.name) for tensor in one.tensors]
+        fits = all(
+            info is not None and info.dtype in spec.dtypes and info.shape == spec.shape
+            for info, spec in zip(infos, one.tensors, strict=True)
+        )
+        if fits:
+            found.append(WeightOnDisk(one, tuple(info for info in infos if info is not None)))
+    return found

@@ -1,0 +1,287 @@
+"""Check `weights`: the weights are the source's, copied tensors bit for bit, converted ones within
+the quantization noise of their form."""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from statistics import median
+from typing import TYPE_CHECKING, Any
+
+from mtp_export.bundle.tied_weights import PIECE_BYTES, first_difference
+from mtp_export.checkpoint.bundle_folder import MAIN
+from mtp_export.checkpoint.direct_io import aligned_buffer
+from mtp_export.families import family_of
+from mtp_export.progress import ProgressCallback, format_bytes
+from mtp_export.schemes.native import QUANTIZATION
+from mtp_export.schemes.storage import Storage
+from mtp_export.schemes.stored import stored_model
+from mtp_export.schemes.transforms import one_torch_thread
+from mtp_export.verify.check import Item, Problem, not_tested, verdict
+from mtp_export.verify.diagnosis import causes
+from mtp_export.verify.diagnosis.weight_bugs import Sources, explain
+from mtp_export.verify.evidence.bundle_parts import PartLayout
+from mtp_export.verify.evidence.parallel import in_threads
+from mtp_export.verify.evidence.weight_values import WeightOnDisk, weights_on_disk
+from mtp_export.verify.gates import GATES
+
+if TYPE_CHECKING:
+    from mtp_export.verify.context import Context
+
+_EXPLAINED = 3  # wrong weights per item whose cause is looked for
+_WORST = 10  # weights per item that are named in data
+
+
+@dataclass(frozen=True)
+class Compared:
+    """A weight compared with its source's.
+
+    sqnr_db: infinite if nothing was lost, None for a copied weight. equal: its bytes are the
+    source's. error: why its values cannot be decoded, else "".
+    """
+
+    weight: WeightOnDisk
+    source: WeightOnDisk
+    equal: bool
+    sqnr_db: float | None = None
+    max_error: float = 0.0
+    error: str = ""
+
+    @property
+    def failed(self) -> bool:
+        """True if the weight is not the source's within the bound of its form."""
+        if self.error:
+            return True
+        if self.sqnr_db is None:
+            return not self.equal
+        return self.sqnr_db < GATES[self.weight.stored.storage].sqnr_db
+
+    @property
+    def layer(self) -> int | None:
+        """The decoder layer, None for a weight outside them."""
+        parts = self.weight.stored.weight.name.split(".")
+        return int(parts[2]) if len(parts) > 2 and parts[2].isdigit() else None
+
+
+def run(context: Context) -> Iterator[Item]:
+    """Every weight compared with --source; without one, the figures that the export recorded."""
+    if context.source is None:
+        yield from _recorded(context)
+        return
+    yield _config(context, context.source.config)
+    stored = stored_model(context.source.config)
+    sources = {w.stored.weight.name: w for w in weights_on_disk(stored, context.source.tensors)}
+    family = family_of(context.source.config)
+    main_names = {pair.mtp_name: pair.main_name for pair in family.shared}
+    for layout in context.layouts:
+        pairs, alone = _paired(layout, sources, main_names)
+        yield verdict(f"{layout.name}: weights that the source has", alone, f"{len(pairs):,}")
+        compared = _compare_all(context, layout.name, pairs)
+        yield from _part_items(layout.name, compared, Sources(sources, context.source.config))
+    yield _tokenizers(context)
+
+
+def _paired(
+    layout: PartLayout, sources: Mapping[str, WeightOnDisk], main_names: Mapping[str, str]
+) -> tuple[list[tuple[WeightOnDisk, WeightOnDisk]], list[Problem]]:
+    """Each weight with the source's, and problems of those that have none. A draft's embedding and
+    head may be the main model's, by main_names."""
+    pairs, alone = [], []
+    for weight in weights_on_disk(layout.stored, layout.checkpoint.tensors):
+        name = weight.stored.weight.name
+        source = sources.get(name)
+        if source is None:
+            source = sources.get(main_names.get(name, ""))
+        if source is None or source.stored.weight.shape != weight.stored.weight.shape:
+            alone.append(Problem(name, causes.not_in_source(name)))
+        else:
+            pairs.append((weight, source))
+    return pairs, alone
+
+
+def _compare_all(
+    context: Context, part: str, pairs: Sequence[tuple[WeightOnDisk, WeightOnDisk]]
+) -> list[Compared]:
+    total_bytes = sum(weight.size_bytes for weight, _ in pairs)
+    title = f"{part}: against the source"
+    with context.show_progress(title, total_bytes) as progress, one_torch_thread():
+        work = partial(_compare, progress)
+        return list(in_threads(work, pairs, context.options.workers))
+
+
+def _discard(piece: memoryview) -> None:
+    """Drop a piece that was compared."""
+
+
+def _compare(progress: ProgressCallback, pair: tuple[WeightOnDisk, WeightOnDisk]) -> Compared:
+    weight, source = pair
+    if _is_copy(weight, source):
+        buffer = aligned_buffer(PIECE_BYTES)
+        equal = all(
+            first_difference(ours, theirs, _discard, buffer) is None
+            for ours, theirs in zip(weight.tensors, source.tensors, strict=True)
+        )
+        progress(weight.size_bytes)
+        return Compared(weight, source, equal)
+    try:
+        return _measured(weight, source, progress)
+    except ValueError as error:
+        return Compared(weight, source, equal=False, error=str(error))
+
+
+def _is_copy(weight: WeightOnDisk, source: WeightOnDisk) -> bool:
+    """True if both are stored in the same form and orientation."""
+    ours, theirs = (
+        (w.stored.storage, w.stored.transposed, [(t.dtype, t.shape) for t in w.tensors])
+        for w in (weight, source)
+    )
+    return ours == theirs
+
+
+def _measured(weight: WeightOnDisk, source: WeightOnDisk, progress: ProgressCallback) -> Compared:
+    """SQNR and largest error of the values, dequantized in fp32 and summed in float64."""
+    signal = noise = worst = 0.0
+    for start, stop in weight.pieces():
+        ours = weight.encoded(start, stop).dequantize().double()
+        theirs = source.encoded(start, stop).dequantize().double()
+        error = ours - theirs
+        signal += float(theirs.square().sum())
+        noise += float(error.square().sum())
+        worst = max(worst, float(error.abs().max()))
+        progress(weight.size_bytes * (stop - start) // weight.rows)
+    sqnr = math.inf if noise == 0 else -math.inf
+    if noise and signal:
+        sqnr = 10 * math.log10(signal / noise)
+    return Compared(weight, source, equal=noise == 0, sqnr_db=sqnr, max_error=worst)
+
+
+def _part_items(part: str, compared: Sequence[Compared], sources: Sources) -> Iterator[Item]:
+    copied = [one for one in compared if one.sqnr_db is None and not one.error]
+    if copied:
+        size = format_bytes(sum(one.weight.size_bytes for one in copied))
+        wrong = [one for one in copied if one.failed]
+        yield verdict(
+            f"{part}: copied weights",
+            _problems(wrong, sources),
+            figure=f"{len(copied):,}, {size}",
+            bound="bit for bit",
+        )
+    groups: dict[tuple[Storage, str], list[Compared]] = defaultdict(list)
+    for one in compared:
+        if one.sqnr_db is not None or one.error:
+            key = one.weight.stored.storage, str(one.weight.stored.weight.role)
+            groups[key].append(one)
+    for (storage, role), group in groups.items():
+        yield _group_item(f"{part}: {role} as {storage}", group, sources)
+
+
+def _group_item(name: str, group: Sequence[Compared], sources: Sources) -> Item:
+    """SQNR of the weights of one role and form; the worst are named in data."""
+    ordered = sorted(group, key=lambda one: -math.inf if one.sqnr_db is None else one.sqnr_db)
+    levels = [one.sqnr_db for one in ordered if one.sqnr_db is not None]
+    wrong = [one for one in ordered if one.failed]
+    bound = f"≥ {GATES[group[0].weight.stored.storage].sqnr_db:.0f} dB"
+    figure = f"{len(group):,}: exact"
+    if levels and levels[0] < math.inf:
+        figure = f"{len(group):,}: min {_db(levels[0])}, median {_db(median(levels))}"
+    item = verdict(name, _problems(wrong, sources), figure=figure, bound=bound)
+    subject = item.subject or ordered[0].weight.name
+    return replace(item, subject=subject, data={**item.data, **_data(ordered)})
+
+
+def _data(ordered: Sequence[Compared]) -> dict[str, Any]:
+    by_layer: dict[int, list[float]] = defaultdict(list)
+    for one in ordered:
+        if one.sqnr_db is not None and math.isfinite(one.sqnr_db) and one.layer is not None:
+            by_layer[one.layer].append(one.sqnr_db)
+    return {
+        "storage": str(ordered[0].weight.stored.storage),
+        "role": str(ordered[0].weight.stored.weight.role),
+        "max_error": max(one.max_error for one in ordered),
+        "sqnr_db_by_layer": [
+            {"layer": layer, "min": round(min(values), 2), "median": round(median(values), 2)}
+            for layer, values in sorted(by_layer.items())
+        ],
+        "worst": [
+            {"tensor": one.weight.name, "sqnr_db": _finite(one.sqnr_db), "max_error": one.max_error}
+            for one in ordered[:_WORST]
+        ],
+    }
+
+
+def _finite(sqnr_db: float | None) -> float | None:
+    return round(sqnr_db, 2) if sqnr_db is not None and math.isfinite(sqnr_db) else None
+
+
+def _db(value: float) -> str:
+    return "exact" if value == math.inf else f"{value:.1f} dB"
+
+
+def _problems(wrong: Sequence[Compared], sources: Sources) -> list[Problem]:
+    """Problems of wrong weights, the first few with their causes."""
+    problems = []
+    for number, one in enumerate(wrong):
+        words = f"{one.weight.name} is not the source's"
+        if one.sqnr_db is not None:
+            words += f" ({_db(one.sqnr_db)})"
+        if number < _EXPLAINED:
+            words += f": {one.error or explain(one.weight, one.source, sources)}"
+        problems.append(Problem(one.weight.name, words))
+    return problems
+
+
+def _config(context: Context, source: Mapping[str, Any]) -> Item:
+    """config.json equals the source's but for the storage of weights."""
+    problems: list[Problem] = []
+    count = 0
+    for part in context.parts:
+        found = {} if part.checkpoint is None else part.checkpoint.config
+        wanted = source if part.name == MAIN else context.target.mtp_config(source)
+        keys = sorted({*wanted, *found} - {QUANTIZATION}) if found else []
+        count += len(keys)
+        for key in keys:
+            if found.get(key) != wanted.get(key):
+                file = f"{part.name}/config.json"
+                words = causes.config_differs(
+                    key, found=found.get(key), wanted=wanted.get(key), file=file
+                )
+                problems.append(Problem(file, words))
+    return verdict(
+        "config is the source's", problems, figure=f"{count} values", bound="all but storage"
+    )
+
+
+def _tokenizers(context: Context) -> Item:
+    """Tokenizer files equal the source's."""
+    assert context.source is not None
+    folder, problems, count = context.source.files_folder, [], 0
+    for part in context.parts:
+        for path in sorted(part.folder.glob("tokenizer*")):
+            count += 1
+            original = folder / path.name
+            if not original.is_file() or original.read_bytes() != path.read_bytes():
+                words = causes.another_tokenizer(f"{part.name}/{path.name}")
+                problems.append(Problem(str(path), words))
+    return verdict(
+        "tokenizer is the source's", problems, figure=f"{count} files", bound="byte for byte"
+    )
+
+
+def _recorded(context: Context) -> Iterator[Item]:
+    """SQNR of converted tensors as the export recorded it in the manifest."""
+    why = "without --source nothing is compared"
+    noted: dict[tuple[str, str], list[float]] = defaultdict(list)
+    parts: Mapping[str, Any] = (context.manifest or {}).get("parts") or {}
+    for part, entry in parts.items():
+        for shard in (entry.get("shards") or {}).values():
+            for facts in (shard.get("tensors") or {}).values():
+                if isinstance(facts.get("sqnr_db"), int | float):
+                    noted[part, facts["operation"]].append(facts["sqnr_db"])
+    if not noted:
+        yield not_tested("weights against the source", why)
+    for (part, operation), levels in noted.items():
+        figure = f"{len(levels):,}: min {min(levels):.1f} dB, median {median(levels):.1f} dB"
+        yield not_tested(f"{part}: {operation}, as the export noted it", why, figure=figure)

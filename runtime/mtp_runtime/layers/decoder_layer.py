@@ -1,0 +1,38 @@
+"""One decoder layer: attention and feed-forward, each after a norm and added to the stream."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+
+from mtp_runtime.cache import CacheSpec, LayerCache
+from mtp_runtime.layers.attention import Attention, ForwardPass
+from mtp_runtime.layers.norm import RmsNorm
+
+
+class FeedForward(Protocol):
+    """The part of a decoder layer that takes every row by itself."""
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        """Transform rows x [T, d], which passed the norm, to [T, d]."""
+
+
+@dataclass(frozen=True)
+class DecoderLayer:
+    """Pre-norm decoder layer of any attention and any feed-forward."""
+
+    input_norm: RmsNorm
+    attention: Attention
+    post_norm: RmsNorm
+    feed_forward: FeedForward
+
+    def new_cache(self, spec: CacheSpec) -> LayerCache:
+        """Make the cache that the attention keeps."""
+        return self.attention.new_cache(spec)
+
+    def __call__(self, x: torch.Tensor, cache: LayerCache, forward: ForwardPass) -> torch.Tensor:
+        """Take rows x [T, d] through the layer; fills their cache entries."""
+        x = x + self.attention(self.input_norm(x), cache, forward)
+        return x + self.feed_forward(self.post_norm(x))

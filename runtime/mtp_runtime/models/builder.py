@@ -1,0 +1,148 @@
+"""Builds a model out of named tensors. Its family gives the names.
+
+A new model derives from ModelBuilder, adds its attention and router, and is one line of MODELS.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+
+from mtp_export.families.modules import (
+    DecoderFamily,
+    MlpModules,
+    MoeModules,
+    MtpModules,
+    weight_name,
+)
+from mtp_export.schemes.formats import unquantized
+from mtp_runtime.config import ModelConfig, MtpContract
+from mtp_runtime.layers.attention import Attention
+from mtp_runtime.layers.decoder_layer import DecoderLayer, FeedForward
+from mtp_runtime.layers.linear import Linear, Weight, stack
+from mtp_runtime.layers.moe import Mlp, Moe, Router
+from mtp_runtime.layers.norm import RmsNorm
+from mtp_runtime.loading.weight_source import WeightSource
+from mtp_runtime.models.model import Execution, Head, Model, MtpModule
+
+
+@dataclass(frozen=True)
+class ModelBuilder(ABC):
+    """Parts that most decoder-only models share; each method loads what it returns."""
+
+    source: WeightSource
+    family: DecoderFamily
+    config: ModelConfig
+
+    @abstractmethod
+    def attention(self, layer: int) -> Attention:
+        """Load the attention of one layer, main or MTP."""
+
+    @abstractmethod
+    def router(self, names: MoeModules) -> Router:
+        """Load the router of a mixture of experts."""
+
+    @property
+    def shared_experts(self) -> int:
+        """Number of shared experts that a sparse layer stores side by side, as one MLP."""
+        return 1
+
+    def model(
+        self, execution: Execution, contract: MtpContract | None, layers: int | None = None
+    ) -> Model:
+        """Load the model, with its first `layers` main layers where that is given, and with its
+        MTP modules where there is a contract for them."""
+        source, names = self.source, self.family.modules
+        embedding = source.tensor(weight_name(names.embedding))
+        head = Head(self.norm(names.norm), source.linear(names.head), execution)
+        count = self.config.layers if layers is None else layers
+        main = execution.layers(map(self.layer, range(count)))
+        modules: tuple[MtpModule, ...] = ()
+        if contract is not None and source.has_mtp:
+            model = Model(self.config, embedding, main, head)
+            modules = tuple(
+                self.mtp_module(model, layer, contract) for layer in self.family.mtp_layers
+            )
+        return Model(self.config, embedding, main, head, modules)
+
+    def layer(self, index: int) -> DecoderLayer:
+        """Load one layer, main or MTP."""
+        names = self.family.layer_modules(index)
+        return DecoderLayer(
+            input_norm=self.norm(names.input_norm),
+            attention=self.attention(index),
+            post_norm=self.norm(names.post_norm),
+            feed_forward=self.feed_forward(names.feed_forward),
+        )
+
+    def mtp_module(self, main: Model, index: int, contract: MtpContract) -> MtpModule:
+        """Load one MTP layer; embedding and head are the main model's own where they are equal."""
+        source, names = self.source, self.family.mtp_modules(index)
+        of_main, execution = self.family.modules, main.head.execution
+        return MtpModule(
+            embedding=source.tied_or_own(
+                weight_name(names.embedding), weight_name(of_main.embedding), main.embedding
+            ),
+            embedding_norm=self.norm(names.embedding_norm),
+            hidden_norm=self.norm(names.hidden_norm),
+            projection=source.linear(names.projection),
+            layer=self.layer(index),
+            head=Head(self.norm(names.head_norm), self._mtp_head(main, names), execution),
+            contract=contract,
+            execution=execution,
+        )
+
+    def _mtp_head(self, main: Model, names: MtpModules) -> Linear:
+        own, of_main = weight_name(names.head), weight_name(self.family.modules.head)
+        loaded = main.head.linear.matrix(self.source.dtype)
+        if self.source.tied_or_own(own, of_main, loaded) is loaded:
+            return main.head.linear
+        return self.source.linear(names.head)
+
+    def norm(self, module: str) -> RmsNorm:
+        """Load an RMS norm."""
+        return RmsNorm.build(self.source.tensor(weight_name(module)), self.config.norm_eps)
+
+    def stacked(self, *modules: str) -> Linear:
+        """Load linears of the same input as one."""
+        return self.joined(*map(self.source.weight, modules))
+
+    def joined(self, *parts: Weight) -> Linear:
+        """Join loaded weights of the same input into one linear."""
+        return Linear.build(stack(parts), self.source.dtype, self.source.keep_dense)
+
+    def feed_forward(self, names: MlpModules | MoeModules) -> FeedForward:
+        """Load a dense or a sparse feed-forward layer."""
+        return self.moe(names) if isinstance(names, MoeModules) else self.mlp(names)
+
+    def mlp(self, names: MlpModules) -> Mlp:
+        """Load a gated MLP."""
+        return Mlp(self.stacked(names.gate, names.up), self.source.linear(names.down))
+
+    def moe(self, names: MoeModules) -> Moe:
+        """Load a mixture of experts, routed ones first."""
+        device, routed = self.source.device, len(names.experts)
+        experts = [*map(self.mlp, names.experts), *self._shared(names.shared)]
+        return Moe(
+            router=self.router(names),
+            gate_up=tuple(expert.gate_up for expert in experts),
+            down=tuple(expert.down for expert in experts),
+            shared_ids=torch.arange(routed, len(experts), device=device),
+            shared_weights=torch.ones(len(experts) - routed, device=device),
+        )
+
+    def _shared(self, names: MlpModules | None) -> Iterator[Mlp]:
+        """Yield the shared experts one by one."""
+        source, count = self.source, self.shared_experts
+        if names is None:
+            return
+        if count == 1:
+            yield self.mlp(names)
+            return
+        gate, up = (source.dense_matrix(name).chunk(count) for name in (names.gate, names.up))
+        downs = source.dense_matrix(names.down).chunk(count, dim=1)
+        for parts in zip(gate, up, downs, strict=True):
+            yield Mlp(self.joined(*map(unquantized, parts[:2])), self.joined(unquantized(parts[2])))

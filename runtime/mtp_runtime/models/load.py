@@ -1,0 +1,124 @@
+"""Loads models from bundles and checkpoint folders."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from mtp_export.checkpoint.reader import CONFIG_NAME, Checkpoint, read_json_object
+from mtp_export.errors import UnsupportedError
+from mtp_export.families import family_of
+from mtp_runtime.config import MtpContract
+from mtp_runtime.loading.weight_source import Ledger, open_source
+from mtp_runtime.models import MODELS
+from mtp_runtime.models.builder import ModelBuilder
+from mtp_runtime.models.compiled import CompiledExecution
+from mtp_runtime.models.model import Execution, Model, TorchExecution
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+
+
+@dataclass(frozen=True)
+class LoadOptions:
+    """Options of loading.
+
+    dtype: of activations and dense weights. dequantize_at_load: keep quantized weights as dense
+    ones; False keeps them as stored and dequantizes in every call. with_mtp False leaves the MTP
+    modules out. contract None: as the MTP part's config.json records it, or else the default.
+    deterministic: refuse options under which a row's bits depend on its batch.
+    """
+
+    device: str = "cpu"
+    dtype: str = "float32"
+    deterministic: bool = False
+    dequantize_at_load: bool = True
+    with_mtp: bool = True
+    contract: MtpContract | None = None
+
+    def __post_init__(self) -> None:
+        if self.dtype not in DTYPES:
+            raise UnsupportedError(
+                "The runtime does not compute in this dtype",
+                expected=" or ".join(DTYPES),
+                found=self.dtype,
+            )
+        if self.deterministic and not self.compiled:
+            raise UnsupportedError(
+                "Only the compiled kernels are deterministic",
+                expected="device cpu, dtype float32, weights dequantized at load",
+                found=f"{self.device}, {self.dtype}, dequantize_at_load {self.dequantize_at_load}",
+            )
+
+    @property
+    def compiled(self) -> bool:
+        """True where the compiled kernels run the model, False where torch does."""
+        return self.device == "cpu" and self.dtype == "float32" and self.dequantize_at_load
+
+
+@dataclass(frozen=True)
+class Loaded:
+    """A model ready to run, the ledger of its tensors, and the folder of its tokenizer."""
+
+    model: Model
+    ledger: Ledger
+    folder: Path
+
+
+@dataclass(frozen=True)
+class OpenedModel:
+    """A bundle or checkpoint whose files were compared with config.json; no tensor is read yet.
+
+    contract is None where the MTP modules are not wanted. folder is that of the main part.
+    """
+
+    builder: ModelBuilder
+    contract: MtpContract | None
+    folder: Path
+
+
+def load_model(path: Path, options: LoadOptions) -> Loaded:
+    """Load a bundle or a checkpoint folder, tensor by tensor.
+
+    Raises InvalidInputError for tensors that contradict config.json, UnsupportedError for a model
+    that the runtime does not compute.
+    """
+    opened = open_model(path, options)
+    execution: Execution = CompiledExecution() if options.compiled else TorchExecution()
+    model = opened.builder.model(execution, opened.contract)
+    return Loaded(model, opened.builder.source.ledger(), opened.folder)
+
+
+def open_model(path: Path, options: LoadOptions) -> OpenedModel:
+    """Open a bundle or a checkpoint folder. Raises as load_model does."""
+    device = _device(options.device)
+    source, main = open_source(path, DTYPES[options.dtype], device, options.dequantize_at_load)
+    family = family_of(main.config)
+    model_type = main.config["model_type"]
+    if model_type not in MODELS:
+        raise UnsupportedError(
+            "The runtime does not compute models of this type",
+            where=main.folder / CONFIG_NAME,
+            expected=f"model_type {' or '.join(sorted(MODELS))}",
+            found=model_type,
+        )
+    model = MODELS[model_type]
+    contract = (options.contract or recorded_contract(path, main)) if options.with_mtp else None
+    builder = model.builder(source, family, model.config(family))
+    return OpenedModel(builder, contract, main.folder)
+
+
+def recorded_contract(path: Path, main: Checkpoint) -> MtpContract:
+    """Read the contract that the MTP part's config.json records, or the main part's if alone."""
+    part = path / "mtp" / CONFIG_NAME
+    return MtpContract.from_config(read_json_object(part) if part.is_file() else main.config)
+
+
+def _device(name: str) -> torch.device:
+    if name.partition(":")[0] not in ("cpu", "cuda"):
+        raise UnsupportedError("The runtime has no such device", expected="cpu, cuda", found=name)
+    device = torch.device(name)
+    if device.type == "cuda" and not torch.cuda.is_available():
+        raise UnsupportedError("There is no CUDA device here", found=name, todo="Use device cpu")
+    return device

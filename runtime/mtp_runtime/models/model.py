@@ -1,0 +1,249 @@
+"""A decoder-only model with MTP modules: hidden states and logits at every row of a ragged batch.
+
+The layers may be of any kind and run by torch or by compiled kernels; see MODELS for the models.
+
+Source: DeepSeek-V3 technical report, sections 2.1 and 2.2; the released weights concatenate
+[embedding, hidden], the other way round than the report prints it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Protocol
+
+import torch
+import torch.nn.functional as F
+
+from mtp_kernels.batch_layout import BatchLayout
+from mtp_runtime.cache import Cache, CacheSpec, LayerCaches, PageAllocator
+from mtp_runtime.config import Hidden, ModelConfig, MtpContract
+from mtp_runtime.layers.attention import ForwardPass
+from mtp_runtime.layers.decoder_layer import DecoderLayer
+from mtp_runtime.layers.linear import Linear
+from mtp_runtime.layers.norm import RmsNorm
+
+RowStep = Callable[[torch.Tensor], torch.Tensor]  # of every row by itself
+
+
+class Layers(Protocol):
+    """Consecutive decoder layers, however they are run."""
+
+    def __len__(self) -> int: ...
+
+    def new_cache(self, spec: CacheSpec) -> Cache:
+        """Make the cache of these layers; its tensors are uninitialized."""
+
+    def __call__(self, x: torch.Tensor, cache: Cache, layout: BatchLayout) -> torch.Tensor:
+        """Take the stream x [T, d], which may be overwritten, through the layers."""
+
+    def each(self) -> Iterator[Layers]:
+        """Yield every layer by itself."""
+
+
+class Execution(Protocol):
+    """Backend that runs a model's parts: torch, or compiled kernels that are made of them."""
+
+    def layers(self, layers: Iterable[DecoderLayer]) -> Layers: ...
+
+    def norm(self, norm: RmsNorm) -> RowStep: ...
+
+    def linear(self, linear: Linear) -> RowStep: ...
+
+    def recursion(self, module: MtpModule) -> Recursion | None:
+        """Return one call that drafts all tokens of a recursion, or None: they go step by step."""
+
+
+class Recursion(Protocol):
+    """Best drafts of an MTP module, each from the one before."""
+
+    def __call__(
+        self,
+        x: torch.Tensor,  # [b, d], the module's output; overwritten
+        starts: Sequence[int],  # positions of x
+        counts: Sequence[int],  # tokens to draft, at least 1, the largest first
+        page_table: torch.Tensor,  # [b, max_pages]
+        cache: Cache,  # of the module
+    ) -> list[list[int]]: ...
+
+
+@dataclass(frozen=True)
+class TorchLayers:
+    """Layers run by torch, operation by operation, on any device and in any dtype."""
+
+    layers: tuple[DecoderLayer, ...]
+    backend: str = "auto"  # of verify_attention
+
+    def __len__(self) -> int:
+        return len(self.layers)
+
+    def new_cache(self, spec: CacheSpec) -> LayerCaches:
+        return LayerCaches(tuple(layer.new_cache(spec) for layer in self.layers))
+
+    def __call__(self, x: torch.Tensor, cache: Cache, layout: BatchLayout) -> torch.Tensor:
+        assert isinstance(cache, LayerCaches), "the cache that new_cache made"
+        forward = ForwardPass(layout, self.backend)
+        for layer, own in zip(self.layers, cache.layers, strict=True):
+            x = layer(x, own, forward)
+        return x
+
+    def each(self) -> Iterator[Layers]:
+        return (replace(self, layers=(layer,)) for layer in self.layers)
+
+
+@dataclass(frozen=True)
+class TorchExecution:
+    """Execution of every operation by torch."""
+
+    def layers(self, layers: Iterable[DecoderLayer]) -> Layers:
+        return TorchLayers(tuple(layers))
+
+    def norm(self, norm: RmsNorm) -> RowStep:
+        return norm
+
+    def linear(self, linear: Linear) -> RowStep:
+        return linear
+
+    def recursion(self, module: MtpModule) -> None:
+        return None
+
+
+@dataclass(frozen=True)
+class Head:
+    """The last norm and the projection to the vocabulary."""
+
+    norm: RmsNorm
+    linear: Linear
+    execution: Execution
+
+    @cached_property
+    def normed(self) -> RowStep:
+        """Norm of rows [T, d]."""
+        return self.execution.norm(self.norm)
+
+    @cached_property
+    def projected(self) -> RowStep:
+        """Projection of rows [T, d] that passed the norm."""
+        return self.execution.linear(self.linear)
+
+    def logits(self, normed: torch.Tensor) -> torch.Tensor:
+        """Return float32 logits [T, vocab] of rows that passed the norm."""
+        return self.projected(normed).float()
+
+
+@dataclass(frozen=True)
+class MtpModule:
+    """One MTP layer: a later token's embedding and a hidden state in, the token after it out.
+
+    Module m (from 0) takes at position i token i+m+1 and the hidden state of position i: the
+    target's where m is 0, else module m-1's output. It drafts token i+m+2.
+    """
+
+    embedding: torch.Tensor
+    embedding_norm: RmsNorm
+    hidden_norm: RmsNorm
+    projection: Linear
+    layer: DecoderLayer
+    head: Head
+    contract: MtpContract
+    execution: Execution
+
+    @cached_property
+    def layers(self) -> Layers:
+        return self.execution.layers([self.layer])
+
+    @cached_property
+    def inputs(self) -> tuple[RowStep, RowStep, RowStep]:
+        """Norm of embeddings, norm of hidden states, and the projection that joins both."""
+        return (
+            self.execution.norm(self.embedding_norm),
+            self.execution.norm(self.hidden_norm),
+            self.execution.linear(self.projection),
+        )
+
+    def new_cache(self, pages: PageAllocator) -> Cache:
+        """Make a cache with room for all pages."""
+        return self.layers.new_cache(pages.spec(self.embedding.dtype, self.embedding.device))
+
+    def __call__(
+        self,
+        next_tokens: torch.Tensor,  # [T]
+        hidden: torch.Tensor,  # [T, d]
+        cache: Cache,
+        layout: BatchLayout,
+    ) -> torch.Tensor:
+        """Join tokens and hidden states and run the layer; returns [T, d] before the norm."""
+        embedded = F.embedding(next_tokens, self.embedding)
+        if self.contract.zero_first_embedding:
+            embedded = embedded.masked_fill((layout.positions == 0)[:, None], 0.0)
+        norm_embedding, norm_hidden, project = self.inputs
+        both = torch.cat([norm_embedding(embedded), norm_hidden(hidden)], dim=-1)
+        return self.layers(project(both), cache, layout)
+
+    @cached_property
+    def recursion(self) -> Recursion | None:
+        """One call that drafts the best tokens by recursion, or None."""
+        return self.execution.recursion(self)
+
+    def recycled(self, x: torch.Tensor, normed: torch.Tensor) -> torch.Tensor:
+        """Return the side of its norm on which the module's output is fed to the next draft."""
+        return normed if self.contract.recycled_hidden is Hidden.AFTER_NORM else x
+
+
+@dataclass(frozen=True)
+class ModelCache:
+    """Cache of a model's main layers, and one of each of its MTP modules."""
+
+    main: Cache
+    mtp: tuple[Cache, ...] = ()
+
+    @property
+    def tensors(self) -> Iterable[torch.Tensor]:
+        return (tensor for cache in (self.main, *self.mtp) for tensor in cache.tensors)
+
+
+@dataclass(frozen=True)
+class Model:
+    """The main model, and the MTP modules that were loaded with it, in order of depth."""
+
+    config: ModelConfig
+    embedding: torch.Tensor
+    layers: Layers
+    head: Head
+    mtp_modules: tuple[MtpModule, ...] = ()
+
+    @property
+    def mtp(self) -> MtpModule | None:
+        """The module of the first draft."""
+        return self.mtp_modules[0] if self.mtp_modules else None
+
+    @property
+    def device(self) -> torch.device:
+        return self.embedding.device
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Dtype of activations and caches."""
+        return self.embedding.dtype
+
+    def new_cache(self, pages: PageAllocator) -> ModelCache:
+        """Make a cache with room for all pages."""
+        main = self.layers.new_cache(pages.spec(self.dtype, self.device))
+        return ModelCache(main, tuple(module.new_cache(pages) for module in self.mtp_modules))
+
+    def __call__(
+        self,
+        tokens: torch.Tensor,  # [T]
+        cache: ModelCache,
+        layout: BatchLayout,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return hidden states [T, d] of every row, before and after the last norm."""
+        x = self.layers(F.embedding(tokens, self.embedding), cache.main, layout)
+        return x, self.head.normed(x)
+
+    def mtp_input(self, before: torch.Tensor, after: torch.Tensor) -> torch.Tensor:
+        """Return the side of the last norm that the first MTP module is fed with."""
+        if self.mtp is None or self.mtp.contract.target_hidden is Hidden.AFTER_NORM:
+            return after
+        return before

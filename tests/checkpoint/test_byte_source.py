@@ -1,0 +1,87 @@
+"""Byte sources: a checkpoint that lies in no folder is read through the protocol alone."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import torch
+
+from mtp_export.checkpoint.byte_source import ByteFile, ByteSource, OpenFile
+from mtp_export.checkpoint.local_folder import LocalFolder
+from mtp_export.checkpoint.reader import Checkpoint
+from mtp_export.errors import InvalidInputError
+
+
+class OpenBytes:
+    """Bytes in memory as an open file."""
+
+    modified_ns = 7
+
+    def __init__(self, data: bytes) -> None:
+        self._data, self.size_bytes = data, len(data)
+
+    def read(self, start: int, end: int) -> bytes:
+        return self._data[start:end]
+
+    def read_into(self, buffer: memoryview, start: int, end: int) -> slice:
+        buffer[: end - start] = self._data[start:end]
+        return slice(0, end - start)
+
+    def close(self) -> None:
+        pass
+
+
+@dataclass(frozen=True)
+class MemoryFile:
+    """A file of a MemorySource."""
+
+    path: Path
+    data: bytes
+
+    def open(self, once: range | None = None) -> OpenFile:
+        return OpenBytes(self.data)
+
+
+class MemorySource:
+    """The files of a folder, kept in memory under a path that does not exist."""
+
+    path = Path("/nowhere/model")
+
+    def __init__(self, folder: Path) -> None:
+        self._files = {path.name: path.read_bytes() for path in folder.iterdir() if path.is_file()}
+
+    def names(self) -> frozenset[str]:
+        return frozenset(self._files)
+
+    def file(self, name: str) -> ByteFile:
+        return MemoryFile(self.path / name, self._files[name])
+
+    def read(self, name: str) -> bytes:
+        return self._files[name]
+
+
+def test_any_source_is_read_like_a_folder(pristine: Path) -> None:
+    source: ByteSource = MemorySource(pristine)
+    ours, folder = Checkpoint.read_from(source), Checkpoint.read_from(LocalFolder(pristine))
+    assert ours.config == folder.config
+    assert [shard.header_sha256 for shard in ours.shards] == [
+        shard.header_sha256 for shard in folder.shards
+    ]
+    assert ours.tensors.keys() == folder.tensors.keys()
+    assert {shard.modified_ns for shard in ours.shards} == {7}
+    for name in list(ours.tensors)[:40]:
+        assert torch.equal(
+            ours.tensor(name).view(torch.uint8), folder.tensor(name).view(torch.uint8)
+        )
+
+
+def test_a_source_names_its_files_in_errors(pristine: Path) -> None:
+    source = MemorySource(pristine)
+    shard = next(name for name in sorted(source.names()) if name.endswith(".safetensors"))
+    source._files[shard] = source._files[shard][:-1]
+    with pytest.raises(
+        InvalidInputError, match=f"/nowhere/model/{shard}.*truncated|truncated.*{shard}"
+    ):
+        Checkpoint.read_from(source)

@@ -1,0 +1,149 @@
+"""Progress as people see it: a bar on a terminal, lines in a log, nothing when quiet."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import io
+import json
+import os
+import re
+import struct
+import termios
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from cases import export
+from mtp_export.cli import main
+from mtp_export.progress import progress_bar
+
+
+class Screen:
+    """A terminal 100 columns wide and what was written on it."""
+
+    def __init__(self) -> None:
+        self.shown = b""
+        self._ours, theirs = os.openpty()
+        fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 24, 100, 0, 0))
+        self.file = os.fdopen(theirs, "w")
+        self._reader = threading.Thread(target=self._read)
+        self._reader.start()
+
+    def _read(self) -> None:
+        with contextlib.suppress(OSError):  # Linux's way to say that the other end was closed
+            while data := os.read(self._ours, 4096):
+                self.shown += data
+
+    def close(self) -> str:
+        self.file.close()
+        self._reader.join()
+        os.close(self._ours)
+        return self.shown.decode()
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[float]]:
+    """The seconds that tqdm believes have passed."""
+    now = [0.0]
+    monkeypatch.setattr("tqdm.std.time", lambda: now[0])
+    yield now
+
+
+def test_a_log_gets_a_line_every_few_seconds_and_one_at_the_end(clock: list[float]) -> None:
+    log = io.StringIO()
+    with contextlib.redirect_stderr(log), progress_bar("export", 10_000_000) as progress:
+        for _ in range(10):
+            clock[0] += 2
+            progress(1_000_000)
+    lines = log.getvalue().splitlines()
+    assert [line.rpartition(", ")[0] for line in lines] == [
+        "export: 30%, 3.00MB of 10.0MB, 500kB/s",
+        "export: 60%, 6.00MB of 10.0MB, 500kB/s",
+        "export: 90%, 9.00MB of 10.0MB, 500kB/s",
+        "export: 100%, 10.0MB of 10.0MB, 500kB/s",
+    ]
+    left = [int(re.findall(r"00:(\d\d) left$", line)[0]) for line in lines]
+    assert left == pytest.approx([14, 8, 2, 0], abs=1)  # tqdm cuts the seconds off
+    assert "\r" not in log.getvalue()
+
+
+def test_a_log_ends_where_a_failure_stopped_the_run(clock: list[float]) -> None:
+    log = io.StringIO()
+    with (
+        contextlib.redirect_stderr(log),
+        contextlib.suppress(ValueError),
+        progress_bar("export", 4_000_000) as progress,
+    ):
+        progress(1_000_000)
+        clock[0] += 1
+        raise ValueError
+    assert log.getvalue() == "export: 25%, 1.00MB of 4.00MB, 1.00MB/s, 00:03 left\n"
+
+
+def test_a_terminal_gets_a_bar(clock: list[float]) -> None:
+    screen = Screen()
+    with contextlib.redirect_stderr(screen.file), progress_bar("export", 4_000_000) as progress:
+        clock[0] += 1
+        progress(1_000_000)
+        clock[0] += 3
+        progress(3_000_000)
+    states = screen.close().rstrip().split("\r")
+    quarter = r"export:  25%\|█+.* 1\.00M/4\.00M \[00:01<00:0[23], 1\.00MB/s\]"
+    assert any(re.fullmatch(quarter, state) for state in states)
+    assert "100%|█" in states[-1]
+    assert "4.00M/4.00M" in states[-1]
+    assert all(len(state) <= 100 for state in states)
+
+
+@pytest.mark.parametrize(("total_bytes", "quiet"), [(10, True), (0, False)])
+def test_quiet_and_no_work_show_nothing(total_bytes: int, quiet: bool) -> None:
+    log = io.StringIO()
+    with (
+        contextlib.redirect_stderr(log),
+        progress_bar("export", total_bytes, quiet=quiet) as progress,
+    ):
+        progress(10)
+    assert log.getvalue() == ""
+
+
+def test_threads_share_a_callback() -> None:
+    log = io.StringIO()
+    with contextlib.redirect_stderr(log), progress_bar("export", 8_000) as progress:
+        workers = [
+            threading.Thread(target=lambda: [progress(1) for _ in range(1000)]) for _ in range(8)
+        ]
+        for worker in workers:
+            worker.start()
+        for worker in workers:
+            worker.join()
+    assert "8.00kB of 8.00kB" in log.getvalue().splitlines()[-1]
+
+
+def test_an_export_draws_on_stderr_and_keeps_stdout_clean(pristine: Path, output: Path) -> None:
+    screen, out = Screen(), io.StringIO()
+    arguments = ["--input-dir", str(pristine), "--output-dir", str(output), "--json"]
+    with (
+        contextlib.redirect_stderr(screen.file),
+        contextlib.redirect_stdout(out),
+        pytest.raises(SystemExit),
+    ):
+        main(arguments)
+    assert "export: 100%|" in screen.close()
+    assert json.loads(out.getvalue())["parts"]["mtp"]["tensors"] == 52
+
+
+def test_a_quiet_export_draws_nothing_on_a_terminal(pristine: Path, output: Path) -> None:
+    screen = Screen()
+    arguments = ["--input-dir", str(pristine), "--output-dir", str(output), "--quiet"]
+    with contextlib.redirect_stderr(screen.file), pytest.raises(SystemExit):
+        main(arguments)
+    assert screen.close() == ""
+
+
+def test_an_export_logs_lines(pristine: Path, output: Path) -> None:
+    outcome = export(pristine, output)
+    assert outcome.err.startswith("export: 100%, ")
+    assert outcome.err.count("\n") == 1

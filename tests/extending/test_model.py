@@ -1,0 +1,231 @@
+"""A model is a family, a model file and, where its attention is new, a layer.
+
+A toy one with grouped queries, biases, norms of queries and keys and partial rotary positions is
+registered and run end to end, its MTP module included."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from mtp_export.errors import UnsupportedError
+from mtp_export.families import FAMILIES
+from mtp_export.families.base import Role, TensorSpec
+from mtp_export.families.deepseek_v3 import DeepseekV3Family
+from mtp_export.families.modules import weight_name
+from mtp_runtime import LLM, SamplingParams
+from mtp_runtime.cache import CacheSpec, LayerCache
+from mtp_runtime.config import RopeConfig
+from mtp_runtime.layers.attention import ForwardPass
+from mtp_runtime.layers.linear import Linear
+from mtp_runtime.layers.mla import Mla
+from mtp_runtime.layers.norm import RmsNorm
+from mtp_runtime.layers.rope import Rope, rotate_pairs
+from mtp_runtime.models import MODELS, ModelType
+from mtp_runtime.models.compiled import CompiledLayers, MixedLayers
+from mtp_runtime.models.deepseek_v3 import DeepseekV3Builder, DeepseekV3Config
+from mtp_runtime.models.load import LoadOptions, load_model
+from mtp_runtime.models.model import Model, TorchLayers
+from runtime.checkpoints import SMALL, write_checkpoint
+from runtime.harness import Walk, prompts_of, run
+
+HEADS, KV_HEADS, HEAD, ROTATED = 4, 2, 16, 8
+CONFIG = SMALL | {"model_type": "toy_gqa"}
+
+
+class ToyFamily(DeepseekV3Family):
+    """DeepSeek-V3's tensors, with q, k and v projections in place of latent attention."""
+
+    def _attention(self, names: Any, mtp: int | None) -> Iterator[TensorSpec]:
+        prefix, hidden = names.output.rpartition(".")[0], self.sizes.hidden
+        for name, rows in (("q", HEADS * HEAD), ("k", KV_HEADS * HEAD), ("v", KV_HEADS * HEAD)):
+            module = f"{prefix}.{name}_proj"
+            yield self._linear(module, (rows, hidden), Role.ATTENTION, mtp)
+            yield TensorSpec(f"{module}.bias", (rows,), (self.dtype,), Role.ATTENTION, mtp)
+        yield self._linear(names.output, (hidden, HEADS * HEAD), Role.ATTENTION, mtp)
+        for name in ("q", "k"):
+            yield self._norm(f"{prefix}.{name}_norm", HEAD, mtp)
+
+
+@dataclass(frozen=True)
+class Gqa:
+    """Grouped-query attention; the cache is keys and values [pages, page, g, n]."""
+
+    query: Linear
+    key: Linear
+    value: Linear
+    biases: tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+    query_norm: RmsNorm
+    key_norm: RmsNorm
+    output: Linear
+    rope: Rope
+
+    def new_cache(self, spec: CacheSpec) -> LayerCache:
+        return spec.empty(KV_HEADS, HEAD), spec.empty(KV_HEADS, HEAD)
+
+    def __call__(self, x: torch.Tensor, cache: LayerCache, forward: ForwardPass) -> torch.Tensor:
+        keys, values = cache
+        layout, cos_sin = forward.layout, forward.cos_sin(self.rope)
+        q, k, v = (
+            (linear(x) + bias).view(len(x), -1, HEAD)
+            for linear, bias in zip((self.query, self.key, self.value), self.biases, strict=True)
+        )
+        q = self._rotated(self.query_norm(q), cos_sin)
+        keys.flatten(0, 1)[layout.slots] = self._rotated(self.key_norm(k), cos_sin)
+        values.flatten(0, 1)[layout.slots] = v
+        out = torch.empty_like(q)
+        for request, end in enumerate(layout.kv_lens.tolist()):
+            rows = slice(*layout.cu_q[request : request + 2].tolist())
+            pages = layout.page_table[request]
+            past = [tensor[pages].flatten(0, 1)[:end] for tensor in (keys, values)]
+            k, v = (tensor.repeat_interleave(HEADS // KV_HEADS, dim=1) for tensor in past)
+            scores = torch.einsum("shn,thn->hst", q[rows], k) * HEAD**-0.5
+            seen = torch.arange(end) <= layout.positions[rows, None]
+            probs = scores.masked_fill(~seen, -torch.inf).softmax(dim=-1)
+            out[rows] = torch.einsum("hst,thn->shn", probs, v)
+        return self.output(out.flatten(1))
+
+    def _rotated(self, x: torch.Tensor, cos_sin: torch.Tensor) -> torch.Tensor:
+        turned = rotate_pairs(x[..., :ROTATED], cos_sin[:, None])
+        return torch.cat([turned, x[..., ROTATED:]], dim=-1)
+
+
+class ToyBuilder(DeepseekV3Builder):
+    """DeepSeek-V3's layers around the toy's attention."""
+
+    @cached_property
+    def rope(self) -> Rope:
+        return Rope.build(RopeConfig(ROTATED, 10000.0), self.source.device)
+
+    def attention(self, layer: int) -> Any:
+        prefix = self.family.layer_modules(layer).attention
+        q, k, v = (f"{prefix}.{name}_proj" for name in "qkv")
+        return Gqa(
+            *map(self.source.linear, (q, k, v)),
+            biases=tuple(self.source.tensor(f"{name}.bias") for name in (q, k, v)),
+            query_norm=self.norm(f"{prefix}.q_norm"),
+            key_norm=self.norm(f"{prefix}.k_norm"),
+            output=self.source.linear(f"{prefix}.o_proj"),
+            rope=self.rope,
+        )
+
+
+class HybridBuilder(ToyBuilder):
+    """Latent attention in all layers but one: what kernels know runs on them, the rest by torch."""
+
+    def attention(self, layer: int) -> Any:
+        return super().attention(layer) if layer == 1 else DeepseekV3Builder.attention(self, layer)
+
+
+@pytest.fixture(scope="module")
+def toy(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(FAMILIES, "toy_gqa", ToyFamily.from_config)
+        patch.setitem(MODELS, "toy_gqa", ModelType(DeepseekV3Config.of, ToyBuilder))
+        yield write_checkpoint(tmp_path_factory.mktemp("toy"), CONFIG)
+
+
+def plain_logits(model: Model, tokens: tuple[int, ...]) -> torch.Tensor:
+    """The toy without a cache: every layer over the whole text at once."""
+    x = F.embedding(torch.tensor(tokens), model.embedding)
+    assert isinstance(model.layers, TorchLayers)
+    causal = torch.ones(len(x), len(x), dtype=torch.bool).tril()
+    for layer in model.layers.layers:
+        attention = layer.attention
+        assert isinstance(attention, Gqa)
+        normed = layer.input_norm(x)
+        cos_sin = attention.rope.cos_sin(torch.arange(len(x)))[:, None]
+        q, k, v = (
+            F.linear(normed, linear.matrix(torch.float32).t(), bias).view(len(x), -1, HEAD)
+            for linear, bias in zip(
+                (attention.query, attention.key, attention.value), attention.biases, strict=True
+            )
+        )
+        q, k = attention.query_norm(q), attention.key_norm(k)
+        q, k = (
+            torch.cat([rotate_pairs(a[..., :ROTATED], cos_sin), a[..., ROTATED:]], -1)
+            for a in (q, k)
+        )
+        out = F.scaled_dot_product_attention(
+            *(a.transpose(0, 1)[None] for a in (q, k, v)), attn_mask=causal, enable_gqa=True
+        )
+        x = x + attention.output(out[0].transpose(0, 1).flatten(1))
+        x = x + layer.feed_forward(layer.post_norm(x))
+    return model.head.logits(model.head.normed(x))
+
+
+@torch.inference_mode()
+def test_logits_are_those_without_a_cache(toy: Path) -> None:
+    loaded = load_model(toy, LoadOptions())
+    assert not loaded.ledger.skipped
+    (tokens,) = prompts_of([40], 96)
+    expected = plain_logits(loaded.model, tokens)
+    walk = Walk(loaded.model)
+    parts = [tokens[:17], tokens[17:30], *([token] for token in tokens[30:])]
+    found = torch.cat([walk.feed(part)[0] for part in parts])
+    assert torch.allclose(found, expected, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("method", ["mtp", "draft_model"])
+def test_speculation_end_to_end(toy: Path, method: str) -> None:
+    params = SamplingParams(max_tokens=10, ignore_eos=True)
+    prompts = [list(prompt) for prompt in prompts_of([3, 17, 20], 96)]
+    expected = LLM(toy).generate(prompts, params)
+    draft = toy if method == "draft_model" else None
+    llm = LLM(toy, speculate_method=method, speculate_max_draft_token_num=3, draft_model=draft)
+    found = llm.generate(prompts, params)
+    assert [o.token_ids for o in found] == [o.token_ids for o in expected]
+    assert all(o.metrics.drafted for o in found)
+    if method == "draft_model":
+        assert all(o.metrics.accepted == o.metrics.drafted for o in found)
+
+
+def test_layers_that_kernels_do_not_know_are_run_by_torch(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By attention, not by feed-forward alone; the layers around them stay compiled."""
+
+    class HybridFamily(ToyFamily):
+        def _attention(self, names: Any, mtp: int | None) -> Iterator[TensorSpec]:
+            here = ToyFamily if ".layers.1." in names.output else DeepseekV3Family
+            return here._attention(self, names, mtp)
+
+    monkeypatch.setitem(FAMILIES, "toy_gqa", HybridFamily.from_config)
+    monkeypatch.setitem(MODELS, "toy_gqa", ModelType(DeepseekV3Config.of, HybridBuilder))
+    path = write_checkpoint(tmp_path / "hybrid", CONFIG)
+    model = load_model(path, LoadOptions()).model
+    assert isinstance(model.layers, MixedLayers)
+    assert [type(part) for part in model.layers.runs] == [
+        CompiledLayers,
+        TorchLayers,
+        CompiledLayers,
+    ]
+    assert [len(part) for part in model.layers.each()] == [1, 1, 1]
+    by_torch = load_model(path, LoadOptions(dequantize_at_load=False)).model
+    assert isinstance(by_torch.layers, TorchLayers)
+    assert isinstance(by_torch.layers.layers[0].attention, Mla)
+    (tokens,) = prompts_of([20], 96)
+    expected, found = (Walk(each).feed(tokens)[0] for each in (by_torch, model))
+    assert torch.allclose(found, expected, rtol=1e-4, atol=1e-4)
+    params = SamplingParams(max_tokens=8, ignore_eos=True)
+    prompts = prompts_of([5, 16], 96)
+    plain = run(model, prompts, params).outputs
+    assert run(model, prompts, params, method="mtp", k=3).outputs == plain
+
+
+def test_a_family_without_a_model_is_refused(toy: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delitem(MODELS, "toy_gqa")
+    with pytest.raises(UnsupportedError, match="does not compute models of this type"):
+        load_model(toy, LoadOptions())
+
+
+def test_every_model_has_a_family() -> None:
+    assert MODELS.keys() <= FAMILIES.keys()
+    assert weight_name("model.norm") == "model.norm.weight"

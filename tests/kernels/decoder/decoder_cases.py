@@ -1,0 +1,180 @@
+"""Cases of decoder passes, with poison wherever a backend must not look."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from itertools import accumulate
+
+import torch
+
+from mtp_kernels import decoder
+from mtp_kernels.batch_layout import BatchLayout
+from mtp_kernels.decoder import DecoderConfig, LayerWeights
+
+JUNK_PAGE = 2**31 - 1
+TOLERANCE = 1e-5  # largest relative error of all rows; of a single row's, four times that
+
+
+@dataclass(frozen=True)
+class Case:
+    """One ragged batch over a few layers; each kv_len includes the request's new rows."""
+
+    q_lens: tuple[int, ...]
+    kv_lens: tuple[int, ...]
+    layers: str = "dm"  # d dense, m mixture of experts
+    shared: int = 1
+    experts: int = 8
+    inner: int = 40
+    attention_scaling: float = 1.0
+    page: int = 16
+    config: DecoderConfig = field(
+        default_factory=lambda: DecoderConfig(
+            hidden=48,
+            heads=3,
+            nope=16,
+            rope=8,
+            value=12,
+            latent=32,
+            query_rank=24,
+            experts_per_token=2,
+            expert_groups=4,
+            groups_per_token=2,
+            normalise_weights=True,
+            routed_scale=2.5,
+            norm_eps=1e-6,
+            softmax_scale=0.3,
+        )
+    )
+    seed: int = 0
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """Arguments of a pass; a pass overwrites x and kv_cache."""
+
+    x: torch.Tensor
+    layout: BatchLayout
+    kv_cache: torch.Tensor
+
+
+def changed(case: Case, **sizes: float) -> Case:
+    """The case with other numbers in its config."""
+    return replace(case, config=replace(case.config, **sizes))  # type: ignore[arg-type]
+
+
+def make_layer(case: Case, kind: str, generator: torch.Generator) -> LayerWeights:
+    """Random weights; matrices keep the size of what they multiply."""
+    config = case.config
+    heads, hidden, latent, rank = config.heads, config.hidden, config.latent, config.query_rank
+    width = config.nope + config.rope
+
+    def matrix(*shape: int) -> torch.Tensor:
+        return torch.randn(shape, generator=generator) * shape[-1] ** -0.5
+
+    def norm(size: int) -> torch.Tensor:
+        return 1 + 0.3 * torch.randn(size, generator=generator)
+
+    experts = case.experts + case.shared if kind == "m" else 1
+    routed = kind == "m"
+    return LayerWeights(
+        input_norm=norm(hidden),
+        down=matrix((rank or heads * width) + latent + config.rope, hidden),
+        query_norm=norm(rank) if rank else None,
+        query_up=matrix(heads, width, rank) if rank else None,
+        latent_norm=norm(latent),
+        key_up=matrix(heads, latent, config.nope),
+        value_up=matrix(heads, config.value, latent),
+        output=matrix(hidden, heads * config.value),
+        post_norm=norm(hidden),
+        router=matrix(case.experts, hidden) if routed else None,
+        router_bias=0.2 * torch.randn(case.experts, generator=generator) if routed else None,
+        gate=matrix(experts, case.inner, hidden),
+        up=matrix(experts, case.inner, hidden),
+        expert_down=matrix(experts, hidden, case.inner),
+    )
+
+
+def make_decoder(case: Case, backend: str | decoder.Backend) -> decoder.Decoder:
+    """The case's layers on a backend, or on a new one of that name."""
+    made = decoder.make_backend(backend) if isinstance(backend, str) else backend
+    generator = torch.Generator().manual_seed(case.seed)
+    packed = [made.pack(make_layer(case, kind, generator)) for kind in case.layers]
+    pairs = torch.arange(case.config.rope // 2)
+    return made.decoder(
+        case.config,
+        packed,
+        inv_freq=1.0 / 100 ** (pairs / len(pairs)),
+        attention_scaling=case.attention_scaling,
+    )
+
+
+def build(case: Case) -> Inputs:
+    """Permuted pages, a cache that is NaN except where a request has earlier tokens, and page ids
+    past the cache wherever a table has no page."""
+    generator = torch.Generator().manual_seed(case.seed + 1)
+    config, page = case.config, case.page
+    counts = [-(-kv_len // page) for kv_len in case.kv_lens]
+    total = sum(counts) + 3
+    order = torch.randperm(total, generator=generator).to(torch.int32)
+    width = config.latent + config.rope
+    cache = torch.full((len(case.layers), total * page, width), torch.nan)
+    page_table = torch.full((len(counts), max(counts, default=0) + 2), JUNK_PAGE, dtype=torch.int32)
+    positions: list[int] = []
+    slots: list[int] = []
+    for request, (q_len, kv_len) in enumerate(zip(case.q_lens, case.kv_lens, strict=True)):
+        first = sum(counts[:request])
+        pages = order[first : first + counts[request]]
+        page_table[request, : counts[request]] = pages
+        own = [int(pages[t // page]) * page + t % page for t in range(kv_len)]
+        earlier = own[: kv_len - q_len]
+        cache[:, earlier] = torch.randn(len(cache), len(earlier), width, generator=generator)
+        positions += range(kv_len - q_len, kv_len)
+        slots += own[kv_len - q_len :]
+    return Inputs(
+        x=torch.randn(sum(case.q_lens), config.hidden, generator=generator),
+        layout=BatchLayout(
+            positions=torch.tensor(positions, dtype=torch.int64),
+            slots=torch.tensor(slots, dtype=torch.int64),
+            page_table=page_table,
+            kv_lens=torch.tensor(case.kv_lens, dtype=torch.int32),
+            cu_q=torch.tensor([0, *accumulate(case.q_lens)], dtype=torch.int32),
+        ),
+        kv_cache=cache.view(len(cache), total, page, width),
+    )
+
+
+def run(made: decoder.Decoder, inputs: Inputs) -> tuple[torch.Tensor, torch.Tensor]:
+    """The output rows, and the cache after the pass; the inputs stay as they are."""
+    x, cache = inputs.x.clone(), inputs.kv_cache.clone()
+    made(x, inputs.layout, cache)
+    return x, cache
+
+
+def requests_of(inputs: Inputs, wanted: Sequence[int]) -> tuple[Inputs, torch.Tensor]:
+    """Some requests alone, in this order, over the same cache; and their rows."""
+    layout, starts = inputs.layout, inputs.layout.cu_q.tolist()
+    spans = [(starts[request], starts[request + 1]) for request in wanted]
+    rows = torch.tensor([row for span in spans for row in range(*span)], dtype=torch.int64)
+    picked = torch.tensor(list(wanted), dtype=torch.int64)
+    lengths = [end - start for start, end in spans]
+    return Inputs(
+        x=inputs.x[rows],
+        layout=BatchLayout(
+            positions=layout.positions[rows],
+            slots=layout.slots[rows],
+            page_table=layout.page_table[picked],
+            kv_lens=layout.kv_lens[picked],
+            cu_q=torch.tensor([0, *accumulate(lengths)], dtype=torch.int32),
+        ),
+        kv_cache=inputs.kv_cache,
+    ), rows
+
+
+def check(found: torch.Tensor, expected: torch.Tensor) -> None:
+    """Compare rows [T, width] over the whole output and one by one; none may be NaN."""
+    assert found.isfinite().all() and expected.isfinite().all()
+    error = (found.double() - expected.double()).norm(dim=-1)
+    norm = expected.double().norm(dim=-1)
+    assert error.norm() <= TOLERANCE * norm.norm()
+    assert (error <= 4 * TOLERANCE * norm).all()

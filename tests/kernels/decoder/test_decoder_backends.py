@@ -1,0 +1,149 @@
+"""Every decoder backend against the reference: shapes, batches, and what they must not read."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from dataclasses import replace
+
+import pytest
+import torch
+from decoder_cases import Case, Inputs, build, changed, check, make_decoder, run
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from mtp_kernels import decoder
+from mtp_kernels.decoder import BACKENDS, LayerKind
+
+OTHERS = sorted(BACKENDS.keys() - {"reference"})
+MIXED = Case((1, 40, 0, 4, 1, 70), (130, 40, 9, 64, 1, 100))  # prefill and decode in one batch
+CASES = {
+    "one row": Case((1,), (1,)),
+    "decode": Case((1, 1, 1), (17, 200, 64)),
+    "verification": Case((4, 2, 3), (20, 65, 128)),
+    "prefill": Case((100, 33), (100, 33)),
+    "mixed": MIXED,
+    "no rows": Case((0, 0), (5, 0)),
+    "no requests": Case((), ()),
+    "dense layers": replace(MIXED, layers="ddd"),
+    "expert layers": replace(MIXED, layers="mm"),
+    "one head": changed(MIXED, heads=1),
+    "more heads than a tile has rows": changed(MIXED, heads=70),
+    "no query rank": changed(MIXED, query_rank=0),
+    "no shared expert": replace(MIXED, shared=0),
+    "three shared experts": replace(MIXED, shared=3),
+    "one group": changed(MIXED, expert_groups=1, groups_per_token=1),
+    "one group of two kept": changed(MIXED, expert_groups=2, groups_per_token=1),
+    "all groups kept": changed(MIXED, groups_per_token=4),
+    "all experts": changed(MIXED, expert_groups=1, groups_per_token=1, experts_per_token=8),
+    "weights as they are": changed(MIXED, normalise_weights=False, routed_scale=1.0),
+    "yarn": changed(replace(MIXED, attention_scaling=1.37), softmax_scale=0.55),
+    "whole vectors": changed(replace(MIXED, inner=64), hidden=64, value=32, latent=64, rope=16),
+    "ragged sizes": changed(
+        replace(MIXED, inner=33), hidden=47, value=7, latent=19, nope=5, rope=2
+    ),
+    "pages of 3": replace(MIXED, page=3),
+    "pages of 64": replace(MIXED, page=64),
+}
+
+
+@pytest.mark.parametrize("backend", OTHERS)
+@pytest.mark.parametrize("name", CASES)
+def test_rows_and_cache(name: str, backend: str) -> None:
+    case = CASES[name]
+    inputs = build(case)
+    expected, expected_cache = run(make_decoder(case, "reference"), inputs)
+    found, found_cache = run(make_decoder(case, backend), inputs)
+    check(found, expected)
+    check_cache(inputs, found_cache, expected_cache)
+
+
+def check_cache(inputs: Inputs, found: torch.Tensor, expected: torch.Tensor) -> None:
+    """The rows' slots are written in all layers, and nothing else is."""
+    own = torch.zeros(found.shape[1] * found.shape[2], dtype=torch.bool)
+    own[inputs.layout.slots] = True
+    flat, before = found.flatten(1, 2), inputs.kv_cache.flatten(1, 2)
+    assert torch.equal(flat[:, ~own].view(torch.int32), before[:, ~own].view(torch.int32))
+    check(flat[:, own].flatten(0, 1), expected.flatten(1, 2)[:, own].flatten(0, 1))
+
+
+@pytest.mark.parametrize("backend", OTHERS)
+@given(
+    requests=st.lists(st.tuples(st.integers(0, 6), st.integers(0, 90)), min_size=1, max_size=5),
+    heads=st.integers(1, 9),
+    page=st.sampled_from([1, 3, 16, 64]),
+    seed=st.integers(0, 2**16),
+)
+@settings(max_examples=25, deadline=None)
+def test_random_ragged_batches(
+    backend: str, requests: list[tuple[int, int]], heads: int, page: int, seed: int
+) -> None:
+    q_lens = tuple(q_len for q_len, _ in requests)
+    kv_lens = tuple(q_len + earlier for q_len, earlier in requests)
+    case = changed(Case(q_lens, kv_lens, page=page, seed=seed), heads=heads)
+    inputs = build(case)
+    check(
+        run(make_decoder(case, backend), inputs)[0], run(make_decoder(case, "reference"), inputs)[0]
+    )
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_every_layer_by_itself(backend: str) -> None:
+    """Layers one after the other are the whole; a cache may have further layers."""
+    case = replace(MIXED, layers="dmm")
+    made, inputs = make_decoder(case, backend), build(case)
+    expected, expected_cache = run(made, inputs)
+    x, cache = inputs.x.clone(), inputs.kv_cache.clone()
+    assert len(made) == 3
+    for number, layer in enumerate(made.each()):
+        assert len(layer) == 1
+        layer(x, inputs.layout, cache[number:])
+    assert torch.equal(x, expected)
+    assert torch.equal(cache.view(torch.int32), expected_cache.view(torch.int32))
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_kinds_of_layers(backend: str) -> None:
+    made = decoder.make_backend(backend)
+    assert made.runs(LayerKind("mla", "dense")) and made.runs(LayerKind("mla", "sigmoid_moe"))
+    for kind in (LayerKind("gqa", "dense"), LayerKind("mla", "softmax_moe"), LayerKind("", "")):
+        assert not made.runs(kind)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("size", [1e-4, 1.0, 1e4])
+@pytest.mark.parametrize("columns", [5, 16, 96, 515])
+def test_norm(backend: str, columns: int, size: float) -> None:
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(5, columns, generator=generator) * size
+    weight = torch.randn(columns, generator=generator)
+    norm = decoder.make_backend(backend).norm(weight, 1e-6)
+    expected = torch.rms_norm(x, (columns,), weight, 1e-6)
+    assert torch.allclose(norm(x), expected, rtol=1e-6, atol=1e-6)
+    assert torch.equal(norm(x[:0]), x[:0])
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize(("rows", "inputs", "outputs"), [(1, 7, 5), (40, 64, 96), (9, 33, 70)])
+def test_projection(backend: str, rows: int, inputs: int, outputs: int) -> None:
+    generator = torch.Generator().manual_seed(0)
+    matrix = torch.randn(outputs, inputs, generator=generator)
+    x = torch.randn(rows, inputs, generator=generator)
+    project = decoder.make_backend(backend).projection(matrix)
+    check(project(x), (x.double() @ matrix.double().T).float())
+    assert project(x[:0]).shape == (0, outputs)
+
+
+def test_backends_are_made_by_name() -> None:
+    with pytest.raises(ValueError, match=r"backend: expected auto or one of .*, found 'gpu'"):
+        decoder.make_backend("gpu")
+    with pytest.raises(ValueError, match=r"expected a device of \['cpu'\], found meta"):
+        decoder.make_backend("auto", torch.device("meta"))
+
+
+def test_importing_the_package_loads_no_backend() -> None:
+    code = (
+        "import sys, mtp_kernels.decoder;"
+        "assert not {'numba', 'triton', 'torch_npu', 'mtp_export'} & set(sys.modules)"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, env={"PYTHONPATH": "kernels"})

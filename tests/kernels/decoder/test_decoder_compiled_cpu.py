@@ -1,0 +1,181 @@
+"""Bits of the compiled decoder, which depend on nothing but a row and its request; its threads."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from decoder_cases import Case, Inputs, build, changed, make_decoder, requests_of, run
+
+from mtp_kernels import decoder
+from mtp_kernels.cpu.memory import Arena
+from mtp_kernels.cpu.team import Team
+
+# Request 3 spans several blocks of 32 rows, and several tiles.
+MIXED = Case((1, 4, 0, 70, 1), (130, 64, 9, 100, 1), layers="dm")
+CASES = {"mixed": MIXED, "no query rank": changed(MIXED, query_rank=0, heads=5)}
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_bits_do_not_depend_on_the_batch(name: str) -> None:
+    """Each request alone, and all of them in another order."""
+    case = CASES[name]
+    made, inputs = make_decoder(case, "compiled_cpu"), build(case)
+    expected, _ = run(made, inputs)
+    for wanted in [*([request] for request in range(len(case.q_lens))), [3, 1, 4, 2, 0]]:
+        part, rows = requests_of(inputs, wanted)
+        assert torch.equal(run(made, part)[0], expected[rows]), wanted
+
+
+@pytest.mark.parametrize("step", [1, 3, 33])
+def test_bits_do_not_depend_on_how_a_prompt_is_cut(step: int) -> None:
+    case = Case((70,), (100,))
+    made, inputs = make_decoder(case, "compiled_cpu"), build(case)
+    expected, expected_cache = run(made, inputs)
+    cache, rows = inputs.kv_cache.clone(), []
+    for start in range(0, 70, step):
+        end = min(70, start + step)
+        x = inputs.x[start:end].clone()
+        layout = replace(
+            inputs.layout,
+            positions=inputs.layout.positions[start:end],
+            slots=inputs.layout.slots[start:end],
+            kv_lens=torch.tensor([30 + end], dtype=torch.int32),
+            cu_q=torch.tensor([0, end - start], dtype=torch.int32),
+        )
+        made(x, layout, cache)
+        rows.append(x)
+    assert torch.equal(torch.cat(rows), expected)
+    assert torch.equal(cache.view(torch.int32), expected_cache.view(torch.int32))
+
+
+@pytest.mark.parametrize("threads", [2, 3, 5])
+@pytest.mark.parametrize("name", CASES)
+def test_threads_do_not_change_bits(
+    monkeypatch: pytest.MonkeyPatch, name: str, threads: int
+) -> None:
+    made, inputs = make_decoder(CASES[name], "compiled_cpu"), build(CASES[name])
+    expected, expected_cache = run(made, inputs)
+    monkeypatch.setattr(Team, "threads_for", staticmethod(lambda multiplications: threads))
+    found, found_cache = run(made, inputs)
+    assert torch.equal(found, expected)
+    assert torch.equal(found_cache.view(torch.int32), expected_cache.view(torch.int32))
+
+
+@pytest.mark.parametrize("threads", [1, 2])
+def test_several_callers_at_once(monkeypatch: pytest.MonkeyPatch, threads: int) -> None:
+    """Callers share a decoder, each with a batch and a cache of its own."""
+    monkeypatch.setattr(Team, "threads_for", staticmethod(lambda multiplications: threads))
+    made = make_decoder(MIXED, "compiled_cpu")
+    batches = [build(replace(MIXED, seed=seed)) for seed in range(4)]
+    expected = [run(made, batch)[0] for batch in batches]
+
+    def repeat(number: int) -> bool:
+        return all(torch.equal(run(made, batches[number])[0], expected[number]) for _ in range(20))
+
+    with ThreadPoolExecutor(4) as pool:
+        assert all(pool.map(repeat, range(4)))
+
+
+def test_inference_mode_changes_nothing() -> None:
+    made, inputs = make_decoder(MIXED, "compiled_cpu"), build(MIXED)
+    expected, _ = run(made, inputs)
+    with torch.inference_mode():
+        assert torch.equal(run(make_decoder(MIXED, "compiled_cpu"), build(MIXED))[0], expected)
+
+
+def test_long_prefill_goes_in_waves() -> None:
+    """More parts of attention than the scratch memory of a wave holds."""
+    case = changed(Case((600, 3), (900, 130), layers="d"), heads=4)
+    made, inputs = make_decoder(case, "compiled_cpu"), build(case)
+    expected, _ = run(made, inputs)
+    for request in range(2):
+        part, rows = requests_of(inputs, [request])
+        assert torch.equal(run(made, part)[0], expected[rows])
+    assert torch.allclose(expected, run(make_decoder(case, "reference"), inputs)[0], atol=1e-4)
+
+
+def test_weights_may_be_dropped() -> None:
+    """A decoder owns copies: overwriting the given tensors changes nothing."""
+    backend = decoder.make_backend("compiled_cpu")
+    generator = torch.Generator().manual_seed(0)
+    matrix = torch.randn(40, 24, generator=generator)
+    project, x = backend.projection(matrix), torch.randn(3, 24, generator=generator)
+    before = project(x)
+    matrix.fill_(torch.nan)
+    assert torch.equal(project(x), before)
+
+
+def test_parts_of_another_backend_are_refused() -> None:
+    backend, reference = decoder.make_backend("compiled_cpu"), decoder.make_backend("reference")
+    ones = torch.ones(48)
+    parts = decoder.RecursionParts(
+        decoder=make_decoder(Case((1,), (1,), layers="m"), backend),
+        embedding=torch.zeros(9, 48),
+        embedding_norm=backend.norm(ones, 1e-6),
+        hidden_norm=backend.norm(ones, 1e-6),
+        projection=reference.projection(torch.zeros(48, 96)),
+        head_norm=backend.norm(ones, 1e-6),
+        head=backend.projection(torch.zeros(9, 48)),
+        recycles_normed=False,
+    )
+    with pytest.raises(TypeError, match="expected parts of compiled_cpu"):
+        backend.recursion(parts)
+
+
+def test_threads_may_pack_into_one_arena(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Threads that change places while a chunk is divided; in inference mode and out of it."""
+
+    def chunk(arena: Arena) -> np.ndarray:
+        found: np.ndarray = vars(arena)["chunk"]
+        time.sleep(2e-5)
+        return found
+
+    def replace_chunk(arena: Arena, rest: np.ndarray) -> None:
+        vars(arena)["chunk"] = rest
+
+    monkeypatch.setattr(Arena, "_chunk", property(chunk, replace_chunk), raising=False)
+    arena = Arena()
+
+    def pack(seed: int) -> list[torch.Tensor]:
+        with torch.inference_mode(seed % 2 == 0):
+            return [arena.keep(torch.full((3, 7), float(seed))) for _ in range(200)]
+
+    with ThreadPoolExecutor(4) as pool:
+        kept = list(pool.map(pack, range(4)))
+    assert all((tensor == seed).all() for seed in range(4) for tensor in kept[seed])
+    places = {tensor.data_ptr() for tensors in kept for tensor in tensors}
+    assert len(places) == 800
+    assert all(place % 64 == 0 for place in places)
+
+
+def poisoned_outside(inputs: Inputs) -> Inputs:
+    """The inputs with other junk in every slot that no row may see."""
+    used = torch.zeros(inputs.kv_cache.shape[1] * inputs.kv_cache.shape[2], dtype=torch.bool)
+    page = inputs.kv_cache.shape[2]
+    for pages, kv_len in zip(
+        inputs.layout.page_table.tolist(), inputs.layout.kv_lens.tolist(), strict=True
+    ):
+        for token in range(kv_len):
+            used[pages[token // page] * page + token % page] = True
+    cache = inputs.kv_cache.clone()
+    cache.flatten(1, 2)[:, ~used] = 1e30
+    return replace(inputs, kv_cache=cache)
+
+
+def test_unused_slots_change_no_bit() -> None:
+    made, inputs = make_decoder(MIXED, "compiled_cpu"), build(MIXED)
+    assert torch.equal(run(made, poisoned_outside(inputs))[0], run(made, inputs)[0])

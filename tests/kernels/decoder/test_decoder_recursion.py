@@ -1,0 +1,134 @@
+"""Greedy drafts by recursion: every backend against the reference, tokens and cache."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+from decoder_cases import Case, check, make_decoder
+
+from mtp_kernels import decoder
+from mtp_kernels.cpu.team import Team
+from mtp_kernels.decoder import BACKENDS, Recursion
+
+VOCAB, HIDDEN, PAGE = 70, 48, 16
+OTHERS = sorted(BACKENDS.keys() - {"reference"})
+STARTS, COUNTS = [20, 3, 15, 0, 63, 14], [5, 4, 4, 2, 1, 1]
+
+
+@dataclass(frozen=True)
+class Drafting:
+    """A recursion over requests with earlier tokens up to STARTS, poison elsewhere."""
+
+    recursion: Recursion
+    x: torch.Tensor
+    page_table: torch.Tensor
+    kv_cache: torch.Tensor
+
+    def drafts(
+        self, starts: Sequence[int] = STARTS, counts: Sequence[int] = COUNTS
+    ) -> list[list[int]]:
+        return self.recursion(self.x.clone(), starts, counts, self.page_table, self.kv_cache)
+
+
+def prepare(backend: str, recycles_normed: bool = False, equal_tokens: bool = False) -> Drafting:
+    made = decoder.make_backend(backend)
+    case = Case((1,), (1,), layers="m")
+    generator = torch.Generator().manual_seed(5)
+
+    def norm() -> Any:
+        return made.norm(1 + 0.3 * torch.randn(HIDDEN, generator=generator), 1e-6)
+
+    head = torch.randn(VOCAB, HIDDEN, generator=generator)
+    if equal_tokens:  # token t and t + 35 are equally good
+        head = head[: VOCAB // 2].repeat(2, 1)
+    parts = decoder.RecursionParts(
+        decoder=make_decoder(case, made),
+        embedding=torch.randn(VOCAB, HIDDEN, generator=generator),
+        embedding_norm=norm(),
+        hidden_norm=norm(),
+        projection=made.projection(torch.randn(HIDDEN, 2 * HIDDEN, generator=generator) * 0.1),
+        head_norm=norm(),
+        head=made.projection(head),
+        recycles_normed=recycles_normed,
+    )
+    pages = [-(-(start + count) // PAGE) for start, count in zip(STARTS, COUNTS, strict=True)]
+    order = torch.randperm(sum(pages) + 2, generator=generator).to(torch.int32)
+    table = torch.full((len(pages), max(pages) + 1), 2**31 - 1, dtype=torch.int32)
+    width = case.config.latent + case.config.rope
+    cache = torch.full((1, len(order) * PAGE, width), torch.nan)
+    for request, count in enumerate(pages):
+        first = sum(pages[:request])
+        table[request, :count] = order[first : first + count]
+        for token in range(STARTS[request] + 1):
+            slot = int(table[request, token // PAGE]) * PAGE + token % PAGE
+            cache[:, slot] = torch.randn(width, generator=generator)
+    return Drafting(
+        recursion=made.recursion(parts),
+        x=torch.randn(len(STARTS), HIDDEN, generator=generator),
+        page_table=table,
+        kv_cache=cache.view(1, len(order), PAGE, width),
+    )
+
+
+@pytest.mark.parametrize("backend", OTHERS)
+@pytest.mark.parametrize("recycles_normed", [False, True])
+@pytest.mark.parametrize("threads", [1, 3])
+def test_drafts_and_cache(
+    monkeypatch: pytest.MonkeyPatch, backend: str, recycles_normed: bool, threads: int
+) -> None:
+    monkeypatch.setattr(Team, "threads_for", staticmethod(lambda multiplications: threads))
+    expected, found = (prepare(name, recycles_normed) for name in ("reference", backend))
+    assert found.drafts() == expected.drafts()
+    written = expected.kv_cache.isfinite()
+    assert torch.equal(found.kv_cache.isfinite(), written)
+    rows = written.all(dim=-1)
+    check(found.kv_cache[rows], expected.kv_cache[rows])
+
+
+def test_recycling_changes_the_drafts() -> None:
+    assert prepare("reference", False).drafts() != prepare("reference", True).drafts()
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_each_request_by_itself(backend: str) -> None:
+    together = prepare(backend).drafts()
+    for request, expected in enumerate(together):
+        alone = prepare(backend)
+        drafts = alone.recursion(
+            alone.x[request : request + 1].clone(),
+            STARTS[request : request + 1],
+            COUNTS[request : request + 1],
+            alone.page_table[request : request + 1],
+            alone.kv_cache,
+        )
+        assert drafts == [expected]
+
+
+@pytest.mark.parametrize("backend", OTHERS)  # a matrix library may tell equal columns apart
+def test_the_lowest_of_equal_tokens_is_drafted(
+    monkeypatch: pytest.MonkeyPatch, backend: str
+) -> None:
+    monkeypatch.setattr(Team, "threads_for", staticmethod(lambda multiplications: 3))
+    drafts = prepare(backend, equal_tokens=True).drafts()
+    assert max(max(row) for row in drafts) < VOCAB // 2
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"counts": [5, 4, 4, 2, 1, 0]}, r"counts: expected at least 1 each, not rising, found"),
+        ({"counts": [1, 4, 4, 2, 1, 1]}, r"counts: expected at least 1 each, not rising, found"),
+        ({"counts": [5]}, r"expected a start and a count for each of 6 rows, .* found 6 and 1"),
+        ({"starts": [-1, 3, 15, 0, 63, 14]}, r"starts: expected 0 to .*, found -1 to 63"),
+        ({"starts": [90, 3, 15, 0, 63, 14]}, r"kv_lens: expected 0 to 80 tokens, found \[95"),
+        ({"starts": [40, 3, 15, 0, 63, 14]}, r"page_table: expected page ids .* at \[0, 2\]"),
+    ],
+)
+def test_wrong_arguments_are_refused(backend: str, change: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        prepare(backend).drafts(**change)

@@ -1,0 +1,124 @@
+"""Wrong weights and wrong passes: every backend refuses them in the same words."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from decoder_cases import Case, build, changed, make_decoder, make_layer
+
+from mtp_kernels import decoder
+from mtp_kernels.decoder import BACKENDS
+
+CASE = Case((2, 1), (20, 5), layers="m")
+pytestmark = pytest.mark.parametrize("backend", BACKENDS)
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "message"),
+    [
+        ("x", torch.zeros(3, 47), r"x: expected shape \[T, 48\], found \[3, 47\]"),
+        ("x", torch.zeros(48, 3).T, "x: expected contiguous, found strides"),
+        ("x", torch.zeros(3, 48, device="meta"), "x: expected on cpu, found on meta"),
+        ("x", torch.zeros(4, 48), r"positions: expected shape \[4\], found \[3\]"),
+        ("kv_cache", torch.zeros(1, 9, 16, 39), r"shape \[layers, pages, page, 40\], found"),
+        ("kv_cache", torch.zeros(9, 16, 40), r"shape \[layers, pages, page, 40\], found"),
+        ("positions", torch.tensor([18, 19, -1]), "positions: expected 0 to .*, found -1 to 19"),
+        ("slots", torch.tensor([0, 1, 96]), "slots: expected 0 to 95, found 0 to 96"),
+        ("slots", torch.tensor([0, -1, 2]), "slots: expected 0 to 95, found -1 to 2"),
+        ("slots", torch.tensor([0, 1]), r"slots: expected shape \[3\], found \[2\]"),
+        ("kv_lens", torch.tensor([65, 1], dtype=torch.int32), "kv_lens: expected 0 to 64 tokens"),
+        ("kv_lens", torch.tensor([33, 1], dtype=torch.int32), r"found 2147483647 at \[0, 2\]"),
+        ("cu_q", torch.tensor([0, 2, 4], dtype=torch.int32), "cu_q: expected 0 rising to 3, found"),
+        ("cu_q", torch.tensor([0, 3], dtype=torch.int32), r"cu_q: expected shape \[3\], found"),
+    ],
+)
+def test_a_pass_that_does_not_fit(backend: str, name: str, value: Any, message: str) -> None:
+    made = make_decoder(CASE, backend)
+    inputs = build(CASE)
+    if name in ("x", "kv_cache"):
+        inputs = replace(inputs, **{name: value})
+    else:
+        inputs = replace(inputs, layout=replace(inputs.layout, **{name: value}))
+    with pytest.raises(ValueError, match=message):
+        made(inputs.x, inputs.layout, inputs.kv_cache)
+
+
+@pytest.mark.parametrize("name", ["x", "kv_cache", "slots", "positions", "page_table", "kv_lens"])
+def test_wrong_dtypes_name_the_tensor(backend: str, name: str) -> None:
+    made, inputs = make_decoder(CASE, backend), build(CASE)
+    if name in ("x", "kv_cache"):
+        inputs = replace(inputs, **{name: getattr(inputs, name).double()})
+    else:
+        wrong = getattr(inputs.layout, name).to(torch.int16)
+        inputs = replace(inputs, layout=replace(inputs.layout, **{name: wrong}))
+    with pytest.raises(TypeError, match=f"^{name}: expected dtype .*, found torch"):
+        made(inputs.x, inputs.layout, inputs.kv_cache)
+
+
+def test_a_cache_of_too_few_layers(backend: str) -> None:
+    case = replace(CASE, layers="dm")
+    inputs = build(CASE)
+    with pytest.raises(ValueError, match="kv_cache: expected at least 2 layers, found 1"):
+        make_decoder(case, backend)(inputs.x, inputs.layout, inputs.kv_cache)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "message"),
+    [
+        ({"hidden": 32}, r"layer 0, input_norm: expected shape \[32\], found \[48\]"),
+        ({"latent": 16}, r"layer 0, down: expected shape \[48, 48\], found \[64, 48\]"),
+        ({"query_rank": 0}, r"layer 0, down: expected shape"),
+        ({"value": 8}, r"layer 0, value_up: expected shape \[3, 8, 32\], found \[3, 12, 32\]"),
+        ({"rope": 7}, "rope: expected an even size, found 7"),
+        ({"rope": 10}, r"inv_freq: expected shape \[5\], found \[4\]"),
+        ({"heads": 0}, "heads: expected at least 1, found 0"),
+        ({"expert_groups": 3}, "expected 8 experts in equal groups .*, found 2 of 3"),
+        ({"groups_per_token": 5}, "expected 8 experts in equal groups .*, found 5 of 4"),
+        ({"expert_groups": 8}, "expected groups of at least 2 experts, found 1 each"),
+        ({"experts_per_token": 5}, "expected 1 to 4 experts per token, found 5"),
+    ],
+)
+def test_weights_that_do_not_fit_the_config(
+    backend: str, sizes: dict[str, int], message: str
+) -> None:
+    made = decoder.make_backend(backend)
+    layer = made.pack(make_layer(CASE, "m", torch.Generator().manual_seed(0)))
+    config = changed(CASE, **sizes).config
+    with pytest.raises(ValueError, match=message):
+        made.decoder(config, [layer], inv_freq=torch.ones(4), attention_scaling=1.0)
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "message"),
+    [
+        ("router_bias", None, r"layer 0, router_bias: expected shape \[8\], found none"),
+        ("query_norm", None, r"layer 0, query_norm: expected shape \[24\], found none"),
+        ("up", torch.zeros(9, 41, 48), r"layer 0, up: expected shape \[9, 40, 48\], found"),
+        ("router", None, r"layer 0, router_bias: expected shape none, found \[8\]"),
+    ],
+)
+def test_weights_that_do_not_fit_each_other(
+    backend: str, name: str, value: Any, message: str
+) -> None:
+    made = decoder.make_backend(backend)
+    weights = make_layer(CASE, "m", torch.Generator().manual_seed(0))
+    with pytest.raises(ValueError, match=message):
+        layer = made.pack(replace(weights, **{name: value}))
+        made.decoder(CASE.config, [layer], inv_freq=torch.ones(4), attention_scaling=1.0)
+
+
+def test_weights_are_float32(backend: str) -> None:
+    weights = make_layer(CASE, "m", torch.Generator().manual_seed(0))
+    made = decoder.make_backend(backend)
+    with pytest.raises(TypeError, match="gate: expected a tensor of float32, found torch.bfloat16"):
+        made.pack(replace(weights, gate=weights.gate.bfloat16()))
+    with pytest.raises(TypeError, match="down: expected a tensor of float32, found list"):
+        made.pack(replace(weights, down=weights.down.tolist()))
+
+
+def test_no_layers(backend: str) -> None:
+    with pytest.raises(ValueError, match="layers: expected at least one, found none"):
+        make_decoder(replace(CASE, layers=""), backend)

@@ -1,0 +1,133 @@
+"""Distribution of the output: drafter, acceptance and bonus token composed, worked out exactly on a
+tiny vocabulary and by chi-square on the trained fixture."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from mtp_export.verify.decoding.table_model import (
+    distance,
+    engine_of,
+    output_distribution,
+    tables,
+    target_distribution,
+)
+from mtp_export.verify.evidence.statistics import critical_chi_square
+from mtp_runtime.acceptance.base import Draft
+from mtp_runtime.drafters import DRAFTERS
+from mtp_runtime.drafters.base import Drafter
+from mtp_runtime.models.model import Model
+from mtp_runtime.sampling import SamplingParams, one_hot, probabilities_of
+from runtime.harness import Walk, load, prompts_of, run
+
+SAMPLINGS = [
+    SamplingParams(temperature=1.0, max_tokens=4),
+    SamplingParams(temperature=0.6, top_k=2, max_tokens=4),
+    SamplingParams(temperature=1.5, top_p=0.8, max_tokens=4),
+    SamplingParams(temperature=0.0, max_tokens=4),
+    SamplingParams(temperature=1.0, top_p=0.0, max_tokens=4),
+]
+
+
+@pytest.mark.parametrize("params", SAMPLINGS, ids=["plain", "top_k", "top_p", "greedy", "top_p 0"])
+@pytest.mark.parametrize("method", sorted(DRAFTERS))
+@pytest.mark.parametrize("sample_drafts", [True, False])
+def test_every_drafter_keeps_the_distribution(
+    method: str, params: SamplingParams, sample_drafts: bool
+) -> None:
+    target, draft = tables(seed=3)
+    engine = engine_of(
+        target, draft, DRAFTERS[method].build, max_draft_tokens=2, sample_drafts=sample_drafts
+    )
+    found = output_distribution(engine, params)
+    assert sum(found.values()) == pytest.approx(1.0, abs=1e-9)
+    assert distance(found, target_distribution(target, params)) < 1e-9
+
+
+@pytest.mark.parametrize("k", [1, 3])
+def test_other_depths_keep_the_distribution(k: int) -> None:
+    target, draft = tables(seed=4)
+    engine = engine_of(target, draft, DRAFTERS["mtp"].build, max_draft_tokens=k)
+    params = SamplingParams(temperature=1.0, max_tokens=4)
+    assert distance(output_distribution(engine, params), target_distribution(target, params)) < 1e-9
+
+
+class KeepsOneProbability:
+    """A drafter that keeps the drawn token's probability alone of each distribution, as a published
+    engine did. Claiming certainty instead would be sound, only slower."""
+
+    def __init__(self, inner: Drafter) -> None:
+        self._inner = inner
+        self.observe, self.forget = inner.observe, inner.forget
+
+    def propose(self, requests: Any, counts: Any) -> list[Draft]:
+        return [self._reduced(draft) for draft in self._inner.propose(requests, counts)]
+
+    def _reduced(self, draft: Draft) -> Draft:
+        if draft.draft_probs is None:
+            return draft
+        kept = one_hot(np.array(draft.tokens), draft.draft_probs.shape[-1])
+        return Draft(draft.tokens, kept * draft.draft_probs)
+
+
+def test_a_wrong_proposal_distribution_is_seen() -> None:
+    target, draft = tables(seed=3)
+    build = DRAFTERS["mtp"].build
+    engine = engine_of(
+        target, draft, lambda parts: KeepsOneProbability(build(parts)), max_draft_tokens=2
+    )
+    params = SamplingParams(temperature=1.0, max_tokens=4)
+    assert distance(output_distribution(engine, params), target_distribution(target, params)) > 0.01
+
+
+@pytest.mark.parametrize("acceptance", ["topp_window", "relaxed"])
+def test_lossy_rules_are_lossy(acceptance: str) -> None:
+    target, draft = tables(seed=3)
+    engine = engine_of(
+        target, draft, DRAFTERS["mtp"].build, max_draft_tokens=2, acceptance=acceptance
+    )
+    params = SamplingParams(temperature=1.0, top_p=0.8, max_tokens=3)
+    found = output_distribution(engine, params)
+    assert sum(found.values()) == pytest.approx(1.0, abs=1e-9)
+    assert distance(found, target_distribution(target, params)) > 0.01
+
+
+def test_chi_square_on_the_trained_model(trained: Path) -> None:
+    """Two tokens after a prompt, 4 x 4 outcomes, 384 draws: alpha = 1e-4, fixed seeds."""
+    model = load(trained)
+    (prompt,) = prompts_of([3], 2048, seed=5)
+    params = SamplingParams(temperature=1.5, top_k=4, max_tokens=3, ignore_eos=True)
+    expected = pair_distribution(model, prompt, params)
+    draws, seen, accepted, drafted = 384, Counter[tuple[int, ...]](), 0, 0
+    for first in range(0, draws, 128):
+        each = [replace(params, seed=seed) for seed in range(first, first + 128)]
+        result = run(model, [prompt] * 128, each, method="mtp", k=1)
+        seen.update(tuple(output[:2]) for output in result.outputs)
+        accepted += result.counts("accepted", 0)
+        drafted += result.counts("drafted", 0)
+    assert 0 < accepted < drafted, "both verdicts must occur"
+    assert not seen.keys() - expected.keys()
+    rare = {pair for pair, p in expected.items() if p * draws < 5}
+    cells = [(seen[pair], p * draws) for pair, p in expected.items() if pair not in rare]
+    if rare:
+        cells.append((sum(seen[p] for p in rare), draws * sum(expected[p] for p in rare)))
+    statistic = sum((count - wanted) ** 2 / wanted for count, wanted in cells)
+    assert statistic < critical_chi_square(len(cells) - 1, alpha=1e-4)
+
+
+def pair_distribution(
+    model: Model, prompt: tuple[int, ...], params: SamplingParams
+) -> dict[tuple[int, ...], float]:
+    probabilities = {}
+    first_probs = probabilities_of(Walk(model).feed(prompt)[0][-1].numpy(), params)
+    for first in first_probs.nonzero()[0].tolist():
+        second_probs = probabilities_of(Walk(model).feed((*prompt, first))[0][-1].numpy(), params)
+        for second in second_probs.nonzero()[0].tolist():
+            probabilities[first, second] = float(first_probs[first] * second_probs[second])
+    return probabilities

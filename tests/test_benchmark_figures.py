@@ -1,0 +1,137 @@
+"""Figures of docs/benchmarks.md are those of the result files; the README's are on that page."""
+
+from __future__ import annotations
+
+import json
+import re
+from typing import Any
+
+import pytest
+
+from pages import README, ROOT, rows_of, sections_of
+
+PAGE = ROOT / "docs/benchmarks.md"
+TEXT = PAGE.read_text()
+SECTIONS = sections_of(PAGE)
+
+
+def results(name: str) -> Any:
+    return json.loads((ROOT / "benchmarks/results" / name).read_text())
+
+
+def row_starting(section: str, first: str) -> list[str]:
+    """Return the row of a section's table whose first cell begins so."""
+    (row,) = [row for row in rows_of(SECTIONS[section]) if row[0].startswith(first)]
+    return row
+
+
+@pytest.mark.parametrize(
+    ("name", "first"),
+    [
+        ("(a) mtp-export", "(a)"),
+        ("(b) cp", "(b)"),
+        ("(c) load, save_file", "(c)"),
+        ("(d) mtp-export --target xllm", "(d)"),
+        ("(e) cp, the bytes of (d)", "(e)"),
+        ("inspect", "`inspect`"),
+        ("--dry-run", "`--dry-run`"),
+    ],
+)
+def test_export(name: str, first: str) -> None:
+    facts = results("export.json")["rows"][name]
+    _, median, peak = row_starting("Export", first)
+    shown = [float(figure) for figure in re.findall(r"[\d.]+", median)]
+    assert shown == pytest.approx([facts["median_seconds"], *facts["seconds"]], abs=0.051)
+    assert peak == f"{facts['peak_bytes'] / 1e6:,.0f} MB"
+
+
+@pytest.mark.parametrize(
+    ("name", "position"),
+    [("fp8 -> int8", 0), ("cp, the bytes of fp8 -> int8", 1), ("fp8 -> int4", 2),
+     ("cp, the bytes of fp8 -> int4", 3)],
+)  # fmt: skip
+def test_quantize(name: str, position: int) -> None:
+    facts = results("quantize.json")
+    _, median, peak, ratio = rows_of(SECTIONS["Quantization"])[position]
+    shown = [float(figure) for figure in re.findall(r"[\d.]+", median)]
+    runs = [run["seconds"] for run in facts["runs"][name]]
+    assert shown == pytest.approx([facts["median_seconds"][name], *runs], abs=0.051)
+    if peak:
+        peaks = [run["peak_bytes"] / 1e6 for run in facts["runs"][name]]
+        assert float(peak.removesuffix(" MB")) in [round(value) for value in peaks]
+        assert float(ratio) == round(facts["ratios"][f"{name[-4:]} / cp (at most 1.5)"], 2)
+
+
+def test_quantize_kernels() -> None:
+    facts = results("quantize_kernels_cpu.json")["results"]
+    rows = rows_of(SECTIONS["Kernels"])
+    assert len(rows) == 9
+    for operation, one, two, share, times in rows:
+        runs = [run for run in facts if run["operation"] == operation]
+        assert one == ", ".join(f"{run['gelem_per_second_one_worker']:.2f}" for run in runs)
+        assert two == ", ".join(f"{run['gelem_per_second_two_workers']:.2f}" for run in runs)
+        assert share == ", ".join(f"{100 * run['share_of_copy']:.0f}%" for run in runs)
+        theirs = [run.get("times_compressed_tensors") for run in runs]
+        assert times == ", ".join(str(value) for value in theirs if value is not None)
+
+
+def test_acceptance_per_precision() -> None:
+    facts = results("quantize_acceptance.json")["rows"]
+    rows = {row[0]: row for row in rows_of(SECTIONS["Acceptance per precision"])}
+    assert list(rows) == list(facts)
+    for name, (_, first, change, deeper) in rows.items():
+        drafts = facts[name]["on the source's texts"]
+        own = drafts[0]["acceptance"]
+        assert first == f"{own['value']:.3f} [{own['low']:.3f}, {own['high']:.3f}]"
+        points = [100 * drafts[0]["minus_source"][key] for key in ("value", "low", "high")]
+        value, low, high = points
+        assert change == ("0" if not any(points) else f"{value:+.2f} [{low:+.2f}, {high:+.2f}]")
+        assert deeper == ", ".join(f"{draft['acceptance']['value']:.3f}" for draft in drafts[1:])
+
+
+def test_speculation_at_batch_1() -> None:
+    facts = results("decode.json")
+    shown = [row for row in rows_of(SECTIONS["Decoding"]) if len(row) == 8]
+    assert len(shown) == len(facts["speculation_at_batch_1"])
+    for row, run in zip(shown, facts["speculation_at_batch_1"], strict=True):
+        speedups = run["measured_speedups"]
+        measured = f"{run['measured_speedup']:.2f} ({min(speedups):.2f}–{max(speedups):.2f})"
+        assert row == [
+            str(run["k"]),
+            f"{run['mean_accepted_length']:.2f}",
+            f"{run['v']:.2f}",
+            f"{run['c']:.3f}",
+            f"{run['o']:.2f}".removeprefix("-"),
+            f"{run['predicted_speedup']:.2f}",
+            measured,
+            f"{run['measured_over_predicted']:.2f}",
+        ]
+    for run in facts["against_transformers"]:
+        assert f"{run['times_faster']:.1f} times" in TEXT
+
+
+def test_the_concurrency_table() -> None:
+    assert (ROOT / "benchmarks/results/decode.md").read_text() in TEXT
+
+
+@pytest.mark.parametrize("name", ["export", "quantize", "decode", "decode_vllm"])
+def test_the_commit_is_named(name: str) -> None:
+    facts = results(f"{name}.json")
+    machine = facts.get("machine") or facts["hardware"]
+    assert machine["commit"][:12] in TEXT
+
+
+def test_the_readme_s_figures_are_on_the_page() -> None:
+    rows = rows_of(sections_of(README)["Results"])
+    assert len(rows) == 5
+    for _, *cells in rows:
+        for figure in re.findall(r"\d+\.\d+", " ".join(cells)):
+            assert figure in TEXT, figure
+
+
+def test_the_readme_s_engines_have_the_versions_of_the_engines_page() -> None:
+    page = (ROOT / "docs/engines.md").read_text()
+    named = re.findall(r"^\| (\S+ \d[\d.]+) \(", README.read_text(), re.M)
+    assert len(named) == 2
+    for version in named:
+        assert version in page
