@@ -131,7 +131,7 @@ def on_texts(model: Model, texts: Texts, depths: int) -> list[Counts]:
     chosen = best_tokens(model.head, corpus.states[1]).cpu()
     result = []
     for depth in range(1, depths + 1):
-        where = drafts.stands(depth - 1) & drafts.room[depth - 1]
+        where = drafts.reached(depth - 1) & drafts.room[depth - 1]
         wanted = chosen[(anchors.rows + depth).clamp(max=len(chosen) - 1)]
         right = (drafts.best[depth - 1] == wanted).float()
         result.append(

@@ -141,7 +141,7 @@ def attend_wave(member: Any, tiles: Any, queries: Any, keys: Any, parts: Any) ->
             for block in range(tile.blocks):
                 cost = rows * min(BLOCK, tokens_of(tile) - block * BLOCK)
                 if owns(member, done, cost, total):
-                    attend_part(tile, block, row, scores[:rows], queries, keys, parts)
+                    attend_part(tile, block, (row, rows), scores, queries, keys, parts)
                 done += cost
 
 
@@ -153,26 +153,28 @@ def tokens_of(tile: Any) -> Any:
 
 @inner
 def attend_part(
-    tile: Any, block: Any, row: Any, scores: Any, queries: Any, keys: Any, parts: Any
+    tile: Any, block: Any, group: Any, scores: Any, queries: Any, keys: Any, parts: Any
 ) -> None:
-    """Attend from rows [row, row + len(scores)) of a tile to the block's tokens they may see."""
-    width = queries.rows.shape[1]
+    """Attend from a group (first row, rows) of a tile to the block's tokens they may see."""
+    row, rows = group
+    width, latent = queries.rows.shape[1], parts.sums.shape[1]
     first = block * BLOCK
     end = min(first + BLOCK, tokens_of(tile))
     at_query = address(queries.rows) + 4 * (tile.first_query * queries.heads + row) * width
-    query = Rows(at_query, width, scores.shape[0])
+    query, at_scores = Rows(at_query, width, rows), address(scores)
     token = first
     while token < end:
         tokens = tokens_in_page(keys, tile.request, token, end)
-        dot_rows(query, tokens, width, address(scores) + 4 * (token - first), BLOCK)
+        dot_rows(query, tokens, width, at_scores + 4 * (token - first), BLOCK)
         token += tokens.count
     part = tile.first_part + block * tile.queries * queries.heads + row
-    softmax_terms(tile, first, row, scores, queries.scale, parts, part)
+    softmax_terms(tile, first, group, scores, queries.scale, parts, part)
+    at_sums = address(parts.sums) + 4 * part * latent
     token = first
     while token < end:
         tokens = tokens_in_page(keys, tile.request, token, end)
-        terms = Rows(address(scores) + 4 * (token - first), BLOCK, scores.shape[0])
-        add_products(terms, tokens, parts.sums[part:], token - first)
+        terms = Rows(at_scores + 4 * (token - first), BLOCK, rows)
+        add_products(terms, tokens, at_sums, latent, token - first)
         token += tokens.count
 
 
@@ -187,12 +189,12 @@ def tokens_in_page(keys: Any, request: Any, token: Any, end: Any) -> Any:
 
 @inner
 def softmax_terms(
-    tile: Any, first: Any, row: Any, scores: Any, scale: Any, parts: Any, part: Any
+    tile: Any, first: Any, group: Any, scores: Any, scale: Any, parts: Any, part: Any
 ) -> None:
     """Replace scores by exp(score - row_max), 0 for tokens that a row does not see."""
-    for r in range(scores.shape[0]):
+    for r in range(group[1]):
         line = scores[r]
-        seen = tile.seen + (row + r) % tile.queries - first
+        seen = tile.seen + (group[0] + r) % tile.queries - first
         for t in range(BLOCK):
             line[t] = line[t] * scale if t < seen else UNSEEN
         row_max = block_max(address(line))
@@ -204,22 +206,22 @@ def softmax_terms(
 
 
 @inner
-def add_products(terms: Any, values: Any, sums: Any, add: Any) -> None:
-    """Write terms @ values[:, :c] to sums [>= terms, c], on top of what is there if `add`."""
-    latent = sums.shape[1]
+def add_products(terms: Any, values: Any, out: Any, latent: Any, add: Any) -> None:
+    """Write terms @ values[:, :latent] to rows at address `out`, added if `add` is not 0."""
     whole = latent - latent % PANEL
     for column in range(0, whole, PANEL):
         part = Rows(values.at + 4 * column, values.stride, values.count)
-        multiply(terms, part, address(sums) + 4 * column, latent, add)
+        multiply(terms, part, out + 4 * column, latent, add)
     for row in range(terms.count if whole < latent else 0):
         factors = carray(floats(terms.at + 4 * row * terms.stride), (values.count,))
+        sums = carray(floats(out + 4 * row * latent), (latent,))
         for c in range(whole, latent):
-            total = sums[row, c] if add else np.float32(0.0)
+            total = sums[c] if add else np.float32(0.0)
             for t in range(values.count):
                 total += (
                     factors[t] * carray(floats(values.at + 4 * t * values.stride), (latent,))[c]
                 )
-            sums[row, c] = total
+            sums[c] = total
 
 
 @inner
@@ -241,5 +243,5 @@ def merge_parts(tile: Any, query: Any, head: Any, heads: Any, parts: Any, out: A
     for block in range(blocks):
         shares[block] *= np.float32(1.0) / row_sum
     sums = Rows(address(parts.sums[first:]), stride * out.size, blocks)
-    add_products(Rows(address(shares), 0, 1), sums, out.reshape(1, out.size), 0)
+    add_products(Rows(address(shares), 0, 1), sums, address(out), out.size, 0)
     return row_max + np.float32(math.log(row_sum))

@@ -274,6 +274,12 @@ class Rows(NamedTuple):
 
 
 @inner
+def rows_of(array: Any) -> Any:
+    """Return the rows of a C-contiguous array [rows, columns]."""
+    return Rows(address(array), array.shape[1], array.shape[0])
+
+
+@inner
 def from_row(rows: Any, first: Any) -> Any:
     """Return the rows from `first` on."""
     return Rows(rows.at + _FLOAT_BYTES * first * rows.stride, rows.stride, rows.count - first)

@@ -9,7 +9,7 @@ import numpy as np
 from mtp_kernels.cpu.jit import inner
 from mtp_kernels.cpu.paged_attention import TILE_ROWS, Keys, Queries, attend_wave, merge_parts
 from mtp_kernels.cpu.team import share, wait
-from mtp_kernels.cpu.vectors import PANEL, Rows, address
+from mtp_kernels.cpu.vectors import PANEL, Rows, address, multiply, rows_of
 from mtp_kernels.decoder.compiled_cpu.rows import (
     BLOCK_ROWS,
     block_of,
@@ -19,7 +19,6 @@ from mtp_kernels.decoder.compiled_cpu.rows import (
     panel_of,
     panels_of,
     project,
-    project_panel,
     rotate,
     vector,
 )
@@ -78,10 +77,10 @@ def project_down(member: Any, layer: Any, sizes: Any, projected: Any, x: Any) ->
     normed = np.empty((BLOCK_ROWS, sizes.hidden), np.float32)
     norm = vector(layer.input_norm, sizes.hidden)
     weight = panel_of(layer.down, 0, sizes.hidden)
-    mine = share(member, projected.shape[1] // PANEL)
+    mine, width = share(member, projected.shape[1] // PANEL), projected.shape[1]
     for row in range(0, x.shape[0], BLOCK_ROWS):
         block = norm_block(x, row, norm, sizes.norm_eps, normed)
-        project(block, weight, mine, projected[row:])
+        project(block, weight, mine, address(projected[row]), width)
 
 
 @inner
@@ -120,7 +119,7 @@ def make_queries(member: Any, layer: Any, sizes: Any, batch: Any, scratch: Any) 
         width = latents.shape[1]
         weight = panel_of(layer.key_up + 4 * head * width * sizes.nope, 0, sizes.nope)
         block = Rows(address(query), query.shape[1], rows)
-        project(block, weight, (0, width // PANEL), latents)
+        project(block, weight, (0, width // PANEL), address(latents), width)
         for r in range(rows):
             base, stride = batch.places[row + r]
             out = scratch.queries[base + head * stride]
@@ -141,7 +140,7 @@ def read_query(layer: Any, sizes: Any, projected: Any, head: Any, normed: Any, q
     block = norm_block(projected[:, :rank], 0, norm, sizes.norm_eps, normed)
     width = query.shape[1]
     weight = panel_of(layer.query_up + 4 * head * width * rank, 0, rank)
-    project(block, weight, (0, width // PANEL), query)
+    project(block, weight, (0, width // PANEL), address(query), width)
 
 
 @inner
@@ -158,7 +157,7 @@ def make_values(member: Any, layer: Any, sizes: Any, tiles: Any, scratch: Any) -
             merge_parts(tile, query, head, heads, scratch.parts, attended[query])
         weight = panel_of(layer.value_up + 4 * head * width * latent, 0, latent)
         block = Rows(address(attended), latent, tile.queries)
-        project(block, weight, (0, width // PANEL), values)
+        project(block, weight, (0, width // PANEL), address(values), width)
         for query in range(tile.queries):
             out = scratch.values[tile.first_query + query]
             copy(values[query], out[head * value : (head + 1) * value])
@@ -167,7 +166,7 @@ def make_values(member: Any, layer: Any, sizes: Any, tiles: Any, scratch: Any) -
 @inner
 def add_output(member: Any, layer: Any, sizes: Any, values: Any, x: Any) -> None:
     """Add values @ output to x, by panels of x."""
-    hidden = sizes.hidden
+    hidden, rows = sizes.hidden, rows_of(values)
     made = np.empty((BLOCK_ROWS, PANEL), np.float32)
     first, last = share(member, panels_of(hidden))
     for panel in range(first, last):
@@ -175,8 +174,8 @@ def add_output(member: Any, layer: Any, sizes: Any, values: Any, x: Any) -> None
         weight = panel_of(layer.output, panel, values.shape[1])
         size = min(PANEL, hidden - column)
         for row in range(0, x.shape[0], BLOCK_ROWS):
-            block = block_of(values, row)
-            project_panel(block, weight, made)
+            block = block_of(rows, row, rows.count)
+            multiply(block, weight, address(made), PANEL, 0)
             for r in range(block.count):
                 for c in range(size):
                     x[row + r, column + c] += made[r, c]

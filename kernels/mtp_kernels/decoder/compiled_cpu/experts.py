@@ -12,7 +12,7 @@ import numpy as np
 from mtp_kernels.cpu.elementwise import sigmoid
 from mtp_kernels.cpu.jit import inner
 from mtp_kernels.cpu.team import owns, share, wait
-from mtp_kernels.cpu.vectors import PANEL, Rows, address
+from mtp_kernels.cpu.vectors import PANEL, address, first_rows, multiply, rows_of
 from mtp_kernels.decoder.compiled_cpu.rows import (
     BLOCK_ROWS,
     block_of,
@@ -21,7 +21,6 @@ from mtp_kernels.decoder.compiled_cpu.rows import (
     panel_of,
     panels_of,
     project,
-    project_panel,
     vector,
 )
 
@@ -54,10 +53,10 @@ def route(member: Any, layer: Any, sizes: Any, scratch: Any, x: Any) -> None:
     scores = np.empty((BLOCK_ROWS, width), np.float32)
     choice = np.empty(layer.routed, np.float32)
     bias = vector(layer.router_bias, layer.routed)
-    weight = panel_of(layer.router, 0, sizes.hidden)
+    weight, normed = panel_of(layer.router, 0, sizes.hidden), rows_of(scratch.normed)
     for row in range(first, last, BLOCK_ROWS):
-        block = block_of(scratch.normed[:last], row)
-        project(block, weight, (0, width // PANEL), scores)
+        block = block_of(normed, row, last)
+        project(block, weight, (0, width // PANEL), address(scores), width)
         for r in range(block.count):
             for expert in range(layer.routed):
                 scores[r, expert] = sigmoid(scores[r, expert])
@@ -162,7 +161,8 @@ def gate_panel(weight: Any, normed: Any, rows: Any, out: Any, panel: Any) -> Non
         size = min(BLOCK_ROWS, rows.size - start)
         for r in range(size):
             copy(normed[rows[start + r]], gathered[r])
-        project(Rows(address(gathered), normed.shape[1], size), weight, (0, 2), both)
+        block = first_rows(rows_of(gathered), size)
+        project(block, weight, (0, 2), address(both), 2 * PANEL)
         for r in range(size):
             line = out[start + r, panel * PANEL : (panel + 1) * PANEL]
             for c in range(PANEL):
@@ -177,7 +177,7 @@ def add_experts(
     """Add weight * down(inner) to x, expert by expert, by panels of x."""
     hidden, panels = sizes.hidden, panels_of(sizes.hidden)
     made = np.empty((BLOCK_ROWS, PANEL), np.float32)
-    weights = scratch.weights.reshape(-1)
+    weights, inputs = scratch.weights.reshape(-1), rows_of(scratch.inner)
     first, last = share(member, panels)
     for panel in range(first, last):
         column = panel * PANEL
@@ -185,8 +185,8 @@ def add_experts(
         for expert in range(ends.size - 1):
             packed = panel_of(layer.expert_down, expert * panels + panel, layer.inner)
             for start in range(ends[expert], ends[expert + 1], BLOCK_ROWS):
-                block = block_of(scratch.inner[: ends[expert + 1]], start)
-                project_panel(block, packed, made)
+                block = block_of(inputs, start, ends[expert + 1])
+                multiply(block, packed, address(made), PANEL, 0)
                 for r in range(block.count):
                     place = places[start + r]
                     weight = weights[place] if place >= 0 else np.float32(1.0)

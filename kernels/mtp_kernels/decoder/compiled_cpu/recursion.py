@@ -13,7 +13,7 @@ import numpy as np
 from mtp_kernels.cpu.jit import compiled, inner
 from mtp_kernels.cpu.paged_attention import plan, query_places
 from mtp_kernels.cpu.team import share, wait
-from mtp_kernels.cpu.vectors import PANEL, address
+from mtp_kernels.cpu.vectors import PANEL, address, multiply, rows_of
 from mtp_kernels.decoder.compiled_cpu.attention import Batch, Scratch
 from mtp_kernels.decoder.compiled_cpu.experts import NOT_PICKED
 from mtp_kernels.decoder.compiled_cpu.passes import run_layers, run_project
@@ -25,7 +25,6 @@ from mtp_kernels.decoder.compiled_cpu.rows import (
     norm_rows,
     panel_of,
     panels_of,
-    project_panel,
 )
 
 
@@ -101,17 +100,17 @@ def growing(chains: Any, step: Any) -> Any:
 @inner
 def find_best(member: Any, module: Module, normed: Any, best: Any) -> None:
     """Find the best token of every row among the member's panels of the vocabulary."""
-    count, vocab = normed.shape[0], len(module.embedding)
+    vocab, rows = len(module.embedding), rows_of(normed)
     made = np.empty((BLOCK_ROWS, PANEL), np.float32)
-    for row in range(count):
+    for row in range(rows.count):
         best.logits[member.number, row], best.tokens[member.number, row] = NOT_PICKED, 0
     first, last = share(member, panels_of(vocab))
     for panel in range(first, last):
         start = panel * PANEL
         packed = panel_of(address(module.head), panel, normed.shape[1])
-        for row in range(0, count, BLOCK_ROWS):
-            block = block_of(normed, row)
-            project_panel(block, packed, made)
+        for row in range(0, rows.count, BLOCK_ROWS):
+            block = block_of(rows, row, rows.count)
+            multiply(block, packed, address(made), PANEL, 0)
             for r in range(block.count):
                 for column in range(min(PANEL, vocab - start)):
                     if made[r, column] > best.logits[member.number, row + r]:

@@ -9,7 +9,16 @@ import numpy as np
 from numba import carray
 
 from mtp_kernels.cpu.jit import compiled, inner
-from mtp_kernels.cpu.vectors import PANEL, Rows, address, dot_rows, floats, multiply
+from mtp_kernels.cpu.vectors import (
+    PANEL,
+    Rows,
+    address,
+    dot_rows,
+    first_rows,
+    floats,
+    from_row,
+    multiply,
+)
 
 BLOCK_ROWS = 32  # rows that go through a weight together
 
@@ -54,9 +63,9 @@ def norm_block(x: Any, first: Any, weight: Any, eps: Any, out: Any) -> Any:
 
 
 @inner
-def block_of(x: Any, first: Any) -> Any:
-    """Return up to BLOCK_ROWS rows of x [T, d] from `first` on, as Rows."""
-    return Rows(address(x[first]), x.shape[1], min(BLOCK_ROWS, x.shape[0] - first))
+def block_of(x: Any, first: Any, last: Any) -> Any:
+    """Return the first BLOCK_ROWS of rows [first, last), or as many as there are."""
+    return first_rows(from_row(x, first), min(BLOCK_ROWS, last - first))
 
 
 @compiled
@@ -72,21 +81,14 @@ def panel_of(weight: Any, panel: Any, depth: Any) -> Any:
 
 
 @inner
-def project(x: Any, weight: Any, panels: Any, out: Any) -> None:
+def project(x: Any, weight: Any, panels: Any, out: Any, out_stride: Any) -> None:
     """Multiply Rows x with panels [first, last) of a weight, given as its first panel.
 
-    out [rows, whole panels] gets every panel at its own columns.
+    Every panel goes to its own columns of the rows at address `out`.
     """
-    stride = out.shape[1]
     for panel in range(panels[0], panels[1]):
         own = panel_of(weight.at, panel, weight.count)
-        multiply(x, own, address(out) + 4 * panel * PANEL, stride, 0)
-
-
-@inner
-def project_panel(x: Any, weight: Any, out: Any) -> None:
-    """Multiply Rows x with one panel: out [>= rows, PANEL]."""
-    multiply(x, weight, address(out), PANEL, 0)
+        multiply(x, own, out + 4 * panel * PANEL, out_stride, 0)
 
 
 @inner
