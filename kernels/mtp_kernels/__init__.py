@@ -1,1 +1,1 @@
-"""Fused verification attention, and the quantization kernels."""
+"""Kernels of decoding and quantization: decoder layers, verification attention, stored weights."""

@@ -1,4 +1,4 @@
-"""What is refused, and the answers that zeros have."""
+"""Refused arguments, and the results of zeros."""
 
 from __future__ import annotations
 
