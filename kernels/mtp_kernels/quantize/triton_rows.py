@@ -162,7 +162,7 @@ def dequantize_fp8_block(
 
 @triton.jit
 def block_scales(source, scale, n, k, power_of_two):
-    """Write block scales, one program per block; the amax of absolute values is that of their bits."""
+    """Write block scales, one program per block; amax of absolute values is amax of their bits."""
     columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     largest = tl.zeros((16, BLOCK), tl.uint32)
     for start in range(0, BLOCK, 16):
