@@ -55,14 +55,14 @@ def median_seconds(
 
 
 def copy_bytes_per_second() -> float:
-    """Bytes read plus bytes written by one thread, in a buffer far beyond the L2."""
+    """Measure bytes read plus written by one thread, in a buffer far beyond the L2."""
     source = torch.ones(1 << 28, dtype=torch.uint8)
     target = torch.zeros_like(source)
     return 2 * source.numel() / median_seconds(lambda: target.copy_(source))
 
 
 def operations(weights: torch.Tensor) -> dict[str, tuple[float, Callable[[], object]]]:
-    """Name -> (bytes read and written per weight, call)."""
+    """Return name -> (bytes read and written per weight, call)."""
     bf16 = weights.to(torch.bfloat16)
     fp8, _ = quantize.quantize_fp8_block(bf16)
     int8, _ = quantize.quantize_int8_channel(fp8)
@@ -84,7 +84,7 @@ def operations(weights: torch.Tensor) -> dict[str, tuple[float, Callable[[], obj
 
 
 def theirs(weights: torch.Tensor) -> dict[str, Callable[[], object]]:
-    """compressed-tensors quantizes and packs bf16 weights, given the scales (ours finds them)."""
+    """Quantize and pack bf16 weights by compressed-tensors, given the scales (ours finds them)."""
     packer = BaseCompressor.get_value_from_registry("pack-quantized")
     bf16 = weights.to(torch.bfloat16)
     calls = {}
@@ -106,7 +106,7 @@ def theirs(weights: torch.Tensor) -> dict[str, Callable[[], object]]:
 
 
 def two_workers(run: Callable[[], object]) -> float:
-    """Seconds of one call when two threads make two calls at once."""
+    """Measure seconds of one call when two threads make two calls at once."""
 
     def both() -> None:
         with ThreadPoolExecutor(2) as pool:
@@ -117,7 +117,7 @@ def two_workers(run: Callable[[], object]) -> float:
 
 
 def decoders() -> dict[str, float]:
-    """e4m3 to fp32 by a table of 256 and by bit operations, in cache, Gelem/s."""
+    """Measure e4m3 to fp32 by a table of 256 and by bit operations, in cache, Gelem/s."""
     table = torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn).float().numpy()
     codes = np.random.default_rng(0).integers(0, 127, (2048, 7168), dtype=np.uint8)
     out = np.empty(codes.shape[1], np.float32)

@@ -57,7 +57,7 @@ def kv_lens_of(shape: Shape) -> torch.Tensor:
 
 
 def pools_of(shape: Shape, device: str) -> list[dict[str, Any]]:
-    """The arguments of the fused call, once for each cache."""
+    """Return the arguments of the fused call, once for each cache."""
     kv_lens = kv_lens_of(shape)
     width = -(-int(kv_lens.amax()) // PAGE)
     rows, pages = shape.batch * shape.queries, shape.batch * width
@@ -77,7 +77,7 @@ def pools_of(shape: Shape, device: str) -> list[dict[str, Any]]:
 
 
 def expanded(arguments: dict[str, Any], shape: Shape, adjacent: bool) -> dict[str, Any]:
-    """Batch expansion: every query a request; a group's rows side by side, or b rows apart."""
+    """Expand the batch: every query a request; a group's rows side by side, or b rows apart."""
     rows = torch.arange(shape.batch * shape.queries)
     if not adjacent:
         rows = rows.view(shape.batch, shape.queries).t().flatten()
@@ -94,7 +94,7 @@ def expanded(arguments: dict[str, Any], shape: Shape, adjacent: bool) -> dict[st
 
 
 def calls_of(pools: list[dict[str, Any]], max_q_len: int, backend: str) -> list[Callable[[], Any]]:
-    """One call for each cache, sharing a workspace and outputs, as an engine's layers would."""
+    """Return one call per cache, sharing a workspace and outputs, as an engine's layers would."""
     first = pools[0]
     query, cache = first["q_latent"], first["kv_cache"]
     workspace = make_workspace(
@@ -136,7 +136,7 @@ def sdpa_call(
 
 
 def interleaved_medians(calls: dict[str, list[Callable[[], Any]]], rounds: int) -> dict[str, float]:
-    """Median seconds of each contestant, taking turns.
+    """Return median seconds of each call, taking turns.
 
     A call on another cache goes before each, untimed, as another layer's would, so that no
     contestant pays for the memory and the pages that the one before it took.
@@ -186,7 +186,7 @@ def bench_cpu(backend: str, rounds: int) -> list[dict[str, Any]]:
 
 
 def graph_seconds(calls: list[Callable[[], Any]], replays: int) -> float:
-    """Median seconds of a call: graphs of one call to each cache, replayed."""
+    """Return median seconds of a call: graphs of one call to each cache, replayed."""
     for call in calls:
         call()
     torch.cuda.synchronize()
@@ -261,7 +261,7 @@ def show(row: dict[str, Any]) -> None:
 
 
 def plot(rows: list[dict[str, Any]], path: Path, cuda: bool) -> None:
-    """Time against n; on CUDA also the share of the copy's bandwidth against batch."""
+    """Plot time against n; on CUDA also the share of the copy's bandwidth against batch."""
     import matplotlib.pyplot as plt
 
     figure, axes = plt.subplots(1, 2 if cuda else 1, figsize=(11 if cuda else 6, 4), squeeze=False)

@@ -1,4 +1,4 @@
-"""Compile the Triton kernel for devices that are absent, and report registers and spills.
+"""Compile the Triton kernel for devices that are not here, and report its resources.
 
     PYTHONPATH=kernels python benchmarks/compile_report_verify_attention.py [--capability 9.0] ...
 
@@ -40,7 +40,7 @@ HEADS = (16, 128)
 
 
 def configurations(capability: tuple[int, int]) -> list[tuple[str, triton_tuning.Launch, int]]:
-    """Kind, launch and heads of everything the installed Triton's table can choose."""
+    """Return kind, launch and heads of everything the installed Triton's table can choose."""
     tables = triton_tuning.tables_for(capability, triton.__version__)
     return [
         (kind, launch, heads)
@@ -52,7 +52,7 @@ def configurations(capability: tuple[int, int]) -> list[tuple[str, triton_tuning
 
 
 def signature(sizes: Sizes) -> dict[str, str]:
-    """The types of the kernel's run-time arguments."""
+    """Return the types of the kernel's run-time arguments."""
     queries, cache = TYPE_NAMES[sizes.dtype], TYPE_NAMES[sizes.kv_dtype]
     types = dict.fromkeys(triton_kernels.attend_kernel.arg_names, "constexpr")
     types |= dict.fromkeys(("q_latent", "q_rope", "out"), f"*{queries}")
@@ -68,7 +68,7 @@ def signature(sizes: Sizes) -> dict[str, str]:
 def compile_launch(
     capability: tuple[int, int], kind: str, launch: triton_tuning.Launch, heads: int
 ) -> dict[str, Any]:
-    """Compile one configuration; return its parameters and the compiler's results."""
+    """Compile one configuration; return its parameters and resources."""
     dtype, kv_dtype = KINDS[kind]
     sizes = Sizes(8, 32, 4, 8192, heads, 512, 64, 64, dtype, kv_dtype)
     schedule = triton_cuda.Schedule(launch, launch.tokens, 1, 132, launch.min_share)
@@ -93,7 +93,7 @@ def compile_launch(
 
 
 def resources(kernel: Any) -> dict[str, int]:
-    """Registers and spills from the machine code, instructions from the assembly."""
+    """Return registers and spills of the machine code, instructions of the assembly."""
     cuobjdump = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(kernel.asm["cubin"])

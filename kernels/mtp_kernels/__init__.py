@@ -1,1 +1,1 @@
-"""Kernels: verification attention, decoder layers, quantization."""
+"""Kernels of decoding and quantization: decoder layers, verification attention, stored weights."""

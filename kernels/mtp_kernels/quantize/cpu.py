@@ -1,4 +1,4 @@
-"""The fused CPU backend: one compiled pass over rows that stay in cache, without the GIL.
+"""Fused CPU backend: one compiled pass over rows that stay in cache, without the GIL.
 
 A call uses one thread; callers run several tensors at once. The bits do not depend on that.
 """
@@ -20,7 +20,7 @@ _NO_BLOCK_SCALE = torch.empty(0, 0)
 
 
 def supports(device: torch.device) -> bool:
-    """Tensors in main memory."""
+    """Return True for tensors in main memory."""
     return device.type == "cpu"
 
 

@@ -1,4 +1,4 @@
-"""The compiled loops of the CPU backend, over rows that stay in cache."""
+"""Compiled loops of the CPU backend, over rows that stay in cache."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ INT4_HALF_RANGE = np.float32(layouts.INT4_HALF_RANGE)
 
 
 def _load_row(source: Any, block_scale: Any, row: Any, weights: Any) -> None:
-    """The fp32 weights of one row; compiled by the overload below, one way per source dtype."""
+    """Return the fp32 weights of one row; compiled by the overload below, per source dtype."""
     raise NotImplementedError
 
 
@@ -59,7 +59,7 @@ def _load_row_overload(source: Any, block_scale: Any, row: Any, weights: Any) ->
 
 
 def _store_row(weights: Any, out: Any, restored: Any) -> None:
-    """Store one row in its output dtype; return what is stored. Compiled by the overload below."""
+    """Convert one row to its output dtype, and back; compiled by the overload below."""
     raise NotImplementedError
 
 
@@ -92,7 +92,7 @@ def _halve(lanes: Any) -> Any:
 
 @compiled
 def _sum_lanes(lanes: Any) -> Any:
-    """_halve of LANES numbers, its loops of known length: a short row ends in half the time."""
+    """_halve of LANES numbers, its loops of known length: a short row takes half the time."""
     for lane in range(64):
         lanes[lane] += lanes[lane + 64]
     for lane in range(32):
@@ -108,7 +108,7 @@ def _sum_lanes(lanes: Any) -> Any:
 
 @compiled
 def _add_errors(stored: Any, kept: Any, lanes: Any, errors: Any, biggest: Any) -> Any:
-    """Add a segment's squares to each lane's sums; the bits of the largest error so far."""
+    """Add a segment's squares to each lane's sums; return the bits of the largest error so far."""
     for lane in range(stored.size):
         difference = np.float32(stored[lane] - kept[lane])
         lanes[lane] += np.float64(stored[lane]) * np.float64(stored[lane])
@@ -119,7 +119,7 @@ def _add_errors(stored: Any, kept: Any, lanes: Any, errors: Any, biggest: Any) -
 
 @compiled
 def _end_row(row: Any, lanes: Any, errors: Any, biggest: Any, stats: Any) -> None:
-    """Add up a row's lanes, and store its error statistics."""
+    """Sums of a row over its segments."""
     signal, error, max_error = stats
     signal[row] = _sum_lanes(lanes)
     error[row] = _sum_lanes(errors)
@@ -152,7 +152,7 @@ def dequantize_fp8_block(
 
 @compiled
 def _block_scales(source: Any, none: Any, top: Any, power_of_two: Any, scale: Any) -> None:
-    """The scales of the blocks whose first row is `top`."""
+    """Compute the scales of the blocks whose first row is `top`."""
     weights = np.empty(source.shape[1], np.float32)
     biggest = np.zeros(scale.size, np.float32)
     for row in range(top, min(top + BLOCK, source.shape[0])):
@@ -231,7 +231,7 @@ def quantize_int8_channel(
 
 @compiled
 def _int4_rounder(weight: Any, scale: Any) -> Any:
-    """The int4 code of a weight plus ROUNDER: its low bits are the code's."""
+    """Return the int4 code of a weight plus ROUNDER: its low bits are the code's."""
     quotient = np.float32(weight / scale)
     quotient = quotient if quotient > INT4_MIN else INT4_MIN
     quotient = quotient if quotient < INT4_MAX else INT4_MAX
@@ -249,7 +249,7 @@ def _group_error(group: Any, scale: Any, squares: Any) -> Any:
 
 @compiled
 def _best_scale(group: Any, first: Any, amax: Any, factors: Any, squares: Any) -> Any:
-    """The first of the factors' scales with the least squared error; `first` is factors[0]'s."""
+    """Return the first factor's scale of least squared error; `first` is factors[0]'s."""
     best = first
     least = _group_error(group, best, squares)
     for index in range(1, factors.size):
@@ -262,7 +262,7 @@ def _best_scale(group: Any, first: Any, amax: Any, factors: Any, squares: Any) -
 
 @compiled
 def _int4_scales(weights: Any, group_size: Any, factors: Any, squares: Any, scale: Any) -> None:
-    """The scales of a row's groups."""
+    """Compute the scales of a row's groups."""
     for index in range(scale.size):
         scale[index] = largest(weights[index * group_size : (index + 1) * group_size])
     if factors.size == 1:

@@ -1,4 +1,4 @@
-"""Reference backend in torch: slow, plain, and the definition of the correct bits."""
+"""Reference backend in torch, slow and plain: it defines the correct bits."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from mtp_kernels.quantize.layouts import (
 
 
 def supports(device: torch.device) -> bool:
-    """Every device that torch computes on."""
+    """Return True for every device that torch computes on."""
     return device.type != "meta"
 
 
@@ -96,7 +96,7 @@ def dequantize_int4_group(
 
 
 def stored_weights(source: torch.Tensor, block_scale: torch.Tensor | None) -> torch.Tensor:
-    """The fp32 weights that a source stores: its values, or fp8 codes times their block's scale."""
+    """Return a source's fp32 weights: its values, or fp8 codes times their block's scale."""
     weights = source.to(torch.float32)
     if block_scale is None:
         return weights
@@ -104,7 +104,7 @@ def stored_weights(source: torch.Tensor, block_scale: torch.Tensor | None) -> to
 
 
 def row_stats(weights: torch.Tensor, restored: torch.Tensor) -> RowStats:
-    """Energies of weights and of fp32 `weights - restored`, in the order RowStats defines."""
+    """Return energies of weights and of fp32 `weights - restored`, in the order of RowStats."""
     error = weights - restored
     return RowStats(_row_energy(weights), _row_energy(error), error.abs().amax(dim=1))
 

@@ -1,4 +1,4 @@
-"""The CUDA backend in Triton: one program per few rows, one pass over the stored bytes."""
+"""CUDA backend in Triton: a few rows per program, one pass over the stored bytes."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _BITS = {torch.bfloat16: torch.uint16, torch.float8_e4m3fn: torch.uint8}
 
 
 def supports(device: torch.device) -> bool:
-    """CUDA tensors; tensors in main memory under Triton's interpreter."""
+    """Return True for CUDA tensors, and for others under Triton's interpreter."""
     return device.type == ("cpu" if triton.knobs.runtime.interpret else "cuda")
 
 

@@ -1,4 +1,4 @@
-"""The Triton kernels: a program goes over a few rows, 128 columns per step.
+"""Triton kernels: a program goes over a few rows, 128 columns per step.
 
 They move bits as the CPU loops do, so that neither the device's conversions nor its rounding
 modes matter. Divisions are `div_rn`: Triton's own `/` is approximate.
@@ -67,7 +67,7 @@ def _to_e4m3(value):
 
 @triton.jit
 def _load(source, block_scale, rows, columns, n, k):
-    """The fp32 weights of a tile, zeros outside the matrix; the source's dtype says how."""
+    """Return the fp32 weights of a tile, by the source's dtype; zeros outside the matrix."""
     inside = (rows < n)[:, None] & (columns < k)[None, :]
     stored = tl.load(source + rows[:, None] * k + columns[None, :], mask=inside, other=0)
     if source.dtype.element_ty == tl.uint8:
@@ -83,7 +83,7 @@ def _load(source, block_scale, rows, columns, n, k):
 
 @triton.jit
 def _store(weights, out, rows, columns, n, k):
-    """Write a tile in the output's dtype; returns what was kept as fp32."""
+    """Write a tile in the output's dtype; return the written values as fp32."""
     inside = (rows < n)[:, None] & (columns < k)[None, :]
     address = out + rows[:, None] * k + columns[None, :]
     if out.dtype.element_ty == tl.uint16:
@@ -162,7 +162,7 @@ def dequantize_fp8_block(
 
 @triton.jit
 def block_scales(source, scale, n, k, power_of_two):
-    """One program per block; the amax of non-negative floats is that of their bits."""
+    """Write block scales, one program per block; amax of absolute values is amax of their bits."""
     columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     largest = tl.zeros((16, BLOCK), tl.uint32)
     for start in range(0, BLOCK, 16):

@@ -1,4 +1,4 @@
-"""Refusals, and the results for zeros."""
+"""Refused arguments, and the results of zeros."""
 
 from __future__ import annotations
 

@@ -34,7 +34,7 @@ class Interpreter:
     def plan(
         self, q_lens: Sequence[int], kv_lens: Sequence[int], parts: int, tokens: int, min_share: int
     ) -> tuple[list[int], list[int], int]:
-        """Result of the plan kernel: starts, first and end request by part, and the share."""
+        """Run the plan kernel: starts, first and end request by part, and the share."""
         return self.pool.submit(
             plan_interpreted, list(q_lens), list(kv_lens), parts, tokens, min_share
         ).result()
