@@ -36,8 +36,9 @@ class LLM:
     """A loaded model with an engine; generate may be called any number of times.
 
     bundle: an export's output folder, or a checkpoint folder. The names of the speculate options
-    are PaddleNLP's. deterministic (float32 only): tokens do not depend on batch or drafter. loaded:
-    the bundle's model where it is loaded already, with the options it was loaded with.
+    are PaddleNLP's. deterministic (float32 only, layers that compiled kernels run): tokens do not
+    depend on batch or drafter. loaded: the bundle's model where it is loaded already, with the
+    options it was loaded with.
     Raises what load_model raises, and UsageError for options that make no sense.
     """
 

@@ -124,6 +124,25 @@ class HybridBuilder(ToyBuilder):
         return super().attention(layer) if layer == 1 else DeepseekV3Builder.attention(self, layer)
 
 
+class HybridModuleBuilder(ToyBuilder):
+    """Latent attention in all layers but the MTP module's."""
+
+    def attention(self, layer: int) -> Any:
+        return super().attention(layer) if layer == 3 else DeepseekV3Builder.attention(self, layer)
+
+
+def family_with_latent(layers: tuple[int, ...]) -> type[ToyFamily]:
+    """The toy's family with latent attention in some layers."""
+
+    class Hybrid(ToyFamily):
+        def _attention(self, names: Any, mtp: int | None) -> Iterator[TensorSpec]:
+            latent = any(f".layers.{layer}." in names.output for layer in layers)
+            here = DeepseekV3Family if latent else ToyFamily
+            return here._attention(self, names, mtp)
+
+    return Hybrid
+
+
 @pytest.fixture(scope="module")
 def toy(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     with pytest.MonkeyPatch.context() as patch:
@@ -192,12 +211,7 @@ def test_layers_that_kernels_do_not_know_are_run_by_torch(
 ) -> None:
     """Attention counts, not only feed-forward; the layers around them stay compiled."""
 
-    class HybridFamily(ToyFamily):
-        def _attention(self, names: Any, mtp: int | None) -> Iterator[TensorSpec]:
-            here = ToyFamily if ".layers.1." in names.output else DeepseekV3Family
-            return here._attention(self, names, mtp)
-
-    monkeypatch.setitem(FAMILIES, "toy_gqa", HybridFamily.from_config)
+    monkeypatch.setitem(FAMILIES, "toy_gqa", family_with_latent((0, 2, 3)).from_config)
     monkeypatch.setitem(MODELS, "toy_gqa", ModelType(DeepseekV3Config.of, HybridBuilder))
     path = write_checkpoint(tmp_path / "hybrid", CONFIG)
     model = load_model(path, LoadOptions()).model
@@ -218,6 +232,27 @@ def test_layers_that_kernels_do_not_know_are_run_by_torch(
     prompts = prompts_of([5, 16], 96)
     plain = run(model, prompts, params).outputs
     assert run(model, prompts, params, method="mtp", k=3).outputs == plain
+
+
+@pytest.mark.parametrize(
+    ("builder", "layer", "latent"),
+    [(ToyBuilder, 0, ()), (HybridBuilder, 1, (0, 2, 3)), (HybridModuleBuilder, 3, (0, 1, 2))],
+)
+def test_what_kernels_do_not_run_is_not_deterministic(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    builder: type[ToyBuilder],
+    layer: int,
+    latent: tuple[int, ...],
+) -> None:
+    """One such layer is enough, and the MTP module's counts; the layer is named."""
+    monkeypatch.setitem(FAMILIES, "toy_gqa", family_with_latent(latent).from_config)
+    monkeypatch.setitem(MODELS, "toy_gqa", ModelType(DeepseekV3Config.of, builder))
+    path = write_checkpoint(tmp_path, CONFIG)
+    with pytest.raises(UnsupportedError, match=f"layer {layer} of .*(?s:.*)attention Gqa"):
+        load_model(path, LoadOptions(deterministic=True))
+    if layer == 3:
+        load_model(path, LoadOptions(deterministic=True, with_mtp=False))
 
 
 def test_a_family_without_a_model_is_refused(toy: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,10 +7,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import cast
 
 import torch
 
+from mtp_export.errors import UnsupportedError
 from mtp_kernels import decoder as kernels
 from mtp_kernels.batch_layout import BatchLayout
 from mtp_runtime.cache import Cache, CacheSpec, JoinedCaches
@@ -21,7 +23,7 @@ from mtp_runtime.layers.mla import Mla
 from mtp_runtime.layers.moe import Mlp, Moe, SigmoidRouter
 from mtp_runtime.layers.norm import RmsNorm
 from mtp_runtime.layers.rope import Rope
-from mtp_runtime.models.model import Layers, MtpModule, Recursion, RowStep, TorchLayers
+from mtp_runtime.models.model import Layers, Model, MtpModule, Recursion, RowStep, TorchLayers
 
 # Names of the parts of a layer that the kernels run.
 KINDS: dict[type, str] = {Mla: "mla", Mlp: "dense", SigmoidRouter: "sigmoid_moe"}
@@ -147,6 +149,23 @@ class CompiledExecution:
             recycles_normed=module.contract.recycled_hidden is Hidden.AFTER_NORM,
         )
         return CompiledRecursion(self.backend.recursion(parts))
+
+
+def refuse_torch_layers(model: Model, folder: Path) -> None:
+    """Raise UnsupportedError if torch runs a layer of the model that was loaded from a folder."""
+    parts = (model.layers, *(module.layers for module in model.mtp_modules))
+    layers = (layer for part in parts for layer in part.each())
+    for index, layer in enumerate(layers):
+        if isinstance(layer, TorchLayers):
+            kind = kind_of(layer.layers[0])
+            raise UnsupportedError(
+                "Only the compiled kernels are deterministic, and they do not run this layer",
+                where=f"layer {index} of {folder}",
+                expected=f"attention {KINDS[Mla]}, feed-forward {KINDS[Mlp]} or"
+                f" {KINDS[SigmoidRouter]}",
+                found=f"attention {kind.attention}, feed-forward {kind.feed_forward}",
+                todo="Load the model without deterministic",
+            )
 
 
 def kind_of(layer: DecoderLayer) -> kernels.LayerKind:

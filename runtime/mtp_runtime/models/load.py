@@ -14,7 +14,7 @@ from mtp_runtime.config import MtpContract
 from mtp_runtime.loading.weight_source import Ledger, open_source
 from mtp_runtime.models import MODELS
 from mtp_runtime.models.builder import ModelBuilder
-from mtp_runtime.models.compiled import CompiledExecution
+from mtp_runtime.models.compiled import CompiledExecution, refuse_torch_layers
 from mtp_runtime.models.model import Execution, Model, TorchExecution
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -27,7 +27,7 @@ class LoadOptions:
     dtype: of activations and dense weights. dequantize_at_load: keep quantized weights as dense
     ones; False keeps them as stored and dequantizes in every call. with_mtp False leaves the MTP
     modules out. contract None: as the MTP part's config.json records it, or else the default.
-    deterministic: refuse options under which a row's bits depend on its batch.
+    deterministic: refuse options and layers under which a row's bits may depend on its batch.
     """
 
     device: str = "cpu"
@@ -82,11 +82,13 @@ def load_model(path: Path, options: LoadOptions) -> Loaded:
     """Load a bundle or a checkpoint folder, tensor by tensor.
 
     Raises InvalidInputError for tensors that contradict config.json, UnsupportedError for a model
-    that the runtime does not compute.
+    that the runtime does not compute, or not deterministically where that is asked for.
     """
     opened = open_model(path, options)
     execution: Execution = CompiledExecution() if options.compiled else TorchExecution()
     model = opened.builder.model(execution, opened.contract)
+    if options.deterministic:
+        refuse_torch_layers(model, opened.folder)
     return Loaded(model, opened.builder.source.ledger(), opened.folder)
 
 
