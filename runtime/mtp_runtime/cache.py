@@ -8,7 +8,7 @@ is counted or shared.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -34,6 +34,12 @@ class CacheSpec:
     def empty(self, *width: int) -> torch.Tensor:
         """Uninitialized entries [pages, page, *width]."""
         return torch.empty(self.pages, self.page_size, *width, dtype=self.dtype, device=self.device)
+
+
+def elements_per_token(new_cache: Callable[[CacheSpec], LayerCache]) -> int:
+    """Number of elements that a layer caches of a token, given its new_cache."""
+    one = CacheSpec(pages=1, page_size=1, dtype=torch.float32, device=torch.device("cpu"))
+    return sum(tensor.numel() for tensor in new_cache(one))
 
 
 class Cache(Protocol):

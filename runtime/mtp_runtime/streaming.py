@@ -10,6 +10,7 @@ import torch.nn.functional as F
 
 from mtp_export.families.modules import weight_name
 from mtp_runtime.config import ModelConfig
+from mtp_runtime.layers.attention import Attention
 from mtp_runtime.models.load import LoadOptions, OpenedModel, open_model
 from mtp_runtime.models.model import Layers, Model, TorchExecution, TorchLayers
 
@@ -33,6 +34,10 @@ class StreamedModel:
         builder = self.opened.builder
         table = builder.source.raw(weight_name(builder.family.modules.embedding))
         return F.embedding(tokens.to(table.device), table).to(builder.source.dtype)
+
+    def attention(self, index: int) -> Attention:
+        """Load the attention of one main layer by itself."""
+        return self.opened.builder.attention(index)
 
     def layer(self, index: int) -> Layers:
         """Load one main layer by itself."""

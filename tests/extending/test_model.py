@@ -5,6 +5,7 @@ registered and run end to end, its MTP module included."""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
@@ -15,11 +16,16 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from cases import export
+from faults.matrix import no_progress
 from mtp_export.errors import UnsupportedError
 from mtp_export.families import FAMILIES
 from mtp_export.families.base import Role, TensorSpec
 from mtp_export.families.deepseek_v3 import DeepseekV3Family
 from mtp_export.families.modules import weight_name
+from mtp_export.verify.check import Level, Status
+from mtp_export.verify.context import Context, VerifyOptions
+from mtp_export.verify.decoding import paths, stream
 from mtp_runtime import LLM, SamplingParams
 from mtp_runtime.cache import CacheSpec, LayerCache
 from mtp_runtime.config import RopeConfig
@@ -37,11 +43,18 @@ from runtime.checkpoints import SMALL, write_checkpoint
 from runtime.harness import Walk, prompts_of, run
 
 HEADS, KV_HEADS, HEAD, ROTATED = 4, 2, 16, 8
-CONFIG = SMALL | {"model_type": "toy_gqa"}
+LATENT_KEYS = frozenset(
+    {"q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"}
+)
+HYBRID = SMALL | {"model_type": "toy_gqa"}
+CONFIG = {key: value for key, value in HYBRID.items() if key not in LATENT_KEYS}
 
 
 class ToyFamily(DeepseekV3Family):
     """DeepSeek-V3's tensors, with q, k and v projections in place of latent attention."""
+
+    def _size(self, key: str, default: int | None = None, minimum: int = 1) -> int:
+        return super()._size(key, 1 if key in LATENT_KEYS else default, minimum)
 
     def _attention(self, names: Any, mtp: int | None) -> Iterator[TensorSpec]:
         prefix, hidden = names.output.rpartition(".")[0], self.sizes.hidden
@@ -66,6 +79,14 @@ class Gqa:
     key_norm: RmsNorm
     output: Linear
     rope: Rope
+
+    @property
+    def row_elements(self) -> int:
+        return 3 * HEADS * HEAD
+
+    @property
+    def has_reference(self) -> bool:
+        return False
 
     def new_cache(self, spec: CacheSpec) -> LayerCache:
         return spec.empty(KV_HEADS, HEAD), spec.empty(KV_HEADS, HEAD)
@@ -213,7 +234,7 @@ def test_layers_that_kernels_do_not_know_are_run_by_torch(
 
     monkeypatch.setitem(FAMILIES, "toy_gqa", family_with_latent((0, 2, 3)).from_config)
     monkeypatch.setitem(MODELS, "toy_gqa", ModelType(DeepseekV3Config.of, HybridBuilder))
-    path = write_checkpoint(tmp_path / "hybrid", CONFIG)
+    path = write_checkpoint(tmp_path / "hybrid", HYBRID)
     model = load_model(path, LoadOptions()).model
     assert isinstance(model.layers, MixedLayers)
     assert [type(part) for part in model.layers.runs] == [
@@ -248,11 +269,48 @@ def test_what_kernels_do_not_run_is_not_deterministic(
     """One such layer is enough, and the MTP module's counts; the layer is named."""
     monkeypatch.setitem(FAMILIES, "toy_gqa", family_with_latent(latent).from_config)
     monkeypatch.setitem(MODELS, "toy_gqa", ModelType(DeepseekV3Config.of, builder))
-    path = write_checkpoint(tmp_path, CONFIG)
+    path = write_checkpoint(tmp_path, HYBRID)
     with pytest.raises(UnsupportedError, match=f"layer {layer} of .*(?s:.*)attention Gqa"):
         load_model(path, LoadOptions(deterministic=True))
     if layer == 3:
         load_model(path, LoadOptions(deterministic=True, with_mtp=False))
+
+
+@pytest.fixture(scope="module")
+def context(toy: Path, tmp_path_factory: pytest.TempPathFactory) -> Context:
+    """The toy's bundle, to be verified on short texts."""
+    folder = tmp_path_factory.mktemp("bundle")
+    assert export(toy, folder / "bundle", "--link", "copy", "--quiet").code == 0
+    prompts = folder / "prompts.jsonl"
+    lines = [json.dumps({"prompt_token_ids": prompt}) for prompt in prompts_of([5, 9], 96)]
+    prompts.write_text("\n".join(lines))
+    options = VerifyOptions(
+        folder / "bundle",
+        source=None,
+        level=Level.RUN,
+        prompts=prompts,
+        max_new_tokens=8,
+        ks=(2,),
+        stream=True,
+        workdir=folder,
+    )
+    return Context.open(options, no_progress)
+
+
+def test_the_cost_of_a_streamed_pass_is_the_attentions(context: Context) -> None:
+    """By the cache and the sizes of this attention; config.json has none of another's."""
+    items = list(stream.run(context))
+    assert all(item.status is not Status.FAIL for item in items)
+    cost = next(item.data for item in items if item.name == "cost estimate")
+    width = 3 * CONFIG["hidden_size"] + 2 * KV_HEADS * HEAD
+    assert cost["activation_bytes"] == 4 * ((5 + 9) * width + 9 * 3 * HEADS * HEAD)
+
+
+def test_attention_without_a_reference_is_not_compared_with_itself(context: Context) -> None:
+    items = {item.name: item for item in paths.run(context)}
+    compared = items["attention kernel or its reference"]
+    assert compared.status is Status.NOT_TESTED and "attention Gqa" in compared.cause
+    assert items["batch 1 or 2"].status is Status.PASS
 
 
 def test_a_family_without_a_model_is_refused(toy: Path, monkeypatch: pytest.MonkeyPatch) -> None:

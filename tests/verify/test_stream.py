@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from cases import export
+from cases import export, read_json
 from faults.matrix import no_progress
 from mtp_export.verify.check import Item, Level, Status
 from mtp_export.verify.context import Context, VerifyOptions
@@ -20,7 +20,7 @@ from mtp_export.verify.evidence.decode import decode
 from mtp_runtime.models.load import LoadOptions, load_model
 from mtp_runtime.models.model import Layers
 from mtp_runtime.sampling import SamplingParams
-from mtp_runtime.streaming import StreamedModel
+from mtp_runtime.streaming import StreamedModel, open_streamed
 
 FIXTURE = Path(__file__).resolve().parents[2] / "fixtures/deepseek-v3-tiny"
 PROMPTS = [(17, 250, 31, 77, 5, 90), (400, 12, 13, 14), (55, 56, 57, 58, 59, 60, 61), (900, 3, 8)]
@@ -70,6 +70,20 @@ def test_acceptance_equals_the_engines(
     assert [item.name for item in items if item.status is Status.FAIL] == []
     assert in_blocks(items) == wanted
     assert list(tmp_path.iterdir()) == [], "a finished pass leaves its state behind"
+
+
+def test_the_cost_is_that_of_latent_attention(
+    bundle: Path, engine: tuple[Path, list[float]], tmp_path: Path
+) -> None:
+    context = context_of(bundle, engine[0], tmp_path)
+    texts, _ = stream.texts_of(context)
+    streamed = open_streamed(bundle, "cpu")
+    config = read_json(bundle / "main/config.json")
+    lengths, latent = [len(text.tokens) for text in texts.texts], config["kv_lora_rank"]
+    width = 3 * config["hidden_size"] + latent + config["qk_rope_head_dim"]
+    inside = max(lengths) * config["num_attention_heads"] * 3 * latent
+    found = stream.cost_of(context, streamed, texts)
+    assert found.activation_bytes == 4 * (sum(lengths) * width + inside)
 
 
 def test_one_layer_is_held_at_a_time_and_an_interrupted_run_resumes(

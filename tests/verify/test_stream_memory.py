@@ -35,7 +35,7 @@ from mtp_export.progress import silent
 from mtp_export.verify.decoding import stream
 from mtp_export.verify.check import Level
 from mtp_export.verify.context import Context, VerifyOptions
-from mtp_runtime.streaming import StreamedModel
+from mtp_runtime.streaming import StreamedModel, open_streamed
 
 bundle, prompts, workdir = map(Path, sys.argv[1:4])
 kept, real = [], StreamedModel.layer
@@ -57,7 +57,8 @@ ctypes.CDLL("libc.so.6").malloc_trim(0)
 Path("/proc/self/clear_refs").write_text("5")  # the peak starts from what is resident now
 before = resident("VmRSS")
 list(stream.run(context))
-cost = stream.cost_of(context, stream.texts_of(context)[0])
+streamed = open_streamed(bundle, "cpu")
+cost = stream.cost_of(context, streamed, stream.texts_of(context)[0])
 print(json.dumps({"growth": resident("VmHWM") - before} | cost.as_json()))
 """
 

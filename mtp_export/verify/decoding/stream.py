@@ -23,6 +23,7 @@ from mtp_export.verify.decoding.acceptance import diagnosed
 from mtp_export.verify.evidence.corpus import Corpus, Drafts, judge
 from mtp_export.verify.evidence.prompts import encoded
 from mtp_export.verify.evidence.statistics import Estimate, ratio
+from mtp_runtime.cache import elements_per_token
 from mtp_runtime.prompts import read_texts
 from mtp_runtime.streaming import StreamedModel, open_streamed
 from mtp_runtime.teacher_forcing import PagedTexts, Text, Texts, overlaps, through_layer
@@ -43,9 +44,9 @@ def run(context: Context) -> Iterator[Item]:
     if not any(len(text.tokens) > 2 for text in texts.texts):
         yield not_tested(WHOLE_CHECK, "the texts are too short to draft in")
         return
-    cost = cost_of(context, texts)
-    yield measured("cost estimate", cost.shown(), cost.as_json())
     streamed = open_streamed(context.options.bundle, context.options.device)
+    cost = cost_of(context, streamed, texts)
+    yield measured("cost estimate", cost.shown(), cost.as_json())
     with context.show_progress(f"stream: {cost.shown()}", cost.read_bytes) as progress:
         before = states_of(context, streamed=streamed, texts=texts, cost=cost, progress=progress)
     with torch.inference_mode():
@@ -98,8 +99,9 @@ def texts_of(context: Context) -> tuple[Texts, bool]:
     return Texts(tuple(Text(tokens, 1) for tokens in context.prompts)), False
 
 
-def cost_of(context: Context, texts: Texts) -> Cost:
-    """The cost of a pass, from the headers and one read of the bundle's largest shard."""
+def cost_of(context: Context, streamed: StreamedModel, texts: Texts) -> Cost:
+    """The cost of a pass, from the headers, the first layer's attention, which is loaded, and one
+    read of the bundle's largest shard."""
     main, mtp = context.main, context.mtp
     assert main is not None and mtp is not None, "a streamed pass is not started without both"
     layers, ends, largest = dict[str, int](), 0, 0
@@ -113,10 +115,10 @@ def cost_of(context: Context, texts: Texts) -> Cost:
         else:
             ends += size
     module = sum(tensor_bytes(tensor.dtype, tensor.shape) for tensor in mtp.tensors.values())
-    config, tokens = main.config, len(texts.tokens)
+    attention, tokens = streamed.attention(0), len(texts.tokens)
     rows = min(CHUNK_ROWS, max(len(text.tokens) for text in texts.texts))
-    stream = 3 * config["hidden_size"] + config["kv_lora_rank"] + config["qk_rope_head_dim"]
-    inside = rows * config["num_attention_heads"] * 3 * config["kv_lora_rank"]
+    stream = 3 * streamed.config.hidden + elements_per_token(attention.new_cache)
+    inside = rows * attention.row_elements
     return Cost(
         read_bytes=sum(layers.values()) + ends + module,
         bytes_per_second=_disk_rate(context),

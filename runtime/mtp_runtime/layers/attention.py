@@ -34,6 +34,14 @@ class ForwardPass:
 class Attention(Protocol):
     """The part of a decoder layer that mixes rows, with what it caches of each."""
 
+    @property
+    def row_elements(self) -> int:
+        """Elements that it computes with at a time for each row, for estimates of memory."""
+
+    @property
+    def has_reference(self) -> bool:
+        """True if it obeys forward.backend, so that its float64 reference can be run instead."""
+
     def new_cache(self, spec: CacheSpec) -> LayerCache:
         """Make the layer's cache; its tensors are uninitialized."""
 

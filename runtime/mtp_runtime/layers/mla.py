@@ -40,6 +40,17 @@ class Mla:
     def rope_size(self) -> int:
         return self.rope.size
 
+    @property
+    def row_elements(self) -> int:
+        """Elements of queries, attended latents and a copy of them, [h, c] each."""
+        heads, _, latent = self.key_up.shape
+        return 3 * heads * latent
+
+    @property
+    def has_reference(self) -> bool:
+        """True: every backend of verify_attention runs it."""
+        return True
+
     def new_cache(self, spec: CacheSpec) -> LayerCache:
         """Make the cache of latents and rope keys [pages, page, c+r]."""
         return (spec.empty(self.key_up.shape[2] + self.rope_size),)
