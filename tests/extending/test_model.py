@@ -22,7 +22,6 @@ from mtp_export.errors import UnsupportedError
 from mtp_export.families import FAMILIES
 from mtp_export.families.base import Role, TensorSpec
 from mtp_export.families.deepseek_v3 import DeepseekV3Family
-from mtp_export.families.modules import weight_name
 from mtp_export.verify.check import Level, Status
 from mtp_export.verify.context import Context, VerifyOptions
 from mtp_export.verify.decoding import paths, stream
@@ -317,8 +316,3 @@ def test_a_family_without_a_model_is_refused(toy: Path, monkeypatch: pytest.Monk
     monkeypatch.delitem(MODELS, "toy_gqa")
     with pytest.raises(UnsupportedError, match="does not compute models of this type"):
         load_model(toy, LoadOptions())
-
-
-def test_every_model_has_a_family() -> None:
-    assert MODELS.keys() <= FAMILIES.keys()
-    assert weight_name("model.norm") == "model.norm.weight"

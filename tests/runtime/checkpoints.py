@@ -49,6 +49,8 @@ SMALL: dict[str, Any] = {
     "bos_token_id": 0,
     "eos_token_id": 1,
 }
+# A small config of every family, with at least one MTP layer; contract tests go by it.
+SMALL_CONFIGS: dict[str, dict[str, Any]] = {"deepseek_v3": SMALL}
 YARN = {
     "type": "yarn",
     "factor": 4.0,

@@ -1,0 +1,133 @@
+"""Contracts of every entry of FAMILIES and MODELS; a new entry needs a small config and no test."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from mtp_export.families import FAMILIES, family_of
+from mtp_export.families.base import ModelFamily, SharedTensor, TensorSpec
+from mtp_export.families.deepseek_v3 import DeepseekV3Family
+from mtp_runtime import LLM, SamplingParams
+from mtp_runtime.models import MODELS
+from runtime.checkpoints import SMALL, SMALL_CONFIGS, write_checkpoint
+
+PROMPT = (3, 1, 4)
+
+
+def small_config(model_type: str) -> dict[str, Any]:
+    assert model_type in SMALL_CONFIGS, (
+        f"add a small config of {model_type} to SMALL_CONFIGS in tests/runtime/checkpoints.py"
+    )
+    config = SMALL_CONFIGS[model_type]
+    assert config["model_type"] == model_type
+    return config
+
+
+def check_tensors(family: ModelFamily) -> None:
+    """The tensors' keys, MTP layers, dtypes and patterns agree with what else the family says."""
+    assert family.mtp_layers, "the small config has an MTP layer"
+    for name, spec in family.tensors.items():
+        assert spec.name == name
+        assert family.mtp_layer_of(name) == spec.mtp_layer, name
+        assert family.dtype in spec.dtypes, name
+        if spec.is_linear_weight:
+            module = re.sub(r"^model\.layers\.\d+\.", "", spec.module)
+            assert re.match(family.patterns.linears[spec.role], module), name
+    owners = {spec.mtp_layer for spec in family.tensors.values()}
+    assert owners == {None, *family.mtp_layers}
+
+
+def check_shared(family: ModelFamily) -> None:
+    """Every pair is an MTP layer's tensor, which may be absent, and its like in the main part."""
+    for pair in family.shared:
+        own, main = family.tensors[pair.mtp_name], family.tensors[pair.main_name]
+        assert own.mtp_layer is not None and main.mtp_layer is None, pair
+        assert (own.shape, own.dtypes, own.role) == (main.shape, main.dtypes, main.role), pair
+        assert own.optional and not main.optional, pair
+    optional = {spec.name for spec in family.tensors.values() if spec.optional}
+    assert optional <= {pair.mtp_name for pair in family.shared}, (
+        "what is absent is found elsewhere"
+    )
+
+
+def test_every_model_has_a_family() -> None:
+    assert MODELS.keys() <= FAMILIES.keys()
+
+
+def test_small_configs_are_of_families() -> None:
+    assert SMALL_CONFIGS.keys() == FAMILIES.keys()
+
+
+@pytest.mark.parametrize("model_type", FAMILIES)
+def test_a_familys_tensors_are_consistent(model_type: str) -> None:
+    family = family_of(small_config(model_type))
+    check_tensors(family)
+    check_shared(family)
+
+
+@pytest.mark.parametrize("method", ["none", "mtp"])
+@pytest.mark.parametrize("model_type", MODELS)
+def test_a_model_loads_and_generates(model_type: str, method: str, tmp_path: Path) -> None:
+    """Every tensor of a random checkpoint is loaded, of the MTP layers only where they are used."""
+    path = write_checkpoint(tmp_path, small_config(model_type))
+    llm = LLM(path, speculate_method=method)
+    params = SamplingParams(max_tokens=1, ignore_eos=True)
+    (output,) = llm.generate([list(PROMPT)], params)
+    assert len(output.token_ids) == 1
+    family = family_of(small_config(model_type))
+    needed = {
+        spec.name
+        for spec in family.tensors.values()
+        if not spec.optional and (method == "mtp" or spec.mtp_layer is None)
+    }
+    assert llm.ledger.loaded == needed
+
+
+@dataclass(frozen=True)
+class MainLayersOnly(DeepseekV3Family):
+    """A family that takes every tensor for the main model's."""
+
+    def mtp_layer_of(self, name: str) -> int | None:
+        return None
+
+
+@dataclass(frozen=True)
+class Unpaired(DeepseekV3Family):
+    """A family that does not say where an absent head is found."""
+
+    @property
+    def shared(self) -> tuple[SharedTensor, ...]:
+        return super().shared[:1]
+
+
+@dataclass(frozen=True)
+class OtherShape(DeepseekV3Family):
+    """A family whose MTP layers have tables of another shape than the main model's."""
+
+    @property
+    def tensors(self) -> Mapping[str, TensorSpec]:  # type: ignore[override]
+        return {
+            name: replace(spec, shape=(1, *spec.shape)) if spec.optional else spec
+            for name, spec in super().tensors.items()
+        }
+
+
+def test_contradictions_are_found() -> None:
+    with pytest.raises(AssertionError, match=r"model\.layers\.3\."):
+        check_tensors(MainLayersOnly.from_config(SMALL))
+    with pytest.raises(AssertionError, match="found elsewhere"):
+        check_shared(Unpaired.from_config(SMALL))
+    with pytest.raises(AssertionError, match="SharedTensor"):
+        check_shared(OtherShape.from_config(SMALL))
+
+
+def test_a_family_without_a_small_config_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(FAMILIES, "new_model", DeepseekV3Family.from_config)
+    with pytest.raises(AssertionError, match="add a small config of new_model to SMALL_CONFIGS"):
+        small_config("new_model")
