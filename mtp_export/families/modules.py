@@ -8,6 +8,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Protocol
 
+from mtp_export.families.base import ModelFamily
+
 
 @dataclass(frozen=True, slots=True)
 class ModelModules:
@@ -69,12 +71,9 @@ class MtpModules:
     head: str
 
 
-class DecoderFamily(Protocol):
-    """A family whose models the runtime can build."""
-
-    @property
-    def mtp_layers(self) -> range:
-        """Indices of the MTP layers, counted on from the main ones."""
+class DecoderFamily(ModelFamily, Protocol):
+    """A family whose models the runtime can build: all that the runtime needs of it. MTP layers are
+    counted on from the main ones. The names inside an attention are its builder's to ask for."""
 
     @property
     def modules(self) -> ModelModules:

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from mtp_export.errors import UnsupportedError
 from mtp_export.families import FAMILIES, family_of
 from mtp_export.families.base import ModelFamily, SharedTensor, TensorSpec
 from mtp_export.families.deepseek_v3 import DeepseekV3Family
@@ -125,6 +126,13 @@ def test_contradictions_are_found() -> None:
         check_shared(Unpaired.from_config(SMALL))
     with pytest.raises(AssertionError, match="SharedTensor"):
         check_shared(OtherShape.from_config(SMALL))
+
+
+def test_an_unknown_model_is_told_how_families_are_added() -> None:
+    """And nothing of checkpoints that are not its own."""
+    with pytest.raises(UnsupportedError, match="CONTRIBUTING") as caught:
+        family_of(SMALL | {"model_type": "glm4_moe"})
+    assert "'glm4_moe'" in str(caught.value) and "DeepSeek" not in str(caught.value)
 
 
 def test_a_family_without_a_small_config_is_named(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,23 +7,33 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Generic, TypeVar
 
+from mtp_export.families.deepseek_v3 import DeepseekV3Family
+from mtp_export.families.modules import DecoderFamily
 from mtp_runtime.config import ModelConfig
 from mtp_runtime.loading.weight_source import WeightSource
 from mtp_runtime.models.builder import ModelBuilder
 from mtp_runtime.models.deepseek_v3 import DeepseekV3Builder, DeepseekV3Config
 
+Family = TypeVar("Family", bound=DecoderFamily)
+Config = TypeVar("Config", bound=ModelConfig)
+
 
 @dataclass(frozen=True)
-class ModelType:
+class ModelType(Generic[Family, Config]):
     """A model that the runtime computes: its config, read from its family, and its builder, made
-    of weights, family and config."""
+    of weights, family and config.
 
-    config: Callable[[Any], ModelConfig]
-    builder: Callable[[WeightSource, Any, Any], ModelBuilder]
+    The types are named in MODELS, so that a builder of another family or config is a type error.
+    """
+
+    config: Callable[[Family], Config]
+    builder: Callable[[WeightSource, Family, Config], ModelBuilder]
 
 
-MODELS: dict[str, ModelType] = {
-    "deepseek_v3": ModelType(DeepseekV3Config.of, DeepseekV3Builder),
+MODELS: dict[str, ModelType[Any, Any]] = {
+    "deepseek_v3": ModelType[DeepseekV3Family, DeepseekV3Config](
+        DeepseekV3Config.of, DeepseekV3Builder
+    ),
 }
