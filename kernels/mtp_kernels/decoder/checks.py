@@ -119,7 +119,7 @@ def check_pass(
     check_tensor("cu_q", layout.cu_q, (batch + 1,), COUNT, device)
     check_range("positions", layout.positions.tolist(), 2**31)
     check_range("slots", layout.slots.tolist(), kv_cache.shape[1] * kv_cache.shape[2])
-    check_cached_lengths(rows, kv_cache[0], layout.page_table, layout.kv_lens, layout.cu_q)
+    check_cached_lengths(rows, kv_cache, layout.page_table, layout.kv_lens, layout.cu_q)
 
 
 def check_stream(config: DecoderConfig, x: torch.Tensor, kv_cache: torch.Tensor) -> None:
@@ -159,4 +159,4 @@ def check_recursion(
     ends = [start + count for start, count in zip(starts, counts, strict=True)]
     drafted = torch.tensor(ends, dtype=torch.int32)
     cu_q = torch.arange(rows + 1, dtype=torch.int32)
-    check_cached_lengths(rows, kv_cache[0], page_table, drafted, cu_q)
+    check_cached_lengths(rows, kv_cache, page_table, drafted, cu_q)
