@@ -1,1 +1,1 @@
-"""Benchmarks, one script a subject, and the checkpoints they and the tests run on."""
+"""Benchmarks, one script per subject, and the checkpoints that they and the tests use."""

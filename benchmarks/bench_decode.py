@@ -1,4 +1,4 @@
-"""How fast the runtime decodes: against transformers, and speculation against plain decoding.
+"""Decoding speed: the runtime against transformers, speculation against plain decoding.
 
     python -m benchmarks.bench_decode fixtures/deepseek-v3-tiny [--threads 2] [--out FOLDER]
 
@@ -53,7 +53,7 @@ class Row:
 
 
 def hardware() -> dict[str, Any]:
-    """What the figures were measured on."""
+    """Return the processor and the versions that the figures were measured on."""
     import transformers
 
     cpu = platform.processor()

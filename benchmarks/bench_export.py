@@ -142,7 +142,7 @@ def cases(source: Path, scratch: Path) -> dict[str, Callable[[], Measured]]:
 
 
 def machine() -> dict[str, str]:
-    """What the figures depend on."""
+    """Return the machine facts that the figures depend on."""
     lines = Path("/proc/cpuinfo").read_text().splitlines()
     model = next(line.split(":")[1].strip() for line in lines if line.startswith("model name"))
     commit = subprocess.check_output(["git", "rev-parse", "HEAD"], text=True).strip()

@@ -33,7 +33,7 @@ from mtp_export.bundle.options import BundleOptions, ContentOptions, Part
 from mtp_export.bundle.quantize import QuantizeOptions, plan_quantize
 from mtp_export.checkpoint.plan import COPY
 
-# The MTP module in int4 is no pair of the table; its experts have the main layers' shapes.
+# The MTP module in int4 is not a pair of the table; its experts have the main layers' shapes.
 _RUN = """
 import sys
 from pathlib import Path
@@ -168,7 +168,7 @@ def main() -> None:
 
 
 def merged(before: dict[str, Any], now: dict[str, Any]) -> dict[str, Any]:
-    """An earlier result with what was measured now in its place."""
+    """Return an earlier result with the new measurements in place of its own."""
     return {
         key: {**before[key], **value} if isinstance(value, dict) and key in before else value
         for key, value in now.items()
@@ -178,7 +178,7 @@ def merged(before: dict[str, Any], now: dict[str, Any]) -> dict[str, Any]:
 def report(
     plans: dict[str, BundlePlan], measured: dict[str, list[Measured]], oracle: dict[str, float]
 ) -> dict[str, Any]:
-    """What was measured, and the ratios that the targets are about."""
+    """Return the measurements, and the ratios that the targets are about."""
     seconds = {name: median(run.seconds for run in runs) for name, runs in measured.items()}
     ratios: dict[str, float] = {}
     for scheme, plan in plans.items():

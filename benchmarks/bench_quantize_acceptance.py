@@ -1,11 +1,11 @@
-"""What quantization costs in acceptance: every row of the precision table on the trained fixture.
+"""Loss of acceptance by quantization: every row of the precision table on the trained fixture.
 
     python -m benchmarks.bench_quantize_acceptance [--rows NAME ...] [--ks 1 2 3] [--out FOLDER]
 
 Each row is quantized, and decodes the fixture's prompts greedily, 128 tokens each, end of sentence
 ignored, with k = 1, 2 and 3 drafts (fp32 arithmetic on the dequantized weights; fp8 activations are
 not simulated). A row writes other texts than the source, and texts differ in how predictable they
-are. So each row is also held against the source on the same texts, those that the source wrote:
+are. So each row is also compared with the source on the same texts, those that the source wrote:
 at every position, is the row's draft what the row's own target would choose there? Intervals are
 95 %, clustered by prompt, those of differences paired. Writes quantize_acceptance.json and .md to
 FOLDER (benchmarks/results); rows that are not run keep the figures they have; --ks with
@@ -54,7 +54,7 @@ Prompts = Sequence[tuple[int, ...]]
 @dataclass(frozen=True)
 class Row:
     """A pair of schemes, how it is written, and by how many points acceptance may fall at k = 1
-    (None: nothing was promised)."""
+    (None: no bound is given)."""
 
     base: str
     mtp: str
@@ -110,7 +110,7 @@ def fixture_prompts(count: int) -> Prompts:
 
 
 def free_running(model: Model, prompts: Prompts, new_tokens: int, k: int) -> list[Counts]:
-    """Drafts of each position, decoding: those before which every draft of the step stood."""
+    """Drafts of each position, decoding: those whose predecessors in the step were all accepted."""
     params = SamplingParams(max_tokens=new_tokens, ignore_eos=True)
     metrics = [r.metrics for r in decode(model, prompts, params, method="mtp", k=k).requests]
     return [
@@ -202,7 +202,7 @@ def measured(
 
 
 def written(model: Model, prompts: Prompts, new_tokens: int) -> Texts:
-    """What a model writes; greedy tokens do not depend on the drafts."""
+    """Return the output of a model; greedy tokens do not depend on the drafts."""
     params = SamplingParams(max_tokens=new_tokens, ignore_eos=True)
     return texts_of(decode(model, prompts, params, method="mtp", k=max(KS)))
 

@@ -138,8 +138,8 @@ def sdpa_call(
 def interleaved_medians(calls: dict[str, list[Callable[[], Any]]], rounds: int) -> dict[str, float]:
     """Return median seconds of each call, taking turns.
 
-    A call on another cache goes before each, untimed, as another layer's would: nobody pays for the
-    memory and the pages that the contestant before it took.
+    A call on another cache goes before each, untimed, as another layer's would, so that no
+    contestant pays for the memory and the pages that the one before it took.
     """
     seconds: dict[str, list[float]] = {name: [] for name in calls}
     for turn in range(rounds):
@@ -166,7 +166,7 @@ def bench_cpu(backend: str, rounds: int) -> list[dict[str, Any]]:
                 "expanded": calls_of([expanded(pool, shape, True) for pool in pools], 1, backend),
                 "sdpa_rows": [sdpa_call(pool, shape, gathered, True) for pool in pools],
             }
-            # On its own: torch copies the keys for every head, which slows whoever comes next.
+            # On its own: torch copies the keys for every head, which slows the next contestant.
             by_heads = {"sdpa_heads": [sdpa_call(pool, shape, gathered, False) for pool in pools]}
             turns = rounds if heads == 16 else max(2 * POOLS, rounds // 4)
             medians = interleaved_medians(contestants, turns)

@@ -10,7 +10,7 @@ from safetensors.torch import load_file, save_file
 
 
 def write_dequantized(source: Path, folder: Path) -> Path:
-    """Write source's tensors dequantized, the plainest way; the config loses its quantization."""
+    """Write the source's tensors dequantized to float32; the config loses its quantization."""
     tensors: dict[str, torch.Tensor] = {}
     for path in sorted(source.glob("*.safetensors")):
         tensors |= load_file(path)

@@ -1,4 +1,4 @@
-"""Writes DeepSeek-V3-shaped checkpoints without anybody's weights.
+"""Write DeepSeek-V3-shaped checkpoints of random weights.
 
     python -m benchmarks.make_checkpoint OUT --real     the 671B shapes, 160+ shards
     python -m benchmarks.make_checkpoint OUT            a tiny one, all random

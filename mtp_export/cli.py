@@ -1,4 +1,4 @@
-"""Program mtp-export: its commands put together, and how it ends."""
+"""Program mtp-export: its commands, and its exit codes."""
 
 from __future__ import annotations
 

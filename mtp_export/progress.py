@@ -24,7 +24,7 @@ class ProgressCallback(Protocol):
 
 
 def silent(done_bytes: int) -> None:
-    """Progress that nobody watches."""
+    """Progress that is not shown."""
 
 
 def format_bytes(count: float) -> str:

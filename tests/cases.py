@@ -1,4 +1,4 @@
-"""What tests share: small checkpoints, ways to damage them, and the program run in-process."""
+"""Shared helpers: small checkpoints, ways to damage them, and the program run in-process."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ UNQUANTIZED: dict[str, Any] = {
 
 @dataclass(frozen=True)
 class Outcome:
-    """How a run of the program ended."""
+    """Exit code and output of a run of the program."""
 
     code: int
     out: str
@@ -69,7 +69,7 @@ def quantize(source: Path, output: Path, *options: object) -> Outcome:
 
 
 def die_at(call_number: int) -> None:
-    """From now on, the n-th call that touches a disk ends this process, as kill -9 would."""
+    """End this process at the n-th call from now that touches a disk, as kill -9 would."""
     calls = iter(range(1, 1 << 30))
 
     def counted(real: object) -> object:
@@ -111,7 +111,7 @@ def run_in_a_fork(action: Callable[[], Outcome], call_number: int) -> int:
 
 
 def looks_finished(output: Path) -> bool:
-    """Whether a bundle is whole by its own account."""
+    """Return True for a bundle that its own manifest calls complete."""
     manifest, journal = output / "mtp_export.json", output / ".mtp_export.journal"
     return manifest.exists() and not journal.exists()
 

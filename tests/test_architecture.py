@@ -1,6 +1,6 @@
-"""The floors of the house, read from the source with ast: imports go down, never up or in a circle.
+"""Floors of the packages, read from the source with ast, and the style of docstrings.
 
-Type-only and lazy imports count like any other.
+Imports go down, never up or in a circle. Type-only and lazy imports count like any other.
 """
 
 from __future__ import annotations
@@ -131,6 +131,19 @@ def docstring_lines(node: ast.FunctionDef | ast.AsyncFunctionDef) -> int:
     if ast.get_docstring(node) is None:
         return 0
     return (first.end_lineno or first.lineno) - first.lineno + 1
+
+
+def test_docstrings_open_with_a_verb_or_a_noun() -> None:
+    kinds = ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
+    found = [
+        f"{path.relative_to(ROOT)}: {docstring.splitlines()[0]}"
+        for path in [*SOURCES, *sorted((ROOT / "tests").rglob("*.py"))]
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, kinds)
+        and (docstring := ast.get_docstring(node))
+        and docstring.split()[0] in {"What", "Whether", "How"}
+    ]
+    assert not found, "\n".join(found)
 
 
 def test_only_the_command_line_prints() -> None:

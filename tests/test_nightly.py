@@ -54,7 +54,7 @@ def test_it_runs_the_makefile_s_command_on_a_checkout(
 
 
 def dry_run() -> str:
-    """What make would do for the engines on a fresh clone."""
+    """Commands that make would run for the engines on a fresh clone."""
     make = shutil.which("make")
     assert make is not None
     shown = subprocess.run(
@@ -89,7 +89,7 @@ def test_the_oldest_triton_compiles_the_kernel(recipe: dict[Any, Any]) -> None:
 
 
 def test_every_test_runs_at_night(recipe: dict[Any, Any], project: dict[str, Any]) -> None:
-    """What every push leaves out, `make test-all` takes."""
+    """Tests that a push leaves out are in `make test-all`."""
     *_, run = recipe["jobs"]["everything"]["steps"]
     assert run["run"] == "make test-all"
     assert "-m 'not nightly'" in project["tool"]["pytest"]["ini_options"]["addopts"]

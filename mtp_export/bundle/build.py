@@ -28,7 +28,7 @@ from mtp_export.bundle.preflight import (
 from mtp_export.bundle.run import COPY_BUFFER_BYTES, Proceed, RunResources, ShardJob, run
 from mtp_export.bundle.split import SplitOptions, main_part, mtp_part, shared_pairs
 from mtp_export.bundle.tied_weights import PIECE_BYTES, compare_tied
-from mtp_export.checkpoint.bundle_folder import open_checkpoint
+from mtp_export.checkpoint.bundle_folder import MTP, open_checkpoint
 from mtp_export.checkpoint.direct_io import aligned_buffer
 from mtp_export.checkpoint.files import read_failure, write_bytes, write_json
 from mtp_export.checkpoint.header import TensorInfo
@@ -267,7 +267,7 @@ def _identity(plan: BundlePlan) -> dict[str, Any]:
 
 def _must_be_tied(plan: BundlePlan) -> bool:
     """Return whether the MTP layer's embedding and head must equal the main model's."""
-    return not plan.options.content.allow_untied and any(part.name == "mtp" for part in plan.parts)
+    return not plan.options.content.allow_untied and any(part.name == MTP for part in plan.parts)
 
 
 def _tied_tensors(plan: BundlePlan) -> dict[str, TensorInfo]:

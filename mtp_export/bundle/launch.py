@@ -9,7 +9,7 @@ from mtp_export.bundle.build import BundlePlan
 from mtp_export.bundle.options import Part
 from mtp_export.schemes import SCHEMES
 from mtp_export.schemes.native import native_scheme
-from mtp_export.schemes.storage import INTEGERS, W4AFP8_GROUP, Storage
+from mtp_export.schemes.storage import W4AFP8_GROUP, Storage, mixes_integers_with_fp8
 from mtp_export.targets import target_of
 from mtp_export.targets.base import Deployment, Engine
 
@@ -38,9 +38,12 @@ def launch_lines(plan: BundlePlan) -> dict[str, str]:
 
 
 def _reads(engine: Engine, recorded: Mapping[str, Any], base: str, mtp: str) -> bool:
-    """Whether an engine reads the layout; int4 or int8 beside fp8 is written for one alone, and
-    int4 under fp8 activations has kernels for groups of 128 alone."""
-    storages = _storages(recorded, base) | _storages(recorded, mtp)
+    """Return True if an engine reads the layout.
+
+    int4 or int8 beside fp8 is written in one dialect, and int4 under fp8 activations has kernels
+    for groups of 128 only.
+    """
+    storages = SCHEMES[base].recorded_storages(recorded) | SCHEMES[mtp].recorded_storages(recorded)
     if not storages <= engine.storages:
         return False
     if Storage.W4AFP8 in storages:
@@ -48,14 +51,6 @@ def _reads(engine: Engine, recorded: Mapping[str, Any], base: str, mtp: str) -> 
     in_fp8 = any(SCHEMES[scheme].int4_activations_fp8 for scheme in (base, mtp))
     if in_fp8 and recorded["group_size"] != W4AFP8_GROUP:
         return False
-    if Storage.FP8_BLOCK not in storages or storages.isdisjoint(INTEGERS):
+    if not mixes_integers_with_fp8(storages):
         return True
     return engine.dialect is not None and engine.dialect.name == recorded["reader"]
-
-
-def _storages(recorded: Mapping[str, Any], name: str) -> set[Storage]:
-    """The storages of a scheme under the recorded options."""
-    variants = SCHEMES[name].variants
-    values = (str(recorded.get(option)) for option in ("format", "int4_scope"))
-    chosen = next((variants[value] for value in values if value in variants), None)
-    return set((SCHEMES[name].storages if chosen is None else chosen).values())

@@ -45,7 +45,7 @@ def manifest(
 ) -> dict[str, Any]:
     """Return the manifest of a finished bundle.
 
-    head stands before the parts; finished is what the journal recorded of each shard, by
+    head comes before the parts; finished is what the journal recorded of each shard, by
     "part/file name".
     """
 

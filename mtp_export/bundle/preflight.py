@@ -31,7 +31,7 @@ def check_nesting(source: Path, output: Path) -> None:
 
 
 def needed_disk_bytes(written_bytes: int) -> int:
-    """Return the disk space that a run needs to write so many bytes of tensors."""
+    """Return the disk space that a run needs to write a number of tensor bytes."""
     return written_bytes + _SPARE_DISK_BYTES
 
 

@@ -18,6 +18,7 @@ from mtp_export.checkpoint.manifest import MANIFEST_NAME
 from mtp_export.errors import UnsupportedError, UsageError
 from mtp_export.schemes import SCHEMES
 from mtp_export.schemes.base import Scheme
+from mtp_export.schemes.bf16 import BF16
 from mtp_export.schemes.configs import quantization_configs
 from mtp_export.schemes.conversion import Conversion
 from mtp_export.schemes.dialects import VLLM, Dialect
@@ -164,7 +165,7 @@ def _choose(options: QuantizeOptions, stored: StoredModel) -> _Choice:
     in_table = check_pair(
         base,
         mtp,
-        base_stays_bf16=base == "bf16" and stored.native is None,
+        base_stays_bf16=base == BF16.name and stored.native is None,
         allow_untested=options.allow_untested_pair,
     )
     schemes = {"base": SCHEMES[base], "mtp": SCHEMES[mtp]}

@@ -29,7 +29,7 @@ from mtp_export.checkpoint.writer import WRITE_BUFFER_BYTES, ShardWriter
 # A worker that copies has a buffer, a second one while it compares, and the writer's.
 COPY_BUFFER_BYTES = 2 * PIECE_BYTES + WRITE_BUFFER_BYTES
 
-# Raises when the run is stopping; whatever takes long calls it now and then.
+# Raises when the run is stopping; long operations call it between pieces.
 Proceed = Callable[[], None]
 Check = Callable[[Proceed], None]
 

@@ -113,7 +113,7 @@ def result_table(result: BundleResult) -> RenderableType:
 
 
 def remarks(plan: BundlePlan) -> list[str]:
-    """Return the remark that a target's name stands for another's layout, where it does."""
+    """Return the remark that a target's name is an alias of another's layout, where it is."""
     target = target_of(plan.options.target)
     if plan.options.target == target.name:
         return []

@@ -173,7 +173,7 @@ def _prompts(texts: list[str], path: Path | None) -> list[Prompt]:
 def _decode(
     llm: LLM, asked: list[Prompt], params: list[SamplingParams], *, silent: bool
 ) -> list[RequestOutput]:
-    """Decode and show the texts: a single one as it comes, several when all are done."""
+    """Decode and show the texts: a single one as it is generated, several at the end."""
     console = Console(highlight=False)
     if silent:
         return llm.generate(asked, params)

@@ -41,7 +41,7 @@ def check_report_path(option: str, path: Path | None, folders: Sequence[Path]) -
 def print_result(facts: dict[str, Any], table: RenderableType, reporting: Reporting) -> None:
     """Report a result: to a file if asked, and to stdout as JSON or as a table.
 
-    Below the table stand the commands that serve a bundle, unwrapped so that they can be copied.
+    The commands that serve a bundle follow the table, unwrapped so that they can be copied.
     """
     if reporting.report is not None:
         write_json(reporting.report, facts)

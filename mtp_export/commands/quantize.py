@@ -34,6 +34,8 @@ from mtp_export.commands.precision_table import pairs_facts, pairs_table
 from mtp_export.families.base import Role
 from mtp_export.progress import format_bytes
 from mtp_export.schemes import SCHEMES
+from mtp_export.schemes.storage import mixes_integers_with_fp8
+from mtp_export.targets import target_of
 
 _NAMES = (*SCHEMES, KEEP)
 # Every pair of the table gives the MTP module 8 bits or more.
@@ -237,24 +239,36 @@ def result_table(result: BundleResult) -> RenderableType:
 
 
 def remarks(plan: BundlePlan) -> list[str]:
-    """Return what a reader of the plan or result must know beside the figures."""
+    """Return remarks on the bundle that its figures do not show."""
     recorded = plan.recorded
-    lines = []
-    is_wint4 = (recorded["base_quant"], recorded["format"]) == (
-        "a8w8_fp8_wint4",
-        "compressed-tensors",
-    )
-    if is_wint4 and recorded["reader"] == "vllm":
-        lines.append(
-            f"--target {plan.options.target} writes int4 beside fp8 as vLLM reads it; SGLang needs"
-            " --target sglang or --format w4afp8."
-        )
+    lines = _dialect_remarks(plan)
     if not recorded["pair_in_table"]:
         lines.append(
             f"The pair {recorded['base_quant']} + {recorded['mtp_quant']} is outside the precision"
             " table; the manifest says so."
         )
     return lines
+
+
+def _dialect_remarks(plan: BundlePlan) -> list[str]:
+    """Return a remark per engine that wants integers beside fp8 in another dialect."""
+    recorded, chosen = plan.recorded, plan.options.target
+    scheme = SCHEMES[recorded["base_quant"]]
+    if not mixes_integers_with_fp8(scheme.recorded_storages(recorded)):
+        return []
+    engines = [e for e in target_of(chosen).engines if e.title and e.dialect is not None]
+    written_for = [e.title for e in engines if e.dialect and e.dialect.name == recorded["reader"]]
+    others = [
+        e
+        for e in engines
+        if e.dialect and e.dialect.own_config and e.dialect.name != recorded["reader"]
+    ]
+    format = f" or --format {Format.W4AFP8}" if Format.W4AFP8 in scheme.variants else ""
+    return [
+        f"--target {chosen} writes int4 beside fp8 as {' and '.join(written_for)} reads it;"
+        f" {other.title} needs --target {other.name}{format}."
+        for other in others
+    ]
 
 
 def _decibels(value: float | None) -> str:

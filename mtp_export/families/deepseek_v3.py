@@ -289,9 +289,13 @@ class DeepseekV3Family:
         experts, size = len(names.experts), self._size("moe_intermediate_size")
         kept = tuple(dict.fromkeys((self.dtype, "F32")))
         shape = (experts, self.sizes.hidden)
-        yield TensorSpec(weight_name(names.router), shape, kept, Role.ROUTER, mtp)
+        yield TensorSpec(
+            weight_name(names.router), shape, dtypes=kept, role=Role.ROUTER, mtp_layer=mtp
+        )
         if self.config.get("topk_method", "noaux_tc") == "noaux_tc":
-            yield TensorSpec(names.router_bias, (experts,), kept[::-1], Role.ROUTER, mtp)
+            yield TensorSpec(
+                names.router_bias, (experts,), dtypes=kept[::-1], role=Role.ROUTER, mtp_layer=mtp
+            )
         if names.shared is not None:
             width = size * self.shared_experts
             yield from self._mlp(names.shared, width, Role.SHARED_EXPERT, mtp)
@@ -305,9 +309,9 @@ class DeepseekV3Family:
         yield TensorSpec(
             weight_name(names.projection),
             (hidden, 2 * hidden),
-            (self.dtype,),
-            Role.MTP_PROJECTION,
-            layer,
+            dtypes=(self.dtype,),
+            role=Role.MTP_PROJECTION,
+            mtp_layer=layer,
         )
         for module, role in ((names.embedding, Role.EMBEDDING), (names.head, Role.HEAD)):
             yield self._table(module, role, layer)
@@ -316,17 +320,24 @@ class DeepseekV3Family:
         """Embedding or head; an MTP layer may be without its own."""
         shape = (self.sizes.vocab, self.sizes.hidden)
         return TensorSpec(
-            weight_name(module), shape, (self.dtype,), role, mtp, optional=mtp is not None
+            weight_name(module),
+            shape,
+            dtypes=(self.dtype,),
+            role=role,
+            mtp_layer=mtp,
+            optional=mtp is not None,
         )
 
     def _norm(self, module: str, size: int, mtp: int | None) -> TensorSpec:
         dtypes = tuple(dict.fromkeys((self.dtype, "F32")))
-        return TensorSpec(f"{module}.weight", (size,), dtypes, Role.NORM, mtp)
+        return TensorSpec(f"{module}.weight", (size,), dtypes=dtypes, role=Role.NORM, mtp_layer=mtp)
 
     def _linear(
         self, module: str, shape: tuple[int, int], role: Role, mtp: int | None
     ) -> TensorSpec:
-        return TensorSpec(weight_name(module), shape, (self.dtype,), role, mtp)
+        return TensorSpec(
+            weight_name(module), shape, dtypes=(self.dtype,), role=role, mtp_layer=mtp
+        )
 
 
 def _attention_prefix(layer: int) -> str:

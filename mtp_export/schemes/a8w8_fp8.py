@@ -1,4 +1,4 @@
-"""Native fp8: e4m3 codes, a scale per 128×128 block, activations quantized as they come."""
+"""Native fp8: e4m3 codes, a scale per 128×128 block, activations quantized at run time."""
 
 from __future__ import annotations
 

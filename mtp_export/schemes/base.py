@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 from mtp_export.errors import UsageError
 from mtp_export.families.base import LINEAR_ROLES, Role
@@ -36,6 +37,13 @@ class Scheme:
                 f"{option} {value} does not apply to {self.name}", todo=f"Leave {option} out"
             )
         return replace(self, storages=self.variants[value])
+
+    def recorded_storages(self, options: Mapping[str, Any]) -> frozenset[Storage]:
+        """Return the storages under the options of a bundle, as its manifest records them."""
+        values = [str(options.get(option)) for option in ("format", "int4_scope")]
+        chosen = next((value for value in values if value in self.variants), None)
+        storages = self.storages if chosen is None else self.variants[chosen]
+        return frozenset(storages.values())
 
 
 def every_linear(storage: Storage) -> dict[Role, Storage]:

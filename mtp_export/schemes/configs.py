@@ -1,4 +1,4 @@
-"""quantization_config as it is written: what vLLM and SGLang are told of the linears of both parts.
+"""Writer of quantization_config: the storage of both parts' linears, as vLLM and SGLang read it.
 
 A pattern is a regular expression matched from a module name's start. Patterns for the MTP layer
 stay unescaped: SGLang replaces the literal `model.layers.61` in them by its draft's own name.

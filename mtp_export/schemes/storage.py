@@ -6,6 +6,7 @@ Layouts: compressed-tensors `pack-quantized` and `float-quantized`, DeepSeek-V3 
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from enum import StrEnum
 
 BLOCK = 128  # rows and columns per fp8 scale
@@ -30,3 +31,8 @@ class Storage(StrEnum):
 FLOATS = frozenset({Storage.BF16, Storage.FP8_BLOCK})
 # compressed-tensors' integers; those of w4afp8 are SGLang's own.
 INTEGERS = (Storage.INT4_GROUP, Storage.INT8_CHANNEL)
+
+
+def mixes_integers_with_fp8(storages: Collection[Storage]) -> bool:
+    """Return True for integers beside fp8, which each Dialect describes in its own way."""
+    return Storage.FP8_BLOCK in storages and any(storage in INTEGERS for storage in storages)

@@ -27,7 +27,7 @@ def target_names() -> tuple[str, ...]:
 
 
 def target_of(name: str) -> Target:
-    """Return the layout that a name of --target stands for (UsageError for any other name)."""
+    """Return the layout that a name of --target selects (UsageError for any other name)."""
     for target in TARGETS.values():
         if any(engine.name == name for engine in target.engines):
             return target
@@ -37,7 +37,7 @@ def target_of(name: str) -> Target:
 
 
 def engine_of(name: str) -> Engine:
-    """Return the engine that a name of --target stands for (UsageError for any other name)."""
+    """Return the engine that a name of --target selects (UsageError for any other name)."""
     return next(engine for engine in target_of(name).engines if engine.name == name)
 
 

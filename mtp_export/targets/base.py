@@ -44,19 +44,36 @@ Launch = Callable[[Deployment], str]
 
 
 @dataclass(frozen=True)
+class DraftReading:
+    """Way in which an engine finds the precision of a draft in the released names.
+
+    by_main_config: it follows the quantization_config of main/config.json, else the draft's own.
+    layer_name replaces `model.layers.N` of the MTP layer in tensor names and patterns; None where
+    the engine keeps it. reason says the same in a sentence, for reports.
+    """
+
+    by_main_config: bool
+    reason: str
+    layer_name: str | None = None
+
+
+@dataclass(frozen=True)
 class Engine:
     """An engine that reads a layout; its name is one that --target takes.
 
     storages are the storages of linears that its loader reads. dialect is how it wants integers
     described, required for an engine that reads any. launch makes the shell command that serves a
     bundle with one draft token; None for an engine that does not take the MTP part as a folder of
-    its own.
+    its own. title is its name in text. draft_reading is how it finds a draft's precision, which
+    `verify` repeats; None where nothing is known of it.
     """
 
     name: str
     storages: frozenset[Storage] = FLOATS
     dialect: Dialect | None = None
     launch: Launch | None = None
+    title: str = ""
+    draft_reading: DraftReading | None = None
 
     def __post_init__(self) -> None:
         assert self.dialect is not None or self.storages <= FLOATS, f"{self.name} has no dialect"

@@ -9,7 +9,9 @@ from typing import Any
 
 from mtp_export.schemes.dialects import SGLANG, VLLM
 from mtp_export.schemes.storage import FLOATS, Storage
-from mtp_export.targets.base import Config, Deployment, Engine, Target
+from mtp_export.targets.base import Config, Deployment, DraftReading, Engine, Target
+
+_SGLANG_DRAFT = "model.decoder"  # SGLang `models/deepseek_nextn.py`
 
 
 def _name(name: str, layer: int) -> str:
@@ -43,8 +45,30 @@ HF = Target(
     name="hf",
     engines=(
         Engine("hf", frozenset(Storage), VLLM),
-        Engine("vllm", frozenset(Storage) - {Storage.W4AFP8}, VLLM, launch=_vllm),
-        Engine("sglang", frozenset(Storage), SGLANG, launch=_sglang),
+        Engine(
+            "vllm",
+            frozenset(Storage) - {Storage.W4AFP8},
+            VLLM,
+            launch=_vllm,
+            title="vLLM",
+            draft_reading=DraftReading(
+                by_main_config=True,
+                reason="vLLM builds the draft with the quantization_config of main/config.json",
+            ),
+        ),
+        Engine(
+            "sglang",
+            frozenset(Storage),
+            SGLANG,
+            launch=_sglang,
+            title="SGLang",
+            draft_reading=DraftReading(
+                by_main_config=False,
+                reason=f"SGLang knows the draft's layer as {_SGLANG_DRAFT} and rewrites patterns"
+                " literally",
+                layer_name=_SGLANG_DRAFT,
+            ),
+        ),
         Engine("tensorrt-llm", FLOATS),
     ),
     mtp_name=_name,

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from mtp_export.verify.evidence.corpus import Corpus
     from mtp_runtime.models.load import Loaded, LoadOptions
 
-# Opens the progress bar of a step of so many bytes; the callback takes the bytes just done.
+# Opens the progress bar of a step of a number of bytes; the callback takes the bytes just done.
 ShowProgress = Callable[[str, int], AbstractContextManager[ProgressCallback]]
 
 
@@ -60,7 +60,7 @@ class VerifyOptions:
 
 @dataclass(frozen=True)
 class Context:
-    """A bundle on its way through the checks. Models are loaded when first asked for."""
+    """A bundle under verification. Models are loaded on first use."""
 
     options: VerifyOptions
     parts: tuple[BundlePart, ...]

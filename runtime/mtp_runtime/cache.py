@@ -75,7 +75,7 @@ class CachedSequence:
 
 
 class PageAllocator:
-    """Hands out pages to sequences; knows nothing of what is kept in them."""
+    """Allocates pages to sequences, whatever the layers keep in them."""
 
     def __init__(self, pages: int, page_size: int) -> None:
         self.pages = pages
@@ -99,15 +99,15 @@ class PageAllocator:
         self._poisoned.append(cache)
 
     def pages_for(self, tokens: int) -> int:
-        """Number of pages that so many tokens take, the last one perhaps in part."""
+        """Number of pages that a number of tokens take; the last may be partly filled."""
         return -(-tokens // self.page_size)
 
     def missing_pages(self, sequence: CachedSequence, length: int) -> int:
-        """Number of pages to take before the sequence can hold so many tokens."""
+        """Number of pages to take before the sequence can hold a number of tokens."""
         return max(0, self.pages_for(length) - len(sequence.pages))
 
     def reserve(self, sequence: CachedSequence, length: int) -> None:
-        """Take the pages that so many tokens need (ResourceError when there are too few)."""
+        """Take the pages that a number of tokens need (ResourceError when there are too few)."""
         missing = self.missing_pages(sequence, length)
         if missing > len(self._free):
             raise ResourceError(

@@ -155,6 +155,9 @@ def refuse_other_values(config: Mapping[str, Any], computed: Mapping[str, object
             )
 
 
+NO_DRAFTS = "none"  # the method of plain decoding
+
+
 @dataclass(frozen=True)
 class SpeculationConfig:
     """Drafting and acceptance; names and limits as in PaddleNLP.
@@ -166,7 +169,7 @@ class SpeculationConfig:
     its best token when a request samples.
     """
 
-    method: str = "none"
+    method: str = NO_DRAFTS
     max_draft_tokens: int = 1
     max_ngram_size: int = 3
     acceptance: str = "exact"
@@ -189,7 +192,7 @@ class SpeculationConfig:
     @property
     def draft_tokens(self) -> int:
         """Maximum number of drafts that one step verifies per request."""
-        return 0 if self.method == "none" else self.max_draft_tokens
+        return 0 if self.method == NO_DRAFTS else self.max_draft_tokens
 
 
 @dataclass(frozen=True)

@@ -61,7 +61,13 @@ class Engine:
         if config.poison_freed:
             self.pages.poison_freed(self.cache)
         self.drafter = build_drafter(
-            DrafterParts(model, self.pages, self.cache, config, draft_model)
+            DrafterParts(
+                target=model,
+                pages=self.pages,
+                cache=self.cache,
+                config=config,
+                draft_model=draft_model,
+            )
         )
         self._rule = ACCEPTANCE_RULES[config.speculation.acceptance]
         self._waiting: deque[Request] = deque()
@@ -99,7 +105,7 @@ class Engine:
 
     @torch.inference_mode()
     def step(self) -> list[TokenEvent]:
-        """Run one forward pass of the target over the batch; returns the tokens that came out."""
+        """Run one forward pass of the target over the batch; returns the new tokens."""
         self._admit()
         groups = self._plan()
         before, after = self._forward(groups)
@@ -169,7 +175,7 @@ class Engine:
         ]
 
     def _draft_count(self, request: Request) -> int:
-        """Return how many drafts to verify: some for decoding requests that may put out more than
+        """Return how many drafts to verify: some for decoding requests that may generate more than
         the next token, none for others."""
         if request.uncached > 1 or request.cached.length == 0:
             return 0

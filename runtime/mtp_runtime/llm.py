@@ -10,7 +10,7 @@ from typing import cast
 
 from mtp_export.errors import UsageError
 from mtp_runtime.acceptance import ACCEPTANCE_RULES
-from mtp_runtime.config import EngineConfig, MtpContract, SpeculationConfig
+from mtp_runtime.config import NO_DRAFTS, EngineConfig, MtpContract, SpeculationConfig
 from mtp_runtime.drafters import DRAFTERS
 from mtp_runtime.engine import Engine
 from mtp_runtime.models.load import Loaded, LoadOptions, load_model
@@ -48,7 +48,7 @@ class LLM:
         device: str = "cpu",
         dtype: str = "float32",
         deterministic: bool = False,
-        speculate_method: str = "none",
+        speculate_method: str = NO_DRAFTS,
         speculate_max_draft_token_num: int = 1,
         speculate_max_ngram_size: int = 3,
         speculate_verify_window: int = 2,
@@ -117,7 +117,7 @@ class LLM:
         """Decode prompts and return one output per prompt, in order.
 
         A prompt is a text, or a sequence of token ids; params is one for all or one each. on_token
-        is called with every token as it comes out.
+        is called with every token as it is generated.
         """
         if isinstance(prompts, str) or not isinstance(prompts, Sequence):
             prompts = [prompts]
@@ -154,17 +154,19 @@ class LLM:
         decode = self.tokenizer.decode if self.tokenizer.found else None
         self.next_request_id += 1
         eos = self.engine.model.config.eos_token_ids
-        return Request(self.next_request_id - 1, ids, params, eos, decode)
+        return Request(
+            self.next_request_id - 1, prompt=ids, params=params, eos_token_ids=eos, decode=decode
+        )
 
 
 def _output(request: Request) -> RequestOutput:
     assert request.finish_reason is not None
     return RequestOutput(
-        request.prompt,
-        tuple(request.output),
-        request.text,
-        request.finish_reason,
-        request.metrics,
+        prompt_token_ids=request.prompt,
+        token_ids=tuple(request.output),
+        text=request.text,
+        finish_reason=request.finish_reason,
+        metrics=request.metrics,
     )
 
 

@@ -105,7 +105,7 @@ class Request:
 
     @property
     def tokens_left(self) -> int:
-        """Number of tokens that may still come out."""
+        """Number of tokens that may still be generated."""
         return self.params.max_tokens - self.metrics.output_tokens
 
     @property
@@ -127,7 +127,15 @@ class Request:
             self._extend_text()
             self.finish_reason = self._reason_to_finish(token)
             piece, decoded = self._take_piece(), self.decode is not None
-            events.append(TokenEvent(self.request_id, token, piece, decoded, index < from_draft))
+            events.append(
+                TokenEvent(
+                    request_id=self.request_id,
+                    token=token,
+                    text=piece,
+                    decoded=decoded,
+                    from_draft=index < from_draft,
+                )
+            )
             if self.finish_reason is not None:
                 self.metrics.finished_seconds = time.monotonic()
                 break

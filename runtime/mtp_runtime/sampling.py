@@ -1,4 +1,4 @@
-"""From logits to probabilities to tokens, for one request at a time.
+"""Sampling: logits to probabilities to tokens, one request at a time.
 
 All randomness passes through Choices, so that a test can walk through every outcome.
 """

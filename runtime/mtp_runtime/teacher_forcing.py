@@ -173,11 +173,13 @@ def draft_states(
     hidden, states = inputs.hidden, list[torch.Tensor]()
     for depth, module in enumerate(modules[:depths], start=1):
         cache = module.new_cache(paged.pages)
-        x = _every_row(module, paged, hidden, cache, depth)
+        x = _every_row(module, paged=paged, hidden=hidden, cache=cache, depth=depth)
         states.append(x[anchors.rows])
         if depth < min(depths, len(modules)):
             hidden = _fed_back(module, x, inputs.hidden, recycle)
-    branching = _Branches(modules[-1], len(modules), inputs, paged.pages, cache)
+    branching = _Branches(
+        module=modules[-1], modules=len(modules), inputs=inputs, pages=paged.pages, cache=cache
+    )
     for depth in range(len(modules) + 1, depths + 1):
         back = _fed_back(modules[-1], states[-1], inputs.hidden[anchors.rows], recycle)
         states.append(branching.drafted(depth, back))
@@ -205,7 +207,7 @@ def _every_row(
 
 @dataclass(frozen=True)
 class _Branches:
-    """Recursion of the last of so many modules, one branch per anchor, each with cache entries of
+    """Recursion of the last module, one branch per anchor, each with cache entries of
     its own behind those that the module's rows of the texts share."""
 
     module: MtpModule

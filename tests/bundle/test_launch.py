@@ -30,7 +30,7 @@ def launch_facts(source: Path, output: Path, *options: object) -> dict[str, str]
 
 
 def run_stubbed(line: str, program: str, folder: Path) -> list[list[str]]:
-    """What each call of a program gets when a shell runs the line, in any order."""
+    """Run a line in a shell, and return the arguments of each call of a program, in any order."""
     stubs, log = folder / "stubs", folder / "calls"
     stubs.mkdir()
     log.mkdir()

@@ -50,7 +50,7 @@ def whole_mtp_shards(source: Path) -> set[str]:
 
 
 def checksums(path: Path) -> dict[str, str]:
-    """Of every tensor of a shard, computed the plain way."""
+    """Checksums of every tensor of a shard, computed directly."""
     header, data = read_shard(path)
     return {
         name: xxhash.xxh3_128(data[slice(*entry["data_offsets"])]).hexdigest()
@@ -178,7 +178,7 @@ def test_the_plan_counts_what_is_only_read(layered: Path, output: Path) -> None:
 def test_a_shard_that_cannot_be_read_is_not_taken_on_trust(
     layered: Path, output: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Nothing passes for finished, and the same command goes on when the disk is well again."""
+    """No shard counts as finished, and the same command resumes when the disk reads again."""
     assert export(layered, output.with_name("good")).code == 0
     bad = sorted(whole_mtp_shards(layered))[0]
     inode, real = (layered / bad).stat().st_ino, os.preadv

@@ -63,7 +63,7 @@ def exact(source: Tensors, module: str) -> torch.Tensor:
 
 
 def unpacked_w4afp8(packed: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
-    """From the layout's description: low nibble even k, high nibble odd k, two's complement."""
+    """Unpack by the layout's definition: low nibble even k, high nibble odd k, two's complement."""
     rows, half = packed.shape
     codes = torch.zeros(rows, 2 * half)
     for k in range(2 * half):
@@ -75,7 +75,7 @@ def unpacked_w4afp8(packed: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
 
 
 def scheme_of(config: dict[str, Any], bits: int) -> QuantizationScheme:
-    """The group of a config that describes packed integers of so many bits."""
+    """The group of a config that describes packed integers of a number of bits."""
     groups = QuantizationConfig.model_validate(config).config_groups.values()
     (scheme,) = [g for g in groups if (g.weights.type, g.weights.num_bits) == ("int", bits)]
     return scheme

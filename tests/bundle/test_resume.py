@@ -1,4 +1,4 @@
-"""A run that is cut short at any moment goes on when the same command runs again, and ends with
+"""A run that is interrupted at any moment resumes when the same command runs again, and ends with
 the same bytes as one that was never interrupted."""
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ def test_death_at_every_disk_call(
 def test_death_with_links_and_something_there_before(
     before: str, pristine: Path, tmp_path: Path
 ) -> None:
-    """At disk call after disk call, with an output that existed: the rerun needs no other option,
+    """Death at each disk call, with an output that existed: the rerun needs no other option,
     keeps the source whole, and leaves nothing of what was there."""
     assert export(pristine, tmp_path / "whole", *FEWER).code == 0
     whole, original = tree(tmp_path / "whole"), tree(pristine)

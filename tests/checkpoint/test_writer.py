@@ -50,7 +50,7 @@ class Disk:
 
 
 def written(path: Path, piece_bytes: int) -> bytes:
-    """A shard of the tensors, all of them growing in turns."""
+    """Write a shard of the tensors, a piece of each in turn."""
     shard = ShardWriter(path, TENSORS)
     for start in range(0, max(SIZES), piece_bytes):
         for name, content in reversed(CONTENTS.items()):

@@ -278,7 +278,7 @@ def test_a_chat_template_outside_the_checkpoint_is_refused(
 def test_chat_templates_of_a_download_cache_are_links(
     source: Path, output: Path, tmp_path: Path
 ) -> None:
-    """Where config.json is a link to, the templates may be too."""
+    """Templates may be links into the folder that config.json links into."""
     blobs = tmp_path / "blobs"
     blobs.mkdir()
     (source / TEMPLATE).parent.mkdir()

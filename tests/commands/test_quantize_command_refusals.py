@@ -1,4 +1,4 @@
-"""What quantize refuses: with which exit code, in which words, and leaving nothing behind."""
+"""Refusals of quantize: exit code and words of each; no output is left behind."""
 
 from __future__ import annotations
 
@@ -146,7 +146,7 @@ def test_infinite_bf16_weights(tmp_path: Path, output: Path) -> None:
 
 
 def test_a_zero_block_is_exactly_zero(source: Path, output: Path) -> None:
-    """A zero scale over zero codes stands for zeros, and says so in every scheme."""
+    """A zero scale over zero codes means zeros, and is written so in every scheme."""
     from cases import read_tensors
 
     rows, columns = read_tensors(source)[EXPERT].shape

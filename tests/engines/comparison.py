@@ -1,4 +1,4 @@
-"""vLLM's outputs held against our runtime's reading of them, and its log."""
+"""vLLM's outputs compared with our runtime's on the same text, and its log."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ COMPLAINTS = re.compile(
 
 
 def disagreements(outputs: Outputs, reading: Reading) -> tuple[list[float], list[float]]:
-    """By how much the two differ where ours would have written another token; and where both would
+    """Differences of the two where ours would have written another token; and where both would
     write the same, the noise, of the margin between vLLM's best two."""
     differing: list[float] = []
     noise: list[float] = []
@@ -44,8 +44,8 @@ def disagreements(outputs: Outputs, reading: Reading) -> tuple[list[float], list
 
 @dataclass(frozen=True)
 class Comparison:
-    """What was measured of one run: differing and noise as `disagreements` has them; per draft
-    position the share of accepted drafts, vLLM's by its own counters, over so many blocks."""
+    """Measurements of one run: differing and noise as `disagreements` has them; per draft
+    position the share of accepted drafts, vLLM's by its own counters, over `blocks` blocks."""
 
     differing: list[float]
     noise: list[float]
@@ -89,5 +89,5 @@ def check_acceptance(measured: Comparison) -> None:
 
 
 def check_log(log: str) -> None:
-    """No word of a weight."""
+    """Find no message about a weight in the log."""
     assert not [line for line in log.splitlines() if COMPLAINTS.match(line)]

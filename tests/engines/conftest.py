@@ -24,7 +24,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 @pytest.fixture(scope="session")
 def figures(request: pytest.FixtureRequest, prompts: Prompts) -> Iterator[dict[str, Any]]:
-    """Where tests put what they measure, by name; written whether or not it passes."""
+    """Figures that tests measure, by name; written whether or not a test passes."""
     measured: dict[str, Any] = {}
     yield measured
     path = request.config.getoption("--figures")
@@ -60,7 +60,7 @@ def prompts() -> Prompts:
 def sound_run(
     bf16: Path, prompts: Prompts, tmp_path_factory: pytest.TempPathFactory
 ) -> Callable[[int], tuple[Outputs, str]]:
-    """vLLM's outputs and log on the whole bundle with so many drafts (0: plain), each run once."""
+    """vLLM's outputs and log on the whole bundle by number of drafts (0: plain), each run once."""
     folder = tmp_path_factory.mktemp("runs")
 
     @cache

@@ -1,4 +1,4 @@
-"""What the engine tests share: folders to serve, vLLM in a process of its own, our runtime on the
+"""Helpers of the engine tests: folders to serve, vLLM in a process of its own, our runtime on the
 same prompts, and how the two are compared."""
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ Tensors = dict[str, torch.Tensor]
 
 @dataclass(frozen=True)
 class Outputs:
-    """What vLLM put out: tokens by prompt; by prompt and token the log-probabilities of the best
+    """Output of vLLM: tokens by prompt; by prompt and token the log-probabilities of the best
     two (and of the token), by token id; and per draft position the share of all blocks in which
     the draft there was accepted."""
 
@@ -65,7 +65,7 @@ class Reading:
 
 
 class Reader(Engine):
-    """An engine that puts out a given text whatever it thinks itself, and notes what it thought."""
+    """Engine that outputs a given text, and records the tokens that it would have chosen."""
 
     texts: list[list[int]]
     logits: list[list[torch.Tensor]]
@@ -117,7 +117,7 @@ def vllm_job(bundle: Path, drafts: int, prompts: Prompts) -> dict[str, object]:
 
 
 def run_vllm(job: dict[str, object], folder: Path) -> tuple[Outputs, str]:
-    """What vLLM makes of a job, and its log."""
+    """Return the result of a vLLM job, and its log."""
     status, log, result = process(VLLM, job, folder)
     assert status == 0, log[-3000:]
     found = json.loads(result.read_text())
@@ -164,7 +164,7 @@ def quantized_draft(source: Path, folder: Path, scheme: str) -> Path:
 
 
 def dequantized_draft(quantized: Path, folder: Path) -> Path:
-    """A draft in integers as a bf16 draft that holds what they stand for."""
+    """A draft in integers, dequantized to a bf16 draft."""
     shutil.copytree(quantized, folder, ignore=shutil.ignore_patterns("*.safetensors*"))
     stored = read_tensors(quantized)
     edit_json(folder / "config.json", lambda config: config.pop("quantization_config"))

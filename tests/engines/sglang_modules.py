@@ -58,7 +58,7 @@ def _attribute(self: Any, name: str) -> Any:
 
 
 def _call(self: Any, *arguments: Any, **__: Any) -> Any:
-    """A decorator hands its function on; anything else is one more stand-in."""
+    """Return the function of a decorator; anything else is another stand-in."""
     if len(arguments) == 1 and callable(arguments[0]):
         return arguments[0]
     return stand_in("Result")()
@@ -171,7 +171,7 @@ def _arguments(value: Any) -> dict[str, Any] | None:
 
 
 def prepare() -> None:
-    """What the config module takes from a package that is a stand-in, and the device's answer."""
+    """Provide names that the config module takes from absent packages, and a device's answer."""
     package = f"{_QUANTIZATION}.compressed_tensors"
     compressed_tensors = importlib.import_module(f"{package}.compressed_tensors")
     wna16 = importlib.import_module(f"{package}.schemes.compressed_tensors_wNa16")

@@ -27,7 +27,7 @@ def printed(engine: str, output: Path) -> list[str]:
 
 
 def understood(script: str, job: dict[str, object], folder: Path) -> dict[str, Any]:
-    """What an engine makes of the words."""
+    """Return the options that an engine parses from the words."""
     status, log, result = process(Path(__file__).with_name(script), job, folder)
     assert status == 0, log[-3000:]
     found: dict[str, Any] = json.loads(result.read_text())

@@ -100,7 +100,7 @@ def run(script: str, job: Mapping[str, object], folder: Path) -> Answers:
 
 
 def form_on_disk(shapes: Shapes, module: str, columns: int) -> dict[str, Any]:
-    """What the tensors of a linear with so many columns say of it, in the resolvers' words."""
+    """Return the form of a linear by its tensors and columns, in the resolvers' words."""
     if f"{module}.weight_packed" in shapes:
         words = shapes[f"{module}.weight_packed"][1][1]
         if 4 * words == columns:
@@ -120,7 +120,7 @@ def form_on_disk(shapes: Shapes, module: str, columns: int) -> dict[str, Any]:
 
 
 def agree(answer: dict[str, Any], form: dict[str, Any], int4_activations: bool) -> bool:
-    """Whether a resolver's answer is a form on disk."""
+    """Return True if a resolver's answer is a form on disk."""
     if "weights" not in form:
         wanted: str = form["method"]
         return str(answer["method"]).startswith(wanted)
@@ -161,7 +161,7 @@ def columns_of(folder: Path, module: str) -> int:
 
 
 def our_reading(folder: Path, module: str) -> dict[str, Any]:
-    """What this tool reads in a folder's config, in the same words."""
+    """Return this tool's reading of a folder's config, in the same words."""
     family, reading = understood(folder)
     form = reading.format_of(module, family.tensors[f"{module}.weight"].role)
     if form is None:
@@ -213,7 +213,7 @@ def test_vllm(bundle: str, part: str, bundles: dict[str, Path], vllm_answers: An
     config = json.loads((bundles[bundle] / part / "config.json").read_text())
     answers = vllm_answers[bundle][part]
     if "quantization_config" not in config:
-        assert answers == []  # vLLM asks nobody
+        assert answers == []  # vLLM asks for none
         return
     check_part(bundles[bundle] / part, answers, bundle.startswith("wint4"))
 
@@ -229,7 +229,7 @@ def test_sglang(bundle: str, part: str, bundles: dict[str, Path], sglang_answers
 def test_sglang_fuses_the_shared_expert_only_with_experts_of_its_form(
     bundle: str, bundles: dict[str, Path], sglang_answers: Answers
 ) -> None:
-    """With 256 experts SGLang treats the shared one as one more of them, unless its config says
+    """SGLang with 256 experts treats the shared one as one more of them, unless its config says
     that the experts are int4."""
     for part, layer in (("main", 60), ("mtp", 61)):
         shapes = {

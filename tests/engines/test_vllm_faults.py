@@ -104,7 +104,7 @@ def expert_missing(bundle: Path) -> None:
 
 
 def layer_0_names(bundle: Path) -> None:
-    """As LightLLM wants them, beside a config as vLLM wants it."""
+    """Write the names that LightLLM expects, with a config that vLLM expects."""
     folder = bundle / "mtp"
     names = planting.names(folder, f"{MTP}.")
     moved = {name.replace(MTP, "model.layers.0"): planting.read(folder, name) for name in names}
@@ -152,7 +152,7 @@ def test_vllm_does_not_start_on_what_level_files_refuses(
 
 
 def test_vllm_does_not_see_a_missing_expert(bf16: Path, prompts: Prompts, tmp_path: Path) -> None:
-    """verify names its tensors; vLLM decodes with whatever memory the expert was given."""
+    """Tensors are named by verify; vLLM decodes with uninitialized memory in the expert."""
     bundle = planted(bf16, tmp_path / "bundle", expert_missing)
     problems = verified(bundle, "--level", "files")["files"]["items"]["mtp: tensors"]["data"]
     missing = {problem["subject"] for problem in problems["problems"]}

@@ -48,7 +48,7 @@ def test_vllm_writes_what_ours_would_and_accepts_as_many(
 def test_a_draft_that_was_quantized(
     scheme: str, bf16: Path, prompts: Prompts, tmp_path: Path, figures: dict[str, Any]
 ) -> None:
-    """What quantizing the draft costs in acceptance is the same in vLLM and in ours."""
+    """Quantizing the draft costs the same acceptance in vLLM as in ours."""
     quantized = quantized_draft(bf16, tmp_path / "quantized", scheme)
     draft = dequantized_draft(quantized, tmp_path / "draft")
     bundle = bundle_of(tmp_path / "bundle", bf16 / "main", draft)

@@ -29,7 +29,7 @@ def arguments(value: Any) -> dict[str, Any] | None:
 
 
 def resolved(config: Any, layer: Any, prefix: str) -> dict[str, Any]:
-    """What vLLM's resolver says of a module; experts are asked for one by one."""
+    """Return the answer of vLLM's resolver for a module; experts are asked for one by one."""
     from vllm.model_executor.layers.quantization.compressed_tensors.compressed_tensors import (
         CompressedTensorsConfig,
     )
@@ -54,7 +54,7 @@ def resolved(config: Any, layer: Any, prefix: str) -> dict[str, Any]:
 
 
 class Fp8:
-    """Stands for vLLM's fp8 methods, which need a device that has them."""
+    """Replacement of vLLM's fp8 methods, which need a device that has them."""
 
     def __init__(self, *_: Any) -> None:
         pass

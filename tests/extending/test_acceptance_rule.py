@@ -51,7 +51,7 @@ def decode(checkpoint: Path, temperature: float) -> Any:
 def test_a_rule_with_a_distribution_of_its_own(
     checkpoint: Path, monkeypatch: pytest.MonkeyPatch, temperature: float
 ) -> None:
-    """Without a greedy shortcut greedy requests go the same way as others."""
+    """Greedy requests take the same path as others if the rule has no greedy shortcut."""
     rule = AcceptanceRule(accept_all, distribution=always_the_same)
     monkeypatch.setitem(ACCEPTANCE_RULES, "toy", rule)
     output = decode(checkpoint, temperature)

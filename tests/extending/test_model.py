@@ -190,7 +190,7 @@ def test_speculation_end_to_end(toy: Path, method: str) -> None:
 def test_layers_that_kernels_do_not_know_are_run_by_torch(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """By attention, not by feed-forward alone; the layers around them stay compiled."""
+    """Attention counts, not only feed-forward; the layers around them stay compiled."""
 
     class HybridFamily(ToyFamily):
         def _attention(self, names: Any, mtp: int | None) -> Iterator[TensorSpec]:

@@ -80,7 +80,7 @@ class Figures:
         by_name = {item.name: item for item in items}
         changes = [item for item in items if item.name.startswith("acceptance change")]
         return cls(
-            float(by_name["KL of the target's law"].data["value"]),
+            float(by_name["KL of the target's distribution"].data["value"]),
             float(by_name["top-1 agreement"].data["value"]),
             tuple(-100 * float(item.data["change"]["value"]) for item in changes),
             tuple(f"{i.name}: {i.cause}" for i in items if i.status is Status.FAIL),

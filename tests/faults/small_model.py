@@ -74,7 +74,7 @@ def _in_first_shard(name: str) -> bool:
 
 
 def write_fp8(dense: Path, folder: Path) -> Path:
-    """The same in native fp8, as a bundle: what other bundles are made from."""
+    """The same in native fp8, as a bundle: the source of other bundles."""
     return write_row(dense, folder, "fp8")
 
 

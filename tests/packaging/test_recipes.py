@@ -1,4 +1,4 @@
-"""What the weekly recipe runs, and what keeps long tests out of the default run."""
+"""Commands of the weekly recipe, and the markers that keep long tests out of the default run."""
 
 from __future__ import annotations
 

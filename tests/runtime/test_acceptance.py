@@ -1,4 +1,4 @@
-"""Each acceptance rule on blocks worked out by hand."""
+"""Each acceptance rule on blocks computed by hand."""
 
 from __future__ import annotations
 

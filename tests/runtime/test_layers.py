@@ -1,4 +1,4 @@
-"""Layers with more than one way to the same result."""
+"""Layers that can be computed in several ways, with equal results."""
 
 from __future__ import annotations
 

@@ -51,7 +51,7 @@ def test_stop_texts_cut_the_output(llm: LLM) -> None:
 
 
 def test_what_a_call_leaves_is_dropped(llm: LLM) -> None:
-    """Neither a refused prompt nor an interrupted call runs on in the next one."""
+    """Refused prompts and interrupted calls do not run on in the next call."""
 
     def interrupt(event: TokenEvent) -> None:
         raise KeyboardInterrupt

@@ -184,7 +184,7 @@ def test_quantized_weights_may_stay_as_they_are(trained: Path) -> None:
 
 
 def test_the_contract_reaches_the_drafts(small: Path) -> None:
-    """Each field changes what is drafted, and never what comes out."""
+    """Each field changes the drafts, and never the output."""
     prompts = prompts_of([6, 11, 9], 96)
     drafts = set()
     outputs = []

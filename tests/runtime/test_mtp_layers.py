@@ -1,4 +1,4 @@
-"""A checkpoint with two MTP layers: draft i comes of layer i, then the last recurs."""
+"""A checkpoint with two MTP layers: draft i comes from layer i, then the last recurs."""
 
 from __future__ import annotations
 
@@ -110,7 +110,7 @@ def test_drafts_are_those_of_teacher_forcing(two: Path, k: int, recycled: Hidden
 
 @torch.inference_mode()
 def test_accepted_drafts_leave_the_right_rows(two: Path) -> None:
-    """Of requests that sample, some drafts are accepted: the proposals stay those of the text."""
+    """Some drafts of requests that sample are accepted: the proposals stay those of the text."""
     model = load(two)
     params = SamplingParams(temperature=3.0, max_tokens=24, ignore_eos=True, seed=3)
     decoded = decode(model, prompts_of([9, 20], 96), params, method="mtp", k=3)

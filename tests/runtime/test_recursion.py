@@ -68,7 +68,7 @@ def test_more_rows_than_a_block(small: Path, monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_trained_model(trained: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where drafts are accepted, and many parts of attention are joined."""
+    """Drafts are accepted here, and many parts of attention are joined."""
     monkeypatch.setattr(Both, "compared", 0)
     model = load(trained)
     params = SamplingParams(max_tokens=24)

@@ -36,7 +36,7 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def form_by_config(config: dict[str, Any], module: str) -> str:
-    """As the engines look a module up: ignored, else by name, else by class."""
+    """Lookup of a module as engines do it: ignored, else by name, else by class."""
 
     def matches(pattern: str) -> bool:
         if pattern.startswith("re:"):

@@ -108,7 +108,7 @@ def test_what_is_left_out_of_fp8_is_so_under_the_target_s_names(
 
 @pytest.mark.parametrize("kind", CONFIGS)
 def test_a_source_holds_the_tensors_of_its_family(kind: str) -> None:
-    """In fp8 every linear has one more: a scale per 128x128 block beside it."""
+    """Linears in fp8 have one more: a scale per 128x128 block beside it."""
     expected = []
     for spec in family_of(CONFIGS[kind]).tensors.values():
         in_fp8 = kind == "fp8" and spec.is_linear_weight

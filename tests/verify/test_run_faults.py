@@ -15,6 +15,7 @@ from cases import export
 from faults.fault import Fault
 from faults.run_faults import DRAFTER_FAULTS, RUN_FAULTS, DrafterFault
 from mtp_export.verify.check import Item, Status
+from mtp_export.verify.decoding import controls
 from mtp_export.verify.decoding.acceptance import diagnosed
 from mtp_export.verify.decoding.drafter_agreement import drafter_items
 from mtp_export.verify.evidence.corpus import Corpus
@@ -75,6 +76,13 @@ def causes(items: list[Item]) -> str:
 def test_no_false_alarm(good: Good) -> None:
     assert causes(diagnosis(good, good.bundle)) == ""
     assert causes(list(drafter_items(good.corpus, K))) == ""
+
+
+def test_every_control_is_tested_and_lowers_acceptance(good: Good) -> None:
+    """The fixture's norms vary, so that the hidden state before a norm is another one."""
+    items = list(controls.items_of(good.corpus))
+    assert {item.status for item in items} == {Status.PASS}, items
+    assert sum("before the norm" in item.name for item in items) == 2
 
 
 @pytest.mark.parametrize("fault", RUN_FAULTS, ids=lambda fault: fault.name)

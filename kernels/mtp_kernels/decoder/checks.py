@@ -111,23 +111,29 @@ def check_pass(
     rows, device = len(x), x.device
     if len(kv_cache) < layers:
         raise ValueError(f"kv_cache: expected at least {layers} layers, found {len(kv_cache)}")
-    check_tensor("positions", layout.positions, (rows,), INDEX, device)
-    check_tensor("slots", layout.slots, (rows,), INDEX, device)
-    check_tensor("page_table", layout.page_table, ("b", "max_pages"), COUNT, device)
+    check_tensor("positions", layout.positions, shape=(rows,), dtypes=INDEX, device=device)
+    check_tensor("slots", layout.slots, shape=(rows,), dtypes=INDEX, device=device)
+    check_tensor(
+        "page_table", layout.page_table, shape=("b", "max_pages"), dtypes=COUNT, device=device
+    )
     batch = len(layout.page_table)
-    check_tensor("kv_lens", layout.kv_lens, (batch,), COUNT, device)
-    check_tensor("cu_q", layout.cu_q, (batch + 1,), COUNT, device)
+    check_tensor("kv_lens", layout.kv_lens, shape=(batch,), dtypes=COUNT, device=device)
+    check_tensor("cu_q", layout.cu_q, shape=(batch + 1,), dtypes=COUNT, device=device)
     check_range("positions", layout.positions.tolist(), 2**31)
     check_range("slots", layout.slots.tolist(), kv_cache.shape[1] * kv_cache.shape[2])
-    check_cached_lengths(rows, kv_cache, layout.page_table, layout.kv_lens, layout.cu_q)
+    check_cached_lengths(
+        rows, kv_cache, page_table=layout.page_table, kv_lens=layout.kv_lens, cu_q=layout.cu_q
+    )
 
 
 def check_stream(config: DecoderConfig, x: torch.Tensor, kv_cache: torch.Tensor) -> None:
     """Check rows and cache of a pass or a recursion."""
     device = torch.device("cpu")
-    check_tensor("x", x, ("T", config.hidden), FLOAT, device)
+    check_tensor("x", x, shape=("T", config.hidden), dtypes=FLOAT, device=device)
     width = config.latent + config.rope
-    check_tensor("kv_cache", kv_cache, ("layers", "pages", "page", width), FLOAT, device)
+    check_tensor(
+        "kv_cache", kv_cache, shape=("layers", "pages", "page", width), dtypes=FLOAT, device=device
+    )
 
 
 def check_range(name: str, values: list[int], end: int) -> None:
@@ -155,8 +161,8 @@ def check_recursion(
     if min(counts) < 1 or list(counts) != sorted(counts, reverse=True):
         raise ValueError(f"counts: expected at least 1 each, not rising, found {list(counts)}")
     check_range("starts", list(starts), 2**31)
-    check_tensor("page_table", page_table, (rows, "max_pages"), COUNT, x.device)
+    check_tensor("page_table", page_table, shape=(rows, "max_pages"), dtypes=COUNT, device=x.device)
     ends = [start + count for start, count in zip(starts, counts, strict=True)]
     drafted = torch.tensor(ends, dtype=torch.int32)
     cu_q = torch.arange(rows + 1, dtype=torch.int32)
-    check_cached_lengths(rows, kv_cache, page_table, drafted, cu_q)
+    check_cached_lengths(rows, kv_cache, page_table=page_table, kv_lens=drafted, cu_q=cu_q)

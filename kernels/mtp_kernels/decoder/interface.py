@@ -154,7 +154,7 @@ class Backend(Protocol):
         """Return True for layers that this backend computes."""
 
     def pack(self, weights: LayerWeights) -> PackedLayer:
-        """Bring one layer into the backend's form; one by one no two copies of a model are held.
+        """Pack one layer into the backend's form, so that no second copy of a model is held.
 
         Raises TypeError for weights that are not float32.
         """

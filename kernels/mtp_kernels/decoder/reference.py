@@ -108,7 +108,7 @@ class Decoder:
         return len(self.layers)
 
     def __call__(self, x: torch.Tensor, layout: BatchLayout, kv_cache: torch.Tensor) -> None:
-        check_pass(self.config, len(self), x, layout, kv_cache)
+        check_pass(self.config, len(self), x=x, layout=layout, kv_cache=kv_cache)
         for layer, cache in zip(self.layers, kv_cache, strict=False):
             x += self._attention(layer, rms_norm(x, layer.input_norm, self._eps), layout, cache)
             x += feed_forward(self.config, layer, rms_norm(x, layer.post_norm, self._eps))
@@ -138,7 +138,7 @@ class Decoder:
         latent = rms_norm(latent, layer.latent_norm, self._eps)
         rope_key = self.rope.rotate(rope_key[:, None], layout.positions)[:, 0]
         cache.flatten(0, 1)[layout.slots] = torch.cat([latent, rope_key], dim=-1)
-        values = attend(self.config, layer, (q_nope, q_rope), layout, cache)
+        values = attend(self.config, layer, queries=(q_nope, q_rope), layout=layout, cache=cache)
         return values.flatten(1) @ layer.output.T
 
 
@@ -229,7 +229,9 @@ class Recursion:
         kv_cache: torch.Tensor,
     ) -> list[list[int]]:
         spans = (starts, counts)
-        check_recursion(self.parts.decoder.config, x, spans, page_table, kv_cache)
+        check_recursion(
+            self.parts.decoder.config, x, spans=spans, page_table=page_table, kv_cache=kv_cache
+        )
         return [
             self._drafts(row[None], start, count, (pages[None], kv_cache))
             for row, start, count, pages in zip(x, starts, counts, page_table, strict=True)

@@ -14,7 +14,7 @@ from mtp_kernels.quantize import cpu_rows
 from mtp_kernels.quantize.layouts import BLOCK, RowStats
 
 # numpy has neither bf16 nor fp8: the compiled loops see their bits, and the dtype of the bits
-# tells them how to read a source.
+# says how to read a source.
 _BITS = {torch.bfloat16: torch.uint16, torch.float8_e4m3fn: torch.uint8}
 _NO_BLOCK_SCALE = torch.empty(0, 0)
 

@@ -12,7 +12,7 @@ ROWS = 4  # of one program
 # Contraction would skip the rounding of code * block scale: the bits would differ.
 OPTIONS = {"num_warps": 4, "enable_fp_fusion": False}
 
-# Bits are what the kernels load; their dtype tells them how to read a source.
+# The kernels load bits; the dtype of the bits says how to read a source.
 _BITS = {torch.bfloat16: torch.uint16, torch.float8_e4m3fn: torch.uint8}
 
 

@@ -148,7 +148,16 @@ def make_workspace(
     choice). ValueError if a size is not positive.
     """
     sizes = Sizes(
-        batch, queries, max_q_len, kv_tokens, heads, latent, rope, page, dtype, kv_dtype or dtype
+        batch=batch,
+        queries=queries,
+        max_q_len=max_q_len,
+        kv_tokens=kv_tokens,
+        heads=heads,
+        latent=latent,
+        rope=rope,
+        page=page,
+        dtype=dtype,
+        kv_dtype=kv_dtype or dtype,
     )
     counts = (batch, queries, max_q_len, kv_tokens, heads, latent, rope, page, parts or 1)
     if min(counts) < 1:
@@ -184,8 +193,8 @@ def outputs(
     shape = tuple(q_latent.shape)
     if out is None:
         return torch.empty_like(q_latent), q_latent.new_empty(shape[:2], dtype=LSE_DTYPE)
-    check_tensor("out[0]", out[0], shape, (q_latent.dtype,), q_latent.device)
-    check_tensor("out[1]", out[1], shape[:2], (LSE_DTYPE,), q_latent.device)
+    check_tensor("out[0]", out[0], shape=shape, dtypes=(q_latent.dtype,), device=q_latent.device)
+    check_tensor("out[1]", out[1], shape=shape[:2], dtypes=(LSE_DTYPE,), device=q_latent.device)
     return out
 
 
@@ -244,12 +253,16 @@ def check_tensors(
 ) -> None:
     """Check types, shapes, dtypes, devices and layouts; on the CPU the contents too."""
     device = q_latent.device
-    check_tensor("q_latent", q_latent, ("T", "h", "c"), DTYPES, device)
+    check_tensor("q_latent", q_latent, shape=("T", "h", "c"), dtypes=DTYPES, device=device)
     queries, heads, latent = q_latent.shape
-    check_tensor("q_rope", q_rope, (queries, heads, "r"), (q_latent.dtype,), device)
+    check_tensor(
+        "q_rope", q_rope, shape=(queries, heads, "r"), dtypes=(q_latent.dtype,), device=device
+    )
     kv_dtypes = (q_latent.dtype, torch.float8_e4m3fn)
     width = latent + q_rope.shape[2]
-    check_tensor("kv_cache", kv_cache, ("pages", "page", width), kv_dtypes, device)
+    check_tensor(
+        "kv_cache", kv_cache, shape=("pages", "page", width), dtypes=kv_dtypes, device=device
+    )
     if (kv_cache.dtype == torch.float8_e4m3fn) != (kv_scale is not None):
         found = "none" if kv_scale is None else "one"
         raise ValueError(
@@ -258,10 +271,12 @@ def check_tensors(
         )
     if kv_scale is not None:
         shape = tuple(kv_cache.shape[:2])
-        check_tensor("kv_scale", kv_scale, shape, (torch.float32,), device)
-    check_tensor("page_table", page_table, ("b", "max_pages"), (torch.int32,), device)
+        check_tensor("kv_scale", kv_scale, shape=shape, dtypes=(torch.float32,), device=device)
+    check_tensor(
+        "page_table", page_table, shape=("b", "max_pages"), dtypes=(torch.int32,), device=device
+    )
     batch = len(page_table)
-    check_tensor("kv_lens", kv_lens, (batch,), (torch.int32,), device)
-    check_tensor("cu_q", cu_q, (batch + 1,), (torch.int32,), device)
+    check_tensor("kv_lens", kv_lens, shape=(batch,), dtypes=(torch.int32,), device=device)
+    check_tensor("cu_q", cu_q, shape=(batch + 1,), dtypes=(torch.int32,), device=device)
     if device.type == "cpu":
-        check_cached_lengths(queries, kv_cache, page_table, kv_lens, cu_q)
+        check_cached_lengths(queries, kv_cache, page_table=page_table, kv_lens=kv_lens, cu_q=cu_q)

@@ -57,7 +57,7 @@ class Inputs:
 
 
 class BumpAllocator:
-    """Hands out typed, aligned tensors of a workspace's byte buffer, front to back."""
+    """Bump allocator of typed, aligned tensors in a workspace's byte buffer, front to back."""
 
     ALIGNMENT_BYTES = 256
 

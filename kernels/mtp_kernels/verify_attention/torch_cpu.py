@@ -128,7 +128,11 @@ def attend_rows(inputs: Inputs, scratch: Scratch, request: int, rows: Rows) -> P
     for first in range(0, kv_len, step):
         span = (first, min(first + step, kv_len))
         tokens, token_scale = gather(inputs, scratch, request, span)
-        partials.append(attend_step(rows, tokens, first, inputs, token_scale, scratch))
+        partials.append(
+            attend_step(
+                rows, tokens, first=first, inputs=inputs, token_scale=token_scale, scratch=scratch
+            )
+        )
         partials = [merged(partials)]
     return partials[0]
 

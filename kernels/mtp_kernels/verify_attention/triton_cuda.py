@@ -42,13 +42,15 @@ def schedule_for(sizes: Sizes, parts: int | None, device: torch.device) -> Sched
         version = triton.__version__
         capability = torch.cuda.get_device_capability(device)
         processors = torch.cuda.get_device_properties(device).multi_processor_count
-    launch = launch_for(capability, version, sizes.dtype, sizes.kv_dtype, rows)
+    launch = launch_for(
+        capability, triton_version=version, dtype=sizes.dtype, kv_dtype=sizes.kv_dtype, rows=rows
+    )
     tiles = -(-rows // launch.rows)
     tokens = math.gcd(launch.tokens, sizes.page)
     if parts is not None:
-        return Schedule(launch, tokens, tiles, parts, 1)
+        return Schedule(launch, tokens=tokens, tiles=tiles, parts=parts, min_share=1)
     filling = max(1, processors * launch.programs_per_sm // tiles)
-    return Schedule(launch, tokens, tiles, filling, launch.min_share)
+    return Schedule(launch, tokens=tokens, tiles=tiles, parts=filling, min_share=launch.min_share)
 
 
 def layout(sizes: Sizes, schedule: Schedule) -> list[tuple[tuple[int, ...], torch.dtype]]:

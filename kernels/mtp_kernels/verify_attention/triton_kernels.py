@@ -92,7 +92,7 @@ def attend_range(
     for t in tl.range(t_start, t_end, TOKENS, num_stages=STAGES):
         t_next = t + TOKENS
         next_page = tl.load(page_ids + t_next // PAGE, mask=t_next < t_end, other=0)
-        # The last token stands for those past t_end, whose slots may hold anything, NaN too: they
+        # The last token replaces those past t_end, whose slots may hold anything, NaN too: they
         # are masked below. Cheaper in registers than masked loads.
         latent, rope, token_scale = load_block(
             kv_cache, kv_scale, page.to(tl.int64) * PAGE + t % PAGE,
@@ -157,7 +157,7 @@ def attend_kernel(
     first_request = tl.load(part_requests + part * 2)
     end_request = tl.load(part_requests + part * 2 + 1)
     # Without disable_licm, offsets of rows and tokens that are the same for every request would be
-    # held in registers across this loop, some 70 a thread, and spill.
+    # held in registers across this loop, some 70 per thread, and spill.
     for request in tl.range(first_request, end_request, disable_licm=True):
         share = tl.load(share_in)
         begin = part * share
@@ -185,7 +185,7 @@ def attend_kernel(
                 store_rows(out, lse, at, exists, acc, acc_lse * LN_2, LATENT)
             else:
                 # A part ends at most one request begun before it, and begins at most one that goes
-                # on after it: two slots a part.
+                # on after it: two slots per part.
                 slot = part * 2 + (first == 0).to(tl.int32)
                 at = slot.to(tl.int64) * max_rows + row
                 store_rows(part_out, part_lse, at, exists, acc, acc_lse, LATENT)

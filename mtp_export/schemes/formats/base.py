@@ -1,4 +1,4 @@
-"""Weight formats: the tensors on disk that hold a weight, and the numbers that they stand for."""
+"""Weight formats: the tensors on disk that hold a weight, and the numbers that they encode."""
 
 from __future__ import annotations
 

@@ -48,7 +48,7 @@ class WeightsEntry:
 def group(
     layout: str, weights: Mapping[str, Any], activations: Mapping[str, Any] | None
 ) -> dict[str, Any]:
-    """Return a group as it is written, but for its targets."""
+    """Return a group of a config, without its targets."""
     return {
         "weights": weights,
         "input_activations": activations,

@@ -36,7 +36,14 @@ class Fp8Block(WeightFormat):
 
     @classmethod
     def of_entry(cls, entry: WeightsEntry) -> Fp8Block | None:
-        block = WeightsEntry("float-quantized", "float", 8, "block", entry.group_size, _BLOCKS)
+        block = WeightsEntry(
+            "float-quantized",
+            kind="float",
+            bits=8,
+            strategy="block",
+            group_size=entry.group_size,
+            block=_BLOCKS,
+        )
         return cls(COMPRESSED_SCALE, SCALE_DTYPES) if entry == block else None
 
     def group(self, *, activations_fp8: bool) -> dict[str, Any]:

@@ -64,7 +64,14 @@ class Int8Channel(_PackQuantized):
 
     @classmethod
     def of_entry(cls, entry: WeightsEntry) -> Int8Channel | None:
-        own = WeightsEntry(_LAYOUT, "int", 8, "channel", entry.group_size, entry.block)
+        own = WeightsEntry(
+            _LAYOUT,
+            kind="int",
+            bits=8,
+            strategy="channel",
+            group_size=entry.group_size,
+            block=entry.block,
+        )
         return cls() if entry == own else None
 
     def group(self, *, activations_fp8: bool) -> dict[str, Any]:
@@ -115,7 +122,9 @@ class Int4Group(_PackQuantized):
     @classmethod
     def of_entry(cls, entry: WeightsEntry) -> Int4Group | None:
         size = entry.group_size
-        own = WeightsEntry(_LAYOUT, "int", 4, "group", size, entry.block)
+        own = WeightsEntry(
+            _LAYOUT, kind="int", bits=4, strategy="group", group_size=size, block=entry.block
+        )
         return cls(size) if size in GROUP_SIZES and entry == own else None
 
     def group(self, *, activations_fp8: bool) -> dict[str, Any]:

@@ -35,7 +35,7 @@ from mtp_runtime.teacher_forcing import (
 
 # Drafts whose loss decides; check `acceptance` reports those after them.
 _DEPTHS = 2
-# A layer is broken if its error is so many times that of the layer before it.
+# A layer is broken if its error is at least this multiple of that of the layer before it.
 _JUMP = 4.0
 
 
@@ -130,7 +130,7 @@ def _target(pair: Pair) -> Iterator[Item]:
     cause = "" if kl_holds and top1_holds else pair.where_it_starts()
     bound = f"at most {gate.kl_nats:g} nats ({pair.scheme})"
     yield judged(
-        "KL of the target's law",
+        "KL of the target's distribution",
         kl_holds,
         cause,
         figure=f"{kl.value:.2e}",

@@ -22,8 +22,8 @@ from mtp_runtime.teacher_forcing import logits_by_chunk
 LEAST_EXPLAINED = 0.98
 # A module whose two best tokens are this close, in logits, may draft either.
 NEAR_TIE = 1e-3
-# Rounding may change a reported probability by so much; a drafter bug changes most of them by more.
-# Rounding that sends a row to another expert changes more, and is rare: hence a share.
+# Rounding may change a reported probability by this much; a drafter bug changes most of them
+# by more. Rounding that sends a row to another expert changes more, and is rare: hence a share.
 LARGEST_SHIFT = 1e-3
 LEAST_EQUAL_DISTRIBUTIONS = 0.99
 
@@ -89,7 +89,7 @@ def drafter_items(corpus: Corpus, k: int) -> Iterator[Item]:
     )
     yield tokens.item(corpus, corpus.speculative(k), k)
     distributions = Comparison(
-        name="the drafter's laws are its module's",
+        name="the drafter's distributions are its module's",
         bound=f"{LEAST_EQUAL_DISTRIBUTIONS:.0%} within {LARGEST_SHIFT:g}",
         least=LEAST_EQUAL_DISTRIBUTIONS,
         compare=equal_distributions,

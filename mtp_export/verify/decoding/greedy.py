@@ -14,6 +14,7 @@ from mtp_export.verify.diagnosis import causes
 from mtp_export.verify.evidence.decode import Build, Decoded, decode
 from mtp_export.verify.evidence.noise import measured_noise
 from mtp_export.verify.evidence.prompts import Prompt
+from mtp_runtime.config import NO_DRAFTS
 from mtp_runtime.drafters import DRAFTERS
 from mtp_runtime.drafters.known_answers import KnownAnswersDrafter
 from mtp_runtime.models.load import LoadOptions
@@ -115,7 +116,7 @@ def _drafters(trial: Trial) -> Iterator[tuple[str, str, int, Build | None]]:
     for k in range(1, MOST_DRAFTS + 1):
         yield "mtp", "mtp", k, None
     for method in DRAFTERS:
-        if method not in ("none", "mtp"):
+        if method not in (NO_DRAFTS, "mtp"):
             yield method, method, 3, None
     for right_for in range(MOST_DRAFTS):
         name = "never right" if right_for == 0 else f"right for {right_for}"

@@ -25,6 +25,7 @@ from mtp_export.verify.evidence.pass_through import PassThroughDrafter
 from mtp_export.verify.evidence.prompts import Prompt
 from mtp_export.verify.evidence.statistics import critical_chi_square
 from mtp_runtime.acceptance.base import Draft
+from mtp_runtime.config import NO_DRAFTS
 from mtp_runtime.drafters import DRAFTERS
 from mtp_runtime.drafters.base import Drafter, DrafterParts
 from mtp_runtime.request import Request
@@ -62,7 +63,7 @@ class SumInspector(PassThroughDrafter):
 def run(context: Context) -> Iterator[Item]:
     """Exact distributions with every drafter, the limit of top_p, and the real model's."""
     for method in DRAFTERS:
-        if method != "none":
+        if method != NO_DRAFTS:
             yield _exact(method)
     yield _top_p_limit(context)
     yield _chi_square(context)
@@ -86,7 +87,7 @@ def _exact(method: str) -> Item:
         if away >= worst:
             worst, where = away, name
     return judged(
-        f"exact law, {method}",
+        f"exact distribution, {method}",
         worst <= LARGEST_DISTANCE,
         causes.reported_sum(broken) if broken else causes.NOT_DRAWN_AS_REPORTED,
         figure=f"total variation {worst:.1e} ({where})",
@@ -95,7 +96,7 @@ def _exact(method: str) -> Item:
 
 
 def _top_p_limit(context: Context) -> Item:
-    """With top_p 0, which keeps the best token alone, sampling equals greedy decoding."""
+    """Sampling with top_p 0, which keeps only the best token, equals greedy decoding."""
     corpus = context.corpus
     tokens = min(8, corpus.new_tokens)
     prompts = list(corpus.prompts[:4])

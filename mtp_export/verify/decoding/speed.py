@@ -19,6 +19,7 @@ from mtp_export.verify.evidence.decode import Build, decode
 from mtp_export.verify.evidence.pass_through import PassThroughDrafter
 from mtp_export.verify.evidence.prompts import Prompt
 from mtp_runtime.acceptance.base import Draft
+from mtp_runtime.config import NO_DRAFTS
 from mtp_runtime.drafters import DRAFTERS
 from mtp_runtime.drafters.base import Drafter, DrafterParts, Pass
 from mtp_runtime.request import Request
@@ -92,7 +93,7 @@ def in_turns(corpus: Corpus, prompts: list[Prompt], k: int) -> tuple[Timing, Tim
     """Plain and speculative decoding, one right after the other, so that a machine that is slow for
     a while is slow for both; of a few such turns the one of median gain."""
     turns = [
-        (_timed(corpus, prompts, method="none", k=1), _timed(corpus, prompts, method="mtp", k=k))
+        (_timed(corpus, prompts, method=NO_DRAFTS, k=1), _timed(corpus, prompts, method="mtp", k=k))
         for _ in range(_TURNS)
     ]
     return sorted(turns, key=lambda turn: gain_of(*turn))[_TURNS // 2]
@@ -113,7 +114,7 @@ def _timed(corpus: Corpus, prompts: list[Prompt], *, method: str, k: int) -> Tim
         timed.append(TimedDrafter(DRAFTERS[method].build(parts)))
         return timed[0]
 
-    planted: Build | None = None if method == "none" else build
+    planted: Build | None = None if method == NO_DRAFTS else build
     decoded = decode(corpus.model, prompts, params, method=method, k=k, build=planted)
     first = max(r.metrics.first_token_seconds for r in decoded.requests)
     last = max(r.metrics.finished_seconds for r in decoded.requests)

@@ -19,7 +19,7 @@ from mtp_export.verify.evidence.corpus import Corpus, Drafts, judge
 from mtp_export.verify.evidence.statistics import Estimate, ratio
 from mtp_runtime.teacher_forcing import Anchors, DraftInputs, draft_states, overlaps
 
-# A variant is better if the target's best tokens gain so many nats, and the interval of the gain
+# A variant is better if the target's best tokens gain this many nats, and the interval of the gain
 # lies above 0. The first bound excludes variants that make no difference, the second excludes
 # chance.
 LEAST_GAIN_NATS = 0.03

@@ -132,7 +132,7 @@ ROWS_DEPEND_ON_BATCH = (
 
 def limit_inside_block(limit: str) -> str:
     """limit: "max_tokens" or "the end token"."""
-    return f"{limit} inside a block is not respected: accepted drafts after it are put out"
+    return f"{limit} inside a block is not respected: accepted drafts after it are output"
 
 
 def no_near_tie(margin: float) -> str:
@@ -151,7 +151,7 @@ NOT_DRAWN_AS_REPORTED = (
 PAIRS_OFF = (
     "wrong proposal distribution: sampled pairs of tokens do not follow the target's distribution"
 )
-NUCLEUS_WRONG = "with top_p 0 another token than the best is put out: the nucleus is cut wrongly"
+NUCLEUS_WRONG = "with top_p 0 another token than the best is output: the nucleus is cut wrongly"
 
 
 def reported_sum(total: float) -> str:

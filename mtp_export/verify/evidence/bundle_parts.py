@@ -43,7 +43,7 @@ class PartLayout:
 
 
 def layout_of(part: BundlePart, target: Target, main_layers: int) -> PartLayout:
-    """What an opened part must hold, its draft named for a target.
+    """Tensors that an opened part must hold, its draft named for a target.
 
     Raises what stored_model and stored_draft raise for a config that cannot be followed.
     """

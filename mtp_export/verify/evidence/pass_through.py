@@ -1,4 +1,4 @@
-"""A drafter that hands every call on to another: base of those that look on at a run."""
+"""Drafter that passes every call to another: base of those that observe a run."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from mtp_runtime.request import Request
 
 @dataclass
 class PassThroughDrafter:
-    """Do what another drafter does; a subclass overrides the calls that it looks at."""
+    """Pass every call to another drafter; a subclass overrides the calls that it observes."""
 
     inner: Drafter
 
     def observe(self, passes: Sequence[Pass]) -> None:
-        """Hand on what the target computed."""
+        """Pass on what the target computed."""
         self.inner.observe(passes)
 
     def propose(self, requests: Sequence[Request], counts: Sequence[int]) -> list[Draft]:
@@ -25,5 +25,5 @@ class PassThroughDrafter:
         return self.inner.propose(requests, counts)
 
     def forget(self, request: Request) -> None:
-        """Let the other drafter forget a request."""
+        """Pass on that a request is forgotten."""
         self.inner.forget(request)

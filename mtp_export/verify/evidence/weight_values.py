@@ -1,4 +1,4 @@
-"""Stored weights as the numbers that they stand for, in row pieces of bounded size."""
+"""Stored weights as the numbers that they encode, in row pieces of bounded size."""
 
 from __future__ import annotations
 

@@ -17,7 +17,7 @@ from mtp_export.checkpoint.reader import Checkpoint
 from mtp_export.checkpoint.tensor_reader import TensorReader
 from mtp_export.progress import ProgressCallback, format_bytes
 from mtp_export.verify.check import Item, Problem, failed, not_tested, verdict
-from mtp_export.verify.evidence.parallel import in_threads
+from mtp_export.verify.evidence.tensor_threads import in_threads
 
 if TYPE_CHECKING:
     from mtp_export.verify.context import Context

@@ -12,20 +12,21 @@ from typing import TYPE_CHECKING, Any
 from mtp_export.checkpoint.bundle_folder import MAIN, MTP
 from mtp_export.checkpoint.header import TensorInfo
 from mtp_export.errors import MtpExportError
+from mtp_export.schemes import SCHEMES
 from mtp_export.schemes.discrepancies import Discrepancy, compare
 from mtp_export.schemes.native import quantization_of
+from mtp_export.schemes.storage import mixes_integers_with_fp8
 from mtp_export.schemes.stored import StoredModel, StoredWeight
+from mtp_export.targets.base import DraftReading, Engine
 from mtp_export.verify.check import Item, Problem, failed, not_tested, verdict
 from mtp_export.verify.evidence.bundle_parts import PartLayout
 
 if TYPE_CHECKING:
     from mtp_export.verify.context import Context
 
-_SGLANG_DRAFT = "model.decoder"
-
 
 def promise_items(context: Context) -> Iterator[Item]:
-    """Each part compared with its own config, and the draft as vLLM and SGLang will read it."""
+    """Each part compared with its own config, and the draft as its engines will read it."""
     yield _advertised(context)
     for part in context.parts:
         if part.checkpoint is None:
@@ -38,7 +39,7 @@ def promise_items(context: Context) -> Iterator[Item]:
             yield failed(f"{part.name}: config", str(error), subject=subject)
             continue
         yield from _part_items(layout)
-        if part.name == MTP and context.target.name == "hf":
+        if part.name == MTP:
             yield from _draft_items(context, layout)
 
 
@@ -162,55 +163,64 @@ def _promised(weight: StoredWeight) -> str:
 
 
 def _draft_items(context: Context, layout: PartLayout) -> Iterator[Item]:
-    """The draft as vLLM reads it, by the main config, and as SGLang does, by its own names."""
-    engines = _readers(context)
-    if "vLLM" in engines:
-        name = "mtp: precision as vLLM reads it"
-        if context.main is None:
-            yield not_tested(name, "main/ is not there or cannot be opened")
-        else:
-            config = quantization_of(context.main.config)
-            why = "vLLM builds the draft with the quantization_config of main/config.json"
-            yield _as_read(name, layout, config=config, why=why)
-    if "SGLang" in engines:
-        config = quantization_of(layout.checkpoint.config)
-        why = f"SGLang knows the draft's layer as {_SGLANG_DRAFT} and rewrites patterns literally"
-        name = "mtp: precision as SGLang reads it"
-        yield _as_read(name, layout, config=config, why=why, rewritten=True)
+    """The draft compared with what each engine that reads it expects."""
+    for engine in _readers(context):
+        assert engine.draft_reading is not None, f"_readers returned {engine.name}"
+        name = f"{layout.name}: precision as {engine.title} reads it"
+        config = layout.checkpoint.config
+        if engine.draft_reading.by_main_config:
+            if context.main is None:
+                yield not_tested(name, "main/ is not there or cannot be opened")
+                continue
+            config = context.main.config
+        yield _as_read(name, layout, quantization_of(config), engine.draft_reading)
 
 
-def _readers(context: Context) -> tuple[str, ...]:
-    """Engines that read a draft in the released names."""
-    if context.recorded("reader") == "sglang" or context.recorded("format") == "w4afp8":
-        return ("SGLang",)
-    if context.recorded("base_quant") == "a8w8_fp8_wint4":
-        return ("vLLM",)
-    return ("vLLM", "SGLang")
+def _readers(context: Context) -> list[Engine]:
+    """Engines whose reading of the draft is known and that the bundle was written for.
+
+    Integers beside fp8 in the main part, and configs that each describe one folder, are written for
+    engines of the recorded dialect only.
+    """
+    scheme = SCHEMES.get(str(context.recorded("base_quant")))
+    storages = scheme.recorded_storages(context.recorded_options) if scheme else frozenset()
+    engines = [
+        engine
+        for engine in context.target.engines
+        if engine.draft_reading is not None and storages <= engine.storages
+    ]
+    of_dialect = [
+        engine
+        for engine in engines
+        if engine.dialect is not None and engine.dialect.name == context.recorded("reader")
+    ]
+    own_config = any(engine.dialect and engine.dialect.own_config for engine in of_dialect)
+    return of_dialect if own_config or mixes_integers_with_fp8(storages) else engines
 
 
-def _as_read(
-    name: str, layout: PartLayout, *, config: Any, why: str, rewritten: bool = False
-) -> Item:
+def _as_read(name: str, layout: PartLayout, config: Any, reading: DraftReading) -> Item:
     """The draft's tensors compared with what an engine expects by a quantization_config."""
     specs = [one.weight for one in layout.stored.weights.values()]
     tensors: Mapping[str, TensorInfo] = layout.checkpoint.tensors
     rename: Callable[[str], str] = str
-    if rewritten:
-        rename = partial(_as_sglang, sorted({f"model.layers.{spec.mtp_layer}" for spec in specs}))
+    if reading.layer_name is not None:
+        layers = sorted({f"model.layers.{spec.mtp_layer}" for spec in specs})
+        rename = partial(_with_layer_name, layers, reading.layer_name)
         config = json.loads(rename(json.dumps(config)))
         tensors = {rename(key): tensor for key, tensor in tensors.items()}
     try:
         read = layout.stored.reread(config, rename)
     except MtpExportError as error:
-        return failed(name, f"{why}: {error}", subject="config.json")
+        return failed(name, f"{reading.reason}: {error}", subject="config.json")
     presence, precision = _sorted_out(tensors, read)
     problems = [
-        Problem(problem.subject, f"{why}: {problem.words}") for problem in presence + precision
+        Problem(problem.subject, f"{reading.reason}: {problem.words}")
+        for problem in presence + precision
     ]
     return verdict(name, problems, f"{len(specs):,} weights")
 
 
-def _as_sglang(layers: Sequence[str], text: str) -> str:
+def _with_layer_name(layers: Sequence[str], layer_name: str, text: str) -> str:
     for layer in layers:
-        text = text.replace(layer, _SGLANG_DRAFT)
+        text = text.replace(layer, layer_name)
     return text

@@ -47,5 +47,5 @@ def _case(suite: ElementTree.Element, class_name: str, item: Item) -> None:
 
 
 def _clean(text: str) -> str:
-    """Without the control characters that XML cannot hold."""
+    """Text without the control characters that XML cannot hold."""
     return "".join(c if c.isprintable() or c == "\n" else "?" for c in text)

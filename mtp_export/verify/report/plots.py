@@ -61,7 +61,9 @@ def intervals(rows: Sequence[Interval]) -> str:
                 f' y1="{y}" y2="{y}"/>'
             )
         parts.append(f'<circle class="s{row.series}" cx="{x(row.value):.1f}" cy="{y}" r="4.5"/>')
-        parts.append(_text(_WIDTH - _RIGHT, y + 4, f"{row.value:.1%}", "end", "strong"))
+        parts.append(
+            _text(_WIDTH - _RIGHT, y + 4, text=f"{row.value:.1%}", anchor="end", style="strong")
+        )
     return _svg(height, parts)
 
 
@@ -79,7 +81,7 @@ def bars(rows: Sequence[Bar]) -> str:
             f'<rect class="s{row.series}" x="{left}" y="{y + 5}" width="{width:.1f}" height="16"'
             ' rx="2"/>'
         )
-        parts.append(_text(left + width + 6, y + 17, row.text, "start", "strong"))
+        parts.append(_text(left + width + 6, y + 17, text=row.text, anchor="start", style="strong"))
     return _svg(height, parts)
 
 

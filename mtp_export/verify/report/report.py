@@ -91,7 +91,7 @@ class Report:
 
 
 def report_of(context: Context, results: tuple[CheckResult, ...], seconds: float) -> Report:
-    """The report of the checks that ran over a context, which took so many seconds."""
+    """The report of the checks that ran over a context, and of their duration."""
     manifest = context.manifest or {}
     shards = (manifest.get("source") or {}).get("shards") or {}
     facts = {

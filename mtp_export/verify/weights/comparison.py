@@ -24,7 +24,7 @@ from mtp_export.verify.check import Item, Problem, not_tested, verdict
 from mtp_export.verify.diagnosis import causes
 from mtp_export.verify.diagnosis.weight_bugs import Sources, explain
 from mtp_export.verify.evidence.bundle_parts import PartLayout
-from mtp_export.verify.evidence.parallel import in_threads
+from mtp_export.verify.evidence.tensor_threads import in_threads
 from mtp_export.verify.evidence.weight_values import WeightOnDisk, weights_on_disk
 from mtp_export.verify.gates import GATES
 

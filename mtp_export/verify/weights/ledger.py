@@ -17,7 +17,7 @@ from mtp_export.verify import gates
 from mtp_export.verify.check import Item, Problem, failed, not_tested, passed, verdict
 from mtp_export.verify.diagnosis import causes
 from mtp_export.verify.evidence.bundle_parts import PartLayout
-from mtp_export.verify.evidence.parallel import in_threads
+from mtp_export.verify.evidence.tensor_threads import in_threads
 from mtp_export.verify.evidence.weight_values import WeightOnDisk, weights_on_disk
 from mtp_export.verify.weights.tensor_facts import TensorFacts, facts_of
 
@@ -187,7 +187,7 @@ def _no_twins(facts: dict[str, list[TensorFacts]]) -> Item:
         if twin is not fact:
             words = causes.taken_for_another(fact.weight.name, twin.weight.name)
             problems.append(Problem(fact.weight.name, words))
-    return verdict("no linear stands twice", problems)
+    return verdict("no linear is stored twice", problems)
 
 
 def _shared(context: Context, found: Sequence[PartLayout]) -> Iterator[Item]:

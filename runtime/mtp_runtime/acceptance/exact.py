@@ -1,4 +1,4 @@
-"""Exact acceptance: what is put out follows the target's distribution, whatever the drafts are.
+"""Exact acceptance: the output follows the target's distribution, whatever the drafts are.
 
 Source: Leviathan et al., Fast Inference from Transformers via Speculative Decoding, algorithm 1. It
 needs the full distribution that each draft was drawn from.

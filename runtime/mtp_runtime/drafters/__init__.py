@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from mtp_runtime.config import NO_DRAFTS
 from mtp_runtime.drafters.base import DrafterType
 from mtp_runtime.drafters.draft_model import ModelDrafter
 from mtp_runtime.drafters.mtp import MtpDrafter
@@ -9,7 +10,7 @@ from mtp_runtime.drafters.ngram import NgramDrafter
 from mtp_runtime.drafters.none import NoDrafter
 
 DRAFTERS: dict[str, DrafterType] = {
-    "none": DrafterType(NoDrafter),
+    NO_DRAFTS: DrafterType(NoDrafter),
     "mtp": DrafterType(MtpDrafter, needs_mtp=True),
     "inference_with_reference": DrafterType(NgramDrafter),
     "draft_model": DrafterType(ModelDrafter, needs_draft_model=True),

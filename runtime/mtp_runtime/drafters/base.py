@@ -41,8 +41,7 @@ class DrafterParts:
 
 
 class Drafter(Protocol):
-    """Proposes tokens. It must draw from the distribution that it reports, and may be as wrong as
-    it likes."""
+    """Proposes tokens, drawn from the distribution that it reports, which may be any."""
 
     def observe(self, passes: Sequence[Pass]) -> None:
         """Take in what the target computed, before any call of propose for these requests."""

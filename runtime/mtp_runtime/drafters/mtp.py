@@ -64,7 +64,9 @@ class MtpDrafter:
             for own, out in zip(rows, self._run(depth, rows), strict=True):
                 last = self._last_outputs(own.request)
                 if depth + 1 < len(self._modules):
-                    following.append(_rows_behind(module, depth, own, last[depth], out))
+                    following.append(
+                        _rows_behind(module, depth, rows=own, before=last[depth], out=out)
+                    )
                 if len(out):
                     last[depth] = out[-1]
             rows = following
@@ -99,7 +101,7 @@ class MtpDrafter:
             missing = self._pages.missing_pages(request.cached, start + count)
             assert not missing, "drafts have no place in the cache"
         table = page_table([request.cached for request in requests], self._device)
-        drafts = recursion(x, starts, counts, table, self._caches[0])
+        drafts = recursion(x, starts=starts, counts=counts, page_table=table, cache=self._caches[0])
         for chain, tokens in zip(chains, drafts, strict=True):
             chain.tokens += tokens
 

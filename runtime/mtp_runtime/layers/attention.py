@@ -1,7 +1,7 @@
 """Interface of attention layers, and the forward pass that they see.
 
 Anything that mixes the rows of a request is an attention here: full, sparse or recurrent. It owns
-its weights and says what it caches per token; nobody else knows the width of a cache entry.
+its weights and says what it caches per token; nothing else knows the width of a cache entry.
 """
 
 from __future__ import annotations

@@ -54,10 +54,10 @@ class Mla:
             q_latent,
             q_rope.contiguous(),
             kv_cache,
-            layout.page_table,
-            layout.kv_lens,
-            layout.cu_q,
-            self.scale,
+            page_table=layout.page_table,
+            kv_lens=layout.kv_lens,
+            cu_q=layout.cu_q,
+            scale=self.scale,
             backend=forward.backend,
         )[0]
         return self.finish(attended)

@@ -66,7 +66,7 @@ class ModelBuilder(ABC):
             modules = tuple(
                 self.mtp_module(model, layer, contract) for layer in self.family.mtp_layers
             )
-        return Model(self.config, embedding, main, head, modules)
+        return Model(self.config, embedding=embedding, layers=main, head=head, mtp_modules=modules)
 
     def layer(self, index: int) -> DecoderLayer:
         """Load one layer, main or MTP."""

@@ -23,7 +23,7 @@ from mtp_runtime.layers.norm import RmsNorm
 from mtp_runtime.layers.rope import Rope
 from mtp_runtime.models.model import Layers, MtpModule, Recursion, RowStep, TorchLayers
 
-# Names that the kernels know the parts of a layer by.
+# Names of the parts of a layer that the kernels run.
 KINDS: dict[type, str] = {Mla: "mla", Mlp: "dense", SigmoidRouter: "sigmoid_moe"}
 
 
@@ -68,7 +68,7 @@ class CompiledLayers:
 
 @dataclass(frozen=True)
 class MixedLayers:
-    """Runs of layers, each with an execution of its own, one behind the other."""
+    """Runs of layers in sequence, each with its own execution."""
 
     runs: tuple[Layers, ...]
 
@@ -102,7 +102,9 @@ class CompiledRecursion:
         page_table: torch.Tensor,
         cache: Cache,
     ) -> list[list[int]]:
-        return self.recursion(x, starts, counts, page_table, stacked(cache))
+        return self.recursion(
+            x, starts=starts, counts=counts, page_table=page_table, kv_cache=stacked(cache)
+        )
 
 
 @dataclass(frozen=True)
@@ -148,7 +150,7 @@ class CompiledExecution:
 
 
 def kind_of(layer: DecoderLayer) -> kernels.LayerKind:
-    """Return the kind of a layer; a part without a name stands for itself, and is not run."""
+    """Return the kind of a layer; a part without a name is kept as it is, and no kernel runs it."""
     feed_forward = layer.feed_forward
     deciding = feed_forward.router if isinstance(feed_forward, Moe) else feed_forward
     types = type(layer.attention), type(deciding)

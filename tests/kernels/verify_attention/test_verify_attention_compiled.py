@@ -43,7 +43,7 @@ def test_every_tuned_launch(tmp_path: Path, capability: str) -> None:
 
 
 def test_tiles_of_64_rows_use_wgmma_on_hopper(tmp_path: Path) -> None:
-    """By any Triton; under 3.9, which spills, the tile is compiled here but in no table."""
+    """Every Triton uses it; 3.9 spills, so that its table lacks the tile that is compiled here."""
     (row,) = compile_report(tmp_path, "--rows-64")
     assert row["wgmma"] > 0 and row["mma"] == 0
     assert row["spilled_bytes"] <= 192

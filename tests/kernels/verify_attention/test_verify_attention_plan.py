@@ -52,7 +52,7 @@ def test_every_block_is_dealt_once_and_evenly(
 
 
 def test_equal_requests_that_fit_one_part_each_are_not_split(interpreter: Interpreter) -> None:
-    """128 requests on 132 parts: 125 blocks a part would be even, 128 split nobody."""
+    """128 requests on 132 parts: 125 blocks per part would be even, 128 split no request."""
     _, part_requests, share = interpreter.plan([4] * 128, [4096] * 128, 132, TOKENS, 4)
     assert share == 128
     assert part_requests[:256] == [bound for part in range(128) for bound in (part, part + 1)]
@@ -67,6 +67,6 @@ def test_one_request_is_split_no_finer_than_the_smallest_share(interpreter: Inte
 def test_unequal_requests_begin_a_part_each_where_that_is_nearly_even(
     interpreter: Interpreter,
 ) -> None:
-    """10, 12 and 11 blocks on 3 parts: 12 a part split nobody, 11 would split two."""
+    """10, 12 and 11 blocks on 3 parts: 12 per part split no request, 11 would split two."""
     starts, part_requests, share = interpreter.plan([1] * 3, [320, 384, 352], 3, TOKENS, 1)
     assert (starts, share, part_requests) == ([0, 12, 24, 36], 12, [0, 1, 1, 2, 2, 3])

@@ -127,7 +127,7 @@ class Decoder:
 
     def __call__(self, x: torch.Tensor, layout: BatchLayout, kv_cache: torch.Tensor) -> None:
         """Run the stream x [T, d] through the layers, in place."""
-        check_pass(self.config, len(self), x, layout, kv_cache)
+        check_pass(self.config, len(self), x=x, layout=layout, kv_cache=kv_cache)
         heads = self.sizes.heads
         tiles, waves, parts = plan(layout.cu_q.numpy(), layout.kv_lens.numpy(), heads)
         batch = Batch(
@@ -152,7 +152,7 @@ class Decoder:
         )
 
     def scratch(self, count: int, parts: int) -> Scratch:
-        """Return memory for a pass of so many rows, and parts of attention."""
+        """Return memory for a pass over a number of rows, and parts of attention."""
         sizes, picked = self.sizes, self.config.experts_per_token
         query = sizes.query_rank or sizes.heads * (sizes.nope + sizes.rope)
         width = panels_of(query + sizes.latent + sizes.rope) * PANEL
@@ -236,7 +236,9 @@ class Recursion:
     ) -> list[list[int]]:
         """Draft counts[i] tokens for each row of x [b, d], which is overwritten."""
         decoder, team = self._decoder, process_team()
-        check_recursion(decoder.config, x, (starts, counts), page_table, kv_cache)
+        check_recursion(
+            decoder.config, x, spans=(starts, counts), page_table=page_table, kv_cache=kv_cache
+        )
         chains = Chains(
             starts=np.array(starts),
             counts=np.array(counts),

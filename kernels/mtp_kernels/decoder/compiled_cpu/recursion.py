@@ -163,7 +163,7 @@ def most_parts(chains: Any, steps: Any, heads: Any) -> Any:
 
 @inner
 def part_of(scratch: Any, rows: Any, sizes: Any) -> Scratch:
-    """Return the scratch memory of so many rows."""
+    """Return the part of the scratch memory that the first rows use."""
     return Scratch(
         scratch.projected[:rows],
         scratch.queries[: rows * sizes.heads],

@@ -70,7 +70,7 @@ def block_of(x: Any, first: Any, last: Any) -> Any:
 
 @compiled
 def panels_of(columns: Any) -> Any:
-    """Return the number of panels that so many outputs fill."""
+    """Return the number of panels that hold a number of outputs."""
     return -(-columns // PANEL)
 
 

@@ -69,7 +69,7 @@ class PackedLayer:
         return int(self.record["inner"][0])
 
     def experts_per_row(self, picked: int) -> int:
-        """Return the experts that a row goes through, of which so many are picked."""
+        """Return the number of experts that a row goes through, given those picked."""
         return int(self.record["shared"][0]) + picked * bool(self.record["routed"][0])
 
 
