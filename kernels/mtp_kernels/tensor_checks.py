@@ -51,7 +51,7 @@ def check_shape(
 
 def check_cached_lengths(
     rows: int,
-    kv_cache: torch.Tensor,  # [pages, page, width]
+    kv_cache: torch.Tensor,  # [.., pages, page, width]
     page_table: torch.Tensor,
     kv_lens: torch.Tensor,
     cu_q: torch.Tensor,
@@ -62,13 +62,14 @@ def check_cached_lengths(
         raise ValueError(f"cu_q: expected 0 rising to {rows}, found {starts}")
     if not lengths:
         return
-    pages, page = kv_cache.shape[:2]
+    pages, page = kv_cache.shape[-3:-1]
     capacity = page_table.shape[1] * page
     if min(lengths) < 0 or max(lengths) > capacity:
         raise ValueError(f"kv_lens: expected 0 to {capacity} tokens, found {lengths}")
-    outside = (page_table < 0) | (page_table >= pages)
-    if not outside.any():  # telling used pages from unused ones costs more
+    low, high = (int(end) for end in page_table.aminmax()) if capacity else (0, -1)
+    if low >= 0 and high < pages:  # telling used pages from unused ones costs more
         return
+    outside = (page_table < 0) | (page_table >= pages)
     outside &= torch.arange(page_table.shape[1]) * page < kv_lens[:, None]
     if outside.any():
         request, column = outside.nonzero()[0].tolist()

@@ -23,6 +23,7 @@ from cases import (
     export,
     looks_finished,
     make_checkpoint,
+    nightly_but,
     read_json,
     run_in_a_fork,
     tree,
@@ -46,7 +47,9 @@ def whole(pristine: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str,
 
 
 @pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
+@pytest.mark.parametrize("first", nightly_but([1], (1, 8, 15)))
 def test_death_at_every_disk_call(
+    first: int,
     pristine: Path,
     tmp_path: Path,
     whole: dict[str, bytes],
@@ -56,7 +59,7 @@ def test_death_at_every_disk_call(
     monkeypatch.setattr(writer, "MIN_DIRECT_BYTES", 2 * PAGE_BYTES)
     monkeypatch.setattr(writer, "WRITE_BUFFER_BYTES", 2 * PAGE_BYTES)
     died = resumed = 0
-    for call_number in range(1, 2000, 7):
+    for call_number in range(first, 2000, 21):
         output = tmp_path / f"died-at-{call_number}"
         if run_in_a_fork(partial(export, pristine, output, *OPTIONS), call_number) == 0:
             break
@@ -68,14 +71,15 @@ def test_death_at_every_disk_call(
         assert tree(output) == whole, call_number
     else:
         pytest.fail("the run never got through")
-    assert died > 50
-    assert resumed > 50
+    assert died > 16
+    assert resumed > 16
 
 
 @pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
 @pytest.mark.parametrize("before", ["empty folder", "another bundle", "unfinished run"])
+@pytest.mark.parametrize("first", nightly_but([1], (1, 3, 5)))
 def test_death_with_links_and_something_there_before(
-    before: str, pristine: Path, tmp_path: Path
+    first: int, before: str, pristine: Path, tmp_path: Path
 ) -> None:
     """Death at each disk call, with an output that existed: the rerun needs no other option,
     keeps the source whole, and leaves nothing of what was there."""
@@ -84,7 +88,7 @@ def test_death_with_links_and_something_there_before(
     options = (*FEWER, "--overwrite") if before == "another bundle" else FEWER
     if before == "unfinished run":
         options = (*FEWER, "--no-resume")
-    for call_number in range(1, 2000, 1 if before == "empty folder" else 3):
+    for call_number in range(first, 2000, 3 if before == "empty folder" else 6):
         output = tmp_path / f"died-at-{call_number}"
         output.mkdir()
         if before == "another bundle":

@@ -170,6 +170,7 @@ def test_linked_shards_are_not_called_tested(reports: Path, tmp_path: Path) -> N
     assert linked[0]["status"] == "not tested" and "--checksums all" in linked[0]["cause"]
 
 
+@pytest.mark.nightly  # a demo of every push runs the same checks
 @pytest.mark.timeout(900)  # a whole run of a whole model
 def test_the_pipeline_of_the_ci_page_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     page = (ROOT / "docs/ci.md").read_text()

@@ -122,7 +122,7 @@ def check_pass(
     check_range("positions", layout.positions.tolist(), 2**31)
     check_range("slots", layout.slots.tolist(), kv_cache.shape[1] * kv_cache.shape[2])
     check_cached_lengths(
-        rows, kv_cache[0], page_table=layout.page_table, kv_lens=layout.kv_lens, cu_q=layout.cu_q
+        rows, kv_cache, page_table=layout.page_table, kv_lens=layout.kv_lens, cu_q=layout.cu_q
     )
 
 
@@ -165,4 +165,4 @@ def check_recursion(
     ends = [start + count for start, count in zip(starts, counts, strict=True)]
     drafted = torch.tensor(ends, dtype=torch.int32)
     cu_q = torch.arange(rows + 1, dtype=torch.int32)
-    check_cached_lengths(rows, kv_cache[0], page_table=page_table, kv_lens=drafted, cu_q=cu_q)
+    check_cached_lengths(rows, kv_cache, page_table=page_table, kv_lens=drafted, cu_q=cu_q)

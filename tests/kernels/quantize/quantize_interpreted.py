@@ -7,7 +7,7 @@ import sys
 from quantize_cases import disagreements
 
 # Ragged rows of a program, ragged segments and blocks, more than one block in each direction.
-SHAPES = [(5, 128), (2, 288), (3, 130), (130, 4)]
+SHAPES = [(3, 130), (130, 4), (5, 128), (2, 288)]
 
 if __name__ == "__main__":
-    sys.exit("\n".join(disagreements(SHAPES, "triton_cuda")) or 0)
+    sys.exit("\n".join(disagreements(SHAPES[: int(sys.argv[1])], "triton_cuda")) or 0)

@@ -13,6 +13,7 @@ import pytest
 import torch
 from quantize_cases import disagreements, fp8_source, gaussian, operations, same_bits, sources
 
+from cases import nightly_but
 from mtp_kernels.quantize import BACKENDS
 
 HERE = Path(__file__).resolve().parent
@@ -25,11 +26,12 @@ def test_cpu_is_the_reference_to_the_bit(shape: tuple[int, int]) -> None:
     assert disagreements([shape], "cpu") == []
 
 
-def test_triton_interpreted_is_the_reference_to_the_bit() -> None:
+@pytest.mark.parametrize("shapes", nightly_but([2], (2, 4)))
+def test_triton_interpreted_is_the_reference_to_the_bit(shapes: int) -> None:
     pytest.importorskip("triton")
     path = os.pathsep.join(str(folder) for folder in (HERE, ROOT / "kernels"))
     run = subprocess.run(
-        [sys.executable, HERE / "quantize_interpreted.py"],
+        [sys.executable, HERE / "quantize_interpreted.py", str(shapes)],
         env=os.environ | {"TRITON_INTERPRET": "1", "PYTHONPATH": path},
         capture_output=True,
         text=True,
