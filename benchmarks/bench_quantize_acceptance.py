@@ -208,7 +208,7 @@ def written(model: Model, prompts: Prompts, new_tokens: int) -> Texts:
 
 
 def table(rows: Mapping[str, Any]) -> str:
-    """The README's table."""
+    """Return the table of docs/benchmarks.md."""
     lines = [
         "| base + mtp | k = 1, decoding | minus source, points | k = 1, same texts "
         "| minus source, points | drafts 2, 3 of 3 |",
