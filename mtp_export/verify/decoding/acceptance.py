@@ -9,13 +9,13 @@ import torch
 from mtp_export.verify.check import Item, failed, judged, measured, not_tested, passed
 from mtp_export.verify.context import Context
 from mtp_export.verify.decoding.drafter_agreement import drafter_bug, drafter_items, equal_tokens
-from mtp_export.verify.diagnosis import causes
 from mtp_export.verify.diagnosis.alternatives import (
     LEAST_GAIN_NATS,
     Alternative,
     alternatives,
     first_token,
 )
+from mtp_export.verify.diagnosis.causes import decoding as causes
 from mtp_export.verify.evidence.corpus import Corpus
 from mtp_export.verify.evidence.decode import Decoded
 from mtp_export.verify.evidence.statistics import Estimate, ratio

@@ -10,8 +10,8 @@ import torch
 
 from mtp_export.verify.check import Item, Shown, failed, judged, not_tested, passed
 from mtp_export.verify.context import Context
-from mtp_export.verify.diagnosis import causes
 from mtp_export.verify.diagnosis.alternatives import acceptance, drafts_of
+from mtp_export.verify.diagnosis.causes import decoding as causes
 from mtp_export.verify.diagnosis.variants import contract_variants, layout_variants
 from mtp_export.verify.evidence.corpus import Corpus, Drafts
 from mtp_export.verify.evidence.noise import measured_noise

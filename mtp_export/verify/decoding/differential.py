@@ -18,7 +18,8 @@ from mtp_export.verify.check import (
     passed,
 )
 from mtp_export.verify.context import Context
-from mtp_export.verify.diagnosis import causes
+from mtp_export.verify.diagnosis.causes import decoding as causes
+from mtp_export.verify.diagnosis.causes.weights import YARN_SCALE_CHANGED
 from mtp_export.verify.evidence.corpus import Corpus
 from mtp_export.verify.evidence.statistics import Estimate, ratio
 from mtp_export.verify.gates import RunGate, gate_of
@@ -113,7 +114,7 @@ def _configs(source: Model, export: Model) -> Item:
     words = [causes.field_differs(field, found=b, wanted=a) for field, a, b in differing]
     one, other = source.config.rope, export.config.rope
     if one and other and softmax_scale(one, 1) != softmax_scale(other, 1):
-        words.insert(0, causes.YARN_SCALE_CHANGED)
+        words.insert(0, YARN_SCALE_CHANGED)
     return judged(name, not differing, "; ".join(words), figure=figure, bound="all")
 
 

@@ -10,7 +10,7 @@ import torch
 
 from mtp_export.verify.check import Item, failed, judged, passed
 from mtp_export.verify.context import Context
-from mtp_export.verify.diagnosis import causes
+from mtp_export.verify.diagnosis.causes import decoding as causes
 from mtp_export.verify.evidence.decode import Build, Decoded, decode
 from mtp_export.verify.evidence.noise import measured_noise
 from mtp_export.verify.evidence.prompts import Prompt

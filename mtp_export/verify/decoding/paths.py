@@ -11,7 +11,7 @@ import torch
 from mtp_export.verify.check import Item, judged, not_tested
 from mtp_export.verify.context import Context
 from mtp_export.verify.decoding.greedy import divergences
-from mtp_export.verify.diagnosis import causes
+from mtp_export.verify.diagnosis.causes import decoding as causes
 from mtp_export.verify.evidence.corpus import Corpus
 from mtp_export.verify.evidence.noise import paced_logits
 from mtp_runtime.models.load import LoadOptions

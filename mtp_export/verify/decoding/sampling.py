@@ -18,7 +18,7 @@ from mtp_export.verify.decoding.table_model import (
     tables,
     target_distribution,
 )
-from mtp_export.verify.diagnosis import causes
+from mtp_export.verify.diagnosis.causes import decoding as causes
 from mtp_export.verify.evidence.corpus import Corpus
 from mtp_export.verify.evidence.decode import decode
 from mtp_export.verify.evidence.pass_through import PassThroughDrafter

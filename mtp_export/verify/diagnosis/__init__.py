@@ -1,1 +1,1 @@
-"""Diagnosis of failures: each variant undoes one known export bug; causes.py has the sentences."""
+"""Diagnosis of failures: each variant undoes one known export bug; causes/ has the sentences."""

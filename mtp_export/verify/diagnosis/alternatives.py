@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from mtp_export.verify.diagnosis import causes
+from mtp_export.verify.diagnosis.causes import decoding as causes
 from mtp_export.verify.diagnosis.experts import expert_variants
 from mtp_export.verify.diagnosis.variants import (
     Variant,

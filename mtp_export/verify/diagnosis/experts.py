@@ -9,7 +9,7 @@ from itertools import combinations
 
 import torch
 
-from mtp_export.verify.diagnosis import causes
+from mtp_export.verify.diagnosis.causes import decoding as causes
 from mtp_export.verify.diagnosis.variants import dense_linear, dtype_of
 from mtp_export.verify.evidence.corpus import Corpus, best_and_score
 from mtp_runtime.layers.linear import Linear

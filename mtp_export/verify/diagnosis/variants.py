@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from mtp_export.schemes.formats import unquantized
-from mtp_export.verify.diagnosis import causes
+from mtp_export.verify.diagnosis.causes import decoding as causes
 from mtp_runtime.config import Hidden, RopeConfig
 from mtp_runtime.layers.decoder_layer import DecoderLayer
 from mtp_runtime.layers.linear import Linear

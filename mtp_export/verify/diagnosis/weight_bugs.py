@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from mtp_export.schemes.formats import EncodedWeight
 from mtp_export.schemes.storage import BLOCK, Storage
-from mtp_export.verify.diagnosis import causes
+from mtp_export.verify.diagnosis.causes import weights as causes
 from mtp_export.verify.evidence.weight_values import WeightOnDisk
 from mtp_export.verify.gates import GATES
 

@@ -17,6 +17,7 @@ from mtp_export.checkpoint.reader import Checkpoint
 from mtp_export.checkpoint.tensor_reader import TensorReader
 from mtp_export.progress import ProgressCallback, format_bytes
 from mtp_export.verify.check import Item, Problem, failed, not_tested, verdict
+from mtp_export.verify.diagnosis.causes import files as causes
 from mtp_export.verify.evidence.tensor_threads import in_threads
 
 if TYPE_CHECKING:
@@ -24,7 +25,6 @@ if TYPE_CHECKING:
     from mtp_export.verify.evidence.bundle_parts import BundlePart
 
 _BUFFER_BYTES = 1 << 20
-_CHANGED = " has other bytes than the export wrote: damaged or replaced since, copy it again"
 # Files that engines load from a folder by their endings; others do no harm there.
 _READ_BY_ENGINES = (
     *(".safetensors", ".bin", ".pt", ".pth", ".gguf", ".json", ".py"),
@@ -50,10 +50,8 @@ def manifest_items(context: Context) -> Iterator[Item]:
     for name in sorted({*parts, *(part.name for part in context.parts)}):
         part, entry = context.part(name), parts.get(name)
         if part is None or not isinstance(entry, dict):
-            where = "in the manifest but not in the bundle"
-            if part is not None:
-                where = "in the bundle but not in the manifest"
-            yield failed(f"{name}: part", f"the part is {where}", subject=name)
+            cause = causes.PART_NOT_IN_BUNDLE if part is None else causes.PART_NOT_IN_MANIFEST
+            yield failed(f"{name}: part", cause, subject=name)
             continue
         yield _small_files(part, entry)
         yield _shards(part, entry)
@@ -69,9 +67,9 @@ def _small_files(part: BundlePart, entry: Mapping[str, Any]) -> Item:
     for name, facts in files.items():
         path = part.folder / name
         if not path.is_file():
-            problems.append(Problem(str(path), f"{name} is missing"))
+            problems.append(Problem(str(path), causes.file_missing(name)))
         elif xxhash.xxh3_128(path.read_bytes()).hexdigest() != facts.get("xxh3_128"):
-            problems.append(Problem(str(path), f"{name} was changed after the export"))
+            problems.append(Problem(str(path), causes.file_changed(name)))
     return verdict(f"{part.name}: files", problems, f"{len(files)} files")
 
 
@@ -87,8 +85,7 @@ def _shards(part: BundlePart, entry: Mapping[str, Any]) -> Item:
     known = {*shards, *(entry.get("files") or {})}
     for path in sorted(part.folder.iterdir()):
         if path.name not in known and path.suffix in _READ_BY_ENGINES:
-            words = "is not in the manifest: a stale or foreign file that engines load"
-            problems.append(Problem(str(path), f"{path.name} {words}"))
+            problems.append(Problem(str(path), causes.file_not_in_manifest(path.name)))
     return verdict(
         f"{part.name}: shards", problems, f"{len(shards)} shard{'s' * (len(shards) != 1)}"
     )
@@ -98,21 +95,21 @@ def _shard_problems(
     path: Path, facts: Mapping[str, Any], header: ShardHeader | None
 ) -> Iterator[str]:
     if not path.is_file():
-        yield f"{path.name} is missing"
+        yield causes.file_missing(path.name)
         return
     found, wanted = path.stat().st_size, facts.get("size_bytes")
     if found != wanted:
-        yield f"{path.name} has {found} bytes, not {wanted}: truncated or replaced"
+        yield causes.another_size(path.name, found, wanted)
     if header is None:
         return
     if facts.get("header_sha256", header.header_sha256) != header.header_sha256:
-        yield f"{path.name} has another header than the shard it was linked from: swapped or edited"
+        yield causes.another_header(path.name)
     tensors = facts.get("tensors")
     if isinstance(tensors, dict):
         names = {tensor.name for tensor in header.tensors}
         for tensor in sorted(names.symmetric_difference(tensors)):
-            where = "only in the shard" if tensor in names else "only in the manifest"
-            yield f"tensor {tensor} of {path.name} is {where}"
+            place = "shard" if tensor in names else "manifest"
+            yield causes.tensor_only_in(tensor, path.name, place)
 
 
 def _tensors(
@@ -159,7 +156,9 @@ def _hashed(context: Context, name: str, sums: list[_Recorded]) -> Item:
             lambda each: _hash_of(each.tensor, progress), sums, context.options.workers
         )
         problems = [
-            Problem(each.tensor.name, f"{each.tensor.name} in {each.tensor.path.name}{_CHANGED}")
+            Problem(
+                each.tensor.name, causes.tensor_changed(each.tensor.name, each.tensor.path.name)
+            )
             for each, digest in zip(sums, hashes, strict=True)
             if digest != each.checksum
         ]
@@ -179,6 +178,5 @@ def _hash_of(tensor: TensorInfo, progress: ProgressCallback) -> str:
 def _unfinished(bundle: Path) -> Item:
     journal, problems = bundle / JOURNAL_NAME, []
     if journal.exists():
-        words = f"{JOURNAL_NAME} is there: the export did not finish, or is still running"
-        problems.append(Problem(str(journal), words))
+        problems.append(Problem(str(journal), causes.export_unfinished(JOURNAL_NAME)))
     return verdict("export finished", problems)

@@ -11,6 +11,7 @@ from mtp_export.checkpoint.reader import read_json_object
 from mtp_export.errors import MtpExportError
 from mtp_export.schemes.native import QUANTIZATION
 from mtp_export.verify.check import Item, Problem, not_tested, verdict
+from mtp_export.verify.diagnosis.causes import files as causes
 
 if TYPE_CHECKING:
     from mtp_export.verify.context import Context
@@ -43,10 +44,7 @@ def _configs(context: Context, main: Mapping[str, Any], mtp: Mapping[str, Any]) 
     problems = []
     for key in sorted({*wanted, *mtp} - {QUANTIZATION}):
         if wanted.get(key) != mtp.get(key):
-            words = (
-                f"{key} is {mtp.get(key)!r} in mtp/config.json, where main/config.json makes it"
-                f" {wanted.get(key)!r}: the draft belongs to another model or target"
-            )
+            words = causes.draft_config_differs(key, found=mtp.get(key), wanted=wanted.get(key))
             problems.append(Problem("mtp/config.json", words))
     return verdict("draft and main of one model: configs", problems, f"{len(wanted)} fields")
 
@@ -58,10 +56,7 @@ def _yarn(part: str, config: Mapping[str, Any]) -> Item:
     figure = f"mscale {scaling.get('mscale')}, mscale_all_dim {scaling.get('mscale_all_dim')}"
     problems = []
     if scaling.get("mscale") and not scaling.get("mscale_all_dim"):
-        words = (
-            f"{part}/config.json has yarn's mscale {scaling['mscale']} without mscale_all_dim:"
-            " yarn's attention scale was dropped, and attention is flatter than in training"
-        )
+        words = causes.yarn_scale_dropped(part, scaling["mscale"])
         problems.append(Problem(f"{part}/config.json", words))
     return verdict(f"{part}: yarn's attention scale", problems, figure)
 
@@ -71,7 +66,7 @@ def _tokenizer(part: BundlePart) -> Item:
     name = f"{part.name}: tokenizer"
     files = [path.name for path in part.folder.iterdir()]
     if not any(fnmatch(file, pattern) for file in files for pattern in _VOCABULARIES):
-        words = f"no tokenizer: {part.name}/ has none of {', '.join(_VOCABULARIES)}"
+        words = causes.no_tokenizer(part.name, ", ".join(_VOCABULARIES))
         return verdict(name, [Problem(str(part.folder), words)])
     config = {} if part.checkpoint is None else part.checkpoint.config
     vocab = config.get("vocab_size")
@@ -85,7 +80,7 @@ def _tokenizer(part: BundlePart) -> Item:
     top = max(ids.values(), default=-1) + 1
     problems = []
     if not vocab * _LEAST_USED <= top <= vocab:
-        words = f"{_TOKENIZER_JSON} has ids up to {top - 1}, the model {vocab}: another model's"
+        words = causes.ids_do_not_fit(_TOKENIZER_JSON, top - 1, vocab)
         problems.append(Problem(str(path), words))
     problems += [Problem(str(path), words) for words in _special_tokens(part, config, ids)]
     return verdict(name, problems, f"{top:,} of {vocab:,} ids")
@@ -123,8 +118,9 @@ def _special_tokens(
         wanted = config.get(f"{key}_id")
         wanted = wanted if isinstance(wanted, list) else [wanted]
         if isinstance(token, str) and wanted != [None] and ids.get(token) not in wanted:
-            found = f"{key} {token!r} has id {ids.get(token)}"
-            yield f"{found}, config.json says {wanted}: another model's tokenizer"
+            yield causes.another_special_token(
+                key, token=token, found=ids.get(token), wanted=wanted
+            )
 
 
 def _same_tokenizer(parts: tuple[BundlePart, ...]) -> Item:
@@ -141,10 +137,8 @@ def _same_tokenizer(parts: tuple[BundlePart, ...]) -> Item:
     problems = []
     for part, files in zip(parts, contents, strict=True):
         for name in sorted(first.keys() ^ files.keys()):
-            words = f"{name} is in one of {MAIN}/ and {part.name}/ alone"
-            problems.append(Problem(name, words))
+            problems.append(Problem(name, causes.file_in_one_part(name, MAIN, part.name)))
         for name in sorted(first.keys() & files.keys()):
             if first[name] != files[name]:
-                words = f"{name} differs between {MAIN}/ and {part.name}/"
-                problems.append(Problem(name, f"{words}: the draft would read other ids"))
+                problems.append(Problem(name, causes.tokenizers_differ(name, MAIN, part.name)))
     return verdict("one tokenizer", problems, f"{len(first)} files")

@@ -19,6 +19,7 @@ from mtp_export.schemes.storage import mixes_integers_with_fp8
 from mtp_export.schemes.stored import StoredModel, StoredWeight
 from mtp_export.targets.base import DraftReading, Engine
 from mtp_export.verify.check import Item, Problem, failed, not_tested, verdict
+from mtp_export.verify.diagnosis.causes import files as causes
 from mtp_export.verify.evidence.bundle_parts import PartLayout
 
 if TYPE_CHECKING:
@@ -52,14 +53,9 @@ def _advertised(context: Context) -> Item:
     has_part = context.part(MTP) is not None
     problems = []
     if promised and not has_part and context.recorded("part") != MAIN:
-        words = f"main/config.json advertises {promised} MTP layer, and the bundle has no mtp/"
-        problems.append(Problem("main/config.json", words))
+        problems.append(Problem("main/config.json", causes.advertised_without_mtp(promised)))
     if has_part and not promised:
-        words = (
-            "main/config.json has no num_nextn_predict_layers, though mtp/ is there: engines read"
-            " it there, and would serve without speculation"
-        )
-        problems.append(Problem("main/config.json", words))
+        problems.append(Problem("main/config.json", causes.MTP_LAYERS_NOT_ADVERTISED))
     return verdict(name, problems, str(promised))
 
 
@@ -100,8 +96,8 @@ def _weight_of_module(promised: StoredModel, module: str) -> StoredWeight | None
 
 def _presence_words(found: Discrepancy) -> str:
     if found.found == "no such tensor":
-        return f"{found.tensor} is missing ({found.expected})"
-    return f"{found.tensor} is {found.problem} (found {found.found})"
+        return causes.tensor_missing(found.tensor, found.expected)
+    return causes.tensor_unlike_promised(found.tensor, found.problem, found.found)
 
 
 def _by_module(tensors: Mapping[str, TensorInfo]) -> dict[str, dict[str, TensorInfo]]:
@@ -120,23 +116,20 @@ def _precision(weight: StoredWeight, modules: Mapping[str, Mapping[str, TensorIn
     stored_as = modules.get(module, {})
     wanted = {tensor.name.rpartition(".")[2]: tensor for tensor in weight.tensors}
     first, *scales = weight.tensors
+    stored = _shown(stored_as.values())
     if first.name.rpartition(".")[2] not in stored_as and stored_as.keys() <= wanted.keys():
-        words = f"{module} has {_shown(stored_as.values())} without its weight {first.name}"
+        words = causes.scales_without_weight(module, stored, first.name)
     elif stored_as.keys() < wanted.keys() and _agree(stored_as, wanted):
         missing = ", ".join(t.name for t in scales if t.name.rpartition(".")[2] not in stored_as)
-        words = f"{missing} is missing, though its weight is there"
+        words = causes.scales_missing(missing)
     elif stored_as.keys() > wanted.keys() and _agree({k: stored_as[k] for k in wanted}, wanted):
         stray = [tensor for key, tensor in stored_as.items() if key not in wanted]
-        words = (
-            f"{module} has {_shown(stray)} beside its weight, which is not a tensor of this model"
-            " by its config.json: engines fail on it, or take the weight for quantized"
-        )
+        words = causes.stray_tensors(module, _shown(stray))
     elif stored_as.keys() == wanted.keys():
-        words = f"{module} holds {_shown(stored_as.values())}, expected {_promised(weight)}"
+        words = causes.another_dtype_or_shape(module, stored, _promised(weight))
     else:
-        words = (
-            f"{module} is stored as {_shown(stored_as.values())}, and by quantization_config an"
-            f" engine expects {weight.storage}: {_promised(weight)}"
+        words = causes.another_storage(
+            module, stored=stored, storage=weight.storage, expected=_promised(weight)
         )
     return Problem(name, words)
 
@@ -211,10 +204,11 @@ def _as_read(name: str, layout: PartLayout, config: Any, reading: DraftReading) 
     try:
         read = layout.stored.reread(config, rename)
     except MtpExportError as error:
-        return failed(name, f"{reading.reason}: {error}", subject="config.json")
+        cause = causes.misread_by_engine(reading.reason, error)
+        return failed(name, cause, subject="config.json")
     presence, precision = _sorted_out(tensors, read)
     problems = [
-        Problem(problem.subject, f"{reading.reason}: {problem.words}")
+        Problem(problem.subject, causes.misread_by_engine(reading.reason, problem.words))
         for problem in presence + precision
     ]
     return verdict(name, problems, f"{len(specs):,} weights")

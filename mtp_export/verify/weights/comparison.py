@@ -21,7 +21,7 @@ from mtp_export.schemes.storage import Storage
 from mtp_export.schemes.stored import stored_model
 from mtp_export.schemes.transforms import one_torch_thread
 from mtp_export.verify.check import Item, Problem, not_tested, verdict
-from mtp_export.verify.diagnosis import causes
+from mtp_export.verify.diagnosis.causes import weights as causes
 from mtp_export.verify.diagnosis.weight_bugs import Sources, explain
 from mtp_export.verify.evidence.bundle_parts import PartLayout
 from mtp_export.verify.evidence.tensor_threads import in_threads
@@ -224,12 +224,13 @@ def _problems(wrong: Sequence[Compared], sources: Sources) -> list[Problem]:
     """Problems of wrong weights, the first few with their causes."""
     problems = []
     for number, one in enumerate(wrong):
-        words = f"{one.weight.name} is not the source's"
-        if one.sqnr_db is not None:
-            words += f" ({_db(one.sqnr_db)})"
+        level = None if one.sqnr_db is None else _db(one.sqnr_db)
+        cause = None
         if number < _EXPLAINED:
-            words += f": {one.error or explain(one.weight, one.source, sources)}"
-        problems.append(Problem(one.weight.name, words))
+            cause = one.error or explain(one.weight, one.source, sources)
+        problems.append(
+            Problem(one.weight.name, causes.not_the_sources(one.weight.name, level, cause))
+        )
     return problems
 
 

@@ -15,7 +15,7 @@ from mtp_export.schemes.storage import Storage
 from mtp_export.schemes.transforms import one_torch_thread
 from mtp_export.verify import gates
 from mtp_export.verify.check import Item, Problem, failed, not_tested, passed, verdict
-from mtp_export.verify.diagnosis import causes
+from mtp_export.verify.diagnosis.causes import weights as causes
 from mtp_export.verify.evidence.bundle_parts import PartLayout
 from mtp_export.verify.evidence.tensor_threads import in_threads
 from mtp_export.verify.evidence.weight_values import WeightOnDisk, weights_on_disk
@@ -82,7 +82,7 @@ def _part_items(
     size = format_bytes(sum(fact.weight.size_bytes for fact in facts))
     yield verdict(
         f"{part}: finite values, sound scales",
-        [Problem(f.weight.name, f"{f.weight.name}: {f.error}") for f in facts if f.error],
+        [Problem(f.weight.name, causes.unsound(f.weight.name, f.error)) for f in facts if f.error],
         f"{count}, {size}",
     )
     constant = [fact for fact in facts if fact.constant and _must_vary(fact, every)]

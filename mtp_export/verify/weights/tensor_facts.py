@@ -11,6 +11,7 @@ import xxhash
 from mtp_export.progress import ProgressCallback
 from mtp_export.schemes.formats import EncodedWeight
 from mtp_export.schemes.storage import BLOCK, Storage
+from mtp_export.verify.diagnosis.causes import weights as causes
 from mtp_export.verify.evidence.weight_values import WeightOnDisk
 
 if TYPE_CHECKING:
@@ -54,10 +55,10 @@ def facts_of(weight: WeightOnDisk, progress: ProgressCallback) -> TensorFacts:
         try:
             values = raw.dequantize()
         except ValueError as error:
-            return TensorFacts(weight, f"rows {start} to {stop - 1}: {error}")
+            return TensorFacts(weight, causes.not_decodable(start, stop - 1, error))
         if not torch.isfinite(values).all():
             wrong = int((~torch.isfinite(values)).sum())
-            return TensorFacts(weight, f"{wrong} NaN or infinite values from row {start} on")
+            return TensorFacts(weight, causes.not_finite(wrong, start))
         squares += float(values.double().square().sum())
         elements += values.numel()
         low, high = min(low, float(values.min())), max(high, float(values.max()))

@@ -1,0 +1,132 @@
+"""Causes of failures of a bundle's files: manifest, headers, configs and tokenizers."""
+
+from __future__ import annotations
+
+# --- Files and tensors compared with the manifest -------------------------------------------------
+
+PART_NOT_IN_BUNDLE = "the part is in the manifest but not in the bundle"
+PART_NOT_IN_MANIFEST = "the part is in the bundle but not in the manifest"
+
+
+def file_missing(file: str) -> str:
+    return f"{file} is missing"
+
+
+def file_changed(file: str) -> str:
+    return f"{file} was changed after the export"
+
+
+def file_not_in_manifest(file: str) -> str:
+    return f"{file} is not in the manifest: a stale or foreign file that engines load"
+
+
+def another_size(file: str, found: int, wanted: object) -> str:
+    return f"{file} has {found} bytes, not {wanted}: truncated or replaced"
+
+
+def another_header(file: str) -> str:
+    return f"{file} has another header than the shard it was linked from: swapped or edited"
+
+
+def tensor_only_in(tensor: str, file: str, place: str) -> str:
+    """place: "shard" or "manifest"."""
+    return f"tensor {tensor} of {file} is only in the {place}"
+
+
+def tensor_changed(tensor: str, file: str) -> str:
+    return (
+        f"{tensor} in {file} has other bytes than the export wrote: damaged or replaced since, copy"
+        " it again"
+    )
+
+
+def export_unfinished(journal: str) -> str:
+    return f"{journal} is there: the export did not finish, or is still running"
+
+
+# --- config.json compared with the tensors --------------------------------------------------------
+
+MTP_LAYERS_NOT_ADVERTISED = (
+    "main/config.json has no num_nextn_predict_layers, though mtp/ is there: engines read"
+    " it there, and would serve without speculation"
+)
+
+
+def advertised_without_mtp(layers: int) -> str:
+    return f"main/config.json advertises {layers} MTP layer, and the bundle has no mtp/"
+
+
+def tensor_missing(tensor: str, expected: str) -> str:
+    return f"{tensor} is missing ({expected})"
+
+
+def tensor_unlike_promised(tensor: str, problem: str, found: str) -> str:
+    return f"{tensor} is {problem} (found {found})"
+
+
+def scales_without_weight(module: str, stored: str, weight: str) -> str:
+    return f"{module} has {stored} without its weight {weight}"
+
+
+def scales_missing(scales: str) -> str:
+    return f"{scales} is missing, though its weight is there"
+
+
+def stray_tensors(module: str, stray: str) -> str:
+    return (
+        f"{module} has {stray} beside its weight, which is not a tensor of this model by its"
+        " config.json: engines fail on it, or take the weight for quantized"
+    )
+
+
+def another_dtype_or_shape(module: str, stored: str, expected: str) -> str:
+    return f"{module} holds {stored}, expected {expected}"
+
+
+def another_storage(module: str, stored: str, storage: str, expected: str) -> str:
+    return (
+        f"{module} is stored as {stored}, and by quantization_config an engine expects {storage}:"
+        f" {expected}"
+    )
+
+
+def misread_by_engine(reason: str, problem: object) -> str:
+    """reason: of the engine's own reading of the draft."""
+    return f"{reason}: {problem}"
+
+
+# --- Configs and tokenizers compared with each other ----------------------------------------------
+
+
+def draft_config_differs(key: str, found: object, wanted: object) -> str:
+    return (
+        f"{key} is {found!r} in mtp/config.json, where main/config.json makes it {wanted!r}: the"
+        " draft belongs to another model or target"
+    )
+
+
+def yarn_scale_dropped(part: str, mscale: object) -> str:
+    return (
+        f"{part}/config.json has yarn's mscale {mscale} without mscale_all_dim: yarn's attention"
+        " scale was dropped, and attention is flatter than in training"
+    )
+
+
+def no_tokenizer(part: str, files: str) -> str:
+    return f"no tokenizer: {part}/ has none of {files}"
+
+
+def ids_do_not_fit(file: str, largest: int, vocabulary: int) -> str:
+    return f"{file} has ids up to {largest}, the model {vocabulary}: another model's"
+
+
+def another_special_token(key: str, token: str, found: int | None, wanted: object) -> str:
+    return f"{key} {token!r} has id {found}, config.json says {wanted}: another model's tokenizer"
+
+
+def file_in_one_part(file: str, one: str, other: str) -> str:
+    return f"{file} is in one of {one}/ and {other}/ alone"
+
+
+def tokenizers_differ(file: str, one: str, other: str) -> str:
+    return f"{file} differs between {one}/ and {other}/: the draft would read other ids"

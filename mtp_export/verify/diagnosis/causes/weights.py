@@ -1,0 +1,128 @@
+"""Causes of failures of stored weights, and of configs and tokenizers beside a source's."""
+
+from __future__ import annotations
+
+# --- Seen without a source ------------------------------------------------------------------------
+
+
+def unsound(tensor: str, problem: str) -> str:
+    return f"{tensor}: {problem}"
+
+
+def not_decodable(first_row: int, last_row: int, error: ValueError) -> str:
+    return f"rows {first_row} to {last_row}: {error}"
+
+
+def not_finite(count: int, row: int) -> str:
+    return f"{count} NaN or infinite values from row {row} on"
+
+
+def never_written(tensor: str, value: str) -> str:
+    return f"{tensor} is constant ({value}): it was never written, or dropped and filled in"
+
+
+def offset_dropped_from(tensor: str, outer_share: float, offset: int) -> str:
+    return (
+        f"{tensor}: {outer_share:.0%} of its codes lie at the ends of their range: the offset"
+        f" {offset} was dropped (or added) when they were packed"
+    )
+
+
+def scales_rounded_late(tensor: str, full_share: float) -> str:
+    return (
+        f"scales are powers of two (ue8m0), yet {full_share:.0%} of the blocks reach the largest"
+        f" code, as in {tensor}: the scales were rounded after the weights were quantized, which"
+        " puts weights off by up to a factor of two"
+    )
+
+
+def out_of_proportion(tensor: str, rms: float, median: float) -> str:
+    return (
+        f"{tensor} has a root mean square of {rms:.3g}, others of its kind {median:.3g}: its scale"
+        " is inverted, left out or another tensor's, or it holds memory that was never written"
+    )
+
+
+def taken_for_another(tensor: str, twin: str) -> str:
+    return f"{tensor} holds the same as {twin}: one was taken for the other"
+
+
+def another_checkpoint(tensor: str, original: str) -> str:
+    return (
+        f"{tensor} differs from {original}: the draft is of another checkpoint than the main model"
+        " (a V3 draft with an R1 main?)"
+    )
+
+
+# --- Compared with the source ---------------------------------------------------------------------
+
+CONSTANT = "it is constant: never written, or dropped and filled in"
+COLUMN_HALVES_SWAPPED = (
+    "its two halves of columns are swapped: the order of embedding and hidden state, or of two"
+    " fused matrices"
+)
+ROW_HALVES_SWAPPED = "its two halves of rows are swapped"
+TRANSPOSED = "it is transposed"
+SIGN_FLIPPED = "its sign is flipped"
+ROPE_ROWS_REORDERED = (
+    "its rotary rows are stored as two halves instead of interleaved pairs, or the reverse"
+)
+SCALES_INVERTED = (
+    "its scales are inverted: the reciprocal was stored, so every weight is off by scale²"
+)
+SCALES_ALONG_ROWS = "its scales lie along the other axis: the groups were taken over rows"
+SCALES_PERMUTED = "its scales are permuted: the right ones for other blocks or groups"
+SCALES_ROUNDED_LATE = (
+    "its scales were rounded to powers of two (ue8m0) after the weights were quantized with the"
+    " unrounded ones"
+)
+SCALES_OF_ANOTHER_TENSOR = "its scales are not those of its codes: another tensor's, or damaged"
+CODES_REVERSED = "the order of the codes in a word (nibble order) is reversed"
+CODES_SWAPPED = "even and odd codes (the nibble order in a byte) are swapped"
+ELEMENTS_REORDERED = "its elements are in another order"
+YARN_SCALE_CHANGED = "yarn's attention scale was dropped or changed"
+NOTHING_IN_COMMON = "it has nothing in common with the source's: another model's, or never written"
+
+
+def not_the_sources(tensor: str, level: str | None, cause: str | None) -> str:
+    """level: the SQNR, if it is one of values; cause: None beyond the first few."""
+    words = f"{tensor} is not the source's"
+    if level is not None:
+        words += f" ({level})"
+    return words if cause is None else f"{words}: {cause}"
+
+
+def offset_dropped(offset: int) -> str:
+    return f"the offset {offset} was dropped (or added) when its codes were packed"
+
+
+def scales_off_by(factor: float) -> str:
+    return f"every scale is {factor:.4g} times what it must be"
+
+
+def holds_another(tensor: str) -> str:
+    return f"it holds {tensor}"
+
+
+def elements_damaged(count: int, total: int) -> str:
+    return f"{count} of its {total} elements differ: damaged"
+
+
+def another_version(sqnr_db: float) -> str:
+    return (
+        f"it is close to the source's ({sqnr_db:.1f} dB) but not it: another version of the model"
+    )
+
+
+def not_in_source(tensor: str) -> str:
+    return f"{tensor} has no counterpart in the source: another model's"
+
+
+def another_tokenizer(file: str) -> str:
+    return f"{file} is not the source's: another model's tokenizer"
+
+
+def config_differs(key: str, found: object, wanted: object, file: str) -> str:
+    """A value of a config.json that is not the source's."""
+    words = f"{key} is {found!r} in {file}, {wanted!r} by the source"
+    return f"{words}: {YARN_SCALE_CHANGED}" if key == "rope_scaling" else words
