@@ -39,16 +39,15 @@ fixture: .venv/installed-dev
 clean:
 	rm -rf .venv .venv-engines demo build *.egg-info
 
-# torch first and by version: a CPU build already on the machine is then kept. Modules are compiled
-# when they are first imported, which most never are.
+# torch first and by version: a CPU build already on the machine is then kept.
 .venv/installed: pyproject.toml constraints.txt
 	$(PYTHON) -m venv .venv
-	$(PIP) install --no-compile $$(grep '^torch==' constraints.txt)
-	$(PIP) install --no-compile -c constraints.txt -e .
+	$(PIP) install $$(grep '^torch==' constraints.txt)
+	$(PIP) install -c constraints.txt -e .
 	touch $@
 
 .venv/installed-dev: .venv/installed
-	$(PIP) install --no-compile -c constraints.txt -e '.[dev]'
+	$(PIP) install -c constraints.txt -e '.[dev]'
 	touch $@
 
 # What vLLM brings for images and sound does not match a CPU build of torch, and stops its import.
