@@ -17,7 +17,7 @@ from mtp_export.checkpoint.bundle_folder import is_bundle
 from mtp_export.checkpoint.manifest import MANIFEST_NAME
 from mtp_export.errors import UnsupportedError, UsageError
 from mtp_export.schemes import SCHEMES
-from mtp_export.schemes.base import Scheme
+from mtp_export.schemes.base import KEEP, Scheme
 from mtp_export.schemes.bf16 import BF16
 from mtp_export.schemes.configs import quantization_configs
 from mtp_export.schemes.conversion import Conversion
@@ -36,8 +36,6 @@ from mtp_export.schemes.stored import StoredModel
 from mtp_export.schemes.table import check_pair
 from mtp_export.targets import engine_of, names_that_read, target_of
 from mtp_export.targets.base import Target
-
-KEEP = "keep"
 
 
 class Format(StrEnum):

@@ -14,7 +14,6 @@ from rich.table import Table
 from mtp_export.bundle.build import BundlePlan, BundleResult
 from mtp_export.bundle.options import Checksums, Part, SharedWeights
 from mtp_export.bundle.quantize import (
-    KEEP,
     Device,
     Format,
     Int4Scope,
@@ -34,6 +33,7 @@ from mtp_export.commands.precision_table import pairs_facts, pairs_table
 from mtp_export.families.base import Role
 from mtp_export.progress import format_bytes
 from mtp_export.schemes import SCHEMES
+from mtp_export.schemes.base import KEEP
 from mtp_export.schemes.storage import mixes_integers_with_fp8
 from mtp_export.targets import target_of
 

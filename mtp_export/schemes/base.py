@@ -10,6 +10,9 @@ from mtp_export.errors import UsageError
 from mtp_export.families.base import LINEAR_ROLES, Role
 from mtp_export.schemes.storage import Storage
 
+# In place of a scheme's name: the part's weights stay as the source stores them.
+KEEP = "keep"
+
 
 @dataclass(frozen=True)
 class Scheme:

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 from mtp_export.errors import InvalidInputError
 from mtp_export.schemes import SCHEMES
+from mtp_export.schemes.base import KEEP
 from mtp_export.schemes.bf16 import BF16
 from mtp_export.schemes.storage import Storage
 from mtp_export.targets import TARGETS
@@ -67,7 +68,6 @@ GATES: dict[Storage, StorageGate] = {
 }
 # Weights as the source stores them give the same numbers but for rounding.
 UNCHANGED = RunGate(kl_nats=1e-6, top1=0.999, acceptance_points=0.5)
-_KEEP = "keep"  # in a manifest: the part's weights are as the source stores them
 
 # A matrix's root mean square: absolute, and as a ratio to the median of its kind over all layers.
 # Trained layers differ by up to 33 in the trained fixture; a scale that is inverted or left out
@@ -88,9 +88,9 @@ def gate_of(manifest_options: Mapping[str, object]) -> tuple[str, RunGate]:
     Divergence and agreement are those of main's scheme; acceptance has the looser bound of both
     parts. Raises InvalidInputError for a scheme that is not in SCHEMES.
     """
-    base, mtp = (str(manifest_options.get(f"{part}_quant") or _KEEP) for part in ("base", "mtp"))
+    base, mtp = (str(manifest_options.get(f"{part}_quant") or KEEP) for part in ("base", "mtp"))
     target = TARGETS.get(str(manifest_options.get("target")))
-    if target is not None and target.dequantizes and base == _KEEP:
+    if target is not None and target.dequantizes and base == KEEP:
         base = mtp = BF16.name
     main, draft = _scheme_gate(base), _scheme_gate(mtp)
     points = max(main.acceptance_points, draft.acceptance_points)
@@ -99,13 +99,13 @@ def gate_of(manifest_options: Mapping[str, object]) -> tuple[str, RunGate]:
 
 def _scheme_gate(name: str) -> RunGate:
     """The loosest gate of the forms that a scheme stores weights in."""
-    if name == _KEEP:
+    if name == KEEP:
         return UNCHANGED
     scheme = SCHEMES.get(name)
     if scheme is None:
         raise InvalidInputError(
             f"The manifest names the precision scheme {name}, which has no gate",
-            expected=f"one of {', '.join(SCHEMES)}, or {_KEEP}",
+            expected=f"one of {', '.join(SCHEMES)}, or {KEEP}",
             found=name,
             todo="Verify with the version that made the bundle",
         )

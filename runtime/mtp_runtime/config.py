@@ -119,7 +119,6 @@ class ModelConfig:
     vocab: int
     hidden: int
     layers: int
-    mtp_layers: int
     norm_eps: float
     max_positions: int
     eos_token_ids: tuple[int, ...]

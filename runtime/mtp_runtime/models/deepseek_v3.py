@@ -23,20 +23,13 @@ _COMPUTED = {"scoring_func": "sigmoid", "topk_method": "noaux_tc", "hidden_act":
 
 @dataclass(frozen=True)
 class DeepseekV3Config(ModelConfig):
-    """Facts of a DeepSeek-V3 model beyond its tensors' names and shapes.
-
-    query_rank 0: queries are projected in one step.
-    """
+    """Facts of a DeepSeek-V3 model beyond its tensors' names and shapes."""
 
     rope: RopeConfig
     heads: int
     latent: int
     nope: int
     value: int
-    query_rank: int
-    dense_layers: int
-    moe_layer_freq: int
-    experts: int
     shared_experts: int
     experts_per_token: int
     expert_groups: int
@@ -57,15 +50,10 @@ class DeepseekV3Config(ModelConfig):
             vocab=sizes.vocab,
             hidden=sizes.hidden,
             layers=family.num_hidden_layers,
-            mtp_layers=len(family.mtp_layers),
             heads=sizes.heads,
             latent=sizes.latent,
             nope=sizes.nope,
             value=sizes.value,
-            query_rank=sizes.query_rank,
-            dense_layers=sizes.dense_layers,
-            moe_layer_freq=sizes.moe_layer_freq,
-            experts=family.experts,
             shared_experts=family.shared_experts,
             experts_per_token=required(config, "num_experts_per_tok"),
             expert_groups=config.get("n_group") or 1,
