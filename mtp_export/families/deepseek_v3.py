@@ -5,31 +5,13 @@ Source: README_WEIGHTS.md and the index of the released checkpoints (91,991 tens
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
 
-from mtp_export.errors import InvalidInputError, UnsupportedError
-from mtp_export.families.base import (
-    ModulePatterns,
-    Role,
-    SharedTensor,
-    TensorSpec,
-    config_int,
-)
-from mtp_export.families.modules import (
-    LayerModules,
-    MlpModules,
-    ModelModules,
-    MoeModules,
-    MtpModules,
-    weight_name,
-)
+from mtp_export.families.base import ModulePatterns, Role, TensorSpec
+from mtp_export.families.moe_decoder import MoeDecoderFamily
 
-_LAYERS_PREFIX = "model.layers."
-_MAX_LAYERS = 1_000
-_DTYPES = {"bfloat16": "BF16", "float16": "F16", "float32": "F32"}
 _PATTERNS = ModulePatterns(
     linears={
         Role.ATTENTION: "self_attn.*_proj.*",
@@ -69,13 +51,9 @@ class MlaModules:
 
 
 @dataclass(frozen=True, slots=True)
-class DeepseekV3Sizes:
-    """Sizes that shapes follow from. query_rank 0: queries are projected in one step."""
+class MlaSizes:
+    """Sizes of attention. query_rank 0: queries are projected in one step."""
 
-    vocab: int
-    hidden: int
-    dense_layers: int
-    moe_layer_freq: int
     heads: int
     latent: int
     nope: int
@@ -85,41 +63,10 @@ class DeepseekV3Sizes:
 
 
 @dataclass(frozen=True)
-class DeepseekV3Family:
+class DeepseekV3Family(MoeDecoderFamily):
     """Tensors of one DeepSeek-V3 config."""
 
-    config: Mapping[str, Any]
-    num_hidden_layers: int
-    mtp_layers: range
-    dtype: str
-
-    @classmethod
-    def from_config(cls, config: Mapping[str, Any]) -> DeepseekV3Family:
-        """Read a config.json.
-
-        Raises InvalidInputError for a missing or unusable field, UnsupportedError for a variant
-        that no release has.
-        """
-        layers = config_int(config, "num_hidden_layers", maximum=_MAX_LAYERS)
-        promised = config_int(
-            config, "num_nextn_predict_layers", default=0, minimum=0, maximum=_MAX_LAYERS
-        )
-        mtp_layers = range(layers, layers + promised)
-        for key in ("attention_bias", "tie_word_embeddings"):
-            if config.get(key):
-                raise UnsupportedError(
-                    f"config.json sets {key}, which no released DeepSeek-V3 does",
-                    expected="false",
-                    found=config[key],
-                )
-        name = config.get("dtype") or config.get("torch_dtype") or "bfloat16"
-        if not isinstance(name, str) or name not in _DTYPES:
-            raise InvalidInputError(
-                "config.json names an unknown torch_dtype",
-                expected=", ".join(_DTYPES),
-                found=repr(name)[:100],
-            )
-        return cls(config, layers, mtp_layers, _DTYPES[name])
+    refused = ("attention_bias", "tie_word_embeddings")
 
     @property
     def patterns(self) -> ModulePatterns:
@@ -127,29 +74,10 @@ class DeepseekV3Family:
         return _PATTERNS
 
     @cached_property
-    def tensors(self) -> Mapping[str, TensorSpec]:
-        """Every tensor that the config promises, main and MTP, by name."""
-        return {spec.name: spec for spec in self._all()}
-
-    @property
-    def shared(self) -> tuple[SharedTensor, ...]:
-        """Pairs of the MTP layers' copies of embedding and head and the main model's own."""
-        main = self.modules
-        return tuple(
-            SharedTensor(weight_name(own), weight_name(of_main))
-            for mtp in map(self.mtp_modules, self.mtp_layers)
-            for own, of_main in ((mtp.embedding, main.embedding), (mtp.head, main.head))
-        )
-
-    @cached_property
-    def sizes(self) -> DeepseekV3Sizes:
-        """Sizes of the config (InvalidInputError for a missing or unusable one)."""
+    def sizes(self) -> MlaSizes:
+        """Sizes of attention (InvalidInputError for a missing or unusable one)."""
         ranked = self.config.get("q_lora_rank") is not None
-        return DeepseekV3Sizes(
-            vocab=self._size("vocab_size"),
-            hidden=self._size("hidden_size"),
-            dense_layers=self._size("first_k_dense_replace", minimum=0),
-            moe_layer_freq=self._size("moe_layer_freq", 1),
+        return MlaSizes(
             heads=self._size("num_attention_heads"),
             latent=self._size("kv_lora_rank"),
             nope=self._size("qk_nope_head_dim"),
@@ -158,42 +86,9 @@ class DeepseekV3Family:
             query_rank=self._size("q_lora_rank") if ranked else 0,
         )
 
-    @property
-    def experts(self) -> int:
-        """Routed experts of a sparse layer."""
-        return self._size("n_routed_experts")
-
-    @property
-    def shared_experts(self) -> int:
-        """Experts of a sparse layer that every token goes through."""
-        return self._size("n_shared_experts", 0, minimum=0)
-
-    def is_sparse(self, layer: int) -> bool:
-        """True for a layer with a mixture of experts; every MTP layer has one."""
-        sizes = self.sizes
-        return layer in self.mtp_layers or (
-            layer >= sizes.dense_layers and layer % sizes.moe_layer_freq == 0
-        )
-
-    @property
-    def modules(self) -> ModelModules:
-        """Modules outside the layers."""
-        return ModelModules(embedding="model.embed_tokens", norm="model.norm", head="lm_head")
-
-    def layer_modules(self, layer: int) -> LayerModules:
-        """Modules of one layer, main or MTP."""
-        prefix = f"{_LAYERS_PREFIX}{layer}"
-        feed_forward = self._moe_modules if self.is_sparse(layer) else MlpModules.under
-        return LayerModules(
-            input_norm=f"{prefix}.input_layernorm",
-            attention=_attention_prefix(layer),
-            post_norm=f"{prefix}.post_attention_layernorm",
-            feed_forward=feed_forward(f"{prefix}.mlp"),
-        )
-
     def attention_modules(self, layer: int) -> MlaModules:
         """Modules of one layer's attention."""
-        prefix, ranked = _attention_prefix(layer), self.sizes.query_rank > 0
+        prefix, ranked = self.layer_modules(layer).attention, self.sizes.query_rank > 0
         return MlaModules(
             query_down=f"{prefix}.q_a_proj" if ranked else None,
             query_norm=f"{prefix}.q_a_layernorm" if ranked else None,
@@ -204,141 +99,19 @@ class DeepseekV3Family:
             output=f"{prefix}.o_proj",
         )
 
-    def _moe_modules(self, prefix: str) -> MoeModules:
-        experts = (f"{prefix}.experts.{expert}" for expert in range(self.experts))
-        return MoeModules(
-            router=f"{prefix}.gate",
-            router_bias=f"{prefix}.gate.e_score_correction_bias",
-            experts=tuple(map(MlpModules.under, experts)),
-            shared=MlpModules.under(f"{prefix}.shared_experts") if self.shared_experts else None,
-        )
-
-    def mtp_modules(self, layer: int) -> MtpModules:
-        """Modules around the decoder layer of one MTP layer."""
-        prefix = f"{_LAYERS_PREFIX}{layer}"
-        return MtpModules(
-            embedding=f"{prefix}.embed_tokens",
-            embedding_norm=f"{prefix}.enorm",
-            hidden_norm=f"{prefix}.hnorm",
-            projection=f"{prefix}.eh_proj",
-            head_norm=f"{prefix}.shared_head.norm",
-            head=f"{prefix}.shared_head.head",
-        )
-
-    def mtp_layer_of(self, name: str) -> int | None:
-        """Return the MTP layer that a tensor name belongs to, None for the main model's."""
-        if not name.startswith(_LAYERS_PREFIX):
-            return None
-        digits = name.removeprefix(_LAYERS_PREFIX).partition(".")[0]
-        return self._mtp_layer_of_digits.get(digits)
-
-    @cached_property
-    def _mtp_layer_of_digits(self) -> dict[str, int]:
-        return {str(layer): layer for layer in self.mtp_layers}
-
-    def _size(self, key: str, default: int | None = None, minimum: int = 1) -> int:
-        return config_int(self.config, key, default=default, minimum=minimum)
-
-    def _all(self) -> Iterator[TensorSpec]:
-        hidden, names = self.sizes.hidden, self.modules
-        yield self._table(names.embedding, Role.EMBEDDING, None)
-        yield self._norm(names.norm, hidden, None)
-        yield self._table(names.head, Role.HEAD, None)
-        for layer in range(self.num_hidden_layers):
-            yield from self._layer(layer, None)
-        for layer in self.mtp_layers:
-            yield from self._layer(layer, layer)
-            yield from self._mtp_extras(self.mtp_modules(layer), layer)
-
-    def _layer(self, layer: int, mtp: int | None) -> Iterator[TensorSpec]:
-        names, hidden = self.layer_modules(layer), self.sizes.hidden
-        yield self._norm(names.input_norm, hidden, mtp)
-        yield self._norm(names.post_norm, hidden, mtp)
-        yield from self._attention(self.attention_modules(layer), mtp)
-        if isinstance(names.feed_forward, MoeModules):
-            yield from self._moe(names.feed_forward, mtp)
-        else:
-            size = self._size("intermediate_size")
-            yield from self._mlp(names.feed_forward, size, Role.DENSE_MLP, mtp)
-
-    def _attention(self, names: MlaModules, mtp: int | None) -> Iterator[TensorSpec]:
-        sizes = self.sizes
+    def attention_tensors(self, layer: int, mtp: int | None) -> Iterator[TensorSpec]:
+        """Yield projections and norms of one layer's attention."""
+        sizes, names = self.sizes, self.attention_modules(layer)
         shapes = {
-            names.latent_down: (sizes.latent + sizes.rope, sizes.hidden),
+            names.latent_down: (sizes.latent + sizes.rope, self.hidden),
             names.latent_up: (sizes.heads * (sizes.nope + sizes.value), sizes.latent),
-            names.output: (sizes.hidden, sizes.heads * sizes.value),
+            names.output: (self.hidden, sizes.heads * sizes.value),
         }
         if names.query_down is not None and names.query_norm is not None:
-            shapes[names.query_down] = (sizes.query_rank, sizes.hidden)
+            shapes[names.query_down] = (sizes.query_rank, self.hidden)
             yield self._norm(names.query_norm, sizes.query_rank, mtp)
-        query = sizes.query_rank or sizes.hidden
+        query = sizes.query_rank or self.hidden
         shapes[names.query_up] = (sizes.heads * (sizes.nope + sizes.rope), query)
         yield self._norm(names.latent_norm, sizes.latent, mtp)
         for module, shape in shapes.items():
             yield self._linear(module, shape, Role.ATTENTION, mtp)
-
-    def _mlp(
-        self, names: MlpModules, size: int, role: Role, mtp: int | None
-    ) -> Iterator[TensorSpec]:
-        hidden = self.sizes.hidden
-        yield self._linear(names.gate, (size, hidden), role, mtp)
-        yield self._linear(names.up, (size, hidden), role, mtp)
-        yield self._linear(names.down, (hidden, size), role, mtp)
-
-    def _moe(self, names: MoeModules, mtp: int | None) -> Iterator[TensorSpec]:
-        experts, size = len(names.experts), self._size("moe_intermediate_size")
-        kept = tuple(dict.fromkeys((self.dtype, "F32")))
-        shape = (experts, self.sizes.hidden)
-        yield TensorSpec(
-            weight_name(names.router), shape, dtypes=kept, role=Role.ROUTER, mtp_layer=mtp
-        )
-        if self.config.get("topk_method", "noaux_tc") == "noaux_tc":
-            yield TensorSpec(
-                names.router_bias, (experts,), dtypes=kept[::-1], role=Role.ROUTER, mtp_layer=mtp
-            )
-        if names.shared is not None:
-            width = size * self.shared_experts
-            yield from self._mlp(names.shared, width, Role.SHARED_EXPERT, mtp)
-        for expert in names.experts:
-            yield from self._mlp(expert, size, Role.ROUTED_EXPERT, mtp)
-
-    def _mtp_extras(self, names: MtpModules, layer: int) -> Iterator[TensorSpec]:
-        hidden = self.sizes.hidden
-        for norm in (names.embedding_norm, names.hidden_norm, names.head_norm):
-            yield self._norm(norm, hidden, layer)
-        yield TensorSpec(
-            weight_name(names.projection),
-            (hidden, 2 * hidden),
-            dtypes=(self.dtype,),
-            role=Role.MTP_PROJECTION,
-            mtp_layer=layer,
-        )
-        for module, role in ((names.embedding, Role.EMBEDDING), (names.head, Role.HEAD)):
-            yield self._table(module, role, layer)
-
-    def _table(self, module: str, role: Role, mtp: int | None) -> TensorSpec:
-        """Embedding or head; an MTP layer may be without its own."""
-        shape = (self.sizes.vocab, self.sizes.hidden)
-        return TensorSpec(
-            weight_name(module),
-            shape,
-            dtypes=(self.dtype,),
-            role=role,
-            mtp_layer=mtp,
-            optional=mtp is not None,
-        )
-
-    def _norm(self, module: str, size: int, mtp: int | None) -> TensorSpec:
-        dtypes = tuple(dict.fromkeys((self.dtype, "F32")))
-        return TensorSpec(f"{module}.weight", (size,), dtypes=dtypes, role=Role.NORM, mtp_layer=mtp)
-
-    def _linear(
-        self, module: str, shape: tuple[int, int], role: Role, mtp: int | None
-    ) -> TensorSpec:
-        return TensorSpec(
-            weight_name(module), shape, dtypes=(self.dtype,), role=role, mtp_layer=mtp
-        )
-
-
-def _attention_prefix(layer: int) -> str:
-    return f"{_LAYERS_PREFIX}{layer}.self_attn"

@@ -55,13 +55,13 @@ class ToyFamily(DeepseekV3Family):
     def _size(self, key: str, default: int | None = None, minimum: int = 1) -> int:
         return super()._size(key, 1 if key in LATENT_KEYS else default, minimum)
 
-    def _attention(self, names: Any, mtp: int | None) -> Iterator[TensorSpec]:
-        prefix, hidden = names.output.rpartition(".")[0], self.sizes.hidden
+    def attention_tensors(self, layer: int, mtp: int | None) -> Iterator[TensorSpec]:
+        prefix, hidden = self.layer_modules(layer).attention, self.hidden
         for name, rows in (("q", HEADS * HEAD), ("k", KV_HEADS * HEAD), ("v", KV_HEADS * HEAD)):
             module = f"{prefix}.{name}_proj"
             yield self._linear(module, (rows, hidden), Role.ATTENTION, mtp)
             yield TensorSpec(f"{module}.bias", (rows,), (self.dtype,), Role.ATTENTION, mtp)
-        yield self._linear(names.output, (hidden, HEADS * HEAD), Role.ATTENTION, mtp)
+        yield self._linear(f"{prefix}.o_proj", (hidden, HEADS * HEAD), Role.ATTENTION, mtp)
         for name in ("q", "k"):
             yield self._norm(f"{prefix}.{name}_norm", HEAD, mtp)
 
@@ -155,10 +155,9 @@ def family_with_latent(layers: tuple[int, ...]) -> type[ToyFamily]:
     """The toy's family with latent attention in some layers."""
 
     class Hybrid(ToyFamily):
-        def _attention(self, names: Any, mtp: int | None) -> Iterator[TensorSpec]:
-            latent = any(f".layers.{layer}." in names.output for layer in layers)
-            here = DeepseekV3Family if latent else ToyFamily
-            return here._attention(self, names, mtp)
+        def attention_tensors(self, layer: int, mtp: int | None) -> Iterator[TensorSpec]:
+            here = DeepseekV3Family if layer in layers else ToyFamily
+            return here.attention_tensors(self, layer, mtp)
 
     return Hybrid
 

@@ -1,0 +1,86 @@
+"""Decoders with a mixture of experts behind DeepSeek-V3's router, around any attention.
+
+Source: DeepSeek-V3 technical report, section 2.1.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import torch
+
+from mtp_export.families.modules import MoeModules, weight_name
+from mtp_export.families.moe_decoder import MoeDecoderFamily
+from mtp_runtime.config import ModelConfig, RopeConfig, refuse_other_values, required
+from mtp_runtime.layers.moe import SigmoidRouter
+from mtp_runtime.layers.rope import Rope
+from mtp_runtime.models.builder import ModelBuilder
+
+_COMPUTED = {"scoring_func": "sigmoid", "topk_method": "noaux_tc", "hidden_act": "silu"}
+
+
+@dataclass(frozen=True)
+class MoeDecoderConfig(ModelConfig):
+    """Facts of a decoder beyond its tensors' names and shapes; a model adds its attention's."""
+
+    rope: RopeConfig
+    shared_experts: int
+    experts_per_token: int
+    expert_groups: int
+    groups_per_token: int
+    normalise_weights: bool
+    routed_scale: float
+
+    @staticmethod
+    def facts_of(family: MoeDecoderFamily, rope_elements: int) -> dict[str, Any]:
+        """Read a family's config.json; rope_elements is the rotated part of a head.
+
+        Raises InvalidInputError for a missing field, UnsupportedError for a variant that is not
+        computed.
+        """
+        config = family.config
+        refuse_other_values(config, _COMPUTED)
+        return {
+            "vocab": family.vocab,
+            "hidden": family.hidden,
+            "layers": family.num_hidden_layers,
+            "shared_experts": family.shared_experts,
+            "experts_per_token": required(config, "num_experts_per_tok"),
+            "expert_groups": config.get("n_group") or 1,
+            "groups_per_token": config.get("topk_group") or 1,
+            "normalise_weights": config.get("norm_topk_prob", True),
+            "routed_scale": float(config.get("routed_scaling_factor", 1.0)),
+            "rope": RopeConfig.from_config(config, rope_elements),
+            **ModelConfig.run_facts(config),
+        }
+
+
+@dataclass(frozen=True)
+class MoeDecoderBuilder(ModelBuilder):
+    """Builds rotations and routers; a model adds its attention."""
+
+    config: MoeDecoderConfig
+
+    @cached_property
+    def rope(self) -> Rope:
+        """Rotations that all layers share."""
+        return Rope.build(self.config.rope, self.source.device)
+
+    @property
+    def shared_experts(self) -> int:
+        return self.config.shared_experts
+
+    def router(self, names: MoeModules) -> SigmoidRouter:
+        """Load a sparse layer's router."""
+        source, config = self.source, self.config
+        return SigmoidRouter(
+            weight=source.raw(weight_name(names.router)).float().t().contiguous(),
+            bias=source.raw(names.router_bias).float(),
+            groups=config.expert_groups,
+            groups_per_token=config.groups_per_token,
+            experts_per_token=config.experts_per_token,
+            normalise=config.normalise_weights,
+            scale=torch.tensor([config.routed_scale], device=source.device),
+        )
