@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections import defaultdict
 from dataclasses import dataclass
 from math import prod
-from pathlib import Path
 from typing import Any
 
 from mtp_export.checkpoint.bundle_folder import MAIN, MTP
+from mtp_export.checkpoint.byte_source import Place
 from mtp_export.checkpoint.manifest import MANIFEST_NAME
 from mtp_export.checkpoint.reader import Checkpoint
+from mtp_export.checkpoint.sources import byte_source
 from mtp_export.errors import UsageError
 from mtp_export.families.base import ModelFamily, Role
 from mtp_export.schemes.discrepancies import Discrepancy, compare
@@ -34,7 +35,7 @@ class Amount:
 class Inspection:
     """Facts of a checkpoint; parts are those of main and mtp that the folder holds."""
 
-    folder: Path
+    place: Place
     model_type: str
     quantization: str
     num_hidden_layers: int
@@ -49,7 +50,7 @@ class Inspection:
     def as_json(self) -> dict[str, Any]:
         """Return the same facts for machines, sizes in bytes."""
         return {
-            "folder": str(self.folder),
+            "folder": str(self.place),
             "model_type": self.model_type,
             "quantization": self.quantization,
             "num_hidden_layers": self.num_hidden_layers,
@@ -66,20 +67,22 @@ class Inspection:
         }
 
 
-def inspect(folder: Path) -> Inspection:
+def inspect(place: Place) -> Inspection:
     """Inspect a checkpoint, or one part of a bundle in the released layout, in any precision.
 
     Raises UsageError for a whole bundle, InvalidInputError for files that contradict each other,
     UnsupportedError for another model type. Tensors that differ from what config.json promises are
     listed as problems.
     """
-    if (folder / MANIFEST_NAME).is_file():
+    source = byte_source(place)
+    names = source.names()
+    if MANIFEST_NAME in names:
         raise UsageError(
             "This folder is a bundle; inspect looks at one checkpoint",
-            where=folder,
-            todo=f"Point at {folder / MAIN} or at {folder / MTP}",
+            where=place,
+            todo=f"Point at {place / MAIN} or at {place / MTP}",
         )
-    checkpoint = Checkpoint.open(folder)
+    checkpoint = Checkpoint.read_from(source)
     stored = stored_model(checkpoint.config)
     family = stored.family
     in_mtp = {name: family.mtp_layer_of(name) is not None for name in checkpoint.tensors}
@@ -92,9 +95,8 @@ def inspect(folder: Path) -> Inspection:
         if ("main" if one.weight.mtp_layer is None else "mtp") in present
         for tensor in one.tensors
     ]
-    files = {path.name for path in folder.iterdir()}
     return Inspection(
-        folder=folder,
+        place=source.path,
         model_type=checkpoint.config["model_type"],
         quantization=describe(checkpoint.config),
         num_hidden_layers=checkpoint.config["num_hidden_layers"],
@@ -104,7 +106,7 @@ def inspect(folder: Path) -> Inspection:
         amounts=_amounts(checkpoint, stored),
         shared_tensors=_shared_tensors(checkpoint, family),
         missing_files=tuple(
-            name for name in ("generation_config.json", "tokenizer.json") if name not in files
+            name for name in ("generation_config.json", "tokenizer.json") if name not in names
         ),
         problems=tuple(compare(checkpoint.tensors, expected)),
     )

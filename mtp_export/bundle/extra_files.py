@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
+from contextlib import closing
 from fnmatch import fnmatch
 from pathlib import Path
 
-from mtp_export.checkpoint.reader import CONFIG_NAME, Checkpoint, check_readable
+from mtp_export.checkpoint.byte_source import ByteSource
+from mtp_export.checkpoint.reader import CONFIG_NAME, Checkpoint
 from mtp_export.errors import InvalidInputError
 
 _PATTERNS = (
@@ -29,24 +32,31 @@ _TEMPLATE_FOLDER = "additional_chat_templates"  # holds <name>.jinja beside chat
 
 
 def extra_files(checkpoint: Checkpoint) -> tuple[str, ...]:
-    """Return the source's tokenizer, generation and code files, as sorted paths below its folder.
+    """Return the source's tokenizer, generation and code files, as sorted paths below its own.
 
     Raises IoError for one that cannot be read, InvalidInputError for a chat template that lies
     elsewhere.
     """
-    folder = checkpoint.files_folder
-    names = sorted(path.name for path in folder.iterdir() if not path.is_dir())
-    extra = [n for n in names if any(fnmatch(n, p) for p in _PATTERNS)]
+    files = checkpoint.files
+    extra = [n for n in sorted(files.names()) if any(fnmatch(n, p) for p in _PATTERNS)]
     extra = [name for name in extra if not name.endswith(".safetensors")]
-    extra += _chat_templates(folder)
+    extra += _chat_templates(files)
     for name in extra:
-        check_readable(folder / name)
+        with closing(files.file(name).open()):
+            pass  # it can be read
     return tuple(extra)
 
 
-def _chat_templates(folder: Path) -> list[str]:
+def _chat_templates(files: ByteSource) -> list[str]:
     """Return the templates that Hugging Face keeps in a folder of their own."""
-    paths = sorted((folder / _TEMPLATE_FOLDER).glob("*.jinja"))
+    names = sorted(n for n in files.names(_TEMPLATE_FOLDER) if n.endswith(".jinja"))
+    if isinstance(files.path, Path):
+        _check_inside(files.path, [files.path / _TEMPLATE_FOLDER / name for name in names])
+    return [f"{_TEMPLATE_FOLDER}/{name}" for name in names]
+
+
+def _check_inside(folder: Path, paths: Sequence[Path]) -> None:
+    """Refuse a template that is a link to somewhere else (InvalidInputError)."""
     # A download cache links every file of a checkpoint to one folder, where config.json is too.
     homes = {Path(os.path.realpath(folder)), Path(os.path.realpath(folder / CONFIG_NAME)).parent}
     for path in paths:
@@ -59,4 +69,3 @@ def _chat_templates(folder: Path) -> list[str]:
                 found=f"a link to {real}",
                 todo="Do not trust this checkpoint; put the template itself there, or remove it",
             )
-    return [f"{_TEMPLATE_FOLDER}/{path.name}" for path in paths]

@@ -18,7 +18,7 @@ from mtp_export.checkpoint.files import sync_folder, write_failure
 from mtp_export.errors import OutputExistsError
 
 JOURNAL_NAME = ".mtp_export.journal"
-_SOURCE_FIELDS = ("source", "modified_ns")  # fields of a run's identity
+_SOURCE_FIELDS = ("source", "versions")  # fields of a run's identity
 
 
 class Journal:

@@ -9,8 +9,10 @@ from pathlib import Path
 
 from mtp_export.bundle.journal import JOURNAL_NAME
 from mtp_export.bundle.links import PROBE_PREFIX, existing_parent
+from mtp_export.checkpoint.byte_source import Place
 from mtp_export.checkpoint.files import temporary_path, write_failure
 from mtp_export.checkpoint.manifest import MANIFEST_NAME
+from mtp_export.checkpoint.staging import DOWNLOADS_NAME
 from mtp_export.errors import OutputExistsError, ResourceError, UsageError
 
 # Indexes, configs, tokenizers, the manifest and the file system's own needs.
@@ -18,8 +20,10 @@ _SPARE_DISK_BYTES = 128_000_000
 _PARTS = ("main", "mtp")
 
 
-def check_nesting(source: Path, output: Path) -> None:
-    """Refuse an output inside the input and the reverse (UsageError)."""
+def check_nesting(source: Place, output: Path) -> None:
+    """Refuse an output inside a local input and the reverse (UsageError)."""
+    if not isinstance(source, Path):
+        return
     inside, outside = (Path(os.path.realpath(path)) for path in (source, output))
     if inside == outside or inside in outside.parents or outside in inside.parents:
         raise UsageError(
@@ -53,7 +57,8 @@ def check_disk(output: Path, written_bytes: int) -> None:
 
 
 def _reusable_bytes(output: Path) -> int:
-    stats = [path.stat() for part in _PARTS for path in (output / part).glob("*")]
+    folders = (*_PARTS, DOWNLOADS_NAME)
+    stats = [path.stat() for folder in folders for path in (output / folder).glob("*")]
     return sum(stat.st_blocks * 512 for stat in stats if stat.st_nlink == 1)
 
 
@@ -102,7 +107,8 @@ def check_output(output: Path, overwrite: bool) -> None:
         return
     names = {path.name for path in output.iterdir() if not path.name.startswith(PROBE_PREFIX)}
     linked = [name for name in _PARTS if (output / name).is_symlink()]
-    bundle = {*_PARTS, MANIFEST_NAME, temporary_path(output / MANIFEST_NAME).name, JOURNAL_NAME}
+    half_written = temporary_path(output / MANIFEST_NAME).name
+    bundle = {*_PARTS, MANIFEST_NAME, half_written, JOURNAL_NAME, DOWNLOADS_NAME}
     foreign = linked or sorted(names - bundle)
     if foreign or (names and not names & {MANIFEST_NAME, JOURNAL_NAME}):
         raise OutputExistsError(
@@ -132,9 +138,9 @@ def clear_output(output: Path) -> None:
     """Remove what an earlier run left, the manifest first, but not the journal (IoError)."""
     try:
         (output / MANIFEST_NAME).unlink(missing_ok=True)
-        for part in _PARTS:
-            if (output / part).exists():
-                shutil.rmtree(output / part)
+        for folder in (*_PARTS, DOWNLOADS_NAME):
+            if (output / folder).exists():
+                shutil.rmtree(output / folder)
         clear_temporaries(output)
     except OSError as error:
         raise write_failure(output, error) from error

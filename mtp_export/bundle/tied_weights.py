@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 from mtp_export.checkpoint.direct_io import aligned_buffer
 from mtp_export.checkpoint.header import TensorInfo
@@ -46,3 +46,12 @@ def compare_tied(
             todo="Check that the MTP layer belongs to this model; --allow-untied exports it"
             " nevertheless, with the layer's own copies",
         )
+
+
+def compare_pairs(
+    pairs: Iterable[tuple[TensorInfo, TensorInfo]], proceed: Callable[[], None]
+) -> None:
+    """Compare pairs of an MTP tensor and the main model's, of which nothing else is wanted."""
+    buffer = aligned_buffer(PIECE_BYTES)
+    for own, main in pairs:
+        compare_tied(own, main, use=lambda _: proceed(), buffer=buffer)

@@ -5,7 +5,8 @@ from __future__ import annotations
 import errno
 import os
 import random
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from io import FileIO
 from pathlib import Path
 
@@ -19,9 +20,15 @@ class LocalFolder:
     """A checkpoint's folder."""
 
     path: Path
+    origin: Mapping[str, str] = field(default_factory=dict, init=False)
 
-    def names(self) -> frozenset[str]:
-        return frozenset(path.name for path in self.path.iterdir() if path.is_file())
+    readers = 1
+
+    def names(self, folder: str = "") -> frozenset[str]:
+        below = self.path / folder
+        if folder and not below.is_dir():
+            return frozenset()
+        return frozenset(path.name for path in below.iterdir() if not path.is_dir())
 
     def file(self, name: str) -> LocalFile:
         return LocalFile(self.path / name)
@@ -34,10 +41,23 @@ class LocalFolder:
             raise InvalidInputError(
                 "A file that every checkpoint has is missing",
                 where=path,
-                todo="Point at the folder that holds config.json and the safetensors shards",
+                todo=_hint(path.parent),
             ) from None
         except OSError as error:
             raise read_failure(path, error) from error
+
+
+def _hint(folder: Path) -> str:
+    """Return where to point instead of a folder without a checkpoint."""
+    snapshots = folder / "snapshots"
+    if not (snapshots.is_dir() and folder.name.startswith("models--")):
+        return "Point at the folder that holds config.json and the safetensors shards"
+    commits = sorted(path.name for path in snapshots.iterdir())
+    commit = commits[0] if len(commits) == 1 else "<commit>"
+    return (
+        "This is a repository in the Hub's download cache, and its files are in"
+        f" {len(commits)} snapshots: point at {snapshots / commit}"
+    )
 
 
 @dataclass(frozen=True)
@@ -45,6 +65,7 @@ class LocalFile:
     """A file of a folder."""
 
     path: Path
+    sha256: None = field(default=None, init=False)
 
     def open(self, once: range | None = None) -> OpenLocalFile:
         return OpenLocalFile(self.path, once)
@@ -63,7 +84,7 @@ class OpenLocalFile:
         try:
             self._file: FileIO = path.open("rb", buffering=0)
             stat = os.fstat(self._file.fileno())
-            self.size_bytes, self.modified_ns = stat.st_size, stat.st_mtime_ns
+            self.size_bytes, self.version = stat.st_size, stat.st_mtime_ns
             if once is not None and len(once) >= MIN_DIRECT_BYTES and not self._is_cached(once):
                 self._bypass_cache()
         except OSError as error:

@@ -2,20 +2,26 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Annotated
 
 import typer
 from rich.console import Group, RenderableType
 from rich.table import Table
 
+from mtp_export.checkpoint.byte_source import Place
+from mtp_export.checkpoint.sources import place_of
 from mtp_export.commands import options as shared
 from mtp_export.commands.output import Reporting, print_result
 from mtp_export.inspection import Inspection
 from mtp_export.inspection import inspect as inspect_checkpoint
 from mtp_export.progress import format_bytes
 
-Source = Annotated[Path, typer.Argument(metavar="SRC", help="Checkpoint folder.")]
+Source = Annotated[
+    Place,
+    typer.Argument(
+        parser=place_of, metavar="SRC", help="Checkpoint folder, or hf://org/name[@revision]."
+    ),
+]
 _SHOWN_PROBLEMS = 10
 
 
@@ -29,7 +35,7 @@ def inspect(source: Source, as_json: shared.AsJson = False) -> None:
 
 def inspection_table(inspection: Inspection) -> RenderableType:
     """Return the contents of a checkpoint for people, by part and role."""
-    table = Table(title=str(inspection.folder), title_justify="left")
+    table = Table(title=str(inspection.place), title_justify="left")
     for name in ("part", "role", "dtype"):
         table.add_column(name)
     for name in ("tensors", "parameters", "bytes"):
