@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import hashlib
 import json
+import os
 import threading
 import time
 from collections import Counter
@@ -43,16 +44,24 @@ class StoredFile:
     name: str
 
     @cached_property
-    def data(self) -> bytes:
-        return self.path.read_bytes()
+    def size(self) -> int:
+        return self.path.stat().st_size
 
     @cached_property
     def sha256(self) -> str:
-        return hashlib.sha256(self.data).hexdigest()
+        with self.path.open("rb") as file:
+            return hashlib.file_digest(file, "sha256").hexdigest()
 
     @cached_property
     def oid(self) -> str:
-        return hashlib.sha1(b"blob %d\0" % len(self.data) + self.data).hexdigest()
+        digest = hashlib.sha1(b"blob %d\0" % self.size)
+        with self.path.open("rb") as file:
+            return hashlib.file_digest(file, lambda: digest).hexdigest()
+
+    def read(self, start: int, end: int) -> bytes:
+        """Return bytes [start, end)."""
+        with self.path.open("rb", buffering=0) as file:
+            return os.pread(file.fileno(), end - start, start)
 
     @property
     def is_large(self) -> bool:
@@ -61,7 +70,7 @@ class StoredFile:
 
     def entry(self) -> dict[str, Any]:
         """Return the file as a tree lists it."""
-        size = len(self.data)
+        size = self.size
         entry = {"type": "file", "path": self.name, "size": size, "oid": self.oid}
         if self.is_large:
             entry["lfs"] = {"oid": self.sha256, "size": size, "pointerSize": 134}
@@ -258,9 +267,10 @@ class Handler(BaseHTTPRequestHandler):
         file = files[path]
         headers = {"X-Repo-Commit": commit}
         if not file.is_large:
-            self._answer(200, file.data, headers | {"ETag": f'"{file.oid}"'})
+            data = file.read(0, file.size)
+            self._answer(200, data, headers | {"ETag": f'"{file.oid}"'})
             return
-        size = len(file.data) + self.server.meets("other size")
+        size = file.size + self.server.meets("other size")
         etag = "0" * 64 if self.server.meets("other checksum") else file.sha256
         port, query = self.server.server_address[1], f"generation={self.server.generation}"
         location = f"http://localhost:{port}/storage/{file.sha256}?{query}&name={quote(path)}"
@@ -294,15 +304,15 @@ class Handler(BaseHTTPRequestHandler):
             return
         files = (f for r in server.repositories.values() for c in r.commits.values()
                  for f in c.values() if f.sha256 == sha256)  # fmt: skip
-        data = next(files).data
+        file = next(files)
         asked = self.headers.get("Range")
         if asked is None or server.meets("ignored range"):
-            self._answer(200, data, {})
+            self._answer(200, file.read(0, file.size), {})
             return
         first, last = (int(end) for end in asked.removeprefix("bytes=").split("-"))
         shift = 1 if server.meets("shifted range") else 0
-        body = data[first : last + 1]
-        headers = {"Content-Range": f"bytes {first + shift}-{last + shift}/{len(data)}"}
+        body = file.read(first, last + 1)
+        headers = {"Content-Range": f"bytes {first + shift}-{last + shift}/{file.size}"}
         if server.meets("encoded"):
             headers["Content-Encoding"] = "gzip"
         if server.meets("wrong bytes"):

@@ -54,14 +54,15 @@ def local_path(place: Place) -> Path:
 
 
 class OpenFile(Protocol):
-    """An open file.
-
-    version tells its content from another one's, at the time of opening: the time of the last
-    change (ns) of a local file, a checksum of a remote one.
-    """
+    """An open file, with its size at the time of opening."""
 
     size_bytes: int
-    version: int | str
+
+    @property
+    def version(self) -> int | str:
+        """Mark that tells its content from another one's, at the time of opening: the last change
+        (ns) of a local file, a checksum of a remote one."""
+        ...
 
     def read(self, start: int, end: int) -> bytes:
         """Return bytes [start, end), a few (IoError)."""

@@ -12,6 +12,7 @@ import random
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TypeVar
 from urllib.parse import urlsplit
 
@@ -20,6 +21,7 @@ from huggingface_hub import HfApi, constants, get_hf_file_metadata, hf_hub_url
 from huggingface_hub.errors import HfHubHTTPError, OfflineModeIsEnabled
 from huggingface_hub.hf_api import RepoFile
 from huggingface_hub.utils import (
+    RateLimitInfo,
     build_hf_headers,
     get_session,
     hf_raise_for_status,
@@ -103,10 +105,10 @@ class _Patience:
 
 def _told_seconds(headers: Mapping[str, str]) -> float | None:
     """Return the time that a server asks to wait."""
-    limit = parse_ratelimit_headers(headers)
+    limit: RateLimitInfo | None = parse_ratelimit_headers(headers)
     if limit is not None and limit.remaining == 0:
         return float(limit.reset_in_seconds)
-    after = headers.get("retry-after", "")
+    after = headers.get("retry-after", "").strip()
     return float(after) if after.isdigit() else None
 
 
@@ -144,7 +146,7 @@ class HubClient:
         path = f"/api/models/{self.repo}/tree/{self.commit}?recursive=true"
         while path:
             url = self.endpoint + path
-            answer = self._patiently(lambda url=url: self._answer(url), self.address)
+            answer = self._patiently(partial(self._answer, url), self.address)
             try:
                 entries = [entry for entry in answer.json() if entry["type"] == "file"]
                 files += [RepoFile(**entry) for entry in entries]

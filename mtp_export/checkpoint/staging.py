@@ -64,6 +64,7 @@ class Staging:
         self._by_file = _by_file(wanted)
         self._changed = threading.Condition()
         self._failure: BaseException | None = None
+        self._distrusted = False  # wrong bytes came: others may have come the same way
         self._asked: deque[Piece] = deque()
         self._left = deque(wanted)
         self._running: set[str] = set()
@@ -98,7 +99,7 @@ class Staging:
         self._stopping.set()
         for thread in self._threads:
             thread.join()
-        if kind is None:
+        if kind is None or self._distrusted:
             shutil.rmtree(self._folder, ignore_errors=True)
 
     def file(self, file: RemoteFile) -> StagedFile:
@@ -242,21 +243,18 @@ class Staging:
     def _verify(self, file: RemoteFile) -> None:
         """Compare the checksum of a file that is here whole with the one that its host lists."""
         digest = hashlib.sha256()
-        pieces = self.pieces_of(file, 0, file.size_bytes)
-        for piece in pieces:
+        for piece in self.pieces_of(file, 0, file.size_bytes):
             for block in _blocks(self.path_of(piece)):
                 digest.update(block)
         if digest.hexdigest() == file.sha256:
             return
-        with self._changed:
-            for piece in pieces:
-                self._drop(piece.key)
+        self._distrusted = True
         raise IoError(
             "A downloaded shard does not have the checksum that its repository lists",
             where=file.path,
             expected=f"SHA-256 {file.sha256}",
             found=digest.hexdigest(),
-            todo="Run the same command again: it downloads this shard again",
+            todo="Run the same command again: it downloads again what was not finished",
         )
 
 
@@ -270,6 +268,10 @@ class StagedFile:
     @property
     def path(self) -> Place:
         return self.file.path
+
+    @property
+    def sha256(self) -> str | None:
+        return self.file.sha256
 
     def open(self, once: range | None = None) -> OpenStagedFile:
         return OpenStagedFile(self)
