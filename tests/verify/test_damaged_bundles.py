@@ -59,7 +59,11 @@ CONFIG, TOKENIZER, MANIFEST = "main/config.json", "main/tokenizer.json", plantin
 DAMAGE: dict[str, tuple[str, Edit, str]] = {
     "rope_scaling is a number": (CONFIG, config(rope_scaling=4.0), "rope_scaling is 4.0"),
     "rope_scaling is a list": (CONFIG, config(rope_scaling=["yarn", 4]), "rope_scaling is ['yarn'"),
-    "rope_parameters is text": (CONFIG, config(rope_parameters="yarn"), "rope_scaling is 'yarn'"),
+    "rope_parameters is text": (
+        CONFIG,
+        config(rope_scaling=None, rope_parameters="yarn"),
+        "rope_scaling is 'yarn'",
+    ),
     "hidden_size is an object": (CONFIG, config(hidden_size={"a": 1}), "no usable hidden_size"),
     "hidden_size is null": (CONFIG, config(hidden_size=None), "no usable hidden_size"),
     "vocab_size is text": (CONFIG, config(vocab_size="96"), "no usable vocab_size"),
