@@ -16,7 +16,7 @@ from mtp_export.errors import MtpExportError, ResourceError, UnsupportedError
 WHOLE_CHECK = "all of it"  # the item of a check that did not run at all
 _REPORTED = "reported"  # the bound of a figure that nothing is required of
 _NAMED_PROBLEMS = 5
-_SHOWN_CHARACTERS = 500  # of an internal error
+_SHOWN_CHARACTERS = 1000  # of a problem or an internal error: names and values may be any size
 
 
 class Status(StrEnum):
@@ -116,6 +116,7 @@ def verdict(name: str, problems: Sequence[Problem], figure: str = "", bound: str
     """An item that passes without problems, and else names the first few; data lists them all."""
     if not problems:
         return passed(name, figure=figure, bound=bound)
+    problems = [Problem(_clipped(problem.subject), _clipped(problem.words)) for problem in problems]
     words = "; ".join(problem.words for problem in problems[:_NAMED_PROBLEMS])
     more = len(problems) - _NAMED_PROBLEMS
     return failed(
@@ -126,6 +127,10 @@ def verdict(name: str, problems: Sequence[Problem], figure: str = "", bound: str
         subject=problems[0].subject,
         data={"problems": [{"subject": p.subject, "words": p.words} for p in problems]},
     )
+
+
+def _clipped(text: str) -> str:
+    return text if len(text) <= _SHOWN_CHARACTERS else f"{text[:_SHOWN_CHARACTERS]} […]"
 
 
 def ended_by(error: Exception) -> Item:
@@ -142,8 +147,8 @@ def ended_by(error: Exception) -> Item:
         return failed("could be checked to the end", str(error))
     return failed(
         f"internal: {type(error).__name__}",
-        f"mtp-export itself failed here: {repr(error)[:_SHOWN_CHARACTERS]}. Please report this"
-        " internal error, with the output of --debug",
+        f"mtp-export itself failed here: {_clipped(repr(error))}. Please report this internal"
+        " error, with the output of --debug",
         data={"traceback": "".join(format_exception(error))},
     )
 
