@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from mtp_export.checkpoint.byte_source import Place
+from mtp_export.checkpoint.local_folder import LocalFolder
 from mtp_export.checkpoint.manifest import MANIFEST_NAME, read_manifest
 from mtp_export.checkpoint.reader import CONFIG_NAME, Checkpoint
 from mtp_export.errors import InvalidInputError, UnsupportedError
@@ -69,6 +70,8 @@ def open_checkpoint(place: Place) -> Checkpoint:
                 todo="Start from the original checkpoint, or from an export with --part both",
             )
         return Checkpoint.open(folder)
+    for part in (MAIN, MTP):
+        LocalFolder(folder).resolved(part)  # a part elsewhere is no part of what was given
     parts = open_parts(folder)
     main, mtp = parts.main, parts.mtp
     assert mtp is not None, "is_bundle checked it"

@@ -91,7 +91,10 @@ class ByteFile(Protocol):
     def sha256(self) -> str | None: ...
 
     def open(self, once: range | None = None) -> OpenFile:
-        """Open the file (IoError). once: the bytes of one tensor that will be read only once."""
+        """Open the file. once: the bytes of one tensor that will be read only once.
+
+        Raises IoError, and InvalidInputError for what is no file of the source.
+        """
         ...
 
 
@@ -139,9 +142,12 @@ class ByteSource(Protocol):
         ...
 
     def file(self, name: str) -> ByteFile:
-        """Return a file, without looking whether it is there."""
+        """Return a file by its name, or its path below; without looking whether it is there."""
         ...
 
     def read(self, name: str) -> bytes:
-        """Return a whole small file (InvalidInputError for a missing one, IoError)."""
+        """Return a whole small file.
+
+        Raises InvalidInputError for one that is missing or too large (check_small_file), IoError.
+        """
         ...

@@ -14,6 +14,7 @@ from huggingface_hub.errors import HfUriError
 from huggingface_hub.hf_api import RepoFile
 
 from mtp_export.checkpoint.byte_source import Address
+from mtp_export.checkpoint.files import check_small_file
 from mtp_export.checkpoint.hub_client import HubClient, hub_endpoint
 from mtp_export.errors import InvalidInputError
 
@@ -21,7 +22,6 @@ READERS = 8  # transfers at once
 # The first read of a file brings this much, or a thousandth of it, as most headers then need no
 # second request.
 _HEAD_BYTES = 128 << 10
-MAX_SMALL_BYTES = 256 << 20
 
 
 @dataclass(frozen=True)
@@ -88,14 +88,7 @@ class HubSource:
 
     def read(self, name: str) -> bytes:
         file = self._listed(name)
-        if file.size > MAX_SMALL_BYTES:
-            raise InvalidInputError(
-                "A file is too large to be a config, an index or part of a tokenizer",
-                where=self.path / name,
-                expected=f"at most {MAX_SMALL_BYTES} bytes",
-                found=f"{file.size} bytes",
-                todo="Check that this is the checkpoint you mean",
-            )
+        check_small_file(self.path / name, file.size)
         return self.client.whole(file)
 
     def _listed(self, name: str) -> RepoFile:

@@ -21,7 +21,6 @@ from huggingface_hub import HfApi, constants, get_hf_file_metadata, hf_hub_url
 from huggingface_hub.errors import HfHubHTTPError, OfflineModeIsEnabled
 from huggingface_hub.hf_api import RepoFile
 from huggingface_hub.utils import (
-    RateLimitInfo,
     build_hf_headers,
     get_session,
     hf_raise_for_status,
@@ -88,7 +87,7 @@ class _Patience:
 
     def _seconds(self, error: Exception) -> float | None:
         """Return the time to wait, None where another attempt is of no use."""
-        backoff = min(FIRST_WAIT_SECONDS * 2**self._failures, MAX_WAIT_SECONDS)
+        backoff = min(FIRST_WAIT_SECONDS * 2.0**self._failures, MAX_WAIT_SECONDS)
         spread = random.uniform(0.5, 1.0)  # readers that failed together do not return together
         if isinstance(error, (*_NETWORK, _Cut)):
             return backoff * spread
@@ -105,7 +104,7 @@ class _Patience:
 
 def _told_seconds(headers: Mapping[str, str]) -> float | None:
     """Return the time that a server asks to wait."""
-    limit: RateLimitInfo | None = parse_ratelimit_headers(headers)
+    limit = parse_ratelimit_headers(headers)
     if limit is not None and limit.remaining == 0:
         return float(limit.reset_in_seconds)
     after = headers.get("retry-after", "").strip()

@@ -31,7 +31,7 @@ CONFIG_NAME = "config.json"
 class Checkpoint:
     """An opened checkpoint: its config, and the place of every tensor.
 
-    files holds config and tokenizer: the checkpoint's own source, or that of main/ of a bundle.
+    files is the source of config and tokenizer: the checkpoint's own, or that of a bundle's main/.
     """
 
     path: Place
@@ -116,7 +116,7 @@ def _json_object(path: Place, raw: bytes) -> dict[str, Any]:
         value = strict_json.parse(raw)
     except strict_json.DuplicateKeyError as error:
         raise _unparsable(path, f"the key {error.args[0]!r} twice") from None
-    except (ValueError, RecursionError) as error:
+    except ValueError as error:
         raise _unparsable(path, str(error)[:200]) from None
     if not isinstance(value, dict):
         raise InvalidInputError(
