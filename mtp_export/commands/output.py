@@ -46,7 +46,7 @@ class FiguresTable(Table):
 
 def heading(text: str) -> Text:
     """Return the line above a table, which never wraps as a table's own title does."""
-    return Text(text, style="table.title", no_wrap=True, overflow="ignore")
+    return Text(text, style="table.title", no_wrap=True)
 
 
 def plain_console(*, stderr: bool = False) -> Console:
@@ -80,7 +80,8 @@ def show(result: RenderableType) -> None:
     for part in result.renderables if isinstance(result, Group) else [result]:
         needed = console.measure(part, options=anywhere).minimum
         console.width = max(terminal_width, needed)
-        console.print(part, crop=False)
+        is_heading = isinstance(part, Text) and bool(part.no_wrap)
+        console.print(part, crop=False, soft_wrap=is_heading)
 
 
 def remark(text: str) -> None:

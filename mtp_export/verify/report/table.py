@@ -35,12 +35,7 @@ def report_table(report: Report) -> RenderableType:
             )
         table.add_section()
     return Group(
-        Text(
-            f"Verified {report.options.bundle}",
-            "table.title",
-            no_wrap=True,
-            overflow="ignore",
-        ),
+        Text(f"Verified {report.options.bundle}", "table.title", no_wrap=True),
         Constrain(table, _MOST_COLUMNS),
         *_remarks(report),
         Text(verdict_words(report), _STYLES[report.status]),
