@@ -32,6 +32,8 @@ class Command:
         return tree(output)
 
 
+# Of the fixture `unfinished`: small files, and --link copy has the main part written too.
+UNFINISHED = ("--max-shard-size", "60kB", "--link", "copy", "--workers", "2", "--quiet")
 _SMALL = ("--max-shard-size", "60kB", "--workers", "2")
 _INT8 = ("--base-quant", "weight_only_int8", "--mtp-quant", "weight_only_int8")
 COMMANDS = {
