@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import os
-import shutil
+import re
 import threading
 from bisect import bisect_right
 from collections import deque
@@ -29,8 +29,27 @@ from mtp_export.errors import IoError
 DOWNLOADS_NAME = ".mtp_export.downloads"
 _AHEAD = 2  # pieces per reader that are downloaded before somebody asks for them
 _PARTIAL = ".partial"
+# Name of a piece: its key, then the checksum of its bytes once it is whole.
+_NAME = re.compile(r"[0-9a-f]+-\d+-\d+\.([0-9a-f]{32}|partial)")
 _POLL_SECONDS = 0.1
 _HASHED_BYTES = 1 << 20
+
+
+def remove_downloads(output: Path) -> None:
+    """Remove what a run downloaded, and nothing else, from its output folder (IoError)."""
+    folder = output / DOWNLOADS_NAME
+    try:
+        for path in _downloads(folder):
+            path.unlink()
+        with suppress(OSError):  # there is none, or it holds what somebody else put there
+            folder.rmdir()
+    except OSError as error:
+        raise write_failure(folder, error) from error
+
+
+def _downloads(folder: Path) -> list[Path]:
+    """Return the pieces in a folder, whole or not."""
+    return [path for path in folder.glob("*") if _NAME.fullmatch(path.name)]
 
 
 def ahead_bytes(readers: int) -> int:
@@ -100,7 +119,7 @@ class Staging:
         for thread in self._threads:
             thread.join()
         if kind is None or self._distrusted:
-            shutil.rmtree(self._folder, ignore_errors=True)
+            remove_downloads(self._folder.parent)
 
     def file(self, file: RemoteFile) -> StagedFile:
         """Return a file whose wanted bytes come from here."""
@@ -148,10 +167,9 @@ class Staging:
             return self._ready[key]
 
     def _take_over(self) -> None:
-        wanted = self._users.keys()
-        for path in self._folder.iterdir():
-            key, _, digest = path.name.partition(".")
-            if key in wanted and digest and key not in self._ready and _PARTIAL not in path.name:
+        for path in _downloads(self._folder):
+            key = path.stem
+            if key in self._users and key not in self._ready and path.suffix != _PARTIAL:
                 self._ready[key] = path
                 self._untrusted.add(key)
             else:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-from hypothesis import given
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from mtp_export.checkpoint import pieces
@@ -54,6 +54,7 @@ def small_pieces() -> None:
         yield  # type: ignore[misc]
 
 
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(JOBS)
 def test_every_wanted_byte_is_in_one_piece_of_its_jobs(jobs: dict[str, list[Extent]]) -> None:
     planned = plan_pieces(jobs)
@@ -73,6 +74,7 @@ def test_every_wanted_byte_is_in_one_piece_of_its_jobs(jobs: dict[str, list[Exte
             assert any(near in wanted for near in range(place - JOIN, place + JOIN + 1))
 
 
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(JOBS)
 def test_the_bytes_held_are_those_of_the_jobs_under_way(jobs: dict[str, list[Extent]]) -> None:
     planned = plan_pieces(jobs)
