@@ -8,9 +8,11 @@ from __future__ import annotations
 import argparse
 import sys
 import tempfile
+from functools import cache
 from pathlib import Path
 
 import torch
+import typer
 
 from fuzz.campaign import run_campaign
 from fuzz.control import run_controls
@@ -24,6 +26,8 @@ def main() -> int:
     parser.add_argument("--seconds", type=float, required=True)
     arguments = parser.parse_args()
     torch.set_num_threads(1)
+    # Typer builds all commands anew for every call, which takes longer than most inputs.
+    typer.main.get_command = cache(typer.main.get_command)
     with tempfile.TemporaryDirectory(prefix="mtp-fuzz-") as folder:
         lab = build_lab(Path(folder, "lab"))
         run_controls(lab, Path(folder, "controls"))

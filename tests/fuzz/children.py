@@ -18,7 +18,7 @@ from fuzz.sandbox import WATCH, Finding, place_in
 
 MAX_SECONDS = 5.0  # of one input
 _ADDRESS_SPACE_BYTES = 2_000_000_000  # beyond what the parent has; the resident limit is lower
-_BATCH = 40
+_BATCH = 20
 _STACKS = "stacks"  # file that a hanging child writes the stacks of its threads to
 _FORK = multiprocessing.get_context("fork")
 Judge = Callable[[Key, Path], Verdict]

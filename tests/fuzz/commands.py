@@ -13,6 +13,7 @@ from cases import Outcome
 from fuzz import oracle
 from fuzz.lab import Lab
 from fuzz.sandbox import Finding, Sandbox, check_same, tree_of
+from fuzz.tensors import read_tensors
 
 _TARGETS = ("hf", "xllm", "lightllm", "paddlenlp")
 _PAIRS = (
@@ -44,7 +45,7 @@ def _inspect(sandbox: Sandbox, random: Random, lab: Lab) -> None:
     outcome = sandbox.run("inspect", folder, "--json")
     if outcome.code == 0:
         facts = _json_of(outcome)
-        stored = oracle.read_tensors(folder)
+        stored = read_tensors(folder)
         found = (facts["tensors"], facts["size_bytes"])
         if found != (len(stored), sum(len(tensor.data) for tensor in stored.values())):
             raise Finding("wrong bytes", "inspect", str(found))
@@ -62,33 +63,39 @@ def _export(sandbox: Sandbox, random: Random, lab: Lab) -> None:
         oracle.check_nothing_whole(sandbox.output)
         return
     oracle.check_export(sandbox.source, sandbox.output, target, parts)
-    if len(parts) == 2:
-        _check_verified(sandbox, "--source", sandbox.source)
-        if random.random() < 0.2:
-            method = random.choice(("mtp", "none"))
-            prompts = ("--prompt", "ab", "--speculate-method", method)
-            sandbox.run("generate", sandbox.output, *prompts, *_GENERATED)
+    if len(parts) == 2 and random.random() < 0.4:
+        _check_as_good(sandbox, random, lab)
+
+
+def _check_as_good(sandbox: Sandbox, random: Random, lab: Lab) -> None:
+    """What an export accepted, verify passes, and generate runs or says why it cannot."""
+    # Changed weights may well be worth a word; a file that contradicts another may not be left.
+    same = read_tensors(sandbox.source) in lab.good_tensors
+    level = ("--level", "weights" if same else "files", "--source", sandbox.source)
+    _check_verified(sandbox, *level)
+    method = random.choice(("mtp", "none"))
+    prompts = ("--prompt", "ab", "--speculate-method", method)
+    sandbox.run("generate", sandbox.output, *prompts, *_GENERATED)
 
 
 def _check_verified(sandbox: Sandbox, *options: object) -> None:
     """What a command accepted and wrote, verify has nothing against."""
-    shown = ("--level", "weights", "--workers", "1", "--json", "--quiet")
+    shown = ("--workers", "1", "--json", "--quiet")
     outcome = sandbox.run("verify", sandbox.output, *shown, *options)
-    if outcome.code:
-        report = outcome.out if outcome.code == 7 else outcome.err
-        failed = _failed_items(json.loads(report)) if outcome.code == 7 else [report[:80]]
-        raise Finding("contradiction", f"verify: {failed[0][:80]}", report[-4000:])
+    if outcome.code == 7:
+        # Tokenizers travel along as they are, damaged ones too.
+        failed = [item for item in _failures(outcome.out) if "tokenizer" not in item]
+        if failed:
+            raise Finding("contradiction", f"verify: {failed[0]}", outcome.out[-4000:])
+    elif outcome.code:
+        raise Finding("contradiction", f"verify: {outcome.err[:80]}", outcome.err)
 
 
-def _failed_items(report: object) -> list[str]:
-    """Return the names of items that failed, wherever they are in a report."""
-    if isinstance(report, dict):
-        own = [f"{report.get('name')}"] if report.get("status") == "fail" else []
-        inner = [name for value in report.values() for name in _failed_items(value)]
-        return inner or own
-    if isinstance(report, list):
-        return [name for value in report for name in _failed_items(value)]
-    return []
+def _failures(report: str | bytes) -> list[str]:
+    """Return the items of a JSON report that failed, with their causes."""
+    checks = json.loads(report)["checks"]
+    items = [item for check in checks for item in check["items"] if item["status"] == "fail"]
+    return [f"{item['name']}: {item['cause'][:200]}" for item in items]
 
 
 def _quantize_options(random: Random) -> tuple[object, ...]:
@@ -118,7 +125,7 @@ def _quantize(sandbox: Sandbox, random: Random, lab: Lab) -> None:
     if outcome.code:
         oracle.check_nothing_whole(sandbox.output)
         return
-    _check_verified(sandbox)
+    _check_verified(sandbox, "--level", "files")
     if source == sandbox.source:
         again, reference = sandbox.folder / "again", sandbox.folder / "reference"
         oracle.rewrite(source, again)
@@ -141,7 +148,7 @@ def _verify(level: str) -> Callable[[Sandbox, Random, Lab], None]:
         if missing:
             raise Finding("report", "is not written", f"{missing}\n{outcome.err}")
         ElementTree.parse(reports["xml"])
-        failed = _failed_items(json.loads(reports["json"].read_bytes()))
+        failed = _failures(reports["json"].read_bytes())
         if bool(failed) != (outcome.code == 7):
             raise Finding("report", "does not say what the exit code says", str(failed))
         if outcome.code == 0 and (claims := list(oracle.false_claims(sandbox.bundle))):
@@ -158,15 +165,19 @@ def _resume(sandbox: Sandbox, random: Random, lab: Lab) -> None:
     if outcome.code == 8:
         check_same(before, tree_of(sandbox.bundle), "a refused run's output")
     elif outcome.code == 0:
-        _check_same_content(sandbox.bundle, lab.resumed)
+        oracle.check_export(sandbox.source, sandbox.bundle, "hf", ("main", "mtp"))
+        if _contents(sandbox.source) == _contents(lab.input("unfinished") / "source"):
+            _check_same_content(sandbox.bundle, lab.resumed)
     elif (sandbox.bundle / oracle.MANIFEST).exists():
         raise Finding("looks whole", "after a failed resume", outcome.err)
 
 
+def _contents(folder: Path) -> dict[str, object]:
+    return {name: content for name, (_, _, content) in tree_of(folder).items()}
+
+
 def _check_same_content(folder: Path, expected: Path) -> None:
-    one, other = (
-        {name: facts[2] for name, facts in tree_of(f).items()} for f in (folder, expected)
-    )
+    one, other = _contents(folder), _contents(expected)
     wrong = [name for name in sorted({*one, *other}) if one.get(name) != other.get(name)]
     if wrong:
         raise Finding("wrong bytes", "after resuming", ", ".join(wrong[:10]))
@@ -194,10 +205,10 @@ def _json_of(outcome: Outcome) -> dict[str, object]:
 COMMANDS: dict[str, Command] = {
     "inspect": Command(("fp8", "bf16", "bundle", "int4"), 25, _inspect),
     "export": Command(("fp8", "bf16"), 30, _export),
-    "dry run": Command(("fp8", "bf16", "bundle", "int4"), 15, _dry_run),
+    "dry run": Command(("fp8", "bf16", "bundle"), 15, _dry_run),
     "quantize": Command(("fp8", "bf16", "bundle"), 5, _quantize),
     "verify files": Command(("bundle", "int4", "paddlenlp"), 10, _verify("files")),
-    "verify weights": Command(("bundle", "int4", "paddlenlp"), 5, _verify("weights")),
+    "verify weights": Command(("bundle", "paddlenlp"), 5, _verify("weights")),
     "resume": Command(("unfinished",), 10, _resume, writes="bundle"),
     "generate": Command(("prompts", "prompts", "prompts", "bundle", "int4"), 5, _generate),
 }

@@ -19,7 +19,6 @@ from fuzz.sandbox import Finding, Sandbox, check_memory, check_no_secret, check_
 
 Key = int | str  # a seed, or the name of one of the known cases
 _MAX_MUTATED_BYTES = 20_000_000  # what a mutator before made huge is not read
-_SPECIAL_SHARE = 0.05
 
 
 @dataclass(frozen=True)
@@ -67,8 +66,7 @@ def _mutate(folder: Path, random: Random) -> str:
     files = [path for path in sorted(folder.rglob("*")) if _can_be_mutated(path)]
     able = {name: [path for path in files if path.match(m.pattern)] for name, m in MUTATORS.items()}
     able = {name: found for name, found in able.items() if found}
-    weights = [_SPECIAL_SHARE if name == "special_files" else 1 for name in able]
-    (name,) = random.choices(list(able), weights)
+    (name,) = random.choices(list(able), [MUTATORS[name].weight for name in able])
     path = random.choice(able[name])
     MUTATORS[name].mutate(path, random)
     return f"{name} {path.relative_to(folder)}"

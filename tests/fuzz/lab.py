@@ -6,11 +6,13 @@ import json
 import shutil
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 from benchmarks.make_checkpoint import TINY_CONFIG
 from cases import export, make_checkpoint, quantize, run_in_a_fork
+from fuzz.tensors import Tensors, read_tensors
 
 # As small as the layouts allow: groups of 32 weights, and the 256 bytes that a tokenizer needs.
 CONFIG: dict[str, Any] = TINY_CONFIG | {
@@ -55,6 +57,11 @@ class Lab:
     def input(self, subject: str) -> Path:
         """Return the folder of a subject's good input."""
         return self.folder / subject
+
+    @cached_property
+    def good_tensors(self) -> list[Tensors]:
+        """Return the tensors of the good checkpoints."""
+        return [read_tensors(self.input(subject) / "source") for subject in ("fp8", "bf16")]
 
     @property
     def resumed(self) -> Path:

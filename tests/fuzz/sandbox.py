@@ -105,7 +105,7 @@ def _place_of(error: str) -> str:
     """Return the program's innermost place in a traceback, and the exception."""
     lines = [line for line in error.splitlines() if line and not line[0].isspace()]
     raised = next((line for line in reversed(lines) if not line.startswith("mtp-export")), "?")
-    return f"{place_in(error)} {raised[:80]}"
+    return f"{place_in(error)} {raised.partition(':')[0]}"
 
 
 def place_in(stack: str) -> str:

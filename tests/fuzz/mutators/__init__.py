@@ -24,25 +24,27 @@ from fuzz.mutators import (
 
 @dataclass(frozen=True)
 class Mutator:
-    """A way to damage a file, and the pattern of the files that it damages.
+    """A way to damage a file, the pattern of the files that it damages, and how often it is drawn.
 
     mutate changes the file in place; all that it does follows from the generator it is given.
     """
 
     pattern: str
     mutate: Callable[[Path, Random], None]
+    weight: float = 1.0
 
 
+# Weights make up for how many subjects have such a file.
 MUTATORS: dict[str, Mutator] = {
     "header_bits": Mutator("*.safetensors", header_bits.mutate),
     "header_text": Mutator("*.safetensors", header_text.mutate),
     "header_structure": Mutator("*.safetensors", header_structure.mutate),
     "index": Mutator("*.safetensors.index.json", index.mutate),
-    "config": Mutator("config.json", config.mutate),
-    "manifest": Mutator("mtp_export.json", manifest.mutate),
-    "journal": Mutator(".mtp_export.journal", journal.mutate),
-    "tokenizer": Mutator("tokenizer*.json", tokenizer.mutate),
-    "prompts": Mutator("*.jsonl", prompts.mutate),
-    "json_text": Mutator("*.json", json_text.mutate),
-    "special_files": Mutator("*", special_files.mutate),
+    "config": Mutator("config.json", config.mutate, weight=2),
+    "manifest": Mutator("mtp_export.json", manifest.mutate, weight=4),
+    "journal": Mutator(".mtp_export.journal", journal.mutate, weight=15),
+    "tokenizer": Mutator("tokenizer*.json", tokenizer.mutate, weight=0.5),
+    "prompts": Mutator("*.jsonl", prompts.mutate, weight=10),
+    "json_text": Mutator("*.json", json_text.mutate, weight=0.5),
+    "special_files": Mutator("*", special_files.mutate, weight=0.3),
 }
