@@ -41,7 +41,8 @@ ROOT = Path(__file__).resolve().parents[1]
 BUILD = ROOT / "build/mutants"
 TREE = BUILD / "tree"
 LEAST_KILLED = 0.9
-WARM = ("hypothesis", "numba", "pytest", "rich", "safetensors.torch", "tokenizers", "torch")
+WARM = ("compressed_tensors", "hypothesis", "numba", "pytest", "rich", "safetensors.torch")
+WARM += ("tokenizers", "torch", "transformers.models.deepseek_v3.modeling_deepseek_v3")
 ROOTS = (TREE, TREE / "runtime", TREE / "kernels", TREE / "tests")
 PYTEST = ["-x", "-q", "--tb=line", "-p", "no:cacheprovider", "-p", "no:xdist"]
 PYTEST += ["--basetemp", str(BUILD / "tmp"), "--hypothesis-profile", "mutants"]

@@ -113,6 +113,10 @@ def test_exact_draws_from_the_target_where_rounding_leaves_nothing() -> None:
     assert script.drawn == HALVES
 
 
+def test_a_draft_of_nothing() -> None:
+    assert Draft() == Draft((), None)
+
+
 def test_judging_changes_no_distribution() -> None:
     for rule in ACCEPTANCE_RULES.values():
         asked = block((1, 2), [HALVES, HALVES, LAST], draft_probs=PROPOSED)
