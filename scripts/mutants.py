@@ -4,9 +4,10 @@
 
 mutmut makes the mutants. Its own runner leaves decorated classes out, which here is nearly every
 class, and takes a file's path for its module's name, which is wrong below runtime/ and kernels/.
-So they run here: in a copy of the repository, in forks of a process that has torch and numba
-loaded, each with the tests that mutants.toml gives to its file. Survivors that docs/mutants.md
-lists are known; any other ends the run with exit code 1, as does a share of less than LEAST_KILLED.
+So they run here: in forks of a process that has torch and numba loaded, each with the tests that
+mutants.toml gives to its file. No file is changed: a fork imports its mutant in place of the file,
+so that tests do not see it in processes that they start. Survivors that docs/mutants.md lists are
+known; any other ends the run with exit code 1, as does a share of less than LEAST_KILLED.
 """
 
 from __future__ import annotations
@@ -19,9 +20,7 @@ import json
 import os
 import random
 import resource
-import shutil
 import signal
-import subprocess
 import sys
 import time
 import tomllib
@@ -29,7 +28,9 @@ import traceback
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
+from importlib.machinery import SourceFileLoader
 from pathlib import Path
+from types import CodeType
 
 import libcst as cst
 from libcst.metadata import MetadataWrapper
@@ -39,16 +40,15 @@ from mutmut.mutation.pragma_handling import IgnoredCode
 
 ROOT = Path(__file__).resolve().parents[1]
 BUILD = ROOT / "build/mutants"
-TREE = BUILD / "tree"
 LEAST_KILLED = 0.9
 WARM = ("compressed_tensors", "hypothesis", "numba", "pytest", "rich", "safetensors.torch")
 WARM += ("tokenizers", "torch", "transformers.models.deepseek_v3.modeling_deepseek_v3")
-ROOTS = (TREE, TREE / "runtime", TREE / "kernels", TREE / "tests")
 PYTEST = ["-x", "-q", "--tb=line", "-p", "no:cacheprovider", "-p", "no:xdist"]
 PYTEST += ["--basetemp", str(BUILD / "tmp"), "--hypothesis-profile", "mutants"]
 PYTEST += ["-W", "ignore::pytest.PytestAssertRewriteWarning"]  # of plugins that WARM has loaded
 LOG = BUILD / "pytest.log"
 MEMORY_BYTES, FILE_BYTES = 16 << 30, 2 << 30
+NO_TESTS, INTERNAL_ERROR = 5, 70  # exit codes of pytest and of a fork
 
 
 @dataclass(frozen=True)
@@ -172,32 +172,10 @@ def diff_of(file: str, before: str, after: str) -> str:
     return "\n".join([file, *changed])
 
 
-def copy_repository() -> None:
-    """Copy what git lists; fixtures as hard links."""
-    shutil.rmtree(TREE, ignore_errors=True)
-    listed = subprocess.run(
-        ["git", "ls-files", "-z", "-co", "--exclude-standard"],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        check=True,
-    )
-    for name in filter(None, listed.stdout.split("\0")):
-        if (ROOT / name).is_file():
-            (TREE / name).parent.mkdir(parents=True, exist_ok=True)
-            copy = os.link if name.startswith("fixtures/") else shutil.copy2
-            copy(ROOT / name, TREE / name)
-
-
 def start() -> None:
-    """Make this process one to fork: in the copy, with the large packages loaded and none of ours.
-
-    The compiled kernels stay cached outside the copy, for the next run.
-    """
-    os.chdir(TREE)
-    os.environ["PYTHONPATH"] = os.pathsep.join(map(str, ROOTS))
-    os.environ["NUMBA_CACHE_DIR"] = str(BUILD / "numba")
-    sys.path[:0] = map(str, ROOTS)
+    """Make this process one to fork: with the large packages loaded, and none of ours."""
+    os.chdir(ROOT)
+    BUILD.mkdir(parents=True, exist_ok=True)
     for name in WARM:
         importlib.import_module(name)
     from hypothesis import Phase, settings
@@ -208,13 +186,13 @@ def start() -> None:
     )
 
 
-def run_tests(tests: tuple[str, ...], timeout_seconds: float, *, keep_bytecode: bool) -> int | None:
+def run_tests(group: Group, mutant: Mutant | None, timeout_seconds: float) -> int | None:
     """Return pytest's exit code in a fork, negative for a signal; None when time ran out."""
     child = os.fork()
     if child == 0:
-        code = 70
+        code = INTERNAL_ERROR
         try:
-            code = in_the_fork(tests, keep_bytecode)
+            code = in_the_fork(group, mutant)
         except BaseException:
             traceback.print_exc()
         finally:
@@ -230,7 +208,7 @@ def run_tests(tests: tuple[str, ...], timeout_seconds: float, *, keep_bytecode: 
     return None
 
 
-def in_the_fork(tests: tuple[str, ...], keep_bytecode: bool) -> int:
+def in_the_fork(group: Group, mutant: Mutant | None) -> int:
     import pytest
 
     os.setsid()
@@ -239,31 +217,37 @@ def in_the_fork(tests: tuple[str, ...], keep_bytecode: bool) -> int:
     log = os.open(LOG, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
     os.dup2(log, 1)
     os.dup2(log, 2)
-    if not keep_bytecode:  # a mutant of the same size within a second would pass for the next
-        sys.dont_write_bytecode = True
-        os.environ["PYTHONDONTWRITEBYTECODE"] = "1"
-    return int(pytest.main([*PYTEST, *tests]))
+    if mutant is not None:
+        plant(str(ROOT / mutant.file), mutant.code)
+    return int(pytest.main([*PYTEST, *group.tests]))
 
 
-def seconds_of(tests: tuple[str, ...]) -> float:
-    """Run tests on the code as it is, which also compiles kernels and caches bytecode."""
+def plant(path: str, code: str) -> None:
+    """Have this process import other code in place of a file's."""
+    real = SourceFileLoader.get_code
+
+    def get_code(loader: SourceFileLoader, name: str) -> CodeType | None:
+        if loader.path == path:
+            return compile(code, path, "exec", dont_inherit=True)
+        return real(loader, name)
+
+    SourceFileLoader.get_code = get_code
+
+
+def seconds_of(group: Group) -> float:
+    """Run tests on the code as it is: once to compile kernels, and once for the time."""
     for _ in range(2):
         began = time.monotonic()
-        code = run_tests(tests, 1800.0, keep_bytecode=True)
+        code = run_tests(group, None, 1800.0)
         if code != 0:
-            sys.exit(f"Without a mutant, exit code {code} of {tests}:\n{LOG.read_text()[-3000:]}")
+            sys.exit(f"Without a mutant, exit code {code}: {group}\n{LOG.read_text()[-3000:]}")
     return time.monotonic() - began
 
 
 def run_mutant(mutant: Mutant, timeout_seconds: float) -> str:
     """Return killed, timeout or survived."""
-    path = TREE / mutant.file
-    path.write_text(mutant.code)
-    try:
-        code = run_tests(mutant.group.tests, timeout_seconds, keep_bytecode=False)
-    finally:
-        shutil.copy2(ROOT / mutant.file, path)
-    assert code not in (5, 70), LOG.read_text()[-3000:]
+    code = run_tests(mutant.group, mutant, timeout_seconds)
+    assert code not in (NO_TESTS, INTERNAL_ERROR), LOG.read_text()[-3000:]
     if code is None:
         return "timeout"
     return "survived" if code == 0 else "killed"
@@ -274,9 +258,9 @@ def run_room(room: str, groups: list[Group], options: argparse.Namespace, listed
     mutants, number = mutants_of(groups, options.sample, options.seed)
     counts = Counter(mutants=number, tried=len(mutants))
     print(f"{room}: {len(mutants)} of {number} mutants", flush=True)
-    seconds = {group.tests: seconds_of(group.tests) for group in {one.group for one in mutants}}
+    seconds = {group: seconds_of(group) for group in dict.fromkeys(one.group for one in mutants)}
     for mutant in mutants:
-        outcome = run_mutant(mutant, 30 + 8 * seconds[mutant.group.tests])
+        outcome = run_mutant(mutant, 30 + 8 * seconds[mutant.group])
         if outcome == "survived" and mutant.diff in listed:
             outcome = "listed"
         counts[outcome] += 1
@@ -312,10 +296,9 @@ def main() -> int:
     groups = read_groups(options.only)
     if not groups:
         parser.error(f"mutants.toml has no file below {options.only}")
-    copy_repository()
-    (BUILD / "results.jsonl").unlink(missing_ok=True)
     listed = (ROOT / "docs/mutants.md").read_text()
     start()
+    (BUILD / "results.jsonl").unlink(missing_ok=True)
     rooms = {}
     for room in dict.fromkeys(group.room for group in groups):
         own = [group for group in groups if group.room == room]
