@@ -217,8 +217,12 @@ def test_one_file_of_json(folder: Path) -> None:
 
 
 def test_a_shard_that_cannot_be_read(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def fails(*arguments: object) -> bytes:
-        raise OSError(5, "Input/output error")
+    real = os.pread
+
+    def fails(file: int, *more: int) -> bytes:
+        if os.readlink(f"/proc/self/fd/{file}").endswith(".safetensors"):
+            raise OSError(5, "Input/output error")
+        return real(file, *more)
 
     monkeypatch.setattr(os, "pread", fails)
     error = refusal(folder, IoError)
