@@ -11,7 +11,13 @@ from pathlib import Path
 
 from mtp_export.checkpoint.byte_source import ByteFile, RemoteFile
 from mtp_export.checkpoint.header import TensorInfo
-from mtp_export.checkpoint.pieces import Extent, Piece, held_bytes, plan_pieces
+from mtp_export.checkpoint.pieces import (
+    PIECE_BYTES,
+    Extent,
+    Piece,
+    held_bytes,
+    plan_pieces,
+)
 from mtp_export.checkpoint.plan import COPY, PartPlan
 from mtp_export.checkpoint.reader import Checkpoint
 from mtp_export.checkpoint.staging import DOWNLOADS_NAME, Staging, ahead_bytes
@@ -64,47 +70,61 @@ class Downloads:
         return tuple(sorted({file.path.name for files in self.whole.values() for file in files}))
 
 
+# A tensor that a job reads, or a pair that it reads side by side to compare them.
+Read = tuple[TensorInfo, ...]
+
+
 def tensors_read(
     parts: Sequence[PartPlan], tensors: Mapping[str, TensorInfo], tied: Mapping[str, str]
-) -> dict[str, list[TensorInfo]]:
+) -> dict[str, list[Read]]:
     """Return the source tensors that each job reads, in the run's order.
 
     tied: by name, the tensor with which one is compared: as it is copied, or else by CHECKS.
     """
-    reads: dict[str, list[TensorInfo]] = {}
+    reads: dict[str, list[Read]] = {}
     apart = dict(tied)
     for part in parts:
         for shard in (shard for shard in part.shards if shard.is_read):
-            names: list[str] = []
+            names: list[tuple[str, ...]] = []
             for step in shard.steps:
-                names += step.inputs
-                if step.operation == COPY and step.inputs[0] in apart:
-                    names.append(apart.pop(step.inputs[0]))
-            reads[f"{part.name}/{shard.file_name}"] = [tensors[name] for name in names]
+                main = apart.pop(step.inputs[0], None) if step.operation == COPY else None
+                names += [(step.inputs[0], main)] if main else [(name,) for name in step.inputs]
+            reads[f"{part.name}/{shard.file_name}"] = [
+                tuple(tensors[name] for name in group) for group in names
+            ]
     if apart:
-        reads[CHECKS] = [tensors[name] for pair in apart.items() for name in pair]
+        reads[CHECKS] = [(tensors[own], tensors[main]) for own, main in apart.items()]
     return reads
 
 
-def plan_downloads(
-    checkpoint: Checkpoint, reads: Mapping[str, Sequence[TensorInfo]]
-) -> Downloads | None:
+def plan_downloads(checkpoint: Checkpoint, reads: Mapping[str, Sequence[Read]]) -> Downloads | None:
     """Return the downloads for what each job reads, in its order; None for a local source."""
     if isinstance(checkpoint.path, Path):
         return None
     remote = {shard.path: _remote(shard.file) for shard in checkpoint.shards}
     whole: dict[str, tuple[RemoteFile, ...]] = {}
     extents: dict[str, list[Extent]] = {}
-    for job, tensors in reads.items():
-        counts = Counter(place for place, _ in {(t.path, t.name) for t in tensors})
+    for job, groups in reads.items():
+        counts = Counter(place for place, _ in {(t.path, t.name) for read in groups for t in read})
         entire = [s for s in checkpoint.shards if counts[s.path] == len(s.tensors) > 0]
         entire = [shard for shard in entire if shard.file.sha256]
         whole[job] = tuple(remote[shard.path] for shard in entire)
         heads = [Extent(remote[s.path], 0, s.tensors[0].offset_bytes) for s in entire]
         extents[job] = heads + [
-            Extent(remote[t.path], t.offset_bytes, t.offset_bytes + t.size_bytes) for t in tensors
+            Extent(remote[tensor.path], tensor.offset_bytes + start, tensor.offset_bytes + end)
+            for read in groups
+            for start, end in _advances(read)
+            for tensor in read
         ]
     return Downloads(tuple(extents), plan_pieces(extents), whole)
+
+
+def _advances(read: Read) -> list[tuple[int, int]]:
+    """Return the bytes of each tensor of a read that are needed together, in order."""
+    size_bytes = read[0].size_bytes
+    step = size_bytes if len(read) == 1 else PIECE_BYTES
+    starts = range(0, size_bytes, max(1, step))
+    return [(start, min(start + step, size_bytes)) for start in starts]
 
 
 @contextmanager
