@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from typing import TypeVar
-from urllib.parse import urlsplit
+from urllib.parse import urljoin, urlsplit
 
 import httpx2
 from huggingface_hub import HfApi, constants, get_hf_file_metadata, hf_hub_url
@@ -133,18 +133,19 @@ class HubClient:
         """Return the commit that a branch, tag or abbreviated commit is now."""
         api = HfApi(endpoint=self.endpoint, library_name="mtp-export", library_version=__version__)
 
-        def ask() -> str:
-            info = api.model_info(self.repo, revision=revision, timeout=_timeout())
-            return info.sha or ""
+        def ask() -> str | None:
+            return api.model_info(self.repo, revision=revision, timeout=_timeout()).sha
 
-        return self._patiently(ask, self.address)
+        commit = self._patiently(ask, self.address)
+        if commit is None:
+            raise refused(self.address, "a repository without a commit")
+        return commit
 
     def tree(self) -> list[RepoFile]:
         """Return every file of the commit, with size and checksums."""
         files: list[RepoFile] = []
-        path = f"/api/models/{self.repo}/tree/{self.commit}?recursive=true"
-        while path:
-            url = self.endpoint + path
+        url = f"{self.endpoint}/api/models/{self.repo}/tree/{self.commit}?recursive=true"
+        while url:
             answer = self._patiently(partial(self._answer, url), self.address)
             try:
                 entries = [entry for entry in answer.json() if entry["type"] == "file"]
@@ -153,7 +154,8 @@ class HubClient:
                 raise refused(self.address, f"a list of files, {type(error).__name__}") from None
             following = urlsplit(answer.links.get("next", {}).get("url", ""))
             # Only ever this endpoint: the token goes along.
-            path = f"{following.path}?{following.query}" if following.path else ""
+            page = f"{following.path}?{following.query}"
+            url = urljoin(self.endpoint, page) if following.path else ""
         return files
 
     def whole(self, file: RepoFile) -> bytes:

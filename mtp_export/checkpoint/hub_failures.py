@@ -96,7 +96,7 @@ def storage_refuses(where: Address, status: int) -> IoError:
 def refused(where: Address, found: str) -> IoError:
     """Return the error of an answer of the Hub that contradicts itself."""
     return IoError(
-        "The Hub contradicts itself about a file",
+        "The Hub contradicts itself",
         where=where,
         found=found,
         todo="Run the same command again; if it fails again, check HF_ENDPOINT and the proxy",

@@ -324,8 +324,9 @@ def test_a_token_goes_to_the_hub_alone(
     everything = [outcome.out.encode(), outcome.err.encode(), *tree(output).values()]
     assert not [text for text in everything if hub.token.encode() in text]
     monkeypatch.setenv("HF_TOKEN", "hf_wrong")
-    outcome = export("hf://acme/private", output, "--overwrite")
+    outcome = export("hf://acme/private", output, "--overwrite", "--debug")
     assert outcome.code == 3
+    assert "Traceback" in outcome.err
     assert "hf_wrong" not in outcome.err
 
 
