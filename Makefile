@@ -6,7 +6,7 @@ PYTEST := $(BIN)/python -m pytest -n auto --dist worksteal --durations 10
 PIP := $(BIN)/pip --disable-pip-version-check --quiet
 ENGINES_PIP := .venv-engines/bin/pip --disable-pip-version-check --quiet
 
-.PHONY: demo test test-all test-engines test-oldest-triton check fixture clean
+.PHONY: demo test test-all fuzz test-engines test-oldest-triton mutants check fixture clean
 
 demo: .venv/installed
 	scripts/demo
@@ -20,6 +20,11 @@ test-all: .venv/installed-dev
 	scripts/check
 	$(PYTEST) --ignore tests/test_architecture.py -m "nightly or not nightly"
 
+# Half an hour of mutated inputs; a failure prints the command that runs its input again.
+FUZZ_SEED := $(shell date +%s)
+fuzz: .venv/installed-dev
+	$(BIN)/python -m pytest -n auto -rP tests/fuzz --fuzz-seed $(FUZZ_SEED) --fuzz-seconds 1800
+
 # vLLM runs the fixture, and vLLM's and SGLang's resolvers read our configs: docs/engines.md.
 test-engines: .venv-engines/installed
 	.venv-engines/bin/python -m pytest -v --timeout 1800 --durations 5 --figures build/engines.json tests/engines
@@ -28,6 +33,13 @@ test-engines: .venv-engines/installed
 test-oldest-triton: .venv/installed-dev
 	$(PIP) install --no-deps --upgrade --target build/triton-3.6 triton==3.6.0
 	PYTHONPATH=build/triton-3.6 $(BIN)/python -m pytest tests/kernels/verify_attention/test_verify_attention_compiled.py
+
+# Small faults planted one at a time, which the tests of their file must notice: docs/mutants.md.
+# SAMPLE=n takes n random ones per room, by SEED; ONLY=path those of files whose path starts so.
+mutants: .venv/installed-dev
+	$(PIP) install -c constraints.txt --no-deps --upgrade --target build/mutmut mutmut libcst
+	PYTHONPATH=build/mutmut $(BIN)/python scripts/mutants.py \
+		$(if $(SAMPLE),--sample $(SAMPLE)) $(if $(SEED),--seed $(SEED)) $(if $(ONLY),--only $(ONLY))
 
 check: .venv/installed-dev
 	scripts/check

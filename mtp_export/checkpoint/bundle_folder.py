@@ -6,6 +6,7 @@ import hashlib
 from dataclasses import dataclass
 from pathlib import Path
 
+from mtp_export.checkpoint.local_folder import LocalFolder
 from mtp_export.checkpoint.manifest import MANIFEST_NAME, read_manifest
 from mtp_export.checkpoint.reader import CONFIG_NAME, Checkpoint
 from mtp_export.errors import InvalidInputError, UnsupportedError
@@ -72,6 +73,8 @@ def open_checkpoint(folder: Path) -> Checkpoint:
                 todo="Start from the original checkpoint, or from an export with --part both",
             )
         return Checkpoint.open(folder)
+    for part in (MAIN, MTP):
+        LocalFolder(folder).resolved(part)  # a part elsewhere is no part of what was given
     parts = open_parts(folder)
     main, mtp = parts.main, parts.mtp
     assert mtp is not None, "is_bundle checked it"
@@ -97,5 +100,5 @@ def open_checkpoint(folder: Path) -> Checkpoint:
         config=main.config,
         config_sha256=digest,
         shards=main.shards + mtp.shards,
-        files_folder=main.folder,
+        files=main.files,
     )

@@ -54,12 +54,16 @@ class Report:
             return
         named = "; ".join(failed[:_NAMED_FAILURES])
         more = len(failed) - _NAMED_FAILURES
-        raise VerificationError(
+        error = VerificationError(
             f"Verification failed in {len(failed)} of {sum(1 for _ in self.items)} items",
             where=self.options.bundle,
             found=named + (f"; and {more} more" if more > 0 else ""),
             todo="Do not ship this bundle; export it again from a checked source",
         )
+        for _, item in self.items:  # of internal errors, for --debug
+            if "traceback" in item.data:
+                error.add_note(item.data["traceback"])
+        raise error
 
     def as_json(self) -> dict[str, Any]:
         """The report as documented in docs/verify.md."""
