@@ -158,6 +158,26 @@ def write_shard(path: Path, header: dict[str, Any] | str, data: bytes) -> None:
     path.write_bytes(len(raw).to_bytes(8, "little") + raw + data)
 
 
+def hub_cache(source: Path, cache: Path, *, shared: bool = False) -> Path:
+    """Move a checkpoint into a cache as huggingface_hub lays it out; return the snapshot's folder.
+
+    shared: the repository's blobs are links too, into those that all repositories share.
+    """
+    repository = cache / "models--org--name"
+    snapshot, blobs = repository / "snapshots/0123abcd", repository / "blobs"
+    blobs.mkdir(parents=True)
+    for number, path in enumerate(sorted(path for path in source.rglob("*") if path.is_file())):
+        blob, link = blobs / f"sha{number}", snapshot / path.relative_to(source)
+        target = cache / "blobs/ab" / f"xet{number}" if shared else blob
+        for folder in (target.parent, link.parent):
+            folder.mkdir(parents=True, exist_ok=True)
+        path.rename(target)
+        if shared:
+            blob.symlink_to(os.path.relpath(target, blob.parent))
+        link.symlink_to(os.path.relpath(blob, link.parent))
+    return snapshot
+
+
 def drop_tensor(folder: Path, name: str, *, from_index: bool = True) -> None:
     """Remove a tensor from its shard, and from the index if asked."""
     path = shard_of(folder, name)
@@ -195,6 +215,7 @@ __all__ = [
     "drop_tensor",
     "edit_json",
     "export",
+    "hub_cache",
     "looks_finished",
     "make_checkpoint",
     "nightly_but",

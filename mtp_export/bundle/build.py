@@ -23,7 +23,7 @@ from mtp_export.bundle.split import SplitOptions, main_part, mtp_part, shared_pa
 from mtp_export.bundle.tied_weights import PIECE_BYTES, compare_tied
 from mtp_export.checkpoint.bundle_folder import MTP, open_checkpoint
 from mtp_export.checkpoint.direct_io import aligned_buffer
-from mtp_export.checkpoint.files import make_folder, read_failure, write_bytes, write_json
+from mtp_export.checkpoint.files import make_folder, write_bytes, write_json
 from mtp_export.checkpoint.header import TensorInfo
 from mtp_export.checkpoint.manifest import MANIFEST_NAME
 from mtp_export.checkpoint.plan import COPY, PartPlan, Resources, Step
@@ -341,7 +341,7 @@ def _finish(plan: BundlePlan, journal: Journal) -> None:
         folder = output / part.name
         for name in part.extra_files:
             make_folder((folder / name).parent)
-            write_bytes(folder / name, _read_extra(plan.checkpoint.files_folder / name))
+            write_bytes(folder / name, plan.checkpoint.files.read(name))
         write_json(folder / INDEX_NAME, part.index())
         write_json(folder / CONFIG_NAME, part.config)
     head = {
@@ -353,10 +353,3 @@ def _finish(plan: BundlePlan, journal: Journal) -> None:
     content = manifest(head=head, parts=folders, finished=journal.finished, source=plan.checkpoint)
     write_json(output / MANIFEST_NAME, content)
     journal.remove()
-
-
-def _read_extra(path: Path) -> bytes:
-    try:
-        return path.read_bytes()
-    except OSError as error:
-        raise read_failure(path, error) from error

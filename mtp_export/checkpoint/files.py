@@ -1,5 +1,5 @@
-"""Files that are written whole or not at all and survive a power cut; the errors of files that
-cannot be read or written."""
+"""Files that are written whole or not at all and survive a power cut; limits of what is read whole;
+the errors of files that cannot be read or written."""
 
 from __future__ import annotations
 
@@ -8,10 +8,34 @@ import json
 import os
 from collections.abc import Callable, Mapping
 from contextlib import suppress
+from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
 
-from mtp_export.errors import IoError
+from mtp_export.errors import InvalidInputError, IoError
+
+# Limits of the files that are read whole: some times the largest of any release, and what is parsed
+# in seconds and in less than 1 GB.
+_LIMITS_BYTES: tuple[tuple[str, int], ...] = (
+    ("config.json", 16_000_000),
+    ("*.index.json", 64_000_000),  # DeepSeek-V3 has 9 MB
+    ("mtp_export.json", 128_000_000),  # as many entries as an index, with checksums
+    ("*", 48_000_000),  # tokenizer.json of a large vocabulary has 34 MB
+)
+
+
+def check_small_file(path: Path, size_bytes: int) -> None:
+    """Refuse a file that is too large to be what its name says (InvalidInputError)."""
+    limit = next(limit for pattern, limit in _LIMITS_BYTES if fnmatch(path.name, pattern))
+    if size_bytes > limit:
+        raise InvalidInputError(
+            "A file is too large for what it is",
+            where=path,
+            expected=f"at most {limit} bytes",
+            found=f"{size_bytes} bytes",
+            todo="Get the file again from the checkpoint's source",
+        )
+
 
 # Flags of a new file: one that is written until it is whole. A link left in its place is refused.
 NEW_FILE = os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_CLOEXEC

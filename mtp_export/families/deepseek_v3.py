@@ -76,12 +76,14 @@ class DeepseekV3Family(MoeDecoderFamily):
     @cached_property
     def sizes(self) -> MlaSizes:
         """Sizes of attention (InvalidInputError for a missing or unusable one)."""
-        ranked = self.config.get("q_lora_rank") is not None
+        ranked, rope = self.fields.has("q_lora_rank"), self._size("qk_rope_head_dim")
+        if rope % 2:
+            raise self.fields.unusable("qk_rope_head_dim", "an even number: pairs are rotated")
         return MlaSizes(
             heads=self._size("num_attention_heads"),
             latent=self._size("kv_lora_rank"),
             nope=self._size("qk_nope_head_dim"),
-            rope=self._size("qk_rope_head_dim"),
+            rope=rope,
             value=self._size("v_head_dim"),
             query_rank=self._size("q_lora_rank") if ranked else 0,
         )

@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 
 import torch
 
+from mtp_export.families.contract import MtpContract
 from mtp_export.verify.check import Item, failed, judged, measured, not_tested, passed
 from mtp_export.verify.context import Context
 from mtp_export.verify.decoding.drafter_agreement import drafter_bug, drafter_items, equal_tokens
@@ -19,7 +20,6 @@ from mtp_export.verify.diagnosis.causes import decoding as causes
 from mtp_export.verify.evidence.corpus import Corpus
 from mtp_export.verify.evidence.decode import Decoded
 from mtp_export.verify.evidence.statistics import Estimate, ratio
-from mtp_runtime.config import MtpContract
 
 # A sanity check and no baseline: every known layout bug but the mildest falls below it. DeepSeek
 # reports 0.85 to 0.90 for V3 and R1.

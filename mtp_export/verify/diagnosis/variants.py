@@ -8,9 +8,10 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from mtp_export.families.contract import Hidden
 from mtp_export.schemes.formats import unquantized
 from mtp_export.verify.diagnosis.causes import decoding as causes
-from mtp_runtime.config import Hidden, RopeConfig
+from mtp_runtime.config import RopeConfig
 from mtp_runtime.layers.decoder_layer import DecoderLayer
 from mtp_runtime.layers.linear import Linear
 from mtp_runtime.layers.mla import Mla

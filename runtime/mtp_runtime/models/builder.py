@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 import torch
 
+from mtp_export.families.contract import MtpContract
 from mtp_export.families.modules import (
     DecoderFamily,
     MlpModules,
@@ -19,7 +20,7 @@ from mtp_export.families.modules import (
     weight_name,
 )
 from mtp_export.schemes.formats import unquantized
-from mtp_runtime.config import ModelConfig, MtpContract
+from mtp_runtime.config import ModelConfig
 from mtp_runtime.layers.attention import Attention
 from mtp_runtime.layers.decoder_layer import DecoderLayer, FeedForward
 from mtp_runtime.layers.linear import Linear, Weight, stack

@@ -7,10 +7,10 @@ from pathlib import Path
 
 import torch
 
-from mtp_export.checkpoint.reader import CONFIG_NAME, Checkpoint, read_json_object
+from mtp_export.checkpoint.reader import CONFIG_NAME
 from mtp_export.errors import UnsupportedError
 from mtp_export.families import family_of
-from mtp_runtime.config import MtpContract
+from mtp_export.families.contract import MtpContract
 from mtp_runtime.loading.weight_source import Ledger, open_source
 from mtp_runtime.models import MODELS
 from mtp_runtime.models.builder import ModelBuilder
@@ -106,15 +106,9 @@ def open_model(path: Path, options: LoadOptions) -> OpenedModel:
             found=model_type,
         )
     model = MODELS[model_type]
-    contract = (options.contract or recorded_contract(path, main)) if options.with_mtp else None
+    contract = (options.contract or source.contract) if options.with_mtp else None
     builder = model.builder(source, family, model.config(family))
     return OpenedModel(builder, contract, main.folder)
-
-
-def recorded_contract(path: Path, main: Checkpoint) -> MtpContract:
-    """Read the contract that the MTP part's config.json records, or the main part's if alone."""
-    part = path / "mtp" / CONFIG_NAME
-    return MtpContract.from_config(read_json_object(part) if part.is_file() else main.config)
 
 
 def _device(name: str) -> torch.device:

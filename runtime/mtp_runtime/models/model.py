@@ -16,9 +16,10 @@ from typing import Protocol
 import torch
 import torch.nn.functional as F
 
+from mtp_export.families.contract import Hidden, MtpContract
 from mtp_kernels.batch_layout import BatchLayout
 from mtp_runtime.cache import Cache, CacheSpec, LayerCaches, PageAllocator
-from mtp_runtime.config import Hidden, ModelConfig, MtpContract
+from mtp_runtime.config import ModelConfig
 from mtp_runtime.layers.attention import ForwardPass
 from mtp_runtime.layers.decoder_layer import DecoderLayer
 from mtp_runtime.layers.linear import Linear
