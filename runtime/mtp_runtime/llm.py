@@ -16,6 +16,7 @@ from mtp_runtime.config import NO_DRAFTS, EngineConfig, SpeculationConfig
 from mtp_runtime.drafters import DRAFTERS
 from mtp_runtime.engine import Engine
 from mtp_runtime.models.load import Loaded, LoadOptions, load_model
+from mtp_runtime.prompts import require_unicode
 from mtp_runtime.request import Request, RequestMetrics, TokenEvent
 from mtp_runtime.sampling import SamplingParams
 from mtp_runtime.tokenizer import Tokenizer
@@ -160,6 +161,8 @@ class LLM:
             isinstance(prompt, Sequence) and all(type(token) is int for token in prompt)
         ):
             raise UsageError("This is no prompt", expected="a text, or token ids", found=prompt)
+        if isinstance(prompt, str):
+            require_unicode(prompt, "A prompt")
         if isinstance(prompt, str) or params.stop_texts:
             self.tokenizer.require()
         ids = self.tokenizer.encode(prompt) if isinstance(prompt, str) else tuple(prompt)
@@ -180,13 +183,17 @@ def _output(request: Request) -> RequestOutput:
 
 
 def _check_choices(method: str, acceptance: str, draft_model: Path | str | None) -> None:
-    """Raise UsageError for an unknown drafter or rule, and for a drafter that takes no draft model
-    where there is one."""
+    """Raise UsageError for an unknown drafter or rule, and for a draft model that the drafter does
+    not take or lacks."""
     _check_choice("acceptance", acceptance, ACCEPTANCE_RULES)
     _check_choice("speculate_method", method, DRAFTERS)
-    if draft_model is not None:
+    if DRAFTERS[method].needs_draft_model != (draft_model is not None):
         takers = [name for name, other in DRAFTERS.items() if other.needs_draft_model]
-        _check_choice("speculate_method that takes a draft_model", method, takers)
+        raise UsageError(
+            f"The speculate_method {method} {'needs a' if draft_model is None else 'takes no'}"
+            " draft_model",
+            expected=f"a draft_model with {' or '.join(takers)}, and with no other",
+        )
 
 
 def _check_choice(option: str, value: str, choices: Collection[str]) -> None:
