@@ -12,7 +12,7 @@ from mtp_export.checkpoint.bundle_folder import MAIN, MTP
 from mtp_export.checkpoint.manifest import MANIFEST_NAME
 from mtp_export.checkpoint.reader import Checkpoint
 from mtp_export.errors import UsageError
-from mtp_export.families.base import ModelFamily, Role
+from mtp_export.families.base import Role
 from mtp_export.schemes.discrepancies import Discrepancy, compare
 from mtp_export.schemes.native import describe
 from mtp_export.schemes.stored import StoredModel, stored_model
@@ -44,6 +44,7 @@ class Inspection:
     amounts: tuple[Amount, ...]
     shared_tensors: dict[str, str]
     missing_files: tuple[str, ...]
+    unindexed_files: tuple[str, ...]
     problems: tuple[Discrepancy, ...]
 
     def as_json(self) -> dict[str, Any]:
@@ -62,6 +63,7 @@ class Inspection:
             "amounts": [vars(amount) for amount in self.amounts],
             "shared_tensors": self.shared_tensors,
             "missing_files": list(self.missing_files),
+            "unindexed_files": list(self.unindexed_files),
             "problems": [vars(problem) for problem in self.problems],
         }
 
@@ -102,10 +104,11 @@ def inspect(folder: Path) -> Inspection:
         parts=present,
         shards=len(checkpoint.shards),
         amounts=_amounts(checkpoint, stored),
-        shared_tensors=_shared_tensors(checkpoint, family),
+        shared_tensors=_shared_tensors(checkpoint, stored),
         missing_files=tuple(
             name for name in ("generation_config.json", "tokenizer.json") if name not in files
         ),
+        unindexed_files=checkpoint.unindexed,
         problems=tuple(compare(checkpoint.tensors, expected)),
     )
 
@@ -132,17 +135,24 @@ def _amounts(checkpoint: Checkpoint, stored: StoredModel) -> tuple[Amount, ...]:
     )
 
 
-def _shared_tensors(checkpoint: Checkpoint, family: ModelFamily) -> dict[str, str]:
+def _shared_tensors(checkpoint: Checkpoint, stored: StoredModel) -> dict[str, str]:
     """Return, per MTP copy of embedding and head, a sentence on where it is stored."""
     result: dict[str, str] = {}
+    family = stored.family
     if not any(family.mtp_layer_of(name) is not None for name in checkpoint.tensors):
         return result
     for pair in family.shared:
         own, main = (checkpoint.tensors.get(name) for name in (pair.mtp_name, pair.main_name))
+        forms = [stored.weights[name].storage for name in (pair.mtp_name, pair.main_name)]
         if own is None:
             result[pair.mtp_name] = f"not stored: tied to {pair.main_name}"
         elif main is None:
             result[pair.mtp_name] = f"own copy; {pair.main_name} is not in this folder"
+        elif forms[0] is not forms[1]:
+            result[pair.mtp_name] = (
+                f"own copy in {forms[0]}, {pair.main_name} in {forms[1]}: both are dequantized to"
+                " be compared"
+            )
         elif (own.dtype, own.shape) == (main.dtype, main.shape):
             result[pair.mtp_name] = f"own copy, same dtype and shape as {pair.main_name}"
         else:

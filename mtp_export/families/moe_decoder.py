@@ -18,6 +18,7 @@ from mtp_export.families.base import (
     TensorSpec,
     config_int,
 )
+from mtp_export.families.contract import MtpContract
 from mtp_export.families.modules import (
     LayerModules,
     MlpModules,
@@ -30,13 +31,28 @@ from mtp_export.families.modules import (
 _LAYERS_PREFIX = "model.layers."
 _MAX_LAYERS = 1_000
 _DTYPES = {"bfloat16": "BF16", "float16": "F16", "float32": "F32"}
+_LINEARS = {
+    Role.ATTENTION: "self_attn.*_proj.*",
+    Role.DENSE_MLP: "mlp.(gate_proj|up_proj|gate_up_proj|down_proj)$",
+    Role.SHARED_EXPERT: "mlp.shared_experts.*",
+    Role.ROUTED_EXPERT: "mlp.experts.*",
+}
+_OTHER_MATRICES = (
+    "lm_head",
+    "re:.*mlp.gate$",
+    "re:.*eh_proj$",
+    "re:.*shared_head.*",
+    "re:.*embed_tokens$",
+)
+_FUSED: dict[tuple[str, ...], tuple[str, ...]] = {("gate_proj", "up_proj"): ("gate_up_proj",)}
 
 
 @dataclass(frozen=True)
 class MoeDecoderFamily(ABC):
     """Tensors of one config, but for its attention.
 
-    refused: keys of config.json that no release of the family sets.
+    refused: keys of config.json that no release of the family sets. fused and absorbed are those
+    linears of the attention that ModulePatterns has under these names.
     """
 
     config: Mapping[str, Any]
@@ -45,11 +61,13 @@ class MoeDecoderFamily(ABC):
     dtype: str
 
     refused: ClassVar[tuple[str, ...]] = ("tie_word_embeddings",)
+    fused: ClassVar[Mapping[tuple[str, ...], tuple[str, ...]]] = {}
+    absorbed: ClassVar[tuple[str, ...]] = ()
 
     @property
     @abstractmethod
-    def patterns(self) -> ModulePatterns:
-        """Module names as engines' quantization configs refer to them."""
+    def mtp_contract(self) -> MtpContract:
+        """Inputs of the MTP modules, as they were trained."""
 
     @abstractmethod
     def attention_tensors(self, layer: int, mtp: int | None) -> Iterator[TensorSpec]:
@@ -82,6 +100,16 @@ class MoeDecoderFamily(ABC):
                 found=repr(name)[:100],
             )
         return cls(config, layers, mtp_layers, _DTYPES[name])
+
+    @cached_property
+    def patterns(self) -> ModulePatterns:
+        """Module names as engines' quantization configs refer to them."""
+        return ModulePatterns(
+            linears=_LINEARS,
+            other_matrices=_OTHER_MATRICES,
+            fused={**_FUSED, **self.fused},
+            absorbed=self.absorbed,
+        )
 
     @cached_property
     def tensors(self) -> Mapping[str, TensorSpec]:

@@ -3,66 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields
-from enum import StrEnum
+from dataclasses import dataclass, field
 from typing import Any
 
 from mtp_export.errors import InvalidInputError, UnsupportedError, UsageError
 
 MAX_DRAFT_TOKENS = 5
-
-
-class Hidden(StrEnum):
-    """Side of a norm on which a hidden state is taken."""
-
-    BEFORE_NORM = "before_norm"
-    AFTER_NORM = "after_norm"
-
-
-@dataclass(frozen=True)
-class MtpContract:
-    """Inputs of an MTP module; engines differ, and a wrong choice only lowers acceptance.
-
-    target_hidden: the main model's hidden state before or after its final norm.
-    recycled_hidden: an MTP layer's own output before or after its norm, fed to the next draft when
-    more than one token is drafted.
-    zero_first_embedding: the row of position 0 gets a zero embedding.
-
-    The defaults are what transformers does with DeepSeek-V3 (its MTP rows carry positions shifted
-    by one throughout, which relative rotary positions do not see).
-    """
-
-    target_hidden: Hidden = Hidden.AFTER_NORM
-    recycled_hidden: Hidden = Hidden.AFTER_NORM
-    zero_first_embedding: bool = False
-
-    @classmethod
-    def from_config(cls, config: Mapping[str, Any]) -> MtpContract:
-        """Read what config.json records as mtp_contract; an absent field has its default.
-
-        Raises InvalidInputError for a record that is no contract.
-        """
-        recorded = config.get("mtp_contract", {})
-        names = [own.name for own in fields(cls)]
-        if not isinstance(recorded, Mapping) or not recorded.keys() <= set(names):
-            raise InvalidInputError(
-                "config.json records an mtp_contract that cannot be read",
-                expected=f"an object with {', '.join(names)}",
-                found=recorded,
-            )
-        usual = cls()
-        try:
-            return cls(
-                Hidden(recorded.get("target_hidden", usual.target_hidden)),
-                Hidden(recorded.get("recycled_hidden", usual.recycled_hidden)),
-                bool(recorded.get("zero_first_embedding", usual.zero_first_embedding)),
-            )
-        except ValueError as error:
-            raise InvalidInputError(
-                "config.json records an mtp_contract that cannot be read",
-                expected=" or ".join(Hidden),
-                found=error,
-            ) from None
 
 
 @dataclass(frozen=True)
@@ -113,7 +59,8 @@ class ModelConfig:
     """Facts of a model that do not depend on the kind of its layers.
 
     layers counts main layers, max_positions tokens; rope is None for a model without rotary
-    positions. A model's own config adds what its builder needs.
+    positions. positions_bound says what bounds the positions. A model's own config adds what its
+    builder needs.
     """
 
     vocab: int
@@ -123,6 +70,16 @@ class ModelConfig:
     max_positions: int
     eos_token_ids: tuple[int, ...]
     rope: RopeConfig | None
+    positions_bound: str = field(default="max_position_embeddings of config.json", kw_only=True)
+
+    def check_positions(self, positions: int) -> None:
+        """Refuse a text of more positions than the model has (UsageError)."""
+        if positions > self.max_positions:
+            raise UsageError(
+                "Prompt and max_tokens exceed the model's positions",
+                expected=f"at most {self.max_positions} together, {self.positions_bound}",
+                found=positions,
+            )
 
     @staticmethod
     def run_facts(config: Mapping[str, Any]) -> dict[str, Any]:

@@ -9,8 +9,9 @@ from pathlib import Path
 from typing import cast
 
 from mtp_export.errors import UsageError
+from mtp_export.families.contract import MtpContract
 from mtp_runtime.acceptance import ACCEPTANCE_RULES
-from mtp_runtime.config import NO_DRAFTS, EngineConfig, MtpContract, SpeculationConfig
+from mtp_runtime.config import NO_DRAFTS, EngineConfig, SpeculationConfig
 from mtp_runtime.drafters import DRAFTERS
 from mtp_runtime.engine import Engine
 from mtp_runtime.models.load import Loaded, LoadOptions, load_model

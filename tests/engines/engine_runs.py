@@ -19,6 +19,7 @@ from cases import edit_json, read_tensors
 from mtp_export.bundle.build import run_bundle
 from mtp_export.bundle.options import BundleOptions, ContentOptions, Part
 from mtp_export.bundle.quantize import QuantizeOptions, plan_quantize
+from mtp_export.families.contract import MtpContract
 from mtp_export.verify.evidence.statistics import Estimate, ratio
 from mtp_kernels.quantize import (
     Int4Group,
@@ -29,7 +30,6 @@ from mtp_kernels.quantize import (
 from mtp_runtime import LLM, SamplingParams
 from mtp_runtime.acceptance.base import Verdict
 from mtp_runtime.acceptance.exact import accept_best
-from mtp_runtime.config import MtpContract
 from mtp_runtime.engine import Engine, Group
 
 ROOT = Path(__file__).resolve().parents[2]

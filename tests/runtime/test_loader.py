@@ -14,6 +14,7 @@ from mtp_export.bundle.build import run_bundle
 from mtp_export.bundle.export import plan_export
 from mtp_export.bundle.options import BundleOptions
 from mtp_export.errors import InvalidInputError, UnsupportedError
+from mtp_export.families.contract import Hidden, MtpContract
 from mtp_export.schemes.formats import (
     FORMATS,
     UNQUANTIZED,
@@ -22,7 +23,6 @@ from mtp_export.schemes.formats import (
     unquantized,
 )
 from mtp_export.schemes.storage import Storage
-from mtp_runtime.config import Hidden, MtpContract
 from mtp_runtime.layers.linear import Linear, Stacked, Weight, stack
 from mtp_runtime.models.load import LoadOptions, load_model
 from mtp_runtime.sampling import SamplingParams

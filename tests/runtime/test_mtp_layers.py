@@ -12,9 +12,9 @@ from safetensors.torch import load_file
 from transformers import DeepseekV3ForCausalLM
 from transformers.modeling_layers import MtpModel
 
+from mtp_export.families.contract import Hidden, MtpContract
 from mtp_export.verify.evidence.decode import Decoded, decode
 from mtp_runtime.cache import CachedSequence, PageAllocator, lay_out
-from mtp_runtime.config import Hidden, MtpContract
 from mtp_runtime.models.load import LoadOptions, load_model
 from mtp_runtime.models.model import Model, MtpModule
 from mtp_runtime.sampling import SamplingParams

@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 import torch
 
+from mtp_export.families.contract import Hidden, MtpContract
 from mtp_kernels.cpu.team import Team
 from mtp_runtime.acceptance.base import Draft
-from mtp_runtime.config import Hidden, MtpContract
 from mtp_runtime.drafters.base import DrafterParts
 from mtp_runtime.drafters.chain import Chain
 from mtp_runtime.drafters.mtp import MtpDrafter

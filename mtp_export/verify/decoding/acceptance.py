@@ -19,7 +19,6 @@ from mtp_export.verify.diagnosis.causes import decoding as causes
 from mtp_export.verify.evidence.corpus import Corpus
 from mtp_export.verify.evidence.decode import Decoded
 from mtp_export.verify.evidence.statistics import Estimate, ratio
-from mtp_runtime.config import MtpContract
 
 # A sanity check and no baseline: every known layout bug but the mildest falls below it. DeepSeek
 # reports 0.85 to 0.90 for V3 and R1.
@@ -173,13 +172,13 @@ def _first_token(corpus: Corpus) -> Item:
 
 def _contract(corpus: Corpus, tried: Sequence[Alternative]) -> Item:
     """A recorded contract other than the family's must draft better than the family's."""
-    own, usual = corpus.module.contract, MtpContract()
+    own, usual = corpus.module.contract, corpus.module.usual_contract
     figure = (
         f"target {own.target_hidden}, recycled {own.recycled_hidden}, first embedding "
         f"{'zeroed' if own.zero_first_embedding else 'kept'}"
     )
     figure = figure.replace("_", " ")
-    bound = "DeepSeek's, or drafts better"
+    bound = "the family's, or drafts better"
     by_name = {a.name: a for a in tried}
     for field in ("target_hidden", "recycled_hidden", "zero_first_embedding"):
         found = by_name.get(field)

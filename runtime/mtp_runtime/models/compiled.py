@@ -13,10 +13,10 @@ from typing import cast
 import torch
 
 from mtp_export.errors import UnsupportedError
+from mtp_export.families.contract import Hidden
 from mtp_kernels import decoder as kernels
 from mtp_kernels.batch_layout import BatchLayout
 from mtp_runtime.cache import Cache, CacheSpec, JoinedCaches
-from mtp_runtime.config import Hidden
 from mtp_runtime.layers.decoder_layer import DecoderLayer
 from mtp_runtime.layers.linear import Linear
 from mtp_runtime.layers.mla import Mla

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 
+from mtp_export.checkpoint.bundle_folder import MTP
 from mtp_export.checkpoint.reader import CONFIG_NAME, Checkpoint, read_json_object
 from mtp_export.errors import UnsupportedError
 from mtp_export.families import family_of
-from mtp_runtime.config import MtpContract
+from mtp_export.families.contract import MtpContract
 from mtp_runtime.loading.weight_source import Ledger, open_source
 from mtp_runtime.models import MODELS
 from mtp_runtime.models.builder import ModelBuilder
@@ -26,7 +28,7 @@ class LoadOptions:
 
     dtype: of activations and dense weights. dequantize_at_load: keep quantized weights as dense
     ones; False keeps them as stored and dequantizes in every call. with_mtp False leaves the MTP
-    modules out. contract None: as the MTP part's config.json records it, or else the default.
+    modules out. contract None: as the MTP part's config.json records it, or else the family's.
     deterministic: refuse options and layers under which a row's bits may depend on its batch.
     """
 
@@ -106,15 +108,17 @@ def open_model(path: Path, options: LoadOptions) -> OpenedModel:
             found=model_type,
         )
     model = MODELS[model_type]
-    contract = (options.contract or recorded_contract(path, main)) if options.with_mtp else None
+    contract = None
+    if options.with_mtp:
+        contract = options.contract or family.mtp_contract.overridden_by(_draft_config(path, main))
     builder = model.builder(source, family, model.config(family))
     return OpenedModel(builder, contract, main.folder)
 
 
-def recorded_contract(path: Path, main: Checkpoint) -> MtpContract:
-    """Read the contract that the MTP part's config.json records, or the main part's if alone."""
-    part = path / "mtp" / CONFIG_NAME
-    return MtpContract.from_config(read_json_object(part) if part.is_file() else main.config)
+def _draft_config(path: Path, main: Checkpoint) -> dict[str, Any]:
+    """Return the MTP part's config.json, or the main part's if it is alone."""
+    part = path / MTP / CONFIG_NAME
+    return read_json_object(part) if part.is_file() else main.config
 
 
 def _device(name: str) -> torch.device:
