@@ -61,13 +61,16 @@ class Conversion:
         storage.
         """
         storage, is_scale = self.storage_of(one.weight), tensor.name != one.tensors[0].name
+        if storage is None and self.scheme is not None and one.storage is Storage.FP8_CHANNEL:
+            storage = Storage.BF16  # such as eh_proj: no config.json that is written describes it
         stays = storage in (None, one.storage)
         if is_scale and not stays:
             return None
         if is_scale and one.storage is Storage.FP8_BLOCK:
             return keep_step(tensor, name.removesuffix(NATIVE_SCALE) + self.options.fp8_scale_name)
-        if storage is None or stays:
+        if stays:
             return keep_step(tensor, name)
+        assert storage is not None, "it stays otherwise"
         converted = FORMATS[storage](self.options)
         _check(tensor, converted)
         inputs = tuple(stored.name for stored in one.tensors if stored.name in tensors)

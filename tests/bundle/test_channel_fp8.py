@@ -143,12 +143,22 @@ def test_a_quantization_reads_what_the_channels_hold(
 
 
 def test_bf16_of_channels_is_code_times_scale(channels: Path, output: Path) -> None:
+    """Of every matrix, eh_proj included, which some conversions have in fp8 too."""
+    projection = f"{LAYER}.eh_proj"
+    tensors = load_file(channels / "mtp.safetensors")
+    name = f"{projection}.weight"
+    tensors[name], tensors[f"{name}_scale"] = in_channels(tensors[name])
+    save_file(tensors, channels / "mtp.safetensors", metadata={"format": "pt"})
+    edit_json(
+        channels / "config.json", lambda c: c["quantization_config"]["ignore"].remove(projection)
+    )
     outcome = quantize(channels, output, "--base-quant", "bf16", "--mtp-quant", "bf16")
     assert outcome.code == 0, outcome.err
     original, stored = read_tensors(channels), read_tensors(output / "mtp")
-    name = f"{LAYER}.self_attn.q_proj.weight"
-    wanted = (original[name].float() * original[f"{name}_scale"].float()).bfloat16()
-    assert stored[name].equal(wanted)
+    assert not [name for name in stored if name.endswith("_scale")]
+    for name in (f"{LAYER}.self_attn.q_proj.weight", f"{projection}.weight"):
+        wanted = (original[name].float() * original[f"{name}_scale"].float()).bfloat16()
+        assert stored[name].equal(wanted), name
 
 
 def test_a_part_cannot_keep_channels(channels: Path, output: Path) -> None:
