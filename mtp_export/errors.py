@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+MAX_MESSAGE = 2_000  # characters
+_LEFT_OUT = " […] "
+
 
 class _NotGiven:
     def __str__(self) -> str:
@@ -43,12 +46,23 @@ class MtpExportError(Exception):
             parts.append(f"Found {self.found}")
         if self.todo is not None:
             parts.append(self.todo.rstrip("."))
-        return _printable(". ".join(parts) + ".")
+        return _clipped(_printable(_clipped(". ".join(parts) + ".")))
 
 
 def _printable(text: str) -> str:
     """Return text with control characters, as of damaged files, escaped: a message is one line."""
     return "".join(c if c.isprintable() else repr(c)[1:-1] for c in text)
+
+
+def _clipped(text: str) -> str:
+    """Return text without its middle where it is too long to be read, as of damaged files.
+
+    The beginning says what and where, the end what to do.
+    """
+    if len(text) <= MAX_MESSAGE:
+        return text
+    kept = (MAX_MESSAGE - len(_LEFT_OUT)) // 2
+    return text[:kept] + _LEFT_OUT + text[-kept:]
 
 
 class UsageError(MtpExportError):

@@ -15,12 +15,9 @@ import pytest
 from safetensors import safe_open
 
 from benchmarks.make_checkpoint import TINY_CONFIG, make_checkpoint
+from disk import watch_disk
 from mtp_export.cli import main
 
-DISK_CALLS = (
-    *("open", "posix_fallocate", "pwrite", "fsync", "replace", "unlink", "close"),
-    *("link", "mkdir", "rmdir", "rename"),
-)
 MTP_LAYER = TINY_CONFIG["num_hidden_layers"]
 # Dimensions whose 128x128 tiles are whole, as transformers' fp8 loader needs them.
 WHOLE_TILES: dict[str, Any] = TINY_CONFIG | {
@@ -72,16 +69,11 @@ def die_at(call_number: int) -> None:
     """End this process at the n-th call from now that touches a disk, as kill -9 would."""
     calls = iter(range(1, 1 << 30))
 
-    def counted(real: object) -> object:
-        def wrapper(*arguments: object, **options: object) -> object:
-            if next(calls) == call_number:
-                os._exit(9)
-            return real(*arguments, **options)  # type: ignore[operator]
+    def die(call: str, arguments: tuple[object, ...]) -> None:
+        if next(calls) == call_number:
+            os._exit(9)
 
-        return wrapper
-
-    for name in DISK_CALLS:
-        setattr(os, name, counted(getattr(os, name)))
+    watch_disk(die)
 
 
 def nightly_but(every_push: Iterable[Any], values: Iterable[Any]) -> list[Any]:
@@ -166,6 +158,26 @@ def write_shard(path: Path, header: dict[str, Any] | str, data: bytes) -> None:
     path.write_bytes(len(raw).to_bytes(8, "little") + raw + data)
 
 
+def hub_cache(source: Path, cache: Path, *, shared: bool = False) -> Path:
+    """Move a checkpoint into a cache as huggingface_hub lays it out; return the snapshot's folder.
+
+    shared: the repository's blobs are links too, into those that all repositories share.
+    """
+    repository = cache / "models--org--name"
+    snapshot, blobs = repository / "snapshots/0123abcd", repository / "blobs"
+    blobs.mkdir(parents=True)
+    for number, path in enumerate(sorted(path for path in source.rglob("*") if path.is_file())):
+        blob, link = blobs / f"sha{number}", snapshot / path.relative_to(source)
+        target = cache / "blobs/ab" / f"xet{number}" if shared else blob
+        for folder in (target.parent, link.parent):
+            folder.mkdir(parents=True, exist_ok=True)
+        path.rename(target)
+        if shared:
+            blob.symlink_to(os.path.relpath(target, blob.parent))
+        link.symlink_to(os.path.relpath(blob, link.parent))
+    return snapshot
+
+
 def drop_tensor(folder: Path, name: str, *, from_index: bool = True) -> None:
     """Remove a tensor from its shard, and from the index if asked."""
     path = shard_of(folder, name)
@@ -203,6 +215,7 @@ __all__ = [
     "drop_tensor",
     "edit_json",
     "export",
+    "hub_cache",
     "looks_finished",
     "make_checkpoint",
     "nightly_but",

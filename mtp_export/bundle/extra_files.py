@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import os
+from contextlib import closing
 from fnmatch import fnmatch
-from pathlib import Path
 
-from mtp_export.checkpoint.reader import CONFIG_NAME, Checkpoint, check_readable
-from mtp_export.errors import InvalidInputError
+from mtp_export.checkpoint.files import check_small_file
+from mtp_export.checkpoint.reader import Checkpoint
 
 _PATTERNS = (
     "generation_config.json",
@@ -31,32 +30,18 @@ _TEMPLATE_FOLDER = "additional_chat_templates"  # holds <name>.jinja beside chat
 def extra_files(checkpoint: Checkpoint) -> tuple[str, ...]:
     """Return the source's tokenizer, generation and code files, as sorted paths below its folder.
 
-    Raises IoError for one that cannot be read, InvalidInputError for a chat template that lies
-    elsewhere.
+    Code is copied for engines that ask for it, and never run here. Raises InvalidInputError for a
+    file that is too large or leads out of the checkpoint, IoError for one that cannot be read.
     """
-    folder = checkpoint.files_folder
-    names = sorted(path.name for path in folder.iterdir() if not path.is_dir())
-    extra = [n for n in names if any(fnmatch(n, p) for p in _PATTERNS)]
-    extra = [name for name in extra if not name.endswith(".safetensors")]
-    extra += _chat_templates(folder)
-    for name in extra:
-        check_readable(folder / name)
-    return tuple(extra)
+    source = checkpoint.files
+    names = [name for name in sorted(source.names()) if _comes_along(name)]
+    templates = sorted(name for name in source.names(_TEMPLATE_FOLDER) if fnmatch(name, "*.jinja"))
+    names += [f"{_TEMPLATE_FOLDER}/{name}" for name in templates]
+    for name in names:
+        with closing(source.file(name).open()) as file:
+            check_small_file(source.path / name, file.size_bytes)
+    return tuple(names)
 
 
-def _chat_templates(folder: Path) -> list[str]:
-    """Return the templates that Hugging Face keeps in a folder of their own."""
-    paths = sorted((folder / _TEMPLATE_FOLDER).glob("*.jinja"))
-    # A download cache links every file of a checkpoint to one folder, where config.json is too.
-    homes = {Path(os.path.realpath(folder)), Path(os.path.realpath(folder / CONFIG_NAME)).parent}
-    for path in paths:
-        real = Path(os.path.realpath(path))
-        if homes.isdisjoint(real.parents):
-            raise InvalidInputError(
-                "A chat template leads out of the checkpoint",
-                where=path,
-                expected="a file in the folder",
-                found=f"a link to {real}",
-                todo="Do not trust this checkpoint; put the template itself there, or remove it",
-            )
-    return [f"{_TEMPLATE_FOLDER}/{path.name}" for path in paths]
+def _comes_along(name: str) -> bool:
+    return not name.endswith(".safetensors") and any(fnmatch(name, p) for p in _PATTERNS)

@@ -6,6 +6,7 @@ import hashlib
 from dataclasses import dataclass
 from pathlib import Path
 
+from mtp_export.checkpoint.local_folder import LocalFolder
 from mtp_export.checkpoint.manifest import MANIFEST_NAME, read_manifest
 from mtp_export.checkpoint.reader import CONFIG_NAME, Checkpoint
 from mtp_export.errors import InvalidInputError, UnsupportedError
@@ -32,6 +33,13 @@ def is_bundle(folder: Path) -> bool:
 def open_parts(folder: Path) -> BundleParts:
     """Open the parts of a bundle in any layout; raises what Checkpoint.open does."""
     if not (folder / MAIN / CONFIG_NAME).exists():
+        if (folder / MTP / CONFIG_NAME).exists():
+            raise InvalidInputError(
+                f"This bundle has an {MTP} part alone, which no model can be read from",
+                where=folder,
+                expected=f"{MAIN} beside {MTP}",
+                todo="Export the checkpoint with --part both, or point at the checkpoint",
+            )
         raise InvalidInputError(
             "There is neither a bundle nor a checkpoint here",
             where=folder,
@@ -65,6 +73,8 @@ def open_checkpoint(folder: Path) -> Checkpoint:
                 todo="Start from the original checkpoint, or from an export with --part both",
             )
         return Checkpoint.open(folder)
+    for part in (MAIN, MTP):
+        LocalFolder(folder).resolved(part)  # a part elsewhere is no part of what was given
     parts = open_parts(folder)
     main, mtp = parts.main, parts.mtp
     assert mtp is not None, "is_bundle checked it"
@@ -90,5 +100,5 @@ def open_checkpoint(folder: Path) -> Checkpoint:
         config=main.config,
         config_sha256=digest,
         shards=main.shards + mtp.shards,
-        files_folder=main.folder,
+        files=main.files,
     )

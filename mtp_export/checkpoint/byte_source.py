@@ -37,7 +37,10 @@ class ByteFile(Protocol):
     def path(self) -> Path: ...
 
     def open(self, once: range | None = None) -> OpenFile:
-        """Open the file (IoError). once: the bytes of one tensor that will be read only once."""
+        """Open the file. once: the bytes of one tensor that will be read only once.
+
+        Raises IoError, and InvalidInputError for what is no file of the source.
+        """
         ...
 
 
@@ -47,14 +50,20 @@ class ByteSource(Protocol):
     @property
     def path(self) -> Path: ...
 
-    def names(self) -> frozenset[str]:
-        """Return the names of all files, those in folders below not included."""
+    def names(self, folder: str = "") -> frozenset[str]:
+        """Return the names of all files, or of those in a folder of the source.
+
+        Those in folders below are not included; a folder that is missing holds none.
+        """
         ...
 
     def file(self, name: str) -> ByteFile:
-        """Return a file, without looking whether it is there."""
+        """Return a file by its name, or its path below; without looking whether it is there."""
         ...
 
     def read(self, name: str) -> bytes:
-        """Return a whole small file (InvalidInputError for a missing one, IoError)."""
+        """Return a whole small file.
+
+        Raises InvalidInputError for one that is missing or too large (check_small_file), IoError.
+        """
         ...

@@ -18,6 +18,7 @@ from mtp_export.checkpoint.dtypes import DTYPE_BITS, tensor_bytes
 from mtp_export.errors import InvalidInputError
 
 MAX_HEADER_BYTES = 100_000_000
+MAX_DIMENSIONS = 64  # of numpy's arrays, and of torch's operations
 _LENGTH_BYTES = 8
 
 
@@ -124,7 +125,7 @@ def _parse_json(raw: bytes) -> dict[str, Any]:
         raise _HeaderError(
             "A shard's header has a duplicate key", "each key once", repr(error.args[0])
         ) from None
-    except (ValueError, RecursionError) as error:
+    except ValueError as error:
         raise _HeaderError(
             "A shard's header is not JSON", "one JSON object", str(error)[:200]
         ) from None
@@ -139,6 +140,25 @@ def _parse_json(raw: bytes) -> dict[str, Any]:
 
 def _is_size(value: object) -> bool:
     return type(value) is int and 0 <= value < 2**63
+
+
+def _check_shape(name: str, shape: object) -> None:
+    """Refuse what is no shape, or has more dimensions or elements than programs can count."""
+    if not isinstance(shape, list) or not all(map(_is_size, shape[: MAX_DIMENSIONS + 1])):
+        raise _HeaderError(
+            f"Tensor {name} has no valid shape", "sizes from 0 up", repr(shape)[:120]
+        )
+    if len(shape) > MAX_DIMENSIONS:
+        raise _HeaderError(
+            f"Tensor {name} has too many dimensions", f"at most {MAX_DIMENSIONS}", len(shape)
+        )
+    elements = 1
+    for size in shape:
+        elements *= size
+        if not _is_size(elements):
+            raise _HeaderError(
+                f"Tensor {name} has more elements than can be counted", "fewer than 2^63", shape
+            )
 
 
 def check_tensor_name(name: str) -> None:
@@ -163,10 +183,7 @@ def _tensor(file: ByteFile, name: str, entry: object, data_start: int) -> Tensor
         raise _HeaderError(
             f"Tensor {name} has an unknown dtype", ", ".join(DTYPE_BITS), repr(dtype)[:120]
         )
-    if not isinstance(shape, list) or not all(_is_size(size) for size in shape):
-        raise _HeaderError(
-            f"Tensor {name} has no valid shape", "sizes from 0 up", repr(shape)[:120]
-        )
+    _check_shape(name, shape)
     if not isinstance(offsets, list) or len(offsets) != 2 or not all(map(_is_size, offsets)):
         raise _HeaderError(f"Tensor {name} has no valid offsets", "two sizes", repr(offsets)[:120])
     start, end = offsets

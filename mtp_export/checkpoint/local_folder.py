@@ -5,49 +5,139 @@ from __future__ import annotations
 import errno
 import os
 import random
+import stat
+from collections.abc import Callable
+from contextlib import closing
 from dataclasses import dataclass
+from functools import cached_property
 from io import FileIO
 from pathlib import Path
 
 from mtp_export.checkpoint.direct_io import MIN_DIRECT_BYTES, PAGE_BYTES, open_directly
-from mtp_export.checkpoint.files import read_failure
+from mtp_export.checkpoint.files import check_small_file, read_failure
 from mtp_export.errors import InvalidInputError, IoError
+
+_DISTRUST = "Do not trust this checkpoint; get it again from its source"
+_SPECIAL: tuple[tuple[Callable[[int], bool], str], ...] = (
+    (stat.S_ISDIR, "a folder"),
+    (stat.S_ISFIFO, "a named pipe"),
+    (stat.S_ISSOCK, "a socket"),
+)
 
 
 @dataclass(frozen=True)
 class LocalFolder:
-    """A checkpoint's folder."""
+    """A checkpoint's folder.
+
+    Links in it may lead to what is below it or to the blobs of the Hub's download cache: whoever
+    made a checkpoint must not choose files of this machine to be read, and copied into a bundle.
+    """
 
     path: Path
 
-    def names(self) -> frozenset[str]:
-        return frozenset(path.name for path in self.path.iterdir() if path.is_file())
+    def names(self, folder: str = "") -> frozenset[str]:
+        inside = self.path / folder
+        try:
+            return frozenset(path.name for path in inside.iterdir() if not path.is_dir())
+        except (FileNotFoundError, NotADirectoryError):
+            return frozenset()
+        except OSError as error:
+            raise read_failure(inside, error) from error
 
     def file(self, name: str) -> LocalFile:
-        return LocalFile(self.path / name)
+        return LocalFile(self, name)
 
     def read(self, name: str) -> bytes:
         path = self.path / name
-        try:
-            return path.read_bytes()
-        except FileNotFoundError:
+        if not os.path.lexists(path):
             raise InvalidInputError(
                 "A file that every checkpoint has is missing",
                 where=path,
                 todo="Point at the folder that holds config.json and the safetensors shards",
-            ) from None
-        except OSError as error:
-            raise read_failure(path, error) from error
+            )
+        with closing(self.file(name).open()) as file:
+            check_small_file(path, file.size_bytes)
+            return file.read(0, file.size_bytes)
+
+    def resolved(self, name: str) -> Path:
+        """Return the path of a file or folder without links.
+
+        Raises InvalidInputError for a link that leads to nothing or out of the checkpoint.
+        """
+        path = self.path / name
+        if path.parent == self.path and not path.is_symlink():
+            return path
+        real = Path(os.path.realpath(path))
+        if not real.exists():
+            raise InvalidInputError(
+                "A link leads to no file",
+                where=path,
+                found=f"a link to {real}",
+                todo="Download the file again",
+            )
+        if not any(real.is_relative_to(home) for home in self._homes):
+            raise InvalidInputError(
+                "A file leads out of the checkpoint",
+                where=path,
+                expected="a file in the folder, or one of the Hub's cache",
+                found=f"a link to {real}",
+                todo=f"{_DISTRUST}; or, if the link is yours, put the file itself there",
+            )
+        return real
+
+    @cached_property
+    def _homes(self) -> tuple[Path, ...]:
+        """Folders below which the files may lie."""
+        own = Path(os.path.realpath(self.path))
+        return (own, *_hub_blobs(own))
+
+
+def _hub_blobs(folder: Path) -> tuple[Path, ...]:
+    """Return the folders that a snapshot of the Hub's cache links into; none for another folder.
+
+    They are CACHE/models--NAME/blobs for CACHE/models--NAME/snapshots/REVISION, and, where that
+    links on, CACHE/blobs.
+    """
+    for revision in (folder, *folder.parents):
+        repository = revision.parent.parent
+        if revision.parent.name == "snapshots" and repository.name.startswith("models--"):
+            return (repository / "blobs", repository.parent / "blobs")
+    return ()
 
 
 @dataclass(frozen=True)
 class LocalFile:
     """A file of a folder."""
 
-    path: Path
+    folder: LocalFolder
+    name: str
+
+    @cached_property
+    def path(self) -> Path:
+        return self.folder.path / self.name
 
     def open(self, once: range | None = None) -> OpenLocalFile:
-        return OpenLocalFile(self.path, once)
+        try:
+            self._check_kind()
+        except OSError as error:
+            raise read_failure(self.path, error) from error
+        return OpenLocalFile(self._resolved, once)
+
+    @cached_property
+    def _resolved(self) -> Path:
+        return self.folder.resolved(self.name)
+
+    def _check_kind(self) -> None:
+        """Refuse a pipe or a device: reading one may never end (InvalidInputError)."""
+        mode = os.stat(self._resolved).st_mode
+        if not stat.S_ISREG(mode):
+            raise InvalidInputError(
+                "A file of the checkpoint is no regular file",
+                where=self.path,
+                expected="a regular file, or a link to one",
+                found=next((kind for is_kind, kind in _SPECIAL if is_kind(mode)), "a device"),
+                todo=_DISTRUST,
+            )
 
 
 class OpenLocalFile:

@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any
 
 from mtp_export.checkpoint import strict_json
 from mtp_export.checkpoint.byte_source import ByteSource
-from mtp_export.checkpoint.files import read_failure
 from mtp_export.checkpoint.header import ShardHeader, TensorInfo, read_header
 from mtp_export.checkpoint.local_folder import LocalFolder
 from mtp_export.checkpoint.tensor_reader import TensorReader
@@ -32,15 +31,15 @@ MTP_NAME = "mtp.safetensors"
 class Checkpoint:
     """An opened checkpoint: its config, and the place of every tensor.
 
-    files_folder holds config and tokenizer; it is the folder itself, or main/ of a bundle.
-    unindexed are the shards that were found though the index does not name them.
+    files is the source of config and tokenizer: the folder itself, or main/ of a bundle. unindexed
+    are the shards that were found though the index does not name them.
     """
 
     folder: Path
     config: dict[str, Any]
     config_sha256: str
     shards: tuple[ShardHeader, ...]
-    files_folder: Path
+    files: ByteSource
     unindexed: tuple[str, ...] = ()
 
     @classmethod
@@ -75,9 +74,14 @@ class Checkpoint:
             config=config,
             config_sha256=digest,
             shards=shards,
-            files_folder=source.path,
+            files=source,
             unindexed=tuple(unindexed),
         )
+
+    @property
+    def files_folder(self) -> Path:
+        """Path of the folder with config and tokenizer."""
+        return self.files.path
 
     @property
     def is_bundle(self) -> bool:
@@ -100,14 +104,6 @@ class Checkpoint:
             return reader.rows(0, info.shape[0] if info.shape else 1)
 
 
-def check_readable(path: Path) -> None:
-    """Refuse a file that cannot be opened (IoError)."""
-    try:
-        path.open("rb").close()
-    except OSError as error:
-        raise read_failure(path, error) from error
-
-
 def _unparsable(path: Path, found: str) -> InvalidInputError:
     return InvalidInputError(
         "A JSON file cannot be parsed", where=path, found=found, todo="Download it again"
@@ -124,7 +120,7 @@ def _json_object(path: Path, raw: bytes) -> dict[str, Any]:
         value = strict_json.parse(raw)
     except strict_json.DuplicateKeyError as error:
         raise _unparsable(path, f"the key {error.args[0]!r} twice") from None
-    except (ValueError, RecursionError) as error:
+    except ValueError as error:
         raise _unparsable(path, str(error)[:200]) from None
     if not isinstance(value, dict):
         raise InvalidInputError(

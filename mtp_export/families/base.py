@@ -9,9 +9,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import Any, Protocol
+from typing import Protocol
 
-from mtp_export.errors import InvalidInputError
 from mtp_export.families.contract import MtpContract
 
 
@@ -128,27 +127,11 @@ class ModelFamily(Protocol):
 
     @property
     def mtp_contract(self) -> MtpContract:
-        """Inputs of the MTP modules, as they were trained."""
+        """Inputs of the MTP modules, as config.json records them or else as is usual."""
+
+    @property
+    def usual_contract(self) -> MtpContract:
+        """Inputs of the family's MTP modules, as they were trained."""
 
     def mtp_layer_of(self, name: str) -> int | None:
         """Return the MTP layer that a tensor name belongs to, None for the main model's."""
-
-
-def config_int(
-    config: Mapping[str, Any],
-    key: str,
-    *,
-    default: int | None = None,
-    minimum: int = 1,
-    maximum: int = 10_000_000,
-) -> int:
-    """Return an integer of config.json within bounds (InvalidInputError for anything else)."""
-    value = config.get(key, default)
-    if type(value) is not int or not minimum <= value <= maximum:
-        raise InvalidInputError(
-            f"config.json has no usable {key}",
-            expected=f"a whole number from {minimum} to {maximum}",
-            found=repr(value)[:100],
-            todo="Correct config.json, or get it again from the checkpoint's source",
-        )
-    return value

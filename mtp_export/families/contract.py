@@ -1,20 +1,14 @@
-"""The MTP contract: inputs of an MTP module that no tensor and no released config.json tells.
-
-Engines differ in them, and a wrong choice only lowers acceptance. Each family has its own, which a
-config.json may override.
-"""
+"""The MTP contract: inputs of an MTP module that no tensor tells. Engines differ in them, and a
+wrong choice only lowers acceptance. Each family has its own, which a config.json may override."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields
 from enum import StrEnum
-from typing import Any
 
-from mtp_export.errors import InvalidInputError
+from mtp_export.families.fields import Fields
 
 _KEY = "mtp_contract"
-_FIELDS = ("target_hidden", "recycled_hidden", "zero_first_embedding")
 
 
 class Hidden(StrEnum):
@@ -40,30 +34,24 @@ class MtpContract:
     zero_first_embedding: bool = False
     source: str = field(default="", compare=False)
 
-    def overridden_by(self, config: Mapping[str, Any]) -> MtpContract:
+    def overridden_by(self, config: Fields) -> MtpContract:
         """Return the contract with what a config.json records as mtp_contract.
 
         Raises InvalidInputError for a record that is no contract.
         """
-        if _KEY not in config:
+        recorded = config.section(_KEY)
+        names = {own.name for own in fields(self) if own.compare}
+        if not recorded.values:
             return self
-        recorded = config[_KEY]
-        if not isinstance(recorded, Mapping) or not recorded.keys() <= set(_FIELDS):
-            raise _unreadable(f"an object with {', '.join(_FIELDS)}", recorded)
-        own = {name: recorded.get(name, getattr(self, name)) for name in _FIELDS}
-        try:
-            return replace(
-                self,
-                target_hidden=Hidden(own["target_hidden"]),
-                recycled_hidden=Hidden(own["recycled_hidden"]),
-                zero_first_embedding=bool(own["zero_first_embedding"]),
-                source=f"{_KEY} of config.json",
-            )
-        except ValueError as error:
-            raise _unreadable(" or ".join(Hidden), error) from None
+        if not recorded.values.keys() <= names:
+            raise config.unusable(_KEY, f"an object with {', '.join(sorted(names))}")
 
+        def hidden(key: str, usual: Hidden) -> Hidden:
+            return Hidden(recorded.word(key, usual, choices=[*Hidden]))
 
-def _unreadable(expected: str, found: object) -> InvalidInputError:
-    return InvalidInputError(
-        "config.json records an mtp_contract that cannot be read", expected=expected, found=found
-    )
+        return MtpContract(
+            hidden("target_hidden", self.target_hidden),
+            hidden("recycled_hidden", self.recycled_hidden),
+            recorded.flag("zero_first_embedding", self.zero_first_embedding),
+            source=f"{_KEY} of config.json",
+        )

@@ -49,22 +49,20 @@ class DeepseekV3Family(MoeDecoderFamily):
     refused = ("attention_bias", "tie_word_embeddings")
     fused = {("q_a_proj", "kv_a_proj_with_mqa"): ("fused_qkv_a_proj", "fused_qkv_a_proj_with_mqa")}
     absorbed = ("kv_b_proj",)
-
-    @property
-    def mtp_contract(self) -> MtpContract:
-        """Inputs of the MTP modules. transformers shifts the positions of MTP rows by one
-        throughout, which relative rotary positions do not see."""
-        return MtpContract(source="transformers, generate(use_mtp=True)")
+    # It shifts the positions of MTP rows by one throughout, which relative ones do not see.
+    usual_contract = MtpContract(source="transformers, generate(use_mtp=True)")
 
     @cached_property
     def sizes(self) -> MlaSizes:
         """Sizes of attention (InvalidInputError for a missing or unusable one)."""
-        ranked = self.config.get("q_lora_rank") is not None
+        ranked, rope = self.fields.has("q_lora_rank"), self._size("qk_rope_head_dim")
+        if rope % 2:
+            raise self.fields.unusable("qk_rope_head_dim", "an even number: pairs are rotated")
         return MlaSizes(
             heads=self._size("num_attention_heads"),
             latent=self._size("kv_lora_rank"),
             nope=self._size("qk_nope_head_dim"),
-            rope=self._size("qk_rope_head_dim"),
+            rope=rope,
             value=self._size("v_head_dim"),
             query_rank=self._size("q_lora_rank") if ranked else 0,
         )

@@ -34,10 +34,8 @@ class IndexerModules:
 class DeepseekV32Family(DeepseekV3Family):
     """Tensors of one DeepSeek-V3.2 config."""
 
-    @property
-    def mtp_contract(self) -> MtpContract:
-        """Inputs of the MTP modules. vLLM alone zeroes position 0."""
-        return MtpContract(source="SGLang and vLLM; position 0 as in SGLang")
+    # vLLM alone zeroes position 0.
+    usual_contract = MtpContract(source="SGLang and vLLM; position 0 as in SGLang")
 
     @cached_property
     def patterns(self) -> ModulePatterns:

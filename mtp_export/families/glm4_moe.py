@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
 
-from mtp_export.errors import InvalidInputError, UnsupportedError
+from mtp_export.errors import InvalidInputError
 from mtp_export.families.base import Role, RotaryRows, TensorSpec
 from mtp_export.families.contract import MtpContract
 from mtp_export.families.moe_decoder import MoeDecoderFamily
@@ -45,11 +45,8 @@ class Glm4MoeFamily(MoeDecoderFamily):
     """Tensors of one GLM-4.5 config."""
 
     fused = {("q_proj", "k_proj", "v_proj"): ("qkv_proj",)}
-
-    @property
-    def mtp_contract(self) -> MtpContract:
-        """Inputs of the MTP modules. vLLM alone recycles before the norm and zeroes position 0."""
-        return MtpContract(source="transformers, generate(use_mtp=True), and SGLang")
+    # vLLM alone recycles before the norm and zeroes position 0.
+    usual_contract = MtpContract(source="transformers, generate(use_mtp=True), and SGLang")
 
     @cached_property
     def sizes(self) -> GqaSizes:
@@ -62,37 +59,32 @@ class Glm4MoeFamily(MoeDecoderFamily):
                 expected=f"num_attention_heads divisible by num_key_value_heads, {kv_heads}",
                 found=heads,
             )
-        head = self._size("head_dim", default=max(1, self.hidden // heads))
-        return GqaSizes(heads, kv_heads, head, self._rotated(head))
+        head = self._size("head_dim", max(1, self.hidden // heads))
+        return GqaSizes(heads, kv_heads, head=head, rope=self._rotated(head))
 
     def _rotated(self, head: int) -> int:
         """Return the number of rotated elements of a head, which are pairs."""
-        parameters = self.config.get("rope_parameters") or {}
-        usual = self.config.get("partial_rotary_factor", _ROTARY_FACTOR)
-        factor = parameters.get("partial_rotary_factor", usual)
-        if not isinstance(factor, int | float) or not 0 < factor <= 1:
-            raise InvalidInputError(
-                "config.json has no usable partial_rotary_factor",
-                expected="a number above 0, up to 1",
-                found=repr(factor)[:100],
-            )
-        if (rotated := int(head * factor)) % 2:
-            raise UnsupportedError(
-                "config.json rotates an odd number of elements of a head",
-                expected="head_dim and partial_rotary_factor whose product is even",
-                found=rotated,
-            )
+        key, parameters = "partial_rotary_factor", self.fields.section("rope_parameters")
+        holder = parameters if parameters.has(key) else self.fields.without_nulls()
+        rotated = int(head * holder.number(key, _ROTARY_FACTOR, maximum=1.0))
+        if rotated < 2 or rotated % 2:
+            raise holder.unusable(key, f"a share of head_dim, {head}, that is even: pairs rotate")
         return rotated
 
-    @property
+    @cached_property
     def has_biases(self) -> bool:
         """True where queries, keys and values have biases."""
-        return bool(self.config.get("attention_bias"))
+        return self.fields.flag("attention_bias", False)
+
+    @cached_property
+    def has_norms(self) -> bool:
+        """True where the queries and keys of every head pass a norm."""
+        return self.fields.flag("use_qk_norm", False)
 
     def attention_modules(self, layer: int) -> GqaModules:
         """Modules of one layer's attention."""
         prefix = self.layer_modules(layer).attention
-        normed = bool(self.config.get("use_qk_norm"))
+        normed = self.has_norms
         return GqaModules(
             query=f"{prefix}.q_proj",
             key=f"{prefix}.k_proj",

@@ -19,7 +19,5 @@ from mtp_export.families.deepseek_v3 import DeepseekV3Family
 class Glm4MoeLiteFamily(DeepseekV3Family):
     """Tensors of one GLM-4.7-Flash config."""
 
-    @property
-    def mtp_contract(self) -> MtpContract:
-        """Inputs of the MTP modules. vLLM alone recycles before the norm and zeroes position 0."""
-        return MtpContract(source="transformers, generate(use_mtp=True), and SGLang")
+    # vLLM alone recycles before the norm and zeroes position 0.
+    usual_contract = MtpContract(source="transformers, generate(use_mtp=True), and SGLang")

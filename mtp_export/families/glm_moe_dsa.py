@@ -12,7 +12,6 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from mtp_export.errors import InvalidInputError
-from mtp_export.families.base import config_int
 from mtp_export.families.deepseek_v32 import DeepseekV32Family
 
 _KINDS = {"F": "full", "S": "shared"}  # of index_topk_pattern, and of indexer_types
@@ -31,13 +30,14 @@ class GlmMoeDsaFamily(DeepseekV32Family):
         """Kind of every main layer's indexer: as listed, by a pattern, or by a period."""
         listed = self.config.get("indexer_types") or self.config.get("index_topk_pattern")
         if listed is None:
-            period = config_int(self.config, "index_topk_freq", default=1)
-            first = config_int(self.config, "index_skip_topk_offset", default=2, minimum=0)
+            known = self.fields.without_nulls()
+            period = known.whole("index_topk_freq", 1)
+            first = known.whole("index_skip_topk_offset", 2, minimum=0)
             return tuple(
                 "shared" if max(layer - first + 1, 0) % period else "full"
                 for layer in range(self.num_hidden_layers)
             )
-        kinds = tuple(_KINDS.get(kind, kind) for kind in listed)
+        kinds = tuple(_KINDS.get(kind, kind) for kind in listed) if _is_list(listed) else ()
         if len(kinds) != self.num_hidden_layers or not set(kinds) <= set(_KINDS.values()):
             raise InvalidInputError(
                 "config.json has no usable indexer_types or index_topk_pattern",
@@ -45,3 +45,10 @@ class GlmMoeDsaFamily(DeepseekV32Family):
                 found=repr(listed)[:100],
             )
         return kinds
+
+
+def _is_list(listed: object) -> bool:
+    """True for letters or words, of which each is one layer's."""
+    return isinstance(listed, str) or (
+        isinstance(listed, list) and all(isinstance(kind, str) for kind in listed)
+    )

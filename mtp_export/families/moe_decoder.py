@@ -16,9 +16,10 @@ from mtp_export.families.base import (
     Role,
     SharedTensor,
     TensorSpec,
-    config_int,
 )
 from mtp_export.families.contract import MtpContract
+from mtp_export.families.facts import RouterFacts, RunFacts
+from mtp_export.families.fields import Fields
 from mtp_export.families.modules import (
     LayerModules,
     MlpModules,
@@ -30,6 +31,7 @@ from mtp_export.families.modules import (
 
 _LAYERS_PREFIX = "model.layers."
 _MAX_LAYERS = 1_000
+_MAX_EXPERT_MATRICES = 160_000  # twice those of any release; their names take 3 s and 160 MB
 _DTYPES = {"bfloat16": "BF16", "float16": "F16", "float32": "F32"}
 _LINEARS = {
     Role.ATTENTION: "self_attn.*_proj.*",
@@ -52,22 +54,21 @@ class MoeDecoderFamily(ABC):
     """Tensors of one config, but for its attention.
 
     refused: keys of config.json that no release of the family sets. fused and absorbed are those
-    linears of the attention that ModulePatterns has under these names.
+    linears of the attention that ModulePatterns has under these names. usual_contract: the contract
+    of MTP modules whose config.json records none.
     """
 
     config: Mapping[str, Any]
     num_hidden_layers: int
     mtp_layers: range
     dtype: str
+    facts: RunFacts
+    mtp_contract: MtpContract
 
     refused: ClassVar[tuple[str, ...]] = ("tie_word_embeddings",)
+    usual_contract: ClassVar[MtpContract] = MtpContract()
     fused: ClassVar[Mapping[tuple[str, ...], tuple[str, ...]]] = {}
     absorbed: ClassVar[tuple[str, ...]] = ()
-
-    @property
-    @abstractmethod
-    def mtp_contract(self) -> MtpContract:
-        """Inputs of the MTP modules, as they were trained."""
 
     @abstractmethod
     def attention_tensors(self, layer: int, mtp: int | None) -> Iterator[TensorSpec]:
@@ -80,10 +81,9 @@ class MoeDecoderFamily(ABC):
         Raises InvalidInputError for a missing or unusable field, UnsupportedError for a variant
         that no release has.
         """
-        layers = config_int(config, "num_hidden_layers", maximum=_MAX_LAYERS)
-        promised = config_int(
-            config, "num_nextn_predict_layers", default=0, minimum=0, maximum=_MAX_LAYERS
-        )
+        fields = Fields(config)
+        layers = fields.whole("num_hidden_layers", maximum=_MAX_LAYERS)
+        promised = fields.whole("num_nextn_predict_layers", 0, minimum=0, maximum=_MAX_LAYERS)
         mtp_layers = range(layers, layers + promised)
         for key in cls.refused:
             if config.get(key):
@@ -99,7 +99,24 @@ class MoeDecoderFamily(ABC):
                 expected=", ".join(_DTYPES),
                 found=repr(name)[:100],
             )
-        return cls(config, layers, mtp_layers, _DTYPES[name])
+        return cls(
+            config=config,
+            num_hidden_layers=layers,
+            mtp_layers=mtp_layers,
+            dtype=_DTYPES[name],
+            facts=RunFacts.of(fields),
+            mtp_contract=cls.usual_contract.overridden_by(fields),
+        )
+
+    @cached_property
+    def fields(self) -> Fields:
+        """Fields of config.json, to be read with their types and bounds."""
+        return Fields(self.config)
+
+    @cached_property
+    def router(self) -> RouterFacts:
+        """Choice of experts in a sparse layer."""
+        return RouterFacts.of(self.fields, self.experts)
 
     @cached_property
     def patterns(self) -> ModulePatterns:
@@ -113,8 +130,24 @@ class MoeDecoderFamily(ABC):
 
     @cached_property
     def tensors(self) -> Mapping[str, TensorSpec]:
-        """Every tensor that the config promises, main and MTP, by name."""
+        """Every tensor that the config promises, main and MTP, by name.
+
+        Raises InvalidInputError for sizes that are missing or make no sense.
+        """
+        self._check_count()
         return {spec.name: spec for spec in self._all()}
+
+    def _check_count(self) -> None:
+        """Refuse more experts than any model has, before their tensors are named."""
+        sparse = sum(map(self.is_sparse, range(self.mtp_layers.stop)))
+        matrices = 3 * self.experts * sparse if sparse else 0
+        if matrices > _MAX_EXPERT_MATRICES:
+            raise InvalidInputError(
+                "config.json promises more tensors than any model has",
+                expected=f"at most {_MAX_EXPERT_MATRICES} matrices of experts",
+                found=f"{matrices}: {self.experts} n_routed_experts in {sparse} layers",
+                todo="Correct config.json, or get it again from the checkpoint's source",
+            )
 
     @property
     def shared(self) -> tuple[SharedTensor, ...]:
@@ -205,7 +238,7 @@ class MoeDecoderFamily(ABC):
         return self._size("first_k_dense_replace", minimum=0)
 
     def _size(self, key: str, default: int | None = None, minimum: int = 1) -> int:
-        return config_int(self.config, key, default=default, minimum=minimum)
+        return self.fields.whole(key, default, minimum=minimum)
 
     def _all(self) -> Iterator[TensorSpec]:
         hidden, names = self.hidden, self.modules
@@ -244,7 +277,7 @@ class MoeDecoderFamily(ABC):
         yield TensorSpec(
             weight_name(names.router), shape, dtypes=kept, role=Role.ROUTER, mtp_layer=mtp
         )
-        if self.config.get("topk_method", "noaux_tc") == "noaux_tc":
+        if self.router.method == "noaux_tc":
             yield TensorSpec(
                 names.router_bias, (experts,), dtypes=kept[::-1], role=Role.ROUTER, mtp_layer=mtp
             )

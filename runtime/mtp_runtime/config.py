@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from numbers import Integral, Real
 from typing import Any
 
-from mtp_export.errors import InvalidInputError, UnsupportedError, UsageError
+from mtp_export.errors import UnsupportedError, UsageError
+from mtp_export.families.facts import RopeFacts, RunFacts
 
 MAX_DRAFT_TOKENS = 5
 
@@ -25,32 +27,30 @@ class RopeConfig:
     mscale_all_dim: float = 0.0
 
     @classmethod
-    def from_config(cls, config: Mapping[str, Any], size: int) -> RopeConfig:
-        """Read rope_theta and rope_scaling, or rope_parameters that hold both; size is r.
+    def of(cls, facts: RopeFacts, size: int) -> RopeConfig:
+        """Take a family's rotary positions; size is r.
 
-        Raises UnsupportedError for a scaling other than YaRN's.
+        Raises UnsupportedError for a scaling other than YaRN's, or one that leaves the original
+        positions open.
         """
-        parameters = dict(config.get("rope_parameters") or {})
-        parameters |= config.get("rope_scaling") or {}
-        kind = parameters.get("rope_type", parameters.get("type", "default"))
-        theta = float(parameters.get("rope_theta", config.get("rope_theta", 10000.0)))
-        if kind == "default":
-            return cls(size, theta)
-        if kind != "yarn":
+        yarn = facts.yarn
+        if facts.scaling == "default":
+            return cls(size, facts.theta)
+        if yarn is None or yarn.original_positions is None:
             raise UnsupportedError(
                 "config.json asks for a rotary scaling that the runtime does not have",
-                expected="default or yarn",
-                found=kind,
+                expected="default, or yarn with original_max_position_embeddings",
+                found=facts.scaling,
             )
         return cls(
             size,
-            theta,
-            factor=float(required(parameters, "factor")),
-            original_positions=int(required(parameters, "original_max_position_embeddings")),
-            beta_fast=float(parameters.get("beta_fast") or 32.0),
-            beta_slow=float(parameters.get("beta_slow") or 1.0),
-            mscale=float(parameters.get("mscale") or 1.0),
-            mscale_all_dim=float(parameters.get("mscale_all_dim") or 0.0),
+            facts.theta,
+            factor=yarn.factor,
+            original_positions=yarn.original_positions,
+            beta_fast=yarn.beta_fast,
+            beta_slow=yarn.beta_slow,
+            mscale=yarn.mscale,
+            mscale_all_dim=yarn.mscale_all_dim,
         )
 
 
@@ -82,32 +82,23 @@ class ModelConfig:
             )
 
     @staticmethod
-    def run_facts(config: Mapping[str, Any]) -> dict[str, Any]:
-        """Read the fields that no shape depends on, and that every config.json names alike."""
-        eos = config.get("eos_token_id")
+    def run_facts(facts: RunFacts) -> dict[str, Any]:
+        """Return the fields that are a family's facts as they are."""
         return {
-            "norm_eps": float(config.get("rms_norm_eps", 1e-6)),
-            "max_positions": config.get("max_position_embeddings", 1 << 30),
-            "eos_token_ids": tuple(eos) if isinstance(eos, list) else () if eos is None else (eos,),
+            "norm_eps": facts.norm_eps,
+            "max_positions": facts.max_positions,
+            "eos_token_ids": facts.eos_token_ids,
         }
 
 
-def required(config: Mapping[str, Any], key: str) -> Any:
-    """Return the value of a key of config.json (InvalidInputError where there is none)."""
-    if key not in config:
-        raise InvalidInputError(f"config.json has no {key}")
-    return config[key]
-
-
-def refuse_other_values(config: Mapping[str, Any], computed: Mapping[str, object]) -> None:
-    """Raise UnsupportedError where config.json sets a key to another value than is computed; a key
-    that is absent is taken to be as computed."""
+def refuse_other_values(found: Mapping[str, object], computed: Mapping[str, object]) -> None:
+    """Raise UnsupportedError where a field of config.json has another value than is computed."""
     for key, value in computed.items():
-        if config.get(key, value) != value:
+        if found[key] != value:
             raise UnsupportedError(
                 f"config.json sets {key} to something that the runtime does not compute",
                 expected=value,
-                found=config[key],
+                found=found[key],
             )
 
 
@@ -143,7 +134,7 @@ class SpeculationConfig:
             ("speculate_max_candidate_len", self.max_candidate_len, 1 << 20),
             ("relaxed_top_n", self.relaxed_top_n, 1 << 20),
         ):
-            check_range(option, value, 1, high)
+            check_count(option, value, 1, high)
 
     @property
     def draft_tokens(self) -> int:
@@ -168,14 +159,23 @@ class EngineConfig:
     speculation: SpeculationConfig = field(default_factory=SpeculationConfig)
 
     def __post_init__(self) -> None:
-        check_range("max_batch_size", self.max_batch_size, 1, 128)
-        check_range("page_size", self.page_size, 1, 1 << 16)
-        check_range("prefill_chunk", self.prefill_chunk, 1, 1 << 20)
-        check_range("max_step_tokens", self.max_step_tokens, 1, 1 << 24)
-        check_range("cache_tokens", self.cache_tokens, self.page_size, 1 << 40)
+        check_count("max_batch_size", self.max_batch_size, 1, 128)
+        check_count("page_size", self.page_size, 1, 1 << 16)
+        check_count("prefill_chunk", self.prefill_chunk, 1, 1 << 20)
+        check_count("max_step_tokens", self.max_step_tokens, 1, 1 << 24)
+        check_count("cache_tokens", self.cache_tokens, self.page_size, 1 << 40)
 
 
 def check_range(name: str, value: float, low: float, high: float) -> None:
-    """Raise UsageError when an option is outside its range."""
+    """Raise UsageError where an option is no number, or outside its range."""
+    if not isinstance(value, Real):
+        raise UsageError(f"Option {name} is no number", expected=f"{low} to {high}", found=value)
     if not low <= value <= high:
         raise UsageError(f"Option {name} is out of range", expected=f"{low} to {high}", found=value)
+
+
+def check_count(name: str, value: int, low: int, high: int) -> None:
+    """Raise UsageError where an option is no whole number, or outside its range."""
+    check_range(name, value, low, high)
+    if not isinstance(value, Integral) or isinstance(value, bool):
+        raise UsageError(f"Option {name} is no whole number", found=value)

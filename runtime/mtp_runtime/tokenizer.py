@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from mtp_export.errors import UsageError
+from mtp_export.checkpoint.local_folder import LocalFolder
+from mtp_export.errors import InvalidInputError, UsageError
 
 TOKENIZER_NAME = "tokenizer.json"
 
@@ -21,15 +23,20 @@ class Tokenizer:
 
     @classmethod
     def find(cls, folder: Path) -> Tokenizer:
-        """Open the tokenizer of a checkpoint folder; its backend is None where there is none."""
-        path = folder / TOKENIZER_NAME
-        if not path.is_file():
+        """Open the tokenizer of a checkpoint folder; its backend is None where there is none.
+
+        Raises InvalidInputError for a file that is no tokenizer, IoError.
+        """
+        source = LocalFolder(folder)
+        if TOKENIZER_NAME not in source.names():
             return cls(folder, None)
         try:
             from tokenizers import Tokenizer as Backend
         except ModuleNotFoundError:
             return cls(folder, None)
-        return cls(folder, Backend.from_file(str(path)))
+        raw = source.read(TOKENIZER_NAME)
+        with _reported(folder, "The tokenizer cannot be read"):
+            return cls(folder, Backend.from_buffer(raw))
 
     @property
     def found(self) -> bool:
@@ -46,7 +53,26 @@ class Tokenizer:
             )
 
     def encode(self, text: str) -> tuple[int, ...]:
-        return tuple(self.backend.encode(text).ids)
+        with _reported(self.folder, "The tokenizer fails on a text"):
+            return tuple(self.backend.encode(text).ids)
 
     def decode(self, ids: Sequence[int]) -> str:
-        return str(self.backend.decode(list(ids)))
+        with _reported(self.folder, "The tokenizer fails on token ids"):
+            return str(self.backend.decode(list(ids)))
+
+
+@contextmanager
+def _reported(folder: Path, what: str) -> Iterator[None]:
+    """Raise InvalidInputError for what the tokenizers package raises: exceptions of any kind, and
+    panics, which are none."""
+    try:
+        yield
+    except BaseException as error:
+        if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
+            raise
+        raise InvalidInputError(
+            what,
+            where=folder / TOKENIZER_NAME,
+            found=str(error)[:500],
+            todo="Get the file again from the checkpoint's source, or update tokenizers",
+        ) from error

@@ -52,8 +52,8 @@ class MemorySource:
     def __init__(self, folder: Path) -> None:
         self._files = {path.name: path.read_bytes() for path in folder.iterdir() if path.is_file()}
 
-    def names(self) -> frozenset[str]:
-        return frozenset(self._files)
+    def names(self, folder: str = "") -> frozenset[str]:
+        return frozenset() if folder else frozenset(self._files)
 
     def file(self, name: str) -> ByteFile:
         return MemoryFile(self.path / name, self._files[name])

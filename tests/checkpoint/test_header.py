@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -10,13 +11,13 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
 from cases import write_shard
 from mtp_export.checkpoint.dtypes import DTYPE_BITS, TORCH_DTYPE_NAMES, torch_dtype
 from mtp_export.checkpoint.header import read_header
-from mtp_export.checkpoint.local_folder import LocalFile
+from mtp_export.checkpoint.local_folder import LocalFolder
 from mtp_export.checkpoint.plan import OutputTensor
 from mtp_export.checkpoint.tensor_reader import TensorReader
 from mtp_export.checkpoint.writer import ShardWriter, encode_header
@@ -42,6 +43,13 @@ BAD: dict[str, tuple[dict[str, Any] | str, int, str]] = {
     "offset is a bool": ({"a": entry(0, 1, data_offsets=[False, True])}, 1, "offsets"),
     "offset overflows": ({"a": entry(0, 4, data_offsets=[0, 2**70])}, 4, "offsets"),
     "negative shape": ({"a": entry(0, 4, shape=[-2, -2])}, 4, "shape"),
+    "too many dimensions": ({"a": entry(0, 1, shape=[1] * 65)}, 1, "too many dimensions"),
+    "hundreds of huge dimensions": ({"a": entry(0, 1, shape=[2**62] * 250)}, 1, "dimensions"),
+    "millions of dimensions": ({"a": entry(0, 1, shape=[1] * 3_000_000)}, 1, "dimensions"),
+    "more elements than memory": ({"a": entry(0, 1, shape=[2**40] * 2)}, 1, "be counted"),
+    "none of too many": ({"a": entry(0, 0, shape=[2**40, 2**40, 0])}, 0, "be counted"),
+    "a shape of text": ({"a": entry(0, 1, shape="1")}, 1, "shape"),
+    "deep nesting": ({"a": entry(0, 1, shape=json.loads("[" * 500 + "]" * 500))}, 1, "deeper"),
     "unknown dtype": ({"a": entry(0, 4, dtype="F99")}, 4, "dtype"),
     "unknown field": ({"a": entry(0, 4, more=1)}, 4, "described"),
     "not an object": ({"a": 3}, 0, "described"),
@@ -67,18 +75,50 @@ def test_refuses(case: str, tmp_path: Path) -> None:
     path = tmp_path / "bad.safetensors"
     write_shard(path, header, bytes(data_bytes))
     with pytest.raises(InvalidInputError, match=says) as refusal:
-        read_header(LocalFile(path))
+        read_header(LocalFolder(path.parent).file(path.name))
     assert str(path) in str(refusal.value)
+    assert len(str(refusal.value)) <= 2000
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        *(r"\ud800", r"\udfff", r"\ud800x", r"\udc00\ud800", r"\uD83D\uD83D"),
+        *(r"\ud83d\ude00", r"\\ud800", r"\u0000", r"\n", "\n", "é", "\x7f", r"\x41", ""),
+    ],
+)
+@pytest.mark.parametrize("where", ["key", "value"])
+def test_metadata_is_text_to_us_and_to_safetensors(text: str, where: str, tmp_path: Path) -> None:
+    """Both readers take a shard, or both refuse it."""
+    path = tmp_path / "shard.safetensors"
+    pair = f'"{text}":"pt"' if where == "key" else f'"format":"{text}"'
+    write_shard(
+        path, '{"__metadata__":{' + pair + "}," + json.dumps({"a": entry(0, 4)})[1:], b"abcd"
+    )
+
+    def refuses(read: Callable[[], object], error: type[Exception]) -> bool:
+        try:
+            read()
+        except error:
+            return True
+        return False
+
+    def safetensors() -> None:
+        with safe_open(path, framework="pt") as shard:
+            shard.metadata()
+
+    ours = refuses(lambda: read_header(LocalFolder(tmp_path).file(path.name)), InvalidInputError)
+    assert ours == refuses(safetensors, SafetensorError)
 
 
 def test_refuses_a_header_longer_than_the_file(tmp_path: Path) -> None:
     path = tmp_path / "bad.safetensors"
     path.write_bytes((1000).to_bytes(8, "little") + b"{}")
     with pytest.raises(InvalidInputError, match="longer than the file"):
-        read_header(LocalFile(path))
+        read_header(LocalFolder(path.parent).file(path.name))
     path.write_bytes(b"abc")
     with pytest.raises(InvalidInputError, match="too short"):
-        read_header(LocalFile(path))
+        read_header(LocalFolder(path.parent).file(path.name))
 
 
 def test_reads_what_safetensors_writes(tmp_path: Path) -> None:
@@ -92,7 +132,7 @@ def test_reads_what_safetensors_writes(tmp_path: Path) -> None:
     tensors["scalar"] = torch.tensor(3.5)
     path = tmp_path / "good.safetensors"
     save_file(tensors, path, metadata={"format": "pt"})
-    header = read_header(LocalFile(path))
+    header = read_header(LocalFolder(path.parent).file(path.name))
     assert {tensor.name for tensor in header.tensors} == tensors.keys()
     for info in header.tensors:
         rows = info.shape[0] if info.shape else 1
@@ -133,9 +173,11 @@ def test_safetensors_reads_what_the_writer_writes(
             value = shard.get_tensor(tensor.name)
             assert tuple(value.shape) == tensor.shape
             assert raw_bytes(value).numpy().tobytes() == contents[tensor.name]
-    assert [t.name for t in read_header(LocalFile(path)).tensors if t.size_bytes] == [
-        t.name for t in tensors if t.size_bytes
-    ]
+    assert [
+        t.name
+        for t in read_header(LocalFolder(path.parent).file(path.name)).tensors
+        if t.size_bytes
+    ] == [t.name for t in tensors if t.size_bytes]
 
 
 def test_the_data_starts_aligned_and_the_mode_is_the_umask_s(tmp_path: Path) -> None:

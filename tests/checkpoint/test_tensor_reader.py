@@ -13,7 +13,7 @@ from cases import export, make_checkpoint, tree
 from mtp_export.checkpoint import local_folder
 from mtp_export.checkpoint.direct_io import aligned_buffer
 from mtp_export.checkpoint.header import TensorInfo
-from mtp_export.checkpoint.local_folder import LocalFile, OpenLocalFile
+from mtp_export.checkpoint.local_folder import LocalFolder, OpenLocalFile
 from mtp_export.checkpoint.tensor_reader import TensorReader
 from mtp_export.errors import IoError
 
@@ -58,7 +58,7 @@ def test_every_byte_in_order(
     way: str, offset: int, size: int, file: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     size = min(size, SIZE - offset)
-    info = TensorInfo("x", "U8", (size,), LocalFile(file), offset, size)
+    info = TensorInfo("x", "U8", (size,), LocalFolder(file.parent).file(file.name), offset, size)
     opened = prepare(way, monkeypatch)
     with TensorReader(info, once=True) as reader:
         pieces = [bytes(piece) for piece in reader.chunks(aligned_buffer(8192))]
@@ -74,7 +74,9 @@ def test_rows_of_any_dtype_at_any_offset(
     way: str, offset: int, file: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     prepare(way, monkeypatch)
-    info = TensorInfo("x", "F32", (100, 33), LocalFile(file), offset, 100 * 33 * 4)
+    info = TensorInfo(
+        "x", "F32", (100, 33), LocalFolder(file.parent).file(file.name), offset, 100 * 33 * 4
+    )
     with TensorReader(info, once=True) as reader:
         for start, stop in ((0, 100), (3, 4), (57, 99), (5, 5)):
             rows = reader.rows(start, stop)
@@ -89,7 +91,9 @@ def test_a_shard_that_shrank_is_an_error(
     way: str, file: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     prepare(way, monkeypatch)
-    info = TensorInfo("x", "U8", (SIZE - 10,), LocalFile(file), 10, SIZE - 10)
+    info = TensorInfo(
+        "x", "U8", (SIZE - 10,), LocalFolder(file.parent).file(file.name), 10, SIZE - 10
+    )
     with TensorReader(info, once=True) as reader, pytest.raises(IoError, match="ends early"):
         os.truncate(file, SIZE - 5)
         list(reader.chunks(aligned_buffer(8192)))
@@ -99,7 +103,9 @@ def test_what_is_not_read_once_goes_through_the_cache(
     file: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     opened = prepare("direct", monkeypatch)
-    with TensorReader(TensorInfo("x", "U8", (SIZE,), LocalFile(file), 0, SIZE)):
+    with TensorReader(
+        TensorInfo("x", "U8", (SIZE,), LocalFolder(file.parent).file(file.name), 0, SIZE)
+    ):
         assert not opened
 
 
@@ -108,7 +114,7 @@ def test_the_cache_is_asked_first(
     answer: int, is_cached: bool, file: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(local_folder, "MIN_DIRECT_BYTES", 1)
-    info = TensorInfo("x", "U8", (SIZE,), LocalFile(file), 0, SIZE)
+    info = TensorInfo("x", "U8", (SIZE,), LocalFolder(file.parent).file(file.name), 0, SIZE)
 
     def reading(file: int, buffers: object, place: int, *flags: int) -> int:
         assert flags == (os.RWF_NOWAIT,)

@@ -105,10 +105,12 @@ def test_a_base_left_in_bf16_goes_with_anything(tmp_path: Path, output: Path) ->
 def overwrite_bytes(folder: Path, tensor: str, data: bytes) -> None:
     """Put bytes at the start of a tensor."""
     from mtp_export.checkpoint.header import read_header
-    from mtp_export.checkpoint.local_folder import LocalFile
+    from mtp_export.checkpoint.local_folder import LocalFolder
 
     path = shard_of(folder, tensor)
-    (info,) = [t for t in read_header(LocalFile(path)).tensors if t.name == tensor]
+    (info,) = [
+        t for t in read_header(LocalFolder(path.parent).file(path.name)).tensors if t.name == tensor
+    ]
     with path.open("r+b") as file:
         file.seek(info.offset_bytes)
         file.write(data)

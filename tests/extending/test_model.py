@@ -53,7 +53,7 @@ class ToyFamily(DeepseekV3Family):
     """DeepSeek-V3's tensors, with q, k and v projections in place of latent attention."""
 
     def _size(self, key: str, default: int | None = None, minimum: int = 1) -> int:
-        return super()._size(key, 1 if key in LATENT_KEYS else default, minimum)
+        return super()._size(key, 2 if key in LATENT_KEYS else default, minimum)
 
     def attention_tensors(self, layer: int, mtp: int | None) -> Iterator[TensorSpec]:
         prefix, hidden = self.layer_modules(layer).attention, self.hidden

@@ -82,6 +82,10 @@ def test_topp_window_forgives_a_second_best_before_a_right_window() -> None:
     assert accept_topp_window(block((1, 0), rows[:3]), Best()) == Verdict(0, 0)
 
 
+def test_topp_window_may_end_with_the_last_draft() -> None:
+    assert accept_topp_window(block((1, 0, 0), [SHARP] * 4), Best()) == Verdict(3, 0)
+
+
 def test_relaxed_takes_near_misses() -> None:
     asked = block((1,), [FLAT, SHARP], relaxed_top_n=2, relaxed_margin=0.1)
     assert accept_relaxed(asked, Best()) == Verdict(1, 0)

@@ -26,7 +26,7 @@ _VOCABULARIES = ("tokenizer.json", "*.model", "*.tiktoken", "vocab.json", "tekke
 _LEAST_USED = 0.9  # share of the vocabulary that a model's own tokenizer uses
 
 
-def identity_items(context: Context) -> Iterator[Item]:
+def run(context: Context) -> Iterator[Item]:
     """The two configs compared with each other, and each part's tokenizer with its config."""
     if context.main is not None and context.mtp is not None:
         yield _configs(context, context.main.config, context.mtp.config)
@@ -52,13 +52,15 @@ def _configs(context: Context, main: Mapping[str, Any], mtp: Mapping[str, Any]) 
 def _yarn(part: str, config: Mapping[str, Any]) -> Item:
     """yarn's two factors come together in every released model: mscale on the rotary part, and
     mscale_all_dim on the whole attention score, which replaces it."""
+    name, file = f"{part}: yarn's attention scale", f"{part}/config.json"
     scaling = config.get("rope_scaling") or config.get("rope_parameters") or {}
+    if not isinstance(scaling, dict):
+        return verdict(name, [Problem(file, causes.rope_scaling_no_object(part, scaling))])
     figure = f"mscale {scaling.get('mscale')}, mscale_all_dim {scaling.get('mscale_all_dim')}"
     problems = []
     if scaling.get("mscale") and not scaling.get("mscale_all_dim"):
-        words = causes.yarn_scale_dropped(part, scaling["mscale"])
-        problems.append(Problem(f"{part}/config.json", words))
-    return verdict(f"{part}: yarn's attention scale", problems, figure)
+        problems.append(Problem(file, causes.yarn_scale_dropped(part, scaling["mscale"])))
+    return verdict(name, problems, figure)
 
 
 def _tokenizer(part: BundlePart) -> Item:
@@ -74,11 +76,13 @@ def _tokenizer(part: BundlePart) -> Item:
         return not_tested(name, f"it has no {_TOKENIZER_JSON} to look into")
     path = part.folder / _TOKENIZER_JSON
     try:
-        ids = _ids(read_json_object(path))
+        entries = list(_entries(read_json_object(path)))
     except MtpExportError as error:
         return verdict(name, [Problem(str(path), str(error))])
+    ids = {token: number for token, number in entries if _is_id(token, number)}
+    odd = [pair for pair in entries if not _is_id(*pair)]
+    problems = [Problem(str(path), causes.no_token_id(*pair)) for pair in odd]
     top = max(ids.values(), default=-1) + 1
-    problems = []
     if not vocab * _LEAST_USED <= top <= vocab:
         words = causes.ids_do_not_fit(_TOKENIZER_JSON, top - 1, vocab)
         problems.append(Problem(str(path), words))
@@ -86,18 +90,26 @@ def _tokenizer(part: BundlePart) -> Item:
     return verdict(name, problems, f"{top:,} of {vocab:,} ids")
 
 
-def _ids(tokenizer: Mapping[str, Any]) -> dict[str, int]:
-    """Ids of a tokenizer.json by token."""
-    model = tokenizer.get("model")
+def _entries(tokenizer: Mapping[str, Any]) -> Iterator[tuple[Any, Any]]:
+    """Tokens of a tokenizer.json with their ids, as they stand there."""
+    model, added = tokenizer.get("model"), tokenizer.get("added_tokens")
     vocab = model.get("vocab") if isinstance(model, dict) else None
-    ids: dict[str, int] = {}
     if isinstance(vocab, dict):
-        ids.update(vocab)
+        yield from vocab.items()
     elif isinstance(vocab, list):
-        ids.update({str(entry[0]): number for number, entry in enumerate(vocab)})
-    for added in tokenizer.get("added_tokens") or []:
-        ids[added["content"]] = added["id"]
-    return ids
+        yield from ((_first(entry), number) for number, entry in enumerate(vocab))
+    for token in added if isinstance(added, list) else []:
+        facts = token if isinstance(token, dict) else {}
+        yield facts.get("content"), facts.get("id")
+
+
+def _first(entry: Any) -> Any:
+    """The token of an entry [token, score]."""
+    return entry[0] if isinstance(entry, list) and entry else None
+
+
+def _is_id(token: Any, number: Any) -> bool:
+    return isinstance(token, str) and type(number) is int and number >= 0
 
 
 def _special_tokens(

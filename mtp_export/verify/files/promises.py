@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from mtp_export.verify.context import Context
 
 
-def promise_items(context: Context) -> Iterator[Item]:
+def run(context: Context) -> Iterator[Item]:
     """Each part compared with its own config, and the draft as its engines will read it."""
     yield _advertised(context)
     for part in context.parts:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 import platform
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -54,12 +54,16 @@ class Report:
             return
         named = "; ".join(failed[:_NAMED_FAILURES])
         more = len(failed) - _NAMED_FAILURES
-        raise VerificationError(
+        error = VerificationError(
             f"Verification failed in {len(failed)} of {sum(1 for _ in self.items)} items",
             where=self.options.bundle,
             found=named + (f"; and {more} more" if more > 0 else ""),
             todo="Do not ship this bundle; export it again from a checked source",
         )
+        for _, item in self.items:  # of internal errors, for --debug
+            if "traceback" in item.data:
+                error.add_note(item.data["traceback"])
+        raise error
 
     def as_json(self) -> dict[str, Any]:
         """The report as documented in docs/verify.md."""
@@ -92,17 +96,26 @@ class Report:
 
 def report_of(context: Context, results: tuple[CheckResult, ...], seconds: float) -> Report:
     """The report of the checks that ran over a context, and of their duration."""
-    manifest = context.manifest or {}
-    shards = (manifest.get("source") or {}).get("shards") or {}
     facts = {
-        "options": manifest.get("options") or {},
-        "source_bytes": sum(shard.get("size_bytes", 0) for shard in shards.values()),
+        "options": dict(context.recorded_options),
+        "source_bytes": _source_bytes(context.manifest),
         "parts_bytes": {
-            part.name: sum(path.stat().st_size for path in part.folder.glob("*.safetensors"))
+            part.name: sum(
+                path.stat().st_size for path in part.folder.glob("*.safetensors") if path.is_file()
+            )
             for part in context.parts
         },
     }
     return Report(options=context.options, facts=facts, results=results, seconds=seconds)
+
+
+def _source_bytes(manifest: Mapping[str, Any] | None) -> int:
+    """Size of the source's shards, 0 where the manifest does not say it as an export writes it."""
+    try:
+        sizes = [shard["size_bytes"] for shard in (manifest or {})["source"]["shards"].values()]
+    except (KeyError, TypeError, AttributeError):
+        return 0
+    return sum(sizes) if all(type(size) is int and 0 <= size < 1 << 63 for size in sizes) else 0
 
 
 def verdict_words(report: Report) -> str:

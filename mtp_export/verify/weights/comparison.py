@@ -8,6 +8,7 @@ from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING, Any
 
@@ -260,7 +261,7 @@ def _tokenizers(context: Context) -> Item:
     assert context.source is not None
     folder, problems, count = context.source.files_folder, [], 0
     for part in context.parts:
-        for path in sorted(part.folder.glob("tokenizer*")):
+        for path in sorted(filter(Path.is_file, part.folder.glob("tokenizer*"))):
             count += 1
             original = folder / path.name
             if not original.is_file() or original.read_bytes() != path.read_bytes():
@@ -275,12 +276,12 @@ def _recorded(context: Context) -> Iterator[Item]:
     """SQNR of converted tensors as the export recorded it in the manifest."""
     why = "without --source nothing is compared"
     noted: dict[tuple[str, str], list[float]] = defaultdict(list)
-    parts: Mapping[str, Any] = (context.manifest or {}).get("parts") or {}
+    parts: Mapping[str, Any] = (context.manifest or {}).get("parts", {})
     for part, entry in parts.items():
-        for shard in (entry.get("shards") or {}).values():
-            for facts in (shard.get("tensors") or {}).values():
-                if isinstance(facts.get("sqnr_db"), int | float):
-                    noted[part, facts["operation"]].append(facts["sqnr_db"])
+        for shard in entry.get("shards", {}).values():
+            for facts in shard.get("tensors", {}).values():
+                if facts.get("sqnr_db") is not None:
+                    noted[part, str(facts.get("operation"))].append(facts["sqnr_db"])
     if not noted:
         yield not_tested("weights against the source", why)
     for (part, operation), levels in noted.items():

@@ -14,6 +14,7 @@ from mtp_export.checkpoint.reader import CONFIG_NAME, Checkpoint
 from mtp_export.errors import InvalidInputError, UnsupportedError
 from mtp_export.families import family_of
 from mtp_export.families.base import TensorSpec
+from mtp_export.families.contract import MtpContract
 from mtp_export.schemes.discrepancies import compare
 from mtp_export.schemes.formats import EncodedWeight
 from mtp_export.schemes.stored import StoredModel, StoredWeight, stored_model
@@ -62,13 +63,14 @@ class WeightSource:
     """Tensors of the model by released name, whatever format they are stored in.
 
     The state of one loading: the names that were read so far, for the ledger. keep_dense: linears
-    are dequantized when they are loaded.
+    are dequantized when they are loaded. contract is that of the MTP modules.
     """
 
     owners: Mapping[str, _Part]
     dtype: torch.dtype
     device: torch.device
     keep_dense: bool
+    contract: MtpContract
     loaded: set[str] = field(default_factory=set)
     tied: set[str] = field(default_factory=set)
     left_out: set[str] = field(default_factory=set)
@@ -209,7 +211,8 @@ def open_source(
     for part in parts:
         part.check()
     owners = {name: part for part in parts for name in part.stored.weights}
-    return WeightSource(owners, dtype, device, keep_dense), parts[0].checkpoint
+    contract = parts[-1].stored.family.mtp_contract
+    return WeightSource(owners, dtype, device, keep_dense, contract), parts[0].checkpoint
 
 
 def _whole(checkpoint: Checkpoint) -> _Part:

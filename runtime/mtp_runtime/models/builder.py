@@ -93,7 +93,7 @@ class ModelBuilder(ABC):
             layer=self.layer(index),
             head=Head(self.norm(names.head_norm), self._mtp_head(main, names), execution),
             contract=contract,
-            usual_contract=self.family.mtp_contract,
+            usual_contract=self.family.usual_contract,
             execution=execution,
         )
 

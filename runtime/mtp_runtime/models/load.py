@@ -4,12 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 
-from mtp_export.checkpoint.bundle_folder import MTP
-from mtp_export.checkpoint.reader import CONFIG_NAME, Checkpoint, read_json_object
+from mtp_export.checkpoint.reader import CONFIG_NAME
 from mtp_export.errors import UnsupportedError
 from mtp_export.families import family_of
 from mtp_export.families.contract import MtpContract
@@ -108,17 +106,9 @@ def open_model(path: Path, options: LoadOptions) -> OpenedModel:
             found=model_type,
         )
     model = MODELS[model_type]
-    contract = None
-    if options.with_mtp:
-        contract = options.contract or family.mtp_contract.overridden_by(_draft_config(path, main))
+    contract = (options.contract or source.contract) if options.with_mtp else None
     builder = model.builder(source, family, model.config(family))
     return OpenedModel(builder, contract, main.folder)
-
-
-def _draft_config(path: Path, main: Checkpoint) -> dict[str, Any]:
-    """Return the MTP part's config.json, or the main part's if it is alone."""
-    part = path / MTP / CONFIG_NAME
-    return read_json_object(part) if part.is_file() else main.config
 
 
 def _device(name: str) -> torch.device:

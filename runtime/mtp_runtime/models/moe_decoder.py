@@ -11,9 +11,10 @@ from typing import Any
 
 import torch
 
+from mtp_export.errors import InvalidInputError
 from mtp_export.families.modules import MoeModules, weight_name
 from mtp_export.families.moe_decoder import MoeDecoderFamily
-from mtp_runtime.config import ModelConfig, RopeConfig, refuse_other_values, required
+from mtp_runtime.config import ModelConfig, RopeConfig, refuse_other_values
 from mtp_runtime.layers.moe import SigmoidRouter
 from mtp_runtime.layers.rope import Rope
 from mtp_runtime.models.builder import ModelBuilder
@@ -35,25 +36,32 @@ class MoeDecoderConfig(ModelConfig):
 
     @staticmethod
     def facts_of(family: MoeDecoderFamily, rope_elements: int) -> dict[str, Any]:
-        """Read a family's config.json; rope_elements is the rotated part of a head.
+        """Take a family's facts; rope_elements is the rotated part of a head.
 
         Raises InvalidInputError for a missing field, UnsupportedError for a variant that is not
         computed.
         """
-        config = family.config
-        refuse_other_values(config, _COMPUTED)
+        facts, router = family.facts, family.router
+        found = {
+            "scoring_func": router.scoring,
+            "topk_method": router.method,
+            "hidden_act": facts.hidden_act,
+        }
+        refuse_other_values(found, _COMPUTED)
+        if router.experts_per_token is None:
+            raise InvalidInputError("config.json has no num_experts_per_tok")
         return {
             "vocab": family.vocab,
             "hidden": family.hidden,
             "layers": family.num_hidden_layers,
             "shared_experts": family.shared_experts,
-            "experts_per_token": required(config, "num_experts_per_tok"),
-            "expert_groups": config.get("n_group") or 1,
-            "groups_per_token": config.get("topk_group") or 1,
-            "normalise_weights": config.get("norm_topk_prob", True),
-            "routed_scale": float(config.get("routed_scaling_factor", 1.0)),
-            "rope": RopeConfig.from_config(config, rope_elements),
-            **ModelConfig.run_facts(config),
+            "experts_per_token": router.experts_per_token,
+            "expert_groups": router.groups,
+            "groups_per_token": router.groups_per_token,
+            "normalise_weights": router.normalises,
+            "routed_scale": router.scale,
+            "rope": RopeConfig.of(facts.rope, rope_elements),
+            **ModelConfig.run_facts(facts),
         }
 
 

@@ -112,8 +112,16 @@ def yarn_scale_dropped(part: str, mscale: object) -> str:
     )
 
 
+def rope_scaling_no_object(part: str, found: object) -> str:
+    return f"rope_scaling is {found!r} in {part}/config.json, which no loader reads: not an object"
+
+
 def no_tokenizer(part: str, files: str) -> str:
     return f"no tokenizer: {part}/ has none of {files}"
+
+
+def no_token_id(token: object, found: object) -> str:
+    return f"token {token!r} has the id {found!r}: damaged, an id is a whole number from 0 on"
 
 
 def ids_do_not_fit(file: str, largest: int, vocabulary: int) -> str:

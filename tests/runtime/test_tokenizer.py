@@ -1,0 +1,91 @@
+"""The tokenizer of a checkpoint: a damaged one is one clear paragraph, wherever it fails."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tokenizers import Tokenizer as Backend
+from tokenizers.models import WordLevel
+
+from cases import run_program
+from mtp_export.errors import InvalidInputError
+from mtp_runtime.tokenizer import Tokenizer
+
+
+def words(folder: Path) -> dict[str, Any]:
+    """A small good tokenizer, as JSON."""
+    path = folder / "tokenizer.json"
+    Backend(WordLevel({"a": 0, "b": 1, "[UNK]": 2}, unk_token="[UNK]")).save(str(path))
+    content: dict[str, Any] = json.loads(path.read_text())
+    return content
+
+
+Change = Callable[[dict[str, Any]], object]
+DAMAGE: dict[str, Change] = {
+    "an id that is text": lambda t: t["model"]["vocab"].update(a="0"),
+    "a negative id": lambda t: t["model"]["vocab"].update(a=-1),
+    "a fraction for an id": lambda t: t["model"]["vocab"].update(a=1.5),
+    "an id beyond 32 bits": lambda t: t["model"]["vocab"].update(a=2**40),
+    "no vocabulary": lambda t: t["model"].pop("vocab"),
+    "an unknown model": lambda t: t.update(model={"type": "Oracle"}),
+    "no model": lambda t: t.pop("model"),
+    "an added token without id": lambda t: t.update(added_tokens=[{"content": "x"}]),
+    "an added token with another id": lambda t: t.update(
+        added_tokens=[
+            dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized", "special"), False)
+            | {"id": "7", "content": "x"}
+        ]
+    ),
+    "an unknown step": lambda t: t.update(pre_tokenizer={"type": "Magic"}),
+    "a pattern that is none": lambda t: t.update(
+        pre_tokenizer={"type": "Split", "pattern": {"Regex": "("}, "behavior": "Isolated"}
+    ),
+}
+
+
+@pytest.mark.parametrize("case", DAMAGE)
+def test_a_damaged_tokenizer_is_refused(case: str, tmp_path: Path) -> None:
+    content = words(tmp_path)
+    DAMAGE[case](content)
+    (tmp_path / "tokenizer.json").write_text(json.dumps(content))
+    with pytest.raises(InvalidInputError, match="tokenizer.json"):
+        Tokenizer.find(tmp_path)
+
+
+@pytest.mark.parametrize("raw", [b"", b"{", b"[]", b"\xff\xfe", b"null", b'{"model": "\\ud800"}'])
+def test_what_is_no_tokenizer_is_refused(raw: bytes, tmp_path: Path) -> None:
+    (tmp_path / "tokenizer.json").write_bytes(raw)
+    with pytest.raises(InvalidInputError, match="tokenizer.json"):
+        Tokenizer.find(tmp_path)
+
+
+def test_a_tokenizer_that_fails_on_a_text_says_so(tmp_path: Path) -> None:
+    """The unknown word's token is itself unknown."""
+    content = words(tmp_path)
+    del content["model"]["vocab"]["[UNK]"]
+    (tmp_path / "tokenizer.json").write_text(json.dumps(content))
+    tokenizer = Tokenizer.find(tmp_path)
+    assert tokenizer.encode("a") == (0,)
+    with pytest.raises(InvalidInputError, match="fails on a text"):
+        tokenizer.encode("c")
+
+
+def test_a_good_tokenizer(tmp_path: Path) -> None:
+    words(tmp_path)
+    tokenizer = Tokenizer.find(tmp_path)
+    assert tokenizer.found and tokenizer.encode("b") == (1,) and tokenizer.decode([0, 1]) == "a b"
+    assert not Tokenizer.find(tmp_path / "none").found
+
+
+def test_generate_names_a_damaged_tokenizer(small: Path, tmp_path: Path) -> None:
+    folder = Path(shutil.copytree(small, tmp_path / "model", copy_function=os.link))
+    (folder / "tokenizer.json").write_text('{"model": 1}')
+    outcome = run_program("generate", folder, "--prompt", "x")
+    assert outcome.code == 3 and "tokenizer.json" in outcome.err
+    assert len(outcome.err.splitlines()) == 1
