@@ -6,7 +6,7 @@ PYTEST := $(BIN)/python -m pytest -n auto --dist worksteal --durations 10
 PIP := $(BIN)/pip --disable-pip-version-check --quiet
 ENGINES_PIP := .venv-engines/bin/pip --disable-pip-version-check --quiet
 
-.PHONY: demo test test-all test-engines test-oldest-triton check fixture clean
+.PHONY: demo test test-all fuzz test-engines test-oldest-triton check fixture clean
 
 demo: .venv/installed
 	scripts/demo
@@ -19,6 +19,11 @@ test: .venv/installed-dev
 test-all: .venv/installed-dev
 	scripts/check
 	$(PYTEST) --ignore tests/test_architecture.py -m "nightly or not nightly"
+
+# Half an hour of mutated inputs; a failure prints the command that runs its input again.
+FUZZ_SEED := $(shell date +%s)
+fuzz: .venv/installed-dev
+	$(BIN)/python -m pytest -n auto -rP tests/fuzz --fuzz-seed $(FUZZ_SEED) --fuzz-seconds 1800
 
 # vLLM runs the fixture, and vLLM's and SGLang's resolvers read our configs: docs/engines.md.
 test-engines: .venv-engines/installed

@@ -97,5 +97,17 @@ def test_every_test_runs_at_night(recipe: dict[Any, Any], project: dict[str, Any
     assert '-m "nightly or not nightly"' in target
 
 
+def test_mutated_inputs_run_at_length(recipe: dict[Any, Any]) -> None:
+    """A step runs what the Makefile offers, with a seed that it prints and time to spare."""
+    job = recipe["jobs"]["fuzz"]
+    *_, run = job["steps"]
+    assert run["run"] == "make fuzz"
+    makefile = (ROOT / "Makefile").read_text()
+    (command,) = re.findall(r"^fuzz:.*\n\t(\$\(BIN\).*)", makefile, re.M)
+    (seconds,) = re.findall(r"--fuzz-seconds (\d+)", command)
+    assert "tests/fuzz" in command and "--fuzz-seed $(FUZZ_SEED)" in command
+    assert 1800 <= int(seconds) < job["timeout-minutes"] * 60
+
+
 def test_the_folder_is_left_out_of_make_test(project: dict[str, Any]) -> None:
     assert "engines" in project["tool"]["pytest"]["ini_options"]["norecursedirs"]
