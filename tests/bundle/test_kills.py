@@ -5,11 +5,18 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import random
 import sys
+import time
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
 
 import pytest
 
-from cases import nightly_but
+from bundle.commands import COMMANDS, Files, check_nothing_looks_whole, finish
+from cases import Outcome, nightly_but, run_program
+from runtime.checkpoints import SMALL, write_checkpoint
 
 KILLS = nightly_but([4], [4, 67])  # of each of three commands: 201
 SEED = 9
