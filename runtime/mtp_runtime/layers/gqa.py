@@ -43,8 +43,8 @@ class Gqa:
 
     @property
     def has_reference(self) -> bool:
-        """False: no backend of verify_attention runs it."""
-        return False
+        """True: backend reference computes it plainly, in float64."""
+        return True
 
     def new_cache(self, spec: CacheSpec) -> LayerCache:
         """Make the cache of keys and values."""
@@ -58,18 +58,15 @@ class Gqa:
         keys.flatten(0, 1).index_copy_(0, layout.slots, key)
         values.flatten(0, 1).index_copy_(0, layout.slots, value)
         attended = torch.empty_like(query)
+        attend = _attend_plainly if forward.backend == "reference" else _attend
         ends = layout.cu_q.tolist()
         for request, length in enumerate(layout.kv_lens.tolist()):
             rows = slice(ends[request], ends[request + 1])
             pages = layout.page_table[request, : -(-length // keys.shape[1])]
             seen = torch.arange(length, device=x.device) <= layout.positions[rows, None]
-            attended[rows] = F.scaled_dot_product_attention(
-                query[rows].transpose(0, 1)[None],
-                _cached(keys, pages, length),
-                _cached(values, pages, length),
-                attn_mask=seen,
-                enable_gqa=True,
-            )[0].transpose(0, 1)
+            attended[rows] = attend(
+                query[rows], _cached(keys, pages, length), _cached(values, pages, length), seen
+            )
         return self.output(attended.flatten(1))
 
     def project(
@@ -88,5 +85,24 @@ class Gqa:
 
 
 def _cached(entries: torch.Tensor, pages: torch.Tensor, length: int) -> torch.Tensor:
-    """Gather the first entries of a request [1, g, t, n] from its pages."""
-    return entries[pages].flatten(0, 1)[:length].transpose(0, 1)[None]
+    """Gather the first entries [t, g, n] of a request from its pages."""
+    return entries[pages].flatten(0, 1)[:length]
+
+
+def _attend(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, seen: torch.Tensor
+) -> torch.Tensor:
+    """Attend from queries [s, h, n] to the keys [t, g, n] that each of them sees [s, t]."""
+    query, key, value = (each.transpose(0, 1)[None] for each in (query, key, value))  # [1, h, s, n]
+    out = F.scaled_dot_product_attention(query, key, value, attn_mask=seen, enable_gqa=True)
+    return out[0].transpose(0, 1)
+
+
+def _attend_plainly(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, seen: torch.Tensor
+) -> torch.Tensor:
+    """Attend as _attend does, step by step in float64."""
+    grouped = query.double().view(len(query), key.shape[1], -1, query.shape[2])  # [s, g, h/g, n]
+    scores = torch.einsum("sgin,tgn->gist", grouped, key.double()) * query.shape[2] ** -0.5
+    weights = scores.masked_fill(~seen, -torch.inf).softmax(dim=-1)
+    return torch.einsum("gist,tgn->sgin", weights, value.double()).flatten(1, 2).to(query.dtype)
