@@ -47,6 +47,7 @@ def run(context: Context) -> Iterator[Item]:
         yield not_tested(WHOLE_CHECK, "the texts are too short to draft in")
         return
     streamed = open_streamed(context.options.bundle, context.options.device)
+    streamed.config.check_positions(max(len(text.tokens) for text in texts.texts))
     cost = cost_of(context, streamed, texts)
     yield measured("cost estimate", cost.shown(), cost.as_json())
     with context.show_progress(f"stream: {cost.shown()}", cost.read_bytes) as progress:
