@@ -37,8 +37,8 @@ from pages import (
 
 CLI = ROOT / "docs/cli.md"
 MAKEFILE = (ROOT / "Makefile").read_text()
-# The pages show a real model here; tests run the same commands on the trained miniature, which a local
-# server has under the real model's name.
+# The pages show a real model here; tests run the same commands on the trained miniature, which a
+# local server has under the real model's name.
 REAL_MODEL, MINIATURE = "/models/DeepSeek-V3", "fixtures/deepseek-v3-tiny"
 REPOSITORY = "deepseek-ai/DeepSeek-V3"
 SHARED_SECTION = "Options of export and quantize"

@@ -26,8 +26,8 @@ from mtp_export.bundle.options import BundleOptions, Checksums, Part
 from mtp_export.bundle.own_files import check_own, clear, manifest_files
 from mtp_export.bundle.preflight import check_disk, check_memory, check_output, is_finished
 from mtp_export.bundle.run import COPY_BUFFER_BYTES, RunResources, ShardJob, is_made, run
-from mtp_export.bundle.split import SplitOptions, main_part, mtp_part, shared_pairs
-from mtp_export.bundle.tied_weights import compare_pairs
+from mtp_export.bundle.split import SplitOptions, main_part, mtp_part
+from mtp_export.bundle.tied_weights import TiedCopies
 from mtp_export.checkpoint.bundle_folder import MTP, open_checkpoint
 from mtp_export.checkpoint.byte_source import Place
 from mtp_export.checkpoint.files import make_folder, write_bytes, write_json
@@ -105,12 +105,17 @@ class BundlePlan:
         return sum(step.size_bytes for step in self.written_steps if step.operation != COPY)
 
     @cached_property
+    def tied(self) -> TiedCopies:
+        """Copies of the MTP part that must equal the main model's tensors."""
+        if self.options.content.allow_untied or all(part.name != MTP for part in self.parts):
+            return TiedCopies.nothing(self.stored)
+        return TiedCopies.of(self.checkpoint, self.stored)
+
+    @cached_property
     def downloads(self) -> Downloads | None:
         """Bytes to download from a remote source; None for a local one."""
-        tied = _tied_names(self) if _must_be_tied(self) else {}
-        return plan_downloads(
-            self.checkpoint, tensors_read(self.parts, self.checkpoint.tensors, tied)
-        )
+        reads = tensors_read(self.parts, self.checkpoint.tensors, self.tied)
+        return plan_downloads(self.checkpoint, reads)
 
     @property
     def disk_bytes(self) -> int:
@@ -224,16 +229,13 @@ def run_bundle(plan: BundlePlan, progress: ProgressCallback) -> BundleResult:
     start = time.monotonic()
     output = plan.options.output_dir
     replaces = is_finished(output)
-    if replaces and _must_be_tied(plan):
-        tensors = plan.checkpoint.tensors
-        pairs = [(tensors[own], tensors[main]) for own, main in _tied_names(plan).items()]
-        compare_pairs(pairs, lambda: None)  # before a good bundle is removed for it
+    if replaces:  # before a good bundle is removed for it
+        plan.tied.compare(plan.checkpoint.tensors, plan.tied.alike, lambda: None)
     with Journal(output) as journal:
         _open_journal(plan, journal)
         resumed = len(journal.finished)
         try:
-            compare = _must_be_tied(plan) and not replaces
-            _write_parts(plan, journal, progress, compare=compare)
+            _write_parts(plan, journal, progress, compare=not replaces)
             _check_unchanged(plan.checkpoint)
         except InvalidInputError:
             remove_downloads(output)
@@ -298,17 +300,6 @@ def _identity(plan: BundlePlan) -> dict[str, Any]:
     }
 
 
-def _must_be_tied(plan: BundlePlan) -> bool:
-    """Return whether the MTP layer's embedding and head must equal the main model's."""
-    return not plan.options.content.allow_untied and any(part.name == MTP for part in plan.parts)
-
-
-def _tied_names(plan: BundlePlan) -> dict[str, str]:
-    """Return the main model's embedding and head by the name of the MTP layer's own copy."""
-    pairs = shared_pairs(plan.checkpoint, plan.family)
-    return {pair.mtp_name: pair.main_name for pair in pairs}
-
-
 def _check_unchanged(checkpoint: Checkpoint) -> None:
     """Refuse a source that was written to while it was read (InvalidInputError)."""
     for shard in checkpoint.shards:
@@ -334,20 +325,20 @@ def _write_parts(
         sum(job.shard.size_bytes for job in jobs if is_made(job, journal) and job.shard.is_read)
     )
     jobs = [job for job in jobs if not is_made(job, journal)]
-    tied = _tied_names(plan) if compare else {}
+    tied = plan.tied if compare else TiedCopies.nothing(plan.stored)
     copied = {step.inputs[0] for step in _read_steps(plan) if step.operation == COPY}
+    apart = tied.alike.keys() - copied
     keys = {*(job.key for job in jobs), CHECKS}
     with opened_inputs(plan.checkpoint, plan.downloads, plan.options.output_dir, keys) as inputs:
-        pairs = {own: (inputs.tensors[own], inputs.tensors[main]) for own, main in tied.items()}
+        tensors = inputs.tensors
         resources = RunResources(
             inputs=inputs,
-            tied={own: main for own, (_, main) in pairs.items() if own in copied},
+            tied={own: tensors[main] for own, main in tied.alike.items() if own in copied},
             workers=plan.options.run.workers,
             transform=Resources(plan.budget_bytes, plan.device),
             progress=progress,
         )
-        apart = [pair for own, pair in pairs.items() if own not in copied]
-        checks = [partial(compare_pairs, apart)] if apart else []
+        checks = [partial(tied.compare, tensors, apart)] if apart or tied.unlike else []
         with one_torch_thread() if plan.computed_bytes else nullcontext():
             run(jobs=jobs, journal=journal, resources=resources, checks=checks)
 

@@ -9,6 +9,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
+from mtp_export.bundle.tied_weights import TiedCopies
 from mtp_export.checkpoint.byte_source import ByteFile, RemoteFile
 from mtp_export.checkpoint.header import TensorInfo
 from mtp_export.checkpoint.pieces import (
@@ -75,14 +76,14 @@ Read = tuple[TensorInfo, ...]
 
 
 def tensors_read(
-    parts: Sequence[PartPlan], tensors: Mapping[str, TensorInfo], tied: Mapping[str, str]
+    parts: Sequence[PartPlan], tensors: Mapping[str, TensorInfo], tied: TiedCopies
 ) -> dict[str, list[Read]]:
     """Return the source tensors that each job reads, in the run's order.
 
-    tied: by name, the tensor with which one is compared: as it is copied, or else by CHECKS.
+    Copies are compared as they are copied, or else by CHECKS.
     """
     reads: dict[str, list[Read]] = {}
-    apart = dict(tied)
+    apart = dict(tied.alike)
     for part in parts:
         for shard in (shard for shard in part.shards if shard.is_read):
             names: list[tuple[str, ...]] = []
@@ -92,9 +93,9 @@ def tensors_read(
             reads[f"{part.name}/{shard.file_name}"] = [
                 tuple(tensors[name] for name in group) for group in names
             ]
-    if apart:
-        reads[CHECKS] = [(tensors[own], tensors[main]) for own, main in apart.items()]
-    return reads
+    checks: list[Read] = [(tensors[own], tensors[main]) for own, main in apart.items()]
+    checks += [(tensors[name],) for name in tied.unlike_tensors]
+    return reads | ({CHECKS: checks} if checks else {})
 
 
 def plan_downloads(checkpoint: Checkpoint, reads: Mapping[str, Sequence[Read]]) -> Downloads | None:
