@@ -88,17 +88,17 @@ class _Patience:
     def _seconds(self, error: Exception) -> float | None:
         """Return the time to wait, None where another attempt is of no use."""
         backoff = min(FIRST_WAIT_SECONDS * 2.0**self._failures, MAX_WAIT_SECONDS)
-        spread = random.uniform(0.5, 1.0)  # readers that failed together do not return together
+        backoff *= random.uniform(0.5, 1.0)  # readers that failed together do not return together
         if isinstance(error, (*_NETWORK, _Cut)):
-            return backoff * spread
+            return backoff
         if not isinstance(error, HfHubHTTPError | _BadStatus):
             return None
         response = error.response
         if response.status_code in _TRANSIENT:
             told = _told_seconds(response.headers)
-            return backoff * spread if told is None else min(told + spread, _MAX_TOLD_SECONDS)
+            return backoff if told is None else min(told + backoff, _MAX_TOLD_SECONDS)
         if isinstance(error, _BadStatus):  # the link has expired, and is signed anew
-            return backoff * spread if self._failures else 0.0
+            return backoff if self._failures else 0.0
         return None
 
 
