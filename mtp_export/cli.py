@@ -1,47 +1,40 @@
-"""Program mtp-export: its commands, and its exit codes."""
+"""Entry point of the program mtp-export, and its exit codes.
+
+Commands are imported where they are run, so that Ctrl-C ends both alike: what this module itself
+imports must be light.
+"""
 
 from __future__ import annotations
 
-import io
 import sys
-import traceback
 from collections.abc import Sequence
 
-import typer
-
-from mtp_export.commands.export import export
-from mtp_export.commands.failures import INTERRUPTED, failure_of
-from mtp_export.commands.generate import generate
-from mtp_export.commands.inspect import inspect
-from mtp_export.commands.quantize import quantize
-from mtp_export.commands.verify import verify
-
-app = typer.Typer(rich_markup_mode="rich", pretty_exceptions_enable=False)
-app.callback(invoke_without_command=True)(export)
-for command in (quantize, verify, generate, inspect):
-    app.command()(command)
+from mtp_export.commands.failures import failure_of
+from mtp_export.commands.standard_streams import guarded_streams
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run a command and exit with its code; a failure is one paragraph on stderr."""
     given = list(sys.argv[1:] if arguments is None else arguments)
-    for stream in (sys.stdout, sys.stderr):
-        if isinstance(stream, io.TextIOWrapper):
-            stream.reconfigure(errors="backslashreplace")
+    with guarded_streams():
+        sys.exit(_exit_code(given))
+
+
+def _exit_code(given: list[str]) -> int:
     try:
-        code = app(
-            [argument for argument in given if argument != "--debug"],
-            standalone_mode=False,
-            prog_name="mtp-export",
-        )
-        if code == INTERRUPTED:  # Typer returns it for Ctrl-C
-            raise KeyboardInterrupt
+        from mtp_export.commands.program import run
+
+        try:
+            return run([argument for argument in given if argument != "--debug"])
+        finally:
+            sys.stdout.flush()
     except SystemExit:
         raise
     except BaseException as error:
         if "--debug" in given:
+            import traceback
+
             traceback.print_exc()
         failure = failure_of(error)
         print(f"mtp-export: error: {failure.message}", file=sys.stderr)
-        code = failure.exit_code
-    sys.exit(code if isinstance(code, int) else 0)
+        return failure.exit_code

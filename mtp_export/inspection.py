@@ -8,14 +8,16 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
-from mtp_export.checkpoint.bundle_folder import MAIN, MTP
+from mtp_export.checkpoint.bundle_folder import MAIN, MTP, RELEASED
 from mtp_export.checkpoint.manifest import MANIFEST_NAME
 from mtp_export.checkpoint.reader import Checkpoint
-from mtp_export.errors import UsageError
-from mtp_export.families.base import ModelFamily, Role
+from mtp_export.errors import MtpExportError, UsageError
+from mtp_export.families.base import Role
 from mtp_export.schemes.discrepancies import Discrepancy, compare
 from mtp_export.schemes.native import describe
-from mtp_export.schemes.stored import StoredModel, stored_model
+from mtp_export.schemes.stored import StoredModel, StoredWeight, stored_model
+from mtp_export.targets import TARGETS
+from mtp_export.targets.draft import stored_draft
 
 
 @dataclass(frozen=True)
@@ -32,10 +34,14 @@ class Amount:
 
 @dataclass(frozen=True)
 class Inspection:
-    """Facts of a checkpoint; parts are those of main and mtp that the folder holds."""
+    """Facts of a checkpoint; parts are those of main and mtp that the folder holds.
+
+    layout is the name of the target that the folder is laid out for.
+    """
 
     folder: Path
     model_type: str
+    layout: str
     quantization: str
     num_hidden_layers: int
     mtp_layers: tuple[int, ...]
@@ -44,6 +50,7 @@ class Inspection:
     amounts: tuple[Amount, ...]
     shared_tensors: dict[str, str]
     missing_files: tuple[str, ...]
+    unindexed_files: tuple[str, ...]
     problems: tuple[Discrepancy, ...]
 
     def as_json(self) -> dict[str, Any]:
@@ -51,6 +58,7 @@ class Inspection:
         return {
             "folder": str(self.folder),
             "model_type": self.model_type,
+            "layout": self.layout,
             "quantization": self.quantization,
             "num_hidden_layers": self.num_hidden_layers,
             "mtp_layers": list(self.mtp_layers),
@@ -62,63 +70,104 @@ class Inspection:
             "amounts": [vars(amount) for amount in self.amounts],
             "shared_tensors": self.shared_tensors,
             "missing_files": list(self.missing_files),
+            "unindexed_files": list(self.unindexed_files),
             "problems": [vars(problem) for problem in self.problems],
         }
 
 
 def inspect(folder: Path) -> Inspection:
-    """Inspect a checkpoint, or one part of a bundle in the released layout, in any precision.
+    """Inspect a checkpoint, or one part of a bundle, in any precision and for any target.
 
     Raises UsageError for a whole bundle, InvalidInputError for files that contradict each other,
     UnsupportedError for another model type. Tensors that differ from what config.json promises are
     listed as problems.
     """
     if (folder / MANIFEST_NAME).is_file():
+        parts = [str(folder / part) for part in (MAIN, MTP) if (folder / part).is_dir()]
         raise UsageError(
             "This folder is a bundle; inspect looks at one checkpoint",
             where=folder,
-            todo=f"Point at {folder / MAIN} or at {folder / MTP}",
+            todo=f"Point at {' or at '.join(parts) or 'a checkpoint: the bundle has no part'}",
         )
     checkpoint = Checkpoint.open(folder)
-    stored = stored_model(checkpoint.config)
-    family = stored.family
-    in_mtp = {name: family.mtp_layer_of(name) is not None for name in checkpoint.tensors}
-    present = tuple(
-        part for part, flag in (("main", False), ("mtp", True)) if flag in in_mtp.values()
-    )
+    layout = _layout_of(checkpoint)
+    stored, found = layout.stored, {layout.part_of(name) for name in checkpoint.tensors}
+    present = tuple(part for part in (MAIN, MTP) if part in found)
     expected = [
-        tensor
-        for one in stored.weights.values()
-        if ("main" if one.weight.mtp_layer is None else "mtp") in present
-        for tensor in one.tensors
+        tensor for one in stored.weights.values() if _part(one) in present for tensor in one.tensors
     ]
     files = {path.name for path in folder.iterdir()}
     return Inspection(
         folder=folder,
         model_type=checkpoint.config["model_type"],
+        layout=layout.target,
         quantization=describe(checkpoint.config),
         num_hidden_layers=checkpoint.config["num_hidden_layers"],
-        mtp_layers=tuple(family.mtp_layers),
+        mtp_layers=tuple(stored.family.mtp_layers),
         parts=present,
         shards=len(checkpoint.shards),
-        amounts=_amounts(checkpoint, stored),
-        shared_tensors=_shared_tensors(checkpoint, family),
+        amounts=_amounts(checkpoint, layout),
+        shared_tensors=_shared_tensors(checkpoint, stored) if MTP in present else {},
         missing_files=tuple(
             name for name in ("generation_config.json", "tokenizer.json") if name not in files
         ),
+        unindexed_files=checkpoint.unindexed,
         problems=tuple(compare(checkpoint.tensors, expected)),
     )
 
 
-def _amounts(checkpoint: Checkpoint, stored: StoredModel) -> tuple[Amount, ...]:
+@dataclass(frozen=True)
+class _Layout:
+    """The names that a folder's tensors have, and what it must hold in them."""
+
+    target: str
+    stored: StoredModel
+
+    def part_of(self, name: str) -> str:
+        """Return the part that a tensor on disk belongs to, by its name alone if need be."""
+        one = self.stored.weight_of.get(name)
+        if one is not None:
+            return _part(one)
+        if self.target != RELEASED:
+            return MTP
+        return MAIN if self.stored.family.mtp_layer_of(name) is None else MTP
+
+
+def _part(one: StoredWeight) -> str:
+    return MAIN if one.weight.mtp_layer is None else MTP
+
+
+def _layout_of(checkpoint: Checkpoint) -> _Layout:
+    """Return the layout that most of a folder's tensors are named in: the released one, which holds
+    both parts, or the draft of another target.
+
+    Raises what stored_model raises for a config that no layout fits.
+    """
+    layouts: list[_Layout] = []
+    failures: list[MtpExportError] = []
+    for name, target in TARGETS.items():
+        try:
+            if name == RELEASED:
+                stored = stored_model(checkpoint.config)
+            else:
+                stored = stored_draft(checkpoint.config, target)
+        except MtpExportError as error:
+            failures.append(error)
+        else:
+            layouts.append(_Layout(name, stored))
+    if not layouts:
+        raise failures[0]
+    return max(layouts, key=lambda own: len(own.stored.tensors.keys() & checkpoint.tensors.keys()))
+
+
+def _amounts(checkpoint: Checkpoint, layout: _Layout) -> tuple[Amount, ...]:
     sums: dict[tuple[str, str, str], list[int]] = defaultdict(lambda: [0, 0, 0])
     for name, tensor in checkpoint.tensors.items():
-        one = stored.weight_of.get(name)
+        one = layout.stored.weight_of.get(name)
         role = "unexpected" if one is None else str(one.weight.role)
-        part = "main" if stored.family.mtp_layer_of(name) is None else "mtp"
         is_scale = one is not None and one.tensors[0].name != name
         beside = " shape" if tensor.dtype == "I64" else " scale"
-        total = sums[part, role, tensor.dtype + (beside if is_scale else "")]
+        total = sums[layout.part_of(name), role, tensor.dtype + (beside if is_scale else "")]
         total[0] += 1
         if not is_scale:
             total[1] += prod(tensor.shape if one is None else one.weight.shape)
@@ -132,19 +181,26 @@ def _amounts(checkpoint: Checkpoint, stored: StoredModel) -> tuple[Amount, ...]:
     )
 
 
-def _shared_tensors(checkpoint: Checkpoint, family: ModelFamily) -> dict[str, str]:
+def _shared_tensors(checkpoint: Checkpoint, stored: StoredModel) -> dict[str, str]:
     """Return, per MTP copy of embedding and head, a sentence on where it is stored."""
     result: dict[str, str] = {}
-    if not any(family.mtp_layer_of(name) is not None for name in checkpoint.tensors):
-        return result
-    for pair in family.shared:
-        own, main = (checkpoint.tensors.get(name) for name in (pair.mtp_name, pair.main_name))
+    for pair in stored.family.shared:
+        copy, original = (stored.weights.get(name) for name in (pair.mtp_name, pair.main_name))
+        assert copy is not None, "a layout with MTP layers"
+        name = copy.tensors[0].name
+        own = checkpoint.tensors.get(name)
+        main = None if original is None else checkpoint.tensors.get(pair.main_name)
         if own is None:
-            result[pair.mtp_name] = f"not stored: tied to {pair.main_name}"
+            result[name] = f"not stored: tied to {pair.main_name}"
         elif main is None:
-            result[pair.mtp_name] = f"own copy; {pair.main_name} is not in this folder"
+            result[name] = f"own copy; {pair.main_name} is not in this folder"
+        elif original is not None and copy.storage is not original.storage:
+            result[name] = (
+                f"own copy in {copy.storage}, {pair.main_name} in {original.storage}: both are"
+                " dequantized to be compared"
+            )
         elif (own.dtype, own.shape) == (main.dtype, main.shape):
-            result[pair.mtp_name] = f"own copy, same dtype and shape as {pair.main_name}"
+            result[name] = f"own copy, same dtype and shape as {pair.main_name}"
         else:
-            result[pair.mtp_name] = f"own copy, unlike {pair.main_name}"
+            result[name] = f"own copy, unlike {pair.main_name}"
     return result

@@ -49,6 +49,7 @@ FLOORS: tuple[tuple[str, ...], ...] = (
     ("mtp_export.verify",),
     ("mtp_export.commands",),
     ("mtp_export.cli",),
+    ("mtp_export.__main__",),
 )
 FLOOR_OF = {room: number for number, rooms in enumerate(FLOORS) for room in rooms}
 

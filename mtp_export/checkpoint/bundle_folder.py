@@ -33,6 +33,13 @@ def is_bundle(folder: Path) -> bool:
 def open_parts(folder: Path) -> BundleParts:
     """Open the parts of a bundle in any layout; raises what Checkpoint.open does."""
     if not (folder / MAIN / CONFIG_NAME).exists():
+        if (folder / MTP / CONFIG_NAME).exists():
+            raise InvalidInputError(
+                f"This bundle has an {MTP} part alone, which no model can be read from",
+                where=folder,
+                expected=f"{MAIN} beside {MTP}",
+                todo="Export the checkpoint with --part both, or point at the checkpoint",
+            )
         raise InvalidInputError(
             "There is neither a bundle nor a checkpoint here",
             where=folder,

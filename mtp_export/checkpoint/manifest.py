@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -12,9 +13,27 @@ MANIFEST_NAME = "mtp_export.json"
 FORMAT = "mtp-export bundle"
 FORMAT_VERSION = 1
 
+_KINDS: Mapping[str, Callable[[Any], bool]] = {
+    "text": lambda value: type(value) is str,
+    "a size in bytes": lambda value: type(value) is int and 0 <= value < 1 << 63,
+    "a number or null": lambda value: value is None or type(value) in (int, float),
+}
+_FILE = {"size_bytes": "a size in bytes", "xxh3_128": "text"}
+_TENSOR = {"operation": "text", "xxh3_128": "text", "sqnr_db": "a number or null"}
+_SHARD = {"size_bytes": "a size in bytes", "header_sha256": "text", "tensors": {"*": _TENSOR}}
+# Kinds of the values that are read, as docs/bundle.md lists them; "*" is any name.
+_SHAPE = {
+    "options": {},
+    "source": {"shards": {"*": {"size_bytes": "a size in bytes"}}},
+    "parts": {"*": {"shards": {"*": _SHARD}, "files": {"*": _FILE}}},
+}
+
 
 def read_manifest(bundle: Path) -> dict[str, Any]:
-    """Return the manifest of a bundle (InvalidInputError for none or another format, IoError)."""
+    """Return the manifest of a bundle; a value that is there is of its kind.
+
+    Raises InvalidInputError for none, another format or a value of another kind, IoError.
+    """
     path = bundle / MANIFEST_NAME
     if not path.exists():
         raise InvalidInputError(
@@ -33,4 +52,26 @@ def read_manifest(bundle: Path) -> dict[str, Any]:
             found=f"{found[0]}, version {found[1]}",
             todo="Use the version of mtp-export that wrote it, or export again",
         )
+    _check_kinds(path, content, shape=_SHAPE, names=())
     return content
+
+
+def _check_kinds(path: Path, value: Any, shape: Any, names: tuple[str, ...]) -> None:
+    """Refuse a value, by the names that lead to it, that is not as the shape has it."""
+    if isinstance(shape, str):
+        expected, fits = shape, _KINDS[shape](value)
+    else:
+        expected, fits = "an object", isinstance(value, dict)
+    if not fits:
+        raise InvalidInputError(
+            f"The manifest is damaged at {' → '.join(names)}",
+            where=path,
+            expected=expected,
+            found=repr(value)[:100],
+            todo="Export again",
+        )
+    if isinstance(value, dict):
+        for name, inner in value.items():
+            inner_shape = shape.get(name, shape.get("*"))
+            if inner_shape is not None:
+                _check_kinds(path, inner, shape=inner_shape, names=(*names, name))

@@ -13,7 +13,8 @@ from mtp_export.bundle.build import BundlePlan, BundleResult, run_bundle
 from mtp_export.bundle.options import BundleOptions
 from mtp_export.commands.bundle_tables import plan_facts, plan_table
 from mtp_export.commands.options import reporting_options
-from mtp_export.commands.output import check_report_path, print_result, remark
+from mtp_export.commands.output import json_text, print_result, remark
+from mtp_export.commands.report_files import try_reports
 from mtp_export.progress import progress_bar
 
 
@@ -42,7 +43,8 @@ def make_bundle(
     plan_for takes whether this is a dry run: such a plan touches nothing.
     """
     reporting, dry_run = reporting_options(context), context.params["dry_run"]
-    check_report_path("--report", reporting.report, [options.input_dir, options.output_dir])
+    folders = [options.input_dir, options.output_dir]
+    reports = try_reports({"--report": context.params["report"]}, folders)
     plan = plan_for(dry_run)
     if dry_run:
         facts, table = plan_facts(plan), plan_table(plan)
@@ -51,6 +53,7 @@ def make_bundle(
         with progress_bar(command.name, total_bytes, quiet=reporting.quiet) as progress:
             result = run_bundle(plan, progress)
         facts, table = command.facts(result), command.table(result)
+    reports.write({"--report": lambda: json_text(facts)})
     print_result(facts, table, reporting)
     if not (reporting.quiet or reporting.as_json):
         for line in command.remarks(plan):

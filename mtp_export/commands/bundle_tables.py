@@ -5,13 +5,13 @@ from __future__ import annotations
 from typing import Any
 
 from rich.console import Group, RenderableType
-from rich.table import Table
 
 from mtp_export.bundle.build import BundlePlan, BundleResult
 from mtp_export.bundle.launch import launch_lines
 from mtp_export.bundle.preflight import needed_disk_bytes
 from mtp_export.checkpoint.plan import COPY, PartPlan
 from mtp_export.checkpoint.reader import CONFIG_NAME, INDEX_NAME
+from mtp_export.commands.output import FiguresTable, heading
 from mtp_export.progress import format_bytes
 from mtp_export.targets import target_of
 
@@ -73,12 +73,20 @@ def effort(result: BundleResult) -> str:
     )
 
 
-def parts_table(title: str, plan: BundlePlan) -> Table:
+def resumed(result: BundleResult) -> list[str]:
+    """Return the sentence that an earlier run did part of the work, where one did."""
+    count = result.resumed_shards
+    if not count:
+        return []
+    return [f"{count} {'shard was' if count == 1 else 'shards were'} finished by an earlier run."]
+
+
+def parts_table(plan: BundlePlan) -> FiguresTable:
     """Return a table with a row per part of the bundle."""
-    table = Table(title=title, title_justify="left")
-    table.add_column("part")
-    for name in ("shards", "tensors", "copied", "computed", "linked"):
-        table.add_column(name, justify="right")
+    table = FiguresTable()
+    table.add_words("part")
+    table.add_figures("shards", "tensors", "copied", "computed")
+    table.add_column("linked", justify="right", overflow="fold")
     for part in plan.parts:
         facts = _part_facts(part)
         linked = format_bytes(facts["linked_bytes"])
@@ -101,4 +109,5 @@ def plan_table(plan: BundlePlan) -> RenderableType:
         f" {format_bytes(plan.memory_bytes)} of memory. Nothing was written."
     )
     files = f"Beside the weights: {', '.join(plan.parts[0].extra_files) or 'nothing'}."
-    return Group(parts_table(f"Plan for {plan.options.output_dir}", plan), files, needs)
+    title = heading(f"Plan for {plan.options.output_dir}")
+    return Group(title, parts_table(plan), files, needs)

@@ -15,13 +15,15 @@ from mtp_export.bundle.options import Checksums, Part, SharedWeights
 from mtp_export.checkpoint.plan import Link
 from mtp_export.commands import options as shared
 from mtp_export.commands.bundle_command import BundleCommand, make_bundle
-from mtp_export.commands.bundle_tables import effort, parts_table, result_facts
+from mtp_export.commands.bundle_tables import effort, parts_table, result_facts, resumed
+from mtp_export.commands.output import heading
 from mtp_export.errors import UsageError
 from mtp_export.targets import target_of
 
 InputDir = Annotated[
     Path | None,
     typer.Option(
+        parser=shared.parse_path,
         metavar="DIR",
         rich_help_panel=shared.INPUT_OUTPUT,
         help="Checkpoint: a Hugging Face folder of safetensors files.",
@@ -30,6 +32,7 @@ InputDir = Annotated[
 OutputDir = Annotated[
     Path | None,
     typer.Option(
+        parser=shared.parse_path,
         metavar="DIR",
         rich_help_panel=shared.INPUT_OUTPUT,
         help="Bundle to write: main/, mtp/ and mtp_export.json in this folder.",
@@ -102,22 +105,26 @@ def _refuse_options_before(context: typer.Context, command: str) -> None:
 
 def result_table(result: BundleResult) -> RenderableType:
     """Return the result of an export for people."""
-    lines = [effort(result)]
-    if result.resumed_shards:
-        lines.append(f"{result.resumed_shards} shards were finished by an earlier run.")
+    lines = [effort(result), *resumed(result)]
     missing = {"generation_config.json", "tokenizer.json"} - set(result.plan.parts[0].extra_files)
     if missing:
         lines.append(f"The source has no {' and no '.join(sorted(missing))}; engines may need it.")
-    title = f"Exported to {result.plan.options.output_dir}"
-    return Group(parts_table(title, result.plan), *lines)
+    title = heading(f"Exported to {result.plan.options.output_dir}")
+    return Group(title, parts_table(result.plan), *lines)
 
 
 def remarks(plan: BundlePlan) -> list[str]:
-    """Return the remark that a target's name is an alias of another's layout, where it is."""
+    """Return remarks on shards that the source's index does not list, and on a target's name that
+    is an alias of another's layout."""
+    found = [
+        f"{name} is not in the source's index; the bundle's index lists its tensors."
+        for name in plan.checkpoint.unindexed
+    ]
     target = target_of(plan.options.target)
     if plan.options.target == target.name:
-        return []
+        return found
     return [
+        *found,
         f"--target {plan.options.target} is an alias: its layout is that of"
-        f" --target {target.name}, and that is what was planned or written."
+        f" --target {target.name}, and that is what was planned or written.",
     ]

@@ -8,22 +8,23 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from rich.console import Console
-from rich.table import Table
 from rich.text import Text
 
 from mtp_export.commands import options as shared
-from mtp_export.commands.output import Reporting, print_result
+from mtp_export.commands.output import FiguresTable, Reporting, plain_console, print_result
 from mtp_export.errors import UsageError
-from mtp_runtime.prompts import Prompt, read_prompts
 
 if TYPE_CHECKING:
     from mtp_runtime import LLM, RequestOutput, SamplingParams, Summary, TokenEvent
+    from mtp_runtime.prompts import Prompt
 
 _ACCEPTED_STYLE = "green"
 DECODING, DRAFTING, PERFORMANCE = shared.DECODING, "Speculation", shared.PERFORMANCE
 
-Bundle = Annotated[Path, typer.Argument(metavar="BUNDLE", help="Bundle or checkpoint.")]
+Bundle = Annotated[
+    Path,
+    typer.Argument(parser=shared.parse_path, metavar="BUNDLE", help="Bundle or checkpoint."),
+]
 PromptTexts = Annotated[
     list[str] | None,
     typer.Option(metavar="TEXT", rich_help_panel=DECODING, help="Prompt; may be repeated."),
@@ -31,6 +32,7 @@ PromptTexts = Annotated[
 PromptFile = Annotated[
     Path | None,
     typer.Option(
+        parser=shared.parse_path,
         metavar="FILE.jsonl",
         rich_help_panel=DECODING,
         help='JSON lines: {"prompt": TEXT} or {"prompt_token_ids": [...]}.',
@@ -93,6 +95,7 @@ NgramSize = Annotated[
 DraftModel = Annotated[
     Path | None,
     typer.Option(
+        parser=shared.parse_path,
         metavar="DIR",
         rich_help_panel=DRAFTING,
         help="Second checkpoint, for --speculate-method draft_model.",
@@ -137,6 +140,15 @@ def generate(
     asked = _prompts(prompt or [], prompts)
     from mtp_runtime import LLM, SamplingParams, summarise
 
+    first = SamplingParams(
+        temperature=temperature,
+        top_p=top_p,
+        top_k=top_k,
+        max_tokens=max_new_tokens,
+        seed=seed,
+        stop=tuple(stop or ()),
+    )
+    params = [replace(first, seed=seed + index) for index in range(len(asked))]
     llm = LLM(
         bundle,
         device=device,
@@ -147,15 +159,6 @@ def generate(
         speculate_max_ngram_size=speculate_max_ngram_size,
         draft_model=draft_model,
     )
-    first = SamplingParams(
-        temperature=temperature,
-        top_p=top_p,
-        top_k=top_k,
-        max_tokens=max_new_tokens,
-        seed=seed,
-        stop=tuple(stop or ()),
-    )
-    params = [replace(first, seed=seed + index) for index in range(len(asked))]
     start = time.monotonic()
     outputs = _decode(llm, asked, params, silent=as_json)
     summary = summarise([output.metrics for output in outputs], time.monotonic() - start)
@@ -164,6 +167,10 @@ def generate(
 
 
 def _prompts(texts: list[str], path: Path | None) -> list[Prompt]:
+    from mtp_runtime.prompts import read_prompts, require_unicode
+
+    for number, text in enumerate(texts, 1):
+        require_unicode(text, f"Prompt {number} of --prompt")
     asked: list[Prompt] = [*texts, *(read_prompts(path) if path is not None else ())]
     if not asked:
         raise UsageError("There is no prompt", expected="--prompt TEXT or --prompts FILE.jsonl")
@@ -174,7 +181,7 @@ def _decode(
     llm: LLM, asked: list[Prompt], params: list[SamplingParams], *, silent: bool
 ) -> list[RequestOutput]:
     """Decode and show the texts: a single one as it is generated, several at the end."""
-    console = Console(highlight=False)
+    console = plain_console()
     if silent:
         return llm.generate(asked, params)
     if len(asked) == 1:
@@ -214,9 +221,11 @@ def _facts(asked: list[Prompt], outputs: list[RequestOutput], summary: Summary) 
     }
 
 
-def summary_table(summary: Summary) -> Table:
+def summary_table(summary: Summary) -> FiguresTable:
     """Return acceptance per draft position and the rates of a run."""
-    table = Table("what", "value")
+    table = FiguresTable()
+    table.add_words("what")
+    table.add_column("value", no_wrap=True)
     for place in summary.acceptance:
         for kind, share, total in (
             ("of those reached", place.conditional, place.reached),

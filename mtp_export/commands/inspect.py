@@ -7,15 +7,17 @@ from typing import Annotated
 
 import typer
 from rich.console import Group, RenderableType
-from rich.table import Table
 
+from mtp_export.checkpoint.bundle_folder import RELEASED
 from mtp_export.commands import options as shared
-from mtp_export.commands.output import Reporting, print_result
+from mtp_export.commands.output import FiguresTable, Reporting, heading, print_result
 from mtp_export.inspection import Inspection
 from mtp_export.inspection import inspect as inspect_checkpoint
 from mtp_export.progress import format_bytes
 
-Source = Annotated[Path, typer.Argument(metavar="SRC", help="Checkpoint folder.")]
+Source = Annotated[
+    Path, typer.Argument(parser=shared.parse_path, metavar="SRC", help="Checkpoint folder.")
+]
 _SHOWN_PROBLEMS = 10
 
 
@@ -29,11 +31,9 @@ def inspect(source: Source, as_json: shared.AsJson = False) -> None:
 
 def inspection_table(inspection: Inspection) -> RenderableType:
     """Return the contents of a checkpoint for people, by part and role."""
-    table = Table(title=str(inspection.folder), title_justify="left")
-    for name in ("part", "role", "dtype"):
-        table.add_column(name)
-    for name in ("tensors", "parameters", "bytes"):
-        table.add_column(name, justify="right")
+    table = FiguresTable()
+    table.add_words("part", "role", "dtype")
+    table.add_figures("tensors", "parameters", "bytes")
     for amount in inspection.amounts:
         table.add_row(
             amount.part,
@@ -48,14 +48,17 @@ def inspection_table(inspection: Inspection) -> RenderableType:
     tensors = sum(amount.tensors for amount in inspection.amounts)
     table.add_section()
     table.add_row("all", "", "", f"{tensors:,}", f"{total:,}", total_bytes)
-    return Group(table, *_inspection_lines(inspection))
+    return Group(heading(str(inspection.folder)), table, *_inspection_lines(inspection))
 
 
 def _inspection_lines(inspection: Inspection) -> list[str]:
     layers = inspection.num_hidden_layers
     mtp = ", ".join(map(str, inspection.mtp_layers)) or "none"
+    model = f"Model {inspection.model_type}: layers 0 to {layers - 1}; MTP layers: {mtp}."
+    if inspection.layout != RELEASED:
+        model = f"Model {inspection.model_type}: a draft as --target {inspection.layout} writes it."
     lines = [
-        f"Model {inspection.model_type}: layers 0 to {layers - 1}; MTP layers: {mtp}.",
+        model,
         f"Quantization: {inspection.quantization}. {inspection.shards} shards.",
         f"Parts in this folder: {', '.join(inspection.parts)}.",
     ]
@@ -63,6 +66,10 @@ def _inspection_lines(inspection: Inspection) -> list[str]:
         lines.append("config.json names MTP layers that are not in this folder.")
     lines += [f"{name}: {state}." for name, state in inspection.shared_tensors.items()]
     lines += [f"Missing file: {name}." for name in inspection.missing_files]
+    lines += [
+        f"Not in the index: {name}. Loaders that follow the index lose it; an export lists it."
+        for name in inspection.unindexed_files
+    ]
     lines += [
         f"Problem: {p.tensor}: {p.problem} (expected {p.expected}, found {p.found})."
         for p in inspection.problems[:_SHOWN_PROBLEMS]

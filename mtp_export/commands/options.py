@@ -45,6 +45,13 @@ def parse_size(text: str) -> int:
     return size
 
 
+def parse_path(text: str | Path) -> Path:
+    """Return a path; an empty one, as of an unset variable, is not the current folder."""
+    if not text:
+        raise typer.BadParameter("an empty path; write . for the current folder")
+    return Path(text)
+
+
 LinkOption = Annotated[
     Link,
     typer.Option(
@@ -147,7 +154,10 @@ MaxMemory = Annotated[
 Report = Annotated[
     Path | None,
     typer.Option(
-        metavar="FILE.json", rich_help_panel=REPORT, help="Write the result to a file as JSON."
+        parser=parse_path,
+        metavar="FILE.json",
+        rich_help_panel=REPORT,
+        help="Write the result to a file as JSON.",
     ),
 ]
 AsJson = Annotated[
@@ -186,6 +196,5 @@ def bundle_options(context: typer.Context, input_dir: Path, output_dir: Path) ->
 
 
 def reporting_options(context: typer.Context) -> Reporting:
-    """Return the options --report, --json and --quiet of a command that has all three."""
-    given = context.params
-    return Reporting(report=given["report"], as_json=given["as_json"], quiet=given["quiet"])
+    """Return the options --json and --quiet of a command that has both."""
+    return Reporting(as_json=context.params["as_json"], quiet=context.params["quiet"])

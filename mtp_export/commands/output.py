@@ -3,56 +3,87 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
-from rich.console import Console, RenderableType
+from rich.console import Console, ConsoleOptions, Group, RenderableType
+from rich.measure import Measurement
+from rich.table import Table
+from rich.text import Text
 
-from mtp_export.checkpoint.files import write_json
-from mtp_export.errors import UsageError
+_ANY_WIDTH = 1 << 16
 
 
 @dataclass(frozen=True)
 class Reporting:
-    """Places where a command reports its result: a JSON file, and JSON or a table on stdout."""
+    """Form in which a command prints its result: JSON, a table, or nothing at all."""
 
-    report: Path | None = None
     as_json: bool = False
     quiet: bool = False
 
 
-def check_report_path(option: str, path: Path | None, folders: Sequence[Path]) -> None:
-    """Refuse a report inside one of the folders or in a missing one (UsageError)."""
-    if path is None:
-        return
-    resolved = path.resolve()
-    inside = any(folder.resolve() in resolved.parents for folder in folders)
-    if not resolved.parent.is_dir() or inside:
-        raise UsageError(
-            "The report cannot be written there",
-            where=path,
-            expected="a file in an existing folder outside the input and the output",
-            todo=f"Choose another path for {option}",
-        )
+class FiguresTable(Table):
+    """Table whose columns of figures are never cut; those of words wrap where it is narrow."""
+
+    def add_words(self, *names: str) -> None:
+        """Add columns of words."""
+        for name in names:
+            self.add_column(name, overflow="fold")
+
+    def add_figures(self, *names: str) -> None:
+        """Add columns of figures."""
+        for name in names:
+            self.add_column(name, justify="right", no_wrap=True)
+
+    def __rich_measure__(self, console: Console, options: ConsoleOptions) -> Measurement:
+        for column in self.columns:
+            if column.no_wrap:
+                cells = [console.measure(cell, options=options) for cell in column.cells]
+                head = console.measure(column.header, options=options)
+                column.min_width = max(cell.maximum for cell in [head, *cells])
+        return super().__rich_measure__(console, options)
+
+
+def heading(text: str) -> Text:
+    """Return the line above a table, which never wraps as a table's own title does."""
+    return Text(text, style="table.title", no_wrap=True)
+
+
+def plain_console(*, stderr: bool = False) -> Console:
+    """Return a console that shows text as it is: a path may hold [bold] or :smile:."""
+    return Console(stderr=stderr, markup=False, emoji=False)
+
+
+def json_text(facts: dict[str, Any]) -> str:
+    """Return a result as the JSON of a report file."""
+    return json.dumps(facts, indent=2) + "\n"
 
 
 def print_result(facts: dict[str, Any], table: RenderableType, reporting: Reporting) -> None:
-    """Report a result: to a file if asked, and to stdout as JSON or as a table.
+    """Print a result on stdout, as JSON or as a table.
 
     The commands that serve a bundle follow the table, unwrapped so that they can be copied.
     """
-    if reporting.report is not None:
-        write_json(reporting.report, facts)
     if reporting.as_json:
         print(json.dumps(facts, indent=2, ensure_ascii=False))
     elif not reporting.quiet:
-        Console(markup=False).print(table)
+        show(table)
         for engine, line in facts.get("launch", {}).items():
             print(f"\nTo serve it with {engine}:\n{line}")
 
 
+def show(result: RenderableType) -> None:
+    """Print tables and paragraphs, wider than the terminal where a word or a figure needs it."""
+    console = plain_console()
+    terminal_width = console.width
+    anywhere = console.options.update(max_width=_ANY_WIDTH)
+    for part in result.renderables if isinstance(result, Group) else [result]:
+        needed = console.measure(part, options=anywhere).minimum
+        console.width = max(terminal_width, needed)
+        is_heading = isinstance(part, Text) and bool(part.no_wrap)
+        console.print(part, crop=False, soft_wrap=is_heading)
+
+
 def remark(text: str) -> None:
     """Print a line on stderr."""
-    Console(stderr=True, markup=False).print(text, highlight=False)
+    plain_console(stderr=True).print(text, highlight=False)

@@ -6,8 +6,8 @@ from typing import Any
 
 from rich.box import SIMPLE_HEAD
 from rich.console import Group, RenderableType
-from rich.table import Table
 
+from mtp_export.commands.output import FiguresTable, heading
 from mtp_export.families import family_of
 from mtp_export.families.released import DEEPSEEK_V3
 from mtp_export.progress import format_bytes
@@ -44,8 +44,7 @@ def pairs_facts() -> dict[str, Any]:
 
 def pairs_table() -> RenderableType:
     """Return the supported pairs for people."""
-    title = "Precision of base (above) and MTP module (below)"
-    table = Table(title=title, title_justify="left", box=SIMPLE_HEAD)
+    table = FiguresTable(box=SIMPLE_HEAD)
     table.pad_edge = table.show_edge = False
     for name in ("precision", "on disk", "bits", "V3", "engines", "GPUs"):
         table.add_column(name, no_wrap=True)
@@ -60,6 +59,7 @@ def pairs_table() -> RenderableType:
             row["deployment"],
         )
     return Group(
+        heading("Precision of base (above) and MTP module (below)"),
         table,
         "Bits per weight and the size of DeepSeek-V3 are the whole part's, with scales, embedding"
         " and head.\nint4 and int8 are compressed-tensors' pack-quantized; int4 + fp8 also --format"

@@ -9,7 +9,6 @@ from typing import Annotated, Any
 
 import typer
 from rich.console import Group, RenderableType
-from rich.table import Table
 
 from mtp_export.bundle.build import BundlePlan, BundleResult
 from mtp_export.bundle.options import Checksums, Part, SharedWeights
@@ -26,10 +25,11 @@ from mtp_export.bundle.quantize import (
 from mtp_export.checkpoint.plan import Link
 from mtp_export.commands import options as shared
 from mtp_export.commands.bundle_command import BundleCommand, make_bundle
-from mtp_export.commands.bundle_tables import effort
+from mtp_export.commands.bundle_tables import effort, resumed
 from mtp_export.commands.bundle_tables import result_facts as bundle_facts
-from mtp_export.commands.output import print_result
+from mtp_export.commands.output import FiguresTable, heading, json_text, print_result
 from mtp_export.commands.precision_table import pairs_facts, pairs_table
+from mtp_export.commands.report_files import try_reports
 from mtp_export.families.base import Role
 from mtp_export.progress import format_bytes
 from mtp_export.schemes import SCHEMES
@@ -48,6 +48,7 @@ _WORST_TENSORS = 3
 InputDir = Annotated[
     Path | None,
     typer.Option(
+        parser=shared.parse_path,
         metavar="DIR",
         rich_help_panel=shared.INPUT_OUTPUT,
         help="Bundle or checkpoint; by default the current folder, if it is a bundle.",
@@ -56,6 +57,7 @@ InputDir = Annotated[
 OutputDir = Annotated[
     Path | None,
     typer.Option(
+        parser=shared.parse_path,
         metavar="DIR",
         rich_help_panel=shared.INPUT_OUTPUT,
         help="Bundle to write; by default beside the input, named after the pair of schemes.",
@@ -172,7 +174,9 @@ def quantize(
 ) -> None:
     """Quantize a checkpoint or a bundle: main model and MTP module each in its own precision."""
     if list_pairs:
-        print_result(pairs_facts(), pairs_table(), shared.reporting_options(context))
+        facts = pairs_facts()
+        try_reports({"--report": report}, []).write({"--report": lambda: json_text(facts)})
+        print_result(facts, pairs_table(), shared.reporting_options(context))
         return
     source = input_dir or default_input()
     output = output_dir or default_output(source, base_quant, mtp_quant)
@@ -216,10 +220,9 @@ def result_facts(result: BundleResult) -> dict[str, Any]:
 def result_table(result: BundleResult) -> RenderableType:
     """Return the result of a quantization for people."""
     facts = result_facts(result)
-    table = Table(title=f"Quantized to {facts['output_dir']}", title_justify="left")
-    table.add_column("role")
-    for name in ("tensors", "SQNR min", "median", "largest error"):
-        table.add_column(name, justify="right")
+    table = FiguresTable()
+    table.add_words("role")
+    table.add_figures("tensors", "SQNR min", "median", "largest error")
     for role, quality in facts["sqnr_db"].items():
         table.add_row(
             role,
@@ -232,10 +235,9 @@ def result_table(result: BundleResult) -> RenderableType:
         f"{format_bytes(facts['bytes_before'])} before,"
         f" {format_bytes(facts['bytes_after'])} after; {effort(result)}",
         *(f"Worst: {w['tensor']}: {_decibels(w['sqnr_db'])}." for w in facts["worst"]),
+        *resumed(result),
     ]
-    if result.resumed_shards:
-        lines.append(f"{result.resumed_shards} shards were finished by an earlier run.")
-    return Group(table, *lines)
+    return Group(heading(f"Quantized to {facts['output_dir']}"), table, *lines)
 
 
 def remarks(plan: BundlePlan) -> list[str]:

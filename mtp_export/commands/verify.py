@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from mtp_export.checkpoint.files import write_bytes
 from mtp_export.commands import options as shared
-from mtp_export.commands.output import check_report_path, print_result, remark
+from mtp_export.commands.output import json_text, print_result, remark
+from mtp_export.commands.report_files import ReportFiles, try_reports
 from mtp_export.errors import UsageError
 from mtp_export.progress import progress_bar
 
@@ -46,11 +46,15 @@ def parse_ks(text: str) -> tuple[int, ...]:
 
 
 Bundle = Annotated[
-    Path, typer.Argument(metavar="BUNDLE", help="Bundle; by default the current folder.")
+    Path,
+    typer.Argument(
+        parser=shared.parse_path, metavar="BUNDLE", help="Bundle; by default the current folder."
+    ),
 ]
 Source = Annotated[
     Path | None,
     typer.Option(
+        parser=shared.parse_path,
         metavar="DIR",
         rich_help_panel=CHECKS,
         help="Checkpoint or bundle that this bundle was made from, to compare with.",
@@ -76,6 +80,7 @@ NoChecksums = Annotated[
 Prompts = Annotated[
     Path | None,
     typer.Option(
+        parser=shared.parse_path,
         metavar="FILE.jsonl",
         rich_help_panel=DECODING,
         help='JSON lines: {"prompt": TEXT} or {"prompt_token_ids": [...]}; completion likewise.',
@@ -110,6 +115,7 @@ Stream = Annotated[
 Workdir = Annotated[
     Path | None,
     typer.Option(
+        parser=shared.parse_path,
         metavar="DIR",
         rich_help_panel=PERFORMANCE,
         help="Folder in which a streamed run keeps what it resumes from.",
@@ -117,12 +123,20 @@ Workdir = Annotated[
 ]
 JUnit = Annotated[
     Path | None,
-    typer.Option(metavar="FILE.xml", rich_help_panel=REPORT, help="Write a JUnit file, for CI."),
+    typer.Option(
+        parser=shared.parse_path,
+        metavar="FILE.xml",
+        rich_help_panel=REPORT,
+        help="Write a JUnit file, for CI.",
+    ),
 ]
 Html = Annotated[
     Path | None,
     typer.Option(
-        metavar="FILE.html", rich_help_panel=REPORT, help="Write an HTML page with plots."
+        parser=shared.parse_path,
+        metavar="FILE.html",
+        rich_help_panel=REPORT,
+        help="Write an HTML page with plots.",
     ),
 ]
 
@@ -164,11 +178,10 @@ def verify(
         workdir=workdir,
         workers=workers,
     )
-    folders = [bundle] if source is None else [bundle, source]
-    for option, path in (("--report", report), ("--junit", junit), ("--html", html)):
-        check_report_path(option, path, folders)
+    taken = [path for path in (bundle, source, prompts) if path is not None]
+    reports = try_reports({"--report": report, "--junit": junit, "--html": html}, taken)
     finished = _run(options, quiet=quiet)
-    _write_pages(finished, junit=junit, html=html)
+    _write_reports(finished, reports)
     print_result(finished.as_json(), report_table(finished), shared.reporting_options(context))
     finished.raise_if_failed()
 
@@ -189,10 +202,14 @@ def _run(options: VerifyOptions, *, quiet: bool) -> VerifyReport:
     return report_of(context, tuple(results), time.monotonic() - start)
 
 
-def _write_pages(report: VerifyReport, *, junit: Path | None, html: Path | None) -> None:
+def _write_reports(report: VerifyReport, files: ReportFiles) -> None:
     from mtp_export.verify.report.html import html_page
     from mtp_export.verify.report.junit import junit_xml
 
-    for path, render in ((junit, junit_xml), (html, html_page)):
-        if path is not None:
-            write_bytes(path, render(report).encode())
+    files.write(
+        {
+            "--report": lambda: json_text(report.as_json()),
+            "--junit": lambda: junit_xml(report),
+            "--html": lambda: html_page(report),
+        }
+    )

@@ -6,11 +6,10 @@ A check above the requested level, or one that cannot run, says so: nothing is s
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import nullcontext
 from importlib import import_module
 
-from mtp_export.errors import MtpExportError, ResourceError, UnsupportedError, UsageError
 from mtp_export.schemes.transforms import one_torch_thread
 from mtp_export.verify.check import (
     WHOLE_CHECK,
@@ -18,7 +17,7 @@ from mtp_export.verify.check import (
     CheckResult,
     Item,
     Level,
-    failed,
+    ended_by,
     not_tested,
 )
 from mtp_export.verify.context import Context
@@ -27,17 +26,21 @@ _LEAST_HIDDEN_FOR_THREADS = 1024
 
 # In the order of a report. A new check is one file and one line here.
 CHECKS: dict[str, Check] = {
-    "files": Check("Files", Level.FILES, "files"),
-    "ledger": Check("Load ledger", Level.WEIGHTS, "weights.ledger"),
-    "weights": Check("Weights against source", Level.WEIGHTS, "weights.comparison"),
-    "greedy": Check("Greedy equality", Level.RUN, "decoding.greedy"),
-    "sampling": Check("Sampling", Level.RUN, "decoding.sampling"),
-    "acceptance": Check("Acceptance", Level.RUN, "decoding.acceptance"),
-    "differential": Check("Differential", Level.RUN, "decoding.differential"),
-    "controls": Check("Negative controls", Level.RUN, "decoding.controls"),
-    "paths": Check("Path equivalence", Level.RUN, "decoding.paths"),
-    "speed": Check("Speed", Level.RUN, "decoding.speed"),
-    "stream": Check("Streamed pass", Level.RUN, "decoding.stream", whole_model=False),
+    "files": Check(
+        "Files",
+        Level.FILES,
+        ("files.opened", "files.checksums", "files.promises", "files.identity"),
+    ),
+    "ledger": Check("Load ledger", Level.WEIGHTS, ("weights.loading", "weights.ledger")),
+    "weights": Check("Weights against source", Level.WEIGHTS, ("weights.comparison",)),
+    "greedy": Check("Greedy equality", Level.RUN, ("decoding.greedy",)),
+    "sampling": Check("Sampling", Level.RUN, ("decoding.sampling",)),
+    "acceptance": Check("Acceptance", Level.RUN, ("decoding.acceptance",)),
+    "differential": Check("Differential", Level.RUN, ("decoding.differential",)),
+    "controls": Check("Negative controls", Level.RUN, ("decoding.controls",)),
+    "paths": Check("Path equivalence", Level.RUN, ("decoding.paths",)),
+    "speed": Check("Speed", Level.RUN, ("decoding.speed",)),
+    "stream": Check("Streamed pass", Level.RUN, ("decoding.stream",), whole_model=False),
 }
 
 
@@ -48,34 +51,43 @@ def run_checks(context: Context) -> Iterator[CheckResult]:
 
 
 def check_result(name: str, check: Check, context: Context) -> CheckResult:
-    """The result of one check. A failure that it raises becomes an item."""
+    """The result of one check. An exception becomes an item; only what it ended is left out."""
     start = time.monotonic()
-    items = tuple(_items(check, context))
-    return CheckResult(name=name, title=check.title, items=items, seconds=time.monotonic() - start)
+    items = _collected(_left_out(check, context))
+    if not items:
+        with one_torch_thread() if _multiplies_small(check, context) else nullcontext():
+            for module in check.modules:
+                items += _collected(_items(module, context))
+    seconds = time.monotonic() - start
+    return CheckResult(name=name, title=check.title, items=tuple(items), seconds=seconds)
 
 
-def _items(check: Check, context: Context) -> Iterator[Item]:
-    """A check's items. A failure that it raises is the last of them."""
+def _collected(items: Iterable[Item]) -> list[Item]:
+    """Items up to their end, or up to the exception that ended them, which becomes the last."""
+    found: list[Item] = []
+    try:
+        for item in items:
+            found.append(item)
+    except Exception as error:
+        found.append(ended_by(error))
+    return found
+
+
+def _left_out(check: Check, context: Context) -> Iterator[Item]:
+    """The item of a check that does not run at all, with the reason."""
     if check.level > context.options.level:
         requested = context.options.level.name.lower()
         yield not_tested(WHOLE_CHECK, f"--level {requested} leaves it out")
-        return
-    if check.level is Level.RUN:
+    elif check.level is Level.RUN:
         reason = context.why_not_run if check.whole_model else context.why_not_opened
         if reason is not None:
             yield not_tested(WHOLE_CHECK, reason)
-            return
-    module = import_module(f"{__name__}.{check.module}")
-    run: Callable[[Context], Iterator[Item]] = module.run
-    try:
-        with one_torch_thread() if _multiplies_small(check, context) else nullcontext():
-            yield from run(context)
-    except UsageError:
-        raise
-    except (UnsupportedError, ResourceError) as error:
-        yield not_tested(WHOLE_CHECK, str(error))
-    except MtpExportError as error:
-        yield failed("could be checked to the end", str(error))
+
+
+def _items(module: str, context: Context) -> Iterator[Item]:
+    """The items of one module of a check."""
+    run: Callable[[Context], Iterator[Item]] = import_module(f"{__name__}.{module}").run
+    yield from run(context)
 
 
 def _multiplies_small(check: Check, context: Context) -> bool:
@@ -83,4 +95,5 @@ def _multiplies_small(check: Check, context: Context) -> bool:
     main = context.main
     if main is None or check.level is Level.FILES:
         return False
-    return int(main.config.get("hidden_size", 0)) < _LEAST_HIDDEN_FOR_THREADS
+    hidden = main.config.get("hidden_size")
+    return type(hidden) is int and hidden < _LEAST_HIDDEN_FOR_THREADS

@@ -6,11 +6,17 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import IntEnum, StrEnum
+from pathlib import Path
+from traceback import format_exception
 from typing import Any, TypedDict, Unpack
+
+from mtp_export.checkpoint.files import read_failure
+from mtp_export.errors import MtpExportError, ResourceError, UnsupportedError
 
 WHOLE_CHECK = "all of it"  # the item of a check that did not run at all
 _REPORTED = "reported"  # the bound of a figure that nothing is required of
 _NAMED_PROBLEMS = 5
+_SHOWN_CHARACTERS = 1000  # of a problem or an internal error: names and values may be any size
 
 
 class Status(StrEnum):
@@ -33,14 +39,15 @@ class Level(IntEnum):
 class Check:
     """A group of items that run together.
 
-    module is relative to mtp_export.verify: its run(context) yields the items as they are known. It
-    is imported when the check starts, so that level files needs no torch. whole_model: the check
-    holds the model in memory, which not every machine can.
+    modules are relative to mtp_export.verify: run(context) of each yields items as they are known.
+    An exception ends the items of its module alone. A module is imported when it starts, so that
+    level files needs no torch. whole_model: the check holds the model in memory, which not every
+    machine can.
     """
 
     title: str
     level: Level
-    module: str
+    modules: tuple[str, ...]
     whole_model: bool = True
 
 
@@ -109,6 +116,7 @@ def verdict(name: str, problems: Sequence[Problem], figure: str = "", bound: str
     """An item that passes without problems, and else names the first few; data lists them all."""
     if not problems:
         return passed(name, figure=figure, bound=bound)
+    problems = [Problem(_clipped(problem.subject), _clipped(problem.words)) for problem in problems]
     words = "; ".join(problem.words for problem in problems[:_NAMED_PROBLEMS])
     more = len(problems) - _NAMED_PROBLEMS
     return failed(
@@ -118,6 +126,30 @@ def verdict(name: str, problems: Sequence[Problem], figure: str = "", bound: str
         bound=bound,
         subject=problems[0].subject,
         data={"problems": [{"subject": p.subject, "words": p.words} for p in problems]},
+    )
+
+
+def _clipped(text: str) -> str:
+    return text if len(text) <= _SHOWN_CHARACTERS else f"{text[:_SHOWN_CHARACTERS]} […]"
+
+
+def ended_by(error: Exception) -> Item:
+    """The item of an exception that ended a module of a check.
+
+    Whatever neither the bundle nor the machine explains is an internal error; data holds its
+    traceback.
+    """
+    if isinstance(error, UnsupportedError | ResourceError | MemoryError):
+        return not_tested(WHOLE_CHECK, str(error) or "out of memory")
+    if isinstance(error, OSError):
+        error = read_failure(Path(error.filename or ""), error)
+    if isinstance(error, MtpExportError):
+        return failed("could be checked to the end", str(error))
+    return failed(
+        f"internal: {type(error).__name__}",
+        f"mtp-export itself failed here: {_clipped(repr(error))}. Please report this internal"
+        " error, with the output of --debug",
+        data={"traceback": "".join(format_exception(error))},
     )
 
 

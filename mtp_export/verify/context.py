@@ -65,7 +65,7 @@ class Context:
     options: VerifyOptions
     parts: tuple[BundlePart, ...]
     manifest: Mapping[str, Any] | None
-    manifest_error: MtpExportError | None
+    manifest_error: Exception | None
     source: Checkpoint | None
     show_progress: ShowProgress
     _loaded: dict[LoadOptions, Loaded] = field(default_factory=dict)
@@ -89,7 +89,7 @@ class Context:
         manifest, error = None, None
         try:
             manifest = read_manifest(folder)
-        except MtpExportError as problem:
+        except Exception as problem:  # check `files` reports it
             error = problem
         parts = tuple(BundlePart.open(name, folder / name) for name in names)
         source = None if options.source is None else open_checkpoint(options.source)
@@ -117,8 +117,8 @@ class Context:
     @property
     def recorded_options(self) -> Mapping[str, Any]:
         """The options of the export that the manifest records."""
-        options = (self.manifest or {}).get("options")
-        return options if isinstance(options, dict) else {}
+        options: Mapping[str, Any] = (self.manifest or {}).get("options", {})
+        return options
 
     @property
     def checkpoints(self) -> tuple[Checkpoint, ...]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from numbers import Integral, Real
 from typing import Any
 
 from mtp_export.errors import UnsupportedError, UsageError
@@ -58,7 +59,8 @@ class ModelConfig:
     """Facts of a model that do not depend on the kind of its layers.
 
     layers counts main layers, max_positions tokens; rope is None for a model without rotary
-    positions. A model's own config adds what its builder needs.
+    positions. positions_bound says what bounds the positions. A model's own config adds what its
+    builder needs.
     """
 
     vocab: int
@@ -68,6 +70,16 @@ class ModelConfig:
     max_positions: int
     eos_token_ids: tuple[int, ...]
     rope: RopeConfig | None
+    positions_bound: str = field(default="max_position_embeddings of config.json", kw_only=True)
+
+    def check_positions(self, positions: int) -> None:
+        """Refuse a text of more positions than the model has (UsageError)."""
+        if positions > self.max_positions:
+            raise UsageError(
+                "Prompt and max_tokens exceed the model's positions",
+                expected=f"at most {self.max_positions} together, {self.positions_bound}",
+                found=positions,
+            )
 
     @staticmethod
     def run_facts(facts: RunFacts) -> dict[str, Any]:
@@ -122,7 +134,7 @@ class SpeculationConfig:
             ("speculate_max_candidate_len", self.max_candidate_len, 1 << 20),
             ("relaxed_top_n", self.relaxed_top_n, 1 << 20),
         ):
-            check_range(option, value, 1, high)
+            check_count(option, value, 1, high)
 
     @property
     def draft_tokens(self) -> int:
@@ -147,14 +159,23 @@ class EngineConfig:
     speculation: SpeculationConfig = field(default_factory=SpeculationConfig)
 
     def __post_init__(self) -> None:
-        check_range("max_batch_size", self.max_batch_size, 1, 128)
-        check_range("page_size", self.page_size, 1, 1 << 16)
-        check_range("prefill_chunk", self.prefill_chunk, 1, 1 << 20)
-        check_range("max_step_tokens", self.max_step_tokens, 1, 1 << 24)
-        check_range("cache_tokens", self.cache_tokens, self.page_size, 1 << 40)
+        check_count("max_batch_size", self.max_batch_size, 1, 128)
+        check_count("page_size", self.page_size, 1, 1 << 16)
+        check_count("prefill_chunk", self.prefill_chunk, 1, 1 << 20)
+        check_count("max_step_tokens", self.max_step_tokens, 1, 1 << 24)
+        check_count("cache_tokens", self.cache_tokens, self.page_size, 1 << 40)
 
 
 def check_range(name: str, value: float, low: float, high: float) -> None:
-    """Raise UsageError when an option is outside its range."""
+    """Raise UsageError where an option is no number, or outside its range."""
+    if not isinstance(value, Real):
+        raise UsageError(f"Option {name} is no number", expected=f"{low} to {high}", found=value)
     if not low <= value <= high:
         raise UsageError(f"Option {name} is out of range", expected=f"{low} to {high}", found=value)
+
+
+def check_count(name: str, value: int, low: int, high: int) -> None:
+    """Raise UsageError where an option is no whole number, or outside its range."""
+    check_range(name, value, low, high)
+    if not isinstance(value, Integral) or isinstance(value, bool):
+        raise UsageError(f"Option {name} is no whole number", found=value)

@@ -2,13 +2,18 @@
 
 A request is prefilling while more than one of its tokens is uncached, and decoding from then on;
 both are rows of the same pass. The same lines commit a block whatever the verdict.
+
+Any number of threads may add, abort and run requests: all are in one batch, and one thread at a
+time steps it for all of them.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
+from threading import Lock
 
 import torch
 
@@ -72,13 +77,17 @@ class Engine:
         self._rule = ACCEPTANCE_RULES[config.speculation.acceptance]
         self._waiting: deque[Request] = deque()
         self._running: list[Request] = []
+        self._next, self._stepping = Lock(), Lock()
 
     @property
     def has_work(self) -> bool:
         return bool(self._waiting or self._running)
 
     def add(self, request: Request) -> None:
-        """Queue a request (UsageError or ResourceError for one that can never be run)."""
+        """Queue a request (UsageError or ResourceError for one that can never be run).
+
+        This does not wait for the step that another thread is in.
+        """
         positions = len(request.prompt) + request.params.max_tokens
         if not request.prompt:
             raise UsageError("A prompt is empty", expected="at least one token")
@@ -88,12 +97,7 @@ class Engine:
                 expected=f"ids from 0 to {self.model.config.vocab - 1}",
                 found=f"{min(request.prompt)} to {max(request.prompt)}",
             )
-        if positions > self.model.config.max_positions:
-            raise UsageError(
-                "Prompt and max_tokens exceed the model's positions",
-                expected=f"at most {self.model.config.max_positions} together",
-                found=positions,
-            )
+        self.model.config.check_positions(positions)
         needed = self.pages.pages_for(positions + self.config.speculation.draft_tokens)
         if needed > self.pages.pages:
             raise ResourceError(
@@ -103,41 +107,87 @@ class Engine:
             )
         self._waiting.append(request)
 
+    def abort(self, requests: Iterable[Request]) -> None:
+        """End requests that have not ended, queued or running, and free their cache."""
+        with self._alone():
+            for request in [r for r in requests if r.finish_reason is None]:
+                request.finish_reason = "abort"
+                if request in self._running:
+                    self._running.remove(request)
+                    self._release(request)
+                elif request in self._waiting:
+                    self._waiting.remove(request)
+
+    def step(self) -> None:
+        """Run one forward pass of the target over the batch; the new tokens are events of their
+        requests.
+
+        A failure, or Ctrl-C, leaves the requests waiting: whoever steps next computes them anew.
+        """
+        with self._alone():
+            self._step()
+
+    def run(self, requests: Sequence[Request]) -> Generator[TokenEvent]:
+        """Queue requests, and yield their events until they have ended; an early end aborts them.
+
+        Steps serve the requests of other threads too, as theirs do these.
+        """
+        try:
+            for request in requests:
+                self.add(request)
+            while self._advance(requests):
+                for request in requests:
+                    yield from request.take_events()
+        finally:
+            if any(request.finish_reason is None for request in requests):
+                self.abort(requests)
+
+    def _advance(self, requests: Sequence[Request]) -> bool:
+        """Step unless there are events to take; False where none are left and none will come."""
+        with self._alone():
+            if any(request.events for request in requests):
+                return True
+            if all(request.finish_reason is not None for request in requests):
+                return False
+            self._step()
+            return True
+
+    @contextmanager
+    def _alone(self) -> Iterator[None]:
+        """Keep other threads out. The one that waited first is next in line, so that a thread which
+        steps in a loop cannot shut the others out."""
+        with self._next:
+            self._stepping.acquire()
+        try:
+            yield
+        finally:
+            self._stepping.release()
+
+    def _step(self) -> None:
+        try:
+            self._pass()
+        except BaseException:
+            for request in self._running[::-1]:
+                self._preempt(request)
+            raise
+
     @torch.inference_mode()
-    def step(self) -> list[TokenEvent]:
-        """Run one forward pass of the target over the batch; returns the new tokens."""
+    def _pass(self) -> None:
         self._admit()
         groups = self._plan()
         before, after = self._forward(groups)
         hidden = self.model.mtp_input(before, after)
-        events: list[TokenEvent] = []
         passes: list[Pass] = []
         row = 0
         for group, verdict in zip(groups, self._judge(groups, after), strict=True):
             request = group.request
             if verdict is not None:
-                events += self._commit(group, verdict)
+                self._commit(group, verdict)
             if request.finish_reason is None:
                 count = request.cached.length - group.start
                 passes.append(Pass(request, group.start, hidden[row : row + count]))
             row += group.rows
-        self._running = [r for r in self._running if r.finish_reason is None]
         self.drafter.observe(passes)
-        return events
-
-    def run(self, requests: Sequence[Request]) -> Generator[TokenEvent]:
-        """Queue requests and step until nothing is left to do; an early end drops the rest."""
-        try:
-            for request in requests:
-                self.add(request)
-            while self.has_work:
-                yield from self.step()
-        finally:
-            for request in self._running:
-                self.pages.truncate(request.cached, 0)
-                self.drafter.forget(request)
-            self._running.clear()
-            self._waiting.clear()
 
     def _admit(self) -> None:
         """Admit requests while there are pages for all their tokens and a first block."""
@@ -194,8 +244,7 @@ class Engine:
     def _preempt(self, request: Request) -> None:
         """Take a request's pages; it keeps its tokens and is recomputed from them."""
         self._running.remove(request)
-        self.pages.truncate(request.cached, 0)
-        self.drafter.forget(request)
+        self._release(request)
         request.metrics.preemptions += 1
         self._waiting.appendleft(request)
 
@@ -246,15 +295,18 @@ class Engine:
         block = Block(group.draft, target_probs, params, self.config.speculation)
         return rule.accept(block, group.request.choices)
 
-    def _commit(self, group: Group, verdict: Verdict) -> list[TokenEvent]:
+    def _commit(self, group: Group, verdict: Verdict) -> None:
         """Append what was accepted, and forget the cache of what was not."""
         request, drafts = group.request, group.draft.tokens
         request.metrics.count(len(drafts), verdict.accepted)
-        tokens = (*drafts[: verdict.accepted], verdict.last)
-        events = request.commit(tokens, verdict.accepted)
+        request.commit((*drafts[: verdict.accepted], verdict.last), verdict.accepted)
         if request.finish_reason is None:
             self.pages.truncate(request.cached, len(request.tokens) - 1)
         else:
-            self.pages.truncate(request.cached, 0)
-            self.drafter.forget(request)
-        return events
+            self._running.remove(request)
+            self._release(request)
+
+    def _release(self, request: Request) -> None:
+        """Free a request's cache."""
+        self.pages.truncate(request.cached, 0)
+        self.drafter.forget(request)

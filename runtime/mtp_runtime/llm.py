@@ -6,6 +6,7 @@ from collections.abc import Callable, Collection, Sequence
 from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
+from threading import Lock
 from typing import cast
 
 from mtp_export.errors import UsageError
@@ -15,6 +16,7 @@ from mtp_runtime.config import NO_DRAFTS, EngineConfig, SpeculationConfig
 from mtp_runtime.drafters import DRAFTERS
 from mtp_runtime.engine import Engine
 from mtp_runtime.models.load import Loaded, LoadOptions, load_model
+from mtp_runtime.prompts import require_unicode
 from mtp_runtime.request import Request, RequestMetrics, TokenEvent
 from mtp_runtime.sampling import SamplingParams
 from mtp_runtime.tokenizer import Tokenizer
@@ -24,7 +26,8 @@ Prompt = str | Sequence[int]
 
 @dataclass(frozen=True)
 class RequestOutput:
-    """Output for one prompt. finish_reason: "stop" (end token or stop text) or "length"."""
+    """Output for one prompt. finish_reason: "stop" (end token or stop text), "length", or "abort"
+    where Engine.abort ended it."""
 
     prompt_token_ids: tuple[int, ...]
     token_ids: tuple[int, ...]
@@ -34,7 +37,8 @@ class RequestOutput:
 
 
 class LLM:
-    """A loaded model with an engine; generate may be called any number of times.
+    """A loaded model with an engine; generate may be called any number of times, by any number of
+    threads at once: their requests share one batch.
 
     bundle: an export's output folder, or a checkpoint folder. The names of the speculate options
     are PaddleNLP's. deterministic (float32 only, layers that compiled kernels run): tokens do not
@@ -109,6 +113,7 @@ class LLM:
         self.tokenizer = Tokenizer.find(loaded.folder)
         self.engine = Engine(loaded.model, config, build, drafting)
         self.next_request_id = 0
+        self._numbering = Lock()
 
     def generate(
         self,
@@ -125,8 +130,8 @@ class LLM:
             prompts = [prompts]
         each = self._params_of(len(prompts), params)
         requests = [
-            self._request(cast(Prompt, prompt), own)
-            for prompt, own in zip(prompts, each, strict=True)
+            self._request(number, cast(Prompt, prompt), own)
+            for number, prompt, own in zip(self._new_ids(len(prompts)), prompts, each, strict=True)
         ]
         with closing(self.engine.run(requests)) as events:
             for event in events:
@@ -145,20 +150,25 @@ class LLM:
             )
         return params
 
-    def _request(self, prompt: Prompt, params: SamplingParams) -> Request:
+    def _new_ids(self, count: int) -> range:
+        with self._numbering:
+            first = self.next_request_id
+            self.next_request_id += count
+        return range(first, first + count)
+
+    def _request(self, number: int, prompt: Prompt, params: SamplingParams) -> Request:
         if not isinstance(prompt, str) and not (
             isinstance(prompt, Sequence) and all(type(token) is int for token in prompt)
         ):
             raise UsageError("This is no prompt", expected="a text, or token ids", found=prompt)
+        if isinstance(prompt, str):
+            require_unicode(prompt, "A prompt")
         if isinstance(prompt, str) or params.stop_texts:
             self.tokenizer.require()
         ids = self.tokenizer.encode(prompt) if isinstance(prompt, str) else tuple(prompt)
         decode = self.tokenizer.decode if self.tokenizer.found else None
-        self.next_request_id += 1
         eos = self.engine.model.config.eos_token_ids
-        return Request(
-            self.next_request_id - 1, prompt=ids, params=params, eos_token_ids=eos, decode=decode
-        )
+        return Request(number, prompt=ids, params=params, eos_token_ids=eos, decode=decode)
 
 
 def _output(request: Request) -> RequestOutput:
@@ -173,13 +183,17 @@ def _output(request: Request) -> RequestOutput:
 
 
 def _check_choices(method: str, acceptance: str, draft_model: Path | str | None) -> None:
-    """Raise UsageError for an unknown drafter or rule, and for a drafter that takes no draft model
-    where there is one."""
+    """Raise UsageError for an unknown drafter or rule, and for a draft model that the drafter does
+    not take or lacks."""
     _check_choice("acceptance", acceptance, ACCEPTANCE_RULES)
     _check_choice("speculate_method", method, DRAFTERS)
-    if draft_model is not None:
+    if DRAFTERS[method].needs_draft_model != (draft_model is not None):
         takers = [name for name, other in DRAFTERS.items() if other.needs_draft_model]
-        _check_choice("speculate_method that takes a draft_model", method, takers)
+        raise UsageError(
+            f"The speculate_method {method} {'needs a' if draft_model is None else 'takes no'}"
+            " draft_model",
+            expected=f"a draft_model with {' or '.join(takers)}, and with no other",
+        )
 
 
 def _check_choice(option: str, value: str, choices: Collection[str]) -> None:

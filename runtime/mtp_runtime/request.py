@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from mtp_runtime.acceptance.base import Draft
@@ -78,7 +79,8 @@ class TokenEvent:
 
 @dataclass(eq=False)
 class Request:
-    """State of one request: its tokens, its part of the cache, its random choices."""
+    """State of one request: its tokens, its part of the cache, its random choices, and the events
+    that nobody has taken yet. finish_reason is None until it has ended."""
 
     request_id: int
     prompt: tuple[int, ...]
@@ -90,6 +92,7 @@ class Request:
     draft: Draft = field(default_factory=Draft)
     text: str = ""
     streamed: int = 0  # characters of text that events have carried
+    events: deque[TokenEvent] = field(default_factory=deque)
     finish_reason: str | None = None
     metrics: RequestMetrics = field(default_factory=RequestMetrics)
 
@@ -113,12 +116,16 @@ class Request:
         """Number of tokens without cache entries; one while decoding, more while prefilling."""
         return len(self.tokens) - self.cached.length
 
-    def commit(self, tokens: Sequence[int], from_draft: int) -> list[TokenEvent]:
-        """Append a block's tokens up to the one that ends the request; returns their events.
+    def take_events(self) -> Iterator[TokenEvent]:
+        """Take the events of the tokens so far, oldest first."""
+        while self.events:
+            yield self.events.popleft()
+
+    def commit(self, tokens: Sequence[int], from_draft: int) -> None:
+        """Append a block's tokens, with their events, up to the one that ends the request.
 
         The first from_draft of them were drafts. Sets finish_reason where the request ends.
         """
-        events = []
         for index, token in enumerate(tokens):
             if not self.output:
                 self.metrics.first_token_seconds = time.monotonic()
@@ -127,7 +134,7 @@ class Request:
             self._extend_text()
             self.finish_reason = self._reason_to_finish(token)
             piece, decoded = self._take_piece(), self.decode is not None
-            events.append(
+            self.events.append(
                 TokenEvent(
                     request_id=self.request_id,
                     token=token,
@@ -139,7 +146,6 @@ class Request:
             if self.finish_reason is not None:
                 self.metrics.finished_seconds = time.monotonic()
                 break
-        return events
 
     def _reason_to_finish(self, token: int) -> str | None:
         params = self.params

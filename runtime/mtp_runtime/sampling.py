@@ -7,11 +7,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
 import numpy as np
 
-from mtp_runtime.config import check_range
+from mtp_export.errors import UsageError
+from mtp_runtime.config import check_count, check_range
 
 Probabilities = np.ndarray[Any, np.dtype[np.float64]]
 
@@ -37,9 +38,11 @@ class SamplingParams:
     def __post_init__(self) -> None:
         check_range("temperature", self.temperature, 0.0, 100.0)
         check_range("top_p", self.top_p, 0.0, 1.0)
-        check_range("top_k", self.top_k, 0, 1 << 30)
-        check_range("max_tokens", self.max_tokens, 1, 1 << 30)
-        check_range("seed", self.seed or 0, 0, (1 << 64) - 1)
+        check_count("top_k", self.top_k, 0, 1 << 30)
+        check_count("max_tokens", self.max_tokens, 1, 1 << 30)
+        check_count("seed", 0 if self.seed is None else self.seed, 0, (1 << 64) - 1)
+        if not all(isinstance(text, str) and text for text in self.stop_texts):
+            raise UsageError("Option stop is no text, or an empty one", found=repr(self.stop))
 
     @property
     def greedy(self) -> bool:
@@ -47,7 +50,11 @@ class SamplingParams:
 
     @property
     def stop_texts(self) -> tuple[str, ...]:
-        return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
+        if self.stop is None:
+            return ()
+        if isinstance(self.stop, list | tuple):
+            return tuple(self.stop)
+        return (cast(str, self.stop),)  # __post_init__ refuses anything else
 
 
 class Choices(Protocol):

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any, get_type_hints
 
 import pytest
 
@@ -20,10 +23,19 @@ from cases import (
     hub_cache,
     make_checkpoint,
     read_json,
+    read_tensors,
     run_program,
     tree,
 )
+from mtp_export.commands.export import export as export_command
+from mtp_export.commands.generate import generate
+from mtp_export.commands.inspect import inspect
 from mtp_export.commands.options import parse_size
+from mtp_export.commands.quantize import quantize
+from mtp_export.commands.verify import verify
+from mtp_export.progress import format_bytes
+from mtp_export.schemes.table import PAIRS
+from mtp_export.targets import TARGETS
 
 
 def test_dry_run_plans_and_writes_nothing(pristine: Path, output: Path) -> None:
@@ -118,14 +130,96 @@ def test_inspect_tells_whether_embedding_and_head_are_stored_twice(tmp_path: Pat
     assert len(states) == 2
 
 
-def test_inspect_reads_the_parts_of_a_bundle(pristine: Path, output: Path) -> None:
-    assert export(pristine, output).code == 0
-    for part in ("main", "mtp"):
+@pytest.mark.parametrize("target", TARGETS)
+def test_inspect_reads_the_parts_of_a_bundle(target: str, pristine: Path, output: Path) -> None:
+    assert export(pristine, output, "--target", target).code == 0
+    for part, layout in (("main", "hf"), ("mtp", target)):
         outcome = run_program("inspect", output / part, "--json")
         assert outcome.code == 0, outcome.err
-        assert json.loads(outcome.out)["parts"] == [part]
+        facts = json.loads(outcome.out)
+        assert (facts["parts"], facts["layout"], facts["problems"]) == ([part], layout, [])
+        assert not [amount for amount in facts["amounts"] if amount["role"] == "unexpected"]
+    (_, embedding), (_, head) = sorted(facts["shared_tensors"].items())
+    assert embedding.startswith("own copy; ") and head.startswith("own copy; ")
+    says = f"a draft as --target {target} writes it" in run_program("inspect", output / "mtp").out
+    assert says == (target != "hf")
     outcome = run_program("inspect", output)
     assert (outcome.code, str(output / "main") in outcome.err) == (2, True)
+
+
+@pytest.mark.parametrize("target", TARGETS)
+def test_inspect_names_what_is_wrong_in_any_layout(
+    target: str, pristine: Path, output: Path
+) -> None:
+    assert export(pristine, output, "--target", target, "--part", "mtp").code == 0
+    (name,) = [name for name in read_tensors(output / "mtp") if name.endswith("hnorm.weight")]
+    drop_tensor(output / "mtp", name)
+    outcome = run_program("inspect", output / "mtp")
+    assert (outcome.code, f"Problem: {name}: missing" in outcome.out) == (3, True)
+
+
+@pytest.mark.parametrize("part", ["main", "mtp"])
+def test_only_parts_that_are_there_are_pointed_at(part: str, pristine: Path, output: Path) -> None:
+    assert export(pristine, output, "--part", part).code == 0
+    outcome = run_program("inspect", output)
+    other = {"main": "mtp", "mtp": "main"}[part]
+    assert outcome.code == 2
+    assert str(output / part) in outcome.err and str(output / other) not in outcome.err
+
+
+def test_a_draft_alone_cannot_generate(pristine: Path, output: Path) -> None:
+    assert export(pristine, output, "--part", "mtp").code == 0
+    outcome = run_program("generate", output, "--prompt", "a")
+    assert outcome.code == 3
+    assert "has an mtp part alone" in outcome.err
+
+
+def test_tables_show_figures_whole_on_any_terminal(
+    pristine: Path, output: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "40")
+    facts = json.loads(run_program("inspect", pristine, "--json").out)
+    inspected = run_program("inspect", pristine).out
+    for amount in facts["amounts"]:
+        assert f" {amount['parameters']:,} " in inspected
+        assert f" {format_bytes(amount['size_bytes'])} " in inspected
+    exported = export(pristine, output, "--link", "copy").out
+    copied = [part["copied_bytes"] for part in plan_of(pristine, output)["parts"].values()]
+    assert all(f" {format_bytes(size)} " in exported for size in copied)
+    listed = run_program("quantize", "--list").out
+    ends = {line.rstrip().rpartition("  ")[2].strip() for line in listed.splitlines()}
+    assert {pair.deployment for pair in PAIRS} <= ends
+    for columns in (40, 80):
+        monkeypatch.setenv("COLUMNS", str(columns))
+        verified = run_program("verify", output, "--level", "files").out
+        assert "│ not tested │" in verified and not re.search("│ not +│", verified)
+        assert "…" not in inspected + exported + listed + verified
+
+
+def plan_of(source: Path, output: Path) -> Any:
+    """The plan of an export of copies."""
+    options = ("--link", "copy", "--dry-run", "--json")
+    return json.loads(export(source, output.with_name("plan"), *options).out)
+
+
+def before_paths() -> Iterator[tuple[str, ...]]:
+    """Arguments of every command up to a path that it takes."""
+    for command in (export_command, quantize, verify, generate, inspect):
+        own = () if command is export_command else (command.__name__,)
+        for name, hint in get_type_hints(command).items():
+            if hint is Path:  # an argument
+                yield own
+            elif hint == Path | None:
+                yield *own, f"--{name.replace('_', '-')}"
+
+
+def test_an_empty_path_is_not_the_current_folder() -> None:
+    given = list(before_paths())
+    assert ("--output-dir",) in given and ("verify", "--junit") in given and ("inspect",) in given
+    for arguments in given:
+        outcome = run_program(*arguments, "")
+        assert (outcome.code, outcome.out) == (2, ""), arguments
+        assert "an empty path" in outcome.err
 
 
 def test_a_bundle_of_one_part_is_no_source(pristine: Path, output: Path) -> None:

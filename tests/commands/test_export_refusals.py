@@ -249,11 +249,13 @@ def test_names_that_would_spoil_the_screen(name: str, source: Path, output: Path
 
 
 def test_folders_whose_names_look_like_markup(source: Path, tmp_path: Path) -> None:
-    folder = source.rename(tmp_path / "a[bold]b[")
-    outcome = export(folder, tmp_path / "o[red]", "--link", "copy")
+    folder = source.rename(tmp_path / "a[bold]b[:smile:")
+    outcome = export(folder, tmp_path / "o[red]:heart:", "--link", "copy")
     assert outcome.code == 0
-    assert "o[red]" in outcome.out.replace("\n", "")
-    assert "a[bold]b[" in run_program("inspect", folder).out.replace("\n", "")
+    assert f"Exported to {tmp_path}/o[red]:heart:\n" in outcome.out
+    assert run_program("inspect", folder).out.startswith(f"{folder}\n")
+    verified = run_program("verify", tmp_path / "o[red]:heart:", "--level", "files")
+    assert verified.out.startswith(f"Verified {tmp_path}/o[red]:heart:\n")
 
 
 @pytest.mark.parametrize("where", ["{source}/config.json", "{output}/r.json", "{output}.d/r.json"])

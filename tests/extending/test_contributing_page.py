@@ -30,6 +30,7 @@ REGISTRIES = {
     "an acceptance rule": "ACCEPTANCE_RULES",
     "a check of `verify`": "CHECKS",
     "a planted fault": None,
+    "a mutator of inputs": "MUTATORS",
     "a byte source": None,
 }
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,10 @@ def manifest_missing(bundle: Path) -> None:
 
 def manifest_of_another_version(bundle: Path) -> None:
     edit_json(bundle / planting.MANIFEST, lambda manifest: manifest.update(format_version=99))
+
+
+def manifest_entry_of_another_type(bundle: Path) -> None:
+    edit_json(bundle / planting.MANIFEST, lambda m: m["parts"]["mtp"].update(shards=[]))
 
 
 def journal_left(bundle: Path) -> None:
@@ -242,6 +247,12 @@ def tokenizer_with_other_end(bundle: Path) -> None:
     planting.sign(bundle)
 
 
+def token_id_as_text(bundle: Path) -> None:
+    for part in ("main", "mtp"):
+        edit_json(bundle / part / "tokenizer.json", lambda t: t["model"]["vocab"].update(a="97"))
+    planting.sign(bundle)
+
+
 def draft_with_another_tokenizer(bundle: Path) -> None:
     def swap(tokenizer: dict[str, Any]) -> None:
         vocab = tokenizer["model"]["vocab"]
@@ -278,9 +289,21 @@ def yarn_scale_dropped(bundle: Path) -> None:
         planting.edit_config(bundle / part, lambda c: c["rope_scaling"].pop("mscale_all_dim"))
 
 
+def config_value(key: str, value: object) -> Callable[[Path], None]:
+    """Planting of a value in both configs."""
+
+    def plant(bundle: Path) -> None:
+        for part in ("main", "mtp"):
+            planting.edit_config(bundle / part, lambda config: config.update({key: value}))
+
+    return plant
+
+
 FILE_FAULTS: tuple[Fault, ...] = (
     Fault("manifest missing", manifest_missing, "files", "no manifest"),
     Fault("manifest of another version", manifest_of_another_version, "files", "version 99"),
+    Fault("manifest entry of another type", manifest_entry_of_another_type, "files",
+          "damaged at parts → mtp → shards"),
     Fault("export not finished", journal_left, "files", "did not finish"),
     Fault("MTP attention missing", mtp_tensors_missing, "files", "is missing",
           seen_as="vLLM 35548, llm-compressor 2735"),
@@ -334,6 +357,7 @@ FILE_FAULTS: tuple[Fault, ...] = (
     Fault("tokenizer of another model", tokenizer_of_another_model, "files", "another model's"),
     Fault("tokenizer with another end of text", tokenizer_with_other_end, "files",
           "another model's tokenizer"),
+    Fault("token id as text", token_id_as_text, "files", "'a' has the id '97'"),
     Fault("draft with another tokenizer", draft_with_another_tokenizer, "files",
           "the draft would read other ids"),
     Fault("layer 6 beside layer 61", layer_6_beside_the_mtp_layer, "files",
@@ -341,5 +365,9 @@ FILE_FAULTS: tuple[Fault, ...] = (
     Fault("draft of another model: config", draft_of_a_model_of_other_sizes, "files",
           "the draft belongs to another model", seen_as="DeepSeek-V3 190"),
     Fault("yarn scale dropped", yarn_scale_dropped, "files", "yarn's attention scale was dropped"),
+    Fault("rope_scaling that is no object", config_value("rope_scaling", 4.0), "files",
+          "no usable rope_scaling"),
+    Fault("hidden_size that is no number", config_value("hidden_size", {"value": 256}), "files",
+          "no usable hidden_size"),
     Fault("draft in another engine's names", draft_with_other_layer_number, "files", "is missing"),
 )  # fmt: skip

@@ -20,7 +20,7 @@ from mtp_runtime.acceptance.exact import accept_best
 from mtp_runtime.cache import lay_out
 from mtp_runtime.drafters import DRAFTERS
 from mtp_runtime.layers import mla
-from mtp_runtime.request import Request
+from mtp_runtime.request import Request, TokenEvent
 from mtp_runtime.sampling import SamplingParams, probabilities_of
 
 Plant = pytest.MonkeyPatch
@@ -60,16 +60,15 @@ def leaky(cache: Any, sequences: Any, spans: Any, device: torch.device) -> Batch
     )
 
 
-def never_ends_inside(request: Request, tokens: Any, from_draft: int) -> Any:
+def never_ends_inside(request: Request, tokens: Any, from_draft: int) -> None:
     """Put out a whole block before looking for the request's end."""
-    events = []
     for index, token in enumerate(tokens):
         request.tokens.append(token)
         request.metrics.output_tokens += 1
-        events.append(engine.TokenEvent(request.request_id, token, "", False, index < from_draft))
+        event = TokenEvent(request.request_id, token, "", False, index < from_draft)
+        request.events.append(event)
     ends = [request._reason_to_finish(token) for token in tokens]
     request.finish_reason = next((end for end in ends if end is not None), None)
-    return events
 
 
 def blocks_without_end(plant: Plant) -> None:

@@ -145,6 +145,12 @@ def layer_6_for_the_mtp_layer(bundle: Path) -> None:
         planting.write(bundle / "mtp", {name: theirs})
 
 
+def every_router_bias_dropped(bundle: Path) -> None:
+    for part in ("main", "mtp"):
+        biases = planting.names(bundle / part, "e_score_correction_bias")
+        planting.change_all(bundle / part, biases, torch.zeros_like)
+
+
 def draft_of_another_training(bundle: Path) -> None:
     """The draft of V3 beside the main model of R1: all shapes agree."""
     aside = bundle.parent / "another"
@@ -210,6 +216,8 @@ WEIGHT_FAULTS: tuple[Fault, ...] = (
     Fault("one expert written twice", expert_written_twice, "ledger", "one was taken for"),
     Fault("router bias dropped", mtp(f"{MTP}.mlp.gate.e_score_correction_bias", torch.zeros_like),
           "ledger", "dropped and filled in"),
+    Fault("router bias dropped in every layer", every_router_bias_dropped, "ledger",
+          "a trained router's bias differs between experts"),
     Fault("layer 6 taken for layer 61, source", layer_6_for_the_mtp_layer, "weights",
           "it holds model.layers.6.self_attn.o_proj.weight", source=True),
     Fault("draft of V3 with main of R1, source", draft_of_another_training, "weights",
@@ -222,6 +230,8 @@ WEIGHT_FAULTS: tuple[Fault, ...] = (
           "the other axis", source=True),
     Fault("scales off by a factor", mtp(_SCALE, lambda s: s * 448), "weights",
           "every scale is 448 times", source=True),
+    Fault("one expert's scale doubled", mtp(_SCALE, lambda s: s * 2), "weights",
+          "every scale is 2 times", source=True),
     Fault("scales of another tensor",
           partial(swapped, "mtp", _SCALE, f"{OTHER}.weight_scale_inv"), "weights",
           "its scales are not those of its codes", source=True),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -10,7 +11,9 @@ import pytest
 from mtp_export.errors import MtpExportError, ResourceError, UnsupportedError, UsageError
 from mtp_runtime.config import EngineConfig, SpeculationConfig
 from mtp_runtime.drafters import DRAFTERS
+from mtp_runtime.drafters.base import DrafterParts, Pass
 from mtp_runtime.drafters.known_answers import KnownAnswersDrafter
+from mtp_runtime.drafters.none import NoDrafter
 from mtp_runtime.engine import Engine
 from mtp_runtime.models.model import Model
 from mtp_runtime.request import Request
@@ -97,6 +100,81 @@ def test_requests_that_can_never_run_are_refused(model: Model) -> None:
         with pytest.raises(error):
             engine.add(Request(0, prompt, SamplingParams(max_tokens=limit)))
     assert not engine.has_work
+
+
+def engine_of(model: Model, **settings: int) -> Engine:
+    config = EngineConfig(**{"page_size": 16, "cache_tokens": 512} | settings, poison_freed=True)
+    return Engine(model, config, DRAFTERS["none"].build)
+
+
+def requests_of(prompts: list[tuple[int, ...]]) -> list[Request]:
+    return [Request(number, prompt, PARAMS) for number, prompt in enumerate(prompts)]
+
+
+def test_runs_that_take_turns_share_their_steps(model: Model) -> None:
+    prompts = prompts_of([9, 20], 96, seed=3)
+    engine, (one, other) = engine_of(model), requests_of(prompts)
+    first, second = engine.run([one]), engine.run([other])
+    events = [next(first)]
+    assert len(list(second)) == PARAMS.max_tokens
+    assert one.finish_reason == "length", "it was stepped along"
+    events += first
+    assert [event.token for event in events] == one.output
+    assert [one.output, other.output] == run(model, prompts, PARAMS).outputs
+    assert engine.pages.free_pages == engine.pages.pages
+
+
+def test_an_abort_ends_a_run_and_no_other(model: Model) -> None:
+    prompts = prompts_of([9, 20], 96, seed=3)
+    engine, (one, other) = engine_of(model), requests_of(prompts)
+    first, second = engine.run([one]), engine.run([other])
+    next(first), next(second)
+    engine.abort([other])
+    assert list(second) == [] and other.finish_reason == "abort"
+    assert len(list(first)) == PARAMS.max_tokens - 1
+    engine.abort([one])
+    assert one.finish_reason == "length", "what has ended stays as it is"
+    assert engine.pages.free_pages == engine.pages.pages
+
+
+def test_an_aborted_request_leaves_the_queue(model: Model) -> None:
+    engine = engine_of(model, max_batch_size=1)
+    one, other = requests_of(prompts_of([9, 20], 96))
+    engine.add(one)
+    engine.add(other)
+    engine.step()
+    engine.abort([other])
+    while engine.has_work:
+        engine.step()
+    assert [event.token for event in one.take_events()] == one.output
+    assert other.output == [] and other.finish_reason == "abort"
+
+
+class FailsOnce(NoDrafter):
+    """Raises in its third step."""
+
+    def __init__(self, parts: DrafterParts) -> None:
+        self._steps = 0
+
+    def observe(self, passes: Sequence[Pass]) -> None:
+        self._steps += 1
+        if self._steps == 3:
+            raise RuntimeError("planted")
+
+
+def test_a_failed_step_ends_the_run_that_made_it_alone(model: Model) -> None:
+    """The other's tokens are those that it gets alone, though its cache was half written."""
+    prompts = prompts_of([9, 20], 96, seed=3)
+    config = EngineConfig(page_size=16, cache_tokens=512, poison_freed=True)
+    engine, (one, other) = Engine(model, config, FailsOnce), requests_of(prompts)
+    first, second = engine.run([one]), engine.run([other])
+    next(first), next(second)
+    with pytest.raises(RuntimeError, match="planted"):
+        list(first)
+    assert one.finish_reason == "abort"
+    list(second)
+    assert other.output == run(model, prompts[1:], PARAMS).outputs[0]
+    assert engine.pages.free_pages == engine.pages.pages
 
 
 def test_requests_wait_for_free_pages(model: Model) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -62,6 +63,43 @@ def test_what_a_call_leaves_is_dropped(llm: LLM) -> None:
         llm.generate(PROMPTS, SamplingParams(max_tokens=10), interrupt)
     assert not llm.engine.has_work
     assert llm.engine.pages.free_pages == llm.engine.pages.pages
+
+
+def test_calls_of_many_threads_get_their_own_outputs(llm: LLM) -> None:
+    params = SamplingParams(max_tokens=12, ignore_eos=True)
+    prompts = [f"{text} {number}" for number in range(10) for text in PROMPTS]
+    alone = [output.token_ids for output in llm.generate(prompts, params)]
+
+    def call(prompt: str) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        events: list[TokenEvent] = []
+        (output,) = llm.generate(prompt, params, events.append)
+        assert len({event.request_id for event in events}) == 1
+        return output.token_ids, tuple(event.token for event in events)
+
+    with ThreadPoolExecutor(len(prompts)) as pool:
+        assert list(pool.map(call, prompts)) == [(tokens, tokens) for tokens in alone]
+    assert not llm.engine.has_work
+    assert llm.engine.pages.free_pages == llm.engine.pages.pages
+
+
+def test_a_call_runs_while_another_one_is_under_way(llm: LLM) -> None:
+    """A caller that is busy with a token keeps no other one waiting, or from failing alone."""
+    params = SamplingParams(max_tokens=10, ignore_eos=True)
+    expected = [output.token_ids for output in llm.generate(PROMPTS, params)]
+    inner: list[tuple[int, ...]] = []
+    outer: list[int] = []
+
+    def call_meanwhile(event: TokenEvent) -> None:
+        outer.append(event.token)
+        if len(outer) == 1:
+            with ThreadPoolExecutor(1) as pool:
+                call = pool.submit(llm.generate, PROMPTS[1], params)
+                inner.append(call.result(timeout=60)[0].token_ids)
+                with pytest.raises(UsageError, match="empty"):
+                    pool.submit(llm.generate, [()]).result(timeout=60)
+
+    output = llm.generate(PROMPTS[0], params, call_meanwhile)[0]
+    assert [output.token_ids, inner[0]] == expected and tuple(outer) == expected[0]
 
 
 def test_options_that_make_no_sense(trained: Path, llm: LLM) -> None:

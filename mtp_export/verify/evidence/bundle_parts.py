@@ -17,19 +17,19 @@ from mtp_export.targets.draft import stored_draft
 
 @dataclass(frozen=True)
 class BundlePart:
-    """main/ or mtp/ of a bundle: its checkpoint, or why it could not be opened."""
+    """main/ or mtp/ of a bundle: its checkpoint, or what opening it raised."""
 
     name: str
     folder: Path
     checkpoint: Checkpoint | None
-    error: MtpExportError | None = None
+    error: Exception | None = None
 
     @classmethod
     def open(cls, name: str, folder: Path) -> BundlePart:
-        """Read the part's config, index and headers."""
+        """Read the part's config, index and headers; check `files` reports what that raises."""
         try:
             return cls(name, folder, Checkpoint.open(folder))
-        except MtpExportError as error:
+        except Exception as error:
             return cls(name, folder, checkpoint=None, error=error)
 
 

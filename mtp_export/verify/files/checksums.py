@@ -40,16 +40,20 @@ class _Recorded:
     checksum: str
 
 
-def manifest_items(context: Context) -> Iterator[Item]:
+def run(context: Context) -> Iterator[Item]:
     """Each part's files, shards and tensors compared with the manifest's checksums."""
     if context.manifest is None:
         yield not_tested("checksums", "there is no manifest to compare them with")
-        return
-    recorded = context.manifest.get("parts")
-    parts = recorded if isinstance(recorded, dict) else {}
+    else:
+        yield from _parts(context, context.manifest.get("parts", {}))
+    yield _unfinished(context.options.bundle)
+
+
+def _parts(context: Context, parts: Mapping[str, Any]) -> Iterator[Item]:
+    """Each part compared with its entry in the manifest."""
     for name in sorted({*parts, *(part.name for part in context.parts)}):
         part, entry = context.part(name), parts.get(name)
-        if part is None or not isinstance(entry, dict):
+        if part is None or entry is None:
             cause = causes.PART_NOT_IN_BUNDLE if part is None else causes.PART_NOT_IN_MANIFEST
             yield failed(f"{name}: part", cause, subject=name)
             continue
@@ -57,16 +61,16 @@ def manifest_items(context: Context) -> Iterator[Item]:
         yield _shards(part, entry)
         if part.checkpoint is not None:
             yield from _tensors(context, part=part.name, checkpoint=part.checkpoint, entry=entry)
-    yield _unfinished(context.options.bundle)
 
 
 def _small_files(part: BundlePart, entry: Mapping[str, Any]) -> Item:
     """Config, index and tokenizer have the manifest's checksums."""
-    files: Mapping[str, Any] = entry.get("files") or {}
+    files: Mapping[str, Any] = entry.get("files", {})
+    here = {p.relative_to(part.folder).as_posix() for p in part.folder.rglob("*") if p.is_file()}
     problems = []
     for name, facts in files.items():
         path = part.folder / name
-        if not path.is_file():
+        if name not in here:  # a manifest's names lead nowhere else
             problems.append(Problem(str(path), causes.file_missing(name)))
         elif xxhash.xxh3_128(path.read_bytes()).hexdigest() != facts.get("xxh3_128"):
             problems.append(Problem(str(path), causes.file_changed(name)))
@@ -76,13 +80,13 @@ def _small_files(part: BundlePart, entry: Mapping[str, Any]) -> Item:
 def _shards(part: BundlePart, entry: Mapping[str, Any]) -> Item:
     """Shards have the manifest's names, sizes and, if they were linked, headers; the folder has no
     other file that engines load."""
-    shards: Mapping[str, Any] = entry.get("shards") or {}
+    shards: Mapping[str, Any] = entry.get("shards", {})
     headers = {} if part.checkpoint is None else {s.path.name: s for s in part.checkpoint.shards}
     problems: list[Problem] = []
     for name, facts in shards.items():
         problems += [Problem(str(part.folder / name), words) for words in
                      _shard_problems(part.folder / name, facts, headers.get(name))]  # fmt: skip
-    known = {*shards, *(entry.get("files") or {})}
+    known = {*shards, *entry.get("files", {})}
     for path in sorted(part.folder.iterdir()):
         if path.name not in known and path.suffix in _READ_BY_ENGINES:
             problems.append(Problem(str(path), causes.file_not_in_manifest(path.name)))
@@ -105,7 +109,7 @@ def _shard_problems(
     if facts.get("header_sha256", header.header_sha256) != header.header_sha256:
         yield causes.another_header(path.name)
     tensors = facts.get("tensors")
-    if isinstance(tensors, dict):
+    if tensors is not None:
         names = {tensor.name for tensor in header.tensors}
         for tensor in sorted(names.symmetric_difference(tensors)):
             place = "shard" if tensor in names else "manifest"
@@ -137,14 +141,13 @@ def _sums_of(
     sums: list[_Recorded] = []
     unread: list[ShardHeader] = []
     for shard in checkpoint.shards:
-        facts = (entry.get("shards") or {}).get(shard.path.name, {})
-        tensors = facts.get("tensors")
-        if not isinstance(tensors, dict):
+        tensors = entry.get("shards", {}).get(shard.path.name, {}).get("tensors")
+        if tensors is None:
             unread.append(shard)
             continue
         for tensor in shard.tensors:
             recorded = tensors.get(tensor.name, {}).get("xxh3_128")
-            if isinstance(recorded, str):
+            if recorded is not None:
                 sums.append(_Recorded(tensor, recorded))
     return sums, unread
 

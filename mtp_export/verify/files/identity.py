@@ -26,13 +26,13 @@ _VOCABULARIES = ("tokenizer.json", "*.model", "*.tiktoken", "vocab.json", "tekke
 _LEAST_USED = 0.9  # share of the vocabulary that a model's own tokenizer uses
 
 
-def identity_items(context: Context) -> Iterator[Item]:
+def run(context: Context) -> Iterator[Item]:
     """The two configs compared with each other, and each part's tokenizer with its config."""
     if context.main is not None and context.mtp is not None:
         yield _configs(context, context.main.config, context.mtp.config)
+    for layout in context.layouts:
+        yield _yarn(layout.name, layout.checkpoint.config)
     for part in context.parts:
-        if part.checkpoint is not None:
-            yield _yarn(part.name, part.checkpoint.config)
         yield _tokenizer(part)
     if len(context.parts) > 1:
         yield _same_tokenizer(context.parts)
@@ -74,11 +74,13 @@ def _tokenizer(part: BundlePart) -> Item:
         return not_tested(name, f"it has no {_TOKENIZER_JSON} to look into")
     path = part.folder / _TOKENIZER_JSON
     try:
-        ids = _ids(read_json_object(path))
+        entries = list(_entries(read_json_object(path)))
     except MtpExportError as error:
         return verdict(name, [Problem(str(path), str(error))])
+    ids = {token: number for token, number in entries if _is_id(token, number)}
+    odd = [pair for pair in entries if not _is_id(*pair)]
+    problems = [Problem(str(path), causes.no_token_id(*pair)) for pair in odd]
     top = max(ids.values(), default=-1) + 1
-    problems = []
     if not vocab * _LEAST_USED <= top <= vocab:
         words = causes.ids_do_not_fit(_TOKENIZER_JSON, top - 1, vocab)
         problems.append(Problem(str(path), words))
@@ -86,18 +88,26 @@ def _tokenizer(part: BundlePart) -> Item:
     return verdict(name, problems, f"{top:,} of {vocab:,} ids")
 
 
-def _ids(tokenizer: Mapping[str, Any]) -> dict[str, int]:
-    """Ids of a tokenizer.json by token."""
-    model = tokenizer.get("model")
+def _entries(tokenizer: Mapping[str, Any]) -> Iterator[tuple[Any, Any]]:
+    """Tokens of a tokenizer.json with their ids, as they stand there."""
+    model, added = tokenizer.get("model"), tokenizer.get("added_tokens")
     vocab = model.get("vocab") if isinstance(model, dict) else None
-    ids: dict[str, int] = {}
     if isinstance(vocab, dict):
-        ids.update(vocab)
+        yield from vocab.items()
     elif isinstance(vocab, list):
-        ids.update({str(entry[0]): number for number, entry in enumerate(vocab)})
-    for added in tokenizer.get("added_tokens") or []:
-        ids[added["content"]] = added["id"]
-    return ids
+        yield from ((_first(entry), number) for number, entry in enumerate(vocab))
+    for token in added if isinstance(added, list) else []:
+        facts = token if isinstance(token, dict) else {}
+        yield facts.get("content"), facts.get("id")
+
+
+def _first(entry: Any) -> Any:
+    """The token of an entry [token, score]."""
+    return entry[0] if isinstance(entry, list) and entry else None
+
+
+def _is_id(token: Any, number: Any) -> bool:
+    return isinstance(token, str) and type(number) is int and number >= 0
 
 
 def _special_tokens(

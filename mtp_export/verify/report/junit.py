@@ -10,7 +10,7 @@ from mtp_export.verify.report.report import Report
 
 def junit_xml(report: Report) -> str:
     """The report with failed items as failures, and items not tested as skipped, with reasons."""
-    suites = ElementTree.Element(
+    suites = _element(
         "testsuites",
         name=f"mtp-export verify {report.options.bundle}",
         tests=str(sum(1 for _ in report.items)),
@@ -19,8 +19,7 @@ def junit_xml(report: Report) -> str:
         time=f"{report.seconds:.3f}",
     )
     for result in report.results:
-        suite = ElementTree.SubElement(
-            suites,
+        suite = _element(
             "testsuite",
             name=result.title,
             tests=str(len(result.items)),
@@ -28,24 +27,33 @@ def junit_xml(report: Report) -> str:
             skipped=str(sum(item.status is Status.NOT_TESTED for item in result.items)),
             time=f"{result.seconds:.3f}",
         )
-        for item in result.items:
-            _case(suite, f"verify.{result.name}", item)
+        suite.extend(_case(f"verify.{result.name}", item) for item in result.items)
+        suites.append(suite)
     ElementTree.indent(suites)
     return ElementTree.tostring(suites, encoding="unicode", xml_declaration=True) + "\n"
 
 
-def _case(suite: ElementTree.Element, class_name: str, item: Item) -> None:
-    case = ElementTree.SubElement(suite, "testcase", name=_clean(item.name), classname=class_name)
+def _case(class_name: str, item: Item) -> ElementTree.Element:
+    case = _element("testcase", name=item.name, classname=class_name)
     measured = f"{item.figure} (bound: {item.bound})" if item.bound else item.figure
     if item.status is Status.FAIL:
-        failure = ElementTree.SubElement(case, "failure", message=_clean(item.cause))
-        failure.text = _clean(f"{item.subject}\n{measured}\n{item.cause}".strip())
+        text = f"{item.subject}\n{measured}\n{item.cause}".strip()
+        case.append(_element("failure", text, message=item.cause))
     elif item.status is Status.NOT_TESTED:
-        ElementTree.SubElement(case, "skipped", message=_clean(item.cause))
+        case.append(_element("skipped", message=item.cause))
     elif measured:
-        ElementTree.SubElement(case, "system-out").text = _clean(measured)
+        case.append(_element("system-out", measured))
+    return case
+
+
+def _element(tag: str, text: str = "", **attributes: str) -> ElementTree.Element:
+    """Return an element of which every text can be written."""
+    cleaned = {name: _clean(value) for name, value in attributes.items()}
+    element = ElementTree.Element(tag, cleaned)
+    element.text = _clean(text) or None
+    return element
 
 
 def _clean(text: str) -> str:
-    """Text without the control characters that XML cannot hold."""
-    return "".join(c if c.isprintable() or c == "\n" else "?" for c in text)
+    """Text with what XML cannot hold escaped: control characters, and bytes that are no UTF-8."""
+    return "".join(c if c.isprintable() or c == "\n" else repr(c)[1:-1] for c in text)

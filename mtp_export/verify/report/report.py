@@ -54,12 +54,16 @@ class Report:
             return
         named = "; ".join(failed[:_NAMED_FAILURES])
         more = len(failed) - _NAMED_FAILURES
-        raise VerificationError(
+        error = VerificationError(
             f"Verification failed in {len(failed)} of {sum(1 for _ in self.items)} items",
             where=self.options.bundle,
             found=named + (f"; and {more} more" if more > 0 else ""),
             todo="Do not ship this bundle; export it again from a checked source",
         )
+        for _, item in self.items:  # of internal errors, for --debug
+            if "traceback" in item.data:
+                error.add_note(item.data["traceback"])
+        raise error
 
     def as_json(self) -> dict[str, Any]:
         """The report as documented in docs/verify.md."""
@@ -92,13 +96,14 @@ class Report:
 
 def report_of(context: Context, results: tuple[CheckResult, ...], seconds: float) -> Report:
     """The report of the checks that ran over a context, and of their duration."""
-    manifest = context.manifest or {}
-    shards = (manifest.get("source") or {}).get("shards") or {}
+    shards = (context.manifest or {}).get("source", {}).get("shards", {})
     facts = {
-        "options": manifest.get("options") or {},
+        "options": dict(context.recorded_options),
         "source_bytes": sum(shard.get("size_bytes", 0) for shard in shards.values()),
         "parts_bytes": {
-            part.name: sum(path.stat().st_size for path in part.folder.glob("*.safetensors"))
+            part.name: sum(
+                path.stat().st_size for path in part.folder.glob("*.safetensors") if path.is_file()
+            )
             for part in context.parts
         },
     }

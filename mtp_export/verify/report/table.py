@@ -16,12 +16,12 @@ _STYLES = {Status.PASS: "green", Status.FAIL: "bold red", Status.NOT_TESTED: "ye
 
 def report_table(report: Report) -> RenderableType:
     """Every item by check, then failures and reasons in words, then the verdict."""
-    table = Table(expand=True, title=f"Verified {report.options.bundle}", title_justify="left")
-    table.add_column("check", ratio=14)
-    table.add_column("item", ratio=27)
-    table.add_column("result", ratio=12)
-    table.add_column("figure", ratio=22)
-    table.add_column("bound", ratio=19)
+    table = Table(expand=True)
+    table.add_column("check", ratio=14, overflow="fold")
+    table.add_column("item", ratio=27, overflow="fold")
+    table.add_column("result", min_width=max(map(len, Status)), no_wrap=True)
+    table.add_column("figure", ratio=22, overflow="fold")
+    table.add_column("bound", ratio=19, overflow="fold")
     for result in report.results:
         for number, item in enumerate(result.items):
             name = result.name if number == 0 else ""
@@ -35,6 +35,7 @@ def report_table(report: Report) -> RenderableType:
             )
         table.add_section()
     return Group(
+        Text(f"Verified {report.options.bundle}", "table.title", no_wrap=True),
         Constrain(table, _MOST_COLUMNS),
         *_remarks(report),
         Text(verdict_words(report), _STYLES[report.status]),

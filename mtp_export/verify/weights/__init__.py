@@ -1,1 +1,1 @@
-"""Checks of level weights: every tensor by itself, and compared with the source."""
+"""Checks of level weights: every tensor by itself (`ledger`), and compared with the source."""

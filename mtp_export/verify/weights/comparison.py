@@ -8,6 +8,7 @@ from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING, Any
 
@@ -20,12 +21,12 @@ from mtp_export.schemes.native import QUANTIZATION
 from mtp_export.schemes.storage import Storage
 from mtp_export.schemes.stored import stored_model
 from mtp_export.schemes.transforms import one_torch_thread
+from mtp_export.schemes.weight_values import WeightOnDisk, weights_on_disk
 from mtp_export.verify.check import Item, Problem, not_tested, verdict
 from mtp_export.verify.diagnosis.causes import weights as causes
 from mtp_export.verify.diagnosis.weight_bugs import Sources, explain
 from mtp_export.verify.evidence.bundle_parts import PartLayout
 from mtp_export.verify.evidence.tensor_threads import in_threads
-from mtp_export.verify.evidence.weight_values import WeightOnDisk, weights_on_disk
 from mtp_export.verify.gates import GATES
 
 if TYPE_CHECKING:
@@ -80,7 +81,7 @@ def run(context: Context) -> Iterator[Item]:
         pairs, alone = _paired(layout, sources, main_names)
         yield verdict(f"{layout.name}: weights that the source has", alone, f"{len(pairs):,}")
         compared = _compare_all(context, layout.name, pairs)
-        yield from _part_items(layout.name, compared, Sources(sources, context.source.config))
+        yield from _part_items(layout.name, compared, Sources(sources))
     yield _tokenizers(context)
 
 
@@ -92,9 +93,9 @@ def _paired(
     pairs, alone = [], []
     for weight in weights_on_disk(layout.stored, layout.checkpoint.tensors):
         name = weight.stored.weight.name
-        source = sources.get(name)
-        if source is None:
-            source = sources.get(main_names.get(name, ""))
+        source, original = sources.get(name), sources.get(main_names.get(name, ""))
+        if source is None or source.stored.format != weight.stored.format:
+            source = original or source
         if source is None or source.stored.weight.shape != weight.stored.weight.shape:
             alone.append(Problem(name, causes.not_in_source(name)))
         else:
@@ -260,7 +261,7 @@ def _tokenizers(context: Context) -> Item:
     assert context.source is not None
     folder, problems, count = context.source.files_folder, [], 0
     for part in context.parts:
-        for path in sorted(part.folder.glob("tokenizer*")):
+        for path in sorted(filter(Path.is_file, part.folder.glob("tokenizer*"))):
             count += 1
             original = folder / path.name
             if not original.is_file() or original.read_bytes() != path.read_bytes():
@@ -275,12 +276,12 @@ def _recorded(context: Context) -> Iterator[Item]:
     """SQNR of converted tensors as the export recorded it in the manifest."""
     why = "without --source nothing is compared"
     noted: dict[tuple[str, str], list[float]] = defaultdict(list)
-    parts: Mapping[str, Any] = (context.manifest or {}).get("parts") or {}
+    parts: Mapping[str, Any] = (context.manifest or {}).get("parts", {})
     for part, entry in parts.items():
-        for shard in (entry.get("shards") or {}).values():
-            for facts in (shard.get("tensors") or {}).values():
-                if isinstance(facts.get("sqnr_db"), int | float):
-                    noted[part, facts["operation"]].append(facts["sqnr_db"])
+        for shard in entry.get("shards", {}).values():
+            for facts in shard.get("tensors", {}).values():
+                if facts.get("sqnr_db") is not None:
+                    noted[part, str(facts.get("operation"))].append(facts["sqnr_db"])
     if not noted:
         yield not_tested("weights against the source", why)
     for (part, operation), levels in noted.items():

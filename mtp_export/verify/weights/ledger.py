@@ -1,5 +1,5 @@
-"""Check `ledger`: every tensor is loaded or explained and looks like a weight of its kind: finite,
-written, in proportion; and the draft's embedding and head are the main model's."""
+"""Values of every tensor: each looks like a weight of its kind (finite, written, in proportion),
+and the draft's embedding and head are the main model's."""
 
 from __future__ import annotations
 
@@ -9,16 +9,16 @@ from collections.abc import Iterator, Sequence
 from statistics import median
 from typing import TYPE_CHECKING
 
-from mtp_export.errors import MtpExportError, ResourceError, UnsupportedError
+from mtp_export.families.base import Role
 from mtp_export.progress import format_bytes
 from mtp_export.schemes.storage import Storage
 from mtp_export.schemes.transforms import one_torch_thread
+from mtp_export.schemes.weight_values import Rounding, WeightOnDisk, weights_on_disk
 from mtp_export.verify import gates
-from mtp_export.verify.check import Item, Problem, failed, not_tested, passed, verdict
+from mtp_export.verify.check import Item, Problem, not_tested, passed, verdict
 from mtp_export.verify.diagnosis.causes import weights as causes
 from mtp_export.verify.evidence.bundle_parts import PartLayout
 from mtp_export.verify.evidence.tensor_threads import in_threads
-from mtp_export.verify.evidence.weight_values import WeightOnDisk, weights_on_disk
 from mtp_export.verify.weights.tensor_facts import TensorFacts, facts_of
 
 if TYPE_CHECKING:
@@ -26,8 +26,7 @@ if TYPE_CHECKING:
 
 
 def run(context: Context) -> Iterator[Item]:
-    """The loader's ledger, then one pass over every tensor of each part."""
-    yield _loader(context)
+    """One pass over every tensor of each part, then the parts beside each other."""
     found = context.layouts
     for part in context.parts:
         if part.name not in [layout.name for layout in found]:
@@ -37,32 +36,10 @@ def run(context: Context) -> Iterator[Item]:
     every = [fact for part in facts.values() for fact in part]
     for layout in found:
         yield from _part_items(layout, facts[layout.name], every)
-    yield _scales_alike(every)
-    yield _no_twins(facts)
+    if every:
+        yield _scales_alike(every)
+        yield _no_twins(facts)
     yield from _shared(context, found)
-
-
-def _loader(context: Context) -> Item:
-    """The reference runtime loads every tensor or explains why not; it refuses any other."""
-    name = "runtime loads it: every tensor explained"
-    if context.why_not_run is not None:
-        return not_tested(name, context.why_not_run)
-    from mtp_runtime.models.load import LoadOptions
-
-    try:
-        ledger = context.loaded(LoadOptions(context.options.device)).ledger
-    except (UnsupportedError, ResourceError) as error:
-        return not_tested(name, str(error))
-    except MtpExportError as error:
-        return failed(name, str(error), subject=str(error.where))
-    counts = {
-        "expected": len(ledger.expected),
-        "loaded": len(ledger.loaded),
-        "tied": len(ledger.tied),
-        "skipped": len(ledger.skipped),
-    }
-    figure = ", ".join(f"{count:,} {what}" for what, count in counts.items() if what != "expected")
-    return passed(name, figure=figure, bound="0 unexplained", data=counts)
 
 
 def _facts(context: Context, layout: PartLayout) -> list[TensorFacts]:
@@ -100,9 +77,9 @@ def _part_items(
 
 
 def _must_vary(fact: TensorFacts, every: Sequence[TensorFacts]) -> bool:
-    """True for every matrix, and for a vector if another of its role varies."""
+    """True for every matrix and router bias, and for another vector if one of its role varies."""
     spec = fact.weight.stored.weight
-    if len(spec.shape) == 2:
+    if len(spec.shape) == 2 or _is_router_bias(fact):
         return True
     return any(
         not other.constant and not other.error
@@ -114,7 +91,13 @@ def _must_vary(fact: TensorFacts, every: Sequence[TensorFacts]) -> bool:
 
 def _constant_words(fact: TensorFacts) -> str:
     value = "zero" if fact.rms == 0 else f"{fact.rms:.4g}"
-    return causes.never_written(fact.weight.name, value)
+    words = causes.router_bias_dropped if _is_router_bias(fact) else causes.never_written
+    return words(fact.weight.name, value)
+
+
+def _is_router_bias(fact: TensorFacts) -> bool:
+    spec = fact.weight.stored.weight
+    return spec.role is Role.ROUTER and len(spec.shape) == 1
 
 
 def _codes(part: str, facts: Sequence[TensorFacts]) -> Item:
@@ -216,8 +199,15 @@ def _shared(context: Context, found: Sequence[PartLayout]) -> Iterator[Item]:
 
 
 def _equal(one: WeightOnDisk, other: WeightOnDisk) -> bool:
+    """True for equal codes, and for a copy in another precision that dequantizes to the same but
+    for rounding."""
     import torch
 
+    if one.stored.format != other.stored.format:
+        rounding = Rounding()
+        for start, stop in one.pieces():
+            rounding.add(*(w.encoded(start, stop).dequantize() for w in (one, other)))
+        return rounding.is_all
     return all(
         torch.equal(one.encoded(start, stop).codes, other.encoded(start, stop).codes)
         for start, stop in one.pieces()

@@ -116,6 +116,10 @@ def no_tokenizer(part: str, files: str) -> str:
     return f"no tokenizer: {part}/ has none of {files}"
 
 
+def no_token_id(token: object, found: object) -> str:
+    return f"token {token!r} has the id {found!r}: damaged, an id is a whole number from 0 on"
+
+
 def ids_do_not_fit(file: str, largest: int, vocabulary: int) -> str:
     return f"{file} has ids up to {largest}, the model {vocabulary}: another model's"
 

@@ -21,6 +21,13 @@ def never_written(tensor: str, value: str) -> str:
     return f"{tensor} is constant ({value}): it was never written, or dropped and filled in"
 
 
+def router_bias_dropped(tensor: str, value: str) -> str:
+    return (
+        f"{tensor} is constant ({value}), and a trained router's bias differs between experts: it"
+        " was dropped and filled in, so that tokens go to other experts"
+    )
+
+
 def offset_dropped_from(tensor: str, outer_share: float, offset: int) -> str:
     return (
         f"{tensor}: {outer_share:.0%} of its codes lie at the ends of their range: the offset"

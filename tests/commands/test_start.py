@@ -1,0 +1,55 @@
+"""Start of the program: as a module, and Ctrl-C while it imports what its commands need."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+from mtp_export import __version__
+
+ENVIRONMENT = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+
+# Ctrl-C at the import of a module, for several of them in the order in which they come.
+INTERRUPTED = """
+import sys
+
+class CtrlC:
+    at = ""
+
+    @classmethod
+    def find_spec(cls, name, path=None, target=None):
+        if name == cls.at:
+            raise KeyboardInterrupt
+
+sys.meta_path.insert(0, CtrlC)
+from mtp_export.cli import main
+
+heavy = {"typer", "rich", "numpy", "torch"} & sys.modules.keys()
+assert not heavy, heavy
+for CtrlC.at in ("mtp_export.commands.program", "typer", "tqdm", "mtp_export.commands.verify"):
+    assert CtrlC.at not in sys.modules, CtrlC.at
+    try:
+        main(["--version"])
+    except SystemExit as end:
+        assert end.code == 130, (CtrlC.at, end.code)
+"""
+
+
+def run_python(*arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, *arguments], env=ENVIRONMENT, capture_output=True, text=True
+    )
+
+
+def test_it_runs_as_a_module() -> None:
+    done = run_python("-m", "mtp_export", "--version")
+    assert (done.returncode, done.stdout) == (0, f"mtp-export {__version__}\n")
+
+
+def test_ctrl_c_while_it_starts_ends_as_at_any_other_time() -> None:
+    done = run_python("-c", INTERRUPTED)
+    assert (done.returncode, done.stdout) == (0, ""), done.stderr
+    lines = done.stderr.splitlines()
+    assert len(lines) == 4
+    assert set(lines) == {lines[0]} and "Interrupted" in lines[0]

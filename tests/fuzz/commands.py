@@ -1,0 +1,214 @@
+"""Commands that read mutated inputs, each with the oracles of its result. A new one is one line."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from random import Random
+from xml.etree import ElementTree
+
+from cases import Outcome
+from fuzz import oracle
+from fuzz.lab import Lab
+from fuzz.sandbox import Finding, Sandbox, check_same, tree_of
+from fuzz.tensors import read_tensors
+
+_TARGETS = ("hf", "xllm", "lightllm", "paddlenlp")
+_PAIRS = (
+    ("bf16", "bf16"),
+    ("a8w8_fp8", "a8w8_fp8"),
+    ("weight_only_int8", "weight_only_int8"),
+    ("weight_only_int4", "weight_only_int8"),
+    ("a8w8_fp8_wint4", "a8w8_fp8"),
+)
+_GENERATED = ("--max-new-tokens", "3", "--json")
+
+
+@dataclass(frozen=True)
+class Command:
+    """A command: the subjects it reads, how often it is drawn, and what runs and judges it.
+
+    writes: the folder of the input that it may change, if any.
+    """
+
+    subjects: tuple[str, ...]
+    weight: int
+    run: Callable[[Sandbox, Random, Lab], None]
+    writes: str = ""
+
+
+def _inspect(sandbox: Sandbox, random: Random, lab: Lab) -> None:
+    inside = random.choice(("main", "mtp")) if sandbox.bundle.exists() else ""
+    folder = sandbox.bundle / inside if inside else sandbox.source
+    outcome = sandbox.run("inspect", folder, "--json")
+    if outcome.code == 0:
+        facts = _json_of(outcome)
+        stored = read_tensors(folder)
+        found = (facts["tensors"], facts["size_bytes"])
+        if found != (len(stored), sum(len(tensor.data) for tensor in stored.values())):
+            raise Finding("wrong bytes", "inspect", str(found))
+
+
+def _export(sandbox: Sandbox, random: Random, lab: Lab) -> None:
+    target = random.choice(_TARGETS)
+    parts = random.choice((("main", "mtp"), ("main", "mtp"), ("mtp",)))
+    link = random.choice(("auto", "copy"))
+    sums = random.choice(("all", "written"))
+    options = ("--target", target, "--part", "both" if len(parts) == 2 else "mtp", "--quiet")
+    arguments = ("--input-dir", sandbox.source, "--output-dir", sandbox.output, *options)
+    outcome = sandbox.run(*arguments, "--link", link, "--checksums", sums, "--workers", "2")
+    if outcome.code:
+        oracle.check_nothing_whole(sandbox.output)
+        return
+    oracle.check_export(sandbox.source, sandbox.output, target, parts)
+    if len(parts) == 2 and random.random() < 0.4:
+        _check_as_good(sandbox, random, lab)
+
+
+def _check_as_good(sandbox: Sandbox, random: Random, lab: Lab) -> None:
+    """What an export accepted, verify passes, and generate runs or says why it cannot."""
+    # Changed weights may well be worth a word; a file that contradicts another may not be left.
+    same = read_tensors(sandbox.source) in lab.good_tensors
+    level = ("--level", "weights" if same else "files", "--source", sandbox.source)
+    _check_verified(sandbox, *level)
+    method = random.choice(("mtp", "none"))
+    prompts = ("--prompt", "ab", "--speculate-method", method)
+    sandbox.run("generate", sandbox.output, *prompts, *_GENERATED)
+
+
+def _check_verified(sandbox: Sandbox, *options: object) -> None:
+    """What a command accepted and wrote, verify has nothing against."""
+    shown = ("--workers", "1", "--json", "--quiet")
+    outcome = sandbox.run("verify", sandbox.output, *shown, *options)
+    if outcome.code == 7:
+        # Tokenizers travel along as they are, damaged ones too.
+        failed = [item for item in _failures(outcome.out) if "tokenizer" not in item]
+        if failed:
+            raise Finding("contradiction", f"verify: {failed[0]}", outcome.out[-4000:])
+    elif outcome.code:
+        raise Finding("contradiction", f"verify: {outcome.err[:80]}", outcome.err)
+
+
+def _failures(report: str | bytes) -> list[str]:
+    """Return the items of a JSON report that failed, with their causes."""
+    checks = json.loads(report)["checks"]
+    items = [item for check in checks for item in check["items"] if item["status"] == "fail"]
+    return [f"{item['name']}: {item['cause'][:200]}" for item in items]
+
+
+def _quantize_options(random: Random) -> tuple[object, ...]:
+    base, mtp = random.choice(_PAIRS)
+    scope = ("--int4-scope", random.choice(("experts", "all")))
+    target = ("--target", random.choice(("hf", "vllm", "sglang")))
+    return ("--base-quant", base, "--mtp-quant", mtp, "--group-size", "32", *scope, *target)
+
+
+def _dry_run(sandbox: Sandbox, random: Random, lab: Lab) -> None:
+    source = sandbox.bundle if sandbox.bundle.exists() else sandbox.source
+    outcome = sandbox.run(
+        *("quantize", "--input-dir", source, "--output-dir", sandbox.output, "--dry-run"),
+        *(*_quantize_options(random), "--json"),
+    )
+    if outcome.code == 0:
+        _json_of(outcome)
+    if sandbox.output.exists():
+        raise Finding("outside", "a dry run wrote", str(list(sandbox.output.rglob("*"))))
+
+
+def _quantize(sandbox: Sandbox, random: Random, lab: Lab) -> None:
+    source = sandbox.bundle if sandbox.bundle.exists() else sandbox.source
+    options = (*_quantize_options(random), "--workers", "1", "--quiet")
+    arguments = ("quantize", *options, "--input-dir")
+    outcome = sandbox.run(*arguments, source, "--output-dir", sandbox.output)
+    if outcome.code:
+        oracle.check_nothing_whole(sandbox.output)
+        return
+    _check_verified(sandbox, "--level", "files")
+    if source == sandbox.source:
+        again, reference = sandbox.folder / "again", sandbox.folder / "reference"
+        oracle.rewrite(source, again)
+        outcome = sandbox.run(*arguments, again, "--output-dir", reference)
+        if outcome.code:
+            raise Finding("contradiction", "a rewriting is refused", outcome.err)
+        oracle.check_quantized(source, sandbox.output, reference)
+
+
+def _verify(level: str) -> Callable[[Sandbox, Random, Lab], None]:
+    def run(sandbox: Sandbox, random: Random, lab: Lab) -> None:
+        reports = {name: sandbox.folder / f"report.{name}" for name in ("json", "xml", "html")}
+        wanted = ("--report", reports["json"], "--junit", reports["xml"], "--html", reports["html"])
+        source = ("--source", sandbox.source) if random.random() < 0.4 else ()
+        options = (*wanted, *source, "--level", level, "--quiet", "--workers", "1")
+        outcome = sandbox.run("verify", sandbox.bundle, *options, "--max-new-tokens", "2")
+        if outcome.code not in (0, 7):
+            return
+        missing = [name for name, path in reports.items() if not path.is_file()]
+        if missing:
+            raise Finding("report", "is not written", f"{missing}\n{outcome.err}")
+        ElementTree.parse(reports["xml"])
+        failed = _failures(reports["json"].read_bytes())
+        if bool(failed) != (outcome.code == 7):
+            raise Finding("report", "does not say what the exit code says", str(failed))
+        if outcome.code == 0 and (claims := list(oracle.false_claims(sandbox.bundle))):
+            raise Finding("missed damage", claims[0][0], "\n".join(map(str, claims[:10])))
+
+    return run
+
+
+def _resume(sandbox: Sandbox, random: Random, lab: Lab) -> None:
+    before = tree_of(sandbox.bundle)
+    options = lab.resume_options
+    arguments = ("--input-dir", sandbox.source, "--output-dir", sandbox.bundle, *options)
+    outcome = sandbox.run(*arguments)
+    if outcome.code == 8:
+        check_same(before, tree_of(sandbox.bundle), "a refused run's output")
+    elif outcome.code == 0:
+        oracle.check_export(sandbox.source, sandbox.bundle, "hf", ("main", "mtp"))
+        if _contents(sandbox.source) == _contents(lab.input("unfinished") / "source"):
+            _check_same_content(sandbox.bundle, lab.resumed)
+    elif (sandbox.bundle / oracle.MANIFEST).exists():
+        raise Finding("looks whole", "after a failed resume", outcome.err)
+
+
+def _contents(folder: Path) -> dict[str, object]:
+    return {name: content for name, (_, _, content) in tree_of(folder).items()}
+
+
+def _check_same_content(folder: Path, expected: Path) -> None:
+    one, other = _contents(folder), _contents(expected)
+    wrong = [name for name in sorted({*one, *other}) if one.get(name) != other.get(name)]
+    if wrong:
+        raise Finding("wrong bytes", "after resuming", ", ".join(wrong[:10]))
+
+
+def _generate(sandbox: Sandbox, random: Random, lab: Lab) -> None:
+    prompts = sandbox.input / "prompts.jsonl"
+    method = random.choice(("mtp", "none", "inference_with_reference"))
+    given = ("--prompts", prompts) if prompts.exists() else ("--prompt", "ab")
+    folder = sandbox.bundle if sandbox.bundle.exists() else sandbox.source
+    outcome = sandbox.run("generate", folder, *given, "--speculate-method", method, *_GENERATED)
+    if outcome.code == 0:
+        _json_of(outcome)
+
+
+def _json_of(outcome: Outcome) -> dict[str, object]:
+    try:
+        value = json.loads(outcome.out)
+    except ValueError:
+        raise Finding("message", "--json is no JSON", outcome.out[:2000]) from None
+    assert isinstance(value, dict)
+    return value
+
+
+COMMANDS: dict[str, Command] = {
+    "inspect": Command(("fp8", "bf16", "bundle", "int4"), 25, _inspect),
+    "export": Command(("fp8", "bf16"), 30, _export),
+    "dry run": Command(("fp8", "bf16", "bundle"), 15, _dry_run),
+    "quantize": Command(("fp8", "bf16", "bundle"), 5, _quantize),
+    "verify files": Command(("bundle", "int4", "paddlenlp"), 10, _verify("files")),
+    "verify weights": Command(("bundle", "paddlenlp"), 5, _verify("weights")),
+    "resume": Command(("unfinished",), 10, _resume, writes="bundle"),
+    "generate": Command(("prompts", "prompts", "prompts", "bundle", "int4"), 5, _generate),
+}

@@ -1,0 +1,27 @@
+"""Undamaged inputs, which every command must take: an oracle that refuses them tells nothing."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from random import Random
+
+from fuzz.commands import COMMANDS
+from fuzz.inputs import Case, judge_case
+from fuzz.lab import Lab
+
+_DRAWS = 3  # of a command's options
+
+
+def run_controls(lab: Lab, folder: Path) -> None:
+    """Run every command on its good inputs; all exits are 0, and nothing is found.
+
+    What commands import and compile on first use is then there for every child.
+    """
+    for name, command in COMMANDS.items():
+        for subject in sorted(set(command.subjects)):
+            for draw in range(_DRAWS):
+                case = Case(name, subject, lambda _: None, Random(draw))
+                verdict = judge_case(case, draw, lab, folder / "control", [])
+                where = f"{name} of {subject}, draw {draw}"
+                assert verdict.finding is None, f"{where}: {verdict.finding}"
+                assert not any(code for _, code in verdict.codes), f"{where}: {verdict.codes}"

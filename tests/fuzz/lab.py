@@ -1,0 +1,150 @@
+"""Good inputs, made once: small checkpoints, bundles of them, an unfinished run, prompts."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from benchmarks.make_checkpoint import TINY_CONFIG
+from cases import export, make_checkpoint, quantize, run_in_a_fork
+from fuzz.tensors import Tensors, read_tensors
+
+# As small as the layouts allow: groups of 32 weights, and the 256 bytes that a tokenizer needs.
+CONFIG: dict[str, Any] = TINY_CONFIG | {
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "kv_lora_rank": 32,
+    "moe_intermediate_size": 32,
+    "n_group": 1,
+    "n_routed_experts": 2,
+    "num_attention_heads": 2,
+    "num_experts_per_tok": 1,
+    "num_hidden_layers": 2,
+    "num_key_value_heads": 2,
+    "q_lora_rank": 32,
+    "qk_nope_head_dim": 16,
+    "qk_rope_head_dim": 16,
+    "v_head_dim": 16,
+    "vocab_size": 260,
+}
+UNQUANTIZED = {key: value for key, value in CONFIG.items() if key != "quantization_config"}
+EXTRA_FILES = {
+    "LICENSE": "Do as you like.\n",
+    "modeling_x.py": "raise SystemExit('nobody may run this')\n",
+    "chat_template.jinja": "{{ messages }}\n",
+    "special_tokens_map.json": "{}\n",
+}
+PROMPTS = ({"prompt": "ab"}, {"prompt_token_ids": [5, 6, 7]}, {"prompt": "é, and on"})
+# The unfinished run and the one that finishes it.
+RESUMED = ("--max-shard-size", "8kB", "--link", "copy", "--workers", "1", "--quiet")
+_DISK_CALLS_BEFORE_THE_END = 60
+
+
+@dataclass(frozen=True)
+class Lab:
+    """Folders of good inputs, by subject, and the bundle that the unfinished run becomes.
+
+    An input holds source/, and what its commands take beside it: bundle/ or prompts.jsonl.
+    """
+
+    folder: Path
+
+    def input(self, subject: str) -> Path:
+        """Return the folder of a subject's good input."""
+        return self.folder / subject
+
+    @cached_property
+    def good_tensors(self) -> list[Tensors]:
+        """Return the tensors of the good checkpoints."""
+        return [read_tensors(self.input(subject) / "source") for subject in ("fp8", "bf16")]
+
+    @property
+    def resumed(self) -> Path:
+        """Return the bundle that an uninterrupted run makes of the unfinished one."""
+        return self.folder / "resumed"
+
+    @property
+    def resume_options(self) -> tuple[str, ...]:
+        """Return the options of the unfinished run."""
+        return RESUMED
+
+
+def build_lab(folder: Path) -> Lab:
+    """Make the good inputs of all SUBJECTS."""
+    lab = Lab(folder)
+    for subject, make in SUBJECTS.items():
+        make(lab.input(subject))
+    assert export(lab.input("unfinished") / "source", lab.resumed, *RESUMED).code == 0
+    return lab
+
+
+def _fp8(folder: Path) -> None:
+    """Several shards with an index, and files of every kind that travels along."""
+    source = make_checkpoint(folder / "source", CONFIG, max_shard_bytes=60_000)
+    for name, text in EXTRA_FILES.items():
+        (source / name).write_text(text)
+
+
+def _bf16(folder: Path) -> None:
+    """One shard without an index."""
+    source = make_checkpoint(folder / "source", UNQUANTIZED, own_copies=False)
+    (source / "model.safetensors.index.json").unlink()
+    (shard,) = source.glob("*.safetensors")
+    shard.rename(source / "model.safetensors")
+
+
+def _bundle(folder: Path) -> None:
+    _fp8(folder)
+    options = ("--checksums", "all", "--link", "copy", "--quiet")
+    _done(export(folder / "source", folder / "bundle", *options).code)
+
+
+def _paddlenlp(folder: Path) -> None:
+    _fp8(folder)
+    options = ("--target", "paddlenlp", "--checksums", "all", "--link", "hardlink", "--quiet")
+    _done(export(folder / "source", folder / "bundle", *options).code)
+
+
+def _int4(folder: Path) -> None:
+    _bf16(folder)
+    pair = ("--base-quant", "weight_only_int4", "--mtp-quant", "weight_only_int8")
+    options = (*pair, "--group-size", "32", "--checksums", "all", "--workers", "1", "--quiet")
+    _done(quantize(folder / "source", folder / "bundle", *options).code)
+
+
+def _unfinished(folder: Path) -> None:
+    _fp8(folder)
+    source, bundle = folder / "source", folder / "bundle"
+    code = run_in_a_fork(lambda: export(source, bundle, *RESUMED), _DISK_CALLS_BEFORE_THE_END)
+    assert code == 9 and (bundle / ".mtp_export.journal").stat().st_size, "it was cut short"
+
+
+def _prompts(folder: Path) -> None:
+    _bf16(folder)
+    lines = [json.dumps(prompt, ensure_ascii=False) for prompt in PROMPTS]
+    (folder / "prompts.jsonl").write_text("\n".join(lines) + "\n", encoding="utf-8")
+
+
+def _done(code: int) -> None:
+    assert code == 0, f"a good input cannot be made: exit {code}"
+
+
+def copy_of(folder: Path, target: Path) -> None:
+    """Copy an input with its times, by which an unfinished run knows its source."""
+    shutil.copytree(folder, target, copy_function=shutil.copy2)
+
+
+SUBJECTS: dict[str, Callable[[Path], None]] = {
+    "fp8": _fp8,
+    "bf16": _bf16,
+    "bundle": _bundle,
+    "paddlenlp": _paddlenlp,
+    "int4": _int4,
+    "unfinished": _unfinished,
+    "prompts": _prompts,
+}
