@@ -86,7 +86,8 @@ def _check_verified(sandbox: Sandbox, *options: object) -> None:
         # Tokenizers travel along as they are, damaged ones too.
         failed = [item for item in _failures(outcome.out) if "tokenizer" not in item]
         if failed:
-            raise Finding("contradiction", f"verify: {failed[0]}", outcome.out[-4000:])
+            item = failed[0].partition(":")[0]
+            raise Finding("contradiction", f"verify: {item}", "\n".join(failed))
     elif outcome.code:
         raise Finding("contradiction", f"verify: {outcome.err[:80]}", outcome.err)
 
