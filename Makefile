@@ -6,7 +6,7 @@ PYTEST := $(BIN)/python -m pytest -n auto --dist worksteal --durations 10
 PIP := $(BIN)/pip --disable-pip-version-check --quiet
 ENGINES_PIP := .venv-engines/bin/pip --disable-pip-version-check --quiet
 
-.PHONY: demo test test-all fuzz test-engines test-oldest-triton check fixture clean
+.PHONY: demo test test-all fuzz test-engines test-oldest-triton mutants check fixture clean
 
 demo: .venv/installed
 	scripts/demo
@@ -34,6 +34,13 @@ test-engines: .venv-engines/installed
 test-oldest-triton: .venv/installed-dev
 	$(PIP) install --no-deps --upgrade --target build/triton-3.6 triton==3.6.0
 	PYTHONPATH=build/triton-3.6 $(BIN)/python -m pytest tests/kernels/verify_attention/test_verify_attention_compiled.py
+
+# Small faults planted one at a time, which the tests of their file must notice: docs/mutants.md.
+# SAMPLE=n takes n random ones per room, by SEED; ONLY=path those of files whose path starts so.
+mutants: .venv/installed-dev
+	$(PIP) install -c constraints.txt --no-deps --upgrade --target build/mutmut mutmut libcst
+	PYTHONPATH=build/mutmut $(BIN)/python scripts/mutants.py \
+		$(if $(SAMPLE),--sample $(SAMPLE)) $(if $(SEED),--seed $(SEED)) $(if $(ONLY),--only $(ONLY))
 
 check: .venv/installed-dev
 	scripts/check

@@ -15,12 +15,9 @@ import pytest
 from safetensors import safe_open
 
 from benchmarks.make_checkpoint import TINY_CONFIG, make_checkpoint
+from disk import watch_disk
 from mtp_export.cli import main
 
-DISK_CALLS = (
-    *("open", "posix_fallocate", "pwrite", "fsync", "replace", "unlink", "close"),
-    *("link", "mkdir", "rmdir", "rename"),
-)
 MTP_LAYER = TINY_CONFIG["num_hidden_layers"]
 # Dimensions whose 128x128 tiles are whole, as transformers' fp8 loader needs them.
 WHOLE_TILES: dict[str, Any] = TINY_CONFIG | {
@@ -72,16 +69,11 @@ def die_at(call_number: int) -> None:
     """End this process at the n-th call from now that touches a disk, as kill -9 would."""
     calls = iter(range(1, 1 << 30))
 
-    def counted(real: object) -> object:
-        def wrapper(*arguments: object, **options: object) -> object:
-            if next(calls) == call_number:
-                os._exit(9)
-            return real(*arguments, **options)  # type: ignore[operator]
+    def die(call: str, arguments: tuple[object, ...]) -> None:
+        if next(calls) == call_number:
+            os._exit(9)
 
-        return wrapper
-
-    for name in DISK_CALLS:
-        setattr(os, name, counted(getattr(os, name)))
+    watch_disk(die)
 
 
 def nightly_but(every_push: Iterable[Any], values: Iterable[Any]) -> list[Any]:

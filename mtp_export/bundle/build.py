@@ -12,25 +12,18 @@ from pathlib import Path
 from typing import Any
 
 from mtp_export import __version__
-from mtp_export.bundle.journal import Journal
+from mtp_export.bundle.journal import Journal, journaled_files
 from mtp_export.bundle.links import guess_links, resolve_links
 from mtp_export.bundle.manifest import manifest, modification_times, source_identity
 from mtp_export.bundle.options import BundleOptions, Checksums, Part
-from mtp_export.bundle.preflight import (
-    check_disk,
-    check_memory,
-    check_output,
-    clear_output,
-    clear_stale,
-    clear_temporaries,
-    is_finished,
-)
+from mtp_export.bundle.own_files import check_own, clear, manifest_files
+from mtp_export.bundle.preflight import check_disk, check_memory, check_output, is_finished
 from mtp_export.bundle.run import COPY_BUFFER_BYTES, Proceed, RunResources, ShardJob, run
 from mtp_export.bundle.split import SplitOptions, main_part, mtp_part, shared_pairs
 from mtp_export.bundle.tied_weights import PIECE_BYTES, compare_tied
 from mtp_export.checkpoint.bundle_folder import MTP, open_checkpoint
 from mtp_export.checkpoint.direct_io import aligned_buffer
-from mtp_export.checkpoint.files import write_bytes, write_json
+from mtp_export.checkpoint.files import make_folder, write_bytes, write_json
 from mtp_export.checkpoint.header import TensorInfo
 from mtp_export.checkpoint.manifest import MANIFEST_NAME
 from mtp_export.checkpoint.plan import COPY, PartPlan, Resources, Step
@@ -73,6 +66,11 @@ class BundlePlan:
     parts: tuple[PartPlan, ...]
     recorded: Mapping[str, Any]
     device: str = "cpu"
+
+    @property
+    def files(self) -> frozenset[str]:
+        """Files of the parts, as paths below the output."""
+        return frozenset(f"{part.name}/{name}" for part in self.parts for name in part.file_names)
 
     @property
     def family(self) -> ModelFamily:
@@ -212,41 +210,48 @@ def run_bundle(plan: BundlePlan, progress: ProgressCallback) -> BundleResult:
             _write_parts(plan, journal, progress, compare=compare)
             _check_unchanged(plan.checkpoint)
         except InvalidInputError:
-            clear_output(output)  # nothing made of a wrong source is worth keeping
+            clear(output, journal.files)  # nothing made of a wrong source is worth keeping
             journal.remove()
             raise
         _finish(plan, journal)
     facts = {
-        name: noted
-        for shard in journal.finished.values()
-        for name, noted in shard.get("facts", {}).items()
+        name: noted for shard in journal.finished.values() for name, noted in shard.facts.items()
     }
     seconds = time.monotonic() - start
     return BundleResult(plan=plan, seconds=seconds, resumed_shards=resumed, facts=facts)
 
 
 def _open_journal(plan: BundlePlan, journal: Journal) -> None:
-    """Resume an earlier run, or clear the output and begin.
+    """Resume an earlier run, or begin; then clear the output of what is not finished.
 
     The output is checked again, now that no other run can change it.
     """
-    options, identity = plan.options, _identity(plan)
+    output, identity = plan.options.output_dir, _identity(plan)
     try:
-        check_output(options.output_dir, options.run.overwrite)
+        check_output(output, plan.options.run.overwrite)
+        resumes = _resume(plan, journal, identity)
+        own = plan.files | manifest_files(output) | journaled_files(output)
+        check_own(output, own)
     except OutputExistsError:
         if journal.is_empty:
             journal.remove()
         raise
-    if options.run.resume and not journal.is_empty:
-        try:
-            journal.resume(identity)
-            clear_temporaries(options.output_dir)
-            return
-        except OutputExistsError:
-            if not options.run.overwrite:
-                raise
-    clear_output(options.output_dir)
-    journal.begin(identity)
+    if not resumes:
+        journal.begin(identity, own)
+    clear(output, own, kept=journal.finished.keys())
+
+
+def _resume(plan: BundlePlan, journal: Journal, identity: Mapping[str, Any]) -> bool:
+    """Return whether the journal goes on; raises what Journal.resume does."""
+    if journal.is_empty or not plan.options.run.resume:
+        return False
+    try:
+        journal.resume(identity)
+    except OutputExistsError:
+        if not plan.options.run.overwrite:
+            raise
+        return False
+    return True
 
 
 def _identity(plan: BundlePlan) -> dict[str, Any]:
@@ -304,8 +309,7 @@ def _write_parts(
     jobs: list[ShardJob] = []
     for part in plan.parts:
         folder = plan.options.output_dir / part.name
-        folder.mkdir(exist_ok=True)
-        clear_stale(folder, {shard.file_name for shard in part.shards})
+        make_folder(folder)
         jobs += [ShardJob(f"{part.name}/{shard.file_name}", folder, shard) for shard in part.shards]
     tied = _tied_tensors(plan) if compare else {}
     copied = {step.inputs[0] for step in _read_steps(plan) if step.operation == COPY}
@@ -336,7 +340,7 @@ def _finish(plan: BundlePlan, journal: Journal) -> None:
     for part in plan.parts:
         folder = output / part.name
         for name in part.extra_files:
-            (folder / name).parent.mkdir(exist_ok=True)
+            make_folder((folder / name).parent)
             write_bytes(folder / name, plan.checkpoint.files.read(name))
         write_json(folder / INDEX_NAME, part.index())
         write_json(folder / CONFIG_NAME, part.config)

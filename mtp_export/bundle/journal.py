@@ -8,37 +8,59 @@ from __future__ import annotations
 import fcntl
 import json
 import os
-from collections.abc import Mapping
+import stat
+from collections.abc import Mapping, Set
 from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
-from typing import Any, BinaryIO
+from typing import Any
 
-from mtp_export.checkpoint.files import sync_folder, write_failure
+from mtp_export.bundle.journal_content import (
+    DamagedJournal,
+    JournalContent,
+    ShardFacts,
+    encoded,
+    new_checksum,
+    parsed,
+    shard_line,
+)
+from mtp_export.checkpoint.files import (
+    make_folder,
+    read_failure,
+    sync_folder,
+    write_all,
+    write_failure,
+    write_whole,
+)
 from mtp_export.errors import OutputExistsError
 
 JOURNAL_NAME = ".mtp_export.journal"
 _SOURCE_FIELDS = ("source", "modified_ns")  # fields of a run's identity
+_MAX_BYTES = 1 << 30  # a hundred times that of a bundle of 671B parameters
+_OPEN_FLAGS = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
 
 
 class Journal:
     """Journal of one output folder (created if need be), open and locked.
 
-    Raises OutputExistsError when another run holds it.
+    finished holds the facts of every finished shard, files the paths below the output folder that
+    the run writes or replaces. Raises OutputExistsError when another run holds it.
     """
 
     def __init__(self, folder: Path) -> None:
         self.path = folder / JOURNAL_NAME
-        self.finished: dict[str, dict[str, Any]] = {}
+        self.files: frozenset[str] = frozenset()
+        self.finished: dict[str, ShardFacts] = {}
+        self._checksum, self._end = new_checksum(), 0  # of the lines so far
+        make_folder(folder)
         try:
-            folder.mkdir(parents=True, exist_ok=True)
-            self._file: BinaryIO = self.path.open("a+b")
+            self._fd = os.open(self.path, _OPEN_FLAGS, 0o666)
         except OSError as error:
             raise write_failure(self.path, error) from error
         try:
             self._lock()
         except BaseException:
-            self._file.close()
+            os.close(self._fd)
             raise
 
     def __enter__(self) -> Journal:
@@ -50,70 +72,91 @@ class Journal:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        self._file.close()
+        os.close(self._fd)
 
     @property
     def is_empty(self) -> bool:
         """True when no run has begun here since the last one ended."""
-        return os.fstat(self._file.fileno()).st_size == 0
+        return os.fstat(self._fd).st_size == 0
 
     def resume(self, identity: Mapping[str, Any]) -> None:
         """Take over what an earlier run of the same identity finished.
 
         identity describes bundle and source as JSON. Raises OutputExistsError for another
-        identity, naming the first field that differs, and for a journal that cannot be read.
+        identity, naming the first field that differs, and for a journal that is damaged.
         """
-        self._file.seek(0)
-        raw = self._file.read()
-        end = raw.rfind(b"\n") + 1
         try:
-            first, *lines = [json.loads(line) for line in raw[:end].splitlines()]
-            recorded = first["identity"]
-            finished = {line["finished"]: _checked(line["facts"]) for line in lines}
-        except (ValueError, KeyError, TypeError) as error:
+            content = parsed(_read(self.path))
+        except DamagedJournal as damage:
             raise OutputExistsError(
                 "The journal of the unfinished run is damaged",
                 where=self.path,
-                found=f"{type(error).__name__}: {error}",
+                expected="the lines that an unfinished run of this version left",
+                found=damage,
                 todo="Pass --no-resume to start over",
             ) from None
-        _refuse_other(recorded, json.loads(json.dumps(identity)), self.path.parent)
-        self._file.truncate(end)  # a line that a kill cut short
-        self.finished = finished
+        _refuse_other(content.identity, json.loads(json.dumps(identity)), self.path.parent)
+        self._start(content)
 
-    def begin(self, identity: Mapping[str, Any]) -> None:
-        """Start over, in a folder that has been cleared (IoError)."""
-        self.finished = {}
-        try:
-            self._file.truncate(0)
-            self._append({"identity": identity})
-            sync_folder(self.path.parent)
-        except OSError as error:
-            raise write_failure(self.path, error) from error
+    def begin(self, identity: Mapping[str, Any], files: Set[str]) -> None:
+        """Start over (IoError); nothing in the folder may have been touched yet.
 
-    def record(self, key: str, facts: Mapping[str, Any]) -> None:
+        files are the paths below the folder that this run may remove or replace.
+        """
+        self._start(JournalContent(dict(identity), frozenset(files)))
+
+    def record(self, key: str, facts: ShardFacts) -> None:
         """Record that a shard is finished and on disk (IoError)."""
+        checksum = self._checksum.copy()
+        line = encoded(shard_line(key, facts), checksum)
         try:
-            self._append({"finished": key, "facts": facts})
+            write_all(self._fd, line, self._end)  # over one that could not be written
+            os.fsync(self._fd)
         except OSError as error:
             raise write_failure(self.path, error) from error
-        self.finished[key] = dict(facts)
+        self._end, self._checksum = self._end + len(line), checksum
+        self.finished[key] = facts
 
     def remove(self) -> None:
-        """Remove the journal, and its folder when that holds nothing else."""
-        self.path.unlink(missing_ok=True)
+        """Remove the journal, and its folder when that holds nothing else (IoError)."""
+        try:
+            self.path.unlink(missing_ok=True)
+        except OSError as error:
+            raise write_failure(self.path, error) from error
+        # One that a power cut brings back only has the same command end the run once more.
+        with suppress(OSError):
+            sync_folder(self.path.parent)
         with suppress(OSError):
             self.path.parent.rmdir()
 
-    def _append(self, line: Mapping[str, Any]) -> None:
-        self._file.write(json.dumps(line, separators=(",", ":")).encode() + b"\n")
-        self._file.flush()
-        os.fsync(self._file.fileno())
+    def _start(self, content: JournalContent) -> None:
+        """Replace the journal by a whole one, and keep the lock."""
+        checksum, before = new_checksum(), self._fd
+        raw = b"".join(encoded(line, checksum) for line in content.lines())
+
+        def write(fd: int) -> None:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            write_all(fd, raw, 0)
+            self._fd = os.dup(fd)  # of the same open file, and so with its lock
+
+        try:
+            write_whole(self.path, write)
+        finally:
+            if self._fd != before:
+                os.close(before)
+        self.files, self.finished = content.files, dict(content.finished)
+        self._checksum, self._end = checksum, len(raw)
 
     def _lock(self) -> None:
+        if not stat.S_ISREG(os.fstat(self._fd).st_mode):
+            raise OutputExistsError(
+                "The journal of the unfinished run is no regular file",
+                where=self.path,
+                todo="Choose another --output-dir; this tool does not remove it",
+            )
         try:
-            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            if os.fstat(self._file.fileno()).st_ino == self.path.stat().st_ino:
+            fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if os.fstat(self._fd).st_ino == self.path.stat().st_ino:
                 return
         except (BlockingIOError, FileNotFoundError):
             pass
@@ -124,22 +167,35 @@ class Journal:
         )
 
 
-def _checked(facts: Any) -> dict[str, Any]:
-    """Return the facts recorded of a shard (KeyError, TypeError for others)."""
-    if type(facts["size_bytes"]) is not int:
-        raise TypeError("size_bytes is not a number")
-    unread = "link" in facts and "xxh3_128" not in facts
-    if not unread and not isinstance(facts["xxh3_128"], dict):
-        raise TypeError("xxh3_128 holds no checksums")
-    return dict(facts)
+def journaled_files(folder: Path) -> frozenset[str]:
+    """Return the files that the journal of a folder says its run writes or replaces: none without
+    a journal or with one whose first line is damaged (IoError)."""
+    path = folder / JOURNAL_NAME
+    if not path.is_file():
+        return frozenset()
+    try:
+        return parsed(_read(path).partition(b"\n")[0] + b"\n").files
+    except DamagedJournal:
+        return frozenset()
 
 
-def _refuse_other(recorded: Any, wanted: Mapping[str, Any], folder: Path) -> None:
+def _read(path: Path) -> bytes:
+    try:
+        with path.open("rb") as file:
+            raw = file.read(_MAX_BYTES + 1)
+    except OSError as error:
+        raise read_failure(path, error) from error
+    if len(raw) > _MAX_BYTES:
+        raise DamagedJournal(f"more than {_MAX_BYTES} bytes")
+    return raw
+
+
+def _refuse_other(recorded: dict[str, Any], wanted: Mapping[str, Any], folder: Path) -> None:
     if recorded == wanted:
         return
     before, now = _first_difference(recorded, wanted)
     source = {key: wanted[key] for key in _SOURCE_FIELDS if key in wanted}
-    if isinstance(recorded, dict) and recorded | source == wanted:
+    if recorded | source == wanted:
         raise OutputExistsError(
             "The source changed since the unfinished run in this output folder began",
             where=folder,
@@ -160,7 +216,9 @@ def _first_difference(before: Any, now: Any) -> tuple[str, str]:
     """Return the first pair of values in which two JSON values differ, in words."""
     path = ""
     while isinstance(before, dict) and isinstance(now, dict):
-        keys = sorted(before.keys() | now.keys())
-        key = next(key for key in keys if before.get(key) != now.get(key))
-        path, before, now = f"{path}{key} ", before.get(key), now.get(key)
+        pairs = {key: (before.get(key), now.get(key)) for key in before.keys() | now.keys()}
+        unlike = [key for key in sorted(pairs) if pairs[key][0] != pairs[key][1]]
+        # Without one they differ in a key whose value is null.
+        key = min(unlike or before.keys() ^ now.keys())
+        path, (before, now) = f"{path}{key} ", pairs[key]
     return f"{path}{before} (in the unfinished run)", f"{path}{now} (now)"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import os
 import shutil
@@ -14,6 +15,8 @@ from mtp_export.checkpoint.plan import Link
 from mtp_export.errors import UnsupportedError
 
 _FICLONE = 0x40049409  # linux/fs.h: _IOW(0x94, 9, int)
+# Failures of the disk, which say nothing about links.
+_DISK_FAILURES = (errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EROFS)
 PROBE_PREFIX = ".mtp-export-probe-"
 
 
@@ -43,7 +46,8 @@ def resolve_links(wanted: Link, shards: Iterable[Path], folder: Path) -> dict[Pa
 
     It is tried once per device and owner, then undone.
 
-    Raises UnsupportedError when a way was asked for by name and does not work.
+    Raises UnsupportedError when a way was asked for by name and does not work, IoError when the
+    disk fails.
     """
     shards = list(shards)
     if wanted is Link.COPY:
@@ -87,6 +91,8 @@ def _try(wanted: Link, source: Path, folder: Path) -> Link:
                 _MAKERS[way](source, trial / way)
                 return way
             except OSError as error:
+                if error.errno in _DISK_FAILURES:
+                    raise write_failure(trial, error) from error
                 reasons.append(f"{way}: {error.strerror}")
     finally:
         shutil.rmtree(trial, ignore_errors=True)

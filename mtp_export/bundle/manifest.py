@@ -12,6 +12,7 @@ from typing import Any
 
 import xxhash
 
+from mtp_export.bundle.journal_content import ShardFacts
 from mtp_export.checkpoint.manifest import FORMAT, FORMAT_VERSION
 from mtp_export.checkpoint.plan import OutputShard, PartPlan
 from mtp_export.checkpoint.reader import Checkpoint
@@ -40,7 +41,7 @@ def modification_times(checkpoint: Checkpoint) -> dict[str, int]:
 def manifest(
     head: Mapping[str, Any],
     parts: Sequence[tuple[PartPlan, Path]],
-    finished: Mapping[str, Mapping[str, Any]],
+    finished: Mapping[str, ShardFacts],
     source: Checkpoint,
 ) -> dict[str, Any]:
     """Return the manifest of a finished bundle.
@@ -49,7 +50,7 @@ def manifest(
     "part/file name".
     """
 
-    def facts_of(part: PartPlan, shard: OutputShard) -> Mapping[str, Any]:
+    def facts_of(part: PartPlan, shard: OutputShard) -> ShardFacts:
         return finished[f"{part.name}/{shard.file_name}"]
 
     return {
@@ -69,28 +70,28 @@ def manifest(
     }
 
 
-def _shard(shard: OutputShard, facts: Mapping[str, Any], source: Checkpoint) -> dict[str, Any]:
+def _shard(shard: OutputShard, facts: ShardFacts, source: Checkpoint) -> dict[str, Any]:
     """Return the entry of a shard.
 
     A linked shard is the source's file: it has the hash of its header, which lists its tensors. One
     that was written or checksummed has each tensor's operation, sources and checksum, and the facts
     that its transform returned.
     """
-    entry: dict[str, Any] = {"size_bytes": facts["size_bytes"]}
+    entry: dict[str, Any] = {"size_bytes": facts.size_bytes}
     if shard.linked_from is not None:
         entry |= {
-            "link": facts["link"],
+            "link": facts.link,
             "source_shard": source.shard_name(shard.linked_from),
             "header_sha256": shard.linked_from.header_sha256,
         }
-    if shard.is_read:
+    if facts.xxh3_128 is not None:
         entry["tensors"] = {
             tensor.name: {
                 "operation": step.operation.name,
                 **({"scheme": step.scheme} if step.scheme is not None else {}),
                 "sources": list(step.inputs),
-                "xxh3_128": facts["xxh3_128"][tensor.name],
-                **facts["facts"].get(tensor.name, {}),
+                "xxh3_128": facts.xxh3_128[tensor.name],
+                **facts.facts.get(tensor.name, {}),
             }
             for step in shard.steps
             for tensor in step.outputs
@@ -100,12 +101,10 @@ def _shard(shard: OutputShard, facts: Mapping[str, Any], source: Checkpoint) -> 
 
 def _files(part: PartPlan, folder: Path) -> dict[str, dict[str, Any]]:
     """Return size and checksum of every file of a part that is not a shard."""
-    shards = {shard.file_name for shard in part.shards}
     return {
         path.relative_to(folder).as_posix(): {
             "size_bytes": path.stat().st_size,
             "xxh3_128": xxhash.xxh3_128(path.read_bytes()).hexdigest(),
         }
-        for path in sorted(folder.rglob("*"))
-        if path.is_file() and path.name not in shards
+        for path in sorted(folder / name for name in part.other_files)
     }

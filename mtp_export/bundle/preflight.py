@@ -4,18 +4,22 @@ from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Set
 from pathlib import Path
 
 from mtp_export.bundle.journal import JOURNAL_NAME
 from mtp_export.bundle.links import PROBE_PREFIX, existing_parent
-from mtp_export.checkpoint.files import temporary_path, write_failure
+from mtp_export.bundle.own_files import (
+    PARTS,
+    TEMPORARIES,
+    check_own,
+    foreign_files,
+    manifest_files,
+)
 from mtp_export.checkpoint.manifest import MANIFEST_NAME
 from mtp_export.errors import OutputExistsError, ResourceError, UsageError
 
 # Indexes, configs, tokenizers, the manifest and the file system's own needs.
 _SPARE_DISK_BYTES = 128_000_000
-_PARTS = ("main", "mtp")
 
 
 def check_nesting(source: Path, output: Path) -> None:
@@ -53,7 +57,7 @@ def check_disk(output: Path, written_bytes: int) -> None:
 
 
 def _reusable_bytes(output: Path) -> int:
-    stats = [path.stat() for part in _PARTS for path in (output / part).glob("*")]
+    stats = [path.stat() for part in PARTS for path in (output / part).glob("*")]
     return sum(stat.st_blocks * 512 for stat in stats if stat.st_nlink == 1)
 
 
@@ -92,7 +96,7 @@ def check_output(output: Path, overwrite: bool) -> None:
     """Refuse an output folder that holds something this run must not touch (OutputExistsError).
 
     Usable are a missing or empty folder and that of an unfinished run (it has a journal), and with
-    overwrite also a finished bundle. Files beside its parts are never removed.
+    overwrite also a finished bundle that nobody put other files into.
     """
     if not output.is_dir():
         if os.path.lexists(output):
@@ -100,25 +104,21 @@ def check_output(output: Path, overwrite: bool) -> None:
                 "The output is not a folder", where=output, todo="Choose another --output-dir"
             )
         return
-    names = {path.name for path in output.iterdir() if not path.name.startswith(PROBE_PREFIX)}
-    linked = [name for name in _PARTS if (output / name).is_symlink()]
-    bundle = {*_PARTS, MANIFEST_NAME, temporary_path(output / MANIFEST_NAME).name, JOURNAL_NAME}
-    foreign = linked or sorted(names - bundle)
+    names = {path.name for path in output.iterdir()} - TEMPORARIES
+    names = {name for name in names if not name.startswith(PROBE_PREFIX)}
+    parts = [output / name for name in PARTS if name in names]
+    others = [path.name for path in parts if path.is_symlink() or not path.is_dir()]
+    foreign = others or sorted(names - {*PARTS, MANIFEST_NAME, JOURNAL_NAME})
     if foreign or (names and not names & {MANIFEST_NAME, JOURNAL_NAME}):
-        raise OutputExistsError(
-            "The output folder holds files that are not part of a bundle",
-            where=output,
-            expected="a new or empty folder",
-            found=", ".join((foreign or sorted(names))[:3]),
-            todo="Choose another --output-dir; this tool does not remove them, not even with "
-            "--overwrite",
-        )
-    if is_finished(output) and not overwrite:
-        raise OutputExistsError(
-            "The output folder already holds a finished bundle",
-            where=output,
-            todo="Pass --overwrite to replace it, or choose another --output-dir",
-        )
+        raise foreign_files(output, foreign or sorted(names), "a new or empty folder")
+    if is_finished(output):
+        if not overwrite:
+            raise OutputExistsError(
+                "The output folder already holds a finished bundle",
+                where=output,
+                todo="Pass --overwrite to replace it, or choose another --output-dir",
+            )
+        check_own(output, manifest_files(output))
 
 
 def is_finished(output: Path) -> bool:
@@ -126,30 +126,3 @@ def is_finished(output: Path) -> bool:
     journal = output / JOURNAL_NAME
     unfinished = journal.exists() and journal.stat().st_size > 0
     return (output / MANIFEST_NAME).exists() and not unfinished
-
-
-def clear_output(output: Path) -> None:
-    """Remove what an earlier run left, the manifest first, but not the journal (IoError)."""
-    try:
-        (output / MANIFEST_NAME).unlink(missing_ok=True)
-        for part in _PARTS:
-            if (output / part).exists():
-                shutil.rmtree(output / part)
-        clear_temporaries(output)
-    except OSError as error:
-        raise write_failure(output, error) from error
-
-
-def clear_temporaries(folder: Path) -> None:
-    """Remove the half-written files and link probes of a killed run."""
-    for path in folder.glob(".*.tmp"):
-        path.unlink()
-    for path in folder.glob(f"{PROBE_PREFIX}*"):
-        shutil.rmtree(path)
-
-
-def clear_stale(folder: Path, wanted: Set[str]) -> None:
-    """Remove what a part's folder holds beside the wanted files: engines would load it."""
-    for path in folder.iterdir():
-        if path.name not in wanted:
-            shutil.rmtree(path) if path.is_dir() else path.unlink()

@@ -13,11 +13,11 @@ from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import xxhash
 
 from mtp_export.bundle.journal import Journal
+from mtp_export.bundle.journal_content import ShardFacts
 from mtp_export.bundle.links import link_shard
 from mtp_export.bundle.tied_weights import PIECE_BYTES, compare_tied
 from mtp_export.checkpoint.direct_io import aligned_buffer
@@ -95,11 +95,20 @@ def run(
 def _is_finished(job: ShardJob, journal: Journal, resources: RunResources) -> bool:
     facts = journal.finished.get(job.key)
     path = job.folder / job.shard.file_name
-    if facts is None or not path.is_file() or path.stat().st_size != facts["size_bytes"]:
+    if facts is None or not path.is_file() or path.stat().st_size != facts.size_bytes:
+        return False
+    if not _describes(facts, job.shard):
         return False
     if job.shard.is_read:
         resources.progress(job.shard.size_bytes)
     return True
+
+
+def _describes(facts: ShardFacts, shard: OutputShard) -> bool:
+    """Return whether facts are those that the shard has when it is finished."""
+    link = str(shard.link) if shard.linked_from is not None else None
+    names = {tensor.name for tensor in shard.tensors} if shard.is_read else set()
+    return facts.link == link and (facts.xxh3_128 or {}).keys() == names >= facts.facts.keys()
 
 
 def _tasks(shard: OutputShard) -> Sequence[Step | None]:
@@ -108,19 +117,17 @@ def _tasks(shard: OutputShard) -> Sequence[Step | None]:
     return (*link, *(shard.steps if shard.is_read else ()))
 
 
-def _journal_facts(shard: _OpenShard) -> dict[str, Any]:
+def _journal_facts(shard: _OpenShard) -> ShardFacts:
     """Return what the journal keeps of a finished shard, for the manifest."""
-    plan = shard.job.shard
-    if plan.linked_from is not None:
-        facts: dict[str, Any] = {"size_bytes": plan.linked_from.size_bytes, "link": str(plan.link)}
-    else:
-        assert shard.writer is not None
-        facts = {"size_bytes": shard.writer.size_bytes}
+    plan, writer = shard.job.shard, shard.writer
+    checksums = None
     if plan.is_read:
-        names = [tensor.name for step in plan.steps for tensor in step.outputs]
-        facts["xxh3_128"] = {name: shard.checksums[name] for name in names}
-        facts["facts"] = shard.facts
-    return facts
+        checksums = {tensor.name: shard.checksums[tensor.name] for tensor in plan.tensors}
+    if plan.linked_from is not None:
+        size_bytes = plan.linked_from.size_bytes
+        return ShardFacts(size_bytes, str(plan.link), xxh3_128=checksums, facts=shard.facts)
+    assert writer is not None
+    return ShardFacts(writer.size_bytes, xxh3_128=checksums, facts=shard.facts)
 
 
 class _Run:
@@ -240,9 +247,8 @@ class _Run:
     def _writer_of(self, shard: _OpenShard) -> ShardWriter:
         with shard.lock:
             if shard.writer is None:
-                tensors = [tensor for step in shard.job.shard.steps for tensor in step.outputs]
-                path = shard.job.folder / shard.job.shard.file_name
-                shard.writer = ShardWriter(path, tensors)
+                plan = shard.job.shard
+                shard.writer = ShardWriter(shard.job.folder / plan.file_name, plan.tensors)
             return shard.writer
 
     def _finish_step(

@@ -1,12 +1,12 @@
-"""Atomic writes of small files, their size limits, and the errors of files that cannot be read or
-written."""
+"""Files that are written whole or not at all and survive a power cut; limits of what is read whole;
+the errors of files that cannot be read or written."""
 
 from __future__ import annotations
 
 import errno
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from fnmatch import fnmatch
 from pathlib import Path
@@ -35,6 +35,10 @@ def check_small_file(path: Path, size_bytes: int) -> None:
             found=f"{size_bytes} bytes",
             todo="Get the file again from the checkpoint's source",
         )
+
+
+# Flags of a new file: one that is written until it is whole. A link left in its place is refused.
+NEW_FILE = os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_CLOEXEC
 
 
 def read_failure(path: Path, error: OSError) -> IoError:
@@ -67,25 +71,54 @@ def temporary_path(path: Path) -> Path:
     return path.with_name(f".{path.name}.tmp")
 
 
-def write_bytes(path: Path, data: bytes) -> None:
-    """Write a small file whole or not at all (IoError)."""
+def write_all(fd: int, data: bytes | memoryview, position: int) -> None:
+    """Write all of some bytes at a place in a file, however few each call takes."""
+    left = memoryview(data)
+    while len(left):
+        count = os.pwrite(fd, left, position)
+        left, position = left[count:], position + count
+
+
+def write_whole(path: Path, write: Callable[[int], object]) -> None:
+    """Make a file whole or not at all (IoError): write gets the descriptor of a temporary one,
+    which is brought to disk before it gets its name."""
     temporary = temporary_path(path)
     try:
-        with temporary.open("wb") as file:
-            file.write(data)
-            file.flush()
-            os.fsync(file.fileno())
+        fd = os.open(temporary, NEW_FILE, 0o666)
+        try:
+            write(fd)
+            os.fsync(fd)
+        finally:
+            os.close(fd)
         os.replace(temporary, path)
         sync_folder(path.parent)
-    except OSError as error:
+    except BaseException as error:
         with suppress(OSError):
             temporary.unlink(missing_ok=True)
-        raise write_failure(path, error) from error
+        if isinstance(error, OSError):
+            raise write_failure(path, error) from error
+        raise
+
+
+def write_bytes(path: Path, data: bytes) -> None:
+    """Write a small file whole or not at all (IoError)."""
+    write_whole(path, lambda fd: write_all(fd, data, 0))
 
 
 def write_json(path: Path, value: Mapping[str, Any]) -> None:
     """Write a JSON file whole or not at all (IoError)."""
     write_bytes(path, (json.dumps(value, indent=2) + "\n").encode())
+
+
+def make_folder(folder: Path) -> None:
+    """Make a folder and those above it, if need be, so that they survive a power cut (IoError)."""
+    try:
+        missing = [path for path in (folder, *folder.absolute().parents) if not path.exists()]
+        folder.mkdir(parents=True, exist_ok=True)
+        for path in missing:
+            sync_folder(path.parent)
+    except OSError as error:
+        raise write_failure(folder, error) from error
 
 
 def sync_folder(folder: Path) -> None:

@@ -13,6 +13,7 @@ from typing import Any, ClassVar, Protocol
 
 from mtp_export.checkpoint.dtypes import tensor_bytes
 from mtp_export.checkpoint.header import ShardHeader, TensorInfo
+from mtp_export.checkpoint.reader import CONFIG_NAME, INDEX_NAME
 
 
 class Link(StrEnum):
@@ -122,6 +123,10 @@ class OutputShard:
         return replace(self, link=link, checked=checked)
 
     @property
+    def tensors(self) -> tuple[OutputTensor, ...]:
+        return tuple(tensor for step in self.steps for tensor in step.outputs)
+
+    @property
     def is_read(self) -> bool:
         """True when its tensors pass through the run, to be written or only checksummed."""
         return self.linked_from is None or self.checked
@@ -149,8 +154,18 @@ class PartPlan:
         return tuple(shard for shard in self.shards if shard.linked_from is not None)
 
     @property
+    def other_files(self) -> tuple[str, ...]:
+        """Files beside the shards, in the order in which they are written: config.json last."""
+        return (*self.extra_files, INDEX_NAME, CONFIG_NAME)
+
+    @property
+    def file_names(self) -> tuple[str, ...]:
+        """All files of the folder."""
+        return (*(shard.file_name for shard in self.shards), *self.other_files)
+
+    @property
     def tensor_count(self) -> int:
-        return sum(len(step.outputs) for shard in self.shards for step in shard.steps)
+        return sum(len(shard.tensors) for shard in self.shards)
 
     @property
     def checked(self) -> tuple[OutputShard, ...]:
@@ -167,10 +182,7 @@ class PartPlan:
     def index(self) -> dict[str, Any]:
         """Return the content of model.safetensors.index.json."""
         weight_map = {
-            tensor.name: shard.file_name
-            for shard in self.shards
-            for step in shard.steps
-            for tensor in step.outputs
+            tensor.name: shard.file_name for shard in self.shards for tensor in shard.tensors
         }
         total = sum(shard.size_bytes for shard in self.shards)
         return {

@@ -17,12 +17,17 @@ from mtp_export.checkpoint.direct_io import (
     open_directly,
     page_memory,
 )
-from mtp_export.checkpoint.files import sync_folder, temporary_path, write_failure
+from mtp_export.checkpoint.files import (
+    NEW_FILE,
+    sync_folder,
+    temporary_path,
+    write_all,
+    write_failure,
+)
 from mtp_export.checkpoint.plan import OutputTensor
 
 _ALIGNMENT_BYTES = 8
 WRITE_BUFFER_BYTES = 4 << 20
-_OPEN_FLAGS = os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC
 
 
 def encode_header(tensors: Sequence[OutputTensor]) -> tuple[bytes, dict[str, int]]:
@@ -86,9 +91,9 @@ class ShardWriter:
         self._direct_fd: int | None = None
         self._is_direct = False
         try:
-            self._fd = os.open(self._temporary, _OPEN_FLAGS, 0o666)
+            self._fd = os.open(self._temporary, NEW_FILE, 0o666)
             os.posix_fallocate(self._fd, 0, self.size_bytes)
-            self._write_all(memoryview(self._head), 0)
+            write_all(self._fd, self._head, 0)
             self._direct_fd = open_directly(self._temporary, os.O_WRONLY)
             self._is_direct = self._direct_fd is not None
         except OSError as error:
@@ -101,7 +106,7 @@ class ShardWriter:
             if name in self._buffers or self._left[name] >= MIN_DIRECT_BYTES:
                 self._buffer(name, data)
             else:
-                self._write_all(data, self._places[name])
+                self._write_cached(data, self._places[name])
                 self._places[name] += len(data)
                 self._left[name] -= len(data)
         except OSError as error:
@@ -125,13 +130,12 @@ class ShardWriter:
         memory, page, start, end = buffer.memory, buffer.page, buffer.start, buffer.end
         first = min(-(-start // PAGE_BYTES) * PAGE_BYTES, end)
         last = max(end // PAGE_BYTES * PAGE_BYTES, first)
-        self._write_all(memory[start:first], page + start)
+        self._write_cached(memory[start:first], page + start)
         self._write_pages(memory[first:last], page + first)
-        self._write_all(memory[last:end], page + last)
+        self._write_cached(memory[last:end], page + last)
 
     def _write_pages(self, data: memoryview, position: int) -> None:
         """Write past the page cache, or through it where the file system does not support that."""
-        assert self._fd is not None
         while len(data) and self._is_direct and self._direct_fd is not None:
             try:
                 count = os.pwrite(self._direct_fd, data, position)
@@ -141,13 +145,11 @@ class ShardWriter:
                 self._is_direct = False
             else:
                 data, position = data[count:], position + count
-        self._write_all(data, position)
+        self._write_cached(data, position)
 
-    def _write_all(self, data: memoryview, position: int) -> None:
+    def _write_cached(self, data: memoryview, position: int) -> None:
         assert self._fd is not None
-        while len(data):
-            count = os.pwrite(self._fd, data, position)
-            data, position = data[count:], position + count
+        write_all(self._fd, data, position)
 
     def commit(self) -> None:
         """Bring the file to disk and give it its name."""

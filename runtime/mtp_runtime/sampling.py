@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
 import numpy as np
 
@@ -52,7 +52,9 @@ class SamplingParams:
     def stop_texts(self) -> tuple[str, ...]:
         if self.stop is None:
             return ()
-        return tuple(self.stop) if isinstance(self.stop, list | tuple) else (self.stop,)
+        if isinstance(self.stop, list | tuple):
+            return tuple(self.stop)
+        return (cast(str, self.stop),)  # __post_init__ refuses anything else
 
 
 class Choices(Protocol):

@@ -5,12 +5,10 @@ from __future__ import annotations
 
 import json
 import os
-import random
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 
@@ -18,6 +16,7 @@ import pytest
 import xxhash
 from safetensors import safe_open
 
+from bundle.commands import UNFINISHED
 from cases import (
     TINY_CONFIG,
     export,
@@ -32,10 +31,9 @@ from mtp_export.bundle.journal import Journal
 from mtp_export.checkpoint import writer
 from mtp_export.checkpoint.direct_io import PAGE_BYTES
 
-# Many small files, so that there is much to interrupt; --link copy has the main part written too.
-OPTIONS = ("--max-shard-size", "60kB", "--link", "copy", "--workers", "2", "--quiet")
+OPTIONS = UNFINISHED
 FEWER = ("--max-shard-size", "300kB", "--link", "hardlink", "--workers", "2", "--quiet")
-MANIFEST, JOURNAL = "mtp_export.json", ".mtp_export.journal"
+MANIFEST = "mtp_export.json"
 
 
 @pytest.fixture(scope="module")
@@ -146,25 +144,6 @@ def larger_whole(larger: Path, tmp_path_factory: pytest.TempPathFactory) -> dict
     return tree(output)
 
 
-def moments() -> Iterator[float]:
-    """Seconds after the first byte."""
-    yield 0.0
-    chance = random.Random(61)
-    yield from (chance.uniform(0.0, 1.0) for _ in range(5))
-
-
-@pytest.mark.parametrize("seconds", list(moments()))
-def test_kill_9(seconds: float, larger: Path, output: Path, larger_whole: dict[str, bytes]) -> None:
-    process = start(larger, output)
-    wait_for_writing(process, output)
-    time.sleep(seconds)
-    process.kill()
-    process.communicate()
-    if not looks_finished(output):
-        assert export(larger, output, *OPTIONS).code == 0
-    assert tree(output) == larger_whole
-
-
 def test_ctrl_c(larger: Path, output: Path, larger_whole: dict[str, bytes]) -> None:
     process = start(larger, output)
     wait_for_writing(process, output)
@@ -177,24 +156,6 @@ def test_ctrl_c(larger: Path, output: Path, larger_whole: dict[str, bytes]) -> N
     assert not (output / MANIFEST).exists()
     assert export(larger, output, *OPTIONS).code == 0
     assert tree(output) == larger_whole
-
-
-@pytest.fixture
-def unfinished(source: Path, output: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """An output that a failing disk left unfinished after its third shard."""
-    with monkeypatch.context() as patch:
-        real, calls = os.posix_fallocate, [0]
-
-        def fail(*arguments: int) -> None:
-            calls[0] += 1
-            if calls[0] > 3:
-                raise OSError(5, "Input/output error")
-            real(*arguments)
-
-        patch.setattr(os, "posix_fallocate", fail)
-        assert export(source, output, *OPTIONS, "--workers", "1").code == 6
-    assert len(list(output.glob("*/model-*"))) == 3
-    return output
 
 
 def test_finished_shards_are_not_written_again(source: Path, unfinished: Path) -> None:
@@ -241,47 +202,6 @@ def test_changed_options_are_refused(
     assert outcome.code == 8
     assert says in outcome.err
     assert option[1] in outcome.err
-
-
-@pytest.mark.parametrize(
-    "damage",
-    [
-        b"\xff\xfe garbage\n",
-        b"{}\n",
-        b"[]\n",
-        b'{"finished": "main/x", "facts": {}}\n',
-        b'{"finished": "main/x", "facts": {"size_bytes": 3}}\n',
-    ],
-)
-@pytest.mark.parametrize("first", [True, False])
-def test_a_damaged_journal_is_refused(
-    damage: bytes, first: bool, source: Path, unfinished: Path, whole: dict[str, bytes]
-) -> None:
-    journal = unfinished / JOURNAL
-    lines = journal.read_bytes().splitlines(keepends=True)
-    journal.write_bytes(b"".join([damage, *lines[1:]] if first else [*lines, damage]))
-    outcome = export(source, unfinished, *OPTIONS)
-    assert outcome.code == 8
-    assert "--no-resume" in outcome.err
-    assert export(source, unfinished, *OPTIONS, "--no-resume").code == 0
-    assert tree(unfinished) == whole
-
-
-def test_a_line_that_a_kill_cut_short_is_no_damage(
-    source: Path, unfinished: Path, whole: dict[str, bytes]
-) -> None:
-    journal = unfinished / JOURNAL
-    journal.write_bytes(journal.read_bytes()[:-20])
-    assert export(source, unfinished, *OPTIONS).code == 0
-    assert tree(unfinished) == whole
-
-
-def test_a_stale_shard_does_not_survive_a_resume(
-    source: Path, unfinished: Path, whole: dict[str, bytes]
-) -> None:
-    (unfinished / "main" / "model-99999-of-99999.safetensors").write_bytes(b"stale")
-    assert export(source, unfinished, *OPTIONS).code == 0
-    assert tree(unfinished) == whole
 
 
 def test_a_source_that_changes_during_the_run_is_noticed(

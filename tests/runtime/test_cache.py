@@ -10,13 +10,22 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mtp_export.errors import ResourceError
-from mtp_runtime.cache import CachedSequence, LayerCaches, PageAllocator
+from mtp_runtime.cache import (
+    CachedSequence,
+    JoinedCaches,
+    LayerCaches,
+    PageAllocator,
+    elements_per_token,
+    lay_out,
+)
 from runtime.harness import Walk, load, prompts_of
+
+CPU = torch.device("cpu")
 
 
 def allocator_of(pages: int, page_size: int) -> PageAllocator:
     allocator = PageAllocator(pages, page_size)
-    spec = allocator.spec(torch.float32, torch.device("cpu"))
+    spec = allocator.spec(torch.float32, CPU)
     allocator.poison_freed(LayerCaches(((spec.empty(2), spec.empty()),)))
     return allocator
 
@@ -24,12 +33,91 @@ def allocator_of(pages: int, page_size: int) -> PageAllocator:
 def test_a_full_cache_is_refused_and_unchanged() -> None:
     cache, sequence = allocator_of(2, 4), CachedSequence()
     cache.append(sequence, 5)
-    with pytest.raises(ResourceError, match="no page left"):
+    with pytest.raises(ResourceError, match="no page left") as refusal:
         cache.append(sequence, 4)
+    assert (refusal.value.expected, refusal.value.found) == ("1 free pages", 0)
+    assert "cache_tokens" in str(refusal.value.todo)
     assert (sequence.length, cache.free_pages) == (5, 0)
     cache.append(sequence, 3)
     cache.truncate(sequence, 4)
     assert (sequence.length, len(sequence.pages), cache.free_pages) == (4, 1, 1)
+
+
+def test_pages_for_tokens() -> None:
+    cache, sequence = allocator_of(4, 3), CachedSequence()
+    assert [cache.pages_for(tokens) for tokens in (0, 1, 3, 4, 6, 7)] == [0, 1, 1, 2, 2, 3]
+    cache.append(sequence, 5)
+    assert [cache.missing_pages(sequence, tokens) for tokens in (0, 6, 7, 12)] == [0, 0, 1, 2]
+    cache.reserve(sequence, 12)
+    assert (sequence.length, sequence.pages, cache.free_pages) == (5, [0, 1, 2, 3], 0)
+
+
+def test_pages_are_given_out_in_order_also_those_that_come_back() -> None:
+    cache, first, second = allocator_of(5, 2), CachedSequence(), CachedSequence()
+    cache.append(first, 5)
+    cache.append(second, 2)
+    assert (first.pages, second.pages) == ([0, 1, 2], [3])
+    cache.truncate(first, 1)
+    assert (first.pages, cache.free_pages) == ([0], 3)
+    cache.append(second, 5)
+    assert second.pages == [3, 1, 2, 4]
+
+
+def test_rows_side_by_side() -> None:
+    cache, first, second = allocator_of(5, 3), CachedSequence(), CachedSequence()
+    cache.append(first, 5)
+    cache.append(second, 2)
+    cache.append(first, 2)
+    layout = lay_out(cache, [first, second], [(2, 7), (0, 1)], CPU)
+    assert layout.positions.tolist() == [2, 3, 4, 5, 6, 0]
+    assert layout.slots.tolist() == [2, 3, 4, 5, 9, 6]
+    assert layout.page_table.tolist() == [[0, 1, 3], [2, 0, 0]]
+    assert layout.kv_lens.tolist() == [7, 1]
+    assert layout.cu_q.tolist() == [0, 5, 6]
+    dtypes = [layout.page_table.dtype, layout.kv_lens.dtype, layout.cu_q.dtype]
+    assert dtypes == [torch.int32] * 3
+    assert layout.positions.dtype is layout.slots.dtype is torch.int64
+    for tensor in (layout.positions, layout.slots, layout.page_table, layout.kv_lens, layout.cu_q):
+        assert tensor.device == CPU
+    elsewhere = lay_out(cache, [first, second], [(2, 7), (0, 1)], torch.device("meta"))
+    assert {str(tensor.device) for tensor in vars(elsewhere).values()} == {"meta"}
+    with pytest.raises(ValueError, match="shorter"):
+        lay_out(cache, [first, second], [(2, 7)], CPU)
+
+
+def test_sizes_of_what_layers_keep() -> None:
+    spec = PageAllocator(4, 3).spec(torch.bfloat16, CPU)
+    assert spec.empty(2, 5).shape == (4, 3, 2, 5)
+    assert (spec.empty().shape, spec.empty().dtype) == ((4, 3), torch.bfloat16)
+    assert PageAllocator(4, 3).spec(torch.float32, torch.device("meta")).empty().is_meta
+    assert elements_per_token(lambda one: (one.empty(5), one.empty(), one.empty(2, 3))) == 12
+
+
+def test_freed_slots_of_every_layer_are_poisoned_and_no_others() -> None:
+    pages, kept, cut = PageAllocator(6, 2), CachedSequence(), CachedSequence()
+    spec = pages.spec(torch.float32, CPU)
+    first = LayerCaches(((spec.empty(3), spec.empty()),))
+    second = LayerCaches(((spec.empty(1),), (spec.empty(2),)))
+    joined = JoinedCaches((first, second))
+    tensors = list(joined.tensors)
+    assert [tensor.shape[2:] for tensor in tensors] == [(3,), (), (1,), (2,)]
+    untouched = spec.empty()
+    untouched.fill_(1.0)
+    pages.append(kept, 3)
+    pages.append(cut, 5)
+    pages.truncate(kept, 3)
+    assert untouched.isfinite().all(), "before poison_freed nothing is poisoned"
+    pages.poison_freed(joined)
+    assert all(tensor.isnan().all() for tensor in tensors)
+    for tensor in tensors:
+        tensor.fill_(1.0)
+    pages.truncate(cut, 3)
+    slots = {0, 1, 2, 3, 4, 5, 6}  # both pages of `kept`, and three slots of `cut`
+    for tensor in tensors:
+        rows = tensor.flatten(0, 1).flatten(1) if tensor.dim() > 2 else tensor.flatten()[:, None]
+        alive = {slot for slot, row in enumerate(rows) if row.isfinite().all()}
+        assert alive == slots | {10, 11}, "a page that no sequence had"
+        assert all(row.isnan().all() for slot, row in enumerate(rows) if slot not in alive)
 
 
 @settings(max_examples=60, deadline=None)

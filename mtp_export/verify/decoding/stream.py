@@ -11,10 +11,12 @@ import time
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from pickle import UnpicklingError
 
 import torch
 
 from mtp_export.checkpoint.dtypes import tensor_bytes
+from mtp_export.checkpoint.files import make_folder, write_whole
 from mtp_export.errors import IoError
 from mtp_export.progress import ProgressCallback, format_bytes
 from mtp_export.verify.check import WHOLE_CHECK, Item, measured, not_tested
@@ -151,7 +153,7 @@ def states_of(
 ) -> torch.Tensor:
     """Hidden states [T, d] after the last layer; resumes after the last finished one."""
     place = checkpoint_path(context, texts)
-    layer, x = _resumed(place)
+    layer, x = _resumed(place, (len(texts.tokens), streamed.config.hidden))
     if x is None:
         x = streamed.embedded(texts.tokens)
     paged = PagedTexts.of(texts)
@@ -178,25 +180,35 @@ def checkpoint_path(context: Context, texts: Texts) -> Path:
     return folder / f"mtp-export-stream-{identity.hexdigest()[:16]}.pt"
 
 
-def _resumed(place: Path) -> tuple[int, torch.Tensor | None]:
-    if not place.exists():
+def _resumed(place: Path, shape: tuple[int, int]) -> tuple[int, torch.Tensor | None]:
+    """Return the last finished layer and the states after it; 0 and None without a whole state of
+    this pass."""
+    if not place.is_file():
         return 0, None
-    state = torch.load(place, weights_only=True)
-    return int(state["layer"]), state["hidden"]
+    try:
+        state = torch.load(place, weights_only=True)
+        layer, x = int(state["layer"]), state["hidden"]
+    except (EOFError, KeyError, RuntimeError, TypeError, ValueError, UnpicklingError):
+        return 0, None
+    whole = isinstance(x, torch.Tensor) and x.shape == shape
+    return (layer, x) if whole else (0, None)
 
 
 def _keep(place: Path, layer: int, x: torch.Tensor) -> None:
     """Replace the state by this layer's, so that a killed run leaves one of the two."""
-    fresh = place.with_suffix(".new")
+
+    def save(fd: int) -> None:
+        with open(fd, "wb", closefd=False) as file:
+            torch.save({"layer": layer, "hidden": x}, file)
+
     try:
-        place.parent.mkdir(parents=True, exist_ok=True)
-        torch.save({"layer": layer, "hidden": x}, fresh)
-        fresh.replace(place)
-    except (OSError, RuntimeError) as error:
+        make_folder(place.parent)
+        write_whole(place, save)
+    except (IoError, RuntimeError) as error:
         raise IoError(
             "The streamed pass cannot keep its state",
             where=place,
-            found=error,
+            found=getattr(error, "found", error),
             todo="Give a --workdir with room for the activations",
         ) from error
 

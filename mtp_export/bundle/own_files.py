@@ -1,0 +1,106 @@
+"""Files that this tool put into an output folder, told from those that others put there: only its
+own are ever removed."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Iterator, Sequence, Set
+from pathlib import Path
+
+from mtp_export.bundle.journal import JOURNAL_NAME
+from mtp_export.bundle.links import PROBE_PREFIX
+from mtp_export.checkpoint.bundle_folder import MAIN, MTP
+from mtp_export.checkpoint.files import read_failure, sync_folder, temporary_path, write_failure
+from mtp_export.checkpoint.manifest import MANIFEST_NAME, read_manifest
+from mtp_export.checkpoint.reader import CONFIG_NAME
+from mtp_export.errors import InvalidInputError, OutputExistsError
+
+PARTS = (MAIN, MTP)
+# What a killed run leaves beside the parts.
+TEMPORARIES = {temporary_path(Path(name)).name for name in (MANIFEST_NAME, JOURNAL_NAME)}
+
+
+def manifest_files(output: Path) -> frozenset[str]:
+    """Return the files that a bundle's manifest lists, as paths below the bundle: none without a
+    manifest or with a damaged one (IoError)."""
+    if not (output / MANIFEST_NAME).is_file():
+        return frozenset()
+    try:
+        parts = read_manifest(output)["parts"]
+        return frozenset(
+            f"{part}/{name}"
+            for part, content in parts.items()
+            for name in (*content["shards"], *content["files"])
+        )
+    except (InvalidInputError, KeyError, TypeError, AttributeError):
+        return frozenset()
+
+
+def check_own(output: Path, files: Set[str]) -> None:
+    """Refuse parts that hold anything but some files and what a run leaves while it writes them
+    (OutputExistsError naming what else there is, IoError)."""
+    own = _with_temporaries(files)
+    folders = {str(parent) for name in files for parent in Path(name).parents}
+    foreign = [n for n, is_folder in _entries(output) if n not in (folders if is_folder else own)]
+    if foreign:
+        raise foreign_files(output, foreign, "only what its manifest or journal lists")
+
+
+def foreign_files(output: Path, names: Sequence[str], expected: str) -> OutputExistsError:
+    """Return the error of an output folder that holds files which this tool did not write."""
+    return OutputExistsError(
+        "The output folder holds files that are not part of a bundle",
+        where=output,
+        expected=expected,
+        found=", ".join(names[:3]),
+        todo="Move them elsewhere, or choose another --output-dir; this tool does not remove them, "
+        "not even with --overwrite",
+    )
+
+
+def clear(output: Path, files: Set[str], kept: Set[str] = frozenset()) -> None:
+    """Remove the manifest and some files, and what a run leaves while it writes them, but for those
+    that are kept (IoError). The journal says already which run goes on here.
+
+    What makes the bundle and each part look finished goes first, and is gone even after a power cut
+    before anything else goes.
+    """
+    own = _with_temporaries(files) - kept
+    try:
+        for name in (MANIFEST_NAME, temporary_path(Path(MANIFEST_NAME)).name):
+            (output / name).unlink(missing_ok=True)
+        for probe in output.glob(f"{PROBE_PREFIX}*"):
+            shutil.rmtree(probe)
+        sync_folder(output)
+        for part in filter(Path.is_dir, (output / part for part in PARTS)):
+            (part / CONFIG_NAME).unlink(missing_ok=True)
+            sync_folder(part)
+        for name, is_folder in _entries(output):
+            if is_folder and not any((output / name).iterdir()):
+                (output / name).rmdir()
+            elif not is_folder and name in own:
+                (output / name).unlink()
+    except OSError as error:
+        raise write_failure(output, error) from error
+
+
+def _with_temporaries(files: Set[str]) -> frozenset[str]:
+    return frozenset(files) | {str(temporary_path(Path(name))) for name in files}
+
+
+def _entries(output: Path) -> Iterator[tuple[str, bool]]:
+    """Yield the parts and everything in them, as paths below the output, and True for a folder:
+    each after what is in it, links not followed."""
+    for part in PARTS:
+        for folder, folders, files in os.walk(output / part, topdown=False, onerror=_refuse):
+            place = Path(folder)
+            links = [name for name in folders if (place / name).is_symlink()]
+            for name in (*files, *links):
+                yield (place / name).relative_to(output).as_posix(), False
+            yield place.relative_to(output).as_posix(), True
+
+
+def _refuse(error: OSError) -> None:
+    if not isinstance(error, FileNotFoundError):  # of a part that is not there
+        raise read_failure(error.filename, error)

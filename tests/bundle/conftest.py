@@ -1,0 +1,48 @@
+"""A checkpoint of many shards, bundles of the commands that tests interrupt, and an unfinished
+one."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from bundle.commands import COMMANDS, UNFINISHED, Files
+from cases import export, make_checkpoint, tree
+
+
+@pytest.fixture(scope="session")
+def many(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The tiny checkpoint in so many shards that there is much to interrupt."""
+    return make_checkpoint(tmp_path_factory.mktemp("many") / "source", max_shard_bytes=40_000)
+
+
+@pytest.fixture(scope="session")
+def wholes(many: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Files]:
+    """The bundle of an uninterrupted run of each command."""
+    result = {}
+    for name, command in COMMANDS.items():
+        output = tmp_path_factory.mktemp("whole") / "output"
+        outcome = command.run(many, output)
+        assert outcome.code == 0, outcome.err
+        result[name] = tree(output)
+    return result
+
+
+@pytest.fixture
+def unfinished(source: Path, output: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """An output that a failing disk left unfinished after its third shard."""
+    with monkeypatch.context() as patch:
+        real, calls = os.posix_fallocate, [0]
+
+        def fail(*arguments: int) -> None:
+            calls[0] += 1
+            if calls[0] > 3:
+                raise OSError(5, "Input/output error")
+            real(*arguments)
+
+        patch.setattr(os, "posix_fallocate", fail)
+        assert export(source, output, *UNFINISHED, "--workers", "1").code == 6
+    assert len(list(output.glob("*/model-*"))) == 3
+    return output

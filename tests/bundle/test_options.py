@@ -1,0 +1,70 @@
+"""Options of a bundle: their defaults, and what of them the manifest records."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from mtp_export.bundle.options import (
+    BundleOptions,
+    Checksums,
+    ContentOptions,
+    Part,
+    RunOptions,
+    SharedWeights,
+)
+from mtp_export.bundle.quantize import (
+    Device,
+    Format,
+    Int4Scope,
+    QuantizeOptions,
+    ScaleRule,
+)
+from mtp_export.checkpoint.plan import Link
+
+PLAIN = BundleOptions(Path("in"), Path("out"))
+
+
+def test_defaults() -> None:
+    assert BundleOptions(Path("in"), Path("out"), target="hf") == PLAIN
+    assert PLAIN.content == ContentOptions(
+        part=Part.BOTH,
+        shared_weights=SharedWeights.KEEP,
+        max_shard_bytes=5_000_000_000,
+        allow_untied=False,
+        checksums=Checksums.WRITTEN,
+    )
+    assert PLAIN.run == RunOptions(
+        link=Link.AUTO, workers=2, max_memory_bytes=4 * 2**30, overwrite=False, resume=True
+    )
+    assert QuantizeOptions(PLAIN) == QuantizeOptions(
+        PLAIN,
+        base_quant="keep",
+        mtp_quant="keep",
+        format=Format.COMPRESSED_TENSORS,
+        group_size=128,
+        int4_scope=Int4Scope.EXPERTS,
+        scale=ScaleRule.MINMAX,
+        device=Device.CPU,
+        allow_untested_pair=False,
+    )
+
+
+def test_what_decides_the_contents_is_recorded() -> None:
+    assert PLAIN.recorded() == {
+        "part": "both",
+        "target": "hf",
+        "shared_weights": "keep",
+        "max_shard_bytes": 5_000_000_000,
+        "allow_untied": False,
+        "checksums": "written",
+    }
+    content = ContentOptions(Part.MTP, SharedWeights.DROP, 7, True, Checksums.ALL)
+    other = BundleOptions(Path("in"), Path("out"), "vllm", content, RunOptions(workers=9))
+    assert other.recorded() == {
+        "part": "mtp",
+        "target": "hf",  # the layout that vllm reads
+        "shared_weights": "drop",
+        "max_shard_bytes": 7,
+        "allow_untied": True,
+        "checksums": "all",
+    }

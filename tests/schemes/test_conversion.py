@@ -1,0 +1,177 @@
+"""Conversion of one part: the storage of a weight, and the step that writes each of its tensors."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from mtp_export.checkpoint.header import TensorInfo
+from mtp_export.checkpoint.local_folder import LocalFolder
+from mtp_export.checkpoint.plan import COPY, OutputTensor, Step
+from mtp_export.errors import UnsupportedError
+from mtp_export.families.base import LINEAR_ROLES, Role, TensorSpec
+from mtp_export.schemes.base import every_linear
+from mtp_export.schemes.conversion import (
+    AS_STORED,
+    DEQUANTIZED,
+    Conversion,
+    keep_step,
+    transpose_step,
+)
+from mtp_export.schemes.discrepancies import StoredTensor
+from mtp_export.schemes.formats import (
+    FORMATS,
+    UNQUANTIZED,
+    FormatOptions,
+    Fp8Block,
+    Int4Group,
+    WeightFormat,
+)
+from mtp_export.schemes.native import NativeFp8
+from mtp_export.schemes.storage import Storage
+from mtp_export.schemes.stored import StoredWeight
+from mtp_export.schemes.transforms import Convert, Transpose
+
+NAME = "model.layers.1.mlp.up_proj.weight"
+SCALE = f"{NAME}_scale_inv"
+FILE = LocalFolder(Path()).file("shard")
+
+
+def spec_of(role: Role = Role.DENSE_MLP, name: str = NAME, *shape: int) -> TensorSpec:
+    return TensorSpec(name, shape or (256, 256), ("BF16",), role)
+
+
+def info(name: str, dtype: str, *shape: int) -> TensorInfo:
+    return TensorInfo(name, dtype, shape, FILE, 8, 0)
+
+
+def stored(*tensors: TensorInfo, role: Role = Role.DENSE_MLP) -> StoredWeight:
+    """A weight as it lies on disk: values, or fp8 codes and their scale."""
+    made: WeightFormat = Fp8Block() if len(tensors) == 2 else UNQUANTIZED
+    promised = tuple(StoredTensor(one.name, one.shape, (one.dtype,)) for one in tensors)
+    return StoredWeight(spec_of(role, tensors[0].name, *tensors[0].shape), made, promised)
+
+
+CODES, BLOCKS = info(NAME, "F8_E4M3", 256, 256), info(SCALE, "F32", 2, 2)
+VALUES = info(NAME, "BF16", 256, 256)
+SOURCE = {NAME: CODES, SCALE: BLOCKS}
+
+
+def conversion(storage: Storage, **more: Any) -> Conversion:
+    return Conversion("scheme", every_linear(storage), **more)
+
+
+@pytest.mark.parametrize("role", Role)
+def test_linears_have_the_storage_of_their_role(role: Role) -> None:
+    own = Conversion("x", every_linear(Storage.BF16) | {Role.DENSE_MLP: Storage.INT8_CHANNEL})
+    expected = Storage.INT8_CHANNEL if role is Role.DENSE_MLP else Storage.BF16
+    assert own.storage_of(spec_of(role)) is (expected if role in LINEAR_ROLES else None)
+    assert own.storage_of(spec_of(role, NAME, 256)) is None, "a vector is no linear"
+    assert AS_STORED.storage_of(spec_of(role)) is None
+    assert DEQUANTIZED.storage_of(spec_of(role)) is (Storage.BF16 if role in LINEAR_ROLES else None)
+
+
+def test_what_a_release_left_out_stays() -> None:
+    native = NativeFp8(("F32",), ("model.layers.1.mlp",))
+    for storage in (Storage.FP8_BLOCK, Storage.INT8_CHANNEL):
+        assert conversion(storage, native=native).storage_of(spec_of()) is None
+        other = spec_of(Role.DENSE_MLP, "model.layers.2.mlp.up_proj.weight")
+        assert conversion(storage, native=native).storage_of(other) is storage
+
+
+def test_linears_that_attention_absorbs_are_bf16_where_others_are_fp8() -> None:
+    absorbed = spec_of(Role.ATTENTION, "model.layers.1.self_attn.kv_b_proj.weight")
+    for storage in (Storage.FP8_BLOCK, Storage.INT8_CHANNEL):
+        own = conversion(storage, bf16_modules=("kv_b_proj",))
+        assert own.storage_of(spec_of()) is storage
+        in_bf16 = storage is Storage.FP8_BLOCK
+        assert own.storage_of(absorbed) is (Storage.BF16 if in_bf16 else storage)
+
+
+def copied(source: TensorInfo, name: str) -> Step:
+    output = OutputTensor(name, source.dtype, source.shape)
+    return Step(COPY, (source.name,), (output,), None)
+
+
+@pytest.mark.parametrize(
+    ("own", "source", "expected"),
+    [
+        (AS_STORED, CODES, copied(CODES, "new")),
+        (AS_STORED, VALUES, copied(VALUES, "new")),
+        (conversion(Storage.FP8_BLOCK), CODES, copied(CODES, "new")),
+        (conversion(Storage.BF16), VALUES, copied(VALUES, "new")),
+        (conversion(Storage.BF16), info(NAME, "F32", 256, 256), None),
+    ],
+)
+def test_what_is_stored_so_already_is_copied(
+    own: Conversion, source: TensorInfo, expected: Step | None
+) -> None:
+    if expected is None:  # in whatever dtype the model computes
+        expected = copied(source, "new")
+    tensors = [source, *([BLOCKS] if source is CODES else [])]
+    found = own.step(stored(*tensors), source, {one.name: one for one in tensors}, name="new")
+    assert found == expected
+
+
+@pytest.mark.parametrize(
+    ("own", "expected"),
+    [
+        (AS_STORED, "new.weight_scale_inv"),
+        (conversion(Storage.FP8_BLOCK), "new.weight_scale_inv"),
+        (
+            conversion(Storage.FP8_BLOCK, options=FormatOptions(fp8_scale_name="weight_scale")),
+            "new.weight_scale",
+        ),
+        (conversion(Storage.BF16), None),
+        (conversion(Storage.INT8_CHANNEL), None),
+    ],
+)
+def test_a_scale_is_kept_with_its_codes(own: Conversion, expected: str | None) -> None:
+    found = own.step(stored(CODES, BLOCKS), BLOCKS, SOURCE, name="new.weight_scale_inv")
+    assert found == (None if expected is None else copied(BLOCKS, expected))
+
+
+@pytest.mark.parametrize("storage", [Storage.BF16, Storage.INT8_CHANNEL, Storage.INT4_GROUP])
+def test_codes_are_converted_with_their_scales(storage: Storage) -> None:
+    own = conversion(storage, options=FormatOptions(group_size=32), scale_rule="mse")
+    made = FORMATS[storage](own.options)
+    found = own.step(stored(CODES, BLOCKS), CODES, SOURCE, name="new.weight")
+    outputs = made.tensors("new.weight", (256, 256))
+    assert found == Step(Convert(made, "mse"), (NAME, SCALE), outputs, scheme="scheme")
+    if storage is Storage.INT4_GROUP:
+        assert made == Int4Group(32)
+
+
+@pytest.mark.parametrize("dtype", ["BF16", "F32"])
+def test_values_are_converted_alone(dtype: str) -> None:
+    own, source = conversion(Storage.FP8_BLOCK), info(NAME, dtype, 256, 256)
+    found = own.step(stored(source), source, {NAME: source}, name=NAME)
+    outputs = Fp8Block().tensors(NAME, (256, 256))
+    assert found == Step(Convert(Fp8Block(), "minmax"), (NAME,), outputs, scheme="scheme")
+
+
+def test_what_cannot_be_converted() -> None:
+    own = conversion(Storage.INT4_GROUP)
+    half = info(NAME, "F16", 256, 256)
+    with pytest.raises(UnsupportedError, match="cannot become int4_group") as refusal:
+        own.step(stored(half), half, {NAME: half}, name=NAME)
+    error = refusal.value
+    assert (error.where, error.found) == (Path("shard"), "F16")
+    assert error.expected == "dtype F8_E4M3 or BF16 or F32"
+    assert error.todo == "Start from the original release"
+    ragged = info(NAME, "BF16", 128, 192)
+    with pytest.raises(UnsupportedError, match=f"Tensor {NAME} cannot become") as refusal:
+        own.step(stored(ragged), ragged, {NAME: ragged}, name=NAME)
+    error = refusal.value
+    assert (error.where, error.found) == (Path("shard"), "[N, K] = [128, 192]")
+    assert error.expected == "K divisible by 128, the group size"
+    assert "--group-size" in str(error.todo)
+    assert own.step(stored(half, role=Role.HEAD), half, {NAME: half}, name=NAME) is not None
+
+
+def test_steps_of_any_tensor() -> None:
+    assert keep_step(CODES, "new") == copied(CODES, "new")
+    turned = Step(Transpose(), (SCALE,), (OutputTensor("new", "F32", (3, 2)),), None)
+    assert transpose_step(info(SCALE, "F32", 2, 3), "new") == turned

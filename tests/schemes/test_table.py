@@ -1,0 +1,140 @@
+"""The precision table and the schemes that it names: pairs, sizes, variants."""
+
+from __future__ import annotations
+
+from math import prod
+
+import pytest
+
+from cases import WHOLE_TILES
+from mtp_export.errors import UnsupportedError, UsageError
+from mtp_export.families import family_of
+from mtp_export.families.base import LINEAR_ROLES, Role, TensorSpec
+from mtp_export.schemes import SCHEMES
+from mtp_export.schemes.base import Scheme, every_linear
+from mtp_export.schemes.storage import Storage
+from mtp_export.schemes.table import PAIRS, Weight, check_pair, weigh
+
+IN_TABLE = [
+    ("a8w8_fp8_wint4", "a8w8_fp8", "TP8"),
+    ("weight_only_int4", "weight_only_int8", "TP8"),
+    ("a8w8_fp8", "a8w8_fp8", "TP16 (2×TP8)"),
+    ("weight_only_int8", "weight_only_int8", "TP16 (2×TP8)"),
+    ("bf16", "bf16", "-"),
+]
+OTHERS = (Role.DENSE_MLP, Role.SHARED_EXPERT)
+
+
+def test_the_table() -> None:
+    assert [(one.base, one.mtp, one.deployment) for one in PAIRS] == IN_TABLE
+    engines = {one.base: one.engines for one in PAIRS}
+    both = ("vLLM", "SGLang")
+    assert engines == {
+        "a8w8_fp8_wint4": both,
+        "weight_only_int4": both,
+        "a8w8_fp8": (*both, "TensorRT-LLM"),
+        "weight_only_int8": both,
+        "bf16": ("all",),
+    }
+
+
+@pytest.mark.parametrize("allow_untested", [True, False])
+@pytest.mark.parametrize("base_stays_bf16", [True, False])
+def test_a_pair_of_the_table_needs_no_leave(base_stays_bf16: bool, allow_untested: bool) -> None:
+    for base, mtp, _ in IN_TABLE:
+        assert check_pair(base, mtp, base_stays_bf16=base_stays_bf16, allow_untested=allow_untested)
+
+
+def test_any_other_pair_needs_leave_or_a_base_that_stays_bf16() -> None:
+    for base, mtp in (("a8w8_fp8", "bf16"), ("bf16", "a8w8_fp8"), ("a8w8_fp8", "a8w8_fp8_wint4")):
+        assert not check_pair(base, mtp, base_stays_bf16=True, allow_untested=False)
+        assert not check_pair(base, mtp, base_stays_bf16=False, allow_untested=True)
+        with pytest.raises(UnsupportedError, match="This pair of base and MTP") as refusal:
+            check_pair(base, mtp, base_stays_bf16=False, allow_untested=False)
+        assert refusal.value.found == f"{base} + {mtp}"
+        expected = str(refusal.value.expected)
+        assert expected.startswith("base + mtp: a8w8_fp8_wint4 + a8w8_fp8 (TP8, vLLM, SGLang); ")
+        assert expected.endswith("; bf16 + bf16 (-, all)")
+        assert "--allow-untested-pair" in str(refusal.value.todo)
+
+
+def storages(scheme: Scheme) -> tuple[Storage, set[Storage], Storage]:
+    """Storages of attention, of dense MLPs and shared experts, and of routed experts."""
+    by_role = scheme.storages
+    others = {by_role[role] for role in OTHERS}
+    return by_role[Role.ATTENTION], others, by_role[Role.ROUTED_EXPERT]
+
+
+def test_storages_of_every_scheme() -> None:
+    fp8, bf16, int4, int8 = (
+        Storage.FP8_BLOCK, Storage.BF16, Storage.INT4_GROUP, Storage.INT8_CHANNEL,
+    )  # fmt: skip
+    assert {name: storages(scheme) for name, scheme in SCHEMES.items()} == {
+        "a8w8_fp8_wint4": (fp8, {fp8}, int4),
+        "weight_only_int4": (bf16, {bf16}, int4),
+        "a8w8_fp8": (fp8, {fp8}, fp8),
+        "weight_only_int8": (bf16, {int8}, int8),
+        "bf16": (bf16, {bf16}, bf16),
+    }
+    assert all(name == scheme.name for name, scheme in SCHEMES.items())
+    assert {name for name, one in SCHEMES.items() if one.int4_activations_fp8} == {"a8w8_fp8_wint4"}
+    words = [scheme.on_disk for scheme in SCHEMES.values()]
+    assert words == ["int4 + fp8", "int4 + bf16", "fp8", "int8 + bf16", "bf16"]
+    assert every_linear(bf16) == dict.fromkeys(LINEAR_ROLES, bf16)
+
+
+def test_variants() -> None:
+    everywhere = SCHEMES["weight_only_int4"].variant("--int4-scope", "all")
+    int4 = Storage.INT4_GROUP
+    assert everywhere.name == "weight_only_int4"
+    assert storages(everywhere) == (Storage.BF16, {int4}, int4)
+    sglang = SCHEMES["a8w8_fp8_wint4"].variant("--format", "w4afp8")
+    assert sglang.storages[Role.ROUTED_EXPERT] is Storage.W4AFP8
+    assert {sglang.storages[role] for role in OTHERS} == {Storage.FP8_BLOCK}
+    with pytest.raises(UsageError, match="--format x does not apply to bf16") as refusal:
+        SCHEMES["bf16"].variant("--format", "x")
+    assert refusal.value.todo == "Leave --format out"
+    with pytest.raises(AssertionError, match="toy leaves out a role"):
+        Scheme("toy", "", {Role.ATTENTION: Storage.BF16})
+    with pytest.raises(AssertionError, match="toy leaves out a role"):
+        Scheme("toy", "", every_linear(Storage.BF16), {"x": {}})
+
+
+def test_storages_by_a_manifest_s_options() -> None:
+    int4, wint4 = SCHEMES["weight_only_int4"], SCHEMES["a8w8_fp8_wint4"]
+    for scheme, options, expected in (
+        (int4, {}, {Storage.BF16, Storage.INT4_GROUP}),
+        (int4, {"int4_scope": "experts"}, {Storage.BF16, Storage.INT4_GROUP}),
+        (wint4, {"format": "w4afp8", "int4_scope": "experts"}, {Storage.FP8_BLOCK, Storage.W4AFP8}),
+        (wint4, {"format": "compressed-tensors"}, {Storage.FP8_BLOCK, Storage.INT4_GROUP}),
+    ):
+        assert scheme.recorded_storages(options) == expected
+    scoped = Scheme("toy", "", every_linear(Storage.BF16), {"all": every_linear(Storage.W4AFP8)})
+    assert scoped.recorded_storages({"int4_scope": "all"}) == {Storage.W4AFP8}
+    assert scoped.recorded_storages({"format": "all"}) == {Storage.W4AFP8}
+    assert scoped.recorded_storages({"other": "all"}) == {Storage.BF16}
+
+
+def bits(spec: TensorSpec, scheme: str) -> int:
+    """Bits of a tensor, scales and shapes included, written out by hand."""
+    count = prod(spec.shape)
+    if not spec.is_linear_weight:
+        return count * {"BF16": 16, "F32": 32}[spec.dtypes[0]]
+    rows, columns = spec.shape
+    storage = SCHEMES[scheme].storages[spec.role]
+    if storage is Storage.FP8_BLOCK:
+        return count * 8 + 32 * -(-rows // 128) * -(-columns // 128)
+    if storage is Storage.INT8_CHANNEL:
+        return count * 8 + 16 * rows + 128
+    return count * 16
+
+
+@pytest.mark.parametrize("scheme", ["a8w8_fp8", "weight_only_int8", "bf16"])
+@pytest.mark.parametrize("mtp", [True, False])
+def test_size_of_a_part(scheme: str, mtp: bool) -> None:
+    family = family_of(WHOLE_TILES)
+    specs = [spec for spec in family.tensors.values() if (spec.mtp_layer is not None) is mtp]
+    found = weigh(family, scheme, lambda spec: (spec.mtp_layer is not None) is mtp)
+    parameters = sum(prod(spec.shape) for spec in specs)
+    assert found == Weight(parameters, sum(bits(spec, scheme) for spec in specs) // 8)
+    assert found.bits_per_weight == pytest.approx(8 * found.size_bytes / parameters)

@@ -1,0 +1,218 @@
+"""Transforms of a plan's steps: bytes, pieces and figures, and how often a source is read."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from mtp_export.checkpoint.header import TensorInfo
+from mtp_export.checkpoint.local_folder import LocalFolder, OpenLocalFile
+from mtp_export.checkpoint.plan import Facts, OutputTensor, Resources, Transform
+from mtp_export.errors import InvalidInputError
+from mtp_export.schemes import transforms
+from mtp_export.schemes.formats import UNQUANTIZED, Int4Group, Int8Channel, W4AFp8, WeightFormat
+from mtp_export.schemes.transforms import Convert, Transpose, one_torch_thread
+
+ROOM = Resources(budget_bytes=1 << 30, device="cpu")
+DTYPES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float8_e4m3fn: "F8_E4M3"}
+DTYPES |= {torch.uint8: "U8", torch.int16: "I16", torch.int32: "I32"}
+
+
+def raw(tensor: torch.Tensor) -> bytes:
+    return tensor.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
+
+
+def stored(folder: Path, **tensors: torch.Tensor) -> list[TensorInfo]:
+    """Tensors one after the other in a file."""
+    (folder / "tensors").write_bytes(b"".join(map(raw, tensors.values())))
+    file, infos, offset = LocalFolder(folder).file("tensors"), [], 0
+    for name, tensor in tensors.items():
+        size = tensor.numel() * tensor.element_size()
+        dtype = DTYPES[tensor.dtype]
+        infos.append(TensorInfo(name, dtype, tuple(tensor.shape), file, offset, size))
+        offset += size
+    return infos
+
+
+class Written:
+    """Pieces that a transform passed on, by output."""
+
+    def __init__(self, count: int) -> None:
+        self.pieces: list[list[bytes]] = [[] for _ in range(count)]
+
+    def take(self, number: int, piece: memoryview) -> None:
+        self.pieces[number].append(bytes(piece))
+
+    @property
+    def outputs(self) -> list[bytes]:
+        return [b"".join(pieces) for pieces in self.pieces]
+
+
+def run(
+    transform: Transform, inputs: Sequence[TensorInfo], count: int, resources: Resources = ROOM
+) -> tuple[Written, Facts]:
+    written = Written(count)
+    outputs = [OutputTensor(f"o{number}", "U8", ()) for number in range(count)]
+    return written, transform.run(inputs, outputs, written.take, resources)
+
+
+def random(*shape: int, seed: int = 0) -> torch.Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+
+
+@pytest.mark.parametrize(("made", "count"), [(Int8Channel(), 3), (Int4Group(64), 3), (W4AFp8(), 3)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_pieces_are_the_tensor_at_once(
+    made: WeightFormat,
+    count: int,
+    dtype: torch.dtype,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    weight = random(300, 256).to(dtype)
+    inputs = stored(tmp_path, before=random(3), weight=weight)[1:]
+    (codes, scale), error = made.quantize(weight, "mse")
+    monkeypatch.setattr(transforms, "_PIECE_ELEMENTS", 128 * 256)
+    written, facts = run(Convert(made, "mse"), inputs, count)
+    assert [len(pieces) for pieces in written.pieces] == [3, 3, 1]
+    assert written.outputs == [raw(codes), raw(scale), raw(made.constants((300, 256))[0])]
+    assert facts.keys() == {"sqnr_db", "max_error"}
+    assert facts["sqnr_db"] == pytest.approx(error.sqnr_db, rel=1e-12)
+    assert facts["max_error"] == error.max_error
+    assert Convert(made, "mse").name == made.operation
+
+
+def test_blocks_of_fp8_are_read_with_their_scales(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    codes, scale = random(300, 200).to(torch.float8_e4m3fn), random(3, 2).abs() + 0.1
+    inputs = stored(tmp_path, codes=codes, scale=scale)
+    wide = scale.repeat_interleave(128, 0).repeat_interleave(128, 1)[:300, :200]
+    expected = codes.float() * wide
+    monkeypatch.setattr(transforms, "_PIECE_ELEMENTS", 2 * 128 * 200)
+    written, facts = run(Convert(UNQUANTIZED, "minmax"), inputs, 1)
+    assert [len(piece) for piece in written.pieces[0]] == [256 * 400, 44 * 400]
+    assert written.outputs == [raw(expected.bfloat16())]
+    error = (expected - expected.bfloat16().float()).double()
+    signal = expected.double().square().sum()
+    assert facts["sqnr_db"] == pytest.approx(
+        10 * math.log10(float(signal / error.square().sum())), rel=1e-9
+    )
+    assert facts["max_error"] == float(error.abs().max())
+
+
+@pytest.mark.parametrize(
+    ("rows", "columns", "pieces"),
+    [(300, 8192, 3), (300, 4096, 2), (300, 1 << 14, 3), (1024, 1024, 1), (1025, 1024, 2)],
+)
+def test_a_piece_has_a_million_elements_in_whole_blocks(
+    rows: int, columns: int, pieces: int, tmp_path: Path
+) -> None:
+    weight = torch.zeros(rows, columns, dtype=torch.bfloat16)
+    written, _ = run(Convert(Int8Channel(), "minmax"), stored(tmp_path, weight=weight), 3)
+    assert len(written.pieces[0]) == pieces
+    if pieces == 3:
+        assert [len(piece) for piece in written.pieces[0]] == [128 * columns] * 2 + [44 * columns]
+
+
+def test_where_nothing_was_lost_there_is_no_ratio(tmp_path: Path) -> None:
+    weight = torch.zeros(4, 128)
+    assert run(Convert(Int8Channel(), "minmax"), stored(tmp_path, weight=weight), 3)[1] == {
+        "sqnr_db": None, "max_error": 0.0,
+    }  # fmt: skip
+    weight[:] = torch.arange(128) - 64.0
+    weight[:, 0] = 127.0
+    _, facts = run(Convert(Int8Channel(), "minmax"), stored(tmp_path, weight=weight), 3)
+    assert facts == {"sqnr_db": None, "max_error": 0.0}
+
+
+def test_damaged_rows_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(transforms, "_PIECE_ELEMENTS", 128 * 64)
+    weight = random(300, 64)
+    weight[200, 3] = torch.inf
+    (info,) = stored(tmp_path, weight=weight)
+    with pytest.raises(InvalidInputError, match=r"weight cannot be converted") as refusal:
+        run(Convert(Int8Channel(), "minmax"), [info], 3)
+    error = refusal.value
+    assert error.what.endswith("(rows 128 to 255)")
+    assert error.where == tmp_path / "tensors"
+    assert "finite" in str(error.found)
+    assert str(error.todo).startswith("The weight or its scale is damaged")
+
+
+@pytest.fixture
+def reads(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Bytes of every read, from now on."""
+    sizes: list[int] = []
+    real = OpenLocalFile.read_into
+
+    def read_into(file: Any, buffer: memoryview, start: int, end: int) -> slice:
+        sizes.append(end - start)
+        return real(file, buffer, start, end)
+
+    monkeypatch.setattr(OpenLocalFile, "read_into", read_into)
+    return sizes
+
+
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("budget", [6, 1000, 5000, 1 << 30])
+@pytest.mark.parametrize("shape", [(37, 53), (1, 40), (40, 1), (1, 1), (40, 30)])
+def test_a_transposed_matrix(
+    shape: tuple[int, int], budget: int, dtype: torch.dtype, tmp_path: Path
+) -> None:
+    matrix = (random(*shape) * 50).abs().to(dtype)
+    inputs = stored(tmp_path, matrix=matrix)
+    written, facts = run(Transpose(), inputs, 1, Resources(budget, "cpu"))
+    assert written.outputs == [raw(matrix.T)]
+    assert facts == {}
+    assert Transpose().name == "transpose"
+
+
+@pytest.mark.parametrize(
+    ("columns", "budget", "panels"),
+    [
+        # 64 rows of 4 bytes: 256 bytes an output row, a sixth of the budget a strip, three strips
+        (96, 1 << 30, 1),
+        (96, 49152, 1),
+        (96, 49100, 2),
+        (96, 24576, 2),
+        (97, 24576, 3),
+        (96, 12288, 4),
+        (96, 6, 96),
+    ],
+)
+def test_a_matrix_is_read_once_per_panel_that_the_budget_holds(
+    columns: int, budget: int, panels: int, tmp_path: Path, reads: list[int]
+) -> None:
+    inputs = stored(tmp_path, matrix=random(64, columns))
+    written, _ = run(Transpose(), inputs, 1, Resources(budget, "cpu"))
+    assert sum(reads) == panels * 64 * columns * 4
+    strip = max(budget // 6, columns * 4)
+    assert max(reads) <= strip, "a strip of whole rows"
+    assert max(map(len, written.pieces[0])) <= max(budget // 6, 256)
+
+
+def test_strips_do_not_grow_with_the_budget(tmp_path: Path, reads: list[int]) -> None:
+    matrix = torch.zeros(3000, 1024, dtype=torch.float32)
+    inputs = stored(tmp_path, matrix=matrix)
+    written, _ = run(Transpose(), inputs, 1)
+    assert reads[0] == 4 << 20 and max(reads) == 4 << 20
+    assert len(written.pieces[0][0]) == (4 << 20) // 12000 * 12000
+    assert len(reads) == 3
+
+
+def test_workers_compute_with_one_thread_each() -> None:
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    try:
+        with pytest.raises(RuntimeError), one_torch_thread():
+            assert torch.get_num_threads() == 1
+            raise RuntimeError
+        assert torch.get_num_threads() == 2
+    finally:
+        torch.set_num_threads(before)

@@ -1,0 +1,58 @@
+"""What `make mutants` goes by: files and tests that exist, all of every room, pinned versions."""
+
+from __future__ import annotations
+
+import re
+import tomllib
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+ROOT = Path(__file__).resolve().parents[1]
+ROOMS: dict[str, Any] = tomllib.loads((ROOT / "scripts/mutants.toml").read_text())
+GROUPS = [group for groups in ROOMS.values() for group in groups]
+WHOLE = (
+    "mtp_export/bundle/**/*.py",
+    "mtp_export/checkpoint/**/*.py",
+    "mtp_export/schemes/**/*.py",
+    "runtime/mtp_runtime/acceptance/*.py",
+    "runtime/mtp_runtime/drafters/*.py",
+    "runtime/mtp_runtime/sampling.py",
+    "runtime/mtp_runtime/cache.py",
+    "kernels/mtp_kernels/**/reference.py",
+)
+
+
+def files_of(patterns: Any) -> set[str]:
+    return {str(path.relative_to(ROOT)) for pattern in patterns for path in ROOT.glob(pattern)}
+
+
+def test_rooms_are_whole() -> None:
+    named = files_of(pattern for group in GROUPS for pattern in group["files"])
+    assert named == files_of(WHOLE)
+
+
+def test_every_pattern_finds_files_and_every_test_is_there() -> None:
+    for group in GROUPS:
+        assert all(files_of([pattern]) for pattern in group["files"])
+        for argument in group["tests"]:
+            path, _, name = argument.partition("::")
+            if path.startswith("tests/"):
+                assert (ROOT / path).exists(), path
+                assert not name or f"\ndef {name}(" in (ROOT / path).read_text(), argument
+
+
+def test_all_mutants_run_every_week() -> None:
+    recipe = yaml.safe_load((ROOT / ".github/workflows/weekly.yml").read_text())
+    job = recipe["jobs"]["mutants"]
+    assert job["steps"][-1]["run"] == "make mutants ONLY=${{ matrix.only }}"
+    starts = tuple(job["strategy"]["matrix"]["only"])
+    assert all(file.startswith(starts) for file in files_of(WHOLE))
+    assert all(any(file.startswith(start) for file in files_of(WHOLE)) for start in starts)
+
+
+def test_what_the_target_installs_is_pinned() -> None:
+    (installed,) = re.findall(r"--target build/mutmut (.+)", (ROOT / "Makefile").read_text())
+    pinned = {line.split("==")[0] for line in (ROOT / "constraints.txt").read_text().splitlines()}
+    assert set(installed.split()) == {"mutmut", "libcst"} <= pinned
