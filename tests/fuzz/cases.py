@@ -86,12 +86,12 @@ def each_checksum(value: Any) -> Damage:
 
 
 def journal(change: Callable[[bytes], bytes]) -> Damage:
-    """Return the damage that changes the last line of a journal."""
+    """Return the damage that changes the first shard's line of a journal."""
 
     def damage(folder: Path) -> None:
         path = folder / "bundle/.mtp_export.journal"
-        *lines, last = path.read_bytes().splitlines(keepends=True)
-        path.write_bytes(b"".join((*lines, change(last))))
+        run, shard, *rest = path.read_bytes().splitlines(keepends=True)
+        path.write_bytes(b"".join((run, change(shard), *rest)))
 
     return damage
 

@@ -12,7 +12,7 @@ from xml.etree import ElementTree
 from cases import Outcome
 from fuzz import oracle
 from fuzz.lab import Lab
-from fuzz.sandbox import Finding, Sandbox, check_same, tree_of
+from fuzz.sandbox import Finding, Sandbox, check_no_secret, check_same, tree_of
 from fuzz.tensors import read_tensors
 
 _TARGETS = ("hf", "xllm", "lightllm", "paddlenlp")
@@ -167,6 +167,7 @@ def _resume(sandbox: Sandbox, random: Random, lab: Lab) -> None:
         check_same(before, tree_of(sandbox.bundle), "a refused run's output")
     elif outcome.code == 0:
         oracle.check_export(sandbox.source, sandbox.bundle, "hf", ("main", "mtp"))
+        check_no_secret(sandbox.bundle)
         if _contents(sandbox.source) == _contents(lab.input("unfinished") / "source"):
             _check_same_content(sandbox.bundle, lab.resumed)
     elif (sandbox.bundle / oracle.MANIFEST).exists():
