@@ -47,7 +47,7 @@ class _InMemory:
 
 
 def _header(raw: bytes) -> None:
-    """What is read as a header, safetensors' own reader takes too, with the same tensors."""
+    """Compare what is read as a header with what safetensors' own reader finds in it."""
     shard = len(raw).to_bytes(8, "little") + raw + bytes(len(raw) % 64)
     with suppress(MtpExportError):
         found = header.read_header(_InMemory(shard)).tensors
@@ -56,13 +56,13 @@ def _header(raw: bytes) -> None:
 
 
 def _json(raw: bytes) -> None:
-    """What is read as JSON, Python's own parser reads as the same value."""
+    """Compare what is read as JSON with what Python's own parser makes of it."""
     with suppress(ValueError, RecursionError):
         assert repr(strict_json.parse(raw)) == repr(json.loads(raw))
 
 
 def _prompts(raw: bytes) -> None:
-    """What is read as prompts is texts and token ids."""
+    """Check that what is read as prompts is texts and token ids."""
     path = _FOLDER / "prompts.jsonl"
     path.write_bytes(raw)
     with suppress(MtpExportError):
