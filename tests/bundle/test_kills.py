@@ -105,7 +105,7 @@ def verify(bundle: Path, texts: Path, workdir: Path) -> Outcome:
 
 
 def said(report: Path) -> Any:
-    """What a report says, but for times."""
+    """Return the content of a report, but for times."""
     checks = read_json(report)["checks"]
     return [
         [item for item in check["items"] if item["name"] != "cost estimate"] for check in checks
