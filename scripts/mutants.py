@@ -258,8 +258,10 @@ def run_room(room: str, groups: list[Group], options: argparse.Namespace, listed
     mutants, number = mutants_of(groups, options.sample, options.seed)
     counts = Counter(mutants=number, tried=len(mutants))
     print(f"{room}: {len(mutants)} of {number} mutants", flush=True)
-    seconds = {group: seconds_of(group) for group in dict.fromkeys(one.group for one in mutants)}
+    seconds: dict[Group, float] = {}
     for mutant in mutants:
+        if mutant.group not in seconds:
+            seconds[mutant.group] = seconds_of(mutant.group)
         outcome = run_mutant(mutant, 30 + 5 * seconds[mutant.group])
         if outcome == "survived" and mutant.diff in listed:
             outcome = "listed"
