@@ -1,10 +1,12 @@
-"""Write DeepSeek-V3-shaped checkpoints of random weights.
+"""Write checkpoints of released shapes, of random weights.
 
-    python -m benchmarks.make_checkpoint OUT --real     the 671B shapes, 160+ shards
-    python -m benchmarks.make_checkpoint OUT            a tiny one, all random
+    python -m benchmarks.make_checkpoint OUT --real          DeepSeek-V3's 671B shapes, 160+ shards
+    python -m benchmarks.make_checkpoint OUT --family NAME   another family's, without any weights
+    python -m benchmarks.make_checkpoint OUT                 a tiny DeepSeek-V3, all random
 
 Names, shapes and dtypes are the released ones. In --real every main layer is a hole in a sparse
 file (it reads as zeros and takes no disk); the MTP layer, embedding and head are random: 19 GB.
+With --family all tensors are holes, so that terabytes fit anywhere.
 The MTP layer begins in the shard where the main model ends and fills the ones after it, as in the
 release. The tiny one has ragged 128x128 tiles, and an MTP weight in another shard than its scale.
 """
@@ -21,6 +23,7 @@ from typing import Any
 
 import numpy as np
 
+from benchmarks.released import DEEPSEEK, RELEASED
 from mtp_export.checkpoint.plan import (
     OutputShard,
     OutputTensor,
@@ -32,50 +35,11 @@ from mtp_export.checkpoint.plan import (
 from mtp_export.checkpoint.reader import CONFIG_NAME, INDEX_NAME
 from mtp_export.checkpoint.writer import encode_header
 from mtp_export.families import family_of
-from mtp_export.families.released import DEEPSEEK_V3
 from mtp_export.schemes.native import NATIVE_FP8
 from mtp_export.schemes.stored import stored_model
 
-_COMMON: dict[str, Any] = {
-    "architectures": ["DeepseekV3ForCausalLM"],
-    "model_type": "deepseek_v3",
-    "torch_dtype": "bfloat16",
-    "attention_bias": False,
-    "tie_word_embeddings": False,
-    "hidden_act": "silu",
-    "moe_layer_freq": 1,
-    "norm_topk_prob": True,
-    "num_nextn_predict_layers": 1,
-    "rms_norm_eps": 1e-6,
-    "rope_theta": 10000,
-    "scoring_func": "sigmoid",
-    "topk_method": "noaux_tc",
-    "bos_token_id": 0,
-    "eos_token_id": 1,
-}
-REAL_CONFIG: dict[str, Any] = (
-    _COMMON
-    | DEEPSEEK_V3
-    | {
-        "max_position_embeddings": 163840,
-        "n_group": 8,
-        "num_experts_per_tok": 8,
-        "num_key_value_heads": 128,
-        "quantization_config": NATIVE_FP8,
-        "rope_scaling": {
-            "beta_fast": 32,
-            "beta_slow": 1,
-            "factor": 40,
-            "mscale": 1.0,
-            "mscale_all_dim": 1.0,
-            "original_max_position_embeddings": 4096,
-            "type": "yarn",
-        },
-        "routed_scaling_factor": 2.5,
-        "topk_group": 4,
-    }
-)
-TINY_CONFIG: dict[str, Any] = _COMMON | {
+REAL_CONFIG = RELEASED["deepseek_v3"].config
+TINY_CONFIG: dict[str, Any] = DEEPSEEK | {
     "first_k_dense_replace": 1,
     "hidden_size": 192,
     "intermediate_size": 320,
@@ -221,12 +185,28 @@ def make_checkpoint(
     return folder
 
 
+def make_released(folder: Path, model_type: str) -> Path:
+    """Write the shapes of a family's release; every tensor is a hole in its file."""
+    released = RELEASED[model_type]
+    return make_checkpoint(
+        folder,
+        released.config,
+        own_copies=released.own_copies,
+        max_shard_bytes=_REAL_SHARD_BYTES,
+        filled=lambda name: False,
+        parted=False,
+    )
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("folder", type=Path)
     parser.add_argument("--real", action="store_true", help="the 671B shapes (19 GB of disk)")
+    parser.add_argument("--family", choices=RELEASED, help="the shapes of a release of a family")
     arguments = parser.parse_args()
-    if arguments.real:
+    if arguments.family:
+        make_released(arguments.folder, arguments.family)
+    elif arguments.real:
         make_checkpoint(
             arguments.folder,
             REAL_CONFIG,

@@ -50,6 +50,7 @@ class Inspection:
     amounts: tuple[Amount, ...]
     shared_tensors: dict[str, str]
     missing_files: tuple[str, ...]
+    unindexed_files: tuple[str, ...]
     problems: tuple[Discrepancy, ...]
 
     def as_json(self) -> dict[str, Any]:
@@ -69,6 +70,7 @@ class Inspection:
             "amounts": [vars(amount) for amount in self.amounts],
             "shared_tensors": self.shared_tensors,
             "missing_files": list(self.missing_files),
+            "unindexed_files": list(self.unindexed_files),
             "problems": [vars(problem) for problem in self.problems],
         }
 
@@ -109,6 +111,7 @@ def inspect(folder: Path) -> Inspection:
         missing_files=tuple(
             name for name in ("generation_config.json", "tokenizer.json") if name not in files
         ),
+        unindexed_files=checkpoint.unindexed,
         problems=tuple(compare(checkpoint.tensors, expected)),
     )
 
@@ -182,13 +185,20 @@ def _shared_tensors(checkpoint: Checkpoint, stored: StoredModel) -> dict[str, st
     """Return, per MTP copy of embedding and head, a sentence on where it is stored."""
     result: dict[str, str] = {}
     for pair in stored.family.shared:
-        name = stored.weights[pair.mtp_name].tensors[0].name
+        copy, original = (stored.weights.get(name) for name in (pair.mtp_name, pair.main_name))
+        assert copy is not None, "a layout with MTP layers"
+        name = copy.tensors[0].name
         own = checkpoint.tensors.get(name)
-        main = checkpoint.tensors.get(pair.main_name) if pair.main_name in stored.weights else None
+        main = None if original is None else checkpoint.tensors.get(pair.main_name)
         if own is None:
             result[name] = f"not stored: tied to {pair.main_name}"
         elif main is None:
             result[name] = f"own copy; {pair.main_name} is not in this folder"
+        elif original is not None and copy.storage is not original.storage:
+            result[name] = (
+                f"own copy in {copy.storage}, {pair.main_name} in {original.storage}: both are"
+                " dequantized to be compared"
+            )
         elif (own.dtype, own.shape) == (main.dtype, main.shape):
             result[name] = f"own copy, same dtype and shape as {pair.main_name}"
         else:

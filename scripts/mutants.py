@@ -2,12 +2,13 @@
 
     python scripts/mutants.py [--sample N] [--seed S] [--only PATH]
 
-mutmut makes the mutants. Its own runner leaves decorated classes out, which here is nearly every
-class, and takes a file's path for its module's name, which is wrong below runtime/ and kernels/.
-So they run here: in forks of a process that has torch and numba loaded, each with the tests that
-mutants.toml gives to its file. No file is changed: a fork imports its mutant in place of the file,
-so that tests do not see it in processes that they start. Survivors that docs/mutants.md lists are
-known; any other ends the run with exit code 1, as does a share of less than LEAST_KILLED.
+mutmut makes the mutants. Its own runner leaves out properties and all that is outside of functions,
+such as defaults and tables, and takes a file's path for its module's name, which is wrong below
+runtime/ and kernels/. So they run here: in forks of a process that has torch and numba loaded, each
+with the tests that mutants.toml gives to its file. No file is changed: a fork imports its mutant in
+place of the file, so that tests do not see it in processes that they start. Survivors that
+docs/mutants.md lists are known; any other ends the run with exit code 1, as does a share of killed
+ones below LEAST_KILLED.
 """
 
 from __future__ import annotations
@@ -79,7 +80,7 @@ def operator_call_removal(node: cst.Expr) -> Iterator[cst.Expr]:
 class Visitor(MutationVisitor):
     """mutmut's visitor, in decorated classes and functions too.
 
-    It leaves out words of messages, and type aliases, which annotations alone use.
+    It leaves out words of messages, type aliases, which annotations alone use, and __all__.
     """
 
     def __init__(self) -> None:
@@ -113,11 +114,11 @@ def is_message(node: cst.CSTNode) -> bool:
 
 
 def is_alias(node: cst.CSTNode) -> bool:
-    """Return True for an assignment to a name in CamelCase."""
+    """Return True for an assignment to a name in CamelCase or to __all__."""
     if not isinstance(node, cst.Assign) or not isinstance(node.targets[0].target, cst.Name):
         return False
     name = node.targets[0].target.value
-    return name[0].isupper() and not name.isupper()
+    return name == "__all__" or (name[0].isupper() and not name.isupper())
 
 
 def read_groups(only: str) -> list[Group]:

@@ -20,7 +20,7 @@ from mtp_export.bundle.own_files import check_own, clear, manifest_files
 from mtp_export.bundle.preflight import check_disk, check_memory, check_output, is_finished
 from mtp_export.bundle.run import COPY_BUFFER_BYTES, Proceed, RunResources, ShardJob, run
 from mtp_export.bundle.split import SplitOptions, main_part, mtp_part, shared_pairs
-from mtp_export.bundle.tied_weights import PIECE_BYTES, compare_tied
+from mtp_export.bundle.tied_weights import PIECE_BYTES, compare_dequantized, compare_tied
 from mtp_export.checkpoint.bundle_folder import MTP, open_checkpoint
 from mtp_export.checkpoint.direct_io import aligned_buffer
 from mtp_export.checkpoint.files import make_folder, write_bytes, write_json
@@ -29,11 +29,12 @@ from mtp_export.checkpoint.manifest import MANIFEST_NAME
 from mtp_export.checkpoint.plan import COPY, PartPlan, Resources, Step
 from mtp_export.checkpoint.reader import CONFIG_NAME, INDEX_NAME, Checkpoint
 from mtp_export.errors import InvalidInputError, OutputExistsError, UnsupportedError
-from mtp_export.families.base import ModelFamily
+from mtp_export.families.base import ModelFamily, SharedTensor
 from mtp_export.progress import ProgressCallback
 from mtp_export.schemes.discrepancies import compare
 from mtp_export.schemes.stored import StoredModel, stored_source
 from mtp_export.schemes.transforms import one_torch_thread
+from mtp_export.schemes.weight_values import weights_on_disk
 
 # Measured resident memory: the program with its headers and plan, and what torch and the compiled
 # kernels add when a plan computes.
@@ -200,8 +201,9 @@ def run_bundle(plan: BundlePlan, progress: ProgressCallback) -> BundleResult:
     start = time.monotonic()
     output = plan.options.output_dir
     replaces = is_finished(output)
-    if replaces and _must_be_tied(plan):
-        _compare(plan, _tied_tensors(plan), lambda: None)  # before a good bundle is removed for it
+    if replaces and _must_be_tied(plan):  # before a good bundle is removed for it
+        _compare(plan, _tied_tensors(plan), lambda: None)
+        _compare_rounded(plan, lambda: None)
     with Journal(output) as journal:
         _open_journal(plan, journal)
         resumed = len(journal.finished)
@@ -276,10 +278,30 @@ def _must_be_tied(plan: BundlePlan) -> bool:
 
 
 def _tied_tensors(plan: BundlePlan) -> dict[str, TensorInfo]:
-    """Return the main model's embedding and head by the name of the MTP layer's own copy."""
+    """Return the main model's embedding and head by the name of the MTP layer's own copy, where
+    both are stored in one precision."""
     tensors = plan.checkpoint.tensors
-    pairs = shared_pairs(plan.checkpoint, plan.family)
-    return {pair.mtp_name: tensors[pair.main_name] for pair in pairs}
+    return {pair.mtp_name: tensors[pair.main_name] for pair in _pairs(plan, alike=True)}
+
+
+def _pairs(plan: BundlePlan, *, alike: bool) -> list[SharedTensor]:
+    """Return the own copies that are, or are not, in the precision of the main model's."""
+    weights = plan.stored.weights
+    return [
+        pair
+        for pair in shared_pairs(plan.checkpoint, plan.family)
+        if (weights[pair.mtp_name].format == weights[pair.main_name].format) is alike
+    ]
+
+
+def _compare_rounded(plan: BundlePlan, proceed: Proceed) -> None:
+    """Compare copies in another precision than the main model's (InvalidInputError)."""
+    pairs = _pairs(plan, alike=False)
+    if pairs:
+        tensors = plan.checkpoint.tensors
+        on_disk = {one.name: one for one in weights_on_disk(plan.stored, tensors)}
+        for pair in pairs:
+            compare_dequantized(on_disk[pair.mtp_name], on_disk[pair.main_name], use=proceed)
 
 
 def _compare(plan: BundlePlan, tied: Mapping[str, TensorInfo], proceed: Proceed) -> None:
@@ -322,6 +344,8 @@ def _write_parts(
     )
     others = {name: main for name, main in tied.items() if name not in copied}
     checks = [partial(_compare, plan, others)] if others else []
+    if compare and _pairs(plan, alike=False):
+        checks.append(partial(_compare_rounded, plan))
     with one_torch_thread() if plan.computed_bytes else nullcontext():
         run(jobs=jobs, journal=journal, resources=resources, checks=checks)
 

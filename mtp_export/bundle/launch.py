@@ -8,7 +8,7 @@ from typing import Any
 from mtp_export.bundle.build import BundlePlan
 from mtp_export.bundle.options import Part
 from mtp_export.schemes import SCHEMES
-from mtp_export.schemes.native import native_scheme
+from mtp_export.schemes.base import KEEP
 from mtp_export.schemes.storage import W4AFP8_GROUP, Storage, mixes_integers_with_fp8
 from mtp_export.targets import target_of
 from mtp_export.targets.base import Deployment, Engine
@@ -24,7 +24,7 @@ def launch_lines(plan: BundlePlan) -> dict[str, str]:
     if plan.options.content.part is not Part.BOTH:
         return {}
     target, wanted = target_of(plan.options.target), plan.options.target
-    native = native_scheme(plan.stored.native)
+    native = plan.stored.scheme or KEEP
     base = plan.recorded.get("base_quant", native)
     mtp = plan.recorded.get("mtp_quant", "bf16" if target.dequantizes else native)
     deployment = Deployment(plan.options.output_dir, base, mtp)
@@ -33,7 +33,7 @@ def launch_lines(plan: BundlePlan) -> dict[str, str]:
         for engine in target.engines
         if engine.launch is not None
         and wanted in (engine.name, target.name)
-        and _reads(engine, plan.recorded, base, mtp)
+        and (base == KEEP or _reads(engine, plan.recorded, base, mtp))
     }
 
 

@@ -23,7 +23,7 @@ from mtp_export.schemes.configs import quantization_configs
 from mtp_export.schemes.conversion import Conversion
 from mtp_export.schemes.dialects import VLLM, Dialect
 from mtp_export.schemes.formats import FormatOptions
-from mtp_export.schemes.native import native_scheme, with_quantization
+from mtp_export.schemes.native import with_quantization
 from mtp_export.schemes.storage import (
     COMPRESSED_SCALE,
     GROUP_SIZES,
@@ -137,9 +137,7 @@ def plan_quantize(options: QuantizeOptions, *, dry_run: bool = False) -> BundleP
     _check_storages(options.bundle.target, choice)
     main = _conversion(choice.base, choice, options, stored=stored)
     mtp = _conversion(choice.mtp, choice, options, stored=stored)
-    configs = quantization_configs(
-        checkpoint.config, stored, main=main, mtp=mtp, dialect=choice.dialect
-    )
+    configs = quantization_configs(stored, main=main, mtp=mtp, dialect=choice.dialect)
     split = SplitOptions(
         target=target,
         shared_weights=options.bundle.content.shared_weights,
@@ -154,8 +152,20 @@ def plan_quantize(options: QuantizeOptions, *, dry_run: bool = False) -> BundleP
 
 
 def _scheme_name(wanted: str, stored: StoredModel) -> str:
-    """Return a scheme's name; "keep" is the scheme of the source."""
-    return native_scheme(stored.native) if wanted == KEEP else wanted
+    """Return a scheme's name; "keep" is the scheme of the source.
+
+    Raises UnsupportedError where the source's precision is no scheme's.
+    """
+    if wanted != KEEP:
+        return wanted
+    if stored.scheme is None:
+        raise UnsupportedError(
+            "This checkpoint is in a precision that no scheme writes, so a part cannot keep it",
+            expected="--base-quant and --mtp-quant, both other than keep",
+            found=f"{Storage.FP8_CHANNEL} linears",
+            todo="Name both schemes; an export keeps both parts as they are stored",
+        )
+    return stored.scheme
 
 
 def _choose(options: QuantizeOptions, stored: StoredModel) -> _Choice:
@@ -163,7 +173,7 @@ def _choose(options: QuantizeOptions, stored: StoredModel) -> _Choice:
     in_table = check_pair(
         base,
         mtp,
-        base_stays_bf16=base == BF16.name and stored.native is None,
+        base_stays_bf16=base == BF16.name and stored.scheme == BF16.name,
         allow_untested=options.allow_untested_pair,
     )
     schemes = {"base": SCHEMES[base], "mtp": SCHEMES[mtp]}
@@ -195,11 +205,13 @@ def _check_format(options: QuantizeOptions) -> None:
 
 def _check_target(target: Target, mtp: Scheme, stored: StoredModel) -> None:
     """Refuse a draft that the target does not read, or that is converted and transposed at once."""
-    native = native_scheme(stored.native)
+    native = stored.scheme
     readable = target.mtp_storages.issuperset(mtp.storages.values())
     if readable and (mtp.name == native or not target.transposes):
         return
-    allowed = [native] if target.transposes else _schemes_in(target.mtp_storages)
+    allowed = _schemes_in(target.mtp_storages)
+    if target.transposes and native is not None:
+        allowed = [native]
     raise UnsupportedError(
         f"Target {target.name} does not take the MTP module in {mtp.name}",
         expected=f"--mtp-quant {' or '.join(allowed)}",

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -137,8 +138,8 @@ def _mtp_shards(
     family = stored.family
     shared: dict[Step, None] = {}
     if options.shared_weights is SharedWeights.KEEP:
-        pairs = family.shared
-        shared = dict.fromkeys(_shared_step(checkpoint, family, options.target, p) for p in pairs)
+        copies = (_shared_steps(checkpoint, stored, options, pair) for pair in family.shared)
+        shared = dict.fromkeys(chain.from_iterable(copies))
     kept: list[OutputShard] = []
     packed = dict(shared)
     for shard in checkpoint.shards:
@@ -178,7 +179,7 @@ def _mtp_steps(
     if one.weight.role in (Role.EMBEDDING, Role.HEAD):
         if options.shared_weights is SharedWeights.KEEP:
             pair = next(pair for pair in family.shared if pair.mtp_name == tensor.name)
-            yield _shared_step(checkpoint, family, target, pair)
+            yield from _shared_steps(checkpoint, stored, options, pair)
         return
     for name in (tensor.name for tensor in one.tensors):
         source, own = checkpoint.tensors[name], target.mtp_name(name, layer)
@@ -187,17 +188,32 @@ def _mtp_steps(
             yield _transposed(step, source, target)
 
 
-def _shared_step(
-    checkpoint: Checkpoint, family: ModelFamily, target: Target, pair: SharedTensor
-) -> Step:
-    """Return the step of an embedding or head: of the MTP layer's own, else of the main model's."""
+def _shared_steps(
+    checkpoint: Checkpoint, stored: StoredModel, options: SplitOptions, pair: SharedTensor
+) -> Iterator[Step]:
+    """Yield the steps of an embedding or head: of the MTP layer's own, else of the main model's.
+
+    An own copy in another precision than the main model's is kept where the draft's config.json
+    stays as it is, which promises that precision; without one the copy is left out then.
+    """
+    family, target = stored.family, options.target
+    own, main = stored.weights[pair.mtp_name], stored.weights[pair.main_name]
+    alike, promised = own.format == main.format, options.mtp.scheme is None
     layer = family.mtp_layer_of(pair.mtp_name)
     assert layer is not None
-    source = checkpoint.tensors.get(pair.mtp_name) or checkpoint.tensors[pair.main_name]
-    step = keep_step(source, target.mtp_name(pair.mtp_name, layer))
-    if family.tensors[pair.mtp_name].role is Role.EMBEDDING:  # a lookup table, not a linear
-        return step
-    return _transposed(step, source, target)
+    if pair.mtp_name in checkpoint.tensors and (alike or promised):
+        names = [tensor.name for tensor in own.tensors]
+    elif alike or not promised:
+        names = [pair.main_name]
+    else:
+        return
+    for name, own_name in zip(names, (tensor.name for tensor in own.tensors), strict=False):
+        source = checkpoint.tensors[name]
+        step = keep_step(source, target.mtp_name(own_name, layer))
+        if own.weight.role is Role.EMBEDDING:  # a lookup table, not a linear
+            yield step
+        else:
+            yield _transposed(step, source, target)
 
 
 def _transposed(step: Step, tensor: TensorInfo, target: Target) -> Step:

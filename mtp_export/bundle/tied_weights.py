@@ -1,4 +1,5 @@
-"""Comparison of the MTP layer's copy of a tensor with the main model's, as its bytes are read."""
+"""Comparison of the MTP layer's copy of a tensor with the main model's: byte by byte as they are
+read, or of what both dequantize to where they are stored in different precisions."""
 
 from __future__ import annotations
 
@@ -9,6 +10,7 @@ from mtp_export.checkpoint.direct_io import aligned_buffer
 from mtp_export.checkpoint.header import TensorInfo
 from mtp_export.checkpoint.tensor_reader import TensorReader
 from mtp_export.errors import InvalidInputError
+from mtp_export.schemes.weight_values import LEAST_ROUNDED_DB, Rounding, WeightOnDisk
 
 PIECE_BYTES = 4 << 20
 
@@ -38,11 +40,30 @@ def compare_tied(
     """Give use every piece of an MTP tensor (InvalidInputError where the main model's differs)."""
     offset = first_difference(own, main, use=use, buffer=buffer)
     if offset is not None:
-        raise InvalidInputError(
-            f"The MTP layer's {own.name} differs from the main model's {main.name}",
-            where=own.path,
-            expected="equal bytes: engines use the main model's for both",
-            found=f"a difference at byte {offset}",
-            todo="Check that the MTP layer belongs to this model; --allow-untied exports it"
-            " nevertheless, with the layer's own copies",
-        )
+        raise _untied(own, main, "equal bytes", f"a difference at byte {offset}")
+
+
+def compare_dequantized(
+    own: WeightOnDisk, main: WeightOnDisk, use: Callable[[], None] = lambda: None
+) -> None:
+    """Compare a copy in another precision with the main model's (InvalidInputError where it is no
+    rounding of it); use is called after every piece."""
+    rounding = Rounding()
+    for start, stop in own.pieces():
+        copy, original = (one.encoded(start, stop).dequantize() for one in (own, main))
+        rounding.add(copy, original)
+        use()
+    if not rounding.is_all:
+        expected = f"{own.stored.storage} of the same values, {LEAST_ROUNDED_DB:.0f} dB or more"
+        raise _untied(own.tensors[0], main.tensors[0], expected, rounding.shown)
+
+
+def _untied(own: TensorInfo, main: TensorInfo, expected: str, found: str) -> InvalidInputError:
+    return InvalidInputError(
+        f"The MTP layer's {own.name} differs from the main model's {main.name}",
+        where=own.path,
+        expected=f"{expected}: engines use the main model's for both",
+        found=found,
+        todo="Check that the MTP layer belongs to this model; --allow-untied exports it"
+        " nevertheless, with the layer's own copies",
+    )

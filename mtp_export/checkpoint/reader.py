@@ -23,13 +23,16 @@ if TYPE_CHECKING:
 INDEX_NAME = "model.safetensors.index.json"
 SINGLE_NAME = "model.safetensors"
 CONFIG_NAME = "config.json"
+# Some releases add their MTP layer in a shard of this name that the index does not list.
+MTP_NAME = "mtp.safetensors"
 
 
 @dataclass(frozen=True)
 class Checkpoint:
     """An opened checkpoint: its config, and the place of every tensor.
 
-    files is the source of config and tokenizer: the folder itself, or main/ of a bundle.
+    files is the source of config and tokenizer: the folder itself, or main/ of a bundle. unindexed
+    are the shards that were found though the index does not name them.
     """
 
     folder: Path
@@ -37,6 +40,7 @@ class Checkpoint:
     config_sha256: str
     shards: tuple[ShardHeader, ...]
     files: ByteSource
+    unindexed: tuple[str, ...] = ()
 
     @classmethod
     def open(cls, folder: Path) -> Checkpoint:
@@ -57,14 +61,13 @@ class Checkpoint:
         raw_config = source.read(CONFIG_NAME)
         config = _json_object(source.path / CONFIG_NAME, raw_config)
         weight_map = _weight_map(source)
-        if weight_map is None:
-            names = [SINGLE_NAME]
-            _check_no_stray_shard(source, set(names))
-        else:
-            names = sorted(set(weight_map.values()))
-        shards = tuple(read_header(source.file(name)) for name in names)
+        names = [SINGLE_NAME] if weight_map is None else sorted(set(weight_map.values()))
+        unindexed = [MTP_NAME] if MTP_NAME in set(source.names()) - set(names) else []
+        _check_no_stray_shard(source, {*names, *unindexed})
+        shards = tuple(read_header(source.file(name)) for name in (*names, *unindexed))
+        _check_no_tensor_twice(source, shards)
         if weight_map is not None:
-            _check_index(source, weight_map, shards)
+            _check_index(source, weight_map, shards[: len(names)])
         digest = hashlib.sha256(raw_config).hexdigest()
         return cls(
             folder=source.path,
@@ -72,6 +75,7 @@ class Checkpoint:
             config_sha256=digest,
             shards=shards,
             files=source,
+            unindexed=tuple(unindexed),
         )
 
     @property
@@ -172,20 +176,8 @@ def _is_plain_file_name(name: str) -> bool:
 def _check_index(
     source: ByteSource, weight_map: dict[str, str], shards: Iterable[ShardHeader]
 ) -> None:
-    """Check that index and shards name the same tensors in the same files, none twice."""
-    _check_no_stray_shard(source, set(weight_map.values()))
-    where: dict[str, str] = {}
-    for shard in shards:
-        for tensor in shard.tensors:
-            name = tensor.name
-            if name in where:
-                raise InvalidInputError(
-                    f"Tensor {name} is in two shards",
-                    where=source.path,
-                    found=f"{where[name]} and {shard.path.name}",
-                    todo="Remove the stale shard, or write the checkpoint again",
-                )
-            where[name] = shard.path.name
+    """Check that index and shards name the same tensors in the same files."""
+    where = {tensor.name: shard.path.name for shard in shards for tensor in shard.tensors}
     for name, file_name in where.items():
         if weight_map.get(name) != file_name:
             raise InvalidInputError(
@@ -204,6 +196,21 @@ def _check_index(
                 found="no such tensor",
                 todo="Download the shard again, or write the index again",
             )
+
+
+def _check_no_tensor_twice(source: ByteSource, shards: Iterable[ShardHeader]) -> None:
+    where: dict[str, str] = {}
+    for shard in shards:
+        for tensor in shard.tensors:
+            name = tensor.name
+            if name in where:
+                raise InvalidInputError(
+                    f"Tensor {name} is in two shards",
+                    where=source.path,
+                    found=f"{where[name]} and {shard.path.name}",
+                    todo="Remove the stale shard, or write the checkpoint again",
+                )
+            where[name] = shard.path.name
 
 
 def _check_no_stray_shard(source: ByteSource, indexed: set[str]) -> None:

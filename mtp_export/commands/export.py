@@ -114,11 +114,17 @@ def result_table(result: BundleResult) -> RenderableType:
 
 
 def remarks(plan: BundlePlan) -> list[str]:
-    """Return the remark that a target's name is an alias of another's layout, where it is."""
+    """Return remarks on shards that the source's index does not list, and on a target's name that
+    is an alias of another's layout."""
+    found = [
+        f"{name} is not in the source's index; the bundle's index lists its tensors."
+        for name in plan.checkpoint.unindexed
+    ]
     target = target_of(plan.options.target)
     if plan.options.target == target.name:
-        return []
+        return found
     return [
+        *found,
         f"--target {plan.options.target} is an alias: its layout is that of"
-        f" --target {target.name}, and that is what was planned or written."
+        f" --target {target.name}, and that is what was planned or written.",
     ]

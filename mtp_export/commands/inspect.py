@@ -67,6 +67,10 @@ def _inspection_lines(inspection: Inspection) -> list[str]:
     lines += [f"{name}: {state}." for name, state in inspection.shared_tensors.items()]
     lines += [f"Missing file: {name}." for name in inspection.missing_files]
     lines += [
+        f"Not in the index: {name}. Loaders that follow the index lose it; an export lists it."
+        for name in inspection.unindexed_files
+    ]
+    lines += [
         f"Problem: {p.tensor}: {p.problem} (expected {p.expected}, found {p.found})."
         for p in inspection.problems[:_SHOWN_PROBLEMS]
     ]

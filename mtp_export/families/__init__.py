@@ -8,9 +8,18 @@ from typing import Any
 from mtp_export.errors import UnsupportedError
 from mtp_export.families.base import ModelFamily
 from mtp_export.families.deepseek_v3 import DeepseekV3Family
+from mtp_export.families.deepseek_v32 import DeepseekV32Family
+from mtp_export.families.glm4_moe import Glm4MoeFamily
+from mtp_export.families.glm4_moe_lite import Glm4MoeLiteFamily
+from mtp_export.families.glm_moe_dsa import GlmMoeDsaFamily
+from mtp_export.families.without_mtp import refuse_without_mtp
 
 FAMILIES: dict[str, Callable[[Mapping[str, Any]], ModelFamily]] = {
     "deepseek_v3": DeepseekV3Family.from_config,
+    "glm4_moe": Glm4MoeFamily.from_config,
+    "glm4_moe_lite": Glm4MoeLiteFamily.from_config,
+    "deepseek_v32": DeepseekV32Family.from_config,
+    "glm_moe_dsa": GlmMoeDsaFamily.from_config,
 }
 
 
@@ -20,6 +29,7 @@ def family_of(config: Mapping[str, Any]) -> ModelFamily:
     Raises UnsupportedError for a model_type without a family, and what the family raises.
     """
     model_type = config.get("model_type")
+    refuse_without_mtp(str(model_type))
     if not isinstance(model_type, str) or model_type not in FAMILIES:
         raise UnsupportedError(
             "This model type is not supported",

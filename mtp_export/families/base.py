@@ -26,10 +26,27 @@ class Role(StrEnum):
     SHARED_EXPERT = "shared expert"
     ROUTED_EXPERT = "routed expert"
     MTP_PROJECTION = "mtp projection"
+    INDEXER = "indexer"  # projections of queries and keys
+    INDEXER_HEADS = "indexer heads"  # weights of the heads, which are never quantized
 
 
 # Roles whose matrices engines read quantized; everything else stays as released.
-LINEAR_ROLES = (Role.ATTENTION, Role.DENSE_MLP, Role.SHARED_EXPERT, Role.ROUTED_EXPERT)
+LINEAR_ROLES = (
+    Role.ATTENTION,
+    Role.DENSE_MLP,
+    Role.SHARED_EXPERT,
+    Role.ROUTED_EXPERT,
+    Role.INDEXER,
+)
+
+
+@dataclass(frozen=True, slots=True)
+class RotaryRows:
+    """Rows of a weight that rotary positions turn: `size` of every `period`, from `first` on."""
+
+    period: int
+    first: int
+    size: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +54,7 @@ class TensorSpec:
     """One tensor of a model, unquantized.
 
     dtypes are safetensors dtypes, the usual one first. optional tensors may be absent (the MTP
-    layer's own copies of embedding and head).
+    layer's own copies of embedding and head). rotary is None for a tensor without rotary rows.
     """
 
     name: str
@@ -46,6 +63,7 @@ class TensorSpec:
     role: Role
     mtp_layer: int | None = None
     optional: bool = False
+    rotary: RotaryRows | None = None
 
     @property
     def module(self) -> str:
@@ -110,6 +128,10 @@ class ModelFamily(Protocol):
     @property
     def mtp_contract(self) -> MtpContract:
         """Inputs of the MTP modules, as config.json records them or else as is usual."""
+
+    @property
+    def usual_contract(self) -> MtpContract:
+        """Inputs of the family's MTP modules, as they were trained."""
 
     def mtp_layer_of(self, name: str) -> int | None:
         """Return the MTP layer that a tensor name belongs to, None for the main model's."""

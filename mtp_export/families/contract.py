@@ -1,9 +1,9 @@
 """The MTP contract: inputs of an MTP module that no tensor tells. Engines differ in them, and a
-wrong choice only lowers acceptance."""
+wrong choice only lowers acceptance. Each family has its own, which a config.json may override."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from enum import StrEnum
 
 from mtp_export.families.fields import Fields
@@ -26,21 +26,23 @@ class MtpContract:
     recycled_hidden: an MTP layer's own output before or after its norm, fed to the next draft when
     more than one token is drafted.
     zero_first_embedding: the row of position 0 gets a zero embedding.
-
-    The defaults are what transformers does with DeepSeek-V3 (its MTP rows carry positions shifted
-    by one throughout, which relative rotary positions do not see).
+    source: where that is known from.
     """
 
     target_hidden: Hidden = Hidden.AFTER_NORM
     recycled_hidden: Hidden = Hidden.AFTER_NORM
     zero_first_embedding: bool = False
+    source: str = field(default="", compare=False)
 
     def overridden_by(self, config: Fields) -> MtpContract:
         """Return the contract with what a config.json records as mtp_contract.
 
         Raises InvalidInputError for a record that is no contract.
         """
-        recorded, names = config.section(_KEY), {own.name for own in fields(self)}
+        recorded = config.section(_KEY)
+        names = {own.name for own in fields(self) if own.compare}
+        if not recorded.values:
+            return self
         if not recorded.values.keys() <= names:
             raise config.unusable(_KEY, f"an object with {', '.join(sorted(names))}")
 
@@ -51,4 +53,5 @@ class MtpContract:
             hidden("target_hidden", self.target_hidden),
             hidden("recycled_hidden", self.recycled_hidden),
             recorded.flag("zero_first_embedding", self.zero_first_embedding),
+            source=f"{_KEY} of config.json",
         )

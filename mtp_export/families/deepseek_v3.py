@@ -6,32 +6,12 @@ Source: README_WEIGHTS.md and the index of the released checkpoints (91,991 tens
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
-from mtp_export.families.base import ModulePatterns, Role, TensorSpec
+from mtp_export.families.base import Role, RotaryRows, TensorSpec
+from mtp_export.families.contract import MtpContract
 from mtp_export.families.moe_decoder import MoeDecoderFamily
-
-_PATTERNS = ModulePatterns(
-    linears={
-        Role.ATTENTION: "self_attn.*_proj.*",
-        Role.DENSE_MLP: "mlp.(gate_proj|up_proj|gate_up_proj|down_proj)$",
-        Role.SHARED_EXPERT: "mlp.shared_experts.*",
-        Role.ROUTED_EXPERT: "mlp.experts.*",
-    },
-    other_matrices=(
-        "lm_head",
-        "re:.*mlp.gate$",
-        "re:.*eh_proj$",
-        "re:.*shared_head.*",
-        "re:.*embed_tokens$",
-    ),
-    fused={
-        ("gate_proj", "up_proj"): ("gate_up_proj",),
-        ("q_a_proj", "kv_a_proj_with_mqa"): ("fused_qkv_a_proj", "fused_qkv_a_proj_with_mqa"),
-    },
-    absorbed=("kv_b_proj",),
-)
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,11 +47,10 @@ class DeepseekV3Family(MoeDecoderFamily):
     """Tensors of one DeepSeek-V3 config."""
 
     refused = ("attention_bias", "tie_word_embeddings")
-
-    @property
-    def patterns(self) -> ModulePatterns:
-        """Module names as engines' quantization configs refer to them."""
-        return _PATTERNS
+    fused = {("q_a_proj", "kv_a_proj_with_mqa"): ("fused_qkv_a_proj", "fused_qkv_a_proj_with_mqa")}
+    absorbed = ("kv_b_proj",)
+    # It shifts the positions of MTP rows by one throughout, which relative ones do not see.
+    usual_contract = MtpContract(source="transformers, generate(use_mtp=True)")
 
     @cached_property
     def sizes(self) -> MlaSizes:
@@ -115,5 +94,10 @@ class DeepseekV3Family(MoeDecoderFamily):
         query = sizes.query_rank or self.hidden
         shapes[names.query_up] = (sizes.heads * (sizes.nope + sizes.rope), query)
         yield self._norm(names.latent_norm, sizes.latent, mtp)
+        rotary = {
+            names.latent_down: RotaryRows(sizes.latent + sizes.rope, sizes.latent, sizes.rope),
+            names.query_up: RotaryRows(sizes.nope + sizes.rope, sizes.nope, sizes.rope),
+        }
         for module, shape in shapes.items():
-            yield self._linear(module, shape, Role.ATTENTION, mtp)
+            spec = self._linear(module, shape, Role.ATTENTION, mtp)
+            yield replace(spec, rotary=rotary.get(module))

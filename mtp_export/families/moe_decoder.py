@@ -33,14 +33,29 @@ _LAYERS_PREFIX = "model.layers."
 _MAX_LAYERS = 1_000
 _MAX_EXPERT_MATRICES = 160_000  # twice those of any release; their names take 3 s and 160 MB
 _DTYPES = {"bfloat16": "BF16", "float16": "F16", "float32": "F32"}
+_LINEARS = {
+    Role.ATTENTION: "self_attn.*_proj.*",
+    Role.DENSE_MLP: "mlp.(gate_proj|up_proj|gate_up_proj|down_proj)$",
+    Role.SHARED_EXPERT: "mlp.shared_experts.*",
+    Role.ROUTED_EXPERT: "mlp.experts.*",
+}
+_OTHER_MATRICES = (
+    "lm_head",
+    "re:.*mlp.gate$",
+    "re:.*eh_proj$",
+    "re:.*shared_head.*",
+    "re:.*embed_tokens$",
+)
+_FUSED: dict[tuple[str, ...], tuple[str, ...]] = {("gate_proj", "up_proj"): ("gate_up_proj",)}
 
 
 @dataclass(frozen=True)
 class MoeDecoderFamily(ABC):
     """Tensors of one config, but for its attention.
 
-    refused: keys of config.json that no release of the family sets. usual_contract: the contract of
-    MTP modules whose config.json records none.
+    refused: keys of config.json that no release of the family sets. fused and absorbed are those
+    linears of the attention that ModulePatterns has under these names. usual_contract: the contract
+    of MTP modules whose config.json records none.
     """
 
     config: Mapping[str, Any]
@@ -52,11 +67,8 @@ class MoeDecoderFamily(ABC):
 
     refused: ClassVar[tuple[str, ...]] = ("tie_word_embeddings",)
     usual_contract: ClassVar[MtpContract] = MtpContract()
-
-    @property
-    @abstractmethod
-    def patterns(self) -> ModulePatterns:
-        """Module names as engines' quantization configs refer to them."""
+    fused: ClassVar[Mapping[tuple[str, ...], tuple[str, ...]]] = {}
+    absorbed: ClassVar[tuple[str, ...]] = ()
 
     @abstractmethod
     def attention_tensors(self, layer: int, mtp: int | None) -> Iterator[TensorSpec]:
@@ -105,6 +117,16 @@ class MoeDecoderFamily(ABC):
     def router(self) -> RouterFacts:
         """Choice of experts in a sparse layer."""
         return RouterFacts.of(self.fields, self.experts)
+
+    @cached_property
+    def patterns(self) -> ModulePatterns:
+        """Module names as engines' quantization configs refer to them."""
+        return ModulePatterns(
+            linears=_LINEARS,
+            other_matrices=_OTHER_MATRICES,
+            fused={**_FUSED, **self.fused},
+            absorbed=self.absorbed,
+        )
 
     @cached_property
     def tensors(self) -> Mapping[str, TensorSpec]:

@@ -6,21 +6,15 @@ stay unescaped: SGLang replaces the literal `model.layers.61` in them by its dra
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any
 
 from mtp_export.errors import UnsupportedError
 from mtp_export.families.base import ModelFamily, Role
 from mtp_export.schemes.conversion import Conversion
 from mtp_export.schemes.dialects import SGLANG, Dialect
 from mtp_export.schemes.formats import FORMATS
-from mtp_export.schemes.native import (
-    NATIVE_FP8,
-    Config,
-    quantization_of,
-    with_left_out,
-)
+from mtp_export.schemes.native import COMPRESSED, NATIVE_FP8, Config, with_left_out
 from mtp_export.schemes.storage import INTEGERS, Storage
 from mtp_export.schemes.stored import StoredModel
 
@@ -36,43 +30,37 @@ class PartConfigs:
 
 
 def quantization_configs(
-    source: Mapping[str, Any],
-    stored: StoredModel,
-    main: Conversion,
-    mtp: Conversion,
-    dialect: Dialect,
+    stored: StoredModel, main: Conversion, mtp: Conversion, dialect: Dialect
 ) -> PartConfigs:
     """Return the quantization_config of each folder.
 
-    source is the source's config.json, stored what it promises. vLLM reads the main folder's config
-    for both parts and wants the same in the MTP folder; SGLang reads each folder's own. Raises
+    stored is what the source's config.json promises. vLLM reads the main folder's config for both
+    parts and wants the same in the MTP folder; SGLang reads each folder's own. Raises
     UnsupportedError for a source that a config of the dialect cannot describe.
     """
     both = {*main.storages.values(), *mtp.storages.values()}
     if Storage.W4AFP8 in both:
         _check_nothing_left_out(stored, "--format w4afp8")
-        own = _own_config(source, stored, mtp, SGLANG)
+        own = _own_config(stored, mtp, SGLANG)
         return PartConfigs({"quant_method": "w4afp8"}, own)
     if not both.intersection(INTEGERS):
-        config = _native_config(source, stored.family, main, mtp)
+        config = _native_config(stored, main, mtp)
         return PartConfigs(config, config)
     if dialect.own_config and Storage.FP8_BLOCK in both:
-        own = _own_config(source, stored, mtp, dialect)
+        own = _own_config(stored, mtp, dialect)
         storages = set(main.storages.values())
         if Storage.FP8_BLOCK in storages and storages.intersection(INTEGERS):
             return PartConfigs(_compressed_config(stored, main, mtp, dialect), own)
-        return PartConfigs(_own_config(source, stored, main, dialect), own)
+        return PartConfigs(_own_config(stored, main, dialect), own)
     config = _compressed_config(stored, main, mtp, dialect)
     return PartConfigs(config, config)
 
 
-def _own_config(
-    source: Mapping[str, Any], stored: StoredModel, part: Conversion, dialect: Dialect
-) -> Config | None:
+def _own_config(stored: StoredModel, part: Conversion, dialect: Dialect) -> Config | None:
     """Return the config of a folder that is read on its own."""
     if set(part.storages.values()).intersection(INTEGERS):
         return _compressed_config(stored, part, part, dialect)
-    return _native_config(source, stored.family, part, part)
+    return _native_config(stored, part, part)
 
 
 def _check_nothing_left_out(stored: StoredModel, option: str) -> None:
@@ -86,14 +74,13 @@ def _check_nothing_left_out(stored: StoredModel, option: str) -> None:
         )
 
 
-def _native_config(
-    source: Mapping[str, Any], family: ModelFamily, main: Conversion, mtp: Conversion
-) -> Config | None:
+def _native_config(stored: StoredModel, main: Conversion, mtp: Conversion) -> Config | None:
     """Return block fp8 as DeepSeek releases it; parts in bf16 are listed as left out."""
     if Storage.FP8_BLOCK not in {*main.storages.values(), *mtp.storages.values()}:
         return None
-    quantization = quantization_of(source) or NATIVE_FP8
-    return with_left_out(quantization, _bf16_modules(family, main, mtp))
+    quantization = NATIVE_FP8 if stored.native is None else stored.quantization
+    assert isinstance(quantization, dict), "native fp8 was read from it"
+    return with_left_out(quantization, _bf16_modules(stored.family, main, mtp))
 
 
 def _bf16_modules(family: ModelFamily, main: Conversion, mtp: Conversion) -> list[str]:
@@ -138,7 +125,7 @@ def _compressed_config(
     }
     formats = {group["format"] for group in groups.values()}
     config: Config = {
-        "quant_method": "compressed-tensors",
+        "quant_method": COMPRESSED,
         "format": "mixed-precision" if len(formats) > 1 else "pack-quantized",
         "quantization_status": "compressed",
         "kv_cache_scheme": None,

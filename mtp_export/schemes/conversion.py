@@ -61,17 +61,22 @@ class Conversion:
         storage.
         """
         storage, is_scale = self.storage_of(one.weight), tensor.name != one.tensors[0].name
-        if is_scale:
-            if storage not in (None, Storage.FP8_BLOCK):
-                return None
+        if storage is None and self.scheme is not None and one.storage is Storage.FP8_CHANNEL:
+            storage = Storage.BF16  # such as eh_proj: no config.json that is written describes it
+        stays = storage in (None, one.storage)
+        if is_scale and not stays:
+            return None
+        if is_scale and one.storage is Storage.FP8_BLOCK:
             return keep_step(tensor, name.removesuffix(NATIVE_SCALE) + self.options.fp8_scale_name)
-        if storage is None or _stays(tensor.dtype, storage):
+        if stays:
             return keep_step(tensor, name)
+        assert storage is not None, "it stays otherwise"
         converted = FORMATS[storage](self.options)
         _check(tensor, converted)
         inputs = tuple(stored.name for stored in one.tensors if stored.name in tensors)
         outputs = converted.tensors(name, tensor.shape)
-        return Step(Convert(converted, self.scale_rule), inputs, outputs, scheme=self.scheme)
+        convert = Convert(converted, self.scale_rule, one.format)
+        return Step(convert, inputs, outputs, scheme=self.scheme)
 
 
 AS_STORED = Conversion(None, {})
@@ -87,12 +92,6 @@ def transpose_step(tensor: TensorInfo, name: str) -> Step:
 def keep_step(tensor: TensorInfo, name: str) -> Step:
     """Return the step that writes a tensor's bytes unchanged, under a name."""
     return copy_step(OutputTensor(tensor.name, tensor.dtype, tensor.shape), name)
-
-
-def _stays(weight_dtype: str, storage: Storage) -> bool:
-    if weight_dtype == "F8_E4M3":
-        return storage is Storage.FP8_BLOCK
-    return storage is Storage.BF16
 
 
 def _check(weight: TensorInfo, target: WeightFormat) -> None:

@@ -12,6 +12,7 @@ from mtp_export.schemes.storage import BLOCK, SCALE_DTYPES
 Config = dict[str, Any]
 
 QUANTIZATION = "quantization_config"
+COMPRESSED = "compressed-tensors"  # a quant_method
 NATIVE_FP8: Config = {
     "quant_method": "fp8",
     "activation_scheme": "dynamic",
@@ -89,7 +90,8 @@ def native_fp8(quantization: object) -> NativeFp8 | None:
     if method != "fp8" or fmt != "e4m3" or block != [BLOCK, BLOCK]:
         raise UnsupportedError(
             "The checkpoint is quantized in a way that this tool does not read",
-            expected="no quantization, or quant_method fp8, fmt e4m3, weight_block_size [128, 128]",
+            expected="no quantization, quant_method fp8 with fmt e4m3 and weight_block_size"
+            " [128, 128], or compressed-tensors in fp8 with a scale per channel",
             found=f"quant_method {method}, fmt {fmt}, weight_block_size {block}",
             todo="Start from the original checkpoint",
         )

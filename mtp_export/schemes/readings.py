@@ -15,7 +15,13 @@ from mtp_export.errors import InvalidInputError, UnsupportedError
 from mtp_export.families.base import LINEAR_ROLES, Role
 from mtp_export.schemes.formats import COMPRESSED_FORMATS, Fp8Block, W4AFp8, WeightFormat
 from mtp_export.schemes.formats.compressed import WeightsEntry
-from mtp_export.schemes.native import NativeFp8, left_out, native_fp8, not_an_object
+from mtp_export.schemes.native import (
+    COMPRESSED,
+    NativeFp8,
+    left_out,
+    native_fp8,
+    not_an_object,
+)
 from mtp_export.schemes.storage import SCALE_DTYPES
 
 # Roles of linears to loaders that go by class; no release quantizes the last two.
@@ -205,6 +211,6 @@ def _unusable(key: str, expected: str, found: object) -> InvalidInputError:
 
 READINGS: dict[str, Callable[[Mapping[str, Any]], Reading]] = {
     "fp8": _read_fp8,
-    "compressed-tensors": _read_compressed,
+    COMPRESSED: _read_compressed,
     "w4afp8": _read_w4afp8,
 }

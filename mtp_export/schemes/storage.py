@@ -23,6 +23,7 @@ class Storage(StrEnum):
 
     BF16 = "bf16"
     FP8_BLOCK = "fp8_block"
+    FP8_CHANNEL = "fp8_channel"
     INT8_CHANNEL = "int8_channel"
     INT4_GROUP = "int4_group"
     W4AFP8 = "w4afp8"

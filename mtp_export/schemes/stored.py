@@ -14,7 +14,13 @@ from mtp_export.families import family_of
 from mtp_export.families.base import ModelFamily, Role, TensorSpec
 from mtp_export.schemes.discrepancies import StoredTensor
 from mtp_export.schemes.formats import UNQUANTIZED, EncodedWeight, WeightFormat
-from mtp_export.schemes.native import NativeFp8, native_fp8, quantization_of
+from mtp_export.schemes.native import (
+    COMPRESSED,
+    NativeFp8,
+    native_fp8,
+    native_scheme,
+    quantization_of,
+)
 from mtp_export.schemes.readings import Reading, reading_of
 from mtp_export.schemes.storage import Storage
 
@@ -22,6 +28,7 @@ if TYPE_CHECKING:
     import torch
 
 _WEIGHT = ".weight"
+_IN_CHANNELS = {Storage.BF16, Storage.FP8_CHANNEL}
 _EXPERT = re.compile(r"\.experts\.\d+\.")
 
 Formats = Mapping[str, WeightFormat | None]
@@ -111,11 +118,22 @@ class StoredModel:
 
     @cached_property
     def native(self) -> NativeFp8 | None:
-        """Native fp8 format of a released checkpoint; None for an unquantized one.
+        """Native fp8 format of a released checkpoint; None for another source's.
 
-        Raises UnsupportedError for any other quantization.
+        Raises UnsupportedError for a quantization that no source has.
         """
-        return native_fp8(self.quantization)
+        return None if self.in_channels else native_fp8(self.quantization)
+
+    @property
+    def scheme(self) -> str | None:
+        """Name of the precision scheme that a source is in; None for a precision of no scheme."""
+        return None if self.in_channels else native_scheme(self.native)
+
+    @cached_property
+    def in_channels(self) -> bool:
+        """True for a checkpoint with fp8 channels, and nothing else that is quantized."""
+        storages = {one.storage for one in self.weights.values()}
+        return Storage.FP8_CHANNEL in storages and storages <= _IN_CHANNELS
 
     def reread(self, quantization: object, rename: Callable[[str], str]) -> StoredModel:
         """Return what the same weights must be under another quantization_config and other names.
@@ -143,13 +161,20 @@ def stored_model(config: Mapping[str, Any]) -> StoredModel:
 
 
 def stored_source(config: Mapping[str, Any]) -> StoredModel:
-    """Return what a checkpoint to export or quantize holds: unquantized or native fp8.
+    """Return what a checkpoint to export or quantize holds: unquantized, native fp8, or fp8 with a
+    scale per channel.
 
     Raises as stored_model, and UnsupportedError for any other quantization.
     """
     family_of(config)
-    native_fp8(quantization_of(config))
-    return stored_model(config)
+    quantization = quantization_of(config)
+    if not isinstance(quantization, dict) or quantization.get("quant_method") != COMPRESSED:
+        native_fp8(quantization)
+        return stored_model(config)
+    stored = stored_model(config)
+    if not stored.in_channels:
+        native_fp8(quantization)
+    return stored
 
 
 def stored_mtp(

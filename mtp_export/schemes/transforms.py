@@ -17,13 +17,13 @@ from mtp_export.checkpoint.header import TensorInfo
 from mtp_export.checkpoint.plan import Facts, OutputTensor, Resources, Sink
 from mtp_export.checkpoint.tensor_reader import TensorReader
 from mtp_export.errors import InvalidInputError
-from mtp_export.schemes.formats import WeightFormat
+from mtp_export.schemes.formats import UNQUANTIZED, WeightFormat
 from mtp_export.schemes.storage import BLOCK
 
 if TYPE_CHECKING:
     import torch
 
-    from mtp_kernels.quantize import ErrorStats
+    from mtp_kernels.quantize import ErrorStats, Fp8Block
 
 _PIECE_ELEMENTS = 1 << 20
 _STRIP_BYTES = 4 << 20  # of a matrix that is being transposed
@@ -33,16 +33,17 @@ _STRIP_BYTES = 4 << 20  # of a matrix that is being transposed
 class Convert:
     """Conversion of a weight into another format.
 
-    Inputs are a weight and, from native fp8, its scale; outputs are the tensors of the format.
-    scale_rule chooses int4 scales: minmax or mse.
+    Inputs are the tensors of the weight in the format of its source, codes and scale; outputs are
+    those of the format. scale_rule chooses int4 scales: minmax or mse.
     """
 
     format: WeightFormat
     scale_rule: str
+    source: WeightFormat = UNQUANTIZED
 
     @property
     def name(self) -> str:
-        return self.format.operation
+        return self.format.operation_on(self.source)
 
     def run(
         self,
@@ -56,8 +57,8 @@ class Convert:
         with ExitStack() as opened:
             readers = [opened.enter_context(TensorReader(one, once=True)) for one in inputs]
             for start, stop in _pieces(inputs[0]):
-                source = _read(readers, start, stop, resources.device)
                 try:
+                    source = self._read(readers, start, stop, resources.device)
                     results, error = self.format.quantize(source, self.scale_rule)
                 except ValueError as problem:
                     raise _damaged(inputs[0], (start, stop), problem) from problem
@@ -69,23 +70,23 @@ class Convert:
             sink(number, _bytes_of(constant))
         return _quality(errors)
 
+    def _read(
+        self, readers: Sequence[TensorReader], start: int, stop: int, device: str
+    ) -> torch.Tensor | Fp8Block:
+        """Read rows of a weight, as its source's format hands them on."""
+        values = readers[0].rows(start, stop).to(device)
+        if len(readers) == 1:
+            return values
+        rows = self.source.scale_rows
+        scale = readers[1].rows(start // rows, -(-stop // rows)).to(device)
+        return self.source.source(values, scale)
+
 
 def _pieces(weight: TensorInfo) -> Iterator[tuple[int, int]]:
     rows, columns = weight.shape
     step = max(1, _PIECE_ELEMENTS // (BLOCK * columns)) * BLOCK
     for start in range(0, rows, step):
         yield start, min(start + step, rows)
-
-
-def _read(readers: Sequence[TensorReader], start: int, stop: int, device: str) -> Any:
-    """Read rows of a weight: a tensor, or an Fp8Block when the step has its scale."""
-    from mtp_kernels.quantize import Fp8Block
-
-    values = readers[0].rows(start, stop).to(device)
-    if len(readers) == 1:
-        return values
-    scale = readers[1].rows(start // BLOCK, -(-stop // BLOCK)).to(device)
-    return Fp8Block(values, scale)
 
 
 def _quality(errors: Sequence[ErrorStats]) -> Facts:

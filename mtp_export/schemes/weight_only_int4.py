@@ -11,5 +11,8 @@ WEIGHT_ONLY_INT4 = Scheme(
     "weight_only_int4",
     "int4 + bf16",
     every_linear(Storage.BF16) | {Role.ROUTED_EXPERT: Storage.INT4_GROUP},
-    {"all": every_linear(Storage.INT4_GROUP) | {Role.ATTENTION: Storage.BF16}},
+    {
+        "all": every_linear(Storage.INT4_GROUP)
+        | dict.fromkeys((Role.ATTENTION, Role.INDEXER), Storage.BF16)
+    },
 )

@@ -9,5 +9,6 @@ from mtp_export.schemes.storage import Storage
 WEIGHT_ONLY_INT8 = Scheme(
     "weight_only_int8",
     "int8 + bf16",
-    every_linear(Storage.INT8_CHANNEL) | {Role.ATTENTION: Storage.BF16},
+    every_linear(Storage.INT8_CHANNEL)
+    | dict.fromkeys((Role.ATTENTION, Role.INDEXER), Storage.BF16),
 )

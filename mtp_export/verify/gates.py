@@ -60,6 +60,7 @@ _INT4 = RunGate(kl_nats=0.05, top1=0.90, acceptance_points=3.0)
 GATES: dict[Storage, StorageGate] = {
     Storage.BF16: StorageGate(45.0, RunGate(kl_nats=0.005, top1=0.97, acceptance_points=1.0)),
     Storage.FP8_BLOCK: StorageGate(24.0, RunGate(kl_nats=0.02, top1=0.95, acceptance_points=1.0)),
+    Storage.FP8_CHANNEL: StorageGate(24.0, RunGate(kl_nats=0.02, top1=0.95, acceptance_points=1.0)),
     Storage.INT8_CHANNEL: StorageGate(
         28.0, RunGate(kl_nats=0.005, top1=0.97, acceptance_points=1.0)
     ),

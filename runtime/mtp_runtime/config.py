@@ -59,7 +59,8 @@ class ModelConfig:
     """Facts of a model that do not depend on the kind of its layers.
 
     layers counts main layers, max_positions tokens; rope is None for a model without rotary
-    positions. A model's own config adds what its builder needs.
+    positions. positions_bound says what bounds the positions. A model's own config adds what its
+    builder needs.
     """
 
     vocab: int
@@ -69,6 +70,16 @@ class ModelConfig:
     max_positions: int
     eos_token_ids: tuple[int, ...]
     rope: RopeConfig | None
+    positions_bound: str = field(default="max_position_embeddings of config.json", kw_only=True)
+
+    def check_positions(self, positions: int) -> None:
+        """Refuse a text of more positions than the model has (UsageError)."""
+        if positions > self.max_positions:
+            raise UsageError(
+                "Prompt and max_tokens exceed the model's positions",
+                expected=f"at most {self.max_positions} together, {self.positions_bound}",
+                found=positions,
+            )
 
     @staticmethod
     def run_facts(facts: RunFacts) -> dict[str, Any]:

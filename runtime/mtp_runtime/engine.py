@@ -97,12 +97,7 @@ class Engine:
                 expected=f"ids from 0 to {self.model.config.vocab - 1}",
                 found=f"{min(request.prompt)} to {max(request.prompt)}",
             )
-        if positions > self.model.config.max_positions:
-            raise UsageError(
-                "Prompt and max_tokens exceed the model's positions",
-                expected=f"at most {self.model.config.max_positions} together",
-                found=positions,
-            )
+        self.model.config.check_positions(positions)
         needed = self.pages.pages_for(positions + self.config.speculation.draft_tokens)
         if needed > self.pages.pages:
             raise ResourceError(

@@ -134,6 +134,7 @@ def test_the_manifest_says_what_each_tensor_lost(pristine: Path, output: Path) -
     assert entries[f"{MTP_PREFIX}enorm.weight"].keys() == {"operation", "sources", "xxh3_128"}
     assert {entry["operation"] for entry in entries.values()} <= {
         "copy",
+        "dequantize_fp8_block",
         *(make(FormatOptions()).operation for make in FORMATS.values()),
     }
 

@@ -7,8 +7,9 @@ wrong bytes. Only damage after the export leaves the manifest as it was.
 
 from __future__ import annotations
 
+from faults.family_faults import FAMILY_FAULTS
 from faults.fault import Fault
 from faults.file_faults import FILE_FAULTS
 from faults.weight_faults import WEIGHT_FAULTS
 
-FAULTS: tuple[Fault, ...] = (*FILE_FAULTS, *WEIGHT_FAULTS)
+FAULTS: tuple[Fault, ...] = (*FILE_FAULTS, *WEIGHT_FAULTS, *FAMILY_FAULTS)

@@ -16,7 +16,16 @@ from cases import export, run_program
 from faults.fault import Fault
 from faults.run_faults import RUN_FAULTS
 from faults.runtime_faults import RUNTIME_FAULTS
-from faults.small_model import ROWS, TARGETS, write_dense, write_fp8, write_row, write_target
+from faults.small_model import (
+    ROWS,
+    TARGETS,
+    family_config,
+    write_dense,
+    write_fp8,
+    write_row,
+    write_target,
+)
+from mtp_export.families import FAMILIES
 from mtp_export.progress import ProgressCallback, silent
 from mtp_export.verify import CHECKS, check_result
 from mtp_export.verify.check import Level
@@ -28,12 +37,14 @@ STATIC = ("files", "ledger", "weights")
 RUN = (*STATIC, "greedy", "sampling", "acceptance", "differential", "controls", "paths")
 RUN_TOKENS = 32
 NOTHING = "nothing planted"
+_DENSE = " dense"
 FAILS, PASSES, NOT_RUN = "**fail**", "pass", "–"
 
 
 class Bundles:
     """Good bundles by name, each made once and not to be changed. `source` is the one that the
-    others are made from."""
+    others are made from; a model_type is a bundle of its family's, made from `<model_type> dense`.
+    """
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -50,10 +61,18 @@ class Bundles:
                 write_fp8(self("dense"), folder)
             elif name in ROWS:
                 write_row(self("source"), folder, name)
+            elif name.endswith(_DENSE):
+                write_dense(folder, config=family_config(name.removesuffix(_DENSE)))
+            elif name in FAMILIES:
+                write_target(self(name + _DENSE), folder, "hf")
             else:
                 assert name in TARGETS
                 write_target(self("source"), folder, name)
         return self._made[name]
+
+    def source_of(self, name: str) -> Path:
+        """The checkpoint or bundle that a good bundle was made from."""
+        return self(name + _DENSE if name in FAMILIES else "source")
 
 
 def verified(
@@ -79,7 +98,7 @@ def cells(found: dict[str, str], checks: Sequence[str]) -> list[str]:
 
 def executed(fault: Fault, bundles: Bundles, folder: Path) -> list[str]:
     """The marks of a fault in files or weights: all checks that need no run, with the source."""
-    options = ("--level", "weights", "--source", bundles("source"))
+    options = ("--level", "weights", "--source", bundles.source_of(fault.needs))
     return cells(statuses(verified(fault, bundles, folder, *options)[1]), STATIC)
 
 

@@ -11,7 +11,7 @@ from safetensors.torch import load_file, save_file
 
 from benchmarks.make_checkpoint import write_tokenizer
 from cases import export, quantize
-from runtime.checkpoints import SMALL, YARN, write_checkpoint
+from runtime.checkpoints import SMALL, SMALL_CONFIGS, YARN, write_checkpoint
 
 CONFIG: dict[str, Any] = SMALL | {
     "vocab_size": 320,
@@ -49,12 +49,18 @@ ROWS: dict[str, tuple[str, ...]] = {
 TARGETS = ("lightllm", "xllm", "paddlenlp")
 
 
-def write_dense(folder: Path, seed: int = 0) -> Path:
+def family_config(model_type: str) -> dict[str, Any]:
+    """A config of another family whose checkpoint write_dense can write."""
+    changes = {"vocab_size": CONFIG["vocab_size"], "torch_dtype": "bfloat16"}
+    return SMALL_CONFIGS[model_type] | changes
+
+
+def write_dense(folder: Path, seed: int = 0, config: dict[str, Any] = CONFIG) -> Path:
     """The model in bf16 in two shards, with a tokenizer."""
-    write_checkpoint(folder, CONFIG, seed)
+    write_checkpoint(folder, config, seed)
     single = folder / "model.safetensors"
     tensors = {
-        name: tensor if name.endswith("bias") else tensor.bfloat16()
+        name: tensor if name.endswith("e_score_correction_bias") else tensor.bfloat16()
         for name, tensor in load_file(single).items()
     }
     single.unlink()
@@ -65,7 +71,7 @@ def write_dense(folder: Path, seed: int = 0) -> Path:
         save_file(own, folder / shard, metadata={"format": "pt"})
         places |= dict.fromkeys(own, shard)
     (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": places}))
-    write_tokenizer(folder, CONFIG["vocab_size"])
+    write_tokenizer(folder, config["vocab_size"])
     return folder
 
 

@@ -68,7 +68,7 @@ def _export(sandbox: Sandbox, random: Random, lab: Lab) -> None:
 
 
 def _check_as_good(sandbox: Sandbox, random: Random, lab: Lab) -> None:
-    """What an export accepted, verify passes, and generate runs or says why it cannot."""
+    """Check that verify passes an accepted export, and that generate runs it or says why not."""
     # Changed weights may well be worth a word; a file that contradicts another may not be left.
     same = read_tensors(sandbox.source) in lab.good_tensors
     level = ("--level", "weights" if same else "files", "--source", sandbox.source)
@@ -79,7 +79,7 @@ def _check_as_good(sandbox: Sandbox, random: Random, lab: Lab) -> None:
 
 
 def _check_verified(sandbox: Sandbox, *options: object) -> None:
-    """What a command accepted and wrote, verify has nothing against."""
+    """Check that verify passes what a command accepted and wrote."""
     shown = ("--workers", "1", "--json", "--quiet")
     outcome = sandbox.run("verify", sandbox.output, *shown, *options)
     if outcome.code == 7:

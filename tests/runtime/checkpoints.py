@@ -49,8 +49,87 @@ SMALL: dict[str, Any] = {
     "bos_token_id": 0,
     "eos_token_id": 1,
 }
+GLM4_MOE: dict[str, Any] = {
+    "architectures": ["Glm4MoeForCausalLM"],
+    "model_type": "glm4_moe",
+    "torch_dtype": "float32",
+    "vocab_size": 96,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "moe_intermediate_size": 64,
+    "num_hidden_layers": 3,
+    "first_k_dense_replace": 1,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "partial_rotary_factor": 0.5,
+    "attention_bias": True,
+    "use_qk_norm": True,
+    "n_routed_experts": 8,
+    "n_shared_experts": 1,
+    "num_experts_per_tok": 2,
+    "n_group": 1,
+    "topk_group": 1,
+    "norm_topk_prob": True,
+    "routed_scaling_factor": 2.5,
+    "hidden_act": "silu",
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 1000000.0,
+    "max_position_embeddings": 512,
+    "num_nextn_predict_layers": 1,
+    "tie_word_embeddings": False,
+    "bos_token_id": 0,
+    "eos_token_id": 1,
+}
+# Values are wider than queries' unrotated part, as in the release.
+GLM4_MOE_LITE: dict[str, Any] = SMALL | {
+    "architectures": ["Glm4MoeLiteForCausalLM"],
+    "model_type": "glm4_moe_lite",
+    "hidden_size": 64,
+    "moe_intermediate_size": 64,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 4,
+    "q_lora_rank": 32,
+    "v_head_dim": 32,
+    "n_group": 1,
+    "topk_group": 1,
+    "routed_scaling_factor": 1.8,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 1000000.0,
+}
+_INDEXER = {"index_n_heads": 2, "index_head_dim": 32, "index_topk": 256}
+DEEPSEEK_V32: dict[str, Any] = (
+    SMALL
+    | _INDEXER
+    | {
+        "architectures": ["DeepseekV32ForCausalLM"],
+        "model_type": "deepseek_v32",
+        "hidden_size": 64,
+        "moe_intermediate_size": 64,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 4,
+        "q_lora_rank": 32,
+        "v_head_dim": 16,
+    }
+)
+GLM_MOE_DSA: dict[str, Any] = (
+    GLM4_MOE_LITE
+    | _INDEXER
+    | {
+        "architectures": ["GlmMoeDsaForCausalLM"],
+        "model_type": "glm_moe_dsa",
+        "indexer_types": ["full", "full", "shared"],
+        "routed_scaling_factor": 2.5,
+    }
+)
 # A small config of every family, with at least one MTP layer; contract tests go by it.
-SMALL_CONFIGS: dict[str, dict[str, Any]] = {"deepseek_v3": SMALL}
+SMALL_CONFIGS: dict[str, dict[str, Any]] = {
+    "deepseek_v3": SMALL,
+    "glm4_moe": GLM4_MOE,
+    "glm4_moe_lite": GLM4_MOE_LITE,
+    "deepseek_v32": DEEPSEEK_V32,
+    "glm_moe_dsa": GLM_MOE_DSA,
+}
 YARN = {
     "type": "yarn",
     "factor": 4.0,

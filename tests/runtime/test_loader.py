@@ -152,6 +152,7 @@ def test_every_format_multiplies(storage: Storage | None, dtype: torch.dtype) ->
     bound = {
         Storage.BF16: 0.01,
         Storage.FP8_BLOCK: 0.05,
+        Storage.FP8_CHANNEL: 0.05,
         Storage.INT8_CHANNEL: 0.02,
         Storage.INT4_GROUP: 0.2,
         Storage.W4AFP8: 0.2,

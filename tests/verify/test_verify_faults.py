@@ -57,7 +57,7 @@ def test_fault_is_caught(fault: Fault, bundles: Bundles, tmp_path: Path) -> None
     options = ["--level", LEVELS[fault.caught_by]]
     checks = STATIC[: STATIC.index(fault.caught_by) + 1]
     if fault.source:
-        options += ["--source", str(bundles("source"))]
+        options += ["--source", str(bundles.source_of(fault.needs))]
     code, report = verified(fault, bundles, tmp_path / "bundle", *options)
     failed = failures(report)
     assert code == 7 and fault.cause in failed.get(fault.caught_by, ""), failed

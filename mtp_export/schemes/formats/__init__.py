@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 from mtp_export.schemes.formats.base import EncodedWeight, FormatOptions, WeightFormat
 from mtp_export.schemes.formats.fp8_block import Fp8Block
+from mtp_export.schemes.formats.fp8_channel import Fp8Channel
 from mtp_export.schemes.formats.pack_quantized import Int4Group, Int8Channel
 from mtp_export.schemes.formats.unquantized import UNQUANTIZED, unquantized
 from mtp_export.schemes.formats.w4afp8 import W4AFp8
@@ -18,6 +19,7 @@ __all__ = [
     "EncodedWeight",
     "FormatOptions",
     "Fp8Block",
+    "Fp8Channel",
     "Int4Group",
     "Int8Channel",
     "W4AFp8",
@@ -28,10 +30,16 @@ __all__ = [
 FORMATS: dict[Storage, Callable[[FormatOptions], WeightFormat]] = {
     Storage.BF16: lambda options: UNQUANTIZED,
     Storage.FP8_BLOCK: lambda options: Fp8Block(options.fp8_scale_name),
+    Storage.FP8_CHANNEL: lambda options: Fp8Channel(),
     Storage.INT8_CHANNEL: lambda options: Int8Channel(),
     Storage.INT4_GROUP: lambda options: Int4Group(options.group_size),
     Storage.W4AFP8: lambda options: W4AFp8(),
 }
 
 # Formats that a group of a compressed-tensors config may describe.
-COMPRESSED_FORMATS: tuple[type[WeightFormat], ...] = (Int4Group, Int8Channel, Fp8Block)
+COMPRESSED_FORMATS: tuple[type[WeightFormat], ...] = (
+    Int4Group,
+    Int8Channel,
+    Fp8Channel,
+    Fp8Block,
+)

@@ -52,6 +52,10 @@ class WeightFormat(ABC):
         """Subject that k_divisor is the size of, for messages."""
         return ""
 
+    def operation_on(self, source: WeightFormat) -> str:
+        """Return the name in the manifest of the conversion of a source into this format."""
+        return self.operation
+
     @abstractmethod
     def tensors(self, name: str, shape: tuple[int, ...]) -> tuple[OutputTensor, ...]:
         """Return the tensors of a weight `<module>.weight` [N, K] as they are written."""
@@ -88,6 +92,13 @@ class WeightFormat(ABC):
     ) -> torch.Tensor:
         """Return the weights [n, K] of codes and scales (ValueError for unusable scales)."""
 
+    def source(self, codes: torch.Tensor, scale: torch.Tensor) -> torch.Tensor | Fp8Block:
+        """Return rows in a form that every format can be made of: float32 weights, or codes whose
+        scales the kernels multiply in (ValueError for unusable scales)."""
+        import torch
+
+        return self.dequantize(codes, scale, torch.float32)
+
     def constants(self, shape: tuple[int, ...]) -> tuple[torch.Tensor, ...]:
         """Return the values of the tensors after codes and scales, for a weight [N, K]."""
         return ()
@@ -118,6 +129,18 @@ class EncodedWeight:
         """Shape of the weight: [N, K], or that of an unquantized tensor."""
         *rows, columns = self.codes.shape
         return (*rows, columns * self.format.elements_per_code)
+
+    def equals(self, other: EncodedWeight) -> bool:
+        """Return True for a weight of the same format, codes and scales."""
+        import torch
+
+        pairs = ((self.codes, other.codes), (self.scale, other.scale))
+        return self.format == other.format and all(
+            one is another
+            if one is None or another is None
+            else one.dtype == another.dtype and torch.equal(one, another)
+            for one, another in pairs
+        )
 
     def dequantize(self, dtype: torch.dtype | None = None) -> torch.Tensor:
         """Return the values in a dtype, float32 by default.

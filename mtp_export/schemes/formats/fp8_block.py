@@ -62,6 +62,11 @@ class Fp8Block(WeightFormat):
     def accepted_dtypes(self, tensor: OutputTensor) -> tuple[str, ...]:
         return _CODE_DTYPES if tensor.dtype in _CODE_DTYPES else self.scale_dtypes
 
+    def source(self, codes: torch.Tensor, scale: torch.Tensor) -> quantize.Fp8Block:
+        from mtp_kernels import quantize
+
+        return quantize.Fp8Block(codes, scale)
+
     def quantize(
         self, source: torch.Tensor | quantize.Fp8Block, scale_rule: str
     ) -> tuple[tuple[torch.Tensor, ...], quantize.ErrorStats]:

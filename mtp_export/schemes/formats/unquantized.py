@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
@@ -20,7 +21,10 @@ class Unquantized(WeightFormat):
     """Values themselves; a converted weight is rounded once to bf16."""
 
     storage: ClassVar[Storage] = Storage.BF16
-    operation: ClassVar[str] = "dequantize_fp8_block"
+    operation: ClassVar[str] = "dequantize"
+
+    def operation_on(self, source: WeightFormat) -> str:
+        return f"{self.operation}_{source.storage}"
 
     def tensors(self, name: str, shape: tuple[int, ...]) -> tuple[OutputTensor, ...]:
         return (OutputTensor(name, "BF16", shape),)
@@ -32,9 +36,19 @@ class Unquantized(WeightFormat):
 
         from mtp_kernels import quantize
 
-        assert isinstance(source, quantize.Fp8Block), "other weights stay as they are stored"
-        weights, error = quantize.dequantize_fp8_block(source, torch.bfloat16)
-        return (weights,), error
+        if isinstance(source, quantize.Fp8Block):
+            weights, error = quantize.dequantize_fp8_block(source, torch.bfloat16)
+            return (weights,), error
+        weights = source.to(torch.bfloat16)
+        wide = source.double()
+        lost = wide - weights.double()
+        stats = quantize.ErrorStats(
+            elements=source.numel(),
+            signal_energy=math.fsum(wide.square().sum(dim=1).tolist()),
+            error_energy=math.fsum(lost.square().sum(dim=1).tolist()),
+            max_error=float(lost.abs().max()),
+        )
+        return (weights,), stats
 
     def dequantize(
         self, codes: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype

@@ -6,7 +6,6 @@ from collections.abc import Iterator, Sequence
 
 import torch
 
-from mtp_export.families.contract import MtpContract
 from mtp_export.verify.check import Item, failed, judged, measured, not_tested, passed
 from mtp_export.verify.context import Context
 from mtp_export.verify.decoding.drafter_agreement import drafter_bug, drafter_items, equal_tokens
@@ -173,13 +172,13 @@ def _first_token(corpus: Corpus) -> Item:
 
 def _contract(corpus: Corpus, tried: Sequence[Alternative]) -> Item:
     """A recorded contract other than the family's must draft better than the family's."""
-    own, usual = corpus.module.contract, MtpContract()
+    own, usual = corpus.module.contract, corpus.module.usual_contract
     figure = (
         f"target {own.target_hidden}, recycled {own.recycled_hidden}, first embedding "
         f"{'zeroed' if own.zero_first_embedding else 'kept'}"
     )
     figure = figure.replace("_", " ")
-    bound = "DeepSeek's, or drafts better"
+    bound = "the family's, or drafts better"
     by_name = {a.name: a for a in tried}
     for field in ("target_hidden", "recycled_hidden", "zero_first_embedding"):
         found = by_name.get(field)

@@ -47,6 +47,7 @@ def run(context: Context) -> Iterator[Item]:
         yield not_tested(WHOLE_CHECK, "the texts are too short to draft in")
         return
     streamed = open_streamed(context.options.bundle, context.options.device)
+    streamed.config.check_positions(max(len(text.tokens) for text in texts.texts))
     cost = cost_of(context, streamed, texts)
     yield measured("cost estimate", cost.shown(), cost.as_json())
     with context.show_progress(f"stream: {cost.shown()}", cost.read_bytes) as progress:
@@ -188,7 +189,7 @@ def _resumed(place: Path, shape: tuple[int, int]) -> tuple[int, torch.Tensor | N
     try:
         state = torch.load(place, weights_only=True)
         layer, x = int(state["layer"]), state["hidden"]
-    except (EOFError, KeyError, RuntimeError, TypeError, ValueError, UnpicklingError):
+    except (EOFError, KeyError, OSError, RuntimeError, TypeError, ValueError, UnpicklingError):
         return 0, None
     whole = isinstance(x, torch.Tensor) and x.shape == shape
     return (layer, x) if whole else (0, None)

@@ -7,14 +7,13 @@ import itertools
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from types import SimpleNamespace
 from typing import Any, cast
 
 import numpy as np
 import torch
 
 from mtp_runtime.cache import LayerCaches
-from mtp_runtime.config import EngineConfig, SpeculationConfig
+from mtp_runtime.config import EngineConfig, ModelConfig, SpeculationConfig
 from mtp_runtime.drafters.base import Drafter, DrafterParts
 from mtp_runtime.engine import Engine
 from mtp_runtime.models.model import Model, ModelCache
@@ -36,7 +35,15 @@ class Table:
     def __init__(self, logits: torch.Tensor, mtp_logits: torch.Tensor | None = None) -> None:
         vocab = len(logits)
         self.table = logits
-        self.config: Any = SimpleNamespace(vocab=vocab, layers=1, max_positions=1 << 20)
+        self.config = ModelConfig(
+            vocab=vocab,
+            hidden=vocab,
+            layers=1,
+            norm_eps=0.0,
+            max_positions=1 << 20,
+            eos_token_ids=(),
+            rope=None,
+        )
         self.layers = (None,)
         self.embedding = torch.eye(vocab)
         self.device = self.embedding.device

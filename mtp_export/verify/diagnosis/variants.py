@@ -3,8 +3,9 @@ serves as a negative control too: on a good module it makes the bug."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 
@@ -12,7 +13,8 @@ from mtp_export.families.contract import Hidden
 from mtp_export.schemes.formats import unquantized
 from mtp_export.verify.diagnosis.causes import decoding as causes
 from mtp_runtime.config import RopeConfig
-from mtp_runtime.layers.decoder_layer import DecoderLayer
+from mtp_runtime.layers.attention import Attention
+from mtp_runtime.layers.gqa import Gqa
 from mtp_runtime.layers.linear import Linear
 from mtp_runtime.layers.mla import Mla
 from mtp_runtime.layers.rope import yarn_temperature
@@ -88,27 +90,71 @@ def layout_variants(model: Model, module: MtpModule) -> Iterator[Variant]:
         )
 
 
+@dataclass(frozen=True)
+class AttentionVariant:
+    """A changed attention; the other fields are those of Variant."""
+
+    name: str
+    change: str
+    cause: str
+    attention: Attention
+
+
 def _attention_variants(model: Model, own: Variant) -> Iterator[Variant]:
-    module = own.module
-    attention = module.layer.attention
-    if not isinstance(attention, Mla):
-        return
-    yield replace(
-        own,
+    layer = own.module.layer
+    for changed in _VARIANTS_OF.get(type(layer.attention), _unknown)(model, layer.attention):
+        yield replace(
+            own,
+            name=changed.name,
+            change=changed.change,
+            cause=changed.cause,
+            module=replace(own.module, layer=replace(layer, attention=changed.attention)),
+        )
+
+
+def _unknown(model: Model, attention: Attention) -> Iterator[AttentionVariant]:
+    return iter(())
+
+
+def _latent(model: Model, attention: Mla) -> Iterator[AttentionVariant]:
+    yield AttentionVariant(
         name="rope",
         change="the rotary rows are interleaved",
         cause=causes.ROPE_IN_HALVES,
-        module=replace(module, layer=with_attention(module.layer, interleaved(attention))),
+        attention=interleaved(attention),
     )
     for temperature in missing_temperatures(model.config.rope):
-        scaled = replace(attention, scale=attention.scale * temperature**2)
-        yield replace(
-            own,
+        yield AttentionVariant(
             name="yarn",
             change=f"attention scores are multiplied by {temperature**2:.3f}",
             cause=causes.YARN_SCALE_DROPPED,
-            module=replace(module, layer=with_attention(module.layer, scaled)),
+            attention=replace(attention, scale=attention.scale * temperature**2),
         )
+
+
+def _grouped(model: Model, attention: Gqa) -> Iterator[AttentionVariant]:
+    yield AttentionVariant(
+        name="rope",
+        change="the rotary rows are put in halves",
+        cause=causes.ROPE_INTERLEAVED,
+        attention=in_halves(attention),
+    )
+    if attention.query_norm is not None:
+        yield AttentionVariant(
+            name="query and key norms",
+            change="q_norm and k_norm are exchanged",
+            cause=causes.QUERY_AND_KEY_NORMS_SWAPPED,
+            attention=replace(
+                attention, query_norm=attention.key_norm, key_norm=attention.query_norm
+            ),
+        )
+
+
+# By the kind of attention; one that is not listed has no known bugs of its own.
+_VARIANTS_OF: dict[type, Callable[[Model, Any], Iterator[AttentionVariant]]] = {
+    Mla: _latent,
+    Gqa: _grouped,
+}
 
 
 def contract_variants(module: MtpModule) -> Iterator[Variant]:
@@ -216,8 +262,21 @@ def _each_head(matrix: torch.Tensor, heads: int, nope: int, order: torch.Tensor)
     return by_head.flatten(1)
 
 
-def with_attention(layer: DecoderLayer, attention: Mla) -> DecoderLayer:
-    return replace(layer, attention=attention)
+def in_halves(attention: Gqa) -> Gqa:
+    """The attention with its rotary rows reordered from neighbouring pairs into two halves."""
+    size = attention.rope.size
+    order = torch.arange(attention.head)
+    order[:size] = torch.arange(size).view(-1, 2).t().flatten()
+    turned = attention.heads + attention.kv_heads
+
+    def reordered(rows: torch.Tensor) -> torch.Tensor:
+        by_head = rows.view(*rows.shape[:-1], -1, attention.head).clone()
+        by_head[..., :turned, :] = by_head[..., :turned, :][..., order]
+        return by_head.flatten(-2)
+
+    matrix = attention.qkv.matrix(dtype_of(attention.qkv))  # [in, out]
+    bias = None if attention.bias is None else reordered(attention.bias)
+    return replace(attention, qkv=dense_linear(reordered(matrix)), bias=bias)
 
 
 def missing_temperatures(rope: RopeConfig | None) -> list[float]:

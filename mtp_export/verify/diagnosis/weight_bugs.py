@@ -8,12 +8,13 @@ import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
+from mtp_export.families.base import RotaryRows
 from mtp_export.schemes.formats import EncodedWeight
 from mtp_export.schemes.storage import BLOCK, Storage
+from mtp_export.schemes.weight_values import WeightOnDisk
 from mtp_export.verify.diagnosis.causes import weights as causes
-from mtp_export.verify.evidence.weight_values import WeightOnDisk
 from mtp_export.verify.gates import GATES
 
 if TYPE_CHECKING:
@@ -26,10 +27,9 @@ _LAYER = re.compile(r"^(model\.layers\.)(\d+)(\..*)$")
 
 @dataclass(frozen=True)
 class Sources:
-    """The source's weights by their released names, and its config.json."""
+    """The source's weights by their released names."""
 
     weights: Mapping[str, WeightOnDisk]
-    config: Mapping[str, Any]
 
     def like(self, source: WeightOnDisk) -> Iterator[WeightOnDisk]:
         """Weights of the same shape that could be taken for this one: others of its layer, and
@@ -61,7 +61,7 @@ def explain(weight: WeightOnDisk, source: WeightOnDisk, sources: Sources) -> str
         return str(error)
     if float(found.max()) == float(found.min()):
         return causes.CONSTANT
-    rope = _of_rope(weight.stored.weight.name, found, sources)
+    rope = _of_rope(source.stored.weight.rotary, found)
     for words, undone in (*_of_values(found), *rope, *_of_codes(raw)):
         try:
             values = undone()
@@ -119,24 +119,18 @@ def _of_values(found: torch.Tensor) -> list[Undone]:
     return undone
 
 
-def _of_rope(name: str, found: torch.Tensor, sources: Sources) -> list[Undone]:
+def _of_rope(rotary: RotaryRows | None, found: torch.Tensor) -> list[Undone]:
     """Rotary rows stored as two halves although the model pairs neighbours, or the reverse."""
     import torch
 
-    rope, nope = (sources.config.get(f"qk_{what}_head_dim") for what in ("rope", "nope"))
-    if type(rope) is not int or type(nope) is not int or found.ndim == 1:
+    if rotary is None or len(found) < rotary.period:
         return []
-    if name.endswith("kv_a_proj_with_mqa.weight"):
-        period, first = len(found), len(found) - rope
-    elif name.endswith(("q_b_proj.weight", "q_proj.weight")):
-        period, first = nope + rope, nope
-    else:
-        return []
-    halves = torch.arange(rope).view(2, -1).t().reshape(-1)
+    period, first, size = rotary.period, rotary.first, rotary.size
+    halves = torch.arange(size).view(2, -1).t().reshape(-1)
     undone: list[Undone] = []
     for order in (halves, halves.argsort()):
         rows = torch.arange(period)
-        rows[first:] = first + order
+        rows[first : first + size] = first + order
         heads = torch.arange(0, len(found) - period + 1, period)
         places = (heads[:, None] + rows).reshape(-1)
         undone.append((causes.ROPE_ROWS_REORDERED, partial(torch.index_select, found, 0, places)))

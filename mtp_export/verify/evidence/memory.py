@@ -7,8 +7,8 @@ from math import prod
 from pathlib import Path
 
 from mtp_export.progress import format_bytes
+from mtp_export.schemes.weight_values import weights_on_disk
 from mtp_export.verify.evidence.bundle_parts import PartLayout
-from mtp_export.verify.evidence.weight_values import weights_on_disk
 
 _MEMINFO = Path("/proc/meminfo")
 _DENSE_BYTES = 4  # the runtime holds every weight in fp32

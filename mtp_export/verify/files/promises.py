@@ -78,12 +78,26 @@ def _sorted_out(
     for found in compare(tensors, promised.tensors.values()):
         module = found.tensor.rpartition(".")[0]
         weight = promised.weight_of.get(found.tensor) or _weight_of_module(promised, module)
-        if weight is not None and modules.get(module):
+        if weight is not None and _stored_of(weight, modules, promised):
             astray.setdefault(weight.weight.name, weight)
         else:
             presence.append(Problem(found.tensor, _presence_words(found)))
-    precision = [_precision(weight, modules) for weight in astray.values()]
+    precision = [
+        _precision(weight, _stored_of(weight, modules, promised)) for weight in astray.values()
+    ]
     return presence, precision
+
+
+def _stored_of(
+    weight: StoredWeight, modules: Mapping[str, Mapping[str, TensorInfo]], promised: StoredModel
+) -> dict[str, TensorInfo]:
+    """The tensors of a weight's module but for those of its other weights, such as a bias."""
+    module = weight.tensors[0].name.rpartition(".")[0]
+    return {
+        last: tensor
+        for last, tensor in modules.get(module, {}).items()
+        if promised.weight_of.get(tensor.name, weight) is weight
+    }
 
 
 def _weight_of_module(promised: StoredModel, module: str) -> StoredWeight | None:
@@ -109,11 +123,10 @@ def _by_module(tensors: Mapping[str, TensorInfo]) -> dict[str, dict[str, TensorI
     return modules
 
 
-def _precision(weight: StoredWeight, modules: Mapping[str, Mapping[str, TensorInfo]]) -> Problem:
+def _precision(weight: StoredWeight, stored_as: Mapping[str, TensorInfo]) -> Problem:
     """The problem of a weight in another form than quantization_config makes an engine expect."""
     name = weight.tensors[0].name
     module = name.rpartition(".")[0]
-    stored_as = modules.get(module, {})
     wanted = {tensor.name.rpartition(".")[2]: tensor for tensor in weight.tensors}
     first, *scales = weight.tensors
     stored = _shown(stored_as.values())

@@ -21,12 +21,12 @@ from mtp_export.schemes.native import QUANTIZATION
 from mtp_export.schemes.storage import Storage
 from mtp_export.schemes.stored import stored_model
 from mtp_export.schemes.transforms import one_torch_thread
+from mtp_export.schemes.weight_values import WeightOnDisk, weights_on_disk
 from mtp_export.verify.check import Item, Problem, not_tested, verdict
 from mtp_export.verify.diagnosis.causes import weights as causes
 from mtp_export.verify.diagnosis.weight_bugs import Sources, explain
 from mtp_export.verify.evidence.bundle_parts import PartLayout
 from mtp_export.verify.evidence.tensor_threads import in_threads
-from mtp_export.verify.evidence.weight_values import WeightOnDisk, weights_on_disk
 from mtp_export.verify.gates import GATES
 
 if TYPE_CHECKING:
@@ -81,7 +81,7 @@ def run(context: Context) -> Iterator[Item]:
         pairs, alone = _paired(layout, sources, main_names)
         yield verdict(f"{layout.name}: weights that the source has", alone, f"{len(pairs):,}")
         compared = _compare_all(context, layout.name, pairs)
-        yield from _part_items(layout.name, compared, Sources(sources, context.source.config))
+        yield from _part_items(layout.name, compared, Sources(sources))
     yield _tokenizers(context)
 
 
@@ -93,9 +93,9 @@ def _paired(
     pairs, alone = [], []
     for weight in weights_on_disk(layout.stored, layout.checkpoint.tensors):
         name = weight.stored.weight.name
-        source = sources.get(name)
-        if source is None:
-            source = sources.get(main_names.get(name, ""))
+        source, original = sources.get(name), sources.get(main_names.get(name, ""))
+        if source is None or source.stored.format != weight.stored.format:
+            source = original or source
         if source is None or source.stored.weight.shape != weight.stored.weight.shape:
             alone.append(Problem(name, causes.not_in_source(name)))
         else:

@@ -13,12 +13,12 @@ from mtp_export.families.base import Role
 from mtp_export.progress import format_bytes
 from mtp_export.schemes.storage import Storage
 from mtp_export.schemes.transforms import one_torch_thread
+from mtp_export.schemes.weight_values import Rounding, WeightOnDisk, weights_on_disk
 from mtp_export.verify import gates
 from mtp_export.verify.check import Item, Problem, not_tested, passed, verdict
 from mtp_export.verify.diagnosis.causes import weights as causes
 from mtp_export.verify.evidence.bundle_parts import PartLayout
 from mtp_export.verify.evidence.tensor_threads import in_threads
-from mtp_export.verify.evidence.weight_values import WeightOnDisk, weights_on_disk
 from mtp_export.verify.weights.tensor_facts import TensorFacts, facts_of
 
 if TYPE_CHECKING:
@@ -199,8 +199,15 @@ def _shared(context: Context, found: Sequence[PartLayout]) -> Iterator[Item]:
 
 
 def _equal(one: WeightOnDisk, other: WeightOnDisk) -> bool:
+    """True for equal codes, and for a copy in another precision that dequantizes to the same but
+    for rounding."""
     import torch
 
+    if one.stored.format != other.stored.format:
+        rounding = Rounding()
+        for start, stop in one.pieces():
+            rounding.add(*(w.encoded(start, stop).dequantize() for w in (one, other)))
+        return rounding.is_all
     return all(
         torch.equal(one.encoded(start, stop).codes, other.encoded(start, stop).codes)
         for start, stop in one.pieces()

@@ -10,9 +10,9 @@ import xxhash
 
 from mtp_export.progress import ProgressCallback
 from mtp_export.schemes.formats import EncodedWeight
-from mtp_export.schemes.storage import BLOCK, Storage
+from mtp_export.schemes.storage import BLOCK, INTEGERS, Storage
+from mtp_export.schemes.weight_values import WeightOnDisk
 from mtp_export.verify.diagnosis.causes import weights as causes
-from mtp_export.verify.evidence.weight_values import WeightOnDisk
 
 if TYPE_CHECKING:
     import torch
@@ -68,7 +68,7 @@ def facts_of(weight: WeightOnDisk, progress: ProgressCallback) -> TensorFacts:
             blocks, full = blocks + some, full + those
             powers = powers and bool((torch.frexp(raw.scale.float())[0] == 0.5).all())
         progress(sum(t.size_bytes for t in weight.tensors) * (stop - start) // weight.rows)
-    integer = weight.stored.storage not in (Storage.BF16, Storage.FP8_BLOCK)
+    integer = weight.stored.storage in (*INTEGERS, Storage.W4AFP8)
     return TensorFacts(
         weight,
         digest=str(digest.hexdigest()),

@@ -1,4 +1,5 @@
-"""Rotary position embedding as DeepSeek stores it: neighbouring elements form a complex pair.
+"""Rotary position embedding. A complex pair is two neighbouring elements, as DeepSeek stores them,
+or an element of either half.
 
 Source: Su et al., RoFormer; Peng et al., YaRN, sections 3.2 to 3.4.
 """
@@ -77,3 +78,12 @@ def rotate_pairs(x: torch.Tensor, cos_sin: torch.Tensor) -> torch.Tensor:
     """Rotate neighbouring pairs of x [..., r] by complex factors that broadcast to [..., r/2]."""
     pairs = torch.view_as_complex(x.float().view(*x.shape[:-1], -1, 2))
     return torch.view_as_real(pairs * cos_sin).flatten(-2).to(x.dtype)
+
+
+def rotate_halves(x: torch.Tensor, cos_sin: torch.Tensor) -> torch.Tensor:
+    """Rotate the first r elements of x [..., n] by complex factors that broadcast to [..., r/2];
+    element i forms a pair with element i + r/2."""
+    size = cos_sin.shape[-1]
+    real, imaginary, rest = x[..., :size], x[..., size : 2 * size], x[..., 2 * size :]
+    turned = torch.complex(real.float(), imaginary.float()) * cos_sin
+    return torch.cat([turned.real.to(x.dtype), turned.imag.to(x.dtype), rest], dim=-1)

@@ -18,6 +18,7 @@ from mtp_export.families.contract import MtpContract
 from mtp_export.schemes.discrepancies import compare
 from mtp_export.schemes.formats import EncodedWeight
 from mtp_export.schemes.stored import StoredModel, StoredWeight, stored_model
+from mtp_export.schemes.weight_values import Rounding
 from mtp_export.targets import target_of
 from mtp_export.targets.draft import stored_draft
 from mtp_runtime.layers.linear import Linear, dense
@@ -72,6 +73,7 @@ class WeightSource:
     contract: MtpContract
     loaded: set[str] = field(default_factory=set)
     tied: set[str] = field(default_factory=set)
+    left_out: set[str] = field(default_factory=set)
 
     @property
     def has_mtp(self) -> bool:
@@ -96,10 +98,7 @@ class WeightSource:
         """
         name = f"{module}.weight"
         self._note(name)
-        part = self.owners[name]
-        one = part.stored.weights[name]
-        tensors = [part.checkpoint.tensor(tensor.name).to(self.device) for tensor in one.tensors]
-        return one.encoded(tensors)
+        return self._encoded(name)
 
     def linear(self, module: str) -> Linear:
         """Return a linear layer."""
@@ -109,15 +108,27 @@ class WeightSource:
         """Return a linear's weight [out, in], dequantized."""
         return dense(self.weight(module), self.dtype)
 
-    def tied_or_own(self, own: str, main: str, loaded: torch.Tensor) -> torch.Tensor:
-        """Return the loaded original where the own copy of it is equal or absent, else the copy."""
+    def is_tied(self, own: str, main: str) -> bool:
+        """Return True where an own copy is absent or equal to the main model's tensor, but for
+        rounding if it is stored in another precision."""
         if not self._has(own):
-            return loaded
-        if torch.equal(self._plain(own), self._plain(main)):
+            return True
+        copy, original = map(self._encoded, (own, main))
+        if copy.format == original.format:
+            equal = copy.equals(original)
+        else:
+            rounding = Rounding()
+            rounding.add(copy.dequantize(), original.dequantize())
+            equal = rounding.is_all
+        if equal:
             self.tied.add(own)
-            return loaded
-        logger.warning("%s differs from %s: the MTP module uses its own", own, main)
-        return self.tensor(own)
+        else:
+            logger.warning("%s differs from %s: the MTP module uses its own", own, main)
+        return equal
+
+    def leave_out(self, name: str) -> None:
+        """Note a tensor that changes nothing in what the model computes."""
+        self.left_out.add(name)
 
     def ledger(self) -> Ledger:
         """Return the account of all tensors (InvalidInputError for one that nothing explains)."""
@@ -125,7 +136,9 @@ class WeightSource:
         skipped = set(self._present) - known
         mtp_in_use = any(self._spec(name).mtp_layer is not None for name in known)
         unexplained = sorted(
-            name for name in skipped if mtp_in_use or self._spec(name).mtp_layer is None
+            name
+            for name in skipped - self.left_out
+            if mtp_in_use or self._spec(name).mtp_layer is None
         )
         if unexplained:
             raise InvalidInputError(
@@ -152,12 +165,18 @@ class WeightSource:
     def _spec(self, name: str) -> TensorSpec:
         return self.owners[name].stored.weights[name].weight
 
+    def _encoded(self, name: str) -> EncodedWeight:
+        part = self.owners[name]
+        one = part.stored.weights[name]
+        tensors = [part.checkpoint.tensor(tensor.name).to(self.device) for tensor in one.tensors]
+        return one.encoded(tensors)
+
     def _plain(self, name: str) -> torch.Tensor:
         part = self.owners[name]
         one = part.stored.weights[name]
         if len(one.tensors) > 1:
             raise UnsupportedError(
-                "The runtime reads embeddings and an MTP head of its own unquantized",
+                "The runtime reads embeddings unquantized",
                 expected=f"{name} in the ignore list of quantization_config",
                 found=f"{name} as {one.storage}",
             )

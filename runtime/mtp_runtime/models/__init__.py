@@ -10,11 +10,17 @@ from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
 from mtp_export.families.deepseek_v3 import DeepseekV3Family
+from mtp_export.families.deepseek_v32 import DeepseekV32Family
+from mtp_export.families.glm4_moe import Glm4MoeFamily
+from mtp_export.families.glm4_moe_lite import Glm4MoeLiteFamily
+from mtp_export.families.glm_moe_dsa import GlmMoeDsaFamily
 from mtp_export.families.modules import DecoderFamily
 from mtp_runtime.config import ModelConfig
 from mtp_runtime.loading.weight_source import WeightSource
 from mtp_runtime.models.builder import ModelBuilder
 from mtp_runtime.models.deepseek_v3 import DeepseekV3Builder, DeepseekV3Config
+from mtp_runtime.models.deepseek_v32 import DeepseekV32Builder, DeepseekV32Config
+from mtp_runtime.models.glm4_moe import Glm4MoeBuilder, Glm4MoeConfig
 
 Family = TypeVar("Family", bound=DecoderFamily)
 Config = TypeVar("Config", bound=ModelConfig)
@@ -35,5 +41,15 @@ class ModelType(Generic[Family, Config]):
 MODELS: dict[str, ModelType[Any, Any]] = {
     "deepseek_v3": ModelType[DeepseekV3Family, DeepseekV3Config](
         DeepseekV3Config.of, DeepseekV3Builder
+    ),
+    "glm4_moe": ModelType[Glm4MoeFamily, Glm4MoeConfig](Glm4MoeConfig.of, Glm4MoeBuilder),
+    "glm4_moe_lite": ModelType[Glm4MoeLiteFamily, DeepseekV3Config](
+        DeepseekV3Config.of, DeepseekV3Builder
+    ),
+    "deepseek_v32": ModelType[DeepseekV32Family, DeepseekV32Config](
+        DeepseekV32Config.of, DeepseekV32Builder
+    ),
+    "glm_moe_dsa": ModelType[GlmMoeDsaFamily, DeepseekV32Config](
+        DeepseekV32Config.of, DeepseekV32Builder
     ),
 }

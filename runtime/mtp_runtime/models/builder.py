@@ -83,23 +83,23 @@ class ModelBuilder(ABC):
         """Load one MTP layer; embedding and head are the main model's own where they are equal."""
         source, names = self.source, self.family.mtp_modules(index)
         of_main, execution = self.family.modules, main.head.execution
+        own = weight_name(names.embedding)
+        tied = source.is_tied(own, weight_name(of_main.embedding))
         return MtpModule(
-            embedding=source.tied_or_own(
-                weight_name(names.embedding), weight_name(of_main.embedding), main.embedding
-            ),
+            embedding=main.embedding if tied else source.tensor(own),
             embedding_norm=self.norm(names.embedding_norm),
             hidden_norm=self.norm(names.hidden_norm),
             projection=source.linear(names.projection),
             layer=self.layer(index),
             head=Head(self.norm(names.head_norm), self._mtp_head(main, names), execution),
             contract=contract,
+            usual_contract=self.family.usual_contract,
             execution=execution,
         )
 
     def _mtp_head(self, main: Model, names: MtpModules) -> Linear:
         own, of_main = weight_name(names.head), weight_name(self.family.modules.head)
-        loaded = main.head.linear.matrix(self.source.dtype)
-        if self.source.tied_or_own(own, of_main, loaded) is loaded:
+        if self.source.is_tied(own, of_main):
             return main.head.linear
         return self.source.linear(names.head)
 

@@ -6,6 +6,7 @@ Source: DeepSeek-V3 technical report, section 2.1.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Self
 
 from mtp_export.families.deepseek_v3 import DeepseekV3Family
 from mtp_runtime.layers.mla import Mla
@@ -23,7 +24,7 @@ class DeepseekV3Config(MoeDecoderConfig):
     value: int
 
     @classmethod
-    def of(cls, family: DeepseekV3Family) -> DeepseekV3Config:
+    def of(cls, family: DeepseekV3Family) -> Self:
         """Read a family's config.json. Raises as MoeDecoderConfig.facts_of."""
         sizes = family.sizes
         return cls(

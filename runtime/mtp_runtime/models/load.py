@@ -26,7 +26,7 @@ class LoadOptions:
 
     dtype: of activations and dense weights. dequantize_at_load: keep quantized weights as dense
     ones; False keeps them as stored and dequantizes in every call. with_mtp False leaves the MTP
-    modules out. contract None: as the MTP part's config.json records it, or else the default.
+    modules out. contract None: as the MTP part's config.json records it, or else the family's.
     deterministic: refuse options and layers under which a row's bits may depend on its batch.
     """
 

@@ -138,7 +138,8 @@ class MtpModule:
     """One MTP layer: a later token's embedding and a hidden state in, the token after it out.
 
     Module m (from 0) takes at position i token i+m+1 and the hidden state of position i: the
-    target's where m is 0, else module m-1's output. It drafts token i+m+2.
+    target's where m is 0, else module m-1's output. It drafts token i+m+2. usual_contract is the
+    family's, contract the one that the module is run by.
     """
 
     embedding: torch.Tensor
@@ -148,6 +149,7 @@ class MtpModule:
     layer: DecoderLayer
     head: Head
     contract: MtpContract
+    usual_contract: MtpContract
     execution: Execution
 
     @cached_property

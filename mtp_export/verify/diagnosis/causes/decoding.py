@@ -12,6 +12,10 @@ ROPE_IN_HALVES = (
     "the rotary rows of q_b_proj and kv_a_proj_with_mqa are stored in halves instead of interleaved"
     " pairs"
 )
+ROPE_INTERLEAVED = (
+    "the rotary rows of q_proj and k_proj are stored as interleaved pairs instead of in halves"
+)
+QUERY_AND_KEY_NORMS_SWAPPED = "q_norm and k_norm are swapped"
 YARN_SCALE_DROPPED = "yarn's attention scale was dropped: rope_scaling lacks mscale_all_dim"
 EMBEDDING_OF_ANOTHER_CHECKPOINT = "the draft's embedding is of another checkpoint"
 HEAD_OF_ANOTHER_CHECKPOINT = "the draft's head is of another checkpoint"

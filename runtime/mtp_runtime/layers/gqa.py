@@ -1,0 +1,108 @@
+"""Grouped-query attention: several query heads share a key and a value, both cached per token.
+
+Source: Ainslie et al., GQA (arXiv 2305.13245).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+
+from mtp_runtime.cache import CacheSpec, LayerCache
+from mtp_runtime.layers.attention import ForwardPass
+from mtp_runtime.layers.linear import Linear
+from mtp_runtime.layers.norm import RmsNorm
+from mtp_runtime.layers.rope import Rope, rotate_halves
+
+
+@dataclass(frozen=True)
+class Gqa:
+    """Projections around torch's attention; the cache is keys and values [pages, page, g, n], g
+    being the key heads.
+
+    qkv maps x to [queries | keys | values], heads of one size n; bias [h*n + 2*g*n] is added where
+    there is one. The first elements of a head are rotated, a pair being an element of either half.
+    """
+
+    qkv: Linear
+    bias: torch.Tensor | None
+    query_norm: RmsNorm | None
+    key_norm: RmsNorm | None
+    output: Linear
+    rope: Rope
+    heads: int
+    kv_heads: int
+    head: int
+
+    @property
+    def row_elements(self) -> int:
+        """Elements of queries, what they attended to, and a copy of it, [h, n] each."""
+        return 3 * self.heads * self.head
+
+    @property
+    def has_reference(self) -> bool:
+        """True: backend reference computes it plainly, in float64."""
+        return True
+
+    def new_cache(self, spec: CacheSpec) -> LayerCache:
+        """Make the cache of keys and values."""
+        return spec.empty(self.kv_heads, self.head), spec.empty(self.kv_heads, self.head)
+
+    def __call__(self, x: torch.Tensor, cache: LayerCache, forward: ForwardPass) -> torch.Tensor:
+        """Attend from rows x [T, d] to the cached keys; returns [T, d]."""
+        keys, values = cache
+        layout = forward.layout
+        query, key, value = self.project(x, forward.cos_sin(self.rope))
+        keys.flatten(0, 1).index_copy_(0, layout.slots, key)
+        values.flatten(0, 1).index_copy_(0, layout.slots, value)
+        attended = torch.empty_like(query)
+        attend = _attend_plainly if forward.backend == "reference" else _attend
+        ends = layout.cu_q.tolist()
+        for request, length in enumerate(layout.kv_lens.tolist()):
+            rows = slice(ends[request], ends[request + 1])
+            pages = layout.page_table[request, : -(-length // keys.shape[1])]
+            seen = torch.arange(length, device=x.device) <= layout.positions[rows, None]
+            attended[rows] = attend(
+                query[rows], _cached(keys, pages, length), _cached(values, pages, length), seen
+            )
+        return self.output(attended.flatten(1))
+
+    def project(
+        self, x: torch.Tensor, cos_sin: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Project x [T, d] to queries [T, h, n], keys and values [T, g, n], rotated."""
+        projected = self.qkv(x)
+        if self.bias is not None:
+            projected = projected + self.bias
+        sizes = [self.heads, self.kv_heads, self.kv_heads]
+        query, key, value = torch.split(projected.view(len(x), -1, self.head), sizes, dim=1)
+        if self.query_norm is not None and self.key_norm is not None:
+            query, key = self.query_norm(query), self.key_norm(key)
+        query, key = (rotate_halves(each, cos_sin[:, None]) for each in (query, key))
+        return query, key, value
+
+
+def _cached(entries: torch.Tensor, pages: torch.Tensor, length: int) -> torch.Tensor:
+    """Gather the first entries [t, g, n] of a request from its pages."""
+    return entries[pages].flatten(0, 1)[:length]
+
+
+def _attend(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, seen: torch.Tensor
+) -> torch.Tensor:
+    """Attend from queries [s, h, n] to the keys [t, g, n] that each of them sees [s, t]."""
+    query, key, value = (each.transpose(0, 1)[None] for each in (query, key, value))  # [1, h, s, n]
+    out = F.scaled_dot_product_attention(query, key, value, attn_mask=seen, enable_gqa=True)
+    return out[0].transpose(0, 1)
+
+
+def _attend_plainly(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, seen: torch.Tensor
+) -> torch.Tensor:
+    """Attend as _attend does, step by step in float64."""
+    grouped = query.double().view(len(query), key.shape[1], -1, query.shape[2])  # [s, g, h/g, n]
+    scores = torch.einsum("sgin,tgn->gist", grouped, key.double()) * query.shape[2] ** -0.5
+    weights = scores.masked_fill(~seen, -torch.inf).softmax(dim=-1)
+    return torch.einsum("gist,tgn->sgin", weights, value.double()).flatten(1, 2).to(query.dtype)

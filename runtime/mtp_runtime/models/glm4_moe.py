@@ -1,0 +1,61 @@
+"""GLM-4.5, 4.6 and 4.7: grouped-query attention, dense layers first, then sparse ones.
+
+Source: vLLM's glm4_moe; transformers' glm4_moe.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from mtp_export.families.glm4_moe import Glm4MoeFamily
+from mtp_runtime.layers.gqa import Gqa
+from mtp_runtime.models.moe_decoder import MoeDecoderBuilder, MoeDecoderConfig
+
+
+@dataclass(frozen=True)
+class Glm4MoeConfig(MoeDecoderConfig):
+    """Facts of a GLM-4.5 model beyond its tensors' names and shapes."""
+
+    heads: int
+    kv_heads: int
+    head: int
+
+    @classmethod
+    def of(cls, family: Glm4MoeFamily) -> Glm4MoeConfig:
+        """Read a family's config.json. Raises as MoeDecoderConfig.facts_of."""
+        sizes = family.sizes
+        return cls(
+            heads=sizes.heads,
+            kv_heads=sizes.kv_heads,
+            head=sizes.head,
+            **cls.facts_of(family, sizes.rope),
+        )
+
+
+@dataclass(frozen=True)
+class Glm4MoeBuilder(MoeDecoderBuilder):
+    """Builds layers of grouped-query attention with DeepSeek-V3's router."""
+
+    family: Glm4MoeFamily
+    config: Glm4MoeConfig
+
+    def attention(self, layer: int) -> Gqa:
+        """Load one layer's attention."""
+        source, config, names = self.source, self.config, self.family.attention_modules(layer)
+        projections = (names.query, names.key, names.value)
+        bias = None
+        if self.family.has_biases:
+            bias = torch.cat([source.tensor(f"{module}.bias") for module in projections])
+        return Gqa(
+            qkv=self.stacked(*projections),
+            bias=bias,
+            query_norm=None if names.query_norm is None else self.norm(names.query_norm),
+            key_norm=None if names.key_norm is None else self.norm(names.key_norm),
+            output=source.linear(names.output),
+            rope=self.rope,
+            heads=config.heads,
+            kv_heads=config.kv_heads,
+            head=config.head,
+        )

@@ -1,0 +1,199 @@
+"""GLM's fp8 releases: compressed-tensors with a scale per channel, the MTP layer's head included,
+and shards that the index does not name."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from cases import edit_json, export, quantize, read_json, read_tensors, run_program
+from faults.small_model import family_config, write_dense
+from mtp_export.families import family_of
+from mtp_runtime import LLM, SamplingParams
+
+CONFIG = family_config("glm4_moe")
+LAYER = f"model.layers.{CONFIG['num_hidden_layers']}"
+HEAD = f"{LAYER}.shared_head.head.weight"
+INDEX = "model.safetensors.index.json"
+UNQUANTIZED = ("lm_head", "model.embed_tokens", f"{LAYER}.eh_proj", "re:.*mlp.gate$")
+PARAMS = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
+CHANNELS: dict[str, Any] = {
+    "quant_method": "compressed-tensors",
+    "format": "float-quantized",
+    "quantization_status": "compressed",
+    "kv_cache_scheme": None,
+    "ignore": list(UNQUANTIZED),
+    "config_groups": {
+        "group_0": {
+            "targets": ["Linear"],
+            "weights": {
+                "num_bits": 8,
+                "type": "float",
+                "symmetric": True,
+                "strategy": "channel",
+                "dynamic": False,
+                "group_size": None,
+                "block_structure": None,
+                "actorder": None,
+            },
+            "input_activations": {
+                "num_bits": 8,
+                "type": "float",
+                "symmetric": True,
+                "strategy": "token",
+                "dynamic": True,
+            },
+            "output_activations": None,
+        }
+    },
+}
+
+
+def in_channels(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Codes and scales, computed here and not by the code under test."""
+    scale = weight.float().abs().amax(1, keepdim=True) / 448
+    return (weight.float() / scale).to(torch.float8_e4m3fn), scale.bfloat16()
+
+
+@pytest.fixture(scope="module")
+def dense(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_dense(tmp_path_factory.mktemp("dense") / "source", config=CONFIG)
+
+
+@pytest.fixture(scope="module")
+def pristine_channels(dense: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A release in fp8 channels, its MTP layer in mtp.safetensors beside the index."""
+    folder = tmp_path_factory.mktemp("channels") / "source"
+    folder.mkdir()
+    for path in dense.iterdir():
+        if path.suffix == ".json" and path.name != INDEX:
+            shutil.copy(path, folder)
+    edit_json(folder / "config.json", lambda config: config.update(quantization_config=CHANNELS))
+    family, parts = family_of(CONFIG), {"model.safetensors": {}, "mtp.safetensors": {}}
+    tensors = read_tensors(dense)
+    tensors[HEAD] = tensors["lm_head.weight"]
+    for name, tensor in tensors.items():
+        part = parts["mtp.safetensors" if name.startswith(LAYER) else "model.safetensors"]
+        part[name] = tensor
+        if family.tensors[name].is_linear_weight or name == HEAD:
+            part[name], part[f"{name}_scale"] = in_channels(tensor)
+    for file, part in parts.items():
+        save_file(part, folder / file, metadata={"format": "pt"})
+    weight_map = dict.fromkeys(parts["model.safetensors"], "model.safetensors")
+    (folder / INDEX).write_text(json.dumps({"weight_map": weight_map}))
+    return folder
+
+
+@pytest.fixture
+def channels(pristine_channels: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(pristine_channels, tmp_path / "source"))
+
+
+def test_an_export_keeps_every_byte_and_lists_every_tensor(channels: Path, output: Path) -> None:
+    found = run_program("inspect", channels)
+    assert found.code == 0, found.out + found.err
+    words = " ".join(found.out.split())
+    assert "Not in the index: mtp.safetensors" in words
+    assert f"{HEAD}: own copy in fp8_channel, lm_head.weight in bf16" in words
+    outcome = export(channels, output, "--link", "copy")
+    assert outcome.code == 0, outcome.err
+    assert "mtp.safetensors is not in the source's index" in " ".join(outcome.err.split())
+    original, stored = read_tensors(channels), read_tensors(output / "mtp")
+    embedding = f"{LAYER}.embed_tokens.weight"
+    assert stored.pop(embedding).equal(original["model.embed_tokens.weight"])
+    assert stored.keys() == {name for name in original if name.startswith(LAYER)}
+    for name, tensor in stored.items():
+        assert tensor.view(torch.uint8).equal(original[name].view(torch.uint8)), name
+    assert read_json(output / "mtp" / INDEX)["weight_map"].keys() == {*stored, embedding}
+    outcome = run_program("verify", output, "--source", channels, "--level", "weights", "--quiet")
+    assert outcome.code == 0, outcome.out + outcome.err
+    llm = LLM(output, speculate_method="mtp")
+    assert len(llm.generate(["def read("], PARAMS)[0].token_ids) == 8
+    assert HEAD in llm.ledger.tied
+
+
+def test_without_a_copy_none_is_written_in_another_precision(channels: Path, output: Path) -> None:
+    """config.json promises the copy in fp8, and the main model's head is in bf16."""
+    path = channels / "mtp.safetensors"
+    save_file({n: t for n, t in load_file(path).items() if "shared_head.head" not in n}, path)
+    outcome = export(channels, output, "--link", "copy")
+    assert outcome.code == 0, outcome.err
+    assert HEAD not in read_tensors(output / "mtp")
+
+
+@pytest.mark.parametrize(
+    ("base", "mtp"), [("weight_only_int4", "weight_only_int8"), ("a8w8_fp8", "a8w8_fp8")]
+)
+def test_a_quantization_reads_what_the_channels_hold(
+    channels: Path, output: Path, base: str, mtp: str
+) -> None:
+    options = ("--base-quant", base, "--mtp-quant", mtp, "--group-size", "32", "--link", "copy")
+    outcome = quantize(channels, output, *options)
+    assert outcome.code == 0, outcome.err
+    stored = read_tensors(output / "mtp")
+    assert stored[HEAD].equal(read_tensors(channels)["lm_head.weight"])
+    outcome = run_program("verify", output, "--source", channels, "--level", "weights", "--quiet")
+    assert outcome.code == 0, outcome.out + outcome.err
+
+
+def test_bf16_of_channels_is_code_times_scale(channels: Path, output: Path) -> None:
+    """Of every matrix, eh_proj included, which some conversions have in fp8 too."""
+    projection = f"{LAYER}.eh_proj"
+    tensors = load_file(channels / "mtp.safetensors")
+    name = f"{projection}.weight"
+    tensors[name], tensors[f"{name}_scale"] = in_channels(tensors[name])
+    save_file(tensors, channels / "mtp.safetensors", metadata={"format": "pt"})
+    edit_json(
+        channels / "config.json", lambda c: c["quantization_config"]["ignore"].remove(projection)
+    )
+    outcome = quantize(channels, output, "--base-quant", "bf16", "--mtp-quant", "bf16")
+    assert outcome.code == 0, outcome.err
+    original, stored = read_tensors(channels), read_tensors(output / "mtp")
+    assert not [name for name in stored if name.endswith("_scale")]
+    for name in (f"{LAYER}.self_attn.q_proj.weight", f"{projection}.weight"):
+        wanted = (original[name].float() * original[f"{name}_scale"].float()).bfloat16()
+        assert stored[name].equal(wanted), name
+
+
+def test_a_part_cannot_keep_channels(channels: Path, output: Path) -> None:
+    refused = quantize(channels, output, "--base-quant", "weight_only_int4", "--group-size", "32")
+    assert refused.code == 4 and "precision that no scheme writes" in refused.err
+
+
+def test_the_head_of_another_model_is_refused(channels: Path, output: Path) -> None:
+    tensors = load_file(channels / "mtp.safetensors")
+    other = torch.randn(tensors[HEAD].shape, generator=torch.Generator().manual_seed(1))
+    tensors[HEAD], tensors[f"{HEAD}_scale"] = in_channels(other)
+    save_file(tensors, channels / "mtp.safetensors", metadata={"format": "pt"})
+    refused = export(channels, output, "--link", "copy")
+    assert refused.code == 3
+    assert f"{HEAD} differs from the main model's lm_head.weight" in refused.err
+    assert "20 dB or more" in refused.err
+    assert export(channels, output, "--link", "copy", "--allow-untied").code == 0
+
+
+def test_other_compressed_sources_are_refused(channels: Path, output: Path) -> None:
+    def in_int8(config: dict[str, Any]) -> None:
+        group = config["quantization_config"]["config_groups"]["group_0"]
+        group["weights"] |= {"type": "int"}
+        group["format"] = "pack-quantized"
+
+    edit_json(channels / "config.json", in_int8)
+    refused = export(channels, output)
+    assert refused.code == 4
+    assert "fp8 with a scale per channel" in refused.err
+
+
+def test_a_tensor_in_the_index_and_beside_it_is_refused(channels: Path, output: Path) -> None:
+    file = channels / "mtp.safetensors"
+    tensors = load_file(file)
+    tensors["lm_head.weight"] = load_file(channels / "model.safetensors")["lm_head.weight"]
+    save_file(tensors, file, metadata={"format": "pt"})
+    refused = export(channels, output)
+    assert refused.code == 3 and "Tensor lm_head.weight is in two shards" in refused.err

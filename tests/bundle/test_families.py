@@ -1,0 +1,107 @@
+"""Every family's small checkpoint through the commands; its numbers are random."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from cases import export, quantize, read_json, read_tensors, run_program
+from faults.small_model import family_config, write_dense
+from mtp_export.families import FAMILIES, family_of
+from mtp_export.targets import TARGETS
+from mtp_runtime import LLM, SamplingParams
+
+OTHERS = [model_type for model_type in FAMILIES if model_type != "deepseek_v3"]
+ROWS = (
+    ("weight_only_int4", "weight_only_int8", "vllm"),
+    ("a8w8_fp8_wint4", "a8w8_fp8", "vllm"),
+    ("a8w8_fp8_wint4", "a8w8_fp8", "sglang"),
+)
+
+
+@pytest.fixture(scope="module", params=OTHERS)
+def model_type(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
+@pytest.fixture(scope="module")
+def source(model_type: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A checkpoint in bf16 with a tokenizer."""
+    folder = tmp_path_factory.mktemp(model_type) / "source"
+    return write_dense(folder, config=family_config(model_type))
+
+
+@pytest.fixture(scope="module")
+def bundle(source: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("bundle") / "bundle"
+    outcome = export(source, folder, "--link", "copy", "--target", "vllm")
+    assert outcome.code == 0, outcome.err
+    assert "vllm serve" in outcome.out + outcome.err
+    return folder
+
+
+def test_an_export_loses_nothing(source: Path, bundle: Path) -> None:
+    """Bit for bit, biases, norms of heads and indexers included, under their own names."""
+    original, main, mtp = (read_tensors(path) for path in (source, bundle / "main", bundle / "mtp"))
+    family = family_of(read_json(source / "config.json"))
+    (layer,) = family.mtp_layers
+    assert main.keys() == {n for n in original if not n.startswith(f"model.layers.{layer}.")}
+    copies = {pair.mtp_name: pair.main_name for pair in family.shared}
+    assert mtp.keys() == {*copies, *(original.keys() - main.keys())}
+    for name, tensor in (main | mtp).items():
+        wanted = original[copies.get(name, name)]
+        assert tensor.dtype == wanted.dtype and tensor.equal(wanted), name
+    for part in ("main", "mtp"):
+        assert read_json(bundle / part / "config.json") == read_json(source / "config.json")
+
+
+def test_inspect_and_verify(source: Path, bundle: Path) -> None:
+    assert run_program("inspect", source).code == 0
+    outcome = run_program(
+        *("verify", bundle, "--source", source, "--level", "weights", "--quiet"),
+    )
+    assert outcome.code == 0, outcome.out + outcome.err
+
+
+def test_generate(bundle: Path) -> None:
+    """Drafts change no token."""
+    params = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
+    plain = LLM(bundle).generate(["def read("], params)[0].token_ids
+    drafting = LLM(bundle, speculate_method="mtp", speculate_max_draft_token_num=2)
+    assert drafting.generate(["def read("], params)[0].token_ids == plain
+    options = ("--speculate-method", "mtp", "--max-new-tokens", "4")
+    assert run_program("generate", bundle, "--prompt", "def read(", *options).code == 0
+
+
+@pytest.mark.parametrize(("base", "mtp", "target"), ROWS)
+def test_quantized(source: Path, tmp_path: Path, base: str, mtp: str, target: str) -> None:
+    """Quantized bundles pass verification, decode, and keep what engines read unquantized."""
+    folder = tmp_path / "bundle"
+    options = ("--base-quant", base, "--mtp-quant", mtp, "--group-size", 32, "--target", target)
+    outcome = quantize(source, folder, *options, "--link", "copy")
+    assert outcome.code == 0, outcome.err
+    outcome = run_program("verify", folder, "--source", source, "--level", "weights", "--quiet")
+    assert outcome.code == 0, outcome.out + outcome.err
+    original = read_tensors(source)
+    stored = read_tensors(folder / "main") | read_tensors(folder / "mtp")
+    kept = ("bias", "_norm.weight", "weights_proj.weight", "eh_proj.weight", "mlp.gate.weight")
+    for name in filter(lambda name: name.endswith(kept), original):
+        assert stored[name].equal(original[name]), name
+    indexer = {name: tensor for name, tensor in stored.items() if ".wq_b." in name}
+    if base == "a8w8_fp8_wint4":
+        assert {
+            str(tensor.dtype) for name, tensor in indexer.items() if name.endswith("b.weight")
+        } <= {"torch.float8_e4m3fn"}
+    params = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True)
+    drafting = LLM(folder, speculate_method="mtp", speculate_max_draft_token_num=2)
+    assert len(drafting.generate(["def read("], params)[0].token_ids) == 4
+
+
+def test_layouts_of_deepseek_are_refused(source: Path, tmp_path: Path) -> None:
+    model_type = read_json(source / "config.json")["model_type"]
+    for target in TARGETS.keys() - {"hf"}:
+        refused = export(source, tmp_path / target, "--target", target)
+        assert refused.code == 4, target
+        assert f"Target {target} has no layout for this model" in refused.err
+        assert f"'{model_type}'" in refused.err

@@ -1,0 +1,59 @@
+"""Real shapes of every family: sparse files without weights, tens of thousands of tensors."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from benchmarks.make_checkpoint import make_released
+from benchmarks.released import RELEASED
+from cases import export, nightly_but, run_program
+from mtp_export.families import family_of
+
+# Tensors of the releases; those of compressed weights, scales, are not among them.
+TENSORS = {"glm4_moe_lite": 9_703, "glm_moe_dsa": 59_870}
+
+
+def tensors_of(model_type: str) -> dict[str, Any]:
+    """The tensors that a release stores, by the family alone."""
+    released = RELEASED[model_type]
+    every = family_of(released.config).tensors
+    return {name: spec for name, spec in every.items() if released.own_copies or not spec.optional}
+
+
+@pytest.mark.parametrize("model_type", TENSORS)
+def test_as_many_tensors_as_the_release(model_type: str) -> None:
+    assert len(tensors_of(model_type)) == TENSORS[model_type]
+
+
+@pytest.mark.parametrize("model_type", nightly_but(["glm4_moe_lite"], list(RELEASED)))
+def test_inspect_and_plan(model_type: str, tmp_path: Path) -> None:
+    source = make_released(tmp_path / "source", model_type)
+    found = run_program("inspect", source, "--json")
+    assert found.code == 0, found.err
+    facts = json.loads(found.out)
+    tensors = tensors_of(model_type)
+    assert not facts["problems"] and facts["tensors"] >= len(tensors)
+    planned = export(source, tmp_path / "out", "--dry-run", "--json")
+    assert planned.code == 0, planned.err
+    parts = json.loads(planned.out)["parts"]
+    scales = facts["tensors"] - len(tensors)
+    of_mtp = sum(spec.mtp_layer is not None for spec in tensors.values())
+    copies = 0 if RELEASED[model_type].own_copies else 2
+    assert parts["mtp"]["tensors"] >= of_mtp + copies
+    total = parts["main"]["tensors"] + parts["mtp"]["tensors"]
+    assert total == len(tensors) + scales + copies
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("model_type", RELEASED)
+def test_the_mtp_part_is_exported(model_type: str, tmp_path: Path) -> None:
+    """Shards of the MTP layer alone are linked, those it shares with the main model are written."""
+    source = make_released(tmp_path / "source", model_type)
+    outcome = export(source, tmp_path / "out", "--part", "mtp", "--quiet")
+    assert outcome.code == 0, outcome.err
+    config = json.loads((tmp_path / "out/mtp/config.json").read_text())
+    assert config == RELEASED[model_type].config

@@ -1,0 +1,162 @@
+"""Every family's model against transformers' class of the same model_type, in float32.
+
+The compiled kernels run latent attention and torch runs grouped-query attention, so that both
+executions are compared. A random model with a tiny vocabulary accepts drafts by chance.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from safetensors.torch import load_file, save_file
+
+from mtp_export.errors import UsageError
+from mtp_runtime import SamplingParams
+from runtime.checkpoints import SMALL_CONFIGS, write_checkpoint
+from runtime.harness import Walk, load, prompts_of, run
+
+TOLERANCE = 1e-4
+ORACLES = {
+    "glm4_moe": "Glm4MoeForCausalLM",
+    "glm4_moe_lite": "Glm4MoeLiteForCausalLM",
+    "deepseek_v32": "DeepseekV32ForCausalLM",
+    "glm_moe_dsa": "GlmMoeDsaForCausalLM",
+}
+# transformers runs no MTP layer with an indexer: the same weights without it are another model's.
+WITHOUT_INDEXER = {"deepseek_v32": "deepseek_v3", "glm_moe_dsa": "glm4_moe_lite"}
+VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
+    "glm4_moe": ("glm4_moe", {}),
+    "glm4_moe without norms": ("glm4_moe", {"use_qk_norm": False}),
+    "glm4_moe without biases": ("glm4_moe", {"attention_bias": False}),
+    "glm4_moe, all sparse": ("glm4_moe", {"n_shared_experts": 2, "first_k_dense_replace": 0}),
+    "glm4_moe_lite": ("glm4_moe_lite", {}),
+    "deepseek_v32": ("deepseek_v32", {}),
+    "glm_moe_dsa": ("glm_moe_dsa", {}),
+}
+
+
+def oracle(path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """transformers' model; it finds MTP layers by the layer numbers of the releases alone."""
+    config = json.loads((path / "config.json").read_text())
+    kind = getattr(transformers, config["architectures"][0])
+    patterns = [rf"model\.layers\.{config['num_hidden_layers']}.*"]
+    for owner in kind.__mro__:
+        if "_keys_to_ignore_on_load_unexpected" in vars(owner):
+            monkeypatch.setattr(owner, "_keys_to_ignore_on_load_unexpected", patterns)
+    model, info = kind.from_pretrained(path, dtype=torch.float32, output_loading_info=True)
+    assert not info["missing_keys"] and not info["unexpected_keys"]
+    return model.eval()
+
+
+def relative_error(found: torch.Tensor, expected: torch.Tensor) -> float:
+    return float((found - expected).abs().max() / expected.abs().max())
+
+
+def logits_of(reference: Any, tokens: Any) -> torch.Tensor:
+    with torch.inference_mode():
+        return torch.as_tensor(reference(torch.tensor([tokens])).logits[0])
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+def test_logits(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In one prefill, and token by token."""
+    model_type, changes = VARIANTS[name]
+    path = write_checkpoint(tmp_path, SMALL_CONFIGS[model_type] | changes)
+    (tokens,) = prompts_of([150], 96)
+    expected = logits_of(oracle(path, monkeypatch), tokens)
+    for compiled in (False, True):
+        model = load(path, compiled=compiled)
+        assert relative_error(Walk(model).feed(tokens)[0], expected) <= TOLERANCE
+        walk = Walk(model)
+        steps = torch.cat([walk.feed([token])[0] for token in tokens])
+        assert relative_error(steps, expected) <= TOLERANCE
+
+
+@pytest.mark.parametrize("model_type", ["deepseek_v32", "glm_moe_dsa"])
+def test_contexts_beyond_the_indexers_choice_are_refused(
+    model_type: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Dense attention is another model there, up to there it is the same."""
+    config = SMALL_CONFIGS[model_type] | {"index_topk": 64}
+    path = write_checkpoint(tmp_path, config)
+    (tokens,) = prompts_of([150], 96)
+    expected, model = logits_of(oracle(path, monkeypatch), tokens), load(path)
+    found = Walk(model).feed(tokens)[0]
+    assert relative_error(found[:64], expected[:64]) <= TOLERANCE
+    assert relative_error(found, expected) > 10 * TOLERANCE
+    for prompt, fits in ((tokens[:56], True), (tokens[:57], False)):
+        params = SamplingParams(max_tokens=8, ignore_eos=True)
+        if fits:
+            assert len(run(model, [prompt], params).outputs[0]) == 8
+        else:
+            with pytest.raises(UsageError, match="at most 64 together, index_topk of config.json"):
+                run(model, [prompt], params)
+
+
+@pytest.mark.parametrize("model_type", ORACLES)
+def test_greedy_tokens_and_mtp_steps(
+    model_type: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Tokens equal transformers', with speculation or without, in as many steps of the target."""
+    config = SMALL_CONFIGS[model_type] | {"vocab_size": 4, "eos_token_id": None}
+    path = write_checkpoint(tmp_path / "model", config)
+    reference = drafting_oracle(path, tmp_path / "oracle", monkeypatch)
+    steps = counted_steps(reference, monkeypatch)
+    model, accepted = load(path), 0
+    prompts = prompts_of([9, 20, 31], 4, seed=2)
+    params = SamplingParams(max_tokens=32, ignore_eos=True)
+    for prompt in prompts:
+        ids = torch.tensor([prompt])
+        steps.clear()
+        out = reference.generate(
+            ids,
+            attention_mask=torch.ones_like(ids),
+            do_sample=False,
+            use_mtp=True,
+            max_new_tokens=params.max_tokens,
+            pad_token_id=0,
+        )
+        ours = run(model, [prompt], params, method="mtp", k=1)
+        assert ours.outputs[0] == out[0, len(prompt) :].tolist()
+        assert ours.requests[0].metrics.target_steps == len(steps)
+        accepted += sum(ours.requests[0].metrics.accepted)
+    assert accepted
+    plain = run(model, prompts, params).outputs
+    assert run(model, prompts, params, method="mtp", k=3).outputs == plain
+
+
+def drafting_oracle(path: Path, other: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """transformers' model of a checkpoint, ready to draft with its MTP layer."""
+    config = json.loads((path / "config.json").read_text())
+    if config["model_type"] in WITHOUT_INDEXER:
+        like = SMALL_CONFIGS[WITHOUT_INDEXER[config["model_type"]]]
+        tensors = load_file(path / "model.safetensors")
+        kept = {name: tensor for name, tensor in tensors.items() if ".indexer." not in name}
+        other.mkdir()
+        save_file(kept, other / "model.safetensors", metadata={"format": "pt"})
+        named = {key: like[key] for key in ("model_type", "architectures")}
+        (other / "config.json").write_text(json.dumps(config | named))
+        path = other
+    reference = oracle(path, monkeypatch)
+    reference.config.num_mtp_layers = 1
+    if getattr(reference.config, "mlp_layer_types", None) is not None:
+        reference.config.mtp_mlp_layer_types = ["sparse"]
+    return reference
+
+
+def counted_steps(reference: Any, monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """A list that grows with every forward pass of the main model."""
+    calls: list[int] = []
+    forward = reference.model.forward
+
+    def counted(*arguments: Any, **options: Any) -> Any:
+        calls.append(1)
+        return forward(*arguments, **options)
+
+    monkeypatch.setattr(reference.model, "forward", counted)
+    return calls
