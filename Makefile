@@ -5,8 +5,12 @@ BIN := .venv/bin
 PYTEST := $(BIN)/python -m pytest -n auto --dist worksteal --durations 10
 PIP := $(BIN)/pip --disable-pip-version-check --quiet
 ENGINES_PIP := .venv-engines/bin/pip --disable-pip-version-check --quiet
+OLDEST_PIP := .venv-oldest/bin/pip --disable-pip-version-check --quiet
+OLDEST_TESTS := tests/commands tests/checkpoint tests/bundle/test_golden.py tests/kernels/decoder \
+	tests/runtime/test_llm.py tests/verify/test_verify_reports.py
+OLDEST_TOOLS := hypothesis|pytest|pytest-timeout|pytest-xdist|safetensors
 
-.PHONY: demo test test-all fuzz test-engines test-oldest-triton mutants check fixture clean
+.PHONY: demo test test-all fuzz test-engines test-oldest test-oldest-triton mutants check fixture clean
 
 demo: .venv/installed
 	scripts/demo
@@ -23,11 +27,17 @@ test-all: .venv/installed-dev
 # Half an hour of mutated inputs; a failure prints the command that runs its input again.
 FUZZ_SEED := $(shell date +%s)
 fuzz: .venv/installed-dev
-	$(BIN)/python -m pytest -n auto -rP tests/fuzz --fuzz-seed $(FUZZ_SEED) --fuzz-seconds 1800
+	$(PIP) install -c constraints.txt -e '.[fuzz]'
+	$(BIN)/python -m pytest -n auto -rP -m "nightly or not nightly" tests/fuzz --fuzz-seed $(FUZZ_SEED) --fuzz-seconds 1800
 
 # vLLM runs the fixture, and vLLM's and SGLang's resolvers read our configs: docs/engines.md.
 test-engines: .venv-engines/installed
 	.venv-engines/bin/python -m pytest -v --timeout 1800 --durations 5 --figures build/engines.json tests/engines
+
+# The lowest versions that pyproject.toml allows, in an environment of their own, and the tests of what
+# uses them: commands, files, the runtime and its compiled kernels.
+test-oldest: .venv-oldest/installed
+	.venv-oldest/bin/python -m pytest -n auto --dist worksteal $(OLDEST_TESTS)
 
 # The GPU kernel's launches, compiled by the oldest Triton that has a tuning table; make test has the newest.
 test-oldest-triton: .venv/installed-dev
@@ -49,7 +59,7 @@ fixture: .venv/installed-dev
 	$(BIN)/python fixtures/train.py
 
 clean:
-	rm -rf .venv .venv-engines demo build *.egg-info
+	rm -rf .venv .venv-engines .venv-oldest demo build *.egg-info
 
 # torch first and by version: a CPU build already on the machine is then kept.
 .venv/installed: pyproject.toml constraints.txt
@@ -60,6 +70,14 @@ clean:
 
 .venv/installed-dev: .venv/installed
 	$(PIP) install -c constraints.txt -e '.[dev]'
+	touch $@
+
+# The tests' own tools in the versions of the constraints.
+.venv-oldest/installed: pyproject.toml constraints.txt
+	$(PYTHON) -m venv .venv-oldest
+	$(OLDEST_PIP) install $$(sed -n '/^dependencies/,/^]/s/^ *"\(.*\)>=\(.*\)",/\1==\2/p' pyproject.toml)
+	$(OLDEST_PIP) install $$(grep -E '^($(OLDEST_TOOLS))==' constraints.txt)
+	$(OLDEST_PIP) install --no-deps -e .
 	touch $@
 
 # What vLLM brings for images and sound does not match a CPU build of torch, and stops its import.

@@ -97,7 +97,7 @@ Tree = dict[str, "Tree | bytes"]
 
 
 class Platter:
-    """What is certain to be on a disk: files and folders as they were when last synced, by inode.
+    """Certain content of a disk: files and folders as they were when last synced, by inode.
 
     It is kept in a folder, since the process that syncs may be killed. Inodes are held open: their
     numbers are not used again.

@@ -1,4 +1,4 @@
-"""What `make mutants` goes by: files and tests that exist, all of every room, pinned versions."""
+"""Inputs of `make mutants`: files and tests that exist, all of every room, pinned versions."""
 
 from __future__ import annotations
 

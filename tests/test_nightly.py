@@ -48,17 +48,21 @@ def test_it_runs_the_makefile_s_command_on_a_checkout(
     assert python["with"]["cache"] == "pip"
     assert (ROOT / python["with"]["cache-dependency-path"]).read_text() == PINNED
     assert run["run"] == "make test-engines"
-    assert f"--figures {keep['with']['path']} " in dry_run()
-    pytest_s = int(re.findall(r"--timeout (\d+)", dry_run())[0])
+    assert f"--figures {keep['with']['path']} " in engines_dry_run()
+    pytest_s = int(re.findall(r"--timeout (\d+)", engines_dry_run())[0])
     assert job["timeout-minutes"] * 60 > pytest_s
 
 
-def dry_run() -> str:
-    """Commands that make would run for the engines on a fresh clone."""
+def engines_dry_run() -> str:
+    return dry_run("test-engines", "constraints-engines.txt")
+
+
+def dry_run(target: str, changed: str) -> str:
+    """Commands that make would run for a target on a fresh clone, where this file is new."""
     make = shutil.which("make")
     assert make is not None
     shown = subprocess.run(
-        [make, "-n", "-W", "constraints-engines.txt", "test-engines"],
+        [make, "-n", "-W", changed, target],
         cwd=ROOT,
         capture_output=True,
         text=True,
@@ -68,7 +72,7 @@ def dry_run() -> str:
 
 
 def test_the_makefile_s_command_installs_what_is_pinned_and_runs_the_folder() -> None:
-    commands = dry_run()
+    commands = engines_dry_run()
     assert re.search(r"^\.venv-engines/bin/python -m pytest .* tests/engines$", commands, re.M)
     (installed,) = re.findall(r"install -c constraints-engines\.txt -e \. (.+)", commands)
     names = installed.split() + re.findall(r"grep '\^([\w-]+)==' constraints-engines", commands)
@@ -88,6 +92,25 @@ def test_the_oldest_triton_compiles_the_kernel(recipe: dict[Any, Any]) -> None:
     assert version == oldest
 
 
+def test_the_lowest_versions_are_installed_and_tested(
+    recipe: dict[Any, Any], project: dict[str, Any]
+) -> None:
+    """Make pins every dependency to its floor, and the tools of the tests to the constraints."""
+    *_, run = recipe["jobs"]["oldest"]["steps"]
+    assert run["run"] == "make test-oldest"
+    commands = dry_run("test-oldest", "pyproject.toml")
+    floors, tools = (
+        subprocess.run(command, shell=True, cwd=ROOT, capture_output=True, text=True, check=True)
+        for command in re.findall(r"pip .* install \$\((.+)\)$", commands, re.M)
+    )
+    dependencies = project["project"]["dependencies"]
+    assert floors.stdout.splitlines() == [line.replace(">=", "==") for line in dependencies]
+    assert all(re.fullmatch(r"[a-z]+>=\d+\.\d+\.\d+", line) for line in dependencies)
+    assert {"pytest", "safetensors"} <= {line.split("==")[0] for line in tools.stdout.splitlines()}
+    (tested,) = re.findall(r"^\.venv-oldest/bin/python -m pytest .*? (tests/.+)$", commands, re.M)
+    assert all((ROOT / path).exists() for path in tested.split())
+
+
 def test_every_test_runs_at_night(recipe: dict[Any, Any], project: dict[str, Any]) -> None:
     """Tests that a push leaves out are in `make test-all`."""
     *_, run = recipe["jobs"]["everything"]["steps"]
@@ -103,7 +126,7 @@ def test_mutated_inputs_run_at_length(recipe: dict[Any, Any]) -> None:
     *_, run = job["steps"]
     assert run["run"] == "make fuzz"
     makefile = (ROOT / "Makefile").read_text()
-    (command,) = re.findall(r"^fuzz:.*\n\t(\$\(BIN\).*)", makefile, re.M)
+    (command,) = re.findall(r"^fuzz:.*\n(?:\t.*\n)*?\t(\$\(BIN\).*)", makefile, re.M)
     (seconds,) = re.findall(r"--fuzz-seconds (\d+)", command)
     assert "tests/fuzz" in command and "--fuzz-seed $(FUZZ_SEED)" in command
     assert 1800 <= int(seconds) < job["timeout-minutes"] * 60

@@ -22,7 +22,7 @@ SEED, FEW, MANY = 15, 3, 50
 
 
 def calls_of(command: Command, source: Path, output: Path) -> Counter[str]:
-    """How often an undisturbed run makes each call."""
+    """Return the number of each call that an undisturbed run makes."""
     calls = Counter[str]()
     with watched_disk(lambda call, _: calls.update([call])):
         assert command.run(source, output).code == 0

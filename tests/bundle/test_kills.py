@@ -1,31 +1,127 @@
-"""kill -9 at random moments of an export, a quantization and a streamed verification: nothing that is
-left looks whole, and the same command ends with the same bytes."""
+"""kill -9 at random moments of an export, a quantization and a streamed verification: nothing that
+is left looks whole, and the same command ends with the same bytes."""
 
 from __future__ import annotations
 
+import itertools
+import json
 import multiprocessing
 import os
 import random
+import signal
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from bundle.commands import COMMANDS, Files, check_nothing_looks_whole, finish
-from cases import Outcome, nightly_but, run_program
-from runtime.checkpoints import SMALL, write_checkpoint
+from cases import Outcome, export, nightly_but, read_json, run_program, tree
 
-KILLS = nightly_but([4], [4, 67])  # of each of three commands: 201
+Action = Callable[[], Outcome]
 SEED = 9
+# Of each of five commands.
+FEW, MANY = 2, 50
+EVERY_PUSH = [("export, linked", FEW), ("quantize", FEW)]
+IMPORTED = ["bundle.commands", "mtp_export.verify.decoding.stream", "mtp_kernels.quantize.cpu_rows"]
+
+
+class Forks:
+    """Processes forked from one that has imported everything and computed nothing: they start at
+    once, and no thread of another is missing in them."""
+
+    def __init__(self) -> None:
+        self._context = multiprocessing.get_context("forkserver")
+        self._context.set_forkserver_preload(IMPORTED)
+
+    def run(self, action: Action, seconds: float | None = None) -> float | None:
+        """Run to the end and return its seconds, or kill it after some and return None."""
+        start = time.monotonic()
+        process = self._context.Process(target=_run, args=(action,))
+        process.start()
+        process.join(seconds)
+        process.kill()
+        process.join()
+        return None if process.exitcode == -signal.SIGKILL else time.monotonic() - start
+
+    def kills(self, number: int, start: Callable[[Path], Action], folder: Path) -> Iterator[Path]:
+        """Kill a run at random moments; yield each output, also of a run that ended before."""
+        print(f"seed {SEED}")
+        chance = random.Random(f"{SEED} {folder.name}")
+        seconds = self.run(start(folder / "whole"))
+        for attempt in itertools.count():
+            if not number:
+                return
+            output = folder / f"killed-{attempt}"
+            whole = self.run(start(output), chance.uniform(0, seconds or 0))
+            seconds = whole or seconds  # as long as a run takes now
+            number -= whole is None
+            yield output
+
+
+def _run(action: Action) -> None:
+    os._exit(action().code)
 
 
 @pytest.fixture(scope="module")
-def forks(monkeypatch_module: pytest.MonkeyPatch) -> multiprocessing.context.ForkServerContext:
-    """Processes forked from one that has imported everything and computed nothing yet."""
-    monkeypatch_module.setenv("PYTHONPATH", os.pathsep.join(filter(None, sys.path)))
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["cases", "mtp_export.verify", "mtp_export.bundle.build"])
-    return context
+def forks() -> Iterator[Forks]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PYTHONPATH", os.pathsep.join(filter(None, sys.path)))
+        yield Forks()
+
+
+@pytest.mark.parametrize(
+    ("name", "kills"), nightly_but(EVERY_PUSH, itertools.product(COMMANDS, (FEW, MANY)))
+)
+def test_an_export_is_killed(
+    name: str, kills: int, forks: Forks, many: Path, tmp_path: Path, wholes: dict[str, Files]
+) -> None:
+    command, before = COMMANDS[name], list[Files]()
+
+    def prepared(output: Path) -> Action:
+        before[:] = filter(None, [command.prepare(many, output)])
+        return partial(command.run, many, output)
+
+    for output in forks.kills(kills, prepared, tmp_path):
+        check_nothing_looks_whole(output, [*before, wholes[name]])
+        finish(command, many, output, wholes[name])
+
+
+@pytest.fixture(scope="module")
+def bundle(many: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A bundle to be verified."""
+    output = tmp_path_factory.mktemp("verified") / "bundle"
+    assert export(many, output, "--quiet").code == 0
+    return output
+
+
+def verify(bundle: Path, texts: Path, workdir: Path) -> Outcome:
+    """A streamed verification, its state and its report in a folder."""
+    options = ("--stream", "--prompts", texts, "--workdir", workdir, "--k", "1", "--quiet")
+    return run_program("verify", bundle, *options, "--report", f"{workdir}.json")
+
+
+def said(report: Path) -> Any:
+    """Return the content of a report, but for times."""
+    checks = read_json(report)["checks"]
+    return [
+        [item for item in check["items"] if item["name"] != "cost estimate"] for check in checks
+    ]
+
+
+@pytest.mark.parametrize("kills", nightly_but([FEW], [FEW, MANY]))
+def test_a_streamed_verification_is_killed(
+    kills: int, forks: Forks, bundle: Path, tmp_path: Path
+) -> None:
+    texts = tmp_path / "texts.jsonl"
+    text = {"prompt_token_ids": [*range(20)], "completion_token_ids": [*range(30, 90)]}
+    texts.write_text(json.dumps(text))
+    for workdir in forks.kills(kills, partial(partial, verify, bundle, texts), tmp_path):
+        report = Path(f"{workdir}.json")
+        if not report.exists():
+            forks.run(partial(verify, bundle, texts, workdir))
+        assert said(report) == said(tmp_path / "whole.json")
+        assert not workdir.exists() or tree(workdir) == {}

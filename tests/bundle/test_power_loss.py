@@ -6,6 +6,7 @@ from __future__ import annotations
 import os
 import random
 from collections import Counter
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,8 @@ pytestmark = pytest.mark.filterwarnings(
 
 # Nothing; names without content, as journaling file systems have it; a mixture; content in part.
 SURVIVALS = (Survival(0, 0), Survival(1, 0), Survival(0.5, 0.5), Survival(1, 0.5))
-SEEDS = nightly_but([61], [61, *range(62, 80)])
+EVERY_PUSH = [("export, linked", 61), ("export over another", 62)]
+SEEDS = range(61, 81)
 CUTS_PER_SEED = 4
 
 
@@ -71,10 +73,9 @@ def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(writer, "WRITE_BUFFER_BYTES", 2 * PAGE_BYTES)
 
 
-@pytest.mark.parametrize("name", COMMANDS)
-@pytest.mark.parametrize("seed", SEEDS)
+@pytest.mark.parametrize(("name", "seed"), nightly_but(EVERY_PUSH, product(COMMANDS, SEEDS)))
 def test_power_is_cut(
-    seed: int, name: str, many: Path, tmp_path: Path, wholes: dict[str, Files]
+    name: str, seed: int, many: Path, tmp_path: Path, wholes: dict[str, Files]
 ) -> None:
     print(f"seed {seed}")
     chance, command, whole = random.Random(seed), COMMANDS[name], wholes[name]

@@ -366,7 +366,7 @@ FILE_FAULTS: tuple[Fault, ...] = (
           "the draft belongs to another model", seen_as="DeepSeek-V3 190"),
     Fault("yarn scale dropped", yarn_scale_dropped, "files", "yarn's attention scale was dropped"),
     Fault("rope_scaling that is no object", config_value("rope_scaling", 4.0), "files",
-          "rope_scaling is 4.0"),
+          "no usable rope_scaling"),
     Fault("hidden_size that is no number", config_value("hidden_size", {"value": 256}), "files",
           "no usable hidden_size"),
     Fault("draft in another engine's names", draft_with_other_layer_number, "files", "is missing"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import sys
 import time
 from collections import Counter
 from collections.abc import Iterator
@@ -19,6 +20,9 @@ AGAIN = (
     ".venv/bin/python -m pytest 'tests/fuzz/test_fuzz.py::test_mutated_inputs[0]'"
     " --fuzz-seed {seed} --fuzz-seconds 0"
 )
+
+
+_CASES_BETWEEN_LINES = 500
 
 
 @dataclass
@@ -72,6 +76,8 @@ def run_campaign(lab: Lab, folder: Path, first_seed: int, seconds: float) -> Rep
     keys = itertools.chain(CASES, _seeds(time.monotonic() + seconds, first_seed))
     for verdict in verdicts(keys, partial(_judge, lab), folder):
         report.add(verdict)
+        if report.cases % _CASES_BETWEEN_LINES == 0:
+            print(f"{report.cases} inputs, {len(report.findings)} findings", file=sys.stderr)
     return report
 
 

@@ -12,7 +12,7 @@ from xml.etree import ElementTree
 from cases import Outcome
 from fuzz import oracle
 from fuzz.lab import Lab
-from fuzz.sandbox import Finding, Sandbox, check_same, tree_of
+from fuzz.sandbox import Finding, Sandbox, check_no_secret, check_same, tree_of
 from fuzz.tensors import read_tensors
 
 _TARGETS = ("hf", "xllm", "lightllm", "paddlenlp")
@@ -23,6 +23,7 @@ _PAIRS = (
     ("weight_only_int4", "weight_only_int8"),
     ("a8w8_fp8_wint4", "a8w8_fp8"),
 )
+_ITS_OWN_FAULT = "mtp-export itself failed here"  # as verify reports an internal error
 _GENERATED = ("--max-new-tokens", "3", "--json")
 
 
@@ -68,7 +69,7 @@ def _export(sandbox: Sandbox, random: Random, lab: Lab) -> None:
 
 
 def _check_as_good(sandbox: Sandbox, random: Random, lab: Lab) -> None:
-    """What an export accepted, verify passes, and generate runs or says why it cannot."""
+    """Check that verify passes an accepted export, and that generate runs it or says why not."""
     # Changed weights may well be worth a word; a file that contradicts another may not be left.
     same = read_tensors(sandbox.source) in lab.good_tensors
     level = ("--level", "weights" if same else "files", "--source", sandbox.source)
@@ -79,14 +80,15 @@ def _check_as_good(sandbox: Sandbox, random: Random, lab: Lab) -> None:
 
 
 def _check_verified(sandbox: Sandbox, *options: object) -> None:
-    """What a command accepted and wrote, verify has nothing against."""
+    """Check that verify passes what a command accepted and wrote."""
     shown = ("--workers", "1", "--json", "--quiet")
     outcome = sandbox.run("verify", sandbox.output, *shown, *options)
     if outcome.code == 7:
         # Tokenizers travel along as they are, damaged ones too.
         failed = [item for item in _failures(outcome.out) if "tokenizer" not in item]
         if failed:
-            raise Finding("contradiction", f"verify: {failed[0]}", outcome.out[-4000:])
+            item = failed[0].partition(":")[0]
+            raise Finding("contradiction", f"verify: {item}", "\n".join(failed))
     elif outcome.code:
         raise Finding("contradiction", f"verify: {outcome.err[:80]}", outcome.err)
 
@@ -95,7 +97,11 @@ def _failures(report: str | bytes) -> list[str]:
     """Return the items of a JSON report that failed, with their causes."""
     checks = json.loads(report)["checks"]
     items = [item for check in checks for item in check["items"] if item["status"] == "fail"]
-    return [f"{item['name']}: {item['cause'][:200]}" for item in items]
+    causes = [f"{item['name']}: {item['cause']}" for item in items]
+    own = [cause for cause in causes if _ITS_OWN_FAULT in cause]
+    if own:
+        raise Finding("internal error", f"in verify: {own[0][:120]}", "\n".join(own))
+    return causes
 
 
 def _quantize_options(random: Random) -> tuple[object, ...]:
@@ -166,6 +172,7 @@ def _resume(sandbox: Sandbox, random: Random, lab: Lab) -> None:
         check_same(before, tree_of(sandbox.bundle), "a refused run's output")
     elif outcome.code == 0:
         oracle.check_export(sandbox.source, sandbox.bundle, "hf", ("main", "mtp"))
+        check_no_secret(sandbox.bundle)
         if _contents(sandbox.source) == _contents(lab.input("unfinished") / "source"):
             _check_same_content(sandbox.bundle, lab.resumed)
     elif (sandbox.bundle / oracle.MANIFEST).exists():

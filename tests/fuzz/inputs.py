@@ -131,6 +131,5 @@ def _run(case: Case, sandbox: Sandbox, lab: Lab) -> None:
     strays = [path.name for path in sandbox.folder.iterdir() if path.name not in known]
     if any(not name.startswith("report.") for name in strays):
         raise Finding("outside", "beside the output", str(strays))
-    for name in ("output", "input/bundle") if command.writes else ("output",):
-        check_no_secret(sandbox.folder / name)
+    check_no_secret(sandbox.output)
     check_memory()

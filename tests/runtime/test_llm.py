@@ -83,7 +83,7 @@ def test_calls_of_many_threads_get_their_own_outputs(llm: LLM) -> None:
 
 
 def test_a_call_runs_while_another_one_is_under_way(llm: LLM) -> None:
-    """What a caller does with a token keeps no other caller waiting, or from failing alone."""
+    """A caller that is busy with a token keeps no other one waiting, or from failing alone."""
     params = SamplingParams(max_tokens=10, ignore_eos=True)
     expected = [output.token_ids for output in llm.generate(PROMPTS, params)]
     inner: list[tuple[int, ...]] = []

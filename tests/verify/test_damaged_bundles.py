@@ -57,12 +57,12 @@ def part(*path: str, value: Any) -> Edit:
 CONFIG, TOKENIZER, MANIFEST = "main/config.json", "main/tokenizer.json", planting.MANIFEST
 # File, change, and words that a failed item must say.
 DAMAGE: dict[str, tuple[str, Edit, str]] = {
-    "rope_scaling is a number": (CONFIG, config(rope_scaling=4.0), "rope_scaling is 4.0"),
-    "rope_scaling is a list": (CONFIG, config(rope_scaling=["yarn", 4]), "rope_scaling is ['yarn'"),
+    "rope_scaling is a number": (CONFIG, config(rope_scaling=4.0), "no usable rope_scaling"),
+    "rope_scaling is a list": (CONFIG, config(rope_scaling=["yarn", 4]), "no usable rope_scaling"),
     "rope_parameters is text": (
         CONFIG,
         config(rope_scaling=None, rope_parameters="yarn"),
-        "rope_scaling is 'yarn'",
+        "no usable rope_parameters",
     ),
     "hidden_size is an object": (CONFIG, config(hidden_size={"a": 1}), "no usable hidden_size"),
     "hidden_size is null": (CONFIG, config(hidden_size=None), "no usable hidden_size"),
@@ -92,6 +92,13 @@ DAMAGE: dict[str, tuple[str, Edit, str]] = {
     "a size is text": (MANIFEST, part("shards", SHARD, "size_bytes", value="9"), "a size in bytes"),
     "a size is huge": (MANIFEST, part("shards", SHARD, "size_bytes", value=10**400), "a size in"),
     "tensors are a list": (MANIFEST, part("shards", SHARD, "tensors", value=[]), "→ tensors"),
+    "a tensor has no checksum": (
+        MANIFEST,
+        part("shards", SHARD, "tensors", value={"a": {}}),
+        "→ a",
+    ),
+    "a shard has no tensors": (MANIFEST, part("shards", SHARD, value={"size_bytes": 1}), "tensors"),
+    "there are no parts": (MANIFEST, lambda manifest: manifest.pop("parts"), "an entry parts"),
     "options are text": (MANIFEST, config(options="hf"), "damaged at options"),
     "the source is a list": (MANIFEST, config(source=[]), "damaged at source"),
     "the source's sizes are text": (
@@ -122,9 +129,13 @@ def verified(bundle: Path, reports: Path, *options: object) -> tuple[int, str, d
 
 
 def failed_items(report: dict[str, Any]) -> dict[str, str]:
-    """Causes of the failed items of check `files` by name."""
-    (files,) = [check for check in report["checks"] if check["name"] == "files"]
-    return {item["name"]: item["cause"] for item in files["items"] if item["status"] == "fail"}
+    """Causes of failed items by name."""
+    return {
+        item["name"]: item["cause"]
+        for check in report["checks"]
+        for item in check["items"]
+        if item["status"] == "fail"
+    }
 
 
 @pytest.mark.parametrize("name", DAMAGE)

@@ -3,12 +3,17 @@ memory at a time, and an interrupted run resumes."""
 
 from __future__ import annotations
 
+import io
 import json
 import weakref
+from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 
 from cases import export, read_json
 from faults.matrix import no_progress
@@ -130,3 +135,55 @@ def test_other_texts_do_not_resume(
     assert stream.checkpoint_path(one, texts) != stream.checkpoint_path(one, other)
     elsewhere = replace(one, options=replace(one.options, workdir=tmp_path / "b"))
     assert stream.checkpoint_path(elsewhere, texts).parent == tmp_path / "b"
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        lambda raw: b"",
+        lambda raw: raw[:-2000],
+        lambda raw: bytes(len(raw)),
+        lambda raw: b"years of work",
+        lambda raw: _state({"layer": 1}),
+        lambda raw: _state({"layer": 1, "hidden": 5}),
+        lambda raw: _state({"layer": 1, "hidden": torch.zeros(3, 3)}),
+    ],
+)
+def test_a_damaged_state_is_not_resumed(
+    damage: Callable[[bytes], bytes],
+    pristine: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    bundle, texts = tmp_path / "bundle", tmp_path / "texts.jsonl"
+    assert export(pristine, bundle, "--quiet").code == 0
+    texts.write_text(json.dumps({"prompt_token_ids": [*range(9)]}))
+    context = context_of(bundle, texts, tmp_path / "state")
+    streamed, (given, _) = open_streamed(bundle, "cpu"), stream.texts_of(context)
+    cost = stream.cost_of(context, streamed, given)
+    states = partial(stream.states_of, context, streamed, given, cost, progress=lambda _: None)
+    whole = states()
+    with monkeypatch.context() as patch:
+        patch.setattr(StreamedModel, "layer", _stop_at(2))
+        with pytest.raises(KeyboardInterrupt):
+            states()
+    (state,) = (tmp_path / "state").iterdir()
+    state.write_bytes(damage(state.read_bytes()))
+    assert torch.equal(states(), whole)
+
+
+def _state(content: dict[str, Any]) -> bytes:
+    file = io.BytesIO()
+    torch.save(content, file)
+    return file.getvalue()
+
+
+def _stop_at(index: int) -> Callable[[StreamedModel, int], Layers]:
+    real = StreamedModel.layer
+
+    def layer(self: StreamedModel, wanted: int) -> Layers:
+        if wanted == index:
+            raise KeyboardInterrupt
+        return real(self, wanted)
+
+    return layer

@@ -189,7 +189,7 @@ def _resumed(place: Path, shape: tuple[int, int]) -> tuple[int, torch.Tensor | N
     try:
         state = torch.load(place, weights_only=True)
         layer, x = int(state["layer"]), state["hidden"]
-    except (EOFError, KeyError, RuntimeError, TypeError, ValueError, UnpicklingError):
+    except (EOFError, KeyError, OSError, RuntimeError, TypeError, ValueError, UnpicklingError):
         return 0, None
     whole = isinstance(x, torch.Tensor) and x.shape == shape
     return (layer, x) if whole else (0, None)

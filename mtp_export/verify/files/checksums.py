@@ -66,10 +66,11 @@ def _parts(context: Context, parts: Mapping[str, Any]) -> Iterator[Item]:
 def _small_files(part: BundlePart, entry: Mapping[str, Any]) -> Item:
     """Config, index and tokenizer have the manifest's checksums."""
     files: Mapping[str, Any] = entry.get("files", {})
+    here = {p.relative_to(part.folder).as_posix() for p in part.folder.rglob("*") if p.is_file()}
     problems = []
     for name, facts in files.items():
         path = part.folder / name
-        if not path.is_file():
+        if name not in here:  # a manifest's names lead nowhere else
             problems.append(Problem(str(path), causes.file_missing(name)))
         elif xxhash.xxh3_128(path.read_bytes()).hexdigest() != facts.get("xxh3_128"):
             problems.append(Problem(str(path), causes.file_changed(name)))

@@ -30,9 +30,9 @@ def run(context: Context) -> Iterator[Item]:
     """The two configs compared with each other, and each part's tokenizer with its config."""
     if context.main is not None and context.mtp is not None:
         yield _configs(context, context.main.config, context.mtp.config)
+    for layout in context.layouts:
+        yield _yarn(layout.name, layout.checkpoint.config)
     for part in context.parts:
-        if part.checkpoint is not None:
-            yield _yarn(part.name, part.checkpoint.config)
         yield _tokenizer(part)
     if len(context.parts) > 1:
         yield _same_tokenizer(context.parts)
@@ -52,15 +52,13 @@ def _configs(context: Context, main: Mapping[str, Any], mtp: Mapping[str, Any]) 
 def _yarn(part: str, config: Mapping[str, Any]) -> Item:
     """yarn's two factors come together in every released model: mscale on the rotary part, and
     mscale_all_dim on the whole attention score, which replaces it."""
-    name, file = f"{part}: yarn's attention scale", f"{part}/config.json"
     scaling = config.get("rope_scaling") or config.get("rope_parameters") or {}
-    if not isinstance(scaling, dict):
-        return verdict(name, [Problem(file, causes.rope_scaling_no_object(part, scaling))])
     figure = f"mscale {scaling.get('mscale')}, mscale_all_dim {scaling.get('mscale_all_dim')}"
     problems = []
     if scaling.get("mscale") and not scaling.get("mscale_all_dim"):
-        problems.append(Problem(file, causes.yarn_scale_dropped(part, scaling["mscale"])))
-    return verdict(name, problems, figure)
+        words = causes.yarn_scale_dropped(part, scaling["mscale"])
+        problems.append(Problem(f"{part}/config.json", words))
+    return verdict(f"{part}: yarn's attention scale", problems, figure)
 
 
 def _tokenizer(part: BundlePart) -> Item:

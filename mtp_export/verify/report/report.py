@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 import platform
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -96,9 +96,10 @@ class Report:
 
 def report_of(context: Context, results: tuple[CheckResult, ...], seconds: float) -> Report:
     """The report of the checks that ran over a context, and of their duration."""
+    shards = (context.manifest or {}).get("source", {}).get("shards", {})
     facts = {
         "options": dict(context.recorded_options),
-        "source_bytes": _source_bytes(context.manifest),
+        "source_bytes": sum(shard.get("size_bytes", 0) for shard in shards.values()),
         "parts_bytes": {
             part.name: sum(
                 path.stat().st_size for path in part.folder.glob("*.safetensors") if path.is_file()
@@ -107,15 +108,6 @@ def report_of(context: Context, results: tuple[CheckResult, ...], seconds: float
         },
     }
     return Report(options=context.options, facts=facts, results=results, seconds=seconds)
-
-
-def _source_bytes(manifest: Mapping[str, Any] | None) -> int:
-    """Size of the source's shards, 0 where the manifest does not say it as an export writes it."""
-    try:
-        sizes = [shard["size_bytes"] for shard in (manifest or {})["source"]["shards"].values()]
-    except (KeyError, TypeError, AttributeError):
-        return 0
-    return sum(sizes) if all(type(size) is int and 0 <= size < 1 << 63 for size in sizes) else 0
 
 
 def verdict_words(report: Report) -> str:

@@ -112,10 +112,6 @@ def yarn_scale_dropped(part: str, mscale: object) -> str:
     )
 
 
-def rope_scaling_no_object(part: str, found: object) -> str:
-    return f"rope_scaling is {found!r} in {part}/config.json, which no loader reads: not an object"
-
-
 def no_tokenizer(part: str, files: str) -> str:
     return f"no tokenizer: {part}/ has none of {files}"
 
