@@ -13,7 +13,7 @@ from contextlib import suppress
 from multiprocessing.connection import Connection
 from pathlib import Path
 
-from fuzz.inputs import Key, Verdict
+from fuzz.inputs import Key, Verdict, command_of
 from fuzz.sandbox import WATCH, Finding, place_in
 
 MAX_SECONDS = 5.0  # of one input
@@ -80,7 +80,8 @@ def _ended(child: multiprocessing.process.BaseProcess, key: Key, stacks: Path) -
         finding = Finding("hang", place_in(stack), f"no end in {MAX_SECONDS:.0f} s\n{stack[:4000]}")
     else:
         finding = Finding("death", f"exit code {child.exitcode}")
-    return Verdict(key, command="?", mutators=(), codes=(), seconds=MAX_SECONDS, finding=finding)
+    name = command_of(key)
+    return Verdict(key, command=name, mutators=(), codes=(), seconds=MAX_SECONDS, finding=finding)
 
 
 def _work(keys: Sequence[Key], judge: Judge, folder: Path, there: Connection) -> None:
