@@ -73,13 +73,13 @@ def print_result(facts: dict[str, Any], table: RenderableType, reporting: Report
 
 
 def show(result: RenderableType) -> None:
-    """Print tables and paragraphs, wider than the terminal where a word or a figure needs it."""
+    """Print tables and paragraphs, unwrapped where the terminal is narrower than a word of them."""
     console = plain_console()
     terminal_width = console.width
     anywhere = console.options.update(max_width=_ANY_WIDTH)
     for part in result.renderables if isinstance(result, Group) else [result]:
-        needed = console.measure(part, options=anywhere).minimum
-        console.width = max(terminal_width, needed)
+        needed = console.measure(part, options=anywhere)
+        console.width = terminal_width if needed.minimum <= terminal_width else needed.maximum
         is_heading = isinstance(part, Text) and bool(part.no_wrap)
         console.print(part, crop=False, soft_wrap=is_heading)
 

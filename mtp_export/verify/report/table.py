@@ -17,9 +17,9 @@ _STYLES = {Status.PASS: "green", Status.FAIL: "bold red", Status.NOT_TESTED: "ye
 def report_table(report: Report) -> RenderableType:
     """Every item by check, then failures and reasons in words, then the verdict."""
     table = Table(expand=True)
-    table.add_column("check", ratio=14, overflow="fold")
+    table.add_column("check", no_wrap=True)
     table.add_column("item", ratio=27, overflow="fold")
-    table.add_column("result", min_width=max(map(len, Status)), no_wrap=True)
+    table.add_column("result", no_wrap=True)
     table.add_column("figure", ratio=22, overflow="fold")
     table.add_column("bound", ratio=19, overflow="fold")
     for result in report.results:
