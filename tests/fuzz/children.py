@@ -8,6 +8,7 @@ import multiprocessing
 import os
 import resource
 import shutil
+import signal
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from multiprocessing.connection import Connection
@@ -89,6 +90,7 @@ def _work(keys: Sequence[Key], judge: Judge, folder: Path, there: Connection) ->
     limit = own + _ADDRESS_SPACE_BYTES
     resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    signal.alarm(int(MAX_SECONDS * (len(keys) + 1)))  # the end, should nobody watch any more
     os.fsync = lambda fd: None  # power cuts are the subject of other tests
     WATCH.install()
     with (folder / _STACKS).open("w") as stacks:
