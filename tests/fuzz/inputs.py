@@ -61,6 +61,11 @@ def case_of(seed: int, damaged: list[str]) -> Case:
     return Case(name, subject, damage, random)
 
 
+def command_of(key: Key) -> str:
+    """Return the command that a key's case runs."""
+    return CASES[key].command if isinstance(key, str) else case_of(key, []).command
+
+
 def _mutate(folder: Path, random: Random) -> str:
     """Damage one file of an input with one mutator; return what was done."""
     files = [path for path in sorted(folder.rglob("*")) if _can_be_mutated(path)]
