@@ -27,7 +27,8 @@ test-all: .venv/installed-dev
 # Half an hour of mutated inputs; a failure prints the command that runs its input again.
 FUZZ_SEED := $(shell date +%s)
 fuzz: .venv/installed-dev
-	$(BIN)/python -m pytest -n auto -rP tests/fuzz --fuzz-seed $(FUZZ_SEED) --fuzz-seconds 1800
+	$(PIP) install -c constraints.txt -e '.[fuzz]'
+	$(BIN)/python -m pytest -n auto -rP -m "nightly or not nightly" tests/fuzz --fuzz-seed $(FUZZ_SEED) --fuzz-seconds 1800
 
 # vLLM runs the fixture, and vLLM's and SGLang's resolvers read our configs: docs/engines.md.
 test-engines: .venv-engines/installed

@@ -126,7 +126,7 @@ def test_mutated_inputs_run_at_length(recipe: dict[Any, Any]) -> None:
     *_, run = job["steps"]
     assert run["run"] == "make fuzz"
     makefile = (ROOT / "Makefile").read_text()
-    (command,) = re.findall(r"^fuzz:.*\n\t(\$\(BIN\).*)", makefile, re.M)
+    (command,) = re.findall(r"^fuzz:.*\n(?:\t.*\n)*?\t(\$\(BIN\).*)", makefile, re.M)
     (seconds,) = re.findall(r"--fuzz-seconds (\d+)", command)
     assert "tests/fuzz" in command and "--fuzz-seed $(FUZZ_SEED)" in command
     assert 1800 <= int(seconds) < job["timeout-minutes"] * 60

@@ -19,18 +19,27 @@ _KINDS: Mapping[str, Callable[[Any], bool]] = {
     "a number or null": lambda value: value is None or type(value) in (int, float),
 }
 _FILE = {"size_bytes": "a size in bytes", "xxh3_128": "text"}
-_TENSOR = {"operation": "text", "xxh3_128": "text", "sqnr_db": "a number or null"}
-_SHARD = {"size_bytes": "a size in bytes", "header_sha256": "text", "tensors": {"*": _TENSOR}}
-# Kinds of the values that are read, as docs/bundle.md lists them; "*" is any name.
+_TENSORS = {"*": {"operation": "text", "xxh3_128": "text", "sqnr_db?": "a number or null"}}
+_WRITTEN = {"size_bytes": "a size in bytes", "header_sha256?": "text", "tensors": _TENSORS}
+_LINKED = {"size_bytes": "a size in bytes", "header_sha256": "text", "tensors?": _TENSORS}
+
+
+def _shard(entry: Any) -> Mapping[str, Any]:
+    """Return the shape of a shard's entry: one that was linked may not have been read."""
+    return _LINKED if isinstance(entry, dict) and "link" in entry else _WRITTEN
+
+
+# Kinds of the values that are read, as docs/bundle.md lists them. "*" is any name; a name with "?"
+# may be missing, any other may not: what has no checksum would pass unseen.
 _SHAPE = {
     "options": {},
     "source": {"shards": {"*": {"size_bytes": "a size in bytes"}}},
-    "parts": {"*": {"shards": {"*": _SHARD}, "files": {"*": _FILE}}},
+    "parts": {"*": {"shards": {"*": _shard}, "files": {"*": _FILE}}},
 }
 
 
 def read_manifest(bundle: Path) -> dict[str, Any]:
-    """Return the manifest of a bundle; a value that is there is of its kind.
+    """Return the manifest of a bundle; what is read of it is there and of its kind.
 
     Raises InvalidInputError for none, another format or a value of another kind, IoError.
     """
@@ -58,20 +67,29 @@ def read_manifest(bundle: Path) -> dict[str, Any]:
 
 def _check_kinds(path: Path, value: Any, shape: Any, names: tuple[str, ...]) -> None:
     """Refuse a value, by the names that lead to it, that is not as the shape has it."""
+    if callable(shape):
+        shape = shape(value)
     if isinstance(shape, str):
-        expected, fits = shape, _KINDS[shape](value)
-    else:
-        expected, fits = "an object", isinstance(value, dict)
-    if not fits:
-        raise InvalidInputError(
-            f"The manifest is damaged at {' → '.join(names)}",
-            where=path,
-            expected=expected,
-            found=repr(value)[:100],
-            todo="Export again",
-        )
-    if isinstance(value, dict):
-        for name, inner in value.items():
-            inner_shape = shape.get(name, shape.get("*"))
-            if inner_shape is not None:
-                _check_kinds(path, inner, shape=inner_shape, names=(*names, name))
+        if not _KINDS[shape](value):
+            raise _damaged(path, names, expected=shape, found=repr(value))
+        return
+    if not isinstance(value, dict):
+        raise _damaged(path, names, expected="an object", found=repr(value))
+    for name in shape:
+        if name not in value and name != "*" and not name.endswith("?"):
+            raise _damaged(path, names, expected=f"an entry {name}", found="none")
+    for name, inner in value.items():
+        inner_shape = shape.get(name, shape.get(f"{name}?", shape.get("*")))
+        if inner_shape is not None:
+            _check_kinds(path, inner, shape=inner_shape, names=(*names, name))
+
+
+def _damaged(path: Path, names: tuple[str, ...], *, expected: str, found: str) -> InvalidInputError:
+    where = f" at {' → '.join(names)}" if names else ""
+    return InvalidInputError(
+        f"The manifest is damaged{where}",
+        where=path,
+        expected=expected,
+        found=found[:100],
+        todo="Export again",
+    )

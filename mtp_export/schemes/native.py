@@ -47,11 +47,11 @@ def describe(config: Mapping[str, Any]) -> str:
     quantization = quantization_of(config)
     if not quantization:
         return "none"
-    block = "×".join(map(str, quantization.get("weight_block_size") or ()))
+    block = quantization.get("weight_block_size")
     fields = (
         quantization.get("quant_method"),
         quantization.get("fmt"),
-        block,
+        "×".join(map(str, block)) if isinstance(block, list) else None,
         quantization.get("scale_fmt"),
     )
     return " ".join(str(field) for field in fields if field)

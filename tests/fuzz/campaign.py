@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import sys
 import time
 from collections import Counter
 from collections.abc import Iterator
@@ -21,6 +22,9 @@ AGAIN = (
 )
 
 
+_CASES_BETWEEN_LINES = 500
+
+
 @dataclass
 class Report:
     """Counts of a campaign, and one verdict for each distinct finding."""
@@ -33,7 +37,7 @@ class Report:
     findings: dict[tuple[str, str], list[Verdict]] = field(default_factory=dict)
 
     def add(self, verdict: Verdict) -> None:
-        """Count a verdict."""
+        """Count a verdict; what is found for the first time is shown at once."""
         self.cases += 1
         self.slowest = max(self.slowest, verdict.seconds)
         self.commands[verdict.command] += 1
@@ -41,6 +45,8 @@ class Report:
         self.mutators.update(mutator.split()[0] for mutator in verdict.mutators)
         if verdict.finding is not None:
             key = (verdict.finding.oracle, verdict.finding.place)
+            if key not in self.findings:
+                print(_shown(verdict), file=sys.stderr)
             self.findings.setdefault(key, []).append(verdict)
 
     def summary(self) -> str:
@@ -58,11 +64,8 @@ class Report:
     def failures(self) -> str:
         """Return each distinct finding with what made it, and the command that runs it again."""
         return "\n\n".join(
-            f"[{oracle}] {place} ({len(found)} times)\n"
-            f"{found[0].command} after {'; '.join(found[0].mutators) or '?'}\n"
-            f"{found[0].finding.details if found[0].finding else ''}\n"
-            f"To run it again: {_again(found[0].key)}"
-            for (oracle, place), found in sorted(self.findings.items())
+            f"{_shown(found[0])}\n({len(found)} times)"
+            for _, found in sorted(self.findings.items())
         )
 
 
@@ -72,6 +75,8 @@ def run_campaign(lab: Lab, folder: Path, first_seed: int, seconds: float) -> Rep
     keys = itertools.chain(CASES, _seeds(time.monotonic() + seconds, first_seed))
     for verdict in verdicts(keys, partial(_judge, lab), folder):
         report.add(verdict)
+        if report.cases % _CASES_BETWEEN_LINES == 0:
+            print(f"{report.cases} inputs, {len(report.findings)} findings", file=sys.stderr)
     return report
 
 
@@ -86,8 +91,16 @@ def _seeds(deadline: float, first_seed: int) -> Iterator[int]:
         yield seed
 
 
-def _again(key: Key) -> str:
-    return AGAIN.format(seed=key if isinstance(key, int) else 0)
+def _shown(verdict: Verdict) -> str:
+    """Return a finding with what made it, and the command that runs it again."""
+    found, seed = verdict.finding, verdict.key if isinstance(verdict.key, int) else 0
+    assert found is not None
+    return (
+        f"[{found.oracle}] {found.place}\n"
+        f"{verdict.command} after {'; '.join(verdict.mutators) or '?'}\n"
+        f"{found.details}\n"
+        f"To run it again: {AGAIN.format(seed=seed)}"
+    )
 
 
 def _listed(counts: Counter[str]) -> str:

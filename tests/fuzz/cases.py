@@ -5,12 +5,18 @@ A new one is one line: a name that says the defect, and a Known.
 
 from __future__ import annotations
 
+import os
+import re
 from collections.abc import Callable
 from dataclasses import dataclass
+from math import nan
 from pathlib import Path
 from typing import Any
 
-from cases import edit_json
+from cases import edit_json, read_shard, write_shard
+from fuzz.mutators.special_files import SECRET
+
+Damage = Callable[[Path], object]
 
 
 @dataclass(frozen=True)
@@ -19,18 +25,113 @@ class Known:
 
     command: str
     subject: str
-    damage: Callable[[Path], object]
+    damage: Damage
     exit: int
 
 
-def field(name: str, value: Any, file: str = "source/config.json") -> Callable[[Path], object]:
+def field(file: str, name: str, value: Any) -> Damage:
     """Return the damage that sets a field of a JSON file."""
     return lambda folder: edit_json(folder / file, lambda content: content.update({name: value}))
 
 
-def content(file: str, raw: bytes) -> Callable[[Path], object]:
-    """Return the damage that replaces a file."""
+def content(file: str, raw: bytes) -> Damage:
+    """Return the damage that replaces a file's content."""
     return lambda folder: (folder / file).write_bytes(raw)
 
 
-CASES: dict[str, Known] = {}
+def link(file: str, target: Path) -> Damage:
+    """Return the damage that replaces a file by a link."""
+
+    def damage(folder: Path) -> None:
+        (folder / file).unlink(missing_ok=True)
+        (folder / file).symlink_to(target)
+
+    return damage
+
+
+def pipe(file: str) -> Damage:
+    """Return the damage that replaces a file by a named pipe, which nobody writes to."""
+
+    def damage(folder: Path) -> None:
+        (folder / file).unlink()
+        os.mkfifo(folder / file)
+
+    return damage
+
+
+def header(change: Callable[[dict[str, Any]], object]) -> Damage:
+    """Return the damage that changes the header of the only shard."""
+
+    def damage(folder: Path) -> None:
+        entries, data = read_shard(folder / "source/model.safetensors")
+        change(entries)
+        write_shard(folder / "source/model.safetensors", entries, data)
+
+    return damage
+
+
+def shape(sizes: list[int]) -> Damage:
+    """Return the damage that gives a tensor a shape."""
+    return header(lambda entries: entries["lm_head.weight"].update(shape=sizes))
+
+
+def each_checksum(value: Any) -> Damage:
+    """Return the damage that replaces the manifest's entries of tensors."""
+
+    def change(manifest: dict[str, Any]) -> None:
+        for shard in manifest["parts"]["mtp"]["shards"].values():
+            shard["tensors"] = dict.fromkeys(shard["tensors"], value)
+
+    return lambda folder: edit_json(folder / "bundle/mtp_export.json", change)
+
+
+def journal(change: Callable[[bytes], bytes]) -> Damage:
+    """Return the damage that changes the first shard's line of a journal."""
+
+    def damage(folder: Path) -> None:
+        path = folder / "bundle/.mtp_export.journal"
+        run, shard, *rest = path.read_bytes().splitlines(keepends=True)
+        path.write_bytes(b"".join((run, change(shard), *rest)))
+
+    return damage
+
+
+_CONFIG, _TOKENIZER = "source/config.json", "source/tokenizer.json"
+_DEEP = b"[" * 100_000
+
+CASES: dict[str, Known] = {
+    "rope_theta is an object": Known("export", "fp8", field(_CONFIG, "rope_theta", {}), 3),
+    "rms_norm_eps is text": Known("export", "fp8", field(_CONFIG, "rms_norm_eps", "x"), 3),
+    "one and a half experts": Known("export", "fp8", field(_CONFIG, "num_experts_per_tok", 1.5), 3),
+    "a config field is NaN": Known("export", "bf16", field(_CONFIG, "rope_theta", nan), 3),
+    "a million experts": Known("inspect", "bf16", field(_CONFIG, "n_routed_experts", 10**6), 3),
+    "a shape of huge sizes": Known("inspect", "bf16", shape([2**62] * 250), 3),
+    "a shape of a million ones": Known("inspect", "bf16", shape([1] * 10**6), 3),
+    "metadata is no UTF-8": Known(
+        "export", "bf16", header(lambda entries: entries.update(__metadata__={"a": "\ud800"})), 3
+    ),
+    "a long name": Known(
+        "inspect", "bf16", header(lambda entries: entries.update({"a" * 100_000: None})), 3
+    ),
+    "a link to a secret": Known("export", "fp8", link("source/LICENSE", SECRET), 3),
+    "a link to a device": Known("export", "fp8", link(_TOKENIZER, Path("/dev/zero")), 3),
+    "a named pipe": Known("export", "fp8", pipe(_TOKENIZER), 3),
+    "prompts are no UTF-8": Known("generate", "prompts", content("prompts.jsonl", b"\xff\xfe"), 3),
+    "prompts are deep": Known("generate", "prompts", content("prompts.jsonl", _DEEP), 3),
+    "a tokenizer of nothing": Known("generate", "prompts", field(_TOKENIZER, "model", None), 3),
+    "an added token without an id": Known(
+        "verify files",
+        "bundle",
+        field("bundle/main/tokenizer.json", "added_tokens", [{"id": {}, "content": []}]),
+        7,
+    ),
+    "a tensor without a checksum": Known("verify files", "bundle", each_checksum({}), 7),
+    "a tensor's entry is a number": Known("verify files", "bundle", each_checksum(5), 7),
+    "a journal line is deep": Known("resume", "unfinished", journal(lambda _: _DEEP + b"\n"), 8),
+    "another checksum in a journal": Known(
+        "resume",
+        "unfinished",
+        journal(lambda line: re.sub(rb'("xxh3_128":\{".*?":")..', rb"\g<1>00", line)),
+        8,
+    ),
+}

@@ -8,12 +8,13 @@ import multiprocessing
 import os
 import resource
 import shutil
+import signal
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from multiprocessing.connection import Connection
 from pathlib import Path
 
-from fuzz.inputs import Key, Verdict
+from fuzz.inputs import Key, Verdict, command_of
 from fuzz.sandbox import WATCH, Finding, place_in
 
 MAX_SECONDS = 5.0  # of one input
@@ -80,7 +81,8 @@ def _ended(child: multiprocessing.process.BaseProcess, key: Key, stacks: Path) -
         finding = Finding("hang", place_in(stack), f"no end in {MAX_SECONDS:.0f} s\n{stack[:4000]}")
     else:
         finding = Finding("death", f"exit code {child.exitcode}")
-    return Verdict(key, command="?", mutators=(), codes=(), seconds=MAX_SECONDS, finding=finding)
+    name = command_of(key)
+    return Verdict(key, command=name, mutators=(), codes=(), seconds=MAX_SECONDS, finding=finding)
 
 
 def _work(keys: Sequence[Key], judge: Judge, folder: Path, there: Connection) -> None:
@@ -88,6 +90,7 @@ def _work(keys: Sequence[Key], judge: Judge, folder: Path, there: Connection) ->
     limit = own + _ADDRESS_SPACE_BYTES
     resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    signal.alarm(int(MAX_SECONDS * (len(keys) + 1)))  # the end, should nobody watch any more
     os.fsync = lambda fd: None  # power cuts are the subject of other tests
     WATCH.install()
     with (folder / _STACKS).open("w") as stacks:

@@ -61,6 +61,11 @@ def case_of(seed: int, damaged: list[str]) -> Case:
     return Case(name, subject, damage, random)
 
 
+def command_of(key: Key) -> str:
+    """Return the command that a key's case runs."""
+    return CASES[key].command if isinstance(key, str) else case_of(key, []).command
+
+
 def _mutate(folder: Path, random: Random) -> str:
     """Damage one file of an input with one mutator; return what was done."""
     files = [path for path in sorted(folder.rglob("*")) if _can_be_mutated(path)]
@@ -131,6 +136,5 @@ def _run(case: Case, sandbox: Sandbox, lab: Lab) -> None:
     strays = [path.name for path in sandbox.folder.iterdir() if path.name not in known]
     if any(not name.startswith("report.") for name in strays):
         raise Finding("outside", "beside the output", str(strays))
-    for name in ("output", "input/bundle") if command.writes else ("output",):
-        check_no_secret(sandbox.folder / name)
+    check_no_secret(sandbox.output)
     check_memory()

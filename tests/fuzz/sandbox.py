@@ -202,7 +202,7 @@ class Watch:
         if event == "open":  # the only one that follows a link at the end
             real = os.path.realpath(real)
         inside = real.startswith(str(self._folder))
-        if not inside and "/__pycache__/" not in real and real != "/dev/null":
+        if not inside and "/__pycache__/" not in f"{real}/" and real != "/dev/null":
             self._note(event, text)
 
     def _note(self, event: str, what: str) -> None:

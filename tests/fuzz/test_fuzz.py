@@ -5,14 +5,13 @@ A failure names the seed of its input, and the command that runs that one again.
 
 from __future__ import annotations
 
-import os
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).resolve().parents[2]
+from fuzz.process import ROOT, fuzz_environment
+
 _SET_UP_SECONDS = 240  # with kernels that are not compiled yet
 _LANES = (0, 1)  # at the same time, where there are two cores
 _SEEDS_OF_A_LANE = 1_000_000_000
@@ -24,10 +23,9 @@ def test_mutated_inputs(lane: int, pytestconfig: pytest.Config) -> None:
     """No input makes an internal error, a hang, a wrong byte or a file that should not be there."""
     seed = pytestconfig.getoption("--fuzz-seed") + lane * _SEEDS_OF_A_LANE
     seconds = pytestconfig.getoption("--fuzz-seconds")
-    places = os.pathsep.join(str(ROOT / name) for name in (".", "runtime", "kernels", "tests"))
     outcome = subprocess.run(
         [sys.executable, "-m", "fuzz", "--seed", str(seed), "--seconds", str(seconds)],
-        env=os.environ | {"PYTHONPATH": places, "TOKENIZERS_PARALLELISM": "false"},
+        env=fuzz_environment(),
         cwd=ROOT,
         timeout=seconds + _SET_UP_SECONDS,
         capture_output=True,

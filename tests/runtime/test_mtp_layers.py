@@ -73,12 +73,13 @@ def wanted_drafts(
     """
     _, after = target_states(model, Texts((Text(tuple(known[:-1]), 1),)))
     tokens, hidden, drafts = list(known), after, list[int]()
+    layers = len(model.mtp_modules)
     for depth in range(k):
-        module = model.mtp_modules[min(depth, LAYERS - 1)]
-        if depth < LAYERS:
+        module = model.mtp_modules[min(depth, layers - 1)]
+        if depth < layers:
             fed, shift = hidden, depth + 1
         else:  # what the rows of the last module were fed, and its last output behind them
-            fed, shift = torch.cat([fed, hidden[-1:]]), LAYERS
+            fed, shift = torch.cat([fed, hidden[-1:]]), layers
         x = module_output(module, tokens[shift : shift + len(fed)], fed, len(fed))
         normed = module.head.normed(x)
         drafts.append(int(module.head.logits(normed[-1:]).argmax()))
@@ -106,6 +107,17 @@ def test_drafts_are_those_of_teacher_forcing(two: Path, k: int, recycled: Hidden
         assert list(proposal.tokens) == wanted_drafts(model, known, count), proposal
         compared += count == k
     assert compared > 10
+
+
+@torch.inference_mode()
+def test_a_layer_between_the_first_and_the_last(tmp_path: Path) -> None:
+    """Of three layers the second takes its own last known row along when it drafts."""
+    model = load(write_checkpoint(tmp_path, SMALL | {"num_nextn_predict_layers": 3}))
+    decoded = proposals_of(model, prompts_of([1, 2, 5, 17], 96), 4)
+    for proposal in decoded.proposals:
+        known = decoded.requests[proposal.request].tokens[: proposal.last + 1]
+        assert list(proposal.tokens) == wanted_drafts(model, known, len(proposal.tokens))
+    assert max(len(proposal.tokens) for proposal in decoded.proposals) == 4
 
 
 @torch.inference_mode()

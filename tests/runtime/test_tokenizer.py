@@ -76,6 +76,16 @@ def test_a_tokenizer_that_fails_on_a_text_says_so(tmp_path: Path) -> None:
         tokenizer.encode("c")
 
 
+def test_a_tokenizer_that_panics_says_so(tmp_path: Path) -> None:
+    """The package ends in a panic, which is no Exception, where a template names no token."""
+    content = words(tmp_path)
+    piece = [{"SpecialToken": {"id": "[X]", "type_id": 0}}, {"Sequence": {"id": "A", "type_id": 0}}]
+    template = {"type": "TemplateProcessing", "single": piece, "pair": piece, "special_tokens": {}}
+    (tmp_path / "tokenizer.json").write_text(json.dumps(content | {"post_processor": template}))
+    with pytest.raises(InvalidInputError, match="tokenizer.json"):
+        Tokenizer.find(tmp_path).encode("a")
+
+
 def test_a_good_tokenizer(tmp_path: Path) -> None:
     words(tmp_path)
     tokenizer = Tokenizer.find(tmp_path)

@@ -54,6 +54,7 @@ def test_the_field_is_replaced_in_place_or_moved_to_the_end() -> None:
         (RELEASED | {"scale_fmt": "ue8m0"}, "fp8 e4m3 128×128 ue8m0"),
         ({"quant_method": "compressed-tensors"}, "compressed-tensors"),
         ({"fmt": "e5m2", "weight_block_size": None}, "e5m2"),
+        ({"quant_method": "compressed-tensors", "weight_block_size": 128}, "compressed-tensors"),
     ],
 )
 def test_in_words(quantization: Any, words: str) -> None:

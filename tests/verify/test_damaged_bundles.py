@@ -92,6 +92,13 @@ DAMAGE: dict[str, tuple[str, Edit, str]] = {
     "a size is text": (MANIFEST, part("shards", SHARD, "size_bytes", value="9"), "a size in bytes"),
     "a size is huge": (MANIFEST, part("shards", SHARD, "size_bytes", value=10**400), "a size in"),
     "tensors are a list": (MANIFEST, part("shards", SHARD, "tensors", value=[]), "→ tensors"),
+    "a tensor has no checksum": (
+        MANIFEST,
+        part("shards", SHARD, "tensors", value={"a": {}}),
+        "→ a",
+    ),
+    "a shard has no tensors": (MANIFEST, part("shards", SHARD, value={"size_bytes": 1}), "tensors"),
+    "there are no parts": (MANIFEST, lambda manifest: manifest.pop("parts"), "an entry parts"),
     "options are text": (MANIFEST, config(options="hf"), "damaged at options"),
     "the source is a list": (MANIFEST, config(source=[]), "damaged at source"),
     "the source's sizes are text": (

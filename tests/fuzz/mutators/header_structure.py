@@ -67,13 +67,26 @@ def _same_offsets(header: Header, data: bytes, random: Random) -> bytes:
     return data
 
 
+def _two_equals(header: Header, random: Random) -> tuple[Header, Header]:
+    """Return two tensors of one dtype and shape, which may be the same one."""
+    one, _ = _two(header, random)
+    entries = [header[name] for name in _tensors(header)]
+    keys = ("dtype", "shape")
+    same = [other for other in entries if all(other.get(k) == one.get(k) for k in keys)]
+    return one, random.choice(same or [one])
+
+
 def _swap_equals(header: Header, data: bytes, random: Random) -> bytes:
     """Exchange two tensors of one size: the file stays whole, the tensors change."""
-    one, _ = _two(header, random)
-    same = [header[n] for n in _tensors(header)
-            if all(header[n].get(key) == one.get(key) for key in ("dtype", "shape"))]  # fmt: skip
-    other = random.choice(same) if same else one
+    one, other = _two_equals(header, random)
     one["data_offsets"], other["data_offsets"] = other.get("data_offsets"), one.get("data_offsets")
+    return data
+
+
+def _share(header: Header, data: bytes, random: Random) -> bytes:
+    """Let two tensors of one size have the same bytes, and nobody those of the one."""
+    one, other = _two_equals(header, random)
+    one["data_offsets"] = deepcopy(other.get("data_offsets"))
     return data
 
 
@@ -179,5 +192,5 @@ def _other_bytes(header: Header, data: bytes, random: Random) -> bytes:
 _EDITS: tuple[Callable[[Header, bytes, Random], bytes], ...] = (
     *(_generic, _swap_offsets, _same_offsets, _swap_equals, _shift, _another_dtype),
     *(_another_shape, _another_name, _drop, _add, _reorder, _shuffle_keys, _metadata, _field),
-    *(_other_bytes, _swap_equals, _reorder),
+    *(_other_bytes, _swap_equals, _reorder, _share),
 )

@@ -1,0 +1,340 @@
+"""Refusals before the first byte say what was expected, what was found, and what to do."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from cases import TINY_CONFIG, UNQUANTIZED, drop_tensor, make_checkpoint
+from mtp_export.bundle import preflight
+from mtp_export.bundle.export import plan_export
+from mtp_export.bundle.options import BundleOptions, ContentOptions, RunOptions, SharedWeights
+from mtp_export.bundle.preflight import check_memory, check_nesting, check_output
+from mtp_export.bundle.quantize import (
+    Device,
+    Format,
+    QuantizeOptions,
+    default_input,
+    default_output,
+    plan_quantize,
+)
+from mtp_export.errors import (
+    InvalidInputError,
+    MtpExportError,
+    OutputExistsError,
+    ResourceError,
+    UnsupportedError,
+    UsageError,
+)
+
+Words = tuple[object, object, object, object]
+
+
+def words_of(error: MtpExportError) -> Words:
+    return error.what, error.expected, error.found, error.todo
+
+
+@pytest.fixture
+def options(pristine: Path, output: Path) -> BundleOptions:
+    return BundleOptions(pristine, output)
+
+
+def quantized(options: BundleOptions, **changes: Any) -> Words:
+    base = {"base_quant": "a8w8_fp8", "mtp_quant": "a8w8_fp8"}
+    with pytest.raises(MtpExportError) as refusal:
+        plan_quantize(QuantizeOptions(options, **(base | changes)))
+    return words_of(refusal.value)
+
+
+def test_group_sizes(options: BundleOptions) -> None:
+    what, expected, found, _ = quantized(options, group_size=48)
+    assert str(what).startswith("This group size is not one")
+    assert (expected, found) == ("--group-size 32, 64, 128", 48)
+    what, expected, found, _ = quantized(
+        options, base_quant="a8w8_fp8_wint4", format=Format.W4AFP8, group_size=64
+    )
+    assert what == "Format w4afp8 has one group size"
+    assert (expected, found) == ("--group-size 128", 64)
+
+
+@pytest.mark.parametrize(
+    ("target", "schemes", "words"),
+    [
+        (
+            "xllm",
+            ("a8w8_fp8", "a8w8_fp8"),
+            (
+                "Target xllm does not take the MTP module in a8w8_fp8",
+                "--mtp-quant bf16",
+                "a8w8_fp8",
+                "Or use --target hf",
+            ),
+        ),
+        (
+            "paddlenlp",
+            ("bf16", "bf16"),
+            (
+                "Target paddlenlp does not take the MTP module in bf16",
+                "--mtp-quant a8w8_fp8",
+                "bf16",
+                "Or use --target hf; its bundle may then be the input of an export for this target",
+            ),
+        ),
+        (
+            "lightllm",
+            ("weight_only_int8", "a8w8_fp8"),
+            (
+                "Target lightllm does not read a bundle with int8_channel",
+                "--target hf or vllm or sglang",
+                "weight_only_int8 + a8w8_fp8",
+                "Or use --base-quant a8w8_fp8 or bf16 for lightllm",
+            ),
+        ),
+    ],
+)
+def test_targets(
+    target: str, schemes: tuple[str, str], words: Words, options: BundleOptions
+) -> None:
+    base, mtp = schemes
+    found = quantized(
+        replace(options, target=target), base_quant=base, mtp_quant=mtp, allow_untested_pair=True
+    )
+    assert found == words
+
+
+def test_w4afp8_has_one_reader(options: BundleOptions) -> None:
+    *_, expected, found, todo = quantized(
+        replace(options, target="vllm"), base_quant="a8w8_fp8_wint4", format=Format.W4AFP8
+    )
+    assert (expected, found) == ("--target hf or sglang", "a8w8_fp8_wint4 + a8w8_fp8")
+    assert todo == "Or use --format compressed-tensors for vllm"
+
+
+def test_a_device_that_is_not_there(
+    options: BundleOptions, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    words = quantized(options, device=Device.CUDA)
+    assert words[:3] == (
+        "There is no CUDA device here",
+        "--device cpu or auto",
+        "--device cuda",
+    )
+    for there, wanted, device in (
+        (False, Device.AUTO, "cpu"),
+        (True, Device.AUTO, "cuda"),
+        (True, Device.CUDA, "cuda"),
+        (True, Device.CPU, "cpu"),
+    ):
+        monkeypatch.setattr(torch.cuda, "is_available", lambda there=there: there)
+        plan = plan_quantize(QuantizeOptions(options, "a8w8_fp8", "a8w8_fp8", device=wanted))
+        assert plan.device == device
+
+
+def test_folders_by_default(pristine: Path, output: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    found = default_output(pristine, "keep", "bf16")
+    assert found == pristine.with_name(f"{pristine.name}-a8w8_fp8-bf16")
+    output.mkdir()
+    monkeypatch.chdir(output)
+    with pytest.raises(UsageError) as refusal:
+        default_input()
+    assert words_of(refusal.value)[:2] == (
+        "The current folder is not a bundle",
+        "main/, mtp/ and mtp_export.json, or --input-dir",
+    )
+    assert (refusal.value.where, refusal.value.todo) == (output, "See mtp-export quantize --help")
+
+
+def refused(options: BundleOptions) -> Words:
+    with pytest.raises(MtpExportError) as refusal:
+        plan_export(options)
+    return words_of(refusal.value)
+
+
+def test_a_target_that_reads_one_mtp_layer(tmp_path: Path, output: Path) -> None:
+    source = make_checkpoint(tmp_path / "two", TINY_CONFIG | {"num_nextn_predict_layers": 2})
+    assert refused(BundleOptions(source, output, target="lightllm")) == (
+        "Target lightllm reads one MTP layer",
+        "num_nextn_predict_layers 1",
+        2,
+        "Use --target hf",
+    )
+
+
+def test_a_target_that_takes_embedding_and_head_from_the_draft(options: BundleOptions) -> None:
+    content = ContentOptions(shared_weights=SharedWeights.DROP)
+    words = refused(replace(options, target="paddlenlp", content=content))
+    assert words[:3] == (
+        "Target paddlenlp loads embedding and head from the MTP folder",
+        "--shared-weights keep",
+        "--shared-weights drop",
+    )
+
+
+def test_a_target_that_reads_bf16(tmp_path: Path, output: Path) -> None:
+    source = make_checkpoint(tmp_path / "wide", UNQUANTIZED | {"torch_dtype": "float32"})
+    words = refused(BundleOptions(source, output, target="xllm"))
+    assert words[:3] == (
+        "Target xllm reads bf16",
+        "a source whose unquantized tensors are BF16",
+        "torch_dtype F32",
+    )
+
+
+def test_a_checkpoint_without_mtp_layer(tmp_path: Path, output: Path) -> None:
+    source = make_checkpoint(tmp_path / "none", TINY_CONFIG | {"num_nextn_predict_layers": 0})
+    what, expected, found, todo = refused(BundleOptions(source, output))
+    layers = TINY_CONFIG["num_hidden_layers"]
+    assert what == "The checkpoint has no MTP layer"
+    assert str(expected).endswith(f"the layer after the last (model.layers.{layers}.*)")
+    assert found == "0 num_nextn_predict_layers, and no such tensor"
+    assert str(todo).startswith("Many converted copies lack the layer")
+
+
+def test_too_little_memory(options: BundleOptions, monkeypatch: pytest.MonkeyPatch) -> None:
+    check_memory(1 << 20, 1 << 20)
+    with pytest.raises(ResourceError) as refusal:
+        check_memory((1 << 20) - 1, 1 << 20)
+    what, expected, found, todo = words_of(refusal.value)
+    assert what == "There is not enough memory for this run"
+    assert expected == f"--max-memory of at least {1 << 20} bytes (1 MB)"
+    assert found == f"{(1 << 20) - 1} bytes (1 MB)"
+    assert todo == "Nothing was written. Raise --max-memory or lower --workers"
+
+
+@pytest.mark.parametrize(
+    ("meminfo", "container", "has"),
+    [
+        ("MemTotal: 9 kB\nMemAvailable: 4 kB\n", "max\n", {"available memory": 4096}),
+        ("MemAvailable: 4 kB\n", "5000\n", {"available memory": 4096, "a container limit": 5000}),
+        ("MemTotal: 9 kB\n", None, {}),
+        (None, "12 34", {}),
+        (None, "70", {"a container limit": 70}),
+    ],
+)
+def test_memory_by_what_linux_reports(
+    meminfo: str | None,
+    container: str | None,
+    has: dict[str, int],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    texts = {"/proc/meminfo": meminfo, "/sys/fs/cgroup/memory.max": container}
+
+    def read_text(path: Path) -> str:
+        text = texts[str(path)]
+        if text is None:
+            raise FileNotFoundError
+        return text
+
+    monkeypatch.setattr(Path, "read_text", read_text)
+    least = min(has.values(), default=1 << 40)
+    check_memory(1 << 50, least)
+    if has:
+        name = next(name for name, limit in has.items() if limit < least + 1)
+        with pytest.raises(ResourceError, match=f"Expected {name} of at least"):
+            check_memory(1 << 50, least + 1)
+
+
+def test_too_little_disk(
+    options: BundleOptions, output: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    usage: Any = type("Usage", (), {"free": 5_000_000})
+    monkeypatch.setattr(preflight.shutil, "disk_usage", lambda path: usage)
+    with pytest.raises(ResourceError) as refusal:
+        preflight.check_disk(output, 900_000_000)
+    what, expected, found, todo = words_of(refusal.value)
+    assert what == "There is not enough disk space for the output"
+    assert expected == "1028000000 bytes free (1.0 GB)"
+    assert found == "5000000 bytes (0.0 GB)"
+    assert refusal.value.where == output
+    assert str(todo).startswith("Nothing was written.")
+
+
+def test_folders_inside_each_other(tmp_path: Path) -> None:
+    check_nesting(tmp_path / "a", tmp_path / "ab")
+    (tmp_path / "link").symlink_to(tmp_path / "a")
+    for source, output in (("a", "a"), ("a", "a/b"), ("a/b", "a"), ("link", "a/b/c")):
+        with pytest.raises(UsageError) as refusal:
+            check_nesting(tmp_path / source, tmp_path / output)
+        what, expected, found, todo = words_of(refusal.value)
+        assert what == "Input and output folders must not contain each other"
+        real = "a" if source == "link" else source
+        assert found == f"input {tmp_path / real}, output {tmp_path / output}"
+        assert (expected, todo) == ("two separate folders", "Choose another --output-dir")
+
+
+def test_an_output_that_is_no_new_folder(output: Path) -> None:
+    check_output(output, False)
+    output.mkdir()
+    check_output(output, False)
+    (output / "notes").touch()
+    (output / "a").touch()
+    with pytest.raises(OutputExistsError) as refusal:
+        check_output(output, True)
+    what, expected, found, _ = words_of(refusal.value)
+    assert what == "The output folder holds files that are not part of a bundle"
+    assert (expected, found) == ("a new or empty folder", "a, notes")
+    assert refusal.value.where == output
+    file = output / "a"
+    with pytest.raises(OutputExistsError) as refusal:
+        check_output(file, False)
+    words = words_of(refusal.value)
+    assert (words[0], words[3]) == ("The output is not a folder", "Choose another --output-dir")
+    assert refusal.value.where == file
+
+
+@pytest.mark.parametrize("names", [("main",), ("mtp",), ("main", "mtp")])
+def test_parts_without_manifest_or_journal_are_strangers_files(
+    names: tuple[str, ...], output: Path
+) -> None:
+    for name in names:
+        (output / name).mkdir(parents=True)
+    with pytest.raises(OutputExistsError) as refusal:
+        check_output(output, True)
+    assert refusal.value.found == ", ".join(names)
+
+
+def test_a_plan_counts_its_bytes(options: BundleOptions) -> None:
+    options = replace(options, run=RunOptions(workers=3, max_memory_bytes=1_000_000_000))
+    copied = plan_export(options)
+    tensors = len(copied.checkpoint.tensors)
+    base = 80_000_000 + 2_200 * tensors
+    steps = [step for part in copied.parts for shard in part.written for step in shard.steps]
+    assert copied.written_steps == tuple(steps)
+    assert copied.written_bytes == sum(step.size_bytes for step in steps)
+    assert copied.computed_bytes == 0
+    linked = [shard for part in copied.parts for shard in part.shards if shard.linked_from]
+    assert linked
+    checked = sum(shard.size_bytes for shard in linked if shard.checked)
+    assert copied.checked_bytes == checked
+    worker = (copied.memory_bytes - base) // 3
+    assert copied.memory_bytes == base + 3 * worker and 0 < worker < 100_000_000
+    assert copied.budget_bytes == (1_000_000_000 - base) // 3
+    computed = plan_quantize(QuantizeOptions(options, "bf16", "bf16"))
+    base += 350_000_000
+    assert computed.memory_bytes == base + 3 * 16_000_000
+    assert computed.budget_bytes == (1_000_000_000 - base) // 3
+    converted = [step for step in computed.written_steps if step.operation.name != "copy"]
+    assert computed.computed_bytes == sum(step.size_bytes for step in converted) > 0
+    small = replace(computed, options=replace(options, run=RunOptions(max_memory_bytes=1)))
+    assert small.budget_bytes == 16_000_000
+    names = {f"{part.name}/{name}" for part in computed.parts for name in part.file_names}
+    assert computed.files == names
+
+
+def test_a_tensor_that_is_not_as_promised(source: Path, output: Path) -> None:
+    drop_tensor(source, "model.norm.weight")
+    drop_tensor(source, "lm_head.weight")
+    with pytest.raises(InvalidInputError, match=r"missing \(1 more like this\)") as refusal:
+        plan_export(BundleOptions(source, output))
+    assert refusal.value.where == source
+
+
+def test_only_known_kinds_are_planned(options: BundleOptions) -> None:
+    with pytest.raises(UnsupportedError) as refusal:
+        plan_quantize(QuantizeOptions(options, "weight_only_int4", "bf16"))
+    assert refusal.value.found == "weight_only_int4 + bf16"
