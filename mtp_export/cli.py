@@ -1,40 +1,24 @@
-"""Entry point of the program mtp-export, and its exit codes.
+"""Entry point of the program mtp-export.
 
-Commands are imported where they are run, so that Ctrl-C ends both alike: what this module itself
-imports must be light.
+It imports next to nothing itself, so that Ctrl-C ends the program alike while the commands are
+imported and while one runs.
 """
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
 
-from mtp_export.commands.failures import failure_of
-from mtp_export.commands.standard_streams import guarded_streams
+from mtp_export.errors import Interrupted
 
 
-def main(arguments: Sequence[str] | None = None) -> None:
-    """Run a command and exit with its code; a failure is one paragraph on stderr."""
-    given = list(sys.argv[1:] if arguments is None else arguments)
-    with guarded_streams():
-        sys.exit(_exit_code(given))
-
-
-def _exit_code(given: list[str]) -> int:
+def main(arguments: list[str] | None = None) -> None:
+    """Run a command and exit with its code."""
     try:
-        from mtp_export.commands.program import run
+        from mtp_export.commands.program import exit_code
 
-        try:
-            return run([argument for argument in given if argument != "--debug"])
-        finally:
-            sys.stdout.flush()
-    except SystemExit:
-        raise
-    except BaseException as error:
-        if "--debug" in given:
-            import traceback
-
-            traceback.print_exc()
-        failure = failure_of(error)
-        print(f"mtp-export: error: {failure.message}", file=sys.stderr)
-        return failure.exit_code
+        code = exit_code(sys.argv[1:] if arguments is None else arguments)
+    except KeyboardInterrupt:
+        error = Interrupted()
+        print(f"mtp-export: error: {error}", file=sys.stderr)
+        code = error.exit_code
+    sys.exit(code)

@@ -105,3 +105,14 @@ class OutputExistsError(MtpExportError):
     """An output folder that already holds something that this run must not touch."""
 
     exit_code = 8
+
+
+class Interrupted(MtpExportError):
+    """Ctrl-C: the exit code is 128 plus the number of SIGINT."""
+
+    exit_code = 130
+
+    def __init__(self) -> None:
+        super().__init__(
+            "Interrupted", todo="Run the same command again: it goes on where it stopped"
+        )

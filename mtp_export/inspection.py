@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections import defaultdict
 from dataclasses import dataclass
 from math import prod
-from pathlib import Path
 from typing import Any
 
 from mtp_export.checkpoint.bundle_folder import MAIN, MTP, RELEASED
+from mtp_export.checkpoint.byte_source import Place
 from mtp_export.checkpoint.manifest import MANIFEST_NAME
 from mtp_export.checkpoint.reader import Checkpoint
+from mtp_export.checkpoint.sources import byte_source
 from mtp_export.errors import MtpExportError, UsageError
 from mtp_export.families.base import Role
 from mtp_export.schemes.discrepancies import Discrepancy, compare
@@ -39,7 +40,7 @@ class Inspection:
     layout is the name of the target that the folder is laid out for.
     """
 
-    folder: Path
+    place: Place
     model_type: str
     layout: str
     quantization: str
@@ -56,7 +57,7 @@ class Inspection:
     def as_json(self) -> dict[str, Any]:
         """Return the same facts for machines, sizes in bytes."""
         return {
-            "folder": str(self.folder),
+            "folder": str(self.place),
             "model_type": self.model_type,
             "layout": self.layout,
             "quantization": self.quantization,
@@ -75,30 +76,31 @@ class Inspection:
         }
 
 
-def inspect(folder: Path) -> Inspection:
+def inspect(place: Place) -> Inspection:
     """Inspect a checkpoint, or one part of a bundle, in any precision and for any target.
 
     Raises UsageError for a whole bundle, InvalidInputError for files that contradict each other,
     UnsupportedError for another model type. Tensors that differ from what config.json promises are
     listed as problems.
     """
-    if (folder / MANIFEST_NAME).is_file():
-        parts = [str(folder / part) for part in (MAIN, MTP) if (folder / part).is_dir()]
+    source = byte_source(place)
+    names = source.names()
+    if MANIFEST_NAME in names:
+        parts = [str(place / part) for part in (MAIN, MTP) if source.names(part)]
         raise UsageError(
             "This folder is a bundle; inspect looks at one checkpoint",
-            where=folder,
+            where=place,
             todo=f"Point at {' or at '.join(parts) or 'a checkpoint: the bundle has no part'}",
         )
-    checkpoint = Checkpoint.open(folder)
+    checkpoint = Checkpoint.read_from(source)
     layout = _layout_of(checkpoint)
     stored, found = layout.stored, {layout.part_of(name) for name in checkpoint.tensors}
     present = tuple(part for part in (MAIN, MTP) if part in found)
     expected = [
         tensor for one in stored.weights.values() if _part(one) in present for tensor in one.tensors
     ]
-    files = {path.name for path in folder.iterdir()}
     return Inspection(
-        folder=folder,
+        place=source.path,
         model_type=checkpoint.config["model_type"],
         layout=layout.target,
         quantization=describe(checkpoint.config),
@@ -109,7 +111,7 @@ def inspect(folder: Path) -> Inspection:
         amounts=_amounts(checkpoint, layout),
         shared_tensors=_shared_tensors(checkpoint, stored) if MTP in present else {},
         missing_files=tuple(
-            name for name in ("generation_config.json", "tokenizer.json") if name not in files
+            name for name in ("generation_config.json", "tokenizer.json") if name not in names
         ),
         unindexed_files=checkpoint.unindexed,
         problems=tuple(compare(checkpoint.tensors, expected)),

@@ -48,7 +48,7 @@ PYTEST = ["-x", "-q", "--tb=line", "-p", "no:cacheprovider", "-p", "no:xdist"]
 PYTEST += ["--basetemp", str(BUILD / "tmp"), "--hypothesis-profile", "mutants"]
 PYTEST += ["-W", "ignore::pytest.PytestAssertRewriteWarning"]  # of plugins that WARM has loaded
 LOG = BUILD / "pytest.log"
-MEMORY_BYTES, FILE_BYTES = 16 << 30, 2 << 30
+MEMORY_BYTES = 16 << 30
 NO_TESTS, INTERNAL_ERROR = 5, 70  # exit codes of pytest and of a fork
 
 
@@ -214,7 +214,6 @@ def in_the_fork(group: Group, mutant: Mutant | None) -> int:
 
     os.setsid()
     resource.setrlimit(resource.RLIMIT_AS, (MEMORY_BYTES, MEMORY_BYTES))
-    resource.setrlimit(resource.RLIMIT_FSIZE, (FILE_BYTES, FILE_BYTES))
     log = os.open(LOG, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
     os.dup2(log, 1)
     os.dup2(log, 2)

@@ -7,34 +7,40 @@ import time
 from collections.abc import Iterator, Mapping
 from contextlib import closing, nullcontext
 from dataclasses import dataclass
-from functools import partial
-from pathlib import Path
+from functools import cached_property, partial
 from typing import Any
 
 from mtp_export import __version__
+from mtp_export.bundle.downloads import (
+    CHECKS,
+    REMOTE_BYTES,
+    Downloads,
+    opened_inputs,
+    plan_downloads,
+    tensors_read,
+)
 from mtp_export.bundle.journal import Journal, journaled_files
 from mtp_export.bundle.links import guess_links, resolve_links
-from mtp_export.bundle.manifest import manifest, modification_times, source_identity
+from mtp_export.bundle.manifest import manifest, shard_versions, source_identity
 from mtp_export.bundle.options import BundleOptions, Checksums, Part
 from mtp_export.bundle.own_files import check_own, clear, manifest_files
 from mtp_export.bundle.preflight import check_disk, check_memory, check_output, is_finished
-from mtp_export.bundle.run import COPY_BUFFER_BYTES, Proceed, RunResources, ShardJob, run
-from mtp_export.bundle.split import SplitOptions, main_part, mtp_part, shared_pairs
-from mtp_export.bundle.tied_weights import PIECE_BYTES, compare_dequantized, compare_tied
+from mtp_export.bundle.run import COPY_BUFFER_BYTES, RunResources, ShardJob, is_made, run
+from mtp_export.bundle.split import SplitOptions, main_part, mtp_part
+from mtp_export.bundle.tied_weights import TiedCopies
 from mtp_export.checkpoint.bundle_folder import MTP, open_checkpoint
-from mtp_export.checkpoint.direct_io import aligned_buffer
+from mtp_export.checkpoint.byte_source import Place
 from mtp_export.checkpoint.files import make_folder, write_bytes, write_json
-from mtp_export.checkpoint.header import TensorInfo
 from mtp_export.checkpoint.manifest import MANIFEST_NAME
 from mtp_export.checkpoint.plan import COPY, PartPlan, Resources, Step
 from mtp_export.checkpoint.reader import CONFIG_NAME, INDEX_NAME, Checkpoint
+from mtp_export.checkpoint.staging import remove_downloads
 from mtp_export.errors import InvalidInputError, OutputExistsError, UnsupportedError
-from mtp_export.families.base import ModelFamily, SharedTensor
+from mtp_export.families.base import ModelFamily
 from mtp_export.progress import ProgressCallback
 from mtp_export.schemes.discrepancies import compare
 from mtp_export.schemes.stored import StoredModel, stored_source
 from mtp_export.schemes.transforms import one_torch_thread
-from mtp_export.schemes.weight_values import weights_on_disk
 
 # Measured resident memory: the program with its headers and plan, and what torch and the compiled
 # kernels add when a plan computes.
@@ -98,6 +104,27 @@ class BundlePlan:
         """Bytes of the tensors that are not plain copies."""
         return sum(step.size_bytes for step in self.written_steps if step.operation != COPY)
 
+    @cached_property
+    def tied(self) -> TiedCopies:
+        """Copies of the MTP part that must equal the main model's tensors."""
+        if self.options.content.allow_untied or all(part.name != MTP for part in self.parts):
+            return TiedCopies.nothing(self.stored)
+        return TiedCopies.of(self.checkpoint, self.stored)
+
+    @cached_property
+    def downloads(self) -> Downloads | None:
+        """Bytes to download from a remote source; None for a local one."""
+        reads = tensors_read(self.parts, self.checkpoint.tensors, self.tied)
+        return plan_downloads(self.checkpoint, reads)
+
+    @property
+    def disk_bytes(self) -> int:
+        """Bytes of tensors and downloads on disk at the run's peak."""
+        if self.downloads is None:
+            return self.written_bytes
+        workers, readers = self.options.run.workers, self.checkpoint.files.readers
+        return self.written_bytes + self.downloads.disk_bytes(workers, readers)
+
     @property
     def memory_bytes(self) -> int:
         """Minimum of the resident memory that the run needs at its peak."""
@@ -114,7 +141,8 @@ class BundlePlan:
     def _base_bytes(self) -> int:
         tensors = len(self.checkpoint.tensors)
         computing = _COMPUTING_BYTES if self.computed_bytes else 0
-        return _BASE_BYTES + tensors * _BYTES_PER_TENSOR + computing
+        remote = 0 if self.downloads is None else REMOTE_BYTES
+        return _BASE_BYTES + tensors * _BYTES_PER_TENSOR + computing + remote
 
 
 @dataclass(frozen=True)
@@ -128,20 +156,20 @@ class BundleResult:
     facts: Mapping[str, Mapping[str, Any]]
 
 
-def open_source(folder: Path) -> tuple[Checkpoint, StoredModel]:
+def open_source(place: Place) -> tuple[Checkpoint, StoredModel]:
     """Open a checkpoint, or a bundle as one, with an MTP layer and exactly the tensors that its
     config implies.
 
     Raises UnsupportedError for another model or one without MTP layer, InvalidInputError for the
     first tensor that is missing, extra or of another shape or dtype.
     """
-    checkpoint = open_checkpoint(folder)
+    checkpoint = open_checkpoint(place)
     stored = stored_source(checkpoint.config)
     if not any(stored.family.mtp_layer_of(name) is not None for name in checkpoint.tensors):
         layers = checkpoint.config.get("num_nextn_predict_layers", "no")
         raise UnsupportedError(
             "The checkpoint has no MTP layer",
-            where=folder,
+            where=place,
             expected="num_nextn_predict_layers of 1 or more in config.json, and tensors of the "
             f"layer after the last (model.layers.{checkpoint.config['num_hidden_layers']}.*)",
             found=f"{layers} num_nextn_predict_layers, and no such tensor",
@@ -150,7 +178,7 @@ def open_source(folder: Path) -> tuple[Checkpoint, StoredModel]:
         )
     problems = compare(checkpoint.tensors, stored.tensors.values())
     if problems:
-        problems[0].raise_as_error(folder, len(problems) - 1)
+        problems[0].raise_as_error(place, len(problems) - 1)
     return checkpoint, stored
 
 
@@ -188,7 +216,7 @@ def plan_bundle(
         device=recipe.device,
     )
     check_memory(options.run.max_memory_bytes, plan.memory_bytes)
-    check_disk(options.output_dir, plan.written_bytes)
+    check_disk(options.output_dir, plan.disk_bytes)
     return plan
 
 
@@ -201,17 +229,16 @@ def run_bundle(plan: BundlePlan, progress: ProgressCallback) -> BundleResult:
     start = time.monotonic()
     output = plan.options.output_dir
     replaces = is_finished(output)
-    if replaces and _must_be_tied(plan):  # before a good bundle is removed for it
-        _compare(plan, _tied_tensors(plan), lambda: None)
-        _compare_rounded(plan, lambda: None)
+    if replaces:  # before a good bundle is removed for it
+        plan.tied.compare(plan.checkpoint.tensors, plan.tied.alike, lambda: None)
     with Journal(output) as journal:
         _open_journal(plan, journal)
         resumed = len(journal.finished)
         try:
-            compare = _must_be_tied(plan) and not replaces
-            _write_parts(plan, journal, progress, compare=compare)
+            _write_parts(plan, journal, progress, compare=not replaces)
             _check_unchanged(plan.checkpoint)
         except InvalidInputError:
+            remove_downloads(output)
             clear(output, journal.files)  # nothing made of a wrong source is worth keeping
             journal.remove()
             raise
@@ -240,6 +267,7 @@ def _open_journal(plan: BundlePlan, journal: Journal) -> None:
         raise
     if not resumes:
         journal.begin(identity, own)
+        remove_downloads(output)
     clear(output, own, kept=journal.finished.keys())
 
 
@@ -267,57 +295,17 @@ def _identity(plan: BundlePlan) -> dict[str, Any]:
         "tool_version": __version__,
         "options": dict(plan.recorded),
         "source": source_identity(plan.checkpoint),
-        "modified_ns": modification_times(plan.checkpoint),
+        "versions": shard_versions(plan.checkpoint),
         "links": links,
     }
-
-
-def _must_be_tied(plan: BundlePlan) -> bool:
-    """Return whether the MTP layer's embedding and head must equal the main model's."""
-    return not plan.options.content.allow_untied and any(part.name == MTP for part in plan.parts)
-
-
-def _tied_tensors(plan: BundlePlan) -> dict[str, TensorInfo]:
-    """Return the main model's embedding and head by the name of the MTP layer's own copy, where
-    both are stored in one precision."""
-    tensors = plan.checkpoint.tensors
-    return {pair.mtp_name: tensors[pair.main_name] for pair in _pairs(plan, alike=True)}
-
-
-def _pairs(plan: BundlePlan, *, alike: bool) -> list[SharedTensor]:
-    """Return the own copies that are, or are not, in the precision of the main model's."""
-    weights = plan.stored.weights
-    return [
-        pair
-        for pair in shared_pairs(plan.checkpoint, plan.family)
-        if (weights[pair.mtp_name].format == weights[pair.main_name].format) is alike
-    ]
-
-
-def _compare_rounded(plan: BundlePlan, proceed: Proceed) -> None:
-    """Compare copies in another precision than the main model's (InvalidInputError)."""
-    pairs = _pairs(plan, alike=False)
-    if pairs:
-        tensors = plan.checkpoint.tensors
-        on_disk = {one.name: one for one in weights_on_disk(plan.stored, tensors)}
-        for pair in pairs:
-            compare_dequantized(on_disk[pair.mtp_name], on_disk[pair.main_name], use=proceed)
-
-
-def _compare(plan: BundlePlan, tied: Mapping[str, TensorInfo], proceed: Proceed) -> None:
-    """Compare tensors that are not part of the bundle byte by byte (InvalidInputError)."""
-    buffer = aligned_buffer(PIECE_BYTES)
-    for name, main in tied.items():
-        own = plan.checkpoint.tensors[name]
-        compare_tied(own, main, use=lambda _: proceed(), buffer=buffer)
 
 
 def _check_unchanged(checkpoint: Checkpoint) -> None:
     """Refuse a source that was written to while it was read (InvalidInputError)."""
     for shard in checkpoint.shards:
         with closing(shard.file.open()) as file:
-            found = file.size_bytes, file.modified_ns
-        if found != (shard.size_bytes, shard.modified_ns):
+            found = file.size_bytes, file.version
+        if found != (shard.size_bytes, shard.version):
             raise InvalidInputError(
                 "The source changed while it was exported",
                 where=shard.path,
@@ -333,21 +321,26 @@ def _write_parts(
         folder = plan.options.output_dir / part.name
         make_folder(folder)
         jobs += [ShardJob(f"{part.name}/{shard.file_name}", folder, shard) for shard in part.shards]
-    tied = _tied_tensors(plan) if compare else {}
-    copied = {step.inputs[0] for step in _read_steps(plan) if step.operation == COPY}
-    resources = RunResources(
-        sources=plan.checkpoint.tensors,
-        tied={name: main for name, main in tied.items() if name in copied},
-        workers=plan.options.run.workers,
-        transform=Resources(plan.budget_bytes, plan.device),
-        progress=progress,
+    progress(
+        sum(job.shard.size_bytes for job in jobs if is_made(job, journal) and job.shard.is_read)
     )
-    others = {name: main for name, main in tied.items() if name not in copied}
-    checks = [partial(_compare, plan, others)] if others else []
-    if compare and _pairs(plan, alike=False):
-        checks.append(partial(_compare_rounded, plan))
-    with one_torch_thread() if plan.computed_bytes else nullcontext():
-        run(jobs=jobs, journal=journal, resources=resources, checks=checks)
+    jobs = [job for job in jobs if not is_made(job, journal)]
+    tied = plan.tied if compare else TiedCopies.nothing(plan.stored)
+    copied = {step.inputs[0] for step in _read_steps(plan) if step.operation == COPY}
+    apart = tied.alike.keys() - copied
+    keys = {*(job.key for job in jobs), CHECKS}
+    with opened_inputs(plan.checkpoint, plan.downloads, plan.options.output_dir, keys) as inputs:
+        tensors = inputs.tensors
+        resources = RunResources(
+            inputs=inputs,
+            tied={own: tensors[main] for own, main in tied.alike.items() if own in copied},
+            workers=plan.options.run.workers,
+            transform=Resources(plan.budget_bytes, plan.device),
+            progress=progress,
+        )
+        checks = [partial(tied.compare, tensors, apart)] if apart or tied.unlike else []
+        with one_torch_thread() if plan.computed_bytes else nullcontext():
+            run(jobs=jobs, journal=journal, resources=resources, checks=checks)
 
 
 def _read_steps(plan: BundlePlan) -> Iterator[Step]:
@@ -368,10 +361,12 @@ def _finish(plan: BundlePlan, journal: Journal) -> None:
             write_bytes(folder / name, plan.checkpoint.files.read(name))
         write_json(folder / INDEX_NAME, part.index())
         write_json(folder / CONFIG_NAME, part.config)
+    downloads = plan.downloads
+    verified = {} if downloads is None else {"verified_shards": list(downloads.verified_shards)}
     head = {
         "tool_version": __version__,
         "options": plan.recorded,
-        "source": source_identity(plan.checkpoint),
+        "source": source_identity(plan.checkpoint) | verified,
     }
     folders = [(part, output / part.name) for part in plan.parts]
     content = manifest(head=head, parts=folders, finished=journal.finished, source=plan.checkpoint)

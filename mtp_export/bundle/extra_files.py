@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from contextlib import closing
 from fnmatch import fnmatch
+from pathlib import Path
 
 from mtp_export.checkpoint.files import check_small_file
 from mtp_export.checkpoint.reader import Checkpoint
+from mtp_export.errors import InvalidInputError
 
 _PATTERNS = (
     "generation_config.json",
@@ -28,16 +30,18 @@ _TEMPLATE_FOLDER = "additional_chat_templates"  # holds <name>.jinja beside chat
 
 
 def extra_files(checkpoint: Checkpoint) -> tuple[str, ...]:
-    """Return the source's tokenizer, generation and code files, as sorted paths below its folder.
+    """Return the source's tokenizer, generation and code files, as sorted paths below its own.
 
     Code is copied for engines that ask for it, and never run here. Raises InvalidInputError for a
-    file that is too large or leads out of the checkpoint, IoError for one that cannot be read.
+    file that is too large, leads out of the checkpoint or has a name that is no text, IoError for
+    one that cannot be read.
     """
     source = checkpoint.files
     names = [name for name in sorted(source.names()) if _comes_along(name)]
     templates = sorted(name for name in source.names(_TEMPLATE_FOLDER) if fnmatch(name, "*.jinja"))
     names += [f"{_TEMPLATE_FOLDER}/{name}" for name in templates]
     for name in names:
+        _check_name(source.path / name)
         with closing(source.file(name).open()) as file:
             check_small_file(source.path / name, file.size_bytes)
     return tuple(names)
@@ -45,3 +49,15 @@ def extra_files(checkpoint: Checkpoint) -> tuple[str, ...]:
 
 def _comes_along(name: str) -> bool:
     return not name.endswith(".safetensors") and any(fnmatch(name, p) for p in _PATTERNS)
+
+
+def _check_name(path: Path) -> None:
+    """Refuse a file whose name the manifest, which is UTF-8, cannot hold (InvalidInputError)."""
+    try:
+        path.name.encode()
+    except UnicodeEncodeError:
+        raise InvalidInputError(
+            "The name of a file that comes along is not UTF-8",
+            where=path,
+            todo="Rename the file, or remove it from the checkpoint",
+        ) from None

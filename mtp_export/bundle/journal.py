@@ -35,7 +35,7 @@ from mtp_export.checkpoint.files import (
 from mtp_export.errors import OutputExistsError
 
 JOURNAL_NAME = ".mtp_export.journal"
-_SOURCE_FIELDS = ("source", "modified_ns")  # fields of a run's identity
+_SOURCE_FIELDS = ("source", "versions")  # fields of a run's identity
 _MAX_BYTES = 1 << 30  # a hundred times that of a bundle of 671B parameters
 _OPEN_FLAGS = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
 

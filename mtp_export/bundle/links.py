@@ -10,6 +10,7 @@ import tempfile
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
+from mtp_export.checkpoint.byte_source import Place, local_path
 from mtp_export.checkpoint.files import sync_folder, temporary_path, write_failure
 from mtp_export.checkpoint.plan import Link
 from mtp_export.errors import UnsupportedError
@@ -41,8 +42,8 @@ def existing_parent(folder: Path) -> Path:
     return next(path for path in (folder, *folder.absolute().parents) if path.is_dir())
 
 
-def resolve_links(wanted: Link, shards: Iterable[Path], folder: Path) -> dict[Path, Link]:
-    """Return for each source shard the way that works into a folder.
+def resolve_links(wanted: Link, shards: Iterable[Place], folder: Path) -> dict[Place, Link]:
+    """Return for each source shard the way that works into a folder; remote ones are copied.
 
     It is tried once per device and owner, then undone.
 
@@ -50,11 +51,11 @@ def resolve_links(wanted: Link, shards: Iterable[Path], folder: Path) -> dict[Pa
     disk fails.
     """
     shards = list(shards)
-    if wanted is Link.COPY:
+    if _only_copies(wanted, shards):
         return dict.fromkeys(shards, Link.COPY)
     by_device: dict[tuple[int, int], Link] = {}
-    result: dict[Path, Link] = {}
-    for shard in shards:
+    result: dict[Place, Link] = {}
+    for shard in map(local_path, shards):
         stat = shard.stat()
         key = (stat.st_dev, stat.st_uid)
         if key not in by_device:
@@ -63,8 +64,16 @@ def resolve_links(wanted: Link, shards: Iterable[Path], folder: Path) -> dict[Pa
     return result
 
 
-def guess_links(wanted: Link, shards: Iterable[Path], folder: Path) -> dict[Path, Link]:
+def _only_copies(wanted: Link, shards: Iterable[Place]) -> bool:
+    is_local = all(isinstance(shard, Path) for shard in shards)
+    return wanted is Link.COPY or (wanted is Link.AUTO and not is_local)
+
+
+def guess_links(wanted: Link, shards: Iterable[Place], folder: Path) -> dict[Place, Link]:
     """Return what resolve_links likely would, judged by devices and owners; write nothing."""
+    shards = list(shards)
+    if _only_copies(wanted, shards):
+        return dict.fromkeys(shards, Link.COPY)
     device = existing_parent(folder).stat().st_dev
     user = os.geteuid()
 
@@ -75,7 +84,7 @@ def guess_links(wanted: Link, shards: Iterable[Path], folder: Path) -> dict[Path
             return Link.HARDLINK if stat.st_dev == device and allowed else Link.COPY
         return wanted
 
-    return {shard: guess(shard) for shard in shards}
+    return {shard: guess(local_path(shard)) for shard in shards}
 
 
 def _try(wanted: Link, source: Path, folder: Path) -> Link:

@@ -19,23 +19,26 @@ from mtp_export.checkpoint.reader import Checkpoint
 
 
 def source_identity(checkpoint: Checkpoint) -> dict[str, Any]:
-    """Return the identity of a source: hash of its config, size and header hash of each shard."""
+    """Return the identity of a source: hash of its config, size and header hash of each shard; of
+    a repository also its name, its commit and each shard's checksum."""
     return {
+        **checkpoint.files.origin,
         "config_sha256": checkpoint.config_sha256,
         "shards": {
             checkpoint.shard_name(shard): {
                 "size_bytes": shard.size_bytes,
                 "header_sha256": shard.header_sha256,
+                **({"sha256": shard.file.sha256} if shard.file.sha256 else {}),
             }
             for shard in checkpoint.shards
         },
     }
 
 
-def modification_times(checkpoint: Checkpoint) -> dict[str, int]:
-    """Return when each shard was last written (ns): together with source_identity, a source that
-    changed is told from one that did not."""
-    return {checkpoint.shard_name(shard): shard.modified_ns for shard in checkpoint.shards}
+def shard_versions(checkpoint: Checkpoint) -> dict[str, int | str]:
+    """Return the version of each shard: together with source_identity, a source that changed is
+    told from one that did not."""
+    return {checkpoint.shard_name(shard): shard.version for shard in checkpoint.shards}
 
 
 def manifest(

@@ -7,6 +7,7 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Any
 
+from mtp_export.checkpoint.byte_source import Place
 from mtp_export.checkpoint.plan import Link
 from mtp_export.targets import target_of
 
@@ -64,7 +65,7 @@ class RunOptions:
 class BundleOptions:
     """A source, the bundle to make of it, and the name of a target as --target takes it."""
 
-    input_dir: Path
+    input_dir: Place
     output_dir: Path
     target: str = "hf"
     content: ContentOptions = ContentOptions()

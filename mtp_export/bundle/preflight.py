@@ -15,15 +15,19 @@ from mtp_export.bundle.own_files import (
     foreign_files,
     manifest_files,
 )
+from mtp_export.checkpoint.byte_source import Place
 from mtp_export.checkpoint.manifest import MANIFEST_NAME
+from mtp_export.checkpoint.staging import DOWNLOADS_NAME
 from mtp_export.errors import OutputExistsError, ResourceError, UsageError
 
 # Indexes, configs, tokenizers, the manifest and the file system's own needs.
 _SPARE_DISK_BYTES = 128_000_000
 
 
-def check_nesting(source: Path, output: Path) -> None:
-    """Refuse an output inside the input and the reverse (UsageError)."""
+def check_nesting(source: Place, output: Path) -> None:
+    """Refuse an output inside a local input and the reverse (UsageError)."""
+    if not isinstance(source, Path):
+        return
     inside, outside = (Path(os.path.realpath(path)) for path in (source, output))
     if inside == outside or inside in outside.parents or outside in inside.parents:
         raise UsageError(
@@ -57,7 +61,8 @@ def check_disk(output: Path, written_bytes: int) -> None:
 
 
 def _reusable_bytes(output: Path) -> int:
-    stats = [path.stat() for part in PARTS for path in (output / part).glob("*")]
+    folders = (*PARTS, DOWNLOADS_NAME)
+    stats = [path.stat() for folder in folders for path in (output / folder).glob("*")]
     return sum(stat.st_blocks * 512 for stat in stats if stat.st_nlink == 1)
 
 
@@ -106,9 +111,9 @@ def check_output(output: Path, overwrite: bool) -> None:
         return
     names = {path.name for path in output.iterdir()} - TEMPORARIES
     names = {name for name in names if not name.startswith(PROBE_PREFIX)}
-    parts = [output / name for name in PARTS if name in names]
-    others = [path.name for path in parts if path.is_symlink() or not path.is_dir()]
-    foreign = others or sorted(names - {*PARTS, MANIFEST_NAME, JOURNAL_NAME})
+    folders = [output / name for name in (*PARTS, DOWNLOADS_NAME) if name in names]
+    others = [path.name for path in folders if path.is_symlink() or not path.is_dir()]
+    foreign = others or sorted(names - {*PARTS, MANIFEST_NAME, JOURNAL_NAME, DOWNLOADS_NAME})
     if foreign or (names and not names & {MANIFEST_NAME, JOURNAL_NAME}):
         raise foreign_files(output, foreign or sorted(names), "a new or empty folder")
     if is_finished(output):

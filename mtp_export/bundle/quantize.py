@@ -14,6 +14,7 @@ from mtp_export.bundle.options import BundleOptions
 from mtp_export.bundle.preflight import check_nesting, check_output
 from mtp_export.bundle.split import SplitOptions
 from mtp_export.checkpoint.bundle_folder import is_bundle
+from mtp_export.checkpoint.byte_source import Place
 from mtp_export.checkpoint.manifest import MANIFEST_NAME
 from mtp_export.errors import UnsupportedError, UsageError
 from mtp_export.schemes import SCHEMES
@@ -113,8 +114,18 @@ def default_input() -> Path:
     return folder
 
 
-def default_output(source: Path, base_quant: str, mtp_quant: str) -> Path:
-    """Return a folder beside the input, named after the pair of schemes."""
+def default_output(source: Place, base_quant: str, mtp_quant: str) -> Path:
+    """Return a folder beside the input, named after the pair of schemes.
+
+    Raises UsageError for a remote input, beside which nothing can be written.
+    """
+    if not isinstance(source, Path):
+        raise UsageError(
+            "A bundle cannot be written beside a remote input",
+            where=source,
+            expected="--output-dir",
+            todo="Name the folder of the bundle",
+        )
     _, stored = open_source(source)
     names = [_scheme_name(name, stored) for name in (base_quant, mtp_quant)]
     folder = source.resolve()

@@ -16,13 +16,16 @@ from pathlib import Path
 
 import xxhash
 
+from mtp_export.bundle.downloads import Inputs
 from mtp_export.bundle.journal import Journal
 from mtp_export.bundle.journal_content import ShardFacts
 from mtp_export.bundle.links import link_shard
 from mtp_export.bundle.tied_weights import PIECE_BYTES, compare_tied
+from mtp_export.checkpoint.byte_source import local_path
 from mtp_export.checkpoint.direct_io import aligned_buffer
 from mtp_export.checkpoint.header import TensorInfo
 from mtp_export.checkpoint.plan import Copy, Facts, OutputShard, Resources, Step
+from mtp_export.checkpoint.staging import Stopped
 from mtp_export.checkpoint.tensor_reader import TensorReader
 from mtp_export.checkpoint.writer import WRITE_BUFFER_BYTES, ShardWriter
 
@@ -47,18 +50,14 @@ class ShardJob:
 class RunResources:
     """Inputs and limits of a run; transform are the resources of one transform.
 
-    tied: by the name of a copied source tensor, the tensor that it must equal byte by byte.
+    tied: by the name of a copied source tensor, the one that it must equal byte by byte.
     """
 
-    sources: Mapping[str, TensorInfo]
+    inputs: Inputs
     tied: Mapping[str, TensorInfo]
     workers: int
     transform: Resources
     progress: Callable[[int], None]
-
-
-class _Stopped(Exception):
-    """Another worker failed, or the user interrupted."""
 
 
 @dataclass
@@ -79,29 +78,22 @@ def run(
     resources: RunResources,
     checks: Sequence[Check] = (),
 ) -> None:
-    """Make every shard that the journal does not have yet; checks run at the same time.
+    """Make shards; checks run at the same time.
 
     Raises the first error of a worker or a check, after all have stopped and unfinished shards are
     discarded.
     """
-    open_shards = [
-        _OpenShard(job, len(_tasks(job.shard)))
-        for job in jobs
-        if not _is_finished(job, journal, resources)
-    ]
+    open_shards = [_OpenShard(job, len(_tasks(job.shard))) for job in jobs]
     _Run(open_shards, resources, journal).start(checks)
 
 
-def _is_finished(job: ShardJob, journal: Journal, resources: RunResources) -> bool:
+def is_made(job: ShardJob, journal: Journal) -> bool:
+    """Return whether the journal has a shard that is still as it was written."""
     facts = journal.finished.get(job.key)
     path = job.folder / job.shard.file_name
     if facts is None or not path.is_file() or path.stat().st_size != facts.size_bytes:
         return False
-    if not _describes(facts, job.shard):
-        return False
-    if job.shard.is_read:
-        resources.progress(job.shard.size_bytes)
-    return True
+    return _describes(facts, job.shard)
 
 
 def _describes(facts: ShardFacts, shard: OutputShard) -> bool:
@@ -137,7 +129,7 @@ class _Run:
         self._shards, self._resources, self._journal = shards, resources, journal
         self._queue = iter([(shard, task) for shard in shards for task in _tasks(shard.job.shard)])
         self._lock = threading.Lock()
-        self._stop = threading.Event()
+        self._stop = resources.inputs.stopping
         self._begin = threading.Event()
 
     def start(self, checks: Sequence[Check]) -> None:
@@ -159,7 +151,7 @@ class _Run:
             self._discard_unfinished()
         for future in futures:
             error = future.exception()
-            if error is not None and not isinstance(error, _Stopped):
+            if error is not None and not isinstance(error, Stopped):
                 raise error
 
     def _discard_unfinished(self) -> None:
@@ -198,13 +190,14 @@ class _Run:
         self._proceed()
         job = shard.job
         assert job.shard.linked_from is not None
-        link_shard(job.shard.link, job.shard.linked_from.path, job.folder / job.shard.file_name)
+        source = local_path(job.shard.linked_from.path)
+        link_shard(job.shard.link, source, job.folder / job.shard.file_name)
         self._finish_step(shard, {}, {})
 
     def _do(self, shard: _OpenShard, step: Step, buffer: memoryview) -> None:
         """Read a step's inputs, and hash and write its outputs; only hash a linked shard's."""
         writer = None if shard.job.shard.linked_from is not None else self._writer_of(shard)
-        inputs = [self._resources.sources[name] for name in step.inputs]
+        inputs = [self._resources.inputs.tensors[name] for name in step.inputs]
         hashes = [xxhash.xxh3_128() for _ in step.outputs]
         positions = [0] * len(step.outputs)
 
@@ -261,11 +254,12 @@ class _Run:
             if shard.remaining:
                 return
         self._proceed()
-        if shard.writer is not None:
-            shard.writer.commit()
-        with self._lock:
-            self._journal.record(shard.job.key, _journal_facts(shard))
+        with self._resources.inputs.finishing(shard.job.key):
+            if shard.writer is not None:
+                shard.writer.commit()
+            with self._lock:
+                self._journal.record(shard.job.key, _journal_facts(shard))
 
     def _proceed(self) -> None:
         if self._stop.is_set():
-            raise _Stopped
+            raise Stopped

@@ -6,11 +6,11 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
-from pathlib import Path
 from typing import Any
 
 from mtp_export.bundle.extra_files import extra_files
 from mtp_export.bundle.options import SharedWeights
+from mtp_export.checkpoint.byte_source import Place
 from mtp_export.checkpoint.header import ShardHeader, TensorInfo
 from mtp_export.checkpoint.plan import COPY, Link, OutputShard, PartPlan, Step, number_shards, pack
 from mtp_export.checkpoint.reader import Checkpoint
@@ -63,7 +63,7 @@ def mtp_part(
     checkpoint: Checkpoint,
     stored: StoredModel,
     options: SplitOptions,
-    links: Mapping[Path, Link],
+    links: Mapping[Place, Link],
 ) -> PartPlan:
     """Return the plan of the MTP part under the target's names, each scale beside its weight.
 
@@ -127,7 +127,7 @@ def _mtp_shards(
     checkpoint: Checkpoint,
     stored: StoredModel,
     options: SplitOptions,
-    links: Mapping[Path, Link],
+    links: Mapping[Place, Link],
 ) -> list[OutputShard]:
     """Return the shards of the MTP part: unchanged ones as they are, the rest packed.
 

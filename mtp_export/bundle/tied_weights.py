@@ -4,15 +4,70 @@ read, or of what both dequantize to where they are stored in different precision
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass
 
+from mtp_export.bundle.split import shared_pairs
 from mtp_export.checkpoint.direct_io import aligned_buffer
 from mtp_export.checkpoint.header import TensorInfo
+from mtp_export.checkpoint.reader import Checkpoint
 from mtp_export.checkpoint.tensor_reader import TensorReader
 from mtp_export.errors import InvalidInputError
-from mtp_export.schemes.weight_values import LEAST_ROUNDED_DB, Rounding, WeightOnDisk
+from mtp_export.schemes.stored import StoredModel
+from mtp_export.schemes.weight_values import (
+    LEAST_ROUNDED_DB,
+    Rounding,
+    WeightOnDisk,
+    weights_on_disk,
+)
 
 PIECE_BYTES = 4 << 20
+
+
+@dataclass(frozen=True)
+class TiedCopies:
+    """Own copies of embedding and head that the MTP layers have, each with the main model's.
+
+    alike: tensors of one precision, which are compared byte by byte; unlike: weights of different
+    precisions, of which what they dequantize to is compared.
+    """
+
+    stored: StoredModel
+    alike: Mapping[str, str]
+    unlike: Mapping[str, str]
+
+    @classmethod
+    def of(cls, checkpoint: Checkpoint, stored: StoredModel) -> TiedCopies:
+        """Return the copies that a checkpoint holds."""
+        weights = stored.weights
+        pairs = [(p.mtp_name, p.main_name) for p in shared_pairs(checkpoint, stored.family)]
+        alike = {own: main for own, main in pairs if weights[own].format == weights[main].format}
+        unlike = {own: main for own, main in pairs if own not in alike}
+        return cls(stored, alike, unlike)
+
+    @classmethod
+    def nothing(cls, stored: StoredModel) -> TiedCopies:
+        """Return no copies: there is nothing to compare."""
+        return cls(stored, {}, {})
+
+    @property
+    def unlike_tensors(self) -> tuple[str, ...]:
+        """Names of the tensors that the unlike weights consist of."""
+        weights = [self.stored.weights[name] for pair in self.unlike.items() for name in pair]
+        return tuple(tensor.name for weight in weights for tensor in weight.tensors)
+
+    def compare(
+        self, tensors: Mapping[str, TensorInfo], alike: Collection[str], proceed: Callable[[], None]
+    ) -> None:
+        """Compare the unlike ones and some of the others (InvalidInputError)."""
+        buffer = aligned_buffer(PIECE_BYTES)
+        for own in alike:
+            main = tensors[self.alike[own]]
+            compare_tied(tensors[own], main, use=lambda _: proceed(), buffer=buffer)
+        if self.unlike:
+            on_disk = {one.name: one for one in weights_on_disk(self.stored, tensors)}
+            for own, main_name in self.unlike.items():
+                compare_dequantized(on_disk[own], on_disk[main_name], use=proceed)
 
 
 def first_difference(

@@ -6,6 +6,7 @@ import hashlib
 from dataclasses import dataclass
 from pathlib import Path
 
+from mtp_export.checkpoint.byte_source import Place
 from mtp_export.checkpoint.local_folder import LocalFolder
 from mtp_export.checkpoint.manifest import MANIFEST_NAME, read_manifest
 from mtp_export.checkpoint.reader import CONFIG_NAME, Checkpoint
@@ -59,11 +60,14 @@ def bundle_target(folder: Path) -> str:
     return str(options.get("target", RELEASED)) if isinstance(options, dict) else RELEASED
 
 
-def open_checkpoint(folder: Path) -> Checkpoint:
-    """Open a checkpoint folder, or a bundle in the released layout as one checkpoint.
+def open_checkpoint(place: Place) -> Checkpoint:
+    """Open a checkpoint, or a local bundle in the released layout as one checkpoint.
 
     Raises what Checkpoint.open does, and UnsupportedError for a bundle in another layout.
     """
+    if not isinstance(place, Path):
+        return Checkpoint.open(place)
+    folder = place
     if not is_bundle(folder):
         if (folder / MANIFEST_NAME).is_file():
             raise InvalidInputError(
@@ -96,7 +100,7 @@ def open_checkpoint(folder: Path) -> Checkpoint:
             )
     digest = hashlib.sha256((main.config_sha256 + mtp.config_sha256).encode()).hexdigest()
     return Checkpoint(
-        folder=folder,
+        path=folder,
         config=main.config,
         config_sha256=digest,
         shards=main.shards + mtp.shards,

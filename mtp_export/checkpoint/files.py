@@ -12,6 +12,7 @@ from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
 
+from mtp_export.checkpoint.byte_source import Place
 from mtp_export.errors import InvalidInputError, IoError
 
 # Limits of the files that are read whole: some times the largest of any release, and what is parsed
@@ -24,7 +25,7 @@ _LIMITS_BYTES: tuple[tuple[str, int], ...] = (
 )
 
 
-def check_small_file(path: Path, size_bytes: int) -> None:
+def check_small_file(path: Place, size_bytes: int) -> None:
     """Refuse a file that is too large to be what its name says (InvalidInputError)."""
     limit = next(limit for pattern, limit in _LIMITS_BYTES if fnmatch(path.name, pattern))
     if size_bytes > limit:

@@ -9,11 +9,10 @@ from __future__ import annotations
 import hashlib
 from contextlib import closing
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from mtp_export.checkpoint import strict_json
-from mtp_export.checkpoint.byte_source import ByteFile, OpenFile
+from mtp_export.checkpoint.byte_source import ByteFile, OpenFile, Place
 from mtp_export.checkpoint.dtypes import DTYPE_BITS, tensor_bytes
 from mtp_export.errors import InvalidInputError
 
@@ -34,23 +33,23 @@ class TensorInfo:
     size_bytes: int
 
     @property
-    def path(self) -> Path:
+    def path(self) -> Place:
         """Path of the tensor's file."""
         return self.file.path
 
 
 @dataclass(frozen=True)
 class ShardHeader:
-    """A shard: its tensors in offset order, its size and last change, the hash of its header."""
+    """A shard: its tensors in offset order, its size and version, the hash of its header."""
 
     file: ByteFile
     size_bytes: int
-    modified_ns: int
+    version: int | str
     header_sha256: str
     tensors: tuple[TensorInfo, ...]
 
     @property
-    def path(self) -> Path:
+    def path(self) -> Place:
         """Path of the shard."""
         return self.file.path
 
@@ -87,7 +86,7 @@ def read_header(file: ByteFile) -> ShardHeader:
         return ShardHeader(
             file=file,
             size_bytes=opened.size_bytes,
-            modified_ns=opened.modified_ns,
+            version=opened.version,
             header_sha256=hashlib.sha256(header).hexdigest(),
             tensors=ordered,
         )

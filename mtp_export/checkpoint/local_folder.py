@@ -6,9 +6,9 @@ import errno
 import os
 import random
 import stat
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import closing
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from io import FileIO
 from pathlib import Path
@@ -34,6 +34,9 @@ class LocalFolder:
     """
 
     path: Path
+    origin: Mapping[str, str] = field(default_factory=dict, init=False)
+
+    readers = 1
 
     def names(self, folder: str = "") -> frozenset[str]:
         inside = self.path / folder
@@ -53,7 +56,7 @@ class LocalFolder:
             raise InvalidInputError(
                 "A file that every checkpoint has is missing",
                 where=path,
-                todo="Point at the folder that holds config.json and the safetensors shards",
+                todo=_hint(path.parent),
             )
         with closing(self.file(name).open()) as file:
             check_small_file(path, file.size_bytes)
@@ -105,12 +108,26 @@ def _hub_blobs(folder: Path) -> tuple[Path, ...]:
     return ()
 
 
+def _hint(folder: Path) -> str:
+    """Return where to point instead of a folder without a checkpoint."""
+    snapshots = folder / "snapshots"
+    if not (snapshots.is_dir() and folder.name.startswith("models--")):
+        return "Point at the folder that holds config.json and the safetensors shards"
+    commits = sorted(path.name for path in snapshots.iterdir())
+    commit = commits[0] if len(commits) == 1 else "<commit>"
+    return (
+        "This is a repository in the Hub's download cache, and its files are in"
+        f" {len(commits)} snapshots: point at {snapshots / commit}"
+    )
+
+
 @dataclass(frozen=True)
 class LocalFile:
     """A file of a folder."""
 
     folder: LocalFolder
     name: str
+    sha256: None = field(default=None, init=False)
 
     @cached_property
     def path(self) -> Path:
@@ -153,7 +170,7 @@ class OpenLocalFile:
         try:
             self._file: FileIO = path.open("rb", buffering=0)
             stat = os.fstat(self._file.fileno())
-            self.size_bytes, self.modified_ns = stat.st_size, stat.st_mtime_ns
+            self.size_bytes, self.version = stat.st_size, stat.st_mtime_ns
             if once is not None and len(once) >= MIN_DIRECT_BYTES and not self._is_cached(once):
                 self._bypass_cache()
         except OSError as error:

@@ -8,9 +8,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
-from pathlib import Path
 from typing import Any, ClassVar, Protocol
 
+from mtp_export.checkpoint.byte_source import Place
 from mtp_export.checkpoint.dtypes import tensor_bytes
 from mtp_export.checkpoint.header import ShardHeader, TensorInfo
 from mtp_export.checkpoint.reader import CONFIG_NAME, INDEX_NAME
@@ -113,7 +113,7 @@ class OutputShard:
     checked: bool = False
     file_name: str = ""
 
-    def linked_by(self, links: Mapping[Path, Link], checked: bool) -> OutputShard:
+    def linked_by(self, links: Mapping[Place, Link], checked: bool) -> OutputShard:
         """Return the shard linked as its source shard can be; one with COPY is written."""
         if self.linked_from is None:
             return self
@@ -171,7 +171,7 @@ class PartPlan:
     def checked(self) -> tuple[OutputShard, ...]:
         return tuple(shard for shard in self.linked if shard.checked)
 
-    def linked_by(self, links: Mapping[Path, Link], checked: bool) -> PartPlan:
+    def linked_by(self, links: Mapping[Place, Link], checked: bool) -> PartPlan:
         """Return the part with its shards linked as each source shard can be.
 
         checked: linked shards are read for their checksums.

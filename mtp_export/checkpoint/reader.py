@@ -5,15 +5,17 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from mtp_export.checkpoint import strict_json
-from mtp_export.checkpoint.byte_source import ByteSource
+from mtp_export.checkpoint.byte_source import ByteSource, Place, local_path
 from mtp_export.checkpoint.header import ShardHeader, TensorInfo, read_header
 from mtp_export.checkpoint.local_folder import LocalFolder
+from mtp_export.checkpoint.sources import byte_source
 from mtp_export.checkpoint.tensor_reader import TensorReader
 from mtp_export.errors import InvalidInputError
 
@@ -31,11 +33,11 @@ MTP_NAME = "mtp.safetensors"
 class Checkpoint:
     """An opened checkpoint: its config, and the place of every tensor.
 
-    files is the source of config and tokenizer: the folder itself, or main/ of a bundle. unindexed
-    are the shards that were found though the index does not name them.
+    files is the source of config and tokenizer: the checkpoint's own, or that of a bundle's main/.
+    unindexed are the shards that were found though the index does not name them.
     """
 
-    folder: Path
+    path: Place
     config: dict[str, Any]
     config_sha256: str
     shards: tuple[ShardHeader, ...]
@@ -43,13 +45,9 @@ class Checkpoint:
     unindexed: tuple[str, ...] = ()
 
     @classmethod
-    def open(cls, folder: Path) -> Checkpoint:
-        """Open the checkpoint of a local folder; raises what read_from does."""
-        if not folder.is_dir():
-            raise InvalidInputError(
-                "There is no checkpoint folder here", where=folder, todo="Check --input-dir"
-            )
-        return cls.read_from(LocalFolder(folder))
+    def open(cls, place: Place) -> Checkpoint:
+        """Open the checkpoint at a place; raises what byte_source and read_from do."""
+        return cls.read_from(byte_source(place))
 
     @classmethod
     def read_from(cls, source: ByteSource) -> Checkpoint:
@@ -64,13 +62,15 @@ class Checkpoint:
         names = [SINGLE_NAME] if weight_map is None else sorted(set(weight_map.values()))
         unindexed = [MTP_NAME] if MTP_NAME in set(source.names()) - set(names) else []
         _check_no_stray_shard(source, {*names, *unindexed})
-        shards = tuple(read_header(source.file(name)) for name in (*names, *unindexed))
+        files = [source.file(name) for name in (*names, *unindexed)]
+        with ThreadPoolExecutor(source.readers) as pool:
+            shards = tuple(pool.map(read_header, files))
         _check_no_tensor_twice(source, shards)
         if weight_map is not None:
             _check_index(source, weight_map, shards[: len(names)])
         digest = hashlib.sha256(raw_config).hexdigest()
         return cls(
-            folder=source.path,
+            path=source.path,
             config=config,
             config_sha256=digest,
             shards=shards,
@@ -79,18 +79,18 @@ class Checkpoint:
         )
 
     @property
-    def files_folder(self) -> Path:
-        """Path of the folder with config and tokenizer."""
-        return self.files.path
+    def folder(self) -> Path:
+        """Folder of a local checkpoint."""
+        return local_path(self.path)
 
     @property
     def is_bundle(self) -> bool:
         """True when main and MTP tensors lie in folders of their own."""
-        return self.files_folder != self.folder
+        return self.files.path != self.path
 
     def shard_name(self, shard: ShardHeader) -> str:
-        """Return a shard's path below the checkpoint's folder."""
-        return shard.path.relative_to(self.folder).as_posix()
+        """Return a shard's path below the checkpoint's own."""
+        return str(shard.path).removeprefix(f"{self.path}/")
 
     @cached_property
     def tensors(self) -> dict[str, TensorInfo]:
@@ -104,7 +104,7 @@ class Checkpoint:
             return reader.rows(0, info.shape[0] if info.shape else 1)
 
 
-def _unparsable(path: Path, found: str) -> InvalidInputError:
+def _unparsable(path: Place, found: str) -> InvalidInputError:
     return InvalidInputError(
         "A JSON file cannot be parsed", where=path, found=found, todo="Download it again"
     )
@@ -115,7 +115,7 @@ def read_json_object(path: Path) -> dict[str, Any]:
     return _json_object(path, LocalFolder(path.parent).read(path.name))
 
 
-def _json_object(path: Path, raw: bytes) -> dict[str, Any]:
+def _json_object(path: Place, raw: bytes) -> dict[str, Any]:
     try:
         value = strict_json.parse(raw)
     except strict_json.DuplicateKeyError as error:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import typer
@@ -43,7 +44,7 @@ def make_bundle(
     plan_for takes whether this is a dry run: such a plan touches nothing.
     """
     reporting, dry_run = reporting_options(context), context.params["dry_run"]
-    folders = [options.input_dir, options.output_dir]
+    folders = [p for p in (options.input_dir, options.output_dir) if isinstance(p, Path)]
     reports = try_reports({"--report": context.params["report"]}, folders)
     plan = plan_for(dry_run)
     if dry_run:

@@ -43,8 +43,9 @@ def plan_facts(plan: BundlePlan) -> dict[str, Any]:
         "target_option": plan.options.target,
         "parts": {part.name: _part_facts(part) for part in plan.parts},
         "disk_bytes": plan.written_bytes,
-        "needed_disk_bytes": needed_disk_bytes(plan.written_bytes),
+        "needed_disk_bytes": needed_disk_bytes(plan.disk_bytes),
         "memory_bytes": plan.memory_bytes,
+        **({} if plan.downloads is None else {"download_bytes": plan.downloads.size_bytes}),
     }
 
 
@@ -105,9 +106,20 @@ def parts_table(plan: BundlePlan) -> FiguresTable:
 def plan_table(plan: BundlePlan) -> RenderableType:
     """Return the plan of a dry run for people."""
     needs = (
-        f"Needs {format_bytes(needed_disk_bytes(plan.written_bytes))} of disk and at least"
+        f"Needs {format_bytes(needed_disk_bytes(plan.disk_bytes))} of disk and at least"
         f" {format_bytes(plan.memory_bytes)} of memory. Nothing was written."
     )
     files = f"Beside the weights: {', '.join(plan.parts[0].extra_files) or 'nothing'}."
     title = heading(f"Plan for {plan.options.output_dir}")
-    return Group(title, parts_table(plan), files, needs)
+    return Group(title, parts_table(plan), *_download_lines(plan), files, needs)
+
+
+def _download_lines(plan: BundlePlan) -> list[str]:
+    """Return the line that says how much a remote source's part is of the whole."""
+    if plan.downloads is None:
+        return []
+    total_bytes = sum(shard.size_bytes for shard in plan.checkpoint.shards)
+    return [
+        f"Downloads {format_bytes(plan.downloads.size_bytes)} of {format_bytes(total_bytes)} from"
+        f" {plan.checkpoint.path}."
+    ]

@@ -12,6 +12,7 @@ from mtp_export import __version__
 from mtp_export.bundle.build import BundlePlan, BundleResult
 from mtp_export.bundle.export import plan_export
 from mtp_export.bundle.options import Checksums, Part, SharedWeights
+from mtp_export.checkpoint.byte_source import Place
 from mtp_export.checkpoint.plan import Link
 from mtp_export.commands import options as shared
 from mtp_export.commands.bundle_command import BundleCommand, make_bundle
@@ -21,13 +22,8 @@ from mtp_export.errors import UsageError
 from mtp_export.targets import target_of
 
 InputDir = Annotated[
-    Path | None,
-    typer.Option(
-        parser=shared.parse_path,
-        metavar="DIR",
-        rich_help_panel=shared.INPUT_OUTPUT,
-        help="Checkpoint: a Hugging Face folder of safetensors files.",
-    ),
+    Place | None,
+    shared.source_option("Checkpoint: a folder of safetensors files, or hf://org/name[@revision]."),
 ]
 OutputDir = Annotated[
     Path | None,

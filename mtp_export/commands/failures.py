@@ -4,9 +4,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from mtp_export.errors import IoError, MtpExportError, ResourceError
-
-INTERRUPTED = 130  # exit code: 128 plus the number of SIGINT
+from mtp_export.errors import Interrupted, IoError, MtpExportError, ResourceError
 
 
 class Failure(NamedTuple):
@@ -21,8 +19,7 @@ def failure_of(error: BaseException) -> Failure:
     if isinstance(error, MtpExportError):
         return Failure(str(error), error.exit_code)
     if isinstance(error, KeyboardInterrupt):
-        message = "Interrupted. Run the same command again: it goes on where it stopped."
-        return Failure(message, INTERRUPTED)
+        return failure_of(Interrupted())
     if isinstance(error, MemoryError):
         return failure_of(ResourceError("Out of memory", todo="Lower --max-memory or --workers"))
     if isinstance(error, OSError):

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Annotated
 
 import typer
 from rich.console import Group, RenderableType
 
 from mtp_export.checkpoint.bundle_folder import RELEASED
+from mtp_export.checkpoint.byte_source import Place
 from mtp_export.commands import options as shared
 from mtp_export.commands.output import FiguresTable, Reporting, heading, print_result
 from mtp_export.inspection import Inspection
@@ -16,7 +16,12 @@ from mtp_export.inspection import inspect as inspect_checkpoint
 from mtp_export.progress import format_bytes
 
 Source = Annotated[
-    Path, typer.Argument(parser=shared.parse_path, metavar="SRC", help="Checkpoint folder.")
+    Place,
+    typer.Argument(
+        parser=shared.parse_source,
+        metavar="SRC",
+        help="Checkpoint folder, or hf://org/name[@revision].",
+    ),
 ]
 _SHOWN_PROBLEMS = 10
 
@@ -48,7 +53,7 @@ def inspection_table(inspection: Inspection) -> RenderableType:
     tensors = sum(amount.tensors for amount in inspection.amounts)
     table.add_section()
     table.add_row("all", "", "", f"{tensors:,}", f"{total:,}", total_bytes)
-    return Group(heading(str(inspection.folder)), table, *_inspection_lines(inspection))
+    return Group(heading(str(inspection.place)), table, *_inspection_lines(inspection))
 
 
 def _inspection_lines(inspection: Inspection) -> list[str]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import re
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -17,7 +17,9 @@ from mtp_export.bundle.options import (
     RunOptions,
     SharedWeights,
 )
+from mtp_export.checkpoint.byte_source import Place
 from mtp_export.checkpoint.plan import Link
+from mtp_export.checkpoint.sources import place_of
 from mtp_export.commands.output import Reporting
 from mtp_export.targets import target_names
 
@@ -50,6 +52,18 @@ def parse_path(text: str | Path) -> Path:
     if not text:
         raise typer.BadParameter("an empty path; write . for the current folder")
     return Path(text)
+
+
+def parse_source(text: str | Path) -> Place:
+    """Return the path of a folder, or the address of a repository."""
+    return place_of(text) if isinstance(text, str) and text else parse_path(text)
+
+
+def source_option(help: str) -> Any:
+    """Return the option --input-dir: a folder, or the address of a repository."""
+    return typer.Option(
+        "--input-dir", parser=parse_source, metavar="SRC", rich_help_panel=INPUT_OUTPUT, help=help
+    )
 
 
 LinkOption = Annotated[
@@ -171,7 +185,7 @@ Debug = Annotated[
 ]
 
 
-def bundle_options(context: typer.Context, input_dir: Path, output_dir: Path) -> BundleOptions:
+def bundle_options(context: typer.Context, input_dir: Place, output_dir: Path) -> BundleOptions:
     """Return the options that every command has that makes a bundle.
 
     Typer fills a command's parameters one by one; taking them from its context puts them together

@@ -1,18 +1,21 @@
-"""Commands of the program, put together."""
+"""Commands of the program, put together, and its exit codes."""
 
 from __future__ import annotations
 
+import sys
+import traceback
 from collections.abc import Sequence
 
 import typer
 
 from mtp_export.commands.export import export
-from mtp_export.commands.failures import INTERRUPTED
+from mtp_export.commands.failures import failure_of
 from mtp_export.commands.generate import generate
 from mtp_export.commands.inspect import inspect
 from mtp_export.commands.quantize import quantize
+from mtp_export.commands.standard_streams import guarded_streams
 from mtp_export.commands.verify import verify
-from mtp_export.errors import UsageError
+from mtp_export.errors import Interrupted, UsageError
 
 app = typer.Typer(rich_markup_mode="rich", pretty_exceptions_enable=False)
 app.callback(invoke_without_command=True)(export)
@@ -20,8 +23,26 @@ for command in (quantize, verify, generate, inspect):
     app.command()(command)
 
 
-def run(arguments: Sequence[str]) -> int:
-    """Run a command and return its exit code.
+def exit_code(arguments: Sequence[str]) -> int:
+    """Run a command and return the program's exit code; a failure is one paragraph on stderr."""
+    with guarded_streams():
+        try:
+            try:
+                return _run([argument for argument in arguments if argument != "--debug"])
+            finally:
+                sys.stdout.flush()
+        except SystemExit:
+            raise
+        except BaseException as error:
+            if "--debug" in arguments:
+                traceback.print_exc()
+            failure = failure_of(error)
+            print(f"mtp-export: error: {failure.message}", file=sys.stderr)
+            return failure.exit_code
+
+
+def _run(arguments: Sequence[str]) -> int:
+    """Run a command and return its own exit code.
 
     Raises UsageError for arguments that cannot be parsed, and what the command raises.
     """
@@ -31,6 +52,6 @@ def run(arguments: Sequence[str]) -> int:
         raise UsageError(" ".join(error.format_message().split())) from None
     except typer.Abort:
         raise KeyboardInterrupt from None
-    if code == INTERRUPTED:  # Typer returns it for Ctrl-C
+    if code == Interrupted.exit_code:  # Typer returns it for Ctrl-C
         raise KeyboardInterrupt
     return code if isinstance(code, int) else 0

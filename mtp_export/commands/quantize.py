@@ -22,6 +22,7 @@ from mtp_export.bundle.quantize import (
     default_output,
     plan_quantize,
 )
+from mtp_export.checkpoint.byte_source import Place
 from mtp_export.checkpoint.plan import Link
 from mtp_export.commands import options as shared
 from mtp_export.commands.bundle_command import BundleCommand, make_bundle
@@ -46,12 +47,10 @@ _KEEP_BASE, _KEEP_MTP = BaseQuant(KEEP), MtpQuant(KEEP)
 _WORST_TENSORS = 3
 
 InputDir = Annotated[
-    Path | None,
-    typer.Option(
-        parser=shared.parse_path,
-        metavar="DIR",
-        rich_help_panel=shared.INPUT_OUTPUT,
-        help="Bundle or checkpoint; by default the current folder, if it is a bundle.",
+    Place | None,
+    shared.source_option(
+        "Bundle or checkpoint, or hf://org/name[@revision]; by default the current folder, if it"
+        " is a bundle."
     ),
 ]
 OutputDir = Annotated[
@@ -191,7 +190,7 @@ def quantize(
     )
 
 
-def _quantize_options(context: typer.Context, source: Path, output: Path) -> QuantizeOptions:
+def _quantize_options(context: typer.Context, source: Place, output: Path) -> QuantizeOptions:
     given = context.params
     return QuantizeOptions(
         bundle=shared.bundle_options(context, source, output),

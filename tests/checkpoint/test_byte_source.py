@@ -17,7 +17,7 @@ from mtp_export.errors import InvalidInputError
 class OpenBytes:
     """Bytes in memory as an open file."""
 
-    modified_ns = 7
+    version = 7
 
     def __init__(self, data: bytes) -> None:
         self._data, self.size_bytes = data, len(data)
@@ -39,6 +39,7 @@ class MemoryFile:
 
     path: Path
     data: bytes
+    sha256: None = None
 
     def open(self, once: range | None = None) -> OpenFile:
         return OpenBytes(self.data)
@@ -48,6 +49,8 @@ class MemorySource:
     """The files of a folder, kept in memory under a path that does not exist."""
 
     path = Path("/nowhere/model")
+    origin: dict[str, str] = {}
+    readers = 3
 
     def __init__(self, folder: Path) -> None:
         self._files = {path.name: path.read_bytes() for path in folder.iterdir() if path.is_file()}
@@ -70,7 +73,7 @@ def test_any_source_is_read_like_a_folder(pristine: Path) -> None:
         shard.header_sha256 for shard in folder.shards
     ]
     assert ours.tensors.keys() == folder.tensors.keys()
-    assert {shard.modified_ns for shard in ours.shards} == {7}
+    assert {shard.version for shard in ours.shards} == {7}
     for name in list(ours.tensors)[:40]:
         assert torch.equal(
             ours.tensor(name).view(torch.uint8), folder.tensor(name).view(torch.uint8)

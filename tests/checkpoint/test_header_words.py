@@ -174,7 +174,7 @@ def test_what_is_read_of_a_header(tmp_path: Path) -> None:
     assert [tensor.shape for tensor in found.tensors] == [(4,), (0,), (1, 1)]
     assert [tensor.dtype for tensor in found.tensors] == ["U8", "U8", "F32"]
     assert found.header_sha256 == hashlib.sha256(raw).hexdigest()
-    assert (found.size_bytes, found.modified_ns) == (path.stat().st_size, path.stat().st_mtime_ns)
+    assert (found.size_bytes, found.version) == (path.stat().st_size, path.stat().st_mtime_ns)
     assert found.path == path
     assert {tensor.path for tensor in found.tensors} == {path}
 

@@ -46,7 +46,7 @@ def test_what_is_read(folder: Path) -> None:
     found = Checkpoint.open(folder)
     assert found.config == {"model_type": "x"}
     assert found.config_sha256 == hashlib.sha256(CONFIG).hexdigest()
-    assert found.folder == found.files_folder == folder
+    assert found.path == found.folder == found.files.path == folder
     assert not found.is_bundle
     assert [found.shard_name(shard) for shard in found.shards] == list(TENSORS)
     expected = {name: tensor for shard in TENSORS.values() for name, tensor in shard.items()}

@@ -295,6 +295,13 @@ def test_a_tokenizer_that_cannot_be_read_is_found_first(source: Path, output: Pa
     assert not output.exists()
 
 
+def test_a_name_that_no_manifest_can_hold(source: Path, output: Path) -> None:
+    Path(os.fsdecode(os.fsencode(source) + b"/tokenizer\xff.model")).write_bytes(b"x")
+    outcome = export(source, output)
+    assert (outcome.code, "is not UTF-8" in outcome.err) == (3, True)
+    assert not output.exists()
+
+
 def test_a_second_shard_beside_a_single_file(tmp_path: Path, output: Path) -> None:
     source = make_checkpoint(tmp_path / "one", UNQUANTIZED, max_shard_bytes=10**9)
     (source / INDEX).unlink()

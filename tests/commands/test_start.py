@@ -23,11 +23,12 @@ class CtrlC:
             raise KeyboardInterrupt
 
 sys.meta_path.insert(0, CtrlC)
+before = set(sys.modules)
 from mtp_export.cli import main
 
-heavy = {"typer", "rich", "numpy", "torch"} & sys.modules.keys()
-assert not heavy, heavy
-for CtrlC.at in ("mtp_export.commands.program", "typer", "tqdm", "mtp_export.commands.verify"):
+own = {"__future__", "mtp_export", "mtp_export.cli", "mtp_export.errors"}
+assert set(sys.modules) - before <= own, set(sys.modules) - before - own
+for CtrlC.at in ("mtp_export.commands", "typer", "tqdm", "mtp_export.commands.verify"):
     assert CtrlC.at not in sys.modules, CtrlC.at
     try:
         main(["--version"])

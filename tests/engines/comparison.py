@@ -13,6 +13,9 @@ from mtp_export.verify.evidence.statistics import Estimate
 
 # Of log-probabilities: more between two engines in bf16 than all but 1 % of what was ever measured.
 LARGEST_NOISE = 0.5
+# A tie between two experts may fall differently, and then moves a few tokens by more: by at most
+# half of this in all that was ever measured.
+LARGEST_OF_A_ROUTERS_TIE = 2.0
 # By so much may the shares of accepted drafts differ on one text.
 POINTS = 0.03
 # What vLLM logs of weights that it misses, did not expect or left as they were.
@@ -78,7 +81,7 @@ def compare(outputs: Outputs, reading: Reading) -> Comparison:
 def check_text(measured: Comparison) -> None:
     """Every token that ours would not have written is a tie: the engines' noise decides it."""
     assert measured.typical_noise < LARGEST_NOISE
-    assert max(measured.differing, default=0.0) <= max(measured.noise)
+    assert max(measured.differing + measured.noise) <= LARGEST_OF_A_ROUTERS_TIE
     assert len(measured.differing) < 0.1 * len(measured.noise)
 
 

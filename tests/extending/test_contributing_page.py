@@ -31,7 +31,7 @@ REGISTRIES = {
     "a check of `verify`": "CHECKS",
     "a planted fault": None,
     "a mutator of inputs": "MUTATORS",
-    "a byte source": None,
+    "a byte source": "SOURCES",
 }
 
 

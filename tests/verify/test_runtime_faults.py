@@ -142,9 +142,9 @@ def test_a_tie_is_no_fault_and_a_fault_no_tie(whole: Context) -> None:
     best = plain.outputs[0][3]
     other = (best + 1) % model.config.vocab
     run = replaced(plain, 3, other)
-    apart = greedy._classified(model, plain=plain, other=run, name="apart")
+    apart = greedy._classified(greedy.Reference(model, plain), run, "apart")
     assert apart.status is Status.FAIL and "far above what rounding can change" in apart.cause
-    tie = greedy._classified(tied(model, best, other), plain=plain, other=run, name="tie")
+    tie = greedy._classified(greedy.Reference(tied(model, best, other), plain), run, "tie")
     assert tie.status is Status.PASS and "1 of" in tie.figure, tie
 
 

@@ -25,6 +25,8 @@ from mtp_runtime.models.model import Model
 from mtp_runtime.sampling import SamplingParams
 from mtp_runtime.teacher_forcing import Text, Texts, target_states
 
+_BATCHES = "plain decoding, batch 1 or all"
+_LENGTH_LIMIT, _END_TOKEN = "length limit inside a block", "end token inside a block"
 MOST_DRAFTS = 5
 _PROMPTS = 6
 _ALONE = 1
@@ -119,7 +121,7 @@ def run(context: Context) -> Iterator[Item]:
         else:
             yield _equal(trial, decoded, f"{name}, k={k}")
     for name, check in _EXACT.items():
-        yield not_tested(name, trial.why_inexact) if trial.why_inexact else check(trial, name)
+        yield not_tested(name, trial.why_inexact) if trial.why_inexact else check(trial)
     yield _in_fp32(context)
     yield _in_bf16(context, new_tokens)
 
@@ -197,9 +199,9 @@ def _cause(found: Divergence) -> str:
     return causes.WRONG_DRAFT_ACCEPTED if found.from_draft else causes.LOGITS_DEPEND_ON_DRAFTS
 
 
-def _alone(trial: Trial, name: str) -> Item:
+def _alone(trial: Trial) -> Item:
     """Prompts decoded alone equal the batch of all."""
-    bound = "every token equal"
+    name, bound = _BATCHES, "every token equal"
     prompts = trial.prompts[-_ALONE:]
     outputs = [decode(trial.model, [prompt], trial.params).outputs[0] for prompt in prompts]
     wanted = [tuple(trial.answers[prompt]) for prompt in prompts]
@@ -207,7 +209,7 @@ def _alone(trial: Trial, name: str) -> Item:
     return judged(name, outputs == wanted, causes.ROWS_DEPEND_ON_BATCH, figure=figure, bound=bound)
 
 
-def _limits(trial: Trial, name: str) -> Item:
+def _limits(trial: Trial) -> Item:
     """Output ends at every max_tokens of _LIMITS, with drafts that are all right."""
     prompt = trial.prompts[-1]
     each = [replace(trial.params, max_tokens=limit) for limit in _LIMITS]
@@ -215,10 +217,10 @@ def _limits(trial: Trial, name: str) -> Item:
         trial.model, [prompt] * len(each), each, k=MOST_DRAFTS, build=trial.planted()
     ).outputs
     wanted = [tuple(trial.answers[prompt][:limit]) for limit in _LIMITS]
-    return _inside(found, wanted, name=name, limit="max_tokens")
+    return _inside(found, wanted, name=_LENGTH_LIMIT, limit="max_tokens")
 
 
-def _end_token(trial: Trial, name: str) -> Item:
+def _end_token(trial: Trial) -> Item:
     """Output ends at the end token, each token of an output in turn, whatever was accepted."""
     prompt = trial.prompts[-1]
     answer = tuple(trial.answers[prompt])[: MOST_DRAFTS + 1]
@@ -227,14 +229,14 @@ def _end_token(trial: Trial, name: str) -> Item:
         trial.model, [prompt] * len(each), each, k=MOST_DRAFTS, build=trial.planted()
     ).outputs
     wanted = [answer[: answer.index(token) + 1] for token in answer]
-    return _inside(found, wanted, name=name, limit="the end token")
+    return _inside(found, wanted, name=_END_TOKEN, limit="the end token")
 
 
 # What one near-tie would change, and no margin can excuse.
-_EXACT: dict[str, Callable[[Trial, str], Item]] = {
-    "plain decoding, batch 1 or all": _alone,
-    "length limit inside a block": _limits,
-    "end token inside a block": _end_token,
+_EXACT: dict[str, Callable[[Trial], Item]] = {
+    _BATCHES: _alone,
+    _LENGTH_LIMIT: _limits,
+    _END_TOKEN: _end_token,
 }
 
 

@@ -15,6 +15,7 @@ from pickle import UnpicklingError
 
 import torch
 
+from mtp_export.checkpoint.byte_source import local_path
 from mtp_export.checkpoint.dtypes import tensor_bytes
 from mtp_export.checkpoint.files import make_folder, write_whole
 from mtp_export.errors import IoError
@@ -134,7 +135,7 @@ def cost_of(context: Context, streamed: StreamedModel, texts: Texts) -> Cost:
 
 def _disk_rate(context: Context) -> float:
     """Bytes per second of one read of a shard, past the page cache where the system allows it."""
-    shards = [shard.path for c in context.checkpoints for shard in c.shards]
+    shards = [local_path(shard.path) for c in context.checkpoints for shard in c.shards]
     path = max(shards, key=lambda shard: shard.stat().st_size)
     try:
         with path.open("rb", buffering=0) as file:
@@ -176,7 +177,7 @@ def checkpoint_path(context: Context, texts: Texts) -> Path:
     for checkpoint in context.checkpoints:
         identity.update(checkpoint.config_sha256.encode())
         for shard in checkpoint.shards:
-            identity.update(f"{shard.header_sha256} {shard.modified_ns}".encode())
+            identity.update(f"{shard.header_sha256} {shard.version}".encode())
     folder = context.options.workdir or Path(tempfile.gettempdir())
     return folder / f"mtp-export-stream-{identity.hexdigest()[:16]}.pt"
 

@@ -259,12 +259,12 @@ def _config(context: Context, source: Mapping[str, Any]) -> Item:
 def _tokenizers(context: Context) -> Item:
     """Tokenizer files equal the source's."""
     assert context.source is not None
-    folder, problems, count = context.source.files_folder, [], 0
+    files, problems, count = context.source.files, [], 0
     for part in context.parts:
         for path in sorted(filter(Path.is_file, part.folder.glob("tokenizer*"))):
             count += 1
-            original = folder / path.name
-            if not original.is_file() or original.read_bytes() != path.read_bytes():
+            is_there = path.name in files.names()
+            if not is_there or files.read(path.name) != path.read_bytes():
                 words = causes.another_tokenizer(f"{part.name}/{path.name}")
                 problems.append(Problem(str(path), words))
     return verdict(

@@ -1,0 +1,292 @@
+"""Requests to one repository of the Hub, through huggingface_hub's HTTP client.
+
+Every answer is checked: a range must come as exactly that range, a whole file with the checksum
+that the repository lists. Transfers that break off go on where they stopped.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import random
+import time
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from functools import partial
+from typing import TypeVar
+from urllib.parse import urljoin, urlsplit
+
+import httpx2
+from huggingface_hub import HfApi, constants, get_hf_file_metadata, hf_hub_url
+from huggingface_hub.errors import HfHubHTTPError, OfflineModeIsEnabled
+from huggingface_hub.hf_api import RepoFile
+from huggingface_hub.utils import (
+    build_hf_headers,
+    get_session,
+    hf_raise_for_status,
+    parse_ratelimit_headers,
+)
+
+from mtp_export import __version__
+from mtp_export.checkpoint.byte_source import Address
+from mtp_export.checkpoint.hub_failures import failure, refused, storage_refuses, unusable_range
+from mtp_export.errors import IoError
+
+RETRIES = 5  # failed attempts in a row, without a byte in between
+FIRST_WAIT_SECONDS, MAX_WAIT_SECONDS = 0.5, 8.0
+_MAX_TOLD_SECONDS = 600.0  # the Hub's windows of rate limits are 300 seconds long
+_TRANSIENT = {408, 429, 500, 502, 503, 504}
+_NETWORK = (
+    httpx2.TimeoutException,
+    httpx2.NetworkError,
+    httpx2.RemoteProtocolError,
+    httpx2.ProxyError,
+)
+
+Pause = Callable[[float], None]
+T = TypeVar("T")
+
+
+class _BadStatus(Exception):
+    """An answer of the storage that is neither the bytes nor an error of the Hub itself."""
+
+    def __init__(self, response: httpx2.Response) -> None:
+        super().__init__(f"HTTP {response.status_code}")
+        self.response = response
+
+
+class _Cut(Exception):
+    """A body that ended too early."""
+
+
+_FAILURES = (
+    *(httpx2.RequestError, httpx2.InvalidURL, HfHubHTTPError),
+    *(OfflineModeIsEnabled, _BadStatus, _Cut),
+)
+
+
+class _Patience:
+    """Waits between failed attempts; gives up after RETRIES of them without progress."""
+
+    def __init__(self, where: Address, pause: Pause) -> None:
+        self._where, self._pause, self._failures = where, pause, 0
+
+    def reset(self) -> None:
+        """Note progress: the transfer works."""
+        self._failures = 0
+
+    def after(self, error: Exception) -> None:
+        """Wait for the next attempt, or raise what to tell the user."""
+        seconds = self._seconds(error)
+        self._failures += 1
+        if seconds is None or self._failures > RETRIES:
+            if isinstance(error, _BadStatus):
+                raise storage_refuses(self._where, error.response.status_code) from error
+            raise failure(error, self._where) from error
+        self._pause(seconds)
+
+    def _seconds(self, error: Exception) -> float | None:
+        """Return the time to wait, None where another attempt is of no use."""
+        backoff = min(FIRST_WAIT_SECONDS * 2.0**self._failures, MAX_WAIT_SECONDS)
+        backoff *= random.uniform(0.5, 1.0)  # readers that failed together do not return together
+        if isinstance(error, (*_NETWORK, _Cut)):
+            return backoff
+        if not isinstance(error, HfHubHTTPError | _BadStatus):
+            return None
+        response = error.response
+        if response.status_code in _TRANSIENT:
+            told = _told_seconds(response.headers)
+            return backoff if told is None else min(told + backoff, _MAX_TOLD_SECONDS)
+        if isinstance(error, _BadStatus):  # the link has expired, and is signed anew
+            return backoff if self._failures else 0.0
+        return None
+
+
+def _told_seconds(headers: Mapping[str, str]) -> float | None:
+    """Return the time that a server asks to wait."""
+    limit = parse_ratelimit_headers(headers)
+    if limit is not None and limit.remaining == 0:
+        return float(limit.reset_in_seconds)
+    after = headers.get("retry-after", "").strip()
+    return float(after) if after.isdigit() else None
+
+
+def hub_endpoint() -> str:
+    """Return the address of the Hub, or of a mirror that HF_ENDPOINT names."""
+    return (os.environ.get("HF_ENDPOINT") or constants.ENDPOINT).rstrip("/")
+
+
+@dataclass(frozen=True)
+class HubClient:
+    """One repository at one commit ("": not resolved yet); address names it in messages.
+
+    locations are signed links to the storage of files, by path; they work for an hour.
+    """
+
+    repo: str
+    address: Address
+    commit: str = ""
+    endpoint: str = field(default_factory=hub_endpoint)
+    locations: dict[str, str] = field(default_factory=dict)
+
+    def commit_of(self, revision: str | None) -> str:
+        """Return the commit that a branch, tag or abbreviated commit is now."""
+        api = HfApi(endpoint=self.endpoint, library_name="mtp-export", library_version=__version__)
+
+        def ask() -> str | None:
+            return api.model_info(self.repo, revision=revision, timeout=_timeout()).sha
+
+        commit = self._patiently(ask, self.address)
+        if commit is None:
+            raise refused(self.address, "a repository without a commit")
+        return commit
+
+    def tree(self) -> list[RepoFile]:
+        """Return every file of the commit, with size and checksums."""
+        files: list[RepoFile] = []
+        url = f"{self.endpoint}/api/models/{self.repo}/tree/{self.commit}?recursive=true"
+        while url:
+            answer = self._patiently(partial(self._answer, url), self.address)
+            try:
+                entries = [entry for entry in answer.json() if entry["type"] == "file"]
+                files += [RepoFile(**entry) for entry in entries]
+            except (ValueError, KeyError, TypeError) as error:
+                raise refused(self.address, f"a list of files, {type(error).__name__}") from None
+            following = urlsplit(answer.links.get("next", {}).get("url", ""))
+            # Only ever this endpoint: the token goes along.
+            page = f"{following.path}?{following.query}"
+            url = urljoin(self.endpoint, page) if following.path else ""
+        return files
+
+    def whole(self, file: RepoFile) -> bytes:
+        """Return a small file whole, with its checksum compared."""
+        url = self._url(file.path)
+        where = self.address / file.path
+
+        def attempt() -> bytes:
+            data = bytearray()
+            with get_session().stream(
+                "GET", url, headers=self._headers(url), timeout=_timeout()
+            ) as response:
+                hf_raise_for_status(response)
+                for chunk in response.iter_bytes():
+                    data += chunk
+                    if len(data) > file.size:
+                        break
+            return bytes(data)
+
+        data = self._patiently(attempt, where)
+        if _checksum(data, file) != (file.lfs.sha256 if file.lfs else file.blob_id):
+            raise IoError(
+                "A file does not arrive as the repository lists it",
+                where=where,
+                expected=f"{file.size} bytes with the listed checksum",
+                found=f"{len(data)} bytes" if len(data) <= file.size else "more bytes",
+                todo="Run the same command again; if it fails again, a proxy changes what passes",
+            )
+        return data
+
+    def fetch(
+        self, file: RepoFile, span: range, sink: Callable[[bytes], None], pause: Pause = time.sleep
+    ) -> None:
+        """Give sink the bytes of a span of a file in order, over as many requests as it takes."""
+        position = span.start
+        patience = _Patience(self.address / file.path, pause)
+        while position < span.stop:
+            try:
+                location = self._location(file)
+                for chunk in self._range(location, file, range(position, span.stop)):
+                    sink(chunk)
+                    position += len(chunk)
+                    patience.reset()
+                if position < span.stop:
+                    raise _Cut("the body ended early")
+            except _FAILURES as error:
+                if isinstance(error, _BadStatus) and error.response.status_code not in _TRANSIENT:
+                    self.locations.pop(file.path, None)
+                patience.after(error)
+
+    def _range(self, location: str, file: RepoFile, span: range) -> Iterator[bytes]:
+        """Yield the bytes of a span as they come, at most as many as asked for."""
+        headers = self._headers(location) | {"Range": f"bytes={span.start}-{span.stop - 1}"}
+        left = len(span)
+        with get_session().stream("GET", location, headers=headers, timeout=_timeout()) as response:
+            if response.status_code >= 400:
+                raise _BadStatus(response)
+            _check_range(response, span, size_bytes=file.size, where=self.address / file.path)
+            for chunk in response.iter_raw():
+                yield chunk[:left]
+                left -= len(chunk)
+                if left <= 0:
+                    return
+
+    def _location(self, file: RepoFile) -> str:
+        """Return the link to a file's storage, and compare what the Hub says of the file."""
+        known = self.locations.get(file.path)
+        if known is not None:
+            return known
+        facts = get_hf_file_metadata(
+            self._url(file.path), timeout=_timeout(), headers=_user_agent()
+        )
+        sha256 = file.lfs.sha256 if file.lfs else None
+        listed = {"commit": self.commit, "size": file.size, "checksum": sha256 or facts.etag}
+        found = {"commit": facts.commit_hash, "size": facts.size, "checksum": facts.etag}
+        for name, value in found.items():
+            if value is not None and value != listed[name]:
+                raise refused(
+                    self.address / file.path, f"{name} {value}, not {listed[name]} as it listed"
+                )
+        self.locations[file.path] = facts.location
+        return facts.location
+
+    def _answer(self, url: str) -> httpx2.Response:
+        response = get_session().get(url, headers=self._headers(url), timeout=_timeout())
+        hf_raise_for_status(response)
+        return response
+
+    def _url(self, path: str) -> str:
+        url = hf_hub_url(self.repo, path, revision=self.commit, endpoint=self.endpoint)
+        return str(url)
+
+    def _headers(self, url: str) -> dict[str, str]:
+        """Return the headers of a request; the token goes to the Hub alone."""
+        own = urlsplit(url)[:2] == urlsplit(self.endpoint)[:2]
+        token = build_hf_headers() if own else {}
+        return token | _user_agent() | {"Accept-Encoding": "identity"}
+
+    def _patiently(self, attempt: Callable[[], T], where: Address) -> T:
+        patience = _Patience(where, time.sleep)
+        while True:
+            try:
+                return attempt()
+            except _FAILURES as error:
+                patience.after(error)
+
+
+def _timeout() -> float:
+    """Return the seconds without a byte after which an attempt has failed."""
+    return float(constants.HF_HUB_DOWNLOAD_TIMEOUT)
+
+
+def _user_agent() -> dict[str, str]:
+    headers = build_hf_headers(token=False, library_name="mtp-export", library_version=__version__)
+    return {"user-agent": headers["user-agent"]}
+
+
+def _checksum(data: bytes, file: RepoFile) -> str:
+    """Return the checksum by which the repository lists a file: SHA-256, or git's of a blob."""
+    if file.lfs is not None:
+        return hashlib.sha256(data).hexdigest()
+    return hashlib.sha1(b"blob %d\0" % len(data) + data, usedforsecurity=False).hexdigest()
+
+
+def _check_range(
+    response: httpx2.Response, span: range, *, size_bytes: int, where: Address
+) -> None:
+    """Refuse an answer that is not exactly the span: its bytes would be taken for others."""
+    wanted = f"bytes {span.start}-{span.stop - 1}/{size_bytes}"
+    status, headers = response.status_code, response.headers
+    coding = headers.get("content-encoding", "identity")
+    if (status, headers.get("content-range"), coding) != (206, wanted, "identity"):
+        found = f"{status}, {headers.get('content-range', 'no Content-Range')}, {coding}"
+        raise unusable_range(where, expected=f"206, {wanted}, identity", found=found)

@@ -1,0 +1,350 @@
+"""Downloads of a run: pieces of a remote checkpoint on disk, from shortly before they are read
+until the output that they were read for is finished.
+
+So a run that dies downloads again only what was in flight. A piece gets its name, with the checksum
+of its bytes, when it is whole; what has another name, or other bytes, is not taken.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import re
+import threading
+from bisect import bisect_right
+from collections import deque
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+
+import xxhash
+
+from mtp_export.checkpoint.byte_source import Place, RemoteFile
+from mtp_export.checkpoint.files import read_failure, write_failure
+from mtp_export.checkpoint.pieces import PIECE_BYTES, Piece
+from mtp_export.errors import IoError
+
+DOWNLOADS_NAME = ".mtp_export.downloads"
+_AHEAD = 2  # pieces per reader that are downloaded before somebody asks for them
+_PARTIAL = ".partial"
+# Name of a piece: its key, then the checksum of its bytes once it is whole.
+_NAME = re.compile(r"[0-9a-f]+-\d+-\d+\.([0-9a-f]{32}|partial)")
+_POLL_SECONDS = 0.1
+_HASHED_BYTES = 1 << 20
+
+
+def remove_downloads(output: Path) -> None:
+    """Remove what a run downloaded, and nothing else, from its output folder (IoError)."""
+    folder = output / DOWNLOADS_NAME
+    try:
+        for path in _downloads(folder):
+            path.unlink()
+        with suppress(OSError):  # there is none, or it holds what somebody else put there
+            folder.rmdir()
+    except OSError as error:
+        raise write_failure(folder, error) from error
+
+
+def _downloads(folder: Path) -> list[Path]:
+    """Return the pieces in a folder, whole or not."""
+    return [path for path in folder.glob("*") if _NAME.fullmatch(path.name)]
+
+
+def ahead_bytes(readers: int) -> int:
+    """Return the most bytes that are downloaded before they are asked for."""
+    return (_AHEAD + 1) * readers * PIECE_BYTES
+
+
+class Stopped(Exception):
+    """The run is stopping: another thread failed, or the user interrupted."""
+
+
+class Staging:
+    """Downloads of one run into a folder; a context manager that owns the threads.
+
+    pieces are in the order of their first use; jobs are those that are still to be done, and the
+    bytes of the other ones are dropped. whole: files that one job reads entirely, by its key: their
+    checksums are compared. stopping is set when the run ends early.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        pieces: Sequence[Piece],
+        jobs: Collection[str],
+        whole: Mapping[str, Sequence[RemoteFile]],
+        stopping: threading.Event,
+    ) -> None:
+        self._folder, self._stopping, self._whole = folder, stopping, whole
+        wanted = [piece for piece in pieces if not piece.jobs.isdisjoint(jobs)]
+        self._users = {piece.key: set(piece.jobs & set(jobs)) for piece in wanted}
+        self._by_file = _by_file(wanted)
+        self._changed = threading.Condition()
+        self._failure: BaseException | None = None
+        self._distrusted = False  # wrong bytes came: others may have come the same way
+        self._asked: deque[Piece] = deque()
+        self._left = deque(wanted)
+        self._running: set[str] = set()
+        self._unread: set[str] = set()
+        self._ready: dict[str, Path] = {}
+        self._untrusted: set[str] = set()
+        self._threads: list[threading.Thread] = []
+
+    def start(self, readers: int) -> Staging:
+        """Take over what an earlier run left, and begin to download."""
+        self._most_unread = _AHEAD * readers
+        try:
+            self._folder.mkdir(exist_ok=True)
+            self._take_over()
+        except OSError as error:
+            raise write_failure(self._folder, error) from error
+        for _ in range(readers):
+            thread = threading.Thread(target=self._work, name="download", daemon=True)
+            self._threads.append(thread)
+            thread.start()
+        return self
+
+    def __enter__(self) -> Staging:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self._stopping.set()
+        for thread in self._threads:
+            thread.join()
+        if kind is None or self._distrusted:
+            remove_downloads(self._folder.parent)
+
+    def file(self, file: RemoteFile) -> StagedFile:
+        """Return a file whose wanted bytes come from here."""
+        return StagedFile(file, self)
+
+    @contextmanager
+    def finishing(self, job: str) -> Iterator[None]:
+        """Compare the files that a job read whole; after the block, drop what only it read."""
+        for file in self._whole.get(job, ()):
+            self._verify(file)
+        yield
+        with self._changed:
+            for key, users in self._users.items():
+                if job in users:
+                    users.remove(job)
+                    if not users and key in self._ready:
+                        self._drop(key)
+            self._changed.notify_all()
+
+    def pieces_of(self, file: RemoteFile, start: int, end: int) -> list[Piece]:
+        """Return the pieces that hold bytes [start, end) of a file, which are all wanted ones."""
+        starts, pieces = self._by_file[file]
+        found = pieces[max(bisect_right(starts, start) - 1, 0) : bisect_right(starts, end - 1)]
+        assert found and found[0].start <= start and found[-1].end >= end, f"{file.path}: {start}"
+        return found
+
+    def path_of(self, piece: Piece) -> Path:
+        """Return the file of a piece once it is there; one that nobody fetches yet comes next."""
+        key = piece.key
+        with self._changed:
+            self._unread.discard(key)
+            self._changed.notify_all()
+            while key not in self._ready or key in self._untrusted:
+                if self._failure is not None:
+                    raise self._failure
+                if self._stopping.is_set():
+                    raise Stopped
+                if key in self._untrusted:
+                    self._check(piece)
+                    continue
+                if key not in self._running and piece not in self._asked:
+                    self._asked.append(piece)
+                    self._changed.notify_all()
+                self._changed.wait(_POLL_SECONDS)
+            return self._ready[key]
+
+    def _take_over(self) -> None:
+        for path in _downloads(self._folder):
+            key = path.stem
+            if key in self._users and key not in self._ready and path.suffix != _PARTIAL:
+                self._ready[key] = path
+                self._untrusted.add(key)
+            else:
+                path.unlink()
+
+    def _check(self, piece: Piece) -> None:
+        """Keep what an earlier run downloaded, if these are the bytes that it wrote."""
+        path = self._ready[piece.key]
+        digest, size_bytes = xxhash.xxh3_128(), 0
+        for block in _blocks(path):
+            digest.update(block)
+            size_bytes += len(block)
+        self._untrusted.discard(piece.key)
+        if path.suffix != f".{digest.hexdigest()}" or size_bytes != piece.size_bytes:
+            self._drop(piece.key)
+
+    def _drop(self, key: str) -> None:
+        path = self._ready.pop(key)
+        with suppress(OSError):
+            path.unlink()
+
+    def _next(self) -> Piece | None:
+        """Wait for a piece to download; None when there is nothing more to do."""
+        with self._changed:
+            while not self._stopping.is_set() and self._failure is None:
+                piece = self._choose()
+                if piece is not None:
+                    self._running.add(piece.key)
+                    return piece
+                self._changed.wait(_POLL_SECONDS)
+        return None
+
+    def _choose(self) -> Piece | None:
+        """Return the next piece: one that is waited for, or the next one while few are unread."""
+        while self._asked:
+            piece = self._asked.popleft()
+            if piece.key not in self._running and piece.key not in self._ready:
+                return piece
+        while self._left and len(self._unread) < self._most_unread:
+            piece = self._left.popleft()
+            key = piece.key
+            if key not in self._running and key not in self._ready and self._users[key]:
+                self._unread.add(key)
+                return piece
+        return None
+
+    def _work(self) -> None:
+        while (piece := self._next()) is not None:
+            try:
+                path = self._download(piece)
+            except Stopped:
+                return
+            except BaseException as error:
+                with self._changed:
+                    self._failure = self._failure or error
+                    self._changed.notify_all()
+                return
+            with self._changed:
+                self._running.discard(piece.key)
+                self._ready[piece.key] = path
+                self._changed.notify_all()
+
+    def _download(self, piece: Piece) -> Path:
+        """Download a piece and return its file."""
+        partial = self._folder / f"{piece.key}{_PARTIAL}"
+        digest = xxhash.xxh3_128()
+        try:
+            with partial.open("wb", buffering=0) as file:
+
+                def sink(chunk: bytes) -> None:
+                    if self._stopping.is_set():
+                        raise Stopped
+                    digest.update(chunk)
+                    view = memoryview(chunk)
+                    while view:
+                        view = view[file.write(view) :]
+
+                piece.file.fetch(range(piece.start, piece.end), sink, self._pause)
+            path = self._folder / f"{piece.key}.{digest.hexdigest()}"
+            os.replace(partial, path)
+        except OSError as error:
+            raise write_failure(partial, error) from error
+        return path
+
+    def _pause(self, seconds: float) -> None:
+        if self._stopping.wait(seconds):
+            raise Stopped
+
+    def _verify(self, file: RemoteFile) -> None:
+        """Compare the checksum of a file that is here whole with the one that its host lists."""
+        digest = hashlib.sha256()
+        for piece in self.pieces_of(file, 0, file.size_bytes):
+            for block in _blocks(self.path_of(piece)):
+                digest.update(block)
+        if digest.hexdigest() == file.sha256:
+            return
+        self._distrusted = True
+        raise IoError(
+            "A downloaded shard does not have the checksum that its repository lists",
+            where=file.path,
+            expected=f"SHA-256 {file.sha256}",
+            found=digest.hexdigest(),
+            todo="Run the same command again: it downloads again what was not finished",
+        )
+
+
+@dataclass(frozen=True)
+class StagedFile:
+    """A remote file whose wanted bytes are read from where they are staged."""
+
+    file: RemoteFile
+    staging: Staging
+
+    @property
+    def path(self) -> Place:
+        return self.file.path
+
+    @property
+    def sha256(self) -> str | None:
+        return self.file.sha256
+
+    def open(self, once: range | None = None) -> OpenStagedFile:
+        return OpenStagedFile(self)
+
+
+class OpenStagedFile:
+    """A staged file, open: its pieces are opened as they are read."""
+
+    def __init__(self, staged: StagedFile) -> None:
+        self._staged = staged
+        self.size_bytes, self.version = staged.file.size_bytes, staged.file.version
+
+    def read(self, start: int, end: int) -> bytes:
+        """Return bytes [start, end), a few (IoError)."""
+        data = bytearray(end - start)
+        self.read_into(memoryview(data), start, end)
+        return bytes(data)
+
+    def read_into(self, buffer: memoryview, start: int, end: int) -> slice:
+        """Read bytes [start, end) into a buffer; return where in it they are."""
+        staging = self._staged.staging
+        pieces = staging.pieces_of(self._staged.file, start, end) if start < end else []
+        for piece in pieces:
+            first, last = max(start, piece.start), min(end, piece.end)
+            target = buffer[first - start : last - start]
+            _read_exactly(staging.path_of(piece), target, first - piece.start)
+        return slice(0, end - start)
+
+    def close(self) -> None:
+        """Do nothing: no file stays open."""
+
+
+def _by_file(pieces: Sequence[Piece]) -> dict[RemoteFile, tuple[list[int], list[Piece]]]:
+    groups: dict[RemoteFile, list[Piece]] = {}
+    for piece in sorted(pieces, key=lambda piece: piece.start):
+        groups.setdefault(piece.file, []).append(piece)
+    return {file: ([piece.start for piece in group], group) for file, group in groups.items()}
+
+
+def _read_exactly(path: Path, target: memoryview, offset: int) -> None:
+    try:
+        with path.open("rb", buffering=0) as file:
+            while target:
+                count = os.preadv(file.fileno(), [target], offset)
+                if not count:
+                    raise OSError(0, "the file is shorter than it was")
+                target, offset = target[count:], offset + count
+    except OSError as error:
+        raise read_failure(path, error) from error
+
+
+def _blocks(path: Path) -> Iterator[bytes]:
+    try:
+        with path.open("rb", buffering=0) as file:
+            while block := file.read(_HASHED_BYTES):
+                yield block
+    except OSError as error:
+        raise read_failure(path, error) from error
