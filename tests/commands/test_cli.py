@@ -27,6 +27,7 @@ from cases import (
     run_program,
     tree,
 )
+from mtp_export.checkpoint.byte_source import Place
 from mtp_export.commands.export import export as export_command
 from mtp_export.commands.generate import generate
 from mtp_export.commands.inspect import inspect
@@ -207,9 +208,9 @@ def before_paths() -> Iterator[tuple[str, ...]]:
     for command in (export_command, quantize, verify, generate, inspect):
         own = () if command is export_command else (command.__name__,)
         for name, hint in get_type_hints(command).items():
-            if hint is Path:  # an argument
+            if hint in (Path, Place):  # an argument
                 yield own
-            elif hint == Path | None:
+            elif hint in (Path | None, Place | None):
                 yield *own, f"--{name.replace('_', '-')}"
 
 
