@@ -42,7 +42,9 @@ class Report:
         self.slowest = max(self.slowest, verdict.seconds)
         self.commands[verdict.command] += 1
         self.codes.update(verdict.codes)
-        self.mutators.update(mutator.split()[0] for mutator in verdict.mutators)
+        known = isinstance(verdict.key, str)
+        names = ("known case" if known else name.split()[0] for name in verdict.mutators)
+        self.mutators.update(names)
         if verdict.finding is not None:
             key = (verdict.finding.oracle, verdict.finding.place)
             if key not in self.findings:

@@ -13,7 +13,12 @@ _STRANGERS = ("tokenizer.model", "x.py", "LICENSE", "chat_template.jinja", "voca
 
 
 def mutate(path: Path, random: Random) -> None:
-    """Replace the file, or add a link to a file outside the folder."""
+    """Replace the file, or add a link to a file outside the folder.
+
+    A user names the file of prompts, and it may well be a pipe: it is left alone.
+    """
+    if path.suffix == ".jsonl":
+        return
     kind = random.randrange(11)
     if kind < 2:
         path = path.with_name(random.choice(_STRANGERS))
