@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from contextlib import closing
 from fnmatch import fnmatch
-from pathlib import Path
 
+from mtp_export.checkpoint.byte_source import Place
 from mtp_export.checkpoint.files import check_small_file
 from mtp_export.checkpoint.reader import Checkpoint
 from mtp_export.errors import InvalidInputError
@@ -51,7 +51,7 @@ def _comes_along(name: str) -> bool:
     return not name.endswith(".safetensors") and any(fnmatch(name, p) for p in _PATTERNS)
 
 
-def _check_name(path: Path) -> None:
+def _check_name(path: Place) -> None:
     """Refuse a file whose name the manifest, which is UTF-8, cannot hold (InvalidInputError)."""
     try:
         path.name.encode()

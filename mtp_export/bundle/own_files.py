@@ -33,7 +33,7 @@ def manifest_files(output: Path) -> frozenset[str]:
             for part, content in parts.items()
             for name in (*content["shards"], *content["files"])
         )
-    except (InvalidInputError, KeyError, TypeError, AttributeError):
+    except InvalidInputError:
         return frozenset()
 
 

@@ -26,7 +26,7 @@ FACTS = ShardFacts(8, "hardlink", {"a": DIGEST}, {"a": {"sqnr_db": None, "max_er
 IDENTITY: dict[str, Any] = {
     "options": {"part": "both", "target": "hf"},
     "source": {"shards": {"x": 1}},
-    "modified_ns": {"x": 5},
+    "versions": {"x": 5},
 }
 
 
@@ -161,12 +161,12 @@ def test_a_run_of_the_same_identity_goes_on(begun: Path) -> None:
         ),
         ({"options": {"part": "both"}}, False, "options target hf", "options target None"),
         ({"source": {"shards": {"x": 2}}}, True, "source shards x 1", "source shards x 2"),
-        ({"modified_ns": {"x": 6}}, True, "modified_ns x 5", "modified_ns x 6"),
+        ({"versions": {"x": 6}}, True, "versions x 5", "versions x 6"),
         (
-            {"modified_ns": {"x": 6}, "options": {}},
+            {"versions": {"x": 6}, "options": {}},
             False,
-            "modified_ns x 5",
-            "modified_ns x 6",
+            "options part both",
+            "options part None",
         ),
     ],
 )

@@ -114,7 +114,8 @@ def test_a_manifest_s_paths_lead_nowhere_else(source: Path, output: Path) -> Non
 
     def add(manifest: dict[str, dict[str, dict[str, dict[str, object]]]]) -> None:
         files = manifest["parts"]["main"]["files"]
-        files |= {"../../thesis.txt": {}, str(victim): {}, "../mtp_export.json": {}, "": {}}
+        names = ("../../thesis.txt", str(victim), "../mtp_export.json", "")
+        files |= dict.fromkeys(names, files["config.json"])
 
     edit_json(output / "mtp_export.json", add)
     assert export(source, output, *UNFINISHED, "--overwrite").code == 0

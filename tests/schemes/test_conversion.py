@@ -139,7 +139,8 @@ def test_codes_are_converted_with_their_scales(storage: Storage) -> None:
     made = FORMATS[storage](own.options)
     found = own.step(stored(CODES, BLOCKS), CODES, SOURCE, name="new.weight")
     outputs = made.tensors("new.weight", (256, 256))
-    assert found == Step(Convert(made, "mse"), (NAME, SCALE), outputs, scheme="scheme")
+    convert = Convert(made, "mse", Fp8Block())
+    assert found == Step(convert, (NAME, SCALE), outputs, scheme="scheme")
     if storage is Storage.INT4_GROUP:
         assert made == Int4Group(32)
 

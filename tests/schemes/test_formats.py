@@ -39,6 +39,10 @@ TENSORS: dict[Storage, list[tuple[str, str, tuple[int, ...]]]] = {
         (NAME, "F8_E4M3", (130, 384)),
         (f"{MODULE}.weight_scale_inv", "F32", (2, 3)),
     ],
+    Storage.FP8_CHANNEL: [
+        (NAME, "F8_E4M3", (130, 384)),
+        (f"{MODULE}.weight_scale", "F32", (130, 1)),
+    ],
     Storage.INT8_CHANNEL: [
         (f"{MODULE}.weight_packed", "I32", (130, 96)),
         (f"{MODULE}.weight_scale", "BF16", (130, 1)),
@@ -58,6 +62,7 @@ TENSORS: dict[Storage, list[tuple[str, str, tuple[int, ...]]]] = {
 OPERATIONS = {
     Storage.BF16: "dequantize_fp8_block",
     Storage.FP8_BLOCK: "quantize_fp8_block",
+    Storage.FP8_CHANNEL: "quantize_fp8_channel",
     Storage.INT8_CHANNEL: "quantize_int8_channel",
     Storage.INT4_GROUP: "quantize_int4_group",
     Storage.W4AFP8: "quantize_w4afp8",
@@ -68,7 +73,7 @@ OPERATIONS = {
 def test_what_a_format_writes(storage: Storage) -> None:
     made = FORMATS[storage](FormatOptions())
     assert made.storage is storage
-    assert made.operation == OPERATIONS[storage]
+    assert made.operation_on(Fp8Block()) == OPERATIONS[storage]
     tensors = made.tensors(NAME, (130, 384))
     assert tensors == tuple(OutputTensor(*fields) for fields in TENSORS[storage])
 
@@ -229,6 +234,7 @@ def test_formats_of_a_config_in_words() -> None:
     assert [one.in_words for one in COMPRESSED_FORMATS] == [
         "pack-quantized int4 in groups of 32, 64 or 128",
         "pack-quantized int8 per channel",
+        "float-quantized fp8 per channel",
         "float-quantized blocks of 128x128",
     ]
 

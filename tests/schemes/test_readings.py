@@ -171,7 +171,8 @@ def test_weights_that_are_not_read() -> None:
     assert error.what.startswith("config_groups.g of config.json describes weights that this tool")
     assert error.expected == (
         "pack-quantized int4 in groups of 32, 64 or 128, pack-quantized int8 per channel,"
-        " or float-quantized blocks of 128x128; symmetric, without actorder"
+        " float-quantized fp8 per channel, or float-quantized blocks of 128x128;"
+        " symmetric, without actorder"
     )
     assert error.found == "format pack-quantized, int3, strategy group, group_size 64"
     group["format"] = "dense"

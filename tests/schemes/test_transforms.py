@@ -15,7 +15,14 @@ from mtp_export.checkpoint.local_folder import LocalFolder, OpenLocalFile
 from mtp_export.checkpoint.plan import Facts, OutputTensor, Resources, Transform
 from mtp_export.errors import InvalidInputError
 from mtp_export.schemes import transforms
-from mtp_export.schemes.formats import UNQUANTIZED, Int4Group, Int8Channel, W4AFp8, WeightFormat
+from mtp_export.schemes.formats import (
+    UNQUANTIZED,
+    Fp8Block,
+    Int4Group,
+    Int8Channel,
+    W4AFp8,
+    WeightFormat,
+)
 from mtp_export.schemes.transforms import Convert, Transpose, one_torch_thread
 
 ROOM = Resources(budget_bytes=1 << 30, device="cpu")
@@ -95,7 +102,9 @@ def test_blocks_of_fp8_are_read_with_their_scales(
     wide = scale.repeat_interleave(128, 0).repeat_interleave(128, 1)[:300, :200]
     expected = codes.float() * wide
     monkeypatch.setattr(transforms, "_PIECE_ELEMENTS", 2 * 128 * 200)
-    written, facts = run(Convert(UNQUANTIZED, "minmax"), inputs, 1)
+    convert = Convert(UNQUANTIZED, "minmax", Fp8Block())
+    assert convert.name == "dequantize_fp8_block"
+    written, facts = run(convert, inputs, 1)
     assert [len(piece) for piece in written.pieces[0]] == [256 * 400, 44 * 400]
     assert written.outputs == [raw(expected.bfloat16())]
     error = (expected - expected.bfloat16().float()).double()
