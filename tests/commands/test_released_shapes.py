@@ -10,8 +10,9 @@ import pytest
 
 from benchmarks.make_checkpoint import make_released
 from benchmarks.released import RELEASED
-from cases import export, nightly_but, run_program
+from cases import edit_json, export, nightly_but, run_program
 from mtp_export.families import family_of
+from mtp_export.families.without_mtp import WITHOUT_MTP
 
 # Tensors of the releases; those of compressed weights, scales, are not among them.
 TENSORS = {"glm4_moe_lite": 9_703, "glm_moe_dsa": 59_870}
@@ -46,6 +47,19 @@ def test_inspect_and_plan(model_type: str, tmp_path: Path) -> None:
     assert parts["mtp"]["tensors"] >= of_mtp + copies
     total = parts["main"]["tensors"] + parts["mtp"]["tensors"]
     assert total == len(tensors) + scales + copies
+
+
+@pytest.mark.parametrize("model_type", WITHOUT_MTP)
+def test_a_release_without_mtp_tensors_is_refused(
+    model_type: str, source: Path, output: Path
+) -> None:
+    """Before its tensors are compared with what config.json promises."""
+    changes = {"model_type": model_type, "num_mtp_modules": 3, "num_nextn_predict_layers": 0}
+    edit_json(source / "config.json", lambda config: config.update(changes))
+    for refused in (run_program("inspect", source), export(source, output)):
+        assert refused.code == 4
+        assert "There are no MTP tensors in this release" in refused.err
+    assert not output.exists()
 
 
 @pytest.mark.nightly
