@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 from pathlib import Path
 from typing import Any
@@ -19,7 +20,7 @@ from mtp_export.bundle.journal_content import (
     parsed,
     shard_line,
 )
-from mtp_export.errors import OutputExistsError
+from mtp_export.errors import IoError, OutputExistsError
 
 DIGEST = "0123456789abcdef" * 2
 FACTS = ShardFacts(8, "hardlink", {"a": DIGEST}, {"a": {"sqnr_db": None, "max_error": 0.5}})
@@ -265,3 +266,20 @@ def test_a_journal_brings_its_lines_to_disk(begun: Path, monkeypatch: pytest.Mon
         assert synced == [JOURNAL_NAME]
         journal.remove()
         assert synced[1:] == [begun.name]
+
+
+def test_a_journal_that_cannot_be_read(begun: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    real = Path.open
+
+    def fails(path: Path, *arguments: Any, **options: Any) -> Any:
+        if path.name == JOURNAL_NAME:
+            raise OSError(errno.EIO, "Input/output error")
+        return real(path, *arguments, **options)
+
+    monkeypatch.setattr(Path, "open", fails)
+    with pytest.raises(IoError) as refusal:
+        journaled_files(begun)
+    assert (refusal.value.where, refusal.value.found) == (
+        begun / JOURNAL_NAME,
+        "Input/output error",
+    )
