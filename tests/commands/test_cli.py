@@ -27,6 +27,7 @@ from cases import (
     run_program,
     tree,
 )
+from mtp_export.checkpoint.byte_source import Place
 from mtp_export.commands.export import export as export_command
 from mtp_export.commands.generate import generate
 from mtp_export.commands.inspect import inspect
@@ -203,19 +204,20 @@ def plan_of(source: Path, output: Path) -> Any:
 
 
 def before_paths() -> Iterator[tuple[str, ...]]:
-    """Arguments of every command up to a path that it takes."""
+    """Arguments of every command up to a path or a source that it takes."""
     for command in (export_command, quantize, verify, generate, inspect):
         own = () if command is export_command else (command.__name__,)
         for name, hint in get_type_hints(command).items():
-            if hint is Path:  # an argument
+            if hint in (Path, Place):  # an argument
                 yield own
-            elif hint == Path | None:
+            elif hint in (Path | None, Place | None):
                 yield *own, f"--{name.replace('_', '-')}"
 
 
 def test_an_empty_path_is_not_the_current_folder() -> None:
     given = list(before_paths())
-    assert ("--output-dir",) in given and ("verify", "--junit") in given and ("inspect",) in given
+    assert ("--input-dir",) in given and ("--output-dir",) in given
+    assert ("verify", "--junit") in given and ("inspect",) in given
     for arguments in given:
         outcome = run_program(*arguments, "")
         assert (outcome.code, outcome.out) == (2, ""), arguments

@@ -30,7 +30,8 @@ class _InMemory:
 
     raw: bytes
     path: Path = Path("input.safetensors")
-    modified_ns: int = 0
+    version: int = 0
+    sha256: None = None
 
     @property
     def size_bytes(self) -> int:

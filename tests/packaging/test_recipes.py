@@ -42,5 +42,6 @@ def test_nightly_tests_are_not_in_the_default_run() -> None:
 
 def test_what_is_imported_is_a_dependency() -> None:
     names = {re.split(r"[<>=]", line)[0] for line in PROJECT["project"]["dependencies"]}
-    pinned = {line.split("==")[0] for line in (ROOT / "constraints.txt").read_text().splitlines()}
+    lines = (ROOT / "constraints.txt").read_text().splitlines()
+    pinned = {line.split("==")[0].replace("_", "-") for line in lines}
     assert {"rich", "tqdm", "typer"} <= names <= pinned
