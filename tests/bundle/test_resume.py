@@ -75,7 +75,7 @@ def test_death_at_every_disk_call(
 
 @pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
 @pytest.mark.parametrize("before", ["empty folder", "another bundle", "unfinished run"])
-@pytest.mark.parametrize("first", nightly_but([1], (1, 3, 5)))
+@pytest.mark.parametrize("first", nightly_but([1], (1, 4, 7)))
 def test_death_with_links_and_something_there_before(
     first: int, before: str, pristine: Path, tmp_path: Path
 ) -> None:
@@ -86,7 +86,7 @@ def test_death_with_links_and_something_there_before(
     options = (*FEWER, "--overwrite") if before == "another bundle" else FEWER
     if before == "unfinished run":
         options = (*FEWER, "--no-resume")
-    for call_number in range(first, 2000, 3 if before == "empty folder" else 6):
+    for call_number in range(first, 2000, 9 if before == "empty folder" else 12):
         output = tmp_path / f"died-at-{call_number}"
         output.mkdir()
         if before == "another bundle":

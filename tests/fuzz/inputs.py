@@ -15,7 +15,7 @@ from fuzz.cases import CASES
 from fuzz.commands import COMMANDS
 from fuzz.lab import Lab, copy_of
 from fuzz.mutators import MUTATORS
-from fuzz.sandbox import Finding, Sandbox, check_memory, check_no_secret, check_same, tree_of
+from fuzz.sandbox import WATCH, Finding, Sandbox, check_no_secret, check_same, tree_of
 
 Key = int | str  # a seed, or the name of one of the known cases
 _MAX_MUTATED_BYTES = 20_000_000  # what a mutator before made huge is not read
@@ -137,4 +137,4 @@ def _run(case: Case, sandbox: Sandbox, lab: Lab) -> None:
     if any(not name.startswith("report.") for name in strays):
         raise Finding("outside", "beside the output", str(strays))
     check_no_secret(sandbox.output)
-    check_memory()
+    WATCH.check_memory()

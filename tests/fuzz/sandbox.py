@@ -16,7 +16,7 @@ from cases import Outcome, run_program
 from fuzz.mutators.special_files import SECRET
 
 EXIT_CODES = (0, 2, 3, 4, 5, 6, 7, 8)
-MAX_MEMORY_BYTES = 1_000_000_000
+MAX_GROWTH_BYTES = 650_000_000  # of an input; with the program itself 1 GB
 _MAX_MESSAGE = 2500  # characters
 _WRITING = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC
 _CHANGES = {  # audit events, and which of their arguments are paths, each with its folder's number
@@ -149,23 +149,27 @@ def check_no_secret(folder: Path) -> None:
             raise Finding("leak", "a file from outside the checkpoint", str(path))
 
 
-def check_memory() -> None:
-    """Raise a Finding when this process ever held more memory than it may."""
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-    if peak > MAX_MEMORY_BYTES:
-        raise Finding("memory", "resident", f"{peak / 1e6:.0f} MB")
-
-
 class Watch:
-    """Record of what a command does outside its folder, by Python's audit events."""
+    """Record of what a command does outside its folder, by Python's audit events, and of the memory
+    that a child takes. The parent, which may compile kernels, is not watched."""
 
     def __init__(self) -> None:
         self._folder: str | None = None
         self._seen: list[str] = []
+        self._inherited_bytes: int | None = None
 
     def install(self) -> None:
-        """Start to listen, for the rest of this process's life."""
+        """Start to listen, for the rest of this child's life."""
         sys.addaudithook(self._hear)
+        self._inherited_bytes = _peak_bytes()
+
+    def check_memory(self) -> None:
+        """Raise a Finding when this child ever took more memory than an input may."""
+        if self._inherited_bytes is None:
+            return
+        growth = _peak_bytes() - self._inherited_bytes
+        if growth > MAX_GROWTH_BYTES:
+            raise Finding("memory", "resident", f"{growth / 1e6:.0f} MB more")
 
     def begin(self, folder: Path) -> None:
         """Record from now on; everything in the folder is allowed."""
@@ -208,6 +212,11 @@ class Watch:
     def _note(self, event: str, what: str) -> None:
         where = "".join(traceback.format_stack(limit=8)[:-3])
         self._seen.append(f"{event} {what}\n{where}")
+
+
+def _peak_bytes() -> int:
+    """Return the most memory that this process held; a fork begins with what its parent has."""
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
 WATCH = Watch()
