@@ -12,7 +12,15 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from cases import edit_json, export, quantize, read_json, read_tensors, run_program
+from cases import (
+    edit_json,
+    export,
+    nightly_but,
+    quantize,
+    read_json,
+    read_tensors,
+    run_program,
+)
 from faults.small_model import family_config, write_dense
 from mtp_export.families import family_of
 from mtp_runtime import LLM, SamplingParams
@@ -23,6 +31,7 @@ HEAD = f"{LAYER}.shared_head.head.weight"
 INDEX = "model.safetensors.index.json"
 UNQUANTIZED = ("lm_head", "model.embed_tokens", f"{LAYER}.eh_proj", "re:.*mlp.gate$")
 PARAMS = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
+INTEGERS, FP8 = ("weight_only_int4", "weight_only_int8"), ("a8w8_fp8", "a8w8_fp8")
 CHANNELS: dict[str, Any] = {
     "quant_method": "compressed-tensors",
     "format": "float-quantized",
@@ -127,9 +136,7 @@ def test_without_a_copy_none_is_written_in_another_precision(channels: Path, out
     assert HEAD not in read_tensors(output / "mtp")
 
 
-@pytest.mark.parametrize(
-    ("base", "mtp"), [("weight_only_int4", "weight_only_int8"), ("a8w8_fp8", "a8w8_fp8")]
-)
+@pytest.mark.parametrize(("base", "mtp"), nightly_but([INTEGERS], (INTEGERS, FP8)))
 def test_a_quantization_reads_what_the_channels_hold(
     channels: Path, output: Path, base: str, mtp: str
 ) -> None:

@@ -74,7 +74,12 @@ def test_death_at_every_disk_call(
 
 
 @pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
-@pytest.mark.parametrize("before", ["empty folder", "another bundle", "unfinished run"])
+@pytest.mark.parametrize(
+    "before",
+    nightly_but(
+        ["empty folder", "unfinished run"], ("empty folder", "another bundle", "unfinished run")
+    ),
+)
 @pytest.mark.parametrize("first", nightly_but([1], (1, 4, 7)))
 def test_death_with_links_and_something_there_before(
     first: int, before: str, pristine: Path, tmp_path: Path
