@@ -18,8 +18,8 @@ class WeightsEntry:
     kind: str
     bits: int
     strategy: str
-    group_size: int | None = None
-    block: tuple[int, int] | None = None
+    group_size: int | None
+    block: tuple[int, int] | None
 
     @classmethod
     def of(cls, group: Mapping[str, Any], layout: Any) -> WeightsEntry | None:
@@ -43,6 +43,11 @@ class WeightsEntry:
             group_size=weights.get("group_size"),
             block=tuple(block) if isinstance(block, list) else None,
         )
+
+    def has_numbers(self, layout: str, *, kind: str, bits: int, strategy: str) -> bool:
+        """Return whether the weights are such numbers, whatever the size of a group or a block."""
+        own = (self.layout, self.kind, self.bits, self.strategy)
+        return own == (layout, kind, bits, strategy)
 
 
 def group(

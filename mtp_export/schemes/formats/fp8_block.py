@@ -36,15 +36,8 @@ class Fp8Block(WeightFormat):
 
     @classmethod
     def of_entry(cls, entry: WeightsEntry) -> Fp8Block | None:
-        block = WeightsEntry(
-            "float-quantized",
-            kind="float",
-            bits=8,
-            strategy="block",
-            group_size=entry.group_size,
-            block=_BLOCKS,
-        )
-        return cls(COMPRESSED_SCALE, SCALE_DTYPES) if entry == block else None
+        own = entry.has_numbers("float-quantized", kind="float", bits=8, strategy="block")
+        return cls(COMPRESSED_SCALE, SCALE_DTYPES) if own and entry.block == _BLOCKS else None
 
     def group(self, *, activations_fp8: bool) -> dict[str, Any]:
         weights = numbers(8, "float", "block") | {"block_structure": list(_BLOCKS)}

@@ -34,15 +34,8 @@ class Fp8Channel(WeightFormat):
 
     @classmethod
     def of_entry(cls, entry: WeightsEntry) -> Fp8Channel | None:
-        own = WeightsEntry(
-            _LAYOUT,
-            kind="float",
-            bits=8,
-            strategy="channel",
-            group_size=entry.group_size,
-            block=entry.block,
-        )
-        return cls() if entry == own else None
+        own = entry.has_numbers(_LAYOUT, kind="float", bits=8, strategy="channel")
+        return cls() if own else None
 
     def group(self, *, activations_fp8: bool) -> dict[str, Any]:
         activations = numbers(8, "float", "token", dynamic=True)
