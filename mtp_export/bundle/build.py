@@ -321,10 +321,9 @@ def _write_parts(
         folder = plan.options.output_dir / part.name
         make_folder(folder)
         jobs += [ShardJob(f"{part.name}/{shard.file_name}", folder, shard) for shard in part.shards]
-    progress(
-        sum(job.shard.size_bytes for job in jobs if is_made(job, journal) and job.shard.is_read)
-    )
-    jobs = [job for job in jobs if not is_made(job, journal)]
+    made = {job.key for job in jobs if is_made(job, journal)}
+    progress(sum(job.shard.size_bytes for job in jobs if job.key in made and job.shard.is_read))
+    jobs = [job for job in jobs if job.key not in made]
     tied = plan.tied if compare else TiedCopies.nothing(plan.stored)
     copied = {step.inputs[0] for step in _read_steps(plan) if step.operation == COPY}
     apart = tied.alike.keys() - copied
