@@ -56,6 +56,9 @@ class Fp8Block(WeightFormat):
         return _CODE_DTYPES if tensor.dtype in _CODE_DTYPES else self.scale_dtypes
 
     def source(self, codes: torch.Tensor, scale: torch.Tensor) -> quantize.Fp8Block:
+        return self.stored(codes, scale)
+
+    def stored(self, codes: torch.Tensor, scale: torch.Tensor) -> quantize.Fp8Block:
         from mtp_kernels import quantize
 
         return quantize.Fp8Block(codes, scale)
@@ -74,4 +77,4 @@ class Fp8Block(WeightFormat):
     ) -> torch.Tensor:
         from mtp_kernels import quantize
 
-        return quantize.dequantize_fp8_block(quantize.Fp8Block(codes, scale), dtype)[0]
+        return quantize.dequantize_fp8_block(self.stored(codes, scale), dtype)[0]

@@ -95,7 +95,12 @@ class Int8Channel(_PackQuantized):
     ) -> torch.Tensor:
         from mtp_kernels import quantize
 
-        return quantize.dequantize_int8_channel(quantize.Int8Channel(codes, scale), dtype)
+        return quantize.dequantize_int8_channel(self.stored(codes, scale), dtype)
+
+    def stored(self, codes: torch.Tensor, scale: torch.Tensor) -> quantize.Int8Channel:
+        from mtp_kernels import quantize
+
+        return quantize.Int8Channel(codes, scale)
 
 
 @dataclass(frozen=True)
@@ -149,4 +154,9 @@ class Int4Group(_PackQuantized):
     ) -> torch.Tensor:
         from mtp_kernels import quantize
 
-        return quantize.dequantize_int4_group(quantize.Int4Group(codes, scale), dtype)
+        return quantize.dequantize_int4_group(self.stored(codes, scale), dtype)
+
+    def stored(self, codes: torch.Tensor, scale: torch.Tensor) -> quantize.Int4Group:
+        from mtp_kernels import quantize
+
+        return quantize.Int4Group(codes, scale)

@@ -57,7 +57,12 @@ class W4AFp8(WeightFormat):
     ) -> torch.Tensor:
         from mtp_kernels import quantize
 
-        return quantize.dequantize_w4afp8(quantize.W4AFp8(codes, scale), dtype)
+        return quantize.dequantize_w4afp8(self.stored(codes, scale), dtype)
+
+    def stored(self, codes: torch.Tensor, scale: torch.Tensor) -> quantize.W4AFp8:
+        from mtp_kernels import quantize
+
+        return quantize.W4AFp8(codes, scale)
 
     def constants(self, shape: tuple[int, ...]) -> tuple[torch.Tensor, ...]:
         """Return an input scale of 1, which leaves the activations as they are."""
