@@ -38,11 +38,11 @@ def linear(x: torch.Tensor, weight: StoredWeight) -> torch.Tensor:
     """Return x @ weight.T, added in float32 in an order that no other row changes."""
     arrays = _arrays(weight)
     x = x.contiguous()
-    y = torch.zeros(len(x), len(arrays[0]))
+    y = torch.zeros(len(arrays[0]), len(x))
     team = process_team()
     threads = team.threads_for(y.numel() * x.shape[1])
     team.run(tiles.multiply, threads, x.detach().numpy(), arrays, y.numpy())
-    return y
+    return y.t().contiguous()
 
 
 def _arrays(weight: StoredWeight) -> Any:

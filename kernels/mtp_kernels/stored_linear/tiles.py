@@ -13,8 +13,8 @@ from mtp_kernels.cpu.vectors import Rows, address, dot_rows
 from mtp_kernels.quantize.cpu_numbers import from_bf16, from_e4m3
 from mtp_kernels.quantize.layouts import BLOCK
 
-TILE = 8  # rows of the weight that are float32 at a time
-WIDTH = 512  # and their columns: 16 KB, a multiple of every group and block
+TILE = 16  # rows of the weight that are float32 at a time
+WIDTH = 512  # and their columns: 32 KB, a multiple of every group and block
 PANEL = 64  # rows of the weight over which rows of x stay in the second-level cache
 TOKENS = 256  # rows of x that meet a panel
 # Numbers that turn a nibble into its code plus 8.
@@ -112,10 +112,10 @@ def _expand_overload(weight: Any, row: Any, start: Any, out: Any) -> Any:
 
 @compiled
 def multiply(member: Any, x: Any, weight: Any, y: Any) -> None:
-    """Add x @ weight.T to y [T, N], which is 0: the member's panels of the weight."""
+    """Add weight @ x.T to y [N, T], which is 0: the member's panels of the weight."""
     tile = np.empty((TILE, WIDTH), np.float32)
-    sums = np.empty((TOKENS, TILE), np.float32)
-    count, rows = y.shape
+    sums = np.empty((TILE, TOKENS), np.float32)
+    rows, count = y.shape
     first, last = share(member, (rows + PANEL - 1) // PANEL)
     for panel in range(first, last):
         end = min(rows, (panel + 1) * PANEL)
@@ -128,8 +128,9 @@ def multiply(member: Any, x: Any, weight: Any, y: Any) -> None:
                     size = min(TILE, end - row)
                     for r in range(size):
                         _expand(weight, row + r, start, tile[r, :width])
-                    dot_rows(inputs, Rows(address(tile), WIDTH, size), width, address(sums), TILE)
-                    for t in range(tokens):
-                        out = y[token + t, row : row + size]
-                        for r in range(size):
-                            out[r] += sums[t, r]
+                    expanded = Rows(address(tile), WIDTH, size)
+                    dot_rows(expanded, inputs, width, address(sums), TOKENS)
+                    for r in range(size):
+                        out = y[row + r, token : token + tokens]
+                        for t in range(tokens):
+                            out[t] += sums[r, t]
