@@ -3,9 +3,9 @@
     python -m benchmarks.bench_stream /data/stream --prepare   a checkpoint and its bundle: 22 GB
     python -m benchmarks.bench_stream /data/stream
 
-The model has hidden size 7168, --experts experts of 3584 in a sparse layer (9.9 GB in fp8), one dense
-layer and --layers - 1 sparse ones, and the MTP layer; its vocabulary is short, so that layers fill
-the disk. In turn, the page cache dropped before each (needs root):
+The model has hidden size 7168, --experts experts of 3584 in a sparse layer (9.9 GB in fp8), one
+dense layer and --layers - 1 sparse ones, and the MTP layer; its vocabulary is short, so that layers
+fill the disk. In turn, the page cache dropped before each (needs root):
   reading   all weights of a sparse layer by direct reads, eight at a time
   check     the whole check on four prompts of 24 tokens: seconds per layer and in all, bytes read
             and memory added, each beside what the check says beforehand
@@ -114,7 +114,9 @@ def bytes_read() -> int:
 def write_prompts(path: Path, texts: int, tokens: int, vocab: int) -> None:
     """Write texts of spread tokens."""
     lines = [
-        json.dumps({"prompt_token_ids": [(7919 * (t * tokens + i) + 3) % vocab for i in range(tokens)]})
+        json.dumps(
+            {"prompt_token_ids": [(7919 * (t * tokens + i) + 3) % vocab for i in range(tokens)]}
+        )
         for t in range(texts)
     ]
     path.write_text("\n".join(lines))
@@ -153,7 +155,9 @@ def measured(folder: Path, row: str) -> dict[str, Any]:
         streamed, (texts, _) = open_streamed(options.bundle, "cpu"), stream.texts_of(context)
         found = stream.cost_of(context, streamed, texts)
         cost = found.as_json()
-        stream.states_of(context, streamed, texts, found, lambda done: times.append(time.perf_counter()))
+        stream.states_of(
+            context, streamed, texts, found, lambda done: times.append(time.perf_counter())
+        )
     return {
         "seconds": round(time.perf_counter() - start, 2),
         "layer_seconds": [round(b - a, 2) for a, b in zip(times, times[1:], strict=False)],
