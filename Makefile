@@ -1,8 +1,10 @@
 # make demo and make test do all the set-up themselves; nothing else is needed on a fresh machine.
 PYTHON ?= python3
 BIN := .venv/bin
-# Every core, and the ten slowest at the end; scripts/check has run the architecture's tests.
-PYTEST := $(BIN)/python -m pytest -n auto --dist worksteal --durations 10
+# Every core, and the ten slowest at the end; scripts/check runs the architecture's tests beside.
+PYTEST := $(BIN)/python -m pytest -n auto --dist worksteal --durations 10 --ignore tests/test_architecture.py
+beside_checks = mkdir -p build; scripts/check >build/check.log 2>&1 & check=$$!; \
+	$(1); tests=$$?; wait $$check; checks=$$?; cat build/check.log; exit $$((tests ? tests : checks))
 # Modules are compiled as they are imported: most of them never are.
 PIP_INSTALL := $(BIN)/pip --disable-pip-version-check --quiet install --no-compile
 ENGINES_PIP := .venv-engines/bin/pip --disable-pip-version-check --quiet
@@ -17,13 +19,11 @@ demo: .venv/installed
 	scripts/demo
 
 test: .venv/installed-dev
-	scripts/check
-	$(PYTEST) --ignore tests/test_architecture.py
+	@$(call beside_checks,$(PYTEST))
 
 # With what only repeats at larger scale, or takes minutes, or needs the package index.
 test-all: .venv/installed-dev
-	scripts/check
-	$(PYTEST) --ignore tests/test_architecture.py -m "nightly or not nightly"
+	@$(call beside_checks,$(PYTEST) -m "nightly or not nightly")
 
 # Half an hour of mutated inputs; a failure prints the command that runs its input again.
 FUZZ_SEED := $(shell date +%s)
