@@ -12,9 +12,9 @@ from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING, Any
 
-from mtp_export.bundle.tied_weights import PIECE_BYTES, first_difference
+from mtp_export.bundle.tied_weights import first_difference
 from mtp_export.checkpoint.bundle_folder import MAIN
-from mtp_export.checkpoint.direct_io import aligned_buffer
+from mtp_export.checkpoint.disk_queue import DiskQueue, disk_depth
 from mtp_export.families import family_of
 from mtp_export.progress import ProgressCallback, format_bytes
 from mtp_export.schemes.native import QUANTIZATION
@@ -108,8 +108,12 @@ def _compare_all(
 ) -> list[Compared]:
     total_bytes = sum(weight.size_bytes for weight, _ in pairs)
     title = f"{part}: against the source"
-    with context.show_progress(title, total_bytes) as progress, one_torch_thread():
-        work = partial(_compare, progress)
+    with (
+        context.show_progress(title, total_bytes) as progress,
+        DiskQueue(disk_depth(context.options.bundle)) as queue,
+        one_torch_thread(),
+    ):
+        work = partial(_compare, progress, queue)
         return list(in_threads(work, pairs, context.options.workers))
 
 
@@ -117,12 +121,13 @@ def _discard(piece: memoryview) -> None:
     """Drop a piece that was compared."""
 
 
-def _compare(progress: ProgressCallback, pair: tuple[WeightOnDisk, WeightOnDisk]) -> Compared:
+def _compare(
+    progress: ProgressCallback, queue: DiskQueue, pair: tuple[WeightOnDisk, WeightOnDisk]
+) -> Compared:
     weight, source = pair
     if _is_copy(weight, source):
-        buffer = aligned_buffer(PIECE_BYTES)
         equal = all(
-            first_difference(ours, theirs, _discard, buffer) is None
+            first_difference(ours, theirs, _discard, queue) is None
             for ours, theirs in zip(weight.tensors, source.tensors, strict=True)
         )
         progress(weight.size_bytes)
