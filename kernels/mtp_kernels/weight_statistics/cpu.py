@@ -10,7 +10,6 @@ from typing import Any
 import numpy as np
 import torch
 
-from mtp_kernels.quantize.layouts import BLOCK
 from mtp_kernels.weight_statistics import cpu_loops
 from mtp_kernels.weight_statistics.figures import CodeGroups, Difference
 
@@ -34,8 +33,7 @@ def float_group(values: torch.Tensor) -> CodeGroups:
 
 def fp8_groups(codes: torch.Tensor, rows: int, columns: int) -> CodeGroups:
     found = _empty(-(-codes.shape[0] // rows), -(-codes.shape[1] // columns))
-    width = codes.shape[1] if columns == BLOCK else min(BLOCK, codes.shape[1])
-    cpu_loops.fp8_groups(_array(codes), rows, width, *found)
+    cpu_loops.fp8_groups(_array(codes), rows, columns, *found)
     return _groups(found)
 
 

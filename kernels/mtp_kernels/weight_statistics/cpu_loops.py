@@ -14,8 +14,9 @@ from numba.extending import overload
 
 from mtp_kernels.cpu.jit import compiled, inner
 from mtp_kernels.quantize.cpu_numbers import float_of, from_bf16, from_e4m3
-from mtp_kernels.quantize.layouts import BLOCK, LANES
+from mtp_kernels.quantize.layouts import BLOCK, GROUP_SIZES, LANES
 
+_WIDTH = 512  # lanes of a row: LLVM's loops take 256 bytes at a time
 _SEGMENT = 4096  # integer codes whose squares an int32 can add up
 _F16_SHIFT = np.uint32(112 << 23)  # between the exponent biases of fp32 and f16
 _F16_ROUNDER = np.float32(0.5)  # its spacing is 2**-24, the smallest f16 subnormal
@@ -113,8 +114,12 @@ def _value_at(place: Any) -> Any:
 
 
 @compiled
-def fp8_groups(codes: Any, rows: Any, width: Any, low: Any, high: Any, square_sum: Any) -> None:
-    """Statistics of groups of `rows` rows: of BLOCK columns for a width of K, else of K columns."""
+def fp8_groups(codes: Any, rows: Any, columns: Any, low: Any, high: Any, square_sum: Any) -> None:
+    """Statistics of groups of `rows` rows and `columns` columns, BLOCK or all of them.
+
+    Blocks have a lane for each column, a row by itself has some for all of its segments.
+    """
+    width = codes.shape[1] if columns == BLOCK else min(codes.shape[1], _WIDTH)
     lanes = np.empty(width, np.float32)
     lows, highs = np.empty(width, np.int8), np.empty(width, np.int8)
     for group_row in range(low.shape[0]):
@@ -125,11 +130,11 @@ def fp8_groups(codes: Any, rows: Any, width: Any, low: Any, high: Any, square_su
             for first in range(0, codes.shape[1], width):
                 _add_fp8(codes[row, first : first + width], lanes, lows, highs)
         for group in range(low.shape[1]):
-            columns = slice(group * BLOCK, (group + 1) * BLOCK)
-            low[group_row, group] = _value_at(lows[columns].min())
-            high[group_row, group] = _value_at(highs[columns].max())
+            own = slice(group * columns, (group + 1) * columns)
+            low[group_row, group] = _value_at(lows[own].min())
+            high[group_row, group] = _value_at(highs[own].max())
             total = 0.0
-            for lane in lanes[columns]:
+            for lane in lanes[own]:
                 total += np.float64(lane)
             square_sum[group_row, group] = total
 
@@ -161,19 +166,27 @@ def int8_groups(codes: Any, low: Any, high: Any, square_sum: Any) -> Any:
     return every
 
 
-@inner
-def _int4_segment(pairs: Any, flipped: Any) -> Any:
-    low, high = np.int32(7), np.int32(-8)
-    squares, outer = np.int32(0), np.int32(0)
-    for k in range(pairs.size):
-        pair = np.int32(np.uint8(pairs[k] ^ flipped))
-        even = np.int32(np.int32(pair & np.int32(15)) - np.int32(8))
-        odd = np.int32(np.int32(pair >> np.int32(4)) - np.int32(8))
-        squares = np.int32(squares + np.int32(np.int32(even * even) + np.int32(odd * odd)))
-        outer = np.int32(outer + np.int32(abs(even) > np.int32(4)))
-        outer = np.int32(outer + np.int32(abs(odd) > np.int32(4)))
-        low, high = min(low, min(even, odd)), max(high, max(even, odd))
-    return low, high, squares, outer
+def _int4_group(size: int) -> Any:
+    """Statistics of a group of `size` bytes: LLVM makes vector code of so short a loop only where
+    its length is constant."""
+
+    def measure(pairs: Any, flipped: Any) -> Any:
+        low, high = np.int16(7), np.int16(-8)
+        squares, outer = np.int16(0), np.int16(0)
+        for k in range(size):
+            pair = np.uint8(pairs[k] ^ flipped)
+            even = np.int16(np.int16(pair & np.uint8(15)) - np.int16(8))
+            odd = np.int16(np.int16(pair >> np.uint8(4)) - np.int16(8))
+            squares = np.int16(squares + np.int16(np.int16(even * even) + np.int16(odd * odd)))
+            outer = np.int16(outer + np.int16(abs(even) > np.int16(4)))
+            outer = np.int16(outer + np.int16(abs(odd) > np.int16(4)))
+            low, high = min(low, min(even, odd)), max(high, max(even, odd))
+        return low, high, squares, outer
+
+    return inner(measure)
+
+
+_INT4_OF_32, _INT4_OF_64, _INT4_OF_128 = (_int4_group(size // 2) for size in GROUP_SIZES)
 
 
 @compiled
@@ -186,7 +199,13 @@ def int4_groups(pairs: Any, flipped: Any, low: Any, high: Any, square_sum: Any) 
     size = pairs.shape[1] // low.shape[1]
     for row in range(pairs.shape[0]):
         for group in range(low.shape[1]):
-            found = _int4_segment(pairs[row, group * size : (group + 1) * size], flipped)
+            codes = pairs[row, group * size : (group + 1) * size]
+            if size == 64:
+                found = _INT4_OF_128(codes, flipped)
+            elif size == 32:
+                found = _INT4_OF_64(codes, flipped)
+            else:
+                found = _INT4_OF_32(codes, flipped)
             low[row, group], high[row, group], square_sum[row, group] = found[:3]
             every += found[3]
     return every
