@@ -15,6 +15,7 @@ PANELS: dict[str, tuple[str, ...]] = {
     "verify": ("Checks", "Decoding", "Performance", "Report"),
     "generate": ("Decoding", "Speculation", "Performance", "Report"),
     "inspect": ("Report",),
+    "push": ("Input and output", "Content of the bundle", "Model card", "Report"),
 }
 
 
