@@ -29,7 +29,7 @@ class BaseModel:
     name: str
     commit: str
     files: Mapping[str, RepoFile] = field(default_factory=dict)
-    license: Mapping[str, str] = field(default_factory=dict)
+    license: Mapping[str, Any] = field(default_factory=dict)
 
 
 def base_model(named: Address | None, manifest: Mapping[str, Any]) -> BaseModel | None:
@@ -60,7 +60,7 @@ def _read(name: str, revision: str | None, address: Address) -> BaseModel:
     return BaseModel(name, commit, files=copied, license=_license(info))
 
 
-def _license(info: ModelInfo) -> dict[str, str]:
+def _license(info: ModelInfo) -> dict[str, Any]:
     card = info.card_data
     found = {key: card.get(key) for key in _LICENSE_KEYS} if card is not None else {}
     return {key: value for key, value in found.items() if isinstance(value, str)}

@@ -186,8 +186,8 @@ def _sources(name: str, base: BaseModel | None, state: State | None) -> dict[str
         found = {digest: Source(file, base.name, base.commit)
                  for digest, file in base.files.items()}  # fmt: skip
     if state is not None and state.commit is not None:
-        own = [file for file in state.files.values() if file.lfs]
-        found |= {str(file.lfs.sha256): Source(file, None, state.commit) for file in own}
+        found |= {file.lfs.sha256: Source(file, None, state.commit)
+                  for file in state.files.values() if file.lfs}  # fmt: skip
     return found
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import io
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from huggingface_hub import CommitOperationAdd, CommitOperationDelete
@@ -55,11 +55,11 @@ def _pushed(plan: PushPlan, state: State, show_progress: ShowProgress) -> tuple[
     is_xet = plan.repository.takes_xet()
     sent: dict[str, CommitOperationAdd] = {}
     while True:
-        names = [name for name in plan.uploads if name not in sent]
-        with show_progress("upload", sum(plan.sizes[name] for name in names)) as progress:
-            # One by one: two equal files at once would be read from one of their operations.
-            for name in names:
-                sent[name] = _sent(plan, name, is_xet=is_xet, progress=progress)
+        shards = [s for s in plan.content.shards if s.name in plan.uploads and s.name not in sent]
+        with show_progress("upload", sum(shard.size_bytes for shard in shards)) as progress:
+            for shard in shards:
+                sent[shard.name] = _sent_shard(plan, shard, is_xet=is_xet, progress=progress)
+        sent |= _sent_files(plan, plan.files.keys() - plan.kept - sent.keys(), is_xet=is_xet)
         plan.content.check_unchanged()
         removed = [CommitOperationDelete(name, is_folder=False) for name in plan.removed]
         copies = [source.copy_to(name) for name, source in plan.sources.items()]
@@ -69,36 +69,39 @@ def _pushed(plan: PushPlan, state: State, show_progress: ShowProgress) -> tuple[
             plan = replace(plan, sources={})
 
 
-def _sent(
-    plan: PushPlan, name: str, *, is_xet: bool, progress: ProgressCallback
-) -> CommitOperationAdd:
-    """Upload a file if it is one for the storage; return its part of the commit.
-
-    Without Xet it is given as an open file: so huggingface_hub is told.
-    """
-    shard = next((shard for shard in plan.content.shards if shard.name == name), None)
-    if shard is not None:
-        return _sent_shard(plan, shard, is_xet=is_xet, progress=progress)
-    data = plan.files[name]
-    operation = CommitOperationAdd(name, data if is_xet else io.BytesIO(data))
-    plan.repository.upload(operation)
-    progress(len(data))
-    return operation
+def _sent_files(
+    plan: PushPlan, names: Collection[str], *, is_xet: bool
+) -> dict[str, CommitOperationAdd]:
+    """Upload those of some files that are for the storage; return their parts of the commit."""
+    sent: dict[str, CommitOperationAdd] = {}
+    left = set(names)
+    while left:
+        # Equal files go one after the other: huggingface_hub would read one of them twice at once.
+        batch = {plan.files[name]: name for name in sorted(left)}
+        sent |= {name: CommitOperationAdd(name, data if is_xet else io.BytesIO(data))
+                 for data, name in batch.items()}  # fmt: skip
+        plan.repository.upload([sent[name] for name in batch.values()])
+        left -= sent.keys()
+    return sent
 
 
 def _sent_shard(
     plan: PushPlan, shard: Shard, *, is_xet: bool, progress: ProgressCallback
 ) -> CommitOperationAdd:
+    """Upload a shard; return its part of the commit.
+
+    Without Xet it is given as an open file: so huggingface_hub is told.
+    """
     operation = CommitOperationAdd(shard.name, shard.path)
     operation.upload_info.sha256 = bytes.fromhex(plan.digests[shard.name])
     try:
         if is_xet:
-            plan.repository.upload(operation)
+            plan.repository.upload([operation])
             progress(shard.size_bytes)
         else:
             with SentFile(shard.path, progress) as file:
                 operation.path_or_fileobj = file
-                plan.repository.upload(operation)
+                plan.repository.upload([operation])
                 progress(shard.size_bytes - file.sent_bytes)
             operation.path_or_fileobj = str(shard.path)
     except MtpExportError:

@@ -131,18 +131,18 @@ class Repository:
             raise not_writable(self.address, f"HTTP {_status(error.__cause__)}") from error
         return True
 
-    def upload(self, operation: CommitOperationAdd) -> None:
-        """Send a file to the storage, unless that has it already; no commit lists it yet.
+    def upload(self, operations: Sequence[CommitOperationAdd]) -> None:
+        """Send what is for the storage of some files, and not in it; no commit lists them yet.
 
         Raises InvalidInputError where the token may not, IoError.
         """
         with _silent_client():
             try:
                 self.client.api.preupload_lfs_files(
-                    self.name, [operation], revision=BRANCH, num_threads=1, free_memory=False
+                    self.name, operations, revision=BRANCH, num_threads=1, free_memory=False
                 )
             except Exception as error:  # of the library, of its compiled client and of the network
-                where = self.address / operation.path_in_repo
+                where = self.address / operations[0].path_in_repo
                 raise upload_failure(error, where, self.client.endpoint) from error
 
     def commit(self, operations: Sequence[Operation], message: str, parent: str | None) -> str:

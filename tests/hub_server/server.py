@@ -59,6 +59,7 @@ class HubServer(ThreadingHTTPServer):
         self.part_bytes = 5 << 20  # larger files are uploaded in parts
         self.xet_store: Path | None = None  # takes Xet uploads if there is one
         self.released = threading.Event()  # ends the waiting of stalled uploads
+        self.during_upload: Callable[[], object] = lambda: None  # runs as bytes arrive
         self._store = tempfile.TemporaryDirectory(prefix="hub-server-")
         self._faults: dict[str, list[int]] = {}
         self._lock = threading.Lock()

@@ -148,6 +148,7 @@ class Uploads(BaseHTTPRequestHandler):
             self.close_connection = True
             return
         body = self.rfile.read(length)
+        server.during_upload()
         if server.meets("upload stalled"):
             server.released.wait()
         if len(body) < length:
