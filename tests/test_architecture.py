@@ -48,6 +48,7 @@ FLOORS: tuple[tuple[str, ...], ...] = (
         "mtp_export.verify.report",
     ),
     ("mtp_export.verify",),
+    ("mtp_export.publish",),
     ("mtp_export.commands",),
     ("mtp_export.cli",),
     ("mtp_export.__main__",),
