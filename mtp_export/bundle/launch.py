@@ -27,7 +27,9 @@ def launch_lines(plan: BundlePlan) -> dict[str, str]:
     native = plan.stored.scheme or KEEP
     base = plan.recorded.get("base_quant", native)
     mtp = plan.recorded.get("mtp_quant", "bf16" if target.dequantizes else native)
-    deployment = Deployment(plan.options.output_dir, base, mtp)
+    converted = [SCHEMES[scheme] for scheme in (base, mtp) if scheme != KEEP]
+    alike = all(scheme.stores_experts_alike(plan.recorded) for scheme in converted)
+    deployment = Deployment(plan.options.output_dir, base, mtp, experts_alike=alike)
     return {
         engine.name: engine.launch(deployment)
         for engine in target.engines
