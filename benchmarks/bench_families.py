@@ -3,8 +3,8 @@
     python -m benchmarks.bench_families [--threads 2] [--out FOLDER]
 
 Grouped-query attention is run by torch alone. Beside it: transformers on the same weights, and the
-latent attention of a model of the same sizes, compiled and by torch: their quotient is what compiled
-kernels are worth there. Weights are random. Writes families.json to FOLDER (benchmarks/results).
+latent attention of a model of the same sizes, compiled and by torch, whose quotient is the gain of
+compiling there. Weights are random. Writes families.json to FOLDER (benchmarks/results).
 """
 
 from __future__ import annotations
