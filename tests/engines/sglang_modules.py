@@ -146,7 +146,9 @@ def config_of(folder: Path, draft: bool) -> Any:
     if draft:
         module, name = _DRAFTS[architecture]
         draft_class = getattr(importlib.import_module(f"sglang.srt.models.{module}"), name)
-        if (mapper := getattr(draft_class, "hf_to_sglang_mapper", None)) is not None:
+        # getattr would find one in any stand-in among its bases.
+        own = (vars(base).get("hf_to_sglang_mapper") for base in draft_class.__mro__)
+        if (mapper := next(filter(None, own), None)) is not None:
             config.apply_weight_name_mapper(mapper)
     if not architecture.startswith("Glm4"):  # as DeepseekV2ForCausalLM does, and what derives of it
         fused = {"fused_qkv_a_proj_with_mqa": ["q_a_proj", "kv_a_proj_with_mqa"]}

@@ -95,17 +95,18 @@ def sglang_modules(bundle: str) -> dict[str, list[str]]:
     main = ["lm_head"]
     for layer in range(config["num_hidden_layers"]):
         dense = layer < config["first_k_dense_replace"]
-        main += sglang_block(config, f"model.layers.{layer}", dense)
-    draft = sglang_block(config, "model.decoder", dense=False)
+        shares = config.get("indexer_types", [])[layer : layer + 1] == ["shared"]
+        main += sglang_block(config, f"model.layers.{layer}", dense=dense, indexer=not shares)
+    draft = sglang_block(config, "model.decoder", dense=False, indexer=True)
     return {"main": main, "mtp": [*draft, "model.shared_head.head"]}
 
 
-def sglang_block(config: dict[str, Any], prefix: str, dense: bool) -> list[str]:
+def sglang_block(config: dict[str, Any], prefix: str, *, dense: bool, indexer: bool) -> list[str]:
     """Those of a decoder layer: SGLang's DeepseekV2DecoderLayer, Glm4MoeDecoderLayer."""
     attention = ["fused_qkv_a_proj_with_mqa", "q_b_proj", "kv_b_proj", "o_proj"]
     if "kv_lora_rank" not in config:
         attention = ["qkv_proj", "o_proj"]
-    if "index_topk" in config:
+    if "index_topk" in config and indexer:
         attention.append("indexer.wq_b")
     mlp = ["gate_up_proj", "down_proj"]
     rest = mlp if dense else ["experts", *(f"shared_experts.{name}" for name in mlp)]
