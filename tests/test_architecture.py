@@ -35,6 +35,7 @@ FLOORS: tuple[tuple[str, ...], ...] = (
     ("mtp_runtime.models",),
     ("mtp_runtime.teacher_forcing", "mtp_runtime.request"),
     ("mtp_runtime.streaming", "mtp_runtime.summary", "mtp_runtime.drafters"),
+    ("mtp_runtime.draft_length",),
     ("mtp_runtime.engine",),
     ("mtp_runtime.llm",),
     ("mtp_runtime",),
