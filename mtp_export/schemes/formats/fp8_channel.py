@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     import torch
 
     from mtp_kernels import quantize
+    from mtp_kernels.weight_statistics import WeightStatistics
 
 _LAYOUT = "float-quantized"
 _LARGEST = 448.0
@@ -86,3 +87,8 @@ class Fp8Channel(WeightFormat):
         from mtp_kernels import quantize
 
         return quantize.Fp8Channel(codes, scale)
+
+    def statistics(self, codes: torch.Tensor, scale: torch.Tensor) -> WeightStatistics:
+        from mtp_kernels import weight_statistics
+
+        return weight_statistics.fp8_channel_statistics(codes, scale)

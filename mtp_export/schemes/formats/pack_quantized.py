@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     import torch
 
     from mtp_kernels import quantize
+    from mtp_kernels.weight_statistics import WeightStatistics
 
 _LAYOUT = "pack-quantized"
 
@@ -102,6 +103,11 @@ class Int8Channel(_PackQuantized):
 
         return quantize.Int8Channel(codes, scale)
 
+    def statistics(self, codes: torch.Tensor, scale: torch.Tensor) -> WeightStatistics:
+        from mtp_kernels import weight_statistics
+
+        return weight_statistics.int8_channel_statistics(self.stored(codes, scale))
+
 
 @dataclass(frozen=True)
 class Int4Group(_PackQuantized):
@@ -160,3 +166,8 @@ class Int4Group(_PackQuantized):
         from mtp_kernels import quantize
 
         return quantize.Int4Group(codes, scale)
+
+    def statistics(self, codes: torch.Tensor, scale: torch.Tensor) -> WeightStatistics:
+        from mtp_kernels import weight_statistics
+
+        return weight_statistics.int4_group_statistics(self.stored(codes, scale))
