@@ -149,8 +149,10 @@ def measured(folder: Path, row: str) -> dict[str, Any]:
     Path("/proc/self/clear_refs").write_text("5")  # the peak starts from what is resident now
     before, already, start = resident("VmRSS"), bytes_read(), time.perf_counter()
     if row == "check":
-        items = list(stream.run(context))
-        cost = next(item.data for item in items if item.name == "cost estimate")
+        cost: dict[str, Any] = {}
+        for item in stream.run(context):
+            cost = cost or dict(item.data)
+            print(f"{time.perf_counter() - start:.1f} s: {item.name}", file=sys.stderr)
     else:
         streamed, (texts, _) = open_streamed(options.bundle, "cpu"), stream.texts_of(context)
         found = stream.cost_of(context, streamed, texts)

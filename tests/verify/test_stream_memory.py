@@ -79,7 +79,7 @@ def bundle(tmp_path_factory: pytest.TempPathFactory) -> Path:
         row = torch.randn(spec.shape[-1], generator=generator) * spec.shape[-1] ** -0.5
         values = 1 + 0.1 * row if spec.role is Role.NORM else row
         if spec.role in (Role.EMBEDDING, Role.ROUTER) and len(spec.shape) == 2:
-            values = torch.randn(spec.shape, generator=generator)
+            values = 50 * torch.randn(spec.shape, generator=generator)
         kind = torch.float32 if spec.name.endswith("bias") else torch.bfloat16
         tensors[spec.name] = values.to(kind).expand(spec.shape).contiguous()
     (folder / "source").mkdir()
