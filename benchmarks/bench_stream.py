@@ -155,7 +155,7 @@ def measured(folder: Path, row: str) -> dict[str, Any]:
             print(f"{time.perf_counter() - start:.1f} s: {item.name}", file=sys.stderr)
     else:
         streamed, (texts, _) = open_streamed(options.bundle, "cpu"), stream.texts_of(context)
-        found = stream.cost_of(context, streamed, texts)
+        found = stream_cost.cost_of(context, streamed, texts)
         cost = found.as_json()
         stream.states_of(
             context, streamed, texts, found, lambda done: times.append(time.perf_counter())

@@ -22,14 +22,14 @@ from mtp_export.checkpoint.header import TensorInfo
 from mtp_export.checkpoint.tensor_reader import TensorReader
 from mtp_export.verify.check import Item, Level, Status
 from mtp_export.verify.context import Context, VerifyOptions
-from mtp_export.verify.decoding import stream
+from mtp_export.verify.decoding import stream, stream_cost
 from mtp_export.verify.decoding.acceptance import conditional
 from mtp_export.verify.evidence.decode import decode
 from mtp_runtime.layers.decoder_layer import DecoderLayer
 from mtp_runtime.models.load import LoadOptions, load_model
 from mtp_runtime.sampling import SamplingParams
 from mtp_runtime.streaming import StreamedModel, open_streamed
-from mtp_runtime.teacher_forcing import PagedTexts
+from mtp_runtime.teacher_forcing import PagedTexts, Text, Texts
 
 FIXTURE = Path(__file__).resolve().parents[2] / "fixtures/deepseek-v3-tiny"
 PROMPTS = [(17, 250, 31, 77, 5, 90), (400, 12, 13, 14), (55, 56, 57, 58, 59, 60, 61), (900, 3, 8)]
@@ -96,7 +96,7 @@ def test_picked_experts_alone_are_read_and_each_once(
     prompts.write_text(json.dumps({"prompt_token_ids": [400, 12, 13, 14]}))
     context = context_of(bundle, prompts, tmp_path / "state")
     streamed, (texts, _) = open_streamed(bundle, "cpu"), stream.texts_of(context)
-    cost = stream.cost_of(context, streamed, texts)
+    cost = stream_cost.cost_of(context, streamed, texts)
     chunks = partial(PagedTexts.chunks, size=2)
     monkeypatch.setattr(PagedTexts, "chunks", lambda self, device: chunks(self, device))
     monkeypatch.setattr(TensorReader, "__init__", counting)
@@ -154,8 +154,8 @@ def test_other_texts_do_not_resume(
     bundle: Path, engine: tuple[Path, list[float]], tmp_path: Path
 ) -> None:
     one = context_of(bundle, engine[0], tmp_path)
-    texts = stream.Texts((stream.Text((1, 2, 3), 1),))
-    other = stream.Texts((stream.Text((1, 2, 4), 1),))
+    texts = Texts((Text((1, 2, 3), 1),))
+    other = Texts((Text((1, 2, 4), 1),))
     assert stream.checkpoint_path(one, texts) != stream.checkpoint_path(one, other)
     elsewhere = replace(one, options=replace(one.options, workdir=tmp_path / "b"))
     assert stream.checkpoint_path(elsewhere, texts).parent == tmp_path / "b"
@@ -184,7 +184,7 @@ def test_a_damaged_state_is_not_resumed(
     texts.write_text(json.dumps({"prompt_token_ids": [*range(9)]}))
     context = context_of(bundle, texts, tmp_path / "state")
     streamed, (given, _) = open_streamed(bundle, "cpu"), stream.texts_of(context)
-    cost = stream.cost_of(context, streamed, given)
+    cost = stream_cost.cost_of(context, streamed, given)
     states = partial(stream.states_of, context, streamed, given, cost, progress=lambda _: None)
     whole = states()
     with monkeypatch.context() as patch:
