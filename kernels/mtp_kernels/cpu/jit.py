@@ -1,45 +1,125 @@
-"""Compilation of the CPU kernels by numba: without the GIL, kept on disk where that works."""
+"""Compilation of the CPU kernels by numba: without the GIL, once for a machine.
+
+What was compiled is kept in the user's cache folder by the content of its sources: another version
+of the package, in another place, compiles only what changed.
+"""
 
 from __future__ import annotations
 
+import hashlib
+import logging
+import os
+import shutil
 from collections.abc import Callable
+from contextlib import suppress
+from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
+import numba
 from numba import njit
+from numba.core import event
+from numba.core.caching import CompileResultCacheImpl, FunctionCache, _CacheLocator
 
+logger = logging.getLogger(__name__)
 
-def _stamp() -> tuple[tuple[str, int, int], ...]:
-    """Return names, times and sizes of all sources that compiled functions are spread over."""
-    root = Path(__file__).parents[1]
-    files = [(path, path.stat()) for path in sorted(root.rglob("*.py"))]
-    return tuple((str(path.relative_to(root)), s.st_mtime_ns, s.st_size) for path, s in files)
-
-
-SOURCES = _stamp()
+_FOLDERS_KEPT = 8  # of each package: those of other versions, or of checkouts beside this one
 
 
 def compiled(function: Callable[..., Any]) -> Any:
     """Compile on first call, for the types of that call.
 
-    numba's cache on disk looks at a function's own file; these call each other across files, so
-    that a change in any of them must count. Without a folder to write to nothing is cached.
+    Without a folder to write to nothing is kept.
     """
-    return _compiled(function, no_cfunc_wrapper=True)
+    dispatcher = _compiled(function, no_cfunc_wrapper=True)
+    with suppress(RuntimeError):  # where there is no such folder
+        dispatcher._cache = _Cache(function)
+    return dispatcher
 
 
 def inner(function: Callable[..., Any]) -> Any:
     """Compile a function that compiled ones alone call: without a Python wrapper, which would take
-    a sixth of the time to compile.
+    a sixth of the time to compile. It is kept as a part of those.
     """
     return _compiled(function, no_cfunc_wrapper=True, no_cpython_wrapper=True)
 
 
 def _compiled(function: Callable[..., Any], **wrappers: bool) -> Any:
-    options: dict[str, Any] = {"nogil": True, "error_model": "numpy"} | wrappers
-    try:
-        dispatcher: Any = njit(function, cache=True, **options)
-        dispatcher._cache._cache_file._source_stamp = SOURCES
-    except RuntimeError:
-        dispatcher = njit(function, **options)
-    return dispatcher
+    return njit(function, nogil=True, error_model="numpy", **wrappers)
+
+
+class _Announcer(event.Listener):
+    """Logs the name of each kernel that is being compiled."""
+
+    def on_start(self, event: Any) -> None:
+        function = event.data["dispatcher"].py_func
+        if function.__module__.startswith(__package__.partition(".")[0]):
+            logger.info("compiling %s", function.__name__)
+
+    def on_end(self, event: Any) -> None:
+        """Nothing is logged at the end."""
+
+
+event.register("numba:compile", _Announcer())
+
+
+@cache
+def cache_folder(package: Path) -> Path:
+    """Return the folder for what the sources of a package are compiled to.
+
+    Functions call each other across the files of their package and of mtp_kernels.cpu: all of these
+    count.
+    """
+    digest = hashlib.sha256(numba.__version__.encode())
+    for path in sorted({*Path(__file__).parent.glob("*.py"), *package.glob("*.py")}):
+        digest.update(path.name.encode() + b"\0" + hashlib.sha256(path.read_bytes()).digest())
+    home = os.environ.get("NUMBA_CACHE_DIR") or os.path.join(
+        os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache", "mtp-export"
+    )
+    return Path(home, "kernels", f"{package.name}-{digest.hexdigest()[:24]}")
+
+
+class _Place(_CacheLocator):
+    """Place of a function's cache, whose name stands for its sources."""
+
+    def __init__(self, folder: Path, module: str) -> None:
+        self._folder, self._module = folder, module
+
+    @classmethod
+    def from_function(cls, function: Any, path: str) -> Self | None:
+        try:
+            own = cls(cache_folder(Path(path).parent), function.__module__)
+            own.ensure_cache_path()
+        except (OSError, RuntimeError):  # no folder to write to; no home
+            return None
+        return own
+
+    def ensure_cache_path(self) -> None:
+        if not self._folder.is_dir():
+            _make_room(self._folder)
+            super().ensure_cache_path()
+
+    def get_cache_path(self) -> str:
+        return str(self._folder)
+
+    def get_source_stamp(self) -> str:
+        return self._folder.name
+
+    def get_disambiguator(self) -> str:
+        return self._module
+
+
+class _Implementation(CompileResultCacheImpl):
+    _locator_classes = [_Place]
+
+
+class _Cache(FunctionCache):
+    _impl_class = _Implementation
+
+
+def _make_room(folder: Path) -> None:
+    """Remove the oldest of the folders that other sources of the same package were compiled to."""
+    package = folder.name.rpartition("-")[0]
+    others = sorted(folder.parent.glob(f"{package}-*"), key=lambda path: path.stat().st_mtime)
+    for path in others[: -(_FOLDERS_KEPT - 1)]:
+        shutil.rmtree(path, ignore_errors=True)
