@@ -3,11 +3,11 @@
     python -m benchmarks.make_checkpoint /data/v3-shapes --family deepseek_v3    # 24 MB of disk
     python -m benchmarks.bench_startup /data/v3-shapes
 
-Rows, in turn, medians of --runs: `inspect` and `--dry-run` on the shapes of DeepSeek-V3, `generate` on the
-trained fixture, and the floors `python -c pass` and `python -c "import torch"`. Before them each ran once
-uncounted, so that bytecode, kernels and files are where a second start finds them. With --cold the
-page cache is dropped before each run instead (needs root). Then `generate` and `verify` once with an
-empty folder for compiled kernels: what they take longer is the compilation.
+Rows, in turn, medians of --runs: `inspect` and `--dry-run` on the shapes of DeepSeek-V3, `generate`
+on the trained fixture, and the floors `python -c pass` and `python -c "import torch"`. Each ran
+once uncounted before, so that bytecode, kernels and files are where a second start finds them. With
+--cold the page cache is dropped before each run instead (needs root). Then `generate` and `verify`,
+each with an empty folder for compiled kernels and once more: the difference is the compilation.
 """
 
 from __future__ import annotations
@@ -34,12 +34,15 @@ _GENERATE = [
 ]  # fmt: skip
 
 
-def run(command: list[str], environment: Mapping[str, str] = {}) -> Measured:  # noqa: B006
+def run(command: list[str], environment: Mapping[str, str] | None = None) -> Measured:
     """Run a command to its end; its output is thrown away unless it fails."""
     own = {key: value for key, value in os.environ.items() if key != "PYTHONDONTWRITEBYTECODE"}
     start = time.perf_counter()
     process = subprocess.Popen(
-        command, env=own | environment, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE
+        command,
+        env=own | dict(environment or {}),
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
     )
     assert process.stderr is not None
     errors = process.stderr.read()
