@@ -9,7 +9,9 @@ from __future__ import annotations
 import hashlib
 import logging
 import os
+import re
 import shutil
+import sys
 from collections.abc import Callable
 from contextlib import suppress
 from functools import cache
@@ -25,7 +27,7 @@ from numba.core.compiler import Compiler
 
 logger = logging.getLogger(__name__)
 
-_FOLDERS_KEPT = 8  # of each package: those of other versions, or of checkouts beside this one
+_FOLDERS_KEPT = 8  # of each module: those of other versions, or of checkouts beside this one
 
 
 def compiled(function: Callable[..., Any]) -> Any:
@@ -103,31 +105,46 @@ event.register("numba:compile", _Announcer())
 
 
 @cache
-def cache_folder(package: Path) -> Path:
-    """Return the folder for what the sources of a package are compiled to.
+def _sources(path: str, projects: str) -> frozenset[str]:
+    """Return the file of a module, and those of the modules of its project that it imports, and so
+    on: compiled functions call each other across files."""
+    found = {path}
+    imports = re.compile(rf"^from ((?:{projects})[.\w]*) import (\([^)]*\)|.*)", re.M)
+    for parent, names in imports.findall(Path(path).read_text()):
+        for module in (parent, *(f"{parent}.{name}" for name in re.findall(r"\w+", names))):
+            file = getattr(sys.modules.get(module), "__file__", None)
+            found |= set() if file is None else _sources(file, projects)
+    return frozenset(found)
 
-    Functions call each other across the files of their package and of mtp_kernels.cpu: all of these
-    count.
+
+def _cache_folder(module: str, path: str) -> Path:
+    """Return the folder for what the functions of a module are compiled to.
+
+    Its name stands for numba's version and the content of the sources.
     """
     digest = hashlib.sha256(numba.__version__.encode())
-    for path in sorted({*Path(__file__).parent.glob("*.py"), *package.glob("*.py")}):
-        digest.update(path.name.encode() + b"\0" + hashlib.sha256(path.read_bytes()).digest())
-    home = os.environ.get("NUMBA_CACHE_DIR") or os.path.join(
-        os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache", "mtp-export"
-    )
-    return Path(home, "kernels", f"{package.name}-{digest.hexdigest()[:24]}")
+    contents = (Path(file).read_bytes() for file in _sources(path, _projects(module)))
+    for content in sorted(hashlib.sha256(content).digest() for content in contents):
+        digest.update(content)
+    caches = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    home = os.environ.get("NUMBA_CACHE_DIR") or Path(caches, "mtp-export")
+    return Path(home, "kernels", f"{module}-{digest.hexdigest()[:24]}")
+
+
+def _projects(module: str) -> str:
+    return "|".join(sorted({name.partition(".")[0] for name in (module, __name__)}))
 
 
 class _Place(_CacheLocator):
     """Place of a function's cache, whose name stands for its sources."""
 
-    def __init__(self, folder: Path, module: str) -> None:
-        self._folder, self._module = folder, module
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
 
     @classmethod
     def from_function(cls, function: Any, path: str) -> Self | None:
         try:
-            own = cls(cache_folder(Path(path).parent), function.__module__)
+            own = cls(_cache_folder(function.__module__, path))
             own.ensure_cache_path()
         except (OSError, RuntimeError):  # no folder to write to; no home
             return None
@@ -145,7 +162,7 @@ class _Place(_CacheLocator):
         return self._folder.name
 
     def get_disambiguator(self) -> str:
-        return self._module
+        return "kept"
 
 
 class _Implementation(CompileResultCacheImpl):
@@ -157,8 +174,8 @@ class _Cache(FunctionCache):
 
 
 def _make_room(folder: Path) -> None:
-    """Remove the oldest of the folders that other sources of the same package were compiled to."""
-    package = folder.name.rpartition("-")[0]
-    others = sorted(folder.parent.glob(f"{package}-*"), key=lambda path: path.stat().st_mtime)
+    """Remove the oldest of the folders that other sources of the same module were compiled to."""
+    module = folder.name.rpartition("-")[0]
+    others = sorted(folder.parent.glob(f"{module}-*"), key=lambda path: path.stat().st_mtime)
     for path in others[: -(_FOLDERS_KEPT - 1)]:
         shutil.rmtree(path, ignore_errors=True)
