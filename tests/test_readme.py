@@ -15,7 +15,7 @@ import typer
 from cases import Outcome, run_program
 from hub_server import HubServer
 from mtp_export import errors
-from mtp_export.commands.program import app
+from mtp_export.commands.group import app
 from mtp_export.commands.standard_streams import ENDED_BY_SIGPIPE
 from mtp_export.schemes import SCHEMES
 from mtp_export.targets import target_names
