@@ -44,8 +44,10 @@ def base_model(named: Address | None, manifest: Mapping[str, Any]) -> BaseModel 
     name, commit = source.get("repo"), source.get("commit")
     if not (isinstance(name, str) and isinstance(commit, str)):
         return None
+    address = Address(f"hf://{name}@{commit}")
+    model_uri(address)  # a manifest may hold anything
     try:
-        return _read(name, commit, Address(f"hf://{name}@{commit}"))
+        return _read(name, commit, address)
     except InvalidInputError:  # gone, or closed to this token: it is named all the same
         return BaseModel(name, commit)
 
