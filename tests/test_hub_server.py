@@ -20,7 +20,7 @@ SERVER = (sys.executable, "-m", "tests.hub_server", "--port", "0")
 
 @pytest.fixture(scope="module")
 def printed() -> Iterator[str]:
-    """What the server prints as it starts."""
+    """Lines that the server prints as it starts."""
     with subprocess.Popen(SERVER, cwd=ROOT, stdout=subprocess.PIPE, text=True) as server:
         assert server.stdout is not None
         yield "".join(server.stdout.readline() for _ in range(4))

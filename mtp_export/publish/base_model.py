@@ -45,11 +45,11 @@ def base_model(named: Address | None, manifest: Mapping[str, Any]) -> BaseModel 
     if not (isinstance(name, str) and isinstance(commit, str)):
         return None
     address = Address(f"hf://{name}@{commit}")
-    model_uri(address)  # a manifest may hold anything
+    uri = model_uri(address)  # a manifest may hold anything
     try:
-        return _read(name, commit, address)
+        return _read(uri.id, uri.revision, address)
     except InvalidInputError:  # gone, or closed to this token: it is named all the same
-        return BaseModel(name, commit)
+        return BaseModel(uri.id, uri.revision or "")
 
 
 def _read(name: str, revision: str | None, address: Address) -> BaseModel:

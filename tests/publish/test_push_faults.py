@@ -41,7 +41,7 @@ ENDED = [
 
 @pytest.fixture
 def said(caplog: pytest.LogCaptureFixture) -> Iterator[pytest.LogCaptureFixture]:
-    """What huggingface_hub logs: it would be printed, with signed addresses."""
+    """Log of huggingface_hub: it would be printed, with signed addresses."""
     logger = logging.getLogger("huggingface_hub")
     logger.addHandler(caplog.handler)
     yield caplog

@@ -69,7 +69,7 @@ MANIFESTS: list[tuple[str, Callable[[dict], object], str]] = [  # type: ignore[t
     ("scheme", lambda m: m["options"].update(base_quant="int3"), "KeyError('int3')"),
     ("no version", lambda m: m.pop("tool_version"), "KeyError('tool_version')"),
     ("no parts", lambda m: m["parts"].clear(), "a manifest without parts"),
-    ("repository", lambda m: m["source"].update(repo="a/b/c/..", commit="0"), "no address"),
+    ("repository", lambda m: m["source"].update(repo="a b/c", commit="0"), "no address"),
 ]  # fmt: skip
 ADDRESSES: list[tuple[str, int, str]] = [
     ("name", 3, "no address of a model"),
