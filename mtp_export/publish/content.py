@@ -166,6 +166,13 @@ def _checked(folder: LocalFolder, name: str, facts: Mapping[str, Any]) -> bytes:
 
 
 def _check_is_there(folder: LocalFolder, name: str) -> None:
+    if any(not part or part.startswith(".") for part in name.split("/")):
+        raise InvalidInputError(
+            "The manifest lists a file that no export writes",
+            where=folder.path,
+            found=name[:100],
+            todo="Do not trust this bundle; get it again from its source, or export again",
+        )
     if not (folder.path / name).exists():
         raise InvalidInputError(
             "A file that the manifest lists is missing", where=folder.path / name, todo=_AGAIN

@@ -64,7 +64,9 @@ BUNDLES: list[tuple[str, Change, int, str]] = [
 SECRET = {"size_bytes": 2, "xxh3_128": ""}
 MANIFESTS: list[tuple[str, Callable[[dict], object], str]] = [  # type: ignore[type-arg]
     ("file above", lambda m: m["parts"]["mtp"]["files"].update({"../../report.json": SECRET}),
-     "leads out"),
+     "no export writes"),
+    ("file of git", lambda m: m["parts"]["mtp"]["files"].update({".git/config": SECRET}),
+     "no export writes"),
     ("target", lambda m: m["options"].update(target="engine"), "KeyError('engine')"),
     ("scheme", lambda m: m["options"].update(base_quant="int3"), "KeyError('int3')"),
     ("no version", lambda m: m.pop("tool_version"), "KeyError('tool_version')"),
