@@ -39,7 +39,9 @@ def serving_lines(
     target = target_of(wanted)
     base = recorded.get("base_quant", native)
     mtp = recorded.get("mtp_quant", "bf16" if target.dequantizes else native)
-    deployment = Deployment(folder, base, mtp)
+    converted = [SCHEMES[scheme] for scheme in (base, mtp) if scheme != KEEP]
+    alike = all(scheme.stores_experts_alike(recorded) for scheme in converted)
+    deployment = Deployment(folder, base, mtp, experts_alike=alike)
     return {
         engine.name: engine.launch(deployment)
         for engine in target.engines
