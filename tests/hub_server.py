@@ -313,7 +313,8 @@ class Handler(BaseHTTPRequestHandler):
         shift = 1 if server.meets("shifted range") else 0
         body = file.read(first, last + 1)
         headers = {"Content-Range": f"bytes {first + shift}-{last + shift}/{file.size}"}
-        if server.meets("encoded"):
+        # As some proxies do to whoever accepts it.
+        if server.meets("encoded") or "gzip" in self.headers.get("Accept-Encoding", ""):
             headers["Content-Encoding"] = "gzip"
         if server.meets("wrong bytes"):
             body = bytes(byte ^ 1 for byte in body)

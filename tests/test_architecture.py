@@ -21,6 +21,7 @@ FLOORS: tuple[tuple[str, ...], ...] = (
     ("mtp_export", "mtp_export.errors"),
     ("mtp_kernels", "mtp_kernels.batch_layout", "mtp_kernels.cpu", "mtp_kernels.tensor_checks"),
     ("mtp_kernels.quantize", "mtp_kernels.verify_attention", "mtp_kernels.decoder"),
+    ("mtp_kernels.weight_statistics",),
     ("mtp_export.progress",),
     ("mtp_export.checkpoint",),
     ("mtp_export.families",),

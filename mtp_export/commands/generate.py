@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -19,7 +20,8 @@ if TYPE_CHECKING:
     from mtp_runtime.prompts import Prompt
 
 _ACCEPTED_STYLE = "green"
-DECODING, DRAFTING, PERFORMANCE = shared.DECODING, "Speculation", shared.PERFORMANCE
+DECODING, PERFORMANCE = shared.DECODING, shared.PERFORMANCE
+DRAFTING, DRAFTS = "Speculation", "Number and temperature of drafts"
 
 Bundle = Annotated[
     Path,
@@ -85,8 +87,46 @@ Method = Annotated[
     ),
 ]
 DraftTokens = Annotated[
-    int,
-    typer.Option(metavar="K", rich_help_panel=DRAFTING, help="Draft tokens per step, 1 to 5."),
+    int | None,
+    typer.Option(
+        metavar="K",
+        rich_help_panel=DRAFTING,
+        help="Draft tokens per step, 1 to 5; with --adaptive at most so many.",
+        show_default="1; with --adaptive 5",
+    ),
+]
+Adaptive = Annotated[
+    bool,
+    typer.Option(
+        "--adaptive",
+        rich_help_panel=DRAFTS,
+        help="Choose draft tokens per step by measured acceptance and times.",
+    ),
+]
+Schedule = Annotated[
+    str | None,
+    typer.Option(
+        metavar="B:K",
+        rich_help_panel=DRAFTS,
+        help="Draft tokens per step from each batch size on: 1:5,16:2,64:0.",
+    ),
+]
+DraftTemperature = Annotated[
+    str | None,
+    typer.Option(
+        metavar="X",
+        rich_help_panel=DRAFTS,
+        help="Temperatures of the draft tokens of a request that samples: 0.5,0.8.",
+    ),
+]
+StopEntropy = Annotated[
+    float,
+    typer.Option(
+        metavar="NATS",
+        rich_help_panel=DRAFTS,
+        help="Entropy above which no further token is drafted.",
+        show_default="none",
+    ),
 ]
 NgramSize = Annotated[
     int,
@@ -128,8 +168,12 @@ def generate(
     seed: Seed = 0,
     stop: Stop = None,
     speculate_method: Method = "none",
-    speculate_max_draft_token_num: DraftTokens = 1,
+    speculate_max_draft_token_num: DraftTokens = None,
     speculate_max_ngram_size: NgramSize = 3,
+    adaptive: Adaptive = False,
+    k_schedule: Schedule = None,
+    draft_temperature: DraftTemperature = None,
+    draft_stop_entropy: StopEntropy = math.inf,
     draft_model: DraftModel = None,
     device: Device = "cpu",
     dtype: Dtype = "float32",
@@ -138,6 +182,7 @@ def generate(
 ) -> None:
     """Decode prompts, with or without speculation; accepted drafts are green."""
     asked = _prompts(prompt or [], prompts)
+    schedule, temperatures = _schedule(k_schedule), _numbers("draft-temperature", draft_temperature)
     from mtp_runtime import LLM, SamplingParams, summarise
 
     first = SamplingParams(
@@ -157,6 +202,10 @@ def generate(
         speculate_method=speculate_method,
         speculate_max_draft_token_num=speculate_max_draft_token_num,
         speculate_max_ngram_size=speculate_max_ngram_size,
+        adaptive=adaptive,
+        k_schedule=schedule,
+        draft_temperature=temperatures,
+        draft_stop_entropy=draft_stop_entropy,
         draft_model=draft_model,
     )
     start = time.monotonic()
@@ -164,6 +213,31 @@ def generate(
     summary = summarise([output.metrics for output in outputs], time.monotonic() - start)
     facts = _facts(asked, outputs, summary)
     print_result(facts, summary_table(summary), Reporting(as_json=as_json))
+
+
+def _schedule(text: str | None) -> list[tuple[int, int]]:
+    """Return --k-schedule as (batch size, drafts)."""
+    pairs = []
+    for entry in text.split(",") if text is not None else ():
+        size, _, drafts = entry.partition(":")
+        if not (size.strip().isdecimal() and drafts.strip().isdecimal()):
+            raise UsageError(
+                "Option --k-schedule cannot be read",
+                expected="B:K,... such as 1:5,16:2,64:0",
+                found=text,
+            )
+        pairs.append((int(size), int(drafts)))
+    return pairs
+
+
+def _numbers(option: str, text: str | None) -> list[float]:
+    """Return the numbers of an option, separated by commas."""
+    try:
+        return [float(entry) for entry in text.split(",")] if text is not None else []
+    except ValueError:
+        raise UsageError(
+            f"Option --{option} cannot be read", expected="numbers such as 0.6,0.8", found=text
+        ) from None
 
 
 def _prompts(texts: list[str], path: Path | None) -> list[Prompt]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from numbers import Integral, Real
@@ -112,8 +113,13 @@ class SpeculationConfig:
     method: a key of DRAFTERS. max_draft_tokens (k): 1 to 5. max_ngram_size: the longest suffix
     that inference_with_reference looks up. acceptance: a key of ACCEPTANCE_RULES; topp_window and
     relaxed are lossy. verify_window and max_candidate_len belong to topp_window, relaxed_top_n and
-    relaxed_margin to relaxed. sample_drafts: draft from the draft model's distribution instead of
-    its best token when a request samples.
+    relaxed_margin to relaxed.
+
+    k_schedule: numbers of drafts by batch size, as (from, drafts), the first from 1; adaptive: up
+    to max_draft_tokens, by what acceptance and costs are measured. draft_temperature: that of each
+    draft of a request that samples, the last one for all further; 0 takes the best token, () the
+    request's own. draft_stop_entropy: nats of the distribution that a draft would be drawn from,
+    above which none is drawn.
     """
 
     method: str = NO_DRAFTS
@@ -124,7 +130,10 @@ class SpeculationConfig:
     max_candidate_len: int = 5
     relaxed_top_n: int = 2
     relaxed_margin: float = 0.2
-    sample_drafts: bool = True
+    k_schedule: tuple[tuple[int, int], ...] = ()
+    adaptive: bool = False
+    draft_temperature: tuple[float, ...] = ()
+    draft_stop_entropy: float = math.inf
 
     def __post_init__(self) -> None:
         for option, value, high in (
@@ -135,11 +144,40 @@ class SpeculationConfig:
             ("relaxed_top_n", self.relaxed_top_n, 1 << 20),
         ):
             check_count(option, value, 1, high)
+        for temperature in self.draft_temperature:
+            check_range("draft_temperature", temperature, 0.0, 100.0)
+        check_range("draft_stop_entropy", self.draft_stop_entropy, 0.0, math.inf)
+        self._check_lengths()
+
+    def _check_lengths(self) -> None:
+        """Refuse a schedule that leaves a batch size open, and options that contradict."""
+        if self.method == NO_DRAFTS and (self.adaptive or self.k_schedule):
+            raise UsageError(
+                "Options adaptive and k_schedule choose how many drafts there are",
+                expected="a speculate_method that drafts",
+                found=NO_DRAFTS,
+            )
+        if self.adaptive and self.k_schedule:
+            raise UsageError("Give one of the options adaptive and k_schedule")
+        sizes = [first for first, _ in self.k_schedule]
+        for first, drafts in self.k_schedule:
+            check_count("k_schedule (batch size)", first, 1, 1 << 20)
+            check_count("k_schedule (drafts)", drafts, 0, MAX_DRAFT_TOKENS)
+        if self.k_schedule and (sizes[0] != 1 or sorted(set(sizes)) != sizes):
+            raise UsageError(
+                "Option k_schedule does not give every batch size one number of drafts",
+                expected="batch sizes that rise from 1",
+                found=sizes,
+            )
 
     @property
     def draft_tokens(self) -> int:
         """Maximum number of drafts that one step verifies per request."""
-        return 0 if self.method == NO_DRAFTS else self.max_draft_tokens
+        if self.method == NO_DRAFTS:
+            return 0
+        if self.k_schedule:
+            return max(drafts for _, drafts in self.k_schedule)
+        return self.max_draft_tokens
 
 
 @dataclass(frozen=True)

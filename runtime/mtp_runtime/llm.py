@@ -12,7 +12,7 @@ from typing import cast
 from mtp_export.errors import UsageError
 from mtp_export.families.contract import MtpContract
 from mtp_runtime.acceptance import ACCEPTANCE_RULES
-from mtp_runtime.config import NO_DRAFTS, EngineConfig, SpeculationConfig
+from mtp_runtime.config import MAX_DRAFT_TOKENS, NO_DRAFTS, EngineConfig, SpeculationConfig
 from mtp_runtime.drafters import DRAFTERS
 from mtp_runtime.engine import Engine
 from mtp_runtime.models.load import Loaded, LoadOptions, load_model
@@ -41,7 +41,9 @@ class LLM:
     threads at once: their requests share one batch.
 
     bundle: an export's output folder, or a checkpoint folder. The names of the speculate options
-    are PaddleNLP's. deterministic (float32 only, layers that compiled kernels run): tokens do not
+    are PaddleNLP's; speculate_max_draft_token_num is 1 where it is not given, 5 if adaptive. The
+    numbers of drafts that adaptive chooses depend on times, so that sampled tokens do too.
+    deterministic (float32 only, layers that compiled kernels run): tokens do not
     depend on batch or drafter. loaded: the bundle's model where it is loaded already, with the
     options it was loaded with.
     Raises what load_model raises, and UsageError for options that make no sense.
@@ -55,13 +57,17 @@ class LLM:
         dtype: str = "float32",
         deterministic: bool = False,
         speculate_method: str = NO_DRAFTS,
-        speculate_max_draft_token_num: int = 1,
+        speculate_max_draft_token_num: int | None = None,
         speculate_max_ngram_size: int = 3,
         speculate_verify_window: int = 2,
         speculate_max_candidate_len: int = 5,
         relaxed_top_n: int = SpeculationConfig.relaxed_top_n,
         relaxed_margin: float = SpeculationConfig.relaxed_margin,
         acceptance: str = "exact",
+        adaptive: bool = False,
+        k_schedule: Sequence[tuple[int, int]] = (),
+        draft_temperature: Sequence[float] = (),
+        draft_stop_entropy: float = SpeculationConfig.draft_stop_entropy,
         draft_model: Path | str | None = None,
         contract: MtpContract | None = None,
         max_batch_size: int = 128,
@@ -79,13 +85,17 @@ class LLM:
             prefill_chunk=prefill_chunk,
             speculation=SpeculationConfig(
                 method=speculate_method,
-                max_draft_tokens=speculate_max_draft_token_num,
+                max_draft_tokens=_draft_tokens(speculate_max_draft_token_num, adaptive),
                 max_ngram_size=speculate_max_ngram_size,
                 acceptance=acceptance,
                 verify_window=speculate_verify_window,
                 max_candidate_len=speculate_max_candidate_len,
                 relaxed_top_n=relaxed_top_n,
                 relaxed_margin=relaxed_margin,
+                adaptive=adaptive,
+                k_schedule=tuple(k_schedule),
+                draft_temperature=tuple(draft_temperature),
+                draft_stop_entropy=draft_stop_entropy,
             ),
         )
         options = LoadOptions(
@@ -169,6 +179,13 @@ class LLM:
         decode = self.tokenizer.decode if self.tokenizer.found else None
         eos = self.engine.model.config.eos_token_ids
         return Request(number, prompt=ids, params=params, eos_token_ids=eos, decode=decode)
+
+
+def _draft_tokens(asked: int | None, adaptive: bool) -> int:
+    """Return the number of drafts per step, or the bound of an adaptive number."""
+    if asked is None:
+        return MAX_DRAFT_TOKENS if adaptive else 1
+    return asked
 
 
 def _output(request: Request) -> RequestOutput:

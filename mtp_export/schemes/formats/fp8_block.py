@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     import torch
 
     from mtp_kernels import quantize
+    from mtp_kernels.weight_statistics import WeightStatistics
 
 _BLOCKS = (BLOCK, BLOCK)
 _CODE_DTYPES = ("F8_E4M3",)
@@ -75,3 +76,8 @@ class Fp8Block(WeightFormat):
         from mtp_kernels import quantize
 
         return quantize.dequantize_fp8_block(quantize.Fp8Block(codes, scale), dtype)[0]
+
+    def statistics(self, codes: torch.Tensor, scale: torch.Tensor) -> WeightStatistics:
+        from mtp_kernels import quantize, weight_statistics
+
+        return weight_statistics.fp8_block_statistics(quantize.Fp8Block(codes, scale))

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     import torch
 
     from mtp_kernels import quantize
+    from mtp_kernels.weight_statistics import WeightStatistics
 
 _LAYOUT = "float-quantized"
 _LARGEST = 448.0
@@ -85,3 +86,8 @@ class Fp8Channel(WeightFormat):
         if values.isnan().any():
             raise ValueError("e4m3 codes: expected numbers, found NaN")
         return (values * factors).to(dtype)
+
+    def statistics(self, codes: torch.Tensor, scale: torch.Tensor) -> WeightStatistics:
+        from mtp_kernels import weight_statistics
+
+        return weight_statistics.fp8_channel_statistics(codes, scale)

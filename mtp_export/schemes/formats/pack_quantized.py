@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     import torch
 
     from mtp_kernels import quantize
+    from mtp_kernels.weight_statistics import WeightStatistics
 
 _LAYOUT = "pack-quantized"
 
@@ -97,6 +98,11 @@ class Int8Channel(_PackQuantized):
 
         return quantize.dequantize_int8_channel(quantize.Int8Channel(codes, scale), dtype)
 
+    def statistics(self, codes: torch.Tensor, scale: torch.Tensor) -> WeightStatistics:
+        from mtp_kernels import quantize, weight_statistics
+
+        return weight_statistics.int8_channel_statistics(quantize.Int8Channel(codes, scale))
+
 
 @dataclass(frozen=True)
 class Int4Group(_PackQuantized):
@@ -150,3 +156,8 @@ class Int4Group(_PackQuantized):
         from mtp_kernels import quantize
 
         return quantize.dequantize_int4_group(quantize.Int4Group(codes, scale), dtype)
+
+    def statistics(self, codes: torch.Tensor, scale: torch.Tensor) -> WeightStatistics:
+        from mtp_kernels import quantize, weight_statistics
+
+        return weight_statistics.int4_group_statistics(quantize.Int4Group(codes, scale))

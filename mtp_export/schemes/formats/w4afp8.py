@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     import torch
 
     from mtp_kernels import quantize
+    from mtp_kernels.weight_statistics import WeightStatistics
 
 _INPUT_SCALES = {"gate_proj": "w1", "down_proj": "w2", "up_proj": "w3"}
 
@@ -58,6 +59,11 @@ class W4AFp8(WeightFormat):
         from mtp_kernels import quantize
 
         return quantize.dequantize_w4afp8(quantize.W4AFp8(codes, scale), dtype)
+
+    def statistics(self, codes: torch.Tensor, scale: torch.Tensor) -> WeightStatistics:
+        from mtp_kernels import quantize, weight_statistics
+
+        return weight_statistics.w4afp8_statistics(quantize.W4AFp8(codes, scale))
 
     def constants(self, shape: tuple[int, ...]) -> tuple[torch.Tensor, ...]:
         """Return an input scale of 1, which leaves the activations as they are."""
