@@ -61,7 +61,7 @@ class WalkPlan:
                 return task.name, walker.hash_tensor(task)
             return walker.read_weight(task.weight, task.source)
 
-        tasks = [*(_Pair(*pair) for pair in self.weights), *self.others]
+        tasks: list[_Pair | TensorInfo] = [*(_Pair(*pair) for pair in self.weights), *self.others]
         with one_torch_thread() if self.weights else nullcontext():
             found = list(
                 in_threads(read, tasks, workers=workers, size_bytes=lambda task: task.size_bytes)
