@@ -61,5 +61,5 @@ def _empty(rows: int, columns: int) -> tuple[Any, Any, Any]:
 
 
 def _groups(found: tuple[Any, Any, Any], outer: int = 0) -> CodeGroups:
-    low, high, square_sum = map(torch.from_numpy, found)
-    return CodeGroups(low, high, square_sum, outer)
+    low, high, square_sum = (torch.from_numpy(array) for array in found)
+    return CodeGroups(low, high, square_sum, outer=outer)
