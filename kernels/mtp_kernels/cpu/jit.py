@@ -166,7 +166,7 @@ class _Place(_CacheLocator):
 
 
 class _Implementation(CompileResultCacheImpl):
-    _locator_classes = [_Place]
+    _locator_classes = [_Place]  # type: ignore[list-item]
 
 
 class _Cache(FunctionCache):
