@@ -20,7 +20,7 @@ from mtp_export.checkpoint.direct_io import (
     copy_bytes,
     open_directly,
 )
-from mtp_export.checkpoint.disk_queue import DiskQueue
+from mtp_export.checkpoint.disk_queue import BLOCK_BYTES, DiskQueue
 from mtp_export.checkpoint.files import (
     NEW_FILE,
     sync_folder,
@@ -31,7 +31,7 @@ from mtp_export.checkpoint.files import (
 from mtp_export.checkpoint.plan import OutputTensor
 
 _ALIGNMENT_BYTES = 8
-WRITE_BUFFER_BYTES = 4 << 20
+WRITE_BUFFER_BYTES = BLOCK_BYTES
 
 
 def encode_header(tensors: Sequence[OutputTensor]) -> tuple[bytes, dict[str, int]]:
