@@ -15,6 +15,7 @@ from functools import partial
 from typing import TypeVar
 from urllib.parse import urljoin, urlsplit
 
+import httpcore2
 import httpx2
 from huggingface_hub import HfApi, constants, get_hf_file_metadata, hf_hub_url
 from huggingface_hub.errors import HfHubHTTPError, OfflineModeIsEnabled
@@ -40,6 +41,10 @@ _NETWORK = (
     httpx2.ProxyError,
 )
 T = TypeVar("T")
+
+# Of one read of a socket. By the default of 64 KiB the steps of the HTTP parser cost as much as the
+# transfer; a copy of much more than this leaves the processor's cache.
+httpcore2.HTTP11Connection.READ_NUM_BYTES = 256 << 10
 
 
 class _BadStatus(Exception):

@@ -27,11 +27,15 @@ if TYPE_CHECKING:
 
 READ_SECONDS = 10  # without a byte, after which an attempt has failed
 MAX_OBJECTS = 100_000  # many times the files of any checkpoint
-_CHUNK_BYTES = 1 << 20
+_CHUNK_BYTES = 1  # at least: bytes as they come, and none of them lost with a broken transfer
 _LISTED_AT_ONCE = 1_000
 _PLACE = re.compile(r"(s3|gs|az)://[^/@?#\s]+(/[^@?#]*)?")
-_STATUS = re.compile(r"\b([1-5]\d\d) [A-Z][a-z]")
+# Words of obstore's errors, which have no types of their own.
+_STATUS = re.compile(r"status code: (\d{3})")
+_OTHER_BYTES = ("NotPartial", "UnexpectedRange", "ContentRange", "InvalidRangeRequest")
+_NO_CREDENTIALS = ("169.254.", "TokenRequest")  # it asked the machine for them in vain
 _TRANSIENT = {"408", "429", "500", "502", "503", "504"}
+_VARIABLES = {"s3": "AWS", "gs": "GOOGLE", "az": "AZURE"}
 # Variables that obstore reads, by the kind of store.
 _CREDENTIALS = {
     "s3": "AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or AWS_PROFILE, and AWS_REGION;"
@@ -75,7 +79,7 @@ class ObjectFile:
     name: str = field(compare=False)
     size_bytes: int = field(compare=False)
     version: str = field(compare=False)
-    store: ObjectStore = field(compare=False)
+    store: ObjectStore = field(compare=False, repr=False)
 
     sha256 = None
 
@@ -125,6 +129,7 @@ def _store(path: Address) -> ObjectStore:
         ) from None
     options: dict[str, Any] = {
         "client_options": {
+            "allow_http": os.environ.get(f"{_VARIABLES[path.text[:2]]}_ALLOW_HTTP") == "true",
             "user_agent": f"mtp-export/{__version__}",
             "connect_timeout": timedelta(seconds=READ_SECONDS),
             "read_timeout": timedelta(seconds=READ_SECONDS),
@@ -218,19 +223,23 @@ def _failed(path: Address, error: Exception) -> AttemptFailed:
     """
     from obstore import exceptions as of
 
-    said = str(error)
-    if isinstance(error, FileNotFoundError):
-        return AttemptFailed(_missing(path), is_final=True)
-    if isinstance(error, of.PermissionDeniedError | of.UnauthenticatedError):
-        return AttemptFailed(_no_access(path, "no permission"), is_final=True)
     if isinstance(error, of.PreconditionError):
         return AttemptFailed(_changed(path), is_final=True)
-    if isinstance(error, of.NotSupportedError):
-        return AttemptFailed(_unusable(path, "the range", "another answer"), is_final=True)
-    status = _STATUS.search(said)
-    found = f"HTTP {status[1]}" if status else "no whole answer"
-    is_final = status is not None and status[1] not in _TRANSIENT
-    return AttemptFailed(_broke_off(path, found), is_final=is_final)
+    said = str(error)
+    if any(words in said for words in _NO_CREDENTIALS):
+        return AttemptFailed(_no_access(path, "no credentials"))
+    if any(words in said for words in _OTHER_BYTES):
+        return AttemptFailed(
+            _unusable(path, "the bytes that it was asked for", "others"), is_final=True
+        )
+    answer = _STATUS.search(said)
+    status = answer[1] if answer else ""
+    if status in ("401", "403"):
+        return AttemptFailed(_no_access(path, f"HTTP {status}"), is_final=True)
+    if status == "404":
+        return AttemptFailed(_missing(path), is_final=True)
+    found = f"HTTP {status}" if status else "no whole answer"
+    return AttemptFailed(_broke_off(path, found), is_final=status not in ("", *_TRANSIENT))
 
 
 def _malformed(address: Address) -> InvalidInputError:

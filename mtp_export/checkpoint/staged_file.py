@@ -81,11 +81,12 @@ def _read_exactly(path: Path, target: memoryview, offset: int) -> None:
         raise read_failure(path, error) from error
 
 
-def blocks(path: Path) -> Iterator[bytes]:
-    """Yield the bytes of a file (IoError)."""
+def blocks(path: Path) -> Iterator[memoryview]:
+    """Yield the bytes of a file in memory that the next ones reuse (IoError)."""
+    buffer = memoryview(bytearray(_BLOCK_BYTES))
     try:
         with path.open("rb", buffering=0) as file:
-            while block := file.read(_BLOCK_BYTES):
-                yield block
+            while count := file.readinto(buffer):
+                yield buffer[:count]
     except OSError as error:
         raise read_failure(path, error) from error

@@ -7,7 +7,6 @@ of its bytes, when it is whole; what has another name, or other bytes, is not ta
 
 from __future__ import annotations
 
-import hashlib
 import os
 import re
 import threading
@@ -26,7 +25,7 @@ from mtp_export.checkpoint.byte_source import RemoteFile
 from mtp_export.checkpoint.files import write_failure
 from mtp_export.checkpoint.pieces import PIECE_BYTES, Piece
 from mtp_export.checkpoint.staged_file import StagedFile, blocks
-from mtp_export.errors import IoError
+from mtp_export.checkpoint.whole_files import WholeFile
 
 DOWNLOADS_NAME = ".mtp_export.downloads"
 _AHEAD = 2  # pieces per reader that are downloaded before somebody asks for them
@@ -103,10 +102,14 @@ class Staging:
         whole: Mapping[str, Sequence[RemoteFile]],
         stopping: threading.Event,
     ) -> None:
-        self._folder, self._stopping, self._whole = folder, stopping, whole
+        self._folder, self._stopping = folder, stopping
         wanted = [piece for piece in pieces if not piece.jobs.isdisjoint(jobs)]
         self._staged = {piece.key: _Staged(piece, set(piece.jobs & set(jobs))) for piece in wanted}
         self._by_file = _by_file(wanted)
+        self._whole = {
+            job: {file: WholeFile(file, self._by_file[file][1]) for file in whole.get(job, ())}
+            for job in jobs
+        }
         self._queue = deque(self._staged.values())
         self._asked: deque[_Staged] = deque()  # somebody waits for these
         self._unread: set[str] = set()  # downloaded, or being so, though nobody has asked yet
@@ -151,8 +154,11 @@ class Staging:
     @contextmanager
     def finishing(self, job: str) -> Iterator[None]:
         """Compare the files that a job read whole; after the block, drop what only it read."""
-        for file in self._whole.get(job, ()):
-            self._verify(file)
+        for file in self._whole[job].values():
+            error = file.finish(self.path_of)
+            if error is not None:
+                self._distrusted = True
+                raise error
         yield
         with self._changed:
             for staged in self._staged.values():
@@ -234,19 +240,29 @@ class Staging:
         return None
 
     def _work(self) -> None:
-        while (staged := self._next()) is not None:
-            try:
+        try:
+            while (staged := self._next()) is not None:
                 path = self._download(staged.piece)
-            except Stopped:
-                return
-            except BaseException as error:
                 with self._changed:
-                    self._failure = self._failure or error
+                    staged.stage, staged.path = _Stage.READY, path
                     self._changed.notify_all()
-                return
+                self._hash(staged.piece)
+        except Stopped:
+            return
+        except BaseException as error:
             with self._changed:
-                staged.stage, staged.path = _Stage.READY, path
+                self._failure = self._failure or error
                 self._changed.notify_all()
+
+    def _hash(self, piece: Piece) -> None:
+        """Hash what can be hashed of the piece's file, if a job reads it whole."""
+        for job in piece.jobs & self._whole.keys():
+            if piece.file in self._whole[job]:
+                self._whole[job][piece.file].advance(self._path_if_ready)
+
+    def _path_if_ready(self, piece: Piece) -> Path | None:
+        staged = self._staged[piece.key]
+        return staged.path if staged.stage is _Stage.READY and not self._stopping.is_set() else None
 
     def _download(self, piece: Piece) -> Path:
         """Download a piece and return its file."""
@@ -273,23 +289,6 @@ class Staging:
     def _pause(self, seconds: float) -> None:
         if self._stopping.wait(seconds):
             raise Stopped
-
-    def _verify(self, file: RemoteFile) -> None:
-        """Compare the checksum of a file that is here whole with the one that its host lists."""
-        digest = hashlib.sha256()
-        for piece in self.pieces_of(file, 0, file.size_bytes):
-            for block in blocks(self.path_of(piece)):
-                digest.update(block)
-        if digest.hexdigest() == file.sha256:
-            return
-        self._distrusted = True
-        raise IoError(
-            "A downloaded shard does not have the checksum that its repository lists",
-            where=file.path,
-            expected=f"SHA-256 {file.sha256}",
-            found=digest.hexdigest(),
-            todo="Run the same command again: it downloads again what was not finished",
-        )
 
 
 def _by_file(pieces: Sequence[Piece]) -> dict[RemoteFile, tuple[list[int], list[Piece]]]:
