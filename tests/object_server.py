@@ -6,10 +6,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from urllib.parse import parse_qs, unquote, urlsplit
 from xml.sax.saxutils import escape
 
-from hub_server import Handler, HubServer, Request, StoredFile
+from hub_server import HubServer, StoredFile
+from hub_server.server import Handler
 
 _DATES = ("2026-01-01T00:00:00.000Z", "Thu, 01 Jan 2026 00:00:00 GMT")
 
@@ -56,37 +56,20 @@ class ObjectHandler(Handler):
 
     server: ObjectServer
 
-    def do_GET(self) -> None:
-        self._sent_bytes, self._status = 0, 0
-        parts = urlsplit(self.path)
-        bucket, _, name = unquote(parts.path).strip("/").partition("/")
-        objects = self.server.buckets.get(bucket)
-        try:
-            if self._is_refused():
-                pass
-            elif self.server.meets("forbidden"):
-                self._answer(403, b"<Error><Code>AccessDenied</Code></Error>", {})
-            elif objects is None:
-                self._answer(404, b"<Error><Code>NoSuchBucket</Code></Error>", {})
-            elif not name:
-                self._list(objects, {key: value[0] for key, value in parse_qs(parts.query).items()})
-            elif name not in objects:
-                self._answer(404, b"<Error><Code>NoSuchKey</Code></Error>", {})
-            else:
-                self._object(objects[name])
-        finally:
-            headers = self.headers
-            self.server.log.append(
-                Request(
-                    method=self.command,
-                    path=self.path,
-                    byte_range=headers.get("Range"),
-                    authorization=headers.get("Authorization"),
-                    host=headers.get("Host", ""),
-                    status=self._status,
-                    sent_bytes=self._sent_bytes,
-                )
-            )
+    def _get(self, segments: list[str], query: Mapping[str, list[str]]) -> None:
+        objects, name = self.server.buckets.get(segments[0]), "/".join(segments[1:])
+        if self._is_refused():
+            pass
+        elif self.server.meets("forbidden"):
+            self._answer(403, b"<Error><Code>AccessDenied</Code></Error>", {})
+        elif objects is None:
+            self._answer(404, b"<Error><Code>NoSuchBucket</Code></Error>", {})
+        elif not name:
+            self._list(objects, {key: values[0] for key, values in query.items()})
+        elif name not in objects:
+            self._answer(404, b"<Error><Code>NoSuchKey</Code></Error>", {})
+        else:
+            self._object(objects[name])
 
     def _list(self, objects: Mapping[str, StoredFile], query: Mapping[str, str]) -> None:
         names = sorted(name for name in objects if name.startswith(query.get("prefix", "")))

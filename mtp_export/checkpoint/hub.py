@@ -10,12 +10,24 @@ from dataclasses import dataclass, field, replace
 from huggingface_hub import parse_hf_uri
 from huggingface_hub.errors import HfUriError
 from huggingface_hub.hf_api import RepoFile
+from huggingface_hub.utils import HfUri
 
 from mtp_export.checkpoint.byte_source import Address
 from mtp_export.checkpoint.hub_client import HubClient, hub_endpoint
 from mtp_export.checkpoint.remote_source import OpenRemoteFile, RemoteSource
 from mtp_export.checkpoint.transfers import Pause, Sink
 from mtp_export.errors import InvalidInputError
+
+
+def model_uri(address: Address) -> HfUri:
+    """Return the parts of a model's address (InvalidInputError for a malformed one)."""
+    try:
+        uri = parse_hf_uri(address.text, endpoint=hub_endpoint())
+    except HfUriError as error:
+        raise _malformed(address, error.msg) from None
+    if uri.type != "model":
+        raise _malformed(address, f"a {uri.type}")
+    return uri
 
 
 def open_repository(address: Address) -> RemoteSource:
@@ -25,12 +37,7 @@ def open_repository(address: Address) -> RemoteSource:
     malformed address, and for a repository or revision that is missing or that the token gives no
     access to; IoError when the Hub cannot be reached.
     """
-    try:
-        uri = parse_hf_uri(address.text, endpoint=hub_endpoint())
-    except HfUriError as error:
-        raise _malformed(address, error.msg) from None
-    if uri.type != "model":
-        raise _malformed(address, f"a {uri.type}")
+    uri = model_uri(address)
     folder = uri.path_in_repo
     client = HubClient(uri.id, address)
     commit = client.commit_of(uri.revision)
