@@ -166,7 +166,7 @@ class _Place(_CacheLocator):
 
 
 class _Implementation(CompileResultCacheImpl):
-    _locator_classes = [_Place]  # type: ignore[list-item]
+    _locator_classes: list[Any] = [_Place]
 
 
 class _Cache(FunctionCache):
