@@ -29,7 +29,7 @@ CONFIG: dict[str, Any] = SMALL | {
     "n_routed_experts": 32,
 }
 PROGRAM = """
-import contextlib, ctypes, json, sys
+import contextlib, ctypes, gc, json, sys
 from pathlib import Path
 from mtp_export.progress import silent
 from mtp_export.verify.decoding import stream
@@ -58,6 +58,7 @@ options = VerifyOptions(bundle, None, Level.RUN, prompts, stream=True, workdir=w
 context = Context.open(options, lambda title, total: contextlib.nullcontext(silent))
 list(stream.run(context))  # loads code, makes pools
 kept.clear()
+gc.collect()
 ctypes.CDLL("libc.so.6").malloc_trim(0)
 Path("/proc/self/clear_refs").write_text("5")  # the peak starts from what is resident now
 before, already = resident("VmRSS"), bytes_read()
