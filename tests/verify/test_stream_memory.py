@@ -110,11 +110,12 @@ def measured(bundle: Path, folder: Path, *more: str) -> dict[str, int]:
 
 
 def test_bytes_and_memory_are_what_the_check_says(bundle: Path, tmp_path: Path) -> None:
-    """Within a fifth."""
+    """Bytes within a fifth; memory is no more, and may be less where some was there before."""
     found = measured(bundle, tmp_path)
     memory = found["weight_bytes"] + found["dense_bytes"] + found["activation_bytes"]
     assert found["rchar"] == pytest.approx(found["read_bytes"], rel=0.2), found
-    assert found["growth"] == pytest.approx(memory, rel=0.2), found
+    assert memory < 2 * found["weight_bytes"], "a second layer would not be seen"
+    assert found["growth"] <= memory, found
 
 
 @pytest.mark.nightly
