@@ -128,6 +128,7 @@ class Handler(Uploads, BaseHTTPRequestHandler):
     """One request."""
 
     protocol_version = "HTTP/1.1"
+    disable_nagle_algorithm = True  # small answers would wait for 40 ms
     server: HubServer
 
     def do_HEAD(self) -> None:
@@ -238,7 +239,8 @@ class Handler(Uploads, BaseHTTPRequestHandler):
         repository = self.server.repositories.get(name)
         tokens = (self.server.token, self.server.reader_token)
         may_read = self.headers.get("Authorization") in [f"Bearer {token}" for token in tokens]
-        if repository is None or (repository.private and not may_read):
+        hidden = self.server.meets("hidden")
+        if repository is None or hidden or (repository.private and not may_read):
             self._error(404 if may_read else 401, "RepoNotFound")
         elif repository.gated and needs_access and not may_read:
             self._error(403 if self.headers.get("Authorization") else 401, "GatedRepo")
@@ -310,8 +312,8 @@ class Handler(Uploads, BaseHTTPRequestHandler):
         if may_fail and server.meets("cut"):
             end, self.close_connection = len(body) // 2, True
         slow = may_fail and server.meets("slow")
-        step = max(1, len(body) // 20) if slow else CHUNK_BYTES
         stalled = may_fail and server.meets("stalled")
+        step = max(1, len(body) // 20) if slow or stalled else CHUNK_BYTES
         for start in range(0, end, step):
             with suppress(ConnectionError):
                 self.wfile.write(body[start : min(start + step, end)])
