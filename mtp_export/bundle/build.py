@@ -122,7 +122,7 @@ class BundlePlan:
         """Bytes of tensors and downloads on disk at the run's peak."""
         if self.downloads is None:
             return self.written_bytes
-        workers, readers = self.options.run.workers, self.checkpoint.files.readers
+        workers, readers = self.options.run.workers, self.checkpoint.readers
         return self.written_bytes + self.downloads.disk_bytes(workers, readers)
 
     @property

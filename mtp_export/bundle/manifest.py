@@ -22,7 +22,7 @@ def source_identity(checkpoint: Checkpoint) -> dict[str, Any]:
     """Return the identity of a source: hash of its config, size and header hash of each shard; of
     a repository also its name, its commit and each shard's checksum."""
     return {
-        **checkpoint.files.origin,
+        **checkpoint.origin,
         "config_sha256": checkpoint.config_sha256,
         "shards": {
             checkpoint.shard_name(shard): {

@@ -17,6 +17,7 @@ from mtp_export.checkpoint.reader import Checkpoint
 from mtp_export.errors import UnsupportedError
 from mtp_export.families.base import ModelFamily, Role, SharedTensor
 from mtp_export.schemes.conversion import Conversion, keep_step, transpose_step
+from mtp_export.schemes.formats import UNQUANTIZED
 from mtp_export.schemes.stored import StoredModel
 from mtp_export.targets.base import Target
 
@@ -45,7 +46,7 @@ def main_part(checkpoint: Checkpoint, stored: StoredModel, options: SplitOptions
     config.json keeps num_nextn_predict_layers, which engines read there.
     """
     shards: list[OutputShard] = []
-    for shard in checkpoint.shards:
+    for shard in checkpoint.main_shards:
         tensors = [t for t in shard.tensors if stored.family.mtp_layer_of(t.name) is None]
         steps = [step for t in tensors for step in _main_steps(checkpoint, stored, options.main, t)]
         if steps:
@@ -142,7 +143,7 @@ def _mtp_shards(
         shared = dict.fromkeys(chain.from_iterable(copies))
     kept: list[OutputShard] = []
     packed = dict(shared)
-    for shard in checkpoint.shards:
+    for shard in checkpoint.mtp_shards:
         steps = [
             step
             for tensor in shard.tensors
@@ -173,8 +174,11 @@ def _mtp_steps(
     There are none for a scale itself and for the main model's tensors.
     """
     family, target = stored.family, options.target
-    layer, one = family.mtp_layer_of(tensor.name), stored.weight_of[tensor.name]
-    if layer is None or tensor.name != one.tensors[0].name:
+    layer = family.mtp_layer_of(tensor.name)
+    if layer is None:
+        return
+    one = stored.weight_of[tensor.name]
+    if tensor.name != one.tensors[0].name:
         return
     if one.weight.role in (Role.EMBEDDING, Role.HEAD):
         if options.shared_weights is SharedWeights.KEEP:
@@ -193,12 +197,14 @@ def _shared_steps(
 ) -> Iterator[Step]:
     """Yield the steps of an embedding or head: of the MTP layer's own, else of the main model's.
 
-    An own copy in another precision than the main model's is kept where the draft's config.json
-    stays as it is, which promises that precision; without one the copy is left out then.
+    An own copy in another precision than the main model's is kept where it is unquantized, as every
+    config that is written promises, or where the draft's config.json stays as it is; without one
+    the copy is left out then.
     """
     family, target = stored.family, options.target
     own, main = stored.weights[pair.mtp_name], stored.weights[pair.main_name]
-    alike, promised = own.format == main.format, options.mtp.scheme is None
+    alike = own.format == main.format
+    promised = options.mtp.scheme is None or own.format is UNQUANTIZED
     layer = family.mtp_layer_of(pair.mtp_name)
     assert layer is not None
     if pair.mtp_name in checkpoint.tensors and (alike or promised):

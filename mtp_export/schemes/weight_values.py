@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from mtp_export.checkpoint.header import TensorInfo
 from mtp_export.checkpoint.tensor_reader import read_rows
-from mtp_export.schemes.formats import EncodedWeight
+from mtp_export.schemes.formats import EncodedWeight, WeightFormat
 from mtp_export.schemes.storage import BLOCK
 from mtp_export.schemes.stored import StoredModel, StoredWeight
 
@@ -67,31 +67,40 @@ class WeightOnDisk:
     def rows(self) -> int:
         return self.stored.weight.shape[0]
 
+    @property
+    def count(self) -> int:
+        """Number of tensors."""
+        return len(self.tensors)
+
+    @property
+    def form(self) -> tuple[WeightFormat, object]:
+        """Format and dtype of the codes: what weights that are compared byte by byte share."""
+        return self.stored.format, self.tensors[0].dtype
+
     def pieces(self) -> Iterator[tuple[int, int]]:
         """Yield row ranges of whole fp8 blocks that cover the weight."""
         columns = self.stored.weight.shape[1] if len(self.stored.weight.shape) == 2 else 1
-        step = max(1, PIECE_ELEMENTS // (BLOCK * columns)) * BLOCK
+        elements = PIECE_ELEMENTS * self.stored.format.piece_factor
+        step = max(1, elements // (BLOCK * columns)) * BLOCK
         for start in range(0, self.rows, step):
             yield start, min(start + step, self.rows)
 
     def encoded(self, start: int, stop: int) -> EncodedWeight:
         """Read rows [start, stop), start at an fp8 block's. A transposed weight is read whole."""
-        step = self.stored.format.scale_rows
-        codes = self._rows(0, start, stop)
         if len(self.tensors) == 1:
-            return EncodedWeight(self.stored.format, codes)
-        scale = self._rows(1, start // step, -(-stop // step))
-        return EncodedWeight(self.stored.format, codes, scale)
+            return EncodedWeight(self.stored.format, self.read_rows(0, start, stop))
+        return self.stored.format.encoded_rows(self, start, stop)
 
-    def _rows(self, number: int, start: int, stop: int) -> torch.Tensor:
-        tensor = self.tensors[number]
+    def read_rows(self, number: int, start: int, stop: int) -> torch.Tensor:
+        """Return rows [start, stop) of one of the tensors."""
         if self.stored.transposed:
-            return _turned(tensor)[start:stop]
-        return read_rows(tensor, start, stop)
+            return self.read_whole(number).t()[start:stop]
+        return read_rows(self.tensors[number], start, stop)
 
-
-def _turned(tensor: TensorInfo) -> torch.Tensor:
-    return read_rows(tensor, 0, tensor.shape[0]).t()
+    def read_whole(self, number: int) -> torch.Tensor:
+        """Return one of the tensors, as it lies on disk."""
+        tensor = self.tensors[number]
+        return read_rows(tensor, 0, tensor.shape[0] if tensor.shape else 1)
 
 
 def weights_on_disk(stored: StoredModel, tensors: Mapping[str, TensorInfo]) -> list[WeightOnDisk]:

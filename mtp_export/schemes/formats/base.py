@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
 from mtp_export.checkpoint.plan import OutputTensor
 from mtp_export.schemes.formats.compressed import WeightsEntry
@@ -28,6 +28,20 @@ class FormatOptions:
     fp8_scale_name: str = NATIVE_SCALE
 
 
+class RowSource(Protocol):
+    """The tensors of one weight on disk, by their number in the format."""
+
+    @property
+    def count(self) -> int:
+        """Number of tensors."""
+
+    def read_rows(self, number: int, start: int, stop: int) -> torch.Tensor:
+        """Return rows [start, stop) of a tensor."""
+
+    def read_whole(self, number: int) -> torch.Tensor:
+        """Return a whole tensor."""
+
+
 class WeightFormat(ABC):
     """Format of a weight: its layout on disk and its arithmetic.
 
@@ -41,6 +55,7 @@ class WeightFormat(ABC):
     elements_per_code: ClassVar[int] = 1  # elements of the weight per element of the codes
     scale_rows: ClassVar[int] = 1  # rows of the weight per row of scales
     in_words: ClassVar[str] = ""  # of a group of a compressed-tensors config
+    piece_factor: ClassVar[int] = 1  # larger where a piece of rows takes reading every tensor whole
 
     @property
     def k_divisor(self) -> int:
@@ -92,6 +107,17 @@ class WeightFormat(ABC):
     ) -> torch.Tensor:
         """Return the weights [n, K] of codes and scales (ValueError for unusable scales)."""
 
+    def encoded(self, tensors: Sequence[torch.Tensor]) -> EncodedWeight:
+        """Return the weight that the format's tensors hold, in their order; constants may be
+        absent."""
+        return EncodedWeight(self, tensors[0], tensors[1])
+
+    def encoded_rows(self, source: RowSource, start: int, stop: int) -> EncodedWeight:
+        """Read rows [start, stop) of a weight, start at a row of scales."""
+        step = self.scale_rows
+        scale = source.read_rows(1, start // step, -(-stop // step))
+        return self.encoded((source.read_rows(0, start, stop), scale))
+
     def source(self, codes: torch.Tensor, scale: torch.Tensor) -> torch.Tensor | Fp8Block:
         """Return rows in a form that every format can be made of: float32 weights, or codes whose
         scales the kernels multiply in (ValueError for unusable scales)."""
@@ -106,6 +132,17 @@ class WeightFormat(ABC):
     def check_constants(self, tensors: Mapping[str, torch.Tensor], shape: tuple[int, ...]) -> None:
         """Refuse constants, by tensor name, that contradict the weight (InvalidInputError)."""
         assert not tensors, f"{self.storage} has no constants"
+
+
+class ReadOnlyFormat(WeightFormat):
+    """Format of checkpoints that others quantized: it is read, and no scheme writes it."""
+
+    operation: ClassVar[str] = ""
+
+    def quantize(
+        self, source: torch.Tensor | Fp8Block, scale_rule: str
+    ) -> tuple[tuple[torch.Tensor, ...], ErrorStats]:
+        raise AssertionError(f"nothing writes {self.storage}")
 
 
 @dataclass(frozen=True)
@@ -129,6 +166,11 @@ class EncodedWeight:
         """Shape of the weight: [N, K], or that of an unquantized tensor."""
         *rows, columns = self.codes.shape
         return (*rows, columns * self.format.elements_per_code)
+
+    @property
+    def form(self) -> tuple[WeightFormat, object]:
+        """Format and dtype of the codes: what weights that are compared byte by byte share."""
+        return self.format, self.codes.dtype
 
     def equals(self, other: EncodedWeight) -> bool:
         """Return True for a weight of the same format, codes and scales."""

@@ -203,7 +203,7 @@ def _equal(one: WeightOnDisk, other: WeightOnDisk) -> bool:
     for rounding."""
     import torch
 
-    if one.stored.format != other.stored.format:
+    if one.form != other.form:
         rounding = Rounding()
         for start, stop in one.pieces():
             rounding.add(*(w.encoded(start, stop).dequantize() for w in (one, other)))

@@ -114,7 +114,7 @@ class WeightSource:
         if not self._has(own):
             return True
         copy, original = map(self._encoded, (own, main))
-        if copy.format == original.format:
+        if copy.form == original.form:
             equal = copy.equals(original)
         else:
             rounding = Rounding()
