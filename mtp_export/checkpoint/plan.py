@@ -11,6 +11,7 @@ from enum import StrEnum
 from typing import Any, ClassVar, Protocol
 
 from mtp_export.checkpoint.byte_source import Place
+from mtp_export.checkpoint.disk_queue import DiskQueue
 from mtp_export.checkpoint.dtypes import tensor_bytes
 from mtp_export.checkpoint.header import ShardHeader, TensorInfo
 from mtp_export.checkpoint.reader import CONFIG_NAME, INDEX_NAME
@@ -46,10 +47,12 @@ Facts = Mapping[str, Any]
 
 @dataclass(frozen=True)
 class Resources:
-    """Memory in bytes that one transform may use, and the torch device that it computes on."""
+    """Memory in bytes that one transform may use beside the queue's, the torch device that it
+    computes on, and the queue that reads its inputs."""
 
     budget_bytes: int
     device: str
+    queue: DiskQueue
 
 
 @dataclass(frozen=True, slots=True)

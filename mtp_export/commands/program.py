@@ -13,6 +13,7 @@ from mtp_export.commands.failures import failure_of
 from mtp_export.commands.generate import generate
 from mtp_export.commands.graft import graft
 from mtp_export.commands.inspect import inspect
+from mtp_export.commands.push import push
 from mtp_export.commands.quantize import quantize
 from mtp_export.commands.standard_streams import guarded_streams
 from mtp_export.commands.verify import verify
@@ -20,7 +21,7 @@ from mtp_export.errors import Interrupted, UsageError
 
 app = typer.Typer(rich_markup_mode="rich", pretty_exceptions_enable=False)
 app.callback(invoke_without_command=True)(export)
-for command in (quantize, graft, verify, generate, inspect):
+for command in (quantize, graft, verify, generate, inspect, push):
     app.command()(command)
 
 

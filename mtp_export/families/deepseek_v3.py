@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import ClassVar
 
 from mtp_export.families.base import Role, RotaryRows, TensorSpec
 from mtp_export.families.contract import MtpContract
@@ -49,6 +50,8 @@ class DeepseekV3Family(MoeDecoderFamily):
     refused = ("attention_bias", "tie_word_embeddings")
     fused = {("q_a_proj", "kv_a_proj_with_mqa"): ("fused_qkv_a_proj", "fused_qkv_a_proj_with_mqa")}
     absorbed = ("kv_b_proj",)
+    # SGLang replaces model.layers.61 in configs by its own name.
+    mtp_names: ClassVar[tuple[str, ...]] = ()
     # It shifts the positions of MTP rows by one throughout, which relative ones do not see.
     usual_contract = MtpContract(source="transformers, generate(use_mtp=True)")
 

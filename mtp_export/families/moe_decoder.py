@@ -12,6 +12,7 @@ from typing import Any, ClassVar, Self
 
 from mtp_export.errors import InvalidInputError, UnsupportedError
 from mtp_export.families.base import (
+    SGLANG_DRAFT,
     ModulePatterns,
     Role,
     SharedTensor,
@@ -54,8 +55,8 @@ class MoeDecoderFamily(ABC):
     """Tensors of one config, but for its attention.
 
     refused: keys of config.json that no release of the family sets. fused and absorbed are those
-    linears of the attention that ModulePatterns has under these names. usual_contract: the contract
-    of MTP modules whose config.json records none.
+    linears of the attention that ModulePatterns has under these names, and so are mtp_names.
+    usual_contract: the contract of MTP modules whose config.json records none.
     """
 
     config: Mapping[str, Any]
@@ -69,6 +70,7 @@ class MoeDecoderFamily(ABC):
     usual_contract: ClassVar[MtpContract] = MtpContract()
     fused: ClassVar[Mapping[tuple[str, ...], tuple[str, ...]]] = {}
     absorbed: ClassVar[tuple[str, ...]] = ()
+    mtp_names: ClassVar[tuple[str, ...]] = (SGLANG_DRAFT,)
 
     @abstractmethod
     def attention_tensors(self, layer: int, mtp: int | None) -> Iterator[TensorSpec]:
@@ -126,6 +128,7 @@ class MoeDecoderFamily(ABC):
             other_matrices=_OTHER_MATRICES,
             fused={**_FUSED, **self.fused},
             absorbed=self.absorbed,
+            mtp_names=self.mtp_names,
         )
 
     @cached_property

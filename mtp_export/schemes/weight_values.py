@@ -5,10 +5,11 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from functools import cached_property
+from typing import TYPE_CHECKING, Self
 
 from mtp_export.checkpoint.header import TensorInfo
-from mtp_export.checkpoint.tensor_reader import read_rows
+from mtp_export.checkpoint.tensor_reader import TensorReader, read_rows
 from mtp_export.schemes.formats import EncodedWeight, WeightFormat
 from mtp_export.schemes.storage import BLOCK
 from mtp_export.schemes.stored import StoredModel, StoredWeight
@@ -68,39 +69,72 @@ class WeightOnDisk:
         return self.stored.weight.shape[0]
 
     @property
-    def count(self) -> int:
-        """Number of tensors."""
-        return len(self.tensors)
-
-    @property
-    def form(self) -> tuple[WeightFormat, object]:
+    def form(self) -> tuple[WeightFormat, str]:
         """Format and dtype of the codes: what weights that are compared byte by byte share."""
         return self.stored.format, self.tensors[0].dtype
 
-    def pieces(self) -> Iterator[tuple[int, int]]:
-        """Yield row ranges of whole fp8 blocks that cover the weight."""
+    def pieces(self, elements: int = PIECE_ELEMENTS) -> Iterator[tuple[int, int]]:
+        """Yield row ranges of whole fp8 blocks, of about this many elements, that cover the
+        weight."""
         columns = self.stored.weight.shape[1] if len(self.stored.weight.shape) == 2 else 1
-        elements = PIECE_ELEMENTS * self.stored.format.piece_factor
         step = max(1, elements // (BLOCK * columns)) * BLOCK
         for start in range(0, self.rows, step):
             yield start, min(start + step, self.rows)
 
     def encoded(self, start: int, stop: int) -> EncodedWeight:
         """Read rows [start, stop), start at an fp8 block's. A transposed weight is read whole."""
-        if len(self.tensors) == 1:
-            return EncodedWeight(self.stored.format, self.read_rows(0, start, stop))
-        return self.stored.format.encoded_rows(self, start, stop)
+        with OpenWeight(self) as opened:
+            return opened.encoded(start, stop)
 
-    def read_rows(self, number: int, start: int, stop: int) -> torch.Tensor:
-        """Return rows [start, stop) of one of the tensors."""
-        if self.stored.transposed:
-            return self.read_whole(number).t()[start:stop]
-        return read_rows(self.tensors[number], start, stop)
 
-    def read_whole(self, number: int) -> torch.Tensor:
-        """Return one of the tensors, as it lies on disk."""
-        tensor = self.tensors[number]
-        return read_rows(tensor, 0, tensor.shape[0] if tensor.shape else 1)
+class OpenWeight:
+    """A weight whose codes are read through one open file; a context manager.
+
+    others are its other tensors, scale and constants, which are small and read at once. Every read
+    raises IoError when the bytes run out or cannot be read.
+    """
+
+    def __init__(self, weight: WeightOnDisk, *, once: bool = False) -> None:
+        self.weight = weight
+        self.others = [_whole(tensor) for tensor in weight.tensors[1:]]
+        self._codes = TensorReader(weight.tensors[0], once=once)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._codes.__exit__(*error)
+
+    def encoded(self, start: int, stop: int) -> EncodedWeight:
+        """Read rows [start, stop), start at an fp8 block's. A transposed weight is read whole."""
+        stored_as = self.weight.stored.format
+        if not self.others:
+            return EncodedWeight(stored_as, self.codes(start, stop))
+        return stored_as.encoded_rows(self, start, stop)
+
+    def codes(self, start: int, stop: int) -> torch.Tensor:
+        """Return rows [start, stop) of the codes."""
+        if self.weight.stored.transposed:
+            return self.whole_codes.t()[start:stop]
+        return self._codes.rows(start, stop)
+
+    @property
+    def scale(self) -> torch.Tensor:
+        """The scale, with a row for the weight's rows."""
+        return self.others[0].t() if self.weight.stored.transposed else self.others[0]
+
+    @cached_property
+    def whole_codes(self) -> torch.Tensor:
+        """All codes, in the shape that they are stored in."""
+        return self._codes.rows(0, _rows(self.weight.tensors[0]))
+
+
+def _whole(tensor: TensorInfo) -> torch.Tensor:
+    return read_rows(tensor, 0, _rows(tensor))
+
+
+def _rows(tensor: TensorInfo) -> int:
+    return tensor.shape[0] if tensor.shape else 1
 
 
 def weights_on_disk(stored: StoredModel, tensors: Mapping[str, TensorInfo]) -> list[WeightOnDisk]:

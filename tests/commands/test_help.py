@@ -14,8 +14,12 @@ PANELS: dict[str, tuple[str, ...]] = {
     "quantize": ("Precision", *BUNDLE_PANELS),
     "graft": ("Precision", *BUNDLE_PANELS),
     "verify": ("Checks", "Decoding", "Performance", "Report"),
-    "generate": ("Decoding", "Speculation", "Performance", "Report"),
+    "generate": (
+        *("Decoding", "Speculation", "Number and temperature of drafts"),
+        *("Performance", "Report"),
+    ),
     "inspect": ("Report",),
+    "push": ("Input and output", "Content of the bundle", "Model card", "Report"),
 }
 
 

@@ -15,6 +15,8 @@ if TYPE_CHECKING:
     import torch
 
     from mtp_kernels.quantize import ErrorStats, Fp8Block
+    from mtp_kernels.stored_linear import StoredWeight
+    from mtp_kernels.weight_statistics import WeightStatistics
 
 
 @dataclass(frozen=True)
@@ -29,17 +31,20 @@ class FormatOptions:
 
 
 class RowSource(Protocol):
-    """The tensors of one weight on disk, by their number in the format."""
+    """The tensors of one weight on disk. others are those after the codes, whole; scale is the
+    first of them, with a row for the weight's rows."""
+
+    others: list[torch.Tensor]
 
     @property
-    def count(self) -> int:
-        """Number of tensors."""
+    def scale(self) -> torch.Tensor: ...
 
-    def read_rows(self, number: int, start: int, stop: int) -> torch.Tensor:
-        """Return rows [start, stop) of a tensor."""
+    @property
+    def whole_codes(self) -> torch.Tensor:
+        """All codes, in the shape that they are stored in."""
 
-    def read_whole(self, number: int) -> torch.Tensor:
-        """Return a whole tensor."""
+    def codes(self, start: int, stop: int) -> torch.Tensor:
+        """Return rows [start, stop) of the codes."""
 
 
 class WeightFormat(ABC):
@@ -55,7 +60,6 @@ class WeightFormat(ABC):
     elements_per_code: ClassVar[int] = 1  # elements of the weight per element of the codes
     scale_rows: ClassVar[int] = 1  # rows of the weight per row of scales
     in_words: ClassVar[str] = ""  # of a group of a compressed-tensors config
-    piece_factor: ClassVar[int] = 1  # larger where a piece of rows takes reading every tensor whole
 
     @property
     def k_divisor(self) -> int:
@@ -113,14 +117,36 @@ class WeightFormat(ABC):
         return EncodedWeight(self, tensors[0], tensors[1])
 
     def encoded_rows(self, source: RowSource, start: int, stop: int) -> EncodedWeight:
-        """Read rows [start, stop) of a weight, start at a row of scales."""
+        """Return rows [start, stop) of a weight, start at a row of scales."""
         step = self.scale_rows
-        scale = source.read_rows(1, start // step, -(-stop // step))
-        return self.encoded((source.read_rows(0, start, stop), scale))
+        scale = source.scale[start // step : -(-stop // step)]
+        return self.encoded((source.codes(start, stop), scale))
+
+    def statistics(self, codes: torch.Tensor, scale: torch.Tensor) -> WeightStatistics:
+        """Return the statistics of the weights, unsound where dequantize refuses them.
+
+        A format whose codes the kernels can measure as they are overrides it.
+        """
+        import torch
+
+        from mtp_kernels import weight_statistics
+
+        try:
+            values = self.dequantize(codes, scale, torch.float32)
+        except ValueError:
+            return weight_statistics.UNSOUND
+        return weight_statistics.float_statistics(values)
 
     def source(self, codes: torch.Tensor, scale: torch.Tensor) -> torch.Tensor | Fp8Block:
         """Return rows in a form that every format can be made of: float32 weights, or codes whose
         scales the kernels multiply in (ValueError for unusable scales)."""
+        import torch
+
+        return self.dequantize(codes, scale, torch.float32)
+
+    def stored(self, codes: torch.Tensor, scale: torch.Tensor) -> StoredWeight:
+        """Return codes and scales as the kernels multiply with them, dense for a format that they
+        do not know (ValueError for unusable scales)."""
         import torch
 
         return self.dequantize(codes, scale, torch.float32)
@@ -167,11 +193,6 @@ class EncodedWeight:
         *rows, columns = self.codes.shape
         return (*rows, columns * self.format.elements_per_code)
 
-    @property
-    def form(self) -> tuple[WeightFormat, object]:
-        """Format and dtype of the codes: what weights that are compared byte by byte share."""
-        return self.format, self.codes.dtype
-
     def equals(self, other: EncodedWeight) -> bool:
         """Return True for a weight of the same format, codes and scales."""
         import torch
@@ -194,3 +215,21 @@ class EncodedWeight:
         if self.scale is None:
             return self.codes.to(dtype or torch.float32)
         return self.format.dequantize(self.codes, self.scale, dtype or torch.float32)
+
+    def statistics(self) -> WeightStatistics:
+        """Return the statistics of the values, unsound where dequantize refuses them."""
+        from mtp_kernels import weight_statistics
+
+        if self.scale is None:
+            return weight_statistics.float_statistics(self.codes)
+        return self.format.statistics(self.codes, self.scale)
+
+    def product(self, x: torch.Tensor) -> torch.Tensor:
+        """Return x @ weight.T [T, N] for x [T, K], in its dtype.
+
+        Raises ValueError as dequantize does.
+        """
+        from mtp_kernels.stored_linear import linear
+
+        codes, scale = self.codes, self.scale
+        return linear(x, codes if scale is None else self.format.stored(codes, scale))

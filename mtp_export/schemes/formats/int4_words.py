@@ -6,7 +6,7 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING
 
 from mtp_export.checkpoint.plan import OutputTensor
 from mtp_export.schemes.formats.base import EncodedWeight, ReadOnlyFormat, RowSource
@@ -26,8 +26,6 @@ class Int4Words(ReadOnlyFormat):
     [N, K] with the zero points taken off, and scales [N, K/group]."""
 
     group_size: int
-
-    piece_factor: ClassVar[int] = 16
 
     @property
     def k_divisor(self) -> int:
@@ -87,8 +85,7 @@ class Int4Words(ReadOnlyFormat):
         return in_order
 
     def encoded_rows(self, source: RowSource, start: int, stop: int) -> EncodedWeight:
-        whole = [source.read_whole(number) for number in range(source.count)]
-        return self.encoded(self._cut(whole, start, stop))
+        return self.encoded(self._cut((source.whole_codes, *source.others), start, stop))
 
     def dequantize(
         self, codes: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype

@@ -62,8 +62,8 @@ class NvFp4(_ModelOpt):
         return EncodedWeight(self, tensors[0], tensors[1].float() * tensors[2].float())
 
     def encoded_rows(self, source: RowSource, start: int, stop: int) -> EncodedWeight:
-        rows = (source.read_rows(number, start, stop) for number in (0, 1))
-        return self.encoded((*rows, source.read_whole(2)))
+        scale, second = source.scale[start:stop], source.others[1]
+        return self.encoded((source.codes(start, stop), scale, second))
 
     def dequantize(
         self, codes: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype
@@ -95,7 +95,7 @@ class Fp8Tensor(_ModelOpt):
         return EncodedWeight(self, tensors[0], tensors[1].reshape(1, 1))
 
     def encoded_rows(self, source: RowSource, start: int, stop: int) -> EncodedWeight:
-        return self.encoded((source.read_rows(0, start, stop), source.read_whole(1)))
+        return self.encoded((source.codes(start, stop), source.others[0]))
 
     def dequantize(
         self, codes: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype
