@@ -39,8 +39,9 @@ def serving_lines(
     target = target_of(wanted)
     base = recorded.get("base_quant", native)
     mtp = recorded.get("mtp_quant", "bf16" if target.dequantizes else native)
-    converted = [SCHEMES[scheme] for scheme in (base, mtp) if scheme != KEEP]
-    alike = all(scheme.stores_experts_alike(recorded) for scheme in converted)
+    converted = [SCHEMES[scheme] for scheme in (base, mtp) if scheme in SCHEMES]
+    # Of a main model that others quantized nothing is known: what holds for both is said.
+    alike = base != GRAFTED and all(one.stores_experts_alike(recorded) for one in converted)
     deployment = Deployment(folder, base, mtp, experts_alike=alike)
     return {
         engine.name: engine.launch(deployment)

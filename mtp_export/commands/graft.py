@@ -77,6 +77,7 @@ def graft(
     checksums: shared.ChecksumsOption = Checksums.WRITTEN,
     workers: shared.Workers = shared.DEFAULT_WORKERS,
     max_memory: shared.MaxMemory = shared.DEFAULT_MAX_MEMORY,
+    io_depth: shared.IoDepth = None,
     report: shared.Report = None,
     as_json: shared.AsJson = False,
     quiet: shared.Quiet = False,
