@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 
+from benchmarks.bench_quantize_acceptance import difference, fixture_prompts, on_texts
 from cases import (
     MTP_LAYER,
     Outcome,
@@ -28,12 +29,18 @@ from cases import (
 )
 from faults import planting
 from hub_server import HubServer
+from mtp_runtime.models.load import LoadOptions, load_model
+from mtp_runtime.sampling import SamplingParams
+from mtp_runtime.teacher_forcing import Text, Texts
 from quantized_by_others import LINEAR, METHODS, unquantized, write
+from runtime.harness import run
 
 LAYER = f"model.layers.{MTP_LAYER}"
 EVERY_PUSH = ("awq", "awq, experts alone", "gptq", "fp8", "modelopt nvfp4")
 MAINS = nightly_but(EVERY_PUSH, METHODS)
 CONFIG = "config.json"
+FIXTURE = Path(__file__).resolve().parents[2] / "fixtures/deepseek-v3-tiny"
+PARAMS = SamplingParams(max_tokens=6, ignore_eos=True)
 Config = dict[str, Any]
 
 
@@ -188,6 +195,35 @@ def test_verify_and_inspect_take_the_bundle(name: str, grafts: Callable[[str], P
         assert (found["parts"], found["problems"]) == ([part], [])
 
 
+@pytest.mark.parametrize("name", MAINS)
+def test_the_runtime_decodes_with_the_draft(name: str, grafts: Callable[[str], Path]) -> None:
+    """Weights are dequantized at load, or kept as they are stored: the same tokens."""
+    outputs = []
+    for dense in (True, False):
+        loaded = load_model(grafts(name), LoadOptions(dequantize_at_load=dense))
+        assert not loaded.ledger.skipped
+        found = run(loaded.model, [[5, 9, 12, 7]], PARAMS, method="mtp", k=2)
+        assert found.requests[0].metrics.drafted[0] > 0
+        outputs.append(found.outputs)
+    assert outputs[0] == outputs[1]
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("name", ["awq", "gptq", "compressed-tensors, int4", "modelopt nvfp4"])
+def test_acceptance_of_the_grafted_draft(name: str, tmp_path: Path) -> None:
+    """int4 main models lose a few points of the miniature's acceptance; measured: 1.7 and 2.5."""
+    write(FIXTURE, tmp_path / "main", name)
+    assert graft(tmp_path / "main", FIXTURE, tmp_path / "output", "--quiet").code == 0
+    texts = Texts(tuple(Text(prompt[:96], 1) for prompt in fixture_prompts(8)))
+    counts = [
+        on_texts(load_model(folder, LoadOptions()).model, texts, 1)[0]
+        for folder in (FIXTURE, tmp_path / "output")
+    ]
+    lost = difference(counts[1], counts[0])
+    assert lost is not None
+    assert lost.value > -0.06
+
+
 def test_the_draft_may_be_stored_as_the_main_model_is(
     original: Path, mains: Callable[[str], Path], tmp_path: Path
 ) -> None:
@@ -301,7 +337,9 @@ def test_refusals(
     w4afp8 = altered("w4afp8", quantized(quant_method="w4afp8"))
     refused(4, "cannot be described beside", w4afp8, original)
     groups = altered("groups", quantized(group_size=64))
-    refused(3, "wrong shape", groups, original)
+    refused(3, "K divisible by 64", groups, original)
+    narrow = altered("narrow", quantized(group_size=16))
+    refused(3, "wrong shape", narrow, original)
     eight = altered("eight", quantized(bits=8))
     refused(4, "AWQ weights that this tool does not read", eight, original)
     for scheme in ("a8w8_fp8", "weight_only_int8"):
