@@ -3,9 +3,9 @@
     python -m benchmarks.bench_stream /data/stream --prepare   a checkpoint and its bundle: 22 GB
     python -m benchmarks.bench_stream /data/stream
 
-The model has hidden size 7168, --experts experts of 3584 in a sparse layer (9.9 GB in fp8), one dense
-layer and --layers - 1 sparse ones, and the MTP layer; its vocabulary is short, so that layers fill
-the disk. In turn, the page cache dropped before each (needs root):
+The model has hidden size 7168, --experts experts of 3584 in a sparse layer (9.9 GB in fp8), one
+dense layer and --layers - 1 sparse ones, and the MTP layer; its vocabulary is short, so that layers
+fill the disk. In turn, the page cache dropped before each (needs root):
   reading   all weights of a sparse layer by direct reads, eight at a time
   check     the whole check on four prompts of 24 tokens: seconds per layer and in all, bytes read
             and memory added, each beside what the check says beforehand
@@ -149,11 +149,13 @@ def measured(folder: Path, row: str) -> dict[str, Any]:
     Path("/proc/self/clear_refs").write_text("5")  # the peak starts from what is resident now
     before, already, start = resident("VmRSS"), bytes_read(), time.perf_counter()
     if row == "check":
-        items = list(stream.run(context))
-        cost = next(item.data for item in items if item.name == "cost estimate")
+        cost: dict[str, Any] = {}
+        for item in stream.run(context):
+            cost = cost or dict(item.data)
+            print(f"{time.perf_counter() - start:.1f} s: {item.name}", file=sys.stderr)
     else:
         streamed, (texts, _) = open_streamed(options.bundle, "cpu"), stream.texts_of(context)
-        found = stream.cost_of(context, streamed, texts)
+        found = stream_cost.cost_of(context, streamed, texts)
         cost = found.as_json()
         stream.states_of(
             context, streamed, texts, found, lambda done: times.append(time.perf_counter())

@@ -6,7 +6,7 @@ import threading
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from mtp_export.bundle.tied_weights import TiedCopies
@@ -148,7 +148,7 @@ def opened_inputs(
     with staging.start(checkpoint.readers):
         files = {path: staging.file(file) for path, file in _remote_files(checkpoint).items()}
         tensors = {
-            name: replace(tensor, file=files.get(tensor.path, tensor.file))
+            name: tensor._replace(file=files.get(tensor.path, tensor.file))
             for name, tensor in checkpoint.tensors.items()
         }
         yield Inputs(tensors, staging.finishing, stopping)

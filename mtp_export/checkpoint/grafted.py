@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Self
 
@@ -34,7 +34,7 @@ class GraftedCheckpoint(Checkpoint):
         moved: Mapping[str, str],
     ) -> Self:
         """Join two checkpoints; moved are names of the donor's tensors by their names here."""
-        taken = {name: replace(donor.tensors[source], name=name) for name, source in moved.items()}
+        taken = {name: donor.tensors[source]._replace(name=name) for name, source in moved.items()}
         places = {tensor.path for tensor in taken.values()}
         digest = hashlib.sha256((host.config_sha256 + donor.config_sha256).encode()).hexdigest()
         return cls(

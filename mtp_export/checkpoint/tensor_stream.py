@@ -40,7 +40,7 @@ class TensorStream:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(self, *error: object) -> None:
         wait([read for _, read in self._under_way if not read.cancel()])
         for memory, _ in self._under_way:
             self._queue.used()

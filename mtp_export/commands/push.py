@@ -13,7 +13,7 @@ from mtp_export.bundle.options import Part
 from mtp_export.checkpoint.byte_source import Address
 from mtp_export.commands import options as shared
 from mtp_export.commands.output import FiguresTable, heading, print_result
-from mtp_export.progress import format_bytes, progress_bar
+from mtp_export.progress import format_bytes
 
 if TYPE_CHECKING:  # they bring an HTTP client
     from mtp_export.publish.plan import PushPlan
@@ -75,7 +75,7 @@ BaseModel = Annotated[
         parser=lambda text: Address(text if "://" in text else f"hf://{text}"),
         metavar="NAME",
         rich_help_panel=MODEL_CARD,
-        help="Model on the Hub that the bundle was made from: org/name[@revision].",
+        help="Model on the Hub that the bundle was made from: org/name or org/name@REVISION.",
     ),
 ]
 
@@ -84,10 +84,10 @@ def push(
     context: typer.Context,
     bundle: Bundle,
     repository: Repository,
-    part: PushedPart = None,
     private: Private = False,
     overwrite: Overwrite = False,
     dry_run: shared.DryRun = False,
+    part: PushedPart = None,
     report: Verified = None,
     unverified: Unverified = False,
     base_model: BaseModel = None,
@@ -95,6 +95,7 @@ def push(
     quiet: shared.Quiet = False,
 ) -> None:
     """Upload a verified bundle to the Hugging Face Hub, with a model card."""
+    from mtp_export.commands.progress_bar import progress_bar
     from mtp_export.publish.plan import PushOptions, plan_push
     from mtp_export.publish.push import run_push
 

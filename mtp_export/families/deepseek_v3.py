@@ -6,7 +6,7 @@ Source: README_WEIGHTS.md and the index of the released checkpoints (91,991 tens
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 from typing import ClassVar
 
@@ -72,7 +72,7 @@ class DeepseekV3Family(MoeDecoderFamily):
 
     def attention_modules(self, layer: int) -> MlaModules:
         """Modules of one layer's attention."""
-        prefix, ranked = self.layer_modules(layer).attention, self.sizes.query_rank > 0
+        prefix, ranked = self.attention_prefix(layer), self.sizes.query_rank > 0
         return MlaModules(
             query_down=f"{prefix}.q_a_proj" if ranked else None,
             query_norm=f"{prefix}.q_a_layernorm" if ranked else None,
@@ -103,4 +103,4 @@ class DeepseekV3Family(MoeDecoderFamily):
         }
         for module, shape in shapes.items():
             spec = self._linear(module, shape, Role.ATTENTION, mtp)
-            yield replace(spec, rotary=rotary.get(module))
+            yield spec._replace(rotary=rotary.get(module))

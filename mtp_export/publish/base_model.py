@@ -44,10 +44,12 @@ def base_model(named: Address | None, manifest: Mapping[str, Any]) -> BaseModel 
     name, commit = source.get("repo"), source.get("commit")
     if not (isinstance(name, str) and isinstance(commit, str)):
         return None
+    address = Address(f"hf://{name}@{commit}")
+    uri = model_uri(address)  # a manifest may hold anything
     try:
-        return _read(name, commit, Address(f"hf://{name}@{commit}"))
+        return _read(uri.id, uri.revision, address)
     except InvalidInputError:  # gone, or closed to this token: it is named all the same
-        return BaseModel(name, commit)
+        return BaseModel(uri.id, uri.revision or "")
 
 
 def _read(name: str, revision: str | None, address: Address) -> BaseModel:

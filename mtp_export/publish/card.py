@@ -104,21 +104,23 @@ def _head(repository: str, content: Content, base: BaseModel | None) -> Iterator
 def _table(content: Content) -> Iterator[str]:
     """Yield the manifest's content by part, and the options that made it."""
     yield "## Content"
-    rows = ["| part | folder | shards | bytes | linked unchanged | tensors | least SQNR |",
-            "|---|---|--:|--:|--:|---|--:|"]  # fmt: skip
+    heads = ("part", "folder", "shards", "bytes", "linked", "tensors by operation", "least SQNR")
+    rows = [f"| {' | '.join(heads)} |", "|---|---|--:|--:|--:|---|--:|"]
     rows += [_row(content, part) for part in content.parts]
     yield "\n".join(rows)
     options = content.manifest["options"].items()
     yield ", ".join(f"`{key}` {_shown(value)}" for key, value in options) + "."
     listed = MANIFEST_NAME if len(content.parts) > 1 else "the bundle's manifest"
     digest = manifest_sha256(content.bundle)
-    yield f"Every tensor's operation and checksum is in {listed}, whose SHA-256 is `{digest}`."
+    yield (
+        "The operation and the checksum of every tensor that the export read are in"
+        f" {listed}, whose SHA-256 is `{digest}`."
+    )
 
 
 def _shown(value: object) -> str:
-    return {True: "yes", False: "no", None: "none"}.get(value, str(value)) if (
-        value is None or isinstance(value, bool)
-    ) else str(value)  # fmt: skip
+    words = {"True": "yes", "False": "no", "None": "none"}
+    return words.get(str(value), str(value))
 
 
 def _row(content: Content, part: str) -> str:
@@ -155,4 +157,5 @@ def _verification(report: Report | None, titles: Mapping[str, str]) -> Iterator[
         rows.append(f"| {result.title} | {result.status} | {figures} |")
     yield "\n".join(rows)
     for path, title in titles.items():
+        yield f"*{title}*"
         yield f"![{title}]({path})"

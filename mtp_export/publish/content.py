@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable, Mapping
 from contextlib import closing
 from dataclasses import dataclass
@@ -16,7 +15,7 @@ from mtp_export.bundle.options import Part
 from mtp_export.checkpoint.bundle_folder import MAIN, MTP
 from mtp_export.checkpoint.local_folder import LocalFolder
 from mtp_export.checkpoint.manifest import MANIFEST_NAME, read_manifest
-from mtp_export.checkpoint.reader import CONFIG_NAME
+from mtp_export.checkpoint.reader import CONFIG_NAME, read_json_object
 from mtp_export.errors import InvalidInputError
 
 _AGAIN = "Export again, verify the bundle, then run the same command"
@@ -64,14 +63,8 @@ class Content:
 
     @property
     def config(self) -> dict[str, Any]:
-        """The config.json of the first part."""
-        name = f"{_prefix(self.parts, self.parts[0])}{CONFIG_NAME}"
-        return _object(self.bundle / self.parts[0] / CONFIG_NAME, self.files[name])
-
-    @property
-    def has_license(self) -> bool:
-        """True if a licence's text is among the files."""
-        return any(name.rpartition("/")[2].startswith("LICENSE") for name in self.files)
+        """The config.json of the first part (InvalidInputError, IoError)."""
+        return read_json_object(self.bundle / self.parts[0] / CONFIG_NAME)
 
     def check_unchanged(self) -> None:
         """Refuse a bundle whose shards were written to since it was read."""
@@ -173,6 +166,13 @@ def _checked(folder: LocalFolder, name: str, facts: Mapping[str, Any]) -> bytes:
 
 
 def _check_is_there(folder: LocalFolder, name: str) -> None:
+    if any(not part or part.startswith(".") for part in name.split("/")):
+        raise InvalidInputError(
+            "The manifest lists a file that no export writes",
+            where=folder.path,
+            found=name[:100],
+            todo="Do not trust this bundle; get it again from its source, or export again",
+        )
     if not (folder.path / name).exists():
         raise InvalidInputError(
             "A file that the manifest lists is missing", where=folder.path / name, todo=_AGAIN
@@ -186,13 +186,4 @@ def _differs(path: Path, expected: int, found: int) -> InvalidInputError:
         expected=f"{expected} bytes",
         found=f"{found} bytes",
         todo=_AGAIN,
-    )
-
-
-def _object(path: Path, raw: bytes) -> dict[str, Any]:
-    value = json.loads(raw)
-    if isinstance(value, dict):
-        return value
-    raise InvalidInputError(
-        "A JSON file holds no object", where=path, expected="{...}", found=type(value).__name__
     )

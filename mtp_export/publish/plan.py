@@ -27,7 +27,7 @@ from mtp_export.verify.check import Status
 from mtp_export.verify.evidence.tensor_threads import in_threads
 from mtp_export.verify.files.checksums import READ_BY_ENGINES
 
-_HASHING_THREADS = min(4, os.cpu_count() or 1)
+_HASHING_WORKERS = min(4, os.cpu_count() or 1)
 _NAMED = 3
 
 # Opens the progress bar of a step of a number of bytes; the callback takes the bytes just done.
@@ -142,7 +142,12 @@ def plan_push(options: PushOptions, show_progress: ShowProgress, *, dry_run: boo
 def digests_of(shards: Sequence[Shard], show_progress: ShowProgress) -> dict[str, str]:
     """Return the SHA-256 of shards by their paths in the repository (IoError)."""
     with show_progress("checksums", sum(shard.size_bytes for shard in shards)) as progress:
-        found = in_threads(lambda s: sha256_of(s.path, progress), shards, _HASHING_THREADS)
+        found = in_threads(
+            lambda shard: sha256_of(shard.path, progress),
+            shards,
+            workers=_HASHING_WORKERS,
+            size_bytes=lambda shard: shard.size_bytes,
+        )
         return {shard.name: digest for shard, digest in zip(shards, found, strict=True)}
 
 

@@ -13,6 +13,7 @@ from mtp_export.errors import MtpExportError
 from mtp_export.publish.content import Content
 from mtp_export.schemes.base import KEEP
 from mtp_export.schemes.stored import stored_source
+from mtp_export.targets import TARGETS
 
 _PLACE = Path("/models")  # absolute: one of the engines runs in a container
 _OTHER = {MAIN: MTP, MTP: MAIN}
@@ -23,7 +24,7 @@ def serving(repository: str, content: Content, base: str | None) -> Iterator[str
     options, folder = content.manifest["options"], _PLACE / repository.rpartition("/")[2]
     lines = serving_lines(
         options,
-        wanted=str(options.get("target", RELEASED)),
+        wanted=TARGETS[options.get("target", RELEASED)].name,
         native=_native_scheme(content.config),
         folder=folder,
     )

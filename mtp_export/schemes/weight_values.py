@@ -8,8 +8,10 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, Self
 
+from mtp_export.checkpoint.disk_queue import DiskQueue
 from mtp_export.checkpoint.header import TensorInfo
-from mtp_export.checkpoint.tensor_reader import TensorReader, read_rows
+from mtp_export.checkpoint.tensor_reader import read_rows
+from mtp_export.checkpoint.tensor_stream import TensorStream
 from mtp_export.schemes.formats import EncodedWeight, WeightFormat
 from mtp_export.schemes.storage import BLOCK
 from mtp_export.schemes.stored import StoredModel, StoredWeight
@@ -74,30 +76,59 @@ class WeightOnDisk:
         return self.stored.format, self.tensors[0].dtype
 
     def pieces(self, elements: int = PIECE_ELEMENTS) -> Iterator[tuple[int, int]]:
-        """Yield row ranges of whole fp8 blocks, of about this many elements, that cover the
-        weight."""
-        columns = self.stored.weight.shape[1] if len(self.stored.weight.shape) == 2 else 1
-        step = max(1, elements // (BLOCK * columns)) * BLOCK
+        """Yield row ranges that cover the weight, each of piece_rows but for the last."""
+        step = self.piece_rows(elements)
         for start in range(0, self.rows, step):
             yield start, min(start + step, self.rows)
 
+    def piece_rows(self, elements: int) -> int:
+        """Return the number of rows of a piece of about this many elements: of whole fp8 blocks."""
+        columns = self.stored.weight.shape[1] if len(self.stored.weight.shape) == 2 else 1
+        return max(1, elements // (BLOCK * columns)) * BLOCK
+
     def encoded(self, start: int, stop: int) -> EncodedWeight:
         """Read rows [start, stop), start at an fp8 block's. A transposed weight is read whole."""
-        with OpenWeight(self) as opened:
-            return opened.encoded(start, stop)
+        if len(self.tensors) == 1:
+            return EncodedWeight(self.stored.format, self.codes(start, stop))
+        return self.stored.format.encoded_rows(self, start, stop)
+
+    def codes(self, start: int, stop: int) -> torch.Tensor:
+        """Read rows [start, stop) of the codes."""
+        if self.stored.transposed:
+            return self.whole_codes.t()[start:stop]
+        return read_rows(self.tensors[0], start, stop)
+
+    @property
+    def whole_codes(self) -> torch.Tensor:
+        """All codes, in the shape that they are stored in; read at every access, as the others."""
+        return _whole(self.tensors[0])
+
+    @property
+    def others(self) -> list[torch.Tensor]:
+        """The tensors after the codes: scale and constants."""
+        return [_whole(tensor) for tensor in self.tensors[1:]]
+
+    @property
+    def scale(self) -> torch.Tensor:
+        """The scale, with a row for the weight's rows."""
+        scale = _whole(self.tensors[1])
+        return scale.t() if self.stored.transposed else scale
 
 
-class OpenWeight:
-    """A weight whose codes are read through one open file; a context manager.
+class WeightStream:
+    """A weight's rows, once and in order, while a queue reads on; a context manager.
 
-    others are its other tensors, scale and constants, which are small and read at once. Every read
-    raises IoError when the bytes run out or cannot be read.
+    others are its other tensors, scale and constants, which are small and read at once. Every
+    access raises IoError when the bytes run out or cannot be read.
     """
 
-    def __init__(self, weight: WeightOnDisk, *, once: bool = False) -> None:
+    def __init__(self, weight: WeightOnDisk, queue: DiskQueue, piece_rows: int) -> None:
+        codes, *others = weight.tensors
         self.weight = weight
-        self.others = [_whole(tensor) for tensor in weight.tensors[1:]]
-        self._codes = TensorReader(weight.tensors[0], once=once)
+        self.others = [_whole(tensor) for tensor in others]
+        whole = weight.stored.transposed or weight.stored.format.reads_whole
+        unit_rows = codes.shape[0] if whole else piece_rows
+        self._codes = TensorStream(codes, queue, unit_rows)
 
     def __enter__(self) -> Self:
         return self
@@ -106,17 +137,18 @@ class OpenWeight:
         self._codes.__exit__(*error)
 
     def encoded(self, start: int, stop: int) -> EncodedWeight:
-        """Read rows [start, stop), start at an fp8 block's. A transposed weight is read whole."""
+        """Return the next rows, [start, stop), of a piece's size; they are there until others are
+        asked for. A transposed weight is read whole."""
         stored_as = self.weight.stored.format
         if not self.others:
             return EncodedWeight(stored_as, self.codes(start, stop))
         return stored_as.encoded_rows(self, start, stop)
 
     def codes(self, start: int, stop: int) -> torch.Tensor:
-        """Return rows [start, stop) of the codes."""
+        """Return the next rows, [start, stop), of the codes."""
         if self.weight.stored.transposed:
             return self.whole_codes.t()[start:stop]
-        return self._codes.rows(start, stop)
+        return self._codes.rows(stop - start)
 
     @property
     def scale(self) -> torch.Tensor:
@@ -125,16 +157,12 @@ class OpenWeight:
 
     @cached_property
     def whole_codes(self) -> torch.Tensor:
-        """All codes, in the shape that they are stored in."""
-        return self._codes.rows(0, _rows(self.weight.tensors[0]))
+        """All codes of a weight that is read whole, in the shape that they are stored in."""
+        return self._codes.rows(self.weight.tensors[0].shape[0])
 
 
 def _whole(tensor: TensorInfo) -> torch.Tensor:
-    return read_rows(tensor, 0, _rows(tensor))
-
-
-def _rows(tensor: TensorInfo) -> int:
-    return tensor.shape[0] if tensor.shape else 1
+    return read_rows(tensor, 0, tensor.shape[0] if tensor.shape else 1)
 
 
 def weights_on_disk(stored: StoredModel, tensors: Mapping[str, TensorInfo]) -> list[WeightOnDisk]:

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from mtp_export.checkpoint.bundle_folder import MAIN, MTP, open_checkpoint
+from mtp_export.checkpoint.disk_queue import DiskQueue, disk_depth
 from mtp_export.checkpoint.manifest import MANIFEST_NAME, manifest_sha256, read_manifest
 from mtp_export.checkpoint.reader import CONFIG_NAME, Checkpoint
 from mtp_export.errors import InvalidInputError, MtpExportError
@@ -189,8 +190,11 @@ class Context:
         """
         if part not in self._walks:
             plan = self._walk_plan(part)
-            with self.show_progress(f"{part}: tensors", plan.size_bytes) as progress:
-                self._walks[part] = plan.run(self.options.workers, progress)
+            with (
+                self.show_progress(f"{part}: tensors", plan.size_bytes) as progress,
+                DiskQueue(disk_depth(self.options.bundle)) as queue,
+            ):
+                self._walks[part] = plan.run(self.options.workers, queue, progress)
         return self._walks[part]
 
     def _walk_plan(self, part: str) -> WalkPlan:

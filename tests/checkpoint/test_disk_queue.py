@@ -114,7 +114,7 @@ def test_reads_are_under_way_as_deep_as_the_queue_is() -> None:
 
 
 def test_several_streams_share_the_reads() -> None:
-    """What one has read and does not use keeps none of the others from reading a block at least."""
+    """Blocks of one that are read and not used keep no other from reading one block at least."""
     first, second, third = SlowFile(), SlowFile(), SlowFile()
     for file in (first, second, third):
         file.go.release(100)

@@ -238,7 +238,8 @@ class Handler(Uploads, BaseHTTPRequestHandler):
         repository = self.server.repositories.get(name)
         tokens = (self.server.token, self.server.reader_token)
         may_read = self.headers.get("Authorization") in [f"Bearer {token}" for token in tokens]
-        if repository is None or (repository.private and not may_read):
+        hidden = self.server.meets("hidden")
+        if repository is None or hidden or (repository.private and not may_read):
             self._error(404 if may_read else 401, "RepoNotFound")
         elif repository.gated and needs_access and not may_read:
             self._error(403 if self.headers.get("Authorization") else 401, "GatedRepo")

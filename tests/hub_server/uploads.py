@@ -25,7 +25,7 @@ ATTRIBUTES = b"*.safetensors filter=lfs diff=lfs merge=lfs -text\n"
 UPLOAD_FAULTS = (
     *("upload refused", "upload unavailable", "upload cut", "upload stalled", "wrong upload"),
     *("commit unavailable", "commit lost", "commit conflict", "no copies", "other listing"),
-    *("preupload refused", "odd answer"),
+    *("preupload refused", "odd answer", "hidden"),
 )
 
 

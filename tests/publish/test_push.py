@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from huggingface_hub import constants
 
 from cases import read_json, tree
 from hub_server import HubServer
@@ -128,10 +129,14 @@ def test_overwrite_replaces_another_model_in_one_commit(
 
 
 def test_xet_takes_the_shards_where_the_server_has_it(
-    hub: HubServer, exported: Path, tmp_path: Path
+    hub: HubServer, exported: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     hub.xet_store = tmp_path / "xet"
     hub.xet_store.mkdir()
+    monkeypatch.setattr(constants, "HF_HUB_DISABLE_XET", True)
+    push(exported, name="org/without")
+    assert requests(hub, "PUT")
+    hub.log.clear()
     arguments = ["push", exported / "bundle", NAME, "--report", exported / "report.json", "--quiet"]
     # A process of its own: the Xet client starts threads, and other tests fork.
     environment = os.environ | {"HF_HOME": str(tmp_path / "home")}

@@ -31,6 +31,11 @@ def _secret_link(folder: Path) -> None:
     path.symlink_to(folder / "secret")
 
 
+def _part_elsewhere(folder: Path) -> None:
+    (folder / "bundle/mtp").rename(folder / "elsewhere")
+    (folder / "bundle/mtp").symlink_to(folder / "elsewhere")
+
+
 def _fail_an_item(report: dict) -> None:  # type: ignore[type-arg]
     report["checks"][0]["items"][0] |= {"status": "fail", "cause": "planted"}
 
@@ -48,6 +53,7 @@ BUNDLES: list[tuple[str, Change, int, str]] = [
     ("short shard", _truncate, 3, "another size"),
     ("edited config", lambda f: edit_json(f / "bundle/main/config.json", dict.clear), 3, "size"),
     ("link out of it", _secret_link, 3, "leads out"),
+    ("part elsewhere", _part_elsewhere, 3, "leads out"),
     ("report of another", _edit("bundle/mtp_export.json", lambda m: m.update(x=1)), 3, "another"),
     ("report is none", lambda f: (f / "report.json").write_text("[]"), 3, "no report"),
     ("report is no JSON", lambda f: (f / "report.json").write_text("{"), 3, "no JSON"),
@@ -55,6 +61,18 @@ BUNDLES: list[tuple[str, Change, int, str]] = [
     ("report is damaged", _edit("report.json", lambda r: r["checks"].append(3)), 3, "damaged"),
     ("report failed", _edit("report.json", _fail_an_item), 7, "did not pass"),
 ]
+SECRET = {"size_bytes": 2, "xxh3_128": ""}
+MANIFESTS: list[tuple[str, Callable[[dict], object], str]] = [  # type: ignore[type-arg]
+    ("file above", lambda m: m["parts"]["mtp"]["files"].update({"../../report.json": SECRET}),
+     "no export writes"),
+    ("file of git", lambda m: m["parts"]["mtp"]["files"].update({".git/config": SECRET}),
+     "no export writes"),
+    ("target", lambda m: m["options"].update(target="engine"), "KeyError('engine')"),
+    ("scheme", lambda m: m["options"].update(base_quant="int3"), "KeyError('int3')"),
+    ("no version", lambda m: m.pop("tool_version"), "KeyError('tool_version')"),
+    ("no parts", lambda m: m["parts"].clear(), "a manifest without parts"),
+    ("repository", lambda m: m["source"].update(repo="a b/c", commit="0"), "no address"),
+]  # fmt: skip
 ADDRESSES: list[tuple[str, int, str]] = [
     ("name", 3, "no address of a model"),
     ("org/na me", 3, "no address of a model"),
@@ -81,6 +99,16 @@ def test_bundles_and_reports(
     folder = Path(shutil.copytree(exported, tmp_path / "copy"))
     change(folder)
     assert_refused(push(folder, "--quiet"), code, words, hub)
+
+
+@pytest.mark.parametrize(("kind", "change", "words"), MANIFESTS)
+def test_manifests(
+    kind: str, change: Callable[[dict], object], words: str, hub: HubServer, exported: Path,  # type: ignore[type-arg]
+    tmp_path: Path,
+) -> None:  # fmt: skip
+    folder = Path(shutil.copytree(exported, tmp_path / "copy"))
+    edit_json(folder / "bundle/mtp_export.json", change)
+    assert_refused(push(folder, "--unverified", "--quiet"), 3, words, hub)
 
 
 @pytest.mark.parametrize(("address", "code", "words"), ADDRESSES)

@@ -19,7 +19,7 @@ from mtp_export.schemes.native import QUANTIZATION
 from mtp_export.schemes.readings import reading_of
 from mtp_export.schemes.storage import Storage
 from mtp_export.schemes.stored import StoredWeight, stored_model
-from mtp_export.schemes.weight_values import OpenWeight, WeightOnDisk, weights_on_disk
+from mtp_export.schemes.weight_values import WeightOnDisk, weights_on_disk
 from quantized_by_others import METHODS, write
 
 EXPERT = "model.layers.2.mlp.experts.1.up_proj"
@@ -71,8 +71,7 @@ def test_the_numbers_are_those_that_were_quantized(name: str, source: Path, tmp_
         assert {weight.stored.storage for weight in found} == {STORAGES[name]}
     for weight in {weight.stored.weight.shape: weight for weight in found}.values():
         values = expected[weight.stored.weight.name]
-        with OpenWeight(weight) as source:
-            whole = weight.stored.encoded([source.whole_codes, *source.others])
+        whole = weight.stored.encoded([weight.whole_codes, *weight.others])
         assert whole.shape == values.shape
         torch.testing.assert_close(whole.dequantize(), values, rtol=1e-6, atol=1e-9)
         rows = weight.encoded(0, min(weight.rows, 128)).dequantize()

@@ -34,7 +34,8 @@ class RowSource(Protocol):
     """The tensors of one weight on disk. others are those after the codes, whole; scale is the
     first of them, with a row for the weight's rows."""
 
-    others: list[torch.Tensor]
+    @property
+    def others(self) -> list[torch.Tensor]: ...
 
     @property
     def scale(self) -> torch.Tensor: ...
@@ -60,6 +61,7 @@ class WeightFormat(ABC):
     elements_per_code: ClassVar[int] = 1  # elements of the weight per element of the codes
     scale_rows: ClassVar[int] = 1  # rows of the weight per row of scales
     in_words: ClassVar[str] = ""  # of a group of a compressed-tensors config
+    reads_whole: ClassVar[bool] = False  # rows of the weight are no rows of the codes
 
     @property
     def k_divisor(self) -> int:

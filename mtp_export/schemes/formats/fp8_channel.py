@@ -52,6 +52,11 @@ class Fp8Channel(WeightFormat):
     def accepted_dtypes(self, tensor: OutputTensor) -> tuple[str, ...]:
         return (tensor.dtype,) if tensor.dtype == "F8_E4M3" else _SCALE_DTYPES
 
+    def stored(self, codes: torch.Tensor, scale: torch.Tensor) -> quantize.Fp8Channel:
+        from mtp_kernels import quantize
+
+        return quantize.Fp8Channel(codes, scale)
+
     def quantize(
         self, source: torch.Tensor | quantize.Fp8Block, scale_rule: str
     ) -> tuple[tuple[torch.Tensor, ...], quantize.ErrorStats]:
@@ -82,11 +87,6 @@ class Fp8Channel(WeightFormat):
         from mtp_kernels import stored_linear
 
         return stored_linear.dequantize(self.stored(codes, scale), dtype)
-
-    def stored(self, codes: torch.Tensor, scale: torch.Tensor) -> quantize.Fp8Channel:
-        from mtp_kernels import quantize
-
-        return quantize.Fp8Channel(codes, scale)
 
     def statistics(self, codes: torch.Tensor, scale: torch.Tensor) -> WeightStatistics:
         from mtp_kernels import weight_statistics

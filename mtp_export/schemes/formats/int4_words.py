@@ -6,7 +6,7 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar
 
 from mtp_export.checkpoint.plan import OutputTensor
 from mtp_export.schemes.formats.base import EncodedWeight, ReadOnlyFormat, RowSource
@@ -26,6 +26,8 @@ class Int4Words(ReadOnlyFormat):
     [N, K] with the zero points taken off, and scales [N, K/group]."""
 
     group_size: int
+
+    reads_whole: ClassVar[bool] = True
 
     @property
     def k_divisor(self) -> int:

@@ -83,6 +83,11 @@ class Int8Channel(_PackQuantized):
     def _scale_columns(self, columns: int) -> int:
         return 1
 
+    def stored(self, codes: torch.Tensor, scale: torch.Tensor) -> quantize.Int8Channel:
+        from mtp_kernels import quantize
+
+        return quantize.Int8Channel(codes, scale)
+
     def quantize(
         self, source: torch.Tensor | quantize.Fp8Block, scale_rule: str
     ) -> tuple[tuple[torch.Tensor, ...], quantize.ErrorStats]:
@@ -97,11 +102,6 @@ class Int8Channel(_PackQuantized):
         from mtp_kernels import quantize
 
         return quantize.dequantize_int8_channel(self.stored(codes, scale), dtype)
-
-    def stored(self, codes: torch.Tensor, scale: torch.Tensor) -> quantize.Int8Channel:
-        from mtp_kernels import quantize
-
-        return quantize.Int8Channel(codes, scale)
 
     def statistics(self, codes: torch.Tensor, scale: torch.Tensor) -> WeightStatistics:
         from mtp_kernels import weight_statistics
@@ -145,6 +145,11 @@ class Int4Group(_PackQuantized):
     def _scale_columns(self, columns: int) -> int:
         return columns // self.group_size
 
+    def stored(self, codes: torch.Tensor, scale: torch.Tensor) -> quantize.Int4Group:
+        from mtp_kernels import quantize
+
+        return quantize.Int4Group(codes, scale)
+
     def quantize(
         self, source: torch.Tensor | quantize.Fp8Block, scale_rule: str
     ) -> tuple[tuple[torch.Tensor, ...], quantize.ErrorStats]:
@@ -161,11 +166,6 @@ class Int4Group(_PackQuantized):
         from mtp_kernels import quantize
 
         return quantize.dequantize_int4_group(self.stored(codes, scale), dtype)
-
-    def stored(self, codes: torch.Tensor, scale: torch.Tensor) -> quantize.Int4Group:
-        from mtp_kernels import quantize
-
-        return quantize.Int4Group(codes, scale)
 
     def statistics(self, codes: torch.Tensor, scale: torch.Tensor) -> WeightStatistics:
         from mtp_kernels import weight_statistics

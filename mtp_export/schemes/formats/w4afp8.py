@@ -45,6 +45,11 @@ class W4AFp8(WeightFormat):
             OutputTensor(f"{parent}.{_INPUT_SCALES[projection]}.input_scale", "F32", (1,)),
         )
 
+    def stored(self, codes: torch.Tensor, scale: torch.Tensor) -> quantize.W4AFp8:
+        from mtp_kernels import quantize
+
+        return quantize.W4AFp8(codes, scale)
+
     def quantize(
         self, source: torch.Tensor | quantize.Fp8Block, scale_rule: str
     ) -> tuple[tuple[torch.Tensor, ...], quantize.ErrorStats]:
@@ -59,11 +64,6 @@ class W4AFp8(WeightFormat):
         from mtp_kernels import quantize
 
         return quantize.dequantize_w4afp8(self.stored(codes, scale), dtype)
-
-    def stored(self, codes: torch.Tensor, scale: torch.Tensor) -> quantize.W4AFp8:
-        from mtp_kernels import quantize
-
-        return quantize.W4AFp8(codes, scale)
 
     def statistics(self, codes: torch.Tensor, scale: torch.Tensor) -> WeightStatistics:
         from mtp_kernels import weight_statistics

@@ -76,8 +76,9 @@ def states_of(
     chunks = paged.chunks(streamed.device)
     each = cost.read_bytes // (streamed.config.layers + 1)
     progress(done * each)
-    for index, layer in enumerate(streamed.layers(done), start=done):
-        pass_through(layer, x, paged, chunks)
+    layers = streamed.layers(done)
+    for index in range(done, streamed.config.layers):
+        pass_through(next(layers), x, paged, chunks)
         _keep(place, index + 1, x)
         progress(each)
     place.unlink(missing_ok=True)

@@ -33,7 +33,7 @@ class Mlp:
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         if len(x) > MLP_ROWS:
-            return torch.cat([self(rows) for rows in x.split(MLP_ROWS)])
+            return torch.cat([self(rows) for rows in torch.split(x, MLP_ROWS)])
         return self.down(gated(self.gate_up(x)))
 
 
@@ -158,6 +158,7 @@ class Order:
 def sort_by_expert(picked: torch.Tensor) -> Order:
     """Sort the pairs of picked [T, k]."""
     flat = picked.flatten()
-    experts, counts = flat.unique(return_counts=True)
-    pairs = flat.argsort(stable=True)
-    return Order(pairs, experts=experts.tolist(), ends=counts.cumsum(0).tolist())
+    counts = torch.bincount(flat)
+    experts = counts.nonzero()[:, 0]
+    ends = counts[experts].cumsum(0)
+    return Order(flat.argsort(stable=True), experts=experts.tolist(), ends=ends.tolist())

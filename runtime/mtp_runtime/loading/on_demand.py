@@ -101,9 +101,13 @@ class EmbeddingOnDemand:
 
     def __call__(self, tokens: torch.Tensor) -> torch.Tensor:
         """Return the embeddings [T, d] of tokens [T]."""
-        found, places = tokens.cpu().unique(return_inverse=True)
-        rows = torch.cat([*read_ahead(self.pool, self._rows, found.split(LOOKUP_ROWS))])
-        return rows.to(self.device, self.dtype)[places.to(self.device)]
+        wanted = tokens.tolist()
+        found = sorted(set(wanted))
+        places = {token: place for place, token in enumerate(found)}
+        parts = [found[at : at + LOOKUP_ROWS] for at in range(0, len(found), LOOKUP_ROWS)]
+        rows = torch.cat([*read_ahead(self.pool, self._rows, parts)])
+        order = torch.tensor([places[token] for token in wanted], device=self.device)
+        return rows.to(self.device, self.dtype)[order]
 
-    def _rows(self, tokens: torch.Tensor) -> torch.Tensor:
-        return torch.cat([self.stored.encoded(at, at + 1).codes for at in tokens.tolist()])
+    def _rows(self, tokens: Sequence[int]) -> torch.Tensor:
+        return torch.cat([self.stored.encoded(at, at + 1).codes for at in tokens])
