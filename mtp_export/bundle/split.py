@@ -155,7 +155,7 @@ def _mtp_shards(
         steps = [
             step
             for tensor in shard.tensors
-            if stored.weight_of[tensor.name].weight.mtp_layer is not None
+            if _is_of_mtp(stored, tensor)
             for step in _mtp_steps(checkpoint, stored, options, tensor)
         ]
         if not steps:
@@ -172,6 +172,12 @@ def _mtp_shards(
     return [*(OutputShard(group) for group in pack(packed, options.max_shard_bytes)), *kept]
 
 
+def _is_of_mtp(stored: StoredModel, tensor: TensorInfo) -> bool:
+    """Return whether a tensor is an MTP layer's; a donor's shards hold others too."""
+    one = stored.weight_of.get(tensor.name)
+    return one is not None and one.weight.mtp_layer is not None
+
+
 def _in_stored_order(steps: Sequence[Step], shard: ShardHeader) -> tuple[Step, ...]:
     place = {tensor.name: number for number, tensor in enumerate(shard.tensors)}
     return tuple(sorted(steps, key=lambda step: place.get(step.inputs[0], len(place))))
@@ -181,12 +187,9 @@ def _mtp_steps(
     checkpoint: Checkpoint, stored: StoredModel, options: SplitOptions, tensor: TensorInfo
 ) -> Iterator[Step]:
     """Yield the steps of a tensor of an MTP layer and of its scale; none for a scale itself."""
-    family, target = stored.family, options.target
-    layer = family.mtp_layer_of(tensor.name)
-    if layer is None:
-        return
-    one = stored.weight_of[tensor.name]
-    if tensor.name != one.tensors[0].name:
+    family, target, one = stored.family, options.target, stored.weight_of[tensor.name]
+    layer = one.weight.mtp_layer
+    if layer is None or tensor.name != one.tensors[0].name:
         return
     if one.weight.role in (Role.EMBEDDING, Role.HEAD):
         if options.shared_weights is SharedWeights.KEEP:
