@@ -125,7 +125,7 @@ class BundlePlan:
         if self.downloads is None:
             return self.written_bytes
         # Beside those that workers are at, a next one is read ahead.
-        jobs, readers = self.options.run.workers + 1, self.checkpoint.files.readers
+        jobs, readers = self.options.run.workers + 1, self.checkpoint.readers
         return self.written_bytes + self.downloads.disk_bytes(jobs, readers)
 
     @property

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from mtp_export.bundle.tied_weights import TiedCopies
-from mtp_export.checkpoint.byte_source import ByteFile, RemoteFile
+from mtp_export.checkpoint.byte_source import Place, RemoteFile
 from mtp_export.checkpoint.header import TensorInfo
 from mtp_export.checkpoint.pieces import (
     PIECE_BYTES,
@@ -100,15 +100,15 @@ def tensors_read(
 
 def plan_downloads(checkpoint: Checkpoint, reads: Mapping[str, Sequence[Read]]) -> Downloads | None:
     """Return the downloads for what each job reads, in its order; None for a local source."""
-    if isinstance(checkpoint.path, Path):
+    remote = _remote_files(checkpoint)
+    if not remote:
         return None
-    remote = {shard.path: _remote(shard.file) for shard in checkpoint.shards}
     whole: dict[str, tuple[RemoteFile, ...]] = {}
     extents: dict[str, list[Extent]] = {}
     for job, groups in reads.items():
         counts = Counter(place for place, _ in {(t.path, t.name) for read in groups for t in read})
         entire = [s for s in checkpoint.shards if counts[s.path] == len(s.tensors) > 0]
-        entire = [shard for shard in entire if shard.file.sha256]
+        entire = [shard for shard in entire if shard.path in remote and shard.file.sha256]
         whole[job] = tuple(remote[shard.path] for shard in entire)
         heads = [Extent(remote[s.path], 0, s.tensors[0].offset_bytes) for s in entire]
         extents[job] = heads + [
@@ -116,6 +116,7 @@ def plan_downloads(checkpoint: Checkpoint, reads: Mapping[str, Sequence[Read]]) 
             for read in groups
             for start, end in _advances(read)
             for tensor in read
+            if tensor.path in remote
         ]
     return Downloads(tuple(extents), plan_pieces(extents), whole)
 
@@ -144,15 +145,16 @@ def opened_inputs(
         whole=downloads.whole,
         stopping=stopping,
     )
-    with staging.start(checkpoint.files.readers):
-        files = {shard.path: staging.file(_remote(shard.file)) for shard in checkpoint.shards}
+    with staging.start(checkpoint.readers):
+        files = {path: staging.file(file) for path, file in _remote_files(checkpoint).items()}
         tensors = {
-            name: tensor._replace(file=files[tensor.path])
+            name: tensor._replace(file=files.get(tensor.path, tensor.file))
             for name, tensor in checkpoint.tensors.items()
         }
         yield Inputs(tensors, staging.finishing, stopping)
 
 
-def _remote(file: ByteFile) -> RemoteFile:
-    assert isinstance(file, RemoteFile), "a source without a path has remote files"
-    return file
+def _remote_files(checkpoint: Checkpoint) -> dict[Place, RemoteFile]:
+    """Return the shards that have to be downloaded, by their paths."""
+    files = (shard.file for shard in checkpoint.shards)
+    return {file.path: file for file in files if isinstance(file, RemoteFile)}

@@ -9,7 +9,7 @@ from typing import Any
 from mtp_export.bundle.build import BundlePlan
 from mtp_export.bundle.options import Part
 from mtp_export.schemes import SCHEMES
-from mtp_export.schemes.base import KEEP
+from mtp_export.schemes.base import GRAFTED, KEEP
 from mtp_export.schemes.storage import W4AFP8_GROUP, Storage, mixes_integers_with_fp8
 from mtp_export.targets import target_of
 from mtp_export.targets.base import Deployment, Engine
@@ -39,8 +39,9 @@ def serving_lines(
     target = target_of(wanted)
     base = recorded.get("base_quant", native)
     mtp = recorded.get("mtp_quant", "bf16" if target.dequantizes else native)
-    converted = [SCHEMES[scheme] for scheme in (base, mtp) if scheme != KEEP]
-    alike = all(scheme.stores_experts_alike(recorded) for scheme in converted)
+    converted = [SCHEMES[scheme] for scheme in (base, mtp) if scheme in SCHEMES]
+    # Of a main model that others quantized nothing is known: what holds for both is said.
+    alike = base != GRAFTED and all(one.stores_experts_alike(recorded) for one in converted)
     deployment = Deployment(folder, base, mtp, experts_alike=alike)
     return {
         engine.name: engine.launch(deployment)
@@ -57,6 +58,9 @@ def _reads(engine: Engine, recorded: Mapping[str, Any], base: str, mtp: str) -> 
     int4 or int8 beside fp8 is written in one dialect, and int4 under fp8 activations has kernels
     for groups of 128 only.
     """
+    if base == GRAFTED:
+        main = {Storage(name) for name in recorded["main_storages"]}
+        return engine.storages >= main | SCHEMES[mtp].recorded_storages(recorded)
     storages = SCHEMES[base].recorded_storages(recorded) | SCHEMES[mtp].recorded_storages(recorded)
     if not storages <= engine.storages:
         return False

@@ -51,11 +51,9 @@ def resolve_links(wanted: Link, shards: Iterable[Place], folder: Path) -> dict[P
     disk fails.
     """
     shards = list(shards)
-    if _only_copies(wanted, shards):
-        return dict.fromkeys(shards, Link.COPY)
+    result = _copied(wanted, shards)
     by_device: dict[tuple[int, int], Link] = {}
-    result: dict[Place, Link] = {}
-    for shard in map(local_path, shards):
+    for shard in (local_path(shard) for shard in shards if shard not in result):
         stat = shard.stat()
         key = (stat.st_dev, stat.st_uid)
         if key not in by_device:
@@ -64,16 +62,20 @@ def resolve_links(wanted: Link, shards: Iterable[Place], folder: Path) -> dict[P
     return result
 
 
-def _only_copies(wanted: Link, shards: Iterable[Place]) -> bool:
-    is_local = all(isinstance(shard, Path) for shard in shards)
-    return wanted is Link.COPY or (wanted is Link.AUTO and not is_local)
+def _copied(wanted: Link, shards: Iterable[Place]) -> dict[Place, Link]:
+    """Return the shards that are copied without a try: all, or where nobody named a way the remote
+    ones."""
+    return {
+        shard: Link.COPY
+        for shard in shards
+        if wanted is Link.COPY or (wanted is Link.AUTO and not isinstance(shard, Path))
+    }
 
 
 def guess_links(wanted: Link, shards: Iterable[Place], folder: Path) -> dict[Place, Link]:
     """Return what resolve_links likely would, judged by devices and owners; write nothing."""
     shards = list(shards)
-    if _only_copies(wanted, shards):
-        return dict.fromkeys(shards, Link.COPY)
+    result = _copied(wanted, shards)
     device = existing_parent(folder).stat().st_dev
     user = os.geteuid()
 
@@ -84,7 +86,8 @@ def guess_links(wanted: Link, shards: Iterable[Place], folder: Path) -> dict[Pla
             return Link.HARDLINK if stat.st_dev == device and allowed else Link.COPY
         return wanted
 
-    return {shard: guess(local_path(shard)) for shard in shards}
+    local = (shard for shard in shards if shard not in result)
+    return result | {shard: guess(local_path(shard)) for shard in local}
 
 
 def _try(wanted: Link, source: Path, folder: Path) -> Link:

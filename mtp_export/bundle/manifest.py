@@ -24,7 +24,7 @@ def source_identity(checkpoint: Checkpoint) -> dict[str, Any]:
     a remote one also its address, and by what its host tells one content of a shard from another:
     a checksum, else a version."""
     return {
-        **checkpoint.files.origin,
+        **checkpoint.origin,
         "config_sha256": checkpoint.config_sha256,
         "shards": {
             checkpoint.shard_name(shard): {

@@ -17,6 +17,7 @@ from mtp_export.checkpoint.reader import Checkpoint
 from mtp_export.errors import UnsupportedError
 from mtp_export.families.base import ModelFamily, Role, SharedTensor
 from mtp_export.schemes.conversion import Conversion, keep_step, transpose_step
+from mtp_export.schemes.formats import UNQUANTIZED
 from mtp_export.schemes.stored import StoredModel
 from mtp_export.targets.base import Target
 
@@ -45,7 +46,7 @@ def main_part(checkpoint: Checkpoint, stored: StoredModel, options: SplitOptions
     config.json keeps num_nextn_predict_layers, which engines read there.
     """
     shards: list[OutputShard] = []
-    for shard in checkpoint.shards:
+    for shard in checkpoint.main_shards:
         made = (_main_step(checkpoint, stored, options.main, tensor) for tensor in shard.tensors)
         steps = [step for step in made if step is not None]
         if steps:
@@ -150,11 +151,11 @@ def _mtp_shards(
         shared = dict.fromkeys(chain.from_iterable(copies))
     kept: list[OutputShard] = []
     packed = dict(shared)
-    for shard in checkpoint.shards:
+    for shard in checkpoint.mtp_shards:
         steps = [
             step
             for tensor in shard.tensors
-            if stored.weight_of[tensor.name].weight.mtp_layer is not None
+            if _is_of_mtp(stored, tensor)
             for step in _mtp_steps(checkpoint, stored, options, tensor)
         ]
         if not steps:
@@ -169,6 +170,12 @@ def _mtp_shards(
             packed |= dict.fromkeys(steps)
     kept.sort(key=lambda shard: shared.keys().isdisjoint(shard.steps))
     return [*(OutputShard(group) for group in pack(packed, options.max_shard_bytes)), *kept]
+
+
+def _is_of_mtp(stored: StoredModel, tensor: TensorInfo) -> bool:
+    """Return whether a tensor is an MTP layer's; a donor's shards hold others too."""
+    one = stored.weight_of.get(tensor.name)
+    return one is not None and one.weight.mtp_layer is not None
 
 
 def _in_stored_order(steps: Sequence[Step], shard: ShardHeader) -> tuple[Step, ...]:
@@ -201,12 +208,14 @@ def _shared_steps(
 ) -> Iterator[Step]:
     """Yield the steps of an embedding or head: of the MTP layer's own, else of the main model's.
 
-    An own copy in another precision than the main model's is kept where the draft's config.json
-    stays as it is, which promises that precision; without one the copy is left out then.
+    An own copy in another precision than the main model's is kept where it is unquantized, as every
+    config that is written promises, or where the draft's config.json stays as it is; without one
+    the copy is left out then.
     """
     family, target = stored.family, options.target
     own, main = stored.weights[pair.mtp_name], stored.weights[pair.main_name]
-    alike, promised = own.format == main.format, options.mtp.scheme is None
+    alike = own.format == main.format
+    promised = options.mtp.scheme is None or own.format is UNQUANTIZED
     layer = family.mtp_layer_of(pair.mtp_name)
     assert layer is not None
     if pair.mtp_name in checkpoint.tensors and (alike or promised):

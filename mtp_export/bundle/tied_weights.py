@@ -14,6 +14,7 @@ from mtp_export.checkpoint.header import TensorInfo
 from mtp_export.checkpoint.reader import Checkpoint
 from mtp_export.checkpoint.tensor_stream import TensorStream
 from mtp_export.errors import InvalidInputError
+from mtp_export.schemes.formats import WeightFormat
 from mtp_export.schemes.stored import StoredModel
 from mtp_export.schemes.weight_values import (
     LEAST_ROUNDED_DB,
@@ -38,9 +39,13 @@ class TiedCopies:
     @classmethod
     def of(cls, checkpoint: Checkpoint, stored: StoredModel) -> TiedCopies:
         """Return the copies that a checkpoint holds."""
-        weights = stored.weights
         pairs = [(p.mtp_name, p.main_name) for p in shared_pairs(checkpoint, stored.family)]
-        alike = {own: main for own, main in pairs if weights[own].format == weights[main].format}
+
+        def form(name: str) -> tuple[WeightFormat, str]:
+            one = stored.weights[name]
+            return one.format, checkpoint.tensors[one.tensors[0].name].dtype
+
+        alike = {own: main for own, main in pairs if form(own) == form(main)}
         unlike = {own: main for own, main in pairs if own not in alike}
         return cls(stored, alike, unlike)
 

@@ -4,7 +4,7 @@ other before a tensor is read. Tensors are read on demand, nothing is mapped."""
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cached_property
@@ -57,7 +57,7 @@ class Checkpoint:
         that cannot be read.
         """
         raw_config = source.read(CONFIG_NAME)
-        config = _json_object(source.path / CONFIG_NAME, raw_config)
+        config = parsed_json_object(source.path / CONFIG_NAME, raw_config)
         weight_map = _weight_map(source)
         names = [SINGLE_NAME] if weight_map is None else sorted(set(weight_map.values()))
         unindexed = [MTP_NAME] if MTP_NAME in set(source.names()) - set(names) else []
@@ -88,6 +88,26 @@ class Checkpoint:
         """True when main and MTP tensors lie in folders of their own."""
         return self.files.path != self.path
 
+    @property
+    def main_shards(self) -> tuple[ShardHeader, ...]:
+        """Shards that main tensors may lie in."""
+        return self.shards
+
+    @property
+    def mtp_shards(self) -> tuple[ShardHeader, ...]:
+        """Shards that MTP tensors may lie in."""
+        return self.shards
+
+    @property
+    def origin(self) -> Mapping[str, Any]:
+        """Identity of the source beside its files."""
+        return self.files.origin
+
+    @property
+    def readers(self) -> int:
+        """Number of files that are best opened at once."""
+        return self.files.readers
+
     def shard_name(self, shard: ShardHeader) -> str:
         """Return a shard's path below the checkpoint's own."""
         return str(shard.path).removeprefix(f"{self.path}/")
@@ -112,10 +132,11 @@ def _unparsable(path: Place, found: str) -> InvalidInputError:
 
 def read_json_object(path: Path) -> dict[str, Any]:
     """Return the object that a local JSON file holds (InvalidInputError, IoError)."""
-    return _json_object(path, LocalFolder(path.parent).read(path.name))
+    return parsed_json_object(path, LocalFolder(path.parent).read(path.name))
 
 
-def _json_object(path: Place, raw: bytes) -> dict[str, Any]:
+def parsed_json_object(path: Place, raw: bytes) -> dict[str, Any]:
+    """Return the object in a JSON file's bytes (InvalidInputError naming the file)."""
     try:
         value = strict_json.parse(raw)
     except strict_json.DuplicateKeyError as error:
@@ -141,7 +162,7 @@ def _weight_map(source: ByteSource) -> dict[str, str] | None:
             expected=f"{INDEX_NAME} or {SINGLE_NAME}",
             todo="Point at a checkpoint in safetensors format",
         )
-    weight_map = _json_object(path, source.read(INDEX_NAME)).get("weight_map")
+    weight_map = parsed_json_object(path, source.read(INDEX_NAME)).get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
         raise InvalidInputError(
             "The index has no weight_map", where=path, expected="tensor name -> file name"

@@ -12,6 +12,7 @@ from rich.console import RenderableType
 
 from mtp_export.bundle.build import BundlePlan, BundleResult, run_bundle
 from mtp_export.bundle.options import BundleOptions
+from mtp_export.checkpoint.byte_source import Place
 from mtp_export.commands.bundle_tables import plan_facts, plan_table
 from mtp_export.commands.garbage import few_collections
 from mtp_export.commands.options import reporting_options
@@ -24,13 +25,14 @@ class BundleCommand:
     """A command that makes a bundle.
 
     name titles its progress; facts and table are the two forms of its result; remarks are lines for
-    people on stderr.
+    people on stderr. others are sources beside --input-dir.
     """
 
     name: str
     facts: Callable[[BundleResult], dict[str, Any]]
     table: Callable[[BundleResult], RenderableType]
     remarks: Callable[[BundlePlan], list[str]]
+    others: tuple[Place, ...] = ()
 
 
 def make_bundle(
@@ -44,7 +46,8 @@ def make_bundle(
     plan_for takes whether this is a dry run: such a plan touches nothing.
     """
     reporting, dry_run = reporting_options(context), context.params["dry_run"]
-    folders = [p for p in (options.input_dir, options.output_dir) if isinstance(p, Path)]
+    places = (options.input_dir, *command.others, options.output_dir)
+    folders = [place for place in places if isinstance(place, Path)]
     reports = try_reports({"--report": context.params["report"]}, folders)
     with few_collections():
         plan = plan_for(dry_run)

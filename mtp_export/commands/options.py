@@ -60,10 +60,10 @@ def parse_source(text: str | Path) -> Place:
     return place_of(text) if isinstance(text, str) and text else parse_path(text)
 
 
-def source_option(help: str) -> Any:
-    """Return the option --input-dir: a folder, or the address of a repository."""
+def source_option(help: str, name: str = "--input-dir") -> Any:
+    """Return an option for a checkpoint: a folder, or the address of a repository."""
     return typer.Option(
-        "--input-dir", parser=parse_source, metavar="SRC", rich_help_panel=INPUT_OUTPUT, help=help
+        name, parser=parse_source, metavar="SRC", rich_help_panel=INPUT_OUTPUT, help=help
     )
 
 
@@ -204,7 +204,7 @@ def bundle_options(context: typer.Context, input_dir: Place, output_dir: Path) -
     """
     given = context.params
     content = ContentOptions(
-        part=given["part"],
+        part=given.get("part", Part.BOTH),  # a graft always has both
         shared_weights=given["shared_weights"],
         max_shard_bytes=given["max_shard_size"],
         allow_untied=given["allow_untied"],

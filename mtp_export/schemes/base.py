@@ -12,6 +12,8 @@ from mtp_export.schemes.storage import Storage
 
 # In place of a scheme's name: the part's weights stay as the source stores them.
 KEEP = "keep"
+# In place of a scheme's name: the main model was quantized by others.
+GRAFTED = "grafted"
 
 
 @dataclass(frozen=True)

@@ -12,6 +12,7 @@ from mtp_export.schemes.storage import BLOCK, SCALE_DTYPES
 Config = dict[str, Any]
 
 QUANTIZATION = "quantization_config"
+DTYPE_KEYS = ("torch_dtype", "dtype")  # of config.json: that of unquantized tensors
 COMPRESSED = "compressed-tensors"  # a quant_method
 NATIVE_FP8: Config = {
     "quant_method": "fp8",
@@ -113,11 +114,7 @@ def left_out(quantization: Mapping[str, Any]) -> tuple[str, ...]:
     for key in _LEFT_OUT_KEYS:
         listed = quantization.get(key) or []
         if not isinstance(listed, list) or not all(isinstance(name, str) for name in listed):
-            raise InvalidInputError(
-                f"config.json has no usable quantization_config.{key}",
-                expected="a list of module names",
-                found=repr(listed)[:100],
-            )
+            raise unusable_field(key, "a list of module names", listed)
         names += listed
     return tuple(names)
 
@@ -151,5 +148,14 @@ def not_an_object(found: object) -> InvalidInputError:
     return InvalidInputError(
         "config.json has no usable quantization_config",
         expected="an object, or none",
+        found=repr(found)[:100],
+    )
+
+
+def unusable_field(key: str, expected: str, found: object) -> InvalidInputError:
+    """Return the error of a field of quantization_config that makes no sense."""
+    return InvalidInputError(
+        f"config.json has no usable quantization_config.{key}",
+        expected=expected,
         found=repr(found)[:100],
     )

@@ -11,16 +11,20 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from mtp_export.errors import InvalidInputError, UnsupportedError
+from mtp_export.errors import UnsupportedError
 from mtp_export.families.base import LINEAR_ROLES, Role
 from mtp_export.schemes.formats import COMPRESSED_FORMATS, Fp8Block, W4AFp8, WeightFormat
 from mtp_export.schemes.formats.compressed import WeightsEntry
+from mtp_export.schemes.methods.awq import AWQ, read_awq
+from mtp_export.schemes.methods.gptq import GPTQ, read_gptq
+from mtp_export.schemes.methods.modelopt import MODELOPT, read_modelopt
 from mtp_export.schemes.native import (
     COMPRESSED,
     NativeFp8,
     left_out,
     native_fp8,
     not_an_object,
+    unusable_field,
 )
 from mtp_export.schemes.storage import SCALE_DTYPES
 
@@ -154,11 +158,11 @@ def _read_compressed(quantization: Mapping[str, Any]) -> Reading:
             )
     groups = quantization.get("config_groups")
     if not isinstance(groups, dict) or not groups:
-        raise _unusable("config_groups", "an object with one group or more", groups)
+        raise unusable_field("config_groups", "an object with one group or more", groups)
     targets: list[tuple[str, WeightFormat]] = []
     for name, group in groups.items():
         if not isinstance(group, dict):
-            raise _unusable(f"config_groups.{name}", "an object", group)
+            raise unusable_field(f"config_groups.{name}", "an object", group)
         form = _group_format(name, group, quantization.get("format"))
         targets += [(target, form) for target in _patterns(f"config_groups.{name}.targets", group)]
     linear_fp8 = None
@@ -172,12 +176,14 @@ def _patterns(key: str, holder: Mapping[str, Any]) -> Sequence[str]:
     """Return a list of names and patterns, all of them valid."""
     listed = holder.get(key.rpartition(".")[2]) or []
     if not isinstance(listed, list) or not all(isinstance(entry, str) for entry in listed):
-        raise _unusable(key, "a list of module names and re: patterns", listed)
+        raise unusable_field(key, "a list of module names and re: patterns", listed)
     for entry in listed:
         try:
             re.compile(entry.removeprefix(_REGEX) if entry.startswith(_REGEX) else "")
         except re.error as error:
-            raise _unusable(key, "regular expressions after re:", f"{entry}: {error}") from error
+            raise unusable_field(
+                key, "regular expressions after re:", f"{entry}: {error}"
+            ) from error
     return listed
 
 
@@ -185,7 +191,7 @@ def _group_format(name: str, group: Mapping[str, Any], layout: object) -> Weight
     """Return the format of a group; layout is the config's own, for all groups."""
     weights = group.get("weights")
     if not isinstance(weights, dict):
-        raise _unusable(f"config_groups.{name}.weights", "an object", weights)
+        raise unusable_field(f"config_groups.{name}.weights", "an object", weights)
     entry = WeightsEntry.of(group, layout)
     if entry is not None:
         for known in COMPRESSED_FORMATS:
@@ -201,16 +207,11 @@ def _group_format(name: str, group: Mapping[str, Any], layout: object) -> Weight
     )
 
 
-def _unusable(key: str, expected: str, found: object) -> InvalidInputError:
-    return InvalidInputError(
-        f"config.json has no usable quantization_config.{key}",
-        expected=expected,
-        found=repr(found)[:100],
-    )
-
-
 READINGS: dict[str, Callable[[Mapping[str, Any]], Reading]] = {
     "fp8": _read_fp8,
     COMPRESSED: _read_compressed,
     "w4afp8": _read_w4afp8,
+    AWQ: read_awq,
+    GPTQ: read_gptq,
+    MODELOPT: read_modelopt,
 }

@@ -27,8 +27,14 @@ class Storage(StrEnum):
     INT8_CHANNEL = "int8_channel"
     INT4_GROUP = "int4_group"
     W4AFP8 = "w4afp8"
+    AWQ_INT4 = "awq_int4"
+    GPTQ_INT4 = "gptq_int4"
+    NVFP4 = "nvfp4"
+    FP8_TENSOR = "fp8_tensor"
 
 
+# Storages of checkpoints that others quantized: read, and never written.
+READ_ONLY = frozenset({Storage.AWQ_INT4, Storage.GPTQ_INT4, Storage.NVFP4, Storage.FP8_TENSOR})
 FLOATS = frozenset({Storage.BF16, Storage.FP8_BLOCK})
 # compressed-tensors' integers; those of w4afp8 are SGLang's own.
 INTEGERS = (Storage.INT4_GROUP, Storage.INT8_CHANNEL)

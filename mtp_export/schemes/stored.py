@@ -73,13 +73,12 @@ class StoredWeight(NamedTuple):
         """
         if self.transposed:
             tensors = [one.t().contiguous() if one.dim() == 2 else one for one in tensors]
-        codes, *others = tensors
-        if not others:
-            return EncodedWeight(self.format, codes)
+        if len(tensors) == 1:
+            return EncodedWeight(self.format, tensors[0])
         names = [tensor.name for tensor in self.tensors]
-        constants = dict(zip(names[2:], others[1:], strict=True))
+        constants = dict(zip(names[2:], tensors[2:], strict=True))
         self.format.check_constants(constants, self.weight.shape)
-        return EncodedWeight(self.format, codes, others[0])
+        return self.format.encoded(tensors)
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ from mtp_export.checkpoint.disk_queue import DiskQueue
 from mtp_export.checkpoint.header import TensorInfo
 from mtp_export.checkpoint.tensor_reader import read_rows
 from mtp_export.checkpoint.tensor_stream import TensorStream
-from mtp_export.schemes.formats import EncodedWeight
+from mtp_export.schemes.formats import EncodedWeight, WeightFormat
 from mtp_export.schemes.storage import BLOCK
 from mtp_export.schemes.stored import StoredModel, StoredWeight
 
@@ -70,6 +70,11 @@ class WeightOnDisk:
     def rows(self) -> int:
         return self.stored.weight.shape[0]
 
+    @property
+    def form(self) -> tuple[WeightFormat, str]:
+        """Format and dtype of the codes: what weights that are compared byte by byte share."""
+        return self.stored.format, self.tensors[0].dtype
+
     def pieces(self, elements: int = PIECE_ELEMENTS) -> Iterator[tuple[int, int]]:
         """Yield row ranges that cover the weight, each of piece_rows but for the last."""
         step = self.piece_rows(elements)
@@ -83,18 +88,31 @@ class WeightOnDisk:
 
     def encoded(self, start: int, stop: int) -> EncodedWeight:
         """Read rows [start, stop), start at an fp8 block's. A transposed weight is read whole."""
-        step = self.stored.format.scale_rows
-        codes = self._rows(0, start, stop)
         if len(self.tensors) == 1:
-            return EncodedWeight(self.stored.format, codes)
-        scale = self._rows(1, start // step, -(-stop // step))
-        return EncodedWeight(self.stored.format, codes, scale)
+            return EncodedWeight(self.stored.format, self.codes(start, stop))
+        return self.stored.format.encoded_rows(self, start, stop)
 
-    def _rows(self, number: int, start: int, stop: int) -> torch.Tensor:
-        tensor = self.tensors[number]
+    def codes(self, start: int, stop: int) -> torch.Tensor:
+        """Read rows [start, stop) of the codes."""
         if self.stored.transposed:
-            return _whole(tensor).t()[start:stop]
-        return read_rows(tensor, start, stop)
+            return self.whole_codes.t()[start:stop]
+        return read_rows(self.tensors[0], start, stop)
+
+    @property
+    def whole_codes(self) -> torch.Tensor:
+        """All codes, in the shape that they are stored in; read at every access, as the others."""
+        return _whole(self.tensors[0])
+
+    @property
+    def others(self) -> list[torch.Tensor]:
+        """The tensors after the codes: scale and constants."""
+        return [_whole(tensor) for tensor in self.tensors[1:]]
+
+    @property
+    def scale(self) -> torch.Tensor:
+        """The scale, with a row for the weight's rows."""
+        scale = _whole(self.tensors[1])
+        return scale.t() if self.stored.transposed else scale
 
 
 class WeightStream:
@@ -117,22 +135,27 @@ class WeightStream:
         self._codes.__exit__(*error)
 
     def encoded(self, start: int, stop: int) -> EncodedWeight:
-        """Return the next rows, [start, stop); they are there until others are asked for. A
-        transposed weight is read whole."""
-        stored = self.weight.stored
-        if stored.transposed:
-            codes = self.whole_codes.t()[start:stop]
-        else:
-            codes = self._codes.rows(start, stop)
+        """Return the next rows, [start, stop); they are there until others are asked for. A weight
+        that is transposed, or packed along its columns, is read whole."""
+        stored_as = self.weight.stored.format
         if not self.others:
-            return EncodedWeight(stored.format, codes)
-        scale = self.others[0].t() if stored.transposed else self.others[0]
-        step = stored.format.scale_rows
-        return EncodedWeight(stored.format, codes, scale[start // step : -(-stop // step)])
+            return EncodedWeight(stored_as, self.codes(start, stop))
+        return stored_as.encoded_rows(self, start, stop)
+
+    def codes(self, start: int, stop: int) -> torch.Tensor:
+        """Return the next rows, [start, stop), of the codes."""
+        if self.weight.stored.transposed:
+            return self.whole_codes.t()[start:stop]
+        return self._codes.rows(start, stop)
+
+    @property
+    def scale(self) -> torch.Tensor:
+        """The scale, with a row for the weight's rows."""
+        return self.others[0].t() if self.weight.stored.transposed else self.others[0]
 
     @cached_property
     def whole_codes(self) -> torch.Tensor:
-        """All codes of a transposed weight, in the shape that they are stored in."""
+        """All codes of a weight that is read whole, in the shape that they are stored in."""
         return self._codes.rows(0, self.weight.tensors[0].shape[0])
 
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from mtp_export.errors import InvalidInputError
 from mtp_export.schemes import SCHEMES
-from mtp_export.schemes.base import KEEP
+from mtp_export.schemes.base import GRAFTED, KEEP
 from mtp_export.schemes.bf16 import BF16
 from mtp_export.schemes.storage import Storage
 from mtp_export.targets import TARGETS
@@ -66,6 +66,10 @@ GATES: dict[Storage, StorageGate] = {
     ),
     Storage.INT4_GROUP: StorageGate(12.0, _INT4),
     Storage.W4AFP8: StorageGate(12.0, _INT4),
+    Storage.AWQ_INT4: StorageGate(12.0, _INT4),
+    Storage.GPTQ_INT4: StorageGate(12.0, _INT4),
+    Storage.NVFP4: StorageGate(12.0, _INT4),
+    Storage.FP8_TENSOR: StorageGate(24.0, RunGate(kl_nats=0.02, top1=0.95, acceptance_points=1.0)),
 }
 # Weights as the source stores them give the same numbers but for rounding.
 UNCHANGED = RunGate(kl_nats=1e-6, top1=0.999, acceptance_points=0.5)
@@ -93,9 +97,20 @@ def gate_of(manifest_options: Mapping[str, object]) -> tuple[str, RunGate]:
     target = TARGETS.get(str(manifest_options.get("target")))
     if target is not None and target.dequantizes and base == KEEP:
         base = mtp = BF16.name
-    main, draft = _scheme_gate(base), _scheme_gate(mtp)
+    main = _grafted_gate(manifest_options) if base == GRAFTED else _scheme_gate(base)
+    draft = _scheme_gate(mtp)
     points = max(main.acceptance_points, draft.acceptance_points)
     return f"{base} + {mtp}", RunGate(main.kl_nats, main.top1, points)
+
+
+def _grafted_gate(manifest_options: Mapping[str, object]) -> RunGate:
+    """The loosest gate of the forms that a main model quantized by others is stored in."""
+    gate, known = UNCHANGED, {str(storage): one for storage, one in GATES.items()}
+    recorded = manifest_options.get("main_storages")
+    for storage in recorded if isinstance(recorded, list) else []:
+        if storage in known:
+            gate = gate.or_looser(known[storage].run)
+    return gate
 
 
 def _scheme_gate(name: str) -> RunGate:

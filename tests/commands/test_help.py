@@ -12,6 +12,7 @@ BUNDLE_PANELS = ("Input and output", "Content of the bundle", "Performance", "Re
 PANELS: dict[str, tuple[str, ...]] = {
     "": (*BUNDLE_PANELS, "Commands"),
     "quantize": ("Precision", *BUNDLE_PANELS),
+    "graft": ("Precision", *BUNDLE_PANELS),
     "verify": ("Checks", "Decoding", "Performance", "Report"),
     "generate": (
         *("Decoding", "Speculation", "Number and temperature of drafts"),

@@ -21,6 +21,8 @@ REGISTRIES = {
     "a target engine that reads a known layout": None,
     "a precision scheme on known storages": "SCHEMES",
     "a weight format on disk": "FORMATS",
+    "a weight format of others' checkpoints": "READ_ONLY",
+    "a `quant_method` that a main model of a graft may have": "LEFT_OUT",
     "a `quant_method` to be read": "READINGS",
     "a tensor transform": None,
     "a quantization kernel backend": "BACKENDS",

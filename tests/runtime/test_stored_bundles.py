@@ -223,7 +223,7 @@ def test_damaged_forms_are_refused(
 
 def test_a_quantization_nobody_knows_is_refused(pristine: Path, tmp_path: Path) -> None:
     assert export(pristine, tmp_path / "out", "--link", "copy").code == 0
-    change = {"quantization_config": {"quant_method": "awq"}}
+    change = {"quantization_config": {"quant_method": "hqq"}}
     edit_json(tmp_path / "out/mtp/config.json", lambda c: c.update(change))
-    with pytest.raises(UnsupportedError, match="awq"):
+    with pytest.raises(UnsupportedError, match="hqq"):
         load_model(tmp_path / "out", LoadOptions())

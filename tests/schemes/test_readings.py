@@ -107,10 +107,12 @@ def refusal(
 
 
 def test_methods_that_are_not_read() -> None:
-    for method in ("awq", None, 5, ["fp8"], "x" * 200):
+    for method in ("bitsandbytes", None, 5, ["fp8"], "x" * 200):
         error = refusal(UnsupportedError, {"quant_method": method})
         assert error.what.endswith("names a quantization method that this tool does not read")
-        assert error.expected == "quant_method fp8 or compressed-tensors or w4afp8"
+        assert error.expected == (
+            "quant_method fp8 or compressed-tensors or w4afp8 or awq or gptq or modelopt"
+        )
         assert error.found == repr(method)[:100]
     assert refusal(InvalidInputError, ["fp8"]).found == "['fp8']"
 

@@ -239,7 +239,7 @@ def weights(config: dict[str, Any]) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("change", "says"),
     [
-        (lambda c: c["quantization_config"].update(quant_method="awq"), "awq"),
+        (lambda c: c["quantization_config"].update(quant_method="hqq"), "hqq"),
         (lambda c: c["quantization_config"].pop("quant_method"), "None"),
         (lambda c: c["quantization_config"].update(format="int-quantized"), "int-quantized"),
         (lambda c: weights(c).update(num_bits=3), "int3"),

@@ -1,27 +1,38 @@
-"""Weight formats by storage. A new one is one file, one line here, and its name in Storage."""
+"""Weight formats by storage. A new one is one file, one line here, and its name in Storage; those
+of others' checkpoints, which nothing writes, are made by the readings of their configs."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 
+from mtp_export.schemes.formats.awq import AwqInt4
 from mtp_export.schemes.formats.base import EncodedWeight, FormatOptions, WeightFormat
 from mtp_export.schemes.formats.fp8_block import Fp8Block
 from mtp_export.schemes.formats.fp8_channel import Fp8Channel
+from mtp_export.schemes.formats.gptq import GptqInt4
+from mtp_export.schemes.formats.int4_words import CODES_PER_WORD, WHOLE_ROW
+from mtp_export.schemes.formats.modelopt import Fp8Tensor, NvFp4
 from mtp_export.schemes.formats.pack_quantized import Int4Group, Int8Channel
 from mtp_export.schemes.formats.unquantized import UNQUANTIZED, unquantized
 from mtp_export.schemes.formats.w4afp8 import W4AFp8
 from mtp_export.schemes.storage import Storage
 
 __all__ = [
+    "CODES_PER_WORD",
     "COMPRESSED_FORMATS",
     "FORMATS",
     "UNQUANTIZED",
+    "WHOLE_ROW",
+    "AwqInt4",
     "EncodedWeight",
     "FormatOptions",
     "Fp8Block",
     "Fp8Channel",
+    "Fp8Tensor",
+    "GptqInt4",
     "Int4Group",
     "Int8Channel",
+    "NvFp4",
     "W4AFp8",
     "WeightFormat",
     "unquantized",

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
 from mtp_export.checkpoint.plan import OutputTensor
 from mtp_export.schemes.formats.compressed import WeightsEntry
@@ -30,6 +30,24 @@ class FormatOptions:
     fp8_scale_name: str = NATIVE_SCALE
 
 
+class RowSource(Protocol):
+    """The tensors of one weight on disk. others are those after the codes, whole; scale is the
+    first of them, with a row for the weight's rows."""
+
+    @property
+    def others(self) -> list[torch.Tensor]: ...
+
+    @property
+    def scale(self) -> torch.Tensor: ...
+
+    @property
+    def whole_codes(self) -> torch.Tensor:
+        """All codes, in the shape that they are stored in."""
+
+    def codes(self, start: int, stop: int) -> torch.Tensor:
+        """Return rows [start, stop) of the codes."""
+
+
 class WeightFormat(ABC):
     """Format of a weight: its layout on disk and its arithmetic.
 
@@ -43,6 +61,7 @@ class WeightFormat(ABC):
     elements_per_code: ClassVar[int] = 1  # elements of the weight per element of the codes
     scale_rows: ClassVar[int] = 1  # rows of the weight per row of scales
     in_words: ClassVar[str] = ""  # of a group of a compressed-tensors config
+    reads_whole: ClassVar[bool] = False  # rows of the weight are no rows of the codes
 
     @property
     def k_divisor(self) -> int:
@@ -94,6 +113,17 @@ class WeightFormat(ABC):
     ) -> torch.Tensor:
         """Return the weights [n, K] of codes and scales (ValueError for unusable scales)."""
 
+    def encoded(self, tensors: Sequence[torch.Tensor]) -> EncodedWeight:
+        """Return the weight that the format's tensors hold, in their order; constants may be
+        absent."""
+        return EncodedWeight(self, tensors[0], tensors[1])
+
+    def encoded_rows(self, source: RowSource, start: int, stop: int) -> EncodedWeight:
+        """Return rows [start, stop) of a weight, start at a row of scales."""
+        step = self.scale_rows
+        scale = source.scale[start // step : -(-stop // step)]
+        return self.encoded((source.codes(start, stop), scale))
+
     def statistics(self, codes: torch.Tensor, scale: torch.Tensor) -> WeightStatistics:
         """Return the statistics of the weights, unsound where dequantize refuses them.
 
@@ -130,6 +160,17 @@ class WeightFormat(ABC):
     def check_constants(self, tensors: Mapping[str, torch.Tensor], shape: tuple[int, ...]) -> None:
         """Refuse constants, by tensor name, that contradict the weight (InvalidInputError)."""
         assert not tensors, f"{self.storage} has no constants"
+
+
+class ReadOnlyFormat(WeightFormat):
+    """Format of checkpoints that others quantized: it is read, and no scheme writes it."""
+
+    operation: ClassVar[str] = ""
+
+    def quantize(
+        self, source: torch.Tensor | Fp8Block, scale_rule: str
+    ) -> tuple[tuple[torch.Tensor, ...], ErrorStats]:
+        raise AssertionError(f"nothing writes {self.storage}")
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Any
 from mtp_export.checkpoint.bundle_folder import MAIN
 from mtp_export.checkpoint.reader import read_json_object
 from mtp_export.errors import MtpExportError
-from mtp_export.schemes.native import QUANTIZATION
+from mtp_export.schemes.base import GRAFTED
+from mtp_export.schemes.native import DTYPE_KEYS, QUANTIZATION
 from mtp_export.verify.check import Item, Problem, not_tested, verdict
 from mtp_export.verify.diagnosis.causes import files as causes
 
@@ -38,11 +39,16 @@ def run(context: Context) -> Iterator[Item]:
         yield _same_tokenizer(context.parts)
 
 
+def _own_keys(context: Context) -> tuple[str, ...]:
+    """Fields that a draft has of its own: the dtype, where the main model is another's."""
+    return DTYPE_KEYS if context.recorded("base_quant") == GRAFTED else ()
+
+
 def _configs(context: Context, main: Mapping[str, Any], mtp: Mapping[str, Any]) -> Item:
     """The draft's config equals the main one but for the fields that its target changes."""
     wanted = context.target.mtp_config(main)
     problems = []
-    for key in sorted({*wanted, *mtp} - {QUANTIZATION}):
+    for key in sorted({*wanted, *mtp} - {QUANTIZATION, *_own_keys(context)}):
         if wanted.get(key) != mtp.get(key):
             words = causes.draft_config_differs(key, found=mtp.get(key), wanted=wanted.get(key))
             problems.append(Problem("mtp/config.json", words))

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from mtp_export.checkpoint.bundle_folder import MAIN
 from mtp_export.progress import format_bytes
+from mtp_export.schemes.base import GRAFTED
 from mtp_export.schemes.native import QUANTIZATION
 from mtp_export.schemes.storage import Storage
 from mtp_export.schemes.weight_values import WeightOnDisk
@@ -69,6 +70,10 @@ def run(context: Context) -> Iterator[Item]:
     counterparts = context.counterparts
     assert counterparts is not None, "there is a source"
     for layout in context.layouts:
+        if layout.name in _others(context):
+            why = "others quantized it, and what that did to its weights is not known"
+            yield not_tested(f"{layout.name}: weights against the source", why)
+            continue
         facts = context.walk(layout.name).facts
         names = [one.weight.stored.weight.name for one in facts if one.against is None]
         alone = [Problem(name, causes.not_in_source(name)) for name in names]
@@ -76,6 +81,11 @@ def run(context: Context) -> Iterator[Item]:
         yield verdict(f"{layout.name}: weights that the source has", alone, f"{len(compared):,}")
         yield from _part_items(layout.name, compared, Sources(counterparts.weights))
     yield _tokenizers(context)
+
+
+def _others(context: Context) -> tuple[str, ...]:
+    """The parts that are no copy or conversion of the source's."""
+    return (MAIN,) if context.recorded("base_quant") == GRAFTED else ()
 
 
 def _compared(weight: WeightOnDisk, found: AgainstSource) -> Compared:
@@ -173,7 +183,7 @@ def _config(context: Context, source: Mapping[str, Any]) -> Item:
     """config.json equals the source's but for the storage of weights."""
     problems: list[Problem] = []
     count = 0
-    for part in context.parts:
+    for part in (part for part in context.parts if part.name not in _others(context)):
         found = {} if part.checkpoint is None else part.checkpoint.config
         wanted = source if part.name == MAIN else context.target.mtp_config(source)
         keys = sorted({*wanted, *found} - {QUANTIZATION}) if found else []
@@ -194,7 +204,7 @@ def _tokenizers(context: Context) -> Item:
     """Tokenizer files equal the source's."""
     assert context.source is not None
     files, problems, count = context.source.files, [], 0
-    for part in context.parts:
+    for part in (part for part in context.parts if not _others(context)):
         for path in sorted(filter(Path.is_file, part.folder.glob("tokenizer*"))):
             count += 1
             is_there = path.name in files.names()

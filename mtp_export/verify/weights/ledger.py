@@ -192,8 +192,7 @@ def _shared(
 def _equal(one: TensorFacts, other: TensorFacts) -> bool:
     """True for equal codes, and for a copy in another precision that dequantizes to the same but
     for rounding."""
-    codes = one.weight.tensors[0], other.weight.tensors[0]
-    if one.weight.stored.format == other.weight.stored.format and codes[0].dtype == codes[1].dtype:
+    if one.weight.form == other.weight.form:
         return one.digest == other.digest
     rounding = Rounding()
     for start, stop in one.weight.pieces():

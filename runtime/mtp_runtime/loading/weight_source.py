@@ -183,7 +183,7 @@ class WeightSource:
 
     def _is_copy(self, copy: WeightOnDisk, original: WeightOnDisk) -> bool:
         """Compare two stored weights piece by piece, so that neither is held as a whole."""
-        equal, rounding = copy.stored.format == original.stored.format, Rounding()
+        equal, rounding = copy.form == original.form, Rounding()
 
         def pair(piece: tuple[int, int]) -> tuple[EncodedWeight, EncodedWeight]:
             return copy.encoded(*piece), original.encoded(*piece)

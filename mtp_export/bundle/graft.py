@@ -1,0 +1,179 @@
+"""Graft: plan a bundle of a main model that others quantized, and that lost its MTP layer, with the
+layer of the checkpoint that it was made from."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from mtp_export.bundle.build import BundlePlan, Recipe, open_source, plan_bundle
+from mtp_export.bundle.options import BundleOptions
+from mtp_export.bundle.preflight import check_nesting, check_output
+from mtp_export.bundle.same_model import check_same_model
+from mtp_export.bundle.split import SplitOptions
+from mtp_export.checkpoint.bundle_folder import open_checkpoint
+from mtp_export.checkpoint.byte_source import Place
+from mtp_export.checkpoint.grafted import GraftedCheckpoint
+from mtp_export.checkpoint.reader import Checkpoint, parsed_json_object
+from mtp_export.errors import InvalidInputError, UnsupportedError, UsageError
+from mtp_export.families import family_of
+from mtp_export.schemes import SCHEMES
+from mtp_export.schemes.base import GRAFTED
+from mtp_export.schemes.bf16 import BF16
+from mtp_export.schemes.conversion import AS_STORED, Conversion
+from mtp_export.schemes.discrepancies import compare
+from mtp_export.schemes.grafting import grafted_quantization
+from mtp_export.schemes.native import DTYPE_KEYS, quantization_of, with_quantization
+from mtp_export.schemes.storage import READ_ONLY
+from mtp_export.schemes.stored import StoredModel, stored_model
+from mtp_export.targets import engine_of, target_of
+
+MTP_LAYERS = "num_nextn_predict_layers"
+_CONTRACT = "mtp_contract"
+_MODELOPT_FILE = "hf_quant_config.json"
+
+
+@dataclass(frozen=True)
+class GraftOptions:
+    """The main model is bundle.input_dir; mtp_source is the checkpoint with the MTP layer, and
+    mtp_quant the name of the scheme that the layer is stored in."""
+
+    bundle: BundleOptions
+    mtp_source: Place
+    mtp_quant: str = BF16.name
+
+
+def plan_graft(options: GraftOptions, *, dry_run: bool = False) -> BundlePlan:
+    """Check both checkpoints against each other, and plan the bundle (MtpExportError)."""
+    _check_places(options)
+    host = open_checkpoint(options.bundle.input_dir)
+    donor, donated = open_source(options.mtp_source)
+    config = _with_mtp_layers(host.config, donor.config)
+    check_same_model(host, config, donor)
+    _check_lost(host, config)
+    mtp = Conversion(
+        scheme=options.mtp_quant,
+        storages=SCHEMES[options.mtp_quant].storages,
+        native=donated.native,
+    )
+    config = _described(config, host, mtp)
+    main = stored_model(config).main
+    _check_tensors(host, main)
+    stored = StoredModel(main.family, donated.quantization, {**main.weights, **donated.mtp.weights})
+    checkpoint = GraftedCheckpoint.of(host, donor, config, _moved(donor, donated))
+    split = SplitOptions(
+        target=target_of(options.bundle.target),
+        shared_weights=options.bundle.content.shared_weights,
+        max_shard_bytes=options.bundle.content.max_shard_bytes,
+        main=AS_STORED,
+        mtp=mtp,
+        main_config=config,
+        mtp_config=_draft_config(config, donor.config, mtp),
+    )
+    recipe = Recipe(split, _recorded(options, config, main))
+    return plan_bundle(options.bundle, (checkpoint, stored), recipe, dry_run=dry_run)
+
+
+def _check_places(options: GraftOptions) -> None:
+    """Refuse folders and a target that no graft can be made with (UsageError, and what
+    check_output raises)."""
+    main, mtp = options.bundle.input_dir, options.mtp_source
+    if _real(main) == _real(mtp):
+        raise UsageError(
+            "The main model and the checkpoint with its MTP layer are the same",
+            expected="--main without an MTP layer, and --mtp with it",
+            found=str(main),
+            todo="mtp-export splits one checkpoint that has both: --input-dir",
+        )
+    target = target_of(options.bundle.target)
+    if engine_of(options.bundle.target).storages.isdisjoint(READ_ONLY):
+        raise UnsupportedError(
+            f"Target {options.bundle.target} does not read models that others quantized",
+            expected="--target hf, vllm or sglang",
+            found=target.name,
+        )
+    for place in (main, mtp):
+        check_nesting(place, options.bundle.output_dir)
+    check_output(options.bundle.output_dir, options.bundle.run.overwrite)
+
+
+def _real(place: Place) -> str:
+    return os.path.realpath(place) if isinstance(place, Path) else str(place)
+
+
+def _with_mtp_layers(config: Mapping[str, Any], donor: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the main config.json with the MTP layers of the donor's, and how they are fed."""
+    keys = (key for key in (MTP_LAYERS, _CONTRACT) if key in donor)
+    return {**config, **{key: donor[key] for key in keys}}
+
+
+def _check_lost(host: Checkpoint, config: Mapping[str, Any]) -> None:
+    family = family_of(config)
+    own = [name for name in host.tensors if family.mtp_layer_of(name) is not None]
+    if own:
+        raise InvalidInputError(
+            "The main model has an MTP layer already",
+            where=host.path,
+            expected=f"no tensor of model.layers.{family.mtp_layers.start}",
+            found=f"{own[0]} ({len(own) - 1} more)",
+            todo="Serve it as it is, or split it with mtp-export --input-dir",
+        )
+
+
+def _described(config: dict[str, Any], host: Checkpoint, mtp: Conversion) -> dict[str, Any]:
+    """Return the main config.json whose quantization_config describes the draft too.
+
+    ModelOpt's older exports have theirs in a file of its own, which engines read only where
+    config.json has none: it moves.
+    """
+    quantization = quantization_of(config)
+    if not quantization and _MODELOPT_FILE in host.files.names():
+        raw = host.files.read(_MODELOPT_FILE)
+        quantization = parsed_json_object(host.files.path / _MODELOPT_FILE, raw)
+        quantization = {"quant_method": "modelopt", **quantization}
+    extended = grafted_quantization(quantization, family_of(config), host.tensors, mtp)
+    return with_quantization(config, extended)
+
+
+def _check_tensors(host: Checkpoint, main: StoredModel) -> None:
+    problems = compare(host.tensors, main.tensors.values())
+    if problems:
+        problems[0].raise_as_error(host.path, len(problems) - 1)
+
+
+def _moved(donor: Checkpoint, donated: StoredModel) -> dict[str, str]:
+    """Return the donor's tensors by the names that they get: those of its MTP layers, and its main
+    embedding and head where the layers have no copies of their own."""
+    names = donor.tensors.keys() & donated.mtp.tensors.keys()
+    moved = {name: name for name in donor.tensors if name in names}
+    for pair in donated.family.shared:
+        if pair.mtp_name not in moved:
+            moved[pair.mtp_name] = pair.main_name
+    return moved
+
+
+def _draft_config(
+    config: Mapping[str, Any], donor: Mapping[str, Any], mtp: Conversion
+) -> dict[str, Any]:
+    """Return the draft's config.json: the main one, with the dtype and the quantization of the
+    draft's own tensors."""
+    others = {key: value for key, value in config.items() if key not in DTYPE_KEYS}
+    dtypes = {key: donor[key] for key in DTYPE_KEYS if key in donor}
+    quantized = mtp.scheme != BF16.name
+    return with_quantization({**others, **dtypes}, quantization_of(config) if quantized else None)
+
+
+def _recorded(
+    options: GraftOptions, config: Mapping[str, Any], main: StoredModel
+) -> dict[str, Any]:
+    quantization = quantization_of(config)
+    return {
+        **options.bundle.recorded(),
+        "base_quant": GRAFTED,
+        "mtp_quant": options.mtp_quant,
+        "main_quant_method": quantization["quant_method"] if quantization else "none",
+        "main_storages": sorted({str(one.storage) for one in main.weights.values()}),
+    }

@@ -1,0 +1,189 @@
+"""vLLM's and SGLang's own rules over the config.json of grafts: what is left unquantized is what is
+stored so. vLLM builds both parts by the main folder's config, SGLang the main model alone."""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Callable
+from fnmatch import fnmatch
+from functools import cache, lru_cache, partial
+from pathlib import Path
+from types import MappingProxyType, SimpleNamespace
+from typing import Any
+from zipfile import ZipFile
+
+import pytest
+from engine_runs import sglang_wheel
+
+from cases import MTP_LAYER, make_checkpoint, read_json, read_tensors, run_program
+from quantized_by_others import LINEAR, METHODS, write
+
+LeftOut = Callable[[str], bool]
+FUSED = {
+    "gate_up_proj": ["gate_proj", "up_proj"],
+    "fused_qkv_a_proj": ["q_a_proj", "kv_a_proj_with_mqa"],
+}
+EXPERT = re.compile(r"(\.mlp\.experts)\..*")
+
+
+def awq(config: dict[str, Any]) -> LeftOut:
+    from vllm.model_executor.layers.quantization.utils.quant_utils import is_layer_skipped
+
+    names = config["modules_to_not_convert"]
+    return lambda module: is_layer_skipped(module, names, FUSED, skip_with_substr=True)
+
+
+def gptq(config: dict[str, Any]) -> LeftOut:
+    from vllm.model_executor.layers.quantization.utils.gptq_utils import get_dynamic_override
+
+    own: Any = SimpleNamespace(dynamic=config["dynamic"], packed_modules_mapping=FUSED)
+    return lambda module: get_dynamic_override(own, layer_name=module) is False
+
+
+def fp8(config: dict[str, Any]) -> LeftOut:
+    from vllm.model_executor.layers.quantization.utils.quant_utils import is_layer_skipped
+
+    return partial(is_layer_skipped, ignored_layers=config["ignored_layers"], fused_mapping=FUSED)
+
+
+def compressed(config: dict[str, Any]) -> LeftOut:
+    from vllm.model_executor.layers.quantization.compressed_tensors.utils import (
+        should_ignore_layer,
+    )
+
+    return partial(should_ignore_layer, ignore=config["ignore"], fused_mapping=FUSED)
+
+
+def modelopt(config: dict[str, Any]) -> LeftOut:
+    from vllm.model_executor.layers.quantization.modelopt import ModelOptQuantConfigBase
+
+    class Rules(ModelOptQuantConfigBase):  # type: ignore[misc]
+        __abstractmethods__ = frozenset()
+
+        def __init__(self) -> None:
+            self.exclude_modules = config["ignore"]
+            self.packed_modules_mapping = FUSED
+
+    rules = Rules.__new__(Rules)
+    rules.__init__()
+    return lambda module: bool(rules.is_layer_excluded(module))
+
+
+RULES: dict[str, Callable[[dict[str, Any]], LeftOut]] = {
+    "awq": awq,
+    "gptq": gptq,
+    "fp8": fp8,
+    "compressed-tensors": compressed,
+    "modelopt": modelopt,
+}
+
+
+_QUANTIZATION = "sglang/srt/layers/quantization"
+_TYPING = ("Any", "Dict", "Iterable", "List", "Mapping", "Optional", "Tuple", "Union")
+
+
+def from_sglang(file: str, *names: str) -> dict[str, Any]:
+    """Functions and constants of one of SGLang's files, without what else the file imports."""
+    source = ZipFile(sglang_wheel()).read(f"{_QUANTIZATION}/{file}").decode()
+    space: dict[str, Any] = {"re": re, "fnmatch": fnmatch, "lru_cache": lru_cache}
+    space |= {"MappingProxyType": MappingProxyType, "QuantizationConfig": object, "Module": object}
+    space |= {name: getattr(__import__("typing"), name) for name in _TYPING}
+    wanted = [
+        node
+        for node in ast.walk(ast.parse(source))
+        if (isinstance(node, ast.FunctionDef) and node.name in names)
+        or (isinstance(node, ast.AnnAssign) and ast.unparse(node.target) in names)
+    ]
+    assert len(wanted) == len(names), (file, names)
+    for node in wanted:
+        exec(compile(ast.Module([node], []), file, "exec"), space)
+    return space
+
+
+def sglang_awq(config: dict[str, Any]) -> LeftOut:
+    rule = from_sglang("awq/awq.py", "is_layer_skipped_awq")["is_layer_skipped_awq"]
+    return lambda module: bool(rule(module, config["modules_to_not_convert"]))
+
+
+def sglang_gptq(config: dict[str, Any]) -> LeftOut:
+    rule = from_sglang("utils.py", "get_dynamic_override")["get_dynamic_override"]
+    own = SimpleNamespace(dynamic=config["dynamic"])
+    return lambda module: rule(own, module) is False
+
+
+def sglang_fp8(config: dict[str, Any]) -> LeftOut:
+    names = ("_module_path_match", "_FALLBACK_FUSED_SHARDS", "is_layer_skipped")
+    rule = from_sglang("utils.py", *names)["is_layer_skipped"]
+    return lambda module: bool(rule(module, config["ignored_layers"]))
+
+
+def sglang_compressed(config: dict[str, Any]) -> LeftOut:
+    names = ("should_ignore_layer", "check_equal_or_regex_match", "_is_equal_or_regex_match")
+    rule = from_sglang("compressed_tensors/utils.py", *names)["should_ignore_layer"]
+    return lambda module: bool(rule(module, ignore=config["ignore"]))
+
+
+def sglang_modelopt(config: dict[str, Any]) -> LeftOut:
+    names = ("_compile_exclusion_pattern", "is_layer_excluded")
+    rule = from_sglang("modelopt_quant.py", *names)["is_layer_excluded"]
+    own = SimpleNamespace(exclude_modules=config["ignore"])
+    return lambda module: bool(rule(own, module))
+
+
+SGLANG: dict[str, Callable[[dict[str, Any]], LeftOut]] = {
+    "awq": sglang_awq,
+    "gptq": sglang_gptq,
+    "fp8": sglang_fp8,
+    "compressed-tensors": sglang_compressed,
+    "modelopt": sglang_modelopt,
+}
+
+
+@pytest.fixture(scope="module")
+def original(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_checkpoint(tmp_path_factory.mktemp("original") / "original")
+
+
+@pytest.fixture(scope="module")
+def grafted(original: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """Grafted bundles by the method of the main model."""
+
+    @cache
+    def make(name: str) -> Path:
+        folder = tmp_path_factory.mktemp("graft")
+        write(original, folder / "main", name)
+        arguments = ("--main", folder / "main", "--mtp", original, "--output-dir", folder / "out")
+        outcome = run_program("graft", *arguments, "--quiet")
+        assert outcome.code == 0, outcome.err
+        return folder / "out"
+
+    return make
+
+
+def check(config: dict[str, Any], left_out: LeftOut, original: Path, bundle: Path) -> None:
+    """Compare a rule with the tensors on disk, for every linear of both parts."""
+    stored = read_tensors(bundle / "main") | read_tensors(bundle / "mtp")
+    draft = f"model.layers.{MTP_LAYER}."
+    linears = [key for key in read_tensors(original) if LINEAR.match(key)]
+    for key in linears:
+        module = key.removesuffix(".weight")
+        if config["quant_method"] != "compressed-tensors":  # which is asked expert by expert
+            module = EXPERT.sub(r"\1", module)
+        plain = key in stored and stored[key].is_floating_point() and stored[key].itemsize == 2
+        assert left_out(module) is plain, module
+    assert len([key for key in linears if key.startswith(draft)]) > 10
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_vllm(name: str, original: Path, grafted: Callable[[str], Path]) -> None:
+    config = read_json(grafted(name) / "main/config.json")["quantization_config"]
+    check(config, RULES[config["quant_method"]](config), original, grafted(name))
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_sglang(name: str, original: Path, grafted: Callable[[str], Path]) -> None:
+    """Its own draft has no quantization_config, and is built unquantized."""
+    config = read_json(grafted(name) / "main/config.json")["quantization_config"]
+    check(config, SGLANG[config["quant_method"]](config), original, grafted(name))
+    assert "quantization_config" not in read_json(grafted(name) / "mtp/config.json")
