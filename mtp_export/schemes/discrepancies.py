@@ -27,7 +27,7 @@ class StoredTensor:
 
     dtypes are safetensors dtypes, any of which is accepted. scale_of names the tensor with the
     codes that a scale (or another constant of the format) belongs to. optional tensors may be
-    absent.
+    absent, a scale with its codes alone.
     """
 
     name: str
@@ -78,12 +78,10 @@ def _compare_one(stored: Mapping[str, HasLayout], wanted: StoredTensor) -> Discr
 
     tensor = stored.get(wanted.name)
     if tensor is None:
-        if wanted.optional:
-            return None
-        problem = "missing"
         if wanted.scale_of in stored:
             problem = f"missing, though its weight {wanted.scale_of} is there"
-        return discrepancy(problem, "no such tensor")
+            return discrepancy(problem, "no such tensor")
+        return None if wanted.optional else discrepancy("missing", "no such tensor")
     actual = f"{tensor.dtype} {list(tensor.shape)}"
     if tensor.shape != wanted.shape:
         return discrepancy("wrong shape", actual)
