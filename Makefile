@@ -1,9 +1,12 @@
 # make demo and make test do all the set-up themselves; nothing else is needed on a fresh machine.
 PYTHON ?= python3
 BIN := .venv/bin
-# Every core, and the ten slowest at the end; scripts/check has run the architecture's tests.
-PYTEST := $(BIN)/python -m pytest -n auto --dist worksteal --durations 10
-PIP := $(BIN)/pip --disable-pip-version-check --quiet
+# Every core, and the ten slowest at the end; scripts/check runs the architecture's tests beside.
+PYTEST := $(BIN)/python -m pytest -n auto --dist worksteal --durations 10 --ignore tests/test_architecture.py
+beside_checks = mkdir -p build; scripts/check >build/check.log 2>&1 & check=$$!; \
+	$(1); tests=$$?; wait $$check; checks=$$?; cat build/check.log; exit $$((tests ? tests : checks))
+# Modules are compiled as they are imported: most of them never are.
+PIP_INSTALL := $(BIN)/pip --disable-pip-version-check --quiet install --no-compile
 ENGINES_PIP := .venv-engines/bin/pip --disable-pip-version-check --quiet
 OLDEST_PIP := .venv-oldest/bin/pip --disable-pip-version-check --quiet
 OLDEST_TESTS := tests/commands tests/checkpoint tests/bundle/test_golden.py tests/kernels/decoder \
@@ -16,18 +19,16 @@ demo: .venv/installed
 	scripts/demo
 
 test: .venv/installed-dev
-	scripts/check
-	$(PYTEST) --ignore tests/test_architecture.py
+	@$(call beside_checks,$(PYTEST))
 
 # With what only repeats at larger scale, or takes minutes, or needs the package index.
 test-all: .venv/installed-dev
-	scripts/check
-	$(PYTEST) --ignore tests/test_architecture.py -m "nightly or not nightly"
+	@$(call beside_checks,$(PYTEST) -m "nightly or not nightly")
 
 # Half an hour of mutated inputs; a failure prints the command that runs its input again.
 FUZZ_SEED := $(shell date +%s)
 fuzz: .venv/installed-dev
-	$(PIP) install -c constraints.txt -e '.[fuzz]'
+	$(PIP_INSTALL) -c constraints.txt -e '.[fuzz]'
 	$(BIN)/python -m pytest -n auto -rP -m "nightly or not nightly" tests/fuzz --fuzz-seed $(FUZZ_SEED) --fuzz-seconds 1800
 
 # vLLM runs the fixture, and vLLM's and SGLang's resolvers read our configs: docs/engines.md.
@@ -41,13 +42,13 @@ test-oldest: .venv-oldest/installed
 
 # The GPU kernel's launches, compiled by the oldest Triton that has a tuning table; make test has the newest.
 test-oldest-triton: .venv/installed-dev
-	$(PIP) install --no-deps --upgrade --target build/triton-3.6 triton==3.6.0
+	$(PIP_INSTALL) --no-deps --upgrade --target build/triton-3.6 triton==3.6.0
 	PYTHONPATH=build/triton-3.6 $(BIN)/python -m pytest tests/kernels/verify_attention/test_verify_attention_compiled.py
 
 # Small faults planted one at a time, which the tests of their file must notice: docs/mutants.md.
 # SAMPLE=n takes n random ones per room, by SEED; ONLY=path those of files whose path starts so.
 mutants: .venv/installed-dev
-	$(PIP) install -c constraints.txt --no-deps --upgrade --target build/mutmut mutmut libcst
+	$(PIP_INSTALL) -c constraints.txt --no-deps --upgrade --target build/mutmut mutmut libcst
 	PYTHONPATH=build/mutmut $(BIN)/python scripts/mutants.py \
 		$(if $(SAMPLE),--sample $(SAMPLE)) $(if $(SEED),--seed $(SEED)) $(if $(ONLY),--only $(ONLY))
 
@@ -64,12 +65,12 @@ clean:
 # torch first and by version: a CPU build already on the machine is then kept.
 .venv/installed: pyproject.toml constraints.txt
 	$(PYTHON) -m venv .venv
-	$(PIP) install $$(grep '^torch==' constraints.txt)
-	$(PIP) install -c constraints.txt -e .
+	$(PIP_INSTALL) $$(grep '^torch==' constraints.txt)
+	$(PIP_INSTALL) -c constraints.txt -e .
 	touch $@
 
 .venv/installed-dev: .venv/installed
-	$(PIP) install -c constraints.txt -e '.[dev]'
+	$(PIP_INSTALL) -c constraints.txt -e '.[dev]'
 	touch $@
 
 # The tests' own tools in the versions of the constraints.

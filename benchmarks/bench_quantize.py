@@ -1,4 +1,5 @@
-"""Quantizing the MTP layer against cp of as many bytes, on the real 671B shapes, in one run.
+"""Quantizing the MTP layer against cp of as many bytes and against the machine's limit, on the real
+671B shapes, in one run.
 
     python -m benchmarks.make_checkpoint /data/v3 --real
     python -m benchmarks.bench_quantize /data/v3 /data/scratch
@@ -7,9 +8,12 @@ The MTP part alone: 11.5 G elements in linears. Rows, in turn, medians of --runs
 dropped before each (not with --warm) and `sync` counted in each:
   (a) fp8 -> weight_only_int8            (b) cp of half the bytes that (a) reads and writes
   (c) fp8 -> int4 experts, bf16 rest     (d) cp of half the bytes that (c) reads and writes
-cp reads and writes every byte, so it moves as many. Then compressed-tensors quantizes and packs one
-expert's matrix, given the scales, for its seconds per element beside the whole runs'. Peak memory
-is the kernel's figure for the process. Rates of the kernels alone: bench_quantize_kernels.
+  (e), (f) the bytes of (a), (c) by direct I/O alone, as deep as is best in this run
+cp reads and writes every byte, so it moves as many. The kernels alone run on every core with a
+layer in memory; shares are those of the slower of the two limits (benchmarks/limits.py). Then
+compressed-tensors quantizes and packs one expert's matrix, given the scales, for its seconds per
+element beside the whole runs'. Peak memory is the kernel's figure for the process. Rates of the
+kernels alone: bench_quantize_kernels.
 --schemes int8 or int4 measures one of them; a result file that is there keeps the other.
 """
 
@@ -17,21 +21,19 @@ from __future__ import annotations
 
 import argparse
 import json
-import shutil
 import sys
 from collections.abc import Callable
 from dataclasses import asdict
-from math import prod
 from pathlib import Path
 from statistics import median
 from time import perf_counter
 from typing import Any
 
-from benchmarks.bench_export import Measured, cp_of_size, machine, measure, mtp_shards
+from benchmarks.bench_export import DiskLimit, Measured, cp_of_size, fresh, machine, mtp_shards
+from benchmarks.limits import DiskWork, elements, kernel_rates
 from mtp_export.bundle.build import BundlePlan
 from mtp_export.bundle.options import BundleOptions, ContentOptions, Part
 from mtp_export.bundle.quantize import QuantizeOptions, plan_quantize
-from mtp_export.checkpoint.plan import COPY
 
 # The MTP module in int4 is not a pair of the table; its experts have the main layers' shapes.
 _RUN = """
@@ -61,36 +63,6 @@ def options(source: Path, output: Path, scheme: str, group_size: int) -> Quantiz
         group_size=group_size,
         allow_untested_pair=True,
     )
-
-
-def bytes_in_and_out(plan: BundlePlan) -> int:
-    """Bytes of the tensors that a run reads plus those it writes. The main model's embedding and
-    head are read to be compared."""
-    sources = plan.checkpoint.tensors
-    read = sum(sources[name].size_bytes for step in plan.written_steps for name in step.inputs)
-    compared = sum(sources[pair.main_name].size_bytes for pair in plan.family.shared)
-    return read + compared + plan.written_bytes
-
-
-def elements(plan: BundlePlan) -> int:
-    """Weights that a run converts."""
-    sources = plan.checkpoint.tensors
-    return sum(
-        prod(sources[step.inputs[0]].shape) for step in plan.written_steps if step.operation != COPY
-    )
-
-
-def fresh(command: list[str], scratch: Path, cold: bool) -> Callable[[], Measured]:
-    """A run of a command that writes scratch/out/bundle, removed afterwards."""
-
-    def run() -> Measured:
-        shutil.rmtree(scratch / "out", ignore_errors=True)
-        (scratch / "out").mkdir(parents=True)
-        result = measure(command, cold)
-        shutil.rmtree(scratch / "out")
-        return result
-
-    return run
 
 
 def compressed_tensors_seconds(plan: BundlePlan, runs: int) -> dict[str, float]:
@@ -129,7 +101,7 @@ def cases(
         shards = mtp_shards(source, f"model.layers.{layer}.")
         arguments = [str(source), output, SCHEMES[scheme], str(group_size)]
         rows[f"fp8 -> {scheme}"] = fresh([sys.executable, "-c", _RUN, *arguments], scratch, cold)
-        copy = ["sh", "-c", cp_of_size(shards, bytes_in_and_out(plan) // 2), output]
+        copy = ["sh", "-c", cp_of_size(shards, DiskWork.of(plan).size_bytes // 2), output]
         rows[f"cp, the bytes of fp8 -> {scheme}"] = fresh(copy, scratch, cold)
     return rows
 
@@ -153,6 +125,11 @@ def main() -> None:
         if name in arguments.schemes
     }
     rows = cases(plans, arguments.scratch, arguments.group_size, not arguments.warm)
+    limits = {
+        scheme: DiskLimit.of(DiskWork.of(plan), arguments.scratch) for scheme, plan in plans.items()
+    }
+    rows |= {f"direct I/O, the bytes of fp8 -> {name}": one.run for name, one in limits.items()}
+    rates = kernel_rates([*plans])
     measured: dict[str, list[Measured]] = {name: [] for name in rows}
     for number in range(arguments.runs):
         for name, run in rows.items():
@@ -160,11 +137,28 @@ def main() -> None:
             print(f"run {number + 1}: {name}: {measured[name][-1]}", flush=True)
     oracle = compressed_tensors_seconds(next(iter(plans.values())), arguments.runs)
     result = report(plans, measured, oracle)
+    result |= shares(result, limits, rates)
     if arguments.result.exists():
         result = merged(json.loads(arguments.result.read_text()), result)
     arguments.result.parent.mkdir(parents=True, exist_ok=True)
     arguments.result.write_text(json.dumps(result, indent=2, ensure_ascii=False) + "\n")
     print(json.dumps(result, indent=2, ensure_ascii=False))
+    for name, seconds in result["median_seconds"].items():
+        share = result["shares"].get(name)
+        print(f"{name:42} {seconds:7.2f} s", f"{share:.2f} of the limit" if share else "")
+
+
+def shares(
+    result: dict[str, Any], limits: dict[str, DiskLimit], rates: dict[str, float]
+) -> dict[str, Any]:
+    """Return the limits, and the shares of the slower of both that the runs reach."""
+    seconds, found, facts = result["median_seconds"], {}, {}
+    for scheme, limit in limits.items():
+        kernels = result["elements"][scheme] / rates[scheme]
+        disk = seconds[f"direct I/O, the bytes of fp8 -> {scheme}"]
+        facts[scheme] = limit.facts() | {"kernels_seconds": round(kernels, 2)}
+        found[f"fp8 -> {scheme}"] = round(max(disk, kernels) / seconds[f"fp8 -> {scheme}"], 3)
+    return {"limits": facts, "shares": found}
 
 
 def merged(before: dict[str, Any], now: dict[str, Any]) -> dict[str, Any]:
@@ -191,7 +185,9 @@ def report(
     return {
         "machine": machine(),
         "elements": {scheme: elements(plan) for scheme, plan in plans.items()},
-        "bytes_in_and_out": {scheme: bytes_in_and_out(plan) for scheme, plan in plans.items()},
+        "bytes_in_and_out": {
+            scheme: DiskWork.of(plan).size_bytes for scheme, plan in plans.items()
+        },
         "runs": {name: [asdict(run) for run in runs] for name, runs in measured.items()},
         "median_seconds": {name: round(value, 2) for name, value in seconds.items()},
         "compressed_tensors_seconds_per_element": {name: oracle[name] for name in plans},

@@ -15,7 +15,7 @@ import typer
 from cases import Outcome, run_program
 from hub_server import HubServer
 from mtp_export import errors
-from mtp_export.commands.program import app
+from mtp_export.commands.group import app
 from mtp_export.commands.standard_streams import ENDED_BY_SIGPIPE
 from mtp_export.schemes import SCHEMES
 from mtp_export.targets import target_names
@@ -97,19 +97,20 @@ def shared(tmp_path_factory: pytest.TempPathFactory) -> Workplace:
 
 
 @pytest.fixture(scope="module")
-def endpoint() -> Iterator[str]:
-    """Address of a local Hub that has the miniature."""
+def hub() -> Iterator[HubServer]:
+    """A local Hub that has the miniature."""
     server = HubServer()
     server.serve(REPOSITORY, ROOT / MINIATURE)
     with server.running():
-        yield server.endpoint
+        yield server
 
 
 @pytest.fixture
-def workplace(shared: Workplace, endpoint: str, monkeypatch: pytest.MonkeyPatch) -> Workplace:
+def workplace(shared: Workplace, hub: HubServer, monkeypatch: pytest.MonkeyPatch) -> Workplace:
     """The shared folder as the current one, a local Hub, and a terminal of 100 columns."""
     monkeypatch.chdir(shared.folder)
-    monkeypatch.setenv("HF_ENDPOINT", endpoint)
+    monkeypatch.setenv("HF_ENDPOINT", hub.endpoint)
+    monkeypatch.setenv("HF_TOKEN", hub.token)
     monkeypatch.setenv("COLUMNS", "100")
     return shared
 

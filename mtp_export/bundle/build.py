@@ -8,6 +8,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import closing, nullcontext
 from dataclasses import dataclass
 from functools import cached_property, partial
+from pathlib import Path
 from typing import Any
 
 from mtp_export import __version__
@@ -20,16 +21,17 @@ from mtp_export.bundle.downloads import (
     tensors_read,
 )
 from mtp_export.bundle.journal import Journal, journaled_files
-from mtp_export.bundle.links import guess_links, resolve_links
+from mtp_export.bundle.links import existing_parent, guess_links, resolve_links
 from mtp_export.bundle.manifest import manifest, shard_versions, source_identity
 from mtp_export.bundle.options import BundleOptions, Checksums, Part
 from mtp_export.bundle.own_files import check_own, clear, manifest_files
 from mtp_export.bundle.preflight import check_disk, check_memory, check_output, is_finished
-from mtp_export.bundle.run import COPY_BUFFER_BYTES, RunResources, ShardJob, is_made, run
+from mtp_export.bundle.run import RunResources, ShardJob, is_made, run
 from mtp_export.bundle.split import SplitOptions, main_part, mtp_part
 from mtp_export.bundle.tied_weights import TiedCopies
 from mtp_export.checkpoint.bundle_folder import MTP, open_checkpoint
 from mtp_export.checkpoint.byte_source import Place
+from mtp_export.checkpoint.disk_queue import DiskQueue, disk_depth
 from mtp_export.checkpoint.files import make_folder, write_bytes, write_json
 from mtp_export.checkpoint.manifest import MANIFEST_NAME
 from mtp_export.checkpoint.plan import COPY, PartPlan, Resources, Step
@@ -128,14 +130,30 @@ class BundlePlan:
     @property
     def memory_bytes(self) -> int:
         """Minimum of the resident memory that the run needs at its peak."""
-        per_worker = _MIN_BUDGET_BYTES if self.computed_bytes else COPY_BUFFER_BYTES
-        return self._base_bytes + self.options.run.workers * per_worker
+        return self._memory_bytes(io_depth=1)
+
+    @cached_property
+    def io_depth(self) -> int:
+        """Reads, and writes, under way at once: as many as asked for, or as keep the disks busy,
+        and fit into --max-memory."""
+        run = self.options.run
+        places = [self.options.output_dir, self.options.input_dir]
+        folders = [existing_parent(place) for place in places if isinstance(place, Path)]
+        wanted = run.io_depth or max(map(disk_depth, folders))
+        fitting = (n for n in range(wanted, 1, -1) if self._memory_bytes(n) <= run.max_memory_bytes)
+        return next(fitting, 1)
 
     @property
     def budget_bytes(self) -> int:
-        """Memory of one worker, by --max-memory."""
-        free = self.options.run.max_memory_bytes - self._base_bytes
-        return max(_MIN_BUDGET_BYTES, free // self.options.run.workers)
+        """Memory of one worker's transform, by --max-memory."""
+        workers = self.options.run.workers
+        base = self._base_bytes + DiskQueue.memory_bytes(self.io_depth, workers)
+        return max(_MIN_BUDGET_BYTES, (self.options.run.max_memory_bytes - base) // workers)
+
+    def _memory_bytes(self, io_depth: int) -> int:
+        workers = self.options.run.workers
+        computing = workers * _MIN_BUDGET_BYTES if self.computed_bytes else 0
+        return self._base_bytes + DiskQueue.memory_bytes(io_depth, workers) + computing
 
     @property
     def _base_bytes(self) -> int:
@@ -165,7 +183,8 @@ def open_source(place: Place) -> tuple[Checkpoint, StoredModel]:
     """
     checkpoint = open_checkpoint(place)
     stored = stored_source(checkpoint.config)
-    if not any(stored.family.mtp_layer_of(name) is not None for name in checkpoint.tensors):
+    # The MTP layer comes last, as a rule.
+    if not any(stored.family.mtp_layer_of(n) is not None for n in reversed(checkpoint.tensors)):
         layers = checkpoint.config.get("num_nextn_predict_layers", "no")
         raise UnsupportedError(
             "The checkpoint has no MTP layer",
@@ -230,7 +249,8 @@ def run_bundle(plan: BundlePlan, progress: ProgressCallback) -> BundleResult:
     output = plan.options.output_dir
     replaces = is_finished(output)
     if replaces:  # before a good bundle is removed for it
-        plan.tied.compare(plan.checkpoint.tensors, plan.tied.alike, lambda: None)
+        with DiskQueue(plan.io_depth) as queue:
+            plan.tied.compare(plan.checkpoint.tensors, plan.tied.alike, queue, lambda: None)
     with Journal(output) as journal:
         _open_journal(plan, journal)
         resumed = len(journal.finished)
@@ -328,16 +348,19 @@ def _write_parts(
     copied = {step.inputs[0] for step in _read_steps(plan) if step.operation == COPY}
     apart = tied.alike.keys() - copied
     keys = {*(job.key for job in jobs), CHECKS}
-    with opened_inputs(plan.checkpoint, plan.downloads, plan.options.output_dir, keys) as inputs:
+    with (
+        DiskQueue(plan.io_depth) as queue,
+        opened_inputs(plan.checkpoint, plan.downloads, plan.options.output_dir, keys) as inputs,
+    ):
         tensors = inputs.tensors
         resources = RunResources(
             inputs=inputs,
             tied={own: tensors[main] for own, main in tied.alike.items() if own in copied},
             workers=plan.options.run.workers,
-            transform=Resources(plan.budget_bytes, plan.device),
+            transform=Resources(plan.budget_bytes, plan.device, queue),
             progress=progress,
         )
-        checks = [partial(tied.compare, tensors, apart)] if apart or tied.unlike else []
+        checks = [partial(tied.compare, tensors, apart, queue)] if apart or tied.unlike else []
         with one_torch_thread() if plan.computed_bytes else nullcontext():
             run(jobs=jobs, journal=journal, resources=resources, checks=checks)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
@@ -49,14 +50,24 @@ class ContentOptions:
     checksums: Checksums = Checksums.WRITTEN
 
 
+MAX_WORKERS = 64
+# Two for each core that this process may use: one computes while another one waits for its first
+# bytes.
+DEFAULT_WORKERS = min(MAX_WORKERS, 2 * len(os.sched_getaffinity(0)))
+
+
 @dataclass(frozen=True)
 class RunOptions:
-    """Means of a run and what it may do to the output folder. max_memory_bytes bounds resident
-    memory."""
+    """Means of a run and what it may do to the output folder.
+
+    workers are the tensors that are worked on at once. max_memory_bytes bounds resident memory.
+    io_depth is the number of reads, and of writes, under way at once; None: that of the disk.
+    """
 
     link: Link = Link.AUTO
-    workers: int = 2
+    workers: int = DEFAULT_WORKERS
     max_memory_bytes: int = 4 << 30
+    io_depth: int | None = None
     overwrite: bool = False
     resume: bool = True
 

@@ -1,8 +1,8 @@
 """Run of a plan: workers take its steps in order, and read, hash and write every byte once. The
 tensors of a linked shard are only hashed, if at all.
 
-A copied tensor passes through one small buffer that stays in the processor's cache; a transform
-reads its inputs in pieces that fit a budget. So memory does not depend on the checkpoint's size.
+Tensors pass in pieces from reads ahead of the workers to writes behind them, so that memory does
+not depend on the checkpoint's size.
 """
 
 from __future__ import annotations
@@ -20,17 +20,13 @@ from mtp_export.bundle.downloads import Inputs
 from mtp_export.bundle.journal import Journal
 from mtp_export.bundle.journal_content import ShardFacts
 from mtp_export.bundle.links import link_shard
-from mtp_export.bundle.tied_weights import PIECE_BYTES, compare_tied
+from mtp_export.bundle.tied_weights import compare_tied
 from mtp_export.checkpoint.byte_source import local_path
-from mtp_export.checkpoint.direct_io import aligned_buffer
 from mtp_export.checkpoint.header import TensorInfo
 from mtp_export.checkpoint.plan import Copy, Facts, OutputShard, Resources, Step
 from mtp_export.checkpoint.staging import Stopped
-from mtp_export.checkpoint.tensor_reader import TensorReader
-from mtp_export.checkpoint.writer import WRITE_BUFFER_BYTES, ShardWriter
-
-# A worker that copies has a buffer, a second one while it compares, and the writer's.
-COPY_BUFFER_BYTES = 2 * PIECE_BYTES + WRITE_BUFFER_BYTES
+from mtp_export.checkpoint.tensor_stream import TensorStream
+from mtp_export.checkpoint.writer import ShardWriter
 
 # Raises when the run is stopping; long operations call it between pieces.
 Proceed = Callable[[], None]
@@ -174,7 +170,6 @@ class _Run:
             raise
 
     def _work(self) -> None:
-        buffer = aligned_buffer(PIECE_BYTES)
         while True:
             with self._lock:
                 task = next(self._queue, None)
@@ -184,7 +179,7 @@ class _Run:
             if step is None:
                 self._link(shard)
             else:
-                self._do(shard, step, buffer)
+                self._do(shard, step)
 
     def _link(self, shard: _OpenShard) -> None:
         self._proceed()
@@ -194,7 +189,7 @@ class _Run:
         link_shard(job.shard.link, source, job.folder / job.shard.file_name)
         self._finish_step(shard, {}, {})
 
-    def _do(self, shard: _OpenShard, step: Step, buffer: memoryview) -> None:
+    def _do(self, shard: _OpenShard, step: Step) -> None:
         """Read a step's inputs, and hash and write its outputs; only hash a linked shard's."""
         writer = None if shard.job.shard.linked_from is not None else self._writer_of(shard)
         inputs = [self._resources.inputs.tensors[name] for name in step.inputs]
@@ -211,7 +206,7 @@ class _Run:
 
         facts: Facts = {}
         if isinstance(step.operation, Copy):
-            self._copy(inputs[0], partial(sink, 0), buffer)
+            self._copy(inputs[0], partial(sink, 0))
         else:
             transform = step.operation
             facts = transform.run(
@@ -225,23 +220,22 @@ class _Run:
         }
         self._finish_step(shard, digests, {step.outputs[0].name: facts} if facts else {})
 
-    def _copy(
-        self, tensor: TensorInfo, use: Callable[[memoryview], None], buffer: memoryview
-    ) -> None:
+    def _copy(self, tensor: TensorInfo, use: Callable[[memoryview], None]) -> None:
         """Read a tensor in pieces; compare it with the one that it must equal, if there is one."""
+        queue = self._resources.transform.queue
         main = self._resources.tied.get(tensor.name)
         if main is not None:
-            compare_tied(tensor, main, use=use, buffer=buffer)
+            compare_tied(tensor, main, use=use, queue=queue)
             return
-        with TensorReader(tensor, once=True) as reader:
-            for piece in reader.chunks(buffer):
+        with TensorStream(tensor, queue) as stream:
+            for piece in stream.blocks():
                 use(piece)
 
     def _writer_of(self, shard: _OpenShard) -> ShardWriter:
         with shard.lock:
             if shard.writer is None:
-                plan = shard.job.shard
-                shard.writer = ShardWriter(shard.job.folder / plan.file_name, plan.tensors)
+                plan, queue = shard.job.shard, self._resources.transform.queue
+                shard.writer = ShardWriter(shard.job.folder / plan.file_name, plan.tensors, queue)
             return shard.writer
 
     def _finish_step(

@@ -8,10 +8,11 @@ from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 
 from mtp_export.bundle.split import shared_pairs
-from mtp_export.checkpoint.direct_io import aligned_buffer
+from mtp_export.checkpoint.direct_io import equal_bytes
+from mtp_export.checkpoint.disk_queue import DiskQueue
 from mtp_export.checkpoint.header import TensorInfo
 from mtp_export.checkpoint.reader import Checkpoint
-from mtp_export.checkpoint.tensor_reader import TensorReader
+from mtp_export.checkpoint.tensor_stream import TensorStream
 from mtp_export.errors import InvalidInputError
 from mtp_export.schemes.stored import StoredModel
 from mtp_export.schemes.weight_values import (
@@ -20,8 +21,6 @@ from mtp_export.schemes.weight_values import (
     WeightOnDisk,
     weights_on_disk,
 )
-
-PIECE_BYTES = 4 << 20
 
 
 @dataclass(frozen=True)
@@ -57,13 +56,16 @@ class TiedCopies:
         return tuple(tensor.name for weight in weights for tensor in weight.tensors)
 
     def compare(
-        self, tensors: Mapping[str, TensorInfo], alike: Collection[str], proceed: Callable[[], None]
+        self,
+        tensors: Mapping[str, TensorInfo],
+        alike: Collection[str],
+        queue: DiskQueue,
+        proceed: Callable[[], None],
     ) -> None:
         """Compare the unlike ones and some of the others (InvalidInputError)."""
-        buffer = aligned_buffer(PIECE_BYTES)
         for own in alike:
             main = tensors[self.alike[own]]
-            compare_tied(tensors[own], main, use=lambda _: proceed(), buffer=buffer)
+            compare_tied(tensors[own], main, use=lambda _: proceed(), queue=queue)
         if self.unlike:
             on_disk = {one.name: one for one in weights_on_disk(self.stored, tensors)}
             for own, main_name in self.unlike.items():
@@ -71,29 +73,27 @@ class TiedCopies:
 
 
 def first_difference(
-    one: TensorInfo, other: TensorInfo, use: Callable[[memoryview], None], buffer: memoryview
+    one: TensorInfo, other: TensorInfo, use: Callable[[memoryview], None], queue: DiskQueue
 ) -> int | None:
     """Return the offset of the first byte in which two tensors of one size differ; None if none.
 
-    use is given every piece of the first tensor before the difference; pieces lie in the buffer.
+    use is given every block of the first tensor before the difference.
     """
-    second_buffer = aligned_buffer(PIECE_BYTES)
     done = 0
-    with TensorReader(one, once=True) as first, TensorReader(other, once=True) as second:
-        pairs = zip(first.chunks(buffer), second.chunks(second_buffer), strict=True)
-        for piece, other_piece in pairs:
-            if (ours := bytes(piece)) != (theirs := bytes(other_piece)):
-                return done + len(os.path.commonprefix([ours, theirs]))
+    with TensorStream(one, queue) as first, TensorStream(other, queue) as second:
+        for piece, twin in zip(first.blocks(), second.blocks(), strict=True):
+            if not equal_bytes(piece, twin):
+                return done + len(os.path.commonprefix([bytes(piece), bytes(twin)]))
             use(piece)
             done += len(piece)
     return None
 
 
 def compare_tied(
-    own: TensorInfo, main: TensorInfo, use: Callable[[memoryview], None], buffer: memoryview
+    own: TensorInfo, main: TensorInfo, use: Callable[[memoryview], None], queue: DiskQueue
 ) -> None:
-    """Give use every piece of an MTP tensor (InvalidInputError where the main model's differs)."""
-    offset = first_difference(own, main, use=use, buffer=buffer)
+    """Give use every block of an MTP tensor (InvalidInputError where the main model's differs)."""
+    offset = first_difference(own, main, use=use, queue=queue)
     if offset is not None:
         raise _untied(own, main, "equal bytes", f"a difference at byte {offset}")
 

@@ -26,6 +26,20 @@ def aligned_buffer(piece_bytes: int) -> memoryview:
     return page_memory(piece_bytes + SLACK_BYTES)
 
 
+def copy_bytes(target: memoryview, source: memoryview) -> None:
+    """Copy bytes while other threads run Python: a slice assignment would keep them from it."""
+    import numpy as np
+
+    np.copyto(np.asarray(target), np.asarray(source))
+
+
+def equal_bytes(one: memoryview, other: memoryview) -> bool:
+    """Return whether two pieces have the same bytes, while other threads run Python."""
+    import numpy as np
+
+    return np.array_equal(np.asarray(one), np.asarray(other))
+
+
 def open_directly(path: Path, flags: int) -> int | None:
     """Return a descriptor of an existing file that bypasses the page cache; None if unsupported."""
     try:

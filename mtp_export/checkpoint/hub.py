@@ -12,6 +12,7 @@ from dataclasses import dataclass, field, replace
 from huggingface_hub import parse_hf_uri
 from huggingface_hub.errors import HfUriError
 from huggingface_hub.hf_api import RepoFile
+from huggingface_hub.utils import HfUri
 
 from mtp_export.checkpoint.byte_source import Address
 from mtp_export.checkpoint.files import check_small_file
@@ -22,6 +23,17 @@ READERS = 8  # transfers at once
 # The first read of a file brings this much, or a thousandth of it, as most headers then need no
 # second request.
 _HEAD_BYTES = 128 << 10
+
+
+def model_uri(address: Address) -> HfUri:
+    """Return the parts of a model's address (InvalidInputError for a malformed one)."""
+    try:
+        uri = parse_hf_uri(address.text, endpoint=hub_endpoint())
+    except HfUriError as error:
+        raise _malformed(address, error.msg) from None
+    if uri.type != "model":
+        raise _malformed(address, f"a {uri.type}")
+    return uri
 
 
 @dataclass(frozen=True)
@@ -45,12 +57,7 @@ class HubSource:
         Raises InvalidInputError for a malformed address, and for a repository or revision that is
         missing or that the token gives no access to; IoError when the Hub cannot be reached.
         """
-        try:
-            uri = parse_hf_uri(address.text, endpoint=hub_endpoint())
-        except HfUriError as error:
-            raise _malformed(address, error.msg) from None
-        if uri.type != "model":
-            raise _malformed(address, f"a {uri.type}")
+        uri = model_uri(address)
         client = HubClient(uri.id, address)
         commit = client.commit_of(uri.revision)
         root = Address(f"hf://{uri.id}@{commit}")

@@ -12,14 +12,13 @@ import random
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
-from functools import partial
 from typing import TypeVar
 from urllib.parse import urljoin, urlsplit
 
 import httpx2
 from huggingface_hub import HfApi, constants, get_hf_file_metadata, hf_hub_url
 from huggingface_hub.errors import HfHubHTTPError, OfflineModeIsEnabled
-from huggingface_hub.hf_api import RepoFile
+from huggingface_hub.hf_api import ModelInfo, RepoFile
 from huggingface_hub.utils import (
     build_hf_headers,
     get_session,
@@ -131,22 +130,30 @@ class HubClient:
 
     def commit_of(self, revision: str | None) -> str:
         """Return the commit that a branch, tag or abbreviated commit is now."""
-        api = HfApi(endpoint=self.endpoint, library_name="mtp-export", library_version=__version__)
-
-        def ask() -> str | None:
-            return api.model_info(self.repo, revision=revision, timeout=_timeout()).sha
-
-        commit = self._patiently(ask, self.address)
+        commit = self.info(revision).sha
         if commit is None:
             raise refused(self.address, "a repository without a commit")
         return commit
+
+    @property
+    def api(self) -> HfApi:
+        """The client library's own interface to the Hub."""
+        return HfApi(endpoint=self.endpoint, library_name="mtp-export", library_version=__version__)
+
+    def info(self, revision: str | None = None) -> ModelInfo:
+        """Return what the Hub says of the repository (InvalidInputError, IoError)."""
+
+        def ask() -> ModelInfo:
+            return self.api.model_info(self.repo, revision=revision, timeout=_timeout())
+
+        return self.patiently(ask, self.address)
 
     def tree(self) -> list[RepoFile]:
         """Return every file of the commit, with size and checksums."""
         files: list[RepoFile] = []
         url = f"{self.endpoint}/api/models/{self.repo}/tree/{self.commit}?recursive=true"
         while url:
-            answer = self._patiently(partial(self._answer, url), self.address)
+            answer = self.answer(url)
             try:
                 entries = [entry for entry in answer.json() if entry["type"] == "file"]
                 files += [RepoFile(**entry) for entry in entries]
@@ -157,6 +164,16 @@ class HubClient:
             page = f"{following.path}?{following.query}"
             url = urljoin(self.endpoint, page) if following.path else ""
         return files
+
+    def answer(self, url: str) -> httpx2.Response:
+        """Return the answer to a GET request (InvalidInputError, IoError)."""
+
+        def ask() -> httpx2.Response:
+            response = get_session().get(url, headers=self._headers(url), timeout=_timeout())
+            hf_raise_for_status(response)
+            return response
+
+        return self.patiently(ask, self.address)
 
     def whole(self, file: RepoFile) -> bytes:
         """Return a small file whole, with its checksum compared."""
@@ -175,7 +192,7 @@ class HubClient:
                         break
             return bytes(data)
 
-        data = self._patiently(attempt, where)
+        data = self.patiently(attempt, where)
         if _checksum(data, file) != (file.lfs.sha256 if file.lfs else file.blob_id):
             raise IoError(
                 "A file does not arrive as the repository lists it",
@@ -239,11 +256,6 @@ class HubClient:
         self.locations[file.path] = facts.location
         return facts.location
 
-    def _answer(self, url: str) -> httpx2.Response:
-        response = get_session().get(url, headers=self._headers(url), timeout=_timeout())
-        hf_raise_for_status(response)
-        return response
-
     def _url(self, path: str) -> str:
         url = hf_hub_url(self.repo, path, revision=self.commit, endpoint=self.endpoint)
         return str(url)
@@ -254,7 +266,11 @@ class HubClient:
         token = build_hf_headers() if own else {}
         return token | _user_agent() | {"Accept-Encoding": "identity"}
 
-    def _patiently(self, attempt: Callable[[], T], where: Address) -> T:
+    def patiently(self, attempt: Callable[[], T], where: Address) -> T:
+        """Return what an attempt returns, tried again while waiting helps.
+
+        Raises what failure returns, from the last error.
+        """
         patience = _Patience(where, time.sleep)
         while True:
             try:

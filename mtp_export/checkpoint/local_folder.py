@@ -166,7 +166,8 @@ class OpenLocalFile:
 
     def __init__(self, path: Path, once: range | None = None) -> None:
         self._path = path
-        self._unit = 1  # offsets and lengths of reads are multiples of it
+        self._direct: FileIO | None = None
+        self._is_direct = False
         try:
             self._file: FileIO = path.open("rb", buffering=0)
             stat = os.fstat(self._file.fileno())
@@ -178,6 +179,8 @@ class OpenLocalFile:
 
     def close(self) -> None:
         self._file.close()
+        if self._direct is not None:
+            self._direct.close()
 
     def read(self, start: int, end: int) -> bytes:
         """Return bytes [start, end), a few (IoError)."""
@@ -190,31 +193,34 @@ class OpenLocalFile:
         return data
 
     def read_into(self, buffer: memoryview, start: int, end: int) -> slice:
-        """Read bytes [start, end) into an aligned_buffer; return where in the buffer they are."""
+        """Read bytes [start, end) into an aligned_buffer; return where in the buffer they are.
+
+        Several threads may call it.
+        """
         try:
-            return self._read_aligned(buffer, start, end)
-        except OSError as error:
-            if error.errno != errno.EINVAL or self._unit == 1:
-                raise read_failure(self._path, error) from error
-        self._file.close()  # a file system that opens files for direct reading but does none
-        self._unit = 1
-        try:
-            self._file = self._path.open("rb", buffering=0)
-            return self._read_aligned(buffer, start, end)
+            if self._is_direct and self._direct is not None:
+                first = start // PAGE_BYTES * PAGE_BYTES
+                try:
+                    self._fill(self._direct, buffer, range(first, end), unit=PAGE_BYTES)
+                    return slice(start - first, end - first)
+                except OSError as error:
+                    if error.errno != errno.EINVAL:
+                        raise
+                    self._is_direct = False  # opened for direct reading, which is not supported
+            self._fill(self._file, buffer, range(start, end))
         except OSError as error:
             raise read_failure(self._path, error) from error
+        return slice(0, end - start)
 
-    def _read_aligned(self, buffer: memoryview, start: int, end: int) -> slice:
-        first = start // self._unit * self._unit
-        wanted = end - first
-        room = -(-wanted // self._unit) * self._unit
-        done = 0
+    def _fill(self, file: FileIO, buffer: memoryview, span: range, unit: int = 1) -> None:
+        """Read the bytes of a span into a buffer; lengths of reads are multiples of a unit."""
+        wanted, done = len(span), 0
+        room = -(-wanted // unit) * unit
         while done < wanted:
-            count = os.preadv(self._file.fileno(), [buffer[done:room]], first + done)
+            count = os.preadv(file.fileno(), [buffer[done:room]], span.start + done)
             done += count
             if not count:
-                raise self._ends_at(first + done, end)
-        return slice(start - first, wanted)
+                raise self._ends_at(span.start + done, span.stop)
 
     def _ends_at(self, found: int, expected: int) -> IoError:
         return IoError(
@@ -240,7 +246,5 @@ class OpenLocalFile:
 
     def _bypass_cache(self) -> None:
         directly = open_directly(self._path, os.O_RDONLY)
-        if directly is None:
-            return
-        self._file.close()
-        self._file, self._unit = FileIO(directly), PAGE_BYTES
+        if directly is not None:
+            self._direct, self._is_direct = FileIO(directly), True

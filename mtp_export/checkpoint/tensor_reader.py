@@ -1,4 +1,4 @@
-"""Reader of one tensor's bytes in pieces."""
+"""Reader of one tensor's rows, any of them in any order."""
 
 from __future__ import annotations
 
@@ -17,6 +17,25 @@ def read_rows(info: TensorInfo, start: int, stop: int) -> torch.Tensor:
     """Return rows [start, stop) of one tensor, when no more of it is wanted."""
     with TensorReader(info) as reader:
         return reader.rows(start, stop)
+
+
+def row_bytes(info: TensorInfo) -> int:
+    """Return the size of one row of the first dimension; a scalar is one row."""
+    rows = info.shape[0] if info.shape else 1
+    return info.size_bytes // rows if rows else 0
+
+
+def as_rows(info: TensorInfo, data: memoryview, count: int) -> torch.Tensor:
+    """Return bytes of a number of its rows as a tensor, in the stored dtype and in place if they
+    are aligned to it; of a scalar, one of shape ()."""
+    import numpy as np
+    import torch
+
+    array: Any = np.asarray(data)
+    dtype, values = torch_dtype(info.dtype), torch.from_numpy(array)
+    if values.data_ptr() % dtype.itemsize:
+        values = values.clone()
+    return values.view(dtype).view((count, *info.shape[1:]) if info.shape else ())
 
 
 class TensorReader:
@@ -44,16 +63,12 @@ class TensorReader:
         """
         import torch
 
-        info, dtype = self._info, torch_dtype(self._info.dtype)
-        rows = info.shape[0] if info.shape else 1
-        row_bytes = info.size_bytes // rows if rows else 0
-        first, last = self._begin + start * row_bytes, self._begin + stop * row_bytes
+        info = self._info
+        first, last = (self._begin + row * row_bytes(info) for row in (start, stop))
         memory = torch.empty(last - first + SLACK_BYTES + PAGE_BYTES, dtype=torch.uint8)
-        buffer: Any = memory[-memory.data_ptr() % PAGE_BYTES :].numpy()
-        data = torch.from_numpy(buffer[self._file.read_into(memoryview(buffer), first, last)])
-        if data.data_ptr() % dtype.itemsize:
-            data = data.clone()
-        return data.view(dtype).view((stop - start, *info.shape[1:]) if info.shape else ())
+        aligned: Any = memory[-memory.data_ptr() % PAGE_BYTES :].numpy()
+        buffer = memoryview(aligned)
+        return as_rows(info, buffer[self._file.read_into(buffer, first, last)], stop - start)
 
     def chunks(self, buffer: memoryview) -> Iterator[memoryview]:
         """Yield all bytes in order, in pieces that reuse an aligned_buffer."""

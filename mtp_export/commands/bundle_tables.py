@@ -9,6 +9,7 @@ from rich.console import Group, RenderableType
 from mtp_export.bundle.build import BundlePlan, BundleResult
 from mtp_export.bundle.launch import launch_lines
 from mtp_export.bundle.preflight import needed_disk_bytes
+from mtp_export.checkpoint.disk_queue import BLOCK_BYTES
 from mtp_export.checkpoint.plan import COPY, PartPlan
 from mtp_export.checkpoint.reader import CONFIG_NAME, INDEX_NAME
 from mtp_export.commands.output import FiguresTable, heading
@@ -45,6 +46,7 @@ def plan_facts(plan: BundlePlan) -> dict[str, Any]:
         "disk_bytes": plan.written_bytes,
         "needed_disk_bytes": needed_disk_bytes(plan.disk_bytes),
         "memory_bytes": plan.memory_bytes,
+        "io_depth": plan.io_depth,
         **({} if plan.downloads is None else {"download_bytes": plan.downloads.size_bytes}),
     }
 
@@ -109,9 +111,14 @@ def plan_table(plan: BundlePlan) -> RenderableType:
         f"Needs {format_bytes(needed_disk_bytes(plan.disk_bytes))} of disk and at least"
         f" {format_bytes(plan.memory_bytes)} of memory. Nothing was written."
     )
+    run = plan.options.run
+    speed = (
+        f"Works on {run.workers} tensors at once, with up to {plan.io_depth} reads and as many"
+        f" writes of {format_bytes(BLOCK_BYTES)} under way."
+    )
     files = f"Beside the weights: {', '.join(plan.parts[0].extra_files) or 'nothing'}."
     title = heading(f"Plan for {plan.options.output_dir}")
-    return Group(title, parts_table(plan), *_download_lines(plan), files, needs)
+    return Group(title, parts_table(plan), *_download_lines(plan), files, speed, needs)
 
 
 def _download_lines(plan: BundlePlan) -> list[str]:

@@ -11,7 +11,7 @@ from rich.console import Group, RenderableType
 from mtp_export import __version__
 from mtp_export.bundle.build import BundlePlan, BundleResult
 from mtp_export.bundle.export import plan_export
-from mtp_export.bundle.options import Checksums, Part, SharedWeights
+from mtp_export.bundle.options import DEFAULT_WORKERS, Checksums, Part, SharedWeights
 from mtp_export.checkpoint.byte_source import Place
 from mtp_export.checkpoint.plan import Link
 from mtp_export.commands import options as shared
@@ -51,7 +51,8 @@ def export(
     allow_untied: shared.AllowUntied = False,
     max_shard_size: shared.MaxShardSize = shared.DEFAULT_MAX_SHARD_SIZE,
     checksums: shared.ChecksumsOption = Checksums.WRITTEN,
-    workers: shared.Workers = shared.DEFAULT_WORKERS,
+    workers: shared.Workers = DEFAULT_WORKERS,
+    io_depth: shared.IoDepth = None,
     max_memory: shared.MaxMemory = shared.DEFAULT_MAX_MEMORY,
     report: shared.Report = None,
     as_json: shared.AsJson = False,

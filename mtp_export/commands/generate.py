@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -10,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.text import Text
 
+from mtp_export.commands import drafting
 from mtp_export.commands import options as shared
 from mtp_export.commands.output import FiguresTable, Reporting, plain_console, print_result
 from mtp_export.errors import UsageError
@@ -19,7 +21,7 @@ if TYPE_CHECKING:
     from mtp_runtime.prompts import Prompt
 
 _ACCEPTED_STYLE = "green"
-DECODING, DRAFTING, PERFORMANCE = shared.DECODING, "Speculation", shared.PERFORMANCE
+DECODING, PERFORMANCE = shared.DECODING, shared.PERFORMANCE
 
 Bundle = Annotated[
     Path,
@@ -76,31 +78,6 @@ Stop = Annotated[
     list[str] | None,
     typer.Option(metavar="TEXT", rich_help_panel=DECODING, help="Text that ends the output."),
 ]
-Method = Annotated[
-    str,
-    typer.Option(
-        metavar="NAME",
-        rich_help_panel=DRAFTING,
-        help="none, mtp, inference_with_reference or draft_model.",
-    ),
-]
-DraftTokens = Annotated[
-    int,
-    typer.Option(metavar="K", rich_help_panel=DRAFTING, help="Draft tokens per step, 1 to 5."),
-]
-NgramSize = Annotated[
-    int,
-    typer.Option(metavar="N", rich_help_panel=DRAFTING, help="Maximum length of an n-gram."),
-]
-DraftModel = Annotated[
-    Path | None,
-    typer.Option(
-        parser=shared.parse_path,
-        metavar="DIR",
-        rich_help_panel=DRAFTING,
-        help="Second checkpoint, for --speculate-method draft_model.",
-    ),
-]
 Device = Annotated[
     str, typer.Option(metavar="NAME", rich_help_panel=PERFORMANCE, help="cpu or cuda.")
 ]
@@ -127,10 +104,14 @@ def generate(
     top_k: TopK = 0,
     seed: Seed = 0,
     stop: Stop = None,
-    speculate_method: Method = "none",
-    speculate_max_draft_token_num: DraftTokens = 1,
-    speculate_max_ngram_size: NgramSize = 3,
-    draft_model: DraftModel = None,
+    speculate_method: drafting.Method = "none",
+    speculate_max_draft_token_num: drafting.DraftTokens = None,
+    speculate_max_ngram_size: drafting.NgramSize = 3,
+    adaptive: drafting.Adaptive = False,
+    k_schedule: drafting.Schedule = None,
+    draft_temperature: drafting.DraftTemperature = None,
+    draft_stop_entropy: drafting.StopEntropy = math.inf,
+    draft_model: drafting.DraftModel = None,
     device: Device = "cpu",
     dtype: Dtype = "float32",
     deterministic: Deterministic = False,
@@ -138,15 +119,10 @@ def generate(
 ) -> None:
     """Decode prompts, with or without speculation; accepted drafts are green."""
     asked = _prompts(prompt or [], prompts)
-    from mtp_runtime import LLM, SamplingParams, summarise
+    from mtp_runtime import LLM, SamplingParams
 
     first = SamplingParams(
-        temperature=temperature,
-        top_p=top_p,
-        top_k=top_k,
-        max_tokens=max_new_tokens,
-        seed=seed,
-        stop=tuple(stop or ()),
+        temperature=temperature, top_p=top_p, top_k=top_k, max_tokens=max_new_tokens, stop=stop
     )
     params = [replace(first, seed=seed + index) for index in range(len(asked))]
     llm = LLM(
@@ -157,13 +133,25 @@ def generate(
         speculate_method=speculate_method,
         speculate_max_draft_token_num=speculate_max_draft_token_num,
         speculate_max_ngram_size=speculate_max_ngram_size,
+        adaptive=adaptive,
+        k_schedule=k_schedule,
+        draft_temperature=draft_temperature,
+        draft_stop_entropy=draft_stop_entropy,
         draft_model=draft_model,
     )
+    _report(llm, asked, params, Reporting(as_json=as_json))
+
+
+def _report(
+    llm: LLM, asked: list[Prompt], params: list[SamplingParams], reporting: Reporting
+) -> None:
+    """Decode, and print the texts and the figures."""
+    from mtp_runtime import summarise
+
     start = time.monotonic()
-    outputs = _decode(llm, asked, params, silent=as_json)
+    outputs = _decode(llm, asked, params, silent=reporting.as_json)
     summary = summarise([output.metrics for output in outputs], time.monotonic() - start)
-    facts = _facts(asked, outputs, summary)
-    print_result(facts, summary_table(summary), Reporting(as_json=as_json))
+    print_result(_facts(asked, outputs, summary), summary_table(summary), reporting)
 
 
 def _prompts(texts: list[str], path: Path | None) -> list[Prompt]:

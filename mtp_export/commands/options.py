@@ -10,6 +10,7 @@ from typing import Annotated, Any
 import typer
 
 from mtp_export.bundle.options import (
+    MAX_WORKERS,
     BundleOptions,
     Checksums,
     ContentOptions,
@@ -150,10 +151,20 @@ Workers = Annotated[
     int,
     typer.Option(
         min=1,
+        max=MAX_WORKERS,
+        metavar="N",
+        rich_help_panel=PERFORMANCE,
+        help="Tensors worked on at once.",
+    ),
+]
+IoDepth = Annotated[
+    int | None,
+    typer.Option(
+        min=1,
         max=64,
         metavar="N",
         rich_help_panel=PERFORMANCE,
-        help="Threads that read, compute and write.",
+        help="Reads, and writes, under way at once; by default 8 for each disk.",
     ),
 ]
 MaxMemory = Annotated[
@@ -203,6 +214,7 @@ def bundle_options(context: typer.Context, input_dir: Place, output_dir: Path) -
         link=given["link"],
         workers=given["workers"],
         max_memory_bytes=given["max_memory"],
+        io_depth=given["io_depth"],
         overwrite=given["overwrite"],
         resume=not given["no_resume"],
     )

@@ -11,7 +11,7 @@ import typer
 from rich.console import Group, RenderableType
 
 from mtp_export.bundle.build import BundlePlan, BundleResult
-from mtp_export.bundle.options import Checksums, Part, SharedWeights
+from mtp_export.bundle.options import DEFAULT_WORKERS, Checksums, Part, SharedWeights
 from mtp_export.bundle.quantize import (
     Device,
     Format,
@@ -163,7 +163,8 @@ def quantize(
     allow_untied: shared.AllowUntied = False,
     max_shard_size: shared.MaxShardSize = shared.DEFAULT_MAX_SHARD_SIZE,
     checksums: shared.ChecksumsOption = Checksums.WRITTEN,
-    workers: shared.Workers = shared.DEFAULT_WORKERS,
+    workers: shared.Workers = DEFAULT_WORKERS,
+    io_depth: shared.IoDepth = None,
     max_memory: shared.MaxMemory = shared.DEFAULT_MAX_MEMORY,
     device: DeviceOption = Device.CPU,
     report: shared.Report = None,

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from mtp_export.families.contract import MtpContract
 
@@ -49,8 +49,7 @@ class RotaryRows:
     size: int
 
 
-@dataclass(frozen=True, slots=True)
-class TensorSpec:
+class TensorSpec(NamedTuple):
     """One tensor of a model, unquantized.
 
     dtypes are safetensors dtypes, the usual one first. optional tensors may be absent (the MTP

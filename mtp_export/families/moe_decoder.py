@@ -189,10 +189,14 @@ class MoeDecoderFamily(ABC):
         feed_forward = self._moe_modules if self.is_sparse(layer) else MlpModules.under
         return LayerModules(
             input_norm=f"{prefix}.input_layernorm",
-            attention=f"{prefix}.self_attn",
+            attention=self.attention_prefix(layer),
             post_norm=f"{prefix}.post_attention_layernorm",
             feed_forward=feed_forward(f"{prefix}.mlp"),
         )
+
+    def attention_prefix(self, layer: int) -> str:
+        """Prefix of one layer's attention modules, main or MTP."""
+        return f"{_LAYERS_PREFIX}{layer}.self_attn"
 
     def _moe_modules(self, prefix: str) -> MoeModules:
         experts = (f"{prefix}.experts.{expert}" for expert in range(self.experts))

@@ -13,9 +13,11 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
+from mtp_export.checkpoint.disk_queue import DiskQueue
 from mtp_export.checkpoint.header import TensorInfo
 from mtp_export.checkpoint.plan import Facts, OutputTensor, Resources, Sink
 from mtp_export.checkpoint.tensor_reader import TensorReader
+from mtp_export.checkpoint.tensor_stream import TensorStream
 from mtp_export.errors import InvalidInputError
 from mtp_export.schemes.formats import UNQUANTIZED, WeightFormat
 from mtp_export.schemes.storage import BLOCK
@@ -55,10 +57,10 @@ class Convert:
         """Convert pieces of whole fp8 blocks; raises InvalidInputError for damaged values."""
         errors: list[ErrorStats] = []
         with ExitStack() as opened:
-            readers = [opened.enter_context(TensorReader(one, once=True)) for one in inputs]
+            streams = [opened.enter_context(one) for one in self._streams(inputs, resources.queue)]
             for start, stop in _pieces(inputs[0]):
                 try:
-                    source = self._read(readers, start, stop, resources.device)
+                    source = self._next(streams, stop - start, resources.device)
                     results, error = self.format.quantize(source, self.scale_rule)
                 except ValueError as problem:
                     raise _damaged(inputs[0], (start, stop), problem) from problem
@@ -70,21 +72,31 @@ class Convert:
             sink(number, _bytes_of(constant))
         return _quality(errors)
 
-    def _read(
-        self, readers: Sequence[TensorReader], start: int, stop: int, device: str
+    def _streams(self, inputs: Sequence[TensorInfo], queue: DiskQueue) -> Iterator[TensorStream]:
+        """Open the inputs, to be read piece by piece."""
+        rows = _piece_rows(inputs[0])
+        yield TensorStream(inputs[0], queue, rows)
+        for scale in inputs[1:2]:
+            yield TensorStream(scale, queue, rows // self.source.scale_rows)
+
+    def _next(
+        self, streams: Sequence[TensorStream], rows: int, device: str
     ) -> torch.Tensor | Fp8Block:
-        """Read rows of a weight, as its source's format hands them on."""
-        values = readers[0].rows(start, stop).to(device)
-        if len(readers) == 1:
+        """Read the next rows of a weight, as its source's format hands them on."""
+        values = streams[0].rows(rows).to(device)
+        if len(streams) == 1:
             return values
-        rows = self.source.scale_rows
-        scale = readers[1].rows(start // rows, -(-stop // rows)).to(device)
+        scale = streams[1].rows(-(-rows // self.source.scale_rows)).to(device)
         return self.source.source(values, scale)
 
 
+def _piece_rows(weight: TensorInfo) -> int:
+    """Return the number of rows of a piece: of whole fp8 blocks."""
+    return max(1, _PIECE_ELEMENTS // (BLOCK * weight.shape[1])) * BLOCK
+
+
 def _pieces(weight: TensorInfo) -> Iterator[tuple[int, int]]:
-    rows, columns = weight.shape
-    step = max(1, _PIECE_ELEMENTS // (BLOCK * columns)) * BLOCK
+    rows, step = weight.shape[0], _piece_rows(weight)
     for start in range(0, rows, step):
         yield start, min(start + step, rows)
 

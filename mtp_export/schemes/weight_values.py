@@ -5,10 +5,13 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from functools import cached_property
+from typing import TYPE_CHECKING, Self
 
+from mtp_export.checkpoint.disk_queue import DiskQueue
 from mtp_export.checkpoint.header import TensorInfo
 from mtp_export.checkpoint.tensor_reader import read_rows
+from mtp_export.checkpoint.tensor_stream import TensorStream
 from mtp_export.schemes.formats import EncodedWeight
 from mtp_export.schemes.storage import BLOCK
 from mtp_export.schemes.stored import StoredModel, StoredWeight
@@ -67,12 +70,16 @@ class WeightOnDisk:
     def rows(self) -> int:
         return self.stored.weight.shape[0]
 
-    def pieces(self) -> Iterator[tuple[int, int]]:
-        """Yield row ranges of whole fp8 blocks that cover the weight."""
-        columns = self.stored.weight.shape[1] if len(self.stored.weight.shape) == 2 else 1
-        step = max(1, PIECE_ELEMENTS // (BLOCK * columns)) * BLOCK
+    def pieces(self, elements: int = PIECE_ELEMENTS) -> Iterator[tuple[int, int]]:
+        """Yield row ranges that cover the weight, each of piece_rows but for the last."""
+        step = self.piece_rows(elements)
         for start in range(0, self.rows, step):
             yield start, min(start + step, self.rows)
+
+    def piece_rows(self, elements: int) -> int:
+        """Return the number of rows of a piece of about this many elements: of whole fp8 blocks."""
+        columns = self.stored.weight.shape[1] if len(self.stored.weight.shape) == 2 else 1
+        return max(1, elements // (BLOCK * columns)) * BLOCK
 
     def encoded(self, start: int, stop: int) -> EncodedWeight:
         """Read rows [start, stop), start at an fp8 block's. A transposed weight is read whole."""
@@ -86,12 +93,52 @@ class WeightOnDisk:
     def _rows(self, number: int, start: int, stop: int) -> torch.Tensor:
         tensor = self.tensors[number]
         if self.stored.transposed:
-            return _turned(tensor)[start:stop]
+            return _whole(tensor).t()[start:stop]
         return read_rows(tensor, start, stop)
 
 
-def _turned(tensor: TensorInfo) -> torch.Tensor:
-    return read_rows(tensor, 0, tensor.shape[0]).t()
+class WeightStream:
+    """A weight's rows, once and in order, while a queue reads on; a context manager.
+
+    others are its other tensors, scale and constants, which are small and read at once. Every
+    access raises IoError when the bytes run out or cannot be read.
+    """
+
+    def __init__(self, weight: WeightOnDisk, queue: DiskQueue, piece_rows: int) -> None:
+        codes, *others = weight.tensors
+        self.weight = weight
+        self.others = [_whole(tensor) for tensor in others]
+        unit_rows = codes.shape[0] if weight.stored.transposed else piece_rows
+        self._codes = TensorStream(codes, queue, unit_rows)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._codes.__exit__(*error)
+
+    def encoded(self, start: int, stop: int) -> EncodedWeight:
+        """Return the next rows, [start, stop), of a piece's size; they are there until others are
+        asked for. A transposed weight is read whole."""
+        stored = self.weight.stored
+        if stored.transposed:
+            codes = self.whole_codes.t()[start:stop]
+        else:
+            codes = self._codes.rows(stop - start)
+        if not self.others:
+            return EncodedWeight(stored.format, codes)
+        scale = self.others[0].t() if stored.transposed else self.others[0]
+        step = stored.format.scale_rows
+        return EncodedWeight(stored.format, codes, scale[start // step : -(-stop // step)])
+
+    @cached_property
+    def whole_codes(self) -> torch.Tensor:
+        """All codes of a transposed weight, in the shape that they are stored in."""
+        return self._codes.rows(self.weight.tensors[0].shape[0])
+
+
+def _whole(tensor: TensorInfo) -> torch.Tensor:
+    return read_rows(tensor, 0, tensor.shape[0] if tensor.shape else 1)
 
 
 def weights_on_disk(stored: StoredModel, tensors: Mapping[str, TensorInfo]) -> list[WeightOnDisk]:

@@ -11,10 +11,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from mtp_export.checkpoint.bundle_folder import MAIN, MTP, open_checkpoint
-from mtp_export.checkpoint.manifest import MANIFEST_NAME, read_manifest
+from mtp_export.checkpoint.disk_queue import DiskQueue, disk_depth
+from mtp_export.checkpoint.manifest import MANIFEST_NAME, manifest_sha256, read_manifest
 from mtp_export.checkpoint.reader import CONFIG_NAME, Checkpoint
 from mtp_export.errors import InvalidInputError, MtpExportError
 from mtp_export.progress import ProgressCallback
+from mtp_export.schemes.weight_values import WeightOnDisk, weights_on_disk
 from mtp_export.targets import TARGETS
 from mtp_export.targets.base import Target
 from mtp_export.verify.check import Level
@@ -25,7 +27,9 @@ from mtp_export.verify.evidence.bundle_parts import (
     layout_of,
     likely_target,
 )
+from mtp_export.verify.evidence.counterparts import Counterparts
 from mtp_export.verify.evidence.memory import why_too_large
+from mtp_export.verify.evidence.part_walk import PartWalk, WalkPlan, recorded_checksums
 from mtp_export.verify.evidence.prompts import Prompt, choose_prompts
 
 if TYPE_CHECKING:
@@ -65,10 +69,12 @@ class Context:
     options: VerifyOptions
     parts: tuple[BundlePart, ...]
     manifest: Mapping[str, Any] | None
+    manifest_sha256: str | None
     manifest_error: Exception | None
     source: Checkpoint | None
     show_progress: ShowProgress
     _loaded: dict[LoadOptions, Loaded] = field(default_factory=dict)
+    _walks: dict[str, PartWalk] = field(default_factory=dict)
 
     @classmethod
     def open(cls, options: VerifyOptions, show_progress: ShowProgress) -> Context:
@@ -86,9 +92,9 @@ class Context:
                 expected=f"a folder with {MAIN}/, {MTP}/ and {MANIFEST_NAME}",
                 todo="Point at the output folder of an export",
             )
-        manifest, error = None, None
+        manifest, digest, error = None, None, None
         try:
-            manifest = read_manifest(folder)
+            manifest, digest = read_manifest(folder), manifest_sha256(folder)
         except Exception as problem:  # check `files` reports it
             error = problem
         parts = tuple(BundlePart.open(name, folder / name) for name in names)
@@ -101,6 +107,7 @@ class Context:
             options=options,
             parts=parts,
             manifest=manifest,
+            manifest_sha256=digest,
             manifest_error=error,
             source=source,
             show_progress=show_progress,
@@ -162,6 +169,55 @@ class Context:
                 except MtpExportError:
                     continue
         return tuple(found)
+
+    @cached_property
+    def counterparts(self) -> Counterparts | None:
+        """The source's weights, None without a source. Raises as stored_model."""
+        return None if self.source is None else Counterparts.of(self.source)
+
+    def recorded_checksums(self, part: str) -> Mapping[str, str]:
+        """Checksums of an opened part's tensors that the manifest records, in file order."""
+        opened = self.part(part)
+        assert opened is not None and opened.checkpoint is not None
+        entry = (self.manifest or {}).get("parts", {}).get(part) or {}
+        return recorded_checksums(opened.checkpoint, entry)
+
+    def walk(self, part: str) -> PartWalk:
+        """Findings of the one walk over an opened part's bytes, which happens on first use.
+
+        It reads the tensors whose checksums are compared and, from level weights on, all weights,
+        beside the source's. Raises IoError for a tensor of the part that cannot be read.
+        """
+        if part not in self._walks:
+            plan = self._walk_plan(part)
+            with (
+                self.show_progress(f"{part}: tensors", plan.size_bytes) as progress,
+                DiskQueue(disk_depth(self.options.bundle)) as queue,
+            ):
+                self._walks[part] = plan.run(self.options.workers, queue, progress)
+        return self._walks[part]
+
+    def _walk_plan(self, part: str) -> WalkPlan:
+        weights: list[WeightOnDisk] = []
+        if self.options.level >= Level.WEIGHTS:
+            for layout in self.layouts:
+                if layout.name == part:
+                    weights = weights_on_disk(layout.stored, layout.checkpoint.tensors)
+        hashed = self.recorded_checksums(part) if self.options.checksums else {}
+        known = {tensor.name for weight in weights for tensor in weight.tensors}
+        opened = self.part(part)
+        assert opened is not None and opened.checkpoint is not None
+        tensors = opened.checkpoint.tensors
+        return WalkPlan(
+            weights=[(weight, self._counterpart(weight)) for weight in weights],
+            others=[tensors[name] for name in hashed if name not in known],
+        )
+
+    def _counterpart(self, weight: WeightOnDisk) -> WeightOnDisk | None:
+        try:
+            return None if self.counterparts is None else self.counterparts.find(weight)
+        except MtpExportError:  # check `weights` says why the source cannot be followed
+            return None
 
     @property
     def why_not_opened(self) -> str | None:

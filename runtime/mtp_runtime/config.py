@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from numbers import Integral, Real
-from typing import Any
+from typing import Any, TypedDict
 
 from mtp_export.errors import UnsupportedError, UsageError
 from mtp_export.families.facts import RopeFacts, RunFacts
@@ -112,8 +113,13 @@ class SpeculationConfig:
     method: a key of DRAFTERS. max_draft_tokens (k): 1 to 5. max_ngram_size: the longest suffix
     that inference_with_reference looks up. acceptance: a key of ACCEPTANCE_RULES; topp_window and
     relaxed are lossy. verify_window and max_candidate_len belong to topp_window, relaxed_top_n and
-    relaxed_margin to relaxed. sample_drafts: draft from the draft model's distribution instead of
-    its best token when a request samples.
+    relaxed_margin to relaxed.
+
+    k_schedule: numbers of drafts by batch size, as (from, drafts), the first from 1; adaptive: up
+    to max_draft_tokens, by what acceptance and costs are measured. draft_temperature: that of each
+    draft of a request that samples, the last one for all further; 0 takes the best token, () the
+    request's own. draft_stop_entropy: nats of the distribution that a draft would be drawn from,
+    above which none is drawn.
     """
 
     method: str = NO_DRAFTS
@@ -124,7 +130,10 @@ class SpeculationConfig:
     max_candidate_len: int = 5
     relaxed_top_n: int = 2
     relaxed_margin: float = 0.2
-    sample_drafts: bool = True
+    k_schedule: tuple[tuple[int, int], ...] = ()
+    adaptive: bool = False
+    draft_temperature: tuple[float, ...] = ()
+    draft_stop_entropy: float = math.inf
 
     def __post_init__(self) -> None:
         for option, value, high in (
@@ -135,11 +144,80 @@ class SpeculationConfig:
             ("relaxed_top_n", self.relaxed_top_n, 1 << 20),
         ):
             check_count(option, value, 1, high)
+        for temperature in self.draft_temperature:
+            check_range("draft_temperature", temperature, 0.0, 100.0)
+        check_range("draft_stop_entropy", self.draft_stop_entropy, 0.0, math.inf)
+        self._check_lengths()
+
+    def _check_lengths(self) -> None:
+        """Refuse a schedule that leaves a batch size open, and options that contradict."""
+        if self.method == NO_DRAFTS and (self.adaptive or self.k_schedule):
+            raise UsageError(
+                "Options adaptive and k_schedule choose how many drafts there are",
+                expected="a speculate_method that drafts",
+                found=NO_DRAFTS,
+            )
+        if self.adaptive and self.k_schedule:
+            raise UsageError("Give one of the options adaptive and k_schedule")
+        sizes = [first for first, _ in self.k_schedule]
+        for first, drafts in self.k_schedule:
+            check_count("k_schedule (batch size)", first, 1, 1 << 20)
+            check_count("k_schedule (drafts)", drafts, 0, MAX_DRAFT_TOKENS)
+        if self.k_schedule and (sizes[0] != 1 or sorted(set(sizes)) != sizes):
+            raise UsageError(
+                "Option k_schedule does not give every batch size one number of drafts",
+                expected="batch sizes that rise from 1",
+                found=sizes,
+            )
 
     @property
     def draft_tokens(self) -> int:
         """Maximum number of drafts that one step verifies per request."""
-        return 0 if self.method == NO_DRAFTS else self.max_draft_tokens
+        if self.method == NO_DRAFTS:
+            return 0
+        if self.k_schedule:
+            return max(drafts for _, drafts in self.k_schedule)
+        return self.max_draft_tokens
+
+
+class SpeculationOptions(TypedDict, total=False):
+    """Options of LLM that choose drafts and their acceptance: the fields of SpeculationConfig,
+    under PaddleNLP's names where that has them.
+
+    speculate_max_draft_token_num is 1 where it is not given, MAX_DRAFT_TOKENS if adaptive.
+    """
+
+    speculate_method: str
+    speculate_max_draft_token_num: int | None
+    speculate_max_ngram_size: int
+    speculate_verify_window: int
+    speculate_max_candidate_len: int
+    acceptance: str
+    relaxed_top_n: int
+    relaxed_margin: float
+    k_schedule: Sequence[tuple[int, int]] | None
+    adaptive: bool
+    draft_temperature: Sequence[float] | None
+    draft_stop_entropy: float
+
+
+_FIELDS = {
+    "speculate_method": "method",
+    "speculate_max_draft_token_num": "max_draft_tokens",
+    "speculate_max_ngram_size": "max_ngram_size",
+    "speculate_verify_window": "verify_window",
+    "speculate_max_candidate_len": "max_candidate_len",
+}
+
+
+def speculation_config(options: SpeculationOptions) -> SpeculationConfig:
+    """Return the configuration that options ask for (UsageError where one is out of range)."""
+    fields: dict[str, Any] = {_FIELDS.get(name, name): value for name, value in options.items()}
+    if fields.get("max_draft_tokens") is None:
+        fields["max_draft_tokens"] = MAX_DRAFT_TOKENS if options.get("adaptive") else 1
+    for name in ("k_schedule", "draft_temperature"):
+        fields[name] = tuple(fields.get(name) or ())
+    return SpeculationConfig(**fields)
 
 
 @dataclass(frozen=True)

@@ -9,6 +9,7 @@ time steps it for all of them.
 
 from __future__ import annotations
 
+import time
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -22,6 +23,7 @@ from mtp_runtime.acceptance import ACCEPTANCE_RULES
 from mtp_runtime.acceptance.base import Block, Draft, Verdict
 from mtp_runtime.cache import PageAllocator, lay_out
 from mtp_runtime.config import EngineConfig
+from mtp_runtime.draft_length import Step, draft_length
 from mtp_runtime.drafters.base import Drafter, DrafterParts, Pass
 from mtp_runtime.models.model import Model
 from mtp_runtime.request import Request, TokenEvent
@@ -44,6 +46,11 @@ class Group:
     @property
     def rows(self) -> int:
         return self.end - self.start + len(self.draft.tokens)
+
+    @property
+    def is_decoding(self) -> bool:
+        """True where one token and its drafts are computed, and nothing of a prompt before it."""
+        return self.decides and self.end - self.start == 1
 
 
 class Engine:
@@ -75,6 +82,7 @@ class Engine:
             )
         )
         self._rule = ACCEPTANCE_RULES[config.speculation.acceptance]
+        self._length = draft_length(config.speculation)
         self._waiting: deque[Request] = deque()
         self._running: list[Request] = []
         self._next, self._stepping = Lock(), Lock()
@@ -173,13 +181,27 @@ class Engine:
 
     @torch.inference_mode()
     def _pass(self) -> None:
+        start = time.perf_counter()
         self._admit()
         groups = self._plan()
+        drafted = time.perf_counter()
         before, after = self._forward(groups)
         hidden = self.model.mtp_input(before, after)
+        verdicts = self._judge(groups, after)
+        self._observe(groups, verdicts, hidden)
+        if groups and all(group.is_decoding for group in groups):
+            drafts = [len(group.draft.tokens) for group in groups]
+            accepted = [verdict.accepted for verdict in verdicts if verdict is not None]
+            blocks = list(zip(drafts, accepted, strict=True))
+            self._length.observe(Step(blocks, drafted - start, time.perf_counter() - drafted))
+
+    def _observe(
+        self, groups: Sequence[Group], verdicts: Sequence[Verdict | None], hidden: torch.Tensor
+    ) -> None:
+        """Commit what was accepted, and show the drafter the hidden states [T, d] of what is."""
         passes: list[Pass] = []
         row = 0
-        for group, verdict in zip(groups, self._judge(groups, after), strict=True):
+        for group, verdict in zip(groups, verdicts, strict=True):
             request = group.request
             if verdict is not None:
                 self._commit(group, verdict)
@@ -205,8 +227,10 @@ class Engine:
         spans: list[tuple[Request, int, int]] = []
         drafting: list[Request] = []
         counts: list[int] = []
+        decoding = sum(request.is_decoding for request in self._running)
+        length = self._length.choose(decoding) if decoding else 0
         for request in list(self._running):
-            count = self._draft_count(request)
+            count = self._draft_count(request, length)
             rows = min(request.uncached, self.config.prefill_chunk, budget)
             if rows <= 0 or request not in self._running:
                 continue
@@ -224,12 +248,10 @@ class Engine:
             for request, start, end in spans
         ]
 
-    def _draft_count(self, request: Request) -> int:
-        """Return how many drafts to verify: some for decoding requests that may generate more than
-        the next token, none for others."""
-        if request.uncached > 1 or request.cached.length == 0:
-            return 0
-        return min(self.config.speculation.draft_tokens, request.tokens_left - 1)
+    def _draft_count(self, request: Request, length: int) -> int:
+        """Return how many drafts to verify: those of a step for decoding requests, as far as they
+        may generate more than the next token, none for others."""
+        return min(length, request.tokens_left - 1) if request.is_decoding else 0
 
     def _make_room(self, request: Request, length: int) -> bool:
         """Reserve pages, taking them from the youngest requests; False if it lost its own."""

@@ -116,6 +116,11 @@ class Request:
         """Number of tokens without cache entries; one while decoding, more while prefilling."""
         return len(self.tokens) - self.cached.length
 
+    @property
+    def is_decoding(self) -> bool:
+        """True when the last token alone has no cache entry."""
+        return self.uncached <= 1 and self.cached.length > 0
+
     def take_events(self) -> Iterator[TokenEvent]:
         """Take the events of the tokens so far, oldest first."""
         while self.events:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 from mtp_export.bundle.options import (
+    DEFAULT_WORKERS,
     BundleOptions,
     Checksums,
     ContentOptions,
@@ -34,8 +36,14 @@ def test_defaults() -> None:
         checksums=Checksums.WRITTEN,
     )
     assert PLAIN.run == RunOptions(
-        link=Link.AUTO, workers=2, max_memory_bytes=4 * 2**30, overwrite=False, resume=True
+        link=Link.AUTO,
+        workers=DEFAULT_WORKERS,
+        max_memory_bytes=4 * 2**30,
+        io_depth=None,
+        overwrite=False,
+        resume=True,
     )
+    assert min(64, 2 * len(os.sched_getaffinity(0))) == DEFAULT_WORKERS
     assert QuantizeOptions(PLAIN) == QuantizeOptions(
         PLAIN,
         base_quant="keep",

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from cases import TINY_CONFIG, UNQUANTIZED, drop_tensor, make_checkpoint
-from mtp_export.bundle import preflight
+from mtp_export.bundle import build, preflight
 from mtp_export.bundle.export import plan_export
 from mtp_export.bundle.options import BundleOptions, ContentOptions, RunOptions, SharedWeights
 from mtp_export.bundle.preflight import check_memory, check_nesting, check_output
@@ -22,6 +22,7 @@ from mtp_export.bundle.quantize import (
     default_output,
     plan_quantize,
 )
+from mtp_export.checkpoint.disk_queue import DiskQueue
 from mtp_export.errors import (
     InvalidInputError,
     MtpExportError,
@@ -311,13 +312,13 @@ def test_a_plan_counts_its_bytes(options: BundleOptions) -> None:
     assert linked
     checked = sum(shard.size_bytes for shard in linked if shard.checked)
     assert copied.checked_bytes == checked
-    worker = (copied.memory_bytes - base) // 3
-    assert copied.memory_bytes == base + 3 * worker and 0 < worker < 100_000_000
-    assert copied.budget_bytes == (1_000_000_000 - base) // 3
+    assert copied.memory_bytes == base + DiskQueue.memory_bytes(1, 3)
+    deep = DiskQueue.memory_bytes(copied.io_depth, 3)
+    assert copied.budget_bytes == (1_000_000_000 - base - deep) // 3
     computed = plan_quantize(QuantizeOptions(options, "bf16", "bf16"))
     base += 350_000_000
-    assert computed.memory_bytes == base + 3 * 16_000_000
-    assert computed.budget_bytes == (1_000_000_000 - base) // 3
+    assert computed.memory_bytes == base + DiskQueue.memory_bytes(1, 3) + 3 * 16_000_000
+    assert computed.budget_bytes == (1_000_000_000 - base - deep) // 3
     converted = [step for step in computed.written_steps if step.operation.name != "copy"]
     assert computed.computed_bytes == sum(step.size_bytes for step in converted) > 0
     small = replace(computed, options=replace(options, run=RunOptions(max_memory_bytes=1)))
@@ -338,3 +339,27 @@ def test_only_known_kinds_are_planned(options: BundleOptions) -> None:
     with pytest.raises(UnsupportedError) as refusal:
         plan_quantize(QuantizeOptions(options, "weight_only_int4", "bf16"))
     assert refusal.value.found == "weight_only_int4 + bf16"
+
+
+@pytest.mark.parametrize(
+    ("asked", "steps", "expected"), [(5, 99, 5), (64, 4, 5), (8, 0, 1), (1, 0, 1)]
+)
+def test_the_disk_s_depth_fits_into_the_memory(
+    asked: int, steps: int, expected: int, options: BundleOptions
+) -> None:
+    plan = plan_export(options)
+    step = DiskQueue.memory_bytes(2, 3) - DiskQueue.memory_bytes(1, 3)
+    run = RunOptions(workers=3, io_depth=asked)
+    room = replace(plan, options=replace(options, run=run)).memory_bytes + steps * step
+    run = replace(run, max_memory_bytes=room)
+    assert replace(plan, options=replace(options, run=run)).io_depth == expected
+
+
+def test_the_deeper_disk_of_two_decides(
+    options: BundleOptions, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    depths = {options.input_dir: 5, options.output_dir.parent: 3}
+    monkeypatch.setattr(build, "disk_depth", depths.__getitem__)
+    assert plan_export(options).io_depth == 5
+    depths[options.output_dir.parent] = 7
+    assert plan_export(options).io_depth == 7

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from mtp_export.bundle import tied_weights
 from mtp_export.bundle.tied_weights import compare_tied, first_difference
-from mtp_export.checkpoint.direct_io import aligned_buffer
+from mtp_export.checkpoint.disk_queue import DiskQueue
 from mtp_export.checkpoint.header import TensorInfo
 from mtp_export.checkpoint.local_folder import LocalFolder
 from mtp_export.errors import InvalidInputError
@@ -18,9 +18,10 @@ SIZE, PIECE = 20_001, 8192
 CONTENT = os.urandom(SIZE)
 
 
-@pytest.fixture(autouse=True)
-def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tied_weights, "PIECE_BYTES", PIECE)
+@pytest.fixture
+def queue() -> Iterator[DiskQueue]:
+    with DiskQueue(2, PIECE) as queue:
+        yield queue
 
 
 def tensor(folder: Path, name: str, content: bytes) -> TensorInfo:
@@ -36,12 +37,12 @@ def changed_at(*places: int) -> bytes:
     return bytes(changed)
 
 
-def test_equal_tensors_are_passed_on_whole(tmp_path: Path) -> None:
+def test_equal_tensors_are_passed_on_whole(tmp_path: Path, queue: DiskQueue) -> None:
     one, other = tensor(tmp_path, "one", CONTENT), tensor(tmp_path, "other", CONTENT)
     for compare in (first_difference, compare_tied):
         seen: list[bytes] = []
         use = lambda piece, seen=seen: seen.append(bytes(piece))  # noqa: E731
-        assert compare(one, other, use, aligned_buffer(PIECE)) is None
+        assert compare(one, other, use, queue) is None
         assert b"".join(seen) == CONTENT
         assert len(seen) == 3
 
@@ -50,16 +51,16 @@ def test_equal_tensors_are_passed_on_whole(tmp_path: Path) -> None:
     ("places", "passed_on"), [((0,), 0), ((5, 9), 0), ((PIECE,), 1), ((SIZE - 1,), 2)]
 )
 def test_the_first_byte_that_differs(
-    places: tuple[int, ...], passed_on: int, tmp_path: Path
+    places: tuple[int, ...], passed_on: int, tmp_path: Path, queue: DiskQueue
 ) -> None:
     one = tensor(tmp_path, "one", CONTENT)
     other = tensor(tmp_path, "other", changed_at(*places))
     seen: list[bytes] = []
     use = lambda piece: seen.append(bytes(piece))  # noqa: E731
-    assert first_difference(one, other, use, aligned_buffer(PIECE)) == places[0]
+    assert first_difference(one, other, use, queue) == places[0]
     assert b"".join(seen) == CONTENT[: passed_on * PIECE]
     with pytest.raises(InvalidInputError) as refusal:
-        compare_tied(one, other, use, aligned_buffer(PIECE))
+        compare_tied(one, other, use, queue)
     error = refusal.value
     assert error.what == "The MTP layer's one differs from the main model's other"
     assert error.where == tmp_path / "one"
@@ -68,7 +69,7 @@ def test_the_first_byte_that_differs(
     assert "--allow-untied exports it nevertheless" in str(error.todo)
 
 
-def test_tensors_of_two_sizes_are_not_compared(tmp_path: Path) -> None:
+def test_tensors_of_two_sizes_are_not_compared(tmp_path: Path, queue: DiskQueue) -> None:
     one, other = tensor(tmp_path, "one", CONTENT), tensor(tmp_path, "other", CONTENT[:PIECE])
     with pytest.raises(ValueError, match="shorter"):
-        first_difference(one, other, lambda piece: None, aligned_buffer(PIECE))
+        first_difference(one, other, lambda piece: None, queue)

@@ -15,6 +15,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
 from cases import write_shard
+from mtp_export.checkpoint.disk_queue import DiskQueue
 from mtp_export.checkpoint.dtypes import DTYPE_BITS, TORCH_DTYPE_NAMES, torch_dtype
 from mtp_export.checkpoint.header import read_header
 from mtp_export.checkpoint.local_folder import LocalFolder
@@ -160,13 +161,14 @@ def test_safetensors_reads_what_the_writer_writes(
     contents = {
         t.name: bytes((i * 7 + n) % 251 for n in range(t.size_bytes)) for i, t in enumerate(tensors)
     }
-    writer = ShardWriter(path, tensors)
-    for name in data.draw(st.permutations(sorted(contents))):
-        raw, half = contents[name], len(contents[name]) // 2
-        writer.write(name, memoryview(raw)[:half])
-        writer.write(name, memoryview(raw)[half:])
-    assert not path.exists()
-    writer.commit()
+    with DiskQueue(1) as queue:
+        writer = ShardWriter(path, tensors, queue)
+        for name in data.draw(st.permutations(sorted(contents))):
+            raw, half = contents[name], len(contents[name]) // 2
+            writer.write(name, memoryview(raw)[:half])
+            writer.write(name, memoryview(raw)[half:])
+        assert not path.exists()
+        writer.commit()
     with safe_open(path, framework="pt") as shard:
         assert sorted(shard.keys()) == sorted(contents)
         for tensor in tensors:
@@ -184,7 +186,8 @@ def test_the_data_starts_aligned_and_the_mode_is_the_umask_s(tmp_path: Path) -> 
     head, _ = encode_header([OutputTensor("a", "F32", (3,))])
     assert len(head) % 8 == 0
     path = tmp_path / "a.safetensors"
-    ShardWriter(path, [OutputTensor("a", "F32", (3,))]).commit()
+    with DiskQueue(1) as queue:
+        ShardWriter(path, [OutputTensor("a", "F32", (3,))], queue).commit()
     plain = tmp_path / "plain"
     plain.touch()
     assert path.stat().st_mode == plain.stat().st_mode

@@ -123,7 +123,7 @@ def test_the_cache_is_asked_first(
     monkeypatch.setattr(os, "preadv", reading)
     opened = info.file.open(range(SIZE))
     assert isinstance(opened, OpenLocalFile)
-    assert (opened._unit == 1) is is_cached
+    assert opened._is_direct is not is_cached
     opened.close()
 
 

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import errno
 import os
+import threading
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from cases import export, make_checkpoint, tree
-from mtp_export.checkpoint import writer
+from mtp_export.checkpoint import disk_queue, writer
+from mtp_export.checkpoint.disk_queue import DiskQueue
 from mtp_export.checkpoint.plan import OutputTensor
 from mtp_export.checkpoint.writer import ShardWriter, encode_header
 from mtp_export.errors import IoError
@@ -49,9 +52,15 @@ class Disk:
         return self._write(file, data, place)
 
 
-def written(path: Path, piece_bytes: int) -> bytes:
+@pytest.fixture
+def queue() -> Iterator[DiskQueue]:
+    with DiskQueue(3) as queue:
+        yield queue
+
+
+def written(path: Path, piece_bytes: int, queue: DiskQueue) -> bytes:
     """Write a shard of the tensors, a piece of each in turn."""
-    shard = ShardWriter(path, TENSORS)
+    shard = ShardWriter(path, TENSORS, queue)
     for start in range(0, max(SIZES), piece_bytes):
         for name, content in reversed(CONTENTS.items()):
             if piece := content[start : start + piece_bytes]:
@@ -63,11 +72,15 @@ def written(path: Path, piece_bytes: int) -> bytes:
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("piece_bytes", [4096, 5003, 70_000, 1 << 20])
 def test_every_byte_at_its_place(
-    way: str, piece_bytes: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    way: str,
+    piece_bytes: int,
+    tmp_path: Path,
+    queue: DiskQueue,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     disk = Disk(way, monkeypatch)
     head, _ = encode_header(TENSORS)
-    assert written(tmp_path / "shard", piece_bytes) == head + b"".join(CONTENTS.values())
+    assert written(tmp_path / "shard", piece_bytes, queue) == head + b"".join(CONTENTS.values())
     assert bool(disk.places) == (way in ("direct", "short"))
     if way == "direct":
         assert all(place % 4096 == 0 and size % 4096 == 0 for place, size in disk.places)
@@ -75,20 +88,65 @@ def test_every_byte_at_its_place(
         assert whole_pages > sum(SIZES) - 8192 * len(SIZES)
 
 
-def test_a_disk_that_fails_is_an_error_and_leaves_nothing(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def full(*_: Any) -> int:
+    raise OSError(errno.ENOSPC, "No space left on device")
+
+
+@pytest.mark.parametrize("seen_by", ["write", "commit"])
+def test_a_write_behind_that_fails_is_raised_by_the_next_call(
+    seen_by: str, tmp_path: Path, queue: DiskQueue, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     disk = Disk("direct", monkeypatch)
-
-    def full(*_: Any) -> int:
-        raise OSError(errno.ENOSPC, "No space left on device")
-
-    shard = ShardWriter(tmp_path / "shard", TENSORS)
+    shard = ShardWriter(tmp_path / "shard", TENSORS, queue)
     monkeypatch.setattr(os, "pwrite", full)
-    with pytest.raises(IoError, match="filled up"):
-        shard.write("t2", memoryview(CONTENTS["t2"]))
+    shard.write("t2", memoryview(CONTENTS["t2"])[:20_000])
+    with pytest.raises(IoError, match=r"filled up while writing \(.*/shard\)"):
+        if seen_by == "commit":
+            shard.commit()
+        for start in range(20_000, SIZES[2], 1_000):
+            shard.write("t2", memoryview(CONTENTS["t2"])[start : start + 1_000])
     shard.discard()
     assert disk.direct and not list(tmp_path.iterdir())
+
+
+def test_an_early_end_waits_for_what_is_being_written(
+    tmp_path: Path, queue: DiskQueue, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    disk, writing, go = Disk("direct", monkeypatch), threading.Event(), threading.Event()
+    closed: list[int] = []
+
+    def slow(file: int, data: memoryview, place: int) -> int:
+        writing.set()
+        assert go.wait(20)
+        assert not closed, "its descriptor may be another file's by now"
+        return disk.write(file, data, place)
+
+    shard = ShardWriter(tmp_path / "shard", TENSORS, queue)
+    real_close = os.close
+    monkeypatch.setattr(os, "pwrite", slow)
+    monkeypatch.setattr(os, "close", lambda file: (closed.append(file), real_close(file)))
+    shard.write("t2", memoryview(CONTENTS["t2"])[:40_000])
+    assert writing.wait(20)
+    threading.Timer(0.05, go.set).start()
+    shard.discard()
+    assert len(closed) == 2 and not list(tmp_path.iterdir())
+
+
+def test_memory_of_what_is_not_written_yet_is_bounded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """However slow the disk: a writer waits, and what was written lends its memory again."""
+    disk, made = Disk("direct", monkeypatch), list[int]()
+    real = disk_queue.page_memory
+    monkeypatch.setattr(disk_queue, "page_memory", lambda size: (made.append(size), real(size))[1])
+    monkeypatch.setattr(writer, "WRITE_BUFFER_BYTES", 1 << 16)
+    large = OutputTensor("large", "U8", (3 << 20,))
+    with DiskQueue(2, 1 << 16) as queue:
+        shard = ShardWriter(tmp_path / "shard", [large], queue)
+        shard.write("large", memoryview(bytes(large.size_bytes)))
+        shard.commit()
+    assert len(disk.places) > 10
+    assert 0 < len(made) <= 2 + 1
 
 
 @pytest.mark.parametrize("target", ["hf", "xllm", "paddlenlp"])

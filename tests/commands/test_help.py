@@ -13,8 +13,12 @@ PANELS: dict[str, tuple[str, ...]] = {
     "": (*BUNDLE_PANELS, "Commands"),
     "quantize": ("Precision", *BUNDLE_PANELS),
     "verify": ("Checks", "Decoding", "Performance", "Report"),
-    "generate": ("Decoding", "Speculation", "Performance", "Report"),
+    "generate": (
+        *("Decoding", "Speculation", "Number and temperature of drafts"),
+        *("Performance", "Report"),
+    ),
     "inspect": ("Report",),
+    "push": ("Input and output", "Content of the bundle", "Model card", "Report"),
 }
 
 

@@ -166,8 +166,8 @@ def grow_with(drafter: Any, chains: list[Any], recycled: Any) -> None:
         x = drafter._first_output(chain.request)
         while True:
             normed = head.normed(x)
-            extend([chain], head.logits(normed), drafter._sample)
-            if len(chain.tokens) >= chain.count:
+            extend([chain], head.logits(normed), drafter._settings)
+            if chain.is_whole:
                 break
             start = len(chain.request.tokens) - 2 + len(chain.tokens)
             back = recycled(x[0], normed[0], chain.request)[None]

@@ -76,7 +76,7 @@ def blocks_without_end(plant: Plant) -> None:
     plant.setattr(
         engine.Engine,
         "_draft_count",
-        lambda self, r: self.config.speculation.draft_tokens * bool(r.output),
+        lambda self, r, length: length * bool(r.output),
     )
 
 

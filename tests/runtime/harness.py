@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -83,11 +84,16 @@ def run(
     build: Callable[[DrafterParts], Drafter] | None = None,
     acceptance: str = "exact",
     eos: tuple[int, ...] = (),
+    lengths: Mapping[str, Any] | None = None,
     **settings: int,
 ) -> Run:
-    """Decode prompts to their end; `build` stands in for DRAFTERS[method].build."""
+    """Decode prompts to their end; `build` stands in for DRAFTERS[method].build, lengths are
+    options of SpeculationConfig that choose the number of drafts."""
     speculation = SpeculationConfig(
-        method=method if build is None else "given", max_draft_tokens=k, acceptance=acceptance
+        method=method if build is None else "given",
+        max_draft_tokens=k,
+        acceptance=acceptance,
+        **(lengths or {}),
     )
     each = [params] * len(prompts) if isinstance(params, SamplingParams) else params
     # Just enough for all of them: more would take longer to poison than to decode.

@@ -3,15 +3,21 @@ tiny vocabulary and by chi-square on the trained fixture."""
 
 from __future__ import annotations
 
+import itertools
+import time
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
+import torch
 
 from mtp_export.verify.decoding.table_model import (
+    PROMPT,
+    Branches,
+    Table,
     distance,
     engine_of,
     output_distribution,
@@ -23,6 +29,7 @@ from mtp_runtime.acceptance.base import Draft
 from mtp_runtime.drafters import DRAFTERS
 from mtp_runtime.drafters.base import Drafter
 from mtp_runtime.models.model import Model
+from mtp_runtime.request import Request
 from mtp_runtime.sampling import SamplingParams, one_hot, probabilities_of
 from runtime.harness import Walk, load, prompts_of, run
 
@@ -37,17 +44,77 @@ SAMPLINGS = [
 
 @pytest.mark.parametrize("params", SAMPLINGS, ids=["plain", "top_k", "top_p", "greedy", "top_p 0"])
 @pytest.mark.parametrize("method", sorted(DRAFTERS))
-@pytest.mark.parametrize("sample_drafts", [True, False])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"draft_temperature": (0.0,)},
+        {"draft_temperature": (0.5, 2.0), "draft_stop_entropy": 0.8},
+        {"k_schedule": ((1, 1), (2, 0))},
+    ],
+    ids=["", "best draft", "cooler, hotter, or none", "schedule"],
+)
 def test_every_drafter_keeps_the_distribution(
-    method: str, params: SamplingParams, sample_drafts: bool
+    method: str, params: SamplingParams, options: dict[str, Any]
 ) -> None:
     target, draft = tables(seed=3)
-    engine = engine_of(
-        target, draft, DRAFTERS[method].build, max_draft_tokens=2, sample_drafts=sample_drafts
-    )
+    engine = engine_of(target, draft, DRAFTERS[method].build, **({"max_draft_tokens": 2} | options))
     found = output_distribution(engine, params)
     assert sum(found.values()) == pytest.approx(1.0, abs=1e-9)
     assert distance(found, target_distribution(target, params)) < 1e-9
+
+
+class DropsUnlikely:
+    """A drafter that drops a drawn token which its own distribution finds unlikely."""
+
+    def __init__(self, inner: Drafter) -> None:
+        self._inner = inner
+        self.observe, self.forget = inner.observe, inner.forget
+
+    def propose(self, requests: Any, counts: Any) -> list[Draft]:
+        return [self._kept(draft) for draft in self._inner.propose(requests, counts)]
+
+    def _kept(self, draft: Draft) -> Draft:
+        if draft.draft_probs is None or draft.draft_probs[0, draft.tokens[0]] > 0.5:
+            return draft
+        return Draft()
+
+
+def test_dropping_a_draft_for_what_it_is_is_seen() -> None:
+    """p (.5, .5), q (.9, .1), the unlikely draft dropped: the output's law is (.55, .45)."""
+    even, skewed = (Table(torch.tensor([law, law]).log()) for law in ([0.5, 0.5], [0.9, 0.1]))
+    target = Table(even.table, skewed.table)
+    build = DRAFTERS["mtp"].build
+    engine = engine_of(target, skewed, lambda parts: DropsUnlikely(build(parts)))
+    params = SamplingParams(temperature=1.0, max_tokens=3)
+    found = output_distribution(engine, params)
+    # The first token comes of the prompt alone, the second of a draft or without one; the last of
+    # all is never drafted.
+    second = sum(p for output, p in found.items() if output[1] == 0)
+    assert second == pytest.approx(0.55)
+
+
+def test_adaptive_drafting_keeps_the_distribution(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each output with an engine of its own, since lengths follow from what it has seen; a clock
+    that ticks makes them the same for the same past."""
+    target, draft = tables(seed=3)
+    params = SamplingParams(temperature=1.0, max_tokens=5)
+    found: Counter[tuple[int, ...]] = Counter()
+    lengths = set()
+    choices: Branches | None = Branches([])
+    while choices is not None:
+        ticks = itertools.count()
+        monkeypatch.setattr(time, "perf_counter", lambda ticks=ticks: float(next(ticks)))
+        engine = engine_of(target, draft, DRAFTERS["mtp"].build, max_draft_tokens=2, adaptive=True)
+        request = Request(0, PROMPT, params)
+        request.choices = cast(Any, choices)
+        for _ in engine.run([request]):
+            pass
+        found[tuple(request.output)] += choices.probability  # type: ignore[assignment]
+        lengths.add(tuple(request.metrics.drafted))
+        choices = choices.following()
+    assert len(lengths) > 1
+    assert distance(dict(found), target_distribution(target, params)) < 1e-9
 
 
 @pytest.mark.parametrize("k", [1, 3])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -183,10 +184,11 @@ LOGITS = torch.tensor([[0.0, 3.0, 1.0, 3.0, 2.0], [5.0, 0.0, 4.5, 4.0, 4.5], [1.
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("sample", [True, False])
 def test_a_chain_grows_from_its_row(sample: bool, dtype: torch.dtype) -> None:
+    settings = SpeculationConfig(draft_temperature=() if sample else (0.0,))
     params = [GREEDY, SAMPLED, GREEDY]
     chains = [Chain(request_of([1], params=own), 2) for own in params]
     for _ in range(2):
-        extend(chains, LOGITS.to(dtype), sample)
+        extend(chains, LOGITS.to(dtype), settings)
     assert [chain.tokens for chain in chains if chain.request.params.greedy] == [[1, 1], [4, 4]]
     for chain in chains[::2]:
         assert chain.draft() == Draft(tuple(chain.tokens), None)
@@ -199,6 +201,32 @@ def test_a_chain_grows_from_its_row(sample: bool, dtype: torch.dtype) -> None:
     choices = SeededChoices(11)
     tokens = [choices.draw(expected) for _ in range(2)] if sample else [0, 0]
     assert drawn.tokens == tuple(tokens)
+
+
+def test_a_draft_has_the_temperature_of_its_position() -> None:
+    settings = SpeculationConfig(draft_temperature=(0.5, 2.0))
+    chain = Chain(request_of([1], params=SAMPLED), 3)
+    for _ in range(3):
+        extend([chain], LOGITS[1:2], settings)
+    expected = [
+        probabilities_of(LOGITS[1].numpy(), replace(SAMPLED, temperature=t)).tolist()
+        for t in (0.5, 2.0, 2.0)
+    ]
+    drawn = chain.draft().draft_probs
+    assert drawn is not None
+    assert drawn.tolist() == expected
+
+
+@pytest.mark.parametrize("params", [GREEDY, SAMPLED])
+def test_a_chain_ends_before_an_uncertain_draft(params: SamplingParams) -> None:
+    sharp, flat = torch.tensor([[9.0, 0, 0, 0, 0]]), torch.zeros(1, 5)
+    chain = Chain(request_of([1], params=params), 3)
+    for logits in (sharp, flat):
+        assert not chain.is_whole
+        extend([chain], logits, SpeculationConfig(draft_stop_entropy=0.3))
+    assert chain.is_whole
+    assert chain.tokens == [0]
+    assert len(chain.distributions) == (0 if params.greedy else 1)
 
 
 def test_an_empty_chain_is_an_empty_draft() -> None:
@@ -286,14 +314,14 @@ def test_a_draft_model_s_own_cache_is_poisoned_where_asked(poison_freed: bool) -
     assert (model.pages.pages, model.pages.page_size) == (8, 2)
 
 
-@pytest.mark.parametrize("sample_drafts", [True, False])
-def test_a_draft_model_samples_where_asked(sample_drafts: bool) -> None:
-    model, drafter = draft_model(sample_drafts=sample_drafts)
+@pytest.mark.parametrize("temperature", [(), (0.0,)])
+def test_a_draft_model_samples_where_asked(temperature: tuple[float, ...]) -> None:
+    model, drafter = draft_model(draft_temperature=temperature)
     (draft,) = drafter.propose([request_of([2], params=SAMPLED)], [1])
     assert draft.draft_probs is not None
     certain = one_hot(model.best(2), VOCAB)
     own = probabilities_of(model.table[2].numpy(), SAMPLED)
-    assert draft.draft_probs[0].tolist() == (own if sample_drafts else certain).tolist()
+    assert draft.draft_probs[0].tolist() == (certain if temperature else own).tolist()
 
 
 def test_a_draft_model_must_be_there_and_share_the_vocabulary() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -192,11 +193,31 @@ def test_requests_wait_for_free_pages(model: Model) -> None:
         {"max_draft_tokens": 6},
         {"max_ngram_size": 0},
         {"verify_window": 0},
+        {"draft_temperature": (0.5, -0.1)},
+        {"draft_stop_entropy": -1.0},
+        {"method": "mtp", "k_schedule": ((1, 6),)},
+        {"method": "mtp", "k_schedule": ((0, 1),)},
     ],
 )
-def test_speculation_limits(options: dict[str, int]) -> None:
+def test_speculation_limits(options: dict[str, Any]) -> None:
     with pytest.raises(UsageError, match="out of range"):
-        SpeculationConfig(**options)  # type: ignore[arg-type]
+        SpeculationConfig(**options)
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"k_schedule": ((2, 1),)}, "every batch size"),
+        ({"k_schedule": ((1, 1), (1, 2))}, "every batch size"),
+        ({"k_schedule": ((1, 1), (8, 2), (4, 3))}, "every batch size"),
+        ({"k_schedule": ((1, 1),), "adaptive": True}, "one of the options"),
+        ({"adaptive": True, "method": "none"}, "how many drafts"),
+        ({"k_schedule": ((1, 1),), "method": "none"}, "how many drafts"),
+    ],
+)
+def test_draft_lengths_that_cannot_be(options: dict[str, Any], words: str) -> None:
+    with pytest.raises(UsageError, match=words):
+        SpeculationConfig(**({"method": "mtp"} | options))
 
 
 def test_drafters_refuse_models_they_cannot_use(small: Path, model: Model) -> None:

@@ -4,8 +4,9 @@ every drafter, k 1 to 5, batch 1, 7 and 128, page boundaries, mixed lengths."""
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -128,6 +129,28 @@ def test_trained_model_batch_128(trained_plain: Plain) -> None:
     together.outputs(prompts)
     assert alone.outputs(some) == together.outputs(some), "plain decoding depends on its batch"
     speculate(together, prompts, "mtp", 3)
+
+
+@pytest.mark.parametrize(
+    "lengths",
+    [
+        {"adaptive": True},
+        {"k_schedule": ((1, 5), (3, 2), (5, 0), (7, 1))},
+        {"draft_stop_entropy": 1.0},
+        {"adaptive": True, "draft_stop_entropy": 2.0, "draft_temperature": (0.5,)},
+    ],
+    ids=["adaptive", "schedule", "entropy", "all"],
+)
+def test_any_number_of_drafts(trained_plain: Plain, lengths: dict[str, Any]) -> None:
+    """Requests of different ends, so that the batch shrinks through the schedule."""
+    prompts = prompts_of([5, 15, 16, 1, 9, 30, 12], 2048)
+    expected = trained_plain.outputs(prompts)
+    each = [replace(trained_plain.params, max_tokens=2 + number) for number in range(7)]
+    found = run(trained_plain.model, prompts, each, method="mtp", k=5, lengths=lengths)
+    cut = [tokens[: own.max_tokens] for tokens, own in zip(expected, each, strict=True)]
+    assert found.outputs == cut
+    drafted = [found.counts("drafted", position) for position in range(5)]
+    assert drafted[0] > drafted[-1], drafted
 
 
 def test_chunked_prefill_preemption_and_small_batches(small_plain: Plain) -> None:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from mtp_export.checkpoint.disk_queue import DiskQueue
 from mtp_export.checkpoint.header import TensorInfo
 from mtp_export.checkpoint.local_folder import LocalFolder, OpenLocalFile
 from mtp_export.checkpoint.plan import Facts, OutputTensor, Resources, Transform
@@ -25,7 +26,8 @@ from mtp_export.schemes.formats import (
 )
 from mtp_export.schemes.transforms import Convert, Transpose, one_torch_thread
 
-ROOM = Resources(budget_bytes=1 << 30, device="cpu")
+QUEUE = DiskQueue(2)
+ROOM = Resources(budget_bytes=1 << 30, device="cpu", queue=QUEUE)
 DTYPES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float8_e4m3fn: "F8_E4M3"}
 DTYPES |= {torch.uint8: "U8", torch.int16: "I16", torch.int32: "I32"}
 
@@ -44,6 +46,12 @@ def stored(folder: Path, **tensors: torch.Tensor) -> list[TensorInfo]:
         infos.append(TensorInfo(name, dtype, tuple(tensor.shape), file, offset, size))
         offset += size
     return infos
+
+
+@pytest.fixture(autouse=True, scope="module")
+def ended_queue() -> Iterator[None]:
+    with QUEUE:
+        yield
 
 
 class Written:
@@ -176,7 +184,7 @@ def test_a_transposed_matrix(
 ) -> None:
     matrix = (random(*shape) * 50).abs().to(dtype)
     inputs = stored(tmp_path, matrix=matrix)
-    written, facts = run(Transpose(), inputs, 1, Resources(budget, "cpu"))
+    written, facts = run(Transpose(), inputs, 1, Resources(budget, "cpu", QUEUE))
     assert written.outputs == [raw(matrix.T)]
     assert facts == {}
     assert Transpose().name == "transpose"
@@ -199,7 +207,7 @@ def test_a_matrix_is_read_once_per_panel_that_the_budget_holds(
     columns: int, budget: int, panels: int, tmp_path: Path, reads: list[int]
 ) -> None:
     inputs = stored(tmp_path, matrix=random(64, columns))
-    written, _ = run(Transpose(), inputs, 1, Resources(budget, "cpu"))
+    written, _ = run(Transpose(), inputs, 1, Resources(budget, "cpu", QUEUE))
     assert sum(reads) == panels * 64 * columns * 4
     strip = max(budget // 6, columns * 4)
     assert max(reads) <= strip, "a strip of whole rows"

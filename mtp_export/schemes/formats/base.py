@@ -15,6 +15,8 @@ if TYPE_CHECKING:
     import torch
 
     from mtp_kernels.quantize import ErrorStats, Fp8Block
+    from mtp_kernels.stored_linear import StoredWeight
+    from mtp_kernels.weight_statistics import WeightStatistics
 
 
 @dataclass(frozen=True)
@@ -92,9 +94,31 @@ class WeightFormat(ABC):
     ) -> torch.Tensor:
         """Return the weights [n, K] of codes and scales (ValueError for unusable scales)."""
 
+    def statistics(self, codes: torch.Tensor, scale: torch.Tensor) -> WeightStatistics:
+        """Return the statistics of the weights, unsound where dequantize refuses them.
+
+        A format whose codes the kernels can measure as they are overrides it.
+        """
+        import torch
+
+        from mtp_kernels import weight_statistics
+
+        try:
+            values = self.dequantize(codes, scale, torch.float32)
+        except ValueError:
+            return weight_statistics.UNSOUND
+        return weight_statistics.float_statistics(values)
+
     def source(self, codes: torch.Tensor, scale: torch.Tensor) -> torch.Tensor | Fp8Block:
         """Return rows in a form that every format can be made of: float32 weights, or codes whose
         scales the kernels multiply in (ValueError for unusable scales)."""
+        import torch
+
+        return self.dequantize(codes, scale, torch.float32)
+
+    def stored(self, codes: torch.Tensor, scale: torch.Tensor) -> StoredWeight:
+        """Return codes and scales as the kernels multiply with them, dense for a format that they
+        do not know (ValueError for unusable scales)."""
         import torch
 
         return self.dequantize(codes, scale, torch.float32)
@@ -152,3 +176,21 @@ class EncodedWeight:
         if self.scale is None:
             return self.codes.to(dtype or torch.float32)
         return self.format.dequantize(self.codes, self.scale, dtype or torch.float32)
+
+    def statistics(self) -> WeightStatistics:
+        """Return the statistics of the values, unsound where dequantize refuses them."""
+        from mtp_kernels import weight_statistics
+
+        if self.scale is None:
+            return weight_statistics.float_statistics(self.codes)
+        return self.format.statistics(self.codes, self.scale)
+
+    def product(self, x: torch.Tensor) -> torch.Tensor:
+        """Return x @ weight.T [T, N] for x [T, K], in its dtype.
+
+        Raises ValueError as dequantize does.
+        """
+        from mtp_kernels.stored_linear import linear
+
+        codes, scale = self.codes, self.scale
+        return linear(x, codes if scale is None else self.format.stored(codes, scale))

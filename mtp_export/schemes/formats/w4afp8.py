@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     import torch
 
     from mtp_kernels import quantize
+    from mtp_kernels.weight_statistics import WeightStatistics
 
 _INPUT_SCALES = {"gate_proj": "w1", "down_proj": "w2", "up_proj": "w3"}
 
@@ -44,6 +45,11 @@ class W4AFp8(WeightFormat):
             OutputTensor(f"{parent}.{_INPUT_SCALES[projection]}.input_scale", "F32", (1,)),
         )
 
+    def stored(self, codes: torch.Tensor, scale: torch.Tensor) -> quantize.W4AFp8:
+        from mtp_kernels import quantize
+
+        return quantize.W4AFp8(codes, scale)
+
     def quantize(
         self, source: torch.Tensor | quantize.Fp8Block, scale_rule: str
     ) -> tuple[tuple[torch.Tensor, ...], quantize.ErrorStats]:
@@ -57,7 +63,12 @@ class W4AFp8(WeightFormat):
     ) -> torch.Tensor:
         from mtp_kernels import quantize
 
-        return quantize.dequantize_w4afp8(quantize.W4AFp8(codes, scale), dtype)
+        return quantize.dequantize_w4afp8(self.stored(codes, scale), dtype)
+
+    def statistics(self, codes: torch.Tensor, scale: torch.Tensor) -> WeightStatistics:
+        from mtp_kernels import weight_statistics
+
+        return weight_statistics.w4afp8_statistics(self.stored(codes, scale))
 
     def constants(self, shape: tuple[int, ...]) -> tuple[torch.Tensor, ...]:
         """Return an input scale of 1, which leaves the activations as they are."""

@@ -6,16 +6,32 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
 
+THREADS_PER_WORKER = (
+    2  # one computes, while the other opens its files and waits for the first bytes
+)
+
 Task = TypeVar("Task")
 Result = TypeVar("Result")
 
 
 def in_threads(
-    work: Callable[[Task], Result], tasks: Sequence[Task], workers: int
+    work: Callable[[Task], Result],
+    tasks: Sequence[Task],
+    *,
+    workers: int,
+    size_bytes: Callable[[Task], int],
 ) -> Iterator[Result]:
-    """Yield work(task) of every task, in order; the first failure, or Ctrl-C, drops the rest."""
-    pool = ThreadPoolExecutor(max(1, workers))
+    """Yield work(task) of every task, in order; the first failure, or Ctrl-C, drops the rest.
+
+    The largest tasks begin first, so that none is left to one thread at the end.
+    """
+    pool = ThreadPoolExecutor(THREADS_PER_WORKER * max(1, workers))
     try:
-        yield from pool.map(work, tasks)
+        begun = {
+            number: pool.submit(work, tasks[number])
+            for number in sorted(range(len(tasks)), key=lambda at: -size_bytes(tasks[at]))
+        }
+        for number in range(len(tasks)):
+            yield begun.pop(number).result()
     finally:
         pool.shutdown(cancel_futures=True)

@@ -4,40 +4,27 @@ nothing else that an engine would load."""
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import xxhash
 
 from mtp_export.bundle.journal import JOURNAL_NAME
-from mtp_export.checkpoint.direct_io import aligned_buffer
-from mtp_export.checkpoint.header import ShardHeader, TensorInfo
+from mtp_export.checkpoint.header import ShardHeader
 from mtp_export.checkpoint.reader import Checkpoint
-from mtp_export.checkpoint.tensor_reader import TensorReader
-from mtp_export.progress import ProgressCallback, format_bytes
+from mtp_export.progress import format_bytes
 from mtp_export.verify.check import Item, Problem, failed, not_tested, verdict
 from mtp_export.verify.diagnosis.causes import files as causes
-from mtp_export.verify.evidence.tensor_threads import in_threads
 
 if TYPE_CHECKING:
     from mtp_export.verify.context import Context
     from mtp_export.verify.evidence.bundle_parts import BundlePart
 
-_BUFFER_BYTES = 1 << 20
 # Files that engines load from a folder by their endings; others do no harm there.
-_READ_BY_ENGINES = (
+READ_BY_ENGINES = (
     *(".safetensors", ".bin", ".pt", ".pth", ".gguf", ".json", ".py"),
     *(".model", ".tiktoken", ".jinja"),
 )
-
-
-@dataclass(frozen=True)
-class _Recorded:
-    """A tensor to hash, and its checksum in the manifest."""
-
-    tensor: TensorInfo
-    checksum: str
 
 
 def run(context: Context) -> Iterator[Item]:
@@ -88,7 +75,7 @@ def _shards(part: BundlePart, entry: Mapping[str, Any]) -> Item:
                      _shard_problems(part.folder / name, facts, headers.get(name))]  # fmt: skip
     known = {*shards, *entry.get("files", {})}
     for path in sorted(part.folder.iterdir()):
-        if path.name not in known and path.suffix in _READ_BY_ENGINES:
+        if path.name not in known and path.suffix in READ_BY_ENGINES:
             problems.append(Problem(str(path), causes.file_not_in_manifest(path.name)))
     return verdict(
         f"{part.name}: shards", problems, f"{len(shards)} shard{'s' * (len(shards) != 1)}"
@@ -119,12 +106,17 @@ def _shard_problems(
 def _tensors(
     context: Context, part: str, checkpoint: Checkpoint, entry: Mapping[str, Any]
 ) -> Iterator[Item]:
-    sums, unread = _sums_of(checkpoint, entry)
+    sums = context.recorded_checksums(part)
     name = f"{part}: checksums"
     if not context.options.checksums:
         yield not_tested(name, "--no-checksums leaves them out")
     elif sums:
-        yield _hashed(context, name, sums)
+        yield _hashed(name, sums, checkpoint, context.walk(part).checksums)
+    unread = [
+        shard
+        for shard in checkpoint.shards
+        if entry.get("shards", {}).get(shard.path.name, {}).get("tensors") is None
+    ]
     if unread:
         yield not_tested(
             f"{part}: checksums of linked shards",
@@ -134,48 +126,17 @@ def _tensors(
         )
 
 
-def _sums_of(
-    checkpoint: Checkpoint, entry: Mapping[str, Any]
-) -> tuple[list[_Recorded], list[ShardHeader]]:
-    """Tensors with a recorded checksum, in file order, and shards without any."""
-    sums: list[_Recorded] = []
-    unread: list[ShardHeader] = []
-    for shard in checkpoint.shards:
-        tensors = entry.get("shards", {}).get(shard.path.name, {}).get("tensors")
-        if tensors is None:
-            unread.append(shard)
-            continue
-        for tensor in shard.tensors:
-            recorded = tensors.get(tensor.name, {}).get("xxh3_128")
-            if recorded is not None:
-                sums.append(_Recorded(tensor, recorded))
-    return sums, unread
-
-
-def _hashed(context: Context, name: str, sums: list[_Recorded]) -> Item:
-    total_bytes = sum(each.tensor.size_bytes for each in sums)
-    with context.show_progress(name, total_bytes) as progress:
-        hashes = in_threads(
-            lambda each: _hash_of(each.tensor, progress), sums, context.options.workers
-        )
-        problems = [
-            Problem(
-                each.tensor.name, causes.tensor_changed(each.tensor.name, each.tensor.path.name)
-            )
-            for each, digest in zip(sums, hashes, strict=True)
-            if digest != each.checksum
-        ]
+def _hashed(
+    name: str, sums: Mapping[str, str], checkpoint: Checkpoint, found: Mapping[str, str]
+) -> Item:
+    tensors = [checkpoint.tensors[tensor] for tensor in sums]
+    problems = [
+        Problem(tensor.name, causes.tensor_changed(tensor.name, tensor.path.name))
+        for tensor in tensors
+        if found[tensor.name] != sums[tensor.name]
+    ]
+    total_bytes = sum(tensor.size_bytes for tensor in tensors)
     return verdict(name, problems, f"{len(sums):,} tensors, {format_bytes(total_bytes)}")
-
-
-def _hash_of(tensor: TensorInfo, progress: ProgressCallback) -> str:
-    digest = xxhash.xxh3_128()
-    buffer = aligned_buffer(min(_BUFFER_BYTES, max(1, tensor.size_bytes)))
-    with TensorReader(tensor, once=True) as reader:
-        for piece in reader.chunks(buffer):
-            digest.update(piece)
-            progress(len(piece))
-    return str(digest.hexdigest())
 
 
 def _unfinished(bundle: Path) -> Item:

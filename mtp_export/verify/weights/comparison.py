@@ -7,26 +7,19 @@ import math
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING, Any
 
-from mtp_export.bundle.tied_weights import PIECE_BYTES, first_difference
 from mtp_export.checkpoint.bundle_folder import MAIN
-from mtp_export.checkpoint.direct_io import aligned_buffer
-from mtp_export.families import family_of
-from mtp_export.progress import ProgressCallback, format_bytes
+from mtp_export.progress import format_bytes
 from mtp_export.schemes.native import QUANTIZATION
 from mtp_export.schemes.storage import Storage
-from mtp_export.schemes.stored import stored_model
-from mtp_export.schemes.transforms import one_torch_thread
-from mtp_export.schemes.weight_values import WeightOnDisk, weights_on_disk
+from mtp_export.schemes.weight_values import WeightOnDisk
 from mtp_export.verify.check import Item, Problem, not_tested, verdict
 from mtp_export.verify.diagnosis.causes import weights as causes
 from mtp_export.verify.diagnosis.weight_bugs import Sources, explain
-from mtp_export.verify.evidence.bundle_parts import PartLayout
-from mtp_export.verify.evidence.tensor_threads import in_threads
+from mtp_export.verify.evidence.weight_facts import AgainstSource
 from mtp_export.verify.gates import GATES
 
 if TYPE_CHECKING:
@@ -73,90 +66,31 @@ def run(context: Context) -> Iterator[Item]:
         yield from _recorded(context)
         return
     yield _config(context, context.source.config)
-    stored = stored_model(context.source.config)
-    sources = {w.stored.weight.name: w for w in weights_on_disk(stored, context.source.tensors)}
-    family = family_of(context.source.config)
-    main_names = {pair.mtp_name: pair.main_name for pair in family.shared}
+    counterparts = context.counterparts
+    assert counterparts is not None, "there is a source"
     for layout in context.layouts:
-        pairs, alone = _paired(layout, sources, main_names)
-        yield verdict(f"{layout.name}: weights that the source has", alone, f"{len(pairs):,}")
-        compared = _compare_all(context, layout.name, pairs)
-        yield from _part_items(layout.name, compared, Sources(sources))
+        facts = context.walk(layout.name).facts
+        names = [one.weight.stored.weight.name for one in facts if one.against is None]
+        alone = [Problem(name, causes.not_in_source(name)) for name in names]
+        compared = [_compared(one.weight, one.against) for one in facts if one.against is not None]
+        yield verdict(f"{layout.name}: weights that the source has", alone, f"{len(compared):,}")
+        yield from _part_items(layout.name, compared, Sources(counterparts.weights))
     yield _tokenizers(context)
 
 
-def _paired(
-    layout: PartLayout, sources: Mapping[str, WeightOnDisk], main_names: Mapping[str, str]
-) -> tuple[list[tuple[WeightOnDisk, WeightOnDisk]], list[Problem]]:
-    """Each weight with the source's, and problems of those that have none. A draft's embedding and
-    head may be the main model's, by main_names."""
-    pairs, alone = [], []
-    for weight in weights_on_disk(layout.stored, layout.checkpoint.tensors):
-        name = weight.stored.weight.name
-        source, original = sources.get(name), sources.get(main_names.get(name, ""))
-        if source is None or source.stored.format != weight.stored.format:
-            source = original or source
-        if source is None or source.stored.weight.shape != weight.stored.weight.shape:
-            alone.append(Problem(name, causes.not_in_source(name)))
-        else:
-            pairs.append((weight, source))
-    return pairs, alone
-
-
-def _compare_all(
-    context: Context, part: str, pairs: Sequence[tuple[WeightOnDisk, WeightOnDisk]]
-) -> list[Compared]:
-    total_bytes = sum(weight.size_bytes for weight, _ in pairs)
-    title = f"{part}: against the source"
-    with context.show_progress(title, total_bytes) as progress, one_torch_thread():
-        work = partial(_compare, progress)
-        return list(in_threads(work, pairs, context.options.workers))
-
-
-def _discard(piece: memoryview) -> None:
-    """Drop a piece that was compared."""
-
-
-def _compare(progress: ProgressCallback, pair: tuple[WeightOnDisk, WeightOnDisk]) -> Compared:
-    weight, source = pair
-    if _is_copy(weight, source):
-        buffer = aligned_buffer(PIECE_BYTES)
-        equal = all(
-            first_difference(ours, theirs, _discard, buffer) is None
-            for ours, theirs in zip(weight.tensors, source.tensors, strict=True)
-        )
-        progress(weight.size_bytes)
-        return Compared(weight, source, equal)
-    try:
-        return _measured(weight, source, progress)
-    except ValueError as error:
-        return Compared(weight, source, equal=False, error=str(error))
-
-
-def _is_copy(weight: WeightOnDisk, source: WeightOnDisk) -> bool:
-    """True if both are stored in the same form and orientation."""
-    ours, theirs = (
-        (w.stored.storage, w.stored.transposed, [(t.dtype, t.shape) for t in w.tensors])
-        for w in (weight, source)
+def _compared(weight: WeightOnDisk, found: AgainstSource) -> Compared:
+    """Raise what reading the source raised."""
+    if found.failure is not None:
+        raise found.failure
+    if found.difference is None:
+        return Compared(weight, found.source, found.equal, error=found.error)
+    return Compared(
+        weight,
+        found.source,
+        found.equal,
+        sqnr_db=found.difference.sqnr_db,
+        max_error=found.difference.largest,
     )
-    return ours == theirs
-
-
-def _measured(weight: WeightOnDisk, source: WeightOnDisk, progress: ProgressCallback) -> Compared:
-    """SQNR and largest error of the values, dequantized in fp32 and summed in float64."""
-    signal = noise = worst = 0.0
-    for start, stop in weight.pieces():
-        ours = weight.encoded(start, stop).dequantize().double()
-        theirs = source.encoded(start, stop).dequantize().double()
-        error = ours - theirs
-        signal += float(theirs.square().sum())
-        noise += float(error.square().sum())
-        worst = max(worst, float(error.abs().max()))
-        progress(weight.size_bytes * (stop - start) // weight.rows)
-    sqnr = math.inf if noise == 0 else -math.inf
-    if noise and signal:
-        sqnr = 10 * math.log10(signal / noise)
-    return Compared(weight, source, equal=noise == 0, sqnr_db=sqnr, max_error=worst)
 
 
 def _part_items(part: str, compared: Sequence[Compared], sources: Sources) -> Iterator[Item]:

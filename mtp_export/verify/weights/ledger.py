@@ -5,21 +5,19 @@ from __future__ import annotations
 
 import re
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from statistics import median
 from typing import TYPE_CHECKING
 
 from mtp_export.families.base import Role
 from mtp_export.progress import format_bytes
 from mtp_export.schemes.storage import Storage
-from mtp_export.schemes.transforms import one_torch_thread
-from mtp_export.schemes.weight_values import Rounding, WeightOnDisk, weights_on_disk
+from mtp_export.schemes.weight_values import Rounding
 from mtp_export.verify import gates
 from mtp_export.verify.check import Item, Problem, not_tested, passed, verdict
 from mtp_export.verify.diagnosis.causes import weights as causes
 from mtp_export.verify.evidence.bundle_parts import PartLayout
-from mtp_export.verify.evidence.tensor_threads import in_threads
-from mtp_export.verify.weights.tensor_facts import TensorFacts, facts_of
+from mtp_export.verify.weights.tensor_facts import TensorFacts
 
 if TYPE_CHECKING:
     from mtp_export.verify.context import Context
@@ -32,24 +30,17 @@ def run(context: Context) -> Iterator[Item]:
         if part.name not in [layout.name for layout in found]:
             why = "its config or index cannot be followed: see check files"
             yield not_tested(f"{part.name}: tensors", why)
-    facts = {layout.name: _facts(context, layout) for layout in found}
+    facts = {
+        layout.name: [TensorFacts.of(read) for read in context.walk(layout.name).facts]
+        for layout in found
+    }
     every = [fact for part in facts.values() for fact in part]
     for layout in found:
         yield from _part_items(layout, facts[layout.name], every)
     if every:
         yield _scales_alike(every)
         yield _no_twins(facts)
-    yield from _shared(context, found)
-
-
-def _facts(context: Context, layout: PartLayout) -> list[TensorFacts]:
-    weights = weights_on_disk(layout.stored, layout.checkpoint.tensors)
-    total_bytes = sum(weight.size_bytes for weight in weights)
-    title = f"{layout.name}: values"
-    with context.show_progress(title, total_bytes) as progress, one_torch_thread():
-        return list(
-            in_threads(lambda weight: facts_of(weight, progress), weights, context.options.workers)
-        )
+    yield from _shared(context, found, facts)
 
 
 def _part_items(
@@ -173,14 +164,14 @@ def _no_twins(facts: dict[str, list[TensorFacts]]) -> Item:
     return verdict("no linear is stored twice", problems)
 
 
-def _shared(context: Context, found: Sequence[PartLayout]) -> Iterator[Item]:
+def _shared(
+    context: Context, found: Sequence[PartLayout], facts: Mapping[str, Sequence[TensorFacts]]
+) -> Iterator[Item]:
     """The draft's embedding and head are the main model's: engines use those for both."""
     if len(found) < 2:
         return
     main, draft = (
-        {weight.stored.weight.name: weight for weight in weights_on_disk(part.stored, tensors)}
-        for part in found
-        for tensors in (part.checkpoint.tensors,)
+        {fact.weight.stored.weight.name: fact for fact in facts[part.name]} for part in found
     )
     for pair in found[0].stored.family.shared:
         own, original = draft.get(pair.mtp_name), main.get(pair.main_name)
@@ -189,26 +180,22 @@ def _shared(context: Context, found: Sequence[PartLayout]) -> Iterator[Item]:
             why = "not in the bundle: engines take the main model's"
             yield not_tested(name, why)
         elif _equal(own, original):
-            yield passed(name, figure=format_bytes(own.size_bytes))
+            yield passed(name, figure=format_bytes(own.weight.size_bytes))
         elif context.recorded("allow_untied"):
             why = "it differs, and was exported with --allow-untied"
-            yield not_tested(name, why, subject=own.name)
+            yield not_tested(name, why, subject=own.weight.name)
         else:
-            words = causes.another_checkpoint(own.name, original.name)
-            yield verdict(name, [Problem(own.name, words)])
+            words = causes.another_checkpoint(own.weight.name, original.weight.name)
+            yield verdict(name, [Problem(own.weight.name, words)])
 
 
-def _equal(one: WeightOnDisk, other: WeightOnDisk) -> bool:
+def _equal(one: TensorFacts, other: TensorFacts) -> bool:
     """True for equal codes, and for a copy in another precision that dequantizes to the same but
     for rounding."""
-    import torch
-
-    if one.stored.format != other.stored.format:
-        rounding = Rounding()
-        for start, stop in one.pieces():
-            rounding.add(*(w.encoded(start, stop).dequantize() for w in (one, other)))
-        return rounding.is_all
-    return all(
-        torch.equal(one.encoded(start, stop).codes, other.encoded(start, stop).codes)
-        for start, stop in one.pieces()
-    )
+    codes = one.weight.tensors[0], other.weight.tensors[0]
+    if one.weight.stored.format == other.weight.stored.format and codes[0].dtype == codes[1].dtype:
+        return one.digest == other.digest
+    rounding = Rounding()
+    for start, stop in one.weight.pieces():
+        rounding.add(*(fact.weight.encoded(start, stop).dequantize() for fact in (one, other)))
+    return rounding.is_all

@@ -1,23 +1,13 @@
-"""Statistics of a weight's values and codes, from one pass over it, without any reference."""
+"""Statistics of a weight's values and codes, as the ledger judges them without any reference."""
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
 
-import xxhash
-
-from mtp_export.progress import ProgressCallback
-from mtp_export.schemes.formats import EncodedWeight
-from mtp_export.schemes.storage import BLOCK, INTEGERS, Storage
+from mtp_export.schemes.storage import INTEGERS, Storage
 from mtp_export.schemes.weight_values import WeightOnDisk
 from mtp_export.verify.diagnosis.causes import weights as causes
-
-if TYPE_CHECKING:
-    import torch
-
-_E4M3_MAX = 448.0
+from mtp_export.verify.evidence.weight_facts import WeightFacts
 
 
 @dataclass(frozen=True)
@@ -31,8 +21,8 @@ class TensorFacts:
     """
 
     weight: WeightOnDisk
+    digest: str
     error: str = ""
-    digest: str = ""
     constant: bool = False
     rms: float = 0.0
     outer_share: float | None = None
@@ -40,78 +30,32 @@ class TensorFacts:
     full_blocks: int = 0
     power_of_two_scales: bool = False
 
+    @classmethod
+    def of(cls, facts: WeightFacts) -> TensorFacts:
+        """Return what a pass over a weight found; one that is unsound has no other figures."""
+        found, weight = facts.statistics, facts.weight
+        if not found.is_sound:
+            return cls(weight, facts.digest, error=_why_unsound(weight))
+        integer = weight.stored.storage in (*INTEGERS, Storage.W4AFP8)
+        return cls(
+            weight,
+            facts.digest,
+            constant=found.is_constant,
+            rms=found.root_mean_square,
+            outer_share=found.outer_codes / max(1, found.elements) if integer else None,
+            blocks=found.blocks,
+            full_blocks=found.full_blocks,
+            power_of_two_scales=found.power_of_two_scales and found.blocks > 0,
+        )
 
-def facts_of(weight: WeightOnDisk, progress: ProgressCallback) -> TensorFacts:
-    """Read a weight once, piece by piece, and return its statistics."""
-    import torch
 
-    digest, squares, elements = xxhash.xxh3_128(), 0.0, 0
-    low, high = math.inf, -math.inf
-    outer = blocks = full = 0
-    powers = True
+def _why_unsound(weight: WeightOnDisk) -> str:
+    """Find the first piece that has no finite values, by dequantizing."""
     for start, stop in weight.pieces():
-        raw = weight.encoded(start, stop)
-        digest.update(_bytes(raw.codes))
         try:
-            values = raw.dequantize()
+            wrong = ~weight.encoded(start, stop).dequantize().isfinite()
         except ValueError as error:
-            return TensorFacts(weight, causes.not_decodable(start, stop - 1, error))
-        if not torch.isfinite(values).all():
-            wrong = int((~torch.isfinite(values)).sum())
-            return TensorFacts(weight, causes.not_finite(wrong, start))
-        squares += float(values.double().square().sum())
-        elements += values.numel()
-        low, high = min(low, float(values.min())), max(high, float(values.max()))
-        outer += _outer_codes(raw)
-        if raw.storage is Storage.FP8_BLOCK and raw.scale is not None:
-            some, those = _blocks(raw.codes)
-            blocks, full = blocks + some, full + those
-            powers = powers and bool((torch.frexp(raw.scale.float())[0] == 0.5).all())
-        progress(sum(t.size_bytes for t in weight.tensors) * (stop - start) // weight.rows)
-    integer = weight.stored.storage in (*INTEGERS, Storage.W4AFP8)
-    return TensorFacts(
-        weight,
-        digest=str(digest.hexdigest()),
-        constant=low == high and elements > 1,
-        rms=math.sqrt(squares / max(1, elements)),
-        outer_share=outer / max(1, elements) if integer else None,
-        blocks=blocks,
-        full_blocks=full,
-        power_of_two_scales=powers and blocks > 0,
-    )
-
-
-def _bytes(tensor: torch.Tensor) -> Any:
-    import torch
-
-    return tensor.contiguous().reshape(-1).view(torch.uint8).numpy()
-
-
-def _outer_codes(raw: EncodedWeight) -> int:
-    """Number of integer codes in the lower or upper quarter of their range."""
-    import torch
-
-    if raw.storage is Storage.INT8_CHANNEL:
-        codes = raw.codes.contiguous().view(torch.uint8).to(torch.int16) - 128
-        return int((codes.abs() >= 64).sum())
-    if raw.storage not in (Storage.INT4_GROUP, Storage.W4AFP8):
-        return 0
-    packed = raw.codes.contiguous().view(torch.uint8)
-    total = 0
-    for nibbles in (packed & 0xF, packed >> 4):
-        if raw.storage is Storage.W4AFP8:
-            nibbles = nibbles ^ 8
-        total += int(((nibbles < 4) | (nibbles > 12)).sum())
-    return total
-
-
-def _blocks(codes: torch.Tensor) -> tuple[int, int]:
-    """Count of 128 x 128 blocks that are not all zero, and of those that reach the largest code."""
-    import torch
-    import torch.nn.functional as F
-
-    rows, columns = codes.shape
-    values = codes.to(torch.float32).abs()
-    padded = F.pad(values, (0, -columns % BLOCK, 0, -rows % BLOCK))
-    tops = padded.view(-(-rows // BLOCK), BLOCK, -1, BLOCK).amax((1, 3))
-    return int((tops > 0).sum()), int((tops == _E4M3_MAX).sum())
+            return causes.not_decodable(start, stop - 1, error)
+        if wrong.any():
+            return causes.not_finite(int(wrong.sum()), start)
+    raise AssertionError(f"{weight.name}: its statistics are unsound, its values are not")

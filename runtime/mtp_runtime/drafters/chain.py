@@ -1,26 +1,32 @@
-"""Turns a draft model's logits into drafts: its best token, or one drawn from its distribution."""
+"""Drafts from a draft model's logits: its best token, or one drawn from its distribution."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import torch
 
 from mtp_runtime.acceptance.base import Draft
+from mtp_runtime.config import SpeculationConfig
 from mtp_runtime.request import Request
-from mtp_runtime.sampling import Probabilities, one_hot, probabilities_of
+from mtp_runtime.sampling import Probabilities, SamplingParams, probabilities_of
 
 
 @dataclass
 class Chain:
-    """Growing drafts of one request."""
+    """Growing drafts of one request, up to a count of them."""
 
     request: Request
     count: int
     tokens: list[int] = field(default_factory=list)
     distributions: list[Probabilities] = field(default_factory=list)
+
+    @property
+    def is_whole(self) -> bool:
+        return len(self.tokens) >= self.count
 
     def draft(self) -> Draft:
         return Draft(
@@ -28,25 +34,47 @@ class Chain:
         )
 
 
-def extend(chains: Sequence[Chain], logits: torch.Tensor, sample: bool) -> None:
-    """Append one token to every chain from its row of logits [b, vocab].
+def extend(chains: Sequence[Chain], logits: torch.Tensor, settings: SpeculationConfig) -> None:
+    """Append one token to every chain from its row of logits [b, vocab], or end the chain.
 
     A greedy request gets the best token and no distribution. A sampling one draws from the draft's
-    own distribution under the request's temperature, top_k and top_p, or takes the best token with
-    certainty where `sample` is False.
+    own distribution under the request's top_k and top_p, and the temperature of the settings or its
+    own. A chain ends before its next token where the entropy is above draft_stop_entropy: that is
+    known before the token is drawn, so that the output's distribution stays the target's.
     """
     best = logits.argmax(dim=-1).tolist()
+    stops = math.isfinite(settings.draft_stop_entropy)
     rows = None
     for row, chain in enumerate(chains):
-        request = chain.request
-        if request.params.greedy:
+        params = chain.request.params
+        if params.greedy and not stops:
             chain.tokens.append(best[row])
-            continue
-        if not sample:
-            chain.tokens.append(best[row])
-            chain.distributions.append(one_hot(best[row], logits.shape[-1]))
             continue
         rows = logits.float().cpu().numpy() if rows is None else rows
-        distribution = probabilities_of(rows[row], request.params)
-        chain.tokens.append(request.choices.draw(distribution))
-        chain.distributions.append(distribution)
+        drawn = _params_of_draft(params, len(chain.tokens), settings)
+        distribution = probabilities_of(rows[row], drawn)
+        if stops and _entropy(distribution) > settings.draft_stop_entropy:
+            chain.count = len(chain.tokens)
+        elif params.greedy:
+            chain.tokens.append(best[row])
+        else:
+            chain.tokens.append(chain.request.choices.draw(distribution))
+            chain.distributions.append(distribution)
+
+
+def _params_of_draft(
+    params: SamplingParams, position: int, settings: SpeculationConfig
+) -> SamplingParams:
+    """Return the parameters of a draft; the entropy of greedy ones is that at temperature 1."""
+    if params.greedy:
+        return replace(params, temperature=1.0)
+    if not settings.draft_temperature:
+        return params
+    last = len(settings.draft_temperature) - 1
+    return replace(params, temperature=settings.draft_temperature[min(position, last)])
+
+
+def _entropy(distribution: Probabilities) -> float:
+    """Return the entropy of a distribution [vocab] in nats."""
+    likely = distribution[distribution > 0.0]
+    return float(-(likely * np.log(likely)).sum())

@@ -39,7 +39,7 @@ class ModelDrafter:
         self._cache = model.new_cache(self._pages)
         if parts.config.poison_freed:
             self._pages.poison_freed(self._cache)
-        self._sample = parts.config.speculation.sample_drafts
+        self._settings = parts.config.speculation
         self._sequences: dict[int, CachedSequence] = {}
 
     def observe(self, passes: Sequence[Pass]) -> None:
@@ -51,10 +51,10 @@ class ModelDrafter:
 
     def propose(self, requests: Sequence[Request], counts: Sequence[int]) -> list[Draft]:
         chains = [Chain(r, count) for r, count in zip(requests, counts, strict=True)]
-        growing = [chain for chain in chains if chain.count > 0]
+        growing = [chain for chain in chains if not chain.is_whole]
         while growing:
-            extend(growing, self._catch_up(growing), self._sample)
-            growing = [chain for chain in growing if len(chain.tokens) < chain.count]
+            extend(growing, self._catch_up(growing), self._settings)
+            growing = [chain for chain in growing if not chain.is_whole]
         return [chain.draft() for chain in chains]
 
     def forget(self, request: Request) -> None:

@@ -7,6 +7,7 @@ there. Module m lags m rows behind the target, since its row takes a token m pla
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
@@ -50,7 +51,7 @@ class MtpDrafter:
         self._caches = parts.cache.mtp
         self._pages = parts.pages
         self._device = parts.target.device
-        self._sample = parts.config.speculation.sample_drafts
+        self._settings = parts.config.speculation
         # Request id -> each module's output [d] before the norm, None where it has no row yet.
         self._last: dict[int, list[torch.Tensor | None]] = {}
 
@@ -73,7 +74,7 @@ class MtpDrafter:
 
     def propose(self, requests: Sequence[Request], counts: Sequence[int]) -> list[Draft]:
         chains = [Chain(r, count) for r, count in zip(requests, counts, strict=True)]
-        growing = [chain for chain in chains if chain.count > 0]
+        growing = [chain for chain in chains if not chain.is_whole]
         if growing:
             self._grow(growing)
         return [chain.draft() for chain in chains]
@@ -83,7 +84,8 @@ class MtpDrafter:
 
     def _grow(self, chains: list[Chain]) -> None:
         """Grow every chain to its count; greedy ones in one call where there is one."""
-        recursion = self._modules[0].recursion if len(self._modules) == 1 else None
+        at_once = len(self._modules) == 1 and math.isinf(self._settings.draft_stop_entropy)
+        recursion = self._modules[0].recursion if at_once else None
         greedy = [chain for chain in chains if chain.request.params.greedy]
         if recursion is not None and any(chain.count > 1 for chain in greedy):
             self._grow_at_once(greedy, recursion)
@@ -115,8 +117,8 @@ class MtpDrafter:
             normed = module.head.normed(x)
             ends = [end - 1 for end in accumulate(sizes)]
             last = normed if len(x) == len(chains) else normed[ends]
-            extend(chains, module.head.logits(last), self._sample)
-            staying = [i for i, chain in enumerate(chains) if len(chain.tokens) < chain.count]
+            extend(chains, module.head.logits(last), self._settings)
+            staying = [i for i, chain in enumerate(chains) if not chain.is_whole]
             if not staying:
                 return
             hidden = torch.split(module.recycled(x, normed), sizes)

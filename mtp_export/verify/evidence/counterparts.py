@@ -1,0 +1,68 @@
+"""Counterparts of a bundle's weights in its source."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from mtp_export.checkpoint.header import TensorInfo
+from mtp_export.checkpoint.reader import Checkpoint
+from mtp_export.families import family_of
+from mtp_export.schemes.stored import stored_model
+from mtp_export.schemes.weight_values import WeightOnDisk, weights_on_disk
+
+
+@dataclass(frozen=True)
+class Counterparts:
+    """The weights of a source by their released names.
+
+    main_names: a draft's embedding and head may be the main model's, by these names.
+    """
+
+    weights: Mapping[str, WeightOnDisk]
+    main_names: Mapping[str, str]
+
+    @classmethod
+    def of(cls, source: Checkpoint) -> Counterparts:
+        """Return the weights of a source. Raises as stored_model."""
+        stored = stored_model(source.config)
+        weights = {w.stored.weight.name: w for w in weights_on_disk(stored, source.tensors)}
+        shared = family_of(source.config).shared
+        return cls(weights, {pair.mtp_name: pair.main_name for pair in shared})
+
+    def find(self, weight: WeightOnDisk) -> WeightOnDisk | None:
+        """Return the source's weight that one of a bundle was made of, None if it has none."""
+        name = weight.stored.weight.name
+        source = self.weights.get(name)
+        original = self.weights.get(self.main_names.get(name, ""))
+        if source is None or source.stored.format != weight.stored.format:
+            source = original or source
+        if source is None or source.stored.weight.shape != weight.stored.weight.shape:
+            return None
+        return source
+
+
+def is_copy(weight: WeightOnDisk, source: WeightOnDisk) -> bool:
+    """Return True if both are stored in the same form and orientation."""
+    ours, theirs = (
+        (w.stored.storage, w.stored.transposed, [(t.dtype, t.shape) for t in w.tensors])
+        for w in (weight, source)
+    )
+    return ours == theirs
+
+
+def is_linked(weight: WeightOnDisk, source: WeightOnDisk) -> bool:
+    """Return True if both are the same bytes of the same files: those of linked shards."""
+    return all(map(_is_same_place, weight.tensors, source.tensors))
+
+
+def _is_same_place(one: TensorInfo, other: TensorInfo) -> bool:
+    if one.offset_bytes != other.offset_bytes or one.size_bytes != other.size_bytes:
+        return False
+    paths = one.path, other.path
+    try:
+        return all(isinstance(path, Path) for path in paths) and os.path.samefile(*map(str, paths))
+    except OSError:  # reading it says what is wrong
+        return False

@@ -1,0 +1,256 @@
+"""Statistics of codes are those of the values that they stand for, in every format and backend."""
+
+from __future__ import annotations
+
+import math
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from mtp_kernels import quantize
+from mtp_kernels import weight_statistics as statistics
+from mtp_kernels.quantize import Fp8Block, Int4Group, Int8Channel, W4AFp8
+from mtp_kernels.weight_statistics import WeightStatistics
+
+ROOT = Path(__file__).resolve().parents[3]
+BACKENDS = list(statistics.BACKENDS)
+TOLERANCE = 1e-5  # of sums of squares, relative
+SHAPES = [(260, 384), (7, 256), (129, 128), (1, 128)]
+RAGGED = [(129, 96), (5, 130), (1, 1), (300, 1000)]
+Measure = Callable[[str], WeightStatistics]
+
+
+def random(*shape: int, seed: int = 0) -> torch.Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)) * 0.02
+
+
+def awkward(*shape: int) -> torch.Tensor:
+    """Zeros of both signs, subnormals and wide ranges."""
+    values = random(*shape)
+    values[::3] *= 1e-30
+    values[1::5] *= 1e-40
+    values[2::7] = -0.0
+    values[-1] *= 1e15
+    return values
+
+
+def fp8(rows: int, columns: int, seed: int = 0) -> torch.Tensor:
+    """Every finite code, in turn where they fit."""
+    bits = torch.arange(rows * columns).mul(7 + seed).to(torch.uint8).view(rows, columns)
+    bits[(bits & 0x7F) == 0x7F] = 0x7E
+    return bits.view(torch.float8_e4m3fn)
+
+
+def block_scale(codes: torch.Tensor) -> torch.Tensor:
+    blocks = [-(-size // 128) for size in codes.shape]
+    return torch.rand(blocks, generator=torch.Generator().manual_seed(1)) * 1e-3 + 1e-4
+
+
+def formats(rows: int, columns: int) -> dict[str, tuple[torch.Tensor, Measure]]:
+    """The values of a weight in each format that the shape allows, and its statistics."""
+    found: dict[str, tuple[torch.Tensor, Measure]] = {}
+    for dtype in (torch.bfloat16, torch.float16, torch.float32):
+        for name, values in (("", random(rows, columns)), ("awkward ", awkward(rows, columns))):
+            kept = values.clamp(-6e4, 6e4).to(dtype)
+            found[f"{name}{dtype}"] = (
+                kept.float(),
+                lambda backend, v=kept: statistics.float_statistics(v, backend=backend),
+            )
+    codes = fp8(rows, columns)
+    block = Fp8Block(codes, block_scale(codes))
+    powers = Fp8Block(codes, torch.exp2(block.scale.log2().round()).to(torch.float8_e8m0fnu))
+    for name, one in (("fp8 blocks", block), ("fp8 blocks e8m0", powers)):
+        found[name] = (
+            quantize.dequantize_fp8_block(one, torch.float32)[0],
+            lambda backend, w=one: statistics.fp8_block_statistics(w, backend=backend),
+        )
+    rates = random(rows, 1).abs() + 1e-3
+    found["fp8 channels"] = (
+        codes.float() * rates,
+        lambda backend: statistics.fp8_channel_statistics(codes, rates, backend=backend),
+    )
+    weights = random(rows, columns, seed=2)
+    if columns % 4 == 0:
+        int8 = quantize.quantize_int8_channel(weights)[0]
+        found["int8"] = (
+            quantize.dequantize_int8_channel(int8, torch.float32),
+            lambda backend: statistics.int8_channel_statistics(int8, backend=backend),
+        )
+    for size in (32, 64, 128):
+        if columns % size == 0:
+            int4 = quantize.quantize_int4_group(weights, group_size=size)[0]
+            found[f"int4 of {size}"] = (
+                quantize.dequantize_int4_group(int4, torch.float32),
+                lambda backend, w=int4: statistics.int4_group_statistics(w, backend=backend),
+            )
+    if columns % 128 == 0:
+        w4afp8 = quantize.quantize_w4afp8(weights)[0]
+        found["w4afp8"] = (
+            quantize.dequantize_w4afp8(w4afp8, torch.float32),
+            lambda backend: statistics.w4afp8_statistics(w4afp8, backend=backend),
+        )
+    return found
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("shape", [*SHAPES, *RAGGED], ids=str)
+def test_statistics_are_those_of_the_values(shape: tuple[int, int], backend: str) -> None:
+    for name, (values, measure) in formats(*shape).items():
+        found = measure(backend)
+        assert found.is_sound, name
+        assert found.elements == values.numel(), name
+        assert (found.low, found.high) == (float(values.min()), float(values.max())), name
+        wanted = float(values.double().square().sum())
+        assert math.isclose(found.square_sum, wanted, rel_tol=TOLERANCE), name
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_backends_agree_on_every_count(shape: tuple[int, int]) -> None:
+    for name, (_, measure) in formats(*shape).items():
+        reference, compiled = measure("reference"), measure("cpu")
+        assert math.isclose(reference.square_sum, compiled.square_sum, rel_tol=TOLERANCE), name
+        counts = [
+            (s.outer_codes, s.blocks, s.full_blocks, s.power_of_two_scales)
+            for s in (reference, compiled)
+        ]
+        assert counts[0] == counts[1], name
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_codes_at_the_ends_of_their_range_are_counted(backend: str) -> None:
+    every = torch.arange(256, dtype=torch.uint8)
+    int8 = Int8Channel(every.view(torch.int32).view(2, 32), torch.ones(2, 1).bfloat16())
+    found = statistics.int8_channel_statistics(int8, backend=backend)
+    assert found.outer_codes == 65 + 64  # codes -128 to -64, and 64 to 127
+    pairs = every.view(2, 128)
+    int4 = Int4Group(pairs.view(torch.int32), torch.ones(2, 8).bfloat16())
+    found = statistics.int4_group_statistics(int4, backend=backend)
+    assert found.outer_codes == 32 * (4 + 3)  # -8 to -5, and 5 to 7, in either nibble
+    signed = W4AFp8((pairs ^ 0x88).view(torch.int8), torch.ones(2, 2))
+    assert statistics.w4afp8_statistics(signed, backend=backend).outer_codes == 32 * 7
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_blocks_are_told_by_their_largest_code(backend: str) -> None:
+    codes = torch.zeros(200, 400)
+    codes[0, 0], codes[130, 130], codes[5, 300], codes[199, 399] = 448, -448, 240, -0.0
+    weight = Fp8Block(codes.to(torch.float8_e4m3fn), torch.ones(2, 4))
+    found = statistics.fp8_block_statistics(weight, backend=backend)
+    assert (found.blocks, found.full_blocks, found.power_of_two_scales) == (3, 2, True)
+    other = Fp8Block(weight.codes, torch.full((2, 4), 0.75))
+    assert not statistics.fp8_block_statistics(other, backend=backend).power_of_two_scales
+
+
+def unsound(place: tuple[int, int]) -> dict[str, Measure]:
+    """A weight of each format that cannot be decoded, or has a value that is not finite."""
+    found: dict[str, Measure] = {}
+    for dtype in (torch.bfloat16, torch.float16, torch.float32):
+        for wrong in (math.nan, math.inf, -math.inf):
+            values = random(260, 256).to(dtype)
+            values[place] = wrong
+            found[f"{wrong} in {dtype}"] = lambda backend, v=values: statistics.float_statistics(
+                v, backend=backend
+            )
+    codes = fp8(260, 256)
+    for bits in (0x7F, 0xFF):
+        damaged = codes.clone()
+        damaged.view(torch.uint8)[place] = bits
+        block = Fp8Block(damaged, block_scale(damaged))
+        found[f"code {bits:x} in a block"] = lambda b, w=block: statistics.fp8_block_statistics(
+            w, backend=b
+        )
+        found[f"code {bits:x} in a channel"] = lambda b, w=damaged: (
+            statistics.fp8_channel_statistics(w, torch.ones(260, 1), backend=b)
+        )
+    weights = random(260, 256)
+    int8, int4 = (
+        quantize.quantize_int8_channel(weights)[0],
+        quantize.quantize_int4_group(weights)[0],
+    )
+    w4afp8 = quantize.quantize_w4afp8(weights)[0]
+    for wrong in (0.0, -1.0, math.nan, math.inf, 3e38):
+
+        def scaled(scale: torch.Tensor, at: tuple[int, int], value: float = wrong) -> torch.Tensor:
+            changed = scale.clone()
+            changed[at] = value
+            return changed
+
+        at = (place[0] // 128, place[1] // 128)
+        block = Fp8Block(codes, scaled(block_scale(codes), at))
+        channel = scaled(torch.ones(260, 1), (place[0], 0))
+        eight = Int8Channel(int8.packed, scaled(int8.scale, (place[0], 0)))
+        four = Int4Group(int4.packed, scaled(int4.scale, (place[0], at[1])))
+        signed = W4AFp8(w4afp8.packed, scaled(w4afp8.scale, (place[0], at[1])))
+        found |= {
+            f"block scale {wrong}": lambda b, w=block: statistics.fp8_block_statistics(
+                w, backend=b
+            ),
+            f"channel scale {wrong}": lambda b, s=channel: statistics.fp8_channel_statistics(
+                codes, s, backend=b
+            ),
+            f"int8 scale {wrong}": lambda b, w=eight: statistics.int8_channel_statistics(
+                w, backend=b
+            ),
+            f"int4 scale {wrong}": lambda b, w=four: statistics.int4_group_statistics(w, backend=b),
+            f"w4afp8 scale {wrong}": lambda b, w=signed: statistics.w4afp8_statistics(w, backend=b),
+        }
+    return found
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("place", [(0, 0), (131, 200), (259, 255)], ids=str)
+def test_what_cannot_be_decoded_is_unsound(place: tuple[int, int], backend: str) -> None:
+    for name, measure in unsound(place).items():
+        assert not measure(backend).is_sound, name
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_zero_scale_stands_for_a_block_of_zeros(backend: str) -> None:
+    codes = torch.zeros(256, 128, dtype=torch.float8_e4m3fn)
+    codes[:128] = 1.0
+    scale = torch.tensor([[1.0], [0.0]])
+    assert statistics.fp8_block_statistics(Fp8Block(codes, scale), backend=backend).is_sound
+    codes[200, 5] = 1.0
+    assert not statistics.fp8_block_statistics(Fp8Block(codes, scale), backend=backend).is_sound
+
+
+def test_statistics_of_pieces_add_up() -> None:
+    values = random(260, 384)
+    parts = [statistics.float_statistics(values[at : at + 100]) for at in (0, 100, 200)]
+    joined, whole = parts[0] + parts[1] + parts[2], statistics.float_statistics(values)
+    assert (joined.elements, joined.low) == (whole.elements, whole.low)
+    assert joined.high == whole.high
+    assert math.isclose(joined.square_sum, whole.square_sum, rel_tol=TOLERANCE)
+    constant = statistics.float_statistics(torch.full((3,), 2.0))
+    other = statistics.float_statistics(torch.full((3,), 3.0))
+    assert constant.is_constant and other.is_constant and not (constant + other).is_constant
+    assert not statistics.float_statistics(torch.full((1,), 2.0)).is_constant
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_difference_of_values(backend: str) -> None:
+    wanted, found = random(300, 130), random(300, 130, seed=5)
+    result = statistics.difference(wanted, found, backend=backend)
+    error = found.double() - wanted.double()
+    assert math.isclose(result.signal, float(wanted.double().square().sum()), rel_tol=1e-12)
+    assert math.isclose(result.noise, float(error.square().sum()), rel_tol=1e-12)
+    assert result.largest == float(error.abs().max())
+    assert statistics.difference(wanted, wanted, backend=backend).sqnr_db == math.inf
+    assert statistics.difference(wanted * 0, found, backend=backend).sqnr_db == -math.inf
+
+
+def test_large_weights_are_measured_by_compiled_code() -> None:
+    """Small ones are done before it could be compiled; either way the result is the same."""
+    code = (
+        "import sys, torch; from mtp_kernels import weight_statistics as s;"
+        "s.float_statistics(torch.ones(100)); small = 'numba' in sys.modules;"
+        "s.float_statistics(torch.ones(1 << 20)); sys.exit(10 * small + ('numba' in sys.modules))"
+    )
+    run = subprocess.run([sys.executable, "-c", code], cwd=ROOT / "kernels")
+    assert run.returncode == 1
+    with pytest.raises(ValueError, match="backend"):
+        statistics.float_statistics(torch.ones(3), backend="gpu")

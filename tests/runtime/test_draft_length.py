@@ -1,0 +1,100 @@
+"""Numbers of drafts: by a schedule, and by what acceptance and costs were measured."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+
+from mtp_runtime.config import SpeculationConfig
+from mtp_runtime.draft_length import DraftLength, Step, draft_length
+
+K = 5
+PROBES = 32
+
+Cost = Callable[[int], float]  # seconds of a target step by its rows
+
+
+def adaptive() -> DraftLength:
+    return draft_length(SpeculationConfig("mtp", max_draft_tokens=K, adaptive=True))
+
+
+def drive(
+    rule: DraftLength, *, batch: int, steps: int, acceptance: float, cost: Cost, c: float
+) -> list[int]:
+    """Run steps of a model in which every draft is accepted at a rate; return the lengths."""
+    random = np.random.default_rng(0)
+    chosen = []
+    for _ in range(steps):
+        drafts = rule.choose(batch)
+        chosen.append(drafts)
+        accepted = np.cumprod(random.random((batch, drafts)) < acceptance, axis=1).sum(axis=1)
+        blocks = [(drafts, int(count)) for count in accepted]
+        rule.observe(Step(blocks, c * drafts, cost(batch * (drafts + 1))))
+    return chosen
+
+
+def rate(drafts: int, batch: int, acceptance: float, cost: Cost, c: float) -> float:
+    """Tokens per second of a request in that model."""
+    tokens = sum(acceptance**i for i in range(drafts + 1))
+    return tokens / (cost(batch * (drafts + 1)) + c * drafts)
+
+
+def flat(rows: int) -> float:
+    return 1.0 + 0.01 * rows
+
+
+def steep(rows: int) -> float:
+    return 0.1 + 0.3 * rows
+
+
+@pytest.mark.parametrize("batch", [1, 8, 80])
+@pytest.mark.parametrize("acceptance", [0.05, 0.6, 0.9])
+@pytest.mark.parametrize("cost", [flat, steep])
+def test_it_settles_on_the_best_length(batch: int, acceptance: float, cost: Cost) -> None:
+    chosen = drive(adaptive(), batch=batch, steps=400, acceptance=acceptance, cost=cost, c=0.1)
+    rates = [rate(drafts, batch, acceptance, cost, c=0.1) for drafts in range(K + 1)]
+    assert np.mean([rates[drafts] for drafts in chosen[200:]]) > 0.97 * max(rates)
+
+
+def test_every_length_s_cost_is_estimated_from_a_few_steps() -> None:
+    chosen = drive(adaptive(), batch=16, steps=4, acceptance=0.9, cost=flat, c=0.01)
+    assert set(chosen[:3]) == {K, 0, K // 2}
+
+
+def test_it_follows_a_text_that_changes() -> None:
+    rule = adaptive()
+    long = drive(rule, batch=4, steps=200, acceptance=0.95, cost=flat, c=0.05)
+    short = drive(rule, batch=4, steps=600, acceptance=0.1, cost=flat, c=0.05)
+    again = drive(rule, batch=4, steps=600, acceptance=0.95, cost=flat, c=0.05)
+    assert np.mean(long[50:]) > 4
+    assert np.mean(short[300:]) < 1
+    assert np.mean(again[300:]) > 4
+
+
+def test_neighbours_are_tried_again_and_again() -> None:
+    chosen = drive(adaptive(), batch=1, steps=20 * PROBES, acceptance=0.05, cost=steep, c=0.1)
+    later = chosen[2 * PROBES :]
+    assert set(later) == {0, 1}
+    assert 4 < later.count(1) < len(later) / 10
+
+
+def test_one_interrupted_step_changes_nothing() -> None:
+    rule = adaptive()
+    before = drive(rule, batch=2, steps=100, acceptance=0.8, cost=flat, c=0.05)[-1]
+    drafts = rule.choose(2)
+    rule.observe(Step([(drafts, drafts)] * 2, 0.05 * drafts, 1000.0))
+    assert rule.choose(2) == before
+
+
+def test_a_schedule_counts_from_its_batch_sizes_on() -> None:
+    config = SpeculationConfig("mtp", k_schedule=((1, 5), (8, 2), (32, 0)))
+    rule = draft_length(config)
+    assert [rule.choose(batch) for batch in (1, 7, 8, 31, 32, 128)] == [5, 5, 2, 2, 0, 0]
+    assert config.draft_tokens == 5
+
+
+def test_without_options_the_length_is_fixed() -> None:
+    assert draft_length(SpeculationConfig("mtp", max_draft_tokens=3)).choose(9) == 3
+    assert draft_length(SpeculationConfig(max_draft_tokens=3)).choose(9) == 0
