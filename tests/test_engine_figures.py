@@ -47,6 +47,22 @@ def test_the_table_of_acceptance(engines: dict[str, Any], page: str) -> None:
         assert row in page
 
 
+def test_the_table_of_other_families(page: str) -> None:
+    facts = results("engines_families.json")
+    runs = facts["measured"]
+    assert facts["hardware"]["commit"][:12] in page
+    for name, run in runs.items():
+        theirs = ", ".join(f"{share:.3f}" for share in run["vllm"])
+        ours = ", ".join(Estimate(**share).shown() for share in run["ours"])
+        assert not theirs or f"| {name} | {theirs} | {ours} |" in page
+    differ = [run["tokens_that_differ"] for run in runs.values()]
+    largest = max(run["largest_difference"] for run in runs.values())
+    words = f"of which {min(differ)} to {max(differ)} differ by at most {largest:.2f}"
+    assert words in page.replace("\n", " ")
+    first, second = runs["glm4_moe, 2"]["vllm"]
+    assert f"vLLM accepts {second / first:.2f} of" in page
+
+
 def test_how_many_tokens_differ(engines: dict[str, Any], page: str) -> None:
     differ = [run["tokens_that_differ"] for run in runs_without_fault(engines).values()]
     (tokens,) = {run["tokens"] for run in runs_without_fault(engines).values()}

@@ -26,7 +26,7 @@ class StoredTensor(NamedTuple):
 
     dtypes are safetensors dtypes, any of which is accepted. scale_of names the tensor with the
     codes that a scale (or another constant of the format) belongs to. optional tensors may be
-    absent.
+    absent, a scale with its codes alone.
     """
 
     name: str
@@ -69,7 +69,7 @@ def compare(stored: Mapping[str, HasLayout], promised: Iterable[StoredTensor]) -
 def _is_as_promised(stored: Mapping[str, HasLayout], wanted: StoredTensor) -> bool:
     tensor = stored.get(wanted.name)
     if tensor is None:
-        return wanted.optional
+        return wanted.optional and wanted.scale_of not in stored
     return (
         tensor.shape == wanted.shape
         and tensor.dtype in wanted.dtypes

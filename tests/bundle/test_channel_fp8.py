@@ -127,6 +127,14 @@ def test_the_head_of_another_model_is_refused(channels: Path, output: Path) -> N
     assert export(channels, output, "--link", "copy", "--allow-untied").code == 0
 
 
+def test_a_copy_without_its_scale_is_refused(channels: Path, output: Path) -> None:
+    path = channels / "mtp.safetensors"
+    save_file({n: t for n, t in load_file(path).items() if n != f"{HEAD}_scale"}, path)
+    refused = export(channels, output)
+    assert refused.code == 3
+    assert f"{HEAD}_scale: missing, though its weight {HEAD} is there" in refused.err
+
+
 def test_other_compressed_sources_are_refused(channels: Path, output: Path) -> None:
     def in_int8(config: dict[str, Any]) -> None:
         group = config["quantization_config"]["config_groups"]["group_0"]

@@ -209,10 +209,11 @@ def _as_read(name: str, layout: PartLayout, config: Any, reading: DraftReading) 
     specs = [one.weight for one in layout.stored.weights.values()]
     tensors: Mapping[str, TensorInfo] = layout.checkpoint.tensors
     rename: Callable[[str], str] = str
+    keeps_patterns = reading.layer_name in layout.stored.family.patterns.mtp_names
     if reading.layer_name is not None:
         layers = sorted({f"model.layers.{spec.mtp_layer}" for spec in specs})
         rename = partial(_with_layer_name, layers, reading.layer_name)
-        if not layout.stored.family.patterns.mtp_names:
+        if not keeps_patterns:
             config = json.loads(rename(json.dumps(config)))
         tensors = {rename(key): tensor for key, tensor in tensors.items()}
     try:
@@ -221,6 +222,9 @@ def _as_read(name: str, layout: PartLayout, config: Any, reading: DraftReading) 
         cause = causes.misread_by_engine(reading.reason, error)
         return failed(name, cause, subject="config.json")
     presence, precision = _sorted_out(tensors, read)
+    if keeps_patterns:  # a release names its other matrices by the layer, and none is asked
+        linears = {w.tensors[0].name for w in read.weights.values() if w.weight.is_linear_weight}
+        precision = [problem for problem in precision if problem.subject in linears]
     problems = [
         Problem(problem.subject, causes.misread_by_engine(reading.reason, problem.words))
         for problem in presence + precision
