@@ -66,7 +66,8 @@ class TensorReader:
         info = self._info
         first, last = (self._begin + row * row_bytes(info) for row in (start, stop))
         memory = torch.empty(last - first + SLACK_BYTES + PAGE_BYTES, dtype=torch.uint8)
-        buffer: Any = memoryview(memory[-memory.data_ptr() % PAGE_BYTES :].numpy())
+        aligned: Any = memory[-memory.data_ptr() % PAGE_BYTES :].numpy()
+        buffer = memoryview(aligned)
         return as_rows(info, buffer[self._file.read_into(buffer, first, last)], stop - start)
 
     def chunks(self, buffer: memoryview) -> Iterator[memoryview]:
