@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from dataclasses import dataclass
 from math import prod
-from typing import Any
+from typing import Any, NamedTuple
 
 from mtp_export.checkpoint.bundle_folder import MAIN, MTP, RELEASED
 from mtp_export.checkpoint.byte_source import Place
+from mtp_export.checkpoint.header import TensorInfo
 from mtp_export.checkpoint.manifest import MANIFEST_NAME
 from mtp_export.checkpoint.reader import Checkpoint
 from mtp_export.checkpoint.sources import byte_source
@@ -94,8 +95,8 @@ def inspect(place: Place) -> Inspection:
         )
     checkpoint = Checkpoint.read_from(source)
     layout = _layout_of(checkpoint)
-    stored, found = layout.stored, {layout.part_of(name) for name in checkpoint.tensors}
-    present = tuple(part for part in (MAIN, MTP) if part in found)
+    stored, amounts = layout.stored, _amounts(checkpoint, layout)
+    present = tuple(part for part in (MAIN, MTP) if any(own.part == part for own in amounts))
     expected = [
         tensor for one in stored.weights.values() if _part(one) in present for tensor in one.tensors
     ]
@@ -108,7 +109,7 @@ def inspect(place: Place) -> Inspection:
         mtp_layers=tuple(stored.family.mtp_layers),
         parts=present,
         shards=len(checkpoint.shards),
-        amounts=_amounts(checkpoint, layout),
+        amounts=amounts,
         shared_tensors=_shared_tensors(checkpoint, stored) if MTP in present else {},
         missing_files=tuple(
             name for name in ("generation_config.json", "tokenizer.json") if name not in names
@@ -125,14 +126,35 @@ class _Layout:
     target: str
     stored: StoredModel
 
-    def part_of(self, name: str) -> str:
-        """Return the part that a tensor on disk belongs to, by its name alone if need be."""
+    def kind_of(self, tensor: TensorInfo) -> _Kind:
+        """Return the kind of a tensor on disk."""
+        name, dtype = tensor.name, tensor.dtype
         one = self.stored.weight_of.get(name)
-        if one is not None:
-            return _part(one)
+        if one is None:
+            part = self._part_of_unexpected(name)
+            return _Kind(part, "unexpected", dtype, tensor.shape, tensor.size_bytes)
+        weight, shape = one.weight, None
+        if one.tensors[0].name == name:
+            shape = weight.shape
+        else:
+            dtype += " shape" if dtype == "I64" else " scale"
+        return _Kind(_part(one), weight.role, dtype, shape, tensor.size_bytes)
+
+    def _part_of_unexpected(self, name: str) -> str:
+        """Return the part that a tensor belongs to by its name."""
         if self.target != RELEASED:
             return MTP
         return MAIN if self.stored.family.mtp_layer_of(name) is None else MTP
+
+
+class _Kind(NamedTuple):
+    """Tensors that reports add up; shape is that of the weight, None for a scale of one."""
+
+    part: str
+    role: str
+    dtype: str
+    shape: tuple[int, ...] | None
+    size_bytes: int
 
 
 def _part(one: StoredWeight) -> str:
@@ -159,21 +181,21 @@ def _layout_of(checkpoint: Checkpoint) -> _Layout:
             layouts.append(_Layout(name, stored))
     if not layouts:
         raise failures[0]
-    return max(layouts, key=lambda own: len(own.stored.tensors.keys() & checkpoint.tensors.keys()))
+    if len(layouts) == 1:
+        return layouts[0]
+    return max(
+        layouts, key=lambda own: len(own.stored.weight_of.keys() & checkpoint.tensors.keys())
+    )
 
 
 def _amounts(checkpoint: Checkpoint, layout: _Layout) -> tuple[Amount, ...]:
     sums: dict[tuple[str, str, str], list[int]] = defaultdict(lambda: [0, 0, 0])
-    for name, tensor in checkpoint.tensors.items():
-        one = layout.stored.weight_of.get(name)
-        role = "unexpected" if one is None else str(one.weight.role)
-        is_scale = one is not None and one.tensors[0].name != name
-        beside = " shape" if tensor.dtype == "I64" else " scale"
-        total = sums[layout.part_of(name), role, tensor.dtype + (beside if is_scale else "")]
-        total[0] += 1
-        if not is_scale:
-            total[1] += prod(tensor.shape if one is None else one.weight.shape)
-        total[2] += tensor.size_bytes
+    kinds = Counter(map(layout.kind_of, checkpoint.tensors.values()))
+    for kind, tensors in kinds.items():
+        parameters = 0 if kind.shape is None else prod(kind.shape)
+        total = sums[kind.part, str(kind.role), kind.dtype]
+        for number, each in enumerate((1, parameters, kind.size_bytes)):
+            total[number] += tensors * each
     order = [str(role) for role in Role]
     return tuple(
         Amount(*key, *values)

@@ -108,11 +108,12 @@ def make_source(folder: Path, kind: str, as_bundle: bool) -> Path:
 
 
 def linears(names: Iterable[str]) -> list[str]:
-    """The modules among a source's tensors that a scheme may quantize."""
+    """The modules among a source's tensors that a scheme may quantize, but for an indexer's keys:
+    engines dequantize those as they load them, and never ask."""
     inside = (".self_attn.", ".mlp.gate_proj", ".mlp.up_proj", ".mlp.down_proj", "experts.")
     return [
         name.removesuffix(".weight")
         for name in names
-        if name.endswith(("_proj.weight", "_proj_with_mqa.weight"))
-        if any(part in name for part in inside)
+        if name.endswith(("_proj.weight", "_proj_with_mqa.weight", ".indexer.wq_b.weight"))
+        if any(part in name for part in inside) and not name.endswith(".weights_proj.weight")
     ]

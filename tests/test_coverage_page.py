@@ -7,7 +7,7 @@ import re
 import pytest
 import typer
 
-from mtp_export.commands.program import app
+from mtp_export.commands.group import app
 from pages import ROOT, code_in, paths_in, rows_of, sections_of
 
 PAGE = ROOT / "docs/coverage.md"

@@ -184,7 +184,8 @@ def open_source(place: Place) -> tuple[Checkpoint, StoredModel]:
     """
     checkpoint = open_checkpoint(place)
     stored = stored_source(checkpoint.config)
-    if not any(stored.family.mtp_layer_of(name) is not None for name in checkpoint.tensors):
+    # The MTP layer comes last, as a rule.
+    if not any(stored.family.mtp_layer_of(n) is not None for n in reversed(checkpoint.tensors)):
         layers = checkpoint.config.get("num_nextn_predict_layers", "no")
         raise UnsupportedError(
             "The checkpoint has no MTP layer",

@@ -6,7 +6,7 @@ import threading
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from mtp_export.bundle.tied_weights import TiedCopies
@@ -147,7 +147,7 @@ def opened_inputs(
     with staging.start(checkpoint.files.readers):
         files = {shard.path: staging.file(_remote(shard.file)) for shard in checkpoint.shards}
         tensors = {
-            name: replace(tensor, file=files[tensor.path])
+            name: tensor._replace(file=files[tensor.path])
             for name, tensor in checkpoint.tensors.items()
         }
         yield Inputs(tensors, staging.finishing, stopping)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 from mtp_export.bundle.build import BundlePlan
@@ -23,17 +24,30 @@ def launch_lines(plan: BundlePlan) -> dict[str, str]:
     """
     if plan.options.content.part is not Part.BOTH:
         return {}
-    target, wanted = target_of(plan.options.target), plan.options.target
-    native = plan.stored.scheme or KEEP
-    base = plan.recorded.get("base_quant", native)
-    mtp = plan.recorded.get("mtp_quant", "bf16" if target.dequantizes else native)
-    deployment = Deployment(plan.options.output_dir, base, mtp)
+    folder, native = plan.options.output_dir, plan.stored.scheme or KEEP
+    return serving_lines(plan.recorded, wanted=plan.options.target, native=native, folder=folder)
+
+
+def serving_lines(
+    recorded: Mapping[str, Any], *, wanted: str, native: str, folder: Path
+) -> dict[str, str]:
+    """Return the shell command that serves a bundle in a folder, per engine that a name of --target
+    stands for.
+
+    recorded are the options as the manifest keeps them, native is the scheme of the source.
+    """
+    target = target_of(wanted)
+    base = recorded.get("base_quant", native)
+    mtp = recorded.get("mtp_quant", "bf16" if target.dequantizes else native)
+    converted = [SCHEMES[scheme] for scheme in (base, mtp) if scheme != KEEP]
+    alike = all(scheme.stores_experts_alike(recorded) for scheme in converted)
+    deployment = Deployment(folder, base, mtp, experts_alike=alike)
     return {
         engine.name: engine.launch(deployment)
         for engine in target.engines
         if engine.launch is not None
         and wanted in (engine.name, target.name)
-        and (base == KEEP or _reads(engine, plan.recorded, base, mtp))
+        and (base == KEEP or _reads(engine, recorded, base, mtp))
     }
 
 

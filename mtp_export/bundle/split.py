@@ -46,8 +46,8 @@ def main_part(checkpoint: Checkpoint, stored: StoredModel, options: SplitOptions
     """
     shards: list[OutputShard] = []
     for shard in checkpoint.shards:
-        tensors = [t for t in shard.tensors if stored.family.mtp_layer_of(t.name) is None]
-        steps = [step for t in tensors for step in _main_steps(checkpoint, stored, options.main, t)]
+        made = (_main_step(checkpoint, stored, options.main, tensor) for tensor in shard.tensors)
+        steps = [step for step in made if step is not None]
         if steps:
             shards.append(_linked_if_whole(tuple(steps), shard))
     config = dict(options.main_config)
@@ -109,18 +109,26 @@ def shared_pairs(checkpoint: Checkpoint, family: ModelFamily) -> tuple[SharedTen
 
 def _linked_if_whole(steps: tuple[Step, ...], shard: ShardHeader) -> OutputShard:
     """Return a shard of these steps; it can be linked to the source's if they repeat that one."""
-    repeated = tuple(keep_step(tensor, tensor.name) for tensor in shard.tensors)
-    return OutputShard(steps, shard if steps == repeated else None)
+    repeated = len(steps) == len(shard.tensors) and all(map(_keeps, steps, shard.tensors))
+    return OutputShard(steps, shard if repeated else None)
 
 
-def _main_steps(
+def _keeps(step: Step, tensor: TensorInfo) -> bool:
+    """Return whether a step leaves a tensor as it is, name included."""
+    return step.outputs[0].name == tensor.name and step == keep_step(tensor, tensor.name)
+
+
+def _main_step(
     checkpoint: Checkpoint, stored: StoredModel, conversion: Conversion, tensor: TensorInfo
-) -> Iterator[Step]:
-    """Yield the step of a tensor of the main model; a kept scale stays where it is stored."""
+) -> Step | None:
+    """Return the step of a tensor; a kept scale stays where it is stored.
+
+    None for an MTP layer's tensor, and for a scale that the step of its weight reads.
+    """
     one = stored.weight_of[tensor.name]
-    step = conversion.step(one, tensor, checkpoint.tensors, name=tensor.name)
-    if step is not None:
-        yield step
+    if one.weight.mtp_layer is not None:
+        return None
+    return conversion.step(one, tensor, checkpoint.tensors, name=tensor.name)
 
 
 def _mtp_shards(
@@ -146,11 +154,14 @@ def _mtp_shards(
         steps = [
             step
             for tensor in shard.tensors
+            if stored.weight_of[tensor.name].weight.mtp_layer is not None
             for step in _mtp_steps(checkpoint, stored, options, tensor)
         ]
+        if not steps:
+            continue
         candidate = _linked_if_whole(_in_stored_order(steps, shard), shard)
         stays = checkpoint.is_bundle or links[shard.path] is not Link.COPY
-        if stays and steps and candidate.linked_from is not None:
+        if stays and candidate.linked_from is not None:
             kept.append(candidate)
             for step in candidate.steps:
                 packed.pop(step, None)
@@ -168,12 +179,9 @@ def _in_stored_order(steps: Sequence[Step], shard: ShardHeader) -> tuple[Step, .
 def _mtp_steps(
     checkpoint: Checkpoint, stored: StoredModel, options: SplitOptions, tensor: TensorInfo
 ) -> Iterator[Step]:
-    """Yield the steps of a tensor of an MTP layer and of its scale.
-
-    There are none for a scale itself and for the main model's tensors.
-    """
-    family, target = stored.family, options.target
-    layer, one = family.mtp_layer_of(tensor.name), stored.weight_of[tensor.name]
+    """Yield the steps of a tensor of an MTP layer and of its scale; none for a scale itself."""
+    family, target, one = stored.family, options.target, stored.weight_of[tensor.name]
+    layer = one.weight.mtp_layer
     if layer is None or tensor.name != one.tensors[0].name:
         return
     if one.weight.role in (Role.EMBEDDING, Role.HEAD):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from functools import lru_cache
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -56,6 +57,7 @@ TORCH_DTYPE_NAMES: dict[str, str] = {
 }
 
 
+@lru_cache(maxsize=1 << 12)  # a model of 100,000 tensors has tens of shapes
 def tensor_bytes(dtype: str, shape: tuple[int, ...]) -> int:
     """Return the bytes of a tensor of a known dtype (ValueError if they are no whole number)."""
     bits = DTYPE_BITS[dtype] * math.prod(shape)

@@ -7,9 +7,13 @@ leading white space, unknown fields, unsafe names).
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Sequence, Set
 from contextlib import closing
 from dataclasses import dataclass
-from typing import Any
+from functools import lru_cache
+from itertools import accumulate
+from operator import attrgetter, mul
+from typing import Any, NamedTuple
 
 from mtp_export.checkpoint import strict_json
 from mtp_export.checkpoint.byte_source import ByteFile, OpenFile, Place
@@ -19,10 +23,12 @@ from mtp_export.errors import InvalidInputError
 MAX_HEADER_BYTES = 100_000_000
 MAX_DIMENSIONS = 64  # of numpy's arrays, and of torch's operations
 _LENGTH_BYTES = 8
+_FIELDS = {"dtype", "shape", "data_offsets"}
+_INTEGERS = {int}
+_NO_SHAPE = ("has no valid shape", "sizes from 0 up")
 
 
-@dataclass(frozen=True, slots=True)
-class TensorInfo:
+class TensorInfo(NamedTuple):
     """A stored tensor: name, dtype, shape, and the bytes of its file that hold it."""
 
     name: str
@@ -73,7 +79,8 @@ def read_header(file: ByteFile) -> ShardHeader:
             header = _read_raw(opened)
             data_start = _LENGTH_BYTES + len(header)
             entries = _parse_json(header)
-            tensors = tuple(_tensor(file, name, entries[name], data_start) for name in entries)
+            _check_names(entries.keys())
+            tensors = [_tensor(file, name, entry, data_start) for name, entry in entries.items()]
             ordered = _check_coverage(tensors, data_start, opened.size_bytes)
         except _HeaderError as error:
             raise InvalidInputError(
@@ -141,23 +148,20 @@ def _is_size(value: object) -> bool:
     return type(value) is int and 0 <= value < 2**63
 
 
-def _check_shape(name: str, shape: object) -> None:
-    """Refuse what is no shape, or has more dimensions or elements than programs can count."""
-    if not isinstance(shape, list) or not all(map(_is_size, shape[: MAX_DIMENSIONS + 1])):
-        raise _HeaderError(
-            f"Tensor {name} has no valid shape", "sizes from 0 up", repr(shape)[:120]
-        )
-    if len(shape) > MAX_DIMENSIONS:
-        raise _HeaderError(
-            f"Tensor {name} has too many dimensions", f"at most {MAX_DIMENSIONS}", len(shape)
-        )
-    elements = 1
-    for size in shape:
-        elements *= size
-        if not _is_size(elements):
-            raise _HeaderError(
-                f"Tensor {name} has more elements than can be counted", "fewer than 2^63", shape
-            )
+def _are_sizes(one: object, other: object) -> bool:
+    return type(one) is type(other) is int and 0 <= one < 2**63 and 0 <= other < 2**63
+
+
+def _check_names(names: Set[str]) -> None:
+    """Refuse unsafe names; those that are plain are looked at together, which takes no time."""
+    together = "".join(names)
+    if together.isprintable() and "/" not in together and names.isdisjoint(("", "..")):
+        return
+    for name in names:
+        try:
+            check_tensor_name(name)
+        except ValueError:
+            raise _HeaderError("A tensor's name is unsafe", "a plain name", repr(name)) from None
 
 
 def check_tensor_name(name: str) -> None:
@@ -167,50 +171,67 @@ def check_tensor_name(name: str) -> None:
 
 
 def _tensor(file: ByteFile, name: str, entry: object, data_start: int) -> TensorInfo:
-    try:
-        check_tensor_name(name)
-    except ValueError:
-        raise _HeaderError("A tensor's name is unsafe", "a plain name", repr(name)) from None
-    if not isinstance(entry, dict) or entry.keys() != {"dtype", "shape", "data_offsets"}:
+    if not isinstance(entry, dict) or entry.keys() != _FIELDS:
         raise _HeaderError(
             f"Tensor {name} is not described as the format requires",
             "exactly dtype, shape and data_offsets",
             repr(entry)[:120],
         )
-    dtype, shape, offsets = entry["dtype"], entry["shape"], entry["data_offsets"]
+    dtype, sizes, offsets = entry["dtype"], entry["shape"], entry["data_offsets"]
     if not isinstance(dtype, str) or dtype not in DTYPE_BITS:
         raise _HeaderError(
             f"Tensor {name} has an unknown dtype", ", ".join(DTYPE_BITS), repr(dtype)[:120]
         )
-    _check_shape(name, shape)
-    if not isinstance(offsets, list) or len(offsets) != 2 or not all(map(_is_size, offsets)):
+    shape = _checked_shape(name, sizes)
+    if not isinstance(offsets, list) or len(offsets) != 2 or not _are_sizes(*offsets):
         raise _HeaderError(f"Tensor {name} has no valid offsets", "two sizes", repr(offsets)[:120])
     start, end = offsets
     try:
-        expected_bytes = tensor_bytes(dtype, tuple(shape))
+        expected_bytes = tensor_bytes(dtype, shape)
     except ValueError as error:
         raise _HeaderError(f"Tensor {name} ends inside a byte", "whole bytes", str(error)) from None
     if end - start != expected_bytes:
         raise _HeaderError(
-            f"Tensor {name} has the wrong size for {dtype} {shape}",
+            f"Tensor {name} has the wrong size for {dtype} {sizes}",
             f"{expected_bytes} bytes",
             f"{end - start} bytes (offsets {start} to {end})",
         )
-    return TensorInfo(
-        name=name,
-        dtype=dtype,
-        shape=tuple(shape),
-        file=file,
-        offset_bytes=data_start + start,
-        size_bytes=end - start,
-    )
+    return TensorInfo(name, dtype, shape, file, data_start + start, expected_bytes)
+
+
+def _checked_shape(name: str, sizes: object) -> tuple[int, ...]:
+    """Return a shape (_HeaderError for what is none, or is beyond what programs can count)."""
+    if not isinstance(sizes, list) or not _INTEGERS.issuperset(map(type, sizes)):
+        problem, expected = _NO_SHAPE
+    else:
+        shape = tuple(sizes)
+        found = _problem_of(shape)
+        if found is None:
+            return shape
+        problem, expected = found
+    raise _HeaderError(f"Tensor {name} {problem}", expected, repr(sizes)[:120])
+
+
+@lru_cache(maxsize=1 << 12)  # a model of 100,000 tensors has tens of shapes
+def _problem_of(shape: tuple[int, ...]) -> tuple[str, str] | None:
+    """Return what is wrong with a shape, and what was expected; None for a good one."""
+    if not all(map(_is_size, shape[: MAX_DIMENSIONS + 1])):
+        return _NO_SHAPE
+    if len(shape) > MAX_DIMENSIONS:
+        return "has too many dimensions", f"at most {MAX_DIMENSIONS}"
+    if not all(map(_is_size, accumulate(shape, mul))):
+        return "has more elements than can be counted", "fewer than 2^63"
+    return None
+
+
+_by_place = attrgetter("offset_bytes", "size_bytes")
 
 
 def _check_coverage(
-    tensors: tuple[TensorInfo, ...], data_start: int, size_bytes: int
+    tensors: Sequence[TensorInfo], data_start: int, size_bytes: int
 ) -> tuple[TensorInfo, ...]:
     """Return the tensors in offset order, when they fill the data without hole, overlap or rest."""
-    ordered = tuple(sorted(tensors, key=lambda t: (t.offset_bytes, t.size_bytes)))
+    ordered = tuple(sorted(tensors, key=_by_place))
     position = data_start
     for tensor in ordered:
         if tensor.offset_bytes != position:

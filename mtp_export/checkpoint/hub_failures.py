@@ -113,3 +113,49 @@ def unusable_range(where: Address, *, expected: str, found: str) -> IoError:
         todo="A mirror or proxy without byte ranges may be on the way: check HF_ENDPOINT, or"
         " download the checkpoint and point at its folder",
     )
+
+
+def not_writable(where: Address, found: str) -> InvalidInputError:
+    """Return the error of a repository that the token may not change."""
+    return InvalidInputError(
+        "The token may not write to this repository",
+        where=where,
+        found=found,
+        todo="Check the name, and use a token with write access to it: hf auth login, or HF_TOKEN",
+    )
+
+
+def repository_moved(where: Address) -> IoError:
+    """Return the error of a commit on a branch that somebody else changed meanwhile."""
+    return IoError(
+        "Somebody else changed the repository meanwhile",
+        where=where,
+        found="another commit than the one that was looked at",
+        todo="Nothing was committed. Run the same command again: what was uploaded stays there",
+    )
+
+
+def upload_failure(error: Exception, where: Address, endpoint: str) -> MtpExportError:
+    """Return the error of an upload that failed for good; endpoint is the Hub's address."""
+    while isinstance(error, RuntimeError) and isinstance(error.__cause__, Exception):
+        error = error.__cause__  # huggingface_hub wraps what a file's upload raised
+    if isinstance(error, HfHubHTTPError):
+        status, url = error.response.status_code, str(error.response.request.url)
+        if not url.startswith(f"{endpoint}/"):
+            return IoError(
+                "The Hub's storage takes no bytes of a file",
+                where=where,
+                found=f"HTTP {status}",
+                todo=_AGAIN,
+            )
+        if status in _NO_ACCESS:
+            return not_writable(where, f"HTTP {status}")
+    if isinstance(error, HfHubHTTPError | httpx2.RequestError | OfflineModeIsEnabled):
+        return failure(error, where)
+    return IoError(
+        "An upload failed",
+        where=where,
+        found=type(error).__name__,
+        todo=f"{_AGAIN}. Where the Hub's Xet storage cannot be reached, HF_HUB_DISABLE_XET=1"
+        " uploads by plain HTTP",
+    )

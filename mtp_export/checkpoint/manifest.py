@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+from mtp_export.checkpoint.local_folder import LocalFolder
 from mtp_export.checkpoint.reader import read_json_object
 from mtp_export.errors import InvalidInputError
 
@@ -63,6 +65,11 @@ def read_manifest(bundle: Path) -> dict[str, Any]:
         )
     _check_kinds(path, content, shape=_SHAPE, names=())
     return content
+
+
+def manifest_sha256(bundle: Path) -> str:
+    """Return the SHA-256 of a bundle's manifest, by which a report names the bundle (IoError)."""
+    return hashlib.sha256(LocalFolder(bundle).read(MANIFEST_NAME)).hexdigest()
 
 
 def _check_kinds(path: Path, value: Any, shape: Any, names: tuple[str, ...]) -> None:

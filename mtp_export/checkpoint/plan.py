@@ -8,7 +8,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
-from typing import Any, ClassVar, Protocol
+from functools import cached_property
+from typing import Any, ClassVar, NamedTuple, Protocol
 
 from mtp_export.checkpoint.byte_source import Place
 from mtp_export.checkpoint.dtypes import tensor_bytes
@@ -26,8 +27,7 @@ class Link(StrEnum):
     COPY = "copy"
 
 
-@dataclass(frozen=True, slots=True)
-class OutputTensor:
+class OutputTensor(NamedTuple):
     """Tensor to be written; dtype is a safetensors dtype."""
 
     name: str
@@ -83,8 +83,7 @@ class Transform(Protocol):
 COPY = Copy()
 
 
-@dataclass(frozen=True, slots=True)
-class Step:
+class Step(NamedTuple):
     """One operation: source tensors by name in, output tensors of one shard out.
 
     scheme is the precision scheme that asked for the operation, if one did.
@@ -132,9 +131,9 @@ class OutputShard:
         """True when its tensors pass through the run, to be written or only checksummed."""
         return self.linked_from is None or self.checked
 
-    @property
+    @cached_property
     def size_bytes(self) -> int:
-        return sum(step.size_bytes for step in self.steps)
+        return sum(tensor.size_bytes for step in self.steps for tensor in step.outputs)
 
 
 @dataclass(frozen=True)
@@ -166,7 +165,7 @@ class PartPlan:
 
     @property
     def tensor_count(self) -> int:
-        return sum(len(shard.tensors) for shard in self.shards)
+        return sum(len(step.outputs) for shard in self.shards for step in shard.steps)
 
     @property
     def checked(self) -> tuple[OutputShard, ...]:
@@ -192,9 +191,10 @@ class PartPlan:
         }
 
 
-def copy_step(source: OutputTensor, name: str | None = None) -> Step:
+def copy_step(source: OutputTensor | TensorInfo, name: str | None = None) -> Step:
     """Return the step that keeps a tensor's bytes, under its own name or another."""
-    return Step(COPY, (source.name,), (replace(source, name=name or source.name),))
+    copied = OutputTensor(name or source.name, source.dtype, source.shape)
+    return Step(COPY, (source.name,), (copied,))
 
 
 def pack(steps: Iterable[Step], max_shard_bytes: int) -> list[tuple[Step, ...]]:

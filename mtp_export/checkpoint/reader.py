@@ -4,7 +4,7 @@ other before a tensor is read. Tensors are read on demand, nothing is mapped."""
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cached_property
@@ -65,9 +65,9 @@ class Checkpoint:
         files = [source.file(name) for name in (*names, *unindexed)]
         with ThreadPoolExecutor(source.readers) as pool:
             shards = tuple(pool.map(read_header, files))
-        _check_no_tensor_twice(source, shards)
+        files_of = _files_of(source, shards)
         if weight_map is not None:
-            _check_index(source, weight_map, shards[: len(names)])
+            _check_index(source, weight_map, files_of, unindexed)
         digest = hashlib.sha256(raw_config).hexdigest()
         return cls(
             path=source.path,
@@ -146,7 +146,10 @@ def _weight_map(source: ByteSource) -> dict[str, str] | None:
         raise InvalidInputError(
             "The index has no weight_map", where=path, expected="tensor name -> file name"
         )
+    plain: set[str] = set()
     for name, file_name in weight_map.items():
+        if isinstance(file_name, str) and file_name in plain:
+            continue
         if not isinstance(file_name, str) or not _is_plain_file_name(file_name):
             raise InvalidInputError(
                 f"The index puts tensor {name} at a path outside the folder",
@@ -155,7 +158,8 @@ def _weight_map(source: ByteSource) -> dict[str, str] | None:
                 found=repr(file_name)[:200],
                 todo="Do not trust this checkpoint; get it again from its source",
             )
-    for file_name in sorted(set(weight_map.values())):
+        plain.add(file_name)
+    for file_name in sorted(plain):
         if file_name not in names:
             lost = [name for name, file in weight_map.items() if file == file_name]
             raise InvalidInputError(
@@ -174,11 +178,18 @@ def _is_plain_file_name(name: str) -> bool:
 
 
 def _check_index(
-    source: ByteSource, weight_map: dict[str, str], shards: Iterable[ShardHeader]
+    source: ByteSource,
+    weight_map: dict[str, str],
+    files_of: dict[str, str],
+    unindexed: Collection[str],
 ) -> None:
-    """Check that index and shards name the same tensors in the same files."""
-    where = {tensor.name: shard.path.name for shard in shards for tensor in shard.tensors}
-    for name, file_name in where.items():
+    """Check that index and shards name the same tensors in the same files, but for the shards that
+    it need not name."""
+    if unindexed:
+        files_of = {name: file for name, file in files_of.items() if file not in unindexed}
+    if files_of == weight_map:
+        return
+    for name, file_name in files_of.items():
         if weight_map.get(name) != file_name:
             raise InvalidInputError(
                 f"Tensor {name} is in a shard but the index does not say so",
@@ -188,7 +199,7 @@ def _check_index(
                 todo="A loader that follows the index would lose it: write the index again",
             )
     for name, file_name in weight_map.items():
-        if name not in where:
+        if name not in files_of:
             raise InvalidInputError(
                 f"The index names tensor {name}, which its shard does not hold",
                 where=source.path / file_name,
@@ -198,19 +209,22 @@ def _check_index(
             )
 
 
-def _check_no_tensor_twice(source: ByteSource, shards: Iterable[ShardHeader]) -> None:
-    where: dict[str, str] = {}
+def _files_of(source: ByteSource, shards: Iterable[ShardHeader]) -> dict[str, str]:
+    """Return the file name of every tensor (InvalidInputError for one that is in two shards)."""
+    files_of: dict[str, str] = {}
     for shard in shards:
-        for tensor in shard.tensors:
-            name = tensor.name
-            if name in where:
-                raise InvalidInputError(
-                    f"Tensor {name} is in two shards",
-                    where=source.path,
-                    found=f"{where[name]} and {shard.path.name}",
-                    todo="Remove the stale shard, or write the checkpoint again",
-                )
-            where[name] = shard.path.name
+        file_name = shard.path.name
+        own = dict.fromkeys([tensor.name for tensor in shard.tensors], file_name)
+        if not files_of.keys().isdisjoint(own):
+            name = next(name for name in own if name in files_of)
+            raise InvalidInputError(
+                f"Tensor {name} is in two shards",
+                where=source.path,
+                found=f"{files_of[name]} and {file_name}",
+                todo="Remove the stale shard, or write the checkpoint again",
+            )
+        files_of |= own
+    return files_of
 
 
 def _check_no_stray_shard(source: ByteSource, indexed: set[str]) -> None:

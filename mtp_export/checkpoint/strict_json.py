@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import re
+from itertools import chain
 from typing import Any, NoReturn
 
 MAX_DEPTH = 64  # the deepest files of real checkpoints, tokenizers, have about 10
@@ -22,28 +23,24 @@ def parse(raw: bytes) -> Any:
     Raises ValueError for anything else: also for duplicate keys, of which json takes the last, for
     NaN and infinities, for halves of surrogate pairs, and for deep nesting.
     """
+    text = raw.decode("utf-8")
     try:
-        value = json.loads(
-            raw.decode("utf-8"),
-            object_pairs_hook=_object,
-            parse_constant=_refuse_number,
-            parse_float=_finite,
-        )
+        value = json.loads(text, parse_constant=_refuse_number, parse_float=_finite)
     except RecursionError:
         raise ValueError(_TOO_DEEP) from None
-    if isinstance(value, list | dict):
-        _check_depth(value)
+    # Every key has a colon behind it: where no string holds one, a key twice is a colon too many.
+    # Looking at the keys of each object as it is made would take as long as the parsing.
+    if _count_keys(value) != raw.count(b":"):
+        json.loads(text, object_pairs_hook=_refuse_duplicates)
     if _ESCAPED_SURROGATE.search(raw):
         _check_text(value)
     return value
 
 
-def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    result = dict(pairs)
-    if len(result) < len(pairs):
+def _refuse_duplicates(pairs: list[tuple[str, Any]]) -> None:
+    if len(dict(pairs)) < len(pairs):
         keys = [key for key, _ in pairs]
         raise DuplicateKeyError(next(key for key in keys if keys.count(key) > 1))
-    return result
 
 
 def _refuse_number(name: str) -> NoReturn:
@@ -57,18 +54,19 @@ def _finite(digits: str) -> float:
     return value
 
 
-def _check_depth(value: Any) -> None:
-    """Refuse a value that recursive code, as of json and repr, may not get through (ValueError)."""
-    level = [value]
-    for _ in range(MAX_DEPTH):
-        level = [
-            child
-            for one in level
-            for child in (one.values() if isinstance(one, dict) else one)
-            if isinstance(child, list | dict)
-        ]
-        if not level:
-            return
+def _count_keys(value: Any) -> int:
+    """Return the number of keys in all objects of a value, those inside others included.
+
+    Raises ValueError for a value that recursive code, as of json and repr, may not get through.
+    """
+    keys, level = 0, [value]
+    for _ in range(MAX_DEPTH + 1):
+        if {dict, list}.isdisjoint(map(type, level)):
+            return keys
+        objects = [one for one in level if type(one) is dict]
+        arrays = [one for one in level if type(one) is list]
+        keys += sum(map(len, objects))
+        level = [*chain.from_iterable(map(dict.values, objects)), *chain.from_iterable(arrays)]
     raise ValueError(_TOO_DEEP)
 
 

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.text import Text
 
+from mtp_export.commands import drafting
 from mtp_export.commands import options as shared
 from mtp_export.commands.output import FiguresTable, Reporting, plain_console, print_result
 from mtp_export.errors import UsageError
@@ -21,7 +22,6 @@ if TYPE_CHECKING:
 
 _ACCEPTED_STYLE = "green"
 DECODING, PERFORMANCE = shared.DECODING, shared.PERFORMANCE
-DRAFTING, DRAFTS = "Speculation", "Number and temperature of drafts"
 
 Bundle = Annotated[
     Path,
@@ -78,69 +78,6 @@ Stop = Annotated[
     list[str] | None,
     typer.Option(metavar="TEXT", rich_help_panel=DECODING, help="Text that ends the output."),
 ]
-Method = Annotated[
-    str,
-    typer.Option(
-        metavar="NAME",
-        rich_help_panel=DRAFTING,
-        help="none, mtp, inference_with_reference or draft_model.",
-    ),
-]
-DraftTokens = Annotated[
-    int | None,
-    typer.Option(
-        metavar="K",
-        rich_help_panel=DRAFTING,
-        help="Draft tokens per step, 1 to 5; with --adaptive at most so many.",
-        show_default="1; with --adaptive 5",
-    ),
-]
-Adaptive = Annotated[
-    bool,
-    typer.Option(
-        "--adaptive",
-        rich_help_panel=DRAFTS,
-        help="Choose draft tokens per step by measured acceptance and times.",
-    ),
-]
-Schedule = Annotated[
-    str | None,
-    typer.Option(
-        metavar="B:K",
-        rich_help_panel=DRAFTS,
-        help="Draft tokens per step from each batch size on: 1:5,16:2,64:0.",
-    ),
-]
-DraftTemperature = Annotated[
-    str | None,
-    typer.Option(
-        metavar="X",
-        rich_help_panel=DRAFTS,
-        help="Temperatures of the draft tokens of a request that samples: 0.5,0.8.",
-    ),
-]
-StopEntropy = Annotated[
-    float,
-    typer.Option(
-        metavar="NATS",
-        rich_help_panel=DRAFTS,
-        help="Entropy above which no further token is drafted.",
-        show_default="none",
-    ),
-]
-NgramSize = Annotated[
-    int,
-    typer.Option(metavar="N", rich_help_panel=DRAFTING, help="Maximum length of an n-gram."),
-]
-DraftModel = Annotated[
-    Path | None,
-    typer.Option(
-        parser=shared.parse_path,
-        metavar="DIR",
-        rich_help_panel=DRAFTING,
-        help="Second checkpoint, for --speculate-method draft_model.",
-    ),
-]
 Device = Annotated[
     str, typer.Option(metavar="NAME", rich_help_panel=PERFORMANCE, help="cpu or cuda.")
 ]
@@ -167,14 +104,14 @@ def generate(
     top_k: TopK = 0,
     seed: Seed = 0,
     stop: Stop = None,
-    speculate_method: Method = "none",
-    speculate_max_draft_token_num: DraftTokens = None,
-    speculate_max_ngram_size: NgramSize = 3,
-    adaptive: Adaptive = False,
-    k_schedule: Schedule = None,
-    draft_temperature: DraftTemperature = None,
-    draft_stop_entropy: StopEntropy = math.inf,
-    draft_model: DraftModel = None,
+    speculate_method: drafting.Method = "none",
+    speculate_max_draft_token_num: drafting.DraftTokens = None,
+    speculate_max_ngram_size: drafting.NgramSize = 3,
+    adaptive: drafting.Adaptive = False,
+    k_schedule: drafting.Schedule = None,
+    draft_temperature: drafting.DraftTemperature = None,
+    draft_stop_entropy: drafting.StopEntropy = math.inf,
+    draft_model: drafting.DraftModel = None,
     device: Device = "cpu",
     dtype: Dtype = "float32",
     deterministic: Deterministic = False,
@@ -182,16 +119,10 @@ def generate(
 ) -> None:
     """Decode prompts, with or without speculation; accepted drafts are green."""
     asked = _prompts(prompt or [], prompts)
-    schedule, temperatures = _schedule(k_schedule), _numbers("draft-temperature", draft_temperature)
-    from mtp_runtime import LLM, SamplingParams, summarise
+    from mtp_runtime import LLM, SamplingParams
 
     first = SamplingParams(
-        temperature=temperature,
-        top_p=top_p,
-        top_k=top_k,
-        max_tokens=max_new_tokens,
-        seed=seed,
-        stop=tuple(stop or ()),
+        temperature=temperature, top_p=top_p, top_k=top_k, max_tokens=max_new_tokens, stop=stop
     )
     params = [replace(first, seed=seed + index) for index in range(len(asked))]
     llm = LLM(
@@ -203,41 +134,24 @@ def generate(
         speculate_max_draft_token_num=speculate_max_draft_token_num,
         speculate_max_ngram_size=speculate_max_ngram_size,
         adaptive=adaptive,
-        k_schedule=schedule,
-        draft_temperature=temperatures,
+        k_schedule=k_schedule,
+        draft_temperature=draft_temperature,
         draft_stop_entropy=draft_stop_entropy,
         draft_model=draft_model,
     )
+    _report(llm, asked, params, Reporting(as_json=as_json))
+
+
+def _report(
+    llm: LLM, asked: list[Prompt], params: list[SamplingParams], reporting: Reporting
+) -> None:
+    """Decode, and print the texts and the figures."""
+    from mtp_runtime import summarise
+
     start = time.monotonic()
-    outputs = _decode(llm, asked, params, silent=as_json)
+    outputs = _decode(llm, asked, params, silent=reporting.as_json)
     summary = summarise([output.metrics for output in outputs], time.monotonic() - start)
-    facts = _facts(asked, outputs, summary)
-    print_result(facts, summary_table(summary), Reporting(as_json=as_json))
-
-
-def _schedule(text: str | None) -> list[tuple[int, int]]:
-    """Return --k-schedule as (batch size, drafts)."""
-    pairs = []
-    for entry in text.split(",") if text is not None else ():
-        size, _, drafts = entry.partition(":")
-        if not (size.strip().isdecimal() and drafts.strip().isdecimal()):
-            raise UsageError(
-                "Option --k-schedule cannot be read",
-                expected="B:K,... such as 1:5,16:2,64:0",
-                found=text,
-            )
-        pairs.append((int(size), int(drafts)))
-    return pairs
-
-
-def _numbers(option: str, text: str | None) -> list[float]:
-    """Return the numbers of an option, separated by commas."""
-    try:
-        return [float(entry) for entry in text.split(",")] if text is not None else []
-    except ValueError:
-        raise UsageError(
-            f"Option --{option} cannot be read", expected="numbers such as 0.6,0.8", found=text
-        ) from None
+    print_result(_facts(asked, outputs, summary), summary_table(summary), reporting)
 
 
 def _prompts(texts: list[str], path: Path | None) -> list[Prompt]:

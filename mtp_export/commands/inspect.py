@@ -10,6 +10,7 @@ from rich.console import Group, RenderableType
 from mtp_export.checkpoint.bundle_folder import RELEASED
 from mtp_export.checkpoint.byte_source import Place
 from mtp_export.commands import options as shared
+from mtp_export.commands.garbage import few_collections
 from mtp_export.commands.output import FiguresTable, Reporting, heading, print_result
 from mtp_export.inspection import Inspection
 from mtp_export.inspection import inspect as inspect_checkpoint
@@ -28,7 +29,8 @@ _SHOWN_PROBLEMS = 10
 
 def inspect(source: Source, as_json: shared.AsJson = False) -> None:
     """Show the contents of a checkpoint, from its headers alone."""
-    inspection = inspect_checkpoint(source)
+    with few_collections():
+        inspection = inspect_checkpoint(source)
     print_result(inspection.as_json(), inspection_table(inspection), Reporting(as_json=as_json))
     if inspection.problems:
         inspection.problems[0].raise_as_error(source, len(inspection.problems) - 1)

@@ -14,7 +14,6 @@ from mtp_export.commands import options as shared
 from mtp_export.commands.output import json_text, print_result, remark
 from mtp_export.commands.report_files import ReportFiles, try_reports
 from mtp_export.errors import UsageError
-from mtp_export.progress import progress_bar
 
 if TYPE_CHECKING:
     from mtp_export.verify.context import VerifyOptions
@@ -188,6 +187,7 @@ def verify(
 
 def _run(options: VerifyOptions, *, quiet: bool) -> VerifyReport:
     """Run the checks, with progress and a line per finished check on stderr unless quiet."""
+    from mtp_export.commands.progress_bar import progress_bar
     from mtp_export.verify import run_checks
     from mtp_export.verify.context import Context
     from mtp_export.verify.report.report import report_of

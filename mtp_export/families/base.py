@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from mtp_export.families.contract import MtpContract
 
@@ -49,8 +49,7 @@ class RotaryRows:
     size: int
 
 
-@dataclass(frozen=True, slots=True)
-class TensorSpec:
+class TensorSpec(NamedTuple):
     """One tensor of a model, unquantized.
 
     dtypes are safetensors dtypes, the usual one first. optional tensors may be absent (the MTP
@@ -84,6 +83,9 @@ class SharedTensor:
     main_name: str
 
 
+SGLANG_DRAFT = "model.decoder"  # the MTP layer in SGLang's models/*_nextn.py
+
+
 @dataclass(frozen=True)
 class ModulePatterns:
     """Module names as engines' quantization configs refer to them.
@@ -93,13 +95,15 @@ class ModulePatterns:
     quantized but that engines may build as linears. fused: the last name components of linears that
     engines load as one matrix, with the names of that matrix. absorbed: the last components of
     linears that attention multiplies into other matrices, so that some loaders read them
-    unquantized.
+    unquantized. mtp_names: names that engines have for the MTP layer besides its own; a config that
+    names the layer must name it by each.
     """
 
     linears: Mapping[Role, str]
     other_matrices: tuple[str, ...]
     fused: Mapping[tuple[str, ...], tuple[str, ...]]
     absorbed: tuple[str, ...]
+    mtp_names: tuple[str, ...] = ()
 
 
 class ModelFamily(Protocol):

@@ -6,8 +6,9 @@ Source: README_WEIGHTS.md and the index of the released checkpoints (91,991 tens
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
+from typing import ClassVar
 
 from mtp_export.families.base import Role, RotaryRows, TensorSpec
 from mtp_export.families.contract import MtpContract
@@ -49,6 +50,8 @@ class DeepseekV3Family(MoeDecoderFamily):
     refused = ("attention_bias", "tie_word_embeddings")
     fused = {("q_a_proj", "kv_a_proj_with_mqa"): ("fused_qkv_a_proj", "fused_qkv_a_proj_with_mqa")}
     absorbed = ("kv_b_proj",)
+    # SGLang replaces model.layers.61 in configs by its own name.
+    mtp_names: ClassVar[tuple[str, ...]] = ()
     # It shifts the positions of MTP rows by one throughout, which relative ones do not see.
     usual_contract = MtpContract(source="transformers, generate(use_mtp=True)")
 
@@ -69,7 +72,7 @@ class DeepseekV3Family(MoeDecoderFamily):
 
     def attention_modules(self, layer: int) -> MlaModules:
         """Modules of one layer's attention."""
-        prefix, ranked = self.layer_modules(layer).attention, self.sizes.query_rank > 0
+        prefix, ranked = self.attention_prefix(layer), self.sizes.query_rank > 0
         return MlaModules(
             query_down=f"{prefix}.q_a_proj" if ranked else None,
             query_norm=f"{prefix}.q_a_layernorm" if ranked else None,
@@ -100,4 +103,4 @@ class DeepseekV3Family(MoeDecoderFamily):
         }
         for module, shape in shapes.items():
             spec = self._linear(module, shape, Role.ATTENTION, mtp)
-            yield replace(spec, rotary=rotary.get(module))
+            yield spec._replace(rotary=rotary.get(module))

@@ -58,7 +58,7 @@ class DeepseekV32Family(DeepseekV3Family):
 
     def indexer_modules(self, layer: int) -> IndexerModules:
         """Modules of one layer's indexer."""
-        prefix = f"{self.layer_modules(layer).attention}.indexer"
+        prefix = f"{self.attention_prefix(layer)}.indexer"
         return IndexerModules(
             query_up=f"{prefix}.wq_b",
             key=f"{prefix}.wk",
@@ -87,10 +87,10 @@ class DeepseekV32Family(DeepseekV3Family):
             (names.query_up, (heads * head, self.sizes.query_rank)),
             (names.key, (head, self.hidden)),
         ):
-            yield replace(self._linear(module, shape, Role.INDEXER, mtp), rotary=rotary)
+            yield self._linear(module, shape, Role.INDEXER, mtp)._replace(rotary=rotary)
         norm = self._norm(names.key_norm, head, mtp)
         yield norm
-        yield replace(norm, name=f"{names.key_norm}.bias")
+        yield norm._replace(name=f"{names.key_norm}.bias")
         yield TensorSpec(
             weight_name(names.head_weights),
             (heads, self.hidden),

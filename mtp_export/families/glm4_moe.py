@@ -7,7 +7,7 @@ Source: config.json of the released checkpoints; vLLM's glm4_moe_mtp; transforme
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 
 from mtp_export.errors import InvalidInputError
@@ -83,7 +83,7 @@ class Glm4MoeFamily(MoeDecoderFamily):
 
     def attention_modules(self, layer: int) -> GqaModules:
         """Modules of one layer's attention."""
-        prefix = self.layer_modules(layer).attention
+        prefix = self.attention_prefix(layer)
         normed = self.has_norms
         return GqaModules(
             query=f"{prefix}.q_proj",
@@ -104,12 +104,11 @@ class Glm4MoeFamily(MoeDecoderFamily):
             (names.key, keys, rotary),
             (names.value, keys, None),
         ):
-            weight = replace(
-                self._linear(module, (rows, hidden), Role.ATTENTION, mtp), rotary=turned
-            )
+            weight = self._linear(module, (rows, hidden), Role.ATTENTION, mtp)
+            weight = weight._replace(rotary=turned)
             yield weight
             if self.has_biases:
-                yield replace(weight, name=f"{module}.bias", shape=(rows,))
+                yield weight._replace(name=f"{module}.bias", shape=(rows,))
         yield self._linear(names.output, (hidden, queries), Role.ATTENTION, mtp)
         for norm in (names.query_norm, names.key_norm):
             if norm is not None:

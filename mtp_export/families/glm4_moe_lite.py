@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from mtp_export.families.base import SGLANG_DRAFT
 from mtp_export.families.contract import MtpContract
 from mtp_export.families.deepseek_v3 import DeepseekV3Family
 
@@ -19,5 +20,6 @@ from mtp_export.families.deepseek_v3 import DeepseekV3Family
 class Glm4MoeLiteFamily(DeepseekV3Family):
     """Tensors of one GLM-4.7-Flash config."""
 
+    mtp_names = (SGLANG_DRAFT,)
     # vLLM alone recycles before the norm and zeroes position 0.
     usual_contract = MtpContract(source="transformers, generate(use_mtp=True), and SGLang")

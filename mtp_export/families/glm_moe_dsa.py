@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from mtp_export.errors import InvalidInputError
+from mtp_export.families.base import SGLANG_DRAFT
 from mtp_export.families.deepseek_v32 import DeepseekV32Family
 
 _KINDS = {"F": "full", "S": "shared"}  # of index_topk_pattern, and of indexer_types
@@ -20,6 +21,8 @@ _KINDS = {"F": "full", "S": "shared"}  # of index_topk_pattern, and of indexer_t
 @dataclass(frozen=True)
 class GlmMoeDsaFamily(DeepseekV32Family):
     """Tensors of one GLM-5 config."""
+
+    mtp_names = (SGLANG_DRAFT,)
 
     def has_indexer(self, layer: int) -> bool:
         """True for a layer with an indexer of its own; every MTP layer has one."""

@@ -6,7 +6,7 @@ A module name is a tensor name without its last component (`model.norm` for `mod
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from mtp_export.families.base import ModelFamily
 
@@ -20,8 +20,7 @@ class ModelModules:
     head: str
 
 
-@dataclass(frozen=True, slots=True)
-class MlpModules:
+class MlpModules(NamedTuple):
     """Linears of a gated MLP."""
 
     gate: str

@@ -12,6 +12,7 @@ from typing import Any, ClassVar, Self
 
 from mtp_export.errors import InvalidInputError, UnsupportedError
 from mtp_export.families.base import (
+    SGLANG_DRAFT,
     ModulePatterns,
     Role,
     SharedTensor,
@@ -54,8 +55,8 @@ class MoeDecoderFamily(ABC):
     """Tensors of one config, but for its attention.
 
     refused: keys of config.json that no release of the family sets. fused and absorbed are those
-    linears of the attention that ModulePatterns has under these names. usual_contract: the contract
-    of MTP modules whose config.json records none.
+    linears of the attention that ModulePatterns has under these names, and so are mtp_names.
+    usual_contract: the contract of MTP modules whose config.json records none.
     """
 
     config: Mapping[str, Any]
@@ -69,6 +70,7 @@ class MoeDecoderFamily(ABC):
     usual_contract: ClassVar[MtpContract] = MtpContract()
     fused: ClassVar[Mapping[tuple[str, ...], tuple[str, ...]]] = {}
     absorbed: ClassVar[tuple[str, ...]] = ()
+    mtp_names: ClassVar[tuple[str, ...]] = (SGLANG_DRAFT,)
 
     @abstractmethod
     def attention_tensors(self, layer: int, mtp: int | None) -> Iterator[TensorSpec]:
@@ -126,6 +128,7 @@ class MoeDecoderFamily(ABC):
             other_matrices=_OTHER_MATRICES,
             fused={**_FUSED, **self.fused},
             absorbed=self.absorbed,
+            mtp_names=self.mtp_names,
         )
 
     @cached_property
@@ -186,10 +189,14 @@ class MoeDecoderFamily(ABC):
         feed_forward = self._moe_modules if self.is_sparse(layer) else MlpModules.under
         return LayerModules(
             input_norm=f"{prefix}.input_layernorm",
-            attention=f"{prefix}.self_attn",
+            attention=self.attention_prefix(layer),
             post_norm=f"{prefix}.post_attention_layernorm",
             feed_forward=feed_forward(f"{prefix}.mlp"),
         )
+
+    def attention_prefix(self, layer: int) -> str:
+        """Prefix of one layer's attention modules, main or MTP."""
+        return f"{_LAYERS_PREFIX}{layer}.self_attn"
 
     def _moe_modules(self, prefix: str) -> MoeModules:
         experts = (f"{prefix}.experts.{expert}" for expert in range(self.experts))

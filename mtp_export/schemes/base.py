@@ -43,10 +43,17 @@ class Scheme:
 
     def recorded_storages(self, options: Mapping[str, Any]) -> frozenset[Storage]:
         """Return the storages under the options of a bundle, as its manifest records them."""
+        return frozenset(self._recorded(options).values())
+
+    def stores_experts_alike(self, options: Mapping[str, Any]) -> bool:
+        """Return True where shared experts are stored as routed ones are."""
+        storages = self._recorded(options)
+        return storages[Role.SHARED_EXPERT] is storages[Role.ROUTED_EXPERT]
+
+    def _recorded(self, options: Mapping[str, Any]) -> Mapping[Role, Storage]:
         values = [str(options.get(option)) for option in ("format", "int4_scope")]
         chosen = next((value for value in values if value in self.variants), None)
-        storages = self.storages if chosen is None else self.variants[chosen]
-        return frozenset(storages.values())
+        return self.storages if chosen is None else self.variants[chosen]
 
 
 def every_linear(storage: Storage) -> dict[Role, Storage]:

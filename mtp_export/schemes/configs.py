@@ -1,7 +1,8 @@
 """Writer of quantization_config: the storage of both parts' linears, as vLLM and SGLang read it.
 
 A pattern is a regular expression matched from a module name's start. Patterns for the MTP layer
-stay unescaped: SGLang replaces the literal `model.layers.61` in them by its draft's own name.
+stay unescaped: SGLang replaces the literal `model.layers.61` in them by its draft's own name. In
+configs of the families for which it does not, the layer stands under both names.
 """
 
 from __future__ import annotations
@@ -90,8 +91,15 @@ def _bf16_modules(family: ModelFamily, main: Conversion, mtp: Conversion) -> lis
         part = main if spec.mtp_layer is None else mtp
         if part.storage_of(spec) is Storage.BF16:
             layer, experts, _ = spec.module.partition(".mlp.experts.")
-            names[layer + experts.rstrip(".")] = None
+            names |= dict.fromkeys(_names_of(family, layer + experts.rstrip("."), spec.mtp_layer))
     return list(names)
+
+
+def _names_of(family: ModelFamily, module: str, mtp_layer: int | None) -> list[str]:
+    """Return a module's name, and those of an MTP layer's module in engines."""
+    own = f"model.layers.{mtp_layer}."
+    names = () if mtp_layer is None else family.patterns.mtp_names
+    return [module, *(module.replace(own, f"{name}.") for name in names)]
 
 
 def _compressed_config(
@@ -143,6 +151,7 @@ def _patterns(family: ModelFamily, main: Conversion, mtp: Conversion) -> dict[St
     The MTP layer, as the engines build it, has no dense MLP.
     """
     layers = [f"model.layers.{layer}" for layer in family.mtp_layers]
+    layers += family.patterns.mtp_names
     but_mtp = "|".join(f"{layer}." for layer in layers)
     result: dict[Storage, list[str]] = {}
 

@@ -91,7 +91,7 @@ def transpose_step(tensor: TensorInfo, name: str) -> Step:
 
 def keep_step(tensor: TensorInfo, name: str) -> Step:
     """Return the step that writes a tensor's bytes unchanged, under a name."""
-    return copy_step(OutputTensor(tensor.name, tensor.dtype, tensor.shape), name)
+    return copy_step(tensor, name)
 
 
 def _check(weight: TensorInfo, target: WeightFormat) -> None:

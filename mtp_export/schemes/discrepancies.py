@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from mtp_export.errors import InvalidInputError
 
@@ -21,8 +21,7 @@ class HasLayout(Protocol):
     def shape(self) -> tuple[int, ...]: ...
 
 
-@dataclass(frozen=True, slots=True)
-class StoredTensor:
+class StoredTensor(NamedTuple):
     """One tensor that must be on disk, by the name it has there.
 
     dtypes are safetensors dtypes, any of which is accepted. scale_of names the tensor with the
@@ -61,16 +60,25 @@ class Discrepancy:
 def compare(stored: Mapping[str, HasLayout], promised: Iterable[StoredTensor]) -> list[Discrepancy]:
     """Return every difference between stored tensors and the promised ones, in a stable order."""
     wanted = {tensor.name: tensor for tensor in promised}
-    found = [
-        problem
-        for tensor in wanted.values()
-        if (problem := _compare_one(stored, tensor)) is not None
-    ]
+    unlike = [tensor for tensor in wanted.values() if not _is_as_promised(stored, tensor)]
+    found = [_difference(stored, tensor) for tensor in unlike]
     found += [_unexpected(name, stored) for name in stored if name not in wanted]
     return found
 
 
-def _compare_one(stored: Mapping[str, HasLayout], wanted: StoredTensor) -> Discrepancy | None:
+def _is_as_promised(stored: Mapping[str, HasLayout], wanted: StoredTensor) -> bool:
+    tensor = stored.get(wanted.name)
+    if tensor is None:
+        return wanted.optional
+    return (
+        tensor.shape == wanted.shape
+        and tensor.dtype in wanted.dtypes
+        and (wanted.scale_of is None or wanted.scale_of in stored)
+    )
+
+
+def _difference(stored: Mapping[str, HasLayout], wanted: StoredTensor) -> Discrepancy:
+    """Return how a tensor that is not as promised differs."""
     promised = f"{' or '.join(wanted.dtypes)} {list(wanted.shape)}"
 
     def discrepancy(problem: str, found: str, expected: str = promised) -> Discrepancy:
@@ -78,8 +86,6 @@ def _compare_one(stored: Mapping[str, HasLayout], wanted: StoredTensor) -> Discr
 
     tensor = stored.get(wanted.name)
     if tensor is None:
-        if wanted.optional:
-            return None
         problem = "missing"
         if wanted.scale_of in stored:
             problem = f"missing, though its weight {wanted.scale_of} is there"
@@ -89,9 +95,8 @@ def _compare_one(stored: Mapping[str, HasLayout], wanted: StoredTensor) -> Discr
         return discrepancy("wrong shape", actual)
     if tensor.dtype not in wanted.dtypes:
         return discrepancy("wrong dtype", actual)
-    if wanted.scale_of is not None and wanted.scale_of not in stored:
-        return discrepancy("a scale without its weight", "no such tensor", wanted.scale_of)
-    return None
+    assert wanted.scale_of is not None, "nothing else differs"
+    return discrepancy("a scale without its weight", "no such tensor", wanted.scale_of)
 
 
 def _unexpected(name: str, stored: Mapping[str, HasLayout]) -> Discrepancy:

@@ -3,11 +3,10 @@ model that it belongs to."""
 
 from __future__ import annotations
 
-import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from functools import cached_property, lru_cache
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from mtp_export.errors import InvalidInputError
 from mtp_export.families import family_of
@@ -29,13 +28,12 @@ if TYPE_CHECKING:
 
 _WEIGHT = ".weight"
 _IN_CHANNELS = {Storage.BF16, Storage.FP8_CHANNEL}
-_EXPERT = re.compile(r"\.experts\.\d+\.")
+_EXPERTS = ".experts."
 
 Formats = Mapping[str, WeightFormat | None]
 
 
-@dataclass(frozen=True, slots=True)
-class StoredWeight:
+class StoredWeight(NamedTuple):
     """A tensor of the model, its format, and the folder's tensors that hold it.
 
     weight has the released name and, for a matrix, the shape [N, K]. tensors have the folder's
@@ -96,7 +94,7 @@ class StoredModel:
     quantization: object
     weights: Mapping[str, StoredWeight]
 
-    @property
+    @cached_property
     def tensors(self) -> Mapping[str, StoredTensor]:
         """Every tensor by its name on disk."""
         return {tensor.name: tensor for one in self.weights.values() for tensor in one.tensors}
@@ -218,7 +216,7 @@ def _stored(
         found = None
         if name.endswith(_WEIGHT) and len(spec.shape) == 2:
             # Engines read all experts of a layer in the format of the first one.
-            module = _EXPERT.sub(".experts.0.", name.removesuffix(_WEIGHT))
+            module = _of_first_expert(name.removesuffix(_WEIGHT))
             if module not in formats:
                 formats[module] = reading.format_of(module, spec.role)
             found = formats[module]
@@ -236,20 +234,27 @@ def _stored_weight(
             StoredTensor(name, spec.shape, spec.dtypes, optional=spec.optional),
         )
     else:
-        tensors = tuple(_quantized_tensors(spec, name, weight_format))
+        tensors = _quantized_tensors(spec, name, weight_format)
     # An embedding is a lookup table, not a linear.
     if not transposes or len(spec.shape) != 2 or spec.role is Role.EMBEDDING:
         return StoredWeight(spec, weight_format, tensors)
     turned = tuple(
-        replace(tensor, shape=tensor.shape[::-1]) if len(tensor.shape) == 2 else tensor
+        tensor._replace(shape=tensor.shape[::-1]) if len(tensor.shape) == 2 else tensor
         for tensor in tensors
     )
     return StoredWeight(spec, weight_format, tensors=turned, transposed=True)
 
 
+def _of_first_expert(module: str) -> str:
+    """Return the name of the first expert's module for that of any expert; others as they are."""
+    layer, _, expert_module = module.partition(_EXPERTS)
+    number, _, rest = expert_module.partition(".")
+    return f"{layer}{_EXPERTS}0.{rest}" if number.isdecimal() and rest else module
+
+
 def _quantized_tensors(
     spec: TensorSpec, name: str, weight_format: WeightFormat
-) -> Iterator[StoredTensor]:
+) -> tuple[StoredTensor, ...]:
     divisor = weight_format.k_divisor
     if spec.shape[1] % divisor:
         raise InvalidInputError(
@@ -257,17 +262,27 @@ def _quantized_tensors(
             expected=f"K divisible by {divisor} under {weight_format.storage}",
             found=f"[N, K] = {list(spec.shape)}",
         )
-    first: str | None = None
-    for tensor in weight_format.tensors(name, spec.shape):
-        dtypes = weight_format.accepted_dtypes(tensor)
-        yield StoredTensor(
-            name=tensor.name,
-            shape=tensor.shape,
-            dtypes=dtypes,
-            scale_of=first,
-            optional=spec.optional,
-        )
-        first = first or tensor.name
+    parent, dot, linear = name.removesuffix(_WEIGHT).rpartition(".")
+    codes, *others = _layout(weight_format, dot + linear, spec.shape)
+    first, optional = parent + codes.name, spec.optional
+    return (
+        StoredTensor(first, codes.shape, codes.dtypes, None, optional),
+        *[StoredTensor(parent + t.name, t.shape, t.dtypes, first, optional) for t in others],
+    )
+
+
+@lru_cache(maxsize=1 << 10)
+def _layout(
+    weight_format: WeightFormat, linear: str, shape: tuple[int, ...]
+) -> tuple[StoredTensor, ...]:
+    """Return the tensors that hold a weight, by their names behind that of the module around it.
+
+    A model has 46,000 weights, but tens of layouts.
+    """
+    return tuple(
+        StoredTensor(tensor.name, tensor.shape, weight_format.accepted_dtypes(tensor))
+        for tensor in weight_format.tensors(f"{linear}{_WEIGHT}", shape)
+    )
 
 
 def _check_fused(family: ModelFamily, reading: Reading, formats: Formats) -> None:
@@ -281,7 +296,7 @@ def _check_fused(family: ModelFamily, reading: Reading, formats: Formats) -> Non
             for other in others:
                 if formats[other] != own:
                     raise _unlike({module: own, other: formats[other]})
-            if own is None or _EXPERT.search(module):
+            if own is None or _EXPERTS in module:
                 continue
             for fused in (f"{parent}.{name}" for name in fused_names):
                 if (found := reading.fused_format(fused, own)) != own:

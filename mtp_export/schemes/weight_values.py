@@ -8,8 +8,10 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, Self
 
+from mtp_export.checkpoint.disk_queue import DiskQueue
 from mtp_export.checkpoint.header import TensorInfo
-from mtp_export.checkpoint.tensor_reader import TensorReader, read_rows
+from mtp_export.checkpoint.tensor_reader import read_rows
+from mtp_export.checkpoint.tensor_stream import TensorStream
 from mtp_export.schemes.formats import EncodedWeight
 from mtp_export.schemes.storage import BLOCK
 from mtp_export.schemes.stored import StoredModel, StoredWeight
@@ -69,30 +71,45 @@ class WeightOnDisk:
         return self.stored.weight.shape[0]
 
     def pieces(self, elements: int = PIECE_ELEMENTS) -> Iterator[tuple[int, int]]:
-        """Yield row ranges of whole fp8 blocks, of about this many elements, that cover the
-        weight."""
-        columns = self.stored.weight.shape[1] if len(self.stored.weight.shape) == 2 else 1
-        step = max(1, elements // (BLOCK * columns)) * BLOCK
+        """Yield row ranges that cover the weight, each of piece_rows but for the last."""
+        step = self.piece_rows(elements)
         for start in range(0, self.rows, step):
             yield start, min(start + step, self.rows)
 
+    def piece_rows(self, elements: int) -> int:
+        """Return the number of rows of a piece of about this many elements: of whole fp8 blocks."""
+        columns = self.stored.weight.shape[1] if len(self.stored.weight.shape) == 2 else 1
+        return max(1, elements // (BLOCK * columns)) * BLOCK
+
     def encoded(self, start: int, stop: int) -> EncodedWeight:
         """Read rows [start, stop), start at an fp8 block's. A transposed weight is read whole."""
-        with OpenWeight(self) as opened:
-            return opened.encoded(start, stop)
+        step = self.stored.format.scale_rows
+        codes = self._rows(0, start, stop)
+        if len(self.tensors) == 1:
+            return EncodedWeight(self.stored.format, codes)
+        scale = self._rows(1, start // step, -(-stop // step))
+        return EncodedWeight(self.stored.format, codes, scale)
+
+    def _rows(self, number: int, start: int, stop: int) -> torch.Tensor:
+        tensor = self.tensors[number]
+        if self.stored.transposed:
+            return _whole(tensor).t()[start:stop]
+        return read_rows(tensor, start, stop)
 
 
-class OpenWeight:
-    """A weight whose codes are read through one open file; a context manager.
+class WeightStream:
+    """A weight's rows, once and in order, while a queue reads on; a context manager.
 
-    others are its other tensors, scale and constants, which are small and read at once. Every read
-    raises IoError when the bytes run out or cannot be read.
+    others are its other tensors, scale and constants, which are small and read at once. Every
+    access raises IoError when the bytes run out or cannot be read.
     """
 
-    def __init__(self, weight: WeightOnDisk, *, once: bool = False) -> None:
+    def __init__(self, weight: WeightOnDisk, queue: DiskQueue, piece_rows: int) -> None:
+        codes, *others = weight.tensors
         self.weight = weight
-        self.others = [_whole(tensor) for tensor in weight.tensors[1:]]
-        self._codes = TensorReader(weight.tensors[0], once=once)
+        self.others = [_whole(tensor) for tensor in others]
+        unit_rows = codes.shape[0] if weight.stored.transposed else piece_rows
+        self._codes = TensorStream(codes, queue, unit_rows)
 
     def __enter__(self) -> Self:
         return self
@@ -101,11 +118,13 @@ class OpenWeight:
         self._codes.__exit__(*error)
 
     def encoded(self, start: int, stop: int) -> EncodedWeight:
-        """Read rows [start, stop), start at an fp8 block's. A transposed weight is read whole."""
+        """Return the next rows, [start, stop), of a piece's size; they are there until others are
+        asked for. A transposed weight is read whole."""
         stored = self.weight.stored
-        codes = (
-            self.whole_codes.t()[start:stop] if stored.transposed else self._codes.rows(start, stop)
-        )
+        if stored.transposed:
+            codes = self.whole_codes.t()[start:stop]
+        else:
+            codes = self._codes.rows(stop - start)
         if not self.others:
             return EncodedWeight(stored.format, codes)
         scale = self.others[0].t() if stored.transposed else self.others[0]
@@ -114,16 +133,12 @@ class OpenWeight:
 
     @cached_property
     def whole_codes(self) -> torch.Tensor:
-        """All codes, in the shape that they are stored in."""
-        return self._codes.rows(0, _rows(self.weight.tensors[0]))
+        """All codes of a transposed weight, in the shape that they are stored in."""
+        return self._codes.rows(self.weight.tensors[0].shape[0])
 
 
 def _whole(tensor: TensorInfo) -> torch.Tensor:
-    return read_rows(tensor, 0, _rows(tensor))
-
-
-def _rows(tensor: TensorInfo) -> int:
-    return tensor.shape[0] if tensor.shape else 1
+    return read_rows(tensor, 0, tensor.shape[0] if tensor.shape else 1)
 
 
 def weights_on_disk(stored: StoredModel, tensors: Mapping[str, TensorInfo]) -> list[WeightOnDisk]:

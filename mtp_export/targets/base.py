@@ -18,11 +18,15 @@ Config = dict[str, Any]
 
 @dataclass(frozen=True)
 class Deployment:
-    """A finished bundle to start an engine on; schemes are those of the parts, by name."""
+    """A finished bundle to start an engine on; schemes are those of the parts, by name.
+
+    experts_alike: either part stores its shared experts as its routed ones.
+    """
 
     output_dir: Path
     base_scheme: str
     mtp_scheme: str
+    experts_alike: bool = True
 
     @property
     def main(self) -> str:

@@ -7,11 +7,10 @@ from collections.abc import Mapping
 from shlex import quote
 from typing import Any
 
+from mtp_export.families.base import SGLANG_DRAFT
 from mtp_export.schemes.dialects import SGLANG, VLLM
 from mtp_export.schemes.storage import FLOATS, Storage
 from mtp_export.targets.base import Config, Deployment, DraftReading, Engine, Target
-
-_SGLANG_DRAFT = "model.decoder"  # SGLang `models/deepseek_nextn.py`
 
 
 def _name(name: str, layer: int) -> str:
@@ -33,10 +32,12 @@ def _vllm(bundle: Deployment) -> str:
 
 
 def _sglang(bundle: Deployment) -> str:
+    # Of GLM's it fuses shared experts with routed ones whatever quantization_config says of them.
+    separate = "" if bundle.experts_alike else " --disable-shared-experts-fusion"
     return (
         f"python -m sglang.launch_server --model-path {bundle.main} --speculative-algorithm EAGLE"
         f" --speculative-draft-model-path {bundle.mtp} --speculative-num-steps 1"
-        " --speculative-eagle-topk 1 --speculative-num-draft-tokens 2"
+        f" --speculative-eagle-topk 1 --speculative-num-draft-tokens 2{separate}"
     )
 
 
@@ -64,9 +65,9 @@ HF = Target(
             title="SGLang",
             draft_reading=DraftReading(
                 by_main_config=False,
-                reason=f"SGLang knows the draft's layer as {_SGLANG_DRAFT} and rewrites patterns"
+                reason=f"SGLang knows the draft's layer as {SGLANG_DRAFT} and rewrites patterns"
                 " literally",
-                layer_name=_SGLANG_DRAFT,
+                layer_name=SGLANG_DRAFT,
             ),
         ),
         Engine("tensorrt-llm", FLOATS),

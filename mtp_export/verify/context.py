@@ -11,7 +11,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from mtp_export.checkpoint.bundle_folder import MAIN, MTP, open_checkpoint
-from mtp_export.checkpoint.manifest import MANIFEST_NAME, read_manifest
+from mtp_export.checkpoint.disk_queue import DiskQueue, disk_depth
+from mtp_export.checkpoint.manifest import MANIFEST_NAME, manifest_sha256, read_manifest
 from mtp_export.checkpoint.reader import CONFIG_NAME, Checkpoint
 from mtp_export.errors import InvalidInputError, MtpExportError
 from mtp_export.progress import ProgressCallback
@@ -68,6 +69,7 @@ class Context:
     options: VerifyOptions
     parts: tuple[BundlePart, ...]
     manifest: Mapping[str, Any] | None
+    manifest_sha256: str | None
     manifest_error: Exception | None
     source: Checkpoint | None
     show_progress: ShowProgress
@@ -90,9 +92,9 @@ class Context:
                 expected=f"a folder with {MAIN}/, {MTP}/ and {MANIFEST_NAME}",
                 todo="Point at the output folder of an export",
             )
-        manifest, error = None, None
+        manifest, digest, error = None, None, None
         try:
-            manifest = read_manifest(folder)
+            manifest, digest = read_manifest(folder), manifest_sha256(folder)
         except Exception as problem:  # check `files` reports it
             error = problem
         parts = tuple(BundlePart.open(name, folder / name) for name in names)
@@ -105,6 +107,7 @@ class Context:
             options=options,
             parts=parts,
             manifest=manifest,
+            manifest_sha256=digest,
             manifest_error=error,
             source=source,
             show_progress=show_progress,
@@ -187,8 +190,11 @@ class Context:
         """
         if part not in self._walks:
             plan = self._walk_plan(part)
-            with self.show_progress(f"{part}: tensors", plan.size_bytes) as progress:
-                self._walks[part] = plan.run(self.options.workers, progress)
+            with (
+                self.show_progress(f"{part}: tensors", plan.size_bytes) as progress,
+                DiskQueue(disk_depth(self.options.bundle)) as queue,
+            ):
+                self._walks[part] = plan.run(self.options.workers, queue, progress)
         return self._walks[part]
 
     def _walk_plan(self, part: str) -> WalkPlan:

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from numbers import Integral, Real
-from typing import Any
+from typing import Any, TypedDict
 
 from mtp_export.errors import UnsupportedError, UsageError
 from mtp_export.families.facts import RopeFacts, RunFacts
@@ -178,6 +178,46 @@ class SpeculationConfig:
         if self.k_schedule:
             return max(drafts for _, drafts in self.k_schedule)
         return self.max_draft_tokens
+
+
+class SpeculationOptions(TypedDict, total=False):
+    """Options of LLM that choose drafts and their acceptance: the fields of SpeculationConfig,
+    under PaddleNLP's names where that has them.
+
+    speculate_max_draft_token_num is 1 where it is not given, MAX_DRAFT_TOKENS if adaptive.
+    """
+
+    speculate_method: str
+    speculate_max_draft_token_num: int | None
+    speculate_max_ngram_size: int
+    speculate_verify_window: int
+    speculate_max_candidate_len: int
+    acceptance: str
+    relaxed_top_n: int
+    relaxed_margin: float
+    k_schedule: Sequence[tuple[int, int]] | None
+    adaptive: bool
+    draft_temperature: Sequence[float] | None
+    draft_stop_entropy: float
+
+
+_FIELDS = {
+    "speculate_method": "method",
+    "speculate_max_draft_token_num": "max_draft_tokens",
+    "speculate_max_ngram_size": "max_ngram_size",
+    "speculate_verify_window": "verify_window",
+    "speculate_max_candidate_len": "max_candidate_len",
+}
+
+
+def speculation_config(options: SpeculationOptions) -> SpeculationConfig:
+    """Return the configuration that options ask for (UsageError where one is out of range)."""
+    fields: dict[str, Any] = {_FIELDS.get(name, name): value for name, value in options.items()}
+    if fields.get("max_draft_tokens") is None:
+        fields["max_draft_tokens"] = MAX_DRAFT_TOKENS if options.get("adaptive") else 1
+    for name in ("k_schedule", "draft_temperature"):
+        fields[name] = tuple(fields.get(name) or ())
+    return SpeculationConfig(**fields)
 
 
 @dataclass(frozen=True)

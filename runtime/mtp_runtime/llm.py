@@ -7,12 +7,17 @@ from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 from threading import Lock
-from typing import cast
+from typing import Unpack, cast
 
 from mtp_export.errors import UsageError
 from mtp_export.families.contract import MtpContract
 from mtp_runtime.acceptance import ACCEPTANCE_RULES
-from mtp_runtime.config import MAX_DRAFT_TOKENS, NO_DRAFTS, EngineConfig, SpeculationConfig
+from mtp_runtime.config import (
+    EngineConfig,
+    SpeculationConfig,
+    SpeculationOptions,
+    speculation_config,
+)
 from mtp_runtime.drafters import DRAFTERS
 from mtp_runtime.engine import Engine
 from mtp_runtime.models.load import Loaded, LoadOptions, load_model
@@ -40,9 +45,8 @@ class LLM:
     """A loaded model with an engine; generate may be called any number of times, by any number of
     threads at once: their requests share one batch.
 
-    bundle: an export's output folder, or a checkpoint folder. The names of the speculate options
-    are PaddleNLP's; speculate_max_draft_token_num is 1 where it is not given, 5 if adaptive. The
-    numbers of drafts that adaptive chooses depend on times, so that sampled tokens do too.
+    bundle: an export's output folder, or a checkpoint folder. speculation: see SpeculationOptions;
+    the numbers of drafts that adaptive chooses depend on times, so that sampled tokens do too.
     deterministic (float32 only, layers that compiled kernels run): tokens do not
     depend on batch or drafter. loaded: the bundle's model where it is loaded already, with the
     options it was loaded with.
@@ -56,18 +60,6 @@ class LLM:
         device: str = "cpu",
         dtype: str = "float32",
         deterministic: bool = False,
-        speculate_method: str = NO_DRAFTS,
-        speculate_max_draft_token_num: int | None = None,
-        speculate_max_ngram_size: int = 3,
-        speculate_verify_window: int = 2,
-        speculate_max_candidate_len: int = 5,
-        relaxed_top_n: int = SpeculationConfig.relaxed_top_n,
-        relaxed_margin: float = SpeculationConfig.relaxed_margin,
-        acceptance: str = "exact",
-        adaptive: bool = False,
-        k_schedule: Sequence[tuple[int, int]] = (),
-        draft_temperature: Sequence[float] = (),
-        draft_stop_entropy: float = SpeculationConfig.draft_stop_entropy,
         draft_model: Path | str | None = None,
         contract: MtpContract | None = None,
         max_batch_size: int = 128,
@@ -76,34 +68,23 @@ class LLM:
         prefill_chunk: int = 256,
         dequantize_at_load: bool = True,
         loaded: Loaded | None = None,
+        **speculation: Unpack[SpeculationOptions],
     ) -> None:
-        _check_choices(speculate_method, acceptance, draft_model)
+        drafting = speculation_config(speculation)
+        _check_choices(drafting, draft_model)
         config = EngineConfig(
             max_batch_size=max_batch_size,
             page_size=page_size,
             cache_tokens=cache_tokens,
             prefill_chunk=prefill_chunk,
-            speculation=SpeculationConfig(
-                method=speculate_method,
-                max_draft_tokens=_draft_tokens(speculate_max_draft_token_num, adaptive),
-                max_ngram_size=speculate_max_ngram_size,
-                acceptance=acceptance,
-                verify_window=speculate_verify_window,
-                max_candidate_len=speculate_max_candidate_len,
-                relaxed_top_n=relaxed_top_n,
-                relaxed_margin=relaxed_margin,
-                adaptive=adaptive,
-                k_schedule=tuple(k_schedule),
-                draft_temperature=tuple(draft_temperature),
-                draft_stop_entropy=draft_stop_entropy,
-            ),
+            speculation=drafting,
         )
         options = LoadOptions(
             device=device,
             dtype=dtype,
             deterministic=deterministic,
             dequantize_at_load=dequantize_at_load,
-            with_mtp=DRAFTERS[speculate_method].needs_mtp,
+            with_mtp=DRAFTERS[drafting.method].needs_mtp,
             contract=contract,
         )
         self._start(config, options, loaded or Path(bundle), draft_model)
@@ -181,13 +162,6 @@ class LLM:
         return Request(number, prompt=ids, params=params, eos_token_ids=eos, decode=decode)
 
 
-def _draft_tokens(asked: int | None, adaptive: bool) -> int:
-    """Return the number of drafts per step, or the bound of an adaptive number."""
-    if asked is None:
-        return MAX_DRAFT_TOKENS if adaptive else 1
-    return asked
-
-
 def _output(request: Request) -> RequestOutput:
     assert request.finish_reason is not None
     return RequestOutput(
@@ -199,10 +173,11 @@ def _output(request: Request) -> RequestOutput:
     )
 
 
-def _check_choices(method: str, acceptance: str, draft_model: Path | str | None) -> None:
+def _check_choices(config: SpeculationConfig, draft_model: Path | str | None) -> None:
     """Raise UsageError for an unknown drafter or rule, and for a draft model that the drafter does
     not take or lacks."""
-    _check_choice("acceptance", acceptance, ACCEPTANCE_RULES)
+    method = config.method
+    _check_choice("acceptance", config.acceptance, ACCEPTANCE_RULES)
     _check_choice("speculate_method", method, DRAFTERS)
     if DRAFTERS[method].needs_draft_model != (draft_model is not None):
         takers = [name for name, other in DRAFTERS.items() if other.needs_draft_model]

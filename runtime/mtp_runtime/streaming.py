@@ -2,22 +2,29 @@
 
 from __future__ import annotations
 
+from collections.abc import Generator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-import torch.nn.functional as F
 
 from mtp_export.families.modules import weight_name
 from mtp_runtime.config import ModelConfig
-from mtp_runtime.layers.attention import Attention
+from mtp_runtime.layers.attention import ForwardPass
+from mtp_runtime.layers.decoder_layer import DecoderLayer
+from mtp_runtime.loading.read_ahead import read_ahead
 from mtp_runtime.models.load import LoadOptions, OpenedModel, open_model
-from mtp_runtime.models.model import Layers, Model, TorchExecution, TorchLayers
+from mtp_runtime.models.model import Model, TorchExecution
+from mtp_runtime.teacher_forcing import Chunk, PagedTexts
 
 
 @dataclass(frozen=True)
 class StreamedModel:
-    """A model that is read a layer at a time; the caller alone keeps what is handed out."""
+    """A model that is read a layer at a time; the caller alone keeps what is handed out.
+
+    Routed experts, heads and embeddings are read when they are used.
+    """
 
     opened: OpenedModel
 
@@ -32,16 +39,16 @@ class StreamedModel:
     def embedded(self, tokens: torch.Tensor) -> torch.Tensor:
         """Return the embeddings [T, d] of tokens [T]."""
         builder = self.opened.builder
-        table = builder.source.raw(weight_name(builder.family.modules.embedding))
-        return F.embedding(tokens.to(table.device), table).to(builder.source.dtype)
+        return builder.source.embedding(weight_name(builder.family.modules.embedding))(tokens)
 
-    def attention(self, index: int) -> Attention:
-        """Load the attention of one main layer by itself."""
-        return self.opened.builder.attention(index)
+    def layer(self, index: int) -> DecoderLayer:
+        """Load one main layer by itself, but for its routed experts."""
+        return self.opened.builder.layer(index)
 
-    def layer(self, index: int) -> Layers:
-        """Load one main layer by itself."""
-        return TorchLayers((self.opened.builder.layer(index),))
+    def layers(self, first: int) -> Generator[DecoderLayer]:
+        """Yield the main layers from `first` on, the next of which is read meanwhile."""
+        with ThreadPoolExecutor(1) as pool:
+            yield from read_ahead(pool, self.layer, range(first, self.config.layers), ahead=1)
 
     def rest(self) -> Model:
         """Load everything but the main layers: embedding, head and MTP modules."""
@@ -53,4 +60,20 @@ def open_streamed(path: Path, device: str) -> StreamedModel:
 
     Raises as load_model does.
     """
-    return StreamedModel(open_model(path, LoadOptions(device, dequantize_at_load=False)))
+    options = LoadOptions(device, dequantize_at_load=False, on_demand=True)
+    return StreamedModel(open_model(path, options))
+
+
+def pass_through(
+    layer: DecoderLayer, x: torch.Tensor, texts: PagedTexts, chunks: Sequence[Chunk]
+) -> None:
+    """Take every row of x [T, d] through a layer, in place.
+
+    Attention goes chunk by chunk, over a cache that is dropped afterwards; then all rows together
+    go through the feed-forward, so that each expert is read once.
+    """
+    cache = layer.new_cache(texts.pages.spec(x.dtype, x.device))
+    for chunk in chunks:
+        x[chunk.rows] = layer.attend(x[chunk.rows], cache, ForwardPass(chunk.layout))
+    del cache
+    x += layer.feed_forward(layer.post_norm(x))

@@ -11,7 +11,6 @@ from dataclasses import dataclass
 from functools import cached_property
 
 import torch
-import torch.nn.functional as F
 
 from mtp_kernels.batch_layout import BatchLayout
 from mtp_runtime.cache import Cache, CachedSequence, PageAllocator, lay_out
@@ -84,9 +83,9 @@ class Anchors:
 
 @dataclass(frozen=True)
 class Chunk:
-    """Consecutive rows of one text, and their layout."""
+    """Rows [n] of one or several texts, those of each text consecutive, and their layout."""
 
-    rows: slice
+    rows: torch.Tensor
     layout: BatchLayout
 
 
@@ -113,22 +112,33 @@ class PagedTexts:
     ) -> list[Chunk]:
         """Cut all rows but the last `cut` of every text into chunks of at most `size`.
 
-        A chunk sees those before it of its text in the cache.
+        A chunk sees those before it of its texts in the cache; short texts share one.
         """
-        chunks = []
-        texts = zip(self.sequences, self.texts.starts, self.texts.texts, strict=True)
-        for sequence, start, text in texts:
-            length = len(text.tokens) - cut
-            for first in range(0, length, size):
-                end = min(length, first + size)
-                layout = lay_out(self.pages, [sequence], [(first, end)], device)
-                chunks.append(Chunk(slice(start + first, start + end), layout))
-        return chunks
+        chunks: list[list[tuple[int, int, int]]] = [[]]
+        room = size
+        for index, text in enumerate(self.texts.texts):
+            first, length = 0, len(text.tokens) - cut
+            while first < length:
+                if not room:
+                    chunks.append([])
+                    room = size
+                end = min(length, first + room)
+                chunks[-1].append((index, first, end))
+                room, first = room - (end - first), end
+        return [self._chunk(spans, device) for spans in chunks if spans]
+
+    def _chunk(self, spans: Sequence[tuple[int, int, int]], device: torch.device) -> Chunk:
+        """Lay out spans of texts: the text's index, the first row and the end, in the text."""
+        starts = self.texts.starts
+        rows = [torch.arange(starts[i] + first, starts[i] + end) for i, first, end in spans]
+        sequences = [self.sequences[index] for index, _, _ in spans]
+        layout = lay_out(self.pages, sequences, [span[1:] for span in spans], device)
+        return Chunk(torch.cat(rows).to(device), layout)
 
 
 def target_states(model: Model, texts: Texts) -> tuple[torch.Tensor, torch.Tensor]:
     """Return hidden states [T, d] of every row, before and after the last norm."""
-    x = F.embedding(texts.tokens.to(model.device), model.embedding)
+    x = model.embedding(texts.tokens.to(model.device))
     paged = PagedTexts.of(texts)
     chunks = paged.chunks(model.device)
     for layer in model.layers.each():
@@ -200,7 +210,7 @@ def _every_row(
     """Return a module's output [T, d] for all rows whose token, `depth` further on, is there."""
     tokens, out = paged.texts.tokens.to(hidden.device), torch.zeros_like(hidden)
     for chunk in paged.chunks(hidden.device, cut=depth):
-        following = tokens[chunk.rows.start + depth : chunk.rows.stop + depth]
+        following = tokens[chunk.rows + depth]
         out[chunk.rows] = module(following, hidden[chunk.rows], cache, chunk.layout)
     return out
 

@@ -3,7 +3,6 @@ and shards that the index does not name."""
 
 from __future__ import annotations
 
-import json
 import shutil
 from pathlib import Path
 from typing import Any
@@ -21,53 +20,15 @@ from cases import (
     read_tensors,
     run_program,
 )
-from faults.small_model import family_config, write_dense
-from mtp_export.families import family_of
+from faults.small_model import family_config, in_channels, write_channels, write_dense
 from mtp_runtime import LLM, SamplingParams
 
 CONFIG = family_config("glm4_moe")
 LAYER = f"model.layers.{CONFIG['num_hidden_layers']}"
 HEAD = f"{LAYER}.shared_head.head.weight"
 INDEX = "model.safetensors.index.json"
-UNQUANTIZED = ("lm_head", "model.embed_tokens", f"{LAYER}.eh_proj", "re:.*mlp.gate$")
 PARAMS = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
 INTEGERS, FP8 = ("weight_only_int4", "weight_only_int8"), ("a8w8_fp8", "a8w8_fp8")
-CHANNELS: dict[str, Any] = {
-    "quant_method": "compressed-tensors",
-    "format": "float-quantized",
-    "quantization_status": "compressed",
-    "kv_cache_scheme": None,
-    "ignore": list(UNQUANTIZED),
-    "config_groups": {
-        "group_0": {
-            "targets": ["Linear"],
-            "weights": {
-                "num_bits": 8,
-                "type": "float",
-                "symmetric": True,
-                "strategy": "channel",
-                "dynamic": False,
-                "group_size": None,
-                "block_structure": None,
-                "actorder": None,
-            },
-            "input_activations": {
-                "num_bits": 8,
-                "type": "float",
-                "symmetric": True,
-                "strategy": "token",
-                "dynamic": True,
-            },
-            "output_activations": None,
-        }
-    },
-}
-
-
-def in_channels(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Codes and scales, computed here and not by the code under test."""
-    scale = weight.float().abs().amax(1, keepdim=True) / 448
-    return (weight.float() / scale).to(torch.float8_e4m3fn), scale.bfloat16()
 
 
 @pytest.fixture(scope="module")
@@ -77,26 +38,7 @@ def dense(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def pristine_channels(dense: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A release in fp8 channels, its MTP layer in mtp.safetensors beside the index."""
-    folder = tmp_path_factory.mktemp("channels") / "source"
-    folder.mkdir()
-    for path in dense.iterdir():
-        if path.suffix == ".json" and path.name != INDEX:
-            shutil.copy(path, folder)
-    edit_json(folder / "config.json", lambda config: config.update(quantization_config=CHANNELS))
-    family, parts = family_of(CONFIG), {"model.safetensors": {}, "mtp.safetensors": {}}
-    tensors = read_tensors(dense)
-    tensors[HEAD] = tensors["lm_head.weight"]
-    for name, tensor in tensors.items():
-        part = parts["mtp.safetensors" if name.startswith(LAYER) else "model.safetensors"]
-        part[name] = tensor
-        if family.tensors[name].is_linear_weight or name == HEAD:
-            part[name], part[f"{name}_scale"] = in_channels(tensor)
-    for file, part in parts.items():
-        save_file(part, folder / file, metadata={"format": "pt"})
-    weight_map = dict.fromkeys(parts["model.safetensors"], "model.safetensors")
-    (folder / INDEX).write_text(json.dumps({"weight_map": weight_map}))
-    return folder
+    return write_channels(dense, tmp_path_factory.mktemp("channels") / "source")
 
 
 @pytest.fixture

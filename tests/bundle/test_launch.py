@@ -125,8 +125,12 @@ INT4 = ("--base-quant", "weight_only_int4", "--mtp-quant", "weight_only_int8")
 def test_only_engines_that_read_the_layout_are_named(
     options: tuple[str, ...], engines: list[str], tmp_path: Path
 ) -> None:
+    """SGLang must not fuse shared experts with routed ones in int4."""
     source = make_checkpoint(tmp_path / "source", WHOLE_TILES)
-    assert [*launch_facts(source, tmp_path / "out", *options)] == engines
+    lines = launch_facts(source, tmp_path / "out", *options)
+    assert [*lines] == engines
+    separate = lines.get("sglang", "").endswith(" --disable-shared-experts-fusion")
+    assert separate == ("sglang" in engines and "--base-quant" in options)
 
 
 def test_people_see_the_lines_whole_and_a_dry_run_has_none(pristine: Path, tmp_path: Path) -> None:

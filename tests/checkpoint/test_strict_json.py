@@ -18,6 +18,8 @@ BAD = {
     "a number beyond doubles": ('{"a": 1e999}', "1e999"),
     "a negative one": ('{"a": [-1.5E+400]}', "-1.5E"),
     "a key twice": ('{"a": 1, "a": 1}', "a"),
+    "a key twice beside a colon in a string": ('{"a": ":", "b": {"c": 1, "c": 1}}', "c"),
+    "an escaped key twice": (r'{"a": [{"b": 1, "\u0062": 2}]}', "b"),
     "nesting": ("[" * (DEEP + 1) + "]" * (DEEP + 1), "deeper"),
     "nesting of objects": ('{"a":' * (DEEP + 1) + "1" + "}" * (DEEP + 1), "deeper"),
     "nesting beyond any stack": ("[" * 100_000, "deeper"),
@@ -34,6 +36,7 @@ GOOD = {
     "[" * DEEP + "1.5e308" + "]" * DEEP: None,
     "-0.0": 0.0,
     "[]": [],
+    '{"a:b": {"a:b": ":"}, "c": [{"a": 1}, {"a": 1}]}': None,
     r'"\\ud800"': r"\ud800",
 }
 

@@ -18,6 +18,7 @@ PANELS: dict[str, tuple[str, ...]] = {
         *("Performance", "Report"),
     ),
     "inspect": ("Report",),
+    "push": ("Input and output", "Content of the bundle", "Model card", "Report"),
 }
 
 

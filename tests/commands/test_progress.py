@@ -18,7 +18,7 @@ import pytest
 
 from cases import export
 from mtp_export.cli import main
-from mtp_export.progress import progress_bar
+from mtp_export.commands.progress_bar import progress_bar
 
 
 class Screen:

@@ -1,10 +1,12 @@
-"""Start of the program: as a module, and Ctrl-C while it imports what its commands need."""
+"""Start of the program: as a module, Ctrl-C while it imports what its commands need, and what they
+do not import."""
 
 from __future__ import annotations
 
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 from mtp_export import __version__
 
@@ -28,12 +30,30 @@ from mtp_export.cli import main
 
 own = {"__future__", "mtp_export", "mtp_export.cli", "mtp_export.errors"}
 assert set(sys.modules) - before <= own, set(sys.modules) - before - own
-for CtrlC.at in ("mtp_export.commands", "typer", "tqdm", "mtp_export.commands.verify"):
+for CtrlC.at in ("mtp_export.commands", "typer", "mtp_export.commands.export", "mtp_export.bundle"):
     assert CtrlC.at not in sys.modules, CtrlC.at
     try:
         main(["--version"])
     except SystemExit as end:
         assert end.code == 130, (CtrlC.at, end.code)
+"""
+
+
+# Packages that commands do without; one process, since each takes seconds with torch.
+IMPORTED = """
+import sys
+from mtp_export.commands.program import exit_code
+
+source, output = sys.argv[1:]
+commands = {
+    "inspect": (["inspect", source, "--json"], ["mtp_export.bundle.build", "tqdm"]),
+    "--dry-run": (["--input-dir", source, "--output-dir", output, "--dry-run", "--json"], ["tqdm"]),
+}
+heavy = ["huggingface_hub", "llvmlite", "mtp_kernels.cpu", "mtp_runtime", "numba", "torch"]
+for name, (arguments, more) in commands.items():
+    assert exit_code(arguments) == 0
+    imported = {module for module in (*heavy, *more) if module in sys.modules}
+    assert not imported, (name, imported)
 """
 
 
@@ -46,6 +66,11 @@ def run_python(*arguments: str) -> subprocess.CompletedProcess[str]:
 def test_it_runs_as_a_module() -> None:
     done = run_python("-m", "mtp_export", "--version")
     assert (done.returncode, done.stdout) == (0, f"mtp-export {__version__}\n")
+
+
+def test_commands_that_read_headers_alone_import_little(pristine: Path, output: Path) -> None:
+    done = run_python("-c", IMPORTED, str(pristine), str(output))
+    assert done.returncode == 0, done.stderr
 
 
 def test_ctrl_c_while_it_starts_ends_as_at_any_other_time() -> None:

@@ -12,10 +12,21 @@ from typing import Any
 
 import pytest
 import torch
-from engine_runs import FIXTURE, ROOT, TOKENS, Outputs, Prompts, read_prompts, run_vllm, vllm_job
+from engine_runs import (
+    FIXTURE,
+    GROUPED_FIXTURE,
+    ROOT,
+    TOKENS,
+    Outputs,
+    Prompts,
+    read_prompts,
+    renamed_model,
+    run_vllm,
+    vllm_job,
+)
 
 from benchmarks.bench_decode import hardware
-from cases import quantize
+from cases import export, quantize
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -49,6 +60,25 @@ def bf16(tmp_path_factory: pytest.TempPathFactory) -> Path:
     outcome = quantize(FIXTURE, output, "--base-quant", "bf16", "--mtp-quant", "bf16", "--quiet")
     assert outcome.code == 0, outcome.err
     return output
+
+
+@pytest.fixture(scope="session")
+def family_bundle(bf16: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """The bundle of a trained model of another family, exported for vLLM: GLM-4.5 in miniature, and
+    the tiny DeepSeek-V3 under the name of GLM-4.7-Flash, whose layers are the same."""
+    folder = tmp_path_factory.mktemp("families")
+
+    @cache
+    def bundle(model_type: str) -> Path:
+        source, output = GROUPED_FIXTURE, folder / model_type
+        if model_type == "glm4_moe_lite":
+            architecture = "Glm4MoeLiteForCausalLM"
+            source = renamed_model(bf16, folder / "flash", model_type, architecture)
+        outcome = export(source, output, "--target", "vllm", "--quiet")
+        assert outcome.code == 0, outcome.err
+        return output
+
+    return bundle
 
 
 @pytest.fixture(scope="session")

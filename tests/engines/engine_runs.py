@@ -15,11 +15,11 @@ import torch
 from safetensors.torch import save_file
 
 from benchmarks.vllm_peer import settings_of
-from cases import edit_json, read_tensors
+from cases import edit_json, read_json, read_tensors
 from mtp_export.bundle.build import run_bundle
 from mtp_export.bundle.options import BundleOptions, ContentOptions, Part
 from mtp_export.bundle.quantize import QuantizeOptions, plan_quantize
-from mtp_export.families.contract import MtpContract
+from mtp_export.families.contract import Hidden, MtpContract
 from mtp_export.verify.evidence.statistics import Estimate, ratio
 from mtp_kernels.quantize import (
     Int4Group,
@@ -34,10 +34,17 @@ from mtp_runtime.engine import Engine, Group
 
 ROOT = Path(__file__).resolve().parents[2]
 FIXTURE = ROOT / "fixtures/deepseek-v3-tiny"
+GROUPED_FIXTURE = ROOT / "fixtures/glm4-moe-tiny"
 VLLM = ROOT / "benchmarks/vllm_run.py"
 TOKENS = 64
 BATCH = 16
-CONTRACT = MtpContract(zero_first_embedding=True)  # vLLM's choice at position 0
+_GLM = MtpContract(recycled_hidden=Hidden.BEFORE_NORM, zero_first_embedding=True)
+# vLLM's choices, by model_type.
+CONTRACTS = {
+    "deepseek_v3": MtpContract(zero_first_embedding=True),
+    "glm4_moe": _GLM,
+    "glm4_moe_lite": _GLM,
+}
 Prompts = list[list[int]]
 Tensors = dict[str, torch.Tensor]
 
@@ -134,7 +141,8 @@ def run_vllm(job: dict[str, object], folder: Path) -> tuple[Outputs, str]:
 def read_with_ours(bundle: Path, drafts: int, prompts: Prompts, texts: list[list[int]]) -> Reading:
     """Our runtime, in bfloat16 too, on the text that an engine wrote after each prompt."""
     options = {"speculate_method": "mtp", "speculate_max_draft_token_num": drafts} if drafts else {}
-    llm = LLM(bundle, dtype="bfloat16", contract=CONTRACT, max_batch_size=BATCH, **options)
+    contract = CONTRACTS[read_json(bundle / "main/config.json")["model_type"]]
+    llm = LLM(bundle, dtype="bfloat16", contract=contract, max_batch_size=BATCH, **options)
     llm.engine.__class__ = Reader
     llm.engine.texts, llm.engine.logits = texts, [[] for _ in prompts]
     outputs = llm.generate(prompts, SamplingParams(max_tokens=TOKENS, ignore_eos=True))
@@ -187,6 +195,15 @@ def _unpacked(stored: Tensors, module: str) -> torch.Tensor:
     if packed.shape[1] * 8 == columns:
         return dequantize_int4_group(Int4Group(packed, scale))
     return dequantize_int8_channel(Int8Channel(packed, scale))
+
+
+def renamed_model(bundle: Path, folder: Path, model_type: str, architecture: str) -> Path:
+    """A bundle's checkpoint as that of another model whose layers are the same."""
+    shutil.copytree(bundle / "main", folder, ignore=shutil.ignore_patterns("*.safetensors*"))
+    names = {"model_type": model_type, "architectures": [architecture]}
+    edit_json(folder / "config.json", lambda config: config.update(names))
+    write_shard(folder, read_tensors(bundle / "main") | read_tensors(bundle / "mtp"))
+    return folder
 
 
 def write_shard(folder: Path, tensors: Tensors) -> None:

@@ -1,7 +1,7 @@
 """SGLang's own arguments on a printed command: `python sglang_arguments.py JOB.json RESULT.json`.
 
 The job names SGLang's wheel and holds the words behind its module; the result, what its fields of
-model and speculation get from them. The rest of its parser needs SGLang's dependencies."""
+model, speculation and experts get from them. The rest of its parser needs SGLang's dependencies."""
 
 from __future__ import annotations
 
@@ -14,7 +14,11 @@ from pathlib import Path
 from sglang_modules import Finder
 
 _ARGUMENTS = "sglang.srt.arg_groups"
-_FIELDS = {f"{_ARGUMENTS}.fields.model": "Model", f"{_ARGUMENTS}.fields.spec": "Spec"}
+_FIELDS = {
+    f"{_ARGUMENTS}.fields.model": "Model",
+    f"{_ARGUMENTS}.fields.spec": "Spec",
+    f"{_ARGUMENTS}.fields.exec_": "ExecMoe",
+}
 
 
 def main() -> None:

@@ -1,6 +1,6 @@
 """SGLang's own resolver over our configs: `python sglang_modules.py JOB.json RESULT.json`.
 
-The job names SGLang's wheel, per bundle the folders, and the module names that SGLang's DeepSeek
+The job names SGLang's wheel and, per bundle and part, the folder and the module names that SGLang's
 classes ask for. The files that decide (quantization configs, the renaming of the draft, the fusion
 of shared experts) are loaded from the wheel; whatever else they import is a stand-in, since SGLang
 as a whole needs a GPU.
@@ -30,7 +30,20 @@ _REAL = {
     f"{_QUANTIZATION}.w4afp8",
     "sglang.srt.models.deepseek_common.utils",
     "sglang.srt.models.deepseek_nextn",
+    "sglang.srt.models.glm4_moe",
+    "sglang.srt.models.glm4_moe_lite",
+    "sglang.srt.models.glm4_moe_lite_nextn",
+    "sglang.srt.models.glm4_moe_nextn",
     "sglang.srt.models.utils",
+}
+
+# What SGLang's ModelConfig makes of a draft's architecture, and the module of that class.
+_DRAFTS = {
+    "DeepseekV3ForCausalLM": ("deepseek_nextn", "DeepseekV3ForCausalLMNextN"),
+    "DeepseekV32ForCausalLM": ("deepseek_nextn", "DeepseekV3ForCausalLMNextN"),
+    "Glm4MoeForCausalLM": ("glm4_moe_nextn", "Glm4MoeForCausalLMNextN"),
+    "Glm4MoeLiteForCausalLM": ("glm4_moe_lite_nextn", "Glm4MoeLiteForCausalLMNextN"),
+    "GlmMoeDsaForCausalLM": ("glm4_moe", "GlmMoeDsaForCausalLMNextN"),
 }
 
 
@@ -121,18 +134,25 @@ def config_of(folder: Path, draft: bool) -> Any:
     )
     from sglang.srt.layers.quantization.fp8 import Fp8Config
     from sglang.srt.layers.quantization.w4afp8 import W4AFp8Config
-    from sglang.srt.models.deepseek_nextn import DeepseekV3ForCausalLMNextN
 
-    stored = json.loads((folder / "config.json").read_text()).get("quantization_config")
+    document = json.loads((folder / "config.json").read_text())
+    stored = document.get("quantization_config")
     if stored is None:
         return None
     classes = {"fp8": Fp8Config, "w4afp8": W4AFp8Config}
     kind = classes.get(stored["quant_method"], CompressedTensorsConfig)
     config = kind.from_config(stored | {"packed_modules_mapping": {}})
+    (architecture,) = document["architectures"]
     if draft:
-        config.apply_weight_name_mapper(DeepseekV3ForCausalLMNextN.hf_to_sglang_mapper)
-    fused = {"fused_qkv_a_proj_with_mqa": ["q_a_proj", "kv_a_proj_with_mqa"]}
-    config.update_packed_modules_mapping(fused)  # as DeepseekV2ForCausalLM does
+        module, name = _DRAFTS[architecture]
+        draft_class = getattr(importlib.import_module(f"sglang.srt.models.{module}"), name)
+        # getattr would find one in any stand-in among its bases.
+        own = (vars(base).get("hf_to_sglang_mapper") for base in draft_class.__mro__)
+        if (mapper := next(filter(None, own), None)) is not None:
+            config.apply_weight_name_mapper(mapper)
+    if not architecture.startswith("Glm4"):  # as DeepseekV2ForCausalLM does, and what derives of it
+        fused = {"fused_qkv_a_proj_with_mqa": ["q_a_proj", "kv_a_proj_with_mqa"]}
+        config.update_packed_modules_mapping(fused)
     return config
 
 
@@ -186,13 +206,13 @@ def main() -> None:
     sys.meta_path.insert(0, finder)
     prepare()
     result: dict[str, Any] = {}
-    for name, folders in job["bundles"].items():
+    for name, parts in job["bundles"].items():
         result[name] = {}
-        for part, modules in job["modules"].items():
-            config = config_of(Path(folders[part]), part == "mtp")
+        for part, asked in parts.items():
+            config = config_of(Path(asked["folder"]), part == "mtp")
             from sglang.srt.models.deepseek_common.utils import is_wint4afp8_or_wint4a16_config
 
-            answers = [{"module": module} | resolved(config, module) for module in modules]
+            answers = [{"module": module} | resolved(config, module) for module in asked["modules"]]
             fuses = not is_wint4afp8_or_wint4a16_config(config)
             result[name][part] = {"modules": answers, "fuses_shared_experts": fuses}
     assert set(finder.loaded) == _REAL, _REAL - set(finder.loaded)

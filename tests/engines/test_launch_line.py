@@ -19,9 +19,11 @@ def output(tmp_path: Path) -> Path:
     return tmp_path / "it's a bundle"
 
 
-def printed(engine: str, output: Path) -> list[str]:
+def printed(
+    engine: str, output: Path, base: str = "bf16", mtp: str = "bf16", *more: str
+) -> list[str]:
     """The words of an engine's command."""
-    options = ("--base-quant", "bf16", "--mtp-quant", "bf16", "--target", engine, "--json")
+    options = ("--base-quant", base, "--mtp-quant", mtp, *more, "--target", engine, "--json")
     line: str = json.loads(quantize(FIXTURE, output, *options).out)["launch"][engine]
     return shlex.split(line)
 
@@ -45,11 +47,24 @@ def test_vllm_takes_the_printed_command(output: Path, tmp_path: Path) -> None:
     }
 
 
-def test_sglang_takes_the_printed_arguments(output: Path, tmp_path: Path) -> None:
-    program, dash_m, module, *words = printed("sglang", output)
+@pytest.mark.parametrize(
+    ("pair", "fusion"),
+    [
+        (("bf16", "bf16"), {}),
+        (
+            ("weight_only_int4", "weight_only_int8", "--group-size", "32"),
+            {"disable_shared_experts_fusion": True},
+        ),
+    ],
+    ids=["bf16", "int4"],
+)
+def test_sglang_takes_the_printed_arguments(
+    pair: tuple[str, ...], fusion: dict[str, bool], output: Path, tmp_path: Path
+) -> None:
+    program, dash_m, module, *words = printed("sglang", output, *pair)
     assert (program, dash_m, module) == ("python", "-m", "sglang.launch_server")
     job: dict[str, object] = {"wheel": str(sglang_wheel()), "words": words}
-    assert understood("sglang_arguments.py", job, tmp_path / "run") == {
+    assert understood("sglang_arguments.py", job, tmp_path / "run") == fusion | {
         "model_path": str(output / "main"),
         "speculative_algorithm": "EAGLE",
         "speculative_draft_model_path": str(output / "mtp"),

@@ -12,8 +12,9 @@ from typing import Any
 
 import pytest
 from engine_runs import process, sglang_wheel
+from resolver_sources import SOURCES
 
-from cases import WHOLE_TILES, make_checkpoint, quantize
+from cases import make_checkpoint, quantize
 from mtp_export.checkpoint.bundle_folder import open_checkpoint
 from mtp_export.families import family_of
 from mtp_export.families.base import ModelFamily
@@ -24,14 +25,12 @@ from quantize_rows import ROWS, linears
 
 Shapes = dict[str, tuple[str, tuple[int, ...]]]
 Answers = dict[str, Any]
-# SGLang rewrites the literal 61; 512 + 64 is what vLLM's MLA takes on a CPU.
-CONFIG = WHOLE_TILES | {"num_hidden_layers": 61, "kv_lora_rank": 512, "qk_rope_head_dim": 64}
-SOURCES = {"fp8": CONFIG, "bf16": {k: v for k, v in CONFIG.items() if k != "quantization_config"}}
 READ_BY = {"wint4, vLLM": ["vllm"], "wint4, SGLang": ["sglang"], "wint4, w4afp8": ["sglang"]}
 FUSED = {
     "gate_up_proj": ("gate_proj", "up_proj"),
     "fused_qkv_a_proj": ("q_a_proj", "kv_a_proj_with_mqa"),
     "fused_qkv_a_proj_with_mqa": ("q_a_proj", "kv_a_proj_with_mqa"),
+    "qkv_proj": ("q_proj", "k_proj", "v_proj"),
 }
 INT8 = {"num_bits": 8, "type": "int", "strategy": "channel"}
 INT4 = {"num_bits": 4, "type": "int", "strategy": "group"}
@@ -42,7 +41,7 @@ NEVER = {"eh_proj", "gate", "head", "lm_head", "embed_tokens"}  # asked for or n
 
 @pytest.fixture(scope="module")
 def bundles(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """Every row, from an fp8 and from a bf16 source."""
+    """Every row, from every source."""
     folder = tmp_path_factory.mktemp("rows")
     result = {}
     for kind, config in SOURCES.items():
@@ -70,23 +69,45 @@ def vllm_answers(bundles: dict[str, Path], tmp_path_factory: pytest.TempPathFact
 
 @pytest.fixture(scope="module")
 def sglang_answers(bundles: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> Answers:
-    folders = {
-        name: {part: str(folder / part) for part in ("main", "mtp")}
+    job = {
+        name: {
+            part: {"folder": str(folder / part), "modules": sglang_modules(name)[part]}
+            for part in ("main", "mtp")
+        }
         for name, folder in bundles.items()
         if "sglang" in readers_of(name)
     }
-    draft = [*sglang_block("model.decoder", dense=False), "model.shared_head.head"]
-    modules = {"main": ["lm_head"], "mtp": draft}
-    for layer in range(CONFIG["num_hidden_layers"]):
-        dense = layer < CONFIG["first_k_dense_replace"]
-        modules["main"] += sglang_block(f"model.layers.{layer}", dense)
-    job = {"wheel": str(sglang_wheel()), "bundles": folders, "modules": modules}
-    return run("sglang_modules.py", job, tmp_path_factory.mktemp("sglang"))
+    wheel = str(sglang_wheel())
+    return run("sglang_modules.py", {"wheel": wheel, "bundles": job}, tmp_path_factory.mktemp("sg"))
 
 
-def sglang_block(prefix: str, dense: bool) -> list[str]:
-    """The modules with a quant_config of SGLang's DeepseekV2DecoderLayer."""
+def config_of(bundle: str) -> dict[str, Any]:
+    return SOURCES[bundle.partition(" of ")[2]]
+
+
+def mtp_layer(bundle: str) -> str:
+    return f"model.layers.{config_of(bundle)['num_hidden_layers']}"
+
+
+def sglang_modules(bundle: str) -> dict[str, list[str]]:
+    """The modules with a quant_config of SGLang's main model and draft."""
+    config = config_of(bundle)
+    main = ["lm_head"]
+    for layer in range(config["num_hidden_layers"]):
+        dense = layer < config["first_k_dense_replace"]
+        shares = config.get("indexer_types", [])[layer : layer + 1] == ["shared"]
+        main += sglang_block(config, f"model.layers.{layer}", dense=dense, indexer=not shares)
+    draft = sglang_block(config, "model.decoder", dense=False, indexer=True)
+    return {"main": main, "mtp": [*draft, "model.shared_head.head"]}
+
+
+def sglang_block(config: dict[str, Any], prefix: str, *, dense: bool, indexer: bool) -> list[str]:
+    """Those of a decoder layer: SGLang's DeepseekV2DecoderLayer, Glm4MoeDecoderLayer."""
     attention = ["fused_qkv_a_proj_with_mqa", "q_b_proj", "kv_b_proj", "o_proj"]
+    if "kv_lora_rank" not in config:
+        attention = ["qkv_proj", "o_proj"]
+    if "index_topk" in config and indexer:
+        attention.append("indexer.wq_b")
     mlp = ["gate_up_proj", "down_proj"]
     rest = mlp if dense else ["experts", *(f"shared_experts.{name}" for name in mlp)]
     return [*(f"{prefix}.self_attn.{n}" for n in attention), *(f"{prefix}.mlp.{n}" for n in rest)]
@@ -175,8 +196,9 @@ def our_reading(folder: Path, module: str) -> dict[str, Any]:
     return {"weights": INT8}
 
 
-def check_part(folder: Path, answers: list[dict[str, Any]], int4_activations: bool) -> None:
+def check_part(bundle: str, folder: Path, answers: list[dict[str, Any]]) -> None:
     """Every answer is what is on disk; every linear on disk, and the head, was asked for once."""
+    int4_activations = bundle.startswith("wint4")
     shapes = {
         name: (tensor.dtype, tensor.shape)
         for name, tensor in open_checkpoint(folder).tensors.items()
@@ -190,7 +212,7 @@ def check_part(folder: Path, answers: list[dict[str, Any]], int4_activations: bo
             assert answer["method"] == "unquantized", answer
             heads += answer["module"].endswith("head")
             continue
-        stored = stored_modules(answer["module"], on_disk, "model.layers.61")
+        stored = stored_modules(answer["module"], on_disk, mtp_layer(bundle))
         assert stored, answer
         for name in stored:
             form = form_on_disk(shapes, name, columns_of(folder, name))
@@ -199,6 +221,11 @@ def check_part(folder: Path, answers: list[dict[str, Any]], int4_activations: bo
         asked += stored
     assert sorted(asked) == sorted(on_disk)
     assert heads == 1
+
+
+def fusion_is_decided(bundle: str) -> bool:
+    """True for DeepSeek's classes, which look at the config."""
+    return "sglang" in readers_of(bundle) and "glm4_moe" not in config_of(bundle)["model_type"]
 
 
 def test_every_pair_of_the_table_is_here() -> None:
@@ -215,23 +242,25 @@ def test_vllm(bundle: str, part: str, bundles: dict[str, Path], vllm_answers: An
     if "quantization_config" not in config:
         assert answers == []  # vLLM asks for none
         return
-    check_part(bundles[bundle] / part, answers, bundle.startswith("wint4"))
+    check_part(bundle, bundles[bundle] / part, answers)
 
 
 @pytest.mark.parametrize("part", ["main", "mtp"])
 @pytest.mark.parametrize("bundle", [name for name in BUNDLES if "sglang" in readers_of(name)])
 def test_sglang(bundle: str, part: str, bundles: dict[str, Path], sglang_answers: Answers) -> None:
     answers = sglang_answers[bundle][part]["modules"]
-    check_part(bundles[bundle] / part, answers, bundle.startswith("wint4"))
+    check_part(bundle, bundles[bundle] / part, answers)
 
 
-@pytest.mark.parametrize("bundle", [name for name in BUNDLES if "sglang" in readers_of(name)])
+@pytest.mark.parametrize("bundle", [name for name in BUNDLES if fusion_is_decided(name)])
 def test_sglang_fuses_the_shared_expert_only_with_experts_of_its_form(
     bundle: str, bundles: dict[str, Path], sglang_answers: Answers
 ) -> None:
     """SGLang with 256 experts treats the shared one as one more of them, unless its config says
-    that the experts are int4."""
-    for part, layer in (("main", 60), ("mtp", 61)):
+    that the experts are int4. Of GLM's it does whatever the config says: the printed command
+    forbids it."""
+    layers = config_of(bundle)["num_hidden_layers"]
+    for part, layer in (("main", layers - 1), ("mtp", layers)):
         shapes = {
             name: (tensor.dtype, tensor.shape)
             for name, tensor in open_checkpoint(bundles[bundle] / part).tensors.items()

@@ -44,6 +44,26 @@ def test_vllm_writes_what_ours_would_and_accepts_as_many(
     check_log(log)
 
 
+@pytest.mark.parametrize("drafts", DRAFTS)
+@pytest.mark.parametrize("model_type", ["glm4_moe", "glm4_moe_lite"])
+def test_other_families(
+    model_type: str,
+    drafts: int,
+    family_bundle: Callable[[str], Path],
+    prompts: Prompts,
+    tmp_path: Path,
+    figures: dict[str, Any],
+) -> None:
+    """The same of grouped-query attention, and of GLM's layers around latent attention."""
+    bundle = family_bundle(model_type)
+    outputs, log = run_vllm(vllm_job(bundle, drafts, prompts), tmp_path / "run")
+    measured = compare(outputs, read_with_ours(bundle, drafts, prompts, outputs.tokens))
+    figures[f"{model_type}, {drafts}"] = measured.as_json()
+    check_text(measured)
+    check_acceptance(measured)
+    check_log(log)
+
+
 @pytest.mark.parametrize("scheme", ["weight_only_int8", "weight_only_int4"])
 def test_a_draft_that_was_quantized(
     scheme: str, bf16: Path, prompts: Prompts, tmp_path: Path, figures: dict[str, Any]

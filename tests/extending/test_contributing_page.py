@@ -25,6 +25,7 @@ REGISTRIES = {
     "a tensor transform": None,
     "a quantization kernel backend": "BACKENDS",
     "an attention backend": "BACKENDS",
+    "a backend of products with stored weights": "BACKENDS",
     "a decoder backend": "BACKENDS",
     "a drafter": "DRAFTERS",
     "an acceptance rule": "ACCEPTANCE_RULES",

@@ -172,7 +172,7 @@ def toy(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 
 def plain_logits(model: Model, tokens: tuple[int, ...]) -> torch.Tensor:
     """The toy without a cache: every layer over the whole text at once."""
-    x = F.embedding(torch.tensor(tokens), model.embedding)
+    x = model.embedding(torch.tensor(tokens))
     assert isinstance(model.layers, TorchLayers)
     causal = torch.ones(len(x), len(x), dtype=torch.bool).tril()
     for layer in model.layers.layers:

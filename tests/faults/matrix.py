@@ -17,9 +17,11 @@ from faults.fault import Fault
 from faults.run_faults import RUN_FAULTS
 from faults.runtime_faults import RUNTIME_FAULTS
 from faults.small_model import (
+    CHANNELS,
     ROWS,
     TARGETS,
     family_config,
+    write_channels,
     write_dense,
     write_fp8,
     write_row,
@@ -37,13 +39,14 @@ STATIC = ("files", "ledger", "weights")
 RUN = (*STATIC, "greedy", "sampling", "acceptance", "differential", "controls", "paths")
 RUN_TOKENS = 32
 NOTHING = "nothing planted"
-_DENSE = " dense"
+_SOURCE = ", its source"
+_OF_FAMILIES = (*FAMILIES, CHANNELS)
 FAILS, PASSES, NOT_RUN = "**fail**", "pass", "–"
 
 
 class Bundles:
     """Good bundles by name, each made once and not to be changed. `source` is the one that the
-    others are made from; a model_type is a bundle of its family's, made from `<model_type> dense`.
+    others are made from; a model_type, or CHANNELS, is a bundle made from a source of its own.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -61,10 +64,12 @@ class Bundles:
                 write_fp8(self("dense"), folder)
             elif name in ROWS:
                 write_row(self("source"), folder, name)
-            elif name.endswith(_DENSE):
-                write_dense(folder, config=family_config(name.removesuffix(_DENSE)))
-            elif name in FAMILIES:
-                write_target(self(name + _DENSE), folder, "hf")
+            elif name == CHANNELS + _SOURCE:
+                write_channels(self("glm4_moe" + _SOURCE), folder)
+            elif name.endswith(_SOURCE):
+                write_dense(folder, config=family_config(name.removesuffix(_SOURCE)))
+            elif name in _OF_FAMILIES:
+                write_target(self(name + _SOURCE), folder, "hf")
             else:
                 assert name in TARGETS
                 write_target(self("source"), folder, name)
@@ -72,7 +77,7 @@ class Bundles:
 
     def source_of(self, name: str) -> Path:
         """The checkpoint or bundle that a good bundle was made from."""
-        return self(name + _DENSE if name in FAMILIES else "source")
+        return self(name + _SOURCE if name in _OF_FAMILIES else "source")
 
 
 def verified(

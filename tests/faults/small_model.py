@@ -4,13 +4,16 @@ precision table: what is visible in files and weights needs no trained model."""
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
+import torch
 from safetensors.torch import load_file, save_file
 
 from benchmarks.make_checkpoint import write_tokenizer
-from cases import export, quantize
+from cases import edit_json, export, quantize, read_json, read_tensors
+from mtp_export.families import family_of
 from runtime.checkpoints import SMALL, SMALL_CONFIGS, YARN, write_checkpoint
 
 CONFIG: dict[str, Any] = SMALL | {
@@ -47,6 +50,37 @@ ROWS: dict[str, tuple[str, ...]] = {
     "bf16": ("bf16", "bf16"),
 }
 TARGETS = ("lightllm", "xllm", "paddlenlp")
+CHANNELS = "glm4_moe in fp8 channels"
+_INDEX = "model.safetensors.index.json"
+_FP8_CHANNELS: dict[str, Any] = {
+    "quant_method": "compressed-tensors",
+    "format": "float-quantized",
+    "quantization_status": "compressed",
+    "kv_cache_scheme": None,
+    "config_groups": {
+        "group_0": {
+            "targets": ["Linear"],
+            "weights": {
+                "num_bits": 8,
+                "type": "float",
+                "symmetric": True,
+                "strategy": "channel",
+                "dynamic": False,
+                "group_size": None,
+                "block_structure": None,
+                "actorder": None,
+            },
+            "input_activations": {
+                "num_bits": 8,
+                "type": "float",
+                "symmetric": True,
+                "strategy": "token",
+                "dynamic": True,
+            },
+            "output_activations": None,
+        }
+    },
+}
 
 
 def family_config(model_type: str) -> dict[str, Any]:
@@ -70,13 +104,44 @@ def write_dense(folder: Path, seed: int = 0, config: dict[str, Any] = CONFIG) ->
         own = {name: t for name, t in tensors.items() if _in_first_shard(name) == (number == 1)}
         save_file(own, folder / shard, metadata={"format": "pt"})
         places |= dict.fromkeys(own, shard)
-    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": places}))
+    (folder / _INDEX).write_text(json.dumps({"weight_map": places}))
     write_tokenizer(folder, config["vocab_size"])
     return folder
 
 
 def _in_first_shard(name: str) -> bool:
     return name.startswith(tuple(f"model.layers.{layer}." for layer in range(4)))
+
+
+def in_channels(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Codes and scales, computed here and not by the code under test."""
+    scale = weight.float().abs().amax(1, keepdim=True) / 448
+    return (weight.float() / scale).to(torch.float8_e4m3fn), scale.bfloat16()
+
+
+def write_channels(dense: Path, folder: Path) -> Path:
+    """A model in fp8 channels as GLM's releases have them: its MTP layer, with a copy of the head
+    in fp8 too, in mtp.safetensors beside the index."""
+    config = read_json(dense / "config.json")
+    family, layer = family_of(config), f"model.layers.{config['num_hidden_layers']}"
+    head = f"{layer}.shared_head.head.weight"
+    unquantized = ["lm_head", "model.embed_tokens", f"{layer}.eh_proj", "re:.*mlp.gate$"]
+    quantization = _FP8_CHANNELS | {"ignore": unquantized}
+    shutil.copytree(dense, folder, ignore=shutil.ignore_patterns("*.safetensors*"))
+    edit_json(folder / "config.json", lambda c: c.update(quantization_config=quantization))
+    parts: dict[str, dict[str, torch.Tensor]] = {"model.safetensors": {}, "mtp.safetensors": {}}
+    tensors = read_tensors(dense)
+    tensors[head] = tensors["lm_head.weight"]
+    for name, tensor in tensors.items():
+        part = parts["mtp.safetensors" if name.startswith(layer) else "model.safetensors"]
+        part[name] = tensor
+        if family.tensors[name].is_linear_weight or name == head:
+            part[name], part[f"{name}_scale"] = in_channels(tensor)
+    for file, part in parts.items():
+        save_file(part, folder / file, metadata={"format": "pt"})
+    weight_map = dict.fromkeys(parts["model.safetensors"], "model.safetensors")
+    (folder / _INDEX).write_text(json.dumps({"weight_map": weight_map}))
+    return folder
 
 
 def write_fp8(dense: Path, folder: Path) -> Path:

@@ -15,6 +15,7 @@ import torch
 import transformers
 from safetensors.torch import load_file, save_file
 
+from cases import nightly_but
 from mtp_export.errors import UsageError
 from mtp_runtime import SamplingParams
 from runtime.checkpoints import SMALL_CONFIGS, write_checkpoint
@@ -98,9 +99,10 @@ def test_contexts_beyond_the_indexers_choice_are_refused(
                 run(model, [prompt], params)
 
 
+@pytest.mark.parametrize(("count", "new"), nightly_but([(3, 32)], [(3, 32), (16, 64)]))
 @pytest.mark.parametrize("model_type", ORACLES)
 def test_greedy_tokens_and_mtp_steps(
-    model_type: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    model_type: str, count: int, new: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Tokens equal transformers', with speculation or without, in as many steps of the target."""
     config = SMALL_CONFIGS[model_type] | {"vocab_size": 4, "eos_token_id": None}
@@ -108,8 +110,8 @@ def test_greedy_tokens_and_mtp_steps(
     reference = drafting_oracle(path, tmp_path / "oracle", monkeypatch)
     steps = counted_steps(reference, monkeypatch)
     model, accepted = load(path), 0
-    prompts = prompts_of([9, 20, 31], 4, seed=2)
-    params = SamplingParams(max_tokens=32, ignore_eos=True)
+    prompts = prompts_of(range(9, 9 + 11 * count, 11), 4, seed=2)
+    params = SamplingParams(max_tokens=new, ignore_eos=True)
     for prompt in prompts:
         ids = torch.tensor([prompt])
         steps.clear()

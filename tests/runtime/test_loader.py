@@ -17,13 +17,12 @@ from mtp_export.errors import InvalidInputError, UnsupportedError
 from mtp_export.families.contract import Hidden, MtpContract
 from mtp_export.schemes.formats import (
     FORMATS,
-    UNQUANTIZED,
     EncodedWeight,
     FormatOptions,
     unquantized,
 )
 from mtp_export.schemes.storage import Storage
-from mtp_runtime.layers.linear import Linear, Stacked, Weight, stack
+from mtp_runtime.layers.linear import Linear, Stacked
 from mtp_runtime.models.load import LoadOptions, load_model
 from mtp_runtime.sampling import SamplingParams
 from runtime.harness import Walk, load, prompts_of, run
@@ -83,7 +82,8 @@ def test_copies_are_tied_and_others_are_not(small: Path, tmp_path: Path) -> None
     assert tied.model.mtp.embedding is tied.model.embedding
     own = load_model(change(small, tmp_path / "own", other), LoadOptions())
     assert not own.ledger.tied and own.model.mtp is not None
-    assert torch.equal(own.model.mtp.embedding, own.model.embedding * 2)
+    tokens = torch.arange(96)
+    assert torch.equal(own.model.mtp.embedding(tokens), own.model.embedding(tokens) * 2)
     linear = own.model.mtp.head.linear.matrix(torch.float32)
     assert torch.equal(linear, own.model.head.linear.matrix(torch.float32) * 2)
 
@@ -166,13 +166,6 @@ def test_every_storage_has_a_format() -> None:
     assert list(FORMATS) == list(Storage)
     for storage, make in FORMATS.items():
         assert make(FormatOptions()).storage is storage
-
-
-def test_stacking_unquantized_weights_gives_one_matrix() -> None:
-    whole = stack([unquantized(WEIGHTS), unquantized(WEIGHTS)])
-    assert isinstance(whole, EncodedWeight) and whole.format is UNQUANTIZED
-    mixed: list[Weight] = [unquantized(WEIGHTS), encoded(Storage.INT4_GROUP)]
-    assert isinstance(stack(mixed), Stacked)
 
 
 def test_quantized_weights_may_stay_as_they_are(trained: Path) -> None:

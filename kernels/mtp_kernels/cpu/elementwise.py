@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from mtp_kernels.cpu.jit import compiled
+from mtp_kernels.cpu.jit import inner
 
 LOWEST, HIGHEST = np.float32(-87.0), np.float32(88.0)
 LOG2_E = np.float32(1.44269504088896341)
@@ -22,7 +22,7 @@ C0, C1, C2 = np.float32(1.9875691500e-4), np.float32(1.3981999507e-3), np.float3
 C3, C4, C5 = np.float32(4.1665795894e-2), np.float32(1.6666665459e-1), np.float32(5.0000001201e-1)
 
 
-@compiled
+@inner
 def exponential(x: Any) -> Any:
     """Return exp(x) of a float32, between exp(-87) and exp(88); NaN stays NaN."""
     bounded = LOWEST if x < LOWEST else (HIGHEST if x > HIGHEST else x)
@@ -36,7 +36,7 @@ def exponential(x: Any) -> Any:
     return np.int32(bits).view(np.float32) if x == x else x
 
 
-@compiled
+@inner
 def sigmoid(x: Any) -> Any:
     """Return 1 / (1 + exp(-x)) of a float32."""
     return ONE / (ONE + exponential(-x))

@@ -1,45 +1,181 @@
-"""Compilation of the CPU kernels by numba: without the GIL, kept on disk where that works."""
+"""Compilation of the CPU kernels by numba: without the GIL, once for a machine.
+
+What was compiled is kept in the user's cache folder by the content of its sources: another version
+of the package, in another place, compiles only what changed.
+"""
 
 from __future__ import annotations
 
+import hashlib
+import logging
+import os
+import re
+import shutil
+import sys
 from collections.abc import Callable
+from contextlib import suppress
+from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
+import numba
 from numba import njit
+from numba.core import event
+from numba.core.caching import CompileResultCacheImpl, FunctionCache, _CacheLocator
+from numba.core.codegen import JITCodeLibrary
+from numba.core.compiler import Compiler
 
+logger = logging.getLogger(__name__)
 
-def _stamp() -> tuple[tuple[str, int, int], ...]:
-    """Return names, times and sizes of all sources that compiled functions are spread over."""
-    root = Path(__file__).parents[1]
-    files = [(path, path.stat()) for path in sorted(root.rglob("*.py"))]
-    return tuple((str(path.relative_to(root)), s.st_mtime_ns, s.st_size) for path, s in files)
-
-
-SOURCES = _stamp()
+_FOLDERS_KEPT = 8  # of each module: those of other versions, or of checkouts beside this one
 
 
 def compiled(function: Callable[..., Any]) -> Any:
     """Compile on first call, for the types of that call.
 
-    numba's cache on disk looks at a function's own file; these call each other across files, so
-    that a change in any of them must count. Without a folder to write to nothing is cached.
+    Without a folder to write to nothing is kept.
     """
-    return _compiled(function, no_cfunc_wrapper=True)
+    dispatcher = _compiled(function, no_cfunc_wrapper=True)
+    with suppress(RuntimeError):  # where there is no such folder
+        dispatcher._cache = _Cache(function)
+    return dispatcher
 
 
 def inner(function: Callable[..., Any]) -> Any:
-    """Compile a function that compiled ones alone call: without a Python wrapper, which would take
-    a sixth of the time to compile.
+    """Compile a function that compiled ones alone call, as a part of those."""
+    return _compiled(
+        function, no_cfunc_wrapper=True, no_cpython_wrapper=True, pipeline_class=_PartCompiler
+    )
+
+
+def _compiled(function: Callable[..., Any], **options: Any) -> Any:
+    return njit(function, nogil=True, error_model="numpy", **options)
+
+
+class _Part(JITCodeLibrary):
+    """Code that is linked into other functions', and never run by itself.
+
+    numba would optimize and assemble it by itself, and optimize it again in every function on the
+    way to the one that is called from Python: most of the time of compiling.
     """
-    return _compiled(function, no_cfunc_wrapper=True, no_cpython_wrapper=True)
+
+    @property
+    def codegen(self) -> _NoEnvironments:
+        return _NoEnvironments()
+
+    def get_pointer_to_function(self, name: str) -> int:
+        self._ensure_finalized()
+        return 0
+
+    def _optimize_final_module(self) -> None:
+        """Leave it to the function that this is linked into."""
+
+    def _finalize_final_module(self) -> None:
+        self._finalize_dynamic_globals()
+        self._verify_declare_only_symbols()
+        self._finalized = True
 
 
-def _compiled(function: Callable[..., Any], **wrappers: bool) -> Any:
-    options: dict[str, Any] = {"nogil": True, "error_model": "numpy"} | wrappers
-    try:
-        dispatcher: Any = njit(function, cache=True, **options)
-        dispatcher._cache._cache_file._source_stamp = SOURCES
-    except RuntimeError:
-        dispatcher = njit(function, **options)
-    return dispatcher
+class _NoEnvironments:
+    """Takes the environment of a function, which only code that calls Python reads."""
+
+    def set_env(self, name: str, environment: object) -> None:
+        """Drop it: the code has no address yet."""
+
+
+class _PartCompiler(Compiler):
+    def compile_extra(self, function: Any) -> Any:
+        self.state.library = _Part(self.state.targetctx.codegen(), function.__qualname__)
+        return super().compile_extra(function)
+
+
+class _Announcer(event.Listener):
+    """Logs the name of each kernel that is being compiled."""
+
+    def on_start(self, event: Any) -> None:
+        function = event.data["dispatcher"].py_func
+        if function.__module__.startswith(__package__.partition(".")[0]):
+            logger.info("compiling %s", function.__name__)
+
+    def on_end(self, event: Any) -> None:
+        """Nothing is logged at the end."""
+
+
+event.register("numba:compile", _Announcer())
+
+
+@cache
+def _sources(path: str, projects: str) -> frozenset[str]:
+    """Return the file of a module, and those of the modules of its project that it imports, and so
+    on: compiled functions call each other across files."""
+    found = {path}
+    imports = re.compile(rf"^from ((?:{projects})[.\w]*) import (\([^)]*\)|.*)", re.M)
+    for parent, names in imports.findall(Path(path).read_text()):
+        for module in (parent, *(f"{parent}.{name}" for name in re.findall(r"\w+", names))):
+            file = getattr(sys.modules.get(module), "__file__", None)
+            found |= set() if file is None else _sources(file, projects)
+    return frozenset(found)
+
+
+def _cache_folder(module: str, path: str) -> Path:
+    """Return the folder for what the functions of a module are compiled to.
+
+    Its name stands for numba's version and the content of the sources.
+    """
+    digest = hashlib.sha256(numba.__version__.encode())
+    contents = (Path(file).read_bytes() for file in _sources(path, _projects(module)))
+    for content in sorted(hashlib.sha256(content).digest() for content in contents):
+        digest.update(content)
+    caches = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    home = os.environ.get("NUMBA_CACHE_DIR") or Path(caches, "mtp-export")
+    return Path(home, "kernels", f"{module}-{digest.hexdigest()[:24]}")
+
+
+def _projects(module: str) -> str:
+    return "|".join(sorted({name.partition(".")[0] for name in (module, __name__)}))
+
+
+class _Place(_CacheLocator):
+    """Place of a function's cache, whose name stands for its sources."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+
+    @classmethod
+    def from_function(cls, function: Any, path: str) -> Self | None:
+        try:
+            own = cls(_cache_folder(function.__module__, path))
+            own.ensure_cache_path()
+        except (OSError, RuntimeError):  # no folder to write to; no home
+            return None
+        return own
+
+    def ensure_cache_path(self) -> None:
+        if not self._folder.is_dir():
+            _make_room(self._folder)
+            super().ensure_cache_path()
+
+    def get_cache_path(self) -> str:
+        return str(self._folder)
+
+    def get_source_stamp(self) -> str:
+        return self._folder.name
+
+    def get_disambiguator(self) -> str:
+        return "kept"
+
+
+class _Implementation(CompileResultCacheImpl):
+    _locator_classes: list[Any] = [_Place]
+
+
+class _Cache(FunctionCache):
+    _impl_class = _Implementation
+
+
+def _make_room(folder: Path) -> None:
+    """Remove the oldest of the folders that other sources of the same module were compiled to."""
+    module = folder.name.rpartition("-")[0]
+    others = sorted(folder.parent.glob(f"{module}-*"), key=lambda path: path.stat().st_mtime)
+    for path in others[: -(_FOLDERS_KEPT - 1)]:
+        shutil.rmtree(path, ignore_errors=True)

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import math
 import threading
 
 import numpy as np
-import torch
 
 LINE_BYTES = 64
 LINE = LINE_BYTES // 4  # floats of a cache line
@@ -24,22 +24,18 @@ def floats(count: int) -> np.ndarray:
 
 
 class Arena:
-    """Bump allocator: float32 tensors side by side in large chunks, each from a cache line on."""
+    """Bump allocator: float32 arrays side by side in large chunks, each from a cache line on."""
 
     def __init__(self) -> None:
         self._chunk = floats(0)
         self._taking = threading.Lock()
 
-    def keep(self, values: torch.Tensor) -> torch.Tensor:
-        """Return a contiguous copy of the values. Threads may call this at the same time."""
-        place = self._take(values.numel()).reshape(values.shape)
-        np.copyto(place, values.numpy())
-        return torch.from_numpy(place)
-
-    def _take(self, count: int) -> np.ndarray:
+    def take(self, *shape: int) -> np.ndarray:
+        """Return uninitialised memory. Threads may call this at the same time."""
+        count = math.prod(shape)
         size = -(-count // LINE) * LINE
         with self._taking:
             if size > len(self._chunk):
                 self._chunk = floats(max(size, CHUNK_FLOATS))
             place, self._chunk = self._chunk[:count], self._chunk[size:]
-        return place
+        return place.reshape(shape)

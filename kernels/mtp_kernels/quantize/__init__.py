@@ -16,8 +16,10 @@ from mtp_kernels.quantize import checks
 from mtp_kernels.quantize.layouts import (
     GROUP_SIZES,
     SCALE_FACTORS,
+    W4AFP8_GROUP,
     ErrorStats,
     Fp8Block,
+    Fp8Channel,
     Int4Group,
     Int8Channel,
     RowStats,
@@ -29,6 +31,7 @@ __all__ = [
     "SCALE_FACTORS",
     "ErrorStats",
     "Fp8Block",
+    "Fp8Channel",
     "Int4Group",
     "Int8Channel",
     "W4AFp8",
@@ -48,7 +51,6 @@ BACKENDS = {
     "triton_cuda": "mtp_kernels.quantize.triton_cuda",
 }
 
-_W4AFP8_GROUP = 128
 _SIGN_BITS = -0x78  # 0x88 as int8: code + 8 and the two's complement differ in each nibble's sign
 
 
@@ -159,7 +161,7 @@ def quantize_w4afp8(
     loads, so the stored fp32 is already a bf16 value. Raises ValueError as quantize_int4_group.
     Source: SGLang `quantization/w4afp8.py`.
     """
-    packed, scale, stats = _quantize_int4(source, _W4AFP8_GROUP, scale_rule, backend)
+    packed, scale, stats = _quantize_int4(source, W4AFP8_GROUP, scale_rule, backend)
     return W4AFp8(packed.view(torch.int8).bitwise_xor_(_SIGN_BITS), scale), stats
 
 
@@ -201,8 +203,8 @@ def dequantize_w4afp8(
     """
     packed = checks.check_matrix("packed", weight.packed, (torch.int8,))
     columns = 2 * packed.shape[1]
-    checks.check_group_size(columns, _W4AFP8_GROUP)
-    scale = checks.check_scale(packed, weight.scale, torch.float32, (columns // _W4AFP8_GROUP,))
+    checks.check_group_size(columns, W4AFP8_GROUP)
+    scale = checks.check_scale(packed, weight.scale, torch.float32, (columns // W4AFP8_GROUP,))
     checks.check_output_dtype(dtype)
     words = packed.bitwise_xor(_SIGN_BITS).view(torch.int32)
     return _backend(backend, packed).dequantize_int4_group(words, scale, dtype)

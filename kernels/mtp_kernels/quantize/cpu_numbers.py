@@ -15,7 +15,7 @@ from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
-from mtp_kernels.cpu.jit import compiled
+from mtp_kernels.cpu.jit import inner
 from mtp_kernels.quantize import layouts
 
 ROUNDER = np.float32(1.5 * 2.0**23)  # where the spacing of fp32 is 1: to nearest, ties to even
@@ -32,34 +32,34 @@ _MAGNITUDE = np.uint32(0x7FFFFFFF)
 _NAN_BITS = np.uint32(0x7FC00000)
 
 
-@compiled
+@inner
 def bits_of(value: Any) -> Any:
     return np.float32(value).view(np.uint32)
 
 
-@compiled
+@inner
 def float_of(bits: Any) -> Any:
     return np.uint32(bits).view(np.float32)
 
 
-@compiled
+@inner
 def magnitude_bits(value: Any) -> Any:
     return np.uint32(bits_of(value) & _MAGNITUDE)
 
 
-@compiled
+@inner
 def to_bf16(value: Any) -> Any:
     bits = bits_of(value)
     odd = np.uint32(np.uint32(bits >> np.uint32(16)) & np.uint32(1))
     return np.uint16(np.uint32(bits + np.uint32(odd + np.uint32(0x7FFF))) >> np.uint32(16))
 
 
-@compiled
+@inner
 def from_bf16(bits: Any) -> Any:
     return float_of(np.uint32(np.uint32(bits) << np.uint32(16)))
 
 
-@compiled
+@inner
 def from_e4m3(code: Any) -> Any:
     magnitude = np.uint32(np.uint32(code) & np.uint32(0x7F))
     sign = np.uint32(np.uint32(np.uint32(code) & np.uint32(0x80)) << np.uint32(24))
@@ -70,7 +70,7 @@ def from_e4m3(code: Any) -> Any:
     return float_of(np.uint32(bits | sign))
 
 
-@compiled
+@inner
 def to_e4m3(value: Any) -> Any:
     sign = np.uint32(np.uint32(bits_of(value) >> np.uint32(24)) & np.uint32(0x80))
     magnitude = min(magnitude_bits(value), _E4M3_MAX_BITS)
@@ -106,7 +106,7 @@ def prefetch(typing: Any, source: Any, row: Any, first: Any) -> Any:
     return types.void(source, types.intp, types.intp), generate
 
 
-@compiled
+@inner
 def largest(weights: Any) -> Any:
     bits = np.uint32(0)  # non-negative floats are ordered as their bits
     for k in range(weights.size):
@@ -114,13 +114,13 @@ def largest(weights: Any) -> Any:
     return float_of(bits)
 
 
-@compiled
+@inner
 def ideal_scale(amax: Any, divisor: Any, factor: Any) -> Any:
     if amax == np.float32(0):
         return _ZERO_SCALE
     return max(np.float32(np.float32(amax / divisor) * factor), _SCALE_FLOOR)
 
 
-@compiled
+@inner
 def bf16_scale(amax: Any, divisor: Any, factor: Any) -> Any:
     return from_bf16(to_bf16(ideal_scale(amax, divisor, factor)))

@@ -8,7 +8,7 @@ import numpy as np
 from numba import types
 from numba.extending import overload
 
-from mtp_kernels.cpu.jit import compiled
+from mtp_kernels.cpu.jit import compiled, inner
 from mtp_kernels.quantize import layouts
 from mtp_kernels.quantize.cpu_numbers import (
     ROUNDER,
@@ -53,7 +53,9 @@ def _load_row_overload(source: Any, block_scale: Any, row: Any, weights: Any) ->
             weights[k] = from_bf16(values[k])
 
     def load_fp32(source: Any, block_scale: Any, row: Any, weights: Any) -> None:
-        weights[:] = source[row]
+        values = source[row]
+        for k in range(values.size):  # an assignment of slices takes seconds to compile
+            weights[k] = values[k]
 
     return {types.uint8: load_fp8, types.uint16: load_bf16, types.float32: load_fp32}[source.dtype]
 
@@ -72,13 +74,14 @@ def _store_row_overload(weights: Any, out: Any, restored: Any) -> Any:
             restored[k] = from_bf16(bits)
 
     def store_fp32(weights: Any, out: Any, restored: Any) -> None:
-        out[:] = weights
-        restored[:] = weights
+        for k in range(weights.size):
+            out[k] = weights[k]
+            restored[k] = weights[k]
 
     return {types.uint16: store_bf16, types.float32: store_fp32}[out.dtype]
 
 
-@compiled
+@inner
 def _halve(lanes: Any) -> Any:
     half = lanes.size // 2
     while half > 0:
@@ -90,7 +93,7 @@ def _halve(lanes: Any) -> Any:
     return lanes[0]
 
 
-@compiled
+@inner
 def _sum_lanes(lanes: Any) -> Any:
     """_halve of LANES numbers, its loops of known length: a short row takes half the time."""
     for lane in range(64):
@@ -106,7 +109,7 @@ def _sum_lanes(lanes: Any) -> Any:
     return (lanes[0] + lanes[2]) + (lanes[1] + lanes[3])
 
 
-@compiled
+@inner
 def _add_errors(stored: Any, kept: Any, lanes: Any, errors: Any, biggest: Any) -> Any:
     """Add a segment's squares to each lane's sums; return the bits of the largest error so far."""
     for lane in range(stored.size):
@@ -117,7 +120,7 @@ def _add_errors(stored: Any, kept: Any, lanes: Any, errors: Any, biggest: Any) -
     return biggest
 
 
-@compiled
+@inner
 def _end_row(row: Any, lanes: Any, errors: Any, biggest: Any, stats: Any) -> None:
     """Sums of a row over its segments."""
     signal, error, max_error = stats
@@ -126,7 +129,7 @@ def _end_row(row: Any, lanes: Any, errors: Any, biggest: Any, stats: Any) -> Non
     max_error[row] = float_of(biggest)
 
 
-@compiled
+@inner
 def _row_stats(weights: Any, restored: Any, lanes: Any, errors: Any, row: Any, stats: Any) -> None:
     lanes[:] = 0.0
     errors[:] = 0.0
@@ -150,7 +153,7 @@ def dequantize_fp8_block(
         _row_stats(weights, restored, lanes, errors, row, (signal, error, max_error))
 
 
-@compiled
+@inner
 def _block_scales(source: Any, none: Any, top: Any, power_of_two: Any, scale: Any) -> None:
     """Compute the scales of the blocks whose first row is `top`."""
     weights = np.empty(source.shape[1], np.float32)
@@ -229,7 +232,7 @@ def quantize_int8_channel(
         _end_row(row, lanes, errors, biggest, (signal, error, max_error))
 
 
-@compiled
+@inner
 def _int4_rounder(weight: Any, scale: Any) -> Any:
     """Return the int4 code of a weight plus ROUNDER: its low bits are the code's."""
     quotient = np.float32(weight / scale)
@@ -238,7 +241,7 @@ def _int4_rounder(weight: Any, scale: Any) -> Any:
     return np.float32(quotient + ROUNDER)
 
 
-@compiled
+@inner
 def _group_error(group: Any, scale: Any, squares: Any) -> Any:
     for k in range(group.size):
         kept = np.float32(_int4_rounder(group[k], scale) - ROUNDER) * scale
@@ -247,7 +250,7 @@ def _group_error(group: Any, scale: Any, squares: Any) -> Any:
     return _halve(squares)
 
 
-@compiled
+@inner
 def _best_scale(group: Any, first: Any, amax: Any, factors: Any, squares: Any) -> Any:
     """Return the first factor's scale of least squared error; `first` is factors[0]'s."""
     best = first
@@ -260,7 +263,7 @@ def _best_scale(group: Any, first: Any, amax: Any, factors: Any, squares: Any) -
     return best
 
 
-@compiled
+@inner
 def _int4_scales(weights: Any, group_size: Any, factors: Any, squares: Any, scale: Any) -> None:
     """Compute the scales of a row's groups."""
     for index in range(scale.size):
@@ -275,7 +278,7 @@ def _int4_scales(weights: Any, group_size: Any, factors: Any, squares: Any, scal
         scale[index] = _best_scale(group, first, scale[index], factors, squares)
 
 
-@compiled
+@inner
 def _int4_codes(group: Any, scale: Any, codes: Any, kept: Any) -> None:
     for k in range(group.size):
         rounder = _int4_rounder(group[k], scale)

@@ -14,6 +14,7 @@ import torch
 BLOCK = 128  # rows and columns of one fp8 block
 LANES = 128  # columns of one segment, the unit in which a row's energies are added up
 GROUP_SIZES = (32, 64, 128)
+W4AFP8_GROUP = 128
 
 E4M3_MAX = 448.0
 INT8_MAX = 127.0  # codes in [-127, 127]; amax / 127 cannot clip, whichever way the scale rounds
@@ -34,6 +35,14 @@ SCALE_FACTORS: dict[str, tuple[float, ...]] = {
 @dataclass(frozen=True)
 class Fp8Block:
     """codes F8_E4M3 [N, K]; scale F32 or F8_E8M0 [⌈N/128⌉, ⌈K/128⌉]."""
+
+    codes: torch.Tensor
+    scale: torch.Tensor
+
+
+@dataclass(frozen=True)
+class Fp8Channel:
+    """codes F8_E4M3 [N, K]; scale F32 or BF16 [N, 1]."""
 
     codes: torch.Tensor
     scale: torch.Tensor

@@ -12,6 +12,7 @@ code, which takes a second or two per format when a machine needs it first, coul
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from importlib import import_module
 from typing import Protocol, cast
 
@@ -81,12 +82,12 @@ def fp8_block_statistics(weight: Fp8Block, *, backend: str = "auto") -> WeightSt
     if not ((scale > 0) | ((scale == 0) & ~used)).all():
         return UNSOUND
     full = (groups.low == -E4M3_MAX) | (groups.high == E4M3_MAX)
-    return _statistics(
-        groups, scale, codes.numel(),
+    return replace(
+        _statistics(groups, scale, codes.numel()),
         blocks=int(used.sum()),
         full_blocks=int(full.sum()),
         power_of_two_scales=bool((torch.frexp(scale)[0] == 0.5).all()),
-    )  # fmt: skip
+    )
 
 
 def fp8_channel_statistics(
@@ -133,17 +134,13 @@ def _above_zero(groups: CodeGroups, scale: torch.Tensor, elements: int) -> Weigh
     return _statistics(groups, scale.to(torch.float32), elements)
 
 
-def _statistics(
-    groups: CodeGroups, scale: torch.Tensor, elements: int, **counts: int
-) -> WeightStatistics:
+def _statistics(groups: CodeGroups, scale: torch.Tensor, elements: int) -> WeightStatistics:
     """Join the groups under their fp32 scales, whose products with the codes must be finite."""
     low, high = float((groups.low * scale).min()), float((groups.high * scale).max())
     square_sum = float((groups.square_sum * scale.to(torch.float64).square()).sum())
     if not (math.isfinite(low) and math.isfinite(high)):
         square_sum = math.nan
-    return WeightStatistics(
-        elements, low, high, square_sum, outer_codes=groups.outer, **counts
-    )  # fmt: skip
+    return WeightStatistics(elements, low, high, square_sum, outer_codes=groups.outer)
 
 
 def _backend(name: str, codes: torch.Tensor) -> Backend:

@@ -61,4 +61,5 @@ def _empty(rows: int, columns: int) -> tuple[Any, Any, Any]:
 
 
 def _groups(found: tuple[Any, Any, Any], outer: int = 0) -> CodeGroups:
-    return CodeGroups(*(torch.from_numpy(array) for array in found), outer=outer)
+    low, high, square_sum = (torch.from_numpy(array) for array in found)
+    return CodeGroups(low, high, square_sum, outer=outer)

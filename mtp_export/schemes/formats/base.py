@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     import torch
 
     from mtp_kernels.quantize import ErrorStats, Fp8Block
+    from mtp_kernels.stored_linear import StoredWeight
     from mtp_kernels.weight_statistics import WeightStatistics
 
 
@@ -115,6 +116,13 @@ class WeightFormat(ABC):
 
         return self.dequantize(codes, scale, torch.float32)
 
+    def stored(self, codes: torch.Tensor, scale: torch.Tensor) -> StoredWeight:
+        """Return codes and scales as the kernels multiply with them, dense for a format that they
+        do not know (ValueError for unusable scales)."""
+        import torch
+
+        return self.dequantize(codes, scale, torch.float32)
+
     def constants(self, shape: tuple[int, ...]) -> tuple[torch.Tensor, ...]:
         """Return the values of the tensors after codes and scales, for a weight [N, K]."""
         return ()
@@ -176,3 +184,13 @@ class EncodedWeight:
         if self.scale is None:
             return weight_statistics.float_statistics(self.codes)
         return self.format.statistics(self.codes, self.scale)
+
+    def product(self, x: torch.Tensor) -> torch.Tensor:
+        """Return x @ weight.T [T, N] for x [T, K], in its dtype.
+
+        Raises ValueError as dequantize does.
+        """
+        from mtp_kernels.stored_linear import linear
+
+        codes, scale = self.codes, self.scale
+        return linear(x, codes if scale is None else self.format.stored(codes, scale))

@@ -57,6 +57,9 @@ class Fp8Block(WeightFormat):
         return _CODE_DTYPES if tensor.dtype in _CODE_DTYPES else self.scale_dtypes
 
     def source(self, codes: torch.Tensor, scale: torch.Tensor) -> quantize.Fp8Block:
+        return self.stored(codes, scale)
+
+    def stored(self, codes: torch.Tensor, scale: torch.Tensor) -> quantize.Fp8Block:
         from mtp_kernels import quantize
 
         return quantize.Fp8Block(codes, scale)
@@ -75,9 +78,9 @@ class Fp8Block(WeightFormat):
     ) -> torch.Tensor:
         from mtp_kernels import quantize
 
-        return quantize.dequantize_fp8_block(quantize.Fp8Block(codes, scale), dtype)[0]
+        return quantize.dequantize_fp8_block(self.stored(codes, scale), dtype)[0]
 
     def statistics(self, codes: torch.Tensor, scale: torch.Tensor) -> WeightStatistics:
-        from mtp_kernels import quantize, weight_statistics
+        from mtp_kernels import weight_statistics
 
-        return weight_statistics.fp8_block_statistics(quantize.Fp8Block(codes, scale))
+        return weight_statistics.fp8_block_statistics(self.stored(codes, scale))

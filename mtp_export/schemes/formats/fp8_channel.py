@@ -52,6 +52,11 @@ class Fp8Channel(WeightFormat):
     def accepted_dtypes(self, tensor: OutputTensor) -> tuple[str, ...]:
         return (tensor.dtype,) if tensor.dtype == "F8_E4M3" else _SCALE_DTYPES
 
+    def stored(self, codes: torch.Tensor, scale: torch.Tensor) -> quantize.Fp8Channel:
+        from mtp_kernels import quantize
+
+        return quantize.Fp8Channel(codes, scale)
+
     def quantize(
         self, source: torch.Tensor | quantize.Fp8Block, scale_rule: str
     ) -> tuple[tuple[torch.Tensor, ...], quantize.ErrorStats]:
@@ -79,13 +84,9 @@ class Fp8Channel(WeightFormat):
     def dequantize(
         self, codes: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype
     ) -> torch.Tensor:
-        factors = scale.float()
-        if not (factors.isfinite() & (factors > 0)).all():
-            raise ValueError("channel scale: expected finite numbers above 0")
-        values = codes.float()
-        if values.isnan().any():
-            raise ValueError("e4m3 codes: expected numbers, found NaN")
-        return (values * factors).to(dtype)
+        from mtp_kernels import stored_linear
+
+        return stored_linear.dequantize(self.stored(codes, scale), dtype)
 
     def statistics(self, codes: torch.Tensor, scale: torch.Tensor) -> WeightStatistics:
         from mtp_kernels import weight_statistics

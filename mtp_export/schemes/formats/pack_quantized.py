@@ -83,6 +83,11 @@ class Int8Channel(_PackQuantized):
     def _scale_columns(self, columns: int) -> int:
         return 1
 
+    def stored(self, codes: torch.Tensor, scale: torch.Tensor) -> quantize.Int8Channel:
+        from mtp_kernels import quantize
+
+        return quantize.Int8Channel(codes, scale)
+
     def quantize(
         self, source: torch.Tensor | quantize.Fp8Block, scale_rule: str
     ) -> tuple[tuple[torch.Tensor, ...], quantize.ErrorStats]:
@@ -96,12 +101,12 @@ class Int8Channel(_PackQuantized):
     ) -> torch.Tensor:
         from mtp_kernels import quantize
 
-        return quantize.dequantize_int8_channel(quantize.Int8Channel(codes, scale), dtype)
+        return quantize.dequantize_int8_channel(self.stored(codes, scale), dtype)
 
     def statistics(self, codes: torch.Tensor, scale: torch.Tensor) -> WeightStatistics:
-        from mtp_kernels import quantize, weight_statistics
+        from mtp_kernels import weight_statistics
 
-        return weight_statistics.int8_channel_statistics(quantize.Int8Channel(codes, scale))
+        return weight_statistics.int8_channel_statistics(self.stored(codes, scale))
 
 
 @dataclass(frozen=True)
@@ -140,6 +145,11 @@ class Int4Group(_PackQuantized):
     def _scale_columns(self, columns: int) -> int:
         return columns // self.group_size
 
+    def stored(self, codes: torch.Tensor, scale: torch.Tensor) -> quantize.Int4Group:
+        from mtp_kernels import quantize
+
+        return quantize.Int4Group(codes, scale)
+
     def quantize(
         self, source: torch.Tensor | quantize.Fp8Block, scale_rule: str
     ) -> tuple[tuple[torch.Tensor, ...], quantize.ErrorStats]:
@@ -155,9 +165,9 @@ class Int4Group(_PackQuantized):
     ) -> torch.Tensor:
         from mtp_kernels import quantize
 
-        return quantize.dequantize_int4_group(quantize.Int4Group(codes, scale), dtype)
+        return quantize.dequantize_int4_group(self.stored(codes, scale), dtype)
 
     def statistics(self, codes: torch.Tensor, scale: torch.Tensor) -> WeightStatistics:
-        from mtp_kernels import quantize, weight_statistics
+        from mtp_kernels import weight_statistics
 
-        return weight_statistics.int4_group_statistics(quantize.Int4Group(codes, scale))
+        return weight_statistics.int4_group_statistics(self.stored(codes, scale))

@@ -45,6 +45,11 @@ class W4AFp8(WeightFormat):
             OutputTensor(f"{parent}.{_INPUT_SCALES[projection]}.input_scale", "F32", (1,)),
         )
 
+    def stored(self, codes: torch.Tensor, scale: torch.Tensor) -> quantize.W4AFp8:
+        from mtp_kernels import quantize
+
+        return quantize.W4AFp8(codes, scale)
+
     def quantize(
         self, source: torch.Tensor | quantize.Fp8Block, scale_rule: str
     ) -> tuple[tuple[torch.Tensor, ...], quantize.ErrorStats]:
@@ -58,12 +63,12 @@ class W4AFp8(WeightFormat):
     ) -> torch.Tensor:
         from mtp_kernels import quantize
 
-        return quantize.dequantize_w4afp8(quantize.W4AFp8(codes, scale), dtype)
+        return quantize.dequantize_w4afp8(self.stored(codes, scale), dtype)
 
     def statistics(self, codes: torch.Tensor, scale: torch.Tensor) -> WeightStatistics:
-        from mtp_kernels import quantize, weight_statistics
+        from mtp_kernels import weight_statistics
 
-        return weight_statistics.w4afp8_statistics(quantize.W4AFp8(codes, scale))
+        return weight_statistics.w4afp8_statistics(self.stored(codes, scale))
 
     def constants(self, shape: tuple[int, ...]) -> tuple[torch.Tensor, ...]:
         """Return an input scale of 1, which leaves the activations as they are."""

@@ -229,7 +229,7 @@ def where_it_starts(texts: Texts, wanted: Model, found: Model) -> str:
     the layer before it."""
     short = Texts(texts.texts[:2])
     tokens = short.tokens.to(found.device)
-    xs = [torch.nn.functional.embedding(tokens, m.embedding) for m in (wanted, found)]
+    xs = [m.embedding(tokens) for m in (wanted, found)]
     error = _error(*xs)
     if error > 0.1:
         return causes.ANOTHER_EMBEDDING

@@ -4,38 +4,26 @@ layer before the next is read; hidden states are kept on disk, so that a run res
 from __future__ import annotations
 
 import hashlib
-import math
-import os
 import tempfile
-import time
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
 from pathlib import Path
 from pickle import UnpicklingError
 
 import torch
 
-from mtp_export.checkpoint.byte_source import local_path
-from mtp_export.checkpoint.dtypes import tensor_bytes
 from mtp_export.checkpoint.files import make_folder, write_whole
 from mtp_export.errors import IoError
-from mtp_export.progress import ProgressCallback, format_bytes
+from mtp_export.progress import ProgressCallback
 from mtp_export.verify.check import WHOLE_CHECK, Item, measured, not_tested
 from mtp_export.verify.context import Context
 from mtp_export.verify.decoding.acceptance import diagnosed
+from mtp_export.verify.decoding.stream_cost import Cost, cost_of
 from mtp_export.verify.evidence.corpus import Corpus, Drafts, judge
 from mtp_export.verify.evidence.prompts import encoded
 from mtp_export.verify.evidence.statistics import Estimate, ratio
-from mtp_runtime.cache import elements_per_token
 from mtp_runtime.prompts import read_texts
-from mtp_runtime.streaming import StreamedModel, open_streamed
-from mtp_runtime.teacher_forcing import PagedTexts, Text, Texts, overlaps, through_layer
-
-# Rows per pass through a layer: more take memory, fewer dequantize a layer's experts more often.
-CHUNK_ROWS = 2048
-# Matrices that are float32 at a time: gate and up, stacked, and those that a variant changes.
-DENSE_AT_ONCE = 8
-_PROBE_BYTES, _PIECE_BYTES = 64 << 20, 4 << 20
+from mtp_runtime.streaming import StreamedModel, open_streamed, pass_through
+from mtp_runtime.teacher_forcing import PagedTexts, Text, Texts, overlaps
 
 
 def run(context: Context) -> Iterator[Item]:
@@ -59,34 +47,6 @@ def run(context: Context) -> Iterator[Item]:
     yield from diagnosed(corpus, generated=generated)
 
 
-@dataclass(frozen=True)
-class Cost:
-    """Bytes that a pass reads, the disk's measured rate, and the memory that the pass takes.
-
-    layer_bytes: the largest weights held at a time, as stored: a layer, or the MTP part with the
-    main model's embedding and head. dense_bytes: matrices in float32 while they are in use.
-    """
-
-    read_bytes: int
-    bytes_per_second: float
-    layer_bytes: int
-    dense_bytes: int
-    activation_bytes: int
-    tokens: int
-
-    def shown(self) -> str:
-        seconds = self.read_bytes / self.bytes_per_second
-        return (
-            f"{format_bytes(self.read_bytes)} to read at {format_bytes(self.bytes_per_second)}/s,"
-            f" {seconds / 60:.0f} min at least; memory {format_bytes(self.layer_bytes)} of weights,"
-            f" {format_bytes(self.dense_bytes)} of matrices in use and"
-            f" {format_bytes(self.activation_bytes)} for {self.tokens} tokens"
-        )
-
-    def as_json(self) -> dict[str, float | int]:
-        return asdict(self)
-
-
 def texts_of(context: Context) -> tuple[Texts, bool]:
     """Texts of the prompts file, and True if the model generated their ends: a line's completion is
     the served model's greedy answer. Without completions the prompts themselves are the texts, and
@@ -103,69 +63,23 @@ def texts_of(context: Context) -> tuple[Texts, bool]:
     return Texts(tuple(Text(tokens, 1) for tokens in context.prompts)), False
 
 
-def cost_of(context: Context, streamed: StreamedModel, texts: Texts) -> Cost:
-    """The cost of a pass, from the headers, the first layer's attention, which is loaded, and one
-    read of the bundle's largest shard."""
-    main, mtp = context.main, context.mtp
-    assert main is not None and mtp is not None, "a streamed pass is not started without both"
-    layers, ends, largest = dict[str, int](), 0, 0
-    for tensor in main.tensors.values():
-        size = tensor_bytes(tensor.dtype, tensor.shape)
-        parts = tensor.name.split(".")
-        if "layers" in parts[:2]:
-            key = ".".join(parts[:3])
-            layers[key] = layers.get(key, 0) + size
-            largest = max(largest, math.prod(tensor.shape))
-        else:
-            ends += size
-    module = sum(tensor_bytes(tensor.dtype, tensor.shape) for tensor in mtp.tensors.values())
-    attention, tokens = streamed.attention(0), len(texts.tokens)
-    rows = min(CHUNK_ROWS, max(len(text.tokens) for text in texts.texts))
-    stream = 3 * streamed.config.hidden + elements_per_token(attention.new_cache)
-    inside = rows * attention.row_elements
-    return Cost(
-        read_bytes=sum(layers.values()) + ends + module,
-        bytes_per_second=_disk_rate(context),
-        layer_bytes=max(*layers.values(), module + ends),
-        dense_bytes=4 * DENSE_AT_ONCE * largest,
-        activation_bytes=4 * (tokens * stream + inside),
-        tokens=tokens,
-    )
-
-
-def _disk_rate(context: Context) -> float:
-    """Bytes per second of one read of a shard, past the page cache where the system allows it."""
-    shards = [local_path(shard.path) for c in context.checkpoints for shard in c.shards]
-    path = max(shards, key=lambda shard: shard.stat().st_size)
-    try:
-        with path.open("rb", buffering=0) as file:
-            if hasattr(os, "posix_fadvise"):
-                os.posix_fadvise(file.fileno(), 0, _PROBE_BYTES, os.POSIX_FADV_DONTNEED)
-            start, piece, done = time.perf_counter(), bytearray(_PIECE_BYTES), 0
-            while done < _PROBE_BYTES and (count := file.readinto(piece)):
-                done += count
-            return max(1.0, done / max(1e-6, time.perf_counter() - start))
-    except OSError as error:
-        raise IoError("A shard cannot be read", where=path, found=error) from error
-
-
 @torch.inference_mode()
 def states_of(
     context: Context, streamed: StreamedModel, texts: Texts, cost: Cost, progress: ProgressCallback
 ) -> torch.Tensor:
     """Hidden states [T, d] after the last layer; resumes after the last finished one."""
     place = checkpoint_path(context, texts)
-    layer, x = _resumed(place, (len(texts.tokens), streamed.config.hidden))
+    done, x = _resumed(place, (len(texts.tokens), streamed.config.hidden))
     if x is None:
         x = streamed.embedded(texts.tokens)
     paged = PagedTexts.of(texts)
-    chunks = paged.chunks(streamed.device, size=CHUNK_ROWS)
-    layers = streamed.config.layers
-    each = cost.read_bytes // (layers + 1)
-    for index in range(layers):
-        if index >= layer:
-            x = through_layer(streamed.layer(index), x, paged.pages, chunks)
-            _keep(place, index + 1, x)
+    chunks = paged.chunks(streamed.device)
+    each = cost.read_bytes // (streamed.config.layers + 1)
+    progress(done * each)
+    layers = streamed.layers(done)
+    for index in range(done, streamed.config.layers):
+        pass_through(next(layers), x, paged, chunks)
+        _keep(place, index + 1, x)
         progress(each)
     place.unlink(missing_ok=True)
     return x
@@ -255,7 +169,7 @@ def _acceptance(corpus: Corpus, depths: int, generated: bool) -> Iterator[Item]:
             figure += f"; in blocks of k={depths} {block.shown()}"
             data["in_blocks"] = block.as_json()
         yield measured(name, figure, data)
-        shared = _overlap(corpus, depths, depth)
+        shared = _overlap(corpus, outputs[depth - 1], depth)
         yield measured(
             f"draft {depth}, sampling",
             f"sum of min(target, draft) {shared.shown()}",
@@ -263,8 +177,7 @@ def _acceptance(corpus: Corpus, depths: int, generated: bool) -> Iterator[Item]:
         )
 
 
-def _overlap(corpus: Corpus, depths: int, depth: int) -> Estimate:
-    states = corpus.draft_outputs(depths)[depth - 1]
+def _overlap(corpus: Corpus, states: torch.Tensor, depth: int) -> Estimate:
     room = corpus.texts.room(corpus.anchors, depth)
     rows = corpus.states[1][(corpus.anchors.rows + depth)[room]]
     head = corpus.module_at(depth - 1).head

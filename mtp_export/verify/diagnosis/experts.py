@@ -13,7 +13,7 @@ from mtp_export.verify.diagnosis.causes import decoding as causes
 from mtp_export.verify.diagnosis.variants import dense_linear, dtype_of
 from mtp_export.verify.evidence.corpus import Corpus, best_and_score
 from mtp_runtime.layers.linear import Linear
-from mtp_runtime.layers.moe import Moe, gated
+from mtp_runtime.layers.moe import Moe
 from mtp_runtime.teacher_forcing import DraftInputs, draft_states
 
 # More experts than this are too many to try one by one: 256 have 32640 pairs.
@@ -62,15 +62,13 @@ def _changed(moe: Moe, normed: torch.Tensor) -> Iterator[tuple[str, str, torch.T
     """Change, cause and difference of the feed-forward's output [A, d], per variant."""
     routed = moe.routed_experts
     picked, chosen = moe.router(normed)
-    weights = torch.zeros_like(normed[:, :1]).repeat(1, len(moe.gate_up))  # [A, e]
+    weights = torch.zeros_like(normed[:, :1]).repeat(1, len(moe.experts))  # [A, e]
     weights[:, :routed].scatter_(1, picked, chosen.to(weights.dtype))
     weights[:, routed:] = 1.0
-    outputs = [
-        down(gated(gate_up(normed))) for gate_up, down in zip(moe.gate_up, moe.down, strict=True)
-    ]
-    for expert, (gate_up, down) in enumerate(zip(moe.gate_up, moe.down, strict=True)):
+    outputs = [one(normed) for one in moe.experts.every()]
+    for expert, one in enumerate(moe.experts.every()):
         name = f"expert {expert}" if expert < routed else "the shared expert"
-        other = down(gated(_output_halves_exchanged(gate_up)(normed)))
+        other = replace(one, gate_up=_output_halves_exchanged(one.gate_up))(normed)
         yield (
             f"gate and up of {name} are exchanged",
             causes.gate_and_up_swapped(name),

@@ -8,19 +8,14 @@ from dataclasses import dataclass
 from threading import BoundedSemaphore
 from typing import Any
 
-import xxhash
-
-from mtp_export.checkpoint.direct_io import aligned_buffer
+from mtp_export.checkpoint.disk_queue import DiskQueue
 from mtp_export.checkpoint.header import TensorInfo
 from mtp_export.checkpoint.reader import Checkpoint
-from mtp_export.checkpoint.tensor_reader import TensorReader
 from mtp_export.progress import ProgressCallback
 from mtp_export.schemes.transforms import one_torch_thread
 from mtp_export.schemes.weight_values import WeightOnDisk
 from mtp_export.verify.evidence.tensor_threads import in_threads
-from mtp_export.verify.evidence.weight_facts import WeightFacts, read_weight
-
-_BUFFER_BYTES = 4 << 20
+from mtp_export.verify.evidence.weight_facts import Walker, WeightFacts
 
 
 @dataclass(frozen=True)
@@ -57,16 +52,16 @@ class WalkPlan:
         weights = sum(weight.size_bytes for weight, _ in self.weights)
         return weights + sum(tensor.size_bytes for tensor in self.others)
 
-    def run(self, workers: int, progress: ProgressCallback) -> PartWalk:
+    def run(self, workers: int, queue: DiskQueue, progress: ProgressCallback) -> PartWalk:
         """Read every byte once, in threads of which `workers` compute at a time (IoError)."""
-        computing = BoundedSemaphore(workers)
+        walker = Walker(queue, BoundedSemaphore(workers), progress)
 
         def read(task: _Pair | TensorInfo) -> WeightFacts | tuple[str, str]:
             if isinstance(task, TensorInfo):
-                return task.name, _hash_of(task, computing, progress)
-            return read_weight(task.weight, task.source, computing, progress)
+                return task.name, walker.hash_tensor(task)
+            return walker.read_weight(task.weight, task.source)
 
-        tasks = [*(_Pair(*pair) for pair in self.weights), *self.others]
+        tasks: list[_Pair | TensorInfo] = [*(_Pair(*pair) for pair in self.weights), *self.others]
         with one_torch_thread() if self.weights else nullcontext():
             found = list(
                 in_threads(read, tasks, workers=workers, size_bytes=lambda task: task.size_bytes)
@@ -88,14 +83,3 @@ def recorded_checksums(checkpoint: Checkpoint, entry: Mapping[str, Any]) -> dict
             if recorded is not None:
                 found[tensor.name] = recorded
     return found
-
-
-def _hash_of(tensor: TensorInfo, computing: BoundedSemaphore, progress: ProgressCallback) -> str:
-    digest = xxhash.xxh3_128()
-    buffer = aligned_buffer(min(_BUFFER_BYTES, max(1, tensor.size_bytes)))
-    with TensorReader(tensor, once=True) as reader:
-        for piece in reader.chunks(buffer):
-            with computing:
-                digest.update(piece)
-            progress(len(piece))
-    return str(digest.hexdigest())

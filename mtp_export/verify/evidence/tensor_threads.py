@@ -6,8 +6,9 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
 
-# A disk gives its full rate to several requests at once, and a thread waits for one at a time.
-READERS_PER_WORKER = 4
+THREADS_PER_WORKER = (
+    2  # one computes, while the other opens its files and waits for the first bytes
+)
 
 Task = TypeVar("Task")
 Result = TypeVar("Result")
@@ -24,7 +25,7 @@ def in_threads(
 
     The largest tasks begin first, so that none is left to one thread at the end.
     """
-    pool = ThreadPoolExecutor(READERS_PER_WORKER * max(1, workers))
+    pool = ThreadPoolExecutor(THREADS_PER_WORKER * max(1, workers))
     try:
         begun = {
             number: pool.submit(work, tasks[number])

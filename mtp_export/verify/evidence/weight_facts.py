@@ -11,9 +11,13 @@ from typing import TYPE_CHECKING, Any
 
 import xxhash
 
+from mtp_export.checkpoint.direct_io import equal_bytes
+from mtp_export.checkpoint.disk_queue import BLOCK_BYTES, DiskQueue
+from mtp_export.checkpoint.header import TensorInfo
+from mtp_export.checkpoint.tensor_stream import TensorStream
 from mtp_export.errors import MtpExportError
 from mtp_export.progress import ProgressCallback
-from mtp_export.schemes.weight_values import OpenWeight, WeightOnDisk
+from mtp_export.schemes.weight_values import WeightOnDisk, WeightStream
 from mtp_export.verify.evidence.counterparts import is_copy, is_linked
 
 if TYPE_CHECKING:
@@ -22,7 +26,6 @@ if TYPE_CHECKING:
     from mtp_export.schemes.formats import EncodedWeight
     from mtp_kernels.weight_statistics import Difference, WeightStatistics
 
-_PIECE_BYTES = 4 << 20  # of codes
 _DEQUANTIZED_ELEMENTS = 1 << 21  # of a piece whose values are compared
 
 
@@ -56,62 +59,77 @@ class WeightFacts:
     against: AgainstSource | None
 
 
-def read_weight(
-    weight: WeightOnDisk,
-    source: WeightOnDisk | None,
-    computing: AbstractContextManager[Any],
-    progress: ProgressCallback,
-) -> WeightFacts:
-    """Read a weight, and the source's beside it; computing is entered for each piece.
+@dataclass(frozen=True)
+class Walker:
+    """Settings of the passes over weights; computing is entered for each piece."""
 
-    Raises IoError where the weight cannot be read; a source that cannot is a finding.
-    """
-    from mtp_kernels.weight_statistics import WeightStatistics
+    queue: DiskQueue
+    computing: AbstractContextManager[Any]
+    progress: ProgressCallback
 
-    digest, statistics = xxhash.xxh3_128(), WeightStatistics()
-    with ExitStack() as opened:
-        ours = opened.enter_context(OpenWeight(weight, once=True))
-        comparison = None if source is None else _Comparison(ours, source, opened)
-        for start, stop in weight.pieces(_piece_elements(weight, comparison)):
-            piece = ours.encoded(start, stop)
-            if comparison is not None:
-                comparison.read(start, stop)
-            with computing:
-                digest.update(_bytes(piece.codes))
-                statistics += piece.statistics()
+    def read_weight(self, weight: WeightOnDisk, source: WeightOnDisk | None) -> WeightFacts:
+        """Read a weight, and the source's beside it.
+
+        Raises IoError where the weight cannot be read; a source that cannot is a finding.
+        """
+        from mtp_kernels.weight_statistics import WeightStatistics
+
+        digest, statistics = xxhash.xxh3_128(), WeightStatistics()
+        elements = _piece_elements(weight, source)
+        with ExitStack() as opened:
+            stream = WeightStream(weight, self.queue, weight.piece_rows(elements))
+            ours = opened.enter_context(stream)
+            comparison = None if source is None else _Comparison(ours, source)
+            for start, stop in weight.pieces(elements):
+                piece = ours.encoded(start, stop)
                 if comparison is not None:
-                    comparison.add(piece)
-            progress(weight.size_bytes * (stop - start) // weight.rows)
-        codes_digest = str(digest.hexdigest())
-        return WeightFacts(
-            weight,
-            checksums=_checksums(ours, codes_digest),
-            digest=codes_digest,
-            statistics=statistics,
-            against=None if comparison is None else comparison.found,
-        )
+                    comparison.read(start, stop, self.queue, opened)
+                with self.computing:
+                    digest.update(_bytes(piece.codes))
+                    statistics += piece.statistics()
+                    if comparison is not None:
+                        comparison.add(piece)
+                self.progress(weight.size_bytes * (stop - start) // weight.rows)
+            codes_digest = str(digest.hexdigest())
+            return WeightFacts(
+                weight,
+                checksums=_checksums(ours, codes_digest),
+                digest=codes_digest,
+                statistics=statistics,
+                against=None if comparison is None else comparison.found,
+            )
+
+    def hash_tensor(self, tensor: TensorInfo) -> str:
+        """Return the xxh3_128 of a tensor's bytes (IoError)."""
+        digest = xxhash.xxh3_128()
+        with TensorStream(tensor, self.queue) as stream:
+            for block in stream.blocks():
+                with self.computing:
+                    digest.update(block)
+                self.progress(len(block))
+        return str(digest.hexdigest())
 
 
 class _Comparison:
     """Comparison with a source's weight, piece by piece, until more would not change it."""
 
-    def __init__(self, ours: OpenWeight, source: WeightOnDisk, opened: ExitStack) -> None:
+    def __init__(self, ours: WeightStream, source: WeightOnDisk) -> None:
         self.found = AgainstSource(source)
-        self.is_copy = is_copy(ours.weight, source)
-        self._ours, self._opened = ours, opened
-        self._ended = self.is_copy and is_linked(ours.weight, source)
-        self._theirs: OpenWeight | None = None
+        self._is_copy = is_copy(ours.weight, source)
+        self._ours = ours
+        self._ended = self._is_copy and is_linked(ours.weight, source)
+        self._theirs: WeightStream | None = None
         self._piece: EncodedWeight | None = None
 
-    def read(self, start: int, stop: int) -> None:
+    def read(self, start: int, stop: int, queue: DiskQueue, opened: ExitStack) -> None:
         """Read the source's rows of the piece that is added next."""
         if self._ended:
             return
         try:
             if self._theirs is None:
-                theirs = OpenWeight(self.found.source, once=True)
-                self._theirs = self._opened.enter_context(theirs)
-                if self.is_copy and not _are_equal(self._ours.others, theirs.others):
+                stream = WeightStream(self.found.source, queue, stop - start)
+                self._theirs = opened.enter_context(stream)
+                if self._is_copy and not _are_equal(self._ours.others, self._theirs.others):
                     return self._end(equal=False)
             self._piece = self._theirs.encoded(start, stop)
         except MtpExportError as failure:
@@ -121,7 +139,7 @@ class _Comparison:
         """Compare a piece with the source's."""
         if self._ended or self._piece is None:
             return
-        if not self.is_copy:
+        if not self._is_copy:
             self._add_values(ours, self._piece)
         elif not _are_equal([ours.codes], [self._piece.codes]):
             self._end(equal=False)
@@ -142,15 +160,15 @@ class _Comparison:
         self.found, self._ended = replace(self.found, **found), True
 
 
-def _piece_elements(weight: WeightOnDisk, comparison: _Comparison | None) -> int:
+def _piece_elements(weight: WeightOnDisk, source: WeightOnDisk | None) -> int:
     elements = prod(weight.stored.weight.shape)
-    most = _PIECE_BYTES * elements // max(1, weight.tensors[0].size_bytes)
-    if comparison is None or comparison.is_copy:
+    most = BLOCK_BYTES * elements // max(1, weight.tensors[0].size_bytes)
+    if source is None or is_copy(weight, source):
         return most
     return min(most, _DEQUANTIZED_ELEMENTS)
 
 
-def _checksums(ours: OpenWeight, codes_digest: str) -> dict[str, str]:
+def _checksums(ours: WeightStream, codes_digest: str) -> dict[str, str]:
     """Return the checksums of a weight's tensors as they are stored."""
     weight = ours.weight
     if weight.stored.transposed:
@@ -164,11 +182,8 @@ def _xxh3_128(tensor: torch.Tensor) -> str:
 
 
 def _are_equal(ours: list[torch.Tensor], theirs: list[torch.Tensor]) -> bool:
-    """Return True for tensors of the same bytes."""
-    import numpy as np
-
     pairs = zip(map(_bytes, ours), map(_bytes, theirs), strict=True)
-    return all(np.array_equal(one, other) for one, other in pairs)
+    return all(equal_bytes(memoryview(one), memoryview(other)) for one, other in pairs)
 
 
 def _bytes(tensor: torch.Tensor) -> Any:

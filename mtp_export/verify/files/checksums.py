@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from mtp_export.verify.evidence.bundle_parts import BundlePart
 
 # Files that engines load from a folder by their endings; others do no harm there.
-_READ_BY_ENGINES = (
+READ_BY_ENGINES = (
     *(".safetensors", ".bin", ".pt", ".pth", ".gguf", ".json", ".py"),
     *(".model", ".tiktoken", ".jinja"),
 )
@@ -75,7 +75,7 @@ def _shards(part: BundlePart, entry: Mapping[str, Any]) -> Item:
                      _shard_problems(part.folder / name, facts, headers.get(name))]  # fmt: skip
     known = {*shards, *entry.get("files", {})}
     for path in sorted(part.folder.iterdir()):
-        if path.name not in known and path.suffix in _READ_BY_ENGINES:
+        if path.name not in known and path.suffix in READ_BY_ENGINES:
             problems.append(Problem(str(path), causes.file_not_in_manifest(path.name)))
     return verdict(
         f"{part.name}: shards", problems, f"{len(shards)} shard{'s' * (len(shards) != 1)}"

@@ -212,7 +212,8 @@ def _as_read(name: str, layout: PartLayout, config: Any, reading: DraftReading) 
     if reading.layer_name is not None:
         layers = sorted({f"model.layers.{spec.mtp_layer}" for spec in specs})
         rename = partial(_with_layer_name, layers, reading.layer_name)
-        config = json.loads(rename(json.dumps(config)))
+        if not layout.stored.family.patterns.mtp_names:
+            config = json.loads(rename(json.dumps(config)))
         tensors = {rename(key): tensor for key, tensor in tensors.items()}
     try:
         read = layout.stored.reread(config, rename)

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Iterator
 from html import escape
-from typing import Any
 
-from mtp_export.progress import format_bytes
 from mtp_export.verify.check import CheckResult, Item, Status
-from mtp_export.verify.report.plots import Bar, Interval, Line, bars, intervals, legend, lines
+from mtp_export.verify.report.charts import charts
+from mtp_export.verify.report.plots import MOST_SERIES, legend
 from mtp_export.verify.report.report import Report, verdict_words
 
 _STYLE = """
@@ -55,9 +52,9 @@ td:nth-child(1){font-weight:500}td:nth-child(n+3){grid-column:1/-1}td:empty{disp
 td:nth-child(4)::before{content:"bound: ";color:var(--soft)}}
 """
 _SERIES = "".join(
-    f".s{n}{{fill:var(--s{n});stroke:var(--s{n})}}.b{n}{{background:var(--s{n})}}" for n in range(6)
+    f".s{n}{{fill:var(--s{n});stroke:var(--s{n})}}.b{n}{{background:var(--s{n})}}"
+    for n in range(MOST_SERIES)
 )
-_MOST_SERIES = 6
 
 
 def html_page(report: Report) -> str:
@@ -109,74 +106,10 @@ def _measured(item: Item) -> str:
 
 def _charts(report: Report) -> str:
     cards = "".join(
-        f'<div class="card"><h3>{escape(title)}</h3>{chart}</div>'
-        for title, chart in (*_acceptance(report), *_sqnr(report), *_sizes(report), *_speed(report))
+        f'<div class="card"><h3>{escape(chart.title)}</h3>{chart.svg}{legend(chart.labels)}</div>'
+        for chart in charts(report)
     )
     return f'<h2>Measured</h2><div class="cards">{cards}</div>' if cards else ""
-
-
-def _data(report: Report, check: str, *keys: str) -> Iterator[dict[str, Any]]:
-    """Data of a check's items that have all these keys."""
-    for result, item in report.items:
-        if result.name == check and all(key in item.data for key in keys):
-            yield dict(item.data)
-
-
-def _acceptance(report: Report) -> Iterator[tuple[str, str]]:
-    found = list(_data(report, "acceptance", "k", "position", "conditional", "cumulative"))
-    for kind, title in (
-        ("conditional", "Draft accepted, if those before it were (95 % interval)"),
-        ("cumulative", "Draft accepted, of all drafted at its position (95 % interval)"),
-    ):
-        rows = [
-            Interval(
-                f"k={data['k']}, draft {data['position']}",
-                value=data[kind]["value"],
-                low=data[kind]["low"],
-                high=data[kind]["high"],
-                series=data["k"] % _MOST_SERIES,
-            )
-            for data in found
-        ]
-        if rows:
-            yield title, intervals(rows)
-
-
-def _sqnr(report: Report) -> Iterator[tuple[str, str]]:
-    """The least SQNR per layer, one line per role and form."""
-    points: dict[str, list[tuple[float, float]]] = defaultdict(list)
-    for data in _data(report, "weights", "sqnr_db_by_layer"):
-        label = f"{data['role']}, {data['storage'].replace('_', ' ')}"
-        points[label] += [(row["layer"], row["min"]) for row in data["sqnr_db_by_layer"]]
-    series = [Line(label, sorted(own)) for label, own in points.items() if own][:_MOST_SERIES]
-    if series:
-        chart = lines(series, "SQNR in dB") + legend([line.label for line in series])
-        yield "Signal to quantization noise against the source (dB): the least of each layer", chart
-
-
-def _sizes(report: Report) -> Iterator[tuple[str, str]]:
-    sizes = {"source": report.facts["source_bytes"], **report.facts["parts_bytes"]}
-    if sizes["source"]:
-        after = sum(report.facts["parts_bytes"].values())
-        rows = [
-            Bar("source", value=sizes["source"], text=format_bytes(sizes["source"]), series=1),
-            Bar("bundle", after, format_bytes(after)),
-            *(Bar(f"  {name}", value=size, text=format_bytes(size), series=2)
-              for name, size in report.facts["parts_bytes"].items()),
-        ]  # fmt: skip
-        yield "Size before and after", bars(rows)
-
-
-def _speed(report: Report) -> Iterator[tuple[str, str]]:
-    rows: list[Bar] = []
-    for data in _data(report, "speed", "batch", "k", "measured", "predicted"):
-        label = f"batch {data['batch']}, k={data['k']}"
-        rows.append(Bar(label, data["measured"], f"{data['measured']:.2f}×"))
-        rows.append(
-            Bar("predicted", value=data["predicted"], text=f"{data['predicted']:.2f}×", series=1)
-        )
-    if rows:
-        yield "Speed of speculation over plain decoding", bars(rows)
 
 
 def _checks(report: Report) -> str:

@@ -5,6 +5,7 @@ Colours are CSS classes, so that light and dark pages share them.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from html import escape
@@ -12,6 +13,16 @@ from html import escape
 _WIDTH, _LEFT, _RIGHT = 360, 34, 8
 _ROW, _TOP, _BOTTOM = 26, 8, 24
 _HEIGHT = 210
+_LEGEND_ROW = 18
+MOST_SERIES = 6
+# A chart in a file of its own is seen on pages of any colour: it brings its background.
+_COLOURS = ("#2f6fb7", "#c8641b", "#2c8a57", "#8a4fb0", "#b03a63", "#5d6b1f")
+_OWN_STYLE = (
+    "svg{background:#fff}text{font:11px system-ui,sans-serif;fill:#5b6670}.strong{fill:#1c2126}"
+    ".grid{stroke:#d9dee3;stroke-width:1}.line{fill:none!important;stroke-width:1.8}"
+    ".ci{stroke-width:5;opacity:.45}"
+    + "".join(f".s{n}{{fill:{colour};stroke:{colour}}}" for n, colour in enumerate(_COLOURS))
+)
 
 
 @dataclass(frozen=True)
@@ -118,12 +129,30 @@ def lines(series: Sequence[Line], unit: str) -> str:
 
 
 def legend(labels: Sequence[str]) -> str:
-    """The names of series, each with its colour."""
+    """The names of series, each with its colour; nothing without any."""
+    if not labels:
+        return ""
     entries = "".join(
         f'<span><i class="b{number}"></i>{escape(label)}</span>'
         for number, label in enumerate(labels)
     )
     return f'<p class="legend">{entries}</p>'
+
+
+def standalone(svg: str, labels: Sequence[str]) -> str:
+    """A chart as a file of its own, with its colours and the legend below it."""
+    head, height, body = re.split(rf'(?<=viewBox="0 0 {_WIDTH} )([0-9.]+)', svg, maxsplit=1)
+    rows = [
+        f'<rect class="s{number}" x="{_LEFT}" y="{float(height) + _LEGEND_ROW * number}" width="9"'
+        f' height="9" rx="2"/>'
+        + _text(_LEFT + 16, float(height) + _LEGEND_ROW * number + 9, text=label, anchor="start")
+        for number, label in enumerate(labels)
+    ]
+    whole = f"{head}{float(height) + _LEGEND_ROW * len(rows):g}{body}"
+    opened = whole.replace("<svg ", '<svg xmlns="http://www.w3.org/2000/svg" width="640" ', 1)
+    start = opened.index(">") + 1
+    drawn = opened[start:].removesuffix("</svg>") + "".join(rows)
+    return f"{opened[:start]}<style>{_OWN_STYLE}</style>{drawn}</svg>\n"
 
 
 def _rounded_range(values: Sequence[float]) -> tuple[float, float]:

@@ -22,7 +22,8 @@ _NAMED_FAILURES = 3
 
 @dataclass(frozen=True)
 class Report:
-    """The results of every check, in order; facts are the manifest's options and sizes in bytes."""
+    """The results of every check, in order; facts are the manifest's options and
+    SHA-256 and sizes in bytes."""
 
     options: VerifyOptions
     facts: dict[str, Any]
@@ -99,6 +100,7 @@ def report_of(context: Context, results: tuple[CheckResult, ...], seconds: float
     shards = (context.manifest or {}).get("source", {}).get("shards", {})
     facts = {
         "options": dict(context.recorded_options),
+        "manifest_sha256": context.manifest_sha256,
         "source_bytes": sum(shard.get("size_bytes", 0) for shard in shards.values()),
         "parts_bytes": {
             part.name: sum(

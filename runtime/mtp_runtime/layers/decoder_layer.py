@@ -34,5 +34,9 @@ class DecoderLayer:
 
     def __call__(self, x: torch.Tensor, cache: LayerCache, forward: ForwardPass) -> torch.Tensor:
         """Take rows x [T, d] through the layer; fills their cache entries."""
-        x = x + self.attention(self.input_norm(x), cache, forward)
+        x = self.attend(x, cache, forward)
         return x + self.feed_forward(self.post_norm(x))
+
+    def attend(self, x: torch.Tensor, cache: LayerCache, forward: ForwardPass) -> torch.Tensor:
+        """Take rows x [T, d] through the first half alone."""
+        return x + self.attention(self.input_norm(x), cache, forward)

@@ -1,15 +1,16 @@
-"""Linear layers over weights in any stored format: the weight dequantizes, the layer multiplies."""
+"""Linear layers over weights in any stored format, which multiply themselves as they are stored."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Protocol
 
 import torch
 
 from mtp_export.errors import InvalidInputError
-from mtp_export.schemes.formats import UNQUANTIZED, EncodedWeight, unquantized
+from mtp_export.schemes.formats import unquantized
 
 
 class Weight(Protocol):
@@ -20,6 +21,9 @@ class Weight(Protocol):
 
     def dequantize(self, dtype: torch.dtype) -> torch.Tensor:
         """Return the matrix [out, in] (ValueError for codes or scales that are damaged)."""
+
+    def product(self, x: torch.Tensor) -> torch.Tensor:
+        """Return x @ weight.T [T, out] for x [T, in], in its dtype (ValueError as dequantize)."""
 
 
 @dataclass(frozen=True)
@@ -36,13 +40,17 @@ class Stacked:
         """Return the matrices as one [out, in]."""
         return torch.cat([part.dequantize(dtype) for part in self.parts])
 
+    def product(self, x: torch.Tensor) -> torch.Tensor:
+        """Return the products side by side."""
+        return torch.cat([part.product(x) for part in self.parts], dim=1)
+
 
 @dataclass(frozen=True)
 class Linear:
     """y = x @ weight.T for x [T, in]; the result has the dtype of x.
 
-    `transposed` [in, out] is the weight dequantized once; without it the weight is dequantized in
-    every call, which is slower and keeps it in its stored size.
+    `transposed` [in, out] is the weight dequantized once; without it the weight keeps its stored
+    size, and every call expands it anew.
     """
 
     weight: Weight
@@ -64,22 +72,28 @@ class Linear:
         return dense(self.weight, dtype).t() if self.transposed is None else self.transposed
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        return torch.mm(x, self.matrix(x.dtype))
+        if self.transposed is not None:
+            return torch.mm(x, self.transposed)
+        with _damage_of(self.weight):
+            return self.weight.product(x)
 
 
 def stack(parts: Sequence[Weight]) -> Weight:
-    """Return one weight for several over the same input; unquantized ones become one matrix."""
-    if all(isinstance(part, EncodedWeight) and part.format is UNQUANTIZED for part in parts):
-        return unquantized(
-            torch.cat([part.codes for part in parts if isinstance(part, EncodedWeight)])
-        )
-    return Stacked(tuple(parts))
+    """Return one weight for several over the same input."""
+    return parts[0] if len(parts) == 1 else Stacked(tuple(parts))
 
 
 def dense(weight: Weight, dtype: torch.dtype) -> torch.Tensor:
     """Return a weight dequantized to [out, in] (InvalidInputError when it is damaged)."""
-    try:
+    with _damage_of(weight):
         return weight.dequantize(dtype)
+
+
+@contextmanager
+def _damage_of(weight: Weight) -> Iterator[None]:
+    """Raise InvalidInputError for a ValueError about codes or scales."""
+    try:
+        yield
     except ValueError as error:
         raise InvalidInputError(
             f"A weight of shape {list(weight.shape)} cannot be dequantized",

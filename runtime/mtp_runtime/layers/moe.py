@@ -1,11 +1,11 @@
-"""Feed-forward layers: the gated MLP, and the mixture of experts that reads picked experts alone.
+"""Feed-forward layers: the gated MLP, and the mixture of experts, which asks for picked ones alone.
 
 Source: DeepSeek-V3 technical report, section 2.1.2.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -14,7 +14,8 @@ import torch.nn.functional as F
 
 from mtp_runtime.layers.linear import Linear
 
-MAX_PAIRS_IN_PYTHON = 512
+# Rows that an MLP takes at a time: inner values of more would outweigh its weights.
+MLP_ROWS = 2048
 
 
 def gated(both: torch.Tensor) -> torch.Tensor:
@@ -31,7 +32,39 @@ class Mlp:
     down: Linear
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        if len(x) > MLP_ROWS:
+            return torch.cat([self(rows) for rows in torch.split(x, MLP_ROWS)])
         return self.down(gated(self.gate_up(x)))
+
+
+class Experts(Protocol):
+    """Experts of one inner size, by number, wherever they are kept."""
+
+    def __len__(self) -> int: ...
+
+    def each(self, numbers: Iterable[int]) -> Iterator[Mlp]:
+        """Yield the experts of these numbers, in their order; nobody else need be read."""
+
+    def every(self) -> Iterator[Mlp]:
+        """Yield all of them."""
+
+
+@dataclass(frozen=True)
+class HeldExperts:
+    """Experts in memory."""
+
+    held: tuple[Mlp, ...]
+
+    def __len__(self) -> int:
+        return len(self.held)
+
+    def each(self, numbers: Iterable[int]) -> Iterator[Mlp]:
+        """Yield the experts of these numbers."""
+        return (self.held[number] for number in numbers)
+
+    def every(self) -> Iterator[Mlp]:
+        """Yield all of them."""
+        return iter(self.held)
 
 
 class Router(Protocol):
@@ -80,110 +113,52 @@ class SigmoidRouter:
 class Moe:
     """Routed experts, and shared ones that every row goes through with weight 1.
 
-    gate_up and down hold the routed experts, then the shared ones, all of one inner size. Experts
-    that no row picked are not read.
+    experts holds the routed ones, then `shared` shared ones. Experts that no row picked are not
+    asked for.
     """
 
     router: Router
-    gate_up: Sequence[Linear]
-    down: Sequence[Linear]
-    shared_ids: torch.Tensor  # [shared]
-    shared_weights: torch.Tensor  # [shared], ones
+    experts: Experts
+    shared: int
 
     @property
     def routed_experts(self) -> int:
         """Number of experts that the router picks from."""
-        return len(self.down) - len(self.shared_ids)
-
-    def route(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return all experts of each row, shared ones last: ids and weights [T, k + shared]."""
-        picked, weights = self.router(x)
-        if not len(self.shared_ids):
-            return picked, weights
-        count = len(x)
-        return (
-            torch.cat([picked, self.shared_ids.expand(count, -1)], dim=1),
-            torch.cat([weights, self.shared_weights.expand(count, -1)], dim=1),
-        )
+        return len(self.experts) - self.shared
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        """Transform x [T, d] to [T, d]; rows are sorted by expert, one product per expert."""
-        if len(x) == 1:
-            picked, weights = self.route(x)
-            return torch.mm(weights.to(x.dtype), self._one_row(x, picked[0].tolist()))
+        """Transform x [T, d] to [T, d]: each expert takes all of its rows at once."""
         picked, weights = self.router(x)
-        order = sort_by_expert(picked, self.routed_experts)
-        outer = self._experts(x[order.rows], order.ends)[order.places]
-        outer = outer.view(len(x), picked.shape[1], -1)  # [T, k, d]
-        total = torch.bmm(weights.to(x.dtype)[:, None], outer)[:, 0]
-        for expert in range(self.routed_experts, len(self.down)):
-            total += self.down[expert](gated(self.gate_up[expert](x)))
-        return total
-
-    def _one_row(self, x: torch.Tensor, experts: Sequence[int]) -> torch.Tensor:
-        """Return the output of each of the experts for one row x [1, d]: [experts, d]."""
-        inner = gated(torch.cat([self.gate_up[expert](x) for expert in experts]))
-        return torch.cat(
-            [self.down[e](row) for e, row in zip(experts, inner[:, None], strict=True)]
-        )
-
-    def _experts(self, rows: torch.Tensor, ends: Sequence[tuple[int, int]]) -> torch.Tensor:
-        """Take rows [n, d] in segments that end at `ends` through their experts."""
-        count, hidden = rows.shape
-        inner = rows.new_empty(count, self.gate_up[0].weight.shape[0])
-        outer = rows.new_empty(count, hidden)
-        _by_segment(self.gate_up, rows, ends, inner)
-        _by_segment(self.down, gated(inner), ends, outer)
-        return outer
-
-
-def _by_segment(
-    linears: Sequence[Linear],
-    rows: torch.Tensor,
-    ends: Sequence[tuple[int, int]],
-    out: torch.Tensor,
-) -> None:
-    start = 0
-    for expert, end in ends:
-        torch.mm(rows[start:end], linears[expert].matrix(rows.dtype), out=out[start:end])
-        start = end
+        order = sort_by_expert(picked)
+        weights = weights.flatten()[order.pairs, None]
+        total = torch.zeros_like(x, dtype=torch.float32)
+        start = 0
+        for expert, end in zip(self.experts.each(order.experts), order.ends, strict=True):
+            rows = order.pairs[start:end] // picked.shape[1]
+            total.index_add_(0, rows, expert(x[rows]) * weights[start:end])
+            start = end
+        for expert in self.experts.each(range(self.routed_experts, len(self.experts))):
+            total += expert(x)
+        return total.to(x.dtype)
 
 
 @dataclass(frozen=True)
 class Order:
     """(Row, expert) pairs sorted by expert.
 
-    rows: the row of each sorted pair. ends: each picked expert, and the end of its pairs. places:
-    the place of each pair of the original order.
+    pairs: number of each sorted pair, row * k + place among the row's picks. experts: those that
+    were picked, ascending. ends: end of the pairs of each.
     """
 
-    rows: torch.Tensor
-    ends: Sequence[tuple[int, int]]
-    places: torch.Tensor
+    pairs: torch.Tensor
+    experts: Sequence[int]
+    ends: Sequence[int]
 
 
-def sort_by_expert(picked: torch.Tensor, experts: int) -> Order:
-    """Sort the pairs of picked [T, k]; few pairs are sorted faster without launching kernels."""
-    count, device = picked.numel(), picked.device
-    if count > MAX_PAIRS_IN_PYTHON:
-        flat = picked.flatten()
-        order = flat.argsort(stable=True)
-        places = torch.empty_like(order)
-        places[order] = torch.arange(count, device=device)
-        counts = torch.bincount(flat, minlength=experts).tolist()
-    else:
-        pairs = picked.flatten().tolist()
-        sorted_pairs = sorted(range(count), key=pairs.__getitem__)
-        inverse = sorted(range(count), key=sorted_pairs.__getitem__)
-        order = torch.tensor(sorted_pairs, device=device)
-        places = torch.tensor(inverse, device=device)
-        counts = [0] * experts
-        for expert in pairs:
-            counts[expert] += 1
-    rows = order.div(picked.shape[1], rounding_mode="floor")
-    ends, end = [], 0
-    for expert, pairs_of_expert in enumerate(counts):
-        if pairs_of_expert:
-            end += pairs_of_expert
-            ends.append((expert, end))
-    return Order(rows, ends, places)
+def sort_by_expert(picked: torch.Tensor) -> Order:
+    """Sort the pairs of picked [T, k]."""
+    flat = picked.flatten()
+    counts = torch.bincount(flat)
+    experts = counts.nonzero()[:, 0]
+    ends = counts[experts].cumsum(0)
+    return Order(flat.argsort(stable=True), experts=experts.tolist(), ends=ends.tolist())

@@ -3,25 +3,34 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 
 import torch
 
 from mtp_export.checkpoint.bundle_folder import bundle_target, open_parts
+from mtp_export.checkpoint.header import TensorInfo
 from mtp_export.checkpoint.reader import CONFIG_NAME, Checkpoint
+from mtp_export.checkpoint.tensor_reader import TensorReader
 from mtp_export.errors import InvalidInputError, UnsupportedError
 from mtp_export.families import family_of
 from mtp_export.families.base import TensorSpec
 from mtp_export.families.contract import MtpContract
+from mtp_export.families.modules import MlpModules
 from mtp_export.schemes.discrepancies import compare
 from mtp_export.schemes.formats import EncodedWeight
 from mtp_export.schemes.stored import StoredModel, StoredWeight, stored_model
-from mtp_export.schemes.weight_values import Rounding
+from mtp_export.schemes.weight_values import Rounding, WeightOnDisk
 from mtp_export.targets import target_of
 from mtp_export.targets.draft import stored_draft
+from mtp_runtime.layers.embedding import Embedding, EmbeddingTable
 from mtp_runtime.layers.linear import Linear, dense
+from mtp_runtime.layers.moe import Experts, HeldExperts, Mlp
+from mtp_runtime.loading.on_demand import EmbeddingOnDemand, StoredExperts, WeightOnDemand
+from mtp_runtime.loading.read_ahead import READERS, read_ahead
 
 logger = logging.getLogger(__name__)
 
@@ -63,13 +72,15 @@ class WeightSource:
     """Tensors of the model by released name, whatever format they are stored in.
 
     The state of one loading: the names that were read so far, for the ledger. keep_dense: linears
-    are dequantized when they are loaded. contract is that of the MTP modules.
+    are dequantized when they are loaded. on_demand: routed experts, heads and embeddings are read
+    when they are used. contract is that of the MTP modules.
     """
 
     owners: Mapping[str, _Part]
     dtype: torch.dtype
     device: torch.device
     keep_dense: bool
+    on_demand: bool
     contract: MtpContract
     loaded: set[str] = field(default_factory=set)
     tied: set[str] = field(default_factory=set)
@@ -85,7 +96,7 @@ class WeightSource:
         Raises InvalidInputError where there is none.
         """
         self._note(name)
-        return self._plain(name).to(self.device)
+        return self._plain(name)
 
     def tensor(self, name: str) -> torch.Tensor:
         """Return an unquantized tensor in the dtype of the run."""
@@ -104,6 +115,35 @@ class WeightSource:
         """Return a linear layer."""
         return Linear.build(self.weight(module), self.dtype, self.keep_dense)
 
+    def embedding(self, name: str) -> Embedding:
+        """Return token embeddings (UnsupportedError for quantized ones)."""
+        if not self.on_demand:
+            return EmbeddingTable(self.tensor(name))
+        self._note(name)
+        self._check_plain(name)
+        return EmbeddingOnDemand(self._on_disk(name), self.dtype, self.device, self._readers)
+
+    def head(self, module: str) -> Linear:
+        """Return the linear layer of a head, the largest of a model."""
+        name = f"{module}.weight"
+        # Rows of a transposed matrix lie scattered over the file.
+        if not self.on_demand or self.owners[name].stored.weights[name].transposed:
+            return self.linear(module)
+        self._note(name)
+        return Linear(WeightOnDemand(self._on_disk(name), self.device, self._readers))
+
+    def experts(
+        self,
+        names: Sequence[MlpModules],
+        load: Callable[[MlpModules], Mlp],
+        shared: tuple[Mlp, ...],
+    ) -> Experts:
+        """Return routed experts, which `load` loads, and shared ones behind them."""
+        if not self.on_demand:
+            return HeldExperts((*map(load, names), *shared))
+        in_mtp = self._spec(f"{names[0].down}.weight").mtp_layer is not None
+        return StoredExperts(names, load, shared, self._readers, kept={} if in_mtp else None)
+
     def dense_matrix(self, module: str) -> torch.Tensor:
         """Return a linear's weight [out, in], dequantized."""
         return dense(self.weight(module), self.dtype)
@@ -113,13 +153,7 @@ class WeightSource:
         rounding if it is stored in another precision."""
         if not self._has(own):
             return True
-        copy, original = map(self._encoded, (own, main))
-        if copy.format == original.format:
-            equal = copy.equals(original)
-        else:
-            rounding = Rounding()
-            rounding.add(copy.dequantize(), original.dequantize())
-            equal = rounding.is_all
+        equal = self._is_copy(*map(self._on_disk, (own, main)))
         if equal:
             self.tied.add(own)
         else:
@@ -147,6 +181,24 @@ class WeightSource:
             )
         return Ledger(*map(self._released_names, (self.owners, self.loaded, skipped, self.tied)))
 
+    def _is_copy(self, copy: WeightOnDisk, original: WeightOnDisk) -> bool:
+        """Compare two stored weights piece by piece, so that neither is held as a whole."""
+        equal, rounding = copy.stored.format == original.stored.format, Rounding()
+
+        def pair(piece: tuple[int, int]) -> tuple[EncodedWeight, EncodedWeight]:
+            return copy.encoded(*piece), original.encoded(*piece)
+
+        for ours, theirs in read_ahead(self._readers, pair, copy.pieces()):
+            if not equal:
+                rounding.add(ours.dequantize(), theirs.dequantize())
+            elif not ours.equals(theirs):
+                return False
+        return equal or rounding.is_all
+
+    @cached_property
+    def _readers(self) -> ThreadPoolExecutor:
+        return ThreadPoolExecutor(READERS)
+
     @property
     def _present(self) -> list[str]:
         return [name for name in self.owners if self._has(name)]
@@ -166,22 +218,33 @@ class WeightSource:
         return self.owners[name].stored.weights[name].weight
 
     def _encoded(self, name: str) -> EncodedWeight:
-        part = self.owners[name]
-        one = part.stored.weights[name]
-        tensors = [part.checkpoint.tensor(tensor.name).to(self.device) for tensor in one.tensors]
-        return one.encoded(tensors)
+        on_disk = self._on_disk(name)
+        return on_disk.stored.encoded([self._read(tensor) for tensor in on_disk.tensors])
 
-    def _plain(self, name: str) -> torch.Tensor:
+    def _on_disk(self, name: str) -> WeightOnDisk:
         part = self.owners[name]
         one = part.stored.weights[name]
+        tensors = part.checkpoint.tensors
+        return WeightOnDisk(one, tuple(tensors[tensor.name] for tensor in one.tensors))
+
+    def _read(self, tensor: TensorInfo) -> torch.Tensor:
+        with TensorReader(tensor, once=self.on_demand) as reader:
+            return reader.rows(0, tensor.shape[0] if tensor.shape else 1).to(self.device)
+
+    def _check_plain(self, name: str) -> None:
+        one = self.owners[name].stored.weights[name]
         if len(one.tensors) > 1:
             raise UnsupportedError(
                 "The runtime reads embeddings unquantized",
                 expected=f"{name} in the ignore list of quantization_config",
                 found=f"{name} as {one.storage}",
             )
-        tensor = part.checkpoint.tensor(one.tensors[0].name)
-        return tensor.t() if one.transposed else tensor
+
+    def _plain(self, name: str) -> torch.Tensor:
+        self._check_plain(name)
+        on_disk = self._on_disk(name)
+        tensor = self._read(on_disk.tensors[0])
+        return tensor.t() if on_disk.stored.transposed else tensor
 
     def _released_names(self, names: Iterable[str]) -> frozenset[str]:
         return frozenset(
@@ -192,7 +255,12 @@ class WeightSource:
 
 
 def open_source(
-    folder: Path, dtype: torch.dtype, device: torch.device, keep_dense: bool
+    folder: Path,
+    dtype: torch.dtype,
+    device: torch.device,
+    *,
+    keep_dense: bool,
+    on_demand: bool,
 ) -> tuple[WeightSource, Checkpoint]:
     """Open a bundle (main and mtp side by side) or a single checkpoint folder, and check it.
 
@@ -212,7 +280,15 @@ def open_source(
         part.check()
     owners = {name: part for part in parts for name in part.stored.weights}
     contract = parts[-1].stored.family.mtp_contract
-    return WeightSource(owners, dtype, device, keep_dense, contract), parts[0].checkpoint
+    source = WeightSource(
+        owners=owners,
+        dtype=dtype,
+        device=device,
+        keep_dense=keep_dense,
+        on_demand=on_demand,
+        contract=contract,
+    )
+    return source, parts[0].checkpoint
 
 
 def _whole(checkpoint: Checkpoint) -> _Part:

@@ -9,8 +9,6 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-import torch
-
 from mtp_export.families.contract import MtpContract
 from mtp_export.families.modules import (
     DecoderFamily,
@@ -57,8 +55,8 @@ class ModelBuilder(ABC):
         """Load the model, with its first `layers` main layers where that is given, and with its
         MTP modules where there is a contract for them."""
         source, names = self.source, self.family.modules
-        embedding = source.tensor(weight_name(names.embedding))
-        head = Head(self.norm(names.norm), source.linear(names.head), execution)
+        embedding = source.embedding(weight_name(names.embedding))
+        head = Head(self.norm(names.norm), source.head(names.head), execution)
         count = self.config.layers if layers is None else layers
         main = execution.layers(map(self.layer, range(count)))
         modules: tuple[MtpModule, ...] = ()
@@ -86,7 +84,7 @@ class ModelBuilder(ABC):
         own = weight_name(names.embedding)
         tied = source.is_tied(own, weight_name(of_main.embedding))
         return MtpModule(
-            embedding=main.embedding if tied else source.tensor(own),
+            embedding=main.embedding if tied else source.embedding(own),
             embedding_norm=self.norm(names.embedding_norm),
             hidden_norm=self.norm(names.hidden_norm),
             projection=source.linear(names.projection),
@@ -101,7 +99,7 @@ class ModelBuilder(ABC):
         own, of_main = weight_name(names.head), weight_name(self.family.modules.head)
         if self.source.is_tied(own, of_main):
             return main.head.linear
-        return self.source.linear(names.head)
+        return self.source.head(names.head)
 
     def norm(self, module: str) -> RmsNorm:
         """Load an RMS norm."""
@@ -125,15 +123,9 @@ class ModelBuilder(ABC):
 
     def moe(self, names: MoeModules) -> Moe:
         """Load a mixture of experts, routed ones first."""
-        device, routed = self.source.device, len(names.experts)
-        experts = [*map(self.mlp, names.experts), *self._shared(names.shared)]
-        return Moe(
-            router=self.router(names),
-            gate_up=tuple(expert.gate_up for expert in experts),
-            down=tuple(expert.down for expert in experts),
-            shared_ids=torch.arange(routed, len(experts), device=device),
-            shared_weights=torch.ones(len(experts) - routed, device=device),
-        )
+        shared = tuple(self._shared(names.shared))
+        experts = self.source.experts(names.experts, self.mlp, shared)
+        return Moe(self.router(names), experts, len(shared))
 
     def _shared(self, names: MlpModules | None) -> Iterator[Mlp]:
         """Yield the shared experts one by one."""

@@ -18,6 +18,7 @@ from mtp_kernels import decoder as kernels
 from mtp_kernels.batch_layout import BatchLayout
 from mtp_runtime.cache import Cache, CacheSpec, JoinedCaches
 from mtp_runtime.layers.decoder_layer import DecoderLayer
+from mtp_runtime.layers.embedding import EmbeddingTable
 from mtp_runtime.layers.linear import Linear
 from mtp_runtime.layers.mla import Mla
 from mtp_runtime.layers.moe import Mlp, Moe, SigmoidRouter
@@ -138,9 +139,10 @@ class CompiledExecution:
         if not isinstance(layers, CompiledLayers):
             return None
         embedding_norm, hidden_norm, projection = module.inputs
+        assert isinstance(module.embedding, EmbeddingTable), "compiled models are held in memory"
         parts = kernels.RecursionParts(
             decoder=layers.decoder,
-            embedding=module.embedding,
+            embedding=module.embedding.weight,
             embedding_norm=embedding_norm,
             hidden_norm=hidden_norm,
             projection=projection,
@@ -262,8 +264,9 @@ def weights_of(layer: DecoderLayer, mla: Mla) -> kernels.LayerWeights:
     router: torch.Tensor | None = None
     bias: torch.Tensor | None = None
     if isinstance(feed_forward, Moe):
-        gate_up = torch.stack([_dense(linear) for linear in feed_forward.gate_up])
-        down = torch.stack([_dense(linear) for linear in feed_forward.down])
+        experts = feed_forward.experts
+        gate_up = torch.stack([_dense(one.gate_up) for one in experts.every()])
+        down = torch.stack([_dense(one.down) for one in experts.every()])
         own = cast(SigmoidRouter, feed_forward.router)
         router, bias = own.weight.t(), own.bias
     else:

@@ -25,8 +25,9 @@ class LoadOptions:
     """Options of loading.
 
     dtype: of activations and dense weights. dequantize_at_load: keep quantized weights as dense
-    ones; False keeps them as stored and dequantizes in every call. with_mtp False leaves the MTP
-    modules out. contract None: as the MTP part's config.json records it, or else the family's.
+    ones; False keeps them as stored and expands them in every call. on_demand: routed experts,
+    heads and embeddings are read when they are used. with_mtp False leaves the MTP modules out.
+    contract None: as the MTP part's config.json records it, or else the family's.
     deterministic: refuse options and layers under which a row's bits may depend on its batch.
     """
 
@@ -34,6 +35,7 @@ class LoadOptions:
     dtype: str = "float32"
     deterministic: bool = False
     dequantize_at_load: bool = True
+    on_demand: bool = False
     with_mtp: bool = True
     contract: MtpContract | None = None
 
@@ -95,7 +97,13 @@ def load_model(path: Path, options: LoadOptions) -> Loaded:
 def open_model(path: Path, options: LoadOptions) -> OpenedModel:
     """Open a bundle or a checkpoint folder. Raises as load_model does."""
     device = _device(options.device)
-    source, main = open_source(path, DTYPES[options.dtype], device, options.dequantize_at_load)
+    source, main = open_source(
+        path,
+        DTYPES[options.dtype],
+        device,
+        keep_dense=options.dequantize_at_load,
+        on_demand=options.on_demand,
+    )
     family = family_of(main.config)
     model_type = main.config["model_type"]
     if model_type not in MODELS:

@@ -14,7 +14,6 @@ from functools import cached_property
 from typing import Protocol
 
 import torch
-import torch.nn.functional as F
 
 from mtp_export.families.contract import Hidden, MtpContract
 from mtp_kernels.batch_layout import BatchLayout
@@ -22,6 +21,7 @@ from mtp_runtime.cache import Cache, CacheSpec, LayerCaches, PageAllocator
 from mtp_runtime.config import ModelConfig
 from mtp_runtime.layers.attention import ForwardPass
 from mtp_runtime.layers.decoder_layer import DecoderLayer
+from mtp_runtime.layers.embedding import Embedding
 from mtp_runtime.layers.linear import Linear
 from mtp_runtime.layers.norm import RmsNorm
 
@@ -142,7 +142,7 @@ class MtpModule:
     family's, contract the one that the module is run by.
     """
 
-    embedding: torch.Tensor
+    embedding: Embedding
     embedding_norm: RmsNorm
     hidden_norm: RmsNorm
     projection: Linear
@@ -177,7 +177,7 @@ class MtpModule:
         layout: BatchLayout,
     ) -> torch.Tensor:
         """Join tokens and hidden states and run the layer; returns [T, d] before the norm."""
-        embedded = F.embedding(next_tokens, self.embedding)
+        embedded = self.embedding(next_tokens)
         if self.contract.zero_first_embedding:
             embedded = embedded.masked_fill((layout.positions == 0)[:, None], 0.0)
         norm_embedding, norm_hidden, project = self.inputs
@@ -211,7 +211,7 @@ class Model:
     """The main model, and the MTP modules that were loaded with it, in order of depth."""
 
     config: ModelConfig
-    embedding: torch.Tensor
+    embedding: Embedding
     layers: Layers
     head: Head
     mtp_modules: tuple[MtpModule, ...] = ()
@@ -242,7 +242,7 @@ class Model:
         layout: BatchLayout,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Return hidden states [T, d] of every row, before and after the last norm."""
-        x = self.layers(F.embedding(tokens, self.embedding), cache.main, layout)
+        x = self.layers(self.embedding(tokens), cache.main, layout)
         return x, self.head.normed(x)
 
     def mtp_input(self, before: torch.Tensor, after: torch.Tensor) -> torch.Tensor:

@@ -1,18 +1,87 @@
-"""Cached machine code is that of the sources as they are."""
+"""Compiled functions are kept by the content of their sources, and announced when they compile."""
 
 from __future__ import annotations
 
+import importlib.util
+import sys
 from pathlib import Path
+from typing import Any
 
-from mtp_kernels.cpu import jit
+import pytest
+
+from mtp_kernels.cpu.jit import logger
+
+PART = """
+from mtp_kernels.cpu.jit import inner
+
+@inner
+def more(x):
+    return x + 1
+"""
+KERNEL = """
+from kept_kernels.part import more
+from mtp_kernels.cpu.jit import compiled
+
+@compiled
+def twice_more(x):
+    return 2 * more(x)
+"""
 
 
-def test_every_source_counts() -> None:
-    """Compiled functions call each other across rooms: a change in any source compiles anew."""
-    root = Path(jit.__file__).parents[1]
-    sources = {str(path.relative_to(root)) for path in root.rglob("*.py")}
-    assert {"cpu/vectors.py", "decoder/compiled_cpu/experts.py"} <= sources
-    assert {name for name, _, _ in jit.SOURCES} == sources
-    function = jit.compiled(lambda x: x)
-    cache_file = getattr(function._cache, "_cache_file", None)
-    assert cache_file is None or cache_file._source_stamp == jit.SOURCES
+@pytest.fixture(autouse=True)
+def cache_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.delenv("NUMBA_CACHE_DIR", raising=False)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "home"))
+    return tmp_path / "home"
+
+
+def twice_more(folder: Path, monkeypatch: pytest.MonkeyPatch, part: str = PART) -> Any:
+    """Import the kernel from a package written to a folder, as a new process would."""
+    package = folder / "kept_kernels"
+    package.mkdir(parents=True, exist_ok=True)
+    for name, text in (("__init__", ""), ("part", part), ("kernel", KERNEL)):
+        path = package / f"{name}.py"
+        path.write_text(text)
+        module = "kept_kernels" + ("" if name == "__init__" else f".{name}")
+        places = [str(package)] if name == "__init__" else None
+        spec = importlib.util.spec_from_file_location(
+            module, path, submodule_search_locations=places
+        )
+        assert spec is not None and spec.loader is not None
+        made = importlib.util.module_from_spec(spec)
+        monkeypatch.setitem(sys.modules, module, made)
+        spec.loader.exec_module(made)
+    return made.twice_more
+
+
+def test_another_copy_of_the_same_sources_compiles_nothing(
+    tmp_path: Path,
+    cache_home: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    caplog.set_level("INFO", logger.name)
+    first = twice_more(tmp_path / "one", monkeypatch)
+    assert first(3) == 8
+    assert [record.args for record in caplog.records] == []  # not of this project's kernels
+    assert sum(first.stats.cache_misses.values()) == 1
+    kept = sorted(cache_home.rglob("*.nbc"))
+    assert len(kept) == 1 and kept[0].is_relative_to(cache_home / "mtp-export")
+    copy = twice_more(tmp_path / "two", monkeypatch)
+    assert copy is not first and copy(3) == 8
+    assert sum(copy.stats.cache_hits.values()) == 1 and not copy.stats.cache_misses
+
+
+def test_a_change_in_a_part_compiles_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert twice_more(tmp_path / "one", monkeypatch)(3) == 8
+    changed = twice_more(tmp_path / "two", monkeypatch, PART.replace("+ 1", "+ 2"))
+    assert changed(3) == 10 and not changed.stats.cache_hits
+    back = twice_more(tmp_path / "three", monkeypatch)
+    assert back(3) == 8 and not back.stats.cache_misses
+
+
+def test_a_cache_folder_that_is_a_file_is_no_failure(
+    tmp_path: Path, cache_home: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cache_home.write_text("")
+    assert twice_more(tmp_path / "one", monkeypatch)(3) == 8

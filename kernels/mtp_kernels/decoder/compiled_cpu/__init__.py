@@ -189,7 +189,7 @@ class Projection:
 
     def __init__(self, matrix: torch.Tensor, arena: Arena) -> None:
         self._outputs = len(matrix)
-        self.packed = arena.keep(pack(matrix)).numpy()
+        self.packed = pack(matrix.float(), arena)
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """Project rows [T, in] to [T, out]."""

@@ -11,6 +11,7 @@ import torch
 
 from mtp_kernels.cpu.memory import Arena
 from mtp_kernels.cpu.vectors import PANEL
+from mtp_kernels.decoder.compiled_cpu.rows import panels_of
 from mtp_kernels.decoder.interface import DecoderConfig, LayerWeights, Shapes
 
 # A layer as compiled code sees it: addresses of packed weights, then counts. The addresses are in
@@ -92,34 +93,41 @@ def sizes_of(config: DecoderConfig) -> Sizes:
     )
 
 
-def pack(matrix: torch.Tensor) -> torch.Tensor:
+def pack(matrix: torch.Tensor, arena: Arena) -> np.ndarray:
     """Return [..., out, in] as panels [..., out / 32, in, 32], the last one filled with zeros."""
     *several, rows, columns = matrix.shape
-    panels = -(-rows // PANEL)
-    padded = matrix.new_zeros(*several, panels * PANEL, columns, dtype=torch.float32)
-    padded[..., :rows, :] = matrix
-    return padded.view(*several, panels, PANEL, columns).transpose(-1, -2).contiguous()
+    place = arena.take(*several, panels_of(rows), columns, PANEL)
+    _fill(place, matrix)
+    return place
+
+
+def _fill(place: np.ndarray, matrix: torch.Tensor) -> None:
+    """Write a matrix to its panels at once: its rows are the columns of a panel."""
+    columns = matrix.numpy().swapaxes(-1, -2)  # [..., in, out]
+    for panel in range(panels_of(matrix.shape[-2])):
+        own = columns[..., panel * PANEL : (panel + 1) * PANEL]
+        place[..., panel, :, : own.shape[-1]] = own
+        place[..., panel, :, own.shape[-1] :] = 0.0
 
 
 def pack_layer(weights: LayerWeights, arena: Arena) -> PackedLayer:
     """Pack one layer into an arena; its own tensors may then be dropped."""
-    gate_up = torch.stack([pack(weights.gate), pack(weights.up)], dim=2)  # [e, panel, 2, d, 32]
     made = (
-        _vector(weights.input_norm),
-        pack(weights.down),
-        _vector(weights.query_norm),
-        _optional(weights.query_up),
-        _vector(weights.latent_norm),
-        pack(weights.key_up),
-        pack(weights.value_up),
-        pack(weights.output),
-        _vector(weights.post_norm),
-        _optional(weights.router),
-        _vector(weights.router_bias),
-        gate_up,
-        pack(weights.expert_down),
+        _keep(weights.input_norm, arena),
+        pack(weights.down, arena),
+        _keep(weights.query_norm, arena),
+        _optional(weights.query_up, arena),
+        _keep(weights.latent_norm, arena),
+        pack(weights.key_up, arena),
+        pack(weights.value_up, arena),
+        pack(weights.output, arena),
+        _keep(weights.post_norm, arena),
+        _optional(weights.router, arena),
+        _keep(weights.router_bias, arena),
+        _pack_alternating(weights.gate, weights.up, arena),
+        pack(weights.expert_down, arena),
     )
-    tensors = tuple(arena.keep(tensor) for tensor in made)
+    tensors = tuple(map(torch.from_numpy, made))
     routed = 0 if weights.router is None else len(weights.router)
     counts = [routed, len(weights.gate) - routed, weights.gate.shape[1]]
     values = (*(tensor.data_ptr() for tensor in tensors), *counts)
@@ -131,9 +139,22 @@ def table_of(layers: Sequence[PackedLayer]) -> np.ndarray:
     return np.concatenate([layer.record for layer in layers])
 
 
-def _vector(values: torch.Tensor | None) -> torch.Tensor:
-    return torch.empty(0) if values is None else values.float().contiguous()
+def _pack_alternating(gate: torch.Tensor, up: torch.Tensor, arena: Arena) -> np.ndarray:
+    """Return panels [e, panel, 2, d, 32] of gate and up in turn."""
+    experts, rows, columns = gate.shape
+    place = arena.take(experts, panels_of(rows), 2, columns, PANEL)
+    _fill(place[:, :, 0], gate)
+    _fill(place[:, :, 1], up)
+    return place
 
 
-def _optional(matrix: torch.Tensor | None) -> torch.Tensor:
-    return torch.empty(0) if matrix is None else pack(matrix)
+def _keep(values: torch.Tensor | None, arena: Arena) -> np.ndarray:
+    if values is None:
+        return arena.take(0)
+    place = arena.take(*values.shape)
+    place[...] = values.numpy()
+    return place
+
+
+def _optional(matrix: torch.Tensor | None, arena: Arena) -> np.ndarray:
+    return arena.take(0) if matrix is None else pack(matrix, arena)

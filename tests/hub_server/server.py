@@ -1,30 +1,23 @@
-"""A local server that speaks the routes of the Hugging Face Hub by which models are downloaded.
-
-Its storage is another origin, reached by links that are signed and expire, as the real one's. Tests
-switch faults on one by one; the program and huggingface_hub on the other side are the real ones.
-
-    python -m tests.hub_server FOLDER ... [--port PORT]
-
-serves each folder as hf://local/<name of the folder>.
-"""
+"""The server and its routes by which models are read; uploads.py has those that write."""
 
 from __future__ import annotations
 
-import argparse
-import hashlib
 import json
-import os
+import tempfile
 import threading
 import time
-from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
-from functools import cached_property
+from dataclasses import dataclass
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 from urllib.parse import parse_qs, quote, unquote, urlsplit
+
+import yaml
+
+from .storage import Repository, StoredFile
+from .uploads import UPLOAD_FAULTS, Uploads
 
 CHUNK_BYTES = 1 << 18
 SLOW_SECONDS = 0.02
@@ -33,73 +26,8 @@ FAULTS = (
     *("ignored range", "shifted range", "encoded", "cut", "wrong bytes", "slow", "stalled"),
     *("too many requests", "unavailable", "forbidden", "other size", "other checksum"),
     *("other commit", "malformed tree"),
+    *UPLOAD_FAULTS,
 )
-
-
-@dataclass(frozen=True)
-class StoredFile:
-    """A file of a commit."""
-
-    path: Path
-    name: str
-
-    @cached_property
-    def size(self) -> int:
-        return self.path.stat().st_size
-
-    @cached_property
-    def sha256(self) -> str:
-        with self.path.open("rb") as file:
-            return hashlib.file_digest(file, "sha256").hexdigest()
-
-    @cached_property
-    def oid(self) -> str:
-        digest = hashlib.sha1(b"blob %d\0" % self.size)
-        with self.path.open("rb") as file:
-            return hashlib.file_digest(file, lambda: digest).hexdigest()
-
-    def read(self, start: int, end: int) -> bytes:
-        """Return bytes [start, end)."""
-        with self.path.open("rb", buffering=0) as file:
-            return os.pread(file.fileno(), end - start, start)
-
-    @property
-    def is_large(self) -> bool:
-        """True for what the Hub keeps in its storage instead of git."""
-        return self.name.endswith((".safetensors", "tokenizer.json"))
-
-    def entry(self) -> dict[str, Any]:
-        """Return the file as a tree lists it."""
-        size = self.size
-        entry = {"type": "file", "path": self.name, "size": size, "oid": self.oid}
-        if self.is_large:
-            entry["lfs"] = {"oid": self.sha256, "size": size, "pointerSize": 134}
-        return entry
-
-
-@dataclass
-class Repository:
-    """Commits by hash, each with its files by name; revisions by name."""
-
-    commits: dict[str, dict[str, StoredFile]] = field(default_factory=dict)
-    revisions: dict[str, str] = field(default_factory=dict)
-    gated: bool = False
-    private: bool = False
-
-    def commit(self, folder: Path, revision: str = "main") -> str:
-        """Add a folder as a commit, and move a branch to it."""
-        paths = sorted(path for path in folder.rglob("*") if path.is_file())
-        names = [path.relative_to(folder).as_posix() for path in paths]
-        files = {name: StoredFile(path, name) for name, path in zip(names, paths, strict=True)}
-        listing = "".join(f"{file.oid} {name}\n" for name, file in files.items())
-        sha = hashlib.sha1(listing.encode()).hexdigest()
-        self.commits[sha] = files
-        self.revisions[revision] = sha
-        return sha
-
-    def resolve(self, revision: str) -> str | None:
-        """Return the commit of a branch, a tag or a commit's hash."""
-        return revision if revision in self.commits else self.revisions.get(revision)
 
 
 @dataclass(frozen=True)
@@ -123,11 +51,17 @@ class HubServer(ThreadingHTTPServer):
     def __init__(self, port: int = 0) -> None:
         super().__init__(("127.0.0.1", port), Handler)
         self.repositories: dict[str, Repository] = {}
-        self.token = "hf_secret"  # the one that opens private and gated repositories
+        self.token = "hf_secret"  # opens private and gated repositories, and writes
+        self.reader_token = "hf_reader"  # opens them, and may not write
         self.log: list[Request] = []
         self.page_entries = 1000
         self.generation = 0  # of signed links; older ones have expired
-        self._faults: Counter[str] = Counter()
+        self.part_bytes = 5 << 20  # larger files are uploaded in parts
+        self.xet_store: Path | None = None  # takes Xet uploads if there is one
+        self.released = threading.Event()  # ends the waiting of stalled uploads
+        self.during_upload: Callable[[], object] = lambda: None  # runs as bytes arrive
+        self._store = tempfile.TemporaryDirectory(prefix="hub-server-")
+        self._faults: dict[str, list[int]] = {}
         self._lock = threading.Lock()
 
     @property
@@ -138,10 +72,15 @@ class HubServer(ThreadingHTTPServer):
         """Add a folder as the next commit of a repository; return the commit's hash."""
         return self.repositories.setdefault(name, Repository()).commit(folder)
 
-    def plant(self, fault: str, times: int = 1 << 30) -> None:
-        """Switch a fault on for the next requests that can meet it."""
+    @property
+    def store(self) -> Path:
+        """Folder of what is uploaded; it goes with the server."""
+        return Path(self._store.name)
+
+    def plant(self, fault: str, times: int = 1 << 30, *, after: int = 0) -> None:
+        """Switch a fault on for some requests that can meet it, after some that do not."""
         assert fault in FAULTS, fault
-        self._faults[fault] = times
+        self._faults[fault] = [after, times]
 
     def mend(self) -> None:
         """Switch all faults off, and forget the log."""
@@ -151,11 +90,12 @@ class HubServer(ThreadingHTTPServer):
     def meets(self, fault: str) -> bool:
         """Return whether this request meets a fault."""
         with self._lock:
-            self._faults[fault] -= 1
-            if self._faults[fault] >= 0:
-                return True
-            del self._faults[fault]
-            return False
+            left = self._faults.get(fault, [0, 0])
+            if left[0] > 0:
+                left[0] -= 1
+                return False
+            left[1] -= 1
+            return left[1] >= 0
 
     @property
     def sent_bytes(self) -> int:
@@ -174,32 +114,53 @@ class HubServer(ThreadingHTTPServer):
             thread.join()
             self.server_close()
 
+    def server_close(self) -> None:
+        """Close the server; what was uploaded to it is gone."""
+        self.released.set()
+        super().server_close()
+        self._store.cleanup()
+
     def handle_error(self, request: Any, client_address: Any) -> None:
         """Stay silent about clients that go away."""
 
 
-class Handler(BaseHTTPRequestHandler):
+class Handler(Uploads, BaseHTTPRequestHandler):
     """One request."""
 
     protocol_version = "HTTP/1.1"
+    disable_nagle_algorithm = True  # small answers would wait for 40 ms
     server: HubServer
 
     def do_HEAD(self) -> None:
         self.do_GET()
 
     def do_GET(self) -> None:
+        self._logged(self._get)
+
+    def do_POST(self) -> None:
+        self._logged(self._post)
+
+    def do_PUT(self) -> None:
+        self._logged(self._put)
+
+    def _get(self, segments: list[str], query: Mapping[str, list[str]]) -> None:
+        if segments[0] == "storage":
+            self._storage(segments[1], query)
+        elif self._is_refused():
+            pass
+        elif segments[:2] == ["api", "models"] and segments[4:5] == ["xet-write-token"]:
+            self._xet_token("/".join(segments[2:4]))
+        elif segments[:2] == ["api", "models"]:
+            self._api("/".join(segments[2:4]), segments[4:], query)
+        else:
+            self._resolve("/".join(segments[:2]), segments[3], "/".join(segments[4:]))
+
+    def _logged(self, serve: Callable[[list[str], Mapping[str, list[str]]], None]) -> None:
         self._sent_bytes, self._status = 0, 0
         parts = urlsplit(self.path)
         segments = [unquote(part) for part in parts.path.strip("/").split("/")]
         try:
-            if segments[0] == "storage":
-                self._storage(segments[1], parse_qs(parts.query))
-            elif self._is_refused():
-                pass
-            elif segments[:2] == ["api", "models"]:
-                self._api("/".join(segments[2:4]), segments[4:], parse_qs(parts.query))
-            else:
-                self._resolve("/".join(segments[:2]), segments[3], "/".join(segments[4:]))
+            serve(segments, parse_qs(parts.query))
         finally:
             headers = self.headers
             self.server.log.append(
@@ -213,14 +174,6 @@ class Handler(BaseHTTPRequestHandler):
                     sent_bytes=self._sent_bytes,
                 )
             )
-
-    def do_POST(self) -> None:
-        length = int(self.headers.get("Content-Length", 0))
-        form = parse_qs(self.rfile.read(length).decode())
-        segments = [unquote(part) for part in self.path.strip("/").split("/")]
-        files = self._files("/".join(segments[2:4]), segments[5])
-        if files is not None:
-            self._json([files[name].entry() for name in form.get("paths", []) if name in files])
 
     def _is_refused(self) -> bool:
         """Answer a request that meets a fault of the whole server."""
@@ -240,12 +193,14 @@ class Handler(BaseHTTPRequestHandler):
         if rest[:1] != ["tree"]:
             sha = self.server.repositories[name].resolve(revision)
             siblings = [{"rfilename": path} for path in files]
-            self._json({"id": name, "sha": sha, "siblings": siblings, "tags": []})
+            repository = self.server.repositories[name]
+            facts = {"id": name, "sha": sha, "siblings": siblings, "tags": []}
+            self._json(facts | {"private": repository.private, "cardData": _card_data(files)})
             return
         if self.server.meets("malformed tree"):
             self._json([{"type": "file", "path": "config.json"}])
             return
-        entries = [file.entry() for file in files.values()]
+        entries = self._entries(name, files)
         first = int(query.get("cursor", ["0"])[0])
         last = first + self.server.page_entries
         headers = {}
@@ -282,8 +237,10 @@ class Handler(BaseHTTPRequestHandler):
     ) -> dict[str, StoredFile] | None:
         """Return the files of a revision, or answer why there are none."""
         repository = self.server.repositories.get(name)
-        may_read = self.headers.get("Authorization") == f"Bearer {self.server.token}"
-        if repository is None or (repository.private and not may_read):
+        tokens = (self.server.token, self.server.reader_token)
+        may_read = self.headers.get("Authorization") in [f"Bearer {token}" for token in tokens]
+        hidden = self.server.meets("hidden")
+        if repository is None or hidden or (repository.private and not may_read):
             self._error(404 if may_read else 401, "RepoNotFound")
         elif repository.gated and needs_access and not may_read:
             self._error(403 if self.headers.get("Authorization") else 401, "GatedRepo")
@@ -320,6 +277,15 @@ class Handler(BaseHTTPRequestHandler):
             body = bytes(byte ^ 1 for byte in body)
         self._answer(206, body, headers)
 
+    def _entries(self, name: str, files: Mapping[str, StoredFile]) -> list[dict[str, Any]]:
+        """Return files as trees list them."""
+        is_xet = self.server.repositories[name].is_xet
+        entries = [file.entry(is_xet=is_xet) for file in files.values()]
+        for entry in entries:
+            if "lfs" in entry and self.server.meets("other listing"):
+                entry["lfs"]["oid"] = "0" * 64
+        return entries
+
     def _json(self, value: Any, headers: Mapping[str, str] | None = None) -> None:
         kind = {"Content-Type": "application/json"}
         self._answer(200, json.dumps(value).encode(), kind | dict(headers or {}))
@@ -346,8 +312,8 @@ class Handler(BaseHTTPRequestHandler):
         if may_fail and server.meets("cut"):
             end, self.close_connection = len(body) // 2, True
         slow = may_fail and server.meets("slow")
-        step = max(1, len(body) // 20) if slow else CHUNK_BYTES
         stalled = may_fail and server.meets("stalled")
+        step = max(1, len(body) // 20) if slow or stalled else CHUNK_BYTES
         for start in range(0, end, step):
             with suppress(ConnectionError):
                 self.wfile.write(body[start : min(start + step, end)])
@@ -363,20 +329,10 @@ class Handler(BaseHTTPRequestHandler):
         """Log nowhere: tests read the list."""
 
 
-def main() -> None:
-    """Serve folders until interrupted."""
-    parser = argparse.ArgumentParser(description="A local server with the Hub's routes.")
-    parser.add_argument("folders", nargs="+", type=Path, metavar="FOLDER")
-    parser.add_argument("--port", type=int, default=8017)
-    arguments = parser.parse_args()
-    server = HubServer(arguments.port)
-    for folder in arguments.folders:
-        name = f"local/{folder.resolve().name}"
-        print(f"hf://{name}@{server.serve(name, folder)}")
-    print(f"export HF_ENDPOINT={server.endpoint}", flush=True)
-    with suppress(KeyboardInterrupt):
-        server.serve_forever()
-
-
-if __name__ == "__main__":
-    main()
+def _card_data(files: Mapping[str, StoredFile]) -> Any:
+    """Return the metadata of a repository's model card."""
+    card = files.get("README.md")
+    if card is None:
+        return None
+    text = card.read(0, card.size).decode()
+    return yaml.safe_load(text.split("---")[1]) if text.startswith("---") else None

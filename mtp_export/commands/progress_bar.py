@@ -1,0 +1,71 @@
+"""Progress shown by tqdm: a bar in a terminal or notebook, plain lines elsewhere."""
+
+from __future__ import annotations
+
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from tqdm.asyncio import tqdm as terminal_tqdm
+from tqdm.auto import tqdm
+
+from mtp_export.progress import ProgressCallback, silent
+
+SECONDS_BETWEEN_LINES = 5.0
+_LINE_FORMAT = (
+    "{desc}: {percentage:.0f}%, {n_fmt}{unit} of {total_fmt}{unit}, {rate_fmt}, {remaining} left"
+)
+
+
+@contextmanager
+def progress_bar(
+    title: str, total_bytes: int, *, quiet: bool = False
+) -> Iterator[ProgressCallback]:
+    """Show progress on stderr while the block runs, by the bytes that the callback is given.
+
+    Shows nothing when quiet, or when there is nothing to do.
+    """
+    if quiet or not total_bytes:
+        yield silent
+        return
+    # tqdm.auto is another class than a terminal's only inside a notebook, which is no terminal.
+    is_drawn = tqdm is not terminal_tqdm or sys.stderr.isatty()
+    options = {"desc": title, "total": total_bytes, "unit": "B", "unit_scale": True}
+    bar = tqdm(**options, dynamic_ncols=True) if is_drawn else _Lines(**options)
+    lock = threading.Lock()
+
+    def advance(done_bytes: int) -> None:
+        with lock:  # update() reads and writes the count in two steps
+            bar.update(done_bytes)
+
+    with bar:
+        yield advance
+
+
+class _Lines(terminal_tqdm):  # type: ignore[misc]
+    """Progress as a line every few seconds and one at the end: a log shows no carriage returns."""
+
+    monitor_interval = 0  # no thread that redraws: a line says something new or is not written
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(
+            mininterval=SECONDS_BETWEEN_LINES,
+            delay=SECONDS_BETWEEN_LINES,
+            miniters=1,
+            bar_format=_LINE_FORMAT,
+            leave=False,
+            **options,
+        )
+
+    def display(self, msg: str | None = None, pos: int | None = None) -> bool:
+        """Write the state as a line; a message is tqdm's way to erase a bar, and not written."""
+        if msg is None:
+            self.fp.write(f"{self}\n")
+        return False
+
+    def close(self) -> None:
+        if not self.disable:
+            self.display()
+        super().close()

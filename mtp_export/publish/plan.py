@@ -1,0 +1,211 @@
+"""Plan of a push: what a repository gets of a bundle, and what of it the Hub has already."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from pathlib import Path
+
+from huggingface_hub import CommitOperationCopy, get_token
+from huggingface_hub.hf_api import RepoFile
+
+from mtp_export.bundle.options import Part
+from mtp_export.checkpoint.byte_source import Address
+from mtp_export.checkpoint.hub import model_uri
+from mtp_export.checkpoint.hub_client import HubClient
+from mtp_export.errors import InvalidInputError, OutputExistsError, UsageError
+from mtp_export.progress import ProgressCallback
+from mtp_export.publish.base_model import BaseModel, base_model
+from mtp_export.publish.card import card_files
+from mtp_export.publish.content import Content, Shard, read_content
+from mtp_export.publish.digests import has_bytes, has_digest, sha256_of
+from mtp_export.publish.evidence import evidence
+from mtp_export.publish.repository import Repository, State
+from mtp_export.verify.check import Status
+from mtp_export.verify.evidence.tensor_threads import in_threads
+from mtp_export.verify.files.checksums import READ_BY_ENGINES
+
+_HASHING_WORKERS = min(4, os.cpu_count() or 1)
+_NAMED = 3
+
+# Opens the progress bar of a step of a number of bytes; the callback takes the bytes just done.
+ShowProgress = Callable[[str, int], AbstractContextManager[ProgressCallback]]
+
+
+@dataclass(frozen=True)
+class PushOptions:
+    """A bundle and the repository that gets it; part None: all parts that the bundle has."""
+
+    bundle: Path
+    repository: Address
+    part: Part | None = None
+    private: bool = False
+    overwrite: bool = False
+    report: Path | None = None
+    unverified: bool = False
+    base_model: Address | None = None
+
+
+@dataclass(frozen=True)
+class PushPlan:
+    """A bundle, and the repository as it was found (state None: it is to be made).
+
+    files are all but the shards. kept are the paths that the repository has with the same bytes,
+    sources the files that the Hub copies shards from, by path, removed the paths of another model's
+    files. digests are the SHA-256 of shards, as far as known. verdict is that of the report, None
+    without one.
+    """
+
+    options: PushOptions
+    repository: Repository
+    content: Content
+    base: BaseModel | None
+    verdict: Status | None
+    state: State | None
+    files: Mapping[str, bytes]
+    kept: frozenset[str]
+    sources: Mapping[str, Source]
+    removed: tuple[str, ...]
+    digests: Mapping[str, str]
+
+    @property
+    def sizes(self) -> dict[str, int]:
+        """Size in bytes of everything that the repository gets, by path."""
+        shards = {shard.name: shard.size_bytes for shard in self.content.shards}
+        return shards | {name: len(data) for name, data in self.files.items()}
+
+    @property
+    def uploads(self) -> tuple[str, ...]:
+        """Paths whose bytes are sent, shards first."""
+        return tuple(n for n in self.sizes if n not in self.kept and n not in self.sources)
+
+
+@dataclass(frozen=True)
+class Source:
+    """A file of a commit that the Hub can copy; repository None: the one that is pushed to."""
+
+    file: RepoFile
+    repository: str | None
+    commit: str
+
+    def copy_to(self, name: str) -> CommitOperationCopy:
+        """Return the part of a commit that makes the copy."""
+        return CommitOperationCopy(
+            src_path_in_repo=self.file.path,
+            path_in_repo=name,
+            src_revision=self.commit,
+            src_repo_id=self.repository,
+            src_repo_type=None if self.repository is None else "model",
+        )
+
+
+def plan_push(options: PushOptions, show_progress: ShowProgress, *, dry_run: bool) -> PushPlan:
+    """Read the bundle, and find out what the repository lacks of it; nothing is changed.
+
+    Raises what read_content and evidence raise, InvalidInputError without a token,
+    OutputExistsError for a repository with another model or a public one, IoError.
+    """
+    repository = _repository(options.repository)
+    content = read_content(options.bundle, options.part)
+    report = evidence(options.bundle, options.report, unverified=options.unverified)
+    state = _state(repository, private=options.private, dry_run=dry_run)
+    base = base_model(options.base_model, content.manifest)
+    files = {**content.files, **card_files(repository.name, content, base, report)}
+    there = {} if state is None else state.files
+    sources = _sources(repository.name, base, state)
+    sizes = {source.file.size for source in sources.values()}
+    digests = digests_of([s for s in content.shards if s.size_bytes in sizes], show_progress)
+    kept = {name for name, digest in digests.items() if has_digest(there.get(name), digest)}
+    kept |= {name for name, data in files.items() if has_bytes(there.get(name), data)}
+    ours = {*files, *(shard.name for shard in content.shards)}
+    removed = tuple(sorted(n for n in there.keys() - ours if n.endswith(READ_BY_ENGINES)))
+    if not options.overwrite:
+        _check_free(repository, [*removed, *sorted((ours & there.keys()) - kept)])
+    return PushPlan(
+        options=options,
+        repository=repository,
+        content=content,
+        base=base,
+        verdict=None if report is None else report.status,
+        state=state,
+        files=files,
+        kept=frozenset(kept),
+        sources={name: sources[digest] for name, digest in digests.items()
+                 if digest in sources and name not in kept},
+        removed=removed,
+        digests=digests,
+    )  # fmt: skip
+
+
+def digests_of(shards: Sequence[Shard], show_progress: ShowProgress) -> dict[str, str]:
+    """Return the SHA-256 of shards by their paths in the repository (IoError)."""
+    with show_progress("checksums", sum(shard.size_bytes for shard in shards)) as progress:
+        found = in_threads(
+            lambda shard: sha256_of(shard.path, progress),
+            shards,
+            workers=_HASHING_WORKERS,
+            size_bytes=lambda shard: shard.size_bytes,
+        )
+        return {shard.name: digest for shard, digest in zip(shards, found, strict=True)}
+
+
+def _repository(address: Address) -> Repository:
+    """Return the repository of org/name, hf://org/name or its web page."""
+    text = address.text if "://" in address.text else f"hf://{address.text}"
+    uri = model_uri(Address(text))
+    if uri.revision or uri.path_in_repo:
+        raise UsageError(
+            "A push goes to the default branch and the top of a repository",
+            where=address,
+            expected="org/name",
+            found=f"@{uri.revision}" if uri.revision else f"the folder {uri.path_in_repo}",
+            todo="Leave out what follows the name",
+        )
+    return Repository(HubClient(uri.id, Address(f"hf://{uri.id}")))
+
+
+def _state(repository: Repository, *, private: bool, dry_run: bool) -> State | None:
+    """Return the repository as it is; refuse one that this push must not go to."""
+    if not dry_run and not get_token():
+        raise InvalidInputError(
+            "There is no token to write to the Hub with",
+            where=repository.address,
+            todo="Log in with hf auth login, or set HF_TOKEN to a token with write access",
+        )
+    state = repository.state()
+    if private and state is not None and not state.private:
+        raise OutputExistsError(
+            "The repository is public, and --private was asked for",
+            where=repository.address,
+            todo="Make it private on its page on the Hub, or push to a new one",
+        )
+    return state
+
+
+def _sources(name: str, base: BaseModel | None, state: State | None) -> dict[str, Source]:
+    """Return the large files that the Hub can copy into the repository, by SHA-256."""
+    found: dict[str, Source] = {}
+    if base is not None and base.name != name:
+        found = {digest: Source(file, base.name, base.commit)
+                 for digest, file in base.files.items()}  # fmt: skip
+    if state is not None and state.commit is not None:
+        found |= {file.lfs.sha256: Source(file, None, state.commit)
+                  for file in state.files.values() if file.lfs}  # fmt: skip
+    return found
+
+
+def _check_free(repository: Repository, in_the_way: Sequence[str]) -> None:
+    """Refuse a repository whose files this push would replace or remove (OutputExistsError)."""
+    if not in_the_way:
+        return
+    more = len(in_the_way) - _NAMED
+    named = ", ".join(in_the_way[:_NAMED]) + (f" and {more} more" if more > 0 else "")
+    raise OutputExistsError(
+        "The repository has other files than those of this bundle",
+        where=repository.address,
+        found=named,
+        todo="Push to a new repository; or replace them with --overwrite, which removes those of"
+        " another model too. The repository's history keeps them",
+    )

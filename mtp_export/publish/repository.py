@@ -1,0 +1,220 @@
+"""The repository that a bundle is pushed to: its state, and the requests that change it.
+
+Requests are huggingface_hub's own. Large files go to the storage ahead of the one commit that makes
+them part of the repository, so a push that ends at any moment leaves no half-uploaded model.
+"""
+
+from __future__ import annotations
+
+import io
+import logging
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from importlib.util import find_spec
+from pathlib import Path
+from typing import TypeVar
+
+from huggingface_hub import (
+    CommitOperationAdd,
+    CommitOperationCopy,
+    CommitOperationDelete,
+    constants,
+)
+from huggingface_hub.errors import (
+    FileDuplicationError,
+    GatedRepoError,
+    HfHubHTTPError,
+    RepositoryNotFoundError,
+)
+from huggingface_hub.hf_api import RepoFile
+from huggingface_hub.utils import disable_progress_bars
+
+from mtp_export.checkpoint.byte_source import Address
+from mtp_export.checkpoint.hub_client import HubClient
+from mtp_export.checkpoint.hub_failures import (
+    not_writable,
+    repository_moved,
+    upload_failure,
+)
+from mtp_export.errors import InvalidInputError
+from mtp_export.progress import ProgressCallback
+
+BRANCH = constants.DEFAULT_REVISION
+_REFUSED = (401, 403, 404)
+_EXISTS, _MOVED = 409, 412
+_COPY_ROUTE = "/lfs-files/duplicate"
+
+Operation = CommitOperationAdd | CommitOperationCopy | CommitOperationDelete
+T = TypeVar("T")
+
+
+class CopyRefused(Exception):
+    """The Hub cannot copy files between these two repositories."""
+
+
+@dataclass(frozen=True)
+class State:
+    """A repository at a commit of its branch; commit is None before the first one."""
+
+    commit: str | None
+    private: bool
+    files: Mapping[str, RepoFile]
+
+
+@dataclass(frozen=True)
+class Repository:
+    """A model's repository, which may not be there yet."""
+
+    client: HubClient
+
+    @property
+    def name(self) -> str:
+        return self.client.repo
+
+    @property
+    def address(self) -> Address:
+        return self.client.address
+
+    def state(self) -> State | None:
+        """Return the repository as it is now; None if there is none that this token may see."""
+        try:
+            info = self.client.info()
+        except InvalidInputError as error:
+            cause = error.__cause__
+            if isinstance(cause, RepositoryNotFoundError) and not isinstance(cause, GatedRepoError):
+                return None
+            raise
+        files = self.files_at(info.sha) if info.sha else {}
+        return State(info.sha, bool(info.private), files)
+
+    def files_at(self, commit: str) -> dict[str, RepoFile]:
+        """Return the files of a commit by path (InvalidInputError, IoError)."""
+        return {file.path: file for file in replace(self.client, commit=commit).tree()}
+
+    def create(self, *, private: bool) -> State:
+        """Make the repository.
+
+        Raises InvalidInputError where the token may not, IoError; also where there is one by now.
+        """
+        api = self.client.api
+
+        def attempt() -> None:
+            try:
+                api.create_repo(self.name, private=private)
+            except HfHubHTTPError as error:
+                if error.response.status_code == _EXISTS and self.state() is not None:
+                    raise repository_moved(self.address) from error
+                raise
+
+        self._written(attempt)
+        state = self.state()
+        if state is None:
+            raise not_writable(self.address, "a repository that cannot be seen")
+        return state
+
+    def takes_xet(self) -> bool:
+        """Return whether large files go to the Hub's Xet storage.
+
+        The client can if hf_xet is installed and not switched off. A server that has no such
+        storage, as many mirrors, knows no tokens for it and gets files by the LFS protocol.
+        """
+        if constants.HF_HUB_DISABLE_XET or find_spec("hf_xet") is None:
+            return False
+        url = f"{self.client.endpoint}/api/models/{self.name}/xet-write-token/{BRANCH}"
+        try:
+            self.client.answer(url)
+        except InvalidInputError as error:
+            if _status(error.__cause__) == 404:
+                return False
+            raise not_writable(self.address, f"HTTP {_status(error.__cause__)}") from error
+        return True
+
+    def upload(self, operations: Sequence[CommitOperationAdd]) -> None:
+        """Send what is for the storage of some files, and not in it; no commit lists them yet.
+
+        Raises InvalidInputError where the token may not, IoError.
+        """
+        with _silent_client():
+            try:
+                self.client.api.preupload_lfs_files(
+                    self.name, operations, revision=BRANCH, num_threads=1, free_memory=False
+                )
+            except Exception as error:  # of the library, of its compiled client and of the network
+                where = self.address / operations[0].path_in_repo
+                raise upload_failure(error, where, self.client.endpoint) from error
+
+    def commit(self, operations: Sequence[Operation], message: str, parent: str | None) -> str:
+        """Make one commit on top of another (None: of none), and return it.
+
+        Raises CopyRefused, with nothing committed, if the Hub copies no files from their source;
+        IoError if the branch is at another commit by now.
+        """
+        api = self.client.api
+
+        def attempt() -> str:
+            try:
+                done = api.create_commit(
+                    self.name,
+                    operations,
+                    commit_message=message,
+                    revision=BRANCH,
+                    parent_commit=parent,
+                )
+                return str(done.oid)
+            except FileDuplicationError as error:
+                raise CopyRefused from error
+            except HfHubHTTPError as error:
+                if error.response.request.url.path.endswith(_COPY_ROUTE):
+                    raise CopyRefused from error
+                if error.response.status_code == _MOVED:
+                    raise repository_moved(self.address) from error
+                raise
+
+        with _silent_client():
+            return self._written(attempt)
+
+    def _written(self, attempt: Callable[[], T]) -> T:
+        """Return what a request that changes the repository returns, or raise its failure."""
+        try:
+            return self.client.patiently(attempt, self.address)
+        except InvalidInputError as error:
+            raise not_writable(self.address, f"HTTP {_status(error.__cause__)}") from error
+        except (ValueError, RuntimeError) as error:  # answers that huggingface_hub cannot read
+            raise upload_failure(error, self.address, self.client.endpoint) from error
+
+
+def _status(error: BaseException | None) -> int | None:
+    return error.response.status_code if isinstance(error, HfHubHTTPError) else None
+
+
+class SentFile(io.BufferedReader):
+    """A local file whose bytes are reported as they are read for the first time, to be sent."""
+
+    def __init__(self, path: Path, progress: ProgressCallback) -> None:
+        super().__init__(io.FileIO(path))
+        self._progress, self.sent_bytes = progress, 0
+
+    def read(self, size: int | None = -1, /) -> bytes:
+        data = super().read(size)
+        new = self.tell() - self.sent_bytes
+        if new > 0:
+            self.sent_bytes += new
+            self._progress(new)
+        return data
+
+
+@contextmanager
+def _silent_client() -> Iterator[None]:
+    """Keep huggingface_hub from printing: its lines hold signed addresses, its bars are many."""
+    logger = logging.getLogger("huggingface_hub")
+    level = logger.level
+    logger.setLevel(logging.CRITICAL)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            with disable_progress_bars():
+                yield
+    finally:
+        logger.setLevel(level)

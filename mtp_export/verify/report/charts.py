@@ -1,0 +1,95 @@
+"""Charts of what a verification measured."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from mtp_export.progress import format_bytes
+from mtp_export.verify.report.plots import MOST_SERIES, Bar, Interval, Line, bars, intervals, lines
+from mtp_export.verify.report.report import Report
+
+
+@dataclass(frozen=True)
+class Chart:
+    """A chart as SVG whose colours are classes; labels are those of its series, for a legend."""
+
+    name: str
+    title: str
+    svg: str
+    labels: tuple[str, ...] = ()
+
+
+def charts(report: Report) -> tuple[Chart, ...]:
+    """Return the charts of all figures that a report has."""
+    return (*_acceptance(report), *_sqnr(report), *_sizes(report), *_speed(report))
+
+
+def _data(report: Report, check: str, *keys: str) -> Iterator[dict[str, Any]]:
+    """Data of a check's items that have all these keys."""
+    for result, item in report.items:
+        if result.name == check and all(key in item.data for key in keys):
+            yield dict(item.data)
+
+
+def _acceptance(report: Report) -> Iterator[Chart]:
+    found = list(_data(report, "acceptance", "k", "position", "conditional", "cumulative"))
+    for kind, title in (
+        ("conditional", "Draft accepted, if those before it were (95 % interval)"),
+        ("cumulative", "Draft accepted, of all drafted at its position (95 % interval)"),
+    ):
+        rows = [
+            Interval(
+                f"k={data['k']}, draft {data['position']}",
+                value=data[kind]["value"],
+                low=data[kind]["low"],
+                high=data[kind]["high"],
+                series=data["k"] % MOST_SERIES,
+            )
+            for data in found
+        ]
+        if rows:
+            yield Chart(f"acceptance-{kind}", title, intervals(rows))
+
+
+def _sqnr(report: Report) -> Iterator[Chart]:
+    """The least SQNR per layer, one line per role and form."""
+    points: dict[str, list[tuple[float, float]]] = defaultdict(list)
+    for data in _data(report, "weights", "sqnr_db_by_layer"):
+        label = f"{data['role']}, {data['storage'].replace('_', ' ')}"
+        points[label] += [(row["layer"], row["min"]) for row in data["sqnr_db_by_layer"]]
+    series = [Line(label, sorted(own)) for label, own in points.items() if own][:MOST_SERIES]
+    if series:
+        yield Chart(
+            name="sqnr",
+            title="Signal to quantization noise against the source (dB): the least of each layer",
+            svg=lines(series, "SQNR in dB"),
+            labels=tuple(line.label for line in series),
+        )
+
+
+def _sizes(report: Report) -> Iterator[Chart]:
+    sizes = {"source": report.facts["source_bytes"], **report.facts["parts_bytes"]}
+    if sizes["source"]:
+        after = sum(report.facts["parts_bytes"].values())
+        rows = [
+            Bar("source", value=sizes["source"], text=format_bytes(sizes["source"]), series=1),
+            Bar("bundle", after, format_bytes(after)),
+            *(Bar(f"  {name}", value=size, text=format_bytes(size), series=2)
+              for name, size in report.facts["parts_bytes"].items()),
+        ]  # fmt: skip
+        yield Chart("size", "Size before and after", bars(rows))
+
+
+def _speed(report: Report) -> Iterator[Chart]:
+    rows: list[Bar] = []
+    for data in _data(report, "speed", "batch", "k", "measured", "predicted"):
+        label = f"batch {data['batch']}, k={data['k']}"
+        rows.append(Bar(label, data["measured"], f"{data['measured']:.2f}×"))
+        rows.append(
+            Bar("predicted", value=data["predicted"], text=f"{data['predicted']:.2f}×", series=1)
+        )
+    if rows:
+        yield Chart("speed", "Speed of speculation over plain decoding", bars(rows))

@@ -1,0 +1,113 @@
+"""Parts of a model that stay on disk: experts, heads and embeddings, read when they are used."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import Executor
+from dataclasses import dataclass, replace
+
+import torch
+
+from mtp_export.families.modules import MlpModules
+from mtp_export.schemes.formats import EncodedWeight
+from mtp_export.schemes.weight_values import WeightOnDisk
+from mtp_runtime.layers.moe import Mlp
+from mtp_runtime.loading.read_ahead import read_ahead
+
+# Rows of a head that are read and multiplied at a time; whole fp8 blocks.
+PANEL_ROWS = 1024
+LOOKUP_ROWS = 64  # of an embedding that one reader looks up
+
+
+@dataclass(frozen=True)
+class StoredExperts:
+    """Routed experts on disk, and shared ones in memory behind them.
+
+    kept: experts that were read stay in memory, for a layer that runs many times; None drops each
+    when the next is asked for.
+    """
+
+    names: Sequence[MlpModules]
+    load: Callable[[MlpModules], Mlp]
+    shared: tuple[Mlp, ...]
+    pool: Executor
+    kept: dict[int, Mlp] | None = None
+
+    def __len__(self) -> int:
+        return len(self.names) + len(self.shared)
+
+    def each(self, numbers: Iterable[int]) -> Iterator[Mlp]:
+        """Yield the experts of these numbers, read ahead."""
+        return read_ahead(self.pool, self._expert, numbers)
+
+    def every(self) -> Iterator[Mlp]:
+        """Yield all of them."""
+        return self.each(range(len(self)))
+
+    def _expert(self, number: int) -> Mlp:
+        if number >= len(self.names):
+            return self.shared[number - len(self.names)]
+        if self.kept is None:
+            return self.load(self.names[number])
+        if number not in self.kept:
+            self.kept[number] = self.load(self.names[number])
+        return self.kept[number]
+
+
+@dataclass(frozen=True)
+class WeightOnDemand:
+    """A weight on disk; every product reads it again, a panel of rows at a time."""
+
+    stored: WeightOnDisk
+    device: torch.device
+    pool: Executor
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.stored.stored.weight.shape
+
+    def dequantize(self, dtype: torch.dtype) -> torch.Tensor:
+        """Return the matrix [out, in] (ValueError for codes or scales that are damaged)."""
+        return torch.cat([panel.dequantize(dtype) for panel in self._panels()])
+
+    def product(self, x: torch.Tensor) -> torch.Tensor:
+        """Return x @ weight.T [T, out] (ValueError as dequantize)."""
+        y = x.new_empty(len(x), self.shape[0])
+        for start, panel in zip(self._starts, self._panels(), strict=True):
+            y[:, start : start + PANEL_ROWS] = panel.product(x)
+        return y
+
+    @property
+    def _starts(self) -> range:
+        return range(0, self.shape[0], PANEL_ROWS)
+
+    def _panels(self) -> Iterator[EncodedWeight]:
+        return read_ahead(self.pool, self._panel, self._starts)
+
+    def _panel(self, start: int) -> EncodedWeight:
+        panel = self.stored.encoded(start, min(start + PANEL_ROWS, self.shape[0]))
+        scale = None if panel.scale is None else panel.scale.to(self.device)
+        return replace(panel, codes=panel.codes.to(self.device), scale=scale)
+
+
+@dataclass(frozen=True, eq=False)
+class EmbeddingOnDemand:
+    """Embeddings on disk, of which rows are read when their tokens are looked up."""
+
+    stored: WeightOnDisk
+    dtype: torch.dtype
+    device: torch.device
+    pool: Executor
+
+    def __call__(self, tokens: torch.Tensor) -> torch.Tensor:
+        """Return the embeddings [T, d] of tokens [T]."""
+        wanted = tokens.tolist()
+        found = sorted(set(wanted))
+        places = {token: place for place, token in enumerate(found)}
+        parts = [found[at : at + LOOKUP_ROWS] for at in range(0, len(found), LOOKUP_ROWS)]
+        rows = torch.cat([*read_ahead(self.pool, self._rows, parts)])
+        order = torch.tensor([places[token] for token in wanted], device=self.device)
+        return rows.to(self.device, self.dtype)[order]
+
+    def _rows(self, tokens: Sequence[int]) -> torch.Tensor:
+        return torch.cat([self.stored.encoded(at, at + 1).codes for at in tokens])
