@@ -13,7 +13,7 @@ from typing import Any, ClassVar, NamedTuple, Protocol
 
 from mtp_export.checkpoint.byte_source import Place
 from mtp_export.checkpoint.dtypes import tensor_bytes
-from mtp_export.checkpoint.header import ShardHeader
+from mtp_export.checkpoint.header import ShardHeader, TensorInfo
 from mtp_export.checkpoint.reader import CONFIG_NAME, INDEX_NAME
 from mtp_export.checkpoint.tensor_stream import TensorStream
 
