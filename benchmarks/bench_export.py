@@ -32,7 +32,7 @@ from shlex import quote
 from statistics import median
 from typing import Any
 
-from benchmarks.limits import DiskWork, best_depth, elements, kernel_rates, plan_of
+from benchmarks.limits import DiskWork, best_depth, kernel_rates, planned
 
 _PROGRAM = [sys.executable, "-c", "from mtp_export.cli import main; main()"]
 _LOAD_THEN_SAVE = """
@@ -146,7 +146,7 @@ def cases(source: Path, scratch: Path) -> dict[str, Callable[[], Measured]]:
     layer = json.loads((source / "config.json").read_text())["num_hidden_layers"]
     prefix = f"model.layers.{layer}."
     shards = mtp_shards(source, prefix)
-    half = DiskWork.of(plan_of("xllm", source, scratch / "plan")).size_bytes // 2
+    half = planned("xllm", source)[0].size_bytes // 2
     output = str(scratch / "out/bundle")
     export = [*_PROGRAM, "--input-dir", str(source), "--output-dir", output]
     copy = ["sh", "-c", 'mkdir "$0" && cp "$@" "$0"', output, *map(str, shards)]
@@ -208,7 +208,7 @@ def main() -> None:
     if rates:
         result["limits"]["kernels of (d)"] = {
             "elements_per_second": round(rates["xllm"]),
-            "elements": elements(plan_of("xllm", source, scratch / "plan")),
+            "elements": planned("xllm", source)[1],
         }
     save(arguments.result, result)
 
@@ -217,7 +217,7 @@ def disk_limits(source: Path, scratch: Path, letters: str) -> dict[str, DiskLimi
     """The rows of direct I/O alone by name."""
     wanted = {"(f) the bytes of (a), direct I/O": "hf", "(g) the bytes of (d), direct I/O": "xllm"}
     return {
-        name: DiskLimit.of(DiskWork.of(plan_of(target, source, scratch / "plan")), scratch)
+        name: DiskLimit.of(planned(target, source)[0], scratch)
         for name, target in wanted.items()
         if name[1] in letters
     }

@@ -1,6 +1,7 @@
 """Limits of a run: the seconds that the disk alone takes, and those that the kernels alone take.
 
-    python -m benchmarks.limits SOURCE NAME       elements per second of one conversion, as JSON
+    python -m benchmarks.limits rate SOURCE NAME     elements per second of a conversion, as JSON
+    python -m benchmarks.limits work SOURCE NAME     bytes that it reads and writes, and elements
 
 The disk's is the same bytes moved by benchmarks/direct_loop.py, as deep as is best in this run; the
 kernels' are the same conversions on every core, of a smaller layer in memory (/dev/shm, 2 GB).
@@ -17,8 +18,8 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
-from dataclasses import dataclass
+from contextlib import ExitStack, contextmanager
+from dataclasses import asdict, dataclass
 from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -118,9 +119,18 @@ def kernel_rates(names: list[str]) -> dict[str, float]:
     with layer_in_memory() as source:
         found = {}
         for name in names:
-            command = [sys.executable, "-m", "benchmarks.limits", str(source), name]
+            command = [sys.executable, "-m", "benchmarks.limits", "rate", str(source), name]
             found[name] = float(json.loads(subprocess.check_output(command)))
         return found
+
+
+def planned(name: str, source: Path) -> tuple[DiskWork, int]:
+    """Return the work of a conversion and its elements. It is planned in a process of its own: a
+    process's peak memory, as the kernel counts it, begins at its parent's."""
+    command = [sys.executable, "-m", "benchmarks.limits", "work", str(source), name]
+    facts = json.loads(subprocess.check_output(command))
+    reads = tuple((path, start, end) for path, start, end in facts["reads"])
+    return DiskWork(reads, facts["write_bytes"]), facts["elements"]
 
 
 def plan_of(name: str, source: Path, output: Path) -> BundlePlan:
@@ -149,18 +159,22 @@ def _rate(source: Path, name: str) -> float:
     """Convert a layer on every core and write nothing; return elements per second."""
     from mtp_export.checkpoint.disk_queue import DiskQueue
     from mtp_export.checkpoint.plan import Copy, Resources, Step
+    from mtp_export.checkpoint.tensor_stream import TensorStream
     from mtp_export.schemes.transforms import one_torch_thread
 
     plan = plan_of(name, source, source.with_name("none"))
     cores = len(os.sched_getaffinity(0))
     tensors, best = plan.checkpoint.tensors, 0.0
     with DiskQueue(cores) as queue, one_torch_thread(), ThreadPoolExecutor(cores) as pool:
-        resources = Resources(1 << 30, "cpu", queue)
+        resources = Resources(1 << 30, "cpu")
 
         def convert(step: Step) -> None:
             assert not isinstance(step.operation, Copy)
-            inputs = [tensors[name] for name in step.inputs]
-            step.operation.run(inputs, step.outputs, lambda number, data: None, resources)
+            with ExitStack() as opened:
+                inputs = [
+                    opened.enter_context(TensorStream(tensors[name], queue)) for name in step.inputs
+                ]
+                step.operation.run(inputs, step.outputs, lambda number, data: None, resources)
 
         steps = [step for step in plan.written_steps if not isinstance(step.operation, Copy)]
         convert(steps[0])  # compiles
@@ -172,4 +186,9 @@ def _rate(source: Path, name: str) -> float:
 
 
 if __name__ == "__main__":
-    print(json.dumps(_rate(Path(sys.argv[1]), sys.argv[2])))
+    _, action, folder, conversion = sys.argv
+    if action == "rate":
+        print(json.dumps(_rate(Path(folder), conversion)))
+    else:
+        plan = plan_of(conversion, Path(folder), Path(folder).with_name("none"))
+        print(json.dumps(asdict(DiskWork.of(plan)) | {"elements": elements(plan)}))

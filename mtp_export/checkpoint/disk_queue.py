@@ -55,12 +55,11 @@ class DiskQueue:
     """Reads and writes under way, at most `depth` of either kind; a context manager.
 
     It owns the threads, which end with the block, and the memory, which it lends again and again.
-    Half as many blocks again as are being read may be ready to be used.
+    Blocks that are read and not yet used count as under way.
     """
 
     def __init__(self, depth: int, block_bytes: int = BLOCK_BYTES) -> None:
         self.depth, self.block_bytes = depth, block_bytes
-        self._blocks = depth + depth // 2
         self._readers = ThreadPoolExecutor(depth, "disk-read")
         self._writers = ThreadPoolExecutor(depth, "disk-write")
         self._writes = threading.Semaphore(depth)
@@ -75,7 +74,7 @@ class DiskQueue:
         Beside what is read ahead and written behind, each of them uses a block of either of two
         tensors, while a next one of both is read, and fills one to be written.
         """
-        return (depth + depth // 2 + depth + 5 * workers) * (BLOCK_BYTES + SLACK_BYTES)
+        return (2 * depth + 5 * workers) * (BLOCK_BYTES + SLACK_BYTES)
 
     def __enter__(self) -> Self:
         return self
@@ -123,7 +122,7 @@ class DiskQueue:
     @property
     def has_room(self) -> bool:
         """True where more bytes may be read ahead of their use."""
-        return self._ahead_bytes < self._blocks * self.block_bytes
+        return self._ahead_bytes < self.depth * self.block_bytes
 
     def read(self, file: OpenFile, span: range, ahead: int) -> Block | None:
         """Begin to read bytes of a file ahead of their use, for a stream with blocks ahead.
@@ -132,7 +131,7 @@ class DiskQueue:
         waits for its turn.
         """
         with self._lock:
-            if ahead and (ahead >= self._blocks // self._streams or not self.has_room):
+            if ahead and (ahead >= self.depth // self._streams or not self.has_room):
                 return None
             self._ahead_bytes += len(span)
         memory = self.lend(len(span) + SLACK_BYTES)

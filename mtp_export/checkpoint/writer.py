@@ -92,11 +92,9 @@ class _SharedPages:
         page = place // PAGE_BYTES * PAGE_BYTES
         size = min(PAGE_BYTES, self._size_bytes - page)
         with self._lock:
-            memory, left = (
-                self._pages.pop(page)
-                if page in self._pages
-                else (page_memory(PAGE_BYTES)[:size], size)
-            )
+            if page not in self._pages:
+                self._pages[page] = page_memory(PAGE_BYTES)[:size], size
+            memory, left = self._pages.pop(page)
             memory[place - page : place - page + len(data)] = data
             if left > len(data):
                 self._pages[page] = memory, left - len(data)

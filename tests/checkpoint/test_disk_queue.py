@@ -100,7 +100,7 @@ def test_memory_is_bounded_by_the_depth(depth: int, count: int, made: list[int])
         ]
         assert sum(1 for _ in blocks_of(streams)) == 40
     assert file.begun == 40 * count
-    assert len(made) <= depth + depth // 2 + 2 * count
+    assert len(made) <= depth + 2 * count
     assert set(made) == {BLOCK + SLACK_BYTES}
 
 
@@ -120,18 +120,18 @@ def test_several_streams_share_the_reads() -> None:
         file.go.release(100)
     with DiskQueue(4, BLOCK) as queue, ExitStack() as opened:
         early = opened.enter_context(TensorStream(tensor(first, 40), queue))
-        first.wait_for(6)
+        first.wait_for(4)
         late = [opened.enter_context(TensorStream(tensor(f, 40), queue)) for f in (second, third)]
         for stream, file in zip(late, (second, third), strict=True):
             file.wait_for(1)
             assert len(next(stream.blocks())) == BLOCK
             file.wait_for(2)
         blocks = early.blocks()
-        for _ in range(4):
+        for _ in range(3):
             next(blocks)
-        assert first.begun == 6, "the share of three streams is two blocks"
+        assert first.begun == 4, "the share of three streams is one block"
         next(blocks)
-        first.wait_for(7)
+        first.wait_for(5)
 
 
 def test_a_stream_that_ends_early_waits_for_its_reads() -> None:
