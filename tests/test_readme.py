@@ -19,6 +19,7 @@ from mtp_export.commands.group import app
 from mtp_export.commands.standard_streams import ENDED_BY_SIGPIPE
 from mtp_export.schemes import SCHEMES
 from mtp_export.targets import target_names
+from object_server import ObjectServer
 from pages import (
     DOCS,
     PAGES,
@@ -40,6 +41,7 @@ MAKEFILE = (ROOT / "Makefile").read_text()
 # local server has under the real model's name.
 REAL_MODEL, MINIATURE = "/models/DeepSeek-V3", "fixtures/deepseek-v3-tiny"
 REPOSITORY = "deepseek-ai/DeepSeek-V3"
+BUCKET, FOLDER = "weights", "DeepSeek-V3"
 SHARED_SECTION = "Options of export and quantize"
 COMMON_OPTIONS = {"--help", "--version", "--debug", "--install-completion", "--show-completion"}
 
@@ -105,12 +107,24 @@ def hub() -> Iterator[HubServer]:
         yield server
 
 
+@pytest.fixture(scope="module")
+def cloud() -> Iterator[dict[str, str]]:
+    """Variables of a local object store that has the miniature."""
+    server = ObjectServer()
+    server.fill(BUCKET, FOLDER, ROOT / MINIATURE)
+    with server.running():
+        yield server.environment("s3")
+
+
 @pytest.fixture
-def workplace(shared: Workplace, hub: HubServer, monkeypatch: pytest.MonkeyPatch) -> Workplace:
-    """The shared folder as the current one, a local Hub, and a terminal of 100 columns."""
+def workplace(
+    shared: Workplace, hub: HubServer, cloud: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> Workplace:
+    """The shared folder as the current one, a local Hub and object store, and a terminal of 100
+    columns."""
     monkeypatch.chdir(shared.folder)
-    monkeypatch.setenv("HF_ENDPOINT", hub.endpoint)
-    monkeypatch.setenv("HF_TOKEN", hub.token)
+    for name, value in {"HF_ENDPOINT": hub.endpoint, "HF_TOKEN": hub.token, **cloud}.items():
+        monkeypatch.setenv(name, value)
     monkeypatch.setenv("COLUMNS", "100")
     return shared
 

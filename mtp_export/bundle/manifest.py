@@ -13,6 +13,7 @@ from typing import Any
 import xxhash
 
 from mtp_export.bundle.journal_content import ShardFacts
+from mtp_export.checkpoint.byte_source import ByteFile, RemoteFile
 from mtp_export.checkpoint.manifest import FORMAT, FORMAT_VERSION
 from mtp_export.checkpoint.plan import OutputShard, PartPlan
 from mtp_export.checkpoint.reader import Checkpoint
@@ -20,7 +21,8 @@ from mtp_export.checkpoint.reader import Checkpoint
 
 def source_identity(checkpoint: Checkpoint) -> dict[str, Any]:
     """Return the identity of a source: hash of its config, size and header hash of each shard; of
-    a repository also its name, its commit and each shard's checksum."""
+    a remote one also its address, and by what its host tells one content of a shard from another:
+    a checksum, else a version."""
     return {
         **checkpoint.files.origin,
         "config_sha256": checkpoint.config_sha256,
@@ -28,11 +30,17 @@ def source_identity(checkpoint: Checkpoint) -> dict[str, Any]:
             checkpoint.shard_name(shard): {
                 "size_bytes": shard.size_bytes,
                 "header_sha256": shard.header_sha256,
-                **({"sha256": shard.file.sha256} if shard.file.sha256 else {}),
+                **_as_listed(shard.file),
             }
             for shard in checkpoint.shards
         },
     }
+
+
+def _as_listed(file: ByteFile) -> dict[str, str]:
+    if file.sha256:
+        return {"sha256": file.sha256}
+    return {"version": file.version} if isinstance(file, RemoteFile) else {}
 
 
 def shard_versions(checkpoint: Checkpoint) -> dict[str, int | str]:

@@ -5,8 +5,6 @@ Its files are listed once; headers and tensors are read by byte ranges, nothing 
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 
 from huggingface_hub import parse_hf_uri
@@ -15,14 +13,10 @@ from huggingface_hub.hf_api import RepoFile
 from huggingface_hub.utils import HfUri
 
 from mtp_export.checkpoint.byte_source import Address
-from mtp_export.checkpoint.files import check_small_file
 from mtp_export.checkpoint.hub_client import HubClient, hub_endpoint
+from mtp_export.checkpoint.remote_source import OpenRemoteFile, RemoteSource
+from mtp_export.checkpoint.transfers import Pause, Sink
 from mtp_export.errors import InvalidInputError
-
-READERS = 8  # transfers at once
-# The first read of a file brings this much, or a thousandth of it, as most headers then need no
-# second request.
-_HEAD_BYTES = 128 << 10
 
 
 def model_uri(address: Address) -> HfUri:
@@ -36,78 +30,33 @@ def model_uri(address: Address) -> HfUri:
     return uri
 
 
-@dataclass(frozen=True)
-class HubSource:
-    """The files of a repository at a commit, or of a folder in it.
+def open_repository(address: Address) -> RemoteSource:
+    """Open a repository: hf://org/name[@revision][/folder], or its web page.
 
-    path is the address with the commit that its revision was when the source was opened.
+    The source's path has the commit that the revision is now. Raises InvalidInputError for a
+    malformed address, and for a repository or revision that is missing or that the token gives no
+    access to; IoError when the Hub cannot be reached.
     """
-
-    client: HubClient
-    path: Address
-    folder: str
-    files: Mapping[str, RepoFile]
-
-    readers = READERS
-
-    @classmethod
-    def open(cls, address: Address) -> HubSource:
-        """Open a repository: hf://org/name[@revision][/folder], or its web page.
-
-        Raises InvalidInputError for a malformed address, and for a repository or revision that is
-        missing or that the token gives no access to; IoError when the Hub cannot be reached.
-        """
-        uri = model_uri(address)
-        client = HubClient(uri.id, address)
-        commit = client.commit_of(uri.revision)
-        root = Address(f"hf://{uri.id}@{commit}")
-        client = replace(client, commit=commit, address=root)
-        prefix = f"{uri.path_in_repo}/" if uri.path_in_repo else ""
-        files = {
-            file.path.removeprefix(prefix): file
-            for file in client.tree()
-            if file.path.startswith(prefix)
-        }
-        if not files:
-            raise InvalidInputError(
-                "There is no such folder in the repository"
-                if prefix
-                else "The repository is empty",
-                where=root / uri.path_in_repo if prefix else root,
-                todo="Check the address; its parts are hf://org/name@revision/folder",
-            )
-        path = root / uri.path_in_repo if prefix else root
-        return cls(client=client, path=path, folder=uri.path_in_repo, files=files)
-
-    @property
-    def origin(self) -> Mapping[str, str]:
-        """Repository and commit, and the folder if it is not the top one."""
-        folder = {"folder": self.folder} if self.folder else {}
-        return {"repo": self.client.repo, "commit": self.client.commit, **folder}
-
-    def names(self, folder: str = "") -> frozenset[str]:
-        prefix = f"{folder}/" if folder else ""
-        below = (name.removeprefix(prefix) for name in self.files if name.startswith(prefix))
-        return frozenset(name for name in below if "/" not in name)
-
-    def file(self, name: str) -> HubFile:
-        return HubFile(self.path / name, self._listed(name), self.client)
-
-    def read(self, name: str) -> bytes:
-        file = self._listed(name)
-        check_small_file(self.path / name, file.size)
-        return self.client.whole(file)
-
-    def _listed(self, name: str) -> RepoFile:
-        if name in self.files:
-            return self.files[name]
+    uri = model_uri(address)
+    folder = uri.path_in_repo
+    client = HubClient(uri.id, address)
+    commit = client.commit_of(uri.revision)
+    root = Address(f"hf://{uri.id}@{commit}")
+    client = replace(client, commit=commit, address=root)
+    path, prefix = (root / folder, f"{folder}/") if folder else (root, "")
+    files = {
+        file.path.removeprefix(prefix): HubFile(root / file.path, file, client)
+        for file in client.tree()
+        if file.path.startswith(prefix)
+    }
+    if not files:
         raise InvalidInputError(
-            "A file that every checkpoint has is missing",
-            where=self.path / name,
-            found=f"{len(self.files)} other files in the repository",
-            todo="Name the repository, revision or folder that holds config.json and the"
-            " safetensors shards",
+            "There is no such folder in the repository" if folder else "The repository is empty",
+            where=path,
+            todo="Check the address; its parts are hf://org/name@revision/folder",
         )
+    origin = {"repo": uri.id, "commit": commit} | ({"folder": folder} if folder else {})
+    return RemoteSource(path, origin, files)
 
 
 @dataclass(frozen=True)
@@ -130,53 +79,16 @@ class HubFile:
     def version(self) -> str:
         return self.sha256 or str(self.listed.blob_id)
 
-    def open(self, once: range | None = None) -> OpenHubFile:
-        return OpenHubFile(self)
+    def open(self, once: range | None = None) -> OpenRemoteFile:
+        return OpenRemoteFile(self)
 
-    def fetch(
-        self,
-        span: range,
-        sink: Callable[[bytes], None],
-        pause: Callable[[float], None] = time.sleep,
-    ) -> None:
+    def fetch(self, span: range, sink: Sink, pause: Pause) -> None:
         """Give sink the bytes of a span in order (IoError)."""
-        self.client.fetch(self.listed, span, sink, pause)
+        self.client.fetch(self.listed, span, sink=sink, pause=pause)
 
-
-class OpenHubFile:
-    """A file of a repository, read by requests of its own."""
-
-    def __init__(self, file: HubFile) -> None:
-        self._file, self._head = file, b""
-        self.size_bytes, self.version = file.size_bytes, file.version
-
-    def read(self, start: int, end: int) -> bytes:
-        """Return bytes [start, end), a few (IoError)."""
-        if start == 0 and not self._head:
-            ahead = min(_HEAD_BYTES, self.size_bytes // 1000)
-            self._head = self._fetched(0, max(end, ahead))
-        known = self._head[start:end]
-        return known + self._fetched(start + len(known), end)
-
-    def read_into(self, buffer: memoryview, start: int, end: int) -> slice:
-        """Read bytes [start, end) into a buffer; return where in it they are."""
-        position = 0
-
-        def put(chunk: bytes) -> None:
-            nonlocal position
-            buffer[position : position + len(chunk)] = chunk
-            position += len(chunk)
-
-        self._file.fetch(range(start, end), put)
-        return slice(0, position)
-
-    def close(self) -> None:
-        """Do nothing: connections are kept by the client."""
-
-    def _fetched(self, start: int, end: int) -> bytes:
-        data = bytearray()
-        self._file.fetch(range(start, end), data.extend)
-        return bytes(data)
+    def whole(self) -> bytes:
+        """Return the whole file, with its checksum compared (IoError)."""
+        return self.client.whole(self.listed)
 
 
 def _malformed(address: Address, found: str) -> InvalidInputError:

@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import hashlib
 import os
-import random
-import time
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TypeVar
 from urllib.parse import urljoin, urlsplit
 
+import httpcore2
 import httpx2
 from huggingface_hub import HfApi, constants, get_hf_file_metadata, hf_hub_url
 from huggingface_hub.errors import HfHubHTTPError, OfflineModeIsEnabled
@@ -29,11 +30,9 @@ from huggingface_hub.utils import (
 from mtp_export import __version__
 from mtp_export.checkpoint.byte_source import Address
 from mtp_export.checkpoint.hub_failures import failure, refused, storage_refuses, unusable_range
+from mtp_export.checkpoint.transfers import AttemptFailed, Pause, Sink, patiently, transfer
 from mtp_export.errors import IoError
 
-RETRIES = 5  # failed attempts in a row, without a byte in between
-FIRST_WAIT_SECONDS, MAX_WAIT_SECONDS = 0.5, 8.0
-_MAX_TOLD_SECONDS = 600.0  # the Hub's windows of rate limits are 300 seconds long
 _TRANSIENT = {408, 429, 500, 502, 503, 504}
 _NETWORK = (
     httpx2.TimeoutException,
@@ -41,9 +40,11 @@ _NETWORK = (
     httpx2.RemoteProtocolError,
     httpx2.ProxyError,
 )
-
-Pause = Callable[[float], None]
 T = TypeVar("T")
+
+# Of one read of a socket. By the default of 64 KiB the steps of the HTTP parser cost as much as the
+# transfer; a copy of much more than this leaves the processor's cache.
+httpcore2.HTTP11Connection.READ_NUM_BYTES = 256 << 10
 
 
 class _BadStatus(Exception):
@@ -64,50 +65,35 @@ _FAILURES = (
 )
 
 
-class _Patience:
-    """Waits between failed attempts; gives up after RETRIES of them without progress."""
-
-    def __init__(self, where: Address, pause: Pause) -> None:
-        self._where, self._pause, self._failures = where, pause, 0
-
-    def reset(self) -> None:
-        """Note progress: the transfer works."""
-        self._failures = 0
-
-    def after(self, error: Exception) -> None:
-        """Wait for the next attempt, or raise what to tell the user."""
-        seconds = self._seconds(error)
-        self._failures += 1
-        if seconds is None or self._failures > RETRIES:
-            if isinstance(error, _BadStatus):
-                raise storage_refuses(self._where, error.response.status_code) from error
-            raise failure(error, self._where) from error
-        self._pause(seconds)
-
-    def _seconds(self, error: Exception) -> float | None:
-        """Return the time to wait, None where another attempt is of no use."""
-        backoff = min(FIRST_WAIT_SECONDS * 2.0**self._failures, MAX_WAIT_SECONDS)
-        backoff *= random.uniform(0.5, 1.0)  # readers that failed together do not return together
-        if isinstance(error, (*_NETWORK, _Cut)):
-            return backoff
-        if not isinstance(error, HfHubHTTPError | _BadStatus):
-            return None
-        response = error.response
-        if response.status_code in _TRANSIENT:
-            told = _told_seconds(response.headers)
-            return backoff if told is None else min(told + backoff, _MAX_TOLD_SECONDS)
-        if isinstance(error, _BadStatus):  # the link has expired, and is signed anew
-            return backoff if self._failures else 0.0
-        return None
+@contextmanager
+def _attempt(where: Address) -> Iterator[None]:
+    """Make one attempt of the requests in the block (AttemptFailed)."""
+    try:
+        yield
+    except _FAILURES as error:
+        raise _failed(error, where) from error
 
 
-def _told_seconds(headers: Mapping[str, str]) -> float | None:
+def _failed(error: Exception, where: Address) -> AttemptFailed:
+    if not isinstance(error, HfHubHTTPError | _BadStatus):
+        return AttemptFailed(
+            failure(error, where), is_final=not isinstance(error, (*_NETWORK, _Cut))
+        )
+    response, is_bad = error.response, isinstance(error, _BadStatus)
+    said = storage_refuses(where, response.status_code) if is_bad else failure(error, where)
+    if response.status_code in _TRANSIENT:
+        return AttemptFailed(said, told_seconds=_told_seconds(response.headers))
+    # A link to the storage has expired, and is signed anew; the Hub's own word is final.
+    return AttemptFailed(said, is_final=not is_bad)
+
+
+def _told_seconds(headers: Mapping[str, str]) -> float:
     """Return the time that a server asks to wait."""
     limit = parse_ratelimit_headers(headers)
     if limit is not None and limit.remaining == 0:
         return float(limit.reset_in_seconds)
     after = headers.get("retry-after", "").strip()
-    return float(after) if after.isdigit() else None
+    return float(after) if after.isdigit() else 0.0
 
 
 def hub_endpoint() -> str:
@@ -203,39 +189,33 @@ class HubClient:
             )
         return data
 
-    def fetch(
-        self, file: RepoFile, span: range, sink: Callable[[bytes], None], pause: Pause = time.sleep
-    ) -> None:
+    def fetch(self, file: RepoFile, span: range, *, sink: Sink, pause: Pause) -> None:
         """Give sink the bytes of a span of a file in order, over as many requests as it takes."""
-        position = span.start
-        patience = _Patience(self.address / file.path, pause)
-        while position < span.stop:
-            try:
-                location = self._location(file)
-                for chunk in self._range(location, file, range(position, span.stop)):
-                    sink(chunk)
-                    position += len(chunk)
-                    patience.reset()
-                if position < span.stop:
-                    raise _Cut("the body ended early")
-            except _FAILURES as error:
-                if isinstance(error, _BadStatus) and error.response.status_code not in _TRANSIENT:
-                    self.locations.pop(file.path, None)
-                patience.after(error)
+        transfer(partial(self._stream, file), span, sink=sink, pause=pause)
 
-    def _range(self, location: str, file: RepoFile, span: range) -> Iterator[bytes]:
-        """Yield the bytes of a span as they come, at most as many as asked for."""
-        headers = self._headers(location) | {"Range": f"bytes={span.start}-{span.stop - 1}"}
-        left = len(span)
-        with get_session().stream("GET", location, headers=headers, timeout=_timeout()) as response:
-            if response.status_code >= 400:
-                raise _BadStatus(response)
-            _check_range(response, span, size_bytes=file.size, where=self.address / file.path)
-            for chunk in response.iter_raw():
-                yield chunk[:left]
-                left -= len(chunk)
-                if left <= 0:
-                    return
+    def _stream(self, file: RepoFile, span: range) -> Iterator[bytes]:
+        """Yield the bytes of a span as they come (AttemptFailed)."""
+        where = self.address / file.path
+        with _attempt(where):
+            location = self._location(file)
+            headers = self._headers(location) | {"Range": f"bytes={span.start}-{span.stop - 1}"}
+            left = len(span)
+            with get_session().stream(
+                "GET", location, headers=headers, timeout=_timeout()
+            ) as response:
+                if response.status_code >= 400:
+                    if response.status_code not in _TRANSIENT:
+                        self.locations.pop(file.path, None)
+                    raise _BadStatus(response)
+                _check_range(response, span, size_bytes=file.size, where=where)
+                # Read to its end, so that the connection serves the next request too.
+                for chunk in response.iter_raw():
+                    yield chunk[:left]
+                    left -= len(chunk)
+                    if left < 0:
+                        return
+            if left:
+                raise _Cut("the body ended early")
 
     def _location(self, file: RepoFile) -> str:
         """Return the link to a file's storage, and compare what the Hub says of the file."""
@@ -266,17 +246,17 @@ class HubClient:
         token = build_hf_headers() if own else {}
         return token | _user_agent() | {"Accept-Encoding": "identity"}
 
-    def patiently(self, attempt: Callable[[], T], where: Address) -> T:
-        """Return what an attempt returns, tried again while waiting helps.
+    def patiently(self, request: Callable[[], T], where: Address) -> T:
+        """Return what a request returns, made again while waiting helps.
 
         Raises what failure returns, from the last error.
         """
-        patience = _Patience(where, time.sleep)
-        while True:
-            try:
-                return attempt()
-            except _FAILURES as error:
-                patience.after(error)
+
+        def attempt() -> T:
+            with _attempt(where):
+                return request()
+
+        return patiently(attempt)
 
 
 def _timeout() -> float:

@@ -9,6 +9,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+import xxhash
+
 from mtp_export.checkpoint.byte_source import RemoteFile
 
 JOIN_BYTES = 1 << 20  # gaps up to this are downloaded too
@@ -40,7 +42,8 @@ class Piece:
     @property
     def key(self) -> str:
         """Name that tells the content from every other piece's."""
-        return f"{self.file.version}-{self.start}-{self.end}"
+        content = xxhash.xxh3_128_hexdigest(f"{self.file.path} {self.file.version}".encode())
+        return f"{content}-{self.start}-{self.end}"
 
 
 @dataclass(frozen=True)

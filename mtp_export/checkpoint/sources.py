@@ -13,13 +13,25 @@ _SEPARATOR = "://"
 
 
 def _hub(address: Address) -> ByteSource:
-    from mtp_export.checkpoint.hub import HubSource  # brings an HTTP client, which few runs need
+    from mtp_export.checkpoint.hub import open_repository  # brings an HTTP client, which few need
 
-    return HubSource.open(address)
+    return open_repository(address)
+
+
+def _objects(address: Address) -> ByteSource:
+    from mtp_export.checkpoint.object_store import open_object_store
+
+    return open_object_store(address)
 
 
 # Byte sources by the scheme of their addresses; https is for web pages of the Hub.
-SOURCES: dict[str, Callable[[Address], ByteSource]] = {"hf": _hub, "https": _hub}
+SOURCES: dict[str, Callable[[Address], ByteSource]] = {
+    "hf": _hub,
+    "https": _hub,
+    "s3": _objects,
+    "gs": _objects,
+    "az": _objects,
+}
 
 
 def place_of(text: str) -> Place:
@@ -44,7 +56,8 @@ def byte_source(place: Place) -> ByteSource:
         raise UnsupportedError(
             "Nothing here reads from such an address",
             where=address,
-            expected="a folder, or hf://org/name[@revision] for a repository of the Hub",
+            expected="a folder, hf://org/name[@revision] for a repository of the Hub, or a bucket's"
+            " s3://, gs:// or az:// address",
             found=f"{scheme}{_SEPARATOR}",
             todo="Download the checkpoint first",
         )

@@ -7,7 +7,6 @@ of its bytes, when it is whole; what has another name, or other bytes, is not ta
 
 from __future__ import annotations
 
-import hashlib
 import os
 import re
 import threading
@@ -16,15 +15,17 @@ from collections import deque
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from enum import Enum
 from pathlib import Path
 from types import TracebackType
 
 import xxhash
 
-from mtp_export.checkpoint.byte_source import Place, RemoteFile
-from mtp_export.checkpoint.files import read_failure, write_failure
+from mtp_export.checkpoint.byte_source import RemoteFile
+from mtp_export.checkpoint.files import write_failure
 from mtp_export.checkpoint.pieces import PIECE_BYTES, Piece
-from mtp_export.errors import IoError
+from mtp_export.checkpoint.staged_file import StagedFile, blocks
+from mtp_export.checkpoint.whole_files import WholeFile
 
 DOWNLOADS_NAME = ".mtp_export.downloads"
 _AHEAD = 2  # pieces per reader that are downloaded before somebody asks for them
@@ -32,7 +33,6 @@ _PARTIAL = ".partial"
 # Name of a piece: its key, then the checksum of its bytes once it is whole.
 _NAME = re.compile(r"[0-9a-f]+-\d+-\d+\.([0-9a-f]{32}|partial)")
 _POLL_SECONDS = 0.1
-_HASHED_BYTES = 1 << 20
 
 
 def remove_downloads(output: Path) -> None:
@@ -61,6 +61,31 @@ class Stopped(Exception):
     """The run is stopping: another thread failed, or the user interrupted."""
 
 
+class _Stage(Enum):
+    """How far a piece is."""
+
+    WANTED = "not downloaded, or dropped again"
+    RUNNING = "being downloaded"
+    LEFT = "left by an earlier run, its bytes not compared yet"
+    READY = "whole"
+
+
+@dataclass(eq=False)
+class _Staged:
+    """A piece, its file from LEFT on, and the jobs that are still to read it."""
+
+    piece: Piece
+    users: set[str]
+    stage: _Stage = _Stage.WANTED
+    path: Path = Path()
+
+    def drop(self) -> None:
+        """Remove the file."""
+        self.stage = _Stage.WANTED
+        with suppress(OSError):
+            self.path.unlink()
+
+
 class Staging:
     """Downloads of one run into a folder; a context manager that owns the threads.
 
@@ -77,19 +102,20 @@ class Staging:
         whole: Mapping[str, Sequence[RemoteFile]],
         stopping: threading.Event,
     ) -> None:
-        self._folder, self._stopping, self._whole = folder, stopping, whole
+        self._folder, self._stopping = folder, stopping
         wanted = [piece for piece in pieces if not piece.jobs.isdisjoint(jobs)]
-        self._users = {piece.key: set(piece.jobs & set(jobs)) for piece in wanted}
+        self._staged = {piece.key: _Staged(piece, set(piece.jobs & set(jobs))) for piece in wanted}
         self._by_file = _by_file(wanted)
+        self._whole = {
+            job: {file: WholeFile(file, self._by_file[file][1]) for file in whole.get(job, ())}
+            for job in jobs
+        }
+        self._queue = deque(self._staged.values())
+        self._asked: deque[_Staged] = deque()  # somebody waits for these
+        self._unread: set[str] = set()  # downloaded, or being so, though nobody has asked yet
         self._changed = threading.Condition()
         self._failure: BaseException | None = None
         self._distrusted = False  # wrong bytes came: others may have come the same way
-        self._asked: deque[Piece] = deque()
-        self._left = deque(wanted)
-        self._running: set[str] = set()
-        self._unread: set[str] = set()
-        self._ready: dict[str, Path] = {}
-        self._untrusted: set[str] = set()
         self._threads: list[threading.Thread] = []
 
     def start(self, readers: int) -> Staging:
@@ -128,15 +154,18 @@ class Staging:
     @contextmanager
     def finishing(self, job: str) -> Iterator[None]:
         """Compare the files that a job read whole; after the block, drop what only it read."""
-        for file in self._whole.get(job, ()):
-            self._verify(file)
+        for file in self._whole[job].values():
+            error = file.finish(self.path_of)
+            if error is not None:
+                self._distrusted = True
+                raise error
         yield
         with self._changed:
-            for key, users in self._users.items():
-                if job in users:
-                    users.remove(job)
-                    if not users and key in self._ready:
-                        self._drop(key)
+            for staged in self._staged.values():
+                if job in staged.users:
+                    staged.users.remove(job)
+                    if not staged.users and staged.stage in (_Stage.LEFT, _Stage.READY):
+                        staged.drop()
             self._changed.notify_all()
 
     def pieces_of(self, file: RemoteFile, start: int, end: int) -> list[Piece]:
@@ -148,89 +177,92 @@ class Staging:
 
     def path_of(self, piece: Piece) -> Path:
         """Return the file of a piece once it is there; one that nobody fetches yet comes next."""
-        key = piece.key
+        staged = self._staged[piece.key]
         with self._changed:
-            self._unread.discard(key)
+            self._unread.discard(piece.key)
             self._changed.notify_all()
-            while key not in self._ready or key in self._untrusted:
+            while staged.stage is not _Stage.READY:
                 if self._failure is not None:
                     raise self._failure
                 if self._stopping.is_set():
                     raise Stopped
-                if key in self._untrusted:
-                    self._check(piece)
+                if staged.stage is _Stage.LEFT:
+                    self._check(staged)
                     continue
-                if key not in self._running and piece not in self._asked:
-                    self._asked.append(piece)
+                if staged.stage is _Stage.WANTED and staged not in self._asked:
+                    self._asked.append(staged)
                     self._changed.notify_all()
                 self._changed.wait(_POLL_SECONDS)
-            return self._ready[key]
+            return staged.path
 
     def _take_over(self) -> None:
         for path in _downloads(self._folder):
-            key = path.stem
-            if key in self._users and key not in self._ready and path.suffix != _PARTIAL:
-                self._ready[key] = path
-                self._untrusted.add(key)
-            else:
+            staged = self._staged.get(path.stem)
+            if path.suffix == _PARTIAL or staged is None or staged.stage is _Stage.LEFT:
                 path.unlink()
+            else:
+                staged.stage, staged.path = _Stage.LEFT, path
 
-    def _check(self, piece: Piece) -> None:
+    def _check(self, staged: _Staged) -> None:
         """Keep what an earlier run downloaded, if these are the bytes that it wrote."""
-        path = self._ready[piece.key]
         digest, size_bytes = xxhash.xxh3_128(), 0
-        for block in _blocks(path):
+        for block in blocks(staged.path):
             digest.update(block)
             size_bytes += len(block)
-        self._untrusted.discard(piece.key)
-        if path.suffix != f".{digest.hexdigest()}" or size_bytes != piece.size_bytes:
-            self._drop(piece.key)
+        is_whole = size_bytes == staged.piece.size_bytes
+        if is_whole and staged.path.suffix == f".{digest.hexdigest()}":
+            staged.stage = _Stage.READY
+        else:
+            staged.drop()
 
-    def _drop(self, key: str) -> None:
-        path = self._ready.pop(key)
-        with suppress(OSError):
-            path.unlink()
-
-    def _next(self) -> Piece | None:
+    def _next(self) -> _Staged | None:
         """Wait for a piece to download; None when there is nothing more to do."""
         with self._changed:
             while not self._stopping.is_set() and self._failure is None:
-                piece = self._choose()
-                if piece is not None:
-                    self._running.add(piece.key)
-                    return piece
+                staged = self._choose()
+                if staged is not None:
+                    staged.stage = _Stage.RUNNING
+                    return staged
                 self._changed.wait(_POLL_SECONDS)
         return None
 
-    def _choose(self) -> Piece | None:
+    def _choose(self) -> _Staged | None:
         """Return the next piece: one that is waited for, or the next one while few are unread."""
         while self._asked:
-            piece = self._asked.popleft()
-            if piece.key not in self._running and piece.key not in self._ready:
-                return piece
-        while self._left and len(self._unread) < self._most_unread:
-            piece = self._left.popleft()
-            key = piece.key
-            if key not in self._running and key not in self._ready and self._users[key]:
-                self._unread.add(key)
-                return piece
+            staged = self._asked.popleft()
+            if staged.stage is _Stage.WANTED:
+                return staged
+        while self._queue and len(self._unread) < self._most_unread:
+            staged = self._queue.popleft()
+            if staged.stage is _Stage.WANTED and staged.users:
+                self._unread.add(staged.piece.key)
+                return staged
         return None
 
     def _work(self) -> None:
-        while (piece := self._next()) is not None:
-            try:
-                path = self._download(piece)
-            except Stopped:
-                return
-            except BaseException as error:
+        try:
+            while (staged := self._next()) is not None:
+                path = self._download(staged.piece)
                 with self._changed:
-                    self._failure = self._failure or error
+                    staged.stage, staged.path = _Stage.READY, path
                     self._changed.notify_all()
-                return
+                self._hash(staged.piece)
+        except Stopped:
+            return
+        except BaseException as error:
             with self._changed:
-                self._running.discard(piece.key)
-                self._ready[piece.key] = path
+                self._failure = self._failure or error
                 self._changed.notify_all()
+
+    def _hash(self, piece: Piece) -> None:
+        """Hash what can be hashed of the piece's file, if a job reads it whole."""
+        for job in piece.jobs & self._whole.keys():
+            if piece.file in self._whole[job]:
+                self._whole[job][piece.file].advance(self._path_if_ready)
+
+    def _path_if_ready(self, piece: Piece) -> Path | None:
+        staged = self._staged[piece.key]
+        return staged.path if staged.stage is _Stage.READY and not self._stopping.is_set() else None
 
     def _download(self, piece: Piece) -> Path:
         """Download a piece and return its file."""
@@ -258,93 +290,9 @@ class Staging:
         if self._stopping.wait(seconds):
             raise Stopped
 
-    def _verify(self, file: RemoteFile) -> None:
-        """Compare the checksum of a file that is here whole with the one that its host lists."""
-        digest = hashlib.sha256()
-        for piece in self.pieces_of(file, 0, file.size_bytes):
-            for block in _blocks(self.path_of(piece)):
-                digest.update(block)
-        if digest.hexdigest() == file.sha256:
-            return
-        self._distrusted = True
-        raise IoError(
-            "A downloaded shard does not have the checksum that its repository lists",
-            where=file.path,
-            expected=f"SHA-256 {file.sha256}",
-            found=digest.hexdigest(),
-            todo="Run the same command again: it downloads again what was not finished",
-        )
-
-
-@dataclass(frozen=True)
-class StagedFile:
-    """A remote file whose wanted bytes are read from where they are staged."""
-
-    file: RemoteFile
-    staging: Staging
-
-    @property
-    def path(self) -> Place:
-        return self.file.path
-
-    @property
-    def sha256(self) -> str | None:
-        return self.file.sha256
-
-    def open(self, once: range | None = None) -> OpenStagedFile:
-        return OpenStagedFile(self)
-
-
-class OpenStagedFile:
-    """A staged file, open: its pieces are opened as they are read."""
-
-    def __init__(self, staged: StagedFile) -> None:
-        self._staged = staged
-        self.size_bytes, self.version = staged.file.size_bytes, staged.file.version
-
-    def read(self, start: int, end: int) -> bytes:
-        """Return bytes [start, end), a few (IoError)."""
-        data = bytearray(end - start)
-        self.read_into(memoryview(data), start, end)
-        return bytes(data)
-
-    def read_into(self, buffer: memoryview, start: int, end: int) -> slice:
-        """Read bytes [start, end) into a buffer; return where in it they are."""
-        staging = self._staged.staging
-        pieces = staging.pieces_of(self._staged.file, start, end) if start < end else []
-        for piece in pieces:
-            first, last = max(start, piece.start), min(end, piece.end)
-            target = buffer[first - start : last - start]
-            _read_exactly(staging.path_of(piece), target, first - piece.start)
-        return slice(0, end - start)
-
-    def close(self) -> None:
-        """Do nothing: no file stays open."""
-
 
 def _by_file(pieces: Sequence[Piece]) -> dict[RemoteFile, tuple[list[int], list[Piece]]]:
     groups: dict[RemoteFile, list[Piece]] = {}
     for piece in sorted(pieces, key=lambda piece: piece.start):
         groups.setdefault(piece.file, []).append(piece)
     return {file: ([piece.start for piece in group], group) for file, group in groups.items()}
-
-
-def _read_exactly(path: Path, target: memoryview, offset: int) -> None:
-    try:
-        with path.open("rb", buffering=0) as file:
-            while target:
-                count = os.preadv(file.fileno(), [target], offset)
-                if not count:
-                    raise OSError(0, "the file is shorter than it was")
-                target, offset = target[count:], offset + count
-    except OSError as error:
-        raise read_failure(path, error) from error
-
-
-def _blocks(path: Path) -> Iterator[bytes]:
-    try:
-        with path.open("rb", buffering=0) as file:
-            while block := file.read(_HASHED_BYTES):
-                yield block
-    except OSError as error:
-        raise read_failure(path, error) from error

@@ -32,9 +32,9 @@ from hub_server import HubServer, Request
 from mtp_export.bundle.build import run_bundle
 from mtp_export.bundle.export import plan_export
 from mtp_export.bundle.options import BundleOptions, ContentOptions, Part
-from mtp_export.checkpoint import hub_client, pieces
+from mtp_export.checkpoint import pieces, transfers
 from mtp_export.checkpoint.byte_source import Address
-from mtp_export.checkpoint.hub import READERS
+from mtp_export.checkpoint.remote_source import READERS
 from mtp_export.progress import silent
 
 NAME = "acme/tiny"
@@ -50,8 +50,8 @@ def small_transfers(monkeypatch: pytest.MonkeyPatch) -> None:
     """Sizes at which a small checkpoint comes in many pieces, and waits that are short."""
     monkeypatch.setattr(pieces, "PIECE_BYTES", PIECE_BYTES)
     monkeypatch.setattr(pieces, "JOIN_BYTES", 500)
-    monkeypatch.setattr(hub_client, "FIRST_WAIT_SECONDS", 0.002)
-    monkeypatch.setattr(hub_client, "MAX_WAIT_SECONDS", 0.01)
+    monkeypatch.setattr(transfers, "FIRST_WAIT_SECONDS", 0.002)
+    monkeypatch.setattr(transfers, "MAX_WAIT_SECONDS", 0.01)
     monkeypatch.setattr(constants, "HF_HUB_DOWNLOAD_TIMEOUT", 0.5)
     for name in ("HF_TOKEN", "HUGGING_FACE_HUB_TOKEN"):
         monkeypatch.delenv(name, raising=False)
@@ -219,7 +219,7 @@ def test_links_that_expire_during_a_run_are_signed_anew(
 def test_a_fault_that_stays_is_refused(
     fault: str, says: str, hub: HubServer, output: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(hub_client, "RETRIES", 2)
+    monkeypatch.setattr(transfers, "RETRIES", 2)
     hub.plant(fault)
     outcome = export(SOURCE, output, *MTP)
     assert outcome.code == 6, outcome
@@ -275,7 +275,7 @@ def lost_shard(folder: Path) -> None:
         ("hf://", 3, "no address of a model"),
         ("hf://datasets/acme/tiny", 3, "no address of a model"),
         ("https://example.org/acme/tiny", 3, "no address of a model"),
-        ("s3://bucket/model", 4, "hf://org/name"),
+        ("ftp://host/model", 4, "hf://org/name"),
         (gated, 3, "gated"),
         (no_weights, 3, "neither an index"),
         (lost_shard, 3, "not in the folder"),
@@ -303,7 +303,7 @@ def test_a_hub_out_of_reach_or_forbidden_is_said(
         patch.setattr(constants, "HF_HUB_OFFLINE", True)
         outcome = export(SOURCE, output, *MTP)
         assert (outcome.code, "HF_HUB_OFFLINE" in outcome.err) == (6, True)
-    monkeypatch.setattr(hub_client, "RETRIES", 1)
+    monkeypatch.setattr(transfers, "RETRIES", 1)
     monkeypatch.setenv("HF_ENDPOINT", "http://127.0.0.1:9")
     outcome = export(SOURCE, output, *MTP)
     assert (outcome.code, "cannot be reached" in outcome.err) == (6, True)

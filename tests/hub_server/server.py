@@ -128,6 +128,7 @@ class Handler(Uploads, BaseHTTPRequestHandler):
     """One request."""
 
     protocol_version = "HTTP/1.1"
+    disable_nagle_algorithm = True  # small answers would wait for 40 ms
     server: HubServer
 
     def do_HEAD(self) -> None:
@@ -311,8 +312,8 @@ class Handler(Uploads, BaseHTTPRequestHandler):
         if may_fail and server.meets("cut"):
             end, self.close_connection = len(body) // 2, True
         slow = may_fail and server.meets("slow")
-        step = max(1, len(body) // 20) if slow else CHUNK_BYTES
         stalled = may_fail and server.meets("stalled")
+        step = max(1, len(body) // 20) if slow or stalled else CHUNK_BYTES
         for start in range(0, end, step):
             with suppress(ConnectionError):
                 self.wfile.write(body[start : min(start + step, end)])

@@ -13,7 +13,7 @@ from huggingface_hub.utils import _http
 
 from cases import export, make_checkpoint, run_program
 from hub_server import HubServer
-from mtp_export.checkpoint import hub_client
+from mtp_export.checkpoint import transfers
 
 
 @pytest.fixture(scope="session")
@@ -31,8 +31,8 @@ def exported(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture
 def hub(monkeypatch: pytest.MonkeyPatch) -> Iterator[HubServer]:
     """An empty Hub, this process's own; waits between attempts are short."""
-    monkeypatch.setattr(hub_client, "FIRST_WAIT_SECONDS", 0.002)
-    monkeypatch.setattr(hub_client, "MAX_WAIT_SECONDS", 0.01)
+    monkeypatch.setattr(transfers, "FIRST_WAIT_SECONDS", 0.002)
+    monkeypatch.setattr(transfers, "MAX_WAIT_SECONDS", 0.01)
     monkeypatch.setattr(constants, "HF_HUB_DOWNLOAD_TIMEOUT", 5)
     monkeypatch.setattr(_http, "time", SimpleNamespace(sleep=lambda _: None, time=time.time))
     server = HubServer()
