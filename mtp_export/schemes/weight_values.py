@@ -104,12 +104,11 @@ class WeightStream:
     access raises IoError when the bytes run out or cannot be read.
     """
 
-    def __init__(self, weight: WeightOnDisk, queue: DiskQueue, piece_rows: int) -> None:
+    def __init__(self, weight: WeightOnDisk, queue: DiskQueue) -> None:
         codes, *others = weight.tensors
         self.weight = weight
         self.others = [_whole(tensor) for tensor in others]
-        unit_rows = codes.shape[0] if weight.stored.transposed else piece_rows
-        self._codes = TensorStream(codes, queue, unit_rows)
+        self._codes = TensorStream(codes, queue)
 
     def __enter__(self) -> Self:
         return self
@@ -118,13 +117,14 @@ class WeightStream:
         self._codes.__exit__(*error)
 
     def encoded(self, start: int, stop: int) -> EncodedWeight:
-        """Return the next rows, [start, stop), of a piece's size; they are there until others are
-        asked for. A transposed weight is read whole."""
+        """Return the next rows, [start, stop); they are there until others are asked for.
+
+        A transposed weight is read whole."""
         stored = self.weight.stored
         if stored.transposed:
             codes = self.whole_codes.t()[start:stop]
         else:
-            codes = self._codes.rows(stop - start)
+            codes = self._codes.rows(start, stop)
         if not self.others:
             return EncodedWeight(stored.format, codes)
         scale = self.others[0].t() if stored.transposed else self.others[0]
@@ -134,7 +134,7 @@ class WeightStream:
     @cached_property
     def whole_codes(self) -> torch.Tensor:
         """All codes of a transposed weight, in the shape that they are stored in."""
-        return self._codes.rows(self.weight.tensors[0].shape[0])
+        return self._codes.rows(0, self.weight.tensors[0].shape[0])
 
 
 def _whole(tensor: TensorInfo) -> torch.Tensor:
