@@ -6,9 +6,8 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
 
-THREADS_PER_WORKER = (
-    2  # one computes, while the other opens its files and waits for the first bytes
-)
+# One computes, while the other opens its files and waits for the first bytes.
+THREADS_PER_WORKER = 2
 
 Task = TypeVar("Task")
 Result = TypeVar("Result")

@@ -77,8 +77,7 @@ class Walker:
         digest, statistics = xxhash.xxh3_128(), WeightStatistics()
         elements = _piece_elements(weight, source)
         with ExitStack() as opened:
-            stream = WeightStream(weight, self.queue)
-            ours = opened.enter_context(stream)
+            ours = opened.enter_context(WeightStream(weight, self.queue))
             comparison = None if source is None else _Comparison(ours, source)
             for start, stop in weight.pieces(elements):
                 piece = ours.encoded(start, stop)
@@ -127,8 +126,7 @@ class _Comparison:
             return
         try:
             if self._theirs is None:
-                stream = WeightStream(self.found.source, queue)
-                self._theirs = opened.enter_context(stream)
+                self._theirs = opened.enter_context(WeightStream(self.found.source, queue))
                 if self._is_copy and not _are_equal(self._ours.others, self._theirs.others):
                     return self._end(equal=False)
             self._piece = self._theirs.encoded(start, stop)
