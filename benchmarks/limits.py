@@ -131,7 +131,7 @@ def plan_of(name: str, source: Path, output: Path) -> BundlePlan:
     from mtp_export.bundle.quantize import plan_quantize
 
     if name in SCHEMES:
-        return plan_quantize(options(source, output, name, group_size=128), dry_run=True)
+        return plan_quantize(options(source, output, SCHEMES[name], group_size=128), dry_run=True)
     return plan_export(BundleOptions(source, output, target=name), dry_run=True)
 
 

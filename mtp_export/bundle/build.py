@@ -124,8 +124,9 @@ class BundlePlan:
         """Bytes of tensors and downloads on disk at the run's peak."""
         if self.downloads is None:
             return self.written_bytes
-        workers, readers = self.options.run.workers, self.checkpoint.files.readers
-        return self.written_bytes + self.downloads.disk_bytes(workers, readers)
+        # Beside those that workers are at, a next one is read ahead.
+        jobs, readers = self.options.run.workers + 1, self.checkpoint.files.readers
+        return self.written_bytes + self.downloads.disk_bytes(jobs, readers)
 
     @property
     def memory_bytes(self) -> int:
@@ -357,7 +358,8 @@ def _write_parts(
             inputs=inputs,
             tied={own: tensors[main] for own, main in tied.alike.items() if own in copied},
             workers=plan.options.run.workers,
-            transform=Resources(plan.budget_bytes, plan.device, queue),
+            queue=queue,
+            transform=Resources(plan.budget_bytes, plan.device),
             progress=progress,
         )
         checks = [partial(tied.compare, tensors, apart, queue)] if apart or tied.unlike else []

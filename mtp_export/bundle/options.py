@@ -51,9 +51,8 @@ class ContentOptions:
 
 
 MAX_WORKERS = 64
-# Two for each core that this process may use: one computes while another one waits for its first
-# bytes.
-DEFAULT_WORKERS = min(MAX_WORKERS, 2 * len(os.sched_getaffinity(0)))
+# One for each core that this process may use: workers do not wait for the disk.
+DEFAULT_WORKERS = min(MAX_WORKERS, len(os.sched_getaffinity(0)))
 
 
 @dataclass(frozen=True)

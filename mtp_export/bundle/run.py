@@ -8,8 +8,10 @@ not depend on the checkpoint's size.
 from __future__ import annotations
 
 import threading
+from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -22,6 +24,7 @@ from mtp_export.bundle.journal_content import ShardFacts
 from mtp_export.bundle.links import link_shard
 from mtp_export.bundle.tied_weights import compare_tied
 from mtp_export.checkpoint.byte_source import local_path
+from mtp_export.checkpoint.disk_queue import DiskQueue
 from mtp_export.checkpoint.header import TensorInfo
 from mtp_export.checkpoint.plan import Copy, Facts, OutputShard, Resources, Step
 from mtp_export.checkpoint.staging import Stopped
@@ -44,7 +47,8 @@ class ShardJob:
 
 @dataclass(frozen=True)
 class RunResources:
-    """Inputs and limits of a run; transform are the resources of one transform.
+    """Inputs and limits of a run; queue reads and writes, transform are the resources of one
+    transform.
 
     tied: by the name of a copied source tensor, the one that it must equal byte by byte.
     """
@@ -52,6 +56,7 @@ class RunResources:
     inputs: Inputs
     tied: Mapping[str, TensorInfo]
     workers: int
+    queue: DiskQueue
     transform: Resources
     progress: Callable[[int], None]
 
@@ -79,7 +84,7 @@ def run(
     Raises the first error of a worker or a check, after all have stopped and unfinished shards are
     discarded.
     """
-    open_shards = [_OpenShard(job, len(_tasks(job.shard))) for job in jobs]
+    open_shards = [_OpenShard(job, len(_steps(job.shard))) for job in jobs]
     _Run(open_shards, resources, journal).start(checks)
 
 
@@ -99,10 +104,64 @@ def _describes(facts: ShardFacts, shard: OutputShard) -> bool:
     return facts.link == link and (facts.xxh3_128 or {}).keys() == names >= facts.facts.keys()
 
 
-def _tasks(shard: OutputShard) -> Sequence[Step | None]:
-    """Return the tasks of a shard: its link (None) first, then the steps that have to be read."""
+def _steps(shard: OutputShard) -> Sequence[Step | None]:
+    """Return the steps of a shard: its link (None) first, then those that have to be read."""
     link = (None,) if shard.linked_from is not None else ()
     return (*link, *(shard.steps if shard.is_read else ()))
+
+
+@dataclass(frozen=True)
+class _Task:
+    """A step of a shard and its inputs, which are being read; without a step, the shard's link.
+
+    A copied tensor that must equal another one has that as its second input.
+    """
+
+    shard: _OpenShard
+    step: Step | None
+    inputs: Sequence[TensorStream] = ()
+    opened: ExitStack = field(default_factory=ExitStack)
+
+
+class _Tasks:
+    """Tasks of a run in order, for any number of threads.
+
+    The inputs of later ones are opened, and so read, while there is room in the queue: none of
+    their workers will have to wait for the first bytes of a tensor.
+    """
+
+    def __init__(self, shards: Sequence[_OpenShard], resources: RunResources) -> None:
+        self._resources = resources
+        self._left = iter([(shard, step) for shard in shards for step in _steps(shard.job.shard)])
+        self._opened: deque[_Task] = deque()
+        self._lock = threading.Lock()
+
+    def take(self) -> _Task | None:
+        """Return the next task; None at the end."""
+        queue = self._resources.queue
+        with self._lock:
+            while not self._opened or (queue.has_room and len(self._opened) < queue.depth):
+                task = next(self._left, None)
+                if task is None:
+                    break
+                self._opened.append(self._open(*task))
+            return self._opened.popleft() if self._opened else None
+
+    def close(self) -> None:
+        """Close the inputs of what nobody took."""
+        for task in self._opened:
+            task.opened.close()
+
+    def _open(self, shard: _OpenShard, step: Step | None) -> _Task:
+        if step is None:
+            return _Task(shard, None)
+        tensors = [self._resources.inputs.tensors[name] for name in step.inputs]
+        if isinstance(step.operation, Copy) and tensors[0].name in self._resources.tied:
+            tensors.append(self._resources.tied[tensors[0].name])
+        queue = self._resources.queue
+        with ExitStack() as opened:
+            inputs = [opened.enter_context(TensorStream(tensor, queue)) for tensor in tensors]
+            return _Task(shard, step, inputs, opened.pop_all())
 
 
 def _journal_facts(shard: _OpenShard) -> ShardFacts:
@@ -118,12 +177,22 @@ def _journal_facts(shard: _OpenShard) -> ShardFacts:
     return ShardFacts(writer.size_bytes, xxh3_128=checksums, facts=shard.facts)
 
 
+def _copy(inputs: Sequence[TensorStream], use: Callable[[memoryview], None]) -> None:
+    """Pass a tensor on in pieces; compare it with the one that it must equal, if there is one."""
+    if len(inputs) == 1:
+        for piece in inputs[0].blocks():
+            use(piece)
+    else:
+        own, main = inputs
+        compare_tied(own, main, use)
+
+
 class _Run:
     def __init__(
         self, shards: Sequence[_OpenShard], resources: RunResources, journal: Journal
     ) -> None:
         self._shards, self._resources, self._journal = shards, resources, journal
-        self._queue = iter([(shard, task) for shard in shards for task in _tasks(shard.job.shard)])
+        self._tasks = _Tasks(shards, resources)
         self._lock = threading.Lock()
         self._stop = resources.inputs.stopping
         self._begin = threading.Event()
@@ -143,7 +212,8 @@ class _Run:
                     self._stop.set()
                     self._begin.set()
                     raise
-        finally:  # the pool has ended: no thread writes any more
+        finally:  # the pool has ended: no thread reads or writes any more
+            self._tasks.close()
             self._discard_unfinished()
         for future in futures:
             error = future.exception()
@@ -170,16 +240,12 @@ class _Run:
             raise
 
     def _work(self) -> None:
-        while True:
-            with self._lock:
-                task = next(self._queue, None)
-            if task is None:
-                return
-            shard, step = task
-            if step is None:
-                self._link(shard)
-            else:
-                self._do(shard, step)
+        while (task := self._tasks.take()) is not None:
+            if task.step is None:
+                self._link(task.shard)
+                continue
+            with task.opened:
+                self._do(task.shard, task.step, task.inputs)
 
     def _link(self, shard: _OpenShard) -> None:
         self._proceed()
@@ -189,10 +255,9 @@ class _Run:
         link_shard(job.shard.link, source, job.folder / job.shard.file_name)
         self._finish_step(shard, {}, {})
 
-    def _do(self, shard: _OpenShard, step: Step) -> None:
+    def _do(self, shard: _OpenShard, step: Step, inputs: Sequence[TensorStream]) -> None:
         """Read a step's inputs, and hash and write its outputs; only hash a linked shard's."""
         writer = None if shard.job.shard.linked_from is not None else self._writer_of(shard)
-        inputs = [self._resources.inputs.tensors[name] for name in step.inputs]
         hashes = [xxhash.xxh3_128() for _ in step.outputs]
         positions = [0] * len(step.outputs)
 
@@ -206,7 +271,7 @@ class _Run:
 
         facts: Facts = {}
         if isinstance(step.operation, Copy):
-            self._copy(inputs[0], partial(sink, 0))
+            _copy(inputs, partial(sink, 0))
         else:
             transform = step.operation
             facts = transform.run(
@@ -220,21 +285,10 @@ class _Run:
         }
         self._finish_step(shard, digests, {step.outputs[0].name: facts} if facts else {})
 
-    def _copy(self, tensor: TensorInfo, use: Callable[[memoryview], None]) -> None:
-        """Read a tensor in pieces; compare it with the one that it must equal, if there is one."""
-        queue = self._resources.transform.queue
-        main = self._resources.tied.get(tensor.name)
-        if main is not None:
-            compare_tied(tensor, main, use=use, queue=queue)
-            return
-        with TensorStream(tensor, queue) as stream:
-            for piece in stream.blocks():
-                use(piece)
-
     def _writer_of(self, shard: _OpenShard) -> ShardWriter:
         with shard.lock:
             if shard.writer is None:
-                plan, queue = shard.job.shard, self._resources.transform.queue
+                plan, queue = shard.job.shard, self._resources.queue
                 shard.writer = ShardWriter(shard.job.folder / plan.file_name, plan.tensors, queue)
             return shard.writer
 

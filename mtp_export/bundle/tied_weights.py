@@ -65,7 +65,8 @@ class TiedCopies:
         """Compare the unlike ones and some of the others (InvalidInputError)."""
         for own in alike:
             main = tensors[self.alike[own]]
-            compare_tied(tensors[own], main, use=lambda _: proceed(), queue=queue)
+            with TensorStream(tensors[own], queue) as ours, TensorStream(main, queue) as theirs:
+                compare_tied(ours, theirs, lambda _: proceed())
         if self.unlike:
             on_disk = {one.name: one for one in weights_on_disk(self.stored, tensors)}
             for own, main_name in self.unlike.items():
@@ -73,29 +74,26 @@ class TiedCopies:
 
 
 def first_difference(
-    one: TensorInfo, other: TensorInfo, use: Callable[[memoryview], None], queue: DiskQueue
+    one: TensorStream, other: TensorStream, use: Callable[[memoryview], None]
 ) -> int | None:
     """Return the offset of the first byte in which two tensors of one size differ; None if none.
 
     use is given every block of the first tensor before the difference.
     """
     done = 0
-    with TensorStream(one, queue) as first, TensorStream(other, queue) as second:
-        for piece, twin in zip(first.blocks(), second.blocks(), strict=True):
-            if not equal_bytes(piece, twin):
-                return done + len(os.path.commonprefix([bytes(piece), bytes(twin)]))
-            use(piece)
-            done += len(piece)
+    for piece, twin in zip(one.blocks(), other.blocks(), strict=True):
+        if not equal_bytes(piece, twin):
+            return done + len(os.path.commonprefix([bytes(piece), bytes(twin)]))
+        use(piece)
+        done += len(piece)
     return None
 
 
-def compare_tied(
-    own: TensorInfo, main: TensorInfo, use: Callable[[memoryview], None], queue: DiskQueue
-) -> None:
+def compare_tied(own: TensorStream, main: TensorStream, use: Callable[[memoryview], None]) -> None:
     """Give use every block of an MTP tensor (InvalidInputError where the main model's differs)."""
-    offset = first_difference(own, main, use=use, queue=queue)
+    offset = first_difference(own, main, use)
     if offset is not None:
-        raise _untied(own, main, "equal bytes", f"a difference at byte {offset}")
+        raise _untied(own.info, main.info, "equal bytes", f"a difference at byte {offset}")
 
 
 def compare_dequantized(

@@ -10,6 +10,7 @@ import os
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import Self
@@ -17,9 +18,9 @@ from typing import Self
 from mtp_export.checkpoint.byte_source import OpenFile
 from mtp_export.checkpoint.direct_io import SLACK_BYTES, page_memory
 
-BLOCK_BYTES = 4 << 20  # of one transfer
-_DEPTH_OF_A_DISK = 8
-_MAX_DEPTH = 32
+BLOCK_BYTES = 2 << 20  # of one transfer
+_DEPTH_OF_A_DISK = 16
+_MAX_DEPTH = 64
 _MIN_LENT_BYTES = 64 << 10  # less is not worth a block
 _DEVICES = Path("/sys/dev/block")
 
@@ -41,29 +42,40 @@ def _disks(device: Path) -> int:
     return sum(map(_disks, members)) if members else 1
 
 
+@dataclass(frozen=True)
+class Block:
+    """Lent memory, and where in it the bytes are once they are read."""
+
+    memory: memoryview
+    size_bytes: int
+    place: Future[slice]
+
+
 class DiskQueue:
     """Reads and writes under way, at most `depth` of either kind; a context manager.
 
     It owns the threads, which end with the block, and the memory, which it lends again and again.
+    Half as many blocks again as are being read may be ready to be used.
     """
 
     def __init__(self, depth: int, block_bytes: int = BLOCK_BYTES) -> None:
         self.depth, self.block_bytes = depth, block_bytes
+        self._blocks = depth + depth // 2
         self._readers = ThreadPoolExecutor(depth, "disk-read")
         self._writers = ThreadPoolExecutor(depth, "disk-write")
         self._writes = threading.Semaphore(depth)
         self._lock = threading.Lock()
-        self._streams = self._reads = 0
+        self._streams = self._ahead_bytes = 0
         self._spare: list[memoryview] = []
 
     @staticmethod
     def memory_bytes(depth: int, workers: int) -> int:
         """Return the most memory that a queue lends to workers.
 
-        Each of them uses a block of either of two tensors while a next one of both is read, and
-        fills one to be written.
+        Beside what is read ahead and written behind, each of them uses a block of either of two
+        tensors, while a next one of both is read, and fills one to be written.
         """
-        return (2 * depth + 5 * workers) * (BLOCK_BYTES + SLACK_BYTES)
+        return (depth + depth // 2 + depth + 5 * workers) * (BLOCK_BYTES + SLACK_BYTES)
 
     def __enter__(self) -> Self:
         return self
@@ -108,23 +120,27 @@ class DiskQueue:
         with self._lock:
             self._streams -= 1
 
-    def read(
-        self, file: OpenFile, span: range, under_way: int
-    ) -> tuple[memoryview, Future[slice]] | None:
-        """Begin to read bytes of a file ahead of their use, for a stream with blocks under way.
+    @property
+    def has_room(self) -> bool:
+        """True where more bytes may be read ahead of their use."""
+        return self._ahead_bytes < self._blocks * self.block_bytes
 
-        Returns lent memory and, once they are read, where in it they are: None where it is the
-        turn of other streams. A stream that has no block under way never waits.
+    def read(self, file: OpenFile, span: range, ahead: int) -> Block | None:
+        """Begin to read bytes of a file ahead of their use, for a stream with blocks ahead.
+
+        Returns None where it is the turn of other streams. A stream that has no block ahead never
+        waits for its turn.
         """
         with self._lock:
-            share = self.depth // self._streams
-            if under_way and (under_way >= share or self._reads >= self.depth):
+            if ahead and (ahead >= self._blocks // self._streams or not self.has_room):
                 return None
-            self._reads += 1
+            self._ahead_bytes += len(span)
         memory = self.lend(len(span) + SLACK_BYTES)
-        return memory, self._readers.submit(file.read_into, memory, span.start, span.stop)
+        return Block(
+            memory, len(span), self._readers.submit(file.read_into, memory, span.start, span.stop)
+        )
 
-    def used(self) -> None:
-        """Count one block less among those under way: it is in use, or nobody wants it."""
+    def use(self, block: Block) -> None:
+        """Count a block no more among those that are ahead: it is used now, or never."""
         with self._lock:
-            self._reads -= 1
+            self._ahead_bytes -= block.size_bytes

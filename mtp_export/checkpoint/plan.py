@@ -12,10 +12,10 @@ from functools import cached_property
 from typing import Any, ClassVar, NamedTuple, Protocol
 
 from mtp_export.checkpoint.byte_source import Place
-from mtp_export.checkpoint.disk_queue import DiskQueue
 from mtp_export.checkpoint.dtypes import tensor_bytes
-from mtp_export.checkpoint.header import ShardHeader, TensorInfo
+from mtp_export.checkpoint.header import ShardHeader
 from mtp_export.checkpoint.reader import CONFIG_NAME, INDEX_NAME
+from mtp_export.checkpoint.tensor_stream import TensorStream
 
 
 class Link(StrEnum):
@@ -47,12 +47,10 @@ Facts = Mapping[str, Any]
 
 @dataclass(frozen=True)
 class Resources:
-    """Memory in bytes that one transform may use beside the queue's, the torch device that it
-    computes on, and the queue that reads its inputs."""
+    """Memory in bytes that one transform may use, and the torch device that it computes on."""
 
     budget_bytes: int
     device: str
-    queue: DiskQueue
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,7 +69,7 @@ class Transform(Protocol):
 
     def run(
         self,
-        inputs: Sequence[TensorInfo],
+        inputs: Sequence[TensorStream],
         outputs: Sequence[OutputTensor],
         sink: Sink,
         resources: Resources,

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterator
-from concurrent.futures import Future, wait
+from concurrent.futures import wait
 from typing import TYPE_CHECKING, Self
 
-from mtp_export.checkpoint.disk_queue import DiskQueue
+from mtp_export.checkpoint.direct_io import copy_bytes, page_memory
+from mtp_export.checkpoint.disk_queue import Block, DiskQueue
 from mtp_export.checkpoint.header import TensorInfo
 from mtp_export.checkpoint.tensor_reader import as_rows, row_bytes
 from mtp_export.errors import IoError
@@ -16,22 +17,26 @@ if TYPE_CHECKING:
     import torch
 
 
+# Blocks have whole multiples of so many rows, if they can: converters take rows in such multiples,
+# and what lies in one block need not be copied together.
+_UNIT_ROWS = 128
+
+
 class TensorStream:
     """One tensor's bytes, once and in order, while a queue reads on; a context manager.
 
-    They come in blocks of whole units of as many rows, as large as those of the queue. Every access
-    raises IoError, with the tensor's name, when the bytes run out or cannot be read.
+    Every access raises IoError, with the tensor's name, when the bytes run out or cannot be read.
     """
 
-    def __init__(self, info: TensorInfo, queue: DiskQueue, unit_rows: int = 0) -> None:
+    def __init__(self, info: TensorInfo, queue: DiskQueue) -> None:
         begin, end = info.offset_bytes, info.offset_bytes + info.size_bytes
-        unit = max(1, unit_rows * row_bytes(info))
-        step = max(1, queue.block_bytes // unit) * unit
-        self._info, self._queue = info, queue
+        unit = max(1, _UNIT_ROWS * row_bytes(info))
+        step = queue.block_bytes // unit * unit or queue.block_bytes
+        self.info, self._queue = info, queue
         self._spans = deque(range(at, min(at + step, end)) for at in range(begin, end, step))
-        self._under_way: deque[tuple[memoryview, Future[slice]]] = deque()
-        self._rest = memoryview(b"")  # of the block in use, whose memory is _lent
+        self._ahead: deque[Block] = deque()
         self._lent: memoryview | None = None
+        self._rest = memoryview(b"")  # of the lent memory, what is still to be used
         self._file = info.file.open(range(begin, end))
         if self._spans:
             queue.open_stream()
@@ -40,11 +45,11 @@ class TensorStream:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, *error: object) -> None:
-        wait([read for _, read in self._under_way if not read.cancel()])
-        for memory, _ in self._under_way:
-            self._queue.used()
-            self._queue.take_back(memory)
+    def __exit__(self, *_: object) -> None:
+        wait([block.place for block in self._ahead if not block.place.cancel()])
+        for block in self._ahead:
+            self._queue.use(block)
+            self._queue.take_back(block.memory)
         if self._spans:
             self._queue.close_stream()
         self._give_back()
@@ -55,30 +60,40 @@ class TensorStream:
         while self._next_block():
             yield self._rest
 
-    def rows(self, count: int) -> torch.Tensor:
-        """Return the next rows, of whole units or the last ones, in the stored dtype.
+    def rows(self, start: int, stop: int) -> torch.Tensor:
+        """Return rows [start, stop) of the first dimension, the next ones, in the stored dtype.
 
         They are there until others are asked for.
         """
-        size = count * row_bytes(self._info)
-        if size and not len(self._rest):
+        data = self._next_bytes((stop - start) * row_bytes(self.info))
+        return as_rows(self.info, data, stop - start)
+
+    def _next_bytes(self, count: int) -> memoryview:
+        if not len(self._rest) and count:
             self._next_block()
-        data, self._rest = self._rest[:size], self._rest[size:]
-        return as_rows(self._info, data, count)
+        if count <= len(self._rest):
+            data, self._rest = self._rest[:count], self._rest[count:]
+            return data
+        whole, done = page_memory(count), 0
+        while done < count and (len(self._rest) or self._next_block()):
+            part = self._rest[: count - done]
+            copy_bytes(whole[done : done + len(part)], part)
+            done, self._rest = done + len(part), self._rest[len(part) :]
+        return whole[:done]
 
     def _next_block(self) -> bool:
         """Give the block in use back, and wait for the next one; False at the end."""
         self._give_back()
-        if not self._under_way:
+        if not self._ahead:
             return False
-        memory, read = self._under_way[0]
+        block = self._ahead[0]
         try:
-            place = read.result()
+            place = block.place.result()
         except IoError as error:
-            raise _named(error, self._info) from error
-        self._under_way.popleft()
-        self._queue.used()
-        self._lent, self._rest = memory, memory[place]
+            raise _named(error, self.info) from error
+        self._ahead.popleft()
+        self._queue.use(block)
+        self._lent, self._rest = block.memory, block.memory[place]
         self._read_on()
         return True
 
@@ -91,11 +106,11 @@ class TensorStream:
     def _read_on(self) -> None:
         """Begin to read the next blocks, as many as are this stream's share."""
         while self._spans:
-            block = self._queue.read(self._file, self._spans[0], len(self._under_way))
+            block = self._queue.read(self._file, self._spans[0], len(self._ahead))
             if block is None:
                 return
+            self._ahead.append(block)
             self._spans.popleft()
-            self._under_way.append(block)
             if not self._spans:
                 self._queue.close_stream()
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 import errno
 import json
 import os
+import threading
 from collections.abc import Sequence
 from concurrent.futures import Future, wait
 from contextlib import suppress
@@ -19,8 +20,9 @@ from mtp_export.checkpoint.direct_io import (
     PAGE_BYTES,
     copy_bytes,
     open_directly,
+    page_memory,
 )
-from mtp_export.checkpoint.disk_queue import DiskQueue
+from mtp_export.checkpoint.disk_queue import BLOCK_BYTES, DiskQueue
 from mtp_export.checkpoint.files import (
     NEW_FILE,
     sync_folder,
@@ -31,7 +33,7 @@ from mtp_export.checkpoint.files import (
 from mtp_export.checkpoint.plan import OutputTensor
 
 _ALIGNMENT_BYTES = 8
-WRITE_BUFFER_BYTES = 4 << 20
+WRITE_BUFFER_BYTES = BLOCK_BYTES
 
 
 def encode_header(tensors: Sequence[OutputTensor]) -> tuple[bytes, dict[str, int]]:
@@ -58,10 +60,12 @@ def encode_header(tensors: Sequence[OutputTensor]) -> tuple[bytes, dict[str, int
 class _WriteBuffer:
     """The next bytes of one tensor, in lent memory aligned as the pages of the file are."""
 
-    def __init__(self, place: int, lent: memoryview, size_bytes: int) -> None:
-        self.lent, self.memory = lent, lent[:size_bytes]
+    def __init__(self, place: int, left_bytes: int, queue: DiskQueue) -> None:
         self.page = place // PAGE_BYTES * PAGE_BYTES  # where in the file the memory begins
         self.start = self.end = place - self.page
+        size = min(WRITE_BUFFER_BYTES, self.start + left_bytes)
+        self.lent = queue.lend(size)
+        self.memory = self.lent[:size]
 
     def take(self, data: memoryview) -> memoryview:
         """Take what there is room for; return the rest."""
@@ -71,33 +75,62 @@ class _WriteBuffer:
         return data[count:]
 
 
+class _SharedPages:
+    """Pages of a file that several tensors share, until the last of their bytes has come.
+
+    Pages that are written in parts go through the page cache, and one such write waits for all
+    direct ones of its file, and those after it for that.
+    """
+
+    def __init__(self, size_bytes: int) -> None:
+        self._size_bytes = size_bytes
+        self._lock = threading.Lock()
+        self._pages: dict[int, tuple[memoryview, int]] = {}  # by place, with the bytes to come
+
+    def fill(self, place: int, data: bytes | memoryview) -> tuple[int, memoryview] | None:
+        """Put bytes into their page; return it with its place when it is whole."""
+        page = place // PAGE_BYTES * PAGE_BYTES
+        size = min(PAGE_BYTES, self._size_bytes - page)
+        with self._lock:
+            memory, left = self._pages.pop(page, None) or (page_memory(PAGE_BYTES)[:size], size)
+            memory[place - page : place - page + len(data)] = data
+            if left > len(data):
+                self._pages[page] = memory, left - len(data)
+                return None
+            return page, memory
+
+
 class ShardWriter:
     """One shard being written. commit() makes the file appear, discard() leaves no trace.
 
-    Several threads may call write(), each for tensors of its own. The whole pages of a large tensor
-    bypass the page cache, and a queue writes them later: a failure is raised by the next call of
-    write() or by commit(). All methods raise IoError.
+    Several threads may call write(), each for tensors of its own. The pages of a large shard bypass
+    the page cache, and a queue writes them later: a failure is raised by the next call of write()
+    or by commit(). All methods raise IoError.
     """
 
     def __init__(self, path: Path, tensors: Sequence[OutputTensor], queue: DiskQueue) -> None:
         self.path = path
         self._queue = queue
         self._temporary = temporary_path(path)
-        self._head, self._places = encode_header(tensors)
+        head, self._places = encode_header(tensors)
         self._left = {tensor.name: tensor.size_bytes for tensor in tensors}
-        self.size_bytes = len(self._head) + sum(self._left.values())
+        self.size_bytes = len(head) + sum(self._left.values())
         self._buffers: dict[str, _WriteBuffer] = {}
+        self._shared = _SharedPages(self.size_bytes)
         self._under_way: set[Future[None]] = set()
-        self._failure: BaseException | None = None  # of a write under way, the first
+        self._failure: BaseException | None = None  # of a write under way
         self._fd: int | None = None
         self._direct_fd: int | None = None
         self._is_direct = False
         try:
             self._fd = os.open(self._temporary, NEW_FILE, 0o666)
             os.posix_fallocate(self._fd, 0, self.size_bytes)
-            write_all(self._fd, self._head, 0)
-            self._direct_fd = open_directly(self._temporary, os.O_WRONLY)
+            if self.size_bytes >= MIN_DIRECT_BYTES:
+                self._direct_fd = open_directly(self._temporary, os.O_WRONLY)
             self._is_direct = self._direct_fd is not None
+            memory = page_memory(len(head))
+            memory[:] = head
+            self._write(0, memory)
         except OSError as error:
             self.discard()
             raise write_failure(path, error) from error
@@ -106,12 +139,8 @@ class ShardWriter:
         """Write the next bytes of a tensor; they may wait in a buffer until its last ones come."""
         try:
             self._check()
-            if name in self._buffers or self._left[name] >= MIN_DIRECT_BYTES:
-                self._buffer(name, data)
-            else:
-                self._write_cached(data, self._places[name])
-                self._places[name] += len(data)
-                self._left[name] -= len(data)
+            while len(data):
+                data = self._buffer(name, data)
         except OSError as error:
             raise write_failure(self.path, error) from error
 
@@ -120,20 +149,19 @@ class ShardWriter:
         if self._failure is not None:
             raise self._failure
 
-    def _buffer(self, name: str, data: memoryview) -> None:
+    def _buffer(self, name: str, data: memoryview) -> memoryview:
+        """Take bytes of a tensor into its buffer, and have it written when it is full or they are
+        the last ones; return the rest."""
         buffer = self._buffers.get(name)
         if buffer is None:
-            buffer = self._buffers[name] = self._new_buffer(self._places[name])
-        self._left[name] -= len(data)
-        while len(data := buffer.take(data)):
-            self._put_off(buffer)
-            place = buffer.page + len(buffer.memory)
-            buffer = self._buffers[name] = self._new_buffer(place)
-        if not self._left[name]:
+            buffer = _WriteBuffer(self._places[name], self._left[name], self._queue)
+            self._buffers[name] = buffer
+        rest = buffer.take(data)
+        self._places[name] += len(data) - len(rest)
+        self._left[name] -= len(data) - len(rest)
+        if buffer.end == len(buffer.memory):
             self._put_off(self._buffers.pop(name))
-
-    def _new_buffer(self, place: int) -> _WriteBuffer:
-        return _WriteBuffer(place, self._queue.lend(WRITE_BUFFER_BYTES), WRITE_BUFFER_BYTES)
+        return rest
 
     def _put_off(self, buffer: _WriteBuffer) -> None:
         """Have a buffer written later; this waits where too many are already."""
@@ -142,23 +170,32 @@ class ShardWriter:
         future.add_done_callback(self._under_way.discard)
 
     def _put(self, buffer: _WriteBuffer) -> None:
-        """Write a buffer: whole pages directly, parts of pages through the page cache."""
-        memory, page, start, end = buffer.memory, buffer.page, buffer.start, buffer.end
-        first = min(-(-start // PAGE_BYTES) * PAGE_BYTES, end)
-        last = max(end // PAGE_BYTES * PAGE_BYTES, first)
+        """Write a buffer, unless another one could not be written."""
         try:
             if self._failure is None:
-                self._write_cached(memory[start:first], page + start)
-                self._write_pages(memory[first:last], page + first)
-                self._write_cached(memory[last:end], page + last)
+                self._write(buffer.page + buffer.start, buffer.memory[buffer.start : buffer.end])
         except BaseException as error:
             self._failure = error
         finally:
             self._queue.take_back(buffer.lent)
 
+    def _write(self, place: int, data: memoryview) -> None:
+        """Write bytes in memory that is aligned as their place is: whole pages, and those that
+        others have a part of with their last part."""
+        end = place + len(data)
+        first = min(-(-place // PAGE_BYTES) * PAGE_BYTES, end)
+        last = max(end // PAGE_BYTES * PAGE_BYTES, first)
+        self._write_pages(data[first - place : last - place], first)
+        for start, stop in ((place, first), (last, end)):
+            if start < stop:
+                page = self._shared.fill(start, data[start - place : stop - place])
+                if page is not None:
+                    self._write_pages(page[1], page[0])
+
     def _write_pages(self, data: memoryview, position: int) -> None:
-        """Write past the page cache, or through it where the file system does not support that."""
-        while len(data) and self._is_direct and self._direct_fd is not None:
+        """Write past the page cache, or through it where the file system does not support that, and
+        what is left of the file's last page."""
+        while len(data) >= PAGE_BYTES and self._is_direct and self._direct_fd is not None:
             try:
                 count = os.pwrite(self._direct_fd, data, position)
             except OSError as error:
@@ -167,9 +204,6 @@ class ShardWriter:
                 self._is_direct = False
             else:
                 data, position = data[count:], position + count
-        self._write_cached(data, position)
-
-    def _write_cached(self, data: memoryview, position: int) -> None:
         assert self._fd is not None
         write_all(self._fd, data, position)
 

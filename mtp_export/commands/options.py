@@ -164,7 +164,7 @@ IoDepth = Annotated[
         max=64,
         metavar="N",
         rich_help_panel=PERFORMANCE,
-        help="Reads, and writes, under way at once; by default 8 for each disk.",
+        help="Reads, and writes, under way at once; by default 16 for each disk.",
     ),
 ]
 MaxMemory = Annotated[

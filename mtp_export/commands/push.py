@@ -75,7 +75,7 @@ BaseModel = Annotated[
         parser=lambda text: Address(text if "://" in text else f"hf://{text}"),
         metavar="NAME",
         rich_help_panel=MODEL_CARD,
-        help="Model on the Hub that the bundle was made from: org/name[@revision].",
+        help="Model on the Hub that the bundle was made from: org/name or org/name@REVISION.",
     ),
 ]
 
@@ -84,10 +84,10 @@ def push(
     context: typer.Context,
     bundle: Bundle,
     repository: Repository,
-    part: PushedPart = None,
     private: Private = False,
     overwrite: Overwrite = False,
     dry_run: shared.DryRun = False,
+    part: PushedPart = None,
     report: Verified = None,
     unverified: Unverified = False,
     base_model: BaseModel = None,

@@ -9,11 +9,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from mtp_export.checkpoint.disk_queue import DiskQueue
 from mtp_export.checkpoint.header import TensorInfo
 from mtp_export.checkpoint.plan import Facts, OutputTensor, Resources, Sink
 from mtp_export.checkpoint.tensor_reader import TensorReader
@@ -49,54 +48,43 @@ class Convert:
 
     def run(
         self,
-        inputs: Sequence[TensorInfo],
+        inputs: Sequence[TensorStream],
         outputs: Sequence[OutputTensor],
         sink: Sink,
         resources: Resources,
     ) -> Facts:
         """Convert pieces of whole fp8 blocks; raises InvalidInputError for damaged values."""
         errors: list[ErrorStats] = []
-        with ExitStack() as opened:
-            streams = [opened.enter_context(one) for one in self._streams(inputs, resources.queue)]
-            for start, stop in _pieces(inputs[0]):
-                try:
-                    source = self._next(streams, stop - start, resources.device)
-                    results, error = self.format.quantize(source, self.scale_rule)
-                except ValueError as problem:
-                    raise _damaged(inputs[0], (start, stop), problem) from problem
-                errors.append(error)
-                for number, result in enumerate(results):
-                    sink(number, _bytes_of(result.cpu()))
-        constants = self.format.constants(inputs[0].shape)
+        weight = inputs[0].info
+        for start, stop in _pieces(weight):
+            try:
+                source = self._read(inputs, start, stop, resources.device)
+                results, error = self.format.quantize(source, self.scale_rule)
+            except ValueError as problem:
+                raise _damaged(weight, (start, stop), problem) from problem
+            errors.append(error)
+            for number, result in enumerate(results):
+                sink(number, _bytes_of(result.cpu()))
+        constants = self.format.constants(weight.shape)
         for number, constant in enumerate(constants, len(outputs) - len(constants)):
             sink(number, _bytes_of(constant))
         return _quality(errors)
 
-    def _streams(self, inputs: Sequence[TensorInfo], queue: DiskQueue) -> Iterator[TensorStream]:
-        """Open the inputs, to be read piece by piece."""
-        rows = _piece_rows(inputs[0])
-        yield TensorStream(inputs[0], queue, rows)
-        for scale in inputs[1:2]:
-            yield TensorStream(scale, queue, rows // self.source.scale_rows)
-
-    def _next(
-        self, streams: Sequence[TensorStream], rows: int, device: str
+    def _read(
+        self, inputs: Sequence[TensorStream], start: int, stop: int, device: str
     ) -> torch.Tensor | Fp8Block:
-        """Read the next rows of a weight, as its source's format hands them on."""
-        values = streams[0].rows(rows).to(device)
-        if len(streams) == 1:
+        """Read rows of a weight, as its source's format hands them on."""
+        values = inputs[0].rows(start, stop).to(device)
+        if len(inputs) == 1:
             return values
-        scale = streams[1].rows(-(-rows // self.source.scale_rows)).to(device)
+        rows = self.source.scale_rows
+        scale = inputs[1].rows(start // rows, -(-stop // rows)).to(device)
         return self.source.source(values, scale)
 
 
-def _piece_rows(weight: TensorInfo) -> int:
-    """Return the number of rows of a piece: of whole fp8 blocks."""
-    return max(1, _PIECE_ELEMENTS // (BLOCK * weight.shape[1])) * BLOCK
-
-
 def _pieces(weight: TensorInfo) -> Iterator[tuple[int, int]]:
-    rows, step = weight.shape[0], _piece_rows(weight)
+    rows, columns = weight.shape
+    step = max(1, _PIECE_ELEMENTS // (BLOCK * columns)) * BLOCK
     for start in range(0, rows, step):
         yield start, min(start + step, rows)
 
@@ -148,7 +136,7 @@ class Transpose:
 
     def run(
         self,
-        inputs: Sequence[TensorInfo],
+        inputs: Sequence[TensorStream],
         outputs: Sequence[OutputTensor],
         sink: Sink,
         resources: Resources,
@@ -159,7 +147,8 @@ class Transpose:
         """
         import torch
 
-        (tensor,) = inputs
+        (stream,) = inputs
+        tensor = stream.info
         rows, columns = tensor.shape
         element_bytes = tensor.size_bytes // (rows * columns)
         dtype = _integer_dtype(element_bytes)
@@ -171,9 +160,10 @@ class Transpose:
         with TensorReader(tensor) as reader:
             for first in range(0, columns, panel_columns):
                 last = min(first + panel_columns, columns)
+                source = reader if first else stream
                 panel = torch.empty(last - first, rows, dtype=dtype)
                 for row in range(0, rows, step):
-                    strip = reader.rows(row, min(row + step, rows)).view(dtype)[:, first:last]
+                    strip = source.rows(row, min(row + step, rows)).view(dtype)[:, first:last]
                     panel[:, row : row + step] = strip.contiguous().t().contiguous()
                 height = max(1, strip_bytes // (rows * element_bytes))
                 for start in range(0, last - first, height):

@@ -43,7 +43,7 @@ def test_defaults() -> None:
         overwrite=False,
         resume=True,
     )
-    assert min(64, 2 * len(os.sched_getaffinity(0))) == DEFAULT_WORKERS
+    assert min(64, len(os.sched_getaffinity(0))) == DEFAULT_WORKERS
     assert QuantizeOptions(PLAIN) == QuantizeOptions(
         PLAIN,
         base_quant="keep",

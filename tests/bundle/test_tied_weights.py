@@ -12,6 +12,7 @@ from mtp_export.bundle.tied_weights import compare_tied, first_difference
 from mtp_export.checkpoint.disk_queue import DiskQueue
 from mtp_export.checkpoint.header import TensorInfo
 from mtp_export.checkpoint.local_folder import LocalFolder
+from mtp_export.checkpoint.tensor_stream import TensorStream
 from mtp_export.errors import InvalidInputError
 
 SIZE, PIECE = 20_001, 8192
@@ -42,7 +43,8 @@ def test_equal_tensors_are_passed_on_whole(tmp_path: Path, queue: DiskQueue) -> 
     for compare in (first_difference, compare_tied):
         seen: list[bytes] = []
         use = lambda piece, seen=seen: seen.append(bytes(piece))  # noqa: E731
-        assert compare(one, other, use, queue) is None
+        with TensorStream(one, queue) as ours, TensorStream(other, queue) as theirs:
+            assert compare(ours, theirs, use) is None
         assert b"".join(seen) == CONTENT
         assert len(seen) == 3
 
@@ -57,10 +59,15 @@ def test_the_first_byte_that_differs(
     other = tensor(tmp_path, "other", changed_at(*places))
     seen: list[bytes] = []
     use = lambda piece: seen.append(bytes(piece))  # noqa: E731
-    assert first_difference(one, other, use, queue) == places[0]
+    with TensorStream(one, queue) as ours, TensorStream(other, queue) as theirs:
+        assert first_difference(ours, theirs, use) == places[0]
     assert b"".join(seen) == CONTENT[: passed_on * PIECE]
-    with pytest.raises(InvalidInputError) as refusal:
-        compare_tied(one, other, use, queue)
+    with (
+        TensorStream(one, queue) as ours,
+        TensorStream(other, queue) as theirs,
+        pytest.raises(InvalidInputError) as refusal,
+    ):
+        compare_tied(ours, theirs, use)
     error = refusal.value
     assert error.what == "The MTP layer's one differs from the main model's other"
     assert error.where == tmp_path / "one"
@@ -71,5 +78,9 @@ def test_the_first_byte_that_differs(
 
 def test_tensors_of_two_sizes_are_not_compared(tmp_path: Path, queue: DiskQueue) -> None:
     one, other = tensor(tmp_path, "one", CONTENT), tensor(tmp_path, "other", CONTENT[:PIECE])
-    with pytest.raises(ValueError, match="shorter"):
-        first_difference(one, other, lambda piece: None, queue)
+    with (
+        TensorStream(one, queue) as ours,
+        TensorStream(other, queue) as theirs,
+        pytest.raises(ValueError, match="shorter"),
+    ):
+        first_difference(ours, theirs, lambda piece: None)

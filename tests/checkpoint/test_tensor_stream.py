@@ -64,13 +64,13 @@ def test_every_byte_in_order(
 def test_rows_of_any_dtype_at_any_offset(
     way: str, offset: int, unit: int, file: Path, queue: DiskQueue, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Also where a unit is larger than a block."""
+    """Also where they lie in several blocks."""
     prepare(way, monkeypatch)
     info = tensor(file, offset, 500, 33, dtype="F32", item_bytes=4)
-    with TensorStream(info, queue, unit_rows=unit) as stream:
+    with TensorStream(info, queue) as stream:
         for start in range(0, 500, unit):
             stop = min(start + unit, 500)
-            rows = stream.rows(stop - start)
+            rows = stream.rows(start, stop)
             assert (rows.shape, str(rows.dtype)) == ((stop - start, 33), "torch.float32")
             assert rows.data_ptr() % 4 == 0
             first, last = offset + start * 132, offset + stop * 132

@@ -146,7 +146,7 @@ def test_memory_of_what_is_not_written_yet_is_bounded(
         shard.write("large", memoryview(bytes(large.size_bytes)))
         shard.commit()
     assert len(disk.places) > 10
-    assert 0 < len(made) <= 2 + 1
+    assert 0 < len([size for size in made if size > 1 << 16]) <= 2 + 1
 
 
 @pytest.mark.parametrize("target", ["hf", "xllm", "paddlenlp"])

@@ -46,7 +46,7 @@ from mtp_export.commands.program import exit_code
 
 source, output = sys.argv[1:]
 commands = {
-    "inspect": (["inspect", source, "--json"], ["mtp_export.bundle", "mtp_export.verify", "tqdm"]),
+    "inspect": (["inspect", source, "--json"], ["mtp_export.bundle.build", "tqdm"]),
     "--dry-run": (["--input-dir", source, "--output-dir", output, "--dry-run", "--json"], ["tqdm"]),
 }
 heavy = ["huggingface_hub", "llvmlite", "mtp_kernels.cpu", "mtp_runtime", "numba", "torch"]

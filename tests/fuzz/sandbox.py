@@ -32,6 +32,7 @@ _CHANGES = {  # audit events, and which of their arguments are paths, each with 
     "os.utime": ((0, 3),),
 }
 _RUNS = ("subprocess.Popen", "os.system", "os.exec", "os.posix_spawn", "socket.connect")
+_CACHES = re.compile("/__pycache__/|/mtp-export/kernels/")  # of bytecode, and of compiled kernels
 Tree = dict[str, tuple[Any, ...]]
 
 
@@ -206,7 +207,7 @@ class Watch:
         if event == "open":  # the only one that follows a link at the end
             real = os.path.realpath(real)
         inside = real.startswith(str(self._folder))
-        if not inside and "/__pycache__/" not in f"{real}/" and real != "/dev/null":
+        if not inside and not _CACHES.search(f"{real}/") and real != "/dev/null":
             self._note(event, text)
 
     def _note(self, event: str, what: str) -> None:

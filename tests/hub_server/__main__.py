@@ -27,6 +27,7 @@ def main() -> None:
     server = HubServer(arguments.port)
     for name, folder in served:
         print(f"hf://{name}@{server.serve(name, folder)}")
+        server.repositories[name].is_xet = True  # so that pushes copy its shards
     print(f"export HF_ENDPOINT={server.endpoint}")
     print(f"export HF_TOKEN={server.token}  # to push", flush=True)
     with suppress(KeyboardInterrupt):

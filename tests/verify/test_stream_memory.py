@@ -78,8 +78,9 @@ def bundle(tmp_path_factory: pytest.TempPathFactory) -> Path:
             continue
         row = torch.randn(spec.shape[-1], generator=generator) * spec.shape[-1] ** -0.5
         values = 1 + 0.1 * row if spec.role is Role.NORM else row
-        if spec.role in (Role.EMBEDDING, Role.ROUTER) and len(spec.shape) == 2:
-            values = 50 * torch.randn(spec.shape, generator=generator)
+        if spec.role in (Role.EMBEDDING, Role.ROUTER):
+            spread = 50.0 if spec.role is Role.EMBEDDING else 0.01 ** (3 - len(spec.shape))
+            values = spread * torch.randn(spec.shape, generator=generator)
         kind = torch.float32 if spec.name.endswith("bias") else torch.bfloat16
         tensors[spec.name] = values.to(kind).expand(spec.shape).contiguous()
     (folder / "source").mkdir()
@@ -100,7 +101,7 @@ def measured(bundle: Path, folder: Path, *more: str) -> dict[str, int]:
     # glibc moves its thresholds with what was freed, so that memory comes back sooner or later.
     fixed = {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536"}
     done = subprocess.run(
-        command, capture_output=True, text=True, timeout=250, check=True, env=os.environ | fixed
+        command, capture_output=True, text=True, timeout=500, check=True, env=os.environ | fixed
     )
     found = json.loads(done.stdout)
     assert isinstance(found, dict)

@@ -53,7 +53,9 @@ def _load_row_overload(source: Any, block_scale: Any, row: Any, weights: Any) ->
             weights[k] = from_bf16(values[k])
 
     def load_fp32(source: Any, block_scale: Any, row: Any, weights: Any) -> None:
-        weights[:] = source[row]
+        values = source[row]
+        for k in range(values.size):  # an assignment of slices takes seconds to compile
+            weights[k] = values[k]
 
     return {types.uint8: load_fp8, types.uint16: load_bf16, types.float32: load_fp32}[source.dtype]
 
@@ -72,8 +74,9 @@ def _store_row_overload(weights: Any, out: Any, restored: Any) -> Any:
             restored[k] = from_bf16(bits)
 
     def store_fp32(weights: Any, out: Any, restored: Any) -> None:
-        out[:] = weights
-        restored[:] = weights
+        for k in range(weights.size):
+            out[k] = weights[k]
+            restored[k] = weights[k]
 
     return {types.uint16: store_bf16, types.float32: store_fp32}[out.dtype]
 

@@ -28,7 +28,7 @@ from mtp_runtime.teacher_forcing import BRANCH_ROWS, CHUNK_TOKENS, LOGIT_ELEMENT
 # Runs of the MTP module and of a head over all rows that look for causes, beside one run of the
 # module and three of a head per depth; LONE_HEADS take one row per text.
 MODULE_RUNS, HEAD_RUNS, LONE_HEADS = 12, 11, 4
-DENSE_AT_ONCE = 3  # of the module's matrices, while a variant changes one
+DENSE_AT_ONCE = 3  # of the attention's matrices, while a variant changes one
 LOGIT_BYTES = 32  # of a row and token while two distributions are compared in float64
 PROBE_BYTES = 512 << 20
 PROBE_ROWS = (4, 64)
@@ -73,7 +73,7 @@ class Layer:
 
     fixed_bytes: int = 0
     fixed_elements: int = 0
-    largest: int = 0  # elements of a matrix that is no routed expert's
+    largest: int = 0  # elements of a matrix of its attention
     routed_bytes: int = 0
     routed_elements: int = 0
     names: set[str] = field(default_factory=set)  # of routed experts
@@ -97,7 +97,8 @@ class Layer:
         if spec.role is not Role.ROUTED_EXPERT:
             self.fixed_bytes += weight.size_bytes
             self.fixed_elements += elements
-            self.largest = max(self.largest, elements)
+            if spec.role is Role.ATTENTION:
+                self.largest = max(self.largest, elements)
             return
         self.names.add(spec.module.rpartition(".")[0])
         self.routed_bytes += weight.size_bytes

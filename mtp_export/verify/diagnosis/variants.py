@@ -15,7 +15,7 @@ from mtp_export.verify.diagnosis.causes import decoding as causes
 from mtp_runtime.config import RopeConfig
 from mtp_runtime.layers.attention import Attention
 from mtp_runtime.layers.gqa import Gqa
-from mtp_runtime.layers.linear import Linear
+from mtp_runtime.layers.linear import Linear, Weight
 from mtp_runtime.layers.mla import Mla
 from mtp_runtime.layers.rope import yarn_temperature
 from mtp_runtime.models.model import Model, MtpModule
@@ -228,11 +228,31 @@ def drafter_variants(module: MtpModule) -> Iterator[Variant]:
     )
 
 
+@dataclass(frozen=True)
+class _HalvesExchanged:
+    """A weight with the two halves of its columns exchanged; nothing of it is copied."""
+
+    weight: Weight
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.weight.shape
+
+    def dequantize(self, dtype: torch.dtype) -> torch.Tensor:
+        """Return the matrix [out, in] (ValueError for codes or scales that are damaged)."""
+        return self._exchanged(self.weight.dequantize(dtype))
+
+    def product(self, x: torch.Tensor) -> torch.Tensor:
+        """Return x @ weight.T (ValueError as dequantize)."""
+        return self.weight.product(self._exchanged(x))
+
+    def _exchanged(self, columns: torch.Tensor) -> torch.Tensor:
+        return columns.roll(self.shape[1] // 2, dims=1)
+
+
 def halves_exchanged(linear: Linear) -> Linear:
     """The linear with the two halves of its input exchanged."""
-    matrix = linear.matrix(dtype_of(linear))  # [in, out]
-    half = matrix.shape[0] // 2
-    return dense_linear(torch.cat([matrix[half:], matrix[:half]]))
+    return Linear(_HalvesExchanged(linear.weight))
 
 
 def interleaved(attention: Mla) -> Mla:

@@ -5,8 +5,9 @@ from __future__ import annotations
 import math
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -50,56 +51,40 @@ def block_scale(codes: torch.Tensor) -> torch.Tensor:
     return torch.rand(blocks, generator=torch.Generator().manual_seed(1)) * 1e-3 + 1e-4
 
 
-def formats(rows: int, columns: int) -> dict[str, tuple[torch.Tensor, Measure]]:
-    """The values of a weight in each format that the shape allows, and its statistics."""
-    found: dict[str, tuple[torch.Tensor, Measure]] = {}
+def formats(rows: int, columns: int) -> Iterator[tuple[str, torch.Tensor, Measure]]:
+    """A weight in each format that the shape allows: its values, and their statistics."""
     for dtype in (torch.bfloat16, torch.float16, torch.float32):
-        for name, values in (("", random(rows, columns)), ("awkward ", awkward(rows, columns))):
+        for name, values in (("even", random(rows, columns)), ("awkward", awkward(rows, columns))):
             kept = values.clamp(-6e4, 6e4).to(dtype)
-            found[f"{name}{dtype}"] = (
-                kept.float(),
-                lambda backend, v=kept: statistics.float_statistics(v, backend=backend),
-            )
-    codes = fp8(rows, columns)
+            yield f"{name} {dtype}", kept.float(), measuring(statistics.float_statistics, kept)
+    codes, rates = fp8(rows, columns), random(rows, 1).abs() + 1e-3
     block = Fp8Block(codes, block_scale(codes))
     powers = Fp8Block(codes, torch.exp2(block.scale.log2().round()).to(torch.float8_e8m0fnu))
     for name, one in (("fp8 blocks", block), ("fp8 blocks e8m0", powers)):
-        found[name] = (
-            quantize.dequantize_fp8_block(one, torch.float32)[0],
-            lambda backend, w=one: statistics.fp8_block_statistics(w, backend=backend),
-        )
-    rates = random(rows, 1).abs() + 1e-3
-    found["fp8 channels"] = (
-        codes.float() * rates,
-        lambda backend: statistics.fp8_channel_statistics(codes, rates, backend=backend),
-    )
+        values = quantize.dequantize_fp8_block(one, torch.float32)[0]
+        yield name, values, measuring(statistics.fp8_block_statistics, one)
+    channels = measuring(statistics.fp8_channel_statistics, codes, rates)
+    yield "fp8 channels", codes.float() * rates, channels
     weights = random(rows, columns, seed=2)
     if columns % 4 == 0:
         int8 = quantize.quantize_int8_channel(weights)[0]
-        found["int8"] = (
-            quantize.dequantize_int8_channel(int8, torch.float32),
-            lambda backend: statistics.int8_channel_statistics(int8, backend=backend),
-        )
+        values = quantize.dequantize_int8_channel(int8, torch.float32)
+        yield "int8", values, measuring(statistics.int8_channel_statistics, int8)
     for size in (32, 64, 128):
         if columns % size == 0:
             int4 = quantize.quantize_int4_group(weights, group_size=size)[0]
-            found[f"int4 of {size}"] = (
-                quantize.dequantize_int4_group(int4, torch.float32),
-                lambda backend, w=int4: statistics.int4_group_statistics(w, backend=backend),
-            )
+            values = quantize.dequantize_int4_group(int4, torch.float32)
+            yield f"int4 of {size}", values, measuring(statistics.int4_group_statistics, int4)
     if columns % 128 == 0:
         w4afp8 = quantize.quantize_w4afp8(weights)[0]
-        found["w4afp8"] = (
-            quantize.dequantize_w4afp8(w4afp8, torch.float32),
-            lambda backend: statistics.w4afp8_statistics(w4afp8, backend=backend),
-        )
-    return found
+        values = quantize.dequantize_w4afp8(w4afp8, torch.float32)
+        yield "w4afp8", values, measuring(statistics.w4afp8_statistics, w4afp8)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("shape", [*SHAPES, *RAGGED], ids=str)
 def test_statistics_are_those_of_the_values(shape: tuple[int, int], backend: str) -> None:
-    for name, (values, measure) in formats(*shape).items():
+    for name, values, measure in formats(*shape):
         found = measure(backend)
         assert found.is_sound, name
         assert found.elements == values.numel(), name
@@ -110,7 +95,7 @@ def test_statistics_are_those_of_the_values(shape: tuple[int, int], backend: str
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_backends_agree_on_every_count(shape: tuple[int, int]) -> None:
-    for name, (_, measure) in formats(*shape).items():
+    for name, _, measure in formats(*shape):
         reference, compiled = measure("reference"), measure("cpu")
         assert math.isclose(reference.square_sum, compiled.square_sum, rel_tol=TOLERANCE), name
         counts = [
@@ -145,66 +130,54 @@ def test_blocks_are_told_by_their_largest_code(backend: str) -> None:
     assert not statistics.fp8_block_statistics(other, backend=backend).power_of_two_scales
 
 
-def unsound(place: tuple[int, int]) -> dict[str, Measure]:
+def unsound(place: tuple[int, int]) -> Iterator[tuple[str, Measure]]:
     """A weight of each format that cannot be decoded, or has a value that is not finite."""
-    found: dict[str, Measure] = {}
     for dtype in (torch.bfloat16, torch.float16, torch.float32):
         for wrong in (math.nan, math.inf, -math.inf):
             values = random(260, 256).to(dtype)
             values[place] = wrong
-            found[f"{wrong} in {dtype}"] = lambda backend, v=values: statistics.float_statistics(
-                v, backend=backend
-            )
-    codes = fp8(260, 256)
+            yield f"{wrong} in {dtype}", measuring(statistics.float_statistics, values)
+    codes, ones = fp8(260, 256), torch.ones(260, 1)
+    scale = block_scale(codes)
     for bits in (0x7F, 0xFF):
         damaged = codes.clone()
         damaged.view(torch.uint8)[place] = bits
-        block = Fp8Block(damaged, block_scale(damaged))
-        found[f"code {bits:x} in a block"] = lambda b, w=block: statistics.fp8_block_statistics(
-            w, backend=b
-        )
-        found[f"code {bits:x} in a channel"] = lambda b, w=damaged: (
-            statistics.fp8_channel_statistics(w, torch.ones(260, 1), backend=b)
-        )
-    weights = random(260, 256)
+        block = measuring(statistics.fp8_block_statistics, Fp8Block(damaged, scale))
+        yield f"code {bits:x} in a block", block
+        yield f"code {bits:x}", measuring(statistics.fp8_channel_statistics, damaged, ones)
+    weights, row, tile = random(260, 256), (place[0], 0), (place[0] // 128, place[1] // 128)
     int8, int4 = (
         quantize.quantize_int8_channel(weights)[0],
         quantize.quantize_int4_group(weights)[0],
     )
-    w4afp8 = quantize.quantize_w4afp8(weights)[0]
+    w4afp8, group = quantize.quantize_w4afp8(weights)[0], (place[0], place[1] // 128)
     for wrong in (0.0, -1.0, math.nan, math.inf, 3e38):
+        block = Fp8Block(codes, changed(scale, tile, wrong))
+        eight = Int8Channel(int8.packed, changed(int8.scale, row, wrong))
+        four = Int4Group(int4.packed, changed(int4.scale, group, wrong))
+        signed = W4AFp8(w4afp8.packed, changed(w4afp8.scale, group, wrong))
+        channel = changed(ones, row, wrong)
+        yield f"block {wrong}", measuring(statistics.fp8_block_statistics, block)
+        yield f"channel {wrong}", measuring(statistics.fp8_channel_statistics, codes, channel)
+        yield f"int8 {wrong}", measuring(statistics.int8_channel_statistics, eight)
+        yield f"int4 {wrong}", measuring(statistics.int4_group_statistics, four)
+        yield f"w4afp8 {wrong}", measuring(statistics.w4afp8_statistics, signed)
 
-        def scaled(scale: torch.Tensor, at: tuple[int, int], value: float = wrong) -> torch.Tensor:
-            changed = scale.clone()
-            changed[at] = value
-            return changed
 
-        at = (place[0] // 128, place[1] // 128)
-        block = Fp8Block(codes, scaled(block_scale(codes), at))
-        channel = scaled(torch.ones(260, 1), (place[0], 0))
-        eight = Int8Channel(int8.packed, scaled(int8.scale, (place[0], 0)))
-        four = Int4Group(int4.packed, scaled(int4.scale, (place[0], at[1])))
-        signed = W4AFp8(w4afp8.packed, scaled(w4afp8.scale, (place[0], at[1])))
-        found |= {
-            f"block scale {wrong}": lambda b, w=block: statistics.fp8_block_statistics(
-                w, backend=b
-            ),
-            f"channel scale {wrong}": lambda b, s=channel: statistics.fp8_channel_statistics(
-                codes, s, backend=b
-            ),
-            f"int8 scale {wrong}": lambda b, w=eight: statistics.int8_channel_statistics(
-                w, backend=b
-            ),
-            f"int4 scale {wrong}": lambda b, w=four: statistics.int4_group_statistics(w, backend=b),
-            f"w4afp8 scale {wrong}": lambda b, w=signed: statistics.w4afp8_statistics(w, backend=b),
-        }
-    return found
+def measuring(function: Callable[..., WeightStatistics], *weight: Any) -> Measure:
+    return lambda backend: function(*weight, backend=backend)
+
+
+def changed(scale: torch.Tensor, at: tuple[int, int], value: float) -> torch.Tensor:
+    copy = scale.clone()
+    copy[at] = value
+    return copy
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("place", [(0, 0), (131, 200), (259, 255)], ids=str)
 def test_what_cannot_be_decoded_is_unsound(place: tuple[int, int], backend: str) -> None:
-    for name, measure in unsound(place).items():
+    for name, measure in unsound(place):
         assert not measure(backend).is_sound, name
 
 
