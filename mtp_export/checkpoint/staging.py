@@ -62,7 +62,7 @@ class Stopped(Exception):
 
 
 class _Stage(Enum):
-    """How far a piece is."""
+    """Progress of a piece."""
 
     WANTED = "not downloaded, or dropped again"
     RUNNING = "being downloaded"
