@@ -21,6 +21,8 @@ WHOLE = (
     "runtime/mtp_runtime/sampling.py",
     "runtime/mtp_runtime/cache.py",
     "kernels/mtp_kernels/**/reference.py",
+    "kernels/mtp_kernels/stored_linear/weights.py",
+    "kernels/mtp_kernels/weight_statistics/figures.py",
 )
 
 

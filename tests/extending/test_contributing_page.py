@@ -26,6 +26,7 @@ REGISTRIES = {
     "a `quant_method` to be read": "READINGS",
     "a tensor transform": None,
     "a quantization kernel backend": "BACKENDS",
+    "a backend of weight statistics": "BACKENDS",
     "an attention backend": "BACKENDS",
     "a backend of products with stored weights": "BACKENDS",
     "a decoder backend": "BACKENDS",

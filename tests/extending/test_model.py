@@ -296,12 +296,13 @@ def context(toy: Path, tmp_path_factory: pytest.TempPathFactory) -> Context:
 
 
 def test_the_cost_of_a_streamed_pass_is_the_attentions(context: Context) -> None:
-    """By the cache and the sizes of this attention; config.json has none of another's."""
+    """By the cache of this attention; config.json has none of the sizes of another's."""
     items = list(stream.run(context))
     assert all(item.status is not Status.FAIL for item in items)
     cost = next(item.data for item in items if item.name == "cost estimate")
     width = 3 * CONFIG["hidden_size"] + 2 * KV_HEADS * HEAD
-    assert cost["activation_bytes"] == 4 * ((5 + 9) * width + 9 * 3 * HEADS * HEAD)
+    rows, vocab = 5 + 9, CONFIG["vocab_size"]
+    assert cost["activation_bytes"] == 4 * rows * width + 32 * rows * vocab  # states, then logits
 
 
 def test_attention_without_a_reference_is_not_compared_with_itself(context: Context) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -117,7 +117,7 @@ class OtherShape(DeepseekV3Family):
     @property
     def tensors(self) -> Mapping[str, TensorSpec]:  # type: ignore[override]
         return {
-            name: replace(spec, shape=(1, *spec.shape)) if spec.optional else spec
+            name: spec._replace(shape=(1, *spec.shape)) if spec.optional else spec
             for name, spec in super().tensors.items()
         }
 

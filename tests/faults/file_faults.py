@@ -219,7 +219,7 @@ def wrong_group_size(bundle: Path) -> None:
 
 
 def unknown_quantization(bundle: Path) -> None:
-    _edit_both_quantizations(bundle, lambda q: q.update(quant_method="gptq"))
+    _edit_both_quantizations(bundle, lambda q: q.update(quant_method="bitsandbytes"))
 
 
 def tokenizer_missing(bundle: Path) -> None:
