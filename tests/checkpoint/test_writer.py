@@ -125,7 +125,7 @@ def test_an_early_end_waits_for_what_is_being_written(
     real_close = os.close
     monkeypatch.setattr(os, "pwrite", slow)
     monkeypatch.setattr(os, "close", lambda file: (closed.append(file), real_close(file)))
-    shard.write("t2", memoryview(CONTENTS["t2"])[:40_000])
+    shard.write("t2", memoryview(CONTENTS["t2"])[:20_000])
     assert writing.wait(20)
     threading.Timer(0.05, go.set).start()
     shard.discard()
