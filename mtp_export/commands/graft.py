@@ -30,7 +30,7 @@ _BF16 = GraftQuant(BF16.name)
 Main = Annotated[
     Place,
     shared.source_option(
-        "Quantized main model without an MTP layer: a folder, or hf://org/name[@revision].",
+        "Quantized main model without an MTP layer: a folder, or hf://org/name\\[@revision].",
         "--main",
     ),
 ]

@@ -21,7 +21,7 @@ Source = Annotated[
     typer.Argument(
         parser=shared.parse_source,
         metavar="SRC",
-        help="Checkpoint folder, or hf://org/name[@revision].",
+        help="Checkpoint folder, or hf://org/name\\[@revision].",
     ),
 ]
 _SHOWN_PROBLEMS = 10

@@ -49,7 +49,7 @@ _WORST_TENSORS = 3
 InputDir = Annotated[
     Place | None,
     shared.source_option(
-        "Bundle or checkpoint, or hf://org/name[@revision]; by default the current folder, if it"
+        "Bundle or checkpoint, or hf://org/name\\[@revision]; by default the current folder, if it"
         " is a bundle."
     ),
 ]

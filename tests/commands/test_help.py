@@ -43,6 +43,13 @@ def test_options_are_grouped_in_panels(
     assert "…" not in page
 
 
+@pytest.mark.parametrize("command", ["", "quantize", "inspect", "graft"])
+def test_an_address_is_shown_whole(command: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Brackets are no markup here."""
+    monkeypatch.setenv("COLUMNS", "160")
+    assert "hf://org/name[@revision]" in help_page(command)
+
+
 @pytest.mark.parametrize("command", PANELS)
 def test_each_option_outside_the_panel_of_all_programs_has_a_group(command: str) -> None:
     (general,) = re.findall(r"╭─ Options ─+╮\n(.*?)╰", help_page(command), re.S)
