@@ -19,6 +19,9 @@ from engine_runs import sglang_wheel
 from cases import MTP_LAYER, make_checkpoint, read_json, read_tensors, run_program
 from quantized_by_others import LINEAR, METHODS, write
 
+# Of torch.jit, which the engines still use.
+pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")
+
 LeftOut = Callable[[str], bool]
 FUSED = {
     "gate_up_proj": ["gate_proj", "up_proj"],
@@ -31,7 +34,7 @@ def awq(config: dict[str, Any]) -> LeftOut:
     from vllm.model_executor.layers.quantization.utils.quant_utils import is_layer_skipped
 
     names = config["modules_to_not_convert"]
-    return lambda module: is_layer_skipped(module, names, FUSED, skip_with_substr=True)
+    return lambda module: is_layer_skipped(module, names, FUSED, match_mode="substring")
 
 
 def gptq(config: dict[str, Any]) -> LeftOut:
@@ -58,16 +61,9 @@ def compressed(config: dict[str, Any]) -> LeftOut:
 def modelopt(config: dict[str, Any]) -> LeftOut:
     from vllm.model_executor.layers.quantization.modelopt import ModelOptQuantConfigBase
 
-    class Rules(ModelOptQuantConfigBase):  # type: ignore[misc]
-        __abstractmethods__ = frozenset()
-
-        def __init__(self) -> None:
-            self.exclude_modules = config["ignore"]
-            self.packed_modules_mapping = FUSED
-
-    rules = Rules.__new__(Rules)
-    rules.__init__()
-    return lambda module: bool(rules.is_layer_excluded(module))
+    rules: Any = SimpleNamespace(exclude_modules=config["ignore"], packed_modules_mapping=FUSED)
+    excluded = ModelOptQuantConfigBase.is_layer_excluded
+    return lambda module: bool(excluded(rules, module))
 
 
 RULES: dict[str, Callable[[dict[str, Any]], LeftOut]] = {
