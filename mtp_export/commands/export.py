@@ -23,7 +23,9 @@ from mtp_export.targets import target_of
 
 InputDir = Annotated[
     Place | None,
-    shared.source_option("Checkpoint: a folder of safetensors files, or hf://org/name\\[@revision]."),
+    shared.source_option(
+        "Checkpoint: a folder of safetensors files, or hf://org/name\\[@revision]."
+    ),
 ]
 OutputDir = Annotated[
     Path | None,
