@@ -42,7 +42,6 @@ from mtp_export.errors import InvalidInputError
 from mtp_export.progress import ProgressCallback
 
 BRANCH = constants.DEFAULT_REVISION
-_REFUSED = (401, 403, 404)
 _EXISTS, _MOVED = 409, 412
 _COPY_ROUTE = "/lfs-files/duplicate"
 

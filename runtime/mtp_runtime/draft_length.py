@@ -25,22 +25,21 @@ _FIRST_ACCEPTANCE, _WEIGHT = 0.8, 2.0  # assumed at first, and how many drafts o
 
 @dataclass(frozen=True)
 class Step:
-    """One step of decoding requests: verified and accepted drafts of each, seconds of drafting, and
-    seconds of all else."""
+    """One step of decoding requests: verified and accepted drafts of each, the drafts that each was
+    asked for, seconds of drafting, and seconds of all else.
+
+    A drafter may find fewer drafts than it was asked for, so that asking costs less than rows.
+    """
 
     blocks: Sequence[tuple[int, int]]
+    asked: int
     draft_seconds: float
     target_seconds: float
 
     @property
     def rows(self) -> int:
-        """Number of rows that the target computed."""
-        return sum(drafts + 1 for drafts, _ in self.blocks)
-
-    @property
-    def length(self) -> int:
-        """Number of drafts of the request that had most."""
-        return max(drafts for drafts, _ in self.blocks)
+        """Number of rows that were asked for."""
+        return len(self.blocks) * (self.asked + 1)
 
 
 class DraftLength(Protocol):
@@ -94,8 +93,8 @@ class AdaptiveLength:
 
     def observe(self, step: Step) -> None:
         _note(self._target_seconds, step.rows, step.target_seconds)
-        if step.length:
-            _note(self._draft_seconds, len(step.blocks), step.draft_seconds / step.length)
+        if step.asked:
+            _note(self._draft_seconds, len(step.blocks), step.draft_seconds / step.asked)
         self._reached *= _KEPT
         self._accepted *= _KEPT
         for drafts, accepted in step.blocks:

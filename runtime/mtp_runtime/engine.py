@@ -183,7 +183,9 @@ class Engine:
     def _pass(self) -> None:
         start = time.perf_counter()
         self._admit()
-        groups = self._plan()
+        decoding = sum(request.is_decoding for request in self._running)
+        asked = self._length.choose(decoding) if decoding else 0
+        groups = self._plan(asked)
         drafted = time.perf_counter()
         before, after = self._forward(groups)
         hidden = self.model.mtp_input(before, after)
@@ -193,7 +195,8 @@ class Engine:
             drafts = [len(group.draft.tokens) for group in groups]
             accepted = [verdict.accepted for verdict in verdicts if verdict is not None]
             blocks = list(zip(drafts, accepted, strict=True))
-            self._length.observe(Step(blocks, drafted - start, time.perf_counter() - drafted))
+            seconds = drafted - start, time.perf_counter() - drafted
+            self._length.observe(Step(blocks, asked, *seconds))
 
     def _observe(
         self, groups: Sequence[Group], verdicts: Sequence[Verdict | None], hidden: torch.Tensor
@@ -221,14 +224,13 @@ class Engine:
             self.pages.reserve(request.cached, len(request.tokens))
             self._running.append(self._waiting.popleft())
 
-    def _plan(self) -> list[Group]:
-        """Group decoding requests with their drafts, prefilling ones with a chunk; oldest first."""
+    def _plan(self, length: int) -> list[Group]:
+        """Group decoding requests with up to `length` drafts, prefilling ones with a chunk; oldest
+        first."""
         budget = self.config.max_step_tokens
         spans: list[tuple[Request, int, int]] = []
         drafting: list[Request] = []
         counts: list[int] = []
-        decoding = sum(request.is_decoding for request in self._running)
-        length = self._length.choose(decoding) if decoding else 0
         for request in list(self._running):
             count = self._draft_count(request, length)
             rows = min(request.uncached, self.config.prefill_chunk, budget)

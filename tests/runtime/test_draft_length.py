@@ -31,7 +31,7 @@ def drive(
         chosen.append(drafts)
         accepted = np.cumprod(random.random((batch, drafts)) < acceptance, axis=1).sum(axis=1)
         blocks = [(drafts, int(count)) for count in accepted]
-        rule.observe(Step(blocks, c * drafts, cost(batch * (drafts + 1))))
+        rule.observe(Step(blocks, drafts, c * drafts, cost(batch * (drafts + 1))))
     return chosen
 
 
@@ -84,8 +84,19 @@ def test_one_interrupted_step_changes_nothing() -> None:
     rule = adaptive()
     before = drive(rule, batch=2, steps=100, acceptance=0.8, cost=flat, c=0.05)[-1]
     drafts = rule.choose(2)
-    rule.observe(Step([(drafts, drafts)] * 2, 0.05 * drafts, 1000.0))
+    rule.observe(Step([(drafts, drafts)] * 2, drafts, 0.05 * drafts, 1000.0))
     assert rule.choose(2) == before
+
+
+def test_a_drafter_that_finds_nothing_is_measured_all_the_same() -> None:
+    """As n-grams that do not come again: every length is tried, and asking for most stays best."""
+    rule = adaptive()
+    chosen = []
+    for _ in range(40):
+        chosen.append(rule.choose(1))
+        rule.observe(Step([(0, 0)], chosen[-1], 0.0, 1.0))
+    assert set(chosen[:3]) == {K, 0, K // 2}
+    assert set(chosen[3 : PROBES - 1]) == {K}
 
 
 def test_a_schedule_counts_from_its_batch_sizes_on() -> None:
