@@ -99,4 +99,5 @@ def _become(line: str, engine: str, probe: str) -> None:
             expected=f"success of: {probe}",
             todo="Install it, or run the printed command where it is",
         )
-    os.execvp("bash", ["bash", "-c", f"{line}\nwait"])
+    script = f"{line}\ncode=$?\nwait\nexit $code"  # xLLM's processes are in the background
+    os.execvp("bash", ["bash", "-c", script])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from importlib.util import find_spec
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -13,9 +13,18 @@ from mtp_export.commands import options as shared
 from mtp_export.commands.output import remark
 from mtp_export.errors import UnsupportedError
 
-SERVER, LIMITS = "Server", "Batch and cache"
+SERVER, LIMITS, PROMPTS = "Server", "Batch and cache", "Prompts"
 _NEEDED = ("starlette", "uvicorn", "pydantic", "prometheus_client")
 _CHUNK_TOKENS = 256
+
+
+def _switch(text: object) -> bool:
+    """Return what true or false says, as engines take it."""
+    known = {"true": True, "false": False}
+    if str(text).lower() not in known:
+        raise typer.BadParameter(f"{text!r} is neither true nor false")
+    return known[str(text).lower()]
+
 
 Host = Annotated[
     str, typer.Option(metavar="ADDRESS", rich_help_panel=SERVER, help="Address to listen on.")
@@ -72,13 +81,18 @@ MaxQueued = Annotated[
 PrefixCache = Annotated[
     bool,
     typer.Option(
-        rich_help_panel=LIMITS, help="Keep the cache of prompts for requests that begin alike."
+        "--enable-prefix-cache",
+        rich_help_panel=PROMPTS,
+        help="Keep the cache of prompts for requests that begin alike.",
     ),
 ]
 ChunkedPrefill = Annotated[
-    bool,
+    Any,
     typer.Option(
-        rich_help_panel=LIMITS,
+        "--enable-chunked-prefill",
+        parser=_switch,
+        metavar="BOOL",
+        rich_help_panel=PROMPTS,
         help=f"Compute prompts {_CHUNK_TOKENS} tokens per step, beside decoding; else as many as a"
         " step takes.",
     ),

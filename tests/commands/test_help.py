@@ -20,7 +20,7 @@ PANELS: dict[str, tuple[str, ...]] = {
     ),
     "serve": (
         *("Server", "Speculation", "Number and temperature of drafts", "Batch and cache"),
-        "Performance",
+        *("Prompts", "Performance"),
     ),
     "launch": ("Machines and devices", "Report"),
     "inspect": ("Report",),
