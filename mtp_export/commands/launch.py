@@ -49,9 +49,9 @@ Head = Annotated[
 Run = Annotated[
     bool,
     typer.Option(
-        "--run/--print",
+        "--run",
         rich_help_panel=PLACEMENT,
-        help="Become this machine's command, if the engine is installed, or print them all.",
+        help="Become this machine's command, if the engine is installed.",
     ),
 ]
 Node = Annotated[
