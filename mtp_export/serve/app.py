@@ -32,8 +32,9 @@ Body = CompletionBody | ChatBody
 
 # The page loads nothing, and talks to its own server alone.
 _PAGE_HEADERS = {
-    "Content-Security-Policy": "default-src 'none'; connect-src 'self'; style-src 'unsafe-inline';"
-    " script-src 'unsafe-inline'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
+    "Content-Security-Policy": "default-src 'none'; connect-src 'self'; img-src data:;"
+    " style-src 'unsafe-inline'; script-src 'unsafe-inline'; base-uri 'none'; form-action 'none';"
+    " frame-ancestors 'none'",
     "X-Content-Type-Options": "nosniff",
 }
 
