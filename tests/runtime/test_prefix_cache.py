@@ -84,16 +84,29 @@ def test_drafts_are_those_of_an_uncached_request(model: Model) -> None:
     assert first.metrics.accepted == second.metrics.accepted == alone.metrics.accepted
 
 
-def test_only_the_tokens_that_were_computed_are_found(model: Model) -> None:
+@pytest.mark.parametrize(
+    ("place", "pages"), [(PAGE - 1, 0), (PAGE, 0), (PAGE + 1, 1), (2 * PAGE, 1), (2 * PAGE + 1, 2)]
+)
+def test_the_token_after_a_page_is_part_of_its_key(model: Model, place: int, pages: int) -> None:
+    """The module's last entry of a page depends on it."""
     (prompt,) = prompts_of([2 * PAGE + 4], 96)
-    for last in ((prompt[-5] + 1) % 96, prompt[-5]):
-        # The token after a page is a part of its key: the module's last entry depends on it.
-        engine = engine_of(model)
-        decode(engine, [prompt])
-        other = (*prompt[: 2 * PAGE - 1], last, *prompt[2 * PAGE :])
-        (found,) = decode(engine, [other])
-        assert found.output == run(model, [other], PARAMS).outputs[0]
-        assert found.metrics.cached_tokens == PAGE * (1 if other[2 * PAGE - 1] != prompt[31] else 2)
+    engine = engine_of(model)
+    decode(engine, [prompt])
+    other = (*prompt[:place], (prompt[place] + 1) % 96, *prompt[place + 1 :])
+    (found,) = decode(engine, [other])
+    assert found.metrics.cached_tokens == pages * PAGE
+    assert found.output == run(model, [other], PARAMS).outputs[0]
+
+
+def test_a_request_that_ends_at_once_leaves_its_pages(model: Model) -> None:
+    (prompt,) = prompts_of([3 * PAGE + 1], 96, seed=5)
+    params = replace(PARAMS, temperature=1.0, seed=3)
+    alone = run(model, [prompt], params, method="mtp", k=3).requests[0]
+    engine = engine_of(model, k=3)
+    decode(engine, [prompt], replace(params, max_tokens=1))
+    (found,) = decode(engine, [prompt], params)
+    assert found.metrics.cached_tokens == 3 * PAGE
+    assert (found.output, found.metrics.accepted) == (alone.output, alone.metrics.accepted)
 
 
 def test_an_answer_is_found_by_the_next_turn(model: Model) -> None:
