@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Mapping
-from contextlib import closing, nullcontext
+from contextlib import closing
 from dataclasses import dataclass
 from functools import cached_property, partial
 from pathlib import Path
@@ -42,7 +42,6 @@ from mtp_export.families.base import ModelFamily
 from mtp_export.progress import ProgressCallback
 from mtp_export.schemes.discrepancies import compare
 from mtp_export.schemes.stored import StoredModel, stored_source
-from mtp_export.schemes.transforms import one_torch_thread
 
 # Measured resident memory: the program with its headers and plan, and what torch and the compiled
 # kernels add when a plan computes.
@@ -363,8 +362,7 @@ def _write_parts(
             progress=progress,
         )
         checks = [partial(tied.compare, tensors, apart, queue)] if apart or tied.unlike else []
-        with one_torch_thread() if plan.computed_bytes else nullcontext():
-            run(jobs=jobs, journal=journal, resources=resources, checks=checks)
+        run(jobs=jobs, journal=journal, resources=resources, checks=checks)
 
 
 def _read_steps(plan: BundlePlan) -> Iterator[Step]:
