@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from mtp_export.bundle.build import BundlePlan
+from mtp_export.bundle.bundle_plan import BundlePlan
 from mtp_export.bundle.options import Part
 from mtp_export.schemes import SCHEMES
 from mtp_export.schemes.base import GRAFTED, KEEP
