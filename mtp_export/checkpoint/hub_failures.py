@@ -27,7 +27,7 @@ _ATTEMPTS = f"an answer within {RETRIES + 1} attempts"
 
 
 class _Answer(NamedTuple):
-    """What an error of the Hub means, what it should have been, and what to do."""
+    """Meaning of an error of the Hub, what was expected instead, and what to do."""
 
     what: str
     expected: str

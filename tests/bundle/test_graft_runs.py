@@ -29,11 +29,12 @@ def test_verified_by_running(fixture: str, name: str, tmp_path: Path) -> None:
     write(original, tmp_path / "main", name)
     folders = ("--main", tmp_path / "main", "--mtp", original, "--output-dir", output)
     assert run_program("graft", *folders, "--quiet").code == 0
-    options = ("--level", "run", "--max-new-tokens", 32, "--json", "--quiet")
-    outcome = run_program("verify", output, *options)
+    is_quick = (fixture, name) == MAINS[0]
+    size = ("--max-new-tokens", 16, "--k", 1) if is_quick else ("--max-new-tokens", 32)
+    outcome = run_program("verify", output, "--level", "run", *size, "--json", "--quiet")
     assert outcome.code == 0, outcome.out
     checks = {check["name"]: check for check in json.loads(outcome.out)["checks"]}
     items: dict[str, Any] = {item["name"]: item for item in checks["acceptance"]["items"]}
     first = items["k=1, draft 1"]["data"]["conditional"]
-    assert first["value"] > 0.5 and first["count"] > 50
+    assert first["value"] > 0.5 and first["count"] > 20
     assert items["sanity band of draft 1"]["status"] == "pass"

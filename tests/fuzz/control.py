@@ -22,11 +22,10 @@ def run_controls(lab: Lab, folder: Path) -> None:
         for subject in sorted(set(command.subjects)):
             for draw in range(_DRAWS):
                 case = Case(name, subject, lambda _: None, Random(draw))
-                place = folder / "control"
                 if command.starts_threads:
-                    verdict = _in_a_child(case, draw, lab, place)
+                    verdict = _in_a_child(case, draw, lab, folder / "child")
                 else:
-                    verdict = judge_case(case, draw, lab, place, [])
+                    verdict = judge_case(case, draw, lab, folder / "control", [])
                 where = f"{name} of {subject}, draw {draw}"
                 assert verdict.finding is None, f"{where}: {verdict.finding}"
                 assert not any(code for _, code in verdict.codes), f"{where}: {verdict.codes}"
