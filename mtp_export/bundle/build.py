@@ -375,7 +375,7 @@ def _read_steps(plan: BundlePlan) -> Iterator[Step]:
 def _finish(plan: BundlePlan, journal: Journal) -> None:
     """Write the files beside the shards and end the run with the manifest.
 
-    Each config comes last in its folder: no loader can take an unfinished part for whole.
+    Configs come after all that may fail: no loader can take an unfinished part for whole.
     """
     output = plan.options.output_dir
     for part in plan.parts:
@@ -384,7 +384,8 @@ def _finish(plan: BundlePlan, journal: Journal) -> None:
             make_folder((folder / name).parent)
             write_bytes(folder / name, plan.checkpoint.files.read(name))
         write_json(folder / INDEX_NAME, part.index())
-        write_json(folder / CONFIG_NAME, part.config)
+    for part in plan.parts:
+        write_json(output / part.name / CONFIG_NAME, part.config)
     downloads = plan.downloads
     verified = {} if downloads is None else {"verified_shards": list(downloads.verified_shards)}
     head = {
