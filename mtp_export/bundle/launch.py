@@ -60,7 +60,9 @@ def _reads(engine: Engine, recorded: Mapping[str, Any], base: str, mtp: str) -> 
     """
     if base == GRAFTED:
         main = {Storage(name) for name in recorded["main_storages"]}
-        return engine.storages >= main | SCHEMES[mtp].recorded_storages(recorded)
+        reader, dialect = recorded.get("reader"), engine.dialect
+        described = reader is None or (dialect is not None and dialect.name == reader)
+        return described and engine.storages >= main | SCHEMES[mtp].recorded_storages(recorded)
     storages = SCHEMES[base].recorded_storages(recorded) | SCHEMES[mtp].recorded_storages(recorded)
     if not storages <= engine.storages:
         return False

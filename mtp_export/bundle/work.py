@@ -95,7 +95,7 @@ def check_unchanged(checkpoint: Checkpoint) -> None:
 def write_rest(plan: BundlePlan, finished: Mapping[str, ShardFacts]) -> None:
     """Write the files beside the shards, and last the manifest.
 
-    Each config comes last in its folder: no loader can take an unfinished part for whole.
+    Configs come after all that may fail: no loader can take an unfinished part for whole.
     """
     output = plan.options.output_dir
     for part in plan.parts:
@@ -105,7 +105,8 @@ def write_rest(plan: BundlePlan, finished: Mapping[str, ShardFacts]) -> None:
             make_folder((folder / name).parent)
             write_bytes(folder / name, plan.checkpoint.files.read(name))
         write_json(folder / INDEX_NAME, part.index())
-        write_json(folder / CONFIG_NAME, part.config)
+    for part in plan.parts:
+        write_json(output / part.name / CONFIG_NAME, part.config)
     downloads = plan.downloads
     verified = {} if downloads is None else {"verified_shards": list(downloads.verified_shards)}
     head = {
