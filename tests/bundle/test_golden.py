@@ -9,8 +9,8 @@ import pytest
 
 from bundle.golden import CASES, RECORD, digest
 
-# What each adds: a layout, a target's names and precision, a scheme's numbers. Targets differ in the
-# MTP part alone.
+# What each adds: a layout, a target's names and precision, a scheme's numbers. Targets differ in
+# their MTP parts alone.
 EVERY_PUSH = (
     *("export hf", "export xllm, mtp alone", "export paddlenlp"),
     *("export lightllm, mtp alone", "keep + bf16, sglang", "int4, mse"),
