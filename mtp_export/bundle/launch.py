@@ -7,7 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from mtp_export.bundle.build import BundlePlan
+from mtp_export.bundle.bundle_plan import BundlePlan
 from mtp_export.bundle.options import Part
 from mtp_export.checkpoint.bundle_folder import MAIN, open_parts
 from mtp_export.checkpoint.manifest import read_manifest
@@ -131,7 +131,9 @@ def _reads(engine: Engine, recorded: Mapping[str, Any], base: str, mtp: str) -> 
     """
     if base == GRAFTED:
         main = {Storage(name) for name in recorded["main_storages"]}
-        return engine.storages >= main | SCHEMES[mtp].recorded_storages(recorded)
+        reader, dialect = recorded.get("reader"), engine.dialect
+        described = reader is None or (dialect is not None and dialect.name == reader)
+        return described and engine.storages >= main | SCHEMES[mtp].recorded_storages(recorded)
     storages = SCHEMES[base].recorded_storages(recorded) | SCHEMES[mtp].recorded_storages(recorded)
     if not storages <= engine.storages:
         return False

@@ -109,6 +109,7 @@ def generate(
     device: runtime.Device = "cpu",
     dtype: runtime.Dtype = "float32",
     deterministic: runtime.Deterministic = False,
+    max_model_len: runtime.MaxModelLen = None,
     as_json: shared.AsJson = False,
 ) -> None:
     """Decode prompts, with or without speculation; accepted drafts are green."""

@@ -31,10 +31,18 @@ Deterministic = Annotated[
         help="Make tokens independent of batch and drafts.",
     ),
 ]
+MaxModelLen = Annotated[
+    int | None,
+    typer.Option(
+        metavar="N",
+        rich_help_panel=PERFORMANCE,
+        help="Tokens of prompt and output together; above index_topk attention is sparse.",
+    ),
+]
 
 # Parameters of commands that are LLM's under the same name; a command has some of them.
 _LLM_OPTIONS = (
-    *("device", "dtype", "deterministic", "draft_model"),
+    *("device", "dtype", "deterministic", "max_model_len", "draft_model"),
     *("speculate_method", "speculate_max_draft_token_num", "speculate_max_ngram_size"),
     *("adaptive", "k_schedule", "draft_temperature", "draft_stop_entropy"),
 )

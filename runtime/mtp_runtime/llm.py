@@ -59,9 +59,10 @@ class LLM:
     bundle: an export's output folder, or a checkpoint folder. speculation: see SpeculationOptions;
     the numbers of drafts that adaptive chooses depend on times, so that sampled tokens do too.
     deterministic (float32 only, layers that compiled kernels run): tokens do not
-    depend on batch or drafter. max_memory_bytes: bound on resident memory, which cache_tokens
-    follows from in place of being given. loaded: the bundle's model where it is loaded already,
-    with the options it was loaded with.
+    depend on batch or drafter. max_model_len: tokens of prompt and output together; above
+    index_topk, torch computes DeepSeek-V3.2's and GLM-5's sparse attention. max_memory_bytes: bound
+    on resident memory, which cache_tokens follows from in place of being given. loaded: the
+    bundle's model where it is loaded already, with the options it was loaded with.
     Raises what load_model raises, and UsageError for options that make no sense.
     """
 
@@ -82,6 +83,7 @@ class LLM:
         prefix_cache: bool = False,
         max_memory_bytes: int | None = None,
         dequantize_at_load: bool = True,
+        max_model_len: int | None = None,
         loaded: Loaded | None = None,
         **speculation: Unpack[SpeculationOptions],
     ) -> None:
@@ -103,6 +105,7 @@ class LLM:
             dequantize_at_load=dequantize_at_load,
             with_mtp=drafting.method == AUTO_DRAFTS or DRAFTERS[drafting.method].needs_mtp,
             contract=contract,
+            max_model_len=max_model_len,
         )
         self._loaded = loaded or load_model(Path(bundle), options)
         drafter = None if draft_model is None else load_model(Path(draft_model), options).model

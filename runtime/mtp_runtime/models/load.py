@@ -31,6 +31,7 @@ class LoadOptions:
     heads and embeddings are read when they are used. with_mtp False leaves the MTP modules out.
     contract None: as the MTP part's config.json records it, or else the family's.
     deterministic: refuse options and layers under which a row's bits may depend on its batch.
+    max_model_len: tokens of the longest context; None: as many as the model's usual layers take.
     """
 
     device: str = "cpu"
@@ -40,6 +41,7 @@ class LoadOptions:
     on_demand: bool = False
     with_mtp: bool = True
     contract: MtpContract | None = None
+    max_model_len: int | None = None
 
     def __post_init__(self) -> None:
         if self.dtype not in DTYPES:
@@ -128,7 +130,8 @@ def open_model(path: Path, options: LoadOptions) -> OpenedModel:
         )
     model = MODELS[model_type]
     contract = (options.contract or source.contract) if options.with_mtp else None
-    builder = model.builder(source, family, model.config(family))
+    config = model.config(family).for_contexts(options.max_model_len)
+    builder = model.builder(source, family, config)
     return OpenedModel(builder, contract, main.folder)
 
 
