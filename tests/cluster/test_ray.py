@@ -49,7 +49,7 @@ def cluster(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
 
 
 def wait_for_shards(output: Path, number: int) -> None:
-    end = time.monotonic() + 120
+    end = time.monotonic() + 40
     while len(list(output.glob("*/model-*"))) < number:
         assert time.monotonic() < end, "no shards are made"
         time.sleep(0.05)
