@@ -25,10 +25,11 @@ from mtp_export.bundle.tied_weights import compare_tied
 from mtp_export.checkpoint.byte_source import local_path
 from mtp_export.checkpoint.disk_queue import DiskQueue
 from mtp_export.checkpoint.header import TensorInfo
-from mtp_export.checkpoint.plan import Copy, Facts, OutputShard, Resources, Step
+from mtp_export.checkpoint.plan import COPY, Copy, Facts, OutputShard, Resources, Step
 from mtp_export.checkpoint.staging import Stopped
 from mtp_export.checkpoint.tensor_stream import TensorStream
 from mtp_export.checkpoint.writer import ShardWriter
+from mtp_export.schemes.transforms import load_kernels, one_torch_thread
 
 # Raises when the run is stopping; long operations call it between pieces.
 Proceed = Callable[[], None]
@@ -87,11 +88,22 @@ def run(
 ) -> None:
     """Make shards; checks run at the same time.
 
-    Raises the first error of a worker or a check, after all have stopped and unfinished shards are
-    discarded.
+    What conversions need is loaded while tensors that need none are being copied. Raises the first
+    error of a worker or a check, after all have stopped and unfinished shards are discarded.
     """
     open_shards = [_OpenShard(job, len(_steps(job.shard))) for job in jobs]
-    _Run(open_shards, resources, record).start(checks)
+    steps = (step for shard in open_shards for step in _steps(shard.job.shard))
+    with ExitStack() as computing:
+        if any(step is not None and step.operation != COPY for step in steps):
+            device = resources.transform.device
+            checks = [*checks, partial(_begin_computing, device, computing)]
+        _Run(open_shards, resources, record).start(checks)
+
+
+def _begin_computing(device: str, computing: ExitStack, _: Proceed) -> None:
+    """Load what conversions need, and have torch leave its threads to the workers meanwhile."""
+    computing.enter_context(one_torch_thread())
+    load_kernels(device)
 
 
 def is_made(job: ShardJob, finished: Mapping[str, ShardFacts]) -> bool:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import closing, nullcontext
+from contextlib import closing
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -22,7 +22,6 @@ from mtp_export.checkpoint.plan import COPY, Resources
 from mtp_export.checkpoint.reader import CONFIG_NAME, INDEX_NAME, Checkpoint
 from mtp_export.errors import InvalidInputError
 from mtp_export.progress import ProgressCallback
-from mtp_export.schemes.transforms import one_torch_thread
 
 
 @dataclass(frozen=True)
@@ -77,8 +76,7 @@ def make_shards(plan: BundlePlan, work: Work, record: Record, progress: Progress
         )
         wanted = work.checks and (apart or tied.unlike)
         checks = [partial(tied.compare, tensors, apart, queue)] if wanted else []
-        with one_torch_thread() if plan.computed_bytes else nullcontext():
-            run(jobs=work.jobs, record=record, resources=resources, checks=checks)
+        run(jobs=work.jobs, record=record, resources=resources, checks=checks)
 
 
 def check_unchanged(checkpoint: Checkpoint) -> None:
@@ -97,7 +95,7 @@ def check_unchanged(checkpoint: Checkpoint) -> None:
 def write_rest(plan: BundlePlan, finished: Mapping[str, ShardFacts]) -> None:
     """Write the files beside the shards, and last the manifest.
 
-    Each config comes last in its folder: no loader can take an unfinished part for whole.
+    Configs come after all that may fail: no loader can take an unfinished part for whole.
     """
     output = plan.options.output_dir
     for part in plan.parts:
@@ -107,7 +105,8 @@ def write_rest(plan: BundlePlan, finished: Mapping[str, ShardFacts]) -> None:
             make_folder((folder / name).parent)
             write_bytes(folder / name, plan.checkpoint.files.read(name))
         write_json(folder / INDEX_NAME, part.index())
-        write_json(folder / CONFIG_NAME, part.config)
+    for part in plan.parts:
+        write_json(output / part.name / CONFIG_NAME, part.config)
     downloads = plan.downloads
     verified = {} if downloads is None else {"verified_shards": list(downloads.verified_shards)}
     head = {

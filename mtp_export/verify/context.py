@@ -38,7 +38,7 @@ from mtp_export.verify.evidence.part_walk import (
     known_of,
     recorded_checksums,
 )
-from mtp_export.verify.evidence.prompts import Prompt, choose_prompts
+from mtp_export.verify.evidence.prompts import GivenText, Prompt, choose_prompts
 
 if TYPE_CHECKING:
     from mtp_export.verify.evidence.corpus import Corpus
@@ -73,7 +73,10 @@ class VerifyOptions:
 
 @dataclass(frozen=True)
 class Context:
-    """A bundle under verification. Models are loaded on first use."""
+    """A bundle under verification. Models are loaded on first use.
+
+    given: the texts of --prompts, kept since a pipe can be read only once.
+    """
 
     options: VerifyOptions
     parts: tuple[BundlePart, ...]
@@ -81,6 +84,7 @@ class Context:
     manifest_sha256: str | None
     manifest_error: Exception | None
     source: Checkpoint | None
+    given: tuple[GivenText, ...] | None
     show_progress: ShowProgress
     _loaded: dict[LoadOptions, Loaded] = field(default_factory=dict)
     _walks: dict[str, PartWalk] = field(default_factory=dict)
@@ -90,7 +94,7 @@ class Context:
         """Open the bundle and its source; damage of the bundle is kept for the checks to report.
 
         Raises InvalidInputError for a folder that is no bundle at all, and what open_checkpoint and
-        read_prompts raise for a source and prompts that cannot be read.
+        read_texts raise for a source and prompts that cannot be read.
         """
         folder = options.bundle
         names = [name for name in (MAIN, MTP) if (folder / name).is_dir()]
@@ -108,10 +112,11 @@ class Context:
             error = problem
         parts = tuple(BundlePart.open(name, folder / name) for name in names)
         source = None if options.source is None else open_checkpoint(options.source)
+        given = None
         if options.prompts is not None:
-            from mtp_runtime.prompts import read_prompts
+            from mtp_runtime.prompts import read_texts
 
-            read_prompts(options.prompts)
+            given = read_texts(options.prompts)
         return cls(
             options=options,
             parts=parts,
@@ -119,6 +124,7 @@ class Context:
             manifest_sha256=digest,
             manifest_error=error,
             source=source,
+            given=given,
             show_progress=show_progress,
         )
 
@@ -276,7 +282,7 @@ class Context:
     @cached_property
     def prompts(self) -> tuple[Prompt, ...]:
         """The prompts of --prompts, or built-in ones for the bundle's tokenizer."""
-        return choose_prompts(self.options.prompts, self.main)
+        return choose_prompts(self.options.prompts, self.given, self.main)
 
     @cached_property
     def corpus(self) -> Corpus:

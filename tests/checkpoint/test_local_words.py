@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from mtp_export.checkpoint import local_folder
-from mtp_export.checkpoint.direct_io import aligned_buffer
+from mtp_export.checkpoint.direct_io import SLACK_BYTES, page_memory
 from mtp_export.checkpoint.files import (
     check_small_file,
     name_when_whole,
@@ -158,7 +158,7 @@ def test_bytes_of_an_open_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     file = LocalFolder(tmp_path).file("x").open()
     assert file.size_bytes == 10_000
     assert file.read(0, 10) == content[:10] and file.read(5_000, 10_000) == content[5_000:]
-    buffer = aligned_buffer(8192)
+    buffer = page_memory(8192 + SLACK_BYTES)
     assert bytes(buffer[file.read_into(buffer, 3, 8_000)]) == content[3:8_000]
     for read in (
         lambda: file.read(9_990, 10_020),

@@ -19,6 +19,11 @@ PANELS: dict[str, tuple[str, ...]] = {
         *("Decoding", "Speculation", "Number and temperature of drafts"),
         *("Performance", "Report"),
     ),
+    "serve": (
+        *("Server", "Speculation", "Number and temperature of drafts", "Batch and cache"),
+        *("Prompts", "Performance"),
+    ),
+    "launch": ("Machines and devices", "Report"),
     "inspect": ("Report",),
     "push": ("Input and output", "Content of the bundle", "Model card", "Report"),
 }

@@ -10,8 +10,8 @@ from mtp_runtime.drafters.ngram import NgramDrafter
 from mtp_runtime.drafters.none import NoDrafter
 
 DRAFTERS: dict[str, DrafterType] = {
-    NO_DRAFTS: DrafterType(NoDrafter),
-    "mtp": DrafterType(MtpDrafter, needs_mtp=True),
-    "inference_with_reference": DrafterType(NgramDrafter),
+    NO_DRAFTS: DrafterType(NoDrafter, prefix_cache=True),
+    "mtp": DrafterType(MtpDrafter, needs_mtp=True, prefix_cache=True),
+    "inference_with_reference": DrafterType(NgramDrafter, prefix_cache=True),
     "draft_model": DrafterType(ModelDrafter, needs_draft_model=True),
 }

@@ -55,8 +55,13 @@ class Drafter(Protocol):
 
 @dataclass(frozen=True)
 class DrafterType:
-    """A drafter of the registry, and what must be loaded for it: the MTP modules, a draft model."""
+    """A drafter of the registry, and what must be loaded for it: the MTP modules, a draft model.
+
+    prefix_cache: it drafts for requests whose first tokens it never observed, and what it caches of
+    a page depends on the tokens up to the one after that page.
+    """
 
     build: Callable[[DrafterParts], Drafter]
     needs_mtp: bool = False
     needs_draft_model: bool = False
+    prefix_cache: bool = False
