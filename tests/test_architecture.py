@@ -49,6 +49,7 @@ FLOORS: tuple[tuple[str, ...], ...] = (
         "mtp_export.verify.report",
     ),
     ("mtp_export.verify",),
+    ("mtp_export.cluster",),
     ("mtp_export.publish",),
     ("mtp_export.commands",),
     ("mtp_export.cli",),

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from mtp_export.bundle.build import BundlePlan
+from mtp_export.bundle.bundle_plan import BundlePlan
 from mtp_export.bundle.options import Part
 from mtp_export.schemes import SCHEMES
 from mtp_export.schemes.base import GRAFTED, KEEP
@@ -60,7 +60,9 @@ def _reads(engine: Engine, recorded: Mapping[str, Any], base: str, mtp: str) -> 
     """
     if base == GRAFTED:
         main = {Storage(name) for name in recorded["main_storages"]}
-        return engine.storages >= main | SCHEMES[mtp].recorded_storages(recorded)
+        reader, dialect = recorded.get("reader"), engine.dialect
+        described = reader is None or (dialect is not None and dialect.name == reader)
+        return described and engine.storages >= main | SCHEMES[mtp].recorded_storages(recorded)
     storages = SCHEMES[base].recorded_storages(recorded) | SCHEMES[mtp].recorded_storages(recorded)
     if not storages <= engine.storages:
         return False

@@ -130,11 +130,11 @@ def link_shard(way: Link, source: Path, target: Path) -> None:
     """Link a shard, whole or not at all (IoError)."""
     temporary = temporary_path(target)
     try:
-        temporary.unlink(missing_ok=True)
-        _MAKERS[way](source, temporary)
-        os.replace(temporary, target)
-        # rename() does nothing between two links to one file: the temporary would stay
-        temporary.unlink(missing_ok=True)
+        try:
+            _MAKERS[way](source, temporary)
+            os.replace(temporary, target)
+        finally:  # rename() does nothing between two links to one file: the temporary would stay
+            temporary.unlink(missing_ok=True)
         sync_folder(target.parent)
     except OSError as error:
         raise write_failure(target, error) from error

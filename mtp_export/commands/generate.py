@@ -92,6 +92,14 @@ Deterministic = Annotated[
         help="Make tokens independent of batch and drafts.",
     ),
 ]
+MaxModelLen = Annotated[
+    int | None,
+    typer.Option(
+        metavar="N",
+        rich_help_panel=PERFORMANCE,
+        help="Tokens of prompt and output together; above index_topk attention is sparse.",
+    ),
+]
 
 
 def generate(
@@ -115,6 +123,7 @@ def generate(
     device: Device = "cpu",
     dtype: Dtype = "float32",
     deterministic: Deterministic = False,
+    max_model_len: MaxModelLen = None,
     as_json: shared.AsJson = False,
 ) -> None:
     """Decode prompts, with or without speculation; accepted drafts are green."""
@@ -130,6 +139,7 @@ def generate(
         device=device,
         dtype=dtype,
         deterministic=deterministic,
+        max_model_len=max_model_len,
         speculate_method=speculate_method,
         speculate_max_draft_token_num=speculate_max_draft_token_num,
         speculate_max_ngram_size=speculate_max_ngram_size,

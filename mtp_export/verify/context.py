@@ -3,6 +3,7 @@ loaded model that all engines share."""
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
@@ -10,6 +11,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from mtp_export.bundle.options import Share
 from mtp_export.checkpoint.bundle_folder import MAIN, MTP, open_checkpoint
 from mtp_export.checkpoint.disk_queue import DiskQueue, disk_depth
 from mtp_export.checkpoint.manifest import MANIFEST_NAME, manifest_sha256, read_manifest
@@ -28,8 +30,14 @@ from mtp_export.verify.evidence.bundle_parts import (
     likely_target,
 )
 from mtp_export.verify.evidence.counterparts import Counterparts
+from mtp_export.verify.evidence.findings import Findings, Known
 from mtp_export.verify.evidence.memory import why_too_large
-from mtp_export.verify.evidence.part_walk import PartWalk, WalkPlan, recorded_checksums
+from mtp_export.verify.evidence.part_walk import (
+    PartWalk,
+    WalkPlan,
+    known_of,
+    recorded_checksums,
+)
 from mtp_export.verify.evidence.prompts import GivenText, Prompt, choose_prompts
 
 if TYPE_CHECKING:
@@ -46,7 +54,8 @@ class VerifyOptions:
 
     max_new_tokens: per prompt. ks: numbers of draft tokens per step. checksums False: no tensor's
     bytes are read for level files. stream: run the model layer by layer, for one that does not fit
-    into memory. workdir: where a streamed pass keeps its state to resume from.
+    into memory. workdir: where a streamed pass keeps its state to resume from, and shares of a
+    verification what they found.
     """
 
     bundle: Path
@@ -192,16 +201,43 @@ class Context:
         """Findings of the one walk over an opened part's bytes, which happens on first use.
 
         It reads the tensors whose checksums are compared and, from level weights on, all weights,
-        beside the source's. Raises IoError for a tensor of the part that cannot be read.
+        beside the source's, but for those that shares have read. Raises IoError for a tensor of the
+        part that cannot be read.
         """
         if part not in self._walks:
             plan = self._walk_plan(part)
-            with (
-                self.show_progress(f"{part}: tensors", plan.size_bytes) as progress,
-                DiskQueue(disk_depth(self.options.bundle)) as queue,
-            ):
-                self._walks[part] = plan.run(self.options.workers, queue, progress)
+            known = Known() if self.findings is None else self.findings.of(part)
+            walk = self._walked(part, plan.without(known))
+            self._walks[part] = plan.joined(known, walk)
         return self._walks[part]
+
+    def walk_share(self, part: str, share: Share) -> WalkPlan:
+        """Read a share of what the walk over a part would, keep the findings, and return what was
+        read (IoError)."""
+        assert self.findings is not None, "there is a --workdir"
+        plan = self._walk_plan(part).of_share(share)
+        self.findings.keep(part, share, known_of(self._walked(part, plan)))
+        return plan
+
+    def _walked(self, part: str, plan: WalkPlan) -> PartWalk:
+        with (
+            self.show_progress(f"{part}: tensors", plan.size_bytes) as progress,
+            DiskQueue(disk_depth(self.options.bundle)) as queue,
+        ):
+            return plan.run(self.options.workers, queue, progress)
+
+    @cached_property
+    def findings(self) -> Findings | None:
+        """Findings of shares in --workdir about bundle and source as they are now; None without a
+        folder."""
+        if self.options.workdir is None:
+            return None
+        identity = hashlib.sha256(str(self.manifest_sha256).encode())
+        for checkpoint in (*self.checkpoints, *filter(None, [self.source])):
+            identity.update(checkpoint.config_sha256.encode())
+            for shard in checkpoint.shards:
+                identity.update(f"{shard.header_sha256} {shard.version}".encode())
+        return Findings(self.options.workdir, identity.hexdigest()[:16])
 
     def _walk_plan(self, part: str) -> WalkPlan:
         weights: list[WeightOnDisk] = []

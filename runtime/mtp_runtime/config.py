@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from numbers import Integral, Real
-from typing import Any, TypedDict
+from typing import Any, Self, TypedDict
 
 from mtp_export.errors import UnsupportedError, UsageError
 from mtp_export.families.facts import RopeFacts, RunFacts
@@ -81,6 +81,21 @@ class ModelConfig:
                 expected=f"at most {self.max_positions} together, {self.positions_bound}",
                 found=positions,
             )
+
+    def for_contexts(self, tokens: int | None) -> Self:
+        """Return the config for contexts of at most some tokens; None: of all that the model has.
+
+        Raises UsageError for more than the model has positions.
+        """
+        if tokens is None:
+            return self
+        if not 1 <= tokens <= self.max_positions:
+            raise UsageError(
+                "A context cannot have so many tokens",
+                expected=f"max_model_len of 1 to {self.max_positions}, {self.positions_bound}",
+                found=tokens,
+            )
+        return replace(self, max_positions=tokens, positions_bound="max_model_len")
 
     @staticmethod
     def run_facts(facts: RunFacts) -> dict[str, Any]:

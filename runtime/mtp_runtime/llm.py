@@ -48,8 +48,9 @@ class LLM:
     bundle: an export's output folder, or a checkpoint folder. speculation: see SpeculationOptions;
     the numbers of drafts that adaptive chooses depend on times, so that sampled tokens do too.
     deterministic (float32 only, layers that compiled kernels run): tokens do not
-    depend on batch or drafter. loaded: the bundle's model where it is loaded already, with the
-    options it was loaded with.
+    depend on batch or drafter. max_model_len: tokens of prompt and output together; above
+    index_topk, torch computes DeepSeek-V3.2's and GLM-5's sparse attention. loaded: the bundle's
+    model where it is loaded already, with the options it was loaded with.
     Raises what load_model raises, and UsageError for options that make no sense.
     """
 
@@ -67,6 +68,7 @@ class LLM:
         page_size: int = 64,
         prefill_chunk: int = 256,
         dequantize_at_load: bool = True,
+        max_model_len: int | None = None,
         loaded: Loaded | None = None,
         **speculation: Unpack[SpeculationOptions],
     ) -> None:
@@ -86,6 +88,7 @@ class LLM:
             dequantize_at_load=dequantize_at_load,
             with_mtp=DRAFTERS[drafting.method].needs_mtp,
             contract=contract,
+            max_model_len=max_model_len,
         )
         self._start(config, options, loaded or Path(bundle), draft_model)
 

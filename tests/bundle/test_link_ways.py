@@ -14,6 +14,7 @@ import pytest
 from cases import Outcome, run_in_a_fork
 from mtp_export.bundle import links
 from mtp_export.bundle.links import existing_parent, guess_links, link_shard, resolve_links
+from mtp_export.checkpoint.files import name_when_whole
 from mtp_export.checkpoint.plan import Link
 from mtp_export.errors import IoError, UnsupportedError
 
@@ -218,8 +219,7 @@ def test_a_guess_by_device_and_owner(
 def test_a_link_replaces_what_is_there(way: Link, shard: Path, tried: list[str]) -> None:
     folder = shard.with_name("out")
     folder.mkdir()
-    for left in ("new", ".new.tmp"):
-        (folder / left).write_bytes(b"old")
+    (folder / "new").write_bytes(b"old")
     link_shard(way, shard, folder / "new")
     assert (folder / "new").read_bytes() == b"content"
     assert (folder / "new").samefile(shard) is (way is Link.HARDLINK)
@@ -247,7 +247,7 @@ def test_clones_and_renames_are_brought_to_disk(
 
     monkeypatch.setattr(os, "fsync", fsync)
     link_shard(Link.REFLINK, shard, shard.with_name("new"))
-    assert synced == [".new.tmp", "in"]
+    assert [name_when_whole(synced[0]), *synced[1:]] == ["new", "in"]
     synced.clear()
     link_shard(Link.HARDLINK, shard, shard.with_name("other"))
     assert synced == ["in"]

@@ -3,7 +3,7 @@
 Every result is one chain of fused multiply-adds in a fixed order, whatever other rows are computed
 beside it, so that a row's bits never depend on its batch. Vectors of 16 floats are one AVX-512
 register; LLVM splits them for narrower machines. Addresses and strides are int64, the latter in
-floats.
+entries. Packed weights are float32, or bf16 in memory alone: a product expands them in registers.
 """
 
 from __future__ import annotations
@@ -26,7 +26,9 @@ AHEAD = 16  # rows of a weight that are asked for before they are needed
 _FLOAT = ir.FloatType()
 _INT = ir.IntType(64)
 _VECTOR = ir.VectorType(_FLOAT, LANES)
+_PAIRS = ir.VectorType(ir.IntType(32), LANES)
 _FLOAT_BYTES = 4
+_LINE_BYTES = 64  # of a cache
 
 
 def _int(value: int) -> Any:
@@ -135,12 +137,30 @@ def _loop(builder: Any, count: Any, starts: list[Any], step: Any) -> list[Any]:
     return list(results)
 
 
+def _float_columns(builder: Any, row: Any) -> list[Any]:
+    """Both vectors of a panel's row."""
+    return [_load(builder, builder.add(row, _int(c * _FLOAT_BYTES)), _VECTOR) for c in (0, LANES)]
+
+
+def _bf16_columns(builder: Any, row: Any) -> list[Any]:
+    """Both vectors of a panel's row, of which each 32-bit entry holds one number of either."""
+    pairs = _load(builder, row, _PAIRS)
+    shift, upper = (ir.Constant(_PAIRS, [value] * LANES) for value in (16, 0xFFFF0000))
+    halves = builder.shl(pairs, shift), builder.and_(pairs, upper)
+    return [builder.bitcast(half, _VECTOR) for half in halves]
+
+
 def _product(rows: int) -> Any:
-    """out[r, :PANEL] = sum over k of x[r, k] * w[k, :PANEL], k in order; added to if `add`."""
+    """out[r, :PANEL] = sum over k of x[r, k] * w[k, :PANEL], k in order; added to if `add`.
+
+    The type of `kind` is how w is stored.
+    """
 
     def codegen(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        x, x_stride, w, w_stride, depth, out, out_stride, add = arguments
-        x_bytes, w_bytes, out_bytes = (_bytes(builder, s) for s in (x_stride, w_stride, out_stride))
+        x, x_stride, w, w_stride, _, depth, out, out_stride, add = arguments
+        size, columns_of = _STORED[signature.args[4]]
+        x_bytes, out_bytes = (_bytes(builder, s) for s in (x_stride, out_stride))
+        w_bytes = builder.mul(w_stride, _int(size))
         outs = [_at(builder, out, out_bytes, r, c) for r in range(rows) for c in (0, LANES)]
         zero = ir.Constant(_VECTOR, None)
         adds = builder.icmp_signed("!=", add, _int(0))
@@ -148,11 +168,10 @@ def _product(rows: int) -> Any:
 
         def step(k: Any, sums: list[Any]) -> list[Any]:
             weight = builder.add(w, builder.mul(k, w_bytes))
-            columns = [
-                _load(builder, _at(builder, weight, w_bytes, 0, c), _VECTOR) for c in (0, LANES)
-            ]
-            for c in (0, LANES):
-                _prefetch(builder, _at(builder, weight, w_bytes, AHEAD, c))
+            columns = columns_of(builder, weight)
+            ahead = _at(builder, weight, w_bytes, AHEAD)
+            for line in range(0, PANEL * size, _LINE_BYTES):
+                _prefetch(builder, builder.add(ahead, _int(line)))
             offset = _bytes(builder, k)
             results = []
             for r in range(rows):
@@ -172,12 +191,13 @@ def _product(rows: int) -> Any:
         x_row: Any,
         w: Any,
         w_row: Any,
+        kind: Any,
         depth: Any,
         out: Any,
         row: Any,
         add: Any,
     ) -> Any:
-        return types.void(*[types.int64] * 8), codegen
+        return types.void(*[types.int64] * 4, kind, *[types.int64] * 4), codegen
 
     return intrinsic(product)
 
@@ -242,6 +262,9 @@ def _block(combine: Any) -> Any:
     return intrinsic(block)
 
 
+# Bytes of an entry of a packed weight, and the code that reads a panel's row, by its kind.
+_STORED = {types.float32: (_FLOAT_BYTES, _float_columns), types.uint16: (2, _bf16_columns)}
+
 _PRODUCT_1, _PRODUCT_2, _PRODUCT_3, _PRODUCT_4 = (_product(rows) for rows in (1, 2, 3, 4))
 _PRODUCT_5, _PRODUCT_6, _PRODUCT_7, _PRODUCT_8 = (_product(rows) for rows in (5, 6, 7, 8))
 _DOTS_4_4, _DOTS_4_1, _DOTS_1_4, _DOTS_1_1 = (_dots(r, t) for r in (4, 1) for t in (4, 1))
@@ -259,6 +282,16 @@ def floats(typing: Any, address: Any) -> Any:
     return types.CPointer(types.float32)(types.int64), codegen
 
 
+@intrinsic
+def entry_bytes(typing: Any, kind: Any) -> Any:
+    """Return the bytes of an entry of a packed weight of a kind."""
+
+    def codegen(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        return _int(_STORED[signature.args[0]][0])
+
+    return types.int64(kind), codegen
+
+
 @inner
 def address(array: Any) -> Any:
     """Return the address of an array's first entry."""
@@ -271,6 +304,18 @@ class Rows(NamedTuple):
     at: Any
     stride: Any
     count: Any
+
+
+class Panel(NamedTuple):
+    """PANEL columns of a packed weight: their address, the number of rows, and their kind.
+
+    kind is a zero of the stored type: float32, or uint16 for bf16, whose row holds its two vectors
+    entry by entry.
+    """
+
+    at: Any
+    count: Any
+    kind: Any
 
 
 @inner
@@ -297,23 +342,34 @@ def multiply(x: Any, w: Any, out: Any, out_stride: Any, add: Any) -> None:
 
     x and w are Rows, the latter as many as x has columns; out is an address.
     """
+    _multiply(x, w, np.float32(0), out, out_stride, add)
+
+
+@inner
+def multiply_panel(x: Any, panel: Any, out: Any, out_stride: Any) -> None:
+    """Write out[r, :PANEL] = sum over k of x[r, k] * panel[k] for Rows x and a Panel."""
+    _multiply(x, Rows(panel.at, PANEL, panel.count), panel.kind, out, out_stride, 0)
+
+
+@inner
+def _multiply(x: Any, w: Any, kind: Any, out: Any, out_stride: Any, add: Any) -> None:
     while x.count >= 8:
-        _PRODUCT_8(x.at, x.stride, w.at, w.stride, w.count, out, out_stride, add)
+        _PRODUCT_8(x.at, x.stride, w.at, w.stride, kind, w.count, out, out_stride, add)
         x, out = from_row(x, 8), out + _FLOAT_BYTES * 8 * out_stride
     if x.count == 1:
-        _PRODUCT_1(x.at, x.stride, w.at, w.stride, w.count, out, out_stride, add)
+        _PRODUCT_1(x.at, x.stride, w.at, w.stride, kind, w.count, out, out_stride, add)
     elif x.count == 2:
-        _PRODUCT_2(x.at, x.stride, w.at, w.stride, w.count, out, out_stride, add)
+        _PRODUCT_2(x.at, x.stride, w.at, w.stride, kind, w.count, out, out_stride, add)
     elif x.count == 3:
-        _PRODUCT_3(x.at, x.stride, w.at, w.stride, w.count, out, out_stride, add)
+        _PRODUCT_3(x.at, x.stride, w.at, w.stride, kind, w.count, out, out_stride, add)
     elif x.count == 4:
-        _PRODUCT_4(x.at, x.stride, w.at, w.stride, w.count, out, out_stride, add)
+        _PRODUCT_4(x.at, x.stride, w.at, w.stride, kind, w.count, out, out_stride, add)
     elif x.count == 5:
-        _PRODUCT_5(x.at, x.stride, w.at, w.stride, w.count, out, out_stride, add)
+        _PRODUCT_5(x.at, x.stride, w.at, w.stride, kind, w.count, out, out_stride, add)
     elif x.count == 6:
-        _PRODUCT_6(x.at, x.stride, w.at, w.stride, w.count, out, out_stride, add)
+        _PRODUCT_6(x.at, x.stride, w.at, w.stride, kind, w.count, out, out_stride, add)
     elif x.count == 7:
-        _PRODUCT_7(x.at, x.stride, w.at, w.stride, w.count, out, out_stride, add)
+        _PRODUCT_7(x.at, x.stride, w.at, w.stride, kind, w.count, out, out_stride, add)
 
 
 @inner

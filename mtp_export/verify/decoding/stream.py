@@ -11,7 +11,7 @@ from pickle import UnpicklingError
 
 import torch
 
-from mtp_export.checkpoint.files import make_folder, write_whole
+from mtp_export.checkpoint.files import make_folder, remove_temporaries, write_whole
 from mtp_export.errors import IoError
 from mtp_export.progress import ProgressCallback
 from mtp_export.verify.check import WHOLE_CHECK, Item, measured, not_tested
@@ -79,6 +79,7 @@ def states_of(
         _keep(place, index + 1, x)
         progress(each)
     place.unlink(missing_ok=True)
+    remove_temporaries(place)
     return x
 
 

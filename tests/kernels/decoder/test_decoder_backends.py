@@ -56,6 +56,18 @@ def test_rows_and_cache(name: str, backend: str) -> None:
     check_cache(inputs, found_cache, expected_cache)
 
 
+@pytest.mark.parametrize("backend", OTHERS)
+@pytest.mark.parametrize("name", ["mixed", "no query rank", "whole vectors", "ragged sizes"])
+def test_matrices_in_bf16(name: str, backend: str) -> None:
+    """The sums of matrices that were rounded before."""
+    case = CASES[name]
+    made = [decoder.make_backend(one, dtype=torch.bfloat16) for one in ("reference", backend)]
+    (expected, _), (found, _) = (run(make_decoder(case, one), build(case)) for one in made)
+    check(found, expected)
+    exact, _ = run(make_decoder(case, "reference"), build(case))
+    assert not torch.allclose(exact, expected, rtol=1e-4)
+
+
 def check_cache(inputs: Inputs, found: torch.Tensor, expected: torch.Tensor) -> None:
     """The rows' slots are written in all layers, and nothing else is."""
     own = torch.zeros(found.shape[1] * found.shape[2], dtype=torch.bool)
