@@ -18,7 +18,7 @@ from quantize_rows import ROWS, linears
 
 CONFIG: dict[str, Any] = SOURCES["fp8"]
 LAYER = f"model.layers.{CONFIG['num_hidden_layers']}"
-NAMES = [name for name, row in ROWS.items() if "--target" not in row.options]
+NAMES = ["fp8", "bf16"]
 
 
 @pytest.fixture(scope="module")
@@ -65,6 +65,6 @@ def test_every_linear_is_in_the_form_on_disk(
             continue
         for module in stored_modules(answer["module"], on_disk, LAYER):
             form = form_on_disk(shapes, module, tensors[f"{module}.weight"].shape[1])
-            assert agree(answer, form, name.startswith("wint4")), f"{module}: {form}, {answer}"
+            assert agree(answer, form, int4_activations=False), f"{module}: {form}, {answer}"
             asked.append(module)
     assert sorted(asked) == sorted(on_disk)

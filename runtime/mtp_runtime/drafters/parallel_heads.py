@@ -94,6 +94,7 @@ def read_parallel_heads(folder: Path, loaded: Loaded) -> TargetDraft:
     """
     stored = StoredHeads.of(read_draft(folder), loaded.model)
     is_layers = stored.layout.body is Body.LAYER
+    heads: FfnHeads | LayerHeads
     heads = stored.layers(loaded) if is_layers else stored.ffn(loaded.model)
     taps = (loaded.model.config.layers - 1,) if is_layers else ()
     build = partial(ParallelHeadsDrafter, heads=heads)
