@@ -148,7 +148,8 @@ def _head_scores(
 ) -> torch.Tensor:
     """The log-probability [k, A] of a token [A] by every head."""
     found = []
-    for part, own in zip(bodies.split(_ROWS, dim=1), wanted.split(_ROWS), strict=True):
+    parts = zip(torch.split(bodies, _ROWS, dim=1), torch.split(wanted, _ROWS), strict=True)
+    for part, own in parts:
         ids = own.to(part.device)[None, :, None].expand(len(heads), -1, 1)
         found.append(heads.logits(part).log_softmax(dim=-1).gather(2, ids)[..., 0].cpu())
     return _clamped(torch.cat(found, dim=1))
