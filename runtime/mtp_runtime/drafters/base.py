@@ -74,6 +74,9 @@ class TargetDraft:
 class DrafterType:
     """A drafter of the registry, and what must be loaded for it: the MTP modules, a draft model.
 
+    prefix_cache: it drafts for requests whose first tokens it never observed, and what it caches of
+    a page depends on the tokens up to the one after that page.
+
     read: reads a draft that is no model of its own, from a folder of its own or from the bundle's
     folder of the method's name; build alone then says that there is none.
     """
@@ -81,4 +84,5 @@ class DrafterType:
     build: Callable[[DrafterParts], Drafter]
     needs_mtp: bool = False
     needs_draft_model: bool = False
+    prefix_cache: bool = False
     read: Callable[[Path, Loaded], TargetDraft] | None = None
