@@ -177,12 +177,18 @@ class MtpModule:
         layout: BatchLayout,
     ) -> torch.Tensor:
         """Join tokens and hidden states and run the layer; returns [T, d] before the norm."""
+        return self.layers(self.joined(next_tokens, hidden, layout.positions), cache, layout)
+
+    def joined(
+        self, next_tokens: torch.Tensor, hidden: torch.Tensor, positions: torch.Tensor
+    ) -> torch.Tensor:
+        """Join the tokens [T] and hidden states [T, d] of positions [T]; returns [T, d]."""
         embedded = self.embedding(next_tokens)
         if self.contract.zero_first_embedding:
-            embedded = embedded.masked_fill((layout.positions == 0)[:, None], 0.0)
+            embedded = embedded.masked_fill((positions == 0)[:, None], 0.0)
         norm_embedding, norm_hidden, project = self.inputs
         both = torch.cat([norm_embedding(embedded), norm_hidden(hidden)], dim=-1)
-        return self.layers(project(both), cache, layout)
+        return project(both)
 
     @cached_property
     def recursion(self) -> Recursion | None:
