@@ -243,6 +243,8 @@ class Bars:
     def steps(self, done: int, count: int) -> Callable[[int, Sequence[float]], object]:
         from mtp_export.commands.progress_bar import CountBar
 
+        if done == count:
+            return lambda step, losses: None
         bar = CountBar("tune", count, "steps", done=done)
 
         def show(step: int, losses: Sequence[float]) -> None:

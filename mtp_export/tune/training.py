@@ -61,9 +61,7 @@ class Training:
 
     def __post_init__(self) -> None:
         parameters = self.draft.parameters.values()
-        self._optimizer = adamw(
-            (p for p in parameters if p.ndim == 2), (p for p in parameters if p.ndim != 2)
-        )
+        self._optimizer = adamw(list(parameters), decay=0.0)  # it stays near where it began
         self._course = Course(
             steps=self.options.steps,
             warmup_steps=max(1, int(self.options.steps * WARM_UP_SHARE)),
@@ -80,21 +78,17 @@ class Training:
         return len(self.log.losses)
 
     def run(self, store: RowStore, on_step: OnStep) -> None:
-        """Train to the last step; what ends it early leaves a state to go on from."""
+        """Train to the last step; whatever ends it early, the last saved state stays."""
         batches = shuffled(store.lengths, self.options.batch_tokens, self.options.seed)
         saved = time.monotonic()
-        try:
-            for numbers in islice(batches, self.done, self.options.steps):
-                losses = self._step(store, numbers)
-                self.log.losses.append(losses)
-                on_step(self.done, losses)
-                if time.monotonic() - saved >= self.save_seconds:
-                    self._save()
-                    saved = time.monotonic()
-        except KeyboardInterrupt:
-            self._save()
-            raise
-        self._save()
+        for numbers in islice(batches, self.done, self.options.steps):
+            losses = self._step(store, numbers)
+            self.log.losses.append(losses)
+            last = self.done == self.options.steps
+            if last or time.monotonic() - saved >= self.save_seconds:
+                self._save()
+                saved = time.monotonic()
+            on_step(self.done, losses)
 
     def depths_of(self, step: int) -> int:
         """Return how many drafts of a chain a step trains: one at first, soon all."""
@@ -113,7 +107,8 @@ class Training:
         if own:
             means = self._losses(store.batch(own, device), counts)
             weights = [DEPTH_DECAY**depth for depth in range(depths)]
-            torch.stack([w * mean for w, mean in zip(weights, means, strict=True)]).sum().backward()
+            weighted = [w * mean for w, mean in zip(weights, means, strict=True)]
+            torch.autograd.backward(torch.stack(weighted).sum())
             losses = torch.stack(means).detach()
         length = self._advance()
         return self._checked(self.group.add_up(losses).tolist(), length)

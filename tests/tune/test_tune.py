@@ -119,7 +119,9 @@ def test_an_interrupted_run_ends_with_the_same_bytes(
     options: TuneOptions, tuned: tuple[TuneResult, Path], tmp_path: Path
 ) -> None:
     """It shares the rows, and has a state of its own."""
-    own = replace(options, output_dir=tmp_path / "bundle", workdir=tmp_path / "work")
+    own = replace(
+        options, output_dir=tmp_path / "bundle", workdir=tmp_path / "work", save_seconds=0.0
+    )
     assert options.workdir is not None
     (rows,) = options.workdir.glob("rows-*")
     (tmp_path / "work").mkdir()

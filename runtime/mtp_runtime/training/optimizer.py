@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
-
-MATRIX_DECAY = 0.1
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,11 +31,14 @@ class Course:
 
 
 def adamw(
-    matrices: Iterable[torch.nn.Parameter], others: Iterable[torch.nn.Parameter]
+    decaying: Sequence[torch.nn.Parameter],
+    others: Sequence[torch.nn.Parameter] = (),
+    *,
+    decay: float,
 ) -> torch.optim.AdamW:
-    """Build AdamW with weight decay for the matrices only."""
+    """Build AdamW with a weight decay of some parameters, and none of others."""
     groups = [
-        {"params": list(matrices), "weight_decay": MATRIX_DECAY},
+        {"params": list(decaying), "weight_decay": decay},
         {"params": list(others), "weight_decay": 0.0},
     ]
     filled = [group for group in groups if group["params"]]

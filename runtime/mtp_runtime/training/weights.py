@@ -64,23 +64,14 @@ class TrainedWeights:
         self._weights = {name: self._open(name) for name in names}
 
     @property
-    def matrices(self) -> list[nn.Parameter]:
-        """Parameters of linears."""
-        return [p for p in self.parameters.values() if p.ndim == 2]
-
-    @property
-    def vectors(self) -> list[nn.Parameter]:
-        """Parameters of norms."""
-        return [p for p in self.parameters.values() if p.ndim != 2]
-
-    @property
     def names(self) -> list[str]:
         """Released names of the trained weights."""
         return list(self._weights)
 
     def values(self, dtype: torch.dtype) -> dict[str, Tensor]:
         """Return every weight on the device that computes, rounded, with its gradient's path."""
-        return {name: self._value(name).to(dtype) for name in self._weights}
+        with torch.autocast(self._source.device.type, enabled=False):
+            return {name: self._value(name).to(dtype) for name in self._weights}
 
     @torch.no_grad()
     def unrounded(self, name: str) -> Tensor:
