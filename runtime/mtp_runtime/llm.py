@@ -45,7 +45,9 @@ class LLM:
     """A loaded model with an engine; generate may be called any number of times, by any number of
     threads at once: their requests share one batch.
 
-    bundle: an export's output folder, or a checkpoint folder. speculation: see SpeculationOptions;
+    bundle: an export's output folder, or a checkpoint folder. draft_model: folder of a second
+    model, or of a draft that is none, for methods that need one; without it such a draft is looked
+    for in the bundle's folder of the method's name. speculation: see SpeculationOptions;
     the numbers of drafts that adaptive chooses depend on times, so that sampled tokens do too.
     deterministic (float32 only, layers that compiled kernels run): tokens do not
     depend on batch or drafter. loaded: the bundle's model where it is loaded already, with the
@@ -72,6 +74,7 @@ class LLM:
     ) -> None:
         drafting = speculation_config(speculation)
         _check_choices(drafting, draft_model)
+        draft = Path(draft_model) if draft_model else _own_draft(Path(bundle), drafting.method)
         config = EngineConfig(
             max_batch_size=max_batch_size,
             page_size=page_size,
@@ -87,22 +90,27 @@ class LLM:
             with_mtp=DRAFTERS[drafting.method].needs_mtp,
             contract=contract,
         )
-        self._start(config, options, loaded or Path(bundle), draft_model)
+        self._start(config, options, loaded or Path(bundle), draft)
 
     def _start(
         self,
         config: EngineConfig,
         options: LoadOptions,
         target: Loaded | Path,
-        draft_model: Path | str | None,
+        draft: Path | None,
     ) -> None:
         """Load what is not loaded yet, and build the engine."""
         loaded = load_model(target, options) if isinstance(target, Path) else target
-        drafting = None if draft_model is None else load_model(Path(draft_model), options).model
-        build = DRAFTERS[config.speculation.method].build
+        kind = DRAFTERS[config.speculation.method]
+        model, build, draft_model = loaded.model, kind.build, None
+        if draft is not None and kind.read is not None:
+            own = kind.read(draft, loaded)
+            model, build = model.tapped(own.taps), own.build
+        elif draft is not None:
+            draft_model = load_model(draft, options).model
         self.ledger = loaded.ledger
         self.tokenizer = Tokenizer.find(loaded.folder)
-        self.engine = Engine(loaded.model, config, build, drafting)
+        self.engine = Engine(model, config, build, draft_model)
         self.next_request_id = 0
         self._numbering = Lock()
 
@@ -179,13 +187,27 @@ def _check_choices(config: SpeculationConfig, draft_model: Path | str | None) ->
     method = config.method
     _check_choice("acceptance", config.acceptance, ACCEPTANCE_RULES)
     _check_choice("speculate_method", method, DRAFTERS)
-    if DRAFTERS[method].needs_draft_model != (draft_model is not None):
-        takers = [name for name, other in DRAFTERS.items() if other.needs_draft_model]
+    kind = DRAFTERS[method]
+    if kind.read is None and kind.needs_draft_model != (draft_model is not None):
+        takers = [n for n, other in DRAFTERS.items() if other.needs_draft_model or other.read]
         raise UsageError(
             f"The speculate_method {method} {'needs a' if draft_model is None else 'takes no'}"
             " draft_model",
             expected=f"a draft_model with {' or '.join(takers)}, and with no other",
         )
+
+
+def _own_draft(bundle: Path, method: str) -> Path | None:
+    """Return the bundle's own draft for a method (UsageError where the method needs one)."""
+    if DRAFTERS[method].read is None:
+        return None
+    if not (bundle / method).is_dir():
+        raise UsageError(
+            f"The speculate_method {method} needs a draft, and the bundle has none",
+            where=bundle,
+            expected=f"draft_model, or a folder {method} in the bundle",
+        )
+    return bundle / method
 
 
 def _check_choice(option: str, value: str, choices: Collection[str]) -> None:

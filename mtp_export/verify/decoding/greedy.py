@@ -151,8 +151,8 @@ def _drafters(trial: Trial) -> Iterator[tuple[str, str, int, Build | None]]:
     """Name, method, k and builder of every drafter in the registry, and of planted ones."""
     for k in range(1, MOST_DRAFTS + 1):
         yield "mtp", "mtp", k, None
-    for method in DRAFTERS:
-        if method not in (NO_DRAFTS, "mtp"):
+    for method, kind in DRAFTERS.items():
+        if method not in (NO_DRAFTS, "mtp") and kind.read is None:
             yield method, method, 3, None
     for right_for in range(MOST_DRAFTS):
         name = "never right" if right_for == 0 else f"right for {right_for}"

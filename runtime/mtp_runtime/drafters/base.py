@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Protocol
 
 import torch
@@ -11,6 +12,7 @@ import torch
 from mtp_runtime.acceptance.base import Draft
 from mtp_runtime.cache import PageAllocator
 from mtp_runtime.config import EngineConfig
+from mtp_runtime.models.load import Loaded
 from mtp_runtime.models.model import Model, ModelCache
 from mtp_runtime.request import Request
 
@@ -20,12 +22,14 @@ class Pass:
     """Hidden states that the target computed for one request in a step, without rejected drafts.
 
     Rows [start, start + len(hidden)) of the request's tokens now have cache entries, and the token
-    after each is in request.tokens. hidden [s, d] is what the MTP module takes of each.
+    after each is in request.tokens. hidden [s, d] is what the MTP module takes of each, taps
+    [s, taps * d] the inputs of the target's tapped layers, None where it has no taps.
     """
 
     request: Request
     start: int
     hidden: torch.Tensor
+    taps: torch.Tensor | None = None
 
 
 @dataclass(frozen=True)
@@ -54,9 +58,23 @@ class Drafter(Protocol):
 
 
 @dataclass(frozen=True)
+class TargetDraft:
+    """A draft that was read for one target: what builds its drafter, and the target's layers whose
+    inputs that takes."""
+
+    build: Callable[[DrafterParts], Drafter]
+    taps: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True)
 class DrafterType:
-    """A drafter of the registry, and what must be loaded for it: the MTP modules, a draft model."""
+    """A drafter of the registry, and what must be loaded for it: the MTP modules, a draft model.
+
+    read: reads a draft that is no model of its own, from a folder of its own or from the bundle's
+    folder of the method's name; build alone then says that there is none.
+    """
 
     build: Callable[[DrafterParts], Drafter]
     needs_mtp: bool = False
     needs_draft_model: bool = False
+    read: Callable[[Path, Loaded], TargetDraft] | None = None
