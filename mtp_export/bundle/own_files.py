@@ -10,13 +10,13 @@ from pathlib import Path
 
 from mtp_export.bundle.journal import JOURNAL_NAME
 from mtp_export.bundle.links import PROBE_PREFIX
-from mtp_export.checkpoint.bundle_folder import MAIN, MTP
+from mtp_export.checkpoint.bundle_folder import MAIN, MTP, OWN_DRAFTS
 from mtp_export.checkpoint.files import read_failure, sync_folder, temporary_path, write_failure
 from mtp_export.checkpoint.manifest import MANIFEST_NAME, read_manifest
 from mtp_export.checkpoint.reader import CONFIG_NAME
 from mtp_export.errors import InvalidInputError, OutputExistsError
 
-PARTS = (MAIN, MTP)
+PARTS = (MAIN, MTP, *OWN_DRAFTS)
 # What a killed run leaves beside the parts.
 TEMPORARIES = {temporary_path(Path(name)).name for name in (MANIFEST_NAME, JOURNAL_NAME)}
 

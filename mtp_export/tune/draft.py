@@ -1,17 +1,21 @@
-"""Interface of drafts that can be trained; DRAFTS has them by the name that --draft takes."""
+"""Interface of drafts that can be trained."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
+import torch
 from torch import Tensor, nn
 
+from mtp_export.bundle.build import BundlePlan
+from mtp_export.tune.options import TuneOptions
 from mtp_export.tune.row_store import Batch
 from mtp_export.tune.rows import Rows
+from mtp_export.tune.writing import Output, SourceBundle
 from mtp_export.verify.evidence.corpus import Drafts
-from mtp_runtime.loading.weight_source import WeightSource
+from mtp_runtime.models.model import Model, States
 
 
 @dataclass(frozen=True)
@@ -26,8 +30,8 @@ class TrainedDraft(Protocol):
     """A draft that is being trained."""
 
     @property
-    def source(self) -> WeightSource:
-        """The bundle's weights, in the forms that they are stored in."""
+    def device(self) -> torch.device:
+        """Device that computes."""
 
     @property
     def parameters(self) -> Mapping[str, nn.Parameter]:
@@ -37,11 +41,32 @@ class TrainedDraft(Protocol):
         """Return the draft's outputs at every slot of a batch, under autograd."""
 
     def judged(self, rows: Rows, depths: int) -> Drafts:
-        """Return what the draft proposes along the generated ends of texts."""
+        """Return what the draft proposes along the generated ends of texts, at most so deep."""
 
-    def trained(self, name: str) -> Tensor:
-        """Return a weight as it is to be written, before it is rounded, float32."""
+    def plan(self, output: Output) -> BundlePlan:
+        """Plan the bundle with the draft as it is now."""
 
-    @property
-    def names(self) -> list[str]:
-        """Released names of the weights that are trained."""
+
+@dataclass(frozen=True)
+class Sizes:
+    """Elements of a draft: all, those that are trained, those that one row goes through, and the
+    bytes that are held of what is stored."""
+
+    parameters: int
+    trained: int
+    used: float
+    stored_bytes: int = 0
+
+
+@dataclass(frozen=True)
+class DraftType:
+    """A kind of draft that is trained.
+
+    open: makes it for the bundle that is tuned. fed: what it is fed of the target's states, [T, n].
+    taps: layers of a target of so many whose inputs it takes. sizes: by config.json alone.
+    """
+
+    open: Callable[[TuneOptions, SourceBundle], TrainedDraft]
+    fed: Callable[[Model, States], Tensor]
+    sizes: Callable[[TuneOptions, SourceBundle], Sizes]
+    taps: Callable[[int], tuple[int, ...]] = lambda layers: ()

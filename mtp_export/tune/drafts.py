@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from pathlib import Path
+from mtp_export.tune.draft import DraftType
+from mtp_export.tune.eagle3 import EAGLE3
+from mtp_export.tune.mtp import MTP
+from mtp_export.tune.parallel_heads import PARALLEL_HEADS
 
-from mtp_export.tune.draft import TrainedDraft
-from mtp_export.tune.mtp import MtpDraft
-from mtp_runtime.training.weights import WeightOptions
-
-# Opens the draft of a bundle, on a device.
-DRAFTS: dict[str, Callable[[Path, str, WeightOptions], TrainedDraft]] = {"mtp": MtpDraft.open}
+DRAFTS: dict[str, DraftType] = {"mtp": MTP, "eagle3": EAGLE3, "parallel_heads": PARALLEL_HEADS}

@@ -20,9 +20,9 @@ class Measured:
 
     @classmethod
     def of(cls, draft: TrainedDraft, rows: Rows) -> Measured:
-        """Measure every number of drafts."""
+        """Measure every number of drafts that the draft can make."""
         drafts, anchors = draft.judged(rows, MAX_DRAFT_TOKENS), rows.texts.anchors()
-        ks = range(1, MAX_DRAFT_TOKENS + 1)
+        ks = range(1, len(drafts.hit) + 1)
         return cls({k: walked(rows.texts, anchors, drafts=drafts, k=k) for k in ks})
 
     def as_json(self) -> dict[str, Any]:

@@ -2,29 +2,37 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
-from pathlib import Path
+from math import prod
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from mtp_export.bundle.build import BundlePlan
 from mtp_export.errors import UnsupportedError
+from mtp_export.families.base import Role, TensorSpec
 from mtp_export.families.contract import MtpContract
-from mtp_export.tune.draft import Outputs
+from mtp_export.tune.draft import DraftType, Outputs, Sizes
+from mtp_export.tune.options import TuneOptions
 from mtp_export.tune.row_store import Batch
 from mtp_export.tune.rows import Rows
+from mtp_export.tune.writing import Output, SourceBundle
 from mtp_export.verify.evidence.corpus import Drafts, judge
 from mtp_runtime.layers.embedding import Embedding
-from mtp_runtime.loading.weight_source import WeightSource
 from mtp_runtime.models.builder import ModelBuilder
-from mtp_runtime.models.load import LoadOptions, open_model
-from mtp_runtime.models.model import Head, MtpModule, TorchExecution
+from mtp_runtime.models.load import DTYPES, LoadOptions, open_model
+from mtp_runtime.models.model import Head, Model, MtpModule, States, TorchExecution
 from mtp_runtime.teacher_forcing import DraftInputs, draft_states
 from mtp_runtime.training.recursion import draft_outputs, expanded
-from mtp_runtime.training.weights import TrainedWeights, WeightOptions, trainable_names
+from mtp_runtime.training.weights import (
+    FROZEN_ROLES,
+    TrainedWeights,
+    WeightOptions,
+    trainable_names,
+)
 
 
 @dataclass(frozen=True)
@@ -39,68 +47,66 @@ class MtpDraft:
     dtype: torch.dtype
 
     @classmethod
-    def open(cls, bundle: Path, device: str, options: WeightOptions) -> MtpDraft:
+    def open(cls, options: TuneOptions, source: SourceBundle) -> MtpDraft:
         """Open the MTP module of a bundle.
 
         Raises what open_model does, and UnsupportedError for several modules, for weights that
         nothing writes and for an attention that is not trained.
         """
-        opened = open_model(bundle, LoadOptions(device, dequantize_at_load=False))
+        opened = open_model(options.bundle, LoadOptions(options.device, dequantize_at_load=False))
         builder = opened.builder
         model = builder.model(TorchExecution(), opened.contract, layers=0)
         if len(model.mtp_modules) != 1:
             raise UnsupportedError(
                 "Drafts of one MTP module are trained",
-                where=bundle,
+                where=options.bundle,
                 expected="one MTP layer",
                 found=len(model.mtp_modules),
             )
         (module,) = model.mtp_modules
-        expanded(module.layer.attention)
-        names = trainable_names(builder.source)
-        weights = TrainedWeights(builder.source, names, options)
+        expanded(module.attention)
+        weights = WeightOptions(
+            lora_rank=options.train.lora_rank,
+            scale_rule=source.scale_rule,
+            place=options.place,
+            seed=options.train.seed,
+        )
         return cls(
             builder,
             embedding=module.embedding,
             own_head=module.head,
             contract=module.contract,
-            weights=weights,
-            dtype=options.dtype,
+            weights=TrainedWeights(builder.source, trainable_names(builder.source), weights),
+            dtype=DTYPES[options.train.dtype],
         )
 
     @property
-    def source(self) -> WeightSource:
-        return self.builder.source
+    def device(self) -> torch.device:
+        return self.builder.source.device
 
     @property
     def parameters(self) -> Mapping[str, nn.Parameter]:
         return self.weights.parameters
 
-    @property
-    def names(self) -> list[str]:
-        return self.weights.names
-
-    def trained(self, name: str) -> Tensor:
-        return self.weights.unrounded(name)
-
     def outputs(self, batch: Batch, depths: int) -> Outputs:
         tokens = F.pad(batch.tokens, (0, depths - 1))
-        return Outputs(
-            draft_outputs(self.module(self.dtype), batch.hidden[:, :-1], tokens, depths),
-            self.head,
-        )
+        module = self.module(self.dtype)
+        return Outputs(draft_outputs(module, batch.hidden[:, :-1], tokens, depths), self.head)
 
     @torch.no_grad()
     def judged(self, rows: Rows, depths: int) -> Drafts:
         module, anchors = self.module(torch.float32), rows.texts.anchors()
-        inputs = DraftInputs(rows.texts, rows.hidden.to(self.source.device), anchors)
+        inputs = DraftInputs(rows.texts, rows.hidden.to(self.device), anchors)
         states = draft_states((module,), inputs, depths)
         return judge((module,), texts=rows.texts, anchors=anchors, states=states)
+
+    def plan(self, output: Output) -> BundlePlan:
+        return output.plan_mtp(self.weights.names, self.weights.unrounded)
 
     def module(self, dtype: torch.dtype) -> MtpModule:
         """Return the module with the values that its parameters have now, in a dtype."""
         values = self.weights.values(dtype)
-        source = replace(self.source, values=values, dtype=dtype, keep_dense=True)
+        source = replace(self.builder.source, values=values, dtype=dtype, keep_dense=True)
         builder = replace(self.builder, source=source)
         layer = builder.family.mtp_layers.start
         return builder.mtp_layer(layer, self.embedding, head=self.own_head, contract=self.contract)
@@ -109,3 +115,44 @@ class MtpDraft:
     def head(self) -> Tensor:
         """The head [vocab, d]."""
         return self.own_head.linear.matrix(torch.float32).t().contiguous()
+
+
+def _fed(model: Model, states: States) -> Tensor:
+    return model.mtp_input(states.before, states.after)
+
+
+def _sizes(options: TuneOptions, source: SourceBundle) -> Sizes:
+    """Return the sizes of the MTP layers; of routed experts a row goes through a few."""
+    family, rank = source.stored.family, options.train.lora_rank
+    experts = (family.router.experts_per_token or 1) / family.experts
+    specs = [
+        spec
+        for spec in family.tensors.values()
+        if spec.mtp_layer is not None and spec.role not in FROZEN_ROLES
+    ]
+    shares = (experts if spec.role is Role.ROUTED_EXPERT else 1.0 for spec in specs)
+    return Sizes(
+        parameters=sum(prod(spec.shape) for spec in specs),
+        trained=_trained_elements(specs, rank),
+        used=sum(share * prod(spec.shape) for share, spec in zip(shares, specs, strict=True)),
+        stored_bytes=0 if rank is None else _stored_bytes(source),
+    )
+
+
+def _trained_elements(specs: Iterable[TensorSpec], rank: int | None) -> int:
+    return sum(
+        prod(spec.shape)
+        if rank is None or len(spec.shape) != 2 or spec.role is Role.ROUTER
+        else min(rank, *spec.shape) * sum(spec.shape)
+        for spec in specs
+    )
+
+
+def _stored_bytes(source: SourceBundle) -> int:
+    """Return the bytes of the draft as it is stored, without embedding and head."""
+    role_of = {name: one.weight.role for name, one in source.stored.weight_of.items()}
+    tensors = source.mtp.tensors.values()
+    return sum(t.size_bytes for t in tensors if role_of[t.name] not in FROZEN_ROLES)
+
+
+MTP = DraftType(MtpDraft.open, fed=_fed, sizes=_sizes)

@@ -81,6 +81,11 @@ class TuneOptions:
     save_seconds: float = 120.0
 
     @property
+    def place(self) -> str:
+        """Device of parameters and optimizer."""
+        return "cpu" if self.offload else self.device
+
+    @property
     def work(self) -> Path:
         """Folder of rows and saved states."""
         return self.workdir or self.output_dir.with_name(f"{self.output_dir.name}-work")

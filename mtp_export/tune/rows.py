@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Self
@@ -13,10 +13,10 @@ from torch import Tensor
 from mtp_export.errors import UsageError
 from mtp_export.verify.evidence.corpus import texts_of
 from mtp_export.verify.evidence.decode import decode
-from mtp_runtime.models.model import Model
+from mtp_runtime.models.model import Model, States
 from mtp_runtime.sampling import SamplingParams
 from mtp_runtime.streaming import StreamedModel, pass_through
-from mtp_runtime.teacher_forcing import PagedTexts, Text, Texts, logits_by_chunk, target_states
+from mtp_runtime.teacher_forcing import PagedTexts, Text, Texts, logits_by_chunk, model_states
 
 GOALS = 64  # tokens of a distribution that are kept
 WRITING_DRAFTS = 3
@@ -81,11 +81,13 @@ class Rows:
 class Writer:
     """The target, which answers prompts greedily and reads texts.
 
-    new_tokens is the length of answers, text_tokens that at which texts are cut. streamed: the
-    target on disk, of which model has the head alone; it reads, and answers nothing.
+    fed: what the draft takes of its states. new_tokens is the length of answers, text_tokens that
+    at which texts are cut. streamed: the target on disk, of which model has the head alone; it
+    reads, and answers nothing.
     """
 
     model: Model
+    fed: Callable[[Model, States], Tensor]
     new_tokens: int
     text_tokens: int
     streamed: StreamedModel | None = None
@@ -95,24 +97,26 @@ class Writer:
         """Return what the target writes after prompts without an answer, and computes of all;
         dtype is that of hidden states on disk."""
         texts = self._texts(lines)
-        before, after = self._states(texts)
+        states = self._states(texts)
         ids, log_probs = [], []
-        for _, logits in logits_by_chunk(self.model.head, after):
+        for _, logits in logits_by_chunk(self.model.head, states.after):
             best, found = logits.log_softmax(dim=-1).topk(min(GOALS, logits.shape[1]), dim=-1)
             log_probs.append(best.cpu())
             ids.append(found.int().cpu())
-        hidden = self.model.mtp_input(before, after).to(dtype).cpu()
+        hidden = self.fed(self.model, states).to(dtype).cpu()
         return Rows(texts, hidden, torch.cat(ids), torch.cat(log_probs))
 
-    def _states(self, texts: Texts) -> tuple[Tensor, Tensor]:
-        """Return the target's hidden states [T, d] before and after its last norm."""
+    def _states(self, texts: Texts) -> States:
+        """Return the target's hidden states of every row."""
         if self.streamed is None:
-            return target_states(self.model, texts)
+            return model_states(self.model, texts)
         x, paged = self.streamed.embedded(texts.tokens), PagedTexts.of(texts)
-        chunks = paged.chunks(self.streamed.device)
-        for layer in self.streamed.layers(0):
+        chunks, kept = paged.chunks(self.streamed.device), list[Tensor]()
+        for number, layer in enumerate(self.streamed.layers(0)):
+            if number in self.model.taps:
+                kept.append(x.clone())
             pass_through(layer, x, paged, chunks)
-        return x, self.model.head.normed(x)
+        return States(x, self.model.head.normed(x), torch.cat(kept, dim=1) if kept else None)
 
     def _texts(self, lines: Sequence[Line]) -> Texts:
         """Answer the prompts that have no answer; prompts are cut to leave room."""

@@ -7,8 +7,6 @@ from dataclasses import asdict, dataclass
 from functools import cached_property
 from typing import Any, Protocol
 
-import torch
-
 from mtp_export.bundle.build import run_bundle
 from mtp_export.bundle.preflight import check_nesting, check_output
 from mtp_export.errors import UsageError
@@ -26,11 +24,10 @@ from mtp_export.tune.row_store import (
 )
 from mtp_export.tune.rows import Rows, Writer
 from mtp_export.tune.training import OnStep, Training
-from mtp_export.tune.writing import SourceBundle, plan_tuned, write_trained
-from mtp_runtime.models.load import DTYPES, LoadOptions, load_model
+from mtp_export.tune.writing import Output, SourceBundle
+from mtp_runtime.models.load import LoadOptions, load_model
 from mtp_runtime.streaming import open_streamed
 from mtp_runtime.training.parallel import Group, process_group
-from mtp_runtime.training.weights import WeightOptions
 
 
 class Progress(Protocol):
@@ -104,7 +101,7 @@ class _Run:
         if self.group.is_first:
             self._make_rows((training_rows, held_out))
         self.group.wait()
-        draft = self._draft()
+        draft = DRAFTS[options.draft].open(options, self.source)
         before = self._measured(draft, held_out)
         training = Training(
             draft=draft,
@@ -139,13 +136,14 @@ class _Run:
             "new_tokens": own.new_tokens,
             "text_tokens": own.text_tokens,
             "stream": self.options.stream,
+            "draft": self.options.draft,
         }
 
     @property
     def _name(self) -> str:
         """Name of all that decides what the training ends with."""
         train = asdict(self.options.train)
-        return short_hash({**self._rows_identity, "draft": self.options.draft, **train})
+        return short_hash({**self._rows_identity, **train})
 
     @cached_property
     def _stores(self) -> tuple[RowStore, RowStore]:
@@ -173,23 +171,19 @@ class _Run:
             store.make(writer, advance)
 
     def _writer(self) -> Writer:
-        options, own = self.options, self.options.data
-        if options.stream:
-            streamed = open_streamed(options.bundle, options.device)
-            return Writer(streamed.rest(), own.new_tokens, own.text_tokens, streamed)
-        loaded = load_model(options.bundle, LoadOptions(options.device))
-        return Writer(loaded.model, own.new_tokens, own.text_tokens)
-
-    def _draft(self) -> TrainedDraft:
-        options = self.options
-        weights = WeightOptions(
-            lora_rank=options.train.lora_rank,
-            scale_rule=self.source.scale_rule,
-            place=torch.device("cpu" if options.offload else options.device),
-            dtype=DTYPES[options.train.dtype],
-            seed=options.train.seed,
+        options, own, kind = self.options, self.options.data, DRAFTS[self.options.draft]
+        streamed = open_streamed(options.bundle, options.device) if options.stream else None
+        if streamed is None:
+            model = load_model(options.bundle, LoadOptions(options.device)).model
+        else:
+            model = streamed.rest()
+        return Writer(
+            model.tapped(kind.taps(model.config.layers)),
+            fed=kind.fed,
+            new_tokens=own.new_tokens,
+            text_tokens=own.text_tokens,
+            streamed=streamed,
         )
-        return DRAFTS[options.draft](options.bundle, options.device, weights)
 
     def _measured(self, draft: TrainedDraft, store: RowStore) -> Measured | None:
         """Measure acceptance, in the first process alone."""
@@ -198,11 +192,11 @@ class _Run:
     def _write(self, draft: TrainedDraft, before: Measured, after: Measured) -> None:
         """Write the bundle with the trained weights."""
         options = self.options
-        trained = write_trained(options.work / f"trained-{self._name}", draft)
         facts = {
             "draft": options.draft,
             **asdict(options.train),
             "before": before.as_json(),
             "after": after.as_json(),
         }
-        run_bundle(plan_tuned(options, self.source, trained, facts), silent)
+        folder = options.work / f"trained-{self._name}"
+        run_bundle(draft.plan(Output(options, self.source, folder, facts)), silent)

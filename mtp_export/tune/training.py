@@ -97,7 +97,7 @@ class Training:
 
     def _step(self, store: RowStore, numbers: Sequence[int]) -> list[float]:
         """Do one step of the optimizer; returns the mean loss of each depth over all processes."""
-        depths, device = self.depths_of(self.done), self.draft.source.device
+        depths, device = self.depths_of(self.done), self.draft.device
         counts = [
             max(1, sum(max(0, store.lengths[number] - 1 - depth) for number in numbers))
             for depth in range(depths)

@@ -7,36 +7,59 @@ deeper keys of its own chain, exactly as in decoding with a refreshed cache.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from mtp_export.errors import UnsupportedError
 from mtp_runtime.layers.attention import Attention, ExpandedAttention
-from mtp_runtime.models.model import MtpModule
+from mtp_runtime.models.model import Head
+
+Entry = tuple[Tensor, Tensor]
 
 
-def draft_outputs(module: MtpModule, hidden: Tensor, tokens: Tensor, depths: int) -> list[Tensor]:
+class ChainModule(Protocol):
+    """A module of one layer that drafts by recursion, with the parts of its layer apart."""
+
+    @property
+    def head(self) -> Head: ...
+
+    @property
+    def attention(self) -> Attention: ...
+
+    def entering(self, next_tokens: Tensor, hidden: Tensor, positions: Tensor) -> Entry:
+        """Return what attention takes, and what its output is added to, of tokens [T], hidden
+        states [T, d] and positions [T]."""
+
+    def leaving(self, residual: Tensor, attended: Tensor) -> Tensor:
+        """Return the output [T, d] before the norm, given that of attention [T, d]."""
+
+    def recycled(self, x: Tensor, normed: Tensor) -> Tensor:
+        """Return the side of its norm on which the output is fed to the next draft."""
+
+
+def draft_outputs(module: ChainModule, hidden: Tensor, tokens: Tensor, depths: int) -> list[Tensor]:
     """Return the module's output [b, s, d] after its norm for each depth, slot by slot.
 
     hidden [b, s, d] is what the target feeds it; tokens [b, s + depths], of which slot i is fed
     token i + 1 + depth. Output j (from 0) of slot i predicts token i + 2 + j.
     """
     batch, length, size = hidden.shape
-    layer, attention = module.layer, expanded(module.layer.attention)
+    attention = expanded(module.attention)
     mask, fed = causal_mask(length, hidden.device), hidden.flatten(0, 1)
     chain: list[tuple[Tensor, Tensor]] = []
     outputs = []
     for depth in range(depths):
         positions = torch.arange(depth, depth + length, device=hidden.device).repeat(batch)
         following = tokens[:, 1 + depth : 1 + depth + length].flatten()
-        x = module.joined(following, fed, positions)
-        heads = attention.expanded(layer.input_norm(x), attention.rope.cos_sin(positions))
+        taken, residual = module.entering(following, fed, positions)
+        heads = attention.expanded(taken, attention.rope.cos_sin(positions))
         query, key, value = (each.unflatten(0, (batch, length)).transpose(1, 2) for each in heads)
         chain.append((key, value))
         mixed = attend_chain(query, chain, mask)  # [b, h, s, v]
-        x = x + attention.output(mixed.transpose(1, 2).flatten(2).flatten(0, 1))
-        x = x + layer.feed_forward(layer.post_norm(x))
+        attended = attention.output(mixed.transpose(1, 2).flatten(2).flatten(0, 1))
+        x = module.leaving(residual, attended)
         normed = module.head.normed(x)
         outputs.append(normed.view(batch, length, size))
         fed = module.recycled(x, normed)

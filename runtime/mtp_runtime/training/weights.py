@@ -27,14 +27,12 @@ class WeightOptions:
     """Form of the parameters.
 
     lora_rank: rank of the changes, None for whole weights. scale_rule chooses int4 scales. place:
-    device of the parameters, which need not be the one that computes. dtype: that of the products
-    in training.
+    device of the parameters, which need not be the one that computes.
     """
 
     lora_rank: int | None = None
     scale_rule: str = "minmax"
-    place: torch.device = torch.device("cpu")
-    dtype: torch.dtype = torch.float32
+    place: str = "cpu"
     seed: int = 0
 
 
