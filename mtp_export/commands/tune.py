@@ -75,7 +75,12 @@ TextTokens = Annotated[
     typer.Option(metavar="N", rich_help_panel=DATA, help="Tokens at which a text is cut."),
 ]
 Draft = Annotated[
-    str, typer.Option(metavar="NAME", rich_help_panel=TRAINING, help="Draft to train: mtp.")
+    str,
+    typer.Option(
+        metavar="NAME",
+        rich_help_panel=TRAINING,
+        help="Draft to train: mtp, eagle3 or parallel_heads.",
+    ),
 ]
 Steps = Annotated[
     int, typer.Option(metavar="N", rich_help_panel=TRAINING, help="Steps of the optimizer.")
@@ -86,7 +91,10 @@ Rate = Annotated[
 Depth = Annotated[
     int,
     typer.Option(
-        "--k", metavar="K", rich_help_panel=TRAINING, help="Deepest draft to train, 1 to 5."
+        "--k",
+        metavar="K",
+        rich_help_panel=TRAINING,
+        help="Deepest draft to train, or number of heads, 1 to 5.",
     ),
 ]
 LoraRank = Annotated[
