@@ -1,6 +1,6 @@
 """Acceptance before and after `mtp-export tune` on the trained fixture, and its losses by step.
 
-    python -m benchmarks.bench_tune --folder WORK [--base int4] [--k 5] [--steps N] [--threads 1]
+    python -m benchmarks.bench_tune --folder WORK [--base int4] [--draft mtp] [--k 5] [--steps N]
 
 The prompts to train on are cut from the modules that the fixture was trained on, in the same way
 as fixtures/prompts.jsonl, on which acceptance is measured: 64 prompts, 128 new tokens each. --base
@@ -30,6 +30,7 @@ from mtp_export.bundle.options import BundleOptions
 from mtp_export.bundle.quantize import Int4Scope, QuantizeOptions, plan_quantize
 from mtp_export.commands.tune import Bars, result_facts
 from mtp_export.progress import silent
+from mtp_export.tune.drafts import DRAFTS
 from mtp_export.tune.options import DataOptions, TrainOptions, TuneOptions
 from mtp_export.tune.run import tune
 
@@ -80,6 +81,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--folder", type=Path, required=True, help="bundles, rows, saved states")
     parser.add_argument("--base", choices=BASES, default="int4")
+    parser.add_argument("--draft", choices=DRAFTS, default="mtp")
     parser.add_argument("--prompts", type=int, default=640)
     parser.add_argument("--k", type=int, default=5)
     parser.add_argument("--steps", type=int, default=1000)
@@ -97,8 +99,9 @@ def main() -> None:
     train = TrainOptions(k=given.k, steps=given.steps, rate=given.lr, dtype=given.dtype)
     options = TuneOptions(
         bundle=make_bundle(given.base, given.folder),
-        output_dir=given.folder / f"tuned-{given.base}-k{given.k}-{given.steps}",
+        output_dir=given.folder / f"tuned-{given.base}-{given.draft}-k{given.k}-{given.steps}",
         data=DataOptions(prompts, held_out=measured),
+        draft=given.draft,
         train=train,
         workdir=given.folder / "work",
         overwrite=True,
@@ -111,7 +114,7 @@ def main() -> None:
     del (row := result_facts(result))["output_dir"]
     row |= {"base": given.base, "train": asdict(train), "prompts": given.prompts}
     row["seconds"] = round(time.monotonic() - start, 1)
-    facts["rows"][f"{given.base}, k={given.k}, {given.steps} steps"] = row
+    facts["rows"][f"{given.base}, {given.draft}, k={given.k}, {given.steps} steps"] = row
     path.write_text(json.dumps(facts, indent=1) + "\n")
 
 

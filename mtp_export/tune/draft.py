@@ -64,9 +64,11 @@ class DraftType:
 
     open: makes it for the bundle that is tuned. fed: what it is fed of the target's states, [T, n].
     taps: layers of a target of so many whose inputs it takes. sizes: by config.json alone.
+    low_rank: changes of low rank may be trained instead of whole matrices.
     """
 
     open: Callable[[TuneOptions, SourceBundle], TrainedDraft]
     fed: Callable[[Model, States], Tensor]
     sizes: Callable[[TuneOptions, SourceBundle], Sizes]
     taps: Callable[[int], tuple[int, ...]] = lambda layers: ()
+    low_rank: bool = False

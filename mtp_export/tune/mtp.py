@@ -155,4 +155,4 @@ def _stored_bytes(source: SourceBundle) -> int:
     return sum(t.size_bytes for t in tensors if role_of[t.name] not in FROZEN_ROLES)
 
 
-MTP = DraftType(MtpDraft.open, fed=_fed, sizes=_sizes)
+MTP = DraftType(MtpDraft.open, fed=_fed, sizes=_sizes, low_rank=True)

@@ -81,6 +81,13 @@ def open_checked(options: TuneOptions) -> SourceBundle:
             expected=", ".join(DRAFTS),
             found=options.draft,
         )
+    if options.train.lora_rank is not None and not DRAFTS[options.draft].low_rank:
+        raise UsageError(
+            "A draft from nothing has no weights to change by a low rank",
+            expected="--draft mtp with --lora-rank",
+            found=f"--draft {options.draft}",
+            todo="Leave --lora-rank out",
+        )
     check_nesting(options.bundle, options.output_dir)
     check_nesting(options.bundle, options.work)
     check_nesting(options.output_dir, options.work)

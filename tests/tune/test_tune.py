@@ -223,6 +223,7 @@ def test_bad_input_is_one_paragraph(bundle: Path, prompts: Path, tmp_path: Path)
         ({"data": one}, 3, "too few prompts"),
         ({"data": foreign}, 3, "99999"),
         ({"draft": "medusa"}, 2, "medusa"),
+        ({"draft": "parallel_heads", "lora_rank": 4}, 2, "low rank"),
         ({"bundle": tmp_path}, 3, "no bundle"),
         ({"k": 6}, 2, "6"),
         ({"output_dir": bundle / "inside"}, 2, "must not contain"),
