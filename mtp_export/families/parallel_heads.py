@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any
 
-from mtp_export.errors import InvalidInputError, UnsupportedError
+from mtp_export.errors import InvalidInputError
 from mtp_export.families.fields import Fields
 
 MODEL_TYPE = "parallel_heads"
@@ -109,7 +109,7 @@ class HeadsLayout:
 def released_name(name: str, config: Mapping[str, Any]) -> str:
     """Return a stored tensor's name as vLLM has it.
 
-    Raises UnsupportedError for a name of no known layout: engines drop such tensors silently.
+    Raises InvalidInputError for a name of no known layout: engines drop such tensors silently.
     """
     old = _MEDUSA.fullmatch(name)
     if old is not None:
@@ -122,13 +122,20 @@ def released_name(name: str, config: Mapping[str, Any]) -> str:
         return "lm_head.weight"  # vLLM writes the shared one so
     if _NAMES.fullmatch(name):
         return name
-    raise UnsupportedError(
+    raise InvalidInputError(
         f"Tensor {name} is of no known layout of parallel heads",
         expected="blocks.H.layers.L.weight, H.L.linear.weight, lm_heads.H.weight or"
         " extra_heads.H.*",
         found=name,
         todo="vLLM would drop it silently, and draft with what is left",
     )
+
+
+def implied_config(names: Iterable[str], config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return config.json with what a layout implies that leaves it out: Medusa's blocks have
+    biases, vLLM's have none."""
+    old = any((found := _MEDUSA.fullmatch(name)) and found[3] for name in names)
+    return {"medusa_fc_bias": old, **config}
 
 
 def layout_of(
@@ -176,7 +183,7 @@ def layout_of(
 def _has_biases(shapes: Mapping[str, tuple[int, ...]], fields: Fields) -> bool:
     """Return whether blocks have biases: by the tensors, and by config.json where it says so."""
     there = any(name.endswith(".bias") for name in shapes)
-    promised = fields.flag("medusa_fc_bias", there)
+    promised = fields.flag("medusa_fc_bias")
     if promised and not there:
         raise InvalidInputError(
             "The biases of the heads are missing",

@@ -8,8 +8,6 @@ from collections.abc import Mapping
 from shlex import quote
 from typing import Any
 
-from mtp_export.schemes.dialects import VLLM
-from mtp_export.schemes.storage import Storage
 from mtp_export.targets.base import (
     Config,
     Deployment,
@@ -26,7 +24,6 @@ _RENAMED = {
     "shared_head.head.weight": "lm_head.weight",
 }
 _MODEL_LEVEL = ("embed_tokens", "enorm", "hnorm")
-_STORAGES = frozenset(Storage) - {Storage.W4AFP8}
 
 
 def _name(name: str, layer: int) -> str:
@@ -56,8 +53,6 @@ EAGLE = Target(
     engines=(
         Engine(
             "eagle",
-            _STORAGES,
-            VLLM,
             launch=_launch,
             title="vLLM (EAGLE)",
             draft_reading=DraftReading(
@@ -70,5 +65,4 @@ EAGLE = Target(
     mtp_config=_config,
     released_config=released_from_single_layer,
     model_types=frozenset({"deepseek_v3"}),
-    mtp_storages=_STORAGES,
 )

@@ -34,6 +34,7 @@ from mtp_export.verify.evidence.prompts import Prompt, choose_prompts
 
 if TYPE_CHECKING:
     from mtp_export.verify.evidence.corpus import Corpus
+    from mtp_export.verify.evidence.own_drafts import OwnDraft
     from mtp_runtime.models.load import Loaded, LoadOptions
 
 # Opens the progress bar of a step of a number of bytes; the callback takes the bytes just done.
@@ -75,6 +76,7 @@ class Context:
     show_progress: ShowProgress
     _loaded: dict[LoadOptions, Loaded] = field(default_factory=dict)
     _walks: dict[str, PartWalk] = field(default_factory=dict)
+    _drafts: dict[str, OwnDraft] = field(default_factory=dict)
 
     @classmethod
     def open(cls, options: VerifyOptions, show_progress: ShowProgress) -> Context:
@@ -257,6 +259,29 @@ class Context:
 
         model = self.loaded(LoadOptions(self.options.device)).model
         return Corpus(model, self.prompts, self.options.max_new_tokens)
+
+    def own_draft(self, method: str) -> OwnDraft:
+        """The bundle's own draft for a method, read once. Raises what its reader raises."""
+        from mtp_export.verify.evidence.own_drafts import OwnDraft
+        from mtp_runtime.models.load import LoadOptions
+
+        if method not in self._drafts:
+            loaded = self.loaded(LoadOptions(self.options.device))
+            self._drafts[method] = OwnDraft.read(self.options.bundle, method, loaded)
+        return self._drafts[method]
+
+    @cached_property
+    def own_drafts(self) -> tuple[OwnDraft, ...]:
+        """The bundle's own drafts that can be read; check `ledger` says why another cannot."""
+        from mtp_export.verify.evidence.own_drafts import draft_folders
+
+        found = []
+        for method in draft_folders(self.options.bundle):
+            try:
+                found.append(self.own_draft(method))
+            except MtpExportError:
+                continue
+        return tuple(found)
 
     def loaded(self, options: LoadOptions) -> Loaded:
         """The bundle's model, loaded once per options. Raises what load_model raises."""

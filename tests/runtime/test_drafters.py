@@ -62,7 +62,10 @@ def test_what_must_be_loaded_for_a_drafter() -> None:
         "eagle": (True, False),
         "inference_with_reference": (False, False),
         "draft_model": (False, True),
+        "eagle3": (False, False),
+        "parallel_heads": (False, False),
     }
+    assert {name for name, one in DRAFTERS.items() if one.read} == {"eagle3", "parallel_heads"}
 
 
 def test_plain_decoding_drafts_nothing() -> None:

@@ -12,8 +12,10 @@ import torch
 from mtp_runtime.acceptance.base import Draft
 from mtp_runtime.cache import PageAllocator
 from mtp_runtime.config import EngineConfig
+from mtp_runtime.models.eagle3 import Eagle3Module
 from mtp_runtime.models.load import Loaded
 from mtp_runtime.models.model import Model, ModelCache
+from mtp_runtime.models.parallel_heads import FfnHeads, LayerHeads
 from mtp_runtime.request import Request
 
 
@@ -59,10 +61,12 @@ class Drafter(Protocol):
 
 @dataclass(frozen=True)
 class TargetDraft:
-    """A draft that was read for one target: what builds its drafter, and the target's layers whose
-    inputs that takes."""
+    """A draft that was read for one target: what builds its drafter, the weights, the number of
+    tensors that they were made of, and the target's layers whose inputs they take."""
 
     build: Callable[[DrafterParts], Drafter]
+    weights: Eagle3Module | FfnHeads | LayerHeads
+    tensors: int
     taps: tuple[int, ...] = ()
 
 

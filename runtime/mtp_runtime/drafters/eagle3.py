@@ -46,8 +46,10 @@ def read_eagle3(folder: Path, loaded: Loaded) -> TargetDraft:
     draft, target = read_draft(folder), loaded.model
     family = Eagle3Family.from_config(draft.config)
     _check_target(draft, family, target)
-    module = eagle3_module(family, checked_tensors(draft, family), target)
-    return TargetDraft(partial(Eagle3Drafter, module=module), family.taps(target.config.layers))
+    tensors = checked_tensors(draft, family)
+    module = eagle3_module(family, tensors, target)
+    taps = family.taps(target.config.layers)
+    return TargetDraft(partial(Eagle3Drafter, module=module), module, len(tensors), taps)
 
 
 def _check_target(draft: DraftFolder, family: Eagle3Family, target: Model) -> None:

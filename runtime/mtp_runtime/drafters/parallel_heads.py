@@ -89,11 +89,13 @@ class ParallelHeadsDrafter:
 def read_parallel_heads(folder: Path, loaded: Loaded) -> TargetDraft:
     """Read a draft's folder, for a target.
 
-    Raises UnsupportedError for a tensor of no known layout, InvalidInputError for heads that are
-    incomplete, or of another target.
+    Raises InvalidInputError for a tensor of no known layout, and for heads that are incomplete, or
+    of another target.
     """
     stored = StoredHeads.of(read_draft(folder), loaded.model)
-    if stored.layout.body is Body.LAYER:
-        taps = (loaded.model.config.layers - 1,)
-        return TargetDraft(partial(ParallelHeadsDrafter, heads=stored.layers(loaded)), taps)
-    return TargetDraft(partial(ParallelHeadsDrafter, heads=stored.ffn(loaded.model)))
+    is_layers = stored.layout.body is Body.LAYER
+    heads: FfnHeads | LayerHeads
+    heads = stored.layers(loaded) if is_layers else stored.ffn(loaded.model)
+    taps = (loaded.model.config.layers - 1,) if is_layers else ()
+    build = partial(ParallelHeadsDrafter, heads=heads)
+    return TargetDraft(build, heads, len(stored.tensors), taps)

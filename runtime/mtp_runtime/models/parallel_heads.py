@@ -19,7 +19,13 @@ from mtp_export.checkpoint.reader import CONFIG_NAME, read_json_object
 from mtp_export.errors import InvalidInputError
 from mtp_export.families import family_of
 from mtp_export.families.modules import DecoderFamily
-from mtp_export.families.parallel_heads import Body, HeadsLayout, layout_of, released_name
+from mtp_export.families.parallel_heads import (
+    Body,
+    HeadsLayout,
+    implied_config,
+    layout_of,
+    released_name,
+)
 from mtp_export.schemes.discrepancies import StoredTensor, compare
 from mtp_kernels.batch_layout import BatchLayout
 from mtp_runtime.cache import Cache, CacheSpec, JoinedCaches
@@ -125,14 +131,15 @@ class StoredHeads:
     def of(cls, draft: DraftFolder, target: Model) -> StoredHeads:
         """Take a folder's tensors, in any known layout.
 
-        Raises UnsupportedError for a tensor of none, InvalidInputError for heads that are damaged
-        or of another target.
+        Raises InvalidInputError for a tensor of none, and for heads that are damaged or of another
+        target.
         """
         tensors = {
             released_name(name, draft.config): tensor for name, tensor in draft.tensors.items()
         }
         shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
-        layout = layout_of(shapes, draft.config, target.config.vocab)
+        config = implied_config(draft.tensors, draft.config)
+        layout = layout_of(shapes, config, target.config.vocab)
         if layout.hidden != target.config.hidden:
             raise InvalidInputError(
                 "The heads were made for another target",
