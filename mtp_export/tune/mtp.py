@@ -28,9 +28,9 @@ from mtp_runtime.models.model import Head, Model, MtpModule, States, TorchExecut
 from mtp_runtime.teacher_forcing import DraftInputs, draft_states
 from mtp_runtime.training.recursion import draft_outputs, expanded
 from mtp_runtime.training.weights import (
-    FROZEN_ROLES,
     TrainedWeights,
     WeightOptions,
+    is_trained,
     trainable_names,
 )
 
@@ -125,11 +125,7 @@ def _sizes(options: TuneOptions, source: SourceBundle) -> Sizes:
     """Return the sizes of the MTP layers; of routed experts a row goes through a few."""
     family, rank = source.stored.family, options.train.lora_rank
     experts = (family.router.experts_per_token or 1) / family.experts
-    specs = [
-        spec
-        for spec in family.tensors.values()
-        if spec.mtp_layer is not None and spec.role not in FROZEN_ROLES
-    ]
+    specs = [spec for spec in family.tensors.values() if is_trained(spec)]
     shares = (experts if spec.role is Role.ROUTED_EXPERT else 1.0 for spec in specs)
     return Sizes(
         parameters=sum(prod(spec.shape) for spec in specs),
@@ -149,10 +145,10 @@ def _trained_elements(specs: Iterable[TensorSpec], rank: int | None) -> int:
 
 
 def _stored_bytes(source: SourceBundle) -> int:
-    """Return the bytes of the draft as it is stored, without embedding and head."""
-    role_of = {name: one.weight.role for name, one in source.stored.weight_of.items()}
+    """Return the bytes of the trained weights as they are stored."""
+    weight_of = source.stored.weight_of
     tensors = source.mtp.tensors.values()
-    return sum(t.size_bytes for t in tensors if role_of[t.name] not in FROZEN_ROLES)
+    return sum(t.size_bytes for t in tensors if is_trained(weight_of[t.name].weight))
 
 
 MTP = DraftType(MtpDraft.open, fed=_fed, sizes=_sizes, low_rank=True)

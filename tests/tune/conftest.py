@@ -32,8 +32,17 @@ def bundle(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="session")
-def prompts(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Prompts to train on."""
-    path = tmp_path_factory.mktemp("data") / "prompts.jsonl"
+def held_out(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Prompts to measure on."""
+    path = tmp_path_factory.mktemp("data") / "held-out.jsonl"
     path.write_text("".join(json.dumps({"prompt": text}) + "\n" for text in BUILT_IN))
+    return path
+
+
+@pytest.fixture(scope="session")
+def prompts(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Prompts to train on: some of the fixture's."""
+    path = tmp_path_factory.mktemp("data") / "prompts.jsonl"
+    lines = (ROOT / "fixtures/prompts.jsonl").read_text().splitlines()
+    path.write_text("\n".join(lines[::4]) + "\n")
     return path

@@ -78,8 +78,11 @@ def check_bundle(options: TuneOptions, method: str) -> None:
     """The bundle has the draft in a folder of its own; verify accepts it; output stays the same."""
     output = options.output_dir
     assert set(read_json(output / "mtp_export.json")["parts"]) == {"main", "mtp", method}
-    outcome = run_program("verify", output, "--level", "weights", "--json")
-    assert outcome.code == 0, outcome.out[-2000:] + outcome.err
+    report = json.loads(run_program("verify", output, "--level", "weights", "--json").out)
+    items = {item["name"]: item for check in report["checks"] for item in check["items"]}
+    failed = {name for name, item in items.items() if item["status"] == "fail"}
+    assert failed <= {"main: tokenizer", "mtp: tokenizer"}  # the random model has none
+    assert items[f"{method}: checksums"]["status"] == "pass"
     prompts, params = [(5, 9, 40, 8), (3, 77, 6, 21, 30)], SamplingParams(max_tokens=12)
     plain = LLM(output).generate(prompts, params)
     drafted = LLM(output, speculate_method=method, speculate_max_draft_token_num=DEPTHS).generate(

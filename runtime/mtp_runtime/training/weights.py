@@ -19,7 +19,7 @@ from mtp_export.schemes.formats.base import ReadOnlyFormat
 from mtp_runtime.loading.weight_source import WeightSource
 
 DOWN, UP = ".lora_down", ".lora_up"
-FROZEN_ROLES = (Role.EMBEDDING, Role.HEAD)
+_FROZEN_ROLES = (Role.EMBEDDING, Role.HEAD)
 
 
 @dataclass(frozen=True)
@@ -117,16 +117,15 @@ class TrainedWeights:
 
 
 def trainable_names(source: WeightSource) -> list[str]:
-    """Return the weights that the MTP modules were loaded from and that training changes: all but
-    embedding, head, and the bias by which experts are picked, which has no gradient."""
-    stored = {name: source.stored(name).weight for name in sorted(source.loaded)}
-    return [
-        name
-        for name, spec in stored.items()
-        if spec.mtp_layer is not None
-        and spec.role not in FROZEN_ROLES
-        and not (spec.role is Role.ROUTER and len(spec.shape) == 1)
-    ]
+    """Return the weights that the MTP modules were loaded from and that training changes."""
+    return [name for name in sorted(source.loaded) if is_trained(source.stored(name).weight)]
+
+
+def is_trained(spec: TensorSpec) -> bool:
+    """Return True for a weight of an MTP module but for embedding, head, and the bias by which
+    experts are picked, which has no gradient."""
+    picks = spec.role is Role.ROUTER and len(spec.shape) == 1
+    return spec.mtp_layer is not None and spec.role not in _FROZEN_ROLES and not picks
 
 
 def _is_linear(spec: TensorSpec) -> bool:
