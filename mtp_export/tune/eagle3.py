@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from math import prod
 from typing import Any
 
 import torch
@@ -121,7 +121,7 @@ def _first_value(spec: TensorSpec, random: torch.Generator) -> Tensor:
     """Return ones for a norm, for a matrix what keeps the size of its input."""
     if spec.role is Role.NORM:
         return torch.ones(spec.shape)
-    return torch.randn(spec.shape, generator=random) * spec.shape[-1] ** -0.5
+    return torch.randn(spec.shape, generator=random) / math.sqrt(spec.shape[-1])
 
 
 def _config(source: SourceBundle) -> dict[str, Any]:
@@ -153,7 +153,7 @@ def _fed(model: Model, states: States) -> Tensor:
 
 
 def _sizes(options: TuneOptions, source: SourceBundle) -> Sizes:
-    elements = sum(prod(spec.shape) for spec in _trained_specs(_family(source)))
+    elements = sum(math.prod(spec.shape) for spec in _trained_specs(_family(source)))
     return Sizes(parameters=elements, trained=elements, used=elements)
 
 

@@ -52,7 +52,7 @@ def estimate(options: TuneOptions, source: SourceBundle, data: Data) -> Estimate
         min(own.text_tokens, len(line.prompt) + len(line.answer or range(own.new_tokens)))
         for line in data.training
     )
-    family = source.stored.family
+    family = source.family
     taps = len(kind.taps(family.num_hidden_layers))
     rows_bytes = rows * row_bytes(family.hidden * max(1, taps))
     head = family.vocab * family.hidden

@@ -123,7 +123,7 @@ def _fed(model: Model, states: States) -> Tensor:
 
 def _sizes(options: TuneOptions, source: SourceBundle) -> Sizes:
     """Return the sizes of the MTP layers; of routed experts a row goes through a few."""
-    family, rank = source.stored.family, options.train.lora_rank
+    family, rank = source.family, options.train.lora_rank
     experts = (family.router.experts_per_token or 1) / family.experts
     specs = [spec for spec in family.tensors.values() if is_trained(spec)]
     shares = (experts if spec.role is Role.ROUTED_EXPERT else 1.0 for spec in specs)

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
-from math import prod
 
 import torch
 from torch import Tensor, nn
@@ -85,12 +85,12 @@ class HeadsDraft:
 def _first_value(name: str, shape: tuple[int, ...], random: torch.Generator) -> Tensor:
     """Return a random first matrix; the second one and biases are zero."""
     if name.endswith("up.weight"):
-        return torch.randn(shape, generator=random) * shape[-1] ** -0.5
+        return torch.randn(shape, generator=random) / math.sqrt(shape[-1])
     return torch.zeros(shape)
 
 
 def _layout(options: TuneOptions, source: SourceBundle) -> HeadsLayout:
-    family = source.stored.family
+    family = source.family
     return HeadsLayout(
         heads=options.train.k,
         body=Body.FFN,
@@ -105,7 +105,7 @@ def _fed(model: Model, states: States) -> Tensor:
 
 
 def _sizes(options: TuneOptions, source: SourceBundle) -> Sizes:
-    elements = sum(map(prod, _layout(options, source).shapes().values()))
+    elements = sum(map(math.prod, _layout(options, source).shapes().values()))
     return Sizes(parameters=elements, trained=elements, used=elements / options.train.k)
 
 

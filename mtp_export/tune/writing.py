@@ -44,6 +44,7 @@ from mtp_export.checkpoint.plan import (
 from mtp_export.checkpoint.reader import SINGLE_NAME, Checkpoint
 from mtp_export.checkpoint.writer import ShardWriter
 from mtp_export.errors import InvalidInputError, UnsupportedError
+from mtp_export.families.moe_decoder import MoeDecoderFamily
 from mtp_export.schemes.conversion import keep_step
 from mtp_export.schemes.formats import UNQUANTIZED
 from mtp_export.schemes.stored import StoredModel, StoredWeight, stored_model
@@ -75,6 +76,13 @@ class SourceBundle:
         stored = StoredModel(main.family, main.quantization, {**main.weights, **mtp.weights})
         recorded = read_manifest(folder)["options"]
         return cls(folder, parts.main, parts.mtp, stored=stored, recorded=recorded)
+
+    @property
+    def family(self) -> MoeDecoderFamily:
+        """Family of the model."""
+        family = self.stored.family
+        assert isinstance(family, MoeDecoderFamily), "there are no others"
+        return family
 
     @property
     def scale_rule(self) -> str:

@@ -86,8 +86,8 @@ class HeadLoss(torch.autograd.Function):
                 d_head += gradient.T @ low_hidden
         ctx.save_for_backward(d_hidden, d_head)
         ctx.trains_head = trains_head
-        ctx.count = max(1, hidden.shape[0])
-        return total / ctx.count
+        ctx.count = count = max(1, hidden.shape[0])
+        return total / count
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor | None, None, None]:

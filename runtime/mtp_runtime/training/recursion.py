@@ -55,7 +55,9 @@ def draft_outputs(module: ChainModule, hidden: Tensor, tokens: Tensor, depths: i
         following = tokens[:, 1 + depth : 1 + depth + length].flatten()
         taken, residual = module.entering(following, fed, positions)
         heads = attention.expanded(taken, attention.rope.cos_sin(positions))
-        query, key, value = (each.unflatten(0, (batch, length)).transpose(1, 2) for each in heads)
+        query, key, value = (
+            each.view(batch, length, *each.shape[1:]).transpose(1, 2) for each in heads
+        )
         chain.append((key, value))
         mixed = attend_chain(query, chain, mask)  # [b, h, s, v]
         attended = attention.output(mixed.transpose(1, 2).flatten(2).flatten(0, 1))
