@@ -42,7 +42,7 @@ class Body(StrEnum):
 
 @dataclass(frozen=True)
 class HeadsLayout:
-    """What is stored of parallel heads.
+    """Tensors that parallel heads are stored in.
 
     blocks: residual blocks per head, 0 for layers. inner: rows of a block's first matrix where it
     has two, else 0. own_projections: every head has its own to the vocabulary, else all share one,

@@ -14,10 +14,9 @@ from faults.draft_faults import DRAFT_FAULTS, DraftFault
 from faults.fitted_drafts import write_fitted_eagle3, write_fitted_heads
 from faults.matrix import no_progress
 from mtp_export.verify import CHECKS
-from mtp_export.verify.check import Item, Level, Status
+from mtp_export.verify.check import CheckResult, Item, Level, Status
 from mtp_export.verify.context import Context, VerifyOptions
 from mtp_export.verify.decoding import greedy, own_drafts, speed
-from mtp_export.verify.evidence.corpus import Corpus
 from mtp_export.verify.evidence.own_drafts import draft_folders
 from mtp_export.verify.report.charts import charts
 from mtp_export.verify.report.report import Report
@@ -35,11 +34,19 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Context:
     """A good bundle with both drafts."""
     bundle = tmp_path_factory.mktemp("drafts") / "bundle"
     assert export(FIXTURE, bundle, "--quiet").code == 0
-    options = VerifyOptions(bundle, level=Level.RUN, max_new_tokens=16, ks=(2,))
+    prompts = bundle.parent / "prompts.jsonl"
+    lines = (FIXTURE.parent / "prompts.jsonl").read_text().splitlines()
+    prompts.write_text("\n".join(lines[::16][:10]))
+    options = VerifyOptions(bundle, level=Level.RUN, prompts=prompts, max_new_tokens=12, ks=(2,))
     context = Context.open(options, no_progress)
     write_fitted_eagle3(bundle / "eagle3", context.corpus)
     write_fitted_heads(bundle / "parallel_heads", context.corpus)
     return context
+
+
+@pytest.fixture(scope="module")
+def good(whole: Context) -> dict[str, list[Item]]:
+    return {check: list(run(whole)) for check, run in RUNS.items()}
 
 
 def said(items: list[Item]) -> str:
@@ -51,13 +58,12 @@ def test_the_modules_belong_to_checks() -> None:
     assert "decoding.own_drafts" in CHECKS["acceptance"].modules
 
 
-def test_good_drafts_pass(whole: Context) -> None:
+def test_good_drafts_pass(whole: Context, good: dict[str, list[Item]]) -> None:
     assert [own.method for own in whole.own_drafts] == METHODS
-    for run in RUNS.values():
-        items = list(run(whole))
+    for items in good.values():
         assert said(items) == ""
         assert {item.name.partition(",")[0].partition(":")[0] for item in items} == set(METHODS)
-    measured = [item for item in own_drafts.run(whole) if "conditional" in item.data]
+    measured = [item for item in good["acceptance"] if "conditional" in item.data]
     first = [item.data["conditional"]["value"] for item in measured if item.data["position"] == 1]
     assert len(first) == 2 and min(first) > 0.2, first
 
@@ -95,15 +101,8 @@ def test_fault_is_named(fault: DraftFault, whole: Context, tmp_path: Path) -> No
     assert fault.cause in said(list(RUNS[fault.caught_by](damaged)))
 
 
-def test_charts_name_the_method(whole: Context) -> None:
-    from mtp_export.verify.check import CheckResult
-
-    items = tuple(own_drafts.run(whole))
-    result = CheckResult("acceptance", "Acceptance", items, 0.0)
+def test_charts_name_the_method(whole: Context, good: dict[str, list[Item]]) -> None:
+    result = CheckResult("acceptance", "Acceptance", tuple(good["acceptance"]), 0.0)
     facts = {"source_bytes": 0, "parts_bytes": {}}
     drawn = charts(Report(options=whole.options, facts=facts, results=(result,), seconds=0.0))
     assert any("eagle3, k=2, draft 1" in chart.svg for chart in drawn)
-
-
-def test_corpus_is_of_prompts_and_outputs(whole: Context) -> None:
-    assert isinstance(whole.corpus, Corpus) and len(whole.corpus.everywhere.rows) > 200

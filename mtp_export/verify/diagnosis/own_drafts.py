@@ -13,6 +13,7 @@ from mtp_export.verify.evidence.corpus import Corpus
 from mtp_export.verify.evidence.own_drafts import OwnDraft
 from mtp_export.verify.evidence.statistics import ratio
 from mtp_runtime.models.eagle3 import Eagle3Module, ReducedHead
+from mtp_runtime.models.model import Head
 from mtp_runtime.models.parallel_heads import FfnHeads, LayerHeads
 from mtp_runtime.teacher_forcing import (
     DraftInputs,
@@ -78,32 +79,47 @@ def _clamped(scores: torch.Tensor) -> torch.Tensor:
 
 def _eagle3_variants(corpus: Corpus, own: OwnDraft, module: Eagle3Module) -> Iterator[Compared]:
     """Other taps, and other tokens of the head."""
-    taps, layers = own.draft.taps, corpus.model.config.layers
-    before = _eagle3_scores(corpus, module, taps)
-    for shift in (-1, 1):
+    taps = own.draft.taps
+    states = _states_by_layer(corpus, taps)
+    outputs = {
+        shift: _eagle3_output(corpus, module, [states[tap + shift] for tap in taps])
+        for shift in (0, -1, 1)
+        if all(tap + shift in states for tap in taps)
+    }
+    before = _scores(corpus, module.head, outputs[0])
+    for shift in outputs.keys() - {0}:
+        scores = _scores(corpus, module.head, outputs[shift])
         moved = tuple(tap + shift for tap in taps)
-        if moved[0] > 0 and moved[-1] < layers:
-            scores = _eagle3_scores(corpus, module, moved)
-            change = f"the inputs of layers {moved} are tapped, not of {taps}"
-            yield 1, before, _Variant("taps", change, causes.TAPS_OFF_BY_ONE, scores)
+        change = f"the inputs of layers {moved} are tapped, not of {taps}"
+        yield 1, before, _Variant("taps", change, causes.TAPS_OFF_BY_ONE, scores)
     head = module.head
     if isinstance(head, ReducedHead):
-        for shift in (-1, 1):
+        for shift, change in ((-1, "d2t is one lower"), (1, "d2t is one higher")):
             tokens = (head.tokens + shift) % head.vocab
-            scores = _eagle3_scores(
-                corpus, replace(module, head=replace(head, tokens=tokens)), taps
-            )
-            change = f"d2t is {'one lower' if shift < 0 else 'one higher'}"
+            scores = _scores(corpus, replace(head, tokens=tokens), outputs[0])
             yield 1, before, _Variant("d2t", change, causes.D2T_SHIFTED, scores)
 
 
-def _eagle3_scores(corpus: Corpus, module: Eagle3Module, taps: tuple[int, ...]) -> torch.Tensor:
-    states = model_states(corpus.model.tapped(taps), corpus.texts)
+def _states_by_layer(corpus: Corpus, taps: tuple[int, ...]) -> dict[int, torch.Tensor]:
+    """The inputs [T, d] of the tapped layers and of those beside them, in one pass."""
+    layers = range(1, corpus.model.config.layers)
+    wanted = sorted({tap + shift for tap in taps for shift in (-1, 0, 1)}.intersection(layers))
+    states = model_states(corpus.model.tapped(wanted), corpus.texts)
     assert states.taps is not None, "the model is tapped"
-    inputs = DraftInputs(corpus.texts, module.combined(states.taps), corpus.everywhere)
-    (x,) = draft_states([module], inputs, 1)
+    return dict(zip(wanted, states.taps.chunk(len(wanted), dim=1), strict=True))
+
+
+def _eagle3_output(
+    corpus: Corpus, module: Eagle3Module, states: list[torch.Tensor]
+) -> torch.Tensor:
+    """The output [A, d] of first drafts before the norm, given the tapped states."""
+    hidden = module.combined(torch.cat(states, dim=1))
+    return draft_states([module], DraftInputs(corpus.texts, hidden, corpus.everywhere), 1)[0]
+
+
+def _scores(corpus: Corpus, head: Head, x: torch.Tensor) -> torch.Tensor:
     wanted, found = _wanted(corpus, 1), []
-    for rows, logits in logits_by_chunk(module.head, module.head.normed(x)):
+    for rows, logits in logits_by_chunk(head, head.normed(x)):
         own = wanted[rows].to(logits.device)[:, None]
         found.append(logits.log_softmax(dim=-1).gather(1, own)[:, 0].cpu())
     return _clamped(torch.cat(found))
@@ -148,7 +164,8 @@ def _head_scores(
 ) -> torch.Tensor:
     """The log-probability [k, A] of a token [A] by every head."""
     found = []
-    for part, own in zip(bodies.split(_ROWS, dim=1), wanted.split(_ROWS), strict=True):
+    parts = zip(torch.split(bodies, _ROWS, dim=1), torch.split(wanted, _ROWS), strict=True)
+    for part, own in parts:
         ids = own.to(part.device)[None, :, None].expand(len(heads), -1, 1)
         found.append(heads.logits(part).log_softmax(dim=-1).gather(2, ids)[..., 0].cpu())
     return _clamped(torch.cat(found, dim=1))

@@ -87,10 +87,10 @@ class FfnHeads:
         return torch.stack(outputs)
 
     def logits(self, bodies: torch.Tensor) -> torch.Tensor:
-        """Return float32 logits [k, T, vocab] of bodies [k, T, d]."""
+        """Return float32 logits [k, T, vocab] of the bodies [k, T, d] of the first k heads."""
         if len(self.projections) == 1:
             return self.projections[0](bodies.flatten(0, 1)).view(*bodies.shape[:2], -1).float()
-        each = (project(x) for project, x in zip(self.projections, bodies, strict=True))
+        each = (project(x) for project, x in zip(self.projections, bodies, strict=False))
         return torch.stack([*each]).float()
 
 
@@ -114,7 +114,7 @@ class LayerHeads:
         return torch.stack([layer(x.clone(), own, layout) for layer, own in pairs])
 
     def logits(self, bodies: torch.Tensor) -> torch.Tensor:
-        """Return float32 logits [k, T, vocab] of bodies [k, T, d]."""
+        """Return float32 logits [k, T, vocab] of the bodies [k, T, d] of the first k heads."""
         head, rows = self.target.head, bodies.flatten(0, 1)
         # Torch's: the compiled one records no gradients.
         return head.linear(head.norm(rows)).view(*bodies.shape[:2], -1).float()
