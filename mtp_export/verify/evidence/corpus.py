@@ -210,7 +210,7 @@ def judge_normed(
     normed: Sequence[torch.Tensor],
     following: torch.Tensor | None = None,
 ) -> Drafts:
-    """What judge returns, of outputs [A, d] as each depth's head takes them."""
+    """Judge outputs [A, d] that passed the norm, with the head of each depth."""
     following = texts.tokens.roll(-1) if following is None else following
     best, hits, rooms, scores = [], [], [], []
     for depth, (head, x) in enumerate(zip(heads, normed, strict=True), start=1):
