@@ -15,6 +15,7 @@ from mtp_export.bundle.build import BundlePlan
 from mtp_export.errors import UnsupportedError
 from mtp_export.families.base import Role, TensorSpec
 from mtp_export.families.contract import MtpContract
+from mtp_export.schemes.formats.base import ReadOnlyFormat
 from mtp_export.tune.draft import DraftType, Outputs, Sizes
 from mtp_export.tune.options import TuneOptions
 from mtp_export.tune.row_store import Batch
@@ -48,21 +49,11 @@ class MtpDraft:
 
     @classmethod
     def open(cls, options: TuneOptions, source: SourceBundle) -> MtpDraft:
-        """Open the MTP module of a bundle.
-
-        Raises what open_model does, and UnsupportedError for several modules, for weights that
-        nothing writes and for an attention that is not trained.
-        """
+        """Open the MTP module of a bundle. Raises what open_model does, and UnsupportedError for an
+        attention that is not trained."""
         opened = open_model(options.bundle, LoadOptions(options.device, dequantize_at_load=False))
         builder = opened.builder
         model = builder.model(TorchExecution(), opened.contract, layers=0)
-        if len(model.mtp_modules) != 1:
-            raise UnsupportedError(
-                "Drafts of one MTP module are trained",
-                where=options.bundle,
-                expected="one MTP layer",
-                found=len(model.mtp_modules),
-            )
         (module,) = model.mtp_modules
         expanded(module.attention)
         weights = WeightOptions(
@@ -122,8 +113,12 @@ def _fed(model: Model, states: States) -> Tensor:
 
 
 def _sizes(options: TuneOptions, source: SourceBundle) -> Sizes:
-    """Return the sizes of the MTP layers; of routed experts a row goes through a few."""
+    """Return the sizes of the MTP layer; of routed experts a row goes through a few.
+
+    Raises UnsupportedError for several layers, and for weights in a format that nothing writes.
+    """
     family, rank = source.family, options.train.lora_rank
+    _check(source)
     experts = (family.router.experts_per_token or 1) / family.experts
     specs = [spec for spec in family.tensors.values() if is_trained(spec)]
     shares = (experts if spec.role is Role.ROUTED_EXPERT else 1.0 for spec in specs)
@@ -133,6 +128,24 @@ def _sizes(options: TuneOptions, source: SourceBundle) -> Sizes:
         used=sum(share * prod(spec.shape) for share, spec in zip(shares, specs, strict=True)),
         stored_bytes=0 if rank is None else _stored_bytes(source),
     )
+
+
+def _check(source: SourceBundle) -> None:
+    if len(source.family.mtp_layers) != 1:
+        raise UnsupportedError(
+            "Drafts of one MTP module are trained",
+            where=source.folder,
+            expected="one MTP layer",
+            found=len(source.family.mtp_layers),
+        )
+    for one in source.stored.weights.values():
+        if is_trained(one.weight) and isinstance(one.format, ReadOnlyFormat):
+            raise UnsupportedError(
+                f"Tensor {one.weight.name} is in a format that only others' tools write",
+                where=source.folder,
+                found=str(one.storage),
+                todo="Give the MTP part a precision of mtp-export quantize first",
+            )
 
 
 def _trained_elements(specs: Iterable[TensorSpec], rank: int | None) -> int:

@@ -73,8 +73,8 @@ def tune(options: TuneOptions, progress: Progress) -> TuneResult | None:
 
 
 def open_checked(options: TuneOptions) -> SourceBundle:
-    """Open the bundle; refuse a draft that is not known, an output that is there, and folders
-    within each other (MtpExportError)."""
+    """Open the bundle; refuse a draft that is not known or not made for such a model, an output
+    that is there, and folders within each other (MtpExportError)."""
     if options.draft not in DRAFTS:
         raise UsageError(
             "There is no draft of this name to train",
@@ -92,7 +92,9 @@ def open_checked(options: TuneOptions) -> SourceBundle:
     check_nesting(options.bundle, options.work)
     check_nesting(options.output_dir, options.work)
     check_output(options.output_dir, options.overwrite)
-    return SourceBundle.open(options.bundle)
+    source = SourceBundle.open(options.bundle)
+    DRAFTS[options.draft].sizes(options, source)
+    return source
 
 
 @dataclass(frozen=True)

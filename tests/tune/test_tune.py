@@ -154,6 +154,7 @@ def test_low_rank_changes_train_few_parameters(options: TuneOptions, tmp_path: P
     assert read_json(own.output_dir / "mtp_export.json")["options"]["tune"]["lora_rank"] == 2
 
 
+@pytest.mark.nightly
 def test_a_damaged_draft_recovers(options: TuneOptions, bundle: Path, tmp_path: Path) -> None:
     """A draft that is fed the target's state before its norm is worth less; training mends it."""
     damaged = Path(shutil.copytree(bundle, tmp_path / "damaged"))

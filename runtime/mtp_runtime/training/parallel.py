@@ -6,10 +6,14 @@ import os
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from datetime import timedelta
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+
+
+_LONGEST_WAIT = timedelta(days=30)  # for the process that makes the rows
 
 
 @dataclass(frozen=True)
@@ -45,11 +49,14 @@ class Group:
 
 @contextmanager
 def process_group() -> Iterator[Group]:
-    """Join the processes that torchrun started, over gloo, while the block runs."""
+    """Join the processes that torchrun started, over gloo, while the block runs; each takes a GPU of
+    its own where there are any."""
     if int(os.environ.get("WORLD_SIZE", "1")) == 1:
         yield Group()
         return
-    dist.init_process_group("gloo")
+    if torch.cuda.is_available():
+        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+    dist.init_process_group("gloo", timeout=_LONGEST_WAIT)
     try:
         yield Group(dist.get_rank(), dist.get_world_size())
     finally:

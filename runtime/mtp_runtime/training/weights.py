@@ -12,10 +12,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from mtp_export.errors import UnsupportedError
 from mtp_export.families.base import Role, TensorSpec
 from mtp_export.schemes.formats import UNQUANTIZED, EncodedWeight, WeightFormat
-from mtp_export.schemes.formats.base import ReadOnlyFormat
 from mtp_runtime.loading.weight_source import WeightSource
 
 DOWN, UP = ".lora_down", ".lora_up"
@@ -56,7 +54,6 @@ class TrainedWeights:
     """Parameters of the weights that are trained; `parameters` is the whole state."""
 
     def __init__(self, source: WeightSource, names: Sequence[str], options: WeightOptions) -> None:
-        """Raises UnsupportedError for a weight in a format that nothing writes."""
         self.parameters: dict[str, nn.Parameter] = {}
         self._source, self._options = source, options
         self._weights = {name: self._open(name) for name in names}
@@ -91,12 +88,6 @@ class TrainedWeights:
 
     def _open(self, name: str) -> _Weight:
         stored, options = self._source.stored(name), self._options
-        if isinstance(stored.format, ReadOnlyFormat):
-            raise UnsupportedError(
-                f"Tensor {name} is in a format that only others' tools write",
-                found=str(stored.storage),
-                todo="Give the MTP part a precision of mtp-export quantize first",
-            )
         encoded = self._source.encoded(name)
         if options.lora_rank is None or not _is_linear(stored.weight):
             value = encoded.dequantize(torch.float32)
