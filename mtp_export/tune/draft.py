@@ -64,7 +64,8 @@ class DraftType:
 
     open: makes it for the bundle that is tuned. fed: what it is fed of the target's states, [T, n].
     taps: layers of a target of so many whose inputs it takes. sizes: by config.json alone; refuses
-    a bundle that it is not trained for (UnsupportedError). low_rank: changes of low rank may be trained instead of whole matrices.
+    a bundle that it is not trained for (UnsupportedError). low_rank: changes of low rank may be
+    trained instead of whole matrices.
     """
 
     open: Callable[[TuneOptions, SourceBundle], TrainedDraft]

@@ -12,7 +12,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-
 _LONGEST_WAIT = timedelta(days=30)  # for the process that makes the rows
 
 
@@ -49,8 +48,10 @@ class Group:
 
 @contextmanager
 def process_group() -> Iterator[Group]:
-    """Join the processes that torchrun started, over gloo, while the block runs; each takes a GPU of
-    its own where there are any."""
+    """Join the processes that torchrun started, over gloo, while the block runs.
+
+    Each takes a GPU of its own where there are any.
+    """
     if int(os.environ.get("WORLD_SIZE", "1")) == 1:
         yield Group()
         return
