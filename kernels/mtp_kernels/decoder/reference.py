@@ -8,7 +8,7 @@ write it, not absorbed into queries.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import torch.nn.functional as F
@@ -114,7 +114,7 @@ class Decoder:
             x += feed_forward(self.config, layer, rms_norm(x, layer.post_norm, self._eps))
 
     def part(self, first: int, stop: int) -> Decoder:
-        return Decoder(self.config, self.layers[first:stop], self.rope)
+        return replace(self, layers=self.layers[first:stop])
 
     @property
     def _eps(self) -> float:
