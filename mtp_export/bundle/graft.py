@@ -9,7 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from mtp_export.bundle.build import BundlePlan, Recipe, open_source, plan_bundle
+from mtp_export.bundle.build import open_source, plan_bundle
+from mtp_export.bundle.bundle_plan import BundlePlan, Recipe
 from mtp_export.bundle.options import BundleOptions
 from mtp_export.bundle.preflight import check_nesting, check_output
 from mtp_export.bundle.same_model import check_same_model
@@ -23,10 +24,11 @@ from mtp_export.families import family_of
 from mtp_export.schemes import SCHEMES
 from mtp_export.schemes.base import GRAFTED
 from mtp_export.schemes.bf16 import BF16
-from mtp_export.schemes.conversion import AS_STORED, Conversion
+from mtp_export.schemes.conversion import AS_STORED
+from mtp_export.schemes.dialects import VLLM
 from mtp_export.schemes.discrepancies import compare
-from mtp_export.schemes.grafting import grafted_quantization
-from mtp_export.schemes.native import DTYPE_KEYS, quantization_of, with_quantization
+from mtp_export.schemes.grafting import Draft, GraftDescription, describe_graft
+from mtp_export.schemes.native import DTYPE_KEYS, Config, quantization_of, with_quantization
 from mtp_export.schemes.storage import READ_ONLY
 from mtp_export.schemes.stored import StoredModel, stored_model
 from mtp_export.targets import engine_of, target_of
@@ -54,12 +56,10 @@ def plan_graft(options: GraftOptions, *, dry_run: bool = False) -> BundlePlan:
     config = _with_mtp_layers(host.config, donor.config)
     check_same_model(host, config, donor)
     _check_lost(host, config)
-    mtp = Conversion(
-        scheme=options.mtp_quant,
-        storages=SCHEMES[options.mtp_quant].storages,
-        native=donated.native,
-    )
-    config = _described(config, host, mtp)
+    dialect = engine_of(options.bundle.target).dialect or VLLM  # without integers they are alike
+    draft = Draft(donated, SCHEMES[options.mtp_quant], dialect)
+    described = describe_graft(_quantization(host), host.tensors, draft)
+    config = with_quantization(config, described.main)
     main = stored_model(config).main
     _check_tensors(host, main)
     stored = StoredModel(main.family, donated.quantization, {**main.weights, **donated.mtp.weights})
@@ -69,11 +69,11 @@ def plan_graft(options: GraftOptions, *, dry_run: bool = False) -> BundlePlan:
         shared_weights=options.bundle.content.shared_weights,
         max_shard_bytes=options.bundle.content.max_shard_bytes,
         main=AS_STORED,
-        mtp=mtp,
+        mtp=described.conversion,
         main_config=config,
-        mtp_config=_draft_config(config, donor.config, mtp),
+        mtp_config=_draft_config(config, donor.config, described.mtp),
     )
-    recipe = Recipe(split, _recorded(options, config, main))
+    recipe = Recipe(split, _recorded(options, described, main))
     return plan_bundle(options.bundle, (checkpoint, stored), recipe, dry_run=dry_run)
 
 
@@ -97,7 +97,7 @@ def _check_places(options: GraftOptions) -> None:
         )
     for place in (main, mtp):
         check_nesting(place, options.bundle.output_dir)
-    check_output(options.bundle.output_dir, options.bundle.run.overwrite)
+    check_output(options.bundle.output_dir, options.bundle.run)
 
 
 def _real(place: Place) -> str:
@@ -123,19 +123,18 @@ def _check_lost(host: Checkpoint, config: Mapping[str, Any]) -> None:
         )
 
 
-def _described(config: dict[str, Any], host: Checkpoint, mtp: Conversion) -> dict[str, Any]:
-    """Return the main config.json whose quantization_config describes the draft too.
+def _quantization(host: Checkpoint) -> Any:
+    """Return the main model's quantization_config.
 
     ModelOpt's older exports have theirs in a file of its own, which engines read only where
     config.json has none: it moves.
     """
-    quantization = quantization_of(config)
-    if not quantization and _MODELOPT_FILE in host.files.names():
-        raw = host.files.read(_MODELOPT_FILE)
-        quantization = parsed_json_object(host.files.path / _MODELOPT_FILE, raw)
-        quantization = {"quant_method": "modelopt", **quantization}
-    extended = grafted_quantization(quantization, family_of(config), host.tensors, mtp)
-    return with_quantization(config, extended)
+    quantization = quantization_of(host.config)
+    if quantization or _MODELOPT_FILE not in host.files.names():
+        return quantization
+    raw = host.files.read(_MODELOPT_FILE)
+    found = parsed_json_object(host.files.path / _MODELOPT_FILE, raw)
+    return {"quant_method": "modelopt", **found}
 
 
 def _check_tensors(host: Checkpoint, main: StoredModel) -> None:
@@ -156,24 +155,24 @@ def _moved(donor: Checkpoint, donated: StoredModel) -> dict[str, str]:
 
 
 def _draft_config(
-    config: Mapping[str, Any], donor: Mapping[str, Any], mtp: Conversion
+    config: Mapping[str, Any], donor: Mapping[str, Any], quantization: Config | None
 ) -> dict[str, Any]:
     """Return the draft's config.json: the main one, with the dtype and the quantization of the
     draft's own tensors."""
     others = {key: value for key, value in config.items() if key not in DTYPE_KEYS}
     dtypes = {key: donor[key] for key in DTYPE_KEYS if key in donor}
-    quantized = mtp.scheme != BF16.name
-    return with_quantization({**others, **dtypes}, quantization_of(config) if quantized else None)
+    return with_quantization({**others, **dtypes}, quantization)
 
 
 def _recorded(
-    options: GraftOptions, config: Mapping[str, Any], main: StoredModel
+    options: GraftOptions, described: GraftDescription, main: StoredModel
 ) -> dict[str, Any]:
-    quantization = quantization_of(config)
+    reader = {} if described.reader is None else {"reader": described.reader}
     return {
         **options.bundle.recorded(),
         "base_quant": GRAFTED,
         "mtp_quant": options.mtp_quant,
-        "main_quant_method": quantization["quant_method"] if quantization else "none",
+        **reader,
+        "main_quant_method": described.main["quant_method"] if described.main else "none",
         "main_storages": sorted({str(one.storage) for one in main.weights.values()}),
     }

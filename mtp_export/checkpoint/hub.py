@@ -53,6 +53,8 @@ def open_repository(address: Address) -> RemoteSource:
         raise InvalidInputError(
             "There is no such folder in the repository" if folder else "The repository is empty",
             where=path,
+            expected="a folder with config.json and safetensors shards",
+            found="no file",
             todo="Check the address; its parts are hf://org/name@revision/folder",
         )
     origin = {"repo": uri.id, "commit": commit} | ({"folder": folder} if folder else {})

@@ -118,7 +118,7 @@ class HubClient:
         """Return the commit that a branch, tag or abbreviated commit is now."""
         commit = self.info(revision).sha
         if commit is None:
-            raise refused(self.address, "a repository without a commit")
+            raise refused(self.address, expected="a repository's commit", found="none")
         return commit
 
     @property
@@ -144,7 +144,11 @@ class HubClient:
                 entries = [entry for entry in answer.json() if entry["type"] == "file"]
                 files += [RepoFile(**entry) for entry in entries]
             except (ValueError, KeyError, TypeError) as error:
-                raise refused(self.address, f"a list of files, {type(error).__name__}") from None
+                raise refused(
+                    self.address,
+                    expected="a list of files with type, path, size and checksum",
+                    found=f"another answer ({type(error).__name__})",
+                ) from None
             following = urlsplit(answer.links.get("next", {}).get("url", ""))
             # Only ever this endpoint: the token goes along.
             page = f"{following.path}?{following.query}"
@@ -231,7 +235,9 @@ class HubClient:
         for name, value in found.items():
             if value is not None and value != listed[name]:
                 raise refused(
-                    self.address / file.path, f"{name} {value}, not {listed[name]} as it listed"
+                    self.address / file.path,
+                    expected=f"{name} {listed[name]}, as it listed",
+                    found=f"{name} {value}",
                 )
         self.locations[file.path] = facts.location
         return facts.location

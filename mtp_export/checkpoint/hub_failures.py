@@ -3,6 +3,8 @@ is signed: they may hold secrets."""
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import httpx2
 from huggingface_hub.errors import (
     GatedRepoError,
@@ -14,35 +16,47 @@ from huggingface_hub.errors import (
 )
 
 from mtp_export.checkpoint.byte_source import Address
+from mtp_export.checkpoint.transfers import RETRIES
 from mtp_export.errors import InvalidInputError, IoError, MtpExportError
 
 _AGAIN = "Run the same command again: it goes on where it stopped"
 _LOG_IN = "log in with hf auth login, or set HF_TOKEN"
 _NO_ACCESS = (401, 403, 404)
 
+_ATTEMPTS = f"an answer within {RETRIES + 1} attempts"
+
+
+class _Answer(NamedTuple):
+    """Meaning of an error of the Hub, what was expected instead, and what to do."""
+
+    what: str
+    expected: str
+    todo: str
+
+
 # Gated and private come before what they are kinds of.
-_ANSWERS: tuple[tuple[type[HfHubHTTPError], str, str], ...] = (
-    (
-        GatedRepoError,
+_ANSWERS: dict[type[HfHubHTTPError], _Answer] = {
+    GatedRepoError: _Answer(
         "The repository is gated",
-        f"Accept its conditions on its page on the Hub, then {_LOG_IN}",
+        "a token whose account has accepted its conditions",
+        f"Accept them on its page on the Hub, then {_LOG_IN}",
     ),
-    (
-        RepositoryNotFoundError,
+    RepositoryNotFoundError: _Answer(
         "There is no such repository, or it is private",
+        "a public one, or a token that may read it",
         f"Check its name; for a private one {_LOG_IN}",
     ),
-    (
-        RevisionNotFoundError,
+    RevisionNotFoundError: _Answer(
         "The repository has no such revision",
-        "Check the branch, tag or commit after @",
+        "one of its branches, tags or commits after @",
+        "See which it has on its page on the Hub, under Files and versions",
     ),
-    (
-        RemoteEntryNotFoundError,
+    RemoteEntryNotFoundError: _Answer(
         "The repository lacks a file that it lists",
-        "Check the revision, or name another with @",
+        "every listed file",
+        "Name another revision with @; if that fails too, tell the repository's owner",
     ),
-)
+}
 
 
 def failure(error: Exception, where: Address) -> MtpExportError:
@@ -51,35 +65,52 @@ def failure(error: Exception, where: Address) -> MtpExportError:
         return IoError(
             "The Hub may not be asked: offline mode is switched on",
             where=where,
-            todo="Unset HF_HUB_OFFLINE, or point at a folder on this machine",
+            expected="HF_HUB_OFFLINE and TRANSFORMERS_OFFLINE unset, or a folder",
+            found="offline mode",
+            todo="Unset them, or point at a folder on this machine",
         )
-    for kind, what, todo in _ANSWERS:
-        if isinstance(error, kind):
-            return InvalidInputError(what, where=where, todo=todo)
     if isinstance(error, HfHubHTTPError):
-        status = error.response.status_code
-        if status in _NO_ACCESS:
-            return InvalidInputError(
-                "The Hub refuses access",
-                where=where,
-                found=f"HTTP {status}",
-                todo=f"Check the name and the token: {_LOG_IN}",
-            )
-        return IoError(
-            "The Hub answers with an error", where=where, found=f"HTTP {status}", todo=_AGAIN
-        )
+        return _answered(error, where)
+    reason = str(error) or type(error).__name__
     if isinstance(error, httpx2.ConnectError | httpx2.ConnectTimeout | httpx2.ProxyError):
         return IoError(
             "The Hub cannot be reached",
             where=where,
-            found=str(error) or type(error).__name__,
+            expected=_ATTEMPTS,
+            found=reason,
             todo=f"Check the network, the proxy and HF_ENDPOINT. {_AGAIN}",
         )
     return IoError(
         "The connection to the Hub broke off several times",
         where=where,
-        found=str(error) or type(error).__name__,
-        todo=_AGAIN,
+        expected=_ATTEMPTS,
+        found=reason,
+        todo=f"Check the network. {_AGAIN}",
+    )
+
+
+def _answered(error: HfHubHTTPError, where: Address) -> MtpExportError:
+    status = error.response.status_code
+    found = f"HTTP {status}"
+    for kind, answer in _ANSWERS.items():
+        if isinstance(error, kind):
+            return InvalidInputError(
+                answer.what, where=where, expected=answer.expected, found=found, todo=answer.todo
+            )
+    if status in _NO_ACCESS:
+        return InvalidInputError(
+            "The Hub refuses access",
+            where=where,
+            expected="a repository that is public, or that the token may read",
+            found=found,
+            todo=f"Check the name and the token: {_LOG_IN}",
+        )
+    return IoError(
+        "The Hub answers with an error",
+        where=where,
+        expected=_ATTEMPTS,
+        found=found,
+        todo=f"Wait a while. {_AGAIN}",
     )
 
 
@@ -88,16 +119,18 @@ def storage_refuses(where: Address, status: int) -> IoError:
     return IoError(
         "The Hub's storage serves no bytes of a file",
         where=where,
+        expected=_ATTEMPTS,
         found=f"HTTP {status}",
-        todo=_AGAIN,
+        todo=f"Wait a while. {_AGAIN}",
     )
 
 
-def refused(where: Address, found: str) -> IoError:
-    """Return the error of an answer of the Hub that contradicts itself."""
+def refused(where: Address, *, expected: str, found: str) -> IoError:
+    """Return the error of an answer of the Hub that contradicts what it said, or its own routes."""
     return IoError(
-        "The Hub contradicts itself",
+        "The Hub does not answer as it should",
         where=where,
+        expected=expected,
         found=found,
         todo="Run the same command again; if it fails again, check HF_ENDPOINT and the proxy",
     )
@@ -120,8 +153,9 @@ def not_writable(where: Address, found: str) -> InvalidInputError:
     return InvalidInputError(
         "The token may not write to this repository",
         where=where,
+        expected="a token with write access to it, or to its organisation",
         found=found,
-        todo="Check the name, and use a token with write access to it: hf auth login, or HF_TOKEN",
+        todo=f"Check the name, and use another token: {_LOG_IN}",
     )
 
 
@@ -130,7 +164,8 @@ def repository_moved(where: Address) -> IoError:
     return IoError(
         "Somebody else changed the repository meanwhile",
         where=where,
-        found="another commit than the one that was looked at",
+        expected="the commit that was looked at",
+        found="another commit",
         todo="Nothing was committed. Run the same command again: what was uploaded stays there",
     )
 
@@ -145,8 +180,9 @@ def upload_failure(error: Exception, where: Address, endpoint: str) -> MtpExport
             return IoError(
                 "The Hub's storage takes no bytes of a file",
                 where=where,
+                expected=_ATTEMPTS,
                 found=f"HTTP {status}",
-                todo=_AGAIN,
+                todo=f"Wait a while. {_AGAIN}",
             )
         if status in _NO_ACCESS:
             return not_writable(where, f"HTTP {status}")

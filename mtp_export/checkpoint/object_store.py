@@ -19,7 +19,14 @@ from typing import TYPE_CHECKING, Any
 from mtp_export import __version__
 from mtp_export.checkpoint.byte_source import Address
 from mtp_export.checkpoint.remote_source import OpenRemoteFile, RemoteSource, fetched
-from mtp_export.checkpoint.transfers import AttemptFailed, Pause, Sink, patiently, transfer
+from mtp_export.checkpoint.transfers import (
+    RETRIES,
+    AttemptFailed,
+    Pause,
+    Sink,
+    patiently,
+    transfer,
+)
 from mtp_export.errors import InvalidInputError, IoError, UnsupportedError
 
 if TYPE_CHECKING:
@@ -65,6 +72,8 @@ def open_object_store(address: Address) -> RemoteSource:
         raise InvalidInputError(
             "There are no objects here",
             where=path,
+            expected="config.json and safetensors shards",
+            found="no object",
             todo="Check the bucket and the folder: s3://bucket/folder is the one that holds"
             " config.json and the safetensors shards",
         )
@@ -170,6 +179,7 @@ def _profile(path: Address) -> object:
         raise InvalidInputError(
             "Amazon's credentials cannot be read from the profile",
             where=path,
+            expected="a profile that boto3 reads",
             found=type(error).__name__,
             todo="Check AWS_PROFILE and ~/.aws/credentials, or unset it",
         ) from None
@@ -187,7 +197,8 @@ def _listed(store: ObjectStore, path: Address) -> dict[str, Any]:
                 raise InvalidInputError(
                     "There are too many objects for a checkpoint",
                     where=path,
-                    expected=f"at most {MAX_OBJECTS}",
+                    expected=f"at most {MAX_OBJECTS:,}",
+                    found="more",
                     todo="Point at the folder that holds config.json and the safetensors shards",
                 )
     return objects
@@ -249,6 +260,7 @@ def _malformed(address: Address) -> InvalidInputError:
         "This is no address of a folder in a bucket",
         where=f"{scheme}://…",
         expected="s3://bucket/folder, gs://bucket/folder or az://container/folder, no more",
+        found="another address, not repeated here: what it has beside that may be a secret",
         todo=f"Give credentials by the environment: {_CREDENTIALS[scheme]}",
     )
 
@@ -258,6 +270,7 @@ def _misconfigured(path: Address, error: Exception) -> InvalidInputError:
     return InvalidInputError(
         "The environment's settings for the store cannot be used",
         where=path,
+        expected="settings that obstore takes",
         found=type(error).__name__,
         todo=f"Check {_CREDENTIALS[scheme]}",
     )
@@ -267,6 +280,8 @@ def _missing(path: Address) -> InvalidInputError:
     return InvalidInputError(
         "There is no such bucket, folder or object",
         where=path,
+        expected="one that the credentials may list and read",
+        found="HTTP 404",
         todo="Check the address, and the endpoint and region that the environment sets",
     )
 
@@ -276,6 +291,7 @@ def _no_access(path: Address, found: str) -> InvalidInputError:
     return InvalidInputError(
         "The store gives no access",
         where=path,
+        expected="credentials that may list and read it",
         found=found,
         todo=f"Check the name, and the credentials: {_CREDENTIALS[scheme]}",
     )
@@ -286,6 +302,7 @@ def _changed(path: Address) -> InvalidInputError:
         "The source changed while it was exported",
         where=path,
         expected="the object that was listed at the beginning, by its ETag",
+        found="an object with another one",
         todo="Wait until nothing writes it any more, then run the same command again",
     )
 
@@ -305,6 +322,7 @@ def _broke_off(path: Address, found: str) -> IoError:
     return IoError(
         "The object store does not answer",
         where=path,
+        expected=f"an answer within {RETRIES + 1} attempts",
         found=found,
         todo="Check the network, and the endpoint and region that the environment sets. Run the"
         " same command again: it goes on where it stopped",

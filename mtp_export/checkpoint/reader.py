@@ -160,6 +160,7 @@ def _weight_map(source: ByteSource) -> dict[str, str] | None:
             "The folder has neither an index nor a single safetensors file",
             where=source.path,
             expected=f"{INDEX_NAME} or {SINGLE_NAME}",
+            found=f"{len(names)} other files",
             todo="Point at a checkpoint in safetensors format",
         )
     weight_map = parsed_json_object(path, source.read(INDEX_NAME)).get("weight_map")

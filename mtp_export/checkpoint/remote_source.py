@@ -46,6 +46,7 @@ class RemoteSource:
         raise InvalidInputError(
             "A file that every checkpoint has is missing",
             where=self.path / name,
+            expected=name,
             found=f"{len(self.files)} other files",
             todo="Name the folder or revision that holds config.json and the safetensors shards",
         )

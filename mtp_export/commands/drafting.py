@@ -45,7 +45,8 @@ Method = Annotated[
     typer.Option(
         metavar="NAME",
         rich_help_panel=DRAFTING,
-        help="none, mtp, eagle, eagle3, parallel_heads, inference_with_reference or draft_model.",
+        help="none, mtp, eagle, eagle3, parallel_heads, inference_with_reference or draft_model;"
+        " auto is mtp where the bundle has a module, else none.",
     ),
 ]
 DraftTokens = Annotated[

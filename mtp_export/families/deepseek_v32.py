@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import ClassVar
 
 from mtp_export.errors import UnsupportedError
 from mtp_export.families.base import ModulePatterns, Role, RotaryRows, TensorSpec
@@ -37,6 +38,8 @@ class DeepseekV32Family(DeepseekV3Family):
     # vLLM alone zeroes position 0.
     usual_contract = MtpContract(source="SGLang and vLLM; position 0 as in SGLang")
 
+    usually_rotates_pairs: ClassVar[bool] = False  # where config.json does not say
+
     @cached_property
     def patterns(self) -> ModulePatterns:
         """Module names as engines' quantization configs refer to them."""
@@ -55,6 +58,16 @@ class DeepseekV32Family(DeepseekV3Family):
     def has_indexer(self, layer: int) -> bool:
         """True for a layer with an indexer of its own."""
         return True
+
+    def indexer_of(self, layer: int) -> int:
+        """Return the layer whose indexer chooses for a layer."""
+        return next(index for index in range(layer, -1, -1) if self.has_indexer(index))
+
+    @cached_property
+    def rotates_pairs(self) -> bool:
+        """True where an indexer rotates neighbouring elements, False for elements of two halves."""
+        known = self.fields.without_nulls()
+        return known.flag("indexer_rope_interleave", self.usually_rotates_pairs)
 
     def indexer_modules(self, layer: int) -> IndexerModules:
         """Modules of one layer's indexer."""

@@ -23,6 +23,7 @@ class GlmMoeDsaFamily(DeepseekV32Family):
     """Tensors of one GLM-5 config."""
 
     mtp_names = (SGLANG_DRAFT,)
+    usually_rotates_pairs = True
 
     def has_indexer(self, layer: int) -> bool:
         """True for a layer with an indexer of its own; every MTP layer has one."""
@@ -41,10 +42,11 @@ class GlmMoeDsaFamily(DeepseekV32Family):
                 for layer in range(self.num_hidden_layers)
             )
         kinds = tuple(_KINDS.get(kind, kind) for kind in listed) if _is_list(listed) else ()
-        if len(kinds) != self.num_hidden_layers or not set(kinds) <= set(_KINDS.values()):
+        known_kinds = set(kinds) <= set(_KINDS.values()) and kinds[:1] != ("shared",)
+        if len(kinds) != self.num_hidden_layers or not known_kinds:
             raise InvalidInputError(
                 "config.json has no usable indexer_types or index_topk_pattern",
-                expected=f"full or shared for each of {self.num_hidden_layers} layers",
+                expected=f"full or shared for each of {self.num_hidden_layers} layers, first full",
                 found=repr(listed)[:100],
             )
         return kinds

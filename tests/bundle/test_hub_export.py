@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -36,10 +37,10 @@ from mtp_export.checkpoint import pieces, transfers
 from mtp_export.checkpoint.byte_source import Address
 from mtp_export.checkpoint.remote_source import READERS
 from mtp_export.progress import silent
+from remote_bundles import MANIFEST, assert_equal
 
 NAME = "acme/tiny"
 SOURCE = f"hf://{NAME}"
-MANIFEST = "mtp_export.json"
 MTP = ("--part", "mtp", "--quiet")
 COPIES = (*MTP, "--link", "copy")
 PIECE_BYTES = 40_000
@@ -80,16 +81,6 @@ def local(pristine: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str,
     output = tmp_path_factory.mktemp("local") / "output"
     assert export(pristine, output, *COPIES).code == 0
     return tree(output)
-
-
-def assert_equal(output: Path, local: dict[str, bytes]) -> None:
-    """Compare a bundle with the one from the folder; the manifest says where it came from."""
-    found = tree(output)
-    assert found.keys() == local.keys()
-    manifests = [json.loads(files.pop(MANIFEST)) for files in (found, dict(local))]
-    assert found == {name: data for name, data in local.items() if name != MANIFEST}
-    assert manifests[0]["parts"] == manifests[1]["parts"]
-    assert manifests[0]["options"] == manifests[1]["options"]
 
 
 def ranges(hub: HubServer) -> list[Request]:
@@ -164,6 +155,17 @@ def test_other_commands_read_the_same_address(
     assert (outcome.code, "--output-dir" in outcome.err) == (2, True)
 
 
+def test_a_repository_in_a_xet_storage_is_read_through_its_bridge(
+    hub: HubServer, output: Path, local: dict[str, bytes]
+) -> None:
+    """Ranges of signed links, without a token of that storage."""
+    hub.repositories["acme/xet"] = replace(hub.repositories[NAME], is_xet=True)
+    outcome = export("hf://acme/xet", output, *MTP)
+    assert outcome.code == 0, outcome.err
+    assert_equal(output, local)
+    assert ranges(hub) and not [request for request in hub.log if "xet-" in request.path]
+
+
 @pytest.mark.parametrize(
     ("fault", "times"),
     [
@@ -224,7 +226,7 @@ def test_a_fault_that_stays_is_refused(
     outcome = export(SOURCE, output, *MTP)
     assert outcome.code == 6, outcome
     assert says in outcome.err
-    assert outcome.err.count("\n") == 1
+    assert_whole_paragraph(outcome.err)
     assert not looks_finished(output)
 
 
@@ -242,6 +244,12 @@ def test_wrong_bytes_of_a_whole_shard_are_noticed(
     hub.mend()
     assert export(SOURCE, output, *MTP).code == 0
     assert_equal(output, local)
+
+
+def assert_whole_paragraph(message: str) -> None:
+    """Compare a message with the form of all: what (where), expected, found, and what to do."""
+    form = r"mtp-export: error: \S.* \(.+\)\. Expected .+\. Found .+\. \S.+\.\n"
+    assert re.fullmatch(form, message), message
 
 
 def gated(hub: HubServer) -> str:
@@ -292,7 +300,7 @@ def test_what_cannot_be_read_is_refused_in_a_paragraph(
     outcome = run_program("inspect", address) if command == "inspect" else export(address, output)
     assert outcome.code == code, outcome
     assert says in outcome.err
-    assert outcome.err.count("\n") == 1
+    assert_whole_paragraph(outcome.err)
     assert not output.exists()
 
 
@@ -303,10 +311,12 @@ def test_a_hub_out_of_reach_or_forbidden_is_said(
         patch.setattr(constants, "HF_HUB_OFFLINE", True)
         outcome = export(SOURCE, output, *MTP)
         assert (outcome.code, "HF_HUB_OFFLINE" in outcome.err) == (6, True)
+        assert_whole_paragraph(outcome.err)
     monkeypatch.setattr(transfers, "RETRIES", 1)
     monkeypatch.setenv("HF_ENDPOINT", "http://127.0.0.1:9")
     outcome = export(SOURCE, output, *MTP)
     assert (outcome.code, "cannot be reached" in outcome.err) == (6, True)
+    assert_whole_paragraph(outcome.err)
     assert not output.exists()
 
 
@@ -446,3 +456,15 @@ def test_a_download_cache_is_a_source(
     for outcome in (export(repository, tmp_path / "x"), run_program("inspect", repository)):
         assert outcome.code == 3
         assert str(snapshot) in outcome.err
+
+
+def test_shares_download_what_each_needs(
+    hub: HubServer, pristine: Path, output: Path, tmp_path: Path
+) -> None:
+    options = (*COPIES, "--max-shard-size", "60kB")
+    assert export(pristine, tmp_path / "local", *options).code == 0
+    for share in ("1/3", "2/3", "3/3"):
+        outcome = export(SOURCE, output, *options, "--share", share)
+        assert outcome.code == 0, outcome.err
+    assert run_program("finish", output, "--quiet").code == 0
+    assert_equal(output, tree(tmp_path / "local"))

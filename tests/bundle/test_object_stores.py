@@ -32,9 +32,9 @@ from mtp_export.checkpoint.byte_source import Address
 from mtp_export.checkpoint.remote_source import READERS
 from mtp_export.progress import silent
 from object_server import ObjectServer
+from remote_bundles import MANIFEST, assert_equal
 
 BUCKET, FOLDER = "weights", "models/tiny"
-MANIFEST = "mtp_export.json"
 MTP = ("--part", "mtp", "--quiet")
 COPIES = (*MTP, "--link", "copy")
 SCHEMES = ("s3", "gs", "az")
@@ -83,15 +83,6 @@ def local(pristine: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str,
     output = tmp_path_factory.mktemp("local") / "output"
     assert export(pristine, output, *COPIES).code == 0
     return tree(output)
-
-
-def assert_equal(output: Path, local: dict[str, bytes]) -> None:
-    """Compare a bundle with the one from the folder; the manifest says where it came from."""
-    found = tree(output)
-    assert found.keys() == local.keys()
-    manifests = [json.loads(files.pop(MANIFEST)) for files in (found, dict(local))]
-    assert found == {name: data for name, data in local.items() if name != MANIFEST}
-    assert manifests[0]["parts"] == manifests[1]["parts"]
 
 
 def ranges(store: ObjectServer) -> list[Request]:

@@ -10,10 +10,10 @@ from random import Random
 from xml.etree import ElementTree
 
 from cases import Outcome
-from fuzz import oracle
+from fuzz import network, oracle
 from fuzz.lab import Lab
 from fuzz.sandbox import Finding, Sandbox, Tree, check_no_secret, tree_of
-from fuzz.tensors import read_tensors
+from fuzz.tensors import check_equal, read_tensors
 
 _TARGETS = ("hf", "xllm", "lightllm", "paddlenlp")
 _PAIRS = (
@@ -33,13 +33,15 @@ _GENERATED = ("--max-new-tokens", "3", "--json")
 class Command:
     """A command: the subjects it reads, how often it is drawn, and what runs and judges it.
 
-    writes: the folder of the input that it may change, if any.
+    writes: the folder of the input that it may change, if any. starts_threads: those of its clients
+    do not live on in a fork, so that it only ever runs in children.
     """
 
     subjects: tuple[str, ...]
     weight: int
     run: Callable[[Sandbox, Random, Lab], None]
     writes: str = ""
+    starts_threads: bool = False
 
 
 def _inspect(sandbox: Sandbox, random: Random, lab: Lab) -> None:
@@ -225,6 +227,60 @@ def _generate(sandbox: Sandbox, random: Random, lab: Lab) -> None:
         _json_of(outcome)
 
 
+def _graft(sandbox: Sandbox, random: Random, lab: Lab) -> None:
+    main = sandbox.input / "quantized"
+    scheme = random.choice(("bf16", "bf16", "bf16", "a8w8_fp8", "weight_only_int8"))
+    target = "sglang" if scheme != "bf16" else random.choice(("hf", "vllm", "sglang"))
+    options = ("--mtp-quant", scheme, "--target", target, "--link", "copy", "--workers", "1")
+    folders = ("--main", main, "--mtp", sandbox.source, "--output-dir", sandbox.output)
+    outcome = sandbox.run("graft", *folders, *options, "--quiet")
+    if outcome.code:
+        oracle.check_nothing_whole(sandbox.output)
+        return
+    check_equal(read_tensors(sandbox.output / "main"), read_tensors(main), "grafted main")
+    oracle.check_claims(sandbox.output)
+    _check_verified(sandbox, "--level", "files")
+    if random.random() < 0.3:
+        prompts = ("--prompt", "ab", "--speculate-method", "mtp")
+        sandbox.run("generate", sandbox.output, *prompts, *_GENERATED)
+
+
+def _push(sandbox: Sandbox, random: Random, lab: Lab) -> None:
+    part = random.choice(("both", "mtp"))
+    server, environment = network.hub(sandbox.folder / "again")
+    sandbox.asks_servers = True
+    with network.serving(server, sandbox.input / "answers.json", environment):
+        arguments = ("push", sandbox.bundle, network.NAME, "--unverified", "--part", part)
+        outcome = sandbox.run(*arguments, "--quiet")
+        found = network.pushed(server)
+    if outcome.code == 0:
+        folder = sandbox.bundle if part == "both" else sandbox.bundle / part
+        files = [path for path in folder.rglob("*") if path.is_file()]
+        wanted = {path.relative_to(folder).as_posix(): path.read_bytes() for path in files}
+        wrong = [name for name, data in wanted.items() if found.get(name) != data]
+        if wrong:
+            raise Finding("wrong bytes", "pushed", ", ".join(wrong[:10]))
+
+
+def _remote(sandbox: Sandbox, random: Random, lab: Lab) -> None:
+    part = random.choice(("main", "mtp", "both"))
+    if random.random() < 0.5:
+        server, environment = network.hub(sandbox.folder / "again")
+        server.serve(network.NAME, sandbox.source)
+        address = f"hf://{network.NAME}"
+    else:
+        server, environment = network.store(sandbox.folder / "again", sandbox.source)
+        address = f"s3://{network.BUCKET}/source"
+    sandbox.asks_servers = True
+    with network.serving(server, sandbox.input / "answers.json", environment):
+        arguments = ("--input-dir", address, "--output-dir", sandbox.output, "--part", part)
+        outcome = sandbox.run(*arguments, "--quiet", "--workers", "1")
+    if outcome.code:
+        oracle.check_nothing_whole(sandbox.output)
+    else:
+        oracle.check_parts(sandbox.source, sandbox.output)
+
+
 def _json_of(outcome: Outcome) -> dict[str, object]:
     try:
         value = json.loads(outcome.out)
@@ -242,5 +298,8 @@ COMMANDS: dict[str, Command] = {
     "verify files": Command(("bundle", "int4", "paddlenlp"), 10, _verify("files")),
     "verify weights": Command(("bundle", "paddlenlp"), 5, _verify("weights")),
     "resume": Command(("unfinished",), 10, _resume, writes="bundle"),
+    "graft": Command(("awq", "gptq", "compressed", "modelopt"), 10, _graft),
+    "push": Command(("hub",), 8, _push, starts_threads=True),
+    "remote": Command(("hub",), 8, _remote, starts_threads=True),
     "generate": Command(("prompts", "prompts", "prompts", "bundle", "int4"), 5, _generate),
 }

@@ -5,8 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 from random import Random
 
+from fuzz.children import verdicts
 from fuzz.commands import COMMANDS
-from fuzz.inputs import Case, judge_case
+from fuzz.inputs import Case, Verdict, judge_case
 from fuzz.lab import Lab
 
 _DRAWS = 3  # of a command's options
@@ -21,7 +22,17 @@ def run_controls(lab: Lab, folder: Path) -> None:
         for subject in sorted(set(command.subjects)):
             for draw in range(_DRAWS):
                 case = Case(name, subject, lambda _: None, Random(draw))
-                verdict = judge_case(case, draw, lab, folder / "control", [])
+                if command.starts_threads:
+                    verdict = _in_a_child(case, draw, lab, folder / "child")
+                else:
+                    verdict = judge_case(case, draw, lab, folder / "control", [])
                 where = f"{name} of {subject}, draw {draw}"
                 assert verdict.finding is None, f"{where}: {verdict.finding}"
                 assert not any(code for _, code in verdict.codes), f"{where}: {verdict.codes}"
+
+
+def _in_a_child(case: Case, draw: int, lab: Lab, folder: Path) -> Verdict:
+    judged = verdicts(
+        iter([draw]), lambda key, place: judge_case(case, key, lab, place, []), folder
+    )
+    return next(judged)

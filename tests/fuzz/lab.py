@@ -13,6 +13,7 @@ from typing import Any
 from benchmarks.make_checkpoint import TINY_CONFIG
 from cases import export, make_checkpoint, quantize, run_in_a_fork
 from fuzz.tensors import Tensors, read_tensors
+from quantized_by_others import write
 
 # As small as the layouts allow: groups of 32 weights, and the 256 bytes that a tokenizer needs.
 CONFIG: dict[str, Any] = TINY_CONFIG | {
@@ -49,7 +50,8 @@ _DISK_CALLS_BEFORE_THE_END = 150
 class Lab:
     """Folders of good inputs, by subject, and the bundle that the unfinished run becomes.
 
-    An input holds source/, and what its commands take beside it: bundle/ or prompts.jsonl.
+    An input holds source/, and what its commands take beside it: bundle/, quantized/,
+    prompts.jsonl, or answers.json, which names answers of a server that are damaged.
     """
 
     folder: Path
@@ -131,6 +133,21 @@ def _prompts(folder: Path) -> None:
     (folder / "prompts.jsonl").write_text("\n".join(lines) + "\n", encoding="utf-8")
 
 
+def _hub(folder: Path) -> None:
+    _bundle(folder)
+    (folder / "answers.json").write_text("{}")
+
+
+def _quantized(method: str) -> Callable[[Path], None]:
+    """A checkpoint, and its main model as others quantize it."""
+
+    def make(folder: Path) -> None:
+        _bf16(folder)
+        write(folder / "source", folder / "quantized", method)
+
+    return make
+
+
 def _done(code: int) -> None:
     assert code == 0, f"a good input cannot be made: exit {code}"
 
@@ -148,4 +165,9 @@ SUBJECTS: dict[str, Callable[[Path], None]] = {
     "int4": _int4,
     "unfinished": _unfinished,
     "prompts": _prompts,
+    "hub": _hub,
+    "awq": _quantized("awq"),
+    "gptq": _quantized("gptq, permuted"),
+    "compressed": _quantized("compressed-tensors, int4"),
+    "modelopt": _quantized("modelopt fp8, in a file"),
 }

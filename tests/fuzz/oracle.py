@@ -63,6 +63,20 @@ def check_export(source: Path, output: Path, target: str, parts: tuple[str, ...]
     check_claims(output)
 
 
+def check_parts(source: Path, output: Path) -> None:
+    """Raise a Finding unless the tensors of a bundle's parts are what its source makes them.
+
+    Files that travel along are not compared: a listing that lacks one looks like any other.
+    """
+    tensors, config = read_tensors(source), read_object(source / CONFIG)
+    layer = int(config["num_hidden_layers"])
+    parts = {"main": expected_main(tensors, layer), "mtp": expected_mtp(tensors, layer, "hf")}
+    for name in parts.keys() & {path.name for path in output.iterdir()}:
+        check_equal(read_tensors(output / name), parts[name], f"remote {name}")
+        _check_index(output / name)
+    check_claims(output)
+
+
 def check_quantized(source: Path, output: Path, reference: Path) -> None:
     """Raise a Finding unless a bundle equals the one made of a rewriting of its source."""
     _check_layout(output, ("main", "mtp"))

@@ -53,6 +53,7 @@ class Sandbox:
 
     folder: Path
     codes: list[tuple[str, int]] = field(default_factory=list)
+    asks_servers: bool = False  # of this machine, which is allowed then
 
     @property
     def input(self) -> Path:
@@ -72,7 +73,7 @@ class Sandbox:
 
     def run(self, *arguments: object) -> Outcome:
         """Run the program; its exit must be documented and its message short and whole."""
-        WATCH.begin(self.folder)
+        WATCH.begin(self.folder, loopback=self.asks_servers)
         outcome = run_program(*arguments)
         seen = WATCH.end()
         command = next((str(a) for a in arguments if not str(a).startswith("-")), "")
@@ -157,6 +158,7 @@ class Watch:
     def __init__(self) -> None:
         self._folder: str | None = None
         self._seen: list[str] = []
+        self._loopback = False
         self._inherited_bytes: int | None = None
 
     def install(self) -> None:
@@ -172,8 +174,9 @@ class Watch:
         if growth > MAX_GROWTH_BYTES:
             raise Finding("memory", "resident", f"{growth / 1e6:.0f} MB more")
 
-    def begin(self, folder: Path) -> None:
-        """Record from now on; everything in the folder is allowed."""
+    def begin(self, folder: Path, *, loopback: bool) -> None:
+        """Record from now on; everything in the folder is allowed, and this machine's servers."""
+        self._loopback = loopback
         self._folder, self._seen = f"{os.path.realpath(folder)}/", []
 
     def end(self) -> list[str]:
@@ -191,10 +194,13 @@ class Watch:
         elif event in _CHANGES:
             for place, folder in _CHANGES[event]:
                 self._check(event, arguments[place], None if folder is None else arguments[folder])
-        elif event in _RUNS:
+        elif event in _RUNS and not (event == "socket.connect" and self._may_connect(arguments)):
             self._note(event, str(arguments[:2]))
         elif event == "exec" and getattr(arguments[0], "co_filename", "").startswith(self._folder):
             self._note(event, arguments[0].co_filename)
+
+    def _may_connect(self, arguments: Any) -> bool:
+        return self._loopback and arguments[1][0] in ("127.0.0.1", "::1")
 
     def _check(self, event: str, path: Any, folder: int | None) -> None:
         if isinstance(path, int):

@@ -230,6 +230,9 @@ class Handler(Uploads, BaseHTTPRequestHandler):
         port, query = self.server.server_address[1], f"generation={self.server.generation}"
         location = f"http://localhost:{port}/storage/{file.sha256}?{query}&name={quote(path)}"
         headers |= {"X-Linked-Size": str(size), "X-Linked-Etag": f'"{etag}"', "Location": location}
+        if self.server.repositories[name].is_xet:
+            route = f"{self.server.endpoint}/api/models/{name}/xet-read-token/{commit}"
+            headers |= {"X-Xet-Hash": file.sha256, "Link": f'<{route}>; rel="xet-auth"'}
         self._answer(302, b"", headers)
 
     def _files(

@@ -77,8 +77,8 @@ class XetFile(StoredFile):
 class Repository:
     """Commits by hash, each with its files by name; revisions by name.
 
-    objects are large files in its storage by SHA-256, committed or not. is_xet: its large files can
-    be copied to other repositories.
+    objects are large files in its storage by SHA-256, committed or not. is_xet: its large files are
+    in a Xet storage, which links of this server bridge, and can be copied to other repositories.
     """
 
     commits: dict[str, dict[str, StoredFile]] = field(default_factory=dict)

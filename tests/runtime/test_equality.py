@@ -5,12 +5,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from itertools import product
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from cases import nightly_but
 from mtp_runtime.drafters import DRAFTERS
 from mtp_runtime.drafters.base import Drafter, DrafterParts, TargetDraft
 from mtp_runtime.drafters.eagle3 import read_eagle3
@@ -61,8 +63,8 @@ def small_plain(small: Path, tmp_path_factory: pytest.TempPathFactory) -> Plain:
 
 
 @pytest.fixture(scope="module")
-def trained_plain(trained: Path) -> Plain:
-    return Plain(load(trained), SamplingParams(max_tokens=8, ignore_eos=True), alone=False)
+def trained_plain(trained_model: Model) -> Plain:
+    return Plain(trained_model, SamplingParams(max_tokens=8, ignore_eos=True), alone=False)
 
 
 def repeating(prompts: list[Prompt]) -> list[Prompt]:
@@ -119,10 +121,13 @@ def test_small_model_batch_128(small_plain: Plain, name: str) -> None:
     speculate(small_plain, prompts_of(lengths, 96), name, 3)
 
 
-@pytest.mark.parametrize("k", [1, 2, 3, 4, 5])
+# The small model has every k with every batch.
+@pytest.mark.parametrize(
+    ("batch", "k"), nightly_but([(1, 2), (7, 1), (7, 3), (7, 5)], product((1, 7), range(1, 6)))
+)
 @pytest.mark.parametrize("name", ["mtp", "inference_with_reference", "draft_model", "always right"])
-@pytest.mark.parametrize("lengths", [[9], [5, 15, 16, 1, 9, 30, 12]], ids=["1", "7"])
-def test_trained_model(trained_plain: Plain, lengths: list[int], name: str, k: int) -> None:
+def test_trained_model(trained_plain: Plain, name: str, batch: int, k: int) -> None:
+    lengths = [9] if batch == 1 else [5, 15, 16, 1, 9, 30, 12]
     found = speculate(trained_plain, repeating(prompts_of(lengths, 2048)), name, k)
     if name == "mtp":
         assert found.counts("drafted", k - 1) > 0

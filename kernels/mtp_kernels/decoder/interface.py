@@ -148,7 +148,11 @@ class Recursion(Protocol):
 
 
 class Backend(Protocol):
-    """A decoder backend: one object packs the parts of one model, which may then be dropped."""
+    """A decoder backend: one object packs the parts of one model, which may then be dropped.
+
+    It keeps matrices, but for routers', in the dtype that it was made with, and computes in
+    float32.
+    """
 
     def runs(self, kind: LayerKind) -> bool:
         """Return True for layers that this backend computes."""

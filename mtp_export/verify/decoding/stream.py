@@ -11,7 +11,7 @@ from pickle import UnpicklingError
 
 import torch
 
-from mtp_export.checkpoint.files import make_folder, write_whole
+from mtp_export.checkpoint.files import make_folder, remove_temporaries, write_whole
 from mtp_export.errors import IoError
 from mtp_export.progress import ProgressCallback
 from mtp_export.verify.check import WHOLE_CHECK, Item, measured, not_tested
@@ -22,7 +22,6 @@ from mtp_export.verify.evidence.blocks import walked
 from mtp_export.verify.evidence.corpus import Corpus, judge
 from mtp_export.verify.evidence.prompts import encoded
 from mtp_export.verify.evidence.statistics import Estimate, ratio
-from mtp_runtime.prompts import read_texts
 from mtp_runtime.streaming import StreamedModel, open_streamed, pass_through
 from mtp_runtime.teacher_forcing import PagedTexts, Text, Texts, overlaps
 
@@ -54,13 +53,11 @@ def texts_of(context: Context) -> tuple[Texts, bool]:
     drafts are compared with the target's own best tokens."""
     main, path = context.main, context.options.prompts
     assert main is not None, "a streamed pass is not started without a main part"
-    if path is not None:
-        pairs = [(p, c) for p, c in read_texts(path) if c is not None]
-        if pairs:
-            prompts = encoded(main, path, (prompt for prompt, _ in pairs))
-            answers = encoded(main, path, (answer for _, answer in pairs))
-            both = zip(prompts, answers, strict=True)
-            return Texts(tuple(Text((*p, *a), len(p)) for p, a in both)), True
+    if pairs := [(p, c) for p, c in context.given or () if c is not None]:
+        prompts = encoded(main, path, (prompt for prompt, _ in pairs))
+        answers = encoded(main, path, (answer for _, answer in pairs))
+        both = zip(prompts, answers, strict=True)
+        return Texts(tuple(Text((*p, *a), len(p)) for p, a in both)), True
     return Texts(tuple(Text(tokens, 1) for tokens in context.prompts)), False
 
 
@@ -83,6 +80,7 @@ def states_of(
         _keep(place, index + 1, x)
         progress(each)
     place.unlink(missing_ok=True)
+    remove_temporaries(place)
     return x
 
 

@@ -13,6 +13,7 @@ from mtp_export.checkpoint.bundle_folder import MAIN, MTP
 from mtp_export.checkpoint.header import TensorInfo
 from mtp_export.errors import MtpExportError
 from mtp_export.schemes import SCHEMES
+from mtp_export.schemes.base import GRAFTED
 from mtp_export.schemes.discrepancies import Discrepancy, compare
 from mtp_export.schemes.native import quantization_of
 from mtp_export.schemes.storage import mixes_integers_with_fp8
@@ -186,9 +187,10 @@ def _readers(context: Context) -> list[Engine]:
     """Engines whose reading of the draft is known and that the bundle was written for.
 
     Integers beside fp8 in the main part, and configs that each describe one folder, are written for
-    engines of the recorded dialect only.
+    engines of the recorded dialect only. A graft records one where that alone describes the draft.
     """
-    scheme = SCHEMES.get(str(context.recorded("base_quant")))
+    base = str(context.recorded("base_quant"))
+    scheme = SCHEMES.get(base)
     storages = scheme.recorded_storages(context.recorded_options) if scheme else frozenset()
     engines = [
         engine
@@ -201,6 +203,8 @@ def _readers(context: Context) -> list[Engine]:
         if engine.dialect is not None and engine.dialect.name == context.recorded("reader")
     ]
     own_config = any(engine.dialect and engine.dialect.own_config for engine in of_dialect)
+    if base == GRAFTED:
+        return of_dialect or engines
     return of_dialect if own_config or mixes_integers_with_fp8(storages) else engines
 
 

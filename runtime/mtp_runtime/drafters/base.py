@@ -75,10 +75,13 @@ class DrafterType:
     """A drafter of the registry, and what must be loaded for it: the MTP modules, a draft model.
 
     read: reads a draft that is no model of its own, from a folder of its own or from the bundle's
-    folder of the method's name; build alone then says that there is none.
+    folder of the method's name; build alone then says that there is none. prefix_cache: it drafts
+    for requests whose first tokens it never observed, and what it caches of a page depends on the
+    tokens up to the one after that page.
     """
 
     build: Callable[[DrafterParts], Drafter]
     needs_mtp: bool = False
     needs_draft_model: bool = False
     read: Callable[[Path, Loaded], TargetDraft] | None = None
+    prefix_cache: bool = False

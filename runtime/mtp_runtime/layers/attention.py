@@ -7,7 +7,7 @@ its weights and says what it caches per token; nothing else knows the width of a
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Protocol, runtime_checkable
+from typing import NamedTuple, Protocol, runtime_checkable
 
 import torch
 
@@ -17,12 +17,24 @@ from mtp_runtime.layers.linear import Linear
 from mtp_runtime.layers.rope import Rope
 
 
+class Choice(NamedTuple):
+    """Cached tokens that every row attends to, in order: the first `counts` [T] of its `slots`
+    [T, k], both int32."""
+
+    slots: torch.Tensor
+    counts: torch.Tensor
+
+
 @dataclass(frozen=True)
 class ForwardPass:
-    """One pass over a batch, as its attention layers see it; backend is of verify_attention."""
+    """One pass over a batch, as its attention layers see it; backend is of verify_attention.
+
+    choices: tokens to attend to, by what chose them, for the layers after it that share a choice.
+    """
 
     layout: BatchLayout
     backend: str = "auto"
+    choices: dict[object, Choice] = field(default_factory=dict)
     _cos_sin: dict[Rope, torch.Tensor] = field(default_factory=dict)
 
     def cos_sin(self, rope: Rope) -> torch.Tensor:

@@ -7,6 +7,7 @@ Source: DeepSeek-V2 report (arXiv 2405.04434), section 2.1.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 
@@ -16,6 +17,14 @@ from mtp_runtime.layers.attention import ForwardPass
 from mtp_runtime.layers.linear import Linear
 from mtp_runtime.layers.norm import RmsNorm
 from mtp_runtime.layers.rope import Rope, rotate_pairs
+
+
+class Lowered(NamedTuple):
+    """Rows projected down: the query (its normed low rank, where it has one), latent, rope key."""
+
+    query: torch.Tensor
+    latent: torch.Tensor
+    rope_key: torch.Tensor
 
 
 @dataclass(frozen=True)
@@ -59,7 +68,7 @@ class Mla:
         """Attend from rows x [T, d] to the cached latents; returns [T, d]."""
         (kv_cache,) = cache
         layout = forward.layout
-        q_latent, q_rope, cached = self.project(x, forward.cos_sin(self.rope))
+        q_latent, q_rope, cached = self.project(self.lower(x), forward.cos_sin(self.rope))
         kv_cache.flatten(0, 1).index_copy_(0, layout.slots, cached)
         attended = verify_attention(
             q_latent,
@@ -73,11 +82,21 @@ class Mla:
         )[0]
         return self.finish(attended)
 
+    def lower(self, x: torch.Tensor) -> Lowered:
+        """Project x [T, d] down."""
+        latent = self.key_up.shape[2]
+        projected = self.down(x)
+        query_size = projected.shape[1] - latent - self.rope_size
+        query, kv, k_rope = torch.split(projected, [query_size, latent, self.rope_size], dim=1)
+        if self.query_norm is not None:
+            query = self.query_norm(query)
+        return Lowered(query, kv, k_rope)
+
     def project(
-        self, x: torch.Tensor, cos_sin: torch.Tensor
+        self, lowered: Lowered, cos_sin: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Project x [T, d] to q_latent [T, h, c], q_rope [T, h, r] and cache entries [T, c+r]."""
-        q_nope, latent, rotated = self._parts(x, cos_sin)
+        """Return q_latent [T, h, c], q_rope [T, h, r] and cache entries [T, c+r]."""
+        q_nope, latent, rotated = self._by_head(lowered, cos_sin)
         heads = len(self.key_up)
         q_latent = torch.bmm(q_nope.transpose(0, 1), self.key_up).transpose(0, 1).contiguous()
         cached = torch.cat([latent, rotated[:, heads]], dim=1)
@@ -87,26 +106,24 @@ class Mla:
         self, x: torch.Tensor, cos_sin: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Project x [T, d] to scaled queries and keys [T, h, n+r] and values [T, h, v]."""
-        q_nope, latent, rotated = self._parts(x, cos_sin)
+        q_nope, latent, rotated = self._by_head(self.lower(x), cos_sin)
         heads = len(self.key_up)
         query = torch.cat([q_nope, rotated[:, :heads]], dim=2) * self.scale
         key = torch.einsum("tc,hnc->thn", latent, self.key_up)
         key = torch.cat([key, rotated[:, heads:].expand(-1, heads, -1)], dim=2)
         return query, key, torch.einsum("tc,hcv->thv", latent, self.value_up)
 
-    def _parts(
-        self, x: torch.Tensor, cos_sin: torch.Tensor
+    def _by_head(
+        self, lowered: Lowered, cos_sin: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Project x [T, d] to q_nope [T, h, n], latents [T, c], and the rotated parts of queries
-        and, behind them, of the key [T, h+1, r]."""
-        heads, nope, latent = self.key_up.shape
-        projected = self.down(x)
-        query_size = projected.shape[1] - latent - self.rope_size
-        sizes = [query_size, latent, self.rope_size]
-        query, kv, k_rope = torch.split(projected, sizes, dim=1)
-        if self.query_up is not None and self.query_norm is not None:
-            query = self.query_up(self.query_norm(query))
-        q_nope, q_rope = torch.split(query.view(len(x), heads, -1), [nope, self.rope_size], dim=2)
+        """Return q_nope [T, h, n], normed latents [T, c], and the rotated parts of queries and,
+        behind them, of the key [T, h+1, r]."""
+        query, kv, k_rope = lowered
+        heads, nope, _ = self.key_up.shape
+        if self.query_up is not None:
+            query = self.query_up(query)
+        by_head = query.view(len(query), heads, -1)
+        q_nope, q_rope = torch.split(by_head, [nope, self.rope_size], dim=2)
         unrotated = torch.cat([q_rope, k_rope[:, None]], dim=1)  # [T, h+1, r]
         return q_nope, self.latent_norm(kv), rotate_pairs(unrotated, cos_sin[:, None])
 

@@ -1,4 +1,4 @@
-"""RMS norm, computed in float32 for activations of any dtype."""
+"""RMS norm and layer norm, computed in float32 for activations of any dtype."""
 
 from __future__ import annotations
 
@@ -21,3 +21,17 @@ class RmsNorm:
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         return torch.rms_norm(x.float(), self.weight.shape, self.weight, self.eps).to(x.dtype)
+
+
+@dataclass(frozen=True)
+class LayerNorm:
+    """(x - mean(x)) / sqrt(var(x) + eps) * weight + bias over the last dimension; weight and bias
+    [d] are float32."""
+
+    weight: torch.Tensor
+    bias: torch.Tensor
+    eps: float
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        normed = torch.layer_norm(x.float(), self.weight.shape, self.weight, self.bias, self.eps)
+        return normed.to(x.dtype)

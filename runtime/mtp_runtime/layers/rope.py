@@ -80,6 +80,13 @@ def rotate_pairs(x: torch.Tensor, cos_sin: torch.Tensor) -> torch.Tensor:
     return torch.view_as_real(pairs * cos_sin).flatten(-2).to(x.dtype)
 
 
+def rotate_first_pairs(x: torch.Tensor, cos_sin: torch.Tensor) -> torch.Tensor:
+    """Rotate neighbouring pairs among the first r elements of x [..., n] as rotate_pairs does."""
+    size = 2 * cos_sin.shape[-1]
+    rotated = rotate_pairs(x[..., :size].contiguous(), cos_sin)
+    return torch.cat([rotated, x[..., size:]], dim=-1)
+
+
 def rotate_halves(x: torch.Tensor, cos_sin: torch.Tensor) -> torch.Tensor:
     """Rotate the first r elements of x [..., n] by complex factors that broadcast to [..., r/2];
     element i forms a pair with element i + r/2."""

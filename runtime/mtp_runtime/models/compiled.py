@@ -1,4 +1,4 @@
-"""Execution by compiled kernels: float32 on a CPU, a row's bits independent of its batch.
+"""Execution by compiled kernels on a CPU: in float32, a row's bits independent of its batch.
 
 Layers that the kernels do not know, by attention or feed-forward, are run by torch in between.
 """
@@ -126,7 +126,7 @@ class CompiledRecursion:
 class CompiledExecution:
     """Packs parts for the kernels; the parts themselves may then be dropped."""
 
-    backend: kernels.Backend = field(default_factory=kernels.make_backend)
+    backend: kernels.Backend
 
     def layers(self, layers: Iterable[DecoderLayer]) -> Layers:
         """Pack the layers one by one, so that no two copies of a model are held."""

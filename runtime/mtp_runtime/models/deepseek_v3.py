@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Self
 
 from mtp_export.families.deepseek_v3 import DeepseekV3Family
+from mtp_runtime.layers.attention import Attention
 from mtp_runtime.layers.mla import Mla
 from mtp_runtime.layers.rope import softmax_scale
 from mtp_runtime.models.moe_decoder import MoeDecoderBuilder, MoeDecoderConfig
@@ -43,7 +44,11 @@ class DeepseekV3Builder(MoeDecoderBuilder):
     family: DeepseekV3Family
     config: DeepseekV3Config
 
-    def attention(self, layer: int) -> Mla:
+    def attention(self, layer: int) -> Attention:
+        """Load one layer's attention."""
+        return self.mla(layer)
+
+    def mla(self, layer: int) -> Mla:
         """Load one layer's attention; the halves of kv_b_proj become dense to be absorbed."""
         source, config, names = self.source, self.config, self.family.attention_modules(layer)
         ranked = names.query_down is not None

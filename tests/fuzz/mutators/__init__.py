@@ -8,6 +8,7 @@ from pathlib import Path
 from random import Random
 
 from fuzz.mutators import (
+    answers,
     config,
     header_bits,
     header_structure,
@@ -44,6 +45,7 @@ MUTATORS: dict[str, Mutator] = {
     "manifest": Mutator("mtp_export.json", manifest.mutate, weight=4),
     "journal": Mutator(".mtp_export.journal", journal.mutate, weight=15),
     "tokenizer": Mutator("tokenizer*.json", tokenizer.mutate, weight=0.5),
+    "answers": Mutator("answers.json", answers.mutate, weight=15),
     "prompts": Mutator("*.jsonl", prompts.mutate, weight=10),
     "json_text": Mutator("*.json", json_text.mutate, weight=0.5),
     "special_files": Mutator("*", special_files.mutate, weight=0.3),
