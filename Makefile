@@ -23,7 +23,7 @@ test: .venv/installed-dev
 
 # With what only repeats at larger scale, or takes minutes, or needs the package index.
 test-all: .venv/installed-dev .venv-moto/installed
-	@$(call beside_checks,$(PYTEST) -m "nightly or not nightly")
+	@$(call beside_checks,$(PYTEST) --timeout 1800 -m "nightly or not nightly")
 
 # Half an hour of mutated inputs; a failure prints the command that runs its input again.
 FUZZ_SEED := $(shell date +%s)
@@ -63,15 +63,18 @@ clean:
 	rm -rf .venv .venv-engines .venv-moto .venv-oldest demo build *.egg-info
 
 # torch first and by version: a CPU build already on the machine is then kept.
-.venv/installed: pyproject.toml constraints.txt
+.venv/bin/python:
 	$(PYTHON) -m venv .venv
 	$(PIP_INSTALL) $$(grep '^torch==' constraints.txt)
+
+.venv/installed: pyproject.toml constraints.txt | .venv/bin/python
 	$(PIP_INSTALL) -c constraints.txt -e .
 	touch $@
 
-.venv/installed-dev: .venv/installed
+# In one step: what is built and resolved for .venv/installed would be so twice.
+.venv/installed-dev: pyproject.toml constraints.txt | .venv/bin/python
 	$(PIP_INSTALL) -c constraints.txt -e '.[dev]'
-	touch $@
+	touch .venv/installed $@
 
 # moto's server, for a process of its own: what it brings is in no version that others need.
 .venv-moto/installed: constraints-moto.txt

@@ -31,7 +31,7 @@ from typing import Any
 
 from benchmarks.bench_export import DiskLimit, Measured, cp_of_size, fresh, machine, mtp_shards
 from benchmarks.limits import DiskWork, elements, kernel_rates
-from mtp_export.bundle.build import BundlePlan
+from mtp_export.bundle.bundle_plan import BundlePlan
 from mtp_export.bundle.options import BundleOptions, ContentOptions, Part
 from mtp_export.bundle.quantize import QuantizeOptions, plan_quantize
 

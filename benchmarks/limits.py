@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from mtp_export.bundle.build import BundlePlan
+    from mtp_export.bundle.bundle_plan import BundlePlan
 
 DEPTHS = (2, 4, 8, 16)
 _SAMPLE = 8  # the best depth is looked for with an eighth of the bytes

@@ -5,9 +5,8 @@ from __future__ import annotations
 import re
 
 import pytest
-import typer
 
-from mtp_export.commands.group import app
+from mtp_export.commands.group import program
 from pages import ROOT, code_in, paths_in, rows_of, sections_of
 
 PAGE = ROOT / "docs/coverage.md"
@@ -16,7 +15,6 @@ ROWS = [row for rows in DOCUMENTS.values() for row in rows]
 
 
 def known_options() -> set[str]:
-    program = typer.main.get_command(app)
     commands = [program, *program.commands.values()]  # type: ignore[attr-defined]
     return {name for command in commands for parameter in command.params for name in parameter.opts}
 

@@ -10,12 +10,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import pytest
-import typer
 
 from cases import Outcome, run_program
 from hub_server import HubServer
 from mtp_export import errors
-from mtp_export.commands.group import app
+from mtp_export.commands.group import program
 from mtp_export.commands.standard_streams import ENDED_BY_SIGPIPE
 from mtp_export.schemes import SCHEMES
 from mtp_export.targets import target_names
@@ -200,7 +199,6 @@ ELSEWHERE = {"graft": {"--input-dir", "--part"}}
 
 def subcommands() -> dict[str, list[object]]:
     """Parameters of every command; the export's are the program's own."""
-    program = typer.main.get_command(app)
     found: dict[str, list[object]] = {"export": list(program.params)}
     for name, command in program.commands.items():  # type: ignore[attr-defined]
         found[name] = list(command.params)

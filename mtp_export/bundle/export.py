@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from mtp_export.bundle.build import BundlePlan, Recipe, open_source, plan_bundle
+from mtp_export.bundle.build import open_source, plan_bundle
+from mtp_export.bundle.bundle_plan import BundlePlan, Recipe
 from mtp_export.bundle.options import BundleOptions
 from mtp_export.bundle.preflight import check_nesting, check_output
 from mtp_export.bundle.split import SplitOptions
@@ -14,7 +15,7 @@ def plan_export(options: BundleOptions, *, dry_run: bool = False) -> BundlePlan:
     """Check source and output, and plan the bundle (MtpExportError)."""
     target = target_of(options.target)
     check_nesting(options.input_dir, options.output_dir)
-    check_output(options.output_dir, options.run.overwrite)
+    check_output(options.output_dir, options.run)
     source = open_source(options.input_dir)
     config = source[0].config
     split = SplitOptions(

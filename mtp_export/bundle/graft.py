@@ -9,7 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from mtp_export.bundle.build import BundlePlan, Recipe, open_source, plan_bundle
+from mtp_export.bundle.build import open_source, plan_bundle
+from mtp_export.bundle.bundle_plan import BundlePlan, Recipe
 from mtp_export.bundle.options import BundleOptions
 from mtp_export.bundle.preflight import check_nesting, check_output
 from mtp_export.bundle.same_model import check_same_model
@@ -96,7 +97,7 @@ def _check_places(options: GraftOptions) -> None:
         )
     for place in (main, mtp):
         check_nesting(place, options.bundle.output_dir)
-    check_output(options.bundle.output_dir, options.bundle.run.overwrite)
+    check_output(options.bundle.output_dir, options.bundle.run)
 
 
 def _real(place: Place) -> str:

@@ -1,6 +1,7 @@
 """Journal of an unfinished run: one line per finished shard, with which the same command resumes.
 
-It is in the output folder, locked by the run, and removed when the bundle is whole.
+It is in the output folder, or that of a share, which the run locks and owns, and is removed when
+the bundle is whole.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from mtp_export.bundle.journal_content import (
     parsed,
     shard_line,
 )
+from mtp_export.bundle.owner import OWNER_NAME, Owner, owner_of
 from mtp_export.checkpoint.files import (
     make_folder,
     read_failure,
@@ -59,6 +61,7 @@ class Journal:
             raise write_failure(self.path, error) from error
         try:
             self._lock()
+            self._owner = Owner(folder / OWNER_NAME)
         except BaseException:
             os.close(self._fd)
             raise
@@ -72,6 +75,7 @@ class Journal:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
+        self._owner.release()
         os.close(self._fd)
 
     @property
@@ -106,7 +110,11 @@ class Journal:
         self._start(JournalContent(dict(identity), frozenset(files)))
 
     def record(self, key: str, facts: ShardFacts) -> None:
-        """Record that a shard is finished and on disk (IoError)."""
+        """Record that a shard is finished and on disk (IoError).
+
+        Raises OutputExistsError when another run has taken the output over.
+        """
+        self._owner.check()
         checksum = self._checksum.copy()
         line = encoded(shard_line(key, facts), checksum)
         try:
@@ -120,6 +128,8 @@ class Journal:
     def remove(self) -> None:
         """Remove the journal, and its folder when that holds nothing else (IoError)."""
         try:
+            self._owner.release()  # first: beside a whole bundle nobody would remove it
+            sync_folder(self.path.parent)
             self.path.unlink(missing_ok=True)
         except OSError as error:
             raise write_failure(self.path, error) from error
@@ -163,20 +173,40 @@ class Journal:
         raise OutputExistsError(
             "Another run is writing this output, or has just finished it",
             where=self.path.parent,
+            found=owner_of(self.path.parent) or "its lock",
             todo="Wait for it to end, or choose another --output-dir",
         )
 
 
-def journaled_files(folder: Path) -> frozenset[str]:
-    """Return the files that the journal of a folder says its run writes or replaces: none without
-    a journal or with one whose first line is damaged (IoError)."""
+def journaled_run(folder: Path) -> JournalContent | None:
+    """Return which run the journal of a folder says it is of, without what that finished: None
+    without a journal or with one whose first line is damaged (IoError)."""
     path = folder / JOURNAL_NAME
     if not path.is_file():
-        return frozenset()
+        return None
     try:
-        return parsed(_read(path).partition(b"\n")[0] + b"\n").files
+        return parsed(_read(path).partition(b"\n")[0] + b"\n")
     except DamagedJournal:
-        return frozenset()
+        return None
+
+
+def journaled_shards(folder: Path) -> dict[str, ShardFacts]:
+    """Return what the journal of a folder has finished, whoever is writing it now: nothing without
+    a journal or with a damaged one (IoError)."""
+    path = folder / JOURNAL_NAME
+    if not path.is_file():
+        return {}
+    try:
+        return parsed(_read(path)).finished
+    except DamagedJournal:
+        return {}
+
+
+def journaled_files(folder: Path) -> frozenset[str]:
+    """Return the files that the journal of a folder says its run writes or replaces: none where
+    journaled_run returns None (IoError)."""
+    run = journaled_run(folder)
+    return frozenset() if run is None else run.files
 
 
 def _read(path: Path) -> bytes:
@@ -193,7 +223,8 @@ def _read(path: Path) -> bytes:
 def _refuse_other(recorded: dict[str, Any], wanted: Mapping[str, Any], folder: Path) -> None:
     if recorded == wanted:
         return
-    before, now = _first_difference(recorded, wanted)
+    before, now = first_difference(recorded, wanted)
+    before, now = f"{before} (in the unfinished run)", f"{now} (now)"
     source = {key: wanted[key] for key in _SOURCE_FIELDS if key in wanted}
     if recorded | source == wanted:
         raise OutputExistsError(
@@ -212,7 +243,7 @@ def _refuse_other(recorded: dict[str, Any], wanted: Mapping[str, Any], folder: P
     )
 
 
-def _first_difference(before: Any, now: Any) -> tuple[str, str]:
+def first_difference(before: Any, now: Any) -> tuple[str, str]:
     """Return the first pair of values in which two JSON values differ, in words."""
     path = ""
     while isinstance(before, dict) and isinstance(now, dict):
@@ -221,4 +252,4 @@ def _first_difference(before: Any, now: Any) -> tuple[str, str]:
         # Without one they differ in a key whose value is null.
         key = min(unlike or before.keys() ^ now.keys())
         path, (before, now) = f"{path}{key} ", pairs[key]
-    return f"{path}{before} (in the unfinished run)", f"{path}{now} (now)"
+    return f"{path}{before}", f"{path}{now}"

@@ -6,9 +6,10 @@ import errno
 import fcntl
 import os
 import shutil
-import tempfile
 from collections.abc import Callable, Iterable
 from pathlib import Path
+
+import xxhash
 
 from mtp_export.checkpoint.byte_source import Place, local_path
 from mtp_export.checkpoint.files import sync_folder, temporary_path, write_failure
@@ -90,13 +91,20 @@ def guess_links(wanted: Link, shards: Iterable[Place], folder: Path) -> dict[Pla
     return result | {shard: guess(local_path(shard)) for shard in local}
 
 
+def _probe(folder: Path) -> Path:
+    """Return the folder in which links into a folder are tried, the same one for each run."""
+    name = xxhash.xxh3_64(os.fsencode(folder.absolute())).hexdigest()
+    return existing_parent(folder) / f"{PROBE_PREFIX}{name}"
+
+
 def _try(wanted: Link, source: Path, folder: Path) -> Link:
     reasons: list[str] = []
-    parent = existing_parent(folder)
+    trial = _probe(folder)
     try:
-        trial = Path(tempfile.mkdtemp(prefix=PROBE_PREFIX, dir=parent))
+        shutil.rmtree(trial, ignore_errors=True)  # what a killed run left
+        trial.mkdir(mode=0o700)
     except OSError as error:
-        raise write_failure(parent, error) from error
+        raise write_failure(trial.parent, error) from error
     try:
         for way in _MAKERS if wanted is Link.AUTO else (wanted,):
             try:
@@ -122,11 +130,11 @@ def link_shard(way: Link, source: Path, target: Path) -> None:
     """Link a shard, whole or not at all (IoError)."""
     temporary = temporary_path(target)
     try:
-        temporary.unlink(missing_ok=True)
-        _MAKERS[way](source, temporary)
-        os.replace(temporary, target)
-        # rename() does nothing between two links to one file: the temporary would stay
-        temporary.unlink(missing_ok=True)
+        try:
+            _MAKERS[way](source, temporary)
+            os.replace(temporary, target)
+        finally:  # rename() does nothing between two links to one file: the temporary would stay
+            temporary.unlink(missing_ok=True)
         sync_folder(target.parent)
     except OSError as error:
         raise write_failure(target, error) from error

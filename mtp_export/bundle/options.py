@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import StrEnum
 from pathlib import Path
 from typing import Any
@@ -55,12 +55,34 @@ MAX_WORKERS = 64
 DEFAULT_WORKERS = min(MAX_WORKERS, len(os.sched_getaffinity(0)))
 
 
+MAX_SHARES = 512  # of a few hundred shards; the end has a file of each open
+
+
+@dataclass(frozen=True)
+class Share:
+    """One of count equal parts of the work on a bundle, numbered from 1; origin says where the
+    numbers come from, unless they were given."""
+
+    number: int
+    count: int
+    origin: str = field(default="", compare=False)
+
+    def __str__(self) -> str:
+        return f"{self.number}/{self.count}"
+
+    @property
+    def said(self) -> str:
+        """Origin of the numbers in brackets; nothing where they were given."""
+        return f" ({self.origin})" if self.origin else ""
+
+
 @dataclass(frozen=True)
 class RunOptions:
     """Means of a run and what it may do to the output folder.
 
-    workers are the tensors that are worked on at once. max_memory_bytes bounds resident memory.
-    io_depth is the number of reads, and of writes, under way at once; None: that of the disk.
+    share is the part of the work that is done, if not all of it. workers are the tensors that are
+    worked on at once. max_memory_bytes bounds resident memory. io_depth is the number of reads, and
+    of writes, under way at once; None: that of the disk.
     """
 
     link: Link = Link.AUTO
@@ -69,6 +91,7 @@ class RunOptions:
     io_depth: int | None = None
     overwrite: bool = False
     resume: bool = True
+    share: Share | None = None
 
 
 @dataclass(frozen=True)

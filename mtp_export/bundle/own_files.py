@@ -6,19 +6,30 @@ from __future__ import annotations
 import os
 import shutil
 from collections.abc import Iterator, Sequence, Set
-from pathlib import Path
+from pathlib import Path, PurePath
 
 from mtp_export.bundle.journal import JOURNAL_NAME
 from mtp_export.bundle.links import PROBE_PREFIX
-from mtp_export.checkpoint.bundle_folder import MAIN, MTP
-from mtp_export.checkpoint.files import read_failure, sync_folder, temporary_path, write_failure
+from mtp_export.checkpoint.bundle_folder import MAIN, MTP, OWN_DRAFTS
+from mtp_export.checkpoint.files import (
+    name_when_whole,
+    read_failure,
+    sync_folder,
+    write_failure,
+)
 from mtp_export.checkpoint.manifest import MANIFEST_NAME, read_manifest
 from mtp_export.checkpoint.reader import CONFIG_NAME
+from mtp_export.checkpoint.staging import DOWNLOADS_NAME
 from mtp_export.errors import InvalidInputError, OutputExistsError
 
-PARTS = (MAIN, MTP)
-# What a killed run leaves beside the parts.
-TEMPORARIES = {temporary_path(Path(name)).name for name in (MANIFEST_NAME, JOURNAL_NAME)}
+PARTS = (MAIN, MTP, *OWN_DRAFTS)
+SHARES_NAME = ".mtp_export.shares"
+_ROOT_NAMES = (MANIFEST_NAME, JOURNAL_NAME, SHARES_NAME, DOWNLOADS_NAME)
+
+
+def is_left_over(name: str) -> bool:
+    """Return True for what a killed run leaves beside the parts."""
+    return name_when_whole(name) in _ROOT_NAMES or name.startswith(PROBE_PREFIX)
 
 
 def manifest_files(output: Path) -> frozenset[str]:
@@ -40,9 +51,12 @@ def manifest_files(output: Path) -> frozenset[str]:
 def check_own(output: Path, files: Set[str]) -> None:
     """Refuse parts that hold anything but some files and what a run leaves while it writes them
     (OutputExistsError naming what else there is, IoError)."""
-    own = _with_temporaries(files)
     folders = {str(parent) for name in files for parent in Path(name).parents}
-    foreign = [n for n, is_folder in _entries(output) if n not in (folders if is_folder else own)]
+    foreign = [
+        name
+        for name, is_folder in _entries(output)
+        if not (name in folders if is_folder else name in files or _is_temporary(name, files))
+    ]
     if foreign:
         raise foreign_files(output, foreign, "only what its manifest or journal lists")
 
@@ -66,27 +80,46 @@ def clear(output: Path, files: Set[str], kept: Set[str] = frozenset()) -> None:
     What makes the bundle and each part look finished goes first, and is gone even after a power cut
     before anything else goes.
     """
-    own = _with_temporaries(files) - kept
     try:
-        for name in (MANIFEST_NAME, temporary_path(Path(MANIFEST_NAME)).name):
-            (output / name).unlink(missing_ok=True)
-        for probe in output.glob(f"{PROBE_PREFIX}*"):
-            shutil.rmtree(probe)
+        (output / MANIFEST_NAME).unlink(missing_ok=True)
+        remove_left_overs(output)
         sync_folder(output)
         for part in filter(Path.is_dir, (output / part for part in PARTS)):
             (part / CONFIG_NAME).unlink(missing_ok=True)
             sync_folder(part)
+        remove_unfinished(output, files, kept)
         for name, is_folder in _entries(output):
             if is_folder and not any((output / name).iterdir()):
                 (output / name).rmdir()
-            elif not is_folder and name in own:
-                (output / name).unlink()
     except OSError as error:
         raise write_failure(output, error) from error
 
 
-def _with_temporaries(files: Set[str]) -> frozenset[str]:
-    return frozenset(files) | {str(temporary_path(Path(name))) for name in files}
+def remove_left_overs(output: Path) -> None:
+    """Remove what killed runs left beside the parts (OSError)."""
+    for path in [path for path in output.iterdir() if is_left_over(path.name)]:
+        if path.is_dir():
+            shutil.rmtree(path)
+        else:
+            path.unlink()
+
+
+def remove_unfinished(output: Path, files: Set[str], kept: Set[str] = frozenset()) -> None:
+    """Remove some files of the parts, and what attempts to write them left, but for those that are
+    kept (IoError). Others may be writing other files meanwhile."""
+    try:
+        for name, is_folder in _entries(output):
+            if not is_folder and (name in files - kept or _is_temporary(name, files)):
+                (output / name).unlink(missing_ok=True)
+    except OSError as error:
+        raise write_failure(output, error) from error
+
+
+def _is_temporary(name: str, files: Set[str]) -> bool:
+    """Return True for a temporary file of one of some files."""
+    path = PurePath(name)
+    whole = name_when_whole(path.name)
+    return whole is not None and str(path.with_name(whole)) in files
 
 
 def _entries(output: Path) -> Iterator[tuple[str, bool]]:

@@ -9,7 +9,8 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Any
 
-from mtp_export.bundle.build import BundlePlan, Recipe, open_source, plan_bundle
+from mtp_export.bundle.build import open_source, plan_bundle
+from mtp_export.bundle.bundle_plan import BundlePlan, Recipe
 from mtp_export.bundle.options import BundleOptions
 from mtp_export.bundle.preflight import check_nesting, check_output
 from mtp_export.bundle.split import SplitOptions
@@ -140,7 +141,7 @@ def plan_quantize(options: QuantizeOptions, *, dry_run: bool = False) -> BundleP
     """
     target = target_of(options.bundle.target)
     check_nesting(options.bundle.input_dir, options.bundle.output_dir)
-    check_output(options.bundle.output_dir, options.bundle.run.overwrite)
+    check_output(options.bundle.output_dir, options.bundle.run)
     source = checkpoint, stored = open_source(options.bundle.input_dir)
     choice = _choose(options, stored)
     _check_format(options)

@@ -19,21 +19,23 @@ from pathlib import Path
 import xxhash
 
 from mtp_export.bundle.downloads import Inputs
-from mtp_export.bundle.journal import Journal
 from mtp_export.bundle.journal_content import ShardFacts
 from mtp_export.bundle.links import link_shard
 from mtp_export.bundle.tied_weights import compare_tied
 from mtp_export.checkpoint.byte_source import local_path
 from mtp_export.checkpoint.disk_queue import DiskQueue
 from mtp_export.checkpoint.header import TensorInfo
-from mtp_export.checkpoint.plan import Copy, Facts, OutputShard, Resources, Step
+from mtp_export.checkpoint.plan import COPY, Copy, Facts, OutputShard, Resources, Step
 from mtp_export.checkpoint.staging import Stopped
 from mtp_export.checkpoint.tensor_stream import TensorStream
 from mtp_export.checkpoint.writer import ShardWriter
+from mtp_export.schemes.transforms import load_kernels, one_torch_thread
 
 # Raises when the run is stopping; long operations call it between pieces.
 Proceed = Callable[[], None]
 Check = Callable[[Proceed], None]
+# Takes the key and the facts of a shard that is finished and on disk.
+Record = Callable[[str, ShardFacts], None]
 
 
 @dataclass(frozen=True)
@@ -43,6 +45,11 @@ class ShardJob:
     key: str
     folder: Path
     shard: OutputShard
+
+    @property
+    def read_bytes(self) -> int:
+        """Bytes that pass through the run, to be written or only checksummed."""
+        return self.shard.size_bytes if self.shard.is_read else 0
 
 
 @dataclass(frozen=True)
@@ -75,22 +82,33 @@ class _OpenShard:
 
 def run(
     jobs: Iterable[ShardJob],
-    journal: Journal,
+    record: Record,
     resources: RunResources,
     checks: Sequence[Check] = (),
 ) -> None:
     """Make shards; checks run at the same time.
 
-    Raises the first error of a worker or a check, after all have stopped and unfinished shards are
-    discarded.
+    What conversions need is loaded while tensors that need none are being copied. Raises the first
+    error of a worker or a check, after all have stopped and unfinished shards are discarded.
     """
     open_shards = [_OpenShard(job, len(_steps(job.shard))) for job in jobs]
-    _Run(open_shards, resources, journal).start(checks)
+    steps = (step for shard in open_shards for step in _steps(shard.job.shard))
+    with ExitStack() as computing:
+        if any(step is not None and step.operation != COPY for step in steps):
+            device = resources.transform.device
+            checks = [*checks, partial(_begin_computing, device, computing)]
+        _Run(open_shards, resources, record).start(checks)
 
 
-def is_made(job: ShardJob, journal: Journal) -> bool:
-    """Return whether the journal has a shard that is still as it was written."""
-    facts = journal.finished.get(job.key)
+def _begin_computing(device: str, computing: ExitStack, _: Proceed) -> None:
+    """Load what conversions need, and have torch leave its threads to the workers meanwhile."""
+    computing.enter_context(one_torch_thread())
+    load_kernels(device)
+
+
+def is_made(job: ShardJob, finished: Mapping[str, ShardFacts]) -> bool:
+    """Return whether a shard is finished, by its key, and still as it was written."""
+    facts = finished.get(job.key)
     path = job.folder / job.shard.file_name
     if facts is None or not path.is_file() or path.stat().st_size != facts.size_bytes:
         return False
@@ -189,9 +207,9 @@ def _copy(inputs: Sequence[TensorStream], use: Callable[[memoryview], None]) -> 
 
 class _Run:
     def __init__(
-        self, shards: Sequence[_OpenShard], resources: RunResources, journal: Journal
+        self, shards: Sequence[_OpenShard], resources: RunResources, record: Record
     ) -> None:
-        self._shards, self._resources, self._journal = shards, resources, journal
+        self._shards, self._resources, self._record = shards, resources, record
         self._tasks = _Tasks(shards, resources)
         self._lock = threading.Lock()
         self._stop = resources.inputs.stopping
@@ -306,7 +324,7 @@ class _Run:
             if shard.writer is not None:
                 shard.writer.commit()
             with self._lock:
-                self._journal.record(shard.job.key, _journal_facts(shard))
+                self._record(shard.job.key, _journal_facts(shard))
 
     def _proceed(self) -> None:
         if self._stop.is_set():

@@ -69,7 +69,7 @@ class OpenFile(Protocol):
         ...
 
     def read_into(self, buffer: memoryview, start: int, end: int) -> slice:
-        """Read bytes [start, end) into an aligned_buffer; return where in the buffer they are.
+        """Read bytes [start, end) into page_memory, SLACK_BYTES more of it; return where they are.
 
         Raises IoError when the bytes run out or cannot be read.
         """

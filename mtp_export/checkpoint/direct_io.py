@@ -13,17 +13,12 @@ from pathlib import Path
 
 PAGE_BYTES = 4096  # direct offsets, lengths and addresses are multiples of it
 MIN_DIRECT_BYTES = 1 << 20  # smaller transfers gain nothing
-SLACK_BYTES = 2 * PAGE_BYTES  # a piece begins and ends inside a page
+SLACK_BYTES = 2 * PAGE_BYTES  # of memory beyond a read's: bytes begin and end inside a page
 
 
 def page_memory(size_bytes: int) -> memoryview:
     """Return memory that begins at a page, as direct reads and writes need it."""
     return memoryview(mmap.mmap(-1, size_bytes))
-
-
-def aligned_buffer(piece_bytes: int) -> memoryview:
-    """Return memory for pieces of a size, wherever in a file they begin."""
-    return page_memory(piece_bytes + SLACK_BYTES)
 
 
 def copy_bytes(target: memoryview, source: memoryview) -> None:

@@ -6,6 +6,8 @@ from __future__ import annotations
 import errno
 import json
 import os
+import re
+import secrets
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from fnmatch import fnmatch
@@ -64,12 +66,35 @@ def write_failure(path: Path, error: OSError) -> IoError:
     )
 
 
-def temporary_path(path: Path) -> Path:
-    """Return the path at which a file is written until it is whole.
+# Flags of a file that nobody else may have made.
+EXCLUSIVE_FILE = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+_TOKEN_BYTES = 6
+_TEMPORARY = re.compile(rf"\.[0-9a-f]{{{2 * _TOKEN_BYTES}}}\.(.+)\.tmp", re.DOTALL)
 
-    No engine's glob for shards matches it.
+
+def temporary_path(path: Path) -> Path:
+    """Return a new path at which a file is written until it is whole.
+
+    Each attempt has its own: one that is taken for dead, on this machine or another, may still be
+    writing. No engine's glob for shards matches it.
     """
-    return path.with_name(f".{path.name}.tmp")
+    return path.with_name(f".{secrets.token_hex(_TOKEN_BYTES)}.{path.name}.tmp")
+
+
+def name_when_whole(name: str) -> str | None:
+    """Return the name that a temporary file gets when it is whole; None for any other file."""
+    match = _TEMPORARY.fullmatch(name)
+    return match and match[1]
+
+
+def remove_temporaries(path: Path) -> None:
+    """Remove what earlier attempts to write a file left (IoError)."""
+    try:
+        for entry in path.parent.iterdir():
+            if name_when_whole(entry.name) == path.name:
+                entry.unlink(missing_ok=True)
+    except OSError as error:
+        raise write_failure(path, error) from error
 
 
 def write_all(fd: int, data: bytes | memoryview, position: int) -> None:

@@ -193,7 +193,7 @@ class OpenLocalFile:
         return data
 
     def read_into(self, buffer: memoryview, start: int, end: int) -> slice:
-        """Read bytes [start, end) into an aligned_buffer; return where in the buffer they are.
+        """Read bytes [start, end) into page_memory, SLACK_BYTES more of it; return where they are.
 
         Several threads may call it.
         """

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any, Self
 
 from mtp_export.checkpoint.direct_io import PAGE_BYTES, SLACK_BYTES
@@ -69,9 +68,3 @@ class TensorReader:
         aligned: Any = memory[-memory.data_ptr() % PAGE_BYTES :].numpy()
         buffer = memoryview(aligned)
         return as_rows(info, buffer[self._file.read_into(buffer, first, last)], stop - start)
-
-    def chunks(self, buffer: memoryview) -> Iterator[memoryview]:
-        """Yield all bytes in order, in pieces that reuse an aligned_buffer."""
-        size = len(buffer) - SLACK_BYTES
-        for place in range(self._begin, self._end, size):
-            yield buffer[self._file.read_into(buffer, place, min(place + size, self._end))]

@@ -6,7 +6,8 @@ from typing import Any
 
 from rich.console import Group, RenderableType
 
-from mtp_export.bundle.build import BundlePlan, BundleResult
+from mtp_export.bundle.build import BundleResult
+from mtp_export.bundle.bundle_plan import BundlePlan
 from mtp_export.bundle.launch import launch_lines
 from mtp_export.bundle.preflight import needed_disk_bytes
 from mtp_export.checkpoint.disk_queue import BLOCK_BYTES
@@ -53,13 +54,12 @@ def plan_facts(plan: BundlePlan) -> dict[str, Any]:
 
 def result_facts(result: BundleResult) -> dict[str, Any]:
     """Return the result of a run in bytes and seconds, and the commands that serve the bundle."""
-    facts = plan_facts(result.plan)
-    return facts | {
-        "launch": launch_lines(result.plan),
-        "resumed_shards": result.resumed_shards,
-        "seconds": round(result.seconds, 3),
-        "bytes_per_second": round(_done_bytes(result.plan) / max(result.seconds, 1e-9)),
-    }
+    facts = plan_facts(result.plan) | {"launch": launch_lines(result.plan)}
+    seconds = {"seconds": round(result.seconds, 3)}
+    if result.shares is not None:  # each has told how long it took
+        return facts | {"shares": result.shares} | seconds
+    rate = round(_done_bytes(result.plan) / max(result.seconds, 1e-9))
+    return facts | {"resumed_shards": result.resumed_shards, **seconds, "bytes_per_second": rate}
 
 
 def _done_bytes(plan: BundlePlan) -> int:
@@ -67,13 +67,14 @@ def _done_bytes(plan: BundlePlan) -> int:
 
 
 def effort(result: BundleResult) -> str:
-    """Return a sentence with the bytes written and read, the time and the rate."""
+    """Return a sentence with the bytes written and read, and the time and the rate or the shares
+    that did it."""
     plan, seconds = result.plan, result.seconds
     read = f", {format_bytes(plan.checked_bytes)} linked and checksummed"
-    return (
-        f"{format_bytes(plan.written_bytes)} written{read if plan.checked_bytes else ''}"
-        f" in {seconds:.1f} s, {format_bytes(_done_bytes(plan) / max(seconds, 1e-9))}/s."
-    )
+    done = f"{format_bytes(plan.written_bytes)} written{read if plan.checked_bytes else ''}"
+    if result.shares is not None:
+        return f"{done} by {result.shares} shares."
+    return f"{done} in {seconds:.1f} s, {format_bytes(_done_bytes(plan) / max(seconds, 1e-9))}/s."
 
 
 def resumed(result: BundleResult) -> list[str]:

@@ -9,9 +9,10 @@ import typer
 from rich.console import Group, RenderableType
 
 from mtp_export import __version__
-from mtp_export.bundle.build import BundlePlan, BundleResult
-from mtp_export.bundle.export import plan_export
+from mtp_export.bundle.build import BundleResult
+from mtp_export.bundle.bundle_plan import BundlePlan
 from mtp_export.bundle.options import DEFAULT_WORKERS, Checksums, Part, SharedWeights
+from mtp_export.bundle.request import Request
 from mtp_export.checkpoint.byte_source import Place
 from mtp_export.checkpoint.plan import Link
 from mtp_export.commands import options as shared
@@ -53,6 +54,8 @@ def export(
     allow_untied: shared.AllowUntied = False,
     max_shard_size: shared.MaxShardSize = shared.DEFAULT_MAX_SHARD_SIZE,
     checksums: shared.ChecksumsOption = Checksums.WRITTEN,
+    share: shared.ShareOption = None,
+    cluster: shared.ClusterOption = None,
     workers: shared.Workers = DEFAULT_WORKERS,
     io_depth: shared.IoDepth = None,
     max_memory: shared.MaxMemory = shared.DEFAULT_MAX_MEMORY,
@@ -76,15 +79,7 @@ def export(
         )
     else:
         options = shared.bundle_options(context, input_dir, output_dir)
-        command = BundleCommand(
-            name="export", facts=result_facts, table=result_table, remarks=remarks
-        )
-        make_bundle(
-            command=command,
-            context=context,
-            options=options,
-            plan_for=lambda dry: plan_export(options, dry_run=dry),
-        )
+        make_bundle(COMMAND, context, Request("export", options))
 
 
 def _refuse_options_before(context: typer.Context, command: str) -> None:
@@ -127,3 +122,6 @@ def remarks(plan: BundlePlan) -> list[str]:
         f"--target {plan.options.target} is an alias: its layout is that of"
         f" --target {target.name}, and that is what was planned or written.",
     ]
+
+
+COMMAND = BundleCommand(name="export", facts=result_facts, table=result_table, remarks=remarks)

@@ -9,9 +9,11 @@ from typing import Annotated
 import typer
 from rich.console import Group, RenderableType
 
-from mtp_export.bundle.build import BundlePlan, BundleResult
-from mtp_export.bundle.graft import GraftOptions, plan_graft
+from mtp_export.bundle.build import BundleResult
+from mtp_export.bundle.bundle_plan import BundlePlan
+from mtp_export.bundle.graft import GraftOptions
 from mtp_export.bundle.options import Checksums, SharedWeights
+from mtp_export.bundle.request import Request
 from mtp_export.checkpoint.byte_source import Place
 from mtp_export.checkpoint.plan import Link
 from mtp_export.commands import options as shared
@@ -75,6 +77,8 @@ def graft(
     allow_untied: shared.AllowUntied = False,
     max_shard_size: shared.MaxShardSize = shared.DEFAULT_MAX_SHARD_SIZE,
     checksums: shared.ChecksumsOption = Checksums.WRITTEN,
+    share: shared.ShareOption = None,
+    cluster: shared.ClusterOption = None,
     workers: shared.Workers = shared.DEFAULT_WORKERS,
     max_memory: shared.MaxMemory = shared.DEFAULT_MAX_MEMORY,
     io_depth: shared.IoDepth = None,
@@ -85,14 +89,7 @@ def graft(
 ) -> None:
     """Graft the original's MTP layer onto a main model that others quantized without it."""
     options = GraftOptions(shared.bundle_options(context, main, output_dir), mtp, mtp_quant)
-    make_bundle(
-        command=BundleCommand(
-            name="graft", facts=result_facts, table=result_table, remarks=remarks, others=(mtp,)
-        ),
-        context=context,
-        options=options.bundle,
-        plan_for=lambda dry: plan_graft(options, dry_run=dry),
-    )
+    make_bundle(COMMAND, context, Request("graft", options), others=(mtp,))
 
 
 def result_table(result: BundleResult) -> RenderableType:
@@ -112,3 +109,6 @@ def remarks(plan: BundlePlan) -> list[str]:
     return [
         f"The main model computes in {main}; its draft is stored in {mtp}, which engines round."
     ]
+
+
+COMMAND = BundleCommand(name="graft", facts=result_facts, table=result_table, remarks=remarks)

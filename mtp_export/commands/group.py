@@ -37,3 +37,4 @@ class _Group(TyperGroup):
 
 app = typer.Typer(cls=_Group, **SETTINGS)
 app.callback(invoke_without_command=True)(export)
+program = typer.main.get_command(app)

@@ -4,24 +4,28 @@ from __future__ import annotations
 
 import os
 import re
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
 from mtp_export.bundle.options import (
+    MAX_SHARES,
     MAX_WORKERS,
     BundleOptions,
     Checksums,
     ContentOptions,
     Part,
     RunOptions,
+    Share,
     SharedWeights,
 )
 from mtp_export.checkpoint.byte_source import Place
 from mtp_export.checkpoint.plan import Link
 from mtp_export.checkpoint.sources import place_of
 from mtp_export.commands.output import Reporting
+from mtp_export.errors import UsageError
 from mtp_export.targets import target_names
 
 INPUT_OUTPUT = "Input and output"
@@ -36,6 +40,7 @@ DEFAULT_WORKERS = min(4, os.cpu_count() or 1)
 DEFAULT_MAX_MEMORY: int = "4GiB"  # type: ignore[assignment]
 DEFAULT_MAX_SHARD_SIZE: int = "5GB"  # type: ignore[assignment]
 _UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12}
+_SLURM_NAMES = ("ID", "MIN", "MAX", "STEP", "COUNT")
 _BINARY_UNITS = {"ki": 2**10, "mi": 2**20, "gi": 2**30, "ti": 2**40}
 
 
@@ -58,6 +63,49 @@ def parse_path(text: str | Path) -> Path:
 def parse_source(text: str | Path) -> Place:
     """Return the path of a folder, or the address of a repository."""
     return place_of(text) if isinstance(text, str) and text else parse_path(text)
+
+
+def parse_share(text: str | Share) -> Share:
+    """Return the share that I/N names, or slurm: that of a task of a Slurm job array."""
+    if isinstance(text, Share):
+        return text
+    if text.strip().lower() == "slurm":
+        return _slurm_share(os.environ)
+    match = re.fullmatch(r"\s*(\d{1,4})/(\d{1,4})\s*", text)
+    number, count = (int(match[1]), int(match[2])) if match else (0, 0)
+    if not 1 <= number <= count:
+        raise typer.BadParameter(f"{text!r} is no share: write 1/8 to 8/8, or slurm in a job array")
+    return _share(number, count)
+
+
+def _share(number: int, count: int, origin: str = "") -> Share:
+    if count > MAX_SHARES:
+        raise typer.BadParameter(f"{count} shares are too many: at most {MAX_SHARES}")
+    return Share(number, count, origin)
+
+
+def _slurm_share(variables: Mapping[str, str]) -> Share:
+    """Return the share of a Slurm array's task: its place among the array's task numbers."""
+    names = {name: variables.get(f"SLURM_ARRAY_TASK_{name}", "") for name in _SLURM_NAMES}
+    names["STEP"] = names["STEP"] or "1"
+    if not all(value.isdigit() for value in names.values()):
+        missing = ", ".join(f"SLURM_ARRAY_TASK_{n}" for n, v in names.items() if not v.isdigit())
+        raise typer.BadParameter(f"slurm needs a task of a job array, which sets {missing}")
+    task, first, last, step, count = (int(names[name]) for name in _SLURM_NAMES)
+    if step < 1 or (last - first) % step or (last - first) // step + 1 != count:
+        raise typer.BadParameter(
+            f"the array has {count} of the tasks {first}-{last}:{step}, so a task's share is not"
+            " known: number them without gaps, or write --share I/N"
+        )
+    job = variables.get("SLURM_ARRAY_JOB_ID", "unknown")
+    return _share((task - first) // step + 1, count, f"task {task} of Slurm array {job}")
+
+
+def parse_cluster(text: str) -> str:
+    """Return the address of a Ray cluster: local, auto or ray://HOST:PORT."""
+    if text not in ("local", "auto") and not re.fullmatch(r"ray://[^\s/]+", text):
+        raise typer.BadParameter(f"{text!r} is no cluster: write local, auto or ray://HOST:PORT")
+    return text
 
 
 def source_option(help: str, name: str = "--input-dir") -> Any:
@@ -147,6 +195,26 @@ ChecksumsOption = Annotated[
         " shards.",
     ),
 ]
+ShareOption = Annotated[
+    Share | None,
+    typer.Option(
+        "--share",
+        parser=parse_share,
+        metavar="I/N",
+        rich_help_panel=PERFORMANCE,
+        help="Make share I of N, then end with mtp-export finish; slurm: by the task of an array.",
+    ),
+]
+ClusterOption = Annotated[
+    str | None,
+    typer.Option(
+        "--cluster",
+        parser=parse_cluster,
+        metavar="ADDRESS",
+        rich_help_panel=PERFORMANCE,
+        help="Make the shards on a Ray cluster: local, auto or ray://HOST:PORT.",
+    ),
+]
 Workers = Annotated[
     int,
     typer.Option(
@@ -203,6 +271,20 @@ def bundle_options(context: typer.Context, input_dir: Place, output_dir: Path) -
     in one place for all such commands.
     """
     given = context.params
+    if given["share"] is not None and given["overwrite"]:
+        raise UsageError(
+            "Shares do not replace a bundle",
+            expected="--share or --overwrite",
+            found="both",
+            todo="Write the shares into a new folder, or remove the finished bundle first",
+        )
+    if given["share"] is not None and given["cluster"] is not None:
+        raise UsageError(
+            "A cluster divides the work itself",
+            expected="--share or --cluster",
+            found="both",
+            todo="Leave --share out",
+        )
     content = ContentOptions(
         part=given.get("part", Part.BOTH),  # a graft always has both
         shared_weights=given["shared_weights"],
@@ -217,6 +299,7 @@ def bundle_options(context: typer.Context, input_dir: Place, output_dir: Path) -
         io_depth=given["io_depth"],
         overwrite=given["overwrite"],
         resume=not given["no_resume"],
+        share=given["share"],
     )
     return BundleOptions(input_dir, output_dir, target=given["target"], content=content, run=run)
 

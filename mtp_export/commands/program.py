@@ -46,9 +46,9 @@ def _run(arguments: Sequence[str]) -> int:
                 list(arguments[1:]), standalone_mode=False, prog_name=words
             )
         else:
-            from mtp_export.commands.group import app  # takes half of the start of an inspect
+            from mtp_export.commands.group import program  # takes half of the start of an inspect
 
-            code = app(list(arguments), standalone_mode=False, prog_name="mtp-export")
+            code = program.main(list(arguments), standalone_mode=False, prog_name="mtp-export")
     except typer.TyperException as error:
         raise UsageError(" ".join(error.format_message().split())) from None
     except typer.Abort:

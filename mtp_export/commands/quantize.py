@@ -10,7 +10,8 @@ from typing import Annotated, Any
 import typer
 from rich.console import Group, RenderableType
 
-from mtp_export.bundle.build import BundlePlan, BundleResult
+from mtp_export.bundle.build import BundleResult
+from mtp_export.bundle.bundle_plan import BundlePlan
 from mtp_export.bundle.options import DEFAULT_WORKERS, Checksums, Part, SharedWeights
 from mtp_export.bundle.quantize import (
     Device,
@@ -20,8 +21,8 @@ from mtp_export.bundle.quantize import (
     ScaleRule,
     default_input,
     default_output,
-    plan_quantize,
 )
+from mtp_export.bundle.request import Request
 from mtp_export.checkpoint.byte_source import Place
 from mtp_export.checkpoint.plan import Link
 from mtp_export.commands import options as shared
@@ -163,6 +164,8 @@ def quantize(
     allow_untied: shared.AllowUntied = False,
     max_shard_size: shared.MaxShardSize = shared.DEFAULT_MAX_SHARD_SIZE,
     checksums: shared.ChecksumsOption = Checksums.WRITTEN,
+    share: shared.ShareOption = None,
+    cluster: shared.ClusterOption = None,
     workers: shared.Workers = DEFAULT_WORKERS,
     io_depth: shared.IoDepth = None,
     max_memory: shared.MaxMemory = shared.DEFAULT_MAX_MEMORY,
@@ -181,14 +184,7 @@ def quantize(
     source = input_dir or default_input()
     output = output_dir or default_output(source, base_quant, mtp_quant)
     options = _quantize_options(context, source, output)
-    make_bundle(
-        command=BundleCommand(
-            name="quantize", facts=result_facts, table=result_table, remarks=remarks
-        ),
-        context=context,
-        options=options.bundle,
-        plan_for=lambda dry: plan_quantize(options, dry_run=dry),
-    )
+    make_bundle(COMMAND, context, Request("quantize", options))
 
 
 def _quantize_options(context: typer.Context, source: Place, output: Path) -> QuantizeOptions:
@@ -318,3 +314,6 @@ def _worst(result: BundleResult) -> list[dict[str, Any]]:
     return [
         {"tensor": name, "sqnr_db": round(sqnr, 2)} for sqnr, name in sorted(known)[:_WORST_TENSORS]
     ]
+
+
+COMMAND = BundleCommand(name="quantize", facts=result_facts, table=result_table, remarks=remarks)

@@ -6,14 +6,16 @@ import time
 from enum import StrEnum
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from mtp_export.bundle.options import Share
 from mtp_export.commands import options as shared
 from mtp_export.commands.output import json_text, print_result, remark
 from mtp_export.commands.report_files import ReportFiles, try_reports
 from mtp_export.errors import UsageError
+from mtp_export.progress import format_bytes
 
 if TYPE_CHECKING:
     from mtp_export.verify.context import VerifyOptions
@@ -117,7 +119,17 @@ Workdir = Annotated[
         parser=shared.parse_path,
         metavar="DIR",
         rich_help_panel=PERFORMANCE,
-        help="Folder in which a streamed run keeps what it resumes from.",
+        help="Folder in which a streamed run, or a share, keeps what a later run goes on from.",
+    ),
+]
+ShareOption = Annotated[
+    Share | None,
+    typer.Option(
+        "--share",
+        parser=shared.parse_share,
+        metavar="I/N",
+        rich_help_panel=PERFORMANCE,
+        help="Read share I of N into --workdir, for a run without it to join; slurm: by the task.",
     ),
 ]
 JUnit = Annotated[
@@ -152,6 +164,7 @@ def verify(
     device: Device = "cpu",
     stream: Stream = False,
     workdir: Workdir = None,
+    share: ShareOption = None,
     workers: shared.Workers = shared.DEFAULT_WORKERS,
     report: shared.Report = None,
     junit: JUnit = None,
@@ -177,8 +190,15 @@ def verify(
         workdir=workdir,
         workers=workers,
     )
+    if share is not None:
+        _check_share(options, share)
     taken = [path for path in (bundle, source, prompts) if path is not None]
     reports = try_reports({"--report": report, "--junit": junit, "--html": html}, taken)
+    if share is not None:
+        facts, table = _read_share(options, share, quiet=quiet)
+        reports.write({"--report": lambda: json_text(facts)})
+        print_result(facts, table, shared.reporting_options(context))
+        return
     finished = _run(options, quiet=quiet)
     _write_reports(finished, reports)
     print_result(finished.as_json(), report_table(finished), shared.reporting_options(context))
@@ -212,4 +232,46 @@ def _write_reports(report: VerifyReport, files: ReportFiles) -> None:
             "--junit": lambda: junit_xml(report),
             "--html": lambda: html_page(report),
         }
+    )
+
+
+def _check_share(options: VerifyOptions, share: Share) -> None:
+    """Refuse a share that leaves nothing for others, or reads none of it (UsageError)."""
+    from mtp_export.verify.check import Level
+
+    if options.workdir is None:
+        raise UsageError(
+            "A share of a verification needs a folder for what it finds",
+            expected="--workdir DIR, the same for all shares",
+            found=f"--share {share}",
+        )
+    if options.level is Level.RUN:
+        raise UsageError(
+            "Only bytes are read in shares",
+            expected="--level files or --level weights",
+            found=f"--share {share} at level run",
+            todo="Run the shares at level weights, then verify at any level with their --workdir",
+        )
+
+
+def _read_share(options: VerifyOptions, share: Share, *, quiet: bool) -> tuple[dict[str, Any], str]:
+    """Read a share of every part; return the result, also for people."""
+    from mtp_export.commands.progress_bar import progress_bar
+    from mtp_export.verify.context import Context
+
+    start = time.monotonic()
+    context = Context.open(options, partial(progress_bar, quiet=quiet))
+    parts = [part.name for part in context.parts if part.checkpoint is not None]
+    size_bytes = sum(context.walk_share(part, share).size_bytes for part in parts)
+    seconds = time.monotonic() - start
+    facts = {
+        "bundle": str(options.bundle),
+        "share": str(share),
+        "bytes": size_bytes,
+        "seconds": round(seconds, 3),
+    }
+    return facts, (
+        f"Share {share.number} of {share.count}{share.said} of {options.bundle}:"
+        f" {format_bytes(size_bytes)} read in {seconds:.1f} s. When all shares are read, verify"
+        " without --share and with the same --workdir."
     )

@@ -8,7 +8,7 @@ from math import prod
 
 from mtp_export.checkpoint.dtypes import tensor_bytes
 from mtp_export.errors import UnsupportedError
-from mtp_export.families.base import ModelFamily, TensorSpec
+from mtp_export.families.base import ModelFamily, Role, TensorSpec
 from mtp_export.schemes import SCHEMES
 from mtp_export.schemes.formats import FORMATS, FormatOptions
 
@@ -71,14 +71,17 @@ def weigh(family: ModelFamily, scheme: str, in_part: Callable[[TensorSpec], bool
     """Return the size of a part under a scheme, from the family's shapes."""
     storages = SCHEMES[scheme].storages
     parameters = size_bytes = 0
+    alike: dict[tuple[Role, tuple[int, ...]], int] = {}  # bytes: thousands have the same shape
     for spec in family.tensors.values():
         if not in_part(spec):
             continue
         parameters += prod(spec.shape)
         if spec.is_linear_weight and spec.role in storages:
-            stored_as = FORMATS[storages[spec.role]](FormatOptions())
-            tensors = stored_as.tensors(spec.name, spec.shape)
-            size_bytes += sum(tensor.size_bytes for tensor in tensors)
+            if (spec.role, spec.shape) not in alike:
+                stored_as = FORMATS[storages[spec.role]](FormatOptions())
+                tensors = stored_as.tensors(spec.name, spec.shape)
+                alike[spec.role, spec.shape] = sum(tensor.size_bytes for tensor in tensors)
+            size_bytes += alike[spec.role, spec.shape]
         else:
             size_bytes += tensor_bytes(spec.dtypes[0], spec.shape)
     return Weight(parameters, size_bytes)

@@ -121,6 +121,13 @@ def one_torch_thread() -> Iterator[None]:
         torch.set_num_threads(before)
 
 
+def load_kernels(device: str) -> None:
+    """Import torch and the kernels of conversions, which takes seconds."""
+    from mtp_kernels.quantize import load_backend
+
+    load_backend(device)
+
+
 def _bytes_of(tensor: torch.Tensor) -> memoryview:
     import torch
 

@@ -3,6 +3,7 @@ loaded model that all engines share."""
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
@@ -10,7 +11,8 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from mtp_export.checkpoint.bundle_folder import MAIN, MTP, open_checkpoint
+from mtp_export.bundle.options import Share
+from mtp_export.checkpoint.bundle_folder import MAIN, MTP, OWN_DRAFTS, open_checkpoint
 from mtp_export.checkpoint.disk_queue import DiskQueue, disk_depth
 from mtp_export.checkpoint.manifest import MANIFEST_NAME, manifest_sha256, read_manifest
 from mtp_export.checkpoint.reader import CONFIG_NAME, Checkpoint
@@ -28,12 +30,19 @@ from mtp_export.verify.evidence.bundle_parts import (
     likely_target,
 )
 from mtp_export.verify.evidence.counterparts import Counterparts
+from mtp_export.verify.evidence.findings import Findings, Known
 from mtp_export.verify.evidence.memory import why_too_large
-from mtp_export.verify.evidence.part_walk import PartWalk, WalkPlan, recorded_checksums
-from mtp_export.verify.evidence.prompts import Prompt, choose_prompts
+from mtp_export.verify.evidence.part_walk import (
+    PartWalk,
+    WalkPlan,
+    known_of,
+    recorded_checksums,
+)
+from mtp_export.verify.evidence.prompts import GivenText, Prompt, choose_prompts
 
 if TYPE_CHECKING:
     from mtp_export.verify.evidence.corpus import Corpus
+    from mtp_export.verify.evidence.own_drafts import OwnDraft
     from mtp_runtime.models.load import Loaded, LoadOptions
 
 # Opens the progress bar of a step of a number of bytes; the callback takes the bytes just done.
@@ -46,7 +55,8 @@ class VerifyOptions:
 
     max_new_tokens: per prompt. ks: numbers of draft tokens per step. checksums False: no tensor's
     bytes are read for level files. stream: run the model layer by layer, for one that does not fit
-    into memory. workdir: where a streamed pass keeps its state to resume from.
+    into memory. workdir: where a streamed pass keeps its state to resume from, and shares of a
+    verification what they found.
     """
 
     bundle: Path
@@ -64,7 +74,10 @@ class VerifyOptions:
 
 @dataclass(frozen=True)
 class Context:
-    """A bundle under verification. Models are loaded on first use."""
+    """A bundle under verification. Models are loaded on first use.
+
+    given: the texts of --prompts, kept since a pipe can be read only once.
+    """
 
     options: VerifyOptions
     parts: tuple[BundlePart, ...]
@@ -72,16 +85,18 @@ class Context:
     manifest_sha256: str | None
     manifest_error: Exception | None
     source: Checkpoint | None
+    given: tuple[GivenText, ...] | None
     show_progress: ShowProgress
     _loaded: dict[LoadOptions, Loaded] = field(default_factory=dict)
     _walks: dict[str, PartWalk] = field(default_factory=dict)
+    _drafts: dict[str, OwnDraft] = field(default_factory=dict)
 
     @classmethod
     def open(cls, options: VerifyOptions, show_progress: ShowProgress) -> Context:
         """Open the bundle and its source; damage of the bundle is kept for the checks to report.
 
         Raises InvalidInputError for a folder that is no bundle at all, and what open_checkpoint and
-        read_prompts raise for a source and prompts that cannot be read.
+        read_texts raise for a source and prompts that cannot be read.
         """
         folder = options.bundle
         names = [name for name in (MAIN, MTP) if (folder / name).is_dir()]
@@ -99,10 +114,11 @@ class Context:
             error = problem
         parts = tuple(BundlePart.open(name, folder / name) for name in names)
         source = None if options.source is None else open_checkpoint(options.source)
+        given = None
         if options.prompts is not None:
-            from mtp_runtime.prompts import read_prompts
+            from mtp_runtime.prompts import read_texts
 
-            read_prompts(options.prompts)
+            given = read_texts(options.prompts)
         return cls(
             options=options,
             parts=parts,
@@ -110,12 +126,20 @@ class Context:
             manifest_sha256=digest,
             manifest_error=error,
             source=source,
+            given=given,
             show_progress=show_progress,
         )
 
     def part(self, name: str) -> BundlePart | None:
         """The part of a name, None if the bundle has no such folder."""
         return next((part for part in self.parts if part.name == name), None)
+
+    def own_draft_part(self, name: str) -> BundlePart | None:
+        """The folder of a draft of its own, opened; None if the bundle has none of this name."""
+        folder = self.options.bundle / name
+        if name not in OWN_DRAFTS or not folder.is_dir():
+            return None
+        return BundlePart.open(name, folder)
 
     def recorded(self, option: str) -> Any:
         """An option of the export by its key in the manifest; None if it has no such key."""
@@ -186,16 +210,43 @@ class Context:
         """Findings of the one walk over an opened part's bytes, which happens on first use.
 
         It reads the tensors whose checksums are compared and, from level weights on, all weights,
-        beside the source's. Raises IoError for a tensor of the part that cannot be read.
+        beside the source's, but for those that shares have read. Raises IoError for a tensor of the
+        part that cannot be read.
         """
         if part not in self._walks:
             plan = self._walk_plan(part)
-            with (
-                self.show_progress(f"{part}: tensors", plan.size_bytes) as progress,
-                DiskQueue(disk_depth(self.options.bundle)) as queue,
-            ):
-                self._walks[part] = plan.run(self.options.workers, queue, progress)
+            known = Known() if self.findings is None else self.findings.of(part)
+            walk = self._walked(part, plan.without(known))
+            self._walks[part] = plan.joined(known, walk)
         return self._walks[part]
+
+    def walk_share(self, part: str, share: Share) -> WalkPlan:
+        """Read a share of what the walk over a part would, keep the findings, and return what was
+        read (IoError)."""
+        assert self.findings is not None, "there is a --workdir"
+        plan = self._walk_plan(part).of_share(share)
+        self.findings.keep(part, share, known_of(self._walked(part, plan)))
+        return plan
+
+    def _walked(self, part: str, plan: WalkPlan) -> PartWalk:
+        with (
+            self.show_progress(f"{part}: tensors", plan.size_bytes) as progress,
+            DiskQueue(disk_depth(self.options.bundle)) as queue,
+        ):
+            return plan.run(self.options.workers, queue, progress)
+
+    @cached_property
+    def findings(self) -> Findings | None:
+        """Findings of shares in --workdir about bundle and source as they are now; None without a
+        folder."""
+        if self.options.workdir is None:
+            return None
+        identity = hashlib.sha256(str(self.manifest_sha256).encode())
+        for checkpoint in (*self.checkpoints, *filter(None, [self.source])):
+            identity.update(checkpoint.config_sha256.encode())
+            for shard in checkpoint.shards:
+                identity.update(f"{shard.header_sha256} {shard.version}".encode())
+        return Findings(self.options.workdir, identity.hexdigest()[:16])
 
     def _walk_plan(self, part: str) -> WalkPlan:
         weights: list[WeightOnDisk] = []
@@ -240,7 +291,7 @@ class Context:
     @cached_property
     def prompts(self) -> tuple[Prompt, ...]:
         """The prompts of --prompts, or built-in ones for the bundle's tokenizer."""
-        return choose_prompts(self.options.prompts, self.main)
+        return choose_prompts(self.options.prompts, self.given, self.main)
 
     @cached_property
     def corpus(self) -> Corpus:
@@ -250,6 +301,29 @@ class Context:
 
         model = self.loaded(LoadOptions(self.options.device)).model
         return Corpus(model, self.prompts, self.options.max_new_tokens)
+
+    def own_draft(self, method: str) -> OwnDraft:
+        """The bundle's own draft for a method, read once. Raises what its reader raises."""
+        from mtp_export.verify.evidence.own_drafts import OwnDraft
+        from mtp_runtime.models.load import LoadOptions
+
+        if method not in self._drafts:
+            loaded = self.loaded(LoadOptions(self.options.device))
+            self._drafts[method] = OwnDraft.read(self.options.bundle, method, loaded)
+        return self._drafts[method]
+
+    @cached_property
+    def own_drafts(self) -> tuple[OwnDraft, ...]:
+        """The bundle's own drafts that can be read; check `ledger` says why another cannot."""
+        from mtp_export.verify.evidence.own_drafts import draft_folders
+
+        found = []
+        for method in draft_folders(self.options.bundle):
+            try:
+                found.append(self.own_draft(method))
+            except MtpExportError:
+                continue
+        return tuple(found)
 
     def loaded(self, options: LoadOptions) -> Loaded:
         """The bundle's model, loaded once per options. Raises what load_model raises."""

@@ -10,6 +10,13 @@ import pytest
 
 from bundle.commands import COMMANDS, UNFINISHED, Files
 from cases import export, make_checkpoint, tree
+from mtp_export.bundle import owner
+
+
+@pytest.fixture(autouse=True)
+def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Do not watch for long whether an owner lives whose claim a kill or a power cut damaged."""
+    monkeypatch.setattr(owner, "PATIENCE_SECONDS", 0.2)
 
 
 @pytest.fixture(scope="session")

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from bundle.commands import COMMANDS, Command, Files, check_nothing_looks_whole, finish
+from bundle.commands import COMMANDS, Files, check_nothing_looks_whole, finish
 from cases import Outcome, looks_finished, nightly_but
 from disk import Fault, watched_disk
 
@@ -21,12 +21,14 @@ EVERY_PUSH = [("write", "ENOSPC", 3), ("fsync", "EIO", 3), ("rename", "EDQUOT", 
 SEED, FEW, MANY = 15, 3, 50
 
 
-def calls_of(command: Command, source: Path, output: Path) -> Counter[str]:
-    """Return the number of each call that an undisturbed run makes."""
-    calls = Counter[str]()
-    with watched_disk(lambda call, _: calls.update([call])):
-        assert command.run(source, output).code == 0
-    return calls
+@pytest.fixture(scope="module")
+def counts(many: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Counter[str]]:
+    """Return the number of each call that an undisturbed run of each command makes."""
+    counts = {name: Counter[str]() for name in COMMANDS}
+    for name, command in COMMANDS.items():
+        with watched_disk(lambda call, _, name=name: counts[name].update([call])):
+            assert command.run(many, tmp_path_factory.mktemp("counted") / "output").code == 0
+    return counts
 
 
 def check_refusal(outcome: Outcome, error: int) -> None:
@@ -45,13 +47,19 @@ def check_refusal(outcome: Outcome, error: int) -> None:
     ),
 )
 def test_a_call_fails(
-    kind: str, error: str, numbers: int, many: Path, tmp_path: Path, wholes: dict[str, Files]
+    kind: str,
+    error: str,
+    numbers: int,
+    many: Path,
+    tmp_path: Path,
+    wholes: dict[str, Files],
+    counts: dict[str, Counter[str]],
 ) -> None:
     print(f"seed {SEED}")
     chance = random.Random(f"{SEED} {kind} {error}")
-    counts = {n: calls_of(c, many, tmp_path / f"of {n}")[CALLS[kind]] for n, c in COMMANDS.items()}
-    names = [name for name, count in counts.items() if count >= MANY]
-    for number in chance.sample(range(1, min(counts[name] for name in names) + 1), numbers):
+    names = [name for name, calls in counts.items() if calls[CALLS[kind]] >= MANY]
+    least = min(counts[name][CALLS[kind]] for name in names)
+    for number in chance.sample(range(1, least + 1), numbers):
         name = chance.choice(names)
         command, output = COMMANDS[name], tmp_path / f"{name}-{number}"
         before = command.prepare(many, output)

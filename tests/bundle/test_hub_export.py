@@ -456,3 +456,15 @@ def test_a_download_cache_is_a_source(
     for outcome in (export(repository, tmp_path / "x"), run_program("inspect", repository)):
         assert outcome.code == 3
         assert str(snapshot) in outcome.err
+
+
+def test_shares_download_what_each_needs(
+    hub: HubServer, pristine: Path, output: Path, tmp_path: Path
+) -> None:
+    options = (*COPIES, "--max-shard-size", "60kB")
+    assert export(pristine, tmp_path / "local", *options).code == 0
+    for share in ("1/3", "2/3", "3/3"):
+        outcome = export(SOURCE, output, *options, "--share", share)
+        assert outcome.code == 0, outcome.err
+    assert run_program("finish", output, "--quiet").code == 0
+    assert_equal(output, tree(tmp_path / "local"))

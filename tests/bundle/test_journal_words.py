@@ -20,6 +20,7 @@ from mtp_export.bundle.journal_content import (
     parsed,
     shard_line,
 )
+from mtp_export.checkpoint.files import name_when_whole
 from mtp_export.errors import IoError, OutputExistsError
 
 DIGEST = "0123456789abcdef" * 2
@@ -260,12 +261,14 @@ def test_a_journal_brings_its_lines_to_disk(begun: Path, monkeypatch: pytest.Mon
     monkeypatch.setattr(os, "fsync", fsync)
     with Journal(begun) as journal:
         journal.begin(IDENTITY, set())
-        assert synced == [f".{JOURNAL_NAME}.tmp", begun.name]
+        owner, temporary, *more = synced
+        assert (owner, name_when_whole(temporary)) == (".mtp_export.owner", JOURNAL_NAME)
+        assert more == [begun.name]
         synced.clear()
         journal.record("main/1", FACTS)
         assert synced == [JOURNAL_NAME]
         journal.remove()
-        assert synced[1:] == [begun.name]
+        assert synced[1:] == [begun.name, begun.name]
 
 
 def test_a_journal_that_cannot_be_read(begun: Path, monkeypatch: pytest.MonkeyPatch) -> None:

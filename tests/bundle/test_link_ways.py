@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import itertools
 import os
 from pathlib import Path
 from types import SimpleNamespace
@@ -10,8 +11,10 @@ from typing import Any
 
 import pytest
 
+from cases import Outcome, run_in_a_fork
 from mtp_export.bundle import links
 from mtp_export.bundle.links import existing_parent, guess_links, link_shard, resolve_links
+from mtp_export.checkpoint.files import name_when_whole
 from mtp_export.checkpoint.plan import Link
 from mtp_export.errors import IoError, UnsupportedError
 
@@ -77,6 +80,25 @@ def test_each_way_is_tried_once_and_undone(
     assert tried == ([] if wanted is Link.COPY else [way.value])
     assert sorted(path.name for path in tmp_path.iterdir()) == ["in"]
     assert (shard.stat().st_nlink, shard.read_bytes()) == (1, b"content")
+
+
+@pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
+@pytest.mark.parametrize("output", ["out", "in/there"])
+def test_what_a_killed_try_left_is_removed(output: str, shard: Path, tmp_path: Path) -> None:
+    shard.with_name("there").mkdir()
+    folder = tmp_path / output
+
+    def resolve() -> Outcome:
+        assert resolve_links(Link.HARDLINK, [shard], folder) == {shard: Link.HARDLINK}
+        return Outcome(0, "", "")
+
+    left = 0
+    for call_number in itertools.count(1):
+        if run_in_a_fork(resolve, call_number) == 0:
+            break
+        left += len(list(tmp_path.glob("**/.*")))
+    assert left > 2
+    assert not list(tmp_path.glob("**/.*"))
 
 
 def test_auto_takes_what_works(
@@ -197,8 +219,7 @@ def test_a_guess_by_device_and_owner(
 def test_a_link_replaces_what_is_there(way: Link, shard: Path, tried: list[str]) -> None:
     folder = shard.with_name("out")
     folder.mkdir()
-    for left in ("new", ".new.tmp"):
-        (folder / left).write_bytes(b"old")
+    (folder / "new").write_bytes(b"old")
     link_shard(way, shard, folder / "new")
     assert (folder / "new").read_bytes() == b"content"
     assert (folder / "new").samefile(shard) is (way is Link.HARDLINK)
@@ -226,7 +247,7 @@ def test_clones_and_renames_are_brought_to_disk(
 
     monkeypatch.setattr(os, "fsync", fsync)
     link_shard(Link.REFLINK, shard, shard.with_name("new"))
-    assert synced == [".new.tmp", "in"]
+    assert [name_when_whole(synced[0]), *synced[1:]] == ["new", "in"]
     synced.clear()
     link_shard(Link.HARDLINK, shard, shard.with_name("other"))
     assert synced == ["in"]

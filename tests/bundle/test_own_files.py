@@ -14,6 +14,7 @@ import pytest
 from bundle.commands import UNFINISHED
 from cases import edit_json, export, run_in_a_fork, tree
 from mtp_export.bundle.journal import JOURNAL_NAME
+from mtp_export.checkpoint.files import temporary_path
 
 STRANGERS: dict[str, Callable[[Path], object]] = {
     "main/thesis.txt": lambda path: path.write_text("years of work"),
@@ -21,7 +22,7 @@ STRANGERS: dict[str, Callable[[Path], object]] = {
     "mtp/notes": lambda path: path.mkdir(),
     "mtp/notes/today.txt": lambda path: (path.parent.mkdir(), path.write_text("work")),
     "main/link": lambda path: path.symlink_to("/"),
-    "main/.thesis.tmp": lambda path: path.write_text("not of ours"),
+    "main/.0123456789ab.thesis.tmp": lambda path: path.write_text("not of ours"),
 }
 
 
@@ -61,8 +62,8 @@ def test_what_an_unfinished_run_wrote_is_its_own(
 ) -> None:
     """Temporary files too, and without a journal that can be read those of the same command."""
     shard = next(unfinished.glob("main/model-*"))
-    shard.rename(shard.with_name(f".{shard.name}.tmp"))
-    (unfinished / ".mtp_export.json.tmp").write_bytes(b"half")
+    shard.rename(temporary_path(shard))
+    temporary_path(unfinished / "mtp_export.json").write_bytes(b"half")
     if journal == "damaged":
         (unfinished / JOURNAL_NAME).write_bytes(b"nothing\n")
     assert export(source, unfinished, *UNFINISHED, "--no-resume").code == 0

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from cases import TINY_CONFIG, UNQUANTIZED, drop_tensor, make_checkpoint
-from mtp_export.bundle import build, preflight
+from mtp_export.bundle import bundle_plan, preflight
 from mtp_export.bundle.export import plan_export
 from mtp_export.bundle.options import BundleOptions, ContentOptions, RunOptions, SharedWeights
 from mtp_export.bundle.preflight import check_memory, check_nesting, check_output
@@ -269,20 +269,20 @@ def test_folders_inside_each_other(tmp_path: Path) -> None:
 
 
 def test_an_output_that_is_no_new_folder(output: Path) -> None:
-    check_output(output, False)
+    check_output(output, RunOptions())
     output.mkdir()
-    check_output(output, False)
+    check_output(output, RunOptions())
     (output / "notes").touch()
     (output / "a").touch()
     with pytest.raises(OutputExistsError) as refusal:
-        check_output(output, True)
+        check_output(output, RunOptions(overwrite=True))
     what, expected, found, _ = words_of(refusal.value)
     assert what == "The output folder holds files that are not part of a bundle"
     assert (expected, found) == ("a new or empty folder", "a, notes")
     assert refusal.value.where == output
     file = output / "a"
     with pytest.raises(OutputExistsError) as refusal:
-        check_output(file, False)
+        check_output(file, RunOptions())
     words = words_of(refusal.value)
     assert (words[0], words[3]) == ("The output is not a folder", "Choose another --output-dir")
     assert refusal.value.where == file
@@ -295,7 +295,7 @@ def test_parts_without_manifest_or_journal_are_strangers_files(
     for name in names:
         (output / name).mkdir(parents=True)
     with pytest.raises(OutputExistsError) as refusal:
-        check_output(output, True)
+        check_output(output, RunOptions(overwrite=True))
     assert refusal.value.found == ", ".join(names)
 
 
@@ -359,7 +359,7 @@ def test_the_deeper_disk_of_two_decides(
     options: BundleOptions, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     depths = {options.input_dir: 5, options.output_dir.parent: 3}
-    monkeypatch.setattr(build, "disk_depth", depths.__getitem__)
+    monkeypatch.setattr(bundle_plan, "disk_depth", depths.__getitem__)
     assert plan_export(options).io_depth == 5
     depths[options.output_dir.parent] = 7
     assert plan_export(options).io_depth == 7

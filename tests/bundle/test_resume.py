@@ -18,10 +18,8 @@ from safetensors import safe_open
 
 from bundle.commands import UNFINISHED
 from cases import (
-    TINY_CONFIG,
     export,
     looks_finished,
-    make_checkpoint,
     nightly_but,
     read_json,
     run_in_a_fork,
@@ -116,7 +114,7 @@ SLOW_DISK = """
 import os, signal, time
 signal.signal(signal.SIGINT, signal.default_int_handler)
 real = os.fsync
-os.fsync = lambda fd: (time.sleep(0.02), real(fd))
+os.fsync = lambda fd: (time.sleep(0.05), real(fd))
 from mtp_export.cli import main
 main()
 """
@@ -135,22 +133,8 @@ def wait_for_writing(process: subprocess.Popen[bytes], output: Path) -> None:
         time.sleep(0.001)
 
 
-@pytest.fixture(scope="module")
-def larger(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Enough to write that a signal finds the run at work."""
-    config = TINY_CONFIG | {"vocab_size": 60_000, "n_routed_experts": 64}
-    return make_checkpoint(tmp_path_factory.mktemp("larger") / "source", config)
-
-
-@pytest.fixture(scope="module")
-def larger_whole(larger: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, bytes]:
-    output = tmp_path_factory.mktemp("larger_whole") / "output"
-    assert export(larger, output, *OPTIONS).code == 0
-    return tree(output)
-
-
-def test_ctrl_c(larger: Path, output: Path, larger_whole: dict[str, bytes]) -> None:
-    process = start(larger, output)
+def test_ctrl_c(pristine: Path, output: Path, whole: dict[str, bytes]) -> None:
+    process = start(pristine, output)
     wait_for_writing(process, output)
     process.send_signal(signal.SIGINT)
     _, err = process.communicate()
@@ -159,8 +143,8 @@ def test_ctrl_c(larger: Path, output: Path, larger_whole: dict[str, bytes]) -> N
     assert "goes on where it stopped" in err.decode()
     assert not list(output.glob("*/.*.tmp"))
     assert not (output / MANIFEST).exists()
-    assert export(larger, output, *OPTIONS).code == 0
-    assert tree(output) == larger_whole
+    assert export(pristine, output, *OPTIONS).code == 0
+    assert tree(output) == whole
 
 
 def test_finished_shards_are_not_written_again(source: Path, unfinished: Path) -> None:

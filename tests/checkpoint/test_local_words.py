@@ -6,15 +6,17 @@ import errno
 import os
 import socket
 from collections.abc import Callable
+from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from mtp_export.checkpoint import local_folder
-from mtp_export.checkpoint.direct_io import aligned_buffer
+from mtp_export.checkpoint.direct_io import SLACK_BYTES, page_memory
 from mtp_export.checkpoint.files import (
     check_small_file,
+    name_when_whole,
     read_failure,
     temporary_path,
     write_bytes,
@@ -156,7 +158,7 @@ def test_bytes_of_an_open_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     file = LocalFolder(tmp_path).file("x").open()
     assert file.size_bytes == 10_000
     assert file.read(0, 10) == content[:10] and file.read(5_000, 10_000) == content[5_000:]
-    buffer = aligned_buffer(8192)
+    buffer = page_memory(8192 + SLACK_BYTES)
     assert bytes(buffer[file.read_into(buffer, 3, 8_000)]) == content[3:8_000]
     for read in (
         lambda: file.read(9_990, 10_020),
@@ -255,7 +257,10 @@ def test_small_files_are_written_whole_or_not_at_all(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = tmp_path / "a.json"
-    assert temporary_path(path) == tmp_path / ".a.json.tmp"
+    first, second = temporary_path(path), temporary_path(path)
+    assert first.parent == tmp_path and first != second
+    assert [name_when_whole(one.name) for one in (first, second, path)] == ["a.json"] * 2 + [None]
+    assert fnmatch(first.name, ".*.a.json.tmp")
     write_json(path, {"b": [1], "a": "ü"})
     assert path.read_bytes() == b'{\n  "b": [\n    1\n  ],\n  "a": "\\u00fc"\n}\n'
     write_bytes(path, b"")

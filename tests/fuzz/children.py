@@ -91,7 +91,6 @@ def _work(keys: Sequence[Key], judge: Judge, folder: Path, there: Connection) ->
     resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     signal.alarm(int(MAX_SECONDS * (len(keys) + 1)))  # the end, should nobody watch any more
-    os.fsync = lambda fd: None  # power cuts are the subject of other tests
     WATCH.install()
     with (folder / _STACKS).open("w") as stacks:
         for number, key in enumerate(keys):

@@ -10,15 +10,15 @@ import sys
 
 import pytest
 
+from cases import nightly_but
 from fuzz.process import ROOT, fuzz_environment
 
 _SET_UP_SECONDS = 540  # with kernels that are not compiled yet, on a busy machine
-_LANES = (0, 1)  # at the same time, where there are two cores
 _SEEDS_OF_A_LANE = 1_000_000_000
 
 
 @pytest.mark.timeout(0)  # its own is below
-@pytest.mark.parametrize("lane", _LANES)
+@pytest.mark.parametrize("lane", nightly_but([0], (0, 1)))  # at the same time, on two cores
 def test_mutated_inputs(lane: int, pytestconfig: pytest.Config) -> None:
     """No input makes an internal error, a hang, a wrong byte or a file that should not be there."""
     seed = pytestconfig.getoption("--fuzz-seed") + lane * _SEEDS_OF_A_LANE

@@ -6,18 +6,13 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-import torch
 
 from benchmarks.dequantized import write_dequantized
+from mtp_runtime.models.model import Model
 from runtime.checkpoints import SMALL, write_checkpoint
+from runtime.harness import load
 
 FIXTURE = Path(__file__).resolve().parents[2] / "fixtures/deepseek-v3-tiny"
-
-
-@pytest.fixture(autouse=True, scope="session")
-def one_thread() -> None:
-    """Products this small lose time to a second thread, and more on a busy machine."""
-    torch.set_num_threads(1)
 
 
 @pytest.fixture(scope="session")
@@ -41,6 +36,12 @@ def trained() -> Path:
     """The trained fixture, in its fp8 form."""
     assert FIXTURE.is_dir(), f"{FIXTURE} is part of the repository"
     return FIXTURE
+
+
+@pytest.fixture(scope="session")
+def trained_model(trained: Path) -> Model:
+    """It on compiled kernels, for all who only run it."""
+    return load(trained)
 
 
 @pytest.fixture(scope="session")

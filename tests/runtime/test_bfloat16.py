@@ -1,4 +1,4 @@
-"""The runtime in bf16: near its fp32 self, and able to decode with and without drafts."""
+"""The runtime with weights in bf16: near its fp32 self, and exact with and without drafts."""
 
 from __future__ import annotations
 
@@ -31,28 +31,27 @@ def engines(trained: Path) -> dict[str, LLM]:
 
 
 @torch.inference_mode()
-def logits_of(model: Model, tokens: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+def logits_of(model: Model, tokens: tuple[int, ...]) -> torch.Tensor:
     pages = PageAllocator(8, 16)
     cache = model.new_cache(pages)
     pages.poison_freed(cache)
     sequence = CachedSequence()
     pages.append(sequence, len(tokens))
     layout = lay_out(pages, [sequence], [(0, len(tokens))], model.device)
-    _, after = model(torch.tensor(tokens), cache, layout)
-    assert after.dtype is dtype
+    after = model(torch.tensor(tokens), cache, layout).after
+    assert after.dtype is torch.float32
     return model.head.logits(after)
 
 
 def test_logits_are_near_those_of_float32(engines: dict[str, LLM], prompts: list[str]) -> None:
-    """The 61 layers round at 2^-9 each time: a few per cent of noise, few changed choices."""
+    """Weights rounded at 2^-9, activations not: a per cent of noise, few changed choices."""
     agreeing = total = 0
     for prompt in prompts:
         tokens = engines["float32"].tokenizer.encode(prompt)[:100]
-        exact = logits_of(engines["float32"].engine.model, tokens, torch.float32)
-        rounded = logits_of(engines["bfloat16"].engine.model, tokens, torch.bfloat16)
-        assert rounded.dtype is torch.float32
+        exact = logits_of(engines["float32"].engine.model, tokens)
+        rounded = logits_of(engines["bfloat16"].engine.model, tokens)
         error = (rounded - exact).norm() / exact.norm()
-        assert error < 0.04
+        assert 0 < error < 0.02
         agreeing += int((rounded.argmax(1) == exact.argmax(1)).sum())
         total += len(tokens)
     assert agreeing >= 0.9 * total
@@ -69,6 +68,5 @@ def test_speculation_decodes_as_without(
     plain = LLM(trained, dtype="bfloat16").generate(prompts, PARAMS)
     found = engines["bfloat16"].generate(prompts, PARAMS)
     assert all(len(output.token_ids) == PARAMS.max_tokens for output in found)
-    same = sum(p.token_ids == f.token_ids for p, f in zip(plain, found, strict=True))
-    assert same >= len(prompts) - 1, "a group's rows differ in more than a tie"
+    assert [output.token_ids for output in plain] == [output.token_ids for output in found]
     assert abs(acceptance(found) - acceptance(engines["float32"].generate(prompts, PARAMS))) < 0.2

@@ -7,7 +7,6 @@ import itertools
 import time
 from collections import Counter
 from dataclasses import replace
-from pathlib import Path
 from typing import Any, cast
 
 import numpy as np
@@ -18,6 +17,7 @@ from mtp_export.verify.decoding.table_model import (
     PROMPT,
     Branches,
     Table,
+    build_of,
     distance,
     engine_of,
     output_distribution,
@@ -31,7 +31,7 @@ from mtp_runtime.drafters.base import Drafter
 from mtp_runtime.models.model import Model
 from mtp_runtime.request import Request
 from mtp_runtime.sampling import SamplingParams, one_hot, probabilities_of
-from runtime.harness import Walk, load, prompts_of, run
+from runtime.harness import Walk, prompts_of, run
 
 SAMPLINGS = [
     SamplingParams(temperature=1.0, max_tokens=4),
@@ -61,7 +61,7 @@ def test_every_drafter_keeps_the_distribution(
     method: str, params: SamplingParams, options: dict[str, Any]
 ) -> None:
     target, draft = tables(seed=3)
-    engine = engine_of(target, draft, DRAFTERS[method].build, **({"max_draft_tokens": 2} | options))
+    engine = engine_of(target, draft, build_of(method), **({"max_draft_tokens": 2} | options))
     found = output_distribution(engine, params)
     assert sum(found.values()) == pytest.approx(1.0, abs=1e-9)
     assert distance(found, target_distribution(target, params)) < 1e-9
@@ -168,16 +168,15 @@ def test_lossy_rules_are_lossy(acceptance: str) -> None:
     assert distance(found, target_distribution(target, params)) > 0.01
 
 
-def test_chi_square_on_the_trained_model(trained: Path) -> None:
+def test_chi_square_on_the_trained_model(trained_model: Model) -> None:
     """Two tokens after a prompt, 4 x 4 outcomes, 384 draws: alpha = 1e-4, fixed seeds."""
-    model = load(trained)
     (prompt,) = prompts_of([3], 2048, seed=5)
     params = SamplingParams(temperature=1.5, top_k=4, max_tokens=3, ignore_eos=True)
-    expected = pair_distribution(model, prompt, params)
+    expected = pair_distribution(trained_model, prompt, params)
     draws, seen, accepted, drafted = 384, Counter[tuple[int, ...]](), 0, 0
     for first in range(0, draws, 128):
         each = [replace(params, seed=seed) for seed in range(first, first + 128)]
-        result = run(model, [prompt] * 128, each, method="mtp", k=1)
+        result = run(trained_model, [prompt] * 128, each, method="mtp", k=1)
         seen.update(tuple(output[:2]) for output in result.outputs)
         accepted += result.counts("accepted", 0)
         drafted += result.counts("drafted", 0)

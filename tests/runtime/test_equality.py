@@ -5,17 +5,23 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from itertools import product
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from cases import nightly_but
 from mtp_runtime.drafters import DRAFTERS
-from mtp_runtime.drafters.base import Drafter, DrafterParts
+from mtp_runtime.drafters.base import Drafter, DrafterParts, TargetDraft
+from mtp_runtime.drafters.eagle3 import read_eagle3
 from mtp_runtime.drafters.known_answers import KnownAnswersDrafter
+from mtp_runtime.drafters.parallel_heads import read_parallel_heads
+from mtp_runtime.models.load import LoadOptions, load_model
 from mtp_runtime.models.model import Model
 from mtp_runtime.sampling import SamplingParams
+from runtime.drafts import write_eagle3, write_layer_heads
 from runtime.harness import Prompt, Run, load, prompts_of, run
 
 PARAMS = SamplingParams(max_tokens=12, ignore_eos=True)
@@ -30,6 +36,7 @@ class Plain:
     params: SamplingParams = PARAMS
     alone: bool = True
     answers: dict[Prompt, list[int]] = field(default_factory=dict)
+    drafts: dict[str, TargetDraft] = field(default_factory=dict)
 
     def outputs(self, prompts: list[Prompt]) -> list[list[int]]:
         new = [prompt for prompt in dict.fromkeys(prompts) if prompt not in self.answers]
@@ -44,13 +51,20 @@ class Plain:
 
 
 @pytest.fixture(scope="module")
-def small_plain(small: Path) -> Plain:
-    return Plain(load(small))
+def small_plain(small: Path, tmp_path_factory: pytest.TempPathFactory) -> Plain:
+    """With random drafts for every method that reads one."""
+    folder, loaded = tmp_path_factory.mktemp("drafts"), load_model(small, LoadOptions())
+    drafts = {
+        "eagle3": read_eagle3(write_eagle3(folder / "eagle3"), loaded),
+        "parallel_heads": read_parallel_heads(write_layer_heads(folder / "heads"), loaded),
+    }
+    assert drafts.keys() == {name for name, one in DRAFTERS.items() if one.read}
+    return Plain(loaded.model, drafts=drafts)
 
 
 @pytest.fixture(scope="module")
-def trained_plain(trained: Path) -> Plain:
-    return Plain(load(trained), SamplingParams(max_tokens=8, ignore_eos=True), alone=False)
+def trained_plain(trained_model: Model) -> Plain:
+    return Plain(trained_model, SamplingParams(max_tokens=8, ignore_eos=True), alone=False)
 
 
 def repeating(prompts: list[Prompt]) -> list[Prompt]:
@@ -73,11 +87,13 @@ def speculate(plain: Plain, prompts: list[Prompt], name: str, k: int, **settings
             plain.model, prompts, plain.params, k=k, build=plain.knowing(**KNOWN[name]), **settings
         )
     else:
+        draft = plain.drafts.get(name)
         found = run(
-            plain.model,
+            plain.model.tapped(draft.taps if draft else ()),
             prompts,
             plain.params,
             method=name,
+            build=draft.build if draft else None,
             k=k,
             draft_model=plain.model,
             **settings,
@@ -105,10 +121,13 @@ def test_small_model_batch_128(small_plain: Plain, name: str) -> None:
     speculate(small_plain, prompts_of(lengths, 96), name, 3)
 
 
-@pytest.mark.parametrize("k", [1, 2, 3, 4, 5])
+# The small model has every k with every batch.
+@pytest.mark.parametrize(
+    ("batch", "k"), nightly_but([(1, 2), (7, 1), (7, 3), (7, 5)], product((1, 7), range(1, 6)))
+)
 @pytest.mark.parametrize("name", ["mtp", "inference_with_reference", "draft_model", "always right"])
-@pytest.mark.parametrize("lengths", [[9], [5, 15, 16, 1, 9, 30, 12]], ids=["1", "7"])
-def test_trained_model(trained_plain: Plain, lengths: list[int], name: str, k: int) -> None:
+def test_trained_model(trained_plain: Plain, name: str, batch: int, k: int) -> None:
+    lengths = [9] if batch == 1 else [5, 15, 16, 1, 9, 30, 12]
     found = speculate(trained_plain, repeating(prompts_of(lengths, 2048)), name, k)
     if name == "mtp":
         assert found.counts("drafted", k - 1) > 0

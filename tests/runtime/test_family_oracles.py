@@ -65,7 +65,7 @@ def logits_of(reference: Any, tokens: Any) -> torch.Tensor:
 
 @pytest.mark.parametrize("name", VARIANTS)
 def test_logits(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """In one prefill, and token by token."""
+    """In one prefill, and token by token after one."""
     model_type, changes = VARIANTS[name]
     path = write_checkpoint(tmp_path, SMALL_CONFIGS[model_type] | changes)
     (tokens,) = prompts_of([150], 96)
@@ -74,8 +74,8 @@ def test_logits(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
         model = load(path, compiled=compiled)
         assert relative_error(Walk(model).feed(tokens)[0], expected) <= TOLERANCE
         walk = Walk(model)
-        steps = torch.cat([walk.feed([token])[0] for token in tokens])
-        assert relative_error(steps, expected) <= TOLERANCE
+        parts = [tokens[:120], *([token] for token in tokens[120:])]
+        assert relative_error(torch.cat([walk.feed(p)[0] for p in parts]), expected) <= TOLERANCE
 
 
 @pytest.mark.parametrize("model_type", ["deepseek_v32", "glm_moe_dsa"])

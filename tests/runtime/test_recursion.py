@@ -16,7 +16,7 @@ from mtp_runtime.drafters.chain import Chain
 from mtp_runtime.drafters.mtp import MtpDrafter
 from mtp_runtime.models.compiled import stacked
 from mtp_runtime.models.load import LoadOptions, load_model
-from mtp_runtime.models.model import Recursion
+from mtp_runtime.models.model import Model, Recursion
 from mtp_runtime.request import Request
 from mtp_runtime.sampling import SamplingParams
 from runtime.harness import load, prompts_of, run
@@ -67,12 +67,11 @@ def test_more_rows_than_a_block(small: Path, monkeypatch: pytest.MonkeyPatch) ->
     assert Both.compared
 
 
-def test_trained_model(trained: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_trained_model(trained_model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
     """Drafts are accepted here, and many parts of attention are joined."""
     monkeypatch.setattr(Both, "compared", 0)
-    model = load(trained)
     params = SamplingParams(max_tokens=24)
-    run(model, prompts_of([20, 130], model.config.vocab), params, k=4, build=Both)
+    run(trained_model, prompts_of([20, 130], trained_model.config.vocab), params, k=4, build=Both)
     assert Both.compared > 3
 
 

@@ -4,7 +4,9 @@ the same numbers in float32, decoded here by code of this file."""
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +18,9 @@ from benchmarks.dequantized import write_dequantized
 from cases import MTP_LAYER, WHOLE_TILES, edit_json, export, make_checkpoint, quantize, read_tensors
 from mtp_export.errors import InvalidInputError, UnsupportedError
 from mtp_export.targets import TARGETS
-from mtp_runtime.models.load import LoadOptions, load_model
+from mtp_runtime.cache import lay_out
+from mtp_runtime.models.load import Loaded, LoadOptions, load_model
+from mtp_runtime.models.model import Model
 from mtp_runtime.sampling import SamplingParams
 from runtime.harness import Walk, load, prompts_of, run
 
@@ -84,11 +88,9 @@ def config_of(source: Path) -> dict[str, Any]:
     return config
 
 
-def same_model(found: Path, expected: Path, **options: Any) -> None:
+def same_model(ours: Model, theirs: Model) -> None:
     """Every linear has the same numbers: logits, drafts and what they are accepted for."""
     (tokens,) = prompts_of([9], VOCAB)
-    ours = load_model(found, LoadOptions(**options)).model
-    theirs = load_model(expected, LoadOptions()).model
     expected_logits = Walk(theirs).feed(tokens)[0]
     error = (Walk(ours).feed(tokens)[0] - expected_logits).abs().max()
     assert error <= 2e-6 * expected_logits.abs().max()
@@ -96,9 +98,8 @@ def same_model(found: Path, expected: Path, **options: Any) -> None:
     assert (mtp_output(ours) - hidden).abs().max() <= 2e-6 * hidden.abs().max()
 
 
-def mtp_output(model: Any) -> torch.Tensor:
-    from mtp_runtime.cache import lay_out
-
+def mtp_output(model: Model) -> torch.Tensor:
+    assert model.mtp is not None
     walk = Walk(model)
     walk.pages.append(walk.sequence, 6)
     layout = lay_out(walk.pages, [walk.sequence], [(0, 6)], model.device)
@@ -108,35 +109,48 @@ def mtp_output(model: Any) -> torch.Tensor:
         return model.mtp.head.logits(model.mtp.head.normed(out))
 
 
-@pytest.mark.parametrize("keep_dense", [True, False], ids=["at load", "in calls"])
-@pytest.mark.parametrize("row", ROWS)
-def test_every_row(row: str, keep_dense: bool, source: Path, tmp_path: Path) -> None:
+def write_row(source: Path, folder: Path, row: str) -> Path:
     base, mtp, *more = ROWS[row]
     options = ("--base-quant", base, "--mtp-quant", mtp, *more)
-    assert quantize(source, tmp_path / "out", *options).code == 0
-    dense = in_float32(tmp_path / "out", config_of(source), tmp_path / "dense")
-    same_model(tmp_path / "out", dense, dequantize_at_load=keep_dense)
-    stored = {*read_tensors(tmp_path / "out/main"), *read_tensors(tmp_path / "out/mtp")}
-    ledger = load_model(tmp_path / "out", LoadOptions(dequantize_at_load=keep_dense)).ledger
-    assert ledger.loaded | ledger.tied == stored and not ledger.skipped
+    assert quantize(source, folder, *options).code == 0
+    return folder
+
+
+@pytest.mark.parametrize("row", ROWS)
+def test_every_row(row: str, source: Path, tmp_path: Path) -> None:
+    """Dequantized at load, and in every call."""
+    bundle = write_row(source, tmp_path / "out", row)
+    dense = load(in_float32(bundle, config_of(source), tmp_path / "dense"))
+    stored = {*read_tensors(bundle / "main"), *read_tensors(bundle / "mtp")}
+    for at_load in (True, False):
+        loaded = load_model(bundle, LoadOptions(dequantize_at_load=at_load))
+        same_model(loaded.model, dense)
+        ledger = loaded.ledger
+        assert ledger.loaded | ledger.tied == stored and not ledger.skipped
+
+
+@pytest.fixture(scope="module")
+def original(pristine: Path) -> Loaded:
+    return load_model(pristine, LoadOptions())
 
 
 @pytest.mark.parametrize("shared", ["keep", "drop"])
 @pytest.mark.parametrize("target", sorted(set(TARGETS) - {"xllm"}))
-def test_every_target(target: str, shared: str, pristine: Path, tmp_path: Path) -> None:
+def test_every_target(
+    target: str, shared: str, pristine: Path, original: Loaded, tmp_path: Path
+) -> None:
     """Ragged tiles too: the same tokens and the same acceptance as the source."""
     options = ("--target", target, "--shared-weights", shared)
     if shared == "drop" and TARGETS[target].needs_shared_weights:
         return
     assert export(pristine, tmp_path / "out", *options).code == 0
     prompts = prompts_of([6, 11], VOCAB)
-    expected = run(load(pristine), prompts, PARAMS, method="mtp", k=3)
-    found = run(load(tmp_path / "out"), prompts, PARAMS, method="mtp", k=3)
+    loaded = load_model(tmp_path / "out", LoadOptions())
+    expected = run(original.model, prompts, PARAMS, method="mtp", k=3)
+    found = run(loaded.model, prompts, PARAMS, method="mtp", k=3)
     assert found.outputs == expected.outputs
-    model, original = load(tmp_path / "out"), load(pristine)
-    assert torch.equal(mtp_output(model), mtp_output(original))
-    ledger = load_model(tmp_path / "out", LoadOptions()).ledger
-    names = load_model(pristine, LoadOptions()).ledger
+    assert torch.equal(mtp_output(loaded.model), mtp_output(original.model))
+    ledger, names = loaded.ledger, original.ledger
     assert ledger.expected == names.expected and ledger.loaded <= names.loaded | names.tied
 
 
@@ -149,7 +163,7 @@ def test_xllm_s_draft_is_the_source_s_in_bf16(pristine: Path, tmp_path: Path) ->
         if name.startswith(f"model.layers.{MTP_LAYER}.") and tensor.dim() == 2:
             tensors[name] = tensor.bfloat16().float()
     save_file(tensors, dense / "model.safetensors", metadata={"format": "pt"})
-    same_model(tmp_path / "out", dense)
+    same_model(load(tmp_path / "out"), load(dense))
 
 
 def other_head(bundle: Path) -> None:
@@ -172,16 +186,24 @@ def more_layers(bundle: Path) -> None:
     edit_json(bundle / "main/config.json", lambda c: c.update(num_nextn_predict_layers=2))
 
 
+@pytest.fixture(scope="module")
+def for_lightllm(pristine: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("lightllm") / "out"
+    assert export(pristine, folder, "--target", "lightllm").code == 0
+    return folder
+
+
 @pytest.mark.parametrize(
     "damage", [other_head, other_experts, no_manifest, other_target, more_layers]
 )
 def test_a_draft_of_something_else_is_refused(
-    damage: Callable[[Path], None], pristine: Path, tmp_path: Path
+    damage: Callable[[Path], None], for_lightllm: Path, tmp_path: Path
 ) -> None:
-    assert export(pristine, tmp_path / "out", "--target", "lightllm").code == 0
-    damage(tmp_path / "out")
+    bundle = Path(shutil.copytree(for_lightllm, tmp_path / "out"))
+    load_model(bundle, LoadOptions())
+    damage(bundle)
     with pytest.raises(InvalidInputError):
-        load_model(tmp_path / "out", LoadOptions())
+        load_model(bundle, LoadOptions())
 
 
 def rewrite(folder: Path, name: str, change: Callable[[torch.Tensor], torch.Tensor]) -> None:
@@ -193,6 +215,18 @@ def rewrite(folder: Path, name: str, change: Callable[[torch.Tensor], torch.Tens
 
 
 EXPERT = "model.layers.1.mlp.experts.0"
+
+
+@pytest.fixture(scope="module")
+def rows(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """Bundles by their row of the table, not to be changed."""
+    source = make_checkpoint(tmp_path_factory.mktemp("source") / "source", WHOLE_TILES)
+
+    @cache
+    def bundle(row: str) -> Path:
+        return write_row(source, tmp_path_factory.mktemp("row") / "out", row)
+
+    return bundle
 
 
 @pytest.mark.parametrize(
@@ -210,15 +244,16 @@ EXPERT = "model.layers.1.mlp.experts.0"
     ],
 )
 def test_damaged_forms_are_refused(
-    row: str, name: str, change: Callable[[torch.Tensor], torch.Tensor], tmp_path: Path
+    row: str,
+    name: str,
+    change: Callable[[torch.Tensor], torch.Tensor],
+    rows: Callable[[str], Path],
+    tmp_path: Path,
 ) -> None:
-    source = make_checkpoint(tmp_path / "source", WHOLE_TILES)
-    base, mtp, *more = ROWS[row]
-    options = ("--base-quant", base, "--mtp-quant", mtp, *more)
-    assert quantize(source, tmp_path / "out", *options).code == 0
-    rewrite(tmp_path / "out/main", name, change)
+    bundle = Path(shutil.copytree(rows(row), tmp_path / "out"))
+    rewrite(bundle / "main", name, change)
     with pytest.raises(InvalidInputError):
-        load_model(tmp_path / "out", LoadOptions())
+        load_model(bundle, LoadOptions())
 
 
 def test_a_quantization_nobody_knows_is_refused(pristine: Path, tmp_path: Path) -> None:

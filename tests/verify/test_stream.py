@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import io
 import json
+import os
 import weakref
 from collections import Counter
 from collections.abc import Callable
@@ -79,6 +80,17 @@ def test_acceptance_equals_the_engines(
     assert [item.name for item in items if item.status is Status.FAIL] == []
     assert in_blocks(items) == wanted
     assert list(tmp_path.iterdir()) == [], "a finished pass leaves its state behind"
+
+
+def test_texts_from_a_pipe(bundle: Path, tmp_path: Path) -> None:
+    """A pipe gives its lines once."""
+    reading, writing = os.pipe()
+    with os.fdopen(writing, "w") as lines:
+        lines.write('{"prompt_token_ids": [5, 6], "completion_token_ids": [7, 8, 9]}\n')
+    context = context_of(bundle, Path(f"/dev/fd/{reading}"), tmp_path)
+    assert context.prompts == ((5, 6),)
+    assert stream.texts_of(context) == (Texts((Text((5, 6, 7, 8, 9), 2),)), True)
+    os.close(reading)
 
 
 def test_picked_experts_alone_are_read_and_each_once(

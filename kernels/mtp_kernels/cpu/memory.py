@@ -1,4 +1,4 @@
-"""Bump allocator of float32 memory: from cache lines on, in huge pages where there is much."""
+"""Bump allocator of memory for numbers: from cache lines on, in huge pages where there is much."""
 
 from __future__ import annotations
 
@@ -24,18 +24,22 @@ def floats(count: int) -> np.ndarray:
 
 
 class Arena:
-    """Bump allocator: float32 arrays side by side in large chunks, each from a cache line on."""
+    """Bump allocator: arrays side by side in large chunks, each from a cache line on."""
 
     def __init__(self) -> None:
         self._chunk = floats(0)
         self._taking = threading.Lock()
 
-    def take(self, *shape: int) -> np.ndarray:
-        """Return uninitialised memory. Threads may call this at the same time."""
-        count = math.prod(shape)
+    def take(self, *shape: int, dtype: type[np.generic] = np.float32) -> np.ndarray:
+        """Return uninitialised memory of a dtype of at most four bytes.
+
+        Threads may call this at the same time.
+        """
+        entries = math.prod(shape)
+        count = -(-entries * np.dtype(dtype).itemsize // 4)
         size = -(-count // LINE) * LINE
         with self._taking:
             if size > len(self._chunk):
                 self._chunk = floats(max(size, CHUNK_FLOATS))
             place, self._chunk = self._chunk[:count], self._chunk[size:]
-        return place.reshape(shape)
+        return place.view(dtype)[:entries].reshape(shape)

@@ -26,6 +26,7 @@ from mtp_kernels.decoder.interface import (
 __all__ = [
     "AUTO",
     "BACKENDS",
+    "DTYPES",
     "Backend",
     "Decoder",
     "DecoderConfig",
@@ -38,7 +39,7 @@ __all__ = [
     "make_backend",
 ]
 
-# Loaded on first use. A backend is a module with a class `Backend`, which needs no arguments.
+# Loaded on first use. A backend is a module with a class `Backend`, which takes a dtype of DTYPES.
 BACKENDS = {
     "reference": "mtp_kernels.decoder.reference",
     "compiled_cpu": "mtp_kernels.decoder.compiled_cpu",
@@ -47,11 +48,20 @@ BACKENDS = {
 AUTO = {"cpu": "compiled_cpu"}
 
 
-def make_backend(name: str = "auto", device: torch.device | str = "cpu") -> Backend:
+DTYPES = (torch.float32, torch.bfloat16)
+
+
+def make_backend(
+    name: str = "auto", device: torch.device | str = "cpu", dtype: torch.dtype = torch.float32
+) -> Backend:
     """Return a new backend for the parts of one model; "auto" goes by the device.
 
-    Raises ValueError for a name that is not in BACKENDS, and for "auto" on a device without one.
+    dtype: in which matrices are kept, but for routers'; all is computed in float32. Raises
+    ValueError for a name that is not in BACKENDS, a dtype that is not in DTYPES, and for "auto" on
+    a device without a backend.
     """
+    if dtype not in DTYPES:
+        raise ValueError(f"dtype: expected one of {DTYPES}, found {dtype}")
     kind = torch.device(device).type
     if name == "auto":
         if kind not in AUTO:
@@ -59,4 +69,4 @@ def make_backend(name: str = "auto", device: torch.device | str = "cpu") -> Back
         name = AUTO[kind]
     if name not in BACKENDS:
         raise ValueError(f"backend: expected auto or one of {sorted(BACKENDS)}, found {name!r}")
-    return cast(Backend, import_module(BACKENDS[name]).Backend())
+    return cast(Backend, import_module(BACKENDS[name]).Backend(dtype))

@@ -7,8 +7,9 @@ write it, not absorbed into queries.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -30,9 +31,15 @@ from mtp_kernels.decoder.interface import (
     Shapes,
 )
 
+# Fields of LayerWeights that are kept in a backend's dtype.
+MATRICES = ("down", "query_up", "key_up", "value_up", "output", "gate", "up", "expert_down")
+
 
 class Backend:
-    """Keeps the given tensors as they are."""
+    """Keeps the given tensors as they are, matrices rounded to a dtype."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        self._dtype = dtype
 
     def runs(self, kind: LayerKind) -> bool:
         """Return True for latent attention with a dense or mixture-of-experts MLP."""
@@ -41,7 +48,10 @@ class Backend:
     def pack(self, weights: LayerWeights) -> KeptLayer:
         """Keep a layer's weights."""
         check_weights(weights)
-        return KeptLayer(weights)
+        matrices: dict[str, Any] = {
+            name: self._rounded(getattr(weights, name)) for name in MATRICES
+        }
+        return KeptLayer(replace(weights, **matrices))
 
     def decoder(
         self,
@@ -63,11 +73,15 @@ class Backend:
 
     def projection(self, matrix: torch.Tensor) -> RowStep:
         """Return a product."""
-        return lambda x: x @ matrix.T
+        rounded = matrix.to(self._dtype).float()
+        return lambda x: x @ rounded.T
 
     def recursion(self, parts: RecursionParts) -> Recursion:
         """Return the recursion."""
         return Recursion(parts)
+
+    def _rounded(self, matrix: torch.Tensor | None) -> torch.Tensor | None:
+        return None if matrix is None else matrix.to(self._dtype).float()
 
 
 @dataclass(frozen=True)
@@ -113,8 +127,8 @@ class Decoder:
             x += self._attention(layer, rms_norm(x, layer.input_norm, self._eps), layout, cache)
             x += feed_forward(self.config, layer, rms_norm(x, layer.post_norm, self._eps))
 
-    def each(self) -> Iterator[Decoder]:
-        return (Decoder(self.config, (layer,), self.rope) for layer in self.layers)
+    def part(self, first: int, stop: int) -> Decoder:
+        return replace(self, layers=self.layers[first:stop])
 
     @property
     def _eps(self) -> float:

@@ -39,6 +39,7 @@ __all__ = [
     "dequantize_int4_group",
     "dequantize_int8_channel",
     "dequantize_w4afp8",
+    "load_backend",
     "quantize_fp8_block",
     "quantize_int4_group",
     "quantize_int8_channel",
@@ -223,14 +224,23 @@ def _quantize_int4(
     return packed, scale, _error_stats(values, stats)
 
 
+def load_backend(device: torch.device | str) -> None:
+    """Import the backend of a device, which else the first call does: it takes seconds."""
+    _backend_on("auto", torch.device(device))
+
+
 def _backend(name: str, values: torch.Tensor) -> Backend:
+    return _backend_on(name, values.device)
+
+
+def _backend_on(name: str, device: torch.device) -> Backend:
     if name == "auto":
-        name = {"cpu": "cpu", "cuda": "triton_cuda"}.get(values.device.type, "reference")
+        name = {"cpu": "cpu", "cuda": "triton_cuda"}.get(device.type, "reference")
     if name not in BACKENDS:
         raise ValueError(f"backend: expected auto or one of {list(BACKENDS)}, found {name!r}")
     backend = cast(Backend, import_module(BACKENDS[name]))
-    if not backend.supports(values.device):
-        raise ValueError(f"backend {name}: does not run on tensors on {values.device}")
+    if not backend.supports(device):
+        raise ValueError(f"backend {name}: does not run on tensors on {device}")
     return backend
 
 

@@ -26,7 +26,7 @@ BACKENDS = {
     "compiled_cpu": "mtp_kernels.verify_attention.compiled_cpu",
     "triton_cuda": "mtp_kernels.verify_attention.triton_cuda",
 }
-# The backend that "auto" means on each torch device type; on a CPU compiled_cpu where it has bf16.
+# The backend that "auto" means on each torch device type; on a CPU compiled_cpu for bf16 tiles.
 AUTO = {"cpu": "torch_cpu", "cuda": "triton_cuda"}
 LSE_DTYPE = torch.float32
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -182,7 +182,7 @@ def load_backend(backend: str, device: torch.device, sizes: Sizes) -> Backend:
 
 
 def compiled_takes(sizes: Sizes) -> bool:
-    """Return True where compiled_cpu runs these bf16 sizes on this CPU."""
+    """Return True for bf16 sizes that compiled_cpu runs."""
     return bool(import_module(BACKENDS["compiled_cpu"]).takes_bf16(sizes))
 
 

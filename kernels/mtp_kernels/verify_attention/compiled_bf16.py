@@ -1,4 +1,4 @@
-"""Verification attention in bf16 on a CPU with matrix units: the flash recurrence, in tiles.
+"""Verification attention in bf16 on a CPU: the flash recurrence, in tiles.
 
 A thread walks its share of the batch's cache in steps of STEP_TOKENS that stay in its L2 cache. It
 copies them out of their pages once, and multiplies them with all rows of the request:
@@ -22,6 +22,7 @@ from mtp_kernels.cpu.elementwise import exponential
 from mtp_kernels.cpu.jit import compiled
 from mtp_kernels.cpu.team import wait
 from mtp_kernels.cpu.vectors import address
+from mtp_kernels.verify_attention.bf16_units import DEPTH, ROW_BYTES, TILE, TILE_BYTES
 from mtp_kernels.verify_attention.shares import (
     BLOCK_TOKENS,
     blocks_of,
@@ -31,10 +32,6 @@ from mtp_kernels.verify_attention.shares import (
     work_of,
 )
 from mtp_kernels.verify_attention.tiles import (
-    DEPTH,
-    ROW_BYTES,
-    TILE,
-    TILE_BYTES,
     add_product_1_2,
     add_product_2_2,
     configure,

@@ -1,7 +1,6 @@
-"""Verification attention compiled for a CPU: float32, and bf16 where there are matrix units.
+"""Verification attention compiled for a CPU: float32, and bf16 in whole tiles.
 
-In float32 a row's bits do not depend on its batch. torch_cpu has the other dtypes, and bf16
-elsewhere.
+In float32 a row's bits do not depend on its batch. torch_cpu has the other dtypes and sizes.
 """
 
 from __future__ import annotations
@@ -14,18 +13,17 @@ import torch
 from mtp_kernels.cpu.paged_attention import Keys, Parts, Queries, plan
 from mtp_kernels.cpu.team import process_team
 from mtp_kernels.verify_attention import compiled_bf16, compiled_float32
+from mtp_kernels.verify_attention.bf16_units import DEPTH, TILE
 from mtp_kernels.verify_attention.compiled_bf16 import STEP_TOKENS
 from mtp_kernels.verify_attention.inputs import BumpAllocator, Inputs, Sizes, array_bytes
 from mtp_kernels.verify_attention.shares import MAX_ROWS, items_of
-from mtp_kernels.verify_attention.tiles import DEPTH, TILE, has_tiles, tile_config
-
-TILE_SPEEDUP = 16  # multiplications that a tile makes in the time of one float32
+from mtp_kernels.verify_attention.tiles import SPEEDUP, tile_config
 
 
 def takes_bf16(sizes: Sizes) -> bool:
-    """Return True where matrix units take these sizes: whole tiles, on a CPU that has them."""
+    """Return True for bf16 in sizes of whole tiles."""
     whole = sizes.latent % DEPTH == 0 and sizes.rope % DEPTH == 0
-    return whole and sizes.dtype == sizes.kv_dtype == torch.bfloat16 and has_tiles()
+    return whole and sizes.dtype == sizes.kv_dtype == torch.bfloat16
 
 
 def layout(sizes: Sizes) -> list[tuple[tuple[int, ...], torch.dtype]]:
@@ -70,9 +68,9 @@ def attend(
         attend_bf16(inputs, buffer, out, lse)
     else:
         raise ValueError(
-            "backend compiled_cpu: expected float32 queries over a float32 cache, or on a CPU with "
-            f"AMX bfloat16 over bfloat16 with latent and rope multiples of {DEPTH}, found "
-            f"{out.dtype} over {inputs.kv_cache.dtype} with latent {inputs.sizes.latent} and rope "
+            "backend compiled_cpu: expected float32 queries over a float32 cache, or bfloat16 over "
+            f"bfloat16 with latent and rope multiples of {DEPTH}, found {out.dtype} over "
+            f"{inputs.kv_cache.dtype} with latent {inputs.sizes.latent} and rope "
             f"{inputs.sizes.rope}; use torch_cpu"
         )
 
@@ -125,7 +123,7 @@ def attend_bf16(inputs: Inputs, buffer: torch.Tensor, out: torch.Tensor, lse: to
     )
     team.run(
         compiled_bf16.attend,
-        team.threads_for(multiplications(sizes) // TILE_SPEEDUP),
+        team.threads_for(multiplications(sizes) // SPEEDUP),
         items_of(inputs.cu_q.numpy(), inputs.kv_lens.numpy(), sizes.heads),
         problem,
         compiled_bf16.Scratch(tile_config(), *scratch),

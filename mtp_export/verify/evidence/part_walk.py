@@ -8,12 +8,15 @@ from dataclasses import dataclass
 from threading import BoundedSemaphore
 from typing import Any
 
+from mtp_export.bundle.division import divided
+from mtp_export.bundle.options import Share
 from mtp_export.checkpoint.disk_queue import DiskQueue
 from mtp_export.checkpoint.header import TensorInfo
 from mtp_export.checkpoint.reader import Checkpoint
 from mtp_export.progress import ProgressCallback
 from mtp_export.schemes.transforms import one_torch_thread
 from mtp_export.schemes.weight_values import WeightOnDisk
+from mtp_export.verify.evidence.findings import Known, known_facts
 from mtp_export.verify.evidence.tensor_threads import in_threads
 from mtp_export.verify.evidence.weight_facts import Walker, WeightFacts
 
@@ -52,6 +55,31 @@ class WalkPlan:
         weights = sum(weight.size_bytes for weight, _ in self.weights)
         return weights + sum(tensor.size_bytes for tensor in self.others)
 
+    def of_share(self, share: Share) -> WalkPlan:
+        """Return the part of the plan that is a share's."""
+        tasks = self._tasks
+        numbers = divided([task.size_bytes for task in tasks], share.count)[share.number - 1]
+        return _plan_of([tasks[number] for number in numbers])
+
+    def without(self, known: Known) -> WalkPlan:
+        """Return the part of the plan that is not known yet."""
+        return _plan_of([task for task in self._tasks if not _is_known(task, known)])
+
+    def joined(self, known: Known, walk: PartWalk) -> PartWalk:
+        """Return what the whole plan finds, of what is known and a walk over the rest."""
+        found = {facts.weight.name: facts for facts in walk.facts}
+        facts = tuple(
+            found.get(weight.name) or known.facts(weight, source) for weight, source in self.weights
+        )
+        checksums = {**known.checksums, **walk.checksums}
+        for one in facts:
+            checksums |= one.checksums
+        return PartWalk(facts, checksums)
+
+    @property
+    def _tasks(self) -> list[_Pair | TensorInfo]:
+        return [*(_Pair(*pair) for pair in self.weights), *self.others]
+
     def run(self, workers: int, queue: DiskQueue, progress: ProgressCallback) -> PartWalk:
         """Read every byte once, in threads of which `workers` compute at a time (IoError)."""
         walker = Walker(queue, BoundedSemaphore(workers), progress)
@@ -61,7 +89,7 @@ class WalkPlan:
                 return task.name, walker.hash_tensor(task)
             return walker.read_weight(task.weight, task.source)
 
-        tasks: list[_Pair | TensorInfo] = [*(_Pair(*pair) for pair in self.weights), *self.others]
+        tasks = self._tasks
         with one_torch_thread() if self.weights else nullcontext():
             found = list(
                 in_threads(read, tasks, workers=workers, size_bytes=lambda task: task.size_bytes)
@@ -71,6 +99,29 @@ class WalkPlan:
         for one in facts:
             checksums |= one.checksums
         return PartWalk(facts, checksums)
+
+
+def known_of(walk: PartWalk) -> Known:
+    """Return the findings of a walk as they are kept."""
+    weights = {one.weight.name: known_facts(one) for one in walk.facts}
+    own = {name for one in walk.facts for name in one.checksums}
+    return Known(
+        {name: facts for name, facts in weights.items() if facts is not None},
+        {name: digest for name, digest in walk.checksums.items() if name not in own},
+    )
+
+
+def _is_known(task: _Pair | TensorInfo, known: Known) -> bool:
+    if isinstance(task, _Pair):
+        return task.weight.name in known.weights
+    return task.name in known.checksums
+
+
+def _plan_of(tasks: Sequence[_Pair | TensorInfo]) -> WalkPlan:
+    return WalkPlan(
+        weights=[(task.weight, task.source) for task in tasks if isinstance(task, _Pair)],
+        others=[task for task in tasks if isinstance(task, TensorInfo)],
+    )
 
 
 def recorded_checksums(checkpoint: Checkpoint, entry: Mapping[str, Any]) -> dict[str, str]:

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from mtp_export.checkpoint.reader import Checkpoint
 from mtp_export.errors import InvalidInputError
 
 Prompt = tuple[int, ...]
+# A line of a prompts file, text or token ids: the prompt, and a model's answer where there is one.
+GivenText = tuple[str | Prompt, str | Prompt | None]
 
 # Code and prose, some of it easy to continue: drafts are accepted on such text.
 BUILT_IN = (
@@ -33,19 +35,23 @@ BUILT_IN = (
 _RANDOM_PROMPTS, _RANDOM_TOKENS = 16, 24
 
 
-def choose_prompts(path: Path | None, main: Checkpoint | None) -> tuple[Prompt, ...]:
-    """Token ids of the file's prompts, else of the built-in texts; random ids without a tokenizer.
+def choose_prompts(
+    path: Path | None, given: Sequence[GivenText] | None, main: Checkpoint | None
+) -> tuple[Prompt, ...]:
+    """Token ids of the prompts that a file gave, else of the built-in texts; random ids without a
+    tokenizer.
 
-    Raises what read_prompts raises, InvalidInputError for token ids outside the vocabulary, and
-    UsageError for texts without a tokenizer.
+    Raises InvalidInputError for token ids outside the vocabulary, UsageError for texts without a
+    tokenizer.
     """
-    from mtp_runtime.prompts import read_prompts
     from mtp_runtime.tokenizer import Tokenizer
 
     assert main is not None, "checks that run a model do not start without one"
-    if path is None and not Tokenizer.find(main.folder).found:
+    if given is not None:
+        return encoded(main, path, (prompt for prompt, _ in given))
+    if not Tokenizer.find(main.folder).found:
         return _random_prompts(main.config.get("vocab_size", 1))
-    return encoded(main, path, BUILT_IN if path is None else read_prompts(path))
+    return encoded(main, path, BUILT_IN)
 
 
 def encoded(

@@ -1,4 +1,4 @@
-"""Execution by compiled kernels: float32 on a CPU, a row's bits independent of its batch.
+"""Execution by compiled kernels on a CPU: in float32, a row's bits independent of its batch.
 
 Layers that the kernels do not know, by attention or feed-forward, are run by torch in between.
 """
@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import accumulate
 from pathlib import Path
 from typing import cast
 
@@ -66,7 +67,10 @@ class CompiledLayers:
         return x
 
     def each(self) -> Iterator[Layers]:
-        return (CompiledLayers(decoder) for decoder in self.decoder.each())
+        return (self.part(at, at + 1) for at in range(len(self)))
+
+    def part(self, first: int, stop: int) -> CompiledLayers:
+        return CompiledLayers(self.decoder.part(first, stop))
 
 
 @dataclass(frozen=True)
@@ -89,6 +93,14 @@ class MixedLayers:
 
     def each(self) -> Iterator[Layers]:
         return (layer for run in self.runs for layer in run.each())
+
+    def part(self, first: int, stop: int) -> MixedLayers:
+        starts = accumulate(map(len, self.runs), initial=0)
+        spans = [
+            (run, max(first - start, 0), min(stop - start, len(run)))
+            for run, start in zip(self.runs, starts, strict=False)
+        ]
+        return MixedLayers(tuple(run.part(low, high) for run, low, high in spans if low < high))
 
 
 @dataclass(frozen=True)
@@ -114,7 +126,7 @@ class CompiledRecursion:
 class CompiledExecution:
     """Packs parts for the kernels; the parts themselves may then be dropped."""
 
-    backend: kernels.Backend = field(default_factory=kernels.make_backend)
+    backend: kernels.Backend
 
     def layers(self, layers: Iterable[DecoderLayer]) -> Layers:
         """Pack the layers one by one, so that no two copies of a model are held."""

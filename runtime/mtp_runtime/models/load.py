@@ -11,6 +11,7 @@ from mtp_export.checkpoint.reader import CONFIG_NAME
 from mtp_export.errors import UnsupportedError
 from mtp_export.families import family_of
 from mtp_export.families.contract import MtpContract
+from mtp_kernels.decoder import make_backend
 from mtp_runtime.loading.weight_source import Ledger, open_source
 from mtp_runtime.models import MODELS
 from mtp_runtime.models.builder import ModelBuilder
@@ -24,7 +25,8 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 class LoadOptions:
     """Options of loading.
 
-    dtype: of activations and dense weights. dequantize_at_load: keep quantized weights as dense
+    dtype: of activations and dense weights; where compiled kernels run, of dense weights alone,
+    and activations are float32. dequantize_at_load: keep quantized weights as dense
     ones; False keeps them as stored and expands them in every call. on_demand: routed experts,
     heads and embeddings are read when they are used. with_mtp False leaves the MTP modules out.
     contract None: as the MTP part's config.json records it, or else the family's.
@@ -51,14 +53,26 @@ class LoadOptions:
         if self.deterministic and not self.compiled:
             raise UnsupportedError(
                 "Only the compiled kernels are deterministic",
-                expected="device cpu, dtype float32, weights dequantized at load",
-                found=f"{self.device}, {self.dtype}, dequantize_at_load {self.dequantize_at_load}",
+                expected="device cpu, weights dequantized at load",
+                found=f"{self.device}, dequantize_at_load {self.dequantize_at_load}",
             )
 
     @property
     def compiled(self) -> bool:
         """True where the compiled kernels run the model, False where torch does."""
-        return self.device == "cpu" and self.dtype == "float32" and self.dequantize_at_load
+        return self.device == "cpu" and self.dequantize_at_load
+
+    @property
+    def execution(self) -> Execution:
+        """A new backend for the parts of a model."""
+        if not self.compiled:
+            return TorchExecution()
+        return CompiledExecution(make_backend(dtype=DTYPES[self.dtype]))
+
+    @property
+    def computed_dtype(self) -> torch.dtype:
+        """Dtype of activations, and of the weights that are loaded for an execution."""
+        return torch.float32 if self.compiled else DTYPES[self.dtype]
 
 
 @dataclass(frozen=True)
@@ -89,8 +103,7 @@ def load_model(path: Path, options: LoadOptions) -> Loaded:
     that the runtime does not compute, or not deterministically where that is asked for.
     """
     opened = open_model(path, options)
-    execution: Execution = CompiledExecution() if options.compiled else TorchExecution()
-    model = opened.builder.model(execution, opened.contract)
+    model = opened.builder.model(options.execution, opened.contract)
     if options.deterministic:
         refuse_torch_layers(model, opened.folder)
     return Loaded(model, opened.builder.source.ledger(), opened.folder)
@@ -101,7 +114,7 @@ def open_model(path: Path, options: LoadOptions) -> OpenedModel:
     device = _device(options.device)
     source, main = open_source(
         path,
-        DTYPES[options.dtype],
+        options.computed_dtype,
         device,
         keep_dense=options.dequantize_at_load,
         on_demand=options.on_demand,

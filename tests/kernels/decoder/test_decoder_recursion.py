@@ -34,8 +34,13 @@ class Drafting:
         return self.recursion(self.x.clone(), starts, counts, self.page_table, self.kv_cache)
 
 
-def prepare(backend: str, recycles_normed: bool = False, equal_tokens: bool = False) -> Drafting:
-    made = decoder.make_backend(backend)
+def prepare(
+    backend: str,
+    recycles_normed: bool = False,
+    equal_tokens: bool = False,
+    dtype: torch.dtype = torch.float32,
+) -> Drafting:
+    made = decoder.make_backend(backend, dtype=dtype)
     case = Case((1,), (1,), layers="m")
     generator = torch.Generator().manual_seed(5)
 

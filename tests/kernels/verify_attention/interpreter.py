@@ -1,7 +1,7 @@
-"""Runs the Triton backend in Triton's interpreter, in processes of its own.
+"""Runs the Triton backend in Triton's interpreter, in a process of its own.
 
 TRITON_INTERPRET is read when Triton and the kernels are imported, so a process either interprets
-or compiles. Worker processes interpret; the tests that compile are left with a clean process.
+or compiles. A worker process interprets; the tests that compile are left with a clean process.
 """
 
 from __future__ import annotations
@@ -16,15 +16,15 @@ from attention_cases import Case, build
 
 
 class Interpreter:
-    """Two worker processes that interpret the kernels of whole cases."""
+    """A worker process that interprets the kernels of whole cases."""
 
     def __init__(self) -> None:
         self.pool = ProcessPoolExecutor(
-            2, multiprocessing.get_context("spawn"), initializer=enter_interpreter
+            1, multiprocessing.get_context("spawn"), initializer=enter_interpreter
         )
 
     def attend(self, cases: Sequence[Case]) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        """The result of each case, computed two at a time."""
+        """The result of each case."""
         results = self.pool.map(attend_interpreted, cases)
         return [
             (torch.tensor(out, dtype=case.dtype), torch.tensor(lse))

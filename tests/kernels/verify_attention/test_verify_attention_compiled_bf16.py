@@ -1,4 +1,4 @@
-"""compiled_cpu in bf16, on matrix units: the whole matrix, shares of several threads, refusals."""
+"""compiled_cpu in bf16: the whole matrix, shares of several threads, refusals."""
 
 from __future__ import annotations
 
@@ -14,7 +14,6 @@ from hypothesis import strategies as st
 from mtp_kernels.verify_attention import make_workspace, verify_attention
 from mtp_kernels.verify_attention.compiled_bf16 import STEP_TOKENS
 from mtp_kernels.verify_attention.shares import BLOCK_TOKENS, items_of, share_of, work_of
-from mtp_kernels.verify_attention.tiles import has_tiles
 
 BF16 = torch.bfloat16
 BASE = Case((1,), (1,), latent=64, rope=32, dtype=BF16)
@@ -27,7 +26,6 @@ MIXED = Case(
     page=64,
     dtype=BF16,
 )
-needs_tiles = pytest.mark.skipif(not has_tiles(), reason="this CPU has no AMX")
 
 
 @pytest.fixture(autouse=True)
@@ -41,7 +39,6 @@ def attend(case: Case) -> tuple[torch.Tensor, torch.Tensor]:
     return verify_attention(**build(case), backend="compiled_cpu")
 
 
-@needs_tiles
 @pytest.mark.parametrize("heads", [1, 8, 16, 17, 128])
 @pytest.mark.parametrize("q_len", range(1, 7))
 def test_every_length_around_an_edge(heads: int, q_len: int) -> None:
@@ -53,7 +50,6 @@ def test_every_length_around_an_edge(heads: int, q_len: int) -> None:
         check(case, *attend(case))
 
 
-@needs_tiles
 @pytest.mark.parametrize("q_len", range(1, 7))
 def test_lengths_around_steps(q_len: int) -> None:
     edges = (BLOCK_TOKENS, STEP_TOKENS, 2 * STEP_TOKENS, 4096)
@@ -62,7 +58,6 @@ def test_lengths_around_steps(q_len: int) -> None:
     check(case, *attend(case))
 
 
-@needs_tiles
 @given(
     requests=st.lists(st.tuples(st.integers(0, 6), st.integers(0, 700)), min_size=1, max_size=6),
     heads=st.integers(1, 20),
@@ -80,7 +75,6 @@ def test_random_ragged_batches(
     check(case, *attend(case))
 
 
-@needs_tiles
 @pytest.mark.parametrize("threads", [1, 2, 3, 8])
 def test_threads_share_one_request(threads: int) -> None:
     """More threads than a short request has blocks, and shares that begin and end inside one."""
@@ -91,18 +85,15 @@ def test_threads_share_one_request(threads: int) -> None:
         assert all(map(torch.equal, attend(case), attend(case)))
 
 
-@needs_tiles
 def test_prefill_goes_in_blocks_of_rows() -> None:
     case = replace(MIXED, q_lens=(100, 0, 150, 4), kv_lens=(100, 7, 120, 500))
     check(case, *attend(case))
 
 
-@needs_tiles
 def test_fused_equals_expanded() -> None:
     check(MIXED, *verify_attention(**expanded(build(MIXED)), backend="compiled_cpu"))
 
 
-@needs_tiles
 def test_results_do_not_depend_on_a_workspace() -> None:
     arguments = build(MIXED)
     expected = verify_attention(**arguments, backend="compiled_cpu")
@@ -115,7 +106,6 @@ def test_results_do_not_depend_on_a_workspace() -> None:
         assert all(map(torch.equal, found, expected))
 
 
-@needs_tiles
 def test_on_one_thread_the_order_of_requests_changes_nothing() -> None:
     torch.set_num_threads(1)
     arguments, order = build(MIXED), [4, 2, 5, 0, 3, 1]
@@ -125,14 +115,13 @@ def test_on_one_thread_the_order_of_requests_changes_nothing() -> None:
     assert torch.equal(found[0], out[rows]) and torch.equal(found[1], lse[rows])
 
 
-@needs_tiles
 def test_auto_takes_it_where_it_fits() -> None:
     arguments = build(MIXED)
     expected = verify_attention(**arguments, backend="compiled_cpu")
     assert all(map(torch.equal, verify_attention(**arguments), expected))
 
 
-def test_what_it_has_no_tiles_for_is_refused() -> None:
+def test_what_fills_no_whole_tiles_is_refused() -> None:
     for case in (replace(BASE, latent=40, rope=8), replace(BASE, fp8=True)):
         with pytest.raises(ValueError, match="multiples of 32"):
             attend(case)

@@ -33,7 +33,7 @@ def check_all(interpreter: Interpreter, cases: list[Case]) -> None:
 # The interpreter takes seconds per program: one of each kind of tile with every push, all nightly.
 @pytest.mark.parametrize(
     ("q_len", "heads"),
-    nightly_but([(1, 16), (2, 8), (3, 17), (4, 1), (6, 1)], product(range(1, 7), (1, 8, 16, 17))),
+    nightly_but([(1, 16), (2, 8), (4, 1), (6, 1)], product(range(1, 7), (1, 8, 16, 17))),
 )
 def test_every_length_around_an_edge(interpreter: Interpreter, q_len: int, heads: int) -> None:
     lengths = lengths_around(q_len, page=16)
@@ -73,7 +73,7 @@ def test_every_tile(interpreter: Interpreter, rows: int) -> None:
     check_all(interpreter, [replace(case, parts=2, fp8=fp8) for fp8 in (False, True)])
 
 
-@given(
+ragged_batches = given(
     requests=st.lists(st.tuples(st.integers(0, 6), st.integers(0, 70)), min_size=1, max_size=4),
     heads=st.integers(1, 10),
     page=st.sampled_from([16, 48, 64]),
@@ -81,8 +81,9 @@ def test_every_tile(interpreter: Interpreter, rows: int) -> None:
     parts=st.integers(1, 12),
     seed=st.integers(0, 2**16),
 )
-@settings(max_examples=30, deadline=None)
-def test_random_ragged_batches(
+
+
+def check_one(
     interpreter: Interpreter,
     requests: list[tuple[int, int]],
     heads: int,
@@ -99,6 +100,12 @@ def test_random_ragged_batches(
     check_all(interpreter, [case])
 
 
+test_random_ragged_batches = settings(max_examples=10, deadline=None)(ragged_batches(check_one))
+test_many_random_ragged_batches = pytest.mark.nightly(
+    settings(max_examples=100, deadline=None)(ragged_batches(check_one))
+)
+
+
 def test_fused_equals_expanded(interpreter: Interpreter) -> None:
     """A group of 4 over 100 tokens, and the same rows one at a time: 97, 98, 99 and 100 tokens."""
     fused = Case((4,), (100,), parts=3)
@@ -107,7 +114,7 @@ def test_fused_equals_expanded(interpreter: Interpreter) -> None:
 
 def test_results_do_not_depend_on_the_order_of_requests(interpreter: Interpreter) -> None:
     moved, _ = reordered(MIXED, [4, 2, 5, 0, 3, 1])
-    check_all(interpreter, [replace(moved, parts=3), replace(MIXED, parts=3)])
+    check_all(interpreter, [replace(moved, parts=3)])  # before they moved, above
 
 
 def test_bf16_is_refused_in_the_interpreter(interpreter: Interpreter) -> None:

@@ -1,4 +1,4 @@
-"""Decoder layers compiled for a CPU, in float32: a pass over all layers is one call.
+"""Decoder layers compiled for a CPU: a pass over all layers is one call.
 
 Launching an operation costs more than computing it when a model is small or rows are few, so a
 team of threads runs the whole stack in one launch. Each row is computed in one fixed order: its
@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 import torch
@@ -18,7 +18,7 @@ from mtp_kernels.batch_layout import BatchLayout
 from mtp_kernels.cpu.memory import LINE, Arena, floats
 from mtp_kernels.cpu.paged_attention import Parts, plan, query_places
 from mtp_kernels.cpu.team import process_team
-from mtp_kernels.cpu.vectors import PANEL
+from mtp_kernels.cpu.vectors import PANEL, Panel
 from mtp_kernels.decoder.checks import (
     check_config,
     check_layers,
@@ -38,7 +38,7 @@ from mtp_kernels.decoder.compiled_cpu.recursion import (
 from mtp_kernels.decoder.compiled_cpu.rows import cos_sin_of, panels_of
 from mtp_kernels.decoder.compiled_cpu.weights import (
     PackedLayer,
-    pack,
+    Packer,
     pack_layer,
     sizes_of,
     table_of,
@@ -54,8 +54,8 @@ from mtp_kernels.decoder.interface import (
 class Backend:
     """Packs the parts of one model side by side into one arena."""
 
-    def __init__(self) -> None:
-        self._arena = Arena()
+    def __init__(self, dtype: torch.dtype) -> None:
+        self._packer = Packer(Arena(), dtype)
 
     def runs(self, kind: LayerKind) -> bool:
         """Return True for latent attention with a dense or mixture-of-experts MLP."""
@@ -64,7 +64,7 @@ class Backend:
     def pack(self, weights: LayerWeights) -> PackedLayer:
         """Pack a layer."""
         check_weights(weights)
-        return pack_layer(weights, self._arena)
+        return pack_layer(weights, self._packer)
 
     def decoder(
         self,
@@ -77,7 +77,13 @@ class Backend:
         """Join layers."""
         check_config(config, inv_freq)
         check_layers(config, layers)
-        return Decoder(config, layers, inv_freq=inv_freq, attention_scaling=attention_scaling)
+        return Decoder(
+            config,
+            layers,
+            kind=self._packer.kind,
+            inv_freq=inv_freq,
+            attention_scaling=attention_scaling,
+        )
 
     def norm(self, weight: torch.Tensor, eps: float) -> Norm:
         """Return an RMS norm."""
@@ -85,7 +91,7 @@ class Backend:
 
     def projection(self, matrix: torch.Tensor) -> Projection:
         """Pack a matrix."""
-        return Projection(matrix, self._arena)
+        return Projection(matrix, self._packer)
 
     def recursion(self, parts: RecursionParts) -> Recursion:
         """Return the recursion of parts that this backend packed."""
@@ -95,8 +101,8 @@ class Backend:
 class Decoder:
     """Some packed layers of a model, with the rotary positions that they share.
 
-    inv_freq [r/2] float32: radians per position of each pair; attention_scaling multiplies every
-    rotation.
+    kind: of the packed matrices, as in a Panel. inv_freq [r/2] float32: radians per position of
+    each pair; attention_scaling multiplies every rotation.
     """
 
     def __init__(
@@ -104,11 +110,12 @@ class Decoder:
         config: DecoderConfig,
         layers: Sequence[PackedLayer],
         *,
+        kind: np.generic,
         inv_freq: torch.Tensor,
         attention_scaling: float,
     ) -> None:
         self.config = config
-        self.sizes = sizes_of(config)
+        self.sizes = sizes_of(config, kind)
         self.table = table_of(layers)
         self.rope = inv_freq.contiguous().numpy(), np.float32(attention_scaling)
         self.multiplications = sum(tensor.numel() for packed in layers for tensor in packed.tensors)
@@ -119,11 +126,16 @@ class Decoder:
     def __len__(self) -> int:
         return len(self._layers)
 
-    def each(self) -> Iterator[Decoder]:
-        """Return every layer as a decoder of its own."""
+    def part(self, first: int, stop: int) -> Decoder:
+        """Return layers [first, stop) as a decoder of their own."""
         inv_freq, scaling = torch.from_numpy(self.rope[0]), float(self.rope[1])
-        for layer in self._layers:
-            yield Decoder(self.config, [layer], inv_freq=inv_freq, attention_scaling=scaling)
+        return Decoder(
+            self.config,
+            self._layers[first:stop],
+            kind=self.sizes.kind,
+            inv_freq=inv_freq,
+            attention_scaling=scaling,
+        )
 
     def __call__(self, x: torch.Tensor, layout: BatchLayout, kv_cache: torch.Tensor) -> None:
         """Run the stream x [T, d] through the layers, in place."""
@@ -187,16 +199,18 @@ class Norm:
 class Projection:
     """y = x @ matrix.T for a packed matrix [out, in]."""
 
-    def __init__(self, matrix: torch.Tensor, arena: Arena) -> None:
-        self._outputs = len(matrix)
-        self.packed = pack(matrix.float(), arena)
+    def __init__(self, matrix: torch.Tensor, packer: Packer) -> None:
+        self._outputs, inputs = matrix.shape
+        self._packed = packer.matrix(matrix.float())
+        self.size = self._packed.size
+        self.first_panel = Panel(self._packed.ctypes.data, inputs, packer.kind)
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """Project rows [T, in] to [T, out]."""
         out = x.new_empty(len(x), self._outputs)
         team = process_team()
-        threads = team.threads_for(len(x) * self.packed.size)
-        team.run(run_project, threads, x.contiguous().numpy(), self.packed, out.numpy())
+        threads = team.threads_for(len(x) * self.size)
+        team.run(run_project, threads, x.contiguous().numpy(), self.first_panel, out.numpy())
         return out
 
 
@@ -217,13 +231,13 @@ class Recursion:
             embedding=parts.embedding.numpy(),
             embedding_norm=parts.embedding_norm.weight,
             hidden_norm=parts.hidden_norm.weight,
-            projection=parts.projection.packed,
+            projection=parts.projection.first_panel,
             head_norm=parts.head_norm.weight,
-            head=parts.head.packed,
+            head=parts.head.first_panel,
             eps=parts.head_norm.eps,
             recycles_normed=parts.recycles_normed,
         )
-        around = sum(matrix.packed.size for matrix in matrices)
+        around = sum(matrix.size for matrix in matrices)
         self._multiplications = parts.decoder.multiplications + around
 
     def __call__(

@@ -9,7 +9,7 @@ import numpy as np
 from mtp_kernels.cpu.jit import inner
 from mtp_kernels.cpu.paged_attention import TILE_ROWS, Keys, Queries, attend_wave, merge_parts
 from mtp_kernels.cpu.team import share, wait
-from mtp_kernels.cpu.vectors import PANEL, Rows, address, multiply, rows_of
+from mtp_kernels.cpu.vectors import PANEL, Rows, address, multiply_panel, rows_of
 from mtp_kernels.decoder.compiled_cpu.rows import (
     BLOCK_ROWS,
     block_of,
@@ -76,7 +76,7 @@ def project_down(member: Any, layer: Any, sizes: Any, projected: Any, x: Any) ->
     """Project all rows, normed, by the member's panels."""
     normed = np.empty((BLOCK_ROWS, sizes.hidden), np.float32)
     norm = vector(layer.input_norm, sizes.hidden)
-    weight = panel_of(layer.down, 0, sizes.hidden)
+    weight = panel_of(layer.down, 0, sizes.hidden, sizes.kind)
     mine, width = share(member, projected.shape[1] // PANEL), projected.shape[1]
     for row in range(0, x.shape[0], BLOCK_ROWS):
         block = norm_block(x, row, norm, sizes.norm_eps, normed)
@@ -117,7 +117,7 @@ def make_queries(member: Any, layer: Any, sizes: Any, batch: Any, scratch: Any) 
         rows = min(BLOCK_ROWS, count - row)
         read_query(layer, sizes, scratch.projected[row : row + rows], head, normed, query)
         width = latents.shape[1]
-        weight = panel_of(layer.key_up + 4 * head * width * sizes.nope, 0, sizes.nope)
+        weight = panel_of(layer.key_up, head * (width // PANEL), sizes.nope, sizes.kind)
         block = Rows(address(query), query.shape[1], rows)
         project(block, weight, (0, width // PANEL), address(latents), width)
         for r in range(rows):
@@ -139,7 +139,7 @@ def read_query(layer: Any, sizes: Any, projected: Any, head: Any, normed: Any, q
     norm = vector(layer.query_norm, rank)
     block = norm_block(projected[:, :rank], 0, norm, sizes.norm_eps, normed)
     width = query.shape[1]
-    weight = panel_of(layer.query_up + 4 * head * width * rank, 0, rank)
+    weight = panel_of(layer.query_up, head * (width // PANEL), rank, sizes.kind)
     project(block, weight, (0, width // PANEL), address(query), width)
 
 
@@ -155,7 +155,7 @@ def make_values(member: Any, layer: Any, sizes: Any, tiles: Any, scratch: Any) -
         tile, head = tiles[unit // heads], unit % heads
         for query in range(tile.queries):
             merge_parts(tile, query, head, heads, scratch.parts, attended[query])
-        weight = panel_of(layer.value_up + 4 * head * width * latent, 0, latent)
+        weight = panel_of(layer.value_up, head * (width // PANEL), latent, sizes.kind)
         block = Rows(address(attended), latent, tile.queries)
         project(block, weight, (0, width // PANEL), address(values), width)
         for query in range(tile.queries):
@@ -171,11 +171,11 @@ def add_output(member: Any, layer: Any, sizes: Any, values: Any, x: Any) -> None
     first, last = share(member, panels_of(hidden))
     for panel in range(first, last):
         column = panel * PANEL
-        weight = panel_of(layer.output, panel, values.shape[1])
+        weight = panel_of(layer.output, panel, values.shape[1], sizes.kind)
         size = min(PANEL, hidden - column)
         for row in range(0, x.shape[0], BLOCK_ROWS):
             block = block_of(rows, row, rows.count)
-            multiply(block, weight, address(made), PANEL, 0)
+            multiply_panel(block, weight, address(made), PANEL)
             for r in range(block.count):
                 for c in range(size):
                     x[row + r, column + c] += made[r, c]

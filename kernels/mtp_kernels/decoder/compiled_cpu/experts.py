@@ -12,7 +12,7 @@ import numpy as np
 from mtp_kernels.cpu.elementwise import sigmoid
 from mtp_kernels.cpu.jit import inner
 from mtp_kernels.cpu.team import owns, share, wait
-from mtp_kernels.cpu.vectors import PANEL, address, first_rows, multiply, rows_of
+from mtp_kernels.cpu.vectors import PANEL, address, first_rows, multiply_panel, rows_of
 from mtp_kernels.decoder.compiled_cpu.rows import (
     BLOCK_ROWS,
     block_of,
@@ -53,7 +53,8 @@ def route(member: Any, layer: Any, sizes: Any, scratch: Any, x: Any) -> None:
     scores = np.empty((BLOCK_ROWS, width), np.float32)
     choice = np.empty(layer.routed, np.float32)
     bias = vector(layer.router_bias, layer.routed)
-    weight, normed = panel_of(layer.router, 0, sizes.hidden), rows_of(scratch.normed)
+    normed = rows_of(scratch.normed)
+    weight = panel_of(layer.router, 0, sizes.hidden, np.float32(0))  # never in bf16
     for row in range(first, last, BLOCK_ROWS):
         block = block_of(normed, row, last)
         project(block, weight, (0, width // PANEL), address(scores), width)
@@ -147,9 +148,15 @@ def make_inner(member: Any, layer: Any, sizes: Any, scratch: Any, rows: Any, end
         cost = last - first + READ_COST
         for panel in range(panels if last > first else 0):
             if owns(member, done, cost, total):
-                weight = panel_of(layer.gate_up, 2 * (expert * panels + panel), sizes.hidden)
+                weight = gate_panels(layer, sizes, expert * panels + panel)
                 gate_panel(weight, scratch.normed, rows[first:last], scratch.inner[first:], panel)
             done += cost
+
+
+@inner
+def gate_panels(layer: Any, sizes: Any, panel: Any) -> Any:
+    """Return a panel of gate, which one of up lies behind."""
+    return panel_of(layer.gate_up, 2 * panel, sizes.hidden, sizes.kind)
 
 
 @inner
@@ -183,10 +190,11 @@ def add_experts(
         column = panel * PANEL
         size = min(PANEL, hidden - column)
         for expert in range(ends.size - 1):
-            packed = panel_of(layer.expert_down, expert * panels + panel, layer.inner)
+            number = expert * panels + panel
+            packed = panel_of(layer.expert_down, number, layer.inner, sizes.kind)
             for start in range(ends[expert], ends[expert + 1], BLOCK_ROWS):
                 block = block_of(inputs, start, ends[expert + 1])
-                multiply(block, packed, address(made), PANEL, 0)
+                multiply_panel(block, packed, address(made), PANEL)
                 for r in range(block.count):
                     place = places[start + r]
                     weight = weights[place] if place >= 0 else np.float32(1.0)

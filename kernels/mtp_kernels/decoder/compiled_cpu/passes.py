@@ -8,7 +8,7 @@ import numpy as np
 
 from mtp_kernels.cpu.jit import compiled
 from mtp_kernels.cpu.team import share
-from mtp_kernels.cpu.vectors import PANEL, address, multiply, rows_of
+from mtp_kernels.cpu.vectors import PANEL, address, multiply_panel, rows_of
 from mtp_kernels.decoder.compiled_cpu.attention import attention
 from mtp_kernels.decoder.compiled_cpu.experts import feed_forward
 from mtp_kernels.decoder.compiled_cpu.rows import (
@@ -41,16 +41,16 @@ def run_norm(member: Any, x: Any, weight: Any, eps: Any, out: Any) -> None:
 
 @compiled
 def run_project(member: Any, x: Any, weight: Any, out: Any) -> None:
-    """Write x [T, d] times packed panels [n / 32, d, 32] to out [T, n], by panels."""
+    """Write x [T, d] times a weight, given as its first panel, to out [T, n], by panels."""
     columns, rows = out.shape[1], rows_of(x)
     made = np.empty((BLOCK_ROWS, PANEL), np.float32)
     first, last = share(member, panels_of(columns))
     for panel in range(first, last):
         start = panel * PANEL
         size = min(PANEL, columns - start)
-        packed = panel_of(address(weight), panel, x.shape[1])
+        packed = panel_of(weight.at, panel, weight.count, weight.kind)
         for row in range(0, x.shape[0], BLOCK_ROWS):
             block = block_of(rows, row, rows.count)
-            multiply(block, packed, address(made), PANEL, 0)
+            multiply_panel(block, packed, address(made), PANEL)
             for r in range(block.count):
                 copy(made[r], out[row + r, start : start + size])

@@ -13,7 +13,7 @@ import numpy as np
 from mtp_kernels.cpu.jit import compiled, inner
 from mtp_kernels.cpu.paged_attention import plan, query_places
 from mtp_kernels.cpu.team import share, wait
-from mtp_kernels.cpu.vectors import PANEL, address, multiply, rows_of
+from mtp_kernels.cpu.vectors import PANEL, address, multiply_panel, rows_of
 from mtp_kernels.decoder.compiled_cpu.attention import Batch, Scratch
 from mtp_kernels.decoder.compiled_cpu.experts import NOT_PICKED
 from mtp_kernels.decoder.compiled_cpu.passes import run_layers, run_project
@@ -34,9 +34,9 @@ class Module(NamedTuple):
     embedding: Any  # [vocab, d]
     embedding_norm: Any  # [d]
     hidden_norm: Any  # [d]
-    projection: Any  # 2d to d
+    projection: Any  # 2d to d, as its first panel
     head_norm: Any  # [d]
-    head: Any  # d to vocab
+    head: Any  # d to vocab, as its first panel
     eps: Any  # float32, of the three norms
     recycles_normed: bool  # the next draft takes the hidden state after the head's norm
 
@@ -107,10 +107,10 @@ def find_best(member: Any, module: Module, normed: Any, best: Any) -> None:
     first, last = share(member, panels_of(vocab))
     for panel in range(first, last):
         start = panel * PANEL
-        packed = panel_of(address(module.head), panel, normed.shape[1])
+        packed = panel_of(module.head.at, panel, module.head.count, module.head.kind)
         for row in range(0, rows.count, BLOCK_ROWS):
             block = block_of(rows, row, rows.count)
-            multiply(block, packed, address(made), PANEL, 0)
+            multiply_panel(block, packed, address(made), PANEL)
             for r in range(block.count):
                 for column in range(min(PANEL, vocab - start)):
                     if made[r, column] > best.logits[member.number, row + r]:

@@ -11,13 +11,15 @@ from numba import carray
 from mtp_kernels.cpu.jit import compiled, inner
 from mtp_kernels.cpu.vectors import (
     PANEL,
+    Panel,
     Rows,
     address,
     dot_rows,
+    entry_bytes,
     first_rows,
     floats,
     from_row,
-    multiply,
+    multiply_panel,
 )
 
 BLOCK_ROWS = 32  # rows that go through a weight together
@@ -75,9 +77,9 @@ def panels_of(columns: Any) -> Any:
 
 
 @inner
-def panel_of(weight: Any, panel: Any, depth: Any) -> Any:
-    """Return a panel of the packed weight at an address, as Rows [depth, PANEL]."""
-    return Rows(weight + 4 * panel * depth * PANEL, PANEL, depth)
+def panel_of(weight: Any, panel: Any, depth: Any, kind: Any) -> Any:
+    """Return a panel [depth, PANEL] of the packed weight at an address."""
+    return Panel(weight + entry_bytes(kind) * panel * depth * PANEL, depth, kind)
 
 
 @inner
@@ -87,8 +89,8 @@ def project(x: Any, weight: Any, panels: Any, out: Any, out_stride: Any) -> None
     Every panel goes to its own columns of the rows at address `out`.
     """
     for panel in range(panels[0], panels[1]):
-        own = panel_of(weight.at, panel, weight.count)
-        multiply(x, own, out + 4 * panel * PANEL, out_stride, 0)
+        own = panel_of(weight.at, panel, weight.count, weight.kind)
+        multiply_panel(x, own, out + 4 * panel * PANEL, out_stride)
 
 
 @inner

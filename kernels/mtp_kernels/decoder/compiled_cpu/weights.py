@@ -1,4 +1,7 @@
-"""Packing of a decoder layer's weights for compiled code: panels of 32 outputs, one copy."""
+"""Packing of a decoder layer's weights for compiled code: panels of 32 outputs, one copy.
+
+Matrices are kept in float32 or bf16, but for routers, whose choices depend on every bit.
+"""
 
 from __future__ import annotations
 
@@ -9,6 +12,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
+from mtp_kernels.cpu.code import LANES
 from mtp_kernels.cpu.memory import Arena
 from mtp_kernels.cpu.vectors import PANEL
 from mtp_kernels.decoder.compiled_cpu.rows import panels_of
@@ -54,6 +58,7 @@ class Sizes(NamedTuple):
     routed_scale: Any  # float32
     norm_eps: Any  # float32
     softmax_scale: Any  # float32
+    kind: Any  # of the packed matrices, as in a Panel
 
 
 @dataclass(frozen=True)
@@ -74,7 +79,7 @@ class PackedLayer:
         return int(self.record["shared"][0]) + picked * bool(self.record["routed"][0])
 
 
-def sizes_of(config: DecoderConfig) -> Sizes:
+def sizes_of(config: DecoderConfig, kind: Any) -> Sizes:
     """Return the config's numbers in the types that compiled code computes in."""
     return Sizes(
         hidden=config.hidden,
@@ -90,42 +95,90 @@ def sizes_of(config: DecoderConfig) -> Sizes:
         routed_scale=np.float32(config.routed_scale),
         norm_eps=np.float32(config.norm_eps),
         softmax_scale=np.float32(config.softmax_scale),
+        kind=kind,
     )
 
 
-def pack(matrix: torch.Tensor, arena: Arena) -> np.ndarray:
-    """Return [..., out, in] as panels [..., out / 32, in, 32], the last one filled with zeros."""
-    *several, rows, columns = matrix.shape
-    place = arena.take(*several, panels_of(rows), columns, PANEL)
-    _fill(place, matrix)
+# Stored types of packed matrices; bf16 as its bits.
+KINDS: dict[torch.dtype, type[np.generic]] = {torch.float32: np.float32, torch.bfloat16: np.uint16}
+
+
+@dataclass(frozen=True)
+class Packer:
+    """Packs matrices side by side into an arena, in float32 or bf16 (rounded to nearest)."""
+
+    arena: Arena
+    dtype: torch.dtype
+
+    @property
+    def kind(self) -> np.generic:
+        """The kind of the packed matrices, as in a Panel."""
+        return KINDS[self.dtype](0)
+
+    def matrix(self, matrix: torch.Tensor) -> np.ndarray:
+        """Return [..., out, in] as panels [..., out / 32, in, 32], zeros past the last output."""
+        *several, rows, columns = matrix.shape
+        place = self._take(*several, panels_of(rows), columns, PANEL)
+        self._fill(place, matrix)
+        return place
+
+    def alternating(self, gate: torch.Tensor, up: torch.Tensor) -> np.ndarray:
+        """Return panels [e, panel, 2, d, 32] of gate and up in turn."""
+        experts, rows, columns = gate.shape
+        place = self._take(experts, panels_of(rows), 2, columns, PANEL)
+        self._fill(place[:, :, 0], gate)
+        self._fill(place[:, :, 1], up)
+        return place
+
+    def optional(self, matrix: torch.Tensor | None) -> np.ndarray:
+        """Return a matrix packed, or an empty array where there is none."""
+        return self.arena.take(0) if matrix is None else self.matrix(matrix)
+
+    def _take(self, *shape: int) -> np.ndarray:
+        return self.arena.take(*shape, dtype=KINDS[self.dtype])
+
+    def _fill(self, place: np.ndarray, matrix: torch.Tensor) -> None:
+        """Write a matrix to its panels at once: its rows are the columns of a panel."""
+        if self.dtype is torch.bfloat16:
+            matrix = matrix.bfloat16().view(torch.int16)
+            place = place.view(np.int16).reshape(*place.shape[:-1], LANES, 2).swapaxes(-1, -2)
+        else:
+            place = place[..., None, :]
+        columns = matrix.numpy().swapaxes(-1, -2)  # [..., in, out]
+        parts, width = place.shape[-2:]
+        for number in range(panels_of(matrix.shape[-2]) * parts):
+            own = columns[..., number * width : (number + 1) * width]
+            line = place[..., number // parts, :, number % parts, :]
+            line[..., : own.shape[-1]] = own
+            line[..., own.shape[-1] :] = 0
+
+
+def _keep(values: torch.Tensor | None, arena: Arena) -> np.ndarray:
+    """Return a copy of a vector in the arena, empty where there is none."""
+    if values is None:
+        return arena.take(0)
+    place = arena.take(*values.shape)
+    place[...] = values.numpy()
     return place
 
 
-def _fill(place: np.ndarray, matrix: torch.Tensor) -> None:
-    """Write a matrix to its panels at once: its rows are the columns of a panel."""
-    columns = matrix.numpy().swapaxes(-1, -2)  # [..., in, out]
-    for panel in range(panels_of(matrix.shape[-2])):
-        own = columns[..., panel * PANEL : (panel + 1) * PANEL]
-        place[..., panel, :, : own.shape[-1]] = own
-        place[..., panel, :, own.shape[-1] :] = 0.0
-
-
-def pack_layer(weights: LayerWeights, arena: Arena) -> PackedLayer:
-    """Pack one layer into an arena; its own tensors may then be dropped."""
+def pack_layer(weights: LayerWeights, packer: Packer) -> PackedLayer:
+    """Pack one layer; its own tensors may then be dropped."""
+    arena = packer.arena
     made = (
         _keep(weights.input_norm, arena),
-        pack(weights.down, arena),
+        packer.matrix(weights.down),
         _keep(weights.query_norm, arena),
-        _optional(weights.query_up, arena),
+        packer.optional(weights.query_up),
         _keep(weights.latent_norm, arena),
-        pack(weights.key_up, arena),
-        pack(weights.value_up, arena),
-        pack(weights.output, arena),
+        packer.matrix(weights.key_up),
+        packer.matrix(weights.value_up),
+        packer.matrix(weights.output),
         _keep(weights.post_norm, arena),
-        _optional(weights.router, arena),
+        Packer(arena, torch.float32).optional(weights.router),
         _keep(weights.router_bias, arena),
-        _pack_alternating(weights.gate, weights.up, arena),
-        pack(weights.expert_down, arena),
+        packer.alternating(weights.gate, weights.up),
+        packer.matrix(weights.expert_down),
     )
     tensors = tuple(map(torch.from_numpy, made))
     routed = 0 if weights.router is None else len(weights.router)
@@ -137,24 +190,3 @@ def pack_layer(weights: LayerWeights, arena: Arena) -> PackedLayer:
 def table_of(layers: Sequence[PackedLayer]) -> np.ndarray:
     """Return the layers' records [layers]."""
     return np.concatenate([layer.record for layer in layers])
-
-
-def _pack_alternating(gate: torch.Tensor, up: torch.Tensor, arena: Arena) -> np.ndarray:
-    """Return panels [e, panel, 2, d, 32] of gate and up in turn."""
-    experts, rows, columns = gate.shape
-    place = arena.take(experts, panels_of(rows), 2, columns, PANEL)
-    _fill(place[:, :, 0], gate)
-    _fill(place[:, :, 1], up)
-    return place
-
-
-def _keep(values: torch.Tensor | None, arena: Arena) -> np.ndarray:
-    if values is None:
-        return arena.take(0)
-    place = arena.take(*values.shape)
-    place[...] = values.numpy()
-    return place
-
-
-def _optional(matrix: torch.Tensor | None, arena: Arena) -> np.ndarray:
-    return arena.take(0) if matrix is None else pack(matrix, arena)

@@ -1,0 +1,275 @@
+"""Units of a CPU that multiply bf16 tiles: matrix units (AMX), AVX-512-BF16, or float32 vectors.
+
+A tile is 16 rows of 64 bytes: of the first operand rows of 32 bf16, of the second 16 pairs of rows,
+entry by entry, so that a row of it holds two terms of 16 sums. All units take both as they are:
+AMX multiplies whole tiles, the others a row's pair of terms with a row of the second operand.
+Addresses are int64, and strides and steps are bytes.
+
+Sources: Intel 64 and IA-32 Architectures Software Developer's Manual, volume 1, chapter 18 (AMX),
+and volume 2, VDPBF16PS.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache
+from typing import Any, NamedTuple
+
+import torch
+from llvmlite import binding, ir
+from numba import types
+from numba.core import cgutils
+from numba.extending import intrinsic
+
+TILE = 16  # rows of a tile, and 32-bit entries of a row
+DEPTH = 32  # bf16 entries of a row: the terms one instruction sums
+ROW_BYTES = 64
+TILE_BYTES = TILE * ROW_BYTES
+PAIR_BYTES = 4
+
+_BYTE, _NUMBER, _INT = ir.IntType(8), ir.IntType(32), ir.IntType(64)
+_LINE, _SUMS = ir.VectorType(_NUMBER, TILE), ir.VectorType(ir.FloatType(), TILE)
+_UPPER = ir.Constant(_LINE, [0xFFFF0000] * TILE)
+_SHIFT = ir.Constant(_LINE, [16] * TILE)
+
+
+class Product(NamedTuple):
+    """Arguments of a product c[i, j] = (c[i, j] +) sum over chunks of a[i] @ b[j], in code.
+
+    Of each an address, a step from tile to tile, and of a and b one from chunk to chunk, of which
+    there is at least one; rows of b follow each other, those of a and c lie a stride apart; c has a
+    step for i and one for j.
+    """
+
+    a: Any
+    a_row: Any
+    a_tile: Any
+    a_chunk: Any
+    b: Any
+    b_tile: Any
+    b_chunk: Any
+    chunks: Any
+    c: Any
+    c_row: Any
+    c_i: Any
+    c_j: Any
+
+
+@dataclass(frozen=True)
+class Shape:
+    """Tiles of the operands, and whether products are added to what is there."""
+
+    a_tiles: int
+    b_tiles: int
+    adds: bool
+
+
+@dataclass(frozen=True)
+class Unit:
+    """Code of products, and how many multiplications it makes in the time of one in float32."""
+
+    speedup: int
+    multiply: Callable[[Any, Product, Shape], None]
+
+
+def product_on(unit: str, shape: Shape) -> Any:
+    """Return a product of a shape by a unit of UNITS, for compiled code: see Product."""
+    multiply = UNITS[unit].multiply
+
+    def codegen(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        multiply(builder, Product(*arguments), shape)
+        return context.get_dummy_value()
+
+    def product(
+        typing: Any,
+        a: Any,
+        a_row: Any,
+        a_tile: Any,
+        a_chunk: Any,
+        b: Any,
+        b_tile: Any,
+        b_chunk: Any,
+        chunks: Any,
+        c: Any,
+        c_row: Any,
+        c_i: Any,
+        c_j: Any,
+    ) -> Any:
+        return types.void(*[types.int64] * 12), codegen
+
+    return intrinsic(product)
+
+
+@cache
+def units_here() -> tuple[str, ...]:
+    """Return the units of UNITS that this CPU has, the fastest first."""
+    has = {
+        "amx": torch.cpu._is_amx_tile_supported() and torch.cpu._init_amx(),
+        "avx512_bf16": binding.get_host_cpu_features().get("avx512bf16", False),
+        "float32": True,
+    }
+    return tuple(name for name in UNITS if has[name])
+
+
+def _int(value: int) -> Any:
+    return ir.Constant(_INT, value)
+
+
+def _moved(builder: Any, base: Any, *moves: tuple[Any, Any]) -> Any:
+    """Return base + step * count of each move."""
+    for step, count in moves:
+        count = _int(count) if isinstance(count, int) else count
+        base = builder.add(base, builder.mul(step, count))
+    return base
+
+
+def pointer(builder: Any, address: Any, kind: Any = _BYTE) -> Any:
+    """Return an address as a pointer to a kind."""
+    return builder.inttoptr(address, kind.as_pointer())
+
+
+def tile_call(builder: Any, name: str, *operands: Any) -> None:
+    """Emit an instruction on AMX's tiles; an int is the number of a tile."""
+    values = [ir.Constant(_BYTE, o) if isinstance(o, int) else o for o in operands]
+    kind = ir.FunctionType(ir.VoidType(), [value.type for value in values])
+    function = cgutils.get_or_insert_function(builder.module, kind, f"llvm.x86.{name}")
+    builder.call(function, values)
+
+
+def _on_tiles(builder: Any, given: Product, shape: Shape) -> None:
+    """Multiply on at most eight tiles: c first, row by row, then a, then b."""
+    a_tiles, b_tiles = range(shape.a_tiles), range(shape.b_tiles)
+    sums = {(i, j): i * shape.b_tiles + j for i in a_tiles for j in b_tiles}
+    lefts = [len(sums) + i for i in a_tiles]
+    rights = [len(sums) + shape.a_tiles + j for j in b_tiles]
+    places = {
+        (i, j): pointer(builder, _moved(builder, given.c, (given.c_i, i), (given.c_j, j)))
+        for i, j in sums
+    }
+    for ij, tile in sums.items():
+        if shape.adds:
+            tile_call(builder, "tileloadd64", tile, places[ij], given.c_row)
+        else:
+            tile_call(builder, "tilezero", tile)
+    with cgutils.for_range(builder, given.chunks, intp=_INT) as loop:
+        for i, tile in enumerate(lefts):
+            at = _moved(builder, given.a, (given.a_tile, i), (given.a_chunk, loop.index))
+            tile_call(builder, "tileloadd64", tile, pointer(builder, at), given.a_row)
+        for j, tile in enumerate(rights):
+            at = _moved(builder, given.b, (given.b_tile, j), (given.b_chunk, loop.index))
+            tile_call(builder, "tileloadd64", tile, pointer(builder, at), _int(ROW_BYTES))
+        for (i, j), tile in sums.items():
+            tile_call(builder, "tdpbf16ps", tile, lefts[i], rights[j])
+    for ij, tile in sums.items():
+        tile_call(builder, "tilestored64", tile, places[ij], given.c_row)
+
+
+@dataclass(frozen=True)
+class _Vectors:
+    """Products of a few rows of the first operand at a time, whose sums stay in registers.
+
+    prepared takes a pair of bf16 in each 32-bit entry to what add multiplies: add(sums, a, b).
+    """
+
+    prepared: Callable[[Any, Any], Any]
+    add: Callable[[Any, Any, Any, Any], Any]
+
+    def __call__(self, builder: Any, given: Product, shape: Shape) -> None:
+        rows = _rows_at_once(shape.b_tiles)
+        blocks = TILE // rows
+        with cgutils.for_range(builder, _int(shape.a_tiles * blocks), intp=_INT) as loop:
+            tile = builder.udiv(loop.index, _int(blocks))
+            row = builder.mul(builder.urem(loop.index, _int(blocks)), _int(rows))
+            block = given._replace(
+                a=_moved(builder, given.a, (given.a_tile, tile), (given.a_row, row)),
+                c=_moved(builder, given.c, (given.c_i, tile), (given.c_row, row)),
+            )
+            self._block(builder, block, rows, shape)
+
+    def _block(self, builder: Any, given: Product, rows: int, shape: Shape) -> None:
+        places = [
+            pointer(builder, _moved(builder, given.c, (given.c_row, r), (given.c_j, j)), _SUMS)
+            for r in range(rows)
+            for j in range(shape.b_tiles)
+        ]
+        sums = [cgutils.alloca_once(builder, _SUMS) for _ in places]  # registers, once optimized
+        for own, place in zip(sums, places, strict=True):
+            start = builder.load(place, align=4) if shape.adds else ir.Constant(_SUMS, None)
+            builder.store(start, own)
+        with cgutils.for_range(builder, given.chunks, intp=_INT) as loop:
+            lines = [
+                _moved(builder, given.a, (given.a_row, r), (given.a_chunk, loop.index))
+                for r in range(rows)
+            ]
+            tiles = [
+                _moved(builder, given.b, (given.b_tile, j), (given.b_chunk, loop.index))
+                for j in range(shape.b_tiles)
+            ]
+            for pair in range(TILE):
+                self._add_pair(builder, sums, lines, tiles, pair)
+        for own, place in zip(sums, places, strict=True):
+            builder.store(builder.load(own), place, align=4)
+
+    def _add_pair(
+        self, builder: Any, sums: list[Any], lines: list[Any], tiles: list[Any], pair: int
+    ) -> None:
+        """Add the products of one pair of terms of every row."""
+        rights = []
+        for tile in tiles:
+            at = builder.add(tile, _int(pair * ROW_BYTES))
+            stored = builder.load(pointer(builder, at, _LINE), align=2)
+            rights.append(self.prepared(builder, stored))
+        for r, line in enumerate(lines):
+            at = builder.add(line, _int(pair * PAIR_BYTES))
+            terms = builder.load(pointer(builder, at, _NUMBER), align=2)
+            left = self.prepared(builder, _splat(builder, terms))
+            for j, right in enumerate(rights):
+                own = sums[r * len(tiles) + j]
+                builder.store(self.add(builder, builder.load(own), left, right), own)
+
+
+def _rows_at_once(b_tiles: int) -> int:
+    """Return the rows whose sums, with what they are made of, fit into the registers."""
+    registers = 32 if binding.get_host_cpu_features().get("avx512f", False) else 8
+    return 8 if registers == 32 else max(1, registers // (2 * b_tiles) // 2)
+
+
+def _splat(builder: Any, value: Any) -> Any:
+    undefined = ir.Constant(_LINE, ir.Undefined)
+    first = builder.insert_element(undefined, value, ir.Constant(_NUMBER, 0))
+    return builder.shuffle_vector(first, undefined, ir.Constant(_LINE, [0] * TILE))
+
+
+def _as_stored(builder: Any, pairs: Any) -> Any:
+    return pairs
+
+
+def _add_dot(builder: Any, sums: Any, a: Any, b: Any) -> Any:
+    """Add the dot products of the pairs by one instruction."""
+    binding.initialize_native_asmparser()
+    kind = ir.FunctionType(_SUMS, [_LINE, _LINE, _SUMS])
+    return builder.asm(kind, "vdpbf16ps $2, $1, $0", "=v,v,v,0", [a, b, sums], False)
+
+
+def _in_float32(builder: Any, pairs: Any) -> Any:
+    """Return the lower and the upper bf16 of each pair as float32, which has their upper bits."""
+    lower = builder.bitcast(builder.shl(pairs, _SHIFT), _SUMS)
+    return lower, builder.bitcast(builder.and_(pairs, _UPPER), _SUMS)
+
+
+def _add_both(builder: Any, sums: Any, a: Any, b: Any) -> Any:
+    """Add the products of the lower and of the upper terms."""
+    kind = ir.FunctionType(_SUMS, [_SUMS] * 3)
+    fma = cgutils.get_or_insert_function(builder.module, kind, f"llvm.fma.v{TILE}f32")
+    for left, right in zip(a, b, strict=True):
+        sums = builder.call(fma, [left, right, sums])
+    return sums
+
+
+# Units by name, the fastest first.
+UNITS = {
+    "amx": Unit(16, _on_tiles),
+    "avx512_bf16": Unit(2, _Vectors(_as_stored, _add_dot)),
+    "float32": Unit(1, _Vectors(_in_float32, _add_both)),
+}

@@ -1,0 +1,173 @@
+"""Plan of a bundle: a checked source, the parts to make of it, and what making them needs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from mtp_export import __version__
+from mtp_export.bundle.downloads import REMOTE_BYTES, Downloads, plan_downloads, tensors_read
+from mtp_export.bundle.links import existing_parent
+from mtp_export.bundle.manifest import shard_versions, source_identity
+from mtp_export.bundle.options import BundleOptions
+from mtp_export.bundle.run import ShardJob
+from mtp_export.bundle.split import SplitOptions
+from mtp_export.bundle.tied_weights import TiedCopies
+from mtp_export.checkpoint.bundle_folder import MTP
+from mtp_export.checkpoint.disk_queue import DiskQueue, disk_depth
+from mtp_export.checkpoint.plan import COPY, PartPlan, Step
+from mtp_export.checkpoint.reader import Checkpoint
+from mtp_export.families.base import ModelFamily
+from mtp_export.schemes.stored import StoredModel
+
+# Measured resident memory: the program with its headers and plan, and what torch and the compiled
+# kernels add when a plan computes.
+_BASE_BYTES = 80_000_000
+_BYTES_PER_TENSOR = 2_200
+_COMPUTING_BYTES = 350_000_000
+_MIN_BUDGET_BYTES = 16_000_000
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """Split of the tensors with their conversions, the options as the manifest keeps them, and the
+    torch device of conversions that compute."""
+
+    split: SplitOptions
+    recorded: Mapping[str, Any]
+    device: str = "cpu"
+
+
+@dataclass(frozen=True)
+class BundlePlan:
+    """A checked checkpoint and the parts to make of it; nothing is written yet.
+
+    recorded are the options as the manifest keeps them, device the torch device that computes.
+    """
+
+    options: BundleOptions
+    checkpoint: Checkpoint
+    stored: StoredModel
+    parts: tuple[PartPlan, ...]
+    recorded: Mapping[str, Any]
+    device: str = "cpu"
+
+    @property
+    def files(self) -> frozenset[str]:
+        """Files of the parts, as paths below the output."""
+        return frozenset(f"{part.name}/{name}" for part in self.parts for name in part.file_names)
+
+    @cached_property
+    def jobs(self) -> tuple[ShardJob, ...]:
+        """Shards of all parts, in order."""
+        return tuple(
+            ShardJob(
+                key=f"{part.name}/{shard.file_name}",
+                folder=self.options.output_dir / part.name,
+                shard=shard,
+            )
+            for part in self.parts
+            for shard in part.shards
+        )
+
+    @property
+    def read_steps(self) -> Iterator[Step]:
+        """Steps whose inputs are read, to be written or only checksummed."""
+        return (step for job in self.jobs if job.shard.is_read for step in job.shard.steps)
+
+    @property
+    def identity(self) -> dict[str, Any]:
+        """Facts that two runs must have in common for one to go on with what the other finished."""
+        links = {job.key: str(job.shard.link) for job in self.jobs if job.shard.linked_from}
+        return {
+            "tool_version": __version__,
+            "options": dict(self.recorded),
+            "source": source_identity(self.checkpoint),
+            "versions": shard_versions(self.checkpoint),
+            "links": links,
+        }
+
+    @property
+    def family(self) -> ModelFamily:
+        """Family of the source."""
+        return self.stored.family
+
+    @property
+    def written_bytes(self) -> int:
+        """Bytes of the tensors that are written."""
+        return sum(shard.size_bytes for part in self.parts for shard in part.written)
+
+    @property
+    def checked_bytes(self) -> int:
+        """Bytes of linked shards that are read for their checksums alone."""
+        return sum(shard.size_bytes for part in self.parts for shard in part.checked)
+
+    @property
+    def written_steps(self) -> tuple[Step, ...]:
+        """Steps whose outputs are written, in order."""
+        return tuple(step for part in self.parts for shard in part.written for step in shard.steps)
+
+    @property
+    def computed_bytes(self) -> int:
+        """Bytes of the tensors that are not plain copies."""
+        return sum(step.size_bytes for step in self.written_steps if step.operation != COPY)
+
+    @cached_property
+    def tied(self) -> TiedCopies:
+        """Copies of the MTP part that must equal the main model's tensors."""
+        if self.options.content.allow_untied or all(part.name != MTP for part in self.parts):
+            return TiedCopies.nothing(self.stored)
+        return TiedCopies.of(self.checkpoint, self.stored)
+
+    @cached_property
+    def downloads(self) -> Downloads | None:
+        """Bytes to download from a remote source; None for a local one."""
+        reads = tensors_read(self.parts, self.checkpoint.tensors, self.tied)
+        return plan_downloads(self.checkpoint, reads)
+
+    @property
+    def disk_bytes(self) -> int:
+        """Bytes of tensors and downloads on disk at the run's peak."""
+        if self.downloads is None:
+            return self.written_bytes
+        # Beside those that workers are at, a next one is read ahead.
+        jobs, readers = self.options.run.workers + 1, self.checkpoint.readers
+        return self.written_bytes + self.downloads.disk_bytes(jobs, readers)
+
+    @property
+    def memory_bytes(self) -> int:
+        """Minimum of the resident memory that the run needs at its peak."""
+        return self._memory_bytes(io_depth=1)
+
+    @cached_property
+    def io_depth(self) -> int:
+        """Reads, and writes, under way at once: as many as asked for, or as keep the disks busy,
+        and fit into --max-memory."""
+        run = self.options.run
+        places = [self.options.output_dir, self.options.input_dir]
+        folders = [existing_parent(place) for place in places if isinstance(place, Path)]
+        wanted = run.io_depth or max(map(disk_depth, folders))
+        fitting = (n for n in range(wanted, 1, -1) if self._memory_bytes(n) <= run.max_memory_bytes)
+        return next(fitting, 1)
+
+    @property
+    def budget_bytes(self) -> int:
+        """Memory of one worker's transform, by --max-memory."""
+        workers = self.options.run.workers
+        base = self._base_bytes + DiskQueue.memory_bytes(self.io_depth, workers)
+        return max(_MIN_BUDGET_BYTES, (self.options.run.max_memory_bytes - base) // workers)
+
+    def _memory_bytes(self, io_depth: int) -> int:
+        workers = self.options.run.workers
+        computing = workers * _MIN_BUDGET_BYTES if self.computed_bytes else 0
+        return self._base_bytes + DiskQueue.memory_bytes(io_depth, workers) + computing
+
+    @property
+    def _base_bytes(self) -> int:
+        tensors = len(self.checkpoint.tensors)
+        computing = _COMPUTING_BYTES if self.computed_bytes else 0
+        remote = 0 if self.downloads is None else REMOTE_BYTES
+        return _BASE_BYTES + tensors * _BYTES_PER_TENSOR + computing + remote

@@ -1,0 +1,1 @@
+"""Making of a bundle by the machines of a cluster."""

@@ -1,0 +1,68 @@
+"""Products of bf16 tiles by every unit of this CPU, against torch in float64."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from numba import njit
+
+from mtp_kernels.verify_attention import tiles
+from mtp_kernels.verify_attention.bf16_units import (
+    DEPTH,
+    ROW_BYTES,
+    TILE,
+    TILE_BYTES,
+    UNITS,
+    Shape,
+    product_on,
+    units_here,
+)
+
+SHAPES = [Shape(2, 2, adds=False), Shape(2, 1, adds=False), Shape(2, 2, adds=True)]
+CHUNKS = 3
+
+
+def paired(matrix: torch.Tensor) -> torch.Tensor:
+    """Return a second operand [chunks * 32, columns] as tiles [columns / 16, chunks, 16, 16, 2]."""
+    chunks = matrix.view(CHUNKS, TILE, 2, -1, TILE)  # [chunk, pair, half, tile, column]
+    return chunks.permute(3, 0, 1, 4, 2).contiguous()
+
+
+@pytest.mark.parametrize("shape", [*SHAPES, Shape(1, 2, adds=True)], ids=str)
+@pytest.mark.parametrize("unit", UNITS)
+def test_products(unit: str, shape: Shape) -> None:
+    if unit not in units_here():
+        pytest.skip(f"this CPU has no {unit}")
+    product, configure, release = product_on(unit, shape), tiles.configure, tiles.release
+    amx = unit == "amx"
+
+    @njit
+    def run(config: int, a: int, b: int, c: int) -> None:
+        if amx:
+            configure(config)
+        product(
+            a, CHUNKS * ROW_BYTES, TILE * CHUNKS * ROW_BYTES, ROW_BYTES,
+            b, CHUNKS * TILE_BYTES, TILE_BYTES, CHUNKS,
+            c, shape_columns * 4, TILE * shape_columns * 4, TILE * 4,
+        )  # fmt: skip
+        if amx:
+            release()
+
+    shape_columns = shape.b_tiles * TILE
+    generator = torch.Generator().manual_seed(0)
+    a = torch.randn(shape.a_tiles * TILE, CHUNKS * DEPTH, generator=generator).bfloat16()
+    b = torch.randn(CHUNKS * DEPTH, shape_columns, generator=generator).bfloat16()
+    c = torch.randn(shape.a_tiles * TILE, shape_columns, generator=generator)
+    expected = a.double() @ b.double() + (c.double() if shape.adds else 0.0)
+    tiled, config = paired(b), tiles.tile_config()
+    run(config.ctypes.data, a.data_ptr(), tiled.data_ptr(), c.data_ptr())
+    assert np.allclose(c.numpy(), expected.numpy(), rtol=1e-4, atol=1e-4)
+
+
+def test_float32_runs_everywhere_and_faster_units_come_first() -> None:
+    here = units_here()
+    assert here[-1] == "float32"
+    assert [UNITS[unit].speedup for unit in here] == sorted(
+        (UNITS[unit].speedup for unit in here), reverse=True
+    )
