@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from mtp_export.bundle.options import Share
-from mtp_export.checkpoint.bundle_folder import MAIN, MTP, open_checkpoint
+from mtp_export.checkpoint.bundle_folder import MAIN, MTP, OWN_DRAFTS, open_checkpoint
 from mtp_export.checkpoint.disk_queue import DiskQueue, disk_depth
 from mtp_export.checkpoint.manifest import MANIFEST_NAME, manifest_sha256, read_manifest
 from mtp_export.checkpoint.reader import CONFIG_NAME, Checkpoint
@@ -133,6 +133,13 @@ class Context:
     def part(self, name: str) -> BundlePart | None:
         """The part of a name, None if the bundle has no such folder."""
         return next((part for part in self.parts if part.name == name), None)
+
+    def own_draft_part(self, name: str) -> BundlePart | None:
+        """The folder of a draft of its own, opened; None if the bundle has none of this name."""
+        folder = self.options.bundle / name
+        if name not in OWN_DRAFTS or not folder.is_dir():
+            return None
+        return BundlePart.open(name, folder)
 
     def recorded(self, option: str) -> Any:
         """An option of the export by its key in the manifest; None if it has no such key."""

@@ -245,7 +245,8 @@ def _check_choices(
     _check_choice("acceptance", config.acceptance, ACCEPTANCE_RULES)
     _check_choice("speculate_method", config.method, (AUTO_DRAFTS, *DRAFTERS))
     method = "mtp" if config.method == AUTO_DRAFTS else config.method
-    if prefix_cache and not DRAFTERS[method].prefix_cache:
+    kind = DRAFTERS[method]
+    if prefix_cache and not kind.prefix_cache:
         takers = [name for name, other in DRAFTERS.items() if other.prefix_cache]
         raise UsageError(
             f"The speculate_method {method} works with no prefix cache",

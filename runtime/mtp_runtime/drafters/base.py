@@ -75,10 +75,9 @@ class DrafterType:
     """A drafter of the registry, and what must be loaded for it: the MTP modules, a draft model.
 
     prefix_cache: it drafts for requests whose first tokens it never observed, and what it caches of
-    a page depends on the tokens up to the one after that page.
-
-    read: reads a draft that is no model of its own, from a folder of its own or from the bundle's
-    folder of the method's name; build alone then says that there is none.
+    a page depends on the tokens up to the one after that page. read: reads a draft that is no model
+    of its own, from a folder of its own or from the bundle's folder of the method's name; build
+    alone then says that there is none.
     """
 
     build: Callable[[DrafterParts], Drafter]

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from mtp_export.checkpoint.dtypes import TORCH_DTYPE_NAMES
+from mtp_export.checkpoint.dtypes import dtype_name
 from mtp_export.checkpoint.files import make_folder, write_all, write_json, write_whole
 from mtp_export.checkpoint.header import read_header
 from mtp_export.checkpoint.local_folder import LocalFolder
@@ -26,7 +26,6 @@ from mtp_export.checkpoint.writer import encode_header
 from mtp_export.errors import InvalidInputError
 
 MEDUSA_NAME, MEDUSA_PICKLE = "medusa_lm_head.safetensors", "medusa_lm_head.pt"
-_DTYPES = {name: dtype for dtype, name in TORCH_DTYPE_NAMES.items()}
 
 
 @dataclass(frozen=True)
@@ -79,8 +78,7 @@ def layout_on_disk(tensor: torch.Tensor) -> OutputTensor:
 
 
 def _output(name: str, tensor: torch.Tensor) -> OutputTensor:
-    dtype = _DTYPES[str(tensor.dtype).removeprefix("torch.")]
-    return OutputTensor(name, dtype, tuple(tensor.shape))
+    return OutputTensor(name, dtype_name(tensor.dtype), tuple(tensor.shape))
 
 
 def _of_safetensors(folder: Path) -> dict[str, torch.Tensor]:

@@ -131,7 +131,7 @@ def eagle3_module(family: Eagle3Family, tensors: Tensors, target: Model) -> Eagl
         embedding=source.embedding(own_embedding) if own_embedding in tensors else target.embedding,
         embedding_norm=builder.norm(layer.input_norm),
         hidden_norm=builder.norm(family.hidden_norm),
-        attention=builder.attention(0),
+        attention=builder.mla(0),
         post_norm=builder.norm(layer.post_norm),
         mlp=builder.mlp(layer.feed_forward),
         head=_head(builder, tensors, target),

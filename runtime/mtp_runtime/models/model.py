@@ -20,7 +20,7 @@ from mtp_export.families.contract import Hidden, MtpContract
 from mtp_kernels.batch_layout import BatchLayout
 from mtp_runtime.cache import Cache, CacheSpec, JoinedCaches, LayerCaches, PageAllocator
 from mtp_runtime.config import ModelConfig
-from mtp_runtime.layers.attention import ForwardPass
+from mtp_runtime.layers.attention import Attention, ForwardPass
 from mtp_runtime.layers.decoder_layer import DecoderLayer
 from mtp_runtime.layers.embedding import Embedding
 from mtp_runtime.layers.linear import Linear
@@ -207,12 +207,34 @@ class MtpModule:
         layout: BatchLayout,
     ) -> torch.Tensor:
         """Join tokens and hidden states and run the layer; returns [T, d] before the norm."""
+        return self.layers(self.joined(next_tokens, hidden, layout.positions), cache, layout)
+
+    def joined(
+        self, next_tokens: torch.Tensor, hidden: torch.Tensor, positions: torch.Tensor
+    ) -> torch.Tensor:
+        """Join the tokens [T] and hidden states [T, d] of positions [T]; returns [T, d]."""
         embedded = self.embedding(next_tokens)
         if self.contract.zero_first_embedding:
-            embedded = embedded.masked_fill((layout.positions == 0)[:, None], 0.0)
+            embedded = embedded.masked_fill((positions == 0)[:, None], 0.0)
         norm_embedding, norm_hidden, project = self.inputs
         both = torch.cat([norm_embedding(embedded), norm_hidden(hidden)], dim=-1)
-        return self.layers(project(both), cache, layout)
+        return project(both)
+
+    @property
+    def attention(self) -> Attention:
+        return self.layer.attention
+
+    def entering(
+        self, next_tokens: torch.Tensor, hidden: torch.Tensor, positions: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return what the layer's attention takes, and what its output is added to, [T, d]."""
+        x = self.joined(next_tokens, hidden, positions)
+        return self.layer.input_norm(x), x
+
+    def leaving(self, residual: torch.Tensor, attended: torch.Tensor) -> torch.Tensor:
+        """Return the output [T, d] before the norm, given that of attention [T, d]."""
+        x = residual + attended
+        return x + self.layer.feed_forward(self.layer.post_norm(x))
 
     @cached_property
     def recursion(self) -> Recursion | None:
