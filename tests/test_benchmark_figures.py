@@ -33,6 +33,8 @@ def row_starting(section: str, first: str) -> list[str]:
         ("(c) load, save_file", "(c)"),
         ("(d) mtp-export --target xllm", "(d)"),
         ("(e) cp, the bytes of (d)", "(e)"),
+        ("(f) the bytes of (a), direct I/O", "(f)"),
+        ("(g) the bytes of (d), direct I/O", "(g)"),
         ("inspect", "`inspect`"),
         ("--dry-run", "`--dry-run`"),
     ],
@@ -48,11 +50,13 @@ def test_export(name: str, first: str) -> None:
 @pytest.mark.parametrize(
     ("name", "position"),
     [("fp8 -> int8", 0), ("cp, the bytes of fp8 -> int8", 1), ("fp8 -> int4", 2),
-     ("cp, the bytes of fp8 -> int4", 3)],
+     ("cp, the bytes of fp8 -> int4", 3), ("direct I/O, the bytes of fp8 -> int8", 4),
+     ("direct I/O, the bytes of fp8 -> int4", 5)],
 )  # fmt: skip
 def test_quantize(name: str, position: int) -> None:
     facts = results("quantize.json")
-    _, median, peak, ratio = rows_of(SECTIONS["Quantization"])[position]
+    _, median, peak, ratio, share = rows_of(SECTIONS["Quantization"])[position]
+    assert share == (f"{facts['shares'][name]:.2f}" if name in facts["shares"] else "")
     shown = [float(figure) for figure in re.findall(r"[\d.]+", median)]
     runs = [run["seconds"] for run in facts["runs"][name]]
     assert shown == pytest.approx([facts["median_seconds"][name], *runs], abs=0.051)
@@ -60,6 +64,11 @@ def test_quantize(name: str, position: int) -> None:
         peaks = [run["peak_bytes"] / 1e6 for run in facts["runs"][name]]
         assert float(peak.removesuffix(" MB")) in [round(value) for value in peaks]
         assert float(ratio) == round(facts["ratios"][f"{name[-4:]} / cp (at most 1.5)"], 2)
+
+
+def test_shares_of_an_export() -> None:
+    shares = results("export.json")["shares"]
+    assert f"(a) reaches a share of {shares['(a)']:.2f} and (d) {shares['(d)']:.2f}" in TEXT
 
 
 def test_quantize_kernels() -> None:

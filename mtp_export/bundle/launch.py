@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from mtp_export.bundle.bundle_plan import BundlePlan
 from mtp_export.bundle.options import Part
+from mtp_export.checkpoint.bundle_folder import MAIN, open_parts
+from mtp_export.checkpoint.manifest import read_manifest
+from mtp_export.checkpoint.reader import CONFIG_NAME, read_json_object
+from mtp_export.errors import InvalidInputError, MtpExportError, UnsupportedError, UsageError
 from mtp_export.schemes import SCHEMES
 from mtp_export.schemes.base import GRAFTED, KEEP
 from mtp_export.schemes.storage import W4AFP8_GROUP, Storage, mixes_integers_with_fp8
+from mtp_export.schemes.stored import stored_source
 from mtp_export.targets import target_of
-from mtp_export.targets.base import Deployment, Engine
+from mtp_export.targets.base import Deployment, Engine, Placement
 
 
 def launch_lines(plan: BundlePlan) -> dict[str, str]:
@@ -36,6 +42,14 @@ def serving_lines(
 
     recorded are the options as the manifest keeps them, native is the scheme of the source.
     """
+    deployment, engines = _deployed(recorded, wanted=wanted, native=native, folder=folder)
+    return {engine.name: engine.launch(deployment) for engine in engines if engine.launch}
+
+
+def _deployed(
+    recorded: Mapping[str, Any], *, wanted: str, native: str, folder: Path
+) -> tuple[Deployment, list[Engine]]:
+    """Return a bundle as it is deployed, and the engines that serve it."""
     target = target_of(wanted)
     base = recorded.get("base_quant", native)
     mtp = recorded.get("mtp_quant", "bf16" if target.dequantizes else native)
@@ -43,13 +57,70 @@ def serving_lines(
     # Of a main model that others quantized nothing is known: what holds for both is said.
     alike = base != GRAFTED and all(one.stores_experts_alike(recorded) for one in converted)
     deployment = Deployment(folder, base, mtp, experts_alike=alike)
-    return {
-        engine.name: engine.launch(deployment)
+    engines = [
+        engine
         for engine in target.engines
         if engine.launch is not None
         and wanted in (engine.name, target.name)
         and (base == KEEP or _reads(engine, recorded, base, mtp))
-    }
+    ]
+    return deployment, engines
+
+
+def native_scheme(config: Mapping[str, Any]) -> str:
+    """Return the scheme of what was not converted, as far as the config tells it."""
+    try:
+        return stored_source(config).scheme or KEEP
+    except MtpExportError:  # a draft's config in a layout of its own
+        return KEEP
+
+
+def node_lines(bundle: Path, engine_name: str, placement: Placement | None) -> Iterator[str]:
+    """Yield the shell command of each machine that serves a finished bundle with an engine.
+
+    Raises UnsupportedError for an engine that does not read it, InvalidInputError for a bundle
+    without one of its parts, UsageError for devices that the machines cannot share evenly.
+    """
+    if placement is not None and placement.tp % placement.nodes:
+        raise UsageError(
+            "The machines cannot have the same number of devices",
+            expected=f"--tp as a multiple of {placement.nodes} (--nodes)",
+            found=placement.tp,
+        )
+    deployment, engine = _chosen(bundle, engine_name)
+    assert engine.launch is not None, "engines of a deployment have one"
+    for node in range(1 if placement is None else placement.nodes):
+        own = None if placement is None else replace(placement, node=node)
+        yield engine.launch(replace(deployment, placement=own))
+
+
+def probe_of(bundle: Path, engine_name: str) -> str:
+    """Return the shell command that succeeds where an engine is installed. Raises as node_lines."""
+    return _chosen(bundle, engine_name)[1].probe
+
+
+def _chosen(bundle: Path, engine_name: str) -> tuple[Deployment, Engine]:
+    """Return a finished bundle as it is deployed with an engine."""
+    recorded = read_manifest(bundle)["options"]
+    if open_parts(bundle).mtp is None:
+        raise InvalidInputError(
+            "An engine needs both parts of a bundle",
+            where=bundle,
+            expected="main and mtp",
+            todo="Export the checkpoint with --part both",
+        )
+    target = target_of(recorded.get("target", "hf"))
+    native = native_scheme(read_json_object(bundle / MAIN / CONFIG_NAME))
+    deployment, engines = _deployed(recorded, wanted=target.name, native=native, folder=bundle)
+    for engine in engines:
+        if engine.name == engine_name:
+            return deployment, engine
+    raise UnsupportedError(
+        f"{engine_name} does not serve this bundle",
+        where=bundle,
+        expected=" or ".join(engine.name for engine in engines) or "no engine that is known",
+        todo=f"Export it again with --target {engine_name}",
+    )
 
 
 def _reads(engine: Engine, recorded: Mapping[str, Any], base: str, mtp: str) -> bool:

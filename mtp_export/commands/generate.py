@@ -4,29 +4,26 @@ from __future__ import annotations
 
 import math
 import time
-from dataclasses import asdict, replace
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.text import Text
 
-from mtp_export.commands import drafting
+from mtp_export.commands import drafting, runtime
 from mtp_export.commands import options as shared
 from mtp_export.commands.output import FiguresTable, Reporting, plain_console, print_result
 from mtp_export.errors import UsageError
 
 if TYPE_CHECKING:
-    from mtp_runtime import LLM, RequestOutput, SamplingParams, Summary, TokenEvent
+    from mtp_runtime import LLM, RequestMetrics, RequestOutput, SamplingParams, Summary, TokenEvent
     from mtp_runtime.prompts import Prompt
 
 _ACCEPTED_STYLE = "green"
-DECODING, PERFORMANCE = shared.DECODING, shared.PERFORMANCE
+DECODING = shared.DECODING
 
-Bundle = Annotated[
-    Path,
-    typer.Argument(parser=shared.parse_path, metavar="BUNDLE", help="Bundle or checkpoint."),
-]
 PromptTexts = Annotated[
     list[str] | None,
     typer.Option(metavar="TEXT", rich_help_panel=DECODING, help="Prompt; may be repeated."),
@@ -67,52 +64,41 @@ TopK = Annotated[
     ),
 ]
 Seed = Annotated[
-    int,
+    int | None,
     typer.Option(
         metavar="N",
         rich_help_panel=DECODING,
         help="Seed of the first prompt; each further prompt adds one.",
+        show_default="random",
     ),
 ]
 Stop = Annotated[
     list[str] | None,
     typer.Option(metavar="TEXT", rich_help_panel=DECODING, help="Text that ends the output."),
 ]
-Device = Annotated[
-    str, typer.Option(metavar="NAME", rich_help_panel=PERFORMANCE, help="cpu or cuda.")
-]
-Dtype = Annotated[
-    str, typer.Option(metavar="NAME", rich_help_panel=PERFORMANCE, help="float32 or bfloat16.")
-]
-Deterministic = Annotated[
+Chat = Annotated[
     bool,
     typer.Option(
-        "--deterministic",
-        rich_help_panel=PERFORMANCE,
-        help="Make tokens independent of batch and drafts.",
-    ),
-]
-MaxModelLen = Annotated[
-    int | None,
-    typer.Option(
-        metavar="N",
-        rich_help_panel=PERFORMANCE,
-        help="Tokens of prompt and output together; above index_topk attention is sparse.",
+        "--chat",
+        rich_help_panel=DECODING,
+        help="Put each prompt into the bundle's chat template, as a user's message.",
     ),
 ]
 
 
 def generate(
-    bundle: Bundle,
+    context: typer.Context,
+    bundle: runtime.Bundle,
     prompt: PromptTexts = None,
     prompts: PromptFile = None,
+    chat: Chat = False,
     max_new_tokens: NewTokens = 64,
     temperature: Temperature = 0.0,
     top_p: TopP = 1.0,
     top_k: TopK = 0,
-    seed: Seed = 0,
+    seed: Seed = None,
     stop: Stop = None,
-    speculate_method: drafting.Method = "none",
+    speculate_method: drafting.Method = "auto",
     speculate_max_draft_token_num: drafting.DraftTokens = None,
     speculate_max_ngram_size: drafting.NgramSize = 3,
     adaptive: drafting.Adaptive = False,
@@ -120,48 +106,71 @@ def generate(
     draft_temperature: drafting.DraftTemperature = None,
     draft_stop_entropy: drafting.StopEntropy = math.inf,
     draft_model: drafting.DraftModel = None,
-    device: Device = "cpu",
-    dtype: Dtype = "float32",
-    deterministic: Deterministic = False,
-    max_model_len: MaxModelLen = None,
+    device: runtime.Device = "cpu",
+    dtype: runtime.Dtype = "float32",
+    deterministic: runtime.Deterministic = False,
+    max_model_len: runtime.MaxModelLen = None,
     as_json: shared.AsJson = False,
 ) -> None:
     """Decode prompts, with or without speculation; accepted drafts are green."""
     asked = _prompts(prompt or [], prompts)
-    from mtp_runtime import LLM, SamplingParams
+    if chat:
+        _require_texts(asked)
+    from mtp_runtime import SamplingParams
 
-    first = SamplingParams(
-        temperature=temperature, top_p=top_p, top_k=top_k, max_tokens=max_new_tokens, stop=stop
+    params = SamplingParams(
+        temperature=temperature,
+        top_p=top_p,
+        top_k=top_k,
+        max_tokens=max_new_tokens,
+        seed=seed,
+        stop=stop,
     )
-    params = [replace(first, seed=seed + index) for index in range(len(asked))]
-    llm = LLM(
-        bundle,
-        device=device,
-        dtype=dtype,
-        deterministic=deterministic,
-        max_model_len=max_model_len,
-        speculate_method=speculate_method,
-        speculate_max_draft_token_num=speculate_max_draft_token_num,
-        speculate_max_ngram_size=speculate_max_ngram_size,
-        adaptive=adaptive,
-        k_schedule=k_schedule,
-        draft_temperature=draft_temperature,
-        draft_stop_entropy=draft_stop_entropy,
-        draft_model=draft_model,
-    )
-    _report(llm, asked, params, Reporting(as_json=as_json))
+    llm = runtime.load_llm(context, bundle)
+    given = [llm.chat_prompt([{"role": "user", "content": p}]) for p in asked] if chat else asked
+    _report(llm, Decoding(asked, given, params), Reporting(as_json=as_json))
 
 
-def _report(
-    llm: LLM, asked: list[Prompt], params: list[SamplingParams], reporting: Reporting
-) -> None:
-    """Decode, and print the texts and the figures."""
+@dataclass(frozen=True)
+class Decoding:
+    """Prompts as they were asked for and as they are given to the model, and the parameters of the
+    first one."""
+
+    asked: Sequence[Prompt]
+    given: Sequence[Prompt]
+    params: SamplingParams
+
+    def each(self) -> list[SamplingParams]:
+        """Return the parameters of every prompt: its seed is the one after that before it."""
+        from mtp_runtime.sampling import random_seed
+
+        first = random_seed() if self.params.seed is None else self.params.seed
+        return [replace(self.params, seed=first + index) for index in range(len(self.asked))]
+
+
+def _report(llm: LLM, decoding: Decoding, reporting: Reporting) -> None:
+    """Decode, and print the texts and the figures; loading and compiling are over."""
     from mtp_runtime import summarise
 
     start = time.monotonic()
-    outputs = _decode(llm, asked, params, silent=reporting.as_json)
+    outputs = _decode(llm, decoding, silent=reporting.as_json)
     summary = summarise([output.metrics for output in outputs], time.monotonic() - start)
-    print_result(_facts(asked, outputs, summary), summary_table(summary), reporting)
+    facts = _facts(decoding.asked, outputs, summary)
+    facts["speculate_method"] = llm.engine.config.speculation.method
+    table = summary_table(summary, [output.metrics for output in outputs])
+    table.add_row("drafts by", facts["speculate_method"])
+    if not decoding.params.greedy:
+        table.add_row("seed of the first prompt", str(outputs[0].seed))
+    print_result(facts, table, reporting)
+
+
+def _require_texts(asked: Sequence[Prompt]) -> None:
+    if not all(isinstance(prompt, str) for prompt in asked):
+        raise UsageError(
+            "Option --chat makes messages of texts",
+            expected='prompts of the form {"prompt": TEXT}',
+            found="token ids",
+        )
 
 
 def _prompts(texts: list[str], path: Path | None) -> list[Prompt]:
@@ -175,23 +184,21 @@ def _prompts(texts: list[str], path: Path | None) -> list[Prompt]:
     return asked
 
 
-def _decode(
-    llm: LLM, asked: list[Prompt], params: list[SamplingParams], *, silent: bool
-) -> list[RequestOutput]:
+def _decode(llm: LLM, decoding: Decoding, *, silent: bool) -> list[RequestOutput]:
     """Decode and show the texts: a single one as it is generated, several at the end."""
-    console = plain_console()
+    console, given, params = plain_console(), decoding.given, decoding.each()
     if silent:
-        return llm.generate(asked, params)
-    if len(asked) == 1:
+        return llm.generate(given, params)
+    if len(given) == 1:
         outputs = llm.generate(
-            asked, params, lambda event: console.print(_piece(event), end="", soft_wrap=True)
+            given, params, lambda event: console.print(_piece(event), end="", soft_wrap=True)
         )
         console.print()
         return outputs
-    pieces = [Text() for _ in asked]
+    pieces = [Text() for _ in given]
     first_id = llm.next_request_id
     outputs = llm.generate(
-        asked, params, lambda event: pieces[event.request_id - first_id].append(_piece(event))
+        given, params, lambda event: pieces[event.request_id - first_id].append(_piece(event))
     )
     for number, piece in enumerate(pieces, 1):
         console.print(Text(f"[{number}] ", style="bold") + piece, soft_wrap=True)
@@ -203,7 +210,9 @@ def _piece(event: TokenEvent) -> Text:
     return Text(text, style=_ACCEPTED_STYLE if event.from_draft else "")
 
 
-def _facts(asked: list[Prompt], outputs: list[RequestOutput], summary: Summary) -> dict[str, Any]:
+def _facts(
+    asked: Sequence[Prompt], outputs: list[RequestOutput], summary: Summary
+) -> dict[str, Any]:
     return {
         "outputs": [
             {
@@ -211,6 +220,7 @@ def _facts(asked: list[Prompt], outputs: list[RequestOutput], summary: Summary) 
                 "text": output.text,
                 "token_ids": list(output.token_ids),
                 "finish_reason": output.finish_reason,
+                "seed": output.seed,
                 "metrics": asdict(output.metrics),
             }
             for prompt, output in zip(asked, outputs, strict=True)
@@ -219,19 +229,26 @@ def _facts(asked: list[Prompt], outputs: list[RequestOutput], summary: Summary) 
     }
 
 
-def summary_table(summary: Summary) -> FiguresTable:
-    """Return acceptance per draft position and the rates of a run."""
+def summary_table(summary: Summary, metrics: Sequence[RequestMetrics]) -> FiguresTable:
+    """Return acceptance per draft position, with its interval over several prompts, and the rates
+    of a run."""
+    from mtp_export.verify.evidence.statistics import ratio
+
     table = FiguresTable()
     table.add_words("what")
     table.add_column("value", no_wrap=True)
     for place in summary.acceptance:
-        for kind, share, total in (
-            ("of those reached", place.conditional, place.reached),
-            ("of all drafted", place.cumulative, place.verified),
+        having = [m for m in metrics if place.position <= len(m.drafted)]
+        at = place.position - 1
+        accepted = [m.accepted[at] for m in having]
+        for kind, totals in (
+            ("of those reached", [m.reached[at] for m in having]),
+            ("of all drafted", [m.drafted[at] for m in having]),
         ):
+            share = ratio(accepted, totals)
             if share is not None:
                 label = f"draft {place.position} accepted, {kind}"
-                table.add_row(label, f"{share:.1%} ({place.accepted} of {total})")
+                table.add_row(label, f"{share.shown()} ({place.accepted} of {share.count})")
     table.add_row("output tokens", str(summary.output_tokens))
     table.add_row("tokens per target step", f"{summary.tokens_per_step:.2f}")
     table.add_row("tokens per second", f"{summary.tokens_per_second:.1f}")

@@ -9,7 +9,10 @@ from typing import Any
 import typer
 
 # Each is a function of the module of its name; help lists them in this order.
-COMMANDS = ("quantize", "graft", "finish", "verify", "generate", "inspect", "push")
+COMMANDS = (
+    *("quantize", "graft", "tune", "finish", "verify"),
+    *("generate", "serve", "launch", "inspect", "push"),
+)
 SETTINGS: dict[str, Any] = {"rich_markup_mode": "rich", "pretty_exceptions_enable": False}
 
 

@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
 from shlex import quote
-from typing import Any
 
-from mtp_export.bundle.launch import serving_lines
+from mtp_export.bundle.launch import native_scheme, serving_lines
 from mtp_export.checkpoint.bundle_folder import MAIN, MTP, RELEASED
-from mtp_export.errors import MtpExportError
 from mtp_export.publish.content import Content
 from mtp_export.schemes.base import KEEP
-from mtp_export.schemes.stored import stored_source
 from mtp_export.targets import TARGETS
 
 _PLACE = Path("/models")  # absolute: one of the engines runs in a container
@@ -25,7 +22,7 @@ def serving(repository: str, content: Content, base: str | None) -> Iterator[str
     lines = serving_lines(
         options,
         wanted=TARGETS[options.get("target", RELEASED)].name,
-        native=_native_scheme(content.config),
+        native=native_scheme(content.config),
         folder=folder,
     )
     if not lines:
@@ -35,14 +32,6 @@ def serving(repository: str, content: Content, base: str | None) -> Iterator[str
     for engine, line in lines.items():
         yield f"With {engine}:"
         yield _shell(line)
-
-
-def _native_scheme(config: Mapping[str, Any]) -> str:
-    """Return the scheme of what was not converted, as far as the config tells it."""
-    try:
-        return stored_source(config).scheme or KEEP
-    except MtpExportError:  # a draft's config in a layout of its own
-        return KEEP
 
 
 def _downloads(

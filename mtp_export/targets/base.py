@@ -17,16 +17,41 @@ Config = dict[str, Any]
 
 
 @dataclass(frozen=True)
+class Placement:
+    """One of several machines, from 0, that an engine runs on together.
+
+    tp devices, as many on each machine, share every layer. head is the first machine's address.
+    """
+
+    tp: int
+    nodes: int = 1
+    node: int = 0
+    head: str = "127.0.0.1"
+
+    @property
+    def devices(self) -> int:
+        """Number of devices of each machine."""
+        return self.tp // self.nodes
+
+    @property
+    def ranks(self) -> range:
+        """Numbers of this machine's devices among all."""
+        return range(self.node * self.devices, (self.node + 1) * self.devices)
+
+
+@dataclass(frozen=True)
 class Deployment:
     """A finished bundle to start an engine on; schemes are those of the parts, by name.
 
-    experts_alike: either part stores its shared experts as its routed ones.
+    experts_alike: either part stores its shared experts as its routed ones. placement None leaves
+    the devices to the engine, or takes those of its guide.
     """
 
     output_dir: Path
     base_scheme: str
     mtp_scheme: str
     experts_alike: bool = True
+    placement: Placement | None = None
 
     @property
     def main(self) -> str:
@@ -68,14 +93,16 @@ class Engine:
     storages are the storages of linears that its loader reads. dialect is how it wants integers
     described, required for an engine that reads any. launch makes the shell command that serves a
     bundle with one draft token; None for an engine that does not take the MTP part as a folder of
-    its own. title is its name in text. draft_reading is how it finds a draft's precision, which
-    `verify` repeats; None where nothing is known of it.
+    its own. probe is a shell command that succeeds where the engine is installed. title is its name
+    in text. draft_reading is how it finds a draft's precision, which `verify` repeats; None where
+    nothing is known of it.
     """
 
     name: str
     storages: frozenset[Storage] = FLOATS
     dialect: Dialect | None = None
     launch: Launch | None = None
+    probe: str = ""
     title: str = ""
     draft_reading: DraftReading | None = None
 

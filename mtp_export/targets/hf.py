@@ -12,6 +12,8 @@ from mtp_export.schemes.dialects import SGLANG, VLLM
 from mtp_export.schemes.storage import FLOATS, Storage
 from mtp_export.targets.base import Config, Deployment, DraftReading, Engine, Target
 
+_SGLANG_PORT = 20000  # at which its machines find each other
+
 
 def _name(name: str, layer: int) -> str:
     return name
@@ -28,7 +30,17 @@ def _released(config: Mapping[str, Any], main_layers: int) -> Config:
 def _vllm(bundle: Deployment) -> str:
     speculation = {"method": "mtp", "model": str(bundle.folder("mtp")), "num_speculative_tokens": 1}
     settings = quote(json.dumps(speculation, ensure_ascii=False))
-    return f"vllm serve {bundle.main} --speculative-config {settings}"
+    return f"vllm serve {bundle.main} --speculative-config {settings}{_vllm_placement(bundle)}"
+
+
+def _vllm_placement(bundle: Deployment) -> str:
+    place = bundle.placement
+    if place is None:
+        return ""
+    words = f" --tensor-parallel-size {place.tp}"
+    if place.nodes > 1:
+        words += f" --nnodes {place.nodes} --node-rank {place.node} --master-addr {place.head}"
+    return words + (" --headless" if place.node else "")
 
 
 def _sglang(bundle: Deployment) -> str:
@@ -38,7 +50,19 @@ def _sglang(bundle: Deployment) -> str:
         f"python -m sglang.launch_server --model-path {bundle.main} --speculative-algorithm EAGLE"
         f" --speculative-draft-model-path {bundle.mtp} --speculative-num-steps 1"
         f" --speculative-eagle-topk 1 --speculative-num-draft-tokens 2{separate}"
+        f"{_sglang_placement(bundle)}"
     )
+
+
+def _sglang_placement(bundle: Deployment) -> str:
+    place = bundle.placement
+    if place is None:
+        return ""
+    words = f" --tp {place.tp}"
+    if place.nodes > 1:
+        head = f"{place.head}:{_SGLANG_PORT}"
+        words += f" --nnodes {place.nodes} --node-rank {place.node} --dist-init-addr {head}"
+    return words
 
 
 # Integers under the layout's own name are written as vLLM and most others read them.
@@ -51,6 +75,7 @@ HF = Target(
             frozenset(Storage) - {Storage.W4AFP8},
             VLLM,
             launch=_vllm,
+            probe="command -v vllm",
             title="vLLM",
             draft_reading=DraftReading(
                 by_main_config=True,
@@ -62,6 +87,7 @@ HF = Target(
             frozenset(Storage),
             SGLANG,
             launch=_sglang,
+            probe="python -c 'import sglang'",
             title="SGLang",
             draft_reading=DraftReading(
                 by_main_config=False,

@@ -26,13 +26,23 @@ def _config(config: Mapping[str, Any]) -> Config:
 def _launch(bundle: Deployment) -> str:
     return (
         f"python -m lightllm.server.api_server --model_dir {bundle.main} --mtp_mode eagle_with_att"
-        f" --mtp_draft_model_dir {bundle.mtp} --mtp_step 1"
+        f" --mtp_draft_model_dir {bundle.mtp} --mtp_step 1{_placement(bundle)}"
     )
+
+
+def _placement(bundle: Deployment) -> str:
+    place = bundle.placement
+    if place is None:
+        return ""
+    words = f" --tp {place.tp}"
+    if place.nodes > 1:
+        words += f" --nccl_host {place.head} --nnodes {place.nodes} --node_rank {place.node}"
+    return words
 
 
 LIGHTLLM = Target(
     name="lightllm",
-    engines=(Engine("lightllm", launch=_launch),),
+    engines=(Engine("lightllm", launch=_launch, probe="python -c 'import lightllm'"),),
     mtp_name=_name,
     mtp_config=_config,
     released_config=released_from_single_layer,

@@ -10,6 +10,7 @@ from mtp_export.targets.base import (
     Config,
     Deployment,
     Engine,
+    Placement,
     Target,
     released_from_single_layer,
     single_layer_config,
@@ -42,10 +43,13 @@ def _config(config: Mapping[str, Any]) -> Config:
 
 
 def _launch(bundle: Deployment) -> str:
-    """Serve on each of two machines of 8 GPUs, whose addresses POD_0_IP and POD_IPS hold.
+    """Serve on each of two machines of 8 GPUs, or as placed, whose addresses POD_0_IP and POD_IPS
+    hold.
 
     The variables are those of PaddleNLP's guide to speculative decoding.
     """
+    place = bundle.placement or Placement(tp=16, nodes=2)
+    gpus = ",".join(map(str, range(place.devices)))
     main, mtp = (quote(str(bundle.folder(part).resolve())) for part in ("main", "mtp"))
     base_type, mtp_type = (
         _QUANTIZED_AT_LOAD.get(scheme, scheme) for scheme in (bundle.base_scheme, bundle.mtp_scheme)
@@ -54,8 +58,8 @@ def _launch(bundle: Deployment) -> str:
         "docker run --gpus all --shm-size 32G --network=host --privileged --cap-add=SYS_PTRACE"
         f" -v {main}:/models -v {mtp}:/models-mtp -e POD_0_IP -e POD_IPS"
         f" -e model_name=deepseek-ai/DeepSeek-R1-MTP-2nodes/{base_type} -dit {_IMAGE}"
-        " /bin/bash -c -ex 'export CUDA_VISIBLE_DEVICES=0,1,2,3,4,5,6,7 && export MP_NUM=16"
-        f" && export MP_NNODE=2 && export SPECULATE_MODEL_QUANT_TYPE={mtp_type}"
+        f" /bin/bash -c -ex 'export CUDA_VISIBLE_DEVICES={gpus} && export MP_NUM={place.tp}"
+        f" && export MP_NNODE={place.nodes} && export SPECULATE_MODEL_QUANT_TYPE={mtp_type}"
         " && export SPECULATE_METHOD=mtp && export SPECULATE_MODEL_PATH=/models-mtp"
         " && export SPECULATE_MAX_DRAFT_TOKEN_NUM=1 && start_server $model_name"
         " && tail -f /dev/null'"
@@ -64,7 +68,7 @@ def _launch(bundle: Deployment) -> str:
 
 PADDLENLP = Target(
     name="paddlenlp",
-    engines=(Engine("paddlenlp", launch=_launch),),
+    engines=(Engine("paddlenlp", launch=_launch, probe="command -v docker"),),
     mtp_name=_name,
     mtp_config=_config,
     released_config=released_from_single_layer,

@@ -11,6 +11,7 @@ from mtp_export.targets.base import (
     Config,
     Deployment,
     Engine,
+    Placement,
     Target,
     released_from_single_layer,
     single_layer_config,
@@ -41,11 +42,16 @@ def _released(config: Mapping[str, Any], main_layers: int) -> Config:
 
 
 def _launch(bundle: Deployment) -> str:
-    """Start 16 processes, one per NPU, as xLLM's MTP guide does with DeepSeek-V3."""
+    """Start one process per NPU: without a placement 16 on one machine, as xLLM's MTP guide does
+    with DeepSeek-V3. nnodes counts processes.
+    """
+    place = bundle.placement or Placement(tp=16)
+    first, last = place.ranks[0], place.ranks[-1]
+    device = "$i" if first == 0 else f"$((i - {first}))"
     return (
-        f'for i in $(seq 0 15); do xllm --model {bundle.main} --devices="npu:$i"'
-        " --port $((13222 + i)) --master_node_addr=127.0.0.1:42123 --nnodes=16"
-        f' --draft_model {bundle.mtp} --draft_devices="npu:$i" --num_speculative_tokens 1'
+        f'for i in $(seq {first} {last}); do xllm --model {bundle.main} --devices="npu:{device}"'
+        f" --port $((13222 + i)) --master_node_addr={place.head}:42123 --nnodes={place.tp}"
+        f' --draft_model {bundle.mtp} --draft_devices="npu:{device}" --num_speculative_tokens 1'
         " --max_memory_utilization=0.90 --max_tokens_per_batch=10000 --max_seqs_per_batch=256"
         " --enable_mla=true --block_size=128 --ep_size=1 --dp_size=1 --enable_prefix_cache=false"
         ' --enable_chunked_prefill=false --node_rank=$i > "xllm_$i.log" 2>&1 & done'
@@ -54,7 +60,7 @@ def _launch(bundle: Deployment) -> str:
 
 XLLM = Target(
     name="xllm",
-    engines=(Engine("xllm", launch=_launch),),
+    engines=(Engine("xllm", launch=_launch, probe="command -v xllm"),),
     mtp_name=_name,
     mtp_config=_config,
     released_config=_released,

@@ -2,8 +2,8 @@
 
 A sequence holds a list of pages and a length. All layers of all models that follow a sequence use
 its pages: a slot, page * page_size + offset, is one token's place in every tensor. Tokens past the
-length mean nothing and are overwritten. A page belongs to one sequence at a time, so that nothing
-is counted or shared.
+length mean nothing and are overwritten. A page belongs to one sequence at a time, unless a prefix
+cache shares it (mtp_runtime.prefix_cache).
 """
 
 from __future__ import annotations
@@ -74,14 +74,21 @@ class JoinedCaches:
 
 @dataclass
 class CachedSequence:
-    """Pages of one sequence, in order, and the number of its cached tokens."""
+    """Pages of one sequence, in order, and the number of its cached tokens.
+
+    adopted: how many of those tokens a prefix cache had. keys: those of its first pages in it.
+    """
 
     pages: list[int] = field(default_factory=list)
     length: int = 0
+    adopted: int = 0
+    keys: list[bytes] = field(default_factory=list)
 
 
 class PageAllocator:
     """Allocates pages to sequences, whatever the layers keep in them."""
+
+    keeps_prefixes = False
 
     def __init__(self, pages: int, page_size: int) -> None:
         self.pages = pages
@@ -115,14 +122,14 @@ class PageAllocator:
     def reserve(self, sequence: CachedSequence, length: int) -> None:
         """Take the pages that a number of tokens need (ResourceError when there are too few)."""
         missing = self.missing_pages(sequence, length)
-        if missing > len(self._free):
+        if missing > self.free_pages:
             raise ResourceError(
                 "The cache has no page left",
                 expected=f"{missing} free pages",
-                found=len(self._free),
+                found=self.free_pages,
                 todo="Give the engine more cache_tokens",
             )
-        sequence.pages += [self._free.pop() for _ in range(missing)]
+        sequence.pages += [self._take() for _ in range(missing)]
 
     def append(self, sequence: CachedSequence, count: int) -> None:
         """Make the sequence longer; the caller writes the entries of the new tokens."""
@@ -136,15 +143,31 @@ class PageAllocator:
 
     def truncate(self, sequence: CachedSequence, length: int) -> None:
         """Forget the tokens from length on, and free the pages that hold none of the others."""
-        if self._poisoned:
-            self._poison(sequence, length)
         keep = self.pages_for(length)
-        self._free += reversed(sequence.pages[keep:])
+        self._poison(self.slots(sequence, length, keep * self.page_size))
+        for page in reversed(sequence.pages[keep:]):
+            self._give_back(page)
         del sequence.pages[keep:]
+        del sequence.keys[length // self.page_size :]
         sequence.length = length
+        sequence.adopted = min(sequence.adopted, length)
 
-    def _poison(self, sequence: CachedSequence, length: int) -> None:
-        slots = self.slots(sequence, length, len(sequence.pages) * self.page_size)
+    def adopt(self, sequence: CachedSequence, tokens: Sequence[int]) -> None:
+        """Give an empty sequence the entries of its first tokens that a prefix cache has: none."""
+
+    def remember(self, sequence: CachedSequence, tokens: Sequence[int]) -> None:
+        """Let later sequences adopt the pages of these tokens that are full."""
+
+    def _take(self) -> int:
+        """Take a page that nobody holds."""
+        return self._free.pop()
+
+    def _give_back(self, page: int) -> None:
+        """Free a page of a sequence."""
+        self._poison(range(page * self.page_size, (page + 1) * self.page_size))
+        self._free.append(page)
+
+    def _poison(self, slots: Sequence[int]) -> None:
         for cache in self._poisoned:
             for tensor in cache.tensors:
                 tensor.flatten(0, 1)[torch.tensor(slots, dtype=torch.long)] = torch.nan

@@ -119,6 +119,7 @@ def refuse_other_values(found: Mapping[str, object], computed: Mapping[str, obje
 
 
 NO_DRAFTS = "none"  # the method of plain decoding
+AUTO_DRAFTS = "auto"  # mtp for a model that was loaded with its module, else none
 
 
 @dataclass(frozen=True)
@@ -199,6 +200,7 @@ class SpeculationOptions(TypedDict, total=False):
     """Options of LLM that choose drafts and their acceptance: the fields of SpeculationConfig,
     under PaddleNLP's names where that has them.
 
+    speculate_method "auto" is mtp where the bundle has a module, else none.
     speculate_max_draft_token_num is 1 where it is not given, MAX_DRAFT_TOKENS if adaptive.
     """
 
@@ -239,6 +241,9 @@ def speculation_config(options: SpeculationOptions) -> SpeculationConfig:
 class EngineConfig:
     """Sizes of the engine; cache_tokens bounds the paged cache of all requests together.
 
+    A step computes at most max_step_tokens tokens, of a prompt at most prefill_chunk. prefix_cache
+    keeps the entries of prompts and outputs for requests that begin alike.
+
     poison_freed fills slots with NaN when they are freed: a test's way to see that nothing reads
     them.
     """
@@ -248,6 +253,7 @@ class EngineConfig:
     cache_tokens: int = 32768
     prefill_chunk: int = 256
     max_step_tokens: int = 2048
+    prefix_cache: bool = False
     poison_freed: bool = False
     speculation: SpeculationConfig = field(default_factory=SpeculationConfig)
 

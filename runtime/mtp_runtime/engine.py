@@ -13,44 +13,23 @@ import time
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import replace
 from threading import Lock
 
 import torch
 
-from mtp_export.errors import ResourceError, UsageError
+from mtp_export.errors import ResourceError, UnsupportedError, UsageError
 from mtp_runtime.acceptance import ACCEPTANCE_RULES
 from mtp_runtime.acceptance.base import Block, Draft, Verdict
 from mtp_runtime.cache import PageAllocator, lay_out
 from mtp_runtime.config import EngineConfig
 from mtp_runtime.draft_length import Step, draft_length
 from mtp_runtime.drafters.base import Drafter, DrafterParts, Pass
-from mtp_runtime.models.model import Model
-from mtp_runtime.request import Request, TokenEvent
-
-
-@dataclass(frozen=True)
-class Group:
-    """Rows of one request in a step: its tokens [start, end), then its drafts."""
-
-    request: Request
-    start: int
-    end: int
-    draft: Draft
-
-    @property
-    def decides(self) -> bool:
-        """True where the rows reach the last token, so that a new one follows."""
-        return self.end == len(self.request.tokens)
-
-    @property
-    def rows(self) -> int:
-        return self.end - self.start + len(self.draft.tokens)
-
-    @property
-    def is_decoding(self) -> bool:
-        """True where one token and its drafts are computed, and nothing of a prompt before it."""
-        return self.decides and self.end - self.start == 1
+from mtp_runtime.groups import Group, score_prompts
+from mtp_runtime.logprobs import token_logprobs
+from mtp_runtime.models.model import Model, States
+from mtp_runtime.prefix_cache import SharedPages
+from mtp_runtime.request import Request, RequestMetrics, TokenEvent
 
 
 class Engine:
@@ -68,7 +47,15 @@ class Engine:
     ) -> None:
         self.model = model
         self.config = config
-        self.pages = PageAllocator(config.cache_tokens // config.page_size, config.page_size)
+        if config.prefix_cache and len(model.mtp_modules) > 1:
+            raise UnsupportedError(
+                "The prefix cache does not keep what several MTP modules need",
+                expected="one MTP module at most",
+                found=len(model.mtp_modules),
+                todo="Leave the prefix cache out, or use --speculate-method none",
+            )
+        allocator = SharedPages if config.prefix_cache else PageAllocator
+        self.pages = allocator(config.cache_tokens // config.page_size, config.page_size)
         self.cache = model.new_cache(self.pages)
         if config.poison_freed:
             self.pages.poison_freed(self.cache)
@@ -83,6 +70,7 @@ class Engine:
         )
         self._rule = ACCEPTANCE_RULES[config.speculation.acceptance]
         self._length = draft_length(config.speculation)
+        self.totals = RequestMetrics()
         self._waiting: deque[Request] = deque()
         self._running: list[Request] = []
         self._next, self._stepping = Lock(), Lock()
@@ -90,6 +78,16 @@ class Engine:
     @property
     def has_work(self) -> bool:
         return bool(self._waiting or self._running)
+
+    @property
+    def waiting(self) -> int:
+        """Number of requests in the queue."""
+        return len(self._waiting)
+
+    @property
+    def running(self) -> int:
+        """Number of requests in the batch."""
+        return len(self._running)
 
     def add(self, request: Request) -> None:
         """Queue a request (UsageError or ResourceError for one that can never be run).
@@ -187,10 +185,10 @@ class Engine:
         asked = self._length.choose(decoding) if decoding else 0
         groups = self._plan(asked)
         drafted = time.perf_counter()
-        before, after = self._forward(groups)
-        hidden = self.model.mtp_input(before, after)
-        verdicts = self._judge(groups, after)
-        self._observe(groups, verdicts, hidden)
+        states = self._forward(groups)
+        verdicts = self._judge(groups, states.after)
+        score_prompts(groups, states.after, self.model.head)
+        self._observe(groups, verdicts, states)
         if groups and all(group.is_decoding for group in groups):
             drafts = [len(group.draft.tokens) for group in groups]
             accepted = [verdict.accepted for verdict in verdicts if verdict is not None]
@@ -199,30 +197,53 @@ class Engine:
             self._length.observe(Step(blocks, asked, *seconds))
 
     def _observe(
-        self, groups: Sequence[Group], verdicts: Sequence[Verdict | None], hidden: torch.Tensor
+        self, groups: Sequence[Group], verdicts: Sequence[Verdict | None], states: States
     ) -> None:
-        """Commit what was accepted, and show the drafter the hidden states [T, d] of what is."""
+        """Commit what was accepted, and show the drafter the hidden states of what is.
+
+        Those of requests that end are shown for the pages that a prefix cache keeps of them.
+        """
+        hidden, taps = self.model.mtp_input(states.before, states.after), states.taps
         passes: list[Pass] = []
         row = 0
         for group, verdict in zip(groups, verdicts, strict=True):
             request = group.request
             if verdict is not None:
                 self._commit(group, verdict)
-            if request.finish_reason is None:
+            if request.finish_reason is None or self.pages.keeps_prefixes:
                 count = request.cached.length - group.start
-                passes.append(Pass(request, group.start, hidden[row : row + count]))
+                rows = slice(row, row + count)
+                tapped = None if taps is None else taps[rows]
+                passes.append(Pass(request, group.start, hidden[rows], tapped))
             row += group.rows
-        self.drafter.observe(passes)
+        ended = [group.request for group in groups if group.request.finish_reason is not None]
+        self._running = [request for request in self._running if request not in ended]
+        try:
+            self.drafter.observe(passes)
+            for p in passes:
+                self.pages.remember(p.request.cached, p.request.tokens)
+        finally:
+            for request in ended:
+                self._release(request)
 
     def _admit(self) -> None:
         """Admit requests while there are pages for all their tokens and a first block."""
         block = 1 + self.config.speculation.draft_tokens
         while self._waiting and len(self._running) < self.config.max_batch_size:
             request = self._waiting[0]
-            if self.pages.pages_for(len(request.tokens) + block) > self.pages.free_pages:
+            if request.params.prompt_logprobs is None:
+                self.pages.adopt(request.cached, request.tokens)
+            needed = self.pages.missing_pages(request.cached, len(request.tokens) + block)
+            if needed > self.pages.free_pages:
+                self.pages.truncate(request.cached, 0)
                 return
             self.pages.reserve(request.cached, len(request.tokens))
             self._running.append(self._waiting.popleft())
+            if not request.metrics.admitted_seconds:
+                request.metrics.admitted_seconds = time.monotonic()
+                request.metrics.cached_tokens = request.cached.adopted
+                self.totals.prompt_tokens += len(request.prompt)
+                self.totals.cached_tokens += request.cached.adopted
 
     def _plan(self, length: int) -> list[Group]:
         """Group decoding requests with up to `length` drafts, prefilling ones with a chunk; oldest
@@ -269,11 +290,12 @@ class Engine:
         """Take a request's pages; it keeps its tokens and is recomputed from them."""
         self._running.remove(request)
         self._release(request)
-        request.metrics.preemptions += 1
+        for metrics in (request.metrics, self.totals):
+            metrics.preemptions += 1
         self._waiting.appendleft(request)
 
-    def _forward(self, groups: Sequence[Group]) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return hidden states [T, d] of all rows, before and after the last norm."""
+    def _forward(self, groups: Sequence[Group]) -> States:
+        """Return the hidden states of all rows."""
         tokens = [
             token
             for group in groups
@@ -306,9 +328,26 @@ class Engine:
                 verdicts.append(None)
                 continue
             end = row + len(group.draft.tokens) + 1
-            verdicts.append(self._decide(group, logits[row:end], best[row:end]))
+            verdicts.append(self._verdict(group, logits[row:end], best[row:end]))
             row = end
         return verdicts
+
+    def _verdict(self, group: Group, logits: torch.Tensor, best: list[int]) -> Verdict:
+        """Judge one request's drafts by logits [n+1, vocab] and the best token of each row, with
+        what the request wants besides: no early end, and log-probabilities."""
+        request, given = group.request, logits
+        early = request.params.min_tokens - request.metrics.output_tokens
+        if early > 0:
+            logits = logits.clone()
+            ends = [token for token in request.end_token_ids if token < logits.shape[-1]]
+            logits[:early, ends] = -torch.inf
+            best = logits.argmax(dim=-1).tolist()
+        verdict = self._decide(group, logits, best)
+        count = request.params.logprobs
+        if count is None:
+            return verdict
+        tokens = (*group.draft.tokens[: verdict.accepted], verdict.last)
+        return replace(verdict, logprobs=token_logprobs(given[: len(tokens)], tokens, count))
 
     def _decide(self, group: Group, logits: torch.Tensor, best: list[int]) -> Verdict:
         """Judge one request's drafts by logits [n+1, vocab] and the best token of each row."""
@@ -322,13 +361,13 @@ class Engine:
     def _commit(self, group: Group, verdict: Verdict) -> None:
         """Append what was accepted, and forget the cache of what was not."""
         request, drafts = group.request, group.draft.tokens
-        request.metrics.count(len(drafts), verdict.accepted)
-        request.commit((*drafts[: verdict.accepted], verdict.last), verdict.accepted)
-        if request.finish_reason is None:
-            self.pages.truncate(request.cached, len(request.tokens) - 1)
-        else:
-            self._running.remove(request)
-            self._release(request)
+        before = request.metrics.output_tokens
+        tokens = (*drafts[: verdict.accepted], verdict.last)
+        for metrics in (request.metrics, self.totals):
+            metrics.count(len(drafts), verdict.accepted)
+        request.commit(tokens, verdict.accepted, verdict.logprobs)
+        self.totals.output_tokens += request.metrics.output_tokens - before
+        self.pages.truncate(request.cached, len(request.tokens) - 1)
 
     def _release(self, request: Request) -> None:
         """Free a request's cache."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
 from contextlib import closing
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from threading import Lock
 from typing import Unpack, cast
@@ -12,15 +12,22 @@ from typing import Unpack, cast
 from mtp_export.errors import UsageError
 from mtp_export.families.contract import MtpContract
 from mtp_runtime.acceptance import ACCEPTANCE_RULES
+from mtp_runtime.chat import Chat, Message
 from mtp_runtime.config import (
+    AUTO_DRAFTS,
+    NO_DRAFTS,
     EngineConfig,
     SpeculationConfig,
     SpeculationOptions,
     speculation_config,
 )
 from mtp_runtime.drafters import DRAFTERS
+from mtp_runtime.drafters.base import TargetDraft
 from mtp_runtime.engine import Engine
+from mtp_runtime.logprobs import TokenLogprobs
+from mtp_runtime.memory import cache_tokens_within
 from mtp_runtime.models.load import Loaded, LoadOptions, load_model
+from mtp_runtime.models.model import Model
 from mtp_runtime.prompts import require_unicode
 from mtp_runtime.request import Request, RequestMetrics, TokenEvent
 from mtp_runtime.sampling import SamplingParams
@@ -32,25 +39,33 @@ Prompt = str | Sequence[int]
 @dataclass(frozen=True)
 class RequestOutput:
     """Output for one prompt. finish_reason: "stop" (end token or stop text), "length", or "abort"
-    where Engine.abort ended it."""
+    where Engine.abort ended it. seed is the one that its random choices came from. logprobs and
+    prompt_logprobs, from the prompt's second token on, are there where SamplingParams wants them.
+    """
 
     prompt_token_ids: tuple[int, ...]
     token_ids: tuple[int, ...]
     text: str
     finish_reason: str
+    seed: int
     metrics: RequestMetrics
+    logprobs: tuple[TokenLogprobs, ...] = ()
+    prompt_logprobs: tuple[TokenLogprobs, ...] = ()
 
 
 class LLM:
     """A loaded model with an engine; generate may be called any number of times, by any number of
     threads at once: their requests share one batch.
 
-    bundle: an export's output folder, or a checkpoint folder. speculation: see SpeculationOptions;
+    bundle: an export's output folder, or a checkpoint folder. draft_model: folder of a second
+    model, or of a draft that is none, for methods that need one; without it such a draft is looked
+    for in the bundle's folder of the method's name. speculation: see SpeculationOptions;
     the numbers of drafts that adaptive chooses depend on times, so that sampled tokens do too.
     deterministic (float32 only, layers that compiled kernels run): tokens do not
     depend on batch or drafter. max_model_len: tokens of prompt and output together; above
-    index_topk, torch computes DeepSeek-V3.2's and GLM-5's sparse attention. loaded: the bundle's
-    model where it is loaded already, with the options it was loaded with.
+    index_topk, torch computes DeepSeek-V3.2's and GLM-5's sparse attention. max_memory_bytes: bound
+    on resident memory, which cache_tokens follows from in place of being given. loaded: the
+    bundle's model where it is loaded already, with the options it was loaded with.
     Raises what load_model raises, and UsageError for options that make no sense.
     """
 
@@ -67,18 +82,24 @@ class LLM:
         cache_tokens: int = 32768,
         page_size: int = 64,
         prefill_chunk: int = 256,
+        max_step_tokens: int = 2048,
+        prefix_cache: bool = False,
+        max_memory_bytes: int | None = None,
         dequantize_at_load: bool = True,
         max_model_len: int | None = None,
         loaded: Loaded | None = None,
         **speculation: Unpack[SpeculationOptions],
     ) -> None:
         drafting = speculation_config(speculation)
-        _check_choices(drafting, draft_model)
+        _check_choices(drafting, draft_model, prefix_cache=prefix_cache)
+        folder = Path(draft_model) if draft_model else _own_draft(Path(bundle), drafting.method)
         config = EngineConfig(
             max_batch_size=max_batch_size,
             page_size=page_size,
             cache_tokens=cache_tokens,
             prefill_chunk=prefill_chunk,
+            max_step_tokens=max_step_tokens,
+            prefix_cache=prefix_cache,
             speculation=drafting,
         )
         options = LoadOptions(
@@ -86,28 +107,49 @@ class LLM:
             dtype=dtype,
             deterministic=deterministic,
             dequantize_at_load=dequantize_at_load,
-            with_mtp=DRAFTERS[drafting.method].needs_mtp,
+            with_mtp=drafting.method == AUTO_DRAFTS or DRAFTERS[drafting.method].needs_mtp,
             contract=contract,
             max_model_len=max_model_len,
         )
-        self._start(config, options, loaded or Path(bundle), draft_model)
-
-    def _start(
-        self,
-        config: EngineConfig,
-        options: LoadOptions,
-        target: Loaded | Path,
-        draft_model: Path | str | None,
-    ) -> None:
-        """Load what is not loaded yet, and build the engine."""
-        loaded = load_model(target, options) if isinstance(target, Path) else target
-        drafting = None if draft_model is None else load_model(Path(draft_model), options).model
-        build = DRAFTERS[config.speculation.method].build
-        self.ledger = loaded.ledger
-        self.tokenizer = Tokenizer.find(loaded.folder)
-        self.engine = Engine(loaded.model, config, build, drafting)
+        self._loaded = loaded or load_model(Path(bundle), options)
+        draft = None if folder is None else self._draft(folder, drafting.method, options)
+        self.engine = self._engine(config, max_memory_bytes, draft)
+        self.ledger = self._loaded.ledger
+        self.tokenizer = Tokenizer.find(self._loaded.folder)
+        self.chat = Chat(self._loaded.folder)
         self.next_request_id = 0
         self._numbering = Lock()
+
+    def _draft(self, folder: Path, method: str, options: LoadOptions) -> Model | TargetDraft:
+        """Load a second model, or a draft of its own."""
+        read = DRAFTERS[method].read
+        return load_model(folder, options).model if read is None else read(folder, self._loaded)
+
+    def _engine(
+        self,
+        config: EngineConfig,
+        max_memory_bytes: int | None,
+        draft: Model | TargetDraft | None,
+    ) -> Engine:
+        """Build the engine, with what its options leave to the model."""
+        model, speculation = self._loaded.model, config.speculation
+        if speculation.method == AUTO_DRAFTS:
+            method = "mtp" if model.mtp_modules else NO_DRAFTS
+            config = replace(config, speculation=replace(speculation, method=method))
+        if max_memory_bytes is not None:
+            tokens = cache_tokens_within(max_memory_bytes, model, config.page_size)
+            config = replace(config, cache_tokens=tokens)
+        if isinstance(draft, TargetDraft):
+            return Engine(model.tapped(draft.taps), config, draft.build)
+        return Engine(model, config, DRAFTERS[config.speculation.method].build, draft)
+
+    def warm_up(self) -> None:
+        """Decode a few tokens, so that no later request waits for kernels to be compiled."""
+        positions = 4 + self.engine.config.speculation.draft_tokens
+        tokens = min(positions, self.engine.model.config.max_positions) - 2
+        if tokens > 0:
+            self.generate([(0, 0)], SamplingParams(max_tokens=tokens, ignore_eos=True))
+        self.engine.totals = RequestMetrics()
 
     def generate(
         self,
@@ -123,15 +165,31 @@ class LLM:
         if isinstance(prompts, str) or not isinstance(prompts, Sequence):
             prompts = [prompts]
         each = self._params_of(len(prompts), params)
-        requests = [
-            self._request(number, cast(Prompt, prompt), own)
-            for number, prompt, own in zip(self._new_ids(len(prompts)), prompts, each, strict=True)
-        ]
+        requests = self.requests(cast(Sequence[Prompt], prompts), each)
         with closing(self.engine.run(requests)) as events:
             for event in events:
                 if on_token is not None:
                     on_token(event)
         return [_output(request) for request in requests]
+
+    def chat_prompt(self, messages: Sequence[Message]) -> tuple[int, ...]:
+        """Return the tokens of a chat by the bundle's template, for generate.
+
+        Raises UsageError where there is no template or no tokenizer, and for messages that the
+        template refuses; InvalidInputError for a template that fails.
+        """
+        self.tokenizer.require()
+        return self.tokenizer.encode(self.chat.prompt(messages), add_special_tokens=False)
+
+    def requests(
+        self, prompts: Sequence[Prompt], params: Sequence[SamplingParams]
+    ) -> list[Request]:
+        """Make a request of every prompt, for Engine.run, or Engine.add and step."""
+        numbers = self._new_ids(len(prompts))
+        return [
+            self._request(number, prompt, own)
+            for number, prompt, own in zip(numbers, prompts, params, strict=True)
+        ]
 
     def _params_of(
         self, count: int, params: SamplingParams | Sequence[SamplingParams] | None
@@ -172,23 +230,50 @@ def _output(request: Request) -> RequestOutput:
         token_ids=tuple(request.output),
         text=request.text,
         finish_reason=request.finish_reason,
+        seed=request.seed,
         metrics=request.metrics,
+        logprobs=tuple(request.logprobs),
+        prompt_logprobs=tuple(request.prompt_logprobs),
     )
 
 
-def _check_choices(config: SpeculationConfig, draft_model: Path | str | None) -> None:
-    """Raise UsageError for an unknown drafter or rule, and for a draft model that the drafter does
-    not take or lacks."""
-    method = config.method
+def _check_choices(
+    config: SpeculationConfig, draft_model: Path | str | None, *, prefix_cache: bool
+) -> None:
+    """Raise UsageError for an unknown drafter or rule, for a draft model that the drafter does not
+    take or lacks, and for a drafter that no prefix cache can be used with."""
     _check_choice("acceptance", config.acceptance, ACCEPTANCE_RULES)
-    _check_choice("speculate_method", method, DRAFTERS)
-    if DRAFTERS[method].needs_draft_model != (draft_model is not None):
-        takers = [name for name, other in DRAFTERS.items() if other.needs_draft_model]
+    _check_choice("speculate_method", config.method, (AUTO_DRAFTS, *DRAFTERS))
+    method = "mtp" if config.method == AUTO_DRAFTS else config.method
+    kind = DRAFTERS[method]
+    if prefix_cache and not kind.prefix_cache:
+        takers = [name for name, other in DRAFTERS.items() if other.prefix_cache]
+        raise UsageError(
+            f"The speculate_method {method} works with no prefix cache",
+            expected=" or ".join(takers),
+            todo="Leave the prefix cache out, or choose another method",
+        )
+    kind = DRAFTERS[method]
+    if kind.read is None and kind.needs_draft_model != (draft_model is not None):
+        takers = [n for n, other in DRAFTERS.items() if other.needs_draft_model or other.read]
         raise UsageError(
             f"The speculate_method {method} {'needs a' if draft_model is None else 'takes no'}"
             " draft_model",
             expected=f"a draft_model with {' or '.join(takers)}, and with no other",
         )
+
+
+def _own_draft(bundle: Path, method: str) -> Path | None:
+    """Return the bundle's own draft for a method (UsageError where the method needs one)."""
+    if method not in DRAFTERS or DRAFTERS[method].read is None:
+        return None
+    if not (bundle / method).is_dir():
+        raise UsageError(
+            f"The speculate_method {method} needs a draft, and the bundle has none",
+            where=bundle,
+            expected=f"draft_model, or a folder {method} in the bundle",
+        )
+    return bundle / method
 
 
 def _check_choice(option: str, value: str, choices: Collection[str]) -> None:

@@ -9,22 +9,25 @@ from dataclasses import dataclass, field
 
 from mtp_runtime.acceptance.base import Draft
 from mtp_runtime.cache import CachedSequence
-from mtp_runtime.sampling import SamplingParams, SeededChoices
+from mtp_runtime.logprobs import TokenLogprobs
+from mtp_runtime.sampling import SamplingParams, SeededChoices, random_seed
 
 Decode = Callable[[Sequence[int]], str]
 
 
 @dataclass
 class RequestMetrics:
-    """Counts of one request.
+    """Counts of one request, or of all requests of an engine.
 
     drafted[j] counts the blocks in which a draft at position j was verified, reached[j] those of
     them in which all drafts before it were accepted, accepted[j] those in which it was accepted as
     well. target_steps counts verified blocks; output tokens over target_steps is the mean accepted
-    length. Times are of the monotonic clock.
+    length. cached_tokens are those of the prompt that the prefix cache had. Times are of the
+    monotonic clock.
     """
 
     prompt_tokens: int = 0
+    cached_tokens: int = 0
     output_tokens: int = 0
     target_steps: int = 0
     preemptions: int = 0
@@ -32,6 +35,7 @@ class RequestMetrics:
     reached: list[int] = field(default_factory=list)
     accepted: list[int] = field(default_factory=list)
     arrival_seconds: float = 0.0
+    admitted_seconds: float = 0.0
     first_token_seconds: float = 0.0
     finished_seconds: float = 0.0
 
@@ -67,20 +71,28 @@ class TokenEvent:
     """One streamed token.
 
     text: what it added to the output, perhaps nothing yet; decoded: there is a tokenizer to make
-    text. from_draft: it was proposed and accepted.
+    text. draft_position: from 1, that of the accepted draft in its block; 0 for a token that the
+    target chose itself.
     """
 
     request_id: int
     token: int
     text: str
     decoded: bool
-    from_draft: bool
+    draft_position: int = 0
+    logprobs: TokenLogprobs | None = None
+
+    @property
+    def from_draft(self) -> bool:
+        return self.draft_position > 0
 
 
 @dataclass(eq=False)
 class Request:
     """State of one request: its tokens, its part of the cache, its random choices, and the events
-    that nobody has taken yet. finish_reason is None until it has ended."""
+    that nobody has taken yet. finish_reason is None until it has ended; stop_reason is then the
+    stop text or the one of stop_token_ids that it met. logprobs are those of the output,
+    prompt_logprobs those of the prompt from its second token on, where they are wanted."""
 
     request_id: int
     prompt: tuple[int, ...]
@@ -94,11 +106,16 @@ class Request:
     streamed: int = 0  # characters of text that events have carried
     events: deque[TokenEvent] = field(default_factory=deque)
     finish_reason: str | None = None
+    stop_reason: int | str | None = None
+    logprobs: list[TokenLogprobs] = field(default_factory=list)
+    prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
     metrics: RequestMetrics = field(default_factory=RequestMetrics)
 
     def __post_init__(self) -> None:
         self.tokens = list(self.prompt)
-        self.choices = SeededChoices(self.params.seed or 0)
+        self.seed = random_seed() if self.params.seed is None else self.params.seed
+        self.choices = SeededChoices(self.seed)
+        self._early_text = 0  # characters of text before min_tokens were there
         self.metrics.prompt_tokens = len(self.prompt)
         self.metrics.arrival_seconds = time.monotonic()
 
@@ -118,18 +135,27 @@ class Request:
 
     @property
     def is_decoding(self) -> bool:
-        """True when the last token alone has no cache entry."""
-        return self.uncached <= 1 and self.cached.length > 0
+        """True when the last token alone has no cache entry, and the drafter saw the one before."""
+        return self.uncached <= 1 and self.cached.length > self.cached.adopted
+
+    @property
+    def end_token_ids(self) -> tuple[int, ...]:
+        """Tokens that end the request."""
+        params = self.params
+        return (*params.stop_token_ids, *(() if params.ignore_eos else self.eos_token_ids))
 
     def take_events(self) -> Iterator[TokenEvent]:
         """Take the events of the tokens so far, oldest first."""
         while self.events:
             yield self.events.popleft()
 
-    def commit(self, tokens: Sequence[int], from_draft: int) -> None:
+    def commit(
+        self, tokens: Sequence[int], from_draft: int, logprobs: Sequence[TokenLogprobs] = ()
+    ) -> None:
         """Append a block's tokens, with their events, up to the one that ends the request.
 
-        The first from_draft of them were drafts. Sets finish_reason where the request ends.
+        The first from_draft of them were drafts; logprobs has one entry for each, or none. Sets
+        finish_reason where the request ends.
         """
         for index, token in enumerate(tokens):
             if not self.output:
@@ -139,13 +165,15 @@ class Request:
             self._extend_text()
             self.finish_reason = self._reason_to_finish(token)
             piece, decoded = self._take_piece(), self.decode is not None
+            self.logprobs += logprobs[index : index + 1]
             self.events.append(
                 TokenEvent(
                     request_id=self.request_id,
                     token=token,
                     text=piece,
                     decoded=decoded,
-                    from_draft=index < from_draft,
+                    draft_position=index + 1 if index < from_draft else 0,
+                    logprobs=logprobs[index] if logprobs else None,
                 )
             )
             if self.finish_reason is not None:
@@ -153,16 +181,22 @@ class Request:
                 break
 
     def _reason_to_finish(self, token: int) -> str | None:
-        params = self.params
-        if token in params.stop_token_ids or (
-            not params.ignore_eos and token in self.eos_token_ids
-        ):
+        if self.metrics.output_tokens < self.params.min_tokens:
+            self._early_text = len(self.text)
+            return None
+        if token in self.end_token_ids:
+            self.stop_reason = token if token in self.params.stop_token_ids else None
             return "stop"
-        cuts = [at for stop in params.stop_texts if stop and (at := self.text.find(stop)) >= 0]
+        cuts = [(at, stop) for stop in self.params.stop_texts if (at := self._find(stop)) >= 0]
         if cuts:
-            self.text = self.text[: min(cuts)]
+            cut, self.stop_reason = min(cuts)
+            self.text = self.text[:cut]
             return "stop"
         return "length" if self.tokens_left <= 0 else None
+
+    def _find(self, stop: str) -> int:
+        """Return the place of a stop text that was whole no earlier than min_tokens, or -1."""
+        return self.text.find(stop, max(0, self._early_text - len(stop) + 1))
 
     def _extend_text(self) -> None:
         """Decode the output again; a character whose bytes are incomplete is held back."""

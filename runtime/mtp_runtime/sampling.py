@@ -5,6 +5,7 @@ All randomness passes through Choices, so that a test can walk through every out
 
 from __future__ import annotations
 
+import secrets
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, cast
@@ -17,13 +18,24 @@ from mtp_runtime.config import check_count, check_range
 Probabilities = np.ndarray[Any, np.dtype[np.float64]]
 
 
+MAX_LOGPROBS = 20
+
+
+def random_seed() -> int:
+    """Return a seed for a request that names none, small enough for every JSON reader."""
+    return secrets.randbits(32)
+
+
 @dataclass(frozen=True)
 class SamplingParams:
     """Sampling and end of one request; the names are vLLM's.
 
     temperature 0 takes the best token. top_k 0 and top_p 1 keep every token. A request without a
-    seed gets seed 0. stop: texts that end the output, and are cut from it. logprobs and other
-    fields of vLLM do not exist here.
+    seed gets a random one, which its output names. stop: texts that end the output, and are cut
+    from it. min_tokens: no end token is generated, and no stop text looked for, before so many
+    tokens. logprobs: number of most probable tokens to report beside each token, prompt_logprobs
+    the same for the prompt; they are those of the target's own logits, before temperature, top_k,
+    top_p and min_tokens.
     """
 
     temperature: float = 0.0
@@ -34,13 +46,19 @@ class SamplingParams:
     stop: str | Sequence[str] | None = None
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
+    min_tokens: int = 0
+    logprobs: int | None = None
+    prompt_logprobs: int | None = None
 
     def __post_init__(self) -> None:
         check_range("temperature", self.temperature, 0.0, 100.0)
         check_range("top_p", self.top_p, 0.0, 1.0)
         check_count("top_k", self.top_k, 0, 1 << 30)
         check_count("max_tokens", self.max_tokens, 1, 1 << 30)
-        check_count("seed", 0 if self.seed is None else self.seed, 0, (1 << 64) - 1)
+        check_count("min_tokens", self.min_tokens, 0, self.max_tokens)
+        check_count("seed", self.seed or 0, 0, (1 << 64) - 1)
+        check_count("logprobs", self.logprobs or 0, 0, MAX_LOGPROBS)
+        check_count("prompt_logprobs", self.prompt_logprobs or 0, 0, MAX_LOGPROBS)
         if not all(isinstance(text, str) and text for text in self.stop_texts):
             raise UsageError("Option stop is no text, or an empty one", found=repr(self.stop))
 

@@ -52,13 +52,19 @@ class Tokenizer:
                 todo="Install tokenizers, or give prompts as token ids",
             )
 
-    def encode(self, text: str) -> tuple[int, ...]:
+    def encode(self, text: str, *, add_special_tokens: bool = True) -> tuple[int, ...]:
+        """Return a text's ids. A rendered chat has its special tokens already."""
         with _reported(self.folder, "The tokenizer fails on a text"):
-            return tuple(self.backend.encode(text).ids)
+            return tuple(self.backend.encode(text, add_special_tokens=add_special_tokens).ids)
 
     def decode(self, ids: Sequence[int]) -> str:
         with _reported(self.folder, "The tokenizer fails on token ids"):
             return str(self.backend.decode(list(ids)))
+
+    def token_text(self, token: int) -> str:
+        """Return one token by itself, a special one by its name."""
+        with _reported(self.folder, "The tokenizer fails on token ids"):
+            return str(self.backend.decode([token], skip_special_tokens=False))
 
 
 @contextmanager

@@ -5,12 +5,13 @@ from __future__ import annotations
 import json
 import os
 import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from cases import WHOLE_TILES, export, make_checkpoint, quantize
+from cases import WHOLE_TILES, export, make_checkpoint, quantize, run_program
 
 AWKWARD = 'it\'s a "bundle" $(of) ; them'  # a folder name that a shell would take apart
 XLLM_FLAGS = [
@@ -141,3 +142,120 @@ def test_people_see_the_lines_whole_and_a_dry_run_has_none(pristine: Path, tmp_p
     assert line.endswith("'") and str(output / "mtp") in line
     facts: dict[str, Any] = json.loads(export(pristine, tmp_path / "o", "--json", "--dry-run").out)
     assert "launch" not in facts
+
+
+PLACED = ("--nodes", "2", "--tp", "16", "--head", "10.0.0.1")
+NODE_WORDS = {
+    "vllm": [
+        "--tensor-parallel-size 16 --nnodes 2 --node-rank 0 --master-addr 10.0.0.1",
+        "--tensor-parallel-size 16 --nnodes 2 --node-rank 1 --master-addr 10.0.0.1 --headless",
+    ],
+    "sglang": [
+        f"--tp 16 --nnodes 2 --node-rank {node} --dist-init-addr 10.0.0.1:20000"
+        for node in range(2)
+    ],
+    "lightllm": [f"--tp 16 --nccl_host 10.0.0.1 --nnodes 2 --node_rank {n}" for n in range(2)],
+}
+
+
+@pytest.mark.parametrize("engine", NODE_WORDS)
+def test_each_machine_has_its_command(engine: str, pristine: Path, tmp_path: Path) -> None:
+    output = tmp_path / AWKWARD
+    alone = launch_facts(pristine, output, "--target", engine)[engine]
+    (plain,) = commands_of(output, engine)
+    assert plain == alone
+    placed = commands_of(output, engine, *PLACED)
+    assert placed == [f"{alone} {words}" for words in NODE_WORDS[engine]]
+    (one,) = commands_of(output, engine, "--tp", "4")
+    assert one.removeprefix(alone).split()[-1] == "4"
+
+
+def commands_of(bundle: Path, engine: str, *options: str) -> list[str]:
+    outcome = run_program("launch", bundle, "--engine", engine, *options, "--json")
+    assert outcome.code == 0, outcome.err
+    lines: list[str] = json.loads(outcome.out)["commands"]
+    return lines
+
+
+def test_the_loop_of_xllm_is_divided(pristine: Path, tmp_path: Path) -> None:
+    output = tmp_path / "bundle"
+    alone = launch_facts(pristine, output, "--target", "xllm")["xllm"]
+    assert commands_of(output, "xllm") == [alone]
+    lines = commands_of(output, "xllm", "--nodes", "2", "--tp", "4", "--head", "10.0.0.1")
+    ranks, devices = [], []
+    for node, line in enumerate(lines):
+        place = tmp_path / str(node)
+        place.mkdir()
+        for call in run_stubbed(line, "xllm", place):
+            assert "--nnodes=4" in call and "--master_node_addr=10.0.0.1:42123" in call
+            ranks.append(int(call[-1].removeprefix("--node_rank=")))
+            devices.append(next(word for word in call if word.startswith("--devices=")))
+    assert sorted(ranks) == [0, 1, 2, 3]
+    assert sorted(devices) == ["--devices=npu:0", "--devices=npu:0", "--devices=npu:1"] + [
+        "--devices=npu:1"
+    ]
+
+
+def test_paddlenlp_is_placed(tmp_path: Path) -> None:
+    source = make_checkpoint(tmp_path / "source", WHOLE_TILES)
+    output = tmp_path / "bundle"
+    alone = launch_facts(source, output, "--target", "paddlenlp")["paddlenlp"]
+    assert commands_of(output, "paddlenlp", "--nodes", "2", "--tp", "16") == [alone, alone]
+    (one,) = commands_of(output, "paddlenlp", "--tp", "4")
+    assert "CUDA_VISIBLE_DEVICES=0,1,2,3 &&" in one and "MP_NUM=4 && export MP_NNODE=1 &&" in one
+
+
+def test_people_see_every_machine(pristine: Path, tmp_path: Path) -> None:
+    export(pristine, tmp_path / "bundle")
+    shown = run_program("launch", tmp_path / "bundle", "--engine", "vllm", *PLACED).out
+    assert [line[:11] for line in shown.splitlines()] == ["# machine 0", "vllm serve "] + [
+        "# machine 1",
+        "vllm serve ",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("options", "code", "words"),
+    [
+        (("--engine", "xllm"), 4, "--target xllm"),
+        (("--engine", "oracle"), 4, "vllm or sglang"),
+        (("--engine", "vllm", "--nodes", "3", "--tp", "16"), 2, "multiple of 3"),
+        (("--engine", "vllm", "--nodes", "2"), 2, "--tp"),
+        (("--engine", "vllm", "--node", "1"), 2, "--node below 1"),
+        (("--engine", "vllm", "--run"), 4, "not installed"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, tuple) else None,
+)
+def test_what_cannot_be_launched(
+    options: tuple[str, ...], code: int, words: str, pristine: Path, tmp_path: Path
+) -> None:
+    export(pristine, tmp_path / "bundle")
+    outcome = run_program("launch", tmp_path / "bundle", *options)
+    assert outcome.code == code and words in outcome.err
+
+
+def test_a_bundle_without_both_parts_is_not_launched(pristine: Path, tmp_path: Path) -> None:
+    export(pristine, tmp_path / "main", "--part", "main")
+    outcome = run_program("launch", tmp_path / "main", "--engine", "vllm")
+    assert outcome.code == 3 and "both parts" in outcome.err
+
+
+def test_run_becomes_the_engine(pristine: Path, tmp_path: Path) -> None:
+    """The engine has the arguments that are printed, and its exit code is the program's."""
+    output, stubs = tmp_path / AWKWARD, tmp_path / "stubs"
+    export(pristine, output)
+    stubs.mkdir()
+    stub = stubs / "vllm"
+    stub.write_text("#!/bin/sh\nprintf '%s\\n' \"$@\"; exit 21\n")
+    stub.chmod(0o755)
+    paths = {"PATH": f"{stubs}:{os.environ['PATH']}"}
+    environment = os.environ | paths | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    words = [sys.executable, "-m", "mtp_export", "launch", str(output)]
+    done = subprocess.run(
+        [*words, "--engine", "vllm", "--tp", "2", "--run"],
+        env=environment,
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 21, done.stderr
+    assert done.stdout.splitlines()[:2] == ["serve", str(output / "main")]

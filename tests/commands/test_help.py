@@ -13,12 +13,18 @@ PANELS: dict[str, tuple[str, ...]] = {
     "": (*BUNDLE_PANELS, "Commands"),
     "quantize": ("Precision", *BUNDLE_PANELS),
     "graft": ("Precision", *BUNDLE_PANELS),
+    "tune": ("Input and output", "Data", "Training", "Performance", "Report"),
     "finish": ("Report",),
     "verify": ("Checks", "Decoding", "Performance", "Report"),
     "generate": (
         *("Decoding", "Speculation", "Number and temperature of drafts"),
         *("Performance", "Report"),
     ),
+    "serve": (
+        *("Server", "Speculation", "Number and temperature of drafts", "Batch and cache"),
+        *("Prompts", "Performance"),
+    ),
+    "launch": ("Machines and devices", "Report"),
     "inspect": ("Report",),
     "push": ("Input and output", "Content of the bundle", "Model card", "Report"),
 }

@@ -60,12 +60,12 @@ def leaky(cache: Any, sequences: Any, spans: Any, device: torch.device) -> Batch
     )
 
 
-def never_ends_inside(request: Request, tokens: Any, from_draft: int) -> None:
+def never_ends_inside(request: Request, tokens: Any, from_draft: int, logprobs: Any) -> None:
     """Put out a whole block before looking for the request's end."""
     for index, token in enumerate(tokens):
         request.tokens.append(token)
         request.metrics.output_tokens += 1
-        event = TokenEvent(request.request_id, token, "", False, index < from_draft)
+        event = TokenEvent(request.request_id, token, "", False, int(index < from_draft))
         request.events.append(event)
     ends = [request._reason_to_finish(token) for token in tokens]
     request.finish_reason = next((end for end in ends if end is not None), None)

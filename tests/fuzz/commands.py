@@ -26,7 +26,6 @@ _PAIRS = (
 _ITS_OWN_FAULT = "mtp-export itself failed here"  # as verify reports an internal error
 # Items in which verify judges what travels along as it is, whatever it is worth.
 _OF_THE_SOURCE = ("tokenizer", "yarn's attention scale")
-_OWNER = ".mtp_export.owner"  # says who writes a folder, and is taken over from a run that died
 _GENERATED = ("--max-new-tokens", "3", "--json")
 
 
@@ -208,7 +207,8 @@ def _contents(folder: Path) -> dict[str, object]:
 
 
 def _contents_of(tree: Tree) -> dict[str, object]:
-    return {name: content for name, (_, _, content) in tree.items() if name != _OWNER}
+    """Return files with their contents, but for the claim of an owner that was killed."""
+    return {name: content for name, (_, _, content) in tree.items() if name != oracle.OWNER}
 
 
 def _check_same_content(folder: Path, expected: Path) -> None:

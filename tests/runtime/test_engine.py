@@ -138,6 +138,25 @@ def test_an_abort_ends_a_run_and_no_other(model: Model) -> None:
     assert engine.pages.free_pages == engine.pages.pages
 
 
+def test_an_abort_leaves_nothing_with_the_drafter(model: Model) -> None:
+    """Between two steps: the pages are free and the drafter's state is gone before the next one."""
+    forgotten: list[Request] = []
+
+    class Remembers(NoDrafter):
+        def forget(self, request: Request) -> None:
+            forgotten.append(request)
+
+    config = EngineConfig(page_size=16, cache_tokens=512, poison_freed=True)
+    engine, (one, other) = Engine(model, config, Remembers), requests_of(prompts_of([9, 20], 96))
+    engine.add(one)
+    engine.add(other)
+    engine.step()
+    engine.abort([other])
+    assert forgotten == [other]
+    assert engine.pages.free_pages == engine.pages.pages - len(one.cached.pages)
+    assert engine.running == 1
+
+
 def test_an_aborted_request_leaves_the_queue(model: Model) -> None:
     engine = engine_of(model, max_batch_size=1)
     one, other = requests_of(prompts_of([9, 20], 96))

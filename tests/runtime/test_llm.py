@@ -10,9 +10,12 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
+from cases import export
 from mtp_export.commands.generate import generate
 from mtp_export.errors import MtpExportError, UsageError
 from mtp_runtime import LLM, RequestMetrics, SamplingParams, TokenEvent, summarise
+from mtp_runtime.memory import resident_bytes
+from mtp_runtime.models.load import LoadOptions, load_model
 
 PROMPTS = ["Once upon a time", "def add(a, b):"]
 
@@ -152,12 +155,63 @@ def test_generate_command_json(trained: Path, tmp_path: Path) -> None:
     assert facts["summary"]["acceptance"][0]["verified"] > 0
 
 
+def test_generate_drafts_where_there_is_a_module(trained: Path, tmp_path: Path) -> None:
+    export(trained, tmp_path / "main-only", "--part", "main")
+    for bundle, method in ((trained, "mtp"), (tmp_path / "main-only" / "main", "none")):
+        facts = json.loads(
+            invoke(str(bundle), "--prompt", "a b", "--max-new-tokens", "6", "--json")
+        )
+        assert facts["speculate_method"] == method
+        assert bool(facts["summary"]["acceptance"]) == (method == "mtp")
+
+
+def test_generate_names_the_seeds_that_repeat_it(trained: Path) -> None:
+    options = [str(trained), "--prompt", "a b", "--prompt", "a b", "--temperature", "1.5"]
+    options += ["--max-new-tokens", "12", "--json"]
+    first = json.loads(invoke(*options))["outputs"]
+    seeds = [output["seed"] for output in first]
+    assert seeds[1] == seeds[0] + 1
+    again = json.loads(invoke(*options, "--seed", str(seeds[0])))["outputs"]
+    assert [o["token_ids"] for o in again] == [o["token_ids"] for o in first]
+    assert first[0]["token_ids"] != first[1]["token_ids"]
+
+
+def test_generate_chat(trained: Path, llm: LLM, tmp_path: Path) -> None:
+    facts = json.loads(
+        invoke(str(trained), "--chat", "--prompt", "Tell me", "--max-new-tokens", "8", "--json")
+    )
+    tokens = llm.chat_prompt([{"role": "user", "content": "Tell me"}])
+    (expected,) = llm.generate([tokens], SamplingParams(max_tokens=8))
+    (output,) = facts["outputs"]
+    assert (output["prompt"], output["text"]) == ("Tell me", expected.text)
+    assert output["metrics"]["prompt_tokens"] == len(tokens)
+    ids = tmp_path / "ids.jsonl"
+    ids.write_text('{"prompt_token_ids": [5]}\n')
+    with pytest.raises(UsageError, match="--chat"):
+        invoke(str(trained), "--chat", "--prompts", str(ids))
+
+
+def test_a_limit_of_memory_sizes_the_cache(trained: Path, llm: LLM) -> None:
+    loaded = load_model(trained, LoadOptions())
+    limits = [resident_bytes() + (size << 20) for size in (100, 300)]
+    small, large = (
+        LLM(trained, loaded=loaded, max_memory_bytes=limit).engine.pages.pages for limit in limits
+    )
+    page_bytes = sum(
+        tensor[:1].numel() * tensor.element_size() for tensor in llm.engine.cache.tensors
+    )
+    assert 0 < small < large < (300 << 20) / page_bytes
+    with pytest.raises(MtpExportError, match="no memory for the cache"):
+        LLM(trained, loaded=loaded, max_memory_bytes=1 << 20)
+
+
 def test_generate_command_text(trained: Path) -> None:
     options = ["--speculate-method", "inference_with_reference", "--max-new-tokens", "6"]
     out = invoke(str(trained), "--prompt", "a b a b a b", *options)
     assert "tokens per target step" in out
-    out = invoke(str(trained), "--prompt", "a b a b", "--prompt", "x", *options)
-    assert "[1]" in out and "[2]" in out
+    sampled = ("--temperature", "1", "--seed", "41")
+    out = invoke(str(trained), "--prompt", "a b a b", "--prompt", "x", *options, *sampled)
+    assert "[1]" in out and "[2]" in out and "41" in out
 
 
 def test_generate_command_refusals(trained: Path, tmp_path: Path) -> None:

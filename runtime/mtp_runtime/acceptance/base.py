@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from mtp_runtime.config import SpeculationConfig
+from mtp_runtime.logprobs import TokenLogprobs
 from mtp_runtime.sampling import Choices, Probabilities, SamplingParams, probabilities_of
 
 Logits = np.ndarray[Any, np.dtype[np.float32]]
@@ -24,10 +25,12 @@ class Draft:
 
 @dataclass(frozen=True)
 class Verdict:
-    """The first `accepted` drafts are accepted, and `last` follows them."""
+    """The first `accepted` drafts are accepted, and `last` follows them; logprobs are those of both
+    where the request wants them."""
 
     accepted: int
     last: int
+    logprobs: tuple[TokenLogprobs, ...] = ()
 
 
 @dataclass(frozen=True)

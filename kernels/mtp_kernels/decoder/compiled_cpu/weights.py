@@ -12,8 +12,9 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
+from mtp_kernels.cpu.code import LANES
 from mtp_kernels.cpu.memory import Arena
-from mtp_kernels.cpu.vectors import LANES, PANEL
+from mtp_kernels.cpu.vectors import PANEL
 from mtp_kernels.decoder.compiled_cpu.rows import panels_of
 from mtp_kernels.decoder.interface import DecoderConfig, LayerWeights, Shapes
 

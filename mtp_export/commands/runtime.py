@@ -1,0 +1,64 @@
+"""Options of the runtime, for all commands that decode, and the LLM that they ask for."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from mtp_export.commands.options import PERFORMANCE, parse_path
+from mtp_export.commands.output import plain_console
+
+if TYPE_CHECKING:
+    from mtp_runtime import LLM
+
+Bundle = Annotated[
+    Path,
+    typer.Argument(parser=parse_path, metavar="BUNDLE", help="Bundle or checkpoint."),
+]
+Device = Annotated[
+    str, typer.Option(metavar="NAME", rich_help_panel=PERFORMANCE, help="cpu or cuda.")
+]
+Dtype = Annotated[
+    str, typer.Option(metavar="NAME", rich_help_panel=PERFORMANCE, help="float32 or bfloat16.")
+]
+Deterministic = Annotated[
+    bool,
+    typer.Option(
+        "--deterministic",
+        rich_help_panel=PERFORMANCE,
+        help="Make tokens independent of batch and drafts.",
+    ),
+]
+MaxModelLen = Annotated[
+    int | None,
+    typer.Option(
+        metavar="N",
+        rich_help_panel=PERFORMANCE,
+        help="Tokens of prompt and output together; above index_topk attention is sparse.",
+    ),
+]
+
+# Parameters of commands that are LLM's under the same name; a command has some of them.
+_LLM_OPTIONS = (
+    *("device", "dtype", "deterministic", "max_model_len", "draft_model"),
+    *("speculate_method", "speculate_max_draft_token_num", "speculate_max_ngram_size"),
+    *("adaptive", "k_schedule", "draft_temperature", "draft_stop_entropy"),
+)
+
+
+def load_llm(context: typer.Context, bundle: Path, **more: Any) -> LLM:
+    """Load a bundle with the options of a command, until it can decode at full speed.
+
+    A terminal shows what is being done.
+    """
+    given = {name: context.params[name] for name in _LLM_OPTIONS if name in context.params}
+    with plain_console(stderr=True).status("Loading the runtime") as status:
+        from mtp_runtime import LLM
+
+        status.update(f"Loading {bundle}")
+        llm = LLM(bundle, **given, **more)
+        status.update("Decoding the first tokens")
+        llm.warm_up()
+    return llm

@@ -1,0 +1,1 @@
+"""OpenAI-compatible server on the reference runtime; needs the extra `serve`."""

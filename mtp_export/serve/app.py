@@ -1,0 +1,201 @@
+"""Routes of the server, and the lives of requests between client and engine."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from functools import partial
+from importlib.resources import files
+
+from starlette.applications import Starlette
+from starlette.concurrency import run_in_threadpool
+from starlette.exceptions import HTTPException
+from starlette.requests import Request as HttpRequest
+from starlette.responses import HTMLResponse, JSONResponse, Response
+from starlette.routing import Route
+from starlette.types import ASGIApp
+
+from mtp_export import __version__
+from mtp_export.errors import MtpExportError
+from mtp_export.serve.engine_thread import EngineThread
+from mtp_export.serve.errors import ApiError
+from mtp_export.serve.forms import ChatForm, CompletionForm, Facts, Form
+from mtp_export.serve.intake import Intake
+from mtp_export.serve.metrics import ServerMetrics
+from mtp_export.serve.protocol import MAX_CHOICES, ChatBody, CompletionBody, body_of
+from mtp_export.serve.replies import Reply, ReplyStream
+from mtp_runtime import LLM
+
+Body = CompletionBody | ChatBody
+
+# The page loads nothing, and talks to its own server alone.
+_PAGE_HEADERS = {
+    "Content-Security-Policy": "default-src 'none'; connect-src 'self'; img-src data:;"
+    " style-src 'unsafe-inline'; script-src 'unsafe-inline'; base-uri 'none'; form-action 'none';"
+    " frame-ancestors 'none'",
+    "X-Content-Type-Options": "nosniff",
+}
+
+
+@dataclass(frozen=True)
+class ServerOptions:
+    """Options of a server: its name of the model, its key, and how many requests may wait."""
+
+    model_name: str
+    api_key: str | None = None
+    max_queued_requests: int = 512
+
+
+class Server:
+    """An LLM behind OpenAI's protocol."""
+
+    def __init__(self, llm: LLM, options: ServerOptions) -> None:
+        self._llm = llm
+        self._name = options.model_name
+        self._started = int(time.time())
+        self._page = (files("mtp_export.serve") / "page.html").read_text(encoding="utf-8")
+        self.metrics = ServerMetrics(llm.engine, options.model_name)
+        most = llm.engine.config.max_batch_size + options.max_queued_requests
+        self._engine = EngineThread(llm.engine, self.metrics, most)
+        self.app: ASGIApp = Intake(self._routes(), options.api_key)
+
+    def _routes(self) -> Starlette:
+        return Starlette(
+            routes=[
+                Route("/", self._index),
+                Route("/health", self._health),
+                Route("/version", self._version),
+                Route("/metrics", self._metrics),
+                Route("/v1/models", self._models),
+                Route("/v1/models/{name:path}", self._model),
+                Route("/v1/completions", self._completions, methods=["POST"]),
+                Route("/v1/chat/completions", self._chat, methods=["POST"]),
+            ],
+            exception_handlers={ApiError: _refused, HTTPException: _no_such, Exception: _failed},
+            lifespan=self._lifespan,
+        )
+
+    @asynccontextmanager
+    async def _lifespan(self, app: Starlette) -> AsyncIterator[None]:
+        self._engine.start()
+        try:
+            yield
+        finally:
+            await self._engine.stop()
+
+    async def _index(self, request: HttpRequest) -> Response:
+        return HTMLResponse(self._page, headers=_PAGE_HEADERS)
+
+    async def _health(self, request: HttpRequest) -> Response:
+        return Response(status_code=200 if self._engine.is_alive else 503)
+
+    async def _version(self, request: HttpRequest) -> Response:
+        return JSONResponse({"version": __version__})
+
+    async def _metrics(self, request: HttpRequest) -> Response:
+        kind = "text/plain; version=0.0.4; charset=utf-8"
+        return Response(self.metrics.text(), headers={"Content-Type": kind})
+
+    async def _models(self, request: HttpRequest) -> Response:
+        return JSONResponse({"object": "list", "data": [self._model_facts()]})
+
+    async def _model(self, request: HttpRequest) -> Response:
+        self._check_model(request.path_params["name"])
+        return JSONResponse(self._model_facts())
+
+    async def _completions(self, request: HttpRequest) -> Response:
+        return await self._answer(CompletionBody, await request.body())
+
+    async def _chat(self, request: HttpRequest) -> Response:
+        return await self._answer(ChatBody, await request.body())
+
+    def _model_facts(self) -> Facts:
+        return {
+            "id": self._name,
+            "object": "model",
+            "created": self._started,
+            "owned_by": "mtp-export",
+            "max_model_len": self._llm.engine.model.config.max_positions,
+        }
+
+    def _check_model(self, name: str | None) -> None:
+        """Refuse another model's name; none at all is this model's."""
+        if name not in (None, self._name):
+            words = f"There is no model {name!r} here, only {self._name!r}"
+            raise ApiError(404, words, param="model", code="model_not_found")
+
+    async def _answer(self, kind: type[Body], raw: bytes) -> Response:
+        reply = await run_in_threadpool(self._prepared, kind, raw)
+        answer = self._engine.submit(reply.requests)
+        give_up = partial(self._engine.abort, answer)
+        if reply.body.stream:
+            return ReplyStream(reply.lines(answer), give_up)
+        try:
+            parts = [part async for part in answer.parts()]
+        finally:
+            give_up()
+        return JSONResponse(reply.whole(parts))
+
+    def _prepared(self, kind: type[Body], raw: bytes) -> Reply:
+        """Parse and tokenize a request and check its numbers (ApiError); this may take a while."""
+        body = body_of(kind, raw)
+        self._check_model(body.model)
+        if not 0 < body.count <= MAX_CHOICES:
+            raise ApiError(400, f"Ask for 1 to {MAX_CHOICES} choices in all", param="n")
+        try:
+            if isinstance(body, ChatBody):
+                messages = [message.as_message() for message in body.messages]
+                prompts = [self._llm.chat_prompt(messages)]
+            else:
+                prompts = [self._tokens(prompt) for prompt in body.prompts]
+            each = [
+                (prompt, params)
+                for prompt in prompts
+                for params in body.sampling(self._room(prompt))
+            ]
+            requests = self._llm.requests([prompt for prompt, _ in each], [own for _, own in each])
+        except MtpExportError as error:
+            raise ApiError(400, str(error)) from None
+        return Reply(body, requests, self._form(body), self._name)
+
+    def _tokens(self, prompt: str | list[int]) -> tuple[int, ...]:
+        if not isinstance(prompt, str):
+            return tuple(prompt)
+        self._llm.tokenizer.require()
+        return self._llm.tokenizer.encode(prompt)
+
+    def _room(self, prompt: Sequence[int]) -> int:
+        """Return how many tokens may follow a prompt, in the model and in the cache."""
+        engine = self._llm.engine
+        pages, drafts = engine.pages, engine.config.speculation.draft_tokens
+        in_cache = pages.pages * pages.page_size - drafts
+        return min(engine.model.config.max_positions, in_cache) - len(prompt)
+
+    def _form(self, body: Body) -> Form:
+        tokenizer, shown = self._llm.tokenizer, body.shown_logprobs is not None
+        if isinstance(body, ChatBody):
+            return ChatForm(tokenizer, shown)
+        if not body.echo:
+            return CompletionForm(tokenizer, shown, echoed=None)
+        texts = [
+            prompt if isinstance(prompt, str) else tokenizer.decode(prompt)
+            for prompt in body.prompts
+            for _ in range(body.n)
+        ]
+        return CompletionForm(tokenizer, shown, echoed=texts)
+
+
+async def _refused(request: HttpRequest, error: Exception) -> Response:
+    assert isinstance(error, ApiError)
+    return error.response()
+
+
+async def _no_such(request: HttpRequest, error: Exception) -> Response:
+    assert isinstance(error, HTTPException)
+    return ApiError(error.status_code, f"{error.detail}: {request.url.path}").response()
+
+
+async def _failed(request: HttpRequest, error: Exception) -> Response:
+    return ApiError(500, "Internal error", kind="server_error").response()

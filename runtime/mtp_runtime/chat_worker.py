@@ -1,0 +1,71 @@
+"""Process that renders chat templates: a script of its own, which mtp_runtime.chat starts.
+
+A template comes with a checkpoint and is a program. Jinja's sandbox keeps it from what is outside;
+its time and memory the operating system bounds, and at the bound of time ends this process. One
+JSON object per line: {"template", "variables", "seconds"} comes in, {"text"} or {"error"} goes out.
+"""
+
+from __future__ import annotations
+
+import json
+import resource
+import signal
+import sys
+from datetime import datetime
+from functools import cache
+from typing import Any, NoReturn
+
+from jinja2 import Template, TemplateError
+from jinja2.ext import loopcontrols
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+_MEMORY_BYTES = 512 << 20
+
+
+def _raise_exception(message: str) -> NoReturn:
+    raise TemplateError(message)
+
+
+def _strftime_now(form: str) -> str:
+    return datetime.now().strftime(form)
+
+
+def _tojson(value: Any, indent: int | None = None) -> str:
+    """Return JSON as it is: Jinja's own filter escapes it for HTML."""
+    return json.dumps(value, ensure_ascii=False, indent=indent)
+
+
+@cache
+def _compiled(template: str) -> Template:
+    """Compile a template with the settings and functions that transformers gives it."""
+    environment = ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols]
+    )
+    environment.filters["tojson"] = _tojson
+    environment.globals["raise_exception"] = _raise_exception
+    environment.globals["strftime_now"] = _strftime_now
+    return environment.from_string(template)
+
+
+def _answer(line: str) -> dict[str, str]:
+    asked = json.loads(line)
+    signal.setitimer(signal.ITIMER_PROF, asked["seconds"])  # of computing; its signal ends us
+    try:
+        return {"text": _compiled(asked["template"]).render(asked["variables"])}
+    except Exception as error:  # of whatever kind a template can raise
+        return {"error": f"{type(error).__name__}: {error}"[:1000]}
+    finally:
+        signal.setitimer(signal.ITIMER_PROF, 0)
+
+
+def main() -> None:
+    """Render until the input ends."""
+    resource.setrlimit(resource.RLIMIT_AS, (_MEMORY_BYTES, _MEMORY_BYTES))
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    for line in sys.stdin:
+        sys.stdout.write(json.dumps(_answer(line)) + "\n")
+        sys.stdout.flush()
+
+
+if __name__ == "__main__":
+    main()

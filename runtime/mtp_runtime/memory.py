@@ -1,0 +1,42 @@
+"""Size of a cache that keeps a run within a limit of resident memory."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from mtp_export.errors import ResourceError, UsageError
+from mtp_runtime.cache import PageAllocator
+from mtp_runtime.models.model import Model
+
+_FOR_CACHE = 0.9  # of what the model leaves; the rest is for what a step computes
+
+
+def cache_tokens_within(max_memory_bytes: int, model: Model, page_size: int) -> int:
+    """Return how many tokens of cache a loaded model leaves room for.
+
+    Raises ResourceError where it leaves none, UsageError for a model that is not in main memory.
+    """
+    if model.device.type != "cpu":
+        raise UsageError(
+            "A limit of memory is for a model on the CPU",
+            found=model.device,
+            todo="Give the cache's size in tokens instead",
+        )
+    one = model.new_cache(PageAllocator(1, page_size))
+    page_bytes = sum(tensor.numel() * tensor.element_size() for tensor in one.tensors)
+    pages = int((max_memory_bytes - resident_bytes()) * _FOR_CACHE) // page_bytes
+    if pages < 1:
+        raise ResourceError(
+            "The model leaves no memory for the cache",
+            expected=f"more than {resident_bytes() + page_bytes} bytes",
+            found=f"{max_memory_bytes} bytes",
+            todo="Raise --max-memory",
+        )
+    return pages * page_size
+
+
+def resident_bytes() -> int:
+    """Return the resident memory of this process."""
+    pages = int(Path("/proc/self/statm").read_text().split()[1])
+    return pages * os.sysconf("SC_PAGE_SIZE")

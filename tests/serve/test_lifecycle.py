@@ -1,0 +1,252 @@
+"""Lives of requests: queue, clients that go away or read slowly, failures, keys, the end."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from random import Random
+from typing import Any
+
+import pytest
+
+from mtp_export.errors import UsageError
+from mtp_export.serve import answers
+from mtp_export.serve.engine_thread import EngineThread
+from mtp_export.serve.errors import ApiError
+from mtp_export.serve.metrics import ServerMetrics
+from mtp_export.serve.run import Address
+from mtp_runtime import LLM, SamplingParams
+from mtp_runtime.engine import Engine
+from mtp_runtime.models.load import Loaded
+from serve.conftest import FIXTURE
+from serve.running import Client, Running, running, wait_for
+
+LONG = {"prompt": "Once upon a time", "max_tokens": 3000, "ignore_eos": True}
+
+
+@pytest.fixture
+def small(loaded: Loaded) -> Iterator[LLM]:
+    """One request at a time."""
+    yield LLM(FIXTURE, loaded=loaded, max_batch_size=1, cache_tokens=4096)
+
+
+def test_a_client_that_goes_away_frees_its_pages(client: Client, served: Running) -> None:
+    for _ in range(3):
+        before = served.llm.engine.totals.output_tokens
+        stream = served.client().stream("/v1/completions", **LONG)
+        next(stream)
+        stream.close()
+        wait_for(served.is_idle)
+        assert served.llm.engine.totals.output_tokens - before < 2500
+    raw = json.dumps(LONG).encode()
+    whole = served.client()
+    whole._connection.request("POST", "/v1/completions", raw, {"Content-Type": "application/json"})
+    wait_for(lambda: served.llm.engine.running == 1)
+    whole.close()
+    wait_for(served.is_idle)
+    assert client.metric("vllm:request_success_total", finished_reason="abort") >= 4
+
+
+def test_a_full_queue_is_refused_and_has_room_again(small: LLM) -> None:
+    with running(small, max_queued_requests=1) as server:
+        streams = [server.client().stream("/v1/completions", **LONG)]
+        next(streams[0])
+        waiting = server.client()
+        raw = json.dumps(LONG | {"max_tokens": 2}).encode()
+        kind = {"Content-Type": "application/json"}
+        waiting._connection.request("POST", "/v1/completions", raw, kind)
+        wait_for(lambda: small.engine.waiting == 1)
+        client = server.client()
+        refused = client.post("/v1/completions", **LONG)
+        assert (refused.status, refused.json["error"]["message"]) == (503, "The queue is full")
+        assert refused.headers["retry-after"] == "1"
+        assert client.metric("vllm:admission_rejections_total", reason="queue_full") == 1
+        too_many = client.post("/v1/completions", prompt="a", n=3)
+        assert too_many.status == 400
+        streams[0].close()
+        assert waiting._connection.getresponse().status == 200
+        assert client.post("/v1/completions", prompt="a").status == 200
+        for one in (waiting, client):
+            one.close()
+
+
+def test_a_slow_reader_is_cut_off(small: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(answers, "MAX_BUFFERED_TOKENS", 20)
+    thread = EngineThread(small.engine, ServerMetrics(small.engine, "tiny"), 2)
+
+    async def read_slowly() -> None:
+        thread.start()
+        params = SamplingParams(max_tokens=500, ignore_eos=True)
+        requests = small.requests(["a b c"], [params])
+        answer = thread.submit(requests)
+        while requests[0].finish_reason is None:
+            await asyncio.sleep(0.01)
+        assert requests[0].finish_reason == "abort"
+        with pytest.raises(ApiError, match="too slowly"):
+            async for _ in answer.parts():
+                pass
+        await thread.stop()
+
+    asyncio.run(read_slowly())
+    assert not small.engine.has_work
+
+
+def test_a_failed_step_ends_its_requests_alone(small: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    real, calls = Engine._pass, iter([False, True])
+
+    def fails_once(engine: Engine) -> None:
+        if next(calls, False):
+            raise RuntimeError("planted")
+        real(engine)
+
+    with running(small) as server:
+        client = server.client()
+        monkeypatch.setattr(Engine, "_pass", fails_once)
+        reply = client.post("/v1/completions", **LONG)
+        assert (reply.status, reply.json["error"]["type"]) == (500, "server_error")
+        assert client.post("/v1/completions", prompt="a").status == 200
+        monkeypatch.setattr(Engine, "_pass", fails_once)
+        assert client.ask("GET", "/health").status == 200
+        client.close()
+
+
+def test_a_stream_that_fails_says_so_in_a_chunk(
+    small: LLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real, calls = Engine._pass, iter([False, False, False, True])
+
+    def fails_late(engine: Engine) -> None:
+        if next(calls, False):
+            raise RuntimeError("planted")
+        real(engine)
+
+    monkeypatch.setattr(Engine, "_pass", fails_late)
+    with running(small) as server:
+        chunks = list(server.client().stream("/v1/completions", **LONG))
+    assert chunks[-1]["error"]["message"] == "The engine failed"
+
+
+def test_a_key_is_asked_for_where_there_is_one(small: LLM) -> None:
+    with running(small, api_key="secret") as server:
+        for headers, status in (
+            ({}, 401),
+            ({"Authorization": "Bearer wrong"}, 401),
+            ({"Authorization": "secret"}, 401),
+            ({"Authorization": "Bearer secret"}, 200),
+        ):
+            client = server.client(**headers)
+            assert client.post("/v1/completions", prompt="a").status == status
+            assert client.ask("GET", "/v1/models").status == status
+            assert client.ask("GET", "/health", Host="elsewhere").status == 200
+            client.close()
+
+
+@pytest.mark.parametrize("host", ["0.0.0.0", "::", "192.168.0.1", "example.org"])
+def test_without_a_key_only_this_machine_is_listened_on(host: str) -> None:
+    with pytest.raises(UsageError, match="this machine alone"):
+        Address(host).check(None)
+    Address(host).check("key")
+    for own in ("127.0.0.1", "::1", "localhost"):
+        Address(own).check(None)
+
+
+def test_metrics_have_vllm_s_names(client: Client, served: Running) -> None:
+    before = {
+        name: client.metric(f"vllm:{name}_total")
+        for name in ("generation_tokens", "prompt_tokens", "prefix_cache_hits")
+    }
+    prompt = "a story of the sea and the wind " * 8
+    for _ in range(2):
+        reply = client.post("/v1/completions", prompt=prompt, max_tokens=20, ignore_eos=True)
+    cached = reply.json["usage"]["prompt_tokens_details"]["cached_tokens"]
+    assert cached > 0
+    assert client.metric("vllm:prefix_cache_hits_total") - before["prefix_cache_hits"] == cached
+    assert client.metric("vllm:generation_tokens_total") - before["generation_tokens"] == 40
+    prompts = client.metric("vllm:prompt_tokens_total") - before["prompt_tokens"]
+    assert prompts == 2 * reply.json["usage"]["prompt_tokens"]
+    accepted = client.metric("vllm:spec_decode_num_accepted_tokens_total")
+    drafts = client.metric("vllm:spec_decode_num_draft_tokens_total")
+    by_position = [
+        client.metric("vllm:spec_decode_num_accepted_tokens_per_pos_total", position=str(position))
+        for position in range(3)
+    ]
+    assert 0 < accepted <= drafts and sum(by_position) == accepted and by_position[2] == 0
+    assert client.metric("vllm:spec_decode_num_drafts_total") <= drafts
+    assert client.metric("vllm:time_to_first_token_seconds_count") > 0
+    assert client.metric("vllm:num_requests_running") == 0
+    assert client.metric("vllm:kv_cache_usage_perc") == 0
+    assert client.ask("GET", "/version").json.keys() == {"version"}
+
+
+def test_speculation_is_shown_where_it_is_asked_for(client: Client, served: Running) -> None:
+    body = {"prompt": "Once upon a time", "max_tokens": 40, "temperature": 0}
+    whole = client.post("/v1/completions", **body, speculation=True).json["choices"][0]
+    assert "".join(token["text"] for token in whole["speculation"]) == whole["text"]
+    assert {token["draft_position"] for token in whole["speculation"]} == {0, 1, 2}
+    streamed = [
+        token
+        for chunk in served.client().stream("/v1/completions", **body, speculation=True)
+        for token in chunk["choices"][0]["speculation"]
+    ]
+    assert streamed == whole["speculation"]
+    assert "speculation" not in client.post("/v1/completions", **body).json["choices"][0]
+
+
+def test_many_clients_some_of_whom_hang_up(served: Running, plain: LLM) -> None:
+    """No answer is wrong, and no page is lost."""
+    prompts = [f"{words} {number}" for number in range(6) for words in ("Once upon", "def f(")]
+    params = SamplingParams(max_tokens=24, ignore_eos=True)
+    expected = dict(zip(prompts, plain.generate(prompts, params), strict=True))
+
+    def ask(number: int) -> None:
+        random = Random(number)
+        prompt = random.choice(prompts)
+        body: dict[str, Any] = {"prompt": prompt, "ignore_eos": True, "temperature": 0}
+        client = served.client()
+        if random.random() < 0.5:
+            stream = client.stream("/v1/completions", **body, max_tokens=2000)
+            for _ in range(random.randrange(1, 6)):
+                next(stream)
+            stream.close()
+        else:
+            reply = client.post("/v1/completions", **body, max_tokens=24)
+            assert reply.json["choices"][0]["text"] == expected[prompt].text
+        client.close()
+
+    with ThreadPoolExecutor(12) as pool:
+        list(pool.map(ask, range(60)))
+    wait_for(served.is_idle)
+
+
+SERVE = "from mtp_export.cli import main; main()"
+
+
+def test_sigterm_drains_and_ends(served: Running) -> None:
+    """Requests under way end whole, nothing new is taken, and the exit code is 0."""
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    command = [sys.executable, "-c", SERVE, "serve", str(FIXTURE), "--port", "0"]
+    process = subprocess.Popen(
+        [*command, "--enable-prefix-cache"], env=environment, stderr=subprocess.PIPE, text=True
+    )
+    assert process.stderr is not None
+    try:
+        line = next(line for line in process.stderr if "Serving" in line)
+        port = int(line.rpartition(":")[2])
+        stream = Client(port).stream("/v1/completions", **LONG | {"max_tokens": 200})
+        chunks = [next(stream)]
+        process.send_signal(signal.SIGTERM)
+        chunks += stream
+        assert chunks[-1]["choices"][0]["finish_reason"] == "length"
+        assert process.wait(60) == 0
+        with pytest.raises(OSError):
+            Client(port).ask("GET", "/health")
+    finally:
+        process.kill()
+        process.wait()
+        process.stderr.close()
