@@ -147,7 +147,7 @@ def pass_seconds(llm: LLM, rows: int, context: int) -> float:
     )
 
     def step() -> None:
-        after = model(next(inputs), cache, layout)[1]
+        after = model(next(inputs), cache, layout).after
         model.head.logits(after).argmax(-1).tolist()
 
     seconds = timed(step, repeats=PASSES)

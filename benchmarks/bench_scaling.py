@@ -20,6 +20,7 @@ import sys
 import tempfile
 import time
 from dataclasses import dataclass
+from math import ceil
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -39,12 +40,12 @@ PAPER_STORAGE = (1e9, 5e9, 20e9, 100e9)
 
 @dataclass(frozen=True)
 class Conversion:
-    """Bytes that a conversion moves, weights that it converts, and the largest of its shards."""
+    """Bytes that a conversion moves, weights that it converts, and its shards."""
 
     read_bytes: float
     written_bytes: float
     elements: float
-    largest_bytes: float
+    shards: int
 
 
 @dataclass(frozen=True)
@@ -55,24 +56,25 @@ class Machine:
     bytes_per_second: float
 
 
-# DeepSeek-V3 to int8 experts, its largest shard 5 GB; 16 cores at 1 G elements/s, 25 Gbit/s each.
-V3 = Conversion(689e9, 700e9, 671e9, 10e9)
-NODE = Machine(_CPUS_PER_MACHINE * 1e9, 3.1e9)
+# DeepSeek-V3 to a8w8_fp8_wint4 + a8w8_fp8, as planned; 1 G elements/s per core
+# (docs/benchmarks.md), a network of 25 Gbit/s.
+V3 = Conversion(692e9, 371e9, 655e9, 162)
+NODE = Machine(_CPUS_PER_MACHINE * 1e9, 25e9 / 8)
 
 
 def paper_seconds(
-    work: Conversion, node: Machine, machines: int, storage: float, fixed_seconds: float = 5.0
+    work: Conversion, node: Machine, machines: int, storage: float, serial_seconds: float = 10.0
 ) -> float:
     """Return the seconds of a conversion by the formula of docs/distributed.md.
 
-    storage is the bytes per second of the shared file system; fixed_seconds are those of planning
+    storage is the bytes per second of the shared file system; serial_seconds are those of planning
     and of the end.
     """
     moved = work.read_bytes + work.written_bytes
-    compute = work.elements / (machines * node.elements_per_second)
-    move = moved / min(storage, machines * node.bytes_per_second)
-    last = work.largest_bytes / min(storage, node.bytes_per_second)
-    return fixed_seconds + max(compute, move, last)
+    uneven = machines * ceil(work.shards / machines) / work.shards
+    compute = uneven * work.elements / (machines * node.elements_per_second)
+    network = uneven * moved / (machines * node.bytes_per_second)
+    return serial_seconds + max(compute, network, moved / storage)
 
 
 def paper() -> str:

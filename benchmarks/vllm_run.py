@@ -29,7 +29,7 @@ def start(job: dict[str, Any]) -> Any:
     speculation = None
     if job["drafts"]:
         speculation = {
-            "method": "mtp",
+            "method": job.get("method", "mtp"),
             "model": job["mtp"],
             "num_speculative_tokens": job["drafts"],
         }

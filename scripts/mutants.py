@@ -107,10 +107,10 @@ class Visitor(MutationVisitor):
 
 
 def is_message(node: cst.CSTNode) -> bool:
-    """Return True for an assertion and for an error's construction."""
+    """Return True for an assertion, for what is raised and for an error's construction."""
     if isinstance(node, cst.Call) and isinstance(node.func, cst.Name):
         return node.func.value.endswith("Error")
-    return isinstance(node, cst.Assert)
+    return isinstance(node, cst.Assert | cst.Raise)
 
 
 def is_alias(node: cst.CSTNode) -> bool:

@@ -10,7 +10,7 @@ from pathlib import Path, PurePath
 
 from mtp_export.bundle.journal import JOURNAL_NAME
 from mtp_export.bundle.links import PROBE_PREFIX
-from mtp_export.checkpoint.bundle_folder import MAIN, MTP
+from mtp_export.checkpoint.bundle_folder import MAIN, MTP, OWN_DRAFTS
 from mtp_export.checkpoint.files import (
     name_when_whole,
     read_failure,
@@ -22,7 +22,7 @@ from mtp_export.checkpoint.reader import CONFIG_NAME
 from mtp_export.checkpoint.staging import DOWNLOADS_NAME
 from mtp_export.errors import InvalidInputError, OutputExistsError
 
-PARTS = (MAIN, MTP)
+PARTS = (MAIN, MTP, *OWN_DRAFTS)
 SHARES_NAME = ".mtp_export.shares"
 _ROOT_NAMES = (MANIFEST_NAME, JOURNAL_NAME, SHARES_NAME, DOWNLOADS_NAME)
 

@@ -13,6 +13,8 @@ from mtp_export.checkpoint.reader import CONFIG_NAME, Checkpoint
 from mtp_export.errors import InvalidInputError, UnsupportedError
 
 MAIN, MTP = "main", "mtp"
+# Drafts beside them, each in the folder of the method that drafts with it.
+OWN_DRAFTS = ("eagle3", "parallel_heads")
 RELEASED = "hf"
 _SAME_FIELDS = ("model_type", "num_hidden_layers", "quantization_config")
 

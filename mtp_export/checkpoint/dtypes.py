@@ -55,6 +55,12 @@ TORCH_DTYPE_NAMES: dict[str, str] = {
     "I64": "int64",
     "U64": "uint64",
 }
+_NAMES_OF_TORCH = {name: dtype for dtype, name in TORCH_DTYPE_NAMES.items()}
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """Return the safetensors name of a torch dtype (KeyError for one that it has no name for)."""
+    return _NAMES_OF_TORCH[str(dtype).removeprefix("torch.")]
 
 
 @lru_cache(maxsize=1 << 12)  # a model of 100,000 tensors has tens of shapes

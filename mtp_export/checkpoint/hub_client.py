@@ -130,7 +130,14 @@ class HubClient:
         """Return what the Hub says of the repository (InvalidInputError, IoError)."""
 
         def ask() -> ModelInfo:
-            return self.api.model_info(self.repo, revision=revision, timeout=_timeout())
+            try:
+                return self.api.model_info(self.repo, revision=revision, timeout=_timeout())
+            except (AttributeError, KeyError, TypeError, ValueError) as error:
+                raise refused(
+                    self.address,
+                    expected="what it says of a repository",
+                    found=f"another answer ({type(error).__name__})",
+                ) from error
 
         return self.patiently(ask, self.address)
 

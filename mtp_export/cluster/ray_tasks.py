@@ -48,11 +48,11 @@ class RayCluster:
         identity = json.loads(json.dumps(plan.identity))
         with _connected(self.address) as ray:
             assignment = ray.put(Assignment(self.request.absolute(), identity, compares))
-            task = ray.remote(make_shard).options(
+            task = ray.remote(
                 num_cpus=_cores(ray, plan.options.run.workers),
                 max_retries=_MOST_DEATHS,
                 scheduling_strategy="SPREAD",
-            )
+            )(make_shard)
             running = {task.options(name=key).remote(assignment, key): key for key in keys}
             while running:
                 (done, *_), _ = ray.wait(list(running), num_returns=1)

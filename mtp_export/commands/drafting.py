@@ -45,8 +45,8 @@ Method = Annotated[
     typer.Option(
         metavar="NAME",
         rich_help_panel=DRAFTING,
-        help="none, mtp, inference_with_reference or draft_model; auto is mtp where the bundle has"
-        " a module, else none.",
+        help="none, mtp, eagle, eagle3, parallel_heads, inference_with_reference or draft_model;"
+        " auto is mtp where the bundle has a module, else none.",
     ),
 ]
 DraftTokens = Annotated[
@@ -105,6 +105,6 @@ DraftModel = Annotated[
         parser=parse_path,
         metavar="DIR",
         rich_help_panel=DRAFTING,
-        help="Second checkpoint, for --speculate-method draft_model.",
+        help="Second checkpoint, or draft, for methods draft_model, eagle3 and parallel_heads.",
     ),
 ]

@@ -16,6 +16,7 @@ from mtp_export.progress import ProgressCallback, silent
 SECONDS_BETWEEN_LINES = 5.0
 _LINE_FORMAT = (
     "{desc}: {percentage:.0f}%, {n_fmt}{unit} of {total_fmt}{unit}, {rate_fmt}, {remaining} left"
+    "{postfix}"
 )
 
 
@@ -30,10 +31,7 @@ def progress_bar(
     if quiet or not total_bytes:
         yield silent
         return
-    # tqdm.auto is another class than a terminal's only inside a notebook, which is no terminal.
-    is_drawn = tqdm is not terminal_tqdm or sys.stderr.isatty()
-    options = {"desc": title, "total": total_bytes, "unit": "B", "unit_scale": True}
-    bar = tqdm(**options, dynamic_ncols=True) if is_drawn else _Lines(**options)
+    bar = _bar(desc=title, total=total_bytes, unit="B", unit_scale=True)
     lock = threading.Lock()
 
     def advance(done_bytes: int) -> None:
@@ -42,6 +40,28 @@ def progress_bar(
 
     with bar:
         yield advance
+
+
+class CountBar:
+    """Progress by a count, with a note behind it; it ends when the count is reached."""
+
+    def __init__(self, title: str, total: int, unit: str, *, done: int = 0) -> None:
+        self._bar = _bar(desc=title, total=total, unit=f" {unit}", initial=done)
+
+    def advance(self, count: int, note: str = "") -> None:
+        """Add to the count."""
+        if note:
+            self._bar.set_postfix_str(note, refresh=False)
+        self._bar.update(count)
+        if self._bar.n >= self._bar.total:
+            self._bar.close()
+
+
+def _bar(**options: Any) -> Any:
+    """Return a bar where one can be drawn, lines elsewhere."""
+    # tqdm.auto is another class than a terminal's only inside a notebook, which is no terminal.
+    is_drawn = tqdm is not terminal_tqdm or sys.stderr.isatty()
+    return tqdm(**options, dynamic_ncols=True) if is_drawn else _Lines(**options)
 
 
 class _Lines(terminal_tqdm):  # type: ignore[misc]

@@ -28,6 +28,7 @@ class Role(StrEnum):
     MTP_PROJECTION = "mtp projection"
     INDEXER = "indexer"  # projections of queries and keys
     INDEXER_HEADS = "indexer heads"  # weights of the heads, which are never quantized
+    VOCABULARY = "vocabulary"  # the target's tokens that a draft's head has
 
 
 # Roles whose matrices engines read quantized; everything else stays as released.

@@ -8,6 +8,7 @@ from collections.abc import Collection
 from mtp_export.errors import UsageError
 from mtp_export.schemes.storage import Storage
 from mtp_export.targets.base import Engine, Target
+from mtp_export.targets.eagle import EAGLE
 from mtp_export.targets.hf import HF
 from mtp_export.targets.lightllm import LIGHTLLM
 from mtp_export.targets.paddlenlp import PADDLENLP
@@ -18,6 +19,7 @@ TARGETS: dict[str, Target] = {
     "lightllm": LIGHTLLM,
     "xllm": XLLM,
     "paddlenlp": PADDLENLP,
+    "eagle": EAGLE,
 }
 
 

@@ -31,11 +31,13 @@ CHECKS: dict[str, Check] = {
         Level.FILES,
         ("files.opened", "files.checksums", "files.promises", "files.identity"),
     ),
-    "ledger": Check("Load ledger", Level.WEIGHTS, ("weights.loading", "weights.ledger")),
+    "ledger": Check(
+        "Load ledger", Level.WEIGHTS, ("weights.loading", "weights.own_drafts", "weights.ledger")
+    ),
     "weights": Check("Weights against source", Level.WEIGHTS, ("weights.comparison",)),
     "greedy": Check("Greedy equality", Level.RUN, ("decoding.greedy",)),
     "sampling": Check("Sampling", Level.RUN, ("decoding.sampling",)),
-    "acceptance": Check("Acceptance", Level.RUN, ("decoding.acceptance",)),
+    "acceptance": Check("Acceptance", Level.RUN, ("decoding.acceptance", "decoding.own_drafts")),
     "differential": Check("Differential", Level.RUN, ("decoding.differential",)),
     "controls": Check("Negative controls", Level.RUN, ("decoding.controls",)),
     "paths": Check("Path equivalence", Level.RUN, ("decoding.paths",)),

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from mtp_export.bundle.options import Share
-from mtp_export.checkpoint.bundle_folder import MAIN, MTP, open_checkpoint
+from mtp_export.checkpoint.bundle_folder import MAIN, MTP, OWN_DRAFTS, open_checkpoint
 from mtp_export.checkpoint.disk_queue import DiskQueue, disk_depth
 from mtp_export.checkpoint.manifest import MANIFEST_NAME, manifest_sha256, read_manifest
 from mtp_export.checkpoint.reader import CONFIG_NAME, Checkpoint
@@ -42,6 +42,7 @@ from mtp_export.verify.evidence.prompts import GivenText, Prompt, choose_prompts
 
 if TYPE_CHECKING:
     from mtp_export.verify.evidence.corpus import Corpus
+    from mtp_export.verify.evidence.own_drafts import OwnDraft
     from mtp_runtime.models.load import Loaded, LoadOptions
 
 # Opens the progress bar of a step of a number of bytes; the callback takes the bytes just done.
@@ -88,6 +89,7 @@ class Context:
     show_progress: ShowProgress
     _loaded: dict[LoadOptions, Loaded] = field(default_factory=dict)
     _walks: dict[str, PartWalk] = field(default_factory=dict)
+    _drafts: dict[str, OwnDraft] = field(default_factory=dict)
 
     @classmethod
     def open(cls, options: VerifyOptions, show_progress: ShowProgress) -> Context:
@@ -131,6 +133,13 @@ class Context:
     def part(self, name: str) -> BundlePart | None:
         """The part of a name, None if the bundle has no such folder."""
         return next((part for part in self.parts if part.name == name), None)
+
+    def own_draft_part(self, name: str) -> BundlePart | None:
+        """The folder of a draft of its own, opened; None if the bundle has none of this name."""
+        folder = self.options.bundle / name
+        if name not in OWN_DRAFTS or not folder.is_dir():
+            return None
+        return BundlePart.open(name, folder)
 
     def recorded(self, option: str) -> Any:
         """An option of the export by its key in the manifest; None if it has no such key."""
@@ -292,6 +301,29 @@ class Context:
 
         model = self.loaded(LoadOptions(self.options.device)).model
         return Corpus(model, self.prompts, self.options.max_new_tokens)
+
+    def own_draft(self, method: str) -> OwnDraft:
+        """The bundle's own draft for a method, read once. Raises what its reader raises."""
+        from mtp_export.verify.evidence.own_drafts import OwnDraft
+        from mtp_runtime.models.load import LoadOptions
+
+        if method not in self._drafts:
+            loaded = self.loaded(LoadOptions(self.options.device))
+            self._drafts[method] = OwnDraft.read(self.options.bundle, method, loaded)
+        return self._drafts[method]
+
+    @cached_property
+    def own_drafts(self) -> tuple[OwnDraft, ...]:
+        """The bundle's own drafts that can be read; check `ledger` says why another cannot."""
+        from mtp_export.verify.evidence.own_drafts import draft_folders
+
+        found = []
+        for method in draft_folders(self.options.bundle):
+            try:
+                found.append(self.own_draft(method))
+            except MtpExportError:
+                continue
+        return tuple(found)
 
     def loaded(self, options: LoadOptions) -> Loaded:
         """The bundle's model, loaded once per options. Raises what load_model raises."""

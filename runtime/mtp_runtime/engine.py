@@ -27,7 +27,7 @@ from mtp_runtime.draft_length import Step, draft_length
 from mtp_runtime.drafters.base import Drafter, DrafterParts, Pass
 from mtp_runtime.groups import Group, score_prompts
 from mtp_runtime.logprobs import token_logprobs
-from mtp_runtime.models.model import Model
+from mtp_runtime.models.model import Model, States
 from mtp_runtime.prefix_cache import SharedPages
 from mtp_runtime.request import Request, RequestMetrics, TokenEvent
 
@@ -185,11 +185,10 @@ class Engine:
         asked = self._length.choose(decoding) if decoding else 0
         groups = self._plan(asked)
         drafted = time.perf_counter()
-        before, after = self._forward(groups)
-        hidden = self.model.mtp_input(before, after)
-        verdicts = self._judge(groups, after)
-        score_prompts(groups, after, self.model.head)
-        self._observe(groups, verdicts, hidden)
+        states = self._forward(groups)
+        verdicts = self._judge(groups, states.after)
+        score_prompts(groups, states.after, self.model.head)
+        self._observe(groups, verdicts, states)
         if groups and all(group.is_decoding for group in groups):
             drafts = [len(group.draft.tokens) for group in groups]
             accepted = [verdict.accepted for verdict in verdicts if verdict is not None]
@@ -198,12 +197,13 @@ class Engine:
             self._length.observe(Step(blocks, asked, *seconds))
 
     def _observe(
-        self, groups: Sequence[Group], verdicts: Sequence[Verdict | None], hidden: torch.Tensor
+        self, groups: Sequence[Group], verdicts: Sequence[Verdict | None], states: States
     ) -> None:
-        """Commit what was accepted, and show the drafter the hidden states [T, d] of what is.
+        """Commit what was accepted, and show the drafter the hidden states of what is.
 
         Those of requests that end are shown for the pages that a prefix cache keeps of them.
         """
+        hidden, taps = self.model.mtp_input(states.before, states.after), states.taps
         passes: list[Pass] = []
         row = 0
         for group, verdict in zip(groups, verdicts, strict=True):
@@ -212,7 +212,9 @@ class Engine:
                 self._commit(group, verdict)
             if request.finish_reason is None or self.pages.keeps_prefixes:
                 count = request.cached.length - group.start
-                passes.append(Pass(request, group.start, hidden[row : row + count]))
+                rows = slice(row, row + count)
+                tapped = None if taps is None else taps[rows]
+                passes.append(Pass(request, group.start, hidden[rows], tapped))
             row += group.rows
         ended = [group.request for group in groups if group.request.finish_reason is not None]
         self._running = [request for request in self._running if request not in ended]
@@ -292,8 +294,8 @@ class Engine:
             metrics.preemptions += 1
         self._waiting.appendleft(request)
 
-    def _forward(self, groups: Sequence[Group]) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return hidden states [T, d] of all rows, before and after the last norm."""
+    def _forward(self, groups: Sequence[Group]) -> States:
+        """Return the hidden states of all rows."""
         tokens = [
             token
             for group in groups

@@ -22,6 +22,7 @@ from mtp_runtime.config import (
     speculation_config,
 )
 from mtp_runtime.drafters import DRAFTERS
+from mtp_runtime.drafters.base import TargetDraft
 from mtp_runtime.engine import Engine
 from mtp_runtime.logprobs import TokenLogprobs
 from mtp_runtime.memory import cache_tokens_within
@@ -56,7 +57,9 @@ class LLM:
     """A loaded model with an engine; generate may be called any number of times, by any number of
     threads at once: their requests share one batch.
 
-    bundle: an export's output folder, or a checkpoint folder. speculation: see SpeculationOptions;
+    bundle: an export's output folder, or a checkpoint folder. draft_model: folder of a second
+    model, or of a draft that is none, for methods that need one; without it such a draft is looked
+    for in the bundle's folder of the method's name. speculation: see SpeculationOptions;
     the numbers of drafts that adaptive chooses depend on times, so that sampled tokens do too.
     deterministic (float32 only, layers that compiled kernels run): tokens do not
     depend on batch or drafter. max_model_len: tokens of prompt and output together; above
@@ -89,6 +92,7 @@ class LLM:
     ) -> None:
         drafting = speculation_config(speculation)
         _check_choices(drafting, draft_model, prefix_cache=prefix_cache)
+        folder = Path(draft_model) if draft_model else _own_draft(Path(bundle), drafting.method)
         config = EngineConfig(
             max_batch_size=max_batch_size,
             page_size=page_size,
@@ -108,16 +112,24 @@ class LLM:
             max_model_len=max_model_len,
         )
         self._loaded = loaded or load_model(Path(bundle), options)
-        drafter = None if draft_model is None else load_model(Path(draft_model), options).model
-        self.engine = self._engine(config, max_memory_bytes, drafter)
+        draft = None if folder is None else self._draft(folder, drafting.method, options)
+        self.engine = self._engine(config, max_memory_bytes, draft)
         self.ledger = self._loaded.ledger
         self.tokenizer = Tokenizer.find(self._loaded.folder)
         self.chat = Chat(self._loaded.folder)
         self.next_request_id = 0
         self._numbering = Lock()
 
+    def _draft(self, folder: Path, method: str, options: LoadOptions) -> Model | TargetDraft:
+        """Load a second model, or a draft of its own."""
+        read = DRAFTERS[method].read
+        return load_model(folder, options).model if read is None else read(folder, self._loaded)
+
     def _engine(
-        self, config: EngineConfig, max_memory_bytes: int | None, draft_model: Model | None
+        self,
+        config: EngineConfig,
+        max_memory_bytes: int | None,
+        draft: Model | TargetDraft | None,
     ) -> Engine:
         """Build the engine, with what its options leave to the model."""
         model, speculation = self._loaded.model, config.speculation
@@ -127,7 +139,9 @@ class LLM:
         if max_memory_bytes is not None:
             tokens = cache_tokens_within(max_memory_bytes, model, config.page_size)
             config = replace(config, cache_tokens=tokens)
-        return Engine(model, config, DRAFTERS[config.speculation.method].build, draft_model)
+        if isinstance(draft, TargetDraft):
+            return Engine(model.tapped(draft.taps), config, draft.build)
+        return Engine(model, config, DRAFTERS[config.speculation.method].build, draft)
 
     def warm_up(self) -> None:
         """Decode a few tokens, so that no later request waits for kernels to be compiled."""
@@ -231,20 +245,35 @@ def _check_choices(
     _check_choice("acceptance", config.acceptance, ACCEPTANCE_RULES)
     _check_choice("speculate_method", config.method, (AUTO_DRAFTS, *DRAFTERS))
     method = "mtp" if config.method == AUTO_DRAFTS else config.method
-    if prefix_cache and not DRAFTERS[method].prefix_cache:
+    kind = DRAFTERS[method]
+    if prefix_cache and not kind.prefix_cache:
         takers = [name for name, other in DRAFTERS.items() if other.prefix_cache]
         raise UsageError(
             f"The speculate_method {method} works with no prefix cache",
             expected=" or ".join(takers),
             todo="Leave the prefix cache out, or choose another method",
         )
-    if DRAFTERS[method].needs_draft_model != (draft_model is not None):
-        takers = [name for name, other in DRAFTERS.items() if other.needs_draft_model]
+    kind = DRAFTERS[method]
+    if kind.read is None and kind.needs_draft_model != (draft_model is not None):
+        takers = [n for n, other in DRAFTERS.items() if other.needs_draft_model or other.read]
         raise UsageError(
             f"The speculate_method {method} {'needs a' if draft_model is None else 'takes no'}"
             " draft_model",
             expected=f"a draft_model with {' or '.join(takers)}, and with no other",
         )
+
+
+def _own_draft(bundle: Path, method: str) -> Path | None:
+    """Return the bundle's own draft for a method (UsageError where the method needs one)."""
+    if method not in DRAFTERS or DRAFTERS[method].read is None:
+        return None
+    if not (bundle / method).is_dir():
+        raise UsageError(
+            f"The speculate_method {method} needs a draft, and the bundle has none",
+            where=bundle,
+            expected=f"draft_model, or a folder {method} in the bundle",
+        )
+    return bundle / method
 
 
 def _check_choice(option: str, value: str, choices: Collection[str]) -> None:

@@ -14,7 +14,7 @@ import torch
 
 from mtp_kernels.batch_layout import BatchLayout
 from mtp_runtime.cache import Cache, CachedSequence, PageAllocator, lay_out
-from mtp_runtime.models.model import Head, Layers, Model, MtpModule
+from mtp_runtime.models.model import DraftModule, Head, Layers, Model, States
 
 CHUNK_TOKENS = 512
 BRANCH_ROWS = 256
@@ -138,12 +138,20 @@ class PagedTexts:
 
 def target_states(model: Model, texts: Texts) -> tuple[torch.Tensor, torch.Tensor]:
     """Return hidden states [T, d] of every row, before and after the last norm."""
-    x = model.embedding(texts.tokens.to(model.device))
+    states = model_states(model, texts)
+    return states.before, states.after
+
+
+def model_states(model: Model, texts: Texts) -> States:
+    """Return the hidden states of every row, the model's taps included."""
+    x, kept = model.embedding(texts.tokens.to(model.device)), list[torch.Tensor]()
     paged = PagedTexts.of(texts)
     chunks = paged.chunks(model.device)
-    for layer in model.layers.each():
+    for number, layer in enumerate(model.layers.each()):
+        if number in model.taps:
+            kept.append(x)
         x = through_layer(layer, x, paged.pages, chunks)
-    return x, model.head.normed(x)
+    return States(x, model.head.normed(x), torch.cat(kept, dim=1) if kept else None)
 
 
 def through_layer(
@@ -168,7 +176,7 @@ class DraftInputs:
 
 
 def draft_states(
-    modules: Sequence[MtpModule], inputs: DraftInputs, depths: int, recycle: Recycle | None = None
+    modules: Sequence[DraftModule], inputs: DraftInputs, depths: int, recycle: Recycle | None = None
 ) -> list[torch.Tensor]:
     """Return MTP output [A, d] before the norm, of each depth from 1, at every anchor.
 
@@ -197,7 +205,7 @@ def draft_states(
 
 
 def _fed_back(
-    module: MtpModule, x: torch.Tensor, hidden: torch.Tensor, recycle: Recycle | None
+    module: DraftModule, x: torch.Tensor, hidden: torch.Tensor, recycle: Recycle | None
 ) -> torch.Tensor:
     """Return what the next draft is fed: by the module's contract, or by `recycle`."""
     normed = module.head.normed(x)
@@ -205,7 +213,7 @@ def _fed_back(
 
 
 def _every_row(
-    module: MtpModule, paged: PagedTexts, hidden: torch.Tensor, cache: Cache, depth: int
+    module: DraftModule, paged: PagedTexts, hidden: torch.Tensor, cache: Cache, depth: int
 ) -> torch.Tensor:
     """Return a module's output [T, d] for all rows whose token, `depth` further on, is there."""
     tokens, out = paged.texts.tokens.to(hidden.device), torch.zeros_like(hidden)
@@ -220,7 +228,7 @@ class _Branches:
     """Recursion of the last module, one branch per anchor, each with cache entries of
     its own behind those that the module's rows of the texts share."""
 
-    module: MtpModule
+    module: DraftModule
     modules: int
     inputs: DraftInputs
     pages: PageAllocator

@@ -8,9 +8,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from mtp_export.checkpoint.byte_source import ByteFile, ByteSource, OpenFile
+from mtp_export.checkpoint.byte_source import Address, ByteFile, ByteSource, OpenFile
 from mtp_export.checkpoint.local_folder import LocalFolder
 from mtp_export.checkpoint.reader import Checkpoint
+from mtp_export.checkpoint.sources import byte_source
 from mtp_export.errors import InvalidInputError
 
 
@@ -88,3 +89,10 @@ def test_a_source_names_its_files_in_errors(pristine: Path) -> None:
         InvalidInputError, match=f"/nowhere/model/{shard}.*truncated|truncated.*{shard}"
     ):
         Checkpoint.read_from(source)
+
+
+@pytest.mark.parametrize("scheme", ["hf", "https", "s3", "gs", "az"])
+def test_addresses_that_a_source_reads(scheme: str) -> None:
+    """Each has a source, which has its own words for a malformed one."""
+    with pytest.raises(InvalidInputError, match="This is no address of"):
+        byte_source(Address(f"{scheme}://"))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -110,7 +109,7 @@ def test_a_read_that_fails_is_raised_once_with_the_tensor_s_name(
 
     def read_into(opened: Any, buffer: memoryview, start: int, end: int) -> slice:
         if start >= 3 * BLOCK:
-            raise IoError("A file cannot be read", where=file, found=os.strerror(errno.EIO))
+            raise IoError("A file cannot be read", where=file, expected=1, found=2, todo="Mend it")
         return real(opened, buffer, start, end)
 
     monkeypatch.setattr(OpenLocalFile, "read_into", read_into)
@@ -118,8 +117,9 @@ def test_a_read_that_fails_is_raised_once_with_the_tensor_s_name(
     with pytest.raises(IoError) as failure, TensorStream(tensor(file, 0, SIZE), queue) as stream:
         seen.extend(map(bytes, stream.blocks()))
     assert b"".join(seen) == CONTENT[: 3 * BLOCK]
-    assert failure.value.what == "A file cannot be read, at tensor x"
-    assert (failure.value.where, failure.value.found) == (file, "Input/output error")
+    error = failure.value
+    assert (error.what, error.where) == ("A file cannot be read, at tensor x", file)
+    assert (error.expected, error.found, error.todo) == (1, 2, "Mend it")
     with TensorStream(tensor(file, 0, BLOCK), queue) as stream:
         assert [bytes(block) for block in stream.blocks()] == [CONTENT[:BLOCK]]
 

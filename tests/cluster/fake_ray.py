@@ -42,8 +42,9 @@ class Task:
     function: Callable[..., Any]
     settings: dict[str, Any] = field(default_factory=dict)
 
-    def options(self, **settings: Any) -> Task:
-        return replace(self, settings=self.settings | settings)
+    def options(self, **settings: Any) -> SimpleNamespace:
+        """Return what can only be run, as ray does."""
+        return SimpleNamespace(remote=replace(self, settings=self.settings | settings).remote)
 
     def remote(self, *arguments: Any) -> Reference:
         return Reference(lambda: self.cluster.attempt(self, arguments))
@@ -77,8 +78,8 @@ class FakeRay:
     def put(self, value: Any) -> bytes:
         return pickle.dumps(value)
 
-    def remote(self, function: Callable[..., Any]) -> Task:
-        return Task(self, pickle.loads(pickle.dumps(function)))
+    def remote(self, **settings: Any) -> Callable[[Callable[..., Any]], Task]:
+        return lambda function: Task(self, pickle.loads(pickle.dumps(function)), settings)
 
     def wait(self, references: list[Reference], num_returns: int) -> tuple[list[Any], list[Any]]:
         return references[-num_returns:], references[:-num_returns]

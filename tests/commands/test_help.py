@@ -13,6 +13,7 @@ PANELS: dict[str, tuple[str, ...]] = {
     "": (*BUNDLE_PANELS, "Commands"),
     "quantize": ("Precision", *BUNDLE_PANELS),
     "graft": ("Precision", *BUNDLE_PANELS),
+    "tune": ("Input and output", "Data", "Training", "Performance", "Report"),
     "finish": ("Report",),
     "verify": ("Checks", "Decoding", "Performance", "Report"),
     "generate": (

@@ -138,10 +138,16 @@ def run_vllm(job: dict[str, object], folder: Path) -> tuple[Outputs, str]:
     return Outputs(found["tokens"], logprobs, acceptance, blocks), log
 
 
-def read_with_ours(bundle: Path, drafts: int, prompts: Prompts, texts: list[list[int]]) -> Reading:
+def read_with_ours(
+    bundle: Path, drafts: int, prompts: Prompts, texts: list[list[int]], method: str = "mtp"
+) -> Reading:
     """Our runtime, in bfloat16 too, on the text that an engine wrote after each prompt."""
-    options = {"speculate_method": "mtp", "speculate_max_draft_token_num": drafts} if drafts else {}
+    options = (
+        {"speculate_method": method, "speculate_max_draft_token_num": drafts} if drafts else {}
+    )
     contract = CONTRACTS[read_json(bundle / "main/config.json")["model_type"]]
+    if method != "mtp":
+        contract = MtpContract()
     llm = LLM(bundle, dtype="bfloat16", contract=contract, max_batch_size=BATCH, **options)
     llm.engine.__class__ = Reader
     llm.engine.texts, llm.engine.logits = texts, [[] for _ in prompts]

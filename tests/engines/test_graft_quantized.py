@@ -13,6 +13,9 @@ from test_resolvers import Answers, check_part, run, sglang_modules
 from cases import make_checkpoint, run_program
 from quantized_by_others import write
 
+# Of torch.jit, which compressed-tensors' packing still brings in.
+pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")
+
 INT4, FP8 = "compressed-tensors, int4", "compressed-tensors, fp8"
 # Source, main model, scheme of the draft, and --target; hf stands for both engines.
 ROWS = (

@@ -98,14 +98,14 @@ def note_all(config: Any, noted: Noted) -> None:
     config.__class__ = Noting
 
 
-def modules_of(main: str, mtp: str) -> dict[str, Noted]:
+def modules_of(main: str, mtp: str, method: str = "mtp") -> dict[str, Noted]:
     """Every linear of target and draft, as vLLM builds the two."""
     import torch
     from vllm.config import set_current_vllm_config
     from vllm.engine.arg_utils import EngineArgs
     from vllm.model_executor.model_loader.utils import initialize_model
 
-    speculation = {"method": "mtp", "model": mtp, "num_speculative_tokens": 1}
+    speculation = {"method": method, "model": mtp, "num_speculative_tokens": 1}
     config = EngineArgs(
         model=main, dtype="bfloat16", enforce_eager=True, speculative_config=speculation,
         max_model_len=256, skip_tokenizer_init=True,

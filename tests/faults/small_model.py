@@ -49,7 +49,7 @@ ROWS: dict[str, tuple[str, ...]] = {
     "w4afp8": ("a8w8_fp8_wint4", "a8w8_fp8", "--format", "w4afp8", "--target", "sglang"),
     "bf16": ("bf16", "bf16"),
 }
-TARGETS = ("lightllm", "xllm", "paddlenlp")
+TARGETS = ("lightllm", "xllm", "paddlenlp", "eagle")
 CHANNELS = "glm4_moe in fp8 channels"
 _INDEX = "model.safetensors.index.json"
 _FP8_CHANNELS: dict[str, Any] = {

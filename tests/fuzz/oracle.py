@@ -25,7 +25,7 @@ from fuzz.tensors import (
 )
 
 MANIFEST, CONFIG, INDEX = "mtp_export.json", "config.json", "model.safetensors.index.json"
-JOURNAL = ".mtp_export.journal"
+JOURNAL, OWNER = ".mtp_export.journal", ".mtp_export.owner"
 _TRAVELS = ("*.json", "tokenizer*", "LICENSE*", "*.jinja", "*.py", "*.model", "merges.txt")
 _ONE_LAYER = ("num_hidden_layers", "num_nextn_predict_layers", "first_k_dense_replace")
 # Fields of config.json that each target changes in the draft's.

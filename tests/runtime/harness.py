@@ -55,8 +55,8 @@ class Walk:
         self.pages.append(self.sequence, len(tokens))
         span = (start, self.sequence.length)
         layout = lay_out(self.pages, [self.sequence], [span], self.model.device)
-        before, after = self.model(torch.tensor(tokens), self.cache, layout)
-        return self.model.head.logits(after), before, after
+        states = self.model(torch.tensor(tokens), self.cache, layout)
+        return self.model.head.logits(states.after), states.before, states.after
 
 
 @dataclass(frozen=True)

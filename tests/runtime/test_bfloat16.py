@@ -38,7 +38,7 @@ def logits_of(model: Model, tokens: tuple[int, ...]) -> torch.Tensor:
     sequence = CachedSequence()
     pages.append(sequence, len(tokens))
     layout = lay_out(pages, [sequence], [(0, len(tokens))], model.device)
-    _, after = model(torch.tensor(tokens), cache, layout)
+    after = model(torch.tensor(tokens), cache, layout).after
     assert after.dtype is torch.float32
     return model.head.logits(after)
 

@@ -17,6 +17,7 @@ from mtp_export.verify.decoding.table_model import (
     PROMPT,
     Branches,
     Table,
+    build_of,
     distance,
     engine_of,
     output_distribution,
@@ -60,7 +61,7 @@ def test_every_drafter_keeps_the_distribution(
     method: str, params: SamplingParams, options: dict[str, Any]
 ) -> None:
     target, draft = tables(seed=3)
-    engine = engine_of(target, draft, DRAFTERS[method].build, **({"max_draft_tokens": 2} | options))
+    engine = engine_of(target, draft, build_of(method), **({"max_draft_tokens": 2} | options))
     found = output_distribution(engine, params)
     assert sum(found.values()) == pytest.approx(1.0, abs=1e-9)
     assert distance(found, target_distribution(target, params)) < 1e-9

@@ -21,7 +21,7 @@ from mtp_runtime.drafters.base import Drafter, DrafterParts, Pass
 from mtp_runtime.drafters.chain import Chain, extend
 from mtp_runtime.drafters.known_answers import KnownAnswersDrafter
 from mtp_runtime.drafters.ngram import find_last
-from mtp_runtime.models.model import Model, ModelCache
+from mtp_runtime.models.model import Model, ModelCache, States
 from mtp_runtime.request import Request
 from mtp_runtime.sampling import SamplingParams, SeededChoices, one_hot, probabilities_of
 
@@ -59,9 +59,13 @@ def test_what_must_be_loaded_for_a_drafter() -> None:
     assert needs == {
         "none": (False, False),
         "mtp": (True, False),
+        "eagle": (True, False),
         "inference_with_reference": (False, False),
         "draft_model": (False, True),
+        "eagle3": (False, False),
+        "parallel_heads": (False, False),
     }
+    assert {name for name, one in DRAFTERS.items() if one.read} == {"eagle3", "parallel_heads"}
 
 
 def test_plain_decoding_drafts_nothing() -> None:
@@ -254,7 +258,7 @@ class Recorded(Table):
         rows = zip(layout.positions.tolist(), tokens.tolist(), layout.slots.tolist(), strict=True)
         self.rows.append(list(rows))
         hidden = self.embedding[tokens]
-        return -hidden, hidden
+        return States(-hidden, hidden)
 
     def best(self, token: int) -> int:
         return int(self.table[token].argmax())

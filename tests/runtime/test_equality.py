@@ -14,10 +14,14 @@ import torch
 
 from cases import nightly_but
 from mtp_runtime.drafters import DRAFTERS
-from mtp_runtime.drafters.base import Drafter, DrafterParts
+from mtp_runtime.drafters.base import Drafter, DrafterParts, TargetDraft
+from mtp_runtime.drafters.eagle3 import read_eagle3
 from mtp_runtime.drafters.known_answers import KnownAnswersDrafter
+from mtp_runtime.drafters.parallel_heads import read_parallel_heads
+from mtp_runtime.models.load import LoadOptions, load_model
 from mtp_runtime.models.model import Model
 from mtp_runtime.sampling import SamplingParams
+from runtime.drafts import write_eagle3, write_layer_heads
 from runtime.harness import Prompt, Run, load, prompts_of, run
 
 PARAMS = SamplingParams(max_tokens=12, ignore_eos=True)
@@ -32,6 +36,7 @@ class Plain:
     params: SamplingParams = PARAMS
     alone: bool = True
     answers: dict[Prompt, list[int]] = field(default_factory=dict)
+    drafts: dict[str, TargetDraft] = field(default_factory=dict)
 
     def outputs(self, prompts: list[Prompt]) -> list[list[int]]:
         new = [prompt for prompt in dict.fromkeys(prompts) if prompt not in self.answers]
@@ -46,8 +51,15 @@ class Plain:
 
 
 @pytest.fixture(scope="module")
-def small_plain(small: Path) -> Plain:
-    return Plain(load(small))
+def small_plain(small: Path, tmp_path_factory: pytest.TempPathFactory) -> Plain:
+    """With random drafts for every method that reads one."""
+    folder, loaded = tmp_path_factory.mktemp("drafts"), load_model(small, LoadOptions())
+    drafts = {
+        "eagle3": read_eagle3(write_eagle3(folder / "eagle3"), loaded),
+        "parallel_heads": read_parallel_heads(write_layer_heads(folder / "heads"), loaded),
+    }
+    assert drafts.keys() == {name for name, one in DRAFTERS.items() if one.read}
+    return Plain(loaded.model, drafts=drafts)
 
 
 @pytest.fixture(scope="module")
@@ -75,11 +87,13 @@ def speculate(plain: Plain, prompts: list[Prompt], name: str, k: int, **settings
             plain.model, prompts, plain.params, k=k, build=plain.knowing(**KNOWN[name]), **settings
         )
     else:
+        draft = plain.drafts.get(name)
         found = run(
-            plain.model,
+            plain.model.tapped(draft.taps if draft else ()),
             prompts,
             plain.params,
             method=name,
+            build=draft.build if draft else None,
             k=k,
             draft_model=plain.model,
             **settings,

@@ -60,6 +60,15 @@ NAMES: dict[str, dict[str, str]] = {
         "embed_tokens.weight": "deepseek_v3_mtp.embed_tokens.weight",
         "shared_head.head.weight": "lm_head.weight",
     },
+    "eagle": {
+        **{n: f"layers.0.{n}" for n in [*BLOCK, *SCALES]},
+        "enorm.weight": "enorm.weight",
+        "hnorm.weight": "hnorm.weight",
+        "eh_proj.weight": "fc.weight",
+        "shared_head.norm.weight": "norm.weight",
+        "embed_tokens.weight": "embed_tokens.weight",
+        "shared_head.head.weight": "lm_head.weight",
+    },
 }
 ONE_LAYER = {"num_hidden_layers": 1, "first_k_dense_replace": 0, "num_nextn_predict_layers": 1}
 CONFIG: dict[str, dict[str, Any]] = {
@@ -78,6 +87,12 @@ CONFIG: dict[str, dict[str, Any]] = {
         "quantization_config": "",
     },
     "paddlenlp": ONE_LAYER | {"quantization_config": TINY_CONFIG["quantization_config"]},
+    "eagle": ONE_LAYER
+    | {
+        "model_type": "deepseek_v3",
+        "architectures": ["DeepseekV3ForCausalLM"],
+        "quantization_config": TINY_CONFIG["quantization_config"],
+    },
 }
 
 
@@ -256,6 +271,7 @@ def test_part_leaves_the_other_out(part: str, pristine: Path, output: Path) -> N
 UNCONVERTED = {
     "lightllm": ["lm_head", "model.layers.0.eh_proj", "model.layers.0.shared_head.head"],
     "paddlenlp": ["lm_head", "deepseek_v3_mtp.eh_proj", "lm_head"],
+    "eagle": ["lm_head", "fc", "lm_head"],
 }
 
 
@@ -286,6 +302,7 @@ def test_a_whole_mtp_layer_that_is_not_quantized(tmp_path: Path) -> None:
     for target, name in (
         ("lightllm", "model.layers.0"),
         ("paddlenlp", "deepseek_v3_mtp.layers.0"),
+        ("eagle", "layers.0"),
     ):
         assert export(source, tmp_path / target, "--target", target).code == 0
         config = read_json(tmp_path / target / "mtp/config.json")["quantization_config"]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
 from typing import Protocol
 
@@ -123,8 +123,8 @@ class Decoder(Protocol):
         tensors that are not contiguous float32 on the decoder's device or do not fit each other.
         """
 
-    def each(self) -> Iterator[Decoder]:
-        """Return every layer as a decoder of its own."""
+    def part(self, first: int, stop: int) -> Decoder:
+        """Return layers [first, stop), at least one, as a decoder of their own."""
 
 
 class Recursion(Protocol):

@@ -7,7 +7,7 @@ write it, not absorbed into queries.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -127,8 +127,8 @@ class Decoder:
             x += self._attention(layer, rms_norm(x, layer.input_norm, self._eps), layout, cache)
             x += feed_forward(self.config, layer, rms_norm(x, layer.post_norm, self._eps))
 
-    def each(self) -> Iterator[Decoder]:
-        return (Decoder(self.config, (layer,), self.rope) for layer in self.layers)
+    def part(self, first: int, stop: int) -> Decoder:
+        return replace(self, layers=self.layers[first:stop])
 
     @property
     def _eps(self) -> float:

@@ -31,7 +31,7 @@ def run(context: Context) -> Iterator[Item]:
     """Acceptance per k, then the module compared with its variants and with its drafter."""
     corpus = context.corpus
     for k in context.options.ks:
-        yield from _of_k(corpus.speculative(k), k)
+        yield from of_k(corpus.speculative(k), k)
     tried = alternatives(corpus)
     better = best_of(tried)
     known = None if better is None else better.explained
@@ -85,17 +85,20 @@ def _over(decoded: Decoded, position: int, top: str, bottom: str) -> Estimate | 
     return ratio(counts(top), counts(bottom))
 
 
-def _of_k(decoded: Decoded, k: int) -> Iterator[Item]:
+def of_k(decoded: Decoded, k: int, method: str = "") -> Iterator[Item]:
+    """Acceptance of a run with k drafts, by position; a method that is named is one of its own."""
+    own, data = (f"{method}, ", {"method": method}) if method else ("", {})
     for position in range(k):
         given, overall = conditional(decoded, position), cumulative(decoded, position)
-        name = f"k={k}, draft {position + 1}"
+        name = f"{own}k={k}, draft {position + 1}"
         if given is None or overall is None:
             yield not_tested(name, "no draft reached this position")
             continue
         yield measured(
             name,
             f"{given.shown()} of {given.count}; cumulative {overall.shown()}",
-            {
+            data
+            | {
                 "k": k,
                 "position": position + 1,
                 "conditional": given.as_json(),
@@ -104,8 +107,8 @@ def _of_k(decoded: Decoded, k: int) -> Iterator[Item]:
         )
     length = accepted_length(decoded)
     if length is not None:
-        data = {"k": k, "accepted_length": length.as_json()}
-        yield measured(f"k={k}, mean accepted length", length.shown(2), data)
+        lengths = data | {"k": k, "accepted_length": length.as_json()}
+        yield measured(f"{own}k={k}, mean accepted length", length.shown(2), lengths)
 
 
 def _sanity_band(corpus: Corpus, better: Alternative | None) -> Item:

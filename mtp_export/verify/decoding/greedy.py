@@ -16,6 +16,7 @@ from mtp_export.verify.context import Context
 from mtp_export.verify.diagnosis.causes import decoding as causes
 from mtp_export.verify.evidence.decode import Build, Decoded, decode
 from mtp_export.verify.evidence.noise import measured_noise
+from mtp_export.verify.evidence.own_drafts import OwnDraft
 from mtp_export.verify.evidence.prompts import Prompt
 from mtp_runtime.config import NO_DRAFTS
 from mtp_runtime.drafters import DRAFTERS
@@ -27,7 +28,7 @@ from mtp_runtime.teacher_forcing import Text, Texts, target_states
 
 _BATCHES = "plain decoding, batch 1 or all"
 _LENGTH_LIMIT, _END_TOKEN = "length limit inside a block", "end token inside a block"
-MOST_DRAFTS = 5
+MOST_DRAFTS, OWN_DRAFTS = 5, 3
 _PROMPTS = 6
 _ALONE = 1
 # From one token to one more than the largest block.
@@ -114,12 +115,11 @@ def run(context: Context) -> Iterator[Item]:
     """Equality with every drafter, limits inside a block, and divergences in the other modes."""
     new_tokens = tokens_per_prompt(context.options.max_new_tokens)
     trial = _trial(context, SamplingParams(max_tokens=new_tokens, ignore_eos=True))
-    for name, method, k, build in _drafters(trial):
-        decoded = trial.run(method, k, build)
+    for name, decoded in _runs(trial, context.own_drafts):
         if trial.why_inexact:
-            yield _classified(trial.reference, decoded, f"{name}, k={k}")
+            yield _classified(trial.reference, decoded, name)
         else:
-            yield _equal(trial, decoded, f"{name}, k={k}")
+            yield _equal(trial, decoded, name)
     for name, check in _EXACT.items():
         yield not_tested(name, trial.why_inexact) if trial.why_inexact else check(trial)
     yield _in_fp32(context)
@@ -147,12 +147,21 @@ def mixed_prompts(prompts: Sequence[Prompt]) -> list[Prompt]:
     return list(dict.fromkeys(cut))[:_PROMPTS]
 
 
+def _runs(trial: Trial, own_drafts: Sequence[OwnDraft]) -> Iterator[tuple[str, Decoded]]:
+    """Decodings with every drafter and with the bundle's own drafts, by name."""
+    for name, method, k, build in _drafters(trial):
+        yield f"{name}, k={k}", trial.run(method, k, build)
+    for own in own_drafts:
+        name = f"{own.method}, k={OWN_DRAFTS}"
+        yield name, own.on(trial.model).decode(trial.prompts, trial.params, OWN_DRAFTS)
+
+
 def _drafters(trial: Trial) -> Iterator[tuple[str, str, int, Build | None]]:
     """Name, method, k and builder of every drafter in the registry, and of planted ones."""
     for k in range(1, MOST_DRAFTS + 1):
         yield "mtp", "mtp", k, None
-    for method in DRAFTERS:
-        if method not in (NO_DRAFTS, "mtp"):
+    for method, kind in DRAFTERS.items():
+        if method not in (NO_DRAFTS, "mtp") and kind.read is None:
             yield method, method, 3, None
     for right_for in range(MOST_DRAFTS):
         name = "never right" if right_for == 0 else f"right for {right_for}"

@@ -12,6 +12,7 @@ import torch
 from mtp_export.verify.check import Item, failed, judged, not_tested, passed
 from mtp_export.verify.context import Context
 from mtp_export.verify.decoding.table_model import (
+    build_of,
     distance,
     engine_of,
     output_distribution,
@@ -77,7 +78,7 @@ def _exact(method: str) -> Item:
         inspectors: list[SumInspector] = []
 
         def build(parts: DrafterParts, seen: list[SumInspector] = inspectors) -> Drafter:
-            seen.append(SumInspector(DRAFTERS[method].build(parts)))
+            seen.append(SumInspector(build_of(method)(parts)))
             return seen[0]
 
         engine = engine_of(target, draft, build, max_draft_tokens=2)

@@ -15,13 +15,14 @@ from mtp_export.verify.check import Item, measured
 from mtp_export.verify.context import Context
 from mtp_export.verify.decoding.acceptance import conditional
 from mtp_export.verify.evidence.corpus import Corpus
-from mtp_export.verify.evidence.decode import Build, decode
+from mtp_export.verify.evidence.decode import Build, Decoded, decode
+from mtp_export.verify.evidence.own_drafts import OwnDraft
 from mtp_export.verify.evidence.pass_through import PassThroughDrafter
 from mtp_export.verify.evidence.prompts import Prompt
 from mtp_runtime.acceptance.base import Draft
-from mtp_runtime.config import NO_DRAFTS
 from mtp_runtime.drafters import DRAFTERS
 from mtp_runtime.drafters.base import Drafter, DrafterParts, Pass
+from mtp_runtime.models.model import Model
 from mtp_runtime.request import Request
 from mtp_runtime.sampling import SamplingParams
 
@@ -87,16 +88,47 @@ def run(context: Context) -> Iterator[Item]:
         figure += f"; loses at {', '.join(losses)}"
     data = {str(batch): {"k": k, "speedup": gain} for batch, (gain, k) in best.items()}
     yield measured("recommended k", figure, {"recommended": data})
+    for own in context.own_drafts:
+        yield from _of_own(corpus, own, context.options.ks)
 
 
-def in_turns(corpus: Corpus, prompts: list[Prompt], k: int) -> tuple[Timing, Timing]:
+def _of_own(corpus: Corpus, own: OwnDraft, ks: Sequence[int]) -> Iterator[Item]:
+    """One item per batch and k with a draft of its own folder."""
+    for batch in [b for b in _BATCHES if b <= len(corpus.prompts)]:
+        prompts = [p[:_PROMPT_TOKENS] for p in corpus.prompts[:batch]]
+        for k in ks:
+            plain, found = in_turns(corpus, prompts, k, own)
+            length = length_of(own.speculative(corpus.prompts, corpus.params, k), k)
+            item = _speedup(length, plain=plain, found=found, batch=batch, k=k)
+            data = {"method": own.method, **item.data}
+            yield measured(f"{own.method}, {item.name}", item.figure, data)
+
+
+def in_turns(
+    corpus: Corpus, prompts: list[Prompt], k: int, own: OwnDraft | None = None
+) -> tuple[Timing, Timing]:
     """Plain and speculative decoding, one right after the other, so that a machine that is slow for
     a while is slow for both; of a few such turns the one of median gain."""
     turns = [
-        (_timed(corpus, prompts, method=NO_DRAFTS, k=1), _timed(corpus, prompts, method="mtp", k=k))
+        (_timed(corpus, prompts, None), _timed(corpus, prompts, _Way.of(corpus, own, k)))
         for _ in range(_TURNS)
     ]
     return sorted(turns, key=lambda turn: gain_of(*turn))[_TURNS // 2]
+
+
+@dataclass(frozen=True)
+class _Way:
+    """A way to decode with k drafts."""
+
+    model: Model
+    build: Build
+    k: int
+
+    @classmethod
+    def of(cls, corpus: Corpus, own: OwnDraft | None, k: int) -> _Way:
+        if own is None:
+            return cls(corpus.model, DRAFTERS["mtp"].build, k)
+        return cls(own.model, own.draft.build, k)
 
 
 def gain_of(plain: Timing, found: Timing) -> float:
@@ -104,18 +136,21 @@ def gain_of(plain: Timing, found: Timing) -> float:
     return plain.per_token / found.per_token
 
 
-def _timed(corpus: Corpus, prompts: list[Prompt], *, method: str, k: int) -> Timing:
-    """The timing of one run, without prompts and first tokens."""
+def _timed(corpus: Corpus, prompts: list[Prompt], way: _Way | None) -> Timing:
+    """The timing of one run, without prompts and first tokens; plain decoding without a way."""
     tokens = max(4, min(_MOST_TOKENS, corpus.new_tokens // 2))
     params = SamplingParams(max_tokens=tokens, ignore_eos=True)
     timed: list[TimedDrafter] = []
 
-    def build(parts: DrafterParts) -> Drafter:
-        timed.append(TimedDrafter(DRAFTERS[method].build(parts)))
-        return timed[0]
+    if way is None:
+        decoded = decode(corpus.model, prompts, params)
+    else:
 
-    planted: Build | None = None if method == NO_DRAFTS else build
-    decoded = decode(corpus.model, prompts, params, method=method, k=k, build=planted)
+        def build(parts: DrafterParts) -> Drafter:
+            timed.append(TimedDrafter(way.build(parts)))
+            return timed[0]
+
+        decoded = decode(way.model, prompts, params, k=way.k, build=build)
     first = max(r.metrics.first_token_seconds for r in decoded.requests)
     last = max(r.metrics.finished_seconds for r in decoded.requests)
     output = max(r.metrics.output_tokens for r in decoded.requests) - 1
@@ -137,8 +172,12 @@ def _speedup(length: float, *, plain: Timing, found: Timing, batch: int, k: int)
 
 
 def expected_length(corpus: Corpus, k: int) -> float:
+    """Expected tokens per target step with the MTP module."""
+    return length_of(corpus.speculative(k), k)
+
+
+def length_of(decoded: Decoded, k: int) -> float:
     """Expected tokens per target step: 1 + the sum of the products of conditional acceptances."""
-    decoded = corpus.speculative(k)
     total, reached = 1.0, 1.0
     for position in range(k):
         found = conditional(decoded, position)

@@ -18,7 +18,8 @@ from mtp_export.verify.check import WHOLE_CHECK, Item, measured, not_tested
 from mtp_export.verify.context import Context
 from mtp_export.verify.decoding.acceptance import diagnosed
 from mtp_export.verify.decoding.stream_cost import Cost, cost_of
-from mtp_export.verify.evidence.corpus import Corpus, Drafts, judge
+from mtp_export.verify.evidence.blocks import walked
+from mtp_export.verify.evidence.corpus import Corpus, judge
 from mtp_export.verify.evidence.prompts import encoded
 from mtp_export.verify.evidence.statistics import Estimate, ratio
 from mtp_runtime.streaming import StreamedModel, open_streamed, pass_through
@@ -151,7 +152,8 @@ def _acceptance(corpus: Corpus, depths: int, generated: bool) -> Iterator[Item]:
         following=following,
     )
     kind = "of generated text" if generated else "the target's own best token, on given text"
-    counts = walked(corpus, drafts, depths) if generated else [None] * depths
+    blocks = walked(corpus.texts, corpus.anchors, drafts=drafts, k=depths)
+    counts = blocks.conditional if generated else [None] * depths
     for depth in range(1, depths + 1):
         reached = drafts.reached(depth - 1) & drafts.room[depth - 1]
         hits = drafts.hit[depth - 1].double()
@@ -184,24 +186,3 @@ def _overlap(corpus: Corpus, states: torch.Tensor, depth: int) -> Estimate:
     found = ratio(corpus.by_text(values, room), corpus.by_text(torch.ones_like(values), room))
     assert found is not None, "there is room at this depth"
     return found
-
-
-def walked(corpus: Corpus, drafts: Drafts, k: int) -> list[Estimate | None]:
-    """Conditional acceptance per position in the blocks that an engine with k drafts would have
-    verified while generating the end of each text."""
-    texts = corpus.texts
-    at = {int(row): index for index, row in enumerate(corpus.anchors.rows)}
-    reached = [[0] * len(texts.texts) for _ in range(k)]
-    accepted = [[0] * len(texts.texts) for _ in range(k)]
-    for owner, (start, text) in enumerate(zip(texts.starts, texts.texts, strict=True)):
-        last, end = text.prompt_size, len(text.tokens) - 1
-        while last < end:
-            accepted_here = 0
-            for depth in range(min(k, end - last - 1)):
-                reached[depth][owner] += 1
-                if not drafts.hit[depth][at[start + last - 1]]:
-                    break
-                accepted[depth][owner] += 1
-                accepted_here += 1
-            last += accepted_here + 1
-    return [ratio(top, bottom) for top, bottom in zip(accepted, reached, strict=True)]

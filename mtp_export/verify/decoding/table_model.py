@@ -12,16 +12,24 @@ from typing import Any, cast
 import numpy as np
 import torch
 
+from mtp_export.schemes.formats import unquantized
 from mtp_runtime.cache import LayerCaches
 from mtp_runtime.config import EngineConfig, ModelConfig, SpeculationConfig
+from mtp_runtime.drafters import DRAFTERS
 from mtp_runtime.drafters.base import Drafter, DrafterParts
+from mtp_runtime.drafters.eagle3 import Eagle3Drafter
+from mtp_runtime.drafters.parallel_heads import ParallelHeadsDrafter
 from mtp_runtime.engine import Engine
-from mtp_runtime.models.model import Model, ModelCache
+from mtp_runtime.layers.linear import Linear
+from mtp_runtime.models.eagle3 import Eagle3Module
+from mtp_runtime.models.model import Model, ModelCache, States
+from mtp_runtime.models.parallel_heads import Block, FfnHeads
 from mtp_runtime.request import Request
 from mtp_runtime.sampling import Probabilities, SamplingParams, probabilities_of
 
 VOCAB = 3
 PROMPT = (0, 1, 0)
+Build = Callable[[DrafterParts], Drafter]
 Distribution = dict[tuple[int, ...], float]  # probability by output tokens
 
 
@@ -55,7 +63,7 @@ class Table:
 
     def __call__(self, tokens: torch.Tensor, cache: Any, layout: Any) -> Any:
         hidden = self.embedding[tokens]
-        return hidden, hidden
+        return States(hidden, hidden, taps=hidden)
 
     def mtp_input(self, before: torch.Tensor, after: torch.Tensor) -> torch.Tensor:
         return after
@@ -90,6 +98,13 @@ class Mtp:
 
     def recycled(self, x: torch.Tensor, normed: torch.Tensor) -> torch.Tensor:
         return normed
+
+    def new_cache(self, pages: Any) -> LayerCaches:
+        return LayerCaches(())
+
+    def combined(self, taps: torch.Tensor) -> torch.Tensor:
+        """The states as an EAGLE-3 draft takes them."""
+        return taps
 
 
 @dataclass
@@ -137,9 +152,27 @@ def tables(seed: int) -> tuple[Table, Table]:
     return Table(target, draft), Table(draft)
 
 
-def engine_of(
-    target: Table, draft: Table, build: Callable[[DrafterParts], Drafter], **speculation: Any
-) -> Engine:
+def build_of(method: str) -> Build:
+    """The builder of a method's drafter over tables. Drafts that are read from folders of their own
+    are made of the target's MTP module."""
+    return _OF_TABLES.get(method, DRAFTERS[method].build)
+
+
+def _eagle3(parts: DrafterParts) -> Drafter:
+    return Eagle3Drafter(parts, cast(Eagle3Module, parts.target.mtp_modules[0]))
+
+
+def _parallel_heads(parts: DrafterParts) -> Drafter:
+    table = cast(Mtp, parts.target.mtp_modules[0]).head.table
+    projection = Linear.build(unquantized(table.t()), torch.float32, keep_dense=True)
+    no_blocks: tuple[Block, ...] = ()
+    return ParallelHeadsDrafter(parts, FfnHeads((no_blocks, no_blocks), (projection,)))
+
+
+_OF_TABLES: dict[str, Build] = {"eagle3": _eagle3, "parallel_heads": _parallel_heads}
+
+
+def engine_of(target: Table, draft: Table, build: Build, **speculation: Any) -> Engine:
     """An engine over tables; `speculation` are further fields of SpeculationConfig."""
     settings = SpeculationConfig(method="draft_model", **speculation)
     config = EngineConfig(page_size=4, cache_tokens=64, poison_freed=True, speculation=settings)

@@ -54,7 +54,7 @@ def expert_variants(corpus: Corpus, own: torch.Tensor) -> Iterator[ExpertVariant
         rows = moved.any(dim=1).nonzero()[:, 0]
         scores = own.clone()
         x = module.head.normed(whole[rows] + moved[rows])
-        scores[rows.cpu()] = best_and_score(module, x, wanted[rows.cpu()])[1]
+        scores[rows.cpu()] = best_and_score(module.head, x, wanted[rows.cpu()])[1]
         yield ExpertVariant(change, cause, scores)
 
 

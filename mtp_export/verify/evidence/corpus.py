@@ -11,7 +11,7 @@ import torch
 
 from mtp_export.verify.evidence.decode import Decoded, decode
 from mtp_export.verify.evidence.prompts import Prompt
-from mtp_runtime.models.model import Model, MtpModule
+from mtp_runtime.models.model import DraftModule, Head, Model, MtpModule
 from mtp_runtime.sampling import SamplingParams
 from mtp_runtime.teacher_forcing import (
     Anchors,
@@ -190,7 +190,7 @@ def texts_of(decoded: Decoded) -> Texts:
 
 
 def judge(
-    modules: Sequence[MtpModule],
+    modules: Sequence[DraftModule],
     texts: Texts,
     anchors: Anchors,
     states: Sequence[torch.Tensor],
@@ -198,13 +198,25 @@ def judge(
 ) -> Drafts:
     """Best tokens and log-probabilities of MTP outputs, one [A, d] per depth. following [T]: the
     wanted token after each row, by default the texts' own next token."""
+    heads = [modules[:depth][-1].head for depth in range(1, len(states) + 1)]
+    normed = [head.normed(x) for head, x in zip(heads, states, strict=True)]
+    return judge_normed(heads, texts=texts, anchors=anchors, normed=normed, following=following)
+
+
+def judge_normed(
+    heads: Sequence[Head],
+    texts: Texts,
+    anchors: Anchors,
+    normed: Sequence[torch.Tensor],
+    following: torch.Tensor | None = None,
+) -> Drafts:
+    """Judge outputs [A, d] that passed the norm, with the head of each depth."""
     following = texts.tokens.roll(-1) if following is None else following
     best, hits, rooms, scores = [], [], [], []
-    for depth, x in enumerate(states, start=1):
-        module = modules[:depth][-1]
+    for depth, (head, x) in enumerate(zip(heads, normed, strict=True), start=1):
         room = texts.room(anchors, depth)
         wanted = following[(anchors.rows + depth).clamp(max=len(following) - 1)]
-        found, score = best_and_score(module, module.head.normed(x), wanted)
+        found, score = best_and_score(head, x, wanted)
         best.append(found)
         hits.append((found == wanted) & room)
         rooms.append(room)
@@ -213,11 +225,11 @@ def judge(
 
 
 def best_and_score(
-    module: MtpModule, normed: torch.Tensor, wanted: torch.Tensor
+    head: Head, normed: torch.Tensor, wanted: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The best token [A] of each row, and the log-probability [A] of the wanted one."""
     best, scores = [torch.zeros(0, dtype=torch.long)], [torch.zeros(0)]
-    for rows, logits in logits_by_chunk(module.head, normed):
+    for rows, logits in logits_by_chunk(head, normed):
         own = wanted[rows].to(logits.device)[:, None]
         best.append(logits.argmax(dim=-1).cpu())
         scores.append(logits.log_softmax(dim=-1).gather(1, own)[:, 0].cpu())

@@ -52,7 +52,7 @@ def paced_logits(
         for i, (a, b) in zip(active, spans, strict=True):
             pages.append(sequences[i], b - a)
         layout = lay_out(pages, [sequences[i] for i in active], spans, model.device)
-        _, after = model(torch.tensor(tokens, device=model.device), cache, layout)
+        after = model(torch.tensor(tokens, device=model.device), cache, layout).after
         row = 0
         for i, (a, b) in zip(active, spans, strict=True):
             if a >= starts[i]:

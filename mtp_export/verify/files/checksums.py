@@ -10,11 +10,13 @@ from typing import TYPE_CHECKING, Any
 import xxhash
 
 from mtp_export.bundle.journal import JOURNAL_NAME
+from mtp_export.checkpoint.disk_queue import DiskQueue, disk_depth
 from mtp_export.checkpoint.header import ShardHeader
 from mtp_export.checkpoint.reader import Checkpoint
-from mtp_export.progress import format_bytes
+from mtp_export.progress import format_bytes, silent
 from mtp_export.verify.check import Item, Problem, failed, not_tested, verdict
 from mtp_export.verify.diagnosis.causes import files as causes
+from mtp_export.verify.evidence.part_walk import WalkPlan, recorded_checksums
 
 if TYPE_CHECKING:
     from mtp_export.verify.context import Context
@@ -39,14 +41,17 @@ def run(context: Context) -> Iterator[Item]:
 def _parts(context: Context, parts: Mapping[str, Any]) -> Iterator[Item]:
     """Each part compared with its entry in the manifest."""
     for name in sorted({*parts, *(part.name for part in context.parts)}):
-        part, entry = context.part(name), parts.get(name)
+        own = context.own_draft_part(name)
+        part, entry = context.part(name) or own, parts.get(name)
         if part is None or entry is None:
             cause = causes.PART_NOT_IN_BUNDLE if part is None else causes.PART_NOT_IN_MANIFEST
             yield failed(f"{name}: part", cause, subject=name)
             continue
         yield _small_files(part, entry)
         yield _shards(part, entry)
-        if part.checkpoint is not None:
+        if own is not None and own.checkpoint is not None:
+            yield _draft_tensors(context, name, checkpoint=own.checkpoint, entry=entry)
+        elif part.checkpoint is not None:
             yield from _tensors(context, part=part.name, checkpoint=part.checkpoint, entry=entry)
 
 
@@ -124,6 +129,19 @@ def _tensors(
             " --source compares their bytes, --checksums all records them at export",
             figure=f"{len(unread)} shards, {format_bytes(sum(s.size_bytes for s in unread))}",
         )
+
+
+def _draft_tensors(
+    context: Context, name: str, checkpoint: Checkpoint, entry: Mapping[str, Any]
+) -> Item:
+    """A draft's tensors, which no other check reads, have the manifest's checksums."""
+    sums, title = recorded_checksums(checkpoint, entry), f"{name}: checksums"
+    if not context.options.checksums:
+        return not_tested(title, "--no-checksums leaves them out")
+    plan = WalkPlan((), [checkpoint.tensors[tensor] for tensor in sums])
+    with DiskQueue(disk_depth(context.options.bundle)) as queue:
+        found = plan.run(context.options.workers, queue, silent)
+    return _hashed(title, sums, checkpoint, found.checksums)
 
 
 def _hashed(

@@ -211,7 +211,7 @@ def _readers(context: Context) -> list[Engine]:
 def _as_read(name: str, layout: PartLayout, config: Any, reading: DraftReading) -> Item:
     """The draft's tensors compared with what an engine expects by a quantization_config."""
     specs = [one.weight for one in layout.stored.weights.values()]
-    tensors: Mapping[str, TensorInfo] = layout.checkpoint.tensors
+    tensors = _by_released_names(layout)
     rename: Callable[[str], str] = str
     keeps_patterns = reading.layer_name in layout.stored.family.patterns.mtp_names
     if reading.layer_name is not None:
@@ -234,6 +234,17 @@ def _as_read(name: str, layout: PartLayout, config: Any, reading: DraftReading) 
         for problem in presence + precision
     ]
     return verdict(name, problems, f"{len(specs):,} weights")
+
+
+def _by_released_names(layout: PartLayout) -> Mapping[str, TensorInfo]:
+    """A draft's tensors by the names that engines find their precision by; unknown ones keep
+    theirs."""
+    released = {
+        tensor.name: name
+        for one in layout.stored.weights.values()
+        for tensor, name in zip(one.tensors, one.released_names, strict=True)
+    }
+    return {released.get(key, key): tensor for key, tensor in layout.checkpoint.tensors.items()}
 
 
 def _with_layer_name(layers: Sequence[str], layer_name: str, text: str) -> str:

@@ -34,6 +34,11 @@ def _data(report: Report, check: str, *keys: str) -> Iterator[dict[str, Any]]:
             yield dict(item.data)
 
 
+def _method(data: dict[str, Any]) -> str:
+    """The beginning of a label: the method, where the figure is not the MTP module's."""
+    return f"{data['method']}, " if "method" in data else ""
+
+
 def _acceptance(report: Report) -> Iterator[Chart]:
     found = list(_data(report, "acceptance", "k", "position", "conditional", "cumulative"))
     for kind, title in (
@@ -42,7 +47,7 @@ def _acceptance(report: Report) -> Iterator[Chart]:
     ):
         rows = [
             Interval(
-                f"k={data['k']}, draft {data['position']}",
+                f"{_method(data)}k={data['k']}, draft {data['position']}",
                 value=data[kind]["value"],
                 low=data[kind]["low"],
                 high=data[kind]["high"],
@@ -86,7 +91,7 @@ def _sizes(report: Report) -> Iterator[Chart]:
 def _speed(report: Report) -> Iterator[Chart]:
     rows: list[Bar] = []
     for data in _data(report, "speed", "batch", "k", "measured", "predicted"):
-        label = f"batch {data['batch']}, k={data['k']}"
+        label = f"{_method(data)}batch {data['batch']}, k={data['k']}"
         rows.append(Bar(label, data["measured"], f"{data['measured']:.2f}×"))
         rows.append(
             Bar("predicted", value=data["predicted"], text=f"{data['predicted']:.2f}×", series=1)

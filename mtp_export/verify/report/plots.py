@@ -5,6 +5,7 @@ Colours are CSS classes, so that light and dark pages share them.
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -96,11 +97,15 @@ def bars(rows: Sequence[Bar]) -> str:
     return _svg(height, parts)
 
 
-def lines(series: Sequence[Line], unit: str) -> str:
-    """A chart of lines over layer numbers; the y axis spans the data in round steps."""
+def lines(
+    series: Sequence[Line], unit: str, *, across: str = "layer", finest_step: float = 1.0
+) -> str:
+    """A chart of lines over numbers of layers, or of what `across` says; the y axis spans the data
+    in round steps, none of them finer than finest_step."""
     points = [point for line in series for point in line.points]
     low_x, high_x = min(x for x, _ in points), max(x for x, _ in points)
-    low, high = _rounded_range([y for _, y in points])
+    low, high = _rounded_range([y for _, y in points], finest_step)
+    digits = max(0, math.ceil(-math.log10(finest_step)))
     bottom = _HEIGHT - _BOTTOM
 
     def place(point: tuple[float, float]) -> tuple[float, float]:
@@ -113,9 +118,9 @@ def lines(series: Sequence[Line], unit: str) -> str:
         value = low + (high - low) * step / 4
         y = place((low_x, value))[1]
         parts.append(f'<line class="grid" x1="{_LEFT}" x2="{_WIDTH - _RIGHT}" y1="{y}" y2="{y}"/>')
-        parts.append(_text(_LEFT - 5, y + 4, f"{value:.0f}", "end"))
+        parts.append(_text(_LEFT - 5, y + 4, f"{value:.{digits}f}", "end"))
     for value in sorted({low_x, (low_x + high_x) // 2, high_x}):
-        name = f"layer {value:.0f}" if value == low_x else f"{value:.0f}"
+        name = f"{across} {value:.0f}" if value == low_x else f"{value:.0f}"
         anchor = "start" if value == low_x else "end" if value == high_x else "middle"
         parts.append(_text(place((value, low))[0], _HEIGHT - 7, name, anchor))
     for number, line in enumerate(series):
@@ -125,7 +130,7 @@ def lines(series: Sequence[Line], unit: str) -> str:
         else:
             x, y = place(line.points[0])
             parts.append(f'<circle class="s{number}" cx="{x:.1f}" cy="{y:.1f}" r="4"/>')
-    return _svg(_HEIGHT, parts, f"{unit}, by layer")
+    return _svg(_HEIGHT, parts, f"{unit}, by {across}")
 
 
 def legend(labels: Sequence[str]) -> str:
@@ -155,10 +160,10 @@ def standalone(svg: str, labels: Sequence[str]) -> str:
     return f"{opened[:start]}<style>{_OWN_STYLE}</style>{drawn}</svg>\n"
 
 
-def _rounded_range(values: Sequence[float]) -> tuple[float, float]:
+def _rounded_range(values: Sequence[float], finest_step: float) -> tuple[float, float]:
     """Ends of an axis of four round steps around the values."""
     low, high = min(values), max(values)
-    for step in (1, 2, 5, 10, 20, 50, 100):
+    for step in (finest_step * factor for factor in (1, 2, 5, 10, 20, 50, 100)):
         start = step * (low // step)
         if start + 4 * step >= high:
             return start, start + 4 * step

@@ -78,5 +78,5 @@ class ModelDrafter:
         device = self._model.device
         layout = lay_out(self._pages, sequences, spans, device)
         ids = torch.tensor(tokens, device=device)
-        _, after = self._model(ids, self._cache, layout)
-        return self._model.head.logits(after[last])
+        states = self._model(ids, self._cache, layout)
+        return self._model.head.logits(states.after[last])

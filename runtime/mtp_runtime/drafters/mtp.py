@@ -16,10 +16,10 @@ import torch
 
 from mtp_export.errors import UnsupportedError
 from mtp_runtime.acceptance.base import Draft
-from mtp_runtime.cache import lay_out, page_table
+from mtp_runtime.cache import Cache, lay_out, page_table
 from mtp_runtime.drafters.base import DrafterParts, Pass
 from mtp_runtime.drafters.chain import Chain, extend
-from mtp_runtime.models.model import MtpModule, Recursion
+from mtp_runtime.models.model import DraftModule, Recursion
 from mtp_runtime.request import Request
 
 Span = tuple[int, int]
@@ -35,31 +35,31 @@ class Rows:
     hidden: torch.Tensor  # [rows, d]
 
 
-class MtpDrafter:
-    """Holds each module's output at its last row of each request, between observing and
-    proposing."""
+class ModuleDrafter:
+    """Drafts by modules whose caches lie in the target's pages.
 
-    def __init__(self, parts: DrafterParts) -> None:
-        self._modules = parts.target.mtp_modules
-        if not self._modules:
-            raise UnsupportedError(
-                "This model was loaded without an MTP module",
-                expected="a bundle with main and mtp, or a checkpoint with layer "
-                f"{parts.target.config.layers}",
-                todo="Use --speculate-method none or inference_with_reference",
-            )
-        self._caches = parts.cache.mtp
+    Holds each module's output at its last row of each request, between observing and proposing.
+    """
+
+    def __init__(
+        self, parts: DrafterParts, modules: Sequence[DraftModule], caches: Sequence[Cache]
+    ) -> None:
+        self._modules, self._caches = modules, caches
         self._pages = parts.pages
         self._device = parts.target.device
         self._settings = parts.config.speculation
         # Request id -> each module's output [d] before the norm, None where it has no row yet.
         self._last: dict[int, list[torch.Tensor | None]] = {}
 
+    def _fed(self, p: Pass) -> torch.Tensor:
+        """Return the states [s, d] that the first module takes of a pass."""
+        return p.hidden
+
     def observe(self, passes: Sequence[Pass]) -> None:
         """Compute the rows whose inputs have become known, module by module."""
         if not passes:
             return
-        rows = [_known_rows(p.request, 0, p.start, p.hidden) for p in passes]
+        rows = [_known_rows(p.request, 0, p.start, self._fed(p)) for p in passes]
         for depth, module in enumerate(self._modules):
             following: list[Rows] = []
             for own, out in zip(rows, self._run(depth, rows), strict=True):
@@ -159,7 +159,7 @@ class MtpDrafter:
             self._last[request.request_id] = [None] * len(self._modules)
         return self._last[request.request_id]
 
-    def _module(self, depth: int) -> MtpModule:
+    def _module(self, depth: int) -> DraftModule:
         """Return the module of the draft at a depth, from 0."""
         return self._modules[min(depth, len(self._modules) - 1)]
 
@@ -177,6 +177,20 @@ class MtpDrafter:
         return list(torch.split(out, [len(part.hidden) for part in rows]))
 
 
+class MtpDrafter(ModuleDrafter):
+    """Drafts by the MTP modules that were loaded with the target."""
+
+    def __init__(self, parts: DrafterParts) -> None:
+        if not parts.target.mtp_modules:
+            raise UnsupportedError(
+                "This model was loaded without an MTP module",
+                expected="a bundle with main and mtp, or a checkpoint with layer "
+                f"{parts.target.config.layers}",
+                todo="Use --speculate-method none or inference_with_reference",
+            )
+        super().__init__(parts, parts.target.mtp_modules, parts.cache.mtp)
+
+
 def _known_rows(request: Request, depth: int, start: int, hidden: torch.Tensor) -> Rows:
     """Return the rows from start on for the module of a depth, fed with committed tokens."""
     end = start + len(hidden)
@@ -185,7 +199,7 @@ def _known_rows(request: Request, depth: int, start: int, hidden: torch.Tensor) 
 
 
 def _rows_behind(
-    module: MtpModule, depth: int, rows: Rows, before: torch.Tensor | None, out: torch.Tensor
+    module: DraftModule, depth: int, rows: Rows, before: torch.Tensor | None, out: torch.Tensor
 ) -> Rows:
     """Return the next module's rows, one behind those of this one: fed its output at the row before
     them, if there is one, and at all of them but the last."""

@@ -7,12 +7,13 @@ its weights and says what it caches per token; nothing else knows the width of a
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import NamedTuple, Protocol
+from typing import NamedTuple, Protocol, runtime_checkable
 
 import torch
 
 from mtp_kernels.batch_layout import BatchLayout
 from mtp_runtime.cache import CacheSpec, LayerCache
+from mtp_runtime.layers.linear import Linear
 from mtp_runtime.layers.rope import Rope
 
 
@@ -63,3 +64,20 @@ class Attention(Protocol):
         Writes the cache entries of the rows at forward.layout.slots. A row may use the entries of
         its own request up to itself alone; others may hold anything, NaN included.
         """
+
+
+@runtime_checkable
+class ExpandedAttention(Attention, Protocol):
+    """Attention that also gives queries, keys and values of its rows, for training."""
+
+    @property
+    def rope(self) -> Rope: ...
+
+    @property
+    def output(self) -> Linear:
+        """Projection of attended values, all heads side by side."""
+
+    def expanded(
+        self, x: torch.Tensor, cos_sin: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Project x [T, d] to scaled queries and keys [T, h, n] and values [T, h, v], rotated."""

@@ -83,6 +83,16 @@ class Gqa:
         query, key = (rotate_halves(each, cos_sin[:, None]) for each in (query, key))
         return query, key, value
 
+    def expanded(
+        self, x: torch.Tensor, cos_sin: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Project x [T, d] to scaled queries [T, h, n] and, for every one of them, keys and
+        values [T, h, n]."""
+        query, key, value = self.project(x, cos_sin)
+        each = self.heads // self.kv_heads
+        key, value = (one.repeat_interleave(each, dim=1) for one in (key, value))
+        return query * self.head**-0.5, key, value
+
 
 def _cached(entries: torch.Tensor, pages: torch.Tensor, length: int) -> torch.Tensor:
     """Gather the first entries [t, g, n] of a request from its pages."""

@@ -96,17 +96,36 @@ class Mla:
         self, lowered: Lowered, cos_sin: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Return q_latent [T, h, c], q_rope [T, h, r] and cache entries [T, c+r]."""
+        q_nope, latent, rotated = self._by_head(lowered, cos_sin)
+        heads = len(self.key_up)
+        q_latent = torch.bmm(q_nope.transpose(0, 1), self.key_up).transpose(0, 1).contiguous()
+        cached = torch.cat([latent, rotated[:, heads]], dim=1)
+        return q_latent, rotated[:, :heads], cached
+
+    def expanded(
+        self, x: torch.Tensor, cos_sin: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Project x [T, d] to scaled queries and keys [T, h, n+r] and values [T, h, v]."""
+        q_nope, latent, rotated = self._by_head(self.lower(x), cos_sin)
+        heads = len(self.key_up)
+        query = torch.cat([q_nope, rotated[:, :heads]], dim=2) * self.scale
+        key = torch.einsum("tc,hnc->thn", latent, self.key_up)
+        key = torch.cat([key, rotated[:, heads:].expand(-1, heads, -1)], dim=2)
+        return query, key, torch.einsum("tc,hcv->thv", latent, self.value_up)
+
+    def _by_head(
+        self, lowered: Lowered, cos_sin: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Return q_nope [T, h, n], normed latents [T, c], and the rotated parts of queries and,
+        behind them, of the key [T, h+1, r]."""
         query, kv, k_rope = lowered
         heads, nope, _ = self.key_up.shape
         if self.query_up is not None:
             query = self.query_up(query)
         by_head = query.view(len(query), heads, -1)
         q_nope, q_rope = torch.split(by_head, [nope, self.rope_size], dim=2)
-        q_latent = torch.bmm(q_nope.transpose(0, 1), self.key_up).transpose(0, 1).contiguous()
         unrotated = torch.cat([q_rope, k_rope[:, None]], dim=1)  # [T, h+1, r]
-        rotated = rotate_pairs(unrotated, cos_sin[:, None])
-        cached = torch.cat([self.latent_norm(kv), rotated[:, heads]], dim=1)
-        return q_latent, rotated[:, :heads], cached
+        return q_nope, self.latent_norm(kv), rotate_pairs(unrotated, cos_sin[:, None])
 
     def finish(self, attended: torch.Tensor) -> torch.Tensor:
         """Project attended latents [T, h, c] to [T, d]."""

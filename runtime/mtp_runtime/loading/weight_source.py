@@ -21,7 +21,7 @@ from mtp_export.families.base import TensorSpec
 from mtp_export.families.contract import MtpContract
 from mtp_export.families.modules import MlpModules
 from mtp_export.schemes.discrepancies import compare
-from mtp_export.schemes.formats import EncodedWeight
+from mtp_export.schemes.formats import EncodedWeight, unquantized
 from mtp_export.schemes.stored import StoredModel, StoredWeight, stored_model
 from mtp_export.schemes.weight_values import Rounding, WeightOnDisk
 from mtp_export.targets import target_of
@@ -73,7 +73,8 @@ class WeightSource:
 
     The state of one loading: the names that were read so far, for the ledger. keep_dense: linears
     are dequantized when they are loaded. on_demand: routed experts, heads and embeddings are read
-    when they are used. contract is that of the MTP modules.
+    when they are used. contract is that of the MTP modules. values: tensors in place of stored
+    weights, by their released names, as a training has them.
     """
 
     owners: Mapping[str, _Part]
@@ -85,10 +86,15 @@ class WeightSource:
     loaded: set[str] = field(default_factory=set)
     tied: set[str] = field(default_factory=set)
     left_out: set[str] = field(default_factory=set)
+    values: Mapping[str, torch.Tensor] = field(default_factory=dict)
 
     @property
     def has_mtp(self) -> bool:
         return any(self._spec(name).mtp_layer is not None for name in self._present)
+
+    def stored(self, name: str) -> StoredWeight:
+        """Return the form that a weight is stored in."""
+        return self.owners[name].stored.weights[name]
 
     def raw(self, name: str) -> torch.Tensor:
         """Return an unquantized tensor in its stored dtype, on the device.
@@ -96,7 +102,7 @@ class WeightSource:
         Raises InvalidInputError where there is none.
         """
         self._note(name)
-        return self._plain(name)
+        return self.values[name] if name in self.values else self._plain(name)
 
     def tensor(self, name: str) -> torch.Tensor:
         """Return an unquantized tensor in the dtype of the run."""
@@ -107,9 +113,12 @@ class WeightSource:
 
         Raises InvalidInputError for tensors that are missing or contradict each other.
         """
-        name = f"{module}.weight"
+        return self.encoded(f"{module}.weight")
+
+    def encoded(self, name: str) -> EncodedWeight:
+        """Return a tensor of the model in the format that it is stored in. Raises as weight."""
         self._note(name)
-        return self._encoded(name)
+        return unquantized(self.values[name]) if name in self.values else self._encoded(name)
 
     def linear(self, module: str) -> Linear:
         """Return a linear layer."""
@@ -127,7 +136,7 @@ class WeightSource:
         """Return the linear layer of a head, the largest of a model."""
         name = f"{module}.weight"
         # Rows of a transposed matrix lie scattered over the file.
-        if not self.on_demand or self.owners[name].stored.weights[name].transposed:
+        if not self.on_demand or self.stored(name).transposed:
             return self.linear(module)
         self._note(name)
         return Linear(WeightOnDemand(self._on_disk(name), self.device, self._readers))
@@ -215,7 +224,7 @@ class WeightSource:
         self.loaded.add(name)
 
     def _spec(self, name: str) -> TensorSpec:
-        return self.owners[name].stored.weights[name].weight
+        return self.stored(name).weight
 
     def _encoded(self, name: str) -> EncodedWeight:
         on_disk = self._on_disk(name)
@@ -232,7 +241,7 @@ class WeightSource:
             return reader.rows(0, tensor.shape[0] if tensor.shape else 1).to(self.device)
 
     def _check_plain(self, name: str) -> None:
-        one = self.owners[name].stored.weights[name]
+        one = self.stored(name)
         if len(one.tensors) > 1:
             raise UnsupportedError(
                 "The runtime reads embeddings unquantized",
@@ -248,9 +257,7 @@ class WeightSource:
 
     def _released_names(self, names: Iterable[str]) -> frozenset[str]:
         return frozenset(
-            released
-            for name in names
-            for released in self.owners[name].stored.weights[name].released_names
+            released for name in names for released in self.stored(name).released_names
         )
 
 

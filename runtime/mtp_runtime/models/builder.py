@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from mtp_export.families.contract import MtpContract
 from mtp_export.families.modules import (
@@ -21,6 +21,7 @@ from mtp_export.schemes.formats import unquantized
 from mtp_runtime.config import ModelConfig
 from mtp_runtime.layers.attention import Attention
 from mtp_runtime.layers.decoder_layer import DecoderLayer, FeedForward
+from mtp_runtime.layers.embedding import Embedding
 from mtp_runtime.layers.linear import Linear, Weight, stack
 from mtp_runtime.layers.moe import Mlp, Moe, Router
 from mtp_runtime.layers.norm import RmsNorm
@@ -80,19 +81,28 @@ class ModelBuilder(ABC):
     def mtp_module(self, main: Model, index: int, contract: MtpContract) -> MtpModule:
         """Load one MTP layer; embedding and head are the main model's own where they are equal."""
         source, names = self.source, self.family.mtp_modules(index)
-        of_main, execution = self.family.modules, main.head.execution
         own = weight_name(names.embedding)
-        tied = source.is_tied(own, weight_name(of_main.embedding))
+        tied = source.is_tied(own, weight_name(self.family.modules.embedding))
+        embedding = main.embedding if tied else source.embedding(own)
+        head = replace(main.head, linear=self._mtp_head(main, names))
+        return self.mtp_layer(index, embedding, head=head, contract=contract)
+
+    def mtp_layer(
+        self, index: int, embedding: Embedding, *, head: Head, contract: MtpContract
+    ) -> MtpModule:
+        """Load what an MTP layer has beside an embedding and a head, of which the norm is its
+        own."""
+        names = self.family.mtp_modules(index)
         return MtpModule(
-            embedding=main.embedding if tied else source.embedding(own),
+            embedding=embedding,
             embedding_norm=self.norm(names.embedding_norm),
             hidden_norm=self.norm(names.hidden_norm),
-            projection=source.linear(names.projection),
+            projection=self.source.linear(names.projection),
             layer=self.layer(index),
-            head=Head(self.norm(names.head_norm), self._mtp_head(main, names), execution),
+            head=replace(head, norm=self.norm(names.head_norm)),
             contract=contract,
             usual_contract=self.family.usual_contract,
-            execution=execution,
+            execution=head.execution,
         )
 
     def _mtp_head(self, main: Model, names: MtpModules) -> Linear:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import accumulate
 from pathlib import Path
 from typing import cast
 
@@ -66,7 +67,10 @@ class CompiledLayers:
         return x
 
     def each(self) -> Iterator[Layers]:
-        return (CompiledLayers(decoder) for decoder in self.decoder.each())
+        return (self.part(at, at + 1) for at in range(len(self)))
+
+    def part(self, first: int, stop: int) -> CompiledLayers:
+        return CompiledLayers(self.decoder.part(first, stop))
 
 
 @dataclass(frozen=True)
@@ -89,6 +93,14 @@ class MixedLayers:
 
     def each(self) -> Iterator[Layers]:
         return (layer for run in self.runs for layer in run.each())
+
+    def part(self, first: int, stop: int) -> MixedLayers:
+        starts = accumulate(map(len, self.runs), initial=0)
+        spans = [
+            (run, max(first - start, 0), min(stop - start, len(run)))
+            for run, start in zip(self.runs, starts, strict=False)
+        ]
+        return MixedLayers(tuple(run.part(low, high) for run, low, high in spans if low < high))
 
 
 @dataclass(frozen=True)

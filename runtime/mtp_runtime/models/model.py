@@ -11,15 +11,16 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import pairwise
 from typing import Protocol
 
 import torch
 
 from mtp_export.families.contract import Hidden, MtpContract
 from mtp_kernels.batch_layout import BatchLayout
-from mtp_runtime.cache import Cache, CacheSpec, LayerCaches, PageAllocator
+from mtp_runtime.cache import Cache, CacheSpec, JoinedCaches, LayerCaches, PageAllocator
 from mtp_runtime.config import ModelConfig
-from mtp_runtime.layers.attention import ForwardPass
+from mtp_runtime.layers.attention import Attention, ForwardPass
 from mtp_runtime.layers.decoder_layer import DecoderLayer
 from mtp_runtime.layers.embedding import Embedding
 from mtp_runtime.layers.linear import Linear
@@ -41,6 +42,9 @@ class Layers(Protocol):
 
     def each(self) -> Iterator[Layers]:
         """Yield every layer by itself."""
+
+    def part(self, first: int, stop: int) -> Layers:
+        """Return layers [first, stop), at least one."""
 
 
 class Execution(Protocol):
@@ -92,6 +96,9 @@ class TorchLayers:
     def each(self) -> Iterator[Layers]:
         return (replace(self, layers=(layer,)) for layer in self.layers)
 
+    def part(self, first: int, stop: int) -> TorchLayers:
+        return replace(self, layers=self.layers[first:stop])
+
 
 @dataclass(frozen=True)
 class TorchExecution:
@@ -131,6 +138,29 @@ class Head:
     def logits(self, normed: torch.Tensor) -> torch.Tensor:
         """Return float32 logits [T, vocab] of rows that passed the norm."""
         return self.projected(normed).float()
+
+
+class DraftModule(Protocol):
+    """A module that drafts from hidden states and the tokens after them, and from its own output:
+    an MTP module, or another draft's."""
+
+    @property
+    def head(self) -> Head: ...
+
+    @property
+    def recursion(self) -> Recursion | None:
+        """One call that drafts the best tokens by recursion, or None."""
+
+    def new_cache(self, pages: PageAllocator) -> Cache:
+        """Make a cache with room for all pages."""
+
+    def __call__(
+        self, next_tokens: torch.Tensor, hidden: torch.Tensor, cache: Cache, layout: BatchLayout
+    ) -> torch.Tensor:
+        """Return the output [T, d] before the norm, for tokens [T] and hidden states [T, d]."""
+
+    def recycled(self, x: torch.Tensor, normed: torch.Tensor) -> torch.Tensor:
+        """Return the side of its norm on which the output is fed to the next draft."""
 
 
 @dataclass(frozen=True)
@@ -177,12 +207,34 @@ class MtpModule:
         layout: BatchLayout,
     ) -> torch.Tensor:
         """Join tokens and hidden states and run the layer; returns [T, d] before the norm."""
+        return self.layers(self.joined(next_tokens, hidden, layout.positions), cache, layout)
+
+    def joined(
+        self, next_tokens: torch.Tensor, hidden: torch.Tensor, positions: torch.Tensor
+    ) -> torch.Tensor:
+        """Join the tokens [T] and hidden states [T, d] of positions [T]; returns [T, d]."""
         embedded = self.embedding(next_tokens)
         if self.contract.zero_first_embedding:
-            embedded = embedded.masked_fill((layout.positions == 0)[:, None], 0.0)
+            embedded = embedded.masked_fill((positions == 0)[:, None], 0.0)
         norm_embedding, norm_hidden, project = self.inputs
         both = torch.cat([norm_embedding(embedded), norm_hidden(hidden)], dim=-1)
-        return self.layers(project(both), cache, layout)
+        return project(both)
+
+    @property
+    def attention(self) -> Attention:
+        return self.layer.attention
+
+    def entering(
+        self, next_tokens: torch.Tensor, hidden: torch.Tensor, positions: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return what the layer's attention takes, and what its output is added to, [T, d]."""
+        x = self.joined(next_tokens, hidden, positions)
+        return self.layer.input_norm(x), x
+
+    def leaving(self, residual: torch.Tensor, attended: torch.Tensor) -> torch.Tensor:
+        """Return the output [T, d] before the norm, given that of attention [T, d]."""
+        x = residual + attended
+        return x + self.layer.feed_forward(self.layer.post_norm(x))
 
     @cached_property
     def recursion(self) -> Recursion | None:
@@ -192,6 +244,16 @@ class MtpModule:
     def recycled(self, x: torch.Tensor, normed: torch.Tensor) -> torch.Tensor:
         """Return the side of its norm on which the module's output is fed to the next draft."""
         return normed if self.contract.recycled_hidden is Hidden.AFTER_NORM else x
+
+
+@dataclass(frozen=True)
+class States:
+    """Hidden states of rows [T, d]: before and after the last norm, and the inputs of the tapped
+    layers side by side [T, taps * d], None without taps."""
+
+    before: torch.Tensor
+    after: torch.Tensor
+    taps: torch.Tensor | None = None
 
 
 @dataclass(frozen=True)
@@ -208,13 +270,27 @@ class ModelCache:
 
 @dataclass(frozen=True)
 class Model:
-    """The main model, and the MTP modules that were loaded with it, in order of depth."""
+    """The main model, and the MTP modules that were loaded with it, in order of depth.
+
+    taps are main layers, ascending and none of them the first, whose inputs are kept.
+    """
 
     config: ModelConfig
     embedding: Embedding
     layers: Layers
     head: Head
     mtp_modules: tuple[MtpModule, ...] = ()
+    taps: tuple[int, ...] = ()
+
+    def tapped(self, taps: Sequence[int]) -> Model:
+        """Return the model, its weights shared, with the inputs of some layers in its states."""
+        return replace(self, taps=tuple(taps))
+
+    @cached_property
+    def _runs(self) -> tuple[Layers, ...]:
+        """Main layers, cut at the taps."""
+        cuts = (0, *self.taps, len(self.layers))
+        return tuple(self.layers.part(*cut) for cut in pairwise(cuts))
 
     @property
     def mtp(self) -> MtpModule | None:
@@ -232,7 +308,8 @@ class Model:
 
     def new_cache(self, pages: PageAllocator) -> ModelCache:
         """Make a cache with room for all pages."""
-        main = self.layers.new_cache(pages.spec(self.dtype, self.device))
+        spec = pages.spec(self.dtype, self.device)
+        main = JoinedCaches(tuple(run.new_cache(spec) for run in self._runs))
         return ModelCache(main, tuple(module.new_cache(pages) for module in self.mtp_modules))
 
     def __call__(
@@ -240,10 +317,15 @@ class Model:
         tokens: torch.Tensor,  # [T]
         cache: ModelCache,
         layout: BatchLayout,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return hidden states [T, d] of every row, before and after the last norm."""
-        x = self.layers(self.embedding(tokens), cache.main, layout)
-        return x, self.head.normed(x)
+    ) -> States:
+        """Return the hidden states of every row."""
+        assert isinstance(cache.main, JoinedCaches), "the cache that new_cache made"
+        x, kept = self.embedding(tokens), list[torch.Tensor]()
+        for run, own in zip(self._runs, cache.main.parts, strict=True):
+            if run is not self._runs[0]:
+                kept.append(x.clone())  # a run may overwrite it
+            x = run(x, own, layout)
+        return States(x, self.head.normed(x), torch.cat(kept, dim=1) if kept else None)
 
     def mtp_input(self, before: torch.Tensor, after: torch.Tensor) -> torch.Tensor:
         """Return the side of the last norm that the first MTP module is fed with."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 import torch
@@ -126,17 +126,16 @@ class Decoder:
     def __len__(self) -> int:
         return len(self._layers)
 
-    def each(self) -> Iterator[Decoder]:
-        """Return every layer as a decoder of its own."""
+    def part(self, first: int, stop: int) -> Decoder:
+        """Return layers [first, stop) as a decoder of their own."""
         inv_freq, scaling = torch.from_numpy(self.rope[0]), float(self.rope[1])
-        for layer in self._layers:
-            yield Decoder(
-                self.config,
-                [layer],
-                kind=self.sizes.kind,
-                inv_freq=inv_freq,
-                attention_scaling=scaling,
-            )
+        return Decoder(
+            self.config,
+            self._layers[first:stop],
+            kind=self.sizes.kind,
+            inv_freq=inv_freq,
+            attention_scaling=scaling,
+        )
 
     def __call__(self, x: torch.Tensor, layout: BatchLayout, kv_cache: torch.Tensor) -> None:
         """Run the stream x [T, d] through the layers, in place."""

@@ -1,0 +1,1 @@
+"""Training of a bundle's draft against the bundle's own target."""

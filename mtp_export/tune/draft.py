@@ -1,0 +1,75 @@
+"""Interface of drafts that can be trained."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor, nn
+
+from mtp_export.bundle.bundle_plan import BundlePlan
+from mtp_export.tune.options import TuneOptions
+from mtp_export.tune.row_store import Batch
+from mtp_export.tune.rows import Rows
+from mtp_export.tune.writing import Output, SourceBundle
+from mtp_export.verify.evidence.corpus import Drafts
+from mtp_runtime.models.model import Model, States
+
+
+@dataclass(frozen=True)
+class Outputs:
+    """Normed outputs [b, s, d] of a draft by depth, and the head [vocab, d] that reads them."""
+
+    normed: list[Tensor]
+    head: Tensor
+
+
+class TrainedDraft(Protocol):
+    """A draft that is being trained."""
+
+    @property
+    def device(self) -> torch.device:
+        """Device that computes."""
+
+    @property
+    def parameters(self) -> Mapping[str, nn.Parameter]:
+        """All that training changes."""
+
+    def outputs(self, batch: Batch, depths: int) -> Outputs:
+        """Return the draft's outputs at every slot of a batch, under autograd."""
+
+    def judged(self, rows: Rows, depths: int) -> Drafts:
+        """Return what the draft proposes along the generated ends of texts, at most so deep."""
+
+    def plan(self, output: Output) -> BundlePlan:
+        """Plan the bundle with the draft as it is now."""
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """Elements of a draft: all, those that are trained, those that one row goes through, and the
+    bytes that are held of what is stored."""
+
+    parameters: int
+    trained: int
+    used: float
+    stored_bytes: int = 0
+
+
+@dataclass(frozen=True)
+class DraftType:
+    """A kind of draft that is trained.
+
+    open: makes it for the bundle that is tuned. fed: what it is fed of the target's states, [T, n].
+    taps: layers of a target of so many whose inputs it takes. sizes: by config.json alone; refuses
+    a bundle that it is not trained for (UnsupportedError). low_rank: changes of low rank may be
+    trained instead of whole matrices.
+    """
+
+    open: Callable[[TuneOptions, SourceBundle], TrainedDraft]
+    fed: Callable[[Model, States], Tensor]
+    sizes: Callable[[TuneOptions, SourceBundle], Sizes]
+    taps: Callable[[int], tuple[int, ...]] = lambda layers: ()
+    low_rank: bool = False

@@ -1,0 +1,167 @@
+"""The bundle's MTP module, trained from what the bundle stores of it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
+from functools import cached_property
+from math import prod
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from mtp_export.bundle.bundle_plan import BundlePlan
+from mtp_export.errors import UnsupportedError
+from mtp_export.families.base import Role, TensorSpec
+from mtp_export.families.contract import MtpContract
+from mtp_export.schemes.formats.base import ReadOnlyFormat
+from mtp_export.tune.draft import DraftType, Outputs, Sizes
+from mtp_export.tune.options import TuneOptions
+from mtp_export.tune.row_store import Batch
+from mtp_export.tune.rows import Rows
+from mtp_export.tune.writing import Output, SourceBundle
+from mtp_export.verify.evidence.corpus import Drafts, judge
+from mtp_runtime.layers.embedding import Embedding
+from mtp_runtime.models.builder import ModelBuilder
+from mtp_runtime.models.load import DTYPES, LoadOptions, open_model
+from mtp_runtime.models.model import Head, Model, MtpModule, States, TorchExecution
+from mtp_runtime.teacher_forcing import DraftInputs, draft_states
+from mtp_runtime.training.recursion import draft_outputs, expanded
+from mtp_runtime.training.weights import (
+    TrainedWeights,
+    WeightOptions,
+    is_trained,
+    trainable_names,
+)
+
+
+@dataclass(frozen=True)
+class MtpDraft:
+    """The weights of an MTP layer as parameters, between an embedding and a head that stay."""
+
+    builder: ModelBuilder
+    embedding: Embedding
+    own_head: Head
+    contract: MtpContract
+    weights: TrainedWeights
+    dtype: torch.dtype
+
+    @classmethod
+    def open(cls, options: TuneOptions, source: SourceBundle) -> MtpDraft:
+        """Open the MTP module of a bundle. Raises what open_model does, and UnsupportedError for an
+        attention that is not trained."""
+        opened = open_model(options.bundle, LoadOptions(options.device, dequantize_at_load=False))
+        builder = opened.builder
+        model = builder.model(TorchExecution(), opened.contract, layers=0)
+        (module,) = model.mtp_modules
+        expanded(module.attention)
+        weights = WeightOptions(
+            lora_rank=options.train.lora_rank,
+            scale_rule=source.scale_rule,
+            place=options.place,
+            seed=options.train.seed,
+        )
+        return cls(
+            builder,
+            embedding=module.embedding,
+            own_head=module.head,
+            contract=module.contract,
+            weights=TrainedWeights(builder.source, trainable_names(builder.source), weights),
+            dtype=DTYPES[options.train.dtype],
+        )
+
+    @property
+    def device(self) -> torch.device:
+        return self.builder.source.device
+
+    @property
+    def parameters(self) -> Mapping[str, nn.Parameter]:
+        return self.weights.parameters
+
+    def outputs(self, batch: Batch, depths: int) -> Outputs:
+        tokens = F.pad(batch.tokens, (0, depths - 1))
+        module = self.module(self.dtype)
+        return Outputs(draft_outputs(module, batch.hidden[:, :-1], tokens, depths), self.head)
+
+    @torch.no_grad()
+    def judged(self, rows: Rows, depths: int) -> Drafts:
+        module, anchors = self.module(torch.float32), rows.texts.anchors()
+        inputs = DraftInputs(rows.texts, rows.hidden.to(self.device), anchors)
+        states = draft_states((module,), inputs, depths)
+        return judge((module,), texts=rows.texts, anchors=anchors, states=states)
+
+    def plan(self, output: Output) -> BundlePlan:
+        return output.plan_mtp(self.weights.names, self.weights.unrounded)
+
+    def module(self, dtype: torch.dtype) -> MtpModule:
+        """Return the module with the values that its parameters have now, in a dtype."""
+        values = self.weights.values(dtype)
+        source = replace(self.builder.source, values=values, dtype=dtype, keep_dense=True)
+        builder = replace(self.builder, source=source)
+        layer = builder.family.mtp_layers.start
+        return builder.mtp_layer(layer, self.embedding, head=self.own_head, contract=self.contract)
+
+    @cached_property
+    def head(self) -> Tensor:
+        """The head [vocab, d]."""
+        return self.own_head.linear.matrix(torch.float32).t().contiguous()
+
+
+def _fed(model: Model, states: States) -> Tensor:
+    return model.mtp_input(states.before, states.after)
+
+
+def _sizes(options: TuneOptions, source: SourceBundle) -> Sizes:
+    """Return the sizes of the MTP layer; of routed experts a row goes through a few.
+
+    Raises UnsupportedError for several layers, and for weights in a format that nothing writes.
+    """
+    family, rank = source.family, options.train.lora_rank
+    _check(source)
+    experts = (family.router.experts_per_token or 1) / family.experts
+    specs = [spec for spec in family.tensors.values() if is_trained(spec)]
+    shares = (experts if spec.role is Role.ROUTED_EXPERT else 1.0 for spec in specs)
+    return Sizes(
+        parameters=sum(prod(spec.shape) for spec in specs),
+        trained=_trained_elements(specs, rank),
+        used=sum(share * prod(spec.shape) for share, spec in zip(shares, specs, strict=True)),
+        stored_bytes=0 if rank is None else _stored_bytes(source),
+    )
+
+
+def _check(source: SourceBundle) -> None:
+    if len(source.family.mtp_layers) != 1:
+        raise UnsupportedError(
+            "Drafts of one MTP module are trained",
+            where=source.folder,
+            expected="one MTP layer",
+            found=len(source.family.mtp_layers),
+        )
+    for one in source.stored.weights.values():
+        if is_trained(one.weight) and isinstance(one.format, ReadOnlyFormat):
+            raise UnsupportedError(
+                f"Tensor {one.weight.name} is in a format that only others' tools write",
+                where=source.folder,
+                found=str(one.storage),
+                todo="Give the MTP part a precision of mtp-export quantize first",
+            )
+
+
+def _trained_elements(specs: Iterable[TensorSpec], rank: int | None) -> int:
+    return sum(
+        prod(spec.shape)
+        if rank is None or len(spec.shape) != 2 or spec.role is Role.ROUTER
+        else min(rank, *spec.shape) * sum(spec.shape)
+        for spec in specs
+    )
+
+
+def _stored_bytes(source: SourceBundle) -> int:
+    """Return the bytes of the trained weights as they are stored."""
+    weight_of = source.stored.weight_of
+    tensors = source.mtp.tensors.values()
+    return sum(t.size_bytes for t in tensors if is_trained(weight_of[t.name].weight))
+
+
+MTP = DraftType(MtpDraft.open, fed=_fed, sizes=_sizes, low_rank=True)

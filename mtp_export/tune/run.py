@@ -1,0 +1,212 @@
+"""A tuning run: rows, training, held-out acceptance before and after, and the tuned bundle."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from functools import cached_property
+from typing import Any, Protocol
+
+from mtp_export.bundle.build import run_bundle
+from mtp_export.bundle.options import RunOptions
+from mtp_export.bundle.preflight import check_nesting, check_output
+from mtp_export.errors import UsageError
+from mtp_export.progress import silent
+from mtp_export.tune.draft import TrainedDraft
+from mtp_export.tune.drafts import DRAFTS
+from mtp_export.tune.measuring import Measured
+from mtp_export.tune.options import TuneOptions, short_hash
+from mtp_export.tune.row_store import (
+    MEASURING_DTYPE,
+    PART_LINES,
+    TRAINING_DTYPE,
+    Data,
+    RowStore,
+)
+from mtp_export.tune.rows import Rows, Writer
+from mtp_export.tune.training import OnStep, Training
+from mtp_export.tune.writing import Output, SourceBundle
+from mtp_runtime.models.load import LoadOptions, load_model
+from mtp_runtime.streaming import open_streamed
+from mtp_runtime.training.parallel import Group, process_group
+
+
+class Progress(Protocol):
+    """Shows how far a run is."""
+
+    def texts(self, count: int) -> Callable[[int], object]:
+        """Return what is told the number of texts that were written, of so many."""
+
+    def steps(self, done: int, count: int) -> OnStep:
+        """Return what is told of every step of so many."""
+
+
+class Silent:
+    """Progress that is not shown."""
+
+    def texts(self, count: int) -> Callable[[int], object]:
+        return lambda done: None
+
+    def steps(self, done: int, count: int) -> OnStep:
+        return lambda step, losses: None
+
+
+@dataclass(frozen=True)
+class TuneResult:
+    """A finished run; losses are smoothed, by step."""
+
+    options: TuneOptions
+    before: Measured
+    after: Measured
+    losses: list[tuple[float, float]]
+    rows: int
+
+
+def tune(options: TuneOptions, progress: Progress) -> TuneResult | None:
+    """Train a draft, and write the bundle with it; None in all processes but the first.
+
+    An interrupted run goes on where it stopped. Raises MtpExportError.
+    """
+    source = open_checked(options)
+    with process_group() as group:
+        shown = progress if group.is_first else Silent()
+        return _Run(options, source, group, progress=shown).finish()
+
+
+def open_checked(options: TuneOptions) -> SourceBundle:
+    """Open the bundle; refuse a draft that is not known or not made for such a model, an output
+    that is there, and folders within each other (MtpExportError)."""
+    if options.draft not in DRAFTS:
+        raise UsageError(
+            "There is no draft of this name to train",
+            expected=", ".join(DRAFTS),
+            found=options.draft,
+        )
+    if options.train.lora_rank is not None and not DRAFTS[options.draft].low_rank:
+        raise UsageError(
+            "A draft from nothing has no weights to change by a low rank",
+            expected="--draft mtp with --lora-rank",
+            found=f"--draft {options.draft}",
+            todo="Leave --lora-rank out",
+        )
+    check_nesting(options.bundle, options.output_dir)
+    check_nesting(options.bundle, options.work)
+    check_nesting(options.output_dir, options.work)
+    check_output(options.output_dir, RunOptions(overwrite=options.overwrite))
+    source = SourceBundle.open(options.bundle)
+    DRAFTS[options.draft].sizes(options, source)
+    return source
+
+
+@dataclass(frozen=True)
+class _Run:
+    options: TuneOptions
+    source: SourceBundle
+    group: Group
+    progress: Progress
+
+    def finish(self) -> TuneResult | None:
+        """Do all that is left of the run."""
+        options, (training_rows, held_out) = self.options, self._stores
+        if self.group.is_first:
+            self._make_rows((training_rows, held_out))
+        self.group.wait()
+        draft = DRAFTS[options.draft].open(options, self.source)
+        before = self._measured(draft, held_out)
+        training = Training(
+            draft=draft,
+            options=options.train,
+            group=self.group,
+            place=options.work / f"training-{self._name}.pt",
+            save_seconds=options.save_seconds,
+        )
+        training.run(training_rows, self.progress.steps(training.done, options.train.steps))
+        if before is None or (after := self._measured(draft, held_out)) is None:
+            return None
+        self._write(draft, before, after)
+        return TuneResult(
+            options=options,
+            before=before,
+            after=after,
+            losses=training.log.means(),
+            rows=sum(training_rows.lengths),
+        )
+
+    @cached_property
+    def _data(self) -> Data:
+        return Data.read(self.options.data, self.source.main, self.options.train.seed)
+
+    @cached_property
+    def _rows_identity(self) -> dict[str, Any]:
+        """All that decides the rows."""
+        own = self.options.data
+        return {
+            "bundle": self.source.digest,
+            "lines": self._data.identity,
+            "new_tokens": own.new_tokens,
+            "text_tokens": own.text_tokens,
+            "stream": self.options.stream,
+            "draft": self.options.draft,
+        }
+
+    @property
+    def _name(self) -> str:
+        """Name of all that decides what the training ends with."""
+        train = asdict(self.options.train)
+        return short_hash({**self._rows_identity, **train})
+
+    @cached_property
+    def _stores(self) -> tuple[RowStore, RowStore]:
+        """Rows to train on, and rows to measure on."""
+        folder = self.options.work / f"rows-{short_hash(self._rows_identity)}"
+        training, held_out = self._data.training, self._data.held_out
+        # A target on disk is read once for every part.
+        most = len(training) + len(held_out) if self.options.stream else PART_LINES
+        return (
+            RowStore(folder / "training", training, TRAINING_DTYPE, part_lines=most),
+            RowStore(folder / "held-out", held_out, MEASURING_DTYPE, part_lines=most),
+        )
+
+    def _make_rows(self, stores: Sequence[RowStore]) -> None:
+        """Make the rows that are missing; the target is loaded for them, and dropped."""
+        writers: list[Writer] = []
+
+        def writer() -> Writer:
+            if not writers:
+                writers.append(self._writer())
+            return writers[0]
+
+        advance = self.progress.texts(sum(len(store.lines) for store in stores))
+        for store in stores:
+            store.make(writer, advance)
+
+    def _writer(self) -> Writer:
+        options, own, kind = self.options, self.options.data, DRAFTS[self.options.draft]
+        streamed = open_streamed(options.bundle, options.device) if options.stream else None
+        if streamed is None:
+            model = load_model(options.bundle, LoadOptions(options.device)).model
+        else:
+            model = streamed.rest()
+        return Writer(
+            model.tapped(kind.taps(model.config.layers)),
+            fed=kind.fed,
+            new_tokens=own.new_tokens,
+            text_tokens=own.text_tokens,
+            streamed=streamed,
+        )
+
+    def _measured(self, draft: TrainedDraft, store: RowStore) -> Measured | None:
+        """Measure acceptance, in the first process alone."""
+        return Measured.of(draft, Rows.joined(store.parts)) if self.group.is_first else None
+
+    def _write(self, draft: TrainedDraft, before: Measured, after: Measured) -> None:
+        """Write the bundle with the trained weights."""
+        options = self.options
+        facts = {
+            "draft": options.draft,
+            **asdict(options.train),
+            "before": before.as_json(),
+            "after": after.as_json(),
+        }
+        folder = options.work / f"trained-{self._name}"
+        run_bundle(draft.plan(Output(options, self.source, folder, facts)), silent)

@@ -1,0 +1,101 @@
+"""Drafts with parallel heads: all from the last row that the target has computed of a request."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+from pathlib import Path
+
+import torch
+
+from mtp_export.errors import UnsupportedError
+from mtp_export.families.parallel_heads import Body
+from mtp_runtime.acceptance.base import Draft
+from mtp_runtime.cache import lay_out
+from mtp_runtime.drafters.base import DrafterParts, Pass, TargetDraft
+from mtp_runtime.drafters.chain import Chain, extend
+from mtp_runtime.loading.draft_folder import read_draft
+from mtp_runtime.models.load import Loaded
+from mtp_runtime.models.parallel_heads import FfnHeads, LayerHeads, StoredHeads
+from mtp_runtime.request import Request
+
+
+class ParallelHeadsDrafter:
+    """Holds the output of every head's body at each request's last row.
+
+    Heads that are layers attend to all rows, and have caches in the target's pages.
+    """
+
+    def __init__(self, parts: DrafterParts, heads: FfnHeads | LayerHeads | None = None) -> None:
+        """Raises UnsupportedError without heads."""
+        if heads is None:
+            raise UnsupportedError(
+                "Method parallel_heads needs a draft of heads",
+                todo="Give its folder as draft_model",
+            )
+        self._heads, self._pages = heads, parts.pages
+        self._device, self._settings = parts.target.device, parts.config.speculation
+        self._bodies: dict[int, torch.Tensor] = {}  # request id -> [k, d]
+        if isinstance(heads, LayerHeads):
+            self._cache = heads.new_cache(parts.pages.spec(parts.target.dtype, self._device))
+            if parts.config.poison_freed:
+                parts.pages.poison_freed(self._cache)
+
+    def observe(self, passes: Sequence[Pass]) -> None:
+        """Run the bodies over rows that were computed."""
+        passes = [p for p in passes if len(p.hidden)]
+        if not passes:
+            return
+        if isinstance(self._heads, LayerHeads):
+            bodies = self._over_all_rows(self._heads, passes)
+        else:
+            bodies = self._heads.bodies(torch.stack([p.hidden[-1] for p in passes]))
+        for index, p in enumerate(passes):
+            self._bodies[p.request.request_id] = bodies[:, index]
+
+    def propose(self, requests: Sequence[Request], counts: Sequence[int]) -> list[Draft]:
+        heads = len(self._heads)
+        chains = [
+            Chain(request, min(count, heads))
+            for request, count in zip(requests, counts, strict=True)
+        ]
+        deepest = max((chain.count for chain in chains), default=0)
+        if deepest:
+            bodies = [self._bodies[request.request_id][:deepest] for request in requests]
+            logits = self._heads.logits(torch.stack(bodies, dim=1))
+            for position in range(deepest):
+                rows = [i for i, chain in enumerate(chains) if not chain.is_whole]
+                if rows:
+                    growing = [chains[i] for i in rows]
+                    extend(growing, logits[position, rows], self._settings)
+        return [chain.draft() for chain in chains]
+
+    def forget(self, request: Request) -> None:
+        self._bodies.pop(request.request_id, None)
+
+    def _over_all_rows(self, heads: LayerHeads, passes: Sequence[Pass]) -> torch.Tensor:
+        """Return each body's output [k, b, d] at the last row of each pass."""
+        spans, taps = [], []
+        for p in passes:
+            assert p.taps is not None, "the target is tapped for its draft"
+            spans.append((p.start, p.start + len(p.hidden)))
+            taps.append(p.taps)
+        sequences = [p.request.cached for p in passes]
+        layout = lay_out(self._pages, sequences, spans, self._device)
+        ends = layout.cu_q[1:].long() - 1
+        return heads.bodies(torch.cat(taps), self._cache, layout)[:, ends]
+
+
+def read_parallel_heads(folder: Path, loaded: Loaded) -> TargetDraft:
+    """Read a draft's folder, for a target.
+
+    Raises InvalidInputError for a tensor of no known layout, and for heads that are incomplete, or
+    of another target.
+    """
+    stored = StoredHeads.of(read_draft(folder), loaded.model)
+    is_layers = stored.layout.body is Body.LAYER
+    heads: FfnHeads | LayerHeads
+    heads = stored.layers(loaded) if is_layers else stored.ffn(loaded.model)
+    taps = (loaded.model.config.layers - 1,) if is_layers else ()
+    build = partial(ParallelHeadsDrafter, heads=heads)
+    return TargetDraft(build, heads, len(stored.tensors), taps)

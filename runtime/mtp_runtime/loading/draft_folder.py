@@ -1,0 +1,108 @@
+"""Folders of drafts that are no models of their own: a config.json and one file of tensors."""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from mtp_export.checkpoint.dtypes import dtype_name
+from mtp_export.checkpoint.files import make_folder, write_all, write_json, write_whole
+from mtp_export.checkpoint.header import read_header
+from mtp_export.checkpoint.local_folder import LocalFolder
+from mtp_export.checkpoint.plan import OutputTensor
+from mtp_export.checkpoint.reader import (
+    CONFIG_NAME,
+    SINGLE_NAME,
+    Checkpoint,
+    read_json_object,
+)
+from mtp_export.checkpoint.tensor_reader import read_rows
+from mtp_export.checkpoint.writer import encode_header
+from mtp_export.errors import InvalidInputError
+
+MEDUSA_NAME, MEDUSA_PICKLE = "medusa_lm_head.safetensors", "medusa_lm_head.pt"
+
+
+@dataclass(frozen=True)
+class DraftFolder:
+    """An opened draft: its config.json, and its tensors as they are stored."""
+
+    path: Path
+    config: Mapping[str, Any]
+    tensors: Mapping[str, torch.Tensor]
+
+
+def read_draft(folder: Path) -> DraftFolder:
+    """Read a draft: a checkpoint, or Medusa's file of heads beside its config.json.
+
+    Raises InvalidInputError for a folder that holds neither, or files that are damaged, IoError
+    for one that cannot be read.
+    """
+    if (folder / MEDUSA_NAME).is_file():
+        tensors = _of_safetensors(folder)
+    elif (folder / MEDUSA_PICKLE).is_file():
+        tensors = _of_pickle(folder / MEDUSA_PICKLE)
+    else:
+        checkpoint = Checkpoint.open(folder)
+        tensors = {name: checkpoint.tensor(name) for name in checkpoint.tensors}
+    return DraftFolder(folder, read_json_object(folder / CONFIG_NAME), tensors)
+
+
+def write_draft(
+    folder: Path, config: Mapping[str, Any], tensors: Mapping[str, torch.Tensor]
+) -> None:
+    """Write a draft as engines read it: config.json and one safetensors file, each whole or not at
+    all (IoError)."""
+    make_folder(folder)
+    whole = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
+    head, places = encode_header([_output(name, one) for name, one in whole.items()])
+
+    def write(fd: int) -> None:
+        write_all(fd, head, 0)
+        for name, tensor in whole.items():
+            data: Any = tensor.flatten().view(torch.uint8).numpy()
+            write_all(fd, memoryview(data), places[name])
+
+    write_whole(folder / SINGLE_NAME, write)
+    write_json(folder / CONFIG_NAME, config)
+
+
+def layout_on_disk(tensor: torch.Tensor) -> OutputTensor:
+    """Return a tensor's safetensors dtype and shape, under no name."""
+    return _output("", tensor)
+
+
+def _output(name: str, tensor: torch.Tensor) -> OutputTensor:
+    return OutputTensor(name, dtype_name(tensor.dtype), tuple(tensor.shape))
+
+
+def _of_safetensors(folder: Path) -> dict[str, torch.Tensor]:
+    header = read_header(LocalFolder(folder).file(MEDUSA_NAME))
+    return {
+        info.name: read_rows(info, 0, info.shape[0] if info.shape else 1) for info in header.tensors
+    }
+
+
+def _of_pickle(path: Path) -> dict[str, torch.Tensor]:
+    """Read a pickled file of tensors, and nothing else that it may hold."""
+    try:
+        found = torch.load(path, map_location="cpu", weights_only=True)
+    except (pickle.UnpicklingError, RuntimeError, EOFError) as error:
+        raise InvalidInputError(
+            "A file of tensors cannot be read, or holds more than tensors",
+            where=path,
+            found=str(error).partition("\n")[0][:200],
+            todo="Do not trust this file; get the draft as safetensors",
+        ) from error
+    if not isinstance(found, dict) or not all(
+        isinstance(name, str) and isinstance(one, torch.Tensor) for name, one in found.items()
+    ):
+        raise InvalidInputError(
+            "A file of heads holds something else", where=path, expected="tensors by name"
+        )
+    return found

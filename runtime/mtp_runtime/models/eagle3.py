@@ -1,0 +1,227 @@
+"""EAGLE-3 draft of a DeepSeek target: a layer over the embedding of the next token and the joined
+inputs of several of the target's layers, and a head over some of the target's tokens.
+
+Made of tensors by name, as they are stored: of parameters all but attention over a cache records
+gradients, so that it trains where attention is computed from Mla's projections.
+
+Source: Li et al., EAGLE-3 (arXiv 2503.01840); vLLM's deepseek_eagle3.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+import torch
+
+from mtp_export.errors import InvalidInputError
+from mtp_export.families.eagle3 import TARGET_MASK, TARGET_OFFSETS, Eagle3Family, own_name
+from mtp_export.families.modules import MlpModules, weight_name
+from mtp_export.schemes.discrepancies import StoredTensor, compare
+from mtp_kernels.batch_layout import BatchLayout
+from mtp_runtime.cache import Cache, LayerCaches, PageAllocator
+from mtp_runtime.config import RopeConfig, refuse_other_values
+from mtp_runtime.layers.attention import ForwardPass
+from mtp_runtime.layers.embedding import Embedding
+from mtp_runtime.layers.linear import Linear
+from mtp_runtime.layers.mla import Mla
+from mtp_runtime.layers.moe import Mlp
+from mtp_runtime.layers.norm import RmsNorm
+from mtp_runtime.loading.draft_folder import DraftFolder, layout_on_disk
+from mtp_runtime.loading.held_source import HeldSource
+from mtp_runtime.models.deepseek_v3 import DeepseekV3Builder, DeepseekV3Config
+from mtp_runtime.models.model import Head, Model, TorchExecution
+
+Tensors = Mapping[str, torch.Tensor]
+
+
+@dataclass(frozen=True)
+class ReducedHead(Head):
+    """Norm and projection to some of the target's tokens, whose ids [Vd] ascend; all others have no
+    probability."""
+
+    tokens: torch.Tensor
+    vocab: int
+
+    def logits(self, normed: torch.Tensor) -> torch.Tensor:
+        """Return float32 logits [T, vocab] of rows that passed the norm."""
+        own = super().logits(normed)
+        none = own.new_full((len(own), self.vocab), -torch.inf)
+        return none.index_copy(1, self.tokens, own)
+
+
+@dataclass(frozen=True)
+class Eagle3Module:
+    """The draft, with the interface of an MtpModule.
+
+    It is fed the tapped states of the target's row, joined, and the embedding of the next token; a
+    further draft is fed its own output instead of the joined states.
+    """
+
+    joining: Linear  # [taps * d] -> [d]
+    tap_norms: tuple[RmsNorm, ...]
+    embedding: Embedding
+    embedding_norm: RmsNorm
+    hidden_norm: RmsNorm
+    attention: Mla  # of [embedding | hidden state]
+    post_norm: RmsNorm
+    mlp: Mlp
+    head: Head
+    norm_before_residual: bool = False
+    norm_output: bool = False
+    recursion: None = field(default=None, init=False)
+
+    def new_cache(self, pages: PageAllocator) -> Cache:
+        """Make a cache with room for all pages."""
+        spec = pages.spec(self.embedding.dtype, self.embedding.device)
+        return LayerCaches((self.attention.new_cache(spec),))
+
+    def combined(self, taps: torch.Tensor) -> torch.Tensor:
+        """Join the inputs of the target's tapped layers [T, taps * d] to one state [T, d]."""
+        if self.tap_norms:
+            parts = taps.chunk(len(self.tap_norms), dim=-1)
+            normed = (norm(part) for norm, part in zip(self.tap_norms, parts, strict=True))
+            taps = torch.cat([*normed], dim=-1)
+        return self.joining(taps)
+
+    def __call__(
+        self,
+        next_tokens: torch.Tensor,  # [T]
+        hidden: torch.Tensor,  # [T, d]
+        cache: Cache,
+        layout: BatchLayout,
+    ) -> torch.Tensor:
+        """Run the layer over tokens and states; returns [T, d] before the norm."""
+        assert isinstance(cache, LayerCaches), "the cache that new_cache made"
+        both, residual = self.entering(next_tokens, hidden)
+        return self.leaving(residual, self.attention(both, cache.layers[0], ForwardPass(layout)))
+
+    def entering(
+        self, next_tokens: torch.Tensor, hidden: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return what attention takes [T, 2d], and what its output is added to [T, d]."""
+        normed = self.hidden_norm(hidden)
+        both = torch.cat([self.embedding_norm(self.embedding(next_tokens)), normed], dim=-1)
+        return both, normed if self.norm_before_residual else hidden
+
+    def leaving(self, residual: torch.Tensor, attended: torch.Tensor) -> torch.Tensor:
+        """Return the output [T, d] before the norm, given that of attention [T, d]."""
+        x = residual + attended
+        return x + self.mlp(self.post_norm(x))
+
+    def recycled(self, x: torch.Tensor, normed: torch.Tensor) -> torch.Tensor:
+        """Return the side of its norm on which the output is fed to the next draft."""
+        return normed if self.norm_output else x
+
+
+def eagle3_module(family: Eagle3Family, tensors: Tensors, target: Model) -> Eagle3Module:
+    """Make a draft of tensors by the family's names; what is absent is the target's.
+
+    Gradients reach tensors that require them, so that a draft in training is made anew after each
+    step. Raises UnsupportedError for an activation or a scaling that is not computed.
+    """
+    refuse_other_values({"hidden_act": family.facts.hidden_act}, {"hidden_act": "silu"})
+    source = HeldSource.of(tensors, target.dtype, target.device)
+    builder = DeepseekV3Builder(source, family, _config(family))
+    names, layer = family.modules, family.layer_modules(0)
+    assert isinstance(layer.feed_forward, MlpModules), "the layer is dense"
+    own_embedding = weight_name(names.embedding)
+    return Eagle3Module(
+        joining=source.linear(family.projection),
+        tap_norms=tuple(map(builder.norm, family.fc_norms)),
+        embedding=source.embedding(own_embedding) if own_embedding in tensors else target.embedding,
+        embedding_norm=builder.norm(layer.input_norm),
+        hidden_norm=builder.norm(family.hidden_norm),
+        attention=builder.mla(0),
+        post_norm=builder.norm(layer.post_norm),
+        mlp=builder.mlp(layer.feed_forward),
+        head=_head(builder, tensors, target),
+        norm_before_residual=family.norm_before_residual,
+        norm_output=family.norm_output,
+    )
+
+
+def _head(builder: DeepseekV3Builder, tensors: Tensors, target: Model) -> Head:
+    names, source = builder.family.modules, builder.source
+    own = weight_name(names.head) in tensors
+    linear = source.head(names.head) if own else target.head.linear
+    norm, execution = builder.norm(names.norm), TorchExecution()
+    if TARGET_OFFSETS not in tensors:
+        return Head(norm, linear, execution)
+    tokens = target_tokens(tensors[TARGET_OFFSETS]).to(target.device)
+    return ReducedHead(norm, linear, execution, tokens=tokens, vocab=target.config.vocab)
+
+
+def target_tokens(offsets: torch.Tensor) -> torch.Tensor:
+    """Return the target's token of every draft id [Vd], given d2t: id k is token k + d2t[k]."""
+    return offsets + torch.arange(len(offsets), device=offsets.device)
+
+
+def token_offsets(tokens: torch.Tensor, vocab: int) -> dict[str, torch.Tensor]:
+    """Return d2t and t2d of ascending tokens [Vd] out of a vocabulary."""
+    mask = torch.zeros(vocab, dtype=torch.bool)
+    mask[tokens] = True
+    return {TARGET_OFFSETS: tokens - torch.arange(len(tokens)), TARGET_MASK: mask}
+
+
+def _config(family: Eagle3Family) -> DeepseekV3Config:
+    """Return what the builder needs; the values of a router are neutral."""
+    sizes, facts = family.sizes, family.facts
+    return DeepseekV3Config(
+        vocab=family.vocab,
+        hidden=family.hidden,
+        layers=1,
+        rope=RopeConfig.of(facts.rope, sizes.rope),
+        shared_experts=0,
+        experts_per_token=1,
+        expert_groups=1,
+        groups_per_token=1,
+        normalise_weights=False,
+        routed_scale=1.0,
+        heads=sizes.heads,
+        latent=sizes.latent,
+        nope=sizes.nope,
+        value=sizes.value,
+        **DeepseekV3Config.run_facts(facts),
+    )
+
+
+def checked_tensors(draft: DraftFolder, family: Eagle3Family) -> dict[str, torch.Tensor]:
+    """Return a folder's tensors by the family's names.
+
+    Raises InvalidInputError for one that config.json does not promise, or that contradicts it, and
+    for a d2t that names no ascending tokens, or others than t2d.
+    """
+    tensors = {own_name(name): tensor for name, tensor in draft.tensors.items()}
+    promised = [
+        StoredTensor(spec.name, spec.shape, spec.dtypes, optional=spec.optional)
+        for spec in family.tensors.values()
+    ]
+    problems = compare({name: layout_on_disk(one) for name, one in tensors.items()}, promised)
+    if problems:
+        problems[0].raise_as_error(draft.path, len(problems) - 1)
+    if TARGET_OFFSETS in tensors:
+        _check_vocabulary(draft, tensors, family.vocab)
+    return tensors
+
+
+def _check_vocabulary(draft: DraftFolder, tensors: Tensors, vocab: int) -> None:
+    tokens = target_tokens(tensors[TARGET_OFFSETS])
+    ascending = bool((tokens[1:] > tokens[:-1]).all())
+    if not ascending or int(tokens[0]) < 0 or int(tokens[-1]) >= vocab:
+        raise InvalidInputError(
+            f"Tensor {TARGET_OFFSETS} of the draft does not name ascending tokens",
+            where=draft.path,
+            expected=f"k + {TARGET_OFFSETS}[k] ascending from 0 to {vocab - 1}",
+            found=f"{int(tokens.min())} to {int(tokens.max())}",
+            todo="It holds offsets, not the tokens themselves: get the draft again",
+        )
+    mask = tensors.get(TARGET_MASK)
+    if mask is not None and not torch.equal(mask.nonzero()[:, 0], tokens):
+        raise InvalidInputError(
+            f"Tensors {TARGET_OFFSETS} and {TARGET_MASK} of the draft name different tokens",
+            where=draft.path,
+            expected=f"the {int(mask.sum())} tokens of {TARGET_MASK}",
+            found=f"{len(tokens)} tokens, the first of them {int(tokens[0])}",
+            todo="One of them is shifted or of another draft: get the draft again",
+        )

@@ -1,0 +1,210 @@
+"""Parallel heads: bodies over one hidden state of the target, and projections to its vocabulary.
+
+Made of tensors by name, as they are stored: of parameters they record gradients, and so train.
+
+Source: Stern et al., Blockwise Parallel Decoding (arXiv 1811.03115); Cai et al., Medusa (arXiv
+2401.10774); Gloeckle et al., Better & Faster Large Language Models (arXiv 2404.19737).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import cast
+
+import torch
+import torch.nn.functional as F
+
+from mtp_export.checkpoint.reader import CONFIG_NAME, read_json_object
+from mtp_export.errors import InvalidInputError
+from mtp_export.families import family_of
+from mtp_export.families.modules import DecoderFamily
+from mtp_export.families.parallel_heads import (
+    Body,
+    HeadsLayout,
+    implied_config,
+    layout_of,
+    released_name,
+)
+from mtp_export.schemes.discrepancies import StoredTensor, compare
+from mtp_kernels.batch_layout import BatchLayout
+from mtp_runtime.cache import Cache, CacheSpec, JoinedCaches
+from mtp_runtime.layers.linear import Linear
+from mtp_runtime.loading.draft_folder import DraftFolder, layout_on_disk
+from mtp_runtime.loading.held_source import HeldSource
+from mtp_runtime.models import MODELS
+from mtp_runtime.models.load import Loaded
+from mtp_runtime.models.model import Layers, Model, TorchLayers
+
+Tensors = Mapping[str, torch.Tensor]
+_FLOATS = ("BF16", "F16", "F32")
+_ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {"silu": F.silu, "relu": F.relu}
+
+
+@dataclass(frozen=True)
+class Affine:
+    """x @ weight.T + bias, without a bias where there is none."""
+
+    linear: Linear
+    bias: torch.Tensor | None
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.linear(x)
+        return y if self.bias is None else y + self.bias
+
+
+@dataclass(frozen=True)
+class Block:
+    """A residual block: x + act(up(x)), or x + down(act(up(x))) where there is a second matrix."""
+
+    up: Affine
+    down: Affine | None
+    activation: str
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        inner = _ACTIVATIONS[self.activation](self.up(x))
+        return x + (inner if self.down is None else self.down(inner))
+
+
+@dataclass(frozen=True)
+class FfnHeads:
+    """Heads of residual blocks over the target's hidden state after its last norm."""
+
+    blocks: tuple[tuple[Block, ...], ...]  # by head
+    projections: tuple[Linear, ...]  # one for all heads, or one each
+
+    def __len__(self) -> int:
+        return len(self.blocks)
+
+    def bodies(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Return the output of each head's blocks [k, T, d] for states [T, d]."""
+        outputs = []
+        for blocks in self.blocks:
+            x = hidden
+            for block in blocks:
+                x = block(x)
+            outputs.append(x)
+        return torch.stack(outputs)
+
+    def logits(self, bodies: torch.Tensor) -> torch.Tensor:
+        """Return float32 logits [k, T, vocab] of the bodies [k, T, d] of the first k heads."""
+        if len(self.projections) == 1:
+            return self.projections[0](bodies.flatten(0, 1)).view(*bodies.shape[:2], -1).float()
+        each = (project(x) for project, x in zip(self.projections, bodies, strict=False))
+        return torch.stack([*each]).float()
+
+
+@dataclass(frozen=True)
+class LayerHeads:
+    """Heads that are decoder layers beside the target's last one, under its norm and head."""
+
+    layers: tuple[Layers, ...]
+    target: Model
+
+    def __len__(self) -> int:
+        return len(self.layers)
+
+    def new_cache(self, spec: CacheSpec) -> JoinedCaches:
+        return JoinedCaches(tuple(layer.new_cache(spec) for layer in self.layers))
+
+    def bodies(self, x: torch.Tensor, cache: JoinedCaches, layout: BatchLayout) -> torch.Tensor:
+        """Return each layer's output [k, T, d] for the input [T, d] of the target's last layer."""
+        parts: Sequence[Cache] = cache.parts
+        pairs = zip(self.layers, parts, strict=True)
+        return torch.stack([layer(x.clone(), own, layout) for layer, own in pairs])
+
+    def logits(self, bodies: torch.Tensor) -> torch.Tensor:
+        """Return float32 logits [k, T, vocab] of the bodies [k, T, d] of the first k heads."""
+        head, rows = self.target.head, bodies.flatten(0, 1)
+        # Torch's: the compiled one records no gradients.
+        return head.linear(head.norm(rows)).view(*bodies.shape[:2], -1).float()
+
+
+@dataclass(frozen=True)
+class StoredHeads:
+    """Tensors of heads by vLLM's names, with what they are."""
+
+    layout: HeadsLayout
+    tensors: Tensors
+
+    @classmethod
+    def of(cls, draft: DraftFolder, target: Model) -> StoredHeads:
+        """Take a folder's tensors, in any known layout.
+
+        Raises InvalidInputError for a tensor of none, and for heads that are damaged or of another
+        target.
+        """
+        tensors = {
+            released_name(name, draft.config): tensor for name, tensor in draft.tensors.items()
+        }
+        shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
+        config = implied_config(draft.tensors, draft.config)
+        layout = layout_of(shapes, config, target.config.vocab)
+        if layout.hidden != target.config.hidden:
+            raise InvalidInputError(
+                "The heads were made for another target",
+                where=draft.path,
+                expected=f"hidden states of {target.config.hidden} elements",
+                found=layout.hidden,
+            )
+        return cls(layout, tensors)
+
+    def ffn(self, target: Model) -> FfnHeads:
+        """Make heads of residual blocks."""
+        assert self.layout.body is Body.FFN, "the caller looked"
+        blocks = tuple(
+            tuple(
+                self._block(f"blocks.{head}.layers.{number}", target)
+                for number in range(self.layout.blocks)
+            )
+            for head in range(self.layout.heads)
+        )
+        source = self._source(target)
+        if self.layout.own_projections:
+            names = [f"lm_heads.{head}" for head in range(self.layout.heads)]
+            return FfnHeads(blocks, tuple(map(source.linear, names)))
+        stored = self.layout.stored_projection
+        return FfnHeads(blocks, (source.linear("lm_head") if stored else target.head.linear,))
+
+    def layers(self, loaded: Loaded) -> LayerHeads:
+        """Make heads that are layers like the target's last one, with its names.
+
+        Raises InvalidInputError for tensors that are not those of such a layer.
+        """
+        target, config = loaded.model, read_json_object(loaded.folder / CONFIG_NAME)
+        family = cast(DecoderFamily, family_of(config))
+        last = target.config.layers - 1
+        prefix = family.layer_modules(last).attention.rpartition(".")[0]
+        specs = [spec for spec in family.tensors.values() if spec.name.startswith(f"{prefix}.")]
+        promised = [StoredTensor(spec.name, spec.shape, _FLOATS) for spec in specs]
+        model = MODELS[config["model_type"]]
+        heads = []
+        for head in range(self.layout.heads):
+            own = f"extra_heads.{head}"
+            tensors = {
+                prefix + name.removeprefix(own): tensor
+                for name, tensor in self.tensors.items()
+                if name.startswith(f"{own}.")
+            }
+            problems = compare({n: layout_on_disk(t) for n, t in tensors.items()}, promised)
+            if problems:
+                problems[0].raise_as_error(own, len(problems) - 1)
+            source = HeldSource.of(tensors, target.dtype, target.device)
+            builder = model.builder(source, family, model.config(family))
+            heads.append(TorchLayers((builder.layer(last),)))
+        return LayerHeads(tuple(heads), target)
+
+    def _block(self, name: str, target: Model) -> Block:
+        activation = self.layout.activation
+        if not self.layout.inner:
+            return Block(self._affine(name, target), None, activation)
+        up, down = (self._affine(f"{name}.{part}", target) for part in ("up", "down"))
+        return Block(up, down, activation)
+
+    def _affine(self, name: str, target: Model) -> Affine:
+        source = self._source(target)
+        bias = source.tensor(f"{name}.bias") if self.layout.biases else None
+        return Affine(source.linear(name), bias)
+
+    def _source(self, target: Model) -> HeldSource:
+        return HeldSource.of(self.tensors, target.dtype, target.device)

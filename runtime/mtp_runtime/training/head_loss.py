@@ -1,0 +1,102 @@
+"""Cross entropy of a large head, in chunks of logits, with distributions of a teacher."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+CHUNK_TOKENS = 512
+TEACHER_SHARPNESS = 2.0  # inverse temperature: a greedy draft must equal the most probable token
+
+
+@dataclass(frozen=True)
+class Goals:
+    """Distributions to learn, by the tokens that they give mass to: ids and probs [..., g]."""
+
+    ids: Tensor
+    probs: Tensor
+
+    @classmethod
+    def of_tokens(cls, tokens: Tensor) -> Goals:
+        """Return the certainty of each of tokens [...]."""
+        ids = tokens[..., None]
+        return cls(ids, torch.ones(ids.shape, device=tokens.device))
+
+    @classmethod
+    def sharpened(cls, ids: Tensor, log_probs: Tensor) -> Goals:
+        """Return the distributions over the most probable tokens, sharpened and made whole."""
+        return cls(ids, torch.softmax(log_probs.float() * TEACHER_SHARPNESS, dim=-1))
+
+    def __getitem__(self, rows: Any) -> Goals:
+        return Goals(self.ids[rows], self.probs[rows])
+
+
+def loss_and_gradient(logits: Tensor, ids: Tensor, probs: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the summed cross entropy of logits [n, vocab], and its gradient."""
+    wide = logits.float()
+    normalizer = torch.logsumexp(wide, dim=-1, keepdim=True)
+    loss = (probs * (normalizer - wide.gather(1, ids))).sum()
+    gradient = (wide - normalizer).exp().scatter_add(1, ids, -probs)
+    return loss, gradient.to(logits.dtype)
+
+
+def _loss_and_gradient_of_teacher(logits: Tensor, teacher: Tensor) -> tuple[Tensor, Tensor]:
+    wide = logits.float()
+    log_probs = wide - torch.logsumexp(wide, dim=-1, keepdim=True)
+    goal = torch.softmax(teacher.float() * TEACHER_SHARPNESS, dim=-1)
+    loss = -(goal * log_probs).sum()
+    return loss, log_probs.exp_().sub_(goal).to(logits.dtype)
+
+
+class HeadLoss(torch.autograd.Function):
+    """Mean cross entropy of hidden [n, d] @ head [vocab, d].T, chunk by chunk in `dtype`.
+
+    goals are Goals of n rows, or a teacher's hidden states [n, d], whose sharpened distribution is
+    then the goal. The gradient is computed with the loss, so that no chunk's logits are kept.
+    """
+
+    chunk_function = staticmethod(loss_and_gradient)
+
+    @staticmethod
+    def forward(
+        ctx: Any, hidden: Tensor, head: Tensor, goals: Goals | Tensor, dtype: torch.dtype
+    ) -> Tensor:
+        low_head = head.to(dtype)
+        trains_head = ctx.needs_input_grad[1]
+        d_hidden = torch.empty_like(hidden)
+        d_head = torch.zeros_like(head) if trains_head else head.new_empty(0)
+        total = hidden.new_zeros(())
+        for start in range(0, hidden.shape[0], CHUNK_TOKENS):
+            rows = slice(start, start + CHUNK_TOKENS)
+            low_hidden = hidden[rows].to(dtype)
+            logits = low_hidden @ low_head.T
+            if isinstance(goals, Goals):
+                own = goals[rows]
+                loss, gradient = HeadLoss.chunk_function(logits, own.ids, own.probs)
+            else:
+                teacher = goals[rows].to(dtype) @ low_head.T
+                loss, gradient = _loss_and_gradient_of_teacher(logits, teacher)
+            total += loss
+            d_hidden[rows] = gradient @ low_head
+            if trains_head:
+                d_head += gradient.T @ low_hidden
+        ctx.save_for_backward(d_hidden, d_head)
+        ctx.trains_head = trains_head
+        ctx.count = count = max(1, hidden.shape[0])
+        return total / count
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor | None, None, None]:
+        d_hidden, d_head = ctx.saved_tensors
+        share = grad / ctx.count
+        return d_hidden * share, d_head * share if ctx.trains_head else None, None, None
+
+
+def head_loss(hidden: Tensor, head: Tensor, goals: Goals | Tensor, dtype: torch.dtype) -> Tensor:
+    """Return the mean cross entropy of hidden [n, d] under a head [vocab, d], as HeadLoss does."""
+    apply: Callable[..., Tensor] = HeadLoss.apply
+    return apply(hidden.float(), head, goals, dtype)

@@ -1,0 +1,48 @@
+"""Small trained bundles to tune: the tiny GLM-4.5, its draft quantized and then damaged."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from cases import quantize
+from mtp_export.verify.evidence.prompts import BUILT_IN
+
+ROOT = Path(__file__).resolve().parents[2]
+GLM = ROOT / "fixtures/glm4-moe-tiny"
+DEEPSEEK = ROOT / "fixtures/deepseek-v3-tiny"
+INT8 = ("--base-quant", "weight_only_int8", "--mtp-quant", "weight_only_int8")
+
+
+@pytest.fixture(autouse=True, scope="session")
+def one_thread() -> None:
+    """Products this small lose time to a second thread."""
+    torch.set_num_threads(1)
+
+
+@pytest.fixture(scope="session")
+def bundle(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The tiny GLM-4.5 in int8, both parts."""
+    output = tmp_path_factory.mktemp("tune") / "bundle"
+    assert quantize(GLM, output, *INT8, "--quiet").code == 0
+    return output
+
+
+@pytest.fixture(scope="session")
+def held_out(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Prompts to measure on."""
+    path = tmp_path_factory.mktemp("data") / "held-out.jsonl"
+    path.write_text("".join(json.dumps({"prompt": text}) + "\n" for text in BUILT_IN))
+    return path
+
+
+@pytest.fixture(scope="session")
+def prompts(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Prompts to train on: some of the fixture's."""
+    path = tmp_path_factory.mktemp("data") / "prompts.jsonl"
+    lines = (ROOT / "fixtures/prompts.jsonl").read_text().splitlines()
+    path.write_text("\n".join(lines[::4]) + "\n")
+    return path

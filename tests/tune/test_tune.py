@@ -1,0 +1,329 @@
+"""Tuning from end to end on the tiny GLM-4.5: what it learns, what it writes, how it resumes."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from cases import read_json, read_tensors, run_program, tree
+from mtp_export.checkpoint.files import write_json
+from mtp_export.errors import UsageError
+from mtp_export.tune import state_files
+from mtp_export.tune.drafts import DRAFTS
+from mtp_export.tune.options import DataOptions, TrainOptions, TuneOptions
+from mtp_export.tune.row_store import PART_LINES, RowStore
+from mtp_export.tune.rows import Rows
+from mtp_export.tune.run import TuneResult, tune
+from mtp_export.tune.training import Training
+from mtp_export.tune.writing import SourceBundle
+from mtp_export.verify.evidence.statistics import Estimate
+from mtp_runtime.training.parallel import Group
+
+K, STEPS = 2, 16
+TRAIN = TrainOptions(k=K, steps=STEPS, rate=1e-3, batch_tokens=256)
+
+
+class Watch:
+    """Progress that keeps the losses, and interrupts after a step."""
+
+    def __init__(self, stop_after: int | None = None) -> None:
+        self.stop_after = stop_after
+        self.losses: list[list[float]] = []
+
+    def texts(self, count: int) -> Callable[[int], object]:
+        return lambda done: None
+
+    def steps(self, done: int, count: int) -> Callable[[int, Sequence[float]], object]:
+        def on_step(step: int, losses: Sequence[float]) -> None:
+            self.losses.append(list(losses))
+            if step == self.stop_after:
+                raise KeyboardInterrupt
+
+        return on_step
+
+
+@pytest.fixture(scope="module")
+def rows(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Work folder that all runs share, so that the target writes its texts once."""
+    return tmp_path_factory.mktemp("rows")
+
+
+@pytest.fixture(scope="module")
+def options(bundle: Path, prompts: Path, held_out: Path, rows: Path) -> TuneOptions:
+    data = DataOptions(prompts, held_out=held_out, new_tokens=32)
+    return TuneOptions(bundle, rows.parent / "unused", data, train=TRAIN, workdir=rows)
+
+
+@pytest.fixture(scope="module")
+def tuned(
+    options: TuneOptions, tmp_path_factory: pytest.TempPathFactory
+) -> tuple[TuneResult, Path]:
+    """A finished run."""
+    output = tmp_path_factory.mktemp("tuned") / "bundle"
+    result = tune(replace(options, output_dir=output), Watch())
+    assert result is not None
+    return result, output
+
+
+def value(estimate: Estimate | None) -> float:
+    assert estimate is not None
+    return estimate.value
+
+
+def test_acceptance_does_not_drop_and_the_loss_falls(tuned: tuple[TuneResult, Path]) -> None:
+    result, _ = tuned
+    before, after = (side.blocks[K] for side in (result.before, result.after))
+    assert value(after.conditional[0]) >= value(before.conditional[0]) - 0.01
+    assert value(after.tokens_per_step) >= value(before.tokens_per_step) - 0.01
+    losses = [loss for _, loss in result.losses]
+    assert sum(losses[-4:]) < sum(losses[:4])
+
+
+def test_the_main_part_is_linked_and_the_draft_alone_changes(
+    tuned: tuple[TuneResult, Path], bundle: Path
+) -> None:
+    _, output = tuned
+    for shard in (bundle / "main").glob("*.safetensors"):
+        assert (output / "main" / shard.name).samefile(shard)
+    before, after = read_tensors(bundle / "mtp"), read_tensors(output / "mtp")
+    forms = [{n: (t.dtype, t.shape) for n, t in side.items()} for side in (before, after)]
+    assert forms[0] == forms[1]
+    changed = {name for name in before if not before[name].equal(after[name])}
+    assert any("experts" in name for name in changed)
+    assert any(name.endswith("eh_proj.weight") for name in changed)
+    assert not any("embed_tokens" in name or "head.head" in name for name in changed)
+
+
+def test_the_manifest_records_the_training(tuned: tuple[TuneResult, Path], bundle: Path) -> None:
+    result, output = tuned
+    recorded = read_json(output / "mtp_export.json")["options"]
+    facts = recorded.pop("tune")
+    assert recorded == read_json(bundle / "mtp_export.json")["options"]
+    assert (facts["draft"], facts["steps"], facts["k"]) == ("mtp", STEPS, K)
+    assert facts["after"] == result.after.as_json()
+    assert str(output.parent) not in (output / "mtp_export.json").read_text()
+
+
+def test_verify_accepts_the_tuned_bundle(tuned: tuple[TuneResult, Path]) -> None:
+    _, output = tuned
+    outcome = run_program("verify", output, "--level", "weights", "--json")
+    assert outcome.code == 0, outcome.out[-2000:] + outcome.err
+
+
+def test_an_interrupted_run_ends_with_the_same_bytes(
+    options: TuneOptions, tuned: tuple[TuneResult, Path], tmp_path: Path
+) -> None:
+    """It shares the rows, and has a state of its own."""
+    own = replace(
+        options, output_dir=tmp_path / "bundle", workdir=tmp_path / "work", save_seconds=0.0
+    )
+    assert options.workdir is not None
+    (rows,) = options.workdir.glob("rows-*")
+    (tmp_path / "work").mkdir()
+    (tmp_path / "work" / rows.name).symlink_to(rows)
+    for stop in (1, 7):
+        with pytest.raises(KeyboardInterrupt):
+            tune(own, Watch(stop_after=stop))
+        assert not own.output_dir.exists()
+    watch = Watch()
+    tune(own, watch)
+    assert len(watch.losses) == STEPS - 7
+    assert tree(own.output_dir) == tree(tuned[1])
+
+
+def test_low_rank_changes_train_few_parameters(options: TuneOptions, tmp_path: Path) -> None:
+    train = replace(TRAIN, lora_rank=2, steps=6)
+    own = replace(options, output_dir=tmp_path / "bundle", train=train)
+    result = tune(own, Watch())
+    assert result is not None
+    before, after = (value(side.blocks[K].conditional[0]) for side in (result.before, result.after))
+    assert after >= before - 0.02
+    assert read_json(own.output_dir / "mtp_export.json")["options"]["tune"]["lora_rank"] == 2
+
+
+@pytest.mark.nightly
+def test_a_damaged_draft_recovers(options: TuneOptions, bundle: Path, tmp_path: Path) -> None:
+    """A draft that is fed the target's state before its norm is worth less; training mends it."""
+    damaged = Path(shutil.copytree(bundle, tmp_path / "damaged"))
+    for part in ("main", "mtp"):
+        config = read_json(damaged / part / "config.json")
+        config["mtp_contract"] = {"target_hidden": "before_norm"}
+        write_json(damaged / part / "config.json", config)
+    own = replace(
+        options,
+        bundle=damaged,
+        output_dir=tmp_path / "bundle",
+        workdir=tmp_path / "work",
+        train=replace(TRAIN, steps=40, rate=3e-3),
+    )
+    result = tune(own, Watch())
+    assert result is not None
+    before, after = (value(side.blocks[K].conditional[0]) for side in (result.before, result.after))
+    assert after > before + 0.02
+
+
+@dataclass(frozen=True)
+class Threads(Group):
+    """Two threads in place of two processes."""
+
+    barrier: threading.Barrier = field(default_factory=lambda: threading.Barrier(2))
+    given: list[torch.Tensor] = field(default_factory=list)
+
+    def add_up(self, values: torch.Tensor) -> torch.Tensor:
+        self.given.append(values.clone())
+        self.barrier.wait()
+        total = self.given[0] + self.given[1]
+        if self.barrier.wait() == 0:
+            self.given.clear()
+        self.barrier.wait()
+        return values.copy_(total)
+
+
+def losses_of(options: TuneOptions, group: Group) -> list[list[float]]:
+    """Losses of four steps on the rows that are there."""
+    assert options.workdir is not None
+    (folder,) = options.workdir.glob("rows-*")
+    parts = len(list((folder / "training").iterdir()))
+    store = RowStore(folder / "training", range(parts * PART_LINES), torch.bfloat16)
+    draft = DRAFTS["mtp"].open(options, SourceBundle.open(options.bundle))
+    training = Training(
+        draft,
+        replace(TRAIN, steps=4),
+        group,
+        place=options.workdir / f"state-{group.rank}-of-{group.size}.pt",
+        save_seconds=1e9,
+    )
+    training.run(store, lambda step, losses: None)
+    return training.log.losses
+
+
+def test_two_that_share_a_batch_have_the_same_losses(
+    options: TuneOptions, tuned: tuple[TuneResult, Path]
+) -> None:
+    """Sums of gradients differ in their last bits alone."""
+    alone = losses_of(options, Group())
+    first = Threads(0, 2)
+    with ThreadPoolExecutor(2) as pool:
+        both = [*pool.map(partial(losses_of, options), (first, replace(first, rank=1)))]
+    assert both[0] == both[1]
+    for found, wanted in zip(both[0], alone, strict=True):
+        assert found == pytest.approx(wanted, abs=2e-4)
+    assert alone[0] != pytest.approx(alone[3], abs=2e-4)
+
+
+@pytest.mark.nightly
+def test_two_processes_of_torchrun_have_the_same_losses(
+    options: TuneOptions, tuned: tuple[TuneResult, Path], tmp_path: Path
+) -> None:
+    arguments = [
+        *("tune", "--bundle", options.bundle, "--output-dir", tmp_path / "both"),
+        *("--data", options.data.prompts, "--held-out", options.data.held_out),
+        *("--max-new-tokens", 32, "--workdir", tmp_path / "work"),
+        *("--k", K, "--steps", STEPS, "--lr", 1e-3, "--batch-tokens", 256),
+        *("--report", tmp_path / "report.json", "--quiet"),
+    ]
+    command = ["torch.distributed.run", "--nproc-per-node", "2", "-m", "mtp_export", *arguments]
+    path = os.pathsep.join(filter(None, sys.path))
+    done = subprocess.run(
+        [sys.executable, "-m", *map(str, command)],
+        env=os.environ | {"PYTHONPATH": path, "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    found = [entry["loss"] for entry in read_json(tmp_path / "report.json")["losses"]]
+    assert found == pytest.approx([loss for _, loss in tuned[0].losses], abs=2e-3)
+
+
+def refusal(*arguments: object) -> tuple[int, str]:
+    outcome = run_program("tune", *arguments)
+    assert outcome.out == ""
+    assert len(outcome.err.strip().splitlines()) == 1
+    return outcome.code, outcome.err
+
+
+def test_bad_input_is_one_paragraph(bundle: Path, prompts: Path, tmp_path: Path) -> None:
+    output = tmp_path / "output"
+    base: dict[str, Any] = {"--bundle": bundle, "--data": prompts, "--output-dir": output}
+
+    def changed(**others: object) -> list[object]:
+        given = base | {f"--{name.replace('_', '-')}": own for name, own in others.items()}
+        return [part for pair in given.items() for part in pair]
+
+    empty, one, foreign = (tmp_path / f"{name}.jsonl" for name in ("empty", "one", "foreign"))
+    nothing = tmp_path / "nothing"
+    nothing.mkdir()
+    empty.write_text("\n")
+    one.write_text('{"prompt": "def read("}\n')
+    foreign.write_text('{"prompt_token_ids": [5, 99999]}\n')
+    cases: list[tuple[dict[str, object], int, str]] = [
+        ({"data": tmp_path / "none.jsonl"}, 6, "none.jsonl"),
+        ({"data": empty}, 3, "holds no prompt"),
+        ({"data": one}, 3, "too few prompts"),
+        ({"data": foreign}, 3, "99999"),
+        ({"draft": "medusa"}, 2, "medusa"),
+        ({"draft": "parallel_heads", "lora_rank": 4}, 2, "low rank"),
+        ({"bundle": nothing}, 3, "no bundle"),
+        ({"k": 6}, 2, "6"),
+        ({"output_dir": bundle / "inside"}, 2, "must not contain"),
+    ]
+    for others, code, words in cases:
+        found = refusal(*changed(**others))
+        assert found[0] == code, found
+        assert words in found[1]
+    assert not output.exists()
+
+
+def test_a_dry_run_tells_memory_time_and_disk(bundle: Path, prompts: Path, tmp_path: Path) -> None:
+    arguments = ("--bundle", bundle, "--data", prompts, "--output-dir", tmp_path / "output")
+    facts = [
+        json.loads(run_program("tune", *arguments, *more, "--dry-run", "--json").out)
+        for more in ((), ("--lora-rank", 4))
+    ]
+    whole, low = facts
+    assert whole["trained"] == whole["parameters"] == low["parameters"]
+    assert low["trained"] < whole["trained"] / 4
+    assert low["state_bytes"] == 16 * low["trained"]
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_streamed_target_computes_the_same_rows(
+    options: TuneOptions, tuned: tuple[TuneResult, Path], tmp_path: Path
+) -> None:
+    """It reads what the held one wrote; a prompt without an answer is refused."""
+    assert options.workdir is not None
+    (folder,) = options.workdir.glob("rows-*")
+    wanted = Rows.of(state_files.load(folder / "held-out/part-00000.pt"))
+    parts = [(t.tokens[: t.prompt_size], t.tokens[t.prompt_size :]) for t in wanted.texts.texts]
+    names = ("prompt_token_ids", "completion_token_ids")
+    lines = [dict(zip(names, part, strict=True)) for part in parts]
+    data = tmp_path / "answered.jsonl"
+    data.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    own = replace(
+        options,
+        stream=True,
+        data=replace(options.data, held_out=data),
+        output_dir=tmp_path / "bundle",
+        workdir=tmp_path / "work",
+    )
+    with pytest.raises(UsageError, match="answers no prompts"):
+        tune(own, Watch())
+    own = replace(own, data=replace(own.data, prompts=data), train=replace(TRAIN, steps=1))
+    assert tune(own, Watch()) is not None
+    (path,) = (tmp_path / "work").glob("rows-*/held-out/part-00000.pt")
+    found = Rows.of(state_files.load(path))
+    assert found.texts == wanted.texts
+    torch.testing.assert_close(found.hidden, wanted.hidden, atol=1e-3, rtol=1e-3)

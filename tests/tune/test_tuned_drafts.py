@@ -1,0 +1,140 @@
+"""Drafts trained from nothing: parallel heads and EAGLE-3, from rows to decoding with them."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from cases import export, read_json, run_program
+from mtp_export.tune.drafts import DRAFTS
+from mtp_export.tune.eagle3 import Eagle3Draft
+from mtp_export.tune.options import DataOptions, TrainOptions, TuneOptions
+from mtp_export.tune.row_store import RowStore
+from mtp_export.tune.rows import Rows
+from mtp_export.tune.run import tune
+from mtp_export.tune.writing import SourceBundle
+from mtp_runtime import LLM, SamplingParams
+from mtp_runtime.teacher_forcing import Text, Texts
+from runtime.checkpoints import SMALL, write_checkpoint
+from tune.test_tune import Watch, value
+
+DEPTHS = 3
+
+
+@pytest.fixture(scope="module")
+def random_bundle(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A random DeepSeek-V3 with enough layers for EAGLE-3's taps."""
+    folder = tmp_path_factory.mktemp("random")
+    checkpoint = write_checkpoint(folder / "checkpoint", SMALL | {"num_hidden_layers": 8})
+    assert export(checkpoint, folder / "bundle", "--allow-untied", "--quiet").code == 0
+    return folder / "bundle"
+
+
+@pytest.fixture(scope="module")
+def random_prompts(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("random-data") / "prompts.jsonl"
+    random = torch.Generator().manual_seed(3)
+    rows = torch.randint(2, SMALL["vocab_size"], (12, 8), generator=random).tolist()
+    path.write_text("".join(json.dumps({"prompt_token_ids": row}) + "\n" for row in rows))
+    return path
+
+
+def options_of(bundle: Path, prompts: Path, folder: Path, draft: str, steps: int) -> TuneOptions:
+    return TuneOptions(
+        bundle,
+        folder / "tuned",
+        DataOptions(prompts, new_tokens=24),
+        draft=draft,
+        train=TrainOptions(k=DEPTHS, steps=steps, rate=3e-3, batch_tokens=256),
+        workdir=folder / "work",
+    )
+
+
+def test_heads_learn_and_draft(bundle: Path, prompts: Path, tmp_path: Path) -> None:
+    options = options_of(bundle, prompts, tmp_path, "parallel_heads", steps=60)
+    watch = Watch()
+    result = tune(options, watch)
+    assert result is not None
+    before, after = (value(s.blocks[DEPTHS].conditional[0]) for s in (result.before, result.after))
+    assert after > before + 0.05
+    check_bundle(options, "parallel_heads")
+
+
+def test_eagle3_learns_and_drafts(
+    random_bundle: Path, random_prompts: Path, tmp_path: Path
+) -> None:
+    options = options_of(random_bundle, random_prompts, tmp_path, "eagle3", steps=40)
+    watch = Watch()
+    assert tune(options, watch) is not None
+    first = [losses[0] for losses in watch.losses]
+    assert sum(first[-5:]) < 0.9 * sum(first[:5])
+    check_bundle(options, "eagle3")
+
+
+def check_bundle(options: TuneOptions, method: str) -> None:
+    """The bundle has the draft in a folder of its own; verify accepts it; output stays the same."""
+    output = options.output_dir
+    assert set(read_json(output / "mtp_export.json")["parts"]) == {"main", "mtp", method}
+    report = json.loads(run_program("verify", output, "--level", "weights", "--json").out)
+    items = {item["name"]: item for check in report["checks"] for item in check["items"]}
+    failed = {name for name, item in items.items() if item["status"] == "fail"}
+    assert failed <= {"main: tokenizer", "mtp: tokenizer"}  # the random model has none
+    assert items[f"{method}: checksums"]["status"] == "pass"
+    prompts, params = [(5, 9, 40, 8), (3, 77, 6, 21, 30)], SamplingParams(max_tokens=12)
+    plain = LLM(output).generate(prompts, params)
+    drafted = LLM(output, speculate_method=method, speculate_max_draft_token_num=DEPTHS).generate(
+        prompts, params
+    )
+    assert [one.token_ids for one in drafted] == [one.token_ids for one in plain]
+    again = run_program(
+        *("tune", "--bundle", options.bundle, "--data", options.data.prompts),
+        *("--output-dir", output, "--draft", method, "--k", DEPTHS, "--dry-run", "--overwrite"),
+    )
+    assert again.code == 0, again.err
+
+
+def test_eagle3_computes_what_decoding_does(
+    random_bundle: Path, random_prompts: Path, tmp_path: Path
+) -> None:
+    options = options_of(random_bundle, random_prompts, tmp_path, "eagle3", steps=1)
+    draft = Eagle3Draft.open(options, SourceBundle.open(random_bundle))
+    random = torch.Generator().manual_seed(0)
+    tokens = torch.randint(2, SMALL["vocab_size"], (2, 12), generator=random)
+    taps = torch.randn(2, 12, 3 * SMALL["hidden_size"], generator=random)
+    texts = Texts(tuple(Text(tuple(row), 1) for row in tokens.tolist()))
+    goals = torch.zeros(24, 4)
+    rows = Rows(texts, taps.flatten(0, 1), goals.int(), goals)
+    judged = draft.judged(rows, DEPTHS)
+    store = RowStore(tmp_path, (), torch.float32)
+    store.__dict__["parts"] = [rows]
+    with torch.no_grad():
+        outputs = draft.outputs(store.batch([0, 1], torch.device("cpu")), DEPTHS)
+    anchors = texts.anchors()
+    slots = anchors.rows - anchors.owners * 12
+    for depth, (normed, best) in enumerate(zip(outputs.normed, judged.best, strict=True), 1):
+        room = texts.room(anchors, depth)
+        found = (normed[anchors.owners, slots] @ outputs.head.T).argmax(dim=-1)
+        assert torch.equal(found[room], best[room])
+
+
+@pytest.mark.parametrize("draft", DRAFTS)
+def test_a_dry_run_knows_every_draft(
+    draft: str, random_bundle: Path, random_prompts: Path, tmp_path: Path
+) -> None:
+    options = options_of(random_bundle, random_prompts, tmp_path, draft, steps=1)
+    sizes = DRAFTS[draft].sizes(options, SourceBundle.open(random_bundle))
+    opened = DRAFTS[draft].open(options, SourceBundle.open(random_bundle))
+    assert sizes.trained == sum(p.numel() for p in opened.parameters.values())
+    assert sizes.used <= sizes.parameters
+
+
+def test_eagle3_needs_latent_attention(bundle: Path, prompts: Path, tmp_path: Path) -> None:
+    outcome = run_program(
+        *("tune", "--bundle", bundle, "--data", prompts, "--output-dir", tmp_path / "output"),
+        *("--draft", "eagle3"),
+    )
+    assert outcome.code == 4
+    assert "latent attention" in outcome.err

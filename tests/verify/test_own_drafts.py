@@ -1,0 +1,108 @@
+"""Drafts in a bundle's own folders are loaded, measured and compared; their faults are named."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from cases import export
+from faults.draft_faults import DRAFT_FAULTS, DraftFault
+from faults.fitted_drafts import write_fitted_eagle3, write_fitted_heads
+from faults.matrix import no_progress
+from mtp_export.verify import CHECKS
+from mtp_export.verify.check import CheckResult, Item, Level, Status
+from mtp_export.verify.context import Context, VerifyOptions
+from mtp_export.verify.decoding import greedy, own_drafts, speed
+from mtp_export.verify.evidence.own_drafts import draft_folders
+from mtp_export.verify.report.charts import charts
+from mtp_export.verify.report.report import Report
+from mtp_export.verify.weights import own_drafts as loading
+from mtp_runtime.sampling import SamplingParams
+
+FIXTURE = Path(__file__).resolve().parents[2] / "fixtures/deepseek-v3-tiny"
+METHODS = ["eagle3", "parallel_heads"]
+Run = Callable[[Context], Iterator[Item]]
+RUNS: dict[str, Run] = {"ledger": loading.run, "acceptance": own_drafts.run}
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> Context:
+    """A good bundle with both drafts."""
+    bundle = tmp_path_factory.mktemp("drafts") / "bundle"
+    assert export(FIXTURE, bundle, "--quiet").code == 0
+    prompts = bundle.parent / "prompts.jsonl"
+    lines = (FIXTURE.parent / "prompts.jsonl").read_text().splitlines()
+    prompts.write_text("\n".join(lines[::16][:10]))
+    options = VerifyOptions(bundle, level=Level.RUN, prompts=prompts, max_new_tokens=12, ks=(2,))
+    context = Context.open(options, no_progress)
+    write_fitted_eagle3(bundle / "eagle3", context.corpus)
+    write_fitted_heads(bundle / "parallel_heads", context.corpus)
+    return context
+
+
+@pytest.fixture(scope="module")
+def good(whole: Context) -> dict[str, list[Item]]:
+    return {check: list(run(whole)) for check, run in RUNS.items()}
+
+
+def said(items: list[Item]) -> str:
+    return " | ".join(f"{i.name}: {i.cause}" for i in items if i.status is Status.FAIL)
+
+
+def test_the_modules_belong_to_checks() -> None:
+    assert "weights.own_drafts" in CHECKS["ledger"].modules
+    assert "decoding.own_drafts" in CHECKS["acceptance"].modules
+
+
+def test_good_drafts_pass(whole: Context, good: dict[str, list[Item]]) -> None:
+    assert [own.method for own in whole.own_drafts] == METHODS
+    for items in good.values():
+        assert said(items) == ""
+        assert {item.name.partition(",")[0].partition(":")[0] for item in items} == set(METHODS)
+    measured = [item for item in good["acceptance"] if "conditional" in item.data]
+    first = [item.data["conditional"]["value"] for item in measured if item.data["position"] == 1]
+    assert len(first) == 2 and min(first) > 0.2, first
+
+
+def test_a_bundle_without_drafts_says_nothing_of_them(tmp_path: Path) -> None:
+    assert draft_folders(tmp_path) == {}
+    bundle = tmp_path / "bundle"
+    assert export(FIXTURE, bundle, "--quiet").code == 0
+    context = Context.open(VerifyOptions(bundle, level=Level.RUN), no_progress)
+    assert not [item for run in RUNS.values() for item in run(context)]
+
+
+def test_greedy_equality_and_speed_have_rows_per_method(whole: Context) -> None:
+    params = SamplingParams(max_tokens=8, ignore_eos=True)
+    trial = greedy.Trial(whole.corpus.model, greedy.mixed_prompts(whole.prompts)[:2], params)
+    runs = {name: run for name, run in greedy._runs(trial, whole.own_drafts) if "," in name}
+    for method in METHODS:
+        run = runs[f"{method}, k={greedy.OWN_DRAFTS}"]
+        assert greedy._equal(trial, run, method).status is Status.PASS
+        assert any(proposal.tokens for proposal in run.proposals)
+    corpus = replace(whole.corpus, new_tokens=8)
+    rows = [item for own in whole.own_drafts for item in speed._of_own(corpus, own, (2,))]
+    assert {item.data["method"] for item in rows} == set(METHODS)
+    assert all(item.data["measured"] > 0 for item in rows)
+
+
+@pytest.mark.parametrize("fault", DRAFT_FAULTS, ids=lambda fault: fault.name)
+def test_fault_is_named(fault: DraftFault, whole: Context, tmp_path: Path) -> None:
+    bundle = tmp_path / "bundle"
+    shutil.copytree(whole.options.bundle / fault.method, bundle / fault.method)
+    fault.plant(bundle / fault.method)
+    # The model and its texts are those of the good bundle.
+    damaged = replace(whole, options=replace(whole.options, bundle=bundle), _drafts={})
+    damaged.__dict__["corpus"] = whole.corpus
+    assert fault.cause in said(list(RUNS[fault.caught_by](damaged)))
+
+
+def test_charts_name_the_method(whole: Context, good: dict[str, list[Item]]) -> None:
+    result = CheckResult("acceptance", "Acceptance", tuple(good["acceptance"]), 0.0)
+    facts = {"source_bytes": 0, "parts_bytes": {}}
+    drawn = charts(Report(options=whole.options, facts=facts, results=(result,), seconds=0.0))
+    assert any("eagle3, k=2, draft 1" in chart.svg for chart in drawn)
