@@ -182,7 +182,7 @@ def test_the_real_model_comes_first_and_make_does_the_set_up() -> None:
     first, *_ = [block for block in blocks_of(README) if block.language == "bash"]
     assert len(first.commands) == 4
     assert REAL_MODEL in first.commands[0]
-    named = {line for block in BLOCKS for line in block.commands if block.language == "bash"}
+    named = {line for block in BLOCKS if block.language == "bash" for line in block.commands}
     targets = {line.split()[1] for line in named if line.startswith("make ")}
     assert targets >= {"demo", "test"}
     for target in targets:
