@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from mtp_export.bundle.options import RunOptions
 from mtp_export.errors import UsageError
 from mtp_runtime.config import MAX_DRAFT_TOKENS, check_count, check_range
 
@@ -79,6 +80,11 @@ class TuneOptions:
     stream: bool = False
     overwrite: bool = False
     save_seconds: float = 120.0
+
+    @property
+    def run(self) -> RunOptions:
+        """Means of writing the bundle."""
+        return RunOptions(overwrite=self.overwrite)
 
     @property
     def place(self) -> str:

@@ -8,7 +8,6 @@ from functools import cached_property
 from typing import Any, Protocol
 
 from mtp_export.bundle.build import run_bundle
-from mtp_export.bundle.options import RunOptions
 from mtp_export.bundle.preflight import check_nesting, check_output
 from mtp_export.errors import UsageError
 from mtp_export.progress import silent
@@ -92,7 +91,7 @@ def open_checked(options: TuneOptions) -> SourceBundle:
     check_nesting(options.bundle, options.output_dir)
     check_nesting(options.bundle, options.work)
     check_nesting(options.output_dir, options.work)
-    check_output(options.output_dir, RunOptions(overwrite=options.overwrite))
+    check_output(options.output_dir, options.run)
     source = SourceBundle.open(options.bundle)
     DRAFTS[options.draft].sizes(options, source)
     return source

@@ -15,7 +15,7 @@ import torch
 from mtp_export.bundle.bundle_plan import BundlePlan
 from mtp_export.bundle.extra_files import extra_files
 from mtp_export.bundle.links import resolve_links
-from mtp_export.bundle.options import BundleOptions, ContentOptions, RunOptions
+from mtp_export.bundle.options import BundleOptions, ContentOptions
 from mtp_export.bundle.preflight import check_disk
 from mtp_export.checkpoint.bundle_folder import (
     MAIN,
@@ -226,7 +226,7 @@ class Output:
                 options.bundle,
                 options.output_dir,
                 content=content,
-                run=RunOptions(overwrite=options.overwrite),
+                run=options.run,
             ),
             checkpoint=checkpoint,
             stored=source.stored,
