@@ -104,17 +104,28 @@ class _Announcer(event.Listener):
 event.register("numba:compile", _Announcer())
 
 
-@cache
-def _sources(path: str, projects: str) -> frozenset[str]:
+def _sources(path: str, projects: str) -> set[str]:
     """Return the file of a module, and those of the modules of its project that it imports, and so
-    on: compiled functions call each other across files."""
-    found = {path}
+    on: compiled functions call each other across files, and packages import themselves."""
+    found, left = {path}, [path]
+    while left:
+        new = _imported(left.pop(), projects) - found
+        found |= new
+        left += new
+    return found
+
+
+@cache
+def _imported(path: str, projects: str) -> frozenset[str]:
+    """Return the files of the modules of a project that a file imports."""
     imports = re.compile(rf"^from ((?:{projects})[.\w]*) import (\([^)]*\)|.*)", re.M)
-    for parent, names in imports.findall(Path(path).read_text()):
-        for module in (parent, *(f"{parent}.{name}" for name in re.findall(r"\w+", names))):
-            file = getattr(sys.modules.get(module), "__file__", None)
-            found |= set() if file is None else _sources(file, projects)
-    return frozenset(found)
+    modules = (
+        sys.modules.get(module)
+        for parent, names in imports.findall(Path(path).read_text())
+        for module in (parent, *(f"{parent}.{name}" for name in re.findall(r"\w+", names)))
+    )
+    files = (getattr(module, "__file__", None) for module in modules)
+    return frozenset(file for file in files if file is not None)
 
 
 def _cache_folder(module: str, path: str) -> Path:

@@ -3,14 +3,20 @@
 from __future__ import annotations
 
 import importlib.util
+import pkgutil
 import sys
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 import pytest
+from numba.core.caching import NullCache
+from numba.core.registry import CPUDispatcher
 
+import mtp_kernels
 from mtp_kernels.cpu.jit import logger
 
+PACKAGE = "from kept_kernels import __name__"  # as packages do that import their own modules
 PART = """
 from mtp_kernels.cpu.jit import inner
 
@@ -39,7 +45,7 @@ def twice_more(folder: Path, monkeypatch: pytest.MonkeyPatch, part: str = PART) 
     """Import the kernel from a package written to a folder, as a new process would."""
     package = folder / "kept_kernels"
     package.mkdir(parents=True, exist_ok=True)
-    for name, text in (("__init__", ""), ("part", part), ("kernel", KERNEL)):
+    for name, text in (("__init__", PACKAGE), ("part", part), ("kernel", KERNEL)):
         path = package / f"{name}.py"
         path.write_text(text)
         module = "kept_kernels" + ("" if name == "__init__" else f".{name}")
@@ -85,3 +91,18 @@ def test_a_cache_folder_that_is_a_file_is_no_failure(
 ) -> None:
     cache_home.write_text("")
     assert twice_more(tmp_path / "one", monkeypatch)(3) == 8
+
+
+def test_every_kernel_of_the_package_is_kept() -> None:
+    """What has no place to be kept in is compiled again by every process."""
+    names = [module.name for module in pkgutil.walk_packages(mtp_kernels.__path__, "mtp_kernels.")]
+    modules = [import_module(name) for name in names if "triton" not in name]
+    kernels = [
+        value
+        for module in modules
+        for value in vars(module).values()
+        if isinstance(value, CPUDispatcher) and value.__module__ == module.__name__
+    ]
+    called = [one for one in kernels if not one.targetoptions.get("no_cpython_wrapper")]
+    assert len(called) > 20
+    assert [one.__name__ for one in called if isinstance(one._cache, NullCache)] == []
