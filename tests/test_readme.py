@@ -70,22 +70,23 @@ COMMANDS = list(
         line for block in BLOCKS if block.language == "bash" for line in program_lines(block)
     )
 )
+BLOCKS_OF_README = [block for block in blocks_of(README) if block.language == "bash"]
 SNIPPETS = [block for block in BLOCKS if block.language == "python"]
 OUTPUTS = list(shown_outputs())
 
 
 @dataclass
 class Workplace:
-    """Folder in which commands run, each once, in the order of the pages."""
+    """Folder in which commands run, each once and after all those before it in the pages."""
 
     folder: Path
     outcomes: dict[str, Outcome] = field(default_factory=dict)
 
     def run(self, command: str) -> Outcome:
-        if command not in self.outcomes:
-            program, *arguments = shlex.split(command)
+        for line in COMMANDS[len(self.outcomes) : COMMANDS.index(command) + 1]:
+            program, *arguments = shlex.split(line)
             assert program == "mtp-export"
-            self.outcomes[command] = run_program(*arguments)
+            self.outcomes[line] = run_program(*arguments)
         return self.outcomes[command]
 
 
@@ -137,6 +138,7 @@ def test_command_runs(command: str, workplace: Workplace) -> None:
 @pytest.mark.parametrize("snippet", SNIPPETS, ids=lambda block: block.page)
 def test_python_runs(snippet: Block, workplace: Workplace) -> None:
     if snippet.page == "README.md":
+        workplace.run(program_lines(BLOCKS_OF_README[-1])[-1])
         exec(compile(snippet.text, snippet.page, "exec"), {})
     else:
         pytest.fail("only the README's Python is run: move the example there")

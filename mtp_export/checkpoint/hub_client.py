@@ -40,6 +40,8 @@ _NETWORK = (
     httpx2.RemoteProtocolError,
     httpx2.ProxyError,
 )
+# Of huggingface_hub, when it reads an answer that is not as the Hub's own are.
+_UNREADABLE = (AttributeError, KeyError, TypeError, ValueError)
 T = TypeVar("T")
 
 # Of one read of a socket. By the default of 64 KiB the steps of the HTTP parser cost as much as the
@@ -130,14 +132,7 @@ class HubClient:
         """Return what the Hub says of the repository (InvalidInputError, IoError)."""
 
         def ask() -> ModelInfo:
-            try:
-                return self.api.model_info(self.repo, revision=revision, timeout=_timeout())
-            except (AttributeError, KeyError, TypeError, ValueError) as error:
-                raise refused(
-                    self.address,
-                    expected="what it says of a repository",
-                    found=f"another answer ({type(error).__name__})",
-                ) from error
+            return self.api.model_info(self.repo, revision=revision, timeout=_timeout())
 
         return self.patiently(ask, self.address)
 
@@ -267,7 +262,14 @@ class HubClient:
 
         def attempt() -> T:
             with _attempt(where):
-                return request()
+                try:
+                    return request()
+                except _UNREADABLE as error:
+                    raise refused(
+                        where,
+                        expected="an answer that huggingface_hub can read",
+                        found=f"another answer ({type(error).__name__})",
+                    ) from error
 
         return patiently(attempt)
 

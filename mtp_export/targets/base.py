@@ -93,9 +93,9 @@ class Engine:
     storages are the storages of linears that its loader reads. dialect is how it wants integers
     described, required for an engine that reads any. launch makes the shell command that serves a
     bundle with one draft token; None for an engine that does not take the MTP part as a folder of
-    its own. probe is a shell command that succeeds where the engine is installed. title is its name
-    in text. draft_reading is how it finds a draft's precision, which `verify` repeats; None where
-    nothing is known of it.
+    its own. probe is a shell command that succeeds where the engine is installed, if one is known.
+    title is its name in text. draft_reading is how it finds a draft's precision, which `verify`
+    repeats; None where nothing is known of it.
     """
 
     name: str

@@ -3,20 +3,19 @@ feeds it as it was trained. vLLM's own MTP model zeroes the embedding of positio
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
-from shlex import quote
+from functools import partial
 from typing import Any
 
 from mtp_export.targets.base import (
     Config,
-    Deployment,
     DraftReading,
     Engine,
     Target,
     released_from_single_layer,
     single_layer_config,
 )
+from mtp_export.targets.vllm import VLLM_PROBE, vllm_launch
 
 _RENAMED = {
     "eh_proj.weight": "fc.weight",
@@ -38,22 +37,13 @@ def _config(config: Mapping[str, Any]) -> Config:
     return single_layer_config(config, _name)
 
 
-def _launch(bundle: Deployment) -> str:
-    speculation = {
-        "method": "eagle",
-        "model": str(bundle.folder("mtp")),
-        "num_speculative_tokens": 1,
-    }
-    settings = quote(json.dumps(speculation, ensure_ascii=False))
-    return f"vllm serve {bundle.main} --speculative-config {settings}"
-
-
 EAGLE = Target(
     name="eagle",
     engines=(
         Engine(
             "eagle",
-            launch=_launch,
+            launch=partial(vllm_launch, method="eagle"),
+            probe=VLLM_PROBE,
             title="vLLM (EAGLE)",
             draft_reading=DraftReading(
                 by_main_config=True,

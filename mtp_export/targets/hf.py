@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
-from shlex import quote
+from functools import partial
 from typing import Any
 
 from mtp_export.families.base import SGLANG_DRAFT
 from mtp_export.schemes.dialects import SGLANG, VLLM
 from mtp_export.schemes.storage import FLOATS, Storage
 from mtp_export.targets.base import Config, Deployment, DraftReading, Engine, Target
+from mtp_export.targets.vllm import VLLM_PROBE, vllm_launch
 
 _SGLANG_PORT = 20000  # at which its machines find each other
 
@@ -25,22 +25,6 @@ def _config(config: Mapping[str, Any]) -> Config:
 
 def _released(config: Mapping[str, Any], main_layers: int) -> Config:
     return dict(config)
-
-
-def _vllm(bundle: Deployment) -> str:
-    speculation = {"method": "mtp", "model": str(bundle.folder("mtp")), "num_speculative_tokens": 1}
-    settings = quote(json.dumps(speculation, ensure_ascii=False))
-    return f"vllm serve {bundle.main} --speculative-config {settings}{_vllm_placement(bundle)}"
-
-
-def _vllm_placement(bundle: Deployment) -> str:
-    place = bundle.placement
-    if place is None:
-        return ""
-    words = f" --tensor-parallel-size {place.tp}"
-    if place.nodes > 1:
-        words += f" --nnodes {place.nodes} --node-rank {place.node} --master-addr {place.head}"
-    return words + (" --headless" if place.node else "")
 
 
 def _sglang(bundle: Deployment) -> str:
@@ -74,8 +58,8 @@ HF = Target(
             "vllm",
             frozenset(Storage) - {Storage.W4AFP8},
             VLLM,
-            launch=_vllm,
-            probe="command -v vllm",
+            launch=partial(vllm_launch, method="mtp"),
+            probe=VLLM_PROBE,
             title="vLLM",
             draft_reading=DraftReading(
                 by_main_config=True,

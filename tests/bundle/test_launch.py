@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from cases import WHOLE_TILES, export, make_checkpoint, quantize, run_program
+from mtp_export.targets import TARGETS
 
 AWKWARD = 'it\'s a "bundle" $(of) ; them'  # a folder name that a shell would take apart
 XLLM_FLAGS = [
@@ -232,6 +233,11 @@ def test_what_cannot_be_launched(
     export(pristine, tmp_path / "bundle")
     outcome = run_program("launch", tmp_path / "bundle", *options)
     assert outcome.code == code and words in outcome.err
+
+
+def test_every_engine_with_a_command_can_be_looked_for() -> None:
+    engines = [engine for target in TARGETS.values() for engine in target.engines]
+    assert all(engine.probe for engine in engines if engine.launch is not None)
 
 
 def test_a_bundle_without_both_parts_is_not_launched(pristine: Path, tmp_path: Path) -> None:

@@ -30,6 +30,7 @@ REGISTRIES = {
     "an attention backend": "BACKENDS",
     "a backend of products with stored weights": "BACKENDS",
     "a decoder backend": "BACKENDS",
+    "a draft that `tune` trains": "DRAFTS",
     "a drafter": "DRAFTERS",
     "an acceptance rule": "ACCEPTANCE_RULES",
     "a check of `verify`": "CHECKS",

@@ -20,6 +20,7 @@ from mtp_runtime import LLM, SamplingParams
 from mtp_runtime.drafters import DRAFTERS
 from mtp_runtime.drafters.base import TargetDraft
 from mtp_runtime.drafters.eagle3 import read_eagle3
+from mtp_runtime.layers.mla import Mla
 from mtp_runtime.loading.draft_folder import read_draft, write_draft
 from mtp_runtime.models.eagle3 import Eagle3Module, checked_tensors, eagle3_module
 from mtp_runtime.models.load import Loaded, LoadOptions, load_model
@@ -190,6 +191,16 @@ def test_output_is_that_of_plain_decoding(
     assert all(one.metrics.drafted[k - 1] > 0 for one in found)
 
 
+def test_in_bfloat16(small: Path, tmp_path: Path) -> None:
+    """Drafts are computed in the dtype that the target is loaded in."""
+    llm = LLM(
+        small, dtype="bfloat16", speculate_method="eagle3", draft_model=write_eagle3(tmp_path),
+        speculate_max_draft_token_num=3,
+    )  # fmt: skip
+    (output,) = llm.generate([list(prompts_of([20], 96)[0])], PARAMS)
+    assert output.metrics.drafted[2] > 0
+
+
 def test_preempted_requests_draft_on(loaded: Loaded, tmp_path: Path) -> None:
     draft = read_eagle3(write_eagle3(tmp_path), loaded)
     model, prompts = loaded.model.tapped(draft.taps), prompts_of([40, 3, 25, 60, 17, 33, 8], 96)
@@ -214,7 +225,10 @@ def test_every_parameter_has_a_gradient(loaded: Loaded) -> None:
     hidden = module.combined(torch.randn(5, len(TAPS) * SMALL["hidden_size"]))
     both, residual = module.entering(torch.arange(5), hidden)
     attention, positions = module.attention, torch.arange(5)
-    q_latent, q_rope, cached = attention.project(both, attention.rope.cos_sin(positions))
+    assert isinstance(attention, Mla)
+    q_latent, q_rope, cached = attention.project(
+        attention.lower(both), attention.rope.cos_sin(positions)
+    )
     query = torch.cat([q_latent, q_rope], dim=-1)
     weights = torch.einsum("shm,tm->hst", query, cached).softmax(dim=-1)
     mixed = torch.einsum("hst,tc->shc", weights, cached[:, : SMALL["kv_lora_rank"]])
@@ -300,12 +314,16 @@ def test_a_whole_vocabulary_shares_the_targets_head(small: Path, tmp_path: Path)
     assert isinstance(draft, TargetDraft) and draft.taps == TAPS
     module = module_of(config, eagle3_tensors(config), loaded.model)
     assert module.head.linear is loaded.model.head.linear
-    assert module.attention.rope.inv_freq[-1] < load_rope(loaded)
+    assert isinstance(module.attention, Mla)
+    assert module.attention.rope.inv_freq[-1] < lowest_frequency(loaded)
 
 
-def load_rope(loaded: Loaded) -> torch.Tensor:
+def lowest_frequency(loaded: Loaded) -> torch.Tensor:
+    """The slowest rotation of the draft without yarn."""
     config = eagle3_config(SMALL, TAPS, 96, "float32")
-    return module_of(config, eagle3_tensors(config), loaded.model).attention.rope.inv_freq[-1]
+    attention = module_of(config, eagle3_tensors(config), loaded.model).attention
+    assert isinstance(attention, Mla)
+    return attention.rope.inv_freq[-1]
 
 
 def test_the_layers_that_engines_tap() -> None:

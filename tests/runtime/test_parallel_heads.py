@@ -146,6 +146,17 @@ def test_output_is_that_of_plain_decoding(
 
 
 @pytest.mark.parametrize("body", ["ffn", "layer"])
+def test_in_bfloat16(small: Path, tmp_path: Path, body: str) -> None:
+    write_layer_heads(tmp_path) if body == "layer" else write_heads(tmp_path, ffn_layout())
+    llm = LLM(
+        small, dtype="bfloat16", speculate_method="parallel_heads", draft_model=tmp_path,
+        speculate_max_draft_token_num=2,
+    )  # fmt: skip
+    (output,) = llm.generate([list(prompts_of([20], 96)[0])], PARAMS)
+    assert output.metrics.drafted[1] > 0
+
+
+@pytest.mark.parametrize("body", ["ffn", "layer"])
 def test_preempted_requests_draft_on(loaded: Loaded, tmp_path: Path, body: str) -> None:
     write_layer_heads(tmp_path) if body == "layer" else write_heads(tmp_path, ffn_layout())
     draft = read_parallel_heads(tmp_path, loaded)

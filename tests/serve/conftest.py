@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import torch
 
 pytest.importorskip("starlette", reason="the extra serve is not installed")
 
@@ -14,6 +15,12 @@ from mtp_runtime.models.load import Loaded, LoadOptions, load_model
 from serve.running import Client, Running, running
 
 FIXTURE = Path(__file__).resolve().parents[2] / "fixtures/deepseek-v3-tiny"
+
+
+@pytest.fixture(autouse=True, scope="session")
+def one_thread() -> None:
+    """Products this small lose time to a second thread, and more on a busy machine."""
+    torch.set_num_threads(1)
 
 
 @pytest.fixture(scope="session")

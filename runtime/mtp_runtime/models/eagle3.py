@@ -21,10 +21,9 @@ from mtp_export.schemes.discrepancies import StoredTensor, compare
 from mtp_kernels.batch_layout import BatchLayout
 from mtp_runtime.cache import Cache, LayerCaches, PageAllocator
 from mtp_runtime.config import RopeConfig, refuse_other_values
-from mtp_runtime.layers.attention import ForwardPass
+from mtp_runtime.layers.attention import Attention, ForwardPass
 from mtp_runtime.layers.embedding import Embedding
 from mtp_runtime.layers.linear import Linear
-from mtp_runtime.layers.mla import Mla
 from mtp_runtime.layers.moe import Mlp
 from mtp_runtime.layers.norm import RmsNorm
 from mtp_runtime.loading.draft_folder import DraftFolder, layout_on_disk
@@ -63,7 +62,7 @@ class Eagle3Module:
     embedding: Embedding
     embedding_norm: RmsNorm
     hidden_norm: RmsNorm
-    attention: Mla  # of [embedding | hidden state]
+    attention: Attention  # of [embedding | hidden state]
     post_norm: RmsNorm
     mlp: Mlp
     head: Head
