@@ -161,7 +161,7 @@ def tune(
     max_text_tokens: TextTokens = 2048,
     draft: Draft = "mtp",
     steps: Steps = 1000,
-    lr: Rate = 5e-4,
+    lr: Rate = 2e-4,
     k: Depth = 3,
     lora_rank: LoraRank = None,
     batch_tokens: BatchTokens = 2048,

@@ -41,7 +41,7 @@ class TrainOptions:
 
     k: int = 3
     steps: int = 1000
-    rate: float = 5e-4
+    rate: float = 2e-4
     batch_tokens: int = 2048
     lora_rank: int | None = None
     dtype: str = "float32"
