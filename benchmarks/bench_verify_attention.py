@@ -8,7 +8,7 @@ CPU: medians over interleaved calls, beside torch's scaled_dot_product_attention
 the pages it needs. CUDA: medians of CUDA graph replays, the share of a copy's bandwidth measured
 in the same run, and batch expansion with a group's rows adjacent and far apart. Every call of a
 measurement goes to another of four caches, so that none finds its tokens in a processor's cache.
-Results go to benchmarks/results/ as JSON and a plot.
+Results go to benchmarks/results/ as JSON and a plot, on a CPU by the name of its fastest bf16 unit.
 """
 
 from __future__ import annotations
@@ -30,6 +30,7 @@ import matplotlib
 import torch
 
 from mtp_kernels.verify_attention import make_workspace, verify_attention
+from mtp_kernels.verify_attention.bf16_units import units_here
 
 matplotlib.use("Agg")
 RESULTS = Path(__file__).parent / "results"
@@ -300,7 +301,7 @@ def hardware(cuda: bool) -> dict[str, Any]:
     found = {
         "cpu": fields.get("model name", platform.processor()),
         "threads": torch.get_num_threads(),
-        "amx_bf16": "amx_bf16" in fields.get("flags", ""),
+        "bf16_unit": units_here()[0],
         "load_average": os.getloadavg()[0],
     }
     return found | ({"gpu": torch.cuda.get_device_name()} if cuda else {})
@@ -338,7 +339,7 @@ def main() -> None:
         "rounds": options.rounds,
         "rows": rows,
     }
-    name = f"verify_attention_{options.backend}"
+    name = f"verify_attention_{options.backend}" + ("" if cuda else f"_{units_here()[0]}")
     (RESULTS / f"{name}.json").write_text(json.dumps(result, indent=1) + "\n")
     plot(rows, RESULTS / f"{name}.png", cuda)
 

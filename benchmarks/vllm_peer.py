@@ -91,8 +91,9 @@ def _ours(
 ) -> dict[int, list[float]]:
     """Seconds by batch size."""
     options: dict[str, Any] = {"dtype": dtype, "max_batch_size": len(prompts)}
+    options["speculate_method"] = "mtp" if drafts else "none"
     if drafts:
-        options |= {"speculate_method": "mtp", "speculate_max_draft_token_num": drafts}
+        options["speculate_max_draft_token_num"] = drafts
     llm = LLM(source, **options)
     params = SamplingParams(temperature=0, max_tokens=tokens, ignore_eos=True)
     seconds: dict[int, list[float]] = {}
