@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
-from typing import TypeVar
+from typing import Any, TypeVar
 from urllib.parse import urljoin, urlsplit
 
 import httpcore2
@@ -103,6 +103,17 @@ def hub_endpoint() -> str:
     return (os.environ.get("HF_ENDPOINT") or constants.ENDPOINT).rstrip("/")
 
 
+def _listed(entry: dict[str, Any]) -> RepoFile:
+    """Return a file of a listing; raises TypeError or KeyError for what none can be."""
+    file = RepoFile(**entry)
+    checksum = file.blob_id if file.lfs is None else file.lfs.sha256
+    if not (isinstance(file.path, str) and isinstance(checksum, str)):
+        raise TypeError("path and checksum are texts")
+    if type(file.size) is not int or file.size < 0:
+        raise TypeError("sizes are counts")
+    return file
+
+
 @dataclass(frozen=True)
 class HubClient:
     """One repository at one commit ("": not resolved yet); address names it in messages.
@@ -144,8 +155,8 @@ class HubClient:
             answer = self.answer(url)
             try:
                 entries = [entry for entry in answer.json() if entry["type"] == "file"]
-                files += [RepoFile(**entry) for entry in entries]
-            except (ValueError, KeyError, TypeError) as error:
+                files += map(_listed, entries)
+            except (AttributeError, ValueError, KeyError, TypeError) as error:
                 raise refused(
                     self.address,
                     expected="a list of files with type, path, size and checksum",

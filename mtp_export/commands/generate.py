@@ -118,7 +118,7 @@ def generate(
         _require_texts(asked)
     from mtp_runtime import SamplingParams
 
-    params = SamplingParams(
+    first = SamplingParams(
         temperature=temperature,
         top_p=top_p,
         top_k=top_k,
@@ -126,6 +126,7 @@ def generate(
         seed=seed,
         stop=stop,
     )
+    params = _params_of_each(first, len(asked))
     llm = runtime.load_llm(context, bundle)
     given = [llm.chat_prompt([{"role": "user", "content": p}]) for p in asked] if chat else asked
     _report(llm, Decoding(asked, given, params), Reporting(as_json=as_json))
@@ -133,19 +134,19 @@ def generate(
 
 @dataclass(frozen=True)
 class Decoding:
-    """Prompts as they were asked for and as they are given to the model, and the parameters of the
-    first one."""
+    """Prompts as they were asked for and as they are given to the model, and their parameters."""
 
     asked: Sequence[Prompt]
     given: Sequence[Prompt]
-    params: SamplingParams
+    params: Sequence[SamplingParams]
 
-    def each(self) -> list[SamplingParams]:
-        """Return the parameters of every prompt: its seed is the one after that before it."""
-        from mtp_runtime.sampling import random_seed
 
-        first = random_seed() if self.params.seed is None else self.params.seed
-        return [replace(self.params, seed=first + index) for index in range(len(self.asked))]
+def _params_of_each(first: SamplingParams, count: int) -> list[SamplingParams]:
+    """Return the parameters of every prompt: its seed is the one after that before it."""
+    from mtp_runtime.sampling import random_seed
+
+    seed = random_seed() if first.seed is None else first.seed
+    return [replace(first, seed=seed + index) for index in range(count)]
 
 
 def _report(llm: LLM, decoding: Decoding, reporting: Reporting) -> None:
@@ -159,7 +160,7 @@ def _report(llm: LLM, decoding: Decoding, reporting: Reporting) -> None:
     facts["speculate_method"] = llm.engine.config.speculation.method
     table = summary_table(summary, [output.metrics for output in outputs])
     table.add_row("drafts by", facts["speculate_method"])
-    if not decoding.params.greedy:
+    if not decoding.params[0].greedy:
         table.add_row("seed of the first prompt", str(outputs[0].seed))
     print_result(facts, table, reporting)
 
@@ -186,7 +187,7 @@ def _prompts(texts: list[str], path: Path | None) -> list[Prompt]:
 
 def _decode(llm: LLM, decoding: Decoding, *, silent: bool) -> list[RequestOutput]:
     """Decode and show the texts: a single one as it is generated, several at the end."""
-    console, given, params = plain_console(), decoding.given, decoding.each()
+    console, given, params = plain_console(), decoding.given, decoding.params
     if silent:
         return llm.generate(given, params)
     if len(given) == 1:

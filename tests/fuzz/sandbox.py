@@ -88,7 +88,8 @@ class Sandbox:
 def _check_exit(outcome: Outcome, arguments: tuple[object, ...]) -> None:
     if outcome.code == 1:
         again = run_program(*arguments, "--debug")
-        raise Finding("internal error", _place_of(again.err), again.err[-6000:])
+        text = f"{again.err[-6000:]}\nAt first: {outcome.err[-1000:]}"
+        raise Finding("internal error", _place_of(again.err), text)
     shown = " ".join(map(str, arguments))
     if outcome.code not in EXIT_CODES:
         raise Finding("exit", f"code {outcome.code}", f"{shown}\n{outcome.err[-3000:]}")

@@ -94,7 +94,7 @@ def test_a_cache_folder_that_is_a_file_is_no_failure(
 
 
 def test_every_kernel_of_the_package_is_kept() -> None:
-    """What has no place to be kept in is compiled again by every process."""
+    """A kernel without a place to be kept in is compiled again by every process."""
     names = [module.name for module in pkgutil.walk_packages(mtp_kernels.__path__, "mtp_kernels.")]
     modules = [import_module(name) for name in names if "triton" not in name]
     kernels = [
