@@ -26,7 +26,7 @@ BACKENDS = {
     "compiled_cpu": "mtp_kernels.verify_attention.compiled_cpu",
     "triton_cuda": "mtp_kernels.verify_attention.triton_cuda",
 }
-# The backend that "auto" means on each torch device type; on a CPU compiled_cpu for bf16 tiles.
+# The backend that "auto" means on each torch device type; on a CPU compiled_cpu where it is faster.
 AUTO = {"cpu": "torch_cpu", "cuda": "triton_cuda"}
 LSE_DTYPE = torch.float32
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -114,7 +114,8 @@ def verify_attention(
         scale=scale,
         sizes=sizes,
     )
-    module = load_backend(backend, q_latent.device, sizes)
+    chosen_by = sizes if workspace is None else workspace.sizes
+    module = load_backend(backend, q_latent.device, chosen_by)
     parts = None if workspace is None else workspace.parts
     needed_bytes = module.workspace_bytes(sizes, parts, q_latent.device)
     buffer = workspace_buffer(workspace, needed_bytes, q_latent.device)
@@ -174,16 +175,16 @@ def load_backend(backend: str, device: torch.device, sizes: Sizes) -> Backend:
         if device.type not in AUTO:
             raise ValueError(f"backend auto: expected a device of {sorted(AUTO)}, found {device}")
         backend = AUTO[device.type]
-        if device.type == "cpu" and sizes.dtype == torch.bfloat16 and compiled_takes(sizes):
+        if device.type == "cpu" and sizes.dtype == torch.bfloat16 and compiled_is_faster(sizes):
             backend = "compiled_cpu"
     if backend not in BACKENDS:
         raise ValueError(f"backend: expected auto or one of {sorted(BACKENDS)}, found {backend!r}")
     return cast(Backend, import_module(BACKENDS[backend]))
 
 
-def compiled_takes(sizes: Sizes) -> bool:
-    """Return True for bf16 sizes that compiled_cpu runs."""
-    return bool(import_module(BACKENDS["compiled_cpu"]).takes_bf16(sizes))
+def compiled_is_faster(sizes: Sizes) -> bool:
+    """Return True for bf16 sizes that compiled_cpu runs faster than torch_cpu on this CPU."""
+    return bool(import_module(BACKENDS["compiled_cpu"]).is_faster_in_bf16(sizes))
 
 
 def outputs(

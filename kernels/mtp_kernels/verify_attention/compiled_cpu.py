@@ -13,17 +13,25 @@ import torch
 from mtp_kernels.cpu.paged_attention import Keys, Parts, Queries, plan
 from mtp_kernels.cpu.team import process_team
 from mtp_kernels.verify_attention import compiled_bf16, compiled_float32
-from mtp_kernels.verify_attention.bf16_units import DEPTH, TILE
+from mtp_kernels.verify_attention.bf16_units import DEPTH, TILE, units_here
 from mtp_kernels.verify_attention.compiled_bf16 import STEP_TOKENS
 from mtp_kernels.verify_attention.inputs import BumpAllocator, Inputs, Sizes, array_bytes
 from mtp_kernels.verify_attention.shares import MAX_ROWS, items_of
 from mtp_kernels.verify_attention.tiles import SPEEDUP, tile_config
+
+FEW_ROWS = 32  # of a request, queries x heads: up to there vectors are faster than torch's products
 
 
 def takes_bf16(sizes: Sizes) -> bool:
     """Return True for bf16 in sizes of whole tiles."""
     whole = sizes.latent % DEPTH == 0 and sizes.rope % DEPTH == 0
     return whole and sizes.dtype == sizes.kv_dtype == torch.bfloat16
+
+
+def is_faster_in_bf16(sizes: Sizes) -> bool:
+    """Return True where these sizes are run faster than by torch: many rows are by AMX alone."""
+    few = sizes.max_q_len * sizes.heads <= FEW_ROWS
+    return takes_bf16(sizes) and (few or units_here()[0] == "amx")
 
 
 def layout(sizes: Sizes) -> list[tuple[tuple[int, ...], torch.dtype]]:

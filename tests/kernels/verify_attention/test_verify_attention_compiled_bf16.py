@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mtp_kernels.verify_attention import make_workspace, verify_attention
+from mtp_kernels.verify_attention.bf16_units import units_here
 from mtp_kernels.verify_attention.compiled_bf16 import STEP_TOKENS
 from mtp_kernels.verify_attention.shares import BLOCK_TOKENS, items_of, share_of, work_of
 
@@ -115,10 +116,25 @@ def test_on_one_thread_the_order_of_requests_changes_nothing() -> None:
     assert torch.equal(found[0], out[rows]) and torch.equal(found[1], lse[rows])
 
 
-def test_auto_takes_it_where_it_fits() -> None:
-    arguments = build(MIXED)
-    expected = verify_attention(**arguments, backend="compiled_cpu")
+@pytest.mark.parametrize("heads", [5, 17])
+def test_auto_takes_it_where_it_is_faster(heads: int) -> None:
+    """Up to 32 rows on every CPU, more with AMX."""
+    arguments = build(replace(MIXED, heads=heads))
+    faster = heads == 5 or units_here()[0] == "amx"
+    expected = verify_attention(**arguments, backend="compiled_cpu" if faster else "torch_cpu")
     assert all(map(torch.equal, verify_attention(**arguments), expected))
+
+
+def test_a_workspace_s_backend_is_that_of_its_calls() -> None:
+    """Made for many rows, it serves few of them by the backend that it was made for."""
+    workspace = make_workspace(
+        batch=8, queries=64, max_q_len=8, kv_tokens=2048, heads=17, page=64, dtype=BF16
+    )
+    arguments = build(replace(MIXED, q_lens=(1,) * 3, kv_lens=(0, 9, 700)))
+    backend = "compiled_cpu" if units_here()[0] == "amx" else "torch_cpu"
+    expected = verify_attention(**arguments, backend=backend)
+    found = verify_attention(**arguments, workspace=workspace)
+    assert all(map(torch.equal, found, expected))
 
 
 def test_what_fills_no_whole_tiles_is_refused() -> None:
