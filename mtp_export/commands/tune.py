@@ -10,6 +10,7 @@ import typer
 from rich.console import Group, RenderableType
 
 from mtp_export.commands import options as shared
+from mtp_export.commands import runtime
 from mtp_export.commands.output import FiguresTable, heading, json_text, print_result
 from mtp_export.commands.report_files import try_reports
 from mtp_export.progress import format_bytes
@@ -112,9 +113,6 @@ BatchTokens = Annotated[
     ),
 ]
 Seed = Annotated[int, typer.Option(metavar="N", rich_help_panel=TRAINING, help="Seed.")]
-Device = Annotated[
-    str, typer.Option(metavar="NAME", rich_help_panel=shared.PERFORMANCE, help="cpu or cuda.")
-]
 Dtype = Annotated[
     str,
     typer.Option(
@@ -166,7 +164,7 @@ def tune(
     lora_rank: LoraRank = None,
     batch_tokens: BatchTokens = 2048,
     seed: Seed = 0,
-    device: Device = "cpu",
+    device: runtime.Device = "cpu",
     dtype: Dtype = "float32",
     offload: Offload = False,
     stream: Stream = False,

@@ -4,6 +4,8 @@ one."""
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -11,6 +13,7 @@ import pytest
 from bundle.commands import COMMANDS, UNFINISHED, Files
 from cases import export, make_checkpoint, tree
 from mtp_export.bundle import owner
+from quantized_by_others import write
 
 
 @pytest.fixture(autouse=True)
@@ -53,3 +56,16 @@ def unfinished(source: Path, output: Path, monkeypatch: pytest.MonkeyPatch) -> P
         assert export(source, output, *UNFINISHED, "--workers", "1").code == 6
     assert len(list(output.glob("*/model-*"))) == 3
     return output
+
+
+@pytest.fixture(scope="module")
+def mains(original: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """Main models by the method that quantized them, of a module's original."""
+
+    @cache
+    def quantized(name: str) -> Path:
+        folder = tmp_path_factory.mktemp("main") / "main"
+        write(original, folder, name)
+        return folder
+
+    return quantized

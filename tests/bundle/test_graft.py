@@ -69,19 +69,6 @@ def tokenizer(**changes: int) -> Config:
 
 
 @pytest.fixture(scope="module")
-def mains(original: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
-    """Main models by the method that quantized them."""
-
-    @cache
-    def quantized(name: str) -> Path:
-        folder = tmp_path_factory.mktemp("main") / "main"
-        write(original, folder, name)
-        return folder
-
-    return quantized
-
-
-@pytest.fixture(scope="module")
 def grafts(
     original: Path, mains: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory
 ) -> Callable[[str], Path]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
-from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -48,19 +47,6 @@ EVERY_PUSH = (ROWS[0], ROWS[2], ROWS[5])
 @pytest.fixture(scope="module")
 def original(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_checkpoint(tmp_path_factory.mktemp("original") / "original")
-
-
-@pytest.fixture(scope="module")
-def mains(original: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
-    """Main models by the method that quantized them."""
-
-    @cache
-    def quantized(name: str) -> Path:
-        folder = tmp_path_factory.mktemp("main") / "main"
-        write(original, folder, name)
-        return folder
-
-    return quantized
 
 
 def graft(main: Path, original: Path, output: Path, scheme: str, *options: str) -> Outcome:

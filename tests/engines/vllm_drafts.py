@@ -6,14 +6,11 @@ folder, and notes the class, the parameters that kept the value, and those that 
 
 from __future__ import annotations
 
-import json
-import os
-import sys
 from pathlib import Path
 from typing import Any
 
-os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
-os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
+from vllm_modules import run_job
+
 UNTOUCHED = 12345.0
 
 
@@ -51,24 +48,5 @@ def draft_of(main: str, draft: str, method: str) -> dict[str, Any]:
     }
 
 
-def main() -> None:
-    from vllm.config import VllmConfig, set_current_vllm_config
-    from vllm.distributed import (
-        ensure_model_parallel_initialized,
-        init_distributed_environment,
-    )
-
-    job = json.loads(Path(sys.argv[1]).read_text())
-    rendezvous = Path(sys.argv[2]).with_suffix(".rendezvous")
-    with set_current_vllm_config(VllmConfig()):
-        init_distributed_environment(
-            world_size=1, rank=0, local_rank=0,
-            distributed_init_method=f"file://{rendezvous}", backend="gloo",
-        )  # fmt: skip
-        ensure_model_parallel_initialized(1, 1)
-    result = {name: draft_of(**folders) for name, folders in job.items()}
-    Path(sys.argv[2]).write_text(json.dumps(result))
-
-
 if __name__ == "__main__":
-    main()
+    run_job(draft_of)

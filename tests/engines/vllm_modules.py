@@ -11,6 +11,7 @@ from __future__ import annotations
 import json
 import os
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -125,7 +126,9 @@ def modules_of(main: str, mtp: str, method: str = "mtp") -> dict[str, Noted]:
     return result
 
 
-def main() -> None:
+def run_job(action: Callable[..., Any]) -> None:
+    """Write the result of an action for every entry of a job, in vLLM's world of one process."""
+    from vllm.config import VllmConfig, set_current_vllm_config
     from vllm.distributed import (
         ensure_model_parallel_initialized,
         init_distributed_environment,
@@ -133,17 +136,15 @@ def main() -> None:
 
     job = json.loads(Path(sys.argv[1]).read_text())
     rendezvous = Path(sys.argv[2]).with_suffix(".rendezvous")
-    from vllm.config import VllmConfig, set_current_vllm_config
-
     with set_current_vllm_config(VllmConfig()):
         init_distributed_environment(
             world_size=1, rank=0, local_rank=0,
             distributed_init_method=f"file://{rendezvous}", backend="gloo",
         )  # fmt: skip
         ensure_model_parallel_initialized(1, 1)
-    result = {name: modules_of(**folders) for name, folders in job.items()}
+    result = {name: action(**folders) for name, folders in job.items()}
     Path(sys.argv[2]).write_text(json.dumps(result))
 
 
 if __name__ == "__main__":
-    main()
+    run_job(modules_of)

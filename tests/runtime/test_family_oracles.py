@@ -12,7 +12,6 @@ from typing import Any
 
 import pytest
 import torch
-import transformers
 from safetensors.torch import load_file, save_file
 
 from cases import nightly_but
@@ -20,6 +19,7 @@ from mtp_export.errors import UsageError
 from mtp_runtime import SamplingParams
 from runtime.checkpoints import SMALL_CONFIGS, write_checkpoint
 from runtime.harness import Walk, load, prompts_of, run
+from runtime.oracles import oracle
 
 TOLERANCE = 1e-4
 ORACLES = {
@@ -39,19 +39,6 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "deepseek_v32": ("deepseek_v32", {}),
     "glm_moe_dsa": ("glm_moe_dsa", {}),
 }
-
-
-def oracle(path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
-    """transformers' model; it finds MTP layers by the layer numbers of the releases alone."""
-    config = json.loads((path / "config.json").read_text())
-    kind = getattr(transformers, config["architectures"][0])
-    patterns = [rf"model\.layers\.{config['num_hidden_layers']}.*"]
-    for owner in kind.__mro__:
-        if "_keys_to_ignore_on_load_unexpected" in vars(owner):
-            monkeypatch.setattr(owner, "_keys_to_ignore_on_load_unexpected", patterns)
-    model, info = kind.from_pretrained(path, dtype=torch.float32, output_loading_info=True)
-    assert not info["missing_keys"] and not info["unexpected_keys"]
-    return model.eval()
 
 
 def relative_error(found: torch.Tensor, expected: torch.Tensor) -> float:

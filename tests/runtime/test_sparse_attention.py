@@ -11,7 +11,6 @@ from typing import Any
 
 import pytest
 import torch
-import transformers
 
 from cases import run_program
 from mtp_export.errors import InvalidInputError, UnsupportedError, UsageError
@@ -21,6 +20,7 @@ from mtp_runtime.models.load import LoadOptions, load_model
 from mtp_runtime.models.model import Model
 from runtime.checkpoints import SMALL_CONFIGS, write_checkpoint
 from runtime.harness import Walk, load, prompts_of, run
+from runtime.oracles import oracle
 
 TOLERANCE = 1e-4
 TOPK, LONGEST = 16, 200
@@ -36,18 +36,6 @@ def checkpoint(folder: Path, model_type: str, **changes: Any) -> Path:
 def sparse(path: Path, *, compiled: bool = True, longest: int = LONGEST) -> Model:
     options = LoadOptions(dequantize_at_load=compiled, max_model_len=longest)
     return load_model(path, options).model
-
-
-def oracle(path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
-    config = json.loads((path / "config.json").read_text())
-    kind = getattr(transformers, config["architectures"][0])
-    patterns = [rf"model\.layers\.{config['num_hidden_layers']}.*"]
-    for owner in kind.__mro__:
-        if "_keys_to_ignore_on_load_unexpected" in vars(owner):
-            monkeypatch.setattr(owner, "_keys_to_ignore_on_load_unexpected", patterns)
-    model, info = kind.from_pretrained(path, dtype=torch.float32, output_loading_info=True)
-    assert not info["missing_keys"] and not info["unexpected_keys"]
-    return model.eval()
 
 
 def row_errors(found: torch.Tensor, expected: torch.Tensor) -> torch.Tensor:

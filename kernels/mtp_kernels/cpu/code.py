@@ -17,6 +17,7 @@ FLOAT_BYTES = 4
 FLOAT = ir.FloatType()
 INT = ir.IntType(64)
 VECTOR = ir.VectorType(FLOAT, LANES)
+PAIRS = ir.VectorType(ir.IntType(32), LANES)  # of bf16, the first in the lower half
 
 
 def integer(value: int) -> Any:
@@ -58,10 +59,17 @@ def prefetch(builder: Any, address: Any) -> None:
 
 
 def splat(builder: Any, value: Any) -> Any:
-    index = ir.Constant(ir.IntType(32), 0)
-    first = builder.insert_element(ir.Constant(VECTOR, ir.Undefined), value, index)
-    mask = ir.Constant(ir.VectorType(ir.IntType(32), LANES), [0] * LANES)
-    return builder.shuffle_vector(first, ir.Constant(VECTOR, ir.Undefined), mask)
+    """A vector of 32-bit values that are all the same."""
+    undefined = ir.Constant(ir.VectorType(value.type, LANES), ir.Undefined)
+    first = builder.insert_element(undefined, value, ir.Constant(ir.IntType(32), 0))
+    return builder.shuffle_vector(first, undefined, ir.Constant(PAIRS, [0] * LANES))
+
+
+def widened(builder: Any, pairs: Any) -> tuple[Any, Any]:
+    """The lower and the upper bf16 of pairs as floats, whose upper bits they are."""
+    shift, upper = (ir.Constant(PAIRS, [value] * LANES) for value in (16, 0xFFFF0000))
+    halves = builder.shl(pairs, shift), builder.and_(pairs, upper)
+    return builder.bitcast(halves[0], VECTOR), builder.bitcast(halves[1], VECTOR)
 
 
 def fold(builder: Any, vectors: list[Any], combine: Any) -> Any:

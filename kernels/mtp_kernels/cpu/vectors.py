@@ -19,6 +19,7 @@ from mtp_kernels.cpu.code import (
     FLOAT,
     FLOAT_BYTES,
     LANES,
+    PAIRS,
     VECTOR,
     added,
     bytes_of,
@@ -33,6 +34,7 @@ from mtp_kernels.cpu.code import (
     row_at,
     splat,
     store,
+    widened,
 )
 from mtp_kernels.cpu.jit import inner
 
@@ -40,7 +42,6 @@ PANEL = 2 * LANES  # columns of a packed weight that one product makes
 BLOCK = 4 * LANES  # entries that block_max and block_sum take
 AHEAD = 16  # rows of a weight that are asked for before they are needed
 
-_PAIRS = ir.VectorType(ir.IntType(32), LANES)
 _LINE_BYTES = 64  # of a cache
 
 
@@ -51,10 +52,7 @@ def _float_columns(builder: Any, row: Any) -> list[Any]:
 
 def _bf16_columns(builder: Any, row: Any) -> list[Any]:
     """Both vectors of a panel's row, of which each 32-bit entry holds one number of either."""
-    pairs = load(builder, row, _PAIRS)
-    shift, upper = (ir.Constant(_PAIRS, [value] * LANES) for value in (16, 0xFFFF0000))
-    halves = builder.shl(pairs, shift), builder.and_(pairs, upper)
-    return [builder.bitcast(half, VECTOR) for half in halves]
+    return list(widened(builder, load(builder, row, PAIRS)))
 
 
 def _product(rows: int) -> Any:

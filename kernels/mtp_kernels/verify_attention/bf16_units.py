@@ -22,16 +22,15 @@ from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
-TILE = 16  # rows of a tile, and 32-bit entries of a row
+from mtp_kernels.cpu.code import INT, LANES, PAIRS, VECTOR, fma, integer, splat, widened
+
+TILE = LANES  # rows of a tile, and 32-bit entries of a row
 DEPTH = 32  # bf16 entries of a row: the terms one instruction sums
 ROW_BYTES = 64
 TILE_BYTES = TILE * ROW_BYTES
 PAIR_BYTES = 4
 
-_BYTE, _NUMBER, _INT = ir.IntType(8), ir.IntType(32), ir.IntType(64)
-_LINE, _SUMS = ir.VectorType(_NUMBER, TILE), ir.VectorType(ir.FloatType(), TILE)
-_UPPER = ir.Constant(_LINE, [0xFFFF0000] * TILE)
-_SHIFT = ir.Constant(_LINE, [16] * TILE)
+_BYTE, _NUMBER = ir.IntType(8), ir.IntType(32)
 
 
 class Product(NamedTuple):
@@ -112,14 +111,10 @@ def units_here() -> tuple[str, ...]:
     return tuple(name for name in UNITS if has[name])
 
 
-def _int(value: int) -> Any:
-    return ir.Constant(_INT, value)
-
-
 def _moved(builder: Any, base: Any, *moves: tuple[Any, Any]) -> Any:
     """Return base + step * count of each move."""
     for step, count in moves:
-        count = _int(count) if isinstance(count, int) else count
+        count = integer(count) if isinstance(count, int) else count
         base = builder.add(base, builder.mul(step, count))
     return base
 
@@ -152,13 +147,13 @@ def _on_tiles(builder: Any, given: Product, shape: Shape) -> None:
             tile_call(builder, "tileloadd64", tile, places[ij], given.c_row)
         else:
             tile_call(builder, "tilezero", tile)
-    with cgutils.for_range(builder, given.chunks, intp=_INT) as loop:
+    with cgutils.for_range(builder, given.chunks, intp=INT) as loop:
         for i, tile in enumerate(lefts):
             at = _moved(builder, given.a, (given.a_tile, i), (given.a_chunk, loop.index))
             tile_call(builder, "tileloadd64", tile, pointer(builder, at), given.a_row)
         for j, tile in enumerate(rights):
             at = _moved(builder, given.b, (given.b_tile, j), (given.b_chunk, loop.index))
-            tile_call(builder, "tileloadd64", tile, pointer(builder, at), _int(ROW_BYTES))
+            tile_call(builder, "tileloadd64", tile, pointer(builder, at), integer(ROW_BYTES))
         for (i, j), tile in sums.items():
             tile_call(builder, "tdpbf16ps", tile, lefts[i], rights[j])
     for ij, tile in sums.items():
@@ -178,9 +173,9 @@ class _Vectors:
     def __call__(self, builder: Any, given: Product, shape: Shape) -> None:
         rows = _rows_at_once(shape.b_tiles)
         blocks = TILE // rows
-        with cgutils.for_range(builder, _int(shape.a_tiles * blocks), intp=_INT) as loop:
-            tile = builder.udiv(loop.index, _int(blocks))
-            row = builder.mul(builder.urem(loop.index, _int(blocks)), _int(rows))
+        with cgutils.for_range(builder, integer(shape.a_tiles * blocks), intp=INT) as loop:
+            tile = builder.udiv(loop.index, integer(blocks))
+            row = builder.mul(builder.urem(loop.index, integer(blocks)), integer(rows))
             block = given._replace(
                 a=_moved(builder, given.a, (given.a_tile, tile), (given.a_row, row)),
                 c=_moved(builder, given.c, (given.c_i, tile), (given.c_row, row)),
@@ -189,15 +184,15 @@ class _Vectors:
 
     def _block(self, builder: Any, given: Product, rows: int, shape: Shape) -> None:
         places = [
-            pointer(builder, _moved(builder, given.c, (given.c_row, r), (given.c_j, j)), _SUMS)
+            pointer(builder, _moved(builder, given.c, (given.c_row, r), (given.c_j, j)), VECTOR)
             for r in range(rows)
             for j in range(shape.b_tiles)
         ]
-        sums = [cgutils.alloca_once(builder, _SUMS) for _ in places]  # registers, once optimized
+        sums = [cgutils.alloca_once(builder, VECTOR) for _ in places]  # registers, once optimized
         for own, place in zip(sums, places, strict=True):
-            start = builder.load(place, align=4) if shape.adds else ir.Constant(_SUMS, None)
+            start = builder.load(place, align=4) if shape.adds else ir.Constant(VECTOR, None)
             builder.store(start, own)
-        with cgutils.for_range(builder, given.chunks, intp=_INT) as loop:
+        with cgutils.for_range(builder, given.chunks, intp=INT) as loop:
             lines = [
                 _moved(builder, given.a, (given.a_row, r), (given.a_chunk, loop.index))
                 for r in range(rows)
@@ -217,13 +212,13 @@ class _Vectors:
         """Add the products of one pair of terms of every row."""
         rights = []
         for tile in tiles:
-            at = builder.add(tile, _int(pair * ROW_BYTES))
-            stored = builder.load(pointer(builder, at, _LINE), align=2)
+            at = builder.add(tile, integer(pair * ROW_BYTES))
+            stored = builder.load(pointer(builder, at, PAIRS), align=2)
             rights.append(self.prepared(builder, stored))
         for r, line in enumerate(lines):
-            at = builder.add(line, _int(pair * PAIR_BYTES))
+            at = builder.add(line, integer(pair * PAIR_BYTES))
             terms = builder.load(pointer(builder, at, _NUMBER), align=2)
-            left = self.prepared(builder, _splat(builder, terms))
+            left = self.prepared(builder, splat(builder, terms))
             for j, right in enumerate(rights):
                 own = sums[r * len(tiles) + j]
                 builder.store(self.add(builder, builder.load(own), left, right), own)
@@ -231,14 +226,8 @@ class _Vectors:
 
 def _rows_at_once(b_tiles: int) -> int:
     """Return the rows whose sums, with what they are made of, fit into the registers."""
-    registers = 32 if binding.get_host_cpu_features().get("avx512f", False) else 8
-    return 8 if registers == 32 else max(1, registers // (2 * b_tiles) // 2)
-
-
-def _splat(builder: Any, value: Any) -> Any:
-    undefined = ir.Constant(_LINE, ir.Undefined)
-    first = builder.insert_element(undefined, value, ir.Constant(_NUMBER, 0))
-    return builder.shuffle_vector(first, undefined, ir.Constant(_LINE, [0] * TILE))
+    wide = binding.get_host_cpu_features().get("avx512f", False)
+    return 8 if wide else 2 // b_tiles
 
 
 def _as_stored(builder: Any, pairs: Any) -> Any:
@@ -248,22 +237,14 @@ def _as_stored(builder: Any, pairs: Any) -> Any:
 def _add_dot(builder: Any, sums: Any, a: Any, b: Any) -> Any:
     """Add the dot products of the pairs by one instruction."""
     binding.initialize_native_asmparser()
-    kind = ir.FunctionType(_SUMS, [_LINE, _LINE, _SUMS])
+    kind = ir.FunctionType(VECTOR, [PAIRS, PAIRS, VECTOR])
     return builder.asm(kind, "vdpbf16ps $2, $1, $0", "=v,v,v,0", [a, b, sums], False)
-
-
-def _in_float32(builder: Any, pairs: Any) -> Any:
-    """Return the lower and the upper bf16 of each pair as float32, which has their upper bits."""
-    lower = builder.bitcast(builder.shl(pairs, _SHIFT), _SUMS)
-    return lower, builder.bitcast(builder.and_(pairs, _UPPER), _SUMS)
 
 
 def _add_both(builder: Any, sums: Any, a: Any, b: Any) -> Any:
     """Add the products of the lower and of the upper terms."""
-    kind = ir.FunctionType(_SUMS, [_SUMS] * 3)
-    fma = cgutils.get_or_insert_function(builder.module, kind, f"llvm.fma.v{TILE}f32")
     for left, right in zip(a, b, strict=True):
-        sums = builder.call(fma, [left, right, sums])
+        sums = fma(builder, left, right, sums)
     return sums
 
 
@@ -271,5 +252,5 @@ def _add_both(builder: Any, sums: Any, a: Any, b: Any) -> Any:
 UNITS = {
     "amx": Unit(16, _on_tiles),
     "avx512_bf16": Unit(2, _Vectors(_as_stored, _add_dot)),
-    "float32": Unit(1, _Vectors(_in_float32, _add_both)),
+    "float32": Unit(1, _Vectors(widened, _add_both)),
 }

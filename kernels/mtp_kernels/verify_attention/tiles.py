@@ -12,6 +12,7 @@ from llvmlite import ir
 from numba import types
 from numba.extending import intrinsic
 
+from mtp_kernels.cpu.code import PAIRS, integer
 from mtp_kernels.verify_attention.bf16_units import (
     DEPTH,
     ROW_BYTES,
@@ -25,8 +26,6 @@ from mtp_kernels.verify_attention.bf16_units import (
     units_here,
 )
 
-_NUMBER, _INT = ir.IntType(32), ir.IntType(64)
-_LINE = ir.VectorType(_NUMBER, TILE)
 _HALVES = ir.VectorType(ir.IntType(16), DEPTH)
 _UNIT = units_here()[0]
 
@@ -47,16 +46,12 @@ def tile_config() -> Any:
     return config
 
 
-def _int(value: int) -> Any:
-    return ir.Constant(_INT, value)
-
-
 def _vector(builder: Any, address: Any, kind: Any) -> Any:
     return builder.load(pointer(builder, address, kind), align=2)
 
 
 def _mix(builder: Any, a: Any, b: Any, order: list[int]) -> Any:
-    mask = ir.Constant(ir.VectorType(_NUMBER, len(order)), order)
+    mask = ir.Constant(ir.VectorType(ir.IntType(32), len(order)), order)
     return builder.shuffle_vector(a, b, mask)
 
 
@@ -91,7 +86,7 @@ def transpose(typing: Any, source: Any, stride: Any, target: Any) -> Any:
     def codegen(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         source, stride, target = arguments
         lines = [
-            _vector(builder, builder.add(source, builder.mul(stride, _int(i))), _LINE)
+            _vector(builder, builder.add(source, builder.mul(stride, integer(i))), PAIRS)
             for i in range(TILE)
         ]
         # Four rounds of perfect shuffles: line i of the next round takes from lines i and i + 8.
@@ -101,8 +96,8 @@ def transpose(typing: Any, source: Any, stride: Any, target: Any) -> Any:
             pairs = [(lines[i], lines[i + TILE // 2]) for i in range(TILE // 2)]
             lines = [_mix(builder, a, b, order) for a, b in pairs for order in (low, high)]
         for i, line in enumerate(lines):
-            place = builder.add(target, _int(i * ROW_BYTES))
-            builder.store(line, pointer(builder, place, _LINE), align=4)
+            place = builder.add(target, integer(i * ROW_BYTES))
+            builder.store(line, pointer(builder, place, PAIRS), align=4)
         return context.get_dummy_value()
 
     return types.void(types.int64, types.int64, types.int64), codegen
@@ -117,7 +112,7 @@ def interleave(typing: Any, first: Any, second: Any, target: Any) -> Any:
         for number in (0, 1):
             entries = range(number * TILE, (number + 1) * TILE)
             order = [half for i in entries for half in (i, DEPTH + i)]
-            place = builder.add(arguments[2], _int(number * TILE_BYTES))
+            place = builder.add(arguments[2], integer(number * TILE_BYTES))
             line = _mix(builder, first, second, order)
             builder.store(line, pointer(builder, place, _HALVES), align=2)
         return context.get_dummy_value()
