@@ -13,7 +13,7 @@ OLDEST_TESTS := tests/commands tests/checkpoint tests/bundle/test_golden.py test
 	tests/runtime/test_llm.py tests/verify/test_verify_reports.py
 OLDEST_TOOLS := hypothesis|pytest|pytest-timeout|pytest-xdist|safetensors
 
-.PHONY: demo test test-all fuzz test-engines test-oldest test-oldest-triton mutants check fixture clean
+.PHONY: demo test test-all fuzz test-engines test-oldest test-oldest-triton test-cuda mutants check fixture clean
 
 demo: .venv/installed
 	scripts/demo
@@ -44,6 +44,13 @@ test-oldest: .venv-oldest/installed
 test-oldest-triton: .venv/installed-dev
 	$(PIP_INSTALL) --no-deps --upgrade --target build/triton-3.6 triton==3.6.0
 	PYTHONPATH=build/triton-3.6 $(BIN)/python -m pytest tests/kernels/verify_attention/test_verify_attention_compiled.py
+
+# Correctness on a GPU machine; it fails where there is no GPU. CUDA_PYTHON=python3 takes an environment
+# that is there, with torch, Triton and pytest, and installs nothing.
+CUDA_PYTHON = $(BIN)/python
+test-cuda: $(if $(filter $(BIN)/%,$(CUDA_PYTHON)),.venv/installed-dev)
+	$(CUDA_PYTHON) -m pytest --require-cuda -m cuda -p no:cacheprovider --durations 5 \
+		tests/kernels tests/runtime tests/commands
 
 # Small faults planted one at a time, which the tests of their file must notice: docs/mutants.md.
 # SAMPLE=n takes n random ones per room, by SEED; ONLY=path those of files whose path starts so.

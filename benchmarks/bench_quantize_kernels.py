@@ -30,8 +30,9 @@ from compressed_tensors.quantization import QuantizationArgs, QuantizationScheme
 from numba import njit
 
 ROOT = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(ROOT / "kernels"))
+sys.path[:0] = [str(ROOT), str(ROOT / "kernels")]
 
+from benchmarks.quantize_operations import operations  # noqa: E402
 from mtp_kernels import quantize  # noqa: E402
 from mtp_kernels.quantize.cpu_numbers import from_e4m3  # noqa: E402
 
@@ -59,28 +60,6 @@ def copy_bytes_per_second() -> float:
     source = torch.ones(1 << 28, dtype=torch.uint8)
     target = torch.zeros_like(source)
     return 2 * source.numel() / median_seconds(lambda: target.copy_(source))
-
-
-def operations(weights: torch.Tensor) -> dict[str, tuple[float, Callable[[], object]]]:
-    """Return name -> (bytes read and written per weight, call)."""
-    bf16 = weights.to(torch.bfloat16)
-    fp8, _ = quantize.quantize_fp8_block(bf16)
-    int8, _ = quantize.quantize_int8_channel(fp8)
-    int4, _ = quantize.quantize_int4_group(fp8)
-    w4afp8, _ = quantize.quantize_w4afp8(fp8)
-    return {
-        "fp8 -> bf16": (3, lambda: quantize.dequantize_fp8_block(fp8)),
-        "bf16 -> fp8": (3, lambda: quantize.quantize_fp8_block(bf16)),
-        "fp8 -> int8": (2, lambda: quantize.quantize_int8_channel(fp8)),
-        "bf16 -> int8": (3, lambda: quantize.quantize_int8_channel(bf16)),
-        "fp8 -> int4": (1.5, lambda: quantize.quantize_int4_group(fp8)),
-        "bf16 -> int4": (2.5, lambda: quantize.quantize_int4_group(bf16)),
-        "fp8 -> int4 mse": (1.5, lambda: quantize.quantize_int4_group(fp8, scale_rule="mse")),
-        "fp8 -> w4afp8": (1.5, lambda: quantize.quantize_w4afp8(fp8)),
-        "int8 -> bf16": (3, lambda: quantize.dequantize_int8_channel(int8)),
-        "int4 -> bf16": (2.5, lambda: quantize.dequantize_int4_group(int4)),
-        "w4afp8 -> bf16": (2.5, lambda: quantize.dequantize_w4afp8(w4afp8)),
-    }
 
 
 def theirs(weights: torch.Tensor) -> dict[str, Callable[[], object]]:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import shutil
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -17,12 +19,38 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """Take the seed and the length of tests/fuzz."""
+    """Take the seed and the length of tests/fuzz, and the wish to test a GPU."""
     group = parser.getgroup("fuzz", "mutated inputs (tests/fuzz)")
     group.addoption("--fuzz-seed", type=int, default=0, help="seed of the first input")
     group.addoption(
         "--fuzz-seconds", type=float, default=60.0, help="length of each lane; 0: one input"
     )
+    gpu = parser.getgroup("gpu", "tests marked cuda")
+    gpu.addoption("--require-cuda", action="store_true", help="fail where there is no GPU")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Refuse to start without the GPU that is asked for."""
+    if config.getoption("--require-cuda") and (reason := missing_gpu()):
+        raise pytest.UsageError(f"--require-cuda: expected a GPU to test on, found none: {reason}")
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """Skip the tests of a GPU where there is none."""
+    if item.get_closest_marker("cuda") and (reason := missing_gpu()):
+        pytest.skip(reason)
+
+
+@cache
+def missing_gpu() -> str:
+    """Return why no test can run on a GPU here; nothing where one can."""
+    import torch
+
+    if not torch.cuda.is_available():
+        return f"torch {torch.__version__} finds no CUDA device"
+    if importlib.util.find_spec("triton") is None:
+        return "Triton is not installed"
+    return ""
 
 
 @pytest.fixture(autouse=True, scope="session")

@@ -19,7 +19,13 @@ SOURCES = sorted(path for root in PACKAGE_ROOTS for path in root.rglob("*.py"))
 # a module or a package, and everything below it that is no room of its own.
 FLOORS: tuple[tuple[str, ...], ...] = (
     ("mtp_export", "mtp_export.errors"),
-    ("mtp_kernels", "mtp_kernels.batch_layout", "mtp_kernels.cpu", "mtp_kernels.tensor_checks"),
+    (
+        "mtp_kernels",
+        "mtp_kernels.batch_layout",
+        "mtp_kernels.cpu",
+        "mtp_kernels.gpu",
+        "mtp_kernels.tensor_checks",
+    ),
     ("mtp_kernels.quantize", "mtp_kernels.verify_attention", "mtp_kernels.decoder"),
     ("mtp_kernels.weight_statistics", "mtp_kernels.stored_linear"),
     ("mtp_export.progress",),

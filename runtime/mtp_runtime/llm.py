@@ -85,7 +85,7 @@ class LLM:
         max_step_tokens: int = 2048,
         prefix_cache: bool = False,
         max_memory_bytes: int | None = None,
-        dequantize_at_load: bool = True,
+        dequantize_at_load: bool | None = None,
         max_model_len: int | None = None,
         loaded: Loaded | None = None,
         **speculation: Unpack[SpeculationOptions],

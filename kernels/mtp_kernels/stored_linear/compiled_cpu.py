@@ -22,6 +22,7 @@ from mtp_kernels.quantize.layouts import (
     W4AFp8,
 )
 from mtp_kernels.stored_linear import tiles
+from mtp_kernels.stored_linear.experts import one_by_one
 from mtp_kernels.stored_linear.weights import StoredWeight, checked_fp8_channel
 
 
@@ -43,6 +44,13 @@ def linear(x: torch.Tensor, weight: StoredWeight) -> torch.Tensor:
     threads = team.threads_for(y.numel() * x.shape[1])
     team.run(tiles.multiply, threads, x.detach().numpy(), arrays, y.numpy())
     return y.t().contiguous()
+
+
+def grouped_linear(
+    x: torch.Tensor, rows: torch.Tensor | None, ends: torch.Tensor, weight: StoredWeight
+) -> torch.Tensor:
+    """Return x[rows[p]] @ weight[e].T for pairs p, an expert at a time."""
+    return one_by_one(linear, x, rows, ends, weight)
 
 
 def _arrays(weight: StoredWeight) -> Any:

@@ -1,4 +1,4 @@
-"""Verification attention on NVIDIA GPUs in Triton: split-KV over a plan made on the device.
+"""Verification attention on GPUs in Triton: split-KV over a plan made on the device.
 
 Three kernels: one program deals the batch's cache blocks evenly to the parts, a wave of programs
 attends, and requests that lie in several parts are merged by their log-sum-exp. The grid depends
@@ -13,11 +13,13 @@ from dataclasses import dataclass
 import torch
 import triton
 
+from mtp_kernels.gpu.devices import gpu_of
 from mtp_kernels.verify_attention import triton_kernels as kernels
 from mtp_kernels.verify_attention.inputs import BumpAllocator, Inputs, Sizes, array_bytes
-from mtp_kernels.verify_attention.triton_tuning import Launch, launch_for
+from mtp_kernels.verify_attention.triton_choice import launch_for
+from mtp_kernels.verify_attention.triton_compile import attend_constants, block_tokens
+from mtp_kernels.verify_attention.triton_tuning import Launch
 
-INTERPRETER_PARTS = 4  # the interpreter runs programs one after another, on the CPU
 COMBINE_ROWS = 2
 PLAN_MAX_BATCH = 4096
 
@@ -35,18 +37,16 @@ class Schedule:
 
 def schedule_for(sizes: Sizes, parts: int | None, device: torch.device) -> Schedule:
     """Return the table's tile, and `parts` or as many parts as fill the device once."""
+    gpu = gpu_of(device)
     rows = max(1, sizes.max_q_len) * sizes.heads
-    # The interpreter plays a device whose table has all three tiles.
-    capability, version, processors = (9, 0), "3.6", INTERPRETER_PARTS
-    if device.type == "cuda":
-        version = triton.__version__
-        capability = torch.cuda.get_device_capability(device)
-        processors = torch.cuda.get_device_properties(device).multi_processor_count
-    launch = launch_for(
-        capability, triton_version=version, dtype=sizes.dtype, kv_dtype=sizes.kv_dtype, rows=rows
-    )
-    tiles = -(-rows // launch.rows)
-    tokens = math.gcd(launch.tokens, sizes.page)
+    launch = launch_for(gpu, dtype=sizes.dtype, kv_dtype=sizes.kv_dtype, rows=rows)
+    return schedule_of(sizes, launch, gpu.processors, parts)
+
+
+def schedule_of(sizes: Sizes, launch: Launch, processors: int, parts: int | None) -> Schedule:
+    """Return what a launch means for a call of these sizes."""
+    tiles = -(-max(1, sizes.max_q_len) * sizes.heads // launch.rows)
+    tokens = block_tokens(sizes, launch)
     if parts is not None:
         return Schedule(launch, tokens=tokens, tiles=tiles, parts=parts, min_share=1)
     filling = max(1, processors * launch.programs_per_sm // tiles)
@@ -67,7 +67,11 @@ def layout(sizes: Sizes, schedule: Schedule) -> list[tuple[tuple[int, ...], torc
 
 def workspace_bytes(sizes: Sizes, parts: int | None, device: torch.device) -> int:
     check_support(sizes, device)
-    schedule = schedule_for(sizes, parts, device)
+    return scheduled_bytes(sizes, schedule_for(sizes, parts, device))
+
+
+def scheduled_bytes(sizes: Sizes, schedule: Schedule) -> int:
+    """Return the bytes of the workspace's arrays."""
     return sum(array_bytes(shape, dtype) for shape, dtype in layout(sizes, schedule))
 
 
@@ -75,10 +79,19 @@ def attend(
     inputs: Inputs, buffer: torch.Tensor, parts: int | None, out: torch.Tensor, lse: torch.Tensor
 ) -> None:
     """Write out [T, h, c] and lse [T, h]; `buffer` has at least `workspace_bytes` bytes."""
+    if inputs.sizes.queries:
+        run(inputs, schedule_for(inputs.sizes, parts, out.device), buffer, out, lse)
+
+
+def run(
+    inputs: Inputs,
+    schedule: Schedule,
+    buffer: torch.Tensor,
+    out: torch.Tensor,
+    lse: torch.Tensor,
+) -> None:
+    """Launch a schedule; `buffer` has its `scheduled_bytes`, and there is a query at least."""
     sizes = inputs.sizes
-    if sizes.queries == 0:
-        return
-    schedule = schedule_for(sizes, parts, out.device)
     allocator = BumpAllocator(buffer)
     starts, part_requests, share, part_out, part_lse = (
         allocator.take(shape, dtype) for shape, dtype in layout(sizes, schedule)
@@ -93,7 +106,7 @@ def attend(
         inputs.q_latent, inputs.q_rope, inputs.kv_cache, inputs.kv_scale, inputs.page_table,
         inputs.kv_lens, inputs.cu_q, inputs.scale * math.log2(math.e), *plan, out, lse, part_out,
         part_lse, inputs.page_table.shape[1], part_lse.shape[1],
-        **attend_constants(sizes, schedule), num_warps=schedule.launch.warps,
+        **attend_constants(sizes, schedule.launch), num_warps=schedule.launch.warps,
     )  # fmt: skip
     row_programs = -(-sizes.max_q_len * sizes.heads // COMBINE_ROWS)
     kernels.combine_kernel[(row_programs, sizes.batch)](
@@ -101,21 +114,6 @@ def attend(
         part_lse.shape[1], HEADS=sizes.heads, LATENT=sizes.latent, ROWS=COMBINE_ROWS,
         TOKENS=schedule.tokens,
     )  # fmt: skip
-
-
-def attend_constants(sizes: Sizes, schedule: Schedule) -> dict[str, int | bool | str]:
-    """Return the compile-time arguments of `attend_kernel`."""
-    return {
-        "HEADS": sizes.heads,
-        "LATENT": sizes.latent,
-        "ROPE": sizes.rope,
-        "PAGE": sizes.page,
-        "ROWS": schedule.launch.rows,
-        "TOKENS": schedule.tokens,
-        "FP8": sizes.kv_dtype == torch.float8_e4m3fn,
-        "PRECISION": "ieee" if sizes.dtype == torch.float32 else "tf32",
-        "STAGES": schedule.launch.stages,
-    }
 
 
 def check_support(sizes: Sizes, device: torch.device) -> None:

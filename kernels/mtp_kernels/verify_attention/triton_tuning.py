@@ -1,11 +1,12 @@
 """Launch parameters of the Triton backend, by device capability, Triton version and dtype.
 
 Chosen by what compiles without spills into shared memory (benchmarks/compile_report_*.py); no
-device has measured them yet. Capabilities and versions that are not listed are refused.
+device has measured them yet. triton_choice.py chooses among them, and for GPUs outside them.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
@@ -23,11 +24,13 @@ class Launch:
     min_share: int = 4  # fewest blocks worth a part: below it partial results outweigh the cache
 
 
+Tables = dict[str, tuple[Launch, ...]]  # by kind of product
+
 FP32 = (Launch(16, 16, 8, 2, 1),)
 # capability -> oldest Triton version it holds for -> what is multiplied -> tiles by ascending rows.
 # Compute capability 8.0 cannot convert e4m3. Where a tile of 64 rows spills it is left out, and
 # longer groups take several tiles of 32: fp8 everywhere, Triton 3.9 on 9.0, and 10.0.
-TABLES: dict[tuple[int, int], dict[str, dict[str, tuple[Launch, ...]]]] = {
+TABLES: dict[tuple[int, int], dict[str, Tables]] = {
     (8, 0): {
         "3.6": {
             "16 bit": (Launch(16, 32, 4, 3, 1), Launch(32, 64, 8, 2, 1)),
@@ -56,39 +59,43 @@ TABLES: dict[tuple[int, int], dict[str, dict[str, tuple[Launch, ...]]]] = {
 }
 
 
-def launch_for(
-    capability: tuple[int, int],
-    triton_version: str,
-    dtype: torch.dtype,
-    kv_dtype: torch.dtype,
-    rows: int,
-) -> Launch:
-    """Return the smallest tile for `rows`, or the largest; ValueError where none is tuned."""
-    tables = tables_for(capability, triton_version)
-    kind = product_kind(dtype, kv_dtype)
-    if kind not in tables:
-        raise ValueError(
-            f"backend triton_cuda: expected {' or '.join(tables)} on capability {capability}, "
-            f"found {kind}"
-        )
-    tiles = tables[kind]
-    return next((launch for launch in tiles if launch.rows >= rows), tiles[-1])
+# Tiles of other GPUs with little shared memory, the last to be tried.
+SMALLEST: dict[str, tuple[Launch, ...]] = {
+    "16 bit": (Launch(16, 16, 4, 1, 1),),
+    "fp8": (Launch(16, 16, 4, 1, 1),),
+    "fp32": (Launch(16, 16, 4, 1, 1),),
+}
+# What a kind of product multiplies: queries and cache. float32 queries over fp8 spill, and are in
+# no table.
+KINDS = {
+    "16 bit": (torch.bfloat16, torch.bfloat16),
+    "fp8": (torch.bfloat16, torch.float8_e4m3fn),
+    "fp32": (torch.float32, torch.float32),
+    "fp32 over fp8": (torch.float32, torch.float8_e4m3fn),
+}
 
 
-def tables_for(capability: tuple[int, int], triton_version: str) -> dict[str, tuple[Launch, ...]]:
-    """Return the tables of the newest listed Triton that is not newer than the installed one."""
-    if capability not in TABLES:
-        raise ValueError(
-            f"backend triton_cuda: expected compute capability {' or '.join(map(str, TABLES))}, "
-            f"found {capability}; add a table to triton_tuning.py"
-        )
-    versions = [known for known in TABLES[capability] if ordered(known) <= ordered(triton_version)]
-    if not versions:
-        raise ValueError(
-            f"backend triton_cuda: expected Triton {min(TABLES[capability])} or later, "
-            f"found {triton_version}"
-        )
-    return TABLES[capability][max(versions, key=ordered)]
+def listed(capability: tuple[int, int] | None, version: str) -> Tables | None:
+    """Return the tables for a capability and a Triton: those of the newest listed Triton that is
+    not newer. None where there are none."""
+    tables = {} if capability is None else TABLES.get(capability, {})
+    known = [name for name in tables if ordered(name) <= ordered(version)]
+    return tables[max(known, key=ordered)] if known else None
+
+
+def nearest_first(capability: tuple[int, int] | None, version: str) -> Iterator[tuple[str, Tables]]:
+    """Yield names and tables from the nearest capability on: of the same generation, then older
+    ones before newer ones, whose instructions it may lack."""
+    own = capability or (0, 0)
+
+    def distance(other: tuple[int, int]) -> tuple[bool, bool, int]:
+        apart = 10 * (other[0] - own[0]) + other[1] - own[1]
+        return other[0] != own[0], apart > 0, abs(apart)
+
+    for other in sorted(TABLES, key=distance):
+        tables = listed(other, version) or TABLES[other][min(TABLES[other], key=ordered)]
+        yield f"compute capability {other[0]}.{other[1]}", tables
+    yield "the smallest tile", SMALLEST
 
 
 def product_kind(dtype: torch.dtype, kv_dtype: torch.dtype) -> str:
@@ -96,9 +103,7 @@ def product_kind(dtype: torch.dtype, kv_dtype: torch.dtype) -> str:
     queries = "fp32" if dtype == torch.float32 else "16 bit"
     if kv_dtype != torch.float8_e4m3fn:
         return queries
-    return (
-        "fp8" if queries == "16 bit" else "fp32 over fp8"
-    )  # the latter spills, and is in no table
+    return "fp8" if queries == "16 bit" else "fp32 over fp8"
 
 
 def ordered(version: str) -> tuple[int, int]:

@@ -48,6 +48,9 @@ class Experts(Protocol):
     def every(self) -> Iterator[Mlp]:
         """Yield all of them."""
 
+    def routed(self, x: torch.Tensor, picked: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+        """Return the weighted sums of the picked experts' outputs [T, d], float32."""
+
 
 @dataclass(frozen=True)
 class HeldExperts:
@@ -65,6 +68,10 @@ class HeldExperts:
     def every(self) -> Iterator[Mlp]:
         """Yield all of them."""
         return iter(self.held)
+
+    def routed(self, x: torch.Tensor, picked: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+        """Return the weighted sums of the picked experts' outputs [T, d], float32."""
+        return expert_by_expert(self, x, picked, weights)
 
 
 class Router(Protocol):
@@ -127,19 +134,28 @@ class Moe:
         return len(self.experts) - self.shared
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        """Transform x [T, d] to [T, d]: each expert takes all of its rows at once."""
+        """Transform x [T, d] to [T, d]."""
         picked, weights = self.router(x)
-        order = sort_by_expert(picked)
-        weights = weights.flatten()[order.pairs, None]
-        total = torch.zeros_like(x, dtype=torch.float32)
-        start = 0
-        for expert, end in zip(self.experts.each(order.experts), order.ends, strict=True):
-            rows = order.pairs[start:end] // picked.shape[1]
-            total.index_add_(0, rows, expert(x[rows]) * weights[start:end])
-            start = end
+        total = self.experts.routed(x, picked, weights)
         for expert in self.experts.each(range(self.routed_experts, len(self.experts))):
             total += expert(x)
         return total.to(x.dtype)
+
+
+def expert_by_expert(
+    experts: Experts, x: torch.Tensor, picked: torch.Tensor, weights: torch.Tensor
+) -> torch.Tensor:
+    """Return the weighted sums of outputs [T, d], float32: each expert takes all of its rows at
+    once."""
+    order = sort_by_expert(picked)
+    weights = weights.flatten()[order.pairs, None]
+    total = torch.zeros_like(x, dtype=torch.float32)
+    start = 0
+    for expert, end in zip(experts.each(order.experts), order.ends, strict=True):
+        rows = order.pairs[start:end] // picked.shape[1]
+        total.index_add_(0, rows, expert(x[rows]) * weights[start:end])
+        start = end
+    return total
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ import torch
 from mtp_export.families.modules import MlpModules
 from mtp_export.schemes.formats import EncodedWeight
 from mtp_export.schemes.weight_values import WeightOnDisk
-from mtp_runtime.layers.moe import Mlp
+from mtp_runtime.layers.moe import Mlp, expert_by_expert
 from mtp_runtime.loading.read_ahead import read_ahead
 
 # Rows of a head that are read and multiplied at a time; whole fp8 blocks.
@@ -43,6 +43,10 @@ class StoredExperts:
     def every(self) -> Iterator[Mlp]:
         """Yield all of them."""
         return self.each(range(len(self)))
+
+    def routed(self, x: torch.Tensor, picked: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+        """Return the weighted sums of the picked experts' outputs [T, d], float32."""
+        return expert_by_expert(self, x, picked, weights)
 
     def _expert(self, number: int) -> Mlp:
         if number >= len(self.names):

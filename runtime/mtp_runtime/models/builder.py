@@ -22,8 +22,9 @@ from mtp_runtime.config import ModelConfig
 from mtp_runtime.layers.attention import Attention
 from mtp_runtime.layers.decoder_layer import DecoderLayer, FeedForward
 from mtp_runtime.layers.embedding import Embedding
+from mtp_runtime.layers.grouped import GroupedExperts
 from mtp_runtime.layers.linear import Linear, Weight, stack
-from mtp_runtime.layers.moe import Mlp, Moe, Router
+from mtp_runtime.layers.moe import HeldExperts, Mlp, Moe, Router
 from mtp_runtime.layers.norm import RmsNorm
 from mtp_runtime.loading.weight_source import WeightSource
 from mtp_runtime.models.model import Execution, Head, Model, MtpModule
@@ -135,6 +136,8 @@ class ModelBuilder(ABC):
         """Load a mixture of experts, routed ones first."""
         shared = tuple(self._shared(names.shared))
         experts = self.source.experts(names.experts, self.mlp, shared)
+        if self.source.device.type == "cuda" and isinstance(experts, HeldExperts):
+            experts = GroupedExperts.of(experts, len(names.experts)) or experts
         return Moe(self.router(names), experts, len(shared))
 
     def _shared(self, names: MlpModules | None) -> Iterator[Mlp]:

@@ -27,8 +27,9 @@ class LoadOptions:
 
     dtype: of activations and dense weights; where compiled kernels run, of dense weights alone,
     and activations are float32. dequantize_at_load: keep quantized weights as dense
-    ones; False keeps them as stored and expands them in every call. on_demand: routed experts,
-    heads and embeddings are read when they are used. with_mtp False leaves the MTP modules out.
+    ones; False keeps them as stored and multiplies with them so; None: on a CPU alone.
+    on_demand: routed experts, heads and embeddings are read when they are used.
+    with_mtp False leaves the MTP modules out.
     contract None: as the MTP part's config.json records it, or else the family's.
     deterministic: refuse options and layers under which a row's bits may depend on its batch.
     max_model_len: tokens of the longest context; None: as many as the model's usual layers take.
@@ -37,7 +38,7 @@ class LoadOptions:
     device: str = "cpu"
     dtype: str = "float32"
     deterministic: bool = False
-    dequantize_at_load: bool = True
+    dequantize_at_load: bool | None = None
     on_demand: bool = False
     with_mtp: bool = True
     contract: MtpContract | None = None
@@ -54,13 +55,18 @@ class LoadOptions:
             raise UnsupportedError(
                 "Only the compiled kernels are deterministic",
                 expected="device cpu, weights dequantized at load",
-                found=f"{self.device}, dequantize_at_load {self.dequantize_at_load}",
+                found=f"{self.device}, dequantize_at_load {self.keeps_dense}",
             )
 
     @property
     def compiled(self) -> bool:
         """True where the compiled kernels run the model, False where torch does."""
-        return self.device == "cpu" and self.dequantize_at_load
+        return self.device == "cpu" and self.keeps_dense
+
+    @property
+    def keeps_dense(self) -> bool:
+        """True where quantized weights are dequantized when they are loaded."""
+        return self.device == "cpu" if self.dequantize_at_load is None else self.dequantize_at_load
 
     @property
     def execution(self) -> Execution:
@@ -116,7 +122,7 @@ def open_model(path: Path, options: LoadOptions) -> OpenedModel:
         path,
         options.computed_dtype,
         device,
-        keep_dense=options.dequantize_at_load,
+        keep_dense=options.keeps_dense,
         on_demand=options.on_demand,
     )
     family = family_of(main.config)

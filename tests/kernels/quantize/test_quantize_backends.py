@@ -10,7 +10,6 @@ from importlib import import_module
 from pathlib import Path
 
 import pytest
-import torch
 from quantize_cases import disagreements, fp8_source, gaussian, operations, same_bits, sources
 
 from cases import nightly_but
@@ -41,8 +40,6 @@ def test_triton_interpreted_is_the_reference_to_the_bit(shapes: int) -> None:
 
 @pytest.mark.cuda
 def test_triton_on_a_gpu_is_the_reference_to_the_bit() -> None:
-    if not torch.cuda.is_available():
-        pytest.skip("no CUDA device")
     assert disagreements([*SHAPES, (2048, 7168)], "triton_cuda", "cuda") == []
 
 

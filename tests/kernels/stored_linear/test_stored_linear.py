@@ -62,7 +62,7 @@ def test_products_are_those_of_the_dense_matrix(form: str, shape: tuple[int, int
 def test_backends_agree(form: str) -> None:
     weight, x = FORMS[form](values(40, 256)), torch.randn(5, 256)
     reference = linear(x, weight, backend="reference")
-    for backend in BACKENDS:
+    for backend in BACKENDS.keys() - {"triton_cuda"}:
         if form == "float32" and backend == "compiled_cpu":
             with pytest.raises(ValueError, match="does not multiply"):
                 linear(x, weight, backend=backend)

@@ -21,13 +21,14 @@ SHARED_BYTES = {"8.0": 166_912, "9.0": 232_448, "10.0": 232_448}
 def compile_report(tmp_path: Path, *options: str) -> list[dict[str, Any]]:
     """A process of its own: in this one Triton may be interpreting."""
     path = tmp_path / "report.json"
-    script = ROOT / "benchmarks/compile_report_verify_attention.py"
+    module = "benchmarks.compile_report_verify_attention"
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     given = os.environ.get("PYTHONPATH", "")  # make test-oldest-triton puts another Triton there
     path_list = os.pathsep.join(filter(None, [given, str(ROOT / "kernels")]))
     subprocess.run(
-        [sys.executable, str(script), "--json", str(path), *options],
+        [sys.executable, "-m", module, "--json", str(path), *options],
         check=True, capture_output=True, env=environment | {"PYTHONPATH": path_list},
+        cwd=ROOT,
     )  # fmt: skip
     rows: list[dict[str, Any]] = json.loads(path.read_text())["rows"]
     return rows

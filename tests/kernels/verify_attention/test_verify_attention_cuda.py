@@ -1,4 +1,4 @@
-"""The Triton backend on a GPU: bf16, fp8, CUDA graphs. Skipped where there is none."""
+"""The Triton backend on a GPU, over the whole matrix in every dtype, and in CUDA graphs."""
 
 from __future__ import annotations
 
@@ -7,15 +7,22 @@ from typing import Any
 
 import pytest
 import torch
-from attention_cases import Case, build, check
+from attention_cases import Case, build, check, expanded, lengths_around, rearranged
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from mtp_kernels.verify_attention import make_workspace, verify_attention
 
-pytestmark = [
-    pytest.mark.cuda,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device"),
-]
+pytestmark = pytest.mark.cuda
 MIXED = Case((2, 0, 6, 3, 1, 5), (0, 9, 3, 200, 4099, 64), latent=512, rope=64, page=64)
+KINDS = [
+    (torch.bfloat16, False),
+    (torch.bfloat16, True),
+    (torch.float16, False),
+    (torch.float16, True),
+    (torch.float32, False),
+]
+HEADS = [1, 8, 16, 17, 128]
 
 
 def on_device(arguments: dict[str, Any]) -> dict[str, Any]:
@@ -25,29 +32,90 @@ def on_device(arguments: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-@pytest.mark.parametrize(
-    ("dtype", "fp8"),
-    [
-        (torch.bfloat16, False),
-        (torch.bfloat16, True),
-        (torch.float16, False),
-        (torch.float16, True),
-        (torch.float32, False),
-    ],
-)
-@pytest.mark.parametrize("heads", [1, 8, 16, 17, 128])
-def test_ragged_batches(dtype: torch.dtype, fp8: bool, heads: int) -> None:
+def attend(case: Case) -> tuple[torch.Tensor, torch.Tensor]:
+    """The result of a case whose workspace holds nonsense, cut into the case's parts."""
+    arguments = on_device(build(case))
+    query = arguments["q_latent"]
+    workspace = make_workspace(
+        batch=max(1, len(case.q_lens)), queries=max(1, len(query)),
+        max_q_len=max(1, *case.q_lens, 1), kv_tokens=arguments["page_table"].shape[1] * case.page,
+        heads=case.heads, page=case.page, dtype=case.dtype, kv_dtype=arguments["kv_cache"].dtype,
+        latent=case.latent, rope=case.rope, device=query.device, parts=case.parts,
+    )  # fmt: skip
+    workspace.buffer.fill_(0xFF)
+    out, lse = verify_attention(**arguments, workspace=workspace)
+    return out.cpu(), lse.cpu()
+
+
+@pytest.mark.parametrize(("dtype", "fp8"), KINDS)
+@pytest.mark.parametrize("heads", HEADS)
+def test_every_length_around_an_edge(dtype: torch.dtype, fp8: bool, heads: int) -> None:
+    for q_len in range(1, 7):
+        lengths = lengths_around(q_len, page=16)
+        case = Case((q_len,) * len(lengths), lengths, heads=heads, dtype=dtype, fp8=fp8)
+        for parts in (1, 5, 64, None):
+            check(case, *attend(replace(case, parts=parts)))
+
+
+@pytest.mark.parametrize(("dtype", "fp8"), KINDS)
+@pytest.mark.parametrize("heads", HEADS)
+def test_ragged_batches_at_deepseek_sizes(dtype: torch.dtype, fp8: bool, heads: int) -> None:
     case = replace(MIXED, dtype=dtype, fp8=fp8, heads=heads)
-    out, lse = verify_attention(**on_device(build(case)))
-    check(case, out.cpu(), lse.cpu())
+    for parts in (1, 3, None):
+        check(case, *attend(replace(case, parts=parts)))
 
 
+@pytest.mark.parametrize(("dtype", "fp8"), KINDS)
 @pytest.mark.parametrize("q_len", range(1, 7))
-def test_groups_of_one_length(q_len: int) -> None:
-    lengths = (0, q_len, 65, 4096, 4097, 8192)
-    case = Case((q_len,) * 6, lengths, latent=512, rope=64, page=64, dtype=torch.bfloat16)
-    out, lse = verify_attention(**on_device(build(case)))
+def test_groups_of_one_length(dtype: torch.dtype, fp8: bool, q_len: int) -> None:
+    lengths = (0, q_len, 65, *(4096 + rest for rest in range(q_len + 1)), 8192)
+    case = Case(
+        (q_len,) * len(lengths), lengths, latent=512, rope=64, page=64, dtype=dtype, fp8=fp8
+    )
+    check(case, *attend(case))
+
+
+@given(
+    requests=st.lists(st.tuples(st.integers(0, 6), st.integers(0, 700)), min_size=1, max_size=8),
+    heads=st.integers(1, 40),
+    page=st.sampled_from([16, 48, 64]),
+    kind=st.sampled_from(KINDS),
+    parts=st.one_of(st.none(), st.integers(1, 200)),
+    seed=st.integers(0, 2**16),
+)
+@settings(max_examples=25, deadline=None)
+def test_random_ragged_batches(
+    requests: list[tuple[int, int]],
+    heads: int,
+    page: int,
+    kind: tuple[torch.dtype, bool],
+    parts: int | None,
+    seed: int,
+) -> None:
+    q_lens, kv_lens = zip(*requests, strict=True)
+    case = Case(
+        q_lens, kv_lens, heads=heads, page=page, dtype=kind[0], fp8=kind[1], parts=parts, seed=seed
+    )
+    check(case, *attend(case))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_fused_equals_expanded_in_any_order(dtype: torch.dtype) -> None:
+    case = replace(MIXED, dtype=dtype)
+    out, lse = verify_attention(**on_device(expanded(build(case))))
     check(case, out.cpu(), lse.cpu())
+    arguments, rows = rearranged(case, [4, 2, 5, 0, 3, 1])
+    moved = verify_attention(**on_device(arguments))
+    kept = [torch.empty_like(found) for found in moved]
+    for one, found in zip(kept, moved, strict=True):
+        one[rows.cuda()] = found
+    check(case, kept[0].cpu(), kept[1].cpu())
+
+
+def test_repetition_changes_no_bit() -> None:
+    arguments = on_device(build(replace(MIXED, dtype=torch.bfloat16)))
+    first = verify_attention(**arguments)
+    assert all(map(torch.equal, first, verify_attention(**arguments)))
 
 
 def test_a_captured_graph_follows_new_lengths_and_allocates_nothing() -> None:

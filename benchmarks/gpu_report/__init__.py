@@ -1,0 +1,1 @@
+"""Tuning and measurements on a GPU, in a given number of minutes."""

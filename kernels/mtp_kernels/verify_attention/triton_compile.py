@@ -1,0 +1,62 @@
+"""Types and constants of attend_kernel's arguments, and its compilation for any GPU."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from triton.backends.compiler import GPUTarget
+
+from mtp_kernels.gpu.compiling import compile_for
+from mtp_kernels.verify_attention import triton_kernels
+from mtp_kernels.verify_attention.inputs import Sizes
+from mtp_kernels.verify_attention.triton_tuning import Launch
+
+# The names Triton gives dtypes in a signature.
+TYPE_NAMES = {
+    torch.bfloat16: "bf16",
+    torch.float16: "fp16",
+    torch.float32: "fp32",
+    torch.float8_e4m3fn: "fp8e4nv",
+}
+FP8 = torch.float8_e4m3fn
+
+
+def block_tokens(sizes: Sizes, launch: Launch) -> int:
+    """Return the tokens of a block: the launch's, or less where pages are smaller."""
+    return math.gcd(launch.tokens, sizes.page)
+
+
+def attend_constants(sizes: Sizes, launch: Launch) -> dict[str, int | bool | str]:
+    """Return the compile-time arguments of `attend_kernel`."""
+    return {
+        "HEADS": sizes.heads,
+        "LATENT": sizes.latent,
+        "ROPE": sizes.rope,
+        "PAGE": sizes.page,
+        "ROWS": launch.rows,
+        "TOKENS": block_tokens(sizes, launch),
+        "FP8": sizes.kv_dtype == FP8,
+        "PRECISION": "ieee" if sizes.dtype == torch.float32 else "tf32",
+        "STAGES": launch.stages,
+    }
+
+
+def compile_attend(target: GPUTarget, sizes: Sizes, launch: Launch) -> Any:
+    """Compile `attend_kernel` as a launch would whose page table is 16 n pages wide."""
+    queries = TYPE_NAMES[sizes.dtype]
+    types = dict.fromkeys(("q_latent", "q_rope", "out"), f"*{queries}")
+    types |= dict.fromkeys(("lse", "part_out", "part_lse"), "*fp32")
+    types |= dict.fromkeys(("page_table", "kv_lens", "cu_q", "starts"), "*i32")
+    types |= dict.fromkeys(("part_requests", "share_in"), "*i32")
+    types |= dict.fromkeys(("max_pages", "max_rows"), "i32:16")
+    types |= {"kv_cache": f"*{TYPE_NAMES[sizes.kv_dtype]}", "scale_log2": "fp32"}
+    constants: dict[str, object] = dict(attend_constants(sizes, launch))
+    if sizes.kv_dtype == FP8:
+        types["kv_scale"] = "*fp32"
+    else:
+        constants["kv_scale"] = None
+    return compile_for(
+        target, triton_kernels.attend_kernel, types, constants, {"num_warps": launch.warps}
+    )

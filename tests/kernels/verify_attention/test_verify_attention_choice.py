@@ -1,0 +1,120 @@
+"""Launch parameters for a GPU: listed, tuned on it, or the nearest that compile and fit."""
+
+from __future__ import annotations
+
+import json
+import logging
+from dataclasses import asdict, replace
+from pathlib import Path
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+from triton.backends.compiler import GPUTarget  # noqa: E402
+
+from cases import nightly_but  # noqa: E402
+from mtp_kernels.gpu import tuned  # noqa: E402
+from mtp_kernels.gpu.devices import INTERPRETED, Gpu, gpu_of  # noqa: E402
+from mtp_kernels.verify_attention import triton_choice  # noqa: E402
+from mtp_kernels.verify_attention.triton_tuning import TABLES, Launch  # noqa: E402
+
+BF16, FP8, FP32 = torch.bfloat16, torch.float8_e4m3fn, torch.float32
+# Shared memory of a program: CUDA programming guide; AMD's local data share.
+GPUS = {
+    "8.6": (86, 101_376),
+    "8.9": (89, 101_376),
+    "10.3": (103, 232_448),
+    "12.0": (120, 101_376),
+}
+
+
+def gpu(name: str, version: str = "3.9.0") -> Gpu:
+    arch, shared_bytes = GPUS[name]
+    return Gpu(f"test {name}", GPUTarget("cuda", arch, 32), 100, shared_bytes, version)
+
+
+def hopper(version: str) -> Gpu:
+    return Gpu("test 9.0", GPUTarget("cuda", 90, 32), 132, 232_448, version)
+
+
+@pytest.fixture(autouse=True)
+def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    triton_choice.tiles_for.cache_clear()
+    return tmp_path
+
+
+def test_listed_devices_take_their_table_without_compiling() -> None:
+    for version, listed in (("3.6.0", "3.6"), ("3.7.1", "3.6"), ("3.10.2", "3.9")):
+        assert triton_choice.tiles_for(hopper(version), "16 bit") == TABLES[9, 0][listed]["16 bit"]
+    assert triton_choice.launch_for(hopper("3.6.0"), BF16, BF16, 17).rows == 32
+    assert triton_choice.launch_for(hopper("3.6.0"), BF16, BF16, 500).rows == 64
+    with pytest.raises(ValueError, match=r"expected 16 bit or fp32 on .*8.0.*, found fp8"):
+        ampere = replace(hopper("3.6.0"), target=GPUTarget("cuda", 80, 32))
+        triton_choice.launch_for(ampere, BF16, FP8, 16)
+
+
+@pytest.mark.parametrize("name", nightly_but(["12.0"], GPUS))
+def test_unlisted_devices_take_the_nearest_that_fits(
+    name: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.WARNING):
+        for kv_dtype in (BF16, BF16, *([] if name == "8.6" else [FP8])):
+            launch = triton_choice.launch_for(gpu(name), BF16, kv_dtype, 64)
+            sizes = triton_choice.usual_sizes("16 bit" if kv_dtype == BF16 else "fp8")
+            compiled = triton_choice.compile_attend(gpu(name).target, sizes, launch)
+            assert compiled.metadata.shared * launch.programs_per_sm <= GPUS[name][1]
+    said = [record.getMessage() for record in caplog.records]
+    assert len(said) == len(set(said)) == (1 if name == "8.6" else 2), "once per kind of product"
+    assert all("gpu_report tunes them" in message for message in said)
+
+
+def test_an_older_triton_takes_the_oldest_table() -> None:
+    """Of its own capability, where it compiles and fits."""
+    found = triton_choice.tiles_for(hopper("3.5.1"), "fp32")
+    assert [(launch.rows, launch.tokens) for launch in found] == [(16, 16)]
+
+
+def test_a_gpu_on_which_nothing_fits_is_refused() -> None:
+    tiny = replace(gpu("8.6"), shared_bytes=1024)
+    with pytest.raises(ValueError, match="fits into 1024 bytes of shared memory, found test 8.6"):
+        triton_choice.tiles_for(tiny, "16 bit")
+
+
+def test_what_no_table_holds_is_refused_everywhere() -> None:
+    for one in (hopper("3.6.0"), gpu("8.9")):
+        with pytest.raises(ValueError, match="fp32 over fp8"):
+            triton_choice.launch_for(one, FP32, FP8, 16)
+
+
+def test_a_tuned_table_comes_first() -> None:
+    launch = Launch(16, 16, 4, 2, 3, min_share=7)
+    path = tuned.write(hopper("3.6.0"), triton_choice.KERNEL, {"16 bit": [asdict(launch)]})
+    tuned.write(hopper("3.6.0"), "another", {"kind": [{"size": 1}]})
+    assert path.name == "test-9-0-triton-3.6.json"
+    assert triton_choice.launch_for(hopper("3.6.0"), BF16, BF16, 64) == launch
+    assert triton_choice.launch_for(hopper("3.6.0"), FP32, FP32, 64).tokens == 16
+    other = hopper("3.9.0")
+    assert triton_choice.launch_for(other, BF16, BF16, 64) != launch, "another Triton's"
+    assert json.loads(path.read_text())["gpu"] == "test 9.0"
+
+
+@pytest.mark.parametrize(
+    "text", ["{", "[]", '{"tables": {"verify_attention": {"16 bit": [{"rows": 16}]}}}',
+             '{"tables": {"verify_attention": {"16 bit": [{"rows": "many"}]}}}']
+)  # fmt: skip
+def test_a_damaged_table_is_refused_by_name(text: str) -> None:
+    path = tuned.path_of(hopper("3.6.0"))
+    path.parent.mkdir(parents=True)
+    path.write_text(text)
+    with pytest.raises(ValueError, match=r"triton-3.6.json: expected a table of launch parameters"):
+        triton_choice.tiles_for(hopper("3.6.0"), "16 bit")
+
+
+def test_the_cpu_is_the_interpreter_s_device() -> None:
+    assert gpu_of(torch.device("cpu")) is INTERPRETED
+    assert str(gpu("8.6")) == "test 8.6 (architecture 8.6, Triton 3.9.0)"
+    amd = Gpu("MI300X", GPUTarget("hip", "gfx942", 64), 304, 65_536, "3.6.0")
+    assert amd.capability is None and "gfx942" in str(amd)

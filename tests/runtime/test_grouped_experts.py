@@ -1,0 +1,102 @@
+"""Routed experts multiplied in one call per matrix: the sums of one expert after the other."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import pytest
+import torch
+
+from mtp_export.schemes.formats import FORMATS, EncodedWeight, FormatOptions, unquantized
+from mtp_export.schemes.storage import Storage
+from mtp_runtime.layers import grouped, moe
+from mtp_runtime.layers.grouped import GroupedExperts
+from mtp_runtime.layers.linear import Linear, Weight, stack
+from mtp_runtime.layers.moe import HeldExperts, Mlp, Moe
+
+EXPERTS, SHARED, HIDDEN, INNER = 5, 1, 256, 128
+STORAGES = [Storage.FP8_BLOCK, Storage.FP8_CHANNEL, Storage.INT8_CHANNEL, Storage.INT4_GROUP]
+
+
+def stored(storage: Storage, rows: int, columns: int, generator: torch.Generator) -> Weight:
+    weights = torch.randn(rows, columns, generator=generator) * 0.1
+    if storage is Storage.FP8_CHANNEL:
+        from mtp_export.schemes.formats import Fp8Channel
+
+        scale = weights.abs().amax(dim=1, keepdim=True) / 448
+        return EncodedWeight(Fp8Channel(), (weights / scale).to(torch.float8_e4m3fn), scale)
+    form = FORMATS[storage](FormatOptions())
+    tensors, _ = form.quantize(weights, "minmax")
+    return EncodedWeight(form, *tensors[:2])
+
+
+def mlp(storage: Storage, generator: torch.Generator) -> Mlp:
+    gate, up = (stored(storage, INNER, HIDDEN, generator) for _ in range(2))
+    return Mlp(Linear(stack([gate, up])), Linear(stored(storage, HIDDEN, INNER, generator)))
+
+
+def held(storage: Storage) -> HeldExperts:
+    generator = torch.Generator().manual_seed(0)
+    return HeldExperts(tuple(mlp(storage, generator) for _ in range(EXPERTS + SHARED)))
+
+
+@dataclass(frozen=True)
+class LopsidedRouter:
+    """Picks three of the first four experts, the fourth for few rows; never the last."""
+
+    def __call__(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        generator = torch.Generator().manual_seed(1)
+        scores = torch.rand(len(x), EXPERTS, generator=generator)
+        scores[:, 3] *= 0.5
+        scores[:, 4] = 0.0
+        weights, picked = scores.topk(3, dim=1)
+        return picked, weights
+
+
+@pytest.mark.parametrize("storage", STORAGES)
+@pytest.mark.parametrize("rows", [1, 23])
+def test_sums_are_those_of_one_expert_after_the_other(
+    monkeypatch: pytest.MonkeyPatch, storage: Storage, rows: int
+) -> None:
+    monkeypatch.setattr(grouped, "GROUPED_ROWS", 10)
+    experts = held(storage)
+    together = GroupedExperts.of(experts, EXPERTS)
+    assert together is not None and len(together) == EXPERTS + SHARED
+    x = torch.randn(rows, HIDDEN, generator=torch.Generator().manual_seed(2))
+    expected = Moe(LopsidedRouter(), experts, SHARED)(x)
+    found = Moe(LopsidedRouter(), together, SHARED)(x)
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
+    alone = Moe(LopsidedRouter(), together, SHARED)(x[:1])
+    torch.testing.assert_close(alone, found[:1], rtol=1e-6, atol=1e-6)
+
+
+def test_an_expert_shares_the_memory_of_all() -> None:
+    experts = held(Storage.INT8_CHANNEL)
+    together = GroupedExperts.of(experts, EXPERTS)
+    assert together is not None
+    x = torch.randn(3, HIDDEN)
+    for one, other in zip(experts.every(), together.every(), strict=True):
+        assert torch.equal(one(x), other(x))
+    part = together.down.one(2).codes
+    assert part.data_ptr() == together.down.all.codes[2].data_ptr()
+
+
+def test_experts_that_are_not_stored_alike_stay_apart() -> None:
+    mixed = [*held(Storage.INT8_CHANNEL).held]
+    mixed[1] = held(Storage.FP8_BLOCK).held[1]
+    assert GroupedExperts.of(HeldExperts(tuple(mixed)), EXPERTS) is None
+    dense = Mlp(
+        Linear(stack([unquantized(torch.zeros(INNER, HIDDEN))] * 2)),
+        Linear(unquantized(torch.zeros(HIDDEN, INNER))),
+    )
+    assert GroupedExperts.of(HeldExperts((dense,) * EXPERTS), EXPERTS) is None
+    joined = Mlp(Linear(unquantized(torch.zeros(2 * INNER, HIDDEN))), dense.down)
+    assert GroupedExperts.of(HeldExperts((joined,) * EXPERTS), EXPERTS) is None
+
+
+def test_the_loop_over_experts_is_the_same_for_all_that_are_held() -> None:
+    experts, x = held(Storage.INT8_CHANNEL), torch.randn(4, HIDDEN)
+    picked, weights = LopsidedRouter()(x)
+    assert torch.equal(
+        experts.routed(x, picked, weights), moe.expert_by_expert(experts, x, picked, weights)
+    )

@@ -1,0 +1,95 @@
+"""The runtime on a GPU: tokens of the fixture in float32 and bfloat16, and the commands."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from cases import export, run_program
+from mtp_runtime import LLM, RequestOutput, SamplingParams
+
+pytestmark = pytest.mark.cuda
+PARAMS = SamplingParams(max_tokens=24, ignore_eos=True)
+TWO_DRAFTS = {"speculate_method": "mtp", "speculate_max_draft_token_num": 2}
+
+
+@pytest.fixture(scope="module")
+def prompts(trained: Path) -> list[str]:
+    lines = (trained.parent / "prompts.jsonl").read_text().splitlines()
+    return sorted((str(json.loads(line)["prompt"]) for line in lines), key=len)[:4]
+
+
+def on_gpu(trained: Path, dtype: str, *, drafts: bool, **options: bool) -> LLM:
+    speculation = TWO_DRAFTS if drafts else {}
+    return LLM(trained, device="cuda", dtype=dtype, **options, **speculation)  # type: ignore[arg-type]
+
+
+def tokens_of(outputs: list[RequestOutput]) -> list[tuple[int, ...]]:
+    return [output.token_ids for output in outputs]
+
+
+def agreement(found: list[tuple[int, ...]], wanted: list[tuple[int, ...]]) -> float:
+    """Share of tokens up to the first that differs."""
+    same = 0
+    for ours, theirs in zip(found, wanted, strict=True):
+        pairs = enumerate(zip(ours, theirs, strict=True))
+        same += next((place for place, (a, b) in pairs if a != b), len(ours))
+    return same / sum(map(len, wanted))
+
+
+@pytest.mark.parametrize("drafts", [False, True])
+def test_float32_tokens_are_the_cpu_s(trained: Path, prompts: list[str], drafts: bool) -> None:
+    """Sums in another order differ by 1e-6, and the fixture's choices by more."""
+    wanted = tokens_of(LLM(trained).generate(prompts, PARAMS))
+    found = tokens_of(on_gpu(trained, "float32", drafts=drafts).generate(prompts, PARAMS))
+    assert agreement(found, wanted) > 0.97
+
+
+@pytest.mark.parametrize("drafts", [False, True])
+def test_bfloat16_tokens_are_near_the_cpu_s(
+    trained: Path, prompts: list[str], drafts: bool
+) -> None:
+    """Activations are rounded too, and one other choice ends a text's agreement."""
+    wanted = tokens_of(LLM(trained).generate(prompts, PARAMS))
+    outputs = on_gpu(trained, "bfloat16", drafts=drafts).generate(prompts, PARAMS)
+    assert all(len(output.token_ids) == PARAMS.max_tokens for output in outputs)
+    assert agreement(tokens_of(outputs), wanted) > 0.4
+    if drafts:
+        assert sum(output.metrics.accepted[0] for output in outputs) > 0
+
+
+def test_stored_weights_give_the_tokens_of_dense_ones(trained: Path, prompts: list[str]) -> None:
+    stored = on_gpu(trained, "float32", drafts=True, dequantize_at_load=False)
+    dense = on_gpu(trained, "float32", drafts=True)
+    found = tokens_of(stored.generate(prompts, PARAMS))
+    assert agreement(found, tokens_of(dense.generate(prompts, PARAMS))) > 0.97
+
+
+@pytest.fixture(scope="module")
+def bundle(trained: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("gpu") / "bundle"
+    assert export(trained, folder).code == 0
+    return folder
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_generate_on_a_gpu(bundle: Path, dtype: str) -> None:
+    options = ["--device", "cuda", "--dtype", dtype, "--max-new-tokens", "8", "--json"]
+    outcome = run_program("generate", bundle, "--prompt", "Once upon a time", *options)
+    assert outcome.code == 0, outcome.err
+    assert len(json.loads(outcome.out)["outputs"][0]["token_ids"]) > 0
+
+
+def test_verify_on_a_gpu(bundle: Path, trained: Path) -> None:
+    options = ["--device", "cuda", "--max-new-tokens", "16"]
+    outcome = run_program("verify", bundle, "--source", trained, *options)
+    assert outcome.code == 0, outcome.out + outcome.err
+
+
+def test_caches_are_on_the_gpu(trained: Path) -> None:
+    llm = on_gpu(trained, "bfloat16", drafts=True)
+    assert {tensor.device.type for tensor in llm.engine.cache.tensors} == {"cuda"}
+    assert {tensor.dtype for tensor in llm.engine.cache.tensors} == {torch.bfloat16}
