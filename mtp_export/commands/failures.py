@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from typing import NamedTuple
 
 from mtp_export.errors import Interrupted, IoError, MtpExportError, ResourceError
@@ -22,6 +23,11 @@ def failure_of(error: BaseException) -> Failure:
         return failure_of(Interrupted())
     if isinstance(error, MemoryError):
         return failure_of(ResourceError("Out of memory", todo="Lower --max-memory or --workers"))
+    torch = sys.modules.get("torch")
+    if torch is not None and isinstance(error, torch.OutOfMemoryError):
+        found = str(error).partition(". ")[0]
+        todo = "Use a device with more memory, or a bundle in a narrower precision"
+        return failure_of(ResourceError("Out of memory on the device", found=found, todo=todo))
     if isinstance(error, OSError):
         file = "" if error.filename is None else f" ({error.filename})"
         found = error.strerror or repr(error)

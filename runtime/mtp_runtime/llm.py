@@ -9,6 +9,8 @@ from pathlib import Path
 from threading import Lock
 from typing import Unpack, cast
 
+import torch
+
 from mtp_export.errors import UsageError
 from mtp_export.families.contract import MtpContract
 from mtp_runtime.acceptance import ACCEPTANCE_RULES
@@ -25,7 +27,7 @@ from mtp_runtime.drafters import DRAFTERS
 from mtp_runtime.drafters.base import TargetDraft
 from mtp_runtime.engine import Engine
 from mtp_runtime.logprobs import TokenLogprobs
-from mtp_runtime.memory import cache_tokens_within
+from mtp_runtime.memory import bound_device, cache_tokens_within
 from mtp_runtime.models.load import Loaded, LoadOptions, load_model
 from mtp_runtime.models.model import Model
 from mtp_runtime.prompts import require_unicode
@@ -64,8 +66,8 @@ class LLM:
     deterministic (float32 only, layers that compiled kernels run): tokens do not
     depend on batch or drafter. max_model_len: tokens of prompt and output together; above
     index_topk, torch computes DeepSeek-V3.2's and GLM-5's sparse attention. max_memory_bytes: bound
-    on resident memory, which cache_tokens follows from in place of being given. loaded: the
-    bundle's model where it is loaded already, with the options it was loaded with.
+    on resident memory, or on a GPU's, which cache_tokens follows from in place of being given.
+    loaded: the bundle's model where it is loaded already, with the options it was loaded with.
     Raises what load_model raises, and UsageError for options that make no sense.
     """
 
@@ -111,7 +113,7 @@ class LLM:
             contract=contract,
             max_model_len=max_model_len,
         )
-        self._loaded = loaded or load_model(Path(bundle), options)
+        self._loaded = loaded or _load_within(max_memory_bytes, Path(bundle), options)
         draft = None if folder is None else self._draft(folder, drafting.method, options)
         self.engine = self._engine(config, max_memory_bytes, draft)
         self.ledger = self._loaded.ledger
@@ -261,6 +263,13 @@ def _check_choices(
             " draft_model",
             expected=f"a draft_model with {' or '.join(takers)}, and with no other",
         )
+
+
+def _load_within(max_memory_bytes: int | None, bundle: Path, options: LoadOptions) -> Loaded:
+    """Load a model; on a GPU no more than the limit is allocated from here on."""
+    if max_memory_bytes is not None:
+        bound_device(torch.device(options.device), max_memory_bytes)
+    return load_model(bundle, options)
 
 
 def _own_draft(bundle: Path, method: str) -> Path | None:

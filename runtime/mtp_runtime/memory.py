@@ -33,6 +33,16 @@ def cache_tokens_within(max_memory_bytes: int, model: Model, page_size: int) -> 
     return pages * page_size
 
 
+def bound_device(device: torch.device, max_memory_bytes: int) -> None:
+    """Let no more than this be allocated on a GPU by this process; main memory has no such bound.
+
+    torch raises OutOfMemoryError where more is wanted.
+    """
+    if device.type == "cuda":
+        total_bytes = torch.cuda.get_device_properties(device).total_memory
+        torch.cuda.set_per_process_memory_fraction(min(1.0, max_memory_bytes / total_bytes), device)
+
+
 def used_bytes(device: torch.device) -> int:
     """Return what this process holds: its resident memory, or tensors on a GPU."""
     if device.type == "cpu":

@@ -125,7 +125,7 @@ class Clock:
 
 
 def test_stages_keep_to_their_shares_of_the_time(tmp_path: Path) -> None:
-    """What the first leaves goes to the others, by their weights; each ends with a row."""
+    """Time that the first leaves goes to the others, by their weights; each ends with a row."""
     clock, report = Clock(), Report(tmp_path / "report.json", {})
     stages = [
         Stage("short", 5, clock.rows(1.0, count=10)),

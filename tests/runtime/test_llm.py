@@ -5,8 +5,11 @@ from __future__ import annotations
 import json
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
+from typing import cast
 
 import pytest
+import torch
 import typer
 from typer.testing import CliRunner
 
@@ -14,8 +17,9 @@ from cases import export
 from mtp_export.commands.generate import generate
 from mtp_export.errors import MtpExportError, UsageError
 from mtp_runtime import LLM, RequestMetrics, SamplingParams, TokenEvent, summarise
-from mtp_runtime.memory import resident_bytes
+from mtp_runtime.memory import bound_device, cache_tokens_within, resident_bytes
 from mtp_runtime.models.load import LoadOptions, load_model
+from mtp_runtime.models.model import Model
 
 PROMPTS = ["Once upon a time", "def add(a, b):"]
 
@@ -203,6 +207,29 @@ def test_a_limit_of_memory_sizes_the_cache(trained: Path, llm: LLM) -> None:
     assert 0 < small < large < (300 << 20) / page_bytes
     with pytest.raises(MtpExportError, match="no memory for the cache"):
         LLM(trained, loaded=loaded, max_memory_bytes=1 << 20)
+
+
+def test_a_limit_of_a_gpu_s_memory_sizes_the_cache(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By what torch has allocated there, of which it may have no more than the limit."""
+    gpu, bounds = torch.device("cuda", 1), []
+    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda device: 600 if device == gpu else 0)
+    monkeypatch.setattr(
+        torch.cuda, "get_device_properties", lambda device: SimpleNamespace(total_memory=4000)
+    )
+    monkeypatch.setattr(
+        torch.cuda,
+        "set_per_process_memory_fraction",
+        lambda part, device: bounds.append((part, device)),
+    )
+    page = SimpleNamespace(tensors=(torch.zeros(2, 5),))  # 40 bytes
+    model = cast(Model, SimpleNamespace(device=gpu, new_cache=lambda pages: page))
+    assert cache_tokens_within(1000, model, 16) == 9 * 16
+    with pytest.raises(MtpExportError, match=r"Expected more than 640 bytes\. Found 640 bytes"):
+        cache_tokens_within(640, model, 16)
+    for limit in (1000, 9000):
+        bound_device(gpu, limit)
+    bound_device(torch.device("cpu"), 1000)
+    assert bounds == [(0.25, gpu), (1.0, gpu)]
 
 
 def test_generate_command_text(trained: Path) -> None:

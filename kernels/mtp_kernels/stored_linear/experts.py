@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import fields, replace
 
 import torch
 
@@ -15,19 +14,15 @@ def stack(weights: Sequence[StoredWeight]) -> StoredWeight:
     first = weights[0]
     if isinstance(first, torch.Tensor):
         return torch.stack([weight for weight in weights if isinstance(weight, torch.Tensor)])
-    parts = {
-        field.name: torch.stack([getattr(weight, field.name) for weight in weights])
-        for field in fields(first)
-    }
-    return replace(first, **parts)
+    columns = zip(*(vars(weight).values() for weight in weights), strict=True)
+    return type(first)(*(torch.stack(column) for column in columns))
 
 
 def expert(weight: StoredWeight, number: int) -> StoredWeight:
     """Return the weight [N, K] of one expert; its memory is shared."""
     if isinstance(weight, torch.Tensor):
         return weight[number]
-    parts = {field.name: getattr(weight, field.name)[number] for field in fields(weight)}
-    return replace(weight, **parts)
+    return type(weight)(*(tensor[number] for tensor in vars(weight).values()))
 
 
 def one_by_one(

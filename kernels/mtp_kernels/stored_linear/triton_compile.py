@@ -30,7 +30,7 @@ def compile_product(
     types |= {"codes": f"*{TYPE_NAMES[stored.codes.dtype]}"}
     types |= {"scale": f"*{TYPE_NAMES[stored.scale.dtype]}"}
     types |= {"count": "i32", "N": "i32:16", "K": "i32:16"}
-    constants: dict[str, object] = dict(constants_of(stored, launch, dtype, experts))
+    constants: dict[str, object] = dict(constants_of(stored, launch, experts))
     if experts:
         types |= {"rows": "*i64", "ends": "*i32"}
     else:

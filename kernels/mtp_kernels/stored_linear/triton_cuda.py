@@ -105,14 +105,12 @@ def _product(
     tiles = triton.cdiv(count, launch.rows) + min(experts, count)
     product_kernel[(tiles, triton.cdiv(stored.outputs, launch.columns))](
         x.contiguous(), rows, ends, stored.codes, stored.scale, y, count, stored.outputs,
-        x.shape[1], **constants_of(stored, launch, x.dtype, experts), num_warps=launch.warps,
+        x.shape[1], **constants_of(stored, launch, experts), num_warps=launch.warps,
     )  # fmt: skip
     return y
 
 
-def constants_of(
-    stored: Codes, launch: Launch, dtype: torch.dtype, experts: int
-) -> dict[str, int | str]:
+def constants_of(stored: Codes, launch: Launch, experts: int) -> dict[str, int | str]:
     """Return the compile-time arguments of `product_kernel`."""
     return {
         "EXPERTS": experts,
@@ -124,7 +122,6 @@ def constants_of(
         "ROWS": launch.rows,
         "COLUMNS": launch.columns,
         "STEP": min(launch.step, stored.scale_columns or BLOCK),  # under one scale
-        "PRECISION": "ieee" if dtype == torch.float32 else "tf32",
         "STAGES": launch.stages,
     }
 

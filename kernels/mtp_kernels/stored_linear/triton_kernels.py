@@ -55,7 +55,7 @@ def product_kernel(
     x, rows, ends, codes, scale, y, count, N, K,
     EXPERTS: tl.constexpr, EXPERTS_POW2: tl.constexpr, FORM: tl.constexpr, FLIP: tl.constexpr,
     SCALE_ROWS: tl.constexpr, SCALE_COLUMNS: tl.constexpr, ROWS: tl.constexpr,
-    COLUMNS: tl.constexpr, STEP: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr,
+    COLUMNS: tl.constexpr, STEP: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """y[p] = x[rows[p]] @ weight[e(p)].T, where pairs p below ends[0] are expert 0's, and so on.
 
@@ -90,7 +90,7 @@ def product_kernel(
         inside_n = n < N
         sums = sums_of(
             x + row.to(tl.int64)[:, None] * K, exists, codes, scale, n, inside_n, N, K, FORM, FLIP,
-            SCALE_ROWS, SCALE_COLUMNS, ROWS, COLUMNS, STEP, PRECISION, STAGES,
+            SCALE_ROWS, SCALE_COLUMNS, ROWS, COLUMNS, STEP, STAGES,
         )  # fmt: skip
         at = y + p.to(tl.int64)[:, None] * N + n[None, :]
         tl.store(at, sums.to(y.dtype.element_ty), mask=exists[:, None] & inside_n[None, :])
@@ -100,7 +100,7 @@ def product_kernel(
 def sums_of(
     x_rows, exists, codes, scale, n, inside_n, N, K, FORM: tl.constexpr, FLIP: tl.constexpr,
     SCALE_ROWS: tl.constexpr, SCALE_COLUMNS: tl.constexpr, ROWS: tl.constexpr,
-    COLUMNS: tl.constexpr, STEP: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr,
+    COLUMNS: tl.constexpr, STEP: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """The scaled sums of one tile [ROWS, COLUMNS], float32."""
     sums = tl.zeros([ROWS, COLUMNS], tl.float32)
@@ -111,11 +111,11 @@ def sums_of(
         inputs = tl.load(x_rows + columns[None, :], mask=inside, other=0.0)
         weights = load_codes(codes, n_wide, k, inside_n, N, K, FORM, FLIP, STEP, inputs.dtype)
         if SCALE_COLUMNS > 0:
-            part = tl.dot(inputs, tl.trans(weights), input_precision=PRECISION)
+            part = tl.dot(inputs, tl.trans(weights), input_precision="ieee")
             at = (n // SCALE_ROWS) * tl.cdiv(K, SCALE_COLUMNS) + k // SCALE_COLUMNS
             sums += part * tl.load(scale + at, mask=inside_n, other=0.0).to(tl.float32)[None, :]
         else:
-            sums = tl.dot(inputs, tl.trans(weights), sums, input_precision=PRECISION)
+            sums = tl.dot(inputs, tl.trans(weights), sums, input_precision="ieee")
     if SCALE_COLUMNS == 0:
         sums *= tl.load(scale + n, mask=inside_n, other=0.0).to(tl.float32)[None, :]
     return sums

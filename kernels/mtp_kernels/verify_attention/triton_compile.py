@@ -28,7 +28,7 @@ def block_tokens(sizes: Sizes, launch: Launch) -> int:
     return math.gcd(launch.tokens, sizes.page)
 
 
-def attend_constants(sizes: Sizes, launch: Launch) -> dict[str, int | bool | str]:
+def attend_constants(sizes: Sizes, launch: Launch) -> dict[str, int | bool]:
     """Return the compile-time arguments of `attend_kernel`."""
     return {
         "HEADS": sizes.heads,
@@ -38,7 +38,6 @@ def attend_constants(sizes: Sizes, launch: Launch) -> dict[str, int | bool | str
         "ROWS": launch.rows,
         "TOKENS": block_tokens(sizes, launch),
         "FP8": sizes.kv_dtype == FP8,
-        "PRECISION": "ieee" if sizes.dtype == torch.float32 else "tf32",
         "STAGES": launch.stages,
     }
 

@@ -79,7 +79,7 @@ def load_block(
 def attend_range(
     q_latent, q_rope, limit, kv_cache, kv_scale, page_ids, t_start, t_end, scale_log2,
     ROWS: tl.constexpr, LATENT: tl.constexpr, ROPE: tl.constexpr, PAGE: tl.constexpr,
-    TOKENS: tl.constexpr, FP8: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr,
+    TOKENS: tl.constexpr, FP8: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """Attend from a tile of rows to tokens t_start to t_end: out [row, c], lse [row] in base 2."""
     acc = tl.zeros([ROWS, LATENT], tl.float32)
@@ -99,8 +99,8 @@ def attend_range(
             tl.minimum(token, t_end - t - 1), LATENT, ROPE, FP8,
         )  # fmt: skip
         latent = latent.to(q_latent.dtype)
-        scores = tl.dot(q_latent, tl.trans(latent), input_precision=PRECISION)
-        scores = tl.dot(q_rope, tl.trans(rope.to(q_rope.dtype)), scores, input_precision=PRECISION)
+        scores = tl.dot(q_latent, tl.trans(latent), input_precision="ieee")
+        scores = tl.dot(q_rope, tl.trans(rope.to(q_rope.dtype)), scores, input_precision="ieee")
         scores *= scale_log2
         if FP8:
             scores *= token_scale[None, :]
@@ -112,7 +112,7 @@ def attend_range(
         if FP8:
             probs *= token_scale[None, :]
         acc = acc * shrink[:, None]
-        acc = tl.dot(probs.to(latent.dtype), latent, acc, input_precision=PRECISION)
+        acc = tl.dot(probs.to(latent.dtype), latent, acc, input_precision="ieee")
         peak = new_peak
         page = next_page
     empty = total == 0.0
@@ -144,7 +144,7 @@ def attend_kernel(
     q_latent, q_rope, kv_cache, kv_scale, page_table, kv_lens, cu_q, scale_log2,
     starts, part_requests, share_in, out, lse, part_out, part_lse, max_pages, max_rows,
     HEADS: tl.constexpr, LATENT: tl.constexpr, ROPE: tl.constexpr, PAGE: tl.constexpr,
-    ROWS: tl.constexpr, TOKENS: tl.constexpr, FP8: tl.constexpr, PRECISION: tl.constexpr,
+    ROWS: tl.constexpr, TOKENS: tl.constexpr, FP8: tl.constexpr,
     STAGES: tl.constexpr,
 ):  # fmt: skip
     """One program per (tile of rows, part): the blocks of its part, request by request.
@@ -179,7 +179,7 @@ def attend_kernel(
                 query, query_rope, limit, kv_cache, kv_scale,
                 page_table + request * max_pages, first * TOKENS,
                 tl.minimum(last * TOKENS, tl.max(limit)), scale_log2,
-                ROWS, LATENT, ROPE, PAGE, TOKENS, FP8, PRECISION, STAGES,
+                ROWS, LATENT, ROPE, PAGE, TOKENS, FP8, STAGES,
             )  # fmt: skip
             if (first == 0) & (last == blocks):
                 store_rows(out, lse, at, exists, acc, acc_lse * LN_2, LATENT)

@@ -85,14 +85,15 @@ def listed(capability: tuple[int, int] | None, version: str) -> Tables | None:
 
 def nearest_first(capability: tuple[int, int] | None, version: str) -> Iterator[tuple[str, Tables]]:
     """Yield names and tables from the nearest capability on: of the same generation, then older
-    ones before newer ones, whose instructions it may lack."""
-    own = capability or (0, 0)
+    ones before newer ones, whose instructions it may lack. GPUs that are not NVIDIA's are near to
+    none, and begin with the smallest tile."""
 
     def distance(other: tuple[int, int]) -> tuple[bool, bool, int]:
-        apart = 10 * (other[0] - own[0]) + other[1] - own[1]
-        return other[0] != own[0], apart > 0, abs(apart)
+        assert capability is not None
+        apart = 10 * (other[0] - capability[0]) + other[1] - capability[1]
+        return other[0] != capability[0], apart > 0, abs(apart)
 
-    for other in sorted(TABLES, key=distance):
+    for other in sorted(TABLES, key=distance) if capability else ():
         tables = listed(other, version) or TABLES[other][min(TABLES[other], key=ordered)]
         yield f"compute capability {other[0]}.{other[1]}", tables
     yield "the smallest tile", SMALLEST

@@ -63,15 +63,16 @@ class GroupedExperts:
     @classmethod
     def of(cls, experts: HeldExperts, routed: int) -> GroupedExperts | None:
         """Copy the routed experts together; None where they are not stored alike."""
-        mlps, parts = experts.held[:routed], list[GroupedWeight | None]()
+        mlps = experts.held[:routed]
         pairs = [mlp.gate_up.weight for mlp in mlps]
         stacks = [pair.parts for pair in pairs if isinstance(pair, Stacked)]
         if len(stacks) < routed:
             return None
-        parts += (GroupedWeight.of(column) for column in zip(*stacks, strict=True))
-        parts.append(GroupedWeight.of([mlp.down.weight for mlp in mlps]))
-        known = [part for part in parts if part is not None]
-        return cls(*known, routed, experts.held[routed:]) if len(known) == 3 else None
+        gate, up = (GroupedWeight.of(column) for column in zip(*stacks, strict=True))
+        down = GroupedWeight.of([mlp.down.weight for mlp in mlps])
+        if gate is None or up is None or down is None:
+            return None
+        return cls(gate=gate, up=up, down=down, count=routed, shared=experts.held[routed:])
 
     def __len__(self) -> int:
         return self.count + len(self.shared)

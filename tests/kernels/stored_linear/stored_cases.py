@@ -55,9 +55,9 @@ FORMS: dict[str, Callable[[torch.Tensor], StoredWeight]] = {
 SHAPES = [(77, 384), (200, 128)]
 RAGGED = [("fp8 blocks", (9, 531)), ("fp8 channels", (130, 131)), ("int8", (33, 132))]
 CASES = [(form, shape) for form in FORMS for shape in SHAPES] + RAGGED
-FEW_CASES = [(form, (40, 256)) for form in FORMS] + RAGGED[:1]
+FEW_CASES = [(form, (40, 128)) for form in FORMS] + [("fp8 channels", (9, 131))]
 Cases = list[tuple[str, tuple[int, int]]]
-COUNTS = (0, 5, 1, 0, 20, 3)  # pairs of each expert
+COUNTS = (0, 5, 0, 18)  # pairs of each expert
 TOLERANCE = {torch.float32: 2e-6, torch.float16: 1e-3, torch.bfloat16: 8e-3}
 
 
@@ -75,7 +75,7 @@ def plain_cases(cases: Cases, dtype: torch.dtype, device: str, backend: str) -> 
     for form, shape in cases:
         weight = moved(FORMS[form](values(*shape)), device)
         dense = dequantize(weight, torch.float32).double()
-        for rows in (0, 1, 6, 40):
+        for rows in (0, 1, 20):
             x = values(rows, shape[1], seed=rows).to(device, dtype)
             found = linear(x, weight, backend=backend)
             if differs(found, x.double() @ dense.t(), dtype):

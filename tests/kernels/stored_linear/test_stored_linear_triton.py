@@ -75,6 +75,16 @@ def test_every_launch_compiles_without_spills(
         assert ("e4m3x2" in kernel.asm["ptx"]) == (form.startswith("fp8") and capability >= 89)
 
 
+@pytest.mark.parametrize("form", nightly_but(["fp8 blocks"], ["fp8 blocks", "int4 in 128"]))
+def test_it_compiles_for_amd(form: str) -> None:
+    """The largest tile, into the 64 KB that a program has there; fp8 by its bits."""
+    target, launch = GPUTarget("hip", "gfx942", 64), triton_cuda.LAUNCHES["16 bit"][-1]
+    kernel = compile_product(
+        target, FORMS[form](values(256, 256)), launch, dtype=torch.bfloat16, experts=256
+    )
+    assert "mfma" in kernel.asm["amdgcn"] and kernel.metadata.shared <= 65_536
+
+
 @pytest.mark.cuda
 def test_products_on_a_gpu_are_those_of_the_dense_matrix() -> None:
     dtypes = [torch.bfloat16, torch.float16, torch.float32]

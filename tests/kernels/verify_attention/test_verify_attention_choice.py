@@ -18,21 +18,25 @@ from cases import nightly_but  # noqa: E402
 from mtp_kernels.gpu import tuned  # noqa: E402
 from mtp_kernels.gpu.devices import INTERPRETED, Gpu, gpu_of  # noqa: E402
 from mtp_kernels.verify_attention import triton_choice  # noqa: E402
-from mtp_kernels.verify_attention.triton_tuning import TABLES, Launch  # noqa: E402
+from mtp_kernels.verify_attention.triton_tuning import KINDS, TABLES, Launch  # noqa: E402
 
 BF16, FP8, FP32 = torch.bfloat16, torch.float8_e4m3fn, torch.float32
 # Shared memory of a program: CUDA programming guide; AMD's local data share.
-GPUS = {
+GPUS: dict[str, tuple[int | str, int]] = {
     "8.6": (86, 101_376),
     "8.9": (89, 101_376),
     "10.3": (103, 232_448),
     "12.0": (120, 101_376),
+    "gfx90a": ("gfx90a", 65_536),
+    "gfx942": ("gfx942", 65_536),
+    "gfx950": ("gfx950", 163_840),
 }
 
 
 def gpu(name: str, version: str = "3.9.0") -> Gpu:
     arch, shared_bytes = GPUS[name]
-    return Gpu(f"test {name}", GPUTarget("cuda", arch, 32), 100, shared_bytes, version)
+    target = GPUTarget("cuda", arch, 32) if isinstance(arch, int) else GPUTarget("hip", arch, 64)
+    return Gpu(f"test {name}", target, 100, shared_bytes, version)
 
 
 def hopper(version: str) -> Gpu:
@@ -56,19 +60,25 @@ def test_listed_devices_take_their_table_without_compiling() -> None:
         triton_choice.launch_for(ampere, BF16, FP8, 16)
 
 
-@pytest.mark.parametrize("name", nightly_but(["12.0"], GPUS))
+CASES = [(name, kind) for name in GPUS for kind in ("16 bit", "fp8", "fp32")]
+CASES.remove(("8.6", "fp8"))  # which it cannot convert
+
+
+@pytest.mark.parametrize(
+    ("name", "kind"), nightly_but([("12.0", "16 bit"), ("gfx942", "fp8")], CASES)
+)
 def test_unlisted_devices_take_the_nearest_that_fits(
-    name: str, caplog: pytest.LogCaptureFixture
+    name: str, kind: str, caplog: pytest.LogCaptureFixture
 ) -> None:
+    dtype, kv_dtype = KINDS[kind]
     with caplog.at_level(logging.WARNING):
-        for kv_dtype in (BF16, BF16, *([] if name == "8.6" else [FP8])):
-            launch = triton_choice.launch_for(gpu(name), BF16, kv_dtype, 64)
-            sizes = triton_choice.usual_sizes("16 bit" if kv_dtype == BF16 else "fp8")
-            compiled = triton_choice.compile_attend(gpu(name).target, sizes, launch)
-            assert compiled.metadata.shared * launch.programs_per_sm <= GPUS[name][1]
-    said = [record.getMessage() for record in caplog.records]
-    assert len(said) == len(set(said)) == (1 if name == "8.6" else 2), "once per kind of product"
-    assert all("gpu_report tunes them" in message for message in said)
+        for _ in range(2):
+            launch = triton_choice.launch_for(gpu(name), dtype, kv_dtype, 64)
+    sizes = triton_choice.usual_sizes(kind)
+    compiled = triton_choice.compile_attend(gpu(name).target, sizes, launch)
+    assert compiled.metadata.shared * launch.programs_per_sm <= GPUS[name][1]
+    (said,) = (record.getMessage() for record in caplog.records)  # once
+    assert f"test {name} " in said and "gpu_report tunes them" in said
 
 
 def test_an_older_triton_takes_the_oldest_table() -> None:
@@ -80,7 +90,7 @@ def test_an_older_triton_takes_the_oldest_table() -> None:
 def test_a_gpu_on_which_nothing_fits_is_refused() -> None:
     tiny = replace(gpu("8.6"), shared_bytes=1024)
     with pytest.raises(ValueError, match="fits into 1024 bytes of shared memory, found test 8.6"):
-        triton_choice.tiles_for(tiny, "16 bit")
+        triton_choice.tiles_for(tiny, "fp32")
 
 
 def test_what_no_table_holds_is_refused_everywhere() -> None:

@@ -125,7 +125,7 @@ def test_bf16_is_refused_in_the_interpreter(interpreter: Interpreter) -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"fp8": True}, "expected 16 bit or fp8 or fp32 on capability (9, 0), found fp32 over fp8"),
+        ({"fp8": True}, "(architecture 9.0, Triton 3.6), found fp32 over fp8"),
         ({"latent": 24}, "latent size that is a power of two"),
         ({"rope": 8}, "rope size that is a power of two"),
         ({"page": 20}, "pages of a multiple of 16 tokens"),
