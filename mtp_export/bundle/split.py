@@ -116,7 +116,7 @@ def _linked_if_whole(steps: tuple[Step, ...], shard: ShardHeader) -> OutputShard
 
 def _keeps(step: Step, tensor: TensorInfo) -> bool:
     """Return whether a step leaves a tensor as it is, name included."""
-    return step.outputs[0].name == tensor.name and step == keep_step(tensor, tensor.name)
+    return step.operation is COPY and step.inputs == (tensor.name,) == (step.outputs[0].name,)
 
 
 def _main_step(
