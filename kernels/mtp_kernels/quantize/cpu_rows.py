@@ -30,9 +30,6 @@ E4M3_MAX = np.float32(layouts.E4M3_MAX)
 INT8_MAX = np.float32(layouts.INT8_MAX)
 INT4_MIN, INT4_MAX = np.float32(layouts.INT4_MIN), np.float32(layouts.INT4_MAX)
 INT4_HALF_RANGE = np.float32(layouts.INT4_HALF_RANGE)
-# Columns that loops of known length take: all group sizes are multiples. A loop over a group of 32
-# whose length is not known is no vector code, which takes steps of 64.
-UNIT = min(layouts.GROUP_SIZES)
 
 
 def _load_row(source: Any, block_scale: Any, row: Any, weights: Any) -> None:
@@ -85,15 +82,24 @@ def _store_row_overload(weights: Any, out: Any, restored: Any) -> Any:
 
 
 @inner
+def _halve(lanes: Any) -> Any:
+    half = lanes.size // 2
+    while half > 0:
+        lower = lanes[:half]
+        upper = lanes[half : 2 * half]
+        for lane in range(half):
+            lower[lane] = lower[lane] + upper[lane]
+        half //= 2
+    return lanes[0]
+
+
+@inner
 def _sum_lanes(lanes: Any) -> Any:
-    """Add up 128, 64 or 32 numbers, the lower half to the upper half again and again; the loops are
-    of known length, which makes them vector code."""
-    if lanes.size > 64:
-        for lane in range(64):
-            lanes[lane] += lanes[lane + 64]
-    if lanes.size > 32:
-        for lane in range(32):
-            lanes[lane] += lanes[lane + 32]
+    """_halve of LANES numbers, its loops of known length: a short row takes half the time."""
+    for lane in range(64):
+        lanes[lane] += lanes[lane + 64]
+    for lane in range(32):
+        lanes[lane] += lanes[lane + 32]
     for lane in range(16):
         lanes[lane] += lanes[lane + 16]
     for lane in range(8):
@@ -237,13 +243,11 @@ def _int4_rounder(weight: Any, scale: Any) -> Any:
 
 @inner
 def _group_error(group: Any, scale: Any, squares: Any) -> Any:
-    for start in range(0, group.size, UNIT):
-        weights, out = group[start : start + UNIT], squares[start : start + UNIT]
-        for k in range(UNIT):
-            kept = np.float32(_int4_rounder(weights[k], scale) - ROUNDER) * scale
-            difference = np.float64(np.float32(weights[k] - kept))
-            out[k] = difference * difference
-    return _sum_lanes(squares)
+    for k in range(group.size):
+        kept = np.float32(_int4_rounder(group[k], scale) - ROUNDER) * scale
+        difference = np.float64(np.float32(group[k] - kept))
+        squares[k] = difference * difference
+    return _halve(squares)
 
 
 @inner
@@ -260,20 +264,10 @@ def _best_scale(group: Any, first: Any, amax: Any, factors: Any, squares: Any) -
 
 
 @inner
-def _largest_of_group(group: Any) -> Any:
-    bits = np.uint32(0)
-    for start in range(0, group.size, UNIT):
-        weights = group[start : start + UNIT]
-        for k in range(UNIT):
-            bits = max(bits, magnitude_bits(weights[k]))
-    return float_of(bits)
-
-
-@inner
 def _int4_scales(weights: Any, group_size: Any, factors: Any, squares: Any, scale: Any) -> None:
     """Compute the scales of a row's groups."""
     for index in range(scale.size):
-        scale[index] = _largest_of_group(weights[index * group_size : (index + 1) * group_size])
+        scale[index] = largest(weights[index * group_size : (index + 1) * group_size])
     if factors.size == 1:
         for index in range(scale.size):
             scale[index] = bf16_scale(scale[index], INT4_HALF_RANGE, factors[0])
@@ -285,9 +279,9 @@ def _int4_scales(weights: Any, group_size: Any, factors: Any, squares: Any, scal
 
 
 @inner
-def _int4_codes(weights: Any, scale: Any, codes: Any, kept: Any) -> None:
-    for k in range(UNIT):
-        rounder = _int4_rounder(weights[k], scale)
+def _int4_codes(group: Any, scale: Any, codes: Any, kept: Any) -> None:
+    for k in range(group.size):
+        rounder = _int4_rounder(group[k], scale)
         codes[k] = np.uint8(np.uint32(bits_of(rounder) + np.uint32(8)) & np.uint32(15))
         kept[k] = np.float32(rounder - ROUNDER) * scale
 
@@ -320,9 +314,9 @@ def quantize_int4_group(
         for first in range(0, weights.size, LANES):
             prefetch(source, row + 1, first)
             segment = weights[first : first + LANES]
-            for group in range(0, segment.size, group_size):
-                for at in range(group, group + group_size, UNIT):
-                    _int4_codes(segment[at:], multipliers[index], nibbles[at:], restored[at:])
+            for start in range(0, segment.size, group_size):
+                group = segment[start : start + group_size]
+                _int4_codes(group, multipliers[index], nibbles[start:], restored[start:])
                 index += 1
             out = packed[row, first // 2 : first // 2 + segment.size // 2]
             for k in range(out.size):
