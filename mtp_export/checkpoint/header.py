@@ -12,7 +12,7 @@ from collections.abc import Sequence, Set
 from contextlib import closing
 from dataclasses import dataclass
 from functools import lru_cache
-from itertools import accumulate
+from itertools import accumulate, chain
 from operator import attrgetter, mul
 from typing import Any, NamedTuple
 
@@ -35,6 +35,7 @@ _USUAL_TENSOR = re.compile(
     re.ASCII,
 )
 # Characters of a tensor beside its name and its numbers.
+_TOO_MANY = 1 << 64
 _USUAL_LENGTH = len('"":{"dtype":"","shape":[],"data_offsets":[,]},')
 _INTEGERS = {int}
 _NO_SHAPE = ("has no valid shape", "sizes from 0 up")
@@ -116,31 +117,34 @@ def _as_usual(file: ByteFile, header: bytes, data: range) -> tuple[TensorInfo, .
     """
     text = header.decode(errors="replace").rstrip(" ")  # what is replaced matches nothing
     start = _USUAL_START.match(text)
-    length, place = start.end() if start else 0, data.start
+    begin = start.end() if start else 0
+    entries = _USUAL_TENSOR.findall(text, begin)
     tensors: list[TensorInfo] = []
-    for name, dtype, sizes, first, end in _USUAL_TENSOR.findall(text, length):
+    place, reached = data.start, "0"
+    for name, dtype, sizes, first, end in entries:
         shape, size_bytes = _usual_size(dtype, sizes)
-        if place - data.start != int(first) or int(end) - int(first) != size_bytes:
-            return ()
         tensors.append(TensorInfo(name, dtype, shape, file, place, size_bytes))
         place += size_bytes
-        length += len(name) + len(dtype) + len(sizes) + len(first) + len(end) + _USUAL_LENGTH
+        if first != reached or int(end) != place - data.start:
+            return ()
+        reached = end
+    length = sum(map(len, chain.from_iterable(entries))) + len(entries) * _USUAL_LENGTH
     names = {tensor.name for tensor in tensors}
-    is_whole = length == len(text) and text.endswith("}}") and place == data.stop
+    is_whole = begin + length == len(text) and text.endswith("}}") and place == data.stop
     is_usual = len(names) == len(tensors) and _METADATA not in names and _are_plain(names)
     return tuple(tensors) if is_whole and is_usual else ()
 
 
 @lru_cache(maxsize=1 << 12)
 def _usual_size(dtype: str, sizes: str) -> tuple[tuple[int, ...], int]:
-    """Return a shape and the bytes of a tensor of it; -1 where anything is wrong with them."""
+    """Return a shape and the bytes of a tensor of it; too many where anything is wrong with them."""
     shape = tuple(map(int, sizes.split(","))) if sizes else ()
-    if dtype not in DTYPE_BITS or _problem_of(shape) is not None:
-        return shape, -1
     try:
-        return shape, tensor_bytes(dtype, shape)
-    except ValueError:
-        return shape, -1
+        if dtype in DTYPE_BITS and _problem_of(shape) is None:
+            return shape, tensor_bytes(dtype, shape)
+    except ValueError:  # part of a byte
+        pass
+    return shape, _TOO_MANY
 
 
 def _checked(file: ByteFile, header: bytes, data: range) -> tuple[TensorInfo, ...]:
