@@ -137,7 +137,7 @@ def _as_usual(file: ByteFile, header: bytes, data: range) -> tuple[TensorInfo, .
 
 @lru_cache(maxsize=1 << 12)
 def _usual_size(dtype: str, sizes: str) -> tuple[tuple[int, ...], int]:
-    """Return a shape and the bytes of a tensor of it; too many where anything is wrong with them."""
+    """Return a shape and the bytes of a tensor of it; too many where they are wrong."""
     shape = tuple(map(int, sizes.split(","))) if sizes else ()
     try:
         if dtype in DTYPE_BITS and _problem_of(shape) is None:

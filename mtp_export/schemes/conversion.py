@@ -60,7 +60,7 @@ class Conversion:
         Raises UnsupportedError naming the tensor when its dtype or shape does not allow the
         storage.
         """
-        if self is AS_STORED:
+        if self.scheme is None and not self.storages:
             return copy_step(tensor, name)
         storage, is_scale = self.storage_of(one.weight), tensor.name != one.tensors[0].name
         if storage is None and self.scheme is not None and one.storage is Storage.FP8_CHANNEL:

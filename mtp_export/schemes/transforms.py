@@ -104,13 +104,13 @@ class _Piece(NamedTuple):
 
     info: TensorInfo
     data: memoryview
-    count: int
+    rows: int
 
     def array(self) -> Any:
-        return as_array(self.info, self.data, self.count)
+        return as_array(self.info, self.data, self.rows)
 
     def tensor(self) -> torch.Tensor:
-        return as_rows(self.info, self.data, self.count)
+        return as_rows(self.info, self.data, self.rows)
 
 
 def _pieces(weight: TensorInfo) -> Iterator[tuple[int, int]]:

@@ -113,7 +113,7 @@ def test_metadata_is_text_to_us_and_to_safetensors(text: str, where: str, tmp_pa
 
 
 def outcome(header: str | bytes, data_bytes: int, path: Path) -> object:
-    """What a header is read as, or the words of its refusal."""
+    """Tensors that a header is read as, or the words of its refusal."""
     raw = header if isinstance(header, bytes) else header.encode()
     path.write_bytes(len(raw).to_bytes(8, "little") + raw + bytes(data_bytes))
     try:

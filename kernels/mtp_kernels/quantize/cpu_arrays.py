@@ -1,4 +1,4 @@
-"""What the CPU backend computes, on arrays: one compiled pass over rows that stay in cache, without
+"""Arrays as the CPU backend computes them: one compiled pass over rows that stay in cache, without
 the GIL and without torch.
 
 numpy has neither bf16 nor fp8: arrays hold their bits, as uint16 and uint8, and the dtype of the
