@@ -18,7 +18,16 @@ from typing import Any
 import pytest
 import torch
 
-from cases import read_json, read_tensors, run_program, tree
+from cases import (
+    Outcome,
+    edit_json,
+    read_json,
+    read_shard,
+    read_tensors,
+    run_program,
+    shard_of,
+    tree,
+)
 from mtp_export.checkpoint.files import write_json
 from mtp_export.errors import UsageError
 from mtp_export.tune import state_files
@@ -31,8 +40,10 @@ from mtp_export.tune.training import Training
 from mtp_export.tune.writing import SourceBundle
 from mtp_export.verify.evidence.statistics import Estimate
 from mtp_runtime.training.parallel import Group
+from tune.conftest import GLM
 
 K, STEPS = 2, 16
+EMBEDDING = "model.layers.3.embed_tokens.weight"
 TRAIN = TrainOptions(k=K, steps=STEPS, rate=1e-3, batch_tokens=256)
 
 
@@ -121,6 +132,41 @@ def test_verify_accepts_the_tuned_bundle(tuned: tuple[TuneResult, Path]) -> None
     _, output = tuned
     outcome = run_program("verify", output, "--level", "weights", "--json")
     assert outcome.code == 0, outcome.out[-2000:] + outcome.err
+
+
+def test_verify_says_what_tuning_changed(tuned: tuple[TuneResult, Path], tmp_path: Path) -> None:
+    """All that it did not change is compared with the source: the embedding, for one."""
+    _, output = tuned
+    copy = Path(shutil.copytree(output, tmp_path / "copy"))
+    arguments = ("verify", copy, "--source", GLM, "--level", "weights", "--json")
+    outcome = run_program(*arguments)
+    assert outcome.code == 0, outcome.out[-2000:] + outcome.err
+    items = items_of(outcome)
+    trained = items["mtp: tuned weights"]
+    assert trained["status"] == "not tested" and "tune" in trained["cause"]
+    assert items["mtp: copied weights"]["status"] == "pass"
+    shard = shard_of(copy / "mtp", EMBEDDING)
+    with shard.open("r+b") as file:
+        file.seek(offset_of(shard, EMBEDDING))
+        file.write(b"\0\1")
+    damaged = failed(items_of(run_program(*arguments)))
+    assert "mtp: copied weights" in damaged
+    edit_json(copy / "mtp_export.json", lambda manifest: manifest["options"].pop("tune"))
+    assert failed(items_of(run_program(*arguments))) > damaged
+
+
+def failed(items: dict[str, Any]) -> set[str]:
+    return {name for name, item in items.items() if item["status"] == "fail"}
+
+
+def items_of(outcome: Outcome) -> dict[str, Any]:
+    checks = json.loads(outcome.out)["checks"]
+    return {item["name"]: item for check in checks for item in check["items"]}
+
+
+def offset_of(shard: Path, tensor: str) -> int:
+    header, _ = read_shard(shard)
+    return 8 + int.from_bytes(shard.read_bytes()[:8], "little") + header[tensor]["data_offsets"][0]
 
 
 def test_an_interrupted_run_ends_with_the_same_bytes(
