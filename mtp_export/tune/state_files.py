@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from pickle import UnpicklingError
 from typing import Any
@@ -11,6 +12,12 @@ import torch
 
 from mtp_export.checkpoint.files import make_folder, write_whole
 from mtp_export.errors import InvalidInputError, IoError
+
+# Of torch's reader, and of who takes a state apart that is whole but of another kind.
+_DAMAGE = (
+    *(ArithmeticError, AttributeError, EOFError, LookupError, OSError),
+    *(RuntimeError, TypeError, ValueError),
+)
 
 
 def save(path: Path, state: Mapping[str, Any]) -> None:
@@ -32,19 +39,19 @@ def save(path: Path, state: Mapping[str, Any]) -> None:
         ) from error
 
 
-def load(path: Path, *, mapped: bool = False) -> dict[str, Any]:
-    """Read a state; mapped: tensors are read when they are used.
+@contextmanager
+def reading(path: Path, *, mapped: bool = False) -> Iterator[dict[str, Any]]:
+    """Read a state for the block, which takes it apart; mapped: tensors are read when they are
+    used.
 
-    Raises InvalidInputError for a damaged file.
+    Raises InvalidInputError for a damaged file, or one that does not hold what the block takes.
     """
     try:
-        state = torch.load(path, weights_only=True, mmap=mapped)
-    except (EOFError, OSError, RuntimeError, ValueError, UnpicklingError) as error:
+        yield torch.load(path, weights_only=True, mmap=mapped)
+    except (*_DAMAGE, UnpicklingError) as error:
         raise InvalidInputError(
             "A file of the work folder is damaged",
             where=path,
-            found=error,
+            found=f"{type(error).__name__}: {str(error)[:200]}",
             todo="Remove it, and run the same command again",
         ) from error
-    assert isinstance(state, dict), "save wrote it"
-    return state

@@ -159,9 +159,8 @@ class Training:
         }
 
     def _resume(self) -> None:
-        state = state_files.load(self.place)
-        with torch.no_grad():
+        with state_files.reading(self.place) as state, torch.no_grad():
             for name, parameter in self.draft.parameters.items():
                 parameter.copy_(state["parameters"][name])
-        self._optimizer.load_state_dict(state["optimizer"])
-        self.log.losses = state["losses"]
+            self._optimizer.load_state_dict(state["optimizer"])
+            self.log.losses = [[float(loss) for loss in losses] for losses in state["losses"]]

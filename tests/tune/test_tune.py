@@ -29,7 +29,7 @@ from cases import (
     tree,
 )
 from mtp_export.checkpoint.files import write_json
-from mtp_export.errors import UsageError
+from mtp_export.errors import InvalidInputError, UsageError
 from mtp_export.tune import state_files
 from mtp_export.tune.drafts import DRAFTS
 from mtp_export.tune.options import DataOptions, TrainOptions, TuneOptions
@@ -188,6 +188,34 @@ def test_an_interrupted_run_ends_with_the_same_bytes(
     tune(own, watch)
     assert len(watch.losses) == STEPS - 7
     assert tree(own.output_dir) == tree(tuned[1])
+
+
+@pytest.mark.parametrize("name", ["rows-*/held-out/*.pt", "training-*.pt"])
+@pytest.mark.parametrize("damage", ["cut", "of another kind", "no dictionary", "no state"])
+def test_a_damaged_state_is_named(
+    name: str,
+    damage: str,
+    options: TuneOptions,
+    tuned: tuple[TuneResult, Path],
+    tmp_path: Path,
+) -> None:
+    assert options.workdir is not None
+    work = Path(shutil.copytree(options.workdir, tmp_path / "work"))
+    for path in work.glob(name):
+        match damage:
+            case "cut":
+                path.write_bytes(path.read_bytes()[:-100])
+            case "of another kind":
+                torch.save({"parameters": [], "tokens": 1, "lengths": torch.ones(2)}, path)
+            case "no dictionary":
+                torch.save([1, 2], path)
+            case _:
+                path.write_bytes(b"")
+    own = replace(options, output_dir=tmp_path / "bundle", workdir=work)
+    with pytest.raises(InvalidInputError, match="work folder is damaged") as refusal:
+        tune(own, Watch())
+    assert Path(str(refusal.value.where)).match(name)
+    assert not own.output_dir.exists()
 
 
 def test_low_rank_changes_train_few_parameters(options: TuneOptions, tmp_path: Path) -> None:
@@ -352,7 +380,7 @@ def test_a_streamed_target_computes_the_same_rows(
     """It reads what the held one wrote; a prompt without an answer is refused."""
     assert options.workdir is not None
     (folder,) = options.workdir.glob("rows-*")
-    wanted = Rows.of(state_files.load(folder / "held-out/part-00000.pt"))
+    wanted = rows_of(folder / "held-out/part-00000.pt")
     parts = [(t.tokens[: t.prompt_size], t.tokens[t.prompt_size :]) for t in wanted.texts.texts]
     names = ("prompt_token_ids", "completion_token_ids")
     lines = [dict(zip(names, part, strict=True)) for part in parts]
@@ -370,6 +398,11 @@ def test_a_streamed_target_computes_the_same_rows(
     own = replace(own, data=replace(own.data, prompts=data), train=replace(TRAIN, steps=1))
     assert tune(own, Watch()) is not None
     (path,) = (tmp_path / "work").glob("rows-*/held-out/part-00000.pt")
-    found = Rows.of(state_files.load(path))
+    found = rows_of(path)
     assert found.texts == wanted.texts
     torch.testing.assert_close(found.hidden, wanted.hidden, atol=1e-3, rtol=1e-3)
+
+
+def rows_of(path: Path) -> Rows:
+    with state_files.reading(path) as state:
+        return Rows.of(state)
