@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable
 from contextlib import suppress
 from pathlib import Path
 
+from mtp_export.bundle.owner import has_ended, process_mark
 from mtp_export.checkpoint.byte_source import Place, local_path
 from mtp_export.checkpoint.files import sync_folder, temporary_path, write_failure
 from mtp_export.checkpoint.plan import Link
@@ -98,7 +99,8 @@ def _try(wanted: Link, source: Path, folder: Path) -> Link:
     reasons: list[str] = []
     parent = existing_parent(folder)
     try:
-        trial = Path(tempfile.mkdtemp(prefix=PROBE_PREFIX, dir=parent))
+        prefix = f"{PROBE_PREFIX}{process_mark()}-"
+        trial = Path(tempfile.mkdtemp(prefix=prefix, dir=parent))
     except OSError as error:
         raise write_failure(parent, error) from error
     try:
@@ -124,11 +126,13 @@ def _try(wanted: Link, source: Path, folder: Path) -> Link:
 
 
 def _remove_abandoned(trial: Path) -> None:
-    """Remove what killed tries left beside one that has just begun."""
+    """Remove what killed tries left beside one that has just begun: at once those of this machine,
+    others when they are old."""
     began = trial.stat().st_mtime  # by the clock of the file system, as those of the others
     for other in trial.parent.glob(f"{PROBE_PREFIX}*"):
-        with suppress(OSError):  # its try has ended
-            if other.stat().st_mtime < began - _ABANDONED_SECONDS:
+        mark = other.name.removeprefix(PROBE_PREFIX).rpartition("-")[0]
+        with suppress(OSError):  # its try has removed it
+            if has_ended(mark) or other.stat().st_mtime < began - _ABANDONED_SECONDS:
                 shutil.rmtree(other)
 
 

@@ -1,4 +1,4 @@
-"""Files of a remote source: which there are, how much of one the first read brings, and refusals."""
+"""Files of a remote source: names, how much of one the first read brings, and refusals."""
 
 from __future__ import annotations
 

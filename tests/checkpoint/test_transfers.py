@@ -121,7 +121,7 @@ def test_a_transfer_goes_on_where_it_broke_off() -> None:
 def test_a_transfer_without_progress_ends() -> None:
     stream, pauses = Broken(2, *[0] * 100), list[float]()
     with pytest.raises(IoError, match="broken"):
-        transfer(stream, range(0, 5), lambda data: None, pauses.append)
+        transfer(stream, range(5), lambda data: None, pauses.append)
     assert len(pauses) == 5 and len(stream.spans) == 6
 
 
