@@ -110,8 +110,9 @@ def test_a_pair_is_read_side_by_side(pristine: Path, monkeypatch: pytest.MonkeyP
     for tensor in (own, main):
         starts = [start for path, start in order if path == tensor.path]
         assert starts == sorted(starts) and len(starts) > 2
-    for place in range(0, 6, 2):
-        assert {path for path, _ in order[place : place + 2]} == {own.path, main.path}
+    for count in range(len(order)):
+        of_own = sum(path == own.path for path, _ in order[:count])
+        assert abs(2 * of_own - count) <= 2, "neither is far ahead of the other"
 
 
 def test_copies_are_read_where_they_are_copied(pristine: Path, output: Path) -> None:
