@@ -112,7 +112,7 @@ class RowStore:
     @cached_property
     def parts(self) -> list[Rows]:
         """All parts; tensors are mapped, not read."""
-        return [_part(path) for path in self.paths]
+        return [Rows.of(state_files.load(path, mapped=True)) for path in self.paths]
 
     @cached_property
     def lengths(self) -> list[int]:
@@ -145,12 +145,6 @@ class RowStore:
         rows = slice(start, start + self.lengths[number])
         tokens = torch.tensor(part.texts.texts[own].tokens)
         return tokens, part.hidden[rows], part.ids[rows], part.log_probs[rows]
-
-
-def _part(path: Path) -> Rows:
-    """Return a part (InvalidInputError for a damaged file)."""
-    with state_files.reading(path, mapped=True) as state:
-        return Rows.of(state)
 
 
 def _filled(values: Tensor, length: int) -> Tensor:

@@ -159,8 +159,9 @@ class Training:
         }
 
     def _resume(self) -> None:
-        with state_files.reading(self.place) as state, torch.no_grad():
+        state = state_files.load(self.place)
+        with torch.no_grad():
             for name, parameter in self.draft.parameters.items():
                 parameter.copy_(state["parameters"][name])
-            self._optimizer.load_state_dict(state["optimizer"])
-            self.log.losses = [[float(loss) for loss in losses] for losses in state["losses"]]
+        self._optimizer.load_state_dict(state["optimizer"])
+        self.log.losses = state["losses"]

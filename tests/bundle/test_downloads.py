@@ -140,7 +140,7 @@ def test_copies_are_read_where_they_are_copied(pristine: Path, output: Path) -> 
 def test_the_disk_that_downloads_take(
     workers: int, ahead: int, expected: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What is read by jobs at once, what the comparisons read, and what comes ahead of readers."""
+    """Pieces of the jobs under way and of the comparisons, and those ahead of their readers."""
     file = Listed(bytes(200))
     sizes = {"a": 20, "b": 40, "c": 20, CHECKS: 30}
     found, start = list[Piece](), 0

@@ -109,7 +109,12 @@ def test_paths_that_mean_the_same_everywhere(
         lambda recorded: recorded["options"].update(more=1),
         lambda recorded: recorded["options"].pop("input_dir"),
         lambda recorded: recorded["options"].update(input_dir=5),
+        lambda recorded: recorded["options"].update(target=["hf"]),
         lambda recorded: recorded["options"]["content"].update(part="x"),
+        lambda recorded: recorded["options"]["content"].update(max_shard_bytes="7"),
+        lambda recorded: recorded["options"]["content"].update(max_shard_bytes=True),
+        lambda recorded: recorded["options"]["content"].update(allow_untied=1),
+        lambda recorded: recorded["options"].update(content=[]),
     ],
 )
 def test_what_no_request_records_is_refused(damage: Any) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from types import SimpleNamespace
 from typing import Any
 
@@ -158,6 +159,13 @@ def test_a_listing_of_something_else(
     assert error.what == "The Hub does not answer as it should"
     assert error.expected == "a list of files with type, path, size and checksum"
     assert (error.where, error.found) == (WHERE, f"another answer ({kind})")
+
+
+def test_a_listing_that_is_deep(monkeypatch: pytest.MonkeyPatch) -> None:
+    deep = SimpleNamespace(json=lambda: json.loads("[" * 100_000), links={})
+    monkeypatch.setattr(HubClient, "answer", lambda client, url: deep)
+    with pytest.raises(IoError, match="RecursionError"):
+        CLIENT.tree()
 
 
 def test_an_empty_file_is_one(monkeypatch: pytest.MonkeyPatch) -> None:

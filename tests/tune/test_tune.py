@@ -191,7 +191,9 @@ def test_an_interrupted_run_ends_with_the_same_bytes(
 
 
 @pytest.mark.parametrize("name", ["rows-*/held-out/*.pt", "training-*.pt"])
-@pytest.mark.parametrize("damage", ["cut", "of another kind", "no dictionary", "no state"])
+@pytest.mark.parametrize(
+    "damage", ["cut", "one element changed", "an entry lost", "no dictionary", "no state"]
+)
 def test_a_damaged_state_is_named(
     name: str,
     damage: str,
@@ -205,8 +207,14 @@ def test_a_damaged_state_is_named(
         match damage:
             case "cut":
                 path.write_bytes(path.read_bytes()[:-100])
-            case "of another kind":
-                torch.save({"parameters": [], "tokens": 1, "lengths": torch.ones(2)}, path)
+            case "one element changed":
+                state = torch.load(path, weights_only=True)
+                tensor = state.get("tokens", next(iter(state.get("parameters", {}).values()), None))
+                tensor.view(-1)[0] += 1
+                torch.save(state, path)
+            case "an entry lost":
+                state = torch.load(path, weights_only=True)
+                torch.save(dict(list(state.items())[1:]), path)
             case "no dictionary":
                 torch.save([1, 2], path)
             case _:
@@ -380,7 +388,7 @@ def test_a_streamed_target_computes_the_same_rows(
     """It reads what the held one wrote; a prompt without an answer is refused."""
     assert options.workdir is not None
     (folder,) = options.workdir.glob("rows-*")
-    wanted = rows_of(folder / "held-out/part-00000.pt")
+    wanted = Rows.of(state_files.load(folder / "held-out/part-00000.pt"))
     parts = [(t.tokens[: t.prompt_size], t.tokens[t.prompt_size :]) for t in wanted.texts.texts]
     names = ("prompt_token_ids", "completion_token_ids")
     lines = [dict(zip(names, part, strict=True)) for part in parts]
@@ -398,11 +406,6 @@ def test_a_streamed_target_computes_the_same_rows(
     own = replace(own, data=replace(own.data, prompts=data), train=replace(TRAIN, steps=1))
     assert tune(own, Watch()) is not None
     (path,) = (tmp_path / "work").glob("rows-*/held-out/part-00000.pt")
-    found = rows_of(path)
+    found = Rows.of(state_files.load(path))
     assert found.texts == wanted.texts
     torch.testing.assert_close(found.hidden, wanted.hidden, atol=1e-3, rtol=1e-3)
-
-
-def rows_of(path: Path) -> Rows:
-    with state_files.reading(path) as state:
-        return Rows.of(state)
