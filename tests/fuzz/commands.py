@@ -12,6 +12,7 @@ from xml.etree import ElementTree
 from cases import Outcome
 from fuzz import network, oracle, resuming, serving
 from fuzz.lab import Lab, tune_arguments
+from fuzz.mutators.special_files import SECRET
 from fuzz.sandbox import Finding, Sandbox
 from fuzz.tensors import check_equal, read_tensors
 
@@ -204,6 +205,8 @@ def _push(sandbox: Sandbox, random: Random, lab: Lab) -> None:
         arguments = ("push", sandbox.bundle, network.NAME, "--unverified", "--part", part)
         outcome = sandbox.run(*arguments, "--quiet")
         found = network.pushed(server)
+    if any(SECRET.read_bytes().strip() in data for data in found.values()):
+        raise Finding("leak", "a file from outside the bundle", "pushed")
     if outcome.code == 0:
         folder = sandbox.bundle if part == "both" else sandbox.bundle / part
         files = [path for path in folder.rglob("*") if path.is_file()]

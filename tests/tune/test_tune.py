@@ -226,6 +226,21 @@ def test_a_damaged_state_is_named(
     assert not own.output_dir.exists()
 
 
+@pytest.mark.parametrize("place", [9, -1])
+def test_a_damaged_shard_of_trained_weights_is_written_again(
+    place: int, options: TuneOptions, tuned: tuple[TuneResult, Path], tmp_path: Path
+) -> None:
+    assert options.workdir is not None
+    work = Path(shutil.copytree(options.workdir, tmp_path / "work"))
+    (shard,) = work.glob("trained-*/model.safetensors")
+    raw = bytearray(shard.read_bytes())
+    raw[place] ^= 1
+    shard.write_bytes(raw)
+    own = replace(options, output_dir=tmp_path / "bundle", workdir=work)
+    assert tune(own, Watch()) is not None
+    assert tree(own.output_dir) == tree(tuned[1])
+
+
 def test_low_rank_changes_train_few_parameters(options: TuneOptions, tmp_path: Path) -> None:
     train = replace(TRAIN, lora_rank=2, steps=6)
     own = replace(options, output_dir=tmp_path / "bundle", train=train)
