@@ -16,6 +16,8 @@ from typing import Any
 import torch
 
 from cases import edit_json, read_shard, write_shard
+from fuzz.mutators.shard import read_shard as read_shard_bytes
+from fuzz.mutators.shard import write_shard as write_shard_bytes
 from fuzz.mutators.special_files import SECRET
 
 Damage = Callable[[Path], object]
@@ -68,6 +70,17 @@ def header(change: Callable[[dict[str, Any]], object]) -> Damage:
         entries, data = read_shard(folder / "source/model.safetensors")
         change(entries)
         write_shard(folder / "source/model.safetensors", entries, data)
+
+    return damage
+
+
+def text_of_header(change: Callable[[bytes], bytes]) -> Damage:
+    """Return the damage that changes the text of the only shard's header."""
+
+    def damage(folder: Path) -> None:
+        path = folder / "source/model.safetensors"
+        text, data = read_shard_bytes(path)
+        write_shard_bytes(path, change(text), data)
 
     return damage
 
@@ -131,6 +144,9 @@ CASES: dict[str, Known] = {
     "a shape of a million ones": Known("inspect", "bf16", shape([1] * 10**6), 3),
     "metadata is no UTF-8": Known(
         "export", "bf16", header(lambda entries: entries.update(__metadata__={"a": "\ud800"})), 3
+    ),
+    "an offset of minus zero": Known(
+        "inspect", "bf16", text_of_header(lambda text: text.replace(b"[0,", b"[-0,", 1)), 3
     ),
     "a long name": Known(
         "inspect", "bf16", header(lambda entries: entries.update({"a" * 100_000: None})), 3
