@@ -13,6 +13,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
+from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map
 from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
@@ -73,6 +74,20 @@ class Device(TorchDispatchMode):
         assert len(devices) <= 1, f"{func} got tensors on {devices}"
 
 
+class Numbers(TorchFunctionMode):
+    """Numbers to tensors and back, for which torch calls no operator."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        given = dict(kwargs or {})
+        if func is torch.tensor and given.get("device") is not None:
+            return func(*args, **given | {"device": "cpu"}).to(given["device"])
+        if func is torch.Tensor.tolist and isinstance(args[0], NpuTensor):
+            return args[0].on_host.tolist()
+        if func is torch.Tensor.__getitem__ and isinstance(args[1], list):
+            args = (args[0], torch.tensor(args[1]))
+        return func(*args, **given)
+
+
 def _any_here(found: list[torch.Tensor]) -> bool:
     return any(isinstance(tensor, NpuTensor) for tensor in found)
 
@@ -92,9 +107,9 @@ def main(checkpoint: Path) -> None:
     from mtp_runtime import LLM, SamplingParams
     from npu_operator import registered
 
-    params = SamplingParams(max_tokens=8, ignore_eos=True)
+    params = SamplingParams(max_tokens=5, ignore_eos=True)
     prompts = [tuple(range(2, 30)), (5, 9, 4)]
-    with registered() as calls, Device(), torch.inference_mode():
+    with registered() as calls, Device(), Numbers(), torch.inference_mode():
         options: dict[str, Any] = {"device": "npu", "dtype": "bfloat16", "cache_tokens": 512}
         plain = LLM(checkpoint, **options, page_size=16)
         drafting = LLM(

@@ -5,6 +5,9 @@ AUTO says which backend a device has; the CPU is given that of NPUs, whose cache
 
 from __future__ import annotations
 
+import json
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -122,6 +125,18 @@ def test_what_an_npu_does_not_load() -> None:
         LoadOptions("npu", "bfloat16", on_demand=True)
     with pytest.raises(UnsupportedError, match="deterministic"):
         LoadOptions("npu", "bfloat16", deterministic=True)
+
+
+def test_a_device_of_that_name(path: Path) -> None:
+    """From loading to tokens, no operator gets tensors of both devices; drafts change nothing."""
+    script = Path(__file__).resolve().parents[1] / "npu_device.py"
+    done = subprocess.run([sys.executable, script, path], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-2000:]
+    found = json.loads(done.stdout)
+    plain, drafted = found["tokens"]
+    assert plain == drafted and [len(tokens) for tokens in plain] == [5, 5]
+    assert set(found["caches"]) == {"npu:0"}
+    assert found["calls"] > 2 * 5
 
 
 def test_a_machine_without_one(path: Path) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 import torch.nn.functional as F
@@ -37,7 +37,7 @@ from mtp_kernels.decoder.interface import (
 
 # Weights that are kept in a backend's dtype.
 MATRICES = ("down", "query_up", "key_up", "value_up", "qkv", "output", "gate", "up", "expert_down")
-Weights = TypeVar("Weights", LayerWeights, LatentWeights, GroupedWeights)
+Weights = TypeVar("Weights", bound=LayerWeights | LatentWeights | GroupedWeights)
 
 
 class Backend:
@@ -54,8 +54,8 @@ class Backend:
     def pack(self, weights: LayerWeights) -> KeptLayer:
         """Keep a layer's weights."""
         check_weights(weights)
-        attention: LatentWeights | GroupedWeights = self._rounded(weights.attention)
-        return KeptLayer(replace(self._rounded(weights), attention=attention))
+        rounded = self._rounded(weights)
+        return KeptLayer(replace(rounded, attention=self._rounded(weights.attention)))
 
     def decoder(
         self,
@@ -88,9 +88,10 @@ class Backend:
         """Return weights whose matrices are rounded to the backend's dtype."""
         names = {field.name for field in fields(weights)}.intersection(MATRICES)
         given = {name: getattr(weights, name) for name in names}
-        rounded = {
-            name: None if matrix is None else matrix.to(self._dtype).float()
+        rounded: dict[str, Any] = {
+            name: matrix.to(self._dtype).float()
             for name, matrix in given.items()
+            if matrix is not None
         }
         return replace(weights, **rounded)
 

@@ -131,14 +131,23 @@ def verify_attention(
         scale=scale,
         sizes=sizes,
     )
-    chosen_by = sizes if workspace is None else workspace.sizes
-    name = backend_name(backend, q_latent.device, chosen_by)
-    check_cache_form(name, rope_cache)
+    return run(inputs, backend=backend, workspace=workspace, out=out)
+
+
+def run(
+    inputs: Inputs,
+    backend: str,
+    workspace: Workspace | None,
+    out: tuple[torch.Tensor, torch.Tensor] | None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Attend by a backend that takes the inputs' form, into the caller's tensors or new ones."""
+    sizes, device = inputs.sizes, inputs.q_latent.device
+    name = backend_name(backend, device, sizes if workspace is None else workspace.sizes)
+    check_cache_form(name, inputs.rope_cache)
     module = load_backend(name)
     parts = None if workspace is None else workspace.parts
-    needed_bytes = module.workspace_bytes(sizes, parts, q_latent.device)
-    buffer = workspace_buffer(workspace, needed_bytes, q_latent.device)
-    out = outputs(q_latent, out)
+    buffer = workspace_buffer(workspace, module.workspace_bytes(sizes, parts, device), device)
+    out = outputs(inputs.q_latent, out)
     module.attend(inputs, buffer, parts, *out)
     return out
 
@@ -194,15 +203,6 @@ def has_split_cache(device: torch.device) -> bool:
     return AUTO.get(device.type) in SPLIT_CACHE
 
 
-def check_cache_form(backend: str, rope_cache: torch.Tensor | None) -> None:
-    """Refuse a cache in another form than a backend takes; the reference takes both."""
-    if backend == "reference" or (rope_cache is not None) == (backend in SPLIT_CACHE):
-        return
-    forms = ("kv_cache alone", "kv_cache and rope_cache")
-    expected, found = forms if rope_cache is not None else forms[::-1]
-    raise ValueError(f"backend {backend}: expected {expected}, found {found}")
-
-
 def backend_name(backend: str, device: torch.device, sizes: Sizes) -> str:
     """Return the name of a backend; "auto" goes by the device and the dtypes."""
     if backend == "auto":
@@ -224,6 +224,15 @@ def check_sizes(sizes: Sizes, device: torch.device) -> None:
 def load_backend(name: str) -> Backend:
     """Import the module of a backend."""
     return cast(Backend, import_module(BACKENDS[name]))
+
+
+def check_cache_form(backend: str, rope_cache: torch.Tensor | None) -> None:
+    """Refuse a cache in another form than a backend takes; the reference takes both."""
+    if backend == "reference" or (rope_cache is not None) == (backend in SPLIT_CACHE):
+        return
+    forms = ("kv_cache alone", "kv_cache and rope_cache")
+    expected, found = forms if rope_cache is not None else forms[::-1]
+    raise ValueError(f"backend {backend}: expected {expected}, found {found}")
 
 
 def compiled_is_faster(sizes: Sizes) -> bool:

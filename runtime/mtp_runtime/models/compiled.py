@@ -32,7 +32,7 @@ from mtp_runtime.models.packing import KINDS, config_of, dense_matrix, weights_o
 
 @dataclass(frozen=True)
 class StackedCache:
-    """What all layers keep in one tensor [layers, pages, page, slot]."""
+    """Caches of all layers in one tensor [layers, pages, page, slot]."""
 
     stacked: torch.Tensor
 
