@@ -75,7 +75,7 @@ def test_a_bundle_without_drafts_says_nothing_of_them(trained_bundle: Path, tmp_
 def test_greedy_equality_and_speed_have_rows_per_method(whole: Context) -> None:
     params = SamplingParams(max_tokens=8, ignore_eos=True)
     trial = greedy.Trial(whole.corpus.model, greedy.mixed_prompts(whole.prompts)[:2], params)
-    runs = {name: run for name, run in greedy._runs(trial, whole.own_drafts) if "," in name}
+    runs = dict(greedy._of_own(trial, own) for own in whole.own_drafts)
     for method in METHODS:
         run = runs[f"{method}, k={greedy.OWN_DRAFTS}"]
         assert greedy._equal(trial, run, method).status is Status.PASS
