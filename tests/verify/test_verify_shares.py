@@ -36,7 +36,7 @@ def own_bundle(bundle: Path, tmp_path: Path) -> Path:
 
 @pytest.fixture(scope="module")
 def alone(bundle: Path, pristine: Path, tmp_path_factory: pytest.TempPathFactory) -> Said:
-    """What one run says of the bundle."""
+    """Exit code and items of one run on the bundle."""
     return of_one_run(bundle, pristine, tmp_path_factory.mktemp("alone"))
 
 
