@@ -7,6 +7,7 @@ leading white space, unknown fields, unsafe names).
 from __future__ import annotations
 
 import hashlib
+import json
 import re
 from collections.abc import Sequence, Set
 from contextlib import closing
@@ -34,10 +35,11 @@ _USUAL_TENSOR = re.compile(
     rf'"data_offsets":\[({_NUMBER}),({_NUMBER})\]\}}(?:,|\}}\Z)',
     re.ASCII,
 )
-# Characters of a tensor beside its name and its numbers.
 _TOO_MANY = 1 << 64
+# Characters of a tensor beside its name and its numbers.
 _USUAL_LENGTH = len('"":{"dtype":"","shape":[],"data_offsets":[,]},')
 _INTEGERS = {int}
+_MINUS_ZERO = re.compile(rb"-0\s*[],]")
 _NO_SHAPE = ("has no valid shape", "sizes from 0 up")
 
 
@@ -183,6 +185,8 @@ def _parse_json(raw: bytes) -> dict[str, Any]:
         raise _HeaderError("A shard's header does not start with '{'", "'{'", repr(raw[:1]))
     try:
         entries = strict_json.parse(raw)
+        if _MINUS_ZERO.search(raw):
+            entries = json.loads(raw, parse_int=_as_reference_reader)
     except strict_json.DuplicateKeyError as error:
         raise _HeaderError(
             "A shard's header has a duplicate key", "each key once", repr(error.args[0])
@@ -198,6 +202,11 @@ def _parse_json(raw: bytes) -> dict[str, Any]:
         )
     assert isinstance(entries, dict)
     return entries
+
+
+def _as_reference_reader(digits: str) -> int | float:
+    """Return a whole number; the reference reader takes -0 for a fraction, which is no size."""
+    return float(digits) if digits == "-0" else int(digits)
 
 
 def _is_size(value: object) -> bool:

@@ -19,6 +19,9 @@ Bundle = Annotated[
     typer.Argument(parser=parse_path, metavar="BUNDLE", help="Bundle or checkpoint."),
 ]
 Device = Annotated[
+    str, typer.Option(metavar="NAME", rich_help_panel=PERFORMANCE, help="cpu, cuda or npu.")
+]
+FloatDevice = Annotated[
     str, typer.Option(metavar="NAME", rich_help_panel=PERFORMANCE, help="cpu or cuda.")
 ]
 Dtype = Annotated[

@@ -26,6 +26,7 @@ from mtp_export.checkpoint.bundle_folder import (
     is_bundle,
     open_parts,
 )
+from mtp_export.checkpoint.direct_io import equal_bytes
 from mtp_export.checkpoint.disk_queue import DiskQueue
 from mtp_export.checkpoint.dtypes import dtype_name, torch_dtype
 from mtp_export.checkpoint.files import make_folder
@@ -187,18 +188,20 @@ class Output:
 
     def _shard(self, tensors: Sequence[Trained]) -> ShardHeader:
         """Write trained tensors as one shard, unless an earlier run did."""
-        path = self.folder / SINGLE_NAME
-        if not path.is_file():
-            make_folder(self.folder)
-            with DiskQueue(2) as queue:
-                writer = ShardWriter(path, [tensor.form for tensor in tensors], queue)
-                try:
-                    for tensor in tensors:
-                        writer.write(tensor.form.name, _bytes_of(tensor))
-                    writer.commit()
-                finally:
-                    writer.discard()
-        return read_header(LocalFolder(self.folder).file(SINGLE_NAME))
+        written = _written(self.folder, tensors)
+        if written is not None:
+            return written
+        make_folder(self.folder)
+        with DiskQueue(2) as queue:
+            path = self.folder / SINGLE_NAME
+            writer = ShardWriter(path, [tensor.form for tensor in tensors], queue)
+            try:
+                for tensor in tensors:
+                    writer.write(tensor.form.name, _bytes_of(tensor))
+                writer.commit()
+            finally:
+                writer.discard()
+        return _header(self.folder)
 
     def _mtp(self, trained: set[str], scheme: str | None) -> PartPlan:
         """Return the MTP part, its shards as they were but for trained weights."""
@@ -235,6 +238,32 @@ class Output:
         )
         check_disk(options.output_dir, plan.disk_bytes)
         return plan
+
+
+def _header(folder: Path) -> ShardHeader:
+    return read_header(LocalFolder(folder).file(SINGLE_NAME))
+
+
+def _written(folder: Path, tensors: Sequence[Trained]) -> ShardHeader | None:
+    """Return the shard that an earlier run wrote, if it holds these tensors byte by byte."""
+    path = folder / SINGLE_NAME
+    if not path.is_file():
+        return None
+    try:
+        header = _header(folder)
+    except InvalidInputError:
+        return None
+    found = {tensor.name: tensor for tensor in header.tensors}
+    forms = {tensor.form.name: (tensor.form.dtype, tensor.form.shape) for tensor in tensors}
+    if forms != {tensor.name: (tensor.dtype, tensor.shape) for tensor in header.tensors}:
+        return None
+    with path.open("rb") as file:
+        for tensor in tensors:
+            one = found[tensor.form.name]
+            file.seek(one.offset_bytes)
+            if not equal_bytes(memoryview(file.read(one.size_bytes)), _bytes_of(tensor)):
+                return None
+    return header
 
 
 def _inside(name: str) -> str:

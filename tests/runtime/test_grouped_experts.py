@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import pytest
 import torch
@@ -100,3 +101,24 @@ def test_the_loop_over_experts_is_the_same_for_all_that_are_held() -> None:
     assert torch.equal(
         experts.routed(x, picked, weights), moe.expert_by_expert(experts, x, picked, weights)
     )
+
+
+def test_nothing_is_read_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On tensors without data, of which nothing could be."""
+    products: list[tuple[int, ...]] = []
+
+    def product(
+        x: torch.Tensor, rows: torch.Tensor | None, ends: torch.Tensor, weight: Any
+    ) -> torch.Tensor:
+        count = len(x) if rows is None else len(rows)
+        products.append((count, len(ends)))
+        return x.new_empty(count, weight.codes.shape[-2])
+
+    together = GroupedExperts.of(held(Storage.FP8_BLOCK), EXPERTS)
+    assert together is not None
+    monkeypatch.setattr(grouped, "grouped_linear", product)
+    x = torch.empty(7, HIDDEN, dtype=torch.bfloat16, device="meta")
+    picked = torch.empty(7, 3, dtype=torch.int64, device="meta")
+    found = together.routed(x, picked, torch.empty(7, 3, device="meta"))
+    assert found.shape == (7, HIDDEN) and found.dtype is torch.float32
+    assert products == [(21, EXPERTS)] * 3
