@@ -145,7 +145,7 @@ def launched(
     lse = out.new_empty(out.shape[:2], dtype=torch.float32)
 
     def call_of(pool: dict[str, Any]) -> Callable[[], None]:
-        inputs = Inputs(**pool, kv_scale=None, sizes=sizes)
+        inputs = Inputs(**pool, rope_cache=None, kv_scale=None, sizes=sizes)
         return lambda: triton_cuda.run(inputs, schedule, buffer, out, lse)
 
     return [call_of(pool) for pool in pools]

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import logging
+from contextlib import nullcontext
 from dataclasses import asdict, replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -15,7 +17,7 @@ pytest.importorskip("triton")
 from triton.backends.compiler import GPUTarget  # noqa: E402
 
 from cases import nightly_but  # noqa: E402
-from mtp_kernels.gpu import tuned  # noqa: E402
+from mtp_kernels.gpu import devices, tuned  # noqa: E402
 from mtp_kernels.gpu.devices import INTERPRETED, Gpu, gpu_of  # noqa: E402
 from mtp_kernels.verify_attention import triton_choice  # noqa: E402
 from mtp_kernels.verify_attention.triton_tuning import KINDS, TABLES, Launch  # noqa: E402
@@ -121,6 +123,22 @@ def test_a_damaged_table_is_refused_by_name(text: str) -> None:
     path.write_text(text)
     with pytest.raises(ValueError, match=r"triton-3.6.json: expected a table of launch parameters"):
         triton_choice.tiles_for(hopper("3.6.0"), "16 bit")
+
+
+def test_a_gpu_is_what_its_driver_says(monkeypatch: pytest.MonkeyPatch) -> None:
+    limits = {"multiprocessor_count": 7, "max_shared_mem": 99}
+    active = SimpleNamespace(
+        get_current_target=lambda: GPUTarget("cuda", 89, 32),
+        utils=SimpleNamespace(get_device_properties=lambda index: limits | {"index": index}),
+    )
+    monkeypatch.setattr(devices, "driver", SimpleNamespace(active=active))
+    monkeypatch.setattr(torch.cuda, "device", lambda index: nullcontext())
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 91)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda index: f"number {index}")
+    for device in (torch.device("cuda"), torch.device("cuda", 91)):
+        found = gpu_of(device)
+        assert (found.name, found.capability) == ("number 91", (8, 9))
+        assert (found.processors, found.shared_bytes) == (7, 99)
 
 
 def test_the_cpu_is_the_interpreter_s_device() -> None:
