@@ -63,7 +63,7 @@ def test_bfloat16_tokens_are_near_the_cpu_s(
 
 def test_stored_weights_give_the_tokens_of_dense_ones(trained: Path, prompts: list[str]) -> None:
     stored = on_gpu(trained, "float32", drafts=True, dequantize_at_load=False)
-    dense = on_gpu(trained, "float32", drafts=True)
+    dense = on_gpu(trained, "float32", drafts=True, dequantize_at_load=True)
     found = tokens_of(stored.generate(prompts, PARAMS))
     assert agreement(found, tokens_of(dense.generate(prompts, PARAMS))) > 0.97
 
