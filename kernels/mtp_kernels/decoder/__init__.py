@@ -16,11 +16,16 @@ from mtp_kernels.decoder.interface import (
     Decoder,
     DecoderConfig,
     LayerKind,
+    LayerSlice,
     LayerWeights,
     PackedLayer,
+    Pairs,
     Recursion,
     RecursionParts,
     RowStep,
+    SlicedDecoder,
+    SlicedPass,
+    SlicingBackend,
 )
 
 __all__ = [
@@ -31,11 +36,16 @@ __all__ = [
     "Decoder",
     "DecoderConfig",
     "LayerKind",
+    "LayerSlice",
     "LayerWeights",
     "PackedLayer",
+    "Pairs",
     "Recursion",
     "RecursionParts",
     "RowStep",
+    "SlicedDecoder",
+    "SlicedPass",
+    "SlicingBackend",
     "make_backend",
 ]
 

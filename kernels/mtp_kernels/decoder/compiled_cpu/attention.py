@@ -54,6 +54,16 @@ def attention(
     member: Any, layer: Any, sizes: Any, batch: Any, cache: Any, scratch: Any, x: Any
 ) -> None:
     """Add attention to the stream x [T, d], and fill the layer's cache [slots, c+r]."""
+    attend(member, layer, sizes, batch, cache, scratch, x)
+    add_output(member, layer, sizes, scratch.values, x)
+    wait(member)
+
+
+@inner
+def attend(
+    member: Any, layer: Any, sizes: Any, batch: Any, cache: Any, scratch: Any, x: Any
+) -> None:
+    """Make the values that all heads attended to, and fill the layer's cache [slots, c+r]."""
     project_down(member, layer, sizes, scratch.projected, x)
     wait(member)
     fill_cache(member, layer, sizes, batch, cache, scratch.projected)
@@ -67,8 +77,6 @@ def attention(
         wait(member)
         make_values(member, layer, sizes, tiles, scratch)
         wait(member)
-    add_output(member, layer, sizes, scratch.values, x)
-    wait(member)
 
 
 @inner
