@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import argparse
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 
@@ -21,7 +21,9 @@ from benchmarks.make_checkpoint import make_released
 from benchmarks.released import RELEASED
 from mtp_export.checkpoint.dtypes import torch_dtype
 from mtp_export.checkpoint.header import TensorInfo
+from mtp_export.checkpoint.reader import Checkpoint
 from mtp_export.schemes.windows import Window
+from mtp_runtime.layers.split import Joining
 from mtp_runtime.loading.weight_source import WeightSource
 from mtp_runtime.models.load import LoadOptions, open_model
 from mtp_runtime.models.model import TorchExecution
@@ -37,9 +39,10 @@ class PlannedSource(WeightSource):
     reads: dict[str, list[Read]] = field(default_factory=lambda: defaultdict(list))
 
     @classmethod
-    def of(cls, source: WeightSource) -> PlannedSource:
+    def of(cls, source: WeightSource, joining: Joining) -> PlannedSource:
         given = {one.name: getattr(source, one.name) for one in fields(source)}
-        return cls(**given | {"device": torch.device("meta")})
+        fresh = {name: set[str]() for name in ("loaded", "tied", "left_out")}
+        return cls(**given | fresh | {"device": torch.device("meta"), "joining": joining})
 
     def dense_matrix(self, module: str, rows: range | None = None) -> torch.Tensor:
         """Return a matrix without content: its codes cannot be expanded."""
@@ -71,7 +74,7 @@ class PlannedSource(WeightSource):
 class Plan:
     """Every tensor of a checkpoint, and what each rank reads of it."""
 
-    tensors: dict[str, TensorInfo]
+    tensors: Mapping[str, TensorInfo]
     reads: tuple[dict[str, list[Read]], ...]
 
     def rank_bytes(self, rank: int) -> int:
@@ -125,18 +128,16 @@ def coverage(shape: tuple[int, int], reads: Iterable[Read]) -> tuple[int, int]:
 
 def planned(folder: Path, ranks: int, mode: str = "gather") -> Plan:
     """Plan the loading of a checkpoint, rank by rank."""
-    options = LoadOptions(dequantize_at_load=False, parallel_mode=mode)
-    reads, tensors = [], {}
+    opened = open_model(folder, LoadOptions(dequantize_at_load=False))
+    reads = []
     for rank in range(ranks):
-        opened = open_model(folder, options, Group(Split(rank, ranks), together=True))
-        source = PlannedSource.of(opened.builder.source)
+        joining = Joining(Group(Split(rank, ranks), together=True), mode)
+        source = PlannedSource.of(opened.builder.source, joining)
         builder = type(opened.builder)(source, opened.builder.family, opened.builder.config)
         builder.model(TorchExecution(), opened.contract)
         source.ledger()
         reads.append(dict(source.reads))
-        for part in {id(part): part for part in source.owners.values()}.values():
-            tensors |= part.checkpoint.tensors
-    return Plan(tensors, tuple(reads))
+    return Plan(Checkpoint.open(folder).tensors, tuple(reads))
 
 
 def main() -> None:

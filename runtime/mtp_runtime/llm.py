@@ -97,8 +97,7 @@ class LLM:
         **speculation: Unpack[SpeculationOptions],
     ) -> None:
         drafting = speculation_config(speculation)
-        _check_choices(drafting, draft_model, prefix_cache=prefix_cache)
-        folder = Path(draft_model) if draft_model else _own_draft(Path(bundle), drafting.method)
+        folder = _draft_folder(Path(bundle), drafting, draft_model, prefix_cache=prefix_cache)
         config = EngineConfig(
             max_batch_size=max_batch_size,
             page_size=page_size,
@@ -249,6 +248,14 @@ def _output(request: Request) -> RequestOutput:
         logprobs=tuple(request.logprobs),
         prompt_logprobs=tuple(request.prompt_logprobs),
     )
+
+
+def _draft_folder(
+    bundle: Path, config: SpeculationConfig, draft_model: Path | str | None, *, prefix_cache: bool
+) -> Path | None:
+    """Return the folder of a second model or draft. Raises as _check_choices and _own_draft."""
+    _check_choices(config, draft_model, prefix_cache=prefix_cache)
+    return Path(draft_model) if draft_model else _own_draft(bundle, config.method)
 
 
 def _check_choices(

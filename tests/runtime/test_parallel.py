@@ -197,8 +197,9 @@ def _replicated(path: Path) -> int:
     return sum(one.size_bytes for one in tensors if any(part in one.name for part in parts))
 
 
-def test_each_rank_reads_its_part_alone(group: Group, trained: Path) -> None:
+def test_each_rank_reads_its_part_alone(group: Group, trained: Path, pristine: Path) -> None:
     """A rank's share of what is divided, what all have, and headers and configs."""
+    of_each(group, read_by_loading, pristine, LoadOptions())  # reads what compiles its kernels
     total = sum(path.stat().st_size for path in trained.glob("*.safetensors"))
     headers = of_each(group, read_headers, trained)[0][0]
     for (read,) in of_each(group, read_by_loading, trained, LoadOptions()):
