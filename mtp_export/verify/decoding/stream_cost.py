@@ -28,7 +28,6 @@ from mtp_runtime.teacher_forcing import BRANCH_ROWS, CHUNK_TOKENS, LOGIT_ELEMENT
 # Runs of the MTP module and of a head over all rows that look for causes, beside one run of the
 # module and three of a head per depth; LONE_HEADS take one row per text.
 MODULE_RUNS, HEAD_RUNS, LONE_HEADS = 12, 11, 4
-DENSE_AT_ONCE = 3  # of the attention's matrices, while a variant changes one
 LOGIT_BYTES = 32  # of a row and token while two distributions are compared in float64
 PROBE_BYTES = 512 << 20
 PROBE_ROWS = (4, 64)
@@ -280,7 +279,7 @@ class _Estimate:
         logits = LOGIT_BYTES * min(LOGIT_ELEMENTS, self.rows * sizes.head.rows)
         yield (
             self._read_bytes(module) + (READERS + 2) * panel,
-            4 * DENSE_AT_ONCE * module.largest,
+            4 * module.largest,
             4 * stream + max(logits, 4 * inside),
         )
 

@@ -10,7 +10,7 @@ from itertools import combinations
 import torch
 
 from mtp_export.verify.diagnosis.causes import decoding as causes
-from mtp_export.verify.diagnosis.variants import dense_linear, dtype_of
+from mtp_export.verify.diagnosis.variants import reordered
 from mtp_export.verify.evidence.corpus import Corpus, best_and_score
 from mtp_runtime.layers.linear import Linear
 from mtp_runtime.layers.moe import Moe
@@ -83,6 +83,5 @@ def _changed(moe: Moe, normed: torch.Tensor) -> Iterator[tuple[str, str, torch.T
 
 
 def _output_halves_exchanged(linear: Linear) -> Linear:
-    matrix = linear.matrix(dtype_of(linear))  # [in, out]
-    half = matrix.shape[1] // 2
-    return dense_linear(torch.cat([matrix[:, half:], matrix[:, :half]], dim=1))
+    rows = linear.weight.shape[0]
+    return reordered(linear, torch.arange(rows).roll(rows // 2))

@@ -10,7 +10,6 @@ from typing import Any
 import torch
 
 from mtp_export.families.contract import Hidden
-from mtp_export.schemes.formats import unquantized
 from mtp_export.verify.diagnosis.causes import decoding as causes
 from mtp_runtime.config import RopeConfig
 from mtp_runtime.layers.attention import Attention
@@ -255,48 +254,58 @@ def halves_exchanged(linear: Linear) -> Linear:
     return Linear(_HalvesExchanged(linear.weight))
 
 
+@dataclass(frozen=True)
+class _Reordered:
+    """A weight with its rows in another order [out]; nothing of it is copied."""
+
+    weight: Weight
+    order: torch.Tensor
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.weight.shape
+
+    def dequantize(self, dtype: torch.dtype) -> torch.Tensor:
+        """Return the matrix [out, in] (ValueError for codes or scales that are damaged)."""
+        return self.weight.dequantize(dtype)[self.order]
+
+    def product(self, x: torch.Tensor) -> torch.Tensor:
+        """Return x @ weight.T (ValueError as dequantize)."""
+        return self.weight.product(x)[:, self.order]
+
+
+def reordered(linear: Linear, order: torch.Tensor) -> Linear:
+    """The linear with its outputs in another order [out]."""
+    return Linear(_Reordered(linear.weight, order))
+
+
 def interleaved(attention: Mla) -> Mla:
     """The attention with its rotary rows reordered from two halves into neighbouring pairs."""
     size = attention.rope_size
-    half = torch.arange(size // 2)
-    order = torch.stack([half, half + size // 2], dim=1).flatten()
+    pairs = torch.arange(size).view(2, -1).t().flatten()
     heads, nope, _ = attention.key_up.shape
-    down = attention.down.matrix(dtype_of(attention.down)).clone()
-    down[:, -size:] = down[:, -size:][:, order]
+    query = torch.arange(heads * (nope + size)).view(heads, -1)
+    query[:, nope:] = query[:, nope:][:, pairs]
+    down = torch.arange(attention.down.weight.shape[0])
+    down[-size:] = down[-size:][pairs]
     if attention.query_up is None:
-        query = down[:, : heads * (nope + size)]
-        query.copy_(_each_head(query, heads=heads, nope=nope, order=order))
-        return replace(attention, down=dense_linear(down))
-    up = attention.query_up.matrix(dtype_of(attention.query_up))
+        down[: query.numel()] = query.flatten()
+        return replace(attention, down=reordered(attention.down, down))
     return replace(
         attention,
-        down=dense_linear(down),
-        query_up=dense_linear(_each_head(up, heads=heads, nope=nope, order=order)),
+        down=reordered(attention.down, down),
+        query_up=reordered(attention.query_up, query.flatten()),
     )
-
-
-def _each_head(matrix: torch.Tensor, heads: int, nope: int, order: torch.Tensor) -> torch.Tensor:
-    """[in, h*(n+r)] with the rotary columns of every head in another order."""
-    by_head = matrix.view(len(matrix), heads, -1).clone()
-    by_head[:, :, nope:] = by_head[:, :, nope:][:, :, order]
-    return by_head.flatten(1)
 
 
 def in_halves(attention: Gqa) -> Gqa:
     """The attention with its rotary rows reordered from neighbouring pairs into two halves."""
-    size = attention.rope.size
-    order = torch.arange(attention.head)
-    order[:size] = torch.arange(size).view(-1, 2).t().flatten()
-    turned = attention.heads + attention.kv_heads
-
-    def reordered(rows: torch.Tensor) -> torch.Tensor:
-        by_head = rows.view(*rows.shape[:-1], -1, attention.head).clone()
-        by_head[..., :turned, :] = by_head[..., :turned, :][..., order]
-        return by_head.flatten(-2)
-
-    matrix = attention.qkv.matrix(dtype_of(attention.qkv))  # [in, out]
-    bias = None if attention.bias is None else reordered(attention.bias)
-    return replace(attention, qkv=dense_linear(reordered(matrix)), bias=bias)
+    size, turned = attention.rope.size, attention.heads + attention.kv_heads
+    rows = torch.arange(attention.qkv.weight.shape[0]).view(-1, attention.head)
+    rows[:turned, :size] = rows[:turned, :size].view(turned, -1, 2).transpose(1, 2).flatten(1)
+    order = rows.flatten()
+    bias = None if attention.bias is None else attention.bias[order]
+    return replace(attention, qkv=reordered(attention.qkv, order), bias=bias)
 
 
 def missing_temperatures(rope: RopeConfig | None) -> list[float]:
@@ -305,15 +314,6 @@ def missing_temperatures(rope: RopeConfig | None) -> list[float]:
         return []
     factors = (rope.factor,) if rope.factor > 1 else _KNOWN_FACTORS
     return [yarn_temperature(factor, 1.0) for factor in factors]
-
-
-def dense_linear(matrix: torch.Tensor) -> Linear:
-    """A linear of a transposed weight [in, out]."""
-    return Linear.build(unquantized(matrix.t()), matrix.dtype, True)
-
-
-def dtype_of(linear: Linear) -> torch.dtype:
-    return torch.float32 if linear.transposed is None else linear.transposed.dtype
 
 
 def _words(side: Hidden) -> str:
