@@ -24,8 +24,8 @@ from mtp_runtime.config import (
 from mtp_runtime.drafters import DRAFTERS
 from mtp_runtime.drafters.base import TargetDraft
 from mtp_runtime.engine import Engine
-from mtp_runtime.logprobs import TokenLogprobs
 from mtp_runtime.loading.weight_source import Ledger
+from mtp_runtime.logprobs import TokenLogprobs
 from mtp_runtime.memory import cache_tokens_within
 from mtp_runtime.models.load import Loaded, LoadOptions, load_model
 from mtp_runtime.models.model import Model

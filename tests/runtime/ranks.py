@@ -27,7 +27,7 @@ _TESTS = Path(__file__).resolve().parents[1]
 
 
 def launch_variables(size: int) -> dict[str, str]:
-    """What torchrun sets, but for the rank."""
+    """Variables that torchrun sets, but for the rank."""
     with socket.create_server(("127.0.0.1", 0)) as listener:
         port = listener.getsockname()[1]
     address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}

@@ -257,7 +257,7 @@ PER_LAYER = {
 @pytest.mark.parametrize("mode", PER_LAYER)
 @pytest.mark.parametrize("compiled", [True, False], ids=["compiled", "torch"])
 def test_collectives_of_a_layer(group: Group, tmp_path: Path, mode: str, compiled: bool) -> None:
-    """What a further layer of a kind adds to a pass."""
+    """Count those that a further layer of a kind adds to a pass."""
     dense, sparse = PER_LAYER[mode]
     passes = {}
     for kind, layers, first in (("one", 1, 1), ("dense", 2, 2), ("sparse", 2, 1)):

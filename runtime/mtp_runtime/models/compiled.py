@@ -249,7 +249,7 @@ class PackedRun:
 
     @property
     def config(self) -> kernels.DecoderConfig:
-        """What the layers share."""
+        """Sizes and constants that the layers share."""
         assert self.shared_config is not None, "a run has layers"
         if self.router is None:
             return self.shared_config

@@ -71,13 +71,9 @@ def joined(variables: Mapping[str, str] = os.environ, *, watched: bool = True) -
 def _store(rank: int, size: int) -> Store:
     try:
         meeting = rendezvous("env://", timeout=timedelta(seconds=_JOINING_SECONDS))
-        store, _, _ = next(meeting)
-        for kind in _BACKENDS:
-            if _count(kind):
-                backend = f"cpu:gloo,{kind}:{_BACKENDS[kind]}"
-                break
-        else:
-            backend = "gloo"
+        store: Store = next(meeting)[0]
+        kind = _accelerator()
+        backend = "gloo" if kind is None else f"cpu:gloo,{kind}:{_BACKENDS[kind]}"
         dist.init_process_group(
             backend,
             store=PrefixStore("group", store),
@@ -97,15 +93,19 @@ def _store(rank: int, size: int) -> Store:
 
 def _device(variables: Mapping[str, str]) -> torch.device:
     """Return the accelerator of this rank on its machine, the CPU where there is none."""
-    for kind in _BACKENDS:
-        if count := _count(kind):
-            return torch.device(kind, int(variables.get("LOCAL_RANK", "0")) % count)
-    return torch.device("cpu")
+    kind = _accelerator()
+    if kind is None:
+        return torch.device("cpu")
+    count = getattr(torch, kind).device_count()
+    return torch.device(kind, int(variables.get("LOCAL_RANK", "0")) % count)
 
 
-def _count(kind: str) -> int:
-    module = getattr(torch, kind, None)
-    return module.device_count() if module is not None and module.is_available() else 0
+def _accelerator() -> str | None:
+    """Return the torch device type of this machine's accelerators."""
+    modules = {kind: getattr(torch, kind, None) for kind in _BACKENDS}
+    return next(
+        (kind for kind, module in modules.items() if module and module.is_available()), None
+    )
 
 
 @contextmanager
