@@ -41,10 +41,13 @@ def decoded(out: str) -> Any:
 
 
 @pytest.mark.slow
-def test_rank_0_alone_prints_what_one_process_does() -> None:
-    several = torchrun(2, "generate", FIXTURE, *GENERATE)
+def test_rank_0_alone_prints_what_one_process_does(tmp_path: Path) -> None:
+    model, prompts = write_checkpoint(tmp_path / "model"), tmp_path / "prompts.jsonl"
+    prompts.write_text('{"prompt_token_ids": [5, 6, 7]}\n{"prompt_token_ids": [8]}\n')
+    options = (model, "--prompts", prompts, "--max-new-tokens", "8", "--json")
+    several = torchrun(2, "generate", *options)
     assert several.returncode == 0, several.stderr
-    assert decoded(several.stdout) == decoded(run_program("generate", FIXTURE, *GENERATE).out)
+    assert decoded(several.stdout) == decoded(run_program("generate", *options).out)
 
 
 @pytest.mark.nightly
@@ -60,10 +63,10 @@ def test_verify_on_two_ranks(tmp_path: Path) -> None:
     write_checkpoint(tmp_path / "source")
     bundle = tmp_path / "bundle"
     assert export(tmp_path / "source", bundle, "--link", "copy", "--quiet").code == 0
-    several = torchrun(2, "verify", bundle, "--max-new-tokens", 8, "--json", "--quiet")
-    assert several.returncode == 0, several.stderr
-    report = json.loads(several.stdout)
-    items = {item["name"]: item for check in report["checks"] for item in check["items"]}
+    report = tmp_path / "report.json"  # some checks fail: the weights are random
+    torchrun(2, "verify", bundle, "--max-new-tokens", 8, "--report", report, "--quiet")
+    found = json.loads(report.read_text())
+    items = {item["name"]: item for check in found["checks"] for item in check["items"]}
     assert items["tensor parallel 1 or 2, gather"]["status"] == "pass"
 
 
