@@ -71,6 +71,36 @@ def test_shares_of_an_export() -> None:
     assert f"(a) reaches a share of {shares['(a)']:.2f} and (d) {shares['(d)']:.2f}" in TEXT
 
 
+@pytest.mark.parametrize("position", range(3))
+def test_hub(position: int) -> None:
+    facts = results("hub.json")
+    name, row = list(facts["rows"].items())[position]
+    first, rate, peak = rows_of(SECTIONS["From the Hub"])[position]
+    shown = [float(figure) for figure in re.findall(r"[\d.]+", rate)]
+    assert first.startswith(name[:3])
+    assert shown == pytest.approx([round(row["mb_per_second"]), *row["seconds"]], abs=0.051)
+    assert peak == f"{row['peak_bytes'] / 1e6:,.0f} MB"
+    one, other = facts["ratios"].values()
+    assert f"a / b = {one:.2f}, a / c = {other:.2f}" in TEXT
+
+
+def test_stream() -> None:
+    rows = results("stream.json")["rows"]
+    check, whole = rows["check"], rows["pass"]
+    page = (ROOT / "docs/verify.md").read_text()
+    for shown in (
+        f"{rows['reading']['bytes'] / 1e9:.1f} GB of V3's widths",
+        f"read in {rows['reading']['seconds']:.1f} s by direct",
+        f"were chosen | {check['layer_seconds'][-1]:.1f} s |",
+        f"1,024 tokens | {whole['layer_seconds'][-1]:.1f} s |",
+        f"96 tokens | {check['memory_bytes'] / 1e9:.1f} GB |",
+        f"{check['said']['read_bytes'] / 1e9:.1f} and {check['read_bytes'] / 1e9:.1f} GB |",
+        f"{check['said']['seconds']:.0f} and {check['seconds']:.0f} s |",
+        f"take {whole['layer_seconds'][-1] / rows['reading']['seconds']:.1f} times the reading",
+    ):
+        assert shown in page
+
+
 def test_quantize_kernels() -> None:
     facts = results("quantize_kernels_cpu.json")["results"]
     rows = rows_of(SECTIONS["Kernels"])

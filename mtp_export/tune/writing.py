@@ -26,6 +26,7 @@ from mtp_export.checkpoint.bundle_folder import (
     is_bundle,
     open_parts,
 )
+from mtp_export.checkpoint.direct_io import equal_bytes
 from mtp_export.checkpoint.disk_queue import DiskQueue
 from mtp_export.checkpoint.dtypes import dtype_name, torch_dtype
 from mtp_export.checkpoint.files import make_folder
@@ -39,13 +40,13 @@ from mtp_export.checkpoint.plan import (
     OutputTensor,
     PartPlan,
     Step,
+    copy_step,
     number_shards,
 )
 from mtp_export.checkpoint.reader import SINGLE_NAME, Checkpoint
 from mtp_export.checkpoint.writer import ShardWriter
 from mtp_export.errors import InvalidInputError, UnsupportedError
 from mtp_export.families.moe_decoder import MoeDecoderFamily
-from mtp_export.schemes.conversion import keep_step
 from mtp_export.schemes.formats import UNQUANTIZED
 from mtp_export.schemes.stored import StoredModel, StoredWeight, stored_model
 from mtp_export.schemes.transforms import Convert
@@ -187,18 +188,20 @@ class Output:
 
     def _shard(self, tensors: Sequence[Trained]) -> ShardHeader:
         """Write trained tensors as one shard, unless an earlier run did."""
-        path = self.folder / SINGLE_NAME
-        if not path.is_file():
-            make_folder(self.folder)
-            with DiskQueue(2) as queue:
-                writer = ShardWriter(path, [tensor.form for tensor in tensors], queue)
-                try:
-                    for tensor in tensors:
-                        writer.write(tensor.form.name, _bytes_of(tensor))
-                    writer.commit()
-                finally:
-                    writer.discard()
-        return read_header(LocalFolder(self.folder).file(SINGLE_NAME))
+        written = _written(self.folder, tensors)
+        if written is not None:
+            return written
+        make_folder(self.folder)
+        with DiskQueue(2) as queue:
+            path = self.folder / SINGLE_NAME
+            writer = ShardWriter(path, [tensor.form for tensor in tensors], queue)
+            try:
+                for tensor in tensors:
+                    writer.write(tensor.form.name, _bytes_of(tensor))
+                writer.commit()
+            finally:
+                writer.discard()
+        return _header(self.folder)
 
     def _mtp(self, trained: set[str], scheme: str | None) -> PartPlan:
         """Return the MTP part, its shards as they were but for trained weights."""
@@ -237,6 +240,32 @@ class Output:
         return plan
 
 
+def _header(folder: Path) -> ShardHeader:
+    return read_header(LocalFolder(folder).file(SINGLE_NAME))
+
+
+def _written(folder: Path, tensors: Sequence[Trained]) -> ShardHeader | None:
+    """Return the shard that an earlier run wrote, if it holds these tensors byte by byte."""
+    path = folder / SINGLE_NAME
+    if not path.is_file():
+        return None
+    try:
+        header = _header(folder)
+    except InvalidInputError:
+        return None
+    found = {tensor.name: tensor for tensor in header.tensors}
+    forms = {tensor.form.name: (tensor.form.dtype, tensor.form.shape) for tensor in tensors}
+    if forms != {tensor.name: (tensor.dtype, tensor.shape) for tensor in header.tensors}:
+        return None
+    with path.open("rb") as file:
+        for tensor in tensors:
+            one = found[tensor.form.name]
+            file.seek(one.offset_bytes)
+            if not equal_bytes(memoryview(file.read(one.size_bytes)), _bytes_of(tensor)):
+                return None
+    return header
+
+
 def _inside(name: str) -> str:
     """Return the name that a trained tensor has among those of the bundle that is tuned."""
     return f"{_TUNED}.{name}"
@@ -266,7 +295,7 @@ def _bytes_of(tensor: Trained) -> memoryview:
 
 
 def _kept(shard: ShardHeader) -> OutputShard:
-    steps = tuple(keep_step(tensor, tensor.name) for tensor in shard.tensors)
+    steps = tuple(copy_step(tensor) for tensor in shard.tensors)
     return OutputShard(steps, linked_from=shard, file_name=shard.path.name)
 
 
@@ -277,7 +306,7 @@ def _steps(
     for tensor in shard.tensors:
         one = source.stored.weight_of[tensor.name]
         if one.weight.name not in trained:
-            yield keep_step(tensor, tensor.name)
+            yield copy_step(tensor)
         elif tensor.name == one.tensors[0].name:
             yield _trained_step(one, tensor, rule=source.scale_rule, scheme=scheme)
 

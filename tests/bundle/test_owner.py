@@ -6,6 +6,7 @@ from __future__ import annotations
 import fcntl
 import json
 import os
+import subprocess
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -160,3 +161,19 @@ def test_an_owner_that_is_no_file(kind: str, source: Path, output: Path) -> None
         Owner(output / OWNER_NAME)
     assert refusal.value.where == output / OWNER_NAME
     assert not victim.exists()
+
+
+def test_the_end_of_a_process_is_known_by_its_mark(monkeypatch: pytest.MonkeyPatch) -> None:
+    own = module.process_mark()
+    assert not module.has_ended(own)
+    machine, process, started = own.split("-")
+    assert int(process) == os.getpid()
+    assert module.has_ended(f"{machine}-{process}-{int(started) - 1}"), "an earlier one's number"
+    with subprocess.Popen(["true"]) as ended:
+        ended.wait()
+    assert module.has_ended(f"{machine}-{ended.pid}-5")
+    for other in (f"{'0' * 16}-{ended.pid}-5", "", "x", f"{machine}-{process}", f"{own}-1"):
+        assert not module.has_ended(other), other
+    monkeypatch.setattr(module, "_machine", lambda: "")  # where nothing tells machines apart
+    assert module.process_mark() != own
+    assert not module.has_ended(module.process_mark()) and not module.has_ended(own)

@@ -29,9 +29,8 @@ from mtp_export.verify.decoding.drafter_agreement import drafter_items
 from mtp_export.verify.evidence.corpus import Corpus
 from mtp_export.verify.evidence.prompts import Prompt
 from mtp_runtime.drafters import DRAFTERS
-from mtp_runtime.models.load import LoadOptions, load_model
-from mtp_runtime.models.model import Model
-from mtp_runtime.streaming import open_streamed
+from mtp_runtime.models.load import LoadOptions, load_model, open_model
+from mtp_runtime.models.model import Model, TorchExecution
 from mtp_runtime.tokenizer import Tokenizer
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -88,7 +87,8 @@ def shells(good: Path, folder: Path) -> Iterator[Model]:
         bundle = Path(shutil.copytree(good, folder / f"fault{number}"))
         fault.plant(bundle)
         with torch.inference_mode():
-            yield open_streamed(bundle, "cpu").rest()
+            opened = open_model(bundle, LoadOptions())
+            yield opened.builder.model(TorchExecution(), opened.contract, layers=0)
         shutil.rmtree(bundle)
 
 

@@ -153,5 +153,5 @@ def test_five_hundred_clients_for_ten_minutes(plain: LLM) -> None:
         client.close()
     print(f"{load.right} answers, {load.hung_up} hung up, memory {memory}")
     third = len(memory) // 3
-    assert load.right > 500
+    assert load.right > 50 * minutes
     assert median(memory[2 * third :]) <= 1.03 * median(memory[third : 2 * third])

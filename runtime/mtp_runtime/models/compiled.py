@@ -6,7 +6,7 @@ Layers that the kernels do not know, by attention or feed-forward, are run by to
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from itertools import accumulate
 from pathlib import Path
 from typing import TypedDict, cast
@@ -20,6 +20,7 @@ from mtp_kernels.batch_layout import BatchLayout
 from mtp_runtime.cache import Cache, CacheSpec, JoinedCaches
 from mtp_runtime.layers.decoder_layer import DecoderLayer
 from mtp_runtime.layers.embedding import EmbeddingTable
+from mtp_runtime.layers.gqa import Gqa
 from mtp_runtime.layers.linear import Linear
 from mtp_runtime.layers.mla import Mla
 from mtp_runtime.layers.moe import Mlp, Moe, SigmoidRouter
@@ -28,6 +29,7 @@ from mtp_runtime.layers.rope import Rope
 from mtp_runtime.layers.split import SplitMoe
 from mtp_runtime.models.led_layers import own_part
 from mtp_runtime.models.model import Layers, Model, MtpModule, Recursion, RowStep, TorchLayers
+from mtp_runtime.models.packing import KINDS, config_of, dense_matrix, weights_of, with_router
 
 
 class Rotation(TypedDict):
@@ -37,13 +39,9 @@ class Rotation(TypedDict):
     attention_scaling: float
 
 
-# Names of the parts of a layer that the kernels run.
-KINDS: dict[type, str] = {Mla: "mla", Mlp: "dense", SigmoidRouter: "sigmoid_moe"}
-
-
 @dataclass(frozen=True)
 class StackedCache:
-    """Latents and rope keys of all layers in one tensor [layers, pages, page, c+r]."""
+    """Caches of all layers in one tensor [layers, pages, page, slot]."""
 
     stacked: torch.Tensor
 
@@ -60,7 +58,7 @@ def stacked(cache: Cache) -> torch.Tensor:
 
 def new_stacked_cache(layers: int, config: kernels.DecoderConfig, spec: CacheSpec) -> StackedCache:
     """Return the cache of a number of layers; its tensor is uninitialized."""
-    shape = layers, spec.pages, spec.page_size, config.latent + config.rope
+    shape = layers, spec.pages, spec.page_size, config.attention.slot
     return StackedCache(torch.empty(shape, dtype=spec.dtype, device=spec.device))
 
 
@@ -161,7 +159,7 @@ class CompiledExecution:
         return self.backend.norm(norm.weight, norm.eps)
 
     def linear(self, linear: Linear) -> RowStep:
-        return self.backend.projection(dense_of(linear))
+        return self.backend.projection(dense_matrix(linear))
 
     def recursion(self, module: MtpModule) -> Recursion | None:
         """Join the module's parts, or return None where torch runs its layer."""
@@ -193,7 +191,7 @@ def refuse_torch_layers(model: Model, folder: Path) -> None:
             raise UnsupportedError(
                 "Only the compiled kernels are deterministic, and they do not run this layer",
                 where=f"layer {index} of {folder}",
-                expected=f"attention {KINDS[Mla]}, feed-forward {KINDS[Mlp]} or"
+                expected=f"attention {KINDS[Mla]} or {KINDS[Gqa]}, feed-forward {KINDS[Mlp]} or"
                 f" {KINDS[SigmoidRouter]}",
                 found=f"attention {kind.attention}, feed-forward {kind.feed_forward}",
                 todo="Load the model without deterministic",
@@ -236,10 +234,10 @@ class PackedRun:
         """Pack a layer."""
         self.packed.append(self.backend.pack(weights_of(layer, self.noted(layer))))
 
-    def noted(self, layer: DecoderLayer) -> Mla:
+    def noted(self, layer: DecoderLayer) -> Mla | Gqa:
         """Note what the layers share; return the layer's attention."""
         attention, feed_forward = layer.attention, layer.feed_forward
-        assert isinstance(attention, Mla)
+        assert isinstance(attention, Mla | Gqa), "the kinds that the kernels run"
         config = config_of(attention, layer.input_norm.eps)
         assert self.shared_config in (None, config), "all layers of a model share their sizes"
         self.shared_config, self.rope = config, attention.rope
@@ -267,92 +265,3 @@ class PackedRun:
     def layers(self) -> Layers:
         """Join the layers."""
         return CompiledLayers(self.backend.decoder(self.config, self.packed, **self.rotation))
-
-
-def config_of(attention: Mla, eps: float) -> kernels.DecoderConfig:
-    """Return what a model's layers share; the values of a router are neutral."""
-    heads, nope, latent = attention.key_up.shape
-    query_up = attention.query_up
-    return kernels.DecoderConfig(
-        hidden=attention.down.weight.shape[1],
-        heads=heads,
-        nope=nope,
-        rope=attention.rope_size,
-        value=attention.value_up.shape[2],
-        latent=latent,
-        query_rank=0 if query_up is None else query_up.weight.shape[1],
-        experts_per_token=1,
-        expert_groups=1,
-        groups_per_token=1,
-        normalise_weights=False,
-        routed_scale=1.0,
-        norm_eps=eps,
-        softmax_scale=attention.scale,
-    )
-
-
-def with_router(config: kernels.DecoderConfig, router: SigmoidRouter) -> kernels.DecoderConfig:
-    """Return the config with the values of a router."""
-    return replace(
-        config,
-        experts_per_token=router.experts_per_token,
-        expert_groups=router.groups,
-        groups_per_token=router.groups_per_token,
-        normalise_weights=router.normalise,
-        routed_scale=router.scale.item(),
-    )
-
-
-def weights_of(layer: DecoderLayer, mla: Mla) -> kernels.LayerWeights:
-    """Return a layer's weights as the kernels take them."""
-    feed_forward = layer.feed_forward
-    if isinstance(feed_forward, Moe):
-        experts = tuple(feed_forward.experts.every())
-    else:
-        assert isinstance(feed_forward, Mlp)
-        experts = (feed_forward,)
-    return weights_with(layer, mla, output=dense_of(mla.output), experts=experts)
-
-
-def weights_with(
-    layer: DecoderLayer, mla: Mla, *, output: torch.Tensor, experts: Sequence[Mlp]
-) -> kernels.LayerWeights:
-    """Return a layer's weights with an output projection [d, h*v], and some experts or none."""
-    feed_forward, heads = layer.feed_forward, len(mla.key_up)
-    router: torch.Tensor | None = None
-    bias: torch.Tensor | None = None
-    if isinstance(feed_forward, Moe | SplitMoe):
-        own = cast(SigmoidRouter, feed_forward.router)
-        router, bias = own.weight.t(), own.bias
-    hidden = mla.down.weight.shape[1]
-    gate_up, down = torch.empty(0, 2, hidden), torch.empty(0, hidden, 1)
-    if experts:
-        gate_up = torch.stack([dense_of(one.gate_up) for one in experts])
-        down = torch.stack([dense_of(one.down) for one in experts])
-    gate, up = gate_up.chunk(2, dim=1)
-    query_up = None if mla.query_up is None else dense_of(mla.query_up).contiguous()
-    return kernels.LayerWeights(
-        input_norm=layer.input_norm.weight,
-        down=dense_of(mla.down),
-        query_norm=_weight(mla.query_norm),
-        query_up=None if query_up is None else query_up.view(heads, -1, query_up.shape[1]),
-        latent_norm=mla.latent_norm.weight,
-        key_up=mla.key_up.transpose(1, 2),
-        value_up=mla.value_up.transpose(1, 2),
-        output=output,
-        post_norm=layer.post_norm.weight,
-        router=router,
-        router_bias=bias,
-        gate=gate,
-        up=up,
-        expert_down=down,
-    )
-
-
-def dense_of(linear: Linear) -> torch.Tensor:
-    """Return a linear's weight [out, in] in float32."""
-    return linear.matrix(torch.float32).t()
-
-
-def _weight(norm: RmsNorm | None) -> torch.Tensor | None:
-    return None if norm is None else norm.weight

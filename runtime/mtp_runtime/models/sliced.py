@@ -14,19 +14,18 @@ from mtp_kernels import decoder as kernels
 from mtp_kernels.batch_layout import BatchLayout
 from mtp_runtime.cache import Cache, CacheSpec
 from mtp_runtime.layers.decoder_layer import DecoderLayer
+from mtp_runtime.layers.gqa import Gqa
 from mtp_runtime.layers.mla import Mla
-from mtp_runtime.layers.moe import Mlp
 from mtp_runtime.layers.split import JoinedLinear, Joining, SplitMoe
 from mtp_runtime.models.compiled import (
     CompiledExecution,
     PackedRun,
     StackedCache,
-    dense_of,
     new_stacked_cache,
     stacked,
-    weights_with,
 )
 from mtp_runtime.models.model import Layers
+from mtp_runtime.models.packing import slice_of, split_experts
 
 Sizes = tuple[tuple[int, ...], tuple[int, ...]]  # inputs and outputs of a matrix, of every rank
 
@@ -144,7 +143,7 @@ class _SlicedRun(PackedRun):
     def add(self, layer: DecoderLayer) -> None:
         attention = self.noted(layer)
         backend = cast(kernels.SlicingBackend, self.backend)
-        self.parts.append(backend.pack_slice(_slice_of(layer, attention)))
+        self.parts.append(backend.pack_slice(slice_of(layer, attention)))
         self.sizes.append(_sizes_of(layer))
 
     def layers(self) -> Layers:
@@ -153,35 +152,9 @@ class _SlicedRun(PackedRun):
         return SlicedLayers(decoder, tuple(self.sizes), self.joining)
 
 
-def _slice_of(layer: DecoderLayer, attention: Mla) -> kernels.LayerSlice:
-    """Return the own part of a layer as the kernels take it."""
-    routed, shared = _experts(layer)
-    unused = torch.empty(0, 1)
-    return kernels.LayerSlice(
-        weights_with(layer, attention, output=unused, experts=routed),
-        output=dense_of(attention.output),
-        shared=tuple(map(_matrices, shared)),
-    )
-
-
-def _matrices(expert: Mlp) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    gate, up = dense_of(expert.gate_up).contiguous().chunk(2)
-    return gate, up, dense_of(expert.down)
-
-
-def _experts(layer: DecoderLayer) -> tuple[list[Mlp], list[Mlp]]:
-    """Return the own routed experts and the shared ones; a dense layer has one shared one."""
-    feed_forward = layer.feed_forward
-    if not isinstance(feed_forward, SplitMoe):
-        return [], [cast(Mlp, feed_forward)]
-    every = list(feed_forward.experts.every())
-    own = len(feed_forward.own)
-    return every[:own], every[own:]
-
-
 def _sizes_of(layer: DecoderLayer) -> LayerSizes:
-    attention, feed_forward = cast(Mla, layer.attention), layer.feed_forward
-    _, shared = _experts(layer)
+    attention, feed_forward = cast(Mla | Gqa, layer.attention), layer.feed_forward
+    _, shared = split_experts(feed_forward)
     return LayerSizes(
         output=_joined(attention.output),
         shared=tuple(_joined(one.down) for one in shared),

@@ -58,8 +58,9 @@ class Backend:
         self._packer = Packer(Arena(), dtype)
 
     def runs(self, kind: LayerKind) -> bool:
-        """Return True for latent attention with a dense or mixture-of-experts MLP."""
-        return kind.attention == "mla" and kind.feed_forward in ("dense", "sigmoid_moe")
+        """Return True for latent or grouped-query attention with a dense or mixture-of-experts
+        MLP."""
+        return kind.attention in ("mla", "gqa") and kind.feed_forward in ("dense", "sigmoid_moe")
 
     def pack(self, weights: LayerWeights) -> PackedLayer:
         """Pack a layer."""
@@ -178,9 +179,7 @@ class Decoder:
     def scratch(self, count: int, parts: int) -> Scratch:
         """Return memory for a pass over a number of rows, and parts of attention."""
         inner = count * self._experts, self._inner
-        return make_scratch(
-            self.sizes, count, parts=parts, picked=self.config.experts_per_token, inner=inner
-        )
+        return make_scratch(self.config, count, parts=parts, inner=inner)
 
 
 class Norm:

@@ -14,7 +14,7 @@ from mtp_kernels.cpu.paged_attention import Parts, plan, query_places
 from mtp_kernels.cpu.vectors import PANEL
 from mtp_kernels.decoder.compiled_cpu.attention import Batch, Scratch
 from mtp_kernels.decoder.compiled_cpu.rows import cos_sin_of, panels_of
-from mtp_kernels.decoder.compiled_cpu.weights import Sizes
+from mtp_kernels.decoder.interface import DecoderConfig
 
 
 def planned(layout: BatchLayout, page: int, rope: Any, heads: int) -> tuple[Batch, int]:
@@ -33,25 +33,24 @@ def planned(layout: BatchLayout, page: int, rope: Any, heads: int) -> tuple[Batc
 
 
 def make_scratch(
-    sizes: Sizes, count: int, *, parts: int, picked: int, inner: tuple[int, int]
+    config: DecoderConfig, count: int, *, parts: int, inner: tuple[int, int]
 ) -> Scratch:
-    """Return memory for `count` rows that pick a number of experts each.
+    """Return memory for a pass over a number of rows, and parts of attention.
 
-    parts: of attention. inner: pairs of a row and an expert, and the inner width in whole panels.
+    inner: pairs of a row and an expert, and the inner width in whole panels.
     """
-    query = sizes.query_rank or sizes.heads * (sizes.nope + sizes.rope)
-    width = panels_of(query + sizes.latent + sizes.rope) * PANEL
+    attention, picked = config.attention, config.experts_per_token
     return Scratch(
         *_floats(
-            (count, width),
-            (count * sizes.heads, sizes.latent + sizes.rope),
-            (count, sizes.heads * sizes.value),
-            (count, sizes.hidden),
+            (count, panels_of(attention.projected) * PANEL),
+            (count * attention.heads, attention.key),
+            (count, attention.output),
+            (count, config.hidden),
             (count, picked),
             inner,
         ),
         np.empty((count, picked), np.int64),
-        Parts(*_floats((parts, sizes.latent), (parts,), (parts,))),
+        Parts(*_floats((parts, attention.attended), (parts,), (parts,))),
     )
 
 

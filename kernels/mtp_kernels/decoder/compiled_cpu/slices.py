@@ -45,13 +45,19 @@ class _Matrix:
         return cls(packer.matrix(matrix), tuple(matrix.shape))
 
     def product(self, x: torch.Tensor, kind: np.generic) -> torch.Tensor:
-        """Return x @ matrix.T [T, out]."""
-        outputs, inputs = self.shape
-        out, team = x.new_empty(len(x), outputs), process_team()
-        threads = team.threads_for(len(x) * self.packed.size)
-        panel = Panel(self.packed.ctypes.data, inputs, kind)
-        team.run(run_project, threads, x.contiguous().numpy(), panel, out.numpy())
-        return out
+        return _product(x, self.packed.ctypes.data, self.shape, kind)
+
+
+def _product(
+    x: torch.Tensor, packed_at: int, shape: tuple[int, ...], kind: np.generic
+) -> torch.Tensor:
+    """Return x @ matrix.T [T, out] for a packed matrix [out, in] at an address."""
+    outputs, inputs = shape
+    out, team = x.new_empty(len(x), outputs), process_team()
+    threads = team.threads_for(len(x) * outputs * inputs)
+    panel = Panel(packed_at, inputs, kind)
+    team.run(run_project, threads, x.contiguous().numpy(), panel, out.numpy())
+    return out
 
 
 @dataclass(frozen=True)
@@ -73,16 +79,15 @@ class _Mlp:
 
 @dataclass(frozen=True)
 class PackedSlice:
-    """A layer's attention and routed experts, its output projection, and its shared experts."""
+    """A layer's attention, output projection and routed experts, and its shared experts."""
 
     layer: PackedLayer
-    output: _Matrix
     mlps: tuple[_Mlp, ...]
 
     @property
     def tensors(self) -> tuple[torch.Tensor, ...]:
         """Everything that the part holds."""
-        own = [self.output.packed, *(a for mlp in self.mlps for a in (mlp.packed, mlp.down.packed))]
+        own = [packed for mlp in self.mlps for packed in (mlp.packed, mlp.down.packed)]
         return (*self.layer.tensors, *map(torch.from_numpy, own))
 
     @property
@@ -94,7 +99,7 @@ class PackedSlice:
 def pack_slice(part: LayerSlice, packer: Packer) -> PackedSlice:
     """Pack one layer's part; its own tensors may then be dropped."""
     mlps = tuple(_Mlp.of(*matrices, packer) for matrices in part.shared)
-    return PackedSlice(pack_layer(part.weights, packer), _Matrix.of(part.output, packer), mlps)
+    return PackedSlice(pack_layer(part.weights, packer), mlps)
 
 
 class SlicedDecoder:
@@ -143,7 +148,7 @@ class SlicedPass:
         self._sizes, self._team = decoder.sizes, process_team()
         self._caches = kv_cache.flatten(1, 2).numpy()
         self._batch, parts = planned(layout, kv_cache.shape[2], decoder.rope, self._sizes.heads)
-        self._scratch = self._memory(parts, (0, PANEL))
+        self._scratch = make_scratch(decoder.config, len(x), parts=parts, inner=(0, PANEL))
 
     def attended(self, layer: int) -> torch.Tensor:
         """Return the values [T, h*v] that the own heads attended to."""
@@ -162,7 +167,10 @@ class SlicedPass:
 
     def output(self, layer: int, values: torch.Tensor) -> torch.Tensor:
         """Return values times the output projection that this part has."""
-        return self._decoder.layers[layer].output.product(values, self._sizes.kind)
+        packed = self._decoder.layers[layer].layer
+        shape = packed.shapes["output"]
+        assert shape is not None, "every layer has one"
+        return _product(values, int(packed.record["output"][0]), shape, self._sizes.kind)
 
     def picked(self, layer: int) -> torch.Tensor | None:
         """Norm the rows, and return the experts [T, k] that they pick; None in a dense layer."""
@@ -212,7 +220,3 @@ class SlicedPass:
         """Return the pass's memory with room for the inner values of pairs."""
         values = np.empty((pairs, panels_of(inner) * PANEL), np.float32)
         return self._scratch._replace(inner=values)
-
-    def _memory(self, parts: int, inner: tuple[int, int]) -> Any:
-        picked = self._decoder.config.experts_per_token
-        return make_scratch(self._sizes, len(self._x), parts=parts, picked=picked, inner=inner)
