@@ -24,6 +24,7 @@ from mtp_export.checkpoint.header import TensorInfo
 from mtp_export.checkpoint.reader import Checkpoint
 from mtp_export.schemes.windows import Window
 from mtp_runtime.layers.split import Joining
+from mtp_runtime.loading.copies import own_pieces
 from mtp_runtime.loading.weight_source import WeightSource
 from mtp_runtime.models.load import LoadOptions, open_model
 from mtp_runtime.models.model import TorchExecution
@@ -53,12 +54,12 @@ class PlannedSource(WeightSource):
         """Note that the ranks compare a copy with the main model's; it is read once together."""
         if self._has(own):
             self.tied.add(own)
-            for start, stop in self._own_pieces(self._on_disk(own)):
+            for start, stop in own_pieces(self._on_disk(own), self.split):
                 window = Window.of(self.stored(own).weight.shape, range(start, stop))
                 self._read_window(self._on_disk(own).tensors[0], *window)
         return True
 
-    def _read(self, tensor: TensorInfo) -> torch.Tensor:
+    def _read(self, tensor: TensorInfo, device: torch.device) -> torch.Tensor:
         rows = range(tensor.shape[0] if tensor.shape else 1)
         columns = range(tensor.shape[1]) if len(tensor.shape) == 2 else None
         return self._read_window(tensor, rows, columns)

@@ -21,13 +21,15 @@ from mtp_kernels.decoder.interface import (
     LatentSizes,
     LatentWeights,
     LayerKind,
-    LayerSlice,
     LayerWeights,
     PackedLayer,
-    Pairs,
     Recursion,
     RecursionParts,
     RowStep,
+)
+from mtp_kernels.decoder.sliced import (
+    LayerSlice,
+    Pairs,
     SlicedDecoder,
     SlicedPass,
     SlicingBackend,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -22,9 +22,8 @@ from mtp_export.families.contract import MtpContract
 from mtp_export.families.modules import MlpModules
 from mtp_export.schemes.discrepancies import compare
 from mtp_export.schemes.formats import EncodedWeight, unquantized
-from mtp_export.schemes.storage import BLOCK
 from mtp_export.schemes.stored import StoredModel, StoredWeight, stored_model
-from mtp_export.schemes.weight_values import PIECE_ELEMENTS, Rounding, WeightOnDisk
+from mtp_export.schemes.weight_values import WeightOnDisk
 from mtp_export.schemes.windows import Window, encoded_window
 from mtp_export.targets import target_of
 from mtp_export.targets.draft import stored_draft
@@ -33,8 +32,9 @@ from mtp_runtime.layers.led import LedEmbedding, LedLinear
 from mtp_runtime.layers.linear import Linear, Weight, Windowed, dense
 from mtp_runtime.layers.moe import Experts, HeldExperts, Mlp
 from mtp_runtime.layers.split import Joining
+from mtp_runtime.loading.copies import is_copy
 from mtp_runtime.loading.on_demand import EmbeddingOnDemand, StoredExperts, WeightOnDemand
-from mtp_runtime.loading.read_ahead import READERS, read_ahead
+from mtp_runtime.loading.read_ahead import READERS
 from mtp_runtime.parallel.group import LONE, Split
 
 logger = logging.getLogger(__name__)
@@ -204,7 +204,8 @@ class WeightSource:
         rounding if it is stored in another precision."""
         if not self._has(own):
             return True
-        equal = self._is_copy(*map(self._on_disk, (own, main)))
+        copy, original = map(self._on_disk, (own, main))
+        equal = is_copy(copy, original, self._readers, self.joining.group)
         if equal:
             self.tied.add(own)
         else:
@@ -232,31 +233,6 @@ class WeightSource:
             )
         return Ledger(*map(self._released_names, (self.owners, self.loaded, skipped, self.tied)))
 
-    def _is_copy(self, copy: WeightOnDisk, original: WeightOnDisk) -> bool:
-        """Compare two stored weights piece by piece, so that neither is held as a whole."""
-        equal, rounding = copy.form == original.form, Rounding()
-
-        def pair(piece: tuple[int, int]) -> tuple[EncodedWeight, EncodedWeight]:
-            return copy.encoded(*piece), original.encoded(*piece)
-
-        unequal = 0
-        for ours, theirs in read_ahead(self._readers, pair, self._own_pieces(copy)):
-            if not equal:
-                rounding.add(ours.dequantize(), theirs.dequantize())
-            elif not ours.equals(theirs):
-                unequal = 1
-                break
-        totals = self.joining.group.totals([unequal, rounding.signal, rounding.noise])
-        return not totals[0] if equal else Rounding(*totals[1:]).is_all
-
-    def _own_pieces(self, weight: WeightOnDisk) -> Iterator[tuple[int, int]]:
-        """Yield the pieces of a weight that this rank compares, of whole blocks."""
-        own = self.split.part(-(-weight.rows // BLOCK))
-        stop = min(own.stop * BLOCK, weight.rows)
-        step = weight.piece_rows(PIECE_ELEMENTS)
-        for start in range(own.start * BLOCK, stop, step):
-            yield start, min(start + step, stop)
-
     @cached_property
     def _readers(self) -> ThreadPoolExecutor:
         return ThreadPoolExecutor(READERS)
@@ -280,19 +256,24 @@ class WeightSource:
         return self.stored(name).weight
 
     def _encoded(self, name: str) -> EncodedWeight:
-        """Read a weight; expanded on the host for NPUs, most of which have no fp8."""
-        on_disk, on_npu = self._on_disk(name), self.device.type == "npu"
-        device = torch.device("cpu") if on_npu else self.device
+        on_disk, device = self._on_disk(name), self._reading_device
         encoded = on_disk.stored.encoded([self._read(one, device) for one in on_disk.tensors])
-        if not on_npu:
-            return encoded
-        return unquantized(dense(encoded, self.dtype).to(self.device))
+        return encoded if device == self.device else self._expanded(encoded)
+
+    @property
+    def _reading_device(self) -> torch.device:
+        """Device to which weights are read: for NPUs the host, since most have no fp8."""
+        return torch.device("cpu") if self.device.type == "npu" else self.device
+
+    def _expanded(self, weight: Weight) -> EncodedWeight:
+        return unquantized(dense(weight, self.dtype).to(self.device))
 
     def _cut(self, name: str, window: Window) -> Weight:
         if name in self.values:
             rows, columns = (slice(part.start, part.stop) for part in window)
             return unquantized(self.values[name][rows, columns])
-        return Windowed.of(encoded_window(self._on_disk(name), window, self._read_window))
+        part = Windowed.of(encoded_window(self._on_disk(name), window, self._read_window))
+        return part if self._reading_device == self.device else self._expanded(part)
 
     def _on_disk(self, name: str) -> WeightOnDisk:
         part = self.owners[name]
@@ -310,7 +291,7 @@ class WeightSource:
                 found = reader.rows(rows.start, rows.stop)
             else:
                 found = reader.window(rows, columns)
-            return found.to(self.device)
+            return found.to(self._reading_device)
 
     def _check_plain(self, name: str) -> None:
         one = self.stored(name)

@@ -45,10 +45,10 @@ from mtp_kernels.decoder.compiled_cpu.weights import (
 from mtp_kernels.decoder.interface import (
     DecoderConfig,
     LayerKind,
-    LayerSlice,
     LayerWeights,
     RecursionParts,
 )
+from mtp_kernels.decoder.sliced import LayerSlice
 
 
 class Backend:

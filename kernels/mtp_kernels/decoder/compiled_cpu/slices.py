@@ -19,7 +19,7 @@ from mtp_kernels.decoder.compiled_cpu.scratch import make_scratch, planned
 from mtp_kernels.decoder.compiled_cpu.stages import (
     run_add,
     run_attend,
-    run_experts,
+    run_down,
     run_inner,
     run_route,
 )
@@ -30,7 +30,8 @@ from mtp_kernels.decoder.compiled_cpu.weights import (
     pack_layer,
     sizes_of,
 )
-from mtp_kernels.decoder.interface import DecoderConfig, LayerSlice, Pairs
+from mtp_kernels.decoder.interface import DecoderConfig
+from mtp_kernels.decoder.sliced import LayerSlice, Pairs
 
 
 @dataclass(frozen=True)
@@ -185,9 +186,10 @@ class SlicedPass:
         out = self._x.new_empty(len(pairs.rows), self._sizes.hidden)
         if len(out):
             scratch = self._with_inner(len(out), packed.inner)
-            work = 3 * len(out) * packed.inner * self._sizes.hidden
-            record, rows, ends = packed.record, pairs.rows.numpy(), pairs.ends.numpy()
-            self._run(run_experts, work, record, self._sizes, scratch, rows, ends, out.numpy())
+            work = len(out) * packed.inner * self._sizes.hidden
+            record, ends, sizes = packed.record, pairs.ends.numpy(), self._sizes
+            self._run(run_inner, 2 * work, record, sizes, scratch, pairs.rows.numpy(), ends)
+            self._run(run_down, work, record, sizes, scratch.inner, ends, out.numpy())
         return out
 
     def add(self, x: torch.Tensor, pairs: Pairs, outputs: torch.Tensor) -> None:

@@ -7,8 +7,8 @@ from typing import Any
 
 import numpy as np
 
-from mtp_kernels.cpu.jit import compiled, inner
-from mtp_kernels.cpu.team import share, wait
+from mtp_kernels.cpu.jit import compiled
+from mtp_kernels.cpu.team import share
 from mtp_kernels.cpu.vectors import PANEL, address, multiply_panel, rows_of
 from mtp_kernels.decoder.compiled_cpu.attention import attend
 from mtp_kernels.decoder.compiled_cpu.experts import make_inner, route
@@ -42,20 +42,10 @@ def run_inner(member: Any, table: Any, sizes: Any, scratch: Any, rows: Any, ends
 
 
 @compiled
-def run_experts(
-    member: Any, table: Any, sizes: Any, scratch: Any, rows: Any, ends: Any, out: Any
-) -> None:
-    """Write the output [pairs, d] of every pair of a row and an expert of table[0]."""
-    make_inner(member, table[0], sizes, scratch, rows, ends)
-    wait(member)
-    project_experts(member, table[0], sizes, scratch.inner, ends, out)
-
-
-@inner
-def project_experts(
-    member: Any, layer: Any, sizes: Any, inner_values: Any, ends: Any, out: Any
-) -> None:
-    """Write down(inner) of every pair, by panels of the output."""
+def run_down(member: Any, table: Any, sizes: Any, inner_values: Any, ends: Any, out: Any) -> None:
+    """Write down(inner) [pairs, d] of every pair of an expert of table[0], by panels of the
+    output."""
+    layer = table[0]
     panels, inputs = panels_of(out.shape[1]), rows_of(inner_values)
     made = np.empty((BLOCK_ROWS, PANEL), np.float32)
     first, last = share(member, panels)
