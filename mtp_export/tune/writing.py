@@ -48,6 +48,7 @@ from mtp_export.errors import InvalidInputError, UnsupportedError
 from mtp_export.families.moe_decoder import MoeDecoderFamily
 from mtp_export.schemes.conversion import keep_step
 from mtp_export.schemes.formats import UNQUANTIZED
+from mtp_export.schemes.native import DTYPE_KEYS, QUANTIZATION
 from mtp_export.schemes.stored import StoredModel, StoredWeight, stored_model
 from mtp_export.schemes.transforms import Convert
 from mtp_export.tune.options import TuneOptions
@@ -115,7 +116,19 @@ def _parts(folder: Path) -> BundleParts:
             found=f"target {target}",
             todo="Tune a bundle of --target hf, then export that for the engine",
         )
-    return open_parts(folder)
+    parts = open_parts(folder)
+    assert parts.mtp is not None, "is_bundle looked for it"
+    main, mtp = parts.main.config, parts.mtp.config
+    for key in sorted((main.keys() | mtp.keys()) - {QUANTIZATION, *DTYPE_KEYS}):
+        if main.get(key) != mtp.get(key):
+            raise InvalidInputError(
+                "The parts of this bundle are not of one model",
+                where=folder,
+                expected=f"the same {key} in main/config.json and mtp/config.json",
+                found=f"{main.get(key)!r:.200} and {mtp.get(key)!r:.200}",
+                todo="Export the checkpoint again; mtp-export verify says what else differs",
+            )
+    return parts
 
 
 @dataclass(frozen=True)

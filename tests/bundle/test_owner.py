@@ -133,6 +133,39 @@ def test_an_owner_renews_its_claim(output: Path) -> None:
     assert not path.exists()
 
 
+def test_a_claim_that_could_not_be_renewed_once_is_renewed_later(
+    output: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    failures, renewals = [OSError(116, "Stale file handle")] * 3, list[Path]()
+
+    def utime(path: Path) -> None:
+        if failures:
+            raise failures.pop()
+        renewals.append(path)
+
+    output.mkdir()
+    monkeypatch.setattr(os, "utime", utime)
+    owner = Owner(output / OWNER_NAME)
+    ended = threading.Event()
+    for _ in range(500):
+        if len(renewals) > 1:
+            break
+        ended.wait(0.02)
+    owner.release()
+    assert not failures and set(renewals) == {output / OWNER_NAME}
+
+
+def test_a_process_that_nobody_has_waited_for_has_ended(output: Path) -> None:
+    """Its parent may take hours to notice."""
+    child = subprocess.Popen(["true"])
+    stat = Path(f"/proc/{child.pid}/stat")
+    while (words := stat.read_text().rpartition(")")[2].split())[0] != "Z":
+        threading.Event().wait(0.01)
+    machine = module.process_mark().split("-")[0]
+    assert module.has_ended(f"{machine}-{child.pid}-{words[19]}")
+    child.wait()
+
+
 TAKEN: dict[str, Callable[[Path], object]] = {
     "by another": lambda path: path.write_text(json.dumps(ELSEWHERE)),
     "removed": lambda path: path.unlink(),
