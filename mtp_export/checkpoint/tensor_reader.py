@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, Self
 
 from mtp_export.checkpoint.direct_io import PAGE_BYTES, SLACK_BYTES
-from mtp_export.checkpoint.dtypes import torch_dtype
+from mtp_export.checkpoint.dtypes import ARRAY_DTYPES, torch_dtype
 from mtp_export.checkpoint.header import TensorInfo
 
 if TYPE_CHECKING:
@@ -35,6 +35,16 @@ def as_rows(info: TensorInfo, data: memoryview, count: int) -> torch.Tensor:
     if values.data_ptr() % dtype.itemsize:
         values = values.clone()
     return values.view(dtype).view((count, *info.shape[1:]) if info.shape else ())
+
+
+def as_array(info: TensorInfo, data: memoryview, count: int) -> Any:
+    """Return bytes of a number of its rows as an array in one of ARRAY_DTYPES, in place if they are
+    aligned to it."""
+    import numpy as np
+
+    array = np.frombuffer(data, ARRAY_DTYPES[info.dtype])
+    aligned = array if array.flags.aligned else array.copy()
+    return aligned.reshape(count, *info.shape[1:])
 
 
 class TensorReader:

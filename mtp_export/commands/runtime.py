@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from mtp_export.commands.garbage import few_collections
 from mtp_export.commands.options import PERFORMANCE, parse_path
 from mtp_export.commands.output import plain_console
 
@@ -18,6 +19,9 @@ Bundle = Annotated[
     typer.Argument(parser=parse_path, metavar="BUNDLE", help="Bundle or checkpoint."),
 ]
 Device = Annotated[
+    str, typer.Option(metavar="NAME", rich_help_panel=PERFORMANCE, help="cpu, cuda or npu.")
+]
+FloatDevice = Annotated[
     str, typer.Option(metavar="NAME", rich_help_panel=PERFORMANCE, help="cpu or cuda.")
 ]
 Dtype = Annotated[
@@ -54,7 +58,7 @@ def load_llm(context: typer.Context, bundle: Path, **more: Any) -> LLM:
     A terminal shows what is being done.
     """
     given = {name: context.params[name] for name in _LLM_OPTIONS if name in context.params}
-    with plain_console(stderr=True).status("Loading the runtime") as status:
+    with few_collections(), plain_console(stderr=True).status("Loading the runtime") as status:
         from mtp_runtime import LLM
 
         status.update(f"Loading {bundle}")

@@ -12,6 +12,7 @@ import typer
 
 from mtp_export.bundle.options import Share
 from mtp_export.commands import options as shared
+from mtp_export.commands import runtime
 from mtp_export.commands.output import json_text, print_result, remark
 from mtp_export.commands.report_files import ReportFiles, try_reports
 from mtp_export.errors import UsageError
@@ -102,9 +103,6 @@ Ks = Annotated[
         help="Numbers of draft tokens per step, 1 to 5.",
     ),
 ]
-Device = Annotated[
-    str, typer.Option(metavar="NAME", rich_help_panel=PERFORMANCE, help="cpu or cuda.")
-]
 Stream = Annotated[
     bool,
     typer.Option(
@@ -161,7 +159,7 @@ def verify(
     prompts: Prompts = None,
     max_new_tokens: NewTokens = 128,
     k: Ks = "1,2,3",
-    device: Device = "cpu",
+    device: runtime.FloatDevice = "cpu",
     stream: Stream = False,
     workdir: Workdir = None,
     share: ShareOption = None,

@@ -40,13 +40,13 @@ from mtp_export.checkpoint.plan import (
     OutputTensor,
     PartPlan,
     Step,
+    copy_step,
     number_shards,
 )
 from mtp_export.checkpoint.reader import SINGLE_NAME, Checkpoint
 from mtp_export.checkpoint.writer import ShardWriter
 from mtp_export.errors import InvalidInputError, UnsupportedError
 from mtp_export.families.moe_decoder import MoeDecoderFamily
-from mtp_export.schemes.conversion import keep_step
 from mtp_export.schemes.formats import UNQUANTIZED
 from mtp_export.schemes.native import DTYPE_KEYS, QUANTIZATION
 from mtp_export.schemes.stored import StoredModel, StoredWeight, stored_model
@@ -308,7 +308,7 @@ def _bytes_of(tensor: Trained) -> memoryview:
 
 
 def _kept(shard: ShardHeader) -> OutputShard:
-    steps = tuple(keep_step(tensor, tensor.name) for tensor in shard.tensors)
+    steps = tuple(copy_step(tensor) for tensor in shard.tensors)
     return OutputShard(steps, linked_from=shard, file_name=shard.path.name)
 
 
@@ -319,7 +319,7 @@ def _steps(
     for tensor in shard.tensors:
         one = source.stored.weight_of[tensor.name]
         if one.weight.name not in trained:
-            yield keep_step(tensor, tensor.name)
+            yield copy_step(tensor)
         elif tensor.name == one.tensors[0].name:
             yield _trained_step(one, tensor, rule=source.scale_rule, scheme=scheme)
 

@@ -227,8 +227,13 @@ class WeightSource:
         return self.stored(name).weight
 
     def _encoded(self, name: str) -> EncodedWeight:
-        on_disk = self._on_disk(name)
-        return on_disk.stored.encoded([self._read(tensor) for tensor in on_disk.tensors])
+        """Read a weight; expanded on the host for NPUs, most of which have no fp8."""
+        on_disk, on_npu = self._on_disk(name), self.device.type == "npu"
+        device = torch.device("cpu") if on_npu else self.device
+        encoded = on_disk.stored.encoded([self._read(one, device) for one in on_disk.tensors])
+        if not on_npu:
+            return encoded
+        return unquantized(dense(encoded, self.dtype).to(self.device))
 
     def _on_disk(self, name: str) -> WeightOnDisk:
         part = self.owners[name]
@@ -236,9 +241,9 @@ class WeightSource:
         tensors = part.checkpoint.tensors
         return WeightOnDisk(one, tuple(tensors[tensor.name] for tensor in one.tensors))
 
-    def _read(self, tensor: TensorInfo) -> torch.Tensor:
+    def _read(self, tensor: TensorInfo, device: torch.device) -> torch.Tensor:
         with TensorReader(tensor, once=self.on_demand) as reader:
-            return reader.rows(0, tensor.shape[0] if tensor.shape else 1).to(self.device)
+            return reader.rows(0, tensor.shape[0] if tensor.shape else 1).to(device)
 
     def _check_plain(self, name: str) -> None:
         one = self.stored(name)
@@ -252,7 +257,7 @@ class WeightSource:
     def _plain(self, name: str) -> torch.Tensor:
         self._check_plain(name)
         on_disk = self._on_disk(name)
-        tensor = self._read(on_disk.tensors[0])
+        tensor = self._read(on_disk.tensors[0], self.device)
         return tensor.t() if on_disk.stored.transposed else tensor
 
     def _released_names(self, names: Iterable[str]) -> frozenset[str]:

@@ -6,7 +6,7 @@ Layers that the kernels do not know, by attention or feed-forward, are run by to
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from itertools import accumulate
 from pathlib import Path
 from typing import cast
@@ -20,20 +20,19 @@ from mtp_kernels.batch_layout import BatchLayout
 from mtp_runtime.cache import Cache, CacheSpec, JoinedCaches
 from mtp_runtime.layers.decoder_layer import DecoderLayer
 from mtp_runtime.layers.embedding import EmbeddingTable
+from mtp_runtime.layers.gqa import Gqa
 from mtp_runtime.layers.linear import Linear
 from mtp_runtime.layers.mla import Mla
 from mtp_runtime.layers.moe import Mlp, Moe, SigmoidRouter
 from mtp_runtime.layers.norm import RmsNorm
 from mtp_runtime.layers.rope import Rope
 from mtp_runtime.models.model import Layers, Model, MtpModule, Recursion, RowStep, TorchLayers
-
-# Names of the parts of a layer that the kernels run.
-KINDS: dict[type, str] = {Mla: "mla", Mlp: "dense", SigmoidRouter: "sigmoid_moe"}
+from mtp_runtime.models.packing import KINDS, config_of, dense_matrix, weights_of, with_router
 
 
 @dataclass(frozen=True)
 class StackedCache:
-    """Latents and rope keys of all layers in one tensor [layers, pages, page, c+r]."""
+    """Caches of all layers in one tensor [layers, pages, page, slot]."""
 
     stacked: torch.Tensor
 
@@ -58,8 +57,8 @@ class CompiledLayers:
         return len(self.decoder)
 
     def new_cache(self, spec: CacheSpec) -> StackedCache:
-        config = self.decoder.config
-        shape = len(self), spec.pages, spec.page_size, config.latent + config.rope
+        slot = self.decoder.config.attention.slot
+        shape = len(self), spec.pages, spec.page_size, slot
         return StackedCache(torch.empty(shape, dtype=spec.dtype, device=spec.device))
 
     def __call__(self, x: torch.Tensor, cache: Cache, layout: BatchLayout) -> torch.Tensor:
@@ -143,7 +142,7 @@ class CompiledExecution:
         return self.backend.norm(norm.weight, norm.eps)
 
     def linear(self, linear: Linear) -> RowStep:
-        return self.backend.projection(_dense(linear))
+        return self.backend.projection(dense_matrix(linear))
 
     def recursion(self, module: MtpModule) -> Recursion | None:
         """Join the module's parts, or return None where torch runs its layer."""
@@ -175,7 +174,7 @@ def refuse_torch_layers(model: Model, folder: Path) -> None:
             raise UnsupportedError(
                 "Only the compiled kernels are deterministic, and they do not run this layer",
                 where=f"layer {index} of {folder}",
-                expected=f"attention {KINDS[Mla]}, feed-forward {KINDS[Mlp]} or"
+                expected=f"attention {KINDS[Mla]} or {KINDS[Gqa]}, feed-forward {KINDS[Mlp]} or"
                 f" {KINDS[SigmoidRouter]}",
                 found=f"attention {kind.attention}, feed-forward {kind.feed_forward}",
                 todo="Load the model without deterministic",
@@ -216,7 +215,7 @@ class _PackedRun:
 
     def add(self, layer: DecoderLayer) -> None:
         attention, feed_forward = layer.attention, layer.feed_forward
-        assert isinstance(attention, Mla)
+        assert isinstance(attention, Mla | Gqa), "the kinds that the kernels run"
         config = config_of(attention, layer.input_norm.eps)
         assert self.config in (None, config), "all layers of a model share their sizes"
         self.config, self.rope = config, attention.rope
@@ -234,79 +233,3 @@ class _PackedRun:
             attention_scaling=self.rope.attention_scaling,
         )
         return CompiledLayers(decoder)
-
-
-def config_of(attention: Mla, eps: float) -> kernels.DecoderConfig:
-    """Return what a model's layers share; the values of a router are neutral."""
-    heads, nope, latent = attention.key_up.shape
-    query_up = attention.query_up
-    return kernels.DecoderConfig(
-        hidden=attention.output.weight.shape[0],
-        heads=heads,
-        nope=nope,
-        rope=attention.rope_size,
-        value=attention.value_up.shape[2],
-        latent=latent,
-        query_rank=0 if query_up is None else query_up.weight.shape[1],
-        experts_per_token=1,
-        expert_groups=1,
-        groups_per_token=1,
-        normalise_weights=False,
-        routed_scale=1.0,
-        norm_eps=eps,
-        softmax_scale=attention.scale,
-    )
-
-
-def with_router(config: kernels.DecoderConfig, router: SigmoidRouter) -> kernels.DecoderConfig:
-    """Return the config with the values of a router."""
-    return replace(
-        config,
-        experts_per_token=router.experts_per_token,
-        expert_groups=router.groups,
-        groups_per_token=router.groups_per_token,
-        normalise_weights=router.normalise,
-        routed_scale=router.scale.item(),
-    )
-
-
-def weights_of(layer: DecoderLayer, mla: Mla) -> kernels.LayerWeights:
-    """Return a layer's weights as the kernels take them."""
-    feed_forward, heads = layer.feed_forward, len(mla.key_up)
-    router: torch.Tensor | None = None
-    bias: torch.Tensor | None = None
-    if isinstance(feed_forward, Moe):
-        experts = feed_forward.experts
-        gate_up = torch.stack([_dense(one.gate_up) for one in experts.every()])
-        down = torch.stack([_dense(one.down) for one in experts.every()])
-        own = cast(SigmoidRouter, feed_forward.router)
-        router, bias = own.weight.t(), own.bias
-    else:
-        assert isinstance(feed_forward, Mlp)
-        gate_up, down = _dense(feed_forward.gate_up)[None], _dense(feed_forward.down)[None]
-    gate, up = gate_up.chunk(2, dim=1)
-    query_up = None if mla.query_up is None else _dense(mla.query_up).contiguous()
-    return kernels.LayerWeights(
-        input_norm=layer.input_norm.weight,
-        down=_dense(mla.down),
-        query_norm=_weight(mla.query_norm),
-        query_up=None if query_up is None else query_up.view(heads, -1, query_up.shape[1]),
-        latent_norm=mla.latent_norm.weight,
-        key_up=mla.key_up.transpose(1, 2),
-        value_up=mla.value_up.transpose(1, 2),
-        output=_dense(mla.output),
-        post_norm=layer.post_norm.weight,
-        router=router,
-        router_bias=bias,
-        gate=gate,
-        up=up,
-        expert_down=down,
-    )
-
-
-def _dense(linear: Linear) -> torch.Tensor:
-    return linear.matrix(torch.float32).t()
-
-
-def _weight(norm: RmsNorm | None) -> torch.Tensor | None:
-    return None if norm is None else norm.weight

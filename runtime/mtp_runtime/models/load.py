@@ -19,6 +19,7 @@ from mtp_runtime.models.compiled import CompiledExecution, refuse_torch_layers
 from mtp_runtime.models.model import Execution, Model, TorchExecution
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+DEVICES = {"cpu": "CPU", "cuda": "CUDA device", "npu": "NPU (torch_npu beside CANN)"}
 
 
 @dataclass(frozen=True)
@@ -50,11 +51,29 @@ class LoadOptions:
                 expected=" or ".join(DTYPES),
                 found=self.dtype,
             )
+        if _kind(self.device) == "npu":
+            self._check_npu()
         if self.deterministic and not self.compiled:
             raise UnsupportedError(
                 "Only the compiled kernels are deterministic",
                 expected="device cpu, weights dequantized at load",
                 found=f"{self.device}, dequantize_at_load {self.dequantize_at_load}",
+            )
+
+    def _check_npu(self) -> None:
+        """Refuse what an NPU does not compute: attention in 32 bits, products with stored codes."""
+        if self.dtype != "bfloat16":
+            raise UnsupportedError(
+                "Attention on an NPU computes in 16 bits",
+                expected="dtype bfloat16",
+                found=self.dtype,
+                todo="Add --dtype bfloat16, or use device cpu",
+            )
+        if self.on_demand:
+            raise UnsupportedError(
+                "Weights that are read when they are used are expanded where they are multiplied",
+                expected="device cpu or cuda",
+                found=self.device,
             )
 
     @property
@@ -135,10 +154,20 @@ def open_model(path: Path, options: LoadOptions) -> OpenedModel:
     return OpenedModel(builder, contract, main.folder)
 
 
+def _kind(name: str) -> str:
+    return name.partition(":")[0]
+
+
 def _device(name: str) -> torch.device:
-    if name.partition(":")[0] not in ("cpu", "cuda"):
-        raise UnsupportedError("The runtime has no such device", expected="cpu, cuda", found=name)
-    device = torch.device(name)
-    if device.type == "cuda" and not torch.cuda.is_available():
-        raise UnsupportedError("There is no CUDA device here", found=name, todo="Use device cpu")
-    return device
+    """Return a device that is here; torch_npu adds torch.npu when torch is imported."""
+    kind = _kind(name)
+    if kind not in DEVICES:
+        raise UnsupportedError(
+            "The runtime has no such device", expected=", ".join(DEVICES), found=name
+        )
+    module = getattr(torch, kind, None)
+    if kind != "cpu" and (module is None or not module.is_available()):
+        raise UnsupportedError(
+            f"There is no {DEVICES[kind]} here", found=name, todo="Use device cpu"
+        )
+    return torch.device(name)

@@ -58,8 +58,9 @@ class Backend:
         self._packer = Packer(Arena(), dtype)
 
     def runs(self, kind: LayerKind) -> bool:
-        """Return True for latent attention with a dense or mixture-of-experts MLP."""
-        return kind.attention == "mla" and kind.feed_forward in ("dense", "sigmoid_moe")
+        """Return True for latent or grouped-query attention with a dense or mixture-of-experts
+        MLP."""
+        return kind.attention in ("mla", "gqa") and kind.feed_forward in ("dense", "sigmoid_moe")
 
     def pack(self, weights: LayerWeights) -> PackedLayer:
         """Pack a layer."""
@@ -165,20 +166,19 @@ class Decoder:
 
     def scratch(self, count: int, parts: int) -> Scratch:
         """Return memory for a pass over a number of rows, and parts of attention."""
-        sizes, picked = self.sizes, self.config.experts_per_token
-        query = sizes.query_rank or sizes.heads * (sizes.nope + sizes.rope)
-        width = panels_of(query + sizes.latent + sizes.rope) * PANEL
+        config, picked = self.config, self.config.experts_per_token
+        attention, hidden = config.attention, config.hidden
         return Scratch(
             *_floats(
-                (count, width),
-                (count * sizes.heads, sizes.latent + sizes.rope),
-                (count, sizes.heads * sizes.value),
-                (count, sizes.hidden),
+                (count, panels_of(attention.projected) * PANEL),
+                (count * attention.heads, attention.key),
+                (count, attention.output),
+                (count, hidden),
                 (count, picked),
                 (count * self._experts, self._inner),
             ),
             np.empty((count, picked), np.int64),
-            Parts(*_floats((parts, sizes.latent), (parts,), (parts,))),
+            Parts(*_floats((parts, attention.attended), (parts,), (parts,))),
         )
 
 
