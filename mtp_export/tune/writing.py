@@ -17,6 +17,7 @@ from mtp_export.bundle.extra_files import extra_files
 from mtp_export.bundle.links import resolve_links
 from mtp_export.bundle.options import BundleOptions, ContentOptions
 from mtp_export.bundle.preflight import check_disk
+from mtp_export.bundle.tied_weights import TiedCopies
 from mtp_export.checkpoint.bundle_folder import (
     MAIN,
     MTP,
@@ -90,6 +91,27 @@ class SourceBundle:
     def scale_rule(self) -> str:
         """Rule by which int4 scales were chosen."""
         return str(self.recorded.get("scale", "minmax"))
+
+    @property
+    def allows_untied(self) -> bool:
+        """True for a bundle whose MTP part may have another embedding and head than the model."""
+        return bool(self.recorded.get("allow_untied"))
+
+    def check_copies(self) -> None:
+        """Refuse an MTP part whose embedding or head differ from the main model's: the bundle that
+        is written refuses them too, after the training (InvalidInputError, IoError)."""
+        if self.allows_untied:
+            return
+        checkpoint = Checkpoint(
+            path=self.folder,
+            config=self.main.config,
+            config_sha256=self.digest,
+            shards=self.main.shards + self.mtp.shards,
+            files=self.main.files,
+        )
+        tied = TiedCopies.of(checkpoint, self.stored)
+        with DiskQueue(2) as queue:
+            tied.compare(checkpoint.tensors, tied.alike, queue, lambda: None)
 
     @cached_property
     def digest(self) -> str:
@@ -236,7 +258,7 @@ class Output:
         own = {part.name: part for part in (main, *parts)}
         for name in (MAIN, MTP):
             own[name] = replace(own[name], extra_files=files)
-        content = ContentOptions(allow_untied=bool(source.recorded.get("allow_untied")))
+        content = ContentOptions(allow_untied=source.allows_untied)
         plan = BundlePlan(
             options=BundleOptions(
                 options.bundle,
