@@ -26,10 +26,12 @@ from mtp_runtime.config import (
 from mtp_runtime.drafters import DRAFTERS
 from mtp_runtime.drafters.base import TargetDraft
 from mtp_runtime.engine import Engine
+from mtp_runtime.loading.weight_source import Ledger
 from mtp_runtime.logprobs import TokenLogprobs
 from mtp_runtime.memory import bound_device, cache_tokens_within
 from mtp_runtime.models.load import Loaded, LoadOptions, load_model
 from mtp_runtime.models.model import Model
+from mtp_runtime.parallel.group import LONE, Group
 from mtp_runtime.prompts import require_unicode
 from mtp_runtime.request import Request, RequestMetrics, TokenEvent
 from mtp_runtime.sampling import SamplingParams
@@ -68,6 +70,9 @@ class LLM:
     index_topk, torch computes DeepSeek-V3.2's and GLM-5's sparse attention. max_memory_bytes: bound
     on resident memory, or on a GPU's, which cache_tokens follows from in place of being given.
     loaded: the bundle's model where it is loaded already, with the options it was loaded with.
+    group: the ranks that divide the model, of which rank 0 alone makes an LLM while the others
+    follow; parallel_mode is how they join their parts: gather, with the bits of one process, or
+    reduce.
     Raises what load_model raises, and UsageError for options that make no sense.
     """
 
@@ -90,11 +95,12 @@ class LLM:
         dequantize_at_load: bool | None = None,
         max_model_len: int | None = None,
         loaded: Loaded | None = None,
+        group: Group = LONE,
+        parallel_mode: str | None = None,
         **speculation: Unpack[SpeculationOptions],
     ) -> None:
         drafting = speculation_config(speculation)
-        _check_choices(drafting, draft_model, prefix_cache=prefix_cache)
-        folder = Path(draft_model) if draft_model else _own_draft(Path(bundle), drafting.method)
+        folder = _draft_folder(Path(bundle), drafting, draft_model, prefix_cache=prefix_cache)
         config = EngineConfig(
             max_batch_size=max_batch_size,
             page_size=page_size,
@@ -112,20 +118,28 @@ class LLM:
             with_mtp=drafting.method == AUTO_DRAFTS or DRAFTERS[drafting.method].needs_mtp,
             contract=contract,
             max_model_len=max_model_len,
+            parallel_mode=parallel_mode,
         )
-        self._loaded = loaded or _load_within(max_memory_bytes, Path(bundle), options)
-        draft = None if folder is None else self._draft(folder, drafting.method, options)
+        self._loaded = loaded or _load_within(max_memory_bytes, Path(bundle), options, group)
+        draft = None if folder is None else self._draft(folder, drafting.method, options, group)
         self.engine = self._engine(config, max_memory_bytes, draft)
-        self.ledger = self._loaded.ledger
         self.tokenizer = Tokenizer.find(self._loaded.folder)
         self.chat = Chat(self._loaded.folder)
-        self.next_request_id = 0
-        self._numbering = Lock()
+        self.next_request_id, self._numbering = 0, Lock()
 
-    def _draft(self, folder: Path, method: str, options: LoadOptions) -> Model | TargetDraft:
+    @property
+    def ledger(self) -> Ledger:
+        """Account of the bundle's tensors."""
+        return self._loaded.ledger
+
+    def _draft(
+        self, folder: Path, method: str, options: LoadOptions, group: Group
+    ) -> Model | TargetDraft:
         """Load a second model, or a draft of its own."""
         read = DRAFTERS[method].read
-        return load_model(folder, options).model if read is None else read(folder, self._loaded)
+        if read is not None:
+            return read(folder, self._loaded)
+        return load_model(folder, options, group).model
 
     def _engine(
         self,
@@ -239,6 +253,14 @@ def _output(request: Request) -> RequestOutput:
     )
 
 
+def _draft_folder(
+    bundle: Path, config: SpeculationConfig, draft_model: Path | str | None, *, prefix_cache: bool
+) -> Path | None:
+    """Return the folder of a second model or draft. Raises as _check_choices and _own_draft."""
+    _check_choices(config, draft_model, prefix_cache=prefix_cache)
+    return Path(draft_model) if draft_model else _own_draft(bundle, config.method)
+
+
 def _check_choices(
     config: SpeculationConfig, draft_model: Path | str | None, *, prefix_cache: bool
 ) -> None:
@@ -265,11 +287,13 @@ def _check_choices(
         )
 
 
-def _load_within(max_memory_bytes: int | None, bundle: Path, options: LoadOptions) -> Loaded:
+def _load_within(
+    max_memory_bytes: int | None, bundle: Path, options: LoadOptions, group: Group
+) -> Loaded:
     """Load a model; on a GPU no more than the limit is allocated from here on."""
     if max_memory_bytes is not None:
         bound_device(torch.device(options.device), max_memory_bytes)
-    return load_model(bundle, options)
+    return load_model(bundle, options, group)
 
 
 def _own_draft(bundle: Path, method: str) -> Path | None:
