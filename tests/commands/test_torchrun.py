@@ -40,7 +40,6 @@ def decoded(out: str) -> Any:
     return [(o["token_ids"], o["text"]) for o in json.loads(out)["outputs"]]
 
 
-@pytest.mark.slow
 def test_rank_0_alone_prints_what_one_process_does(tmp_path: Path) -> None:
     model, prompts = write_checkpoint(tmp_path / "model"), tmp_path / "prompts.jsonl"
     prompts.write_text('{"prompt_token_ids": [5, 6, 7]}\n{"prompt_token_ids": [8]}\n')
@@ -107,10 +106,8 @@ def serving(process: subprocess.Popen[str]) -> str:
     raise AssertionError("it does not serve")
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "number", [signal.SIGKILL, pytest.param(signal.SIGSTOP, marks=pytest.mark.nightly)]
-)
+@pytest.mark.nightly
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
 def test_a_rank_that_dies_ends_the_others_with_a_message(
     number: signal.Signals, tmp_path: Path
 ) -> None:
