@@ -40,7 +40,6 @@ def decoded(out: str) -> Any:
     return [(o["token_ids"], o["text"]) for o in json.loads(out)["outputs"]]
 
 
-@pytest.mark.slow
 def test_rank_0_alone_prints_what_one_process_does(tmp_path: Path) -> None:
     model, prompts = write_checkpoint(tmp_path / "model"), tmp_path / "prompts.jsonl"
     prompts.write_text('{"prompt_token_ids": [5, 6, 7]}\n{"prompt_token_ids": [8]}\n')
@@ -98,6 +97,15 @@ def ended(process: subprocess.Popen[str], seconds: float) -> tuple[int, str]:
     return process.returncode, err
 
 
+def end_all(processes: list[subprocess.Popen[str]]) -> None:
+    for process in processes:
+        process.kill()
+        process.wait()
+        for stream in (process.stdout, process.stderr):
+            assert stream is not None
+            stream.close()
+
+
 def serving(process: subprocess.Popen[str]) -> str:
     """Wait until rank 0 serves; return its address."""
     assert process.stderr is not None
@@ -107,10 +115,13 @@ def serving(process: subprocess.Popen[str]) -> str:
     raise AssertionError("it does not serve")
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "number", [signal.SIGKILL, pytest.param(signal.SIGSTOP, marks=pytest.mark.nightly)]
-)
+def healthy(url: str) -> None:
+    with urlopen(f"{url}/health", timeout=30) as answer:
+        assert answer.status == 200
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
 def test_a_rank_that_dies_ends_the_others_with_a_message(
     number: signal.Signals, tmp_path: Path
 ) -> None:
@@ -119,9 +130,7 @@ def test_a_rank_that_dies_ends_the_others_with_a_message(
     model = write_checkpoint(tmp_path / "model")
     processes = launched(3, "serve", model, "--port", 0, "--speculate-method", "none")
     try:
-        url = serving(processes[0])
-        with urlopen(f"{url}/health", timeout=30) as answer:
-            assert answer.status == 200
+        healthy(serving(processes[0]))
         start = time.monotonic()
         processes[1].send_signal(number)
         for rank in (0, 2):
@@ -131,9 +140,7 @@ def test_a_rank_that_dies_ends_the_others_with_a_message(
             assert "has ended or cannot be reached" in err and f"rank {rank} of 3" in err
         assert time.monotonic() - start < 30
     finally:
-        for process in processes:
-            process.kill()
-            process.wait()
+        end_all(processes)
 
 
 @pytest.mark.nightly
@@ -142,10 +149,8 @@ def test_sigterm_of_the_first_rank_ends_all(tmp_path: Path) -> None:
     model = write_checkpoint(tmp_path / "model")
     processes = launched(2, "serve", model, "--port", 0, "--speculate-method", "none")
     try:
-        serving(processes[0])
+        healthy(serving(processes[0]))
         processes[0].terminate()
         assert [ended(process, 30)[0] for process in processes] == [0, 0]
     finally:
-        for process in processes:
-            process.kill()
-            process.wait()
+        end_all(processes)

@@ -65,7 +65,8 @@ def quantized(name: str) -> tuple[WeightFormat, Sequence[torch.Tensor]]:
         return Fp8Tensor(), (codes, torch.tensor(0.5), torch.tensor(1.0))
     chosen = FORMATS[Storage(name)](FormatOptions(group_size=64))
     tensors, _ = chosen.quantize(values, "minmax")
-    return chosen, (*tensors, *chosen.constants((ROWS, COLUMNS)))
+    constants = map(torch.as_tensor, chosen.constants((ROWS, COLUMNS)))
+    return chosen, (*tensors, *constants)
 
 
 def on_disk(
