@@ -11,6 +11,7 @@ from mtp_export.checkpoint.reader import CONFIG_NAME
 from mtp_export.errors import UnsupportedError
 from mtp_export.families import family_of
 from mtp_export.families.contract import MtpContract
+from mtp_export.schemes.transforms import torch_threads_for
 from mtp_kernels.decoder import make_backend
 from mtp_runtime.loading.weight_source import Ledger, open_source
 from mtp_runtime.models import MODELS
@@ -122,7 +123,8 @@ def load_model(path: Path, options: LoadOptions) -> Loaded:
     that the runtime does not compute, or not deterministically where that is asked for.
     """
     opened = open_model(path, options)
-    model = opened.builder.model(options.execution, opened.contract)
+    with torch_threads_for(opened.builder.config.hidden):
+        model = opened.builder.model(options.execution, opened.contract)
     if options.deterministic:
         refuse_torch_layers(model, opened.folder)
     return Loaded(model, opened.builder.source.ledger(), opened.folder)
