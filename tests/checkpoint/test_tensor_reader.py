@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import errno
 import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from cases import export, make_checkpoint, tree
+from cases import export, tree
 from mtp_export.checkpoint import local_folder
 from mtp_export.checkpoint.header import TensorInfo
 from mtp_export.checkpoint.local_folder import LocalFolder, OpenLocalFile
@@ -130,15 +131,17 @@ def test_the_cache_is_asked_first(
 
 @pytest.mark.parametrize("target", ["hf", "xllm", "paddlenlp"])
 def test_an_export_is_the_same_however_it_reads(
-    target: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    target: str,
+    pristine: Path,
+    output: Path,
+    exported: Callable[[str], dict[str, bytes]],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    source = make_checkpoint(tmp_path / "source")
-    options = ("--target", target, "--link", "copy")
-    assert export(source, tmp_path / "cached", *options).code == 0
+    expected = exported(target)
     prepare("direct", monkeypatch)
-    outcome = export(source, tmp_path / "direct", *options)
+    outcome = export(pristine, output, "--target", target, "--link", "copy")
     assert outcome.code == 0, outcome.err
-    assert tree(tmp_path / "direct") == tree(tmp_path / "cached")
+    assert tree(output) == expected
 
 
 def test_small_tensors_are_read_with_those_near_them(

@@ -5,13 +5,13 @@ from __future__ import annotations
 import errno
 import os
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from cases import export, make_checkpoint, tree
+from cases import export, tree
 from mtp_export.checkpoint import disk_queue, writer
 from mtp_export.checkpoint.disk_queue import DiskQueue
 from mtp_export.checkpoint.plan import OutputTensor
@@ -152,12 +152,15 @@ def test_memory_of_what_is_not_written_yet_is_bounded(
 @pytest.mark.parametrize("target", ["hf", "xllm", "paddlenlp"])
 @pytest.mark.parametrize("way", WAYS[:3])
 def test_an_export_is_the_same_however_it_writes(
-    target: str, way: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    target: str,
+    way: str,
+    pristine: Path,
+    output: Path,
+    exported: Callable[[str], dict[str, bytes]],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    source = make_checkpoint(tmp_path / "source")
-    options = ("--target", target, "--link", "copy")
-    assert export(source, tmp_path / "cached", *options).code == 0
+    expected = exported(target)
     Disk(way, monkeypatch)
-    outcome = export(source, tmp_path / way, *options)
+    outcome = export(pristine, output, "--target", target, "--link", "copy")
     assert outcome.code == 0, outcome.err
-    assert tree(tmp_path / way) == tree(tmp_path / "cached")
+    assert tree(output) == expected

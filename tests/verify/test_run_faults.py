@@ -11,7 +11,6 @@ from pathlib import Path
 import pytest
 import torch
 
-from cases import export
 from faults.fault import Fault
 from faults.run_faults import DRAFTER_FAULTS, RUN_FAULTS, DrafterFault
 from mtp_export.verify.check import Item, Status
@@ -46,13 +45,11 @@ class Good:
 
 
 @pytest.fixture(scope="module")
-def good(tmp_path_factory: pytest.TempPathFactory) -> Good:
-    bundle = tmp_path_factory.mktemp("trained") / "bundle"
-    assert export(FIXTURE, bundle, "--link", "copy", "--quiet").code == 0
-    model = load_model(bundle, LoadOptions()).model
+def good(trained_bundle: Path) -> Good:
+    model = load_model(trained_bundle, LoadOptions()).model
     corpus = Corpus(model, tuple(held_out(16)), TOKENS)
     _ = corpus.states
-    return Good(bundle, corpus)
+    return Good(trained_bundle, corpus)
 
 
 def diagnosis(good: Good, bundle: Path) -> list[Item]:
