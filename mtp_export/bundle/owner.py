@@ -51,7 +51,7 @@ class Owner:
                 raise _owned(path.parent, taken)
             if _content(path) == taken:  # nobody else has taken it over
                 path.unlink(missing_ok=True)
-        threading.Thread(target=self._renew, name="owner", daemon=True).start()
+        threading.Thread(target=self._renew, daemon=True).start()
 
     def check(self) -> None:
         """Refuse to go on when another process has taken the folder over (OutputExistsError)."""

@@ -17,6 +17,7 @@ from mtp_export.bundle.extra_files import extra_files
 from mtp_export.bundle.links import resolve_links
 from mtp_export.bundle.options import BundleOptions, ContentOptions
 from mtp_export.bundle.preflight import check_disk
+from mtp_export.bundle.tied_weights import TiedCopies
 from mtp_export.checkpoint.bundle_folder import (
     MAIN,
     MTP,
@@ -48,6 +49,7 @@ from mtp_export.checkpoint.writer import ShardWriter
 from mtp_export.errors import InvalidInputError, UnsupportedError
 from mtp_export.families.moe_decoder import MoeDecoderFamily
 from mtp_export.schemes.formats import UNQUANTIZED
+from mtp_export.schemes.native import DTYPE_KEYS, QUANTIZATION
 from mtp_export.schemes.stored import StoredModel, StoredWeight, stored_model
 from mtp_export.schemes.transforms import Convert
 from mtp_export.tune.options import TuneOptions
@@ -90,6 +92,27 @@ class SourceBundle:
         """Rule by which int4 scales were chosen."""
         return str(self.recorded.get("scale", "minmax"))
 
+    @property
+    def allows_untied(self) -> bool:
+        """True for a bundle whose MTP part may have another embedding and head than the model."""
+        return bool(self.recorded.get("allow_untied"))
+
+    def check_copies(self) -> None:
+        """Refuse an MTP part whose embedding or head differ from the main model's: the bundle that
+        is written refuses them too, after the training (InvalidInputError, IoError)."""
+        if self.allows_untied:
+            return
+        checkpoint = Checkpoint(
+            path=self.folder,
+            config=self.main.config,
+            config_sha256=self.digest,
+            shards=self.main.shards + self.mtp.shards,
+            files=self.main.files,
+        )
+        tied = TiedCopies.of(checkpoint, self.stored)
+        with DiskQueue(2) as queue:
+            tied.compare(checkpoint.tensors, tied.alike, queue, lambda: None)
+
     @cached_property
     def digest(self) -> str:
         """SHA-256 of all configs and headers."""
@@ -115,7 +138,19 @@ def _parts(folder: Path) -> BundleParts:
             found=f"target {target}",
             todo="Tune a bundle of --target hf, then export that for the engine",
         )
-    return open_parts(folder)
+    parts = open_parts(folder)
+    assert parts.mtp is not None, "is_bundle looked for it"
+    main, mtp = parts.main.config, parts.mtp.config
+    for key in sorted((main.keys() | mtp.keys()) - {QUANTIZATION, *DTYPE_KEYS}):
+        if main.get(key) != mtp.get(key):
+            raise InvalidInputError(
+                "The parts of this bundle are not of one model",
+                where=folder,
+                expected=f"the same {key} in main/config.json and mtp/config.json",
+                found=f"{main.get(key)!r:.200} and {mtp.get(key)!r:.200}",
+                todo="Export the checkpoint again; mtp-export verify says what else differs",
+            )
+    return parts
 
 
 @dataclass(frozen=True)
@@ -223,7 +258,7 @@ class Output:
         own = {part.name: part for part in (main, *parts)}
         for name in (MAIN, MTP):
             own[name] = replace(own[name], extra_files=files)
-        content = ContentOptions(allow_untied=bool(source.recorded.get("allow_untied")))
+        content = ContentOptions(allow_untied=source.allows_untied)
         plan = BundlePlan(
             options=BundleOptions(
                 options.bundle,

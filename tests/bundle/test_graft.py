@@ -347,6 +347,18 @@ def test_refusals(
     refused(2, "mtp-quant", main, original, options=("--mtp-quant", "weight_only_int4"))
 
 
+def test_a_quantization_in_a_file_of_its_own(
+    mains: Callable[[str], Path], original: Path, tmp_path: Path
+) -> None:
+    """ModelOpt's older exports have it there; a damaged one is no reason to guess."""
+    main = changed(tmp_path / "main", mains("modelopt fp8, in a file"))
+    output = tmp_path / "output"
+    assert graft(main, original, output, "--dry-run").code == 0
+    (main / "hf_quant_config.json").write_text("[]")
+    outcome = graft(main, original, output)
+    assert (outcome.code, "hf_quant_config.json" in outcome.err) == (3, True), outcome.err
+
+
 def test_tokenizers(mains: Callable[[str], Path], original: Path, tmp_path: Path) -> None:
     """Ids are compared, not bytes, and other vocabularies byte by byte."""
     main, donor = changed(tmp_path / "main", mains("gptq")), changed(tmp_path / "mtp", original)

@@ -53,6 +53,7 @@ def test_death_at_every_disk_call(
 ) -> None:
     # Of these small tensors too, some are written directly and in several parts.
     monkeypatch.setattr(writer, "MIN_DIRECT_BYTES", 2 * PAGE_BYTES)
+    monkeypatch.setattr(writer, "SMALL_BYTES", 0)
     monkeypatch.setattr(writer, "WRITE_BUFFER_BYTES", 2 * PAGE_BYTES)
     died = resumed = 0
     for call_number in range(first, 2000, 84):

@@ -308,11 +308,20 @@ def test_a_stranger_s_file_stays_where_the_last_share_goes(
     assert [path.name for path in output.iterdir()] == ["mtp"]
 
 
-@pytest.mark.parametrize("content", [b"", b"[]", b"{}", b'{"planner": "x"}', b"\xff"])
-def test_a_damaged_request(content: bytes, source: Path, output: Path) -> None:
+@pytest.mark.parametrize(
+    ("content", "kind"),
+    [
+        (b"", "JSONDecodeError"),
+        (b"[]", "TypeError"),
+        (b"{}", "KeyError: 'planner'"),
+        (b'{"planner": "x"}', "KeyError: 'x'"),
+        (b"\xff", "UnicodeDecodeError"),
+    ],
+)
+def test_a_damaged_request(content: bytes, kind: str, source: Path, output: Path) -> None:
     assert export(source, output, *OPTIONS, "--share", "1/1").code == 0
     (output / SHARES / "request.json").write_bytes(content)
-    refused(finish(output), 3, "asked for cannot be read", "request.json")
+    refused(finish(output), 3, "asked for cannot be read", "request.json", f"Found {kind}")
     assert export(source, output, *OPTIONS, "--share", "1/1").code == 0
     assert finish(output).code == 0
 

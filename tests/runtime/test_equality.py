@@ -145,7 +145,8 @@ def test_trained_model(trained_plain: Plain, name: str, batch: int, k: int) -> N
         ]
 
 
-@pytest.mark.slow
+# The small model has this batch with every push.
+@pytest.mark.nightly
 def test_trained_model_batch_128(trained_plain: Plain) -> None:
     """Plain decoding of some alone, of all together, and speculative decoding of all."""
     params = SamplingParams(max_tokens=5, ignore_eos=True)

@@ -363,9 +363,16 @@ def test_bad_input_is_one_paragraph(bundle: Path, prompts: Path, tmp_path: Path)
     empty, one, foreign = (tmp_path / f"{name}.jsonl" for name in ("empty", "one", "foreign"))
     nothing = tmp_path / "nothing"
     nothing.mkdir()
+    two = Path(shutil.copytree(bundle, tmp_path / "two"))
+    edit_json(two / "mtp/config.json", lambda config: config.update(rope_theta=7.0))
     empty.write_text("\n")
     one.write_text('{"prompt": "def read("}\n')
     foreign.write_text('{"prompt_token_ids": [5, 99999]}\n')
+    untied = Path(shutil.copytree(bundle, tmp_path / "untied"))
+    shard = shard_of(untied / "mtp", EMBEDDING)
+    with shard.open("r+b") as file:
+        file.seek(offset_of(shard, EMBEDDING))
+        file.write(b"\0\1")
     cases: list[tuple[dict[str, object], int, str]] = [
         ({"data": tmp_path / "none.jsonl"}, 6, "none.jsonl"),
         ({"data": empty}, 3, "holds no prompt"),
@@ -374,6 +381,8 @@ def test_bad_input_is_one_paragraph(bundle: Path, prompts: Path, tmp_path: Path)
         ({"draft": "medusa"}, 2, "medusa"),
         ({"draft": "parallel_heads", "lora_rank": 4}, 2, "low rank"),
         ({"bundle": nothing}, 3, "no bundle"),
+        ({"bundle": two}, 3, "the same rope_theta in main/config.json and mtp/config.json"),
+        ({"bundle": untied}, 3, "differs from the main model's"),
         ({"k": 6}, 2, "6"),
         ({"output_dir": bundle / "inside"}, 2, "must not contain"),
     ]
