@@ -14,6 +14,7 @@ from rich.text import Text
 
 from mtp_export.commands import drafting, runtime
 from mtp_export.commands import options as shared
+from mtp_export.commands.garbage import few_collections
 from mtp_export.commands.output import FiguresTable, Reporting, plain_console, print_result
 from mtp_export.errors import UsageError
 
@@ -117,7 +118,8 @@ def generate(
     asked = _prompts(prompt or [], prompts)
     if chat:
         _require_texts(asked)
-    from mtp_runtime import SamplingParams
+    with few_collections():
+        from mtp_runtime import SamplingParams
 
     first = SamplingParams(
         temperature=temperature,

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from importlib import import_module
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
@@ -29,6 +29,7 @@ if TYPE_CHECKING:
 
 _COMPILED_DTYPES = {("F8_E4M3", "F32"), ("BF16",), ("F32",)}  # of the inputs of compiled code
 _PIECE_ELEMENTS = 1 << 20
+_LEAST_HIDDEN_FOR_THREADS = 1024
 _STRIP_BYTES = 4 << 20  # of a matrix that is being transposed
 
 
@@ -150,6 +151,12 @@ def one_torch_thread() -> Iterator[None]:
         yield
     finally:
         torch.set_num_threads(before)
+
+
+def torch_threads_for(hidden_size: object) -> AbstractContextManager[None]:
+    """Compute without torch's own threads where a second one only costs time, on small matrices."""
+    small = type(hidden_size) is int and hidden_size < _LEAST_HIDDEN_FOR_THREADS
+    return one_torch_thread() if small else nullcontext()
 
 
 def load_kernels(device: str) -> None:

@@ -7,10 +7,9 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import nullcontext
 from importlib import import_module
 
-from mtp_export.schemes.transforms import one_torch_thread
+from mtp_export.schemes.transforms import torch_threads_for
 from mtp_export.verify.check import (
     WHOLE_CHECK,
     Check,
@@ -21,8 +20,6 @@ from mtp_export.verify.check import (
     not_tested,
 )
 from mtp_export.verify.context import Context
-
-_LEAST_HIDDEN_FOR_THREADS = 1024
 
 # In the order of a report. A new check is one file and one line here.
 CHECKS: dict[str, Check] = {
@@ -57,7 +54,7 @@ def check_result(name: str, check: Check, context: Context) -> CheckResult:
     start = time.monotonic()
     items = _collected(_left_out(check, context))
     if not items:
-        with one_torch_thread() if _multiplies_small(check, context) else nullcontext():
+        with torch_threads_for(_hidden_size(check, context)):
             for module in check.modules:
                 items += _collected(_items(module, context))
     seconds = time.monotonic() - start
@@ -92,10 +89,9 @@ def _items(module: str, context: Context) -> Iterator[Item]:
     yield from run(context)
 
 
-def _multiplies_small(check: Check, context: Context) -> bool:
-    """True if a check multiplies matrices so small that a second thread only costs time."""
+def _hidden_size(check: Check, context: Context) -> object:
+    """Return the size of the matrices that a check multiplies; None for one that does not."""
     main = context.main
     if main is None or check.level is Level.FILES:
-        return False
-    hidden = main.config.get("hidden_size")
-    return type(hidden) is int and hidden < _LEAST_HIDDEN_FOR_THREADS
+        return None
+    return main.config.get("hidden_size")

@@ -11,6 +11,7 @@ from mtp_export.checkpoint.reader import CONFIG_NAME
 from mtp_export.errors import UnsupportedError, UsageError
 from mtp_export.families import family_of
 from mtp_export.families.contract import MtpContract
+from mtp_export.schemes.transforms import torch_threads_for
 from mtp_kernels.decoder import Backend, make_backend
 from mtp_runtime.layers.split import GATHER, MODES, REDUCE, Joining
 from mtp_runtime.loading.weight_source import Ledger, open_source
@@ -158,7 +159,8 @@ def load_model(path: Path, options: LoadOptions, group: Group = LONE) -> Loaded:
 
 def _load(group: Group, path: Path, options: LoadOptions) -> Loaded:
     opened = open_model(path, options, group)
-    model = opened.builder.model(options.execution(group), opened.contract)
+    with torch_threads_for(opened.builder.config.hidden):
+        model = opened.builder.model(options.execution(group), opened.contract)
     if not group.is_one:
         for module in model.mtp_modules:
             assert len(module.layers) == 1, "its part is made now, on every rank"
