@@ -37,6 +37,8 @@ test-engines: .venv-engines/installed
 
 # The lowest versions that pyproject.toml allows, in an environment of their own, and the tests of what
 # uses them: commands, files, the runtime and its compiled kernels. Bounds on memory are for CPU builds.
+# Other folders compare with packages that no install brings (transformers, compressed-tensors, vLLM), or
+# test extras, whose lowest versions are not installed (serve); the rest call what these folders call.
 test-oldest: .venv-oldest/installed
 	.venv-oldest/bin/python -m pytest -n auto --dist worksteal -k "not memory_stays" $(OLDEST_TESTS)
 

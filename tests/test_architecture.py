@@ -28,7 +28,7 @@ FLOORS: tuple[tuple[str, ...], ...] = (
     ("mtp_export.schemes",),
     ("mtp_export.targets",),
     ("mtp_export.inspection",),
-    ("mtp_runtime.config", "mtp_runtime.prompts", "mtp_runtime.tokenizer"),
+    ("mtp_runtime.config", "mtp_runtime.prompts", "mtp_runtime.tokenizer", "mtp_runtime.parallel"),
     ("mtp_runtime.chat", "mtp_runtime.chat_worker"),
     ("mtp_runtime.cache", "mtp_runtime.sampling", "mtp_runtime.logprobs"),
     ("mtp_runtime.acceptance", "mtp_runtime.layers", "mtp_runtime.prefix_cache"),

@@ -12,14 +12,21 @@ import yaml
 ROOT = Path(__file__).resolve().parents[1]
 ROOMS: dict[str, Any] = tomllib.loads((ROOT / "scripts/mutants.toml").read_text())
 GROUPS = [group for groups in ROOMS.values() for group in groups]
+# A new file in one of these has no tests, and fails here, until an entry names it.
 WHOLE = (
     "mtp_export/bundle/**/*.py",
     "mtp_export/checkpoint/**/*.py",
+    "mtp_export/cluster/**/*.py",
     "mtp_export/schemes/**/*.py",
     "runtime/mtp_runtime/acceptance/*.py",
     "runtime/mtp_runtime/drafters/*.py",
     "runtime/mtp_runtime/sampling.py",
-    "runtime/mtp_runtime/cache.py",
+    "runtime/mtp_runtime/logprobs.py",
+    "runtime/mtp_runtime/*cache.py",
+    "runtime/mtp_runtime/draft_length.py",
+    "runtime/mtp_runtime/loading/draft_folder.py",
+    "runtime/mtp_runtime/models/eagle3.py",
+    "runtime/mtp_runtime/models/parallel_heads.py",
     "kernels/mtp_kernels/**/reference.py",
     "kernels/mtp_kernels/stored_linear/weights.py",
     "kernels/mtp_kernels/weight_statistics/figures.py",
@@ -31,13 +38,14 @@ def files_of(patterns: Any) -> set[str]:
 
 
 def test_rooms_are_whole() -> None:
-    named = files_of(pattern for group in GROUPS for pattern in group["files"])
-    assert named == files_of(WHOLE)
+    """Every file is named once and by its whole path: no pattern gives a new one its tests."""
+    named = [file for group in GROUPS for file in group["files"]]
+    assert sorted(named) == sorted(files_of(WHOLE))
 
 
-def test_every_pattern_finds_files_and_every_test_is_there() -> None:
+def test_every_test_is_there() -> None:
     for group in GROUPS:
-        assert all(files_of([pattern]) for pattern in group["files"])
+        assert group["tests"]
         for argument in group["tests"]:
             path, _, name = argument.partition("::")
             if path.startswith("tests/"):

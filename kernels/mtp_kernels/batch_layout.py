@@ -13,7 +13,7 @@ class BatchLayout:
 
     Request i of b owns rows cu_q[i] to cu_q[i+1] of T, in order of position, and reads and writes
     the cache in the pages of page_table[i]. A slot is page * page_size + offset. All tensors lie on
-    the device of the pass.
+    the device of the pass, but for kv_lens and cu_q where the cache is split: on the CPU.
     """
 
     positions: torch.Tensor  # [T] int64, of each row in its request

@@ -18,16 +18,17 @@ from mtp_export.bundle.split import SplitOptions
 from mtp_export.bundle.tied_weights import TiedCopies
 from mtp_export.checkpoint.bundle_folder import MTP
 from mtp_export.checkpoint.disk_queue import DiskQueue, disk_depth
-from mtp_export.checkpoint.plan import COPY, PartPlan, Step
+from mtp_export.checkpoint.plan import COPY, Copy, PartPlan, Step, Transform
 from mtp_export.checkpoint.reader import Checkpoint
 from mtp_export.families.base import ModelFamily
 from mtp_export.schemes.stored import StoredModel
 
-# Measured resident memory: the program with its headers and plan, and what torch and the compiled
-# kernels add when a plan computes.
+# Measured resident memory: the program with its headers and plan, and what the compiled kernels and
+# torch add where a plan needs them.
 _BASE_BYTES = 80_000_000
 _BYTES_PER_TENSOR = 2_200
-_COMPUTING_BYTES = 350_000_000
+_KERNEL_BYTES = 150_000_000
+_TORCH_BYTES = 200_000_000
 _MIN_BUDGET_BYTES = 16_000_000
 
 
@@ -162,12 +163,19 @@ class BundlePlan:
 
     def _memory_bytes(self, io_depth: int) -> int:
         workers = self.options.run.workers
-        computing = workers * _MIN_BUDGET_BYTES if self.computed_bytes else 0
+        computing = workers * _MIN_BUDGET_BYTES if self._transforms else 0
         return self._base_bytes + DiskQueue.memory_bytes(io_depth, workers) + computing
 
-    @property
+    @cached_property
+    def _transforms(self) -> frozenset[Transform]:
+        operations = {step.operation for step in self.written_steps}
+        return frozenset(one for one in operations if not isinstance(one, Copy))
+
+    @cached_property
     def _base_bytes(self) -> int:
         tensors = len(self.checkpoint.tensors)
-        computing = _COMPUTING_BYTES if self.computed_bytes else 0
+        kernels = _KERNEL_BYTES if self._transforms else 0
+        by_torch = any(one.uses_torch or self.device != "cpu" for one in self._transforms)
         remote = 0 if self.downloads is None else REMOTE_BYTES
-        return _BASE_BYTES + tensors * _BYTES_PER_TENSOR + computing + remote
+        added = kernels + (_TORCH_BYTES if by_torch else 0) + remote
+        return _BASE_BYTES + tensors * _BYTES_PER_TENSOR + added

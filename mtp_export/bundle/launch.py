@@ -10,7 +10,7 @@ from typing import Any
 from mtp_export.bundle.bundle_plan import BundlePlan
 from mtp_export.bundle.options import Part
 from mtp_export.checkpoint.bundle_folder import MAIN, open_parts
-from mtp_export.checkpoint.manifest import read_manifest
+from mtp_export.checkpoint.manifest import MANIFEST_NAME, read_manifest
 from mtp_export.checkpoint.reader import CONFIG_NAME, read_json_object
 from mtp_export.errors import InvalidInputError, MtpExportError, UnsupportedError, UsageError
 from mtp_export.schemes import SCHEMES
@@ -102,6 +102,7 @@ def probe_of(bundle: Path, engine_name: str) -> str:
 def _chosen(bundle: Path, engine_name: str) -> tuple[Deployment, Engine]:
     """Return a finished bundle as it is deployed with an engine."""
     recorded = read_manifest(bundle)["options"]
+    _check_schemes(bundle, recorded)
     if open_parts(bundle).mtp is None:
         raise InvalidInputError(
             "An engine needs both parts of a bundle",
@@ -123,6 +124,23 @@ def _chosen(bundle: Path, engine_name: str) -> tuple[Deployment, Engine]:
     )
 
 
+def _check_schemes(bundle: Path, recorded: Mapping[str, Any]) -> None:
+    """Refuse a manifest with a precision that no scheme has, or of one part alone
+    (InvalidInputError)."""
+    known = {"base_quant": (*SCHEMES, GRAFTED), "mtp_quant": tuple(SCHEMES)}
+    if recorded.keys().isdisjoint(known):  # an export, which converts nothing
+        return
+    for option, names in known.items():
+        if recorded.get(option) not in names:
+            raise InvalidInputError(
+                f"The manifest has no {option} that this version knows",
+                where=bundle / MANIFEST_NAME,
+                expected=" or ".join(names),
+                found=str(recorded.get(option))[:100],
+                todo="Use the version of mtp-export that wrote it, or export again",
+            )
+
+
 def _reads(engine: Engine, recorded: Mapping[str, Any], base: str, mtp: str) -> bool:
     """Return True if an engine reads the layout.
 
@@ -130,7 +148,7 @@ def _reads(engine: Engine, recorded: Mapping[str, Any], base: str, mtp: str) -> 
     for groups of 128 only.
     """
     if base == GRAFTED:
-        main = {Storage(name) for name in recorded["main_storages"]}
+        main = set(recorded.get("main_storages", ()))
         reader, dialect = recorded.get("reader"), engine.dialect
         described = reader is None or (dialect is not None and dialect.name == reader)
         return described and engine.storages >= main | SCHEMES[mtp].recorded_storages(recorded)
@@ -140,8 +158,8 @@ def _reads(engine: Engine, recorded: Mapping[str, Any], base: str, mtp: str) -> 
     if Storage.W4AFP8 in storages:
         return True
     in_fp8 = any(SCHEMES[scheme].int4_activations_fp8 for scheme in (base, mtp))
-    if in_fp8 and recorded["group_size"] != W4AFP8_GROUP:
+    if in_fp8 and recorded.get("group_size") != W4AFP8_GROUP:
         return False
     if not mixes_integers_with_fp8(storages):
         return True
-    return engine.dialect is not None and engine.dialect.name == recorded["reader"]
+    return engine.dialect is not None and engine.dialect.name == recorded.get("reader")

@@ -6,11 +6,12 @@ import errno
 import fcntl
 import os
 import shutil
+import tempfile
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 from pathlib import Path
 
-import xxhash
-
+from mtp_export.bundle.owner import has_ended, process_mark
 from mtp_export.checkpoint.byte_source import Place, local_path
 from mtp_export.checkpoint.files import sync_folder, temporary_path, write_failure
 from mtp_export.checkpoint.plan import Link
@@ -20,6 +21,7 @@ _FICLONE = 0x40049409  # linux/fs.h: _IOW(0x94, 9, int)
 # Failures of the disk, which say nothing about links.
 _DISK_FAILURES = (errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EROFS)
 PROBE_PREFIX = ".mtp-export-probe-"
+_ABANDONED_SECONDS = 60.0  # a try takes a few milliseconds
 
 
 def _reflink(source: Path, target: Path) -> None:
@@ -91,21 +93,18 @@ def guess_links(wanted: Link, shards: Iterable[Place], folder: Path) -> dict[Pla
     return result | {shard: guess(local_path(shard)) for shard in local}
 
 
-def _probe(folder: Path) -> Path:
-    """Return the folder in which links into a folder are tried, the same one for each run."""
-    name = xxhash.xxh3_64(os.fsencode(folder.absolute())).hexdigest()
-    return existing_parent(folder) / f"{PROBE_PREFIX}{name}"
-
-
 def _try(wanted: Link, source: Path, folder: Path) -> Link:
+    """Return the way that works. Each try has a folder of its own: shares of a bundle may begin at
+    the same time."""
     reasons: list[str] = []
-    trial = _probe(folder)
+    parent = existing_parent(folder)
     try:
-        shutil.rmtree(trial, ignore_errors=True)  # what a killed run left
-        trial.mkdir(mode=0o700)
+        prefix = f"{PROBE_PREFIX}{process_mark()}-"
+        trial = Path(tempfile.mkdtemp(prefix=prefix, dir=parent))
     except OSError as error:
-        raise write_failure(trial.parent, error) from error
+        raise write_failure(parent, error) from error
     try:
+        _remove_abandoned(trial)
         for way in _MAKERS if wanted is Link.AUTO else (wanted,):
             try:
                 _MAKERS[way](source, trial / way)
@@ -124,6 +123,17 @@ def _try(wanted: Link, source: Path, folder: Path) -> Link:
         found="; ".join(reasons),
         todo="Use --link auto or --link copy, or an output folder on the input's file system",
     )
+
+
+def _remove_abandoned(trial: Path) -> None:
+    """Remove what killed tries left beside one that has just begun: at once those of this machine,
+    others when they are old."""
+    began = trial.stat().st_mtime  # by the clock of the file system, as those of the others
+    for other in trial.parent.glob(f"{PROBE_PREFIX}*"):
+        mark = other.name.removeprefix(PROBE_PREFIX).rpartition("-")[0]
+        with suppress(OSError):  # its try has removed it
+            if has_ended(mark) or other.stat().st_mtime < began - _ABANDONED_SECONDS:
+                shutil.rmtree(other)
 
 
 def link_shard(way: Link, source: Path, target: Path) -> None:

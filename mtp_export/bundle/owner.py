@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import secrets
 import socket
 import threading
@@ -18,6 +19,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+import xxhash
+
 from mtp_export.checkpoint.files import EXCLUSIVE_FILE, write_all, write_failure
 from mtp_export.errors import IoError, OutputExistsError
 
@@ -26,6 +29,7 @@ RENEWAL_SECONDS = 5.0
 # Of a busy file server, a few renewals may be late.
 PATIENCE_SECONDS = 30.0
 _MAX_BYTES = 4096
+_MARK = re.compile(r"([0-9a-f]{16})-([0-9]{1,9})-(\w+)")
 _READ = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
 
 
@@ -47,7 +51,7 @@ class Owner:
                 raise _owned(path.parent, taken)
             if _content(path) == taken:  # nobody else has taken it over
                 path.unlink(missing_ok=True)
-        threading.Thread(target=self._renew, name="owner", daemon=True).start()
+        threading.Thread(target=self._renew, daemon=True).start()
 
     def check(self) -> None:
         """Refuse to go on when another process has taken the folder over (OutputExistsError)."""
@@ -127,6 +131,24 @@ def _claim() -> bytes:
         "attempt": secrets.token_hex(8),
     }
     return json.dumps(said).encode()
+
+
+def process_mark() -> str:
+    """Return a name of this process, by which others of its machine know when it has ended."""
+    return f"{_machine_hash() or secrets.token_hex(8)}-{os.getpid()}-{_started(os.getpid())}"
+
+
+def has_ended(mark: str) -> bool:
+    """Return True for the name of a process of this machine that has ended."""
+    match = _MARK.fullmatch(mark)
+    if match is None or match[1] != _machine_hash():
+        return False
+    return str(_started(int(match[2]))) != match[3]
+
+
+def _machine_hash() -> str:
+    machine = _machine()
+    return xxhash.xxh3_64_hexdigest(machine.encode()) if machine else ""
 
 
 def _machine() -> str:

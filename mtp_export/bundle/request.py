@@ -107,4 +107,6 @@ def _from_json(kind: Any, value: Any) -> Any:
         return place_of(value)
     if isinstance(kind, type) and issubclass(kind, Path | Enum):
         return kind(value)
+    if isinstance(kind, type) and type(value) is not kind:
+        raise TypeError(f"{str(value)[:100]!r} is no {kind.__name__}")
     return value

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import ExitStack
 from dataclasses import dataclass, field
@@ -25,7 +25,15 @@ from mtp_export.bundle.tied_weights import compare_tied
 from mtp_export.checkpoint.byte_source import local_path
 from mtp_export.checkpoint.disk_queue import DiskQueue
 from mtp_export.checkpoint.header import TensorInfo
-from mtp_export.checkpoint.plan import COPY, Copy, Facts, OutputShard, Resources, Step
+from mtp_export.checkpoint.plan import (
+    COPY,
+    Copy,
+    Facts,
+    OutputShard,
+    Resources,
+    Step,
+    Transform,
+)
 from mtp_export.checkpoint.staging import Stopped
 from mtp_export.checkpoint.tensor_stream import TensorStream
 from mtp_export.checkpoint.writer import ShardWriter
@@ -93,16 +101,24 @@ def run(
     """
     open_shards = [_OpenShard(job, len(_steps(job.shard))) for job in jobs]
     steps = (step for shard in open_shards for step in _steps(shard.job.shard))
+    transforms = {step.operation for step in steps if step is not None and step.operation != COPY}
     with ExitStack() as computing:
-        if any(step is not None and step.operation != COPY for step in steps):
-            device = resources.transform.device
-            checks = [*checks, partial(_begin_computing, device, computing)]
+        if transforms:
+            checks = [*checks, partial(_begin_computing, resources, transforms, computing)]
         _Run(open_shards, resources, record).start(checks)
 
 
-def _begin_computing(device: str, computing: ExitStack, _: Proceed) -> None:
+def _begin_computing(
+    resources: RunResources,
+    transforms: Collection[Copy | Transform],
+    computing: ExitStack,
+    _: Proceed,
+) -> None:
     """Load what conversions need, and have torch leave its threads to the workers meanwhile."""
-    computing.enter_context(one_torch_thread())
+    device = resources.transform.device
+    known = [one for one in transforms if not isinstance(one, Copy)]
+    if device != "cpu" or any(transform.uses_torch for transform in known):
+        computing.enter_context(one_torch_thread())
     load_kernels(device)
 
 

@@ -12,11 +12,20 @@ from mtp_export.bundle.extra_files import extra_files
 from mtp_export.bundle.options import SharedWeights
 from mtp_export.checkpoint.byte_source import Place
 from mtp_export.checkpoint.header import ShardHeader, TensorInfo
-from mtp_export.checkpoint.plan import COPY, Link, OutputShard, PartPlan, Step, number_shards, pack
+from mtp_export.checkpoint.plan import (
+    COPY,
+    Link,
+    OutputShard,
+    PartPlan,
+    Step,
+    copy_step,
+    number_shards,
+    pack,
+)
 from mtp_export.checkpoint.reader import Checkpoint
 from mtp_export.errors import UnsupportedError
 from mtp_export.families.base import ModelFamily, Role, SharedTensor
-from mtp_export.schemes.conversion import Conversion, keep_step, transpose_step
+from mtp_export.schemes.conversion import Conversion, transpose_step
 from mtp_export.schemes.formats import UNQUANTIZED
 from mtp_export.schemes.stored import StoredModel
 from mtp_export.targets.base import Target
@@ -116,7 +125,7 @@ def _linked_if_whole(steps: tuple[Step, ...], shard: ShardHeader) -> OutputShard
 
 def _keeps(step: Step, tensor: TensorInfo) -> bool:
     """Return whether a step leaves a tensor as it is, name included."""
-    return step.outputs[0].name == tensor.name and step == keep_step(tensor, tensor.name)
+    return step.operation is COPY and step.inputs == (tensor.name,) == (step.outputs[0].name,)
 
 
 def _main_step(
@@ -226,7 +235,7 @@ def _shared_steps(
         return
     for name, own_name in zip(names, (tensor.name for tensor in own.tensors), strict=False):
         source = checkpoint.tensors[name]
-        step = keep_step(source, target.mtp_name(own_name, layer))
+        step = copy_step(source, target.mtp_name(own_name, layer))
         if own.weight.role is Role.EMBEDDING:  # a lookup table, not a linear
             yield step
         else:

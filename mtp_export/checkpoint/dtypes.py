@@ -1,4 +1,4 @@
-"""Safetensors dtypes: bits per element, and the torch dtype of those that torch can hold."""
+"""Safetensors dtypes: bits per element, and the torch and array dtypes of those that have them."""
 
 from __future__ import annotations
 
@@ -55,6 +55,9 @@ TORCH_DTYPE_NAMES: dict[str, str] = {
     "I64": "int64",
     "U64": "uint64",
 }
+# Of arrays that hold weights: numpy has neither bf16 nor fp8, whose bits they hold.
+ARRAY_DTYPES: dict[str, str] = {"F8_E4M3": "uint8", "BF16": "uint16", "F32": "float32"}
+
 _NAMES_OF_TORCH = {name: dtype for dtype, name in TORCH_DTYPE_NAMES.items()}
 
 

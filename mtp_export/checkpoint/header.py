@@ -7,11 +7,13 @@ leading white space, unknown fields, unsafe names).
 from __future__ import annotations
 
 import hashlib
+import json
+import re
 from collections.abc import Sequence, Set
 from contextlib import closing
 from dataclasses import dataclass
 from functools import lru_cache
-from itertools import accumulate
+from itertools import accumulate, chain
 from operator import attrgetter, mul
 from typing import Any, NamedTuple
 
@@ -24,7 +26,20 @@ MAX_HEADER_BYTES = 100_000_000
 MAX_DIMENSIONS = 64  # of numpy's arrays, and of torch's operations
 _LENGTH_BYTES = 8
 _FIELDS = {"dtype", "shape", "data_offsets"}
+# A header as the safetensors library writes it: its start, then tensors, each with what ends it.
+_METADATA = "__metadata__"
+_TEXT, _NUMBER = r'[^"\\\x00-\x1f\ufffd]*', r"(?:0|[1-9]\d{0,18})"
+_USUAL_START = re.compile(rf'\{{(?:"{_METADATA}":\{{"{_TEXT}":"{_TEXT}"\}},)?')
+_USUAL_TENSOR = re.compile(
+    rf'"({_TEXT})":\{{"dtype":"(\w+)","shape":\[((?:{_NUMBER}(?:,{_NUMBER})*)?)\],'
+    rf'"data_offsets":\[({_NUMBER}),({_NUMBER})\]\}}(?:,|\}}\Z)',
+    re.ASCII,
+)
+_TOO_MANY = 1 << 64
+# Characters of a tensor beside its name and its numbers.
+_USUAL_LENGTH = len('"":{"dtype":"","shape":[],"data_offsets":[,]},')
 _INTEGERS = {int}
+_MINUS_ZERO = re.compile(rb"-0\s*[],]")
 _NO_SHAPE = ("has no valid shape", "sizes from 0 up")
 
 
@@ -77,11 +92,8 @@ def read_header(file: ByteFile) -> ShardHeader:
     with closing(file.open()) as opened:
         try:
             header = _read_raw(opened)
-            data_start = _LENGTH_BYTES + len(header)
-            entries = _parse_json(header)
-            _check_names(entries.keys())
-            tensors = [_tensor(file, name, entry, data_start) for name, entry in entries.items()]
-            ordered = _check_coverage(tensors, data_start, opened.size_bytes)
+            data = range(_LENGTH_BYTES + len(header), opened.size_bytes)
+            ordered = _as_usual(file, header, data) or _checked(file, header, data)
         except _HeaderError as error:
             raise InvalidInputError(
                 error.what,
@@ -97,6 +109,52 @@ def read_header(file: ByteFile) -> ShardHeader:
             header_sha256=hashlib.sha256(header).hexdigest(),
             tensors=ordered,
         )
+
+
+def _as_usual(file: ByteFile, header: bytes, data: range) -> tuple[TensorInfo, ...]:
+    """Return the tensors of a header that is all that the format asks for, and written as the
+    safetensors library does: without spaces, the tensors in the order of their bytes.
+
+    It takes a third of the time of _checked, which all others are left to: none is returned.
+    """
+    text = header.decode(errors="replace").rstrip(" ")  # what is replaced matches nothing
+    start = _USUAL_START.match(text)
+    begin = start.end() if start else 0
+    entries = _USUAL_TENSOR.findall(text, begin)
+    tensors: list[TensorInfo] = []
+    place, reached = data.start, "0"
+    for name, dtype, sizes, first, end in entries:
+        shape, size_bytes = _usual_size(dtype, sizes)
+        tensors.append(TensorInfo(name, dtype, shape, file, place, size_bytes))
+        place += size_bytes
+        if first != reached or int(end) != place - data.start:
+            return ()
+        reached = end
+    length = sum(map(len, chain.from_iterable(entries))) + len(entries) * _USUAL_LENGTH
+    names = {tensor.name for tensor in tensors}
+    is_whole = begin + length == len(text) and text.endswith("}}") and place == data.stop
+    is_usual = len(names) == len(tensors) and _METADATA not in names and _are_plain(names)
+    return tuple(tensors) if is_whole and is_usual else ()
+
+
+@lru_cache(maxsize=1 << 12)
+def _usual_size(dtype: str, sizes: str) -> tuple[tuple[int, ...], int]:
+    """Return a shape and the bytes of a tensor of it; too many where they are wrong."""
+    shape = tuple(map(int, sizes.split(","))) if sizes else ()
+    try:
+        if dtype in DTYPE_BITS and _problem_of(shape) is None:
+            return shape, tensor_bytes(dtype, shape)
+    except ValueError:  # part of a byte
+        pass
+    return shape, _TOO_MANY
+
+
+def _checked(file: ByteFile, header: bytes, data: range) -> tuple[TensorInfo, ...]:
+    """Return the tensors of any header in offset order (_HeaderError)."""
+    entries = _parse_json(header)
+    _check_names(entries.keys())
+    tensors = [_tensor(file, name, entry, data.start) for name, entry in entries.items()]
+    return _check_coverage(tensors, data.start, data.stop)
 
 
 def _read_raw(file: OpenFile) -> bytes:
@@ -127,6 +185,8 @@ def _parse_json(raw: bytes) -> dict[str, Any]:
         raise _HeaderError("A shard's header does not start with '{'", "'{'", repr(raw[:1]))
     try:
         entries = strict_json.parse(raw)
+        if _MINUS_ZERO.search(raw):
+            entries = json.loads(raw, parse_int=_as_reference_reader)
     except strict_json.DuplicateKeyError as error:
         raise _HeaderError(
             "A shard's header has a duplicate key", "each key once", repr(error.args[0])
@@ -135,13 +195,18 @@ def _parse_json(raw: bytes) -> dict[str, Any]:
         raise _HeaderError(
             "A shard's header is not JSON", "one JSON object", str(error)[:200]
         ) from None
-    metadata = entries.pop("__metadata__", {})
+    metadata = entries.pop(_METADATA, {})
     if not isinstance(metadata, dict) or not all(isinstance(v, str) for v in metadata.values()):
         raise _HeaderError(
             "A shard's metadata is not strings", "string values", repr(metadata)[:120]
         )
     assert isinstance(entries, dict)
     return entries
+
+
+def _as_reference_reader(digits: str) -> int | float:
+    """Return a whole number; the reference reader takes -0 for a fraction, which is no size."""
+    return float(digits) if digits == "-0" else int(digits)
 
 
 def _is_size(value: object) -> bool:
@@ -152,10 +217,16 @@ def _are_sizes(one: object, other: object) -> bool:
     return type(one) is type(other) is int and 0 <= one < 2**63 and 0 <= other < 2**63
 
 
-def _check_names(names: Set[str]) -> None:
-    """Refuse unsafe names; those that are plain are looked at together, which takes no time."""
+def _are_plain(names: Set[str]) -> bool:
+    """Return whether no name is out of the ordinary, which takes no time: they are looked at
+    together."""
     together = "".join(names)
-    if together.isprintable() and "/" not in together and names.isdisjoint(("", "..")):
+    return together.isprintable() and "/" not in together and names.isdisjoint(("", ".."))
+
+
+def _check_names(names: Set[str]) -> None:
+    """Refuse unsafe names."""
+    if _are_plain(names):
         return
     for name in names:
         try:

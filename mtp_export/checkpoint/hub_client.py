@@ -40,8 +40,8 @@ _NETWORK = (
     httpx2.RemoteProtocolError,
     httpx2.ProxyError,
 )
-# Of huggingface_hub, when it reads an answer that is not as the Hub's own are.
-_UNREADABLE = (AttributeError, KeyError, TypeError, ValueError)
+# Of huggingface_hub and of Python, when they read an answer that is not as the Hub's own are.
+_UNREADABLE = (AttributeError, KeyError, RecursionError, TypeError, ValueError)
 T = TypeVar("T")
 
 # Of one read of a socket. By the default of 64 KiB the steps of the HTTP parser cost as much as the
@@ -156,7 +156,7 @@ class HubClient:
             try:
                 entries = [entry for entry in answer.json() if entry["type"] == "file"]
                 files += map(_listed, entries)
-            except (AttributeError, ValueError, KeyError, TypeError) as error:
+            except _UNREADABLE as error:
                 raise refused(
                     self.address,
                     expected="a list of files with type, path, size and checksum",

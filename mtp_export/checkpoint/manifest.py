@@ -19,8 +19,13 @@ _KINDS: Mapping[str, Callable[[Any], bool]] = {
     "text": lambda value: type(value) is str,
     "a size in bytes": lambda value: type(value) is int and 0 <= value < 1 << 63,
     "a number or null": lambda value: value is None or type(value) in (int, float),
+    "a list of texts": lambda value: type(value) is list and all(type(v) is str for v in value),
 }
 _FILE = {"size_bytes": "a size in bytes", "xxh3_128": "text"}
+_OPTIONS = {
+    **dict.fromkeys(("part?", "target?", "base_quant?", "mtp_quant?", "reader?"), "text"),
+    "main_storages?": "a list of texts",
+}
 _TENSORS = {"*": {"operation": "text", "xxh3_128": "text", "sqnr_db?": "a number or null"}}
 _WRITTEN = {"size_bytes": "a size in bytes", "header_sha256?": "text", "tensors": _TENSORS}
 _LINKED = {"size_bytes": "a size in bytes", "header_sha256": "text", "tensors?": _TENSORS}
@@ -34,7 +39,7 @@ def _shard(entry: Any) -> Mapping[str, Any]:
 # Kinds of the values that are read, as docs/bundle.md lists them. "*" is any name; a name with "?"
 # may be missing, any other may not: what has no checksum would pass unseen.
 _SHAPE = {
-    "options": {},
+    "options": _OPTIONS,
     "source": {"shards": {"*": {"size_bytes": "a size in bytes"}}},
     "parts": {"*": {"shards": {"*": _shard}, "files": {"*": _FILE}}},
 }

@@ -67,6 +67,10 @@ class Transform(Protocol):
     def name(self) -> str:
         """Name in the manifest."""
 
+    @property
+    def uses_torch(self) -> bool:
+        """True where torch computes, on whatever device, and not compiled code alone."""
+
     def run(
         self,
         inputs: Sequence[TensorStream],

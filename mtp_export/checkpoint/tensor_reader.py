@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, Self
 
 from mtp_export.checkpoint.direct_io import PAGE_BYTES, SLACK_BYTES
-from mtp_export.checkpoint.dtypes import torch_dtype
+from mtp_export.checkpoint.dtypes import ARRAY_DTYPES, torch_dtype
 from mtp_export.checkpoint.header import TensorInfo
 
 if TYPE_CHECKING:
@@ -35,6 +35,16 @@ def as_rows(info: TensorInfo, data: memoryview, count: int) -> torch.Tensor:
     if values.data_ptr() % dtype.itemsize:
         values = values.clone()
     return values.view(dtype).view((count, *info.shape[1:]) if info.shape else ())
+
+
+def as_array(info: TensorInfo, data: memoryview, count: int) -> Any:
+    """Return bytes of a number of its rows as an array in one of ARRAY_DTYPES, in place if they are
+    aligned to it."""
+    import numpy as np
+
+    array = np.frombuffer(data, ARRAY_DTYPES[info.dtype])
+    aligned = array if array.flags.aligned else array.copy()
+    return aligned.reshape(count, *info.shape[1:])
 
 
 class TensorReader:
@@ -68,3 +78,24 @@ class TensorReader:
         aligned: Any = memory[-memory.data_ptr() % PAGE_BYTES :].numpy()
         buffer = memoryview(aligned)
         return as_rows(info, buffer[self._file.read_into(buffer, first, last)], stop - start)
+
+    def window(self, rows: range, columns: range) -> torch.Tensor:
+        """Return some columns of some rows of a matrix, in the stored dtype; others are not read.
+
+        Columns that are not all are one read per row.
+        """
+        import torch
+
+        info = self._info
+        if len(columns) == info.shape[1]:
+            return self.rows(rows.start, rows.stop)
+        size = row_bytes(info) // info.shape[1] if info.shape[1] else 0
+        width = len(columns) * size
+        memory = torch.empty(width + SLACK_BYTES + PAGE_BYTES, dtype=torch.uint8)
+        aligned: Any = memory[-memory.data_ptr() % PAGE_BYTES :].numpy()
+        buffer, out = memoryview(aligned), torch.empty(len(rows), width, dtype=torch.uint8)
+        lines: Any = out.numpy()
+        for line, row in zip(lines, rows, strict=True):
+            first = self._begin + row * row_bytes(info) + columns.start * size
+            line[:] = buffer[self._file.read_into(buffer, first, first + width)]
+        return out.view(torch_dtype(info.dtype))

@@ -65,8 +65,11 @@ class TensorStream:
 
         They are there until others are asked for.
         """
-        data = self._next_bytes((stop - start) * row_bytes(self.info))
-        return as_rows(self.info, data, stop - start)
+        return as_rows(self.info, self.row_data(start, stop), stop - start)
+
+    def row_data(self, start: int, stop: int) -> memoryview:
+        """Return the bytes of the same rows."""
+        return self._next_bytes((stop - start) * row_bytes(self.info))
 
     def _next_bytes(self, count: int) -> memoryview:
         if not len(self._rest) and count:

@@ -1,4 +1,4 @@
-"""Garbage collection while a checkpoint's tensors are listed."""
+"""Garbage collection while a checkpoint's tensors are listed, and while the runtime is loaded."""
 
 from __future__ import annotations
 
@@ -13,8 +13,9 @@ _NEW_OBJECTS = 200_000
 def few_collections() -> Iterator[None]:
     """Collect garbage rarely while the block runs, and never what it made.
 
-    Half a million small objects that all stay in use are made of a large checkpoint's headers: with
-    the usual thresholds a third of the time goes into looking for garbage among them.
+    Half a million small objects that all stay in use are made of a large checkpoint's headers, or
+    of torch's modules: with the usual thresholds a third of the time goes into looking for garbage
+    among them.
     """
     before = gc.get_threshold()
     gc.set_threshold(_NEW_OBJECTS, *before[1:])

@@ -141,6 +141,8 @@ def serve(
     device: runtime.Device = "cpu",
     dtype: runtime.Dtype = "float32",
     deterministic: runtime.Deterministic = False,
+    max_model_len: runtime.MaxModelLen = None,
+    parallel_mode: runtime.ParallelMode = None,
 ) -> None:
     """Serve a bundle over OpenAI's protocol, with speculation, metrics and a page to watch it."""
     _require_packages()

@@ -164,7 +164,7 @@ def tune(
     lora_rank: LoraRank = None,
     batch_tokens: BatchTokens = 2048,
     seed: Seed = 0,
-    device: runtime.Device = "cpu",
+    device: runtime.FloatDevice = "cpu",
     dtype: Dtype = "float32",
     offload: Offload = False,
     stream: Stream = False,

@@ -30,6 +30,8 @@ class Role(StrEnum):
     INDEXER_HEADS = "indexer heads"  # weights of the heads, which are never quantized
     VOCABULARY = "vocabulary"  # the target's tokens that a draft's head has
 
+    __hash__ = str.__hash__  # Enum's own is Python code, which each of 46,000 tensors would run
+
 
 # Roles whose matrices engines read quantized; everything else stays as released.
 LINEAR_ROLES = (

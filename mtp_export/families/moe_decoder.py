@@ -5,7 +5,7 @@ DeepSeek-V3 lays them out, around any attention. A family adds its attention.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, ClassVar, Self
@@ -267,15 +267,16 @@ class MoeDecoderFamily(ABC):
             yield from self._moe(names.feed_forward, mtp)
         else:
             size = self._size("intermediate_size")
-            yield from self._mlp(names.feed_forward, size, Role.DENSE_MLP, mtp)
+            yield from self._mlps([names.feed_forward], size, Role.DENSE_MLP, mtp)
 
-    def _mlp(
-        self, names: MlpModules, size: int, role: Role, mtp: int | None
+    def _mlps(
+        self, all_names: Iterable[MlpModules], size: int, role: Role, mtp: int | None
     ) -> Iterator[TensorSpec]:
-        hidden = self.hidden
-        yield self._linear(names.gate, (size, hidden), role, mtp)
-        yield self._linear(names.up, (size, hidden), role, mtp)
-        yield self._linear(names.down, (hidden, size), role, mtp)
+        inward, outward, dtypes = (size, self.hidden), (self.hidden, size), (self.dtype,)
+        for gate, up, down in all_names:  # as many as 15,000
+            yield TensorSpec(weight_name(gate), inward, dtypes, role, mtp)
+            yield TensorSpec(weight_name(up), inward, dtypes, role, mtp)
+            yield TensorSpec(weight_name(down), outward, dtypes, role, mtp)
 
     def _moe(self, names: MoeModules, mtp: int | None) -> Iterator[TensorSpec]:
         experts, size = len(names.experts), self._size("moe_intermediate_size")
@@ -290,9 +291,8 @@ class MoeDecoderFamily(ABC):
             )
         if names.shared is not None:
             width = size * self.shared_experts
-            yield from self._mlp(names.shared, width, Role.SHARED_EXPERT, mtp)
-        for expert in names.experts:
-            yield from self._mlp(expert, size, Role.ROUTED_EXPERT, mtp)
+            yield from self._mlps([names.shared], width, Role.SHARED_EXPERT, mtp)
+        yield from self._mlps(names.experts, size, Role.ROUTED_EXPERT, mtp)
 
     def _mtp_extras(self, names: MtpModules, layer: int) -> Iterator[TensorSpec]:
         hidden = self.hidden

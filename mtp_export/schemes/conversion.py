@@ -60,6 +60,8 @@ class Conversion:
         Raises UnsupportedError naming the tensor when its dtype or shape does not allow the
         storage.
         """
+        if self.scheme is None and not self.storages:
+            return copy_step(tensor, name)
         storage, is_scale = self.storage_of(one.weight), tensor.name != one.tensors[0].name
         if storage is None and self.scheme is not None and one.storage is Storage.FP8_CHANNEL:
             storage = Storage.BF16  # such as eh_proj: no config.json that is written describes it
@@ -67,9 +69,9 @@ class Conversion:
         if is_scale and not stays:
             return None
         if is_scale and one.storage is Storage.FP8_BLOCK:
-            return keep_step(tensor, name.removesuffix(NATIVE_SCALE) + self.options.fp8_scale_name)
+            return copy_step(tensor, name.removesuffix(NATIVE_SCALE) + self.options.fp8_scale_name)
         if stays:
-            return keep_step(tensor, name)
+            return copy_step(tensor, name)
         assert storage is not None, "it stays otherwise"
         converted = FORMATS[storage](self.options)
         _check(tensor, converted)
@@ -87,11 +89,6 @@ def transpose_step(tensor: TensorInfo, name: str) -> Step:
     """Return the step that writes a matrix [n, k] as [k, n], its elements unchanged."""
     n, k = tensor.shape
     return Step(Transpose(), (tensor.name,), (OutputTensor(name, tensor.dtype, (k, n)),))
-
-
-def keep_step(tensor: TensorInfo, name: str) -> Step:
-    """Return the step that writes a tensor's bytes unchanged, under a name."""
-    return copy_step(tensor, name)
 
 
 def _check(weight: TensorInfo, target: WeightFormat) -> None:

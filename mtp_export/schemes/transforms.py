@@ -11,11 +11,12 @@ import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar
+from importlib import import_module
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 from mtp_export.checkpoint.header import TensorInfo
 from mtp_export.checkpoint.plan import Facts, OutputTensor, Resources, Sink
-from mtp_export.checkpoint.tensor_reader import TensorReader
+from mtp_export.checkpoint.tensor_reader import TensorReader, as_array, as_rows
 from mtp_export.checkpoint.tensor_stream import TensorStream
 from mtp_export.errors import InvalidInputError
 from mtp_export.schemes.formats import UNQUANTIZED, WeightFormat
@@ -24,8 +25,9 @@ from mtp_export.schemes.storage import BLOCK
 if TYPE_CHECKING:
     import torch
 
-    from mtp_kernels.quantize import ErrorStats, Fp8Block
+    from mtp_kernels.quantize import ErrorStats
 
+_COMPILED_DTYPES = {("F8_E4M3", "F32"), ("BF16",), ("F32",)}  # of the inputs of compiled code
 _PIECE_ELEMENTS = 1 << 20
 _STRIP_BYTES = 4 << 20  # of a matrix that is being transposed
 
@@ -46,6 +48,10 @@ class Convert:
     def name(self) -> str:
         return self.format.operation_on(self.source)
 
+    @property
+    def uses_torch(self) -> bool:
+        return self.source.storage not in self.format.compiled_sources
+
     def run(
         self,
         inputs: Sequence[TensorStream],
@@ -58,28 +64,53 @@ class Convert:
         weight = inputs[0].info
         for start, stop in _pieces(weight):
             try:
-                source = self._read(inputs, start, stop, resources.device)
-                results, error = self.format.quantize(source, self.scale_rule)
+                results, error = self._convert(inputs, start, stop, resources.device)
             except ValueError as problem:
                 raise _damaged(weight, (start, stop), problem) from problem
             errors.append(error)
             for number, result in enumerate(results):
-                sink(number, _bytes_of(result.cpu()))
+                sink(number, _bytes_of(result))
         constants = self.format.constants(weight.shape)
         for number, constant in enumerate(constants, len(outputs) - len(constants)):
             sink(number, _bytes_of(constant))
         return _quality(errors)
 
-    def _read(
+    def _convert(
         self, inputs: Sequence[TensorStream], start: int, stop: int, device: str
-    ) -> torch.Tensor | Fp8Block:
-        """Read rows of a weight, as its source's format hands them on."""
-        values = inputs[0].rows(start, stop).to(device)
-        if len(inputs) == 1:
-            return values
-        rows = self.source.scale_rows
-        scale = inputs[1].rows(start // rows, -(-stop // rows)).to(device)
-        return self.source.source(values, scale)
+    ) -> tuple[Sequence[Any], ErrorStats]:
+        """Convert rows of a weight: without torch where compiled code knows them."""
+        per_scale = self.source.scale_rows
+        spans = ((start, stop), (start // per_scale, -(-stop // per_scale)))
+        pieces = [
+            _Piece(stream.info, stream.row_data(*span), span[1] - span[0])
+            for stream, span in zip(inputs, spans, strict=False)
+        ]
+        dtypes = tuple(piece.info.dtype for piece in pieces)
+        if device == "cpu" and dtypes in _COMPILED_DTYPES and not self.uses_torch:
+            from mtp_kernels.quantize.array_conversions import Rows
+
+            rows = Rows(*(piece.array() for piece in pieces))
+            converted = self.format.quantize_rows(rows, self.scale_rule)
+            if converted is not None:
+                return converted
+        values, *scale = (piece.tensor().to(device) for piece in pieces)
+        source = self.source.source(values, *scale) if scale else values
+        results, error = self.format.quantize(source, self.scale_rule)
+        return [_array_of(result.cpu()) for result in results], error
+
+
+class _Piece(NamedTuple):
+    """Bytes of some rows of a tensor."""
+
+    info: TensorInfo
+    data: memoryview
+    rows: int
+
+    def array(self) -> Any:
+        return as_array(self.info, self.data, self.rows)
+
+    def tensor(self) -> torch.Tensor:
+        return as_rows(self.info, self.data, self.rows)
 
 
 def _pieces(weight: TensorInfo) -> Iterator[tuple[int, int]]:
@@ -122,17 +153,23 @@ def one_torch_thread() -> Iterator[None]:
 
 
 def load_kernels(device: str) -> None:
-    """Import torch and the kernels of conversions, which takes seconds."""
-    from mtp_kernels.quantize import load_backend
+    """Import the kernels of conversions, which takes a second, and on a GPU torch."""
+    if device == "cpu":
+        import_module("mtp_kernels.quantize.array_conversions")
+    else:
+        from mtp_kernels.quantize import load_backend
 
-    load_backend(device)
+        load_backend(device)
 
 
-def _bytes_of(tensor: torch.Tensor) -> memoryview:
+def _array_of(tensor: torch.Tensor) -> Any:
     import torch
 
-    array: Any = tensor.reshape(-1).view(torch.uint8).numpy()
-    return memoryview(array)
+    return tensor.contiguous().reshape(-1).view(torch.uint8).numpy()
+
+
+def _bytes_of(array: Any) -> memoryview:
+    return memoryview(array.reshape(-1).view("uint8"))
 
 
 @dataclass(frozen=True)
@@ -140,6 +177,7 @@ class Transpose:
     """Transposition of one matrix, its elements unchanged."""
 
     name: ClassVar[str] = "transpose"
+    uses_torch: ClassVar[bool] = True
 
     def run(
         self,
@@ -174,7 +212,7 @@ class Transpose:
                     panel[:, row : row + step] = strip.contiguous().t().contiguous()
                 height = max(1, strip_bytes // (rows * element_bytes))
                 for start in range(0, last - first, height):
-                    sink(0, _bytes_of(panel[start : start + height]))
+                    sink(0, _bytes_of(_array_of(panel[start : start + height])))
                 del panel  # before the next one is made
         return {}
 

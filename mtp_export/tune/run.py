@@ -73,8 +73,8 @@ def tune(options: TuneOptions, progress: Progress) -> TuneResult | None:
 
 
 def open_checked(options: TuneOptions) -> SourceBundle:
-    """Open the bundle; refuse a draft that is not known or not made for such a model, an output
-    that is there, and folders within each other (MtpExportError)."""
+    """Open the bundle; refuse a draft that is not known or not made for such a model, copies that
+    are none, an output that is there, and folders within each other (MtpExportError)."""
     if options.draft not in DRAFTS:
         raise UsageError(
             "There is no draft of this name to train",
@@ -93,6 +93,7 @@ def open_checked(options: TuneOptions) -> SourceBundle:
     check_nesting(options.output_dir, options.work)
     check_output(options.output_dir, options.run)
     source = SourceBundle.open(options.bundle)
+    source.check_copies()
     DRAFTS[options.draft].sizes(options, source)
     return source
 

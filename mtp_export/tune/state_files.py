@@ -1,16 +1,27 @@
-"""Files of tensors that a run resumes from: each whole or not there."""
+"""Files of tensors that a run resumes from: each whole or not there, with a checksum in it.
+
+What was read of one is what a run saved, so nobody has to look whether it fits together.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from pickle import UnpicklingError
 from typing import Any
 
 import torch
+import xxhash
 
 from mtp_export.checkpoint.files import make_folder, write_whole
 from mtp_export.errors import InvalidInputError, IoError
+
+_CHECKSUM = "checksum"
+# Of torch's reader, whose format is Python's own.
+_UNREADABLE = (
+    *(ArithmeticError, AttributeError, EOFError, LookupError, OSError),
+    *(RuntimeError, TypeError, ValueError, UnpicklingError),
+)
 
 
 def save(path: Path, state: Mapping[str, Any]) -> None:
@@ -18,7 +29,7 @@ def save(path: Path, state: Mapping[str, Any]) -> None:
 
     def write(fd: int) -> None:
         with open(fd, "wb", closefd=False) as file:
-            torch.save(dict(state), file)
+            torch.save({**state, _CHECKSUM: _checksum(state)}, file)
 
     make_folder(path.parent)
     try:
@@ -33,18 +44,50 @@ def save(path: Path, state: Mapping[str, Any]) -> None:
 
 
 def load(path: Path, *, mapped: bool = False) -> dict[str, Any]:
-    """Read a state; mapped: tensors are read when they are used.
+    """Read a state; mapped: tensors stay on disk, and are read when they are used.
 
-    Raises InvalidInputError for a damaged file.
+    Raises InvalidInputError for a file that does not hold what was saved.
     """
     try:
         state = torch.load(path, weights_only=True, mmap=mapped)
-    except (EOFError, OSError, RuntimeError, ValueError, UnpicklingError) as error:
-        raise InvalidInputError(
-            "A file of the work folder is damaged",
-            where=path,
-            found=error,
-            todo="Remove it, and run the same command again",
-        ) from error
-    assert isinstance(state, dict), "save wrote it"
-    return state
+        recorded = state.pop(_CHECKSUM)
+    except _UNREADABLE as error:
+        found = f"{type(error).__name__}: {str(error)[:200]}"
+        raise _damaged(path, found) from error
+    if recorded != _checksum(state):
+        raise _damaged(path, "another checksum than its own")
+    return dict(state)
+
+
+def _damaged(path: Path, found: str) -> InvalidInputError:
+    return InvalidInputError(
+        "A file of the work folder is damaged",
+        where=path,
+        found=found,
+        todo="Remove it, and run the same command again",
+    )
+
+
+def _checksum(state: Mapping[str, Any]) -> str:
+    digest = xxhash.xxh3_128()
+    for piece in _pieces(state):
+        digest.update(piece)
+    return digest.hexdigest()
+
+
+def _pieces(value: Any) -> Iterator[bytes | memoryview]:
+    """Yield what a value consists of: the bytes of its tensors, all else by its representation."""
+    if isinstance(value, torch.Tensor):
+        yield repr((value.dtype, value.shape)).encode()
+        plain: Any = value.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
+        yield memoryview(plain)
+    elif isinstance(value, Mapping):
+        for name, inner in value.items():
+            yield repr(name).encode()
+            yield from _pieces(inner)
+    elif isinstance(value, list | tuple):
+        yield repr(len(value)).encode()
+        for inner in value:
+            yield from _pieces(inner)
+    else:
+        yield repr(value).encode()

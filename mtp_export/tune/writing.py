@@ -17,6 +17,7 @@ from mtp_export.bundle.extra_files import extra_files
 from mtp_export.bundle.links import resolve_links
 from mtp_export.bundle.options import BundleOptions, ContentOptions
 from mtp_export.bundle.preflight import check_disk
+from mtp_export.bundle.tied_weights import TiedCopies
 from mtp_export.checkpoint.bundle_folder import (
     MAIN,
     MTP,
@@ -26,6 +27,7 @@ from mtp_export.checkpoint.bundle_folder import (
     is_bundle,
     open_parts,
 )
+from mtp_export.checkpoint.direct_io import equal_bytes
 from mtp_export.checkpoint.disk_queue import DiskQueue
 from mtp_export.checkpoint.dtypes import dtype_name, torch_dtype
 from mtp_export.checkpoint.files import make_folder
@@ -39,14 +41,15 @@ from mtp_export.checkpoint.plan import (
     OutputTensor,
     PartPlan,
     Step,
+    copy_step,
     number_shards,
 )
 from mtp_export.checkpoint.reader import SINGLE_NAME, Checkpoint
 from mtp_export.checkpoint.writer import ShardWriter
 from mtp_export.errors import InvalidInputError, UnsupportedError
 from mtp_export.families.moe_decoder import MoeDecoderFamily
-from mtp_export.schemes.conversion import keep_step
 from mtp_export.schemes.formats import UNQUANTIZED
+from mtp_export.schemes.native import DTYPE_KEYS, QUANTIZATION
 from mtp_export.schemes.stored import StoredModel, StoredWeight, stored_model
 from mtp_export.schemes.transforms import Convert
 from mtp_export.tune.options import TuneOptions
@@ -89,6 +92,27 @@ class SourceBundle:
         """Rule by which int4 scales were chosen."""
         return str(self.recorded.get("scale", "minmax"))
 
+    @property
+    def allows_untied(self) -> bool:
+        """True for a bundle whose MTP part may have another embedding and head than the model."""
+        return bool(self.recorded.get("allow_untied"))
+
+    def check_copies(self) -> None:
+        """Refuse an MTP part whose embedding or head differ from the main model's: the bundle that
+        is written refuses them too, after the training (InvalidInputError, IoError)."""
+        if self.allows_untied:
+            return
+        checkpoint = Checkpoint(
+            path=self.folder,
+            config=self.main.config,
+            config_sha256=self.digest,
+            shards=self.main.shards + self.mtp.shards,
+            files=self.main.files,
+        )
+        tied = TiedCopies.of(checkpoint, self.stored)
+        with DiskQueue(2) as queue:
+            tied.compare(checkpoint.tensors, tied.alike, queue, lambda: None)
+
     @cached_property
     def digest(self) -> str:
         """SHA-256 of all configs and headers."""
@@ -114,7 +138,19 @@ def _parts(folder: Path) -> BundleParts:
             found=f"target {target}",
             todo="Tune a bundle of --target hf, then export that for the engine",
         )
-    return open_parts(folder)
+    parts = open_parts(folder)
+    assert parts.mtp is not None, "is_bundle looked for it"
+    main, mtp = parts.main.config, parts.mtp.config
+    for key in sorted((main.keys() | mtp.keys()) - {QUANTIZATION, *DTYPE_KEYS}):
+        if main.get(key) != mtp.get(key):
+            raise InvalidInputError(
+                "The parts of this bundle are not of one model",
+                where=folder,
+                expected=f"the same {key} in main/config.json and mtp/config.json",
+                found=f"{main.get(key)!r:.200} and {mtp.get(key)!r:.200}",
+                todo="Export the checkpoint again; mtp-export verify says what else differs",
+            )
+    return parts
 
 
 @dataclass(frozen=True)
@@ -187,18 +223,20 @@ class Output:
 
     def _shard(self, tensors: Sequence[Trained]) -> ShardHeader:
         """Write trained tensors as one shard, unless an earlier run did."""
-        path = self.folder / SINGLE_NAME
-        if not path.is_file():
-            make_folder(self.folder)
-            with DiskQueue(2) as queue:
-                writer = ShardWriter(path, [tensor.form for tensor in tensors], queue)
-                try:
-                    for tensor in tensors:
-                        writer.write(tensor.form.name, _bytes_of(tensor))
-                    writer.commit()
-                finally:
-                    writer.discard()
-        return read_header(LocalFolder(self.folder).file(SINGLE_NAME))
+        written = _written(self.folder, tensors)
+        if written is not None:
+            return written
+        make_folder(self.folder)
+        with DiskQueue(2) as queue:
+            path = self.folder / SINGLE_NAME
+            writer = ShardWriter(path, [tensor.form for tensor in tensors], queue)
+            try:
+                for tensor in tensors:
+                    writer.write(tensor.form.name, _bytes_of(tensor))
+                writer.commit()
+            finally:
+                writer.discard()
+        return _header(self.folder)
 
     def _mtp(self, trained: set[str], scheme: str | None) -> PartPlan:
         """Return the MTP part, its shards as they were but for trained weights."""
@@ -220,7 +258,7 @@ class Output:
         own = {part.name: part for part in (main, *parts)}
         for name in (MAIN, MTP):
             own[name] = replace(own[name], extra_files=files)
-        content = ContentOptions(allow_untied=bool(source.recorded.get("allow_untied")))
+        content = ContentOptions(allow_untied=source.allows_untied)
         plan = BundlePlan(
             options=BundleOptions(
                 options.bundle,
@@ -235,6 +273,32 @@ class Output:
         )
         check_disk(options.output_dir, plan.disk_bytes)
         return plan
+
+
+def _header(folder: Path) -> ShardHeader:
+    return read_header(LocalFolder(folder).file(SINGLE_NAME))
+
+
+def _written(folder: Path, tensors: Sequence[Trained]) -> ShardHeader | None:
+    """Return the shard that an earlier run wrote, if it holds these tensors byte by byte."""
+    path = folder / SINGLE_NAME
+    if not path.is_file():
+        return None
+    try:
+        header = _header(folder)
+    except InvalidInputError:
+        return None
+    found = {tensor.name: tensor for tensor in header.tensors}
+    forms = {tensor.form.name: (tensor.form.dtype, tensor.form.shape) for tensor in tensors}
+    if forms != {tensor.name: (tensor.dtype, tensor.shape) for tensor in header.tensors}:
+        return None
+    with path.open("rb") as file:
+        for tensor in tensors:
+            one = found[tensor.form.name]
+            file.seek(one.offset_bytes)
+            if not equal_bytes(memoryview(file.read(one.size_bytes)), _bytes_of(tensor)):
+                return None
+    return header
 
 
 def _inside(name: str) -> str:
@@ -266,7 +330,7 @@ def _bytes_of(tensor: Trained) -> memoryview:
 
 
 def _kept(shard: ShardHeader) -> OutputShard:
-    steps = tuple(keep_step(tensor, tensor.name) for tensor in shard.tensors)
+    steps = tuple(copy_step(tensor) for tensor in shard.tensors)
     return OutputShard(steps, linked_from=shard, file_name=shard.path.name)
 
 
@@ -277,7 +341,7 @@ def _steps(
     for tensor in shard.tensors:
         one = source.stored.weight_of[tensor.name]
         if one.weight.name not in trained:
-            yield keep_step(tensor, tensor.name)
+            yield copy_step(tensor)
         elif tensor.name == one.tensors[0].name:
             yield _trained_step(one, tensor, rule=source.scale_rule, scheme=scheme)
 

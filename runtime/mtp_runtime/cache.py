@@ -16,6 +16,7 @@ import torch
 
 from mtp_export.errors import ResourceError
 from mtp_kernels.batch_layout import BatchLayout
+from mtp_kernels.verify_attention import has_split_cache
 
 # Tensors [pages, page, ...] of one layer, whatever it keeps of a token: a latent, a key and a
 # value, a state after it.
@@ -190,12 +191,13 @@ def lay_out(
         positions += range(start, end)
         slots += pages.slots(sequence, start, end)
         cu_q.append(cu_q[-1] + end - start)
+    lengths_on = torch.device("cpu") if has_split_cache(device) else device
     return BatchLayout(
         positions=torch.tensor(positions, device=device),
         slots=torch.tensor(slots, device=device),
         page_table=page_table(sequences, device),
-        kv_lens=torch.tensor([end for _, end in spans], dtype=torch.int32, device=device),
-        cu_q=torch.tensor(cu_q, dtype=torch.int32, device=device),
+        kv_lens=torch.tensor([end for _, end in spans], dtype=torch.int32, device=lengths_on),
+        cu_q=torch.tensor(cu_q, dtype=torch.int32, device=lengths_on),
     )
 
 

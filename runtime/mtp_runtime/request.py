@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 from mtp_runtime.acceptance.base import Draft
 from mtp_runtime.cache import CachedSequence
 from mtp_runtime.logprobs import TokenLogprobs
 from mtp_runtime.sampling import SamplingParams, SeededChoices, random_seed
-
-Decode = Callable[[Sequence[int]], str]
+from mtp_runtime.tokenizer import Decode, TextStream
 
 
 @dataclass
@@ -115,7 +114,8 @@ class Request:
         self.tokens = list(self.prompt)
         self.seed = random_seed() if self.params.seed is None else self.params.seed
         self.choices = SeededChoices(self.seed)
-        self._early_text = 0  # characters of text before min_tokens were there
+        self._text = None if self.decode is None else TextStream(self.decode)
+        self._searched = 0  # characters of text in which no stop text is to be found any more
         self.metrics.prompt_tokens = len(self.prompt)
         self.metrics.arrival_seconds = time.monotonic()
 
@@ -158,12 +158,14 @@ class Request:
         finish_reason where the request ends.
         """
         for index, token in enumerate(tokens):
-            if not self.output:
+            if not self.metrics.output_tokens:
                 self.metrics.first_token_seconds = time.monotonic()
             self.tokens.append(token)
             self.metrics.output_tokens += 1
-            self._extend_text()
+            if self._text is not None:
+                self.text += self._text.add(token)
             self.finish_reason = self._reason_to_finish(token)
+            self._searched = len(self.text)
             piece, decoded = self._take_piece(), self.decode is not None
             self.logprobs += logprobs[index : index + 1]
             self.events.append(
@@ -182,7 +184,6 @@ class Request:
 
     def _reason_to_finish(self, token: int) -> str | None:
         if self.metrics.output_tokens < self.params.min_tokens:
-            self._early_text = len(self.text)
             return None
         if token in self.end_token_ids:
             self.stop_reason = token if token in self.params.stop_token_ids else None
@@ -195,13 +196,8 @@ class Request:
         return "length" if self.tokens_left <= 0 else None
 
     def _find(self, stop: str) -> int:
-        """Return the place of a stop text that was whole no earlier than min_tokens, or -1."""
-        return self.text.find(stop, max(0, self._early_text - len(stop) + 1))
-
-    def _extend_text(self) -> None:
-        """Decode the output again; a character whose bytes are incomplete is held back."""
-        if self.decode is not None and not (text := self.decode(self.output)).endswith("\ufffd"):
-            self.text = text
+        """Return the place of a stop text that the last token made whole, or -1."""
+        return self.text.find(stop, max(0, self._searched - len(stop) + 1))
 
     def _take_piece(self) -> str:
         """Return the text not streamed yet, without an end that may begin a stop text."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,6 +12,9 @@ from mtp_export.checkpoint.local_folder import LocalFolder
 from mtp_export.errors import InvalidInputError, UsageError
 
 TOKENIZER_NAME = "tokenizer.json"
+_INCOMPLETE = "\ufffd"  # which bytes decode to that are no whole character
+
+Decode = Callable[[Sequence[int]], str]
 
 
 @dataclass(frozen=True)
@@ -65,6 +68,34 @@ class Tokenizer:
         """Return one token by itself, a special one by its name."""
         with _reported(self.folder, "The tokenizer fails on token ids"):
             return str(self.backend.decode([token], skip_special_tokens=False))
+
+
+class TextStream:
+    """Text of tokens that come one by one, as all of them together decode.
+
+    A token's text may depend on the one before: each is decoded behind the tokens that the last
+    text came from, and those without text since, so that a long output takes no longer per token.
+    """
+
+    def __init__(self, decode: Decode) -> None:
+        self._decode = decode
+        self._tokens: list[int] = []
+        self._known = 0  # of these tokens, the number that _known_text comes from
+        self._known_text = ""
+
+    def add(self, token: int) -> str:
+        """Return the text that a token adds; none while a character's bytes are incomplete."""
+        self._tokens.append(token)
+        text = self._decode(self._tokens)
+        if text.endswith(_INCOMPLETE):
+            return ""
+        piece = text[len(self._known_text) :]
+        if piece:
+            del self._tokens[: self._known]
+            self._known, self._known_text = len(self._tokens), self._decode(self._tokens)
+        elif self._known_text:
+            self._tokens.pop()  # such as an end token, of which there may be thousands
+        return piece
 
 
 @contextmanager

@@ -17,6 +17,7 @@ from benchmarks.bench_quantize_acceptance import difference, fixture_prompts, on
 from cases import (
     MTP_LAYER,
     Outcome,
+    drop_tensor,
     edit_json,
     looks_finished,
     make_checkpoint,
@@ -303,7 +304,14 @@ def test_refusals(
     refused(2, "are the same", original, original)
     refused(2, "must not contain each other", main, original, main / "output")
     refused(2, "must not contain each other", main, original, original / "output")
-    refused(3, "has an MTP layer already", original, changed(tmp_path / "again", original))
+    own = [name for name in read_tensors(original) if name.startswith(f"{LAYER}.")]
+    again = changed(tmp_path / "again", original)
+    refused(3, "has an MTP layer already", original, again)
+    refused(3, f"({len(own) - 1} more)", original, again)
+    lost = changed(tmp_path / "two", main)
+    for name in ("model.norm.weight", "lm_head.weight"):
+        drop_tensor(lost, name)
+    refused(3, "missing (1 more like this)", lost, original)
     refused(4, "no MTP layer", main, changed(tmp_path / "lost", mains("fp8")))
     refused(3, "There is no checkpoint folder here", tmp_path / "none", original)
     refused(4, "Nothing here reads from such an address", "ftp://x/y", original)
@@ -337,6 +345,18 @@ def test_refusals(
     refused(4, "does not read models that others", main, original, options=("--target", "xllm"))
     refused(2, "Unknown target", main, original, options=("--target", "x"))
     refused(2, "mtp-quant", main, original, options=("--mtp-quant", "weight_only_int4"))
+
+
+def test_a_quantization_in_a_file_of_its_own(
+    mains: Callable[[str], Path], original: Path, tmp_path: Path
+) -> None:
+    """ModelOpt's older exports have it there; a damaged one is no reason to guess."""
+    main = changed(tmp_path / "main", mains("modelopt fp8, in a file"))
+    output = tmp_path / "output"
+    assert graft(main, original, output, "--dry-run").code == 0
+    (main / "hf_quant_config.json").write_text("[]")
+    outcome = graft(main, original, output)
+    assert (outcome.code, "hf_quant_config.json" in outcome.err) == (3, True), outcome.err
 
 
 def test_tokenizers(mains: Callable[[str], Path], original: Path, tmp_path: Path) -> None:

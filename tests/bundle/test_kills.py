@@ -1,5 +1,5 @@
-"""kill -9 at random moments of an export, a quantization and a streamed verification: nothing that
-is left looks whole, and the same command ends with the same bytes."""
+"""kill -9 at random moments of an export, a quantization, a streamed verification and a training:
+nothing that is left looks whole, and the same command ends with the same bytes."""
 
 from __future__ import annotations
 
@@ -16,20 +16,21 @@ from functools import partial
 from pathlib import Path
 
 import pytest
+import torch
 
 from bundle.commands import COMMANDS, Files, check_nothing_looks_whole, finish
-from cases import Outcome, export, nightly_but, tree
+from cases import Outcome, export, looks_finished, nightly_but, run_program, tree
 from faults.matrix import no_progress
 from mtp_export.verify.context import Context, VerifyOptions
 from mtp_export.verify.decoding import stream
 
 Action = Callable[[], Outcome]
 SEED = 9
-# Of each of five commands.
+# Of each of six commands.
 FEW, MANY = 2, 50
 EVERY_PUSH = [("export, linked", FEW), ("quantize", FEW)]
 IMPORTED = [__name__, "mtp_kernels.quantize.cpu_rows"]
-IMPORTED += ["mtp_export.commands.group", "mtp_export.commands.quantize"]
+IMPORTED += ["mtp_export.commands.group", "mtp_export.commands.quantize", "mtp_export.tune.run"]
 
 
 class Forks:
@@ -129,3 +130,24 @@ def test_a_streamed_verification_is_killed(
             forks.run(partial(verify, bundle, texts, workdir))
         assert report_of(workdir).read_text() == report_of(tmp_path / "whole").read_text() != ""
         assert not workdir.exists() or tree(workdir) == {}
+
+
+def train(bundle: Path, texts: Path, output: Path) -> Outcome:
+    """A short training; its work folder, beside the output, keeps rows and states."""
+    torch.set_num_threads(1)
+    lengths = ("--max-new-tokens", 4, "--max-text-tokens", 32, "--batch-tokens", 64)
+    places = ("--bundle", bundle, "--data", texts, "--output-dir", output)
+    return run_program("tune", *places, *lengths, "--steps", 4, "--k", 2, "--quiet")
+
+
+@pytest.mark.parametrize("kills", nightly_but([], [FEW, MANY]))
+def test_a_training_is_killed(kills: int, forks: Forks, bundle: Path, tmp_path: Path) -> None:
+    texts = tmp_path / "texts.jsonl"
+    lines = [{"prompt_token_ids": [*range(5, 9 + number)]} for number in range(6)]
+    texts.write_text("\n".join(map(json.dumps, lines)))
+    for output in forks.kills(kills, partial(partial, train, bundle, texts), tmp_path):
+        whole = tree(tmp_path / "whole")
+        check_nothing_looks_whole(output, [whole])
+        if not looks_finished(output):
+            forks.run(partial(train, bundle, texts, output))
+        assert tree(output) == whole

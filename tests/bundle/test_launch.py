@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from cases import WHOLE_TILES, export, make_checkpoint, quantize, run_program
+from cases import WHOLE_TILES, edit_json, export, make_checkpoint, quantize, run_program
 from mtp_export.targets import TARGETS
 
 AWKWARD = 'it\'s a "bundle" $(of) ; them'  # a folder name that a shell would take apart
@@ -244,6 +244,42 @@ def test_a_bundle_without_both_parts_is_not_launched(pristine: Path, tmp_path: P
     export(pristine, tmp_path / "main", "--part", "main")
     outcome = run_program("launch", tmp_path / "main", "--engine", "vllm")
     assert outcome.code == 3 and "both parts" in outcome.err
+
+
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        ({"base_quant": "w5"}, "no base_quant"),
+        ({"mtp_quant": "grafted"}, "no mtp_quant"),
+        ({"mtp_quant": None}, "mtp_quant"),
+        ({"base_quant": {}}, "base_quant"),
+        ({"target": []}, "target"),
+    ],
+)
+def test_a_manifest_of_other_precisions_is_refused(
+    changes: dict[str, Any], says: str, pristine: Path, tmp_path: Path
+) -> None:
+    export(pristine, tmp_path / "bundle")
+    known = {"base_quant": "weight_only_int4", "mtp_quant": "weight_only_int8"}
+    edit_json(
+        tmp_path / "bundle/mtp_export.json",
+        lambda manifest: manifest["options"].update(known | changes),
+    )
+    outcome = run_program("launch", tmp_path / "bundle", "--engine", "vllm")
+    assert outcome.code == 3 and says in outcome.err, outcome.err
+
+
+def test_a_manifest_without_the_options_of_a_precision_serves_nobody(
+    pristine: Path, tmp_path: Path
+) -> None:
+    """Which dialect and groups its integers are in is not known then."""
+    export(pristine, tmp_path / "bundle")
+    pair = {"base_quant": "a8w8_fp8_wint4", "mtp_quant": "a8w8_fp8"}
+    edit_json(
+        tmp_path / "bundle/mtp_export.json", lambda manifest: manifest["options"].update(pair)
+    )
+    outcome = run_program("launch", tmp_path / "bundle", "--engine", "vllm")
+    assert outcome.code == 4 and "no engine that is known" in outcome.err
 
 
 def test_run_becomes_the_engine(pristine: Path, tmp_path: Path) -> None:

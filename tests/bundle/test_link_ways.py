@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import itertools
 import os
+import time
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -98,6 +99,37 @@ def test_what_a_killed_try_left_is_removed(output: str, shard: Path, tmp_path: P
             break
         left += len(list(tmp_path.glob("**/.*")))
     assert left > 2
+    assert not list(tmp_path.glob("**/.*"))
+
+
+@pytest.mark.parametrize(("age_seconds", "stays"), [(0, True), (58, True), (62, False)])
+def test_a_try_of_another_machine_is_left_alone_while_it_is_young(
+    age_seconds: int, stays: bool, shard: Path, tmp_path: Path
+) -> None:
+    other = tmp_path / f".mtp-export-probe-{'0' * 16}-7-8-abc"
+    other.mkdir()
+    (other / "hardlink").touch()
+    then = time.time() - age_seconds
+    os.utime(other, (then, then))
+    resolve_links(Link.HARDLINK, [shard], tmp_path / "out")
+    assert other.exists() is stays
+
+
+def test_a_try_of_another_share_is_left_alone(
+    shard: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Shares begin at the same time, in one folder: none takes another's try away."""
+    real, folder, nested = os.link, tmp_path / "out", list[Any]()
+
+    def linking(source: Any, target: Any) -> None:
+        if not nested:
+            nested.append(None)
+            nested[0] = resolve_links(Link.HARDLINK, [shard], folder)
+        real(source, target)
+
+    monkeypatch.setattr(os, "link", linking)
+    found = resolve_links(Link.HARDLINK, [shard], folder)
+    assert found == nested[0] == {shard: Link.HARDLINK}
     assert not list(tmp_path.glob("**/.*"))
 
 

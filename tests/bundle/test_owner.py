@@ -3,9 +3,11 @@ dead one taken over."""
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import json
 import os
+import subprocess
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -132,6 +134,71 @@ def test_an_owner_renews_its_claim(output: Path) -> None:
     assert not path.exists()
 
 
+def test_a_claim_that_could_not_be_renewed_once_is_renewed_later(
+    output: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    failures, renewals = [OSError(116, "Stale file handle")] * 3, list[Path]()
+
+    def utime(path: Path) -> None:
+        if failures:
+            raise failures.pop()
+        renewals.append(path)
+
+    output.mkdir()
+    monkeypatch.setattr(os, "utime", utime)
+    owner = Owner(output / OWNER_NAME)
+    ended = threading.Event()
+    for _ in range(500):
+        if len(renewals) > 1:
+            break
+        ended.wait(0.02)
+    owner.release()
+    assert not failures and set(renewals) == {output / OWNER_NAME}
+
+
+def test_the_owner_of_a_folder_in_words(output: Path) -> None:
+    output.mkdir()
+    assert module.owner_of(output) is None
+    owner = Owner(output / OWNER_NAME)
+    said = module.owner_of(output)
+    assert said is not None and said.startswith(f"process {os.getpid()} on ")
+    owner.release()
+    assert module.owner_of(output) is None
+    claims(output, host="node9")
+    words = "process 4242 on node9, which began at 2026-01-02 03:04:05 +0000"
+    assert module.owner_of(output) == words
+    (output / OWNER_NAME).write_bytes(b"{}")
+    assert module.owner_of(output) == "an owner file that is damaged"
+
+
+@pytest.mark.parametrize("call", ["open", "pwrite", "fsync"])
+def test_a_folder_that_takes_no_claim(
+    call: str, output: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    output.mkdir()
+    with monkeypatch.context() as patch, pytest.raises(IoError) as refusal:
+        patch.setattr(os, call, failing)
+        Owner(output / OWNER_NAME)
+    assert refusal.value.where == output / OWNER_NAME
+    assert refusal.value.found == "Read-only file system"
+    assert tree(output) == {}
+
+
+def failing(*arguments: object) -> None:
+    raise OSError(errno.EROFS, os.strerror(errno.EROFS))
+
+
+def test_a_process_that_nobody_has_waited_for_has_ended(output: Path) -> None:
+    """Its parent may take hours to notice."""
+    child = subprocess.Popen(["true"])
+    stat = Path(f"/proc/{child.pid}/stat")
+    while (words := stat.read_text().rpartition(")")[2].split())[0] != "Z":
+        threading.Event().wait(0.01)
+    machine = module.process_mark().split("-")[0]
+    assert module.has_ended(f"{machine}-{child.pid}-{words[19]}")
+    child.wait()
+
+
 TAKEN: dict[str, Callable[[Path], object]] = {
     "by another": lambda path: path.write_text(json.dumps(ELSEWHERE)),
     "removed": lambda path: path.unlink(),
@@ -160,3 +227,19 @@ def test_an_owner_that_is_no_file(kind: str, source: Path, output: Path) -> None
         Owner(output / OWNER_NAME)
     assert refusal.value.where == output / OWNER_NAME
     assert not victim.exists()
+
+
+def test_the_end_of_a_process_is_known_by_its_mark(monkeypatch: pytest.MonkeyPatch) -> None:
+    own = module.process_mark()
+    assert not module.has_ended(own)
+    machine, process, started = own.split("-")
+    assert int(process) == os.getpid()
+    assert module.has_ended(f"{machine}-{process}-{int(started) - 1}"), "an earlier one's number"
+    with subprocess.Popen(["true"]) as ended:
+        ended.wait()
+    assert module.has_ended(f"{machine}-{ended.pid}-5")
+    for other in (f"{'0' * 16}-{ended.pid}-5", "", "x", f"{machine}-{process}", f"{own}-1"):
+        assert not module.has_ended(other), other
+    monkeypatch.setattr(module, "_machine", lambda: "")  # where nothing tells machines apart
+    assert module.process_mark() != own
+    assert not module.has_ended(module.process_mark()) and not module.has_ended(own)

@@ -316,7 +316,7 @@ def test_a_plan_counts_its_bytes(options: BundleOptions) -> None:
     deep = DiskQueue.memory_bytes(copied.io_depth, 3)
     assert copied.budget_bytes == (1_000_000_000 - base - deep) // 3
     computed = plan_quantize(QuantizeOptions(options, "bf16", "bf16"))
-    base += 350_000_000
+    base += 150_000_000
     assert computed.memory_bytes == base + DiskQueue.memory_bytes(1, 3) + 3 * 16_000_000
     assert computed.budget_bytes == (1_000_000_000 - base - deep) // 3
     converted = [step for step in computed.written_steps if step.operation.name != "copy"]

@@ -27,11 +27,13 @@ from cases import (
     write_shard,
 )
 from disk import watched_disk
+from mtp_export.bundle import shares
 from mtp_export.bundle.journal import Journal
 from mtp_export.bundle.options import Share
 from mtp_export.bundle.run import ShardJob
 from mtp_export.bundle.shares import jobs_of
 from mtp_export.checkpoint.plan import OutputShard, OutputTensor, copy_step
+from mtp_export.errors import InvalidInputError
 
 SHARES = ".mtp_export.shares"
 OPTIONS = ("--max-shard-size", "60kB", "--workers", "2", "--link", "copy", "--quiet")
@@ -292,11 +294,34 @@ def test_copies_that_differ_are_found_by_one_share(
     assert not alone.exists()
 
 
-@pytest.mark.parametrize("content", [b"", b"[]", b"{}", b'{"planner": "x"}', b"\xff"])
-def test_a_damaged_request(content: bytes, source: Path, output: Path) -> None:
+def test_a_stranger_s_file_stays_where_the_last_share_goes(
+    source: Path, output: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def wrong(*arguments: object) -> None:
+        (output / "mtp").mkdir(parents=True)
+        (output / "mtp/notes").touch()
+        raise InvalidInputError("The source is wrong")
+
+    monkeypatch.setattr(shares, "make_shards", wrong)
+    refused(export(source, output, *OPTIONS, "--share", "1/1"), 3, "The source is wrong")
+    assert tree(output) == {"mtp/notes": b""}
+    assert [path.name for path in output.iterdir()] == ["mtp"]
+
+
+@pytest.mark.parametrize(
+    ("content", "kind"),
+    [
+        (b"", "JSONDecodeError"),
+        (b"[]", "TypeError"),
+        (b"{}", "KeyError: 'planner'"),
+        (b'{"planner": "x"}', "KeyError: 'x'"),
+        (b"\xff", "UnicodeDecodeError"),
+    ],
+)
+def test_a_damaged_request(content: bytes, kind: str, source: Path, output: Path) -> None:
     assert export(source, output, *OPTIONS, "--share", "1/1").code == 0
     (output / SHARES / "request.json").write_bytes(content)
-    refused(finish(output), 3, "asked for cannot be read", "request.json")
+    refused(finish(output), 3, "asked for cannot be read", "request.json", f"Found {kind}")
     assert export(source, output, *OPTIONS, "--share", "1/1").code == 0
     assert finish(output).code == 0
 
@@ -351,9 +376,9 @@ def test_shares_are_of_one_size() -> None:
     sizes = [5, 5, 1, 1, 1, 4, 3, 2, 2, 0, 0, 0]
     steps = [copy_step(OutputTensor(f"t{n}", "U8", (size,))) for n, size in enumerate(sizes)]
     jobs = [ShardJob(f"main/{n}", Path(), OutputShard((step,))) for n, step in enumerate(steps)]
-    shares = [jobs_of(jobs, Share(number, 3)) for number in (1, 2, 3)]
-    assert sorted(job.key for share in shares for job in share) == sorted(job.key for job in jobs)
-    assert [sum(job.read_bytes for job in share) for share in shares] == [8, 8, 8]
+    equal = [jobs_of(jobs, Share(number, 3)) for number in (1, 2, 3)]
+    assert sorted(job.key for share in equal for job in share) == sorted(job.key for job in jobs)
+    assert [sum(job.read_bytes for job in share) for share in equal] == [8, 8, 8]
     assert [len(jobs_of(jobs, Share(number, 20))) <= 1 for number in range(1, 21)] == [True] * 20
     assert jobs_of(jobs, None) == jobs
 

@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 
 import pytest
 
-from mtp_export.bundle.tied_weights import compare_tied, first_difference
+from cases import MTP_LAYER, read_shard, shard_of, write_shard
+from mtp_export.bundle.export import plan_export
+from mtp_export.bundle.options import BundleOptions
+from mtp_export.bundle.tied_weights import TiedCopies, compare_tied, first_difference
 from mtp_export.checkpoint.disk_queue import DiskQueue
 from mtp_export.checkpoint.header import TensorInfo
 from mtp_export.checkpoint.local_folder import LocalFolder
@@ -16,6 +20,7 @@ from mtp_export.checkpoint.tensor_stream import TensorStream
 from mtp_export.errors import InvalidInputError
 
 SIZE, PIECE = 20_001, 8192
+OWN = [f"model.layers.{MTP_LAYER}.{name}.weight" for name in ("embed_tokens", "shared_head.head")]
 CONTENT = os.urandom(SIZE)
 
 
@@ -84,3 +89,27 @@ def test_tensors_of_two_sizes_are_not_compared(tmp_path: Path, queue: DiskQueue)
         pytest.raises(ValueError, match="shorter"),
     ):
         first_difference(ours, theirs, lambda piece: None)
+
+
+@pytest.mark.parametrize("own", OWN)
+def test_the_copies_of_a_checkpoint(own: str, source: Path, output: Path, queue: DiskQueue) -> None:
+    """Embedding and head of the MTP layer, each with the main model's."""
+    plan = plan_export(BundleOptions(source, output))
+    tied, tensors, proceeded = plan.tied, plan.checkpoint.tensors, list[None]()
+    assert tied.alike == dict(
+        zip(OWN, ("model.embed_tokens.weight", "lm_head.weight"), strict=True)
+    )
+    assert (tied.unlike, tied.unlike_tensors) == ({}, ())
+    proceed = partial(proceeded.append, None)
+    tied.compare(tensors, tied.alike, queue, proceed)
+    assert proceeded
+    nothing = TiedCopies.nothing(plan.stored)
+    assert (nothing.stored, nothing.alike, nothing.unlike) == (plan.stored, {}, {})
+    path = shard_of(source, own)
+    header, data = read_shard(path)
+    end = header[own]["data_offsets"][1]
+    write_shard(path, header, data[: end - 1] + bytes([data[end - 1] ^ 1]) + data[end:])
+    damaged = plan_export(BundleOptions(source, output)).checkpoint.tensors
+    tied.compare(damaged, [name for name in OWN if name != own], queue, proceed)
+    with pytest.raises(InvalidInputError, match=f"{own} differs from the main model's"):
+        tied.compare(damaged, OWN, queue, proceed)

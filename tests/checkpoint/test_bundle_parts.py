@@ -29,7 +29,7 @@ LINKED = {"size_bytes": 8, "link": "hardlink", "header_sha256": DIGEST}
 MANIFEST: dict[str, Any] = {
     "format": "mtp-export bundle",
     "format_version": 1,
-    "options": {"target": "xllm"},
+    "options": {"target": "xllm", "main_storages": ["bf16"]},
     "source": {"shards": {"x": {"size_bytes": 8}}},
     "parts": {
         "main": {
@@ -177,6 +177,10 @@ SIZE, NUMBER = "a size in bytes", "a number or null"
     ("place", "value", "expected"),
     [
         (("options",), [], "an object"),
+        *((("options", name), {}, "text") for name in ("part", "target", "reader")),
+        *((("options", name), None, "text") for name in ("base_quant", "mtp_quant")),
+        (("options", "main_storages"), ["bf16", 1], "a list of texts"),
+        (("options", "main_storages"), "bf16", "a list of texts"),
         (("parts",), 5, "an object"),
         (MAIN, "x" * 200, "an object"),
         ((*MAIN, "shards"), None, "an object"),

@@ -8,11 +8,17 @@ from pathlib import Path
 import pytest
 import torch
 
-from mtp_export.checkpoint.byte_source import Address, ByteFile, ByteSource, OpenFile
+from mtp_export.checkpoint.byte_source import (
+    Address,
+    ByteFile,
+    ByteSource,
+    OpenFile,
+    local_path,
+)
 from mtp_export.checkpoint.local_folder import LocalFolder
 from mtp_export.checkpoint.reader import Checkpoint
-from mtp_export.checkpoint.sources import byte_source
-from mtp_export.errors import InvalidInputError
+from mtp_export.checkpoint.sources import byte_source, place_of
+from mtp_export.errors import InvalidInputError, UnsupportedError
 
 
 class OpenBytes:
@@ -98,3 +104,45 @@ def test_addresses_that_a_source_reads(scheme: str) -> None:
     """Each has a source, which has its own words for a malformed one."""
     with pytest.raises(InvalidInputError, match="This is no address of"):
         byte_source(Address(f"{scheme}://"))
+
+
+def test_a_place_is_a_folder_or_an_address() -> None:
+    assert place_of("a/b") == Path("a/b")
+    assert place_of("hf:/a") == Path("hf:/a")
+    assert place_of("x://a") == Address("x://a")
+
+
+def test_an_address_that_nothing_reads() -> None:
+    with pytest.raises(UnsupportedError) as caught:
+        byte_source(Address("ftp://host/model"))
+    error = caught.value
+    assert error.what == "Nothing here reads from such an address"
+    assert (str(error.where), error.found) == ("ftp://host/model", "ftp://")
+    assert str(error.expected).startswith("a folder, hf://org/name[@revision] for a repository")
+    assert error.todo == "Download the checkpoint first"
+
+
+def test_a_folder_that_is_not_there(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    for name in ("none", "file"):
+        with pytest.raises(InvalidInputError) as caught:
+            byte_source(tmp_path / name)
+        error = caught.value
+        assert error.what == "There is no checkpoint folder here"
+        assert (error.where, error.todo) == (tmp_path / name, "Check --input-dir")
+    assert isinstance(byte_source(tmp_path), LocalFolder)
+
+
+def test_parts_of_an_address() -> None:
+    address = Address("s3://bucket/model/")
+    assert str(address / "a/b") == "s3://bucket/model/a/b"
+    assert (address / "a/b").name == "b"
+
+
+def test_only_local_files_have_a_path() -> None:
+    assert local_path(Path("a")) == Path("a")
+    with pytest.raises(UnsupportedError) as caught:
+        local_path(Address("hf://a/b"))
+    error = caught.value
+    assert (error.what, str(error.where)) == ("This takes a local file or folder", "hf://a/b")
+    assert str(error.todo).startswith("Download it first")

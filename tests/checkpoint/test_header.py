@@ -112,6 +112,54 @@ def test_metadata_is_text_to_us_and_to_safetensors(text: str, where: str, tmp_pa
     assert ours == refuses(safetensors, SafetensorError)
 
 
+def outcome(header: str | bytes, data_bytes: int, path: Path) -> object:
+    """Tensors that a header is read as, or the words of its refusal."""
+    raw = header if isinstance(header, bytes) else header.encode()
+    path.write_bytes(len(raw).to_bytes(8, "little") + raw + bytes(data_bytes))
+    try:
+        found = read_header(LocalFolder(path.parent).file(path.name))
+    except InvalidInputError as error:
+        return error.what, error.expected, error.found
+    return [(one.name, one.dtype, one.shape, one.size_bytes) for one in found.tensors]
+
+
+@pytest.mark.parametrize("metadata", ['"__metadata__":{"format":"pt"},', ""])
+def test_a_space_changes_nothing(metadata: str, tmp_path: Path) -> None:
+    """Headers as the library writes them are read in another way than those with spaces: of each
+    change of a character both make the same, or refuse it in the same words."""
+    entries = {"a": entry(0, 4), "b\u00e9": entry(4, 16, dtype="F32", shape=[3])}
+    entries["c"] = entry(16, 16)
+    body = json.dumps(entries, separators=(",", ":"), ensure_ascii=False)[1:]
+    good = ("{" + metadata + body).encode()
+    first = outcome(good, 16, tmp_path / "good.safetensors")
+    assert isinstance(first, list) and len(first) == 3
+    for place in range(1, len(good)):
+        for change in (b"", b"0", b"1", b",", b"}", b'"', b"\\", b"\xff", b"a", b"/"):
+            damaged = good[:place] + change + good[place + 1 :]
+            spaced = damaged[:1] + b" " + damaged[1:]
+            ours = outcome(damaged, 16, tmp_path / "damaged.safetensors")
+            other = outcome(spaced, 16, tmp_path / "spaced.safetensors")
+            if ours != other:
+                assert "not JSON" in str(ours) and "not JSON" in str(other), damaged
+
+
+@pytest.mark.parametrize(
+    "header",
+    [
+        '{"a":%s}"b":%s}',
+        '{"a":%s,"a":%s}',
+        '{"__metadata__":%s,"b":%s}',
+        '{"__metadata__":{"format":"pt","format":"pt"},"a":%s,"b":%s}',
+        '{"a":%s,"b":%s},',
+        '{"a":%s,,"b":%s}',
+    ],
+)
+def test_what_is_nearly_usual_is_refused(header: str, tmp_path: Path) -> None:
+    parts = [json.dumps(entry(*span), separators=(",", ":")) for span in ((0, 4), (4, 8))]
+    found = outcome(header % tuple(parts), 8, tmp_path / "a.safetensors")
+    assert isinstance(found, tuple), found
+
+
 def test_refuses_a_header_longer_than_the_file(tmp_path: Path) -> None:
     path = tmp_path / "bad.safetensors"
     path.write_bytes((1000).to_bytes(8, "little") + b"{}")

@@ -149,7 +149,9 @@ def test_answers_that_cannot_be_used() -> None:
     check(hub_failures.repository_moved(WHERE), IoError, words, "another commit")
 
 
-@pytest.mark.parametrize("error", [AttributeError(), KeyError("id"), TypeError(), ValueError()])
+@pytest.mark.parametrize(
+    "error", [AttributeError(), KeyError("id"), RecursionError(), TypeError(), ValueError()]
+)
 def test_an_answer_that_is_no_repository(error: Exception, monkeypatch: pytest.MonkeyPatch) -> None:
     """huggingface_hub reads it, and raises what reading it gives."""
 

@@ -8,6 +8,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+from cases import WHOLE_TILES, make_checkpoint
 from mtp_export import __version__
 
 ENVIRONMENT = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
@@ -44,7 +45,7 @@ IMPORTED = """
 import sys
 from mtp_export.commands.program import exit_code
 
-source, output = sys.argv[1:]
+source, whole, output = sys.argv[1:]
 commands = {
     "inspect": (["inspect", source, "--json"], ["mtp_export.bundle.build", "tqdm"]),
     "--dry-run": (["--input-dir", source, "--output-dir", output, "--dry-run", "--json"], ["tqdm"]),
@@ -54,6 +55,11 @@ for name, (arguments, more) in commands.items():
     assert exit_code(arguments) == 0
     imported = {module for module in (*heavy, *more) if module in sys.modules}
     assert not imported, (name, imported)
+pair = ["--base-quant", "weight_only_int4", "--mtp-quant", "weight_only_int8"]
+for name, options in (("quantize", ["quantize", *pair]), ("xllm", ["--target", "xllm"])):
+    folders = ["--input-dir", whole, "--output-dir", f"{output}-{name}"]
+    assert exit_code([*options, *folders, "--quiet"]) == 0
+    assert "torch" not in sys.modules, name
 """
 
 
@@ -68,8 +74,11 @@ def test_it_runs_as_a_module() -> None:
     assert (done.returncode, done.stdout) == (0, f"mtp-export {__version__}\n")
 
 
-def test_commands_that_read_headers_alone_import_little(pristine: Path, output: Path) -> None:
-    done = run_python("-c", IMPORTED, str(pristine), str(output))
+def test_commands_that_need_no_torch_import_little(
+    pristine: Path, tmp_path: Path, output: Path
+) -> None:
+    whole = make_checkpoint(tmp_path / "whole", WHOLE_TILES)
+    done = run_python("-c", IMPORTED, str(pristine), str(whole), str(output))
     assert done.returncode == 0, done.stderr
 
 

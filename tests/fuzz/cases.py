@@ -13,7 +13,11 @@ from math import nan
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from cases import edit_json, read_shard, write_shard
+from fuzz.mutators.shard import read_shard as read_shard_bytes
+from fuzz.mutators.shard import write_shard as write_shard_bytes
 from fuzz.mutators.special_files import SECRET
 
 Damage = Callable[[Path], object]
@@ -70,6 +74,17 @@ def header(change: Callable[[dict[str, Any]], object]) -> Damage:
     return damage
 
 
+def text_of_header(change: Callable[[bytes], bytes]) -> Damage:
+    """Return the damage that changes the text of the only shard's header."""
+
+    def damage(folder: Path) -> None:
+        path = folder / "source/model.safetensors"
+        text, data = read_shard_bytes(path)
+        write_shard_bytes(path, change(text), data)
+
+    return damage
+
+
 def shape(sizes: list[int]) -> Damage:
     """Return the damage that gives a tensor a shape."""
     return header(lambda entries: entries["lm_head.weight"].update(shape=sizes))
@@ -96,6 +111,26 @@ def journal(change: Callable[[bytes], bytes]) -> Damage:
     return damage
 
 
+def asked(name: str, value: Any) -> Damage:
+    """Return the damage that changes an option in the request of a bundle's shares."""
+    path = "bundle/.mtp_export.shares/request.json"
+    return lambda folder: edit_json(
+        folder / path, lambda request: request["options"]["content"].update({name: value})
+    )
+
+
+def rows(change: Callable[[dict[str, Any]], object]) -> Damage:
+    """Return the damage that changes the rows on which a training is measured."""
+
+    def damage(folder: Path) -> None:
+        (path,) = folder.glob("work/rows-*/held-out/*.pt")
+        state = torch.load(path, weights_only=True)
+        change(state)
+        torch.save(state, path)
+
+    return damage
+
+
 _CONFIG, _TOKENIZER = "source/config.json", "source/tokenizer.json"
 _DEEP = b"[" * 100_000
 
@@ -109,6 +144,9 @@ CASES: dict[str, Known] = {
     "a shape of a million ones": Known("inspect", "bf16", shape([1] * 10**6), 3),
     "metadata is no UTF-8": Known(
         "export", "bf16", header(lambda entries: entries.update(__metadata__={"a": "\ud800"})), 3
+    ),
+    "an offset of minus zero": Known(
+        "inspect", "bf16", text_of_header(lambda text: text.replace(b"[0,", b"[-0,", 1)), 3
     ),
     "a long name": Known(
         "inspect", "bf16", header(lambda entries: entries.update({"a" * 100_000: None})), 3
@@ -128,6 +166,11 @@ CASES: dict[str, Known] = {
     "a tensor without a checksum": Known("verify files", "bundle", each_checksum({}), 7),
     "a tensor's entry is a number": Known("verify files", "bundle", each_checksum(5), 7),
     "a journal line is deep": Known("resume", "unfinished", journal(lambda _: _DEEP + b"\n"), 8),
+    "a size in a request is text": Known("finish", "shares", asked("max_shard_bytes", "8000"), 3),
+    "a size in a request is a float": Known("finish", "shares", asked("max_shard_bytes", 8e3), 3),
+    "another token in a row": Known(
+        "tune", "tuning", rows(lambda state: state["tokens"].fill_(10**6)), 3
+    ),
     "another checksum in a journal": Known(
         "resume",
         "unfinished",

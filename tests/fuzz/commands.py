@@ -10,9 +10,10 @@ from random import Random
 from xml.etree import ElementTree
 
 from cases import Outcome
-from fuzz import network, oracle
-from fuzz.lab import Lab
-from fuzz.sandbox import Finding, Sandbox, Tree, check_no_secret, tree_of
+from fuzz import network, oracle, resuming, serving
+from fuzz.lab import Lab, tune_arguments
+from fuzz.mutators.special_files import SECRET
+from fuzz.sandbox import Finding, Sandbox
 from fuzz.tensors import check_equal, read_tensors
 
 _TARGETS = ("hf", "xllm", "lightllm", "paddlenlp")
@@ -26,6 +27,7 @@ _PAIRS = (
 _ITS_OWN_FAULT = "mtp-export itself failed here"  # as verify reports an internal error
 # Items in which verify judges what travels along as it is, whatever it is worth.
 _OF_THE_SOURCE = ("tokenizer", "yarn's attention scale")
+_PLACED = ((), ("--tp", "4"), ("--tp", "16", "--nodes", "2", "--head", "10.0.0.1"))
 _GENERATED = ("--max-new-tokens", "3", "--json")
 
 
@@ -167,57 +169,6 @@ def _verify(level: str) -> Callable[[Sandbox, Random, Lab], None]:
     return run
 
 
-def _resume(sandbox: Sandbox, random: Random, lab: Lab) -> None:
-    before = tree_of(sandbox.bundle)
-    options = lab.resume_options
-    arguments = ("--input-dir", sandbox.source, "--output-dir", sandbox.bundle, *options)
-    outcome = sandbox.run(*arguments)
-    if outcome.code == 8:
-        if _contents_of(before) != _contents(sandbox.bundle):
-            raise Finding("lost", "from a refused run's output", outcome.err)
-    elif outcome.code == 0:
-        _check_resumed(sandbox, before, lab)
-    elif (sandbox.bundle / oracle.MANIFEST).exists():
-        raise Finding("looks whole", "after a failed resume", outcome.err)
-
-
-def _check_resumed(sandbox: Sandbox, before: Tree, lab: Lab) -> None:
-    """Check the bundle that a resumed run finished.
-
-    It keeps finished shards without reading them again: damage to one is verify's to find.
-    """
-    good = _contents(lab.input("unfinished") / "bundle")
-    shards = {name: content for name, content in _contents_of(before).items() if _is_shard(name)}
-    kept = all(good.get(name) == content for name, content in shards.items())
-    shown = ("--level", "files", "--quiet")
-    if not kept and sandbox.run("verify", sandbox.bundle, *shown).code == 7:
-        return
-    oracle.check_export(sandbox.source, sandbox.bundle, "hf", ("main", "mtp"))
-    check_no_secret(sandbox.bundle)
-    if kept and _contents(sandbox.source) == _contents(lab.input("unfinished") / "source"):
-        _check_same_content(sandbox.bundle, lab.resumed)
-
-
-def _is_shard(name: str) -> bool:
-    return name.endswith(".safetensors")
-
-
-def _contents(folder: Path) -> dict[str, object]:
-    return _contents_of(tree_of(folder))
-
-
-def _contents_of(tree: Tree) -> dict[str, object]:
-    """Return files with their contents, but for the claim of an owner that was killed."""
-    return {name: content for name, (_, _, content) in tree.items() if name != oracle.OWNER}
-
-
-def _check_same_content(folder: Path, expected: Path) -> None:
-    one, other = _contents(folder), _contents(expected)
-    wrong = [name for name in sorted({*one, *other}) if one.get(name) != other.get(name)]
-    if wrong:
-        raise Finding("wrong bytes", "after resuming", ", ".join(wrong[:10]))
-
-
 def _generate(sandbox: Sandbox, random: Random, lab: Lab) -> None:
     prompts = sandbox.input / "prompts.jsonl"
     method = random.choice(("mtp", "none", "inference_with_reference"))
@@ -254,6 +205,8 @@ def _push(sandbox: Sandbox, random: Random, lab: Lab) -> None:
         arguments = ("push", sandbox.bundle, network.NAME, "--unverified", "--part", part)
         outcome = sandbox.run(*arguments, "--quiet")
         found = network.pushed(server)
+    if any(SECRET.read_bytes().strip() in data for data in found.values()):
+        raise Finding("leak", "a file from outside the bundle", "pushed")
     if outcome.code == 0:
         folder = sandbox.bundle if part == "both" else sandbox.bundle / part
         files = [path for path in folder.rglob("*") if path.is_file()]
@@ -282,6 +235,52 @@ def _remote(sandbox: Sandbox, random: Random, lab: Lab) -> None:
         oracle.check_parts(sandbox.source, sandbox.output)
 
 
+def _drafts(sandbox: Sandbox, random: Random, lab: Lab) -> None:
+    method = random.choice(("eagle", "eagle3", "parallel_heads", "medusa"))
+    if random.random() < 0.2:
+        sandbox.run("verify", sandbox.bundle, "--level", "weights", "--quiet")
+        return
+    draft: tuple[object, ...] = ()
+    if method == "medusa":
+        method, draft = "parallel_heads", ("--draft-model", sandbox.input / "medusa")
+    asked = ("--prompt", "ab", "--speculate-method", method, *draft, *_GENERATED)
+    outcome = sandbox.run("generate", sandbox.bundle, *asked)
+    if outcome.code == 0:
+        _json_of(outcome)
+
+
+def _launch(sandbox: Sandbox, random: Random, lab: Lab) -> None:
+    # That of another layout is refused, which is as good an answer for a damaged bundle.
+    engine = "paddlenlp" if _names_paddle(sandbox.bundle) else random.choice(("vllm", "sglang"))
+    placed = random.choice(_PLACED)
+    outcome = sandbox.run("launch", sandbox.bundle, "--engine", engine, *placed, "--json")
+    if outcome.code == 0:
+        _json_of(outcome)
+
+
+def _names_paddle(bundle: Path) -> bool:
+    manifest = bundle / oracle.MANIFEST
+    return manifest.is_file() and b'"paddlenlp"' in manifest.read_bytes()
+
+
+def _tune(sandbox: Sandbox, random: Random, lab: Lab) -> None:
+    arguments = tune_arguments(sandbox.input, sandbox.output)
+    dry = random.random() < 0.3
+    outcome = sandbox.run(*arguments, *(("--dry-run",) if dry else ("--quiet",)))
+    if outcome.code or dry:
+        oracle.check_nothing_whole(sandbox.output)
+        return
+    main = read_tensors(sandbox.bundle / "main")
+    check_equal(read_tensors(sandbox.output / "main"), main, "tuned main")
+    oracle.check_claims(sandbox.output)
+    _check_verified(sandbox, "--level", "files")
+
+
+def _serve(sandbox: Sandbox, random: Random, lab: Lab) -> None:
+    statuses = serving.ask(sandbox.input, lab.input("served") / "source")
+    sandbox.codes += [("serve", 0 if status == 200 else status) for status in statuses]
+
+
 def _json_of(outcome: Outcome) -> dict[str, object]:
     try:
         value = json.loads(outcome.out)
@@ -298,9 +297,14 @@ COMMANDS: dict[str, Command] = {
     "quantize": Command(("fp8", "bf16", "bundle"), 5, _quantize),
     "verify files": Command(("bundle", "int4", "paddlenlp"), 10, _verify("files")),
     "verify weights": Command(("bundle", "paddlenlp"), 5, _verify("weights")),
-    "resume": Command(("unfinished",), 10, _resume, writes="bundle"),
+    "resume": Command(("unfinished",), 10, resuming.resume, writes="bundle"),
+    "finish": Command(("shares",), 8, resuming.finish, writes="bundle"),
     "graft": Command(("awq", "gptq", "compressed", "modelopt"), 10, _graft),
     "push": Command(("hub",), 8, _push, starts_threads=True),
     "remote": Command(("hub",), 8, _remote, starts_threads=True),
     "generate": Command(("prompts", "prompts", "prompts", "bundle", "int4"), 5, _generate),
+    "drafts": Command(("drafts",), 8, _drafts),
+    "launch": Command(("bundle", "int4", "paddlenlp"), 6, _launch),
+    "tune": Command(("tuning",), 6, _tune, writes="work", starts_threads=True),
+    "serve": Command(("bodies",), 8, _serve, starts_threads=True),
 }

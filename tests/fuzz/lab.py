@@ -10,10 +10,15 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+import torch
+from safetensors.torch import load_file
+
 from benchmarks.make_checkpoint import TINY_CONFIG
-from cases import export, make_checkpoint, quantize, run_in_a_fork
+from cases import export, make_checkpoint, quantize, run_in_a_fork, run_program
 from fuzz.tensors import Tensors, read_tensors
+from mtp_runtime.loading.draft_folder import MEDUSA_PICKLE
 from quantized_by_others import write
+from runtime.drafts import ffn_layout, write_eagle3, write_heads
 
 # As small as the layouts allow: groups of 32 weights, and the 256 bytes that a tokenizer needs.
 CONFIG: dict[str, Any] = TINY_CONFIG | {
@@ -43,15 +48,21 @@ EXTRA_FILES = {
 PROMPTS = ({"prompt": "ab"}, {"prompt_token_ids": [5, 6, 7]}, {"prompt": "é, and on"})
 # The unfinished run and the one that finishes it.
 RESUMED = ("--max-shard-size", "8kB", "--link", "copy", "--workers", "1", "--quiet")
-_DISK_CALLS_BEFORE_THE_END = 150
+_DISK_CALLS_BEFORE_THE_END, _NEVER = 150, 1 << 29
+BODIES: dict[str, dict[str, Any]] = {
+    "completions": {"model": "tiny", "prompt": "a b", "max_tokens": 3, "logprobs": 1, "seed": 1},
+    "stream": {"prompt": [5, 6], "max_tokens": 3, "stream": True, "temperature": 0},
+    "chat": {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 3, "n": 2},
+}
 
 
 @dataclass(frozen=True)
 class Lab:
     """Folders of good inputs, by subject, and the bundle that the unfinished run becomes.
 
-    An input holds source/, and what its commands take beside it: bundle/, quantized/,
-    prompts.jsonl, or answers.json, which names answers of a server that are damaged.
+    An input holds source/, and what its commands take beside it: bundle/, quantized/, medusa/,
+    work/, prompts.jsonl, bodies of requests, or answers.json, which names answers of a server that
+    are damaged.
     """
 
     folder: Path
@@ -127,6 +138,57 @@ def _unfinished(folder: Path) -> None:
     assert code == 9 and finished > 2, "it was cut short, and has shards to resume from"
 
 
+def _shares(folder: Path) -> None:
+    """Both shares of a bundle that nobody has finished."""
+    _fp8(folder)
+    for share in ("1/2", "2/2"):
+        _done(export(folder / "source", folder / "bundle", *RESUMED, "--share", share).code)
+
+
+def _drafts(folder: Path) -> None:
+    """A bundle with drafts of its own, and heads as Medusa saves them."""
+    _bf16(folder)
+    _done(export(folder / "source", folder / "bundle", "--link", "copy", "--quiet").code)
+    sizes = {"hidden": CONFIG["hidden_size"], "vocab": CONFIG["vocab_size"]}
+    write_eagle3(folder / "bundle/eagle3", UNQUANTIZED, taps=(1,), num_aux_hidden_states=1)
+    write_heads(folder / "bundle/parallel_heads", ffn_layout(**sizes))
+    medusa = write_heads(folder / "medusa", ffn_layout(**sizes))
+    torch.save(load_file(medusa / "model.safetensors"), medusa / MEDUSA_PICKLE)
+    (medusa / "model.safetensors").unlink()
+
+
+def _tuning(folder: Path) -> None:
+    """A bundle, prompts, and the work folder of a run that trained and did not finish."""
+    _prompts(folder)
+    _done(export(folder / "source", folder / "bundle", "--link", "copy", "--quiet").code)
+    arguments = tune_arguments(folder, folder / "tuned")
+    # In a fork: no child of a process that computed gradients may compute any.
+    _done(run_in_a_fork(lambda: run_program(*arguments, "--quiet"), _NEVER))
+    shutil.rmtree(folder / "tuned")
+
+
+def tune_arguments(folder: Path, output: Path) -> tuple[object, ...]:
+    """Return the command that tunes the bundle of an input."""
+    places = ("--bundle", folder / "bundle", "--data", folder / "prompts.jsonl")
+    lengths = ("--max-new-tokens", "4", "--max-text-tokens", "32", "--batch-tokens", "64")
+    course = ("--steps", "2", "--k", "1", "--workdir", folder / "work")
+    return ("tune", *places, "--output-dir", output, *lengths, *course)
+
+
+def _bodies(folder: Path) -> None:
+    """Bodies of requests."""
+    folder.mkdir(parents=True)
+    for name, body in BODIES.items():
+        (folder / f"{name}.body").write_text(json.dumps(body))
+
+
+def _served(folder: Path) -> None:
+    """The model that answers them."""
+    _bf16(folder)
+    template = "{% for message in messages %}{{ message.content }}{% endfor %}"
+    (folder / "source/chat_template.jinja").write_text(template)
+
+
 def _prompts(folder: Path) -> None:
     _bf16(folder)
     lines = [json.dumps(prompt, ensure_ascii=False) for prompt in PROMPTS]
@@ -164,6 +226,11 @@ SUBJECTS: dict[str, Callable[[Path], None]] = {
     "paddlenlp": _paddlenlp,
     "int4": _int4,
     "unfinished": _unfinished,
+    "shares": _shares,
+    "drafts": _drafts,
+    "tuning": _tuning,
+    "bodies": _bodies,
+    "served": _served,
     "prompts": _prompts,
     "hub": _hub,
     "awq": _quantized("awq"),

@@ -1,6 +1,6 @@
 """Every family's model against transformers' class of the same model_type, in float32.
 
-The compiled kernels run latent attention and torch runs grouped-query attention, so that both
+Compiled kernels and torch run latent and grouped-query attention, torch alone sparse: all
 executions are compared. A random model with a tiny vocabulary accepts drafts by chance.
 """
 

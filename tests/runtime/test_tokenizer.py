@@ -4,18 +4,20 @@ from __future__ import annotations
 
 import json
 import os
+import random
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 from tokenizers import Tokenizer as Backend
-from tokenizers.models import WordLevel
+from tokenizers import decoders, normalizers
+from tokenizers.models import BPE, WordLevel
 
 from cases import run_program
 from mtp_export.errors import InvalidInputError
-from mtp_runtime.tokenizer import Tokenizer
+from mtp_runtime.tokenizer import TextStream, Tokenizer
 
 
 def words(folder: Path) -> dict[str, Any]:
@@ -99,3 +101,64 @@ def test_generate_names_a_damaged_tokenizer(small: Path, tmp_path: Path) -> None
     outcome = run_program("generate", folder, "--prompt", "x")
     assert outcome.code == 3 and "tokenizer.json" in outcome.err
     assert len(outcome.err.splitlines()) == 1
+
+
+def byte_fallback() -> Backend:
+    """A tokenizer as Llama's: words with their spaces, and single bytes."""
+    words = ["\u2581", "\u2581a", "\u2581\u2581", "\u20ac", *map(chr, range(33, 127))]
+    vocab = {word: number for number, word in enumerate(words)}
+    vocab |= {f"<0x{byte:02X}>": len(words) + byte for byte in range(256)}
+    backend = Backend(BPE(vocab, [], byte_fallback=True))
+    steps = [
+        decoders.Replace("\u2581", " "),
+        decoders.ByteFallback(),
+        decoders.Fuse(),
+        decoders.Strip(" ", 1, 0),
+    ]
+    backend.decoder = decoders.Sequence(steps)
+    backend.normalizer = normalizers.Replace(" ", "\u2581")
+    backend.add_special_tokens(["<end>"])
+    return backend
+
+
+def sequences(backend: Backend, text: str, *, cut: bool) -> list[list[int]]:
+    """Tokens of a text, with special ones between; random ones, where characters may be cut."""
+    choice = random.Random(7)
+    vocabulary = backend.get_vocab_size()
+    own, end = list(backend.encode(text).ids), list(backend.get_added_tokens_decoder())[-1]
+    ends = [end, end, *own, end, end, *own, end]
+    if not cut:
+        return [own, ends]
+    mixed = [one for token in own for one in (token, *choice.sample(range(vocabulary), k=1))]
+    return [own, ends, mixed, [choice.randrange(vocabulary) for _ in range(300)]]
+
+
+@pytest.mark.parametrize("kind", ["byte level", "byte fallback"])
+def test_tokens_one_by_one_give_the_text_of_all(kind: str, trained: Path) -> None:
+    """Wherever no character is cut: where one is, byte fallback makes the bytes before it none."""
+    fallback = kind == "byte fallback"
+    backend = byte_fallback() if fallback else Tokenizer.find(trained).backend
+    tokenizer = Tokenizer(trained, backend)
+    text = "na\u00efve \u20ac5 \U0001f600\U0001f680 a b  ab \u4f60\u597d \n\n a"
+    for tokens in sequences(backend, text, cut=not fallback):
+        stream, made = TextStream(tokenizer.decode), ""
+        for count in range(1, len(tokens) + 1):
+            made += stream.add(tokens[count - 1])
+            whole = tokenizer.decode(tokens[:count])
+            assert made == whole or whole.endswith("\ufffd")
+
+
+def test_a_token_is_decoded_with_few_others(trained: Path) -> None:
+    """Also behind thousands of end tokens, which have no text."""
+    tokenizer, given = Tokenizer.find(trained), 0
+
+    def decode(tokens: Sequence[int]) -> str:
+        nonlocal given
+        given += len(tokens)
+        return tokenizer.decode(tokens)
+
+    stream = TextStream(decode)
+    tokens = [*tokenizer.encode("Once upon a time \u20ac \u4f60\u597d" * 40), *[1] * 4000]
+    for token in tokens:
+        stream.add(token)
+    assert given < 12 * len(tokens)

@@ -9,7 +9,7 @@ import pytest
 
 from mtp_export.checkpoint.header import TensorInfo
 from mtp_export.checkpoint.local_folder import LocalFolder
-from mtp_export.checkpoint.plan import COPY, OutputTensor, Step
+from mtp_export.checkpoint.plan import COPY, OutputTensor, Step, copy_step
 from mtp_export.errors import UnsupportedError
 from mtp_export.families.base import LINEAR_ROLES, Role, TensorSpec
 from mtp_export.schemes.base import every_linear
@@ -17,7 +17,6 @@ from mtp_export.schemes.conversion import (
     AS_STORED,
     DEQUANTIZED,
     Conversion,
-    keep_step,
     transpose_step,
 )
 from mtp_export.schemes.discrepancies import StoredTensor
@@ -173,6 +172,6 @@ def test_what_cannot_be_converted() -> None:
 
 
 def test_steps_of_any_tensor() -> None:
-    assert keep_step(CODES, "new") == copied(CODES, "new")
+    assert copy_step(CODES, "new") == copied(CODES, "new")
     turned = Step(Transpose(), (SCALE,), (OutputTensor("new", "F32", (3, 2)),), None)
     assert transpose_step(info(SCALE, "F32", 2, 3), "new") == turned

@@ -99,11 +99,38 @@ def test_pieces_are_the_tensor_at_once(
     monkeypatch.setattr(transforms, "_PIECE_ELEMENTS", 128 * 256)
     written, facts = run(Convert(made, "mse"), inputs, count)
     assert [len(pieces) for pieces in written.pieces] == [3, 3, 1]
-    assert written.outputs == [raw(codes), raw(scale), raw(made.constants((300, 256))[0])]
+    assert written.outputs == [raw(codes), raw(scale), made.constants((300, 256))[0].tobytes()]
     assert facts.keys() == {"sqnr_db", "max_error"}
     assert facts["sqnr_db"] == pytest.approx(error.sqnr_db, rel=1e-12)
     assert facts["max_error"] == error.max_error
     assert Convert(made, "mse").name == made.operation
+
+
+@pytest.mark.parametrize("made", [Int8Channel(), Int4Group(128), W4AFp8(), UNQUANTIZED])
+def test_compiled_code_and_torch_give_the_same(made: WeightFormat, tmp_path: Path) -> None:
+    """Of a block whose scale is zero, which torch looks at, and the one before it."""
+    codes, scale = random(256, 256).to(torch.float8_e4m3fn), random(2, 2).abs() + 0.1
+    codes.view(torch.uint8)[128:, 128:] = 0
+    for last in (0.5, 0.0):
+        scale[1, 1] = last
+        results, error = made.quantize(Fp8Block().source(codes, scale), "mse")
+        inputs = stored(tmp_path, codes=codes, scale=scale)
+        convert = Convert(made, "mse", Fp8Block())
+        written, facts = run(convert, inputs, len(results) + len(made.constants((256, 256))))
+        assert not convert.uses_torch
+        assert written.outputs[: len(results)] == [raw(result) for result in results]
+        assert facts["sqnr_db"] == error.sqnr_db and facts["max_error"] == error.max_error
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_values_become_fp8_without_torch(dtype: torch.dtype, tmp_path: Path) -> None:
+    weight = random(300, 200).to(dtype)
+    (codes, scale), error = Fp8Block().quantize(weight, "minmax")
+    convert = Convert(Fp8Block(), "minmax")
+    written, facts = run(convert, stored(tmp_path, pad=random(1).bfloat16(), weight=weight)[1:], 2)
+    assert not convert.uses_torch
+    assert written.outputs == [raw(codes), raw(scale)]
+    assert facts["max_error"] == error.max_error
 
 
 def test_blocks_of_fp8_are_read_with_their_scales(

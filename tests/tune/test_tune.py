@@ -18,9 +18,18 @@ from typing import Any
 import pytest
 import torch
 
-from cases import read_json, read_tensors, run_program, tree
+from cases import (
+    Outcome,
+    edit_json,
+    read_json,
+    read_shard,
+    read_tensors,
+    run_program,
+    shard_of,
+    tree,
+)
 from mtp_export.checkpoint.files import write_json
-from mtp_export.errors import UsageError
+from mtp_export.errors import InvalidInputError, UsageError
 from mtp_export.tune import state_files
 from mtp_export.tune.drafts import DRAFTS
 from mtp_export.tune.options import DataOptions, TrainOptions, TuneOptions
@@ -31,8 +40,10 @@ from mtp_export.tune.training import Training
 from mtp_export.tune.writing import SourceBundle
 from mtp_export.verify.evidence.statistics import Estimate
 from mtp_runtime.training.parallel import Group
+from tune.conftest import GLM
 
 K, STEPS = 2, 16
+EMBEDDING = "model.layers.3.embed_tokens.weight"
 TRAIN = TrainOptions(k=K, steps=STEPS, rate=1e-3, batch_tokens=256)
 
 
@@ -123,6 +134,41 @@ def test_verify_accepts_the_tuned_bundle(tuned: tuple[TuneResult, Path]) -> None
     assert outcome.code == 0, outcome.out[-2000:] + outcome.err
 
 
+def test_verify_says_what_tuning_changed(tuned: tuple[TuneResult, Path], tmp_path: Path) -> None:
+    """All that it did not change is compared with the source: the embedding, for one."""
+    _, output = tuned
+    copy = Path(shutil.copytree(output, tmp_path / "copy"))
+    arguments = ("verify", copy, "--source", GLM, "--level", "weights", "--json")
+    outcome = run_program(*arguments)
+    assert outcome.code == 0, outcome.out[-2000:] + outcome.err
+    items = items_of(outcome)
+    trained = items["mtp: tuned weights"]
+    assert trained["status"] == "not tested" and "tune" in trained["cause"]
+    assert items["mtp: copied weights"]["status"] == "pass"
+    shard = shard_of(copy / "mtp", EMBEDDING)
+    with shard.open("r+b") as file:
+        file.seek(offset_of(shard, EMBEDDING))
+        file.write(b"\0\1")
+    damaged = failed(items_of(run_program(*arguments)))
+    assert "mtp: copied weights" in damaged
+    edit_json(copy / "mtp_export.json", lambda manifest: manifest["options"].pop("tune"))
+    assert failed(items_of(run_program(*arguments))) > damaged
+
+
+def failed(items: dict[str, Any]) -> set[str]:
+    return {name for name, item in items.items() if item["status"] == "fail"}
+
+
+def items_of(outcome: Outcome) -> dict[str, Any]:
+    checks = json.loads(outcome.out)["checks"]
+    return {item["name"]: item for check in checks for item in check["items"]}
+
+
+def offset_of(shard: Path, tensor: str) -> int:
+    header, _ = read_shard(shard)
+    return 8 + int.from_bytes(shard.read_bytes()[:8], "little") + header[tensor]["data_offsets"][0]
+
+
 def test_an_interrupted_run_ends_with_the_same_bytes(
     options: TuneOptions, tuned: tuple[TuneResult, Path], tmp_path: Path
 ) -> None:
@@ -141,6 +187,57 @@ def test_an_interrupted_run_ends_with_the_same_bytes(
     watch = Watch()
     tune(own, watch)
     assert len(watch.losses) == STEPS - 7
+    assert tree(own.output_dir) == tree(tuned[1])
+
+
+@pytest.mark.parametrize("name", ["rows-*/held-out/*.pt", "training-*.pt"])
+@pytest.mark.parametrize(
+    "damage", ["cut", "one element changed", "an entry lost", "no dictionary", "no state"]
+)
+def test_a_damaged_state_is_named(
+    name: str,
+    damage: str,
+    options: TuneOptions,
+    tuned: tuple[TuneResult, Path],
+    tmp_path: Path,
+) -> None:
+    assert options.workdir is not None
+    work = Path(shutil.copytree(options.workdir, tmp_path / "work"))
+    for path in work.glob(name):
+        match damage:
+            case "cut":
+                path.write_bytes(path.read_bytes()[:-100])
+            case "one element changed":
+                state = torch.load(path, weights_only=True)
+                tensor = state.get("tokens", next(iter(state.get("parameters", {}).values()), None))
+                tensor.view(-1)[0] += 1
+                torch.save(state, path)
+            case "an entry lost":
+                state = torch.load(path, weights_only=True)
+                torch.save(dict(list(state.items())[1:]), path)
+            case "no dictionary":
+                torch.save([1, 2], path)
+            case _:
+                path.write_bytes(b"")
+    own = replace(options, output_dir=tmp_path / "bundle", workdir=work)
+    with pytest.raises(InvalidInputError, match="work folder is damaged") as refusal:
+        tune(own, Watch())
+    assert Path(str(refusal.value.where)).match(name)
+    assert not own.output_dir.exists()
+
+
+@pytest.mark.parametrize("place", [9, -1])
+def test_a_damaged_shard_of_trained_weights_is_written_again(
+    place: int, options: TuneOptions, tuned: tuple[TuneResult, Path], tmp_path: Path
+) -> None:
+    assert options.workdir is not None
+    work = Path(shutil.copytree(options.workdir, tmp_path / "work"))
+    (shard,) = work.glob("trained-*/model.safetensors")
+    raw = bytearray(shard.read_bytes())
+    raw[place] ^= 1
+    shard.write_bytes(raw)
+    own = replace(options, output_dir=tmp_path / "bundle", workdir=work)
+    assert tune(own, Watch()) is not None
     assert tree(own.output_dir) == tree(tuned[1])
 
 
@@ -266,9 +363,16 @@ def test_bad_input_is_one_paragraph(bundle: Path, prompts: Path, tmp_path: Path)
     empty, one, foreign = (tmp_path / f"{name}.jsonl" for name in ("empty", "one", "foreign"))
     nothing = tmp_path / "nothing"
     nothing.mkdir()
+    two = Path(shutil.copytree(bundle, tmp_path / "two"))
+    edit_json(two / "mtp/config.json", lambda config: config.update(rope_theta=7.0))
     empty.write_text("\n")
     one.write_text('{"prompt": "def read("}\n')
     foreign.write_text('{"prompt_token_ids": [5, 99999]}\n')
+    untied = Path(shutil.copytree(bundle, tmp_path / "untied"))
+    shard = shard_of(untied / "mtp", EMBEDDING)
+    with shard.open("r+b") as file:
+        file.seek(offset_of(shard, EMBEDDING))
+        file.write(b"\0\1")
     cases: list[tuple[dict[str, object], int, str]] = [
         ({"data": tmp_path / "none.jsonl"}, 6, "none.jsonl"),
         ({"data": empty}, 3, "holds no prompt"),
@@ -277,6 +381,8 @@ def test_bad_input_is_one_paragraph(bundle: Path, prompts: Path, tmp_path: Path)
         ({"draft": "medusa"}, 2, "medusa"),
         ({"draft": "parallel_heads", "lora_rank": 4}, 2, "low rank"),
         ({"bundle": nothing}, 3, "no bundle"),
+        ({"bundle": two}, 3, "the same rope_theta in main/config.json and mtp/config.json"),
+        ({"bundle": untied}, 3, "differs from the main model's"),
         ({"k": 6}, 2, "6"),
         ({"output_dir": bundle / "inside"}, 2, "must not contain"),
     ]

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
-from cases import export, read_json, run_program
+from cases import edit_json, export, read_json, run_program
 from mtp_export.tune.drafts import DRAFTS
 from mtp_export.tune.eagle3 import Eagle3Draft
 from mtp_export.tune.options import DataOptions, TrainOptions, TuneOptions
@@ -94,6 +95,25 @@ def check_bundle(options: TuneOptions, method: str) -> None:
         *("--output-dir", output, "--draft", method, "--k", DEPTHS, "--dry-run", "--overwrite"),
     )
     assert again.code == 0, again.err
+    check_damage_is_noticed(output, method)
+
+
+def check_damage_is_noticed(output: Path, method: str) -> None:
+    """Header and last byte of a draft are looked at; without a manifest's entry, verify says so."""
+    (shard,) = (output / method).glob("*.safetensors")
+    raw = shard.read_bytes()
+    shard.write_bytes(raw[:-1] + bytes([raw[-1] ^ 1]))
+    assert file_items(output)[f"{method}: checksums"]["status"] == "fail"
+    shard.write_bytes(raw.replace(b"{", b"[", 1))
+    assert file_items(output)[f"{method}: headers and index"]["status"] == "fail"
+    edit_json(output / "mtp_export.json", lambda manifest: manifest["parts"].pop(method))
+    unlisted = file_items(output)[f"{method}: checksums"]
+    assert unlisted["status"] == "not tested" and "manifest" in unlisted["cause"]
+
+
+def file_items(output: Path) -> dict[str, dict[str, Any]]:
+    report = json.loads(run_program("verify", output, "--level", "files", "--json").out)
+    return {item["name"]: item for check in report["checks"] for item in check["items"]}
 
 
 def test_eagle3_computes_what_decoding_does(

@@ -36,7 +36,7 @@ def compiled(function: Callable[..., Any]) -> Any:
     Without a folder to write to nothing is kept.
     """
     dispatcher = _compiled(function, no_cfunc_wrapper=True)
-    with suppress(RuntimeError):  # where there is no such folder
+    with suppress(_NoPlaceError):
         dispatcher._cache = _Cache(function)
     return dispatcher
 
@@ -137,13 +137,26 @@ def _cache_folder(module: str, path: str) -> Path:
     contents = (Path(file).read_bytes() for file in _sources(path, _projects(module)))
     for content in sorted(hashlib.sha256(content).digest() for content in contents):
         digest.update(content)
-    caches = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    home = os.environ.get("NUMBA_CACHE_DIR") or Path(caches, "mtp-export")
-    return Path(home, "kernels", f"{module}-{digest.hexdigest()[:24]}")
+    return _home() / "kernels" / f"{module}-{digest.hexdigest()[:24]}"
+
+
+def _home() -> Path:
+    """Return the folder of all that is kept; raises _NoPlaceError for a user without a home."""
+    if own := os.environ.get("NUMBA_CACHE_DIR"):
+        return Path(own)
+    caches = os.environ.get("XDG_CACHE_HOME")
+    try:
+        return Path(caches or Path.home() / ".cache", "mtp-export")
+    except RuntimeError as error:  # as Path.home() says it
+        raise _NoPlaceError from error
 
 
 def _projects(module: str) -> str:
     return "|".join(sorted({name.partition(".")[0] for name in (module, __name__)}))
+
+
+class _NoPlaceError(Exception):
+    """There is no folder to keep compiled code in."""
 
 
 class _Place(_CacheLocator):
@@ -153,12 +166,12 @@ class _Place(_CacheLocator):
         self._folder = folder
 
     @classmethod
-    def from_function(cls, function: Any, path: str) -> Self | None:
+    def from_function(cls, function: Any, path: str) -> Self:
         try:
             own = cls(_cache_folder(function.__module__, path))
             own.ensure_cache_path()
-        except (OSError, RuntimeError):  # no folder to write to; no home
-            return None
+        except OSError as error:
+            raise _NoPlaceError from error
         return own
 
     def ensure_cache_path(self) -> None:

@@ -49,17 +49,23 @@ TILE = np.dtype(
 
 
 class Keys(NamedTuple):
-    """A layer's cache, and where each request's tokens lie in it."""
+    """A layer's cache, and where each request's tokens lie in it.
 
-    cache: Any  # [slots, c+r]
+    A slot begins with its keys, one for every so many heads; a value lies value_at floats behind
+    its key.
+    """
+
+    cache: Any  # [slots, width of a slot]
     page_table: Any  # [b, max_pages]
     page: int
+    kv_heads: int
+    value_at: int
 
 
 class Parts(NamedTuple):
     """Softmax terms of rows over blocks: exp(score - row_max), their sum, and their products."""
 
-    sums: Any  # [parts, c], of terms and latents
+    sums: Any  # [parts, width of a value], of terms and values
     row_max: Any  # [parts]
     row_sum: Any  # [parts]
 
@@ -67,7 +73,7 @@ class Parts(NamedTuple):
 class Queries(NamedTuple):
     """Rows in the order of their tiles, and the sizes they share."""
 
-    rows: Any  # [T*h, c+r]
+    rows: Any  # [T*h, width of a key]
     heads: int
     scale: Any  # float32
 
@@ -136,13 +142,21 @@ def attend_wave(member: Any, tiles: Any, queries: Any, keys: Any, parts: Any) ->
     for index in range(tiles.size):
         tile = tiles[index]
         step = group_size(tile.queries * heads, tiles.size, member.count)
-        for row in range(0, tile.queries * heads, step):
-            rows = min(step, tile.queries * heads - row)
-            for block in range(tile.blocks):
-                cost = rows * min(BLOCK, tokens_of(tile) - block * BLOCK)
-                if owns(member, done, cost, total):
-                    attend_part(tile, block, (row, rows), scores, queries, keys, parts)
-                done += cost
+        span = rows_per_key(tile, queries, keys)
+        for row in range(0, tile.queries * heads, span):
+            for start in range(row, row + span, step):
+                rows = min(step, row + span - start)
+                for block in range(tile.blocks):
+                    cost = rows * min(BLOCK, tokens_of(tile) - block * BLOCK)
+                    if owns(member, done, cost, total):
+                        attend_part(tile, block, (start, rows), scores, queries, keys, parts)
+                    done += cost
+
+
+@inner
+def rows_per_key(tile: Any, queries: Any, keys: Any) -> Any:
+    """Return the number of consecutive rows of a tile that share a key."""
+    return tile.queries * (queries.heads // keys.kv_heads)
 
 
 @inner
@@ -155,36 +169,38 @@ def tokens_of(tile: Any) -> Any:
 def attend_part(
     tile: Any, block: Any, group: Any, scores: Any, queries: Any, keys: Any, parts: Any
 ) -> None:
-    """Attend from a group (first row, rows) of a tile to the block's tokens they may see."""
+    """Attend from a group (first row, rows) of a tile, which share a key, to the block's tokens
+    they may see."""
     row, rows = group
-    width, latent = queries.rows.shape[1], parts.sums.shape[1]
+    width, value = queries.rows.shape[1], parts.sums.shape[1]
+    key_at = row // rows_per_key(tile, queries, keys) * width
     first = block * BLOCK
     end = min(first + BLOCK, tokens_of(tile))
     at_query = address(queries.rows) + 4 * (tile.first_query * queries.heads + row) * width
     query, at_scores = Rows(at_query, width, rows), address(scores)
     token = first
     while token < end:
-        tokens = tokens_in_page(keys, tile.request, token, end)
+        tokens = tokens_in_page(keys, tile.request, token, end, key_at)
         dot_rows(query, tokens, width, at_scores + 4 * (token - first), BLOCK)
         token += tokens.count
     part = tile.first_part + block * tile.queries * queries.heads + row
     softmax_terms(tile, first, group, scores, queries.scale, parts, part)
-    at_sums = address(parts.sums) + 4 * part * latent
+    at_sums = address(parts.sums) + 4 * part * value
     token = first
     while token < end:
-        tokens = tokens_in_page(keys, tile.request, token, end)
+        tokens = tokens_in_page(keys, tile.request, token, end, key_at + keys.value_at)
         terms = Rows(at_scores + 4 * (token - first), BLOCK, rows)
-        add_products(terms, tokens, at_sums, latent, token - first)
+        add_products(terms, tokens, at_sums, value, token - first)
         token += tokens.count
 
 
 @inner
-def tokens_in_page(keys: Any, request: Any, token: Any, end: Any) -> Any:
-    """Return the rows of tokens [token, end) as far as they lie in one page."""
+def tokens_in_page(keys: Any, request: Any, token: Any, end: Any, column: Any) -> Any:
+    """Return the rows of tokens [token, end), from a column on, as far as they lie in one page."""
     page, width = keys.page, keys.cache.shape[1]
     slot = np.int64(keys.page_table[request, token // page]) * page + token % page
     count = min(end, token - token % page + page) - token
-    return Rows(address(keys.cache) + 4 * slot * width, width, count)
+    return Rows(address(keys.cache) + 4 * (slot * width + column), width, count)
 
 
 @inner
@@ -206,27 +222,26 @@ def softmax_terms(
 
 
 @inner
-def add_products(terms: Any, values: Any, out: Any, latent: Any, add: Any) -> None:
-    """Write terms @ values[:, :latent] to rows at address `out`, added if `add` is not 0."""
-    whole = latent - latent % PANEL
+def add_products(terms: Any, values: Any, out: Any, width: Any, add: Any) -> None:
+    """Write terms @ values[:, :width] to rows at address `out`, added if `add` is not 0."""
+    whole = width - width % PANEL
     for column in range(0, whole, PANEL):
         part = Rows(values.at + 4 * column, values.stride, values.count)
-        multiply(terms, part, out + 4 * column, latent, add)
-    for row in range(terms.count if whole < latent else 0):
+        multiply(terms, part, out + 4 * column, width, add)
+    for row in range(terms.count if whole < width else 0):
         factors = carray(floats(terms.at + 4 * row * terms.stride), (values.count,))
-        sums = carray(floats(out + 4 * row * latent), (latent,))
-        for c in range(whole, latent):
+        sums = carray(floats(out + 4 * row * width), (width,))
+        for c in range(whole, width):
             total = sums[c] if add else np.float32(0.0)
             for t in range(values.count):
-                total += (
-                    factors[t] * carray(floats(values.at + 4 * t * values.stride), (latent,))[c]
-                )
+                total += factors[t] * carray(floats(values.at + 4 * t * values.stride), (width,))[c]
             sums[c] = total
 
 
 @inner
 def merge_parts(tile: Any, query: Any, head: Any, heads: Any, parts: Any, out: Any) -> Any:
-    """Write one query and head's attention to out [c]; return the log of its softmax's sum."""
+    """Write one query and head's attention to out [width of a value]; return the log of its
+    softmax's sum."""
     blocks = -(-(tile.seen + query) // BLOCK)
     if blocks <= 0:
         out[:] = np.float32(0.0)

@@ -1,7 +1,8 @@
-"""Decoder layers of DeepSeek-V3 and the recursion of its MTP module, by exchangeable backends.
+"""Decoder layers and the recursion of their MTP module, by exchangeable backends.
 
-A backend runs whole layers: latent attention over a paged cache, dense or mixture-of-experts MLP,
-norms and projections. `reference` defines the results in plain torch; `compiled_cpu` is fast.
+A backend runs whole layers: latent or grouped-query attention over a paged cache, dense or
+mixture-of-experts MLP, norms and projections. `reference` defines the results in plain torch;
+`compiled_cpu` is fast.
 """
 
 from __future__ import annotations
@@ -15,12 +16,23 @@ from mtp_kernels.decoder.interface import (
     Backend,
     Decoder,
     DecoderConfig,
+    GroupedSizes,
+    GroupedWeights,
+    LatentSizes,
+    LatentWeights,
     LayerKind,
     LayerWeights,
     PackedLayer,
     Recursion,
     RecursionParts,
     RowStep,
+)
+from mtp_kernels.decoder.sliced import (
+    LayerSlice,
+    Pairs,
+    SlicedDecoder,
+    SlicedPass,
+    SlicingBackend,
 )
 
 __all__ = [
@@ -30,12 +42,21 @@ __all__ = [
     "Backend",
     "Decoder",
     "DecoderConfig",
+    "GroupedSizes",
+    "GroupedWeights",
+    "LatentSizes",
+    "LatentWeights",
     "LayerKind",
+    "LayerSlice",
     "LayerWeights",
     "PackedLayer",
+    "Pairs",
     "Recursion",
     "RecursionParts",
     "RowStep",
+    "SlicedDecoder",
+    "SlicedPass",
+    "SlicingBackend",
     "make_backend",
 ]
 

@@ -3,12 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import fields
+from dataclasses import asdict
 
 import torch
 
 from mtp_kernels.batch_layout import BatchLayout
-from mtp_kernels.decoder.interface import DecoderConfig, LayerWeights, PackedLayer, Shapes
+from mtp_kernels.decoder.interface import (
+    DecoderConfig,
+    GroupedSizes,
+    LayerWeights,
+    PackedLayer,
+    Shapes,
+)
 from mtp_kernels.tensor_checks import check_cached_lengths, check_shape, check_tensor
 
 FLOAT = (torch.float32,)
@@ -16,28 +22,41 @@ INDEX = (torch.int64,)
 COUNT = (torch.int32,)
 
 
+MAY_BE_ZERO = ("query_rank", "has_bias", "has_norms")
+
+
 def check_config(config: DecoderConfig, inv_freq: torch.Tensor) -> None:
     """Check that the config's sizes can be computed with, and the rope frequencies."""
-    sizes = ("hidden", "heads", "nope", "rope", "value", "latent")
-    small = [name for name in sizes if getattr(config, name) < 1]
-    if small:
-        raise ValueError(f"{small[0]}: expected at least 1, found {getattr(config, small[0])}")
-    if config.rope % 2:
-        raise ValueError(f"rope: expected an even size, found {config.rope}")
-    check_shape("inv_freq", inv_freq, (config.rope // 2,), FLOAT)
+    attention = config.attention
+    sizes = {"hidden": config.hidden} | asdict(attention)
+    for name, size in sizes.items():
+        if size < 1 and name not in MAY_BE_ZERO:
+            raise ValueError(f"{name}: expected at least 1, found {size}")
+    if attention.rope % 2:
+        raise ValueError(f"rope: expected an even size, found {attention.rope}")
+    if isinstance(attention, GroupedSizes):
+        check_groups(attention)
+    check_shape("inv_freq", inv_freq, (attention.rope // 2,), FLOAT)
+
+
+def check_groups(sizes: GroupedSizes) -> None:
+    """Check that keys are shared by equal groups of heads, and that a head has what is rotated."""
+    if sizes.heads % sizes.kv_heads:
+        raise ValueError(f"heads: expected a multiple of {sizes.kv_heads}, found {sizes.heads}")
+    if sizes.rope > sizes.head:
+        raise ValueError(f"rope: expected at most a head's {sizes.head}, found {sizes.rope}")
 
 
 def check_weights(weights: LayerWeights) -> None:
     """Check that all of a layer's tensors are float32 on the CPU, in any strides."""
-    for field in fields(weights):
-        tensor = getattr(weights, field.name)
+    for name, tensor in weights.tensors.items():
         if tensor is None:
             continue
         if not isinstance(tensor, torch.Tensor) or tensor.dtype not in FLOAT:
             found = tensor.dtype if isinstance(tensor, torch.Tensor) else type(tensor).__name__
-            raise TypeError(f"{field.name}: expected a tensor of float32, found {found}")
+            raise TypeError(f"{name}: expected a tensor of float32, found {found}")
         if tensor.device.type != "cpu":
-            raise ValueError(f"{field.name}: expected on cpu, found on {tensor.device}")
+            raise ValueError(f"{name}: expected on cpu, found on {tensor.device}")
 
 
 def check_layers(config: DecoderConfig, layers: Sequence[PackedLayer]) -> None:
@@ -47,7 +66,7 @@ def check_layers(config: DecoderConfig, layers: Sequence[PackedLayer]) -> None:
     for number, layer in enumerate(layers):
         expected = expected_shapes(config, layer.shapes)
         for name, shape in expected.items():
-            found = layer.shapes[name]
+            found = layer.shapes.get(name)
             if found != shape:
                 wanted, given = (list(s) if s is not None else "none" for s in (shape, found))
                 raise ValueError(f"layer {number}, {name}: expected shape {wanted}, found {given}")
@@ -57,21 +76,13 @@ def check_layers(config: DecoderConfig, layers: Sequence[PackedLayer]) -> None:
 
 def expected_shapes(config: DecoderConfig, found: Shapes) -> Shapes:
     """Return the shapes that a layer's weights must have; experts and their width are its own."""
-    width, rank = config.nope + config.rope, config.query_rank
-    heads, hidden, latent = config.heads, config.hidden, config.latent
-    router, gate = found["router"], found["gate"] or ()
+    hidden, router, gate = config.hidden, found["router"], found["gate"] or ()
     routed = router[0] if router else 0
     experts = max(gate[0] if len(gate) == 3 else 1, routed) if routed else 1
     inner = gate[1] if len(gate) == 3 else 1
     return {
         "input_norm": (hidden,),
-        "down": ((rank or heads * width) + latent + config.rope, hidden),
-        "query_norm": (rank,) if rank else None,
-        "query_up": (heads, width, rank) if rank else None,
-        "latent_norm": (latent,),
-        "key_up": (heads, latent, config.nope),
-        "value_up": (heads, config.value, latent),
-        "output": (hidden, heads * config.value),
+        **config.attention.weights(hidden),
         "post_norm": (hidden,),
         "router": (routed, hidden) if routed else None,
         "router_bias": (routed,) if routed else None,
@@ -130,10 +141,8 @@ def check_stream(config: DecoderConfig, x: torch.Tensor, kv_cache: torch.Tensor)
     """Check rows and cache of a pass or a recursion."""
     device = torch.device("cpu")
     check_tensor("x", x, shape=("T", config.hidden), dtypes=FLOAT, device=device)
-    width = config.latent + config.rope
-    check_tensor(
-        "kv_cache", kv_cache, shape=("layers", "pages", "page", width), dtypes=FLOAT, device=device
-    )
+    shape = ("layers", "pages", "page", config.attention.slot)
+    check_tensor("kv_cache", kv_cache, shape=shape, dtypes=FLOAT, device=device)
 
 
 def check_range(name: str, values: list[int], end: int) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 
@@ -18,8 +18,9 @@ RowStep = Callable[[torch.Tensor], torch.Tensor]  # of every row [T, in] -> [T, 
 class LayerKind:
     """The computations that a decoder layer is made of, by name; a backend runs some of them.
 
-    "mla" is latent attention, "dense" a gated MLP, "sigmoid_moe" DeepSeek-V3's mixture of experts:
-    sigmoid scores, a bias for picking, groups. Other names stand for layers that no backend has.
+    "mla" is latent attention, "gqa" attention of grouped queries; "dense" a gated MLP,
+    "sigmoid_moe" DeepSeek-V3's mixture of experts: sigmoid scores, a bias for picking, groups.
+    Other names stand for layers that no backend has.
     """
 
     attention: str
@@ -27,21 +28,124 @@ class LayerKind:
 
 
 @dataclass(frozen=True)
-class DecoderConfig:
-    """Sizes and constants that all layers of a decoder share.
+class LatentSizes:
+    """Sizes of latent attention. A slot of its cache is [latent | rope key].
 
-    query_rank 0: queries are projected from the hidden state in one step. softmax_scale multiplies
-    attention scores; routed_scale the weights of routed experts, after normalise_weights made them
-    sum to 1. Experts are picked within the groups_per_token best of expert_groups groups.
+    query_rank 0: queries are projected from the hidden state in one step. Neighbouring entries of
+    the last r of a query, and of the rope key, are rotated as pairs.
     """
 
-    hidden: int
     heads: int
     nope: int
     rope: int
     value: int
     latent: int
     query_rank: int
+
+    @property
+    def projected(self) -> int:
+        """Outputs of the first projection."""
+        query = self.query_rank or self.heads * (self.nope + self.rope)
+        return query + self.latent + self.rope
+
+    @property
+    def slot(self) -> int:
+        """Numbers that are cached of a token."""
+        return self.latent + self.rope
+
+    @property
+    def key(self) -> int:
+        """Width of what is multiplied with a cached key."""
+        return self.latent + self.rope
+
+    @property
+    def attended(self) -> int:
+        """Width of a head's sum of cached values."""
+        return self.latent
+
+    @property
+    def output(self) -> int:
+        """Inputs of the output projection."""
+        return self.heads * self.value
+
+    def weights(self, hidden: int) -> Shapes:
+        """Return the shapes of the weights."""
+        width, rank = self.nope + self.rope, self.query_rank
+        return {
+            "down": (self.projected, hidden),
+            "query_norm": (rank,) if rank else None,
+            "query_up": (self.heads, width, rank) if rank else None,
+            "latent_norm": (self.latent,),
+            "key_up": (self.heads, self.latent, self.nope),
+            "value_up": (self.heads, self.value, self.latent),
+            "output": (hidden, self.output),
+        }
+
+
+@dataclass(frozen=True)
+class GroupedSizes:
+    """Sizes of attention whose kv_heads keys and values are shared by as many groups of heads. A
+    slot of its cache is [keys of all kv_heads | values].
+
+    The first `rope` entries of a head are rotated, an entry of their first half being a pair with
+    one of the second. has_bias: of the projection; has_norms: of every query and key.
+    """
+
+    heads: int
+    kv_heads: int
+    head: int
+    rope: int
+    has_bias: bool
+    has_norms: bool
+
+    @property
+    def projected(self) -> int:
+        """Outputs of the first projection."""
+        return (self.heads + 2 * self.kv_heads) * self.head
+
+    @property
+    def slot(self) -> int:
+        """Numbers that are cached of a token."""
+        return 2 * self.kv_heads * self.head
+
+    @property
+    def key(self) -> int:
+        """Width of what is multiplied with a cached key."""
+        return self.head
+
+    @property
+    def attended(self) -> int:
+        """Width of a head's sum of cached values."""
+        return self.head
+
+    @property
+    def output(self) -> int:
+        """Inputs of the output projection."""
+        return self.heads * self.head
+
+    def weights(self, hidden: int) -> Shapes:
+        """Return the shapes of the weights."""
+        norm = (self.head,) if self.has_norms else None
+        return {
+            "qkv": (self.projected, hidden),
+            "bias": (self.projected,) if self.has_bias else None,
+            "query_norm": norm,
+            "key_norm": norm,
+            "output": (hidden, self.output),
+        }
+
+
+@dataclass(frozen=True)
+class DecoderConfig:
+    """Sizes and constants that all layers of a decoder share.
+
+    softmax_scale multiplies attention scores; routed_scale the weights of routed experts, after
+    normalise_weights made them sum to 1. Experts are picked within the groups_per_token best of
+    expert_groups groups.
+    """
+
+    hidden: int
+    attention: LatentSizes | GroupedSizes
     experts_per_token: int
     expert_groups: int
     groups_per_token: int
@@ -52,15 +156,13 @@ class DecoderConfig:
 
 
 @dataclass(frozen=True)
-class LayerWeights:
-    """One layer's float32 tensors as a checkpoint has them: matrices [out, in].
+class LatentWeights:
+    """Weights of latent attention: matrices [out, in].
 
     down projects to [query or its low rank | latent | rope key]. query_norm and query_up are None
-    without a query rank. gate, up and expert_down hold e routed experts, then shared ones; router
-    and router_bias are None in a dense layer, whose MLP is one shared expert. i is the inner size.
+    without a query rank.
     """
 
-    input_norm: torch.Tensor  # [d]
     down: torch.Tensor  # [query + c + r, d]
     query_norm: torch.Tensor | None  # [query_rank]
     query_up: torch.Tensor | None  # [h, n+r, query_rank]
@@ -68,6 +170,32 @@ class LayerWeights:
     key_up: torch.Tensor  # [h, c, n], a query's way into the latent space
     value_up: torch.Tensor  # [h, v, c]
     output: torch.Tensor  # [d, h*v]
+
+
+@dataclass(frozen=True)
+class GroupedWeights:
+    """Weights of attention of grouped queries: matrices [out, in], g key heads of n entries.
+
+    qkv projects to [queries | keys | values], to which bias is added.
+    """
+
+    qkv: torch.Tensor  # [h*n + 2*g*n, d]
+    bias: torch.Tensor | None  # [h*n + 2*g*n]
+    query_norm: torch.Tensor | None  # [n]
+    key_norm: torch.Tensor | None  # [n]
+    output: torch.Tensor  # [d, h*n]
+
+
+@dataclass(frozen=True)
+class LayerWeights:
+    """One layer's float32 tensors as a checkpoint has them: matrices [out, in].
+
+    gate, up and expert_down hold e routed experts, then shared ones; router and router_bias are
+    None in a dense layer, whose MLP is one shared expert. i is the inner size.
+    """
+
+    input_norm: torch.Tensor  # [d]
+    attention: LatentWeights | GroupedWeights
     post_norm: torch.Tensor  # [d]
     router: torch.Tensor | None  # [e, d]
     router_bias: torch.Tensor | None  # [e], added for picking only
@@ -75,10 +203,16 @@ class LayerWeights:
     up: torch.Tensor  # [e + shared, i, d]
     expert_down: torch.Tensor  # [e + shared, d, i]
 
+    @property
+    def tensors(self) -> dict[str, Any]:
+        """Every tensor by its field's name, the attention's too; None where there is none."""
+        own = {field.name: getattr(self, field.name) for field in fields(self)}
+        attention = own.pop("attention")
+        return {field.name: getattr(attention, field.name) for field in fields(attention)} | own
+
     def shapes(self) -> Shapes:
         """Return the shape of every tensor by its field's name, None where there is none."""
-        tensors = ((field.name, getattr(self, field.name)) for field in fields(self))
-        return {name: None if t is None else tuple(t.shape) for name, t in tensors}
+        return {name: None if t is None else tuple(t.shape) for name, t in self.tensors.items()}
 
 
 class PackedLayer(Protocol):
@@ -117,9 +251,9 @@ class Decoder(Protocol):
     def __call__(self, x: torch.Tensor, layout: BatchLayout, kv_cache: torch.Tensor) -> None:
         """Replace x [T, d] by the output of the last layer.
 
-        kv_cache [at least the number of layers, pages, page, c+r]: the rows' normed latents and
-        rotated rope keys are written to their slots; each row attends to its request's tokens up
-        to itself, and slots that no row may see are not read. Raises TypeError or ValueError for
+        kv_cache [at least the number of layers, pages, page, slot of the attention's sizes]: the
+        rows' entries are written to their slots; each row attends to its request's tokens up to
+        itself, and slots that no row may see are not read. Raises TypeError or ValueError for
         tensors that are not contiguous float32 on the decoder's device or do not fit each other.
         """
 
@@ -141,8 +275,9 @@ class Recursion(Protocol):
         """Return counts[i] >= 1 tokens for each row of x [b, d], which is overwritten.
 
         Row i is the module's output at position starts[i]; counts do not rise. kv_cache
-        [1, pages, page, c+r] gets the rows of positions starts[i] + 1 to starts[i] + counts[i] - 1,
-        which page_table [b, max_pages] int32 covers. Of equally good tokens the lowest is drafted.
+        [1, pages, page, slot] gets the rows of positions starts[i] + 1 to
+        starts[i] + counts[i] - 1, which page_table [b, max_pages] int32 covers. Of equally good
+        tokens the lowest is drafted.
         Raises TypeError or ValueError as `Decoder` does.
         """
 
@@ -173,9 +308,9 @@ class Backend(Protocol):
     ) -> Decoder:
         """Join layers that this backend packed.
 
-        inv_freq [r/2] float32: radians per position of each pair of rope entries, which lie side
-        by side; attention_scaling multiplies every rotation. Raises TypeError or ValueError for
-        layers that do not fit the config, and where there is no layer.
+        inv_freq [r/2] float32: radians per position of each pair of rotated entries;
+        attention_scaling multiplies every rotation. Raises TypeError or ValueError for layers that
+        do not fit the config, and where there is no layer.
         """
 
     def norm(self, weight: torch.Tensor, eps: float) -> RowStep:

@@ -2,14 +2,14 @@
 
 Source: DeepSeek-V2 report (arXiv 2405.04434), section 2.1; DeepSeek-V3 report (arXiv 2412.19437),
 sections 2.1.2 and 2.2. Cached latents are expanded to keys and values of every head as the reports
-write it, not absorbed into queries.
+write it, not absorbed into queries. Grouped queries: arXiv 2305.13245.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import dataclass, fields, replace
+from typing import Any, TypeVar
 
 import torch
 import torch.nn.functional as F
@@ -24,6 +24,10 @@ from mtp_kernels.decoder.checks import (
 )
 from mtp_kernels.decoder.interface import (
     DecoderConfig,
+    GroupedSizes,
+    GroupedWeights,
+    LatentSizes,
+    LatentWeights,
     LayerKind,
     LayerWeights,
     RecursionParts,
@@ -31,8 +35,9 @@ from mtp_kernels.decoder.interface import (
     Shapes,
 )
 
-# Fields of LayerWeights that are kept in a backend's dtype.
-MATRICES = ("down", "query_up", "key_up", "value_up", "output", "gate", "up", "expert_down")
+# Weights that are kept in a backend's dtype.
+MATRICES = ("down", "query_up", "key_up", "value_up", "qkv", "output", "gate", "up", "expert_down")
+Weights = TypeVar("Weights", bound=LayerWeights | LatentWeights | GroupedWeights)
 
 
 class Backend:
@@ -42,16 +47,15 @@ class Backend:
         self._dtype = dtype
 
     def runs(self, kind: LayerKind) -> bool:
-        """Return True for latent attention with a dense or mixture-of-experts MLP."""
-        return kind.attention == "mla" and kind.feed_forward in ("dense", "sigmoid_moe")
+        """Return True for latent or grouped-query attention with a dense or mixture-of-experts
+        MLP."""
+        return kind.attention in ("mla", "gqa") and kind.feed_forward in ("dense", "sigmoid_moe")
 
     def pack(self, weights: LayerWeights) -> KeptLayer:
         """Keep a layer's weights."""
         check_weights(weights)
-        matrices: dict[str, Any] = {
-            name: self._rounded(getattr(weights, name)) for name in MATRICES
-        }
-        return KeptLayer(replace(weights, **matrices))
+        rounded = self._rounded(weights)
+        return KeptLayer(replace(rounded, attention=self._rounded(weights.attention)))
 
     def decoder(
         self,
@@ -80,8 +84,16 @@ class Backend:
         """Return the recursion."""
         return Recursion(parts)
 
-    def _rounded(self, matrix: torch.Tensor | None) -> torch.Tensor | None:
-        return None if matrix is None else matrix.to(self._dtype).float()
+    def _rounded(self, weights: Weights) -> Weights:
+        """Return weights whose matrices are rounded to the backend's dtype."""
+        names = {field.name for field in fields(weights)}.intersection(MATRICES)
+        given = {name: getattr(weights, name) for name in names}
+        rounded: dict[str, Any] = {
+            name: matrix.to(self._dtype).float()
+            for name, matrix in given.items()
+            if matrix is not None
+        }
+        return replace(weights, **rounded)
 
 
 @dataclass(frozen=True)
@@ -97,17 +109,28 @@ class KeptLayer:
 
 @dataclass(frozen=True)
 class Rope:
-    """Rotation of neighbouring pairs by position."""
+    """Rotation of pairs by position."""
 
     inv_freq: torch.Tensor  # [r/2], radians per position
     attention_scaling: float
 
     def rotate(self, x: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-        """Rotate x [T, h, r] of positions [T], times attention_scaling."""
-        angles = positions.float()[:, None, None] * self.inv_freq  # [T, 1, r/2]
-        cos, sin = angles.cos() * self.attention_scaling, angles.sin() * self.attention_scaling
+        """Rotate neighbouring pairs of x [T, h, r] of positions [T], times attention_scaling."""
+        cos, sin = self._cos_sin(positions)
         even, odd = x[..., 0::2], x[..., 1::2]
         return torch.stack([even * cos - odd * sin, even * sin + odd * cos], dim=-1).flatten(-2)
+
+    def rotate_halves(self, x: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        """Rotate the first r entries of x [T, h, n], pairs being entries of either half."""
+        cos, sin = self._cos_sin(positions)
+        pairs = len(self.inv_freq)
+        first, second, rest = torch.split(x, [pairs, pairs, x.shape[-1] - 2 * pairs], dim=-1)
+        turned = first * cos - second * sin, first * sin + second * cos
+        return torch.cat([*turned, rest], dim=-1)
+
+    def _cos_sin(self, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        angles = positions.float()[:, None, None] * self.inv_freq  # [T, 1, r/2]
+        return angles.cos() * self.attention_scaling, angles.sin() * self.attention_scaling
 
 
 @dataclass(frozen=True)
@@ -137,52 +160,97 @@ class Decoder:
     def _attention(
         self, layer: LayerWeights, x: torch.Tensor, layout: BatchLayout, cache: torch.Tensor
     ) -> torch.Tensor:
-        """Fill the layer's cache [pages, page, c+r] and return attention of normed x [T, d]."""
-        sizes, rows = self.config, len(x)
-        query_size = sizes.query_rank or sizes.heads * (sizes.nope + sizes.rope)
+        """Fill the layer's cache [pages, page, slot] and return attention of normed x [T, d]."""
+        sizes, weights = self.config.attention, layer.attention
+        if isinstance(sizes, GroupedSizes):
+            assert isinstance(weights, GroupedWeights), "checked with the layers"
+            query, entries = self._grouped(sizes, weights, x, layout.positions)
+        else:
+            assert isinstance(weights, LatentWeights), "checked with the layers"
+            query, entries = self._latent(sizes, weights, x, layout.positions)
+        cache.flatten(0, 1)[layout.slots] = entries
+        values = attend(self.config, weights, query, layout=layout, cache=cache)
+        return values.flatten(1) @ weights.output.T
+
+    def _latent(
+        self, sizes: LatentSizes, weights: LatentWeights, x: torch.Tensor, positions: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return queries [T, h, n+r] and cache entries [T, c+r]."""
         query, latent, rope_key = torch.split(
-            x @ layer.down.T, [query_size, sizes.latent, sizes.rope], dim=-1
+            x @ weights.down.T, [sizes.projected - sizes.slot, sizes.latent, sizes.rope], dim=-1
         )
-        if layer.query_up is not None and layer.query_norm is not None:
-            rank = rms_norm(query, layer.query_norm, self._eps)
-            query = torch.einsum("sq,hmq->shm", rank, layer.query_up)
-        query = query.reshape(rows, sizes.heads, sizes.nope + sizes.rope)
+        if weights.query_up is not None and weights.query_norm is not None:
+            rank = rms_norm(query, weights.query_norm, self._eps)
+            query = torch.einsum("sq,hmq->shm", rank, weights.query_up)
+        query = query.reshape(len(x), sizes.heads, sizes.nope + sizes.rope)
         q_nope, q_rope = torch.split(query, [sizes.nope, sizes.rope], dim=-1)
-        q_rope = self.rope.rotate(q_rope, layout.positions)
-        latent = rms_norm(latent, layer.latent_norm, self._eps)
-        rope_key = self.rope.rotate(rope_key[:, None], layout.positions)[:, 0]
-        cache.flatten(0, 1)[layout.slots] = torch.cat([latent, rope_key], dim=-1)
-        values = attend(self.config, layer, queries=(q_nope, q_rope), layout=layout, cache=cache)
-        return values.flatten(1) @ layer.output.T
+        query = torch.cat([q_nope, self.rope.rotate(q_rope, positions)], dim=-1)
+        latent = rms_norm(latent, weights.latent_norm, self._eps)
+        rope_key = self.rope.rotate(rope_key[:, None], positions)[:, 0]
+        return query, torch.cat([latent, rope_key], dim=-1)
+
+    def _grouped(
+        self,
+        sizes: GroupedSizes,
+        weights: GroupedWeights,
+        x: torch.Tensor,
+        positions: torch.Tensor,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return queries [T, h, n] and cache entries [T, 2*g*n]."""
+        projected = x @ weights.qkv.T
+        if weights.bias is not None:
+            projected = projected + weights.bias
+        counts = [sizes.heads, sizes.kv_heads, sizes.kv_heads]
+        by_head = projected.view(len(x), sum(counts), sizes.head)
+        query, key, value = torch.split(by_head, counts, dim=1)
+        if weights.query_norm is not None and weights.key_norm is not None:
+            query = rms_norm(query, weights.query_norm, self._eps)
+            key = rms_norm(key, weights.key_norm, self._eps)
+        query, key = (self.rope.rotate_halves(one, positions) for one in (query, key))
+        return query, torch.cat([key, value], dim=1).flatten(1)
 
 
 def attend(
     config: DecoderConfig,
-    layer: LayerWeights,
-    queries: tuple[torch.Tensor, torch.Tensor],  # [T, h, n] and [T, h, r]
+    weights: LatentWeights | GroupedWeights,
+    query: torch.Tensor,  # [T, h, width of a key]
     layout: BatchLayout,
-    cache: torch.Tensor,  # [pages, page, c+r]
+    cache: torch.Tensor,  # [pages, page, slot]
 ) -> torch.Tensor:
     """Return values [T, h, v]; a row that sees no token gets 0."""
-    q_nope, q_rope = queries
-    out = torch.zeros(len(q_nope), config.heads, config.value)
+    rows: list[torch.Tensor] = []
     starts, page = layout.cu_q.tolist(), cache.shape[1]
     for request, kv_len in enumerate(layout.kv_lens.tolist()):
         pages = layout.page_table[request, : -(-kv_len // page)].long()
         tokens = cache[pages].flatten(0, 1)[:kv_len]
-        latents, rope_keys = tokens[:, : config.latent], tokens[:, config.latent :]
-        keys = torch.einsum("tc,hcn->thn", latents, layer.key_up)
-        values = torch.einsum("tc,hvc->thv", latents, layer.value_up)
+        keys, values = expanded(config.attention, weights, tokens)
         start, end = starts[request], starts[request + 1]
         for row in range(start, end):
-            seen = kv_len - (end - 1 - row)
-            if seen < 1:
-                continue
-            scores = torch.einsum("hn,thn->ht", q_nope[row], keys[:seen])
-            scores += torch.einsum("hr,tr->ht", q_rope[row], rope_keys[:seen])
+            seen = max(0, kv_len - (end - 1 - row))
+            scores = torch.einsum("hn,thn->ht", query[row], keys[:seen])
             probs = torch.softmax(scores * config.softmax_scale, dim=-1)
-            out[row] = torch.einsum("ht,thv->hv", probs, values[:seen])
-    return out
+            rows.append(torch.einsum("ht,thv->hv", probs, values[:seen]))
+    return torch.stack(rows) if rows else query.new_zeros(0, 1, weights.output.shape[1])
+
+
+def expanded(
+    sizes: LatentSizes | GroupedSizes,
+    weights: LatentWeights | GroupedWeights,
+    tokens: torch.Tensor,  # [t, slot]
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the keys and values of every head, [t, h, width of a key] and [t, h, v]."""
+    if isinstance(weights, LatentWeights):
+        assert isinstance(sizes, LatentSizes), "checked with the layers"
+        latents, rope_keys = tokens[:, : sizes.latent], tokens[:, sizes.latent :]
+        keys = torch.einsum("tc,hcn->thn", latents, weights.key_up)
+        rope_keys = rope_keys[:, None].expand(-1, sizes.heads, -1)
+        return torch.cat([keys, rope_keys], dim=-1), torch.einsum(
+            "tc,hvc->thv", latents, weights.value_up
+        )
+    assert isinstance(sizes, GroupedSizes), "checked with the layers"
+    entries = tokens.view(len(tokens), 2, sizes.kv_heads, sizes.head)
+    each = entries.repeat_interleave(sizes.heads // sizes.kv_heads, dim=2)
+    return each[:, 0], each[:, 1]
 
 
 def feed_forward(config: DecoderConfig, layer: LayerWeights, x: torch.Tensor) -> torch.Tensor:

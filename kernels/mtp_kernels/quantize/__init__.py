@@ -1,21 +1,20 @@
 """Quantize and dequantize weight matrices: fp8 blocks, int8 channels, int4 groups, w4afp8.
 
 Weights are read as they are stored, computed with in fp32 and rounded once. All backends give
-the same bits. `scale` is the multiplier in weight ≈ code * scale.
+the same bits. `scale` is the multiplier in weight ≈ code * scale. These functions take tensors and
+import torch when they are called; array_conversions has those that do without it.
 """
 
 from __future__ import annotations
 
-import math
 from importlib import import_module
-from typing import Protocol, cast
-
-import torch
+from typing import TYPE_CHECKING, Protocol, cast
 
 from mtp_kernels.quantize import checks
 from mtp_kernels.quantize.layouts import (
     GROUP_SIZES,
     SCALE_FACTORS,
+    SIGN_BITS,
     W4AFP8_GROUP,
     ErrorStats,
     Fp8Block,
@@ -25,6 +24,9 @@ from mtp_kernels.quantize.layouts import (
     RowStats,
     W4AFp8,
 )
+
+if TYPE_CHECKING:
+    import torch
 
 __all__ = [
     "BACKENDS",
@@ -51,8 +53,6 @@ BACKENDS = {
     "cpu": "mtp_kernels.quantize.cpu",
     "triton_cuda": "mtp_kernels.quantize.triton_cuda",
 }
-
-_SIGN_BITS = -0x78  # 0x88 as int8: code + 8 and the two's complement differ in each nibble's sign
 
 
 class Backend(Protocol):
@@ -90,16 +90,16 @@ class Backend(Protocol):
 
 
 def dequantize_fp8_block(
-    source: Fp8Block, dtype: torch.dtype = torch.bfloat16, *, backend: str = "auto"
+    source: Fp8Block, dtype: torch.dtype | None = None, *, backend: str = "auto"
 ) -> tuple[torch.Tensor, ErrorStats]:
     """Weights [N, K] of a 128x128 block fp8 source: code * scale in fp32, rounded once to dtype.
 
-    dtype is bfloat16 or float32. The error is that last rounding's. A zero scale stands for a
-    block of zeros. Raises ValueError for NaN codes, for scales that are negative, NaN, infinite,
-    or zero over nonzero codes. Source: DeepSeek-V3 technical report, section 3.3.
+    dtype is bfloat16, the default, or float32. The error is that last rounding's. A zero scale
+    stands for a block of zeros. Raises ValueError for NaN codes, for scales that are negative, NaN,
+    infinite, or zero over nonzero codes. Source: DeepSeek-V3 technical report, section 3.3.
     """
     codes, block_scale = checks.check_fp8_block(source)
-    checks.check_output_dtype(dtype)
+    dtype = checks.output_dtype(dtype)
     weights, stats = _backend(backend, codes).dequantize_fp8_block(codes, block_scale, dtype)
     return weights, _error_stats(codes, stats)
 
@@ -132,7 +132,7 @@ def quantize_int8_channel(
         raise ValueError(f"int8: K = {values.shape[1]} is not divisible by 4, the codes of a word")
     implementation = _backend(backend, values)
     packed, scale, stats = implementation.quantize_int8_channel(values, block_scale)
-    return Int8Channel(packed, scale.to(torch.bfloat16)), _error_stats(values, stats)
+    return Int8Channel(packed, scale.bfloat16()), _error_stats(values, stats)
 
 
 def quantize_int4_group(
@@ -150,7 +150,7 @@ def quantize_int4_group(
     NaN or infinite weights. Source: compressed-tensors `pack-quantized`, strategy group.
     """
     packed, scale, stats = _quantize_int4(source, group_size, scale_rule, backend)
-    return Int4Group(packed, scale.to(torch.bfloat16)), stats
+    return Int4Group(packed, scale.bfloat16()), stats
 
 
 def quantize_w4afp8(
@@ -162,52 +162,56 @@ def quantize_w4afp8(
     loads, so the stored fp32 is already a bf16 value. Raises ValueError as quantize_int4_group.
     Source: SGLang `quantization/w4afp8.py`.
     """
+    import torch
+
     packed, scale, stats = _quantize_int4(source, W4AFP8_GROUP, scale_rule, backend)
-    return W4AFp8(packed.view(torch.int8).bitwise_xor_(_SIGN_BITS), scale), stats
+    return W4AFp8(packed.view(torch.int8).bitwise_xor_(SIGN_BITS), scale), stats
 
 
 def dequantize_int8_channel(
-    weight: Int8Channel, dtype: torch.dtype = torch.bfloat16, *, backend: str = "auto"
+    weight: Int8Channel, dtype: torch.dtype | None = None, *, backend: str = "auto"
 ) -> torch.Tensor:
-    """Weights [N, K] in bfloat16 or float32: code * scale in fp32, rounded once to dtype.
+    """Weights [N, K] in bfloat16, the default, or float32: code * scale in fp32, rounded once.
 
     Raises ValueError for scales that are not finite and positive.
     """
-    packed = checks.check_matrix("packed", weight.packed, (torch.int32,))
-    scale = checks.check_scale(packed, weight.scale, torch.bfloat16, (1,))
-    checks.check_output_dtype(dtype)
+    packed = checks.check_matrix("packed", weight.packed, ("int32",))
+    scale = checks.check_scale(packed, weight.scale, "bfloat16", (1,))
+    dtype = checks.output_dtype(dtype)
     return _backend(backend, packed).dequantize_int8_channel(packed, scale, dtype)
 
 
 def dequantize_int4_group(
-    weight: Int4Group, dtype: torch.dtype = torch.bfloat16, *, backend: str = "auto"
+    weight: Int4Group, dtype: torch.dtype | None = None, *, backend: str = "auto"
 ) -> torch.Tensor:
-    """Weights [N, K] in bfloat16 or float32: code * scale in fp32, rounded once to dtype.
+    """Weights [N, K] in bfloat16, the default, or float32: code * scale in fp32, rounded once.
 
     The group size is K over the scale's columns. Raises ValueError for another size than 32, 64
     or 128, and for scales that are not finite and positive.
     """
-    packed = checks.check_matrix("packed", weight.packed, (torch.int32,))
+    packed = checks.check_matrix("packed", weight.packed, ("int32",))
     columns = 8 * packed.shape[1]
     groups = tuple(columns // size for size in GROUP_SIZES if columns % size == 0)
-    scale = checks.check_scale(packed, weight.scale, torch.bfloat16, groups)
-    checks.check_output_dtype(dtype)
+    scale = checks.check_scale(packed, weight.scale, "bfloat16", groups)
+    dtype = checks.output_dtype(dtype)
     return _backend(backend, packed).dequantize_int4_group(packed, scale, dtype)
 
 
 def dequantize_w4afp8(
-    weight: W4AFp8, dtype: torch.dtype = torch.bfloat16, *, backend: str = "auto"
+    weight: W4AFp8, dtype: torch.dtype | None = None, *, backend: str = "auto"
 ) -> torch.Tensor:
-    """Weights [N, K] in bfloat16 or float32: code * scale in fp32, rounded once to dtype.
+    """Weights [N, K] in bfloat16, the default, or float32: code * scale in fp32, rounded once.
 
     Raises ValueError for K not divisible by 128 and for scales that are not finite and positive.
     """
-    packed = checks.check_matrix("packed", weight.packed, (torch.int8,))
+    import torch
+
+    packed = checks.check_matrix("packed", weight.packed, ("int8",))
     columns = 2 * packed.shape[1]
     checks.check_group_size(columns, W4AFP8_GROUP)
-    scale = checks.check_scale(packed, weight.scale, torch.float32, (columns // W4AFP8_GROUP,))
-    checks.check_output_dtype(dtype)
-    words = packed.bitwise_xor(_SIGN_BITS).view(torch.int32)
+    scale = checks.check_scale(packed, weight.scale, "float32", (columns // W4AFP8_GROUP,))
+    dtype = checks.output_dtype(dtype)
+    words = packed.bitwise_xor(SIGN_BITS).view(torch.int32)
     return _backend(backend, packed).dequantize_int4_group(words, scale, dtype)
 
 
@@ -226,6 +230,8 @@ def _quantize_int4(
 
 def load_backend(device: torch.device | str) -> None:
     """Import the backend of a device, which else the first call does: it takes seconds."""
+    import torch
+
     _backend_on("auto", torch.device(device))
 
 
@@ -245,11 +251,10 @@ def _backend_on(name: str, device: torch.device) -> Backend:
 
 
 def _error_stats(source: torch.Tensor, stats: RowStats) -> ErrorStats:
-    """Exact sums over rows, so that neither their order nor the device matters."""
     checks.check_finite(source, stats)
-    return ErrorStats(
-        elements=source.numel(),
-        signal_energy=math.fsum(stats.signal.tolist()),
-        error_energy=math.fsum(stats.error.tolist()),
+    return ErrorStats.of_rows(
+        source.numel(),
+        signal=stats.signal.tolist(),
+        error=stats.error.tolist(),
         max_error=float(stats.max_error.max()),
     )

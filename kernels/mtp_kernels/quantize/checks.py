@@ -2,20 +2,26 @@
 
 from __future__ import annotations
 
-import torch
+from typing import TYPE_CHECKING
 
 from mtp_kernels.quantize.layouts import BLOCK, GROUP_SIZES, Fp8Block, RowStats
 
-FLOAT_DTYPES = (torch.bfloat16, torch.float32)
-BLOCK_SCALE_DTYPES = (torch.float32, torch.float8_e8m0fnu)
+if TYPE_CHECKING:
+    import torch
+
+# Names of torch's dtypes: whoever converts arrays alone does without torch.
+FLOAT_DTYPES = ("bfloat16", "float32")
+BLOCK_SCALE_DTYPES = ("float32", "float8_e8m0fnu")
 
 
-def check_matrix(what: str, tensor: object, dtypes: tuple[torch.dtype, ...]) -> torch.Tensor:
+def check_matrix(what: str, tensor: object, dtypes: tuple[str, ...]) -> torch.Tensor:
     """Return the tensor, contiguous, if it is a non-empty matrix of one of the dtypes."""
+    import torch
+
     if not isinstance(tensor, torch.Tensor):
         raise TypeError(f"{what}: expected a tensor, found {type(tensor).__name__}")
-    if tensor.dtype not in dtypes:
-        expected = " or ".join(str(dtype) for dtype in dtypes)
+    if str(tensor.dtype).removeprefix("torch.") not in dtypes:
+        expected = " or ".join(f"torch.{dtype}" for dtype in dtypes)
         raise TypeError(f"{what}: expected dtype {expected}, found {tensor.dtype}")
     if tensor.ndim != 2 or tensor.numel() == 0:
         raise ValueError(f"{what}: expected a non-empty matrix, found shape {list(tensor.shape)}")
@@ -24,8 +30,8 @@ def check_matrix(what: str, tensor: object, dtypes: tuple[torch.dtype, ...]) -> 
 
 def check_fp8_block(source: Fp8Block) -> tuple[torch.Tensor, torch.Tensor]:
     """Return codes and fp32 block scales of a source whose scales describe its codes."""
-    codes = check_matrix("fp8 codes", source.codes, (torch.float8_e4m3fn,))
-    scale = check_matrix("fp8 block scale", source.scale, BLOCK_SCALE_DTYPES).to(torch.float32)
+    codes = check_matrix("fp8 codes", source.codes, ("float8_e4m3fn",))
+    scale = check_matrix("fp8 block scale", source.scale, BLOCK_SCALE_DTYPES).float()
     _check_same_device(codes, scale)
     expected = [-(-size // BLOCK) for size in codes.shape]
     if list(scale.shape) != expected:
@@ -33,7 +39,7 @@ def check_fp8_block(source: Fp8Block) -> tuple[torch.Tensor, torch.Tensor]:
             f"fp8 block scale: expected shape {expected} for codes {list(codes.shape)}, "
             f"found {list(scale.shape)}"
         )
-    _refuse(~torch.isfinite(scale) | (scale < 0), scale, "fp8 block scale", "finite, at least 0")
+    _refuse(~scale.isfinite() | (scale < 0), scale, "fp8 block scale", "finite, at least 0")
     _check_zero_scales(codes, scale)
     return codes, scale
 
@@ -52,35 +58,42 @@ def check_group_size(columns: int, group_size: int) -> None:
         raise ValueError(f"int4: K = {columns} is not divisible by the group size {group_size}")
 
 
-def check_output_dtype(dtype: torch.dtype) -> None:
-    if dtype not in FLOAT_DTYPES:
+def output_dtype(wanted: torch.dtype | None) -> torch.dtype:
+    """Return the dtype of dequantized weights: bfloat16 unless another is wanted."""
+    import torch
+
+    dtype = torch.bfloat16 if wanted is None else wanted
+    if dtype not in (torch.bfloat16, torch.float32):
         raise TypeError(f"output dtype: expected bfloat16 or float32, found {dtype}")
+    return dtype
 
 
 def check_scale(
-    packed: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype, groups: tuple[int, ...]
+    packed: torch.Tensor, scale: torch.Tensor, dtype: str, groups: tuple[int, ...]
 ) -> torch.Tensor:
     """Return the fp32 scales of a packed weight, if there is one of these numbers per row."""
-    scale = check_matrix("scale", scale, (dtype,)).to(torch.float32)
+    scale = check_matrix("scale", scale, (dtype,)).float()
     _check_same_device(packed, scale)
     if scale.shape[0] != packed.shape[0] or scale.shape[1] not in groups:
         raise ValueError(
             f"scale: expected {packed.shape[0]} rows and {' or '.join(map(str, groups))} columns "
             f"for packed {list(packed.shape)}, found {list(scale.shape)}"
         )
-    _refuse(~torch.isfinite(scale) | (scale <= 0), scale, "scale", "finite, above 0")
+    _refuse(~scale.isfinite() | (scale <= 0), scale, "scale", "finite, above 0")
     return scale
 
 
 def check_finite(source: torch.Tensor, stats: RowStats) -> None:
     """Refuse a source with NaN or infinite weights, which show in its energies."""
-    if torch.isfinite(stats.signal).all() and torch.isfinite(stats.error).all():
+    if stats.signal.isfinite().all() and stats.error.isfinite().all():
         return
+    import torch
+
     if source.dtype == torch.float8_e4m3fn:
         bits = source.view(torch.uint8)
         _refuse((bits & 0x7F) == 0x7F, bits, "source", "finite e4m3 codes")
-    _refuse(~torch.isfinite(source.to(torch.float32)), source, "source", "finite weights")
-    row = int((~torch.isfinite(stats.error)).nonzero()[0])
+    _refuse(~source.float().isfinite(), source, "source", "finite weights")
+    row = int((~stats.error.isfinite()).nonzero()[0])
     raise ValueError(f"source: the weights of row {row} are too large for the quantized format")
 
 
@@ -91,6 +104,8 @@ def _check_same_device(values: torch.Tensor, scale: torch.Tensor) -> None:
 
 def _check_zero_scales(codes: torch.Tensor, scale: torch.Tensor) -> None:
     """Refuse zero scales over codes that are not zero."""
+    import torch
+
     for block_row, block_column in (scale == 0).nonzero().tolist():
         rows = slice(block_row * BLOCK, (block_row + 1) * BLOCK)
         columns = slice(block_column * BLOCK, (block_column + 1) * BLOCK)

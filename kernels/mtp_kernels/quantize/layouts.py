@@ -6,15 +6,18 @@ Everything here is shared by all backends, which must agree to the bit.
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
-import torch
+if TYPE_CHECKING:
+    import torch
 
 BLOCK = 128  # rows and columns of one fp8 block
 LANES = 128  # columns of one segment, the unit in which a row's energies are added up
 GROUP_SIZES = (32, 64, 128)
 W4AFP8_GROUP = 128
+SIGN_BITS = -0x78  # 0x88 as int8: code + 8 and the two's complement differ in each nibble's sign
 
 E4M3_MAX = 448.0
 INT8_MAX = 127.0  # codes in [-127, 127]; amax / 127 cannot clip, whichever way the scale rounds
@@ -93,6 +96,18 @@ class ErrorStats:
     signal_energy: float
     error_energy: float
     max_error: float
+
+    @classmethod
+    def of_rows(
+        cls, elements: int, signal: Iterable[float], error: Iterable[float], max_error: float
+    ) -> ErrorStats:
+        """Add up the energies of rows, exactly: neither their order nor the device matters."""
+        return cls(
+            elements=elements,
+            signal_energy=math.fsum(signal),
+            error_energy=math.fsum(error),
+            max_error=max_error,
+        )
 
     @property
     def sqnr_db(self) -> float:

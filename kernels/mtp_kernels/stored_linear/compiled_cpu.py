@@ -58,17 +58,17 @@ def _arrays(weight: StoredWeight) -> Any:
             codes = weight.codes.contiguous()
             return tiles.Fp8Channels(codes.view(torch.uint8).numpy(), scale.numpy())
         case Int8Channel():
-            packed = checks.check_matrix("packed", weight.packed, (torch.int32,))
-            scale = checks.check_scale(packed, weight.scale, torch.bfloat16, (1,))
+            packed = checks.check_matrix("packed", weight.packed, ("int32",))
+            scale = checks.check_scale(packed, weight.scale, "bfloat16", (1,))
             return tiles.Int8Channels(packed.view(torch.uint8).numpy(), scale.numpy())
         case Int4Group():
-            packed = checks.check_matrix("packed", weight.packed, (torch.int32,))
+            packed = checks.check_matrix("packed", weight.packed, ("int32",))
             columns = 8 * packed.shape[1]
             groups = tuple(columns // size for size in GROUP_SIZES if columns % size == 0)
-            scale = checks.check_scale(packed, weight.scale, torch.bfloat16, groups)
+            scale = checks.check_scale(packed, weight.scale, "bfloat16", groups)
             return tiles.Int4Groups(packed.view(torch.uint8).numpy(), scale.numpy(), tiles.OFFSET)
         case W4AFp8():
-            packed = checks.check_matrix("packed", weight.packed, (torch.int8,))
+            packed = checks.check_matrix("packed", weight.packed, ("int8",))
             groups = (2 * packed.shape[1] // W4AFP8_GROUP,)
-            scale = checks.check_scale(packed, weight.scale, torch.float32, groups)
+            scale = checks.check_scale(packed, weight.scale, "float32", groups)
             return tiles.Int4Groups(packed.view(torch.uint8).numpy(), scale.numpy(), tiles.SIGNED)

@@ -53,7 +53,7 @@ def dequantize_fp8_channel(weight: Fp8Channel, dtype: torch.dtype) -> torch.Tens
 
 def checked_fp8_channel(weight: Fp8Channel) -> torch.Tensor:
     """Return the fp32 scales [N, 1] of a weight (ValueError for unusable ones)."""
-    codes = checks.check_matrix("fp8 codes", weight.codes, (torch.float8_e4m3fn,))
+    codes = checks.check_matrix("fp8 codes", weight.codes, ("float8_e4m3fn",))
     scale = weight.scale.float()
     if scale.shape != (codes.shape[0], 1):
         raise ValueError(

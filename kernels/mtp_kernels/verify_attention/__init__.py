@@ -16,7 +16,15 @@ import torch
 from mtp_kernels.tensor_checks import check_cached_lengths, check_tensor
 from mtp_kernels.verify_attention.inputs import Inputs, Sizes, Workspace
 
-__all__ = ["BACKENDS", "Workspace", "make_workspace", "verify_attention"]
+__all__ = [
+    "BACKENDS",
+    "Sizes",
+    "Workspace",
+    "check_sizes",
+    "has_split_cache",
+    "make_workspace",
+    "verify_attention",
+]
 
 # Loaded on first use: a CPU user needs no Triton. A backend is a module with `attend` and
 # `workspace_bytes`.
@@ -25,9 +33,12 @@ BACKENDS = {
     "torch_cpu": "mtp_kernels.verify_attention.torch_cpu",
     "compiled_cpu": "mtp_kernels.verify_attention.compiled_cpu",
     "triton_cuda": "mtp_kernels.verify_attention.triton_cuda",
+    "ascend_npu": "mtp_kernels.verify_attention.ascend_npu",
 }
-# The backend that "auto" means on each torch device type; on a CPU compiled_cpu where it is faster.
-AUTO = {"cpu": "torch_cpu", "cuda": "triton_cuda"}
+# The backend that "auto" means on each torch device type; compiled_cpu for torch_cpu where faster.
+AUTO = {"cpu": "torch_cpu", "cuda": "triton_cuda", "npu": "ascend_npu"}
+# Backends whose cache is split into latents and rope keys; their lengths lie on the host.
+SPLIT_CACHE = ("ascend_npu",)
 LSE_DTYPE = torch.float32
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
@@ -56,6 +67,7 @@ def verify_attention(
     cu_q: torch.Tensor,
     scale: float,
     *,
+    rope_cache: torch.Tensor | None = None,
     kv_scale: torch.Tensor | None = None,
     backend: str = "auto",
     workspace: Workspace | None = None,
@@ -71,6 +83,9 @@ def verify_attention(
     be 0. kv_lens[i] counts its cached tokens, those of the query rows included, so row j of the
     request sees the first kv_lens[i] - (q_len - 1 - j) tokens. A row that sees none gets out 0 and
     lse -inf. Page ids past a request's last token, and cache slots past it, are never used.
+
+    A split cache is kv_cache [pages, page, c] and rope_cache [pages, page, r], with kv_lens and
+    cu_q on the CPU: the form of ascend_npu, which reference takes too.
 
     Dtypes: q_latent and q_rope bfloat16, float16 or float32; kv_cache the same, or float8_e4m3fn
     with kv_scale float32 [pages, page], where a token's c+r stored values all stand for
@@ -90,6 +105,7 @@ def verify_attention(
         q_latent=q_latent,
         q_rope=q_rope,
         kv_cache=kv_cache,
+        rope_cache=rope_cache,
         kv_scale=kv_scale,
         page_table=page_table,
         kv_lens=kv_lens,
@@ -107,6 +123,7 @@ def verify_attention(
         q_latent=q_latent,
         q_rope=q_rope,
         kv_cache=kv_cache,
+        rope_cache=rope_cache,
         kv_scale=kv_scale,
         page_table=page_table,
         kv_lens=kv_lens,
@@ -114,12 +131,23 @@ def verify_attention(
         scale=scale,
         sizes=sizes,
     )
-    chosen_by = sizes if workspace is None else workspace.sizes
-    module = load_backend(backend, q_latent.device, chosen_by)
+    return run(inputs, backend=backend, workspace=workspace, out=out)
+
+
+def run(
+    inputs: Inputs,
+    backend: str,
+    workspace: Workspace | None,
+    out: tuple[torch.Tensor, torch.Tensor] | None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Attend by a backend that takes the inputs' form, into the caller's tensors or new ones."""
+    sizes, device = inputs.sizes, inputs.q_latent.device
+    name = backend_name(backend, device, sizes if workspace is None else workspace.sizes)
+    check_cache_form(name, inputs.rope_cache)
+    module = load_backend(name)
     parts = None if workspace is None else workspace.parts
-    needed_bytes = module.workspace_bytes(sizes, parts, q_latent.device)
-    buffer = workspace_buffer(workspace, needed_bytes, q_latent.device)
-    out = outputs(q_latent, out)
+    buffer = workspace_buffer(workspace, module.workspace_bytes(sizes, parts, device), device)
+    out = outputs(inputs.q_latent, out)
     module.attend(inputs, buffer, parts, *out)
     return out
 
@@ -164,22 +192,47 @@ def make_workspace(
     if min(counts) < 1:
         raise ValueError(f"workspace sizes: expected all at least 1, found {sizes}, parts {parts}")
     device = torch.device(device)
-    module = load_backend(backend, device, sizes)
+    module = load_backend(backend_name(backend, device, sizes))
     size_bytes = module.workspace_bytes(sizes, parts, device)
     return Workspace(sizes, torch.empty(size_bytes, dtype=torch.uint8, device=device), parts)
 
 
-def load_backend(backend: str, device: torch.device, sizes: Sizes) -> Backend:
-    """Import the module of a backend; "auto" goes by the device and the dtypes."""
+def has_split_cache(device: torch.device) -> bool:
+    """Return True for devices whose backend takes latents and rope keys as two tensors, and lengths
+    on the CPU."""
+    return AUTO.get(device.type) in SPLIT_CACHE
+
+
+def backend_name(backend: str, device: torch.device, sizes: Sizes) -> str:
+    """Return the name of a backend; "auto" goes by the device and the dtypes."""
     if backend == "auto":
         if device.type not in AUTO:
             raise ValueError(f"backend auto: expected a device of {sorted(AUTO)}, found {device}")
         backend = AUTO[device.type]
-        if device.type == "cpu" and sizes.dtype == torch.bfloat16 and compiled_is_faster(sizes):
+        if backend == "torch_cpu" and sizes.dtype == torch.bfloat16 and compiled_is_faster(sizes):
             backend = "compiled_cpu"
     if backend not in BACKENDS:
         raise ValueError(f"backend: expected auto or one of {sorted(BACKENDS)}, found {backend!r}")
-    return cast(Backend, import_module(BACKENDS[backend]))
+    return backend
+
+
+def check_sizes(sizes: Sizes, device: torch.device) -> None:
+    """Raise ValueError for calls up to some sizes that the device's backend does not take."""
+    load_backend(backend_name("auto", device, sizes)).workspace_bytes(sizes, None, device)
+
+
+def load_backend(name: str) -> Backend:
+    """Import the module of a backend."""
+    return cast(Backend, import_module(BACKENDS[name]))
+
+
+def check_cache_form(backend: str, rope_cache: torch.Tensor | None) -> None:
+    """Refuse a cache in another form than a backend takes; the reference takes both."""
+    if backend == "reference" or (rope_cache is not None) == (backend in SPLIT_CACHE):
+        return
+    forms = ("kv_cache alone", "kv_cache and rope_cache")
+    expected, found = forms if rope_cache is not None else forms[::-1]
+    raise ValueError(f"backend {backend}: expected {expected}, found {found}")
 
 
 def compiled_is_faster(sizes: Sizes) -> bool:
@@ -244,9 +297,11 @@ def sizes_of(
 
 
 def check_tensors(
+    *,
     q_latent: torch.Tensor,
     q_rope: torch.Tensor,
     kv_cache: torch.Tensor,
+    rope_cache: torch.Tensor | None,
     kv_scale: torch.Tensor | None,
     page_table: torch.Tensor,
     kv_lens: torch.Tensor,
@@ -260,10 +315,14 @@ def check_tensors(
         "q_rope", q_rope, shape=(queries, heads, "r"), dtypes=(q_latent.dtype,), device=device
     )
     kv_dtypes = (q_latent.dtype, torch.float8_e4m3fn)
-    width = latent + q_rope.shape[2]
+    rope, lengths_on = q_rope.shape[2], device
+    width = latent + rope if rope_cache is None else latent
     check_tensor(
         "kv_cache", kv_cache, shape=("pages", "page", width), dtypes=kv_dtypes, device=device
     )
+    if rope_cache is not None:
+        lengths_on, keys = torch.device("cpu"), (*kv_cache.shape[:2], rope)
+        check_tensor("rope_cache", rope_cache, shape=keys, dtypes=(kv_cache.dtype,), device=device)
     if (kv_cache.dtype == torch.float8_e4m3fn) != (kv_scale is not None):
         found = "none" if kv_scale is None else "one"
         raise ValueError(
@@ -277,7 +336,7 @@ def check_tensors(
         "page_table", page_table, shape=("b", "max_pages"), dtypes=(torch.int32,), device=device
     )
     batch = len(page_table)
-    check_tensor("kv_lens", kv_lens, shape=(batch,), dtypes=(torch.int32,), device=device)
-    check_tensor("cu_q", cu_q, shape=(batch + 1,), dtypes=(torch.int32,), device=device)
+    check_tensor("kv_lens", kv_lens, shape=(batch,), dtypes=(torch.int32,), device=lengths_on)
+    check_tensor("cu_q", cu_q, shape=(batch + 1,), dtypes=(torch.int32,), device=lengths_on)
     if device.type == "cpu":
         check_cached_lengths(queries, kv_cache, page_table=page_table, kv_lens=kv_lens, cu_q=cu_q)

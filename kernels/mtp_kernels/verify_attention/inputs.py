@@ -47,7 +47,8 @@ class Inputs:
 
     q_latent: torch.Tensor  # [T, h, c]
     q_rope: torch.Tensor  # [T, h, r]
-    kv_cache: torch.Tensor  # [pages, page, c+r]
+    kv_cache: torch.Tensor  # [pages, page, c+r], or [pages, page, c] beside a rope_cache
+    rope_cache: torch.Tensor | None  # [pages, page, r]
     kv_scale: torch.Tensor | None  # [pages, page]
     page_table: torch.Tensor  # [b, max_pages]
     kv_lens: torch.Tensor  # [b]

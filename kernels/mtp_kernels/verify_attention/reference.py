@@ -46,6 +46,9 @@ def cached_tokens(inputs: Inputs, request: int, kv_len: int) -> torch.Tensor:
         device=inputs.kv_cache.device,
     ).view(-1, 2)
     tokens = inputs.kv_cache[slots[:, 0], slots[:, 1]].double()
+    if inputs.rope_cache is not None:
+        rope_keys = inputs.rope_cache[slots[:, 0], slots[:, 1]].double()
+        tokens = torch.cat([tokens, rope_keys], dim=-1)
     if inputs.kv_scale is not None:
         tokens = tokens * inputs.kv_scale[slots[:, 0], slots[:, 1]].double()[:, None]
     return tokens

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     import torch
 
     from mtp_kernels.quantize import ErrorStats, Fp8Block
+    from mtp_kernels.quantize.array_conversions import Converted, Rows
     from mtp_kernels.stored_linear import StoredWeight
     from mtp_kernels.weight_statistics import WeightStatistics
 
@@ -62,6 +63,7 @@ class WeightFormat(ABC):
     scale_rows: ClassVar[int] = 1  # rows of the weight per row of scales
     in_words: ClassVar[str] = ""  # of a group of a compressed-tensors config
     reads_whole: ClassVar[bool] = False  # rows of the weight are no rows of the codes
+    compiled_sources: ClassVar[frozenset[Storage]] = frozenset()  # of quantize_rows
 
     @property
     def k_divisor(self) -> int:
@@ -106,6 +108,11 @@ class WeightFormat(ABC):
 
         Raises ValueError for values or scales that are not finite.
         """
+
+    def quantize_rows(self, rows: Rows, scale_rule: str) -> Converted | None:
+        """Return what quantize does, of rows of compiled_sources in main memory and without torch;
+        None for those that quantize has to look at."""
+        raise AssertionError(f"{self.storage} is made by torch")
 
     @abstractmethod
     def dequantize(
@@ -153,8 +160,8 @@ class WeightFormat(ABC):
 
         return self.dequantize(codes, scale, torch.float32)
 
-    def constants(self, shape: tuple[int, ...]) -> tuple[torch.Tensor, ...]:
-        """Return the values of the tensors after codes and scales, for a weight [N, K]."""
+    def constants(self, shape: tuple[int, ...]) -> tuple[Any, ...]:
+        """Return the tensors after codes and scales, for a weight [N, K], as arrays."""
         return ()
 
     def check_constants(self, tensors: Mapping[str, torch.Tensor], shape: tuple[int, ...]) -> None:

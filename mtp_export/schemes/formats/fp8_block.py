@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     import torch
 
     from mtp_kernels import quantize
+    from mtp_kernels.quantize.array_conversions import Converted, Rows
     from mtp_kernels.weight_statistics import WeightStatistics
 
 _BLOCKS = (BLOCK, BLOCK)
@@ -32,6 +33,7 @@ class Fp8Block(WeightFormat):
 
     storage: ClassVar[Storage] = Storage.FP8_BLOCK
     operation: ClassVar[str] = "quantize_fp8_block"
+    compiled_sources: ClassVar[frozenset[Storage]] = frozenset({Storage.BF16})
     scale_rows: ClassVar[int] = BLOCK
     in_words: ClassVar[str] = f"float-quantized blocks of {BLOCK}x{BLOCK}"
 
@@ -72,6 +74,11 @@ class Fp8Block(WeightFormat):
         assert not isinstance(source, quantize.Fp8Block), "fp8 blocks stay as they are stored"
         result, error = quantize.quantize_fp8_block(source)
         return (result.codes, result.scale), error
+
+    def quantize_rows(self, rows: Rows, scale_rule: str) -> Converted | None:
+        from mtp_kernels.quantize import array_conversions
+
+        return array_conversions.to_fp8_block(rows)
 
     def dequantize(
         self, codes: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype

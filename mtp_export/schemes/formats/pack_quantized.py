@@ -11,12 +11,13 @@ from mtp_export.checkpoint.plan import OutputTensor
 from mtp_export.errors import InvalidInputError
 from mtp_export.schemes.formats.base import WeightFormat
 from mtp_export.schemes.formats.compressed import WeightsEntry, group, numbers
-from mtp_export.schemes.storage import COMPRESSED_SCALE, GROUP_SIZES, Storage
+from mtp_export.schemes.storage import COMPRESSED_SCALE, FLOATS, GROUP_SIZES, Storage
 
 if TYPE_CHECKING:
     import torch
 
     from mtp_kernels import quantize
+    from mtp_kernels.quantize.array_conversions import Converted, Rows
     from mtp_kernels.weight_statistics import WeightStatistics
 
 _LAYOUT = "pack-quantized"
@@ -39,10 +40,10 @@ class _PackQuantized(WeightFormat):
             OutputTensor(f"{module}.weight_shape", "I64", (2,)),
         )
 
-    def constants(self, shape: tuple[int, ...]) -> tuple[torch.Tensor, ...]:
-        import torch
+    def constants(self, shape: tuple[int, ...]) -> tuple[Any, ...]:
+        import numpy as np
 
-        return (torch.tensor(shape, dtype=torch.int64),)
+        return (np.array(shape, np.int64),)
 
     def check_constants(self, tensors: Mapping[str, torch.Tensor], shape: tuple[int, ...]) -> None:
         for name, stored in tensors.items():
@@ -60,6 +61,7 @@ class Int8Channel(_PackQuantized):
 
     storage: ClassVar[Storage] = Storage.INT8_CHANNEL
     operation: ClassVar[str] = "quantize_int8_channel"
+    compiled_sources: ClassVar[frozenset[Storage]] = FLOATS
     elements_per_code: ClassVar[int] = 4
     in_words: ClassVar[str] = "pack-quantized int8 per channel"
 
@@ -96,6 +98,11 @@ class Int8Channel(_PackQuantized):
         result, error = quantize.quantize_int8_channel(source)
         return (result.packed, result.scale), error
 
+    def quantize_rows(self, rows: Rows, scale_rule: str) -> Converted | None:
+        from mtp_kernels.quantize import array_conversions
+
+        return array_conversions.to_int8_channel(rows)
+
     def dequantize(
         self, codes: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype
     ) -> torch.Tensor:
@@ -117,6 +124,7 @@ class Int4Group(_PackQuantized):
 
     storage: ClassVar[Storage] = Storage.INT4_GROUP
     operation: ClassVar[str] = "quantize_int4_group"
+    compiled_sources: ClassVar[frozenset[Storage]] = FLOATS
     elements_per_code: ClassVar[int] = 8
     in_words: ClassVar[str] = (
         f"pack-quantized int4 in groups of {', '.join(map(str, GROUP_SIZES[:-1]))}"
@@ -159,6 +167,11 @@ class Int4Group(_PackQuantized):
             source, group_size=self.group_size, scale_rule=scale_rule
         )
         return (result.packed, result.scale), error
+
+    def quantize_rows(self, rows: Rows, scale_rule: str) -> Converted | None:
+        from mtp_kernels.quantize import array_conversions
+
+        return array_conversions.to_int4_group(rows, self.group_size, scale_rule)
 
     def dequantize(
         self, codes: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype

@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     import torch
 
     from mtp_kernels.quantize import ErrorStats, Fp8Block
+    from mtp_kernels.quantize.array_conversions import Converted, Rows
 
 
 @dataclass(frozen=True)
@@ -22,6 +23,7 @@ class Unquantized(WeightFormat):
 
     storage: ClassVar[Storage] = Storage.BF16
     operation: ClassVar[str] = "dequantize"
+    compiled_sources: ClassVar[frozenset[Storage]] = frozenset({Storage.FP8_BLOCK})
 
     def operation_on(self, source: WeightFormat) -> str:
         return f"{self.operation}_{source.storage}"
@@ -49,6 +51,11 @@ class Unquantized(WeightFormat):
             max_error=float(lost.abs().max()),
         )
         return (weights,), stats
+
+    def quantize_rows(self, rows: Rows, scale_rule: str) -> Converted | None:
+        from mtp_kernels.quantize import array_conversions
+
+        return array_conversions.to_bf16(rows)
 
     def dequantize(
         self, codes: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype

@@ -4,17 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from mtp_export.checkpoint.plan import OutputTensor
 from mtp_export.errors import InvalidInputError
 from mtp_export.schemes.formats.base import WeightFormat
-from mtp_export.schemes.storage import W4AFP8_GROUP, Storage
+from mtp_export.schemes.storage import FLOATS, W4AFP8_GROUP, Storage
 
 if TYPE_CHECKING:
     import torch
 
     from mtp_kernels import quantize
+    from mtp_kernels.quantize.array_conversions import Converted, Rows
     from mtp_kernels.weight_statistics import WeightStatistics
 
 _INPUT_SCALES = {"gate_proj": "w1", "down_proj": "w2", "up_proj": "w3"}
@@ -26,6 +27,7 @@ class W4AFp8(WeightFormat):
 
     storage: ClassVar[Storage] = Storage.W4AFP8
     operation: ClassVar[str] = "quantize_w4afp8"
+    compiled_sources: ClassVar[frozenset[Storage]] = FLOATS
     elements_per_code: ClassVar[int] = 2
 
     @property
@@ -58,6 +60,11 @@ class W4AFp8(WeightFormat):
         result, error = quantize.quantize_w4afp8(source, scale_rule=scale_rule)
         return (result.packed, result.scale), error
 
+    def quantize_rows(self, rows: Rows, scale_rule: str) -> Converted | None:
+        from mtp_kernels.quantize import array_conversions
+
+        return array_conversions.to_w4afp8(rows, scale_rule)
+
     def dequantize(
         self, codes: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype
     ) -> torch.Tensor:
@@ -70,11 +77,11 @@ class W4AFp8(WeightFormat):
 
         return weight_statistics.w4afp8_statistics(self.stored(codes, scale))
 
-    def constants(self, shape: tuple[int, ...]) -> tuple[torch.Tensor, ...]:
+    def constants(self, shape: tuple[int, ...]) -> tuple[Any, ...]:
         """Return an input scale of 1, which leaves the activations as they are."""
-        import torch
+        import numpy as np
 
-        return (torch.ones(1, dtype=torch.float32),)
+        return (np.ones(1, np.float32),)
 
     def check_constants(self, tensors: Mapping[str, torch.Tensor], shape: tuple[int, ...]) -> None:
         for name, scale in tensors.items():

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import xxhash
 
 from mtp_export.bundle.journal import JOURNAL_NAME
+from mtp_export.checkpoint.bundle_folder import OWN_DRAFTS
 from mtp_export.checkpoint.disk_queue import DiskQueue, disk_depth
 from mtp_export.checkpoint.header import ShardHeader
 from mtp_export.checkpoint.reader import Checkpoint
@@ -40,9 +41,14 @@ def run(context: Context) -> Iterator[Item]:
 
 def _parts(context: Context, parts: Mapping[str, Any]) -> Iterator[Item]:
     """Each part compared with its entry in the manifest."""
-    for name in sorted({*parts, *(part.name for part in context.parts)}):
+    for name in sorted({*parts, *(part.name for part in context.parts), *OWN_DRAFTS}):
         own = context.own_draft_part(name)
         part, entry = context.part(name) or own, parts.get(name)
+        if entry is None and own is not None:
+            yield not_tested(f"{name}: checksums", "the manifest does not list this draft")
+            continue
+        if part is None and entry is None:  # the bundle has no such draft
+            continue
         if part is None or entry is None:
             cause = causes.PART_NOT_IN_BUNDLE if part is None else causes.PART_NOT_IN_MANIFEST
             yield failed(f"{name}: part", cause, subject=name)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
+from mtp_export.checkpoint.bundle_folder import OWN_DRAFTS
 from mtp_export.errors import MtpExportError
 from mtp_export.verify.check import Item, Problem, ended_by, verdict
 
@@ -15,7 +16,9 @@ if TYPE_CHECKING:
 def run(context: Context) -> Iterator[Item]:
     """The manifest and each part, with the error of one that could not be opened."""
     yield _item("manifest", context.manifest_error)
-    for part in context.parts:
+    listed = (context.manifest or {}).get("parts", {})
+    drafts = (context.own_draft_part(name) for name in OWN_DRAFTS if name in listed)
+    for part in (*context.parts, *filter(None, drafts)):
         yield _item(f"{part.name}: headers and index", part.error)
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING, Any
 
-from mtp_export.checkpoint.bundle_folder import MAIN
+from mtp_export.checkpoint.bundle_folder import MAIN, MTP
 from mtp_export.progress import format_bytes
 from mtp_export.schemes.base import GRAFTED
 from mtp_export.schemes.native import QUANTIZATION
@@ -79,13 +79,28 @@ def run(context: Context) -> Iterator[Item]:
         alone = [Problem(name, causes.not_in_source(name)) for name in names]
         compared = [_compared(one.weight, one.against) for one in facts if one.against is not None]
         yield verdict(f"{layout.name}: weights that the source has", alone, f"{len(compared):,}")
-        yield from _part_items(layout.name, compared, Sources(counterparts.weights))
+        tuned = _tuned(context, layout.name, compared)
+        if tuned:
+            why = "the manifest records that tune trained them: they are the source's no more"
+            yield not_tested(f"{layout.name}: tuned weights", why, figure=f"{len(tuned):,}")
+        kept = [one for one in compared if one.weight.name not in tuned]
+        yield from _part_items(layout.name, kept, Sources(counterparts.weights))
     yield _tokenizers(context)
 
 
 def _others(context: Context) -> tuple[str, ...]:
     """The parts that are no copy or conversion of the source's."""
     return (MAIN,) if context.recorded("base_quant") == GRAFTED else ()
+
+
+def _tuned(context: Context, part: str, compared: Sequence[Compared]) -> set[str]:
+    """Names of the weights that tuning was to change, by the manifest."""
+    tuning = context.recorded("tune")
+    if part != MTP or not isinstance(tuning, dict) or tuning.get("draft") != MTP:
+        return set()
+    from mtp_runtime.training.weights import is_trained
+
+    return {one.weight.name for one in compared if is_trained(one.weight.stored.weight)}
 
 
 def _compared(weight: WeightOnDisk, found: AgainstSource) -> Compared:

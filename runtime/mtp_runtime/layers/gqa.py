@@ -37,6 +37,11 @@ class Gqa:
     head: int
 
     @property
+    def scale(self) -> float:
+        """Factor on attention scores."""
+        return float(self.head**-0.5)
+
+    @property
     def row_elements(self) -> int:
         """Elements of queries, what they attended to, and a copy of it, [h, n] each."""
         return 3 * self.heads * self.head
@@ -91,7 +96,7 @@ class Gqa:
         query, key, value = self.project(x, cos_sin)
         each = self.heads // self.kv_heads
         key, value = (one.repeat_interleave(each, dim=1) for one in (key, value))
-        return query * self.head**-0.5, key, value
+        return query * self.scale, key, value
 
 
 def _cached(entries: torch.Tensor, pages: torch.Tensor, length: int) -> torch.Tensor:

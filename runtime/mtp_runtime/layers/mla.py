@@ -11,7 +11,8 @@ from typing import NamedTuple
 
 import torch
 
-from mtp_kernels.verify_attention import verify_attention
+from mtp_export.errors import UnsupportedError
+from mtp_kernels.verify_attention import Sizes, check_sizes, has_split_cache, verify_attention
 from mtp_runtime.cache import CacheSpec, LayerCache
 from mtp_runtime.layers.attention import ForwardPass
 from mtp_runtime.layers.linear import Linear
@@ -29,7 +30,8 @@ class Lowered(NamedTuple):
 
 @dataclass(frozen=True)
 class Mla:
-    """Projections around verify_attention; the cache is one tensor [pages, page, c+r].
+    """Projections around verify_attention; the cache is one tensor [pages, page, c+r], or on some
+    devices two, latents and rope keys.
 
     down maps x to [query (or its low rank) | latent | rope key]. key_up [h, n, c] and value_up
     [h, c, v] are the two halves of kv_b_proj, dense, since they are absorbed.
@@ -61,19 +63,52 @@ class Mla:
         return True
 
     def new_cache(self, spec: CacheSpec) -> LayerCache:
-        """Make the cache of latents and rope keys [pages, page, c+r]."""
-        return (spec.empty(self.key_up.shape[2] + self.rope_size),)
+        """Make the cache of latents and rope keys.
+
+        Raises UnsupportedError where they are split and the device's attention does not take them.
+        """
+        latent, rope = self.key_up.shape[2], self.rope_size
+        if not has_split_cache(spec.device):
+            return (spec.empty(latent + rope),)
+        self._check_device(spec)
+        return spec.empty(latent), spec.empty(rope)
+
+    def _check_device(self, spec: CacheSpec) -> None:
+        heads, _, latent = self.key_up.shape
+        sizes = Sizes(
+            batch=1,
+            queries=1,
+            max_q_len=1,
+            kv_tokens=spec.page_size,
+            heads=heads,
+            latent=latent,
+            rope=self.rope_size,
+            page=spec.page_size,
+            dtype=spec.dtype,
+            kv_dtype=spec.dtype,
+        )
+        try:
+            check_sizes(sizes, spec.device)
+        except ValueError as error:
+            raise UnsupportedError(
+                "The device's attention does not take this model or this size of pages",
+                found=f"{spec.device}: {error}",
+                todo="Use device cpu, or a block size within the limits",
+            ) from error
 
     def __call__(self, x: torch.Tensor, cache: LayerCache, forward: ForwardPass) -> torch.Tensor:
         """Attend from rows x [T, d] to the cached latents; returns [T, d]."""
-        (kv_cache,) = cache
         layout = forward.layout
         q_latent, q_rope, cached = self.project(self.lower(x), forward.cos_sin(self.rope))
-        kv_cache.flatten(0, 1).index_copy_(0, layout.slots, cached)
+        widths = [tensor.shape[-1] for tensor in cache]
+        for tensor, entries in zip(cache, torch.split(cached, widths, dim=1), strict=True):
+            tensor.flatten(0, 1).index_copy_(0, layout.slots, entries)
+        kv_cache, *rope_cache = cache
         attended = verify_attention(
             q_latent,
             q_rope.contiguous(),
             kv_cache,
+            rope_cache=rope_cache[0] if rope_cache else None,
             page_table=layout.page_table,
             kv_lens=layout.kv_lens,
             cu_q=layout.cu_q,

@@ -12,8 +12,9 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 
+from mtp_export.errors import UnsupportedError
 from mtp_kernels.batch_layout import BatchLayout
-from mtp_kernels.verify_attention import verify_attention
+from mtp_kernels.verify_attention import has_split_cache, verify_attention
 from mtp_runtime.cache import CacheSpec, LayerCache
 from mtp_runtime.layers.attention import Choice, ForwardPass
 from mtp_runtime.layers.linear import Linear
@@ -113,7 +114,17 @@ class SparseMla:
         return True
 
     def new_cache(self, spec: CacheSpec) -> LayerCache:
-        """Make the cache of latents and rope keys, and of the indexer's keys."""
+        """Make the cache of latents and rope keys, and of the indexer's keys.
+
+        Raises UnsupportedError for devices whose attention takes no pages of one token.
+        """
+        if has_split_cache(spec.device):
+            raise UnsupportedError(
+                "The device computes no sparse attention",
+                expected=f"contexts of at most {self.indexer.topk} tokens, or device cpu or cuda",
+                found=spec.device,
+                todo="Leave max_model_len out",
+            )
         keys = (spec.empty(self.indexer.size),) if self.owns_indexer else ()
         return (*self.mla.new_cache(spec), *keys)
 

@@ -6,10 +6,10 @@ Layers that the kernels do not know, by attention or feed-forward, are run by to
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from itertools import accumulate
 from pathlib import Path
-from typing import cast
+from typing import TypedDict, cast
 
 import torch
 
@@ -20,20 +20,28 @@ from mtp_kernels.batch_layout import BatchLayout
 from mtp_runtime.cache import Cache, CacheSpec, JoinedCaches
 from mtp_runtime.layers.decoder_layer import DecoderLayer
 from mtp_runtime.layers.embedding import EmbeddingTable
+from mtp_runtime.layers.gqa import Gqa
 from mtp_runtime.layers.linear import Linear
 from mtp_runtime.layers.mla import Mla
 from mtp_runtime.layers.moe import Mlp, Moe, SigmoidRouter
 from mtp_runtime.layers.norm import RmsNorm
 from mtp_runtime.layers.rope import Rope
+from mtp_runtime.layers.split import SplitMoe
+from mtp_runtime.models.led_layers import own_part
 from mtp_runtime.models.model import Layers, Model, MtpModule, Recursion, RowStep, TorchLayers
+from mtp_runtime.models.packing import KINDS, config_of, dense_matrix, weights_of, with_router
 
-# Names of the parts of a layer that the kernels run.
-KINDS: dict[type, str] = {Mla: "mla", Mlp: "dense", SigmoidRouter: "sigmoid_moe"}
+
+class Rotation(TypedDict):
+    """Arguments of decoders."""
+
+    inv_freq: torch.Tensor
+    attention_scaling: float
 
 
 @dataclass(frozen=True)
 class StackedCache:
-    """Latents and rope keys of all layers in one tensor [layers, pages, page, c+r]."""
+    """Caches of all layers in one tensor [layers, pages, page, slot]."""
 
     stacked: torch.Tensor
 
@@ -48,6 +56,12 @@ def stacked(cache: Cache) -> torch.Tensor:
     return cache.stacked
 
 
+def new_stacked_cache(layers: int, config: kernels.DecoderConfig, spec: CacheSpec) -> StackedCache:
+    """Return the cache of a number of layers; its tensor is uninitialized."""
+    shape = layers, spec.pages, spec.page_size, config.attention.slot
+    return StackedCache(torch.empty(shape, dtype=spec.dtype, device=spec.device))
+
+
 class CompiledLayers:
     """A compiled decoder with the interface of Layers."""
 
@@ -58,9 +72,7 @@ class CompiledLayers:
         return len(self.decoder)
 
     def new_cache(self, spec: CacheSpec) -> StackedCache:
-        config = self.decoder.config
-        shape = len(self), spec.pages, spec.page_size, config.latent + config.rope
-        return StackedCache(torch.empty(shape, dtype=spec.dtype, device=spec.device))
+        return new_stacked_cache(len(self), self.decoder.config, spec)
 
     def __call__(self, x: torch.Tensor, cache: Cache, layout: BatchLayout) -> torch.Tensor:
         self.decoder(x, layout, stacked(cache))
@@ -130,20 +142,24 @@ class CompiledExecution:
 
     def layers(self, layers: Iterable[DecoderLayer]) -> Layers:
         """Pack the layers one by one, so that no two copies of a model are held."""
-        runs: list[_TorchRun | _PackedRun] = []
+        runs: list[TorchRun | PackedRun] = []
         for layer in layers:
-            kind = _PackedRun if self.backend.runs(kind_of(layer)) else _TorchRun
+            kind = PackedRun if self.backend.runs(kind_of(layer)) else TorchRun
             if not runs or not isinstance(runs[-1], kind):
-                runs.append(kind(self.backend))
+                runs.append(self.packed_run() if kind is PackedRun else TorchRun())
             runs[-1].add(layer)
         joined = tuple(run.layers() for run in runs)
         return joined[0] if len(joined) == 1 else MixedLayers(joined)
+
+    def packed_run(self) -> PackedRun:
+        """Return an empty run of layers for the kernels."""
+        return PackedRun(self.backend)
 
     def norm(self, norm: RmsNorm) -> RowStep:
         return self.backend.norm(norm.weight, norm.eps)
 
     def linear(self, linear: Linear) -> RowStep:
-        return self.backend.projection(_dense(linear))
+        return self.backend.projection(dense_matrix(linear))
 
     def recursion(self, module: MtpModule) -> Recursion | None:
         """Join the module's parts, or return None where torch runs its layer."""
@@ -168,14 +184,14 @@ class CompiledExecution:
 def refuse_torch_layers(model: Model, folder: Path) -> None:
     """Raise UnsupportedError if torch runs a layer of the model that was loaded from a folder."""
     parts = (model.layers, *(module.layers for module in model.mtp_modules))
-    layers = (layer for part in parts for layer in part.each())
+    layers = (own_part(layer) for part in parts for layer in part.each())
     for index, layer in enumerate(layers):
         if isinstance(layer, TorchLayers):
             kind = kind_of(layer.layers[0])
             raise UnsupportedError(
                 "Only the compiled kernels are deterministic, and they do not run this layer",
                 where=f"layer {index} of {folder}",
-                expected=f"attention {KINDS[Mla]}, feed-forward {KINDS[Mlp]} or"
+                expected=f"attention {KINDS[Mla]} or {KINDS[Gqa]}, feed-forward {KINDS[Mlp]} or"
                 f" {KINDS[SigmoidRouter]}",
                 found=f"attention {kind.attention}, feed-forward {kind.feed_forward}",
                 todo="Load the model without deterministic",
@@ -185,16 +201,16 @@ def refuse_torch_layers(model: Model, folder: Path) -> None:
 def kind_of(layer: DecoderLayer) -> kernels.LayerKind:
     """Return the kind of a layer; a part without a name is kept as it is, and no kernel runs it."""
     feed_forward = layer.feed_forward
-    deciding = feed_forward.router if isinstance(feed_forward, Moe) else feed_forward
+    sparse = feed_forward if isinstance(feed_forward, Moe | SplitMoe) else None
+    deciding = feed_forward if sparse is None else sparse.router
     types = type(layer.attention), type(deciding)
     return kernels.LayerKind(*(KINDS.get(part, part.__name__) for part in types))
 
 
 @dataclass
-class _TorchRun:
+class TorchRun:
     """Consecutive layers for torch."""
 
-    backend: kernels.Backend
     kept: list[DecoderLayer] = field(default_factory=list)
 
     def add(self, layer: DecoderLayer) -> None:
@@ -205,108 +221,47 @@ class _TorchRun:
 
 
 @dataclass
-class _PackedRun:
+class PackedRun:
     """Consecutive layers for the kernels, which share one DecoderConfig and one Rope."""
 
     backend: kernels.Backend
     packed: list[kernels.PackedLayer] = field(default_factory=list)
-    config: kernels.DecoderConfig | None = None
+    shared_config: kernels.DecoderConfig | None = None
     rope: Rope | None = None
     router: SigmoidRouter | None = None
 
     def add(self, layer: DecoderLayer) -> None:
+        """Pack a layer."""
+        self.packed.append(self.backend.pack(weights_of(layer, self.noted(layer))))
+
+    def noted(self, layer: DecoderLayer) -> Mla | Gqa:
+        """Note what the layers share; return the layer's attention."""
         attention, feed_forward = layer.attention, layer.feed_forward
-        assert isinstance(attention, Mla)
+        assert isinstance(attention, Mla | Gqa), "the kinds that the kernels run"
         config = config_of(attention, layer.input_norm.eps)
-        assert self.config in (None, config), "all layers of a model share their sizes"
-        self.config, self.rope = config, attention.rope
-        if isinstance(feed_forward, Moe):
+        assert self.shared_config in (None, config), "all layers of a model share their sizes"
+        self.shared_config, self.rope = config, attention.rope
+        if isinstance(feed_forward, Moe | SplitMoe):
             self.router = cast(SigmoidRouter, feed_forward.router)
-        self.packed.append(self.backend.pack(weights_of(layer, attention)))
+        return attention
+
+    @property
+    def config(self) -> kernels.DecoderConfig:
+        """Sizes and constants that the layers share."""
+        assert self.shared_config is not None, "a run has layers"
+        if self.router is None:
+            return self.shared_config
+        return with_router(self.shared_config, self.router)
+
+    @property
+    def rotation(self) -> Rotation:
+        """Rotary positions that the layers share, as decoders take them."""
+        assert self.rope is not None, "a run has layers"
+        return {
+            "inv_freq": self.rope.inv_freq,
+            "attention_scaling": self.rope.attention_scaling,
+        }
 
     def layers(self) -> Layers:
-        assert self.config is not None and self.rope is not None, "a run has layers"
-        config = self.config if self.router is None else with_router(self.config, self.router)
-        decoder = self.backend.decoder(
-            config,
-            self.packed,
-            inv_freq=self.rope.inv_freq,
-            attention_scaling=self.rope.attention_scaling,
-        )
-        return CompiledLayers(decoder)
-
-
-def config_of(attention: Mla, eps: float) -> kernels.DecoderConfig:
-    """Return what a model's layers share; the values of a router are neutral."""
-    heads, nope, latent = attention.key_up.shape
-    query_up = attention.query_up
-    return kernels.DecoderConfig(
-        hidden=attention.output.weight.shape[0],
-        heads=heads,
-        nope=nope,
-        rope=attention.rope_size,
-        value=attention.value_up.shape[2],
-        latent=latent,
-        query_rank=0 if query_up is None else query_up.weight.shape[1],
-        experts_per_token=1,
-        expert_groups=1,
-        groups_per_token=1,
-        normalise_weights=False,
-        routed_scale=1.0,
-        norm_eps=eps,
-        softmax_scale=attention.scale,
-    )
-
-
-def with_router(config: kernels.DecoderConfig, router: SigmoidRouter) -> kernels.DecoderConfig:
-    """Return the config with the values of a router."""
-    return replace(
-        config,
-        experts_per_token=router.experts_per_token,
-        expert_groups=router.groups,
-        groups_per_token=router.groups_per_token,
-        normalise_weights=router.normalise,
-        routed_scale=router.scale.item(),
-    )
-
-
-def weights_of(layer: DecoderLayer, mla: Mla) -> kernels.LayerWeights:
-    """Return a layer's weights as the kernels take them."""
-    feed_forward, heads = layer.feed_forward, len(mla.key_up)
-    router: torch.Tensor | None = None
-    bias: torch.Tensor | None = None
-    if isinstance(feed_forward, Moe):
-        experts = feed_forward.experts
-        gate_up = torch.stack([_dense(one.gate_up) for one in experts.every()])
-        down = torch.stack([_dense(one.down) for one in experts.every()])
-        own = cast(SigmoidRouter, feed_forward.router)
-        router, bias = own.weight.t(), own.bias
-    else:
-        assert isinstance(feed_forward, Mlp)
-        gate_up, down = _dense(feed_forward.gate_up)[None], _dense(feed_forward.down)[None]
-    gate, up = gate_up.chunk(2, dim=1)
-    query_up = None if mla.query_up is None else _dense(mla.query_up).contiguous()
-    return kernels.LayerWeights(
-        input_norm=layer.input_norm.weight,
-        down=_dense(mla.down),
-        query_norm=_weight(mla.query_norm),
-        query_up=None if query_up is None else query_up.view(heads, -1, query_up.shape[1]),
-        latent_norm=mla.latent_norm.weight,
-        key_up=mla.key_up.transpose(1, 2),
-        value_up=mla.value_up.transpose(1, 2),
-        output=_dense(mla.output),
-        post_norm=layer.post_norm.weight,
-        router=router,
-        router_bias=bias,
-        gate=gate,
-        up=up,
-        expert_down=down,
-    )
-
-
-def _dense(linear: Linear) -> torch.Tensor:
-    return linear.matrix(torch.float32).t()
-
-
-def _weight(norm: RmsNorm | None) -> torch.Tensor | None:
-    return None if norm is None else norm.weight
+        """Join the layers."""
+        return CompiledLayers(self.backend.decoder(self.config, self.packed, **self.rotation))

@@ -9,6 +9,8 @@ from random import Random
 
 from fuzz.mutators import (
     answers,
+    body,
+    claim,
     config,
     header_bits,
     header_structure,
@@ -19,6 +21,7 @@ from fuzz.mutators import (
     manifest,
     prompts,
     special_files,
+    state,
     tokenizer,
 )
 
@@ -44,6 +47,10 @@ MUTATORS: dict[str, Mutator] = {
     "config": Mutator("config.json", config.mutate, weight=2),
     "manifest": Mutator("mtp_export.json", manifest.mutate, weight=4),
     "journal": Mutator(".mtp_export.journal", journal.mutate, weight=15),
+    "owner": Mutator(".mtp_export.owner", claim.mutate, weight=3),
+    "request": Mutator("request.json", claim.mutate, weight=15),
+    "body": Mutator("*.body", body.mutate),
+    "state": Mutator("*.pt", state.mutate, weight=10),
     "tokenizer": Mutator("tokenizer*.json", tokenizer.mutate, weight=0.5),
     "answers": Mutator("answers.json", answers.mutate, weight=15),
     "prompts": Mutator("*.jsonl", prompts.mutate, weight=10),

@@ -9,6 +9,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
+import numba
 import pytest
 from numba.core.caching import NullCache
 from numba.core.registry import CPUDispatcher
@@ -91,6 +92,24 @@ def test_a_cache_folder_that_is_a_file_is_no_failure(
 ) -> None:
     cache_home.write_text("")
     assert twice_more(tmp_path / "one", monkeypatch)(3) == 8
+
+
+def test_a_user_without_a_home_is_no_failure(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("XDG_CACHE_HOME")
+    monkeypatch.setenv("HOME", "~")  # as pathlib finds it where nobody has set it
+    kept_nowhere = twice_more(tmp_path / "one", monkeypatch)
+    assert kept_nowhere(3) == 8
+    assert isinstance(kept_nowhere._cache, NullCache)
+
+
+def test_any_other_failure_of_the_cache_is_said(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(numba.config, "CACHE_LOCATOR_CLASSES", "NoSuchLocator")
+    with pytest.raises(RuntimeError, match="NoSuchLocator"):
+        twice_more(tmp_path / "one", monkeypatch)
 
 
 def test_every_kernel_of_the_package_is_kept() -> None:

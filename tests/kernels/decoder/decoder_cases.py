@@ -3,17 +3,26 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from itertools import accumulate
 
 import torch
 
 from mtp_kernels import decoder
 from mtp_kernels.batch_layout import BatchLayout
-from mtp_kernels.decoder import DecoderConfig, LayerWeights
+from mtp_kernels.decoder import (
+    DecoderConfig,
+    GroupedSizes,
+    GroupedWeights,
+    LatentSizes,
+    LatentWeights,
+    LayerWeights,
+)
 
 JUNK_PAGE = 2**31 - 1
 TOLERANCE = 1e-5  # largest relative error of all rows; of a single row's, four times that
+LATENT = LatentSizes(heads=3, nope=16, rope=8, value=12, latent=32, query_rank=24)
+GROUPED = GroupedSizes(heads=6, kv_heads=2, head=16, rope=8, has_bias=True, has_norms=True)
 
 
 @dataclass(frozen=True)
@@ -31,12 +40,7 @@ class Case:
     config: DecoderConfig = field(
         default_factory=lambda: DecoderConfig(
             hidden=48,
-            heads=3,
-            nope=16,
-            rope=8,
-            value=12,
-            latent=32,
-            query_rank=24,
+            attention=LATENT,
             experts_per_token=2,
             expert_groups=4,
             groups_per_token=2,
@@ -59,33 +63,33 @@ class Inputs:
 
 
 def changed(case: Case, **sizes: float) -> Case:
-    """The case with other numbers in its config."""
-    return replace(case, config=replace(case.config, **sizes))  # type: ignore[arg-type]
+    """The case with other numbers in its config, or in its attention's sizes."""
+    config = case.config
+    own = {name: sizes.pop(name) for name in asdict(config.attention) if name in sizes}
+    attention = replace(config.attention, **own)  # type: ignore[arg-type]
+    return replace(case, config=replace(config, attention=attention, **sizes))  # type: ignore[arg-type]
+
+
+def grouped(case: Case, **sizes: float) -> Case:
+    """The case with attention of grouped queries."""
+    return changed(replace(case, config=replace(case.config, attention=GROUPED)), **sizes)
 
 
 def make_layer(case: Case, kind: str, generator: torch.Generator) -> LayerWeights:
     """Random weights; matrices keep the size of what they multiply."""
-    config = case.config
-    heads, hidden, latent, rank = config.heads, config.hidden, config.latent, config.query_rank
-    width = config.nope + config.rope
-
-    def matrix(*shape: int) -> torch.Tensor:
-        return torch.randn(shape, generator=generator) * shape[-1] ** -0.5
+    hidden = case.config.hidden
 
     def norm(size: int) -> torch.Tensor:
         return 1 + 0.3 * torch.randn(size, generator=generator)
+
+    def matrix(*shape: int) -> torch.Tensor:
+        return torch.randn(shape, generator=generator) * shape[-1] ** -0.5
 
     experts = case.experts + case.shared if kind == "m" else 1
     routed = kind == "m"
     return LayerWeights(
         input_norm=norm(hidden),
-        down=matrix((rank or heads * width) + latent + config.rope, hidden),
-        query_norm=norm(rank) if rank else None,
-        query_up=matrix(heads, width, rank) if rank else None,
-        latent_norm=norm(latent),
-        key_up=matrix(heads, latent, config.nope),
-        value_up=matrix(heads, config.value, latent),
-        output=matrix(hidden, heads * config.value),
+        attention=make_attention(case.config, generator),
         post_norm=norm(hidden),
         router=matrix(case.experts, hidden) if routed else None,
         router_bias=0.2 * torch.randn(case.experts, generator=generator) if routed else None,
@@ -95,12 +99,30 @@ def make_layer(case: Case, kind: str, generator: torch.Generator) -> LayerWeight
     )
 
 
+def make_attention(
+    config: DecoderConfig, generator: torch.Generator
+) -> LatentWeights | GroupedWeights:
+    """Random weights of a kind of attention: norms near 1, biases small."""
+    made: dict[str, torch.Tensor | None] = {}
+    for name, shape in config.attention.weights(config.hidden).items():
+        if shape is None:
+            made[name] = None
+            continue
+        values = torch.randn(shape, generator=generator)
+        if len(shape) > 1:
+            made[name] = values * shape[-1] ** -0.5
+        else:
+            made[name] = 0.2 * values if name == "bias" else 1 + 0.3 * values
+    kind = LatentWeights if isinstance(config.attention, LatentSizes) else GroupedWeights
+    return kind(**made)  # type: ignore[arg-type]
+
+
 def make_decoder(case: Case, backend: str | decoder.Backend) -> decoder.Decoder:
     """The case's layers on a backend, or on a new one of that name."""
     made = decoder.make_backend(backend) if isinstance(backend, str) else backend
     generator = torch.Generator().manual_seed(case.seed)
     packed = [made.pack(make_layer(case, kind, generator)) for kind in case.layers]
-    pairs = torch.arange(case.config.rope // 2)
+    pairs = torch.arange(case.config.attention.rope // 2)
     return made.decoder(
         case.config,
         packed,
@@ -117,7 +139,7 @@ def build(case: Case) -> Inputs:
     counts = [-(-kv_len // page) for kv_len in case.kv_lens]
     total = sum(counts) + 3
     order = torch.randperm(total, generator=generator).to(torch.int32)
-    width = config.latent + config.rope
+    width = config.attention.slot
     cache = torch.full((len(case.layers), total * page, width), torch.nan)
     page_table = torch.full((len(counts), max(counts, default=0) + 2), JUNK_PAGE, dtype=torch.int32)
     positions: list[int] = []

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from decoder_cases import Case, Inputs, build, changed, check, make_decoder, run
+from decoder_cases import Case, Inputs, build, changed, check, grouped, make_decoder, run
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -15,6 +15,7 @@ from mtp_kernels.decoder import BACKENDS, LayerKind
 
 OTHERS = sorted(BACKENDS.keys() - {"reference"})
 MIXED = Case((1, 40, 0, 4, 1, 70), (130, 40, 9, 64, 1, 100))  # prefill and decode in one batch
+GROUPED = grouped(MIXED)
 CASES = {
     "one row": Case((1,), (1,)),
     "decode": Case((1, 1, 1), (17, 200, 64)),
@@ -42,6 +43,19 @@ CASES = {
     ),
     "pages of 3": replace(MIXED, page=3),
     "pages of 64": replace(MIXED, page=64),
+    "grouped": GROUPED,
+    "grouped, prefill": grouped(Case((100, 33), (100, 33))),
+    "grouped, no rows": grouped(Case((0, 0), (5, 0))),
+    "grouped, no bias": changed(GROUPED, has_bias=False),
+    "grouped, no norms": changed(GROUPED, has_norms=False),
+    "grouped, neither": changed(GROUPED, has_bias=False, has_norms=False),
+    "grouped, a key for each head": changed(GROUPED, kv_heads=6),
+    "grouped, one key": changed(GROUPED, kv_heads=1),
+    "grouped, many heads": changed(GROUPED, heads=96, kv_heads=3),
+    "grouped, whole head rotated": changed(GROUPED, rope=16),
+    "grouped, yarn": changed(replace(GROUPED, attention_scaling=1.37), softmax_scale=0.55),
+    "grouped, ragged sizes": changed(GROUPED, hidden=47, head=19, rope=6),
+    "grouped, wide heads": changed(replace(GROUPED, page=3), hidden=64, head=64, rope=32),
 }
 
 
@@ -57,7 +71,9 @@ def test_rows_and_cache(name: str, backend: str) -> None:
 
 
 @pytest.mark.parametrize("backend", OTHERS)
-@pytest.mark.parametrize("name", ["mixed", "no query rank", "whole vectors", "ragged sizes"])
+@pytest.mark.parametrize(
+    "name", ["mixed", "no query rank", "whole vectors", "ragged sizes", "grouped"]
+)
 def test_matrices_in_bf16(name: str, backend: str) -> None:
     """The sums of matrices that were rounded before."""
     case = CASES[name]
@@ -81,16 +97,27 @@ def check_cache(inputs: Inputs, found: torch.Tensor, expected: torch.Tensor) -> 
 @given(
     requests=st.lists(st.tuples(st.integers(0, 6), st.integers(0, 90)), min_size=1, max_size=5),
     heads=st.integers(1, 9),
+    kv_heads=st.integers(0, 3),
     page=st.sampled_from([1, 3, 16, 64]),
     seed=st.integers(0, 2**16),
 )
 @settings(max_examples=25, deadline=None)
 def test_random_ragged_batches(
-    backend: str, requests: list[tuple[int, int]], heads: int, page: int, seed: int
+    backend: str,
+    requests: list[tuple[int, int]],
+    heads: int,
+    kv_heads: int,
+    page: int,
+    seed: int,
 ) -> None:
+    """Latent attention, and of grouped queries where there are heads of keys."""
     q_lens = tuple(q_len for q_len, _ in requests)
     kv_lens = tuple(q_len + earlier for q_len, earlier in requests)
-    case = changed(Case(q_lens, kv_lens, page=page, seed=seed), heads=heads)
+    case = Case(q_lens, kv_lens, page=page, seed=seed)
+    if kv_heads:
+        case = grouped(case, heads=heads * kv_heads, kv_heads=kv_heads)
+    else:
+        case = changed(case, heads=heads)
     inputs = build(case)
     check(
         run(make_decoder(case, backend), inputs)[0], run(make_decoder(case, "reference"), inputs)[0]
@@ -116,8 +143,10 @@ def test_every_layer_by_itself(backend: str) -> None:
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_kinds_of_layers(backend: str) -> None:
     made = decoder.make_backend(backend)
-    assert made.runs(LayerKind("mla", "dense")) and made.runs(LayerKind("mla", "sigmoid_moe"))
-    for kind in (LayerKind("gqa", "dense"), LayerKind("mla", "softmax_moe"), LayerKind("", "")):
+    for attention in ("mla", "gqa"):
+        assert made.runs(LayerKind(attention, "dense"))
+        assert made.runs(LayerKind(attention, "sigmoid_moe"))
+    for kind in (LayerKind("gdn", "dense"), LayerKind("mla", "softmax_moe"), LayerKind("", "")):
         assert not made.runs(kind)
 
 

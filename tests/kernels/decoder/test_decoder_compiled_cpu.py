@@ -10,7 +10,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from decoder_cases import Case, Inputs, build, changed, make_decoder, requests_of, run
+from decoder_cases import Case, Inputs, build, changed, grouped, make_decoder, requests_of, run
 
 from mtp_kernels import decoder
 from mtp_kernels.cpu.memory import Arena
@@ -18,7 +18,11 @@ from mtp_kernels.cpu.team import Team
 
 # Request 3 spans several blocks of 32 rows, and several tiles.
 MIXED = Case((1, 4, 0, 70, 1), (130, 64, 9, 100, 1), layers="dm")
-CASES = {"mixed": MIXED, "no query rank": changed(MIXED, query_rank=0, heads=5)}
+CASES = {
+    "mixed": MIXED,
+    "no query rank": changed(MIXED, query_rank=0, heads=5),
+    "grouped": grouped(MIXED, heads=10),
+}
 
 
 @pytest.fixture(autouse=True)

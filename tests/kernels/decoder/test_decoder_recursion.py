@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from decoder_cases import Case, check, make_decoder
+from decoder_cases import Case, check, grouped, make_decoder
 
 from mtp_kernels import decoder
 from mtp_kernels.cpu.team import Team
@@ -16,6 +16,7 @@ from mtp_kernels.decoder import BACKENDS, Recursion
 
 VOCAB, HIDDEN, PAGE = 70, 48, 16
 OTHERS = sorted(BACKENDS.keys() - {"reference"})
+LATENT = Case((1,), (1,), layers="m")
 STARTS, COUNTS = [20, 3, 15, 0, 63, 14], [5, 4, 4, 2, 1, 1]
 
 
@@ -39,9 +40,9 @@ def prepare(
     recycles_normed: bool = False,
     equal_tokens: bool = False,
     dtype: torch.dtype = torch.float32,
+    case: Case = LATENT,
 ) -> Drafting:
     made = decoder.make_backend(backend, dtype=dtype)
-    case = Case((1,), (1,), layers="m")
     generator = torch.Generator().manual_seed(5)
 
     def norm() -> Any:
@@ -63,7 +64,7 @@ def prepare(
     pages = [-(-(start + count) // PAGE) for start, count in zip(STARTS, COUNTS, strict=True)]
     order = torch.randperm(sum(pages) + 2, generator=generator).to(torch.int32)
     table = torch.full((len(pages), max(pages) + 1), 2**31 - 1, dtype=torch.int32)
-    width = case.config.latent + case.config.rope
+    width = case.config.attention.slot
     cache = torch.full((1, len(order) * PAGE, width), torch.nan)
     for request, count in enumerate(pages):
         first = sum(pages[:request])
@@ -82,11 +83,12 @@ def prepare(
 @pytest.mark.parametrize("backend", OTHERS)
 @pytest.mark.parametrize("recycles_normed", [False, True])
 @pytest.mark.parametrize("threads", [1, 3])
+@pytest.mark.parametrize("case", [LATENT, grouped(LATENT)], ids=["latent", "grouped"])
 def test_drafts_and_cache(
-    monkeypatch: pytest.MonkeyPatch, backend: str, recycles_normed: bool, threads: int
+    monkeypatch: pytest.MonkeyPatch, backend: str, recycles_normed: bool, threads: int, case: Case
 ) -> None:
     monkeypatch.setattr(Team, "threads_for", staticmethod(lambda multiplications: threads))
-    expected, found = (prepare(name, recycles_normed) for name in ("reference", backend))
+    expected, found = (prepare(name, recycles_normed, case=case) for name in ("reference", backend))
     assert found.drafts() == expected.drafts()
     written = expected.kv_cache.isfinite()
     assert torch.equal(found.kv_cache.isfinite(), written)

@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 import torch
-from decoder_cases import Case, build, changed, make_decoder, make_layer
+from decoder_cases import Case, build, changed, grouped, make_decoder, make_layer
 
 from mtp_kernels import decoder
-from mtp_kernels.decoder import BACKENDS
+from mtp_kernels.decoder import BACKENDS, LayerWeights
 
 CASE = Case((2, 1), (20, 5), layers="m")
 pytestmark = pytest.mark.parametrize("backend", BACKENDS)
@@ -92,6 +92,37 @@ def test_weights_that_do_not_fit_the_config(
 
 
 @pytest.mark.parametrize(
+    ("sizes", "message"),
+    [
+        ({"head": 12}, r"layer 0, qkv: expected shape \[120, 48\], found \[160, 48\]"),
+        ({"has_bias": False}, r"layer 0, bias: expected shape none, found \[160\]"),
+        ({"kv_heads": 4}, "heads: expected a multiple of 4, found 6"),
+        ({"kv_heads": 0}, "kv_heads: expected at least 1, found 0"),
+        ({"rope": 18}, "rope: expected at most a head's 16, found 18"),
+    ],
+)
+def test_grouped_weights_that_do_not_fit_the_config(
+    backend: str, sizes: dict[str, int], message: str
+) -> None:
+    made, case = decoder.make_backend(backend), grouped(CASE)
+    layer = made.pack(make_layer(case, "m", torch.Generator().manual_seed(0)))
+    with pytest.raises(ValueError, match=message):
+        made.decoder(
+            changed(case, **sizes).config,
+            [layer],
+            inv_freq=torch.ones(4),
+            attention_scaling=1.0,
+        )
+
+
+def test_weights_of_another_attention(backend: str) -> None:
+    made = decoder.make_backend(backend)
+    layer = made.pack(make_layer(grouped(CASE), "m", torch.Generator().manual_seed(0)))
+    with pytest.raises(ValueError, match=r"layer 0, down: expected shape .*, found none"):
+        made.decoder(CASE.config, [layer], inv_freq=torch.ones(4), attention_scaling=1.0)
+
+
+@pytest.mark.parametrize(
     ("name", "value", "message"),
     [
         ("router_bias", None, r"layer 0, router_bias: expected shape \[8\], found none"),
@@ -106,8 +137,15 @@ def test_weights_that_do_not_fit_each_other(
     made = decoder.make_backend(backend)
     weights = make_layer(CASE, "m", torch.Generator().manual_seed(0))
     with pytest.raises(ValueError, match=message):
-        layer = made.pack(replace(weights, **{name: value}))
+        layer = made.pack(with_tensor(weights, name, value))
         made.decoder(CASE.config, [layer], inv_freq=torch.ones(4), attention_scaling=1.0)
+
+
+def with_tensor(weights: LayerWeights, name: str, value: Any) -> LayerWeights:
+    """The weights with another tensor, be it of their attention."""
+    if hasattr(weights, name):
+        return replace(weights, **{name: value})
+    return replace(weights, attention=replace(weights.attention, **{name: value}))
 
 
 def test_weights_are_float32(backend: str) -> None:
@@ -116,7 +154,7 @@ def test_weights_are_float32(backend: str) -> None:
     with pytest.raises(TypeError, match="gate: expected a tensor of float32, found torch.bfloat16"):
         made.pack(replace(weights, gate=weights.gate.bfloat16()))
     with pytest.raises(TypeError, match="down: expected a tensor of float32, found list"):
-        made.pack(replace(weights, down=weights.down.tolist()))
+        made.pack(with_tensor(weights, "down", weights.tensors["down"].tolist()))
 
 
 def test_no_layers(backend: str) -> None:

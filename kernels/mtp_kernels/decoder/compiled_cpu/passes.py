@@ -25,7 +25,7 @@ from mtp_kernels.decoder.compiled_cpu.rows import (
 def run_layers(
     member: Any, table: Any, sizes: Any, batch: Any, caches: Any, scratch: Any, x: Any
 ) -> None:
-    """Run the stream x [T, d] through all layers, in place; caches [layers, slots, c+r]."""
+    """Run the stream x [T, d] through all layers, in place; caches [layers, slots, slot]."""
     for index in range(table.size):
         layer = table[index]
         attention(member, layer, sizes, batch, caches[index], scratch, x)

@@ -103,6 +103,19 @@ def rotate(x: Any, cos_sin: Any, out: Any) -> None:
         out[pair + 1] = even * sin + odd * cos
 
 
+@inner
+def rotate_halves(x: Any, cos_sin: Any, out: Any) -> None:
+    """Rotate the first entries of x [n] by cos_sin [r], pairs being entries of either half."""
+    pairs = cos_sin.size // 2
+    for pair in range(pairs):
+        cos, sin = cos_sin[2 * pair], cos_sin[2 * pair + 1]
+        first, second = x[pair], x[pair + pairs]
+        out[pair] = first * cos - second * sin
+        out[pair + pairs] = first * sin + second * cos
+    for column in range(cos_sin.size, x.size):
+        out[column] = x[column]
+
+
 @compiled
 def cos_sin_of(positions: Any, rope: Any) -> Any:
     """Return cosines and sines [T, r] of positions [T], in turn, times the attention scaling."""

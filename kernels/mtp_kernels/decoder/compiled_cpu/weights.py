@@ -16,37 +16,51 @@ from mtp_kernels.cpu.code import LANES
 from mtp_kernels.cpu.memory import Arena
 from mtp_kernels.cpu.vectors import PANEL
 from mtp_kernels.decoder.compiled_cpu.rows import panels_of
-from mtp_kernels.decoder.interface import DecoderConfig, LayerWeights, Shapes
-
-# A layer as compiled code sees it: addresses of packed weights, then counts. The addresses are in
-# the order in which pack_layer packs.
-LAYER = np.dtype(
-    [
-        ("input_norm", np.int64),  # [d]
-        ("down", np.int64),  # d to [query or its rank | latent | rope key]
-        ("query_norm", np.int64),  # [query_rank]
-        ("query_up", np.int64),  # by head, query_rank to n+r
-        ("latent_norm", np.int64),  # [c]
-        ("key_up", np.int64),  # by head, n to c
-        ("value_up", np.int64),  # by head, c to v
-        ("output", np.int64),  # h*v to d
-        ("post_norm", np.int64),  # [d]
-        ("router", np.int64),  # d to e
-        ("router_bias", np.int64),  # [e]
-        ("gate_up", np.int64),  # by expert, d to i, panels of gate and up alternating
-        ("expert_down", np.int64),  # by expert, i to d
-        ("routed", np.int64),  # experts to pick from, 0 in a dense layer
-        ("shared", np.int64),  # experts behind them for every row; a dense layer has one
-        ("inner", np.int64),  # width of an expert
-    ]
+from mtp_kernels.decoder.interface import (
+    DecoderConfig,
+    GroupedSizes,
+    LatentSizes,
+    LayerWeights,
+    Shapes,
 )
+
+# A layer as compiled code sees it: addresses of packed weights, 0 where there is none, then counts.
+# n is the width of a head, which grouped queries share with their keys and values.
+ADDRESSES = (
+    "input_norm",  # [d]
+    "down",  # d to [query or its rank | latent | rope key]
+    "query_norm",  # [query_rank], or [n]
+    "query_up",  # by head, query_rank to n+r
+    "latent_norm",  # [c]
+    "key_up",  # by head, n to c
+    "value_up",  # by head, c to v
+    "qkv",  # d to [queries | keys | values]
+    "bias",  # [queries | keys | values]
+    "key_norm",  # [n]
+    "output",  # h*v to d
+    "post_norm",  # [d]
+    "router",  # d to e
+    "router_bias",  # [e]
+    "gate_up",  # by expert, d to i, panels of gate and up alternating
+    "expert_down",  # by expert, i to d
+)
+COUNTS = (
+    "routed",  # experts to pick from, 0 in a dense layer
+    "shared",  # experts behind them for every row; a dense layer has one
+    "inner",  # width of an expert
+)
+LAYER = np.dtype([(name, np.int64) for name in (*ADDRESSES, *COUNTS)])
 
 
 class Sizes(NamedTuple):
-    """DecoderConfig as compiled code takes it."""
+    """DecoderConfig as compiled code takes it; sizes of the other kind of attention are 0."""
 
     hidden: int
+    grouped: bool  # attention of grouped queries, else latent
     heads: int
+    kv_heads: int  # keys of a cached token
+    value_at: int  # floats from a cached key to its value
+    head: int  # of grouped queries
     nope: int
     rope: int
     value: int
@@ -81,14 +95,21 @@ class PackedLayer:
 
 def sizes_of(config: DecoderConfig, kind: Any) -> Sizes:
     """Return the config's numbers in the types that compiled code computes in."""
+    own = config.attention
+    latent = own if isinstance(own, LatentSizes) else None
+    grouped = own if isinstance(own, GroupedSizes) else None
     return Sizes(
         hidden=config.hidden,
-        heads=config.heads,
-        nope=config.nope,
-        rope=config.rope,
-        value=config.value,
-        latent=config.latent,
-        query_rank=config.query_rank,
+        grouped=grouped is not None,
+        heads=own.heads,
+        kv_heads=grouped.kv_heads if grouped else 1,
+        value_at=grouped.kv_heads * grouped.head if grouped else 0,
+        head=grouped.head if grouped else 0,
+        nope=latent.nope if latent else 0,
+        rope=own.rope,
+        value=latent.value if latent else 0,
+        latent=latent.latent if latent else 0,
+        query_rank=latent.query_rank if latent else 0,
         groups=config.expert_groups,
         groups_per_token=config.groups_per_token,
         normalise_weights=config.normalise_weights,
@@ -130,9 +151,11 @@ class Packer:
         self._fill(place[:, :, 1], up)
         return place
 
-    def optional(self, matrix: torch.Tensor | None) -> np.ndarray:
-        """Return a matrix packed, or an empty array where there is none."""
-        return self.arena.take(0) if matrix is None else self.matrix(matrix)
+    def vector(self, values: torch.Tensor) -> np.ndarray:
+        """Return a copy of a vector, in float32."""
+        place = self.arena.take(*values.shape)
+        place[...] = values.numpy()
+        return place
 
     def _take(self, *shape: int) -> np.ndarray:
         return self.arena.take(*shape, dtype=KINDS[self.dtype])
@@ -153,38 +176,34 @@ class Packer:
             line[..., own.shape[-1] :] = 0
 
 
-def _keep(values: torch.Tensor | None, arena: Arena) -> np.ndarray:
-    """Return a copy of a vector in the arena, empty where there is none."""
-    if values is None:
-        return arena.take(0)
-    place = arena.take(*values.shape)
-    place[...] = values.numpy()
-    return place
+VECTORS = (
+    "input_norm",
+    "query_norm",
+    "latent_norm",
+    "bias",
+    "key_norm",
+    "post_norm",
+    "router_bias",
+)
 
 
 def pack_layer(weights: LayerWeights, packer: Packer) -> PackedLayer:
     """Pack one layer; its own tensors may then be dropped."""
-    arena = packer.arena
-    made = (
-        _keep(weights.input_norm, arena),
-        packer.matrix(weights.down),
-        _keep(weights.query_norm, arena),
-        packer.optional(weights.query_up),
-        _keep(weights.latent_norm, arena),
-        packer.matrix(weights.key_up),
-        packer.matrix(weights.value_up),
-        packer.matrix(weights.output),
-        _keep(weights.post_norm, arena),
-        Packer(arena, torch.float32).optional(weights.router),
-        _keep(weights.router_bias, arena),
-        packer.alternating(weights.gate, weights.up),
-        packer.matrix(weights.expert_down),
-    )
-    tensors = tuple(map(torch.from_numpy, made))
+    given = weights.tensors
+    made = {"gate_up": packer.alternating(given.pop("gate"), given.pop("up"))}
+    for name, tensor in given.items():
+        if tensor is None:
+            continue
+        own = Packer(packer.arena, torch.float32) if name == "router" else packer
+        made[name] = own.vector(tensor) if name in VECTORS else own.matrix(tensor)
+    tensors = {name: torch.from_numpy(array) for name, array in made.items()}
+    record = np.zeros(1, LAYER)
+    for name, tensor in tensors.items():
+        record[name] = tensor.data_ptr()
     routed = 0 if weights.router is None else len(weights.router)
-    counts = [routed, len(weights.gate) - routed, weights.gate.shape[1]]
-    values = (*(tensor.data_ptr() for tensor in tensors), *counts)
-    return PackedLayer(weights.shapes(), tensors, np.array([values], LAYER))
+    record["routed"], record["shared"] = routed, len(weights.gate) - routed
+    record["inner"] = weights.gate.shape[1]
+    return PackedLayer(weights.shapes(), tuple(tensors.values()), record)
 
 
 def table_of(layers: Sequence[PackedLayer]) -> np.ndarray:

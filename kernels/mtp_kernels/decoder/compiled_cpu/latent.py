@@ -1,0 +1,105 @@
+"""Steps of multi-head latent attention in its absorbed form."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from mtp_kernels.cpu.jit import inner
+from mtp_kernels.cpu.paged_attention import TILE_ROWS, merge_parts
+from mtp_kernels.cpu.team import share
+from mtp_kernels.cpu.vectors import PANEL, Rows, address
+from mtp_kernels.decoder.compiled_cpu.rows import (
+    BLOCK_ROWS,
+    copy,
+    norm_block,
+    norm_row,
+    panel_of,
+    panels_of,
+    project,
+    rotate,
+    vector,
+)
+
+
+@inner
+def fill_latents(
+    member: Any, layer: Any, sizes: Any, batch: Any, cache: Any, projected: Any
+) -> None:
+    """Write latents and rotated rope keys of the member's rows to their slots."""
+    latent, norm = sizes.latent, vector(layer.latent_norm, sizes.latent)
+    start = query_columns(sizes)
+    first, last = share(member, batch.slots.size)
+    for row in range(first, last):
+        source = projected[row]
+        slot = cache[batch.slots[row]]
+        norm_row(source[start : start + latent], norm, sizes.norm_eps, slot[:latent])
+        key = source[start + latent : start + latent + sizes.rope]
+        rotate(key, batch.cos_sin[row], slot[latent:])
+
+
+@inner
+def query_columns(sizes: Any) -> Any:
+    """Return the width of the query's part of the down projection."""
+    return sizes.query_rank or sizes.heads * (sizes.nope + sizes.rope)
+
+
+@inner
+def make_latent_queries(member: Any, layer: Any, sizes: Any, batch: Any, scratch: Any) -> None:
+    """Make queries in the space of latents, shared out by head and block of rows."""
+    count = scratch.projected.shape[0]
+    blocks = -(-count // BLOCK_ROWS)
+    normed = np.empty((BLOCK_ROWS, max(1, sizes.query_rank)), np.float32)
+    query = np.empty((BLOCK_ROWS, panels_of(sizes.nope + sizes.rope) * PANEL), np.float32)
+    latents = np.empty((BLOCK_ROWS, panels_of(sizes.latent) * PANEL), np.float32)
+    first, last = share(member, sizes.heads * blocks)
+    for unit in range(first, last):
+        head, row = unit // blocks, unit % blocks * BLOCK_ROWS
+        rows = min(BLOCK_ROWS, count - row)
+        read_query(layer, sizes, scratch.projected[row : row + rows], head, normed, query)
+        width = latents.shape[1]
+        weight = panel_of(layer.key_up, head * (width // PANEL), sizes.nope, sizes.kind)
+        block = Rows(address(query), query.shape[1], rows)
+        project(block, weight, (0, width // PANEL), address(latents), width)
+        for r in range(rows):
+            base, stride = batch.places[row + r]
+            out = scratch.queries[base + head * stride]
+            copy(latents[r], out[: sizes.latent])
+            q_rope = query[r, sizes.nope : sizes.nope + sizes.rope]
+            rotate(q_rope, batch.cos_sin[row + r], out[sizes.latent :])
+
+
+@inner
+def read_query(layer: Any, sizes: Any, projected: Any, head: Any, normed: Any, query: Any) -> None:
+    """Write one head's queries [rows, n+r], out of their low rank where there is one."""
+    rank, size = sizes.query_rank, sizes.nope + sizes.rope
+    if rank == 0:
+        for r in range(projected.shape[0]):
+            copy(projected[r, head * size :], query[r, :size])
+        return
+    norm = vector(layer.query_norm, rank)
+    block = norm_block(projected[:, :rank], 0, norm, sizes.norm_eps, normed)
+    width = query.shape[1]
+    weight = panel_of(layer.query_up, head * (width // PANEL), rank, sizes.kind)
+    project(block, weight, (0, width // PANEL), address(query), width)
+
+
+@inner
+def project_values(member: Any, layer: Any, sizes: Any, tiles: Any, scratch: Any) -> None:
+    """Merge the parts of a wave's tiles and project each head's latents to its values."""
+    heads, latent, value = sizes.heads, sizes.latent, sizes.value
+    attended = np.empty((TILE_ROWS, latent), np.float32)
+    width = panels_of(value) * PANEL
+    values = np.empty((TILE_ROWS, width), np.float32)
+    first, last = share(member, tiles.size * heads)
+    for unit in range(first, last):
+        tile, head = tiles[unit // heads], unit % heads
+        for query in range(tile.queries):
+            merge_parts(tile, query, head, heads, scratch.parts, attended[query])
+        weight = panel_of(layer.value_up, head * (width // PANEL), latent, sizes.kind)
+        block = Rows(address(attended), latent, tile.queries)
+        project(block, weight, (0, width // PANEL), address(values), width)
+        for query in range(tile.queries):
+            out = scratch.values[tile.first_query + query]
+            copy(values[query], out[head * value : (head + 1) * value])

@@ -1,0 +1,182 @@
+"""Layers as the compiled kernels take them: their kinds, sizes and weights."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import cast
+
+import torch
+
+from mtp_kernels import decoder as kernels
+from mtp_runtime.layers.decoder_layer import DecoderLayer, FeedForward
+from mtp_runtime.layers.gqa import Gqa
+from mtp_runtime.layers.linear import Linear
+from mtp_runtime.layers.mla import Mla
+from mtp_runtime.layers.moe import Mlp, Moe, SigmoidRouter
+from mtp_runtime.layers.norm import RmsNorm
+from mtp_runtime.layers.split import SplitMoe
+
+# Names of the parts of a layer that the kernels run.
+KINDS: dict[type, str] = {Mla: "mla", Gqa: "gqa", Mlp: "dense", SigmoidRouter: "sigmoid_moe"}
+
+
+def config_of(attention: Mla | Gqa, eps: float) -> kernels.DecoderConfig:
+    """Return what a model's layers share; the values of a router are neutral."""
+    sizes = latent_sizes(attention) if isinstance(attention, Mla) else grouped_sizes(attention)
+    return kernels.DecoderConfig(
+        hidden=hidden_of(attention),
+        attention=sizes,
+        experts_per_token=1,
+        expert_groups=1,
+        groups_per_token=1,
+        normalise_weights=False,
+        routed_scale=1.0,
+        norm_eps=eps,
+        softmax_scale=attention.scale,
+    )
+
+
+def hidden_of(attention: Mla | Gqa) -> int:
+    """Return the width of the rows that attention takes."""
+    first = attention.down if isinstance(attention, Mla) else attention.qkv
+    return first.weight.shape[1]
+
+
+def latent_sizes(attention: Mla) -> kernels.LatentSizes:
+    """Return the sizes of latent attention."""
+    heads, nope, latent = attention.key_up.shape
+    query_up = attention.query_up
+    return kernels.LatentSizes(
+        heads=heads,
+        nope=nope,
+        rope=attention.rope_size,
+        value=attention.value_up.shape[2],
+        latent=latent,
+        query_rank=0 if query_up is None else query_up.weight.shape[1],
+    )
+
+
+def grouped_sizes(attention: Gqa) -> kernels.GroupedSizes:
+    """Return the sizes of attention of grouped queries."""
+    return kernels.GroupedSizes(
+        heads=attention.heads,
+        kv_heads=attention.kv_heads,
+        head=attention.head,
+        rope=attention.rope.size,
+        has_bias=attention.bias is not None,
+        has_norms=attention.query_norm is not None,
+    )
+
+
+def with_router(config: kernels.DecoderConfig, router: SigmoidRouter) -> kernels.DecoderConfig:
+    """Return the config with the values of a router."""
+    return replace(
+        config,
+        experts_per_token=router.experts_per_token,
+        expert_groups=router.groups,
+        groups_per_token=router.groups_per_token,
+        normalise_weights=router.normalise,
+        routed_scale=router.scale.item(),
+    )
+
+
+def weights_of(layer: DecoderLayer, attention: Mla | Gqa) -> kernels.LayerWeights:
+    """Return a layer's weights as the kernels take them."""
+    return weights_with(layer, attention, experts_of(layer.feed_forward))
+
+
+def slice_of(layer: DecoderLayer, attention: Mla | Gqa) -> kernels.LayerSlice:
+    """Return the own part of a layer that several ranks share."""
+    routed, shared = split_experts(layer.feed_forward)
+    weights = weights_with(layer, attention, routed)
+    return kernels.LayerSlice(weights, tuple(map(mlp_matrices, shared)))
+
+
+def weights_with(
+    layer: DecoderLayer, attention: Mla | Gqa, experts: Sequence[Mlp]
+) -> kernels.LayerWeights:
+    """Return a layer's weights with some experts, or none."""
+    router: torch.Tensor | None = None
+    bias: torch.Tensor | None = None
+    if isinstance(layer.feed_forward, Moe | SplitMoe):
+        own = cast(SigmoidRouter, layer.feed_forward.router)
+        router, bias = own.weight.t(), own.bias
+    hidden = hidden_of(attention)
+    gate_up, down = torch.empty(0, 2, hidden), torch.empty(0, hidden, 1)
+    if experts:
+        gate_up = torch.stack([dense_matrix(one.gate_up) for one in experts])
+        down = torch.stack([dense_matrix(one.down) for one in experts])
+    gate, up = gate_up.chunk(2, dim=1)
+    return kernels.LayerWeights(
+        input_norm=layer.input_norm.weight,
+        attention=attention_weights(attention),
+        post_norm=layer.post_norm.weight,
+        router=router,
+        router_bias=bias,
+        gate=gate,
+        up=up,
+        expert_down=down,
+    )
+
+
+def attention_weights(attention: Mla | Gqa) -> kernels.LatentWeights | kernels.GroupedWeights:
+    """Return the weights of a layer's attention."""
+    return latent_weights(attention) if isinstance(attention, Mla) else grouped_weights(attention)
+
+
+def experts_of(feed_forward: FeedForward) -> Sequence[Mlp]:
+    """Return every expert; a dense MLP is one."""
+    if isinstance(feed_forward, Moe):
+        return tuple(feed_forward.experts.every())
+    assert isinstance(feed_forward, Mlp), "the kinds that the kernels run"
+    return (feed_forward,)
+
+
+def split_experts(feed_forward: FeedForward) -> tuple[Sequence[Mlp], Sequence[Mlp]]:
+    """Return the own routed experts and the shared ones; a dense MLP is a shared one."""
+    if not isinstance(feed_forward, SplitMoe):
+        return (), experts_of(feed_forward)
+    every, own = tuple(feed_forward.experts.every()), len(feed_forward.own)
+    return every[:own], every[own:]
+
+
+def mlp_matrices(mlp: Mlp) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Return gate, up and down of an MLP."""
+    gate, up = dense_matrix(mlp.gate_up).contiguous().chunk(2)
+    return gate, up, dense_matrix(mlp.down)
+
+
+def latent_weights(mla: Mla) -> kernels.LatentWeights:
+    """Return the weights of latent attention."""
+    query_up = None if mla.query_up is None else dense_matrix(mla.query_up).contiguous()
+    heads = len(mla.key_up)
+    return kernels.LatentWeights(
+        down=dense_matrix(mla.down),
+        query_norm=_weight(mla.query_norm),
+        query_up=None if query_up is None else query_up.view(heads, -1, query_up.shape[1]),
+        latent_norm=mla.latent_norm.weight,
+        key_up=mla.key_up.transpose(1, 2),
+        value_up=mla.value_up.transpose(1, 2),
+        output=dense_matrix(mla.output),
+    )
+
+
+def grouped_weights(gqa: Gqa) -> kernels.GroupedWeights:
+    """Return the weights of attention of grouped queries."""
+    return kernels.GroupedWeights(
+        qkv=dense_matrix(gqa.qkv),
+        bias=gqa.bias,
+        query_norm=_weight(gqa.query_norm),
+        key_norm=_weight(gqa.key_norm),
+        output=dense_matrix(gqa.output),
+    )
+
+
+def dense_matrix(linear: Linear) -> torch.Tensor:
+    """Return a linear's matrix [out, in] in float32."""
+    return linear.matrix(torch.float32).t()
+
+
+def _weight(norm: RmsNorm | None) -> torch.Tensor | None:
+    return None if norm is None else norm.weight
