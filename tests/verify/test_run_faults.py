@@ -51,7 +51,7 @@ class Good:
 @pytest.fixture(scope="module")
 def good(trained_bundle: Path) -> Good:
     model = load_model(trained_bundle, LoadOptions()).model
-    corpus, few = (Corpus(model, tuple(held_out(count)), TOKENS) for count in (10, 4))
+    corpus, few = (Corpus(model, tuple(held_out(count)), TOKENS) for count in (16, 10))
     _ = corpus.states, few.states
     return Good(trained_bundle, corpus, few)
 
