@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import cache
 from pathlib import Path
 
 import pytest
 
-from cases import make_checkpoint
+from cases import export, make_checkpoint, quantize
+from quantize_rows import CONFIGS, ROWS
+
+MINIATURE = Path(__file__).resolve().parents[1] / "fixtures/deepseek-v3-tiny"
 
 # For torch, which nothing has imported yet: products this small lose time to a second thread, and
 # more where each worker has but one core, since threads wait for each other busily.
@@ -37,6 +41,40 @@ def no_disk_is_waited_for() -> Iterator[None]:
 def pristine(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A tiny fp8 checkpoint with ragged tiles; not to be changed."""
     return make_checkpoint(tmp_path_factory.mktemp("pristine") / "source")
+
+
+@pytest.fixture(scope="session")
+def row_sources(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """Tiny checkpoints of whole tiles by their precision; not to be changed."""
+    return {
+        kind: make_checkpoint(tmp_path_factory.mktemp(kind) / "source", config)
+        for kind, config in CONFIGS.items()
+    }
+
+
+@pytest.fixture(scope="session")
+def row_bundle(
+    row_sources: dict[str, Path], tmp_path_factory: pytest.TempPathFactory
+) -> Callable[[str, str], Path]:
+    """Bundles by their row of the precision table and the precision of their source, each made
+    once; not to be changed."""
+
+    @cache
+    def bundle(row: str, kind: str) -> Path:
+        folder = tmp_path_factory.mktemp("row") / "bundle"
+        outcome = quantize(row_sources[kind], folder, *ROWS[row].options)
+        assert outcome.code == 0, outcome.err
+        return folder
+
+    return bundle
+
+
+@pytest.fixture(scope="session")
+def trained_bundle(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A good bundle of the trained miniature, whose files are its own; not to be changed."""
+    folder = tmp_path_factory.mktemp("trained") / "bundle"
+    assert export(MINIATURE, folder, "--link", "copy", "--quiet").code == 0
+    return folder
 
 
 @pytest.fixture

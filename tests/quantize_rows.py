@@ -1,14 +1,13 @@
 """The rows of the precision table as the engines' loaders want them on disk, written out by hand,
-and sources to quantize."""
+and configs of sources to quantize."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
-from cases import MTP_LAYER, UNQUANTIZED, WHOLE_TILES, export, make_checkpoint
+from cases import MTP_LAYER, UNQUANTIZED, WHOLE_TILES
 
 # Form of a linear -> the tensors (last component) it is stored as.
 FORMS = {
@@ -96,15 +95,6 @@ CONFIGS: dict[str, dict[str, Any]] = {
 }
 MTP_PREFIX = f"model.layers.{MTP_LAYER}."
 INPUT_SCALES = {"gate_proj": "w1", "down_proj": "w2", "up_proj": "w3"}
-
-
-def make_source(folder: Path, kind: str, as_bundle: bool) -> Path:
-    """A tiny checkpoint, or a bundle exported from one."""
-    original = make_checkpoint(folder / "original", CONFIGS[kind])
-    if not as_bundle:
-        return original
-    assert export(original, folder / "bundle").code == 0
-    return folder / "bundle"
 
 
 def linears(names: Iterable[str]) -> list[str]:

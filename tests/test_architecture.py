@@ -28,7 +28,7 @@ FLOORS: tuple[tuple[str, ...], ...] = (
     ("mtp_export.schemes",),
     ("mtp_export.targets",),
     ("mtp_export.inspection",),
-    ("mtp_runtime.config", "mtp_runtime.prompts", "mtp_runtime.tokenizer"),
+    ("mtp_runtime.config", "mtp_runtime.prompts", "mtp_runtime.tokenizer", "mtp_runtime.parallel"),
     ("mtp_runtime.chat", "mtp_runtime.chat_worker"),
     ("mtp_runtime.cache", "mtp_runtime.sampling", "mtp_runtime.logprobs"),
     ("mtp_runtime.acceptance", "mtp_runtime.layers", "mtp_runtime.prefix_cache"),
@@ -78,10 +78,16 @@ def room_of(module: str) -> str:
 
 
 @cache
+def nodes_of(path: Path) -> tuple[ast.AST, ...]:
+    """The nodes of a source file."""
+    return tuple(ast.walk(ast.parse(path.read_text())))
+
+
+@cache
 def imports_of(module: str) -> frozenset[str]:
     """The modules of this project that a module imports, wherever in it."""
     path, names = MODULES[module], set()
-    for node in ast.walk(ast.parse(path.read_text())):
+    for node in nodes_of(path):
         if isinstance(node, ast.Import):
             names |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
@@ -123,9 +129,9 @@ def test_every_room_is_there() -> None:
 
 @pytest.mark.parametrize("path", SOURCES, ids=lambda path: str(path.relative_to(ROOT)))
 def test_files_and_functions_are_short(path: Path) -> None:
-    text = path.read_text()
-    assert len(text.splitlines()) < 400, f"{path} has {len(text.splitlines())} lines"
-    for node in ast.walk(ast.parse(text)):
+    lines = path.read_text().splitlines()
+    assert len(lines) < 400, f"{path} has {len(lines)} lines"
+    for node in nodes_of(path):
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
             length = (node.end_lineno or node.lineno) - node.lineno + 1 - docstring_lines(node)
             assert length <= 50, f"{path}: {node.name} has {length} lines"
@@ -144,7 +150,7 @@ def test_docstrings_open_with_a_verb_or_a_noun() -> None:
     found = [
         f"{path.relative_to(ROOT)}: {docstring.splitlines()[0]}"
         for path in [*SOURCES, *sorted((ROOT / "tests").rglob("*.py"))]
-        for node in ast.walk(ast.parse(path.read_text()))
+        for node in nodes_of(path)
         if isinstance(node, kinds)
         and (docstring := ast.get_docstring(node))
         and docstring.split()[0] in {"What", "Whether", "How"}
@@ -156,6 +162,6 @@ def test_only_the_command_line_prints() -> None:
     for path in SOURCES:
         if path.name == "cli.py" or path.parent.name == "commands":
             continue
-        for node in ast.walk(ast.parse(path.read_text())):
+        for node in nodes_of(path):
             if isinstance(node, ast.Call) and isinstance(node.func, ast.Name):
                 assert node.func.id != "print", f"{path}:{node.lineno} prints"

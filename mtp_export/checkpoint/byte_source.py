@@ -75,6 +75,11 @@ class OpenFile(Protocol):
         """
         ...
 
+    def read_cached(self, buffer: memoryview, start: int, end: int) -> slice | None:
+        """Read as read_into what is in memory already; return None where there is something to
+        wait for, or to raise."""
+        ...
+
     def close(self) -> None: ...
 
 

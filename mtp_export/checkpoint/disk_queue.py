@@ -21,7 +21,8 @@ from mtp_export.checkpoint.direct_io import SLACK_BYTES, page_memory
 BLOCK_BYTES = 2 << 20  # of one transfer
 _DEPTH_OF_A_DISK = 16
 _MAX_DEPTH = 64
-_MIN_LENT_BYTES = 64 << 10  # less is not worth a block
+# Less is not worth a block, nor another thread where the disk need not be waited for.
+SMALL_BYTES = 64 << 10
 _DEVICES = Path("/sys/dev/block")
 
 
@@ -91,7 +92,7 @@ class DiskQueue:
     def lend(self, size_bytes: int) -> memoryview:
         """Return memory of a size at least, as direct transfers need it."""
         block = self.block_bytes + SLACK_BYTES
-        if not _MIN_LENT_BYTES <= size_bytes <= block:
+        if not SMALL_BYTES <= size_bytes <= block:
             return page_memory(size_bytes)
         with self._lock:
             return self._spare.pop() if self._spare else page_memory(block)
@@ -135,9 +136,17 @@ class DiskQueue:
                 return None
             self._ahead_bytes += len(span)
         memory = self.lend(len(span) + SLACK_BYTES)
-        return Block(
-            memory, len(span), self._readers.submit(file.read_into, memory, span.start, span.stop)
-        )
+        return Block(memory, len(span), self._begun(file, span, memory))
+
+    def _begun(self, file: OpenFile, span: range, memory: memoryview) -> Future[slice]:
+        """Begin a read; a small one of what is in memory already ends here."""
+        if len(span) < SMALL_BYTES:
+            place = file.read_cached(memory, span.start, span.stop)
+            if place is not None:
+                done = Future[slice]()
+                done.set_result(place)
+                return done
+        return self._readers.submit(file.read_into, memory, span.start, span.stop)
 
     def use(self, block: Block) -> None:
         """Count a block no more among those that are ahead: it is used now, or never."""

@@ -7,7 +7,7 @@ import os
 import random
 import stat
 from collections.abc import Callable, Mapping
-from contextlib import closing
+from contextlib import closing, suppress
 from dataclasses import dataclass, field
 from functools import cached_property
 from io import FileIO
@@ -211,6 +211,14 @@ class OpenLocalFile:
         except OSError as error:
             raise read_failure(self._path, error) from error
         return slice(0, end - start)
+
+    def read_cached(self, buffer: memoryview, start: int, end: int) -> slice | None:
+        """Read as read_into what the page cache has; return None for anything else."""
+        whole = slice(0, end - start)
+        with suppress(OSError):  # those of waiting, and of file systems that cannot tell
+            count = os.preadv(self._file.fileno(), [buffer[whole]], start, os.RWF_NOWAIT)
+            return whole if count == end - start else None
+        return None
 
     def _fill(self, file: FileIO, buffer: memoryview, span: range, unit: int = 1) -> None:
         """Read the bytes of a span into a buffer; lengths of reads are multiples of a unit."""

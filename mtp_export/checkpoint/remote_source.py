@@ -84,6 +84,10 @@ class OpenRemoteFile:
         self._file.fetch(range(start, end), put, sleep)
         return slice(0, position)
 
+    def read_cached(self, buffer: memoryview, start: int, end: int) -> slice | None:
+        """Return None: every byte is asked for."""
+        return None
+
     def close(self) -> None:
         """Do nothing: connections are kept by the client."""
 

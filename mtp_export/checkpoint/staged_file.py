@@ -65,6 +65,10 @@ class OpenStagedFile:
             _read_exactly(staging.path_of(piece), target, first - piece.start)
         return slice(0, end - start)
 
+    def read_cached(self, buffer: memoryview, start: int, end: int) -> slice | None:
+        """Return None: pieces lie in files of their own."""
+        return None
+
     def close(self) -> None:
         """Do nothing: no file stays open."""
 

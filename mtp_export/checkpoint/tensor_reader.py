@@ -78,3 +78,24 @@ class TensorReader:
         aligned: Any = memory[-memory.data_ptr() % PAGE_BYTES :].numpy()
         buffer = memoryview(aligned)
         return as_rows(info, buffer[self._file.read_into(buffer, first, last)], stop - start)
+
+    def window(self, rows: range, columns: range) -> torch.Tensor:
+        """Return some columns of some rows of a matrix, in the stored dtype; others are not read.
+
+        Columns that are not all are one read per row.
+        """
+        import torch
+
+        info = self._info
+        if len(columns) == info.shape[1]:
+            return self.rows(rows.start, rows.stop)
+        size = row_bytes(info) // info.shape[1] if info.shape[1] else 0
+        width = len(columns) * size
+        memory = torch.empty(width + SLACK_BYTES + PAGE_BYTES, dtype=torch.uint8)
+        aligned: Any = memory[-memory.data_ptr() % PAGE_BYTES :].numpy()
+        buffer, out = memoryview(aligned), torch.empty(len(rows), width, dtype=torch.uint8)
+        lines: Any = out.numpy()
+        for line, row in zip(lines, rows, strict=True):
+            first = self._begin + row * row_bytes(info) + columns.start * size
+            line[:] = buffer[self._file.read_into(buffer, first, first + width)]
+        return out.view(torch_dtype(info.dtype))

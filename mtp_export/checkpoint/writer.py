@@ -22,7 +22,7 @@ from mtp_export.checkpoint.direct_io import (
     open_directly,
     page_memory,
 )
-from mtp_export.checkpoint.disk_queue import BLOCK_BYTES, DiskQueue
+from mtp_export.checkpoint.disk_queue import BLOCK_BYTES, SMALL_BYTES, DiskQueue
 from mtp_export.checkpoint.files import (
     NEW_FILE,
     sync_folder,
@@ -105,9 +105,9 @@ class _SharedPages:
 class ShardWriter:
     """One shard being written. commit() makes the file appear, discard() leaves no trace.
 
-    Several threads may call write(), each for tensors of its own. The pages of a large shard bypass
-    the page cache, and a queue writes them later: a failure is raised by the next call of write()
-    or by commit(). All methods raise IoError.
+    Several threads may call write(), each for tensors of its own. The pages of a large shard of
+    large tensors bypass the page cache. A queue writes later what is not small: a failure is raised
+    by the next call of write() or by commit(). All methods raise IoError.
     """
 
     def __init__(self, path: Path, tensors: Sequence[OutputTensor], queue: DiskQueue) -> None:
@@ -127,7 +127,7 @@ class ShardWriter:
         try:
             self._fd = os.open(self._temporary, NEW_FILE, 0o666)
             os.posix_fallocate(self._fd, 0, self.size_bytes)
-            if self.size_bytes >= MIN_DIRECT_BYTES:
+            if self.size_bytes >= max(MIN_DIRECT_BYTES, SMALL_BYTES * len(tensors)):
                 self._direct_fd = open_directly(self._temporary, os.O_WRONLY)
             self._is_direct = self._direct_fd is not None
             memory = page_memory(len(head))
@@ -166,7 +166,11 @@ class ShardWriter:
         return rest
 
     def _put_off(self, buffer: _WriteBuffer) -> None:
-        """Have a buffer written later; this waits where too many are already."""
+        """Have a buffer written later; this waits where too many are already. What the page cache
+        takes in less time than another thread is written now."""
+        if not self._is_direct and len(buffer.memory) < SMALL_BYTES:
+            self._put(buffer)
+            return
         future = self._queue.write(partial(self._put, buffer))
         self._under_way.add(future)
         future.add_done_callback(self._under_way.discard)

@@ -109,6 +109,7 @@ def generate(
     device: runtime.Device = "cpu",
     dtype: runtime.Dtype = "float32",
     deterministic: runtime.Deterministic = False,
+    parallel_mode: runtime.ParallelMode = None,
     max_model_len: runtime.MaxModelLen = None,
     as_json: shared.AsJson = False,
 ) -> None:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import sys
 import traceback
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import typer
 
@@ -13,6 +14,9 @@ from mtp_export.commands.failures import failure_of
 from mtp_export.commands.registry import COMMANDS, command_named
 from mtp_export.commands.standard_streams import guarded_streams
 from mtp_export.errors import Interrupted, UsageError
+
+# Commands that torchrun starts in several processes.
+PARALLEL = ("generate", "verify", "serve")
 
 
 def exit_code(arguments: Sequence[str]) -> int:
@@ -35,15 +39,38 @@ def exit_code(arguments: Sequence[str]) -> int:
 
 
 def _run(arguments: Sequence[str]) -> int:
-    """Run a command and return its own exit code.
+    """Run a command and return its own exit code; of several processes the first one runs it, and
+    the others follow.
 
     Raises UsageError for arguments that cannot be parsed, and what the command raises.
     """
+    if not is_one_of_several(os.environ):
+        return _run_alone(arguments)
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # what it warns of ends in one message
+    from mtp_runtime.parallel.join import joined
+
+    command = next(iter(arguments), "")
+    if command not in PARALLEL:
+        raise UsageError(
+            "This command runs in one process",
+            expected=f"torchrun with {', '.join(PARALLEL)}",
+            found=command or "no command",
+            todo="Start it by itself; --share and --cluster divide what it does",
+        )
+    with joined() as group:
+        if group.rank:
+            group.follow()
+            return 0
+        return _run_alone(arguments, group)
+
+
+def _run_alone(arguments: Sequence[str], group: object = None) -> int:
+    """Run a command in this process; group: those that follow."""
     try:
         if arguments and arguments[0] in COMMANDS:
             words = f"mtp-export {arguments[0]}"
             code = command_named(arguments[0]).main(
-                list(arguments[1:]), standalone_mode=False, prog_name=words
+                list(arguments[1:]), standalone_mode=False, prog_name=words, obj=group
             )
         else:
             from mtp_export.commands.group import program  # takes half of the start of an inspect
@@ -56,3 +83,8 @@ def _run(arguments: Sequence[str]) -> int:
     if code == Interrupted.exit_code:  # Typer returns it for Ctrl-C
         raise KeyboardInterrupt
     return code if isinstance(code, int) else 0
+
+
+def is_one_of_several(variables: Mapping[str, str]) -> bool:
+    """Return True in a process that torchrun started beside others."""
+    return variables.get("WORLD_SIZE", "1") != "1" and "RANK" in variables

@@ -44,9 +44,19 @@ MaxModelLen = Annotated[
     ),
 ]
 
+ParallelMode = Annotated[
+    str | None,
+    typer.Option(
+        metavar="MODE",
+        rich_help_panel=PERFORMANCE,
+        help="Way in which the processes of torchrun join their parts: gather or reduce.",
+        show_default="gather in float32, else reduce",
+    ),
+]
+
 # Parameters of commands that are LLM's under the same name; a command has some of them.
 _LLM_OPTIONS = (
-    *("device", "dtype", "deterministic", "max_model_len", "draft_model"),
+    *("device", "dtype", "deterministic", "max_model_len", "draft_model", "parallel_mode"),
     *("speculate_method", "speculate_max_draft_token_num", "speculate_max_ngram_size"),
     *("adaptive", "k_schedule", "draft_temperature", "draft_stop_entropy"),
 )
@@ -60,9 +70,10 @@ def load_llm(context: typer.Context, bundle: Path, **more: Any) -> LLM:
     given = {name: context.params[name] for name in _LLM_OPTIONS if name in context.params}
     with few_collections(), plain_console(stderr=True).status("Loading the runtime") as status:
         from mtp_runtime import LLM
+        from mtp_runtime.parallel.group import LONE
 
         status.update(f"Loading {bundle}")
-        llm = LLM(bundle, **given, **more)
+        llm = LLM(bundle, group=context.obj or LONE, **given, **more)
         status.update("Decoding the first tokens")
         llm.warm_up()
     return llm

@@ -142,6 +142,7 @@ def serve(
     dtype: runtime.Dtype = "float32",
     deterministic: runtime.Deterministic = False,
     max_model_len: runtime.MaxModelLen = None,
+    parallel_mode: runtime.ParallelMode = None,
 ) -> None:
     """Serve a bundle over OpenAI's protocol, with speculation, metrics and a page to watch it."""
     _require_packages()

@@ -21,6 +21,7 @@ from mtp_export.progress import format_bytes
 if TYPE_CHECKING:
     from mtp_export.verify.context import VerifyOptions
     from mtp_export.verify.report.report import Report as VerifyReport
+    from mtp_runtime.parallel.group import Group
 
 MAX_DRAFTS = 5
 CHECKS, DECODING, PERFORMANCE, REPORT = "Checks", shared.DECODING, shared.PERFORMANCE, shared.REPORT
@@ -197,13 +198,13 @@ def verify(
         reports.write({"--report": lambda: json_text(facts)})
         print_result(facts, table, shared.reporting_options(context))
         return
-    finished = _run(options, quiet=quiet)
+    finished = _run(options, context.obj, quiet=quiet)
     _write_reports(finished, reports)
     print_result(finished.as_json(), report_table(finished), shared.reporting_options(context))
     finished.raise_if_failed()
 
 
-def _run(options: VerifyOptions, *, quiet: bool) -> VerifyReport:
+def _run(options: VerifyOptions, group: Group | None, *, quiet: bool) -> VerifyReport:
     """Run the checks, with progress and a line per finished check on stderr unless quiet."""
     from mtp_export.commands.progress_bar import progress_bar
     from mtp_export.verify import run_checks
@@ -211,7 +212,7 @@ def _run(options: VerifyOptions, *, quiet: bool) -> VerifyReport:
     from mtp_export.verify.report.report import report_of
 
     start = time.monotonic()
-    context = Context.open(options, partial(progress_bar, quiet=quiet))
+    context = Context.open(options, partial(progress_bar, quiet=quiet), group)
     results = []
     for result in run_checks(context):
         results.append(result)

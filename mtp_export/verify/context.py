@@ -44,6 +44,7 @@ if TYPE_CHECKING:
     from mtp_export.verify.evidence.corpus import Corpus
     from mtp_export.verify.evidence.own_drafts import OwnDraft
     from mtp_runtime.models.load import Loaded, LoadOptions
+    from mtp_runtime.parallel.group import Group
 
 # Opens the progress bar of a step of a number of bytes; the callback takes the bytes just done.
 ShowProgress = Callable[[str, int], AbstractContextManager[ProgressCallback]]
@@ -76,7 +77,8 @@ class VerifyOptions:
 class Context:
     """A bundle under verification. Models are loaded on first use.
 
-    given: the texts of --prompts, kept since a pipe can be read only once.
+    given: the texts of --prompts, kept since a pipe can be read only once. group: processes that
+    take part in what is divided among several.
     """
 
     options: VerifyOptions
@@ -87,12 +89,15 @@ class Context:
     source: Checkpoint | None
     given: tuple[GivenText, ...] | None
     show_progress: ShowProgress
+    group: Group | None = None
     _loaded: dict[LoadOptions, Loaded] = field(default_factory=dict)
     _walks: dict[str, PartWalk] = field(default_factory=dict)
     _drafts: dict[str, OwnDraft] = field(default_factory=dict)
 
     @classmethod
-    def open(cls, options: VerifyOptions, show_progress: ShowProgress) -> Context:
+    def open(
+        cls, options: VerifyOptions, show_progress: ShowProgress, group: Group | None = None
+    ) -> Context:
         """Open the bundle and its source; damage of the bundle is kept for the checks to report.
 
         Raises InvalidInputError for a folder that is no bundle at all, and what open_checkpoint and
@@ -128,7 +133,15 @@ class Context:
             source=source,
             given=given,
             show_progress=show_progress,
+            group=group,
         )
+
+    @property
+    def ranks(self) -> Group:
+        """The processes that take part, or this one alone."""
+        from mtp_runtime.parallel.group import LONE
+
+        return self.group or LONE
 
     def part(self, name: str) -> BundlePart | None:
         """The part of a name, None if the bundle has no such folder."""

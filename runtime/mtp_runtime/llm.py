@@ -24,10 +24,12 @@ from mtp_runtime.config import (
 from mtp_runtime.drafters import DRAFTERS
 from mtp_runtime.drafters.base import TargetDraft
 from mtp_runtime.engine import Engine
+from mtp_runtime.loading.weight_source import Ledger
 from mtp_runtime.logprobs import TokenLogprobs
 from mtp_runtime.memory import cache_tokens_within
 from mtp_runtime.models.load import Loaded, LoadOptions, load_model
 from mtp_runtime.models.model import Model
+from mtp_runtime.parallel.group import LONE, Group
 from mtp_runtime.prompts import require_unicode
 from mtp_runtime.request import Request, RequestMetrics, TokenEvent
 from mtp_runtime.sampling import SamplingParams
@@ -65,7 +67,9 @@ class LLM:
     depend on batch or drafter. max_model_len: tokens of prompt and output together; above
     index_topk, torch computes DeepSeek-V3.2's and GLM-5's sparse attention. max_memory_bytes: bound
     on resident memory, which cache_tokens follows from in place of being given. loaded: the
-    bundle's model where it is loaded already, with the options it was loaded with.
+    bundle's model where it is loaded already, with the options it was loaded with. group: the ranks
+    that divide the model, of which rank 0 alone makes an LLM while the others follow; parallel_mode
+    is how they join their parts: gather, with the bits of one process, or reduce.
     Raises what load_model raises, and UsageError for options that make no sense.
     """
 
@@ -88,11 +92,12 @@ class LLM:
         dequantize_at_load: bool = True,
         max_model_len: int | None = None,
         loaded: Loaded | None = None,
+        group: Group = LONE,
+        parallel_mode: str | None = None,
         **speculation: Unpack[SpeculationOptions],
     ) -> None:
         drafting = speculation_config(speculation)
-        _check_choices(drafting, draft_model, prefix_cache=prefix_cache)
-        folder = Path(draft_model) if draft_model else _own_draft(Path(bundle), drafting.method)
+        folder = _draft_folder(Path(bundle), drafting, draft_model, prefix_cache=prefix_cache)
         config = EngineConfig(
             max_batch_size=max_batch_size,
             page_size=page_size,
@@ -110,20 +115,28 @@ class LLM:
             with_mtp=drafting.method == AUTO_DRAFTS or DRAFTERS[drafting.method].needs_mtp,
             contract=contract,
             max_model_len=max_model_len,
+            parallel_mode=parallel_mode,
         )
-        self._loaded = loaded or load_model(Path(bundle), options)
-        draft = None if folder is None else self._draft(folder, drafting.method, options)
+        self._loaded = loaded or load_model(Path(bundle), options, group)
+        draft = None if folder is None else self._draft(folder, drafting.method, options, group)
         self.engine = self._engine(config, max_memory_bytes, draft)
-        self.ledger = self._loaded.ledger
         self.tokenizer = Tokenizer.find(self._loaded.folder)
         self.chat = Chat(self._loaded.folder)
-        self.next_request_id = 0
-        self._numbering = Lock()
+        self.next_request_id, self._numbering = 0, Lock()
 
-    def _draft(self, folder: Path, method: str, options: LoadOptions) -> Model | TargetDraft:
+    @property
+    def ledger(self) -> Ledger:
+        """Account of the bundle's tensors."""
+        return self._loaded.ledger
+
+    def _draft(
+        self, folder: Path, method: str, options: LoadOptions, group: Group
+    ) -> Model | TargetDraft:
         """Load a second model, or a draft of its own."""
         read = DRAFTERS[method].read
-        return load_model(folder, options).model if read is None else read(folder, self._loaded)
+        if read is not None:
+            return read(folder, self._loaded)
+        return load_model(folder, options, group).model
 
     def _engine(
         self,
@@ -235,6 +248,14 @@ def _output(request: Request) -> RequestOutput:
         logprobs=tuple(request.logprobs),
         prompt_logprobs=tuple(request.prompt_logprobs),
     )
+
+
+def _draft_folder(
+    bundle: Path, config: SpeculationConfig, draft_model: Path | str | None, *, prefix_cache: bool
+) -> Path | None:
+    """Return the folder of a second model or draft. Raises as _check_choices and _own_draft."""
+    _check_choices(config, draft_model, prefix_cache=prefix_cache)
+    return Path(draft_model) if draft_model else _own_draft(bundle, config.method)
 
 
 def _check_choices(

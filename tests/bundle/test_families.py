@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from itertools import product
 from pathlib import Path
 
 import pytest
 
-from cases import export, quantize, read_json, read_tensors, run_program
+from cases import export, nightly_but, quantize, read_json, read_tensors, run_program
 from faults.small_model import family_config, write_dense
 from mtp_export.families import FAMILIES, family_of
 from mtp_export.targets import TARGETS
@@ -17,6 +18,11 @@ ROWS = (
     ("weight_only_int4", "weight_only_int8", "vllm"),
     ("a8w8_fp8_wint4", "a8w8_fp8", "vllm"),
     ("a8w8_fp8_wint4", "a8w8_fp8", "sglang"),
+)
+# Each row with a model that has an indexer, and with one that has none.
+EVERY_PUSH = (
+    *(("glm4_moe", ROWS[0]), ("glm4_moe", ROWS[1]), ("glm4_moe_lite", ROWS[2])),
+    *(("glm_moe_dsa", ROWS[0]), ("deepseek_v32", ROWS[1]), ("glm_moe_dsa", ROWS[2])),
 )
 
 
@@ -74,10 +80,16 @@ def test_generate(bundle: Path) -> None:
     assert run_program("generate", bundle, "--prompt", "def read(", *options).code == 0
 
 
-@pytest.mark.parametrize(("base", "mtp", "target"), ROWS)
-def test_quantized(source: Path, tmp_path: Path, base: str, mtp: str, target: str) -> None:
+@pytest.mark.parametrize(
+    ("model_type", "row"),
+    nightly_but(EVERY_PUSH, product(OTHERS, ROWS)),
+    indirect=["model_type"],
+    scope="module",
+    ids=lambda value: value if isinstance(value, str) else "-".join(value),
+)
+def test_quantized(source: Path, tmp_path: Path, row: tuple[str, str, str]) -> None:
     """Quantized bundles pass verification, decode, and keep what engines read unquantized."""
-    folder = tmp_path / "bundle"
+    folder, (base, mtp, target) = tmp_path / "bundle", row
     options = ("--base-quant", base, "--mtp-quant", mtp, "--group-size", 32, "--target", target)
     outcome = quantize(source, folder, *options, "--link", "copy")
     assert outcome.code == 0, outcome.err

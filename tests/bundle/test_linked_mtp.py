@@ -200,14 +200,14 @@ def test_a_shard_that_cannot_be_read_is_not_taken_on_trust(
 
 
 @pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
-@pytest.mark.parametrize("first", nightly_but([1], (1, 3, 5, 7, 9, 11)))
+@pytest.mark.parametrize("first", nightly_but([1], range(1, 25, 2)))
 def test_death_at_every_disk_call_with_linked_mtp_shards(
     first: int, layered: Path, tmp_path: Path
 ) -> None:
     options = ("--link", "hardlink", "--checksums", "all", "--workers", "2", "--quiet")
     assert export(layered, tmp_path / "whole", *options).code == 0
     whole, original = tree(tmp_path / "whole"), tree(layered)
-    for call_number in range(first, 2000, 12):
+    for call_number in range(first, 2000, 24):
         output = tmp_path / f"died-at-{call_number}"
         if run_in_a_fork(partial(export, layered, output, *options), call_number) == 0:
             break

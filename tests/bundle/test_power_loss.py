@@ -70,6 +70,7 @@ def _name(fd: int) -> str:
 def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of these small tensors too, some are written directly and in several parts."""
     monkeypatch.setattr(writer, "MIN_DIRECT_BYTES", 2 * PAGE_BYTES)
+    monkeypatch.setattr(writer, "SMALL_BYTES", 0)
     monkeypatch.setattr(writer, "WRITE_BUFFER_BYTES", 2 * PAGE_BYTES)
 
 

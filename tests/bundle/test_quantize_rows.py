@@ -3,6 +3,8 @@ by tensor what must be on disk, decoded by loaders that we did not write."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from itertools import cycle, product
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +13,7 @@ import torch
 from compressed_tensors.compressors import BaseCompressor
 from compressed_tensors.quantization import QuantizationConfig, QuantizationScheme
 
-from cases import make_checkpoint, quantize, read_json, read_tensors
+from cases import export, make_checkpoint, nightly_but, quantize, read_json, read_tensors
 from mtp_kernels.quantize import (
     Fp8Block,
     Int4Group,
@@ -27,9 +29,7 @@ from quantize_rows import (
     MTP_PREFIX,
     ROWS,
     Part,
-    Row,
     linears,
-    make_source,
 )
 
 Tensors = dict[str, torch.Tensor]
@@ -38,12 +38,14 @@ DTYPES |= {"I32": torch.int32, "I64": torch.int64, "I8": torch.int8}
 
 
 @pytest.fixture(scope="module")
-def sources(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, bool], Path]:
-    return {
-        (kind, as_bundle): make_source(tmp_path_factory.mktemp("source"), kind, as_bundle)
-        for kind in CONFIGS
-        for as_bundle in (False, True)
-    }
+def source_bundles(
+    row_sources: dict[str, Path], tmp_path_factory: pytest.TempPathFactory
+) -> dict[str, Path]:
+    """Bundles that were exported from the sources."""
+    folder = tmp_path_factory.mktemp("exported")
+    for kind, source in row_sources.items():
+        assert export(source, folder / kind).code == 0
+    return {kind: folder / kind for kind in row_sources}
 
 
 def same_bytes(one: torch.Tensor, other: torch.Tensor) -> bool:
@@ -169,20 +171,40 @@ def check_part(folder: Path, part: Part, source: Tensors) -> None:
     assert stored.keys() == seen
 
 
-@pytest.mark.parametrize("as_bundle", [False, True], ids=["checkpoint", "bundle"])
-@pytest.mark.parametrize("kind", CONFIGS)
-@pytest.mark.parametrize("row", ROWS.values(), ids=ROWS)
-def test_row(
-    row: Row, kind: str, as_bundle: bool, sources: dict[tuple[str, bool], Path], output: Path
-) -> None:
-    outcome = quantize(sources[kind, as_bundle], output, *row.options)
-    assert outcome.code == 0, outcome.err
-    original = read_tensors(sources[kind, False])
+def check_row(name: str, bundle: Path, source: Path) -> None:
+    """Both parts of a bundle that was made of a checkpoint, in a row of the table."""
+    row, original = ROWS[name], read_tensors(source)
     is_mtp = {name: name.startswith(MTP_PREFIX) for name in original}
-    check_part(output / "main", row.main, {n: t for n, t in original.items() if not is_mtp[n]})
-    check_part(output / "mtp", row.mtp, {n: t for n, t in original.items() if is_mtp[n]})
-    index = read_json(output / "main/model.safetensors.index.json")["weight_map"]
-    assert index.keys() == read_tensors(output / "main").keys()
+    check_part(bundle / "main", row.main, {n: t for n, t in original.items() if not is_mtp[n]})
+    check_part(bundle / "mtp", row.mtp, {n: t for n, t in original.items() if is_mtp[n]})
+    index = read_json(bundle / "main/model.safetensors.index.json")["weight_map"]
+    assert index.keys() == read_tensors(bundle / "main").keys()
+
+
+@pytest.mark.parametrize("kind", CONFIGS)
+@pytest.mark.parametrize("row", ROWS)
+def test_row(
+    row: str,
+    kind: str,
+    row_sources: dict[str, Path],
+    row_bundle: Callable[[str, str], Path],
+) -> None:
+    check_row(row, row_bundle(row, kind), row_sources[kind])
+
+
+@pytest.mark.parametrize(
+    ("row", "kind"), nightly_but(zip(ROWS, cycle(CONFIGS), strict=False), product(ROWS, CONFIGS))
+)
+def test_row_from_a_bundle(
+    row: str,
+    kind: str,
+    row_sources: dict[str, Path],
+    source_bundles: dict[str, Path],
+    output: Path,
+) -> None:
+    outcome = quantize(source_bundles[kind], output, *ROWS[row].options)
+    assert outcome.code == 0, outcome.err
+    check_row(row, output, row_sources[kind])
 
 
 @pytest.mark.parametrize("name", ["fp8", "int8", "wint4, SGLang", "bf16"])

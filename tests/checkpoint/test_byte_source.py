@@ -36,6 +36,8 @@ class OpenBytes:
         buffer[: end - start] = self._data[start:end]
         return slice(0, end - start)
 
+    read_cached = read_into
+
     def close(self) -> None:
         pass
 

@@ -13,7 +13,7 @@ import pytest
 
 from mtp_export.checkpoint import disk_queue
 from mtp_export.checkpoint.direct_io import SLACK_BYTES
-from mtp_export.checkpoint.disk_queue import DiskQueue, disk_depth
+from mtp_export.checkpoint.disk_queue import SMALL_BYTES, DiskQueue, disk_depth
 from mtp_export.checkpoint.header import TensorInfo
 from mtp_export.checkpoint.tensor_stream import TensorStream
 
@@ -44,6 +44,9 @@ class SlowFile:
         with self.changed:
             self.waiting -= 1
         return slice(0, end - start)
+
+    def read_cached(self, buffer: memoryview, start: int, end: int) -> None:
+        return None
 
     def close(self) -> None:
         assert not self.waiting, "a read is still under way"
@@ -188,3 +191,20 @@ def test_the_depth_of_a_device(tmp_path: Path) -> None:
     for name in ("a", "b", "c", "d"):
         (own / "slaves/sda/slaves" / name).mkdir(parents=True)
     assert disk_depth(tmp_path, tmp_path) == 64, "an array of arrays, and the most"
+
+
+class FileInMemory(SlowFile):
+    """A file whose bytes need not be waited for."""
+
+    def read_cached(self, buffer: memoryview, start: int, end: int) -> slice:
+        return slice(0, end - start)
+
+
+def test_small_reads_of_what_is_in_memory_take_no_other_thread() -> None:
+    for size, reads in ((SMALL_BYTES - 1, 0), (SMALL_BYTES, 1)):
+        file = FileInMemory()
+        file.go.release()
+        info = TensorInfo("x", "U8", (size,), SlowSource(file), 0, size)
+        with DiskQueue(4, BLOCK) as queue, TensorStream(info, queue) as stream:
+            assert sum(map(len, stream.blocks())) == size
+        assert file.begun == reads

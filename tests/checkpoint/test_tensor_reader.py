@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import errno
 import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from cases import export, make_checkpoint, tree
+from cases import export, tree
 from mtp_export.checkpoint import local_folder
 from mtp_export.checkpoint.header import TensorInfo
 from mtp_export.checkpoint.local_folder import LocalFolder, OpenLocalFile
@@ -32,6 +33,8 @@ def prepare(way: str, patch: pytest.MonkeyPatch) -> list[int]:
     """Have every tensor read in a way; the flags of the opens are noted."""
     patch.setattr(local_folder, "MIN_DIRECT_BYTES", 1)
     patch.setattr(OpenLocalFile, "_is_cached", lambda file, once: way == "cached")
+    if way != "cached":
+        patch.setattr(OpenLocalFile, "read_cached", lambda *_: None)
     real_open, real_read, opened = os.open, os.preadv, []
 
     def open_(path: Any, flags: int, *more: Any, **options: Any) -> int:
@@ -128,14 +131,37 @@ def test_the_cache_is_asked_first(
     opened.close()
 
 
+@pytest.mark.parametrize("found", ["all", "some", errno.EAGAIN, errno.EOPNOTSUPP, errno.EIO])
+def test_what_the_page_cache_has_is_read_without_waiting(
+    found: str | int, file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All of it or nothing; what is wrong is for a read that waits to say."""
+    real = os.preadv
+
+    def reading(descriptor: int, buffers: Any, place: int, flags: int) -> int:
+        assert flags == os.RWF_NOWAIT
+        if isinstance(found, int):
+            raise OSError(found, "")
+        return real(descriptor, buffers if found == "all" else [buffers[0][:9]], place)
+
+    monkeypatch.setattr(os, "preadv", reading)
+    opened, buffer = LocalFolder(file.parent).file(file.name).open(), memoryview(bytearray(200))
+    place = opened.read_cached(buffer, 7, 107)
+    opened.close()
+    assert place == (slice(0, 100) if found == "all" else None)
+    assert place is None or bytes(buffer[place]) == CONTENT[7:107]
+
+
 @pytest.mark.parametrize("target", ["hf", "xllm", "paddlenlp"])
 def test_an_export_is_the_same_however_it_reads(
-    target: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    target: str,
+    pristine: Path,
+    output: Path,
+    exported: Callable[[str], dict[str, bytes]],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    source = make_checkpoint(tmp_path / "source")
-    options = ("--target", target, "--link", "copy")
-    assert export(source, tmp_path / "cached", *options).code == 0
+    expected = exported(target)
     prepare("direct", monkeypatch)
-    outcome = export(source, tmp_path / "direct", *options)
+    outcome = export(pristine, output, "--target", target, "--link", "copy")
     assert outcome.code == 0, outcome.err
-    assert tree(tmp_path / "direct") == tree(tmp_path / "cached")
+    assert tree(output) == expected

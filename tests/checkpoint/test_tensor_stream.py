@@ -90,6 +90,7 @@ def test_a_shard_that_shrank_is_an_error(
         return real(opened, buffer, start, end)
 
     monkeypatch.setattr(OpenLocalFile, "read_into", read_into)
+    monkeypatch.setattr(OpenLocalFile, "read_cached", lambda *_: None)
     read = 0
     with (
         pytest.raises(IoError, match="ends early: .* at tensor x"),
@@ -113,6 +114,7 @@ def test_a_read_that_fails_is_raised_once_with_the_tensor_s_name(
         return real(opened, buffer, start, end)
 
     monkeypatch.setattr(OpenLocalFile, "read_into", read_into)
+    monkeypatch.setattr(OpenLocalFile, "read_cached", lambda *_: None)
     seen: list[bytes] = []
     with pytest.raises(IoError) as failure, TensorStream(tensor(file, 0, SIZE), queue) as stream:
         seen.extend(map(bytes, stream.blocks()))

@@ -5,13 +5,13 @@ from __future__ import annotations
 import errno
 import os
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from cases import export, make_checkpoint, tree
+from cases import export, tree
 from mtp_export.checkpoint import disk_queue, writer
 from mtp_export.checkpoint.disk_queue import DiskQueue
 from mtp_export.checkpoint.plan import OutputTensor
@@ -31,6 +31,7 @@ class Disk:
         self.way, self.direct, self.places = way, set[int](), list[tuple[int, int]]()
         self._open, self._write = os.open, os.pwrite
         patch.setattr(writer, "MIN_DIRECT_BYTES", 1 << 30 if way == "small" else 1)
+        patch.setattr(writer, "SMALL_BYTES", 0)
         patch.setattr(writer, "WRITE_BUFFER_BYTES", 8192)
         patch.setattr(os, "open", self.open)
         patch.setattr(os, "pwrite", self.write)
@@ -152,12 +153,34 @@ def test_memory_of_what_is_not_written_yet_is_bounded(
 @pytest.mark.parametrize("target", ["hf", "xllm", "paddlenlp"])
 @pytest.mark.parametrize("way", WAYS[:3])
 def test_an_export_is_the_same_however_it_writes(
-    target: str, way: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    target: str,
+    way: str,
+    pristine: Path,
+    output: Path,
+    exported: Callable[[str], dict[str, bytes]],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    source = make_checkpoint(tmp_path / "source")
-    options = ("--target", target, "--link", "copy")
-    assert export(source, tmp_path / "cached", *options).code == 0
+    expected = exported(target)
     Disk(way, monkeypatch)
-    outcome = export(source, tmp_path / way, *options)
+    outcome = export(pristine, output, "--target", target, "--link", "copy")
     assert outcome.code == 0, outcome.err
-    assert tree(tmp_path / way) == tree(tmp_path / "cached")
+    assert tree(output) == expected
+
+
+@pytest.mark.parametrize(("small", "direct"), [(1, True), (1 << 16, False)])
+def test_shards_of_small_tensors_are_not_written_directly(
+    small: int, direct: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nor by other threads."""
+    disk, writes = Disk("direct", monkeypatch), list[object]()
+    monkeypatch.setattr(writer, "SMALL_BYTES", small)
+    tensors = [OutputTensor(f"t{number}", "U8", (20_000,)) for number in range(3)]
+    with DiskQueue(2) as queue:
+        real = queue.write
+        monkeypatch.setattr(queue, "write", lambda action: (writes.append(action), real(action))[1])
+        shard = ShardWriter(tmp_path / "shard", tensors, queue)
+        for tensor in tensors:
+            shard.write(tensor.name, memoryview(CONTENTS["t2"][:20_000]))
+        shard.commit()
+    assert bool(disk.places) is bool(writes) is direct
+    assert (tmp_path / "shard").read_bytes().endswith(3 * CONTENTS["t2"][:20_000])

@@ -7,12 +7,14 @@ import itertools
 import time
 from collections import Counter
 from dataclasses import replace
+from itertools import product
 from typing import Any, cast
 
 import numpy as np
 import pytest
 import torch
 
+from cases import nightly_but
 from mtp_export.verify.decoding.table_model import (
     PROMPT,
     Branches,
@@ -46,20 +48,31 @@ LENGTHS: list[dict[str, Any]] = [
     {"draft_temperature": (0.5, 2.0), "draft_stop_entropy": 0.8},
     {"k_schedule": ((1, 1), (2, 0))},
 ]
+CERTAIN: dict[str, Any] = {"draft_temperature": (0.0,)}
+SETTINGS: list[tuple[SamplingParams, dict[str, Any]]] = [
+    *((params, {}) for params in SAMPLINGS),
+    *((params, CERTAIN) for params in SAMPLINGS),
+    *((params, options) for params in SAMPLINGS[1:2] for options in LENGTHS),
+]
+# All with mtp; with another drafter the samplings that differ, and every choice of drafts.
+OF_ANY_DRAFTER = [
+    *((params, {}) for params in SAMPLINGS[:4]),
+    (SAMPLINGS[0], CERTAIN),
+    *((SAMPLINGS[1], options) for options in LENGTHS),
+]
 
 
 @pytest.mark.parametrize(
-    ("params", "options"),
-    [
-        *((params, {}) for params in SAMPLINGS),
-        *((params, {"draft_temperature": (0.0,)}) for params in SAMPLINGS),
-        *((params, options) for params in SAMPLINGS[1:2] for options in LENGTHS),
-    ],
+    ("method", "setting"),
+    nightly_but(
+        [*product(["mtp"], SETTINGS), *product(sorted(DRAFTERS), OF_ANY_DRAFTER)],
+        product(sorted(DRAFTERS), SETTINGS),
+    ),
 )
-@pytest.mark.parametrize("method", sorted(DRAFTERS))
 def test_every_drafter_keeps_the_distribution(
-    method: str, params: SamplingParams, options: dict[str, Any]
+    method: str, setting: tuple[SamplingParams, dict[str, Any]]
 ) -> None:
+    params, options = setting
     target, draft = tables(seed=3)
     engine = engine_of(target, draft, build_of(method), **({"max_draft_tokens": 2} | options))
     found = output_distribution(engine, params)

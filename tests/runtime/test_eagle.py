@@ -10,7 +10,7 @@ import pytest
 from cases import export
 from mtp_export.verify.evidence.decode import Decoded, decode
 from mtp_runtime import LLM, SamplingParams
-from mtp_runtime.models.load import LoadOptions, load_model
+from mtp_runtime.models.load import Loaded, LoadOptions, load_model
 from mtp_runtime.models.model import Model
 from runtime.harness import prompts_of
 
@@ -24,17 +24,23 @@ def bundle(trained: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return output
 
 
+@pytest.fixture(scope="module")
+def loaded(bundle: Path) -> Loaded:
+    return load_model(bundle, LoadOptions())
+
+
 def drafted(model: Model, method: str, params: SamplingParams) -> Decoded:
     prompts = prompts_of([4, 17, 33], model.config.vocab)
     return decode(model, prompts, params, method=method, k=K)
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_drafts_equal_those_of_mtp(trained: Path, bundle: Path, temperature: float) -> None:
+def test_drafts_equal_those_of_mtp(
+    trained_model: Model, loaded: Loaded, temperature: float
+) -> None:
     """Tokens, and of drafts that are drawn the likeliest tokens with their probabilities."""
     params = SamplingParams(temperature=temperature, max_tokens=12, ignore_eos=True, seed=5)
-    loaded = load_model(bundle, LoadOptions())
-    wanted = drafted(load_model(trained, LoadOptions()).model, "mtp", params)
+    wanted = drafted(trained_model, "mtp", params)
     found = drafted(loaded.model, "eagle", params)
     assert found.outputs == wanted.outputs
     assert len(found.proposals) == len(wanted.proposals) > 5
@@ -47,8 +53,10 @@ def test_drafts_equal_those_of_mtp(trained: Path, bundle: Path, temperature: flo
     assert mtp and set(mtp) <= loaded.ledger.loaded | loaded.ledger.tied
 
 
-def test_the_method_needs_the_module(bundle: Path, trained: Path, tmp_path: Path) -> None:
-    llm = LLM(bundle, speculate_method="eagle", speculate_max_draft_token_num=2)
+def test_the_method_needs_the_module(
+    bundle: Path, loaded: Loaded, trained: Path, tmp_path: Path
+) -> None:
+    llm = LLM(bundle, loaded=loaded, speculate_method="eagle", speculate_max_draft_token_num=2)
     (output,) = llm.generate([[5, 6, 7]], SamplingParams(max_tokens=8, ignore_eos=True))
     assert output.metrics.drafted[0] > 0
     assert export(trained, tmp_path / "main", "--part", "main", "--quiet").code == 0

@@ -121,11 +121,19 @@ def test_small_model_batch_128(small_plain: Plain, name: str) -> None:
     speculate(small_plain, prompts_of(lengths, 96), name, 3)
 
 
-# The small model has every k with every batch.
+# The small model has every drafter and k with every batch.
 @pytest.mark.parametrize(
-    ("batch", "k"), nightly_but([(1, 2), (7, 1), (7, 3), (7, 5)], product((1, 7), range(1, 6)))
+    ("name", "batch", "k"),
+    nightly_but(
+        [
+            *(("mtp", 1, 2), ("mtp", 7, 1), ("mtp", 7, 5), ("inference_with_reference", 7, 3)),
+            *(("draft_model", 7, 3), ("always right", 1, 2), ("always right", 7, 5)),
+        ],
+        product(
+            ["mtp", "inference_with_reference", "draft_model", "always right"], (1, 7), range(1, 6)
+        ),
+    ),
 )
-@pytest.mark.parametrize("name", ["mtp", "inference_with_reference", "draft_model", "always right"])
 def test_trained_model(trained_plain: Plain, name: str, batch: int, k: int) -> None:
     lengths = [9] if batch == 1 else [5, 15, 16, 1, 9, 30, 12]
     found = speculate(trained_plain, repeating(prompts_of(lengths, 2048)), name, k)
@@ -137,7 +145,8 @@ def test_trained_model(trained_plain: Plain, name: str, batch: int, k: int) -> N
         ]
 
 
-@pytest.mark.slow
+# The small model has this batch with every push.
+@pytest.mark.nightly
 def test_trained_model_batch_128(trained_plain: Plain) -> None:
     """Plain decoding of some alone, of all together, and speculative decoding of all."""
     params = SamplingParams(max_tokens=5, ignore_eos=True)

@@ -10,7 +10,6 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
-from cases import export
 from mtp_export.commands.generate import generate
 from mtp_export.errors import MtpExportError, UsageError
 from mtp_runtime import LLM, RequestMetrics, SamplingParams, TokenEvent, summarise
@@ -155,9 +154,8 @@ def test_generate_command_json(trained: Path, tmp_path: Path) -> None:
     assert facts["summary"]["acceptance"][0]["verified"] > 0
 
 
-def test_generate_drafts_where_there_is_a_module(trained: Path, tmp_path: Path) -> None:
-    export(trained, tmp_path / "main-only", "--part", "main")
-    for bundle, method in ((trained, "mtp"), (tmp_path / "main-only" / "main", "none")):
+def test_generate_drafts_where_there_is_a_module(trained: Path, trained_bundle: Path) -> None:
+    for bundle, method in ((trained, "mtp"), (trained_bundle / "main", "none")):
         facts = json.loads(
             invoke(str(bundle), "--prompt", "a b", "--max-new-tokens", "6", "--json")
         )

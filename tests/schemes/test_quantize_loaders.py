@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -30,9 +31,18 @@ NEVER = [
 ]
 
 
-@pytest.fixture(scope="module")
-def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_checkpoint(tmp_path_factory.mktemp("source") / "source", CONFIGS["fp8"])
+Bundle = Callable[[str], Path]
+
+
+@pytest.fixture(scope="session")
+def source(row_sources: dict[str, Path]) -> Path:
+    return row_sources["fp8"]
+
+
+@pytest.fixture(scope="session")
+def bundle_of(row_bundle: Callable[[str, str], Path]) -> Bundle:
+    """Bundles of it by their row of the table."""
+    return lambda row: row_bundle(row, "fp8")
 
 
 def form_by_config(config: dict[str, Any], module: str) -> str:
@@ -54,11 +64,10 @@ def form_by_config(config: dict[str, Any], module: str) -> str:
 
 
 @pytest.mark.parametrize("name", COMPRESSED)
-def test_the_main_config_describes_both_parts(name: str, source: Path, output: Path) -> None:
-    row = ROWS[name]
-    assert quantize(source, output, *row.options).code == 0
-    config = read_json(output / "main/config.json")["quantization_config"]
-    assert read_json(output / "mtp/config.json")["quantization_config"] == config
+def test_the_main_config_describes_both_parts(name: str, source: Path, bundle_of: Bundle) -> None:
+    row, bundle = ROWS[name], bundle_of(name)
+    config = read_json(bundle / "main/config.json")["quantization_config"]
+    assert read_json(bundle / "mtp/config.json")["quantization_config"] == config
     modules = linears(read_tensors(source))
     for module in modules:
         part = row.mtp if f".{MTP_LAYER}." in module else row.main
@@ -71,15 +80,14 @@ def test_the_main_config_describes_both_parts(name: str, source: Path, output: P
 
 @pytest.mark.parametrize("name", COMPRESSED)
 def test_sglang_finds_the_mtp_layer_under_its_own_name(
-    name: str, source: Path, output: Path
+    name: str, source: Path, bundle_of: Bundle
 ) -> None:
     """SGLang's draft replaces the literal layer prefix inside patterns by model.decoder."""
-    row = ROWS[name]
-    assert quantize(source, output, *row.options).code == 0
-    text = (output / "mtp/config.json").read_text()
+    row, bundle = ROWS[name], bundle_of(name)
+    text = (bundle / "mtp/config.json").read_text()
     literal = f"model.layers.{MTP_LAYER}"
     assert "\\\\." not in text, "an escaped pattern would not be found"
-    config = read_json(output / "mtp/config.json")["quantization_config"]
+    config = read_json(bundle / "mtp/config.json")["quantization_config"]
     renamed = json.loads(json.dumps(config).replace(literal, "model.decoder"))
     for module in linears(read_tensors(source)):
         if module.startswith(f"{literal}."):
@@ -88,12 +96,10 @@ def test_sglang_finds_the_mtp_layer_under_its_own_name(
 
 
 @pytest.mark.parametrize("name", ["wint4, SGLang", "int4", "int4, mse"])
-def test_sglang_sees_that_it_must_not_fuse_the_shared_expert(
-    name: str, source: Path, output: Path
-) -> None:
+def test_sglang_sees_that_it_must_not_fuse_the_shared_expert(name: str, bundle_of: Bundle) -> None:
     """It fuses the shared expert into the routed ones unless the class Linear is int4."""
-    assert quantize(source, output, *ROWS[name].options).code == 0
-    groups = read_json(output / "main/config.json")["quantization_config"]["config_groups"]
+    config = read_json(bundle_of(name) / "main/config.json")
+    groups = config["quantization_config"]["config_groups"]
     (linear,) = [group for group in groups.values() if "Linear" in group["targets"]]
     assert (linear["weights"]["type"], linear["weights"]["num_bits"]) == ("int", 4)
 
@@ -109,18 +115,16 @@ def test_the_real_layer_number_is_the_config_s(tmp_path: Path, output: Path) -> 
 
 @pytest.mark.parametrize("kind", CONFIGS)
 def test_native_fp8_keeps_or_gets_the_released_config(
-    kind: str, tmp_path: Path, output: Path
+    kind: str, row_bundle: Callable[[str, str], Path]
 ) -> None:
-    source = make_checkpoint(tmp_path / "source", CONFIGS[kind])
-    assert quantize(source, output, *ROWS["fp8"].options).code == 0
     for part in ("main", "mtp"):
-        stored = read_json(output / part / "config.json")
+        stored = read_json(row_bundle("fp8", kind) / part / "config.json")
         assert stored == CONFIGS["fp8"], part
 
 
-def test_each_folder_of_sglang_s_has_its_own(source: Path, output: Path) -> None:
-    assert quantize(source, output, *ROWS["wint4, SGLang"].options).code == 0
-    main = read_json(output / "main/config.json")["quantization_config"]
+def test_each_folder_of_sglang_s_has_its_own(bundle_of: Bundle) -> None:
+    bundle = bundle_of("wint4, SGLang")
+    main = read_json(bundle / "main/config.json")["quantization_config"]
     assert main["format"] == "pack-quantized"
     assert main["linear_fp8_config"] == {
         "quant_method": "fp8",
@@ -130,21 +134,20 @@ def test_each_folder_of_sglang_s_has_its_own(source: Path, output: Path) -> None
     (group,) = main["config_groups"].values()
     assert group["input_activations"]["strategy"] == "token"
     native = CONFIGS["fp8"]["quantization_config"]
-    assert read_json(output / "mtp/config.json")["quantization_config"] == native
+    assert read_json(bundle / "mtp/config.json")["quantization_config"] == native
 
 
-def test_w4afp8(source: Path, output: Path) -> None:
-    assert quantize(source, output, *ROWS["wint4, w4afp8"].options).code == 0
-    main = read_json(output / "main/config.json")["quantization_config"]
+def test_w4afp8(bundle_of: Bundle) -> None:
+    bundle = bundle_of("wint4, w4afp8")
+    main = read_json(bundle / "main/config.json")["quantization_config"]
     assert main == {"quant_method": "w4afp8"}
     native = CONFIGS["fp8"]["quantization_config"]
-    assert read_json(output / "mtp/config.json")["quantization_config"] == native
+    assert read_json(bundle / "mtp/config.json")["quantization_config"] == native
 
 
-def test_bf16_has_no_quantization_config(source: Path, output: Path) -> None:
-    assert quantize(source, output, *ROWS["bf16"].options).code == 0
+def test_bf16_has_no_quantization_config(bundle_of: Bundle) -> None:
     for part in ("main", "mtp"):
-        assert "quantization_config" not in read_json(output / part / "config.json")
+        assert "quantization_config" not in read_json(bundle_of("bf16") / part / "config.json")
 
 
 def test_a_part_in_bf16_beside_fp8_is_listed(source: Path, output: Path) -> None:
@@ -202,12 +205,12 @@ def rounded_once(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.filterwarnings("ignore::UserWarning")
 @pytest.mark.parametrize("name", [*COMPRESSED, "bf16"])
 def test_transformers_computes_what_the_runtime_does(
-    name: str, source: Path, output: Path, rounded_once: None
+    name: str, bundle_of: Bundle, rounded_once: None
 ) -> None:
-    assert quantize(source, output, *ROWS[name].options).code == 0
-    assert logits_error(output, CONFIGS["fp8"]["vocab_size"]) <= 1e-5
+    assert logits_error(bundle_of(name), CONFIGS["fp8"]["vocab_size"]) <= 1e-5
 
 
+@pytest.mark.nightly
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
 @pytest.mark.filterwarnings("ignore::UserWarning")
 def test_also_on_the_trained_model(output: Path, rounded_once: None) -> None:

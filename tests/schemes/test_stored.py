@@ -36,14 +36,6 @@ SGLANG_INPUT_SCALE = {"gate_proj": "w1", "down_proj": "w2", "up_proj": "w3"}
 LAYER = f"model.layers.{MTP_LAYER}"
 
 
-@pytest.fixture(scope="module")
-def sources(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    return {
-        kind: make_checkpoint(tmp_path_factory.mktemp(kind) / "source", config)
-        for kind, config in CONFIGS.items()
-    }
-
-
 def check_folder(folder: Path, stored: StoredModel, part: Part, source: Path) -> None:
     """Check that a folder holds what its config promises, in the storages of the table."""
     on_disk = Checkpoint.open(folder).tensors
@@ -59,12 +51,13 @@ def check_folder(folder: Path, stored: StoredModel, part: Part, source: Path) ->
 
 @pytest.mark.parametrize("kind", CONFIGS)
 @pytest.mark.parametrize("name", ROWS)
-def test_every_row(name: str, kind: str, sources: dict[str, Path], output: Path) -> None:
-    row = ROWS[name]
-    assert quantize(sources[kind], output, *row.options).code == 0
-    main, mtp = (read_json(output / part / "config.json") for part in ("main", "mtp"))
-    check_folder(output / "main", stored_model(main).main, row.main, sources[kind])
-    check_folder(output / "mtp", stored_model(mtp).mtp, row.mtp, sources[kind])
+def test_every_row(
+    name: str, kind: str, row_sources: dict[str, Path], row_bundle: Callable[[str, str], Path]
+) -> None:
+    row, bundle, source = ROWS[name], row_bundle(name, kind), row_sources[kind]
+    main, mtp = (read_json(bundle / part / "config.json") for part in ("main", "mtp"))
+    check_folder(bundle / "main", stored_model(main).main, row.main, source)
+    check_folder(bundle / "mtp", stored_model(mtp).mtp, row.mtp, source)
     draft = stored_draft(mtp, target_of("hf"))
     assert draft.tensors == stored_model(mtp).mtp.tensors
     if mtp.get("quantization_config") == main.get("quantization_config"):  # vLLM reads the main's
@@ -75,16 +68,16 @@ def test_every_row(name: str, kind: str, sources: dict[str, Path], output: Path)
 @pytest.mark.parametrize("target", TARGETS)
 @pytest.mark.parametrize("shared", ["keep", "drop"])
 def test_every_target(
-    target: str, kind: str, shared: str, sources: dict[str, Path], output: Path
+    target: str, kind: str, shared: str, row_sources: dict[str, Path], output: Path
 ) -> None:
     options = ("--target", target, "--shared-weights", shared)
     if shared == "drop" and TARGETS[target].needs_shared_weights:
         return
-    assert export(sources[kind], output, *options).code == 0
+    assert export(row_sources[kind], output, *options).code == 0
     config = read_json(output / "mtp/config.json")
     part = NATIVE if kind == "fp8" and target != "xllm" else BF16
     stored = stored_draft(config, target_of(target), MTP_LAYER)
-    check_folder(output / "mtp", stored, part, sources[kind])
+    check_folder(output / "mtp", stored, part, row_sources[kind])
     main = stored_model(read_json(output / "main/config.json"))
     assert stored.weights.keys() == main.mtp.weights.keys()
 
@@ -278,10 +271,10 @@ UNTESTED = [
 @pytest.mark.parametrize("target", ["vllm", "sglang"])
 @pytest.mark.parametrize(("base", "mtp"), UNTESTED)
 def test_pairs_outside_the_table(
-    base: str, mtp: str, target: str, sources: dict[str, Path], output: Path
+    base: str, mtp: str, target: str, row_sources: dict[str, Path], output: Path
 ) -> None:
     options = pair(base, mtp, "--target", target, "--allow-untested-pair")
-    assert quantize(sources["fp8"], output, *options).code == 0
+    assert quantize(row_sources["fp8"], output, *options).code == 0
     for part in ("main", "mtp"):
         stored = stored_model(read_json(output / part / "config.json"))
         promised = (stored.main if part == "main" else stored.mtp).tensors.values()

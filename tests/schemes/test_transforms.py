@@ -204,6 +204,7 @@ def reads(monkeypatch: pytest.MonkeyPatch) -> list[int]:
         return real(file, buffer, start, end)
 
     monkeypatch.setattr(OpenLocalFile, "read_into", read_into)
+    monkeypatch.setattr(OpenLocalFile, "read_cached", lambda *_: None)
     return sizes
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import http.client
 import json
-import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -15,6 +14,7 @@ from typing import Any
 import uvicorn
 
 from mtp_export.serve.app import Server, ServerOptions
+from mtp_export.serve.run import Address, listening
 from mtp_runtime import LLM
 
 
@@ -103,7 +103,7 @@ class Running:
 def running(llm: LLM, **options: Any) -> Iterator[Running]:
     """Serve an LLM while the block runs."""
     server = Server(llm, ServerOptions(**{"model_name": "tiny"} | options))
-    listener = socket.create_server(("127.0.0.1", 0))
+    listener = listening(Address(port=0))
     config = uvicorn.Config(server.app, log_config=None, access_log=False, ws="none")
     uvicorn_server = uvicorn.Server(config)
     thread = threading.Thread(target=uvicorn_server.run, kwargs={"sockets": [listener]})

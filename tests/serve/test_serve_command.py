@@ -8,6 +8,7 @@ import pytest
 
 from cases import run_program
 from mtp_export.commands import serve
+from mtp_export.serve.run import Address, listening
 from serve.conftest import FIXTURE
 
 
@@ -38,3 +39,12 @@ def test_a_port_that_is_taken_is_refused() -> None:
         port = listener.getsockname()[1]
         outcome = run_program("serve", FIXTURE, "--port", port)
     assert outcome.code == 6 and "cannot listen" in outcome.err
+
+
+def test_replies_are_sent_at_once() -> None:
+    """The body of a reply would wait 40 ms for the client's confirmation of its head."""
+    with listening(Address(port=0)) as listener:
+        with socket.create_connection(listener.getsockname()):
+            connection, _ = listener.accept()
+        with connection:
+            assert connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY) == 1

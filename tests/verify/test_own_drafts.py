@@ -9,7 +9,6 @@ from pathlib import Path
 
 import pytest
 
-from cases import export
 from faults.draft_faults import DRAFT_FAULTS, DraftFault
 from faults.fitted_drafts import write_fitted_eagle3, write_fitted_heads
 from faults.matrix import no_progress
@@ -30,10 +29,9 @@ RUNS: dict[str, Run] = {"ledger": loading.run, "acceptance": own_drafts.run}
 
 
 @pytest.fixture(scope="module")
-def whole(tmp_path_factory: pytest.TempPathFactory) -> Context:
+def whole(trained_bundle: Path, tmp_path_factory: pytest.TempPathFactory) -> Context:
     """A good bundle with both drafts."""
-    bundle = tmp_path_factory.mktemp("drafts") / "bundle"
-    assert export(FIXTURE, bundle, "--quiet").code == 0
+    bundle = Path(shutil.copytree(trained_bundle, tmp_path_factory.mktemp("drafts") / "bundle"))
     prompts = bundle.parent / "prompts.jsonl"
     lines = (FIXTURE.parent / "prompts.jsonl").read_text().splitlines()
     prompts.write_text("\n".join(lines[::16][:10]))
@@ -68,18 +66,16 @@ def test_good_drafts_pass(whole: Context, good: dict[str, list[Item]]) -> None:
     assert len(first) == 2 and min(first) > 0.2, first
 
 
-def test_a_bundle_without_drafts_says_nothing_of_them(tmp_path: Path) -> None:
+def test_a_bundle_without_drafts_says_nothing_of_them(trained_bundle: Path, tmp_path: Path) -> None:
     assert draft_folders(tmp_path) == {}
-    bundle = tmp_path / "bundle"
-    assert export(FIXTURE, bundle, "--quiet").code == 0
-    context = Context.open(VerifyOptions(bundle, level=Level.RUN), no_progress)
+    context = Context.open(VerifyOptions(trained_bundle, level=Level.RUN), no_progress)
     assert not [item for run in RUNS.values() for item in run(context)]
 
 
 def test_greedy_equality_and_speed_have_rows_per_method(whole: Context) -> None:
     params = SamplingParams(max_tokens=8, ignore_eos=True)
     trial = greedy.Trial(whole.corpus.model, greedy.mixed_prompts(whole.prompts)[:2], params)
-    runs = {name: run for name, run in greedy._runs(trial, whole.own_drafts) if "," in name}
+    runs = dict(greedy._of_own(trial, own) for own in whole.own_drafts)
     for method in METHODS:
         run = runs[f"{method}, k={greedy.OWN_DRAFTS}"]
         assert greedy._equal(trial, run, method).status is Status.PASS

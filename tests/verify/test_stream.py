@@ -32,16 +32,13 @@ from mtp_runtime.sampling import SamplingParams
 from mtp_runtime.streaming import StreamedModel, open_streamed
 from mtp_runtime.teacher_forcing import PagedTexts, Text, Texts
 
-FIXTURE = Path(__file__).resolve().parents[2] / "fixtures/deepseek-v3-tiny"
 PROMPTS = [(17, 250, 31, 77, 5, 90), (400, 12, 13, 14), (55, 56, 57, 58, 59, 60, 61), (900, 3, 8)]
 K = 2
 
 
 @pytest.fixture(scope="module")
-def bundle(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    output = tmp_path_factory.mktemp("stream") / "bundle"
-    assert export(FIXTURE, output, "--link", "copy", "--quiet").code == 0
-    return output
+def bundle(trained_bundle: Path) -> Path:
+    return trained_bundle
 
 
 @pytest.fixture(scope="module")

@@ -4,6 +4,7 @@ no byte is read twice."""
 from __future__ import annotations
 
 import os
+import shutil
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -15,13 +16,36 @@ from mtp_export.checkpoint.disk_queue import DiskQueue
 from mtp_export.checkpoint.header import TensorInfo
 from mtp_export.checkpoint.tensor_stream import TensorStream
 
+Said = tuple[int, Any]  # exit code and items of a verification
 
-@pytest.fixture
-def bundle(pristine: Path, output: Path) -> Path:
-    """A quantized bundle."""
+
+@pytest.fixture(scope="module")
+def bundle(pristine: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A quantized bundle; not to be changed."""
+    output = tmp_path_factory.mktemp("quantized") / "bundle"
     schemes = ("--base-quant", "weight_only_int8", "--mtp-quant", "weight_only_int8", "--quiet")
     assert quantize(pristine, output, *schemes).code == 0
     return output
+
+
+@pytest.fixture
+def own_bundle(bundle: Path, tmp_path: Path) -> Path:
+    """A copy of it, to be damaged."""
+    return Path(shutil.copytree(bundle, tmp_path / "own"))
+
+
+@pytest.fixture(scope="module")
+def alone(bundle: Path, pristine: Path, tmp_path_factory: pytest.TempPathFactory) -> Said:
+    """Exit code and items of one run on the bundle."""
+    return of_one_run(bundle, pristine, tmp_path_factory.mktemp("alone"))
+
+
+@pytest.fixture(scope="module")
+def whole_findings(bundle: Path, pristine: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Findings of a share that read all of it; not to be changed."""
+    found = tmp_path_factory.mktemp("found") / "found"
+    read_in_shares(bundle, pristine, found, ["1/1"])
+    return found
 
 
 def verify(bundle: Path, source: Path, *options: object) -> Outcome:
@@ -29,7 +53,7 @@ def verify(bundle: Path, source: Path, *options: object) -> Outcome:
     return run_program("verify", bundle, "--source", source, *level, *options)
 
 
-def said(outcome: Outcome, report: Path) -> tuple[int, Any]:
+def said(outcome: Outcome, report: Path) -> Said:
     """Return exit code and items of a verification."""
     checks = read_json(report)["checks"]
     return outcome.code, [(check["name"], check["items"]) for check in checks]
@@ -41,13 +65,15 @@ def read_in_shares(bundle: Path, source: Path, found: Path, shares: Sequence[str
         assert outcome.code == 0, outcome.err
 
 
-def reports(bundle: Path, source: Path, found: Path) -> tuple[Any, Any]:
-    """Return what one run says, and one that joins shares."""
-    one, joined = found.with_suffix(".one.json"), found.with_suffix(".joined.json")
-    alone = verify(bundle, source, "--report", one)
-    return said(alone, one), said(
-        verify(bundle, source, "--workdir", found, "--report", joined), joined
-    )
+def of_one_run(bundle: Path, source: Path, folder: Path) -> Said:
+    report = folder / "alone.json"
+    return said(verify(bundle, source, "--report", report), report)
+
+
+def joined(bundle: Path, source: Path, found: Path) -> Said:
+    """Return what a run says that joins shares."""
+    report = found.with_suffix(".json")
+    return said(verify(bundle, source, "--workdir", found, "--report", report), report)
 
 
 def damage(bundle: Path) -> None:
@@ -57,14 +83,18 @@ def damage(bundle: Path) -> None:
     shard.write_bytes(raw)
 
 
-@pytest.mark.parametrize("faulty", [False, True])
-def test_the_report_of_one_run(faulty: bool, bundle: Path, pristine: Path, tmp_path: Path) -> None:
-    if faulty:
-        damage(bundle)
+def test_the_report_of_one_run(bundle: Path, alone: Said, pristine: Path, tmp_path: Path) -> None:
     read_in_shares(bundle, pristine, tmp_path / "found", ["3/3", "1/3", "2/3"])
-    alone, joined = reports(bundle, pristine, tmp_path / "found")
-    assert joined == alone
-    assert alone[0] == (7 if faulty else 0)
+    assert joined(bundle, pristine, tmp_path / "found") == alone
+    assert alone[0] == 0
+
+
+def test_the_report_of_one_run_on_a_fault(own_bundle: Path, pristine: Path, tmp_path: Path) -> None:
+    damage(own_bundle)
+    read_in_shares(own_bundle, pristine, tmp_path / "found", ["2/2", "1/2"])
+    alone = of_one_run(own_bundle, pristine, tmp_path)
+    assert joined(own_bundle, pristine, tmp_path / "found") == alone
+    assert alone[0] == 7
 
 
 def test_what_shares_have_read_is_not_read_again(
@@ -92,36 +122,34 @@ def test_what_shares_have_read_is_not_read_again(
 
 
 def test_findings_of_another_state_are_not_taken(
-    bundle: Path, pristine: Path, tmp_path: Path
+    own_bundle: Path, pristine: Path, tmp_path: Path
 ) -> None:
     found = tmp_path / "found"
-    read_in_shares(bundle, pristine, found, ["1/2", "2/2"])
-    damage(bundle)
-    alone, joined = reports(bundle, pristine, found)
-    assert joined == alone
+    read_in_shares(own_bundle, pristine, found, ["1/1"])
+    damage(own_bundle)
+    alone = of_one_run(own_bundle, pristine, tmp_path)
+    assert joined(own_bundle, pristine, found) == alone
     assert alone[0] == 7
 
 
 @pytest.mark.parametrize("content", [b"", b"[]", b'{"weights": 1, "x": 2}'])
 def test_damaged_findings_are_as_none(
-    content: bytes, bundle: Path, pristine: Path, tmp_path: Path
+    content: bytes, whole_findings: Path, bundle: Path, alone: Said, pristine: Path, tmp_path: Path
 ) -> None:
-    found = tmp_path / "found"
-    read_in_shares(bundle, pristine, found, ["1/1"])
+    found = Path(shutil.copytree(whole_findings, tmp_path / "found"))
+    assert list(found.iterdir())
     for path in found.iterdir():
         path.write_bytes(content)
-    alone, joined = reports(bundle, pristine, found)
-    assert joined == alone
+    assert joined(bundle, pristine, found) == alone
 
 
-def test_shares_of_level_files(bundle: Path, pristine: Path, tmp_path: Path) -> None:
+def test_shares_of_level_files(bundle: Path, alone: Said, pristine: Path, tmp_path: Path) -> None:
     """Their checksums serve a level above too."""
     for share in ("1/2", "2/2"):
         options = ("--level", "files", "--workdir", tmp_path / "found", "--share", share, "--json")
         outcome = verify(bundle, pristine, *options)
         assert (outcome.code, f'"share": "{share}"' in outcome.out) == (0, True), outcome.err
-    alone, joined = reports(bundle, pristine, tmp_path / "found")
-    assert joined == alone
+    assert joined(bundle, pristine, tmp_path / "found") == alone
 
 
 def test_shares_that_make_no_sense(bundle: Path, pristine: Path, tmp_path: Path) -> None:

@@ -27,6 +27,13 @@ from mtp_kernels.decoder.interface import (
     RecursionParts,
     RowStep,
 )
+from mtp_kernels.decoder.sliced import (
+    LayerSlice,
+    Pairs,
+    SlicedDecoder,
+    SlicedPass,
+    SlicingBackend,
+)
 
 __all__ = [
     "AUTO",
@@ -40,11 +47,16 @@ __all__ = [
     "LatentSizes",
     "LatentWeights",
     "LayerKind",
+    "LayerSlice",
     "LayerWeights",
     "PackedLayer",
+    "Pairs",
     "Recursion",
     "RecursionParts",
     "RowStep",
+    "SlicedDecoder",
+    "SlicedPass",
+    "SlicingBackend",
     "make_backend",
 ]
 

@@ -152,8 +152,12 @@ def _runs(trial: Trial, own_drafts: Sequence[OwnDraft]) -> Iterator[tuple[str, D
     for name, method, k, build in _drafters(trial):
         yield f"{name}, k={k}", trial.run(method, k, build)
     for own in own_drafts:
-        name = f"{own.method}, k={OWN_DRAFTS}"
-        yield name, own.on(trial.model).decode(trial.prompts, trial.params, OWN_DRAFTS)
+        yield _of_own(trial, own)
+
+
+def _of_own(trial: Trial, own: OwnDraft) -> tuple[str, Decoded]:
+    name = f"{own.method}, k={OWN_DRAFTS}"
+    return name, own.on(trial.model).decode(trial.prompts, trial.params, OWN_DRAFTS)
 
 
 def _drafters(trial: Trial) -> Iterator[tuple[str, str, int, Build | None]]:

@@ -14,7 +14,8 @@ from mtp_export.verify.decoding.greedy import divergences
 from mtp_export.verify.diagnosis.causes import decoding as causes
 from mtp_export.verify.evidence.corpus import Corpus
 from mtp_export.verify.evidence.noise import paced_logits
-from mtp_runtime.models.load import LoadOptions
+from mtp_runtime.layers.split import MODES
+from mtp_runtime.models.load import LoadOptions, load_model
 from mtp_runtime.models.model import Model, TorchLayers
 
 # Largest difference of a logit over the largest logit, fp32: some thousand roundings of 6e-8.
@@ -45,10 +46,29 @@ def run(context: Context) -> Iterator[Item]:
         cause=causes.BATCHES_DIFFER,
     )
     yield _attention(context, texts, whole)
-    yield not_tested(
-        "tensor parallel 1 or n",
-        "the runtime computes on one device; test tensor parallelism in the engine",
-    )
+    yield from _parallel(context, texts, whole)
+
+
+def _parallel(
+    context: Context, texts: Sequence[Sequence[int]], whole: Sequence[torch.Tensor]
+) -> Iterator[Item]:
+    """The model divided over the processes of this run, in either mode."""
+    group = context.ranks
+    if group.is_one:
+        yield not_tested(
+            "tensor parallel 1 or n",
+            "one process runs: start it with torchrun --nproc-per-node N to compare",
+        )
+        return
+    for mode in MODES:
+        options = LoadOptions(context.options.device, with_mtp=False, parallel_mode=mode)
+        model = load_model(context.options.bundle, options, group).model
+        yield _close(
+            f"tensor parallel 1 or {group.size}, {mode}",
+            wanted=whole,
+            found=_logits(model, texts),
+            cause=causes.RANKS_DIFFER,
+        )
 
 
 def _attention(

@@ -5,9 +5,11 @@ from __future__ import annotations
 
 import hashlib
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from pickle import UnpicklingError
+from typing import Any
 
 import torch
 
@@ -22,6 +24,7 @@ from mtp_export.verify.evidence.blocks import walked
 from mtp_export.verify.evidence.corpus import Corpus, judge
 from mtp_export.verify.evidence.prompts import encoded
 from mtp_export.verify.evidence.statistics import Estimate, ratio
+from mtp_runtime.parallel.group import Group
 from mtp_runtime.streaming import StreamedModel, open_streamed, pass_through
 from mtp_runtime.teacher_forcing import PagedTexts, Text, Texts, overlaps
 
@@ -61,27 +64,79 @@ def texts_of(context: Context) -> tuple[Texts, bool]:
     return Texts(tuple(Text(tokens, 1) for tokens in context.prompts)), False
 
 
-@torch.inference_mode()
+@dataclass(frozen=True)
+class _Division:
+    """Texts of every rank, and the file in which each keeps its state; rank 0 has opened the model
+    already, and shows progress."""
+
+    bundle: Path
+    device: str
+    texts: tuple[Texts, ...]
+    places: tuple[Path, ...]
+    opened: StreamedModel | None = None
+    progress: Callable[[int], object] = int
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _Division, (self.bundle, self.device, self.texts, self.places)
+
+
 def states_of(
     context: Context, streamed: StreamedModel, texts: Texts, cost: Cost, progress: ProgressCallback
 ) -> torch.Tensor:
-    """Hidden states [T, d] after the last layer; resumes after the last finished one."""
-    place = checkpoint_path(context, texts)
-    done, x = _resumed(place, (len(texts.tokens), streamed.config.hidden))
-    if x is None:
-        x = streamed.embedded(texts.tokens)
-    paged = PagedTexts.of(texts)
-    chunks = paged.chunks(streamed.device)
+    """Hidden states [T, d] after the last layer; resumes after the last finished one. Of several
+    ranks each passes some of the texts through."""
+    parts = divided([len(text.tokens) for text in texts.texts], context.ranks.size)
+    own = tuple(Texts(tuple(texts.texts[index] for index in part)) for part in parts)
     each = cost.read_bytes // (streamed.config.layers + 1)
-    progress(done * each)
-    layers = streamed.layers(done)
-    for index in range(done, streamed.config.layers):
-        pass_through(next(layers), x, paged, chunks)
-        _keep(place, index + 1, x)
-        progress(each)
+    division = _Division(
+        context.options.bundle,
+        context.options.device,
+        texts=own,
+        places=tuple(checkpoint_path(context, part) for part in own),
+        opened=streamed,
+        progress=lambda layers: progress(layers * each),
+    )
+    found = context.ranks.everywhere(_passed, division)
+    starts, states = texts.starts, torch.empty_like(found)
+    order = [i for part in parts for i in part]
+    rows = [torch.arange(starts[i], starts[i] + len(texts.texts[i].tokens)) for i in order]
+    states[torch.cat(rows)] = found
+    return states
+
+
+def divided(lengths: Sequence[int], ranks: int) -> list[list[int]]:
+    """Divide texts over ranks, the longest first and each to the rank with the fewest tokens."""
+    parts: list[list[int]] = [[] for _ in range(ranks)]
+    tokens = [0] * ranks
+    for index in sorted(range(len(lengths)), key=lambda index: -lengths[index]):
+        rank = tokens.index(min(tokens))
+        parts[rank].append(index)
+        tokens[rank] += lengths[index]
+    return [sorted(part) for part in parts]
+
+
+@torch.inference_mode()
+def _passed(group: Group, division: _Division) -> torch.Tensor:
+    """Pass the own texts through all layers; return the states of every rank's on rank 0."""
+    device = group.device(division.device)
+    streamed = division.opened or open_streamed(division.bundle, device)
+    texts, place = division.texts[group.rank], division.places[group.rank]
+    x = torch.empty(0, streamed.config.hidden)
+    if texts.texts:
+        done, resumed = _resumed(place, (len(texts.tokens), streamed.config.hidden))
+        x = streamed.embedded(texts.tokens) if resumed is None else resumed
+        paged = PagedTexts.of(texts)
+        chunks = paged.chunks(streamed.device)
+        division.progress(done)
+        layers = streamed.layers(done)
+        for index in range(done, streamed.config.layers):
+            pass_through(next(layers), x, paged, chunks)
+            _keep(place, index + 1, x)
+            division.progress(1)
+    found = group.rows_to_first(x, [len(part.tokens) for part in division.texts])
     place.unlink(missing_ok=True)
     remove_temporaries(place)
-    return x
+    return found
 
 
 def checkpoint_path(context: Context, texts: Texts) -> Path:

@@ -8,9 +8,11 @@ from dataclasses import dataclass
 from typing import Protocol
 
 import torch
+import torch.nn.functional as F
 
 from mtp_export.errors import InvalidInputError
 from mtp_export.schemes.formats import unquantized
+from mtp_export.schemes.windows import EncodedWindow
 
 
 class Weight(Protocol):
@@ -43,6 +45,36 @@ class Stacked:
     def product(self, x: torch.Tensor) -> torch.Tensor:
         """Return the products side by side."""
         return torch.cat([part.product(x) for part in self.parts], dim=1)
+
+
+@dataclass(frozen=True)
+class Windowed:
+    """Some rows and columns of a matrix, of which no more than whole blocks around them is held."""
+
+    whole: Weight
+    rows: slice
+    columns: slice
+
+    @classmethod
+    def of(cls, found: EncodedWindow) -> Weight:
+        """Return the weight of a window; where it is all that was read, without a frame."""
+        frame, (rows, columns) = found.encoded, found.window
+        if found.window.shape == frame.shape:
+            return frame
+        return cls(frame, slice(rows.start, rows.stop), slice(columns.start, columns.stop))
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return tuple(part.stop - part.start for part in (self.rows, self.columns))
+
+    def dequantize(self, dtype: torch.dtype) -> torch.Tensor:
+        """Return the window [out, in]."""
+        return self.whole.dequantize(dtype)[self.rows, self.columns].contiguous()
+
+    def product(self, x: torch.Tensor) -> torch.Tensor:
+        """Return x @ window.T."""
+        around = self.columns.start, self.whole.shape[1] - self.columns.stop
+        return self.whole.product(F.pad(x, around))[:, self.rows].contiguous()
 
 
 @dataclass(frozen=True)

@@ -10,6 +10,7 @@ import torch
 from mtp_export.families.contract import MtpContract
 from mtp_export.families.modules import weight_name
 from mtp_export.schemes.formats import EncodedWeight, unquantized
+from mtp_export.schemes.windows import Window
 from mtp_runtime.loading.weight_source import WeightSource
 
 
@@ -37,6 +38,14 @@ class HeldSource(WeightSource):
         """Return a tensor in its own dtype, on the device."""
         return self.tensors[name].to(self.device)
 
-    def weight(self, module: str) -> EncodedWeight:
+    def shape(self, module: str) -> tuple[int, ...]:
+        """Return the shape [out, in] of a linear's weight."""
+        return tuple(self.tensors[weight_name(module)].shape)
+
+    def encoded(self, name: str) -> EncodedWeight:
         """Return a linear's weight [out, in]."""
-        return unquantized(self.raw(weight_name(module)))
+        return unquantized(self.raw(name))
+
+    def _cut(self, name: str, window: Window) -> EncodedWeight:
+        rows, columns = (slice(part.start, part.stop) for part in window)
+        return unquantized(self.raw(name)[rows, columns])

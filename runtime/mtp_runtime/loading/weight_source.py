@@ -23,14 +23,19 @@ from mtp_export.families.modules import MlpModules
 from mtp_export.schemes.discrepancies import compare
 from mtp_export.schemes.formats import EncodedWeight, unquantized
 from mtp_export.schemes.stored import StoredModel, StoredWeight, stored_model
-from mtp_export.schemes.weight_values import Rounding, WeightOnDisk
+from mtp_export.schemes.weight_values import WeightOnDisk
+from mtp_export.schemes.windows import Window, encoded_window
 from mtp_export.targets import target_of
 from mtp_export.targets.draft import stored_draft
 from mtp_runtime.layers.embedding import Embedding, EmbeddingTable
-from mtp_runtime.layers.linear import Linear, dense
+from mtp_runtime.layers.led import LedEmbedding, LedLinear
+from mtp_runtime.layers.linear import Linear, Weight, Windowed, dense
 from mtp_runtime.layers.moe import Experts, HeldExperts, Mlp
+from mtp_runtime.layers.split import Joining
+from mtp_runtime.loading.copies import is_copy
 from mtp_runtime.loading.on_demand import EmbeddingOnDemand, StoredExperts, WeightOnDemand
-from mtp_runtime.loading.read_ahead import READERS, read_ahead
+from mtp_runtime.loading.read_ahead import READERS
+from mtp_runtime.parallel.group import LONE, Split
 
 logger = logging.getLogger(__name__)
 
@@ -74,7 +79,8 @@ class WeightSource:
     The state of one loading: the names that were read so far, for the ledger. keep_dense: linears
     are dequantized when they are loaded. on_demand: routed experts, heads and embeddings are read
     when they are used. contract is that of the MTP modules. values: tensors in place of stored
-    weights, by their released names, as a training has them.
+    weights, by their released names, as a training has them. joining: the ranks that divide a model
+    among them; each reads its own part.
     """
 
     owners: Mapping[str, _Part]
@@ -87,6 +93,12 @@ class WeightSource:
     tied: set[str] = field(default_factory=set)
     left_out: set[str] = field(default_factory=set)
     values: Mapping[str, torch.Tensor] = field(default_factory=dict)
+    joining: Joining = field(default_factory=lambda: Joining(LONE))
+
+    @property
+    def split(self) -> Split:
+        """Division of the model over the ranks."""
+        return self.joining.group.split
 
     @property
     def has_mtp(self) -> bool:
@@ -108,24 +120,45 @@ class WeightSource:
         """Return an unquantized tensor in the dtype of the run."""
         return self.raw(name).to(self.dtype)
 
-    def weight(self, module: str) -> EncodedWeight:
-        """Return a linear's weight [out, in] in the format that it is stored in.
+    def shape(self, module: str) -> tuple[int, ...]:
+        """Return the shape [out, in] of a linear's weight."""
+        return self._spec(f"{module}.weight").shape
+
+    def weight(
+        self, module: str, rows: range | None = None, columns: range | None = None
+    ) -> Weight:
+        """Return a linear's weight [out, in], or some rows and columns of it, in the format that it
+        is stored in.
 
         Raises InvalidInputError for tensors that are missing or contradict each other.
         """
-        return self.encoded(f"{module}.weight")
+        name = f"{module}.weight"
+        if rows is None and columns is None:
+            return self.encoded(name)
+        window = Window.of(self.shape(module), rows, columns)
+        if window.shape == self.shape(module):
+            return self.encoded(name)
+        self._note(name)
+        return self._cut(name, window)
 
     def encoded(self, name: str) -> EncodedWeight:
         """Return a tensor of the model in the format that it is stored in. Raises as weight."""
         self._note(name)
         return unquantized(self.values[name]) if name in self.values else self._encoded(name)
 
-    def linear(self, module: str) -> Linear:
-        """Return a linear layer."""
-        return Linear.build(self.weight(module), self.dtype, self.keep_dense)
+    def linear(
+        self, module: str, rows: range | None = None, columns: range | None = None
+    ) -> Linear:
+        """Return a linear layer, or some rows and columns of one."""
+        return Linear.build(self.weight(module, rows, columns), self.dtype, self.keep_dense)
 
     def embedding(self, name: str) -> Embedding:
         """Return token embeddings (UnsupportedError for quantized ones)."""
+        if self.split.size > 1:
+            self._check_plain(name)
+            vocab = self._spec(name).shape[0]
+            own = self.weight(name.removesuffix(".weight"), self.split.part(vocab))
+            return LedEmbedding(self.joining.group, own.dequantize(self.dtype), vocab)
         if not self.on_demand:
             return EmbeddingTable(self.tensor(name))
         self._note(name)
@@ -135,6 +168,10 @@ class WeightSource:
     def head(self, module: str) -> Linear:
         """Return the linear layer of a head, the largest of a model."""
         name = f"{module}.weight"
+        if self.split.size > 1:
+            vocab = self._spec(name).shape[0]
+            own = self.linear(module, self.split.part(vocab))
+            return LedLinear.of(own, self.joining.group, vocab)
         # Rows of a transposed matrix lie scattered over the file.
         if not self.on_demand or self.stored(name).transposed:
             return self.linear(module)
@@ -153,16 +190,22 @@ class WeightSource:
         in_mtp = self._spec(f"{names[0].down}.weight").mtp_layer is not None
         return StoredExperts(names, load, shared, self._readers, kept={} if in_mtp else None)
 
-    def dense_matrix(self, module: str) -> torch.Tensor:
-        """Return a linear's weight [out, in], dequantized."""
-        return dense(self.weight(module), self.dtype)
+    def dense_matrix(self, module: str, rows: range | None = None) -> torch.Tensor:
+        """Return a linear's weight [out, in], or some rows of it, dequantized."""
+        return dense(self.weight(module, rows), self.dtype)
+
+    def elsewhere(self, modules: Iterable[str]) -> None:
+        """Note weights of linears that other ranks read (InvalidInputError for missing ones)."""
+        for module in modules:
+            self._note(f"{module}.weight")
 
     def is_tied(self, own: str, main: str) -> bool:
         """Return True where an own copy is absent or equal to the main model's tensor, but for
         rounding if it is stored in another precision."""
         if not self._has(own):
             return True
-        equal = self._is_copy(*map(self._on_disk, (own, main)))
+        copy, original = map(self._on_disk, (own, main))
+        equal = is_copy(copy, original, self._readers, self.joining.group)
         if equal:
             self.tied.add(own)
         else:
@@ -190,20 +233,6 @@ class WeightSource:
             )
         return Ledger(*map(self._released_names, (self.owners, self.loaded, skipped, self.tied)))
 
-    def _is_copy(self, copy: WeightOnDisk, original: WeightOnDisk) -> bool:
-        """Compare two stored weights piece by piece, so that neither is held as a whole."""
-        equal, rounding = copy.form == original.form, Rounding()
-
-        def pair(piece: tuple[int, int]) -> tuple[EncodedWeight, EncodedWeight]:
-            return copy.encoded(*piece), original.encoded(*piece)
-
-        for ours, theirs in read_ahead(self._readers, pair, copy.pieces()):
-            if not equal:
-                rounding.add(ours.dequantize(), theirs.dequantize())
-            elif not ours.equals(theirs):
-                return False
-        return equal or rounding.is_all
-
     @cached_property
     def _readers(self) -> ThreadPoolExecutor:
         return ThreadPoolExecutor(READERS)
@@ -227,13 +256,24 @@ class WeightSource:
         return self.stored(name).weight
 
     def _encoded(self, name: str) -> EncodedWeight:
-        """Read a weight; expanded on the host for NPUs, most of which have no fp8."""
-        on_disk, on_npu = self._on_disk(name), self.device.type == "npu"
-        device = torch.device("cpu") if on_npu else self.device
+        on_disk, device = self._on_disk(name), self._reading_device
         encoded = on_disk.stored.encoded([self._read(one, device) for one in on_disk.tensors])
-        if not on_npu:
-            return encoded
-        return unquantized(dense(encoded, self.dtype).to(self.device))
+        return encoded if device == self.device else self._expanded(encoded)
+
+    @property
+    def _reading_device(self) -> torch.device:
+        """Device to which weights are read: for NPUs the host, since most have no fp8."""
+        return torch.device("cpu") if self.device.type == "npu" else self.device
+
+    def _expanded(self, weight: Weight) -> EncodedWeight:
+        return unquantized(dense(weight, self.dtype).to(self.device))
+
+    def _cut(self, name: str, window: Window) -> Weight:
+        if name in self.values:
+            rows, columns = (slice(part.start, part.stop) for part in window)
+            return unquantized(self.values[name][rows, columns])
+        part = Windowed.of(encoded_window(self._on_disk(name), window, self._read_window))
+        return part if self._reading_device == self.device else self._expanded(part)
 
     def _on_disk(self, name: str) -> WeightOnDisk:
         part = self.owners[name]
@@ -244,6 +284,14 @@ class WeightSource:
     def _read(self, tensor: TensorInfo, device: torch.device) -> torch.Tensor:
         with TensorReader(tensor, once=self.on_demand) as reader:
             return reader.rows(0, tensor.shape[0] if tensor.shape else 1).to(device)
+
+    def _read_window(self, tensor: TensorInfo, rows: range, columns: range | None) -> torch.Tensor:
+        with TensorReader(tensor) as reader:
+            if columns is None:
+                found = reader.rows(rows.start, rows.stop)
+            else:
+                found = reader.window(rows, columns)
+            return found.to(self._reading_device)
 
     def _check_plain(self, name: str) -> None:
         one = self.stored(name)
@@ -273,6 +321,7 @@ def open_source(
     *,
     keep_dense: bool,
     on_demand: bool,
+    joining: Joining,
 ) -> tuple[WeightSource, Checkpoint]:
     """Open a bundle (main and mtp side by side) or a single checkpoint folder, and check it.
 
@@ -299,6 +348,7 @@ def open_source(
         keep_dense=keep_dense,
         on_demand=on_demand,
         contract=contract,
+        joining=joining,
     )
     return source, parts[0].checkpoint
 

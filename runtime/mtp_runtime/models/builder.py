@@ -6,9 +6,10 @@ A new model derives from ModelBuilder, adds its attention and router, and is one
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
+from mtp_export.errors import UnsupportedError
 from mtp_export.families.contract import MtpContract
 from mtp_export.families.modules import (
     DecoderFamily,
@@ -17,7 +18,6 @@ from mtp_export.families.modules import (
     MtpModules,
     weight_name,
 )
-from mtp_export.schemes.formats import unquantized
 from mtp_runtime.config import ModelConfig
 from mtp_runtime.layers.attention import Attention
 from mtp_runtime.layers.decoder_layer import DecoderLayer, FeedForward
@@ -25,6 +25,7 @@ from mtp_runtime.layers.embedding import Embedding
 from mtp_runtime.layers.linear import Linear, Weight, stack
 from mtp_runtime.layers.moe import Mlp, Moe, Router
 from mtp_runtime.layers.norm import RmsNorm
+from mtp_runtime.layers.split import JoinedLinear, SplitMoe
 from mtp_runtime.loading.weight_source import WeightSource
 from mtp_runtime.models.model import Execution, Head, Model, MtpModule
 
@@ -115,37 +116,91 @@ class ModelBuilder(ABC):
         """Load an RMS norm."""
         return RmsNorm.build(self.source.tensor(weight_name(module)), self.config.norm_eps)
 
-    def stacked(self, *modules: str) -> Linear:
-        """Load linears of the same input as one."""
-        return self.joined(*map(self.source.weight, modules))
+    def stacked(self, *modules: str, rows: range | None = None) -> Linear:
+        """Load linears of the same input as one, or the same rows of each."""
+        return self.joined(*(self.source.weight(module, rows) for module in modules))
 
     def joined(self, *parts: Weight) -> Linear:
         """Join loaded weights of the same input into one linear."""
         return Linear.build(stack(parts), self.source.dtype, self.source.keep_dense)
 
+    def parts(self, total: int, what: str) -> list[range]:
+        """Divide what each rank must have some of; return every rank's part.
+
+        Raises UnsupportedError for more ranks than there are parts.
+        """
+        split = self.source.split
+        if total < split.size:
+            raise UnsupportedError(
+                f"There are more processes than {what} to divide among them",
+                expected=f"at most {total} processes",
+                found=split.size,
+            )
+        return split.parts(total)
+
+    def output(self, module: str, inputs: Sequence[range]) -> Linear:
+        """Load the last matrix of a half layer; inputs are every rank's columns of it."""
+        source, joining = self.source, self.source.joining
+        own = inputs[source.split.rank]
+        if joining.group.is_one:
+            return source.linear(module, columns=own)
+        outputs = self.parts(source.shape(module)[0], "outputs")
+        if joining.reduces:
+            part = source.linear(module, columns=own)
+        else:
+            whole = range(inputs[0].start, inputs[-1].stop)
+            part = source.linear(module, outputs[source.split.rank], whole)
+        sizes = tuple(map(len, inputs)), tuple(map(len, outputs))
+        return JoinedLinear(
+            part.weight, part.transposed, joining=joining, inputs=sizes[0], outputs=sizes[1]
+        )
+
     def feed_forward(self, names: MlpModules | MoeModules) -> FeedForward:
         """Load a dense or a sparse feed-forward layer."""
-        return self.moe(names) if isinstance(names, MoeModules) else self.mlp(names)
+        if isinstance(names, MoeModules):
+            return self.moe(names)
+        return self.split_mlp(names, range(self.source.shape(names.gate)[0]))
 
     def mlp(self, names: MlpModules) -> Mlp:
-        """Load a gated MLP."""
+        """Load a whole gated MLP."""
         return Mlp(self.stacked(names.gate, names.up), self.source.linear(names.down))
 
-    def moe(self, names: MoeModules) -> Moe:
-        """Load a mixture of experts, routed ones first."""
+    def split_mlp(self, names: MlpModules, inner: range, *, joins: bool = True) -> Mlp:
+        """Load some inner values of a gated MLP, of which every rank has a part.
+
+        joins False: its output is the own summand of the whole.
+        """
+        parts = [
+            range(inner.start + part.start, inner.start + part.stop)
+            for part in self.parts(len(inner), "inner values")
+        ]
+        own = parts[self.source.split.rank]
+        gate_up = self.stacked(names.gate, names.up, rows=own)
+        if not joins:
+            return Mlp(gate_up, self.source.linear(names.down, columns=own))
+        return Mlp(gate_up, self.output(names.down, parts))
+
+    def moe(self, names: MoeModules) -> Moe | SplitMoe:
+        """Load a mixture of experts, routed ones first; of those every rank has some, whole."""
+        source, joining = self.source, self.source.joining
+        parts = source.split.parts(len(names.experts))
+        own = parts[source.split.rank]
         shared = tuple(self._shared(names.shared))
-        experts = self.source.experts(names.experts, self.mlp, shared)
-        return Moe(self.router(names), experts, len(shared))
+        experts = source.experts(names.experts[own.start : own.stop], self.mlp, shared)
+        if joining.group.is_one:
+            return Moe(self.router(names), experts, len(shared))
+        for number, expert in enumerate(names.experts):
+            if number not in own:
+                source.elsewhere(expert)
+        return SplitMoe(
+            self.router(names), experts, shared=len(shared), parts=tuple(parts), joining=joining
+        )
 
     def _shared(self, names: MlpModules | None) -> Iterator[Mlp]:
-        """Yield the shared experts one by one."""
-        source, count = self.source, self.shared_experts
+        """Yield the shared experts one by one, which lie side by side."""
         if names is None:
             return
-        if count == 1:
-            yield self.mlp(names)
-            return
-        gate, up = (source.dense_matrix(name).chunk(count) for name in (names.gate, names.up))
-        downs = source.dense_matrix(names.down).chunk(count, dim=1)
-        for parts in zip(gate, up, downs, strict=True):
-            yield Mlp(self.joined(*map(unquantized, parts[:2])), self.joined(unquantized(parts[2])))
+        inner = self.source.shape(names.gate)[0] // self.shared_experts
+        for number in range(self.shared_experts):
+            own = range(number * inner, (number + 1) * inner)
+            yield self.split_mlp(names, own, joins=not self.source.joining.reduces)

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
 from pathlib import Path
-from typing import cast
+from typing import TypedDict, cast
 
 import torch
 
@@ -26,8 +26,17 @@ from mtp_runtime.layers.mla import Mla
 from mtp_runtime.layers.moe import Mlp, Moe, SigmoidRouter
 from mtp_runtime.layers.norm import RmsNorm
 from mtp_runtime.layers.rope import Rope
+from mtp_runtime.layers.split import SplitMoe
+from mtp_runtime.models.led_layers import own_part
 from mtp_runtime.models.model import Layers, Model, MtpModule, Recursion, RowStep, TorchLayers
 from mtp_runtime.models.packing import KINDS, config_of, dense_matrix, weights_of, with_router
+
+
+class Rotation(TypedDict):
+    """Arguments of decoders."""
+
+    inv_freq: torch.Tensor
+    attention_scaling: float
 
 
 @dataclass(frozen=True)
@@ -47,6 +56,12 @@ def stacked(cache: Cache) -> torch.Tensor:
     return cache.stacked
 
 
+def new_stacked_cache(layers: int, config: kernels.DecoderConfig, spec: CacheSpec) -> StackedCache:
+    """Return the cache of a number of layers; its tensor is uninitialized."""
+    shape = layers, spec.pages, spec.page_size, config.attention.slot
+    return StackedCache(torch.empty(shape, dtype=spec.dtype, device=spec.device))
+
+
 class CompiledLayers:
     """A compiled decoder with the interface of Layers."""
 
@@ -57,9 +72,7 @@ class CompiledLayers:
         return len(self.decoder)
 
     def new_cache(self, spec: CacheSpec) -> StackedCache:
-        slot = self.decoder.config.attention.slot
-        shape = len(self), spec.pages, spec.page_size, slot
-        return StackedCache(torch.empty(shape, dtype=spec.dtype, device=spec.device))
+        return new_stacked_cache(len(self), self.decoder.config, spec)
 
     def __call__(self, x: torch.Tensor, cache: Cache, layout: BatchLayout) -> torch.Tensor:
         self.decoder(x, layout, stacked(cache))
@@ -129,14 +142,18 @@ class CompiledExecution:
 
     def layers(self, layers: Iterable[DecoderLayer]) -> Layers:
         """Pack the layers one by one, so that no two copies of a model are held."""
-        runs: list[_TorchRun | _PackedRun] = []
+        runs: list[TorchRun | PackedRun] = []
         for layer in layers:
-            kind = _PackedRun if self.backend.runs(kind_of(layer)) else _TorchRun
+            kind = PackedRun if self.backend.runs(kind_of(layer)) else TorchRun
             if not runs or not isinstance(runs[-1], kind):
-                runs.append(kind(self.backend))
+                runs.append(self.packed_run() if kind is PackedRun else TorchRun())
             runs[-1].add(layer)
         joined = tuple(run.layers() for run in runs)
         return joined[0] if len(joined) == 1 else MixedLayers(joined)
+
+    def packed_run(self) -> PackedRun:
+        """Return an empty run of layers for the kernels."""
+        return PackedRun(self.backend)
 
     def norm(self, norm: RmsNorm) -> RowStep:
         return self.backend.norm(norm.weight, norm.eps)
@@ -167,7 +184,7 @@ class CompiledExecution:
 def refuse_torch_layers(model: Model, folder: Path) -> None:
     """Raise UnsupportedError if torch runs a layer of the model that was loaded from a folder."""
     parts = (model.layers, *(module.layers for module in model.mtp_modules))
-    layers = (layer for part in parts for layer in part.each())
+    layers = (own_part(layer) for part in parts for layer in part.each())
     for index, layer in enumerate(layers):
         if isinstance(layer, TorchLayers):
             kind = kind_of(layer.layers[0])
@@ -184,16 +201,16 @@ def refuse_torch_layers(model: Model, folder: Path) -> None:
 def kind_of(layer: DecoderLayer) -> kernels.LayerKind:
     """Return the kind of a layer; a part without a name is kept as it is, and no kernel runs it."""
     feed_forward = layer.feed_forward
-    deciding = feed_forward.router if isinstance(feed_forward, Moe) else feed_forward
+    sparse = feed_forward if isinstance(feed_forward, Moe | SplitMoe) else None
+    deciding = feed_forward if sparse is None else sparse.router
     types = type(layer.attention), type(deciding)
     return kernels.LayerKind(*(KINDS.get(part, part.__name__) for part in types))
 
 
 @dataclass
-class _TorchRun:
+class TorchRun:
     """Consecutive layers for torch."""
 
-    backend: kernels.Backend
     kept: list[DecoderLayer] = field(default_factory=list)
 
     def add(self, layer: DecoderLayer) -> None:
@@ -204,32 +221,47 @@ class _TorchRun:
 
 
 @dataclass
-class _PackedRun:
+class PackedRun:
     """Consecutive layers for the kernels, which share one DecoderConfig and one Rope."""
 
     backend: kernels.Backend
     packed: list[kernels.PackedLayer] = field(default_factory=list)
-    config: kernels.DecoderConfig | None = None
+    shared_config: kernels.DecoderConfig | None = None
     rope: Rope | None = None
     router: SigmoidRouter | None = None
 
     def add(self, layer: DecoderLayer) -> None:
+        """Pack a layer."""
+        self.packed.append(self.backend.pack(weights_of(layer, self.noted(layer))))
+
+    def noted(self, layer: DecoderLayer) -> Mla | Gqa:
+        """Note what the layers share; return the layer's attention."""
         attention, feed_forward = layer.attention, layer.feed_forward
         assert isinstance(attention, Mla | Gqa), "the kinds that the kernels run"
         config = config_of(attention, layer.input_norm.eps)
-        assert self.config in (None, config), "all layers of a model share their sizes"
-        self.config, self.rope = config, attention.rope
-        if isinstance(feed_forward, Moe):
+        assert self.shared_config in (None, config), "all layers of a model share their sizes"
+        self.shared_config, self.rope = config, attention.rope
+        if isinstance(feed_forward, Moe | SplitMoe):
             self.router = cast(SigmoidRouter, feed_forward.router)
-        self.packed.append(self.backend.pack(weights_of(layer, attention)))
+        return attention
+
+    @property
+    def config(self) -> kernels.DecoderConfig:
+        """Sizes and constants that the layers share."""
+        assert self.shared_config is not None, "a run has layers"
+        if self.router is None:
+            return self.shared_config
+        return with_router(self.shared_config, self.router)
+
+    @property
+    def rotation(self) -> Rotation:
+        """Rotary positions that the layers share, as decoders take them."""
+        assert self.rope is not None, "a run has layers"
+        return {
+            "inv_freq": self.rope.inv_freq,
+            "attention_scaling": self.rope.attention_scaling,
+        }
 
     def layers(self) -> Layers:
-        assert self.config is not None and self.rope is not None, "a run has layers"
-        config = self.config if self.router is None else with_router(self.config, self.router)
-        decoder = self.backend.decoder(
-            config,
-            self.packed,
-            inv_freq=self.rope.inv_freq,
-            attention_scaling=self.rope.attention_scaling,
-        )
-        return CompiledLayers(decoder)
+        """Join the layers."""
+        return CompiledLayers(self.backend.decoder(self.config, self.packed, **self.rotation))

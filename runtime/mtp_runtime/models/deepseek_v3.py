@@ -49,19 +49,31 @@ class DeepseekV3Builder(MoeDecoderBuilder):
         return self.mla(layer)
 
     def mla(self, layer: int) -> Mla:
-        """Load one layer's attention; the halves of kv_b_proj become dense to be absorbed."""
+        """Load one layer's attention, or the own heads of it; the halves of kv_b_proj become dense
+        to be absorbed."""
         source, config, names = self.source, self.config, self.family.attention_modules(layer)
-        ranked = names.query_down is not None
-        halves = source.dense_matrix(names.latent_up)
-        halves = halves.view(config.heads, config.nope + config.value, config.latent)
+        heads = self.parts(config.heads, "heads")
+        own = heads[source.split.rank]
+        query = _rows(own, config.nope + config.rope.size)
+        down = names.query_down
+        halves = source.dense_matrix(names.latent_up, _rows(own, config.nope + config.value))
+        halves = halves.view(len(own), config.nope + config.value, config.latent)
         return Mla(
-            down=self.stacked(names.query_down or names.query_up, names.latent_down),
+            down=self.joined(
+                source.weight(down) if down else source.weight(names.query_up, query),
+                source.weight(names.latent_down),
+            ),
             query_norm=None if names.query_norm is None else self.norm(names.query_norm),
-            query_up=source.linear(names.query_up) if ranked else None,
+            query_up=source.linear(names.query_up, query) if down else None,
             latent_norm=self.norm(names.latent_norm),
             key_up=halves[:, : config.nope].contiguous(),
             value_up=halves[:, config.nope :].transpose(1, 2).contiguous(),
-            output=source.linear(names.output),
+            output=self.output(names.output, [_rows(part, config.value) for part in heads]),
             rope=self.rope,
             scale=softmax_scale(config.rope, config.nope + config.rope.size),
         )
+
+
+def _rows(heads: range, size: int) -> range:
+    """Return the rows of some heads of a size each."""
+    return range(heads.start * size, heads.stop * size)

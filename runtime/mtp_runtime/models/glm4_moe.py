@@ -44,18 +44,34 @@ class Glm4MoeBuilder(MoeDecoderBuilder):
     def attention(self, layer: int) -> Gqa:
         """Load one layer's attention."""
         source, config, names = self.source, self.config, self.family.attention_modules(layer)
-        projections = (names.query, names.key, names.value)
+        groups = self.parts(config.kv_heads, "key heads")  # each with the queries that share it
+        own, each = groups[source.split.rank], config.heads // config.kv_heads
+        rows = {
+            names.query: _rows(own, each * config.head),
+            names.key: _rows(own, config.head),
+            names.value: _rows(own, config.head),
+        }
         bias = None
         if self.family.has_biases:
-            bias = torch.cat([source.tensor(f"{module}.bias") for module in projections])
+            bias = torch.cat(
+                [
+                    source.tensor(f"{module}.bias")[part.start : part.stop]
+                    for module, part in rows.items()
+                ]
+            )
         return Gqa(
-            qkv=self.stacked(*projections),
+            qkv=self.joined(*(source.weight(module, part) for module, part in rows.items())),
             bias=bias,
             query_norm=None if names.query_norm is None else self.norm(names.query_norm),
             key_norm=None if names.key_norm is None else self.norm(names.key_norm),
-            output=source.linear(names.output),
+            output=self.output(names.output, [_rows(part, each * config.head) for part in groups]),
             rope=self.rope,
-            heads=config.heads,
-            kv_heads=config.kv_heads,
+            heads=each * len(own),
+            kv_heads=len(own),
             head=config.head,
         )
+
+
+def _rows(heads: range, size: int) -> range:
+    """Return the rows of some heads of a size each."""
+    return range(heads.start * size, heads.stop * size)

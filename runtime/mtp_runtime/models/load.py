@@ -8,15 +8,19 @@ from pathlib import Path
 import torch
 
 from mtp_export.checkpoint.reader import CONFIG_NAME
-from mtp_export.errors import UnsupportedError
+from mtp_export.errors import UnsupportedError, UsageError
 from mtp_export.families import family_of
 from mtp_export.families.contract import MtpContract
-from mtp_kernels.decoder import make_backend
+from mtp_kernels.decoder import Backend, make_backend
+from mtp_runtime.layers.split import GATHER, MODES, REDUCE, Joining
 from mtp_runtime.loading.weight_source import Ledger, open_source
 from mtp_runtime.models import MODELS
 from mtp_runtime.models.builder import ModelBuilder
 from mtp_runtime.models.compiled import CompiledExecution, refuse_torch_layers
+from mtp_runtime.models.led_layers import LedExecution
 from mtp_runtime.models.model import Execution, Model, TorchExecution
+from mtp_runtime.models.sliced import SlicedExecution
+from mtp_runtime.parallel.group import LONE, Group
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 DEVICES = {"cpu": "CPU", "cuda": "CUDA device", "npu": "NPU (torch_npu beside CANN)"}
@@ -33,6 +37,8 @@ class LoadOptions:
     contract None: as the MTP part's config.json records it, or else the family's.
     deterministic: refuse options and layers under which a row's bits may depend on its batch.
     max_model_len: tokens of the longest context; None: as many as the model's usual layers take.
+    parallel_mode: way in which several ranks join their parts, of MODES; None: gather in float32,
+    else reduce.
     """
 
     device: str = "cpu"
@@ -43,6 +49,7 @@ class LoadOptions:
     with_mtp: bool = True
     contract: MtpContract | None = None
     max_model_len: int | None = None
+    parallel_mode: str | None = None
 
     def __post_init__(self) -> None:
         if self.dtype not in DTYPES:
@@ -50,6 +57,12 @@ class LoadOptions:
                 "The runtime does not compute in this dtype",
                 expected=" or ".join(DTYPES),
                 found=self.dtype,
+            )
+        if self.parallel_mode not in (None, *MODES):
+            raise UsageError(
+                "There is no parallel mode of this name",
+                expected=" or ".join(MODES),
+                found=self.parallel_mode,
             )
         if _kind(self.device) == "npu":
             self._check_npu()
@@ -81,12 +94,24 @@ class LoadOptions:
         """True where the compiled kernels run the model, False where torch does."""
         return self.device == "cpu" and self.dequantize_at_load
 
-    @property
-    def execution(self) -> Execution:
-        """A new backend for the parts of a model."""
+    def joining(self, group: Group) -> Joining:
+        """Return how the ranks of a group join their parts."""
+        usual = GATHER if self.dtype == "float32" else REDUCE
+        return Joining(group, self.parallel_mode or usual)
+
+    def execution(self, group: Group = LONE) -> Execution:
+        """Return a new backend for the parts of a model."""
         if not self.compiled:
-            return TorchExecution()
-        return CompiledExecution(make_backend(dtype=DTYPES[self.dtype]))
+            execution: Execution = TorchExecution()
+        elif group.is_one:
+            execution = CompiledExecution(self._backend)
+        else:
+            execution = SlicedExecution(self._backend, joining=self.joining(group))
+        return execution if group.is_one else LedExecution(execution, group)
+
+    @property
+    def _backend(self) -> Backend:
+        return make_backend(dtype=DTYPES[self.dtype])
 
     @property
     def computed_dtype(self) -> torch.dtype:
@@ -115,28 +140,37 @@ class OpenedModel:
     folder: Path
 
 
-def load_model(path: Path, options: LoadOptions) -> Loaded:
-    """Load a bundle or a checkpoint folder, tensor by tensor.
+def load_model(path: Path, options: LoadOptions, group: Group = LONE) -> Loaded:
+    """Load a bundle or a checkpoint folder, tensor by tensor; of several ranks each its own part.
 
-    Raises InvalidInputError for tensors that contradict config.json, UnsupportedError for a model
-    that the runtime does not compute, or not deterministically where that is asked for.
+    Rank 0 calls this. Raises InvalidInputError for tensors that contradict config.json,
+    UnsupportedError for a model that the runtime does not compute, or not deterministically where
+    that is asked for.
     """
-    opened = open_model(path, options)
-    model = opened.builder.model(options.execution, opened.contract)
+    return group.everywhere(_load, path, options)
+
+
+def _load(group: Group, path: Path, options: LoadOptions) -> Loaded:
+    opened = open_model(path, options, group)
+    model = opened.builder.model(options.execution(group), opened.contract)
+    if not group.is_one:
+        for module in model.mtp_modules:
+            assert len(module.layers) == 1, "its part is made now, on every rank"
     if options.deterministic:
         refuse_torch_layers(model, opened.folder)
     return Loaded(model, opened.builder.source.ledger(), opened.folder)
 
 
-def open_model(path: Path, options: LoadOptions) -> OpenedModel:
+def open_model(path: Path, options: LoadOptions, group: Group = LONE) -> OpenedModel:
     """Open a bundle or a checkpoint folder. Raises as load_model does."""
-    device = _device(options.device)
+    device = _device(group.device(options.device))
     source, main = open_source(
         path,
         options.computed_dtype,
         device,
         keep_dense=options.dequantize_at_load,
         on_demand=options.on_demand,
+        joining=options.joining(group),
     )
     family = family_of(main.config)
     model_type = main.config["model_type"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import cast
 
@@ -14,6 +15,7 @@ from mtp_runtime.layers.linear import Linear
 from mtp_runtime.layers.mla import Mla
 from mtp_runtime.layers.moe import Mlp, Moe, SigmoidRouter
 from mtp_runtime.layers.norm import RmsNorm
+from mtp_runtime.layers.split import SplitMoe
 
 # Names of the parts of a layer that the kernels run.
 KINDS: dict[type, str] = {Mla: "mla", Gqa: "gqa", Mlp: "dense", SigmoidRouter: "sigmoid_moe"}
@@ -23,7 +25,7 @@ def config_of(attention: Mla | Gqa, eps: float) -> kernels.DecoderConfig:
     """Return what a model's layers share; the values of a router are neutral."""
     sizes = latent_sizes(attention) if isinstance(attention, Mla) else grouped_sizes(attention)
     return kernels.DecoderConfig(
-        hidden=attention.output.weight.shape[0],
+        hidden=hidden_of(attention),
         attention=sizes,
         experts_per_token=1,
         expert_groups=1,
@@ -33,6 +35,12 @@ def config_of(attention: Mla | Gqa, eps: float) -> kernels.DecoderConfig:
         norm_eps=eps,
         softmax_scale=attention.scale,
     )
+
+
+def hidden_of(attention: Mla | Gqa) -> int:
+    """Return the width of the rows that attention takes."""
+    first = attention.down if isinstance(attention, Mla) else attention.qkv
+    return first.weight.shape[1]
 
 
 def latent_sizes(attention: Mla) -> kernels.LatentSizes:
@@ -75,12 +83,30 @@ def with_router(config: kernels.DecoderConfig, router: SigmoidRouter) -> kernels
 
 def weights_of(layer: DecoderLayer, attention: Mla | Gqa) -> kernels.LayerWeights:
     """Return a layer's weights as the kernels take them."""
+    return weights_with(layer, attention, experts_of(layer.feed_forward))
+
+
+def slice_of(layer: DecoderLayer, attention: Mla | Gqa) -> kernels.LayerSlice:
+    """Return the own part of a layer that several ranks share."""
+    routed, shared = split_experts(layer.feed_forward)
+    weights = weights_with(layer, attention, routed)
+    return kernels.LayerSlice(weights, tuple(map(mlp_matrices, shared)))
+
+
+def weights_with(
+    layer: DecoderLayer, attention: Mla | Gqa, experts: Sequence[Mlp]
+) -> kernels.LayerWeights:
+    """Return a layer's weights with some experts, or none."""
     router: torch.Tensor | None = None
     bias: torch.Tensor | None = None
-    if isinstance(layer.feed_forward, Moe):
+    if isinstance(layer.feed_forward, Moe | SplitMoe):
         own = cast(SigmoidRouter, layer.feed_forward.router)
         router, bias = own.weight.t(), own.bias
-    gate_up, down = experts_of(layer.feed_forward)
+    hidden = hidden_of(attention)
+    gate_up, down = torch.empty(0, 2, hidden), torch.empty(0, hidden, 1)
+    if experts:
+        gate_up = torch.stack([dense_matrix(one.gate_up) for one in experts])
+        down = torch.stack([dense_matrix(one.down) for one in experts])
     gate, up = gate_up.chunk(2, dim=1)
     return kernels.LayerWeights(
         input_norm=layer.input_norm.weight,
@@ -99,14 +125,26 @@ def attention_weights(attention: Mla | Gqa) -> kernels.LatentWeights | kernels.G
     return latent_weights(attention) if isinstance(attention, Mla) else grouped_weights(attention)
 
 
-def experts_of(feed_forward: FeedForward) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return [gate | up] and down of every expert; a dense MLP is one."""
+def experts_of(feed_forward: FeedForward) -> Sequence[Mlp]:
+    """Return every expert; a dense MLP is one."""
     if isinstance(feed_forward, Moe):
-        experts = list(feed_forward.experts.every())
-        gate_up = torch.stack([dense_matrix(one.gate_up) for one in experts])
-        return gate_up, torch.stack([dense_matrix(one.down) for one in experts])
+        return tuple(feed_forward.experts.every())
     assert isinstance(feed_forward, Mlp), "the kinds that the kernels run"
-    return dense_matrix(feed_forward.gate_up)[None], dense_matrix(feed_forward.down)[None]
+    return (feed_forward,)
+
+
+def split_experts(feed_forward: FeedForward) -> tuple[Sequence[Mlp], Sequence[Mlp]]:
+    """Return the own routed experts and the shared ones; a dense MLP is a shared one."""
+    if not isinstance(feed_forward, SplitMoe):
+        return (), experts_of(feed_forward)
+    every, own = tuple(feed_forward.experts.every()), len(feed_forward.own)
+    return every[:own], every[own:]
+
+
+def mlp_matrices(mlp: Mlp) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Return gate, up and down of an MLP."""
+    gate, up = dense_matrix(mlp.gate_up).contiguous().chunk(2)
+    return gate, up, dense_matrix(mlp.down)
 
 
 def latent_weights(mla: Mla) -> kernels.LatentWeights:

@@ -8,9 +8,10 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from npu_operator import NAME
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
+
+from npu_operator import NAME
 
 
 class NPUGraph:

@@ -12,9 +12,9 @@ import torch
 from attention_cases import Case, build, check, lengths_around
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from npu_operator import registered, split
 
 from mtp_kernels.verify_attention import ascend_npu, make_workspace, verify_attention
+from npu_operator import registered, split
 
 CASE = Case((2, 1), (20, 5), heads=2, latent=512, rope=64, dtype=torch.bfloat16)
 DTYPES = [torch.bfloat16, torch.float16]

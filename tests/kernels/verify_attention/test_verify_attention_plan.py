@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from interpreter import Interpreter
@@ -35,13 +36,14 @@ def loads(plan: tuple[list[int], list[int], int], blocks: list[int], parts: int)
     return result
 
 
-@given(
+any_plans = given(
     requests=st.lists(st.tuples(st.integers(0, 3), st.integers(0, 3000)), min_size=1, max_size=40),
     parts=st.integers(1, 60),
     min_share=st.integers(1, 6),
 )
-@settings(max_examples=60, deadline=None)
-def test_every_block_is_dealt_once_and_evenly(
+
+
+def check_plan(
     interpreter: Interpreter, requests: list[tuple[int, int]], parts: int, min_share: int
 ) -> None:
     q_lens, kv_lens = (list(column) for column in zip(*requests, strict=True))
@@ -49,6 +51,14 @@ def test_every_block_is_dealt_once_and_evenly(
     plan = interpreter.plan(q_lens, kv_lens, parts, TOKENS, min_share)
     even = max(-(-sum(blocks) // parts), min_share)
     assert max(loads(plan, blocks, parts)) <= even + 4 * max(1, even // 32)
+
+
+test_every_block_is_dealt_once_and_evenly = settings(max_examples=20, deadline=None)(
+    any_plans(check_plan)
+)
+test_every_block_of_many_plans_is_dealt = pytest.mark.nightly(
+    settings(max_examples=200, deadline=None)(any_plans(check_plan))
+)
 
 
 def test_equal_requests_that_fit_one_part_each_are_not_split(interpreter: Interpreter) -> None:

@@ -22,7 +22,8 @@ from cases import nightly_but
 
 FLOAT32, FLOAT16 = torch.float32, torch.float16
 MIXED = Case((2, 0, 6, 3, 1, 5), (0, 9, 3, 200, 129, 64), heads=17, latent=512, rope=64, page=64)
-ONE_PART, SOME_PARTS, MORE_PARTS_THAN_BLOCKS = 1, 5, 64
+PARTS = ONE_PART, SOME_PARTS, MORE_PARTS_THAN_BLOCKS = 1, 5, 64
+KINDS = ((FLOAT32, False), (FLOAT16, False), (FLOAT16, True))
 
 
 def check_all(interpreter: Interpreter, cases: list[Case]) -> None:
@@ -30,43 +31,57 @@ def check_all(interpreter: Interpreter, cases: list[Case]) -> None:
         check(case, out, lse)
 
 
-# The interpreter takes seconds per program: one of each kind of tile with every push, all nightly.
+# The interpreter takes seconds per program: with every push one of each kind of tile, and each
+# number of parts with one of them; nightly all with all.
 @pytest.mark.parametrize(
-    ("q_len", "heads"),
-    nightly_but([(1, 16), (2, 8), (4, 1), (6, 1)], product(range(1, 7), (1, 8, 16, 17))),
+    ("q_len", "heads", "parts"),
+    nightly_but(
+        [(1, 16, SOME_PARTS), (2, 8, ONE_PART), (4, 1, MORE_PARTS_THAN_BLOCKS), (6, 1, SOME_PARTS)],
+        product(range(1, 7), (1, 8, 16, 17), PARTS),
+    ),
 )
-def test_every_length_around_an_edge(interpreter: Interpreter, q_len: int, heads: int) -> None:
+def test_every_length_around_an_edge(
+    interpreter: Interpreter, q_len: int, heads: int, parts: int
+) -> None:
     lengths = lengths_around(q_len, page=16)
-    case = Case((q_len,) * len(lengths), lengths, heads=heads)
-    parts = (ONE_PART, SOME_PARTS, MORE_PARTS_THAN_BLOCKS)
-    check_all(interpreter, [replace(case, parts=count) for count in parts])
+    case = Case((q_len,) * len(lengths), lengths, heads=heads, parts=parts)
+    check_all(interpreter, [case])
 
 
-@pytest.mark.parametrize("q_len", nightly_but([1], range(1, 7)))
-def test_128_heads_in_tiles_of_64_rows(interpreter: Interpreter, q_len: int) -> None:
-    lengths = lengths_around(q_len, page=16)
+@pytest.mark.parametrize(
+    ("q_len", "every_length"), nightly_but([(1, False)], product(range(1, 7), (False, True)))
+)
+def test_128_heads_in_tiles_of_64_rows(
+    interpreter: Interpreter, q_len: int, every_length: bool
+) -> None:
+    lengths = lengths_around(q_len, page=16) if every_length else (0, q_len, 65)
     whole = Case((q_len,) * len(lengths), lengths, heads=128, dtype=FLOAT16, parts=ONE_PART)
     split = replace(whole, q_lens=(q_len,) * 2, kv_lens=(65, 32 + q_len))
     parts = (SOME_PARTS, MORE_PARTS_THAN_BLOCKS)
     check_all(interpreter, [whole, *(replace(split, parts=count) for count in parts)])
 
 
-@pytest.mark.parametrize("q_len", nightly_but([2], range(1, 7)))
-def test_long_caches_in_large_blocks(interpreter: Interpreter, q_len: int) -> None:
+@pytest.mark.parametrize(
+    ("q_len", "parts"), nightly_but([(2, 7)], product(range(1, 7), (ONE_PART, 7)))
+)
+def test_long_caches_in_large_blocks(interpreter: Interpreter, q_len: int, parts: int) -> None:
     lengths = tuple(4096 + rest for rest in range(q_len + 1))
-    case = Case((q_len,) * len(lengths), lengths, page=64, dtype=FLOAT16)
-    check_all(interpreter, [replace(case, parts=parts) for parts in (ONE_PART, 7)])
+    case = Case((q_len,) * len(lengths), lengths, page=64, dtype=FLOAT16, parts=parts)
+    check_all(interpreter, [case])
 
 
-@pytest.mark.parametrize(("dtype", "fp8"), [(FLOAT32, False), (FLOAT16, False), (FLOAT16, True)])
+@pytest.mark.parametrize(
+    ("kind", "parts"),
+    nightly_but(list(zip(KINDS, (3, None, 3), strict=True)), product(KINDS, (None, 3))),
+)
 def test_ragged_batch_at_deepseek_sizes(
-    interpreter: Interpreter, dtype: torch.dtype, fp8: bool
+    interpreter: Interpreter, kind: tuple[torch.dtype, bool], parts: int | None
 ) -> None:
-    case = replace(MIXED, dtype=dtype, fp8=fp8)
-    check_all(interpreter, [replace(case, parts=parts) for parts in (None, 3)])
+    dtype, fp8 = kind
+    check_all(interpreter, [replace(MIXED, dtype=dtype, fp8=fp8, parts=parts)])
 
 
-@pytest.mark.parametrize("rows", [16, 17, 32, 33, 64, 65, 130])
+@pytest.mark.parametrize("rows", nightly_but([16, 17, 33, 65], (16, 17, 32, 33, 64, 65, 130)))
 def test_every_tile(interpreter: Interpreter, rows: int) -> None:
     """Tiles of 16, 32 and 64 rows, one and several of them, one head to a row."""
     case = Case((rows, 1), (rows + 70, 40), heads=1, page=64, dtype=FLOAT16)
@@ -77,7 +92,7 @@ ragged_batches = given(
     requests=st.lists(st.tuples(st.integers(0, 6), st.integers(0, 70)), min_size=1, max_size=4),
     heads=st.integers(1, 10),
     page=st.sampled_from([16, 48, 64]),
-    kind=st.sampled_from([(FLOAT32, False), (FLOAT16, False), (FLOAT16, True)]),
+    kind=st.sampled_from(KINDS),
     parts=st.integers(1, 12),
     seed=st.integers(0, 2**16),
 )

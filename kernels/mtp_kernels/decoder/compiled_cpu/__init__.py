@@ -7,16 +7,13 @@ bits depend on neither its batch nor the number of threads.
 
 from __future__ import annotations
 
-import itertools
-import math
 from collections.abc import Sequence
 
 import numpy as np
 import torch
 
 from mtp_kernels.batch_layout import BatchLayout
-from mtp_kernels.cpu.memory import LINE, Arena, floats
-from mtp_kernels.cpu.paged_attention import Parts, plan, query_places
+from mtp_kernels.cpu.memory import Arena
 from mtp_kernels.cpu.team import process_team
 from mtp_kernels.cpu.vectors import PANEL, Panel
 from mtp_kernels.decoder.checks import (
@@ -26,7 +23,7 @@ from mtp_kernels.decoder.checks import (
     check_recursion,
     check_weights,
 )
-from mtp_kernels.decoder.compiled_cpu.attention import Batch, Scratch
+from mtp_kernels.decoder.compiled_cpu.attention import Scratch
 from mtp_kernels.decoder.compiled_cpu.passes import run_layers, run_norm, run_project
 from mtp_kernels.decoder.compiled_cpu.recursion import (
     Best,
@@ -35,7 +32,9 @@ from mtp_kernels.decoder.compiled_cpu.recursion import (
     most_parts,
     run_recursion,
 )
-from mtp_kernels.decoder.compiled_cpu.rows import cos_sin_of, panels_of
+from mtp_kernels.decoder.compiled_cpu.rows import panels_of
+from mtp_kernels.decoder.compiled_cpu.scratch import make_scratch, planned
+from mtp_kernels.decoder.compiled_cpu.slices import PackedSlice, SlicedDecoder, pack_slice
 from mtp_kernels.decoder.compiled_cpu.weights import (
     PackedLayer,
     Packer,
@@ -49,6 +48,7 @@ from mtp_kernels.decoder.interface import (
     LayerWeights,
     RecursionParts,
 )
+from mtp_kernels.decoder.sliced import LayerSlice
 
 
 class Backend:
@@ -79,6 +79,28 @@ class Backend:
         check_config(config, inv_freq)
         check_layers(config, layers)
         return Decoder(
+            config,
+            layers,
+            kind=self._packer.kind,
+            inv_freq=inv_freq,
+            attention_scaling=attention_scaling,
+        )
+
+    def pack_slice(self, part: LayerSlice) -> PackedSlice:
+        """Pack one process's part of a layer."""
+        check_weights(part.weights)
+        return pack_slice(part, self._packer)
+
+    def sliced_decoder(
+        self,
+        config: DecoderConfig,
+        layers: Sequence[PackedSlice],
+        *,
+        inv_freq: torch.Tensor,
+        attention_scaling: float,
+    ) -> SlicedDecoder:
+        """Join parts of layers."""
+        return SlicedDecoder(
             config,
             layers,
             kind=self._packer.kind,
@@ -141,17 +163,7 @@ class Decoder:
     def __call__(self, x: torch.Tensor, layout: BatchLayout, kv_cache: torch.Tensor) -> None:
         """Run the stream x [T, d] through the layers, in place."""
         check_pass(self.config, len(self), x=x, layout=layout, kv_cache=kv_cache)
-        heads = self.sizes.heads
-        tiles, waves, parts = plan(layout.cu_q.numpy(), layout.kv_lens.numpy(), heads)
-        batch = Batch(
-            cos_sin=cos_sin_of(layout.positions.numpy(), self.rope),
-            slots=layout.slots.numpy(),
-            page_table=layout.page_table.numpy(),
-            page=kv_cache.shape[2],
-            places=query_places(tiles, heads, len(x)),
-            tiles=tiles,
-            waves=waves,
-        )
+        batch, parts = planned(layout, kv_cache.shape[2], self.rope, self.sizes.heads)
         team = process_team()
         team.run(
             run_layers,
@@ -166,20 +178,8 @@ class Decoder:
 
     def scratch(self, count: int, parts: int) -> Scratch:
         """Return memory for a pass over a number of rows, and parts of attention."""
-        config, picked = self.config, self.config.experts_per_token
-        attention, hidden = config.attention, config.hidden
-        return Scratch(
-            *_floats(
-                (count, panels_of(attention.projected) * PANEL),
-                (count * attention.heads, attention.key),
-                (count, attention.output),
-                (count, hidden),
-                (count, picked),
-                (count * self._experts, self._inner),
-            ),
-            np.empty((count, picked), np.int64),
-            Parts(*_floats((parts, attention.attended), (parts,), (parts,))),
-        )
+        inner = count * self._experts, self._inner
+        return make_scratch(self.config, count, parts=parts, inner=inner)
 
 
 class Norm:
@@ -277,15 +277,3 @@ class Recursion:
             drafts,
         )
         return [row[:count] for row, count in zip(drafts.tolist(), counts, strict=True)]
-
-
-def _floats(*shapes: tuple[int, ...]) -> list[np.ndarray]:
-    """Return arrays side by side in one memory; each begins at a cache line, as vectors should."""
-    sizes = [math.prod(shape) for shape in shapes]
-    ends = list(itertools.accumulate(-(-size // LINE) * LINE for size in sizes))
-    memory = floats(ends[-1])
-    starts = [0, *ends[:-1]]
-    return [
-        memory[start : start + size].reshape(shape)
-        for start, size, shape in zip(starts, sizes, shapes, strict=True)
-    ]

@@ -61,6 +61,16 @@ def attention(
     member: Any, layer: Any, sizes: Any, batch: Any, cache: Any, scratch: Any, x: Any
 ) -> None:
     """Add attention to the stream x [T, d], and fill the layer's cache [slots, slot]."""
+    attend(member, layer, sizes, batch, cache, scratch, x)
+    add_output(member, layer, sizes, scratch.values, x)
+    wait(member)
+
+
+@inner
+def attend(
+    member: Any, layer: Any, sizes: Any, batch: Any, cache: Any, scratch: Any, x: Any
+) -> None:
+    """Make the values that all heads attended to, and fill the layer's cache [slots, slot]."""
     first = layer.qkv if sizes.grouped else layer.down
     project_rows(member, layer, first, sizes, scratch.projected, x)
     wait(member)
@@ -82,8 +92,6 @@ def attention(
         else:
             project_values(member, layer, sizes, tiles, scratch)
         wait(member)
-    add_output(member, layer, sizes, scratch.values, x)
-    wait(member)
 
 
 @inner

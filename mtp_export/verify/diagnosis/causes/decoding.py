@@ -179,6 +179,9 @@ def reported_sum(total: float) -> str:
 
 CHUNKS_DIFFER = "chunks see each other wrongly: positions or cache of a later chunk are off"
 BATCHES_DIFFER = "a request's logits depend on what else is in the batch: caches are mixed up"
+RANKS_DIFFER = (
+    "the parts of several processes do not make the whole: a rank has wrong rows of a weight"
+)
 BACKEND_DIFFERS = "the attention backend does not compute what its float64 reference does"
 MOST_TEXTS_DIFFER = "most texts differ with speculation: see check greedy for the first difference"
 

@@ -1,0 +1,167 @@
+"""Plan the loading of a released model by several ranks, from its headers alone.
+
+    python -m benchmarks.load_plan SCRATCH [--family NAME] [--ranks 8,16] [--mode gather]
+
+Every rank's part is built as it would be, of tensors without content. What each would read is
+added up: every byte of a divided tensor is read by one rank, but for scales of blocks that two
+ranks share; small tensors are read by all.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections import defaultdict
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, fields
+from pathlib import Path
+
+import torch
+
+from benchmarks.make_checkpoint import make_released
+from benchmarks.released import RELEASED
+from mtp_export.checkpoint.dtypes import torch_dtype
+from mtp_export.checkpoint.header import TensorInfo
+from mtp_export.checkpoint.reader import Checkpoint
+from mtp_export.schemes.windows import Window
+from mtp_runtime.layers.split import Joining
+from mtp_runtime.loading.copies import own_pieces
+from mtp_runtime.loading.weight_source import WeightSource
+from mtp_runtime.models.load import LoadOptions, open_model
+from mtp_runtime.models.model import TorchExecution
+from mtp_runtime.parallel.group import Group, Split
+
+Read = tuple[range, range]  # rows and columns; a vector has one column
+
+
+@dataclass
+class PlannedSource(WeightSource):
+    """Notes what is read, and returns tensors without content."""
+
+    reads: dict[str, list[Read]] = field(default_factory=lambda: defaultdict(list))
+
+    @classmethod
+    def of(cls, source: WeightSource, joining: Joining) -> PlannedSource:
+        given = {one.name: getattr(source, one.name) for one in fields(source)}
+        fresh = {name: set[str]() for name in ("loaded", "tied", "left_out")}
+        return cls(**given | fresh | {"device": torch.device("meta"), "joining": joining})
+
+    def dense_matrix(self, module: str, rows: range | None = None) -> torch.Tensor:
+        """Return a matrix without content: its codes cannot be expanded."""
+        shape = self.weight(module, rows).shape
+        return torch.empty(shape, dtype=self.dtype, device=self.device)
+
+    def is_tied(self, own: str, main: str) -> bool:
+        """Note that the ranks compare a copy with the main model's; it is read once together."""
+        if self._has(own):
+            self.tied.add(own)
+            for start, stop in own_pieces(self._on_disk(own), self.split):
+                window = Window.of(self.stored(own).weight.shape, range(start, stop))
+                self._read_window(self._on_disk(own).tensors[0], *window)
+        return True
+
+    def _read(self, tensor: TensorInfo, device: torch.device) -> torch.Tensor:
+        rows = range(tensor.shape[0] if tensor.shape else 1)
+        columns = range(tensor.shape[1]) if len(tensor.shape) == 2 else None
+        return self._read_window(tensor, rows, columns)
+
+    def _read_window(self, tensor: TensorInfo, rows: range, columns: range | None) -> torch.Tensor:
+        self.reads[tensor.name].append((rows, range(1) if columns is None else columns))
+        sizes = [len(part) for part in (rows, columns) if part is not None]
+        shape = sizes if tensor.shape else []
+        return torch.empty(shape, dtype=torch_dtype(tensor.dtype), device=self.device)
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Every tensor of a checkpoint, and what each rank reads of it."""
+
+    tensors: Mapping[str, TensorInfo]
+    reads: tuple[dict[str, list[Read]], ...]
+
+    def rank_bytes(self, rank: int) -> int:
+        """Bytes that a rank reads."""
+        return sum(bytes_of(self.tensors[name], reads) for name, reads in self.reads[rank].items())
+
+    @property
+    def replicated(self) -> list[str]:
+        """Names of the tensors that every rank reads whole."""
+        return [
+            name
+            for name, one in self.tensors.items()
+            if all(bytes_of(one, reads.get(name, ())) == one.size_bytes for reads in self.reads)
+        ]
+
+    def times_read(self, name: str) -> tuple[int, int]:
+        """Return how often the least and the most read element of a tensor is read, by all ranks
+        together."""
+        return coverage(
+            shape_of(self.tensors[name]),
+            [read for reads in self.reads for read in reads.get(name, ())],
+        )
+
+
+def shape_of(tensor: TensorInfo) -> tuple[int, int]:
+    """Rows and columns; a vector has one column."""
+    rows, columns, *_ = (*tensor.shape, 1, 1)
+    return rows, columns
+
+
+def bytes_of(tensor: TensorInfo, reads: Iterable[Read]) -> int:
+    rows, columns = shape_of(tensor)
+    each = tensor.size_bytes // (rows * columns)
+    return sum(len(r) * len(c) * each for r, c in reads)
+
+
+def coverage(shape: tuple[int, int], reads: Iterable[Read]) -> tuple[int, int]:
+    """Return the least and the largest number of reads over the elements of a matrix."""
+    reads = list(reads)
+    cuts = [
+        sorted({0, size} | {edge for read in reads for edge in (read[axis].start, read[axis].stop)})
+        for axis, size in enumerate(shape)
+    ]
+    counts = [
+        sum(row in r and column in c for r, c in reads)
+        for row in cuts[0][:-1]
+        for column in cuts[1][:-1]
+    ]
+    return min(counts), max(counts)
+
+
+def planned(folder: Path, ranks: int, mode: str = "gather") -> Plan:
+    """Plan the loading of a checkpoint, rank by rank."""
+    opened = open_model(folder, LoadOptions(dequantize_at_load=False))
+    reads = []
+    for rank in range(ranks):
+        joining = Joining(Group(Split(rank, ranks), together=True), mode)
+        source = PlannedSource.of(opened.builder.source, joining)
+        builder = type(opened.builder)(source, opened.builder.family, opened.builder.config)
+        builder.model(TorchExecution(), opened.contract)
+        source.ledger()
+        reads.append(dict(source.reads))
+    return Plan(Checkpoint.open(folder).tensors, tuple(reads))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("scratch", type=Path)
+    parser.add_argument("--family", choices=RELEASED, default="deepseek_v3")
+    parser.add_argument("--ranks", default="8,16")
+    parser.add_argument("--mode", default="gather")
+    arguments = parser.parse_args()
+    folder = arguments.scratch / arguments.family
+    if not folder.exists():
+        make_released(folder, arguments.family)
+    for ranks in map(int, arguments.ranks.split(",")):
+        plan = planned(folder, ranks, arguments.mode)
+        total = sum(tensor.size_bytes for tensor in plan.tensors.values())
+        replicated = sum(plan.tensors[name].size_bytes for name in plan.replicated)
+        each = [plan.rank_bytes(rank) for rank in range(ranks)]
+        print(
+            f"{ranks} ranks: {min(each) / 1e9:.2f} to {max(each) / 1e9:.2f} GB each of"
+            f" {total / 1e9:.2f}; {replicated / 1e9:.2f} read by all;"
+            f" {sum(each) / 1e9:.2f} together"
+        )
+
+
+if __name__ == "__main__":
+    main()

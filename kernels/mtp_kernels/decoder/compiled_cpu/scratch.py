@@ -1,0 +1,66 @@
+"""Memory of a pass, and its batch as compiled code takes it."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from typing import Any
+
+import numpy as np
+
+from mtp_kernels.batch_layout import BatchLayout
+from mtp_kernels.cpu.memory import LINE, floats
+from mtp_kernels.cpu.paged_attention import Parts, plan, query_places
+from mtp_kernels.cpu.vectors import PANEL
+from mtp_kernels.decoder.compiled_cpu.attention import Batch, Scratch
+from mtp_kernels.decoder.compiled_cpu.rows import cos_sin_of, panels_of
+from mtp_kernels.decoder.interface import DecoderConfig
+
+
+def planned(layout: BatchLayout, page: int, rope: Any, heads: int) -> tuple[Batch, int]:
+    """Return the batch of a layout, and the largest number of parts of a wave of its attention."""
+    tiles, waves, parts = plan(layout.cu_q.numpy(), layout.kv_lens.numpy(), heads)
+    batch = Batch(
+        cos_sin=cos_sin_of(layout.positions.numpy(), rope),
+        slots=layout.slots.numpy(),
+        page_table=layout.page_table.numpy(),
+        page=page,
+        places=query_places(tiles, heads, len(layout.positions)),
+        tiles=tiles,
+        waves=waves,
+    )
+    return batch, parts
+
+
+def make_scratch(
+    config: DecoderConfig, count: int, *, parts: int, inner: tuple[int, int]
+) -> Scratch:
+    """Return memory for a pass over a number of rows, and parts of attention.
+
+    inner: pairs of a row and an expert, and the inner width in whole panels.
+    """
+    attention, picked = config.attention, config.experts_per_token
+    return Scratch(
+        *_floats(
+            (count, panels_of(attention.projected) * PANEL),
+            (count * attention.heads, attention.key),
+            (count, attention.output),
+            (count, config.hidden),
+            (count, picked),
+            inner,
+        ),
+        np.empty((count, picked), np.int64),
+        Parts(*_floats((parts, attention.attended), (parts,), (parts,))),
+    )
+
+
+def _floats(*shapes: tuple[int, ...]) -> list[np.ndarray]:
+    """Return arrays side by side in one memory; each begins at a cache line, as vectors should."""
+    sizes = [math.prod(shape) for shape in shapes]
+    ends = list(itertools.accumulate(-(-size // LINE) * LINE for size in sizes))
+    memory = floats(ends[-1])
+    starts = [0, *ends[:-1]]
+    return [
+        memory[start : start + size].reshape(shape)
+        for start, size, shape in zip(starts, sizes, shapes, strict=True)
+    ]

@@ -1,0 +1,224 @@
+"""One process's part of every layer, whose stages are called one by one."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+from mtp_kernels.batch_layout import BatchLayout
+from mtp_kernels.cpu.team import process_team
+from mtp_kernels.cpu.vectors import PANEL, Panel
+from mtp_kernels.decoder.checks import check_config, check_pass
+from mtp_kernels.decoder.compiled_cpu.passes import run_project
+from mtp_kernels.decoder.compiled_cpu.rows import panels_of
+from mtp_kernels.decoder.compiled_cpu.scratch import make_scratch, planned
+from mtp_kernels.decoder.compiled_cpu.stages import (
+    run_add,
+    run_attend,
+    run_down,
+    run_inner,
+    run_route,
+)
+from mtp_kernels.decoder.compiled_cpu.weights import (
+    LAYER,
+    PackedLayer,
+    Packer,
+    pack_layer,
+    sizes_of,
+)
+from mtp_kernels.decoder.interface import DecoderConfig
+from mtp_kernels.decoder.sliced import LayerSlice, Pairs
+
+
+@dataclass(frozen=True)
+class _Matrix:
+    """A packed matrix [out, in]."""
+
+    packed: np.ndarray
+    shape: tuple[int, ...]
+
+    @classmethod
+    def of(cls, matrix: torch.Tensor, packer: Packer) -> _Matrix:
+        return cls(packer.matrix(matrix), tuple(matrix.shape))
+
+    def product(self, x: torch.Tensor, kind: np.generic) -> torch.Tensor:
+        return _product(x, self.packed.ctypes.data, self.shape, kind)
+
+
+def _product(
+    x: torch.Tensor, packed_at: int, shape: tuple[int, ...], kind: np.generic
+) -> torch.Tensor:
+    """Return x @ matrix.T [T, out] for a packed matrix [out, in] at an address."""
+    outputs, inputs = shape
+    out, team = x.new_empty(len(x), outputs), process_team()
+    threads = team.threads_for(len(x) * outputs * inputs)
+    panel = Panel(packed_at, inputs, kind)
+    team.run(run_project, threads, x.contiguous().numpy(), panel, out.numpy())
+    return out
+
+
+@dataclass(frozen=True)
+class _Mlp:
+    """A shared expert, or a dense layer's MLP: gate and up as a table [1] of LAYER, and down."""
+
+    table: np.ndarray
+    packed: np.ndarray  # owns what the table points to
+    inner: int
+    down: _Matrix
+
+    @classmethod
+    def of(cls, gate: torch.Tensor, up: torch.Tensor, down: torch.Tensor, packer: Packer) -> _Mlp:
+        packed = packer.alternating(gate[None], up[None])
+        table = np.zeros(1, LAYER)
+        table["gate_up"], table["inner"] = packed.ctypes.data, len(gate)
+        return cls(table, packed, len(gate), _Matrix.of(down, packer))
+
+
+@dataclass(frozen=True)
+class PackedSlice:
+    """A layer's attention, output projection and routed experts, and its shared experts."""
+
+    layer: PackedLayer
+    mlps: tuple[_Mlp, ...]
+
+    @property
+    def tensors(self) -> tuple[torch.Tensor, ...]:
+        """Everything that the part holds."""
+        own = [packed for mlp in self.mlps for packed in (mlp.packed, mlp.down.packed)]
+        return (*self.layer.tensors, *map(torch.from_numpy, own))
+
+    @property
+    def multiplications(self) -> int:
+        """Of the attention, at most, for each row."""
+        return sum(tensor.numel() for tensor in self.layer.tensors)
+
+
+def pack_slice(part: LayerSlice, packer: Packer) -> PackedSlice:
+    """Pack one layer's part; its own tensors may then be dropped."""
+    mlps = tuple(_Mlp.of(*matrices, packer) for matrices in part.shared)
+    return PackedSlice(pack_layer(part.weights, packer), mlps)
+
+
+class SlicedDecoder:
+    """Parts of some layers; kind is that of the packed matrices, as in a Panel."""
+
+    def __init__(
+        self,
+        config: DecoderConfig,
+        layers: Sequence[PackedSlice],
+        *,
+        kind: np.generic,
+        inv_freq: torch.Tensor,
+        attention_scaling: float,
+    ) -> None:
+        check_config(config, inv_freq)
+        self.config, self.layers = config, tuple(layers)
+        self.sizes = sizes_of(config, kind)
+        self.rope = inv_freq.contiguous().numpy(), np.float32(attention_scaling)
+
+    def __len__(self) -> int:
+        return len(self.layers)
+
+    def part(self, first: int, stop: int) -> SlicedDecoder:
+        """Return layers [first, stop) as a decoder of their own."""
+        return SlicedDecoder(
+            self.config,
+            self.layers[first:stop],
+            kind=self.sizes.kind,
+            inv_freq=torch.from_numpy(self.rope[0]),
+            attention_scaling=float(self.rope[1]),
+        )
+
+    def begin(self, x: torch.Tensor, layout: BatchLayout, kv_cache: torch.Tensor) -> SlicedPass:
+        """Begin a pass of the stream x [T, d], which its caller changes between the stages."""
+        check_pass(self.config, len(self), x=x, layout=layout, kv_cache=kv_cache)
+        return SlicedPass(self, x, layout, kv_cache)
+
+
+class SlicedPass:
+    """Stages of one pass, in the order in which they are called for each layer."""
+
+    def __init__(
+        self, decoder: SlicedDecoder, x: torch.Tensor, layout: BatchLayout, kv_cache: torch.Tensor
+    ) -> None:
+        self._decoder, self._x = decoder, x
+        self._sizes, self._team = decoder.sizes, process_team()
+        self._caches = kv_cache.flatten(1, 2).numpy()
+        self._batch, parts = planned(layout, kv_cache.shape[2], decoder.rope, self._sizes.heads)
+        self._scratch = make_scratch(decoder.config, len(x), parts=parts, inner=(0, PANEL))
+
+    def attended(self, layer: int) -> torch.Tensor:
+        """Return the values [T, h*v] that the own heads attended to."""
+        packed = self._decoder.layers[layer]
+        self._run(
+            run_attend,
+            len(self._x) * packed.multiplications,
+            packed.layer.record,
+            self._sizes,
+            self._batch,
+            self._caches[layer],
+            self._scratch,
+            self._x.numpy(),
+        )
+        return torch.from_numpy(self._scratch.values)
+
+    def output(self, layer: int, values: torch.Tensor) -> torch.Tensor:
+        """Return values times the output projection that this part has."""
+        packed = self._decoder.layers[layer].layer
+        shape = packed.shapes["output"]
+        assert shape is not None, "every layer has one"
+        return _product(values, int(packed.record["output"][0]), shape, self._sizes.kind)
+
+    def picked(self, layer: int) -> torch.Tensor | None:
+        """Norm the rows, and return the experts [T, k] that they pick; None in a dense layer."""
+        record = self._decoder.layers[layer].layer.record
+        work = len(self._x) * self._sizes.hidden * (1 + int(record["routed"][0]))
+        self._run(run_route, work, record, self._sizes, self._scratch, self._x.numpy())
+        return torch.from_numpy(self._scratch.picked) if record["routed"][0] else None
+
+    def experts(self, layer: int, pairs: Pairs) -> torch.Tensor:
+        """Return the outputs [p, d] of the own experts for their pairs."""
+        packed = self._decoder.layers[layer].layer
+        out = self._x.new_empty(len(pairs.rows), self._sizes.hidden)
+        if len(out):
+            scratch = self._with_inner(len(out), packed.inner)
+            work = len(out) * packed.inner * self._sizes.hidden
+            record, ends, sizes = packed.record, pairs.ends.numpy(), self._sizes
+            self._run(run_inner, 2 * work, record, sizes, scratch, pairs.rows.numpy(), ends)
+            self._run(run_down, work, record, sizes, scratch.inner, ends, out.numpy())
+        return out
+
+    def add(self, x: torch.Tensor, pairs: Pairs, outputs: torch.Tensor) -> None:
+        """Add the outputs [p, d] of pairs to x [T, d], each times its weight, in their order."""
+        weights = self._scratch.weights.reshape(-1)
+        rows, places = pairs.rows.numpy(), pairs.places.numpy()
+        self._run(run_add, outputs.numel(), rows, places, weights, outputs.numpy(), x.numpy())
+
+    def shared(self, layer: int) -> range:
+        """Numbers of the layer's shared experts; a dense layer has one."""
+        return range(len(self._decoder.layers[layer].mlps))
+
+    def shared_inner(self, layer: int, number: int) -> torch.Tensor:
+        """Return silu(gate) * up [T, i] of a shared expert."""
+        mlp, count = self._decoder.layers[layer].mlps[number], len(self._x)
+        scratch = self._with_inner(count, mlp.inner)
+        rows, ends = np.arange(count), np.array([0, count])
+        work = 2 * count * mlp.inner * self._sizes.hidden
+        self._run(run_inner, work, mlp.table, self._sizes, scratch, rows, ends)
+        return torch.from_numpy(scratch.inner)[:, : mlp.inner].contiguous()
+
+    def shared_down(self, layer: int, number: int, values: torch.Tensor) -> torch.Tensor:
+        """Return inner values times a shared expert's down projection that this part has."""
+        return self._decoder.layers[layer].mlps[number].down.product(values, self._sizes.kind)
+
+    def _run(self, function: Any, multiplications: int, *arguments: Any) -> None:
+        self._team.run(function, self._team.threads_for(multiplications), *arguments)
+
+    def _with_inner(self, pairs: int, inner: int) -> Any:
+        """Return the pass's memory with room for the inner values of pairs."""
+        values = np.empty((pairs, panels_of(inner) * PANEL), np.float32)
+        return self._scratch._replace(inner=values)

@@ -1,0 +1,147 @@
+"""Windows of stored weights: some rows and columns, read without the others."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, NamedTuple, Self
+
+from mtp_export.checkpoint.header import TensorInfo
+from mtp_export.schemes.formats import EncodedWeight, WeightFormat
+from mtp_export.schemes.weight_values import WeightOnDisk
+
+if TYPE_CHECKING:
+    import torch
+
+# Reads rows and columns of a tensor on disk; vectors and scalars have rows alone.
+Read = Callable[[TensorInfo, range, range | None], "torch.Tensor"]
+
+
+class Window(NamedTuple):
+    """Rows and columns of a weight [N, K], consecutive ones of either."""
+
+    rows: range
+    columns: range
+
+    @classmethod
+    def of(
+        cls, shape: Sequence[int], rows: range | None = None, columns: range | None = None
+    ) -> Self:
+        """Return a window that is whole where nothing is given."""
+        whole = [range(size) for size in (*shape, 1)]
+        return cls(whole[0] if rows is None else rows, whole[1] if columns is None else columns)
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        return len(self.rows), len(self.columns)
+
+
+@dataclass(frozen=True)
+class EncodedWindow:
+    """A window of a weight inside an encoded one, which begins where its scales do: rows and
+    columns before and behind it are zeros that were not read."""
+
+    encoded: EncodedWeight
+    window: Window  # of encoded
+
+
+class _Span(NamedTuple):
+    """Entries that are read of a dimension of a tensor, and zeros before and behind them."""
+
+    read: range
+    before: int = 0
+    behind: int = 0
+
+
+def encoded_window(weight: WeightOnDisk, window: Window, read: Read) -> EncodedWindow:
+    """Read a window of a matrix, with its scales.
+
+    A format whose rows are no rows of the codes is read whole.
+    """
+    stored, shape = weight.stored, weight.stored.weight.shape
+    if stored.format.reads_whole:
+        whole = stored.encoded([_whole(tensor, read) for tensor in weight.tensors])
+        return EncodedWindow(whole, window)
+    codes, *others = weight.tensors
+    spans = _code_spans(stored.format, window, shape)
+    tensors = [_placed(codes, spans, read, transposed=stored.transposed)]
+    for number, tensor in enumerate(others):
+        if number == 0 and len(tensor.shape) == 2:
+            cut = _scale_spans(stored.format, window, _sizes(tensor, stored.transposed))
+            tensors.append(_placed(tensor, cut, read, transposed=stored.transposed))
+        else:
+            tensors.append(_whole(tensor, read))
+    encoded = stored.encoded(tensors)
+    first = [span.before for span in spans]
+    first[1] = window.columns.start - _floor(window.columns.start, _units(stored.format)[1])
+    inside = Window(
+        range(first[0], first[0] + len(window.rows)),
+        range(first[1], first[1] + len(window.columns)),
+    )
+    return EncodedWindow(encoded, inside)
+
+
+def _units(weight_format: WeightFormat) -> tuple[int, int]:
+    """Return rows and columns that share a scale, or a word of codes."""
+    rows = weight_format.scale_rows
+    return rows, max(rows, weight_format.k_divisor)
+
+
+def _code_spans(
+    weight_format: WeightFormat, window: Window, shape: Sequence[int]
+) -> tuple[_Span, _Span]:
+    """Return the codes to read, and the zeros that fill the first and the last unit."""
+    unit_rows, unit = _units(weight_format)
+    packed = weight_format.elements_per_code
+    rows = _Span(window.rows, before=window.rows.start % unit_rows)
+    start, stop = window.columns.start, window.columns.stop
+    read = range(start // packed, -(-stop // packed))
+    before = read.start - _floor(start, unit) // packed
+    # Ragged blocks may end anywhere, groups may not.
+    end = stop if weight_format.k_divisor == 1 else min(_floor(stop + unit - 1, unit), shape[1])
+    return rows, _Span(read, before=before, behind=-(-end // packed) - read.stop)
+
+
+def _scale_spans(
+    weight_format: WeightFormat, window: Window, sizes: Sequence[int]
+) -> tuple[_Span, _Span]:
+    """Return the scales [n, k] of a window; those of whole rows or of the matrix are one."""
+    spans = []
+    for part, unit, size in zip(window, _units(weight_format), sizes, strict=True):
+        cut = range(part.start // unit, -(-part.stop // unit))
+        spans.append(_Span(cut if size > 1 else range(size)))
+    return spans[0], spans[1]
+
+
+def _sizes(tensor: TensorInfo, transposed: bool) -> tuple[int, ...]:
+    return tensor.shape[::-1] if transposed else tensor.shape
+
+
+def _placed(
+    tensor: TensorInfo, spans: tuple[_Span, _Span], read: Read, *, transposed: bool
+) -> torch.Tensor:
+    """Read a part of a tensor, and put it between zeros."""
+    from torch.nn.functional import pad
+
+    if len(tensor.shape) != 2:
+        return read(tensor, spans[0].read, None)
+    rows, columns = spans[::-1] if transposed else spans
+    found = read(tensor, rows.read, columns.read)
+    edges = (columns.before, columns.behind, rows.before, rows.behind)
+    if not any(edges):
+        return found
+    import torch
+
+    # Not every dtype can be padded, but every one has bytes.
+    size = found.element_size()
+    wide = found.contiguous().view(torch.uint8)
+    return pad(wide, (size * edges[0], size * edges[1], *edges[2:])).view(found.dtype)
+
+
+def _whole(tensor: TensorInfo, read: Read) -> torch.Tensor:
+    rows = range(tensor.shape[0] if tensor.shape else 1)
+    return read(tensor, rows, range(tensor.shape[1]) if len(tensor.shape) == 2 else None)
+
+
+def _floor(number: int, unit: int) -> int:
+    return number - number % unit

@@ -1,0 +1,42 @@
+"""Copies of the main model's embedding and head that an MTP layer stores, compared with them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from concurrent.futures import Executor
+
+from mtp_export.schemes.formats import EncodedWeight
+from mtp_export.schemes.storage import BLOCK
+from mtp_export.schemes.weight_values import PIECE_ELEMENTS, Rounding, WeightOnDisk
+from mtp_runtime.loading.read_ahead import read_ahead
+from mtp_runtime.parallel.group import Group, Split
+
+
+def is_copy(copy: WeightOnDisk, original: WeightOnDisk, readers: Executor, group: Group) -> bool:
+    """Return True for equal weights, but for rounding where they are stored in two precisions.
+
+    They are compared piece by piece, so that neither is held as a whole; each rank of the group
+    compares some, and all return the same.
+    """
+    equal, rounding, unequal = copy.form == original.form, Rounding(), 0
+
+    def pair(piece: tuple[int, int]) -> tuple[EncodedWeight, EncodedWeight]:
+        return copy.encoded(*piece), original.encoded(*piece)
+
+    for ours, theirs in read_ahead(readers, pair, own_pieces(copy, group.split)):
+        if not equal:
+            rounding.add(ours.dequantize(), theirs.dequantize())
+        elif not ours.equals(theirs):
+            unequal = 1
+            break
+    totals = group.totals([unequal, rounding.signal, rounding.noise])
+    return not totals[0] if equal else Rounding(*totals[1:]).is_all
+
+
+def own_pieces(weight: WeightOnDisk, split: Split) -> Iterator[tuple[int, int]]:
+    """Yield the pieces of a weight that a rank compares, of whole blocks."""
+    own = split.part(-(-weight.rows // BLOCK))
+    stop = min(own.stop * BLOCK, weight.rows)
+    step = weight.piece_rows(PIECE_ELEMENTS)
+    for start in range(own.start * BLOCK, stop, step):
+        yield start, min(start + step, stop)

@@ -1,0 +1,167 @@
+"""Layers of which every rank has a part, by compiled kernels: stage by stage, and between them the
+ranks join what they computed."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import cast
+
+import torch
+
+from mtp_kernels import decoder as kernels
+from mtp_kernels.batch_layout import BatchLayout
+from mtp_runtime.cache import Cache, CacheSpec
+from mtp_runtime.layers.decoder_layer import DecoderLayer
+from mtp_runtime.layers.gqa import Gqa
+from mtp_runtime.layers.mla import Mla
+from mtp_runtime.layers.split import JoinedLinear, Joining, SplitMoe
+from mtp_runtime.models.compiled import (
+    CompiledExecution,
+    PackedRun,
+    StackedCache,
+    new_stacked_cache,
+    stacked,
+)
+from mtp_runtime.models.model import Layers
+from mtp_runtime.models.packing import slice_of, split_experts
+
+Sizes = tuple[tuple[int, ...], tuple[int, ...]]  # inputs and outputs of a matrix, of every rank
+
+
+@dataclass(frozen=True)
+class LayerSizes:
+    """Parts of every rank in one layer: of the output projection, of each shared expert, and the
+    numbers of routed experts, none in a dense layer."""
+
+    output: Sizes
+    shared: tuple[Sizes, ...]
+    routed: tuple[range, ...]
+
+
+@dataclass(frozen=True)
+class SlicedExecution(CompiledExecution):
+    """Packs the own parts of layers; what is not split is packed as by CompiledExecution."""
+
+    joining: Joining = field(kw_only=True)
+
+    def packed_run(self) -> PackedRun:
+        return _SlicedRun(self.backend, joining=self.joining)
+
+
+@dataclass(frozen=True)
+class SlicedLayers:
+    """Compiled parts of layers with the interface of Layers."""
+
+    decoder: kernels.SlicedDecoder
+    sizes: tuple[LayerSizes, ...]
+    joining: Joining
+
+    def __len__(self) -> int:
+        return len(self.decoder)
+
+    def new_cache(self, spec: CacheSpec) -> StackedCache:
+        return new_stacked_cache(len(self), self.decoder.config, spec)
+
+    def each(self) -> Iterator[Layers]:
+        return (self.part(at, at + 1) for at in range(len(self)))
+
+    def part(self, first: int, stop: int) -> SlicedLayers:
+        return replace(self, decoder=self.decoder.part(first, stop), sizes=self.sizes[first:stop])
+
+    def __call__(self, x: torch.Tensor, cache: Cache, layout: BatchLayout) -> torch.Tensor:
+        run = self.decoder.begin(x, layout, stacked(cache))
+        feed_forward = self._reduced if self.joining.reduces else self._gathered
+        for layer, sizes in enumerate(self.sizes):
+            project = partial(run.output, layer)
+            x += self.joining.product(project, run.attended(layer), sizes.output)
+            feed_forward(run, layer, x)
+        return x
+
+    def _gathered(self, run: kernels.SlicedPass, layer: int, x: torch.Tensor) -> None:
+        """Add the experts' outputs to x in the order of one process."""
+        sizes, picked = self.sizes[layer], run.picked(layer)
+        if picked is not None:
+            pairs = _Sorted.of(picked, sizes.routed)
+            own = pairs.of_rank(self.joining.group.rank)
+            outputs = self.joining.group.rows(run.experts(layer, own), pairs.counts)
+            run.add(x, pairs.all, outputs)
+        for number, own_sizes in enumerate(sizes.shared):
+            project = partial(run.shared_down, layer, number)
+            x += self.joining.product(project, run.shared_inner(layer, number), own_sizes)
+
+    def _reduced(self, run: kernels.SlicedPass, layer: int, x: torch.Tensor) -> None:
+        """Add the sum of the ranks' experts to x."""
+        sizes, picked = self.sizes[layer], run.picked(layer)
+        total = torch.zeros_like(x)
+        if picked is not None:
+            own = _Sorted.of(picked, sizes.routed).of_rank(self.joining.group.rank)
+            run.add(total, own, run.experts(layer, own))
+        for number in range(len(sizes.shared)):
+            inner = run.shared_inner(layer, number)
+            total += run.shared_down(layer, number, inner)
+        x += self.joining.group.sum(total)
+
+
+@dataclass(frozen=True)
+class _Sorted:
+    """All pairs of a row and an expert that it picked, in order of experts."""
+
+    all: kernels.Pairs
+    parts: tuple[range, ...]
+
+    @classmethod
+    def of(cls, picked: torch.Tensor, parts: tuple[range, ...]) -> _Sorted:
+        flat = picked.flatten()
+        places = flat.argsort(stable=True)
+        counts = torch.bincount(flat, minlength=parts[-1].stop)
+        ends = torch.cat([counts.new_zeros(1), counts.cumsum(0)])
+        return cls(kernels.Pairs(places // picked.shape[1], places, ends), parts)
+
+    @property
+    def counts(self) -> list[int]:
+        """Number of pairs of every rank's experts."""
+        return [int(self.all.ends[part.stop] - self.all.ends[part.start]) for part in self.parts]
+
+    def of_rank(self, rank: int) -> kernels.Pairs:
+        """Return the pairs of a rank's experts."""
+        part = self.parts[rank]
+        ends = self.all.ends[part.start : part.stop + 1]
+        own = slice(int(ends[0]), int(ends[-1]))
+        return kernels.Pairs(self.all.rows[own], self.all.places[own], ends - ends[0])
+
+
+@dataclass
+class _SlicedRun(PackedRun):
+    """Consecutive layers of which the kernels run the own parts."""
+
+    joining: Joining = field(kw_only=True)
+    parts: list[object] = field(default_factory=list)
+    sizes: list[LayerSizes] = field(default_factory=list)
+
+    def add(self, layer: DecoderLayer) -> None:
+        attention = self.noted(layer)
+        backend = cast(kernels.SlicingBackend, self.backend)
+        self.parts.append(backend.pack_slice(slice_of(layer, attention)))
+        self.sizes.append(_sizes_of(layer))
+
+    def layers(self) -> Layers:
+        backend = cast(kernels.SlicingBackend, self.backend)
+        decoder = backend.sliced_decoder(self.config, self.parts, **self.rotation)
+        return SlicedLayers(decoder, tuple(self.sizes), self.joining)
+
+
+def _sizes_of(layer: DecoderLayer) -> LayerSizes:
+    attention, feed_forward = cast(Mla | Gqa, layer.attention), layer.feed_forward
+    _, shared = split_experts(feed_forward)
+    return LayerSizes(
+        output=_joined(attention.output),
+        shared=tuple(_joined(one.down) for one in shared),
+        routed=feed_forward.parts if isinstance(feed_forward, SplitMoe) else (),
+    )
+
+
+def _joined(linear: object) -> Sizes:
+    """Return the parts of a matrix; one whose product is a summand is joined by its layer."""
+    return (linear.inputs, linear.outputs) if isinstance(linear, JoinedLinear) else ((), ())

@@ -1,0 +1,1 @@
+"""Processes that run one model together: their collectives, and the watch over them."""

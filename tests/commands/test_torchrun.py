@@ -1,0 +1,151 @@
+"""The program on several ranks: started by torchrun, and when one of them ends."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+from urllib.request import urlopen
+
+import pytest
+
+from cases import export, run_program
+from runtime.checkpoints import write_checkpoint
+from runtime.ranks import launch_variables
+
+ROOT = Path(__file__).resolve().parents[2]
+FIXTURE = ROOT / "fixtures/deepseek-v3-tiny"
+PATHS = os.pathsep.join(str(path) for path in (ROOT, ROOT / "runtime", ROOT / "kernels"))
+GENERATE = ("--prompt", "The cat", "--prompt", "Once", "--max-new-tokens", "8", "--json")
+
+
+def torchrun(size: int, *arguments: object) -> subprocess.CompletedProcess[str]:
+    words = ["--nproc-per-node", size, "--master-port", launch_variables(size)["MASTER_PORT"]]
+    command = [sys.executable, "-m", "torch.distributed.run", *words, "-m", "mtp_export"]
+    return subprocess.run(
+        [str(word) for word in (*command, *arguments)],
+        env=os.environ | {"PYTHONPATH": PATHS},
+        capture_output=True,
+        text=True,
+        timeout=240,
+    )
+
+
+def decoded(out: str) -> Any:
+    return [(o["token_ids"], o["text"]) for o in json.loads(out)["outputs"]]
+
+
+@pytest.mark.slow
+def test_rank_0_alone_prints_what_one_process_does(tmp_path: Path) -> None:
+    model, prompts = write_checkpoint(tmp_path / "model"), tmp_path / "prompts.jsonl"
+    prompts.write_text('{"prompt_token_ids": [5, 6, 7]}\n{"prompt_token_ids": [8]}\n')
+    options = (model, "--prompts", prompts, "--max-new-tokens", "8", "--json")
+    several = torchrun(2, "generate", *options)
+    assert several.returncode == 0, several.stderr
+    assert decoded(several.stdout) == decoded(run_program("generate", *options).out)
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("mode", ["gather", "reduce"])
+def test_four_ranks_in_either_mode(mode: str) -> None:
+    several = torchrun(4, "generate", FIXTURE, *GENERATE, "--parallel-mode", mode)
+    assert several.returncode == 0, several.stderr
+    assert decoded(several.stdout) == decoded(run_program("generate", FIXTURE, *GENERATE).out)
+
+
+@pytest.mark.nightly
+def test_verify_on_two_ranks(tmp_path: Path) -> None:
+    write_checkpoint(tmp_path / "source")
+    bundle = tmp_path / "bundle"
+    assert export(tmp_path / "source", bundle, "--link", "copy", "--quiet").code == 0
+    report = tmp_path / "report.json"  # some checks fail: the weights are random
+    torchrun(2, "verify", bundle, "--max-new-tokens", 8, "--report", report, "--quiet")
+    found = json.loads(report.read_text())
+    items = {item["name"]: item for check in found["checks"] for item in check["items"]}
+    assert items["tensor parallel 1 or 2, gather"]["status"] == "pass"
+
+
+def test_other_commands_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in launch_variables(2).items() | {("RANK", "0")}:
+        monkeypatch.setenv(name, value)
+    outcome = run_program("inspect", FIXTURE)
+    assert outcome.code == 2 and "runs in one process" in outcome.err
+
+
+def launched(size: int, *arguments: object) -> list[subprocess.Popen[str]]:
+    """The ranks, without a launcher that ends them all when one does."""
+    variables = os.environ | launch_variables(size) | {"PYTHONPATH": PATHS}
+    command = [sys.executable, "-m", "mtp_export", *map(str, arguments)]
+    return [
+        subprocess.Popen(
+            command,
+            env=variables | {"RANK": str(rank)},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(size)
+    ]
+
+
+def ended(process: subprocess.Popen[str], seconds: float) -> tuple[int, str]:
+    _, err = process.communicate(timeout=seconds)
+    return process.returncode, err
+
+
+def serving(process: subprocess.Popen[str]) -> str:
+    """Wait until rank 0 serves; return its address."""
+    assert process.stderr is not None
+    for line in process.stderr:
+        if line.startswith("Serving"):
+            return line.split()[-1]
+    raise AssertionError("it does not serve")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "number", [signal.SIGKILL, pytest.param(signal.SIGSTOP, marks=pytest.mark.nightly)]
+)
+def test_a_rank_that_dies_ends_the_others_with_a_message(
+    number: signal.Signals, tmp_path: Path
+) -> None:
+    """While they serve and nobody asks anything; one that hangs is noticed by its silence."""
+    pytest.importorskip("uvicorn")
+    model = write_checkpoint(tmp_path / "model")
+    processes = launched(3, "serve", model, "--port", 0, "--speculate-method", "none")
+    try:
+        url = serving(processes[0])
+        with urlopen(f"{url}/health", timeout=30) as answer:
+            assert answer.status == 200
+        start = time.monotonic()
+        processes[1].send_signal(number)
+        for rank in (0, 2):
+            code, err = ended(processes[rank], 30)
+            assert code == 6, err
+            assert err.count("mtp-export: error:") == 1, err
+            assert "has ended or cannot be reached" in err and f"rank {rank} of 3" in err
+        assert time.monotonic() - start < 30
+    finally:
+        for process in processes:
+            process.kill()
+            process.wait()
+
+
+@pytest.mark.nightly
+def test_sigterm_of_the_first_rank_ends_all(tmp_path: Path) -> None:
+    pytest.importorskip("uvicorn")
+    model = write_checkpoint(tmp_path / "model")
+    processes = launched(2, "serve", model, "--port", 0, "--speculate-method", "none")
+    try:
+        serving(processes[0])
+        processes[0].terminate()
+        assert [ended(process, 30)[0] for process in processes] == [0, 0]
+    finally:
+        for process in processes:
+            process.kill()
+            process.wait()
