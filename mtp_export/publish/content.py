@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Set
 from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,6 +17,7 @@ from mtp_export.checkpoint.local_folder import LocalFolder
 from mtp_export.checkpoint.manifest import MANIFEST_NAME, read_manifest
 from mtp_export.checkpoint.reader import CONFIG_NAME, read_json_object
 from mtp_export.errors import InvalidInputError
+from mtp_export.verify.files.checksums import READ_BY_ENGINES
 
 _AGAIN = "Export again, verify the bundle, then run the same command"
 
@@ -103,6 +104,7 @@ def read_content(bundle: Path, part: Part | None) -> Content:
             manifest["parts"][name],
             _prefix(parts, name),
         )
+        _check_all_listed(folder, {*entry["shards"], *entry["files"]})
         shards += _shards(folder, entry["shards"], prefix)
         files |= {f"{prefix}{file}": _checked(folder, file, facts)
                   for file, facts in entry["files"].items()}  # fmt: skip
@@ -145,6 +147,18 @@ def _shards(
         if size_bytes != facts["size_bytes"]:
             raise _differs(folder.path / name, facts["size_bytes"], size_bytes)
         yield Shard(f"{prefix}{name}", folder, name, size_bytes=size_bytes, version=version)
+
+
+def _check_all_listed(folder: LocalFolder, listed: Set[str]) -> None:
+    """Refuse a manifest that leaves out a file that engines load: it would not be uploaded."""
+    for name in sorted(folder.names() - listed):
+        if name.endswith(READ_BY_ENGINES):
+            raise InvalidInputError(
+                "The bundle has a file that its manifest does not list",
+                where=folder.path / name,
+                expected="files of the export alone",
+                todo=f"Move it elsewhere if it is yours. {_AGAIN}",
+            )
 
 
 def _checked(folder: LocalFolder, name: str, facts: Mapping[str, Any]) -> bytes:

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from pickle import UnpicklingError
 from typing import Any
 
 import torch
@@ -15,13 +14,9 @@ import xxhash
 
 from mtp_export.checkpoint.files import make_folder, write_whole
 from mtp_export.errors import InvalidInputError, IoError
+from mtp_runtime.loading.draft_folder import UNREADABLE
 
 _CHECKSUM = "checksum"
-# Of torch's reader, whose format is Python's own.
-_UNREADABLE = (
-    *(ArithmeticError, AttributeError, EOFError, LookupError, OSError),
-    *(RuntimeError, TypeError, ValueError, UnpicklingError),
-)
 
 
 def save(path: Path, state: Mapping[str, Any]) -> None:
@@ -51,7 +46,7 @@ def load(path: Path, *, mapped: bool = False) -> dict[str, Any]:
     try:
         state = torch.load(path, weights_only=True, mmap=mapped)
         recorded = state.pop(_CHECKSUM)
-    except _UNREADABLE as error:
+    except UNREADABLE as error:
         found = f"{type(error).__name__}: {str(error)[:200]}"
         raise _damaged(path, found) from error
     if recorded != _checksum(state):

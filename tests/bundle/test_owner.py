@@ -120,8 +120,11 @@ def test_the_number_of_a_dead_process_given_again(output: Path) -> None:
 
 
 def test_an_owner_renews_its_claim(output: Path) -> None:
+    """In a thread that keeps no process from its end."""
     output.mkdir()
+    before = {*threading.enumerate()}
     owner, path = Owner(output / OWNER_NAME), output / OWNER_NAME
+    assert all(thread.daemon for thread in {*threading.enumerate()} - before)
     os.utime(path, ns=(1, 1))
     ended = threading.Event()
     for _ in range(500):

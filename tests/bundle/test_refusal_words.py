@@ -22,6 +22,7 @@ from mtp_export.bundle.quantize import (
     default_output,
     plan_quantize,
 )
+from mtp_export.checkpoint.byte_source import Address
 from mtp_export.checkpoint.disk_queue import DiskQueue
 from mtp_export.errors import (
     InvalidInputError,
@@ -148,6 +149,19 @@ def test_folders_by_default(pristine: Path, output: Path, monkeypatch: pytest.Mo
         "main/, mtp/ and mtp_export.json, or --input-dir",
     )
     assert (refusal.value.where, refusal.value.todo) == (output, "See mtp-export quantize --help")
+
+
+def test_no_folder_beside_a_remote_input() -> None:
+    place = Address("hf://acme/tiny")
+    with pytest.raises(UsageError) as refusal:
+        default_output(place, "keep", "bf16")
+    assert words_of(refusal.value) == (
+        "A bundle cannot be written beside a remote input",
+        "--output-dir",
+        refusal.value.found,
+        "Name the folder of the bundle",
+    )
+    assert refusal.value.where == place
 
 
 def refused(options: BundleOptions) -> Words:

@@ -53,6 +53,11 @@ def link(file: str, target: Path) -> Damage:
     return damage
 
 
+def hole(file: str, size_bytes: int) -> Damage:
+    """Return the damage that makes a file large, with no bytes on the disk."""
+    return lambda folder: os.truncate(folder / file, size_bytes)
+
+
 def pipe(file: str) -> Damage:
     """Return the damage that replaces a file by a named pipe, which nobody writes to."""
 
@@ -162,6 +167,9 @@ CASES: dict[str, Known] = {
         "bundle",
         field("bundle/main/tokenizer.json", "added_tokens", [{"id": {}, "content": []}]),
         7,
+    ),
+    "a small file of 3 GB": Known(
+        "verify files", "bundle", hole("bundle/main/generation_config.json", 3_000_000_000), 7
     ),
     "a tensor without a checksum": Known("verify files", "bundle", each_checksum({}), 7),
     "a tensor's entry is a number": Known("verify files", "bundle", each_checksum(5), 7),

@@ -71,6 +71,8 @@ MANIFESTS: list[tuple[str, Callable[[dict], object], str]] = [  # type: ignore[t
     ("scheme", lambda m: m["options"].update(base_quant="int3"), "KeyError('int3')"),
     ("no version", lambda m: m.pop("tool_version"), "KeyError('tool_version')"),
     ("no parts", lambda m: m["parts"].clear(), "a manifest without parts"),
+    ("no shard", lambda m: m["parts"]["mtp"]["shards"].clear(), "manifest does not list"),
+    ("no config", lambda m: m["parts"]["mtp"]["files"].pop("config.json"), "does not list"),
     ("repository", lambda m: m["source"].update(repo="a b/c", commit="0"), "no address"),
 ]  # fmt: skip
 ADDRESSES: list[tuple[str, int, str]] = [

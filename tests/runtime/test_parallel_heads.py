@@ -216,9 +216,13 @@ def test_a_pickle_of_more_than_tensors_is_refused(loaded: Loaded, tmp_path: Path
         torch.save(content, tmp_path / "medusa_lm_head.pt")
         with pytest.raises(InvalidInputError, match="more than tensors|something else"):
             read_parallel_heads(tmp_path, loaded)
-    (tmp_path / "medusa_lm_head.pt").write_bytes(b"no pickle")
-    with pytest.raises(InvalidInputError):
-        read_parallel_heads(tmp_path, loaded)
+    torch.save({"0.0.linear.weight": torch.ones(2)}, tmp_path / "medusa_lm_head.pt")
+    whole = (tmp_path / "medusa_lm_head.pt").read_bytes()
+    name = whole.rindex(b"medusa_lm_head/")  # in the archive's list of its files
+    for damaged in (b"no pickle", whole[:name] + b"\xed" + whole[name + 1 :]):
+        (tmp_path / "medusa_lm_head.pt").write_bytes(damaged)
+        with pytest.raises(InvalidInputError, match="cannot be read"):
+            read_parallel_heads(tmp_path, loaded)
 
 
 BIASES = [f"blocks.{i}.layers.0.bias" for i in range(3)]

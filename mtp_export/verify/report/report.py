@@ -88,7 +88,7 @@ class Report:
                     "title": result.title,
                     "status": result.status,
                     "seconds": round(result.seconds, 3),
-                    "items": [asdict(item) for item in result.items],
+                    "items": [dict(vars(item)) for item in result.items],
                 }
                 for result in self.results
             ],

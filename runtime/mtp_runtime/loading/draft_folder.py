@@ -25,6 +25,11 @@ from mtp_export.checkpoint.tensor_reader import read_rows
 from mtp_export.checkpoint.writer import encode_header
 from mtp_export.errors import InvalidInputError
 
+# What torch's reader raises for a file that is damaged, or none of its own.
+UNREADABLE = (
+    *(ArithmeticError, AttributeError, EOFError, LookupError, OSError),
+    *(RuntimeError, TypeError, ValueError, pickle.UnpicklingError),
+)
 MEDUSA_NAME, MEDUSA_PICKLE = "medusa_lm_head.safetensors", "medusa_lm_head.pt"
 
 
@@ -92,7 +97,7 @@ def _of_pickle(path: Path) -> dict[str, torch.Tensor]:
     """Read a pickled file of tensors, and nothing else that it may hold."""
     try:
         found = torch.load(path, map_location="cpu", weights_only=True)
-    except (pickle.UnpicklingError, RuntimeError, EOFError) as error:
+    except UNREADABLE as error:
         raise InvalidInputError(
             "A file of tensors cannot be read, or holds more than tensors",
             where=path,
