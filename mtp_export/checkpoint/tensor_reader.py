@@ -2,20 +2,14 @@
 
 from __future__ import annotations
 
-from contextlib import closing
 from typing import TYPE_CHECKING, Any, Self
 
-from mtp_export.checkpoint.byte_source import Place
 from mtp_export.checkpoint.direct_io import PAGE_BYTES, SLACK_BYTES
 from mtp_export.checkpoint.dtypes import ARRAY_DTYPES, torch_dtype
 from mtp_export.checkpoint.header import TensorInfo
 
 if TYPE_CHECKING:
     import torch
-
-_BLOCK_BYTES = 256 << 10  # that small tensors are read with
-_SMALL_BYTES = 32 << 10
-_BLOCKS_KEPT = 64
 
 
 def read_rows(info: TensorInfo, start: int, stop: int) -> torch.Tensor:
@@ -105,35 +99,3 @@ class TensorReader:
             first = self._begin + row * row_bytes(info) + columns.start * size
             line[:] = buffer[self._file.read_into(buffer, first, first + width)]
         return out.view(torch_dtype(info.dtype))
-
-
-class WholeTensors:
-    """Whole tensors, of which small ones are read together with those near them in their file: an
-    open file and a read for each of thousands take longer than the bytes."""
-
-    def __init__(self) -> None:
-        self._blocks: dict[tuple[Place, int], bytes] = {}
-
-    def read(self, info: TensorInfo) -> torch.Tensor:
-        """Return one tensor in its stored dtype (IoError)."""
-        rows = info.shape[0] if info.shape else 1
-        number, start = divmod(info.offset_bytes, _BLOCK_BYTES)
-        stop = start + info.size_bytes
-        if info.size_bytes <= _SMALL_BYTES and stop <= _BLOCK_BYTES:
-            block = self._block(info, number)
-            if stop <= len(block):
-                return as_rows(info, memoryview(bytearray(block[start:stop])), rows)
-        return read_rows(info, 0, rows)
-
-    def _block(self, info: TensorInfo, number: int) -> bytes:
-        """Return a block of a tensor's file, which is kept for others until there are many."""
-        key = info.path, number
-        found = self._blocks.get(key)
-        if found is None:
-            if len(self._blocks) == _BLOCKS_KEPT:
-                self._blocks.clear()
-            begin = number * _BLOCK_BYTES
-            with closing(info.file.open()) as file:
-                found = file.read(begin, min(begin + _BLOCK_BYTES, file.size_bytes))
-            self._blocks[key] = found
-        return found

@@ -14,7 +14,7 @@ from cases import export, tree
 from mtp_export.checkpoint import local_folder
 from mtp_export.checkpoint.header import TensorInfo
 from mtp_export.checkpoint.local_folder import LocalFolder, OpenLocalFile
-from mtp_export.checkpoint.tensor_reader import TensorReader, WholeTensors
+from mtp_export.checkpoint.tensor_reader import TensorReader
 from mtp_export.errors import IoError
 
 SIZE = 300_001
@@ -165,31 +165,3 @@ def test_an_export_is_the_same_however_it_reads(
     outcome = export(pristine, output, "--target", target, "--link", "copy")
     assert outcome.code == 0, outcome.err
     assert tree(output) == expected
-
-
-def test_small_tensors_are_read_with_those_near_them(
-    file: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Also across the end of what is read at once, and at the end of the file."""
-    opens = 0
-    real = local_folder.LocalFile.open
-
-    def counted(own: Any, once: range | None = None) -> OpenLocalFile:
-        nonlocal opens
-        opens += 1
-        return real(own, once)
-
-    monkeypatch.setattr(local_folder.LocalFile, "open", counted)
-    whole, source = WholeTensors(), LocalFolder(file.parent).file(file.name)
-    places = [*range(0, SIZE - 4, 1000), 262_140, 262_143, SIZE - 4]
-    for offset in places:
-        info = TensorInfo("x", "I32", (1,), source, offset, 4)
-        assert whole.read(info).numpy().tobytes() == CONTENT[offset : offset + 4]
-    assert opens == 3, "two pieces of the file, and a tensor that lies in both"
-    large = TensorInfo("x", "U8", (200_000,), source, 50, 200_000)
-    assert whole.read(large).numpy().tobytes() == CONTENT[50:200_050]
-    scalar = whole.read(TensorInfo("x", "U8", (), source, 7, 1))
-    assert (scalar.shape, scalar.item()) == ((), CONTENT[7])
-    beyond = TensorInfo("x", "I32", (1,), source, SIZE - 2, 4)
-    with pytest.raises(IoError, match="ends early"):
-        whole.read(beyond)

@@ -14,7 +14,7 @@ import torch
 from mtp_export.checkpoint.bundle_folder import bundle_target, open_parts
 from mtp_export.checkpoint.header import TensorInfo
 from mtp_export.checkpoint.reader import CONFIG_NAME, Checkpoint
-from mtp_export.checkpoint.tensor_reader import TensorReader, WholeTensors
+from mtp_export.checkpoint.tensor_reader import TensorReader
 from mtp_export.errors import InvalidInputError, UnsupportedError
 from mtp_export.families import family_of
 from mtp_export.families.base import TensorSpec
@@ -282,14 +282,8 @@ class WeightSource:
         return WeightOnDisk(one, tuple(tensors[tensor.name] for tensor in one.tensors))
 
     def _read(self, tensor: TensorInfo, device: torch.device) -> torch.Tensor:
-        if not self.on_demand:
-            return self._whole.read(tensor).to(device)
-        with TensorReader(tensor, once=True) as reader:
+        with TensorReader(tensor, once=self.on_demand) as reader:
             return reader.rows(0, tensor.shape[0] if tensor.shape else 1).to(device)
-
-    @cached_property
-    def _whole(self) -> WholeTensors:
-        return WholeTensors()
 
     def _read_window(self, tensor: TensorInfo, rows: range, columns: range | None) -> torch.Tensor:
         with TensorReader(tensor) as reader:
