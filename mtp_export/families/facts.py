@@ -97,11 +97,11 @@ class RunFacts:
 
 @dataclass(frozen=True, slots=True)
 class RouterFacts:
-    """Choice of experts. experts_per_token is None where config.json leaves it to the reader."""
+    """Choice of experts."""
 
     scoring: str
     method: str
-    experts_per_token: int | None
+    experts_per_token: int
     groups: int
     groups_per_token: int
     normalises: bool
@@ -110,13 +110,13 @@ class RouterFacts:
     @classmethod
     def of(cls, fields: Fields, experts: int) -> RouterFacts:
         """Read the router of layers with so many experts."""
-        known, per_token = fields.without_nulls(), "num_experts_per_tok"
+        known = fields.without_nulls()
         groups = known.whole("n_group", 0, minimum=0) or 1
         kept = known.whole("topk_group", 0, minimum=0) or 1
         router = cls(
             scoring=fields.word("scoring_func", "sigmoid"),
             method=fields.word("topk_method", "noaux_tc"),
-            experts_per_token=fields.whole(per_token) if per_token in fields.values else None,
+            experts_per_token=fields.whole("num_experts_per_tok"),
             groups=groups,
             groups_per_token=min(kept, groups),
             normalises=fields.flag("norm_topk_prob", True),
@@ -135,7 +135,7 @@ class RouterFacts:
                 found=experts,
             )
         pickable = size * self.groups_per_token
-        if (self.experts_per_token or 1) > pickable:
+        if self.experts_per_token > pickable:
             raise InvalidInputError(
                 "config.json's num_experts_per_tok is more than can be picked",
                 expected=f"at most {pickable} of {experts} experts, by n_group and topk_group",

@@ -111,8 +111,9 @@ def probabilities_of(
     scores = logits.astype(np.float64)
     if params.greedy:
         return one_hot(scores.argmax(axis=-1), scores.shape[-1])
-    scores = scores / params.temperature
-    probabilities: Probabilities = np.exp(scores - scores.max(axis=-1, keepdims=True))
+    scores -= scores.max(axis=-1, keepdims=True)
+    with np.errstate(over="ignore"):  # a temperature near 0 takes all but the best to -inf
+        probabilities: Probabilities = np.exp(scores / params.temperature)
     probabilities /= probabilities.sum(axis=-1, keepdims=True)
     if params.top_k == 0 and params.top_p >= 1.0:
         return probabilities

@@ -160,6 +160,7 @@ def test_the_contract_of_a_config() -> None:
         {"rms_norm_eps": None},
         {"rope_theta": "10000"},
         {"num_experts_per_tok": -1},
+        {"num_experts_per_tok": None},
         {"rope_scaling": YARN | {"factor": None}},
         {"eos_token_id": "1"},
         {"mtp_contract": {"zero_first_embedding": "no"}},

@@ -7,12 +7,11 @@ from __future__ import annotations
 
 import argparse
 import json
-import platform
 import random
 import shutil
+import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, field, replace
@@ -136,7 +135,7 @@ def sweep(seeds: range, count: int, tokens: int) -> Found:
     return tallies, alarms, items_looked_at
 
 
-def page(options: argparse.Namespace, seconds: float, found: Found) -> str:
+def page(options: argparse.Namespace, commit: str, found: Found) -> str:
     """The result as Markdown."""
     tallies, alarms, looked_at = found
     lines = [
@@ -144,7 +143,7 @@ def page(options: argparse.Namespace, seconds: float, found: Found) -> str:
         "",
         f"`python -m faults.sweep --seeds {options.seeds} --prompts {options.prompts} --tokens"
         f" {options.tokens}`: {options.prompts} held-out prompts per seed, cut at random, "
-        f"{options.tokens} new tokens each; {seconds:.0f} s on {platform.processor() or 'CPU'}.",
+        f"{options.tokens} new tokens each; commit {commit}.",
         "No source was given: each fault shows by running the bundle alone.",
         "",
         f"Good bundle: {len(alarms)} false alarms in {looked_at} items over {options.seeds} seeds.",
@@ -178,7 +177,8 @@ def main() -> None:
     parser.add_argument("--workers", type=int, default=2)
     parser.add_argument("--output", type=Path, default=ROOT / "docs/run_faults.md")
     options = parser.parse_args()
-    start = time.monotonic()
+    describe = ["git", "describe", "--always", "--dirty"]
+    commit = subprocess.run(describe, cwd=ROOT, capture_output=True, text=True, check=True).stdout
     with ProcessPoolExecutor(options.workers) as pool:
         runs = [
             pool.submit(
@@ -191,7 +191,7 @@ def main() -> None:
         ]
         found = merged([run.result() for run in runs])
     options.output.parent.mkdir(exist_ok=True)
-    options.output.write_text(page(options, time.monotonic() - start, found))
+    options.output.write_text(page(options, commit.strip(), found))
 
 
 if __name__ == "__main__":

@@ -181,6 +181,7 @@ def test_lossy_rules_are_lossy(acceptance: str) -> None:
     assert distance(found, target_distribution(target, params)) > 0.01
 
 
+@pytest.mark.nightly
 def test_chi_square_on_the_trained_model(trained_model: Model) -> None:
     """Two tokens after a prompt, 4 x 4 outcomes, 384 draws: alpha = 1e-4, fixed seeds."""
     (prompt,) = prompts_of([3], 2048, seed=5)

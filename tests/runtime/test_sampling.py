@@ -75,6 +75,14 @@ def test_temperature_is_a_divisor_of_logits() -> None:
         np.testing.assert_allclose(found, powers / powers.sum(axis=1, keepdims=True), rtol=1e-12)
 
 
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize("temperature", [5e-324, 1e-320, 1e-30])
+def test_a_temperature_near_zero_takes_the_best_token(temperature: float) -> None:
+    params = SamplingParams(temperature=temperature)
+    logits = np.array([[1.0, 3.0, -2.0], [-1e30, 1e30, 0.0]], dtype=np.float32)
+    assert probabilities_of(logits, params).tolist() == [[0.0, 1.0, 0.0]] * 2
+
+
 def test_large_logits_do_not_overflow() -> None:
     found = probabilities_of(np.array([5000.0, 4999.0, -5000.0], dtype=np.float32), ALL)
     assert found == pytest.approx([1 / (1 + math.exp(-1)), 1 / (1 + math.e), 0.0])

@@ -11,7 +11,6 @@ from typing import Any
 
 import torch
 
-from mtp_export.errors import InvalidInputError
 from mtp_export.families.modules import MoeModules, weight_name
 from mtp_export.families.moe_decoder import MoeDecoderFamily
 from mtp_runtime.config import ModelConfig, RopeConfig, refuse_other_values
@@ -48,8 +47,6 @@ class MoeDecoderConfig(ModelConfig):
             "hidden_act": facts.hidden_act,
         }
         refuse_other_values(found, _COMPUTED)
-        if router.experts_per_token is None:
-            raise InvalidInputError("config.json has no num_experts_per_tok")
         return {
             "vocab": family.vocab,
             "hidden": family.hidden,
