@@ -33,7 +33,6 @@ _V3: dict[str, Any] = (
     | {
         "max_position_embeddings": 163840,
         "n_group": 8,
-        "num_experts_per_tok": 8,
         "num_key_value_heads": 128,
         "quantization_config": NATIVE_FP8,
         "rope_scaling": {

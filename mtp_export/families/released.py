@@ -14,6 +14,7 @@ DEEPSEEK_V3: dict[str, Any] = {
     "moe_intermediate_size": 2048,
     "moe_layer_freq": 1,
     "n_routed_experts": 256,
+    "num_experts_per_tok": 8,
     "n_shared_experts": 1,
     "num_attention_heads": 128,
     "num_hidden_layers": 61,
