@@ -15,8 +15,9 @@ from mtp_export.commands.registry import COMMANDS, command_named
 from mtp_export.commands.standard_streams import guarded_streams
 from mtp_export.errors import Interrupted, UsageError
 
-# Commands that torchrun starts in several processes.
-PARALLEL = ("generate", "verify", "serve")
+# Commands that torchrun starts in several processes: those that rank 0 leads, and one that joins by
+# itself.
+LED, JOINING = ("generate", "verify", "serve"), ("tune",)
 
 
 def exit_code(arguments: Sequence[str]) -> int:
@@ -40,20 +41,20 @@ def exit_code(arguments: Sequence[str]) -> int:
 
 def _run(arguments: Sequence[str]) -> int:
     """Run a command and return its own exit code; of several processes the first one runs it, and
-    the others follow.
+    the others follow, unless they join by themselves.
 
     Raises UsageError for arguments that cannot be parsed, and what the command raises.
     """
-    if not is_one_of_several(os.environ):
+    command = next(iter(arguments), "")
+    if command in JOINING or not is_one_of_several(os.environ):
         return _run_alone(arguments)
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # what it warns of ends in one message
     from mtp_runtime.parallel.join import joined
 
-    command = next(iter(arguments), "")
-    if command not in PARALLEL:
+    if command not in LED:
         raise UsageError(
             "This command runs in one process",
-            expected=f"torchrun with {', '.join(PARALLEL)}",
+            expected=f"torchrun with {', '.join((*LED, *JOINING))}",
             found=command or "no command",
             todo="Start it by itself; --share and --cluster divide what it does",
         )

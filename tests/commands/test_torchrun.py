@@ -76,6 +76,13 @@ def test_other_commands_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     assert outcome.code == 2 and "runs in one process" in outcome.err
 
 
+def test_tune_is_left_to_join_by_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in launch_variables(2).items() | {("RANK", "1")}:
+        monkeypatch.setenv(name, value)
+    outcome = run_program("tune")
+    assert outcome.code == 2 and "--bundle" in outcome.err
+
+
 def launched(size: int, *arguments: object) -> list[subprocess.Popen[str]]:
     """The ranks, without a launcher that ends them all when one does."""
     variables = os.environ | launch_variables(size) | {"PYTHONPATH": PATHS}
