@@ -184,17 +184,16 @@ class Engine:
         decoding = sum(request.is_decoding for request in self._running)
         asked = self._length.choose(decoding) if decoding else 0
         groups = self._plan(asked)
-        drafted = time.perf_counter()
+        is_timed = bool(groups) and all(group.is_decoding for group in groups)
         states = self._forward(groups)
         verdicts = self._judge(groups, states.after)
         score_prompts(groups, states.after, self.model.head)
         self._observe(groups, verdicts, states)
-        if groups and all(group.is_decoding for group in groups):
+        if is_timed:
             drafts = [len(group.draft.tokens) for group in groups]
             accepted = [verdict.accepted for verdict in verdicts if verdict is not None]
             blocks = list(zip(drafts, accepted, strict=True))
-            seconds = drafted - start, time.perf_counter() - drafted
-            self._length.observe(Step(blocks, asked, *seconds))
+            self._length.observe(Step(blocks, asked, time.perf_counter() - start))
 
     def _observe(
         self, groups: Sequence[Group], verdicts: Sequence[Verdict | None], states: States
