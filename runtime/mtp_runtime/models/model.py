@@ -233,8 +233,7 @@ class MtpModule:
 
     def leaving(self, residual: torch.Tensor, attended: torch.Tensor) -> torch.Tensor:
         """Return the output [T, d] before the norm, given that of attention [T, d]."""
-        x = residual + attended
-        return x + self.layer.feed_forward(self.layer.post_norm(x))
+        return self.layer.fed_forward(residual + attended)
 
     @cached_property
     def recursion(self) -> Recursion | None:
