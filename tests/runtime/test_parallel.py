@@ -81,6 +81,21 @@ def test_hidden_states_and_logits_have_the_bits_of_one_process(
     assert split.ledger == whole.ledger
 
 
+def test_the_best_tokens_are_those_of_one_process(
+    group: Group, whole: Loaded, split: Loaded
+) -> None:
+    """Of equal logits the first one's, on whatever ranks they are; and no logits are collected."""
+    rows = torch.randn(40, 48, generator=torch.Generator().manual_seed(9))
+    rows[3] = 0.0
+    assert torch.equal(split.model.head.best(rows), whole.model.head.best(rows))
+    assert split.model.head.best(rows)[3] == 0
+    logits = whole.model.head.logits(rows)
+    assert torch.equal(split.model.head.best(rows), logits.argmax(dim=-1))
+    assert {int(token) * group.size // 96 for token in logits.argmax(dim=-1)} == set(
+        range(group.size)
+    ), "every rank has some"
+
+
 @pytest.mark.parametrize("params", [GREEDY, SAMPLED], ids=["greedy", "sampled"])
 @pytest.mark.parametrize("name", ["none", "mtp", "inference_with_reference", "draft_model"])
 def test_tokens_and_drafts_are_those_of_one_process(

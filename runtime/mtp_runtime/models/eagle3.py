@@ -31,7 +31,7 @@ from mtp_runtime.loading.draft_folder import DraftFolder, DraftTensor, layout_on
 from mtp_runtime.loading.held_source import HeldSource
 from mtp_runtime.models.deepseek_v3 import DeepseekV3Builder, DeepseekV3Config
 from mtp_runtime.models.led_layers import on_ranks
-from mtp_runtime.models.model import Head, Layers, Model, TorchExecution
+from mtp_runtime.models.model import Execution, Head, Layers, Model, TorchExecution
 
 Tensors = Mapping[str, DraftTensor]
 
@@ -49,6 +49,10 @@ class ReducedHead(Head):
         own = super().logits(normed)
         none = own.new_full((len(own), self.vocab), -torch.inf)
         return none.index_copy(1, self.tokens, own)
+
+    def best(self, normed: torch.Tensor) -> torch.Tensor:
+        """Return the best token [T] of rows that passed the norm."""
+        return self.tokens[super().best(normed)]
 
 
 @dataclass(frozen=True)
@@ -145,7 +149,7 @@ def eagle3_module(
     source = HeldSource.of(tensors, target.dtype, target.device, joining)
     builder = DeepseekV3Builder(source, family, _config(family))
     own_embedding = weight_name(family.modules.embedding)
-    usual = builder.layer(0)
+    usual, execution = builder.layer(0), on_ranks(TorchExecution(), joining.group)
     layer = Eagle3Layer(
         input_norm=usual.input_norm,
         attention=usual.attention,
@@ -159,17 +163,19 @@ def eagle3_module(
         tap_norms=tuple(map(builder.norm, family.fc_norms)),
         embedding=source.embedding(own_embedding) if own_embedding in tensors else target.embedding,
         layer=layer,
-        layers=on_ranks(TorchExecution(), joining.group).layers([layer]),
-        head=_head(builder, tensors, target),
+        layers=execution.layers([layer]),
+        head=_head(builder, tensors, target, execution),
         norm_output=family.norm_output,
     )
 
 
-def _head(builder: DeepseekV3Builder, tensors: Tensors, target: Model) -> Head:
+def _head(
+    builder: DeepseekV3Builder, tensors: Tensors, target: Model, execution: Execution
+) -> Head:
     names, source = builder.family.modules, builder.source
     own = weight_name(names.head) in tensors
     linear = source.head(names.head) if own else target.head.linear
-    norm, execution = builder.norm(names.norm), TorchExecution()
+    norm = builder.norm(names.norm)
     if TARGET_OFFSETS not in tensors:
         return Head(norm, linear, execution)
     tokens = target_tokens(values_of(tensors[TARGET_OFFSETS])).to(target.device)

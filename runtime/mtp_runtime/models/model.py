@@ -23,6 +23,7 @@ from mtp_runtime.config import ModelConfig
 from mtp_runtime.layers.attention import Attention, ForwardPass
 from mtp_runtime.layers.decoder_layer import DecoderLayer
 from mtp_runtime.layers.embedding import Embedding
+from mtp_runtime.layers.led import LedProjection
 from mtp_runtime.layers.linear import Linear
 from mtp_runtime.layers.norm import RmsNorm
 
@@ -138,6 +139,12 @@ class Head:
     def logits(self, normed: torch.Tensor) -> torch.Tensor:
         """Return float32 logits [T, vocab] of rows that passed the norm."""
         return self.projected(normed).float()
+
+    def best(self, normed: torch.Tensor) -> torch.Tensor:
+        """Return the best token [T] of rows that passed the norm, the first of equal ones."""
+        if isinstance(self.projected, LedProjection):
+            return self.projected.best(normed)
+        return self.projected(normed).argmax(dim=-1)
 
 
 class DraftModule(Protocol):
