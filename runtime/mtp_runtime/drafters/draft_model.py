@@ -63,7 +63,7 @@ class ModelDrafter:
             self._pages.truncate(sequence, 0)
 
     def _catch_up(self, chains: list[Chain]) -> torch.Tensor:
-        """Compute all tokens not computed yet; returns the last ones' rows [b, d] after the norm."""
+        """Compute all tokens not computed yet; returns the last rows [b, d] after the norm."""
         sequences, spans, tokens, last = [], [], [], []
         for chain in chains:
             request = chain.request
