@@ -154,8 +154,9 @@ class Loaded:
         """Make something beside the model, as a draft: make(model, joining, ...) on every rank."""
         if self.parts is None:
             return make(self.model, self.joining, *arguments, **options)
-        place = self.parts.number, self.joining.mode
-        return self.parts.group.everywhere(_beside, place, make, *arguments, **options)
+        place, group = (self.parts.number, self.joining.mode), self.parts.group
+        made: Result = group.everywhere(_beside, place, make, *arguments, **options)
+        return made
 
 
 @dataclass(frozen=True)
