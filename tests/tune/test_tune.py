@@ -274,7 +274,7 @@ def test_a_damaged_draft_recovers(options: TuneOptions, bundle: Path, tmp_path: 
 
 @dataclass
 class Meeting:
-    """What two threads add up."""
+    """Tensors that two threads add up."""
 
     barrier: threading.Barrier = field(default_factory=lambda: threading.Barrier(2))
     given: list[torch.Tensor] = field(default_factory=list)

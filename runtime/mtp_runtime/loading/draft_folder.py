@@ -82,12 +82,12 @@ def part_of(tensor: DraftTensor, rows: range, columns: range) -> torch.Tensor:
 
 
 def write_draft(
-    folder: Path, config: Mapping[str, Any], tensors: Mapping[str, torch.Tensor]
+    folder: Path, config: Mapping[str, Any], tensors: Mapping[str, DraftTensor]
 ) -> None:
     """Write a draft as engines read it: config.json and one safetensors file, each whole or not at
     all (IoError)."""
     make_folder(folder)
-    whole = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
+    whole = {name: values_of(one).detach().cpu().contiguous() for name, one in tensors.items()}
     head, places = encode_header([_output(name, one) for name, one in whole.items()])
 
     def write(fd: int) -> None:
