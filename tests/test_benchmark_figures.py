@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from benchmarks import bench_scaling
 from pages import README, ROOT, rows_of, sections_of
 
 PAGE = ROOT / "docs/benchmarks.md"
@@ -204,3 +205,9 @@ def test_the_readme_s_engines_have_the_versions_of_the_engines_page() -> None:
     assert len(named) == 2
     for version in named:
         assert version in page
+
+
+def test_the_page_about_scaling() -> None:
+    page = (ROOT / "docs/distributed.md").read_text()
+    assert bench_scaling.paper() in page
+    assert bench_scaling.section(results("scaling.json")) in page
