@@ -55,7 +55,7 @@ def without(*keys: str) -> Config:
 
 
 def refusal(config: Config, donor: Config = TINY_CONFIG) -> tuple[str, str, object]:
-    """What differs, as the donor has it, and as the main model has it."""
+    """The difference, as the donor has it, and as the main model has it."""
     with pytest.raises(InvalidInputError) as caught:
         compare(config, donor)
     return words_of(caught.value)

@@ -260,7 +260,7 @@ def test_a_share_that_is_being_made_is_named_with_its_owner(small: Path, output:
 def test_a_share_that_is_begun_anew_while_others_are_counted(
     small: Path, output: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What counts is what the journals hold once nobody can write them."""
+    """The journals count as they are once nobody can write them."""
     shares(small, output, (1, 2), 2)
     plan = finish_plan(output)
 

@@ -146,7 +146,7 @@ def test_the_table_fits_100_columns() -> None:
 
 
 def texts_of(report: Report) -> dict[str, str]:
-    """What people and CI systems are shown."""
+    """The texts for people and CI systems."""
     console = Console(width=140, file=io.StringIO(), record=True)
     console.print(report_table(report))
     with pytest.raises(VerificationError) as failure:
