@@ -36,7 +36,7 @@ GIVEN = (
 
 
 def outcome(values: Any, value: object, parameter: Any) -> tuple[str, object]:
-    """What is read of a value, with its type, or the words of the refusal."""
+    """A value as it is read, with its type, or the words of the refusal."""
     context = typer.Context(program)
     try:
         found = values.coerce(value, param=parameter, ctx=context)
