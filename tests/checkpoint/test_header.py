@@ -15,6 +15,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
 from cases import write_shard
+from mtp_export.checkpoint import strict_json
 from mtp_export.checkpoint.disk_queue import DiskQueue
 from mtp_export.checkpoint.dtypes import DTYPE_BITS, TORCH_DTYPE_NAMES, torch_dtype
 from mtp_export.checkpoint.header import read_header
@@ -173,6 +174,20 @@ def test_refuses_a_header_longer_than_the_file(tmp_path: Path) -> None:
     path.write_bytes(b"abc")
     with pytest.raises(InvalidInputError, match="too short"):
         read_header(LocalFolder(path.parent).file(path.name))
+
+
+def test_what_safetensors_writes_is_not_parsed_as_json(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Which would take several times as long for the 163 shards of a large model."""
+    tensors = {f"layer.{n}": torch.zeros(n, 2, dtype=torch.bfloat16) for n in range(4)}
+    for metadata in (None, {"format": "pt"}):
+        save_file(tensors, tmp_path / "x.safetensors", metadata=metadata)
+        file = LocalFolder(tmp_path).file("x.safetensors")
+        with monkeypatch.context() as patch:
+            patch.setattr(strict_json, "parse", pytest.fail)
+            found = read_header(file)
+        assert {tensor.name for tensor in found.tensors} == tensors.keys()
 
 
 def test_reads_what_safetensors_writes(tmp_path: Path) -> None:
