@@ -11,7 +11,7 @@ import typer
 # Each is a function of the module of its name; help lists them in this order.
 COMMANDS = (
     *("quantize", "graft", "tune", "finish", "verify"),
-    *("generate", "serve", "launch", "inspect", "push"),
+    *("generate", "serve", "compile", "launch", "inspect", "push"),
 )
 SETTINGS: dict[str, Any] = {"rich_markup_mode": "rich", "pretty_exceptions_enable": False}
 
