@@ -13,7 +13,7 @@ from mtp_export.commands.values import read_usual_values
 # Each is a function of the module of its name; help lists them in this order.
 COMMANDS = (
     *("quantize", "graft", "tune", "finish", "verify"),
-    *("generate", "serve", "launch", "inspect", "push"),
+    *("generate", "serve", "compile", "launch", "inspect", "push"),
 )
 SETTINGS: dict[str, Any] = {"rich_markup_mode": "rich", "pretty_exceptions_enable": False}
 
