@@ -28,7 +28,6 @@ from typing import Any
 from benchmarks.bench_export import Measured, machine, measure
 from benchmarks.make_checkpoint import REAL_CONFIG, make_checkpoint
 
-_PORT = 8027
 _REPOSITORY = "local/source"
 _CONFIG = REAL_CONFIG | {
     "first_k_dense_replace": 1,
@@ -99,12 +98,12 @@ run()
 @contextmanager
 def served(source: Path) -> Iterator[str]:
     """Serve a checkpoint in a process of its own; provide its endpoint."""
-    command = [sys.executable, "-m", "tests.hub_server", str(source), "--port", str(_PORT)]
+    command = [sys.executable, "-m", "tests.hub_server", str(source), "--port", "0"]
     server = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
     try:
         assert server.stdout is not None
-        assert any("HF_ENDPOINT" in line for line in server.stdout)
-        yield f"http://127.0.0.1:{_PORT}"
+        endpoint = next(line for line in server.stdout if "HF_ENDPOINT" in line)
+        yield endpoint.strip().partition("=")[2]
     finally:
         server.terminate()
         server.wait()

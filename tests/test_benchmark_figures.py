@@ -67,6 +67,20 @@ def test_quantize(name: str, position: int) -> None:
         assert float(ratio) == round(facts["ratios"][f"{name[-4:]} / cp (at most 1.5)"], 2)
 
 
+def test_start_up() -> None:
+    facts = results("startup.json")
+    shown = [(first.replace("`", ""), cell) for first, cell in rows_of(SECTIONS["Start-up"])]
+    runs = [
+        (name, row["median_seconds"], row["seconds"], 2) for name, row in facts["rows"].items()
+    ] + [
+        (f"compiling, first {name}", row["compiling_seconds"], list(row.values())[:2], 1)
+        for name, row in facts["compiling"].items()
+    ]
+    for (name, cell), (expected, median, seconds, digits) in zip(shown, runs, strict=True):
+        figures = [f"{figure:.{digits}f}" for figure in (median, *seconds)]
+        assert (name, re.findall(r"[\d.]+", cell)) == (expected, figures)
+
+
 def test_shares_of_an_export() -> None:
     shares = results("export.json")["shares"]
     assert f"(a) reaches a share of {shares['(a)']:.2f} and (d) {shares['(d)']:.2f}" in TEXT
@@ -114,12 +128,24 @@ def test_families() -> None:
         assert cells == [f"{seconds[way, batch]:.2f} s" for batch in (1, 16)]
 
 
-def load_cells(row: dict[str, float]) -> list[str]:
-    return [
-        f"{row['output_tokens_per_second']:.0f}",
-        f"{row['ttft_ms_p50']:,.0f} ms",
-        f"{row['tpot_ms_p50']:.1f} ms",
-    ]
+def load_cells(row: dict[str, float], *times: str) -> list[str]:
+    """Cells of a row of load: tokens per second, and times in milliseconds."""
+    shown = [f"{row[time]:,.{1 if time.startswith('tpot') else 0}f} ms" for time in times]
+    return [f"{row['output_tokens_per_second']:.0f}", *shown]
+
+
+def test_load() -> None:
+    facts = results("serve.json")
+    section = sections_of(ROOT / "docs/serve.md")["Load"]
+    assert facts["hardware"]["commit"][:12] in section
+    shown = rows_of(section)
+    assert len(shown) == sum(len(row["closed_loop"]) for row in facts["rows"].values())
+    for name, clients, *cells in shown:
+        row = facts["rows"][name]["closed_loop"][clients]
+        assert cells == load_cells(row, "ttft_ms_p50", "ttft_ms_p99", "tpot_ms_p50")
+    for row in facts["rows"].values():
+        if "in_turns" in row:
+            assert f"{row['in_turns']['server_over_generate']:.2f}" in section
 
 
 def test_load_beside_vllm() -> None:
@@ -129,7 +155,8 @@ def test_load_beside_vllm() -> None:
     shown = rows_of(section)
     assert len(shown) == sum(map(len, facts["rows"].values()))
     for name, clients, *cells in shown:
-        assert cells == load_cells(facts["rows"][name][clients])
+        row = facts["rows"][name][clients]
+        assert cells == load_cells(row, "ttft_ms_p50", "tpot_ms_p50")
 
 
 def test_quantize_kernels() -> None:
@@ -184,7 +211,7 @@ def test_the_concurrency_table() -> None:
     assert (ROOT / "benchmarks/results/decode.md").read_text() in TEXT
 
 
-@pytest.mark.parametrize("name", ["export", "quantize", "decode", "decode_vllm"])
+@pytest.mark.parametrize("name", ["export", "quantize", "decode", "decode_vllm", "hub", "startup"])
 def test_the_commit_is_named(name: str) -> None:
     facts = results(f"{name}.json")
     machine = facts.get("machine") or facts["hardware"]

@@ -24,7 +24,10 @@ def main() -> None:
     for _, folder in served:
         if not (folder / "config.json").is_file():
             parser.error(f"there is no checkpoint in {folder}")
-    server = HubServer(arguments.port)
+    try:
+        server = HubServer(arguments.port)
+    except OSError as error:
+        parser.error(f"nothing can listen on port {arguments.port}: {error.strerror}")
     for name, folder in served:
         print(f"hf://{name}@{server.serve(name, folder)}")
         server.repositories[name].is_xet = True  # so that pushes copy its shards

@@ -49,7 +49,6 @@ class HubServer(ThreadingHTTPServer):
     daemon_threads = True
 
     def __init__(self, port: int = 0) -> None:
-        super().__init__(("127.0.0.1", port), Handler)
         self.repositories: dict[str, Repository] = {}
         self.token = "hf_secret"  # opens private and gated repositories, and writes
         self.reader_token = "hf_reader"  # opens them, and may not write
@@ -64,6 +63,7 @@ class HubServer(ThreadingHTTPServer):
         self._store = tempfile.TemporaryDirectory(prefix="hub-server-")
         self._faults: dict[str, list[int]] = {}
         self._lock = threading.Lock()
+        super().__init__(("127.0.0.1", port), Handler)  # closes the server where it cannot listen
 
     @property
     def endpoint(self) -> str:
