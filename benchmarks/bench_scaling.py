@@ -35,7 +35,7 @@ _SCHEMES = ("--base-quant", "weight_only_int8", "--mtp-quant", "weight_only_int8
 _LAYERS, _VOCABULARY = 4, 4096
 _SHARD_BYTES = 128_000_000
 RESULT, PAGE = Path("benchmarks/results/scaling.json"), Path("docs/distributed.md")
-HEADING = "### Measured on one machine"
+HEADING, FOLLOWING = "### Measured on one machine", "## Shared file systems"
 _CPUS_PER_MACHINE = 16
 PAPER_MACHINES = (1, 2, 4, 8, 16, 32, 64)
 PAPER_STORAGE = (1e9, 5e9, 20e9, 100e9)
@@ -124,10 +124,11 @@ def section(result: dict[str, Any]) -> str:
 
 
 def put_into(page: str, part: str) -> str:
-    """Return a page with the section of the same heading replaced."""
-    before, _, rest = page.partition(f"{HEADING}\n")
-    following = rest.find("\n## ")
-    return before + part + rest[following + 1 :]
+    """Return the page with this section in place of the one of its heading, if there is one, and
+    before the section that follows."""
+    following = page.index(FOLLOWING)
+    start = page.find(HEADING)
+    return page[: following if start < 0 else start] + part + page[following:]
 
 
 def make_source(folder: Path, experts: int) -> Path:

@@ -235,6 +235,22 @@ def test_the_readme_s_engines_have_the_versions_of_the_engines_page() -> None:
 
 
 def test_the_page_about_scaling() -> None:
-    page = (ROOT / "docs/distributed.md").read_text()
+    """The measured table is there when it was measured, and only then."""
+    page = (ROOT / bench_scaling.PAGE).read_text()
     assert bench_scaling.paper() in page
-    assert bench_scaling.section(results("scaling.json")) in page
+    measured = (ROOT / bench_scaling.RESULT).exists()
+    shown = bench_scaling.section(results("scaling.json")) if measured else ""
+    assert (bench_scaling.HEADING in page) == measured and shown in page
+
+
+def test_the_section_about_scaling_replaces_the_one_before() -> None:
+    times = {"seconds": {}, "median_seconds": {"1": 8.0, "2": 5.0}}
+    disk = {"limit_seconds": [2.0, 4.0, 3.0], **times}
+    places = {"memory": {"bytes": 6e9, **times}, "disk": disk}
+    machine = {"cpu": "a CPU, 2 cores", "commit": "0123456789abcdef"}
+    part = bench_scaling.section({"machine": machine, "places": places})
+    assert "| 2 | 5.0 s | 1.60 | 5.0 s | 1.67 |" in part and "faster than 3.0 s" in part
+    page = (ROOT / bench_scaling.PAGE).read_text()
+    once = bench_scaling.put_into(page, part)
+    assert once.count(bench_scaling.HEADING) == 1 and part in once
+    assert bench_scaling.put_into(once, part) == once
