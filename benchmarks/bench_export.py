@@ -54,10 +54,12 @@ save_file(tensors, output / "mtp.safetensors")
 
 @dataclass(frozen=True)
 class Measured:
-    """One run of a process: seconds until its data is on disk, and its peak memory."""
+    """One run of a process: seconds until its data is on disk, its peak memory, and the seconds
+    that it computed, in its own code and in the kernel."""
 
     seconds: float
     peak_bytes: int
+    cpu_seconds: float
 
 
 def drop_caches() -> None:
@@ -78,7 +80,8 @@ def measure(command: list[str], cold: bool = True) -> Measured:
     if status:
         raise SystemExit(f"{command[:4]} failed:\n{errors.decode()}")
     os.sync()
-    return Measured(time.perf_counter() - start, usage.ru_maxrss * 1024)
+    computed = usage.ru_utime + usage.ru_stime
+    return Measured(time.perf_counter() - start, usage.ru_maxrss * 1024, computed)
 
 
 def mtp_shards(source: Path, prefix: str) -> list[Path]:

@@ -8,7 +8,8 @@ files, and `sync` counts:
   (a) this tool, --part mtp: with its start, the headers, checksums and comparisons
   (b) httpx2, as huggingface_hub has it, 8 threads, ranges of 32 MB into files
   (c) the same ranges with http.client, read into a buffer of 1 MiB: little else than the sockets
-Rates are bytes of these ranges per second; memory is the kernel's figure for the process.
+Rates are bytes of these ranges per second; memory and seconds of computing are the kernel's figures
+for the process. Modules are read as an installed program's are, compiled.
 """
 
 from __future__ import annotations
@@ -135,6 +136,7 @@ def main() -> None:
         make_checkpoint(
             source, _CONFIG, max_shard_bytes=_SHARD_BYTES, filled=lambda name: name.startswith(own)
         )
+    os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
     # Into the page cache; by another process, as a child's peak memory begins with its parent's.
     subprocess.run(["cat", *source.glob("*.safetensors")], stdout=subprocess.DEVNULL, check=True)
     with served(source) as endpoint:
@@ -167,11 +169,12 @@ def main() -> None:
 
 
 def row(runs: list[Measured], size_bytes: int) -> dict[str, Any]:
-    """A row's rate by its median, all its runs, and its peak memory."""
+    """A row's rate by its median, all its runs, what they computed, and its peak memory."""
     seconds = median(run.seconds for run in runs)
     return {
         "mb_per_second": round(size_bytes / seconds / 1e6, 1),
         "seconds": [round(run.seconds, 2) for run in runs],
+        "cpu_seconds_per_gb": round(median(run.cpu_seconds for run in runs) / size_bytes * 1e9, 2),
         "peak_bytes": max(run.peak_bytes for run in runs),
         "load_average": round(os.getloadavg()[0], 1),
     }

@@ -49,7 +49,8 @@ def run(command: list[str], environment: Mapping[str, str] | None = None) -> Mea
     _, status, usage = os.wait4(process.pid, 0)
     if status:
         raise SystemExit(f"{command[:4]} failed:\n{errors.decode()}")
-    return Measured(time.perf_counter() - start, usage.ru_maxrss * 1024)
+    computed = usage.ru_utime + usage.ru_stime
+    return Measured(time.perf_counter() - start, usage.ru_maxrss * 1024, computed)
 
 
 def rows_of(source: Path, scratch: Path) -> dict[str, list[str]]:

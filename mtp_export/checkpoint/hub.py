@@ -24,7 +24,7 @@ def model_uri(address: Address) -> HfUri:
     try:
         uri = parse_hf_uri(address.text, endpoint=hub_endpoint())
     except HfUriError as error:
-        raise _malformed(address, error.msg) from None
+        raise _malformed(address, error.msg.rstrip(" .")) from None
     if uri.type != "model":
         raise _malformed(address, f"a {uri.type}")
     return uri

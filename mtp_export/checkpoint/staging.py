@@ -162,12 +162,13 @@ class Staging:
                 raise error
         yield
         with self._changed:
-            for staged in self._staged.values():
-                if job in staged.users:
-                    staged.users.remove(job)
-                    if not staged.users and staged.stage in (_Stage.LEFT, _Stage.READY):
-                        staged.drop()
+            read = [staged for staged in self._staged.values() if job in staged.users]
+            for staged in read:
+                staged.users.remove(job)
             self._changed.notify_all()
+        for staged in read:  # a disk may be slow to forget: no transfer waits for it
+            if not staged.users and staged.stage in (_Stage.LEFT, _Stage.READY):
+                staged.drop()
 
     def pieces_of(self, file: RemoteFile, start: int, end: int) -> list[Piece]:
         """Return the pieces that hold bytes [start, end) of a file, which are all wanted ones."""

@@ -54,10 +54,14 @@ def parse_size(text: str) -> int:
 
 
 def parse_path(text: str | Path) -> Path:
-    """Return a path; an empty one, as of an unset variable, is not the current folder."""
+    """Return a path; an empty one, as of an unset variable, is not the current folder, and an
+    address is none."""
     if not text:
         raise typer.BadParameter("an empty path; write . for the current folder")
-    return Path(text)
+    place = place_of(str(text))
+    if not isinstance(place, Path):
+        raise typer.BadParameter(f"{text} is an address; this takes a path on this machine")
+    return place
 
 
 def parse_source(text: str | Path) -> Place:

@@ -287,7 +287,7 @@ def test_what_cannot_be_read_is_refused_in_a_paragraph(
         address = changed(address, hub, source)
     outcome = run_program("inspect", address) if command == "inspect" else export(address, output)
     assert outcome.code == code, outcome
-    assert says in outcome.err
+    assert says in outcome.err and ". ." not in outcome.err
     assert_whole_paragraph(outcome.err)
     assert not output.exists()
 

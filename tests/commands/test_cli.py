@@ -226,6 +226,13 @@ def test_an_empty_path_is_not_the_current_folder() -> None:
         assert "an empty path" in outcome.err
 
 
+def test_an_address_is_no_path(output: Path) -> None:
+    for option in ("--source", "--prompts"):
+        outcome = run_program("verify", output, option, "hf://org/name")
+        assert outcome.code == 2
+        assert "hf://org/name is an address" in outcome.err and option in outcome.err
+
+
 def test_a_bundle_of_one_part_is_no_source(pristine: Path, output: Path) -> None:
     assert export(pristine, output, "--part", "mtp").code == 0
     outcome = export(output, output.with_name("again"))
