@@ -166,10 +166,11 @@ def test_topp_window_caps_the_candidates() -> None:
 
 def test_topp_window_s_candidates_are_the_lower_of_many_equal_tokens() -> None:
     """As they are the better ones for every other rule."""
-    rows = [[1 / 4096] * 4096] * 2
-    for token in (*range(8), 1000, 4095):
+    row = [2.0 if token % 3 == 1 else 1.0 for token in range(4096)]
+    rows = [[part / sum(row) for part in row]] * 2
+    for token in (*range(16), *range(1384, 1390), 4095):
         asked = block((token,), rows, top_p=1.0, max_candidate_len=5)
-        assert accept_topp_window(asked, Best()).accepted == int(token < 5)
+        assert accept_topp_window(asked, Best()).accepted == int(token in (1, 4, 7, 10, 13))
 
 
 def test_topp_window_forgives_a_second_best_before_a_right_window() -> None:

@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mtp_export.errors import ResourceError
+from mtp_runtime import cache as module
 from mtp_runtime.cache import (
     CachedSequence,
     JoinedCaches,
@@ -83,6 +84,17 @@ def test_rows_side_by_side() -> None:
     assert {str(tensor.device) for tensor in vars(elsewhere).values()} == {"meta"}
     with pytest.raises(ValueError, match="shorter"):
         lay_out(cache, [first, second], [(2, 7)], CPU)
+
+
+def test_lengths_are_on_the_cpu_for_devices_whose_operator_wants_them_there(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    meta, sequence = torch.device("meta"), CachedSequence()
+    cache = allocator_of(5, 3)
+    cache.append(sequence, 5)
+    monkeypatch.setattr(module, "has_split_cache", lambda device: device == meta)
+    layout = vars(lay_out(cache, [sequence], [(2, 5)], meta))
+    assert {name for name in layout if layout[name].device == CPU} == {"kv_lens", "cu_q"}
 
 
 def test_sizes_of_what_layers_keep() -> None:
