@@ -96,7 +96,9 @@ def test_lengths_are_on_the_cpu_for_devices_whose_operator_wants_them_there(
     cache.append(sequence, 5)
     monkeypatch.setattr(module, "has_split_cache", lambda device: device == meta)
     layout = vars(lay_out(cache, [sequence], [(2, 5)], meta))
-    assert {name for name in layout if layout[name].device == CPU} == {"kv_lens", "cu_q"}
+    places = {name: value.device for name, value in layout.items() if torch.is_tensor(value)}
+    assert {name for name, place in places.items() if place == CPU} == {"kv_lens", "cu_q"}
+    assert {*places.values()} == {CPU, meta}
 
 
 def test_sizes_of_what_layers_keep() -> None:
