@@ -164,6 +164,15 @@ def test_topp_window_caps_the_candidates() -> None:
     assert accept_topp_window(asked, Best()) == Verdict(0, 0)
 
 
+def test_topp_window_s_candidates_are_the_lower_of_many_equal_tokens() -> None:
+    """As they are the better ones for every other rule."""
+    row = [2.0 if token % 3 == 1 else 1.0 for token in range(4096)]
+    rows = [[part / sum(row) for part in row]] * 2
+    for token in (*range(16), *range(1384, 1390), 4095):
+        asked = block((token,), rows, top_p=1.0, max_candidate_len=5)
+        assert accept_topp_window(asked, Best()).accepted == int(token in (1, 4, 7, 10, 13))
+
+
 def test_topp_window_forgives_a_second_best_before_a_right_window() -> None:
     rows = [SHARP] * 5
     assert accept_topp_window(block((1, 0, 0, 0), rows), Best()) == Verdict(3, 0)

@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mtp_export.errors import ResourceError
+from mtp_runtime import cache as module
 from mtp_runtime.cache import (
     CachedSequence,
     JoinedCaches,
@@ -85,6 +86,19 @@ def test_rows_side_by_side() -> None:
     assert {str(tensor.device) for tensor in tensors} == {"meta"} and len(tensors) == 5
     with pytest.raises(ValueError, match="shorter"):
         lay_out(cache, [first, second], [(2, 7)], CPU)
+
+
+def test_lengths_are_on_the_cpu_for_devices_whose_operator_wants_them_there(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    meta, sequence = torch.device("meta"), CachedSequence()
+    cache = allocator_of(5, 3)
+    cache.append(sequence, 5)
+    monkeypatch.setattr(module, "has_split_cache", lambda device: device == meta)
+    layout = vars(lay_out(cache, [sequence], [(2, 5)], meta))
+    places = {name: value.device for name, value in layout.items() if torch.is_tensor(value)}
+    assert {name for name, place in places.items() if place == CPU} == {"kv_lens", "cu_q"}
+    assert {*places.values()} == {CPU, meta}
 
 
 def test_sizes_of_what_layers_keep() -> None:

@@ -3,20 +3,30 @@
 from __future__ import annotations
 
 import math
+import secrets
 from typing import Any
 
 import numpy as np
 import pytest
 
 from mtp_export.errors import UsageError
-from mtp_runtime.sampling import SamplingParams, SeededChoices, one_hot, probabilities_of
+from mtp_runtime.sampling import (
+    SamplingParams,
+    SeededChoices,
+    one_hot,
+    probabilities_of,
+    random_seed,
+)
 
 BOUNDS: dict[str, tuple[tuple[Any, ...], tuple[Any, ...]]] = {
     "temperature": ((0.0, 100.0), (-1e-9, 100.5)),
     "top_p": ((0.0, 1.0), (-1e-9, 1.5)),
     "top_k": ((0, 1 << 30), (-1, (1 << 30) + 1)),
     "max_tokens": ((1, 1 << 30), (0, (1 << 30) + 1)),
+    "min_tokens": ((0, 64), (-1, 65)),
     "seed": ((None, 0, (1 << 64) - 1), (-1, 1 << 64)),
+    "logprobs": ((None, 0, 20), (-1, 21)),
+    "prompt_logprobs": ((None, 0, 20), (-1, 21)),
 }
 ALL = SamplingParams(temperature=1.0)
 
@@ -35,7 +45,7 @@ def test_parameters_within_their_bounds(name: str) -> None:
     for value in inside:
         assert getattr(SamplingParams(**{name: value}), name) == value
     for value in outside:
-        with pytest.raises(UsageError, match=f"{name} is out of range.*Found {value}"):
+        with pytest.raises(UsageError, match=f"^Option {name} is out of range.*Found {value}"):
             SamplingParams(**{name: value})
 
 
@@ -108,6 +118,20 @@ def test_of_equal_tokens_the_lower_ones_are_kept(
 ) -> None:
     found = probabilities_of(EQUAL[0], SamplingParams(temperature=1.0, **changes))
     assert found.tolist() == pytest.approx(expected, abs=1e-15)
+
+
+@pytest.mark.parametrize("changes", [{"top_k": 5}, {"top_p": 9 / 5461}])
+def test_of_many_equal_tokens_the_lower_ones_are_kept(changes: dict[str, Any]) -> None:
+    row = [2 / 5461 if token % 3 == 1 else 1 / 5461 for token in range(4096)]
+    params = SamplingParams(temperature=1.0, **changes)
+    for found in probabilities_of(rows_of(row, row), params):
+        assert np.flatnonzero(found).tolist() == [1, 4, 7, 10, 13]
+
+
+def test_seeds_of_requests_that_name_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of so many bits that every JSON reader takes them, and two are hardly ever equal."""
+    monkeypatch.setattr(secrets, "randbits", lambda bits: bits)
+    assert random_seed() == 32
 
 
 @pytest.mark.parametrize("changes", [{"top_k": 2}, {"top_p": 0.75}, {"top_k": 3, "top_p": 0.8}])
