@@ -6,7 +6,8 @@
 Each point is a checkpoint of V3's widths with so many experts and tokens, made for it and removed
 afterwards: its MTP part is exported with copies of every tensor. The last is V3's own MTP layer.
 Medians of --runs (cp is run once), the page cache dropped before each and `sync` counted. The
-largest point needs 34 GB of disk; --points chooses others, such as 176x64640 (22 GB).
+largest point needs 34 GB of disk; --points chooses others of 16 experts and more, such as 176x64640
+(22 GB).
 """
 
 from __future__ import annotations

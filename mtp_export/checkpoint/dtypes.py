@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from functools import lru_cache
+from functools import cache, lru_cache
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -75,6 +75,7 @@ def tensor_bytes(dtype: str, shape: tuple[int, ...]) -> int:
     return bits // 8
 
 
+@cache
 def torch_dtype(dtype: str) -> torch.dtype:
     """Return the torch dtype of a safetensors dtype name (KeyError for one torch cannot hold)."""
     import torch

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, Self
 
 from mtp_export.checkpoint.direct_io import PAGE_BYTES, SLACK_BYTES
+from mtp_export.checkpoint.disk_queue import SMALL_BYTES
 from mtp_export.checkpoint.dtypes import ARRAY_DTYPES, torch_dtype
 from mtp_export.checkpoint.header import TensorInfo
 
@@ -72,8 +73,10 @@ class TensorReader:
         """
         import torch
 
-        info = self._info
-        first, last = (self._begin + row * row_bytes(info) for row in (start, stop))
+        info, size = self._info, row_bytes(self._info)
+        first, last = self._begin + start * size, self._begin + stop * size
+        if last - first < SMALL_BYTES:
+            return as_rows(info, memoryview(bytearray(self._file.read(first, last))), stop - start)
         memory = torch.empty(last - first + SLACK_BYTES + PAGE_BYTES, dtype=torch.uint8)
         aligned: Any = memory[-memory.data_ptr() % PAGE_BYTES :].numpy()
         buffer = memoryview(aligned)

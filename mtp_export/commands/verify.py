@@ -13,6 +13,7 @@ import typer
 from mtp_export.bundle.options import Share
 from mtp_export.commands import options as shared
 from mtp_export.commands import runtime
+from mtp_export.commands.garbage import few_collections
 from mtp_export.commands.output import json_text, print_result, remark
 from mtp_export.commands.report_files import ReportFiles, try_reports
 from mtp_export.errors import UsageError
@@ -208,11 +209,15 @@ def _run(options: VerifyOptions, group: Group | None, *, quiet: bool) -> VerifyR
     """Run the checks, with progress and a line per finished check on stderr unless quiet."""
     from mtp_export.commands.progress_bar import progress_bar
     from mtp_export.verify import run_checks
+    from mtp_export.verify.check import Level
     from mtp_export.verify.context import Context
     from mtp_export.verify.report.report import report_of
 
     start = time.monotonic()
-    context = Context.open(options, partial(progress_bar, quiet=quiet), group)
+    with few_collections():
+        context = Context.open(options, partial(progress_bar, quiet=quiet), group)
+        if options.level > Level.FILES:
+            import torch  # noqa: F401 (which all further checks need)
     results = []
     for result in run_checks(context):
         results.append(result)

@@ -7,6 +7,7 @@ import torch when they are called; array_conversions has those that do without i
 
 from __future__ import annotations
 
+from functools import cache
 from importlib import import_module
 from typing import TYPE_CHECKING, Protocol, cast
 
@@ -239,6 +240,7 @@ def _backend(name: str, values: torch.Tensor) -> Backend:
     return _backend_on(name, values.device)
 
 
+@cache
 def _backend_on(name: str, device: torch.device) -> Backend:
     if name == "auto":
         name = {"cpu": "cpu", "cuda": "triton_cuda"}.get(device.type, "reference")

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import cached_property
+from itertools import chain
 from pathlib import Path
 
 import torch
@@ -318,9 +319,11 @@ class WeightSource:
         return tensor.t() if on_disk.stored.transposed else tensor
 
     def _released_names(self, names: Iterable[str]) -> frozenset[str]:
-        return frozenset(
-            released for name in names for released in self.stored(name).released_names
-        )
+        return frozenset(chain.from_iterable(map(self._released.__getitem__, names)))
+
+    @cached_property
+    def _released(self) -> dict[str, tuple[str, ...]]:
+        return {name: self.stored(name).released_names for name in self.owners}
 
 
 def open_source(
