@@ -52,13 +52,14 @@ class Silent:
 
 @dataclass(frozen=True)
 class TuneResult:
-    """A finished run; losses are smoothed, by step."""
+    """A finished run; losses are smoothed, by step. cpu_seconds: of the steps, in this process."""
 
     options: TuneOptions
     before: Measured
     after: Measured
     losses: list[tuple[float, float]]
     rows: int
+    cpu_seconds: float
 
 
 def tune(options: TuneOptions, progress: Progress) -> TuneResult | None:
@@ -130,6 +131,7 @@ class _Run:
             after=after,
             losses=training.log.means(),
             rows=sum(training_rows.lengths),
+            cpu_seconds=training.cpu_seconds,
         )
 
     @cached_property
@@ -138,22 +140,22 @@ class _Run:
 
     @cached_property
     def _rows_identity(self) -> dict[str, Any]:
-        """All that decides the rows."""
-        own = self.options.data
+        """All that decides the rows; drafts that are fed the same share them."""
+        own, kind = self.options.data, DRAFTS[self.options.draft]
         return {
             "bundle": self.source.digest,
             "lines": self._data.identity,
             "new_tokens": own.new_tokens,
             "text_tokens": own.text_tokens,
             "stream": self.options.stream,
-            "draft": self.options.draft,
+            "fed": kind.fed(self.source),
         }
 
     @property
     def _name(self) -> str:
         """Name of all that decides what the training ends with."""
         train = asdict(self.options.train)
-        return short_hash({**self._rows_identity, **train})
+        return short_hash({**self._rows_identity, "draft": self.options.draft, **train})
 
     @cached_property
     def _stores(self) -> tuple[RowStore, RowStore]:
@@ -189,7 +191,7 @@ class _Run:
             model = streamed.rest()
         return Writer(
             model.tapped(kind.taps(model.config.layers)),
-            fed=kind.fed,
+            fed=kind.fed(self.source),
             new_tokens=own.new_tokens,
             text_tokens=own.text_tokens,
             streamed=streamed,

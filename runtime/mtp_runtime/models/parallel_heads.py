@@ -28,7 +28,7 @@ from mtp_export.families.parallel_heads import (
 )
 from mtp_export.schemes.discrepancies import StoredTensor, compare
 from mtp_kernels.batch_layout import BatchLayout
-from mtp_runtime.cache import Cache, CacheSpec, JoinedCaches
+from mtp_runtime.cache import Cache, JoinedCaches, PageAllocator
 from mtp_runtime.layers.linear import Linear
 from mtp_runtime.loading.draft_folder import DraftFolder, layout_on_disk
 from mtp_runtime.loading.held_source import HeldSource
@@ -78,13 +78,18 @@ class FfnHeads:
 
     def bodies(self, hidden: torch.Tensor) -> torch.Tensor:
         """Return the output of each head's blocks [k, T, d] for states [T, d]."""
-        outputs = []
-        for blocks in self.blocks:
-            x = hidden
-            for block in blocks:
-                x = block(x)
-            outputs.append(x)
-        return torch.stack(outputs)
+        return torch.stack([self.body(head, hidden) for head in range(len(self))])
+
+    def body(self, head: int, hidden: torch.Tensor) -> torch.Tensor:
+        """Return the output of one head's blocks [T, d] for states [T, d]."""
+        x = hidden
+        for block in self.blocks[head]:
+            x = block(x)
+        return x
+
+    def new_cache(self, pages: PageAllocator) -> JoinedCaches:
+        """Make no cache: the heads take one state."""
+        return JoinedCaches(())
 
     def logits(self, bodies: torch.Tensor) -> torch.Tensor:
         """Return float32 logits [k, T, vocab] of the bodies [k, T, d] of the first k heads."""
@@ -104,7 +109,9 @@ class LayerHeads:
     def __len__(self) -> int:
         return len(self.layers)
 
-    def new_cache(self, spec: CacheSpec) -> JoinedCaches:
+    def new_cache(self, pages: PageAllocator) -> JoinedCaches:
+        """Make a cache with room for all pages."""
+        spec = pages.spec(self.target.dtype, self.target.device)
         return JoinedCaches(tuple(layer.new_cache(spec) for layer in self.layers))
 
     def bodies(self, x: torch.Tensor, cache: JoinedCaches, layout: BatchLayout) -> torch.Tensor:

@@ -31,16 +31,21 @@ class Goals:
         """Return the distributions over the most probable tokens, sharpened and made whole."""
         return cls(ids, torch.softmax(log_probs.float() * TEACHER_SHARPNESS, dim=-1))
 
+    def flattened(self) -> Goals:
+        """Return the goals of all rows [T, g] side by side."""
+        return Goals(self.ids.flatten(0, -2), self.probs.flatten(0, -2))
+
     def __getitem__(self, rows: Any) -> Goals:
         return Goals(self.ids[rows], self.probs[rows])
 
 
 def loss_and_gradient(logits: Tensor, ids: Tensor, probs: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the summed cross entropy of logits [n, vocab], and its gradient."""
+    """Return the summed cross entropy of logits [n, vocab], which are overwritten, and its
+    gradient."""
     wide = logits.float()
     normalizer = torch.logsumexp(wide, dim=-1, keepdim=True)
     loss = (probs * (normalizer - wide.gather(1, ids))).sum()
-    gradient = (wide - normalizer).exp().scatter_add(1, ids, -probs)
+    gradient = wide.sub_(normalizer).exp_().scatter_add_(1, ids, -probs)
     return loss, gradient.to(logits.dtype)
 
 
@@ -53,7 +58,8 @@ def _loss_and_gradient_of_teacher(logits: Tensor, teacher: Tensor) -> tuple[Tens
 
 
 class HeadLoss(torch.autograd.Function):
-    """Mean cross entropy of hidden [n, d] @ head [vocab, d].T, chunk by chunk in `dtype`.
+    """Mean cross entropy of hidden [n, d] @ head [vocab, d].T, chunk by chunk in `dtype`, and the
+    best token of every row [n].
 
     goals are Goals of n rows, or a teacher's hidden states [n, d], whose sharpened distribution is
     then the goal. The gradient is computed with the loss, so that no chunk's logits are kept.
@@ -64,16 +70,18 @@ class HeadLoss(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any, hidden: Tensor, head: Tensor, goals: Goals | Tensor, dtype: torch.dtype
-    ) -> Tensor:
+    ) -> tuple[Tensor, Tensor]:
         low_head = head.to(dtype)
         trains_head = ctx.needs_input_grad[1]
         d_hidden = torch.empty_like(hidden)
         d_head = torch.zeros_like(head) if trains_head else head.new_empty(0)
         total = hidden.new_zeros(())
+        best = torch.zeros(len(hidden), dtype=torch.long, device=hidden.device)
         for start in range(0, hidden.shape[0], CHUNK_TOKENS):
             rows = slice(start, start + CHUNK_TOKENS)
             low_hidden = hidden[rows].to(dtype)
             logits = low_hidden @ low_head.T
+            best[rows] = logits.argmax(dim=-1)
             if isinstance(goals, Goals):
                 own = goals[rows]
                 loss, gradient = HeadLoss.chunk_function(logits, own.ids, own.probs)
@@ -87,10 +95,11 @@ class HeadLoss(torch.autograd.Function):
         ctx.save_for_backward(d_hidden, d_head)
         ctx.trains_head = trains_head
         ctx.count = count = max(1, hidden.shape[0])
-        return total / count
+        ctx.mark_non_differentiable(best)
+        return total / count, best
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor | None, None, None]:
+    def backward(ctx: Any, grad: Tensor, _: Tensor) -> tuple[Tensor, Tensor | None, None, None]:
         d_hidden, d_head = ctx.saved_tensors
         share = grad / ctx.count
         return d_hidden * share, d_head * share if ctx.trains_head else None, None, None
@@ -98,5 +107,13 @@ class HeadLoss(torch.autograd.Function):
 
 def head_loss(hidden: Tensor, head: Tensor, goals: Goals | Tensor, dtype: torch.dtype) -> Tensor:
     """Return the mean cross entropy of hidden [n, d] under a head [vocab, d], as HeadLoss does."""
-    apply: Callable[..., Tensor] = HeadLoss.apply
+    return loss_and_best(hidden, head, goals=goals, dtype=dtype)[0]
+
+
+def loss_and_best(
+    hidden: Tensor, head: Tensor, goals: Goals | Tensor, dtype: torch.dtype
+) -> tuple[Tensor, Tensor]:
+    """Return the mean cross entropy of hidden [n, d] under a head [vocab, d], and the best token of
+    every row [n], as HeadLoss does."""
+    apply: Callable[..., tuple[Tensor, Tensor]] = HeadLoss.apply
     return apply(hidden.float(), head, goals, dtype)
