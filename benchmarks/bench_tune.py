@@ -6,8 +6,10 @@ The prompts to train on are cut from the modules that the fixture was trained on
 as fixtures/prompts.jsonl, on which acceptance is measured: 64 prompts, 128 new tokens each. Those
 that have a run of 16 tokens in common with one of these are left out. --base int4 quantizes the
 fixture first, every linear of the main model to int4 and the MTP module to int8; source keeps it as
-it is. An interrupted run goes on. Adds a row to tune.json in --out (benchmarks/results). Times are
-those of the processor, all threads together; rows that an earlier run left are not in them.
+it is. Rows to train on are made by the fixture's training code (benchmarks/tiny_target.py), those
+to measure on by the runtime. An interrupted run goes on. Adds a row to tune.json in --out
+(benchmarks/results). Times are those of the processor, all threads together; rows that an earlier
+run left are not in them.
 """
 
 from __future__ import annotations
@@ -17,6 +19,7 @@ import json
 import time
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +27,7 @@ import torch
 from tokenizers import Tokenizer
 
 from benchmarks.bench_export import machine
+from benchmarks.tiny_target import TinyWriter
 from fixtures.tiny.data import standard_library
 from fixtures.tiny.prompts import COUNTS, make_prompts, prompt_ids, read_prompts
 from mtp_export.bundle.build import run_bundle
@@ -31,9 +35,11 @@ from mtp_export.bundle.options import BundleOptions
 from mtp_export.bundle.quantize import Int4Scope, QuantizeOptions, plan_quantize
 from mtp_export.commands.tune import Bars, result_facts
 from mtp_export.progress import silent
+from mtp_export.tune import state_files
 from mtp_export.tune.drafts import DRAFTS
 from mtp_export.tune.options import DataOptions, TrainOptions, TuneOptions
-from mtp_export.tune.run import tune
+from mtp_export.tune.rows import Rows
+from mtp_export.tune.run import open_checked, row_stores, tune
 
 ROOT = Path(__file__).resolve().parents[1]
 SOURCE = ROOT / "fixtures/deepseek-v3-tiny"
@@ -77,7 +83,7 @@ def training_prompts(count: int) -> list[list[int]]:
     counts = {kind: count * own // sum(COUNTS.values()) for kind, own in COUNTS.items()}
     training, _ = standard_library()
     made = encoded(make_prompts(training, tokenizer, PROMPT_SEED, counts))
-    return without_common(made, held_out_prompts())
+    return sorted(without_common(made, held_out_prompts()), key=len)
 
 
 def without_common(
@@ -102,13 +108,34 @@ def make_bundle(base: str, folder: Path) -> Path:
     return output
 
 
+def make_rows(options: TuneOptions, answered: Iterable[Path]) -> None:
+    """Make the rows to train on; texts of other drafts' rows for this target are read again."""
+    source = open_checked(options)
+    store, _ = row_stores(options, source)
+    kind = DRAFTS[options.draft]
+    prompts = {line.prompt for line in store.lines}
+    texts = [
+        text
+        for path in answered
+        for text in Rows.of(state_files.load(path, mapped=True)).texts.texts
+    ]
+    answers = {
+        own: text.tokens[text.prompt_size :]
+        for text in texts
+        if (own := text.tokens[: text.prompt_size]) in prompts
+    }
+    taps = kind.taps(source.family.num_hidden_layers)
+    writer = cache(lambda: TinyWriter.of(options.bundle, kind.fed(source), taps, answers))
+    store.make(writer, Bars().texts(len(store.lines)))
+
+
 def main() -> None:
     """Tune, and record the figures."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--folder", type=Path, required=True, help="bundles, rows, saved states")
     parser.add_argument("--base", choices=BASES, default="int4")
     parser.add_argument("--draft", choices=DRAFTS, default="mtp")
-    parser.add_argument("--prompts", type=int, default=1024)
+    parser.add_argument("--prompts", type=int, default=1536)
     parser.add_argument("--k", type=int, default=5)
     parser.add_argument("--steps", type=int, default=1000)
     parser.add_argument("--lr", type=float, default=1e-3)
@@ -129,9 +156,10 @@ def main() -> None:
         data=DataOptions(prompts, held_out=measured),
         draft=given.draft,
         train=train,
-        workdir=given.folder / "work",
+        workdir=given.folder / f"work-{given.base}",
         overwrite=True,
     )
+    make_rows(options, sorted(options.work.glob("rows-*/training/*.pt")))
     result = tune(options, Bars())
     assert result is not None
     path = given.out / "tune.json"

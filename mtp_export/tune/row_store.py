@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -16,7 +17,7 @@ from mtp_export.checkpoint.reader import Checkpoint
 from mtp_export.errors import InvalidInputError
 from mtp_export.tune import state_files
 from mtp_export.tune.options import DataOptions
-from mtp_export.tune.rows import GOALS, Line, Rows, Writer
+from mtp_export.tune.rows import GOALS, Line, Rows
 from mtp_export.verify.evidence.prompts import encoded
 from mtp_runtime.prompts import read_texts
 from mtp_runtime.training.head_loss import Goals
@@ -77,6 +78,14 @@ def _lines(path: Path, main: Checkpoint) -> tuple[Line, ...]:
     return kept
 
 
+class RowWriter(Protocol):
+    """The target, however it is computed."""
+
+    def rows(self, lines: Sequence[Line], dtype: torch.dtype) -> Rows:
+        """Return lines with their answers, and what the target computes of them; dtype is that of
+        hidden states."""
+
+
 def row_bytes(hidden: int) -> int:
     """Return the bytes of a training row on disk."""
     return 4 + hidden * TRAINING_DTYPE.itemsize + GOALS * 8
@@ -100,7 +109,7 @@ class RowStore:
         count = -(-len(self.lines) // self.part_lines)
         return [self.folder / f"part-{number:05d}.pt" for number in range(count)]
 
-    def make(self, writer: Callable[[], Writer], advance: Callable[[int], object]) -> None:
+    def make(self, writer: Callable[[], RowWriter], advance: Callable[[int], object]) -> None:
         """Make the parts that are missing; advance is told the lines of every part."""
         for number, path in enumerate(self.paths):
             lines = self.lines[number * self.part_lines : (number + 1) * self.part_lines]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from functools import cached_property
@@ -91,6 +91,16 @@ class Rows:
         return cls(texts, state["hidden"], state["ids"], state["log_probs"])
 
     @classmethod
+    def made(cls, texts: Texts, hidden: Tensor, logits: Iterable[Tensor]) -> Self:
+        """Make rows of the target's logits [n, vocab], some rows at a time."""
+        ids, log_probs = [], []
+        for own in logits:
+            best, best_ids = own.log_softmax(dim=-1).topk(min(GOALS, own.shape[1]), dim=-1)
+            log_probs.append(best.cpu())
+            ids.append(best_ids.int().cpu())
+        return cls(texts, hidden.cpu(), torch.cat(ids), torch.cat(log_probs))
+
+    @classmethod
     def joined(cls, parts: Sequence[Rows]) -> Rows:
         """Return all rows of several parts."""
         texts = Texts(tuple(text for part in parts for text in part.texts.texts))
@@ -139,13 +149,8 @@ class Writer:
         found = self._written(lines) | self._read(lines)
         texts = Texts(tuple(found[number][0] for number in range(len(lines))))
         states = _joined([found[number][1] for number in range(len(lines))])
-        ids, log_probs = [], []
-        for _, logits in logits_by_chunk(self.model.head, states.after):
-            best, best_ids = logits.log_softmax(dim=-1).topk(min(GOALS, logits.shape[1]), dim=-1)
-            log_probs.append(best.cpu())
-            ids.append(best_ids.int().cpu())
-        hidden = self.fed.of(states).to(dtype).cpu()
-        return Rows(texts, hidden, torch.cat(ids), torch.cat(log_probs))
+        logits = (logits for _, logits in logits_by_chunk(self.model.head, states.after))
+        return Rows.made(texts, self.fed.of(states).to(dtype), logits)
 
     def _states(self, texts: Texts) -> States:
         """Return the target's hidden states of every row."""
