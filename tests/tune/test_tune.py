@@ -300,7 +300,8 @@ def losses_of(options: TuneOptions, group: Group) -> list[list[float]]:
         draft,
         replace(TRAIN, steps=4),
         group,
-        place=options.workdir / f"state-{group.rank}-of-{group.size}-{options.offload}.pt",
+        place=options.workdir
+        / f"state-{group.rank}-of-{group.size}-{options.device}-{options.offload}.pt",
         save_seconds=1e9,
     )
     training.run(store, lambda step, losses: None)
