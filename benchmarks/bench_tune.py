@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import random
 import time
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict
@@ -38,6 +39,7 @@ from mtp_export.progress import silent
 from mtp_export.tune import state_files
 from mtp_export.tune.drafts import DRAFTS
 from mtp_export.tune.options import DataOptions, TrainOptions, TuneOptions
+from mtp_export.tune.row_store import PART_LINES
 from mtp_export.tune.rows import Rows
 from mtp_export.tune.run import open_checked, row_stores, tune
 
@@ -78,12 +80,15 @@ def held_out_prompts() -> list[list[int]]:
 
 def training_prompts(count: int) -> list[list[int]]:
     """Make prompts of the training modules, in the proportions of the held-out ones, of which none
-    has much in common with those."""
+    has much in common with those; as many as a part of rows takes are of similar length."""
     tokenizer = Tokenizer.from_file(str(SOURCE / "tokenizer.json"))
     counts = {kind: count * own // sum(COUNTS.values()) for kind, own in COUNTS.items()}
     training, _ = standard_library()
     made = encoded(make_prompts(training, tokenizer, PROMPT_SEED, counts))
-    return sorted(without_common(made, held_out_prompts()), key=len)
+    ordered = sorted(without_common(made, held_out_prompts()), key=len)
+    parts = [ordered[at : at + PART_LINES] for at in range(0, len(ordered), PART_LINES)]
+    random.Random(PROMPT_SEED).shuffle(parts)
+    return [prompt for part in sorted(parts, key=len, reverse=True) for prompt in part]
 
 
 def without_common(
@@ -135,11 +140,11 @@ def main() -> None:
     parser.add_argument("--folder", type=Path, required=True, help="bundles, rows, saved states")
     parser.add_argument("--base", choices=BASES, default="int4")
     parser.add_argument("--draft", choices=DRAFTS, default="mtp")
-    parser.add_argument("--prompts", type=int, default=1536)
+    parser.add_argument("--prompts", type=int, default=1024)
     parser.add_argument("--k", type=int, default=5)
     parser.add_argument("--steps", type=int, default=1000)
     parser.add_argument("--lr", type=float, default=1e-3)
-    parser.add_argument("--dtype", default="bfloat16")
+    parser.add_argument("--dtype", default="float32")
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--out", type=Path, default=ROOT / "benchmarks/results")
     given = parser.parse_args()

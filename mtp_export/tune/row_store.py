@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import random
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -25,6 +25,7 @@ from mtp_runtime.training.head_loss import Goals
 PART_LINES = 64
 TRAINING_DTYPE, MEASURING_DTYPE = torch.bfloat16, torch.float32
 MOST_HELD_OUT = 64
+_LEAST_TOKENS = 3
 
 
 @dataclass(frozen=True)
@@ -127,34 +128,9 @@ class RowStore:
         """Tokens of every text."""
         return [length for part in self.parts for length in part.lengths]
 
-    @cached_property
-    def firsts(self) -> list[int]:
-        """Slot of every text that an engine drafts from first: that of the prompt's last token."""
-        texts = (text for part in self.parts for text in part.texts.texts)
-        return [max(0, text.prompt_size - 1) for text in texts]
-
     def chains(self, number: int, depth: int) -> int:
         """Return how many chains of a text have a draft at a depth from 0."""
-        return max(0, self.lengths[number] - 1 - depth - self.firsts[number])
-
-    def batches(self, batch_tokens: int, seed: int) -> Iterator[list[int]]:
-        """Return batches without end, of the texts that an engine would draft in.
-
-        Raises InvalidInputError where there is none.
-        """
-        usable = {
-            number: length
-            for number, length in enumerate(self.lengths)
-            if self.chains(number, depth=0)
-        }
-        if not usable:
-            raise InvalidInputError(
-                "No text of the data has an answer to train on",
-                where=self.folder,
-                expected="answers of 2 tokens or more, before texts are cut",
-                todo="Raise --max-text-tokens, or give shorter prompts",
-            )
-        return shuffled(usable, batch_tokens, seed)
+        return max(0, self.lengths[number] - 1 - depth)
 
     @cached_property
     def _places(self) -> list[tuple[Rows, int, int]]:
@@ -173,12 +149,9 @@ class RowStore:
             torch.stack([_filled(parts[index], longest) for parts in texts]).to(device)
             for index in range(4)
         )
+        lengths = torch.tensor([self.lengths[number] for number in numbers], device=device)
         goals = Goals.sharpened(ids.long(), log_probs)
-        ends = ([own[number] for number in numbers] for own in (self.firsts, self.lengths))
-        firsts, lengths = (torch.tensor(own, device=device) for own in ends)
-        return Batch(
-            tokens.long(), hidden=hidden.float(), goals=goals, firsts=firsts, lengths=lengths
-        )
+        return Batch(tokens.long(), hidden=hidden.float(), goals=goals, lengths=lengths)
 
     def _text(self, number: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         part, own, start = self._places[number]
@@ -195,39 +168,33 @@ def _filled(values: Tensor, length: int) -> Tensor:
 @dataclass(frozen=True)
 class Batch:
     """Texts of a step, [b, s] each: tokens, what the draft is fed of the target [b, s, d], the
-    target's distribution after every token, the first slot of each text that an engine drafts from
-    [b], and the tokens of each [b]."""
+    target's distribution after every token, and the tokens of each text [b]."""
 
     tokens: Tensor
     hidden: Tensor
     goals: Goals
-    firsts: Tensor
     lengths: Tensor
 
     def starts(self) -> Tensor:
-        """Return the slots that chains start at, of all b * s side by side: where an engine drafts,
-        at the answers."""
-        answers = (self._slots >= self.firsts[:, None]).flatten()
-        return (answers & self.room(0)).nonzero()[:, 0]
+        """Return the slots that chains start at, of all b * s side by side."""
+        return self.room(0).nonzero()[:, 0]
 
     def room(self, depth: int) -> Tensor:
         """Return a mask [b * s]: a chain that starts there has a token for its draft at a depth
         from 0, and what the target would say instead."""
-        return (self._slots + 1 + depth < self.lengths[:, None]).flatten()
-
-    @property
-    def _slots(self) -> Tensor:
-        return torch.arange(self.tokens.shape[1], device=self.tokens.device)
+        slots = torch.arange(self.tokens.shape[1], device=self.tokens.device)
+        return (slots + 1 + depth < self.lengths[:, None]).flatten()
 
 
-def shuffled(lengths: Mapping[int, int], batch_tokens: int, seed: int) -> Iterator[list[int]]:
-    """Yield batches without end, of texts by number: of similar length, each once in an epoch."""
+def shuffled(lengths: Sequence[int], batch_tokens: int, seed: int) -> Iterator[list[int]]:
+    """Yield batches without end: texts of similar length, each text once in an epoch."""
+    usable = [number for number, length in enumerate(lengths) if length >= _LEAST_TOKENS]
     epoch = 0
     while True:
         draw = random.Random(f"{seed}-epoch-{epoch}")
-        jitter = {number: length * draw.uniform(0.9, 1.1) for number, length in lengths.items()}
+        jitter = {number: lengths[number] * draw.uniform(0.9, 1.1) for number in usable}
         groups: list[list[int]] = [[]]
-        for number in sorted(jitter, key=lambda number: -jitter[number]):
+        for number in sorted(usable, key=lambda number: -jitter[number]):
             longest = max([lengths[number], *(lengths[other] for other in groups[-1])])
             if groups[-1] and longest * (len(groups[-1]) + 1) > batch_tokens:
                 groups.append([])

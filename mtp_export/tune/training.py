@@ -17,7 +17,7 @@ from mtp_export.errors import UsageError
 from mtp_export.tune import state_files
 from mtp_export.tune.draft import TrainedDraft
 from mtp_export.tune.options import TrainOptions
-from mtp_export.tune.row_store import Batch, RowStore
+from mtp_export.tune.row_store import Batch, RowStore, shuffled
 from mtp_runtime.models.load import DTYPES
 from mtp_runtime.training.head_loss import loss_and_best
 from mtp_runtime.training.optimizer import Course, adamw, set_rate
@@ -83,7 +83,7 @@ class Training:
 
     def run(self, store: RowStore, on_step: OnStep) -> None:
         """Train to the last step; whatever ends it early, the last saved state stays."""
-        batches = store.batches(self.options.batch_tokens, self.options.seed)
+        batches = shuffled(store.lengths, self.options.batch_tokens, self.options.seed)
         saved = time.monotonic()
         for numbers in islice(batches, self.done, self.options.steps):
             started = time.process_time()

@@ -63,7 +63,8 @@ def test_heads_learn_and_draft(bundle: Path, prompts: Path, tmp_path: Path) -> N
     before, after = (value(s.blocks[DEPTHS].conditional[0]) for s in (result.before, result.after))
     assert after > before + 0.05
     check_bundle(options, "parallel_heads")
-    mtp = replace(options, draft="mtp", train=TrainOptions(k=1, steps=1), overwrite=True)
+    train = TrainOptions(k=1, steps=1)
+    mtp = replace(options, draft="mtp", train=train, output_dir=tmp_path / "mtp")
     assert tune(mtp, Watch()) is not None
     assert len(list(options.work.glob("rows-*"))) == 1, "both are fed the same states"
 

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-CHUNK_TOKENS = 512
+CHUNK_TOKENS = 256
 TEACHER_SHARPNESS = 2.0  # inverse temperature: a greedy draft must equal the most probable token
 
 
@@ -39,22 +39,25 @@ class Goals:
         return Goals(self.ids[rows], self.probs[rows])
 
 
-def loss_and_gradient(logits: Tensor, ids: Tensor, probs: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the summed cross entropy of logits [n, vocab], which are overwritten, and its
-    gradient."""
+def loss_and_gradient(logits: Tensor, ids: Tensor, probs: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the summed cross entropy of logits [n, vocab], which are overwritten, its gradient,
+    and the best token of each row [n]."""
     wide = logits.float()
-    normalizer = torch.logsumexp(wide, dim=-1, keepdim=True)
-    loss = (probs * (normalizer - wide.gather(1, ids))).sum()
-    gradient = wide.sub_(normalizer).exp_().scatter_add_(1, ids, -probs)
-    return loss, gradient.to(logits.dtype)
+    highest, best = wide.max(dim=-1, keepdim=True)
+    wanted = wide.gather(1, ids)
+    shares = wide.sub_(highest).exp_()
+    total = shares.sum(dim=-1, keepdim=True)
+    loss = (probs * (highest + total.log() - wanted)).sum()
+    gradient = shares.div_(total).scatter_add_(1, ids, -probs)
+    return loss, gradient.to(logits.dtype), best[:, 0]
 
 
-def _loss_and_gradient_of_teacher(logits: Tensor, teacher: Tensor) -> tuple[Tensor, Tensor]:
+def _loss_and_gradient_of_teacher(logits: Tensor, teacher: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     wide = logits.float()
     log_probs = wide - torch.logsumexp(wide, dim=-1, keepdim=True)
     goal = torch.softmax(teacher.float() * TEACHER_SHARPNESS, dim=-1)
     loss = -(goal * log_probs).sum()
-    return loss, log_probs.exp_().sub_(goal).to(logits.dtype)
+    return loss, log_probs.exp_().sub_(goal).to(logits.dtype), wide.argmax(dim=-1)
 
 
 class HeadLoss(torch.autograd.Function):
@@ -81,13 +84,13 @@ class HeadLoss(torch.autograd.Function):
             rows = slice(start, start + CHUNK_TOKENS)
             low_hidden = hidden[rows].to(dtype)
             logits = low_hidden @ low_head.T
-            best[rows] = logits.argmax(dim=-1)
             if isinstance(goals, Goals):
                 own = goals[rows]
-                loss, gradient = HeadLoss.chunk_function(logits, own.ids, own.probs)
+                found = HeadLoss.chunk_function(logits, own.ids, own.probs)
             else:
                 teacher = goals[rows].to(dtype) @ low_head.T
-                loss, gradient = _loss_and_gradient_of_teacher(logits, teacher)
+                found = _loss_and_gradient_of_teacher(logits, teacher)
+            loss, gradient, best[rows] = found
             total += loss
             d_hidden[rows] = gradient @ low_head
             if trains_head:

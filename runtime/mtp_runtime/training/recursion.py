@@ -97,10 +97,11 @@ class RecursiveChains:
         scores = by_text.spread(query) @ keys.transpose(-1, -2) + by_text.mask.to(query.dtype)
         own = [by_text.spread((query * key).sum(-1, keepdim=True)) for key, _ in self._chain]
         weights = torch.softmax(torch.cat([scores, *own], dim=-1), dim=-1).to(values.dtype)
-        slots = keys.shape[-2]
-        mixed = weights[..., :slots] @ values
-        for index, (_, value) in enumerate(self._chain, start=slots):
-            mixed = mixed + weights[..., index : index + 1] * by_text.spread(value)
+        sizes = [keys.shape[-2], *[1] * len(own)]
+        first, *deeper = torch.split(weights, sizes, dim=-1)
+        mixed = first @ values
+        for weight, (_, value) in zip(deeper, self._chain, strict=True):
+            mixed = mixed + weight * by_text.spread(value)
         return by_text.gather(mixed)
 
 
