@@ -2,9 +2,10 @@
 
     python -m benchmarks.bench_adaptive fixtures/deepseek-v3-tiny --prompts fixtures/prompts.jsonl
 
-Plain decoding, k = 1 to 5 and adaptive take turns in every round. A round's ratio is the adaptive
-run's output tokens per second over those of the fixed k with the best median; the figure is the
-median of the rounds. Writes adaptive.json and adaptive.md to --out (benchmarks/results).
+Plain decoding, k = 1 to 5 and adaptive decode the same prompts in every turn. A turn's ratio is the
+adaptive run's output tokens per second over those of the fixed k that was best in the other turns
+(the best of the same turn would be the luckiest one); the figure is the median of the turns. Writes
+adaptive.json and adaptive.md to --out (benchmarks/results).
 """
 
 from __future__ import annotations
@@ -12,8 +13,9 @@ from __future__ import annotations
 import argparse
 import json
 import time
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from statistics import median
+from statistics import median, quantiles
 
 import torch
 
@@ -22,36 +24,45 @@ from mtp_runtime import LLM, SamplingParams
 from mtp_runtime.models.load import LoadOptions, load_model
 
 ADAPTIVE = "adaptive"
-MIN_PROMPTS = 4  # fewer are decoded several times over, so that a round is not over at once
+MIN_TURNS, MAX_TURNS, MAX_PROMPTS = 5, 30, 96
+WARM_UP = 3  # turns, in which the adaptive engine sees what lengths cost
 
 
-def seconds_of(llm: LLM, prompts: Prompts, size: int, params: SamplingParams) -> float:
-    """Seconds in which prompts are decoded, `size` at a time."""
+def seconds_of(llm: LLM, prompts: Prompts, params: SamplingParams) -> float:
+    """Seconds in which prompts are decoded, all at once."""
     start = time.perf_counter()
-    for first in range(0, len(prompts), size):
-        llm.generate(prompts[first : first + size], params)
+    llm.generate(prompts, params)
     return time.perf_counter() - start
 
 
+def best_fixed(turns: Sequence[Mapping[str, float]]) -> str:
+    """The fixed number of drafts that was fastest over some turns."""
+    names = [name for name in turns[0] if name != ADAPTIVE]
+    return min(names, key=lambda name: sum(turn[name] for turn in turns))
+
+
 def row_of(
-    engines: dict[str, LLM], prompts: Prompts, size: int, *, tokens: int, rounds: int
+    engines: Mapping[str, LLM], prompts: Prompts, size: int, tokens: int
 ) -> dict[str, object]:
-    """Figures of one concurrency: tokens per second by method, and the ratios of the rounds."""
+    """Figures of one concurrency: tokens per second by method, and the ratios of the turns."""
     params = SamplingParams(max_tokens=tokens, ignore_eos=True)
-    asked = prompts[: max(size, MIN_PROMPTS)]
-    rates: dict[str, list[float]] = {name: [] for name in engines}
-    for number in range(rounds + 1):
-        for name, llm in engines.items():
-            seconds = seconds_of(llm, asked, size, params)
-            if number:  # the first round warms up, and shows the adaptive engine what lengths cost
-                rates[name].append(len(asked) * tokens / seconds)
-    medians = {name: median(each) for name, each in rates.items()}
-    best = max((name for name in engines if name != ADAPTIVE), key=lambda name: medians[name])
-    ratios = [ours / fixed for ours, fixed in zip(rates[ADAPTIVE], rates[best], strict=True)]
+    names, turns = list(engines), []
+    count = max(MIN_TURNS, min(MAX_TURNS, MAX_PROMPTS // size))
+    for number in range(count + WARM_UP):
+        asked = [prompts[(number * size + place) % len(prompts)] for place in range(size)]
+        first = number % len(names)  # no engine is always the one after the slowest
+        order = names[first:] + names[:first]
+        turns.append({name: seconds_of(engines[name], asked, params) for name in order})
+    turns = turns[WARM_UP:]
+    ratios = [
+        turn[best_fixed([other for other in turns if other is not turn])] / turn[ADAPTIVE]
+        for turn in turns
+    ]
+    written = size * tokens * len(turns)
     return {
         "concurrency": size,
-        "best_fixed": best,
-        "tokens_per_second": medians,
+        "best_fixed": best_fixed(turns),
+        "tokens_per_second": {name: written / sum(turn[name] for turn in turns) for name in names},
         "adaptive_over_best": median(ratios),
         "ratios": ratios,
     }
@@ -60,7 +71,7 @@ def row_of(
 def table(rows: list[dict[str, object]], names: list[str]) -> str:
     """The rows as Markdown."""
     lines = [
-        f"| concurrency | {' | '.join(names)} | adaptive / best (rounds) |",
+        f"| concurrency | {' | '.join(names)} | adaptive / best (quartiles of the turns) |",
         "|--:|" + "--:|" * (len(names) + 1),
     ]
     for row in rows:
@@ -70,7 +81,8 @@ def table(rows: list[dict[str, object]], names: list[str]) -> str:
             f"**{rates[name]:.0f}**" if name == row["best_fixed"] else f"{rates[name]:.0f}"
             for name in names
         ]
-        share = f"{row['adaptive_over_best']:.2f} ({min(ratios):.2f}–{max(ratios):.2f})"
+        low, middle, high = quantiles(ratios, n=4)
+        share = f"{middle:.2f} ({low:.2f}–{high:.2f})"
         lines.append(f"| {row['concurrency']} | {' | '.join(cells)} | {share} |")
     return "\n".join(lines) + "\n"
 
@@ -81,7 +93,7 @@ def main() -> None:
     parser.add_argument("--prompts", type=Path)
     parser.add_argument("--input-tokens", type=int, default=64)
     parser.add_argument("--output-tokens", type=int, default=64)
-    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--concurrencies", type=int, nargs="+", default=CONCURRENCIES)
     parser.add_argument("--out", type=Path, default=Path("benchmarks/results"))
     arguments = parser.parse_args()
     loaded = load_model(arguments.source, LoadOptions())
@@ -90,14 +102,10 @@ def main() -> None:
     for k in range(1, 6):
         engines[f"k={k}"] = LLM(arguments.source, speculate_max_draft_token_num=k, **options)
     engines[ADAPTIVE] = LLM(arguments.source, adaptive=True, **options)
-    prompts = prompts_of(
-        arguments.prompts, engines["plain"], CONCURRENCIES[-1], arguments.input_tokens
-    )
+    prompts = prompts_of(arguments.prompts, engines["plain"], MAX_PROMPTS, arguments.input_tokens)
     rows = []
-    for size in CONCURRENCIES:
-        row = row_of(
-            engines, prompts, size, tokens=arguments.output_tokens, rounds=arguments.rounds
-        )
+    for size in arguments.concurrencies:
+        row = row_of(engines, prompts, size, arguments.output_tokens)
         rows.append(row)
         print(json.dumps(row), flush=True)
     text = table(rows, list(engines))

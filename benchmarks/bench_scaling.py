@@ -1,6 +1,7 @@
 """Bundles made by 1 to N processes in shares, in memory and on a disk, beside the disk's limit.
 
     python -m benchmarks.bench_scaling measure /data/scratch     seconds by processes, in one run
+    python -m benchmarks.bench_scaling page                      puts them into docs/distributed.md
     python -m benchmarks.bench_scaling paper                     the formula for a 671B conversion
 
 Each process is `mtp-export quantize --share I/N --workers 1`; the time is that of all of them, of
@@ -33,6 +34,8 @@ _PROGRAM = [sys.executable, "-c", "from mtp_export.cli import main; main()"]
 _SCHEMES = ("--base-quant", "weight_only_int8", "--mtp-quant", "weight_only_int8")
 _LAYERS, _VOCABULARY = 4, 4096
 _SHARD_BYTES = 128_000_000
+RESULT, PAGE = Path("benchmarks/results/scaling.json"), Path("docs/distributed.md")
+HEADING = "### Measured on one machine"
 _CPUS_PER_MACHINE = 16
 PAPER_MACHINES = (1, 2, 4, 8, 16, 32, 64)
 PAPER_STORAGE = (1e9, 5e9, 20e9, 100e9)
@@ -85,6 +88,46 @@ def paper() -> str:
         cells = [f"{paper_seconds(V3, NODE, count, rate):,.0f} s" for rate in PAPER_STORAGE]
         lines.append(f"| {count} | {' | '.join(cells)} |")
     return "\n".join(lines)
+
+
+def section(result: dict[str, Any]) -> str:
+    """Return the section of docs/distributed.md about a measurement."""
+    memory, disk = (result["places"][name] for name in ("memory", "disk"))
+    limit, facts = median(disk["limit_seconds"]), result["machine"]
+    seconds = {name: place["median_seconds"] for name, place in result["places"].items()}
+    first = next(iter(seconds["memory"]))
+    rows = [
+        f"| {count} | {in_memory:.1f} s | {seconds['memory'][first] / in_memory:.2f} |"
+        f" {on_disk:.1f} s | {on_disk / limit:.2f} |"
+        for (count, in_memory), on_disk in zip(
+            seconds["memory"].items(), seconds["disk"].values(), strict=True
+        )
+    ]
+    runs = len(disk["limit_seconds"])
+    return "\n".join(
+        [
+            HEADING,
+            "",
+            f"`python -m benchmarks.bench_scaling measure SCRATCH`, {facts['cpu']}, commit"
+            f" {facts['commit'][:12]}: fp8 to int8, {memory['bytes'] / 1e9:.1f} GB in and out, by"
+            f" processes of one worker\neach, medians of {runs}. In memory (`/dev/shm`) the kernels"
+            f" alone limit it; on the disk nothing is faster than {limit:.1f} s,\nwhich direct I/O"
+            " alone takes for the same bytes.",
+            "",
+            "| processes | in memory | times one process | on the disk | times the disk's limit |",
+            "|--:|--:|--:|--:|--:|",
+            *rows,
+            "",
+            "",
+        ]
+    )
+
+
+def put_into(page: str, part: str) -> str:
+    """Return a page with the section of the same heading replaced."""
+    before, _, rest = page.partition(f"{HEADING}\n")
+    following = rest.find("\n## ")
+    return before + part + rest[following + 1 :]
 
 
 def make_source(folder: Path, experts: int) -> Path:
@@ -164,15 +207,19 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     actions = parser.add_subparsers(dest="action", required=True)
     actions.add_parser("paper")
+    actions.add_parser("page")
     measured = actions.add_parser("measure")
     measured.add_argument("scratch", type=Path)
     measured.add_argument("--shares", type=int, nargs="+", default=[1, 2, 4])
     measured.add_argument("--runs", type=int, default=3)
     measured.add_argument("--experts", type=int, default=8)
-    measured.add_argument("--result", type=Path, default=Path("benchmarks/results/scaling.json"))
+    measured.add_argument("--result", type=Path, default=RESULT)
     given = parser.parse_args()
     if given.action == "paper":
         print(paper())
+        return
+    if given.action == "page":
+        PAGE.write_text(put_into(PAGE.read_text(), section(json.loads(RESULT.read_text()))))
         return
     result = measure(given.scratch, given.shares, given.runs, given.experts)
     given.result.parent.mkdir(parents=True, exist_ok=True)

@@ -1,12 +1,16 @@
 """Load on the server: requests that arrive at random times, and a fixed number at once.
 
     python -m benchmarks.bench_serve fixtures/deepseek-v3-tiny [--seconds 20] [--result FILE]
+    python -m benchmarks.bench_serve fixtures/deepseek-v3-tiny --vllm-python VENV/bin/python
 
 Plain decoding and MTP, with and without a prefix cache, each in a server of its own on a free port.
 Closed loop: each of N clients sends its next request when the last one has ended. Open loop:
 requests arrive as a Poisson process at shares of the rate that the closed loop of 16 reached,
-whether the server keeps up or not. Beside it `generate`'s own engine with 16 requests at once.
-Times are the client's: to the first token (TTFT), and per token after it (TPOT).
+whether the server keeps up or not. Then the same requests, 16 at a time, by the server and by
+`generate` in turn.
+Times are the client's: to the first token (TTFT), and per token after it (TPOT). With
+--vllm-python the closed loops of 1 and 16 clients alone, of `mtp-export serve` and of vLLM's server
+as commands on the same bf16 bundle, in turn, to serve_vllm.json.
 """
 
 from __future__ import annotations
@@ -15,23 +19,32 @@ import argparse
 import asyncio
 import json
 import random
+import tempfile
 import time
 from collections.abc import Awaitable, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from statistics import mean
+from statistics import mean, median
 from typing import Any
 
 import uvicorn
 
+from benchmarks import serve_peer
 from benchmarks.bench_decode import CONCURRENCIES, hardware
+from mtp_export.bundle.build import run_bundle
+from mtp_export.bundle.options import BundleOptions
+from mtp_export.bundle.quantize import QuantizeOptions, plan_quantize
 from mtp_export.serve.app import Server, ServerOptions
 from mtp_runtime import LLM, SamplingParams
 from mtp_runtime.models.load import Loaded, LoadOptions, load_model
 
 NEW_TOKENS = 64
+BATCH, ROUNDS = 16, 7
+PEER_CLIENTS, PEER_DRAFTS = (1, BATCH), 2
 SHARES = (0.5, 0.8, 0.95)
+RESULTS = Path("benchmarks/results")
 WORDS = ("once", "upon", "a", "time", "there", "was", "a", "small", "house", "by", "the", "sea")
 SYSTEM = " ".join(WORDS * 12)  # what prompts have in common
 
@@ -49,11 +62,15 @@ class Timing:
         return (self.whole - self.first) / max(1, self.tokens - 1)
 
 
+def prompt_of(number: int) -> str:
+    """The words that all have in common, and twelve of its own."""
+    return f"{SYSTEM} {' '.join(random.Random(number).choices(WORDS, k=12))}"
+
+
 async def request(port: int, number: int) -> Timing:
     """Stream one answer."""
-    own = random.Random(number)
     body = {
-        "prompt": f"{SYSTEM} {' '.join(own.choices(WORDS, k=12))}",
+        "prompt": prompt_of(number),
         "max_tokens": NEW_TOKENS,
         "ignore_eos": True,
         "temperature": 0,
@@ -143,7 +160,7 @@ async def rows_of(llm: LLM, seconds: float, clients: tuple[int, ...]) -> dict[st
     async with serving(llm) as port:
         await closed_loop(port, 4, 1.0)
         closed = {n: await measured(lambda n=n: closed_loop(port, n, seconds)) for n in clients}
-        most = closed[16]["requests_per_second"]
+        most = closed[BATCH]["requests_per_second"]
         opened = {
             share: await measured(lambda share=share: open_loop(port, share * most, seconds))
             for share in SHARES
@@ -151,15 +168,37 @@ async def rows_of(llm: LLM, seconds: float, clients: tuple[int, ...]) -> dict[st
     return {"closed_loop": closed, "open_loop": opened}
 
 
-def generate_rate(llm: LLM) -> float:
-    """Output tokens per second of 16 requests at once, without a server."""
-    prompts = [f"{SYSTEM} {' '.join(random.Random(n).choices(WORDS, k=12))}" for n in range(16)]
+async def some_requests(port: int, numbers: range) -> None:
+    """Have each request answered, BATCH at a time."""
+    waiting = list(numbers)
+
+    async def client() -> None:
+        while waiting:
+            await request(port, waiting.pop())
+
+    await asyncio.gather(*(client() for _ in range(BATCH)))
+
+
+async def in_turns(llm: LLM) -> dict[str, Any]:
+    """Output tokens per second of the server and of `generate` with the same requests, BATCH at a
+    time, in turn: of every round, and the median of their ratios."""
     params = SamplingParams(max_tokens=NEW_TOKENS, ignore_eos=True)
-    llm.generate(prompts, params)
-    start = time.perf_counter()
-    for _ in range(3):
-        llm.generate(prompts, params)
-    return 3 * 16 * NEW_TOKENS / (time.perf_counter() - start)
+    rates: dict[str, list[float]] = {"server": [], "generate": []}
+    async with serving(llm) as port:
+        for turn in range(ROUNDS + 1):
+            numbers = range(turn * 2 * BATCH, (turn + 1) * 2 * BATCH)
+            prompts = [prompt_of(number) for number in numbers]
+            start = time.perf_counter()
+            await some_requests(port, numbers)
+            served = time.perf_counter()
+            for first in (0, BATCH):
+                await asyncio.to_thread(llm.generate, prompts[first : first + BATCH], params)
+            ended = time.perf_counter()
+            if turn:  # the first one warms up
+                rates["server"].append(len(prompts) * NEW_TOKENS / (served - start))
+                rates["generate"].append(len(prompts) * NEW_TOKENS / (ended - served))
+    ratios = [ours / plain for ours, plain in zip(*rates.values(), strict=True)]
+    return rates | {"server_over_generate": median(ratios), "ratios": ratios}
 
 
 def llm_of(source: Path, loaded: Loaded, method: str, *, prefix_cache: bool) -> LLM:
@@ -174,25 +213,59 @@ def llm_of(source: Path, loaded: Loaded, method: str, *, prefix_cache: bool) -> 
     return llm
 
 
+async def closed_rows(port: int, seconds: float) -> dict[int, dict[str, float]]:
+    """Closed loops of 1 and 16 clients on a server that runs, after a first request each."""
+    await closed_loop(port, BATCH, 1.0)
+    return {n: await measured(partial(closed_loop, port, n, seconds)) for n in PEER_CLIENTS}
+
+
+def against_vllm(python: Path, source: Path, seconds: float) -> dict[str, Any]:
+    """Rows of both servers in bf16, plain and with MTP, and the ratios of output tokens."""
+    rows: dict[str, Any] = {}
+    with tempfile.TemporaryDirectory() as folder:
+        bundle = Path(folder) / "bf16"
+        options = QuantizeOptions(BundleOptions(source, bundle), "bf16", "bf16")
+        run_bundle(plan_quantize(options), lambda _: None)
+        for drafts in (0, PEER_DRAFTS):
+            for name, command in (
+                ("mtp-export serve", serve_peer.ours(bundle, drafts)),
+                ("vllm serve", serve_peer.vllm(python, bundle, drafts)),
+            ):
+                with serve_peer.running(command) as port:
+                    rows[f"{name}, {drafts} drafts"] = asyncio.run(closed_rows(port, seconds))
+    return rows
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("source", type=Path)
     parser.add_argument("--seconds", type=float, default=20.0, help="of each row")
     parser.add_argument("--clients", type=int, nargs="+", default=CONCURRENCIES)
-    parser.add_argument("--result", type=Path, default=Path("benchmarks/results/serve.json"))
+    parser.add_argument("--result", type=Path)
+    parser.add_argument("--vllm-python", type=Path, help="an interpreter that has vLLM")
     arguments = parser.parse_args()
+    if arguments.vllm_python:
+        rows = against_vllm(arguments.vllm_python, arguments.source, arguments.seconds)
+        write(rows, arguments.result or RESULTS / "serve_vllm.json")
+        return
     loaded = load_model(arguments.source, LoadOptions())
-    clients = tuple(sorted({16, *arguments.clients}))
+    clients = tuple(sorted({BATCH, *arguments.clients}))
     rows = {}
     for method in ("none", "mtp"):
         for prefix_cache in (False, True):
             llm = llm_of(arguments.source, loaded, method, prefix_cache=prefix_cache)
             name = f"{method}, {'prefix cache' if prefix_cache else 'no prefix cache'}"
-            own = {"generate_output_tokens_per_second_16": round(generate_rate(llm), 1)}
-            rows[name] = own | asyncio.run(rows_of(llm, arguments.seconds, clients))
+            rows[name] = asyncio.run(rows_of(llm, arguments.seconds, clients))
+            if not prefix_cache:  # what a turn leaves in the cache would serve the next one
+                rows[name]["in_turns"] = asyncio.run(in_turns(llm))
+    write(rows, arguments.result or RESULTS / "serve.json")
+
+
+def write(rows: dict[str, Any], path: Path) -> None:
+    """Write the rows with what they were measured on, and print them."""
     result = {"hardware": hardware(), "new_tokens": NEW_TOKENS, "rows": rows}
-    arguments.result.parent.mkdir(parents=True, exist_ok=True)
-    arguments.result.write_text(json.dumps(result, indent=2) + "\n")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(result, indent=2) + "\n")
     print(json.dumps(result, indent=2))
 
 

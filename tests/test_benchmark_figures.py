@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from benchmarks import bench_scaling
 from pages import README, ROOT, rows_of, sections_of
 
 PAGE = ROOT / "docs/benchmarks.md"
@@ -101,6 +102,36 @@ def test_stream() -> None:
         assert shown in page
 
 
+def test_families() -> None:
+    facts = results("families.json")
+    page = ROOT / "docs/models.md"
+    section = sections_of(page)["Speed"]
+    assert facts["hardware"]["commit"][:12] in section
+    seconds = {(row["way"], row["batch"]): row["seconds"] for row in facts["rows"]}
+    shown = rows_of(section)
+    assert len(seconds) == 2 * len(shown)
+    for way, *cells in shown:
+        assert cells == [f"{seconds[way, batch]:.2f} s" for batch in (1, 16)]
+
+
+def load_cells(row: dict[str, float]) -> list[str]:
+    return [
+        f"{row['output_tokens_per_second']:.0f}",
+        f"{row['ttft_ms_p50']:,.0f} ms",
+        f"{row['tpot_ms_p50']:.1f} ms",
+    ]
+
+
+def test_load_beside_vllm() -> None:
+    facts = results("serve_vllm.json")
+    section = sections_of(ROOT / "docs/serve.md")["Beside vLLM"]
+    assert facts["hardware"]["commit"][:12] in section
+    shown = rows_of(section)
+    assert len(shown) == sum(map(len, facts["rows"].values()))
+    for name, clients, *cells in shown:
+        assert cells == load_cells(facts["rows"][name][clients])
+
+
 def test_quantize_kernels() -> None:
     facts = results("quantize_kernels_cpu.json")["results"]
     rows = rows_of(SECTIONS["Kernels"])
@@ -187,3 +218,9 @@ def test_methods_at_batch_1() -> None:
         ]
         for run in facts
     ]
+
+
+def test_the_page_about_scaling() -> None:
+    page = (ROOT / "docs/distributed.md").read_text()
+    assert bench_scaling.paper() in page
+    assert bench_scaling.section(results("scaling.json")) in page

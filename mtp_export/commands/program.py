@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import sys
 import traceback
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 import typer
 
@@ -14,6 +14,7 @@ from mtp_export.commands.failures import failure_of
 from mtp_export.commands.registry import COMMANDS, command_named
 from mtp_export.commands.standard_streams import guarded_streams
 from mtp_export.errors import Interrupted, UsageError
+from mtp_export.launcher import place_of
 
 # Commands that torchrun starts in several processes: those that rank 0 leads, and one that joins by
 # itself.
@@ -46,9 +47,11 @@ def _run(arguments: Sequence[str]) -> int:
     Raises UsageError for arguments that cannot be parsed, and what the command raises.
     """
     command = next(iter(arguments), "")
-    if command in JOINING or not is_one_of_several(os.environ):
+    if place_of(os.environ).is_alone:
         return _run_alone(arguments)
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # what it warns of ends in one message
+    if command in JOINING:
+        return _run_alone(arguments)
     from mtp_runtime.parallel.join import joined
 
     if command not in LED:
@@ -84,8 +87,3 @@ def _run_alone(arguments: Sequence[str], group: object = None) -> int:
     if code == Interrupted.exit_code:  # Typer returns it for Ctrl-C
         raise KeyboardInterrupt
     return code if isinstance(code, int) else 0
-
-
-def is_one_of_several(variables: Mapping[str, str]) -> bool:
-    """Return True in a process that torchrun started beside others."""
-    return variables.get("WORLD_SIZE", "1") != "1" and "RANK" in variables

@@ -35,11 +35,16 @@ class Window(NamedTuple):
     def shape(self) -> tuple[int, int]:
         return len(self.rows), len(self.columns)
 
+    def moved(self, row: int, column: int) -> Self:
+        """Return a window of this size that begins elsewhere."""
+        rows, columns = self.shape
+        return type(self)(range(row, row + rows), range(column, column + columns))
+
 
 @dataclass(frozen=True)
 class EncodedWindow:
-    """A window of a weight inside an encoded one, which begins where its scales do: rows and
-    columns before and behind it are zeros that were not read."""
+    """A window of a weight inside an encoded one, which begins where its scales and its words do:
+    rows and columns before and behind it may be zeros that were not read."""
 
     encoded: EncodedWeight
     window: Window  # of encoded
@@ -54,14 +59,10 @@ class _Span(NamedTuple):
 
 
 def encoded_window(weight: WeightOnDisk, window: Window, read: Read) -> EncodedWindow:
-    """Read a window of a matrix, with its scales.
-
-    A format whose rows are no rows of the codes is read whole.
-    """
+    """Read a window of a matrix, with its scales."""
     stored, shape = weight.stored, weight.stored.weight.shape
-    if stored.format.reads_whole:
-        whole = stored.encoded([_whole(tensor, read) for tensor in weight.tensors])
-        return EncodedWindow(whole, window)
+    if stored.format.word_rows:
+        return _of_words(weight, window, read)
     codes, *others = weight.tensors
     spans = _code_spans(stored.format, window, shape)
     tensors = [_placed(codes, spans, read, transposed=stored.transposed)]
@@ -71,14 +72,20 @@ def encoded_window(weight: WeightOnDisk, window: Window, read: Read) -> EncodedW
             tensors.append(_placed(tensor, cut, read, transposed=stored.transposed))
         else:
             tensors.append(_whole(tensor, read))
-    encoded = stored.encoded(tensors)
-    first = [span.before for span in spans]
-    first[1] = window.columns.start - _floor(window.columns.start, _units(stored.format)[1])
-    inside = Window(
-        range(first[0], first[0] + len(window.rows)),
-        range(first[1], first[1] + len(window.columns)),
-    )
-    return EncodedWindow(encoded, inside)
+    start = window.columns.start
+    first = (spans[0].before, start - _floor(start, _units(stored.format)[1]))
+    return EncodedWindow(stored.encoded(tensors), window.moved(*first))
+
+
+def _of_words(weight: WeightOnDisk, window: Window, read: Read) -> EncodedWindow:
+    """Read the words and groups that a window lies in."""
+    stored, shape = weight.stored, weight.stored.weight.shape
+    rows = _widened(window.rows, stored.format.word_rows, shape[0])
+    columns = _widened(window.columns, stored.format.k_divisor, shape[1])
+    places = stored.format.places(rows, columns, shape)
+    tensors = [read(tensor, *place) for tensor, place in zip(weight.tensors, places, strict=True)]
+    first = (window.rows.start - rows.start, window.columns.start - columns.start)
+    return EncodedWindow(stored.encoded(tensors), window.moved(*first))
 
 
 def _units(weight_format: WeightFormat) -> tuple[int, int]:
@@ -141,6 +148,11 @@ def _placed(
 def _whole(tensor: TensorInfo, read: Read) -> torch.Tensor:
     rows = range(tensor.shape[0] if tensor.shape else 1)
     return read(tensor, rows, range(tensor.shape[1]) if len(tensor.shape) == 2 else None)
+
+
+def _widened(part: range, unit: int, size: int) -> range:
+    """Return the whole units that a part of [0, size) lies in."""
+    return range(_floor(part.start, unit), min(_floor(part.stop + unit - 1, unit), size))
 
 
 def _floor(number: int, unit: int) -> int:

@@ -20,7 +20,7 @@ from mtp_export.tune.writing import Output, SourceBundle
 from mtp_export.verify.evidence.corpus import Drafts, judge_normed
 from mtp_runtime.models.load import LoadOptions, open_model
 from mtp_runtime.models.model import Model, TorchExecution
-from mtp_runtime.models.parallel_heads import FfnHeads, StoredHeads
+from mtp_runtime.models.parallel_heads import FfnHeads, StoredHeads, run_blocks
 
 METHOD = "parallel_heads"
 INNER = 8  # rows of a block's first matrix, over the hidden size
@@ -35,9 +35,9 @@ class HeadsChains:
     _depth: int = field(default=0, init=False)
 
     def drafts(self, starts: Tensor) -> Tensor:
-        body = self.heads.body(self._depth, self.hidden.index_select(0, starts))
+        blocks = self.heads.blocks[self._depth : self._depth + 1]
         self._depth += 1
-        return body
+        return run_blocks(blocks, self.hidden.index_select(0, starts))[0]
 
 
 @dataclass(frozen=True)

@@ -26,8 +26,9 @@ from mtp_export.tune.rows import Rows, Writer
 from mtp_export.tune.training import OnStep, Training
 from mtp_export.tune.writing import Output, SourceBundle
 from mtp_runtime.models.load import LoadOptions, load_model
+from mtp_runtime.parallel.group import Group
+from mtp_runtime.parallel.join import joined
 from mtp_runtime.streaming import open_streamed
-from mtp_runtime.training.parallel import Group, process_group
 
 
 class Progress(Protocol):
@@ -68,7 +69,7 @@ def tune(options: TuneOptions, progress: Progress) -> TuneResult | None:
     An interrupted run goes on where it stopped. Raises MtpExportError.
     """
     source = open_checked(options)
-    with process_group() as group:
+    with joined(together=True) as group:
         shown = progress if group.is_first else Silent()
         return _Run(options, source, group, progress=shown).finish()
 

@@ -19,9 +19,9 @@ from mtp_export.tune.draft import TrainedDraft
 from mtp_export.tune.options import TrainOptions
 from mtp_export.tune.row_store import Batch, RowStore, shuffled
 from mtp_runtime.models.load import DTYPES
+from mtp_runtime.parallel.group import Group
 from mtp_runtime.training.head_loss import loss_and_best
 from mtp_runtime.training.optimizer import Course, adamw, set_rate
-from mtp_runtime.training.parallel import Group
 
 DEPTH_DECAY = 0.8  # of the weights of losses, from one depth to the next
 GROWING_SHARE = 0.3  # first part of the steps, over which the depths grow to k
@@ -143,9 +143,12 @@ class Training:
         return losses
 
     def _advance(self) -> float:
-        """Change the parameters by their gradients; returns these's length."""
+        """Change the parameters by the sum of all processes' gradients; returns its length."""
         parameters = list(self.draft.parameters.values())
-        self.group.add_up_gradients(parameters)
+        for parameter in parameters:
+            if parameter.grad is None:  # here, but perhaps not in the other processes
+                parameter.grad = torch.zeros_like(parameter)
+            self.group.add_up(parameter.grad)
         length = torch.nn.utils.clip_grad_norm_(parameters, LARGEST_GRADIENT)
         set_rate(self._optimizer, self._course.rate(self.done))
         self._optimizer.step()

@@ -7,39 +7,34 @@ target's whichever is used.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from statistics import median
+from math import log2
+from statistics import median_low
 from typing import Protocol
 
 import numpy as np
 
 from mtp_runtime.config import SpeculationConfig
 
-_SAMPLES = 5  # of a cost: their median shrugs off a step that was interrupted
-_ALIKE = 0.15  # numbers of rows that differ by this share cost about the same
+_SAMPLES = 5  # of a time: their median shrugs off a step that was interrupted
+_AT_FIRST = 2  # samples of a length that is measured before any is chosen
 _PROBE_STEPS = 32
-_KEPT = 0.98  # of what was counted of acceptance, at each step
+_KEPT = 0.99  # of what was counted of acceptance, at each step
 _FIRST_ACCEPTANCE, _WEIGHT = 0.8, 2.0  # assumed at first, and how many drafts outweigh it
 
 
 @dataclass(frozen=True)
 class Step:
     """One step of decoding requests: verified and accepted drafts of each, the drafts that each was
-    asked for, seconds of drafting, and seconds of all else.
+    asked for, and the seconds of drafting and all else.
 
     A drafter may find fewer drafts than it was asked for, so that asking costs less than rows.
     """
 
     blocks: Sequence[tuple[int, int]]
     asked: int
-    draft_seconds: float
-    target_seconds: float
-
-    @property
-    def rows(self) -> int:
-        """Number of rows that were asked for."""
-        return len(self.blocks) * (self.asked + 1)
+    seconds: float
 
 
 class DraftLength(Protocol):
@@ -66,25 +61,27 @@ class ScheduledLength:
 
 
 class AdaptiveLength:
-    """Chooses the number of drafts with most tokens per second, E[L] / (V(rows) + c * drafts).
+    """Chooses the number of drafts with most tokens per second, E[L] / T(batch size, drafts).
 
-    E[L] follows from the acceptance of each position in recent blocks, V from the times of recent
-    steps by their rows, c from the times of drafting. Lengths next to the best one are tried every
-    _PROBE_STEPS steps, so that a better one is found when text or load change.
+    E[L] follows from the acceptance of each position in recent blocks, T from the times of recent
+    steps: batch sizes that differ little share them, and numbers of drafts that were not tried lie
+    between those that were. Lengths next to the best one are tried every _PROBE_STEPS steps, so
+    that a better one is found when text or load change.
     """
 
     def __init__(self, max_drafts: int) -> None:
         self._max = max_drafts
         self._reached, self._accepted = np.zeros(max_drafts), np.zeros(max_drafts)
-        self._target_seconds: dict[int, deque[float]] = {}  # by rows
-        self._draft_seconds: dict[int, deque[float]] = {}  # of one draft each, by batch size
+        # Seconds per request of recent steps, by class of batch sizes and then by drafts.
+        self._seconds: dict[int, dict[int, deque[float]]] = {}
         self._steps = 0
 
     def choose(self, batch: int) -> int:
-        for drafts in self._to_measure():
-            if not self._is_measured(batch * (drafts + 1)):
-                return drafts
-        best = max(range(self._max + 1), key=lambda drafts: self._rate(batch, drafts))
+        times = self._seconds.get(_class_of(batch), {})
+        first = min(self._measured_first(), key=lambda drafts: len(times.get(drafts, ())))
+        if len(times.get(first, ())) < _AT_FIRST:
+            return first
+        best = int(np.argmax(self._tokens() / self._times(times)))
         self._steps += 1
         if self._steps % _PROBE_STEPS:
             return best
@@ -92,53 +89,41 @@ class AdaptiveLength:
         return min(max(other, 0), self._max)
 
     def observe(self, step: Step) -> None:
-        _note(self._target_seconds, step.rows, step.target_seconds)
-        if step.asked:
-            _note(self._draft_seconds, len(step.blocks), step.draft_seconds / step.asked)
+        batch = len(step.blocks)
+        times = self._seconds.setdefault(_class_of(batch), {})
+        times.setdefault(step.asked, deque(maxlen=_SAMPLES)).append(step.seconds / batch)
         self._reached *= _KEPT
         self._accepted *= _KEPT
         for drafts, accepted in step.blocks:
             self._reached[: min(drafts, accepted + 1)] += 1.0
             self._accepted[:accepted] += 1.0
 
-    def _to_measure(self) -> Iterator[int]:
-        """Yield the lengths whose costs give those of all others: the ends, and between them."""
-        yield self._max
-        yield 0
-        if self._max > 2:
-            yield self._max // 2
+    def _measured_first(self) -> tuple[int, ...]:
+        """Return the lengths whose times give those of all others: the ends, and between them."""
+        ends = (self._max, 0)
+        return (*ends, self._max // 2) if self._max > 2 else ends
 
-    def _is_measured(self, rows: int) -> bool:
-        return any(abs(known - rows) <= _ALIKE * rows for known in self._target_seconds)
+    def _times(self, times: Mapping[int, Sequence[float]]) -> np.ndarray:
+        """Return seconds per request [max_drafts + 1] of every length."""
+        tried = sorted(times)
+        return np.interp(
+            np.arange(self._max + 1), tried, [median_low(times[drafts]) for drafts in tried]
+        )
 
-    def _rate(self, batch: int, drafts: int) -> float:
-        """Return the expected tokens per second of each request."""
-        seconds = _at(self._target_seconds, batch * (drafts + 1))
-        return self._tokens(drafts) / (seconds + drafts * _at(self._draft_seconds, batch))
-
-    def _tokens(self, drafts: int) -> float:
-        """Return E[L]. A position that was not reached lately is taken to be as the one before."""
-        expected, share, acceptance = 1.0, 1.0, _FIRST_ACCEPTANCE
-        for reached, accepted in zip(self._reached[:drafts], self._accepted[:drafts], strict=True):
+    def _tokens(self) -> np.ndarray:
+        """Return E[L] [max_drafts + 1] of every length. A position that was not reached lately is
+        taken to be as the one before."""
+        expected, share, acceptance = [1.0], 1.0, _FIRST_ACCEPTANCE
+        for reached, accepted in zip(self._reached, self._accepted, strict=True):
             acceptance = (accepted + _WEIGHT * acceptance) / (reached + _WEIGHT)
             share *= acceptance
-            expected += share
-        return expected
+            expected.append(expected[-1] + share)
+        return np.array(expected)
 
 
-def _note(costs: dict[int, deque[float]], size: int, seconds: float) -> None:
-    costs.setdefault(size, deque(maxlen=_SAMPLES)).append(seconds)
-
-
-def _at(costs: Mapping[int, deque[float]], size: int) -> float:
-    """Return the cost of a size, between those of the sizes next to it that are known."""
-    if not costs:
-        return 0.0
-    sizes = sorted(costs)
-    largest = sizes[-1]
-    if size > largest:
-        return median(costs[largest]) * size / largest
-    return float(np.interp(size, sizes, [median(costs[known]) for known in sizes]))
+def _class_of(batch: int) -> int:
+    """Return the class of batch sizes, in steps of sqrt(2): 1, 2, 3, 4, 5 to 6, 7 to 9, ..."""
+    return round(2 * log2(batch))
 
 
 def draft_length(config: SpeculationConfig) -> DraftLength:

@@ -184,17 +184,16 @@ class Engine:
         decoding = sum(request.is_decoding for request in self._running)
         asked = self._length.choose(decoding) if decoding else 0
         groups = self._plan(asked)
-        drafted = time.perf_counter()
+        is_timed = bool(groups) and all(group.is_decoding for group in groups)
         states = self._forward(groups)
         verdicts = self._judge(groups, states.after)
         score_prompts(groups, states.after, self.model.head)
         self._observe(groups, verdicts, states)
-        if groups and all(group.is_decoding for group in groups):
+        if is_timed:
             drafts = [len(group.draft.tokens) for group in groups]
             accepted = [verdict.accepted for verdict in verdicts if verdict is not None]
             blocks = list(zip(drafts, accepted, strict=True))
-            seconds = drafted - start, time.perf_counter() - drafted
-            self._length.observe(Step(blocks, asked, *seconds))
+            self._length.observe(Step(blocks, asked, time.perf_counter() - start))
 
     def _observe(
         self, groups: Sequence[Group], verdicts: Sequence[Verdict | None], states: States
@@ -319,8 +318,12 @@ class Engine:
                 needed += range(row - 1 - len(group.draft.tokens), row)
         if not needed:
             return [None] * len(groups)
-        logits = self.model.head.logits(after[needed])
-        best = logits.argmax(dim=-1).tolist()
+        normed, head = after[needed], self.model.head
+        if any(self._reads_logits(group) for group in groups if group.decides):
+            logits = head.logits(normed)
+            best = logits.argmax(dim=-1).tolist()
+        else:
+            logits, best = normed[:, :0], head.best(normed).tolist()
         verdicts: list[Verdict | None] = []
         row = 0
         for group in groups:
@@ -331,6 +334,12 @@ class Engine:
             verdicts.append(self._verdict(group, logits[row:end], best[row:end]))
             row = end
         return verdicts
+
+    def _reads_logits(self, group: Group) -> bool:
+        """Return True for a request that takes more of its rows' logits than the best tokens."""
+        params, made = group.request.params, group.request.metrics.output_tokens
+        best_alone = params.greedy and self._rule.accept_greedy is not None
+        return not best_alone or params.min_tokens > made or params.logprobs is not None
 
     def _verdict(self, group: Group, logits: torch.Tensor, best: list[int]) -> Verdict:
         """Judge one request's drafts by logits [n+1, vocab] and the best token of each row, with

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -70,3 +71,24 @@ def test_a_file_that_is_too_large(name: str, tmp_path: Path) -> None:
         found_in(tmp_path)
     assert refusal.value.where == path
     assert refusal.value.found == "48000001 bytes"
+
+
+def test_a_name_that_is_no_text(tmp_path: Path) -> None:
+    path = tmp_path / os.fsdecode(b"tokenizer\xff.json")
+    path.touch()
+    with pytest.raises(InvalidInputError) as refusal:
+        found_in(tmp_path)
+    error = refusal.value
+    assert error.what == "The name of a file that comes along is not UTF-8"
+    assert error.where == path
+    assert error.todo == "Rename the file, or remove it from the checkpoint"
+    path.rename(tmp_path / os.fsdecode(b"notes\xff"))
+    assert found_in(tmp_path) == ()
+
+
+def test_no_file_stays_open(tmp_path: Path) -> None:
+    for name in COMES:
+        (tmp_path / name).touch()
+    before = len(os.listdir("/proc/self/fd"))
+    found_in(tmp_path)
+    assert len(os.listdir("/proc/self/fd")) == before

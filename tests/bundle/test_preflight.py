@@ -12,18 +12,26 @@ from cases import export
 from mtp_export.bundle.options import RunOptions, Share
 from mtp_export.bundle.preflight import (
     check_disk,
+    check_nesting,
     check_output,
     is_finished,
     needed_disk_bytes,
 )
+from mtp_export.checkpoint.byte_source import Address
+from mtp_export.checkpoint.files import temporary_path
 from mtp_export.errors import OutputExistsError, ResourceError
 
 Usage = namedtuple("Usage", ["total", "used", "free"])
 WRITTEN = 1_000_000
+WHOLE_RUN, SHARE = RunOptions(), RunOptions(share=Share(1, 2))
 
 
 def have_free(free: int, patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(shutil, "disk_usage", lambda path: Usage(1 << 40, 0, free))
+    def disk_usage(path: Path) -> Usage:
+        assert path.is_dir()
+        return Usage(1 << 40, 0, free)
+
+    patch.setattr(shutil, "disk_usage", disk_usage)
 
 
 @pytest.mark.parametrize(
@@ -66,7 +74,91 @@ def test_what_an_earlier_run_left_counts_as_free(
         check_disk(output, 2 * WRITTEN)
 
 
-WHOLE_RUN, SHARE = RunOptions(), RunOptions(share=Share(1, 2))
+def test_every_block_of_its_own_counts_and_no_other(
+    output: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Those of all parts and of downloads; not what is another name of the source's file, and
+    not what has just been given another name by somebody else."""
+    blocks = 0
+    for number, name in enumerate(("main", "mtp", "eagle3", ".mtp_export.downloads"), 1):
+        for file in ("a", "b"):
+            path = output / name / file
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_bytes(bytes(number * 5000))
+            blocks += path.stat().st_blocks
+    (output / "main/gone").symlink_to("nowhere")
+    source = output.with_name("source")
+    source.write_bytes(bytes(70_000))
+    (output / "main/linked").hardlink_to(source)
+    (output / "notes").mkdir()
+    (output / "notes/today").write_bytes(bytes(70_000))
+    assert blocks > 0
+    have_free(needed_disk_bytes(WRITTEN) - 512 * blocks, monkeypatch)
+    check_disk(output, WRITTEN)
+    with pytest.raises(ResourceError):
+        check_disk(output, WRITTEN + 1)
+
+
+def test_the_disk_of_the_nearest_folder_is_asked(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = list[Path]()
+
+    def disk_usage(path: Path) -> Usage:
+        asked.append(path)
+        return Usage(1 << 40, 0, 1 << 40)
+
+    monkeypatch.setattr(shutil, "disk_usage", disk_usage)
+    check_disk(tmp_path / "a/b", 1)
+    (tmp_path / "a").mkdir()
+    check_disk(tmp_path / "a", 1)
+    assert asked == [tmp_path, tmp_path / "a"]
+
+
+def test_a_remote_source_has_no_folder_to_be_in(tmp_path: Path) -> None:
+    check_nesting(Address("hf://acme/tiny"), tmp_path)
+
+
+@pytest.mark.parametrize("target", ["nowhere", "file"])
+def test_an_output_that_is_a_link_to_no_folder(target: str, output: Path) -> None:
+    output.with_name("file").touch()
+    output.symlink_to(output.with_name(target))
+    assert refusal(output, WHOLE_RUN).what == "The output is not a folder"
+    output.unlink()
+    check_output(output, WHOLE_RUN)
+
+
+def test_what_killed_runs_leave_beside_the_parts_is_no_stranger_s(output: Path) -> None:
+    output.mkdir()
+    for name in ("mtp_export.json", ".mtp_export.journal", ".mtp_export.shares"):
+        temporary_path(output / name).touch()
+    (output / ".mtp-export-probe-x").mkdir()
+    (output / ".mtp_export.owner").touch()
+    for run in (WHOLE_RUN, SHARE):
+        check_output(output, run)
+    (output / ".mtp_export.other").touch()
+    error = refusal(output, WHOLE_RUN)
+    assert (error.found, error.expected) == (".mtp_export.other", "a new or empty folder")
+
+
+def test_a_finished_bundle_is_replaced_if_all_in_it_is_its_own(output: Path) -> None:
+    output.mkdir()
+    (output / "mtp_export.json").write_text("{}")
+    overwrite = RunOptions(overwrite=True)
+    check_output(output, overwrite)
+    error = refusal(output, WHOLE_RUN)
+    assert error.todo == "Pass --overwrite to replace it, or choose another --output-dir"
+    (output / "main").mkdir()
+    (output / "main/b").touch()
+    error = refusal(output, overwrite)
+    assert (error.found, error.expected) == (
+        "main/b, main",
+        "only what its manifest or journal lists",
+    )
+    for name in ("a", "c", "d"):
+        (output / "main" / name).touch()
+    assert str(refusal(output, overwrite).found).count(",") == 2
+    assert "not even with --overwrite" in str(error.todo)
 
 
 def refusal(output: Path, run: RunOptions) -> OutputExistsError:

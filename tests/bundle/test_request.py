@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import tempfile
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -24,6 +26,7 @@ from mtp_export.bundle.quantize import Device, Int4Scope, QuantizeOptions, Scale
 from mtp_export.bundle.request import PLANNERS, Request, restored
 from mtp_export.checkpoint.byte_source import Address
 from mtp_export.checkpoint.plan import Link
+from mtp_export.errors import IoError, UsageError
 
 ADDRESS = Address("hf://acme/tiny@main")
 CONTENT = ContentOptions(
@@ -140,3 +143,49 @@ def test_work_goes_to_the_share_with_the_least(
     sizes: list[int], count: int, shares: list[list[int]]
 ) -> None:
     assert divided(sizes, count) == shares
+
+
+def test_a_value_of_another_type_is_shown_short() -> None:
+    recorded = json.loads(json.dumps(Request("export", BUNDLE).recorded()))
+    recorded["options"]["content"]["max_shard_bytes"] = "7" * 150
+    with pytest.raises(TypeError) as refusal:
+        restored(recorded, Path("out"), Share(1, 1))
+    assert str(refusal.value) == f"'{'7' * 100}' is no int"
+
+
+def test_a_dry_run_is_one_where_it_is_asked_for(
+    pristine: Path, output: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It tries no links: it writes nothing."""
+
+    def failing(*arguments: object, **options: object) -> str:
+        raise OSError(errno.EROFS, "Read-only file system")
+
+    monkeypatch.setattr(tempfile, "mkdtemp", failing)
+    bundle = BundleOptions(pristine, output, run=RunOptions(link=Link.HARDLINK))
+    request = Request("export", bundle)
+    assert request.plan(dry_run=True).options == bundle
+    with pytest.raises(IoError):
+        request.plan()
+
+
+def test_a_plan_of_every_planner(pristine: Path, output: Path) -> None:
+    bundle = BundleOptions(pristine, output, run=RunOptions(link=Link.COPY))
+    quantized = QuantizeOptions(bundle, "weight_only_int8", "weight_only_int8")
+    for planner, options in (("export", bundle), ("quantize", quantized)):
+        plan = Request(planner, options).plan()
+        assert plan.options == bundle
+        assert ("base_quant" in plan.recorded) is (planner == "quantize")
+    with pytest.raises(UsageError, match="are the same"):
+        Request("graft", GraftOptions(bundle, pristine)).plan()
+
+
+def test_values_that_are_no_options_stay_as_they_are(tmp_path: Path) -> None:
+    """A request of an object store's checkpoint, and one whose folder is absolute already."""
+    request = Request("export", replace(BUNDLE, input_dir=tmp_path / "x", output_dir=tmp_path))
+    assert request.absolute() == request
+    assert request.recorded()["options"]["input_dir"] == str(tmp_path / "x")
+    remote = Request("export", REMOTE)
+    assert remote.recorded()["options"]["input_dir"] == "hf://acme/tiny@main"
+    found = restored(remote.recorded(), tmp_path, Share(1, 1))
+    assert found.bundle.input_dir == ADDRESS

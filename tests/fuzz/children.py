@@ -9,18 +9,24 @@ import os
 import resource
 import shutil
 import signal
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from multiprocessing.connection import Connection
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 
+from fuzz.clock import ChildClock
 from fuzz.inputs import Key, Verdict, command_of
 from fuzz.sandbox import WATCH, Finding, place_in
 
-MAX_SECONDS = 5.0  # of one input
+MAX_SECONDS = 5.0  # of one input, by the child's own clock
+_BUSY = 20  # times as long as that at most it may take on a busy machine
+_POLL_SECONDS = 0.2
 _ADDRESS_SPACE_BYTES = 2_000_000_000  # beyond what the parent has; the resident limit is lower
 _BATCH = 20
 _STACKS = "stacks"  # file that a hanging child writes the stacks of its threads to
+_ASK = signal.SIGUSR1  # by which it is asked for them
 _FORK = multiprocessing.get_context("fork")
 Judge = Callable[[Key, Path], Verdict]
 
@@ -53,7 +59,7 @@ def _of_one_child(keys: Sequence[Key], judge: Judge, folder: Path) -> Iterator[V
     there.close()
     try:
         for key in keys:
-            verdict = _received(here, key) or _ended(child, key, folder / _STACKS)
+            verdict = _received(here, child, key) or _ended(child, key, folder / _STACKS)
             yield verdict
             if verdict.finding is not None:
                 return
@@ -63,21 +69,24 @@ def _of_one_child(keys: Sequence[Key], judge: Judge, folder: Path) -> Iterator[V
         here.close()
 
 
-def _received(here: Connection, key: Key) -> Verdict | None:
+def _received(here: Connection, child: BaseProcess, key: Key) -> Verdict | None:
     """Return the next verdict; None from a child that hangs or died."""
+    assert child.pid is not None
+    clock, end = ChildClock(child.pid), time.monotonic() + _BUSY * MAX_SECONDS
     with suppress(EOFError):
-        if here.poll(MAX_SECONDS):
-            verdict = here.recv()
-            assert isinstance(verdict, Verdict) and verdict.key == key
-            return verdict
+        while clock.seconds < MAX_SECONDS and time.monotonic() < end:
+            if here.poll(_POLL_SECONDS):
+                verdict = here.recv()
+                assert isinstance(verdict, Verdict) and verdict.key == key
+                return verdict
     return None
 
 
-def _ended(child: multiprocessing.process.BaseProcess, key: Key, stacks: Path) -> Verdict:
+def _ended(child: BaseProcess, key: Key, stacks: Path) -> Verdict:
     """Return the verdict of a case whose child hangs, with its threads' stacks, or died."""
     child.join(0.5)
     if child.exitcode is None:
-        stack = stacks.read_text()
+        stack = _stacks_of(child, stacks)
         finding = Finding("hang", place_in(stack), f"no end in {MAX_SECONDS:.0f} s\n{stack[:4000]}")
     else:
         finding = Finding("death", f"exit code {child.exitcode}")
@@ -85,18 +94,31 @@ def _ended(child: multiprocessing.process.BaseProcess, key: Key, stacks: Path) -
     return Verdict(key, command=name, mutators=(), codes=(), seconds=MAX_SECONDS, finding=finding)
 
 
+def _stacks_of(child: BaseProcess, stacks: Path) -> str:
+    """Return the stacks of a child's threads, which it writes when it is asked to."""
+    assert child.pid is not None
+    os.kill(child.pid, _ASK)
+    text = ""
+    for _ in range(100):
+        time.sleep(0.05)
+        before, text = text, stacks.read_text()
+        if text and text == before:
+            break
+    return text
+
+
 def _work(keys: Sequence[Key], judge: Judge, folder: Path, there: Connection) -> None:
     own = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
     limit = own + _ADDRESS_SPACE_BYTES
     resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    signal.alarm(int(MAX_SECONDS * (len(keys) + 1)))  # the end, should nobody watch any more
+    # The end, should nobody watch any more.
+    signal.alarm(int(_BUSY * MAX_SECONDS * (len(keys) + 1)))
     WATCH.install()
     with (folder / _STACKS).open("w") as stacks:
+        faulthandler.register(_ASK, file=stacks)
         for number, key in enumerate(keys):
-            faulthandler.dump_traceback_later(MAX_SECONDS * 0.9, file=stacks)
             verdict = judge(key, folder / str(number))
-            faulthandler.cancel_dump_traceback_later()
             there.send(verdict)
             if verdict.finding is not None:
                 break

@@ -4,6 +4,7 @@ tiny vocabulary and by chi-square on the trained fixture."""
 from __future__ import annotations
 
 import itertools
+import random
 import time
 from collections import Counter
 from dataclasses import replace
@@ -111,18 +112,21 @@ def test_dropping_a_draft_for_what_it_is_is_seen() -> None:
 
 
 def test_adaptive_drafting_keeps_the_distribution(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each output with an engine of its own, since lengths follow from what it has seen; a clock
-    that ticks makes them the same for the same past."""
+    """Each output with an engine of its own, since lengths follow from what it has seen, and after
+    a request that shows it what lengths cost; a clock of its own makes them the same for the same
+    past, and steps of different length."""
     target, draft = tables(seed=3)
     params = SamplingParams(temperature=1.0, max_tokens=4)
     found: Counter[tuple[int, ...]] = Counter()
     lengths = set()
     choices: Branches | None = Branches([])
     while choices is not None:
-        ticks = itertools.count()
-        monkeypatch.setattr(time, "perf_counter", lambda ticks=ticks: float(next(ticks)))
+        ticks = itertools.accumulate(iter(random.Random(2).random, None))
+        monkeypatch.setattr(time, "perf_counter", ticks.__next__)
         engine = engine_of(target, draft, DRAFTERS["mtp"].build, max_draft_tokens=2, adaptive=True)
-        request = Request(0, PROMPT, params)
+        for _ in engine.run([Request(0, PROMPT, replace(params, max_tokens=24, seed=0))]):
+            pass
+        request = Request(1, PROMPT, params)
         request.choices = cast(Any, choices)
         for _ in engine.run([request]):
             pass

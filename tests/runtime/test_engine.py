@@ -69,6 +69,17 @@ def test_counts_have_their_denominators(model: Model) -> None:
     assert 0 < metrics.first_token_seconds <= metrics.finished_seconds
 
 
+def test_adaptive_lengths_follow_from_the_steps_before(model: Model) -> None:
+    """Steps that are not shown to the rule leave it at the first length that it measures."""
+    params = replace(PARAMS, max_tokens=24)
+    (request,) = run(
+        model, prompts_of([9], 96), params, method="mtp", k=5, lengths={"adaptive": True}
+    ).requests
+    counts = request.metrics
+    # The prompt's step has no drafts, and the last one may have none for lack of tokens to write.
+    assert 0 < counts.drafted[0] < counts.target_steps - 2
+
+
 def seeded(model: Model, prompts: list[tuple[int, ...]], seeds: list[int]) -> Run:
     params = [SamplingParams(1.0, 0.9, 20, 8, seed, ignore_eos=True) for seed in seeds]
     return run(model, prompts, params, method="mtp", k=2)

@@ -17,7 +17,7 @@ from mtp_export.families.parallel_heads import HeadsLayout
 from mtp_export.verify.evidence.decode import Decoded, decode
 from mtp_runtime import LLM, SamplingParams
 from mtp_runtime.drafters.parallel_heads import read_parallel_heads
-from mtp_runtime.loading.draft_folder import DraftFolder
+from mtp_runtime.loading.draft_folder import DraftFolder, read_draft, values_of
 from mtp_runtime.models.load import Loaded, LoadOptions, load_model
 from mtp_runtime.models.parallel_heads import StoredHeads
 from mtp_runtime.teacher_forcing import Text, Texts, model_states
@@ -176,17 +176,11 @@ def medusa_names(tensors: Tensors, prefix: str = "") -> Tensors:
     return named
 
 
-def same(one: Tensors | Any, other: Tensors) -> bool:
-    return one.keys() == other.keys() and all(torch.equal(one[n], other[n]) for n in other)
-
-
 @pytest.mark.parametrize("file", ["medusa_lm_head.safetensors", "medusa_lm_head.pt"])
 @pytest.mark.parametrize("own", [True, False])
 @pytest.mark.parametrize("prefix", ["", "medusa_heads.", "medusa_head."])
 def test_medusa_files(loaded: Loaded, tmp_path: Path, file: str, own: bool, prefix: str) -> None:
     """Published files, whose config.json says of the heads but their number."""
-    from mtp_runtime.loading.draft_folder import read_draft
-
     tensors = heads_tensors(ffn_layout(own_projections=own))
     named, config = medusa_names(tensors, prefix), {"medusa_num_heads": 3, "medusa_num_layers": 1}
     (tmp_path / "config.json").write_text(json.dumps(config))
@@ -194,7 +188,9 @@ def test_medusa_files(loaded: Loaded, tmp_path: Path, file: str, own: bool, pref
         torch.save(named, tmp_path / file)
     else:
         save_file(named, tmp_path / file)
-    assert same(StoredHeads.of(read_draft(tmp_path), loaded.model).tensors, tensors)
+    found = StoredHeads.of(read_draft(tmp_path), loaded.model).tensors
+    assert found.keys() == tensors.keys()
+    assert all(torch.equal(values_of(found[name]), tensors[name]) for name in tensors)
 
 
 def test_biases_that_medusas_files_lack_are_missed(loaded: Loaded, tmp_path: Path) -> None:

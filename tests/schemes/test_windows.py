@@ -16,12 +16,21 @@ from mtp_export.checkpoint.local_folder import LocalFolder
 from mtp_export.checkpoint.tensor_reader import TensorReader
 from mtp_export.families.base import Role, TensorSpec
 from mtp_export.schemes.discrepancies import StoredTensor
-from mtp_export.schemes.formats import FORMATS, FormatOptions, Fp8Tensor, NvFp4, WeightFormat
+from mtp_export.schemes.formats import (
+    FORMATS,
+    AwqInt4,
+    FormatOptions,
+    Fp8Tensor,
+    GptqInt4,
+    NvFp4,
+    WeightFormat,
+)
 from mtp_export.schemes.storage import Storage
 from mtp_export.schemes.stored import StoredWeight
 from mtp_export.schemes.weight_values import WeightOnDisk
 from mtp_export.schemes.windows import Window, encoded_window
 from mtp_runtime.layers.linear import Windowed
+from quantized_by_others import GROUP, METHODS
 
 ROWS, COLUMNS = 320, 384
 MODULE = "model.layers.1.mlp.experts.0.up_proj"
@@ -104,6 +113,33 @@ def test_a_window_has_the_numbers_of_the_whole(name: str, transposed: bool) -> N
         torch.testing.assert_close(part.product(own), own @ wanted.t(), rtol=1e-4, atol=1e-3)
         codes = weight.name
         assert memory.read[codes] * chosen.elements_per_code == len(rows) * len(columns), window
+
+
+WORDS: dict[str, WeightFormat] = {
+    "awq": AwqInt4(GROUP),
+    "gptq": GptqInt4(GROUP),
+    "gptq, permuted": GptqInt4(GROUP),
+    "gptq v2": GptqInt4(GROUP, zeros_less_one=False),
+}
+
+
+@pytest.mark.parametrize("name", WORDS)
+def test_a_window_of_words_that_run_across(name: str) -> None:
+    """Whole words and groups around the window are read, and nothing else of the codes."""
+    values = torch.randn(ROWS, COLUMNS, generator=torch.Generator().manual_seed(8))
+    stored, expected = METHODS[name].encode(values)
+    layout = WORDS[name].tensors(f"{MODULE}.weight", (ROWS, COLUMNS))
+    tensors = [stored[out.name.rpartition(".")[2]].contiguous() for out in layout]
+    weight, memory = on_disk(WORDS[name], tensors, transposed=False)
+    for rows, columns in (*WINDOWS, (range(3, 5), range(70, 75))):
+        part = Windowed.of(encoded_window(weight, Window(rows, columns), memory))
+        wanted = expected[rows.start : rows.stop, columns.start : columns.stop]
+        torch.testing.assert_close(part.dequantize(torch.float32), wanted, rtol=1e-6, atol=1e-9)
+        assert memory.read[weight.name] * 8 == widened(rows, 8) * widened(columns, GROUP)
+
+
+def widened(part: range, unit: int) -> int:
+    return (-(-part.stop // unit) - part.start // unit) * unit
 
 
 def test_products_of_rows_have_the_bits_of_the_whole() -> None:

@@ -13,8 +13,8 @@ from mtp_export.tune.options import TrainOptions
 from mtp_export.tune.row_store import Batch, RowStore
 from mtp_export.tune.rows import Rows
 from mtp_export.tune.training import Training
+from mtp_runtime.parallel.group import Group
 from mtp_runtime.teacher_forcing import Text, Texts
-from mtp_runtime.training.parallel import Group
 
 VOCAB, LENGTH = 8, 6
 

@@ -39,7 +39,7 @@ from mtp_export.tune.run import TuneResult, open_checked, tune
 from mtp_export.tune.training import Training
 from mtp_export.tune.writing import SourceBundle
 from mtp_export.verify.evidence.statistics import Estimate
-from mtp_runtime.training.parallel import Group
+from mtp_runtime.parallel.group import LONE, Group, Split
 from tune.conftest import GLM
 
 K, STEPS = 2, 16
@@ -272,21 +272,30 @@ def test_a_damaged_draft_recovers(options: TuneOptions, bundle: Path, tmp_path: 
     assert after > before + 0.02
 
 
-@dataclass(frozen=True)
-class Threads(Group):
-    """Two threads in place of two processes."""
+@dataclass
+class Meeting:
+    """Tensors that two threads add up."""
 
     barrier: threading.Barrier = field(default_factory=lambda: threading.Barrier(2))
     given: list[torch.Tensor] = field(default_factory=list)
 
-    def add_up(self, values: torch.Tensor) -> torch.Tensor:
-        self.given.append(values.clone())
-        self.barrier.wait()
-        total = self.given[0] + self.given[1]
-        if self.barrier.wait() == 0:
-            self.given.clear()
-        self.barrier.wait()
-        return values.copy_(total)
+
+class Threads(Group):
+    """One of two threads in place of two processes."""
+
+    def __init__(self, rank: int, meeting: Meeting) -> None:
+        super().__init__(Split(rank, 2), together=True)
+        self._meeting = meeting
+
+    def add_up(self, x: torch.Tensor) -> torch.Tensor:
+        given, barrier = self._meeting.given, self._meeting.barrier
+        given.append(x.clone())
+        barrier.wait()
+        total = given[0] + given[1]
+        if barrier.wait() == 0:
+            given.clear()
+        barrier.wait()
+        return x.copy_(total)
 
 
 def losses_of(options: TuneOptions, group: Group) -> list[list[float]]:
@@ -312,10 +321,10 @@ def test_two_that_share_a_batch_have_the_same_losses(
     options: TuneOptions, tuned: tuple[TuneResult, Path]
 ) -> None:
     """Sums of gradients differ in their last bits alone."""
-    alone = losses_of(options, Group())
-    first = Threads(0, 2)
+    alone, meeting = losses_of(options, LONE), Meeting()
     with ThreadPoolExecutor(2) as pool:
-        both = [*pool.map(partial(losses_of, options), (first, replace(first, rank=1)))]
+        threads = [Threads(rank, meeting) for rank in range(2)]
+        both = [*pool.map(partial(losses_of, options), threads)]
     assert both[0] == both[1]
     for found, wanted in zip(both[0], alone, strict=True):
         assert found == pytest.approx(wanted, abs=2e-4)

@@ -19,10 +19,12 @@ from rich.console import Console
 from cases import read_json, run_program
 from faults import planting
 from faults.small_model import write_dense, write_fp8, write_row
+from mtp_export.errors import VerificationError
 from mtp_export.verify import CHECKS
-from mtp_export.verify.check import CheckResult, Item, failed, passed
+from mtp_export.verify.check import CheckResult, Item, Problem, failed, passed, verdict
 from mtp_export.verify.context import VerifyOptions
 from mtp_export.verify.report.html import html_page
+from mtp_export.verify.report.junit import junit_xml
 from mtp_export.verify.report.report import Report
 from mtp_export.verify.report.table import report_table
 
@@ -110,13 +112,13 @@ class Page(HTMLParser):
 
 
 def test_the_page_needs_nothing_else(reports: Path) -> None:
-    for name, verdict in (("good", "Verified:"), ("bad", "NOT verified:")):
+    for name, words in (("good", "Verified:"), ("bad", "NOT verified:")):
         text = (reports / f"{name}.html").read_text()
         page = Page()
         page.feed(text)
         assert page.loads == [] and page.open == []
         assert "url(" not in text and "@import" not in text
-        assert verdict in text
+        assert words in text
         assert "Signal to quantization noise" in text and "Size before and after" in text
 
 
@@ -141,6 +143,57 @@ def test_the_table_fits_100_columns() -> None:
     console.print(report_table(sample_report(long)))
     table = [line for line in console.export_text().splitlines() if line[:1] in "┃│├└┏┡"]
     assert table and max(map(len, table)) <= 100
+
+
+def texts_of(report: Report) -> dict[str, str]:
+    """The texts for people and CI systems."""
+    console = Console(width=140, file=io.StringIO(), record=True)
+    console.print(report_table(report))
+    with pytest.raises(VerificationError) as failure:
+        report.raise_if_failed()
+    return {
+        "table": console.export_text(),
+        "page": html_page(report),
+        "junit": junit_xml(report),
+        "message": str(failure.value),
+    }
+
+
+def test_a_report_of_thousands_of_problems_is_short() -> None:
+    """As of a checkpoint whose every tensor is wrong: the first are named and the rest counted; the
+    JSON alone lists them all."""
+    few, many = 5, 90_000
+    texts = []
+    for count in (few, many):
+        problems = [Problem(f"tensor {n:05}", f"tensor {n:05} is wrong") for n in range(count)]
+        report = sample_report(verdict("tensors", problems, figure=f"{count:,}"))
+        (check,) = report.as_json()["checks"]
+        listed = check["items"][0]["data"]["problems"]
+        assert [one["subject"] for one in listed] == [problem.subject for problem in problems]
+        texts.append(texts_of(report))
+    for kind in texts[0]:
+        short, long = texts[0][kind], texts[1][kind]
+        assert "tensor 00004 is wrong" in long and "tensor 00005" not in long
+        assert "and 89,995 more" in " ".join(long.split()), kind
+        assert len(long) < len(short) + 500, kind
+
+
+def test_a_problem_of_any_length_is_clipped() -> None:
+    name = "n" * 1_000_000
+    report = sample_report(verdict("tensors", [Problem(name, f"{name} is wrong")] * 3))
+    for kind, text in texts_of(report).items():
+        assert len(text) < 20_000, kind
+
+
+def test_a_message_of_thousands_of_failed_items_is_one_line() -> None:
+    items = [failed(f"item {n}", "c" * 5000, figure="f" * 5000) for n in range(3000)]
+    with pytest.raises(VerificationError) as failure:
+        sample_report(*items).raise_if_failed()
+    text = str(failure.value)
+    assert len(text) <= 2000 and "\n" not in text
+    assert "3000 of 3000 items" in text
+    with pytest.raises(VerificationError, match=r"item 2: c; and 2997 more\. Do not ship"):
+        sample_report(*(failed(f"item {n}", "c") for n in range(3000))).raise_if_failed()
 
 
 def test_no_bundle_and_odd_options_are_usage_or_input_errors(reports: Path, tmp_path: Path) -> None:

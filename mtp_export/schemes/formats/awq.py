@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
@@ -22,6 +21,7 @@ class AwqInt4(Int4Words):
     """qweight I32 [K, N/8], scales [K/group, N], qzeros I32 [K/group, N/8]."""
 
     storage: ClassVar[Storage] = Storage.AWQ_INT4
+    columns_per_word: ClassVar[int] = 1
 
     def tensors(self, name: str, shape: tuple[int, ...]) -> tuple[OutputTensor, ...]:
         module = name.removesuffix(".weight")
@@ -36,10 +36,3 @@ class AwqInt4(Int4Words):
 
     def _zeros(self, words: torch.Tensor) -> torch.Tensor:
         return unpacked_columns(words, _ORDER)
-
-    def _cut(
-        self, tensors: Sequence[torch.Tensor], start: int, stop: int
-    ) -> Sequence[torch.Tensor]:
-        words, scale, zeros = tensors
-        span = slice(start // CODES_PER_WORD, stop // CODES_PER_WORD)
-        return words[:, span], scale[:, start:stop], zeros[:, span]

@@ -20,6 +20,10 @@ if TYPE_CHECKING:
     from mtp_kernels.weight_statistics import WeightStatistics
 
 
+# Rows and columns of a tensor on disk; a vector has rows alone.
+Place = tuple[range, range | None]
+
+
 @dataclass(frozen=True)
 class FormatOptions:
     """Parameters of the formats that a run writes.
@@ -62,7 +66,7 @@ class WeightFormat(ABC):
     elements_per_code: ClassVar[int] = 1  # elements of the weight per element of the codes
     scale_rows: ClassVar[int] = 1  # rows of the weight per row of scales
     in_words: ClassVar[str] = ""  # of a group of a compressed-tensors config
-    reads_whole: ClassVar[bool] = False  # rows of the weight are no rows of the codes
+    word_rows: ClassVar[int] = 0  # rows that words of some tensor run across; 0: none does
     compiled_sources: ClassVar[frozenset[Storage]] = frozenset()  # of quantize_rows
 
     @property
@@ -130,6 +134,11 @@ class WeightFormat(ABC):
         step = self.scale_rows
         scale = source.scale[start // step : -(-stop // step)]
         return self.encoded((source.codes(start, stop), scale))
+
+    def places(self, rows: range, columns: range, shape: Sequence[int]) -> Sequence[Place]:
+        """Return where rows and columns of a weight [N, K], whole words and groups of them, lie in
+        each tensor. Only formats with word_rows say so."""
+        raise AssertionError(f"{self.storage} has the rows of its codes")
 
     def statistics(self, codes: torch.Tensor, scale: torch.Tensor) -> WeightStatistics:
         """Return the statistics of the weights, unsound where dequantize refuses them.

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, ClassVar
 
 from mtp_export.checkpoint.plan import OutputTensor
 from mtp_export.errors import InvalidInputError
+from mtp_export.schemes.formats.base import Place
 from mtp_export.schemes.formats.int4_words import (
     CODES_PER_WORD,
     Int4Words,
@@ -34,6 +35,7 @@ class GptqInt4(Int4Words):
     zeros_less_one: bool = True
 
     storage: ClassVar[Storage] = Storage.GPTQ_INT4
+    columns_per_word: ClassVar[int] = CODES_PER_WORD
 
     def tensors(self, name: str, shape: tuple[int, ...]) -> tuple[OutputTensor, ...]:
         (rows, columns), module = shape, name.removesuffix(".weight")
@@ -62,14 +64,14 @@ class GptqInt4(Int4Words):
         stored = unpacked_columns(words)
         return (stored + 1) & 0xF if self.zeros_less_one else stored
 
-    def _group_of_rows(
+    def _group_of_columns(
         self, tensors: Sequence[torch.Tensor], in_order: torch.Tensor
     ) -> torch.Tensor:
         return tensors[3].long()
 
-    def _cut(
-        self, tensors: Sequence[torch.Tensor], start: int, stop: int
-    ) -> Sequence[torch.Tensor]:
-        words, scale, zeros, groups = tensors
-        span = slice(start // CODES_PER_WORD, stop // CODES_PER_WORD)
-        return words[:, start:stop], scale[:, start:stop], zeros[:, span], groups
+    def _groups_read(self, columns: range, total: int) -> range:
+        """Return all groups: what columns are permuted to, g_idx alone says."""
+        return range(self._groups(total))
+
+    def places(self, rows: range, columns: range, shape: Sequence[int]) -> Sequence[Place]:
+        return (*super().places(rows, columns, shape), (columns, None))

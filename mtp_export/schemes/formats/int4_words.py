@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
 from mtp_export.checkpoint.plan import OutputTensor
-from mtp_export.schemes.formats.base import EncodedWeight, ReadOnlyFormat, RowSource
+from mtp_export.schemes.formats.base import EncodedWeight, Place, ReadOnlyFormat, RowSource
 
 if TYPE_CHECKING:
     import torch
@@ -27,7 +27,8 @@ class Int4Words(ReadOnlyFormat):
 
     group_size: int
 
-    reads_whole: ClassVar[bool] = True
+    word_rows: ClassVar[int] = CODES_PER_WORD  # of qzeros, if not of qweight
+    columns_per_word: ClassVar[int]  # of qweight
 
     @property
     def k_divisor(self) -> int:
@@ -45,11 +46,19 @@ class Int4Words(ReadOnlyFormat):
     def _zeros(self, words: torch.Tensor) -> torch.Tensor:
         """Return the zero points [K/group, n] of qzeros."""
 
-    @abstractmethod
-    def _cut(
-        self, tensors: Sequence[torch.Tensor], start: int, stop: int
-    ) -> Sequence[torch.Tensor]:
-        """Return the tensors of output channels [start, stop), multiples of 8."""
+    def places(self, rows: range, columns: range, shape: Sequence[int]) -> Sequence[Place]:
+        groups = self._groups_read(columns, shape[1])
+        rows_per_word = CODES_PER_WORD // self.columns_per_word
+        return (
+            (_divided(columns, self.columns_per_word), _divided(rows, rows_per_word)),
+            (groups, rows),
+            (groups, _divided(rows, CODES_PER_WORD)),
+        )
+
+    def _groups_read(self, columns: range, total: int) -> range:
+        """Return the groups of some columns out of all, as far as these alone say."""
+        size = total if self.group_size == WHOLE_ROW else self.group_size
+        return range(columns.start // size, -(-columns.stop // size))
 
     def _groups(self, columns: int) -> int:
         return 1 if self.group_size == WHOLE_ROW else columns // self.group_size
@@ -68,26 +77,31 @@ class Int4Words(ReadOnlyFormat):
         """Accept zero points whatever they are: every word holds eight."""
 
     def encoded(self, tensors: Sequence[torch.Tensor]) -> EncodedWeight:
+        """Decode a weight, or some columns of one with their groups and perhaps others."""
         import torch
 
         words, scale, zeros = tensors[:3]
         codes = self._codes(words)
-        rows = torch.arange(len(codes), device=codes.device)
-        in_order = rows // (len(codes) // len(scale))
-        groups = self._group_of_rows(tensors, in_order)
-        if not torch.equal(groups, in_order):
-            scale = scale[groups]  # permuted input channels: a scale for each
+        places = torch.arange(len(codes), device=codes.device)
+        size = len(codes) if self.group_size == WHOLE_ROW else self.group_size
+        groups = self._group_of_columns(tensors, places // size)
         codes = codes - self._zeros(zeros)[groups]
+        in_order = groups[0] + places // size
+        # A scale for each column where the groups are permuted.
+        scale = scale[groups[::size] if torch.equal(groups, in_order) else groups]
         return EncodedWeight(self, codes.t().contiguous(), scale.t().contiguous())
 
-    def _group_of_rows(
+    def _group_of_columns(
         self, tensors: Sequence[torch.Tensor], in_order: torch.Tensor
     ) -> torch.Tensor:
-        """Return the group of each of the K rows; in_order are those of unpermuted ones."""
+        """Return the group of each of the columns; in_order are those of unpermuted ones."""
         return in_order
 
     def encoded_rows(self, source: RowSource, start: int, stop: int) -> EncodedWeight:
-        return self.encoded(self._cut((source.whole_codes, *source.others), start, stop))
+        tensors = (source.whole_codes, *source.others)
+        columns = len(tensors[0]) * self.columns_per_word
+        places = self.places(range(start, stop), range(columns), (stop, columns))
+        return self.encoded([_part(one, at) for one, at in zip(tensors, places, strict=True)])
 
     def dequantize(
         self, codes: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype
@@ -97,6 +111,17 @@ class Int4Words(ReadOnlyFormat):
             raise ValueError("group scale: expected finite numbers")
         columns = codes.shape[1] // scale.shape[1]
         return (codes.float() * factors.repeat_interleave(columns, dim=1)).to(dtype)
+
+
+def _divided(part: range, size: int) -> range:
+    """Return the words, each of `size` entries, that a part lies in."""
+    return range(part.start // size, -(-part.stop // size))
+
+
+def _part(tensor: torch.Tensor, place: Place) -> torch.Tensor:
+    rows, columns = place
+    found = tensor[rows.start : rows.stop]
+    return found if columns is None else found[:, columns.start : columns.stop]
 
 
 def unpacked_rows(words: torch.Tensor) -> torch.Tensor:

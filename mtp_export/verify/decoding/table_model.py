@@ -85,6 +85,9 @@ class Head:
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         return hidden @ self.table
 
+    def best(self, hidden: torch.Tensor) -> torch.Tensor:
+        return self.logits(hidden).argmax(dim=-1)
+
 
 @dataclass(frozen=True)
 class Mtp:

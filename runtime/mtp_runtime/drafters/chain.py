@@ -11,6 +11,7 @@ import torch
 
 from mtp_runtime.acceptance.base import Draft
 from mtp_runtime.config import SpeculationConfig
+from mtp_runtime.models.model import Head
 from mtp_runtime.request import Request
 from mtp_runtime.sampling import Probabilities, SamplingParams, probabilities_of
 
@@ -32,6 +33,21 @@ class Chain:
         return Draft(
             tuple(self.tokens), np.stack(self.distributions) if self.distributions else None
         )
+
+
+def grow(
+    chains: Sequence[Chain], head: Head, normed: torch.Tensor, settings: SpeculationConfig
+) -> None:
+    """Append one token to every chain from its row [b, d], which passed the head's norm.
+
+    Nothing but the best tokens is asked of the head where that is all that the chains take.
+    """
+    stops = math.isfinite(settings.draft_stop_entropy)
+    if stops or not all(chain.request.params.greedy for chain in chains):
+        extend(chains, head.logits(normed), settings)
+        return
+    for chain, token in zip(chains, head.best(normed).tolist(), strict=True):
+        chain.tokens.append(token)
 
 
 def extend(chains: Sequence[Chain], logits: torch.Tensor, settings: SpeculationConfig) -> None:

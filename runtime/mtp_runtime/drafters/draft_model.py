@@ -14,7 +14,7 @@ from mtp_export.errors import UnsupportedError
 from mtp_runtime.acceptance.base import Draft
 from mtp_runtime.cache import CachedSequence, PageAllocator, lay_out
 from mtp_runtime.drafters.base import DrafterParts, Pass
-from mtp_runtime.drafters.chain import Chain, extend
+from mtp_runtime.drafters.chain import Chain, grow
 from mtp_runtime.request import Request
 
 
@@ -53,7 +53,7 @@ class ModelDrafter:
         chains = [Chain(r, count) for r, count in zip(requests, counts, strict=True)]
         growing = [chain for chain in chains if not chain.is_whole]
         while growing:
-            extend(growing, self._catch_up(growing), self._settings)
+            grow(growing, self._model.head, self._catch_up(growing), self._settings)
             growing = [chain for chain in growing if not chain.is_whole]
         return [chain.draft() for chain in chains]
 
@@ -63,7 +63,7 @@ class ModelDrafter:
             self._pages.truncate(sequence, 0)
 
     def _catch_up(self, chains: list[Chain]) -> torch.Tensor:
-        """Compute all tokens not computed yet; returns the logits after the last [b, vocab]."""
+        """Compute all tokens not computed yet; returns the last rows [b, d] after the norm."""
         sequences, spans, tokens, last = [], [], [], []
         for chain in chains:
             request = chain.request
@@ -79,4 +79,4 @@ class ModelDrafter:
         layout = lay_out(self._pages, sequences, spans, device)
         ids = torch.tensor(tokens, device=device)
         states = self._model(ids, self._cache, layout)
-        return self._model.head.logits(states.after[last])
+        return states.after[last]

@@ -18,7 +18,7 @@ from mtp_export.errors import UnsupportedError
 from mtp_runtime.acceptance.base import Draft
 from mtp_runtime.cache import Cache, lay_out, page_table
 from mtp_runtime.drafters.base import DrafterParts, Pass
-from mtp_runtime.drafters.chain import Chain, extend
+from mtp_runtime.drafters.chain import Chain, grow
 from mtp_runtime.models.model import DraftModule, Recursion
 from mtp_runtime.request import Request
 
@@ -117,7 +117,7 @@ class ModuleDrafter:
             normed = module.head.normed(x)
             ends = [end - 1 for end in accumulate(sizes)]
             last = normed if len(x) == len(chains) else normed[ends]
-            extend(chains, module.head.logits(last), self._settings)
+            grow(chains, module.head, last, self._settings)
             staying = [i for i, chain in enumerate(chains) if not chain.is_whole]
             if not staying:
                 return

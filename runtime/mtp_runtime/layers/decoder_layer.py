@@ -34,9 +34,12 @@ class DecoderLayer:
 
     def __call__(self, x: torch.Tensor, cache: LayerCache, forward: ForwardPass) -> torch.Tensor:
         """Take rows x [T, d] through the layer; fills their cache entries."""
-        x = self.attend(x, cache, forward)
-        return x + self.feed_forward(self.post_norm(x))
+        return self.fed_forward(self.attend(x, cache, forward))
 
     def attend(self, x: torch.Tensor, cache: LayerCache, forward: ForwardPass) -> torch.Tensor:
         """Take rows x [T, d] through the first half alone."""
         return x + self.attention(self.input_norm(x), cache, forward)
+
+    def fed_forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Take rows x [T, d] through the second half alone."""
+        return x + self.feed_forward(self.post_norm(x))

@@ -74,6 +74,25 @@ class _LinearPart:
     sizes: list[int]  # outputs of every rank
     step: RowStep | None = None  # the linear, as an execution runs it
 
+    def product(self, x: torch.Tensor, *, packed: bool) -> torch.Tensor:
+        """Return the own outputs."""
+        return (self.step if packed and self.step is not None else self.linear)(x)
+
+
+@dataclass(frozen=True)
+class LedProjection:
+    """A divided projection as the ranks' executions run it."""
+
+    handle: Handle
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        return self.handle.group.everywhere(_project, self.handle.number, x, packed=True)
+
+    def best(self, x: torch.Tensor) -> torch.Tensor:
+        """Return the number of each row's largest output [T], the first of equal ones: of every
+        rank no more is collected than its largest."""
+        return self.handle.group.everywhere(_best, self.handle.number, x)
+
 
 @dataclass(frozen=True)
 class LedLinear(Linear):
@@ -90,11 +109,10 @@ class LedLinear(Linear):
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         return self.handle.group.everywhere(_project, self.handle.number, x)
 
-    def run_by(self, execution: Handle) -> RowStep:
+    def run_by(self, execution: Handle) -> LedProjection:
         """Return the projection as the ranks' executions run it."""
-        group, number = self.handle.group, self.handle.number
-        group.everywhere(_pack, execution.number, number)
-        return lambda x: group.everywhere(_project, self.handle.number, x, packed=True)
+        self.handle.group.everywhere(_pack, execution.number, self.handle.number)
+        return LedProjection(self.handle)
 
 
 def _pack(group: Group, execution: int, number: int) -> None:
@@ -106,5 +124,17 @@ def _pack(group: Group, execution: int, number: int) -> None:
 def _project(group: Group, number: int, x: torch.Tensor, packed: bool = False) -> torch.Tensor:
     """Return the whole product on rank 0."""
     part: _LinearPart = group.parts[number]
-    step = part.step if packed and part.step is not None else part.linear
-    return group.columns_to_first(step(x), part.sizes)
+    return group.columns_to_first(part.product(x, packed=packed), part.sizes)
+
+
+def _best(group: Group, number: int, x: torch.Tensor) -> torch.Tensor:
+    """Return the number of each row's largest output on rank 0."""
+    part: _LinearPart = group.parts[number]
+    values = part.product(x, packed=True).float()
+    places = values.argmax(dim=1, keepdim=True)
+    first = sum(part.sizes[: group.rank])
+    # Numbers of outputs are exact in float32, which has 24 bits for them.
+    own = torch.cat([values.gather(1, places), (places + first).float()], dim=1)
+    found = group.columns_to_first(own, [2] * group.size).view(len(x), -1, 2)
+    largest, numbers = found.unbind(-1)
+    return numbers.gather(1, largest.argmax(dim=1, keepdim=True))[:, 0].long()

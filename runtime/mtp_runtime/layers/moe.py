@@ -34,7 +34,11 @@ class Mlp:
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         if len(x) > MLP_ROWS:
             return torch.cat([self(rows) for rows in torch.split(x, MLP_ROWS)])
-        return self.down(gated(self.gate_up(x)))
+        return self.down(self.inner(x))
+
+    def inner(self, x: torch.Tensor) -> torch.Tensor:
+        """Return the inner values [T, i] of rows x [T, d]."""
+        return gated(self.gate_up(x))
 
 
 class Experts(Protocol):

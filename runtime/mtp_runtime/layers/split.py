@@ -8,15 +8,16 @@ half layer, and the ranks' sums are added in the order of ranks.
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
+from typing import cast
 
 import torch
 
 from mtp_runtime.layers.linear import Linear
-from mtp_runtime.layers.moe import Experts, Order, Router, sort_by_expert
-from mtp_runtime.parallel.group import Group
+from mtp_runtime.layers.moe import Experts, Mlp, Order, Router, sort_by_expert
+from mtp_runtime.parallel.group import LONE, Group, Part
 
 GATHER, REDUCE = "gather", "reduce"
 MODES = (GATHER, REDUCE)
@@ -49,6 +50,9 @@ class Joining:
         return self.group.columns(product(self.group.columns(x, inputs)), outputs)
 
 
+ALONE = Joining(LONE)
+
+
 @dataclass(frozen=True)
 class JoinedLinear(Linear):
     """A linear layer that takes the own part of its input and returns the whole output.
@@ -63,6 +67,25 @@ class JoinedLinear(Linear):
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         return self.joining.product(super().__call__, x, (self.inputs, self.outputs))
+
+    def own_input(self, x: torch.Tensor) -> Part:
+        """Return the own part of the input [T, in], for of_whole in mode gather."""
+        return Part(x, self.inputs, 1)
+
+    def of_whole(self, x: torch.Tensor) -> torch.Tensor:
+        """Return the whole output, given the whole input, in mode gather."""
+        return self.joining.group.columns(super().__call__(x), self.outputs)
+
+
+@dataclass(frozen=True)
+class GatheredLinear(Linear):
+    """A linear layer of which every rank has some outputs, and returns all, given whole inputs."""
+
+    group: Group = field(kw_only=True)
+    outputs: tuple[int, ...] = field(kw_only=True)
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        return self.group.columns(super().__call__(x), self.outputs)
 
 
 @dataclass(frozen=True)
@@ -88,34 +111,62 @@ class SplitMoe:
         """Transform x [T, d] to [T, d]."""
         picked, weights = self.router(x)
         order = sort_by_expert(picked)
-        weights = weights.flatten()[order.pairs, None]
-        rows = order.pairs // picked.shape[1]
-        ends = ends_of_parts(order, self.parts)
-        own = range(*[0, *ends][self.joining.group.rank :][:2])
-        outputs = self._outputs(x, order, rows)
-        if not self.joining.reduces:
-            outputs, own = self.joining.group.rows(outputs, sizes_of(ends)), range(len(rows))
-        total = torch.zeros_like(x, dtype=torch.float32)
-        for start, stop in pairwise([0, *order.ends]):
-            if own.start <= start and stop <= own.stop:
-                made = outputs[start - own.start : stop - own.start]
-                total.index_add_(0, rows[start:stop], made * weights[start:stop])
-        for expert in self.experts.each(range(len(self.own), len(self.own) + self.shared)):
-            total += expert(x)
-        if self.joining.reduces:
-            total = self.joining.group.sum(total)
+        pairs = _Pairs(order, order.pairs // picked.shape[1], weights.flatten()[order.pairs, None])
+        total = self._reduced(x, pairs) if self.joining.reduces else self._gathered(x, pairs)
         return total.to(x.dtype)
 
-    def _outputs(self, x: torch.Tensor, order: Order, rows: torch.Tensor) -> torch.Tensor:
+    def _gathered(self, x: torch.Tensor, pairs: _Pairs) -> torch.Tensor:
+        """Return the sum of all outputs, added in the order of one process."""
+        sizes = sizes_of(ends_of_parts(pairs.order, self.parts))
+        shared = [(expert, cast(JoinedLinear, expert.down)) for expert in self._shared()]
+        inner = [down.own_input(expert.inner(x)) for expert, down in shared]
+        routed = Part(self._outputs(x, pairs), sizes, 0)
+        outputs, *wholes = self.joining.group.several([routed, *inner])
+        total = pairs.added(torch.zeros_like(x, dtype=torch.float32), outputs)
+        for (_, down), whole in zip(shared, wholes, strict=True):
+            total += down.of_whole(whole)
+        return total
+
+    def _reduced(self, x: torch.Tensor, pairs: _Pairs) -> torch.Tensor:
+        """Return the sum of the ranks' sums."""
+        first = [0, *ends_of_parts(pairs.order, self.parts)][self.joining.group.rank]
+        total = torch.zeros_like(x, dtype=torch.float32)
+        total = pairs.added(total, self._outputs(x, pairs), first)
+        for expert in self._shared():
+            total += expert(x)
+        return self.joining.group.sum(total)
+
+    def _shared(self) -> Iterator[Mlp]:
+        return self.experts.each(range(len(self.own), len(self.own) + self.shared))
+
+    def _outputs(self, x: torch.Tensor, pairs: _Pairs) -> torch.Tensor:
         """Return the outputs of the own experts for their pairs, in order of experts."""
-        starts = [0, *order.ends]
+        order, starts = pairs.order, [0, *pairs.order.ends]
         places = [at for at, expert in enumerate(order.experts) if expert in self.own]
         numbers = [order.experts[at] - self.own.start for at in places]
         made = [
-            expert(x[rows[starts[at] : order.ends[at]]])
+            expert(x[pairs.rows[starts[at] : order.ends[at]]])
             for at, expert in zip(places, self.experts.each(numbers), strict=True)
         ]
         return torch.cat(made) if made else x.new_empty(0, x.shape[1])
+
+
+@dataclass(frozen=True)
+class _Pairs:
+    """Pairs of a row and an expert that it picked, sorted by expert; the row [P] and the weight
+    [P, 1] of each."""
+
+    order: Order
+    rows: torch.Tensor
+    weights: torch.Tensor
+
+    def added(self, total: torch.Tensor, outputs: torch.Tensor, first: int = 0) -> torch.Tensor:
+        """Add the outputs of the pairs from the first on to their rows, expert by expert."""
+        for start, stop in pairwise([0, *self.order.ends]):
+            if first <= start and stop <= first + len(outputs):
+                made = outputs[start - first : stop - first]
+                total.index_add_(0, self.rows[start:stop], made * self.weights[start:stop])
+        return total
 
 
 def ends_of_parts(order: Order, parts: Sequence[range]) -> list[int]:

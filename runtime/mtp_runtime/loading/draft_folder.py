@@ -12,7 +12,7 @@ import torch
 
 from mtp_export.checkpoint.dtypes import dtype_name
 from mtp_export.checkpoint.files import make_folder, write_all, write_json, write_whole
-from mtp_export.checkpoint.header import read_header
+from mtp_export.checkpoint.header import TensorInfo, read_header
 from mtp_export.checkpoint.local_folder import LocalFolder
 from mtp_export.checkpoint.plan import OutputTensor
 from mtp_export.checkpoint.reader import (
@@ -21,7 +21,7 @@ from mtp_export.checkpoint.reader import (
     Checkpoint,
     read_json_object,
 )
-from mtp_export.checkpoint.tensor_reader import read_rows
+from mtp_export.checkpoint.tensor_reader import TensorReader, read_rows
 from mtp_export.checkpoint.writer import encode_header
 from mtp_export.errors import InvalidInputError
 
@@ -32,39 +32,62 @@ UNREADABLE = (
 )
 MEDUSA_NAME, MEDUSA_PICKLE = "medusa_lm_head.safetensors", "medusa_lm_head.pt"
 
+# In a file, to be read when it is wanted, or in memory.
+DraftTensor = TensorInfo | torch.Tensor
+
 
 @dataclass(frozen=True)
 class DraftFolder:
-    """An opened draft: its config.json, and its tensors as they are stored."""
+    """An opened draft: its config.json, and its tensors as they are stored. Another process opens
+    it anew."""
 
     path: Path
     config: Mapping[str, Any]
-    tensors: Mapping[str, torch.Tensor]
+    tensors: Mapping[str, DraftTensor]
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return read_draft, (self.path,)
 
 
 def read_draft(folder: Path) -> DraftFolder:
-    """Read a draft: a checkpoint, or Medusa's file of heads beside its config.json.
+    """Open a draft: a checkpoint, or Medusa's file of heads beside its config.json.
 
     Raises InvalidInputError for a folder that holds neither, or files that are damaged, IoError
     for one that cannot be read.
     """
+    tensors: Mapping[str, DraftTensor]
     if (folder / MEDUSA_NAME).is_file():
-        tensors = _of_safetensors(folder)
+        header = read_header(LocalFolder(folder).file(MEDUSA_NAME))
+        tensors = {info.name: info for info in header.tensors}
     elif (folder / MEDUSA_PICKLE).is_file():
         tensors = _of_pickle(folder / MEDUSA_PICKLE)
     else:
-        checkpoint = Checkpoint.open(folder)
-        tensors = {name: checkpoint.tensor(name) for name in checkpoint.tensors}
+        tensors = Checkpoint.open(folder).tensors
     return DraftFolder(folder, read_json_object(folder / CONFIG_NAME), tensors)
 
 
+def values_of(tensor: DraftTensor) -> torch.Tensor:
+    """Return a tensor's values, in its own dtype."""
+    if isinstance(tensor, torch.Tensor):
+        return tensor
+    return read_rows(tensor, 0, tensor.shape[0] if tensor.shape else 1)
+
+
+def part_of(tensor: DraftTensor, rows: range, columns: range) -> torch.Tensor:
+    """Return some rows and columns of a matrix; of one in a file no others are read."""
+    if isinstance(tensor, torch.Tensor):
+        return tensor[rows.start : rows.stop, columns.start : columns.stop]
+    with TensorReader(tensor) as reader:
+        return reader.window(rows, columns)
+
+
 def write_draft(
-    folder: Path, config: Mapping[str, Any], tensors: Mapping[str, torch.Tensor]
+    folder: Path, config: Mapping[str, Any], tensors: Mapping[str, DraftTensor]
 ) -> None:
     """Write a draft as engines read it: config.json and one safetensors file, each whole or not at
     all (IoError)."""
     make_folder(folder)
-    whole = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
+    whole = {name: values_of(one).detach().cpu().contiguous() for name, one in tensors.items()}
     head, places = encode_header([_output(name, one) for name, one in whole.items()])
 
     def write(fd: int) -> None:
@@ -77,20 +100,15 @@ def write_draft(
     write_json(folder / CONFIG_NAME, config)
 
 
-def layout_on_disk(tensor: torch.Tensor) -> OutputTensor:
+def layout_on_disk(tensor: DraftTensor) -> OutputTensor:
     """Return a tensor's safetensors dtype and shape, under no name."""
+    if isinstance(tensor, TensorInfo):
+        return OutputTensor("", tensor.dtype, tensor.shape)
     return _output("", tensor)
 
 
 def _output(name: str, tensor: torch.Tensor) -> OutputTensor:
     return OutputTensor(name, dtype_name(tensor.dtype), tuple(tensor.shape))
-
-
-def _of_safetensors(folder: Path) -> dict[str, torch.Tensor]:
-    header = read_header(LocalFolder(folder).file(MEDUSA_NAME))
-    return {
-        info.name: read_rows(info, 0, info.shape[0] if info.shape else 1) for info in header.tensors
-    }
 
 
 def _of_pickle(path: Path) -> dict[str, torch.Tensor]:

@@ -1,4 +1,5 @@
-"""Tensors in memory as a source of weights: those of a draft, or of one that is being trained."""
+"""Tensors by name as a source of weights: those of a draft's folder, or of one that is being
+trained."""
 
 from __future__ import annotations
 
@@ -11,18 +12,25 @@ from mtp_export.families.contract import MtpContract
 from mtp_export.families.modules import weight_name
 from mtp_export.schemes.formats import EncodedWeight, unquantized
 from mtp_export.schemes.windows import Window
+from mtp_runtime.layers.split import ALONE, Joining
+from mtp_runtime.loading.draft_folder import DraftTensor, part_of, values_of
 from mtp_runtime.loading.weight_source import WeightSource
 
 
 @dataclass
 class HeldSource(WeightSource):
-    """Unquantized tensors by name; what is made of them records gradients where they do."""
+    """Unquantized tensors by name, all of them there; what is made of those in memory records
+    gradients where they do."""
 
-    tensors: Mapping[str, torch.Tensor] = field(default_factory=dict)
+    tensors: Mapping[str, DraftTensor] = field(default_factory=dict)
 
     @classmethod
     def of(
-        cls, tensors: Mapping[str, torch.Tensor], dtype: torch.dtype, device: torch.device
+        cls,
+        tensors: Mapping[str, DraftTensor],
+        dtype: torch.dtype,
+        device: torch.device,
+        joining: Joining = ALONE,
     ) -> HeldSource:
         return cls(
             owners={},
@@ -32,11 +40,12 @@ class HeldSource(WeightSource):
             on_demand=False,
             contract=MtpContract(),
             tensors=tensors,
+            joining=joining,
         )
 
     def raw(self, name: str) -> torch.Tensor:
         """Return a tensor in its own dtype, on the device."""
-        return self.tensors[name].to(self.device)
+        return values_of(self.tensors[name]).to(self.device)
 
     def shape(self, module: str) -> tuple[int, ...]:
         """Return the shape [out, in] of a linear's weight."""
@@ -47,5 +56,10 @@ class HeldSource(WeightSource):
         return unquantized(self.raw(name))
 
     def _cut(self, name: str, window: Window) -> EncodedWeight:
-        rows, columns = (slice(part.start, part.stop) for part in window)
-        return unquantized(self.raw(name)[rows, columns])
+        return unquantized(part_of(self.tensors[name], *window).to(self.device))
+
+    def _note(self, name: str) -> None:
+        """Keep no account: a draft's reader compares all tensors with what is promised."""
+
+    def _check_plain(self, name: str) -> None:
+        """Accept every tensor: none is quantized."""

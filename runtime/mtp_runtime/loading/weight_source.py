@@ -31,11 +31,11 @@ from mtp_runtime.layers.embedding import Embedding, EmbeddingTable
 from mtp_runtime.layers.led import LedEmbedding, LedLinear
 from mtp_runtime.layers.linear import Linear, Weight, Windowed, dense
 from mtp_runtime.layers.moe import Experts, HeldExperts, Mlp
-from mtp_runtime.layers.split import Joining
+from mtp_runtime.layers.split import ALONE, Joining
 from mtp_runtime.loading.copies import is_copy
 from mtp_runtime.loading.on_demand import EmbeddingOnDemand, StoredExperts, WeightOnDemand
 from mtp_runtime.loading.read_ahead import READERS
-from mtp_runtime.parallel.group import LONE, Split
+from mtp_runtime.parallel.group import Split
 
 logger = logging.getLogger(__name__)
 
@@ -93,7 +93,7 @@ class WeightSource:
     tied: set[str] = field(default_factory=set)
     left_out: set[str] = field(default_factory=set)
     values: Mapping[str, torch.Tensor] = field(default_factory=dict)
-    joining: Joining = field(default_factory=lambda: Joining(LONE))
+    joining: Joining = ALONE
 
     @property
     def split(self) -> Split:
@@ -156,8 +156,9 @@ class WeightSource:
         """Return token embeddings (UnsupportedError for quantized ones)."""
         if self.split.size > 1:
             self._check_plain(name)
-            vocab = self._spec(name).shape[0]
-            own = self.weight(name.removesuffix(".weight"), self.split.part(vocab))
+            module = name.removesuffix(".weight")
+            vocab = self.shape(module)[0]
+            own = self.weight(module, self.split.part(vocab))
             return LedEmbedding(self.joining.group, own.dequantize(self.dtype), vocab)
         if not self.on_demand:
             return EmbeddingTable(self.tensor(name))
@@ -168,15 +169,19 @@ class WeightSource:
     def head(self, module: str) -> Linear:
         """Return the linear layer of a head, the largest of a model."""
         name = f"{module}.weight"
-        if self.split.size > 1:
-            vocab = self._spec(name).shape[0]
-            own = self.linear(module, self.split.part(vocab))
-            return LedLinear.of(own, self.joining.group, vocab)
         # Rows of a transposed matrix lie scattered over the file.
-        if not self.on_demand or self.stored(name).transposed:
-            return self.linear(module)
+        if self.split.size > 1 or not self.on_demand or self.stored(name).transposed:
+            return self.led_linear(module)
         self._note(name)
         return Linear(WeightOnDemand(self._on_disk(name), self.device, self._readers))
+
+    def led_linear(self, module: str) -> Linear:
+        """Return a linear layer that rank 0 calls; every rank has some of its outputs."""
+        if self.split.size == 1:
+            return self.linear(module)
+        outputs = self.shape(module)[0]
+        own = self.linear(module, self.split.part(outputs))
+        return LedLinear.of(own, self.joining.group, outputs)
 
     def experts(
         self,

@@ -6,10 +6,9 @@ A new model derives from ModelBuilder, adds its attention and router, and is one
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
-from mtp_export.errors import UnsupportedError
 from mtp_export.families.contract import MtpContract
 from mtp_export.families.modules import (
     DecoderFamily,
@@ -26,7 +25,8 @@ from mtp_runtime.layers.grouped import GroupedExperts
 from mtp_runtime.layers.linear import Linear, Weight, stack
 from mtp_runtime.layers.moe import HeldExperts, Mlp, Moe, Router
 from mtp_runtime.layers.norm import RmsNorm
-from mtp_runtime.layers.split import JoinedLinear, SplitMoe
+from mtp_runtime.layers.split import SplitMoe
+from mtp_runtime.loading.divided import joined_output, parts_of
 from mtp_runtime.loading.weight_source import WeightSource
 from mtp_runtime.models.model import Execution, Head, Model, MtpModule
 
@@ -125,37 +125,6 @@ class ModelBuilder(ABC):
         """Join loaded weights of the same input into one linear."""
         return Linear.build(stack(parts), self.source.dtype, self.source.keep_dense)
 
-    def parts(self, total: int, what: str) -> list[range]:
-        """Divide what each rank must have some of; return every rank's part.
-
-        Raises UnsupportedError for more ranks than there are parts.
-        """
-        split = self.source.split
-        if total < split.size:
-            raise UnsupportedError(
-                f"There are more processes than {what} to divide among them",
-                expected=f"at most {total} processes",
-                found=split.size,
-            )
-        return split.parts(total)
-
-    def output(self, module: str, inputs: Sequence[range]) -> Linear:
-        """Load the last matrix of a half layer; inputs are every rank's columns of it."""
-        source, joining = self.source, self.source.joining
-        own = inputs[source.split.rank]
-        if joining.group.is_one:
-            return source.linear(module, columns=own)
-        outputs = self.parts(source.shape(module)[0], "outputs")
-        if joining.reduces:
-            part = source.linear(module, columns=own)
-        else:
-            whole = range(inputs[0].start, inputs[-1].stop)
-            part = source.linear(module, outputs[source.split.rank], whole)
-        sizes = tuple(map(len, inputs)), tuple(map(len, outputs))
-        return JoinedLinear(
-            part.weight, part.transposed, joining=joining, inputs=sizes[0], outputs=sizes[1]
-        )
-
     def feed_forward(self, names: MlpModules | MoeModules) -> FeedForward:
         """Load a dense or a sparse feed-forward layer."""
         if isinstance(names, MoeModules):
@@ -173,13 +142,13 @@ class ModelBuilder(ABC):
         """
         parts = [
             range(inner.start + part.start, inner.start + part.stop)
-            for part in self.parts(len(inner), "inner values")
+            for part in parts_of(self.source.split, len(inner), "inner values")
         ]
         own = parts[self.source.split.rank]
         gate_up = self.stacked(names.gate, names.up, rows=own)
         if not joins:
             return Mlp(gate_up, self.source.linear(names.down, columns=own))
-        return Mlp(gate_up, self.output(names.down, parts))
+        return Mlp(gate_up, joined_output(self.source, names.down, parts))
 
     def moe(self, names: MoeModules) -> Moe | SplitMoe:
         """Load a mixture of experts, routed ones first; of those every rank has some, whole."""

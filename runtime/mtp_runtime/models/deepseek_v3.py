@@ -12,6 +12,7 @@ from mtp_export.families.deepseek_v3 import DeepseekV3Family
 from mtp_runtime.layers.attention import Attention
 from mtp_runtime.layers.mla import Mla
 from mtp_runtime.layers.rope import softmax_scale
+from mtp_runtime.loading.divided import joined_output, parts_of
 from mtp_runtime.models.moe_decoder import MoeDecoderBuilder, MoeDecoderConfig
 
 
@@ -52,7 +53,7 @@ class DeepseekV3Builder(MoeDecoderBuilder):
         """Load one layer's attention, or the own heads of it; the halves of kv_b_proj become dense
         to be absorbed."""
         source, config, names = self.source, self.config, self.family.attention_modules(layer)
-        heads = self.parts(config.heads, "heads")
+        heads = parts_of(source.split, config.heads, "heads")
         own = heads[source.split.rank]
         query = _rows(own, config.nope + config.rope.size)
         down = names.query_down
@@ -68,7 +69,7 @@ class DeepseekV3Builder(MoeDecoderBuilder):
             latent_norm=self.norm(names.latent_norm),
             key_up=halves[:, : config.nope].contiguous(),
             value_up=halves[:, config.nope :].transpose(1, 2).contiguous(),
-            output=self.output(names.output, [_rows(part, config.value) for part in heads]),
+            output=joined_output(source, names.output, [_rows(p, config.value) for p in heads]),
             rope=self.rope,
             scale=softmax_scale(config.rope, config.nope + config.rope.size),
         )

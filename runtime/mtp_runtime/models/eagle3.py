@@ -16,22 +16,24 @@ import torch
 
 from mtp_export.errors import InvalidInputError
 from mtp_export.families.eagle3 import TARGET_MASK, TARGET_OFFSETS, Eagle3Family, own_name
-from mtp_export.families.modules import MlpModules, weight_name
+from mtp_export.families.modules import weight_name
 from mtp_export.schemes.discrepancies import StoredTensor, compare
 from mtp_kernels.batch_layout import BatchLayout
-from mtp_runtime.cache import Cache, LayerCaches, PageAllocator
+from mtp_runtime.cache import Cache, LayerCache, PageAllocator
 from mtp_runtime.config import RopeConfig, refuse_other_values
 from mtp_runtime.layers.attention import Attention, ForwardPass
+from mtp_runtime.layers.decoder_layer import DecoderLayer
 from mtp_runtime.layers.embedding import Embedding
 from mtp_runtime.layers.linear import Linear
-from mtp_runtime.layers.moe import Mlp
 from mtp_runtime.layers.norm import RmsNorm
-from mtp_runtime.loading.draft_folder import DraftFolder, layout_on_disk
+from mtp_runtime.layers.split import ALONE, Joining
+from mtp_runtime.loading.draft_folder import DraftFolder, DraftTensor, layout_on_disk, values_of
 from mtp_runtime.loading.held_source import HeldSource
 from mtp_runtime.models.deepseek_v3 import DeepseekV3Builder, DeepseekV3Config
-from mtp_runtime.models.model import Head, Model, TorchExecution
+from mtp_runtime.models.led_layers import on_ranks
+from mtp_runtime.models.model import Execution, Head, Layers, Model, TorchExecution
 
-Tensors = Mapping[str, torch.Tensor]
+Tensors = Mapping[str, DraftTensor]
 
 
 @dataclass(frozen=True)
@@ -48,6 +50,31 @@ class ReducedHead(Head):
         none = own.new_full((len(own), self.vocab), -torch.inf)
         return none.index_copy(1, self.tokens, own)
 
+    def best(self, normed: torch.Tensor) -> torch.Tensor:
+        """Return the best token [T] of rows that passed the norm."""
+        return self.tokens[super().best(normed)]
+
+
+@dataclass(frozen=True)
+class Eagle3Layer(DecoderLayer):
+    """The draft's layer: a decoder layer that is fed [embedding | state] [T, 2d]; its input norm is
+    that of the embedding."""
+
+    hidden_norm: RmsNorm
+    norm_before_residual: bool
+
+    def attend(self, x: torch.Tensor, cache: LayerCache, forward: ForwardPass) -> torch.Tensor:
+        both, residual = self.entering(*x.chunk(2, dim=-1))
+        return residual + self.attention(both, cache, forward)
+
+    def entering(
+        self, embedded: torch.Tensor, hidden: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return what attention takes [T, 2d], and what its output is added to [T, d]."""
+        normed = self.hidden_norm(hidden)
+        both = torch.cat([self.input_norm(embedded), normed], dim=-1)
+        return both, normed if self.norm_before_residual else hidden
+
 
 @dataclass(frozen=True)
 class Eagle3Module:
@@ -60,20 +87,20 @@ class Eagle3Module:
     joining: Linear  # [taps * d] -> [d]
     tap_norms: tuple[RmsNorm, ...]
     embedding: Embedding
-    embedding_norm: RmsNorm
-    hidden_norm: RmsNorm
-    attention: Attention  # of [embedding | hidden state]
-    post_norm: RmsNorm
-    mlp: Mlp
+    layer: Eagle3Layer
+    layers: Layers  # the layer, as it is run
     head: Head
-    norm_before_residual: bool = False
     norm_output: bool = False
     recursion: None = field(default=None, init=False)
 
+    @property
+    def attention(self) -> Attention:
+        """Attention over [embedding | state]."""
+        return self.layer.attention
+
     def new_cache(self, pages: PageAllocator) -> Cache:
         """Make a cache with room for all pages."""
-        spec = pages.spec(self.embedding.dtype, self.embedding.device)
-        return LayerCaches((self.attention.new_cache(spec),))
+        return self.layers.new_cache(pages.spec(self.embedding.dtype, self.embedding.device))
 
     def combined(self, taps: torch.Tensor) -> torch.Tensor:
         """Join the inputs of the target's tapped layers [T, taps * d] to one state [T, d]."""
@@ -91,63 +118,67 @@ class Eagle3Module:
         layout: BatchLayout,
     ) -> torch.Tensor:
         """Run the layer over tokens and states; returns [T, d] before the norm."""
-        assert isinstance(cache, LayerCaches), "the cache that new_cache made"
-        both, residual = self.entering(next_tokens, hidden)
-        return self.leaving(residual, self.attention(both, cache.layers[0], ForwardPass(layout)))
+        fed = torch.cat([self.embedding(next_tokens), hidden], dim=-1)
+        return self.layers(fed, cache, layout)
 
     def entering(
         self, next_tokens: torch.Tensor, hidden: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Return what attention takes [T, 2d], and what its output is added to [T, d]."""
-        normed = self.hidden_norm(hidden)
-        both = torch.cat([self.embedding_norm(self.embedding(next_tokens)), normed], dim=-1)
-        return both, normed if self.norm_before_residual else hidden
+        return self.layer.entering(self.embedding(next_tokens), hidden)
 
     def leaving(self, residual: torch.Tensor, attended: torch.Tensor) -> torch.Tensor:
         """Return the output [T, d] before the norm, given that of attention [T, d]."""
-        x = residual + attended
-        return x + self.mlp(self.post_norm(x))
+        return self.layer.fed_forward(residual + attended)
 
     def recycled(self, x: torch.Tensor, normed: torch.Tensor) -> torch.Tensor:
         """Return the side of its norm on which the output is fed to the next draft."""
         return normed if self.norm_output else x
 
 
-def eagle3_module(family: Eagle3Family, tensors: Tensors, target: Model) -> Eagle3Module:
+def eagle3_module(
+    family: Eagle3Family, tensors: Tensors, target: Model, joining: Joining = ALONE
+) -> Eagle3Module:
     """Make a draft of tensors by the family's names; what is absent is the target's.
 
-    Gradients reach tensors that require them, so that a draft in training is made anew after each
-    step. Raises UnsupportedError for an activation or a scaling that is not computed.
+    Gradients reach tensors in memory that require them, so that a draft in training is made anew
+    after each step. joining: the ranks that divide it as they do the target; each calls this.
+    Raises UnsupportedError for an activation or a scaling that is not computed.
     """
     refuse_other_values({"hidden_act": family.facts.hidden_act}, {"hidden_act": "silu"})
-    source = HeldSource.of(tensors, target.dtype, target.device)
+    source = HeldSource.of(tensors, target.dtype, target.device, joining)
     builder = DeepseekV3Builder(source, family, _config(family))
-    names, layer = family.modules, family.layer_modules(0)
-    assert isinstance(layer.feed_forward, MlpModules), "the layer is dense"
-    own_embedding = weight_name(names.embedding)
+    own_embedding = weight_name(family.modules.embedding)
+    usual, execution = builder.layer(0), on_ranks(TorchExecution(), joining.group)
+    layer = Eagle3Layer(
+        input_norm=usual.input_norm,
+        attention=usual.attention,
+        post_norm=usual.post_norm,
+        feed_forward=usual.feed_forward,
+        hidden_norm=builder.norm(family.hidden_norm),
+        norm_before_residual=family.norm_before_residual,
+    )
     return Eagle3Module(
-        joining=source.linear(family.projection),
+        joining=source.led_linear(family.projection),
         tap_norms=tuple(map(builder.norm, family.fc_norms)),
         embedding=source.embedding(own_embedding) if own_embedding in tensors else target.embedding,
-        embedding_norm=builder.norm(layer.input_norm),
-        hidden_norm=builder.norm(family.hidden_norm),
-        attention=builder.mla(0),
-        post_norm=builder.norm(layer.post_norm),
-        mlp=builder.mlp(layer.feed_forward),
-        head=_head(builder, tensors, target),
-        norm_before_residual=family.norm_before_residual,
+        layer=layer,
+        layers=execution.layers([layer]),
+        head=_head(builder, tensors, target, execution),
         norm_output=family.norm_output,
     )
 
 
-def _head(builder: DeepseekV3Builder, tensors: Tensors, target: Model) -> Head:
+def _head(
+    builder: DeepseekV3Builder, tensors: Tensors, target: Model, execution: Execution
+) -> Head:
     names, source = builder.family.modules, builder.source
     own = weight_name(names.head) in tensors
     linear = source.head(names.head) if own else target.head.linear
-    norm, execution = builder.norm(names.norm), TorchExecution()
+    norm = builder.norm(names.norm)
     if TARGET_OFFSETS not in tensors:
         return Head(norm, linear, execution)
-    tokens = target_tokens(tensors[TARGET_OFFSETS]).to(target.device)
+    tokens = target_tokens(values_of(tensors[TARGET_OFFSETS])).to(target.device)
     return ReducedHead(norm, linear, execution, tokens=tokens, vocab=target.config.vocab)
 
 
@@ -185,7 +216,7 @@ def _config(family: Eagle3Family) -> DeepseekV3Config:
     )
 
 
-def checked_tensors(draft: DraftFolder, family: Eagle3Family) -> dict[str, torch.Tensor]:
+def checked_tensors(draft: DraftFolder, family: Eagle3Family) -> dict[str, DraftTensor]:
     """Return a folder's tensors by the family's names.
 
     Raises InvalidInputError for one that config.json does not promise, or that contradicts it, and
@@ -205,7 +236,7 @@ def checked_tensors(draft: DraftFolder, family: Eagle3Family) -> dict[str, torch
 
 
 def _check_vocabulary(draft: DraftFolder, tensors: Tensors, vocab: int) -> None:
-    tokens = target_tokens(tensors[TARGET_OFFSETS])
+    tokens = target_tokens(values_of(tensors[TARGET_OFFSETS]))
     ascending = bool((tokens[1:] > tokens[:-1]).all())
     if not ascending or int(tokens[0]) < 0 or int(tokens[-1]) >= vocab:
         raise InvalidInputError(
@@ -216,11 +247,11 @@ def _check_vocabulary(draft: DraftFolder, tensors: Tensors, vocab: int) -> None:
             todo="It holds offsets, not the tokens themselves: get the draft again",
         )
     mask = tensors.get(TARGET_MASK)
-    if mask is not None and not torch.equal(mask.nonzero()[:, 0], tokens):
+    if mask is not None and not torch.equal(values_of(mask).nonzero()[:, 0], tokens):
         raise InvalidInputError(
             f"Tensors {TARGET_OFFSETS} and {TARGET_MASK} of the draft name different tokens",
             where=draft.path,
-            expected=f"the {int(mask.sum())} tokens of {TARGET_MASK}",
+            expected=f"the {int(values_of(mask).sum())} tokens of {TARGET_MASK}",
             found=f"{len(tokens)} tokens, the first of them {int(tokens[0])}",
             todo="One of them is shifted or of another draft: get the draft again",
         )

@@ -11,6 +11,7 @@ import torch
 
 from mtp_export.families.glm4_moe import Glm4MoeFamily
 from mtp_runtime.layers.gqa import Gqa
+from mtp_runtime.loading.divided import joined_output, parts_of
 from mtp_runtime.models.moe_decoder import MoeDecoderBuilder, MoeDecoderConfig
 
 
@@ -44,7 +45,8 @@ class Glm4MoeBuilder(MoeDecoderBuilder):
     def attention(self, layer: int) -> Gqa:
         """Load one layer's attention."""
         source, config, names = self.source, self.config, self.family.attention_modules(layer)
-        groups = self.parts(config.kv_heads, "key heads")  # each with the queries that share it
+        # Each key head with the queries that share it.
+        groups = parts_of(source.split, config.kv_heads, "key heads")
         own, each = groups[source.split.rank], config.heads // config.kv_heads
         rows = {
             names.query: _rows(own, each * config.head),
@@ -64,7 +66,9 @@ class Glm4MoeBuilder(MoeDecoderBuilder):
             bias=bias,
             query_norm=None if names.query_norm is None else self.norm(names.query_norm),
             key_norm=None if names.key_norm is None else self.norm(names.key_norm),
-            output=self.output(names.output, [_rows(part, each * config.head) for part in groups]),
+            output=joined_output(
+                source, names.output, [_rows(part, each * config.head) for part in groups]
+            ),
             rope=self.rope,
             heads=each * len(own),
             kv_heads=len(own),

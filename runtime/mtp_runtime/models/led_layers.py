@@ -42,6 +42,11 @@ class LedExecution:
         return None
 
 
+def on_ranks(execution: Execution, group: Group) -> Execution:
+    """Return the execution of a model that a group divides, given that of each rank's part."""
+    return execution if group.is_one else LedExecution(execution, group)
+
+
 @dataclass(frozen=True)
 class LedLayers:
     """Layers [first, stop) of some that every rank has a part of; own is rank 0's part of them."""

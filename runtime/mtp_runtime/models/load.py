@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any, Concatenate, ParamSpec, TypeVar
 
 import torch
 
@@ -13,15 +15,19 @@ from mtp_export.families import family_of
 from mtp_export.families.contract import MtpContract
 from mtp_export.schemes.transforms import torch_threads_for
 from mtp_kernels.decoder import Backend, make_backend
-from mtp_runtime.layers.split import GATHER, MODES, REDUCE, Joining
+from mtp_runtime.layers.led import Handle
+from mtp_runtime.layers.split import ALONE, GATHER, MODES, REDUCE, Joining
 from mtp_runtime.loading.weight_source import Ledger, open_source
 from mtp_runtime.models import MODELS
 from mtp_runtime.models.builder import ModelBuilder
 from mtp_runtime.models.compiled import CompiledExecution, refuse_torch_layers
-from mtp_runtime.models.led_layers import LedExecution
+from mtp_runtime.models.led_layers import on_ranks
 from mtp_runtime.models.model import Execution, Model, TorchExecution
 from mtp_runtime.models.sliced import SlicedExecution
 from mtp_runtime.parallel.group import LONE, Group
+
+Parameters = ParamSpec("Parameters")
+Result = TypeVar("Result")
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 DEVICES = {"cpu": "CPU", "cuda": "CUDA device", "npu": "NPU (torch_npu beside CANN)"}
@@ -114,7 +120,7 @@ class LoadOptions:
             execution = CompiledExecution(self._backend)
         else:
             execution = SlicedExecution(self._backend, joining=self.joining(group))
-        return execution if group.is_one else LedExecution(execution, group)
+        return on_ranks(execution, group)
 
     @property
     def _backend(self) -> Backend:
@@ -128,11 +134,29 @@ class LoadOptions:
 
 @dataclass(frozen=True)
 class Loaded:
-    """A model ready to run, the ledger of its tensors, and the folder of its tokenizer."""
+    """A model ready to run, the ledger of its tensors, and the folder of its tokenizer.
+
+    parts: the models of every rank that divides it, without MTP modules; joining is how they do.
+    """
 
     model: Model
     ledger: Ledger
     folder: Path
+    joining: Joining = ALONE
+    parts: Handle | None = None
+
+    def beside(
+        self,
+        make: Callable[Concatenate[Model, Joining, Parameters], Result],
+        *arguments: Parameters.args,
+        **options: Parameters.kwargs,
+    ) -> Result:
+        """Make something beside the model, as a draft: make(model, joining, ...) on every rank."""
+        if self.parts is None:
+            return make(self.model, self.joining, *arguments, **options)
+        place, group = (self.parts.number, self.joining.mode), self.parts.group
+        made: Result = group.everywhere(_beside, place, make, *arguments, **options)
+        return made
 
 
 @dataclass(frozen=True)
@@ -166,7 +190,16 @@ def _load(group: Group, path: Path, options: LoadOptions) -> Loaded:
             assert len(module.layers) == 1, "its part is made now, on every rank"
     if options.deterministic:
         refuse_torch_layers(model, opened.folder)
-    return Loaded(model, opened.builder.source.ledger(), opened.folder)
+    parts = None if group.is_one else Handle(group, replace(model, mtp_modules=()))
+    joining, ledger = options.joining(group), opened.builder.source.ledger()
+    return Loaded(model, ledger, opened.folder, joining, parts)
+
+
+def _beside(
+    group: Group, place: tuple[int, str], make: Any, *arguments: Any, **options: Any
+) -> Any:
+    number, mode = place
+    return make(group.parts[number], Joining(group, mode), *arguments, **options)
 
 
 def open_model(path: Path, options: LoadOptions, group: Group = LONE) -> OpenedModel:

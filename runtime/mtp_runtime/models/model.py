@@ -23,6 +23,7 @@ from mtp_runtime.config import ModelConfig
 from mtp_runtime.layers.attention import Attention, ForwardPass
 from mtp_runtime.layers.decoder_layer import DecoderLayer
 from mtp_runtime.layers.embedding import Embedding
+from mtp_runtime.layers.led import LedProjection
 from mtp_runtime.layers.linear import Linear
 from mtp_runtime.layers.norm import RmsNorm
 
@@ -139,6 +140,12 @@ class Head:
         """Return float32 logits [T, vocab] of rows that passed the norm."""
         return self.projected(normed).float()
 
+    def best(self, normed: torch.Tensor) -> torch.Tensor:
+        """Return the best token [T] of rows that passed the norm, the first of equal ones."""
+        if isinstance(self.projected, LedProjection):
+            return self.projected.best(normed)
+        return self.projected(normed).argmax(dim=-1)
+
 
 class DraftModule(Protocol):
     """A module that drafts from hidden states and the tokens after them, and from its own output:
@@ -233,8 +240,7 @@ class MtpModule:
 
     def leaving(self, residual: torch.Tensor, attended: torch.Tensor) -> torch.Tensor:
         """Return the output [T, d] before the norm, given that of attention [T, d]."""
-        x = residual + attended
-        return x + self.layer.feed_forward(self.layer.post_norm(x))
+        return self.layer.fed_forward(residual + attended)
 
     @cached_property
     def recursion(self) -> Recursion | None:

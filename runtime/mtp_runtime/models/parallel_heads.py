@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import cast
 
 import torch
@@ -29,14 +30,18 @@ from mtp_export.families.parallel_heads import (
 from mtp_export.schemes.discrepancies import StoredTensor, compare
 from mtp_kernels.batch_layout import BatchLayout
 from mtp_runtime.cache import Cache, JoinedCaches, PageAllocator
+from mtp_runtime.layers.led import Handle
 from mtp_runtime.layers.linear import Linear
-from mtp_runtime.loading.draft_folder import DraftFolder, layout_on_disk
+from mtp_runtime.layers.split import ALONE, Joining
+from mtp_runtime.loading.divided import gathered_output, joined_output, outputs_of
+from mtp_runtime.loading.draft_folder import DraftFolder, DraftTensor, layout_on_disk
 from mtp_runtime.loading.held_source import HeldSource
 from mtp_runtime.models import MODELS
-from mtp_runtime.models.load import Loaded
-from mtp_runtime.models.model import Layers, Model, TorchLayers
+from mtp_runtime.models.led_layers import on_ranks
+from mtp_runtime.models.model import Execution, Layers, Model, TorchExecution
+from mtp_runtime.parallel.group import Group
 
-Tensors = Mapping[str, torch.Tensor]
+Tensors = Mapping[str, DraftTensor]
 _FLOATS = ("BF16", "F16", "F32")
 _ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {"silu": F.silu, "relu": F.relu}
 
@@ -66,26 +71,28 @@ class Block:
         return x + (inner if self.down is None else self.down(inner))
 
 
+Blocks = tuple[tuple[Block, ...], ...]  # by head
+
+
 @dataclass(frozen=True)
 class FfnHeads:
-    """Heads of residual blocks over the target's hidden state after its last norm."""
+    """Heads of residual blocks over the target's hidden state after its last norm.
 
-    blocks: tuple[tuple[Block, ...], ...]  # by head
+    led: the blocks of every rank, where each has a part of them; this object is rank 0's.
+    """
+
+    blocks: Blocks
     projections: tuple[Linear, ...]  # one for all heads, or one each
+    led: Handle | None = None
 
     def __len__(self) -> int:
         return len(self.blocks)
 
     def bodies(self, hidden: torch.Tensor) -> torch.Tensor:
         """Return the output of each head's blocks [k, T, d] for states [T, d]."""
-        return torch.stack([self.body(head, hidden) for head in range(len(self))])
-
-    def body(self, head: int, hidden: torch.Tensor) -> torch.Tensor:
-        """Return the output of one head's blocks [T, d] for states [T, d]."""
-        x = hidden
-        for block in self.blocks[head]:
-            x = block(x)
-        return x
+        if self.led is None:
+            return run_blocks(self.blocks, hidden)
+        return self.led.group.everywhere(_run_led, self.led.number, hidden)
 
     def new_cache(self, pages: PageAllocator) -> JoinedCaches:
         """Make no cache: the heads take one state."""
@@ -97,6 +104,21 @@ class FfnHeads:
             return self.projections[0](bodies.flatten(0, 1)).view(*bodies.shape[:2], -1).float()
         each = (project(x) for project, x in zip(self.projections, bodies, strict=False))
         return torch.stack([*each]).float()
+
+
+def run_blocks(blocks: Blocks, hidden: torch.Tensor) -> torch.Tensor:
+    """Return the output of each head's blocks [k, T, d] for states [T, d]."""
+    outputs = []
+    for own in blocks:
+        x = hidden
+        for block in own:
+            x = block(x)
+        outputs.append(x)
+    return torch.stack(outputs)
+
+
+def _run_led(group: Group, number: int, hidden: torch.Tensor) -> torch.Tensor:
+    return run_blocks(group.parts[number], hidden)
 
 
 @dataclass(frozen=True)
@@ -129,13 +151,15 @@ class LayerHeads:
 
 @dataclass(frozen=True)
 class StoredHeads:
-    """Tensors of heads by vLLM's names, with what they are."""
+    """Tensors of heads by vLLM's names, with what they are; joining: the ranks that divide them as
+    they do the target, each of which makes its own part."""
 
     layout: HeadsLayout
     tensors: Tensors
+    joining: Joining = ALONE
 
     @classmethod
-    def of(cls, draft: DraftFolder, target: Model) -> StoredHeads:
+    def of(cls, draft: DraftFolder, target: Model, joining: Joining = ALONE) -> StoredHeads:
         """Take a folder's tensors, in any known layout.
 
         Raises InvalidInputError for a tensor of none, and for heads that are damaged or of another
@@ -154,37 +178,39 @@ class StoredHeads:
                 expected=f"hidden states of {target.config.hidden} elements",
                 found=layout.hidden,
             )
-        return cls(layout, tensors)
+        return cls(layout, tensors, joining)
 
     def ffn(self, target: Model) -> FfnHeads:
         """Make heads of residual blocks."""
         assert self.layout.body is Body.FFN, "the caller looked"
+        source, group = self._source(target), self.joining.group
         blocks = tuple(
             tuple(
-                self._block(f"blocks.{head}.layers.{number}", target)
+                self._block(f"blocks.{head}.layers.{number}", source)
                 for number in range(self.layout.blocks)
             )
             for head in range(self.layout.heads)
         )
-        source = self._source(target)
+        led = None if group.is_one else Handle(group, blocks)
         if self.layout.own_projections:
             names = [f"lm_heads.{head}" for head in range(self.layout.heads)]
-            return FfnHeads(blocks, tuple(map(source.linear, names)))
+            return FfnHeads(blocks, tuple(map(source.head, names)), led)
         stored = self.layout.stored_projection
-        return FfnHeads(blocks, (source.linear("lm_head") if stored else target.head.linear,))
+        return FfnHeads(blocks, (source.head("lm_head") if stored else target.head.linear,), led)
 
-    def layers(self, loaded: Loaded) -> LayerHeads:
-        """Make heads that are layers like the target's last one, with its names.
+    def layers(self, target: Model, folder: Path) -> LayerHeads:
+        """Make heads that are layers like the target's last one, with its names; folder: where the
+        target's config.json is.
 
         Raises InvalidInputError for tensors that are not those of such a layer.
         """
-        target, config = loaded.model, read_json_object(loaded.folder / CONFIG_NAME)
+        config = read_json_object(folder / CONFIG_NAME)
         family = cast(DecoderFamily, family_of(config))
         last = target.config.layers - 1
         prefix = family.layer_modules(last).attention.rpartition(".")[0]
         specs = [spec for spec in family.tensors.values() if spec.name.startswith(f"{prefix}.")]
         promised = [StoredTensor(spec.name, spec.shape, _FLOATS) for spec in specs]
-        model = MODELS[config["model_type"]]
+        model, execution = MODELS[config["model_type"]], self._execution
         heads = []
         for head in range(self.layout.heads):
             own = f"extra_heads.{head}"
@@ -196,22 +222,29 @@ class StoredHeads:
             problems = compare({n: layout_on_disk(t) for n, t in tensors.items()}, promised)
             if problems:
                 problems[0].raise_as_error(own, len(problems) - 1)
-            source = HeldSource.of(tensors, target.dtype, target.device)
+            source = HeldSource.of(tensors, target.dtype, target.device, self.joining)
             builder = model.builder(source, family, model.config(family))
-            heads.append(TorchLayers((builder.layer(last),)))
+            heads.append(execution.layers([builder.layer(last)]))
         return LayerHeads(tuple(heads), target)
 
-    def _block(self, name: str, target: Model) -> Block:
+    def _block(self, name: str, source: HeldSource) -> Block:
         activation = self.layout.activation
         if not self.layout.inner:
-            return Block(self._affine(name, target), None, activation)
-        up, down = (self._affine(f"{name}.{part}", target) for part in ("up", "down"))
-        return Block(up, down, activation)
+            whole = Affine(gathered_output(source, name), self._bias(name, source))
+            return Block(whole, None, activation)
+        up, down = f"{name}.up", f"{name}.down"
+        parts = outputs_of(source, up)
+        own, bias = parts[source.split.rank], self._bias(up, source)
+        inner = Affine(source.linear(up, own), None if bias is None else bias[own.start : own.stop])
+        output = Affine(joined_output(source, down, parts), self._bias(down, source))
+        return Block(inner, output, activation)
 
-    def _affine(self, name: str, target: Model) -> Affine:
-        source = self._source(target)
-        bias = source.tensor(f"{name}.bias") if self.layout.biases else None
-        return Affine(source.linear(name), bias)
+    def _bias(self, name: str, source: HeldSource) -> torch.Tensor | None:
+        return source.tensor(f"{name}.bias") if self.layout.biases else None
 
     def _source(self, target: Model) -> HeldSource:
-        return HeldSource.of(self.tensors, target.dtype, target.device)
+        return HeldSource.of(self.tensors, target.dtype, target.device, self.joining)
+
+    @property
+    def _execution(self) -> Execution:
+        return on_ranks(TorchExecution(), self.joining.group)

@@ -26,6 +26,7 @@ from mtp_runtime.models.compiled import (
 )
 from mtp_runtime.models.model import Layers
 from mtp_runtime.models.packing import slice_of, split_experts
+from mtp_runtime.parallel.group import Part
 
 Sizes = tuple[tuple[int, ...], tuple[int, ...]]  # inputs and outputs of a matrix, of every rank
 
@@ -81,15 +82,21 @@ class SlicedLayers:
 
     def _gathered(self, run: kernels.SlicedPass, layer: int, x: torch.Tensor) -> None:
         """Add the experts' outputs to x in the order of one process."""
-        sizes, picked = self.sizes[layer], run.picked(layer)
-        if picked is not None:
+        group, sizes, picked = self.joining.group, self.sizes[layer], run.picked(layer)
+        parts = [
+            Part(run.shared_inner(layer, number), inputs, 1)
+            for number, (inputs, _) in enumerate(sizes.shared)
+        ]
+        if picked is None:
+            inner = group.several(parts)
+        else:
             pairs = _Sorted.of(picked, sizes.routed)
-            own = pairs.of_rank(self.joining.group.rank)
-            outputs = self.joining.group.rows(run.experts(layer, own), pairs.counts)
-            run.add(x, pairs.all, outputs)
-        for number, own_sizes in enumerate(sizes.shared):
-            project = partial(run.shared_down, layer, number)
-            x += self.joining.product(project, run.shared_inner(layer, number), own_sizes)
+            routed = run.experts(layer, pairs.of_rank(group.rank))
+            routed, *inner = group.several([Part(routed, pairs.counts, 0), *parts])
+            run.add(x, pairs.all, routed)
+        for number, values in enumerate(inner):
+            _, outputs = sizes.shared[number]
+            x += group.columns(run.shared_down(layer, number, values), outputs)
 
     def _reduced(self, run: kernels.SlicedPass, layer: int, x: torch.Tensor) -> None:
         """Add the sum of the ranks' experts to x."""

@@ -1,7 +1,8 @@
-"""Group of the processes, or ranks, that run one model together: everything that they exchange.
+"""Group of the processes, or ranks, that run or train one model together: everything that they
+exchange.
 
-Rank 0 leads. What all are to do it tells the others as a function and its arguments; they run it
-beside it, so that each meets the others in the same collectives in the same order.
+Where rank 0 leads, it tells the others what all are to do, as a function and its arguments; they
+run it beside it, so that each meets the others in the same collectives in the same order.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from dataclasses import dataclass
 from threading import RLock
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
+import numpy as np
 import torch
 import torch.distributed as dist
 
@@ -23,7 +25,8 @@ from mtp_export.errors import IoError
 Parameters = ParamSpec("Parameters")
 Result = TypeVar("Result")
 
-_MESSAGE_BYTES = 4096  # of what rank 0 tells: more takes a second broadcast
+_MESSAGE_BYTES = 16384  # of what rank 0 tells: more takes a second broadcast
+_INSIDE_BYTES = 4096  # of a tensor that is told with the message; a larger one is a broadcast
 _LENGTH_BYTES = 8
 
 
@@ -49,6 +52,22 @@ class Split:
 
 
 @dataclass(frozen=True)
+class Part:
+    """The own part of a matrix that the ranks have side by side (dim 1) or one after the other (dim
+    0); sizes are every rank's in this dimension."""
+
+    own: torch.Tensor  # [T, d]
+    sizes: Sequence[int]
+    dim: int
+
+    @property
+    def shapes(self) -> list[tuple[int, int]]:
+        """Shape of every rank's part."""
+        rows, columns = self.own.shape
+        return [(rows, size) if self.dim else (size, columns) for size in self.sizes]
+
+
+@dataclass(frozen=True)
 class _Sent:
     """Place of a tensor among the arguments that rank 0 tells; its content follows."""
 
@@ -57,12 +76,30 @@ class _Sent:
     device_type: str
 
 
+@dataclass(frozen=True)
+class _Inside:
+    """A small tensor among the arguments that rank 0 tells, in main memory."""
+
+    data: np.ndarray[Any, np.dtype[np.uint8]]
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+    @classmethod
+    def of(cls, tensor: torch.Tensor) -> _Inside:
+        data = tensor.detach().contiguous().flatten().view(torch.uint8).numpy()
+        return cls(data, tuple(tensor.shape), tensor.dtype)
+
+    @property
+    def tensor(self) -> torch.Tensor:
+        return torch.from_numpy(self.data).view(self.dtype).view(self.shape)
+
+
 class Group:
-    """Ranks that run one model together; of size 1 it does nothing.
+    """Ranks that run or train one model together; of size 1 it does nothing.
 
     calls counts the collectives by name. parts are what the ranks hold of models, by numbers that
-    are equal on all of them. together: this rank runs what all others do, as one by itself that
-    plans its part of a model does from the first.
+    are equal on all of them. together: this rank runs what all others do without being told, as
+    those of a training do, and one by itself that plans its part of a model.
     """
 
     def __init__(
@@ -93,6 +130,11 @@ class Group:
     @property
     def is_one(self) -> bool:
         return self.size == 1
+
+    @property
+    def is_first(self) -> bool:
+        """True for the rank that leads, writes files and shows progress."""
+        return self.rank == 0
 
     @property
     def is_together(self) -> bool:
@@ -156,79 +198,75 @@ class Group:
 
     def columns(self, x: torch.Tensor, sizes: Sequence[int]) -> torch.Tensor:
         """Return every rank's columns [T, sizes[rank]] side by side."""
-        if self.is_one:
-            return x
-        widest = max(sizes)
-        parts = self._gathered("columns", _padded(x, widest, dim=1))
-        return torch.cat([part[:, :size] for part, size in zip(parts, sizes, strict=True)], dim=1)
+        return self.several([Part(x, sizes, 1)])[0]
 
-    def rows(self, x: torch.Tensor, counts: Sequence[int]) -> torch.Tensor:
-        """Return every rank's rows [counts[rank], d], one after the other."""
+    def several(self, parts: Sequence[Part]) -> list[torch.Tensor]:
+        """Return the whole of each of some parts, all by one collective."""
         if self.is_one:
-            return x
-        if not any(counts):
-            return x
-        parts = self._gathered("rows", _padded(x, max(counts), dim=0))
-        return torch.cat([part[:count] for part, count in zip(parts, counts, strict=True)])
+            return [part.own for part in parts]
+        name = "several" if len(parts) > 1 else "columns" if parts[0].dim else "rows"
+        return _whole(parts, self._gathered(name, _flat(parts)))
 
     def sum(self, x: torch.Tensor) -> torch.Tensor:
         """Return the sum of every rank's x, added in the order of ranks in float32: the same bits
         on all of them."""
         if self.is_one:
             return x
-        first, *others = self._gathered("sum", x.contiguous())
+        first, *others = self._gathered("sum", x.contiguous()).unbind(0)
         total = first.float()
         for other in others:
             total = total + other
         return total.to(x.dtype)
 
+    def add_up(self, x: torch.Tensor) -> torch.Tensor:
+        """Replace x by the sum of every rank's, in any order but with the same bits on all."""
+        if not self.is_one:
+            with self._collective("sum in place"):
+                dist.all_reduce(x)
+        return x
+
+    def wait(self) -> None:
+        """Return when every rank has come here."""
+        self.add_up(torch.zeros(1))
+
     def columns_to_first(self, x: torch.Tensor, sizes: Sequence[int]) -> torch.Tensor:
         """Return every rank's columns side by side on rank 0, the own ones on others."""
-        parts = self._collected("columns to rank 0", _padded(x, max(sizes), dim=1))
-        if not parts:
-            return x
-        return torch.cat([part[:, :size] for part, size in zip(parts, sizes, strict=True)], dim=1)
+        return self._collected("columns to rank 0", Part(x, sizes, 1))
 
     def rows_to_first(self, x: torch.Tensor, counts: Sequence[int]) -> torch.Tensor:
         """Return every rank's rows one after the other on rank 0, the own ones on others."""
-        parts = self._collected("rows to rank 0", _padded(x, max(counts), dim=0))
-        if not parts:
-            return x
-        return torch.cat([part[:count] for part, count in zip(parts, counts, strict=True)])
+        return self._collected("rows to rank 0", Part(x, counts, 0))
 
     def totals(self, numbers: Sequence[float]) -> list[float]:
         """Return the sum of each of some numbers over the ranks."""
         own = torch.tensor(numbers, dtype=torch.float64)
-        parts = [own] if self.is_one else self._gathered("totals", own)
-        return [math.fsum(column) for column in torch.stack(parts).t().tolist()]
+        parts = own[None] if self.is_one else self._gathered("totals", own)
+        return [math.fsum(column) for column in parts.t().tolist()]
 
-    def _gathered(self, name: str, x: torch.Tensor) -> list[torch.Tensor]:
-        parts = [torch.empty_like(x) for _ in range(self.size)]
+    def _gathered(self, name: str, x: torch.Tensor) -> torch.Tensor:
+        """Return every rank's x [n] in the order of ranks [size, n]."""
+        found = x.new_empty(self.size, *x.shape)
         with self._collective(name):
-            dist.all_gather(parts, x)
-        return parts
+            dist.all_gather(list(found.unbind(0)), x)
+        return found
 
-    def _collected(self, name: str, x: torch.Tensor) -> list[torch.Tensor]:
-        """Return every rank's tensor on rank 0, none on others."""
+    def _collected(self, name: str, part: Part) -> torch.Tensor:
+        """Return the whole of a part on rank 0, the own part on others."""
         if self.is_one:
-            return [x]
-        parts = [torch.empty_like(x) for _ in range(self.size)] if self.rank == 0 else []
+            return part.own
+        x = _flat([part])
+        found = x.new_empty(self.size, *x.shape) if self.is_first else None
         with self._collective(name):
-            dist.gather(x, parts or None)
-        return parts
+            dist.gather(x, None if found is None else list(found.unbind(0)))
+        return part.own if found is None else _whole([part], found)[0]
 
     def _tell(self, function: Any, arguments: Sequence[Any], options: dict[str, Any]) -> None:
         dropped, self._dropped = self._dropped, []
-        tensors = [one for one in arguments if isinstance(one, torch.Tensor)]
-        places = [
-            _Sent(tuple(one.shape), one.dtype, one.device.type)
-            if isinstance(one, torch.Tensor)
-            else one
-            for one in arguments
-        ]
+        places = [_place_of(one) if isinstance(one, torch.Tensor) else one for one in arguments]
         self._send((function, places, options, dropped))
-        for tensor in tensors:
-            self._broadcast(tensor)
+        for place, tensor in zip(places, arguments, strict=True):
+            if isinstance(place, _Sent):
+                self._broadcast(tensor)
 
     def _told(self) -> tuple[Any, list[Any], dict[str, Any]] | None:
         message = self._receive()
@@ -237,12 +275,15 @@ class Group:
         function, places, options, dropped = message
         for number in dropped:
             self.parts.pop(number, None)
-        arguments = [self._received(one) if isinstance(one, _Sent) else one for one in places]
-        return function, arguments, options
+        return function, [self._received(place) for place in places], options
 
-    def _received(self, sent: _Sent) -> torch.Tensor:
-        device = self.device(sent.device_type)
-        tensor = torch.empty(sent.shape, dtype=sent.dtype, device=device)
+    def _received(self, place: Any) -> Any:
+        if isinstance(place, _Inside):
+            return place.tensor
+        if not isinstance(place, _Sent):
+            return place
+        device = self.device(place.device_type)
+        tensor = torch.empty(place.shape, dtype=place.dtype, device=device)
         self._broadcast(tensor)
         return tensor
 
@@ -294,14 +335,35 @@ class Group:
 LONE = Group()
 
 
-def _padded(x: torch.Tensor, size: int, dim: int) -> torch.Tensor:
-    """Return x, contiguous, with zeros behind it up to a size."""
-    missing = size - x.shape[dim]
-    if not missing:
-        return x.contiguous()
-    shape = list(x.shape)
-    shape[dim] = missing
-    return torch.cat([x, x.new_zeros(shape)], dim=dim)
+def _flat(parts: Sequence[Part]) -> torch.Tensor:
+    """Return the elements of the own parts one after the other [n], with zeros up to as many as the
+    rank with the most has."""
+    own = [part.own.reshape(-1) for part in parts]
+    counts = [[math.prod(shape) for shape in part.shapes] for part in parts]
+    missing = max(map(sum, zip(*counts, strict=True))) - sum(map(len, own))
+    if missing:
+        own.append(own[0].new_zeros(missing))
+    return own[0] if len(own) == 1 else torch.cat(own)
+
+
+def _whole(parts: Sequence[Part], found: torch.Tensor) -> list[torch.Tensor]:
+    """Return the whole of each of some parts, given every rank's elements [size, n]."""
+    start = [0] * len(found)
+    whole = []
+    for part in parts:
+        pieces = []
+        for rank, shape in enumerate(part.shapes):
+            stop = start[rank] + math.prod(shape)
+            pieces.append(found[rank, start[rank] : stop].view(shape))
+            start[rank] = stop
+        whole.append(torch.cat(pieces, dim=part.dim))
+    return whole
+
+
+def _place_of(tensor: torch.Tensor) -> _Sent | _Inside:
+    if tensor.device.type == "cpu" and tensor.numel() * tensor.element_size() <= _INSIDE_BYTES:
+        return _Inside.of(tensor)
+    return _Sent(tuple(tensor.shape), tensor.dtype, tensor.device.type)
 
 
 def _bytes_of(data: bytes) -> torch.Tensor:

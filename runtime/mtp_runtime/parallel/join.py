@@ -14,11 +14,12 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore, Store
 from torch.distributed.rendezvous import rendezvous
 
-from mtp_export.errors import IoError, UsageError
+from mtp_export.errors import IoError
+from mtp_export.launcher import Place, place_of
+from mtp_runtime.parallel.cores import shared_cores
 from mtp_runtime.parallel.group import LONE, Group, Split
 from mtp_runtime.parallel.watch import Watch
 
-VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 _JOINING_SECONDS = 600
 # A rank may wait for the next request for any time; the watch notices whoever is gone.
 _WAITING = timedelta(days=365)
@@ -26,49 +27,37 @@ _WAITING = timedelta(days=365)
 _BACKENDS = {"cuda": "nccl", "npu": "hccl"}
 
 
-def world_size(variables: Mapping[str, str]) -> int:
-    """Return the number of ranks that were started, 1 where no launcher says so (UsageError)."""
-    if not all(variables.get(name) for name in VARIABLES):
-        return 1
-    numbers = [variables[name] for name in ("RANK", "WORLD_SIZE")]
-    if not all(number.isdecimal() for number in numbers) or int(numbers[0]) >= int(numbers[1]):
-        raise UsageError(
-            "The launcher's variables make no sense",
-            expected="RANK below WORLD_SIZE",
-            found=f"RANK={numbers[0]}, WORLD_SIZE={numbers[1]}",
-        )
-    return int(numbers[1])
-
-
 @contextmanager
-def joined(variables: Mapping[str, str] = os.environ, *, watched: bool = True) -> Iterator[Group]:
+def joined(
+    variables: Mapping[str, str] = os.environ, *, watched: bool = True, together: bool = False
+) -> Iterator[Group]:
     """Join the ranks, and let them go at the end; one alone is LONE.
 
-    watched: end this process soon after another falls silent. Raises IoError where the others do
-    not come. What ends this block by an error on rank 0, between two steps, ends the others in
-    peace.
+    watched: end this process soon after another falls silent. together: every rank runs this block
+    by itself, else rank 0 leads and the others follow. While it runs, torch has the own share of
+    the machine's cores. Raises IoError where the others do not come. What ends this block by an
+    error on rank 0, between two steps, ends those that follow in peace.
     """
-    size = world_size(variables)
-    if size == 1:
+    place = place_of(variables)
+    if place.is_alone:
         yield LONE
         return
-    rank, device = int(variables["RANK"]), _device(variables)
-    store = _store(rank, size)
-    watch = Watch(PrefixStore("watch", store), rank, size)
-    group = Group(Split(rank, size), device)
-    with _signals(rank):
+    store, device = _store(place), _own_device(place.local_rank)
+    watch = Watch(PrefixStore("watch", store), place.rank, place.size)
+    group = Group(Split(place.rank, place.size), device, together=together)
+    with _signals(place.rank), shared_cores(PrefixStore("cores", store), place, variables):
         if watched:
             watch.start()
         try:
             yield group
         finally:
-            if rank == 0 and group.in_step:
+            if place.rank == 0 and not together and group.in_step:
                 group.end()
             watch.stop()
     dist.destroy_process_group()
 
 
-def _store(rank: int, size: int) -> Store:
+def _store(place: Place) -> Store:
     try:
         meeting = rendezvous("env://", timeout=timedelta(seconds=_JOINING_SECONDS))
         store: Store = next(meeting)[0]
@@ -77,27 +66,29 @@ def _store(rank: int, size: int) -> Store:
         dist.init_process_group(
             backend,
             store=PrefixStore("group", store),
-            rank=rank,
-            world_size=size,
+            rank=place.rank,
+            world_size=place.size,
             timeout=_WAITING,
         )
     except RuntimeError as error:
         raise IoError(
             "The processes of this run do not find each other",
-            where=f"rank {rank} of {size}",
+            where=f"rank {place.rank} of {place.size}",
             found=str(error).partition("\n")[0][:200],
             todo="Check the address and the port of the first machine",
         ) from error
     return store
 
 
-def _device(variables: Mapping[str, str]) -> torch.device:
-    """Return the accelerator of this rank on its machine, the CPU where there is none."""
+def _own_device(local_rank: int) -> torch.device:
+    """Choose the accelerator of this rank on its machine, the CPU where there is none."""
     kind = _accelerator()
     if kind is None:
         return torch.device("cpu")
-    count = getattr(torch, kind).device_count()
-    return torch.device(kind, int(variables.get("LOCAL_RANK", "0")) % count)
+    module = getattr(torch, kind)
+    device = torch.device(kind, local_rank % module.device_count())
+    module.set_device(device)
+    return device
 
 
 def _accelerator() -> str | None:

@@ -1,0 +1,102 @@
+"""Clocks of forked children: one that hangs is found with its place, one that a busy machine lets
+wait is not taken for it."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from fuzz import children
+from fuzz.inputs import Key, Verdict
+
+SEED = 5
+BUSY_PROCESSES = 4
+FORK = multiprocessing.get_context("fork")
+
+pytestmark = pytest.mark.filterwarnings(
+    "ignore:This process .* is multi-threaded:DeprecationWarning"
+)
+
+
+def good(key: Key) -> Verdict:
+    return Verdict(key, command="export", mutators=(), codes=(), seconds=0.0)
+
+
+def verdict_of(act: Callable[[], object], folder: Path) -> Verdict:
+    def judge(key: Key, place: Path) -> Verdict:
+        act()
+        return good(key)
+
+    (verdict,) = children.verdicts(iter([SEED]), judge, folder)
+    return verdict
+
+
+def wait_for_ever() -> None:
+    threading.Event().wait()
+
+
+def compute_for_ever() -> None:
+    while True:
+        pass
+
+
+@pytest.mark.parametrize("act", [wait_for_ever, compute_for_ever])
+def test_a_hang_is_found(
+    act: Callable[[], None], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(children, "MAX_SECONDS", 0.3)
+    finding = verdict_of(act, tmp_path / "case").finding
+    assert finding is not None and finding.oracle == "hang"
+    assert act.__name__ in finding.details
+
+
+def test_a_death_is_no_hang(tmp_path: Path) -> None:
+    finding = verdict_of(lambda: os._exit(7), tmp_path / "case").finding
+    assert finding is not None
+    assert (finding.oracle, finding.place) == ("death", "exit code 7")
+
+
+@contextmanager
+def busy(processor: int) -> Iterator[None]:
+    """Keep a processor busy with others' work."""
+
+    def work() -> None:
+        os.sched_setaffinity(0, {processor})
+        compute_for_ever()
+
+    others = [FORK.Process(target=work, daemon=True) for _ in range(BUSY_PROCESSES)]
+    for other in others:
+        other.start()
+    try:
+        yield
+    finally:
+        for other in others:
+            other.kill()
+            other.join()
+
+
+def test_waiting_for_a_busy_processor_is_no_hang(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(children, "MAX_SECONDS", 0.6)
+    processor = min(os.sched_getaffinity(0))
+    took = FORK.SimpleQueue()
+
+    def compute() -> None:
+        os.sched_setaffinity(0, {processor})
+        start, end = time.monotonic(), time.process_time() + 0.3
+        while time.process_time() < end:
+            pass
+        took.put(time.monotonic() - start)
+
+    with busy(processor):
+        verdict = verdict_of(compute, tmp_path / "case")
+    assert verdict == good(SEED)
+    assert took.get() > children.MAX_SECONDS, "the machine was not busy"
