@@ -6,7 +6,7 @@ tests/hub_server serves a checkpoint of DeepSeek-V3's layer shapes with 32 exper
 first, from the page cache. It takes 8 GB of disk. Rows, in turn, medians of --runs; all write
 files, and `sync` counts:
   (a) this tool, --part mtp: with its start, the headers, checksums and comparisons
-  (b) httpx2, as huggingface_hub has it, 8 threads, ranges of 64 MB into files
+  (b) httpx2, as huggingface_hub has it, 8 threads, ranges of 32 MB into files
   (c) the same ranges with http.client, read into a buffer of 1 MiB: little else than the sockets
 Rates are bytes of these ranges per second; memory is the kernel's figure for the process.
 """

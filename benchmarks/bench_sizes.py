@@ -1,11 +1,12 @@
 """Time and memory of an export against its bytes, beside cp and the disk's limit, with a plot.
 
     python -m benchmarks.bench_sizes /data/scratch
+    python -m benchmarks.bench_sizes /data/scratch --points 64x16160 128x64640 176x64640
 
-Each point is a checkpoint of V3's widths with fewer experts and tokens, made for it and removed
+Each point is a checkpoint of V3's widths with so many experts and tokens, made for it and removed
 afterwards: its MTP part is exported with copies of every tensor. The last is V3's own MTP layer.
-Medians of --runs (cp is run once), the page cache dropped before each and `sync` counted. At most
-34 GB of disk are in use at a time.
+Medians of --runs (cp is run once), the page cache dropped before each and `sync` counted. The
+largest point needs 34 GB of disk; --points chooses others, such as 176x64640 (22 GB).
 """
 
 from __future__ import annotations
@@ -107,16 +108,22 @@ def plot(points: list[dict[str, Any]], path: Path) -> None:
     figure.savefig(path, dpi=120)
 
 
+def point(text: str) -> tuple[int, int]:
+    """Read a point such as 64x16160."""
+    experts, tokens = map(int, text.split("x"))
+    return experts, tokens
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("scratch", type=Path)
     parser.add_argument("--runs", type=int, default=3)
-    parser.add_argument("--points", type=int, default=len(POINTS), help="only the first ones")
+    parser.add_argument("--points", type=point, nargs="+", default=POINTS, metavar="EXPERTSxTOKENS")
     parser.add_argument("--result", type=Path, default=Path("benchmarks/results/sizes.json"))
     arguments = parser.parse_args()
     points = [
         measured_point(arguments.scratch, experts, tokens, arguments.runs)
-        for experts, tokens in POINTS[: arguments.points]
+        for experts, tokens in arguments.points
     ]
     arguments.result.parent.mkdir(parents=True, exist_ok=True)
     result = {"machine": machine(), "points": points}

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections import Counter, defaultdict
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from math import prod
-from typing import Any, NamedTuple
+from typing import Any
 
 from mtp_export.checkpoint.bundle_folder import MAIN, MTP, RELEASED
 from mtp_export.checkpoint.byte_source import Place
@@ -119,6 +120,11 @@ def inspect(place: Place) -> Inspection:
     )
 
 
+# Part, role and dtype of tensors that reports add up; the shape of the weight, None for a scale of
+# one; bytes.
+_Kind = tuple[str, str, str, tuple[int, ...] | None, int]
+
+
 @dataclass(frozen=True)
 class _Layout:
     """The names that a folder's tensors have, and what it must hold in them."""
@@ -126,35 +132,24 @@ class _Layout:
     target: str
     stored: StoredModel
 
-    def kind_of(self, tensor: TensorInfo) -> _Kind:
-        """Return the kind of a tensor on disk."""
-        name, dtype = tensor.name, tensor.dtype
-        one = self.stored.weight_of.get(name)
-        if one is None:
-            part = self._part_of_unexpected(name)
-            return _Kind(part, "unexpected", dtype, tensor.shape, tensor.size_bytes)
-        weight, shape = one.weight, None
-        if one.tensors[0].name == name:
-            shape = weight.shape
-        else:
-            dtype += " shape" if dtype == "I64" else " scale"
-        return _Kind(_part(one), weight.role, dtype, shape, tensor.size_bytes)
+    def kinds_of(self, tensors: Iterable[TensorInfo]) -> Iterator[_Kind]:
+        """Yield the kind of each tensor on disk."""
+        weight_of = self.stored.weight_of
+        for tensor in tensors:
+            name, dtype, shape, _, _, size_bytes = tensor
+            one = weight_of.get(name)
+            if one is None:
+                yield self._part_of_unexpected(name), "unexpected", dtype, shape, size_bytes
+            else:
+                own = one.weight
+                values = own.shape if one.tensors[0].name == name else None
+                yield _part(one), own.role, dtype, values, size_bytes
 
     def _part_of_unexpected(self, name: str) -> str:
         """Return the part that a tensor belongs to by its name."""
         if self.target != RELEASED:
             return MTP
         return MAIN if self.stored.family.mtp_layer_of(name) is None else MTP
-
-
-class _Kind(NamedTuple):
-    """Tensors that reports add up; shape is that of the weight, None for a scale of one."""
-
-    part: str
-    role: str
-    dtype: str
-    shape: tuple[int, ...] | None
-    size_bytes: int
 
 
 def _part(one: StoredWeight) -> str:
@@ -190,11 +185,12 @@ def _layout_of(checkpoint: Checkpoint) -> _Layout:
 
 def _amounts(checkpoint: Checkpoint, layout: _Layout) -> tuple[Amount, ...]:
     sums: dict[tuple[str, str, str], list[int]] = defaultdict(lambda: [0, 0, 0])
-    kinds = Counter(map(layout.kind_of, checkpoint.tensors.values()))
-    for kind, tensors in kinds.items():
-        parameters = 0 if kind.shape is None else prod(kind.shape)
-        total = sums[kind.part, str(kind.role), kind.dtype]
-        for number, each in enumerate((1, parameters, kind.size_bytes)):
+    kinds = Counter(layout.kinds_of(checkpoint.tensors.values()))
+    for (part, role, dtype, shape, size_bytes), tensors in kinds.items():
+        if shape is None:
+            dtype += " shape" if dtype == "I64" else " scale"
+        total = sums[part, str(role), dtype]
+        for number, each in enumerate((1, 0 if shape is None else prod(shape), size_bytes)):
             total[number] += tensors * each
     order = [str(role) for role in Role]
     return tuple(

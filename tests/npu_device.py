@@ -1,7 +1,8 @@
 """A device called npu, in a process of its own: tensors say that they lie there, and every operator
 unwraps them and computes on the CPU.
 
-    python tests/npu_device.py CHECKPOINT    decodes on it; prints JSON
+    python tests/npu_device.py CHECKPOINT     decodes on it; prints JSON
+    python tests/npu_device.py conversions    compares its conversions with a CPU's; prints JSON
 """
 
 from __future__ import annotations
@@ -127,6 +128,37 @@ def main(checkpoint: Path) -> None:
     print(json.dumps({"tokens": tokens, "calls": len(calls), "caches": caches}))
 
 
+class WithoutFp8(Device):
+    """A device whose operators take no fp8."""
+
+    @staticmethod
+    def check(func: Any, found: list[torch.Tensor]) -> None:
+        if "to_copy" in str(func) and found[0].dtype == torch.float8_e4m3fn and _any_here(found):
+            raise RuntimeError("Float8_e4m3fn is not supported")
+        Device.check(func, found)
+
+
+def conversions() -> None:
+    """Compare on devices that convert as a CPU does, that round otherwise, and that have no fp8."""
+    from mtp_kernels.quantize import reference
+    from mtp_kernels.quantize.probe import difference
+
+    found = []
+    for device in (Device(), WithoutFp8()):
+        with device, Numbers():
+            found.append(difference(torch.device("npu")))
+    rounded = reference._round_to_bf16
+
+    def cut(values: torch.Tensor) -> torch.Tensor:
+        bits = values.view(torch.int32)
+        return (bits & -65536).view(torch.float32) if _any_here([values]) else rounded(values)
+
+    reference._round_to_bf16 = cut
+    with Device(), Numbers():
+        found.append(difference(torch.device("npu")))
+    print(json.dumps(found))
+
+
 if __name__ == "__main__":
     torch_npu = SimpleNamespace(
         is_available=lambda: True,
@@ -138,4 +170,7 @@ if __name__ == "__main__":
     )
     _setup_privateuseone_for_python_backend("npu", torch_npu)
     sys.path.insert(0, str(Path(__file__).parent))
-    main(Path(sys.argv[1]))
+    if sys.argv[1] == "conversions":
+        conversions()
+    else:
+        main(Path(sys.argv[1]))

@@ -1,13 +1,46 @@
-"""Bundles of remote checkpoints, compared with those of the same checkpoints in folders."""
+"""Bundles of remote checkpoints: what their tests set, what they count, and what they compare."""
 
 from __future__ import annotations
 
 import json
+import time
 from pathlib import Path
 
+import pytest
+
 from cases import tree
+from hub_server import HubServer, Request
+from mtp_export.checkpoint import pieces, transfers
 
 MANIFEST = "mtp_export.json"
+MTP = ("--part", "mtp", "--quiet")
+COPIES = (*MTP, "--link", "copy")
+PIECE_BYTES = 40_000
+
+
+def shrink_transfers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Set sizes at which a small checkpoint comes in many pieces, and waits that are short."""
+    monkeypatch.setattr(pieces, "PIECE_BYTES", PIECE_BYTES)
+    monkeypatch.setattr(pieces, "JOIN_BYTES", 500)
+    monkeypatch.setattr(transfers, "FIRST_WAIT_SECONDS", 0.002)
+    monkeypatch.setattr(transfers, "MAX_WAIT_SECONDS", 0.01)
+
+
+def ranges(server: HubServer) -> list[Request]:
+    """Return the requests that got bytes of shards."""
+    return [request for request in server.log if request.status == 206]
+
+
+def ranges_got(server: HubServer) -> set[tuple[str, str | None]]:
+    """Return the ranges of shards that were asked for, each once, and forget all requests.
+
+    Those of a client that was killed end when the server finds that nobody reads its answer.
+    """
+    while server.under_way:
+        time.sleep(0.01)
+    got = {(request.path, request.byte_range) for request in ranges(server)}
+    server.log.clear()
+    return got
 
 
 def assert_equal(output: Path, local: dict[str, bytes]) -> None:

@@ -40,7 +40,12 @@ FLOORS: tuple[tuple[str, ...], ...] = (
     ("mtp_runtime.acceptance", "mtp_runtime.layers", "mtp_runtime.prefix_cache"),
     ("mtp_runtime.loading",),
     ("mtp_runtime.models",),
-    ("mtp_runtime.teacher_forcing", "mtp_runtime.request", "mtp_runtime.memory"),
+    (
+        "mtp_runtime.teacher_forcing",
+        "mtp_runtime.request",
+        "mtp_runtime.memory",
+        "mtp_runtime.static_graph",
+    ),
     ("mtp_runtime.streaming", "mtp_runtime.summary", "mtp_runtime.drafters", "mtp_runtime.groups"),
     ("mtp_runtime.draft_length", "mtp_runtime.training"),
     ("mtp_runtime.engine",),

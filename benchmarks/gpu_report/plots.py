@@ -74,10 +74,12 @@ def _times(axis: Any, rows: list[Row], by: str) -> None:
 
 def _decoding(figure: Any, rows: list[Row]) -> None:
     axes = figure.subplots(1, 2)
-    for dtype, batch in dict.fromkeys((row["dtype"], row["batch"]) for row in rows):
-        line = [row for row in rows if (row["dtype"], row["batch"]) == (dtype, batch)]
+    kinds = "dtype", "batch", "cuda_graphs"
+    for kind in dict.fromkeys(tuple(row[name] for name in kinds) for row in rows):
+        line = [row for row in rows if tuple(row[name] for name in kinds) == kind]
+        dtype, batch, graphs = kind
         for axis, name in zip(axes, ("tokens_per_second", "speedup"), strict=True):
-            label = f"{dtype}, {batch} at a time"
+            label = f"{dtype}, {batch} at a time{', CUDA graphs' if graphs else ''}"
             axis.plot([r["drafts"] for r in line], [r[name] for r in line], "o-", label=label)
             axis.set(xlabel="drafts", ylabel=name.replace("_", " "))
             axis.legend(fontsize=7)

@@ -14,6 +14,7 @@ class BatchLayout:
     Request i of b owns rows cu_q[i] to cu_q[i+1] of T, in order of position, and reads and writes
     the cache in the pages of page_table[i]. A slot is page * page_size + offset. All tensors lie on
     the device of the pass, but for kv_lens and cu_q where the cache is split: on the CPU.
+    max_q_len None: kernels that need it read cu_q back from their device.
     """
 
     positions: torch.Tensor  # [T] int64, of each row in its request
@@ -21,3 +22,4 @@ class BatchLayout:
     page_table: torch.Tensor  # [b, max_pages] int32; what is past a request's last page is unused
     kv_lens: torch.Tensor  # [b] int32, cached tokens after the pass, those of its rows included
     cu_q: torch.Tensor  # [b+1] int32, rows before each request
+    max_q_len: int | None = None  # most rows of a request; one that has no tokens may have more

@@ -66,6 +66,7 @@ class Device(StrEnum):
 
     CPU = "cpu"
     CUDA = "cuda"
+    NPU = "npu"
     AUTO = "auto"
 
 
@@ -285,6 +286,8 @@ def _device(wanted: Device) -> str:
         return "cpu"
     import torch
 
+    if wanted is Device.NPU:
+        return _npu()
     if torch.cuda.is_available():
         return "cuda"
     if wanted is Device.CUDA:
@@ -292,6 +295,30 @@ def _device(wanted: Device) -> str:
             "There is no CUDA device here", expected="--device cpu or auto", found="--device cuda"
         )
     return "cpu"
+
+
+def _npu() -> str:
+    """Return the NPU (UnsupportedError where there is none that makes the bits of a CPU)."""
+    import torch
+
+    from mtp_kernels.quantize.probe import difference
+
+    module = getattr(torch, "npu", None)
+    if module is None or not module.is_available():
+        raise UnsupportedError(
+            "There is no NPU (torch_npu beside CANN) here",
+            expected="--device cpu, cuda or auto",
+            found="--device npu",
+        )
+    found = difference(torch.device("npu"))
+    if found is not None:
+        raise UnsupportedError(
+            "This NPU does not convert weights as a CPU does",
+            expected="the same bits of every conversion",
+            found=found,
+            todo="Use --device cpu",
+        )
+    return "npu"
 
 
 def _recorded(options: QuantizeOptions, choice: _Choice) -> dict[str, Any]:

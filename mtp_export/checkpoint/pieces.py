@@ -14,7 +14,7 @@ import xxhash
 from mtp_export.checkpoint.byte_source import RemoteFile
 
 JOIN_BYTES = 1 << 20  # gaps up to this are downloaded too
-PIECE_BYTES = 64 << 20
+PIECE_BYTES = 32 << 20
 
 
 @dataclass(frozen=True)

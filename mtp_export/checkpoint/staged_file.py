@@ -12,7 +12,7 @@ from mtp_export.checkpoint.byte_source import Place, RemoteFile
 from mtp_export.checkpoint.files import read_failure
 from mtp_export.checkpoint.pieces import Piece
 
-_BLOCK_BYTES = 1 << 20
+_BLOCK_BYTES = 8 << 20  # threads that hash long take turns less often
 
 
 class Pieces(Protocol):

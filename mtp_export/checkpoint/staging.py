@@ -29,6 +29,7 @@ from mtp_export.checkpoint.whole_files import WholeFile
 
 DOWNLOADS_NAME = ".mtp_export.downloads"
 _AHEAD = 2  # pieces per reader that are downloaded before somebody asks for them
+_WRITE_BYTES = 128 << 10  # smaller chunks, as TLS yields them, are written together
 _PARTIAL = ".partial"
 # Name of a piece: its key, then the checksum of its bytes once it is whole.
 _NAME = re.compile(r"[0-9a-f]+-\d+-\d+\.([0-9a-f]{32}|partial)")
@@ -179,8 +180,9 @@ class Staging:
         """Return the file of a piece once it is there; one that nobody fetches yet comes next."""
         staged = self._staged[piece.key]
         with self._changed:
-            self._unread.discard(piece.key)
-            self._changed.notify_all()
+            if piece.key in self._unread:
+                self._unread.remove(piece.key)
+                self._changed.notify_all()
             while staged.stage is not _Stage.READY:
                 if self._failure is not None:
                     raise self._failure
@@ -269,15 +271,13 @@ class Staging:
         partial = self._folder / f"{piece.key}{_PARTIAL}"
         digest = xxhash.xxh3_128()
         try:
-            with partial.open("wb", buffering=0) as file:
+            with partial.open("wb", buffering=_WRITE_BYTES) as file:
 
                 def sink(chunk: bytes) -> None:
                     if self._stopping.is_set():
                         raise Stopped
                     digest.update(chunk)
-                    view = memoryview(chunk)
-                    while view:
-                        view = view[file.write(view) :]
+                    file.write(chunk)
 
                 piece.file.fetch(range(piece.start, piece.end), sink, self._pause)
             path = self._folder / f"{piece.key}.{digest.hexdigest()}"

@@ -32,7 +32,7 @@ def parse(raw: bytes) -> Any:
     # Looking at the keys of each object as it is made would take as long as the parsing.
     if _count_keys(value) != raw.count(b":"):
         json.loads(text, object_pairs_hook=_refuse_duplicates)
-    if _ESCAPED_SURROGATE.search(raw):
+    if rb"\u" in raw and _ESCAPED_SURROGATE.search(raw):
         _check_text(value)
     return value
 

@@ -14,8 +14,7 @@ def few_collections() -> Iterator[None]:
     """Collect garbage rarely while the block runs, and never what it made.
 
     Half a million small objects that all stay in use are made of a large checkpoint's headers, or
-    of torch's modules: with the usual thresholds a third of the time goes into looking for garbage
-    among them.
+    of torch's modules; with the usual thresholds they are looked through again and again.
     """
     before = gc.get_threshold()
     gc.set_threshold(_NEW_OBJECTS, *before[1:])

@@ -112,6 +112,8 @@ def generate(
     deterministic: runtime.Deterministic = False,
     parallel_mode: runtime.ParallelMode = None,
     max_model_len: runtime.MaxModelLen = None,
+    cuda_graphs: runtime.CudaGraphs = False,
+    compiled_step: runtime.CompiledStep = None,
     as_json: shared.AsJson = False,
 ) -> None:
     """Decode prompts, with or without speculation; accepted drafts are green."""

@@ -10,6 +10,7 @@ from typer.core import TyperGroup
 
 from mtp_export.commands.export import export
 from mtp_export.commands.registry import COMMANDS, SETTINGS, command_named
+from mtp_export.commands.values import read_usual_values
 
 
 class _Commands(Mapping[str, Any]):
@@ -37,4 +38,4 @@ class _Group(TyperGroup):
 
 app = typer.Typer(cls=_Group, **SETTINGS)
 app.callback(invoke_without_command=True)(export)
-program = typer.main.get_command(app)
+program = read_usual_values(typer.main.get_command(app))

@@ -137,7 +137,7 @@ DeviceOption = Annotated[
         "--device",
         metavar="NAME",
         rich_help_panel=shared.PERFORMANCE,
-        help="Device that computes: cpu, cuda or auto.",
+        help="Device that computes: cpu, cuda, npu or auto.",
     ),
 ]
 

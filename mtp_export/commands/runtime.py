@@ -10,6 +10,7 @@ import typer
 from mtp_export.commands.garbage import few_collections
 from mtp_export.commands.options import PERFORMANCE, parse_path
 from mtp_export.commands.output import plain_console
+from mtp_export.errors import UsageError
 
 if TYPE_CHECKING:
     from mtp_runtime import LLM
@@ -44,6 +45,23 @@ MaxModelLen = Annotated[
     ),
 ]
 
+CudaGraphs = Annotated[
+    bool,
+    typer.Option(
+        "--cuda-graphs",
+        rich_help_panel=PERFORMANCE,
+        help="On a GPU, capture steps of decoding as CUDA graphs.",
+    ),
+]
+CompiledStep = Annotated[
+    Path | None,
+    typer.Option(
+        parser=parse_path,
+        metavar="FILE.pt2",
+        rich_help_panel=PERFORMANCE,
+        help="Run steps of decoding by a package of mtp-export compile.",
+    ),
+]
 ParallelMode = Annotated[
     str | None,
     typer.Option(
@@ -62,12 +80,21 @@ _LLM_OPTIONS = (
 )
 
 
+def _static_graph(context: typer.Context) -> Path | bool:
+    """Return LLM's option of that name (UsageError where both of the command's are given)."""
+    package, captured = context.params["compiled_step"], context.params["cuda_graphs"]
+    if package is not None and captured:
+        raise UsageError("Give one of --cuda-graphs and --compiled-step")
+    return captured if package is None else Path(package)
+
+
 def load_llm(context: typer.Context, bundle: Path, **more: Any) -> LLM:
     """Load a bundle with the options of a command, until it can decode at full speed.
 
     A terminal shows what is being done.
     """
     given = {name: context.params[name] for name in _LLM_OPTIONS if name in context.params}
+    given["static_graph"] = _static_graph(context)
     with few_collections(), plain_console(stderr=True).status("Loading the runtime") as status:
         from mtp_runtime import LLM
         from mtp_runtime.parallel.group import LONE

@@ -143,6 +143,8 @@ def serve(
     deterministic: runtime.Deterministic = False,
     max_model_len: runtime.MaxModelLen = None,
     parallel_mode: runtime.ParallelMode = None,
+    cuda_graphs: runtime.CudaGraphs = False,
+    compiled_step: runtime.CompiledStep = None,
 ) -> None:
     """Serve a bundle over OpenAI's protocol, with speculation, metrics and a page to watch it."""
     _require_packages()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
@@ -60,21 +60,28 @@ class Discrepancy:
 def compare(stored: Mapping[str, HasLayout], promised: Iterable[StoredTensor]) -> list[Discrepancy]:
     """Return every difference between stored tensors and the promised ones, in a stable order."""
     wanted = {tensor.name: tensor for tensor in promised}
-    unlike = [tensor for tensor in wanted.values() if not _is_as_promised(stored, tensor)]
-    found = [_difference(stored, tensor) for tensor in unlike]
-    found += [_unexpected(name, stored) for name in stored if name not in wanted]
+    found = [_difference(stored, tensor) for tensor in _unlike(stored, wanted.values())]
+    if not stored.keys() <= wanted.keys():
+        found += [_unexpected(name, stored) for name in stored if name not in wanted]
     return found
 
 
-def _is_as_promised(stored: Mapping[str, HasLayout], wanted: StoredTensor) -> bool:
-    tensor = stored.get(wanted.name)
-    if tensor is None:
-        return wanted.optional and wanted.scale_of not in stored
-    return (
-        tensor.shape == wanted.shape
-        and tensor.dtype in wanted.dtypes
-        and (wanted.scale_of is None or wanted.scale_of in stored)
-    )
+def _unlike(
+    stored: Mapping[str, HasLayout], promised: Iterable[StoredTensor]
+) -> Iterator[StoredTensor]:
+    """Yield the promised tensors that are not stored as promised."""
+    for wanted in promised:
+        name, shape, dtypes, scale_of, optional = wanted
+        tensor = stored.get(name)
+        if tensor is None:
+            if not optional or scale_of in stored:
+                yield wanted
+        elif (
+            tensor.shape != shape
+            or tensor.dtype not in dtypes
+            or (scale_of is not None and scale_of not in stored)
+        ):
+            yield wanted
 
 
 def _difference(stored: Mapping[str, HasLayout], wanted: StoredTensor) -> Discrepancy:

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property, lru_cache
+from functools import cached_property
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from mtp_export.errors import InvalidInputError
@@ -209,51 +209,93 @@ def _stored(
     """Return how tensors of a model lie on disk; the config's patterns match the renamed names."""
     reading = reading_of(quantization)
     formats: dict[str, WeightFormat | None] = {}
+    layouts: dict[tuple[object, ...], _Layout] = {}
     weights: dict[str, StoredWeight] = {}
     for spec in specs:
-        name = rename(spec.name)
-        found = None
-        if name.endswith(_WEIGHT) and len(spec.shape) == 2:
+        layer, expert, tail = _split_at_expert(rename(spec.name))
+        alike = layer, tail, spec[1:]
+        layout = layouts.get(alike)
+        if layout is None:
             # Engines read all experts of a layer in the format of the first one.
-            module = _of_first_expert(name.removesuffix(_WEIGHT))
-            if module not in formats:
-                formats[module] = reading.format_of(module, spec.role)
-            found = formats[module]
-        weights[spec.name] = _stored_weight(spec, name, found or UNQUANTIZED, transposes=transposes)
+            first = f"{layer}{_EXPERTS}0{tail}" if expert else tail
+            own = _format_of(reading, first, spec, formats) or UNQUANTIZED
+            layout = layouts[alike] = _layout(spec, tail, own, transposes=transposes)
+        weights[spec.name] = layout.weight(spec, expert)
     _check_experts(formats)
     _check_fused(family, reading, formats)
     return StoredModel(family, quantization, weights)
 
 
-def _stored_weight(
+def _split_at_expert(name: str) -> tuple[str, str, str]:
+    """Return the name of a layer with experts, that of one of them, and what is behind it; for
+    another tensor its name as what is behind."""
+    layer, _, expert_name = name.partition(_EXPERTS)
+    number, _, rest = expert_name.partition(".")
+    if not (rest and number.isdecimal()):
+        return "", "", name
+    return layer, f"{layer}{_EXPERTS}{number}", f".{rest}"
+
+
+def _format_of(
+    reading: Reading, name: str, spec: TensorSpec, formats: dict[str, WeightFormat | None]
+) -> WeightFormat | None:
+    """Return the format of a tensor by its name, noted by its module's; None for no matrix."""
+    if not name.endswith(_WEIGHT) or len(spec.shape) != 2:
+        return None
+    module = name.removesuffix(_WEIGHT)
+    formats[module] = reading.format_of(module, spec.role)
+    return formats[module]
+
+
+class _Layout(NamedTuple):
+    """Format and tensors of weights that differ in the number of their expert alone: a model has
+    46,000 weights, but some hundred layouts. Names of tensors are those behind the expert's."""
+
+    format: WeightFormat
+    tensors: tuple[StoredTensor, ...]
+    transposed: bool
+
+    def weight(self, spec: TensorSpec, expert: str) -> StoredWeight:
+        """Return a weight of an expert, or of none."""
+        (tail, shape, dtypes, _, optional), *others = self.tensors
+        codes = StoredTensor(expert + tail, shape, dtypes, None, optional)
+        tensors = [
+            StoredTensor(expert + other.name, other.shape, other.dtypes, codes.name, optional)
+            for other in others
+        ]
+        return StoredWeight(spec, self.format, (codes, *tensors), self.transposed)
+
+
+def _layout(
     spec: TensorSpec, name: str, weight_format: WeightFormat, *, transposes: bool
-) -> StoredWeight:
-    if weight_format is UNQUANTIZED:
-        tensors: tuple[StoredTensor, ...] = (
-            StoredTensor(name, spec.shape, spec.dtypes, optional=spec.optional),
-        )
-    else:
-        tensors = _quantized_tensors(spec, name, weight_format)
-    # An embedding is a lookup table, not a linear.
-    if not transposes or len(spec.shape) != 2 or spec.role is Role.EMBEDDING:
-        return StoredWeight(spec, weight_format, tensors)
-    turned = tuple(
-        tensor._replace(shape=tensor.shape[::-1]) if len(tensor.shape) == 2 else tensor
-        for tensor in tensors
+) -> _Layout:
+    """Return the layout of a weight by its name on disk, or the end of that."""
+    tensors: tuple[StoredTensor, ...] = (
+        StoredTensor(name, spec.shape, spec.dtypes, optional=spec.optional),
     )
-    return StoredWeight(spec, weight_format, tensors=turned, transposed=True)
+    if weight_format is not UNQUANTIZED:
+        _check_columns(spec, weight_format)
+        tensors = tuple(
+            StoredTensor(
+                tensor.name,
+                tensor.shape,
+                weight_format.accepted_dtypes(tensor),
+                optional=spec.optional,
+            )
+            for tensor in weight_format.tensors(name, spec.shape)
+        )
+    # An embedding is a lookup table, not a linear.
+    transposed = transposes and len(spec.shape) == 2 and spec.role is not Role.EMBEDDING
+    if transposed:
+        tensors = tuple(
+            tensor._replace(shape=tensor.shape[::-1]) if len(tensor.shape) == 2 else tensor
+            for tensor in tensors
+        )
+    return _Layout(weight_format, tensors, transposed)
 
 
-def _of_first_expert(module: str) -> str:
-    """Return the name of the first expert's module for that of any expert; others as they are."""
-    layer, _, expert_module = module.partition(_EXPERTS)
-    number, _, rest = expert_module.partition(".")
-    return f"{layer}{_EXPERTS}0.{rest}" if number.isdecimal() and rest else module
-
-
-def _quantized_tensors(
-    spec: TensorSpec, name: str, weight_format: WeightFormat
-) -> tuple[StoredTensor, ...]:
+def _check_columns(spec: TensorSpec, weight_format: WeightFormat) -> None:
+    """Refuse a matrix whose rows a format cannot hold (InvalidInputError)."""
     divisor = weight_format.k_divisor
     if spec.shape[1] % divisor:
         raise InvalidInputError(
@@ -261,27 +303,6 @@ def _quantized_tensors(
             expected=f"K divisible by {divisor} under {weight_format.storage}",
             found=f"[N, K] = {list(spec.shape)}",
         )
-    parent, dot, linear = name.removesuffix(_WEIGHT).rpartition(".")
-    codes, *others = _layout(weight_format, dot + linear, spec.shape)
-    first, optional = parent + codes.name, spec.optional
-    return (
-        StoredTensor(first, codes.shape, codes.dtypes, None, optional),
-        *[StoredTensor(parent + t.name, t.shape, t.dtypes, first, optional) for t in others],
-    )
-
-
-@lru_cache(maxsize=1 << 10)
-def _layout(
-    weight_format: WeightFormat, linear: str, shape: tuple[int, ...]
-) -> tuple[StoredTensor, ...]:
-    """Return the tensors that hold a weight, by their names behind that of the module around it.
-
-    A model has 46,000 weights, but tens of layouts.
-    """
-    return tuple(
-        StoredTensor(tensor.name, tensor.shape, weight_format.accepted_dtypes(tensor))
-        for tensor in weight_format.tensors(f"{linear}{_WEIGHT}", shape)
-    )
 
 
 def _check_fused(family: ModelFamily, reading: Reading, formats: Formats) -> None:

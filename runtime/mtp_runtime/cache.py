@@ -87,13 +87,17 @@ class CachedSequence:
 
 
 class PageAllocator:
-    """Allocates pages to sequences, whatever the layers keep in them."""
+    """Allocates pages to sequences, whatever the layers keep in them.
+
+    with_spare: caches have one page more, which no sequence gets, for rows that stand for nothing.
+    """
 
     keeps_prefixes = False
 
-    def __init__(self, pages: int, page_size: int) -> None:
+    def __init__(self, pages: int, page_size: int, *, with_spare: bool = False) -> None:
         self.pages = pages
         self.page_size = page_size
+        self._spare_pages = int(with_spare)
         self._free = list(range(pages - 1, -1, -1))
         self._poisoned: list[Cache] = []
 
@@ -103,7 +107,13 @@ class PageAllocator:
 
     def spec(self, dtype: torch.dtype, device: torch.device) -> CacheSpec:
         """Spec of a cache with room for all pages."""
-        return CacheSpec(self.pages, self.page_size, dtype, device)
+        return CacheSpec(self.pages + self._spare_pages, self.page_size, dtype, device)
+
+    @property
+    def spare_slot(self) -> int:
+        """A slot of the spare page."""
+        assert self._spare_pages, "made with_spare"
+        return self.pages * self.page_size
 
     def poison_freed(self, cache: Cache) -> None:
         """Fill a cache with NaN, and from now on every slot of it that is freed: a test's way to
@@ -198,6 +208,7 @@ def lay_out(
         page_table=page_table(sequences, device),
         kv_lens=torch.tensor([end for _, end in spans], dtype=torch.int32, device=lengths_on),
         cu_q=torch.tensor(cu_q, dtype=torch.int32, device=lengths_on),
+        max_q_len=max((end - start for start, end in spans), default=0),
     )
 
 

@@ -30,12 +30,14 @@ from mtp_runtime.logprobs import token_logprobs
 from mtp_runtime.models.model import Model, States
 from mtp_runtime.prefix_cache import SharedPages
 from mtp_runtime.request import Request, RequestMetrics, TokenEvent
+from mtp_runtime.static_graph.steps import EagerSteps, Graphs, steps_by
 
 
 class Engine:
     """Runs requests to their end; its state is the queue, the batch and the cache.
 
-    build_drafter: a value of DRAFTERS, or any function that builds a drafter.
+    build_drafter: a value of DRAFTERS, or any function that builds a drafter. graphs: a way to
+    repeat the target's steps of decoding, which are computed operation by operation without it.
     """
 
     def __init__(
@@ -44,6 +46,7 @@ class Engine:
         config: EngineConfig,
         build_drafter: Callable[[DrafterParts], Drafter],
         draft_model: Model | None = None,
+        graphs: Graphs | None = None,
     ) -> None:
         self.model = model
         self.config = config
@@ -55,8 +58,13 @@ class Engine:
                 todo="Leave the prefix cache out, or use --speculate-method none",
             )
         allocator = SharedPages if config.prefix_cache else PageAllocator
-        self.pages = allocator(config.cache_tokens // config.page_size, config.page_size)
+        self.pages = allocator(
+            config.cache_tokens // config.page_size,
+            config.page_size,
+            with_spare=graphs is not None,
+        )
         self.cache = model.new_cache(self.pages)
+        self._steps = steps_by(graphs, EagerSteps(model, self.cache), self.pages, config)
         if config.poison_freed:
             self.pages.poison_freed(self.cache)
         self.drafter = build_drafter(
@@ -306,7 +314,7 @@ class Engine:
         spans = [(group.start, group.start + group.rows) for group in groups]
         layout = lay_out(self.pages, sequences, spans, self.model.device)
         ids = torch.tensor(tokens, device=self.model.device)
-        return self.model(ids, self.cache, layout)
+        return self._steps(ids, layout)
 
     def _judge(self, groups: Sequence[Group], after: torch.Tensor) -> list[Verdict | None]:
         """Return a verdict for every group whose rows reach the last token, None for others."""

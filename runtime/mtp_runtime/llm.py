@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Sequence
 from contextlib import closing
 from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
 from threading import Lock
 from typing import Unpack, cast
@@ -35,6 +36,7 @@ from mtp_runtime.parallel.group import LONE, Group
 from mtp_runtime.prompts import require_unicode
 from mtp_runtime.request import Request, RequestMetrics, TokenEvent
 from mtp_runtime.sampling import SamplingParams
+from mtp_runtime.static_graph.options import GraphOptions
 from mtp_runtime.tokenizer import Tokenizer
 
 Prompt = str | Sequence[int]
@@ -70,6 +72,8 @@ class LLM:
     index_topk, torch computes DeepSeek-V3.2's and GLM-5's sparse attention. max_memory_bytes: bound
     on resident memory, or on a GPU's, which cache_tokens follows from in place of being given.
     loaded: the bundle's model where it is loaded already, with the options it was loaded with.
+    static_graph: True captures the target's steps of decoding as CUDA graphs; the path of a package
+    that `mtp-export compile` made of this model runs them on a CPU.
     group: the ranks that divide the model, of which rank 0 alone makes an LLM while the others
     follow; parallel_mode is how they join their parts: gather, with the bits of one process, or
     reduce.
@@ -95,12 +99,11 @@ class LLM:
         dequantize_at_load: bool | None = None,
         max_model_len: int | None = None,
         loaded: Loaded | None = None,
+        static_graph: Path | str | bool = False,
         group: Group = LONE,
         parallel_mode: str | None = None,
         **speculation: Unpack[SpeculationOptions],
     ) -> None:
-        drafting = speculation_config(speculation)
-        folder = _draft_folder(Path(bundle), drafting, draft_model, prefix_cache=prefix_cache)
         config = EngineConfig(
             max_batch_size=max_batch_size,
             page_size=page_size,
@@ -108,24 +111,35 @@ class LLM:
             prefill_chunk=prefill_chunk,
             max_step_tokens=max_step_tokens,
             prefix_cache=prefix_cache,
-            speculation=drafting,
+            speculation=speculation_config(speculation),
         )
+        folder = _draft_folder(Path(bundle), config, draft_model)
+        graphs = GraphOptions.of(static_graph, device, group)
         options = LoadOptions(
             device=device,
             dtype=dtype,
             deterministic=deterministic,
             dequantize_at_load=dequantize_at_load,
-            with_mtp=drafting.method == AUTO_DRAFTS or DRAFTERS[drafting.method].needs_mtp,
+            with_mtp=_needs_mtp(config.speculation),
             contract=contract,
             max_model_len=max_model_len,
             parallel_mode=parallel_mode,
+            static_graph=graphs.wanted,
         )
         self._loaded = loaded or _load_within(max_memory_bytes, Path(bundle), options, group)
-        draft = None if folder is None else self._draft(folder, drafting.method, options, group)
-        self.engine = self._engine(config, max_memory_bytes, draft)
-        self.tokenizer = Tokenizer.find(self._loaded.folder)
-        self.chat = Chat(self._loaded.folder)
+        draft = None if folder is None else self._draft(folder, config, options, group)
+        self.engine = self._engine(config, max_memory_bytes, draft, graphs)
         self.next_request_id, self._numbering = 0, Lock()
+
+    @cached_property
+    def tokenizer(self) -> Tokenizer:
+        """The bundle's tokenizer, which may be missing."""
+        return Tokenizer.find(self._loaded.folder)
+
+    @cached_property
+    def chat(self) -> Chat:
+        """The bundle's chat template, which may be missing."""
+        return Chat(self._loaded.folder)
 
     @property
     def ledger(self) -> Ledger:
@@ -133,10 +147,10 @@ class LLM:
         return self._loaded.ledger
 
     def _draft(
-        self, folder: Path, method: str, options: LoadOptions, group: Group
+        self, folder: Path, config: EngineConfig, options: LoadOptions, group: Group
     ) -> Model | TargetDraft:
         """Load a second model, or a draft of its own."""
-        read = DRAFTERS[method].read
+        read = DRAFTERS[config.speculation.method].read
         if read is not None:
             return read(folder, self._loaded)
         return load_model(folder, options, group).model
@@ -146,6 +160,7 @@ class LLM:
         config: EngineConfig,
         max_memory_bytes: int | None,
         draft: Model | TargetDraft | None,
+        graphs: GraphOptions,
     ) -> Engine:
         """Build the engine, with what its options leave to the model."""
         model, speculation = self._loaded.model, config.speculation
@@ -159,8 +174,11 @@ class LLM:
             tokens = cache_tokens_within(max_memory_bytes, model.device, cached, page_size=size)
             config = replace(config, cache_tokens=tokens)
         if isinstance(draft, TargetDraft):
-            return Engine(model.tapped(draft.taps), config, draft.build)
-        return Engine(model, config, DRAFTERS[config.speculation.method].build, draft)
+            model = model.tapped(draft.taps)
+            build, second = draft.build, None
+        else:
+            build, second = DRAFTERS[config.speculation.method].build, draft
+        return Engine(model, config, build, second, graphs.graphs(model, config.page_size))
 
     def warm_up(self) -> None:
         """Decode a few tokens, so that no later request waits for kernels to be compiled."""
@@ -257,10 +275,11 @@ def _output(request: Request) -> RequestOutput:
 
 
 def _draft_folder(
-    bundle: Path, config: SpeculationConfig, draft_model: Path | str | None, *, prefix_cache: bool
+    bundle: Path, engine: EngineConfig, draft_model: Path | str | None
 ) -> Path | None:
     """Return the folder of a second model or draft. Raises as _check_choices and _own_draft."""
-    _check_choices(config, draft_model, prefix_cache=prefix_cache)
+    config = engine.speculation
+    _check_choices(config, draft_model, prefix_cache=engine.prefix_cache)
     return Path(draft_model) if draft_model else _own_draft(bundle, config.method)
 
 
@@ -288,6 +307,10 @@ def _check_choices(
             " draft_model",
             expected=f"a draft_model with {' or '.join(takers)}, and with no other",
         )
+
+
+def _needs_mtp(config: SpeculationConfig) -> bool:
+    return config.method == AUTO_DRAFTS or DRAFTERS[config.method].needs_mtp
 
 
 def _load_within(

@@ -21,8 +21,8 @@ class SharedPages(PageAllocator):
 
     keeps_prefixes = True
 
-    def __init__(self, pages: int, page_size: int) -> None:
-        super().__init__(pages, page_size)
+    def __init__(self, pages: int, page_size: int, *, with_spare: bool = False) -> None:
+        super().__init__(pages, page_size, with_spare=with_spare)
         self._holders = [0] * pages  # number of sequences
         self._page_of: dict[bytes, int] = {}
         self._key_of: dict[int, bytes] = {}

@@ -14,6 +14,7 @@ from bundle.commands import COMMANDS, UNFINISHED, Files
 from cases import export, make_checkpoint, tree
 from mtp_export.bundle import owner
 from quantized_by_others import write
+from remote_bundles import COPIES
 
 
 @pytest.fixture(autouse=True)
@@ -38,6 +39,14 @@ def wholes(many: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Fi
         assert outcome.code == 0, outcome.err
         result[name] = tree(output)
     return result
+
+
+@pytest.fixture(scope="session")
+def local(pristine: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, bytes]:
+    """The MTP bundle of the tiny checkpoint's folder, to which those of remote ones are equal."""
+    output = tmp_path_factory.mktemp("local") / "output"
+    assert export(pristine, output, *COPIES).code == 0
+    return tree(output)
 
 
 @pytest.fixture

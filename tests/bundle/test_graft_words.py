@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import hashlib
 import shutil
 import tempfile
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -18,6 +20,7 @@ from mtp_export.bundle.options import BundleOptions, ContentOptions, RunOptions,
 from mtp_export.checkpoint.byte_source import Address
 from mtp_export.checkpoint.disk_queue import DiskQueue
 from mtp_export.checkpoint.plan import Link
+from mtp_export.checkpoint.reader import Checkpoint
 from mtp_export.errors import (
     InvalidInputError,
     IoError,
@@ -266,3 +269,34 @@ def test_copies_in_another_precision_are_compared_by_their_values(
     assert str(error.found).endswith(" dB")
     assert "--allow-untied exports it nevertheless" in str(error.todo)
     compare(plan_graft(of_bundle(another, content=UNTIED)))
+
+
+def test_two_checkpoints_read_as_one(options: GraftOptions, original: Path) -> None:
+    checkpoint = plan_graft(options).checkpoint
+    main, mtp = Checkpoint.open(options.bundle.input_dir), Checkpoint.open(original)
+    assert (checkpoint.path, checkpoint.unindexed) == (main.path, ())
+    assert checkpoint.files.path == main.files.path and not checkpoint.is_bundle
+    assert checkpoint.main_shards == main.shards
+    used = {mtp.tensors[name].path for name in mtp.tensors if name.startswith(f"{LAYER}.")}
+    assert {shard.path for shard in checkpoint.mtp_shards} == used
+    assert len(used) < len(mtp.shards)
+    assert checkpoint.shards == (*checkpoint.main_shards, *checkpoint.mtp_shards)
+    joined = (main.config_sha256 + mtp.config_sha256).encode()
+    assert checkpoint.config_sha256 == hashlib.sha256(joined).hexdigest()
+    assert checkpoint.origin == {
+        "main": {"config_sha256": main.config_sha256},
+        "mtp": {"config_sha256": mtp.config_sha256},
+    }
+    assert checkpoint.readers == 1
+    remote: Any = SimpleNamespace(readers=8)
+    for side in ("host", "donor"):
+        assert replace(checkpoint, **{side: remote}).readers == 8
+    names = [checkpoint.shard_name(shard) for shard in checkpoint.shards]
+    assert names == [
+        *(f"main/{shard.path.name}" for shard in main.shards),
+        *(f"mtp/{path.name}" for path in sorted(used)),
+    ]
+    own = {name for name in mtp.tensors if name.startswith(f"{LAYER}.")}
+    assert checkpoint.tensors.keys() == main.tensors.keys() | own
+    for name, tensor in checkpoint.tensors.items():
+        assert tensor == (mtp if name in own else main).tensors[name]

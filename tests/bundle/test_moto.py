@@ -17,17 +17,15 @@ from cases import export, looks_finished, quantize, read_json, run_program, tree
 from mtp_export.bundle.build import run_bundle
 from mtp_export.bundle.export import plan_export
 from mtp_export.bundle.options import BundleOptions, ContentOptions, Part
-from mtp_export.checkpoint import pieces
 from mtp_export.checkpoint.byte_source import Address
 from mtp_export.errors import InvalidInputError
 from mtp_export.progress import silent
-from remote_bundles import MANIFEST, assert_equal
+from remote_bundles import COPIES, MANIFEST, assert_equal, shrink_transfers
 
 pytestmark = pytest.mark.nightly
 SERVER = Path(__file__).resolve().parents[2] / ".venv-moto/bin/moto_server"
 BUCKET, FOLDER = "weights", "models/tiny"
 SOURCE = f"s3://{BUCKET}/{FOLDER}"
-MTP = ("--part", "mtp", "--quiet", "--link", "copy")
 START_SECONDS = 60
 
 
@@ -74,33 +72,24 @@ def store(endpoint: str, pristine: Path, monkeypatch: pytest.MonkeyPatch) -> Any
         "AWS_SECRET_ACCESS_KEY": "s3-secret",
     }.items():
         monkeypatch.setenv(name, value)
-    monkeypatch.setattr(pieces, "PIECE_BYTES", 40_000)
-    monkeypatch.setattr(pieces, "JOIN_BYTES", 500)
+    shrink_transfers(monkeypatch)
     store = from_url(SOURCE, client_options={"allow_http": True})
     for path in sorted(path for path in pristine.rglob("*") if path.is_file()):
         store.put(path.relative_to(pristine).as_posix(), path)
     return store
 
 
-@pytest.fixture(scope="module")
-def local(pristine: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, bytes]:
-    """The bundle that an export of the folder gives."""
-    output = tmp_path_factory.mktemp("local") / "output"
-    assert export(pristine, output, *MTP).code == 0
-    return tree(output)
-
-
 def test_a_bucket_is_read_as_a_folder(
     store: Any, output: Path, local: dict[str, bytes], pristine: Path, tmp_path: Path
 ) -> None:
-    outcome = export(SOURCE, output, *MTP)
+    outcome = export(SOURCE, output, *COPIES)
     assert outcome.code == 0, outcome.err
     assert_equal(output, local)
     shards = read_json(output / MANIFEST)["source"]["shards"]
     for name, shard in shards.items():
         assert shard["version"] == store.head(name)["e_tag"].strip('"')
     assert run_program("inspect", SOURCE).code == 0
-    options = ("--base-quant", "weight_only_int8", "--mtp-quant", "weight_only_int8", *MTP)
+    options = ("--base-quant", "weight_only_int8", "--mtp-quant", "weight_only_int8", *COPIES)
     for place, folder in ((SOURCE, "bucket"), (pristine, "folder")):
         outcome = quantize(place, tmp_path / folder, *options)
         assert outcome.code == 0, outcome.err
@@ -124,5 +113,5 @@ def test_what_is_not_there_is_said(store: Any, output: Path) -> None:
         ("s3://nothing/here", "no such bucket"),
         (f"s3://{BUCKET}/nothing/here", "no objects here"),
     ):
-        outcome = export(address, output, *MTP)
+        outcome = export(address, output, *COPIES)
         assert (outcome.code, words in outcome.err) == (3, True), outcome.err

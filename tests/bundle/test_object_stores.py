@@ -23,7 +23,6 @@ from cases import (
     run_program,
     tree,
 )
-from hub_server import Request
 from mtp_export.bundle.build import run_bundle
 from mtp_export.bundle.export import plan_export
 from mtp_export.bundle.options import BundleOptions, ContentOptions, Part
@@ -32,11 +31,17 @@ from mtp_export.checkpoint.byte_source import Address
 from mtp_export.checkpoint.remote_source import READERS
 from mtp_export.progress import silent
 from object_server import ObjectServer
-from remote_bundles import MANIFEST, assert_equal
+from remote_bundles import (
+    COPIES,
+    MANIFEST,
+    MTP,
+    assert_equal,
+    ranges,
+    ranges_got,
+    shrink_transfers,
+)
 
 BUCKET, FOLDER = "weights", "models/tiny"
-MTP = ("--part", "mtp", "--quiet")
-COPIES = (*MTP, "--link", "copy")
 SCHEMES = ("s3", "gs", "az")
 SOURCE = f"s3://{BUCKET}/{FOLDER}"
 SETTINGS = ("AWS_", "GOOGLE_", "AZURE_")
@@ -44,12 +49,8 @@ SETTINGS = ("AWS_", "GOOGLE_", "AZURE_")
 
 @pytest.fixture(autouse=True)
 def small_transfers(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """Sizes at which a small checkpoint comes in many pieces, waits that are short, and none of
-    this machine's own credentials."""
-    monkeypatch.setattr(pieces, "PIECE_BYTES", 40_000)
-    monkeypatch.setattr(pieces, "JOIN_BYTES", 500)
-    monkeypatch.setattr(transfers, "FIRST_WAIT_SECONDS", 0.002)
-    monkeypatch.setattr(transfers, "MAX_WAIT_SECONDS", 0.01)
+    """Many small pieces, short waits, and none of this machine's own credentials."""
+    shrink_transfers(monkeypatch)
     monkeypatch.setattr(object_store, "READ_SECONDS", 0.5)
     for name in [name for name in os.environ if name.startswith(SETTINGS)]:
         monkeypatch.delenv(name)
@@ -75,19 +76,6 @@ def store(filled: ObjectServer, monkeypatch: pytest.MonkeyPatch) -> Iterator[Obj
     yield filled
     filled.mend()
     filled.buckets[BUCKET] = objects
-
-
-@pytest.fixture(scope="module")
-def local(pristine: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, bytes]:
-    """The bundle that an export of the folder gives."""
-    output = tmp_path_factory.mktemp("local") / "output"
-    assert export(pristine, output, *COPIES).code == 0
-    return tree(output)
-
-
-def ranges(store: ObjectServer) -> list[Request]:
-    """Requests that got bytes of objects."""
-    return [request for request in store.log if request.status == 206]
 
 
 @pytest.mark.parametrize("scheme", SCHEMES)
@@ -281,24 +269,25 @@ def test_secrets_are_sent_to_the_store_alone(
 
 
 def test_a_killed_run_downloads_little_again(
-    store: ObjectServer, tmp_path: Path, output: Path, local: dict[str, bytes]
+    store: ObjectServer, output: Path, local: dict[str, bytes]
 ) -> None:
     """In a process of its own: obstore's threads do not survive a fork."""
     program = (
-        "from mtp_export.checkpoint import pieces; pieces.PIECE_BYTES = 40_000;"
-        "pieces.JOIN_BYTES = 500; from mtp_export.cli import main; main()"
+        "from mtp_export.checkpoint import pieces; from mtp_export.cli import main;"
+        f"pieces.PIECE_BYTES, pieces.JOIN_BYTES = {pieces.PIECE_BYTES}, {pieces.JOIN_BYTES}; main()"
     )
     options = ("--input-dir", SOURCE, "--output-dir", str(output), *MTP)
+    assert run_program("inspect", SOURCE).code == 0
+    headers = ranges_got(store)
     store.plant("slow")
     with subprocess.Popen([sys.executable, "-c", program, *options]) as process:
         while len(list(output.glob(".mtp_export.downloads/*[0-9a-f]"))) < 3:
             assert process.poll() is None
             time.sleep(0.01)
         process.kill()
-    first = {(request.path, request.byte_range) for request in ranges(store)}
+    before = ranges_got(store)
     store.mend()
     assert export(SOURCE, output, *MTP).code == 0
-    again = {(request.path, request.byte_range) for request in ranges(store)}
-    headers = {key for key in first if str(key[1]).startswith("bytes=0-")}
-    assert len(first & again - headers) <= READERS
+    again = before & ranges_got(store) - headers
+    assert len(again) <= READERS, again
     assert_equal(output, local)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -32,6 +33,7 @@ from mtp_export.errors import (
     UnsupportedError,
     UsageError,
 )
+from mtp_kernels.quantize import probe
 
 Words = tuple[object, object, object, object]
 
@@ -135,6 +137,24 @@ def test_a_device_that_is_not_there(
         monkeypatch.setattr(torch.cuda, "is_available", lambda there=there: there)
         plan = plan_quantize(QuantizeOptions(options, "a8w8_fp8", "a8w8_fp8", device=wanted))
         assert plan.device == device
+
+
+def test_an_npu_makes_the_bytes_of_a_cpu_or_is_refused(
+    options: BundleOptions, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    wanted = QuantizeOptions(options, "a8w8_fp8", "a8w8_fp8", device=Device.NPU)
+    words = quantized(options, device=Device.NPU)
+    assert words[0] == "There is no NPU (torch_npu beside CANN) here"
+    npu = SimpleNamespace(is_available=lambda: True)
+    monkeypatch.setattr(torch, "npu", npu, raising=False)
+    for found in (None, "bf16 to int8 channels: other bits"):
+        monkeypatch.setattr(probe, "difference", lambda device, found=found: found)
+        if found is None:
+            assert plan_quantize(wanted).device == "npu"
+        else:
+            words = quantized(options, device=Device.NPU)
+            assert words[0] == "This NPU does not convert weights as a CPU does"
+            assert words[2] == found
 
 
 def test_folders_by_default(pristine: Path, output: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import re
 import socket
 from collections.abc import Callable
 from fnmatch import fnmatch
@@ -54,6 +55,30 @@ def test_what_a_folder_holds(tmp_path: Path) -> None:
     what, where, _, _, todo = refused(lambda: folder.read("none"))
     assert (what, where) == ("A file that every checkpoint has is missing", tmp_path / "none")
     assert str(todo).startswith("Point at the folder")
+
+
+@pytest.mark.parametrize(
+    ("commits", "point_at"),
+    [
+        (["0123"], "1 snapshots: point at {folder}/snapshots/0123"),
+        (["0123", "4567"], "2 snapshots: point at {folder}/snapshots/<commit>"),
+        ([], "0 snapshots: point at {folder}/snapshots/<commit>"),
+    ],
+)
+def test_a_repository_of_the_hub_s_cache(commits: list[str], point_at: str, tmp_path: Path) -> None:
+    """Its files are one level deeper."""
+    for name in ("models--acme--tiny", "acme--tiny"):
+        folder = tmp_path / name
+        (folder / "snapshots").mkdir(parents=True)
+        for commit in commits:
+            (folder / "snapshots" / commit).mkdir()
+        todo = str(refused(lambda folder=folder: LocalFolder(folder).read("config.json"))[4])  # type: ignore[misc]
+        is_cache = name.startswith("models--")
+        assert todo.endswith(point_at.format(folder=folder)) is is_cache
+        assert todo.startswith("This is a repository in the Hub's download cache") is is_cache
+    other = tmp_path / "models--acme--other"
+    other.mkdir()
+    assert str(refused(lambda: LocalFolder(other).read("a"))[4]).startswith("Point at the folder")
 
 
 def test_a_folder_that_cannot_be_listed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -213,6 +238,7 @@ def test_large_reads_that_pass_by_bypass_the_cache(
         ("tokenizer.json", 48_000_000),
         ("x", 48_000_000),
     ],
+    ids=["config", "index", "manifest", "tokenizer", "other"],
 )
 def test_sizes_of_small_files(name: str, limit: int) -> None:
     check_small_file(Path("a") / name, limit)
@@ -259,6 +285,9 @@ def test_small_files_are_written_whole_or_not_at_all(
     path = tmp_path / "a.json"
     first, second = temporary_path(path), temporary_path(path)
     assert first.parent == tmp_path and first != second
+    assert re.fullmatch(r"\.[0-9a-f]{12}\.a\.json\.tmp", first.name) and first != second
+    shorter = path.with_name(".0123456789a.a.json.tmp")
+    assert [name_when_whole(one.name) for one in (shorter, path.with_name("x.tmp"))] == [None] * 2
     assert [name_when_whole(one.name) for one in (first, second, path)] == ["a.json"] * 2 + [None]
     assert fnmatch(first.name, ".*.a.json.tmp")
     write_json(path, {"b": [1], "a": "ü"})

@@ -59,8 +59,8 @@ def test_a_piece_that_somebody_damaged(tmp_path: Path) -> None:
 
 def test_blocks_of_a_piece(tmp_path: Path) -> None:
     path = tmp_path / "piece"
-    path.write_bytes(bytes(1 << 20) + CONTENT)
-    assert [len(block) for block in blocks(path)] == [1 << 20, 200]
+    path.write_bytes(bytes(8 << 20) + CONTENT)
+    assert [len(block) for block in blocks(path)] == [8 << 20, 200]
     assert refusal(lambda: list(blocks(tmp_path))) == (tmp_path, "Is a directory")
 
 

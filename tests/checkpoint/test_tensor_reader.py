@@ -8,6 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from cases import export, tree
@@ -88,6 +89,35 @@ def test_rows_of_any_dtype_at_any_offset(
             assert rows.data_ptr() % 4 == 0
             first, last = offset + start * 132, offset + stop * 132
             assert rows.numpy().tobytes() == CONTENT[first:last]
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("offset", [0, 2, 5003])
+def test_windows_of_a_matrix(
+    way: str, offset: int, file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Some columns of some rows are read, and nothing beside them."""
+    prepare(way, monkeypatch)
+    info = TensorInfo(
+        "x", "F32", (100, 33), LocalFolder(file.parent).file(file.name), offset, 100 * 33 * 4
+    )
+    matrix = np.frombuffer(CONTENT, np.uint8, 100 * 33 * 4, offset).reshape(100, 33 * 4)
+    with TensorReader(info, once=True) as reader:
+        for rows in (range(100), range(3, 4), range(57, 99), range(5, 5)):
+            for columns in (range(33), range(1), range(7, 20), range(32, 33)):
+                found = reader.window(rows, columns)
+                assert tuple(found.shape) == (len(rows), len(columns))
+                assert str(found.dtype) == "torch.float32"
+                wanted = matrix[rows.start : rows.stop, 4 * columns.start : 4 * columns.stop]
+                assert found.numpy().tobytes() == wanted.tobytes()
+
+
+def test_a_window_s_end_is_the_tensor_s(file: Path) -> None:
+    """The last tensor of a file ends with it: a window of its last columns needs no byte more."""
+    os.truncate(file, 4 * 100)
+    info = TensorInfo("x", "F32", (10, 10), LocalFolder(file.parent).file(file.name), 0, 400)
+    with TensorReader(info) as reader:
+        assert reader.window(range(9, 10), range(8, 10)).numpy().tobytes() == CONTENT[392:400]
 
 
 @pytest.mark.parametrize("way", ["direct", "cached"])

@@ -24,6 +24,7 @@ PANELS: dict[str, tuple[str, ...]] = {
         *("Server", "Speculation", "Number and temperature of drafts", "Batch and cache"),
         *("Prompts", "Performance"),
     ),
+    "compile": ("Input and output", "Performance", "Report"),
     "launch": ("Machines and devices", "Report"),
     "inspect": ("Report",),
     "push": ("Input and output", "Content of the bundle", "Model card", "Report"),

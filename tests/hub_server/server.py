@@ -54,6 +54,7 @@ class HubServer(ThreadingHTTPServer):
         self.token = "hf_secret"  # opens private and gated repositories, and writes
         self.reader_token = "hf_reader"  # opens them, and may not write
         self.log: list[Request] = []
+        self.under_way = 0  # requests that are not in the log yet
         self.page_entries = 1000
         self.generation = 0  # of signed links; older ones have expired
         self.part_bytes = 5 << 20  # larger files are uploaded in parts
@@ -96,6 +97,11 @@ class HubServer(ThreadingHTTPServer):
                 return False
             left[1] -= 1
             return left[1] >= 0
+
+    def count(self, change: int) -> None:
+        """Count requests under way."""
+        with self._lock:
+            self.under_way += change
 
     @property
     def sent_bytes(self) -> int:
@@ -157,6 +163,7 @@ class Handler(Uploads, BaseHTTPRequestHandler):
 
     def _logged(self, serve: Callable[[list[str], Mapping[str, list[str]]], None]) -> None:
         self._sent_bytes, self._status = 0, 0
+        self.server.count(1)
         parts = urlsplit(self.path)
         segments = [unquote(part) for part in parts.path.strip("/").split("/")]
         try:
@@ -174,6 +181,7 @@ class Handler(Uploads, BaseHTTPRequestHandler):
                     sent_bytes=self._sent_bytes,
                 )
             )
+            self.server.count(-1)
 
     def _is_refused(self) -> bool:
         """Answer a request that meets a fault of the whole server."""

@@ -18,6 +18,7 @@ from mtp_runtime.models.load import LoadOptions, load_model
 from mtp_runtime.models.model import Model
 from mtp_runtime.request import Request
 from mtp_runtime.sampling import SamplingParams
+from mtp_runtime.static_graph.steps import Graphs
 
 Prompt = tuple[int, ...]
 
@@ -85,6 +86,7 @@ def run(
     acceptance: str = "exact",
     eos: tuple[int, ...] = (),
     lengths: Mapping[str, Any] | None = None,
+    graphs: Graphs | None = None,
     **settings: int,
 ) -> Run:
     """Decode prompts to their end; `build` stands in for DRAFTERS[method].build, lengths are
@@ -104,7 +106,7 @@ def run(
     ]
     sizes = {"cache_tokens": page * sum(pages)} | sizes
     config = EngineConfig(**sizes, poison_freed=True, speculation=speculation)
-    engine = Engine(model, config, build or DRAFTERS[method].build, draft_model)
+    engine = Engine(model, config, build or DRAFTERS[method].build, draft_model, graphs)
     requests = [
         Request(number, prompt, own, eos)
         for number, (prompt, own) in enumerate(zip(prompts, each, strict=True))

@@ -80,7 +80,9 @@ def test_rows_side_by_side() -> None:
     for tensor in (layout.positions, layout.slots, layout.page_table, layout.kv_lens, layout.cu_q):
         assert tensor.device == CPU
     elsewhere = lay_out(cache, [first, second], [(2, 7), (0, 1)], torch.device("meta"))
-    assert {str(tensor.device) for tensor in vars(elsewhere).values()} == {"meta"}
+    assert elsewhere.max_q_len == layout.max_q_len == 5
+    tensors = [one for one in vars(elsewhere).values() if isinstance(one, torch.Tensor)]
+    assert {str(tensor.device) for tensor in tensors} == {"meta"} and len(tensors) == 5
     with pytest.raises(ValueError, match="shorter"):
         lay_out(cache, [first, second], [(2, 7)], CPU)
 

@@ -31,6 +31,7 @@ from runtime.ranks import bytes_read, held_bytes, of_each, part_bytes, ranks
 
 GREEDY = SamplingParams(max_tokens=10, ignore_eos=True)
 SAMPLED = SamplingParams(max_tokens=10, ignore_eos=True, temperature=0.8, seed=3)
+UNEVEN = {"num_attention_heads": 5, "num_key_value_heads": 5}
 MODEL_TYPES = ("deepseek_v3", "glm4_moe", "glm4_moe_lite", "deepseek_v32", "glm_moe_dsa")
 
 
@@ -45,10 +46,8 @@ def group(request: pytest.FixtureRequest) -> Iterator[Group]:
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Heads, experts and widths that do not divide evenly."""
-    changes = {"num_attention_heads": 5, "num_key_value_heads": 5, "rope_scaling": YARN}
-    return write_checkpoint(
-        tmp_path_factory.mktemp("uneven"), SMALL_CONFIGS["deepseek_v3"] | changes
-    )
+    config = SMALL_CONFIGS["deepseek_v3"] | UNEVEN | {"rope_scaling": YARN}
+    return write_checkpoint(tmp_path_factory.mktemp("uneven"), config)
 
 
 @pytest.fixture(scope="module")
@@ -115,13 +114,12 @@ def test_tokens_and_drafts_are_those_of_one_process(
 def test_drafts_of_their_own_folders(
     whole: Loaded, split: Loaded, name: str, tmp_path: Path
 ) -> None:
-    target = SMALL_CONFIGS["deepseek_v3"]
+    config = SMALL_CONFIGS["deepseek_v3"] | UNEVEN
     if name == "eagle3":
-        folder, read = write_eagle3(tmp_path / "draft", target), read_eagle3
+        folder, read = write_eagle3(tmp_path / "draft", config), read_eagle3
     elif name == "ffn heads":
         folder, read = write_heads(tmp_path / "draft", ffn_layout()), read_parallel_heads
     else:
-        config = target | {"num_attention_heads": 5, "num_key_value_heads": 5}
         folder, read = write_layer_heads(tmp_path / "draft", config), read_parallel_heads
     prompts = prompts_of([1, 15, 16, 9], 96)
     runs = []
@@ -140,7 +138,7 @@ def test_each_rank_reads_and_holds_its_part_of_a_draft(
     group: Group, split: Loaded, name: str, tmp_path: Path
 ) -> None:
     """Most of it are wide matrices."""
-    target, wide = SMALL_CONFIGS["deepseek_v3"], 20_000
+    target, wide = SMALL_CONFIGS["deepseek_v3"] | UNEVEN, 20_000
     if name == "eagle3":
         folder, read = tmp_path, read_eagle3
         write_eagle3(folder, target, intermediate_size=wide)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -10,6 +11,8 @@ import torch
 
 from cases import export, run_program
 from mtp_runtime import LLM, RequestOutput, SamplingParams
+from mtp_runtime.cache import CachedSequence, PageAllocator, lay_out
+from mtp_runtime.models.load import LoadOptions, load_model
 
 pytestmark = pytest.mark.cuda
 PARAMS = SamplingParams(max_tokens=24, ignore_eos=True)
@@ -87,6 +90,42 @@ def test_verify_on_a_gpu(bundle: Path, trained: Path) -> None:
     options = ["--device", "cuda", "--max-new-tokens", "16"]
     outcome = run_program("verify", bundle, "--source", trained, *options)
     assert outcome.code == 0, outcome.out + outcome.err
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_captured_steps_give_the_tokens_of_eager_ones(
+    trained: Path, prompts: list[str], dtype: str
+) -> None:
+    """Batches of 4, 2 and 1 in turn, whose steps a graph repeats over the same tensors."""
+    lengths = [PARAMS, PARAMS, replace(PARAMS, max_tokens=12), replace(PARAMS, max_tokens=5)]
+    eager = on_gpu(trained, dtype, drafts=True).generate(prompts, lengths)
+    llm = on_gpu(trained, dtype, drafts=True, static_graph=True)
+    for _ in range(2):
+        found = llm.generate(prompts, lengths)
+        least = 0.97 if dtype == "float32" else 0.4
+        assert agreement(tokens_of(found), tokens_of(eager)) > least
+    assert sum(output.metrics.accepted[0] for output in found) > 0
+
+
+@pytest.mark.parametrize("dense", [False, True])
+@torch.inference_mode()
+def test_a_step_waits_for_nothing(trained: Path, dense: bool) -> None:
+    """Whatever would read a tensor of the device back raises."""
+    options = LoadOptions("cuda", "bfloat16", dequantize_at_load=dense)
+    model = load_model(trained, options).model
+    pages, sequences = PageAllocator(8, 16), [CachedSequence(), CachedSequence()]
+    cache = model.new_cache(pages)
+    for sequence, length in zip(sequences, (20, 3), strict=True):
+        pages.append(sequence, length)
+    layout = lay_out(pages, sequences, [(0, 20), (0, 3)], model.device)
+    tokens = torch.arange(23, device=model.device)
+    expected = model(tokens, cache, layout).after
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        found = model(tokens, cache, layout).after
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert torch.equal(found, expected)
 
 
 def test_caches_are_on_the_gpu(trained: Path) -> None:

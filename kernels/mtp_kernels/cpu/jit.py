@@ -27,7 +27,7 @@ from numba.core.compiler import Compiler
 
 logger = logging.getLogger(__name__)
 
-_FOLDERS_KEPT = 8  # of each module: those of other versions, or of checkouts beside this one
+_FOLDERS_KEPT = 32  # of each module, the last used: of other versions, of checkouts beside this one
 
 
 def compiled(function: Callable[..., Any]) -> Any:
@@ -149,16 +149,15 @@ def _imported(path: str, projects: str) -> frozenset[str]:
     return frozenset(file for file in files if file is not None)
 
 
-def _cache_folder(module: str, path: str) -> Path:
-    """Return the folder for what the functions of a module are compiled to.
-
-    Its name stands for numba's version and the content of the sources.
-    """
+@cache
+def _version(module: str, path: str) -> str:
+    """Return a digest of numba's version and the content of a module's sources, wherever they
+    are."""
     digest = hashlib.sha256(numba.__version__.encode())
     contents = (Path(file).read_bytes() for file in _sources(path, _projects(module)))
     for content in sorted(hashlib.sha256(content).digest() for content in contents):
         digest.update(content)
-    return _home() / "kernels" / f"{module}-{digest.hexdigest()[:24]}"
+    return digest.hexdigest()[:24]
 
 
 def _home() -> Path:
@@ -189,7 +188,8 @@ class _Place(_CacheLocator):
     @classmethod
     def from_function(cls, function: Any, path: str) -> Self:
         try:
-            own = cls(_cache_folder(function.__module__, path))
+            module = function.__module__
+            own = cls(_home() / "kernels" / f"{module}-{_version(module, path)}")
             own.ensure_cache_path()
         except OSError as error:
             raise _NoPlaceError from error
@@ -199,6 +199,8 @@ class _Place(_CacheLocator):
         if not self._folder.is_dir():
             _make_room(self._folder)
             super().ensure_cache_path()
+        with suppress(OSError):  # a folder that others keep for this user
+            os.utime(self._folder)
 
     def get_cache_path(self) -> str:
         return str(self._folder)
@@ -219,7 +221,7 @@ class _Cache(FunctionCache):
 
 
 def _make_room(folder: Path) -> None:
-    """Remove the oldest of the folders that other sources of the same module were compiled to."""
+    """Remove the folders, but the last used, that other sources of a module were compiled to."""
     module = folder.name.rpartition("-")[0]
     others = sorted(folder.parent.glob(f"{module}-*"), key=lambda path: path.stat().st_mtime)
     for path in others[: -(_FOLDERS_KEPT - 1)]:

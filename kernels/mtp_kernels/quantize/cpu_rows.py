@@ -54,7 +54,7 @@ def _load_row_overload(source: Any, block_scale: Any, row: Any, weights: Any) ->
 
     def load_fp32(source: Any, block_scale: Any, row: Any, weights: Any) -> None:
         values = source[row]
-        for k in range(values.size):  # an assignment of slices takes seconds to compile
+        for k in range(values.size):  # an assignment of slices would be compiled to broadcast
             weights[k] = values[k]
 
     return {types.uint8: load_fp8, types.uint16: load_bf16, types.float32: load_fp32}[source.dtype]
@@ -95,7 +95,7 @@ def _halve(lanes: Any) -> Any:
 
 @inner
 def _sum_lanes(lanes: Any) -> Any:
-    """_halve of LANES numbers, its loops of known length: a short row takes half the time."""
+    """_halve of LANES numbers, its loops of known length."""
     for lane in range(64):
         lanes[lane] += lanes[lane + 64]
     for lane in range(32):

@@ -38,7 +38,7 @@ class Backend(Protocol):
     """Functions of a module named in BACKENDS; shapes of x and weight fit each other."""
 
     def supports(self, x: torch.Tensor, weight: StoredWeight) -> bool:
-        """Return True for rows and a weight that the backend multiplies."""
+        """Return True for rows and a weight, or one of experts, that the backend multiplies."""
 
     def linear(self, x: torch.Tensor, weight: StoredWeight) -> torch.Tensor:
         """Return x @ weight.T. Codes that are NaN need not be refused, but must give NaN."""
@@ -85,7 +85,7 @@ def grouped_linear(
             f"x and ends: expected [T, {shape_of(one)[1]}] and torch.int32, "
             f"found {list(x.shape)} and {ends.dtype}"
         )
-    return _backend(x, one, backend).grouped_linear(x, rows, ends, weight)
+    return _backend(x, weight, backend).grouped_linear(x, rows, ends, weight)
 
 
 def _backend(x: torch.Tensor, weight: StoredWeight, name: str) -> Backend:

@@ -28,9 +28,12 @@ def compile_product(
     stored = codes_of(weight, target)
     types = dict.fromkeys(("x", "y"), f"*{TYPE_NAMES[dtype]}")
     types |= {"codes": f"*{TYPE_NAMES[stored.codes.dtype]}"}
-    types |= {"scale": f"*{TYPE_NAMES[stored.scale.dtype]}"}
     types |= {"count": "i32", "N": "i32:16", "K": "i32:16"}
     constants: dict[str, object] = dict(constants_of(stored, launch, experts))
+    if stored.scale is None:
+        constants |= {"scale": None}
+    else:
+        types |= {"scale": f"*{TYPE_NAMES[stored.scale.dtype]}"}
     if experts:
         types |= {"rows": "*i64", "ends": "*i32"}
     else:

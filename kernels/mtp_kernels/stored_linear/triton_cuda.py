@@ -55,7 +55,7 @@ class Codes:
     """Stored codes and scales as the kernel takes them; leading dimension of experts, or none."""
 
     codes: torch.Tensor
-    scale: torch.Tensor
+    scale: torch.Tensor | None
     outputs: int
     form: str
     flip: int
@@ -64,12 +64,14 @@ class Codes:
 
 
 def supports(x: torch.Tensor, weight: StoredWeight) -> bool:
-    """Return True for rows on a GPU, or under Triton's interpreter, and a quantized weight.
+    """Return True for rows on a GPU, or under Triton's interpreter, and a weight that is quantized
+    or of experts.
 
     Others are what torch multiplies, and rows of which gradients are wanted. The interpreter
     multiplies no bfloat16.
     """
-    if isinstance(weight, torch.Tensor) or x.dtype not in DTYPES or x.requires_grad:
+    single = isinstance(weight, torch.Tensor) and weight.ndim == 2
+    if single or x.dtype not in DTYPES or x.requires_grad:
         return False
     if triton.knobs.runtime.interpret:
         return x.device.type == "cpu" and x.dtype is not torch.bfloat16
@@ -135,6 +137,8 @@ def launch_for(dtype: torch.dtype, rows: int) -> Launch:
 def codes_of(weight: StoredWeight, target: GPUTarget) -> Codes:
     """Return a weight [N, K], or one of experts [E, N, K], as the kernel takes it on a target."""
     match weight:
+        case torch.Tensor():
+            return Codes(weight.contiguous(), None, weight.shape[-2], "dense", 0, 1, 0)
         case Fp8Block():
             codes, scale = _fp8(weight.codes, target), weight.scale.float().contiguous()
             return Codes(codes, scale, codes.shape[-2], "fp8", 0, BLOCK, BLOCK)
@@ -148,8 +152,6 @@ def codes_of(weight: StoredWeight, target: GPUTarget) -> Codes:
             return _int4(weight.packed, weight.scale, OFFSET)
         case W4AFp8():
             return _int4(weight.packed, weight.scale, SIGNED)
-        case _:
-            raise TypeError(f"weight: expected a quantized one, found {type(weight).__name__}")
 
 
 def _fp8(codes: torch.Tensor, target: GPUTarget) -> torch.Tensor:

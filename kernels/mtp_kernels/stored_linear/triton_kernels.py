@@ -3,7 +3,7 @@
 n rows of a weight (outputs), k its columns. A program makes one tile of the result: ROWS rows of x
 with the weight of one expert, times COLUMNS outputs. Codes are converted to the dtype of x, which
 holds each of them exactly, and multiplied as they are; scales meet the float32 sums, those of
-blocks and groups step by step along k, those of a channel once at the end.
+blocks and groups step by step along k, those of a channel once at the end. Dense weights have none.
 """
 
 from __future__ import annotations
@@ -45,6 +45,8 @@ def load_codes(
         address = codes + n[:, None] * K + columns[None, :]
         if FORM == "int8":
             numbers = (tl.load(address, mask=inside, other=128).to(tl.int32) - 128).to(DTYPE)
+        elif FORM == "dense":
+            numbers = tl.load(address, mask=inside, other=0.0).to(DTYPE)
         else:
             numbers = from_e4m3(tl.load(address, mask=inside, other=0.0), DTYPE)
     return numbers
@@ -78,8 +80,9 @@ def product_kernel(
         end = tl.sum(tl.where(mine, expert_end, 0))  # 0 past the last tile
         width = K // 2 if FORM == "int4" else K
         codes += expert.to(tl.int64) * N * width
-        scale_columns = tl.cdiv(K, SCALE_COLUMNS) if SCALE_COLUMNS > 0 else 1
-        scale += expert.to(tl.int64) * tl.cdiv(N, SCALE_ROWS) * scale_columns
+        if FORM != "dense":
+            scale_columns = tl.cdiv(K, SCALE_COLUMNS) if SCALE_COLUMNS > 0 else 1
+            scale += expert.to(tl.int64) * tl.cdiv(N, SCALE_ROWS) * scale_columns
     if first < end:
         p = first + tl.arange(0, ROWS)
         exists = p < end
@@ -116,6 +119,6 @@ def sums_of(
             sums += part * tl.load(scale + at, mask=inside_n, other=0.0).to(tl.float32)[None, :]
         else:
             sums = tl.dot(inputs, tl.trans(weights), sums, input_precision="ieee")
-    if SCALE_COLUMNS == 0:
+    if SCALE_COLUMNS == 0 and FORM != "dense":
         sums *= tl.load(scale + n, mask=inside_n, other=0.0).to(tl.float32)[None, :]
     return sums

@@ -70,6 +70,7 @@ def verify_attention(
     rope_cache: torch.Tensor | None = None,
     kv_scale: torch.Tensor | None = None,
     backend: str = "auto",
+    max_q_len: int | None = None,
     workspace: Workspace | None = None,
     out: tuple[torch.Tensor, torch.Tensor] | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -92,9 +93,10 @@ def verify_attention(
     value * kv_scale; page_table, kv_lens and cu_q int32. out has the dtype of q_latent; lse is
     float32, the natural logarithm of the sum of exp(scale * score).
 
-    With `workspace` (from `make_workspace`) and `out` given, triton_cuda neither allocates nor
-    synchronises, so the call can be captured in a CUDA graph; without a workspace it reads cu_q
-    back to the host once. A workspace must not serve two calls at a time.
+    max_q_len is the most query rows of a request that has cached tokens. With it, or with
+    `workspace` (from `make_workspace`), triton_cuda does not synchronise, so the call can be
+    captured in a CUDA graph; without both it reads cu_q back to the host once. With `workspace` and
+    `out` it does not allocate either. A workspace must not serve two calls at a time.
 
     ValueError or TypeError says what was expected and what was found. The contents of page_table,
     kv_lens and cu_q are checked on the CPU only: elsewhere that would synchronise.
@@ -117,7 +119,7 @@ def verify_attention(
         kv_cache=kv_cache,
         page_table=page_table,
         cu_q=cu_q,
-        workspace=workspace,
+        max_q_len=workspace.sizes.max_q_len if workspace is not None else max_q_len,
     )
     inputs = Inputs(
         q_latent=q_latent,
@@ -273,12 +275,12 @@ def sizes_of(
     kv_cache: torch.Tensor,
     page_table: torch.Tensor,
     cu_q: torch.Tensor,
-    workspace: Workspace | None,
+    max_q_len: int | None,
 ) -> Sizes:
-    """Return the sizes of a call; max_q_len is the workspace's where cu_q is on a GPU."""
+    """Return the sizes of a call; a max_q_len that is given counts where cu_q is on a GPU."""
     queries, heads, latent = q_latent.shape
-    if workspace is not None and q_latent.device.type != "cpu":
-        max_q_len = min(workspace.sizes.max_q_len, queries)
+    if max_q_len is not None and q_latent.device.type != "cpu":
+        max_q_len = min(max_q_len, queries)
     else:
         starts = cu_q.tolist()
         max_q_len = max(map(sub, starts[1:], starts), default=0)

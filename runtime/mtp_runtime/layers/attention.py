@@ -55,6 +55,10 @@ class Attention(Protocol):
     def has_reference(self) -> bool:
         """True if it obeys forward.backend, so that its float64 reference can be run instead."""
 
+    @property
+    def is_static(self) -> bool:
+        """True if a pass reads nothing back from the device, so that a graph can hold it."""
+
     def new_cache(self, spec: CacheSpec) -> LayerCache:
         """Make the layer's cache; its tensors are uninitialized."""
 

@@ -51,6 +51,11 @@ class Gqa:
         """True: backend reference computes it plainly, in float64."""
         return True
 
+    @property
+    def is_static(self) -> bool:
+        """False: it attends request by request."""
+        return False
+
     def new_cache(self, spec: CacheSpec) -> LayerCache:
         """Make the cache of keys and values."""
         return spec.empty(self.kv_heads, self.head), spec.empty(self.kv_heads, self.head)

@@ -1,4 +1,4 @@
-"""Routed experts whose stored weights are multiplied in one call each, grouped by expert.
+"""Routed experts, their weights stored or dense, multiplied in one call per matrix for all experts.
 
 Nothing is read back from the device, so that a GPU's queue never runs dry between experts.
 """
@@ -12,9 +12,10 @@ import torch
 import torch.nn.functional as F
 
 from mtp_export.schemes.formats import EncodedWeight
-from mtp_kernels.stored_linear import StoredWeight, grouped_linear
-from mtp_runtime.layers.linear import Linear, Stacked, Weight
+from mtp_kernels.stored_linear import StoredWeight
+from mtp_runtime.layers.linear import Linear, Stacked, Weight, stack
 from mtp_runtime.layers.moe import HeldExperts, Mlp
+from mtp_runtime.layers.operators import grouped_product
 
 GROUPED_ROWS = 2048  # at a time: a pair of row and expert takes as much memory as a row
 
@@ -27,35 +28,36 @@ class GroupedWeight:
 
     @classmethod
     def of(cls, weights: Sequence[Weight]) -> GroupedWeight | None:
-        """Copy weights together; None for those that are not stored alike."""
+        """Copy weights together; None for those that are not stored alike, or are trained."""
         found = [weight for weight in weights if isinstance(weight, EncodedWeight)]
-        scales = [weight.scale for weight in found if weight.scale is not None]
-        if len(scales) < len(weights) or len({weight.format for weight in found}) > 1:
+        kinds = {(weight.format, weight.codes.dtype, weight.scale is None) for weight in found}
+        if len(found) < len(weights) or len(kinds) > 1:
             return None
         one = found[0]
-        if isinstance(one.format.stored(one.codes, scales[0]), torch.Tensor):
-            return None  # a format that the kernels do not know
+        if one.codes.requires_grad or not _is_known(one):
+            return None
         codes = torch.stack([weight.codes for weight in found])
-        return cls(replace(one, codes=codes, scale=torch.stack(scales)))
+        scales = [weight.scale for weight in found if weight.scale is not None]
+        return cls(replace(one, codes=codes, scale=torch.stack(scales) if scales else None))
 
     @property
     def stored(self) -> StoredWeight:
         """The weights [e, out, in] as the kernels take them."""
-        assert self.all.scale is not None
+        if self.all.scale is None:
+            return self.all.codes
         return self.all.format.stored(self.all.codes, self.all.scale)
 
     def one(self, number: int) -> EncodedWeight:
         """Return an expert's weight, which shares the memory."""
-        assert self.all.scale is not None
-        return replace(self.all, codes=self.all.codes[number], scale=self.all.scale[number])
+        scale = None if self.all.scale is None else self.all.scale[number]
+        return replace(self.all, codes=self.all.codes[number], scale=scale)
 
 
 @dataclass(frozen=True)
 class GroupedExperts:
-    """Routed experts, and shared ones behind them."""
+    """Routed experts, and shared ones behind them. Gate and up are two weights, or one of both."""
 
-    gate: GroupedWeight
-    up: GroupedWeight
+    gate_up: tuple[GroupedWeight, ...]
     down: GroupedWeight
     count: int
     shared: tuple[Mlp, ...]
@@ -64,15 +66,15 @@ class GroupedExperts:
     def of(cls, experts: HeldExperts, routed: int) -> GroupedExperts | None:
         """Copy the routed experts together; None where they are not stored alike."""
         mlps = experts.held[:routed]
-        pairs = [mlp.gate_up.weight for mlp in mlps]
-        stacks = [pair.parts for pair in pairs if isinstance(pair, Stacked)]
-        if len(stacks) < routed:
+        stacks = [_parts(mlp.gate_up.weight) for mlp in mlps]
+        if len(set(map(len, stacks))) > 1:
             return None
-        gate, up = (GroupedWeight.of(column) for column in zip(*stacks, strict=True))
+        gate_up = [GroupedWeight.of(column) for column in zip(*stacks, strict=True)]
         down = GroupedWeight.of([mlp.down.weight for mlp in mlps])
-        if gate is None or up is None or down is None:
+        grouped = tuple(weight for weight in gate_up if weight is not None)
+        if len(grouped) < len(gate_up) or down is None:
             return None
-        return cls(gate=gate, up=up, down=down, count=routed, shared=experts.held[routed:])
+        return cls(gate_up=grouped, down=down, count=routed, shared=experts.held[routed:])
 
     def __len__(self) -> int:
         return self.count + len(self.shared)
@@ -90,7 +92,7 @@ class GroupedExperts:
 
         A row's outputs are added in the order of its picks: its bits depend on no other row.
         """
-        if len(x) > GROUPED_ROWS:
+        if x.shape[0] > GROUPED_ROWS:
             parts = (torch.split(tensor, GROUPED_ROWS) for tensor in (x, picked, weights))
             return torch.cat([self.routed(*part) for part in zip(*parts, strict=True)])
         flat = picked.flatten()
@@ -98,8 +100,9 @@ class GroupedExperts:
         numbers = torch.arange(self.count, device=flat.device)
         ends = torch.searchsorted(flat[order], numbers, right=True, out_int32=True)
         rows = order // picked.shape[1]
-        gate, up = (grouped_linear(x, rows, ends, part.stored) for part in (self.gate, self.up))
-        outputs = grouped_linear(F.silu(gate).mul_(up), None, ends, self.down.stored)
+        made = [grouped_product(x, rows, ends, part.stored) for part in self.gate_up]
+        gate, up = made if len(made) > 1 else made[0].chunk(2, dim=-1)
+        outputs = grouped_product(F.silu(gate).mul_(up), None, ends, self.down.stored)
         by_pick = torch.empty_like(outputs)
         by_pick[order] = outputs
         by_pick = by_pick.view(*picked.shape, -1)  # [T, k, d]
@@ -108,5 +111,16 @@ class GroupedExperts:
     def _expert(self, number: int) -> Mlp:
         if number >= self.count:
             return self.shared[number - self.count]
-        gate_up = Stacked((self.gate.one(number), self.up.one(number)))
+        gate_up = stack([part.one(number) for part in self.gate_up])
         return Mlp(Linear(gate_up), Linear(self.down.one(number)))
+
+
+def _is_known(weight: EncodedWeight) -> bool:
+    """Return True for a dense weight, and for a format that the kernels multiply with."""
+    codes, scale = weight.codes, weight.scale
+    return scale is None or not isinstance(weight.format.stored(codes, scale), torch.Tensor)
+
+
+def _parts(weight: Weight) -> tuple[Weight, ...]:
+    """Return the matrices that lie on top of each other in a weight."""
+    return weight.parts if isinstance(weight, Stacked) else (weight,)

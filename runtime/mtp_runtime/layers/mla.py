@@ -12,11 +12,12 @@ from typing import NamedTuple
 import torch
 
 from mtp_export.errors import UnsupportedError
-from mtp_kernels.verify_attention import Sizes, check_sizes, has_split_cache, verify_attention
+from mtp_kernels.verify_attention import Sizes, check_sizes, has_split_cache
 from mtp_runtime.cache import CacheSpec, LayerCache
 from mtp_runtime.layers.attention import ForwardPass
 from mtp_runtime.layers.linear import Linear
 from mtp_runtime.layers.norm import RmsNorm
+from mtp_runtime.layers.operators import attend
 from mtp_runtime.layers.rope import Rope, rotate_pairs
 
 
@@ -62,6 +63,11 @@ class Mla:
         """True: every backend of verify_attention runs it."""
         return True
 
+    @property
+    def is_static(self) -> bool:
+        """True: lengths stay on the device."""
+        return True
+
     def new_cache(self, spec: CacheSpec) -> LayerCache:
         """Make the cache of latents and rope keys.
 
@@ -103,18 +109,8 @@ class Mla:
         widths = [tensor.shape[-1] for tensor in cache]
         for tensor, entries in zip(cache, torch.split(cached, widths, dim=1), strict=True):
             tensor.flatten(0, 1).index_copy_(0, layout.slots, entries)
-        kv_cache, *rope_cache = cache
-        attended = verify_attention(
-            q_latent,
-            q_rope.contiguous(),
-            kv_cache,
-            rope_cache=rope_cache[0] if rope_cache else None,
-            page_table=layout.page_table,
-            kv_lens=layout.kv_lens,
-            cu_q=layout.cu_q,
-            scale=self.scale,
-            backend=forward.backend,
-        )[0]
+        query = q_latent, q_rope.contiguous()
+        attended = attend(query, cache, layout, scale=self.scale, backend=forward.backend)
         return self.finish(attended)
 
     def lower(self, x: torch.Tensor) -> Lowered:
@@ -157,7 +153,7 @@ class Mla:
         heads, nope, _ = self.key_up.shape
         if self.query_up is not None:
             query = self.query_up(query)
-        by_head = query.view(len(query), heads, -1)
+        by_head = query.view(query.shape[0], heads, -1)
         q_nope, q_rope = torch.split(by_head, [nope, self.rope_size], dim=2)
         unrotated = torch.cat([q_rope, k_rope[:, None]], dim=1)  # [T, h+1, r]
         return q_nope, self.latent_norm(kv), rotate_pairs(unrotated, cos_sin[:, None])
@@ -165,4 +161,4 @@ class Mla:
     def finish(self, attended: torch.Tensor) -> torch.Tensor:
         """Project attended latents [T, h, c] to [T, d]."""
         values = torch.bmm(attended.transpose(0, 1), self.value_up)  # [h, T, v]
-        return self.output(values.transpose(0, 1).reshape(len(attended), -1))
+        return self.output(values.transpose(0, 1).flatten(1))

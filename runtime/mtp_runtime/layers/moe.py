@@ -32,7 +32,7 @@ class Mlp:
     down: Linear
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        if len(x) > MLP_ROWS:
+        if x.shape[0] > MLP_ROWS:
             return torch.cat([self(rows) for rows in torch.split(x, MLP_ROWS)])
         return self.down(self.inner(x))
 
@@ -113,7 +113,7 @@ class SigmoidRouter:
         return picked, weights * self.scale
 
     def _within_groups(self, choice: torch.Tensor) -> torch.Tensor:
-        grouped = choice.view(len(choice), self.groups, -1)  # [T, g, e/g]
+        grouped = choice.view(choice.shape[0], self.groups, -1)  # [T, g, e/g]
         best_two = grouped.topk(2, dim=-1)[0].sum(dim=-1)
         picked = best_two.topk(self.groups_per_token, dim=-1)[1]
         left_out = torch.full_like(best_two, -torch.inf).scatter_(1, picked, 0.0)

@@ -113,6 +113,11 @@ class SparseMla:
         """True: every backend of verify_attention runs it."""
         return True
 
+    @property
+    def is_static(self) -> bool:
+        """False: the indexer scores request by request."""
+        return False
+
     def new_cache(self, spec: CacheSpec) -> LayerCache:
         """Make the cache of latents and rope keys, and of the indexer's keys.
 
@@ -145,6 +150,7 @@ class SparseMla:
             page_table=choice.slots,
             kv_lens=choice.counts,
             cu_q=torch.arange(len(x) + 1, dtype=torch.int32, device=x.device),
+            max_q_len=1,
             scale=mla.scale,
             backend=forward.backend,
         )[0]

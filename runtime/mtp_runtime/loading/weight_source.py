@@ -28,6 +28,7 @@ from mtp_export.schemes.windows import Window, encoded_window
 from mtp_export.targets import target_of
 from mtp_export.targets.draft import stored_draft
 from mtp_runtime.layers.embedding import Embedding, EmbeddingTable
+from mtp_runtime.layers.grouped import GroupedExperts
 from mtp_runtime.layers.led import LedEmbedding, LedLinear
 from mtp_runtime.layers.linear import Linear, Weight, Windowed, dense
 from mtp_runtime.layers.moe import Experts, HeldExperts, Mlp
@@ -80,7 +81,7 @@ class WeightSource:
     are dequantized when they are loaded. on_demand: routed experts, heads and embeddings are read
     when they are used. contract is that of the MTP modules. values: tensors in place of stored
     weights, by their released names, as a training has them. joining: the ranks that divide a model
-    among them; each reads its own part.
+    among them; each reads its own part. group_experts: routed experts are multiplied in one call.
     """
 
     owners: Mapping[str, _Part]
@@ -94,6 +95,7 @@ class WeightSource:
     left_out: set[str] = field(default_factory=set)
     values: Mapping[str, torch.Tensor] = field(default_factory=dict)
     joining: Joining = ALONE
+    group_experts: bool = False
 
     @property
     def split(self) -> Split:
@@ -191,7 +193,9 @@ class WeightSource:
     ) -> Experts:
         """Return routed experts, which `load` loads, and shared ones behind them."""
         if not self.on_demand:
-            return HeldExperts((*map(load, names), *shared))
+            held = HeldExperts((*map(load, names), *shared))
+            grouped = GroupedExperts.of(held, len(names)) if self.group_experts else None
+            return grouped or held
         in_mtp = self._spec(f"{names[0].down}.weight").mtp_layer is not None
         return StoredExperts(names, load, shared, self._readers, kept={} if in_mtp else None)
 
@@ -327,6 +331,7 @@ def open_source(
     keep_dense: bool,
     on_demand: bool,
     joining: Joining,
+    group_experts: bool,
 ) -> tuple[WeightSource, Checkpoint]:
     """Open a bundle (main and mtp side by side) or a single checkpoint folder, and check it.
 
@@ -354,6 +359,7 @@ def open_source(
         on_demand=on_demand,
         contract=contract,
         joining=joining,
+        group_experts=group_experts,
     )
     return source, parts[0].checkpoint
 

@@ -21,9 +21,8 @@ from mtp_runtime.config import ModelConfig
 from mtp_runtime.layers.attention import Attention
 from mtp_runtime.layers.decoder_layer import DecoderLayer, FeedForward
 from mtp_runtime.layers.embedding import Embedding
-from mtp_runtime.layers.grouped import GroupedExperts
 from mtp_runtime.layers.linear import Linear, Weight, stack
-from mtp_runtime.layers.moe import HeldExperts, Mlp, Moe, Router
+from mtp_runtime.layers.moe import Mlp, Moe, Router
 from mtp_runtime.layers.norm import RmsNorm
 from mtp_runtime.layers.split import SplitMoe
 from mtp_runtime.loading.divided import joined_output, parts_of
@@ -158,8 +157,6 @@ class ModelBuilder(ABC):
         shared = tuple(self._shared(names.shared))
         experts = source.experts(names.experts[own.start : own.stop], self.mlp, shared)
         if joining.group.is_one:
-            if source.device.type == "cuda" and isinstance(experts, HeldExperts):
-                experts = GroupedExperts.of(experts, len(names.experts)) or experts
             return Moe(self.router(names), experts, len(shared))
         for number, expert in enumerate(names.experts):
             if number not in own:

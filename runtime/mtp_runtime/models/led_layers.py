@@ -98,22 +98,26 @@ class ToldLayout:
         self._layout = layout
 
     def __reduce__(self) -> tuple[Any, ...]:
-        tensors = (getattr(self._layout, field.name) for field in fields(self._layout))
-        return _layout_of, tuple(tensor.cpu().numpy() for tensor in tensors)
+        arrays = {name: tensor.cpu().numpy() for name, tensor in _tensors_of(self._layout)}
+        return _layout_of, (arrays, self._layout.max_q_len)
 
     def on(self, device: torch.device) -> BatchLayout:
         """Return the layout on a device."""
         layout = self._layout
         if layout.positions.device == device:
             return layout
-        return replace(
-            layout,
-            **{field.name: getattr(layout, field.name).to(device) for field in fields(layout)},
-        )
+        moved: dict[str, Any] = {name: tensor.to(device) for name, tensor in _tensors_of(layout)}
+        return replace(layout, **moved)
 
 
-def _layout_of(*arrays: Any) -> ToldLayout:
-    return ToldLayout(BatchLayout(*map(torch.from_numpy, arrays)))
+def _tensors_of(layout: BatchLayout) -> list[tuple[str, torch.Tensor]]:
+    found = ((field.name, getattr(layout, field.name)) for field in fields(layout))
+    return [(name, value) for name, value in found if isinstance(value, torch.Tensor)]
+
+
+def _layout_of(arrays: dict[str, Any], max_q_len: int | None) -> ToldLayout:
+    tensors = {name: torch.from_numpy(array) for name, array in arrays.items()}
+    return ToldLayout(BatchLayout(**tensors, max_q_len=max_q_len))
 
 
 def _layers(group: Group, number: int, span: tuple[int, int]) -> Layers:

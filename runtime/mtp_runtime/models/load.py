@@ -47,6 +47,7 @@ class LoadOptions:
     max_model_len: tokens of the longest context; None: as many as the model's usual layers take.
     parallel_mode: way in which several ranks join their parts, of MODES; None: gather in float32,
     else reduce.
+    static_graph: torch runs all layers, and nothing of a step is read back to the host.
     """
 
     device: str = "cpu"
@@ -58,6 +59,7 @@ class LoadOptions:
     contract: MtpContract | None = None
     max_model_len: int | None = None
     parallel_mode: str | None = None
+    static_graph: bool = False
 
     def __post_init__(self) -> None:
         if self.dtype not in DTYPES:
@@ -77,8 +79,9 @@ class LoadOptions:
         if self.deterministic and not self.compiled:
             raise UnsupportedError(
                 "Only the compiled kernels are deterministic",
-                expected="device cpu, weights dequantized at load",
-                found=f"{self.device}, dequantize_at_load {self.keeps_dense}",
+                expected="device cpu, weights dequantized at load, no static graph",
+                found=f"{self.device}, dequantize_at_load {self.keeps_dense}, "
+                f"static_graph {self.static_graph}",
             )
 
     def _check_npu(self) -> None:
@@ -100,7 +103,12 @@ class LoadOptions:
     @property
     def compiled(self) -> bool:
         """True where the compiled kernels run the model, False where torch does."""
-        return self.device == "cpu" and self.keeps_dense
+        return self.device == "cpu" and self.keeps_dense and not self.static_graph
+
+    @property
+    def groups_experts(self) -> bool:
+        """True where the routed experts of a layer are multiplied in one call."""
+        return self.static_graph or _kind(self.device) == "cuda"
 
     @property
     def keeps_dense(self) -> bool:
@@ -212,6 +220,7 @@ def open_model(path: Path, options: LoadOptions, group: Group = LONE) -> OpenedM
         keep_dense=options.keeps_dense,
         on_demand=options.on_demand,
         joining=options.joining(group),
+        group_experts=options.groups_experts and group.is_one,
     )
     family = family_of(main.config)
     model_type = main.config["model_type"]

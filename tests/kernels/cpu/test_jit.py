@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import os
 import pkgutil
 import sys
 from importlib import import_module
@@ -85,6 +86,24 @@ def test_a_change_in_a_part_compiles_again(tmp_path: Path, monkeypatch: pytest.M
     assert changed(3) == 10 and not changed.stats.cache_hits
     back = twice_more(tmp_path / "three", monkeypatch)
     assert back(3) == 8 and not back.stats.cache_misses
+
+
+def test_what_is_in_use_is_kept_whatever_was_compiled_since(
+    tmp_path: Path, cache_home: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Checkouts that are worked on beside a program leave it its kernels."""
+    twice_more(tmp_path / "one", monkeypatch)(3)
+    (used,) = (cache_home / "mtp-export/kernels").iterdir()
+    module = used.name.rpartition("-")[0]
+    others = [used.with_name(f"{module}-{number}") for number in range(100)]
+    for second, folder in enumerate([used, *others], 1):
+        folder.mkdir(exist_ok=True)
+        os.utime(folder, (second, second))
+    assert twice_more(tmp_path / "two", monkeypatch)(3) == 8
+    twice_more(tmp_path / "three", monkeypatch, PART.replace("+ 1", "+ 2"))(3)
+    left = {folder for folder in used.parent.iterdir() if folder in others}
+    assert used.is_dir() and 8 <= len(left) < 100
+    assert left == set(others[-len(left) :])
 
 
 def test_a_cache_folder_that_is_a_file_is_no_failure(

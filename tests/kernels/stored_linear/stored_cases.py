@@ -51,6 +51,11 @@ FORMS: dict[str, Callable[[torch.Tensor], StoredWeight]] = {
     "int4 in 128": lambda weights: quantize.quantize_int4_group(weights)[0],
     "w4afp8": lambda weights: quantize.quantize_w4afp8(weights)[0],
 }
+# Dense weights, which the kernels multiply for several experts alone.
+DENSE: dict[str, Callable[[torch.Tensor], StoredWeight]] = {
+    "bf16": torch.Tensor.bfloat16,
+    "float32": torch.Tensor.float,
+}
 # Rows of a weight that end within tiles and blocks; and columns, where the format allows it.
 SHAPES = [(77, 384), (200, 128)]
 RAGGED = [("fp8 blocks", (9, 531)), ("fp8 channels", (130, 131)), ("int8", (33, 132))]
@@ -88,9 +93,10 @@ def grouped_cases(cases: Cases, dtype: torch.dtype, device: str, backend: str) -
     wrong = []
     ends = torch.tensor(list(accumulate(COUNTS)), dtype=torch.int32, device=device)
     generator = torch.Generator().manual_seed(0)
-    for form, shape in cases:
+    for form, shape in [*cases, *((form, (77, 136)) for form in DENSE)]:
+        make = (FORMS | DENSE)[form]
         experts = [
-            moved(FORMS[form](values(*shape, seed=number)), device) for number in range(len(COUNTS))
+            moved(make(values(*shape, seed=number)), device) for number in range(len(COUNTS))
         ]
         dense = [dequantize(one, torch.float32).double() for one in experts]
         weight = stack(experts)

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from stored_cases import CASES, FORMS, damaged_cases, values, wrong_cases
+from stored_cases import CASES, DENSE, FORMS, damaged_cases, values, wrong_cases
 
 pytest.importorskip("triton")
 
@@ -73,6 +73,27 @@ def test_every_launch_compiles_without_spills(
         tensor_cores = found["wgmma"] + found["mma"] + found["tcgen05"]
         assert (tensor_cores > 0) == (kind != "fp32"), found
         assert ("e4m3x2" in kernel.asm["ptx"]) == (form.startswith("fp8") and capability >= 89)
+
+
+DENSE_LAUNCHES = [
+    (kind, launch, form)
+    for kind, form in (("16 bit", "bf16"), ("fp32", "float32"), ("fp32", "bf16"))
+    for launch in triton_cuda.LAUNCHES[kind]
+]
+
+
+@pytest.mark.parametrize("capability", CAPABILITIES)
+@pytest.mark.parametrize(
+    ("kind", "launch", "form"), nightly_but([DENSE_LAUNCHES[2]], DENSE_LAUNCHES)
+)
+def test_dense_experts_compile_without_spills(
+    capability: int, kind: str, launch: triton_cuda.Launch, form: str
+) -> None:
+    target, weight = GPUTarget("cuda", capability, 32), DENSE[form](values(256, 256))
+    dtype = torch.float32 if kind == "fp32" else torch.bfloat16
+    found = resources(compile_product(target, weight, launch, dtype=dtype, experts=256))
+    assert found["spilled_bytes"] == 0, found
+    assert found["shared_bytes"] <= SHARED_BYTES, found
 
 
 @pytest.mark.parametrize("form", nightly_but(["fp8 blocks"], ["fp8 blocks", "int4 in 128"]))

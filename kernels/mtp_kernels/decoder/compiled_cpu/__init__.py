@@ -24,13 +24,16 @@ from mtp_kernels.decoder.checks import (
     check_weights,
 )
 from mtp_kernels.decoder.compiled_cpu.attention import Scratch
-from mtp_kernels.decoder.compiled_cpu.passes import run_layers, run_norm, run_project
+from mtp_kernels.decoder.compiled_cpu.passes import run_norm, run_project
 from mtp_kernels.decoder.compiled_cpu.recursion import (
     Best,
     Chains,
+    Drafting,
     Module,
     most_parts,
-    run_recursion,
+    no_batch,
+    no_drafting,
+    run,
 )
 from mtp_kernels.decoder.compiled_cpu.rows import panels_of
 from mtp_kernels.decoder.compiled_cpu.scratch import make_scratch, planned
@@ -142,7 +145,7 @@ class Decoder:
         self.table = table_of(layers)
         self.rope = inv_freq.contiguous().numpy(), np.float32(attention_scaling)
         self.multiplications = sum(tensor.numel() for packed in layers for tensor in packed.tensors)
-        self._layers = tuple(layers)
+        self._layers, self._no_drafting = tuple(layers), no_drafting(kind)
         self._experts = max(layer.experts_per_row(config.experts_per_token) for layer in layers)
         self._inner = max(panels_of(layer.inner) * PANEL for layer in layers)
 
@@ -166,7 +169,7 @@ class Decoder:
         batch, parts = planned(layout, kv_cache.shape[2], self.rope, self.sizes.heads)
         team = process_team()
         team.run(
-            run_layers,
+            run,
             team.threads_for(len(x) * self.multiplications),
             self.table,
             self.sizes,
@@ -174,6 +177,7 @@ class Decoder:
             kv_cache.flatten(1, 2).numpy(),
             self.scratch(len(x), parts),
             x.numpy(),
+            self._no_drafting,
         )
 
     def scratch(self, count: int, parts: int) -> Scratch:
@@ -263,17 +267,16 @@ class Recursion:
         threads, most = team.threads_for(sum(counts) * self._multiplications), counts[0]
         drafts = np.empty((len(counts), most), np.int64)
         by_member = threads, len(counts)
+        best = Best(np.empty(by_member, np.float32), np.empty(by_member, np.int64))
         team.run(
-            run_recursion,
+            run,
             threads,
             decoder.table,
             decoder.sizes,
-            self._module,
-            chains,
+            no_batch(chains),
             kv_cache.flatten(1, 2).numpy(),
             decoder.scratch(len(counts), most_parts(chains, most, decoder.sizes.heads)),
-            Best(np.empty(by_member, np.float32), np.empty(by_member, np.int64)),
             x.numpy(),
-            drafts,
+            Drafting(self._module, chains, best, drafts),
         )
         return [row[:count] for row, count in zip(drafts.tolist(), counts, strict=True)]

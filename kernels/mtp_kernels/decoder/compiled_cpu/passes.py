@@ -1,4 +1,4 @@
-"""Whole passes, each run by a team of threads: layers, norms, projections."""
+"""Passes over rows, each run by a team of threads: layers, norms, projections."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from mtp_kernels.cpu.jit import compiled
+from mtp_kernels.cpu.jit import compiled, inner
 from mtp_kernels.cpu.team import share
 from mtp_kernels.cpu.vectors import PANEL, address, multiply_panel, rows_of
 from mtp_kernels.decoder.compiled_cpu.attention import attention
@@ -21,7 +21,7 @@ from mtp_kernels.decoder.compiled_cpu.rows import (
 )
 
 
-@compiled
+@inner
 def run_layers(
     member: Any, table: Any, sizes: Any, batch: Any, caches: Any, scratch: Any, x: Any
 ) -> None:

@@ -1,7 +1,9 @@
-"""Greedy drafts of an MTP module by recursion, each from the token and hidden state before it.
+"""Passes through the layers, and greedy drafts of an MTP module by recursion, each from the token
+and hidden state before it.
 
 All drafts of a batch are one launch of a team of threads, which costs more than one draft. Of
-equally good tokens the first is drafted.
+equally good tokens the first is drafted. Both are one compiled function, since nearly all of its
+code is the layers'.
 """
 
 from __future__ import annotations
@@ -11,9 +13,9 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from mtp_kernels.cpu.jit import compiled, inner
-from mtp_kernels.cpu.paged_attention import plan, query_places
+from mtp_kernels.cpu.paged_attention import TILE, plan, query_places
 from mtp_kernels.cpu.team import share, wait
-from mtp_kernels.cpu.vectors import PANEL, address, multiply_panel, rows_of
+from mtp_kernels.cpu.vectors import PANEL, Panel, address, multiply_panel, rows_of
 from mtp_kernels.decoder.compiled_cpu.attention import Batch, Scratch
 from mtp_kernels.decoder.compiled_cpu.experts import NOT_PICKED
 from mtp_kernels.decoder.compiled_cpu.passes import run_layers, run_project
@@ -58,12 +60,57 @@ class Best(NamedTuple):
     tokens: Any
 
 
+class Drafting(NamedTuple):
+    """An MTP module, the requests that draft with it, and memory for what they draft."""
+
+    module: Module
+    chains: Chains
+    best: Best
+    tokens: Any  # [b, most drafts]
+
+
+def no_drafting(kind: Any) -> Drafting:
+    """Return the drafting of a pass that drafts nothing, with matrices of a kind."""
+    floats, table, numbers = np.empty(0, np.float32), np.empty((0, 0), np.float32), np.empty(0, int)
+    return Drafting(
+        Module(
+            embedding=table,
+            embedding_norm=floats,
+            hidden_norm=floats,
+            projection=Panel(0, 0, kind),
+            head_norm=floats,
+            head=Panel(0, 0, kind),
+            eps=np.float32(0),
+            recycles_normed=False,
+        ),
+        Chains(numbers, numbers, np.empty((0, 0), np.int32), 0, (floats, np.float32(0))),
+        Best(table, np.empty((0, 0), int)),
+        tokens=np.empty((0, 0), int),
+    )
+
+
 @compiled
-def run_recursion(
-    member: Any, table: Any, sizes: Any, module: Module, chains: Any, cache: Any, scratch: Any,
-    best: Any, x: Any, tokens: Any,
+def run(
+    member: Any, table: Any, sizes: Any, batch: Any, caches: Any, scratch: Any, x: Any,
+    drafting: Any,
 ) -> None:  # fmt: skip
-    """Write tokens [b, most drafts] for hidden states x [b, d], which are overwritten."""
+    """Run the stream x [T, d] through all layers, in place; caches [layers, slots, slot].
+
+    With requests that draft: write tokens [b, most drafts] for hidden states x [b, d], which are
+    overwritten, and leave the batch alone.
+    """
+    if drafting.tokens.size == 0:
+        run_layers(member, table, sizes, batch, caches, scratch, x)
+    else:
+        draft(member, table, sizes, caches, scratch, x, drafting)
+
+
+@inner
+def draft(
+    member: Any, table: Any, sizes: Any, caches: Any, scratch: Any, x: Any, drafting: Any
+) -> None:
+    """Write the tokens of all requests."""
+    module, chains, best, tokens = drafting
     rows, hidden = x.shape
     normed, both = np.empty((rows, hidden), np.float32), np.empty((rows, 2 * hidden), np.float32)
     for step in range(tokens.shape[1]):
@@ -85,7 +132,7 @@ def run_recursion(
         run_project(member, both[:rows], module.projection, x[:rows])
         wait(member)
         batch = batch_of(chains, rows, step + 1, sizes.heads)
-        run_layers(member, table, sizes, batch, cache, part_of(scratch, rows, sizes), x[:rows])
+        run_layers(member, table, sizes, batch, caches, part_of(scratch, rows, sizes), x[:rows])
 
 
 @inner
@@ -140,6 +187,19 @@ def batch_of(chains: Any, rows: Any, step: Any, heads: Any) -> Batch:
     cos_sin = cos_sin_of(positions, chains.rope)
     places = query_places(tiles, heads, rows)
     return Batch(cos_sin, slots, chains.page_table, chains.page, places, tiles, waves)
+
+
+def no_batch(chains: Chains) -> Batch:
+    """Return the batch of a pass that drafts."""
+    return Batch(
+        cos_sin=np.empty((0, 0), np.float32),
+        slots=np.empty(0, int),
+        page_table=chains.page_table,
+        page=chains.page,
+        places=np.empty((0, 0), int),
+        tiles=np.empty(0, TILE),
+        waves=np.empty(0, int),
+    )
 
 
 @inner
