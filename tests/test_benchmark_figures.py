@@ -234,6 +234,19 @@ def test_the_readme_s_engines_have_the_versions_of_the_engines_page() -> None:
         assert version in page
 
 
+def test_methods_at_batch_1() -> None:
+    facts = results("decode.json").get("methods_at_batch_1", [])
+    shown = [row for row in rows_of(SECTIONS["Decoding"]) if len(row) == 3]
+    assert shown == [
+        [
+            run["method"],
+            f"{run['mean_accepted_length']:.2f}",
+            f"{run['speedup']:.2f} ({min(run['speedups']):.2f}–{max(run['speedups']):.2f})",
+        ]
+        for run in facts
+    ]
+
+
 def test_the_page_about_scaling() -> None:
     """The measured table is there when it was measured, and only then."""
     page = (ROOT / bench_scaling.PAGE).read_text()

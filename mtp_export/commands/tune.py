@@ -266,6 +266,7 @@ def result_facts(result: TuneResult) -> dict[str, Any]:
         "draft": result.options.draft,
         "steps": result.options.train.steps,
         "rows": result.rows,
+        "cpu_seconds": round(result.cpu_seconds, 1),
         "before": result.before.as_json(),
         "after": result.after.as_json(),
         "losses": [{"step": int(step), "loss": round(loss, 4)} for step, loss in result.losses],

@@ -12,18 +12,17 @@ from torch import Tensor, nn
 from mtp_export.bundle.bundle_plan import BundlePlan
 from mtp_export.tune.options import TuneOptions
 from mtp_export.tune.row_store import Batch
-from mtp_export.tune.rows import Rows
+from mtp_export.tune.rows import Fed, Rows
 from mtp_export.tune.writing import Output, SourceBundle
 from mtp_export.verify.evidence.corpus import Drafts
-from mtp_runtime.models.model import Model, States
 
 
-@dataclass(frozen=True)
-class Outputs:
-    """Normed outputs [b, s, d] of a draft by depth, and the head [vocab, d] that reads them."""
+class Chains(Protocol):
+    """Chains of drafts from slots of a batch, under autograd, grown by one draft at a time."""
 
-    normed: list[Tensor]
-    head: Tensor
+    def drafts(self, starts: Tensor) -> Tensor:
+        """Grow the chains that start at these slots [n], of all b * s of the batch, ascending and
+        among those of the call before; returns the draft's outputs [n, d] after its norm."""
 
 
 class TrainedDraft(Protocol):
@@ -37,8 +36,12 @@ class TrainedDraft(Protocol):
     def parameters(self) -> Mapping[str, nn.Parameter]:
         """All that training changes."""
 
-    def outputs(self, batch: Batch, depths: int) -> Outputs:
-        """Return the draft's outputs at every slot of a batch, under autograd."""
+    @property
+    def head(self) -> Tensor:
+        """The head [vocab, d] that reads its outputs."""
+
+    def chains(self, batch: Batch) -> Chains:
+        """Return the chains of a batch with the values that the parameters have now."""
 
     def judged(self, rows: Rows, depths: int) -> Drafts:
         """Return what the draft proposes along the generated ends of texts, at most so deep."""
@@ -62,14 +65,14 @@ class Sizes:
 class DraftType:
     """A kind of draft that is trained.
 
-    open: makes it for the bundle that is tuned. fed: what it is fed of the target's states, [T, n].
+    open: makes it for the bundle that is tuned. fed: what it is fed of the target's states.
     taps: layers of a target of so many whose inputs it takes. sizes: by config.json alone; refuses
     a bundle that it is not trained for (UnsupportedError). low_rank: changes of low rank may be
     trained instead of whole matrices.
     """
 
     open: Callable[[TuneOptions, SourceBundle], TrainedDraft]
-    fed: Callable[[Model, States], Tensor]
+    fed: Callable[[SourceBundle], Fed]
     sizes: Callable[[TuneOptions, SourceBundle], Sizes]
     taps: Callable[[int], tuple[int, ...]] = lambda layers: ()
     low_rank: bool = False

@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from mtp_export.bundle.bundle_plan import BundlePlan
@@ -17,18 +16,18 @@ from mtp_export.families.base import Role, TensorSpec
 from mtp_export.families.deepseek_v3 import DeepseekV3Family
 from mtp_export.families.eagle3 import Eagle3Family, eagle3_config, usual_taps
 from mtp_export.families.modules import weight_name
-from mtp_export.tune.draft import DraftType, Outputs, Sizes
+from mtp_export.tune.draft import DraftType, Sizes
 from mtp_export.tune.options import TuneOptions
 from mtp_export.tune.row_store import Batch
-from mtp_export.tune.rows import Rows
+from mtp_export.tune.rows import Fed, Rows
 from mtp_export.tune.writing import Output, SourceBundle
 from mtp_export.verify.evidence.corpus import Drafts, judge
 from mtp_runtime.layers.attention import Attention
 from mtp_runtime.models.eagle3 import Eagle3Module, eagle3_module
 from mtp_runtime.models.load import LoadOptions, open_model
-from mtp_runtime.models.model import Head, Model, States, TorchExecution
+from mtp_runtime.models.model import Head, Model, TorchExecution
 from mtp_runtime.teacher_forcing import DraftInputs, draft_states
-from mtp_runtime.training.recursion import draft_outputs
+from mtp_runtime.training.recursion import RecursiveChains
 
 METHOD = "eagle3"
 
@@ -43,13 +42,18 @@ class Eagle3Draft:
 
     @classmethod
     def open(cls, options: TuneOptions, source: SourceBundle) -> Eagle3Draft:
-        """Make a draft; its head begins as the target's, its norm likewise."""
+        """Make a draft that repeats the target's own choice at first: it hands on the last tap, and
+        its norm and head begin as the target's."""
         opened = open_model(options.bundle, LoadOptions(options.device))
         target = opened.builder.model(TorchExecution(), None, layers=0)
         family, random = _family(source), torch.Generator()
         random.manual_seed(options.train.seed)
         names, head = family.modules, target.head
-        first = {weight_name(names.norm): head.norm.weight, weight_name(names.head): _matrix(head)}
+        first = {
+            weight_name(names.norm): head.norm.weight,
+            weight_name(names.head): _matrix(head),
+            weight_name(family.projection): _last_tap(family),
+        }
         parameters = {
             spec.name: nn.Parameter(
                 first.get(spec.name, _first_value(spec, random)).to(options.place, copy=True)
@@ -62,12 +66,14 @@ class Eagle3Draft:
     def device(self) -> torch.device:
         return self.target.device
 
-    def outputs(self, batch: Batch, depths: int) -> Outputs:
-        module, taps = self.module, batch.hidden[:, :-1]
-        fed = module.combined(taps.flatten(0, 1)).view(*taps.shape[:2], -1)
-        tokens = F.pad(batch.tokens, (0, depths - 1))
-        head = self.parameters[weight_name(self.family.modules.head)]
-        return Outputs(draft_outputs(_Chain(module), fed, tokens, depths), head.to(self.device))
+    @property
+    def head(self) -> Tensor:
+        return self.parameters[weight_name(self.family.modules.head)].to(self.device)
+
+    def chains(self, batch: Batch) -> RecursiveChains:
+        module, shape = self.module, batch.tokens.shape
+        fed = module.combined(batch.hidden.flatten(0, 1)).view(*shape, -1)
+        return RecursiveChains(_Chain(module), fed, batch.tokens)
 
     @torch.no_grad()
     def judged(self, rows: Rows, depths: int) -> Drafts:
@@ -117,10 +123,18 @@ def _matrix(head: Head) -> Tensor:
     return head.linear.matrix(torch.float32).t().contiguous()
 
 
+def _last_tap(family: Eagle3Family) -> Tensor:
+    """Return the projection [d, taps * d] of the taps to the last one of them."""
+    others = torch.zeros(family.hidden, (family.tap_count - 1) * family.hidden)
+    return torch.cat([others, torch.eye(family.hidden)], dim=1)
+
+
 def _first_value(spec: TensorSpec, random: torch.Generator) -> Tensor:
-    """Return ones for a norm, for a matrix what keeps the size of its input."""
+    """Return ones for a norm, zeros for what the layer adds, else what keeps the input's size."""
     if spec.role is Role.NORM:
         return torch.ones(spec.shape)
+    if spec.module.endswith(("o_proj", "down_proj")):
+        return torch.zeros(spec.shape)
     return torch.randn(spec.shape, generator=random) / math.sqrt(spec.shape[-1])
 
 
@@ -147,14 +161,9 @@ def _trained_specs(family: Eagle3Family) -> list[TensorSpec]:
     return [spec for spec in family.tensors.values() if spec.role not in left_out]
 
 
-def _fed(model: Model, states: States) -> Tensor:
-    assert states.taps is not None, "the model is tapped for the draft"
-    return states.taps
-
-
 def _sizes(options: TuneOptions, source: SourceBundle) -> Sizes:
     elements = sum(math.prod(spec.shape) for spec in _trained_specs(_family(source)))
     return Sizes(parameters=elements, trained=elements, used=elements)
 
 
-EAGLE3 = DraftType(Eagle3Draft.open, fed=_fed, sizes=_sizes, taps=usual_taps)
+EAGLE3 = DraftType(Eagle3Draft.open, fed=lambda source: Fed.TAPS, sizes=_sizes, taps=usual_taps)

@@ -8,7 +8,6 @@ from functools import cached_property
 from math import prod
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from mtp_export.bundle.bundle_plan import BundlePlan
@@ -16,18 +15,18 @@ from mtp_export.errors import UnsupportedError
 from mtp_export.families.base import Role, TensorSpec
 from mtp_export.families.contract import MtpContract
 from mtp_export.schemes.formats.base import ReadOnlyFormat
-from mtp_export.tune.draft import DraftType, Outputs, Sizes
+from mtp_export.tune.draft import DraftType, Sizes
 from mtp_export.tune.options import TuneOptions
 from mtp_export.tune.row_store import Batch
-from mtp_export.tune.rows import Rows
+from mtp_export.tune.rows import Fed, Rows
 from mtp_export.tune.writing import Output, SourceBundle
 from mtp_export.verify.evidence.corpus import Drafts, judge
 from mtp_runtime.layers.embedding import Embedding
 from mtp_runtime.models.builder import ModelBuilder
 from mtp_runtime.models.load import DTYPES, LoadOptions, open_model
-from mtp_runtime.models.model import Head, Model, MtpModule, States, TorchExecution
+from mtp_runtime.models.model import Head, MtpModule, TorchExecution
 from mtp_runtime.teacher_forcing import DraftInputs, draft_states
-from mtp_runtime.training.recursion import draft_outputs, expanded
+from mtp_runtime.training.recursion import RecursiveChains, expanded
 from mtp_runtime.training.weights import (
     TrainedWeights,
     WeightOptions,
@@ -79,10 +78,8 @@ class MtpDraft:
     def parameters(self) -> Mapping[str, nn.Parameter]:
         return self.weights.parameters
 
-    def outputs(self, batch: Batch, depths: int) -> Outputs:
-        tokens = F.pad(batch.tokens, (0, depths - 1))
-        module = self.module(self.dtype)
-        return Outputs(draft_outputs(module, batch.hidden[:, :-1], tokens, depths), self.head)
+    def chains(self, batch: Batch) -> RecursiveChains:
+        return RecursiveChains(self.module(self.dtype), batch.hidden, batch.tokens)
 
     @torch.no_grad()
     def judged(self, rows: Rows, depths: int) -> Drafts:
@@ -108,8 +105,8 @@ class MtpDraft:
         return self.own_head.linear.matrix(torch.float32).t().contiguous()
 
 
-def _fed(model: Model, states: States) -> Tensor:
-    return model.mtp_input(states.before, states.after)
+def _fed(source: SourceBundle) -> Fed:
+    return Fed(source.family.mtp_contract.target_hidden)
 
 
 def _sizes(options: TuneOptions, source: SourceBundle) -> Sizes:

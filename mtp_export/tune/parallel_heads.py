@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 
 import torch
@@ -12,18 +12,32 @@ from torch import Tensor, nn
 
 from mtp_export.bundle.bundle_plan import BundlePlan
 from mtp_export.families.parallel_heads import Body, HeadsLayout
-from mtp_export.tune.draft import DraftType, Outputs, Sizes
+from mtp_export.tune.draft import DraftType, Sizes
 from mtp_export.tune.options import TuneOptions
 from mtp_export.tune.row_store import Batch
-from mtp_export.tune.rows import Rows
+from mtp_export.tune.rows import Fed, Rows
 from mtp_export.tune.writing import Output, SourceBundle
 from mtp_export.verify.evidence.corpus import Drafts, judge_normed
 from mtp_runtime.models.load import LoadOptions, open_model
-from mtp_runtime.models.model import Model, States, TorchExecution
-from mtp_runtime.models.parallel_heads import FfnHeads, StoredHeads
+from mtp_runtime.models.model import Model, TorchExecution
+from mtp_runtime.models.parallel_heads import FfnHeads, StoredHeads, run_blocks
 
 METHOD = "parallel_heads"
 INNER = 8  # rows of a block's first matrix, over the hidden size
+
+
+@dataclass
+class HeadsChains:
+    """Chains of which every head drafts one, all from the state [T, d] that they start at."""
+
+    heads: FfnHeads
+    hidden: Tensor
+    _depth: int = field(default=0, init=False)
+
+    def drafts(self, starts: Tensor) -> Tensor:
+        blocks = self.heads.blocks[self._depth : self._depth + 1]
+        self._depth += 1
+        return run_blocks(blocks, self.hidden.index_select(0, starts))[0]
 
 
 @dataclass(frozen=True)
@@ -54,10 +68,8 @@ class HeadsDraft:
     def device(self) -> torch.device:
         return self.target.device
 
-    def outputs(self, batch: Batch, depths: int) -> Outputs:
-        hidden = batch.hidden[:, :-1]
-        bodies = self._heads.bodies(hidden.flatten(0, 1))[:depths]
-        return Outputs([body.view_as(hidden) for body in bodies], self.head)
+    def chains(self, batch: Batch) -> HeadsChains:
+        return HeadsChains(self._heads, batch.hidden.flatten(0, 1))
 
     @torch.no_grad()
     def judged(self, rows: Rows, depths: int) -> Drafts:
@@ -100,13 +112,9 @@ def _layout(options: TuneOptions, source: SourceBundle) -> HeadsLayout:
     )
 
 
-def _fed(model: Model, states: States) -> Tensor:
-    return states.after
-
-
 def _sizes(options: TuneOptions, source: SourceBundle) -> Sizes:
     elements = sum(map(math.prod, _layout(options, source).shapes().values()))
     return Sizes(parameters=elements, trained=elements, used=elements / options.train.k)
 
 
-PARALLEL_HEADS = DraftType(HeadsDraft.open, fed=_fed, sizes=_sizes)
+PARALLEL_HEADS = DraftType(HeadsDraft.open, fed=lambda source: Fed.AFTER_NORM, sizes=_sizes)

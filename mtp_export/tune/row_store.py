@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -16,7 +17,7 @@ from mtp_export.checkpoint.reader import Checkpoint
 from mtp_export.errors import InvalidInputError
 from mtp_export.tune import state_files
 from mtp_export.tune.options import DataOptions
-from mtp_export.tune.rows import GOALS, Line, Rows, Writer
+from mtp_export.tune.rows import GOALS, Line, Rows
 from mtp_export.verify.evidence.prompts import encoded
 from mtp_runtime.prompts import read_texts
 from mtp_runtime.training.head_loss import Goals
@@ -78,6 +79,14 @@ def _lines(path: Path, main: Checkpoint) -> tuple[Line, ...]:
     return kept
 
 
+class RowWriter(Protocol):
+    """The target, however it is computed."""
+
+    def rows(self, lines: Sequence[Line], dtype: torch.dtype) -> Rows:
+        """Return lines with their answers, and what the target computes of them; dtype is that of
+        hidden states."""
+
+
 def row_bytes(hidden: int) -> int:
     """Return the bytes of a training row on disk."""
     return 4 + hidden * TRAINING_DTYPE.itemsize + GOALS * 8
@@ -101,7 +110,7 @@ class RowStore:
         count = -(-len(self.lines) // self.part_lines)
         return [self.folder / f"part-{number:05d}.pt" for number in range(count)]
 
-    def make(self, writer: Callable[[], Writer], advance: Callable[[int], object]) -> None:
+    def make(self, writer: Callable[[], RowWriter], advance: Callable[[int], object]) -> None:
         """Make the parts that are missing; advance is told the lines of every part."""
         for number, path in enumerate(self.paths):
             lines = self.lines[number * self.part_lines : (number + 1) * self.part_lines]
@@ -118,6 +127,10 @@ class RowStore:
     def lengths(self) -> list[int]:
         """Tokens of every text."""
         return [length for part in self.parts for length in part.lengths]
+
+    def chains(self, number: int, depth: int) -> int:
+        """Return how many chains of a text have a draft at a depth from 0."""
+        return max(0, self.lengths[number] - 1 - depth)
 
     @cached_property
     def _places(self) -> list[tuple[Rows, int, int]]:
@@ -162,11 +175,15 @@ class Batch:
     goals: Goals
     lengths: Tensor
 
+    def starts(self) -> Tensor:
+        """Return the slots that chains start at, of all b * s side by side."""
+        return self.room(0).nonzero()[:, 0]
+
     def room(self, depth: int) -> Tensor:
-        """Return a mask [b, s]: a chain that starts there has a token for its draft at a depth from
-        0, and what the target would say instead."""
+        """Return a mask [b * s]: a chain that starts there has a token for its draft at a depth
+        from 0, and what the target would say instead."""
         slots = torch.arange(self.tokens.shape[1], device=self.tokens.device)
-        return slots + 1 + depth < self.lengths[:, None]
+        return (slots + 1 + depth < self.lengths[:, None]).flatten()
 
 
 def shuffled(lengths: Sequence[int], batch_tokens: int, seed: int) -> Iterator[list[int]]:

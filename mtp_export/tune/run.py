@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from functools import cached_property
-from typing import Any, Protocol
+from typing import Protocol
 
 from mtp_export.bundle.build import run_bundle
 from mtp_export.bundle.preflight import check_nesting, check_output
@@ -53,13 +53,14 @@ class Silent:
 
 @dataclass(frozen=True)
 class TuneResult:
-    """A finished run; losses are smoothed, by step."""
+    """A finished run; losses are smoothed, by step. cpu_seconds: of the steps, in this process."""
 
     options: TuneOptions
     before: Measured
     after: Measured
     losses: list[tuple[float, float]]
     rows: int
+    cpu_seconds: float
 
 
 def tune(options: TuneOptions, progress: Progress) -> TuneResult | None:
@@ -99,6 +100,28 @@ def open_checked(options: TuneOptions) -> SourceBundle:
     return source
 
 
+def row_stores(options: TuneOptions, source: SourceBundle) -> tuple[RowStore, RowStore]:
+    """Return the rows to train on and those to measure on, which a run makes where they are
+    missing; drafts that are fed the same share them."""
+    data = Data.read(options.data, source.main, options.train.seed)
+    own, kind = options.data, DRAFTS[options.draft]
+    identity = {
+        "bundle": source.digest,
+        "lines": data.identity,
+        "new_tokens": own.new_tokens,
+        "text_tokens": own.text_tokens,
+        "stream": options.stream,
+        "fed": kind.fed(source),
+    }
+    folder = options.work / f"rows-{short_hash(identity)}"
+    # A target on disk is read once for every part.
+    most = len(data.training) + len(data.held_out) if options.stream else PART_LINES
+    return (
+        RowStore(folder / "training", data.training, TRAINING_DTYPE, part_lines=most),
+        RowStore(folder / "held-out", data.held_out, MEASURING_DTYPE, part_lines=most),
+    )
+
+
 @dataclass(frozen=True)
 class _Run:
     options: TuneOptions
@@ -131,42 +154,18 @@ class _Run:
             after=after,
             losses=training.log.means(),
             rows=sum(training_rows.lengths),
+            cpu_seconds=training.cpu_seconds,
         )
-
-    @cached_property
-    def _data(self) -> Data:
-        return Data.read(self.options.data, self.source.main, self.options.train.seed)
-
-    @cached_property
-    def _rows_identity(self) -> dict[str, Any]:
-        """All that decides the rows."""
-        own = self.options.data
-        return {
-            "bundle": self.source.digest,
-            "lines": self._data.identity,
-            "new_tokens": own.new_tokens,
-            "text_tokens": own.text_tokens,
-            "stream": self.options.stream,
-            "draft": self.options.draft,
-        }
 
     @property
     def _name(self) -> str:
         """Name of all that decides what the training ends with."""
-        train = asdict(self.options.train)
-        return short_hash({**self._rows_identity, **train})
+        rows, train = self._stores[0].folder.parent.name, asdict(self.options.train)
+        return short_hash({"rows": rows, "draft": self.options.draft, **train})
 
     @cached_property
     def _stores(self) -> tuple[RowStore, RowStore]:
-        """Rows to train on, and rows to measure on."""
-        folder = self.options.work / f"rows-{short_hash(self._rows_identity)}"
-        training, held_out = self._data.training, self._data.held_out
-        # A target on disk is read once for every part.
-        most = len(training) + len(held_out) if self.options.stream else PART_LINES
-        return (
-            RowStore(folder / "training", training, TRAINING_DTYPE, part_lines=most),
-            RowStore(folder / "held-out", held_out, MEASURING_DTYPE, part_lines=most),
-        )
+        return row_stores(self.options, self.source)
 
     def _make_rows(self, stores: Sequence[RowStore]) -> None:
         """Make the rows that are missing; the target is loaded for them, and dropped."""
@@ -190,7 +189,7 @@ class _Run:
             model = streamed.rest()
         return Writer(
             model.tapped(kind.taps(model.config.layers)),
-            fed=kind.fed,
+            fed=kind.fed(self.source),
             new_tokens=own.new_tokens,
             text_tokens=own.text_tokens,
             streamed=streamed,

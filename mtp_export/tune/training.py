@@ -20,7 +20,7 @@ from mtp_export.tune.options import TrainOptions
 from mtp_export.tune.row_store import Batch, RowStore, shuffled
 from mtp_runtime.models.load import DTYPES
 from mtp_runtime.parallel.group import Group
-from mtp_runtime.training.head_loss import head_loss
+from mtp_runtime.training.head_loss import loss_and_best
 from mtp_runtime.training.optimizer import Course, adamw, set_rate
 
 DEPTH_DECAY = 0.8  # of the weights of losses, from one depth to the next
@@ -50,7 +50,10 @@ class Log:
 
 @dataclass
 class Training:
-    """A draft, its optimizer, and the steps done; `place` is the file of the saved state."""
+    """A draft, its optimizer, and the steps done; `place` is the file of the saved state.
+
+    cpu_seconds: processor time of all threads in the steps so far.
+    """
 
     draft: TrainedDraft
     options: TrainOptions
@@ -58,6 +61,7 @@ class Training:
     place: Path
     save_seconds: float
     log: Log = field(default_factory=Log)
+    cpu_seconds: float = field(default=0.0, init=False)
 
     def __post_init__(self) -> None:
         parameters = self.draft.parameters.values()
@@ -82,7 +86,9 @@ class Training:
         batches = shuffled(store.lengths, self.options.batch_tokens, self.options.seed)
         saved = time.monotonic()
         for numbers in islice(batches, self.done, self.options.steps):
+            started = time.process_time()
             losses = self._step(store, numbers)
+            self.cpu_seconds += time.process_time() - started
             self.log.losses.append(losses)
             last = self.done == self.options.steps
             if last or time.monotonic() - saved >= self.save_seconds:
@@ -96,10 +102,11 @@ class Training:
         return min(self.options.k, 1 + int(self.options.k * step / growing))
 
     def _step(self, store: RowStore, numbers: Sequence[int]) -> list[float]:
-        """Do one step of the optimizer; returns the mean loss of each depth over all processes."""
+        """Do one step of the optimizer; returns each depth's loss, summed over the chains that came
+        so far and divided by all, over all processes."""
         depths, device = self.depths_of(self.done), self.draft.device
         counts = [
-            max(1, sum(max(0, store.lengths[number] - 1 - depth) for number in numbers))
+            max(1, sum(store.chains(number, depth) for number in numbers))
             for depth in range(depths)
         ]
         losses = torch.zeros(depths, device=device)
@@ -114,16 +121,25 @@ class Training:
         return self._checked(self.group.add_up(losses).tolist(), length)
 
     def _losses(self, batch: Batch, counts: Sequence[int]) -> list[Tensor]:
-        """Return each depth's loss, as its share in the mean over all processes' rows."""
+        """Return each depth's loss, divided by the counts of all processes.
+
+        A chain ends with its first draft that is not the text's own token, as in decoding.
+        """
         device, dtype = batch.tokens.device.type, DTYPES[self.options.dtype]
+        tokens, goals = batch.tokens.flatten(), batch.goals.flattened()
+        starts, losses = batch.starts(), list[Tensor]()
         with torch.autocast(device, dtype=dtype, enabled=dtype is not torch.float32):
-            outputs = self.draft.outputs(batch, len(counts))
-            losses = []
-            for depth, (normed, count) in enumerate(zip(outputs.normed, counts, strict=True)):
-                texts, slots = batch.room(depth)[:, :-1].nonzero(as_tuple=True)
-                goals = batch.goals[texts, slots + 1 + depth]
-                mean = head_loss(normed[texts, slots], outputs.head, goals=goals, dtype=dtype)
-                losses.append(mean * (len(texts) / count))
+            chains = self.draft.chains(batch)
+            for depth, count in enumerate(counts):
+                starts = starts[batch.room(depth)[starts]]
+                if not len(starts):
+                    losses.append(torch.zeros((), device=self.draft.device))
+                    continue
+                wanted, normed = goals[starts + 1 + depth], chains.drafts(starts)
+                mean, best = loss_and_best(normed, self.draft.head, goals=wanted, dtype=dtype)
+                losses.append(mean * (len(starts) / count))
+                following = (starts + 2 + depth).clamp(max=len(tokens) - 1)
+                starts = starts[best == tokens[following]]
         return losses
 
     def _advance(self) -> float:
@@ -159,6 +175,7 @@ class Training:
             "parameters": {name: p.detach() for name, p in self.draft.parameters.items()},
             "optimizer": self._optimizer.state_dict(),
             "losses": self.log.losses,
+            "cpu_seconds": self.cpu_seconds,
         }
 
     def _resume(self) -> None:
@@ -168,3 +185,4 @@ class Training:
                 parameter.copy_(state["parameters"][name])
         self._optimizer.load_state_dict(state["optimizer"])
         self.log.losses = state["losses"]
+        self.cpu_seconds = state["cpu_seconds"]

@@ -168,7 +168,10 @@ class LLM:
             method = "mtp" if model.mtp_modules else NO_DRAFTS
             config = replace(config, speculation=replace(speculation, method=method))
         if max_memory_bytes is not None:
-            tokens = cache_tokens_within(max_memory_bytes, model, config.page_size)
+            own = draft.weights if isinstance(draft, TargetDraft) else draft
+            cached = (model,) if own is None else (model, own)
+            size = config.page_size
+            tokens = cache_tokens_within(max_memory_bytes, model.device, cached, page_size=size)
             config = replace(config, cache_tokens=tokens)
         if isinstance(draft, TargetDraft):
             model = model.tapped(draft.taps)

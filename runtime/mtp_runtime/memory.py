@@ -3,34 +3,55 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterable, Sequence
 from pathlib import Path
+from typing import Protocol
 
 import torch
 
 from mtp_export.errors import ResourceError, UsageError
 from mtp_runtime.cache import PageAllocator
-from mtp_runtime.models.model import Model
 
 _FOR_CACHE = 0.9  # of what the model leaves; the rest is for what a step computes
 
 
-def cache_tokens_within(max_memory_bytes: int, model: Model, page_size: int) -> int:
-    """Return how many tokens of cache a loaded model leaves room for, on its device.
+class Tensors(Protocol):
+    """Tensors of a cache."""
 
-    Raises ResourceError where it leaves none, UsageError for a device whose memory is not known.
+    @property
+    def tensors(self) -> Iterable[torch.Tensor]: ...
+
+
+class Cached(Protocol):
+    """A model or a draft that keeps something of every token."""
+
+    def new_cache(self, pages: PageAllocator) -> Tensors:
+        """Make a cache with room for all pages."""
+
+
+def cache_tokens_within(
+    max_memory_bytes: int, device: torch.device, cached: Sequence[Cached], page_size: int
+) -> int:
+    """Return how many tokens of cache there is room for beside what was loaded on a device, where a
+    token takes a place in the cache of a model and in those of its drafts.
+
+    Raises ResourceError where there is no room, UsageError for a device whose memory is not known.
     """
-    used = used_bytes(model.device)
-    one = model.new_cache(PageAllocator(1, page_size))
-    page_bytes = sum(tensor.numel() * tensor.element_size() for tensor in one.tensors)
-    pages = int((max_memory_bytes - used) * _FOR_CACHE) // page_bytes
-    if pages < 1:
+    used, pages = used_bytes(device), PageAllocator(1, page_size)
+    page_bytes = sum(
+        tensor.numel() * tensor.element_size()
+        for own in cached
+        for tensor in own.new_cache(pages).tensors
+    )
+    count = int((max_memory_bytes - used) * _FOR_CACHE) // page_bytes
+    if count < 1:
         raise ResourceError(
             "The model leaves no memory for the cache",
             expected=f"more than {used + page_bytes} bytes",
             found=f"{max_memory_bytes} bytes",
             todo="Raise --max-memory",
         )
-    return pages * page_size
+    return count * page_size
 
 
 def bound_device(device: torch.device, max_memory_bytes: int) -> None:

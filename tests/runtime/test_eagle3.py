@@ -16,7 +16,7 @@ from safetensors.torch import load_file
 from mtp_export.errors import InvalidInputError, UnsupportedError
 from mtp_export.families.eagle3 import Eagle3Family, eagle3_config, usual_taps
 from mtp_export.verify.evidence.decode import decode
-from mtp_runtime import LLM, SamplingParams
+from mtp_runtime import LLM, SamplingParams, memory
 from mtp_runtime.drafters import DRAFTERS
 from mtp_runtime.drafters.base import TargetDraft
 from mtp_runtime.drafters.eagle3 import read_eagle3
@@ -37,6 +37,23 @@ LENGTHS = [1, 3, 15, 16, 17, 40]
 @pytest.fixture(scope="module")
 def loaded(small: Path) -> Loaded:
     return load_model(small, LoadOptions())
+
+
+def test_a_limit_of_memory_counts_the_draft_s_cache(
+    small: Path, loaded: Loaded, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(memory, "used_bytes", lambda device: 0)
+    folder, limit = write_eagle3(tmp_path), 1 << 20
+    pages = LLM(
+        small,
+        loaded=loaded,
+        draft_model=folder,
+        speculate_method="eagle3",
+        max_memory_bytes=limit,
+    ).engine.pages
+    caches = loaded.model.new_cache(pages), read_eagle3(folder, loaded).weights.new_cache(pages)
+    taken = sum(tensor.nbytes for cache in caches for tensor in cache.tensors)
+    assert 0.8 * limit < taken <= 0.9 * limit
 
 
 def rms(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:

@@ -221,9 +221,10 @@ def test_a_limit_of_a_gpu_s_memory_sizes_the_cache(monkeypatch: pytest.MonkeyPat
     )
     page = SimpleNamespace(tensors=(torch.zeros(2, 5),))  # 40 bytes
     model = cast(Model, SimpleNamespace(device=gpu, new_cache=lambda pages: page))
-    assert cache_tokens_within(1000, model, 16) == 9 * 16
+    assert cache_tokens_within(1000, gpu, [model], 16) == 9 * 16
+    assert cache_tokens_within(1000, gpu, [model, model], 16) == 4 * 16
     with pytest.raises(MtpExportError, match=r"Expected more than 640 bytes\. Found 640 bytes"):
-        cache_tokens_within(640, model, 16)
+        cache_tokens_within(640, gpu, [model], 16)
     for limit in (1000, 9000):
         bound_device(gpu, limit)
     bound_device(torch.device("cpu"), 1000)

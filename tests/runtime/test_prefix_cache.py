@@ -14,11 +14,16 @@ from mtp_runtime import LLM
 from mtp_runtime.cache import CachedSequence
 from mtp_runtime.config import EngineConfig, SpeculationConfig
 from mtp_runtime.drafters import DRAFTERS
+from mtp_runtime.drafters.base import TargetDraft
+from mtp_runtime.drafters.eagle3 import read_eagle3
+from mtp_runtime.drafters.parallel_heads import read_parallel_heads
 from mtp_runtime.engine import Engine
+from mtp_runtime.models.load import LoadOptions, load_model
 from mtp_runtime.models.model import Model
 from mtp_runtime.prefix_cache import SharedPages
 from mtp_runtime.request import Request
 from mtp_runtime.sampling import SamplingParams
+from runtime.drafts import ffn_layout, write_eagle3, write_heads, write_layer_heads
 from runtime.harness import Prompt, load, prompts_of, run
 
 PARAMS = SamplingParams(max_tokens=12, ignore_eos=True)
@@ -30,10 +35,33 @@ def model(small: Path) -> Model:
     return load(small)
 
 
-def engine_of(model: Model, method: str = "mtp", k: int = 2, **settings: int) -> Engine:
+@pytest.fixture(scope="module")
+def drafts(small: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, TargetDraft]:
+    """Drafts of their own folders, by name."""
+    folder, loaded = tmp_path_factory.mktemp("drafts"), load_model(small, LoadOptions())
+    heads, layers = (
+        write_heads(folder / "heads", ffn_layout()),
+        write_layer_heads(folder / "layers"),
+    )
+    return {
+        "eagle3": read_eagle3(write_eagle3(folder / "eagle3"), loaded),
+        "ffn heads": read_parallel_heads(heads, loaded),
+        "layer heads": read_parallel_heads(layers, loaded),
+    }
+
+
+def engine_of(
+    model: Model,
+    method: str = "mtp",
+    k: int = 2,
+    draft: TargetDraft | None = None,
+    **settings: int,
+) -> Engine:
     sizes = {"page_size": PAGE, "cache_tokens": 40 * PAGE} | settings
     speculation = SpeculationConfig(method=method, max_draft_tokens=k)
     config = EngineConfig(**sizes, poison_freed=True, prefix_cache=True, speculation=speculation)
+    if draft is not None:
+        return Engine(model.tapped(draft.taps), config, draft.build)
     return Engine(model, config, DRAFTERS[method].build)
 
 
@@ -82,6 +110,20 @@ def test_drafts_are_those_of_an_uncached_request(model: Model) -> None:
     assert (first.metrics.cached_tokens, second.metrics.cached_tokens) == (0, 3 * PAGE)
     assert first.output == second.output == alone.output
     assert first.metrics.accepted == second.metrics.accepted == alone.metrics.accepted
+
+
+@pytest.mark.parametrize("name", ["eagle3", "ffn heads", "layer heads"])
+def test_drafts_of_their_own_folder_find_their_entries(
+    model: Model, drafts: dict[str, TargetDraft], name: str
+) -> None:
+    (prompt,) = prompts_of([3 * PAGE + 1], 96, seed=5)
+    params = replace(PARAMS, temperature=1.0, seed=3)
+    method = "eagle3" if name == "eagle3" else "parallel_heads"
+    engine = engine_of(model, method, k=2, draft=drafts[name])
+    first, second = (decode(engine, [prompt], params)[0] for _ in range(2))
+    assert (first.metrics.cached_tokens, second.metrics.cached_tokens) == (0, 3 * PAGE)
+    assert first.output == second.output
+    assert first.metrics.accepted == second.metrics.accepted
 
 
 @pytest.mark.parametrize(

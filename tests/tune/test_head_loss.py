@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from mtp_runtime.training import head_loss as module
-from mtp_runtime.training.head_loss import Goals, head_loss
+from mtp_runtime.training.head_loss import Goals, head_loss, loss_and_best
 from mtp_runtime.training.optimizer import Course
 
 
@@ -18,7 +18,8 @@ def test_loss_and_gradients_are_those_of_cross_entropy(monkeypatch: pytest.Monke
     head = torch.randn(20, 6, generator=random, requires_grad=True)
     ids = torch.rand(10, 20, generator=random).argsort(dim=1)[:, :5]
     goals = Goals.sharpened(ids, torch.randn(10, 5, generator=random))
-    found = head_loss(hidden, head, goals=goals, dtype=torch.float32)
+    found, best = loss_and_best(hidden, head, goals=goals, dtype=torch.float32)
+    assert torch.equal(best, (hidden @ head.T).argmax(dim=-1))
     gradients = torch.autograd.grad(found, (hidden, head))
     whole = torch.zeros(10, 20).scatter(1, ids, goals.probs)
     wanted = torch.nn.functional.cross_entropy(hidden @ head.T, whole)

@@ -10,7 +10,7 @@ import torch
 from mtp_runtime.models.load import LoadOptions, open_model
 from mtp_runtime.models.model import MtpModule, TorchExecution
 from mtp_runtime.teacher_forcing import DraftInputs, Text, Texts, draft_states
-from mtp_runtime.training.recursion import draft_outputs
+from mtp_runtime.training.recursion import RecursiveChains
 from tune.conftest import DEEPSEEK, GLM
 
 DEPTHS, TEXTS, LENGTH = 4, 2, 14
@@ -24,7 +24,9 @@ def module_of(checkpoint: Path) -> MtpModule:
 
 
 @pytest.mark.parametrize("checkpoint", [DEEPSEEK, GLM], ids=lambda path: path.name)
-def test_outputs_are_those_of_decoding(checkpoint: Path) -> None:
+@pytest.mark.parametrize("ending", [False, True], ids=["all go on", "chains end"])
+def test_outputs_are_those_of_decoding(checkpoint: Path, ending: bool) -> None:
+    """Chains that end change nothing of the others, even where a text loses all of its own."""
     module, random = module_of(checkpoint), torch.Generator().manual_seed(0)
     size = module.hidden_norm.weight.shape[0]
     tokens = torch.randint(2, 2000, (TEXTS, LENGTH), generator=random)
@@ -33,11 +35,13 @@ def test_outputs_are_those_of_decoding(checkpoint: Path) -> None:
     anchors = texts.anchors(0)
     with torch.no_grad():
         wanted = draft_states((module,), DraftInputs(texts, hidden.flatten(0, 1), anchors), DEPTHS)
-        padded = torch.nn.functional.pad(tokens, (0, DEPTHS))
-        found = draft_outputs(module, hidden[:, :-1], padded, DEPTHS)
-    slots = anchors.rows - anchors.owners * LENGTH
-    for depth, (own, other) in enumerate(zip(found, wanted, strict=True), start=1):
-        room = texts.room(anchors, depth)
-        assert room.any()
-        ours = own[anchors.owners[room], slots[room]]
-        torch.testing.assert_close(ours, module.head.normed(other)[room], atol=2e-4, rtol=2e-4)
+        chains, starts = RecursiveChains(module, hidden, tokens), anchors.rows
+        for depth, other in enumerate(wanted, start=1):
+            starts = starts[torch.isin(starts, anchors.rows[texts.room(anchors, depth)])]
+            if ending and depth > 1:
+                kept = torch.rand(len(starts), generator=random) < 0.6
+                starts = starts[kept & ((starts < LENGTH) | (depth < DEPTHS))]
+            assert len(starts)
+            ours = chains.drafts(starts)
+            theirs = module.head.normed(other)[torch.isin(anchors.rows, starts)]
+            torch.testing.assert_close(ours, theirs, atol=2e-4, rtol=2e-4)

@@ -35,7 +35,7 @@ from mtp_export.tune.drafts import DRAFTS
 from mtp_export.tune.options import DataOptions, TrainOptions, TuneOptions
 from mtp_export.tune.row_store import PART_LINES, RowStore
 from mtp_export.tune.rows import Rows
-from mtp_export.tune.run import TuneResult, tune
+from mtp_export.tune.run import TuneResult, open_checked, tune
 from mtp_export.tune.training import Training
 from mtp_export.tune.writing import SourceBundle
 from mtp_export.verify.evidence.statistics import Estimate
@@ -309,7 +309,8 @@ def losses_of(options: TuneOptions, group: Group) -> list[list[float]]:
         draft,
         replace(TRAIN, steps=4),
         group,
-        place=options.workdir / f"state-{group.rank}-of-{group.size}.pt",
+        place=options.workdir
+        / f"state-{group.rank}-of-{group.size}-{options.device}-{options.offload}.pt",
         save_seconds=1e9,
     )
     training.run(store, lambda step, losses: None)
@@ -328,6 +329,23 @@ def test_two_that_share_a_batch_have_the_same_losses(
     for found, wanted in zip(both[0], alone, strict=True):
         assert found == pytest.approx(wanted, abs=2e-4)
     assert alone[0] != pytest.approx(alone[3], abs=2e-4)
+
+
+@pytest.mark.cuda
+def test_an_offloaded_training_has_the_same_losses(
+    options: TuneOptions, tuned: tuple[TuneResult, Path]
+) -> None:
+    """Parameters and optimizer stay in main memory while the GPU computes."""
+    losses = []
+    for offload in (False, True):
+        own = replace(options, device="cuda", offload=offload)
+        places = {
+            p.device.type for p in DRAFTS["mtp"].open(own, open_checked(own)).parameters.values()
+        }
+        assert places == {"cpu" if offload else "cuda"}
+        losses.append(losses_of(own, Group()))
+    for found, wanted in zip(*losses, strict=True):
+        assert found == pytest.approx(wanted, abs=2e-3)
 
 
 @pytest.mark.nightly

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -62,6 +63,10 @@ def test_heads_learn_and_draft(bundle: Path, prompts: Path, tmp_path: Path) -> N
     before, after = (value(s.blocks[DEPTHS].conditional[0]) for s in (result.before, result.after))
     assert after > before + 0.05
     check_bundle(options, "parallel_heads")
+    train = TrainOptions(k=1, steps=1)
+    mtp = replace(options, draft="mtp", train=train, output_dir=tmp_path / "mtp")
+    assert tune(mtp, Watch()) is not None
+    assert len(list(options.work.glob("rows-*"))) == 1, "both are fed the same states"
 
 
 def test_eagle3_learns_and_drafts(
@@ -130,14 +135,12 @@ def test_eagle3_computes_what_decoding_does(
     judged = draft.judged(rows, DEPTHS)
     store = RowStore(tmp_path, (), torch.float32)
     store.__dict__["parts"] = [rows]
-    with torch.no_grad():
-        outputs = draft.outputs(store.batch([0, 1], torch.device("cpu")), DEPTHS)
-    anchors = texts.anchors()
-    slots = anchors.rows - anchors.owners * 12
-    for depth, (normed, best) in enumerate(zip(outputs.normed, judged.best, strict=True), 1):
+    chains, anchors = draft.chains(store.batch([0, 1], torch.device("cpu"))), texts.anchors()
+    for depth, best in enumerate(judged.best, start=1):
         room = texts.room(anchors, depth)
-        found = (normed[anchors.owners, slots] @ outputs.head.T).argmax(dim=-1)
-        assert torch.equal(found[room], best[room])
+        with torch.no_grad():
+            found = (chains.drafts(anchors.rows[room]) @ draft.head.T).argmax(dim=-1)
+        assert torch.equal(found, best[room])
 
 
 @pytest.mark.parametrize("draft", DRAFTS)

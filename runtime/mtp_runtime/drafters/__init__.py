@@ -19,6 +19,8 @@ DRAFTERS: dict[str, DrafterType] = {
     "eagle": DrafterType(MtpDrafter, needs_mtp=True, prefix_cache=True),
     "inference_with_reference": DrafterType(NgramDrafter, prefix_cache=True),
     "draft_model": DrafterType(ModelDrafter, needs_draft_model=True),
-    "eagle3": DrafterType(Eagle3Drafter, read=read_eagle3),
-    "parallel_heads": DrafterType(ParallelHeadsDrafter, read=read_parallel_heads),
+    "eagle3": DrafterType(Eagle3Drafter, read=read_eagle3, prefix_cache=True),
+    "parallel_heads": DrafterType(
+        ParallelHeadsDrafter, read=read_parallel_heads, prefix_cache=True
+    ),
 }

@@ -39,7 +39,7 @@ class ParallelHeadsDrafter:
         self._device, self._settings = parts.target.device, parts.config.speculation
         self._bodies: dict[int, torch.Tensor] = {}  # request id -> [k, d]
         if isinstance(heads, LayerHeads):
-            self._cache = heads.new_cache(parts.pages.spec(parts.target.dtype, self._device))
+            self._cache = heads.new_cache(parts.pages)
             if parts.config.poison_freed:
                 parts.pages.poison_freed(self._cache)
 

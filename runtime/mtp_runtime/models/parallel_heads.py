@@ -29,7 +29,7 @@ from mtp_export.families.parallel_heads import (
 )
 from mtp_export.schemes.discrepancies import StoredTensor, compare
 from mtp_kernels.batch_layout import BatchLayout
-from mtp_runtime.cache import Cache, CacheSpec, JoinedCaches
+from mtp_runtime.cache import Cache, JoinedCaches, PageAllocator
 from mtp_runtime.layers.led import Handle
 from mtp_runtime.layers.linear import Linear
 from mtp_runtime.layers.split import ALONE, Joining
@@ -94,6 +94,10 @@ class FfnHeads:
             return run_blocks(self.blocks, hidden)
         return self.led.group.everywhere(_run_led, self.led.number, hidden)
 
+    def new_cache(self, pages: PageAllocator) -> JoinedCaches:
+        """Make no cache: the heads take one state."""
+        return JoinedCaches(())
+
     def logits(self, bodies: torch.Tensor) -> torch.Tensor:
         """Return float32 logits [k, T, vocab] of the bodies [k, T, d] of the first k heads."""
         if len(self.projections) == 1:
@@ -127,7 +131,9 @@ class LayerHeads:
     def __len__(self) -> int:
         return len(self.layers)
 
-    def new_cache(self, spec: CacheSpec) -> JoinedCaches:
+    def new_cache(self, pages: PageAllocator) -> JoinedCaches:
+        """Make a cache with room for all pages."""
+        spec = pages.spec(self.target.dtype, self.target.device)
         return JoinedCaches(tuple(layer.new_cache(spec) for layer in self.layers))
 
     def bodies(self, x: torch.Tensor, cache: JoinedCaches, layout: BatchLayout) -> torch.Tensor:

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-CHUNK_TOKENS = 512
+CHUNK_TOKENS = 256
 TEACHER_SHARPNESS = 2.0  # inverse temperature: a greedy draft must equal the most probable token
 
 
@@ -31,29 +31,38 @@ class Goals:
         """Return the distributions over the most probable tokens, sharpened and made whole."""
         return cls(ids, torch.softmax(log_probs.float() * TEACHER_SHARPNESS, dim=-1))
 
+    def flattened(self) -> Goals:
+        """Return the goals of all rows [T, g] side by side."""
+        return Goals(self.ids.flatten(0, -2), self.probs.flatten(0, -2))
+
     def __getitem__(self, rows: Any) -> Goals:
         return Goals(self.ids[rows], self.probs[rows])
 
 
-def loss_and_gradient(logits: Tensor, ids: Tensor, probs: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the summed cross entropy of logits [n, vocab], and its gradient."""
+def loss_and_gradient(logits: Tensor, ids: Tensor, probs: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the summed cross entropy of logits [n, vocab], which are overwritten, its gradient,
+    and the best token of each row [n]."""
     wide = logits.float()
-    normalizer = torch.logsumexp(wide, dim=-1, keepdim=True)
-    loss = (probs * (normalizer - wide.gather(1, ids))).sum()
-    gradient = (wide - normalizer).exp().scatter_add(1, ids, -probs)
-    return loss, gradient.to(logits.dtype)
+    highest, best = wide.max(dim=-1, keepdim=True)
+    wanted = wide.gather(1, ids)
+    shares = wide.sub_(highest).exp_()
+    total = shares.sum(dim=-1, keepdim=True)
+    loss = (probs * (highest + total.log() - wanted)).sum()
+    gradient = shares.div_(total).scatter_add_(1, ids, -probs)
+    return loss, gradient.to(logits.dtype), best[:, 0]
 
 
-def _loss_and_gradient_of_teacher(logits: Tensor, teacher: Tensor) -> tuple[Tensor, Tensor]:
+def _loss_and_gradient_of_teacher(logits: Tensor, teacher: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     wide = logits.float()
     log_probs = wide - torch.logsumexp(wide, dim=-1, keepdim=True)
     goal = torch.softmax(teacher.float() * TEACHER_SHARPNESS, dim=-1)
     loss = -(goal * log_probs).sum()
-    return loss, log_probs.exp_().sub_(goal).to(logits.dtype)
+    return loss, log_probs.exp_().sub_(goal).to(logits.dtype), wide.argmax(dim=-1)
 
 
 class HeadLoss(torch.autograd.Function):
-    """Mean cross entropy of hidden [n, d] @ head [vocab, d].T, chunk by chunk in `dtype`.
+    """Mean cross entropy of hidden [n, d] @ head [vocab, d].T, chunk by chunk in `dtype`, and the
+    best token of every row [n].
 
     goals are Goals of n rows, or a teacher's hidden states [n, d], whose sharpened distribution is
     then the goal. The gradient is computed with the loss, so that no chunk's logits are kept.
@@ -64,22 +73,24 @@ class HeadLoss(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any, hidden: Tensor, head: Tensor, goals: Goals | Tensor, dtype: torch.dtype
-    ) -> Tensor:
+    ) -> tuple[Tensor, Tensor]:
         low_head = head.to(dtype)
         trains_head = ctx.needs_input_grad[1]
         d_hidden = torch.empty_like(hidden)
         d_head = torch.zeros_like(head) if trains_head else head.new_empty(0)
         total = hidden.new_zeros(())
+        best = torch.zeros(len(hidden), dtype=torch.long, device=hidden.device)
         for start in range(0, hidden.shape[0], CHUNK_TOKENS):
             rows = slice(start, start + CHUNK_TOKENS)
             low_hidden = hidden[rows].to(dtype)
             logits = low_hidden @ low_head.T
             if isinstance(goals, Goals):
                 own = goals[rows]
-                loss, gradient = HeadLoss.chunk_function(logits, own.ids, own.probs)
+                found = HeadLoss.chunk_function(logits, own.ids, own.probs)
             else:
                 teacher = goals[rows].to(dtype) @ low_head.T
-                loss, gradient = _loss_and_gradient_of_teacher(logits, teacher)
+                found = _loss_and_gradient_of_teacher(logits, teacher)
+            loss, gradient, best[rows] = found
             total += loss
             d_hidden[rows] = gradient @ low_head
             if trains_head:
@@ -87,10 +98,11 @@ class HeadLoss(torch.autograd.Function):
         ctx.save_for_backward(d_hidden, d_head)
         ctx.trains_head = trains_head
         ctx.count = count = max(1, hidden.shape[0])
-        return total / count
+        ctx.mark_non_differentiable(best)
+        return total / count, best
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor | None, None, None]:
+    def backward(ctx: Any, grad: Tensor, _: Tensor) -> tuple[Tensor, Tensor | None, None, None]:
         d_hidden, d_head = ctx.saved_tensors
         share = grad / ctx.count
         return d_hidden * share, d_head * share if ctx.trains_head else None, None, None
@@ -98,5 +110,13 @@ class HeadLoss(torch.autograd.Function):
 
 def head_loss(hidden: Tensor, head: Tensor, goals: Goals | Tensor, dtype: torch.dtype) -> Tensor:
     """Return the mean cross entropy of hidden [n, d] under a head [vocab, d], as HeadLoss does."""
-    apply: Callable[..., Tensor] = HeadLoss.apply
+    return loss_and_best(hidden, head, goals=goals, dtype=dtype)[0]
+
+
+def loss_and_best(
+    hidden: Tensor, head: Tensor, goals: Goals | Tensor, dtype: torch.dtype
+) -> tuple[Tensor, Tensor]:
+    """Return the mean cross entropy of hidden [n, d] under a head [vocab, d], and the best token of
+    every row [n], as HeadLoss does."""
+    apply: Callable[..., tuple[Tensor, Tensor]] = HeadLoss.apply
     return apply(hidden.float(), head, goals, dtype)

@@ -1,12 +1,12 @@
 """Recursion of an MTP module over whole texts, under autograd.
 
-A query of depth j attends to the first depth's keys up to the slot where its chain began and to the
+A draft of depth j attends to the first depth's keys up to the slot where its chain began and to the
 deeper keys of its own chain, exactly as in decoding with a refreshed cache.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from dataclasses import dataclass, field
 from typing import Protocol
 
 import torch
@@ -39,52 +39,108 @@ class ChainModule(Protocol):
         """Return the side of its norm on which the output is fed to the next draft."""
 
 
-def draft_outputs(module: ChainModule, hidden: Tensor, tokens: Tensor, depths: int) -> list[Tensor]:
-    """Return the module's output [b, s, d] after its norm for each depth, slot by slot.
+@dataclass
+class RecursiveChains:
+    """Chains of drafts by recursion of a module, grown by one draft at a time.
 
-    hidden [b, s, d] is what the target feeds it; tokens [b, s + depths], of which slot i is fed
-    token i + 1 + depth. Output j (from 0) of slot i predicts token i + 2 + j.
+    hidden [b, s, d] is what the target feeds the module; tokens [b, s]. A chain is named by the
+    slot that it starts at, of all b * s side by side: its draft of depth j (from 0) is fed the
+    token j + 1 places after it, and predicts the one after that.
     """
-    batch, length, size = hidden.shape
-    attention = expanded(module.attention)
-    mask, fed = causal_mask(length, hidden.device), hidden.flatten(0, 1)
-    chain: list[tuple[Tensor, Tensor]] = []
-    outputs = []
-    for depth in range(depths):
-        positions = torch.arange(depth, depth + length, device=hidden.device).repeat(batch)
-        following = tokens[:, 1 + depth : 1 + depth + length].flatten()
-        taken, residual = module.entering(following, fed, positions)
-        heads = attention.expanded(taken, attention.rope.cos_sin(positions))
-        query, key, value = (
-            each.view(batch, length, *each.shape[1:]).transpose(1, 2) for each in heads
-        )
-        chain.append((key, value))
-        mixed = attend_chain(query, chain, mask)  # [b, h, s, v]
-        attended = attention.output(mixed.transpose(1, 2).flatten(2).flatten(0, 1))
-        x = module.leaving(residual, attended)
-        normed = module.head.normed(x)
-        outputs.append(normed.view(batch, length, size))
-        fed = module.recycled(x, normed)
-    return outputs
+
+    module: ChainModule
+    hidden: Tensor
+    tokens: Tensor
+    _depth: int = field(default=0, init=False)
+
+    def __post_init__(self) -> None:
+        self._attention = expanded(self.module.attention)
+        self._starts = torch.arange(self.tokens.numel(), device=self.tokens.device)
+        self._fed = self.hidden.flatten(0, 1)
+        self._chain: list[Entry] = []  # keys [n, h, k] and values [n, h, v] of deeper drafts
+
+    def drafts(self, starts: Tensor) -> Tensor:
+        """Grow the chains that start at these slots [n], ascending, and drop all others; returns
+        the module's outputs [n, d] after its norm."""
+        first, length = self._depth == 0, self.tokens.shape[1]
+        rows = self._starts if first else self._kept(starts)
+        positions = rows % length + self._depth
+        following = self.tokens.flatten().roll(-1 - self._depth)[rows]
+        taken, residual = self.module.entering(following, self._fed, positions)
+        cos_sin = self._attention.rope.cos_sin(positions)
+        query, key, value = self._attention.expanded(taken, cos_sin)
+        if first:
+            shape = (*self.tokens.shape, *key.shape[1:-1], -1)
+            self._whole = key.view(shape).transpose(1, 2), value.view(shape).transpose(1, 2)
+            query, residual = query.index_select(0, starts), residual.index_select(0, starts)
+        else:
+            self._chain.append((key, value))
+        attended = self._attention.output(self._mixed(query, starts).flatten(1))
+        x = self.module.leaving(residual, attended)
+        normed = self.module.head.normed(x)
+        self._starts, self._fed = starts, self.module.recycled(x, normed)
+        self._depth += 1
+        return normed
+
+    def _kept(self, starts: Tensor) -> Tensor:
+        """Drop what is held of all chains but those that start at these slots; returns these."""
+        own = torch.searchsorted(self._starts, starts)
+        self._fed = self._fed.index_select(0, own)
+        self._chain = [(k.index_select(0, own), v.index_select(0, own)) for k, v in self._chain]
+        return starts
+
+    def _mixed(self, query: Tensor, starts: Tensor) -> Tensor:
+        """Attend with scaled queries [n, h, k]: to their texts' first keys up to where their chains
+        start, and to the deeper ones of their chains. Returns [n, h, v]."""
+        keys, values = self._whole  # [b, h, s, k], [b, h, s, v]
+        by_text = ByText.of(starts, *self.tokens.shape)
+        scores = by_text.spread(query) @ keys.transpose(-1, -2) + by_text.mask.to(query.dtype)
+        own = [by_text.spread((query * key).sum(-1, keepdim=True)) for key, _ in self._chain]
+        weights = torch.softmax(torch.cat([scores, *own], dim=-1), dim=-1).to(values.dtype)
+        sizes = [keys.shape[-2], *[1] * len(own)]
+        first, *deeper = torch.split(weights, sizes, dim=-1)
+        mixed = first @ values
+        for weight, (_, value) in zip(deeper, self._chain, strict=True):
+            mixed = mixed + weight * by_text.spread(value)
+        return by_text.gather(mixed)
 
 
-def attend_chain(query: Tensor, chain: Sequence[tuple[Tensor, Tensor]], mask: Tensor) -> Tensor:
-    """Attend with scaled queries [b, h, s, n]: causally to the first keys, by slot to later ones;
-    the chain holds keys [b, h, s, n] and values [b, h, s, v] of every depth."""
-    keys, values = chain[0]
-    scores = query @ keys.transpose(-1, -2) + mask.to(query.dtype)
-    own = [(query * key).sum(-1, keepdim=True) for key, _ in chain[1:]]
-    weights = torch.softmax(torch.cat([scores, *own], dim=-1), dim=-1).to(values.dtype)
-    slots = keys.shape[-2]
-    mixed = weights[..., :slots] @ values
-    for index, (_, value) in enumerate(chain[1:], start=slots):
-        mixed = mixed + weights[..., index : index + 1] * value
-    return mixed
+@dataclass(frozen=True)
+class ByText:
+    """Rows [n] of several texts as a table [b, a], filled up to the text that has most of them.
 
+    rows [b * a]: the row at every place. places [n]: the place of every row. mask [b, 1, a, s] is
+    -inf for slots of a text that come after the row's own.
+    """
 
-def causal_mask(length: int, device: torch.device) -> Tensor:
-    """Return the additive causal mask [s, s]."""
-    return torch.full((length, length), -1e9, device=device).triu(1)
+    rows: Tensor
+    places: Tensor
+    mask: Tensor
+
+    @classmethod
+    def of(cls, slots: Tensor, texts: int, length: int) -> ByText:
+        """Lay out rows by their slots [n] of all texts side by side, ascending."""
+        owners = slots // length
+        counts = torch.bincount(owners, minlength=texts)
+        width = max(1, int(counts.max()))
+        columns = torch.arange(len(slots), device=slots.device)
+        columns = columns - (counts.cumsum(0) - counts)[owners]
+        places = owners * width + columns
+        rows, last = slots.new_zeros(texts * width), slots.new_zeros(texts * width)
+        rows[places] = torch.arange(len(slots), device=slots.device)
+        last[places] = slots % length
+        later = torch.arange(length, device=slots.device) > last[:, None]
+        mask = torch.zeros_like(later, dtype=torch.float32).masked_fill_(later, -torch.inf)
+        return cls(rows, places, mask.view(texts, 1, width, length))
+
+    def spread(self, values: Tensor) -> Tensor:
+        """Return values [n, h, ...] as a table [b, h, a, ...]."""
+        table = values.index_select(0, self.rows)
+        return table.view(len(self.mask), -1, *values.shape[1:]).transpose(1, 2)
+
+    def gather(self, table: Tensor) -> Tensor:
+        """Return the rows [n, h, ...] of a table [b, h, a, ...]."""
+        return table.transpose(1, 2).flatten(0, 1).index_select(0, self.places)
 
 
 def expanded(attention: Attention) -> ExpandedAttention:
