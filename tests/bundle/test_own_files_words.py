@@ -94,8 +94,10 @@ def test_parts_with_their_own_files_alone(output: Path) -> None:
         ("eagle3", "folder"),
         ("main/templates", "link"),
         ("mtp/config.json", "file"),
-        (f"main/{temporary_path(Path('notes')).name}", "file"),
-        (f"mtp/{temporary_path(Path('a.safetensors')).name}", "file"),
+        pytest.param(f"main/{temporary_path(Path('notes')).name}", "file", id="temporary"),
+        pytest.param(
+            f"mtp/{temporary_path(Path('a.safetensors')).name}", "file", id="of another part"
+        ),
     ],
 )
 def test_a_stranger_in_a_part(name: str, kind: str, output: Path) -> None:
