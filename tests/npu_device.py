@@ -146,7 +146,7 @@ def conversions() -> None:
     found = []
     for device in (Device(), WithoutFp8()):
         with device, Numbers():
-            found.append(difference(torch.device("npu")))
+            found.append(difference("npu"))
     rounded = reference._round_to_bf16
 
     def cut(values: torch.Tensor) -> torch.Tensor:
@@ -155,7 +155,7 @@ def conversions() -> None:
 
     reference._round_to_bf16 = cut
     with Device(), Numbers():
-        found.append(difference(torch.device("npu")))
+        found.append(difference("npu"))
     print(json.dumps(found))
 
 

@@ -310,7 +310,7 @@ def _npu() -> str:
             expected="--device cpu, cuda or auto",
             found="--device npu",
         )
-    found = difference(torch.device("npu"))
+    found = difference("npu")
     if found is not None:
         raise UnsupportedError(
             "This NPU does not convert weights as a CPU does",

@@ -19,7 +19,7 @@ from mtp_runtime.acceptance.base import Verdict
 from mtp_runtime.acceptance.exact import accept_best
 from mtp_runtime.cache import lay_out
 from mtp_runtime.drafters import DRAFTERS
-from mtp_runtime.layers import mla
+from mtp_runtime.layers import operators
 from mtp_runtime.request import Request, TokenEvent
 from mtp_runtime.sampling import SamplingParams, probabilities_of
 
@@ -106,13 +106,13 @@ def caches_mixed_up(cache: Any, sequences: Any, spans: Any, device: torch.device
 
 def attention_off(plant: Plant) -> None:
     """Attention of torch layers is a hundredth too large."""
-    real = mla.verify_attention
+    real = operators.verify_attention
 
     def off(*arguments: Any, **options: Any) -> Any:
         out, *rest = real(*arguments, **options)
         return (out * 1.01, *rest)
 
-    plant.setattr(mla, "verify_attention", off)
+    plant.setattr(operators, "verify_attention", off)
 
 
 def exchanged(module: Any, name: str, value: object) -> Callable[[Plant], None]:

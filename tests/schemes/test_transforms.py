@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -197,13 +197,17 @@ def test_damaged_rows_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
 def reads(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Bytes of every read, from now on."""
     sizes: list[int] = []
-    real = OpenLocalFile.read_into
 
-    def read_into(file: Any, buffer: memoryview, start: int, end: int) -> slice:
-        sizes.append(end - start)
-        return real(file, buffer, start, end)
+    def counted(read: Callable[..., Any]) -> Callable[..., Any]:
+        def reading(file: Any, *arguments: Any) -> Any:
+            start, end = arguments[-2:]
+            sizes.append(end - start)
+            return read(file, *arguments)
 
-    monkeypatch.setattr(OpenLocalFile, "read_into", read_into)
+        return reading
+
+    for name in ("read", "read_into"):
+        monkeypatch.setattr(OpenLocalFile, name, counted(getattr(OpenLocalFile, name)))
     monkeypatch.setattr(OpenLocalFile, "read_cached", lambda *_: None)
     return sizes
 

@@ -30,7 +30,7 @@ CONVERSIONS: dict[str, Conversion] = {
 }
 
 
-def difference(device: torch.device) -> str | None:
+def difference(device: str) -> str | None:
     """Return the first conversion that a device does not make with the bits of the reference on a
     CPU, or cannot make; None where it makes all."""
     for kind, source in _sources().items():
@@ -70,7 +70,7 @@ def _values(source: Source) -> torch.Tensor:
     return source
 
 
-def _moved(source: Source, device: torch.device) -> Source:
+def _moved(source: Source, device: str) -> Source:
     if isinstance(source, Fp8Block):
         return replace(source, codes=source.codes.to(device), scale=source.scale.to(device))
     return source.to(device)
