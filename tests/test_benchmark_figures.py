@@ -259,3 +259,36 @@ def test_the_section_about_scaling_replaces_the_one_before() -> None:
     once = bench_scaling.put_into(page, part)
     assert once.count(bench_scaling.HEADING) == 1 and part in once
     assert bench_scaling.put_into(once, part) == once
+
+
+def tuning_rows() -> list[list[str]]:
+    """Return the rows that docs/tune.md shows of tune.json."""
+
+    def shown(estimate: dict[str, float] | None, digits: int) -> str:
+        if estimate is None:
+            return ""
+        value, low, high = (f"{estimate[key]:.{digits}f}" for key in ("value", "low", "high"))
+        return f"{value} [{low}, {high}]"
+
+    rows = []
+    for name, facts in results("tune.json")["rows"].items():
+        for side in ("before", "after"):
+            three, five = (facts[side].get(k) for k in ("k=3", "k=5"))
+            cells = [shown(estimate, 3) for estimate in three["acceptance"]]
+            cells += [shown(k and k["tokens_per_step"], 2) for k in (three, five)]
+            rows.append([name if side == "before" else "", side, *cells])
+    return rows
+
+
+def test_tuning() -> None:
+    page = ROOT / "docs/tune.md"
+    shown = [row for row in rows_of(sections_of(page)["Measured"]) if len(row) == 7]
+    assert shown == tuning_rows()
+    for facts in results("tune.json")["rows"].values():
+        assert f"{facts['cpu_seconds'] / 60:.1f}" in page.read_text()
+
+
+def test_the_measured_table_of_drafters() -> None:
+    known = {cell for row in tuning_rows() for cell in row[2:]}
+    shown = rows_of(sections_of(ROOT / "docs/drafters.md")["Measured"])
+    assert shown and all(cell in known for row in shown for cell in row[1:])

@@ -7,8 +7,6 @@ import subprocess
 import sys
 from pathlib import Path
 
-import torch
-
 from mtp_kernels.quantize.probe import difference
 
 DEVICE = Path(__file__).resolve().parents[2] / "npu_device.py"
