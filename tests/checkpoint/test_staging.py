@@ -247,9 +247,10 @@ def test_a_folder_that_cannot_be_made(host: Host, tmp_path: Path) -> None:
 def test_a_run_that_stops_leaves_whole_pieces_alone(host: Host, tmp_path: Path) -> None:
     host.open_gate.clear()
     stopping = threading.Event()
-    pieces = pieces_of(host, "abc")
+    jobs = "abcdefghij"  # the last is beyond what is read ahead, however late the gate closes
+    pieces = pieces_of(host, jobs)
     folder = tmp_path / DOWNLOADS_NAME
-    staging = Staging(folder, pieces, "abc", {}, stopping).start(1)
+    staging = Staging(folder, pieces, jobs, {}, stopping).start(1)
     with pytest.raises(KeyboardInterrupt), staging:
         host.open_gate.set()
         staging.path_of(pieces[0])
@@ -257,7 +258,7 @@ def test_a_run_that_stops_leaves_whole_pieces_alone(host: Host, tmp_path: Path) 
         wait_until(lambda: len(host.asked) > 1)
         stopping.set()
         with pytest.raises(Stopped):
-            staging.path_of(pieces[2])
+            staging.path_of(pieces[-1])
         raise KeyboardInterrupt
     assert folder.is_dir()
     whole = {name_of(piece, bytes_of(piece)) for piece in pieces}
