@@ -344,6 +344,44 @@ def test_a_file_is_hashed_as_far_as_its_pieces_are_there(host: Host, tmp_path: P
     assert other.finish(lambda piece: there[piece]) is not None
 
 
+def test_threads_that_download_end_with_the_program(
+    host: Host, started: Callable[..., Staging]
+) -> None:
+    before = set(threading.enumerate())
+    host.open_gate.clear()
+    started(pieces_of(host, "abc"), readers=3)
+    own = set(threading.enumerate()) - before
+    assert [(thread.name, thread.daemon) for thread in own] == [("download", True)] * 3
+
+
+def test_files_are_hashed_as_their_pieces_come(
+    host: Host, started: Callable[..., Staging], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Those that one job reads whole, and before the job has read all of them."""
+    file = replace(host, sha256=hashlib.sha256(CONTENT[: 2 * STEP]).hexdigest())
+    other, hashed = replace(host, path=Path("other")), list[bytes]()
+    real = WholeFile.advance
+
+    def advance(whole: WholeFile, path_of: Any) -> None:
+        def noted(piece: Piece) -> Path | None:
+            path = path_of(piece)
+            if path is not None:
+                hashed.append(path.read_bytes())
+            return path  # type: ignore[no-any-return]
+
+        real(whole, noted)
+
+    monkeypatch.setattr(WholeFile, "advance", advance)
+    pieces = [Piece(one, start, start + STEP, frozenset("a"))
+              for one in (file, other) for start in (0, STEP)]  # fmt: skip
+    staging = started(pieces, whole={"a": [file]})
+    wait_until(lambda: len(hashed) == 2)
+    for piece in pieces:
+        staging.path_of(piece)
+    with staging.finishing("a"):
+        assert hashed == [bytes_of(piece) for piece in pieces[:2]]
+
+
 def test_one_thread_hashes_a_file_at_a_time(host: Host, tmp_path: Path) -> None:
     """Another one does not wait for it."""
     file, seen = replace(host, sha256=""), list[Piece]()

@@ -107,6 +107,104 @@ def test_a_schedule_counts_from_its_batch_sizes_on() -> None:
     assert config.draft_tokens == 5
 
 
+def always(cost: Cost, *, batch: int, steps: int, accepted: bool) -> list[int]:
+    """Lengths that are chosen where all drafts are accepted, or none."""
+    rule, chosen = adaptive(), []
+    for _ in range(steps):
+        drafts = rule.choose(batch)
+        chosen.append(drafts)
+        blocks = [(drafts, drafts * accepted)] * batch
+        rule.observe(Step(blocks, drafts, cost(batch * (drafts + 1))))
+    return chosen
+
+
+@pytest.mark.parametrize(
+    ("accepted", "cost", "best", "upwards", "downwards"),
+    [(True, flat, K, K, K - 1), (False, steep, 0, 1, 0)],
+)
+def test_every_32nd_step_tries_a_neighbour(
+    accepted: bool, cost: Cost, best: int, upwards: int, downwards: int
+) -> None:
+    """By turns a longer one and a shorter one, if there is one."""
+    first = 6  # steps that measure
+    chosen = always(cost, batch=2, steps=first + 6 * PROBES, accepted=accepted)[first:]
+    probes = [chosen[(turn + 1) * PROBES - 1] for turn in range(6)]
+    assert probes == [upwards, downwards] * 3
+    others = [one for step, one in enumerate(chosen, 1) if step % PROBES and step > PROBES]
+    assert set(others) == {best}
+
+
+@pytest.mark.parametrize(("most", "tried"), [(1, {0, 1}), (2, {0, 2}), (3, {0, 1, 3})])
+def test_ends_are_measured_first_and_a_length_between(most: int, tried: set[int]) -> None:
+    rule = draft_length(SpeculationConfig("mtp", max_draft_tokens=most, adaptive=True))
+    chosen = []
+    for _ in range(2 * len(tried) + 1):
+        chosen.append(rule.choose(1))
+        rule.observe(Step([(chosen[-1], chosen[-1])], chosen[-1], 1.0))
+    assert sorted(chosen[:-1]) == sorted([*tried, *tried])
+    assert chosen[-1] == most
+
+
+@pytest.mark.parametrize(
+    ("batch", "alike", "others"),
+    [(1, [1], [2]), (2, [2], [1, 3]), (3, [3], [2, 4]), (5, [5, 6], [4, 7]), (8, [7, 9], [6, 10])],
+)
+def test_batch_sizes_that_differ_little_share_their_times(
+    batch: int, alike: list[int], others: list[int]
+) -> None:
+    rule = adaptive()
+    for drafts in (K, K, 0, 0, K // 2, K // 2):
+        rule.observe(Step([(drafts, 0)] * batch, drafts, batch * steep(drafts)))
+    assert [rule.choose(other) for other in alike] == [0] * len(alike)
+    assert [rule.choose(other) for other in others] == [K] * len(others), "to be measured first"
+
+
+def one_draft_is_worth(blocks: list[tuple[int, int]], batch: int = 1) -> float:
+    """The share of drafts that the rule takes to be accepted after these steps of batches: a draft
+    is worth its time as long as a step with one takes less than 1 + that share times as long."""
+
+    def drafts(seconds: float) -> int:
+        rule = draft_length(SpeculationConfig("mtp", max_draft_tokens=1, adaptive=True))
+        for block in blocks:
+            rule.observe(Step([block] * batch, 1, seconds * batch))
+        for _ in range(2):
+            rule.observe(Step([(0, 0)] * batch, 0, 1.0 * batch))
+        return rule.choose(batch)
+
+    low, high = 1.0, 2.5
+    for _ in range(30):
+        middle = (low + high) / 2
+        low, high = (middle, high) if drafts(middle) else (low, middle)
+    return low - 1
+
+
+def decayed(values: list[int]) -> float:
+    """What is left of counts of successive steps, two steps after them."""
+    return float(sum(value * 0.99 ** (len(values) + 1 - place) for place, value in enumerate(values)))
+
+
+@pytest.mark.parametrize("batch", [1, 3])
+@pytest.mark.parametrize(
+    "accepted", [[0, 0], [1, 1], [1, 0, 1, 1], [0] * 20 + [1] * 10, [1] * 20 + [0] * 10]
+)
+def test_recent_blocks_outweigh_what_was_assumed(accepted: list[int], batch: int) -> None:
+    """Four in five, with the weight of two drafts; each step takes a hundredth of what was seen."""
+    found = one_draft_is_worth([(1, one) for one in accepted], batch)
+    seen, good = batch * decayed([1] * len(accepted)), batch * decayed(accepted)
+    assert found == pytest.approx((good + 2 * 0.8) / (seen + 2), abs=1e-6)
+
+
+def test_a_time_is_the_median_of_the_last_five() -> None:
+    """Of an even number the lower one of those in the middle."""
+    for slow, chosen in ((2, 1), (3, 0)):
+        rule = draft_length(SpeculationConfig("mtp", max_draft_tokens=1, adaptive=True))
+        rule.observe(Step([(0, 0)], 0, 1.0))
+        for seconds in [1.0] * 5 + [9.0] * slow:
+            rule.observe(Step([(1, 1)], 1, seconds))
+        rule.observe(Step([(0, 0)], 0, 9.0))
+        assert rule.choose(1) == chosen
+
+
 def test_without_options_the_length_is_fixed() -> None:
     assert draft_length(SpeculationConfig("mtp", max_draft_tokens=3)).choose(9) == 3
     assert draft_length(SpeculationConfig(max_draft_tokens=3)).choose(9) == 0
