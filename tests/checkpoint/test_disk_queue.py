@@ -8,6 +8,8 @@ from collections.abc import Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -263,6 +265,16 @@ def test_the_depth_of_a_device(tmp_path: Path) -> None:
     for name in ("a", "b", "c", "d"):
         (own / "slaves/sda/slaves" / name).mkdir(parents=True)
     assert disk_depth(tmp_path, tmp_path) == 64, "an array of arrays, and the most"
+
+
+def test_devices_are_those_of_this_machine() -> None:
+    known = [path for path in Path("/sys/dev/block").glob("*") if not list(path.glob("slaves/*"))]
+    if not known:
+        pytest.skip("no block device")
+
+    number = SimpleNamespace(st_dev=os.makedev(*map(int, known[0].name.split(":"))))
+    inside: Any = SimpleNamespace(stat=lambda: number)
+    assert disk_depth(inside) == 16
 
 
 class FileInMemory(SlowFile):
