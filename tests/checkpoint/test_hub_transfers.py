@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any
 
+import httpcore2
 import httpx2
 import pytest
 from huggingface_hub import HfApi, constants
@@ -342,6 +343,10 @@ def test_every_request_gives_up_after_as_long_as_the_library_s(
     monkeypatch.setattr(HfApi, "model_info", model_info)
     client.info()
     assert found == [7.0]
+
+
+def test_a_read_of_a_socket_is_larger_than_the_library_s() -> None:
+    assert 64 << 10 < httpcore2.HTTP11Connection.READ_NUM_BYTES <= 1 << 20
 
 
 def test_the_library_s_own_interface_says_who_asks(client: HubClient) -> None:

@@ -344,14 +344,17 @@ def test_a_file_is_hashed_as_far_as_its_pieces_are_there(host: Host, tmp_path: P
     assert other.finish(lambda piece: there[piece]) is not None
 
 
-def test_threads_that_download_end_with_the_program(
-    host: Host, started: Callable[..., Staging]
-) -> None:
+def test_threads_that_download_end_with_the_run(host: Host, tmp_path: Path) -> None:
+    """Or with the program, whatever they wait for."""
     before = set(threading.enumerate())
     host.open_gate.clear()
-    started(pieces_of(host, "abc"), readers=3)
-    own = set(threading.enumerate()) - before
-    assert [(thread.name, thread.daemon) for thread in own] == [("download", True)] * 3
+    pieces = pieces_of(host, "abc")
+    staging = Staging(tmp_path / DOWNLOADS_NAME, pieces, "abc", {}, threading.Event())
+    with pytest.raises(KeyboardInterrupt), staging.start(3):
+        own = set(threading.enumerate()) - before
+        assert [(thread.name, thread.daemon) for thread in own] == [("download", True)] * 3
+        raise KeyboardInterrupt
+    assert not own & set(threading.enumerate())
 
 
 def test_files_are_hashed_as_their_pieces_come(
