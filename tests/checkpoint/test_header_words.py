@@ -203,7 +203,9 @@ def test_what_is_read_of_a_header(tmp_path: Path) -> None:
 
 def test_an_empty_tensor_may_come_first(tmp_path: Path) -> None:
     path = tmp_path / "good.safetensors"
-    write_shard(path, {"none": entry(0, 0), "all": entry(0, 300), "last": entry(300, 301)}, bytes(301))
+    write_shard(
+        path, {"none": entry(0, 0), "all": entry(0, 300), "last": entry(300, 301)}, bytes(301)
+    )
     found = [(one.name, one.offset_bytes, one.size_bytes) for one in read(path).tensors]
     start = path.stat().st_size - 301
     assert found == [("none", start, 0), ("all", start, 300), ("last", start + 300, 1)]
@@ -247,7 +249,11 @@ def test_padding_does_not_make_a_header_unusual(
     write_shard(path, as_written("a", "U8", "12", 12) + " " * 7, bytes(12))
     monkeypatch.setattr(strict_json, "parse", pytest.fail)
     (tensor,) = read(path).tensors
-    assert (tensor.name, tensor.shape, tensor.offset_bytes) == ("a", (12,), path.stat().st_size - 12)
+    assert (tensor.name, tensor.shape, tensor.offset_bytes) == (
+        "a",
+        (12,),
+        path.stat().st_size - 12,
+    )
 
 
 @pytest.mark.parametrize("name", ["a", "a.b-c_d", "a/b", "a..b", ".a", "..a/b", "ä", "a b"])

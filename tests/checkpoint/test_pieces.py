@@ -103,13 +103,18 @@ def test_the_sizes_of_a_run(monkeypatch: pytest.MonkeyPatch) -> None:
     for gap, count in ((megabyte, 1), (megabyte + 1, 2)):
         extents = [Extent(FILES[0], 0, 10), Extent(FILES[0], 10 + gap, 20 + gap)]
         assert len(plan_pieces({"job": extents})) == count
-    for size, sizes in ((32 * megabyte, [32 * megabyte]), (32 * megabyte + 2, [16 * megabyte + 1] * 2)):
+    for size, sizes in (
+        (32 * megabyte, [32 * megabyte]),
+        (32 * megabyte + 2, [16 * megabyte + 1] * 2),
+    ):
         planned = plan_pieces({"job": [Extent(FILES[0], 3, 3 + size)]})
         assert [piece.size_bytes for piece in planned] == sizes
 
 
 def test_bytes_are_held_from_the_first_job_to_the_last() -> None:
-    jobs = {name: [Extent(FILES[0], at, at + 10)] for name, at in (("a", 0), ("b", 100), ("c", 200))}
+    jobs = {
+        name: [Extent(FILES[0], at, at + 10)] for name, at in (("a", 0), ("b", 100), ("c", 200))
+    }
     planned = plan_pieces(jobs)
     assert [held_bytes([*jobs], planned, at_once) for at_once in (1, 2, 3, 9)] == [10, 20, 30, 30]
     early = plan_pieces(jobs | {"c": [Extent(FILES[0], 0, 5)]})

@@ -180,7 +180,9 @@ def one_draft_is_worth(blocks: list[tuple[int, int]], batch: int = 1) -> float:
 
 def decayed(values: list[int]) -> float:
     """What is left of counts of successive steps, two steps after them."""
-    return float(sum(value * 0.99 ** (len(values) + 1 - place) for place, value in enumerate(values)))
+    return float(
+        sum(value * 0.99 ** (len(values) + 1 - place) for place, value in enumerate(values))
+    )
 
 
 @pytest.mark.parametrize("batch", [1, 3])

@@ -1,4 +1,4 @@
-"""Drafts of their own folders one call at a time: what is read of them, and every refusal in full."""
+"""Drafts of their own folders one call at a time: what is read of them, and refusals in full."""
 
 from __future__ import annotations
 

@@ -87,21 +87,29 @@ def test_integers_of_both_parts() -> None:
 
 def test_one_storage_has_the_class_alone() -> None:
     found = configs("weight_only_int8", "weight_only_int8", VLLM, DENSE_SOURCE)
-    assert found.main == found.mtp == compressed(
-        [*PATTERNS.other_matrices, f"re:.*{ATTENTION}"],
-        "pack-quantized",
-        {"targets": ["Linear"], **INT8},
+    assert (
+        found.main
+        == found.mtp
+        == compressed(
+            [*PATTERNS.other_matrices, f"re:.*{ATTENTION}"],
+            "pack-quantized",
+            {"targets": ["Linear"], **INT8},
+        )
     )
 
 
 def test_integers_beside_fp8_as_vllm_reads_them() -> None:
     """fp8 has the class, and what attention absorbs is left out of it."""
     found = configs("a8w8_fp8_wint4", "a8w8_fp8", VLLM, bf16_modules=("kv_b_proj",))
-    assert found.main == found.mtp == compressed(
-        [*PATTERNS.other_matrices, "re:.*kv_b_proj$"],
-        "mixed-precision",
-        {"targets": [f"{BUT_MTP}{ROUTED}"], **INT4_FP8},
-        {"targets": ["Linear"], **FP8},
+    assert (
+        found.main
+        == found.mtp
+        == compressed(
+            [*PATTERNS.other_matrices, "re:.*kv_b_proj$"],
+            "mixed-precision",
+            {"targets": [f"{BUT_MTP}{ROUTED}"], **INT4_FP8},
+            {"targets": ["Linear"], **FP8},
+        )
     )
 
 
@@ -145,7 +153,7 @@ def test_without_integers_the_released_config_is_kept(dialect: Dialect) -> None:
     assert not [name for name in names if name.startswith(LAYER) or ".experts." in name]
 
 
-LEFT_OUT = ["model.layers.0.mlp.up_proj", "a", "b", "c"]
+LEFT_OUT = ["model.layers.0.mlp.down_proj", "a", "b", "c"]
 
 
 def left_out_source() -> StoredModel:
@@ -171,5 +179,5 @@ def test_what_cannot_be_left_out(option: str) -> None:
     error = caught.value
     assert error.what == f"{option} cannot leave single linears in bf16, as this checkpoint does"
     assert error.expected == "an fp8 checkpoint without modules_to_not_convert"
-    assert error.found == "model.layers.0.mlp.up_proj, a, b"
+    assert error.found == "model.layers.0.mlp.down_proj, a, b"
     assert error.todo == "Use --format compressed-tensors --target vllm"

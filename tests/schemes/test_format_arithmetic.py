@@ -1,4 +1,4 @@
-"""Weight formats one by one: tensors of those that are only read, and every way to their numbers."""
+"""Weight formats one by one: tensors of those that are only read, and all ways to their numbers."""
 
 from __future__ import annotations
 
@@ -218,7 +218,9 @@ def test_fp8_per_channel_is_made_row_by_row() -> None:
     assert torch.equal(scale, largest)
     assert float(codes[2, 5].float()) == 448.0 and not codes[1].float().any()
     values = codes.float() * scale
-    assert error.max_error == float((weights.double() - codes.double() * scale.double()).abs().max())
+    assert error.max_error == float(
+        (weights.double() - codes.double() * scale.double()).abs().max()
+    )
     assert torch.equal(EncodedWeight(Fp8Channel(), codes, scale).dequantize(), values)
     blocks = quantize.Fp8Block(*Fp8Block().quantize(weights, "minmax")[0])
     wide = quantize.dequantize_fp8_block(blocks, torch.float32)[0]
