@@ -158,14 +158,14 @@ def test_ways_to_the_numbers_of_a_weight(one: WeightFormat) -> None:
     else:
         assert isinstance(source, torch.Tensor)
         assert source.dtype is torch.float32 and torch.equal(source, values)
-    other = replace(encoded, scale=scale.clone())
+    other = EncodedWeight(one, codes.clone(), scale.clone())
     assert encoded.equals(other)
     other.scale.view(-1)[0] *= 2  # type: ignore[union-attr]
     assert not encoded.equals(other)
     assert not encoded.equals(replace(encoded, codes=codes[:-1]))
-    assert not encoded.equals(replace(encoded, scale=scale.double()))
-    assert not encoded.equals(replace(encoded, scale=None))
-    assert not replace(encoded, scale=None).equals(encoded)
+    assert not encoded.equals(replace(other, scale=scale.double()))
+    assert not encoded.equals(replace(other, scale=None))
+    assert not replace(encoded, scale=None).equals(other)
     assert not encoded.equals(EncodedWeight(UNQUANTIZED, codes, scale))
 
 
