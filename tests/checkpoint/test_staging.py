@@ -185,6 +185,17 @@ def test_a_piece_goes_with_the_last_job_that_reads_it(
     assert [path.exists() for path in paths] == [False, False]
 
 
+def test_a_piece_that_somebody_removed_needs_no_removal(
+    host: Host, started: Callable[..., Staging]
+) -> None:
+    (piece,) = pieces = pieces_of(host, "a")
+    staging = started(pieces)
+    staging.path_of(piece).unlink()
+    with staging.finishing("a"):
+        pass
+    assert staging.path_of(piece).read_bytes() == bytes_of(piece), "it comes again if it is wanted"
+
+
 def test_only_the_jobs_to_be_done_count(host: Host, started: Callable[..., Staging]) -> None:
     pieces = pieces_of(host, "ab")
     shared = Piece(host, 2 * STEP, 3 * STEP, frozenset("ab"))
