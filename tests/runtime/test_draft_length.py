@@ -194,6 +194,14 @@ def test_batch_sizes_that_differ_little_share_their_times(
     assert [rule.choose(other) for other in others] == [0] * len(others), "not tried yet"
 
 
+def test_times_that_are_shared_are_those_of_a_request() -> None:
+    rule = adaptive()
+    for _ in range(3):
+        for drafts, seconds in enumerate(seconds_of([0.5, 0.6, 0.85, 1.0, 0.7, 0.6])):
+            observe(rule, drafts, seconds, batch=6 if drafts % 2 else 5)
+    assert rule.choose(5) == 3
+
+
 def one_draft_is_worth(accepted: list[int], batch: int) -> float:
     """The share of drafts that the rule takes to be accepted after steps of one draft each: a draft
     is worth its time as long as a step with one takes less than 1 + that share times as long."""
