@@ -99,7 +99,7 @@ def project_rows(member: Any, layer: Any, matrix: Any, sizes: Any, projected: An
     """Project all rows, normed, by the member's panels of a matrix."""
     normed = np.empty((BLOCK_ROWS, sizes.hidden), np.float32)
     norm = vector(layer.input_norm, sizes.hidden)
-    weight = panel_of(matrix, 0, sizes.hidden, sizes.kind)
+    weight = panel_of(matrix, 0, sizes.hidden, sizes.entry_bytes)
     mine, width = share(member, projected.shape[1] // PANEL), projected.shape[1]
     for row in range(0, x.shape[0], BLOCK_ROWS):
         block = norm_block(x, row, norm, sizes.norm_eps, normed)
@@ -114,7 +114,7 @@ def add_output(member: Any, layer: Any, sizes: Any, values: Any, x: Any) -> None
     first, last = share(member, panels_of(hidden))
     for panel in range(first, last):
         column = panel * PANEL
-        weight = panel_of(layer.output, panel, values.shape[1], sizes.kind)
+        weight = panel_of(layer.output, panel, values.shape[1], sizes.entry_bytes)
         size = min(PANEL, hidden - column)
         for row in range(0, x.shape[0], BLOCK_ROWS):
             block = block_of(rows, row, rows.count)

@@ -69,17 +69,17 @@ class Drafting(NamedTuple):
     tokens: Any  # [b, most drafts]
 
 
-def no_drafting(kind: Any) -> Drafting:
-    """Return the drafting of a pass that drafts nothing, with matrices of a kind."""
+def no_drafting() -> Drafting:
+    """Return the drafting of a pass that drafts nothing."""
     floats, table, numbers = np.empty(0, np.float32), np.empty((0, 0), np.float32), np.empty(0, int)
     return Drafting(
         Module(
             embedding=table,
             embedding_norm=floats,
             hidden_norm=floats,
-            projection=Panel(0, 0, kind),
+            projection=Panel(0, 0, 0),
             head_norm=floats,
-            head=Panel(0, 0, kind),
+            head=Panel(0, 0, 0),
             eps=np.float32(0),
             recycles_normed=False,
         ),
@@ -147,14 +147,14 @@ def growing(chains: Any, step: Any) -> Any:
 @inner
 def find_best(member: Any, module: Module, normed: Any, best: Any) -> None:
     """Find the best token of every row among the member's panels of the vocabulary."""
-    vocab, rows = len(module.embedding), rows_of(normed)
+    vocab, head, rows = len(module.embedding), module.head, rows_of(normed)
     made = np.empty((BLOCK_ROWS, PANEL), np.float32)
     for row in range(rows.count):
         best.logits[member.number, row], best.tokens[member.number, row] = NOT_PICKED, 0
     first, last = share(member, panels_of(vocab))
     for panel in range(first, last):
         start = panel * PANEL
-        packed = panel_of(module.head.at, panel, module.head.count, module.head.kind)
+        packed = panel_of(head.at, panel, head.count, head.entry_bytes)
         for row in range(0, rows.count, BLOCK_ROWS):
             block = block_of(rows, row, rows.count)
             multiply_panel(block, packed, address(made), PANEL)

@@ -15,7 +15,6 @@ from mtp_kernels.cpu.vectors import (
     Rows,
     address,
     dot_rows,
-    entry_bytes,
     first_rows,
     floats,
     from_row,
@@ -77,9 +76,9 @@ def panels_of(columns: Any) -> Any:
 
 
 @inner
-def panel_of(weight: Any, panel: Any, depth: Any, kind: Any) -> Any:
+def panel_of(weight: Any, panel: Any, depth: Any, entry_bytes: Any) -> Any:
     """Return a panel [depth, PANEL] of the packed weight at an address."""
-    return Panel(weight + entry_bytes(kind) * panel * depth * PANEL, depth, kind)
+    return Panel(weight + entry_bytes * panel * depth * PANEL, depth, entry_bytes)
 
 
 @inner
@@ -89,7 +88,7 @@ def project(x: Any, weight: Any, panels: Any, out: Any, out_stride: Any) -> None
     Every panel goes to its own columns of the rows at address `out`.
     """
     for panel in range(panels[0], panels[1]):
-        own = panel_of(weight.at, panel, weight.count, weight.kind)
+        own = panel_of(weight.at, panel, weight.count, weight.entry_bytes)
         multiply_panel(x, own, out + 4 * panel * PANEL, out_stride)
 
 
