@@ -19,6 +19,7 @@ from numba.extending import intrinsic
 from mtp_kernels.cpu.code import (
     FLOAT,
     FLOAT_BYTES,
+    INT,
     LANES,
     PAIRS,
     VECTOR,
@@ -192,10 +193,15 @@ def floats(typing: Any, address: Any) -> Any:
     return types.CPointer(types.float32)(types.int64), codegen
 
 
-@inner
-def address(array: Any) -> Any:
+@intrinsic
+def address(typing: Any, array: Any) -> Any:
     """Return the address of an array's first entry."""
-    return np.int64(array.ctypes.data)
+
+    def codegen(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        made = context.make_array(signature.args[0])(context, builder, arguments[0])
+        return builder.ptrtoint(made.data, INT)
+
+    return types.int64(array), codegen
 
 
 class Rows(NamedTuple):
@@ -289,6 +295,15 @@ def dot_rows(x: Any, y: Any, width: Any, out: Any, out_stride: Any) -> None:
         done += step
     if width % LANES:
         _add_remainders(x, y, width, out, out_stride)
+
+
+@inner
+def dot_row(x: Any, y: Any, width: Any, out: Any) -> None:
+    """Write the sum of x[:width] * y[:width], as dot_rows adds it; all three are addresses."""
+    if width >= LANES:
+        _DOTS_1_1(x, 0, y, 0, width // LANES, out, 1)
+    if width % LANES:
+        _add_remainders(Rows(x, 0, 1), Rows(y, 0, 1), width, out, 1)
 
 
 @inner

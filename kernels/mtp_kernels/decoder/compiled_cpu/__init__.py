@@ -275,7 +275,7 @@ class Recursion:
             decoder.sizes,
             no_batch(chains),
             kv_cache.flatten(1, 2).numpy(),
-            decoder.scratch(len(counts), most_parts(chains, most, decoder.sizes.heads)),
+            decoder.scratch(len(counts), most_parts(chains, decoder.sizes.heads)),
             x.numpy(),
             Drafting(self._module, chains, best, drafts),
         )

@@ -79,7 +79,7 @@ def read_query(layer: Any, sizes: Any, projected: Any, head: Any, normed: Any, q
             copy(projected[r, head * size :], query[r, :size])
         return
     norm = vector(layer.query_norm, rank)
-    block = norm_block(projected[:, :rank], 0, norm, sizes.norm_eps, normed)
+    block = norm_block(projected, 0, norm, sizes.norm_eps, normed)
     width = query.shape[1]
     weight = panel_of(layer.query_up, head * (width // PANEL), rank, sizes.entry_bytes)
     project(block, weight, (0, width // PANEL), address(query), width)

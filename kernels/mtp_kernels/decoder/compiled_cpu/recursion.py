@@ -13,9 +13,9 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from mtp_kernels.cpu.jit import compiled, inner
-from mtp_kernels.cpu.paged_attention import TILE, plan, query_places
+from mtp_kernels.cpu.paged_attention import MAX_PARTS, TILE, plan, query_places
 from mtp_kernels.cpu.team import share, wait
-from mtp_kernels.cpu.vectors import PANEL, Panel, address, multiply_panel, rows_of
+from mtp_kernels.cpu.vectors import BLOCK, PANEL, Panel, address, multiply_panel, rows_of
 from mtp_kernels.decoder.compiled_cpu.attention import Batch, Scratch
 from mtp_kernels.decoder.compiled_cpu.experts import NOT_PICKED
 from mtp_kernels.decoder.compiled_cpu.passes import run_layers, run_project
@@ -212,13 +212,11 @@ def plan_of(chains: Any, rows: Any, step: Any, heads: Any) -> Any:
     return plan(ends, lengths, heads)
 
 
-@compiled
-def most_parts(chains: Any, steps: Any, heads: Any) -> Any:
-    """Return the largest number of parts of a wave in any draft."""
-    most = 0
-    for step in range(1, steps):
-        most = max(most, plan_of(chains, growing(chains, step), step, heads)[2])
-    return most
+def most_parts(chains: Chains, heads: int) -> int:
+    """Return as many parts as a wave of any draft has at most: all of the last one's, or as many as
+    fit a wave."""
+    parts = -(-(chains.starts + chains.counts) // BLOCK) * heads
+    return int(min(parts.sum(), max(MAX_PARTS, parts.max())))
 
 
 @inner

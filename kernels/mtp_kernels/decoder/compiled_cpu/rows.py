@@ -14,7 +14,7 @@ from mtp_kernels.cpu.vectors import (
     Panel,
     Rows,
     address,
-    dot_rows,
+    dot_row,
     first_rows,
     floats,
     from_row,
@@ -40,8 +40,7 @@ def copy(source: Any, out: Any) -> None:
 @inner
 def norm_row(x: Any, weight: Any, eps: Any, out: Any) -> None:
     """Write the RMS norm of one row: x / sqrt(mean(x^2) + eps) * weight."""
-    row = Rows(address(x), 0, 1)
-    dot_rows(row, row, x.size, address(out), 1)
+    dot_row(address(x), address(x), x.size, address(out))
     mean = out[0] / np.float32(x.size)
     factor = np.float32(1.0) / np.float32(math.sqrt(np.float32(mean + eps)))
     for column in range(x.size):
@@ -50,9 +49,9 @@ def norm_row(x: Any, weight: Any, eps: Any, out: Any) -> None:
 
 @inner
 def norm_rows(x: Any, weight: Any, eps: Any, out: Any) -> None:
-    """Write the RMS norm of rows [s, d] to the first columns of out [>= s, >= d]."""
+    """Write the RMS norm of the first columns of rows x [s, >= d] to those of out [>= s, >= d]."""
     for row in range(x.shape[0]):
-        norm_row(x[row], weight, eps, out[row, : x.shape[1]])
+        norm_row(x[row, : weight.size], weight, eps, out[row, : weight.size])
 
 
 @inner
