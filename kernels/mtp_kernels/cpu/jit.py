@@ -154,10 +154,14 @@ def _version(module: str, path: str) -> str:
     """Return a digest of numba's version and the content of a module's sources, wherever they
     are."""
     digest = hashlib.sha256(numba.__version__.encode())
-    contents = (Path(file).read_bytes() for file in _sources(path, _projects(module)))
-    for content in sorted(hashlib.sha256(content).digest() for content in contents):
+    for content in sorted(map(_content_digest, _sources(path, _projects(module)))):
         digest.update(content)
     return digest.hexdigest()[:24]
+
+
+@cache
+def _content_digest(path: str) -> bytes:
+    return hashlib.sha256(Path(path).read_bytes()).digest()
 
 
 def _home() -> Path:

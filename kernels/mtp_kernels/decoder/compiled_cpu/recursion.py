@@ -13,16 +13,15 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from mtp_kernels.cpu.jit import compiled, inner
-from mtp_kernels.cpu.paged_attention import MAX_PARTS, TILE, plan, query_places
+from mtp_kernels.cpu.paged_attention import MAX_PARTS, TILE
 from mtp_kernels.cpu.team import share, wait
 from mtp_kernels.cpu.vectors import BLOCK, PANEL, Panel, address, multiply_panel, rows_of
-from mtp_kernels.decoder.compiled_cpu.attention import Batch, Scratch
+from mtp_kernels.decoder.compiled_cpu.attention import Batch, Scratch, plan_pass
 from mtp_kernels.decoder.compiled_cpu.experts import NOT_PICKED
 from mtp_kernels.decoder.compiled_cpu.passes import run_layers, run_project
 from mtp_kernels.decoder.compiled_cpu.rows import (
     BLOCK_ROWS,
     block_of,
-    cos_sin_of,
     norm_row,
     norm_rows,
     panel_of,
@@ -179,13 +178,14 @@ def best_of(best: Any, row: Any) -> Any:
 def batch_of(chains: Any, rows: Any, step: Any, heads: Any) -> Batch:
     """Return the batch of one draft: a row per growing chain, `step` positions behind its start."""
     positions, slots = np.empty(rows, np.int64), np.empty(rows, np.int64)
+    ends, lengths = np.empty(rows + 1, np.int32), np.empty(rows, np.int32)
+    ends[0] = 0
     for row in range(rows):
         at = chains.starts[row] + step
         positions[row] = at
         slots[row] = chains.page_table[row, at // chains.page] * chains.page + at % chains.page
-    tiles, waves, _ = plan_of(chains, rows, step, heads)
-    cos_sin = cos_sin_of(positions, chains.rope)
-    places = query_places(tiles, heads, rows)
+        ends[row + 1], lengths[row] = row + 1, at + 1
+    tiles, waves, _, cos_sin, places = plan_pass(ends, lengths, positions, chains.rope, heads)
     return Batch(cos_sin, slots, chains.page_table, chains.page, places, tiles, waves)
 
 
@@ -200,16 +200,6 @@ def no_batch(chains: Chains) -> Batch:
         tiles=np.empty(0, TILE),
         waves=np.empty(0, int),
     )
-
-
-@inner
-def plan_of(chains: Any, rows: Any, step: Any, heads: Any) -> Any:
-    """Return tiles and waves of such a batch, and the largest number of parts of a wave."""
-    ends, lengths = np.empty(rows + 1, np.int32), np.empty(rows, np.int32)
-    ends[0] = 0
-    for row in range(rows):
-        ends[row + 1], lengths[row] = row + 1, chains.starts[row] + step + 1
-    return plan(ends, lengths, heads)
 
 
 def most_parts(chains: Chains, heads: int) -> int:

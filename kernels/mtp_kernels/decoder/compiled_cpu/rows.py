@@ -7,8 +7,9 @@ from typing import Any
 
 import numpy as np
 from numba import carray
+from numba.extending import register_jitable
 
-from mtp_kernels.cpu.jit import compiled, inner
+from mtp_kernels.cpu.jit import inner
 from mtp_kernels.cpu.vectors import (
     PANEL,
     Panel,
@@ -68,8 +69,8 @@ def block_of(x: Any, first: Any, last: Any) -> Any:
     return first_rows(from_row(x, first), min(BLOCK_ROWS, last - first))
 
 
-@compiled
-def panels_of(columns: Any) -> Any:
+@register_jitable
+def panels_of(columns: int) -> int:
     """Return the number of panels that hold a number of outputs."""
     return -(-columns // PANEL)
 
@@ -114,7 +115,7 @@ def rotate_halves(x: Any, cos_sin: Any, out: Any) -> None:
         out[column] = x[column]
 
 
-@compiled
+@inner
 def cos_sin_of(positions: Any, rope: Any) -> Any:
     """Return cosines and sines [T, r] of positions [T], in turn, times the attention scaling."""
     inv_freq, scaling = rope
