@@ -213,11 +213,11 @@ def _run(options: VerifyOptions, group: Group | None, *, quiet: bool) -> VerifyR
     from mtp_export.verify.context import Context
     from mtp_export.verify.report.report import report_of
 
-    start = time.monotonic()
     with few_collections():
         context = Context.open(options, partial(progress_bar, quiet=quiet), group)
         if options.level > Level.FILES:
             import torch  # noqa: F401 (which all further checks need)
+    start = time.monotonic()
     results = []
     for result in run_checks(context):
         results.append(result)
