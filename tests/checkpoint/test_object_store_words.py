@@ -16,7 +16,7 @@ import pytest
 from obstore import exceptions as of
 
 from mtp_export import __version__
-from mtp_export.checkpoint import object_store, transfers
+from mtp_export.checkpoint import object_store
 from mtp_export.checkpoint.byte_source import Address
 from mtp_export.checkpoint.object_store import ObjectFile, open_object_store
 from mtp_export.errors import InvalidInputError, IoError, MtpExportError, UnsupportedError
@@ -41,14 +41,6 @@ def environment(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     for name in ("AWS_PROFILE", "AWS_ACCESS_KEY_ID", "AWS_SKIP_SIGNATURE", "AWS_ALLOW_HTTP"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("AWS_SHARED_CREDENTIALS_FILE", str(tmp_path / "none"))
-
-
-@pytest.fixture
-def waits(monkeypatch: pytest.MonkeyPatch) -> list[float]:
-    found: list[float] = []
-    monkeypatch.setattr(transfers.time, "sleep", found.append)
-    monkeypatch.setattr(transfers.random, "uniform", lambda least, most: most)
-    return found
 
 
 def file_of(size: int = 9, place: Address = WHERE) -> ObjectFile:
