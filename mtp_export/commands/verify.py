@@ -132,6 +132,16 @@ ShareOption = Annotated[
         help="Read share I of N into --workdir, for a run without it to join; slurm: by the task.",
     ),
 ]
+ClusterOption = Annotated[
+    str | None,
+    typer.Option(
+        "--cluster",
+        parser=shared.parse_cluster,
+        metavar="ADDRESS",
+        rich_help_panel=PERFORMANCE,
+        help="Read the bytes on a Ray cluster: local, auto or ray://HOST:PORT.",
+    ),
+]
 JUnit = Annotated[
     Path | None,
     typer.Option(
@@ -165,6 +175,7 @@ def verify(
     stream: Stream = False,
     workdir: Workdir = None,
     share: ShareOption = None,
+    cluster: ClusterOption = None,
     workers: shared.Workers = shared.DEFAULT_WORKERS,
     report: shared.Report = None,
     junit: JUnit = None,
@@ -191,6 +202,7 @@ def verify(
         workers=workers,
     )
     if share is not None:
+        shared.refuse_cluster_of_share(cluster)
         _check_share(options, share)
     taken = [path for path in (bundle, source, prompts) if path is not None]
     reports = try_reports({"--report": report, "--junit": junit, "--html": html}, taken)
@@ -199,13 +211,15 @@ def verify(
         reports.write({"--report": lambda: json_text(facts)})
         print_result(facts, table, shared.reporting_options(context))
         return
-    finished = _run(options, context.obj, quiet=quiet)
+    finished = _run(options, cluster, context.obj, quiet=quiet)
     _write_reports(finished, reports)
     print_result(finished.as_json(), report_table(finished), shared.reporting_options(context))
     finished.raise_if_failed()
 
 
-def _run(options: VerifyOptions, group: Group | None, *, quiet: bool) -> VerifyReport:
+def _run(
+    options: VerifyOptions, cluster: str | None, group: Group | None, *, quiet: bool
+) -> VerifyReport:
     """Run the checks, with progress and a line per finished check on stderr unless quiet."""
     from mtp_export.commands.progress_bar import progress_bar
     from mtp_export.verify import run_checks
@@ -218,6 +232,10 @@ def _run(options: VerifyOptions, group: Group | None, *, quiet: bool) -> VerifyR
         context = Context.open(options, partial(progress_bar, quiet=quiet), group)
         if options.level > Level.FILES:
             import torch  # noqa: F401 (which all further checks need)
+    if cluster is not None:
+        from mtp_export.cluster.verification import read_on_cluster
+
+        read_on_cluster(cluster, context)
     results = []
     for result in run_checks(context):
         results.append(result)
@@ -265,8 +283,12 @@ def _read_share(options: VerifyOptions, share: Share, *, quiet: bool) -> tuple[d
 
     start = time.monotonic()
     context = Context.open(options, partial(progress_bar, quiet=quiet))
-    parts = [part.name for part in context.parts if part.checkpoint is not None]
-    size_bytes = sum(context.walk_share(part, share).size_bytes for part in parts)
+    assert context.findings is not None, "there is a --workdir"
+    size_bytes = 0
+    for part in context.opened_parts:
+        plan, known = context.walk_share(part.name, share)
+        context.findings.keep(part.name, share, known)
+        size_bytes += plan.size_bytes
     seconds = time.monotonic() - start
     facts = {
         "bundle": str(options.bundle),
