@@ -233,11 +233,9 @@ def test_two_machines_serve_until_one_is_gone() -> None:
         text = completion(serving(agents[0]), "The cat")
         options = ("--prompt", "The cat", "--max-new-tokens", "8", "--json")
         assert text == decoded(run_program("generate", FIXTURE, *options).out)[0][1]
-        start = time.monotonic()
         for process in processes_of(agents[1]):
             os.kill(process, signal.SIGKILL)
         code, err = ended(agents[0], 30)
-        assert time.monotonic() - start < 30
         assert code and err.count("mtp-export: error:") == 1, err
         assert "has ended or cannot be reached" in err and "rank 0 of 2" in err
     finally:
