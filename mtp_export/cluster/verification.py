@@ -44,12 +44,7 @@ def read_on_cluster(address: str, context: Context) -> None:
     Raises what run_tasks and read_share do.
     """
     plans = {part.name: context.walk_plan(part.name) for part in context.opened_parts}
-    keys = [
-        PartShare(part, Share(number, count))
-        for part, plan in plans.items()
-        for count in [-(-plan.size_bytes // TASK_BYTES)]
-        for number in range(1, count + 1)
-    ]
+    keys = [share for part, plan in plans.items() for share in _shares(part, plan.size_bytes)]
     if not keys:
         return
     tasks = Tasks(
@@ -69,6 +64,11 @@ def read_on_cluster(address: str, context: Context) -> None:
             progress(size_bytes)
 
         run_tasks(address, tasks, take)
+
+
+def _shares(part: str, size_bytes: int) -> list[PartShare]:
+    count = -(-size_bytes // TASK_BYTES)
+    return [PartShare(part, Share(number, count)) for number in range(1, count + 1)]
 
 
 def read_share(verification: Verification, key: PartShare) -> tuple[Known, int]:
