@@ -107,7 +107,7 @@ def read(bundle: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
     real = TensorStream.__init__
 
     def watched(stream: TensorStream, info: TensorInfo, queue: DiskQueue) -> None:
-        if str(info.path).startswith(str(bundle)):
+        if Path(str(info.path)).resolve().is_relative_to(bundle.resolve()):
             names.append(f"{info.path.parent.name} {info.name}")
         real(stream, info, queue)
 
