@@ -202,8 +202,7 @@ def verify(
         workers=workers,
     )
     if share is not None:
-        shared.refuse_cluster_of_share(cluster)
-        _check_share(options, share)
+        _check_share(options, share, cluster)
     taken = [path for path in (bundle, source, prompts) if path is not None]
     reports = try_reports({"--report": report, "--junit": junit, "--html": html}, taken)
     if share is not None:
@@ -257,10 +256,11 @@ def _write_reports(report: VerifyReport, files: ReportFiles) -> None:
     )
 
 
-def _check_share(options: VerifyOptions, share: Share) -> None:
+def _check_share(options: VerifyOptions, share: Share, cluster: str | None) -> None:
     """Refuse a share that leaves nothing for others, or reads none of it (UsageError)."""
     from mtp_export.verify.check import Level
 
+    shared.refuse_cluster_of_share(cluster)
     if options.workdir is None:
         raise UsageError(
             "A share of a verification needs a folder for what it finds",

@@ -226,7 +226,7 @@ def processes_of(agent: subprocess.Popen[str]) -> list[int]:
 
 @pytest.mark.nightly
 def test_two_machines_serve_until_one_is_gone() -> None:
-    """What is served is what one process generates; the other machine's rank then says why."""
+    """Completions are those of one process; the rank that is left says why it ends."""
     pytest.importorskip("uvicorn")
     agents = machines(2, "first machine", "serve", FIXTURE, "--port", 0)
     try:
