@@ -20,6 +20,7 @@ from mtp_export.errors import UsageError
 from mtp_export.progress import format_bytes
 
 if TYPE_CHECKING:
+    from mtp_export.verify.check import Level
     from mtp_export.verify.context import VerifyOptions
     from mtp_export.verify.report.report import Report as VerifyReport
     from mtp_runtime.parallel.group import Group
@@ -35,6 +36,13 @@ class LevelName(StrEnum):
     WEIGHTS = "weights"
     RUN = "run"
     ALL = "all"
+
+    @property
+    def depth(self) -> Level:
+        """The level of the checks."""
+        from mtp_export.verify.check import Level
+
+        return Level.RUN if self is LevelName.ALL else Level[self.name]
 
 
 def parse_ks(text: str) -> tuple[int, ...]:
@@ -184,14 +192,13 @@ def verify(
     quiet: shared.Quiet = False,
 ) -> None:
     """Verify that a bundle is what it claims to be: its files, its weights, and how it decodes."""
-    from mtp_export.verify.check import Level
     from mtp_export.verify.context import VerifyOptions
     from mtp_export.verify.report.table import report_table
 
     options = VerifyOptions(
         bundle=bundle,
         source=source,
-        level=Level.RUN if level is LevelName.ALL else Level[level.name],
+        level=level.depth,
         prompts=prompts,
         max_new_tokens=max_new_tokens,
         ks=parse_ks(k),
