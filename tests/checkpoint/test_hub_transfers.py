@@ -14,7 +14,7 @@ from huggingface_hub import HfApi, constants
 from huggingface_hub.hf_api import RepoFile
 
 from mtp_export import __version__
-from mtp_export.checkpoint import hub_client, transfers
+from mtp_export.checkpoint import hub_client
 from mtp_export.checkpoint.byte_source import Address
 from mtp_export.checkpoint.hub_client import HubClient
 from mtp_export.errors import IoError, MtpExportError
@@ -39,14 +39,6 @@ def client() -> HubClient:
 @pytest.fixture(autouse=True)
 def token(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HF_TOKEN", "hf_secret")
-
-
-@pytest.fixture
-def waits(monkeypatch: pytest.MonkeyPatch) -> list[float]:
-    found: list[float] = []
-    monkeypatch.setattr(transfers.time, "sleep", found.append)
-    monkeypatch.setattr(transfers.random, "uniform", lambda least, most: most)
-    return found
 
 
 def serve(patch: pytest.MonkeyPatch, *handlers: Handler) -> list[httpx2.Request]:

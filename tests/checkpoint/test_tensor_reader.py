@@ -107,7 +107,7 @@ def test_windows_of_a_matrix(
     matrix = np.frombuffer(CONTENT, np.uint8, 100 * 33 * 4, offset).reshape(100, 33 * 4)
     with TensorReader(info, once=True) as reader:
         for rows in (range(100), range(3, 4), range(57, 99), range(5, 5)):
-            for columns in (range(33), range(1), range(7, 20), range(32, 33)):
+            for columns in (range(33), range(1), range(7, 20), range(32, 33), range(5, 5)):
                 found = reader.window(rows, columns)
                 assert tuple(found.shape) == (len(rows), len(columns))
                 assert str(found.dtype) == "torch.float32"

@@ -11,10 +11,7 @@ import json
 import logging
 import os
 import shutil
-import warnings
 import zipfile
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -22,6 +19,7 @@ from typing import Any
 import torch
 
 from mtp_export.errors import InvalidInputError, UnsupportedError
+from mtp_export.quiet import quieted
 from mtp_kernels.batch_layout import BatchLayout
 from mtp_runtime.cache import Cache, PageAllocator
 from mtp_runtime.models.model import Model, ModelCache, States
@@ -72,7 +70,8 @@ def compile_step(model: Model, page_size: int, path: Path) -> None:
 
     facts = json.dumps(asdict(PackageFacts.of(model, page_size)))
     options = {"aot_inductor.metadata": {_FACTS: facts}, "compile_threads": 1}
-    with fresh_cache(), _quiet():
+    # Inductor remarks on operators that it leaves to torch.
+    with fresh_cache(), quieted("torch._inductor", logging.ERROR):
         torch._inductor.aoti_compile_and_package(
             exported, package_path=str(path), inductor_configs=options
         )
@@ -182,21 +181,6 @@ def _sizes(step: Step) -> list[dict[int, Any] | None]:
         *({0: rows} for _ in range(3)),
         *({0: requests, 1: columns}, {0: requests}, {0: ends}),
     ]
-
-
-@contextmanager
-def _quiet() -> Iterator[None]:
-    """Keep Inductor's remarks on operators that it leaves to torch from users, who can do nothing
-    about them."""
-    logger = logging.getLogger("torch._inductor")
-    before = logger.level
-    logger.setLevel(logging.ERROR)
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            yield
-    finally:
-        logger.setLevel(before)
 
 
 def _require_compiler() -> None:
