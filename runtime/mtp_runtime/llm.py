@@ -12,7 +12,7 @@ from typing import Unpack, cast
 
 import torch
 
-from mtp_export.errors import UsageError
+from mtp_export.errors import InvalidInputError, UsageError
 from mtp_export.families.contract import MtpContract
 from mtp_runtime.acceptance import ACCEPTANCE_RULES
 from mtp_runtime.chat import Chat, Message
@@ -30,7 +30,7 @@ from mtp_runtime.engine import Engine
 from mtp_runtime.loading.weight_source import Ledger
 from mtp_runtime.logprobs import TokenLogprobs
 from mtp_runtime.memory import bound_device, cache_tokens_within
-from mtp_runtime.models.load import Loaded, LoadOptions, load_model
+from mtp_runtime.models.load import Loaded, LoadOptions, load_model, open_model
 from mtp_runtime.models.model import Model
 from mtp_runtime.parallel.group import LONE, Group
 from mtp_runtime.prompts import require_unicode
@@ -126,6 +126,8 @@ class LLM:
             parallel_mode=parallel_mode,
             static_graph=graphs.wanted,
         )
+        if loaded is None:
+            _check_auto(Path(bundle), config.speculation, options)
         self._loaded = loaded or _load_within(max_memory_bytes, Path(bundle), options, group)
         draft = None if folder is None else self._draft(folder, config, options, group)
         self.engine = self._engine(config, max_memory_bytes, draft, graphs)
@@ -280,7 +282,13 @@ def _draft_folder(
     """Return the folder of a second model or draft. Raises as _check_choices and _own_draft."""
     config = engine.speculation
     _check_choices(config, draft_model, prefix_cache=engine.prefix_cache)
-    return Path(draft_model) if draft_model else _own_draft(bundle, config.method)
+    if draft_model is None:
+        return _own_draft(bundle, config.method)
+    if not Path(draft_model).is_dir():
+        raise InvalidInputError(
+            "There is no draft_model here", where=draft_model, expected="a folder of a draft"
+        )
+    return Path(draft_model)
 
 
 def _check_choices(
@@ -299,13 +307,30 @@ def _check_choices(
             expected=" or ".join(takers),
             todo="Leave the prefix cache out, or choose another method",
         )
-    kind = DRAFTERS[method]
+    if not kind.draws and config.shapes_distributions:
+        raise UsageError(
+            "Options draft_temperature and draft_stop_entropy are for drafts that are drawn",
+            expected=" or ".join(name for name, other in DRAFTERS.items() if other.draws),
+            found=f"speculate_method {method}",
+        )
     if kind.read is None and kind.needs_draft_model != (draft_model is not None):
         takers = [n for n, other in DRAFTERS.items() if other.needs_draft_model or other.read]
         raise UsageError(
             f"The speculate_method {method} {'needs a' if draft_model is None else 'takes no'}"
             " draft_model",
             expected=f"a draft_model with {' or '.join(takers)}, and with no other",
+        )
+
+
+def _check_auto(bundle: Path, config: SpeculationConfig, options: LoadOptions) -> None:
+    """Raise UsageError for options of drafts with a bundle that auto finds no module in. Headers
+    tell, before any weight is read."""
+    asks = config.method == AUTO_DRAFTS and config.shapes_drafts
+    if asks and not open_model(bundle, options).builder.source.has_mtp:
+        raise UsageError(
+            "The options ask for drafts, and there is no MTP module to draft with",
+            where=bundle,
+            expected="a bundle with main and mtp, or another speculate_method than auto",
         )
 
 
