@@ -1,4 +1,4 @@
-"""Steps of a training: which drafts of a chain count, how deep chains grow, and what a seed decides."""
+"""Steps of a training: drafts of a chain that count, growing chains, and the order by a seed."""
 
 from __future__ import annotations
 
