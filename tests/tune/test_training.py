@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import pytest
 import torch
 from torch import Tensor, nn
 
@@ -103,3 +104,29 @@ def test_a_seed_decides_the_order_of_texts(tmp_path: Path) -> None:
         training.run(store_of(folder, *texts), lambda step, losses: None)
         losses.append(training.log.losses)
     assert losses[0] == losses[1] != losses[2]
+
+
+def test_deeper_losses_weigh_less(tmp_path: Path) -> None:
+    """The gradient is that of the sum of all depths' losses, each 0.8 of the one before."""
+    store = store_of(tmp_path, torch.arange(LENGTH))
+    best = torch.arange(2, 2 + LENGTH) + torch.arange(3)[:, None]
+
+    def step(weight: float) -> tuple[list[float], float]:
+        draft, gradients = FixedDraft(best.remainder(VOCAB)), list[Tensor]()
+        with torch.no_grad():
+            draft.parameters["weight"].fill_(weight)
+        draft.parameters["weight"].register_hook(gradients.append)
+        options = TrainOptions(k=3, steps=1, batch_tokens=16)
+        training = training_of(draft, tmp_path / str(weight), options)
+        training.depths_of = lambda step: 3  # type: ignore[method-assign]
+        training.run(store, lambda step, losses: None)
+        (gradient,) = gradients
+        return training.log.losses[0], float(gradient)
+
+    change = 1e-2
+    (low, _), (high, _), (_, gradient) = step(1 - change), step(1 + change), step(1.0)
+    slopes = [(b - a) / (2 * change) for a, b in zip(low, high, strict=True)]
+    assert all(slope < -0.01 for slope in slopes)
+    wanted = sum(0.8**depth * slope for depth, slope in enumerate(slopes))
+    assert gradient == pytest.approx(wanted, rel=1e-2)
+    assert gradient != pytest.approx(sum(slopes), rel=1e-2)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import shutil
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
@@ -81,6 +82,16 @@ def test_what_a_dry_run_foretells_is_what_a_run_takes(
     mtp = sum(path.stat().st_size for path in (output / "mtp").glob("*.safetensors"))
     assert facts["output_bytes"] == pytest.approx(mtp, rel=0.01)
     assert facts["seconds"] > 0
+
+
+def test_the_work_folder_is_beside_the_output(
+    options: TuneOptions, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "inner").mkdir()
+    monkeypatch.chdir(tmp_path / "inner")
+    for output, work in ((".", "inner-work"), ("..", f"{tmp_path.name}-work"), ("a", "a-work")):
+        own = replace(options, workdir=None, output_dir=Path(output))
+        assert own.work == (tmp_path / "inner" / output).resolve().parent / work
 
 
 def test_a_bundle_without_room_is_refused_before_the_training(

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from cases import edit_json, export, read_json, read_tensors, run_program
+from cases import edit_json, export, nightly_but, read_json, read_tensors, run_program
 from mtp_export.tune.drafts import DRAFTS
 from mtp_export.tune.eagle3 import Eagle3Draft
 from mtp_export.tune.options import DataOptions, TrainOptions, TuneOptions
@@ -21,7 +21,7 @@ from mtp_export.tune.run import tune
 from mtp_export.tune.source_bundle import SourceBundle
 from mtp_runtime import LLM, SamplingParams
 from mtp_runtime.teacher_forcing import Text, Texts
-from runtime.checkpoints import SMALL, write_checkpoint
+from runtime.checkpoints import SMALL, SMALL_CONFIGS, write_checkpoint
 from runtime.drafts import write_eagle3
 from tune.running import Watch, value
 
@@ -204,3 +204,19 @@ def test_eagle3_needs_three_layers_to_tap(random_prompts: Path, tmp_path: Path) 
     assert outcome.code == 4
     assert "7 layers or more" in outcome.err
     assert not list(tmp_path.glob("output*"))
+
+
+@pytest.mark.parametrize("model_type", nightly_but(["deepseek_v32"], SMALL_CONFIGS))
+def test_the_module_of_every_family_is_trained(
+    model_type: str, random_prompts: Path, tmp_path: Path
+) -> None:
+    checkpoint = write_checkpoint(tmp_path / "checkpoint", SMALL_CONFIGS[model_type])
+    assert export(checkpoint, tmp_path / "bundle", "--allow-untied", "--quiet").code == 0
+    options = options_of(tmp_path / "bundle", random_prompts, tmp_path, "mtp", steps=2)
+    assert tune(options, Watch()) is not None
+    before, after = (
+        read_tensors(folder / "mtp") for folder in (options.bundle, options.output_dir)
+    )
+    changed = {name for name in before if not before[name].equal(after[name])}
+    assert any(name.endswith("eh_proj.weight") for name in changed)
+    assert len(changed) > 5
