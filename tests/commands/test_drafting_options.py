@@ -4,7 +4,6 @@ is read."""
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, cast
 
@@ -21,7 +20,7 @@ MTP = ("--speculate-method", "mtp")
 Words = tuple[object, ...]
 
 # Of the commands, the same of LLM, and words of the refusal.
-REFUSED: list[tuple[Words, Mapping[str, Any], str]] = [
+REFUSED: list[tuple[Words, dict[str, Any], str]] = [
     (("--k-schedule", "1"), {"k_schedule": [1]}, "cannot be read"),
     (("--k-schedule", "1:x"), {"k_schedule": "1:5"}, "cannot be read"),
     (("--k-schedule", "1:2:3"), {"k_schedule": [(1, 2, 3)]}, "cannot be read"),
@@ -71,7 +70,7 @@ REFUSED: list[tuple[Words, Mapping[str, Any], str]] = [
 
 @pytest.mark.parametrize(("words", "options", "refusal"), REFUSED)
 def test_the_same_is_refused_before_loading(
-    words: Words, options: Mapping[str, Any], refusal: str, tmp_path: Path
+    words: Words, options: dict[str, Any], refusal: str, tmp_path: Path
 ) -> None:
     """Loading would say that there is no bundle."""
     nothing = tmp_path / "nothing"
@@ -80,7 +79,7 @@ def test_the_same_is_refused_before_loading(
         assert (outcome.code, outcome.out) == (2, ""), outcome
         assert refusal in outcome.err and len(outcome.err.strip().splitlines()) == 1
     with pytest.raises(UsageError, match=refusal):
-        LLM(nothing, **cast(Any, options))
+        LLM(nothing, **cast(Any, {"speculate_method": "auto"} | options))
 
 
 ACCEPTED: list[tuple[Words, SpeculationConfig]] = [
@@ -123,9 +122,14 @@ def test_options_of_drafts_want_a_module_before_loading(
     output = tmp_path / "bundle"
     assert export(pristine, output, "--part", "main", "--quiet").code == 0
     monkeypatch.setattr("mtp_runtime.llm.load_model", lambda *_: pytest.fail("weights are read"))
-    for options in ({"adaptive": True}, {"k_schedule": [(1, 2)]}, {"draft_stop_entropy": 1.0}):
+    asking: list[dict[str, Any]] = [
+        {"adaptive": True},
+        {"k_schedule": [(1, 2)]},
+        {"draft_stop_entropy": 1.0},
+    ]
+    for options in asking:
         with pytest.raises(UsageError, match="no MTP module to draft with"):
-            LLM(output, **cast(Any, options))
+            LLM(output, speculate_method="auto", **cast(Any, options))
 
 
 def test_a_draft_that_is_not_there_is_missed_before_loading(tmp_path: Path) -> None:
