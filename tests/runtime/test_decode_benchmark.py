@@ -26,7 +26,8 @@ def test_every_method_has_a_row(small: Path, tmp_path: Path) -> None:
     rows = [concurrency_row(llm, name, 2, prompts, 4) for name, llm in engines.items()]
     shown = [line.split(" | ")[0] for line in table(rows).splitlines()[2:]]
     assert shown == [f"| {name}" for name in engines]
-    assert [llms[name].engine.totals.drafted != [] for name in names] == [True, False, True, True]
+    drafting = {name for name in names if llms[name].engine.totals.drafted}
+    assert drafting >= {"mtp k=2", "eagle3 k=2", "parallel_heads k=2"}
     draw(rows, tmp_path / "decode.svg")
     drawn = (tmp_path / "decode.svg").read_text()
     assert all(name in drawn for name in engines)
