@@ -1,4 +1,4 @@
-"""SGLang's own class loads every tensor of our EAGLE-3 drafts, whichever of its names the layer has,
+"""SGLang's own class loads every tensor of our EAGLE-3 drafts, the layer under either of its names,
 and its target taps the layers that they name."""
 
 from __future__ import annotations

@@ -133,7 +133,7 @@ def test_adaptive_drafting_keeps_the_distribution(
     a request that shows it what lengths cost; a clock of its own makes them the same for the same
     past, and steps of different length."""
     target, draft = tables(seed=3)
-    params = SamplingParams(temperature=1.0, max_tokens=4)
+    params = SAMPLINGS[1]
     found: Counter[tuple[int, ...]] = Counter()
     lengths = set()
     choices: Branches | None = Branches([])
@@ -158,11 +158,11 @@ def test_adaptive_drafting_keeps_the_distribution(
 
 @pytest.mark.parametrize("method", nightly_but(["mtp"], sorted(DRAFTERS)))
 def test_a_schedule_keeps_the_distribution_of_requests_together(method: str) -> None:
-    """Of two requests one ends first, so that each number of the schedule counts for a while; their
-    outputs are independent of each other, and each has the target's distribution."""
+    """Of two requests one may end first, so that each number of the schedule counts for a while;
+    their outputs are independent of each other, and each has the target's distribution."""
     target, draft = tables(seed=3)
-    schedule = {"k_schedule": ((1, 2), (2, 1)), "draft_temperature": (0.5, 2.0)}
-    engine = engine_of(target, draft, build_of(method), **schedule)
+    options = {"k_schedule": ((1, 0), (2, 1)), "draft_temperature": (0.5, 2.0)}
+    engine = engine_of(target, draft, build_of(method), **options)
     each = [SamplingParams(temperature=0.6, top_k=2, max_tokens=tokens) for tokens in (3, 4)]
     alone = [target_distribution(target, params) for params in each]
     expected = {
@@ -171,7 +171,7 @@ def test_a_schedule_keeps_the_distribution_of_requests_together(method: str) -> 
         for other in alone[1]
     }
     found: Counter[tuple[int, ...]] = Counter()
-    deepest = [0, 0]
+    courses = set()
     choices: Branches | None = Branches([])
     while choices is not None:
         requests = [Request(number, PROMPT, params) for number, params in enumerate(each)]
@@ -181,11 +181,10 @@ def test_a_schedule_keeps_the_distribution_of_requests_together(method: str) -> 
             pass
         outputs = tuple(token for request in requests for token in request.output)
         found[outputs] += choices.probability  # type: ignore[assignment]
-        depths = [len(request.metrics.drafted) for request in requests]
-        deepest = [max(pair) for pair in zip(deepest, depths, strict=True)]
+        courses.add((*requests[1].metrics.drafted, requests[1].metrics.target_steps))
         choices = choices.following()
     if method == "mtp":
-        assert deepest == [1, 2]
+        assert (1, 4) in courses, "a draft beside the other request, and none alone"
     assert distance(dict(found), expected) < 1e-9
 
 

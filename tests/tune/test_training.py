@@ -126,7 +126,7 @@ def test_deeper_losses_weigh_less(tmp_path: Path) -> None:
     change = 1e-2
     (low, _), (high, _), (_, gradient) = step(1 - change), step(1 + change), step(1.0)
     slopes = [(b - a) / (2 * change) for a, b in zip(low, high, strict=True)]
-    assert all(slope < -0.01 for slope in slopes)
+    assert min(map(abs, slopes)) > 0.1, slopes
     wanted = sum(0.8**depth * slope for depth, slope in enumerate(slopes))
     assert gradient == pytest.approx(wanted, rel=1e-2)
     assert gradient != pytest.approx(sum(slopes), rel=1e-2)

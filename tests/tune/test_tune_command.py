@@ -47,9 +47,9 @@ def test_it_prints_draws_and_reports(options: TuneOptions, work: Path, tmp_path:
     )
     assert outcome.code == 0, outcome.err
     assert re.search(r"tune: 100%, 3 steps.*loss \d\.\d{3}", outcome.err), outcome.err
-    interval = r"\d\.\d{3} \[-?\d\.\d{3}, \d\.\d{3}\]"
+    interval = r"[ │]+\d\.\d{3} \[-?\d\.\d{3}, \d\.\d{3}\]"
     for depth in range(1, K + 1):
-        assert re.search(rf"draft {depth} accepted, k={K} +{interval} +{interval}", outcome.out)
+        assert re.search(rf"draft {depth} accepted, k={K}{interval}{interval}", outcome.out)
     drawn = ElementTree.fromstring(plot.read_text())
     assert "cross entropy" in "".join(drawn.itertext())
     facts = read_json(report)
