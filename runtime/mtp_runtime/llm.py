@@ -126,8 +126,6 @@ class LLM:
             parallel_mode=parallel_mode,
             static_graph=graphs.wanted,
         )
-        if loaded is None:
-            _check_auto(Path(bundle), config.speculation, options)
         self._loaded = loaded or _load_within(max_memory_bytes, Path(bundle), options, group)
         draft = None if folder is None else self._draft(folder, config, options, group)
         self.engine = self._engine(config, max_memory_bytes, draft, graphs)
@@ -279,9 +277,11 @@ def _output(request: Request) -> RequestOutput:
 def _draft_folder(
     bundle: Path, engine: EngineConfig, draft_model: Path | str | None
 ) -> Path | None:
-    """Return the folder of a second model or draft. Raises as _check_choices and _own_draft."""
+    """Return the folder of a second model or draft. Raises what the checks and _own_draft raise,
+    and InvalidInputError for a folder that is not there."""
     config = engine.speculation
     _check_choices(config, draft_model, prefix_cache=engine.prefix_cache)
+    _check_auto(bundle, config)
     if draft_model is None:
         return _own_draft(bundle, config.method)
     if not Path(draft_model).is_dir():
@@ -322,11 +322,11 @@ def _check_choices(
         )
 
 
-def _check_auto(bundle: Path, config: SpeculationConfig, options: LoadOptions) -> None:
+def _check_auto(bundle: Path, config: SpeculationConfig) -> None:
     """Raise UsageError for options of drafts with a bundle that auto finds no module in. Headers
     tell, before any weight is read."""
     asks = config.method == AUTO_DRAFTS and config.shapes_drafts
-    if asks and not open_model(bundle, options).builder.source.has_mtp:
+    if asks and not open_model(bundle, LoadOptions()).builder.source.has_mtp:
         raise UsageError(
             "The options ask for drafts, and there is no MTP module to draft with",
             where=bundle,
