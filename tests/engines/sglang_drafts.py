@@ -20,7 +20,7 @@ import torch
 from safetensors.torch import load_file
 from sglang_modules import Finder
 from torch import nn
-from transformers import PretrainedConfig
+from transformers import AutoConfig
 
 UNTOUCHED = 12345.0
 _CLASS = "sglang.srt.models.kimi_k25_eagle3"
@@ -63,15 +63,14 @@ class Mlp(nn.Module):
 class Mla(nn.Module):
     def __init__(self, *, config: Any, hidden_size: int, **given: Any) -> None:
         super().__init__()
-        vars(self).update({name: value for name, value in given.items() if "rank" in name})
-        self.qk_nope_head_dim, self.v_head_dim = given["qk_nope_head_dim"], given["v_head_dim"]
-        heads, key = given["num_heads"], self.qk_nope_head_dim + given["qk_rope_head_dim"]
+        vars(self).update({name: own for name, own in given.items() if type(own) is int})
+        heads, key = given["num_heads"], given["qk_nope_head_dim"] + given["qk_rope_head_dim"]
+        values = given["qk_nope_head_dim"] + given["v_head_dim"]
         self.q_a_layernorm = Norm(given["q_lora_rank"])
         self.q_b_proj = Matrix(given["q_lora_rank"], heads * key)
         self.kv_a_layernorm = Norm(given["kv_lora_rank"])
-        values = self.qk_nope_head_dim + self.v_head_dim
         self.kv_b_proj = Matrix(given["kv_lora_rank"], heads * values)
-        self.o_proj = Matrix(heads * self.v_head_dim, hidden_size)
+        self.o_proj = Matrix(heads * given["v_head_dim"], hidden_size)
 
 
 def load(parameter: torch.Tensor, loaded: torch.Tensor) -> None:
@@ -106,7 +105,7 @@ class Skipped(logging.Handler):
 def loading(folder: Path, skipped: Skipped) -> dict[str, Any]:
     """Load one draft."""
     module = importlib.import_module(_CLASS)
-    config = PretrainedConfig(**json.loads((folder / "config.json").read_text()))
+    config = AutoConfig.from_pretrained(folder)
     (name,) = config.architectures
     model = getattr(module, name)(config)
     stored = load_file(folder / "model.safetensors")
