@@ -197,11 +197,8 @@ def _draft_modules(method: str, family: ModelFamily, partly: Conversion | None) 
 
 def _modules(specs: Iterable[TensorSpec]) -> list[str]:
     """Return the modules of linears; a layer's experts as one name."""
-    names: dict[str, None] = {}
-    for spec in specs:
-        layer, experts, _ = spec.module.partition(".mlp.experts.")
-        names[layer + experts.rstrip(".")] = None
-    return list(names)
+    parts = (spec.module.partition(".mlp.experts.") for spec in specs)
+    return list(dict.fromkeys(layer + experts.rstrip(".") for layer, experts, _ in parts))
 
 
 def _linears(family: ModelFamily) -> list[TensorSpec]:

@@ -146,8 +146,8 @@ def _placed(
 
 
 def _whole(tensor: TensorInfo, read: Read) -> torch.Tensor:
-    rows = range(tensor.shape[0] if tensor.shape else 1)
-    return read(tensor, rows, range(tensor.shape[1]) if len(tensor.shape) == 2 else None)
+    """Read a vector or a number, such as a constant."""
+    return read(tensor, range(tensor.shape[0] if tensor.shape else 1), None)
 
 
 def _widened(part: range, unit: int, size: int) -> range:
