@@ -14,6 +14,7 @@ import argparse
 import json
 import time
 from collections.abc import Mapping, Sequence
+from itertools import pairwise
 from pathlib import Path
 from statistics import median, quantiles
 
@@ -22,6 +23,7 @@ import torch
 from benchmarks.bench_decode import CONCURRENCIES, Prompts, hardware, prompts_of
 from mtp_runtime import LLM, SamplingParams
 from mtp_runtime.models.load import LoadOptions, load_model
+from mtp_runtime.request import RequestMetrics
 
 ADAPTIVE = "adaptive"
 MIN_TURNS, MAX_TURNS, MAX_PROMPTS = 5, 30, 96
@@ -49,6 +51,8 @@ def row_of(
     names, turns = list(engines), []
     count = max(MIN_TURNS, min(MAX_TURNS, MAX_PROMPTS // size))
     for number in range(count + WARM_UP):
+        if number == WARM_UP:
+            engines[ADAPTIVE].engine.totals = RequestMetrics()
         asked = [prompts[(number * size + place) % len(prompts)] for place in range(size)]
         first = number % len(names)  # no engine is always the one after the slowest
         order = names[first:] + names[:first]
@@ -65,7 +69,14 @@ def row_of(
         "tokens_per_second": {name: written / sum(turn[name] for turn in turns) for name in names},
         "adaptive_over_best": median(ratios),
         "ratios": ratios,
+        "lengths": lengths_of(engines[ADAPTIVE].engine.totals),
     }
+
+
+def lengths_of(totals: RequestMetrics) -> list[float]:
+    """Return the share of blocks that had no draft, one, two, ..."""
+    at_least = [totals.target_steps, *totals.drafted, 0]
+    return [round((a - b) / totals.target_steps, 3) for a, b in pairwise(at_least)]
 
 
 def table(rows: list[dict[str, object]], names: list[str]) -> str:

@@ -101,9 +101,12 @@ def plot(points: list[dict[str, Any]], path: Path) -> None:
     gigabytes = [point["bytes"] / 1e9 for point in points]
     for name in ("cp", "mtp-export", "direct I/O"):
         time.plot(gigabytes, [p[name]["median_seconds"] for p in points], marker="o", label=name)
-    memory.plot(gigabytes, [p["mtp-export"]["peak_bytes"] / 1e6 for p in points], marker="o")
+    peaks = [p["mtp-export"]["peak_bytes"] / 1e6 for p in points]
+    memory.plot(gigabytes, peaks, marker="o")
     time.set(xlabel="GB read and written", ylabel="seconds", xlim=0, ylim=0)
-    memory.set(xlabel="GB read and written", ylabel="peak memory, MB", xlim=0, ylim=0)
+    memory.set(
+        xlabel="GB read and written", ylabel="peak memory, MB", xlim=0, ylim=(0, 1.2 * max(peaks))
+    )
     time.legend()
     figure.tight_layout()
     figure.savefig(path, dpi=120)

@@ -48,6 +48,20 @@ def test_export(name: str, first: str) -> None:
     assert peak == f"{facts['peak_bytes'] / 1e6:,.0f} MB"
 
 
+def test_sizes() -> None:
+    facts = results("sizes.json")
+    assert rows_of(SECTIONS["Time and memory by size"]) == [
+        [
+            f"{point['bytes'] / 1e9:.1f} GB",
+            *(f"{point[n]['median_seconds']:.1f} s" for n in ("mtp-export", "cp", "direct I/O")),
+            f"{point['share_of_limit']:.2f}",
+            f"{point['mtp-export']['peak_bytes'] / 1e6:.0f} MB",
+        ]
+        for point in facts["points"]
+    ]
+    assert facts["machine"]["commit"][:12] in TEXT
+
+
 @pytest.mark.parametrize(
     ("name", "position"),
     [("fp8 -> int8", 0), ("cp, the bytes of fp8 -> int8", 1), ("fp8 -> int4", 2),

@@ -7,19 +7,21 @@ target's whichever is used.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from math import log2
-from statistics import median_low
+from statistics import fmean, median_low
 from typing import Protocol
 
 import numpy as np
 
 from mtp_runtime.config import SpeculationConfig
 
-_SAMPLES = 5  # of a time: their median shrugs off a step that was interrupted
-_AT_FIRST = 2  # samples of a length that is measured before any is chosen
-_PROBE_STEPS = 32
+_SAMPLES = 15  # of a time
+_AT_FIRST = 3  # of every length, before any is chosen
+_PACES = 5
+_PROBE_STEPS = 40
+_NEARLY = 0.8  # of the best length's rate
 _KEPT = 0.99  # of what was counted of acceptance, at each step
 _FIRST_ACCEPTANCE, _WEIGHT = 0.8, 2.0  # assumed at first, and how many drafts outweigh it
 
@@ -64,51 +66,35 @@ class AdaptiveLength:
     """Chooses the number of drafts with most tokens per second, E[L] / T(batch size, drafts).
 
     E[L] follows from the acceptance of each position in recent blocks, T from the times of recent
-    steps: batch sizes that differ little share them, and numbers of drafts that were not tried lie
-    between those that were. Lengths next to the best one are tried every _PROBE_STEPS steps, so
-    that a better one is found when text or load change.
+    steps, which batch sizes that differ little share. Every _PROBE_STEPS steps another length is
+    tried, so that a better one is found when text or load change.
     """
 
     def __init__(self, max_drafts: int) -> None:
         self._max = max_drafts
         self._reached, self._accepted = np.zeros(max_drafts), np.zeros(max_drafts)
-        # Seconds per request of recent steps, by class of batch sizes and then by drafts.
-        self._seconds: dict[int, dict[int, deque[float]]] = {}
+        self._times: dict[int, _Times] = {}  # by class of batch sizes
         self._steps = 0
 
     def choose(self, batch: int) -> int:
-        times = self._seconds.get(_class_of(batch), {})
-        first = min(self._measured_first(), key=lambda drafts: len(times.get(drafts, ())))
-        if len(times.get(first, ())) < _AT_FIRST:
-            return first
-        best = int(np.argmax(self._tokens() / self._times(times)))
+        times = self._times_of(batch)
+        if (untried := times.untried()) is not None:
+            return untried
+        rates = self._tokens() / times.expected()
         self._steps += 1
-        if self._steps % _PROBE_STEPS:
-            return best
-        other = best + (1 if self._steps // _PROBE_STEPS % 2 else -1)
-        return min(max(other, 0), self._max)
+        return times.oldest(_others(rates)) if self._steps % _PROBE_STEPS == 0 else _best(rates)
 
     def observe(self, step: Step) -> None:
         batch = len(step.blocks)
-        times = self._seconds.setdefault(_class_of(batch), {})
-        times.setdefault(step.asked, deque(maxlen=_SAMPLES)).append(step.seconds / batch)
+        self._times_of(batch).add(step.asked, step.seconds / batch)
         self._reached *= _KEPT
         self._accepted *= _KEPT
         for drafts, accepted in step.blocks:
             self._reached[: min(drafts, accepted + 1)] += 1.0
             self._accepted[:accepted] += 1.0
 
-    def _measured_first(self) -> tuple[int, ...]:
-        """Return the lengths whose times give those of all others: the ends, and between them."""
-        ends = (self._max, 0)
-        return (*ends, self._max // 2) if self._max > 2 else ends
-
-    def _times(self, times: Mapping[int, Sequence[float]]) -> np.ndarray:
-        """Return seconds per request [max_drafts + 1] of every length."""
-        tried = sorted(times)
-        return np.interp(
-            np.arange(self._max + 1), tried, [median_low(times[drafts]) for drafts in tried]
-        )
+    def _times_of(self, batch: int) -> _Times:
+        return self._times.setdefault(_class_of(batch), _Times(self._max))
 
     def _tokens(self) -> np.ndarray:
         """Return E[L] [max_drafts + 1] of every length. A position that was not reached lately is
@@ -119,6 +105,61 @@ class AdaptiveLength:
             share *= acceptance
             expected.append(expected[-1] + share)
         return np.array(expected)
+
+
+class _Times:
+    """Seconds per request of recent steps, by number of drafts.
+
+    All are kept as if the machine had always been as fast as at first: a pace, which the lengths
+    share, follows the machine, else the length that it slowed down at would look slow for long.
+    """
+
+    def __init__(self, max_drafts: int) -> None:
+        self._kept = [deque[float](maxlen=_SAMPLES) for _ in range(max_drafts + 1)]
+        self._last = [0] * (max_drafts + 1)  # when each was tried
+        self._paces = deque([1.0], maxlen=_PACES)
+
+    def add(self, drafts: int, seconds: float) -> None:
+        kept = self._kept[drafts]
+        if kept:
+            self._paces.append(seconds / _middle(kept))
+        kept.append(seconds / median_low(self._paces))
+        self._last[drafts] = max(self._last) + 1
+
+    def untried(self) -> int | None:
+        """Return a length that is to be tried before any is chosen."""
+        counts = list(map(len, self._kept))
+        return counts.index(min(counts)) if min(counts) < _AT_FIRST else None
+
+    def oldest(self, lengths: Sequence[int]) -> int:
+        """Return which of some lengths was not tried for longest."""
+        return min(lengths, key=self._last.__getitem__)
+
+    def expected(self) -> np.ndarray:
+        """Return seconds per request [max_drafts + 1] of every length."""
+        return np.array(list(map(_middle, self._kept)))
+
+
+def _middle(times: Iterable[float]) -> float:
+    """Return the mean of the middle half, which no interrupted step is in."""
+    ordered = sorted(times)
+    quarter = len(ordered) // 4 or (len(ordered) - 1) // 2
+    return fmean(ordered[quarter : len(ordered) - quarter])
+
+
+def _best(rates: np.ndarray) -> int:
+    return int(np.argmax(rates))
+
+
+def _others(rates: np.ndarray) -> list[int]:
+    """Return the lengths that may be better than the best: those next to it, and all that are
+    nearly as good."""
+    best = _best(rates)
+    return [
+        drafts
+        for drafts, rate in enumerate(rates)
+        if drafts != best and (abs(drafts - best) == 1 or rate > _NEARLY * rates[best])
+    ]
 
 
 def _class_of(batch: int) -> int:

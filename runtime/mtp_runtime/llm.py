@@ -306,7 +306,6 @@ def _check_choices(
             expected=" or ".join(takers),
             todo="Leave the prefix cache out, or choose another method",
         )
-    kind = DRAFTERS[method]
     if kind.read is None and kind.needs_draft_model != (draft_model is not None):
         takers = [n for n, other in DRAFTERS.items() if other.needs_draft_model or other.read]
         raise UsageError(

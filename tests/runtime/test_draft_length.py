@@ -11,7 +11,8 @@ from mtp_runtime.config import SpeculationConfig
 from mtp_runtime.draft_length import DraftLength, Step, draft_length
 
 K = 5
-PROBES = 32
+AT_FIRST = 3 * (K + 1)  # steps in which every length is tried
+PROBES = 40
 
 Cost = Callable[[int], float]  # seconds of a target step by its rows
 
@@ -59,9 +60,41 @@ def test_it_settles_on_the_best_length(batch: int, acceptance: float, cost: Cost
     assert np.mean([rates[drafts] for drafts in chosen[200:]]) > 0.97 * max(rates)
 
 
-def test_every_length_s_cost_is_estimated_from_a_few_steps() -> None:
-    chosen = drive(adaptive(), batch=16, steps=7, acceptance=0.9, cost=flat, c=0.01)
-    assert sorted(chosen[:6]) == [0, 0, K // 2, K // 2, K, K]
+def test_every_length_is_tried_a_few_times_first() -> None:
+    chosen = drive(adaptive(), batch=16, steps=60, acceptance=0.9, cost=flat, c=0.01)
+    assert sorted(chosen[:AT_FIRST]) == sorted([*range(K + 1)] * 3)
+    assert set(chosen[AT_FIRST : AT_FIRST + PROBES - 1]) == {K}
+
+
+def test_the_best_length_is_found_beyond_a_worse_one() -> None:
+    """As where kernels take rows in blocks: 16 rows in one, 24 and 32 in two."""
+
+    def blocks(rows: int) -> float:
+        return 1.0 + 0.6 * -(-rows // 16)
+
+    chosen = drive(adaptive(), batch=8, steps=400, acceptance=0.7, cost=blocks, c=0.0)
+    rates = [rate(drafts, 8, 0.7, blocks, c=0.0) for drafts in range(K + 1)]
+    assert rates[1] > rates[2] < rates[3]
+    assert np.mean([rates[drafts] for drafts in chosen[200:]]) > 0.97 * max(rates)
+
+
+def test_a_machine_that_slows_down_changes_no_choice() -> None:
+    """A busy neighbour must not make the length look bad that it came at."""
+    found = []
+    for slower in (1.0, 2.0):
+        rule = adaptive()
+        drive(rule, batch=4, steps=200, acceptance=0.7, cost=flat, c=0.15)
+        found.append(
+            drive(
+                rule,
+                batch=4,
+                steps=200,
+                acceptance=0.7,
+                cost=lambda rows, slower=slower: slower * flat(rows),
+                c=slower * 0.15,
+            )
+        )
+    assert found[0] == found[1]
 
 
 def test_it_follows_a_text_that_changes() -> None:
@@ -70,15 +103,15 @@ def test_it_follows_a_text_that_changes() -> None:
     short = drive(rule, batch=4, steps=600, acceptance=0.1, cost=flat, c=0.05)
     again = drive(rule, batch=4, steps=600, acceptance=0.95, cost=flat, c=0.05)
     assert np.mean(long[50:]) > 4
-    assert np.mean(short[300:]) < 1
+    assert np.mean(short[300:]) < 1.5
     assert np.mean(again[300:]) > 4
 
 
-def test_neighbours_are_tried_again_and_again() -> None:
+def test_what_is_next_to_the_best_is_tried_again_and_again() -> None:
     chosen = drive(adaptive(), batch=1, steps=20 * PROBES, acceptance=0.05, cost=steep, c=0.1)
     later = chosen[2 * PROBES :]
     assert set(later) == {0, 1}
-    assert 4 < later.count(1) < len(later) / 10
+    assert 4 < later.count(1) < len(later) / 20
 
 
 def test_one_interrupted_step_changes_nothing() -> None:
@@ -93,11 +126,11 @@ def test_a_drafter_that_finds_nothing_is_measured_all_the_same() -> None:
     """As n-grams that do not come again: every length is tried, and asking for most stays best."""
     rule = adaptive()
     chosen = []
-    for _ in range(40):
+    for _ in range(AT_FIRST + PROBES):
         chosen.append(rule.choose(1))
         rule.observe(Step([(0, 0)], chosen[-1], 1.0))
-    assert set(chosen[:6]) == {K, 0, K // 2}
-    assert set(chosen[6 : PROBES - 1]) == {K}
+    assert set(chosen[:AT_FIRST]) == {*range(K + 1)}
+    assert set(chosen[AT_FIRST:-1]) == {K}
 
 
 def test_a_schedule_counts_from_its_batch_sizes_on() -> None:
