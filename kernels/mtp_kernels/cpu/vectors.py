@@ -193,8 +193,7 @@ def floats(typing: Any, address: Any) -> Any:
     return types.CPointer(types.float32)(types.int64), codegen
 
 
-@intrinsic
-def address(typing: Any, array: Any) -> Any:
+def _address(typing: Any, array: Any) -> Any:
     """Return the address of an array's first entry."""
 
     def codegen(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
@@ -202,6 +201,9 @@ def address(typing: Any, array: Any) -> Any:
         return builder.ptrtoint(made.data, INT)
 
     return types.int64(array), codegen
+
+
+address: Any = intrinsic(_address)
 
 
 class Rows(NamedTuple):

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from mtp_kernels.cpu.elementwise import exponential
-from mtp_kernels.cpu.jit import compiled, inner
+from mtp_kernels.cpu.jit import compiled
 from mtp_kernels.cpu.team import wait
 from mtp_kernels.cpu.vectors import address
 from mtp_kernels.verify_attention.bf16_units import DEPTH, ROW_BYTES, TILE, TILE_BYTES
@@ -109,14 +109,14 @@ def attend(member: Any, items: Any, problem: Any, scratch: Any, out: Any, lse: A
         before += blocks_of(item) * groups_of(item)
 
 
-@inner
+@compiled
 def state_of(scratch: Any, number: Any, slot: Any) -> Any:
     return State(
         scratch.sums[number, slot], scratch.row_max[number, slot], scratch.row_sum[number, slot]
     )
 
 
-@inner
+@compiled
 def attend_item(
     member: Any, item: Any, first: Any, last: Any, problem: Any, scratch: Any, state: Any
 ) -> None:
@@ -139,7 +139,7 @@ def attend_item(
         add_values(groups, chunks, scratch, number, state)
 
 
-@inner
+@compiled
 def pack_queries(item: Any, problem: Any, queries: Any, line: Any) -> None:
     """Pack rows as the second operand: by group and 32 entries, pairs of entries of 16 rows."""
     latent, width = problem.q_latent.shape[1], line.shape[1]
@@ -161,7 +161,7 @@ def pack_queries(item: Any, problem: Any, queries: Any, line: Any) -> None:
             target += TILE_BYTES
 
 
-@inner
+@compiled
 def copy_tokens(item: Any, first: Any, count: Any, problem: Any, tokens: Any) -> None:
     """Copy tokens [first, first + count) side by side, and zeros up to whole tiles."""
     page = problem.page
@@ -175,7 +175,7 @@ def copy_tokens(item: Any, first: Any, count: Any, problem: Any, tokens: Any) ->
             tokens[t, c] = 0
 
 
-@inner
+@compiled
 def pack_values(tokens: Any, chunks: Any, values: Any) -> None:
     """Pack latents as the second operand: by 32 tokens and 16 entries, pairs of tokens."""
     source, target = address(tokens), address(values)
@@ -189,7 +189,7 @@ def pack_values(tokens: Any, chunks: Any, values: Any) -> None:
                 interleave(at, at + stride, place + c // TILE * TILE_BYTES)
 
 
-@inner
+@compiled
 def score(groups: Any, chunks: Any, scratch: Any, number: Any) -> None:
     """Multiply the tokens with all groups of rows."""
     width = scratch.tokens.shape[2]
@@ -213,7 +213,7 @@ def score(groups: Any, chunks: Any, scratch: Any, number: Any) -> None:
             )  # fmt: skip
 
 
-@inner
+@compiled
 def softmax_step(
     item: Any, group: Any, first: Any, count: Any, problem: Any, scratch: Any, number: Any,
     state: Any,
@@ -245,7 +245,7 @@ def softmax_step(
                 line[c] *= factor
 
 
-@inner
+@compiled
 def hide_unseen(item: Any, group: Any, first: Any, chunks: Any, problem: Any, scores: Any) -> None:
     """Set scores of unseen tokens to -inf; tokens before the smallest limit are not looked at."""
     for r in range(TILE):
@@ -255,7 +255,7 @@ def hide_unseen(item: Any, group: Any, first: Any, chunks: Any, problem: Any, sc
             scores[t, r] = -np.inf
 
 
-@inner
+@compiled
 def raise_max(scores: Any, chunks: Any, scale: Any, row_max: Any) -> None:
     """Scale the scores, and raise row_max [16] to the largest of each column."""
     flat, best = scores.reshape(scores.size), np.empty(4 * TILE, np.float32)
@@ -271,14 +271,14 @@ def raise_max(scores: Any, chunks: Any, scale: Any, row_max: Any) -> None:
         row_max[r] = max(row_max[r], max(pair, max(best[2 * TILE + r], best[3 * TILE + r])))
 
 
-@inner
+@compiled
 def softmax_term(score: Any, row_max: Any) -> Any:
     """Return exp(score - row_max), 0 where the score is -inf."""
     value = exponential(score - row_max)
     return value if score != -np.inf else np.float32(0.0)
 
 
-@inner
+@compiled
 def rounded(value: Any) -> Any:
     """Return the bits of a float32, not NaN, as bf16: rounded to nearest, ties to even."""
     bits = np.float32(value).view(np.int32)
@@ -286,7 +286,7 @@ def rounded(value: Any) -> Any:
     return np.int32((bits + np.int32(0x7FFF) + odd) >> np.int32(16)) & np.int32(0xFFFF)
 
 
-@inner
+@compiled
 def add_values(groups: Any, chunks: Any, scratch: Any, number: Any, state: Any) -> None:
     """Add softmax terms @ latents to the sums."""
     latent = state.sums.shape[1]
@@ -311,7 +311,7 @@ def add_values(groups: Any, chunks: Any, scratch: Any, number: Any, state: Any) 
             )  # fmt: skip
 
 
-@inner
+@compiled
 def merge_part(
     out: Any, row_max: Any, row_sum: Any, sums: Any, other_max: Any, other_sum: Any
 ) -> tuple[Any, Any]:
@@ -323,7 +323,7 @@ def merge_part(
     return new_max, row_sum * old + other_sum * new
 
 
-@inner
+@compiled
 def merge_item(
     member: Any, item: Any, before: Any, total: Any, problem: Any, scratch: Any, out: Any, lse: Any
 ) -> None:
@@ -352,7 +352,7 @@ def merge_item(
         store(item, row, problem, whole, row_max, row_sum, out, lse)
 
 
-@inner
+@compiled
 def store(
     item: Any, row: Any, problem: Any, sums: Any, row_max: Any, row_sum: Any, out: Any, lse: Any
 ) -> None:

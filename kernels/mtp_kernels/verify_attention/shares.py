@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from mtp_kernels.cpu.jit import compiled, inner
+from mtp_kernels.cpu.jit import compiled
 from mtp_kernels.verify_attention.bf16_units import TILE
 
 BLOCK_TOKENS = 64
@@ -49,19 +49,19 @@ def items_of(cu_q: Any, kv_lens: Any, heads: Any) -> Any:
     return items
 
 
-@inner
+@compiled
 def blocks_of(item: Any) -> Any:
     """Return an item's blocks of tokens; one without tokens has one, which writes its zeros."""
     return max(1, -(-item.tokens // BLOCK_TOKENS))
 
 
-@inner
+@compiled
 def groups_of(item: Any) -> Any:
     """Return an item's groups of 16 rows."""
     return -(-item.rows // TILE)
 
 
-@inner
+@compiled
 def work_of(items: Any) -> Any:
     """Return the blocks times groups of all items."""
     total = 0
@@ -70,7 +70,7 @@ def work_of(items: Any) -> Any:
     return total
 
 
-@inner
+@compiled
 def share_of(item: Any, before: Any, total: Any, number: Any, count: Any) -> tuple[Any, Any]:
     """Return the blocks [first, last) of an item that a thread takes; `before` is earlier work."""
     blocks, groups = blocks_of(item), groups_of(item)
@@ -79,7 +79,7 @@ def share_of(item: Any, before: Any, total: Any, number: Any, count: Any) -> tup
     return min(blocks, max(0, first)), min(blocks, max(0, last))
 
 
-@inner
+@compiled
 def slot_of(item: Any, first: Any, last: Any) -> Any:
     """Return the place of a share's part of an item: 0 a whole one, 1 its end, 2 its beginning."""
     if first > 0:
