@@ -12,7 +12,14 @@ import torch
 
 from mtp_kernels import quantize
 from mtp_kernels.cpu.team import Team
-from mtp_kernels.stored_linear import BACKENDS, StoredWeight, dequantize, linear
+from mtp_kernels.stored_linear import (
+    BACKENDS,
+    StoredWeight,
+    dequantize,
+    grouped_linear,
+    linear,
+    stack,
+)
 from mtp_kernels.stored_linear.weights import shape_of
 
 
@@ -142,3 +149,21 @@ def test_codes_and_scales_of_fp8_channels_that_do_not_fit() -> None:
     nan = torch.full((3, 4), 0x7F, dtype=torch.uint8).view(torch.float8_e4m3fn)
     with pytest.raises(ValueError, match="^e4m3 codes: expected numbers, found NaN$"):
         dequantize(quantize.Fp8Channel(nan, scale), torch.float32)
+
+
+@pytest.mark.parametrize("backend", ["auto", "reference"])
+@pytest.mark.parametrize("form", FORMS)
+def test_products_of_experts_are_those_of_each(form: str, backend: str) -> None:
+    """Pairs of a row and an expert, which are all rows in their order where none are named."""
+    each = [FORMS[form](values(rows, 128)[:8]) for rows in (9, 10, 11)]
+    x = torch.randn(6, 128, generator=torch.Generator().manual_seed(3))
+    ends = torch.tensor([2, 2, 5], dtype=torch.int32)
+    for rows in (None, torch.tensor([5, 0, 3, 3, 1])):
+        pairs = x[:5] if rows is None else x[rows]
+        found = grouped_linear(
+            pairs if rows is None else x, rows, ends, stack(each), backend=backend
+        )
+        wanted = torch.cat([linear(pairs[:2], each[0]), linear(pairs[2:], each[2])])
+        torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-5)
+    nobody = torch.zeros(3, dtype=torch.int32)
+    assert grouped_linear(x[:0], None, nobody, stack(each), backend=backend).shape == (0, 8)
