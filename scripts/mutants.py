@@ -80,7 +80,8 @@ def operator_call_removal(node: cst.Expr) -> Iterator[cst.Expr]:
 class Visitor(MutationVisitor):
     """mutmut's visitor, in decorated classes and functions too.
 
-    It leaves out words of messages, type aliases, which annotations alone use, and __all__.
+    It leaves out words of messages, type aliases and type variables, which annotations alone use,
+    and __all__.
     """
 
     def __init__(self) -> None:
@@ -114,11 +115,15 @@ def is_message(node: cst.CSTNode) -> bool:
 
 
 def is_alias(node: cst.CSTNode) -> bool:
-    """Return True for an assignment to a name in CamelCase or to __all__."""
+    """Return True for an assignment to a name in CamelCase or to __all__, and of a TypeVar."""
     if not isinstance(node, cst.Assign) or not isinstance(node.targets[0].target, cst.Name):
         return False
-    name = node.targets[0].target.value
-    return name == "__all__" or (name[0].isupper() and not name.isupper())
+    name, value = node.targets[0].target.value, node.value
+    called = value.func if isinstance(value, cst.Call) else None
+    made_by = called.value if isinstance(called, cst.Name) else None
+    is_type_variable = made_by in ("ParamSpec", "TypeVar")
+    is_type = name[0].isupper() and not name.isupper()
+    return name == "__all__" or is_type_variable or is_type
 
 
 def read_groups(only: str) -> list[Group]:
