@@ -37,6 +37,7 @@ from mtp_runtime.prompts import require_unicode
 from mtp_runtime.request import Request, RequestMetrics, TokenEvent
 from mtp_runtime.sampling import SamplingParams
 from mtp_runtime.static_graph.options import GraphOptions
+from mtp_runtime.static_graph.steps import pool_bytes
 from mtp_runtime.tokenizer import Tokenizer
 
 Prompt = str | Sequence[int]
@@ -70,7 +71,8 @@ class LLM:
     deterministic (float32 only, layers that compiled kernels run): tokens do not
     depend on batch or drafter. max_model_len: tokens of prompt and output together; above
     index_topk, torch computes DeepSeek-V3.2's and GLM-5's sparse attention. max_memory_bytes: bound
-    on resident memory, or on a GPU's, which cache_tokens follows from in place of being given.
+    on resident memory, or on a GPU's with what CUDA graphs keep, which cache_tokens follows from in
+    place of being given.
     loaded: the bundle's model where it is loaded already, with the options it was loaded with.
     static_graph: True captures the target's steps of decoding as CUDA graphs; the path of a package
     that `mtp-export compile` made of this model runs them on a CPU.
@@ -160,25 +162,30 @@ class LLM:
         config: EngineConfig,
         max_memory_bytes: int | None,
         draft: Model | TargetDraft | None,
-        graphs: GraphOptions,
+        graph_options: GraphOptions,
     ) -> Engine:
         """Build the engine, with what its options leave to the model."""
         model, speculation = self._loaded.model, config.speculation
         if speculation.method == AUTO_DRAFTS:
             method = "mtp" if model.mtp_modules else NO_DRAFTS
             config = replace(config, speculation=replace(speculation, method=method))
-        if max_memory_bytes is not None:
-            own = draft.weights if isinstance(draft, TargetDraft) else draft
-            cached = (model,) if own is None else (model, own)
-            size = config.page_size
-            tokens = cache_tokens_within(max_memory_bytes, model.device, cached, page_size=size)
-            config = replace(config, cache_tokens=tokens)
         if isinstance(draft, TargetDraft):
             model = model.tapped(draft.taps)
             build, second = draft.build, None
         else:
             build, second = DRAFTERS[config.speculation.method].build, draft
-        return Engine(model, config, build, second, graphs.graphs(model, config.page_size))
+        graphs = graph_options.graphs(model, config.page_size)
+        if max_memory_bytes is not None:
+            own = draft.weights if isinstance(draft, TargetDraft) else draft
+            tokens = cache_tokens_within(
+                max_memory_bytes,
+                model.device,
+                (model,) if own is None else (model, own),
+                page_size=config.page_size,
+                kept_bytes=pool_bytes(graphs, model, config),
+            )
+            config = replace(config, cache_tokens=tokens)
+        return Engine(model, config, build, second, graphs)
 
     def warm_up(self) -> None:
         """Decode a few tokens, so that no later request waits for kernels to be compiled."""
@@ -341,10 +348,14 @@ def _needs_mtp(config: SpeculationConfig) -> bool:
 def _load_within(
     max_memory_bytes: int | None, bundle: Path, options: LoadOptions, group: Group
 ) -> Loaded:
-    """Load a model; on a GPU no more than the limit is allocated from here on."""
+    """Load a model; on the GPU of every rank no more than the limit is allocated from here on."""
     if max_memory_bytes is not None:
-        bound_device(torch.device(options.device), max_memory_bytes)
+        group.everywhere(_bound, options.device, max_memory_bytes)
     return load_model(bundle, options, group)
+
+
+def _bound(group: Group, device: str, max_memory_bytes: int) -> None:
+    bound_device(torch.device(group.device(device)), max_memory_bytes)
 
 
 def _own_draft(bundle: Path, method: str) -> Path | None:
