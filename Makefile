@@ -48,11 +48,15 @@ test-oldest-triton: .venv/installed-dev
 	PYTHONPATH=build/triton-3.6 $(BIN)/python -m pytest tests/kernels/verify_attention/test_verify_attention_compiled.py
 
 # Correctness on a GPU machine; it fails where there is no GPU. CUDA_PYTHON=python3 takes an environment
-# that is there, with torch, Triton and pytest, and installs nothing.
+# that is there and installs nothing. Only files with such a test are read: what others import need not
+# be there. Side by side where pytest-xdist is, since most of the time is spent compiling.
 CUDA_PYTHON = $(BIN)/python
+CUDA_TESTS = $(shell grep -rl --include='test_*.py' 'mark\.cuda' tests)
+CUDA_SIDE_BY_SIDE = $(shell $(CUDA_PYTHON) -c 'import xdist' 2>/dev/null && \
+	echo '-n auto --maxprocesses 8 --dist worksteal')
 test-cuda: $(if $(filter $(BIN)/%,$(CUDA_PYTHON)),.venv/installed-dev)
-	$(CUDA_PYTHON) -m pytest --require-cuda -m cuda -p no:cacheprovider --durations 5 \
-		tests/kernels tests/runtime tests/commands
+	$(CUDA_PYTHON) -m pytest --require-cuda -m cuda -p no:cacheprovider -p no:benchmark --durations 10 \
+		$(CUDA_SIDE_BY_SIDE) $(CUDA_TESTS)
 
 # Small faults planted one at a time, which the tests of their file must notice: docs/mutants.md.
 # SAMPLE=n takes n random ones per room, by SEED; ONLY=path those of files whose path starts so.

@@ -92,7 +92,7 @@ class TensorReader:
         info = self._info
         if len(columns) == info.shape[1]:
             return self.rows(rows.start, rows.stop)
-        size = row_bytes(info) // info.shape[1] if info.shape[1] else 0
+        size = row_bytes(info) // info.shape[1]
         width = len(columns) * size
         memory = torch.empty(width + SLACK_BYTES + PAGE_BYTES, dtype=torch.uint8)
         aligned: Any = memory[-memory.data_ptr() % PAGE_BYTES :].numpy()

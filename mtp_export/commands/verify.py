@@ -233,11 +233,11 @@ def _run(
     from mtp_export.verify.context import Context
     from mtp_export.verify.report.report import report_of
 
-    start = time.monotonic()
     with few_collections():
         context = Context.open(options, partial(progress_bar, quiet=quiet), group)
         if options.level > Level.FILES:
             import torch  # noqa: F401 (which all further checks need)
+    start = time.monotonic()
     if cluster is not None:
         from mtp_export.cluster.verification import read_on_cluster
 

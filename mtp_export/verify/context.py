@@ -6,7 +6,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -361,9 +361,17 @@ class Context:
         return tuple(found)
 
     def loaded(self, options: LoadOptions) -> Loaded:
-        """The bundle's model, loaded once per options. Raises what load_model raises."""
+        """The bundle's model, loaded once per options. Raises what load_model raises.
+
+        A deterministic one is the usual one, if that has no layer to refuse.
+        """
+        from mtp_runtime.models.compiled import refuse_torch_layers
         from mtp_runtime.models.load import load_model
 
-        if options not in self._loaded:
-            self._loaded[options] = load_model(self.options.bundle, options)
-        return self._loaded[options]
+        usual = replace(options, deterministic=False)
+        if usual not in self._loaded:
+            self._loaded[usual] = load_model(self.options.bundle, usual)
+        loaded = self._loaded[usual]
+        if options.deterministic:
+            refuse_torch_layers(loaded.model, loaded.folder)
+        return loaded

@@ -7,9 +7,10 @@ from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any
 
+import httpcore2
 import httpx2
 import pytest
-from huggingface_hub import constants
+from huggingface_hub import HfApi, constants
 from huggingface_hub.hf_api import RepoFile
 
 from mtp_export import __version__
@@ -312,6 +313,32 @@ def test_answers_of_the_hub(
     assert client.answer(f"{ENDPOINT}/api/models").json() == []
     assert asked[0].headers["Authorization"] == "Bearer hf_secret"
     assert asked[0].headers["Accept-Encoding"] == "identity"
+
+
+def test_every_request_gives_up_after_as_long_as_the_library_s(
+    client: HubClient, waits: list[float], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Which people set by HF_HUB_DOWNLOAD_TIMEOUT."""
+    monkeypatch.setattr(constants, "HF_HUB_DOWNLOAD_TIMEOUT", 7)
+    answers = (partial_answer(), status(200, DATA), status(200, b"[]"))
+    asked, links = serve(monkeypatch, *answers), located(monkeypatch)
+    fetch(client, waits)
+    client.whole(LARGE)
+    client.answer(f"{ENDPOINT}/api/models")
+    seconds = [set(request.extensions["timeout"].values()) for request in asked]
+    assert seconds == [{7.0}] * 3 and links[0][1]["timeout"] == 7.0
+    found: list[float] = []
+
+    def model_info(api: HfApi, repo: str, *, timeout: float, **_: object) -> None:
+        found.append(timeout)
+
+    monkeypatch.setattr(HfApi, "model_info", model_info)
+    client.info()
+    assert found == [7.0]
+
+
+def test_a_read_of_a_socket_is_larger_than_the_library_s() -> None:
+    assert 64 << 10 < httpcore2.HTTP11Connection.READ_NUM_BYTES <= 1 << 20
 
 
 def test_the_library_s_own_interface_says_who_asks(client: HubClient) -> None:
