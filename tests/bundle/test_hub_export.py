@@ -415,7 +415,8 @@ def test_a_branch_that_moves_changes_nothing_under_way(
 def test_a_push_during_the_run_changes_nothing(
     hub: HubServer, source: Path, output: Path, local: dict[str, bytes]
 ) -> None:
-    """Other weights of the same sizes, under the same names: the commit is that of the plan."""
+    """Other weights of the same sizes, under the same names: the commit is that of the plan, also of
+    links that are signed anew."""
     repository = hub.repositories[NAME]
     old = repository.revisions["main"]
     content = ContentOptions(part=Part.MTP)
@@ -423,6 +424,7 @@ def test_a_push_during_the_run_changes_nothing(
     for path in source.glob("*.safetensors"):
         path.write_bytes(path.read_bytes()[:-1] + b"\x07")
     new = hub.serve(NAME, source)
+    hub.generation += 1
     try:
         run_bundle(plan, silent)
     finally:
