@@ -416,8 +416,8 @@ def test_a_branch_that_moves_changes_nothing_under_way(
 def test_a_push_during_the_run_changes_nothing(
     hub: HubServer, source: Path, output: Path, local: dict[str, bytes]
 ) -> None:
-    """Other weights of the same sizes, under the same names: the commit is that of the plan, also of
-    links that are signed anew."""
+    """Other weights of the same sizes and names: the commit is that of the plan, also of links that
+    are signed anew."""
     repository = hub.repositories[NAME]
     old = repository.revisions["main"]
     content = ContentOptions(part=Part.MTP)
