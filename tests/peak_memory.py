@@ -23,6 +23,9 @@ def peak_bytes(source: Path | str, output: Path, *options: str, **variables: str
     arguments = ["--input-dir", str(source), "--output-dir", str(output), "--quiet", *options]
     environment = variables | {"PYTHONPATH": ":".join(filter(None, sys.path))}
     done = subprocess.run(
-        [sys.executable, "-c", code, *arguments], env=environment, capture_output=True, check=True
+        [sys.executable, "-c", code, *arguments],
+        env=environment,
+        stdout=subprocess.PIPE,
+        check=True,
     )
     return int(done.stdout) * 1024

@@ -33,6 +33,7 @@ from hub_server import HubServer
 from mtp_export.bundle.build import run_bundle
 from mtp_export.bundle.export import plan_export
 from mtp_export.bundle.options import BundleOptions, ContentOptions, Part
+from mtp_export.bundle.preflight import needed_disk_bytes
 from mtp_export.checkpoint import transfers
 from mtp_export.checkpoint.byte_source import Address
 from mtp_export.checkpoint.remote_source import READERS
@@ -415,7 +416,8 @@ def test_a_branch_that_moves_changes_nothing_under_way(
 def test_a_push_during_the_run_changes_nothing(
     hub: HubServer, source: Path, output: Path, local: dict[str, bytes]
 ) -> None:
-    """Other weights of the same sizes, under the same names: the commit is that of the plan."""
+    """Other weights of the same sizes and names: the commit is that of the plan, also of links that
+    are signed anew."""
     repository = hub.repositories[NAME]
     old = repository.revisions["main"]
     content = ContentOptions(part=Part.MTP)
@@ -423,6 +425,7 @@ def test_a_push_during_the_run_changes_nothing(
     for path in source.glob("*.safetensors"):
         path.write_bytes(path.read_bytes()[:-1] + b"\x07")
     new = hub.serve(NAME, source)
+    hub.generation += 1
     try:
         run_bundle(plan, silent)
     finally:
@@ -440,7 +443,8 @@ def test_both_parts_are_downloaded_after_the_disk_was_asked(
     planned = json.loads(dry.out)["download_bytes"]
     assert 0.9 * shards < planned <= shards
     with monkeypatch.context() as patch:
-        free = SimpleNamespace(free=shards)  # too little beside the downloads that wait
+        written = plan_export(BundleOptions(Address(SOURCE), output)).written_bytes
+        free = SimpleNamespace(free=needed_disk_bytes(written))  # none for downloads that wait
         patch.setattr(shutil, "disk_usage", lambda path: free)
         hub.log.clear()
         outcome = export(SOURCE, output, "--quiet")

@@ -17,14 +17,14 @@ from peak_memory import peak_bytes
 
 BOUND_BYTES = 400_000_000
 MTP_LAYER = REAL_CONFIG["num_hidden_layers"]
-# A sixteenth of the release's bytes in as many tensors.
+# A fraction of the bytes of the release in as many tensors.
 NARROW = REAL_CONFIG | {
-    "hidden_size": 1792,
-    "intermediate_size": 4608,
+    "hidden_size": 1280,
+    "intermediate_size": 3328,
     "moe_intermediate_size": 512,
     "vocab_size": 8192,
 }
-SHARD_BYTES = 270_000_000
+SHARD_BYTES = 190_000_000
 
 
 @dataclass(frozen=True)
@@ -52,9 +52,11 @@ def test_an_export_takes_less_than_the_layer(tmp_path: Path) -> None:
     unread = set(shards.values()) - own
     server.repositories["acme/narrow"] = repository = Repository()
     kinds = {path: UnreadFile if path.name in unread else StoredFile for path in source.iterdir()}
-    repository.commit_files({path.name: kind(path, path.name) for path, kind in kinds.items()})
+    files = {path.name: kind(path, path.name) for path, kind in kinds.items()}
+    repository.commit_files(files)
+    assert all(file.sha256 for file in files.values())  # it takes a while, and is kept
     with server.running():
         variables = {"HF_ENDPOINT": server.endpoint, "HF_HOME": str(tmp_path)}
         peak = peak_bytes("hf://acme/narrow", tmp_path / "out", "--part", "mtp", **variables)
-        assert server.sent_bytes > 1.5 * BOUND_BYTES
+        assert server.sent_bytes > 1.2 * BOUND_BYTES
     assert peak < BOUND_BYTES

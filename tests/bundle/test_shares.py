@@ -133,8 +133,9 @@ def test_shares_at_once(many: Path, output: Path, wholes: dict[str, Files]) -> N
 def test_a_killed_share_runs_again(
     first: int, many: Path, tmp_path: Path, wholes: dict[str, Files]
 ) -> None:
-    """One of three, at every so many disk calls, between two that get through."""
-    command, before = COMMANDS["export"], tmp_path / "before"
+    """One of three, at every so many disk calls, between two that get through; one that dies at its
+    very end has made all of it."""
+    command, before, missing = COMMANDS["export"], tmp_path / "before", 0
     made(command, many, before, ["1/3"])
     for call_number in range(first, 2000, 70):
         output = shutil.copytree(before, tmp_path / f"died-at-{call_number}")
@@ -145,12 +146,14 @@ def test_a_killed_share_runs_again(
         if died == 0:
             break
         outcome = finish(output)
-        assert (outcome.code, "2/3" in outcome.err) == (3, True), outcome.err
-        made(command, many, output, ["2/3"])
-        outcome = finish(output)
+        if outcome.code:
+            missing += 1
+            assert (outcome.code, "2/3" in outcome.err) == (3, True), outcome.err
+            made(command, many, output, ["2/3"])
+            outcome = finish(output)
         assert outcome.code == 0, outcome.err
         assert tree(output) == wholes["export"], call_number
-    assert call_number > 100
+    assert call_number > 100 and missing
 
 
 @pytest.mark.parametrize("first", nightly_but([5], range(1, 21, 4)))
