@@ -22,7 +22,7 @@ test: .venv/installed-dev
 	@$(call beside_checks,$(PYTEST))
 
 # With what only repeats at larger scale, or takes minutes, or needs the package index.
-test-all: .venv/installed-dev .venv-moto/installed
+test-all: .venv/installed-dev .venv-stores/installed
 	@$(call beside_checks,$(PYTEST) --timeout 1800 -m "nightly or not nightly")
 
 # Half an hour of mutated inputs; a failure prints the command that runs its input again.
@@ -73,7 +73,7 @@ fixture: .venv/installed-dev
 	$(BIN)/python fixtures/train.py
 
 clean:
-	rm -rf .venv .venv-engines .venv-moto .venv-oldest demo build *.egg-info
+	rm -rf .venv .venv-engines .venv-stores .venv-oldest demo build *.egg-info
 
 # torch first and by version: a CPU build already on the machine is then kept.
 .venv/bin/python:
@@ -89,10 +89,13 @@ clean:
 	$(PIP_INSTALL) -c constraints.txt -e '.[dev]'
 	touch .venv/installed $@
 
-# moto's server, for a process of its own: what it brings is in no version that others need.
-.venv-moto/installed: constraints-moto.txt
-	$(PYTHON) -m venv .venv-moto
-	.venv-moto/bin/pip --disable-pip-version-check --quiet install --no-deps -r constraints-moto.txt
+# Emulators of object stores, for processes of their own: what they bring is in no version that others
+# need. Azurite needs Node.js, and is left out where that is not.
+AZURITE := azurite@3.37.0
+.venv-stores/installed: constraints-stores.txt
+	$(PYTHON) -m venv .venv-stores
+	.venv-stores/bin/pip --disable-pip-version-check --quiet install --no-deps -r constraints-stores.txt
+	if command -v npm; then npm install --prefix .venv-stores --no-audit --no-fund --silent $(AZURITE); fi
 	touch $@
 
 # The tests' own tools in the versions of the constraints.

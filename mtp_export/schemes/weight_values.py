@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping
+from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, Self
@@ -125,8 +126,11 @@ class WeightStream:
     def __init__(self, weight: WeightOnDisk, queue: DiskQueue) -> None:
         codes, *others = weight.tensors
         self.weight = weight
-        self.others = [_whole(tensor) for tensor in others]
-        self._codes = TensorStream(codes, queue)
+        with ExitStack() as opened:
+            # First, so that it reads on while the others are waited for.
+            self._codes = opened.enter_context(TensorStream(codes, queue))
+            self.others = [_whole(tensor) for tensor in others]
+            opened.pop_all()
 
     def __enter__(self) -> Self:
         return self

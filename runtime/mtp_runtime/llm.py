@@ -12,7 +12,7 @@ from typing import Unpack, cast
 
 import torch
 
-from mtp_export.errors import UsageError
+from mtp_export.errors import InvalidInputError, UsageError
 from mtp_export.families.contract import MtpContract
 from mtp_runtime.acceptance import ACCEPTANCE_RULES
 from mtp_runtime.chat import Chat, Message
@@ -30,7 +30,7 @@ from mtp_runtime.engine import Engine
 from mtp_runtime.loading.weight_source import Ledger
 from mtp_runtime.logprobs import TokenLogprobs
 from mtp_runtime.memory import bound_device, cache_tokens_within
-from mtp_runtime.models.load import Loaded, LoadOptions, load_model
+from mtp_runtime.models.load import Loaded, LoadOptions, load_model, open_model
 from mtp_runtime.models.model import Model
 from mtp_runtime.parallel.group import LONE, Group
 from mtp_runtime.prompts import require_unicode
@@ -284,10 +284,18 @@ def _output(request: Request) -> RequestOutput:
 def _draft_folder(
     bundle: Path, engine: EngineConfig, draft_model: Path | str | None
 ) -> Path | None:
-    """Return the folder of a second model or draft. Raises as _check_choices and _own_draft."""
+    """Return the folder of a second model or draft. Raises what the checks and _own_draft raise,
+    and InvalidInputError for a folder that is not there."""
     config = engine.speculation
     _check_choices(config, draft_model, prefix_cache=engine.prefix_cache)
-    return Path(draft_model) if draft_model else _own_draft(bundle, config.method)
+    _check_auto(bundle, config)
+    if draft_model is None:
+        return _own_draft(bundle, config.method)
+    if not Path(draft_model).is_dir():
+        raise InvalidInputError(
+            "There is no draft_model here", where=draft_model, expected="a folder of a draft"
+        )
+    return Path(draft_model)
 
 
 def _check_choices(
@@ -306,12 +314,30 @@ def _check_choices(
             expected=" or ".join(takers),
             todo="Leave the prefix cache out, or choose another method",
         )
+    if not kind.draws and config.shapes_distributions:
+        raise UsageError(
+            "Options draft_temperature and draft_stop_entropy are for drafts that are drawn",
+            expected=" or ".join(name for name, other in DRAFTERS.items() if other.draws),
+            found=f"speculate_method {method}",
+        )
     if kind.read is None and kind.needs_draft_model != (draft_model is not None):
         takers = [n for n, other in DRAFTERS.items() if other.needs_draft_model or other.read]
         raise UsageError(
             f"The speculate_method {method} {'needs a' if draft_model is None else 'takes no'}"
             " draft_model",
             expected=f"a draft_model with {' or '.join(takers)}, and with no other",
+        )
+
+
+def _check_auto(bundle: Path, config: SpeculationConfig) -> None:
+    """Raise UsageError for options of drafts with a bundle that auto finds no module in. Headers
+    tell, before any weight is read."""
+    asks = config.method == AUTO_DRAFTS and config.shapes_drafts
+    if asks and not open_model(bundle, LoadOptions()).builder.source.has_mtp:
+        raise UsageError(
+            "The options ask for drafts, and there is no MTP module to draft with",
+            where=bundle,
+            expected="a bundle with main and mtp, or another speculate_method than auto",
         )
 
 

@@ -6,20 +6,21 @@ of the package, in another place, compiles only what changed.
 
 from __future__ import annotations
 
+import gc
 import hashlib
 import logging
 import os
 import re
 import shutil
 import sys
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from functools import cache
 from pathlib import Path
 from typing import Any, Self
 
 import numba
-from numba import njit
+from numba import njit, types
 from numba.core import event
 from numba.core.caching import CompileResultCacheImpl, FunctionCache, _CacheLocator
 from numba.core.codegen import JITCodeLibrary
@@ -27,6 +28,7 @@ from numba.core.compiler import Compiler
 
 logger = logging.getLogger(__name__)
 
+_NEW_OBJECTS = 100_000  # between collections
 _FOLDERS_KEPT = 32  # of each module, the last used: of other versions, of checkouts beside this one
 
 
@@ -49,7 +51,22 @@ def inner(function: Callable[..., Any]) -> Any:
 
 
 def _compiled(function: Callable[..., Any], **options: Any) -> Any:
-    return njit(function, nogil=True, error_model="numpy", **options)
+    dispatcher = njit(function, nogil=True, error_model="numpy", **options)
+    dispatcher.get_call_template = _by_types(dispatcher.get_call_template)
+    return dispatcher
+
+
+def _by_types(template: Callable[..., Any]) -> Callable[..., Any]:
+    """Have callers that pass a constant call what is compiled for its type.
+
+    numba would compile the function anew for each constant.
+    """
+
+    def of_types(args: Iterable[Any], kws: Mapping[str, Any]) -> Any:
+        named = {name: types.unliteral(kind) for name, kind in kws.items()}
+        return template(tuple(map(types.unliteral, args)), named)
+
+    return of_types
 
 
 class _Wide(JITCodeLibrary):
@@ -101,7 +118,20 @@ class _WholeCompiler(Compiler):
     def compile_extra(self, function: Any) -> Any:
         self.state.library = _Wide(self.state.targetctx.codegen(), function.__qualname__)
         self.state.library.enable_object_caching()
-        return super().compile_extra(function)
+        with _few_collections():
+            return super().compile_extra(function)
+
+
+@contextmanager
+def _few_collections() -> Iterator[None]:
+    """Collect garbage rarely: with the usual thresholds that was a fourth of the time of compiling,
+    which makes millions of objects. Only one thread compiles at a time."""
+    before = gc.get_threshold()
+    gc.set_threshold(_NEW_OBJECTS, *before[1:])
+    try:
+        yield
+    finally:
+        gc.set_threshold(*before)
 
 
 class _PartCompiler(Compiler):
@@ -154,10 +184,14 @@ def _version(module: str, path: str) -> str:
     """Return a digest of numba's version and the content of a module's sources, wherever they
     are."""
     digest = hashlib.sha256(numba.__version__.encode())
-    contents = (Path(file).read_bytes() for file in _sources(path, _projects(module)))
-    for content in sorted(hashlib.sha256(content).digest() for content in contents):
+    for content in sorted(map(_content_digest, _sources(path, _projects(module)))):
         digest.update(content)
     return digest.hexdigest()[:24]
+
+
+@cache
+def _content_digest(path: str) -> bytes:
+    return hashlib.sha256(Path(path).read_bytes()).digest()
 
 
 def _home() -> Path:

@@ -14,7 +14,7 @@ import numpy as np
 from numba import carray
 
 from mtp_kernels.cpu.elementwise import exponential
-from mtp_kernels.cpu.jit import compiled, inner
+from mtp_kernels.cpu.jit import inner
 from mtp_kernels.cpu.team import owns
 from mtp_kernels.cpu.vectors import (
     BLOCK,
@@ -78,7 +78,7 @@ class Queries(NamedTuple):
     scale: Any  # float32
 
 
-@compiled
+@inner
 def plan(cu_q: Any, kv_lens: Any, heads: Any) -> tuple[Any, Any, Any]:
     """Return tiles of a batch, in order of rows; waves [m+1] of tiles whose parts fit MAX_PARTS (or
     one tile); and the largest number of parts of a wave."""
@@ -108,7 +108,7 @@ def plan(cu_q: Any, kv_lens: Any, heads: Any) -> tuple[Any, Any, Any]:
     return tiles, waves[: wave + 1], most
 
 
-@compiled
+@inner
 def query_places(tiles: Any, heads: Any, queries: Any) -> Any:
     """Return [T, 2]: each query's first row in the order of tiles, and the rows between heads."""
     out = np.zeros((queries, 2), np.int64)

@@ -3,7 +3,8 @@
 Every result is one chain of fused multiply-adds in a fixed order, whatever other rows are computed
 beside it, so that a row's bits never depend on its batch. Addresses and strides are int64, the
 latter in entries. Packed weights are float32, or bf16 in memory alone: a product expands them in
-registers.
+registers. Which of the two is known when they are multiplied, not when they are compiled, so that
+code is compiled once for both.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from numba.extending import intrinsic
 from mtp_kernels.cpu.code import (
     FLOAT,
     FLOAT_BYTES,
+    INT,
     LANES,
     PAIRS,
     VECTOR,
@@ -40,6 +42,7 @@ from mtp_kernels.cpu.jit import inner
 
 PANEL = 2 * LANES  # columns of a packed weight that one product makes
 BLOCK = 4 * LANES  # entries that block_max and block_sum take
+BF16_BYTES = 2
 AHEAD = 16  # rows of a weight that are asked for before they are needed
 
 _LINE_BYTES = 64  # of a cache
@@ -169,8 +172,9 @@ def _block(combine: Any) -> Any:
     return intrinsic(block)
 
 
-# Bytes of an entry of a packed weight, and the code that reads a panel's row, by its kind.
-_STORED = {types.float32: (FLOAT_BYTES, _float_columns), types.uint16: (2, _bf16_columns)}
+# Bytes of an entry of a weight, and the code that reads a panel's row, by the type of `kind`.
+_STORED = {types.float32: (FLOAT_BYTES, _float_columns), types.uint16: (BF16_BYTES, _bf16_columns)}
+_FLOATS, _BF16 = np.float32(0), np.uint16(0)
 
 _PRODUCT_1, _PRODUCT_2, _PRODUCT_3, _PRODUCT_4 = (_product(rows) for rows in (1, 2, 3, 4))
 _PRODUCT_5, _PRODUCT_6, _PRODUCT_7, _PRODUCT_8 = (_product(rows) for rows in (5, 6, 7, 8))
@@ -189,20 +193,17 @@ def floats(typing: Any, address: Any) -> Any:
     return types.CPointer(types.float32)(types.int64), codegen
 
 
-@intrinsic
-def entry_bytes(typing: Any, kind: Any) -> Any:
-    """Return the bytes of an entry of a packed weight of a kind."""
+def _address(typing: Any, array: Any) -> Any:
+    """Return the address of an array's first entry."""
 
     def codegen(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        return integer(_STORED[signature.args[0]][0])
+        made = context.make_array(signature.args[0])(context, builder, arguments[0])
+        return builder.ptrtoint(made.data, INT)
 
-    return types.int64(kind), codegen
+    return types.int64(array), codegen
 
 
-@inner
-def address(array: Any) -> Any:
-    """Return the address of an array's first entry."""
-    return np.int64(array.ctypes.data)
+address: Any = intrinsic(_address)
 
 
 class Rows(NamedTuple):
@@ -214,15 +215,16 @@ class Rows(NamedTuple):
 
 
 class Panel(NamedTuple):
-    """PANEL columns of a packed weight: their address, the number of rows, and their kind.
+    """PANEL columns of a packed weight: their address, the number of rows, and the bytes of an
+    entry.
 
-    kind is a zero of the stored type: float32, or uint16 for bf16, whose row holds its two vectors
-    entry by entry.
+    These say how it is stored: in float32, or in bf16, whose row holds its two vectors entry by
+    entry.
     """
 
     at: Any
     count: Any
-    kind: Any
+    entry_bytes: Any
 
 
 @inner
@@ -249,13 +251,17 @@ def multiply(x: Any, w: Any, out: Any, out_stride: Any, add: Any) -> None:
 
     x and w are Rows, the latter as many as x has columns; out is an address.
     """
-    _multiply(x, w, np.float32(0), out, out_stride, add)
+    _multiply(x, w, _FLOATS, out, out_stride, add)
 
 
 @inner
 def multiply_panel(x: Any, panel: Any, out: Any, out_stride: Any) -> None:
     """Write out[r, :PANEL] = sum over k of x[r, k] * panel[k] for Rows x and a Panel."""
-    _multiply(x, Rows(panel.at, PANEL, panel.count), panel.kind, out, out_stride, 0)
+    weight = Rows(panel.at, PANEL, panel.count)
+    if panel.entry_bytes == FLOAT_BYTES:
+        _multiply(x, weight, _FLOATS, out, out_stride, 0)
+    else:
+        _multiply(x, weight, _BF16, out, out_stride, 0)
 
 
 @inner
@@ -291,6 +297,15 @@ def dot_rows(x: Any, y: Any, width: Any, out: Any, out_stride: Any) -> None:
         done += step
     if width % LANES:
         _add_remainders(x, y, width, out, out_stride)
+
+
+@inner
+def dot_row(x: Any, y: Any, width: Any, out: Any) -> None:
+    """Write the sum of x[:width] * y[:width], as dot_rows adds it; all three are addresses."""
+    if width >= LANES:
+        _DOTS_1_1(x, 0, y, 0, width // LANES, out, 1)
+    if width % LANES:
+        _add_remainders(Rows(x, 0, 1), Rows(y, 0, 1), width, out, 1)
 
 
 @inner

@@ -10,7 +10,7 @@ from functools import lru_cache
 import numpy as np
 import torch
 
-from mtp_kernels.cpu.paged_attention import Keys, Parts, Queries, plan
+from mtp_kernels.cpu.paged_attention import Keys, Parts, Queries
 from mtp_kernels.cpu.team import process_team
 from mtp_kernels.verify_attention import compiled_bf16, compiled_float32
 from mtp_kernels.verify_attention.bf16_units import DEPTH, TILE, units_here
@@ -91,13 +91,14 @@ def multiplications(sizes: Sizes) -> int:
 def attend_float32(inputs: Inputs, out: torch.Tensor, lse: torch.Tensor) -> None:
     """Run `compiled_float32` on the process's threads."""
     sizes = inputs.sizes
-    tiles, waves, most = plan(inputs.cu_q.numpy(), inputs.kv_lens.numpy(), sizes.heads)
+    tiles, waves, most, rows = compiled_float32.arrange(
+        inputs.cu_q.numpy(), inputs.kv_lens.numpy(), inputs.q_latent.numpy(), inputs.q_rope.numpy()
+    )
     scratch = Parts(
         sums=np.empty((most, sizes.latent), np.float32),
         row_max=np.empty(most, np.float32),
         row_sum=np.empty(most, np.float32),
     )
-    rows = compiled_float32.arrange(tiles, inputs.q_latent.numpy(), inputs.q_rope.numpy())
     team = process_team()
     team.run(
         compiled_float32.attend,

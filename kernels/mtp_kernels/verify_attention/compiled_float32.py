@@ -10,14 +10,16 @@ from typing import Any
 import numpy as np
 
 from mtp_kernels.cpu.jit import compiled
-from mtp_kernels.cpu.paged_attention import attend_wave, merge_parts, query_places
+from mtp_kernels.cpu.paged_attention import attend_wave, merge_parts, plan, query_places
 from mtp_kernels.cpu.team import share, wait
 
 
 @compiled
-def arrange(tiles: Any, q_latent: Any, q_rope: Any) -> Any:
-    """Return queries [T, h, c] and [T, h, r] in the order of tiles: [T*h, c+r]."""
+def arrange(cu_q: Any, kv_lens: Any, q_latent: Any, q_rope: Any) -> Any:
+    """Return tiles, waves and the largest number of parts of a wave, as plan does, and queries
+    [T, h, c] and [T, h, r] in the order of tiles: [T*h, c+r]."""
     queries, heads, latent = q_latent.shape
+    tiles, waves, most = plan(cu_q, kv_lens, heads)
     places = query_places(tiles, heads, queries)
     out = np.empty((queries * heads, latent + q_rope.shape[2]), np.float32)
     for query in range(queries):
@@ -25,7 +27,7 @@ def arrange(tiles: Any, q_latent: Any, q_rope: Any) -> Any:
             row = out[places[query, 0] + head * places[query, 1]]
             row[:latent] = q_latent[query, head]
             row[latent:] = q_rope[query, head]
-    return out
+    return tiles, waves, most, out
 
 
 @compiled

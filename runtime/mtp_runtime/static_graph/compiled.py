@@ -12,10 +12,8 @@ import json
 import logging
 import os
 import shutil
-import warnings
 import zipfile
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -23,6 +21,7 @@ from typing import Any
 import torch
 
 from mtp_export.errors import InvalidInputError, UnsupportedError
+from mtp_export.quiet import quieted
 from mtp_runtime.models.model import Model
 from mtp_runtime.static_graph.programs import Program, ProgramLayers, export_layers, form_of
 from mtp_runtime.static_graph.steps import Replay, Step, layers_of
@@ -73,7 +72,8 @@ def compile_step(model: Model, page_size: int, path: Path) -> None:
         "aot_inductor.package": True,
         "compile_threads": 1,
     }
-    with fresh_cache(), _quiet():
+    # Inductor remarks on operators that it leaves to torch.
+    with fresh_cache(), quieted("torch._inductor", logging.ERROR):
         files: dict[str, Any] = {
             form: torch._inductor.aot_compile(
                 program.module(check_guards=False), *program.example_inputs, options=dict(options)
@@ -118,21 +118,6 @@ class CompiledStep:
     def pool_bytes(self, largest: Step) -> int:
         """Return 0: the programs keep nothing."""
         return 0
-
-
-@contextmanager
-def _quiet() -> Iterator[None]:
-    """Keep Inductor's remarks on operators that it leaves to torch from users, who can do nothing
-    about them."""
-    logger = logging.getLogger("torch._inductor")
-    before = logger.level
-    logger.setLevel(logging.ERROR)
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            yield
-    finally:
-        logger.setLevel(before)
 
 
 def _require_compiler() -> None:

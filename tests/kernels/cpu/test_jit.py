@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import importlib.util
 import os
 import pkgutil
@@ -129,6 +130,17 @@ def test_any_other_failure_of_the_cache_is_said(
     monkeypatch.setattr(numba.config, "CACHE_LOCATOR_CLASSES", "NoSuchLocator")
     with pytest.raises(RuntimeError, match="NoSuchLocator"):
         twice_more(tmp_path / "one", monkeypatch)
+
+
+def test_constants_compile_nothing_anew(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A part is compiled for the types of its arguments, whatever constants its callers pass."""
+    several = KERNEL.replace("2 * more(x)", "more(1) + more(2) + more(x)")
+    monkeypatch.setitem(globals(), "KERNEL", several)
+    thresholds = gc.get_threshold()
+    assert twice_more(tmp_path / "one", monkeypatch)(3) == 9
+    part = sys.modules["kept_kernels.part"]
+    assert len(part.more.signatures) == 1
+    assert gc.get_threshold() == thresholds
 
 
 def test_every_kernel_of_the_package_is_kept() -> None:

@@ -15,6 +15,7 @@ from decoder_cases import Case, Inputs, build, changed, grouped, make_decoder, r
 from mtp_kernels import decoder
 from mtp_kernels.cpu.memory import Arena
 from mtp_kernels.cpu.team import Team
+from mtp_kernels.decoder.compiled_cpu import passes, recursion
 
 # Request 3 spans several blocks of 32 rows, and several tiles.
 MIXED = Case((1, 4, 0, 70, 1), (130, 64, 9, 100, 1), layers="dm")
@@ -99,6 +100,16 @@ def test_inference_mode_changes_nothing() -> None:
     expected, _ = run(made, inputs)
     with torch.inference_mode():
         assert torch.equal(run(make_decoder(MIXED, "compiled_cpu"), build(MIXED))[0], expected)
+
+
+def test_one_compilation_serves_all_attentions_and_storages() -> None:
+    """Compiling takes far longer than a pass: what it depends on is known when it runs."""
+    for dtype in (torch.float32, torch.bfloat16):
+        backend = decoder.make_backend("compiled_cpu", dtype=dtype)
+        for case in CASES.values():
+            run(make_decoder(case, backend), build(case))
+        backend.projection(torch.zeros(40, 24))(torch.zeros(3, 24))
+    assert len(recursion.run.signatures) == len(passes.run_project.signatures) == 1
 
 
 def test_long_prefill_goes_in_waves() -> None:

@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mtp_kernels.cpu import paged_attention
-from mtp_kernels.verify_attention import verify_attention
+from mtp_kernels.verify_attention import compiled_float32, verify_attention
 
 HEADS = [1, 8, 16, 17, 128]
 MIXED = Case((2, 0, 6, 3, 1, 5), (0, 9, 3, 200, 129, 64), heads=17, latent=512, rope=64, page=64)
@@ -95,8 +95,8 @@ def test_long_prefill_goes_in_waves() -> None:
     """More parts than MAX_PARTS: 600 rows of 4 heads against up to 14 blocks."""
     case = replace(PREFILL, q_lens=(600, 3), kv_lens=(900, 130))
     arguments = build(case)
-    lengths = (arguments["cu_q"].numpy(), arguments["kv_lens"].numpy())
-    _, waves, parts = paged_attention.plan(*lengths, case.heads)
+    names = ("cu_q", "kv_lens", "q_latent", "q_rope")
+    _, waves, parts, _ = compiled_float32.arrange(*(arguments[name].numpy() for name in names))
     assert len(waves) > 2 and parts <= paged_attention.MAX_PARTS
     found = attend(case)
     check(case, *found)

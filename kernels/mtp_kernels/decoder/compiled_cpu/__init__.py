@@ -84,7 +84,7 @@ class Backend:
         return Decoder(
             config,
             layers,
-            kind=self._packer.kind,
+            entry_bytes=self._packer.entry_bytes,
             inv_freq=inv_freq,
             attention_scaling=attention_scaling,
         )
@@ -106,7 +106,7 @@ class Backend:
         return SlicedDecoder(
             config,
             layers,
-            kind=self._packer.kind,
+            entry_bytes=self._packer.entry_bytes,
             inv_freq=inv_freq,
             attention_scaling=attention_scaling,
         )
@@ -127,8 +127,8 @@ class Backend:
 class Decoder:
     """Some packed layers of a model, with the rotary positions that they share.
 
-    kind: of the packed matrices, as in a Panel. inv_freq [r/2] float32: radians per position of
-    each pair; attention_scaling multiplies every rotation.
+    entry_bytes: of the packed matrices, as in a Panel. inv_freq [r/2] float32: radians per position
+    of each pair; attention_scaling multiplies every rotation.
     """
 
     def __init__(
@@ -136,16 +136,16 @@ class Decoder:
         config: DecoderConfig,
         layers: Sequence[PackedLayer],
         *,
-        kind: np.generic,
+        entry_bytes: int,
         inv_freq: torch.Tensor,
         attention_scaling: float,
     ) -> None:
         self.config = config
-        self.sizes = sizes_of(config, kind)
+        self.sizes = sizes_of(config, entry_bytes)
         self.table = table_of(layers)
         self.rope = inv_freq.contiguous().numpy(), np.float32(attention_scaling)
         self.multiplications = sum(tensor.numel() for packed in layers for tensor in packed.tensors)
-        self._layers, self._no_drafting = tuple(layers), no_drafting(kind)
+        self._layers, self._no_drafting = tuple(layers), no_drafting()
         self._experts = max(layer.experts_per_row(config.experts_per_token) for layer in layers)
         self._inner = max(panels_of(layer.inner) * PANEL for layer in layers)
 
@@ -158,7 +158,7 @@ class Decoder:
         return Decoder(
             self.config,
             self._layers[first:stop],
-            kind=self.sizes.kind,
+            entry_bytes=self.sizes.entry_bytes,
             inv_freq=inv_freq,
             attention_scaling=scaling,
         )
@@ -207,7 +207,7 @@ class Projection:
         self._outputs, inputs = matrix.shape
         self._packed = packer.matrix(matrix.float())
         self.size = self._packed.size
-        self.first_panel = Panel(self._packed.ctypes.data, inputs, packer.kind)
+        self.first_panel = Panel(self._packed.ctypes.data, inputs, packer.entry_bytes)
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """Project rows [T, in] to [T, out]."""
@@ -275,7 +275,7 @@ class Recursion:
             decoder.sizes,
             no_batch(chains),
             kv_cache.flatten(1, 2).numpy(),
-            decoder.scratch(len(counts), most_parts(chains, most, decoder.sizes.heads)),
+            decoder.scratch(len(counts), most_parts(chains, decoder.sizes.heads)),
             x.numpy(),
             Drafting(self._module, chains, best, drafts),
         )

@@ -6,8 +6,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from mtp_kernels.cpu.jit import inner
-from mtp_kernels.cpu.paged_attention import Keys, Queries, attend_wave
+from mtp_kernels.cpu.jit import compiled, inner
+from mtp_kernels.cpu.paged_attention import Keys, Queries, attend_wave, plan, query_places
 from mtp_kernels.cpu.team import share, wait
 from mtp_kernels.cpu.vectors import PANEL, address, multiply_panel, rows_of
 from mtp_kernels.decoder.compiled_cpu.grouped import (
@@ -23,6 +23,7 @@ from mtp_kernels.decoder.compiled_cpu.latent import (
 from mtp_kernels.decoder.compiled_cpu.rows import (
     BLOCK_ROWS,
     block_of,
+    cos_sin_of,
     norm_block,
     panel_of,
     panels_of,
@@ -54,6 +55,15 @@ class Scratch(NamedTuple):
     inner: Any  # [T * experts per row, whole panels]
     picked: Any  # [T, k] experts
     parts: Any
+
+
+@compiled
+def plan_pass(cu_q: Any, kv_lens: Any, positions: Any, rope: Any, heads: Any) -> Any:
+    """Return tiles, waves and the largest number of parts of a wave, as plan does, cos_sin [T, r]
+    of positions [T], and the places of queries."""
+    tiles, waves, parts = plan(cu_q, kv_lens, heads)
+    places = query_places(tiles, heads, positions.size)
+    return tiles, waves, parts, cos_sin_of(positions, rope), places
 
 
 @inner
@@ -99,7 +109,7 @@ def project_rows(member: Any, layer: Any, matrix: Any, sizes: Any, projected: An
     """Project all rows, normed, by the member's panels of a matrix."""
     normed = np.empty((BLOCK_ROWS, sizes.hidden), np.float32)
     norm = vector(layer.input_norm, sizes.hidden)
-    weight = panel_of(matrix, 0, sizes.hidden, sizes.kind)
+    weight = panel_of(matrix, 0, sizes.hidden, sizes.entry_bytes)
     mine, width = share(member, projected.shape[1] // PANEL), projected.shape[1]
     for row in range(0, x.shape[0], BLOCK_ROWS):
         block = norm_block(x, row, norm, sizes.norm_eps, normed)
@@ -114,7 +124,7 @@ def add_output(member: Any, layer: Any, sizes: Any, values: Any, x: Any) -> None
     first, last = share(member, panels_of(hidden))
     for panel in range(first, last):
         column = panel * PANEL
-        weight = panel_of(layer.output, panel, values.shape[1], sizes.kind)
+        weight = panel_of(layer.output, panel, values.shape[1], sizes.entry_bytes)
         size = min(PANEL, hidden - column)
         for row in range(0, x.shape[0], BLOCK_ROWS):
             block = block_of(rows, row, rows.count)

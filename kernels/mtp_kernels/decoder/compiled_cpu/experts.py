@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 
+from mtp_kernels.cpu.code import FLOAT_BYTES
 from mtp_kernels.cpu.elementwise import sigmoid
 from mtp_kernels.cpu.jit import inner
 from mtp_kernels.cpu.team import owns, share, wait
@@ -54,7 +55,7 @@ def route(member: Any, layer: Any, sizes: Any, scratch: Any, x: Any) -> None:
     choice = np.empty(layer.routed, np.float32)
     bias = vector(layer.router_bias, layer.routed)
     normed = rows_of(scratch.normed)
-    weight = panel_of(layer.router, 0, sizes.hidden, np.float32(0))  # never in bf16
+    weight = panel_of(layer.router, 0, sizes.hidden, FLOAT_BYTES)  # never in bf16
     for row in range(first, last, BLOCK_ROWS):
         block = block_of(normed, row, last)
         project(block, weight, (0, width // PANEL), address(scores), width)
@@ -156,7 +157,7 @@ def make_inner(member: Any, layer: Any, sizes: Any, scratch: Any, rows: Any, end
 @inner
 def gate_panels(layer: Any, sizes: Any, panel: Any) -> Any:
     """Return a panel of gate, which one of up lies behind."""
-    return panel_of(layer.gate_up, 2 * panel, sizes.hidden, sizes.kind)
+    return panel_of(layer.gate_up, 2 * panel, sizes.hidden, sizes.entry_bytes)
 
 
 @inner
@@ -191,7 +192,7 @@ def add_experts(
         size = min(PANEL, hidden - column)
         for expert in range(ends.size - 1):
             number = expert * panels + panel
-            packed = panel_of(layer.expert_down, number, layer.inner, sizes.kind)
+            packed = panel_of(layer.expert_down, number, layer.inner, sizes.entry_bytes)
             for start in range(ends[expert], ends[expert + 1], BLOCK_ROWS):
                 block = block_of(inputs, start, ends[expert + 1])
                 multiply_panel(block, packed, address(made), PANEL)

@@ -59,7 +59,7 @@ def make_latent_queries(member: Any, layer: Any, sizes: Any, batch: Any, scratch
         rows = min(BLOCK_ROWS, count - row)
         read_query(layer, sizes, scratch.projected[row : row + rows], head, normed, query)
         width = latents.shape[1]
-        weight = panel_of(layer.key_up, head * (width // PANEL), sizes.nope, sizes.kind)
+        weight = panel_of(layer.key_up, head * (width // PANEL), sizes.nope, sizes.entry_bytes)
         block = Rows(address(query), query.shape[1], rows)
         project(block, weight, (0, width // PANEL), address(latents), width)
         for r in range(rows):
@@ -79,9 +79,9 @@ def read_query(layer: Any, sizes: Any, projected: Any, head: Any, normed: Any, q
             copy(projected[r, head * size :], query[r, :size])
         return
     norm = vector(layer.query_norm, rank)
-    block = norm_block(projected[:, :rank], 0, norm, sizes.norm_eps, normed)
+    block = norm_block(projected, 0, norm, sizes.norm_eps, normed)
     width = query.shape[1]
-    weight = panel_of(layer.query_up, head * (width // PANEL), rank, sizes.kind)
+    weight = panel_of(layer.query_up, head * (width // PANEL), rank, sizes.entry_bytes)
     project(block, weight, (0, width // PANEL), address(query), width)
 
 
@@ -97,7 +97,7 @@ def project_values(member: Any, layer: Any, sizes: Any, tiles: Any, scratch: Any
         tile, head = tiles[unit // heads], unit % heads
         for query in range(tile.queries):
             merge_parts(tile, query, head, heads, scratch.parts, attended[query])
-        weight = panel_of(layer.value_up, head * (width // PANEL), latent, sizes.kind)
+        weight = panel_of(layer.value_up, head * (width // PANEL), latent, sizes.entry_bytes)
         block = Rows(address(attended), latent, tile.queries)
         project(block, weight, (0, width // PANEL), address(values), width)
         for query in range(tile.queries):

@@ -48,7 +48,7 @@ def run_project(member: Any, x: Any, weight: Any, out: Any) -> None:
     for panel in range(first, last):
         start = panel * PANEL
         size = min(PANEL, columns - start)
-        packed = panel_of(weight.at, panel, weight.count, weight.kind)
+        packed = panel_of(weight.at, panel, weight.count, weight.entry_bytes)
         for row in range(0, x.shape[0], BLOCK_ROWS):
             block = block_of(rows, row, rows.count)
             multiply_panel(block, packed, address(made), PANEL)

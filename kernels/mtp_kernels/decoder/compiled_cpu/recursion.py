@@ -13,16 +13,15 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from mtp_kernels.cpu.jit import compiled, inner
-from mtp_kernels.cpu.paged_attention import TILE, plan, query_places
+from mtp_kernels.cpu.paged_attention import MAX_PARTS, TILE
 from mtp_kernels.cpu.team import share, wait
-from mtp_kernels.cpu.vectors import PANEL, Panel, address, multiply_panel, rows_of
-from mtp_kernels.decoder.compiled_cpu.attention import Batch, Scratch
+from mtp_kernels.cpu.vectors import BLOCK, PANEL, Panel, address, multiply_panel, rows_of
+from mtp_kernels.decoder.compiled_cpu.attention import Batch, Scratch, plan_pass
 from mtp_kernels.decoder.compiled_cpu.experts import NOT_PICKED
 from mtp_kernels.decoder.compiled_cpu.passes import run_layers, run_project
 from mtp_kernels.decoder.compiled_cpu.rows import (
     BLOCK_ROWS,
     block_of,
-    cos_sin_of,
     norm_row,
     norm_rows,
     panel_of,
@@ -69,17 +68,17 @@ class Drafting(NamedTuple):
     tokens: Any  # [b, most drafts]
 
 
-def no_drafting(kind: Any) -> Drafting:
-    """Return the drafting of a pass that drafts nothing, with matrices of a kind."""
+def no_drafting() -> Drafting:
+    """Return the drafting of a pass that drafts nothing."""
     floats, table, numbers = np.empty(0, np.float32), np.empty((0, 0), np.float32), np.empty(0, int)
     return Drafting(
         Module(
             embedding=table,
             embedding_norm=floats,
             hidden_norm=floats,
-            projection=Panel(0, 0, kind),
+            projection=Panel(0, 0, 0),
             head_norm=floats,
-            head=Panel(0, 0, kind),
+            head=Panel(0, 0, 0),
             eps=np.float32(0),
             recycles_normed=False,
         ),
@@ -147,14 +146,14 @@ def growing(chains: Any, step: Any) -> Any:
 @inner
 def find_best(member: Any, module: Module, normed: Any, best: Any) -> None:
     """Find the best token of every row among the member's panels of the vocabulary."""
-    vocab, rows = len(module.embedding), rows_of(normed)
+    vocab, head, rows = len(module.embedding), module.head, rows_of(normed)
     made = np.empty((BLOCK_ROWS, PANEL), np.float32)
     for row in range(rows.count):
         best.logits[member.number, row], best.tokens[member.number, row] = NOT_PICKED, 0
     first, last = share(member, panels_of(vocab))
     for panel in range(first, last):
         start = panel * PANEL
-        packed = panel_of(module.head.at, panel, module.head.count, module.head.kind)
+        packed = panel_of(head.at, panel, head.count, head.entry_bytes)
         for row in range(0, rows.count, BLOCK_ROWS):
             block = block_of(rows, row, rows.count)
             multiply_panel(block, packed, address(made), PANEL)
@@ -179,13 +178,14 @@ def best_of(best: Any, row: Any) -> Any:
 def batch_of(chains: Any, rows: Any, step: Any, heads: Any) -> Batch:
     """Return the batch of one draft: a row per growing chain, `step` positions behind its start."""
     positions, slots = np.empty(rows, np.int64), np.empty(rows, np.int64)
+    ends, lengths = np.empty(rows + 1, np.int32), np.empty(rows, np.int32)
+    ends[0] = 0
     for row in range(rows):
         at = chains.starts[row] + step
         positions[row] = at
         slots[row] = chains.page_table[row, at // chains.page] * chains.page + at % chains.page
-    tiles, waves, _ = plan_of(chains, rows, step, heads)
-    cos_sin = cos_sin_of(positions, chains.rope)
-    places = query_places(tiles, heads, rows)
+        ends[row + 1], lengths[row] = row + 1, at + 1
+    tiles, waves, _, cos_sin, places = plan_pass(ends, lengths, positions, chains.rope, heads)
     return Batch(cos_sin, slots, chains.page_table, chains.page, places, tiles, waves)
 
 
@@ -202,23 +202,11 @@ def no_batch(chains: Chains) -> Batch:
     )
 
 
-@inner
-def plan_of(chains: Any, rows: Any, step: Any, heads: Any) -> Any:
-    """Return tiles and waves of such a batch, and the largest number of parts of a wave."""
-    ends, lengths = np.empty(rows + 1, np.int32), np.empty(rows, np.int32)
-    ends[0] = 0
-    for row in range(rows):
-        ends[row + 1], lengths[row] = row + 1, chains.starts[row] + step + 1
-    return plan(ends, lengths, heads)
-
-
-@compiled
-def most_parts(chains: Any, steps: Any, heads: Any) -> Any:
-    """Return the largest number of parts of a wave in any draft."""
-    most = 0
-    for step in range(1, steps):
-        most = max(most, plan_of(chains, growing(chains, step), step, heads)[2])
-    return most
+def most_parts(chains: Chains, heads: int) -> int:
+    """Return as many parts as a wave of any draft has at most: all of the last one's, or as many as
+    fit a wave."""
+    parts = -(-(chains.starts + chains.counts) // BLOCK) * heads
+    return int(min(parts.sum(), max(MAX_PARTS, parts.max())))
 
 
 @inner

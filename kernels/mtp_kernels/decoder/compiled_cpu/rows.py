@@ -7,15 +7,15 @@ from typing import Any
 
 import numpy as np
 from numba import carray
+from numba.extending import register_jitable
 
-from mtp_kernels.cpu.jit import compiled, inner
+from mtp_kernels.cpu.jit import inner
 from mtp_kernels.cpu.vectors import (
     PANEL,
     Panel,
     Rows,
     address,
-    dot_rows,
-    entry_bytes,
+    dot_row,
     first_rows,
     floats,
     from_row,
@@ -41,8 +41,7 @@ def copy(source: Any, out: Any) -> None:
 @inner
 def norm_row(x: Any, weight: Any, eps: Any, out: Any) -> None:
     """Write the RMS norm of one row: x / sqrt(mean(x^2) + eps) * weight."""
-    row = Rows(address(x), 0, 1)
-    dot_rows(row, row, x.size, address(out), 1)
+    dot_row(address(x), address(x), x.size, address(out))
     mean = out[0] / np.float32(x.size)
     factor = np.float32(1.0) / np.float32(math.sqrt(np.float32(mean + eps)))
     for column in range(x.size):
@@ -51,9 +50,9 @@ def norm_row(x: Any, weight: Any, eps: Any, out: Any) -> None:
 
 @inner
 def norm_rows(x: Any, weight: Any, eps: Any, out: Any) -> None:
-    """Write the RMS norm of rows [s, d] to the first columns of out [>= s, >= d]."""
+    """Write the RMS norm of the first columns of rows x [s, >= d] to those of out [>= s, >= d]."""
     for row in range(x.shape[0]):
-        norm_row(x[row], weight, eps, out[row, : x.shape[1]])
+        norm_row(x[row, : weight.size], weight, eps, out[row, : weight.size])
 
 
 @inner
@@ -70,16 +69,16 @@ def block_of(x: Any, first: Any, last: Any) -> Any:
     return first_rows(from_row(x, first), min(BLOCK_ROWS, last - first))
 
 
-@compiled
-def panels_of(columns: Any) -> Any:
+@register_jitable
+def panels_of(columns: int) -> int:
     """Return the number of panels that hold a number of outputs."""
     return -(-columns // PANEL)
 
 
 @inner
-def panel_of(weight: Any, panel: Any, depth: Any, kind: Any) -> Any:
+def panel_of(weight: Any, panel: Any, depth: Any, entry_bytes: Any) -> Any:
     """Return a panel [depth, PANEL] of the packed weight at an address."""
-    return Panel(weight + entry_bytes(kind) * panel * depth * PANEL, depth, kind)
+    return Panel(weight + entry_bytes * panel * depth * PANEL, depth, entry_bytes)
 
 
 @inner
@@ -89,7 +88,7 @@ def project(x: Any, weight: Any, panels: Any, out: Any, out_stride: Any) -> None
     Every panel goes to its own columns of the rows at address `out`.
     """
     for panel in range(panels[0], panels[1]):
-        own = panel_of(weight.at, panel, weight.count, weight.kind)
+        own = panel_of(weight.at, panel, weight.count, weight.entry_bytes)
         multiply_panel(x, own, out + 4 * panel * PANEL, out_stride)
 
 
@@ -116,7 +115,7 @@ def rotate_halves(x: Any, cos_sin: Any, out: Any) -> None:
         out[column] = x[column]
 
 
-@compiled
+@inner
 def cos_sin_of(positions: Any, rope: Any) -> Any:
     """Return cosines and sines [T, r] of positions [T], in turn, times the attention scaling."""
     inv_freq, scaling = rope

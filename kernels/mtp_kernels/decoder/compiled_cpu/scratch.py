@@ -10,22 +10,25 @@ import numpy as np
 
 from mtp_kernels.batch_layout import BatchLayout
 from mtp_kernels.cpu.memory import LINE, floats
-from mtp_kernels.cpu.paged_attention import Parts, plan, query_places
+from mtp_kernels.cpu.paged_attention import Parts
 from mtp_kernels.cpu.vectors import PANEL
-from mtp_kernels.decoder.compiled_cpu.attention import Batch, Scratch
-from mtp_kernels.decoder.compiled_cpu.rows import cos_sin_of, panels_of
+from mtp_kernels.decoder.compiled_cpu.attention import Batch, Scratch, plan_pass
+from mtp_kernels.decoder.compiled_cpu.rows import panels_of
 from mtp_kernels.decoder.interface import DecoderConfig
 
 
 def planned(layout: BatchLayout, page: int, rope: Any, heads: int) -> tuple[Batch, int]:
     """Return the batch of a layout, and the largest number of parts of a wave of its attention."""
-    tiles, waves, parts = plan(layout.cu_q.numpy(), layout.kv_lens.numpy(), heads)
+    lengths, positions = layout.kv_lens.numpy(), layout.positions.numpy()
+    tiles, waves, parts, cos_sin, places = plan_pass(
+        layout.cu_q.numpy(), lengths, positions, rope, heads
+    )
     batch = Batch(
-        cos_sin=cos_sin_of(layout.positions.numpy(), rope),
+        cos_sin=cos_sin,
         slots=layout.slots.numpy(),
         page_table=layout.page_table.numpy(),
         page=page,
-        places=query_places(tiles, heads, len(layout.positions)),
+        places=places,
         tiles=tiles,
         waves=waves,
     )

@@ -45,18 +45,18 @@ class _Matrix:
     def of(cls, matrix: torch.Tensor, packer: Packer) -> _Matrix:
         return cls(packer.matrix(matrix), tuple(matrix.shape))
 
-    def product(self, x: torch.Tensor, kind: np.generic) -> torch.Tensor:
-        return _product(x, self.packed.ctypes.data, self.shape, kind)
+    def product(self, x: torch.Tensor, entry_bytes: int) -> torch.Tensor:
+        return _product(x, self.packed.ctypes.data, self.shape, entry_bytes)
 
 
 def _product(
-    x: torch.Tensor, packed_at: int, shape: tuple[int, ...], kind: np.generic
+    x: torch.Tensor, packed_at: int, shape: tuple[int, ...], entry_bytes: int
 ) -> torch.Tensor:
     """Return x @ matrix.T [T, out] for a packed matrix [out, in] at an address."""
     outputs, inputs = shape
     out, team = x.new_empty(len(x), outputs), process_team()
     threads = team.threads_for(len(x) * outputs * inputs)
-    panel = Panel(packed_at, inputs, kind)
+    panel = Panel(packed_at, inputs, entry_bytes)
     team.run(run_project, threads, x.contiguous().numpy(), panel, out.numpy())
     return out
 
@@ -104,20 +104,20 @@ def pack_slice(part: LayerSlice, packer: Packer) -> PackedSlice:
 
 
 class SlicedDecoder:
-    """Parts of some layers; kind is that of the packed matrices, as in a Panel."""
+    """Parts of some layers; entry_bytes: of the packed matrices, as in a Panel."""
 
     def __init__(
         self,
         config: DecoderConfig,
         layers: Sequence[PackedSlice],
         *,
-        kind: np.generic,
+        entry_bytes: int,
         inv_freq: torch.Tensor,
         attention_scaling: float,
     ) -> None:
         check_config(config, inv_freq)
         self.config, self.layers = config, tuple(layers)
-        self.sizes = sizes_of(config, kind)
+        self.sizes = sizes_of(config, entry_bytes)
         self.rope = inv_freq.contiguous().numpy(), np.float32(attention_scaling)
 
     def __len__(self) -> int:
@@ -128,7 +128,7 @@ class SlicedDecoder:
         return SlicedDecoder(
             self.config,
             self.layers[first:stop],
-            kind=self.sizes.kind,
+            entry_bytes=self.sizes.entry_bytes,
             inv_freq=torch.from_numpy(self.rope[0]),
             attention_scaling=float(self.rope[1]),
         )
@@ -171,7 +171,7 @@ class SlicedPass:
         packed = self._decoder.layers[layer].layer
         shape = packed.shapes["output"]
         assert shape is not None, "every layer has one"
-        return _product(values, int(packed.record["output"][0]), shape, self._sizes.kind)
+        return _product(values, int(packed.record["output"][0]), shape, self._sizes.entry_bytes)
 
     def picked(self, layer: int) -> torch.Tensor | None:
         """Norm the rows, and return the experts [T, k] that they pick; None in a dense layer."""
@@ -213,7 +213,9 @@ class SlicedPass:
 
     def shared_down(self, layer: int, number: int, values: torch.Tensor) -> torch.Tensor:
         """Return inner values times a shared expert's down projection that this part has."""
-        return self._decoder.layers[layer].mlps[number].down.product(values, self._sizes.kind)
+        return (
+            self._decoder.layers[layer].mlps[number].down.product(values, self._sizes.entry_bytes)
+        )
 
     def _run(self, function: Any, multiplications: int, *arguments: Any) -> None:
         self._team.run(function, self._team.threads_for(multiplications), *arguments)

@@ -54,7 +54,7 @@ def run_down(member: Any, table: Any, sizes: Any, inner_values: Any, ends: Any, 
         size = min(PANEL, out.shape[1] - column)
         for expert in range(ends.size - 1):
             number = expert * panels + panel
-            packed = panel_of(layer.expert_down, number, layer.inner, sizes.kind)
+            packed = panel_of(layer.expert_down, number, layer.inner, sizes.entry_bytes)
             for start in range(ends[expert], ends[expert + 1], BLOCK_ROWS):
                 block = block_of(inputs, start, ends[expert + 1])
                 multiply_panel(block, packed, address(made), PANEL)

@@ -72,7 +72,7 @@ class Sizes(NamedTuple):
     routed_scale: Any  # float32
     norm_eps: Any  # float32
     softmax_scale: Any  # float32
-    kind: Any  # of the packed matrices, as in a Panel
+    entry_bytes: int  # of the packed matrices, as in a Panel
 
 
 @dataclass(frozen=True)
@@ -93,7 +93,7 @@ class PackedLayer:
         return int(self.record["shared"][0]) + picked * bool(self.record["routed"][0])
 
 
-def sizes_of(config: DecoderConfig, kind: Any) -> Sizes:
+def sizes_of(config: DecoderConfig, entry_bytes: int) -> Sizes:
     """Return the config's numbers in the types that compiled code computes in."""
     own = config.attention
     latent = own if isinstance(own, LatentSizes) else None
@@ -116,7 +116,7 @@ def sizes_of(config: DecoderConfig, kind: Any) -> Sizes:
         routed_scale=np.float32(config.routed_scale),
         norm_eps=np.float32(config.norm_eps),
         softmax_scale=np.float32(config.softmax_scale),
-        kind=kind,
+        entry_bytes=entry_bytes,
     )
 
 
@@ -132,9 +132,9 @@ class Packer:
     dtype: torch.dtype
 
     @property
-    def kind(self) -> np.generic:
-        """The kind of the packed matrices, as in a Panel."""
-        return KINDS[self.dtype](0)
+    def entry_bytes(self) -> int:
+        """Bytes of an entry of the packed matrices, as in a Panel."""
+        return self.dtype.itemsize
 
     def matrix(self, matrix: torch.Tensor) -> np.ndarray:
         """Return [..., out, in] as panels [..., out / 32, in, 32], zeros past the last output."""
