@@ -152,7 +152,8 @@ def test_adaptive_drafting_keeps_the_distribution(
         found[tuple(request.output)] += choices.probability  # type: ignore[assignment]
         lengths.add(tuple(request.metrics.drafted))
         choices = choices.following()
-    assert len(lengths) > 1
+    if method == "mtp" and options != CERTAIN:
+        assert len(lengths) > 1
     assert distance(dict(found), target_distribution(target, params)) < 1e-9
 
 

@@ -209,7 +209,7 @@ def test_a_damaged_draft_recovers(options: TuneOptions, bundle: Path, tmp_path: 
         bundle=damaged,
         output_dir=tmp_path / "bundle",
         workdir=tmp_path / "work",
-        train=replace(TRAIN, steps=40, rate=3e-3),
+        train=replace(TRAIN, steps=40),
     )
     result = tune(own, Watch())
     assert result is not None
