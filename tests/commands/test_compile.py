@@ -36,6 +36,7 @@ def test_a_model_without_a_static_graph(tmp_path: Path) -> None:
 
 
 @pytest.mark.nightly
+@pytest.mark.timeout(1200)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_generate_by_a_package(tmp_path: Path, dtype: str) -> None:
     package = tmp_path / "step.pt2"
