@@ -22,7 +22,7 @@ test: .venv/installed-dev
 	@$(call beside_checks,$(PYTEST))
 
 # With what only repeats at larger scale, or takes minutes, or needs the package index.
-test-all: .venv/installed-dev .venv-moto/installed
+test-all: .venv/installed-dev .venv-stores/installed
 	@$(call beside_checks,$(PYTEST) --timeout 1800 -m "nightly or not nightly")
 
 # Half an hour of mutated inputs; a failure prints the command that runs its input again.
@@ -48,11 +48,15 @@ test-oldest-triton: .venv/installed-dev
 	PYTHONPATH=build/triton-3.6 $(BIN)/python -m pytest tests/kernels/verify_attention/test_verify_attention_compiled.py
 
 # Correctness on a GPU machine; it fails where there is no GPU. CUDA_PYTHON=python3 takes an environment
-# that is there, with torch, Triton and pytest, and installs nothing.
+# that is there and installs nothing. Only files with such a test are read: what others import need not
+# be there. Side by side where pytest-xdist is, since most of the time is spent compiling.
 CUDA_PYTHON = $(BIN)/python
+CUDA_TESTS = $(shell grep -rl --include='test_*.py' 'mark\.cuda' tests)
+CUDA_SIDE_BY_SIDE = $(shell $(CUDA_PYTHON) -c 'import xdist' 2>/dev/null && \
+	echo '-n auto --maxprocesses 8 --dist worksteal')
 test-cuda: $(if $(filter $(BIN)/%,$(CUDA_PYTHON)),.venv/installed-dev)
-	$(CUDA_PYTHON) -m pytest --require-cuda -m cuda -p no:cacheprovider --durations 5 \
-		tests/kernels tests/runtime tests/commands
+	$(CUDA_PYTHON) -m pytest --require-cuda -m cuda -p no:cacheprovider -p no:benchmark --durations 10 \
+		$(CUDA_SIDE_BY_SIDE) $(CUDA_TESTS)
 
 # Small faults planted one at a time, which the tests of their file must notice: docs/mutants.md.
 # SAMPLE=n takes n random ones per room, by SEED; ONLY=path those of files whose path starts so.
@@ -69,7 +73,7 @@ fixture: .venv/installed-dev
 	$(BIN)/python fixtures/train.py
 
 clean:
-	rm -rf .venv .venv-engines .venv-moto .venv-oldest demo build *.egg-info
+	rm -rf .venv .venv-engines .venv-stores .venv-oldest demo build *.egg-info
 
 # torch first and by version: a CPU build already on the machine is then kept.
 .venv/bin/python:
@@ -85,10 +89,13 @@ clean:
 	$(PIP_INSTALL) -c constraints.txt -e '.[dev]'
 	touch .venv/installed $@
 
-# moto's server, for a process of its own: what it brings is in no version that others need.
-.venv-moto/installed: constraints-moto.txt
-	$(PYTHON) -m venv .venv-moto
-	.venv-moto/bin/pip --disable-pip-version-check --quiet install --no-deps -r constraints-moto.txt
+# Emulators of object stores, for processes of their own: what they bring is in no version that others
+# need. Azurite needs Node.js, and is left out where that is not.
+AZURITE := azurite@3.37.0
+.venv-stores/installed: constraints-stores.txt
+	$(PYTHON) -m venv .venv-stores
+	.venv-stores/bin/pip --disable-pip-version-check --quiet install --no-deps -r constraints-stores.txt
+	if command -v npm; then npm install --prefix .venv-stores --no-audit --no-fund --silent $(AZURITE); fi
 	touch $@
 
 # The tests' own tools in the versions of the constraints.

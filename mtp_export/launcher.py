@@ -1,4 +1,4 @@
-"""Place of this process among those that torchrun started, or any launcher that sets its
+"""Number of this process among those that torchrun started, or any launcher that sets its
 variables."""
 
 from __future__ import annotations
@@ -11,23 +11,23 @@ from mtp_export.errors import UsageError
 VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
-class Place(NamedTuple):
-    """Number of a process, or rank, among all, and among those of its machine."""
+class LaunchedProcess(NamedTuple):
+    """Number of a process, its rank, among all of the launch and among those of its machine."""
 
     rank: int = 0
-    size: int = 1
+    world_size: int = 1
     local_rank: int = 0
 
     @property
     def is_alone(self) -> bool:
         """True where no other process was started."""
-        return self.size == 1
+        return self.world_size == 1
 
 
-def place_of(variables: Mapping[str, str]) -> Place:
-    """Read a process's place (UsageError); without a launcher it is alone."""
+def launched_process(variables: Mapping[str, str]) -> LaunchedProcess:
+    """Read a process's ranks (UsageError); without a launcher it is alone."""
     if not all(variables.get(name) for name in VARIABLES):
-        return Place()
+        return LaunchedProcess()
     numbers = [variables[name] for name in ("RANK", "WORLD_SIZE")]
     local = variables.get("LOCAL_RANK") or "0"
     decimal = all(number.isdecimal() for number in (*numbers, local))
@@ -37,4 +37,4 @@ def place_of(variables: Mapping[str, str]) -> Place:
             expected="RANK below WORLD_SIZE, and LOCAL_RANK, in decimal digits",
             found=f"RANK={numbers[0]}, WORLD_SIZE={numbers[1]}, LOCAL_RANK={local}",
         )
-    return Place(int(numbers[0]), int(numbers[1]), int(local))
+    return LaunchedProcess(int(numbers[0]), int(numbers[1]), int(local))

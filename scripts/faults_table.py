@@ -23,6 +23,7 @@ PAGE = ROOT / "docs/faults.md"
 Cells = Mapping[str, Sequence[str]]
 
 STATIC_HEADING, RUN_HEADING = "Files and weights", "What running shows"
+DRAFTS_HEADING = "Drafts in folders of their own"
 _HEAD = """# Planted faults
 
 Written by `python scripts/faults_table.py` from its runs: each fault is planted, `mtp-export
@@ -52,11 +53,19 @@ explains is a near-tie and no fault: a test covers either side.
 
 {count} faults, named: {totals}.
 """
+_DRAFTS = """## {heading}
+
+Planted into EAGLE-3 drafts and parallel heads that are fitted to the trained fixture, in a good
+bundle. `tests/verify/test_own_drafts.py` plants each again: the check must fail and say the words.
+
+{count} faults, named: {totals}.
+"""
 
 
 def table(static: Cells, run: Cells) -> str:
     """The page, from the marks of each fault by name."""
-    return "\n".join((_HEAD, *_static_lines(static), "", *_run_lines(run))) + "\n"
+    lines = (_HEAD, *_static_lines(static), "", *_run_lines(run), "", *_draft_lines())
+    return "\n".join(lines) + "\n"
 
 
 def _static_lines(found: Cells) -> Iterator[str]:
@@ -84,6 +93,17 @@ def _run_lines(found: Cells) -> Iterator[str]:
     for fault in faults:
         place = "bundle" if fault in RUN_FAULTS else "runtime"
         yield _row(fault.name, (place, *(found[fault.name] or [""] * len(RUN))), fault)
+
+
+def _draft_lines() -> Iterator[str]:
+    from faults.draft_faults import DRAFT_FAULTS
+
+    totals = _totals([fault.caught_by for fault in DRAFT_FAULTS])
+    yield _DRAFTS.format(heading=DRAFTS_HEADING, count=len(DRAFT_FAULTS), totals=totals)
+    yield "| fault | draft | named by | which says |"
+    yield "|---|---|---|---|"
+    for fault in DRAFT_FAULTS:
+        yield f"| {fault.name} | `{fault.method}` | `{fault.caught_by}` | {fault.cause} |"
 
 
 def _totals(checks: Sequence[str]) -> str:

@@ -7,8 +7,8 @@ import sys
 from pathlib import Path
 
 
-def peak_bytes(source: Path, output: Path, *options: str) -> int:
-    """Peak resident memory of an export.
+def peak_bytes(source: Path | str, output: Path, *options: str, **variables: str) -> int:
+    """Peak resident memory of an export, with these variables alone in its environment.
 
     VmHWM begins with the program; ru_maxrss would remember the size of the process that forked.
     """
@@ -21,7 +21,7 @@ def peak_bytes(source: Path, output: Path, *options: str) -> int:
         "print(next(line.split()[1] for line in lines if line.startswith('VmHWM:')))"
     )
     arguments = ["--input-dir", str(source), "--output-dir", str(output), "--quiet", *options]
-    environment = {"PYTHONPATH": ":".join(filter(None, sys.path))}
+    environment = variables | {"PYTHONPATH": ":".join(filter(None, sys.path))}
     done = subprocess.run(
         [sys.executable, "-c", code, *arguments], env=environment, capture_output=True, check=True
     )

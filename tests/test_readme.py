@@ -39,6 +39,7 @@ MAKEFILE = (ROOT / "Makefile").read_text()
 # The pages show a real model here; tests run the same commands on the trained miniature, which a
 # local server has under the real model's name.
 REAL_MODEL, MINIATURE = "/models/DeepSeek-V3", "fixtures/deepseek-v3-tiny"
+PROMPTS = "fixtures/prompts.jsonl"
 REPOSITORY = "deepseek-ai/DeepSeek-V3"
 BUCKET, FOLDER = "weights", "DeepSeek-V3"
 SHARED_SECTION = "Options of export and quantize"
@@ -95,6 +96,7 @@ def shared(tmp_path_factory: pytest.TempPathFactory) -> Workplace:
     """Otherwise empty folder with a copy of the miniature, on the same device: links work."""
     folder = tmp_path_factory.mktemp("pages")
     shutil.copytree(ROOT / MINIATURE, folder / MINIATURE)
+    shutil.copy(ROOT / PROMPTS, folder / PROMPTS)
     return Workplace(folder)
 
 

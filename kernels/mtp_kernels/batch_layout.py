@@ -22,4 +22,4 @@ class BatchLayout:
     page_table: torch.Tensor  # [b, max_pages] int32; what is past a request's last page is unused
     kv_lens: torch.Tensor  # [b] int32, cached tokens after the pass, those of its rows included
     cu_q: torch.Tensor  # [b+1] int32, rows before each request
-    max_q_len: int | None = None  # most rows of a request; one that has no tokens may have more
+    max_q_len: int | None = None  # most rows of a request

@@ -58,8 +58,7 @@ def bundle_target(folder: Path) -> str:
     without one."""
     if not (folder / MANIFEST_NAME).is_file():
         return RELEASED
-    options = read_manifest(folder).get("options")
-    return str(options.get("target", RELEASED)) if isinstance(options, dict) else RELEASED
+    return str(read_manifest(folder)["options"].get("target", RELEASED))
 
 
 def open_checkpoint(place: Place) -> Checkpoint:

@@ -120,7 +120,7 @@ def write_whole(path: Path, write: Callable[[int], object]) -> None:
         sync_folder(path.parent)
     except BaseException as error:
         with suppress(OSError):
-            temporary.unlink(missing_ok=True)
+            temporary.unlink()
         if isinstance(error, OSError):
             raise write_failure(path, error) from error
         raise

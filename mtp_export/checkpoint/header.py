@@ -117,7 +117,7 @@ def _as_usual(file: ByteFile, header: bytes, data: range) -> tuple[TensorInfo, .
     """
     if not header.isascii():
         return ()
-    text = header.decode("ascii").rstrip(" ")
+    text = header.decode().rstrip(" ")
     start = _USUAL_START.match(text)
     begin = start.end() if start else 0
     entries = _USUAL_TENSOR.findall(text, begin)

@@ -23,7 +23,7 @@ def parse(raw: bytes) -> Any:
     Raises ValueError for anything else: also for duplicate keys, of which json takes the last, for
     NaN and infinities, for halves of surrogate pairs, and for deep nesting.
     """
-    text = raw.decode("utf-8")
+    text = raw.decode()
     try:
         value = json.loads(text, parse_constant=_refuse_number, parse_float=_finite)
     except RecursionError:

@@ -92,13 +92,14 @@ class TensorReader:
         info = self._info
         if len(columns) == info.shape[1]:
             return self.rows(rows.start, rows.stop)
-        size = row_bytes(info) // info.shape[1] if info.shape[1] else 0
+        size = row_bytes(info) // info.shape[1]
         width = len(columns) * size
         memory = torch.empty(width + SLACK_BYTES + PAGE_BYTES, dtype=torch.uint8)
         aligned: Any = memory[-memory.data_ptr() % PAGE_BYTES :].numpy()
-        buffer, out = memoryview(aligned), torch.empty(len(rows), width, dtype=torch.uint8)
-        lines: Any = out.numpy()
+        buffer = memoryview(aligned)
+        out = torch.empty(len(rows), len(columns), dtype=torch_dtype(info.dtype))
+        lines: Any = out.view(torch.uint8).numpy()
         for line, row in zip(lines, rows, strict=True):
             first = self._begin + row * row_bytes(info) + columns.start * size
             line[:] = buffer[self._file.read_into(buffer, first, first + width)]
-        return out.view(torch_dtype(info.dtype))
+        return out

@@ -236,7 +236,7 @@ class ShardWriter:
         with suppress(OSError):
             self._close()
         with suppress(OSError):
-            self._temporary.unlink(missing_ok=True)
+            self._temporary.unlink()
 
     def _settle(self) -> None:
         """Wait until no write is under way."""

@@ -1,1 +1,1 @@
-"""Making of a bundle by the machines of a cluster."""
+"""Making and verifying of a bundle by the machines of a cluster."""

@@ -1,71 +1,59 @@
-"""Shards as tasks of a Ray cluster, coordinated by the process that has plan, journal and manifest.
-
-A worker or machine that dies loses the shard that it was at, which Ray gives to another.
-"""
+"""Tasks of a Ray cluster, coordinated by this process: a worker or machine that dies loses the task
+that it was at, which Ray gives to another."""
 
 from __future__ import annotations
 
-import json
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-from mtp_export.bundle.bundle_plan import BundlePlan
-from mtp_export.bundle.downloads import CHECKS
-from mtp_export.bundle.own_files import remove_unfinished
-from mtp_export.bundle.request import Request
-from mtp_export.bundle.run import Record
-from mtp_export.bundle.work import Work
-from mtp_export.cluster.shard_task import Assignment, make_shard
 from mtp_export.errors import IoError, UnsupportedError
-from mtp_export.progress import ProgressCallback
 
 LOCAL = "local"
-# Attempts that may die with their worker or machine: more at one shard are no accident.
+# Attempts that may die with their worker or machine: more at one task are no accident.
 _MOST_DEATHS = 8
 
 
 @dataclass(frozen=True)
-class RayCluster:
-    """Maker of the shards of a request on a cluster: local, auto, or ray://host:port."""
+class Tasks:
+    """Calls function(given, key) for every key; str(key) names the task.
 
-    address: str
-    request: Request
+    workers: cores of a task, if a machine has as many. failure and todo: what the user is told
+    where a task kills its workers.
+    """
 
-    def __call__(
-        self, plan: BundlePlan, work: Work, record: Record, progress: ProgressCallback
-    ) -> None:
-        """Make the shards of a work; record and progress are called in this process.
-
-        Raises UnsupportedError without Ray, IoError where the cluster cannot be reached or a shard
-        killed its workers, and what make_shards does.
-        """
-        sizes = {job.key: job.read_bytes for job in work.jobs}
-        compares = bool(work.tied.alike or work.tied.unlike)
-        keys = [*([CHECKS] if work.checks and compares else []), *sizes]
-        identity = json.loads(json.dumps(plan.identity))
-        with _connected(self.address) as ray:
-            assignment = ray.put(Assignment(self.request.absolute(), identity, compares))
-            task = ray.remote(
-                num_cpus=_cores(ray, plan.options.run.workers),
-                max_retries=_MOST_DEATHS,
-                scheduling_strategy="SPREAD",
-            )(make_shard)
-            running = {task.options(name=key).remote(assignment, key): key for key in keys}
-            while running:
-                (done, *_), _ = ray.wait(list(running), num_returns=1)
-                key = running.pop(done)
-                facts = _result(ray, done, key)
-                if key != CHECKS:
-                    record(key, facts)
-                    progress(sizes[key])
-        # what those that died were at, and attempts that were taken for dead
-        remove_unfinished(plan.options.output_dir, plan.files, kept=plan.files)
+    function: Callable[[Any, Any], Any]
+    given: Any
+    keys: Sequence[Any]
+    workers: int
+    failure: str
+    todo: str
 
 
-def _result(ray: Any, reference: Any, key: str) -> Any:
+def run_tasks(address: str, tasks: Tasks, take: Callable[[Any, Any], None]) -> None:
+    """Run tasks on a cluster: local, auto, or ray://host:port.
+
+    take is called in this process with key and result of each that has ended. Raises
+    UnsupportedError without Ray, IoError where the cluster cannot be reached or a task killed its
+    workers, and what the tasks and take raise.
+    """
+    with _connected(address) as ray:
+        given = ray.put(tasks.given)
+        task = ray.remote(
+            num_cpus=_cores(ray, tasks.workers),
+            max_retries=_MOST_DEATHS,
+            scheduling_strategy="SPREAD",
+        )(tasks.function)
+        running = {task.options(name=str(key)).remote(given, key): key for key in tasks.keys}
+        while running:
+            (done, *_), _ = ray.wait(list(running), num_returns=1)
+            key = running.pop(done)
+            take(key, _result(ray, done, tasks, key))
+
+
+def _result(ray: Any, reference: Any, tasks: Tasks, key: Any) -> Any:
     """Return a task's result; raises what it raised."""
     try:
         return ray.get(reference)
@@ -73,11 +61,10 @@ def _result(ray: Any, reference: Any, key: str) -> Any:
         raise error.cause from None
     except ray.exceptions.RayError as error:
         raise IoError(
-            "The cluster could not make a shard",
-            where=key,
+            tasks.failure,
+            where=str(key),
             found=str(error).partition("\n")[0],
-            todo="Check the memory of its machines (--max-memory is that of one shard), then run"
-            " the same command again: it goes on where it stopped",
+            todo=tasks.todo,
         ) from error
 
 

@@ -88,6 +88,6 @@ def _maker(request: Request, cluster: str | None) -> Maker:
     """Return what makes the shards of a request: this process, or a cluster."""
     if cluster is None:
         return make_shards
-    from mtp_export.cluster.ray_tasks import RayCluster
+    from mtp_export.cluster.shards import RayCluster
 
     return RayCluster(cluster, request)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -22,7 +23,7 @@ from mtp_export.commands.output import (
 from mtp_export.errors import IoError, OutputExistsError, UsageError
 
 if TYPE_CHECKING:
-    from mtp_runtime.models.load import LoadOptions
+    from mtp_runtime.models.model import Model
 
 _BATCHES = (1, 16)
 _EAGER, _PACKAGE, _KERNELS = "torch, eager", "package", "compiled kernels"
@@ -68,15 +69,17 @@ def compile(
     """Compile a bundle's decode step for this CPU by AOTInductor, and time it."""
     _check(output, overwrite=overwrite)
     with few_collections(), plain_console(stderr=True).status("Loading the runtime") as status:
-        from mtp_runtime.models.load import LoadOptions
+        from mtp_runtime.models.load import LoadOptions, load_model
 
-        status.update(f"Compiling the step of {bundle}")
         options = LoadOptions(dtype=dtype, with_mtp=False, static_graph=True)
+        model = load_model(bundle, options).model
+        status.update(f"Compiling the step of {bundle}")
         start = time.monotonic()
-        _compile(bundle, options, block_size, output)
+        _compile(model, block_size, output)
         seconds = time.monotonic() - start
         status.update("Timing it")
-        times = _times(bundle, options, block_size, output)
+        usual = load_model(bundle, replace(options, static_graph=False)).model
+        times = _times(model, usual, block_size, output)
     facts = {
         "package": str(output),
         "bytes": output.stat().st_size,
@@ -99,29 +102,24 @@ def _check(output: Path, *, overwrite: bool) -> None:
         )
 
 
-def _compile(bundle: Path, options: LoadOptions, page_size: int, output: Path) -> None:
+def _compile(model: Model, page_size: int, output: Path) -> None:
     """Compile into a file of another name, which takes the output's place when it is whole."""
-    from mtp_runtime.models.load import load_model
     from mtp_runtime.static_graph.compiled import compile_step
 
     unfinished = output.with_name(f".{output.stem}.{os.getpid()}.pt2")
     try:
-        compile_step(load_model(bundle, options).model, page_size, unfinished)
+        compile_step(model, page_size, unfinished)
         unfinished.replace(output)
     finally:
         unfinished.unlink(missing_ok=True)
 
 
-def _times(
-    bundle: Path, options: LoadOptions, page_size: int, output: Path
-) -> dict[str, dict[str, float]]:
-    """Return the milliseconds of a step by way and number of requests."""
-    from mtp_runtime.models.load import LoadOptions, load_model
+def _times(model: Model, usual: Model, page_size: int, output: Path) -> dict[str, dict[str, float]]:
+    """Return the milliseconds of a step by way and number of requests; usual: the model on compiled
+    kernels."""
     from mtp_runtime.static_graph.compiled import CompiledStep
     from mtp_runtime.static_graph.timing import Way, step_seconds
 
-    model = load_model(bundle, options).model
-    usual = load_model(bundle, LoadOptions(dtype=options.dtype, with_mtp=False)).model
     ways = {
         _EAGER: Way(model),
         _PACKAGE: Way(model, CompiledStep.open(output, model, page_size)),

@@ -282,13 +282,8 @@ def bundle_options(context: typer.Context, input_dir: Place, output_dir: Path) -
             found="both",
             todo="Write the shares into a new folder, or remove the finished bundle first",
         )
-    if given["share"] is not None and given["cluster"] is not None:
-        raise UsageError(
-            "A cluster divides the work itself",
-            expected="--share or --cluster",
-            found="both",
-            todo="Leave --share out",
-        )
+    if given["share"] is not None:
+        refuse_cluster_of_share(given["cluster"])
     content = ContentOptions(
         part=given.get("part", Part.BOTH),  # a graft always has both
         shared_weights=given["shared_weights"],
@@ -306,6 +301,17 @@ def bundle_options(context: typer.Context, input_dir: Place, output_dir: Path) -
         share=given["share"],
     )
     return BundleOptions(input_dir, output_dir, target=given["target"], content=content, run=run)
+
+
+def refuse_cluster_of_share(cluster: str | None) -> None:
+    """Refuse a cluster for a share of the work (UsageError)."""
+    if cluster is not None:
+        raise UsageError(
+            "A cluster divides the work itself",
+            expected="--share or --cluster",
+            found="both",
+            todo="Leave --share out",
+        )
 
 
 def reporting_options(context: typer.Context) -> Reporting:

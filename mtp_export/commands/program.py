@@ -14,7 +14,7 @@ from mtp_export.commands.failures import failure_of
 from mtp_export.commands.registry import COMMANDS, command_named
 from mtp_export.commands.standard_streams import guarded_streams
 from mtp_export.errors import Interrupted, UsageError
-from mtp_export.launcher import place_of
+from mtp_export.launcher import launched_process
 
 # Commands that torchrun starts in several processes: those that rank 0 leads, and one that joins by
 # itself.
@@ -47,7 +47,7 @@ def _run(arguments: Sequence[str]) -> int:
     Raises UsageError for arguments that cannot be parsed, and what the command raises.
     """
     command = next(iter(arguments), "")
-    if place_of(os.environ).is_alone:
+    if launched_process(os.environ).is_alone:
         return _run_alone(arguments)
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # what it warns of ends in one message
     if command in JOINING:

@@ -305,7 +305,8 @@ def estimate_table(found: Estimate) -> RenderableType:
         ("weights that a step computes with", format_bytes(found.weights_bytes)),
         ("rows to train on", f"{found.rows:,}"),
         ("rows on disk", format_bytes(found.rows_bytes)),
-        ("disk, with saved states and the trained weights", format_bytes(found.disk_bytes)),
+        ("work folder, with saved states and the trained weights", format_bytes(found.disk_bytes)),
+        ("bundle", format_bytes(found.output_bytes)),
         ("time of the steps, about", f"{found.seconds / 60:.1f} min"),
     ):
         table.add_row(name, value)

@@ -20,6 +20,7 @@ from mtp_export.errors import UsageError
 from mtp_export.progress import format_bytes
 
 if TYPE_CHECKING:
+    from mtp_export.verify.check import Level
     from mtp_export.verify.context import VerifyOptions
     from mtp_export.verify.report.report import Report as VerifyReport
     from mtp_runtime.parallel.group import Group
@@ -35,6 +36,13 @@ class LevelName(StrEnum):
     WEIGHTS = "weights"
     RUN = "run"
     ALL = "all"
+
+    @property
+    def depth(self) -> Level:
+        """The level of the checks."""
+        from mtp_export.verify.check import Level
+
+        return Level.RUN if self is LevelName.ALL else Level[self.name]
 
 
 def parse_ks(text: str) -> tuple[int, ...]:
@@ -132,6 +140,16 @@ ShareOption = Annotated[
         help="Read share I of N into --workdir, for a run without it to join; slurm: by the task.",
     ),
 ]
+ClusterOption = Annotated[
+    str | None,
+    typer.Option(
+        "--cluster",
+        parser=shared.parse_cluster,
+        metavar="ADDRESS",
+        rich_help_panel=PERFORMANCE,
+        help="Read the bytes on a Ray cluster: local, auto or ray://HOST:PORT.",
+    ),
+]
 JUnit = Annotated[
     Path | None,
     typer.Option(
@@ -165,6 +183,7 @@ def verify(
     stream: Stream = False,
     workdir: Workdir = None,
     share: ShareOption = None,
+    cluster: ClusterOption = None,
     workers: shared.Workers = shared.DEFAULT_WORKERS,
     report: shared.Report = None,
     junit: JUnit = None,
@@ -173,14 +192,13 @@ def verify(
     quiet: shared.Quiet = False,
 ) -> None:
     """Verify that a bundle is what it claims to be: its files, its weights, and how it decodes."""
-    from mtp_export.verify.check import Level
     from mtp_export.verify.context import VerifyOptions
     from mtp_export.verify.report.table import report_table
 
     options = VerifyOptions(
         bundle=bundle,
         source=source,
-        level=Level.RUN if level is LevelName.ALL else Level[level.name],
+        level=level.depth,
         prompts=prompts,
         max_new_tokens=max_new_tokens,
         ks=parse_ks(k),
@@ -191,7 +209,7 @@ def verify(
         workers=workers,
     )
     if share is not None:
-        _check_share(options, share)
+        _check_share(options, share, cluster)
     taken = [path for path in (bundle, source, prompts) if path is not None]
     reports = try_reports({"--report": report, "--junit": junit, "--html": html}, taken)
     if share is not None:
@@ -199,13 +217,15 @@ def verify(
         reports.write({"--report": lambda: json_text(facts)})
         print_result(facts, table, shared.reporting_options(context))
         return
-    finished = _run(options, context.obj, quiet=quiet)
+    finished = _run(options, cluster, context.obj, quiet=quiet)
     _write_reports(finished, reports)
     print_result(finished.as_json(), report_table(finished), shared.reporting_options(context))
     finished.raise_if_failed()
 
 
-def _run(options: VerifyOptions, group: Group | None, *, quiet: bool) -> VerifyReport:
+def _run(
+    options: VerifyOptions, cluster: str | None, group: Group | None, *, quiet: bool
+) -> VerifyReport:
     """Run the checks, with progress and a line per finished check on stderr unless quiet."""
     from mtp_export.commands.progress_bar import progress_bar
     from mtp_export.verify import run_checks
@@ -218,6 +238,10 @@ def _run(options: VerifyOptions, group: Group | None, *, quiet: bool) -> VerifyR
         if options.level > Level.FILES:
             import torch  # noqa: F401 (which all further checks need)
     start = time.monotonic()
+    if cluster is not None:
+        from mtp_export.cluster.verification import read_on_cluster
+
+        read_on_cluster(cluster, context)
     results = []
     for result in run_checks(context):
         results.append(result)
@@ -239,10 +263,11 @@ def _write_reports(report: VerifyReport, files: ReportFiles) -> None:
     )
 
 
-def _check_share(options: VerifyOptions, share: Share) -> None:
+def _check_share(options: VerifyOptions, share: Share, cluster: str | None) -> None:
     """Refuse a share that leaves nothing for others, or reads none of it (UsageError)."""
     from mtp_export.verify.check import Level
 
+    shared.refuse_cluster_of_share(cluster)
     if options.workdir is None:
         raise UsageError(
             "A share of a verification needs a folder for what it finds",
@@ -265,8 +290,12 @@ def _read_share(options: VerifyOptions, share: Share, *, quiet: bool) -> tuple[d
 
     start = time.monotonic()
     context = Context.open(options, partial(progress_bar, quiet=quiet))
-    parts = [part.name for part in context.parts if part.checkpoint is not None]
-    size_bytes = sum(context.walk_share(part, share).size_bytes for part in parts)
+    assert context.findings is not None, "there is a --workdir"
+    size_bytes = 0
+    for part in context.opened_parts:
+        plan, known = context.walk_share(part.name, share)
+        context.findings.keep(part.name, share, known)
+        size_bytes += plan.size_bytes
     seconds = time.monotonic() - start
     facts = {
         "bundle": str(options.bundle),

@@ -168,7 +168,7 @@ class Eagle3Family(DeepseekV3Family):
     @property
     def fc_norms(self) -> tuple[str, ...]:
         """Norms of the tapped states, one each; none where they are joined as they are."""
-        wanted = self._flag("fc_norm")
+        wanted = self._flag("fc_norm") or self._flag("use_aux_norm")  # as SGLang knows it too
         return tuple(f"fc_norm.{tap}" for tap in range(self.tap_count)) if wanted else ()
 
     def _flag(self, key: str) -> bool:

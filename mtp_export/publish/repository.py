@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import io
 import logging
-import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -40,6 +39,7 @@ from mtp_export.checkpoint.hub_failures import (
 )
 from mtp_export.errors import InvalidInputError
 from mtp_export.progress import ProgressCallback
+from mtp_export.quiet import quieted
 
 BRANCH = constants.DEFAULT_REVISION
 _EXISTS, _MOVED = 409, 412
@@ -207,13 +207,5 @@ class SentFile(io.BufferedReader):
 @contextmanager
 def _silent_client() -> Iterator[None]:
     """Keep huggingface_hub from printing: its lines hold signed addresses, its bars are many."""
-    logger = logging.getLogger("huggingface_hub")
-    level = logger.level
-    logger.setLevel(logging.CRITICAL)
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            with disable_progress_bars():
-                yield
-    finally:
-        logger.setLevel(level)
+    with quieted("huggingface_hub", logging.CRITICAL), disable_progress_bars():
+        yield

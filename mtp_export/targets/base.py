@@ -9,6 +9,7 @@ from shlex import quote
 from typing import Any
 
 from mtp_export.errors import InvalidInputError, UnsupportedError
+from mtp_export.families.fields import Fields
 from mtp_export.schemes.dialects import Dialect
 from mtp_export.schemes.native import with_renamed_modules
 from mtp_export.schemes.storage import FLOATS, Storage
@@ -154,12 +155,15 @@ class Target:
 def single_layer_config(
     config: Mapping[str, Any], mtp_name: Callable[[str, int], str], **changes: object
 ) -> Config:
-    """Return the config of a draft whose one decoder layer is layer 0, a MoE layer."""
-    own = f"model.layers.{config['num_hidden_layers']}"
+    """Return the config of a draft whose one decoder layer is layer 0, a MoE layer.
+
+    Raises InvalidInputError for a config without a number of layers.
+    """
+    layer = Fields(config).whole("num_hidden_layers")
+    own = f"model.layers.{layer}"
 
     def renamed(module: str) -> str | None:
         """Return a module's name in the draft; None for another layer's."""
-        layer = config["num_hidden_layers"]
         if module == own:
             return mtp_name(f"{own}.mlp.weight", layer).removesuffix(".mlp.weight")
         if module.startswith(f"{own}."):

@@ -13,7 +13,8 @@ from mtp_export.bundle.bundle_plan import BundlePlan
 from mtp_export.tune.options import TuneOptions
 from mtp_export.tune.row_store import Batch
 from mtp_export.tune.rows import Fed, Rows
-from mtp_export.tune.writing import Output, SourceBundle
+from mtp_export.tune.source_bundle import SourceBundle
+from mtp_export.tune.writing import Output
 from mtp_export.verify.evidence.corpus import Drafts
 
 
@@ -52,13 +53,17 @@ class TrainedDraft(Protocol):
 
 @dataclass(frozen=True)
 class Sizes:
-    """Elements of a draft: all, those that are trained, those that one row goes through, and the
-    bytes that are held of what is stored."""
+    """Elements of a draft: all, those that are trained, and those that one row goes through.
+
+    stored_bytes: held of what is stored. new_bytes: of a draft that comes beside the MTP part, as
+    it is written; 0 for one that is written in its place.
+    """
 
     parameters: int
     trained: int
     used: float
     stored_bytes: int = 0
+    new_bytes: int = 0
 
 
 @dataclass(frozen=True)

@@ -20,7 +20,8 @@ from mtp_export.tune.draft import DraftType, Sizes
 from mtp_export.tune.options import TuneOptions
 from mtp_export.tune.row_store import Batch
 from mtp_export.tune.rows import Fed, Rows
-from mtp_export.tune.writing import Output, SourceBundle
+from mtp_export.tune.source_bundle import SourceBundle
+from mtp_export.tune.writing import Output
 from mtp_export.verify.evidence.corpus import Drafts, judge
 from mtp_runtime.layers.attention import Attention
 from mtp_runtime.models.eagle3 import Eagle3Module, eagle3_module
@@ -152,6 +153,14 @@ def _family(source: SourceBundle) -> Eagle3Family:
             expected="a DeepSeek-V3",
             found=source.main.config.get("model_type"),
         )
+    layers = source.main.config["num_hidden_layers"]
+    if list(usual_taps(layers)) != sorted({*usual_taps(layers)}):
+        raise UnsupportedError(
+            "EAGLE-3 drafts take the inputs of layers 2, L/2 and L-3, which must be three layers",
+            where=source.folder,
+            expected="a target of 7 layers or more",
+            found=layers,
+        )
     return Eagle3Family.from_config(_config(source))
 
 
@@ -163,7 +172,8 @@ def _trained_specs(family: Eagle3Family) -> list[TensorSpec]:
 
 def _sizes(options: TuneOptions, source: SourceBundle) -> Sizes:
     elements = sum(math.prod(spec.shape) for spec in _trained_specs(_family(source)))
-    return Sizes(parameters=elements, trained=elements, used=elements)
+    new_bytes = torch.bfloat16.itemsize * elements
+    return Sizes(parameters=elements, trained=elements, used=elements, new_bytes=new_bytes)
 
 
 EAGLE3 = DraftType(Eagle3Draft.open, fed=lambda source: Fed.TAPS, sizes=_sizes, taps=usual_taps)

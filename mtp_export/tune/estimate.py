@@ -7,11 +7,13 @@ from dataclasses import dataclass
 
 import torch
 
+from mtp_export.bundle.links import guess_links
+from mtp_export.checkpoint.plan import Link
 from mtp_export.tune.draft import Sizes
 from mtp_export.tune.drafts import DRAFTS
 from mtp_export.tune.options import TuneOptions
 from mtp_export.tune.row_store import Data, row_bytes
-from mtp_export.tune.writing import SourceBundle
+from mtp_export.tune.source_bundle import SourceBundle
 from mtp_runtime.models.load import DTYPES
 
 _FLOAT32 = 4
@@ -28,7 +30,8 @@ class Estimate:
 
     parameters: of the draft, without embedding and head; trained: those of the training.
     state_bytes: the latter with gradients and optimizer, in main memory with --offload.
-    weights_bytes: what a step computes with, and its gradients.
+    weights_bytes: what a step computes with, and its gradients. disk_bytes: of the work folder;
+    output_bytes: of the bundle, where shards that can be linked take none.
     """
 
     parameters: int
@@ -38,6 +41,7 @@ class Estimate:
     weights_bytes: int
     rows_bytes: int
     disk_bytes: int
+    output_bytes: int
     seconds: float
 
     def as_json(self) -> dict[str, int | float]:
@@ -66,8 +70,18 @@ def estimate(options: TuneOptions, source: SourceBundle, data: Data) -> Estimate
         rows_bytes=rows_bytes,
         # While a saved state is written the one before it is still there; none has gradients.
         disk_bytes=rows_bytes + 6 * _FLOAT32 * sizes.trained + _FLOAT32 * sizes.parameters,
+        output_bytes=output_bytes(options, source, sizes),
         seconds=_seconds(options, sizes, head),
     )
+
+
+def output_bytes(options: TuneOptions, source: SourceBundle, sizes: Sizes) -> int:
+    """Return the bytes that the bundle adds to its disk."""
+    rewritten = () if sizes.new_bytes else source.mtp.shards
+    kept = [shard for shard in source.shards if shard not in rewritten]
+    links = guess_links(Link.AUTO, [shard.path for shard in kept], options.output_dir)
+    copied = [shard for shard in kept if links[shard.path] is Link.COPY]
+    return sizes.new_bytes + sum(shard.size_bytes for shard in (*rewritten, *copied))
 
 
 def _seconds(options: TuneOptions, sizes: Sizes, head: int) -> float:

@@ -19,7 +19,8 @@ from mtp_export.tune.draft import DraftType, Sizes
 from mtp_export.tune.options import TuneOptions
 from mtp_export.tune.row_store import Batch
 from mtp_export.tune.rows import Fed, Rows
-from mtp_export.tune.writing import Output, SourceBundle
+from mtp_export.tune.source_bundle import SourceBundle
+from mtp_export.tune.writing import Output
 from mtp_export.verify.evidence.corpus import Drafts, judge
 from mtp_runtime.layers.embedding import Embedding
 from mtp_runtime.models.builder import ModelBuilder

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -94,7 +95,8 @@ class TuneOptions:
     @property
     def work(self) -> Path:
         """Folder of rows and saved states."""
-        return self.workdir or self.output_dir.with_name(f"{self.output_dir.name}-work")
+        output = Path(os.path.abspath(self.output_dir))  # "." has no name
+        return self.workdir or output.parent / f"{output.name}-work"
 
 
 def short_hash(facts: Mapping[str, Any]) -> str:

@@ -16,7 +16,8 @@ from mtp_export.tune.draft import DraftType, Sizes
 from mtp_export.tune.options import TuneOptions
 from mtp_export.tune.row_store import Batch
 from mtp_export.tune.rows import Fed, Rows
-from mtp_export.tune.writing import Output, SourceBundle
+from mtp_export.tune.source_bundle import SourceBundle
+from mtp_export.tune.writing import Output
 from mtp_export.verify.evidence.corpus import Drafts, judge_normed
 from mtp_runtime.models.load import LoadOptions, open_model
 from mtp_runtime.models.model import Model, TorchExecution
@@ -114,7 +115,8 @@ def _layout(options: TuneOptions, source: SourceBundle) -> HeadsLayout:
 
 def _sizes(options: TuneOptions, source: SourceBundle) -> Sizes:
     elements = sum(map(math.prod, _layout(options, source).shapes().values()))
-    return Sizes(parameters=elements, trained=elements, used=elements / options.train.k)
+    used, new_bytes = elements / options.train.k, torch.bfloat16.itemsize * elements
+    return Sizes(parameters=elements, trained=elements, used=used, new_bytes=new_bytes)
 
 
 PARALLEL_HEADS = DraftType(HeadsDraft.open, fed=lambda source: Fed.AFTER_NORM, sizes=_sizes)

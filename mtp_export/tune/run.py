@@ -8,11 +8,12 @@ from functools import cached_property
 from typing import Protocol
 
 from mtp_export.bundle.build import run_bundle
-from mtp_export.bundle.preflight import check_nesting, check_output
+from mtp_export.bundle.preflight import check_disk, check_nesting, check_output
 from mtp_export.errors import UsageError
 from mtp_export.progress import silent
 from mtp_export.tune.draft import TrainedDraft
 from mtp_export.tune.drafts import DRAFTS
+from mtp_export.tune.estimate import output_bytes
 from mtp_export.tune.measuring import Measured
 from mtp_export.tune.options import TuneOptions, short_hash
 from mtp_export.tune.row_store import (
@@ -23,8 +24,9 @@ from mtp_export.tune.row_store import (
     RowStore,
 )
 from mtp_export.tune.rows import Rows, Writer
+from mtp_export.tune.source_bundle import SourceBundle
 from mtp_export.tune.training import OnStep, Training
-from mtp_export.tune.writing import Output, SourceBundle
+from mtp_export.tune.writing import Output
 from mtp_runtime.models.load import LoadOptions, load_model
 from mtp_runtime.parallel.group import Group
 from mtp_runtime.parallel.join import joined
@@ -76,7 +78,8 @@ def tune(options: TuneOptions, progress: Progress) -> TuneResult | None:
 
 def open_checked(options: TuneOptions) -> SourceBundle:
     """Open the bundle; refuse a draft that is not known or not made for such a model, copies that
-    are none, an output that is there, and folders within each other (MtpExportError)."""
+    are none, an output that is there or has no room, and folders within each other
+    (MtpExportError)."""
     if options.draft not in DRAFTS:
         raise UsageError(
             "There is no draft of this name to train",
@@ -96,7 +99,8 @@ def open_checked(options: TuneOptions) -> SourceBundle:
     check_output(options.output_dir, options.run)
     source = SourceBundle.open(options.bundle)
     source.check_copies()
-    DRAFTS[options.draft].sizes(options, source)
+    sizes = DRAFTS[options.draft].sizes(options, source)
+    check_disk(options.output_dir, output_bytes(options, source, sizes))
     return source
 
 

@@ -3,10 +3,9 @@ format that the bundle stores it in."""
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property, partial
+from functools import partial
 from pathlib import Path
 from typing import Any, Self
 
@@ -17,15 +16,9 @@ from mtp_export.bundle.extra_files import extra_files
 from mtp_export.bundle.links import resolve_links
 from mtp_export.bundle.options import BundleOptions, ContentOptions
 from mtp_export.bundle.preflight import check_disk
-from mtp_export.bundle.tied_weights import TiedCopies
 from mtp_export.checkpoint.bundle_folder import (
     MAIN,
     MTP,
-    RELEASED,
-    BundleParts,
-    bundle_target,
-    is_bundle,
-    open_parts,
 )
 from mtp_export.checkpoint.direct_io import equal_bytes
 from mtp_export.checkpoint.disk_queue import DiskQueue
@@ -33,7 +26,6 @@ from mtp_export.checkpoint.dtypes import dtype_name, torch_dtype
 from mtp_export.checkpoint.files import make_folder
 from mtp_export.checkpoint.header import ShardHeader, TensorInfo, read_header
 from mtp_export.checkpoint.local_folder import LocalFolder
-from mtp_export.checkpoint.manifest import read_manifest
 from mtp_export.checkpoint.plan import (
     COPY,
     Link,
@@ -46,111 +38,14 @@ from mtp_export.checkpoint.plan import (
 )
 from mtp_export.checkpoint.reader import SINGLE_NAME, Checkpoint
 from mtp_export.checkpoint.writer import ShardWriter
-from mtp_export.errors import InvalidInputError, UnsupportedError
-from mtp_export.families.moe_decoder import MoeDecoderFamily
+from mtp_export.errors import InvalidInputError
 from mtp_export.schemes.formats import UNQUANTIZED
-from mtp_export.schemes.native import DTYPE_KEYS, QUANTIZATION
-from mtp_export.schemes.stored import StoredModel, StoredWeight, stored_model
+from mtp_export.schemes.stored import StoredWeight
 from mtp_export.schemes.transforms import Convert
 from mtp_export.tune.options import TuneOptions
+from mtp_export.tune.source_bundle import SourceBundle
 
 _TUNED = "tuned"
-
-
-@dataclass(frozen=True)
-class SourceBundle:
-    """The bundle that is tuned: its parts, what they hold, and the options of its manifest."""
-
-    folder: Path
-    main: Checkpoint
-    mtp: Checkpoint
-    stored: StoredModel
-    recorded: Mapping[str, Any]
-
-    @classmethod
-    def open(cls, folder: Path) -> Self:
-        """Open a bundle of both parts under released names.
-
-        Raises InvalidInputError for another folder, UnsupportedError for another layout.
-        """
-        parts = _parts(folder)
-        assert parts.mtp is not None, "is_bundle looked for it"
-        main, mtp = stored_model(parts.main.config).main, stored_model(parts.mtp.config).mtp
-        stored = StoredModel(main.family, main.quantization, {**main.weights, **mtp.weights})
-        recorded = read_manifest(folder)["options"]
-        return cls(folder, parts.main, parts.mtp, stored=stored, recorded=recorded)
-
-    @property
-    def family(self) -> MoeDecoderFamily:
-        """Family of the model."""
-        family = self.stored.family
-        assert isinstance(family, MoeDecoderFamily), "there are no others"
-        return family
-
-    @property
-    def scale_rule(self) -> str:
-        """Rule by which int4 scales were chosen."""
-        return str(self.recorded.get("scale", "minmax"))
-
-    @property
-    def allows_untied(self) -> bool:
-        """True for a bundle whose MTP part may have another embedding and head than the model."""
-        return bool(self.recorded.get("allow_untied"))
-
-    def check_copies(self) -> None:
-        """Refuse an MTP part whose embedding or head differ from the main model's: the bundle that
-        is written refuses them too, after the training (InvalidInputError, IoError)."""
-        if self.allows_untied:
-            return
-        checkpoint = Checkpoint(
-            path=self.folder,
-            config=self.main.config,
-            config_sha256=self.digest,
-            shards=self.main.shards + self.mtp.shards,
-            files=self.main.files,
-        )
-        tied = TiedCopies.of(checkpoint, self.stored)
-        with DiskQueue(2) as queue:
-            tied.compare(checkpoint.tensors, tied.alike, queue, lambda: None)
-
-    @cached_property
-    def digest(self) -> str:
-        """SHA-256 of all configs and headers."""
-        shards = self.main.shards + self.mtp.shards
-        parts = [self.main.config_sha256, self.mtp.config_sha256]
-        parts += [f"{shard.header_sha256} {shard.version}" for shard in shards]
-        return hashlib.sha256(" ".join(parts).encode()).hexdigest()
-
-
-def _parts(folder: Path) -> BundleParts:
-    if not is_bundle(folder):
-        raise InvalidInputError(
-            "This is no bundle with a main and an MTP part",
-            where=folder,
-            expected="main/ and mtp/, as an export with --part both writes them",
-            todo="Export the checkpoint first: mtp-export --input-dir --output-dir",
-        )
-    if (target := bundle_target(folder)) != RELEASED:
-        raise UnsupportedError(
-            "Bundles of this layout are not tuned",
-            where=folder,
-            expected=f"target {RELEASED}",
-            found=f"target {target}",
-            todo="Tune a bundle of --target hf, then export that for the engine",
-        )
-    parts = open_parts(folder)
-    assert parts.mtp is not None, "is_bundle looked for it"
-    main, mtp = parts.main.config, parts.mtp.config
-    for key in sorted((main.keys() | mtp.keys()) - {QUANTIZATION, *DTYPE_KEYS}):
-        if main.get(key) != mtp.get(key):
-            raise InvalidInputError(
-                "The parts of this bundle are not of one model",
-                where=folder,
-                expected=f"the same {key} in main/config.json and mtp/config.json",
-                found=f"{main.get(key)!r:.200} and {mtp.get(key)!r:.200}",
-                todo="Export the checkpoint again; mtp-export verify says what else differs",
-            )
-    return parts
 
 
 @dataclass(frozen=True)
@@ -166,7 +61,7 @@ class TunedCheckpoint(Checkpoint):
             path=source.folder,
             config=source.main.config,
             config_sha256=source.digest,
-            shards=source.main.shards + source.mtp.shards + (trained,),
+            shards=(*source.shards, trained),
             files=source.main.files,
             trained=trained,
         )
@@ -203,7 +98,9 @@ class Output:
         source = self.source
         trained = self._shard([_trained(source, name, value) for name in names])
         scheme = source.recorded.get("mtp_quant")
-        return self._plan(trained, self._mtp(set(names), scheme))
+        shards = (_retrained(shard, source, set(names), scheme) for shard in source.mtp.shards)
+        mtp = PartPlan(MTP, tuple(shards), config=source.mtp.config, extra_files=())
+        return self._plan(trained, mtp)
 
     def plan_draft(
         self, method: str, config: Mapping[str, Any], tensors: Mapping[str, torch.Tensor]
@@ -219,7 +116,7 @@ class Output:
         ]
         shards = number_shards([OutputShard(tuple(steps))])
         draft = PartPlan(name=method, shards=shards, config=dict(config), extra_files=())
-        return self._plan(trained, self._mtp(set(), None), draft)
+        return self._plan(trained, draft)
 
     def _shard(self, tensors: Sequence[Trained]) -> ShardHeader:
         """Write trained tensors as one shard, unless an earlier run did."""
@@ -238,41 +135,39 @@ class Output:
                 writer.discard()
         return _header(self.folder)
 
-    def _mtp(self, trained: set[str], scheme: str | None) -> PartPlan:
-        """Return the MTP part, its shards as they were but for trained weights."""
-        source = self.source
-        shards = tuple(
-            OutputShard(tuple(_steps(shard, source, trained, scheme)), file_name=shard.path.name)
-            for shard in source.mtp.shards
-        )
-        return PartPlan(MTP, shards, config=source.mtp.config, extra_files=())
-
-    def _plan(self, trained: ShardHeader, *parts: PartPlan) -> BundlePlan:
-        """Return the plan of the main part, linked, and of others."""
+    def _plan(self, trained: ShardHeader, changed: PartPlan) -> BundlePlan:
+        """Return the plan of a part that changed and of all others, which are linked."""
         options, source = self.options, self.source
         checkpoint = TunedCheckpoint.of(source, trained)
-        links = resolve_links(Link.AUTO, [s.path for s in source.main.shards], options.output_dir)
-        kept = (_kept(shard).linked_by(links, checked=False) for shard in source.main.shards)
-        main = PartPlan(MAIN, tuple(kept), config=source.main.config, extra_files=())
+        whole = {MAIN: source.main, MTP: source.mtp, **source.drafts}
+        kept = {name: _kept_part(name, own) for name, own in whole.items() if name != changed.name}
         files = extra_files(checkpoint)
-        own = {part.name: part for part in (main, *parts)}
+        parts = kept | {changed.name: changed}
         for name in (MAIN, MTP):
-            own[name] = replace(own[name], extra_files=files)
-        content = ContentOptions(allow_untied=source.allows_untied)
+            parts[name] = replace(parts[name], extra_files=files)
+        links = resolve_links(Link.AUTO, [s.path for s in source.shards], options.output_dir)
+        linked = [parts[name].linked_by(links, checked=name != MAIN) for name in {**whole, **parts}]
         plan = BundlePlan(
             options=BundleOptions(
                 options.bundle,
                 options.output_dir,
-                content=content,
+                content=ContentOptions(allow_untied=source.allows_untied),
                 run=options.run,
             ),
             checkpoint=checkpoint,
             stored=source.stored,
-            parts=tuple(own.values()),
+            parts=tuple(linked),
             recorded={**source.recorded, "tune": dict(self.facts)},
         )
         check_disk(options.output_dir, plan.disk_bytes)
         return plan
+
+
+def _kept_part(name: str, source: Checkpoint) -> PartPlan:
+    """Return a part with the shards that the bundle has of it."""
+    prefix = "" if name in (MAIN, MTP) else f"{name}."
+    shards = (_kept(shard, prefix) for shard in source.shards)
+    return PartPlan(name, tuple(shards), config=source.config, extra_files=())
 
 
 def _header(folder: Path) -> ShardHeader:
@@ -329,9 +224,19 @@ def _bytes_of(tensor: Trained) -> memoryview:
     return memoryview(data)
 
 
-def _kept(shard: ShardHeader) -> OutputShard:
-    steps = tuple(copy_step(tensor) for tensor in shard.tensors)
+def _kept(shard: ShardHeader, prefix: str = "") -> OutputShard:
+    steps = tuple(copy_step(one, one.name.removeprefix(prefix)) for one in shard.tensors)
     return OutputShard(steps, linked_from=shard, file_name=shard.path.name)
+
+
+def _retrained(
+    shard: ShardHeader, source: SourceBundle, trained: set[str], scheme: str | None
+) -> OutputShard:
+    """Return an MTP shard with trained weights in place of its own; one without any is kept."""
+    if not any(source.stored.weight_of[one.name].weight.name in trained for one in shard.tensors):
+        return _kept(shard)
+    steps = _steps(shard, source, trained, scheme)
+    return OutputShard(tuple(steps), file_name=shard.path.name)
 
 
 def _steps(

@@ -11,6 +11,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from mtp_export import __version__
 from mtp_export.bundle.options import Share
 from mtp_export.checkpoint.bundle_folder import MAIN, MTP, OWN_DRAFTS, open_checkpoint
 from mtp_export.checkpoint.disk_queue import DiskQueue, disk_depth
@@ -91,6 +92,8 @@ class Context:
     show_progress: ShowProgress
     group: Group | None = None
     _loaded: dict[LoadOptions, Loaded] = field(default_factory=dict)
+    _plans: dict[str, WalkPlan] = field(default_factory=dict)
+    _known: dict[str, Known] = field(default_factory=dict)
     _walks: dict[str, PartWalk] = field(default_factory=dict)
     _drafts: dict[str, OwnDraft] = field(default_factory=dict)
 
@@ -165,6 +168,11 @@ class Context:
         return options
 
     @property
+    def opened_parts(self) -> tuple[BundlePart, ...]:
+        """The parts that could be opened."""
+        return tuple(part for part in self.parts if part.checkpoint is not None)
+
+    @property
     def checkpoints(self) -> tuple[Checkpoint, ...]:
         """The parts that could be opened."""
         return tuple(part.checkpoint for part in self.parts if part.checkpoint is not None)
@@ -223,23 +231,26 @@ class Context:
         """Findings of the one walk over an opened part's bytes, which happens on first use.
 
         It reads the tensors whose checksums are compared and, from level weights on, all weights,
-        beside the source's, but for those that shares have read. Raises IoError for a tensor of the
-        part that cannot be read.
+        beside the source's, but for those that were read elsewhere. Raises IoError for a tensor of
+        the part that cannot be read.
         """
         if part not in self._walks:
-            plan = self._walk_plan(part)
-            known = Known() if self.findings is None else self.findings.of(part)
+            plan, known = self.walk_plan(part), self._known.get(part, Known())
+            if self.findings is not None:
+                known |= self.findings.of(part)
             walk = self._walked(part, plan.without(known))
             self._walks[part] = plan.joined(known, walk)
         return self._walks[part]
 
-    def walk_share(self, part: str, share: Share) -> WalkPlan:
-        """Read a share of what the walk over a part would, keep the findings, and return what was
-        read (IoError)."""
-        assert self.findings is not None, "there is a --workdir"
-        plan = self._walk_plan(part).of_share(share)
-        self.findings.keep(part, share, known_of(self._walked(part, plan)))
-        return plan
+    def walk_share(self, part: str, share: Share) -> tuple[WalkPlan, Known]:
+        """Read a share of what the walk over a part would; return what was read, and the findings
+        (IoError)."""
+        plan = self.walk_plan(part).of_share(share)
+        return plan, known_of(self._walked(part, plan))
+
+    def learn(self, part: str, known: Known) -> None:
+        """Take findings about a part that was read elsewhere: its walk does not read them again."""
+        self._known[part] = self._known.get(part, Known()) | known
 
     def _walked(self, part: str, plan: WalkPlan) -> PartWalk:
         with (
@@ -254,14 +265,25 @@ class Context:
         folder."""
         if self.options.workdir is None:
             return None
-        identity = hashlib.sha256(str(self.manifest_sha256).encode())
+        return Findings(self.options.workdir, self.identity)
+
+    @cached_property
+    def identity(self) -> str:
+        """Mark of bundle and source as they are now, and of the program that reads them."""
+        identity = hashlib.sha256(f"{__version__} {self.manifest_sha256}".encode())
         for checkpoint in (*self.checkpoints, *filter(None, [self.source])):
             identity.update(checkpoint.config_sha256.encode())
             for shard in checkpoint.shards:
                 identity.update(f"{shard.header_sha256} {shard.version}".encode())
-        return Findings(self.options.workdir, identity.hexdigest()[:16])
+        return identity.hexdigest()[:16]
 
-    def _walk_plan(self, part: str) -> WalkPlan:
+    def walk_plan(self, part: str) -> WalkPlan:
+        """The tensors that the walk over an opened part reads."""
+        if part not in self._plans:
+            self._plans[part] = self._planned_walk(part)
+        return self._plans[part]
+
+    def _planned_walk(self, part: str) -> WalkPlan:
         weights: list[WeightOnDisk] = []
         if self.options.level >= Level.WEIGHTS:
             for layout in self.layouts:

@@ -187,6 +187,16 @@ class SpeculationConfig:
             )
 
     @property
+    def shapes_distributions(self) -> bool:
+        """True where drafts come from other distributions than their requests', or end by them."""
+        return bool(self.draft_temperature) or math.isfinite(self.draft_stop_entropy)
+
+    @property
+    def shapes_drafts(self) -> bool:
+        """True for options that mean nothing without drafts."""
+        return self.adaptive or bool(self.k_schedule) or self.shapes_distributions
+
+    @property
     def draft_tokens(self) -> int:
         """Maximum number of drafts that one step verifies per request."""
         if self.method == NO_DRAFTS:
@@ -228,13 +238,36 @@ _FIELDS = {
 
 
 def speculation_config(options: SpeculationOptions) -> SpeculationConfig:
-    """Return the configuration that options ask for (UsageError where one is out of range)."""
+    """Return the configuration that options ask for (UsageError where one is of another form or out
+    of range, or two of them say how many drafts there are)."""
     fields: dict[str, Any] = {_FIELDS.get(name, name): value for name, value in options.items()}
+    fields["k_schedule"] = _schedule(options.get("k_schedule"))
+    fields["draft_temperature"] = _entries(
+        "draft_temperature", options.get("draft_temperature"), "one temperature per draft"
+    )
     if fields.get("max_draft_tokens") is None:
         fields["max_draft_tokens"] = MAX_DRAFT_TOKENS if options.get("adaptive") else 1
-    for name in ("k_schedule", "draft_temperature"):
-        fields[name] = tuple(fields.get(name) or ())
+    elif fields["k_schedule"]:
+        raise UsageError("Give one of the options speculate_max_draft_token_num and k_schedule")
     return SpeculationConfig(**fields)
+
+
+def _schedule(given: Any) -> tuple[tuple[int, int], ...]:
+    option, expected = "k_schedule", "pairs of a batch size and a number of drafts"
+    pairs = [_entries(option, pair, expected) for pair in _entries(option, given, expected)]
+    if any(len(pair) != 2 for pair in pairs):
+        raise UsageError(f"Option {option} cannot be read", expected=expected, found=given)
+    return tuple((first, drafts) for first, drafts in pairs)
+
+
+def _entries(option: str, given: Any, expected: str) -> tuple[Any, ...]:
+    """Return the entries of an option that is a sequence, none if it was not given (UsageError for
+    anything else)."""
+    if given is None:
+        return ()
+    if isinstance(given, str) or not isinstance(given, Sequence):
+        raise UsageError(f"Option {option} cannot be read", expected=expected, found=given)
+    return tuple(given)
 
 
 @dataclass(frozen=True)

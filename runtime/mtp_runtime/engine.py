@@ -13,20 +13,18 @@ import time
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
 from threading import Lock
 
 import torch
 
 from mtp_export.errors import ResourceError, UnsupportedError, UsageError
-from mtp_runtime.acceptance import ACCEPTANCE_RULES
-from mtp_runtime.acceptance.base import Block, Draft, Verdict
+from mtp_runtime.acceptance.base import Draft, Verdict
 from mtp_runtime.cache import PageAllocator, lay_out
 from mtp_runtime.config import EngineConfig
 from mtp_runtime.draft_length import Step, draft_length
 from mtp_runtime.drafters.base import Drafter, DrafterParts, Pass
 from mtp_runtime.groups import Group, score_prompts
-from mtp_runtime.logprobs import token_logprobs
+from mtp_runtime.judging import Judge
 from mtp_runtime.models.model import Model, States
 from mtp_runtime.prefix_cache import SharedPages
 from mtp_runtime.request import Request, RequestMetrics, TokenEvent
@@ -76,7 +74,7 @@ class Engine:
                 draft_model=draft_model,
             )
         )
-        self._rule = ACCEPTANCE_RULES[config.speculation.acceptance]
+        self.judge = Judge(model.head, config.speculation)
         self._length = draft_length(config.speculation)
         self.totals = RequestMetrics()
         self._waiting: deque[Request] = deque()
@@ -194,7 +192,7 @@ class Engine:
         groups = self._plan(asked)
         is_timed = bool(groups) and all(group.is_decoding for group in groups)
         states = self._forward(groups)
-        verdicts = self._judge(groups, states.after)
+        verdicts = self.judge.verdicts(groups, states.after)
         score_prompts(groups, states.after, self.model.head)
         self._observe(groups, verdicts, states)
         if is_timed:
@@ -315,65 +313,6 @@ class Engine:
         layout = lay_out(self.pages, sequences, spans, self.model.device)
         ids = torch.tensor(tokens, device=self.model.device)
         return self._steps(ids, layout)
-
-    def _judge(self, groups: Sequence[Group], after: torch.Tensor) -> list[Verdict | None]:
-        """Return a verdict for every group whose rows reach the last token, None for others."""
-        needed: list[int] = []
-        row = 0
-        for group in groups:
-            row += group.rows
-            if group.decides:
-                needed += range(row - 1 - len(group.draft.tokens), row)
-        if not needed:
-            return [None] * len(groups)
-        normed, head = after[needed], self.model.head
-        if any(self._reads_logits(group) for group in groups if group.decides):
-            logits = head.logits(normed)
-            best = logits.argmax(dim=-1).tolist()
-        else:
-            logits, best = normed[:, :0], head.best(normed).tolist()
-        verdicts: list[Verdict | None] = []
-        row = 0
-        for group in groups:
-            if not group.decides:
-                verdicts.append(None)
-                continue
-            end = row + len(group.draft.tokens) + 1
-            verdicts.append(self._verdict(group, logits[row:end], best[row:end]))
-            row = end
-        return verdicts
-
-    def _reads_logits(self, group: Group) -> bool:
-        """Return True for a request that takes more of its rows' logits than the best tokens."""
-        params, made = group.request.params, group.request.metrics.output_tokens
-        best_alone = params.greedy and self._rule.accept_greedy is not None
-        return not best_alone or params.min_tokens > made or params.logprobs is not None
-
-    def _verdict(self, group: Group, logits: torch.Tensor, best: list[int]) -> Verdict:
-        """Judge one request's drafts by logits [n+1, vocab] and the best token of each row, with
-        what the request wants besides: no early end, and log-probabilities."""
-        request, given = group.request, logits
-        early = request.params.min_tokens - request.metrics.output_tokens
-        if early > 0:
-            logits = logits.clone()
-            ends = [token for token in request.end_token_ids if token < logits.shape[-1]]
-            logits[:early, ends] = -torch.inf
-            best = logits.argmax(dim=-1).tolist()
-        verdict = self._decide(group, logits, best)
-        count = request.params.logprobs
-        if count is None:
-            return verdict
-        tokens = (*group.draft.tokens[: verdict.accepted], verdict.last)
-        return replace(verdict, logprobs=token_logprobs(given[: len(tokens)], tokens, count))
-
-    def _decide(self, group: Group, logits: torch.Tensor, best: list[int]) -> Verdict:
-        """Judge one request's drafts by logits [n+1, vocab] and the best token of each row."""
-        rule, params = self._rule, group.request.params
-        if rule.accept_greedy is not None and params.greedy:
-            return rule.accept_greedy(group.draft.tokens, best)
-        target_probs = rule.distribution(logits.cpu().numpy(), params)
-        block = Block(group.draft, target_probs, params, self.config.speculation)
-        return rule.accept(block, group.request.choices)
 
     def _commit(self, group: Group, verdict: Verdict) -> None:
         """Append what was accepted, and forget the cache of what was not."""

@@ -12,7 +12,7 @@ from typing import Unpack, cast
 
 import torch
 
-from mtp_export.errors import UsageError
+from mtp_export.errors import InvalidInputError, UsageError
 from mtp_export.families.contract import MtpContract
 from mtp_runtime.acceptance import ACCEPTANCE_RULES
 from mtp_runtime.chat import Chat, Message
@@ -30,13 +30,14 @@ from mtp_runtime.engine import Engine
 from mtp_runtime.loading.weight_source import Ledger
 from mtp_runtime.logprobs import TokenLogprobs
 from mtp_runtime.memory import bound_device, cache_tokens_within
-from mtp_runtime.models.load import Loaded, LoadOptions, load_model
+from mtp_runtime.models.load import Loaded, LoadOptions, load_model, open_model
 from mtp_runtime.models.model import Model
 from mtp_runtime.parallel.group import LONE, Group
 from mtp_runtime.prompts import require_unicode
 from mtp_runtime.request import Request, RequestMetrics, TokenEvent
 from mtp_runtime.sampling import SamplingParams
 from mtp_runtime.static_graph.options import GraphOptions
+from mtp_runtime.static_graph.steps import pool_bytes
 from mtp_runtime.tokenizer import Tokenizer
 
 Prompt = str | Sequence[int]
@@ -70,7 +71,8 @@ class LLM:
     deterministic (float32 only, layers that compiled kernels run): tokens do not
     depend on batch or drafter. max_model_len: tokens of prompt and output together; above
     index_topk, torch computes DeepSeek-V3.2's and GLM-5's sparse attention. max_memory_bytes: bound
-    on resident memory, or on a GPU's, which cache_tokens follows from in place of being given.
+    on resident memory, or on a GPU's with what CUDA graphs keep, which cache_tokens follows from in
+    place of being given.
     loaded: the bundle's model where it is loaded already, with the options it was loaded with.
     static_graph: True captures the target's steps of decoding as CUDA graphs; the path of a package
     that `mtp-export compile` made of this model runs them on a CPU.
@@ -160,25 +162,30 @@ class LLM:
         config: EngineConfig,
         max_memory_bytes: int | None,
         draft: Model | TargetDraft | None,
-        graphs: GraphOptions,
+        graph_options: GraphOptions,
     ) -> Engine:
         """Build the engine, with what its options leave to the model."""
         model, speculation = self._loaded.model, config.speculation
         if speculation.method == AUTO_DRAFTS:
             method = "mtp" if model.mtp_modules else NO_DRAFTS
             config = replace(config, speculation=replace(speculation, method=method))
-        if max_memory_bytes is not None:
-            own = draft.weights if isinstance(draft, TargetDraft) else draft
-            cached = (model,) if own is None else (model, own)
-            size = config.page_size
-            tokens = cache_tokens_within(max_memory_bytes, model.device, cached, page_size=size)
-            config = replace(config, cache_tokens=tokens)
         if isinstance(draft, TargetDraft):
             model = model.tapped(draft.taps)
             build, second = draft.build, None
         else:
             build, second = DRAFTERS[config.speculation.method].build, draft
-        return Engine(model, config, build, second, graphs.graphs(model, config.page_size))
+        graphs = graph_options.graphs(model, config.page_size)
+        if max_memory_bytes is not None:
+            own = draft.weights if isinstance(draft, TargetDraft) else draft
+            tokens = cache_tokens_within(
+                max_memory_bytes,
+                model.device,
+                (model,) if own is None else (model, own),
+                page_size=config.page_size,
+                kept_bytes=pool_bytes(graphs, model, config),
+            )
+            config = replace(config, cache_tokens=tokens)
+        return Engine(model, config, build, second, graphs)
 
     def warm_up(self) -> None:
         """Decode a few tokens, so that no later request waits for kernels to be compiled."""
@@ -277,10 +284,18 @@ def _output(request: Request) -> RequestOutput:
 def _draft_folder(
     bundle: Path, engine: EngineConfig, draft_model: Path | str | None
 ) -> Path | None:
-    """Return the folder of a second model or draft. Raises as _check_choices and _own_draft."""
+    """Return the folder of a second model or draft. Raises what the checks and _own_draft raise,
+    and InvalidInputError for a folder that is not there."""
     config = engine.speculation
     _check_choices(config, draft_model, prefix_cache=engine.prefix_cache)
-    return Path(draft_model) if draft_model else _own_draft(bundle, config.method)
+    _check_auto(bundle, config)
+    if draft_model is None:
+        return _own_draft(bundle, config.method)
+    if not Path(draft_model).is_dir():
+        raise InvalidInputError(
+            "There is no draft_model here", where=draft_model, expected="a folder of a draft"
+        )
+    return Path(draft_model)
 
 
 def _check_choices(
@@ -299,12 +314,30 @@ def _check_choices(
             expected=" or ".join(takers),
             todo="Leave the prefix cache out, or choose another method",
         )
+    if not kind.draws and config.shapes_distributions:
+        raise UsageError(
+            "Options draft_temperature and draft_stop_entropy are for drafts that are drawn",
+            expected=" or ".join(name for name, other in DRAFTERS.items() if other.draws),
+            found=f"speculate_method {method}",
+        )
     if kind.read is None and kind.needs_draft_model != (draft_model is not None):
         takers = [n for n, other in DRAFTERS.items() if other.needs_draft_model or other.read]
         raise UsageError(
             f"The speculate_method {method} {'needs a' if draft_model is None else 'takes no'}"
             " draft_model",
             expected=f"a draft_model with {' or '.join(takers)}, and with no other",
+        )
+
+
+def _check_auto(bundle: Path, config: SpeculationConfig) -> None:
+    """Raise UsageError for options of drafts with a bundle that auto finds no module in. Headers
+    tell, before any weight is read."""
+    asks = config.method == AUTO_DRAFTS and config.shapes_drafts
+    if asks and not open_model(bundle, LoadOptions()).builder.source.has_mtp:
+        raise UsageError(
+            "The options ask for drafts, and there is no MTP module to draft with",
+            where=bundle,
+            expected="a bundle with main and mtp, or another speculate_method than auto",
         )
 
 
@@ -315,10 +348,14 @@ def _needs_mtp(config: SpeculationConfig) -> bool:
 def _load_within(
     max_memory_bytes: int | None, bundle: Path, options: LoadOptions, group: Group
 ) -> Loaded:
-    """Load a model; on a GPU no more than the limit is allocated from here on."""
+    """Load a model; on the GPU of every rank no more than the limit is allocated from here on."""
     if max_memory_bytes is not None:
-        bound_device(torch.device(options.device), max_memory_bytes)
+        group.everywhere(_bound, options.device, max_memory_bytes)
     return load_model(bundle, options, group)
+
+
+def _bound(group: Group, device: str, max_memory_bytes: int) -> None:
+    bound_device(torch.device(group.device(device)), max_memory_bytes)
 
 
 def _own_draft(bundle: Path, method: str) -> Path | None:

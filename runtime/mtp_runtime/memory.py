@@ -30,14 +30,19 @@ class Cached(Protocol):
 
 
 def cache_tokens_within(
-    max_memory_bytes: int, device: torch.device, cached: Sequence[Cached], page_size: int
+    max_memory_bytes: int,
+    device: torch.device,
+    cached: Sequence[Cached],
+    page_size: int,
+    kept_bytes: int = 0,
 ) -> int:
     """Return how many tokens of cache there is room for beside what was loaded on a device, where a
-    token takes a place in the cache of a model and in those of its drafts.
+    token takes a place in the cache of a model and in those of its drafts. kept_bytes are for
+    others.
 
     Raises ResourceError where there is no room, UsageError for a device whose memory is not known.
     """
-    used, pages = used_bytes(device), PageAllocator(1, page_size)
+    used, pages = used_bytes(device) + kept_bytes, PageAllocator(1, page_size)
     page_bytes = sum(
         tensor.numel() * tensor.element_size()
         for own in cached

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -409,6 +410,46 @@ def test_a_branch_that_moves_changes_nothing_under_way(
     finally:
         repository.revisions["main"] = old
     assert_equal(output, local)
+
+
+def test_a_push_during_the_run_changes_nothing(
+    hub: HubServer, source: Path, output: Path, local: dict[str, bytes]
+) -> None:
+    """Other weights of the same sizes, under the same names: the commit is that of the plan."""
+    repository = hub.repositories[NAME]
+    old = repository.revisions["main"]
+    content = ContentOptions(part=Part.MTP)
+    plan = plan_export(BundleOptions(Address(SOURCE), output, content=content))
+    for path in source.glob("*.safetensors"):
+        path.write_bytes(path.read_bytes()[:-1] + b"\x07")
+    new = hub.serve(NAME, source)
+    try:
+        run_bundle(plan, silent)
+    finally:
+        repository.revisions["main"] = old
+    assert read_json(output / MANIFEST)["source"]["commit"] == old != new
+    assert_equal(output, local)
+
+
+def test_both_parts_are_downloaded_after_the_disk_was_asked(
+    hub: HubServer, pristine: Path, output: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All of it, as a dry run says; nothing where there is too little room."""
+    shards = sum(path.stat().st_size for path in pristine.glob("*.safetensors"))
+    dry = run_program("--input-dir", SOURCE, "--output-dir", output, "--dry-run", "--json")
+    planned = json.loads(dry.out)["download_bytes"]
+    assert 0.9 * shards < planned <= shards
+    with monkeypatch.context() as patch:
+        free = SimpleNamespace(free=shards)  # too little beside the downloads that wait
+        patch.setattr(shutil, "disk_usage", lambda path: free)
+        hub.log.clear()
+        outcome = export(SOURCE, output, "--quiet")
+        assert (outcome.code, "disk" in outcome.err) == (5, True), outcome.err
+        assert not output.exists()
+        assert sum(request.sent_bytes for request in ranges(hub)) < shards / 10
+    hub.log.clear()
+    assert export(SOURCE, output, "--quiet").code == 0
+    assert planned <= sum(request.sent_bytes for request in ranges(hub)) <= 1.1 * shards
 
 
 def test_a_listing_of_several_pages_is_read_whole(

@@ -1,4 +1,5 @@
-"""Bundles that exports give as the disk usually is, to compare others with."""
+"""Bundles that exports give as the disk usually is, to compare others with; waits that do not
+last."""
 
 from __future__ import annotations
 
@@ -9,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from cases import export, tree
+from mtp_export.checkpoint import transfers
 
 
 @pytest.fixture(scope="session")
@@ -24,3 +26,18 @@ def exported(
         return tree(output)
 
     return files
+
+
+@pytest.fixture
+def waits(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    """Waits between the attempts of a request, which are drawn between half and all of what is due:
+    here always all, and over at once."""
+
+    def uniform(least: float, most: float) -> float:
+        assert (least, most) == (0.5, 1.0)
+        return most
+
+    found: list[float] = []
+    monkeypatch.setattr(transfers.time, "sleep", found.append)
+    monkeypatch.setattr(transfers.random, "uniform", uniform)
+    return found

@@ -18,7 +18,7 @@ from mtp_export.checkpoint.bundle_folder import (
     open_checkpoint,
     open_parts,
 )
-from mtp_export.checkpoint.manifest import read_manifest
+from mtp_export.checkpoint.manifest import manifest_sha256, read_manifest
 from mtp_export.errors import InvalidInputError, MtpExportError, UnsupportedError
 
 CONFIG = {"model_type": "x", "num_hidden_layers": 2, "quantization_config": {"a": 1}, "other": 1}
@@ -89,6 +89,20 @@ def test_a_bundle_may_lack_its_mtp_part(bundle: Path) -> None:
     (bundle / "mtp").rmdir()
     assert open_parts(bundle).mtp is None
     assert open_parts(bundle).main.tensors.keys() == {"main"}
+
+
+def test_parts_that_lie_elsewhere_are_none_of_the_bundle(bundle: Path, tmp_path: Path) -> None:
+    """Whoever made it must not choose folders of this machine to be read."""
+    for part in ("main", "mtp"):
+        elsewhere = tmp_path.with_name(f"{tmp_path.name}-{part}")
+        (bundle / part).rename(elsewhere)
+        (bundle / part).symlink_to(elsewhere)
+        error = refusal(open_checkpoint, bundle)
+        assert error.what == "A file leads out of the checkpoint"
+        assert error.where == bundle / part
+        (bundle / part).unlink()
+        elsewhere.rename(bundle / part)
+    assert open_checkpoint(bundle).is_bundle
 
 
 @pytest.mark.parametrize("key", ["model_type", "num_hidden_layers", "quantization_config"])
@@ -166,6 +180,19 @@ def test_a_manifest(bundle: Path) -> None:
         assert (error.where, error.found) == (path, found)
         assert error.expected == "mtp-export bundle, version 1"
         assert str(error.todo).startswith("Use the version")
+
+
+def test_a_manifest_is_named_by_its_digest(bundle: Path) -> None:
+    write_manifest(bundle, MANIFEST)
+    raw = (bundle / "mtp_export.json").read_bytes()
+    assert manifest_sha256(bundle) == hashlib.sha256(raw).hexdigest()
+
+
+def test_sizes_up_to_the_largest_of_a_file(bundle: Path) -> None:
+    for size in (0, (1 << 63) - 1):
+        content = MANIFEST | {"source": {"shards": {"x": {"size_bytes": size}}}}
+        write_manifest(bundle, content)
+        assert read_manifest(bundle) == content
 
 
 MAIN = ("parts", "main")

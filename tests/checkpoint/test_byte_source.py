@@ -120,6 +120,9 @@ def test_an_address_that_nothing_reads() -> None:
     assert (str(error.where), error.found) == ("ftp://host/model", "ftp://")
     assert str(error.expected).startswith("a folder, hf://org/name[@revision] for a repository")
     assert error.todo == "Download the checkpoint first"
+    with pytest.raises(UnsupportedError) as caught:
+        byte_source(Address("ftp://host/s3://model"))
+    assert caught.value.found == "ftp://"
 
 
 def test_a_folder_that_is_not_there(tmp_path: Path) -> None:
@@ -135,6 +138,7 @@ def test_a_folder_that_is_not_there(tmp_path: Path) -> None:
 
 def test_parts_of_an_address() -> None:
     address = Address("s3://bucket/model/")
+    assert str(address / "a/b") == str(Address("s3://bucket/model//") / "a/b")
     assert str(address / "a/b") == "s3://bucket/model/a/b"
     assert (address / "a/b").name == "b"
 

@@ -8,6 +8,8 @@ from collections.abc import Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -150,6 +152,78 @@ def test_a_stream_that_ends_early_waits_for_its_reads() -> None:
             file.go.release(1)
 
 
+def test_a_stream_that_has_ended_leaves_its_share_to_others() -> None:
+    """One that ends early, and one whose bytes are all read."""
+    for blocks_used in (1, 40):
+        first, second = SlowFile(), SlowFile()
+        first.go.release(100)
+        with DiskQueue(4, BLOCK) as queue:
+            stream = TensorStream(tensor(first, 40), queue)
+            blocks = stream.blocks()
+            for _ in range(blocks_used):
+                next(blocks)
+            if blocks_used == 1:
+                stream.__exit__()
+            with TensorStream(tensor(second, 40), queue):
+                second.wait_for(4)
+                second.go.release(100)
+            if blocks_used > 1:
+                stream.__exit__()
+
+
+def test_streams_that_end_early_give_their_memory_back(made: list[int]) -> None:
+    with DiskQueue(2, BLOCK) as queue:
+        for _ in range(6):
+            file = SlowFile()
+            file.go.release(100)
+            with TensorStream(tensor(file, 10), queue) as stream:
+                next(stream.blocks())
+                file.wait_for(3)
+    assert len(made) <= 3
+
+
+def test_threads_of_a_queue_say_what_they_do_and_end_with_it() -> None:
+    before, file, go = set(threading.enumerate()), SlowFile(), threading.Event()
+
+    def write() -> None:
+        assert go.wait(WAIT_SECONDS)
+
+    def names() -> set[str]:
+        own = set(threading.enumerate()) - before
+        return {thread.name.rpartition("_")[0] for thread in own}
+
+    with DiskQueue(2, BLOCK) as queue, TensorStream(tensor(file, 1), queue):
+        written = queue.write(write)
+        file.wait_for(1)
+        assert names() == {"disk-read", "disk-write"}
+        file.go.release()
+        go.set()
+        written.result()
+    assert not names()
+
+
+def test_memory_that_is_lent_again_is_a_block_s() -> None:
+    block = BLOCK + SLACK_BYTES
+    with DiskQueue(1, BLOCK) as queue:
+        sizes = (SMALL_BYTES - 1, SMALL_BYTES, block, block + 1)
+        lent = [len(queue.lend(size)) for size in sizes]
+        assert lent == [SMALL_BYTES - 1, block, block, block + 1]
+        memory = queue.lend(block)
+        queue.take_back(memory)
+        assert queue.lend(SMALL_BYTES) is memory
+
+
+def test_the_memory_of_a_run() -> None:
+    """Of workers that each have a block of either of two tensors, the next of both, and one to be
+    written; and of what is read ahead and written behind."""
+    whole = disk_queue.BLOCK_BYTES + SLACK_BYTES
+    with DiskQueue(16) as queue:
+        assert len(queue.lend(queue.block_bytes)) == whole
+    assert DiskQueue.memory_bytes(0, 0) == 0
+    assert DiskQueue.memory_bytes(16, 0) == 32 * whole
+    assert DiskQueue.memory_bytes(16, 3) == 47 * whole
+
+
 def test_writes_wait_where_too_many_are_under_way() -> None:
     done, go = list[int](), threading.Semaphore(0)
 
@@ -191,6 +265,16 @@ def test_the_depth_of_a_device(tmp_path: Path) -> None:
     for name in ("a", "b", "c", "d"):
         (own / "slaves/sda/slaves" / name).mkdir(parents=True)
     assert disk_depth(tmp_path, tmp_path) == 64, "an array of arrays, and the most"
+
+
+def test_devices_are_those_of_this_machine() -> None:
+    known = [path for path in Path("/sys/dev/block").glob("*") if not list(path.glob("slaves/*"))]
+    if not known:
+        pytest.skip("no block device")
+
+    number = SimpleNamespace(st_dev=os.makedev(*map(int, known[0].name.split(":"))))
+    inside: Any = SimpleNamespace(stat=lambda: number)
+    assert disk_depth(inside) == 16
 
 
 class FileInMemory(SlowFile):

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
@@ -17,7 +18,13 @@ from safetensors.torch import save_file
 from cases import write_shard
 from mtp_export.checkpoint import strict_json
 from mtp_export.checkpoint.disk_queue import DiskQueue
-from mtp_export.checkpoint.dtypes import DTYPE_BITS, TORCH_DTYPE_NAMES, torch_dtype
+from mtp_export.checkpoint.dtypes import (
+    ARRAY_DTYPES,
+    DTYPE_BITS,
+    TORCH_DTYPE_NAMES,
+    dtype_name,
+    torch_dtype,
+)
 from mtp_export.checkpoint.header import read_header
 from mtp_export.checkpoint.local_folder import LocalFolder
 from mtp_export.checkpoint.plan import OutputTensor
@@ -264,3 +271,24 @@ def test_the_data_starts_aligned_and_the_mode_is_the_umask_s(tmp_path: Path) -> 
 def test_every_dtype_of_torch_is_known_by_its_width() -> None:
     for name in TORCH_DTYPE_NAMES:
         assert torch_dtype(name).itemsize * 8 == DTYPE_BITS[name]
+        assert dtype_name(torch_dtype(name)) == name
+    narrow = DTYPE_BITS.keys() - TORCH_DTYPE_NAMES.keys()
+    assert {name: DTYPE_BITS[name] for name in narrow} == {"F4": 4, "F6_E2M3": 6, "F6_E3M2": 6}
+
+
+def test_dtypes_are_called_as_safetensors_does(tmp_path: Path) -> None:
+    """Those that both it and torch can hold, by its own names."""
+    known = {}
+    for name in TORCH_DTYPE_NAMES:
+        path = tmp_path / name
+        save_file({"a": torch.zeros(8, dtype=torch.uint8).view(torch_dtype(name))}, path)
+        with safe_open(path, framework="pt") as shard:
+            known[shard.get_slice("a").get_dtype()] = name
+    assert known == {name: name for name in TORCH_DTYPE_NAMES}
+
+
+def test_arrays_have_the_width_of_their_dtypes() -> None:
+    widths = {name: 8 * np.dtype(array).itemsize for name, array in ARRAY_DTYPES.items()}
+    assert widths == {name: DTYPE_BITS[name] for name in ("F8_E4M3", "BF16", "F32")}
+    kinds = [np.dtype(array).kind for array in ARRAY_DTYPES.values()]
+    assert kinds == ["u", "u", "f"], "bits, but for floats that numpy has"

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from cases import write_shard
+from mtp_export.checkpoint import strict_json
 from mtp_export.checkpoint.dtypes import DTYPE_BITS
 from mtp_export.checkpoint.header import ShardHeader, check_tensor_name, read_header
 from mtp_export.checkpoint.local_folder import LocalFolder
@@ -46,6 +47,8 @@ CASES: list[tuple[dict[str, Any] | str, int, str, str, str]] = [
      "Tensor a has no valid shape", "sizes from 0 up", "[-0.0]"),
     ({"a": entry(0, 4, data_offsets=[0, 2**63])}, 4, "Tensor a has no valid offsets", "two sizes",
      f"[0, {2**63}]"),
+    ({"a": entry(0, 4, data_offsets=[2**63, 0])}, 4, "Tensor a has no valid offsets", "two sizes",
+     f"[{2**63}, 0]"),
     ({"a": entry(0, 4, data_offsets=[0, 2, 4])}, 4, "Tensor a has no valid offsets", "two sizes",
      "[0, 2, 4]"),
     ({"a": entry(0, 4, data_offsets=[4])}, 4, "Tensor a has no valid offsets", "two sizes", "[4]"),
@@ -63,6 +66,14 @@ CASES: list[tuple[dict[str, Any] | str, int, str, str, str]] = [
      "fewer than 2^63", f"[{2**40}, {2**40}]"),
     ({"a": entry(0, 1, shape=[1] * 65)}, 1, "Tensor a has too many dimensions", "at most 64",
      repr([1] * 65)[:120]),
+    ({"a": entry(0, 0, shape=[1] * 64 + [-1])}, 0, "Tensor a has no valid shape", "sizes from 0 up",
+     repr([1] * 64 + [-1])[:120]),
+    ({"a": entry(0, 0, shape=[1] * 65 + [-1])}, 0, "Tensor a has too many dimensions", "at most 64",
+     repr([1] * 65 + [-1])[:120]),
+    ({"a": entry(0, 0, shape=[2**63])}, 0, "Tensor a has no valid shape", "sizes from 0 up",
+     f"[{2**63}]"),
+    ({"a": entry(0, 0, shape=[2**32, 2**31])}, 0, "Tensor a has more elements than can be counted",
+     "fewer than 2^63", f"[{2**32}, {2**31}]"),
     ({"a": entry(0, 4, dtype="F99")}, 4, "Tensor a has an unknown dtype", ", ".join(DTYPE_BITS),
      "'F99'"),
     ({"a": entry(0, 4, dtype=["U8"])}, 4, "Tensor a has an unknown dtype", ", ".join(DTYPE_BITS),
@@ -76,6 +87,9 @@ CASES: list[tuple[dict[str, Any] | str, int, str, str, str]] = [
     ({"a": {"dtype": LONG}}, 0, "Tensor a is not described as the format requires",
      "exactly dtype, shape and data_offsets", repr({"dtype": LONG})[:120]),
     ({"../a": entry(0, 4)}, 4, "A tensor's name is unsafe", "a plain name", "'../a'"),
+    ({"": entry(0, 4)}, 4, "A tensor's name is unsafe", "a plain name", "''"),
+    ({"..": entry(0, 4)}, 4, "A tensor's name is unsafe", "a plain name", "'..'"),
+    ({"a\x7f": entry(0, 4)}, 4, "A tensor's name is unsafe", "a plain name", r"'a\x7f'"),
     ({"__metadata__": {"a": 1}}, 0, "A shard's metadata is not strings", "string values",
      "{'a': 1}"),
     ({"__metadata__": [LONG]}, 0, "A shard's metadata is not strings", "string values",
@@ -185,6 +199,61 @@ def test_what_is_read_of_a_header(tmp_path: Path) -> None:
     assert (found.size_bytes, found.version) == (path.stat().st_size, path.stat().st_mtime_ns)
     assert found.path == path
     assert {tensor.path for tensor in found.tensors} == {path}
+
+
+def test_an_empty_tensor_may_come_first(tmp_path: Path) -> None:
+    path = tmp_path / "good.safetensors"
+    write_shard(
+        path, {"none": entry(0, 0), "all": entry(0, 300), "last": entry(300, 301)}, bytes(301)
+    )
+    found = [(one.name, one.offset_bytes, one.size_bytes) for one in read(path).tensors]
+    start = path.stat().st_size - 301
+    assert found == [("none", start, 0), ("all", start, 300), ("last", start + 300, 1)]
+
+
+# What the library would write of a tensor, but for one thing. Some readers take the first two.
+NEARLY: list[tuple[str, str, str, str]] = [
+    # name, dtype, shape, what is refused
+    ("a", "U8", "01", "A shard's header is not JSON"),
+    ("a", "U8", "1,,1", "A shard's header is not JSON"),
+    ("a", "F99", "0", "Tensor a has an unknown dtype"),
+    ("a", "F4", "3", "Tensor a ends inside a byte"),
+    ("a", "U8", f"{2**63},0", "Tensor a has no valid shape"),
+    ("a", "U8", f"{2**32},{2**31},0", "Tensor a has more elements than can be counted"),
+    ("", "U8", "0", "A tensor's name is unsafe"),
+    ("..", "U8", "0", "A tensor's name is unsafe"),
+    ("a/../b", "U8", "0", "A tensor's name is unsafe"),
+    ("a\x7f", "U8", "0", "A tensor's name is unsafe"),
+]
+
+
+def as_written(name: str, dtype: str, shape: str, size: int) -> str:
+    return f'{{"{name}":{{"dtype":"{dtype}","shape":[{shape}],"data_offsets":[0,{size}]}}}}'
+
+
+def test_headers_that_are_nearly_as_written(tmp_path: Path) -> None:
+    """Their tensors take no byte, or as many as the shape seems to say."""
+    path = tmp_path / "bad.safetensors"
+    for name, dtype, shape, what in NEARLY:
+        for size in (0, 1):
+            write_shard(path, as_written(name, dtype, shape, size), bytes(size))
+            with pytest.raises(InvalidInputError) as refusal:
+                read(path)
+            assert refusal.value.what == what
+
+
+def test_padding_does_not_make_a_header_unusual(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "good.safetensors"
+    write_shard(path, as_written("a", "U8", "12", 12) + " " * 7, bytes(12))
+    monkeypatch.setattr(strict_json, "parse", pytest.fail)
+    (tensor,) = read(path).tensors
+    assert (tensor.name, tensor.shape, tensor.offset_bytes) == (
+        "a",
+        (12,),
+        path.stat().st_size - 12,
+    )
 
 
 @pytest.mark.parametrize("name", ["a", "a.b-c_d", "a/b", "a..b", ".a", "..a/b", "ä", "a b"])

@@ -11,7 +11,6 @@ import pytest
 from huggingface_hub import HfApi
 from huggingface_hub.errors import HfHubHTTPError, OfflineModeIsEnabled
 
-from mtp_export.checkpoint import transfers
 from mtp_export.checkpoint.byte_source import Address
 from mtp_export.checkpoint.hub_client import HubClient, hub_endpoint
 from mtp_export.errors import InvalidInputError, IoError, MtpExportError
@@ -27,14 +26,6 @@ LARGE = {
     "oid": "p0inter",
     "lfs": {"size": 7, "oid": "5ha", "pointerSize": 1},
 }
-
-
-@pytest.fixture
-def waits(monkeypatch: pytest.MonkeyPatch) -> list[float]:
-    found: list[float] = []
-    monkeypatch.setattr(transfers.time, "sleep", found.append)
-    monkeypatch.setattr(transfers.random, "uniform", lambda least, most: most)
-    return found
 
 
 def refusal(error: Exception) -> MtpExportError:

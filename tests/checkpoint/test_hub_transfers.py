@@ -7,13 +7,14 @@ from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any
 
+import httpcore2
 import httpx2
 import pytest
-from huggingface_hub import constants
+from huggingface_hub import HfApi, constants
 from huggingface_hub.hf_api import RepoFile
 
 from mtp_export import __version__
-from mtp_export.checkpoint import hub_client, transfers
+from mtp_export.checkpoint import hub_client
 from mtp_export.checkpoint.byte_source import Address
 from mtp_export.checkpoint.hub_client import HubClient
 from mtp_export.errors import IoError, MtpExportError
@@ -38,14 +39,6 @@ def client() -> HubClient:
 @pytest.fixture(autouse=True)
 def token(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HF_TOKEN", "hf_secret")
-
-
-@pytest.fixture
-def waits(monkeypatch: pytest.MonkeyPatch) -> list[float]:
-    found: list[float] = []
-    monkeypatch.setattr(transfers.time, "sleep", found.append)
-    monkeypatch.setattr(transfers.random, "uniform", lambda least, most: most)
-    return found
 
 
 def serve(patch: pytest.MonkeyPatch, *handlers: Handler) -> list[httpx2.Request]:
@@ -320,6 +313,32 @@ def test_answers_of_the_hub(
     assert client.answer(f"{ENDPOINT}/api/models").json() == []
     assert asked[0].headers["Authorization"] == "Bearer hf_secret"
     assert asked[0].headers["Accept-Encoding"] == "identity"
+
+
+def test_every_request_gives_up_after_as_long_as_the_library_s(
+    client: HubClient, waits: list[float], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Which people set by HF_HUB_DOWNLOAD_TIMEOUT."""
+    monkeypatch.setattr(constants, "HF_HUB_DOWNLOAD_TIMEOUT", 7)
+    answers = (partial_answer(), status(200, DATA), status(200, b"[]"))
+    asked, links = serve(monkeypatch, *answers), located(monkeypatch)
+    fetch(client, waits)
+    client.whole(LARGE)
+    client.answer(f"{ENDPOINT}/api/models")
+    seconds = [set(request.extensions["timeout"].values()) for request in asked]
+    assert seconds == [{7.0}] * 3 and links[0][1]["timeout"] == 7.0
+    found: list[float] = []
+
+    def model_info(api: HfApi, repo: str, *, timeout: float, **_: object) -> None:
+        found.append(timeout)
+
+    monkeypatch.setattr(HfApi, "model_info", model_info)
+    client.info()
+    assert found == [7.0]
+
+
+def test_a_read_of_a_socket_is_larger_than_the_library_s() -> None:
+    assert 64 << 10 < httpcore2.HTTP11Connection.READ_NUM_BYTES <= 1 << 20
 
 
 def test_the_library_s_own_interface_says_who_asks(client: HubClient) -> None:

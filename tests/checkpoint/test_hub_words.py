@@ -42,6 +42,8 @@ def wrapped(error: Exception) -> RuntimeError:
 def check(error: MtpExportError, kind: Kind, what: str, found: str) -> None:
     assert (type(error), error.what, error.where, error.found) == (kind, what, WHERE, found)
     assert error.todo and "secret" not in str(error)
+    if what in ADVICE:
+        assert (str(error.expected), error.todo) == ADVICE[what]
 
 
 # By name: what is raised, and the kind of the refusal, what it says and what it found.
@@ -119,6 +121,59 @@ UPLOADS: dict[str, tuple[Exception, Kind, str, str]] = {
     **{name: FAILURES[name] for name in ("500", "offline", "ConnectError('no route')")},
     "something else": (ValueError("secret words"), IoError, "An upload failed", "ValueError"),
     "no cause": (RuntimeError("secret words"), IoError, "An upload failed", "RuntimeError"),
+}
+
+
+AGAIN = "Run the same command again: it goes on where it stopped"
+LOG_IN = "log in with hf auth login, or set HF_TOKEN"
+ATTEMPTS = "an answer within 6 attempts"
+# By what an error says: what was expected, and what to do.
+ADVICE: dict[str, tuple[str, str]] = {
+    "The repository is gated": (
+        "a token whose account has accepted its conditions",
+        f"Accept them on its page on the Hub, then {LOG_IN}",
+    ),
+    "There is no such repository, or it is private": (
+        "a public one, or a token that may read it",
+        f"Check its name; for a private one {LOG_IN}",
+    ),
+    "The repository has no such revision": (
+        "one of its branches, tags or commits after @",
+        "See which it has on its page on the Hub, under Files and versions",
+    ),
+    "The repository lacks a file that it lists": (
+        "every listed file",
+        "Name another revision with @; if that fails too, tell the repository's owner",
+    ),
+    "The Hub refuses access": (
+        "a repository that is public, or that the token may read",
+        f"Check the name and the token: {LOG_IN}",
+    ),
+    "The Hub answers with an error": (ATTEMPTS, f"Wait a while. {AGAIN}"),
+    "The Hub may not be asked: offline mode is switched on": (
+        "HF_HUB_OFFLINE and TRANSFORMERS_OFFLINE unset, or a folder",
+        "Unset them, or point at a folder on this machine",
+    ),
+    "The Hub cannot be reached": (
+        ATTEMPTS,
+        f"Check the network, the proxy and HF_ENDPOINT. {AGAIN}",
+    ),
+    "The connection to the Hub broke off several times": (ATTEMPTS, f"Check the network. {AGAIN}"),
+    "The Hub's storage serves no bytes of a file": (ATTEMPTS, f"Wait a while. {AGAIN}"),
+    "The Hub's storage takes no bytes of a file": (ATTEMPTS, f"Wait a while. {AGAIN}"),
+    "The token may not write to this repository": (
+        "a token with write access to it, or to its organisation",
+        f"Check the name, and use another token: {LOG_IN}",
+    ),
+    "Somebody else changed the repository meanwhile": (
+        "the commit that was looked at",
+        "Nothing was committed. Run the same command again: what was uploaded stays there",
+    ),
+    "An upload failed": (
+        "",
+        f"{AGAIN}. Where the Hub's Xet storage cannot be reached, HF_HUB_DISABLE_XET=1"
+        " uploads by plain HTTP",
+    ),
 }
 
 

@@ -35,6 +35,7 @@ class Listed:
         raise NotImplementedError
 
 
+REAL = {name: getattr(pieces, name) for name in ("JOIN_BYTES", "PIECE_BYTES")}
 FILES = [Listed(Path(name), name) for name in ("a", "b")]
 EXTENTS = st.builds(
     lambda file, start, size: Extent(file, start, start + size),
@@ -92,3 +93,30 @@ def test_pieces_come_in_the_order_of_their_use() -> None:
         (0, {"second"}),
     ]
     assert held_bytes(["first", "second"], planned, 1) == 20
+
+
+def test_the_sizes_of_a_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A gap of a megabyte is downloaded too, and a piece has at most 32 of them."""
+    for name, size in REAL.items():
+        monkeypatch.setattr(pieces, name, size)
+    megabyte = 1 << 20
+    for gap, count in ((megabyte, 1), (megabyte + 1, 2)):
+        extents = [Extent(FILES[0], 0, 10), Extent(FILES[0], 10 + gap, 20 + gap)]
+        assert len(plan_pieces({"job": extents})) == count
+    for size, sizes in (
+        (32 * megabyte, [32 * megabyte]),
+        (32 * megabyte + 2, [16 * megabyte + 1] * 2),
+    ):
+        planned = plan_pieces({"job": [Extent(FILES[0], 3, 3 + size)]})
+        assert [piece.size_bytes for piece in planned] == sizes
+
+
+def test_bytes_are_held_from_the_first_job_to_the_last() -> None:
+    jobs = {
+        name: [Extent(FILES[0], at, at + 10)] for name, at in (("a", 0), ("b", 100), ("c", 200))
+    }
+    planned = plan_pieces(jobs)
+    assert [held_bytes([*jobs], planned, at_once) for at_once in (1, 2, 3, 9)] == [10, 20, 30, 30]
+    early = plan_pieces(jobs | {"c": [Extent(FILES[0], 0, 5)]})
+    assert held_bytes([*jobs], early, 1) == 20
+    assert held_bytes([], (), 1) == 0

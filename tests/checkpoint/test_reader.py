@@ -5,6 +5,8 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +15,8 @@ import torch
 from safetensors.torch import save_file
 
 from cases import edit_json, read_json
+from mtp_export.checkpoint import header, reader
+from mtp_export.checkpoint.local_folder import LocalFolder
 from mtp_export.checkpoint.reader import Checkpoint, read_json_object
 from mtp_export.checkpoint.tensor_reader import read_rows
 from mtp_export.errors import InvalidInputError, IoError, MtpExportError
@@ -214,6 +218,48 @@ def test_one_file_of_json(folder: Path) -> None:
     assert read_json_object(folder / "config.json") == read_json(folder / "config.json")
     with pytest.raises(InvalidInputError, match="is missing"):
         read_json_object(folder / "none.json")
+
+
+def test_the_mtp_layer_s_own_shard_need_not_be_in_the_index(folder: Path) -> None:
+    """Some releases add it so; no other name is let through."""
+    assert Checkpoint.open(folder).unindexed == ()
+    save_file({"m": torch.ones(2)}, folder / "mtp.safetensors")
+    found = Checkpoint.open(folder)
+    assert found.unindexed == ("mtp.safetensors",)
+    assert found.tensors.keys() == {"a", "b", "c", "d", "m"}
+    names = [found.shard_name(shard) for shard in found.shards]
+    assert names == [*TENSORS, "mtp.safetensors"]
+    assert found.main_shards == found.mtp_shards == found.shards
+    edit_json(folder / INDEX, lambda index: index["weight_map"].update(m="mtp.safetensors"))
+    assert Checkpoint.open(folder).unindexed == ()
+    edit_json(folder / INDEX, lambda index: index["weight_map"].update(m="two.safetensors"))
+    assert refusal(folder).what == "The index names tensor m, which its shard does not hold"
+
+
+def test_a_folder_is_read_from_a_local_disk(folder: Path) -> None:
+    found = Checkpoint.open(folder)
+    assert (dict(found.origin), found.readers) == ({}, 1)
+
+
+@pytest.mark.parametrize("readers", [1, 2])
+def test_as_many_headers_are_read_at_once_as_the_source_says(
+    readers: int, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real, reading, most = header.read_header, list[int](), list[int]()
+    together = threading.Barrier(readers)
+
+    def read_header(file: Any) -> Any:
+        reading.append(1)
+        together.wait(10)
+        time.sleep(0.02)
+        most.append(len(reading))
+        reading.pop()
+        return real(file)
+
+    monkeypatch.setattr(reader, "read_header", read_header)
+    monkeypatch.setattr(LocalFolder, "readers", readers)
+    assert len(Checkpoint.open(folder).shards) == 2
+    assert max(most) == readers
 
 
 def test_a_shard_that_cannot_be_read(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

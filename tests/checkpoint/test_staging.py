@@ -185,6 +185,17 @@ def test_a_piece_goes_with_the_last_job_that_reads_it(
     assert [path.exists() for path in paths] == [False, False]
 
 
+def test_a_piece_that_somebody_removed_needs_no_removal(
+    host: Host, started: Callable[..., Staging]
+) -> None:
+    (piece,) = pieces = pieces_of(host, "a")
+    staging = started(pieces)
+    staging.path_of(piece).unlink()
+    with staging.finishing("a"):
+        pass
+    assert staging.path_of(piece).read_bytes() == bytes_of(piece), "it comes again if it is wanted"
+
+
 def test_only_the_jobs_to_be_done_count(host: Host, started: Callable[..., Staging]) -> None:
     pieces = pieces_of(host, "ab")
     shared = Piece(host, 2 * STEP, 3 * STEP, frozenset("ab"))
@@ -342,6 +353,47 @@ def test_a_file_is_hashed_as_far_as_its_pieces_are_there(host: Host, tmp_path: P
     assert whole.finish(lambda piece: there[piece]) is None
     other = WholeFile(replace(file, sha256="f" * 64), [])
     assert other.finish(lambda piece: there[piece]) is not None
+
+
+def test_threads_that_download_end_with_the_run(host: Host, tmp_path: Path) -> None:
+    """Or with the program, whatever they wait for."""
+    before = set(threading.enumerate())
+    host.open_gate.clear()
+    pieces = pieces_of(host, "abc")
+    staging = Staging(tmp_path / DOWNLOADS_NAME, pieces, "abc", {}, threading.Event())
+    with pytest.raises(KeyboardInterrupt), staging.start(3):
+        own = set(threading.enumerate()) - before
+        assert [(thread.name, thread.daemon) for thread in own] == [("download", True)] * 3
+        raise KeyboardInterrupt
+    assert not own & set(threading.enumerate())
+
+
+def test_files_are_hashed_as_their_pieces_come(
+    host: Host, started: Callable[..., Staging], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Those that one job reads whole, and before the job has read all of them."""
+    file = replace(host, sha256=hashlib.sha256(CONTENT[: 2 * STEP]).hexdigest())
+    other, hashed = replace(host, path=Path("other")), list[bytes]()
+    real = WholeFile.advance
+
+    def advance(whole: WholeFile, path_of: Any) -> None:
+        def noted(piece: Piece) -> Path | None:
+            path = path_of(piece)
+            if path is not None:
+                hashed.append(path.read_bytes())
+            return path  # type: ignore[no-any-return]
+
+        real(whole, noted)
+
+    monkeypatch.setattr(WholeFile, "advance", advance)
+    pieces = [Piece(one, start, start + STEP, frozenset("a"))
+              for one in (file, other) for start in (0, STEP)]  # fmt: skip
+    staging = started(pieces, whole={"a": [file]})
+    wait_until(lambda: len(hashed) == 2)
+    for piece in pieces:
+        staging.path_of(piece)
+    with staging.finishing("a"):
+        assert hashed == [bytes_of(piece) for piece in pieces[:2]]
 
 
 def test_one_thread_hashes_a_file_at_a_time(host: Host, tmp_path: Path) -> None:

@@ -13,9 +13,12 @@ import pytest
 
 from cases import export, tree
 from mtp_export.checkpoint import local_folder
+from mtp_export.checkpoint.direct_io import SLACK_BYTES
+from mtp_export.checkpoint.disk_queue import SMALL_BYTES
+from mtp_export.checkpoint.dtypes import torch_dtype
 from mtp_export.checkpoint.header import TensorInfo
 from mtp_export.checkpoint.local_folder import LocalFolder, OpenLocalFile
-from mtp_export.checkpoint.tensor_reader import TensorReader
+from mtp_export.checkpoint.tensor_reader import TensorReader, as_array, as_rows, row_bytes
 from mtp_export.errors import IoError
 
 SIZE = 300_001
@@ -104,7 +107,7 @@ def test_windows_of_a_matrix(
     matrix = np.frombuffer(CONTENT, np.uint8, 100 * 33 * 4, offset).reshape(100, 33 * 4)
     with TensorReader(info, once=True) as reader:
         for rows in (range(100), range(3, 4), range(57, 99), range(5, 5)):
-            for columns in (range(33), range(1), range(7, 20), range(32, 33)):
+            for columns in (range(33), range(1), range(7, 20), range(32, 33), range(5, 5)):
                 found = reader.window(rows, columns)
                 assert tuple(found.shape) == (len(rows), len(columns))
                 assert str(found.dtype) == "torch.float32"
@@ -118,6 +121,62 @@ def test_a_window_s_end_is_the_tensor_s(file: Path) -> None:
     info = TensorInfo("x", "F32", (10, 10), LocalFolder(file.parent).file(file.name), 0, 400)
     with TensorReader(info) as reader:
         assert reader.window(range(9, 10), range(8, 10)).numpy().tobytes() == CONTENT[392:400]
+
+
+def test_a_window_of_a_matrix_without_columns(file: Path) -> None:
+    source = LocalFolder(file.parent).file(file.name)
+    with TensorReader(TensorInfo("x", "F32", (10, 0), source, 0, 0)) as reader:
+        assert reader.window(range(3), range(0)).shape == (3, 0)
+
+
+def test_the_size_of_a_row(file: Path) -> None:
+    source = LocalFolder(file.parent).file(file.name)
+    for shape, size, row in (((4, 5), 40, 10), ((7,), 14, 2), ((), 2, 2), ((0, 5), 0, 0)):
+        assert row_bytes(TensorInfo("x", "BF16", shape, source, 0, size)) == row
+
+
+@pytest.mark.parametrize(
+    ("dtype", "array", "item_bytes"),
+    [("F32", np.float32, 4), ("BF16", np.uint16, 2), ("F8_E4M3", np.uint8, 1)],
+)
+@pytest.mark.parametrize("shift", [0, 1])
+def test_rows_are_in_place_where_they_are_aligned(
+    dtype: str, array: Any, item_bytes: int, shift: int, file: Path
+) -> None:
+    """As a tensor and as an array; elsewhere they are copied, and the same."""
+    source, size = LocalFolder(file.parent).file(file.name), 6 * 5 * item_bytes
+    info = TensorInfo("x", dtype, (9, 5), source, 0, 9 * 5 * item_bytes)
+    memory = np.frombuffer(bytearray(CONTENT[: size + 1]), np.uint8)
+    data = memoryview(memory)[shift : shift + size]
+    found, rows = as_array(info, data, 6), as_rows(info, data, 6)
+    assert (found.shape, found.dtype) == ((6, 5), array)
+    assert (tuple(rows.shape), rows.dtype) == ((6, 5), torch_dtype(dtype))
+    wanted = CONTENT[shift : shift + size]
+    assert found.tobytes() == rows.view(torch_dtype("U8")).numpy().tobytes() == wanted
+    in_place = shift % item_bytes == 0
+    memory[shift] ^= 0xFF
+    assert (found.tobytes() != wanted) is in_place
+    assert (rows.view(torch_dtype("U8")).numpy().tobytes() != wanted) is in_place
+    assert found.flags.aligned and rows.data_ptr() % item_bytes == 0
+
+
+def test_small_reads_take_no_memory_of_pages(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They are one call, of the bytes that are wanted."""
+    info = TensorInfo("x", "U8", (SIZE,), LocalFolder(file.parent).file(file.name), 0, SIZE)
+    large: list[tuple[int, int]] = []
+    real = OpenLocalFile.read_into
+
+    def read_into(opened: Any, buffer: memoryview, start: int, end: int) -> slice:
+        large.append((start, end))
+        assert len(buffer) >= end - start + SLACK_BYTES
+        return real(opened, buffer, start, end)
+
+    monkeypatch.setattr(OpenLocalFile, "read_into", read_into)
+    with TensorReader(info) as reader:
+        for start, size in ((5, SMALL_BYTES - 1), (7, SMALL_BYTES)):
+            rows = reader.rows(start, start + size)
+            assert rows.numpy().tobytes() == CONTENT[start : start + size]
+    assert large == [(7, 7 + SMALL_BYTES)]
 
 
 @pytest.mark.parametrize("way", ["direct", "cached"])

@@ -76,6 +76,17 @@ def test_rows_of_any_dtype_at_any_offset(
             assert rows.numpy().tobytes() == CONTENT[first:last]
 
 
+@pytest.mark.parametrize(("row", "step"), [(1, 8192), (10, 7680), (64, 8192), (65, 8192)])
+def test_blocks_hold_multiples_of_128_rows(
+    row: int, step: int, file: Path, queue: DiskQueue
+) -> None:
+    """Which converters take at once; as far as so many fit."""
+    with TensorStream(tensor(file, 3, 1024, row), queue) as stream:
+        sizes = [len(block) for block in stream.blocks()]
+    whole, rest = divmod(1024 * row, step)
+    assert sizes == [step] * whole + [rest] * (rest > 0)
+
+
 @pytest.mark.parametrize("way", ["direct", "cached"])
 @pytest.mark.parametrize("kept_bytes", [0, 20_000, SIZE - 5])
 def test_a_shard_that_shrank_is_an_error(

@@ -11,25 +11,6 @@ from mtp_export.checkpoint.transfers import AttemptFailed, patiently, transfer
 from mtp_export.errors import IoError
 
 
-@pytest.fixture(autouse=True)
-def longest_waits(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Waits are drawn between half and all of what is due: here always all."""
-
-    def uniform(least: float, most: float) -> float:
-        assert (least, most) == (0.5, 1.0)
-        return most
-
-    monkeypatch.setattr(transfers.random, "uniform", uniform)
-
-
-@pytest.fixture
-def waits(monkeypatch: pytest.MonkeyPatch) -> list[float]:
-    """Waits between the attempts of a request."""
-    found: list[float] = []
-    monkeypatch.setattr(transfers.time, "sleep", found.append)
-    return found
-
-
 def failed(what: str = "broken", **facts: float) -> AttemptFailed:
     return AttemptFailed(IoError(what), **facts)  # type: ignore[arg-type]
 
@@ -105,9 +86,9 @@ class Broken:
             raise failed()
 
 
-def test_a_transfer_goes_on_where_it_broke_off() -> None:
-    stream, data, pauses = Broken(3, 0, 0, 1), bytearray(), list[float]()
-    transfer(stream, range(10, 20), data.extend, pauses.append)
+def test_a_transfer_goes_on_where_it_broke_off(waits: list[float]) -> None:
+    stream, data = Broken(3, 0, 0, 1), bytearray()
+    transfer(stream, range(10, 20), data.extend, waits.append)
     assert bytes(data) == bytes(range(10, 20))
     assert stream.spans == [
         range(10, 20),
@@ -115,14 +96,14 @@ def test_a_transfer_goes_on_where_it_broke_off() -> None:
         range(14, 20),
     ]
     # A byte that came is progress: the waits begin anew.
-    assert pauses == [0.5, 1.0, 2.0, 0.5]
+    assert waits == [0.5, 1.0, 2.0, 0.5]
 
 
-def test_a_transfer_without_progress_ends() -> None:
-    stream, pauses = Broken(2, *[0] * 100), list[float]()
+def test_a_transfer_without_progress_ends(waits: list[float]) -> None:
+    stream = Broken(2, *[0] * 100)
     with pytest.raises(IoError, match="broken"):
-        transfer(stream, range(5), lambda data: None, pauses.append)
-    assert len(pauses) == 5 and len(stream.spans) == 6
+        transfer(stream, range(5), lambda data: None, waits.append)
+    assert len(waits) == 5 and len(stream.spans) == 6
 
 
 def test_nothing_is_asked_for_an_empty_span() -> None:

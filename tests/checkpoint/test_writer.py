@@ -89,8 +89,95 @@ def test_every_byte_at_its_place(
         assert whole_pages > sum(SIZES) - 8192 * len(SIZES)
 
 
+def test_a_header_in_full() -> None:
+    """As the safetensors library writes it: compact, padded with spaces to a multiple of eight."""
+    tensors = [OutputTensor("é", "F32", (2, 3)), OutputTensor("b", "U8", ())]
+    head, places = encode_header(tensors)
+    text = (
+        '{"__metadata__":{"format":"pt"},'
+        '"é":{"dtype":"F32","shape":[2,3],"data_offsets":[0,24]},'
+        '"b":{"dtype":"U8","shape":[],"data_offsets":[24,25]}}'
+    )
+    raw = text.encode()
+    assert head == (-(-len(raw) // 8) * 8).to_bytes(8, "little") + raw.ljust(-(-len(raw) // 8) * 8)
+    assert places == {"é": len(head), "b": len(head) + 24}
+
+
+def test_data_begin_at_a_multiple_of_eight() -> None:
+    """And no further behind the header than that takes."""
+    paddings = set()
+    for count in range(1, 17):
+        head, _ = encode_header([OutputTensor("x" * count, "U8", (1,))])
+        assert len(head) % 8 == 0 and int.from_bytes(head[:8], "little") == len(head) - 8
+        paddings.add(len(head) - len(head.rstrip(b" ")))
+    assert paddings == set(range(8))
+
+
 def full(*_: Any) -> int:
     raise OSError(errno.ENOSPC, "No space left on device")
+
+
+def test_the_room_is_taken_before_the_first_byte(
+    tmp_path: Path, queue: DiskQueue, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[tuple[int, ...]] = []
+    real = os.posix_fallocate
+
+    def fallocate(fd: int, *span: int) -> None:
+        asked.append(span)
+        real(fd, *span)
+
+    monkeypatch.setattr(os, "posix_fallocate", fallocate)
+    shard = ShardWriter(tmp_path / "shard", TENSORS, queue)
+    assert asked == [(0, shard.size_bytes)]
+    (left,) = tmp_path.iterdir()
+    assert left.stat().st_size == shard.size_bytes == len(encode_header(TENSORS)[0]) + sum(SIZES)
+    shard.discard()
+    monkeypatch.setattr(os, "posix_fallocate", full)
+    with pytest.raises(IoError, match=r"filled up while writing \(.*/shard\)"):
+        ShardWriter(tmp_path / "shard", TENSORS, queue)
+    assert not list(tmp_path.iterdir())
+
+
+def test_no_file_stays_open(
+    tmp_path: Path, queue: DiskQueue, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    disk = Disk("direct", monkeypatch)
+    opened = len(os.listdir("/proc/self/fd"))
+    for end in (ShardWriter.commit, ShardWriter.discard):
+        shard = ShardWriter(tmp_path / "shard", TENSORS, queue)
+        assert len(os.listdir("/proc/self/fd")) == opened + 2
+        for name, content in CONTENTS.items():
+            shard.write(name, memoryview(content))
+        end(shard)
+        assert len(os.listdir("/proc/self/fd")) == opened
+        shard.discard()
+    assert disk.direct and [path.name for path in tmp_path.iterdir()] == ["shard"]
+
+
+@pytest.mark.parametrize(("more", "direct"), [(0, True), (1, False)])
+@pytest.mark.parametrize("bound", ["MIN_DIRECT_BYTES", "SMALL_BYTES"])
+def test_shards_from_a_size_on_bypass_the_cache(
+    bound: str,
+    more: int,
+    direct: bool,
+    tmp_path: Path,
+    queue: DiskQueue,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Of the whole shard, or of its tensors on average."""
+    disk = Disk("direct", monkeypatch)
+    padding = -(len(encode_header(TENSORS)[0]) + sum(SIZES)) % len(SIZES)
+    tensors = [OutputTensor("t0", "U8", (SIZES[0] + padding,)), *TENSORS[1:]]
+    size = len(encode_header(tensors)[0]) + sum(tensor.size_bytes for tensor in tensors)
+    assert size % len(tensors) == 0
+    unit = size if bound == "MIN_DIRECT_BYTES" else size // len(tensors)
+    monkeypatch.setattr(writer, bound, unit + more)
+    shard = ShardWriter(tmp_path / "shard", tensors, queue)
+    for tensor in tensors:
+        shard.write(tensor.name, memoryview(bytes(tensor.size_bytes)))
+    shard.commit()
+    assert bool(disk.places) is direct
 
 
 @pytest.mark.parametrize("seen_by", ["write", "commit"])

@@ -23,8 +23,8 @@ from mtp_export.bundle.request import Request
 from mtp_export.bundle.work import Work
 from mtp_export.checkpoint.files import temporary_path
 from mtp_export.checkpoint.plan import Link
-from mtp_export.cluster.ray_tasks import RayCluster
 from mtp_export.cluster.shard_task import Assignment, make_shard
+from mtp_export.cluster.shards import RayCluster
 from mtp_export.errors import InvalidInputError, IoError, UnsupportedError
 
 VARIABLES = {"RAY_USAGE_STATS_ENABLED": "0", "RAY_AUTH_MODE": "disabled"}

@@ -1,4 +1,5 @@
-"""Ray's own test cluster: workers and machines that die or join while a bundle is made."""
+"""Ray's own test cluster: workers and machines that die or join while a bundle is made, and
+verifications on it."""
 
 from __future__ import annotations
 
@@ -13,7 +14,8 @@ from typing import Any
 
 import pytest
 
-from cases import export, make_checkpoint, tree
+from cases import export, make_checkpoint, read_json, run_program, tree
+from mtp_export.cluster import verification
 
 ray = pytest.importorskip("ray")
 cluster_utils = pytest.importorskip("ray.cluster_utils")
@@ -117,3 +119,22 @@ def test_a_worker_is_killed(
         os.kill(worker, 9)
     assert workers and process.poll() is None, "it was at work"
     check_whole(process, output, whole)
+
+
+def test_a_verification(
+    many: Path,
+    output: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Shares are read by tasks; the report is that of one process."""
+    monkeypatch.setattr(verification, "TASK_BYTES", 200_000)
+    assert export(many, output, *OPTIONS).code == 0
+    reports = []
+    for cluster in ((), ("--cluster", "local")):
+        report = tmp_path / f"report-{len(reports)}.json"
+        options = ("--level", "weights", "--workers", "1", "--quiet", "--report", report)
+        outcome = run_program("verify", output, "--source", many, *options, *cluster)
+        assert outcome.code == 0, outcome.err
+        reports.append([(check["name"], check["items"]) for check in read_json(report)["checks"]])
+    assert reports[0] == reports[1]

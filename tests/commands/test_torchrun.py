@@ -1,4 +1,5 @@
-"""The program on several ranks: started by torchrun, and when one of them ends."""
+"""The program on several ranks: started by torchrun, on one machine or as on two, and when one of
+them ends."""
 
 from __future__ import annotations
 
@@ -8,9 +9,10 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
-from urllib.request import urlopen
+from urllib.request import Request, urlopen
 
 import pytest
 
@@ -36,6 +38,42 @@ def torchrun(size: int, *arguments: object) -> subprocess.CompletedProcess[str]:
     )
 
 
+# Ways in which the agents of several machines find each other, by port and machine.
+MEETINGS: dict[str, Callable[[str, int], tuple[object, ...]]] = {
+    "first machine": lambda port, machine: (
+        *("--node-rank", machine),
+        *("--master-addr", "127.0.0.1", "--master-port", port),
+    ),
+    "rendezvous": lambda port, machine: (
+        *("--rdzv-backend", "c10d", "--rdzv-id", "run", "--rdzv-endpoint", f"127.0.0.1:{port}"),
+        *("--local-addr", "127.0.0.1"),
+    ),
+}
+
+
+def machines(count: int, meeting: str, *arguments: object) -> list[subprocess.Popen[str]]:
+    """Agents of torchrun as on several machines, with a rank each."""
+    port = launch_variables(count)["MASTER_PORT"]
+    return [
+        started(
+            *("-m", "torch.distributed.run", "--nnodes", count, "--nproc-per-node", 1),
+            *MEETINGS[meeting](port, machine),
+            *("-m", "mtp_export", *arguments),
+        )
+        for machine in range(count)
+    ]
+
+
+def started(*arguments: object, **variables: str) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        [sys.executable, *map(str, arguments)],
+        env=os.environ | {"PYTHONPATH": PATHS} | variables,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
 def decoded(out: str) -> Any:
     return [(o["token_ids"], o["text"]) for o in json.loads(out)["outputs"]]
 
@@ -47,6 +85,23 @@ def test_rank_0_alone_prints_what_one_process_does(tmp_path: Path) -> None:
     several = torchrun(2, "generate", *options)
     assert several.returncode == 0, several.stderr
     assert decoded(several.stdout) == decoded(run_program("generate", *options).out)
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("meeting", MEETINGS)
+def test_two_machines_print_what_one_process_does(meeting: str, tmp_path: Path) -> None:
+    """Once: on the machine of rank 0."""
+    model, prompts = write_checkpoint(tmp_path / "model"), tmp_path / "prompts.jsonl"
+    prompts.write_text('{"prompt_token_ids": [5, 6, 7]}\n{"prompt_token_ids": [8]}\n')
+    options = (model, "--prompts", prompts, "--max-new-tokens", "8", "--json")
+    agents = machines(2, meeting, "generate", *options)
+    try:
+        said = [agent.communicate(timeout=240) for agent in agents]
+    finally:
+        end_all(agents)
+    assert [agent.returncode for agent in agents] == [0, 0], said
+    (out,) = [out for out, _ in said if out]
+    assert decoded(out) == decoded(run_program("generate", *options).out)
 
 
 @pytest.mark.nightly
@@ -85,17 +140,9 @@ def test_tune_is_left_to_join_by_itself(monkeypatch: pytest.MonkeyPatch) -> None
 
 def launched(size: int, *arguments: object) -> list[subprocess.Popen[str]]:
     """The ranks, without a launcher that ends them all when one does."""
-    variables = os.environ | launch_variables(size) | {"PYTHONPATH": PATHS}
-    command = [sys.executable, "-m", "mtp_export", *map(str, arguments)]
+    variables = launch_variables(size)
     return [
-        subprocess.Popen(
-            command,
-            env=variables | {"RANK": str(rank)},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for rank in range(size)
+        started("-m", "mtp_export", *arguments, RANK=str(rank), **variables) for rank in range(size)
     ]
 
 
@@ -161,3 +208,35 @@ def test_sigterm_of_the_first_rank_ends_all(tmp_path: Path) -> None:
         assert [ended(process, 30)[0] for process in processes] == [0, 0]
     finally:
         end_all(processes)
+
+
+def completion(url: str, prompt: str) -> str:
+    """The greedy completion of a prompt."""
+    body = json.dumps({"model": FIXTURE.name, "prompt": prompt, "max_tokens": 8, "temperature": 0})
+    headers = {"Content-Type": "application/json"}
+    with urlopen(Request(f"{url}/v1/completions", body.encode(), headers), timeout=120) as answer:
+        return str(json.load(answer)["choices"][0]["text"])
+
+
+def processes_of(agent: subprocess.Popen[str]) -> list[int]:
+    """An agent of torchrun and its ranks."""
+    children = Path(f"/proc/{agent.pid}/task/{agent.pid}/children").read_text().split()
+    return [agent.pid, *map(int, children)]
+
+
+@pytest.mark.nightly
+def test_two_machines_serve_until_one_is_gone() -> None:
+    """Completions are those of one process; the rank that is left says why it ends."""
+    pytest.importorskip("uvicorn")
+    agents = machines(2, "first machine", "serve", FIXTURE, "--port", 0)
+    try:
+        text = completion(serving(agents[0]), "The cat")
+        options = ("--prompt", "The cat", "--max-new-tokens", "8", "--json")
+        assert text == decoded(run_program("generate", FIXTURE, *options).out)[0][1]
+        for process in processes_of(agents[1]):
+            os.kill(process, signal.SIGKILL)
+        code, err = ended(agents[0], 30)
+        assert code and err.count("mtp-export: error:") == 1, err
+        assert "has ended or cannot be reached" in err and "rank 0 of 2" in err
+    finally:
+        end_all(agents)

@@ -30,7 +30,8 @@ from mtp_kernels.quantize import (
 from mtp_runtime import LLM, SamplingParams
 from mtp_runtime.acceptance.base import Verdict
 from mtp_runtime.acceptance.exact import accept_best
-from mtp_runtime.engine import Engine, Group
+from mtp_runtime.groups import Group
+from mtp_runtime.judging import Judge
 
 ROOT = Path(__file__).resolve().parents[2]
 FIXTURE = ROOT / "fixtures/deepseek-v3-tiny"
@@ -71,13 +72,14 @@ class Reading:
     logits: list[list[torch.Tensor]]
 
 
-class Reader(Engine):
-    """Engine that outputs a given text, and records the tokens that it would have chosen."""
+@dataclass(frozen=True)
+class Reader(Judge):
+    """Accepts a given text by prompt, and records the logits that would have chosen."""
 
     texts: list[list[int]]
     logits: list[list[torch.Tensor]]
 
-    def _decide(self, group: Group, logits: torch.Tensor, best: list[int]) -> Verdict:
+    def decide(self, group: Group, logits: torch.Tensor, best: list[int]) -> Verdict:
         number, written = group.request.request_id, len(group.request.output)
         text = self.texts[number][written : written + len(best)]
         verdict = accept_best(group.draft.tokens, text)
@@ -149,8 +151,8 @@ def read_with_ours(
     if method != "mtp":
         contract = MtpContract()
     llm = LLM(bundle, dtype="bfloat16", contract=contract, max_batch_size=BATCH, **options)
-    llm.engine.__class__ = Reader
-    llm.engine.texts, llm.engine.logits = texts, [[] for _ in prompts]
+    judge, logits = llm.engine.judge, list[list[torch.Tensor]]([] for _ in prompts)
+    llm.engine.judge = Reader(judge.head, judge.settings, texts=texts, logits=logits)
     outputs = llm.generate(prompts, SamplingParams(max_tokens=TOKENS, ignore_eos=True))
     assert [list(output.token_ids) for output in outputs] == texts
     metrics = [output.metrics for output in outputs]
@@ -158,7 +160,7 @@ def read_with_ours(
         ratio([m.accepted[position] for m in metrics], [m.drafted[position] for m in metrics])
         for position in range(drafts)
     ]
-    return Reading([share for share in shares if share is not None], llm.engine.logits)
+    return Reading([share for share in shares if share is not None], logits)
 
 
 def bundle_of(folder: Path, main: Path, mtp: Path) -> Path:

@@ -10,12 +10,16 @@ from typing import Any
 
 import pytest
 
+from mtp_export.checkpoint.bundle_folder import OWN_DRAFTS
+from mtp_export.commands.registry import command_named
 from mtp_export.errors import UnsupportedError
 from mtp_export.families import FAMILIES, family_of
 from mtp_export.families.base import ModelFamily, SharedTensor, TensorSpec
 from mtp_export.families.deepseek_v3 import DeepseekV3Family
 from mtp_export.families.without_mtp import WITHOUT_MTP
+from mtp_export.tune.drafts import DRAFTS
 from mtp_runtime import LLM, SamplingParams
+from mtp_runtime.drafters import DRAFTERS
 from mtp_runtime.models import MODELS
 from runtime.checkpoints import SMALL, SMALL_CONFIGS, write_checkpoint
 
@@ -148,3 +152,18 @@ def test_a_family_without_a_small_config_is_named(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setitem(FAMILIES, "new_model", DeepseekV3Family.from_config)
     with pytest.raises(AssertionError, match="add a small config of new_model to SMALL_CONFIGS"):
         small_config("new_model")
+
+
+def test_the_folders_of_own_drafts_are_those_of_the_drafters_that_read_one() -> None:
+    assert sorted(OWN_DRAFTS) == sorted(name for name, kind in DRAFTERS.items() if kind.read)
+    assert set(DRAFTS) <= {"mtp", *OWN_DRAFTS}
+
+
+def test_help_names_every_drafter_and_every_draft_to_train() -> None:
+    for command, registry in (("generate", DRAFTERS), ("serve", DRAFTERS), ("tune", DRAFTS)):
+        (option,) = (
+            parameter
+            for parameter in command_named(command).params
+            if set(parameter.opts) & {"--speculate-method", "--draft"}
+        )
+        assert set(registry) <= set(re.findall(r"\w+", option.help)), command

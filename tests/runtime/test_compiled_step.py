@@ -12,11 +12,14 @@ import pytest
 import torch
 
 from mtp_export.errors import InvalidInputError, UnsupportedError
+from mtp_runtime import SamplingParams
 from mtp_runtime.models.load import LoadOptions, load_model
 from mtp_runtime.models.model import Model
-from mtp_runtime.static_graph import compiled
-from mtp_runtime.static_graph.compiled import CompiledStep, PackageFacts, export_step
+from mtp_runtime.static_graph import compiled, programs
+from mtp_runtime.static_graph.compiled import CompiledStep, PackageFacts
+from mtp_runtime.static_graph.programs import Program, export_layers
 from mtp_runtime.static_graph.tensors import outline, tensors_of, with_tensors
+from runtime.harness import prompts_of, run
 
 
 def load(path: Path, **options: Any) -> Model:
@@ -28,15 +31,40 @@ def model(small: Path) -> Model:
     return load(small)
 
 
-def test_a_step_exports_without_any_tensor_s_contents(model: Model) -> None:
+def test_a_layer_of_every_form_exports_without_any_tensor_s_contents(model: Model) -> None:
     """Traced with tensors that hold no data, for batches of any size; no weight is a constant."""
-    exported = export_step(model, 16)
-    assert not exported.constants and not exported.state_dict
-    targets = [str(node.target) for node in exported.graph.nodes if node.op == "call_function"]
-    assert targets.count("mtp_export.verify_attention.default") == 3
-    assert targets.count("mtp_export.grouped_linear.default") == 2 * 2
-    reads = "aten.item", "_local_scalar", "sym_constrain", "_assert_scalar"
-    assert not any(read in target for target in targets for read in reads)
+    exported = export_layers(model, 16)
+    assert len(model.layers) == 3 and len(exported) == 2, "a dense one, and one with experts"
+    for program, products in zip(exported.values(), (0, 2), strict=True):
+        assert not program.constants and not program.state_dict
+        targets = [str(node.target) for node in program.graph.nodes if node.op == "call_function"]
+        assert targets.count("mtp_export.verify_attention.default") == 1
+        assert targets.count("mtp_export.grouped_linear.default") == products
+        reads = "aten.item", "_local_scalar", "sym_constrain", "_assert_scalar"
+        assert not any(read in target for target in targets for read in reads)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_exported_layers_give_the_tokens_of_eager_ones(small: Path, dtype: str) -> None:
+    """The programs that a package compiles, called with the tensors of each layer in turn."""
+    model, calls = load(small, dtype=dtype), list[str]()
+
+    def program(form: str, module: Any) -> Program:
+        def call(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
+            calls.append(form)
+            return [module(tensors)]
+
+        return call
+
+    exported = export_layers(model, 16)
+    step = CompiledStep({form: program(form, own.module()) for form, own in exported.items()})
+    params = SamplingParams(max_tokens=8, ignore_eos=True)
+    prompts = prompts_of([5, 23, 17], 96)
+    expected = run(model, prompts, params, method="mtp", k=2)
+    found = run(model, prompts, params, method="mtp", k=2, graphs=step)
+    assert found.outputs == expected.outputs
+    dense, sparse = exported
+    assert calls[:6] == [dense, sparse, sparse] * 2
 
 
 def test_what_reads_lengths_back_does_not_export(
@@ -44,20 +72,19 @@ def test_what_reads_lengths_back_does_not_export(
 ) -> None:
     looped = load_model(small, LoadOptions(dequantize_at_load=False)).model
     with pytest.raises(UnsupportedError, match="experts in several formats"):
-        export_step(looped, 16)
-    monkeypatch.setattr(compiled, "refuse_dynamic_layers", lambda model: None)
+        export_layers(looped, 16)
+    monkeypatch.setattr(programs, "refuse_dynamic_layers", lambda model: None)
     with pytest.raises(Exception, match="data-dependent|Could not guard|unbacked"):
-        export_step(looped, 16)
+        export_layers(looped, 16)
 
 
 def test_a_package_fits_other_weights_of_the_same_form(small: Path, variant: Any) -> None:
-    """The digest follows shapes, dtypes and constants, and no value."""
-    facts = [
-        PackageFacts.of(load(path), 16)
-        for path in (small, variant(seed=3), variant(rms_norm_eps=1e-5), variant(vocab_size=128))
-    ]
-    assert facts[0] == facts[1]
-    assert len({one.step for one in facts}) == 3
+    """The digest follows shapes, dtypes and constants of layers, and no value."""
+    paths = [small, variant(seed=3), variant(vocab_size=128), variant(num_hidden_layers=4)]
+    others = [variant(rms_norm_eps=1e-5), variant(moe_intermediate_size=32)]
+    facts = [PackageFacts.of(load(path), 16) for path in (*paths, *others)]
+    assert len({one.step for one in facts[: len(paths)]}) == 1
+    assert len({one.step for one in facts}) == 1 + len(others)
     assert PackageFacts.of(load(small, dtype="bfloat16"), 16).dtype == "bfloat16"
 
 

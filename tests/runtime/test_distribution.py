@@ -45,29 +45,37 @@ SAMPLINGS = [
 ]
 
 
-LENGTHS: list[dict[str, Any]] = [
-    {"draft_temperature": (0.5, 2.0), "draft_stop_entropy": 0.8},
-    {"k_schedule": ((1, 1), (2, 0))},
-]
+SHAPED: dict[str, Any] = {"draft_temperature": (0.5, 2.0), "draft_stop_entropy": 0.8}
 CERTAIN: dict[str, Any] = {"draft_temperature": (0.0,)}
-SETTINGS: list[tuple[SamplingParams, dict[str, Any]]] = [
-    *((params, {}) for params in SAMPLINGS),
-    *((params, CERTAIN) for params in SAMPLINGS),
-    *((params, options) for params in SAMPLINGS[1:2] for options in LENGTHS),
+SCHEDULE: dict[str, Any] = {"k_schedule": ((1, 1), (2, 0))}
+# Every combination of the options but those that the engine must see requests for, below.
+OPTIONS: list[dict[str, Any]] = [
+    {},
+    CERTAIN,
+    SHAPED,
+    SCHEDULE,
+    SCHEDULE | SHAPED,
+    {"draft_temperature": (0.5, 2.0)},
+    {"draft_stop_entropy": 0.8},
+    CERTAIN | {"draft_stop_entropy": 0.8},
 ]
-# All with mtp; with another drafter the samplings that differ, and every choice of drafts.
+# With mtp; with another drafter the samplings that differ, and every choice of drafts.
+OF_MTP = [
+    *product(SAMPLINGS, [{}, CERTAIN]),
+    *product(SAMPLINGS[1:2], [SHAPED, SCHEDULE]),
+]
 OF_ANY_DRAFTER = [
-    *((params, {}) for params in SAMPLINGS[:4]),
-    (SAMPLINGS[0], CERTAIN),
-    *((SAMPLINGS[1], options) for options in LENGTHS),
+    *product(SAMPLINGS[:4], [{}]),
+    *product(SAMPLINGS[:1], [CERTAIN]),
+    *product(SAMPLINGS[1:2], [SHAPED, SCHEDULE]),
 ]
 
 
 @pytest.mark.parametrize(
     ("method", "setting"),
     nightly_but(
-        [*product(["mtp"], SETTINGS), *product(sorted(DRAFTERS), OF_ANY_DRAFTER)],
-        product(sorted(DRAFTERS), SETTINGS),
+        [*product(["mtp"], OF_MTP), *product(sorted(DRAFTERS), OF_ANY_DRAFTER)],
+        product(sorted(DRAFTERS), product(SAMPLINGS, OPTIONS)),
     ),
 )
 def test_every_drafter_keeps_the_distribution(
@@ -111,19 +119,30 @@ def test_dropping_a_draft_for_what_it_is_is_seen() -> None:
     assert second == pytest.approx(0.55)
 
 
-def test_adaptive_drafting_keeps_the_distribution(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("method", "options"),
+    nightly_but(
+        [("mtp", {}), ("mtp", SHAPED)],
+        product([name for name in sorted(DRAFTERS) if name != "none"], [{}, CERTAIN, SHAPED]),
+    ),
+)
+def test_adaptive_drafting_keeps_the_distribution(
+    method: str, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Each output with an engine of its own, since lengths follow from what it has seen, and after
     a request that shows it what lengths cost; a clock of its own makes them the same for the same
     past, and steps of different length."""
     target, draft = tables(seed=3)
-    params = SamplingParams(temperature=1.0, max_tokens=4)
+    params = SAMPLINGS[1]
     found: Counter[tuple[int, ...]] = Counter()
     lengths = set()
     choices: Branches | None = Branches([])
     while choices is not None:
         ticks = itertools.accumulate(iter(random.Random(2).random, None))
         monkeypatch.setattr(time, "perf_counter", ticks.__next__)
-        engine = engine_of(target, draft, DRAFTERS["mtp"].build, max_draft_tokens=2, adaptive=True)
+        engine = engine_of(
+            target, draft, build_of(method), max_draft_tokens=2, adaptive=True, **options
+        )
         for _ in engine.run([Request(0, PROMPT, replace(params, max_tokens=24, seed=0))]):
             pass
         request = Request(1, PROMPT, params)
@@ -133,8 +152,41 @@ def test_adaptive_drafting_keeps_the_distribution(monkeypatch: pytest.MonkeyPatc
         found[tuple(request.output)] += choices.probability  # type: ignore[assignment]
         lengths.add(tuple(request.metrics.drafted))
         choices = choices.following()
-    assert len(lengths) > 1
+    if method == "mtp" and options != CERTAIN:
+        assert len(lengths) > 1
     assert distance(dict(found), target_distribution(target, params)) < 1e-9
+
+
+@pytest.mark.parametrize("method", nightly_but(["mtp"], sorted(DRAFTERS)))
+def test_a_schedule_keeps_the_distribution_of_requests_together(method: str) -> None:
+    """Of two requests one may end first, so that each number of the schedule counts for a while;
+    their outputs are independent of each other, and each has the target's distribution."""
+    target, draft = tables(seed=3)
+    options = {"k_schedule": ((1, 0), (2, 1)), "draft_temperature": (0.5, 2.0)}
+    engine = engine_of(target, draft, build_of(method), **options)
+    each = [SamplingParams(temperature=0.6, top_k=2, max_tokens=tokens) for tokens in (3, 4)]
+    alone = [target_distribution(target, params) for params in each]
+    expected = {
+        (*one, *other): probability * alone[1][other]
+        for one, probability in alone[0].items()
+        for other in alone[1]
+    }
+    found: Counter[tuple[int, ...]] = Counter()
+    courses = set()
+    choices: Branches | None = Branches([])
+    while choices is not None:
+        requests = [Request(number, PROMPT, params) for number, params in enumerate(each)]
+        for request in requests:
+            request.choices = cast(Any, choices)
+        for _ in engine.run(requests):
+            pass
+        outputs = tuple(token for request in requests for token in request.output)
+        found[outputs] += choices.probability  # type: ignore[assignment]
+        courses.add((*requests[1].metrics.drafted, requests[1].metrics.target_steps))
+        choices = choices.following()
+    if method == "mtp":
+        assert (1, 4) in courses, "a draft beside the other request, and none alone"
+    assert distance(dict(found), expected) < 1e-9
 
 
 @pytest.mark.parametrize("k", [1, 3])

@@ -140,6 +140,126 @@ def test_a_schedule_counts_from_its_batch_sizes_on() -> None:
     assert config.draft_tokens == 5
 
 
+def adaptive_of(most: int) -> DraftLength:
+    return draft_length(SpeculationConfig("mtp", max_draft_tokens=most, adaptive=True))
+
+
+def observe(rule: DraftLength, drafts: int, seconds: float, batch: int = 1) -> None:
+    """A step of a drafter that finds nothing, of which no acceptance is learned."""
+    rule.observe(Step([(0, 0)] * batch, drafts, seconds * batch))
+
+
+def seconds_of(rates: list[float]) -> list[float]:
+    """Times of a step by which the lengths have these rates, where four drafts in five are
+    accepted, as is assumed at first."""
+    tokens = np.cumsum(0.8 ** np.arange(len(rates)))
+    return [float(count / each) for count, each in zip(tokens, rates, strict=True)]
+
+
+def test_lengths_that_may_be_better_are_tried_by_turns() -> None:
+    """At every fortieth step: those next to the best, and all within a fifth of its rate."""
+    rule, times = adaptive(), seconds_of([1.0, 0.5, 0.81, 0.79, 0.5, 0.801])
+    chosen = []
+    for _ in range(AT_FIRST + 6 * PROBES):
+        chosen.append(rule.choose(1))
+        observe(rule, chosen[-1], times[chosen[-1]])
+    later = chosen[AT_FIRST:]
+    assert [later[turn * PROBES - 1] for turn in range(1, 7)] == [1, 2, 5, 1, 2, 5]
+    assert {one for step, one in enumerate(later, 1) if step % PROBES} == {0}
+
+
+@pytest.mark.parametrize("most", [1, 2, 5])
+def test_each_length_is_tried_thrice_first(most: int) -> None:
+    rule = adaptive_of(most)
+    chosen = []
+    for _ in range(3 * (most + 1) + 1):
+        chosen.append(rule.choose(1))
+        observe(rule, chosen[-1], 1.0)
+    assert sorted(chosen[:-1]) == sorted([*range(most + 1)] * 3)
+    assert chosen[-1] == most
+
+
+@pytest.mark.parametrize(
+    ("batch", "alike", "others"),
+    [(1, [1], [2]), (2, [2], [1, 3]), (3, [3], [2, 4]), (5, [5, 6], [4, 7]), (8, [7, 9], [6, 10])],
+)
+def test_batch_sizes_that_differ_little_share_their_times(
+    batch: int, alike: list[int], others: list[int]
+) -> None:
+    rule, times = adaptive(), seconds_of([0.5, 0.6, 0.7, 1.0, 0.7, 0.6])
+    for _ in range(3):
+        for drafts, seconds in enumerate(times):
+            observe(rule, drafts, seconds, batch)
+    assert [rule.choose(other) for other in alike] == [3] * len(alike)
+    assert [rule.choose(other) for other in others] == [0] * len(others), "not tried yet"
+
+
+def test_times_that_are_shared_are_those_of_a_request() -> None:
+    rule = adaptive()
+    for _ in range(3):
+        for drafts, seconds in enumerate(seconds_of([0.5, 0.6, 0.85, 1.0, 0.7, 0.6])):
+            observe(rule, drafts, seconds, batch=6 if drafts % 2 else 5)
+    assert rule.choose(5) == 3
+
+
+def one_draft_is_worth(accepted: list[int], batch: int) -> float:
+    """The share of drafts that the rule takes to be accepted after steps of one draft each: a draft
+    is worth its time as long as a step with one takes less than 1 + that share times as long."""
+
+    def drafts(seconds: float) -> int:
+        rule = adaptive_of(1)
+        for one in accepted:
+            rule.observe(Step([(1, one)] * batch, 1, seconds * batch))
+        for _ in range(3):
+            observe(rule, 0, 1.0, batch)
+        return rule.choose(batch)
+
+    low, high = 1.0, 2.5
+    for _ in range(30):
+        middle = (low + high) / 2
+        low, high = (middle, high) if drafts(middle) else (low, middle)
+    return low - 1
+
+
+@pytest.mark.parametrize("batch", [1, 3])
+@pytest.mark.parametrize(
+    "accepted", [[0] * 3, [1] * 3, [1, 0, 1, 1], [0] * 20 + [1] * 10, [1] * 20 + [0] * 10]
+)
+def test_recent_blocks_outweigh_what_was_assumed(accepted: list[int], batch: int) -> None:
+    """Four in five, with the weight of two drafts; each step takes a hundredth of what was seen."""
+    left = batch * 0.99 ** (2 + np.arange(len(accepted), 0, -1))  # after three steps without drafts
+    expected = (float(left @ np.array(accepted)) + 2 * 0.8) / (float(left.sum()) + 2)
+    assert one_draft_is_worth(accepted, batch) == pytest.approx(expected, abs=1e-6)
+
+
+def test_positions_that_were_not_reached_are_as_the_one_before() -> None:
+    """After a draft that was not accepted none is counted as reached."""
+    found = []
+    for blocks in ([(3, 0)], [(3, 1)], [(3, 3)], [(1, 1)]):
+        rule = adaptive_of(3)
+        for drafts in (0, 1, 2, 3):
+            for _ in range(3):
+                seconds = 1.0 + 0.55 * drafts
+                rule.observe(
+                    Step(blocks * 20 if drafts == 3 else [(0, 0)] * 20, drafts, 20 * seconds)
+                )
+        found.append(rule.choose(20))
+    assert found == [0, 1, 3, 3]
+
+
+@pytest.mark.parametrize(("interrupted", "drafts"), [(3, 1), (4, 0)])
+def test_a_time_is_the_mean_of_the_middle_half_of_fifteen(interrupted: int, drafts: int) -> None:
+    """In which no more than three interrupted steps are left out, and no older ones count."""
+    rule = adaptive_of(1)
+    for _ in range(3):
+        observe(rule, 0, 0.8)
+    for _ in range(30):
+        observe(rule, 1, 1.0)
+    for place in range(15):
+        observe(rule, 1, 9.0 if place in (2, 6, 10, 14)[:interrupted] else 1.0)
+    assert rule.choose(1) == drafts
+
+
 def test_without_options_the_length_is_fixed() -> None:
     assert draft_length(SpeculationConfig("mtp", max_draft_tokens=3)).choose(9) == 3
     assert draft_length(SpeculationConfig(max_draft_tokens=3)).choose(9) == 0

@@ -65,6 +65,8 @@ def test_what_must_be_loaded_for_a_drafter() -> None:
         "eagle3": (False, False),
         "parallel_heads": (False, False),
     }
+    without_prefixes = {name for name, one in DRAFTERS.items() if not one.prefix_cache}
+    assert without_prefixes == {"draft_model"}, "whose cache is its own"
     assert {name for name, one in DRAFTERS.items() if one.read} == {"eagle3", "parallel_heads"}
 
 
@@ -231,6 +233,20 @@ def test_a_chain_ends_before_an_uncertain_draft(params: SamplingParams) -> None:
     assert chain.is_whole
     assert chain.tokens == [0]
     assert len(chain.distributions) == (0 if params.greedy else 1)
+
+
+@pytest.mark.parametrize("params", [GREEDY, SAMPLED])
+def test_a_chain_goes_on_at_the_entropy_that_ends_it(params: SamplingParams) -> None:
+    """That of the request's own distribution, of a greedy one's at temperature 1."""
+    row = LOGITS[1].numpy()
+    own = replace(params, temperature=1.0) if params.greedy else params
+    distribution = probabilities_of(row, own)
+    likely = distribution[distribution > 0.0]
+    entropy = float(-(likely * np.log(likely)).sum())
+    for limit, drafts in ((entropy, 1), (np.nextafter(entropy, 0.0), 0)):
+        chain = Chain(request_of([1], params=params), 3)
+        extend([chain], LOGITS[1:2], SpeculationConfig(draft_stop_entropy=float(limit)))
+        assert (len(chain.tokens), chain.is_whole) == (drafts, not drafts)
 
 
 def test_an_empty_chain_is_an_empty_draft() -> None:

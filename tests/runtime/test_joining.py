@@ -1,4 +1,4 @@
-"""Places of processes that a launcher has started, and their shares of a machine's cores."""
+"""Ranks of processes that a launcher has started, and their shares of a machine's cores."""
 
 from __future__ import annotations
 
@@ -8,24 +8,24 @@ import pytest
 import torch
 
 from mtp_export.errors import UsageError
-from mtp_export.launcher import Place, place_of
+from mtp_export.launcher import LaunchedProcess, launched_process
 from mtp_runtime.parallel.cores import own_share, shared_cores
 
 STARTED = {"RANK": "1", "WORLD_SIZE": "4", "MASTER_ADDR": "a", "MASTER_PORT": "1"}
 
 
-def test_the_place_of_a_process() -> None:
-    assert place_of(STARTED) == Place(1, 4)
-    assert place_of(STARTED | {"LOCAL_RANK": "3"}) == Place(1, 4, 3)
-    assert place_of({}).is_alone
+def test_the_ranks_of_a_process() -> None:
+    assert launched_process(STARTED) == LaunchedProcess(1, 4)
+    assert launched_process(STARTED | {"LOCAL_RANK": "3"}) == LaunchedProcess(1, 4, 3)
+    assert launched_process({}).is_alone
     for name in STARTED:
-        assert place_of(STARTED | {name: ""}).is_alone, "other launchers set some of them"
+        assert launched_process(STARTED | {name: ""}).is_alone, "other launchers set some of them"
 
 
 @pytest.mark.parametrize("changes", [{"RANK": "4"}, {"WORLD_SIZE": "x"}, {"LOCAL_RANK": "-1"}])
 def test_variables_that_make_no_sense(changes: dict[str, str]) -> None:
     with pytest.raises(UsageError, match="make no sense"):
-        place_of(STARTED | changes)
+        launched_process(STARTED | changes)
 
 
 def test_ranks_share_the_cores_of_a_machine() -> None:
@@ -59,8 +59,8 @@ def test_threads_that_were_chosen_stay(variables: dict[str, str], chosen: bool) 
     before = torch.get_num_threads()
     torch.set_num_threads(7)
     try:
-        place = Place(1, 2)
-        with shared_cores(Cell(), place, variables):  # type: ignore[arg-type]
+        launched = LaunchedProcess(1, 2)
+        with shared_cores(Cell(), launched, variables):  # type: ignore[arg-type]
             cores = len(os.sched_getaffinity(0))
             assert torch.get_num_threads() == (7 if chosen else max(1, cores - cores // 2))
         assert torch.get_num_threads() == 7

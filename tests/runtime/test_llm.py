@@ -6,7 +6,7 @@ import json
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
-from typing import cast
+from typing import Any, cast
 
 import pytest
 import torch
@@ -16,9 +16,11 @@ from typer.testing import CliRunner
 from mtp_export.commands.generate import generate
 from mtp_export.errors import MtpExportError, UsageError
 from mtp_runtime import LLM, RequestMetrics, SamplingParams, TokenEvent, summarise
+from mtp_runtime import llm as llm_module
 from mtp_runtime.memory import bound_device, cache_tokens_within, resident_bytes
 from mtp_runtime.models.load import LoadOptions, load_model
 from mtp_runtime.models.model import Model
+from mtp_runtime.parallel.group import Group
 
 PROMPTS = ["Once upon a time", "def add(a, b):"]
 
@@ -229,6 +231,28 @@ def test_a_limit_of_a_gpu_s_memory_sizes_the_cache(monkeypatch: pytest.MonkeyPat
         bound_device(gpu, limit)
     bound_device(torch.device("cpu"), 1000)
     assert bounds == [(0.25, gpu), (1.0, gpu)]
+
+
+def test_a_limit_bounds_the_gpu_of_every_rank(
+    trained: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class TwoRanks:
+        """Runs functions on both ranks, and loads nothing."""
+
+        is_one = False
+
+        def everywhere(self, function: Any, *arguments: Any) -> None:
+            if len(bounds) == 2:
+                raise InterruptedError
+            for number in range(2):
+                rank = SimpleNamespace(device=lambda name, number=number: f"{name}:{number}")
+                function(rank, *arguments)
+
+    bounds: list[tuple[torch.device, int]] = []
+    monkeypatch.setattr(llm_module, "bound_device", lambda *bound: bounds.append(bound))
+    with pytest.raises(InterruptedError):
+        LLM(trained, device="cuda", max_memory_bytes=9, group=cast(Group, TwoRanks()))
+    assert bounds == [(torch.device("cuda", number), 9) for number in range(2)]
 
 
 def test_generate_command_text(trained: Path) -> None:

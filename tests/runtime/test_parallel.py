@@ -294,6 +294,37 @@ def test_each_rank_holds_its_part_alone(group: Group, trained: Path, trained_mod
     assert max(held) <= padding * ((whole - by_all) / group.size + by_all), (held, whole, by_all)
 
 
+WIDE = {
+    "hidden_size": 256,
+    "intermediate_size": 1024,
+    "moe_intermediate_size": 256,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 8,
+    "v_head_dim": 32,
+    "vocab_size": 2048,
+}
+
+
+def test_each_rank_holds_its_part_of_whole_panels_alone(group: Group, tmp_path: Path) -> None:
+    """Where nothing is filled up, 1 / N of what is divided, with embedding and head, in either
+    mode."""
+    folder = write_checkpoint(tmp_path, SMALL_CONFIGS["deepseek_v3"] | WIDE)
+    sizes = {one.name: one.size_bytes for one in Checkpoint.open(folder).tensors.values()}
+    divided = sum(sizes.values()) - _replicated(folder)
+    for mode in ("gather", "reduce"):
+        before = of_each(group, held_by_rank)
+        split = load_model(folder, LoadOptions(parallel_mode=mode), group)
+        after = of_each(group, held_by_rank)
+        for (earlier,), (later,) in zip(before, after, strict=True):
+            assert 0.98 * divided / group.size < later - earlier
+            assert later - earlier <= 1.02 * (divided / group.size + _replicated(folder))
+        del split
+
+
+def held_by_rank(group: Group) -> list[int]:
+    return [held_bytes(group)[0] + part_bytes(group)[0]]
+
+
 def size_of(tensors: Iterable[torch.Tensor]) -> int:
     return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -13,6 +14,8 @@ from cases import export, run_program
 from mtp_runtime import LLM, RequestOutput, SamplingParams
 from mtp_runtime.cache import CachedSequence, PageAllocator, lay_out
 from mtp_runtime.models.load import LoadOptions, load_model
+from mtp_runtime.static_graph.cuda import CudaGraphs
+from mtp_runtime.static_graph.steps import pool_bytes
 
 pytestmark = pytest.mark.cuda
 PARAMS = SamplingParams(max_tokens=24, ignore_eos=True)
@@ -23,6 +26,12 @@ TWO_DRAFTS = {"speculate_method": "mtp", "speculate_max_draft_token_num": 2}
 def prompts(trained: Path) -> list[str]:
     lines = (trained.parent / "prompts.jsonl").read_text().splitlines()
     return sorted((str(json.loads(line)["prompt"]) for line in lines), key=len)[:4]
+
+
+@pytest.fixture(scope="module")
+def wanted(trained: Path, prompts: list[str]) -> list[tuple[int, ...]]:
+    """The CPU's tokens."""
+    return tokens_of(LLM(trained).generate(prompts, PARAMS))
 
 
 def on_gpu(trained: Path, dtype: str, *, drafts: bool, **options: bool) -> LLM:
@@ -44,19 +53,19 @@ def agreement(found: list[tuple[int, ...]], wanted: list[tuple[int, ...]]) -> fl
 
 
 @pytest.mark.parametrize("drafts", [False, True])
-def test_float32_tokens_are_the_cpu_s(trained: Path, prompts: list[str], drafts: bool) -> None:
+def test_float32_tokens_are_the_cpu_s(
+    trained: Path, prompts: list[str], wanted: list[tuple[int, ...]], drafts: bool
+) -> None:
     """Sums in another order differ by 1e-6, and the fixture's choices by more."""
-    wanted = tokens_of(LLM(trained).generate(prompts, PARAMS))
     found = tokens_of(on_gpu(trained, "float32", drafts=drafts).generate(prompts, PARAMS))
     assert agreement(found, wanted) > 0.97
 
 
 @pytest.mark.parametrize("drafts", [False, True])
 def test_bfloat16_tokens_are_near_the_cpu_s(
-    trained: Path, prompts: list[str], drafts: bool
+    trained: Path, prompts: list[str], wanted: list[tuple[int, ...]], drafts: bool
 ) -> None:
     """Activations are rounded too, and one other choice ends a text's agreement."""
-    wanted = tokens_of(LLM(trained).generate(prompts, PARAMS))
     outputs = on_gpu(trained, "bfloat16", drafts=drafts).generate(prompts, PARAMS)
     assert all(len(output.token_ids) == PARAMS.max_tokens for output in outputs)
     assert agreement(tokens_of(outputs), wanted) > 0.4
@@ -105,6 +114,35 @@ def test_captured_steps_give_the_tokens_of_eager_ones(
         least = 0.97 if dtype == "float32" else 0.4
         assert agreement(tokens_of(found), tokens_of(eager)) > least
     assert sum(output.metrics.accepted[0] for output in found) > 0
+
+
+def test_graphs_keep_within_what_the_cache_leaves_them(trained: Path, prompts: list[str]) -> None:
+    """Batches of 4 to 1 with 0 to 2 drafts find room in the memory of the largest graph."""
+    options: dict[str, Any] = {"device": "cuda", "dtype": "bfloat16", "static_graph": True}
+    loaded = load_model(trained, LoadOptions("cuda", "bfloat16", static_graph=True))
+    used = torch.cuda.memory_reserved()
+    llm = LLM(trained, loaded=loaded, max_memory_bytes=used + (1 << 30), **options, **TWO_DRAFTS)
+    engine = llm.engine
+    kept = pool_bytes(CudaGraphs(engine.model.device), engine.model, engine.config)
+    assert kept > 0
+    cache = sum(tensor.numel() * tensor.element_size() for tensor in engine.cache.tensors)
+    assert cache + kept < 1 << 30
+    lengths = [replace(PARAMS, max_tokens=6 * number) for number in (1, 2, 3, 4)]
+    llm.generate(prompts, lengths)
+    torch.cuda.empty_cache()
+    assert torch.cuda.memory_reserved() - used < 1 << 30
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="one GPU")
+def test_tokens_on_a_second_gpu(trained: Path, prompts: list[str]) -> None:
+    """Kernels and graphs go to the device of the model, whichever is the current one."""
+    for graphs in (False, True):
+        options: dict[str, Any] = {"dtype": "float32", "static_graph": graphs}
+        first, second = (
+            LLM(trained, device=device, **options, **TWO_DRAFTS).generate(prompts, PARAMS)
+            for device in ("cuda:0", "cuda:1")
+        )
+        assert agreement(tokens_of(second), tokens_of(first)) > 0.97
 
 
 @pytest.mark.parametrize("dense", [False, True])

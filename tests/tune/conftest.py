@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 
 from cases import quantize
+from mtp_export.tune.options import DataOptions, TuneOptions
+from mtp_export.tune.run import TuneResult, tune
 from mtp_export.verify.evidence.prompts import BUILT_IN
+from tune.running import TRAIN, Watch
 
 ROOT = Path(__file__).resolve().parents[2]
 GLM = ROOT / "fixtures/glm4-moe-tiny"
@@ -46,3 +50,37 @@ def prompts(tmp_path_factory: pytest.TempPathFactory) -> Path:
     lines = (ROOT / "fixtures/prompts.jsonl").read_text().splitlines()
     path.write_text("\n".join(lines[::4]) + "\n")
     return path
+
+
+@pytest.fixture(scope="session")
+def rows(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Work folder that all runs share, so that the target writes its texts once."""
+    return tmp_path_factory.mktemp("rows")
+
+
+@pytest.fixture(scope="session")
+def options(bundle: Path, prompts: Path, held_out: Path, rows: Path) -> TuneOptions:
+    data = DataOptions(prompts, held_out=held_out, new_tokens=32)
+    return TuneOptions(bundle, rows.parent / "unused", data, train=TRAIN, workdir=rows)
+
+
+@pytest.fixture(scope="session")
+def tuned(
+    options: TuneOptions, tmp_path_factory: pytest.TempPathFactory
+) -> tuple[TuneResult, Path]:
+    """A finished run."""
+    output = tmp_path_factory.mktemp("tuned") / "bundle"
+    result = tune(replace(options, output_dir=output), Watch())
+    assert result is not None
+    return result, output
+
+
+@pytest.fixture
+def work(options: TuneOptions, tuned: tuple[TuneResult, Path], tmp_path: Path) -> Path:
+    """A work folder of its own with the rows of the finished run."""
+    assert options.workdir is not None
+    (rows,) = options.workdir.glob("rows-*")
+    folder = tmp_path / "work"
+    folder.mkdir()
+    (folder / rows.name).symlink_to(rows)
+    return folder

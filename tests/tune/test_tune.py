@@ -8,7 +8,6 @@ import shutil
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -32,66 +31,17 @@ from mtp_export.checkpoint.files import write_json
 from mtp_export.errors import InvalidInputError, UsageError
 from mtp_export.tune import state_files
 from mtp_export.tune.drafts import DRAFTS
-from mtp_export.tune.options import DataOptions, TrainOptions, TuneOptions
+from mtp_export.tune.options import TuneOptions
 from mtp_export.tune.row_store import PART_LINES, RowStore
 from mtp_export.tune.rows import Rows
 from mtp_export.tune.run import TuneResult, open_checked, tune
+from mtp_export.tune.source_bundle import SourceBundle
 from mtp_export.tune.training import Training
-from mtp_export.tune.writing import SourceBundle
-from mtp_export.verify.evidence.statistics import Estimate
 from mtp_runtime.parallel.group import LONE, Group, Split
 from tune.conftest import GLM
+from tune.running import STEPS, TRAIN, K, Watch, value
 
-K, STEPS = 2, 16
 EMBEDDING = "model.layers.3.embed_tokens.weight"
-TRAIN = TrainOptions(k=K, steps=STEPS, rate=1e-3, batch_tokens=256)
-
-
-class Watch:
-    """Progress that keeps the losses, and interrupts after a step."""
-
-    def __init__(self, stop_after: int | None = None) -> None:
-        self.stop_after = stop_after
-        self.losses: list[list[float]] = []
-
-    def texts(self, count: int) -> Callable[[int], object]:
-        return lambda done: None
-
-    def steps(self, done: int, count: int) -> Callable[[int, Sequence[float]], object]:
-        def on_step(step: int, losses: Sequence[float]) -> None:
-            self.losses.append(list(losses))
-            if step == self.stop_after:
-                raise KeyboardInterrupt
-
-        return on_step
-
-
-@pytest.fixture(scope="module")
-def rows(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Work folder that all runs share, so that the target writes its texts once."""
-    return tmp_path_factory.mktemp("rows")
-
-
-@pytest.fixture(scope="module")
-def options(bundle: Path, prompts: Path, held_out: Path, rows: Path) -> TuneOptions:
-    data = DataOptions(prompts, held_out=held_out, new_tokens=32)
-    return TuneOptions(bundle, rows.parent / "unused", data, train=TRAIN, workdir=rows)
-
-
-@pytest.fixture(scope="module")
-def tuned(
-    options: TuneOptions, tmp_path_factory: pytest.TempPathFactory
-) -> tuple[TuneResult, Path]:
-    """A finished run."""
-    output = tmp_path_factory.mktemp("tuned") / "bundle"
-    result = tune(replace(options, output_dir=output), Watch())
-    assert result is not None
-    return result, output
-
-
-def value(estimate: Estimate | None) -> float:
-    assert estimate is not None
-    return estimate.value
 
 
 def test_acceptance_does_not_drop_and_the_loss_falls(tuned: tuple[TuneResult, Path]) -> None:
@@ -170,16 +120,9 @@ def offset_of(shard: Path, tensor: str) -> int:
 
 
 def test_an_interrupted_run_ends_with_the_same_bytes(
-    options: TuneOptions, tuned: tuple[TuneResult, Path], tmp_path: Path
+    options: TuneOptions, tuned: tuple[TuneResult, Path], work: Path, tmp_path: Path
 ) -> None:
-    """It shares the rows, and has a state of its own."""
-    own = replace(
-        options, output_dir=tmp_path / "bundle", workdir=tmp_path / "work", save_seconds=0.0
-    )
-    assert options.workdir is not None
-    (rows,) = options.workdir.glob("rows-*")
-    (tmp_path / "work").mkdir()
-    (tmp_path / "work" / rows.name).symlink_to(rows)
+    own = replace(options, output_dir=tmp_path / "bundle", workdir=work, save_seconds=0.0)
     for stop in (1, 7):
         with pytest.raises(KeyboardInterrupt):
             tune(own, Watch(stop_after=stop))
@@ -241,9 +184,11 @@ def test_a_damaged_shard_of_trained_weights_is_written_again(
     assert tree(own.output_dir) == tree(tuned[1])
 
 
-def test_low_rank_changes_train_few_parameters(options: TuneOptions, tmp_path: Path) -> None:
+def test_low_rank_changes_train_few_parameters(
+    options: TuneOptions, work: Path, tmp_path: Path
+) -> None:
     train = replace(TRAIN, lora_rank=2, steps=6)
-    own = replace(options, output_dir=tmp_path / "bundle", train=train)
+    own = replace(options, output_dir=tmp_path / "bundle", workdir=work, train=train)
     result = tune(own, Watch())
     assert result is not None
     before, after = (value(side.blocks[K].conditional[0]) for side in (result.before, result.after))
@@ -264,7 +209,7 @@ def test_a_damaged_draft_recovers(options: TuneOptions, bundle: Path, tmp_path: 
         bundle=damaged,
         output_dir=tmp_path / "bundle",
         workdir=tmp_path / "work",
-        train=replace(TRAIN, steps=40, rate=3e-3),
+        train=replace(TRAIN, steps=40),
     )
     result = tune(own, Watch())
     assert result is not None
@@ -305,12 +250,12 @@ def losses_of(options: TuneOptions, group: Group) -> list[list[float]]:
     parts = len(list((folder / "training").iterdir()))
     store = RowStore(folder / "training", range(parts * PART_LINES), torch.bfloat16)
     draft = DRAFTS["mtp"].open(options, SourceBundle.open(options.bundle))
+    way = f"{group.rank}-of-{group.size}-{options.device}-{options.offload}-{options.train.dtype}"
     training = Training(
         draft,
-        replace(TRAIN, steps=4),
+        replace(options.train, steps=4),
         group,
-        place=options.workdir
-        / f"state-{group.rank}-of-{group.size}-{options.device}-{options.offload}.pt",
+        place=options.workdir / f"state-{way}.pt",
         save_seconds=1e9,
     )
     training.run(store, lambda step, losses: None)
@@ -329,6 +274,16 @@ def test_two_that_share_a_batch_have_the_same_losses(
     for found, wanted in zip(both[0], alone, strict=True):
         assert found == pytest.approx(wanted, abs=2e-4)
     assert alone[0] != pytest.approx(alone[3], abs=2e-4)
+
+
+def test_bfloat16_products_train_alike(
+    options: TuneOptions, tuned: tuple[TuneResult, Path]
+) -> None:
+    low = replace(options, train=replace(TRAIN, dtype="bfloat16"))
+    wanted, found = losses_of(options, LONE), losses_of(low, LONE)
+    assert found != wanted
+    for one, other in zip(found, wanted, strict=True):
+        assert one == pytest.approx(other, rel=0.05)
 
 
 @pytest.mark.cuda
@@ -370,67 +325,6 @@ def test_two_processes_of_torchrun_have_the_same_losses(
     assert done.returncode == 0, done.stderr[-3000:]
     found = [entry["loss"] for entry in read_json(tmp_path / "report.json")["losses"]]
     assert found == pytest.approx([loss for _, loss in tuned[0].losses], abs=2e-3)
-
-
-def refusal(*arguments: object) -> tuple[int, str]:
-    outcome = run_program("tune", *arguments)
-    assert outcome.out == ""
-    assert len(outcome.err.strip().splitlines()) == 1
-    return outcome.code, outcome.err
-
-
-def test_bad_input_is_one_paragraph(bundle: Path, prompts: Path, tmp_path: Path) -> None:
-    output = tmp_path / "output"
-    base: dict[str, Any] = {"--bundle": bundle, "--data": prompts, "--output-dir": output}
-
-    def changed(**others: object) -> list[object]:
-        given = base | {f"--{name.replace('_', '-')}": own for name, own in others.items()}
-        return [part for pair in given.items() for part in pair]
-
-    empty, one, foreign = (tmp_path / f"{name}.jsonl" for name in ("empty", "one", "foreign"))
-    nothing = tmp_path / "nothing"
-    nothing.mkdir()
-    two = Path(shutil.copytree(bundle, tmp_path / "two"))
-    edit_json(two / "mtp/config.json", lambda config: config.update(rope_theta=7.0))
-    empty.write_text("\n")
-    one.write_text('{"prompt": "def read("}\n')
-    foreign.write_text('{"prompt_token_ids": [5, 99999]}\n')
-    untied = Path(shutil.copytree(bundle, tmp_path / "untied"))
-    shard = shard_of(untied / "mtp", EMBEDDING)
-    with shard.open("r+b") as file:
-        file.seek(offset_of(shard, EMBEDDING))
-        file.write(b"\0\1")
-    cases: list[tuple[dict[str, object], int, str]] = [
-        ({"data": tmp_path / "none.jsonl"}, 6, "none.jsonl"),
-        ({"data": empty}, 3, "holds no prompt"),
-        ({"data": one}, 3, "too few prompts"),
-        ({"data": foreign}, 3, "99999"),
-        ({"draft": "medusa"}, 2, "medusa"),
-        ({"draft": "parallel_heads", "lora_rank": 4}, 2, "low rank"),
-        ({"bundle": nothing}, 3, "no bundle"),
-        ({"bundle": two}, 3, "the same rope_theta in main/config.json and mtp/config.json"),
-        ({"bundle": untied}, 3, "differs from the main model's"),
-        ({"k": 6}, 2, "6"),
-        ({"output_dir": bundle / "inside"}, 2, "must not contain"),
-    ]
-    for others, code, words in cases:
-        found = refusal(*changed(**others))
-        assert found[0] == code, found
-        assert words in found[1]
-    assert not output.exists()
-
-
-def test_a_dry_run_tells_memory_time_and_disk(bundle: Path, prompts: Path, tmp_path: Path) -> None:
-    arguments = ("--bundle", bundle, "--data", prompts, "--output-dir", tmp_path / "output")
-    facts = [
-        json.loads(run_program("tune", *arguments, *more, "--dry-run", "--json").out)
-        for more in ((), ("--lora-rank", 4))
-    ]
-    whole, low = facts
-    assert whole["trained"] == whole["parameters"] == low["parameters"]
-    assert low["trained"] < whole["trained"] / 4
-    assert low["state_bytes"] == 16 * low["trained"]
-    assert list(tmp_path.iterdir()) == []
 
 
 def test_a_streamed_target_computes_the_same_rows(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -10,18 +11,19 @@ from typing import Any
 import pytest
 import torch
 
-from cases import edit_json, export, read_json, run_program
+from cases import edit_json, export, nightly_but, read_json, read_tensors, run_program
 from mtp_export.tune.drafts import DRAFTS
 from mtp_export.tune.eagle3 import Eagle3Draft
 from mtp_export.tune.options import DataOptions, TrainOptions, TuneOptions
 from mtp_export.tune.row_store import RowStore
 from mtp_export.tune.rows import Rows
 from mtp_export.tune.run import tune
-from mtp_export.tune.writing import SourceBundle
+from mtp_export.tune.source_bundle import SourceBundle
 from mtp_runtime import LLM, SamplingParams
 from mtp_runtime.teacher_forcing import Text, Texts
-from runtime.checkpoints import SMALL, write_checkpoint
-from tune.test_tune import Watch, value
+from runtime.checkpoints import SMALL, SMALL_CONFIGS, write_checkpoint
+from runtime.drafts import write_eagle3
+from tune.running import Watch, value
 
 DEPTHS = 3
 
@@ -161,3 +163,60 @@ def test_eagle3_needs_latent_attention(bundle: Path, prompts: Path, tmp_path: Pa
     )
     assert outcome.code == 4
     assert "latent attention" in outcome.err
+
+
+def test_drafts_that_a_bundle_has_come_along(
+    random_bundle: Path, random_prompts: Path, tmp_path: Path
+) -> None:
+    """Linked, whatever else is trained; one that is trained anew takes the place of its own."""
+    bundle = Path(shutil.copytree(random_bundle, tmp_path / "bundle"))
+    write_eagle3(bundle / "eagle3", read_json(bundle / "main/config.json"), taps=(2, 4, 5))
+    heads = options_of(bundle, random_prompts, tmp_path / "heads", "parallel_heads", steps=1)
+    assert tune(heads, Watch()) is not None
+    again = options_of(heads.output_dir, random_prompts, tmp_path / "again", "mtp", steps=1)
+    assert tune(again, Watch()) is not None
+    before, after = (read_tensors(b / "eagle3") for b in (bundle, again.output_dir))
+    assert before.keys() == after.keys() and all(before[n].equal(after[n]) for n in before)
+    for name in ("main", "eagle3", "parallel_heads"):
+        (shard,) = (again.output_dir / name).glob("*.safetensors")
+        assert shard.samefile(heads.output_dir / name / shard.name)
+    items = file_items(again.output_dir)
+    assert {items[f"{name}: checksums"]["status"] for name in ("eagle3", "parallel_heads")} == {
+        "pass"
+    }
+    anew = options_of(again.output_dir, random_prompts, tmp_path / "anew", "eagle3", steps=1)
+    assert tune(anew, Watch()) is not None
+    found = read_tensors(anew.output_dir / "eagle3")
+    assert found.keys() != before.keys() or not found["fc.weight"].equal(before["fc.weight"])
+    assert set(read_json(anew.output_dir / "mtp_export.json")["parts"]) == {
+        *("main", "mtp", "eagle3", "parallel_heads")
+    }
+
+
+def test_eagle3_needs_three_layers_to_tap(random_prompts: Path, tmp_path: Path) -> None:
+    """Before any row is made."""
+    checkpoint = write_checkpoint(tmp_path / "checkpoint", SMALL | {"num_hidden_layers": 6})
+    assert export(checkpoint, tmp_path / "bundle", "--allow-untied", "--quiet").code == 0
+    outcome = run_program(
+        *("tune", "--bundle", tmp_path / "bundle", "--data", random_prompts),
+        *("--output-dir", tmp_path / "output", "--draft", "eagle3"),
+    )
+    assert outcome.code == 4
+    assert "7 layers or more" in outcome.err
+    assert not list(tmp_path.glob("output*"))
+
+
+@pytest.mark.parametrize("model_type", nightly_but(["deepseek_v32"], SMALL_CONFIGS))
+def test_the_module_of_every_family_is_trained(
+    model_type: str, random_prompts: Path, tmp_path: Path
+) -> None:
+    checkpoint = write_checkpoint(tmp_path / "checkpoint", SMALL_CONFIGS[model_type])
+    assert export(checkpoint, tmp_path / "bundle", "--allow-untied", "--quiet").code == 0
+    options = options_of(tmp_path / "bundle", random_prompts, tmp_path, "mtp", steps=2)
+    assert tune(options, Watch()) is not None
+    before, after = (
+        read_tensors(folder / "mtp") for folder in (options.bundle, options.output_dir)
+    )
+    changed = {name for name in before if not before[name].equal(after[name])}
+    assert any(name.endswith("eh_proj.weight") for name in changed)
+    assert len(changed) > 5

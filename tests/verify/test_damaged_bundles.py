@@ -17,6 +17,7 @@ import pytest
 from benchmarks.make_checkpoint import write_tokenizer
 from cases import edit_json, export, read_json, run_program
 from faults import planting
+from mtp_export.targets import TARGETS
 from mtp_export.verify import CHECKS
 from mtp_export.verify.check import Check, Item, Level, passed
 from runtime.checkpoints import SMALL, YARN, write_checkpoint
@@ -148,6 +149,20 @@ def test_damage_is_an_item_of_its_check(name: str, good: Path, tmp_path: Path) -
     assert code == 7 and words in " | ".join(failed.values()), failed
     assert not [item for item in failed if item.startswith("internal")], failed
     assert max(map(len, failed.values())) < 10_000
+
+
+@pytest.mark.parametrize("target", sorted(TARGETS))
+def test_a_config_without_layers_is_no_failure_of_a_target(
+    target: str, good: Path, tmp_path: Path
+) -> None:
+    """The draft's config of some targets is made from the main one's number of layers."""
+    bundle = shutil.copytree(good, tmp_path / "bundle")
+    edit_json(bundle / CONFIG, lambda content: content.pop("num_hidden_layers"))
+    edit_json(bundle / MANIFEST, lambda content: content["options"].update(target=target))
+    code, _, report = verified(bundle, tmp_path)
+    failed = failed_items(report)
+    assert code == 7 and "no usable num_hidden_layers" in failed["main: config"]
+    assert not [item for item in failed if item.startswith("internal")], failed
 
 
 @pytest.mark.parametrize("file", [CONFIG, TOKENIZER, MANIFEST])

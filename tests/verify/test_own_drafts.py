@@ -23,6 +23,7 @@ from mtp_export.verify.weights import own_drafts as loading
 from mtp_runtime.sampling import SamplingParams
 
 FIXTURE = Path(__file__).resolve().parents[2] / "fixtures/deepseek-v3-tiny"
+PAGE = (FIXTURE.parents[1] / "docs/faults.md").read_text()
 METHODS = ["eagle3", "parallel_heads"]
 Run = Callable[[Context], Iterator[Item]]
 RUNS: dict[str, Run] = {"ledger": loading.run, "acceptance": own_drafts.run}
@@ -95,6 +96,8 @@ def test_fault_is_named(fault: DraftFault, whole: Context, tmp_path: Path) -> No
     damaged = replace(whole, options=replace(whole.options, bundle=bundle), _drafts={})
     damaged.__dict__["corpus"] = whole.corpus
     assert fault.cause in said(list(RUNS[fault.caught_by](damaged)))
+    row = f"| {fault.name} | `{fault.method}` | `{fault.caught_by}` | {fault.cause} |"
+    assert row in PAGE, "docs/faults.md says otherwise"
 
 
 def test_charts_name_the_method(whole: Context, good: dict[str, list[Item]]) -> None:

@@ -1,10 +1,11 @@
-"""Verifications whose bytes are read in shares: the report is that of one run, faults included, and
-no byte is read twice."""
+"""Verifications whose bytes are read in shares, or by a cluster: the report is that of one run,
+faults included, and no byte is read twice."""
 
 from __future__ import annotations
 
 import os
 import shutil
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -12,9 +13,11 @@ from typing import Any
 import pytest
 
 from cases import Outcome, quantize, read_json, run_program, tree
+from cluster.fake_ray import FakeRay
 from mtp_export.checkpoint.disk_queue import DiskQueue
 from mtp_export.checkpoint.header import TensorInfo
 from mtp_export.checkpoint.tensor_stream import TensorStream
+from mtp_export.cluster import verification
 
 Said = tuple[int, Any]  # exit code and items of a verification
 
@@ -97,18 +100,24 @@ def test_the_report_of_one_run_on_a_fault(own_bundle: Path, pristine: Path, tmp_
     assert alone[0] == 7
 
 
-def test_what_shares_have_read_is_not_read_again(
-    bundle: Path, pristine: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    read: list[str] = []
+@pytest.fixture
+def read(bundle: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Tensors of the bundle, each time that they are read."""
+    names: list[str] = []
     real = TensorStream.__init__
 
     def watched(stream: TensorStream, info: TensorInfo, queue: DiskQueue) -> None:
-        if str(info.path).startswith(str(bundle)):
-            read.append(info.name)
+        if Path(str(info.path)).resolve().is_relative_to(bundle.resolve()):
+            names.append(f"{info.path.parent.name} {info.name}")
         real(stream, info, queue)
 
     monkeypatch.setattr(TensorStream, "__init__", watched)
+    return names
+
+
+def test_what_shares_have_read_is_not_read_again(
+    bundle: Path, pristine: Path, tmp_path: Path, read: list[str]
+) -> None:
     verify(bundle, pristine)
     every = set(read)
     read.clear()
@@ -163,3 +172,92 @@ def test_shares_that_make_no_sense(bundle: Path, pristine: Path, tmp_path: Path)
         assert (outcome.code, says in outcome.err) == (2, True), outcome.err
     assert tree(tmp_path) == before
     assert not os.path.exists(tmp_path / "w")
+
+
+@pytest.fixture
+def ray(monkeypatch: pytest.MonkeyPatch) -> FakeRay:
+    """The stand-in, as the package that is imported, and tasks of a few tensors."""
+    fake = FakeRay()
+    monkeypatch.setitem(sys.modules, "ray", fake)  # type: ignore[arg-type]
+    monkeypatch.setattr(verification, "TASK_BYTES", 200_000)
+    return fake
+
+
+def by_cluster(bundle: Path, source: Path, folder: Path, *options: object) -> Said:
+    report = folder / "cluster.json"
+    outcome = verify(bundle, source, "--cluster", "auto", "--report", report, *options)
+    return said(outcome, report)
+
+
+def test_the_report_of_one_run_by_a_cluster(
+    ray: FakeRay,
+    bundle: Path,
+    alone: Said,
+    pristine: Path,
+    tmp_path: Path,
+    read: list[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Also when paths are given relative to a folder in which no worker is; workers read all."""
+    verify(bundle, pristine)
+    every = sorted(read)
+    read.clear()
+    monkeypatch.chdir(tmp_path)
+    relative = [Path(os.path.relpath(path)) for path in (bundle, pristine)]
+    assert by_cluster(*relative, tmp_path) == alone
+    assert sorted(read) == every, "each tensor once, and none of them here"
+    names = [task.settings["name"] for task in ray.tasks]
+    assert len(names) == len(set(names)) > 4
+    assert {name.partition(" ")[0] for name in names} == {"main", "mtp"}
+    assert {task.settings["num_cpus"] for task in ray.tasks} == {2}
+
+
+def test_a_fault_and_workers_that_die(
+    ray: FakeRay, own_bundle: Path, pristine: Path, tmp_path: Path
+) -> None:
+    damage(own_bundle)
+    ray.deaths = {1, 3, 4}
+    found = by_cluster(own_bundle, pristine, tmp_path)
+    assert found == of_one_run(own_bundle, pristine, tmp_path)
+    assert found[0] == 7
+    assert ray.attempts == len(ray.tasks) + 3
+
+
+def test_checksums_alone_by_a_cluster(
+    ray: FakeRay, bundle: Path, pristine: Path, tmp_path: Path
+) -> None:
+    level = ("--level", "files")
+    code, checks = by_cluster(bundle, pristine, tmp_path, *level)
+    report = tmp_path / "alone.json"
+    assert (code, checks) == said(verify(bundle, pristine, *level, "--report", report), report)
+    made = len(ray.tasks)
+    assert made > 4
+    assert by_cluster(bundle, pristine, tmp_path, *level, "--no-checksums")[0] == 0
+    assert len(ray.tasks) == made, "there is nothing to read"
+
+
+def test_a_machine_that_sees_another_bundle(ray: FakeRay, own_bundle: Path, pristine: Path) -> None:
+    put = ray.put
+
+    def touched(value: Any) -> bytes:
+        os.utime(next(iter((own_bundle / "mtp").glob("*.safetensors"))))
+        return put(value)
+
+    ray.put = touched  # type: ignore[method-assign]
+    outcome = verify(own_bundle, pristine, "--cluster", "auto")
+    assert (outcome.code, "sees another bundle or source" in outcome.err) == (3, True), outcome.err
+    assert outcome.err.count("\n") == 1
+
+
+def test_a_share_that_kills_its_workers(ray: FakeRay, bundle: Path, pristine: Path) -> None:
+    ray.deaths = set(range(1, 1000))
+    outcome = verify(bundle, pristine, "--cluster", "auto")
+    assert (outcome.code, "could not read a share" in outcome.err) == (6, True), outcome.err
+    assert f"({ray.tasks[0].settings['name']})" in outcome.err
+
+
+def test_a_share_or_a_cluster(bundle: Path, pristine: Path, tmp_path: Path) -> None:
+    both = ("--cluster", "auto", "--share", "1/2", "--workdir", tmp_path / "found")
+    outcome = verify(bundle, pristine, *both)
+    assert (outcome.code, "divides the work itself" in outcome.err) == (2, True), outcome.err
+    assert not list(tmp_path.iterdir())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import cache
 
@@ -48,6 +49,11 @@ def gpu_of(device: torch.device) -> Gpu:
     if device.type == "cpu":
         return INTERPRETED
     return _gpu(torch.cuda.current_device() if device.index is None else device.index)
+
+
+def launches_on(device: torch.device) -> AbstractContextManager[object]:
+    """Make a GPU the current one while its kernels are launched: Triton knows no other."""
+    return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
 
 
 @cache

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import triton
 
+from mtp_kernels.gpu.devices import launches_on
 from mtp_kernels.quantize import triton_rows
 from mtp_kernels.quantize.layouts import BLOCK, RowStats
 
@@ -27,9 +30,8 @@ def dequantize_fp8_block(
     rows, columns = codes.shape
     weights = torch.empty(rows, columns, dtype=dtype, device=codes.device)
     stats = _row_stats(codes)
-    triton_rows.dequantize_fp8_block[_grid(codes)](
-        _bits(codes), block_scale, _bits(weights), *stats, rows, columns, ROWS, **OPTIONS
-    )
+    kernel = triton_rows.dequantize_fp8_block
+    _by_rows(kernel, codes, block_scale, _bits(weights), *stats, rows, columns)
     return weights, stats
 
 
@@ -41,10 +43,10 @@ def quantize_fp8_block(
     grid = (triton.cdiv(rows, BLOCK), triton.cdiv(columns, BLOCK))
     scale = torch.empty(grid, device=source.device)
     stats = _row_stats(source)
-    triton_rows.block_scales[grid](_bits(source), scale, rows, columns, power_of_two, **OPTIONS)
-    triton_rows.quantize_fp8_block[_grid(source)](
-        _bits(source), scale, _bits(codes), *stats, rows, columns, ROWS, **OPTIONS
-    )
+    with launches_on(source.device):
+        triton_rows.block_scales[grid](_bits(source), scale, rows, columns, power_of_two, **OPTIONS)
+    kernel = triton_rows.quantize_fp8_block
+    _by_rows(kernel, source, scale, _bits(codes), *stats, rows, columns)
     return codes, scale, stats
 
 
@@ -55,16 +57,15 @@ def quantize_int8_channel(
     packed = torch.empty(rows, columns // 4, dtype=torch.int32, device=source.device)
     scale = torch.empty(rows, 1, device=source.device)
     stats = _row_stats(source)
-    triton_rows.quantize_int8_channel[_grid(source)](
-        _bits(source),
+    _by_rows(
+        triton_rows.quantize_int8_channel,
+        source,
         scale if block_scale is None else block_scale,
         packed.view(torch.uint8),
         scale,
         *stats,
         rows,
         columns,
-        ROWS,
-        **OPTIONS,
     )
     return packed, scale, stats
 
@@ -79,8 +80,9 @@ def quantize_int4_group(
     packed = torch.empty(rows, columns // 8, dtype=torch.int32, device=source.device)
     scale = torch.empty(rows, columns // group_size, device=source.device)
     stats = _row_stats(source)
-    triton_rows.quantize_int4_group[_grid(source)](
-        _bits(source),
+    _by_rows(
+        triton_rows.quantize_int4_group,
+        source,
         scale if block_scale is None else block_scale,
         torch.tensor(factors, device=source.device),
         packed.view(torch.uint8),
@@ -90,8 +92,6 @@ def quantize_int4_group(
         columns,
         len(factors),
         group_size,
-        ROWS,
-        **OPTIONS,
     )
     return packed, scale, stats
 
@@ -101,9 +101,8 @@ def dequantize_int8_channel(
 ) -> torch.Tensor:
     codes = packed.view(torch.uint8)
     weights = torch.empty(codes.shape, dtype=dtype, device=codes.device)
-    triton_rows.dequantize_int8_channel[_grid(codes)](
-        codes, scale, _bits(weights), *codes.shape, ROWS, **OPTIONS
-    )
+    kernel = triton_rows.dequantize_int8_channel
+    _by_rows(kernel, codes, scale, _bits(weights), *codes.shape)
     return weights
 
 
@@ -113,9 +112,8 @@ def dequantize_int4_group(
     pairs = packed.view(torch.uint8)
     rows, columns = pairs.shape[0], 2 * pairs.shape[1]
     weights = torch.empty(rows, columns, dtype=dtype, device=pairs.device)
-    triton_rows.dequantize_int4_group[_grid(pairs)](
-        pairs, scale, _bits(weights), rows, columns, columns // scale.shape[1], ROWS, **OPTIONS
-    )
+    kernel = triton_rows.dequantize_int4_group
+    _by_rows(kernel, pairs, scale, _bits(weights), rows, columns, columns // scale.shape[1])
     return weights
 
 
@@ -123,8 +121,11 @@ def _bits(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.view(_BITS.get(tensor.dtype, tensor.dtype))
 
 
-def _grid(source: torch.Tensor) -> tuple[int]:
-    return (triton.cdiv(source.shape[0], ROWS),)
+def _by_rows(kernel: Any, source: torch.Tensor, *others: object) -> None:
+    """Launch a kernel that goes over the rows of its first argument."""
+    grid = (triton.cdiv(source.shape[0], ROWS),)
+    with launches_on(source.device):
+        kernel[grid](_bits(source), *others, ROWS, **OPTIONS)
 
 
 def _row_stats(source: torch.Tensor) -> RowStats:

@@ -13,7 +13,7 @@ import torch
 import triton
 from triton.backends.compiler import GPUTarget
 
-from mtp_kernels.gpu.devices import gpu_of
+from mtp_kernels.gpu.devices import gpu_of, launches_on
 from mtp_kernels.quantize.layouts import (
     BLOCK,
     Fp8Block,
@@ -105,10 +105,12 @@ def _product(
     launch = launch_for(x.dtype, -(-count // max(1, experts)))
     # Every expert's last tile may be a part of one.
     tiles = triton.cdiv(count, launch.rows) + min(experts, count)
-    product_kernel[(tiles, triton.cdiv(stored.outputs, launch.columns))](
-        x.contiguous(), rows, ends, stored.codes, stored.scale, y, count, stored.outputs,
-        x.shape[1], **constants_of(stored, launch, experts), num_warps=launch.warps,
-    )  # fmt: skip
+    grid = tiles, triton.cdiv(stored.outputs, launch.columns)
+    with launches_on(x.device):
+        product_kernel[grid](
+            x.contiguous(), rows, ends, stored.codes, stored.scale, y, count, stored.outputs,
+            x.shape[1], **constants_of(stored, launch, experts), num_warps=launch.warps,
+        )  # fmt: skip
     return y
 
 

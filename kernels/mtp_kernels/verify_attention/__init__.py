@@ -93,10 +93,10 @@ def verify_attention(
     value * kv_scale; page_table, kv_lens and cu_q int32. out has the dtype of q_latent; lse is
     float32, the natural logarithm of the sum of exp(scale * score).
 
-    max_q_len is the most query rows of a request that has cached tokens. With it, or with
-    `workspace` (from `make_workspace`), triton_cuda does not synchronise, so the call can be
-    captured in a CUDA graph; without both it reads cu_q back to the host once. With `workspace` and
-    `out` it does not allocate either. A workspace must not serve two calls at a time.
+    max_q_len is the most query rows of a request; on a GPU rows past it are not computed. With it,
+    or with `workspace` (from `make_workspace`), triton_cuda does not synchronise, so the call can
+    be captured in a CUDA graph; without both it reads cu_q back to the host once. With `workspace`
+    and `out` it does not allocate either. A workspace must not serve two calls at a time.
 
     ValueError or TypeError says what was expected and what was found. The contents of page_table,
     kv_lens and cu_q are checked on the CPU only: elsewhere that would synchronise.

@@ -21,11 +21,13 @@ TYPE_NAMES = {
     torch.float8_e4m3fn: "fp8e4nv",
 }
 FP8 = torch.float8_e4m3fn
+MIN_TOKENS = 16  # that tl.dot takes
 
 
 def block_tokens(sizes: Sizes, launch: Launch) -> int:
-    """Return the tokens of a block: the launch's, or less where pages are smaller."""
-    return math.gcd(launch.tokens, sizes.page)
+    """Return the tokens of a block: the launch's, or less where a page then holds whole blocks."""
+    inside = math.gcd(launch.tokens, sizes.page)
+    return inside if inside >= MIN_TOKENS else launch.tokens
 
 
 def attend_constants(sizes: Sizes, launch: Launch) -> dict[str, int | bool]:

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 import triton
 
-from mtp_kernels.gpu.devices import gpu_of
+from mtp_kernels.gpu.devices import gpu_of, launches_on
 from mtp_kernels.verify_attention import triton_kernels as kernels
 from mtp_kernels.verify_attention.inputs import BumpAllocator, Inputs, Sizes, array_bytes
 from mtp_kernels.verify_attention.triton_choice import launch_for
@@ -80,7 +80,9 @@ def attend(
 ) -> None:
     """Write out [T, h, c] and lse [T, h]; `buffer` has at least `workspace_bytes` bytes."""
     if inputs.sizes.queries:
-        run(inputs, schedule_for(inputs.sizes, parts, out.device), buffer, out, lse)
+        schedule = schedule_for(inputs.sizes, parts, out.device)
+        with launches_on(out.device):
+            run(inputs, schedule, buffer, out, lse)
 
 
 def run(
@@ -131,10 +133,6 @@ def check_support(sizes: Sizes, device: torch.device) -> None:
                 f"backend triton_cuda: expected a {name} size that is a power of two from 16 on, "
                 f"found {size}"
             )
-    if sizes.page % 16:
-        raise ValueError(
-            f"backend triton_cuda: expected pages of a multiple of 16 tokens, found {sizes.page}"
-        )
     if sizes.batch > PLAN_MAX_BATCH:
         raise ValueError(
             f"backend triton_cuda: expected at most {PLAN_MAX_BATCH} requests, found {sizes.batch}"

@@ -66,9 +66,9 @@ def plan_kernel(
 def load_block(
     kv_cache, kv_scale, slot, offset, LATENT: tl.constexpr, ROPE: tl.constexpr, FP8: tl.constexpr
 ):  # fmt: skip
-    """The tokens at `offset` [t] of the block at `slot`: latent [t, c], rope [t, r], scale [t]."""
+    """The tokens at `offset` [t] from `slot` on: latent [t, c], rope [t, r], scale [t]."""
     width = LATENT + ROPE
-    block = kv_cache + slot * width  # one 64-bit address; everything inside a block is 32-bit
+    block = kv_cache + slot * width  # one 64-bit address; everything inside a page is 32-bit
     latent = tl.load(block + (offset[:, None] * width + tl.arange(0, LATENT)[None, :]))
     rope = tl.load(block + (offset[:, None] * width + (LATENT + tl.arange(0, ROPE))[None, :]))
     scale = tl.load(kv_scale + slot + offset) if FP8 else 1.0
@@ -81,7 +81,10 @@ def attend_range(
     ROWS: tl.constexpr, LATENT: tl.constexpr, ROPE: tl.constexpr, PAGE: tl.constexpr,
     TOKENS: tl.constexpr, FP8: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """Attend from a tile of rows to tokens t_start to t_end: out [row, c], lse [row] in base 2."""
+    """Attend from a tile of rows to tokens t_start to t_end: out [row, c], lse [row] in base 2.
+
+    A block lies in one page, or, where pages are no multiple of it, wherever its tokens' pages are.
+    """
     acc = tl.zeros([ROWS, LATENT], tl.float32)
     peak = tl.full([ROWS], LOWEST, tl.float32)
     total = tl.zeros([ROWS], tl.float32)
@@ -94,9 +97,15 @@ def attend_range(
         next_page = tl.load(page_ids + t_next // PAGE, mask=t_next < t_end, other=0)
         # The last token replaces those past t_end, whose slots may hold anything, NaN too: they
         # are masked below. Cheaper in registers than masked loads.
+        offset = tl.minimum(token, t_end - t - 1)
+        if PAGE % TOKENS == 0:
+            slot = page.to(tl.int64) * PAGE + t % PAGE
+        else:
+            slot = 0
+            pages = tl.load(page_ids + (t + offset) // PAGE)
+            offset = pages.to(tl.int64) * PAGE + (t + offset) % PAGE
         latent, rope, token_scale = load_block(
-            kv_cache, kv_scale, page.to(tl.int64) * PAGE + t % PAGE,
-            tl.minimum(token, t_end - t - 1), LATENT, ROPE, FP8,
+            kv_cache, kv_scale, slot, offset, LATENT, ROPE, FP8
         )  # fmt: skip
         latent = latent.to(q_latent.dtype)
         scores = tl.dot(q_latent, tl.trans(latent), input_precision="ieee")

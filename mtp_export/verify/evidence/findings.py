@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, field
+from functools import reduce
+from operator import or_
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +24,9 @@ class Known:
     weights: Mapping[str, Any] = field(default_factory=dict)
     checksums: Mapping[str, str] = field(default_factory=dict)
 
+    def __or__(self, other: Known) -> Known:
+        return Known({**self.weights, **other.weights}, {**self.checksums, **other.checksums})
+
     def facts(self, weight: WeightOnDisk, source: WeightOnDisk | None) -> WeightFacts:
         """Return the facts of a weight that was read, beside its source's."""
         from mtp_kernels.weight_statistics import Difference, WeightStatistics
@@ -29,6 +34,7 @@ class Known:
         found = dict(self.weights[weight.name])
         against = found.pop("against")
         if source is not None:
+            against = dict(against)
             difference = against.pop("difference")
             found["against"] = AgainstSource(
                 source, **against, difference=difference and Difference(**difference)
@@ -55,12 +61,7 @@ class Findings:
 
     def of(self, part: str) -> Known:
         """Return what all shares found; a file that is damaged is as none."""
-        weights: dict[str, Any] = {}
-        checksums: dict[str, str] = {}
-        for one in self._files(part):
-            weights |= one.weights
-            checksums |= one.checksums
-        return Known(weights, checksums)
+        return reduce(or_, self._files(part), Known())
 
     def _files(self, part: str) -> Iterator[Known]:
         for path in sorted(self.folder.glob(f"{self._prefix(part)}*.json")):

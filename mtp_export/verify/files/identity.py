@@ -46,13 +46,17 @@ def _own_keys(context: Context) -> tuple[str, ...]:
 
 def _configs(context: Context, main: Mapping[str, Any], mtp: Mapping[str, Any]) -> Item:
     """The draft's config equals the main one but for the fields that its target changes."""
-    wanted = context.target.mtp_config(main)
+    name = "draft and main of one model: configs"
+    try:
+        wanted = context.target.mtp_config(main)
+    except MtpExportError:
+        return not_tested(name, "the main config cannot be used")
     problems = []
     for key in sorted({*wanted, *mtp} - {QUANTIZATION, *_own_keys(context)}):
         if wanted.get(key) != mtp.get(key):
             words = causes.draft_config_differs(key, found=mtp.get(key), wanted=wanted.get(key))
             problems.append(Problem("mtp/config.json", words))
-    return verdict("draft and main of one model: configs", problems, f"{len(wanted)} fields")
+    return verdict(name, problems, f"{len(wanted)} fields")
 
 
 def _yarn(part: str, config: Mapping[str, Any]) -> Item:

@@ -75,7 +75,8 @@ class DrafterType:
     """A drafter of the registry, and what must be loaded for it: the MTP modules, a draft model.
 
     prefix_cache: it drafts for requests whose first tokens it never observed, and what it caches of
-    a page depends on the tokens up to the one after that page. read: reads a draft that is no model
+    a page depends on the tokens up to the one after that page. draws: its drafts come from a
+    distribution, which has a temperature and an entropy. read: reads a draft that is no model
     of its own, from a folder of its own or from the bundle's folder of the method's name; build
     alone then says that there is none.
     """
@@ -84,4 +85,5 @@ class DrafterType:
     needs_mtp: bool = False
     needs_draft_model: bool = False
     prefix_cache: bool = False
+    draws: bool = True
     read: Callable[[Path, Loaded], TargetDraft] | None = None

@@ -30,18 +30,19 @@ class ForwardPass:
     """One pass over a batch, as its attention layers see it; backend is of verify_attention.
 
     choices: tokens to attend to, by what chose them, for the layers after it that share a choice.
+    rotations: those of the rows, by what makes them.
     """
 
     layout: BatchLayout
     backend: str = "auto"
     choices: dict[object, Choice] = field(default_factory=dict)
-    _cos_sin: dict[Rope, torch.Tensor] = field(default_factory=dict)
+    rotations: dict[Rope, torch.Tensor] = field(default_factory=dict)
 
     def cos_sin(self, rope: Rope) -> torch.Tensor:
         """Rotations [T, r/2] of the rows, computed once for all layers that share a Rope."""
-        if rope not in self._cos_sin:
-            self._cos_sin[rope] = rope.cos_sin(self.layout.positions)
-        return self._cos_sin[rope]
+        if rope not in self.rotations:
+            self.rotations[rope] = rope.cos_sin(self.layout.positions)
+        return self.rotations[rope]
 
 
 class Attention(Protocol):

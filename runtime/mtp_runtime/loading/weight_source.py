@@ -12,22 +12,17 @@ from pathlib import Path
 
 import torch
 
-from mtp_export.checkpoint.bundle_folder import bundle_target, open_parts
 from mtp_export.checkpoint.header import TensorInfo
-from mtp_export.checkpoint.reader import CONFIG_NAME, Checkpoint
+from mtp_export.checkpoint.reader import Checkpoint
 from mtp_export.checkpoint.tensor_reader import TensorReader
 from mtp_export.errors import InvalidInputError, UnsupportedError
-from mtp_export.families import family_of
 from mtp_export.families.base import TensorSpec
 from mtp_export.families.contract import MtpContract
 from mtp_export.families.modules import MlpModules
-from mtp_export.schemes.discrepancies import compare
 from mtp_export.schemes.formats import EncodedWeight, unquantized
-from mtp_export.schemes.stored import StoredModel, StoredWeight, stored_model
+from mtp_export.schemes.stored import StoredWeight
 from mtp_export.schemes.weight_values import WeightOnDisk
 from mtp_export.schemes.windows import Window, encoded_window
-from mtp_export.targets import target_of
-from mtp_export.targets.draft import stored_draft
 from mtp_runtime.layers.embedding import Embedding, EmbeddingTable
 from mtp_runtime.layers.grouped import GroupedExperts
 from mtp_runtime.layers.led import LedEmbedding, LedLinear
@@ -35,6 +30,7 @@ from mtp_runtime.layers.linear import Linear, Weight, Windowed, dense
 from mtp_runtime.layers.moe import Experts, HeldExperts, Mlp
 from mtp_runtime.layers.split import ALONE, Joining
 from mtp_runtime.loading.copies import is_copy
+from mtp_runtime.loading.model_folders import ModelFolder, open_folders
 from mtp_runtime.loading.on_demand import EmbeddingOnDemand, StoredExperts, WeightOnDemand
 from mtp_runtime.loading.read_ahead import READERS
 from mtp_runtime.parallel.group import Split
@@ -57,23 +53,6 @@ class Ledger:
     tied: frozenset[str]
 
 
-@dataclass(frozen=True)
-class _Part:
-    """A folder, and the tensors that its config.json promises."""
-
-    checkpoint: Checkpoint
-    stored: StoredModel
-
-    def check(self) -> None:
-        """Refuse a folder that differs from its promise (InvalidInputError)."""
-        problems = compare(self.checkpoint.tensors, self.stored.tensors.values())
-        if problems:
-            problems[0].raise_as_error(self.checkpoint.folder, len(problems) - 1)
-
-    def has(self, one: StoredWeight) -> bool:
-        return one.tensors[0].name in self.checkpoint.tensors
-
-
 @dataclass
 class WeightSource:
     """Tensors of the model by released name, whatever format they are stored in.
@@ -85,7 +64,7 @@ class WeightSource:
     among them; each reads its own part. group_experts: routed experts are multiplied in one call.
     """
 
-    owners: Mapping[str, _Part]
+    owners: Mapping[str, ModelFolder]
     dtype: torch.dtype
     device: torch.device
     keep_dense: bool
@@ -336,62 +315,19 @@ def open_source(
     joining: Joining,
     group_experts: bool,
 ) -> tuple[WeightSource, Checkpoint]:
-    """Open a bundle (main and mtp side by side) or a single checkpoint folder, and check it.
+    """Open a bundle or a single checkpoint folder, and check it.
 
-    Returns the weights and the checkpoint of the main part. The MTP folder may be in any target's
-    layout. Raises InvalidInputError for a tensor that is missing, of the wrong shape or dtype, or
-    not promised by config.json, UnsupportedError for a quantization that is not known. A checkpoint
-    without any tensor of the MTP layer counts as the main part alone.
+    Returns the weights and the checkpoint of the main part. Raises as open_folders.
     """
-    if (folder / CONFIG_NAME).exists():
-        parts = [_whole(Checkpoint.open(folder))]
-    else:
-        opened = open_parts(folder)
-        parts = [_Part(opened.main, stored_model(opened.main.config).main)]
-        if opened.mtp is not None:
-            parts.append(_draft(opened.mtp, opened.main, bundle_target(folder)))
-    for part in parts:
-        part.check()
-    owners = {name: part for part in parts for name in part.stored.weights}
-    contract = parts[-1].stored.family.mtp_contract
+    folders = open_folders(folder)
     source = WeightSource(
-        owners=owners,
+        owners={name: one for one in folders for name in one.stored.weights},
         dtype=dtype,
         device=device,
         keep_dense=keep_dense,
         on_demand=on_demand,
-        contract=contract,
+        contract=folders[-1].stored.family.mtp_contract,
         joining=joining,
         group_experts=group_experts,
     )
-    return source, parts[0].checkpoint
-
-
-def _whole(checkpoint: Checkpoint) -> _Part:
-    """Return a single folder as a part: main alone, or main and MTP."""
-    stored = stored_model(checkpoint.config)
-    if checkpoint.tensors.keys() & stored.mtp.tensors.keys():
-        return _Part(checkpoint, stored)
-    return _Part(checkpoint, stored.main)
-
-
-def _draft(mtp: Checkpoint, main: Checkpoint, target: str) -> _Part:
-    """Return the MTP folder of a bundle, which must hold the main model's MTP layers."""
-    specs = family_of(main.config).tensors.values()
-    layers = {spec.name: spec.shape for spec in specs if spec.mtp_layer is not None}
-    stored = stored_draft(mtp.config, target_of(target), main.config["num_hidden_layers"])
-    own = {name: one.weight.shape for name, one in stored.weights.items()}
-    unlike = [name for name in {**layers, **own} if layers.get(name) != own.get(name)]
-    if unlike:
-        raise InvalidInputError(
-            "The MTP folder's config describes other MTP layers than the main model's",
-            where=mtp.folder / CONFIG_NAME,
-            expected=f"{unlike[0]} {_shape(layers.get(unlike[0]))}",
-            found=_shape(own.get(unlike[0])),
-            todo="Export both parts from one checkpoint",
-        )
-    return _Part(mtp, stored)
-
-
-def _shape(shape: tuple[int, ...] | None) -> str:
-    return "no such tensor" if shape is None else str(list(shape))
+    return source, folders[0].checkpoint

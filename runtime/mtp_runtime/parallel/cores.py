@@ -10,26 +10,28 @@ from contextlib import contextmanager
 import torch
 from torch.distributed.distributed_c10d import Store
 
-from mtp_export.launcher import Place
+from mtp_export.launcher import LaunchedProcess
 
 _THREADS = "OMP_NUM_THREADS"
 _TORCHRUN = "TORCHELASTIC_RUN_ID"  # which sets one thread per process where nobody asks for more
 
 
 @contextmanager
-def shared_cores(store: Store, place: Place, variables: Mapping[str, str]) -> Iterator[None]:
+def shared_cores(
+    store: Store, launched: LaunchedProcess, variables: Mapping[str, str]
+) -> Iterator[None]:
     """Give torch the own share of the cores, unless OMP_NUM_THREADS was chosen.
 
     Every rank tells the others by a store which cores it may use, so that a launcher that has
     divided them already is not taken for one that has not.
     """
     cores = sorted(os.sched_getaffinity(0))
-    store.set(str(place.rank), f"{socket.gethostname()} {cores}")
-    names = [str(rank) for rank in range(place.size)]
+    store.set(str(launched.rank), f"{socket.gethostname()} {cores}")
+    names = [str(rank) for rank in range(launched.world_size)]
     usable = store.multi_get(names)
     before = torch.get_num_threads()
     if not _are_chosen(variables):
-        torch.set_num_threads(own_share(len(cores), usable, place.rank))
+        torch.set_num_threads(own_share(len(cores), usable, launched.rank))
     try:
         yield
     finally:

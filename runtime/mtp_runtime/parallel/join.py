@@ -15,7 +15,7 @@ from torch.distributed.distributed_c10d import PrefixStore, Store
 from torch.distributed.rendezvous import rendezvous
 
 from mtp_export.errors import IoError
-from mtp_export.launcher import Place, place_of
+from mtp_export.launcher import LaunchedProcess, launched_process
 from mtp_runtime.parallel.cores import shared_cores
 from mtp_runtime.parallel.group import LONE, Group, Split
 from mtp_runtime.parallel.watch import Watch
@@ -38,26 +38,26 @@ def joined(
     the machine's cores. Raises IoError where the others do not come. What ends this block by an
     error on rank 0, between two steps, ends those that follow in peace.
     """
-    place = place_of(variables)
-    if place.is_alone:
+    launched = launched_process(variables)
+    if launched.is_alone:
         yield LONE
         return
-    store, device = _store(place), _own_device(place.local_rank)
-    watch = Watch(PrefixStore("watch", store), place.rank, place.size)
-    group = Group(Split(place.rank, place.size), device, together=together)
-    with _signals(place.rank), shared_cores(PrefixStore("cores", store), place, variables):
+    store, device = _store(launched), _own_device(launched.local_rank)
+    watch = Watch(PrefixStore("watch", store), launched.rank, launched.world_size)
+    group = Group(Split(launched.rank, launched.world_size), device, together=together)
+    with _signals(launched.rank), shared_cores(PrefixStore("cores", store), launched, variables):
         if watched:
             watch.start()
         try:
             yield group
         finally:
-            if place.rank == 0 and not together and group.in_step:
+            if launched.rank == 0 and not together and group.in_step:
                 group.end()
             watch.stop()
     dist.destroy_process_group()
 
 
-def _store(place: Place) -> Store:
+def _store(launched: LaunchedProcess) -> Store:
     try:
         meeting = rendezvous("env://", timeout=timedelta(seconds=_JOINING_SECONDS))
         store: Store = next(meeting)[0]
@@ -66,14 +66,14 @@ def _store(place: Place) -> Store:
         dist.init_process_group(
             backend,
             store=PrefixStore("group", store),
-            rank=place.rank,
-            world_size=place.size,
+            rank=launched.rank,
+            world_size=launched.world_size,
             timeout=_WAITING,
         )
     except RuntimeError as error:
         raise IoError(
             "The processes of this run do not find each other",
-            where=f"rank {place.rank} of {place.size}",
+            where=f"rank {launched.rank} of {launched.world_size}",
             found=str(error).partition("\n")[0][:200],
             todo="Check the address and the port of the first machine",
         ) from error

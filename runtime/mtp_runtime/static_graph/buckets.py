@@ -29,6 +29,11 @@ class Bucket:
         """Rows of the step; an exported graph has no sizes of 1."""
         return max(2, self.requests * self.q_len)
 
+    @property
+    def entries(self) -> int:
+        """Requests of the step's layout: as many again, for the rows that a batch leaves over."""
+        return 2 * self.requests
+
 
 @dataclass(frozen=True)
 class Inputs:
@@ -41,35 +46,38 @@ class Inputs:
 class Buffers:
     """Tensors of the inputs of all buckets up to one: a bucket has the first elements of each.
 
-    Rows that a batch leaves over stand for nothing. They belong to one request more, which has no
-    tokens; they are all alike, and their cache entries go to a slot that no request has.
+    Rows that a batch leaves over stand for nothing. They belong to further requests, of up to q_len
+    rows like all others and without tokens, so that attention computes them: they are all alike,
+    and pick the same experts. Their cache entries go to a slot that no request has, and so do those
+    of every row before the first batch.
     """
 
     def __init__(
         self, largest: Bucket, columns: int, *, spare_slot: int, device: torch.device
     ) -> None:
-        rows, requests = largest.rows, largest.requests + 1
+        rows, entries = largest.rows, largest.entries
 
         def zeros(*shape: int, dtype: torch.dtype = torch.int32) -> torch.Tensor:
             return torch.zeros(*shape, dtype=dtype, device=device)
 
         self._tokens = zeros(rows, dtype=torch.int64)
         self._positions = zeros(rows, dtype=torch.int64)
-        self._slots = zeros(rows, dtype=torch.int64)
-        self._page_table = zeros(requests, max(2, columns))
-        self._kv_lens = zeros(requests)
-        self._cu_q = zeros(requests + 1)
+        self._slots = zeros(rows, dtype=torch.int64).fill_(spare_slot)
+        self._page_table = zeros(entries, max(2, columns))
+        self._kv_lens = zeros(entries)
+        self._cu_q = zeros(entries + 1)
+        _deal(self._cu_q[1:], 0, largest)
         self._spare_slot = spare_slot
 
     def inputs(self, bucket: Bucket) -> Inputs:
         """Return the tensors of a bucket."""
-        rows, requests = bucket.rows, bucket.requests + 1
+        rows, entries = bucket.rows, bucket.entries
         layout = BatchLayout(
             positions=self._positions[:rows],
             slots=self._slots[:rows],
-            page_table=self._page_table[:requests],
-            kv_lens=self._kv_lens[:requests],
-            cu_q=self._cu_q[: requests + 1],
+            page_table=self._page_table[:entries],
+            kv_lens=self._kv_lens[:entries],
+            cu_q=self._cu_q[: entries + 1],
             max_q_len=bucket.q_len,
         )
         return Inputs(self._tokens[:rows], layout)
@@ -82,7 +90,8 @@ class Buffers:
         _write(static.positions, layout.positions, 0)
         _write(static.slots, layout.slots, self._spare_slot)
         _write(static.kv_lens, layout.kv_lens, 0)
-        _write(static.cu_q, layout.cu_q, bucket.rows)
+        _write(static.cu_q, layout.cu_q, 0)
+        _deal(static.cu_q[len(layout.cu_q) :], len(tokens), bucket)
         requests, columns = layout.page_table.shape
         static.page_table[:requests, :columns].copy_(layout.page_table)
 
@@ -91,3 +100,11 @@ def _write(static: torch.Tensor, values: torch.Tensor, rest: int) -> None:
     """Write values into the first elements of a tensor, and one number into the rest."""
     static[: len(values)].copy_(values)
     static[len(values) :].fill_(rest)
+
+
+def _deal(ends: torch.Tensor, used: int, bucket: Bucket) -> None:
+    """Write where further requests end, which share the rows that are left over."""
+    first, step = used + bucket.q_len, bucket.q_len
+    stop = first + step * len(ends)
+    dealt = torch.arange(first, stop, step, dtype=ends.dtype, device=ends.device)
+    ends.copy_(dealt.clamp_(max=bucket.rows))

@@ -52,7 +52,7 @@ class GraphOptions:
         if self.cuda_graphs:
             from mtp_runtime.static_graph.cuda import CudaGraphs
 
-            return CudaGraphs()
+            return CudaGraphs(model.device)
         if self.package is not None:
             from mtp_runtime.static_graph.compiled import CompiledStep
 

@@ -44,6 +44,10 @@ class Graphs(Protocol):
     def capture(self, step: Step) -> Replay:
         """Return what repeats a step; a call may overwrite what any call before it returned."""
 
+    def pool_bytes(self, largest: Step) -> int:
+        """Return the memory that is kept for all graphs of steps up to the largest, which is
+        captured before any other."""
+
 
 @dataclass(frozen=True)
 class EagerSteps:
@@ -60,7 +64,8 @@ class StaticSteps:
     """Steps of decoding by graphs; those of prompts are computed operation by operation.
 
     largest: most requests of a batch, and most rows of each while it decodes. There are at most as
-    many graphs as powers of two up to the one times the other.
+    many graphs as powers of two up to the one times the other. That of the largest step is captured
+    first, so that the others find room in its memory.
 
     Raises UnsupportedError for a model whose layers read lengths back to the host.
     """
@@ -89,12 +94,16 @@ class StaticSteps:
         bucket = Bucket.of(layout, self._largest.requests)
         if bucket.q_len > self._largest.q_len:
             return self._eager(tokens, layout)
+        if not self._replays:
+            self._capture(self._largest)
         self._buffers.fill(bucket, tokens, layout)
         if bucket not in self._replays:
-            inputs = self._buffers.inputs(bucket)
-            step = Step(self._eager.model, self._eager.cache, inputs)
-            self._replays[bucket] = self._graphs.capture(step)
+            self._capture(bucket)
         return _rows(self._replays[bucket](), len(tokens))
+
+    def _capture(self, bucket: Bucket) -> None:
+        step = Step(self._eager.model, self._eager.cache, self._buffers.inputs(bucket))
+        self._replays[bucket] = self._graphs.capture(step)
 
 
 def steps_by(
@@ -103,8 +112,25 @@ def steps_by(
     """Return an engine's steps, by graphs where they are given. Raises as StaticSteps does."""
     if graphs is None:
         return eager
-    largest = Bucket(config.max_batch_size, 1 + config.speculation.draft_tokens)
-    return StaticSteps(eager, graphs, pages, largest)
+    return StaticSteps(eager, graphs, pages, _largest(config))
+
+
+@torch.inference_mode()
+def pool_bytes(graphs: Graphs | None, model: Model, config: EngineConfig) -> int:
+    """Return the memory that an engine's graphs keep for themselves, beside its caches.
+
+    Raises as StaticSteps does.
+    """
+    if graphs is None:
+        return 0
+    refuse_dynamic_layers(model)
+    pages, largest = PageAllocator(1, config.page_size, with_spare=True), _largest(config)
+    buffers = Buffers(largest, 1, spare_slot=pages.spare_slot, device=model.device)
+    return graphs.pool_bytes(Step(model, model.new_cache(pages), buffers.inputs(largest)))
+
+
+def _largest(config: EngineConfig) -> Bucket:
+    return Bucket(config.max_batch_size, 1 + config.speculation.draft_tokens)
 
 
 def _rows(states: States, count: int) -> States:
@@ -113,11 +139,16 @@ def _rows(states: States, count: int) -> States:
     return States(states.before[:count].clone(), states.after[:count].clone(), taps)
 
 
+def layers_of(model: Model) -> tuple[DecoderLayer, ...]:
+    """Return the main layers of a model that was loaded for static graphs."""
+    assert isinstance(model.layers, TorchLayers), "loaded for static graphs"
+    return model.layers.layers
+
+
 def refuse_dynamic_layers(model: Model) -> None:
     """Raise UnsupportedError if a step of the model reads lengths back to the host."""
-    for number, layer in enumerate(model.layers.each()):
-        assert isinstance(layer, TorchLayers), "loaded for static graphs"
-        why = _dynamic_part(layer.layers[0])
+    for number, layer in enumerate(layers_of(model)):
+        why = _dynamic_part(layer)
         if why is not None:
             raise UnsupportedError(
                 "A step of this model cannot be a static graph",

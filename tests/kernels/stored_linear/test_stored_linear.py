@@ -13,6 +13,7 @@ import torch
 from mtp_kernels import quantize
 from mtp_kernels.cpu.team import Team
 from mtp_kernels.stored_linear import BACKENDS, StoredWeight, dequantize, linear
+from mtp_kernels.stored_linear.weights import shape_of
 
 
 def values(rows: int, columns: int) -> torch.Tensor:
@@ -116,3 +117,28 @@ def test_arguments_are_refused() -> None:
         linear(torch.randn(3, 255), weight)
     with pytest.raises(ValueError, match="backend"):
         linear(torch.randn(3, 256), weight, backend="other")
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_shapes_of_stored_weights(form: str) -> None:
+    assert shape_of(FORMS[form](values(5, 384))) == (5, 384)
+
+
+def test_codes_and_scales_of_fp8_channels_that_do_not_fit() -> None:
+    codes, scale = torch.zeros(3, 4).to(torch.float8_e4m3fn), torch.ones(3, 1)
+    good = dequantize(quantize.Fp8Channel(codes, scale.bfloat16()), torch.float32)
+    assert (good.dtype, good.tolist()) == (torch.float32, [[0.0] * 4] * 3)
+    cases: list[tuple[torch.Tensor, torch.Tensor, str]] = [
+        (codes, scale[:2], r"^channel scale: expected \[3, 1\], found \[2, 1\]$"),
+        (codes, scale.expand(3, 2), r"^channel scale: expected \[3, 1\], found \[3, 2\]$"),
+        (codes, scale[:, 0], r"^channel scale: expected \[3, 1\], found \[3\]$"),
+        (codes, scale - 1, "^channel scale: expected finite numbers above 0$"),
+        (codes[0], scale[:1], "^fp8 codes: "),
+        (codes.float(), scale, "^fp8 codes: .*float8_e4m3fn"),
+    ]
+    for own, scales, says in cases:
+        with pytest.raises((TypeError, ValueError), match=says):
+            dequantize(quantize.Fp8Channel(own, scales), torch.float32)
+    nan = torch.full((3, 4), 0x7F, dtype=torch.uint8).view(torch.float8_e4m3fn)
+    with pytest.raises(ValueError, match="^e4m3 codes: expected numbers, found NaN$"):
+        dequantize(quantize.Fp8Channel(nan, scale), torch.float32)

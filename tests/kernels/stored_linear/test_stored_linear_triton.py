@@ -107,9 +107,13 @@ def test_it_compiles_for_amd(form: str) -> None:
 
 
 @pytest.mark.cuda
-def test_products_on_a_gpu_are_those_of_the_dense_matrix() -> None:
-    dtypes = [torch.bfloat16, torch.float16, torch.float32]
-    assert wrong_cases(CASES, dtypes, "cuda", "triton_cuda") == []
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_products_on_a_gpu_are_those_of_the_dense_matrix(dtype: torch.dtype) -> None:
+    assert wrong_cases(CASES, [dtype], "cuda", "triton_cuda") == []
+
+
+@pytest.mark.cuda
+def test_damaged_codes_on_a_gpu_are_not_hidden() -> None:
     assert damaged_cases("cuda") == []
 
 

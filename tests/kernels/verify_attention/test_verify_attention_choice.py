@@ -83,6 +83,19 @@ def test_unlisted_devices_take_the_nearest_that_fits(
     assert f"test {name} " in said and "gpu_report tunes them" in said
 
 
+@pytest.mark.parametrize(
+    ("capability", "rows"), nightly_but([((9, 0), 16)], [(c, r) for c in TABLES for r in (16, 32)])
+)
+def test_blocks_over_several_pages_compile(capability: tuple[int, int], rows: int) -> None:
+    """Pages of one token, by which verify shares a text among its drafts."""
+    tables = TABLES[capability]["3.6"]["16 bit"]
+    (launch,) = (launch for launch in tables if launch.rows == rows)
+    sizes = replace(triton_choice.usual_sizes("16 bit"), page=1)
+    target = GPUTarget("cuda", 10 * capability[0] + capability[1], 32)
+    compiled = triton_choice.compile_attend(target, sizes, launch)
+    assert 0 < compiled.metadata.shared <= {8: 166_912}.get(capability[0], 232_448)
+
+
 def test_an_older_triton_takes_the_oldest_table() -> None:
     """Of its own capability, where it compiles and fits."""
     found = triton_choice.tiles_for(hopper("3.5.1"), "fp32")
@@ -139,6 +152,13 @@ def test_a_gpu_is_what_its_driver_says(monkeypatch: pytest.MonkeyPatch) -> None:
         found = gpu_of(device)
         assert (found.name, found.capability) == ("number 91", (8, 9))
         assert (found.processors, found.shared_bytes) == (7, 99)
+
+
+def test_kernels_are_launched_on_the_device_of_their_tensors() -> None:
+    made = devices.launches_on(torch.device("cuda", 3))
+    assert isinstance(made, torch.cuda.device) and made.idx == 3
+    with devices.launches_on(torch.device("cpu")):
+        pass
 
 
 def test_the_cpu_is_the_interpreter_s_device() -> None:

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from attention_cases import Case, build, check, expanded, lengths_around, rearranged
-from hypothesis import given, settings
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from mtp_kernels.verify_attention import make_workspace, verify_attention
@@ -32,8 +32,15 @@ def on_device(arguments: dict[str, Any]) -> dict[str, Any]:
     }
 
 
+def runs_here(case: Case) -> bool:
+    """GPUs before compute capability 8.9 convert no fp8, and the backend refuses it there."""
+    return not case.fp8 or torch.cuda.get_device_capability() >= (8, 9)
+
+
 def attend(case: Case) -> tuple[torch.Tensor, torch.Tensor]:
     """The result of a case whose workspace holds nonsense, cut into the case's parts."""
+    if not runs_here(case):
+        pytest.skip("this GPU converts no fp8")
     arguments = on_device(build(case))
     query = arguments["q_latent"]
     workspace = make_workspace(
@@ -78,7 +85,7 @@ def test_groups_of_one_length(dtype: torch.dtype, fp8: bool, q_len: int) -> None
 @given(
     requests=st.lists(st.tuples(st.integers(0, 6), st.integers(0, 700)), min_size=1, max_size=8),
     heads=st.integers(1, 40),
-    page=st.sampled_from([16, 48, 64]),
+    page=st.sampled_from([1, 16, 24, 48, 64]),
     kind=st.sampled_from(KINDS),
     parts=st.one_of(st.none(), st.integers(1, 200)),
     seed=st.integers(0, 2**16),
@@ -96,6 +103,7 @@ def test_random_ragged_batches(
     case = Case(
         q_lens, kv_lens, heads=heads, page=page, dtype=kind[0], fp8=kind[1], parts=parts, seed=seed
     )
+    assume(runs_here(case))
     check(case, *attend(case))
 
 

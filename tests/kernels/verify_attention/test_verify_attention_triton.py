@@ -88,6 +88,13 @@ def test_every_tile(interpreter: Interpreter, rows: int) -> None:
     check_all(interpreter, [replace(case, parts=2, fp8=fp8) for fp8 in (False, True)])
 
 
+@pytest.mark.parametrize("page", nightly_but([1, 24], (1, 3, 8, 20, 24)))
+def test_pages_that_hold_no_whole_block(interpreter: Interpreter, page: int) -> None:
+    """The tokens of a block lie in several pages, and the last page of a request is not full."""
+    case = Case((3, 1, 0, 2), (70, 33, 5, 1), heads=5, page=page, dtype=FLOAT16)
+    check_all(interpreter, [replace(case, parts=4, fp8=fp8) for fp8 in (False, True)])
+
+
 ragged_batches = given(
     requests=st.lists(st.tuples(st.integers(0, 6), st.integers(0, 70)), min_size=1, max_size=4),
     heads=st.integers(1, 10),
@@ -143,7 +150,6 @@ def test_bf16_is_refused_in_the_interpreter(interpreter: Interpreter) -> None:
         ({"fp8": True}, "(architecture 9.0, Triton 3.6), found fp32 over fp8"),
         ({"latent": 24}, "latent size that is a power of two"),
         ({"rope": 8}, "rope size that is a power of two"),
-        ({"page": 20}, "pages of a multiple of 16 tokens"),
     ],
 )
 def test_unsupported_sizes_are_refused(

@@ -212,6 +212,31 @@ def test_difference_of_values(backend: str) -> None:
     assert statistics.difference(wanted * 0, found, backend=backend).sqnr_db == -math.inf
 
 
+def test_figures_are_joined_one_by_one() -> None:
+    one = WeightStatistics(2, -1.0, 3.0, 18.0, 1, 2, 1, power_of_two_scales=True)
+    other = WeightStatistics(3, -2.0, 1.0, 5.0, 4, 5, 3, power_of_two_scales=False)
+    both = WeightStatistics(5, -2.0, 3.0, 23.0, 5, 7, 4, power_of_two_scales=False)
+    assert one + other == other + one == both
+    assert WeightStatistics() + one == one and WeightStatistics() + other == other
+    assert (one + one).power_of_two_scales
+    assert one.root_mean_square == 3.0 and WeightStatistics().root_mean_square == 0.0
+    assert WeightStatistics(1, square_sum=4.0).root_mean_square == 2.0
+    assert not WeightStatistics(2, 1.0, 1.5).is_constant
+    assert WeightStatistics(2, 1.0, 1.0).is_constant
+    assert not statistics.UNSOUND.is_sound and WeightStatistics().is_sound
+    assert not (one + statistics.UNSOUND).is_sound
+
+
+def test_differences_are_joined_one_by_one() -> None:
+    one, other = statistics.Difference(90.0, 0.5, 2.0), statistics.Difference(10.0, 0.5, 3.0)
+    assert one + other == other + one == statistics.Difference(100.0, 1.0, 3.0)
+    assert statistics.Difference() + one == one
+    assert (one + other).sqnr_db == 20.0
+    assert statistics.Difference(1.0, 0.0, 0.0).sqnr_db == math.inf
+    assert statistics.Difference(0.0, 1.0, 1.0).sqnr_db == -math.inf
+    assert statistics.Difference().sqnr_db == math.inf
+
+
 def test_a_backend_without_a_name_is_refused() -> None:
     with pytest.raises(ValueError, match="backend"):
         statistics.float_statistics(torch.ones(3), backend="gpu")

@@ -1,0 +1,89 @@
+"""Verdicts on drafts: what the target's logits say of every group that reaches its last token."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import torch
+
+from mtp_runtime.acceptance import ACCEPTANCE_RULES
+from mtp_runtime.acceptance.base import AcceptanceRule, Block, Verdict
+from mtp_runtime.config import SpeculationConfig
+from mtp_runtime.groups import Group
+from mtp_runtime.logprobs import token_logprobs
+from mtp_runtime.models.model import Head
+
+
+@dataclass(frozen=True)
+class Judge:
+    """Judges drafts by the head of a target, under the acceptance rule of the settings."""
+
+    head: Head
+    settings: SpeculationConfig
+
+    @property
+    def rule(self) -> AcceptanceRule:
+        return ACCEPTANCE_RULES[self.settings.acceptance]
+
+    def verdicts(self, groups: Sequence[Group], after: torch.Tensor) -> list[Verdict | None]:
+        """Return a verdict for every group whose rows reach the last token, None for others.
+
+        after [T, d] are the rows of all groups, after the last norm.
+        """
+        needed: list[int] = []
+        row = 0
+        for group in groups:
+            row += group.rows
+            if group.decides:
+                needed += range(row - 1 - len(group.draft.tokens), row)
+        if not needed:
+            return [None] * len(groups)
+        normed = after[needed]
+        if any(self._reads_logits(group) for group in groups if group.decides):
+            logits = self.head.logits(normed)
+            best = logits.argmax(dim=-1).tolist()
+        else:
+            logits, best = normed[:, :0], self.head.best(normed).tolist()
+        verdicts: list[Verdict | None] = []
+        row = 0
+        for group in groups:
+            if not group.decides:
+                verdicts.append(None)
+                continue
+            end = row + len(group.draft.tokens) + 1
+            verdicts.append(self._verdict(group, logits[row:end], best[row:end]))
+            row = end
+        return verdicts
+
+    def decide(self, group: Group, logits: torch.Tensor, best: list[int]) -> Verdict:
+        """Judge one request's drafts by logits [n+1, vocab] and the best token of each row."""
+        rule, params = self.rule, group.request.params
+        if rule.accept_greedy is not None and params.greedy:
+            return rule.accept_greedy(group.draft.tokens, best)
+        target_probs = rule.distribution(logits.cpu().numpy(), params)
+        block = Block(group.draft, target_probs, params, self.settings)
+        return rule.accept(block, group.request.choices)
+
+    def _reads_logits(self, group: Group) -> bool:
+        """Return True for a request that takes more of its rows' logits than the best tokens."""
+        params, made = group.request.params, group.request.metrics.output_tokens
+        best_alone = params.greedy and self.rule.accept_greedy is not None
+        return not best_alone or params.min_tokens > made or params.logprobs is not None
+
+    def _verdict(self, group: Group, logits: torch.Tensor, best: list[int]) -> Verdict:
+        """Judge one request's drafts by logits [n+1, vocab] and the best token of each row, with
+        what the request wants besides: no early end, and log-probabilities."""
+        request, given = group.request, logits
+        early = request.params.min_tokens - request.metrics.output_tokens
+        if early > 0:
+            logits = logits.clone()
+            ends = [token for token in request.end_token_ids if token < logits.shape[-1]]
+            logits[:early, ends] = -torch.inf
+            best = logits.argmax(dim=-1).tolist()
+        verdict = self.decide(group, logits, best)
+        count = request.params.logprobs
+        if count is None:
+            return verdict
+        tokens = (*group.draft.tokens[: verdict.accepted], verdict.last)
+        return replace(verdict, logprobs=token_logprobs(given[: len(tokens)], tokens, count))

@@ -1,0 +1,83 @@
+"""Folders of a model, each compared with what its config.json promises."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from mtp_export.checkpoint.bundle_folder import bundle_target, open_parts
+from mtp_export.checkpoint.reader import CONFIG_NAME, Checkpoint
+from mtp_export.errors import InvalidInputError
+from mtp_export.families import family_of
+from mtp_export.schemes.discrepancies import compare
+from mtp_export.schemes.stored import StoredModel, StoredWeight, stored_model
+from mtp_export.targets import target_of
+from mtp_export.targets.draft import stored_draft
+
+
+@dataclass(frozen=True)
+class ModelFolder:
+    """A folder, and the tensors that its config.json promises."""
+
+    checkpoint: Checkpoint
+    stored: StoredModel
+
+    def has(self, one: StoredWeight) -> bool:
+        return one.tensors[0].name in self.checkpoint.tensors
+
+    def check(self) -> None:
+        """Refuse a folder that differs from its promise (InvalidInputError)."""
+        problems = compare(self.checkpoint.tensors, self.stored.tensors.values())
+        if problems:
+            problems[0].raise_as_error(self.checkpoint.folder, len(problems) - 1)
+
+
+def open_folders(path: Path) -> list[ModelFolder]:
+    """Open a bundle (main and mtp side by side) or a single checkpoint folder, and check it; the
+    folder of the main part comes first.
+
+    The MTP folder may be in any target's layout. Raises InvalidInputError for a tensor that is
+    missing, of the wrong shape or dtype, or not promised by config.json, UnsupportedError for a
+    quantization that is not known. A checkpoint without any tensor of the MTP layer counts as the
+    main part alone.
+    """
+    if (path / CONFIG_NAME).exists():
+        folders = [_whole(Checkpoint.open(path))]
+    else:
+        opened = open_parts(path)
+        folders = [ModelFolder(opened.main, stored_model(opened.main.config).main)]
+        if opened.mtp is not None:
+            folders.append(_draft(opened.mtp, opened.main, bundle_target(path)))
+    for folder in folders:
+        folder.check()
+    return folders
+
+
+def _whole(checkpoint: Checkpoint) -> ModelFolder:
+    """Return a single folder as it is: main alone, or main and MTP."""
+    stored = stored_model(checkpoint.config)
+    if checkpoint.tensors.keys() & stored.mtp.tensors.keys():
+        return ModelFolder(checkpoint, stored)
+    return ModelFolder(checkpoint, stored.main)
+
+
+def _draft(mtp: Checkpoint, main: Checkpoint, target: str) -> ModelFolder:
+    """Return the MTP folder of a bundle, which must hold the main model's MTP layers."""
+    specs = family_of(main.config).tensors.values()
+    layers = {spec.name: spec.shape for spec in specs if spec.mtp_layer is not None}
+    stored = stored_draft(mtp.config, target_of(target), main.config["num_hidden_layers"])
+    own = {name: one.weight.shape for name, one in stored.weights.items()}
+    unlike = [name for name in {**layers, **own} if layers.get(name) != own.get(name)]
+    if unlike:
+        raise InvalidInputError(
+            "The MTP folder's config describes other MTP layers than the main model's",
+            where=mtp.folder / CONFIG_NAME,
+            expected=f"{unlike[0]} {_shape(layers.get(unlike[0]))}",
+            found=_shape(own.get(unlike[0])),
+            todo="Export both parts from one checkpoint",
+        )
+    return ModelFolder(mtp, stored)
+
+
+def _shape(shape: tuple[int, ...] | None) -> str:
+    return "no such tensor" if shape is None else str(list(shape))
