@@ -6,6 +6,8 @@ Few rows are bound by reading the codes, many by arithmetic; no memory is writte
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
 from mtp_kernels.cpu.team import process_team
@@ -35,12 +37,12 @@ def supports(x: torch.Tensor, weight: StoredWeight) -> bool:
 
 def linear(x: torch.Tensor, weight: StoredWeight) -> torch.Tensor:
     """Return x @ weight.T, added in float32 in an order that no other row changes."""
-    stored = _stored(weight)
+    arrays = _arrays(weight)
     x = x.contiguous()
-    y = torch.zeros(len(stored.codes), len(x))
+    y = torch.zeros(len(arrays[0]), len(x))
     team = process_team()
     threads = team.threads_for(y.numel() * x.shape[1])
-    team.run(tiles.multiply, threads, x.detach().numpy(), stored, y.numpy())
+    team.run(tiles.multiply, threads, x.detach().numpy(), arrays, y.numpy())
     return y.t().contiguous()
 
 
@@ -51,36 +53,30 @@ def grouped_linear(
     return one_by_one(linear, x, rows, ends, weight)
 
 
-def _stored(weight: StoredWeight) -> tiles.Stored:
+def _arrays(weight: StoredWeight) -> Any:
     """Return codes and fp32 scales as the compiled loops read them (ValueError)."""
     match weight:
         case torch.Tensor():
-            codes = weight.detach().contiguous().view(torch.uint8)
-            return tiles.Stored(tiles.BF16, codes.numpy(), tiles.NO_SCALE)
+            return tiles.Bf16(weight.contiguous().view(torch.uint16).numpy())
         case Fp8Block():
             codes, scale = checks.check_fp8_block(weight)
-            return _of(tiles.FP8_BLOCKS, codes, scale)
+            return tiles.Fp8Blocks(codes.view(torch.uint8).numpy(), scale.numpy())
         case Fp8Channel():
             scale = checked_fp8_channel(weight)
-            return _of(tiles.FP8_CHANNELS, weight.codes, scale)
+            codes = weight.codes.contiguous()
+            return tiles.Fp8Channels(codes.view(torch.uint8).numpy(), scale.numpy())
         case Int8Channel():
             packed = checks.check_matrix("packed", weight.packed, ("int32",))
             scale = checks.check_scale(packed, weight.scale, "bfloat16", (1,))
-            return _of(tiles.INT8_CHANNELS, packed, scale)
+            return tiles.Int8Channels(packed.view(torch.uint8).numpy(), scale.numpy())
         case Int4Group():
             packed = checks.check_matrix("packed", weight.packed, ("int32",))
             columns = 8 * packed.shape[1]
             groups = tuple(columns // size for size in GROUP_SIZES if columns % size == 0)
             scale = checks.check_scale(packed, weight.scale, "bfloat16", groups)
-            return _of(tiles.INT4_GROUPS, packed, scale)
+            return tiles.Int4Groups(packed.view(torch.uint8).numpy(), scale.numpy(), tiles.OFFSET)
         case W4AFp8():
             packed = checks.check_matrix("packed", weight.packed, ("int8",))
             groups = (2 * packed.shape[1] // W4AFP8_GROUP,)
             scale = checks.check_scale(packed, weight.scale, "float32", groups)
-            return _of(tiles.INT4_GROUPS, packed, scale)._replace(flip=tiles.SIGNED)
-
-
-def _of(form: int, codes: torch.Tensor, scale: torch.Tensor) -> tiles.Stored:
-    """Return a weight whose codes and scales are checked."""
-    in_bytes = codes.contiguous().view(torch.uint8)
-    return tiles.Stored(form, in_bytes.numpy(), scale.contiguous().numpy())
+            return tiles.Int4Groups(packed.view(torch.uint8).numpy(), scale.numpy(), tiles.SIGNED)
