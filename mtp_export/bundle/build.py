@@ -165,9 +165,9 @@ def _open_journal(plan: BundlePlan, journal: Journal) -> None:
     output, identity = plan.options.output_dir, plan.identity
     try:
         check_output(output, plan.options.run)
-        resumes = _resume(plan, journal, identity)
         own = plan.files | manifest_files(output) | journaled_files(output)
         check_own(output, own)
+        resumes = _resume(plan, journal, identity)  # from here on the journal is written
     except OutputExistsError:
         if journal.is_empty:
             journal.remove()

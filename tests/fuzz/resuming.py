@@ -23,8 +23,8 @@ def resume(sandbox: Sandbox, random: Random, lab: Lab) -> None:
     before = tree_of(sandbox.bundle)
     outcome = _run(sandbox, *_export(sandbox, lab))
     if outcome.code == 8:
-        if _contents_of(before) != _contents(sandbox.bundle):
-            raise Finding("lost", "from a refused run's output", outcome.err)
+        if lost := _changed(_contents_of(before), _contents(sandbox.bundle)):
+            raise Finding("lost", "from a refused run's output", f"{lost}\n{outcome.err}")
     elif outcome.code == 0:
         _check_resumed(sandbox, before, lab, "unfinished")
     elif (sandbox.bundle / oracle.MANIFEST).exists():
@@ -87,12 +87,18 @@ def _contents(folder: Path) -> dict[str, object]:
 
 
 def _contents_of(tree: Tree) -> dict[str, object]:
-    """Return files with their contents, but for the claim of an owner that was killed."""
-    return {name: content for name, (_, _, content) in tree.items() if name != oracle.OWNER}
+    """Return files with their contents, but for the claim of an owner that was killed, and an empty
+    journal, which says as much as none."""
+    contents = {name: content for name, (_, _, content) in tree.items() if name != oracle.OWNER}
+    return {n: content for n, content in contents.items() if (n, content) != (oracle.JOURNAL, b"")}
 
 
 def _check_same_content(folder: Path, expected: Path) -> None:
-    one, other = _contents(folder), _contents(expected)
-    wrong = [name for name in sorted({*one, *other}) if one.get(name) != other.get(name)]
-    if wrong:
-        raise Finding("wrong bytes", "after resuming", ", ".join(wrong[:10]))
+    if wrong := _changed(_contents(folder), _contents(expected)):
+        raise Finding("wrong bytes", "after resuming", wrong)
+
+
+def _changed(one: dict[str, object], other: dict[str, object]) -> str:
+    """Return the names of files that differ, a few of them."""
+    names = [name for name in sorted({*one, *other}) if one.get(name) != other.get(name)]
+    return ", ".join(names[:10])

@@ -191,10 +191,11 @@ class Watch:
         if event == "open":
             path, mode, flags = arguments
             if flags is not None and flags & _WRITING and not isinstance(path, int):
-                self._check(event, path, None)
+                self._check(event, path, None, follows=not flags & os.O_NOFOLLOW)
         elif event in _CHANGES:
             for place, folder in _CHANGES[event]:
-                self._check(event, arguments[place], None if folder is None else arguments[folder])
+                below = None if folder is None else arguments[folder]
+                self._check(event, arguments[place], below, follows=False)
         elif event in _RUNS and not (event == "socket.connect" and self._may_connect(arguments)):
             self._note(event, str(arguments[:2]))
         elif event == "exec" and getattr(arguments[0], "co_filename", "").startswith(self._folder):
@@ -203,7 +204,8 @@ class Watch:
     def _may_connect(self, arguments: Any) -> bool:
         return self._loopback and arguments[1][0] in ("127.0.0.1", "::1")
 
-    def _check(self, event: str, path: Any, folder: int | None) -> None:
+    def _check(self, event: str, path: Any, folder: int | None, *, follows: bool) -> None:
+        """Note a path outside the folder; follows: of a link at its end, where that leads."""
         if isinstance(path, int):
             return
         text = os.fsdecode(path)
@@ -211,7 +213,7 @@ class Watch:
             text = os.path.join(os.readlink(f"/proc/self/fd/{folder}"), text)
         folder_of, name = os.path.split(os.path.abspath(text))
         real = os.path.join(os.path.realpath(folder_of), name)
-        if event == "open":  # the only one that follows a link at the end
+        if follows:
             real = os.path.realpath(real)
         inside = real.startswith(str(self._folder))
         if not inside and not _CACHES.search(f"{real}/") and real != "/dev/null":
