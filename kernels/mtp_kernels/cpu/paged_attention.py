@@ -239,6 +239,13 @@ def add_products(terms: Any, values: Any, out: Any, width: Any, add: Any) -> Non
 
 
 @inner
+def _add_shares(shares: Any, sums: Any, out: Any) -> None:
+    """Write shares @ sums to out. Whoever calls keeps the arrays for as long as this runs, while an
+    array of one's own is freed after its last use, which taking its address may be."""
+    add_products(Rows(address(shares), 0, 1), sums, address(out), out.size, 0)
+
+
+@inner
 def merge_parts(tile: Any, query: Any, head: Any, heads: Any, parts: Any, out: Any) -> Any:
     """Write one query and head's attention to out [width of a value]; return the log of its
     softmax's sum."""
@@ -258,5 +265,5 @@ def merge_parts(tile: Any, query: Any, head: Any, heads: Any, parts: Any, out: A
     for block in range(blocks):
         shares[block] *= np.float32(1.0) / row_sum
     sums = Rows(address(parts.sums[first:]), stride * out.size, blocks)
-    add_products(Rows(address(shares), 0, 1), sums, address(out), out.size, 0)
+    _add_shares(shares, sums, out)
     return row_max + np.float32(math.log(row_sum))
