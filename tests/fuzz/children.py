@@ -23,7 +23,8 @@ from fuzz.sandbox import WATCH, Finding, place_in
 MAX_SECONDS = 5.0  # of one input, by the child's own clock
 _BUSY = 20  # times as long as that at most it may take on a busy machine
 _POLL_SECONDS = 0.2
-_ADDRESS_SPACE_BYTES = 2_000_000_000  # beyond what the parent has; the resident limit is lower
+# Beyond what the parent has. Each thread may reserve 128 MB of it; the resident limit is far lower.
+_ADDRESS_SPACE_BYTES = 6_000_000_000
 _BATCH = 20
 _STACKS = "stacks"  # file that a hanging child writes the stacks of its threads to
 _ASK = signal.SIGUSR1  # by which it is asked for them
