@@ -116,7 +116,7 @@ class _Times:
 
     def __init__(self, max_drafts: int) -> None:
         self._kept = [deque[float](maxlen=_SAMPLES) for _ in range(max_drafts + 1)]
-        self._last = [0] * (max_drafts + 1)  # when each was tried
+        self._last = [0] * len(self._kept)  # when each was tried
         self._paces = deque([1.0], maxlen=_PACES)
 
     def add(self, drafts: int, seconds: float) -> None:

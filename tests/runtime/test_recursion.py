@@ -76,10 +76,15 @@ def test_trained_model(trained_model: Model, monkeypatch: pytest.MonkeyPatch) ->
 
 
 class Watched(MtpDrafter):
-    """Notes whether the requests of each way to grow are greedy."""
+    """Notes whether the requests of each way to grow are greedy; all get the drafts they are to."""
 
     at_once: set[bool]
     by_steps: set[bool]
+
+    def propose(self, requests: Sequence[Request], counts: Sequence[int]) -> list[Draft]:
+        drafts = super().propose(requests, counts)
+        assert [len(draft.tokens) for draft in drafts] == list(counts)
+        return drafts
 
     def _grow_at_once(self, chains: list[Chain], recursion: Recursion) -> None:
         Watched.at_once |= {chain.request.params.greedy for chain in chains}
