@@ -10,16 +10,17 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import obstore
-import obstore.store
 import pytest
-from obstore import exceptions as of
 
 from mtp_export import __version__
 from mtp_export.checkpoint import object_store
 from mtp_export.checkpoint.byte_source import Address
 from mtp_export.checkpoint.object_store import ObjectFile, open_object_store
 from mtp_export.errors import InvalidInputError, IoError, MtpExportError, UnsupportedError
+
+obstore = pytest.importorskip("obstore", reason="the extra cloud is not installed")
+of = pytest.importorskip("obstore.exceptions")
+pytest.importorskip("obstore.store")
 
 PLACE = Address("s3://bucket/tiny")
 WHERE = PLACE / "config.json"

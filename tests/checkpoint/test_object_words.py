@@ -14,6 +14,8 @@ from mtp_export.checkpoint.object_store import open_object_store
 from mtp_export.errors import IoError
 from object_server import ObjectServer
 
+pytest.importorskip("obstore", reason="the extra cloud is not installed")
+
 ADDRESS = Address("s3://weights/tiny")
 
 

@@ -15,6 +15,8 @@ from mtp_export.errors import UsageError
 from mtp_runtime import LLM
 from mtp_runtime.config import SpeculationConfig, SpeculationOptions, speculation_config
 
+pytest.importorskip("starlette", reason="the extra serve is not installed")
+
 COMMANDS = (("generate", "--prompt", "a"), ("serve",))
 MTP = ("--speculate-method", "mtp")
 Words = tuple[object, ...]
