@@ -174,7 +174,7 @@ class Context:
 
     @property
     def checkpoints(self) -> tuple[Checkpoint, ...]:
-        """The parts that could be opened."""
+        """Checkpoints of the parts that could be opened."""
         return tuple(part.checkpoint for part in self.parts if part.checkpoint is not None)
 
     @property
