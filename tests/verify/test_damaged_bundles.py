@@ -4,8 +4,10 @@ none as an internal error."""
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import sys
+import tracemalloc
 from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
@@ -163,6 +165,22 @@ def test_a_config_without_layers_is_no_failure_of_a_target(
     failed = failed_items(report)
     assert code == 7 and "no usable num_hidden_layers" in failed["main: config"]
     assert not [item for item in failed if item.startswith("internal")], failed
+
+
+def test_a_file_of_3_gb_is_not_read(good: Path, tmp_path: Path) -> None:
+    """Sizes are compared first: with the manifest, with the other part and with the source."""
+    bundle = shutil.copytree(good, tmp_path / "bundle")
+    os.truncate(bundle / TOKENIZER, 3_000_000_000)  # a hole: no disk is used
+    tracemalloc.start()
+    try:
+        code, _, report = verified(bundle, tmp_path, "--source", good.parent / "source")
+        peak = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert code == 7 and peak < 300_000_000
+    assert {"main: files", "one tokenizer", "tokenizer is the source's"} <= failed_items(
+        report
+    ).keys()
 
 
 @pytest.mark.parametrize("file", [CONFIG, TOKENIZER, MANIFEST])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import filecmp
 from collections.abc import Iterator, Mapping
 from fnmatch import fnmatch
 from typing import TYPE_CHECKING, Any
@@ -145,20 +146,20 @@ def _special_tokens(
 
 def _same_tokenizer(parts: tuple[BundlePart, ...]) -> Item:
     """Main and draft read the same ids: their tokenizer files are equal, byte by byte."""
-    contents = [
+    folders = [
         {
-            path.name: path.read_bytes()
+            path.name: path
             for path in part.folder.iterdir()
             if path.is_file() and any(fnmatch(path.name, p) for p in _TOKENIZER_FILES)
         }
         for part in parts
     ]
-    first = next(iter(contents))
+    first = folders[0]
     problems = []
-    for part, files in zip(parts, contents, strict=True):
+    for part, files in zip(parts[1:], folders[1:], strict=True):
         for name in sorted(first.keys() ^ files.keys()):
             problems.append(Problem(name, causes.file_in_one_part(name, MAIN, part.name)))
         for name in sorted(first.keys() & files.keys()):
-            if first[name] != files[name]:
+            if not filecmp.cmp(first[name], files[name], shallow=False):  # sizes first
                 problems.append(Problem(name, causes.tokenizers_differ(name, MAIN, part.name)))
     return verdict("one tokenizer", problems, f"{len(first)} files")
