@@ -76,6 +76,11 @@ class _Wide(JITCodeLibrary):
     more time.
     """
 
+    def finalize(self) -> None:
+        """Link all that this calls, each once."""
+        self._linking_libraries = _callers_first(self)
+        super().finalize()
+
     def add_ir_module(self, ir_module: Any) -> None:
         for function in ir_module.functions:
             if not function.is_declaration:  # llvmlite's own add knows no attributes with values
@@ -83,11 +88,15 @@ class _Wide(JITCodeLibrary):
         super().add_ir_module(ir_module)
 
 
+    def _optimize_functions(self, module: Any) -> None:
+        """Leave it to the passes over the whole module."""
+
+
 class _Part(_Wide):
     """Code that is linked into other functions', and never run by itself.
 
-    numba would optimize and assemble it by itself, and optimize it again in every function on the
-    way to the one that is called from Python: most of the time of compiling.
+    numba would optimize and assemble it by itself, and link and optimize it again in every function
+    on the way to the one that is called from Python: most of the time of compiling.
     """
 
     @property
@@ -98,13 +107,41 @@ class _Part(_Wide):
         self._ensure_finalized()
         return 0
 
-    def _optimize_final_module(self) -> None:
+    def finalize(self) -> None:
         """Leave it to the function that this is linked into."""
-
-    def _finalize_final_module(self) -> None:
-        self._finalize_dynamic_globals()
-        self._verify_declare_only_symbols()
         self._finalized = True
+
+
+    @classmethod
+    def _unserialize(cls, codegen: Any, state: Any) -> JITCodeLibrary:
+        """Return code that was kept, which is whole."""
+        with _libraries(codegen, _Wide):
+            return _Wide._unserialize(codegen, state)
+
+@contextmanager
+def _libraries(codegen: Any, kind: type[JITCodeLibrary]) -> Iterator[None]:
+    """Make libraries of a kind of the functions that are compiled meanwhile, numba's own too."""
+    before, codegen._library_class = codegen._library_class, kind
+    try:
+        yield
+    finally:
+        codegen._library_class = before
+
+
+def _callers_first(library: JITCodeLibrary) -> list[JITCodeLibrary]:
+    """Return the libraries that a library needs, each behind all that call it: LLVM links only what
+    is called so far."""
+    found: dict[JITCodeLibrary, None] = {}
+
+    def visit(caller: JITCodeLibrary) -> None:
+        for called in caller._linking_libraries:
+            if called not in found:
+                if isinstance(called, _Part):
+                    visit(called)
+                found[called] = None
+
+    visit(library)
+    return list(reversed(found))
 
 
 class _NoEnvironments:
@@ -116,9 +153,10 @@ class _NoEnvironments:
 
 class _WholeCompiler(Compiler):
     def compile_extra(self, function: Any) -> Any:
-        self.state.library = _Wide(self.state.targetctx.codegen(), function.__qualname__)
+        codegen = self.state.targetctx.codegen()
+        self.state.library = _Wide(codegen, function.__qualname__)
         self.state.library.enable_object_caching()
-        with _few_collections():
+        with _few_collections(), _libraries(codegen, _Part):
             return super().compile_extra(function)
 
 

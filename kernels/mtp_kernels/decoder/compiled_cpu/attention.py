@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 import numpy as np
+from numba.extending import overload
 
 from mtp_kernels.cpu.jit import compiled, inner
 from mtp_kernels.cpu.paged_attention import Keys, Queries, attend_wave, plan, query_places
@@ -30,6 +31,7 @@ from mtp_kernels.decoder.compiled_cpu.rows import (
     project,
     vector,
 )
+from mtp_kernels.decoder.compiled_cpu.weights import Grouped, Latent
 
 
 class Batch(NamedTuple):
@@ -57,6 +59,51 @@ class Scratch(NamedTuple):
     parts: Any
 
 
+# Steps by kind of attention: fill the cache, make queries, make values of a wave's parts.
+_STEPS = {
+    Latent: (fill_latents, make_latent_queries, project_values),
+    Grouped: (fill_keys, make_grouped_queries, merge_values),
+}
+
+
+def _begin(member: Any, layer: Any, sizes: Any, batch: Any, cache: Any, scratch: Any) -> None:
+    """Fill the cache and make queries; compiled by the overload below."""
+    raise NotImplementedError
+
+
+def _end(member: Any, layer: Any, sizes: Any, tiles: Any, scratch: Any) -> None:
+    """Make the values of a wave's tiles; compiled by the overload below."""
+    raise NotImplementedError
+
+
+@overload(_begin)
+def _begin_overload(
+    member: Any, layer: Any, sizes: Any, batch: Any, cache: Any, scratch: Any
+) -> Any:
+    fill, make_queries, _ = _steps(sizes)
+
+    def begin(member: Any, layer: Any, sizes: Any, batch: Any, cache: Any, scratch: Any) -> None:
+        fill(member, layer, sizes, batch, cache, scratch.projected)
+        make_queries(member, layer, sizes, batch, scratch)
+
+    return begin
+
+
+@overload(_end)
+def _end_overload(member: Any, layer: Any, sizes: Any, tiles: Any, scratch: Any) -> Any:
+    _, _, make_values = _steps(sizes)
+
+    def end(member: Any, layer: Any, sizes: Any, tiles: Any, scratch: Any) -> None:
+        make_values(member, layer, sizes, tiles, scratch)
+
+    return end
+
+
+def _steps(sizes: Any) -> tuple[Any, Any, Any]:
+    """Return the steps of a numba type of Sizes."""
+    return _STEPS[dict(zip(sizes.fields, sizes, strict=True))["attention"].instance_class]
+
+
 @compiled
 def plan_pass(cu_q: Any, kv_lens: Any, positions: Any, rope: Any, heads: Any) -> Any:
     """Return tiles, waves and the largest number of parts of a wave, as plan does, cos_sin [T, r]
@@ -81,15 +128,9 @@ def attend(
     member: Any, layer: Any, sizes: Any, batch: Any, cache: Any, scratch: Any, x: Any
 ) -> None:
     """Make the values that all heads attended to, and fill the layer's cache [slots, slot]."""
-    first = layer.qkv if sizes.grouped else layer.down
-    project_rows(member, layer, first, sizes, scratch.projected, x)
+    project_rows(member, layer, layer.qkv or layer.down, sizes, scratch.projected, x)
     wait(member)
-    if sizes.grouped:
-        fill_keys(member, layer, sizes, batch, cache, scratch.projected)
-        make_grouped_queries(member, layer, sizes, batch, scratch)
-    else:
-        fill_latents(member, layer, sizes, batch, cache, scratch.projected)
-        make_latent_queries(member, layer, sizes, batch, scratch)
+    _begin(member, layer, sizes, batch, cache, scratch)
     wait(member)
     queries = Queries(scratch.queries, sizes.heads, sizes.softmax_scale)
     keys = Keys(cache, batch.page_table, batch.page, sizes.kv_heads, sizes.value_at)
@@ -97,10 +138,7 @@ def attend(
         tiles = batch.tiles[batch.waves[wave] : batch.waves[wave + 1]]
         attend_wave(member, tiles, queries, keys, scratch.parts)
         wait(member)
-        if sizes.grouped:
-            merge_values(member, sizes, tiles, scratch)
-        else:
-            project_values(member, layer, sizes, tiles, scratch)
+        _end(member, layer, sizes, tiles, scratch)
         wait(member)
 
 

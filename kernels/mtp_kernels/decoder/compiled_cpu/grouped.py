@@ -15,7 +15,7 @@ from mtp_kernels.decoder.compiled_cpu.rows import copy, norm_row, rotate_halves,
 @inner
 def fill_keys(member: Any, layer: Any, sizes: Any, batch: Any, cache: Any, projected: Any) -> None:
     """Write keys and values of the member's rows to their slots."""
-    head, first_key = sizes.head, sizes.heads * sizes.head
+    head, first_key = sizes.attention.head, sizes.heads * sizes.attention.head
     work = np.empty((2, head), np.float32)
     first, last = share(member, batch.slots.size)
     for row in range(first, last):
@@ -31,7 +31,7 @@ def fill_keys(member: Any, layer: Any, sizes: Any, batch: Any, cache: Any, proje
 @inner
 def make_grouped_queries(member: Any, layer: Any, sizes: Any, batch: Any, scratch: Any) -> None:
     """Make queries, shared out by head and row."""
-    count, head = scratch.projected.shape[0], sizes.head
+    count, head = scratch.projected.shape[0], sizes.attention.head
     work = np.empty((2, head), np.float32)
     first, last = share(member, sizes.heads * count)
     for unit in range(first, last):
@@ -49,7 +49,7 @@ def prepare_head(layer: Any, norm: Any, sizes: Any, source: Any, start: Any, wor
         add_bias(layer, source, start, work[0])
         return
     add_bias(layer, source, start, work[1])
-    norm_row(work[1], vector(norm, sizes.head), sizes.norm_eps, work[0])
+    norm_row(work[1], vector(norm, sizes.attention.head), sizes.norm_eps, work[0])
 
 
 @inner
@@ -63,9 +63,9 @@ def add_bias(layer: Any, source: Any, start: Any, out: Any) -> None:
 
 
 @inner
-def merge_values(member: Any, sizes: Any, tiles: Any, scratch: Any) -> None:
+def merge_values(member: Any, layer: Any, sizes: Any, tiles: Any, scratch: Any) -> None:
     """Merge the parts of a wave's tiles to each head's values."""
-    heads, head = sizes.heads, sizes.head
+    heads, head = sizes.heads, sizes.attention.head
     first, last = share(member, tiles.size * heads)
     for unit in range(first, last):
         tile, number = tiles[unit // heads], unit % heads

@@ -28,52 +28,55 @@ def fill_latents(
     member: Any, layer: Any, sizes: Any, batch: Any, cache: Any, projected: Any
 ) -> None:
     """Write latents and rotated rope keys of the member's rows to their slots."""
-    latent, norm = sizes.latent, vector(layer.latent_norm, sizes.latent)
+    latent, rope = sizes.attention.latent, sizes.attention.rope
+    norm = vector(layer.latent_norm, latent)
     start = query_columns(sizes)
     first, last = share(member, batch.slots.size)
     for row in range(first, last):
         source = projected[row]
         slot = cache[batch.slots[row]]
         norm_row(source[start : start + latent], norm, sizes.norm_eps, slot[:latent])
-        key = source[start + latent : start + latent + sizes.rope]
+        key = source[start + latent : start + latent + rope]
         rotate(key, batch.cos_sin[row], slot[latent:])
 
 
 @inner
 def query_columns(sizes: Any) -> Any:
     """Return the width of the query's part of the down projection."""
-    return sizes.query_rank or sizes.heads * (sizes.nope + sizes.rope)
+    own = sizes.attention
+    return own.query_rank or sizes.heads * (own.nope + own.rope)
 
 
 @inner
 def make_latent_queries(member: Any, layer: Any, sizes: Any, batch: Any, scratch: Any) -> None:
     """Make queries in the space of latents, shared out by head and block of rows."""
-    count = scratch.projected.shape[0]
+    own, count = sizes.attention, scratch.projected.shape[0]
     blocks = -(-count // BLOCK_ROWS)
-    normed = np.empty((BLOCK_ROWS, max(1, sizes.query_rank)), np.float32)
-    query = np.empty((BLOCK_ROWS, panels_of(sizes.nope + sizes.rope) * PANEL), np.float32)
-    latents = np.empty((BLOCK_ROWS, panels_of(sizes.latent) * PANEL), np.float32)
+    normed = np.empty((BLOCK_ROWS, max(1, own.query_rank)), np.float32)
+    query = np.empty((BLOCK_ROWS, panels_of(own.nope + own.rope) * PANEL), np.float32)
+    latents = np.empty((BLOCK_ROWS, panels_of(own.latent) * PANEL), np.float32)
     first, last = share(member, sizes.heads * blocks)
     for unit in range(first, last):
         head, row = unit // blocks, unit % blocks * BLOCK_ROWS
         rows = min(BLOCK_ROWS, count - row)
         read_query(layer, sizes, scratch.projected[row : row + rows], head, normed, query)
         width = latents.shape[1]
-        weight = panel_of(layer.key_up, head * (width // PANEL), sizes.nope, sizes.entry_bytes)
+        weight = panel_of(layer.key_up, head * (width // PANEL), own.nope, sizes.entry_bytes)
         block = Rows(address(query), query.shape[1], rows)
         project(block, weight, (0, width // PANEL), address(latents), width)
         for r in range(rows):
             base, stride = batch.places[row + r]
             out = scratch.queries[base + head * stride]
-            copy(latents[r], out[: sizes.latent])
-            q_rope = query[r, sizes.nope : sizes.nope + sizes.rope]
-            rotate(q_rope, batch.cos_sin[row + r], out[sizes.latent :])
+            copy(latents[r], out[: own.latent])
+            q_rope = query[r, own.nope : own.nope + own.rope]
+            rotate(q_rope, batch.cos_sin[row + r], out[own.latent :])
 
 
 @inner
 def read_query(layer: Any, sizes: Any, projected: Any, head: Any, normed: Any, query: Any) -> None:
     """Write one head's queries [rows, n+r], out of their low rank where there is one."""
-    rank, size = sizes.query_rank, sizes.nope + sizes.rope
+    own = sizes.attention
+    rank, size = own.query_rank, own.nope + own.rope
     if rank == 0:
         for r in range(projected.shape[0]):
             copy(projected[r, head * size :], query[r, :size])
@@ -88,7 +91,7 @@ def read_query(layer: Any, sizes: Any, projected: Any, head: Any, normed: Any, q
 @inner
 def project_values(member: Any, layer: Any, sizes: Any, tiles: Any, scratch: Any) -> None:
     """Merge the parts of a wave's tiles and project each head's latents to its values."""
-    heads, latent, value = sizes.heads, sizes.latent, sizes.value
+    heads, latent, value = sizes.heads, sizes.attention.latent, sizes.attention.value
     attended = np.empty((TILE_ROWS, latent), np.float32)
     width = panels_of(value) * PANEL
     values = np.empty((TILE_ROWS, width), np.float32)

@@ -52,20 +52,30 @@ COUNTS = (
 LAYER = np.dtype([(name, np.int64) for name in (*ADDRESSES, *COUNTS)])
 
 
-class Sizes(NamedTuple):
-    """DecoderConfig as compiled code takes it; sizes of the other kind of attention are 0."""
+class Latent(NamedTuple):
+    """Sizes of latent attention alone. The type says which kind's code is compiled."""
 
-    hidden: int
-    grouped: bool  # attention of grouped queries, else latent
-    heads: int
-    kv_heads: int  # keys of a cached token
-    value_at: int  # floats from a cached key to its value
-    head: int  # of grouped queries
     nope: int
     rope: int
     value: int
     latent: int
     query_rank: int
+
+
+class Grouped(NamedTuple):
+    """Sizes of grouped-query attention alone."""
+
+    head: int
+
+
+class Sizes(NamedTuple):
+    """DecoderConfig as compiled code takes it."""
+
+    hidden: int
+    heads: int
+    kv_heads: int  # keys of a cached token
+    value_at: int  # floats from a cached key to its value
+    attention: Latent | Grouped
     groups: int
     groups_per_token: int
     normalise_weights: bool
@@ -96,20 +106,20 @@ class PackedLayer:
 def sizes_of(config: DecoderConfig, entry_bytes: int) -> Sizes:
     """Return the config's numbers in the types that compiled code computes in."""
     own = config.attention
-    latent = own if isinstance(own, LatentSizes) else None
-    grouped = own if isinstance(own, GroupedSizes) else None
+    attention: Latent | Grouped
+    match own:
+        case LatentSizes():
+            kv_heads, value_at = 1, 0
+            attention = Latent(own.nope, own.rope, own.value, own.latent, own.query_rank)
+        case GroupedSizes():
+            kv_heads, value_at = own.kv_heads, own.kv_heads * own.head
+            attention = Grouped(own.head)
     return Sizes(
         hidden=config.hidden,
-        grouped=grouped is not None,
         heads=own.heads,
-        kv_heads=grouped.kv_heads if grouped else 1,
-        value_at=grouped.kv_heads * grouped.head if grouped else 0,
-        head=grouped.head if grouped else 0,
-        nope=latent.nope if latent else 0,
-        rope=own.rope,
-        value=latent.value if latent else 0,
-        latent=latent.latent if latent else 0,
-        query_rank=latent.query_rank if latent else 0,
+        kv_heads=kv_heads,
+        value_at=value_at,
+        attention=attention,
         groups=config.expert_groups,
         groups_per_token=config.groups_per_token,
         normalise_weights=config.normalise_weights,
