@@ -25,9 +25,13 @@ from numba.core import event
 from numba.core.caching import CompileResultCacheImpl, FunctionCache, _CacheLocator
 from numba.core.codegen import JITCodeLibrary
 from numba.core.compiler import Compiler
+from numba.core.typed_passes import InlineOverloads, NopythonRewrites
+from numba.core.untyped_passes import DeadBranchPrune, InlineClosureLikes
 
 logger = logging.getLogger(__name__)
 
+# Passes over closures, expressions of whole arrays, overloads to inline, and branches on constants.
+_NEEDLESS = {InlineClosureLikes, DeadBranchPrune, InlineOverloads, NopythonRewrites}
 _NEW_OBJECTS = 100_000  # between collections
 _FOLDERS_KEPT = 32  # of each module, the last used: of other versions, of checkouts beside this one
 
@@ -91,6 +95,12 @@ class _Wide(JITCodeLibrary):
     def _optimize_functions(self, module: Any) -> None:
         """Leave it to the passes over the whole module."""
 
+    def _optimize_final_module(self) -> None:
+        """Run LLVM's passes once: numba's cheaper round before them prepares for the removal of
+        reference counts, of which kernels have few."""
+        passes, builder = self._codegen._module_pass_manager()
+        passes.run(self._final_module, builder)
+
 
 class _Part(_Wide):
     """Code that is linked into other functions', and never run by itself.
@@ -151,7 +161,17 @@ class _NoEnvironments:
         """Drop it: the code has no address yet."""
 
 
-class _WholeCompiler(Compiler):
+class _PlainCompiler(Compiler):
+    """Compiler without the passes over what kernels have none of."""
+
+    def define_pipelines(self) -> Any:
+        pipelines = super().define_pipelines()
+        for pipeline in pipelines:
+            pipeline.passes = [step for step in pipeline.passes if step[0] not in _NEEDLESS]
+        return pipelines
+
+
+class _WholeCompiler(_PlainCompiler):
     def compile_extra(self, function: Any) -> Any:
         codegen = self.state.targetctx.codegen()
         self.state.library = _Wide(codegen, function.__qualname__)
@@ -172,7 +192,7 @@ def _few_collections() -> Iterator[None]:
         gc.set_threshold(*before)
 
 
-class _PartCompiler(Compiler):
+class _PartCompiler(_PlainCompiler):
     def compile_extra(self, function: Any) -> Any:
         self.state.library = _Part(self.state.targetctx.codegen(), function.__qualname__)
         return super().compile_extra(function)

@@ -17,7 +17,7 @@ from numba.core.caching import NullCache
 from numba.core.registry import CPUDispatcher
 
 import mtp_kernels
-from mtp_kernels.cpu.jit import logger
+from mtp_kernels.cpu.jit import compiled, logger
 
 PACKAGE = "from kept_kernels import __name__"  # as packages do that import their own modules
 PART = """
@@ -87,6 +87,19 @@ def test_a_change_in_a_part_compiles_again(tmp_path: Path, monkeypatch: pytest.M
     assert changed(3) == 10 and not changed.stats.cache_hits
     back = twice_more(tmp_path / "three", monkeypatch)
     assert back(3) == 8 and not back.stats.cache_misses
+
+
+def test_a_kept_kernel_serves_a_new_one_and_itself(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    twice_more(tmp_path / "one", monkeypatch)(3)
+    kept = twice_more(tmp_path / "two", monkeypatch)
+
+    def one_more(x: Any) -> Any:
+        return kept(x) + 1
+
+    assert compiled(one_more)(3) == 9
+    assert kept(4) == 10 and not kept.stats.cache_misses
 
 
 def test_what_is_in_use_is_kept_whatever_was_compiled_since(
