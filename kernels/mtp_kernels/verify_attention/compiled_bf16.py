@@ -32,6 +32,9 @@ from mtp_kernels.verify_attention.shares import (
     work_of,
 )
 from mtp_kernels.verify_attention.tiles import (
+    ENTRY_TERMS,
+    ROW_TERMS,
+    TERM_BYTES,
     add_product_1_2,
     add_product_2_2,
     configure,
@@ -45,6 +48,7 @@ from mtp_kernels.verify_attention.tiles import (
 STEP_TOKENS = 256  # copied and scored at a time
 UNSEEN = np.float32(-1e30)  # finite, so that the difference of two is 0 and not NaN
 BF16_BYTES = 2
+PADDING = 16 if ENTRY_TERMS == 1 else 0  # terms after a token: an odd number of cache lines
 
 
 class Problem(NamedTuple):
@@ -60,16 +64,19 @@ class Problem(NamedTuple):
 
 
 class Scratch(NamedTuple):
-    """Memory of n threads, the first dimension; g groups of 16 rows, s STEP_TOKENS."""
+    """Memory of n threads, the first dimension; g groups of 16 rows, s STEP_TOKENS.
+
+    A term is a bf16 as int16, or the bits of a float32 where that is a tile's entry.
+    """
 
     config: Any  # [64]
-    queries: Any  # [n, g*16, c+r] int16: pairs of a row, as tiles [g, (c+r)/32]
-    line: Any  # [n, 16, c+r] int16: a group's rows
-    tokens: Any  # [n, s, c+r] int16
-    values: Any  # [n, s, c] int16: pairs of tokens, as tiles [s/32, c/16]
+    queries: Any  # [n, g*16, c+r] terms: entries of a row, as tiles [g, (c+r)/ROW_TERMS]
+    line: Any  # [n, 16, c+r] terms: a group's rows
+    tokens: Any  # [n, s, c+r+PADDING] terms
+    values: Any  # [n, s, c] terms: pairs of tokens, as tiles [s/32, c/16]; no tokens of single ones
     scores: Any  # [n, g, s, 16] float32
-    pairs: Any  # [n, 16, 16] int32
-    probs: Any  # [n, g, s*16] int16: tiles [s/32] of [16, 32]
+    entries: Any  # [n, 16, 16] int32
+    probs: Any  # [n, g, s*16] terms: tiles [s/ROW_TERMS] of [16, ROW_TERMS]
     sums: Any  # [n, 3, g*16, c] float32: the item in work alone, or the share's first, or last
     row_max: Any  # [n, 3, g*16] float32
     row_sum: Any  # [n, 3, g*16] float32
@@ -132,7 +139,8 @@ def attend_item(
         count = min(STEP_TOKENS, end - token)
         copy_tokens(item, token, count, problem, scratch.tokens[number])
         chunks = -(-count // DEPTH)
-        pack_values(scratch.tokens[number], chunks, scratch.values[number])
+        if ENTRY_TERMS == 2:
+            pack_values(scratch.tokens[number], chunks, scratch.values[number])
         score(groups, chunks, scratch, number)
         for group in range(groups):
             softmax_step(item, group, token, count, problem, scratch, number, state)
@@ -140,8 +148,16 @@ def attend_item(
 
 
 @compiled
+def term(bits: Any) -> Any:
+    """Return a bf16, given as int16, as it is packed."""
+    if ENTRY_TERMS == 1:
+        return np.int32(bits) << np.int32(16)
+    return bits
+
+
+@compiled
 def pack_queries(item: Any, problem: Any, queries: Any, line: Any) -> None:
-    """Pack rows as the second operand: by group and 32 entries, pairs of entries of 16 rows."""
+    """Pack rows as the second operand: by group and chunk, an entry of 16 rows after the other."""
     latent, width = problem.q_latent.shape[1], line.shape[1]
     source, target = address(line), address(queries)
     start = item.first_query * problem.heads
@@ -150,14 +166,14 @@ def pack_queries(item: Any, problem: Any, queries: Any, line: Any) -> None:
             row = group * TILE + r
             if row < item.rows:
                 for c in range(latent):
-                    line[r, c] = problem.q_latent[start + row, c]
+                    line[r, c] = term(problem.q_latent[start + row, c])
                 for c in range(width - latent):
-                    line[r, latent + c] = problem.q_rope[start + row, c]
+                    line[r, latent + c] = term(problem.q_rope[start + row, c])
             else:
                 for c in range(width):
                     line[r, c] = 0
-        for chunk in range(width // DEPTH):
-            transpose(source + chunk * ROW_BYTES, width * BF16_BYTES, target)
+        for chunk in range(width // ROW_TERMS):
+            transpose(source + chunk * ROW_BYTES, width * TERM_BYTES, target)
             target += TILE_BYTES
 
 
@@ -168,8 +184,8 @@ def copy_tokens(item: Any, first: Any, count: Any, problem: Any, tokens: Any) ->
     for t in range(count):
         token = first + t
         slot = np.int64(problem.page_table[item.request, token // page]) * page + token % page
-        for c in range(tokens.shape[1]):
-            tokens[t, c] = problem.cache[slot, c]
+        for c in range(problem.cache.shape[1]):
+            tokens[t, c] = term(problem.cache[slot, c])
     for t in range(count, -(-count // DEPTH) * DEPTH):
         for c in range(tokens.shape[1]):
             tokens[t, c] = 0
@@ -192,8 +208,7 @@ def pack_values(tokens: Any, chunks: Any, values: Any) -> None:
 @compiled
 def score(groups: Any, chunks: Any, scratch: Any, number: Any) -> None:
     """Multiply the tokens with all groups of rows."""
-    width = scratch.tokens.shape[2]
-    row, depth = width * BF16_BYTES, width // DEPTH
+    row, depth = scratch.tokens.shape[2] * TERM_BYTES, scratch.line.shape[2] // ROW_TERMS
     queries, scores = address(scratch.queries[number]), address(scratch.scores[number])
     group_bytes, step = depth * TILE_BYTES, STEP_TOKENS * ROW_BYTES
     for chunk in range(chunks):
@@ -201,14 +216,14 @@ def score(groups: Any, chunks: Any, scratch: Any, number: Any) -> None:
         for group in range(0, groups - 1, 2):
             product_2_2(
                 tokens, row, TILE * row, ROW_BYTES,
-                queries + group * group_bytes, group_bytes, TILE_BYTES, depth,
+                queries + group * group_bytes, ROW_BYTES, group_bytes, TILE_BYTES, depth,
                 scores + group * step + chunk * DEPTH * ROW_BYTES, ROW_BYTES, TILE_BYTES, step,
             )  # fmt: skip
         if groups % 2:
             group = groups - 1
             product_2_1(
                 tokens, row, TILE * row, ROW_BYTES,
-                queries + group * group_bytes, group_bytes, TILE_BYTES, depth,
+                queries + group * group_bytes, ROW_BYTES, group_bytes, TILE_BYTES, depth,
                 scores + group * step + chunk * DEPTH * ROW_BYTES, ROW_BYTES, TILE_BYTES, step,
             )  # fmt: skip
 
@@ -220,21 +235,27 @@ def softmax_step(
 ) -> None:  # fmt: skip
     """Turn one group's scores into softmax terms under the new row_max; rescale earlier sums."""
     scores, probs = scratch.scores[number, group], address(scratch.probs[number, group])
-    pairs = scratch.pairs[number]
+    entries = scratch.entries[number]
     rows = slice(group * TILE, (group + 1) * TILE)
     old_max, row_sum = state.row_max[rows], state.row_sum[rows]
     chunks, row_max, added = -(-count // DEPTH), old_max.copy(), np.zeros(TILE, np.float32)
     hide_unseen(item, group, first, chunks, problem, scores)
     raise_max(scores, chunks, problem.scale, row_max)
-    for chunk in range(chunks):
-        for pair in range(TILE):
-            even, odd = scores[chunk * DEPTH + 2 * pair], scores[chunk * DEPTH + 2 * pair + 1]
-            line = pairs[pair]
-            for r in range(TILE):
-                low, high = softmax_term(even[r], row_max[r]), softmax_term(odd[r], row_max[r])
-                added[r] += low + high
-                line[r] = rounded(low) | (rounded(high) << np.int32(16))
-        transpose(address(pairs), ROW_BYTES, probs + chunk * TILE_BYTES)
+    for chunk in range(chunks * DEPTH // ROW_TERMS):
+        for entry in range(TILE):
+            line, token = entries[entry], chunk * ROW_TERMS + entry * ENTRY_TERMS
+            first, last = scores[token], scores[token + ENTRY_TERMS - 1]
+            if ENTRY_TERMS == 1:
+                for r in range(TILE):
+                    value = softmax_term(first[r], row_max[r])
+                    added[r] += value
+                    line[r] = np.float32(value).view(np.int32)
+            else:
+                for r in range(TILE):
+                    low, high = softmax_term(first[r], row_max[r]), softmax_term(last[r], row_max[r])
+                    added[r] += low + high
+                    line[r] = rounded(low) | (rounded(high) << np.int32(16))
+        transpose(address(entries), ROW_BYTES, probs + chunk * TILE_BYTES)
     for r in range(TILE):
         factor = exponential(old_max[r] - row_max[r])
         old_max[r] = row_max[r]
@@ -291,24 +312,33 @@ def add_values(groups: Any, chunks: Any, scratch: Any, number: Any, state: Any) 
     """Add softmax terms @ latents to the sums."""
     latent = state.sums.shape[1]
     probs, sums = address(scratch.probs[number]), address(state.sums)
-    values = address(scratch.values[number])
-    group_bytes, row = STEP_TOKENS * TILE * BF16_BYTES, latent * 4
-    for c in range(0, latent, DEPTH):
-        tile = values + c // TILE * TILE_BYTES
-        chunk_bytes = latent // TILE * TILE_BYTES
+    values, line, tile, chunk = values_of(scratch, number)
+    group_bytes, row = STEP_TOKENS * TILE * TERM_BYTES, latent * 4
+    steps = chunks * DEPTH // ROW_TERMS
+    for c in range(0, latent, 2 * TILE):
         for group in range(0, groups - 1, 2):
             add_product_2_2(
                 probs + group * group_bytes, ROW_BYTES, group_bytes, TILE_BYTES,
-                tile, TILE_BYTES, chunk_bytes, chunks,
+                values + c // TILE * tile, line, tile, chunk, steps,
                 sums + group * TILE * row + c * 4, row, TILE * row, ROW_BYTES,
             )  # fmt: skip
         if groups % 2:
             group = groups - 1
             add_product_1_2(
                 probs + group * group_bytes, ROW_BYTES, group_bytes, TILE_BYTES,
-                tile, TILE_BYTES, chunk_bytes, chunks,
+                values + c // TILE * tile, line, tile, chunk, steps,
                 sums + group * TILE * row + c * 4, row, TILE * row, ROW_BYTES,
             )  # fmt: skip
+
+
+@compiled
+def values_of(scratch: Any, number: Any) -> tuple[Any, Any, Any, Any]:
+    """Return latents as the second operand: address, and steps to the next line, tile and chunk."""
+    if ENTRY_TERMS == 1:  # they lie so
+        line = scratch.tokens.shape[2] * TERM_BYTES
+        return address(scratch.tokens[number]), line, ROW_BYTES, TILE * line
+    chunk = scratch.values.shape[2] // TILE * TILE_BYTES
+    return address(scratch.values[number]), ROW_BYTES, TILE_BYTES, chunk
 
 
 @compiled

@@ -14,10 +14,10 @@ from mtp_kernels.cpu.paged_attention import Keys, Parts, Queries
 from mtp_kernels.cpu.team import process_team
 from mtp_kernels.verify_attention import compiled_bf16, compiled_float32
 from mtp_kernels.verify_attention.bf16_units import DEPTH, TILE, units_here
-from mtp_kernels.verify_attention.compiled_bf16 import STEP_TOKENS
+from mtp_kernels.verify_attention.compiled_bf16 import BF16_BYTES, PADDING, STEP_TOKENS
 from mtp_kernels.verify_attention.inputs import BumpAllocator, Inputs, Sizes, array_bytes
 from mtp_kernels.verify_attention.shares import MAX_ROWS, items_of
-from mtp_kernels.verify_attention.tiles import SPEEDUP, tile_config
+from mtp_kernels.verify_attention.tiles import SPEEDUP, TERM_BYTES, tile_config
 
 FEW_ROWS = 32  # of a request, queries x heads: up to there vectors are faster than torch's products
 
@@ -45,14 +45,16 @@ def scratch_layout(
     threads: int, groups: int, latent: int, rope: int
 ) -> list[tuple[tuple[int, ...], torch.dtype]]:
     rows, width = groups * TILE, latent + rope
+    term = torch.int16 if TERM_BYTES == BF16_BYTES else torch.int32
+    packed_tokens = STEP_TOKENS if TERM_BYTES == BF16_BYTES else 0
     return [
-        ((threads, rows, width), torch.int16),
-        ((threads, TILE, width), torch.int16),
-        ((threads, STEP_TOKENS, width), torch.int16),
-        ((threads, STEP_TOKENS, latent), torch.int16),
+        ((threads, rows, width), term),
+        ((threads, TILE, width), term),
+        ((threads, STEP_TOKENS, width + PADDING), term),
+        ((threads, packed_tokens, latent), term),
         ((threads, groups, STEP_TOKENS, TILE), torch.float32),
         ((threads, TILE, TILE), torch.int32),
-        ((threads, groups, STEP_TOKENS * TILE), torch.int16),
+        ((threads, groups, STEP_TOKENS * TILE), term),
         ((threads, 3, rows, latent), torch.float32),
         ((threads, 3, rows), torch.float32),
         ((threads, 3, rows), torch.float32),
@@ -138,7 +140,7 @@ def attend_bf16(inputs: Inputs, buffer: torch.Tensor, out: torch.Tensor, lse: to
     )
     team.run(
         compiled_bf16.attend,
-        team.threads_for(multiplications(sizes) // SPEEDUP),
+        team.threads_for(int(multiplications(sizes) / SPEEDUP)),
         items_of(inputs.cu_q.numpy(), inputs.kv_lens.numpy(), sizes.heads),
         problem,
         compiled_bf16.Scratch(tile_config(), *scratch),
