@@ -4,8 +4,11 @@ A thread walks its share of the batch's cache in steps of STEP_TOKENS that stay 
 copies them out of their pages once, and multiplies them with all rows of the request:
 
     scores  [t, rows] = tokens [t, c+r] @ queries.T     tokens are the tile operand as they lie
-    probs   [rows, t]                                   exp, in float32; rounded, turned
+    probs   [rows, t]                                   exp, in float32; rounded to bf16, turned
     out     [rows, c] += probs [rows, t] @ tokens [t, :c]   pairs of tokens interleaved once
+
+Where float32 vectors multiply, tokens and queries are converted when they are copied, probs are not
+rounded, and tokens are the second operand as they lie.
 
 Shares are equal, cut at BLOCK_TOKENS of a request, so at most one request per cut is in two shares:
 parts of one by several threads are merged by log-sum-exp. Bits depend on the number of threads.
@@ -22,6 +25,12 @@ from mtp_kernels.cpu.elementwise import exponential
 from mtp_kernels.cpu.jit import compiled
 from mtp_kernels.cpu.team import wait
 from mtp_kernels.cpu.vectors import address
+from mtp_kernels.verify_attention.bf16_packing import (
+    copy_tokens,
+    pack_queries,
+    pack_values,
+    values_of,
+)
 from mtp_kernels.verify_attention.bf16_units import DEPTH, ROW_BYTES, TILE, TILE_BYTES
 from mtp_kernels.verify_attention.shares import (
     BLOCK_TOKENS,
@@ -38,7 +47,6 @@ from mtp_kernels.verify_attention.tiles import (
     add_product_1_2,
     add_product_2_2,
     configure,
-    interleave,
     product_2_1,
     product_2_2,
     release,
@@ -47,8 +55,6 @@ from mtp_kernels.verify_attention.tiles import (
 
 STEP_TOKENS = 256  # copied and scored at a time
 UNSEEN = np.float32(-1e30)  # finite, so that the difference of two is 0 and not NaN
-BF16_BYTES = 2
-PADDING = 16 if ENTRY_TERMS == 1 else 0  # terms after a token: an odd number of cache lines
 
 
 class Problem(NamedTuple):
@@ -148,64 +154,6 @@ def attend_item(
 
 
 @compiled
-def term(bits: Any) -> Any:
-    """Return a bf16, given as int16, as it is packed."""
-    if ENTRY_TERMS == 1:
-        return np.int32(bits) << np.int32(16)
-    return bits
-
-
-@compiled
-def pack_queries(item: Any, problem: Any, queries: Any, line: Any) -> None:
-    """Pack rows as the second operand: by group and chunk, an entry of 16 rows after the other."""
-    latent, width = problem.q_latent.shape[1], line.shape[1]
-    source, target = address(line), address(queries)
-    start = item.first_query * problem.heads
-    for group in range(groups_of(item)):
-        for r in range(TILE):
-            row = group * TILE + r
-            if row < item.rows:
-                for c in range(latent):
-                    line[r, c] = term(problem.q_latent[start + row, c])
-                for c in range(width - latent):
-                    line[r, latent + c] = term(problem.q_rope[start + row, c])
-            else:
-                for c in range(width):
-                    line[r, c] = 0
-        for chunk in range(width // ROW_TERMS):
-            transpose(source + chunk * ROW_BYTES, width * TERM_BYTES, target)
-            target += TILE_BYTES
-
-
-@compiled
-def copy_tokens(item: Any, first: Any, count: Any, problem: Any, tokens: Any) -> None:
-    """Copy tokens [first, first + count) side by side, and zeros up to whole tiles."""
-    page = problem.page
-    for t in range(count):
-        token = first + t
-        slot = np.int64(problem.page_table[item.request, token // page]) * page + token % page
-        for c in range(problem.cache.shape[1]):
-            tokens[t, c] = term(problem.cache[slot, c])
-    for t in range(count, -(-count // DEPTH) * DEPTH):
-        for c in range(tokens.shape[1]):
-            tokens[t, c] = 0
-
-
-@compiled
-def pack_values(tokens: Any, chunks: Any, values: Any) -> None:
-    """Pack latents as the second operand: by 32 tokens and 16 entries, pairs of tokens."""
-    source, target = address(tokens), address(values)
-    stride, latent = tokens.shape[1] * BF16_BYTES, values.shape[1]
-    for chunk in range(chunks):
-        for pair in range(TILE):
-            line = source + (chunk * DEPTH + 2 * pair) * stride
-            place = target + chunk * (latent // TILE) * TILE_BYTES + pair * ROW_BYTES
-            for c in range(0, latent, DEPTH):
-                at = line + c * BF16_BYTES
-                interleave(at, at + stride, place + c // TILE * TILE_BYTES)
-
-
-@compiled
 def score(groups: Any, chunks: Any, scratch: Any, number: Any) -> None:
     """Multiply the tokens with all groups of rows."""
     row, depth = scratch.tokens.shape[2] * TERM_BYTES, scratch.line.shape[2] // ROW_TERMS
@@ -243,18 +191,14 @@ def softmax_step(
     raise_max(scores, chunks, problem.scale, row_max)
     for chunk in range(chunks * DEPTH // ROW_TERMS):
         for entry in range(TILE):
-            line, token = entries[entry], chunk * ROW_TERMS + entry * ENTRY_TERMS
-            first, last = scores[token], scores[token + ENTRY_TERMS - 1]
-            if ENTRY_TERMS == 1:
-                for r in range(TILE):
-                    value = softmax_term(first[r], row_max[r])
-                    added[r] += value
-                    line[r] = np.float32(value).view(np.int32)
-            else:
-                for r in range(TILE):
-                    low, high = softmax_term(first[r], row_max[r]), softmax_term(last[r], row_max[r])
-                    added[r] += low + high
-                    line[r] = rounded(low) | (rounded(high) << np.int32(16))
+            token, line = chunk * ROW_TERMS + entry * ENTRY_TERMS, entries[entry]
+            even, odd = scores[token], scores[token + ENTRY_TERMS - 1]
+            for r in range(TILE):
+                low, high = softmax_term(even[r], row_max[r]), np.float32(0.0)
+                if ENTRY_TERMS == 2:
+                    high = softmax_term(odd[r], row_max[r])
+                added[r] += low + high
+                line[r] = entry_of(low, high)
         transpose(address(entries), ROW_BYTES, probs + chunk * TILE_BYTES)
     for r in range(TILE):
         factor = exponential(old_max[r] - row_max[r])
@@ -300,6 +244,14 @@ def softmax_term(score: Any, row_max: Any) -> Any:
 
 
 @compiled
+def entry_of(low: Any, high: Any) -> Any:
+    """Return the entry of two softmax terms, or of the first where it holds one."""
+    if ENTRY_TERMS == 1:
+        return np.float32(low).view(np.int32)
+    return rounded(low) | (rounded(high) << np.int32(16))
+
+
+@compiled
 def rounded(value: Any) -> Any:
     """Return the bits of a float32, not NaN, as bf16: rounded to nearest, ties to even."""
     bits = np.float32(value).view(np.int32)
@@ -329,16 +281,6 @@ def add_values(groups: Any, chunks: Any, scratch: Any, number: Any, state: Any) 
                 values + c // TILE * tile, line, tile, chunk, steps,
                 sums + group * TILE * row + c * 4, row, TILE * row, ROW_BYTES,
             )  # fmt: skip
-
-
-@compiled
-def values_of(scratch: Any, number: Any) -> tuple[Any, Any, Any, Any]:
-    """Return latents as the second operand: address, and steps to the next line, tile and chunk."""
-    if ENTRY_TERMS == 1:  # they lie so
-        line = scratch.tokens.shape[2] * TERM_BYTES
-        return address(scratch.tokens[number]), line, ROW_BYTES, TILE * line
-    chunk = scratch.values.shape[2] // TILE * TILE_BYTES
-    return address(scratch.values[number]), ROW_BYTES, TILE_BYTES, chunk
 
 
 @compiled
