@@ -28,7 +28,7 @@ from mtp_runtime.request import RequestMetrics
 
 ADAPTIVE = "adaptive"
 MIN_TURNS, MAX_TURNS, MAX_PROMPTS = 5, 30, 96
-WARM_UP = 5  # turns, in which the adaptive engine sees what lengths cost
+MIN_WARM_UP = 3  # turns, in which the adaptive engine sees what lengths cost
 
 
 def seconds_of(
@@ -60,14 +60,15 @@ def row_of(
     params = SamplingParams(max_tokens=tokens, ignore_eos=True)
     names, turns = list(engines), []
     count = max(MIN_TURNS, min(MAX_TURNS, MAX_PROMPTS // size))
-    for number in range(count + WARM_UP):
-        if number == WARM_UP:
+    warm_up = max(MIN_WARM_UP, count // 3)
+    for number in range(count + warm_up):
+        if number == warm_up:
             engines[ADAPTIVE].engine.totals = RequestMetrics()
         asked = [prompts[(number * size + place) % len(prompts)] for place in range(size)]
         first = number % len(names)  # no engine is always the one after the slowest
         order = names[first:] + names[:first]
         turns.append(seconds_of({name: engines[name] for name in order}, asked, params))
-    turns = turns[WARM_UP:]
+    turns = turns[warm_up:]
     ratios = [
         turn[best_fixed([other for other in turns if other is not turn])] / turn[ADAPTIVE]
         for turn in turns
