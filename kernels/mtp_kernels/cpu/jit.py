@@ -50,7 +50,7 @@ def compiled(function: Callable[..., Any]) -> Any:
 def inner(function: Callable[..., Any]) -> Any:
     """Compile a function that compiled ones alone call, as a part of those."""
     return _compiled(
-        function, no_cfunc_wrapper=True, no_cpython_wrapper=True, pipeline_class=_PartCompiler
+        function, no_cfunc_wrapper=True, no_cpython_wrapper=True, pipeline_class=_PlainCompiler
     )
 
 
@@ -91,7 +91,6 @@ class _Wide(JITCodeLibrary):
                 set.add(function.attributes, '"prefer-vector-width"="512"')
         super().add_ir_module(ir_module)
 
-
     def _optimize_functions(self, module: Any) -> None:
         """Leave it to the passes over the whole module."""
 
@@ -121,12 +120,12 @@ class _Part(_Wide):
         """Leave it to the function that this is linked into."""
         self._finalized = True
 
-
     @classmethod
-    def _unserialize(cls, codegen: Any, state: Any) -> JITCodeLibrary:
+    def _unserialize(cls, codegen: Any, state: Any) -> Any:
         """Return code that was kept, which is whole."""
         with _libraries(codegen, _Wide):
             return _Wide._unserialize(codegen, state)
+
 
 @contextmanager
 def _libraries(codegen: Any, kind: type[JITCodeLibrary]) -> Iterator[None]:
@@ -190,12 +189,6 @@ def _few_collections() -> Iterator[None]:
         yield
     finally:
         gc.set_threshold(*before)
-
-
-class _PartCompiler(_PlainCompiler):
-    def compile_extra(self, function: Any) -> Any:
-        self.state.library = _Part(self.state.targetctx.codegen(), function.__qualname__)
-        return super().compile_extra(function)
 
 
 class _Announcer(event.Listener):
