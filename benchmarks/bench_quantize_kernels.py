@@ -27,13 +27,13 @@ import numpy as np
 import torch
 from compressed_tensors.compressors import BaseCompressor
 from compressed_tensors.quantization import QuantizationArgs, QuantizationScheme
-from numba import njit
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT), str(ROOT / "kernels")]
 
 from benchmarks.quantize_operations import operations  # noqa: E402
 from mtp_kernels import quantize  # noqa: E402
+from mtp_kernels.cpu.jit import compiled  # noqa: E402
 from mtp_kernels.quantize.cpu_numbers import from_e4m3  # noqa: E402
 
 SHAPES = [(2048, 7168), (7168, 2048)]  # gate/up and down projection of a V3 expert
@@ -101,14 +101,14 @@ def decoders() -> dict[str, float]:
     codes = np.random.default_rng(0).integers(0, 127, (2048, 7168), dtype=np.uint8)
     out = np.empty(codes.shape[1], np.float32)
 
-    @njit
+    @compiled
     def by_table(codes: Any, out: Any, table: Any) -> None:
         for row in range(codes.shape[0]):
             values = codes[row]
             for k in range(values.size):
                 out[k] = table[values[k]]
 
-    @njit
+    @compiled
     def by_bits(codes: Any, out: Any) -> None:
         for row in range(codes.shape[0]):
             values = codes[row]
