@@ -27,7 +27,6 @@ from benchmarks.make_checkpoint import make_released
 from benchmarks.released import RELEASED
 from mtp_export.checkpoint.dtypes import torch_dtype
 from mtp_export.checkpoint.header import TensorInfo
-from mtp_export.checkpoint.reader import Checkpoint
 from mtp_export.schemes.windows import Window
 from mtp_runtime.layers.split import MODES, REDUCE, Joining
 from mtp_runtime.loading.copies import own_pieces
@@ -150,7 +149,7 @@ def coverage(shape: tuple[int, int], reads: Iterable[Read]) -> tuple[int, int]:
 
 
 def planned(folder: Path, ranks: int, mode: str, gpu_bytes: int) -> Plan:
-    """Plan the loading of a checkpoint in bfloat16 on GPUs of a size, rank by rank."""
+    """Plan the loading of a checkpoint or bundle in bfloat16 on GPUs of a size, rank by rank."""
     # What a GPU's part would be, but for the device, which need not be here.
     options = LoadOptions(dtype="bfloat16", dequantize_at_load=False, parallel_mode=mode)
     opened = open_model(folder, options)
@@ -165,7 +164,9 @@ def planned(folder: Path, ranks: int, mode: str, gpu_bytes: int) -> Plan:
         tokens = cache_tokens_beside(weights, gpu_bytes, cached=(model,), page_size=PAGE_SIZE)
         reads.append(dict(source.reads))
         held.append(Held(weights, bytes_per_page((model,), PAGE_SIZE) // PAGE_SIZE, tokens))
-    return Plan(Checkpoint.open(folder).tensors, tuple(reads), tuple(held))
+    folders = opened.builder.source.owners.values()
+    tensors = {name: one for own in folders for name, one in own.checkpoint.tensors.items()}
+    return Plan(tensors, tuple(reads), tuple(held))
 
 
 def held_bytes(roots: list[Any]) -> int:
