@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks import bench_scaling
+from benchmarks import bench_scaling, bench_static_graph
 from pages import README, ROOT, rows_of, sections_of
 
 PAGE = ROOT / "docs/benchmarks.md"
@@ -253,13 +253,17 @@ def test_methods_at_batch_1() -> None:
     ]
 
 
-def test_the_page_about_scaling() -> None:
+@pytest.mark.parametrize("benchmark", [bench_scaling, bench_static_graph])
+def test_a_section_that_is_written_from_its_measurement(benchmark: Any) -> None:
     """The measured table is there when it was measured, and only then."""
-    page = (ROOT / bench_scaling.PAGE).read_text()
-    assert bench_scaling.paper() in page
-    measured = (ROOT / bench_scaling.RESULT).exists()
-    shown = bench_scaling.section(results("scaling.json")) if measured else ""
-    assert (bench_scaling.HEADING in page) == measured and shown in page
+    page = (ROOT / benchmark.PAGE).read_text()
+    is_measured = (ROOT / benchmark.RESULT).exists()
+    shown = benchmark.section(results(benchmark.RESULT.name)) if is_measured else ""
+    assert (benchmark.HEADING in page) == is_measured and shown in page
+
+
+def test_the_page_about_scaling() -> None:
+    assert bench_scaling.paper() in (ROOT / bench_scaling.PAGE).read_text()
 
 
 def test_the_section_about_scaling_replaces_the_one_before() -> None:
