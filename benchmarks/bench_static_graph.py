@@ -4,7 +4,8 @@
     python -m benchmarks.bench_static_graph page              puts them into docs/gpu.md
 
 Compiles the step by AOTInductor in float32 and bfloat16, times it in turns with the others, then
-decodes the fixture's prompts by each, in turns too, and compares texts. Figures are medians.
+decodes the fixture's prompts with two drafts by each, in turns too, and compares texts. Figures are
+medians.
 """
 
 from __future__ import annotations
@@ -29,12 +30,11 @@ from mtp_runtime.prompts import read_prompts
 from mtp_runtime.request import Request
 from mtp_runtime.sampling import SamplingParams
 from mtp_runtime.static_graph.compiled import CompiledStep, compile_step
-from mtp_runtime.static_graph.timing import Way, step_seconds
+from mtp_runtime.static_graph.timing import CONTEXT_TOKENS, Way, step_seconds
 from mtp_runtime.tokenizer import Tokenizer
 
 DTYPES = ("float32", "bfloat16")
-DRAFTS = (0, 2)
-PAGE_SIZE = 64
+DRAFTS, PAGE_SIZE = 2, 64
 RESULT, PAGE = Path("benchmarks/results/static_graph.json"), Path("docs/gpu.md")
 HEADING, FOLLOWING = "### Packages on a CPU", "## Testing a machine"
 EAGER, PACKAGE, KERNELS = "torch, eager", "package", "compiled kernels"
@@ -65,13 +65,12 @@ def ways_of(source: Path, dtype: str, package: Path) -> tuple[dict[str, Way], fl
 
 
 def decoded(
-    way: Way, prompts: list[tuple[int, ...]], params: SamplingParams, drafts: int
+    way: Way, prompts: list[tuple[int, ...]], params: SamplingParams
 ) -> tuple[list[Request], float]:
     """The requests of some prompts after decoding, and the seconds that it took."""
-    method = "mtp" if drafts else "none"
-    speculation = SpeculationConfig(method=method, max_draft_tokens=max(1, drafts))
+    speculation = SpeculationConfig(method="mtp", max_draft_tokens=DRAFTS)
     config = EngineConfig(page_size=PAGE_SIZE, speculation=speculation)
-    engine = Engine(way.model, config, DRAFTERS[method].build, None, way.graphs)
+    engine = Engine(way.model, config, DRAFTERS["mtp"].build, None, way.graphs)
     requests = [Request(n, prompt, params) for n, prompt in enumerate(prompts)]
     start = time.perf_counter()
     for _ in engine.run(requests):
@@ -80,7 +79,7 @@ def decoded(
 
 
 def decoding_row(
-    ways: Mapping[str, Way], prompts: list[tuple[int, ...]], drafts: int, size: Size
+    ways: Mapping[str, Way], prompts: list[tuple[int, ...]], size: Size
 ) -> dict[str, Any]:
     """Tokens per second by way, in turns, and the share of texts that are the eager ones."""
     rates: dict[str, list[float]] = {name: [] for name in ways}
@@ -88,7 +87,7 @@ def decoding_row(
     accepted: dict[str, float] = {}
     for _ in range(size.turns + 1):
         for name, way in ways.items():
-            requests, seconds = decoded(way, prompts, size.params, drafts)
+            requests, seconds = decoded(way, prompts, size.params)
             rates[name].append(len(prompts) * size.tokens / seconds)
             outputs[name] = [request.output for request in requests]
             steps = sum(request.metrics.target_steps for request in requests)
@@ -96,7 +95,7 @@ def decoding_row(
     eager = outputs[EAGER]
     return {
         "batch": len(prompts),
-        "drafts": drafts,
+        "drafts": DRAFTS,
         "tokens_per_second": {name: median(found[1:]) for name, found in rates.items()},
         "tokens_per_step": accepted,
         "same_texts": {
@@ -118,9 +117,7 @@ def measured(
             {"batch": n, "seconds": step_seconds(ways, requests=n, page_size=PAGE_SIZE)}
             for n in size.batches
         ]
-        rows = [
-            decoding_row(ways, prompts[:n], drafts, size) for n in size.batches for drafts in DRAFTS
-        ]
+        rows = [decoding_row(ways, prompts[:n], size) for n in size.batches]
     return {
         "dtype": dtype,
         "compile_seconds": seconds,
@@ -147,12 +144,10 @@ def section(result: dict[str, Any]) -> str:
     ways, machine = (EAGER, PACKAGE, KERNELS), result["hardware"]
     lines = []
     for row in result["rows"]:
-        steps = {step["batch"]: step["seconds"] for step in row["steps"]}
-        for found in row["decoding"]:
-            step, rates = steps[found["batch"]], found["tokens_per_second"]
-            times = [f"{step[way] * 1e3:.1f}" if found["drafts"] == 0 else "" for way in ways]
-            cells = [row["dtype"], str(found["batch"]), str(found["drafts"]), *times]
-            cells += [f"{rates[way]:.0f}" for way in ways]
+        for step, found in zip(row["steps"], row["decoding"], strict=True):
+            times = [f"{step['seconds'][way] * 1e3:.1f}" for way in ways]
+            rates = [f"{found['tokens_per_second'][way]:.1f}" for way in ways]
+            cells = [row["dtype"], str(found["batch"]), *times, *rates]
             lines.append(f"| {' | '.join(cells)} |")
     compiling = ", ".join(
         f"{row['compile_seconds']:.0f} s in {row['dtype']} ({row['package_bytes'] / 1e6:.1f} MB)"
@@ -164,15 +159,17 @@ def section(result: dict[str, Any]) -> str:
             "",
             "`python -m benchmarks.bench_static_graph measure fixtures/deepseek-v3-tiny`,"
             f" {machine['cpu']}, {machine['threads']} threads,",
-            f"commit {machine['commit'][:12]}, torch {machine['torch']}: {result['tokens']} tokens"
-            f" per request, medians of {result['turns']} turns.",
-            f"Steps are of one token per request, without the head. Compiling took {compiling}.",
+            f"commit {machine['commit'][:12]}, torch {machine['torch']}. A step is one token per"
+            f" request at {CONTEXT_TOKENS} cached ones, without the head; decoding is of"
+            f" {result['tokens']} tokens",
+            f"per request with {DRAFTS} drafts, medians of {result['turns']} turns. Compiling took"
+            f" {compiling}.",
             f"Of float32's texts {_same(result, PACKAGE)} by the package and"
             f" {_same(result, KERNELS)} by the compiled kernels are those of the eager steps.",
             "",
-            "| | requests | drafts | ms per step, eager | package | compiled kernels"
+            "| | requests | ms per step, eager | package | compiled kernels"
             " | tokens/s, eager | package | compiled kernels |",
-            "|---|--:|--:|--:|--:|--:|--:|--:|--:|",
+            "|---|--:|--:|--:|--:|--:|--:|--:|",
             *lines,
             "",
             "",
@@ -200,7 +197,7 @@ def main() -> None:
     measuring.add_argument("source", type=Path)
     measuring.add_argument("--batches", type=int, nargs="+", default=[1, 4, 16])
     measuring.add_argument("--tokens", type=int, default=16)
-    measuring.add_argument("--turns", type=int, default=3)
+    measuring.add_argument("--turns", type=int, default=2)
     measuring.add_argument("--result", type=Path, default=RESULT)
     given = parser.parse_args()
     if given.action == "page":

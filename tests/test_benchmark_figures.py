@@ -279,6 +279,24 @@ def test_the_section_about_scaling_replaces_the_one_before() -> None:
     assert bench_scaling.put_into(once, part) == once
 
 
+def test_the_section_about_packages() -> None:
+    seconds = {"torch, eager": 0.05, "package": 0.0312, "compiled kernels": 0.004}
+    rates = {"torch, eager": 20.0, "package": 33.34, "compiled kernels": 200.0}
+    same = {"torch, eager": 1.0, "package": 0.75, "compiled kernels": 1.0}
+    decoding = {"batch": 4, "tokens_per_second": rates, "same_texts": same}
+    row = {"dtype": "float32", "compile_seconds": 31.6, "package_bytes": 3.8e6}
+    row |= {"steps": [{"batch": 4, "seconds": seconds}], "decoding": [decoding]}
+    hardware = {"cpu": "a CPU", "threads": 2, "torch": "2.13.0", "commit": "0123456789abcdef"}
+    result = {"hardware": hardware, "tokens": 16, "turns": 2, "rows": [row]}
+    part = bench_static_graph.section(result)
+    assert "| float32 | 4 | 50.0 | 31.2 | 4.0 | 20.0 | 33.3 | 200.0 |" in part
+    assert "32 s in float32 (3.8 MB)" in part and "3 of 4 by the package" in part
+    page = (ROOT / bench_static_graph.PAGE).read_text()
+    once = bench_static_graph.put_into(page, part)
+    assert once.count(bench_static_graph.HEADING) == 1
+    assert bench_static_graph.put_into(once, part) == once
+
+
 def tuning_rows() -> list[list[str]]:
     """Return the rows that docs/tune.md shows of tune.json."""
 
