@@ -164,8 +164,8 @@ def planned(folder: Path, ranks: int, mode: str, gpu_bytes: int) -> Plan:
         tokens = cache_tokens_beside(weights, gpu_bytes, cached=(model,), page_size=PAGE_SIZE)
         reads.append(dict(source.reads))
         held.append(Held(weights, bytes_per_page((model,), PAGE_SIZE) // PAGE_SIZE, tokens))
-    folders = opened.builder.source.owners.values()
-    tensors = {name: one for own in folders for name, one in own.checkpoint.tensors.items()}
+    checkpoints = {id(own): own.checkpoint for own in opened.builder.source.owners.values()}
+    tensors = {name: one for own in checkpoints.values() for name, one in own.tensors.items()}
     return Plan(tensors, tuple(reads), tuple(held))
 
 
