@@ -2,10 +2,11 @@
 
     python -m benchmarks.bench_adaptive fixtures/deepseek-v3-tiny --prompts fixtures/prompts.jsonl
 
-Plain decoding, k = 1 to 5 and adaptive decode the same prompts in every turn. A turn's ratio is the
-adaptive run's output tokens per second over those of the fixed k that was best in the other turns
-(the best of the same turn would be the luckiest one); the figure is the median of the turns. Writes
-adaptive.json and adaptive.md to --out (benchmarks/results).
+Plain decoding, k = 1 to 5 and adaptive decode the same prompts in every turn, a step each in turn,
+so that a machine that is slower for a while is so for all. A turn's ratio is the adaptive run's
+output tokens per second over those of the fixed k that was best in the other turns (the best of the
+same turn would be the luckiest one); the figure is the median of the turns. Writes adaptive.json
+and adaptive.md to --out (benchmarks/results).
 """
 
 from __future__ import annotations
@@ -27,14 +28,23 @@ from mtp_runtime.request import RequestMetrics
 
 ADAPTIVE = "adaptive"
 MIN_TURNS, MAX_TURNS, MAX_PROMPTS = 5, 30, 96
-WARM_UP = 3  # turns, in which the adaptive engine sees what lengths cost
+MIN_WARM_UP = 3  # turns, in which the adaptive engine sees what lengths cost
 
 
-def seconds_of(llm: LLM, prompts: Prompts, params: SamplingParams) -> float:
-    """Seconds in which prompts are decoded, all at once."""
-    start = time.perf_counter()
-    llm.generate(prompts, params)
-    return time.perf_counter() - start
+def seconds_of(
+    engines: Mapping[str, LLM], prompts: Prompts, params: SamplingParams
+) -> dict[str, float]:
+    """Seconds of each engine's own steps, by which it decodes prompts, all at once."""
+    seconds = dict.fromkeys(engines, 0.0)
+    for llm in engines.values():
+        for request in llm.requests(prompts, [params] * len(prompts)):
+            llm.engine.add(request)
+    while working := {name: llm for name, llm in engines.items() if llm.engine.has_work}:
+        for name, llm in working.items():
+            start = time.perf_counter()
+            llm.engine.step()
+            seconds[name] += time.perf_counter() - start
+    return seconds
 
 
 def best_fixed(turns: Sequence[Mapping[str, float]]) -> str:
@@ -50,14 +60,15 @@ def row_of(
     params = SamplingParams(max_tokens=tokens, ignore_eos=True)
     names, turns = list(engines), []
     count = max(MIN_TURNS, min(MAX_TURNS, MAX_PROMPTS // size))
-    for number in range(count + WARM_UP):
-        if number == WARM_UP:
+    warm_up = max(MIN_WARM_UP, count // 3)
+    for number in range(count + warm_up):
+        if number == warm_up:
             engines[ADAPTIVE].engine.totals = RequestMetrics()
         asked = [prompts[(number * size + place) % len(prompts)] for place in range(size)]
         first = number % len(names)  # no engine is always the one after the slowest
         order = names[first:] + names[:first]
-        turns.append({name: seconds_of(engines[name], asked, params) for name in order})
-    turns = turns[WARM_UP:]
+        turns.append(seconds_of({name: engines[name] for name in order}, asked, params))
+    turns = turns[warm_up:]
     ratios = [
         turn[best_fixed([other for other in turns if other is not turn])] / turn[ADAPTIVE]
         for turn in turns

@@ -20,7 +20,7 @@ from mtp_runtime.config import SpeculationConfig
 _SAMPLES = 15  # of a time
 _AT_FIRST = 3  # of every length, before any is chosen
 _PACES = 5
-_PROBE_STEPS = 40
+_FIRST_GAP, _LAST_GAP = 2, 40  # steps from one probe to the next
 _NEARLY = 0.8  # of the best length's rate
 _KEPT = 0.99  # of what was counted of acceptance, at each step
 _FIRST_ACCEPTANCE, _WEIGHT = 0.8, 2.0  # assumed at first, and how many drafts outweigh it
@@ -66,23 +66,22 @@ class AdaptiveLength:
     """Chooses the number of drafts with most tokens per second, E[L] / T(batch size, drafts).
 
     E[L] follows from the acceptance of each position in recent blocks, T from the times of recent
-    steps, which batch sizes that differ little share. Every _PROBE_STEPS steps another length is
-    tried, so that a better one is found when text or load change.
+    steps, which batch sizes that differ little share. Every so often another length is tried, so
+    that a better one is found when text or load change.
     """
 
     def __init__(self, max_drafts: int) -> None:
         self._max = max_drafts
         self._reached, self._accepted = np.zeros(max_drafts), np.zeros(max_drafts)
         self._times: dict[int, _Times] = {}  # by class of batch sizes
-        self._steps = 0
 
     def choose(self, batch: int) -> int:
         times = self._times_of(batch)
         if (untried := times.untried()) is not None:
             return untried
         rates = self._tokens() / times.expected()
-        self._steps += 1
-        return times.oldest(_others(rates)) if self._steps % _PROBE_STEPS == 0 else _best(rates)
+        times.usual = int(np.argmax(rates))
+        return times.oldest(_others(rates)) if times.probe_is_due() else times.usual
 
     def observe(self, step: Step) -> None:
         batch = len(step.blocks)
@@ -108,23 +107,34 @@ class AdaptiveLength:
 
 
 class _Times:
-    """Seconds per request of recent steps, by number of drafts.
+    """Seconds per request by number of drafts, of a machine as fast as it was at first.
 
-    All are kept as if the machine had always been as fast as at first: a pace, which the lengths
-    share, follows the machine, else the length that it slowed down at would look slow for long.
+    The usual length's own time is a unit and never changes: what its steps take by it is the
+    machine's pace, and lengths that are tried are divided by that. Were it updated from steps
+    divided by its own pace, a few slow steps at a time would make it look slower for good.
     """
 
     def __init__(self, max_drafts: int) -> None:
+        self.usual: int | None = None  # the length of steps that try nothing
         self._kept = [deque[float](maxlen=_SAMPLES) for _ in range(max_drafts + 1)]
         self._last = [0] * len(self._kept)  # when each was tried
         self._paces = deque([1.0], maxlen=_PACES)
+        self._probes = self._steps = 0  # probes in all, and steps since the last
 
     def add(self, drafts: int, seconds: float) -> None:
-        kept = self._kept[drafts]
-        if kept:
-            self._paces.append(seconds / _middle(kept))
-        kept.append(seconds / median_low(self._paces))
-        self._last[drafts] = max(self._last) + 1
+        if drafts == self.usual:
+            self._paces.append(seconds / _middle(self._kept[drafts]))
+        else:
+            self._kept[drafts].append(seconds / median_low(self._paces))
+            self._last[drafts] = max(self._last) + 1
+
+    def probe_is_due(self) -> bool:
+        """True once in so many steps: in few at first, when little is known."""
+        self._steps += 1
+        if self._steps < min(_FIRST_GAP + self._probes, _LAST_GAP):
+            return False
+        self._probes, self._steps = self._probes + 1, 0
+        return True
 
     def untried(self) -> int | None:
         """Return a length that is to be tried before any is chosen."""
@@ -147,14 +157,10 @@ def _middle(times: Iterable[float]) -> float:
     return fmean(ordered[quarter : len(ordered) - quarter])
 
 
-def _best(rates: np.ndarray) -> int:
-    return int(np.argmax(rates))
-
-
 def _others(rates: np.ndarray) -> list[int]:
     """Return the lengths that may be better than the best: those next to it, and all that are
     nearly as good."""
-    best = _best(rates)
+    best = np.argmax(rates)
     return [
         drafts
         for drafts, rate in enumerate(rates)
