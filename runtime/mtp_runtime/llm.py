@@ -122,8 +122,7 @@ class LLM:
             dtype=dtype,
             deterministic=deterministic,
             dequantize_at_load=dequantize_at_load,
-            with_mtp=_needs_mtp(config.speculation),
-            requires_mtp=_requires_mtp(config.speculation),
+            **_modules_wanted(config.speculation),
             contract=contract,
             max_model_len=max_model_len,
             parallel_mode=parallel_mode,
@@ -329,13 +328,13 @@ def _check_choices(
         )
 
 
-def _needs_mtp(config: SpeculationConfig) -> bool:
-    return config.method == AUTO_DRAFTS or DRAFTERS[config.method].needs_mtp
-
-
-def _requires_mtp(config: SpeculationConfig) -> bool:
-    """Return True where auto may not come to mean no drafts."""
-    return config.method == AUTO_DRAFTS and config.shapes_drafts
+def _modules_wanted(config: SpeculationConfig) -> dict[str, bool]:
+    """Return the options of loading MTP modules, which auto needs where drafts are asked for."""
+    is_auto = config.method == AUTO_DRAFTS
+    return {
+        "with_mtp": is_auto or DRAFTERS[config.method].needs_mtp,
+        "requires_mtp": is_auto and config.shapes_drafts,
+    }
 
 
 def _load_within(

@@ -142,7 +142,8 @@ def test_looking_for_a_module_opens_headers_once(
     opened, usual = list[Path](), Checkpoint.open
     noting = staticmethod(lambda folder: opened.append(folder) or usual(folder))
     monkeypatch.setattr(Checkpoint, "open", noting)
-    assert LLM(pristine, speculate_method="auto", adaptive=True).engine.config.speculation.method == "mtp"
+    llm = LLM(pristine, speculate_method="auto", adaptive=True)
+    assert llm.engine.config.speculation.method == "mtp"
     assert opened == [pristine]
 
 
