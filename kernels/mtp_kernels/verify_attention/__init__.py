@@ -35,7 +35,8 @@ BACKENDS = {
     "triton_cuda": "mtp_kernels.verify_attention.triton_cuda",
     "ascend_npu": "mtp_kernels.verify_attention.ascend_npu",
 }
-# The backend that "auto" means on each torch device type; compiled_cpu for torch_cpu where faster.
+# The backend that "auto" means on each torch device type; a CPU's bf16 goes to compiled_cpu, which
+# is faster, in the sizes that it takes.
 AUTO = {"cpu": "torch_cpu", "cuda": "triton_cuda", "npu": "ascend_npu"}
 # Backends whose cache is split into latents and rope keys; their lengths lie on the host.
 SPLIT_CACHE = ("ascend_npu",)
@@ -144,7 +145,7 @@ def run(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Attend by a backend that takes the inputs' form, into the caller's tensors or new ones."""
     sizes, device = inputs.sizes, inputs.q_latent.device
-    name = backend_name(backend, device, sizes if workspace is None else workspace.sizes)
+    name = backend_name(backend, device, sizes)
     check_cache_form(name, inputs.rope_cache)
     module = load_backend(name)
     parts = None if workspace is None else workspace.parts
@@ -211,7 +212,7 @@ def backend_name(backend: str, device: torch.device, sizes: Sizes) -> str:
         if device.type not in AUTO:
             raise ValueError(f"backend auto: expected a device of {sorted(AUTO)}, found {device}")
         backend = AUTO[device.type]
-        if backend == "torch_cpu" and sizes.dtype == torch.bfloat16 and compiled_is_faster(sizes):
+        if backend == "torch_cpu" and sizes.dtype == torch.bfloat16 and compiled_takes(sizes):
             backend = "compiled_cpu"
     if backend not in BACKENDS:
         raise ValueError(f"backend: expected auto or one of {sorted(BACKENDS)}, found {backend!r}")
@@ -237,9 +238,9 @@ def check_cache_form(backend: str, rope_cache: torch.Tensor | None) -> None:
     raise ValueError(f"backend {backend}: expected {expected}, found {found}")
 
 
-def compiled_is_faster(sizes: Sizes) -> bool:
-    """Return True for bf16 sizes that compiled_cpu runs faster than torch_cpu on this CPU."""
-    return bool(import_module(BACKENDS["compiled_cpu"]).is_faster_in_bf16(sizes))
+def compiled_takes(sizes: Sizes) -> bool:
+    """Return True for bf16 sizes that compiled_cpu has."""
+    return bool(import_module(BACKENDS["compiled_cpu"]).takes_bf16(sizes))
 
 
 def outputs(

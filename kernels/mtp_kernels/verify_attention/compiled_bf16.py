@@ -4,8 +4,11 @@ A thread walks its share of the batch's cache in steps of STEP_TOKENS that stay 
 copies them out of their pages once, and multiplies them with all rows of the request:
 
     scores  [t, rows] = tokens [t, c+r] @ queries.T     tokens are the tile operand as they lie
-    probs   [rows, t]                                   exp, in float32; rounded, turned
+    probs   [rows, t]                                   exp, in float32; rounded to bf16, turned
     out     [rows, c] += probs [rows, t] @ tokens [t, :c]   pairs of tokens interleaved once
+
+Where float32 vectors multiply, tokens and queries are converted when they are copied, probs are not
+rounded, and tokens are the second operand as they lie.
 
 Shares are equal, cut at BLOCK_TOKENS of a request, so at most one request per cut is in two shares:
 parts of one by several threads are merged by log-sum-exp. Bits depend on the number of threads.
@@ -22,6 +25,12 @@ from mtp_kernels.cpu.elementwise import exponential
 from mtp_kernels.cpu.jit import compiled
 from mtp_kernels.cpu.team import wait
 from mtp_kernels.cpu.vectors import address
+from mtp_kernels.verify_attention.bf16_packing import (
+    copy_tokens,
+    pack_queries,
+    pack_values,
+    values_of,
+)
 from mtp_kernels.verify_attention.bf16_units import DEPTH, ROW_BYTES, TILE, TILE_BYTES
 from mtp_kernels.verify_attention.shares import (
     BLOCK_TOKENS,
@@ -32,10 +41,12 @@ from mtp_kernels.verify_attention.shares import (
     work_of,
 )
 from mtp_kernels.verify_attention.tiles import (
+    ENTRY_TERMS,
+    ROW_TERMS,
+    TERM_BYTES,
     add_product_1_2,
     add_product_2_2,
     configure,
-    interleave,
     product_2_1,
     product_2_2,
     release,
@@ -44,7 +55,6 @@ from mtp_kernels.verify_attention.tiles import (
 
 STEP_TOKENS = 256  # copied and scored at a time
 UNSEEN = np.float32(-1e30)  # finite, so that the difference of two is 0 and not NaN
-BF16_BYTES = 2
 
 
 class Problem(NamedTuple):
@@ -60,16 +70,19 @@ class Problem(NamedTuple):
 
 
 class Scratch(NamedTuple):
-    """Memory of n threads, the first dimension; g groups of 16 rows, s STEP_TOKENS."""
+    """Memory of n threads, the first dimension; g groups of 16 rows, s STEP_TOKENS.
+
+    A term is a bf16 as int16, or the bits of a float32 where that is a tile's entry.
+    """
 
     config: Any  # [64]
-    queries: Any  # [n, g*16, c+r] int16: pairs of a row, as tiles [g, (c+r)/32]
-    line: Any  # [n, 16, c+r] int16: a group's rows
-    tokens: Any  # [n, s, c+r] int16
-    values: Any  # [n, s, c] int16: pairs of tokens, as tiles [s/32, c/16]
+    queries: Any  # [n, g*16, c+r] terms: entries of a row, as tiles [g, (c+r)/ROW_TERMS]
+    line: Any  # [n, 16, c+r] terms: a group's rows
+    tokens: Any  # [n, s, c+r+PADDING] terms
+    values: Any  # [n, s, c] terms: pairs of tokens, as tiles [s/32, c/16]; no tokens of single ones
     scores: Any  # [n, g, s, 16] float32
-    pairs: Any  # [n, 16, 16] int32
-    probs: Any  # [n, g, s*16] int16: tiles [s/32] of [16, 32]
+    entries: Any  # [n, 16, 16] int32
+    probs: Any  # [n, g, s*16] terms: tiles [s/ROW_TERMS] of [16, ROW_TERMS]
     sums: Any  # [n, 3, g*16, c] float32: the item in work alone, or the share's first, or last
     row_max: Any  # [n, 3, g*16] float32
     row_sum: Any  # [n, 3, g*16] float32
@@ -132,7 +145,8 @@ def attend_item(
         count = min(STEP_TOKENS, end - token)
         copy_tokens(item, token, count, problem, scratch.tokens[number])
         chunks = -(-count // DEPTH)
-        pack_values(scratch.tokens[number], chunks, scratch.values[number])
+        if ENTRY_TERMS == 2:
+            pack_values(scratch.tokens[number], chunks, scratch.values[number])
         score(groups, chunks, scratch, number)
         for group in range(groups):
             softmax_step(item, group, token, count, problem, scratch, number, state)
@@ -140,60 +154,9 @@ def attend_item(
 
 
 @compiled
-def pack_queries(item: Any, problem: Any, queries: Any, line: Any) -> None:
-    """Pack rows as the second operand: by group and 32 entries, pairs of entries of 16 rows."""
-    latent, width = problem.q_latent.shape[1], line.shape[1]
-    source, target = address(line), address(queries)
-    start = item.first_query * problem.heads
-    for group in range(groups_of(item)):
-        for r in range(TILE):
-            row = group * TILE + r
-            if row < item.rows:
-                for c in range(latent):
-                    line[r, c] = problem.q_latent[start + row, c]
-                for c in range(width - latent):
-                    line[r, latent + c] = problem.q_rope[start + row, c]
-            else:
-                for c in range(width):
-                    line[r, c] = 0
-        for chunk in range(width // DEPTH):
-            transpose(source + chunk * ROW_BYTES, width * BF16_BYTES, target)
-            target += TILE_BYTES
-
-
-@compiled
-def copy_tokens(item: Any, first: Any, count: Any, problem: Any, tokens: Any) -> None:
-    """Copy tokens [first, first + count) side by side, and zeros up to whole tiles."""
-    page = problem.page
-    for t in range(count):
-        token = first + t
-        slot = np.int64(problem.page_table[item.request, token // page]) * page + token % page
-        for c in range(tokens.shape[1]):
-            tokens[t, c] = problem.cache[slot, c]
-    for t in range(count, -(-count // DEPTH) * DEPTH):
-        for c in range(tokens.shape[1]):
-            tokens[t, c] = 0
-
-
-@compiled
-def pack_values(tokens: Any, chunks: Any, values: Any) -> None:
-    """Pack latents as the second operand: by 32 tokens and 16 entries, pairs of tokens."""
-    source, target = address(tokens), address(values)
-    stride, latent = tokens.shape[1] * BF16_BYTES, values.shape[1]
-    for chunk in range(chunks):
-        for pair in range(TILE):
-            line = source + (chunk * DEPTH + 2 * pair) * stride
-            place = target + chunk * (latent // TILE) * TILE_BYTES + pair * ROW_BYTES
-            for c in range(0, latent, DEPTH):
-                at = line + c * BF16_BYTES
-                interleave(at, at + stride, place + c // TILE * TILE_BYTES)
-
-
-@compiled
 def score(groups: Any, chunks: Any, scratch: Any, number: Any) -> None:
     """Multiply the tokens with all groups of rows."""
-    width = scratch.tokens.shape[2]
-    row, depth = width * BF16_BYTES, width // DEPTH
+    row, depth = scratch.tokens.shape[2] * TERM_BYTES, scratch.line.shape[2] // ROW_TERMS
     queries, scores = address(scratch.queries[number]), address(scratch.scores[number])
     group_bytes, step = depth * TILE_BYTES, STEP_TOKENS * ROW_BYTES
     for chunk in range(chunks):
@@ -201,14 +164,14 @@ def score(groups: Any, chunks: Any, scratch: Any, number: Any) -> None:
         for group in range(0, groups - 1, 2):
             product_2_2(
                 tokens, row, TILE * row, ROW_BYTES,
-                queries + group * group_bytes, group_bytes, TILE_BYTES, depth,
+                queries + group * group_bytes, ROW_BYTES, group_bytes, TILE_BYTES, depth,
                 scores + group * step + chunk * DEPTH * ROW_BYTES, ROW_BYTES, TILE_BYTES, step,
             )  # fmt: skip
         if groups % 2:
             group = groups - 1
             product_2_1(
                 tokens, row, TILE * row, ROW_BYTES,
-                queries + group * group_bytes, group_bytes, TILE_BYTES, depth,
+                queries + group * group_bytes, ROW_BYTES, group_bytes, TILE_BYTES, depth,
                 scores + group * step + chunk * DEPTH * ROW_BYTES, ROW_BYTES, TILE_BYTES, step,
             )  # fmt: skip
 
@@ -220,21 +183,23 @@ def softmax_step(
 ) -> None:  # fmt: skip
     """Turn one group's scores into softmax terms under the new row_max; rescale earlier sums."""
     scores, probs = scratch.scores[number, group], address(scratch.probs[number, group])
-    pairs = scratch.pairs[number]
+    entries = scratch.entries[number]
     rows = slice(group * TILE, (group + 1) * TILE)
     old_max, row_sum = state.row_max[rows], state.row_sum[rows]
     chunks, row_max, added = -(-count // DEPTH), old_max.copy(), np.zeros(TILE, np.float32)
     hide_unseen(item, group, first, chunks, problem, scores)
     raise_max(scores, chunks, problem.scale, row_max)
-    for chunk in range(chunks):
-        for pair in range(TILE):
-            even, odd = scores[chunk * DEPTH + 2 * pair], scores[chunk * DEPTH + 2 * pair + 1]
-            line = pairs[pair]
+    for chunk in range(chunks * DEPTH // ROW_TERMS):
+        for entry in range(TILE):
+            token, line = chunk * ROW_TERMS + entry * ENTRY_TERMS, entries[entry]
+            even, odd = scores[token], scores[token + ENTRY_TERMS - 1]
             for r in range(TILE):
-                low, high = softmax_term(even[r], row_max[r]), softmax_term(odd[r], row_max[r])
+                low, high = softmax_term(even[r], row_max[r]), np.float32(0.0)
+                if ENTRY_TERMS == 2:
+                    high = softmax_term(odd[r], row_max[r])
                 added[r] += low + high
-                line[r] = rounded(low) | (rounded(high) << np.int32(16))
-        transpose(address(pairs), ROW_BYTES, probs + chunk * TILE_BYTES)
+                line[r] = entry_of(low, high)
+        transpose(address(entries), ROW_BYTES, probs + chunk * TILE_BYTES)
     for r in range(TILE):
         factor = exponential(old_max[r] - row_max[r])
         old_max[r] = row_max[r]
@@ -279,6 +244,14 @@ def softmax_term(score: Any, row_max: Any) -> Any:
 
 
 @compiled
+def entry_of(low: Any, high: Any) -> Any:
+    """Return the entry of two softmax terms, or of the first where it holds one."""
+    if ENTRY_TERMS == 1:
+        return np.float32(low).view(np.int32)
+    return rounded(low) | (rounded(high) << np.int32(16))
+
+
+@compiled
 def rounded(value: Any) -> Any:
     """Return the bits of a float32, not NaN, as bf16: rounded to nearest, ties to even."""
     bits = np.float32(value).view(np.int32)
@@ -291,22 +264,21 @@ def add_values(groups: Any, chunks: Any, scratch: Any, number: Any, state: Any) 
     """Add softmax terms @ latents to the sums."""
     latent = state.sums.shape[1]
     probs, sums = address(scratch.probs[number]), address(state.sums)
-    values = address(scratch.values[number])
-    group_bytes, row = STEP_TOKENS * TILE * BF16_BYTES, latent * 4
-    for c in range(0, latent, DEPTH):
-        tile = values + c // TILE * TILE_BYTES
-        chunk_bytes = latent // TILE * TILE_BYTES
+    values, line, tile, chunk = values_of(scratch, number)
+    group_bytes, row = STEP_TOKENS * TILE * TERM_BYTES, latent * 4
+    steps = chunks * DEPTH // ROW_TERMS
+    for c in range(0, latent, 2 * TILE):
         for group in range(0, groups - 1, 2):
             add_product_2_2(
                 probs + group * group_bytes, ROW_BYTES, group_bytes, TILE_BYTES,
-                tile, TILE_BYTES, chunk_bytes, chunks,
+                values + c // TILE * tile, line, tile, chunk, steps,
                 sums + group * TILE * row + c * 4, row, TILE * row, ROW_BYTES,
             )  # fmt: skip
         if groups % 2:
             group = groups - 1
             add_product_1_2(
                 probs + group * group_bytes, ROW_BYTES, group_bytes, TILE_BYTES,
-                tile, TILE_BYTES, chunk_bytes, chunks,
+                values + c // TILE * tile, line, tile, chunk, steps,
                 sums + group * TILE * row + c * 4, row, TILE * row, ROW_BYTES,
             )  # fmt: skip
 

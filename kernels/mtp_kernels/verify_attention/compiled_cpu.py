@@ -13,25 +13,18 @@ import torch
 from mtp_kernels.cpu.paged_attention import Keys, Parts, Queries
 from mtp_kernels.cpu.team import process_team
 from mtp_kernels.verify_attention import compiled_bf16, compiled_float32
-from mtp_kernels.verify_attention.bf16_units import DEPTH, TILE, units_here
+from mtp_kernels.verify_attention.bf16_packing import PADDING
+from mtp_kernels.verify_attention.bf16_units import DEPTH, TILE
 from mtp_kernels.verify_attention.compiled_bf16 import STEP_TOKENS
 from mtp_kernels.verify_attention.inputs import BumpAllocator, Inputs, Sizes, array_bytes
 from mtp_kernels.verify_attention.shares import MAX_ROWS, items_of
-from mtp_kernels.verify_attention.tiles import SPEEDUP, tile_config
-
-FEW_ROWS = 32  # of a request, queries x heads: up to there vectors are faster than torch's products
+from mtp_kernels.verify_attention.tiles import ENTRY_TERMS, SPEEDUP, tile_config
 
 
 def takes_bf16(sizes: Sizes) -> bool:
     """Return True for bf16 in sizes of whole tiles."""
     whole = sizes.latent % DEPTH == 0 and sizes.rope % DEPTH == 0
     return whole and sizes.dtype == sizes.kv_dtype == torch.bfloat16
-
-
-def is_faster_in_bf16(sizes: Sizes) -> bool:
-    """Return True where these sizes are run faster than by torch: many rows are by AMX alone."""
-    few = sizes.max_q_len * sizes.heads <= FEW_ROWS
-    return takes_bf16(sizes) and (few or units_here()[0] == "amx")
 
 
 def layout(sizes: Sizes) -> list[tuple[tuple[int, ...], torch.dtype]]:
@@ -45,14 +38,16 @@ def scratch_layout(
     threads: int, groups: int, latent: int, rope: int
 ) -> list[tuple[tuple[int, ...], torch.dtype]]:
     rows, width = groups * TILE, latent + rope
+    paired = ENTRY_TERMS == 2
+    term = torch.int16 if paired else torch.int32
     return [
-        ((threads, rows, width), torch.int16),
-        ((threads, TILE, width), torch.int16),
-        ((threads, STEP_TOKENS, width), torch.int16),
-        ((threads, STEP_TOKENS, latent), torch.int16),
+        ((threads, rows, width), term),
+        ((threads, TILE, width), term),
+        ((threads, STEP_TOKENS, width + PADDING), term),
+        ((threads, STEP_TOKENS if paired else 0, latent), term),
         ((threads, groups, STEP_TOKENS, TILE), torch.float32),
         ((threads, TILE, TILE), torch.int32),
-        ((threads, groups, STEP_TOKENS * TILE), torch.int16),
+        ((threads, groups, STEP_TOKENS * TILE), term),
         ((threads, 3, rows, latent), torch.float32),
         ((threads, 3, rows), torch.float32),
         ((threads, 3, rows), torch.float32),
@@ -138,7 +133,7 @@ def attend_bf16(inputs: Inputs, buffer: torch.Tensor, out: torch.Tensor, lse: to
     )
     team.run(
         compiled_bf16.attend,
-        team.threads_for(multiplications(sizes) // SPEEDUP),
+        team.threads_for(int(multiplications(sizes) / SPEEDUP)),
         items_of(inputs.cu_q.numpy(), inputs.kv_lens.numpy(), sizes.heads),
         problem,
         compiled_bf16.Scratch(tile_config(), *scratch),

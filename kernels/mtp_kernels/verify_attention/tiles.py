@@ -15,6 +15,7 @@ from numba.extending import intrinsic
 from mtp_kernels.cpu.code import PAIRS, integer
 from mtp_kernels.verify_attention.bf16_units import (
     DEPTH,
+    ENTRY_BYTES,
     ROW_BYTES,
     TILE,
     TILE_BYTES,
@@ -30,6 +31,9 @@ _HALVES = ir.VectorType(ir.IntType(16), DEPTH)
 _UNIT = units_here()[0]
 
 SPEEDUP = UNITS[_UNIT].speedup
+ENTRY_TERMS = UNITS[_UNIT].entry_terms
+ROW_TERMS = TILE * ENTRY_TERMS
+TERM_BYTES = ENTRY_BYTES // ENTRY_TERMS
 
 product_2_2 = product_on(_UNIT, Shape(2, 2, adds=False))
 product_2_1 = product_on(_UNIT, Shape(2, 1, adds=False))
