@@ -29,6 +29,7 @@ from typing import Any
 from benchmarks.bench_export import DiskLimit, drop_caches, machine
 from benchmarks.limits import DiskWork
 from benchmarks.make_checkpoint import REAL_CONFIG, make_checkpoint
+from benchmarks.page_section import put_section
 
 _PROGRAM = [sys.executable, "-c", "from mtp_export.cli import main; main()"]
 _SCHEMES = ("--base-quant", "weight_only_int8", "--mtp-quant", "weight_only_int8")
@@ -124,11 +125,8 @@ def section(result: dict[str, Any]) -> str:
 
 
 def put_into(page: str, part: str) -> str:
-    """Return the page with this section in place of the one of its heading, if there is one, and
-    before the section that follows."""
-    following = page.index(FOLLOWING)
-    start = page.find(HEADING)
-    return page[: following if start < 0 else start] + part + page[following:]
+    """Return the page with this section, once."""
+    return put_section(page, part, heading=HEADING, following=FOLLOWING)
 
 
 def make_source(folder: Path, experts: int) -> Path:

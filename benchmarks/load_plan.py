@@ -1,36 +1,42 @@
 """Plan the loading of a released model by several ranks, from its headers alone.
 
-    python -m benchmarks.load_plan SCRATCH [--family NAME] [--ranks 8,16] [--mode gather]
+    python -m benchmarks.load_plan SCRATCH [--family NAME] [--ranks 8,16] [--mode reduce]
+        [--gpu-memory 141e9]
 
-Every rank's part is built as it would be, of tensors without content. What each would read is
-added up: every byte of a divided tensor is read by one rank, but for scales of blocks that two
-ranks share; small tensors are read by all.
+Every rank's part is built as it would be on a GPU, of tensors without content. What each would
+read is added up: every byte of a divided tensor is read by one rank, but for scales of blocks that
+two ranks share; small tensors are read by all. So is what each then holds, and the cache that
+--gpu-memory leaves room for beside it, as --max-memory does.
 """
 
 from __future__ import annotations
 
 import argparse
+import gc
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, fields
 from pathlib import Path
+from types import FunctionType, ModuleType
+from typing import Any
 
 import torch
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from benchmarks.make_checkpoint import make_released
 from benchmarks.released import RELEASED
 from mtp_export.checkpoint.dtypes import torch_dtype
 from mtp_export.checkpoint.header import TensorInfo
-from mtp_export.checkpoint.reader import Checkpoint
 from mtp_export.schemes.windows import Window
-from mtp_runtime.layers.split import Joining
+from mtp_runtime.layers.split import MODES, REDUCE, Joining
 from mtp_runtime.loading.copies import own_pieces
 from mtp_runtime.loading.weight_source import WeightSource
+from mtp_runtime.memory import bytes_per_page, cache_tokens_beside
 from mtp_runtime.models.load import LoadOptions, open_model
-from mtp_runtime.models.model import TorchExecution
 from mtp_runtime.parallel.group import Group, Split
 
 Read = tuple[range, range]  # rows and columns; a vector has one column
+PAGE_SIZE = 64
 
 
 @dataclass
@@ -72,15 +78,30 @@ class PlannedSource(WeightSource):
 
 
 @dataclass(frozen=True)
+class Held:
+    """Bytes that a rank holds on its GPU: those of its part, and of each token in its cache.
+
+    tokens: those that there is room for in the memory that was given.
+    """
+
+    weight_bytes: int
+    token_bytes: int
+    tokens: int
+
+
+@dataclass(frozen=True)
 class Plan:
-    """Every tensor of a checkpoint, and what each rank reads of it."""
+    """Every tensor of a checkpoint, and what each rank reads and then holds of it."""
 
     tensors: Mapping[str, TensorInfo]
     reads: tuple[dict[str, list[Read]], ...]
+    held: tuple[Held, ...]
 
-    def rank_bytes(self, rank: int) -> int:
-        """Bytes that a rank reads."""
-        return sum(bytes_of(self.tensors[name], reads) for name, reads in self.reads[rank].items())
+    def rank_bytes(self, rank: int, names: Iterable[str] | None = None) -> int:
+        """Bytes that a rank reads, of all tensors or of some."""
+        reads = self.reads[rank]
+        names = reads if names is None else names
+        return sum(bytes_of(self.tensors[name], reads.get(name, ())) for name in names)
 
     @property
     def replicated(self) -> list[str]:
@@ -127,18 +148,44 @@ def coverage(shape: tuple[int, int], reads: Iterable[Read]) -> tuple[int, int]:
     return min(counts), max(counts)
 
 
-def planned(folder: Path, ranks: int, mode: str = "gather") -> Plan:
-    """Plan the loading of a checkpoint, rank by rank."""
-    opened = open_model(folder, LoadOptions(dequantize_at_load=False))
-    reads = []
+def planned(folder: Path, ranks: int, mode: str, gpu_bytes: int) -> Plan:
+    """Plan the loading of a checkpoint or bundle in bfloat16 on GPUs of a size, rank by rank."""
+    # What a GPU's part would be, but for the device, which need not be here.
+    options = LoadOptions(dtype="bfloat16", dequantize_at_load=False, parallel_mode=mode)
+    opened = open_model(folder, options)
+    reads, held = [], []
     for rank in range(ranks):
-        joining = Joining(Group(Split(rank, ranks), together=True), mode)
-        source = PlannedSource.of(opened.builder.source, joining)
+        group = Group(Split(rank, ranks), together=True)
+        source = PlannedSource.of(opened.builder.source, options.joining(group))
         builder = type(opened.builder)(source, opened.builder.family, opened.builder.config)
-        builder.model(TorchExecution(), opened.contract)
+        model = builder.model(options.execution(group), opened.contract)
         source.ledger()
+        weights = held_bytes([model, group.parts])
+        tokens = cache_tokens_beside(weights, gpu_bytes, cached=(model,), page_size=PAGE_SIZE)
         reads.append(dict(source.reads))
-    return Plan(Checkpoint.open(folder).tensors, tuple(reads))
+        held.append(Held(weights, bytes_per_page((model,), PAGE_SIZE) // PAGE_SIZE, tokens))
+    checkpoints = {id(own): own.checkpoint for own in opened.builder.source.owners.values()}
+    tensors = {name: one for own in checkpoints.values() for name, one in own.tensors.items()}
+    return Plan(tensors, tuple(reads), tuple(held))
+
+
+def held_bytes(roots: list[Any]) -> int:
+    """Bytes of all tensors that some objects hold, however they do, each storage once."""
+    storages: dict[StorageWeakRef, int] = {}
+    seen, left = set[int](), list(roots)
+    while left:
+        one = left.pop()
+        if id(one) in seen or isinstance(one, type | ModuleType):
+            continue
+        seen.add(id(one))
+        if isinstance(one, torch.Tensor):
+            storage = one.untyped_storage()
+            storages[StorageWeakRef(storage)] = storage.nbytes()
+        elif isinstance(one, FunctionType):  # its module is no part of what is held
+            left += one.__closure__ or ()
+        else:
+            left += gc.get_referents(one)
+    return sum(storages.values())
 
 
 def main() -> None:
@@ -146,21 +193,30 @@ def main() -> None:
     parser.add_argument("scratch", type=Path)
     parser.add_argument("--family", choices=RELEASED, default="deepseek_v3")
     parser.add_argument("--ranks", default="8,16")
-    parser.add_argument("--mode", default="gather")
+    parser.add_argument("--mode", choices=MODES, default=REDUCE)
+    parser.add_argument("--gpu-memory", type=float, default=141e9, help="bytes of each GPU")
     arguments = parser.parse_args()
     folder = arguments.scratch / arguments.family
     if not folder.exists():
         make_released(folder, arguments.family)
     for ranks in map(int, arguments.ranks.split(",")):
-        plan = planned(folder, ranks, arguments.mode)
-        total = sum(tensor.size_bytes for tensor in plan.tensors.values())
-        replicated = sum(plan.tensors[name].size_bytes for name in plan.replicated)
-        each = [plan.rank_bytes(rank) for rank in range(ranks)]
-        print(
-            f"{ranks} ranks: {min(each) / 1e9:.2f} to {max(each) / 1e9:.2f} GB each of"
-            f" {total / 1e9:.2f}; {replicated / 1e9:.2f} read by all;"
-            f" {sum(each) / 1e9:.2f} together"
-        )
+        plan = planned(folder, ranks, arguments.mode, int(arguments.gpu_memory))
+        print(f"{ranks} ranks: {in_words(plan)}")
+
+
+def in_words(plan: Plan) -> str:
+    """What the ranks of a plan read and hold."""
+    total = sum(tensor.size_bytes for tensor in plan.tensors.values())
+    replicated = sum(plan.tensors[name].size_bytes for name in plan.replicated)
+    each = [plan.rank_bytes(rank) for rank in range(len(plan.reads))]
+    weights = [one.weight_bytes for one in plan.held]
+    return (
+        f"{min(each) / 1e9:.2f} to {max(each) / 1e9:.2f} GB each of {total / 1e9:.2f};"
+        f" {replicated / 1e9:.2f} read by all; {sum(each) / 1e9:.2f} together;"
+        f" {min(weights) / 1e9:.2f} to {max(weights) / 1e9:.2f} GB held as weights,"
+        f" {plan.held[0].token_bytes} bytes per cached token,"
+        f" room for {min(one.tokens for one in plan.held)} tokens"
+    )
 
 
 if __name__ == "__main__":

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks import bench_scaling
+from benchmarks import bench_scaling, bench_static_graph
 from pages import README, ROOT, rows_of, sections_of
 
 PAGE = ROOT / "docs/benchmarks.md"
@@ -253,13 +253,17 @@ def test_methods_at_batch_1() -> None:
     ]
 
 
-def test_the_page_about_scaling() -> None:
+@pytest.mark.parametrize("benchmark", [bench_scaling, bench_static_graph])
+def test_a_section_that_is_written_from_its_measurement(benchmark: Any) -> None:
     """The measured table is there when it was measured, and only then."""
-    page = (ROOT / bench_scaling.PAGE).read_text()
-    assert bench_scaling.paper() in page
-    measured = (ROOT / bench_scaling.RESULT).exists()
-    shown = bench_scaling.section(results("scaling.json")) if measured else ""
-    assert (bench_scaling.HEADING in page) == measured and shown in page
+    page = (ROOT / benchmark.PAGE).read_text()
+    is_measured = (ROOT / benchmark.RESULT).exists()
+    shown = benchmark.section(results(benchmark.RESULT.name)) if is_measured else ""
+    assert (benchmark.HEADING in page) == is_measured and shown in page
+
+
+def test_the_page_about_scaling() -> None:
+    assert bench_scaling.paper() in (ROOT / bench_scaling.PAGE).read_text()
 
 
 def test_the_section_about_scaling_replaces_the_one_before() -> None:
@@ -273,6 +277,24 @@ def test_the_section_about_scaling_replaces_the_one_before() -> None:
     once = bench_scaling.put_into(page, part)
     assert once.count(bench_scaling.HEADING) == 1 and part in once
     assert bench_scaling.put_into(once, part) == once
+
+
+def test_the_section_about_packages() -> None:
+    seconds = {"torch, eager": 0.05, "package": 0.0312, "compiled kernels": 0.004}
+    rates = {"torch, eager": 20.0, "package": 33.34, "compiled kernels": 200.0}
+    same = {"torch, eager": 1.0, "package": 0.75, "compiled kernels": 1.0}
+    decoding = {"batch": 4, "tokens_per_second": rates, "same_texts": same}
+    row = {"dtype": "float32", "compile_seconds": 31.6, "package_bytes": 3.8e6}
+    row |= {"steps": [{"batch": 4, "seconds": seconds}], "decoding": [decoding]}
+    hardware = {"cpu": "a CPU", "threads": 2, "torch": "2.13.0", "commit": "0123456789abcdef"}
+    result = {"hardware": hardware, "tokens": 16, "turns": 2, "rows": [row]}
+    part = bench_static_graph.section(result)
+    assert "| float32 | 4 | 50.0 | 31.2 | 4.0 | 20.0 | 33.3 | 200.0 |" in part
+    assert "32 s in float32 (3.8 MB)" in part and "3 of 4 by the package" in part
+    page = (ROOT / bench_static_graph.PAGE).read_text()
+    once = bench_static_graph.put_into(page, part)
+    assert once.count(bench_static_graph.HEADING) == 1
+    assert bench_static_graph.put_into(once, part) == once
 
 
 def tuning_rows() -> list[list[str]]:

@@ -68,6 +68,7 @@ class _Lines(terminal_tqdm):  # type: ignore[misc]
     """Progress as a line every few seconds and one at the end: a log shows no carriage returns."""
 
     monitor_interval = 0  # no thread that redraws: a line says something new or is not written
+    _written: float | None = None  # the count that the last line told
 
     def __init__(self, **options: Any) -> None:
         super().__init__(
@@ -81,7 +82,8 @@ class _Lines(terminal_tqdm):  # type: ignore[misc]
 
     def display(self, msg: str | None = None, pos: int | None = None) -> bool:
         """Write the state as a line; a message is tqdm's way to erase a bar, and not written."""
-        if msg is None:
+        if msg is None and self._written != self.n:
+            self._written = self.n
             self.fp.write(f"{self}\n")
         return False
 

@@ -57,6 +57,7 @@ class TensorSpec(NamedTuple):
 
     dtypes are safetensors dtypes, the usual one first. optional tensors may be absent (the MTP
     layer's own copies of embedding and head). rotary is None for a tensor without rotary rows.
+    of_indexer: all that it changes is the choice of the tokens to attend to.
     """
 
     name: str
@@ -66,6 +67,7 @@ class TensorSpec(NamedTuple):
     mtp_layer: int | None = None
     optional: bool = False
     rotary: RotaryRows | None = None
+    of_indexer: bool = False
 
     @property
     def module(self) -> str:

@@ -87,6 +87,10 @@ class DeepseekV32Family(DeepseekV3Family):
 
     def indexer_tensors(self, layer: int, mtp: int | None) -> Iterator[TensorSpec]:
         """Yield the tensors of one layer's indexer."""
+        for spec in self._indexer_specs(layer, mtp):
+            yield spec._replace(of_indexer=True)
+
+    def _indexer_specs(self, layer: int, mtp: int | None) -> Iterator[TensorSpec]:
         if not self.sizes.query_rank:
             raise UnsupportedError(
                 "config.json has an indexer without a low rank of queries, which it reads",

@@ -30,7 +30,7 @@ from mtp_runtime.engine import Engine
 from mtp_runtime.loading.weight_source import Ledger
 from mtp_runtime.logprobs import TokenLogprobs
 from mtp_runtime.memory import bound_device, cache_tokens_within
-from mtp_runtime.models.load import Loaded, LoadOptions, load_model, open_model
+from mtp_runtime.models.load import Loaded, LoadOptions, load_model
 from mtp_runtime.models.model import Model
 from mtp_runtime.parallel.group import LONE, Group
 from mtp_runtime.prompts import require_unicode
@@ -122,7 +122,7 @@ class LLM:
             dtype=dtype,
             deterministic=deterministic,
             dequantize_at_load=dequantize_at_load,
-            with_mtp=_needs_mtp(config.speculation),
+            **_modules_wanted(config.speculation),
             contract=contract,
             max_model_len=max_model_len,
             parallel_mode=parallel_mode,
@@ -288,7 +288,6 @@ def _draft_folder(
     and InvalidInputError for a folder that is not there."""
     config = engine.speculation
     _check_choices(config, draft_model, prefix_cache=engine.prefix_cache)
-    _check_auto(bundle, config)
     if draft_model is None:
         return _own_draft(bundle, config.method)
     if not Path(draft_model).is_dir():
@@ -329,20 +328,13 @@ def _check_choices(
         )
 
 
-def _check_auto(bundle: Path, config: SpeculationConfig) -> None:
-    """Raise UsageError for options of drafts with a bundle that auto finds no module in. Headers
-    tell, before any weight is read."""
-    asks = config.method == AUTO_DRAFTS and config.shapes_drafts
-    if asks and not open_model(bundle, LoadOptions()).builder.source.has_mtp:
-        raise UsageError(
-            "The options ask for drafts, and there is no MTP module to draft with",
-            where=bundle,
-            expected="a bundle with main and mtp, or another speculate_method than auto",
-        )
-
-
-def _needs_mtp(config: SpeculationConfig) -> bool:
-    return config.method == AUTO_DRAFTS or DRAFTERS[config.method].needs_mtp
+def _modules_wanted(config: SpeculationConfig) -> dict[str, bool]:
+    """Return the options of loading MTP modules, which auto needs where drafts are asked for."""
+    is_auto = config.method == AUTO_DRAFTS
+    return {
+        "with_mtp": is_auto or DRAFTERS[config.method].needs_mtp,
+        "requires_mtp": is_auto and config.shapes_drafts,
+    }
 
 
 def _load_within(

@@ -36,27 +36,43 @@ def cache_tokens_within(
     page_size: int,
     kept_bytes: int = 0,
 ) -> int:
-    """Return how many tokens of cache there is room for beside what was loaded on a device, where a
-    token takes a place in the cache of a model and in those of its drafts. kept_bytes are for
-    others.
+    """Return how many tokens of cache there is room for beside what was loaded on a device.
+    kept_bytes are for others.
 
-    Raises ResourceError where there is no room, UsageError for a device whose memory is not known.
+    Raises as cache_tokens_beside, UsageError for a device whose memory is not known.
     """
-    used, pages = used_bytes(device) + kept_bytes, PageAllocator(1, page_size)
-    page_bytes = sum(
-        tensor.numel() * tensor.element_size()
-        for own in cached
-        for tensor in own.new_cache(pages).tensors
-    )
-    count = int((max_memory_bytes - used) * _FOR_CACHE) // page_bytes
+    used = used_bytes(device) + kept_bytes
+    return cache_tokens_beside(used, max_memory_bytes, cached=cached, page_size=page_size)
+
+
+def cache_tokens_beside(
+    used_bytes: int, max_memory_bytes: int, *, cached: Sequence[Cached], page_size: int
+) -> int:
+    """Return how many tokens of cache there is room for beside what is used, where a token takes a
+    place in the cache of a model and in those of its drafts.
+
+    Raises ResourceError where there is no room.
+    """
+    page_bytes = bytes_per_page(cached, page_size)
+    count = int((max_memory_bytes - used_bytes) * _FOR_CACHE) // page_bytes
     if count < 1:
         raise ResourceError(
             "The model leaves no memory for the cache",
-            expected=f"more than {used + page_bytes} bytes",
+            expected=f"more than {used_bytes + page_bytes} bytes",
             found=f"{max_memory_bytes} bytes",
             todo="Raise --max-memory",
         )
     return count * page_size
+
+
+def bytes_per_page(cached: Sequence[Cached], page_size: int) -> int:
+    """Return the size of one page in the caches of a model and its drafts together."""
+    pages = PageAllocator(1, page_size)
+    return sum(
+        tensor.numel() * tensor.element_size()
+        for own in cached
+        for tensor in own.new_cache(pages).tensors
+    )
 
 
 def bound_device(device: torch.device, max_memory_bytes: int) -> None:

@@ -11,6 +11,8 @@ import pytest
 
 import mtp_runtime
 from cases import export, run_program
+from mtp_export.checkpoint.reader import Checkpoint
+from mtp_export.checkpoint.tensor_reader import TensorReader
 from mtp_export.errors import UsageError
 from mtp_runtime import LLM
 from mtp_runtime.config import SpeculationConfig, SpeculationOptions, speculation_config
@@ -123,7 +125,7 @@ def test_options_of_drafts_want_a_module_before_loading(
 ) -> None:
     output = tmp_path / "bundle"
     assert export(pristine, output, "--part", "main", "--quiet").code == 0
-    monkeypatch.setattr("mtp_runtime.llm.load_model", lambda *_: pytest.fail("weights are read"))
+    monkeypatch.setattr(TensorReader, "__init__", lambda *_, **__: pytest.fail("a tensor is read"))
     asking: list[dict[str, Any]] = [
         {"adaptive": True},
         {"k_schedule": [(1, 2)]},
@@ -132,6 +134,17 @@ def test_options_of_drafts_want_a_module_before_loading(
     for options in asking:
         with pytest.raises(UsageError, match="no MTP module to draft with"):
             LLM(output, speculate_method="auto", **cast(Any, options))
+
+
+def test_looking_for_a_module_opens_headers_once(
+    pristine: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    opened, usual = list[Path](), Checkpoint.open
+    noting = staticmethod(lambda folder: opened.append(folder) or usual(folder))
+    monkeypatch.setattr(Checkpoint, "open", noting)
+    llm = LLM(pristine, speculate_method="auto", adaptive=True)
+    assert llm.engine.config.speculation.method == "mtp"
+    assert opened == [pristine]
 
 
 def test_a_draft_that_is_not_there_is_missed_before_loading(tmp_path: Path) -> None:

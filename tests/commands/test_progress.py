@@ -18,7 +18,7 @@ import pytest
 
 from cases import export
 from mtp_export.cli import main
-from mtp_export.commands.progress_bar import progress_bar
+from mtp_export.commands.progress_bar import CountBar, progress_bar
 
 
 class Screen:
@@ -68,6 +68,18 @@ def test_a_log_gets_a_line_every_few_seconds_and_one_at_the_end(clock: list[floa
     left = [int(re.findall(r"00:(\d\d) left$", line)[0]) for line in lines]
     assert left == pytest.approx([14, 8, 2, 0], abs=1)  # tqdm cuts the seconds off
     assert "\r" not in log.getvalue()
+
+
+def test_the_last_line_of_a_count_is_written_once(clock: list[float]) -> None:
+    """Also where it was due when the count was reached."""
+    log = io.StringIO()
+    with contextlib.redirect_stderr(log):
+        bar = CountBar("train", 4, "steps")
+        for _ in range(4):
+            clock[0] += 4
+            bar.advance(1, "loss 2.0")
+    counts = [line.partition(",")[0] for line in log.getvalue().splitlines()]
+    assert counts == ["train: 50%", "train: 100%"]
 
 
 def test_a_log_ends_where_a_failure_stopped_the_run(clock: list[float]) -> None:

@@ -220,3 +220,8 @@ def test_the_module_of_every_family_is_trained(
     changed = {name for name in before if not before[name].equal(after[name])}
     assert any(name.endswith("eh_proj.weight") for name in changed)
     assert len(changed) > 5
+    assert not any(".indexer." in name for name in changed)
+    source = SourceBundle.open(options.bundle)
+    opened = DRAFTS["mtp"].open(options, source)
+    trained = sum(parameter.numel() for parameter in opened.parameters.values())
+    assert DRAFTS["mtp"].sizes(options, source).trained == trained, "what --dry-run says"

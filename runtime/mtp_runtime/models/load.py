@@ -41,7 +41,7 @@ class LoadOptions:
     and activations are float32. dequantize_at_load: keep quantized weights as dense
     ones; False keeps them as stored and multiplies with them so; None: on a CPU alone.
     on_demand: routed experts, heads and embeddings are read when they are used.
-    with_mtp False leaves the MTP modules out.
+    with_mtp False leaves the MTP modules out; requires_mtp: one that is not there is an error.
     contract None: as the MTP part's config.json records it, or else the family's.
     deterministic: refuse options and layers under which a row's bits may depend on its batch.
     max_model_len: tokens of the longest context; None: as many as the model's usual layers take.
@@ -56,6 +56,7 @@ class LoadOptions:
     dequantize_at_load: bool | None = None
     on_demand: bool = False
     with_mtp: bool = True
+    requires_mtp: bool = False
     contract: MtpContract | None = None
     max_model_len: int | None = None
     parallel_mode: str | None = None
@@ -222,6 +223,12 @@ def open_model(path: Path, options: LoadOptions, group: Group = LONE) -> OpenedM
         joining=options.joining(group),
         group_experts=options.groups_experts and group.is_one,
     )
+    if options.requires_mtp and not source.has_mtp:
+        raise UsageError(
+            "The options ask for drafts, and there is no MTP module to draft with",
+            where=path,
+            expected="a bundle with main and mtp, or another speculate_method than auto",
+        )
     family = family_of(main.config)
     model_type = main.config["model_type"]
     if model_type not in MODELS:

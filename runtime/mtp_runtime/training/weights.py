@@ -113,9 +113,9 @@ def trainable_names(source: WeightSource) -> list[str]:
 
 
 def is_trained(spec: TensorSpec) -> bool:
-    """Return True for a weight of an MTP module but for embedding, head, and the bias by which
-    experts are picked, which has no gradient."""
-    picks = spec.role is Role.ROUTER and len(spec.shape) == 1
+    """Return True for a weight of an MTP module but for embedding, head, and what picks without a
+    gradient: the bias by which experts are picked, and indexers."""
+    picks = spec.of_indexer or (spec.role is Role.ROUTER and len(spec.shape) == 1)
     return spec.mtp_layer is not None and spec.role not in _FROZEN_ROLES and not picks
 
 
