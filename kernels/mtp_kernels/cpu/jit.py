@@ -26,12 +26,12 @@ from numba.core.caching import CompileResultCacheImpl, FunctionCache, _CacheLoca
 from numba.core.codegen import JITCodeLibrary
 from numba.core.compiler import Compiler
 from numba.core.typed_passes import InlineOverloads, NopythonRewrites
-from numba.core.untyped_passes import DeadBranchPrune, InlineClosureLikes
+from numba.core.untyped_passes import InlineClosureLikes
 
 logger = logging.getLogger(__name__)
 
-# Passes over closures, expressions of whole arrays, overloads to inline, and branches on constants.
-_NEEDLESS = {InlineClosureLikes, DeadBranchPrune, InlineOverloads, NopythonRewrites}
+# Passes over closures, expressions of whole arrays, and overloads to inline.
+_NEEDLESS = {InlineClosureLikes, InlineOverloads, NopythonRewrites}
 _NEW_OBJECTS = 100_000  # between collections
 _FOLDERS_KEPT = 32  # of each module, the last used: of other versions, of checkouts beside this one
 
