@@ -98,9 +98,9 @@ def inspect(place: Place) -> Inspection:
     layout = _layout_of(checkpoint)
     stored, amounts = layout.stored, _amounts(checkpoint, layout)
     present = tuple(part for part in (MAIN, MTP) if any(own.part == part for own in amounts))
-    expected = [
+    expected = (
         tensor for one in stored.weights.values() if _part(one) in present for tensor in one.tensors
-    ]
+    )
     return Inspection(
         place=source.path,
         model_type=checkpoint.config["model_type"],

@@ -28,7 +28,12 @@ FLOORS: tuple[tuple[str, ...], ...] = (
     ),
     ("mtp_kernels.quantize", "mtp_kernels.verify_attention", "mtp_kernels.decoder"),
     ("mtp_kernels.weight_statistics", "mtp_kernels.stored_linear"),
-    ("mtp_export.progress", "mtp_export.launcher", "mtp_export.quiet"),
+    (
+        "mtp_export.progress",
+        "mtp_export.launcher",
+        "mtp_export.quiet",
+        "mtp_export.named_tuples",
+    ),
     ("mtp_export.checkpoint",),
     ("mtp_export.families",),
     ("mtp_export.schemes",),

@@ -70,7 +70,7 @@ def open_source(place: Place) -> tuple[Checkpoint, StoredModel]:
             todo="Many converted copies lack the layer: start from the original release, and check "
             "with mtp-export inspect",
         )
-    problems = compare(checkpoint.tensors, stored.tensors.values())
+    problems = compare(checkpoint.tensors, stored.promised)
     if problems:
         problems[0].raise_as_error(place, len(problems) - 1)
     return checkpoint, stored

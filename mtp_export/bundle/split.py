@@ -19,6 +19,7 @@ from mtp_export.checkpoint.plan import (
     PartPlan,
     Step,
     copy_step,
+    copy_steps,
     number_shards,
     pack,
 )
@@ -27,7 +28,7 @@ from mtp_export.errors import UnsupportedError
 from mtp_export.families.base import ModelFamily, Role, SharedTensor
 from mtp_export.schemes.conversion import Conversion, transpose_step
 from mtp_export.schemes.formats import UNQUANTIZED
-from mtp_export.schemes.stored import StoredModel
+from mtp_export.schemes.stored import StoredModel, StoredWeight
 from mtp_export.targets.base import Target
 
 
@@ -55,11 +56,12 @@ def main_part(checkpoint: Checkpoint, stored: StoredModel, options: SplitOptions
     config.json keeps num_nextn_predict_layers, which engines read there.
     """
     shards: list[OutputShard] = []
+    of_mtp = stored.mtp.weight_of
     for shard in checkpoint.main_shards:
-        made = (_main_step(checkpoint, stored, options.main, tensor) for tensor in shard.tensors)
-        steps = [step for step in made if step is not None]
+        tensors = [tensor for tensor in shard.tensors if tensor.name not in of_mtp]
+        steps = tuple(_main_steps(checkpoint, stored, options.main, tensors))
         if steps:
-            shards.append(_linked_if_whole(tuple(steps), shard))
+            shards.append(_linked_if_whole(steps, shard))
     config = dict(options.main_config)
     return PartPlan(
         name="main",
@@ -128,17 +130,22 @@ def _keeps(step: Step, tensor: TensorInfo) -> bool:
     return step.operation is COPY and step.inputs == (tensor.name,) == (step.outputs[0].name,)
 
 
-def _main_step(
-    checkpoint: Checkpoint, stored: StoredModel, conversion: Conversion, tensor: TensorInfo
-) -> Step | None:
-    """Return the step of a tensor; a kept scale stays where it is stored.
-
-    None for an MTP layer's tensor, and for a scale that the step of its weight reads.
-    """
-    one = stored.weight_of[tensor.name]
-    if one.weight.mtp_layer is not None:
-        return None
-    return conversion.step(one, tensor, checkpoint.tensors, name=tensor.name)
+def _main_steps(
+    checkpoint: Checkpoint,
+    stored: StoredModel,
+    conversion: Conversion,
+    tensors: Sequence[TensorInfo],
+) -> Iterator[Step]:
+    """Yield the steps of main tensors; a kept scale stays where it is stored, and one that the step
+    of its weight reads has none."""
+    if conversion.keeps_all:
+        yield from copy_steps(tensors)
+        return
+    for tensor in tensors:
+        one = stored.weight_of[tensor.name]
+        step = conversion.step(one, tensor, checkpoint.tensors, name=tensor.name)
+        if step is not None:
+            yield step
 
 
 def _mtp_shards(
@@ -160,12 +167,13 @@ def _mtp_shards(
         shared = dict.fromkeys(chain.from_iterable(copies))
     kept: list[OutputShard] = []
     packed = dict(shared)
+    of_mtp = stored.mtp.weight_of
     for shard in checkpoint.mtp_shards:
         steps = [
             step
-            for tensor in shard.tensors
-            if _is_of_mtp(stored, tensor)
-            for step in _mtp_steps(checkpoint, stored, options, tensor)
+            for tensor in shard.tensors  # a donor's shards hold others too
+            if (one := of_mtp.get(tensor.name)) is not None
+            for step in _mtp_steps(checkpoint, stored, options=options, one=one, tensor=tensor)
         ]
         if not steps:
             continue
@@ -181,24 +189,24 @@ def _mtp_shards(
     return [*(OutputShard(group) for group in pack(packed, options.max_shard_bytes)), *kept]
 
 
-def _is_of_mtp(stored: StoredModel, tensor: TensorInfo) -> bool:
-    """Return whether a tensor is an MTP layer's; a donor's shards hold others too."""
-    one = stored.weight_of.get(tensor.name)
-    return one is not None and one.weight.mtp_layer is not None
-
-
 def _in_stored_order(steps: Sequence[Step], shard: ShardHeader) -> tuple[Step, ...]:
     place = {tensor.name: number for number, tensor in enumerate(shard.tensors)}
     return tuple(sorted(steps, key=lambda step: place.get(step.inputs[0], len(place))))
 
 
 def _mtp_steps(
-    checkpoint: Checkpoint, stored: StoredModel, options: SplitOptions, tensor: TensorInfo
+    checkpoint: Checkpoint,
+    stored: StoredModel,
+    options: SplitOptions,
+    one: StoredWeight,
+    tensor: TensorInfo,
 ) -> Iterator[Step]:
-    """Yield the steps of a tensor of an MTP layer and of its scale; none for a scale itself."""
-    family, target, one = stored.family, options.target, stored.weight_of[tensor.name]
+    """Yield the steps of a tensor of an MTP layer's weight and of its scale; none for a scale
+    itself."""
+    family, target = stored.family, options.target
     layer = one.weight.mtp_layer
-    if layer is None or tensor.name != one.tensors[0].name:
+    assert layer is not None, "a weight of an MTP layer"
+    if tensor.name != one.tensors[0].name:
         return
     if one.weight.role in (Role.EMBEDDING, Role.HEAD):
         if options.shared_weights is SharedWeights.KEEP:

@@ -21,6 +21,7 @@ from mtp_export.checkpoint import strict_json
 from mtp_export.checkpoint.byte_source import ByteFile, OpenFile, Place
 from mtp_export.checkpoint.dtypes import DTYPE_BITS, tensor_bytes
 from mtp_export.errors import InvalidInputError
+from mtp_export.named_tuples import rows_of
 
 MAX_HEADER_BYTES = 100_000_000
 MAX_DIMENSIONS = 64  # of numpy's arrays, and of torch's operations
@@ -30,9 +31,8 @@ _FIELDS = {"dtype", "shape", "data_offsets"}
 _METADATA = "__metadata__"
 _TEXT = r'[^"\\\x00-\x1f]*'
 _USUAL_START = re.compile(rf'\{{(?:"{_METADATA}":\{{"{_TEXT}":"{_TEXT}"\}},)?')
-_USUAL_TENSOR = re.compile(
-    rf'"({_TEXT})":\{{("dtype":"[A-Z0-9_]+","shape":\[[0-9,]*\]),"data_offsets":\['
-)
+# Finds names and kinds, and more in other text: what it found is written again and compared.
+_USUAL_TENSOR = re.compile(r'"([^"]*)":\{([^]]*\]),"data_offsets":\[')
 _USUAL_KIND = re.compile(r'"dtype":"(.*)","shape":\[(.*)\]')
 _AS_WRITTEN = '"%s":{%s,"data_offsets":[%d,%d]}'
 _TOO_MANY = 1 << 64
@@ -130,19 +130,18 @@ def _as_usual(file: ByteFile, header: bytes, data: range) -> tuple[TensorInfo, .
     body, own = text[begin:], set(names)
     if body != ",".join(written) + "}" or places[-1] != len(data):
         return ()
-    are_plain = "/" not in body and "\x7f" not in body and own.isdisjoint(("", "..", _METADATA))
+    are_plain = _are_plain(own) and _METADATA not in own and "\\" not in body
     if len(own) < len(names) or not are_plain:
         return ()
     offsets = accumulate(sizes, initial=data.start)
-    return tuple(map(TensorInfo, names, dtypes, shapes, repeat(file), offsets, sizes))
+    return tuple(rows_of(TensorInfo, names, dtypes, shapes, repeat(file), offsets, sizes))
 
 
 @lru_cache(maxsize=1 << 12)  # a model of 100,000 tensors has tens of kinds
 def _usual_kind(kind: str) -> tuple[str, tuple[int, ...], int]:
     """Return dtype, shape and bytes of a tensor; too many bytes where they are wrong."""
     match = _USUAL_KIND.fullmatch(kind)
-    assert match is not None, "as it was found"
-    dtype, sizes = match.groups()
+    dtype, sizes = match.groups() if match else ("", "")
     try:
         shape = tuple(map(int, sizes.split(","))) if sizes else ()
         as_written = ",".join(map(str, shape)) == sizes

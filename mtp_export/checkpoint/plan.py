@@ -5,10 +5,11 @@ Plain data and pure functions; nothing here touches a disk.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
 from functools import cached_property
+from itertools import repeat
 from typing import Any, ClassVar, NamedTuple, Protocol
 
 from mtp_export.checkpoint.byte_source import Place
@@ -16,6 +17,7 @@ from mtp_export.checkpoint.dtypes import tensor_bytes
 from mtp_export.checkpoint.header import ShardHeader, TensorInfo
 from mtp_export.checkpoint.reader import CONFIG_NAME, INDEX_NAME
 from mtp_export.checkpoint.tensor_stream import TensorStream
+from mtp_export.named_tuples import rows_of
 
 
 class Link(StrEnum):
@@ -167,7 +169,7 @@ class PartPlan:
         """All files of the folder."""
         return (*(shard.file_name for shard in self.shards), *self.other_files)
 
-    @property
+    @cached_property
     def tensor_count(self) -> int:
         return sum(len(step.outputs) for shard in self.shards for step in shard.steps)
 
@@ -199,6 +201,14 @@ def copy_step(source: OutputTensor | TensorInfo, name: str | None = None) -> Ste
     """Return the step that keeps a tensor's bytes, under its own name or another."""
     copied = OutputTensor(name or source.name, source.dtype, source.shape)
     return Step(COPY, (source.name,), (copied,))
+
+
+def copy_steps(sources: Sequence[TensorInfo]) -> Iterator[Step]:
+    """Yield the steps that keep tensors, under their own names."""
+    names = [one.name for one in sources]
+    dtypes, shapes = [one.dtype for one in sources], [one.shape for one in sources]
+    outputs = rows_of(OutputTensor, names, dtypes, shapes)
+    return rows_of(Step, repeat(COPY), zip(names), zip(outputs), repeat(None))
 
 
 def pack(steps: Iterable[Step], max_shard_bytes: int) -> list[tuple[Step, ...]]:

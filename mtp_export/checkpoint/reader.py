@@ -8,6 +8,7 @@ from collections.abc import Collection, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cached_property
+from operator import attrgetter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -27,6 +28,7 @@ SINGLE_NAME = "model.safetensors"
 CONFIG_NAME = "config.json"
 # Some releases add their MTP layer in a shard of this name that the index does not list.
 MTP_NAME = "mtp.safetensors"
+_name_of = attrgetter("name")
 
 
 @dataclass(frozen=True)
@@ -65,9 +67,10 @@ class Checkpoint:
         files = [source.file(name) for name in (*names, *unindexed)]
         with ThreadPoolExecutor(source.readers) as pool:
             shards = tuple(pool.map(read_header, files))
-        files_of = _files_of(source, shards)
-        if weight_map is not None:
-            _check_index(source, weight_map, files_of, unindexed)
+        if weight_map is None or not _is_listed(shards, weight_map):
+            files_of = _files_of(source, shards)
+            if weight_map is not None:
+                _check_index(source, weight_map, files_of, unindexed)
         digest = hashlib.sha256(raw_config).hexdigest()
         return cls(
             path=source.path,
@@ -168,20 +171,17 @@ def _weight_map(source: ByteSource) -> dict[str, str] | None:
         raise InvalidInputError(
             "The index has no weight_map", where=path, expected="tensor name -> file name"
         )
-    plain: set[str] = set()
-    for name, file_name in weight_map.items():
-        if isinstance(file_name, str) and file_name in plain:
-            continue
-        if not isinstance(file_name, str) or not _is_plain_file_name(file_name):
-            raise InvalidInputError(
-                f"The index puts tensor {name} at a path outside the folder",
-                where=path,
-                expected="a plain *.safetensors file name",
-                found=repr(file_name)[:200],
-                todo="Do not trust this checkpoint; get it again from its source",
-            )
-        plain.add(file_name)
-    for file_name in sorted(plain):
+    files = weight_map.values()
+    if not {str}.issuperset(map(type, files)) or not all(map(_is_plain_file_name, set(files))):
+        name, file_name = next(one for one in weight_map.items() if not _is_plain_file_name(one[1]))
+        raise InvalidInputError(
+            f"The index puts tensor {name} at a path outside the folder",
+            where=path,
+            expected="a plain *.safetensors file name",
+            found=repr(file_name)[:200],
+            todo="Do not trust this checkpoint; get it again from its source",
+        )
+    for file_name in sorted(set(files)):
         if file_name not in names:
             lost = [name for name, file in weight_map.items() if file == file_name]
             raise InvalidInputError(
@@ -194,9 +194,21 @@ def _weight_map(source: ByteSource) -> dict[str, str] | None:
     return weight_map
 
 
-def _is_plain_file_name(name: str) -> bool:
-    plain = name.isprintable() and "/" not in name and "\\" not in name
-    return plain and name.endswith(".safetensors") and len(name.encode()) < 256
+def _is_plain_file_name(name: object) -> bool:
+    if not isinstance(name, str) or not name.isprintable() or "/" in name or "\\" in name:
+        return False
+    return name.endswith(".safetensors") and len(name.encode()) < 256
+
+
+def _is_listed(shards: Iterable[ShardHeader], weight_map: Mapping[str, str]) -> bool:
+    """Return whether every tensor is in one shard, the index says in which, and names no other."""
+    listed = 0
+    for shard in shards:
+        names = map(_name_of, shard.tensors)
+        if not {shard.path.name}.issuperset(map(weight_map.get, names)):
+            return False
+        listed += len(shard.tensors)
+    return listed == len(weight_map)
 
 
 def _check_index(

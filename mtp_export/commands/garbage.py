@@ -6,7 +6,7 @@ import gc
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-_NEW_OBJECTS = 200_000
+_NEW_OBJECTS = 1_000_000
 
 
 @contextmanager

@@ -36,6 +36,11 @@ class Conversion:
     int4_activations_fp8: bool = False
     native: NativeFp8 | None = None
 
+    @property
+    def keeps_all(self) -> bool:
+        """True where every tensor stays as stored."""
+        return self.scheme is None and not self.storages
+
     def storage_of(self, spec: TensorSpec) -> Storage | None:
         """Return the storage of a weight; None for one that stays as stored whatever that is."""
         storage = self.storages.get(spec.role)
@@ -60,7 +65,7 @@ class Conversion:
         Raises UnsupportedError naming the tensor when its dtype or shape does not allow the
         storage.
         """
-        if self.scheme is None and not self.storages:
+        if self.keeps_all:
             return copy_step(tensor, name)
         storage, is_scale = self.storage_of(one.weight), tensor.name != one.tensors[0].name
         if storage is None and self.scheme is not None and one.storage is Storage.FP8_CHANNEL:

@@ -59,10 +59,11 @@ class Discrepancy:
 
 def compare(stored: Mapping[str, HasLayout], promised: Iterable[StoredTensor]) -> list[Discrepancy]:
     """Return every difference between stored tensors and the promised ones, in a stable order."""
-    wanted = {tensor.name: tensor for tensor in promised}
-    found = [_difference(stored, tensor) for tensor in _unlike(stored, wanted.values())]
-    if not stored.keys() <= wanted.keys():
-        found += [_unexpected(name, stored) for name in stored if name not in wanted]
+    promised = tuple(promised)
+    found = [_difference(stored, tensor) for tensor in _unlike(stored, promised)]
+    names = {tensor.name for tensor in promised}
+    if not names.issuperset(stored):
+        found += [_unexpected(name, stored) for name in stored if name not in names]
     return found
 
 

@@ -3,14 +3,16 @@ model that it belongs to."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import chain
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from mtp_export.errors import InvalidInputError
 from mtp_export.families import family_of
 from mtp_export.families.base import ModelFamily, Role, TensorSpec
+from mtp_export.named_tuples import row_of
 from mtp_export.schemes.discrepancies import StoredTensor
 from mtp_export.schemes.formats import UNQUANTIZED, EncodedWeight, WeightFormat
 from mtp_export.schemes.native import (
@@ -96,7 +98,12 @@ class StoredModel:
     @cached_property
     def tensors(self) -> Mapping[str, StoredTensor]:
         """Every tensor by its name on disk."""
-        return {tensor.name: tensor for one in self.weights.values() for tensor in one.tensors}
+        return {tensor.name: tensor for tensor in self.promised}
+
+    @property
+    def promised(self) -> Iterator[StoredTensor]:
+        """Every tensor."""
+        return chain.from_iterable(one.tensors for one in self.weights.values())
 
     @cached_property
     def weight_of(self) -> Mapping[str, StoredWeight]:
@@ -108,7 +115,7 @@ class StoredModel:
         """The main model's part alone."""
         return self._part(lambda one: one.weight.mtp_layer is None)
 
-    @property
+    @cached_property
     def mtp(self) -> StoredModel:
         """The MTP layers' part alone."""
         return self._part(lambda one: one.weight.mtp_layer is not None)
@@ -258,12 +265,15 @@ class _Layout(NamedTuple):
     def weight(self, spec: TensorSpec, expert: str) -> StoredWeight:
         """Return a weight of an expert, or of none."""
         (tail, shape, dtypes, _, optional), *others = self.tensors
-        codes = StoredTensor(expert + tail, shape, dtypes, None, optional)
+        name = expert + tail
+        codes = row_of(StoredTensor, (name, shape, dtypes, None, optional))
+        if not others:
+            return row_of(StoredWeight, (spec, self.format, (codes,), self.transposed))
         tensors = [
-            StoredTensor(expert + other.name, other.shape, other.dtypes, codes.name, optional)
-            for other in others
+            row_of(StoredTensor, (expert + tail, shape, dtypes, name, optional))
+            for tail, shape, dtypes, _, _ in others
         ]
-        return StoredWeight(spec, self.format, (codes, *tensors), self.transposed)
+        return row_of(StoredWeight, (spec, self.format, (codes, *tensors), self.transposed))
 
 
 def _layout(
