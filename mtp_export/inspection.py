@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator
+from collections.abc import Mapping
 from dataclasses import dataclass
 from math import prod
 from typing import Any
@@ -16,9 +16,9 @@ from mtp_export.checkpoint.reader import Checkpoint
 from mtp_export.checkpoint.sources import byte_source
 from mtp_export.errors import MtpExportError, UsageError
 from mtp_export.families.base import Role
-from mtp_export.schemes.discrepancies import Discrepancy, compare
+from mtp_export.schemes.discrepancies import Discrepancy
 from mtp_export.schemes.native import describe
-from mtp_export.schemes.stored import StoredModel, StoredWeight, stored_model
+from mtp_export.schemes.stored import StoredModel, stored_model
 from mtp_export.targets import TARGETS
 from mtp_export.targets.draft import stored_draft
 
@@ -98,9 +98,7 @@ def inspect(place: Place) -> Inspection:
     layout = _layout_of(checkpoint)
     stored, amounts = layout.stored, _amounts(checkpoint, layout)
     present = tuple(part for part in (MAIN, MTP) if any(own.part == part for own in amounts))
-    expected = (
-        tensor for one in stored.weights.values() if _part(one) in present for tensor in one.tensors
-    )
+    promised = stored.of_parts(main=MAIN in present, mtp=MTP in present)
     return Inspection(
         place=source.path,
         model_type=checkpoint.config["model_type"],
@@ -116,13 +114,12 @@ def inspect(place: Place) -> Inspection:
             name for name in ("generation_config.json", "tokenizer.json") if name not in names
         ),
         unindexed_files=checkpoint.unindexed,
-        problems=tuple(compare(checkpoint.tensors, expected)),
+        problems=tuple(promised.differences(checkpoint.tensors)),
     )
 
 
-# Part, role and dtype of tensors that reports add up; the shape of the weight, None for a scale of
-# one; bytes.
-_Kind = tuple[str, str, str, tuple[int, ...] | None, int]
+# Part and role of tensors that reports add up; the shape of the weight, None for a scale of one.
+_Kind = tuple[str, str, tuple[int, ...] | None]
 
 
 @dataclass(frozen=True)
@@ -132,28 +129,27 @@ class _Layout:
     target: str
     stored: StoredModel
 
-    def kinds_of(self, tensors: Iterable[TensorInfo]) -> Iterator[_Kind]:
-        """Yield the kind of each tensor on disk."""
-        weight_of = self.stored.weight_of
-        for tensor in tensors:
-            name, dtype, shape, _, _, size_bytes = tensor
-            one = weight_of.get(name)
-            if one is None:
-                yield self._part_of_unexpected(name), "unexpected", dtype, shape, size_bytes
-            else:
-                own = one.weight
-                values = own.shape if one.tensors[0].name == name else None
-                yield _part(one), own.role, dtype, values, size_bytes
+    def kinds_of(self, tensors: Mapping[str, TensorInfo]) -> tuple[list[_Kind], dict[str, int]]:
+        """Return the kinds of a folder's tensors, and by name the place of its kind."""
+        kinds: list[_Kind] = []
+        place_of: dict[str, int] = {}
+        for alike in self.stored.alike:
+            weight = alike.specs[0]
+            part = MAIN if weight.mtp_layer is None else MTP
+            for number, names in enumerate(alike.names):
+                place_of |= dict.fromkeys(names, len(kinds))
+                kinds.append((part, weight.role, None if number else weight.shape))
+        for name, tensor in tensors.items():
+            if name not in place_of:
+                place_of[name] = len(kinds)
+                kinds.append((self._part_of_unexpected(name), "unexpected", tensor.shape))
+        return kinds, place_of
 
     def _part_of_unexpected(self, name: str) -> str:
         """Return the part that a tensor belongs to by its name."""
         if self.target != RELEASED:
             return MTP
         return MAIN if self.stored.family.mtp_layer_of(name) is None else MTP
-
-
-def _part(one: StoredWeight) -> str:
-    return MAIN if one.weight.mtp_layer is None else MTP
 
 
 def _layout_of(checkpoint: Checkpoint) -> _Layout:
@@ -185,8 +181,10 @@ def _layout_of(checkpoint: Checkpoint) -> _Layout:
 
 def _amounts(checkpoint: Checkpoint, layout: _Layout) -> tuple[Amount, ...]:
     sums: dict[tuple[str, str, str], list[int]] = defaultdict(lambda: [0, 0, 0])
-    kinds = Counter(layout.kinds_of(checkpoint.tensors.values()))
-    for (part, role, dtype, shape, size_bytes), tensors in kinds.items():
+    kinds, place_of = layout.kinds_of(checkpoint.tensors)
+    stored = ((place_of[t.name], t.dtype, t.size_bytes) for t in checkpoint.tensors.values())
+    for (place, dtype, size_bytes), tensors in Counter(stored).items():
+        part, role, shape = kinds[place]
         if shape is None:
             dtype += " shape" if dtype == "I64" else " scale"
         total = sums[part, str(role), dtype]
@@ -205,7 +203,7 @@ def _shared_tensors(checkpoint: Checkpoint, stored: StoredModel) -> dict[str, st
     """Return, per MTP copy of embedding and head, a sentence on where it is stored."""
     result: dict[str, str] = {}
     for pair in stored.family.shared:
-        copy, original = (stored.weights.get(name) for name in (pair.mtp_name, pair.main_name))
+        copy, original = (stored.tables.get(name) for name in (pair.mtp_name, pair.main_name))
         assert copy is not None, "a layout with MTP layers"
         name = copy.tensors[0].name
         own = checkpoint.tensors.get(name)

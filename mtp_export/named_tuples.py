@@ -8,11 +8,10 @@ from typing import Any, TypeVar
 
 _Row = TypeVar("_Row", bound=tuple[Any, ...])
 
-# Makes a named tuple from the values of all its fields; the constructors of their own are Python
-# code, which takes twice as long.
-row_of = tuple.__new__
-
 
 def rows_of(kind: type[_Row], *columns: Iterable[Any]) -> Iterator[_Row]:
-    """Yield named tuples of a kind from columns of all its fields, as many as the shortest has."""
-    return map(partial(row_of, kind), zip(*columns, strict=False))
+    """Yield named tuples of a kind from columns of all its fields, as many as the shortest has.
+
+    Their own constructors are Python code, which takes twice as long.
+    """
+    return map(partial(tuple.__new__, kind), zip(*columns, strict=False))

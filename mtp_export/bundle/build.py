@@ -33,7 +33,6 @@ from mtp_export.checkpoint.reader import Checkpoint
 from mtp_export.checkpoint.staging import remove_downloads
 from mtp_export.errors import InvalidInputError, OutputExistsError, UnsupportedError
 from mtp_export.progress import ProgressCallback
-from mtp_export.schemes.discrepancies import compare
 from mtp_export.schemes.stored import StoredModel, stored_source
 
 
@@ -70,7 +69,7 @@ def open_source(place: Place) -> tuple[Checkpoint, StoredModel]:
             todo="Many converted copies lack the layer: start from the original release, and check "
             "with mtp-export inspect",
         )
-    problems = compare(checkpoint.tensors, stored.promised)
+    problems = stored.differences(checkpoint.tensors)
     if problems:
         problems[0].raise_as_error(place, len(problems) - 1)
     return checkpoint, stored

@@ -62,7 +62,7 @@ def plan_graft(options: GraftOptions, *, dry_run: bool = False) -> BundlePlan:
     config = with_quantization(config, described.main)
     main = stored_model(config).main
     _check_tensors(host, main)
-    stored = StoredModel(main.family, donated.quantization, {**main.weights, **donated.mtp.weights})
+    stored = main.with_mtp_of(donated, donated.quantization)
     checkpoint = GraftedCheckpoint.of(host, donor, config, _moved(donor, donated))
     split = SplitOptions(
         target=target_of(options.bundle.target),

@@ -230,7 +230,7 @@ def _shared_steps(
     the copy is left out then.
     """
     family, target = stored.family, options.target
-    own, main = stored.weights[pair.mtp_name], stored.weights[pair.main_name]
+    own, main = stored.tables[pair.mtp_name], stored.tables[pair.main_name]
     alike = own.format == main.format
     promised = options.mtp.scheme is None or own.format is UNQUANTIZED
     layer = family.mtp_layer_of(pair.mtp_name)

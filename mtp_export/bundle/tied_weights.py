@@ -42,7 +42,7 @@ class TiedCopies:
         pairs = [(p.mtp_name, p.main_name) for p in shared_pairs(checkpoint, stored.family)]
 
         def form(name: str) -> tuple[WeightFormat, str]:
-            one = stored.weights[name]
+            one = stored.tables[name]
             return one.format, checkpoint.tensors[one.tensors[0].name].dtype
 
         alike = {own: main for own, main in pairs if form(own) == form(main)}

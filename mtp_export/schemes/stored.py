@@ -3,18 +3,20 @@ model that it belongs to."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from itertools import chain
+from itertools import chain, repeat
+from operator import attrgetter
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from mtp_export.errors import InvalidInputError
 from mtp_export.families import family_of
 from mtp_export.families.base import ModelFamily, Role, TensorSpec
-from mtp_export.named_tuples import row_of
-from mtp_export.schemes.discrepancies import StoredTensor
+from mtp_export.named_tuples import rows_of
+from mtp_export.schemes.discrepancies import Discrepancy, HasLayout, StoredTensor, compare
 from mtp_export.schemes.formats import UNQUANTIZED, EncodedWeight, WeightFormat
+from mtp_export.schemes.loaded_together import EXPERTS, check_loaded_together
 from mtp_export.schemes.native import (
     COMPRESSED,
     NativeFp8,
@@ -30,9 +32,8 @@ if TYPE_CHECKING:
 
 _WEIGHT = ".weight"
 _IN_CHANNELS = {Storage.BF16, Storage.FP8_CHANNEL}
-_EXPERTS = ".experts."
-
-Formats = Mapping[str, WeightFormat | None]
+_TABLES = (Role.EMBEDDING, Role.HEAD)
+_layout_of = attrgetter("dtype", "shape")
 
 
 class StoredWeight(NamedTuple):
@@ -83,27 +84,73 @@ class StoredWeight(NamedTuple):
         return self.format.encoded(tensors)
 
 
+class AlikeWeights(NamedTuple):
+    """Weights that differ in the number of their expert alone, and their format: a model has
+    46,000 weights, but some hundred kinds of them.
+
+    tensors are those that hold one weight, as StoredWeight has them, by the end of their names that
+    is behind the name of the expert. experts are these names, empty for a weight of none.
+    """
+
+    format: WeightFormat
+    tensors: tuple[StoredTensor, ...]
+    transposed: bool
+    specs: list[TensorSpec]
+    experts: list[str]
+
+    @property
+    def names(self) -> Iterator[list[str]]:
+        """Names of all weights' tensors, by their place in a weight."""
+        return ([expert + tensor.name for expert in self.experts] for tensor in self.tensors)
+
+    def weights(self) -> Iterator[StoredWeight]:
+        """Yield the weights."""
+        names = [*self.names]
+        scaled: list[Iterable[str | None]] = [repeat(None), *repeat(names[0], len(names) - 1)]
+        tensors = (
+            rows_of(StoredTensor, own, repeat(shape), repeat(dtypes), of, repeat(optional))
+            for own, of, (_, shape, dtypes, _, optional) in zip(
+                names, scaled, self.tensors, strict=True
+            )
+        )
+        return rows_of(
+            StoredWeight,
+            self.specs,
+            repeat(self.format),
+            zip(*tensors, strict=True),
+            repeat(self.transposed),
+        )
+
+
 @dataclass(frozen=True)
 class StoredModel:
-    """Everything that a folder must hold: the weights of a model by their released names.
+    """Everything that a folder must hold: the weights of a model, and of those that are alike what
+    they have in common.
 
     quantization is config.json's quantization_config as it was read; where a folder holds one part
-    alone, weights are those of the part.
+    alone, specs and alike are those of the part.
     """
 
     family: ModelFamily
     quantization: object
-    weights: Mapping[str, StoredWeight]
+    specs: Sequence[TensorSpec]
+    alike: Sequence[AlikeWeights]
+
+    @cached_property
+    def weights(self) -> Mapping[str, StoredWeight]:
+        """Every weight by its released name."""
+        made = {one.weight.name: one for alike in self.alike for one in alike.weights()}
+        return {spec.name: made[spec.name] for spec in self.specs}
+
+    @cached_property
+    def tables(self) -> Mapping[str, StoredWeight]:
+        """Embeddings and heads by their released names."""
+        return self._of(lambda spec: spec.role in _TABLES).weights
 
     @cached_property
     def tensors(self) -> Mapping[str, StoredTensor]:
         """Every tensor by its name on disk."""
-        return {tensor.name: tensor for tensor in self.promised}
-
-    @property
-    def promised(self) -> Iterator[StoredTensor]:
-        """Every tensor."""
-        return chain.from_iterable(one.tensors for one in self.weights.values())
+        return {tensor.name: tensor for one in self.weights.values() for tensor in one.tensors}
 
     @cached_property
     def weight_of(self) -> Mapping[str, StoredWeight]:
@@ -113,12 +160,18 @@ class StoredModel:
     @property
     def main(self) -> StoredModel:
         """The main model's part alone."""
-        return self._part(lambda one: one.weight.mtp_layer is None)
+        return self.of_parts(main=True, mtp=False)
 
     @cached_property
     def mtp(self) -> StoredModel:
         """The MTP layers' part alone."""
-        return self._part(lambda one: one.weight.mtp_layer is not None)
+        return self.of_parts(main=False, mtp=True)
+
+    def of_parts(self, *, main: bool, mtp: bool) -> StoredModel:
+        """Return what a folder must hold that holds these parts."""
+        if main and mtp:
+            return self
+        return self._of(lambda spec: main if spec.mtp_layer is None else mtp)
 
     @cached_property
     def native(self) -> NativeFp8 | None:
@@ -136,7 +189,7 @@ class StoredModel:
     @cached_property
     def in_channels(self) -> bool:
         """True for a checkpoint with fp8 channels, and nothing else that is quantized."""
-        storages = {one.storage for one in self.weights.values()}
+        storages = {alike.format.storage for alike in self.alike}
         return Storage.FP8_CHANNEL in storages and storages <= _IN_CHANNELS
 
     def reread(self, quantization: object, rename: Callable[[str], str]) -> StoredModel:
@@ -144,14 +197,47 @@ class StoredModel:
 
         Raises as stored_model.
         """
-        return _stored(self.family, self._specs, quantization=quantization, rename=rename)
+        return _stored(self.family, self.specs, quantization=quantization, rename=rename)
 
-    @property
-    def _specs(self) -> list[TensorSpec]:
-        return [one.weight for one in self.weights.values()]
+    def with_mtp_of(self, other: StoredModel, quantization: object) -> StoredModel:
+        """Return the main model's part beside the MTP layers of another checkpoint."""
+        main, mtp = self.main, other.mtp
+        return StoredModel(
+            self.family,
+            quantization,
+            specs=[*main.specs, *mtp.specs],
+            alike=[*main.alike, *mtp.alike],
+        )
 
-    def _part(self, wanted: Callable[[StoredWeight], bool]) -> StoredModel:
-        return replace(self, weights={n: one for n, one in self.weights.items() if wanted(one)})
+    def differences(self, tensors: Mapping[str, HasLayout]) -> list[Discrepancy]:
+        """Return every difference between a folder's tensors and those that it must hold, in a
+        stable order."""
+        return [] if self._are_in(tensors) else compare(tensors, self.tensors.values())
+
+    def _are_in(self, tensors: Mapping[str, HasLayout]) -> bool:
+        """Return whether a folder holds every tensor as it must be, and no other: looking at those
+        that are alike together takes a fraction of finding each difference."""
+        held = 0
+        for alike in self.alike:
+            names = [*alike.names]
+            if alike.tensors[0].optional and tensors.keys().isdisjoint(chain(*names)):
+                continue
+            for own, (_, shape, dtypes, *_) in zip(names, alike.tensors, strict=True):
+                try:
+                    found = set(map(_layout_of, map(tensors.__getitem__, own)))
+                except KeyError:
+                    return False
+                if not found <= {(dtype, shape) for dtype in dtypes}:
+                    return False
+                held += len(own)
+        return held == len(tensors)
+
+    def _of(self, wanted: Callable[[TensorSpec], bool]) -> StoredModel:
+        return replace(
+            self,
+            specs=[spec for spec in self.specs if wanted(spec)],
+            alike=[alike for alike in self.alike if wanted(alike.specs[0])],
+        )
 
 
 def stored_model(config: Mapping[str, Any]) -> StoredModel:
@@ -216,31 +302,30 @@ def _stored(
     """Return how tensors of a model lie on disk; the config's patterns match the renamed names."""
     reading = reading_of(quantization)
     formats: dict[str, WeightFormat | None] = {}
-    layouts: dict[tuple[object, ...], _Layout] = {}
-    weights: dict[str, StoredWeight] = {}
+    kinds: dict[tuple[object, ...], AlikeWeights] = {}
     for spec in specs:
         layer, expert, tail = _split_at_expert(rename(spec.name))
-        alike = layer, tail, spec[1:]
-        layout = layouts.get(alike)
-        if layout is None:
+        kind = layer, tail, spec[1:]
+        alike = kinds.get(kind)
+        if alike is None:
             # Engines read all experts of a layer in the format of the first one.
-            first = f"{layer}{_EXPERTS}0{tail}" if expert else tail
+            first = f"{layer}{EXPERTS}0{tail}" if expert else tail
             own = _format_of(reading, first, spec, formats) or UNQUANTIZED
-            layout = layouts[alike] = _layout(spec, tail, own, transposes=transposes)
-        weights[spec.name] = layout.weight(spec, expert)
-    _check_experts(formats)
-    _check_fused(family, reading, formats)
-    return StoredModel(family, quantization, weights)
+            alike = kinds[kind] = _alike(spec, tail, own, transposes=transposes)
+        alike.specs.append(spec)
+        alike.experts.append(expert)
+    check_loaded_together(family, reading, formats)
+    return StoredModel(family, quantization, specs, [*kinds.values()])
 
 
 def _split_at_expert(name: str) -> tuple[str, str, str]:
     """Return the name of a layer with experts, that of one of them, and what is behind it; for
     another tensor its name as what is behind."""
-    layer, _, expert_name = name.partition(_EXPERTS)
+    layer, _, expert_name = name.partition(EXPERTS)
     number, _, rest = expert_name.partition(".")
     if not (rest and number.isdecimal()):
         return "", "", name
-    return layer, f"{layer}{_EXPERTS}{number}", f".{rest}"
+    return layer, f"{layer}{EXPERTS}{number}", f".{rest}"
 
 
 def _format_of(
@@ -254,32 +339,10 @@ def _format_of(
     return formats[module]
 
 
-class _Layout(NamedTuple):
-    """Format and tensors of weights that differ in the number of their expert alone: a model has
-    46,000 weights, but some hundred layouts. Names of tensors are those behind the expert's."""
-
-    format: WeightFormat
-    tensors: tuple[StoredTensor, ...]
-    transposed: bool
-
-    def weight(self, spec: TensorSpec, expert: str) -> StoredWeight:
-        """Return a weight of an expert, or of none."""
-        (tail, shape, dtypes, _, optional), *others = self.tensors
-        name = expert + tail
-        codes = row_of(StoredTensor, (name, shape, dtypes, None, optional))
-        if not others:
-            return row_of(StoredWeight, (spec, self.format, (codes,), self.transposed))
-        tensors = [
-            row_of(StoredTensor, (expert + tail, shape, dtypes, name, optional))
-            for tail, shape, dtypes, _, _ in others
-        ]
-        return row_of(StoredWeight, (spec, self.format, (codes, *tensors), self.transposed))
-
-
-def _layout(
+def _alike(
     spec: TensorSpec, name: str, weight_format: WeightFormat, *, transposes: bool
-) -> _Layout:
-    """Return the layout of a weight by its name on disk, or the end of that."""
+) -> AlikeWeights:
+    """Return the weights that are like one, none yet; name is its own on disk, or the end of it."""
     tensors: tuple[StoredTensor, ...] = (
         StoredTensor(name, spec.shape, spec.dtypes, optional=spec.optional),
     )
@@ -301,7 +364,7 @@ def _layout(
             tensor._replace(shape=tensor.shape[::-1]) if len(tensor.shape) == 2 else tensor
             for tensor in tensors
         )
-    return _Layout(weight_format, tensors, transposed)
+    return AlikeWeights(weight_format, tensors, transposed, specs=[], experts=[])
 
 
 def _check_columns(spec: TensorSpec, weight_format: WeightFormat) -> None:
@@ -313,44 +376,3 @@ def _check_columns(spec: TensorSpec, weight_format: WeightFormat) -> None:
             expected=f"K divisible by {divisor} under {weight_format.storage}",
             found=f"[N, K] = {list(spec.shape)}",
         )
-
-
-def _check_fused(family: ModelFamily, reading: Reading, formats: Formats) -> None:
-    """Refuse linears that engines load as one matrix and that differ, by any of its names."""
-    for module, own in formats.items():
-        parent, _, last = module.rpartition(".")
-        for parts, fused_names in family.patterns.fused.items():
-            others = [f"{parent}.{part}" for part in parts[1:]]
-            if last != parts[0] or not formats.keys() >= set(others):
-                continue
-            for other in others:
-                if formats[other] != own:
-                    raise _unlike({module: own, other: formats[other]})
-            if own is None or _EXPERTS in module:
-                continue
-            for fused in (f"{parent}.{name}" for name in fused_names):
-                if (found := reading.fused_format(fused, own)) != own:
-                    raise _unlike({module: own, fused: found})
-
-
-def _check_experts(formats: Formats) -> None:
-    """Refuse projections of an expert that differ: one kernel computes all three."""
-    for module, own in formats.items():
-        if module.endswith(".experts.0.down_proj"):
-            up = module.replace("down_proj", "up_proj")
-            if formats[up] != own:
-                raise _unlike({module: own, up: formats[up]})
-
-
-def _unlike(formats: Formats) -> InvalidInputError:
-    names, found = " and ".join(formats), " and ".join(map(_words, formats.values()))
-    return InvalidInputError(
-        f"config.json's quantization_config gives {names} different formats",
-        expected="one format: engines load them together",
-        found=found,
-        todo="Correct its targets and ignore list; patterns must match fused names too",
-    )
-
-
-def _words(weight_format: WeightFormat | None) -> str:
-    return "not quantized" if weight_format is None else str(weight_format.storage)

@@ -50,8 +50,8 @@ class SourceBundle:
         """
         parts = _parts(folder)
         assert parts.mtp is not None, "is_bundle looked for it"
-        main, mtp = stored_model(parts.main.config).main, stored_model(parts.mtp.config).mtp
-        stored = StoredModel(main.family, main.quantization, {**main.weights, **mtp.weights})
+        main, mtp = stored_model(parts.main.config), stored_model(parts.mtp.config)
+        stored = main.with_mtp_of(mtp, main.quantization)
         recorded = read_manifest(folder)["options"]
         folders = {name: folder / name for name in OWN_DRAFTS}
         return cls(
