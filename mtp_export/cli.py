@@ -14,8 +14,10 @@ from mtp_export.errors import Interrupted
 def main(arguments: list[str] | None = None) -> None:
     """Run a command and exit with its code."""
     try:
-        from mtp_export.commands.program import exit_code
+        from mtp_export.commands.garbage import few_collections
 
+        with few_collections():
+            from mtp_export.commands.program import exit_code
         code = exit_code(sys.argv[1:] if arguments is None else arguments)
     except KeyboardInterrupt:
         error = Interrupted()

@@ -26,7 +26,6 @@ from mtp_export.schemes.base import GRAFTED
 from mtp_export.schemes.bf16 import BF16
 from mtp_export.schemes.conversion import AS_STORED
 from mtp_export.schemes.dialects import VLLM
-from mtp_export.schemes.discrepancies import compare
 from mtp_export.schemes.grafting import Draft, GraftDescription, describe_graft
 from mtp_export.schemes.native import DTYPE_KEYS, Config, quantization_of, with_quantization
 from mtp_export.schemes.storage import READ_ONLY
@@ -138,7 +137,7 @@ def _quantization(host: Checkpoint) -> Any:
 
 
 def _check_tensors(host: Checkpoint, main: StoredModel) -> None:
-    problems = compare(host.tensors, main.tensors.values())
+    problems = main.differences(host.tensors)
     if problems:
         problems[0].raise_as_error(host.path, len(problems) - 1)
 

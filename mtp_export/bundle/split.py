@@ -59,8 +59,7 @@ def main_part(checkpoint: Checkpoint, stored: StoredModel, options: SplitOptions
     of_mtp = stored.mtp.weight_of
     for shard in checkpoint.main_shards:
         tensors = [tensor for tensor in shard.tensors if tensor.name not in of_mtp]
-        steps = tuple(_main_steps(checkpoint, stored, options.main, tensors))
-        if steps:
+        if steps := _main_steps(checkpoint, stored, options.main, tensors):
             shards.append(_linked_if_whole(steps, shard))
     config = dict(options.main_config)
     return PartPlan(
@@ -135,17 +134,16 @@ def _main_steps(
     stored: StoredModel,
     conversion: Conversion,
     tensors: Sequence[TensorInfo],
-) -> Iterator[Step]:
-    """Yield the steps of main tensors; a kept scale stays where it is stored, and one that the step
-    of its weight reads has none."""
+) -> tuple[Step, ...]:
+    """Return the steps of main tensors; a kept scale stays where it is stored, and one that the
+    step of its weight reads has none."""
     if conversion.keeps_all:
-        yield from copy_steps(tensors)
-        return
-    for tensor in tensors:
-        one = stored.weight_of[tensor.name]
-        step = conversion.step(one, tensor, checkpoint.tensors, name=tensor.name)
-        if step is not None:
-            yield step
+        return tuple(copy_steps(tensors))
+    steps = (
+        conversion.step(stored.weight_of[own.name], own, checkpoint.tensors, name=own.name)
+        for own in tensors
+    )
+    return tuple(step for step in steps if step is not None)
 
 
 def _mtp_shards(

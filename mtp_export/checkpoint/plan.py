@@ -139,7 +139,9 @@ class OutputShard:
 
     @cached_property
     def size_bytes(self) -> int:
-        return sum(tensor.size_bytes for step in self.steps for tensor in step.outputs)
+        """Bytes of its tensors; those of a linked shard are the source's."""
+        tensors = self.tensors if self.linked_from is None else self.linked_from.tensors
+        return sum(tensor.size_bytes for tensor in tensors)
 
 
 @dataclass(frozen=True)

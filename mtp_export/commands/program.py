@@ -11,6 +11,7 @@ import typer
 
 from mtp_export.commands.compiling import announced_compiling
 from mtp_export.commands.failures import failure_of
+from mtp_export.commands.garbage import few_collections
 from mtp_export.commands.registry import COMMANDS, command_named
 from mtp_export.commands.standard_streams import guarded_streams
 from mtp_export.errors import Interrupted, UsageError
@@ -73,12 +74,14 @@ def _run_alone(arguments: Sequence[str], group: object = None) -> int:
     try:
         if arguments and arguments[0] in COMMANDS:
             words = f"mtp-export {arguments[0]}"
-            code = command_named(arguments[0]).main(
+            with few_collections():
+                command = command_named(arguments[0])
+            code = command.main(
                 list(arguments[1:]), standalone_mode=False, prog_name=words, obj=group
             )
         else:
-            from mtp_export.commands.group import program  # takes half of the start of an inspect
-
+            with few_collections():
+                from mtp_export.commands.group import program  # half of the start of an inspect
             code = program.main(list(arguments), standalone_mode=False, prog_name="mtp-export")
     except typer.TyperException as error:
         raise UsageError(" ".join(error.format_message().split())) from None

@@ -145,7 +145,8 @@ class StoredModel:
     @cached_property
     def tables(self) -> Mapping[str, StoredWeight]:
         """Embeddings and heads by their released names."""
-        return self._of(lambda spec: spec.role in _TABLES).weights
+        tables = (alike for alike in self.alike if alike.specs[0].role in _TABLES)
+        return {one.weight.name: one for alike in tables for one in alike.weights()}
 
     @cached_property
     def tensors(self) -> Mapping[str, StoredTensor]:
@@ -169,9 +170,15 @@ class StoredModel:
 
     def of_parts(self, *, main: bool, mtp: bool) -> StoredModel:
         """Return what a folder must hold that holds these parts."""
-        if main and mtp:
-            return self
-        return self._of(lambda spec: main if spec.mtp_layer is None else mtp)
+
+        def is_there(spec: TensorSpec) -> bool:
+            return main if spec.mtp_layer is None else mtp
+
+        return replace(
+            self,
+            specs=[spec for spec in self.specs if is_there(spec)],
+            alike=[alike for alike in self.alike if is_there(alike.specs[0])],
+        )
 
     @cached_property
     def native(self) -> NativeFp8 | None:
@@ -231,13 +238,6 @@ class StoredModel:
                     return False
                 held += len(own)
         return held == len(tensors)
-
-    def _of(self, wanted: Callable[[TensorSpec], bool]) -> StoredModel:
-        return replace(
-            self,
-            specs=[spec for spec in self.specs if wanted(spec)],
-            alike=[alike for alike in self.alike if wanted(alike.specs[0])],
-        )
 
 
 def stored_model(config: Mapping[str, Any]) -> StoredModel:

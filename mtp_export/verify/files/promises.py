@@ -14,7 +14,7 @@ from mtp_export.checkpoint.header import TensorInfo
 from mtp_export.errors import MtpExportError
 from mtp_export.schemes import SCHEMES
 from mtp_export.schemes.base import GRAFTED
-from mtp_export.schemes.discrepancies import Discrepancy, compare
+from mtp_export.schemes.discrepancies import Discrepancy
 from mtp_export.schemes.native import quantization_of
 from mtp_export.schemes.storage import mixes_integers_with_fp8
 from mtp_export.schemes.stored import StoredModel, StoredWeight
@@ -76,7 +76,7 @@ def _sorted_out(
     presence: list[Problem] = []
     modules = _by_module(tensors)
     astray: dict[str, StoredWeight] = {}
-    for found in compare(tensors, promised.tensors.values()):
+    for found in promised.differences(tensors):
         module = found.tensor.rpartition(".")[0]
         weight = promised.weight_of.get(found.tensor) or _weight_of_module(promised, module)
         if weight is not None and _stored_of(weight, modules, promised):
