@@ -9,7 +9,8 @@ from typing import Any, cast
 import pytest
 
 from mtp_export.checkpoint.dtypes import tensor_bytes
-from mtp_export.checkpoint.header import ShardHeader
+from mtp_export.checkpoint.header import ShardHeader, TensorInfo
+from mtp_export.checkpoint.local_folder import LocalFolder
 from mtp_export.checkpoint.plan import (
     COPY,
     Link,
@@ -18,6 +19,7 @@ from mtp_export.checkpoint.plan import (
     PartPlan,
     Step,
     copy_step,
+    copy_steps,
     number_shards,
     pack,
 )
@@ -96,6 +98,15 @@ def test_a_step_weighs_all_it_writes() -> None:
     assert step("a", 3, 4).size_bytes == 7
     assert shard(step("a", 3, 4), step("b", 5)).size_bytes == 12
     assert pack([step("a", 3, 4), step("b", 4)], 10) == [(step("a", 3, 4),), (step("b", 4),)]
+
+
+def test_kept_tensors_have_a_step_each() -> None:
+    file = LocalFolder(Path("x")).file("y")
+    infos = [TensorInfo(n, "U8", (5,), file, offset_bytes=8, size_bytes=5) for n in ("b", "a")]
+    assert [*copy_steps(infos)] == [copy_step(info) for info in infos]
+    assert {type(one) for one in copy_steps(infos)} == {Step}
+    assert [one.size_bytes for one in copy_steps(infos)] == [5, 5]
+    assert [*copy_steps([])] == []
 
 
 def test_names_of_shards_are_the_hub_s() -> None:

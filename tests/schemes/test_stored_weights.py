@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -10,17 +10,24 @@ import torch
 from cases import MTP_LAYER
 from mtp_export.errors import InvalidInputError, UnsupportedError
 from mtp_export.families.base import Role
-from mtp_export.schemes.discrepancies import StoredTensor
+from mtp_export.schemes.discrepancies import StoredTensor, compare
 from mtp_export.schemes.formats import EncodedWeight, Fp8Block, Int8Channel
 from mtp_export.schemes.native import NativeFp8
 from mtp_export.schemes.storage import Storage
-from mtp_export.schemes.stored import stored_model, stored_mtp, stored_source
+from mtp_export.schemes.stored import StoredModel, stored_model, stored_mtp, stored_source
 from quantize_rows import CONFIGS
 
 FP8, BF16 = CONFIGS["fp8"], CONFIGS["bf16"]
 INT8 = {"num_bits": 8, "type": "int", "symmetric": True, "strategy": "channel"}
 LAYER = f"model.layers.{MTP_LAYER}"
 UP = "model.layers.1.mlp.experts.2.up_proj"
+
+
+class StoredLayout(NamedTuple):
+    """A tensor on disk, as far as comparing needs it."""
+
+    dtype: str
+    shape: tuple[int, ...]
 
 
 def compressed(**changes: Any) -> dict[str, Any]:
@@ -136,6 +143,56 @@ def test_parts_of_a_model() -> None:
     for name, one in whole.weight_of.items():
         assert name in [tensor.name for tensor in one.tensors]
     assert whole.weight_of.keys() == whole.tensors.keys()
+
+
+def on_disk(stored: StoredModel) -> dict[str, StoredLayout]:
+    """The tensors of a folder that holds all that it must."""
+    promised = stored.tensors.values()
+    return {tensor.name: StoredLayout(tensor.dtypes[0], tensor.shape) for tensor in promised}
+
+
+DOWN = "model.layers.1.mlp.experts.2.down_proj.weight"
+EMBEDDING = f"{LAYER}.embed_tokens.weight"
+CHANGES: dict[str, dict[str, StoredLayout | None]] = {
+    "none": {},
+    "lost": {DOWN: None},
+    "a lost scale": {f"{DOWN}_scale_inv": None},
+    "a scale alone": {DOWN: None, f"{UP}.weight": None},
+    "another dtype": {DOWN: StoredLayout("BF16", (1, 1))},
+    "another shape": {DOWN: StoredLayout("F8_E4M3", (1, 1))},
+    "another dtype that is as good": {
+        f"{LAYER}.enorm.weight": StoredLayout("F32", (FP8["hidden_size"],))
+    },
+    "of no weight": {"a": StoredLayout("BF16", (1,))},
+    "one for another": {DOWN: None, "a": StoredLayout("BF16", (1,))},
+    "no own copy": {EMBEDDING: None},
+    "no own copy, and of no weight": {EMBEDDING: None, "a": StoredLayout("BF16", (1,))},
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_differences_are_those_of_each_tensor(change: str) -> None:
+    """Tensors that are alike are looked at together first."""
+    stored = stored_model(FP8)
+    folder = {**on_disk(stored), **CHANGES[change]}
+    tensors = {name: tensor for name, tensor in folder.items() if tensor is not None}
+    found = stored.differences(tensors)
+    assert found == compare(tensors, stored.tensors.values())
+    assert bool(found) is (change not in ("none", "another dtype that is as good", "no own copy"))
+    assert stored.mtp.differences(tensors) == compare(tensors, stored.mtp.tensors.values())
+
+
+def test_embeddings_and_heads_are_found_without_all_others() -> None:
+    stored = stored_model(FP8)
+    tables = {"model.embed_tokens", "lm_head", f"{LAYER}.embed_tokens", f"{LAYER}.shared_head.head"}
+    assert stored.tables == {f"{name}.weight": stored.weights[f"{name}.weight"] for name in tables}
+
+
+def test_the_main_part_beside_other_mtp_layers() -> None:
+    main, donor = stored_model(BF16), stored_model(FP8)
+    joined = main.with_mtp_of(donor, donor.quantization)
+    assert joined.quantization == donor.quantization
+    assert list(joined.weights.items()) == [*main.main.weights.items(), *donor.mtp.weights.items()]
 
 
 def test_the_same_weights_read_anew() -> None:
