@@ -8,6 +8,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import cycle, repeat
 from typing import Any, ClassVar, Self
 
 from mtp_export.errors import InvalidInputError, UnsupportedError
@@ -29,6 +30,7 @@ from mtp_export.families.modules import (
     MtpModules,
     weight_name,
 )
+from mtp_export.named_tuples import rows_of
 
 _LAYERS_PREFIX = "model.layers."
 _MAX_LAYERS = 1_000
@@ -272,11 +274,19 @@ class MoeDecoderFamily(ABC):
     def _mlps(
         self, all_names: Iterable[MlpModules], size: int, role: Role, mtp: int | None
     ) -> Iterator[TensorSpec]:
-        inward, outward, dtypes = (size, self.hidden), (self.hidden, size), (self.dtype,)
-        for gate, up, down in all_names:  # as many as 15,000
-            yield TensorSpec(weight_name(gate), inward, dtypes, role, mtp)
-            yield TensorSpec(weight_name(up), inward, dtypes, role, mtp)
-            yield TensorSpec(weight_name(down), outward, dtypes, role, mtp)
+        inward, outward = (size, self.hidden), (self.hidden, size)
+        names = [weight_name(module) for gate_up_down in all_names for module in gate_up_down]
+        return rows_of(  # as many as 46,000
+            TensorSpec,
+            names,
+            cycle((inward, inward, outward)),
+            repeat((self.dtype,)),
+            repeat(role),
+            repeat(mtp),
+            repeat(False),
+            repeat(None),
+            repeat(False),
+        )
 
     def _moe(self, names: MoeModules, mtp: int | None) -> Iterator[TensorSpec]:
         experts, size = len(names.experts), self._size("moe_intermediate_size")
