@@ -3,10 +3,10 @@
     python -m benchmarks.bench_adaptive fixtures/deepseek-v3-tiny --prompts fixtures/prompts.jsonl
 
 Plain decoding, k = 1 to 5 and adaptive decode the same prompts in every turn, a step each in random
-order, so that a machine that is slower for a while is so for all. A turn's ratio is the adaptive run's
-output tokens per second over those of the fixed k that was best in the other turns (the best of the
-same turn would be the luckiest one); the figure is the median of the turns. Writes adaptive.json
-and adaptive.md to --out (benchmarks/results).
+order, so that a machine that is slower for a while is so for all. A turn's ratio is the adaptive
+run's output tokens per second over those of the fixed k that was best in the other turns (the best
+of the same turn would be the luckiest one); the figure is the median of the turns. Writes
+adaptive.json and adaptive.md to --out (benchmarks/results).
 """
 
 from __future__ import annotations

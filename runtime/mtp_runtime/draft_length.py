@@ -19,16 +19,13 @@ from mtp_runtime.config import SpeculationConfig
 
 _SAMPLES = 41  # of a time
 _AT_FIRST = 3  # of every length, before any is chosen
-_PACES = 25  # from which the noise of a step follows, and from the last of them the pace
-_NOW = 5
-_NOISE = 0.15  # assumed at first
+_PACES, _NOW = 25, 5  # kept, to know how steps scatter, and of them those of the pace
+_NOISE = 0.15  # of a step, assumed at first
 _DOUBT = 2.5  # standard errors by which a length may be better than it looks
-_SHORT_GAP, _LONG_GAP = (
-    3,
-    40,
-)  # steps between probes of what may be better, and of what may become so
+_SOON = 3  # steps between tries of lengths that may be better
+_LATER = 40  # and of those that may become so
 _NEARLY = 0.8  # of the best length's rate
-_DEVIATIONS = 1.48  # of a median deviation: the standard one of a normal distribution
+_DEVIATIONS = 1.48  # median deviations in the standard one, of a normal distribution
 _KEPT = 0.99  # of what was counted of acceptance, at each step
 _FIRST_ACCEPTANCE, _WEIGHT = 0.8, 2.0  # assumed at first, and how many drafts outweigh it
 
@@ -127,7 +124,7 @@ class _Times:
         self._kept = [deque[float](maxlen=_SAMPLES) for _ in range(max_drafts + 1)]
         self._last = [0] * len(self._kept)  # when each was tried
         self._paces = deque([1.0 - _NOISE, 1.0, 1.0 + _NOISE], maxlen=_PACES)
-        self._steps = 0  # since the last probe
+        self._steps = 0  # since another length was tried
 
     def add(self, drafts: int, seconds: float) -> None:
         if drafts == self.usual and self.untried() is None:
@@ -139,9 +136,9 @@ class _Times:
     def due(self, rates: np.ndarray) -> int:
         """Return the usual length, or the one of those to be tried that was not for longest."""
         self._steps += 1
-        if self._steps < _SHORT_GAP:
+        if self._steps < _SOON:
             return self.usual
-        others = _others(rates) if self._steps >= _LONG_GAP else self._doubtful(rates)
+        others = _others(rates) if self._steps >= _LATER else self._doubtful(rates)
         if not others:
             return self.usual
         self._steps = 0
@@ -173,7 +170,7 @@ def _middle(times: Iterable[float]) -> float:
 
 
 def _others(rates: np.ndarray) -> list[int]:
-    """Return the lengths that may be better than the best: those next to it, and all that are
+    """Return the lengths that may become better than the best: those next to it, and all that are
     nearly as good."""
     best = np.argmax(rates)
     return [
