@@ -98,7 +98,10 @@ class AdaptiveLength:
             self._accepted[:accepted] += 1.0
 
     def _times_of(self, batch: int) -> _Times:
-        return self._times.setdefault(_class_of(batch), _Times(self._max))
+        name = _class_of(batch)
+        if name not in self._times:
+            self._times[name] = _Times(self._max)
+        return self._times[name]
 
     def _tokens(self) -> np.ndarray:
         """Return E[L] [max_drafts + 1] of every length. A position that was not reached lately is
