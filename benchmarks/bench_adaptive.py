@@ -2,17 +2,18 @@
 
     python -m benchmarks.bench_adaptive fixtures/deepseek-v3-tiny --prompts fixtures/prompts.jsonl
 
-Plain decoding, k = 1 to 5 and adaptive decode the same prompts in every turn, a step each in turn,
-so that a machine that is slower for a while is so for all. A turn's ratio is the adaptive run's
-output tokens per second over those of the fixed k that was best in the other turns (the best of the
-same turn would be the luckiest one); the figure is the median of the turns. Writes adaptive.json
-and adaptive.md to --out (benchmarks/results).
+Plain decoding, k = 1 to 5 and adaptive decode the same prompts in every turn, a step each in random
+order, so that a machine that is slower for a while is so for all. A turn's ratio is the adaptive
+run's output tokens per second over those of the fixed k that was best in the other turns (the best
+of the same turn would be the luckiest one); the figure is the median of the turns. Writes
+adaptive.json and adaptive.md to --out (benchmarks/results).
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import random
 import time
 from collections.abc import Mapping, Sequence
 from itertools import pairwise
@@ -39,10 +40,11 @@ def seconds_of(
     for llm in engines.values():
         for request in llm.requests(prompts, [params] * len(prompts)):
             llm.engine.add(request)
-    while working := {name: llm for name, llm in engines.items() if llm.engine.has_work}:
-        for name, llm in working.items():
+    while working := [name for name, llm in engines.items() if llm.engine.has_work]:
+        random.shuffle(working)  # a step takes longer behind some others'
+        for name in working:
             start = time.perf_counter()
-            llm.engine.step()
+            engines[name].engine.step()
             seconds[name] += time.perf_counter() - start
     return seconds
 
@@ -65,9 +67,7 @@ def row_of(
         if number == warm_up:
             engines[ADAPTIVE].engine.totals = RequestMetrics()
         asked = [prompts[(number * size + place) % len(prompts)] for place in range(size)]
-        first = number % len(names)  # no engine is always the one after the slowest
-        order = names[first:] + names[:first]
-        turns.append(seconds_of({name: engines[name] for name in order}, asked, params))
+        turns.append(seconds_of(engines, asked, params))
     turns = turns[warm_up:]
     ratios = [
         turn[best_fixed([other for other in turns if other is not turn])] / turn[ADAPTIVE]
@@ -118,6 +118,7 @@ def main() -> None:
     parser.add_argument("--concurrencies", type=int, nargs="+", default=CONCURRENCIES)
     parser.add_argument("--out", type=Path, default=Path("benchmarks/results"))
     arguments = parser.parse_args()
+    random.seed(0)
     loaded = load_model(arguments.source, LoadOptions())
     options = {"loaded": loaded, "speculate_method": "mtp"}
     engines = {"plain": LLM(arguments.source, loaded=loaded)}

@@ -10,18 +10,22 @@ from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from math import log2
-from statistics import fmean, median_low
+from statistics import fmean, median, median_low
 from typing import Protocol
 
 import numpy as np
 
 from mtp_runtime.config import SpeculationConfig
 
-_SAMPLES = 15  # of a time
+_SAMPLES = 41  # of a time
 _AT_FIRST = 3  # of every length, before any is chosen
-_PACES = 5
-_FIRST_GAP, _LAST_GAP = 2, 40  # steps from one probe to the next
+_PACES, _NOW = 25, 5  # kept, to know how steps scatter, and of them those of the pace
+_NOISE = 0.15  # of a step, assumed at first
+_DOUBT = 2.5  # standard errors by which a length may be better than it looks
+_SOON = 3  # steps between tries of lengths that may be better
+_LATER = 40  # and of those that may become so
 _NEARLY = 0.8  # of the best length's rate
+_DEVIATIONS = 1.48  # median deviations in the standard one, of a normal distribution
 _KEPT = 0.99  # of what was counted of acceptance, at each step
 _FIRST_ACCEPTANCE, _WEIGHT = 0.8, 2.0  # assumed at first, and how many drafts outweigh it
 
@@ -66,8 +70,9 @@ class AdaptiveLength:
     """Chooses the number of drafts with most tokens per second, E[L] / T(batch size, drafts).
 
     E[L] follows from the acceptance of each position in recent blocks, T from the times of recent
-    steps, which batch sizes that differ little share. Every so often another length is tried, so
-    that a better one is found when text or load change.
+    steps, which batch sizes that differ little share. Lengths that may be better, by how much times
+    scatter, are tried every few steps until that is settled; and now and then those that may become
+    better when text or load change.
     """
 
     def __init__(self, max_drafts: int) -> None:
@@ -81,7 +86,7 @@ class AdaptiveLength:
             return untried
         rates = self._tokens() / times.expected()
         times.usual = int(np.argmax(rates))
-        return times.oldest(_others(rates)) if times.probe_is_due() else times.usual
+        return times.due(rates)
 
     def observe(self, step: Step) -> None:
         batch = len(step.blocks)
@@ -93,7 +98,10 @@ class AdaptiveLength:
             self._accepted[:accepted] += 1.0
 
     def _times_of(self, batch: int) -> _Times:
-        return self._times.setdefault(_class_of(batch), _Times(self._max))
+        name = _class_of(batch)
+        if name not in self._times:
+            self._times[name] = _Times(self._max)
+        return self._times[name]
 
     def _tokens(self) -> np.ndarray:
         """Return E[L] [max_drafts + 1] of every length. A position that was not reached lately is
@@ -115,35 +123,42 @@ class _Times:
     """
 
     def __init__(self, max_drafts: int) -> None:
-        self.usual: int | None = None  # the length of steps that try nothing
+        self.usual = 0  # the length of steps that try nothing
         self._kept = [deque[float](maxlen=_SAMPLES) for _ in range(max_drafts + 1)]
         self._last = [0] * len(self._kept)  # when each was tried
-        self._paces = deque([1.0], maxlen=_PACES)
-        self._probes = self._steps = 0  # probes in all, and steps since the last
+        self._paces = deque([1.0 - _NOISE, 1.0, 1.0 + _NOISE], maxlen=_PACES)
+        self._steps = 0  # since another length was tried
 
     def add(self, drafts: int, seconds: float) -> None:
-        if drafts == self.usual:
+        if drafts == self.usual and self.untried() is None:
             self._paces.append(seconds / _middle(self._kept[drafts]))
         else:
-            self._kept[drafts].append(seconds / median_low(self._paces))
+            self._kept[drafts].append(seconds / median_low([*self._paces][-_NOW:]))
             self._last[drafts] = max(self._last) + 1
 
-    def probe_is_due(self) -> bool:
-        """True once in so many steps: in few at first, when little is known."""
+    def due(self, rates: np.ndarray) -> int:
+        """Return the usual length, or the one of those to be tried that was not for longest."""
         self._steps += 1
-        if self._steps < min(_FIRST_GAP + self._probes, _LAST_GAP):
-            return False
-        self._probes, self._steps = self._probes + 1, 0
-        return True
+        if self._steps < _SOON:
+            return self.usual
+        others = _others(rates) if self._steps >= _LATER else self._doubtful(rates)
+        if not others:
+            return self.usual
+        self._steps = 0
+        return min(others, key=self._last.__getitem__)
+
+    def _doubtful(self, rates: np.ndarray) -> list[int]:
+        """Return the lengths whose times are not known well enough to say that they are worse."""
+        middle = median(self._paces)
+        noise = _DEVIATIONS * median(abs(pace / middle - 1.0) for pace in self._paces)
+        margins = _DOUBT * noise / np.sqrt(list(map(len, self._kept)))
+        may_be_better = rates * (1.0 + margins) > rates[self.usual]
+        return [int(one) for one in np.flatnonzero(may_be_better) if one != self.usual]
 
     def untried(self) -> int | None:
         """Return a length that is to be tried before any is chosen."""
         counts = list(map(len, self._kept))
         return counts.index(min(counts)) if min(counts) < _AT_FIRST else None
-
-    def oldest(self, lengths: Sequence[int]) -> int:
-        """Return which of some lengths was not tried for longest."""
-        return min(lengths, key=self._last.__getitem__)
 
     def expected(self) -> np.ndarray:
         """Return seconds per request [max_drafts + 1] of every length."""
@@ -158,7 +173,7 @@ def _middle(times: Iterable[float]) -> float:
 
 
 def _others(rates: np.ndarray) -> list[int]:
-    """Return the lengths that may be better than the best: those next to it, and all that are
+    """Return the lengths that may become better than the best: those next to it, and all that are
     nearly as good."""
     best = np.argmax(rates)
     return [
