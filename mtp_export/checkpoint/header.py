@@ -134,7 +134,16 @@ def _as_usual(file: ByteFile, header: bytes, data: range) -> tuple[TensorInfo, .
     if len(own) < len(names) or not are_plain:
         return ()
     offsets = accumulate(sizes, initial=data.start)
-    return tuple(rows_of(TensorInfo, names, dtypes, shapes, repeat(file), offsets, sizes))
+    rows = rows_of(
+        TensorInfo,
+        name=names,
+        dtype=dtypes,
+        shape=shapes,
+        file=repeat(file),
+        offset_bytes=offsets,
+        size_bytes=sizes,
+    )
+    return tuple(rows)
 
 
 @lru_cache(maxsize=1 << 12)  # a model of 100,000 tensors has tens of kinds

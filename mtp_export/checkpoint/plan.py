@@ -209,8 +209,8 @@ def copy_steps(sources: Sequence[TensorInfo]) -> Iterator[Step]:
     """Yield the steps that keep tensors, under their own names."""
     names = [one.name for one in sources]
     dtypes, shapes = [one.dtype for one in sources], [one.shape for one in sources]
-    outputs = rows_of(OutputTensor, names, dtypes, shapes)
-    return rows_of(Step, repeat(COPY), zip(names), zip(outputs), repeat(None))
+    outputs = rows_of(OutputTensor, name=names, dtype=dtypes, shape=shapes)
+    return rows_of(Step, operation=repeat(COPY), inputs=zip(names), outputs=zip(outputs))
 
 
 def pack(steps: Iterable[Step], max_shard_bytes: int) -> list[tuple[Step, ...]]:

@@ -278,14 +278,11 @@ class MoeDecoderFamily(ABC):
         names = [weight_name(module) for gate_up_down in all_names for module in gate_up_down]
         return rows_of(  # as many as 46,000
             TensorSpec,
-            names,
-            cycle((inward, inward, outward)),
-            repeat((self.dtype,)),
-            repeat(role),
-            repeat(mtp),
-            repeat(False),
-            repeat(None),
-            repeat(False),
+            name=names,
+            shape=cycle((inward, inward, outward)),
+            dtypes=repeat((self.dtype,)),
+            role=repeat(role),
+            mtp_layer=repeat(mtp),
         )
 
     def _moe(self, names: MoeModules, mtp: int | None) -> Iterator[TensorSpec]:

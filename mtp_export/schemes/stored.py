@@ -108,17 +108,22 @@ class AlikeWeights(NamedTuple):
         names = [*self.names]
         scaled: list[Iterable[str | None]] = [repeat(None), *repeat(names[0], len(names) - 1)]
         tensors = (
-            rows_of(StoredTensor, own, repeat(shape), repeat(dtypes), of, repeat(optional))
-            for own, of, (_, shape, dtypes, _, optional) in zip(
-                names, scaled, self.tensors, strict=True
+            rows_of(
+                StoredTensor,
+                name=own,
+                shape=repeat(tensor.shape),
+                dtypes=repeat(tensor.dtypes),
+                scale_of=of,
+                optional=repeat(tensor.optional),
             )
+            for own, of, tensor in zip(names, scaled, self.tensors, strict=True)
         )
         return rows_of(
             StoredWeight,
-            self.specs,
-            repeat(self.format),
-            zip(*tensors, strict=True),
-            repeat(self.transposed),
+            weight=self.specs,
+            format=repeat(self.format),
+            tensors=zip(*tensors, strict=True),
+            transposed=repeat(self.transposed),
         )
 
 
