@@ -31,8 +31,11 @@ _FIELDS = {"dtype", "shape", "data_offsets"}
 _METADATA = "__metadata__"
 _TEXT = r'[^"\\\x00-\x1f]*'
 _USUAL_START = re.compile(rf'\{{(?:"{_METADATA}":\{{"{_TEXT}":"{_TEXT}"\}},)?')
-# Finds names and kinds, and more in other text: what it found is written again and compared.
-_USUAL_TENSOR = re.compile(r'"([^"]*)":\{([^]]*\]),"data_offsets":\[')
+# What it finds is written again and compared, and names are looked at together; that none of its
+# parts runs on past a tensor keeps it linear in other text.
+_USUAL_TENSOR = re.compile(
+    r'"([^"]*)":\{("dtype":"[A-Z0-9_]+","shape":\[[0-9,]*\]),"data_offsets":\['
+)
 _USUAL_KIND = re.compile(r'"dtype":"(.*)","shape":\[(.*)\]')
 _AS_WRITTEN = '"%s":{%s,"data_offsets":[%d,%d]}'
 _TOO_MANY = 1 << 64
@@ -150,7 +153,8 @@ def _as_usual(file: ByteFile, header: bytes, data: range) -> tuple[TensorInfo, .
 def _usual_kind(kind: str) -> tuple[str, tuple[int, ...], int]:
     """Return dtype, shape and bytes of a tensor; too many bytes where they are wrong."""
     match = _USUAL_KIND.fullmatch(kind)
-    dtype, sizes = match.groups() if match else ("", "")
+    assert match is not None, "as it was found"
+    dtype, sizes = match.groups()
     try:
         shape = tuple(map(int, sizes.split(","))) if sizes else ()
         as_written = ",".join(map(str, shape)) == sizes
