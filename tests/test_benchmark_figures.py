@@ -328,3 +328,14 @@ def test_the_measured_table_of_drafters() -> None:
     known = {cell for row in tuning_rows() for cell in row[2:]}
     shown = rows_of(sections_of(ROOT / "docs/drafters.md")["Measured"])
     assert shown and all(cell in known for row in shown for cell in row[1:])
+
+
+def test_adaptive() -> None:
+    facts = results("adaptive.json")
+    page = ROOT / "docs/drafters.md"
+    assert (ROOT / "benchmarks/results/adaptive.md").read_text() in page.read_text()
+    shown = rows_of(sections_of(page)["Adaptive against every fixed number"])
+    assert [(row[0], row[-1][:4]) for row in shown] == [
+        (str(row["concurrency"]), f"{row['adaptive_over_best']:.2f}") for row in facts["rows"]
+    ]
+    assert facts["hardware"]["commit"][:12] in page.read_text()
