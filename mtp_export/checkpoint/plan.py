@@ -139,9 +139,7 @@ class OutputShard:
 
     @cached_property
     def size_bytes(self) -> int:
-        """Bytes of its tensors; those of a linked shard are the source's."""
-        tensors = self.tensors if self.linked_from is None else self.linked_from.tensors
-        return sum(tensor.size_bytes for tensor in tensors)
+        return sum(tensor.size_bytes for step in self.steps for tensor in step.outputs)
 
 
 @dataclass(frozen=True)
