@@ -94,12 +94,6 @@ class _Wide(JITCodeLibrary):
     def _optimize_functions(self, module: Any) -> None:
         """Leave it to the passes over the whole module."""
 
-    def _optimize_final_module(self) -> None:
-        """Run LLVM's passes once: numba's cheaper round before them prepares for the removal of
-        reference counts, of which kernels have few."""
-        passes, builder = self._codegen._module_pass_manager()
-        passes.run(self._final_module, builder)
-
 
 class _Part(_Wide):
     """Code that is linked into other functions', and never run by itself.
