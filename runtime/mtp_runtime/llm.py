@@ -30,7 +30,12 @@ from mtp_runtime.engine import Engine
 from mtp_runtime.loading.weight_source import Ledger
 from mtp_runtime.logprobs import TokenLogprobs
 from mtp_runtime.memory import bound_device, cache_tokens_within
-from mtp_runtime.models.load import Loaded, LoadOptions, load_model
+from mtp_runtime.models.load import (
+    Loaded,
+    LoadOptions,
+    load_model,
+    no_module_to_draft_with,
+)
 from mtp_runtime.models.model import Model
 from mtp_runtime.parallel.group import LONE, Group
 from mtp_runtime.prompts import require_unicode
@@ -167,6 +172,8 @@ class LLM:
         """Build the engine, with what its options leave to the model."""
         model, speculation = self._loaded.model, config.speculation
         if speculation.method == AUTO_DRAFTS:
+            if speculation.shapes_drafts and not model.mtp_modules:
+                raise no_module_to_draft_with(self._loaded.folder)  # of a model loaded before
             method = "mtp" if model.mtp_modules else NO_DRAFTS
             config = replace(config, speculation=replace(speculation, method=method))
         if isinstance(draft, TargetDraft):

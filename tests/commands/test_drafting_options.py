@@ -16,6 +16,7 @@ from mtp_export.checkpoint.tensor_reader import TensorReader
 from mtp_export.errors import UsageError
 from mtp_runtime import LLM
 from mtp_runtime.config import SpeculationConfig, SpeculationOptions, speculation_config
+from mtp_runtime.models.load import LoadOptions, load_model
 
 pytest.importorskip("starlette", reason="the extra serve is not installed")
 
@@ -134,6 +135,12 @@ def test_options_of_drafts_want_a_module_before_loading(
     for options in asking:
         with pytest.raises(UsageError, match="no MTP module to draft with"):
             LLM(output, speculate_method="auto", **cast(Any, options))
+
+
+def test_options_of_drafts_want_a_module_of_a_model_loaded_before(pristine: Path) -> None:
+    loaded = load_model(pristine, LoadOptions(with_mtp=False))
+    with pytest.raises(UsageError, match="no MTP module to draft with"):
+        LLM(pristine, loaded=loaded, speculate_method="auto", adaptive=True)
 
 
 def test_looking_for_a_module_opens_headers_once(

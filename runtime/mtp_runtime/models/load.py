@@ -211,6 +211,15 @@ def _beside(
     return make(group.parts[number], Joining(group, mode), *arguments, **options)
 
 
+def no_module_to_draft_with(path: Path) -> UsageError:
+    """Return the error of options that ask for drafts of a model without MTP modules."""
+    return UsageError(
+        "The options ask for drafts, and there is no MTP module to draft with",
+        where=path,
+        expected="a bundle with main and mtp, or another speculate_method than auto",
+    )
+
+
 def open_model(path: Path, options: LoadOptions, group: Group = LONE) -> OpenedModel:
     """Open a bundle or a checkpoint folder. Raises as load_model does."""
     device = _device(group.device(options.device))
@@ -224,11 +233,7 @@ def open_model(path: Path, options: LoadOptions, group: Group = LONE) -> OpenedM
         group_experts=options.groups_experts and group.is_one,
     )
     if options.requires_mtp and not source.has_mtp:
-        raise UsageError(
-            "The options ask for drafts, and there is no MTP module to draft with",
-            where=path,
-            expected="a bundle with main and mtp, or another speculate_method than auto",
-        )
+        raise no_module_to_draft_with(path)
     family = family_of(main.config)
     model_type = main.config["model_type"]
     if model_type not in MODELS:
