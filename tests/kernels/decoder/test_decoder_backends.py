@@ -41,6 +41,13 @@ CASES = {
     "ragged sizes": changed(
         replace(MIXED, inner=33), hidden=47, value=7, latent=19, nope=5, rope=2
     ),
+    "rows given": replace(MIXED, layers="t"),
+    "rows given, then layers": replace(MIXED, layers="tmd"),
+    "rows given, no rows": Case((0, 0), (5, 0), layers="t"),
+    "rows given, ragged sizes": changed(
+        replace(MIXED, inner=33, layers="t"), hidden=47, value=7, latent=19, nope=5, rope=2
+    ),
+    "rows given, grouped": grouped(replace(MIXED, layers="t")),
     "pages of 3": replace(MIXED, page=3),
     "pages of 64": replace(MIXED, page=64),
     "grouped": GROUPED,
@@ -72,7 +79,7 @@ def test_rows_and_cache(name: str, backend: str) -> None:
 
 @pytest.mark.parametrize("backend", OTHERS)
 @pytest.mark.parametrize(
-    "name", ["mixed", "no query rank", "whole vectors", "ragged sizes", "grouped"]
+    "name", ["mixed", "no query rank", "whole vectors", "ragged sizes", "grouped", "rows given"]
 )
 def test_matrices_in_bf16(name: str, backend: str) -> None:
     """The sums of matrices that were rounded before."""
