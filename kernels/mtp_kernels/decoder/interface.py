@@ -248,6 +248,16 @@ class RecursionParts:
     normed_residual: bool = False
 
 
+class Projection(Protocol):
+    """Product with one matrix, of every row by itself."""
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        """Return the outputs [T, out] of rows [T, in]."""
+
+    def best(self, x: torch.Tensor) -> torch.Tensor:
+        """Return the number of each row's largest output [T] int64, the lowest of equal ones."""
+
+
 class Decoder(Protocol):
     """Some consecutive layers of a model."""
 
@@ -331,7 +341,7 @@ class Backend(Protocol):
     def norm(self, weight: torch.Tensor, eps: float) -> RowStep:
         """Return the RMS norm with a weight [d] float32."""
 
-    def projection(self, matrix: torch.Tensor) -> RowStep:
+    def projection(self, matrix: torch.Tensor) -> Projection:
         """Return x -> x @ matrix.T for a matrix [out, in] float32."""
 
     def recursion(self, parts: RecursionParts) -> Recursion:

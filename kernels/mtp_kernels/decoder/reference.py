@@ -75,10 +75,9 @@ class Backend:
         """Return an RMS norm."""
         return lambda x: rms_norm(x, weight, eps)
 
-    def projection(self, matrix: torch.Tensor) -> RowStep:
+    def projection(self, matrix: torch.Tensor) -> Projection:
         """Return a product."""
-        rounded = matrix.to(self._dtype).float()
-        return lambda x: x @ rounded.T
+        return Projection(matrix.to(self._dtype).float())
 
     def recursion(self, parts: RecursionParts) -> Recursion:
         """Return the recursion."""
@@ -108,6 +107,21 @@ class KeptLayer:
     @property
     def shapes(self) -> Shapes:
         return self.weights.shapes()
+
+
+@dataclass(frozen=True)
+class Projection:
+    """Product with a matrix [out, in]."""
+
+    matrix: torch.Tensor
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        return x @ self.matrix.T
+
+    def best(self, x: torch.Tensor) -> torch.Tensor:
+        rows = self(x)
+        largest = rows == rows.max(dim=-1, keepdim=True).values
+        return largest.int().argmax(dim=-1)  # the first
 
 
 @dataclass(frozen=True)

@@ -22,7 +22,7 @@ from mtp_runtime.layers.embedding import EmbeddingTable
 from mtp_runtime.layers.gqa import Gqa
 from mtp_runtime.layers.linear import Linear
 from mtp_runtime.layers.mla import Mla
-from mtp_runtime.layers.module_inputs import RowStep
+from mtp_runtime.layers.module_inputs import Projection, RowStep
 from mtp_runtime.layers.moe import Mlp, Moe, SigmoidRouter
 from mtp_runtime.layers.norm import RmsNorm
 from mtp_runtime.layers.rope import Rope
@@ -176,7 +176,7 @@ class CompiledExecution:
     def norm(self, norm: RmsNorm) -> RowStep:
         return self.backend.norm(norm.weight, norm.eps)
 
-    def linear(self, linear: Linear) -> RowStep:
+    def linear(self, linear: Linear) -> Projection:
         return self.backend.projection(dense_matrix(linear))
 
     def recursion(self, module: RecursiveModule) -> Recursion | None:

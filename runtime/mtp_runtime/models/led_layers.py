@@ -13,7 +13,7 @@ from mtp_runtime.cache import Cache, CacheSpec
 from mtp_runtime.layers.decoder_layer import DecoderLayer
 from mtp_runtime.layers.led import Handle, LedLinear
 from mtp_runtime.layers.linear import Linear
-from mtp_runtime.layers.module_inputs import RowStep
+from mtp_runtime.layers.module_inputs import Projection, RowStep
 from mtp_runtime.layers.norm import RmsNorm
 from mtp_runtime.models.model import Execution, Layers, RecursiveModule
 from mtp_runtime.parallel.group import Group
@@ -33,7 +33,7 @@ class LedExecution:
     def norm(self, norm: RmsNorm) -> RowStep:
         return self._inner.norm(norm)
 
-    def linear(self, linear: Linear) -> RowStep:
+    def linear(self, linear: Linear) -> Projection:
         if isinstance(linear, LedLinear):
             return linear.run_by(self._handle)
         return self._inner.linear(linear)

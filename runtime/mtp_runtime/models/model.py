@@ -23,9 +23,8 @@ from mtp_runtime.config import ModelConfig
 from mtp_runtime.layers.attention import Attention, ForwardPass
 from mtp_runtime.layers.decoder_layer import DecoderLayer
 from mtp_runtime.layers.embedding import Embedding
-from mtp_runtime.layers.led import LedProjection
 from mtp_runtime.layers.linear import Linear
-from mtp_runtime.layers.module_inputs import ModuleInputs, RowStep
+from mtp_runtime.layers.module_inputs import ModuleInputs, Projection, RowStep
 from mtp_runtime.layers.norm import RmsNorm
 
 
@@ -61,7 +60,7 @@ class Execution(Protocol):
 
     def norm(self, norm: RmsNorm) -> RowStep: ...
 
-    def linear(self, linear: Linear) -> RowStep: ...
+    def linear(self, linear: Linear) -> Projection: ...
 
     def recursion(self, module: RecursiveModule) -> Recursion | None:
         """Return one call that drafts all tokens of a recursion, or None: they go step by step."""
@@ -123,7 +122,7 @@ class TorchExecution:
     def norm(self, norm: RmsNorm) -> RowStep:
         return norm
 
-    def linear(self, linear: Linear) -> RowStep:
+    def linear(self, linear: Linear) -> Projection:
         return linear
 
     def recursion(self, module: RecursiveModule) -> None:
@@ -144,7 +143,7 @@ class Head:
         return self.execution.norm(self.norm)
 
     @cached_property
-    def projected(self) -> RowStep:
+    def projected(self) -> Projection:
         """Projection of rows [T, d] that passed the norm."""
         return self.execution.linear(self.linear)
 
@@ -159,9 +158,7 @@ class Head:
 
     def best(self, normed: torch.Tensor) -> torch.Tensor:
         """Return the best token [T] of rows that passed the norm, the first of equal ones."""
-        if isinstance(self.projected, LedProjection):
-            return self.projected.best(normed)
-        return self.projected(normed).argmax(dim=-1)
+        return self.projected.best(normed)
 
 
 class DraftModule(Protocol):

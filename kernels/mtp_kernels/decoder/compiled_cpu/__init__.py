@@ -25,9 +25,14 @@ from mtp_kernels.decoder.checks import (
     check_weights,
 )
 from mtp_kernels.decoder.compiled_cpu.attention import Scratch
-from mtp_kernels.decoder.compiled_cpu.passes import run_norm, run_project
+from mtp_kernels.decoder.compiled_cpu.passes import (
+    Product,
+    best_product,
+    run_norm,
+    run_project,
+    whole_product,
+)
 from mtp_kernels.decoder.compiled_cpu.recursion import (
-    Best,
     Chains,
     Drafting,
     Module,
@@ -220,10 +225,24 @@ class Projection:
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """Project rows [T, in] to [T, out]."""
         out = x.new_empty(len(x), self.outputs)
-        team = process_team()
-        threads = team.threads_for(len(x) * self.size)
-        team.run(run_project, threads, x.contiguous().numpy(), self.first_panel, out.numpy())
+        self._run(x, self._threads(x), whole_product(out.numpy()))
         return out
+
+    def best(self, x: torch.Tensor) -> torch.Tensor:
+        """Return the number of each row's largest output [T], the first of equal ones."""
+        threads = self._threads(x)
+        product = best_product(self.outputs, threads, len(x))
+        self._run(x, threads, product)
+        values, outputs = product.best
+        first = values.argmax(axis=0)  # members' panels are in order
+        return torch.from_numpy(outputs[first, np.arange(len(x))])
+
+    def _threads(self, x: torch.Tensor) -> int:
+        return process_team().threads_for(len(x) * self.size)
+
+    def _run(self, x: torch.Tensor, threads: int, product: Product) -> None:
+        rows = x.contiguous().numpy()
+        process_team().run(run_project, threads, rows, self.first_panel, product)
 
 
 class Recursion:
@@ -279,8 +298,6 @@ class Recursion:
         )
         threads, most = team.threads_for(sum(counts) * self._multiplications), counts[0]
         drafts = np.empty((len(counts), most), np.int64)
-        by_member = threads, len(counts)
-        best = Best(np.empty(by_member, np.float32), np.empty(by_member, np.int64))
         team.run(
             run,
             threads,
@@ -290,6 +307,12 @@ class Recursion:
             kv_cache.flatten(1, 2).numpy(),
             decoder.scratch(len(counts), most_parts(chains, decoder.sizes.heads)),
             x.numpy(),
-            Drafting(self._module, chains, best, drafts),
+            Drafting(
+                self._module,
+                chains,
+                best=best_product(len(self._module.tokens), threads, len(counts)),
+                stream=whole_product(x.numpy()),
+                tokens=drafts,
+            ),
         )
         return [row[:count] for row, count in zip(drafts.tolist(), counts, strict=True)]

@@ -15,19 +15,17 @@ import numpy as np
 from mtp_kernels.cpu.jit import compiled, inner
 from mtp_kernels.cpu.paged_attention import MAX_PARTS, TILE
 from mtp_kernels.cpu.team import share, wait
-from mtp_kernels.cpu.vectors import BLOCK, PANEL, Panel, address, multiply_panel, rows_of
+from mtp_kernels.cpu.vectors import BLOCK, Panel
 from mtp_kernels.decoder.compiled_cpu.attention import Batch, Scratch, plan_pass
-from mtp_kernels.decoder.compiled_cpu.experts import NOT_PICKED
-from mtp_kernels.decoder.compiled_cpu.passes import run_layers, run_project
-from mtp_kernels.decoder.compiled_cpu.rows import (
-    BLOCK_ROWS,
-    block_of,
-    copy,
-    norm_row,
-    norm_rows,
-    panel_of,
-    panels_of,
+from mtp_kernels.decoder.compiled_cpu.passes import (
+    Product,
+    best_of,
+    best_product,
+    run_layers,
+    run_project,
+    whole_product,
 )
+from mtp_kernels.decoder.compiled_cpu.rows import copy, norm_row, norm_rows
 
 
 class Module(NamedTuple):
@@ -55,20 +53,13 @@ class Chains(NamedTuple):
     rope: Any  # (inv_freq [r/2], attention scaling)
 
 
-class Best(NamedTuple):
-    """Best output of the head of every row among each member's panels, and its logit:
-    [members, b]."""
-
-    logits: Any
-    outputs: Any
-
-
 class Drafting(NamedTuple):
     """A module, the requests that draft with it, and memory for what they draft."""
 
     module: Module
     chains: Chains
-    best: Best
+    best: Product  # of the head
+    stream: Product  # of the projection, to x
     tokens: Any  # [b, most drafts]
 
 
@@ -89,7 +80,8 @@ def no_drafting() -> Drafting:
             normed_residual=False,
         ),
         Chains(numbers, numbers, np.empty((0, 0), np.int32), 0, (floats, np.float32(0))),
-        Best(table, np.empty((0, 0), int)),
+        best=best_product(0, 0, 0),
+        stream=whole_product(table),
         tokens=np.empty((0, 0), int),
     )
 
@@ -115,13 +107,14 @@ def draft(
     member: Any, table: Any, sizes: Any, caches: Any, scratch: Any, x: Any, drafting: Any
 ) -> None:
     """Write the tokens of all requests."""
-    module, chains, best, tokens = drafting
+    module, chains, found, stream, tokens = drafting
+    best = found.best
     rows, hidden = x.shape
     normed, both = np.empty((rows, hidden), np.float32), np.empty((rows, 2 * hidden), np.float32)
     for step in range(tokens.shape[1]):
         rows = growing(chains, step)
         norm_rows(x[:rows], module.head_norm, module.eps, normed)
-        find_best(member, module, normed[:rows], best)
+        run_project(member, normed[:rows], module.head, found)
         wait(member)
         for row in range(rows):  # every member writes the same
             tokens[row, step] = module.tokens[best_of(best, row)]
@@ -135,7 +128,7 @@ def draft(
             norm_row(embedded, module.embedding_norm, module.eps, both[row, :hidden])
         wait(member)
         if module.projection.at:
-            run_project(member, both[:rows], module.projection, x[:rows])
+            run_project(member, both[:rows], module.projection, stream)
         else:
             write_residual(member, module, normed[:rows], both[:rows], x[:rows])
         wait(member)
@@ -162,38 +155,6 @@ def growing(chains: Any, step: Any) -> Any:
     while rows < chains.counts.size and chains.counts[rows] > step:
         rows += 1
     return rows
-
-
-@inner
-def find_best(member: Any, module: Module, normed: Any, best: Any) -> None:
-    """Find the best output of every row among the member's panels of the head."""
-    outputs, head, rows = module.tokens.size, module.head, rows_of(normed)
-    made = np.empty((BLOCK_ROWS, PANEL), np.float32)
-    for row in range(rows.count):
-        best.logits[member.number, row], best.outputs[member.number, row] = NOT_PICKED, 0
-    first, last = share(member, panels_of(outputs))
-    for panel in range(first, last):
-        start = panel * PANEL
-        packed = panel_of(head.at, panel, head.count, head.entry_bytes)
-        for row in range(0, rows.count, BLOCK_ROWS):
-            block = block_of(rows, row, rows.count)
-            multiply_panel(block, packed, address(made), PANEL)
-            for r in range(block.count):
-                for column in range(min(PANEL, outputs - start)):
-                    if made[r, column] > best.logits[member.number, row + r]:
-                        best.logits[member.number, row + r] = made[r, column]
-                        best.outputs[member.number, row + r] = start + column
-
-
-@inner
-def best_of(best: Any, row: Any) -> Any:
-    """Return a row's best output; members' panels are in order, so the first of equals is
-    lowest."""
-    number = 0
-    for other in range(1, len(best.logits)):
-        if best.logits[other, row] > best.logits[number, row]:
-            number = other
-    return best.outputs[number, row]
 
 
 @inner

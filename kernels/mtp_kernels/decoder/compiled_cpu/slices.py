@@ -13,7 +13,7 @@ from mtp_kernels.batch_layout import BatchLayout
 from mtp_kernels.cpu.team import process_team
 from mtp_kernels.cpu.vectors import PANEL, Panel
 from mtp_kernels.decoder.checks import check_config, check_pass
-from mtp_kernels.decoder.compiled_cpu.passes import run_project
+from mtp_kernels.decoder.compiled_cpu.passes import run_project, whole_product
 from mtp_kernels.decoder.compiled_cpu.rows import panels_of
 from mtp_kernels.decoder.compiled_cpu.scratch import make_scratch, planned
 from mtp_kernels.decoder.compiled_cpu.stages import (
@@ -57,7 +57,7 @@ def _product(
     out, team = x.new_empty(len(x), outputs), process_team()
     threads = team.threads_for(len(x) * outputs * inputs)
     panel = Panel(packed_at, inputs, entry_bytes)
-    team.run(run_project, threads, x.contiguous().numpy(), panel, out.numpy())
+    team.run(run_project, threads, x.contiguous().numpy(), panel, whole_product(out.numpy()))
     return out
 
 
