@@ -365,12 +365,13 @@ class Model:
     ) -> States:
         """Return the hidden states of every row."""
         assert isinstance(cache.main, JoinedCaches), "the cache that new_cache made"
-        x, kept = self.embedding(tokens), list[torch.Tensor]()
-        for run, own in zip(self._runs, cache.main.parts, strict=True):
-            if run is not self._runs[0]:
-                kept.append(x.clone())  # a run may overwrite it
+        x = self.embedding(tokens)
+        kept = x.new_empty(len(x), len(self.taps), x.shape[1])
+        for number, (run, own) in enumerate(zip(self._runs, cache.main.parts, strict=True)):
+            if number:
+                kept[:, number - 1] = x  # a run may overwrite it
             x = run(x, own, layout)
-        return States(x, self.head.normed(x), torch.cat(kept, dim=1) if kept else None)
+        return States(x, self.head.normed(x), kept.flatten(1) if self.taps else None)
 
     def mtp_input(self, before: torch.Tensor, after: torch.Tensor) -> torch.Tensor:
         """Return the side of the last norm that the first MTP module is fed with."""
