@@ -47,8 +47,8 @@ class Best(NamedTuple):
 
 
 class Product(NamedTuple):
-    """What becomes of the outputs of a product: all are written, or where `best` has members, the
-    best of each row alone."""
+    """Outputs of a product as they are written: all of them, or where `best` has members, the best
+    of each row alone."""
 
     outputs: Any  # their number
     out: Any  # [T, outputs]
