@@ -21,9 +21,15 @@ class CountedDecoder(reference.Decoder):
 
     passes = 0
 
-    def __call__(self, x: torch.Tensor, layout: BatchLayout, kv_cache: torch.Tensor) -> None:
+    def __call__(
+        self,
+        x: torch.Tensor,
+        layout: BatchLayout,
+        kv_cache: torch.Tensor,
+        taken: torch.Tensor | None = None,
+    ) -> None:
         CountedDecoder.passes += 1
-        super().__call__(x, layout, kv_cache)
+        super().__call__(x, layout, kv_cache, taken)
 
 
 class Backend(reference.Backend):

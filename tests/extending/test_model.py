@@ -178,7 +178,7 @@ def plain_logits(model: Model, tokens: tuple[int, ...]) -> torch.Tensor:
     for layer in model.layers.layers:
         attention = layer.attention
         assert isinstance(attention, Gqa)
-        normed = layer.input_norm(x)
+        normed = layer.normed(x)
         cos_sin = attention.rope.cos_sin(torch.arange(len(x)))[:, None]
         q, k, v = (
             F.linear(normed, linear.matrix(torch.float32).t(), bias).view(len(x), -1, HEAD)

@@ -141,11 +141,16 @@ VARIANTS: dict[str, dict[str, object]] = {
 }
 
 
+BY_TORCH = LoadOptions(dequantize_at_load=False)
+
+
 @torch.inference_mode()
+@pytest.mark.parametrize("options", [LoadOptions(), BY_TORCH], ids=["compiled", "torch"])
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_drafts_are_those_of_another_implementation(
-    loaded: Loaded, small: Path, tmp_path: Path, variant: str
+    small: Path, tmp_path: Path, variant: str, options: LoadOptions
 ) -> None:
+    loaded = load_model(small, options)
     folder = write_eagle3(tmp_path, **VARIANTS[variant])
     draft, model = read_eagle3(folder, loaded), loaded.model.tapped(TAPS)
     plain = Plain(
@@ -231,8 +236,9 @@ def module_of(config: dict[str, Any], tensors: Tensors, model: Model) -> Eagle3M
     return eagle3_module(Eagle3Family.from_config(config), tensors, model)
 
 
-def test_every_parameter_has_a_gradient(loaded: Loaded) -> None:
+def test_every_parameter_has_a_gradient(small: Path) -> None:
     """But through attention over a cache, which a training computes from the same projections."""
+    loaded = load_model(small, BY_TORCH)
     config = eagle3_config(SMALL, TAPS, DRAFT_VOCAB, "float32") | {"fc_norm": True}
     tensors = eagle3_tensors(config)
     parameters = {

@@ -78,10 +78,17 @@ def proposals_of(loaded: Loaded, folder: Path, k: int) -> Decoded:
     return decode(model, prompts, PARAMS, method="parallel_heads", k=k, build=draft.build)
 
 
+BY_TORCH = LoadOptions(dequantize_at_load=False)
+
+
 @torch.inference_mode()
+@pytest.mark.parametrize("options", [LoadOptions(), BY_TORCH], ids=["compiled", "torch"])
 @pytest.mark.parametrize("name", LAYOUTS)
-def test_drafts_of_residual_blocks(loaded: Loaded, small: Path, tmp_path: Path, name: str) -> None:
+def test_drafts_of_residual_blocks(
+    small: Path, tmp_path: Path, name: str, options: LoadOptions
+) -> None:
     """At most as many as there are heads, whatever is asked for."""
+    loaded = load_model(small, options)
     layout = ffn_layout(**LAYOUTS[name])
     tensors, folder = heads_tensors(layout), write_heads(tmp_path, layout)
     head = load_file(small / "model.safetensors")["lm_head.weight"]
@@ -97,9 +104,10 @@ def test_drafts_of_residual_blocks(loaded: Loaded, small: Path, tmp_path: Path, 
 
 
 @torch.inference_mode()
-def test_drafts_of_layers(small: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("options", [LoadOptions(), BY_TORCH], ids=["compiled", "torch"])
+def test_drafts_of_layers(small: Path, tmp_path: Path, options: LoadOptions) -> None:
     """Each head is a model whose last layer is replaced."""
-    folder, loaded = write_layer_heads(tmp_path / "heads"), load_model(small, LoadOptions())
+    folder, loaded = write_layer_heads(tmp_path / "heads"), load_model(small, options)
     own = load_file(folder / "model.safetensors")
     models = []
     for head in range(2):
@@ -109,7 +117,7 @@ def test_drafts_of_layers(small: Path, tmp_path: Path) -> None:
                 tensors[name.replace(f"extra_heads.{head}", "model.layers.2")] = tensor
         other = write_checkpoint(tmp_path / f"model{head}")
         save_file(tensors, other / "model.safetensors", metadata={"format": "pt"})
-        models.append(load_model(other, LoadOptions()).model)
+        models.append(load_model(other, options).model)
     decoded = proposals_of(loaded, folder, k=2)
     compared = 0
     for proposal in decoded.proposals:
@@ -274,7 +282,9 @@ def test_heads_of_another_target_are_refused(loaded: Loaded, tmp_path: Path) -> 
         read_parallel_heads(folder, loaded)
 
 
-def test_every_parameter_has_a_gradient(loaded: Loaded) -> None:
+def test_every_parameter_has_a_gradient(small: Path) -> None:
+    """Beside a target that torch runs."""
+    loaded = load_model(small, BY_TORCH)
     for fields in LAYOUTS.values():
         layout = ffn_layout(**fields)
         tensors = {n: torch.nn.Parameter(t) for n, t in heads_tensors(layout).items()}

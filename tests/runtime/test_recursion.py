@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -13,18 +14,22 @@ from mtp_kernels.cpu.team import Team
 from mtp_runtime.acceptance.base import Draft
 from mtp_runtime.drafters.base import DrafterParts
 from mtp_runtime.drafters.chain import Chain
-from mtp_runtime.drafters.mtp import MtpDrafter
+from mtp_runtime.drafters.eagle3 import Eagle3Drafter, read_eagle3
+from mtp_runtime.drafters.mtp import ModuleDrafter, MtpDrafter
 from mtp_runtime.models.compiled import stacked
+from mtp_runtime.models.eagle3 import Eagle3Module
 from mtp_runtime.models.load import LoadOptions, load_model
 from mtp_runtime.models.model import Model, Recursion
 from mtp_runtime.request import Request
 from mtp_runtime.sampling import SamplingParams
+from runtime.checkpoints import SMALL
+from runtime.drafts import DRAFT_VOCAB, write_eagle3
 from runtime.harness import load, prompts_of, run
 
 LENGTHS = [1, 2, 14, 15, 16, 17, 40]  # about pages of 16
 
 
-class Both(MtpDrafter):
+class Both(ModuleDrafter):
     """Drafts twice from the same state, and compares drafts and caches."""
 
     compared = 0
@@ -44,6 +49,40 @@ class Both(MtpDrafter):
         return by_steps
 
 
+class BothMtp(Both, MtpDrafter):
+    pass
+
+
+class BothEagle3(Both, Eagle3Drafter):
+    pass
+
+
+@pytest.mark.parametrize("threads", [1, 2, 3])
+@pytest.mark.parametrize("normed", [False, True])
+@pytest.mark.parametrize("draft_vocab", [DRAFT_VOCAB, SMALL["vocab_size"]])
+def test_drafts_and_cache_of_eagle3(
+    small: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    draft_vocab: int,
+    normed: bool,
+    threads: int,
+) -> None:
+    """With a head over some tokens and over all, and on either side of its norms."""
+    monkeypatch.setattr(Team, "threads_for", staticmethod(lambda multiplications: threads))
+    monkeypatch.setattr(Both, "compared", 0)
+    changes = {"norm_output": normed, "norm_before_residual": normed, "fc_norm": normed}
+    folder = write_eagle3(tmp_path, draft_vocab=draft_vocab, **changes)
+    loaded = load_model(small, LoadOptions())
+    draft = read_eagle3(folder, loaded)
+    model, module = loaded.model.tapped(draft.taps), draft.weights
+    assert isinstance(module, Eagle3Module)
+    build = partial(BothEagle3, module=module)
+    params = [SamplingParams(max_tokens=count) for count in (3, 4, 6, 9, 12, 5, 7)]
+    run(model, prompts_of(LENGTHS, 96), params, k=5, build=build)
+    assert Both.compared > 5
+
+
 @pytest.mark.parametrize("threads", [1, 2, 3])
 @pytest.mark.parametrize("recycled", list(Hidden))
 def test_drafts_and_cache(
@@ -55,7 +94,7 @@ def test_drafts_and_cache(
     contract = MtpContract(recycled_hidden=recycled)
     model = load_model(small, LoadOptions(contract=contract)).model
     params = [SamplingParams(max_tokens=count) for count in (3, 4, 6, 9, 12, 5, 7)]
-    run(model, prompts_of(LENGTHS, 96), params, method="mtp", k=5, build=Both)
+    run(model, prompts_of(LENGTHS, 96), params, method="mtp", k=5, build=BothMtp)
     assert Both.compared > 5
 
 
@@ -63,7 +102,7 @@ def test_more_rows_than_a_block(small: Path, monkeypatch: pytest.MonkeyPatch) ->
     """40 requests: products take blocks of 32 rows."""
     monkeypatch.setattr(Both, "compared", 0)
     params = [SamplingParams(max_tokens=4 + number % 3) for number in range(40)]
-    run(load(small), prompts_of([20] * 40, 96), params, k=3, build=Both)
+    run(load(small), prompts_of([20] * 40, 96), params, k=3, build=BothMtp)
     assert Both.compared
 
 
@@ -71,7 +110,9 @@ def test_trained_model(trained_model: Model, monkeypatch: pytest.MonkeyPatch) ->
     """Drafts are accepted here, and many parts of attention are joined."""
     monkeypatch.setattr(Both, "compared", 0)
     params = SamplingParams(max_tokens=24)
-    run(trained_model, prompts_of([20, 130], trained_model.config.vocab), params, k=4, build=Both)
+    run(
+        trained_model, prompts_of([20, 130], trained_model.config.vocab), params, k=4, build=BothMtp
+    )
     assert Both.compared > 3
 
 

@@ -13,6 +13,7 @@ from mtp_kernels.decoder.interface import (
     GroupedSizes,
     LayerWeights,
     PackedLayer,
+    RecursionParts,
     Shapes,
 )
 from mtp_kernels.tensor_checks import check_cached_lengths, check_shape, check_tensor
@@ -64,7 +65,7 @@ def check_layers(config: DecoderConfig, layers: Sequence[PackedLayer]) -> None:
     if not layers:
         raise ValueError("layers: expected at least one, found none")
     for number, layer in enumerate(layers):
-        expected = expected_shapes(config, layer.shapes)
+        expected = expected_shapes(config, layer.shapes, first=number == 0)
         for name, shape in expected.items():
             found = layer.shapes.get(name)
             if found != shape:
@@ -74,15 +75,24 @@ def check_layers(config: DecoderConfig, layers: Sequence[PackedLayer]) -> None:
             check_routing(config, layer.shapes["router"][0], number)
 
 
-def expected_shapes(config: DecoderConfig, found: Shapes) -> Shapes:
-    """Return the shapes that a layer's weights must have; experts and their width are its own."""
+def taken_width(shapes: Shapes) -> int:
+    """Return the width of the rows that a layer's attention is given, 0 where it takes the norm of
+    the stream."""
+    matrix = shapes.get("down") or shapes.get("qkv") or ()
+    return matrix[1] if shapes["input_norm"] is None and len(matrix) == 2 else 0
+
+
+def expected_shapes(config: DecoderConfig, found: Shapes, *, first: bool) -> Shapes:
+    """Return the shapes that a layer's weights must have; experts and their width are its own, and
+    of the first layer the width of rows that it is given."""
     hidden, router, gate = config.hidden, found["router"], found["gate"] or ()
+    taken = taken_width(found) if first else 0
     routed = router[0] if router else 0
     experts = max(gate[0] if len(gate) == 3 else 1, routed) if routed else 1
     inner = gate[1] if len(gate) == 3 else 1
     return {
-        "input_norm": (hidden,),
-        **config.attention.weights(hidden),
+        "input_norm": None if taken else (hidden,),
+        **config.attention.weights(hidden, taken or hidden),
         "post_norm": (hidden,),
         "router": (routed, hidden) if routed else None,
         "router_bias": (routed,) if routed else None,
@@ -112,16 +122,18 @@ def check_routing(config: DecoderConfig, routed: int, number: int) -> None:
 
 def check_pass(
     config: DecoderConfig,
-    layers: int,
+    layers: Sequence[PackedLayer],
     x: torch.Tensor,
     layout: BatchLayout,
     kv_cache: torch.Tensor,
+    taken: torch.Tensor | None,
 ) -> None:
     """Check the tensors of one pass on the CPU, contents of the layout included."""
     check_stream(config, x, kv_cache)
     rows, device = len(x), x.device
-    if len(kv_cache) < layers:
-        raise ValueError(f"kv_cache: expected at least {layers} layers, found {len(kv_cache)}")
+    check_taken(taken_width(layers[0].shapes), taken, rows)
+    if len(kv_cache) < len(layers):
+        raise ValueError(f"kv_cache: expected at least {len(layers)} layers, found {len(kv_cache)}")
     check_tensor("positions", layout.positions, shape=(rows,), dtypes=INDEX, device=device)
     check_tensor("slots", layout.slots, shape=(rows,), dtypes=INDEX, device=device)
     check_tensor(
@@ -145,10 +157,38 @@ def check_stream(config: DecoderConfig, x: torch.Tensor, kv_cache: torch.Tensor)
     check_tensor("kv_cache", kv_cache, shape=shape, dtypes=FLOAT, device=device)
 
 
+def check_taken(width: int, taken: torch.Tensor | None, rows: int) -> None:
+    """Check the rows that the attention of a first layer is given, and that there are none where
+    it takes the norm of the stream."""
+    if taken is None or not width:
+        found = "none" if taken is None else list(taken.shape)
+        if width or taken is not None:
+            expected = f"shape [{rows}, {width}]" if width else "none, the layer has an input norm"
+            raise ValueError(f"taken: expected {expected}, found {found}")
+        return
+    cpu = torch.device("cpu")
+    check_tensor("taken", taken, shape=(rows, width), dtypes=FLOAT, device=cpu)
+
+
 def check_range(name: str, values: list[int], end: int) -> None:
     """Check that values lie in [0, end)."""
     if values and (min(values) < 0 or max(values) >= end):
         raise ValueError(f"{name}: expected 0 to {end - 1}, found {min(values)} to {max(values)}")
+
+
+def check_parts(config: DecoderConfig, layer: PackedLayer, parts: RecursionParts) -> None:
+    """Check that a module's layer takes what the module joins, and that it embeds the tokens that
+    it drafts."""
+    width = taken_width(layer.shapes)
+    expected = 0 if parts.projection is not None else 2 * config.hidden
+    if width != expected:
+        raise ValueError(
+            f"recursion: expected a layer that is given rows of {expected or 'no'} entries, "
+            f"found {width or 'none'}"
+        )
+    tokens = parts.tokens
+    check_tensor("tokens", tokens, shape=("n",), dtypes=INDEX, device=torch.device("cpu"))
+    check_range("tokens", tokens.tolist(), len(parts.embedding))
 
 
 def check_recursion(

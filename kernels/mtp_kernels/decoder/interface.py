@@ -68,11 +68,11 @@ class LatentSizes:
         """Inputs of the output projection."""
         return self.heads * self.value
 
-    def weights(self, hidden: int) -> Shapes:
-        """Return the shapes of the weights."""
+    def weights(self, hidden: int, taken: int) -> Shapes:
+        """Return the shapes of the weights, given the widths of the stream and of rows taken."""
         width, rank = self.nope + self.rope, self.query_rank
         return {
-            "down": (self.projected, hidden),
+            "down": (self.projected, taken),
             "query_norm": (rank,) if rank else None,
             "query_up": (self.heads, width, rank) if rank else None,
             "latent_norm": (self.latent,),
@@ -123,11 +123,11 @@ class GroupedSizes:
         """Inputs of the output projection."""
         return self.heads * self.head
 
-    def weights(self, hidden: int) -> Shapes:
-        """Return the shapes of the weights."""
+    def weights(self, hidden: int, taken: int) -> Shapes:
+        """Return the shapes of the weights, given the widths of the stream and of rows taken."""
         norm = (self.head,) if self.has_norms else None
         return {
-            "qkv": (self.projected, hidden),
+            "qkv": (self.projected, taken),
             "bias": (self.projected,) if self.has_bias else None,
             "query_norm": norm,
             "key_norm": norm,
@@ -160,10 +160,10 @@ class LatentWeights:
     """Weights of latent attention: matrices [out, in].
 
     down projects to [query or its low rank | latent | rope key]. query_norm and query_up are None
-    without a query rank.
+    without a query rank. w is d but in a layer without an input norm.
     """
 
-    down: torch.Tensor  # [query + c + r, d]
+    down: torch.Tensor  # [query + c + r, w]
     query_norm: torch.Tensor | None  # [query_rank]
     query_up: torch.Tensor | None  # [h, n+r, query_rank]
     latent_norm: torch.Tensor  # [c]
@@ -176,10 +176,11 @@ class LatentWeights:
 class GroupedWeights:
     """Weights of attention of grouped queries: matrices [out, in], g key heads of n entries.
 
-    qkv projects to [queries | keys | values], to which bias is added.
+    qkv projects to [queries | keys | values], to which bias is added. w is d but in a layer without
+    an input norm.
     """
 
-    qkv: torch.Tensor  # [h*n + 2*g*n, d]
+    qkv: torch.Tensor  # [h*n + 2*g*n, w]
     bias: torch.Tensor | None  # [h*n + 2*g*n]
     query_norm: torch.Tensor | None  # [n]
     key_norm: torch.Tensor | None  # [n]
@@ -191,10 +192,12 @@ class LayerWeights:
     """One layer's float32 tensors as a checkpoint has them: matrices [out, in].
 
     gate, up and expert_down hold e routed experts, then shared ones; router and router_bias are
-    None in a dense layer, whose MLP is one shared expert. i is the inner size.
+    None in a dense layer, whose MLP is one shared expert. i is the inner size. input_norm is None
+    in a layer whose attention is given rows [T, w] of their own, as that of an EAGLE-3 draft; only
+    the first layer of a decoder may be one.
     """
 
-    input_norm: torch.Tensor  # [d]
+    input_norm: torch.Tensor | None  # [d]
     attention: LatentWeights | GroupedWeights
     post_norm: torch.Tensor  # [d]
     router: torch.Tensor | None  # [e, d]
@@ -224,10 +227,12 @@ class PackedLayer(Protocol):
 
 @dataclass(frozen=True)
 class RecursionParts:
-    """An MTP module: its layer, and what surrounds it, made by the same backend.
+    """A module that drafts: its layer, and what surrounds it, made by the same backend.
 
-    The module joins the normed embedding of a token and a normed hidden state, projects both to d
-    and runs its layer; its head norms the result and projects it to the vocabulary.
+    The module joins the normed embedding of a token and a normed hidden state. An MTP module
+    projects both to d and runs its layer; an EAGLE-3 draft has no projection: the layer's attention
+    takes both as they are, and adds to the hidden state, or to its norm where normed_residual is
+    True. The head norms the result and projects it to tokens, given by their ascending ids.
     recycles_normed: the next step takes the hidden state after the head's norm, not before.
     """
 
@@ -235,10 +240,22 @@ class RecursionParts:
     embedding: torch.Tensor  # [vocab, d] float32
     embedding_norm: RowStep
     hidden_norm: RowStep
-    projection: RowStep  # [T, 2d] -> [T, d], of [embedding | hidden state]
+    projection: RowStep | None  # [T, 2d] -> [T, d], of [embedding | hidden state]
     head_norm: RowStep
-    head: RowStep  # [T, d] -> [T, vocab]
+    head: RowStep  # [T, d] -> [T, n]
+    tokens: torch.Tensor  # [n] int64
     recycles_normed: bool
+    normed_residual: bool = False
+
+
+class Projection(Protocol):
+    """Product with one matrix, of every row by itself."""
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        """Return the outputs [T, out] of rows [T, in]."""
+
+    def best(self, x: torch.Tensor) -> torch.Tensor:
+        """Return the number of each row's largest output [T] int64, the lowest of equal ones."""
 
 
 class Decoder(Protocol):
@@ -248,13 +265,21 @@ class Decoder(Protocol):
 
     def __len__(self) -> int: ...
 
-    def __call__(self, x: torch.Tensor, layout: BatchLayout, kv_cache: torch.Tensor) -> None:
+    def __call__(
+        self,
+        x: torch.Tensor,
+        layout: BatchLayout,
+        kv_cache: torch.Tensor,
+        taken: torch.Tensor | None = None,
+    ) -> None:
         """Replace x [T, d] by the output of the last layer.
 
         kv_cache [at least the number of layers, pages, page, slot of the attention's sizes]: the
         rows' entries are written to their slots; each row attends to its request's tokens up to
-        itself, and slots that no row may see are not read. Raises TypeError or ValueError for
-        tensors that are not contiguous float32 on the decoder's device or do not fit each other.
+        itself, and slots that no row may see are not read. taken [T, w] is what the attention of a
+        first layer without an input norm takes, None where there is one. Raises TypeError or
+        ValueError for tensors that are not contiguous float32 on the decoder's device or do not fit
+        each other.
         """
 
     def part(self, first: int, stop: int) -> Decoder:
@@ -262,7 +287,7 @@ class Decoder(Protocol):
 
 
 class Recursion(Protocol):
-    """Greedy drafts of an MTP module, each made from the one before it."""
+    """Greedy drafts of a module, each made from the one before it."""
 
     def __call__(
         self,
@@ -316,8 +341,11 @@ class Backend(Protocol):
     def norm(self, weight: torch.Tensor, eps: float) -> RowStep:
         """Return the RMS norm with a weight [d] float32."""
 
-    def projection(self, matrix: torch.Tensor) -> RowStep:
+    def projection(self, matrix: torch.Tensor) -> Projection:
         """Return x -> x @ matrix.T for a matrix [out, in] float32."""
 
     def recursion(self, parts: RecursionParts) -> Recursion:
-        """Return what drafts by recursion with the parts of an MTP module."""
+        """Return what drafts by recursion with the parts of a module.
+
+        Raises TypeError or ValueError for parts that do not fit each other.
+        """

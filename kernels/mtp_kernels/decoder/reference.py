@@ -18,6 +18,7 @@ from mtp_kernels.batch_layout import BatchLayout
 from mtp_kernels.decoder.checks import (
     check_config,
     check_layers,
+    check_parts,
     check_pass,
     check_recursion,
     check_weights,
@@ -68,20 +69,21 @@ class Backend:
         """Join layers."""
         check_config(config, inv_freq)
         check_layers(config, layers)
-        weights = tuple(layer.weights for layer in layers)
-        return Decoder(config, weights, Rope(inv_freq, attention_scaling))
+        return Decoder(config, tuple(layers), Rope(inv_freq, attention_scaling))
 
     def norm(self, weight: torch.Tensor, eps: float) -> RowStep:
         """Return an RMS norm."""
         return lambda x: rms_norm(x, weight, eps)
 
-    def projection(self, matrix: torch.Tensor) -> RowStep:
+    def projection(self, matrix: torch.Tensor) -> Projection:
         """Return a product."""
-        rounded = matrix.to(self._dtype).float()
-        return lambda x: x @ rounded.T
+        return Projection(matrix.to(self._dtype).float())
 
     def recursion(self, parts: RecursionParts) -> Recursion:
         """Return the recursion."""
+        decoder = parts.decoder
+        assert isinstance(decoder, Decoder), "parts of this backend"
+        check_parts(decoder.config, decoder.layers[0], parts)
         return Recursion(parts)
 
     def _rounded(self, weights: Weights) -> Weights:
@@ -105,6 +107,21 @@ class KeptLayer:
     @property
     def shapes(self) -> Shapes:
         return self.weights.shapes()
+
+
+@dataclass(frozen=True)
+class Projection:
+    """Product with a matrix [out, in]."""
+
+    matrix: torch.Tensor
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        return x @ self.matrix.T
+
+    def best(self, x: torch.Tensor) -> torch.Tensor:
+        rows = self(x)
+        largest = rows == rows.max(dim=-1, keepdim=True).values
+        return largest.int().argmax(dim=-1)  # the first
 
 
 @dataclass(frozen=True)
@@ -138,16 +155,26 @@ class Decoder:
     """Layers that are run operation by operation."""
 
     config: DecoderConfig
-    layers: tuple[LayerWeights, ...]
+    layers: tuple[KeptLayer, ...]
     rope: Rope
 
     def __len__(self) -> int:
         return len(self.layers)
 
-    def __call__(self, x: torch.Tensor, layout: BatchLayout, kv_cache: torch.Tensor) -> None:
-        check_pass(self.config, len(self), x=x, layout=layout, kv_cache=kv_cache)
-        for layer, cache in zip(self.layers, kv_cache, strict=False):
-            x += self._attention(layer, rms_norm(x, layer.input_norm, self._eps), layout, cache)
+    def __call__(
+        self,
+        x: torch.Tensor,
+        layout: BatchLayout,
+        kv_cache: torch.Tensor,
+        taken: torch.Tensor | None = None,
+    ) -> None:
+        check_pass(self.config, self.layers, x=x, layout=layout, kv_cache=kv_cache, taken=taken)
+        for kept, cache in zip(self.layers, kv_cache, strict=False):
+            layer = kept.weights
+            if layer.input_norm is not None:
+                taken = rms_norm(x, layer.input_norm, self._eps)
+            assert taken is not None, "checked with the pass"
+            x += self._attention(layer, taken, layout, cache)
             x += feed_forward(self.config, layer, rms_norm(x, layer.post_norm, self._eps))
 
     def part(self, first: int, stop: int) -> Decoder:
@@ -160,7 +187,7 @@ class Decoder:
     def _attention(
         self, layer: LayerWeights, x: torch.Tensor, layout: BatchLayout, cache: torch.Tensor
     ) -> torch.Tensor:
-        """Fill the layer's cache [pages, page, slot] and return attention of normed x [T, d]."""
+        """Fill the layer's cache [pages, page, slot] and return attention of rows x [T, w]."""
         sizes, weights = self.config.attention, layer.attention
         if isinstance(sizes, GroupedSizes):
             assert isinstance(weights, GroupedWeights), "checked with the layers"
@@ -328,15 +355,26 @@ class Recursion:
         while True:
             normed = parts.head_norm(hidden)
             logits = parts.head(normed)[0]
-            drafts.append(int((logits == logits.max()).nonzero()[0]))
+            drafts.append(int(parts.tokens[(logits == logits.max()).nonzero()[0]]))
             if len(drafts) == count:
                 return drafts
             source = normed if parts.recycles_normed else hidden
             token = parts.embedding[drafts[-1]][None]
-            joined = torch.cat([parts.embedding_norm(token), parts.hidden_norm(source)], dim=-1)
-            hidden = parts.projection(joined).contiguous()
+            hidden, taken = joined(parts, token, source)
             layout = one_row(start + len(drafts), page_table, kv_cache.shape[2])
-            parts.decoder(hidden, layout, kv_cache)
+            parts.decoder(hidden, layout, kv_cache, taken)
+
+
+def joined(
+    parts: RecursionParts, embedded: torch.Tensor, hidden: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Return the stream [1, d] of a module's layer, and what its attention is given, if anything,
+    for an embedding and a hidden state [1, d]."""
+    normed = parts.hidden_norm(hidden)
+    both = torch.cat([parts.embedding_norm(embedded), normed], dim=-1)
+    if parts.projection is not None:
+        return parts.projection(both).contiguous(), None
+    return (normed if parts.normed_residual else hidden).clone(), both
 
 
 def one_row(position: int, page_table: torch.Tensor, page: int) -> BatchLayout:

@@ -75,10 +75,16 @@ class SlicedDecoder(Protocol):
     def part(self, first: int, stop: int) -> SlicedDecoder:
         """Return layers [first, stop), at least one, as a decoder of their own."""
 
-    def begin(self, x: torch.Tensor, layout: BatchLayout, kv_cache: torch.Tensor) -> SlicedPass:
+    def begin(
+        self,
+        x: torch.Tensor,
+        layout: BatchLayout,
+        kv_cache: torch.Tensor,
+        taken: torch.Tensor | None = None,
+    ) -> SlicedPass:
         """Begin a pass of the stream x [T, d], which its caller changes between the stages.
 
-        kv_cache as of Decoder; raises as Decoder does.
+        kv_cache and taken as of Decoder; raises as Decoder does.
         """
 
 

@@ -12,7 +12,6 @@ from typing import Any, cast
 import numpy as np
 import torch
 
-from mtp_export.schemes.formats import unquantized
 from mtp_runtime.cache import LayerCaches
 from mtp_runtime.config import EngineConfig, ModelConfig, SpeculationConfig
 from mtp_runtime.drafters import DRAFTERS
@@ -20,7 +19,6 @@ from mtp_runtime.drafters.base import Drafter, DrafterParts
 from mtp_runtime.drafters.eagle3 import Eagle3Drafter
 from mtp_runtime.drafters.parallel_heads import ParallelHeadsDrafter
 from mtp_runtime.engine import Engine
-from mtp_runtime.layers.linear import Linear
 from mtp_runtime.models.eagle3 import Eagle3Module
 from mtp_runtime.models.model import Model, ModelCache, States
 from mtp_runtime.models.parallel_heads import Block, FfnHeads
@@ -166,10 +164,9 @@ def _eagle3(parts: DrafterParts) -> Drafter:
 
 
 def _parallel_heads(parts: DrafterParts) -> Drafter:
-    table = cast(Mtp, parts.target.mtp_modules[0]).head.table
-    projection = Linear.build(unquantized(table.t()), torch.float32, keep_dense=True)
     no_blocks: tuple[Block, ...] = ()
-    return ParallelHeadsDrafter(parts, FfnHeads((no_blocks, no_blocks), (projection,)))
+    head = parts.target.mtp_modules[0].head
+    return ParallelHeadsDrafter(parts, FfnHeads((no_blocks, no_blocks), (head,)))
 
 
 _OF_TABLES: dict[str, Build] = {"eagle3": _eagle3, "parallel_heads": _parallel_heads}

@@ -35,6 +35,13 @@ class Chain:
         )
 
 
+def take_best(chains: Sequence[Chain], settings: SpeculationConfig) -> bool:
+    """Return True where all chains take the best tokens, and nothing else of a head."""
+    return math.isinf(settings.draft_stop_entropy) and all(
+        chain.request.params.greedy for chain in chains
+    )
+
+
 def grow(
     chains: Sequence[Chain], head: Head, normed: torch.Tensor, settings: SpeculationConfig
 ) -> None:
@@ -42,8 +49,7 @@ def grow(
 
     Nothing but the best tokens is asked of the head where that is all that the chains take.
     """
-    stops = math.isfinite(settings.draft_stop_entropy)
-    if stops or not all(chain.request.params.greedy for chain in chains):
+    if not take_best(chains, settings):
         extend(chains, head.logits(normed), settings)
         return
     for chain, token in zip(chains, head.best(normed).tolist(), strict=True):

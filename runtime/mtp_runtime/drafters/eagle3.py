@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 
@@ -33,9 +34,10 @@ class Eagle3Drafter(ModuleDrafter):
         super().__init__(parts, (module,), (cache,))
         self._eagle3 = module
 
-    def _fed(self, p: Pass) -> torch.Tensor:
-        assert p.taps is not None, "the target is tapped for its draft"
-        return self._eagle3.combined(p.taps)
+    def _fed(self, passes: Sequence[Pass]) -> Sequence[torch.Tensor]:
+        taps = [p.taps for p in passes if p.taps is not None]
+        assert len(taps) == len(passes), "the target is tapped for its draft"
+        return torch.split(self._eagle3.combined(torch.cat(taps)), [len(one) for one in taps])
 
 
 def read_eagle3(folder: Path, loaded: Loaded) -> TargetDraft:

@@ -51,15 +51,16 @@ class ModuleDrafter:
         # Request id -> each module's output [d] before the norm, None where it has no row yet.
         self._last: dict[int, list[torch.Tensor | None]] = {}
 
-    def _fed(self, p: Pass) -> torch.Tensor:
-        """Return the states [s, d] that the first module takes of a pass."""
-        return p.hidden
+    def _fed(self, passes: Sequence[Pass]) -> Sequence[torch.Tensor]:
+        """Return the states [s, d] that the first module takes of each pass."""
+        return [p.hidden for p in passes]
 
     def observe(self, passes: Sequence[Pass]) -> None:
         """Compute the rows whose inputs have become known, module by module."""
         if not passes:
             return
-        rows = [_known_rows(p.request, 0, p.start, self._fed(p)) for p in passes]
+        fed = zip(passes, self._fed(passes), strict=True)
+        rows = [_known_rows(p.request, 0, p.start, hidden) for p, hidden in fed]
         for depth, module in enumerate(self._modules):
             following: list[Rows] = []
             for own, out in zip(rows, self._run(depth, rows), strict=True):

@@ -13,7 +13,7 @@ from mtp_export.families.parallel_heads import Body
 from mtp_runtime.acceptance.base import Draft
 from mtp_runtime.cache import lay_out
 from mtp_runtime.drafters.base import DrafterParts, Pass, TargetDraft
-from mtp_runtime.drafters.chain import Chain, extend
+from mtp_runtime.drafters.chain import Chain, extend, take_best
 from mtp_runtime.layers.split import Joining
 from mtp_runtime.loading.draft_folder import DraftFolder, read_draft
 from mtp_runtime.models.load import Loaded
@@ -64,13 +64,19 @@ class ParallelHeadsDrafter:
         deepest = max((chain.count for chain in chains), default=0)
         if deepest:
             bodies = [self._bodies[request.request_id][:deepest] for request in requests]
-            logits = self._heads.logits(torch.stack(bodies, dim=1))
-            for position in range(deepest):
-                rows = [i for i, chain in enumerate(chains) if not chain.is_whole]
-                if rows:
-                    growing = [chains[i] for i in rows]
-                    extend(growing, logits[position, rows], self._settings)
+            self._grow(chains, torch.stack(bodies, dim=1))
         return [chain.draft() for chain in chains]
+
+    def _grow(self, chains: Sequence[Chain], bodies: torch.Tensor) -> None:
+        """Grow every chain to its count by the bodies [k, b, d] of its request."""
+        if take_best(chains, self._settings):
+            for chain, tokens in zip(chains, self._heads.best(bodies).T.tolist(), strict=True):
+                chain.tokens += tokens[: chain.count]
+            return
+        for logits in self._heads.logits(bodies):
+            rows = [i for i, chain in enumerate(chains) if not chain.is_whole]
+            if rows:
+                extend([chains[i] for i in rows], logits[rows], self._settings)
 
     def forget(self, request: Request) -> None:
         self._bodies.pop(request.request_id, None)

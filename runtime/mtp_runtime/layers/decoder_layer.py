@@ -21,9 +21,12 @@ class FeedForward(Protocol):
 
 @dataclass(frozen=True)
 class DecoderLayer:
-    """Pre-norm decoder layer of any attention and any feed-forward."""
+    """Pre-norm decoder layer of any attention and any feed-forward.
 
-    input_norm: RmsNorm
+    input_norm: None where attention is given rows [T, w] of their own beside the stream.
+    """
+
+    input_norm: RmsNorm | None
     attention: Attention
     post_norm: RmsNorm
     feed_forward: FeedForward
@@ -32,13 +35,31 @@ class DecoderLayer:
         """Make the cache that the attention keeps."""
         return self.attention.new_cache(spec)
 
-    def __call__(self, x: torch.Tensor, cache: LayerCache, forward: ForwardPass) -> torch.Tensor:
-        """Take rows x [T, d] through the layer; fills their cache entries."""
-        return self.fed_forward(self.attend(x, cache, forward))
+    def __call__(
+        self,
+        x: torch.Tensor,
+        cache: LayerCache,
+        forward: ForwardPass,
+        taken: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """Take rows x [T, d] through the layer; fills their cache entries. taken [T, w]: what
+        attention is given, without an input norm."""
+        return self.fed_forward(self.attend(x, cache, forward, taken))
 
-    def attend(self, x: torch.Tensor, cache: LayerCache, forward: ForwardPass) -> torch.Tensor:
+    def attend(
+        self,
+        x: torch.Tensor,
+        cache: LayerCache,
+        forward: ForwardPass,
+        taken: torch.Tensor | None = None,
+    ) -> torch.Tensor:
         """Take rows x [T, d] through the first half alone."""
-        return x + self.attention(self.input_norm(x), cache, forward)
+        return x + self.attention(self.normed(x) if taken is None else taken, cache, forward)
+
+    def normed(self, x: torch.Tensor) -> torch.Tensor:
+        """Return what attention takes of rows x [T, d]."""
+        assert self.input_norm is not None, "rows are given to a layer without one"
+        return self.input_norm(x)
 
     def fed_forward(self, x: torch.Tensor) -> torch.Tensor:
         """Take rows x [T, d] through the second half alone."""

@@ -4,16 +4,14 @@ and projections to the vocabulary. Each rank has the rows of some tokens."""
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import torch
 
 from mtp_runtime.layers.embedding import EmbeddingTable
 from mtp_runtime.layers.linear import Linear
+from mtp_runtime.layers.module_inputs import RowStep
 from mtp_runtime.parallel.group import Group
-
-RowStep = Callable[[torch.Tensor], torch.Tensor]
 
 
 class Handle:

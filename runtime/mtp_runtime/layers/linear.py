@@ -109,6 +109,10 @@ class Linear:
         with _damage_of(self.weight):
             return self.weight.product(x)
 
+    def best(self, x: torch.Tensor) -> torch.Tensor:
+        """Return the number of each row's largest output [T], the first of equal ones."""
+        return self(x).argmax(dim=-1)
+
 
 def stack(parts: Sequence[Weight]) -> Weight:
     """Return one weight for several over the same input."""

@@ -14,7 +14,6 @@ from typing import TypedDict, cast
 import torch
 
 from mtp_export.errors import UnsupportedError
-from mtp_export.families.contract import Hidden
 from mtp_kernels import decoder as kernels
 from mtp_kernels.batch_layout import BatchLayout
 from mtp_runtime.cache import Cache, CacheSpec, JoinedCaches
@@ -23,12 +22,19 @@ from mtp_runtime.layers.embedding import EmbeddingTable
 from mtp_runtime.layers.gqa import Gqa
 from mtp_runtime.layers.linear import Linear
 from mtp_runtime.layers.mla import Mla
+from mtp_runtime.layers.module_inputs import Projection, RowStep
 from mtp_runtime.layers.moe import Mlp, Moe, SigmoidRouter
 from mtp_runtime.layers.norm import RmsNorm
 from mtp_runtime.layers.rope import Rope
 from mtp_runtime.layers.split import SplitMoe
 from mtp_runtime.models.led_layers import own_part
-from mtp_runtime.models.model import Layers, Model, MtpModule, Recursion, RowStep, TorchLayers
+from mtp_runtime.models.model import (
+    Layers,
+    Model,
+    Recursion,
+    RecursiveModule,
+    TorchLayers,
+)
 from mtp_runtime.models.packing import KINDS, config_of, dense_matrix, weights_of, with_router
 
 
@@ -74,8 +80,14 @@ class CompiledLayers:
     def new_cache(self, spec: CacheSpec) -> StackedCache:
         return new_stacked_cache(len(self), self.decoder.config, spec)
 
-    def __call__(self, x: torch.Tensor, cache: Cache, layout: BatchLayout) -> torch.Tensor:
-        self.decoder(x, layout, stacked(cache))
+    def __call__(
+        self,
+        x: torch.Tensor,
+        cache: Cache,
+        layout: BatchLayout,
+        taken: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        self.decoder(x, layout, stacked(cache), taken)
         return x
 
     def each(self) -> Iterator[Layers]:
@@ -97,10 +109,16 @@ class MixedLayers:
     def new_cache(self, spec: CacheSpec) -> JoinedCaches:
         return JoinedCaches(tuple(run.new_cache(spec) for run in self.runs))
 
-    def __call__(self, x: torch.Tensor, cache: Cache, layout: BatchLayout) -> torch.Tensor:
+    def __call__(
+        self,
+        x: torch.Tensor,
+        cache: Cache,
+        layout: BatchLayout,
+        taken: torch.Tensor | None = None,
+    ) -> torch.Tensor:
         assert isinstance(cache, JoinedCaches), "the cache that new_cache made"
         for run, own in zip(self.runs, cache.parts, strict=True):
-            x = run(x, own, layout)
+            x, taken = run(x, own, layout, taken), None
         return x
 
     def each(self) -> Iterator[Layers]:
@@ -158,25 +176,26 @@ class CompiledExecution:
     def norm(self, norm: RmsNorm) -> RowStep:
         return self.backend.norm(norm.weight, norm.eps)
 
-    def linear(self, linear: Linear) -> RowStep:
+    def linear(self, linear: Linear) -> Projection:
         return self.backend.projection(dense_matrix(linear))
 
-    def recursion(self, module: MtpModule) -> Recursion | None:
+    def recursion(self, module: RecursiveModule) -> Recursion | None:
         """Join the module's parts, or return None where torch runs its layer."""
-        layers = module.layers
+        layers, inputs = module.layers, module.inputs
         if not isinstance(layers, CompiledLayers):
             return None
-        embedding_norm, hidden_norm, projection = module.inputs
         assert isinstance(module.embedding, EmbeddingTable), "compiled models are held in memory"
         parts = kernels.RecursionParts(
             decoder=layers.decoder,
             embedding=module.embedding.weight,
-            embedding_norm=embedding_norm,
-            hidden_norm=hidden_norm,
-            projection=projection,
+            embedding_norm=inputs.embedding_norm,
+            hidden_norm=inputs.hidden_norm,
+            projection=inputs.projection,
             head_norm=module.head.normed,
             head=module.head.projected,
-            recycles_normed=module.contract.recycled_hidden is Hidden.AFTER_NORM,
+            tokens=module.head.token_ids,
+            recycles_normed=module.recycles_normed,
+            normed_residual=inputs.normed_residual,
         )
         return CompiledRecursion(self.backend.recursion(parts))
 
@@ -238,7 +257,7 @@ class PackedRun:
         """Note what the layers share; return the layer's attention."""
         attention, feed_forward = layer.attention, layer.feed_forward
         assert isinstance(attention, Mla | Gqa), "the kinds that the kernels run"
-        config = config_of(attention, layer.input_norm.eps)
+        config = config_of(layer, attention)
         assert self.shared_config in (None, config), "all layers of a model share their sizes"
         self.shared_config, self.rope = config, attention.rope
         if isinstance(feed_forward, Moe | SplitMoe):

@@ -10,7 +10,8 @@ Source: Li et al., EAGLE-3 (arXiv 2503.01840); vLLM's deepseek_eagle3.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, replace
+from functools import cached_property
 
 import torch
 
@@ -19,19 +20,19 @@ from mtp_export.families.eagle3 import TARGET_MASK, TARGET_OFFSETS, Eagle3Family
 from mtp_export.families.modules import weight_name
 from mtp_export.schemes.discrepancies import StoredTensor, compare
 from mtp_kernels.batch_layout import BatchLayout
-from mtp_runtime.cache import Cache, LayerCache, PageAllocator
+from mtp_runtime.cache import Cache, PageAllocator
 from mtp_runtime.config import RopeConfig, refuse_other_values
-from mtp_runtime.layers.attention import Attention, ForwardPass
+from mtp_runtime.layers.attention import Attention
 from mtp_runtime.layers.decoder_layer import DecoderLayer
 from mtp_runtime.layers.embedding import Embedding
 from mtp_runtime.layers.linear import Linear
+from mtp_runtime.layers.module_inputs import ModuleInputs, RowStep
 from mtp_runtime.layers.norm import RmsNorm
 from mtp_runtime.layers.split import ALONE, Joining
 from mtp_runtime.loading.draft_folder import DraftFolder, DraftTensor, layout_on_disk, values_of
 from mtp_runtime.loading.held_source import HeldSource
 from mtp_runtime.models.deepseek_v3 import DeepseekV3Builder, DeepseekV3Config
-from mtp_runtime.models.led_layers import on_ranks
-from mtp_runtime.models.model import Execution, Head, Layers, Model, TorchExecution
+from mtp_runtime.models.model import Head, Layers, Model, Recursion
 
 Tensors = Mapping[str, DraftTensor]
 
@@ -43,6 +44,10 @@ class ReducedHead(Head):
 
     tokens: torch.Tensor
     vocab: int
+
+    @property
+    def token_ids(self) -> torch.Tensor:
+        return self.tokens
 
     def logits(self, normed: torch.Tensor) -> torch.Tensor:
         """Return float32 logits [T, vocab] of rows that passed the norm."""
@@ -56,42 +61,50 @@ class ReducedHead(Head):
 
 
 @dataclass(frozen=True)
-class Eagle3Layer(DecoderLayer):
-    """The draft's layer: a decoder layer that is fed [embedding | state] [T, 2d]; its input norm is
-    that of the embedding."""
-
-    hidden_norm: RmsNorm
-    norm_before_residual: bool
-
-    def attend(self, x: torch.Tensor, cache: LayerCache, forward: ForwardPass) -> torch.Tensor:
-        both, residual = self.entering(*x.chunk(2, dim=-1))
-        return residual + self.attention(both, cache, forward)
-
-    def entering(
-        self, embedded: torch.Tensor, hidden: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return what attention takes [T, 2d], and what its output is added to [T, d]."""
-        normed = self.hidden_norm(hidden)
-        both = torch.cat([self.input_norm(embedded), normed], dim=-1)
-        return both, normed if self.norm_before_residual else hidden
-
-
-@dataclass(frozen=True)
 class Eagle3Module:
     """The draft, with the interface of an MtpModule.
 
     It is fed the tapped states of the target's row, joined, and the embedding of the next token; a
-    further draft is fed its own output instead of the joined states.
+    further draft is fed its own output instead of the joined states, behind the norm where
+    recycles_normed is True. The attention of its layer is given [embedding | state], both normed.
     """
 
     joining: Linear  # [taps * d] -> [d]
     tap_norms: tuple[RmsNorm, ...]
     embedding: Embedding
-    layer: Eagle3Layer
+    embedding_norm: RmsNorm
+    hidden_norm: RmsNorm
+    norm_before_residual: bool
+    layer: DecoderLayer
     layers: Layers  # the layer, as it is run
     head: Head
-    norm_output: bool = False
-    recursion: None = field(default=None, init=False)
+    recycles_normed: bool
+
+    @cached_property
+    def joined(self) -> RowStep:
+        """The joining of taps, as it is run."""
+        return self.head.execution.linear(self.joining)
+
+    @cached_property
+    def normed_taps(self) -> tuple[RowStep, ...]:
+        """The norms of taps, as they are run."""
+        return tuple(map(self.head.execution.norm, self.tap_norms))
+
+    @cached_property
+    def inputs(self) -> ModuleInputs:
+        """Both norms, as they are run."""
+        execution = self.head.execution
+        return ModuleInputs(
+            execution.norm(self.embedding_norm),
+            execution.norm(self.hidden_norm),
+            projection=None,
+            normed_residual=self.norm_before_residual,
+        )
+
+    @cached_property
+    def recursion(self) -> Recursion | None:
+        """One call that drafts the best tokens by recursion, or None."""
+        return self.head.execution.recursion(self)
 
     @property
     def attention(self) -> Attention:
@@ -105,10 +118,10 @@ class Eagle3Module:
     def combined(self, taps: torch.Tensor) -> torch.Tensor:
         """Join the inputs of the target's tapped layers [T, taps * d] to one state [T, d]."""
         if self.tap_norms:
-            parts = taps.chunk(len(self.tap_norms), dim=-1)
-            normed = (norm(part) for norm, part in zip(self.tap_norms, parts, strict=True))
-            taps = torch.cat([*normed], dim=-1)
-        return self.joining(taps)
+            parts = [part.contiguous() for part in taps.chunk(len(self.tap_norms), dim=-1)]
+            normed = [norm(part) for norm, part in zip(self.normed_taps, parts, strict=True)]
+            taps = torch.cat(normed, dim=-1)
+        return self.joined(taps)
 
     def __call__(
         self,
@@ -118,14 +131,17 @@ class Eagle3Module:
         layout: BatchLayout,
     ) -> torch.Tensor:
         """Run the layer over tokens and states; returns [T, d] before the norm."""
-        fed = torch.cat([self.embedding(next_tokens), hidden], dim=-1)
-        return self.layers(fed, cache, layout)
+        taken, residual = self.entering(next_tokens, hidden)
+        x = residual.clone() if residual is hidden else residual  # the layer may overwrite it
+        return self.layers(x, cache, layout, taken)
 
     def entering(
         self, next_tokens: torch.Tensor, hidden: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Return what attention takes [T, 2d], and what its output is added to [T, d]."""
-        return self.layer.entering(self.embedding(next_tokens), hidden)
+        residual, taken = self.inputs.joined(self.embedding(next_tokens), hidden)
+        assert taken is not None, "there is no projection"
+        return taken, residual
 
     def leaving(self, residual: torch.Tensor, attended: torch.Tensor) -> torch.Tensor:
         """Return the output [T, d] before the norm, given that of attention [T, d]."""
@@ -133,7 +149,7 @@ class Eagle3Module:
 
     def recycled(self, x: torch.Tensor, normed: torch.Tensor) -> torch.Tensor:
         """Return the side of its norm on which the output is fed to the next draft."""
-        return normed if self.norm_output else x
+        return normed if self.recycles_normed else x
 
 
 def eagle3_module(
@@ -141,38 +157,33 @@ def eagle3_module(
 ) -> Eagle3Module:
     """Make a draft of tensors by the family's names; what is absent is the target's.
 
-    Gradients reach tensors in memory that require them, so that a draft in training is made anew
-    after each step. joining: the ranks that divide it as they do the target; each calls this.
+    It is run as the target is. Beside a target that torch runs, gradients reach tensors in memory
+    that require them, so that a draft in training is made anew after each step. joining: the ranks
+    that divide it as they do the target; each calls this.
     Raises UnsupportedError for an activation or a scaling that is not computed.
     """
     refuse_other_values({"hidden_act": family.facts.hidden_act}, {"hidden_act": "silu"})
     source = HeldSource.of(tensors, target.dtype, target.device, joining)
     builder = DeepseekV3Builder(source, family, _config(family))
     own_embedding = weight_name(family.modules.embedding)
-    usual, execution = builder.layer(0), on_ranks(TorchExecution(), joining.group)
-    layer = Eagle3Layer(
-        input_norm=usual.input_norm,
-        attention=usual.attention,
-        post_norm=usual.post_norm,
-        feed_forward=usual.feed_forward,
-        hidden_norm=builder.norm(family.hidden_norm),
-        norm_before_residual=family.norm_before_residual,
-    )
+    usual, names = builder.layer(0), family.layer_modules(0)
+    layer = replace(usual, input_norm=None)
     return Eagle3Module(
         joining=source.led_linear(family.projection),
         tap_norms=tuple(map(builder.norm, family.fc_norms)),
         embedding=source.embedding(own_embedding) if own_embedding in tensors else target.embedding,
+        embedding_norm=builder.norm(names.input_norm),
+        hidden_norm=builder.norm(family.hidden_norm),
+        norm_before_residual=family.norm_before_residual,
         layer=layer,
-        layers=execution.layers([layer]),
-        head=_head(builder, tensors, target, execution),
-        norm_output=family.norm_output,
+        layers=target.execution.layers([layer]),
+        head=_head(builder, tensors, target),
+        recycles_normed=family.norm_output,
     )
 
 
-def _head(
-    builder: DeepseekV3Builder, tensors: Tensors, target: Model, execution: Execution
-) -> Head:
-    names, source = builder.family.modules, builder.source
+def _head(builder: DeepseekV3Builder, tensors: Tensors, target: Model) -> Head:
+    names, source, execution = builder.family.modules, builder.source, target.execution
     own = weight_name(names.head) in tensors
     linear = source.head(names.head) if own else target.head.linear
     norm = builder.norm(names.norm)

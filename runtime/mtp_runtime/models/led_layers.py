@@ -13,8 +13,9 @@ from mtp_runtime.cache import Cache, CacheSpec
 from mtp_runtime.layers.decoder_layer import DecoderLayer
 from mtp_runtime.layers.led import Handle, LedLinear
 from mtp_runtime.layers.linear import Linear
+from mtp_runtime.layers.module_inputs import Projection, RowStep
 from mtp_runtime.layers.norm import RmsNorm
-from mtp_runtime.models.model import Execution, Layers, MtpModule, RowStep
+from mtp_runtime.models.model import Execution, Layers, RecursiveModule
 from mtp_runtime.parallel.group import Group
 
 
@@ -32,12 +33,12 @@ class LedExecution:
     def norm(self, norm: RmsNorm) -> RowStep:
         return self._inner.norm(norm)
 
-    def linear(self, linear: Linear) -> RowStep:
+    def linear(self, linear: Linear) -> Projection:
         if isinstance(linear, LedLinear):
             return linear.run_by(self._handle)
         return self._inner.linear(linear)
 
-    def recursion(self, module: MtpModule) -> None:
+    def recursion(self, module: RecursiveModule) -> None:
         """Draft step by step: the ranks meet between layers."""
         return None
 
@@ -61,10 +62,16 @@ class LedLayers:
     def new_cache(self, spec: CacheSpec) -> Cache:
         return self.handle.group.everywhere(_new_cache, self.handle.number, self.span, spec)
 
-    def __call__(self, x: torch.Tensor, cache: Cache, layout: BatchLayout) -> torch.Tensor:
+    def __call__(
+        self,
+        x: torch.Tensor,
+        cache: Cache,
+        layout: BatchLayout,
+        taken: torch.Tensor | None = None,
+    ) -> torch.Tensor:
         assert isinstance(cache, LedCache), "the cache that new_cache made"
         numbers = self.handle.number, cache.handle.number
-        return self.handle.group.everywhere(_run, numbers, self.span, ToldLayout(layout), x)
+        return self.handle.group.everywhere(_run, numbers, self.span, ToldLayout(layout), x, taken)
 
     def each(self) -> Iterator[Layers]:
         return (self.part(at, at + 1) for at in range(len(self)))
@@ -137,6 +144,7 @@ def _run(
     span: tuple[int, int],
     layout: ToldLayout,
     x: torch.Tensor,
+    taken: torch.Tensor | None,
 ) -> torch.Tensor:
     cache: Cache = group.parts[numbers[1]]
-    return _layers(group, numbers[0], span)(x, cache, layout.on(x.device))
+    return _layers(group, numbers[0], span)(x, cache, layout.on(x.device), taken)

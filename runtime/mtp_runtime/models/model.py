@@ -8,7 +8,7 @@ Source: DeepSeek-V3 technical report, sections 2.1 and 2.2; the released weights
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import pairwise
@@ -23,11 +23,9 @@ from mtp_runtime.config import ModelConfig
 from mtp_runtime.layers.attention import Attention, ForwardPass
 from mtp_runtime.layers.decoder_layer import DecoderLayer
 from mtp_runtime.layers.embedding import Embedding
-from mtp_runtime.layers.led import LedProjection
 from mtp_runtime.layers.linear import Linear
+from mtp_runtime.layers.module_inputs import ModuleInputs, Projection, RowStep
 from mtp_runtime.layers.norm import RmsNorm
-
-RowStep = Callable[[torch.Tensor], torch.Tensor]  # of every row by itself
 
 
 class Layers(Protocol):
@@ -38,8 +36,15 @@ class Layers(Protocol):
     def new_cache(self, spec: CacheSpec) -> Cache:
         """Make the cache of these layers; its tensors are uninitialized."""
 
-    def __call__(self, x: torch.Tensor, cache: Cache, layout: BatchLayout) -> torch.Tensor:
-        """Take the stream x [T, d], which may be overwritten, through the layers."""
+    def __call__(
+        self,
+        x: torch.Tensor,
+        cache: Cache,
+        layout: BatchLayout,
+        taken: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """Take the stream x [T, d], which may be overwritten, through the layers. taken [T, w]:
+        what attention is given in a first layer without an input norm."""
 
     def each(self) -> Iterator[Layers]:
         """Yield every layer by itself."""
@@ -55,14 +60,14 @@ class Execution(Protocol):
 
     def norm(self, norm: RmsNorm) -> RowStep: ...
 
-    def linear(self, linear: Linear) -> RowStep: ...
+    def linear(self, linear: Linear) -> Projection: ...
 
-    def recursion(self, module: MtpModule) -> Recursion | None:
+    def recursion(self, module: RecursiveModule) -> Recursion | None:
         """Return one call that drafts all tokens of a recursion, or None: they go step by step."""
 
 
 class Recursion(Protocol):
-    """Best drafts of an MTP module, each from the one before."""
+    """Best drafts of a module, each from the one before."""
 
     def __call__(
         self,
@@ -87,11 +92,17 @@ class TorchLayers:
     def new_cache(self, spec: CacheSpec) -> LayerCaches:
         return LayerCaches(tuple(layer.new_cache(spec) for layer in self.layers))
 
-    def __call__(self, x: torch.Tensor, cache: Cache, layout: BatchLayout) -> torch.Tensor:
+    def __call__(
+        self,
+        x: torch.Tensor,
+        cache: Cache,
+        layout: BatchLayout,
+        taken: torch.Tensor | None = None,
+    ) -> torch.Tensor:
         assert isinstance(cache, LayerCaches), "the cache that new_cache made"
         forward = ForwardPass(layout, self.backend)
         for layer, own in zip(self.layers, cache.layers, strict=True):
-            x = layer(x, own, forward)
+            x, taken = layer(x, own, forward, taken), None
         return x
 
     def each(self) -> Iterator[Layers]:
@@ -111,10 +122,10 @@ class TorchExecution:
     def norm(self, norm: RmsNorm) -> RowStep:
         return norm
 
-    def linear(self, linear: Linear) -> RowStep:
+    def linear(self, linear: Linear) -> Projection:
         return linear
 
-    def recursion(self, module: MtpModule) -> None:
+    def recursion(self, module: RecursiveModule) -> None:
         return None
 
 
@@ -132,9 +143,14 @@ class Head:
         return self.execution.norm(self.norm)
 
     @cached_property
-    def projected(self) -> RowStep:
+    def projected(self) -> Projection:
         """Projection of rows [T, d] that passed the norm."""
         return self.execution.linear(self.linear)
+
+    @property
+    def token_ids(self) -> torch.Tensor:
+        """Token of each of the projection's outputs, ascending."""
+        return torch.arange(self.linear.weight.shape[0])
 
     def logits(self, normed: torch.Tensor) -> torch.Tensor:
         """Return float32 logits [T, vocab] of rows that passed the norm."""
@@ -142,9 +158,7 @@ class Head:
 
     def best(self, normed: torch.Tensor) -> torch.Tensor:
         """Return the best token [T] of rows that passed the norm, the first of equal ones."""
-        if isinstance(self.projected, LedProjection):
-            return self.projected.best(normed)
-        return self.projected(normed).argmax(dim=-1)
+        return self.projected.best(normed)
 
 
 class DraftModule(Protocol):
@@ -168,6 +182,23 @@ class DraftModule(Protocol):
 
     def recycled(self, x: torch.Tensor, normed: torch.Tensor) -> torch.Tensor:
         """Return the side of its norm on which the output is fed to the next draft."""
+
+
+class RecursiveModule(DraftModule, Protocol):
+    """A module of one layer, with the parts that its recursion is made of."""
+
+    @property
+    def embedding(self) -> Embedding: ...
+
+    @property
+    def inputs(self) -> ModuleInputs: ...
+
+    @property
+    def layers(self) -> Layers: ...
+
+    @property
+    def recycles_normed(self) -> bool:
+        """True where the next draft is fed the output behind its norm."""
 
 
 @dataclass(frozen=True)
@@ -194,9 +225,9 @@ class MtpModule:
         return self.execution.layers([self.layer])
 
     @cached_property
-    def inputs(self) -> tuple[RowStep, RowStep, RowStep]:
-        """Norm of embeddings, norm of hidden states, and the projection that joins both."""
-        return (
+    def inputs(self) -> ModuleInputs:
+        """Both norms and the projection, as they are run."""
+        return ModuleInputs(
             self.execution.norm(self.embedding_norm),
             self.execution.norm(self.hidden_norm),
             self.execution.linear(self.projection),
@@ -223,9 +254,8 @@ class MtpModule:
         embedded = self.embedding(next_tokens)
         if self.contract.zero_first_embedding:
             embedded = embedded.masked_fill((positions == 0)[:, None], 0.0)
-        norm_embedding, norm_hidden, project = self.inputs
-        both = torch.cat([norm_embedding(embedded), norm_hidden(hidden)], dim=-1)
-        return project(both)
+        x, _ = self.inputs.joined(embedded, hidden)
+        return x
 
     @property
     def attention(self) -> Attention:
@@ -236,7 +266,7 @@ class MtpModule:
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Return what the layer's attention takes, and what its output is added to, [T, d]."""
         x = self.joined(next_tokens, hidden, positions)
-        return self.layer.input_norm(x), x
+        return self.layer.normed(x), x
 
     def leaving(self, residual: torch.Tensor, attended: torch.Tensor) -> torch.Tensor:
         """Return the output [T, d] before the norm, given that of attention [T, d]."""
@@ -249,7 +279,11 @@ class MtpModule:
 
     def recycled(self, x: torch.Tensor, normed: torch.Tensor) -> torch.Tensor:
         """Return the side of its norm on which the module's output is fed to the next draft."""
-        return normed if self.contract.recycled_hidden is Hidden.AFTER_NORM else x
+        return normed if self.recycles_normed else x
+
+    @property
+    def recycles_normed(self) -> bool:
+        return self.contract.recycled_hidden is Hidden.AFTER_NORM
 
 
 @dataclass(frozen=True)
@@ -304,6 +338,11 @@ class Model:
         return self.mtp_modules[0] if self.mtp_modules else None
 
     @property
+    def execution(self) -> Execution:
+        """Execution of the model's parts, and of what is made beside it."""
+        return self.head.execution
+
+    @property
     def device(self) -> torch.device:
         return self.embedding.device
 
@@ -326,12 +365,13 @@ class Model:
     ) -> States:
         """Return the hidden states of every row."""
         assert isinstance(cache.main, JoinedCaches), "the cache that new_cache made"
-        x, kept = self.embedding(tokens), list[torch.Tensor]()
-        for run, own in zip(self._runs, cache.main.parts, strict=True):
-            if run is not self._runs[0]:
-                kept.append(x.clone())  # a run may overwrite it
+        x = self.embedding(tokens)
+        kept = x.new_empty(len(x), len(self.taps), x.shape[1])
+        for number, (run, own) in enumerate(zip(self._runs, cache.main.parts, strict=True)):
+            if number:
+                kept[:, number - 1] = x  # a run may overwrite it
             x = run(x, own, layout)
-        return States(x, self.head.normed(x), torch.cat(kept, dim=1) if kept else None)
+        return States(x, self.head.normed(x), kept.flatten(1) if self.taps else None)
 
     def mtp_input(self, before: torch.Tensor, after: torch.Tensor) -> torch.Tensor:
         """Return the side of the last norm that the first MTP module is fed with."""

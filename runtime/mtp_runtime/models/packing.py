@@ -21,26 +21,20 @@ from mtp_runtime.layers.split import SplitMoe
 KINDS: dict[type, str] = {Mla: "mla", Gqa: "gqa", Mlp: "dense", SigmoidRouter: "sigmoid_moe"}
 
 
-def config_of(attention: Mla | Gqa, eps: float) -> kernels.DecoderConfig:
-    """Return what a model's layers share; the values of a router are neutral."""
+def config_of(layer: DecoderLayer, attention: Mla | Gqa) -> kernels.DecoderConfig:
+    """Return what a layer shares with others of its model; the values of a router are neutral."""
     sizes = latent_sizes(attention) if isinstance(attention, Mla) else grouped_sizes(attention)
     return kernels.DecoderConfig(
-        hidden=hidden_of(attention),
+        hidden=len(layer.post_norm.weight),
         attention=sizes,
         experts_per_token=1,
         expert_groups=1,
         groups_per_token=1,
         normalise_weights=False,
         routed_scale=1.0,
-        norm_eps=eps,
+        norm_eps=layer.post_norm.eps,
         softmax_scale=attention.scale,
     )
-
-
-def hidden_of(attention: Mla | Gqa) -> int:
-    """Return the width of the rows that attention takes."""
-    first = attention.down if isinstance(attention, Mla) else attention.qkv
-    return first.weight.shape[1]
 
 
 def latent_sizes(attention: Mla) -> kernels.LatentSizes:
@@ -102,14 +96,14 @@ def weights_with(
     if isinstance(layer.feed_forward, Moe | SplitMoe):
         own = cast(SigmoidRouter, layer.feed_forward.router)
         router, bias = own.weight.t(), own.bias
-    hidden = hidden_of(attention)
+    hidden = len(layer.post_norm.weight)
     gate_up, down = torch.empty(0, 2, hidden), torch.empty(0, hidden, 1)
     if experts:
         gate_up = torch.stack([dense_matrix(one.gate_up) for one in experts])
         down = torch.stack([dense_matrix(one.down) for one in experts])
     gate, up = gate_up.chunk(2, dim=1)
     return kernels.LayerWeights(
-        input_norm=layer.input_norm.weight,
+        input_norm=_weight(layer.input_norm),
         attention=attention_weights(attention),
         post_norm=layer.post_norm.weight,
         router=router,

@@ -1,6 +1,7 @@
 """Parallel heads: bodies over one hidden state of the target, and projections to its vocabulary.
 
-Made of tensors by name, as they are stored: of parameters they record gradients, and so train.
+Made of tensors by name, as they are stored, and run as the target is. Beside a target that torch
+runs they record the gradients of parameters, and so train.
 
 Source: Stern et al., Blockwise Parallel Decoding (arXiv 1811.03115); Cai et al., Medusa (arXiv
 2401.10774); Gloeckle et al., Better & Faster Large Language Models (arXiv 2404.19737).
@@ -9,7 +10,7 @@ Source: Stern et al., Blockwise Parallel Decoding (arXiv 1811.03115); Cai et al.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import cast
 
@@ -31,14 +32,13 @@ from mtp_export.schemes.discrepancies import StoredTensor, compare
 from mtp_kernels.batch_layout import BatchLayout
 from mtp_runtime.cache import Cache, JoinedCaches, PageAllocator
 from mtp_runtime.layers.led import Handle
-from mtp_runtime.layers.linear import Linear
+from mtp_runtime.layers.module_inputs import RowStep
 from mtp_runtime.layers.split import ALONE, Joining
 from mtp_runtime.loading.divided import gathered_output, joined_output, outputs_of
 from mtp_runtime.loading.draft_folder import DraftFolder, DraftTensor, layout_on_disk
 from mtp_runtime.loading.held_source import HeldSource
 from mtp_runtime.models import MODELS
-from mtp_runtime.models.led_layers import on_ranks
-from mtp_runtime.models.model import Execution, Layers, Model, TorchExecution
+from mtp_runtime.models.model import Execution, Head, Layers, Model, TorchExecution
 from mtp_runtime.parallel.group import Group
 
 Tensors = Mapping[str, DraftTensor]
@@ -50,7 +50,7 @@ _ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {"silu": F.sil
 class Affine:
     """x @ weight.T + bias, without a bias where there is none."""
 
-    linear: Linear
+    linear: RowStep
     bias: torch.Tensor | None
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
@@ -78,11 +78,12 @@ Blocks = tuple[tuple[Block, ...], ...]  # by head
 class FfnHeads:
     """Heads of residual blocks over the target's hidden state after its last norm.
 
-    led: the blocks of every rank, where each has a part of them; this object is rank 0's.
+    projections: one for all heads, or one each; their norms are not applied. led: the blocks of
+    every rank, where each has a part of them; this object is rank 0's.
     """
 
     blocks: Blocks
-    projections: tuple[Linear, ...]  # one for all heads, or one each
+    projections: tuple[Head, ...]
     led: Handle | None = None
 
     def __len__(self) -> int:
@@ -101,9 +102,17 @@ class FfnHeads:
     def logits(self, bodies: torch.Tensor) -> torch.Tensor:
         """Return float32 logits [k, T, vocab] of the bodies [k, T, d] of the first k heads."""
         if len(self.projections) == 1:
-            return self.projections[0](bodies.flatten(0, 1)).view(*bodies.shape[:2], -1).float()
-        each = (project(x) for project, x in zip(self.projections, bodies, strict=False))
-        return torch.stack([*each]).float()
+            rows = self.projections[0].logits(bodies.flatten(0, 1))
+            return rows.view(*bodies.shape[:2], -1)
+        pairs = zip(self.projections, bodies, strict=False)
+        return torch.stack([head.logits(x) for head, x in pairs])
+
+    def best(self, bodies: torch.Tensor) -> torch.Tensor:
+        """Return the best token [k, T] of the bodies [k, T, d] of the first k heads."""
+        if len(self.projections) == 1:
+            return self.projections[0].best(bodies.flatten(0, 1)).view(bodies.shape[:2])
+        pairs = zip(self.projections, bodies, strict=False)
+        return torch.stack([head.best(x) for head, x in pairs])
 
 
 def run_blocks(blocks: Blocks, hidden: torch.Tensor) -> torch.Tensor:
@@ -144,9 +153,14 @@ class LayerHeads:
 
     def logits(self, bodies: torch.Tensor) -> torch.Tensor:
         """Return float32 logits [k, T, vocab] of the bodies [k, T, d] of the first k heads."""
-        head, rows = self.target.head, bodies.flatten(0, 1)
-        # Torch's: the compiled one records no gradients.
-        return head.linear(head.norm(rows)).view(*bodies.shape[:2], -1).float()
+        head = self.target.head
+        rows = head.logits(head.normed(bodies.flatten(0, 1)))
+        return rows.view(*bodies.shape[:2], -1)
+
+    def best(self, bodies: torch.Tensor) -> torch.Tensor:
+        """Return the best token [k, T] of the bodies [k, T, d] of the first k heads."""
+        head = self.target.head
+        return head.best(head.normed(bodies.flatten(0, 1))).view(bodies.shape[:2])
 
 
 @dataclass(frozen=True)
@@ -184,9 +198,11 @@ class StoredHeads:
         """Make heads of residual blocks."""
         assert self.layout.body is Body.FFN, "the caller looked"
         source, group = self._source(target), self.joining.group
+        # Ranks join their parts of each product, which torch makes.
+        execution = target.execution if group.is_one else TorchExecution()
         blocks = tuple(
             tuple(
-                self._block(f"blocks.{head}.layers.{number}", source)
+                self._block(f"blocks.{head}.layers.{number}", source, execution)
                 for number in range(self.layout.blocks)
             )
             for head in range(self.layout.heads)
@@ -194,9 +210,12 @@ class StoredHeads:
         led = None if group.is_one else Handle(group, blocks)
         if self.layout.own_projections:
             names = [f"lm_heads.{head}" for head in range(self.layout.heads)]
-            return FfnHeads(blocks, tuple(map(source.head, names)), led)
-        stored = self.layout.stored_projection
-        return FfnHeads(blocks, (source.head("lm_head") if stored else target.head.linear,), led)
+        elif self.layout.stored_projection:
+            names = ["lm_head"]
+        else:
+            return FfnHeads(blocks, (target.head,), led)
+        own = tuple(replace(target.head, linear=source.head(name)) for name in names)
+        return FfnHeads(blocks, own, led)
 
     def layers(self, target: Model, folder: Path) -> LayerHeads:
         """Make heads that are layers like the target's last one, with its names; folder: where the
@@ -210,7 +229,7 @@ class StoredHeads:
         prefix = family.layer_modules(last).attention.rpartition(".")[0]
         specs = [spec for spec in family.tensors.values() if spec.name.startswith(f"{prefix}.")]
         promised = [StoredTensor(spec.name, spec.shape, _FLOATS) for spec in specs]
-        model, execution = MODELS[config["model_type"]], self._execution
+        model = MODELS[config["model_type"]]
         heads = []
         for head in range(self.layout.heads):
             own = f"extra_heads.{head}"
@@ -224,27 +243,24 @@ class StoredHeads:
                 problems[0].raise_as_error(own, len(problems) - 1)
             source = HeldSource.of(tensors, target.dtype, target.device, self.joining)
             builder = model.builder(source, family, model.config(family))
-            heads.append(execution.layers([builder.layer(last)]))
+            heads.append(target.execution.layers([builder.layer(last)]))
         return LayerHeads(tuple(heads), target)
 
-    def _block(self, name: str, source: HeldSource) -> Block:
+    def _block(self, name: str, source: HeldSource, execution: Execution) -> Block:
         activation = self.layout.activation
         if not self.layout.inner:
-            whole = Affine(gathered_output(source, name), self._bias(name, source))
-            return Block(whole, None, activation)
+            whole = execution.linear(gathered_output(source, name))
+            return Block(Affine(whole, self._bias(name, source)), None, activation)
         up, down = f"{name}.up", f"{name}.down"
         parts = outputs_of(source, up)
         own, bias = parts[source.split.rank], self._bias(up, source)
-        inner = Affine(source.linear(up, own), None if bias is None else bias[own.start : own.stop])
-        output = Affine(joined_output(source, down, parts), self._bias(down, source))
-        return Block(inner, output, activation)
+        own_bias = None if bias is None else bias[own.start : own.stop]
+        inner = Affine(execution.linear(source.linear(up, own)), own_bias)
+        joined = execution.linear(joined_output(source, down, parts))
+        return Block(inner, Affine(joined, self._bias(down, source)), activation)
 
     def _bias(self, name: str, source: HeldSource) -> torch.Tensor | None:
         return source.tensor(f"{name}.bias") if self.layout.biases else None
 
     def _source(self, target: Model) -> HeldSource:
         return HeldSource.of(self.tensors, target.dtype, target.device, self.joining)
-
-    @property
-    def _execution(self) -> Execution:
-        return on_ranks(TorchExecution(), self.joining.group)

@@ -71,8 +71,14 @@ class SlicedLayers:
     def part(self, first: int, stop: int) -> SlicedLayers:
         return replace(self, decoder=self.decoder.part(first, stop), sizes=self.sizes[first:stop])
 
-    def __call__(self, x: torch.Tensor, cache: Cache, layout: BatchLayout) -> torch.Tensor:
-        run = self.decoder.begin(x, layout, stacked(cache))
+    def __call__(
+        self,
+        x: torch.Tensor,
+        cache: Cache,
+        layout: BatchLayout,
+        taken: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        run = self.decoder.begin(x, layout, stacked(cache), taken)
         feed_forward = self._reduced if self.joining.reduces else self._gathered
         for layer, sizes in enumerate(self.sizes):
             project = partial(run.output, layer)

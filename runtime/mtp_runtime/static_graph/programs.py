@@ -57,8 +57,15 @@ class ProgramLayers:
     def new_cache(self, spec: CacheSpec) -> LayerCaches:
         return LayerCaches(tuple(one.layer.new_cache(spec) for one in self.layers))
 
-    def __call__(self, x: torch.Tensor, cache: Cache, layout: BatchLayout) -> torch.Tensor:
+    def __call__(
+        self,
+        x: torch.Tensor,
+        cache: Cache,
+        layout: BatchLayout,
+        taken: torch.Tensor | None = None,
+    ) -> torch.Tensor:
         assert isinstance(cache, LayerCaches), "the cache that new_cache made"
+        assert taken is None, "the target's layers have input norms"
         forward = ForwardPass(layout)
         for one, own in zip(self.layers, cache.layers, strict=True):
             (x,) = one.program([*one.weights, *_others(one.layer, own, x, forward)])

@@ -31,7 +31,7 @@ class Case:
 
     q_lens: tuple[int, ...]
     kv_lens: tuple[int, ...]
-    layers: str = "dm"  # d dense, m mixture of experts
+    layers: str = "dm"  # d dense, m mixture of experts, t dense and given rows of twice the width
     shared: int = 1
     experts: int = 8
     inner: int = 40
@@ -60,6 +60,7 @@ class Inputs:
     x: torch.Tensor
     layout: BatchLayout
     kv_cache: torch.Tensor
+    taken: torch.Tensor | None = None
 
 
 def changed(case: Case, **sizes: float) -> Case:
@@ -88,8 +89,8 @@ def make_layer(case: Case, kind: str, generator: torch.Generator) -> LayerWeight
     experts = case.experts + case.shared if kind == "m" else 1
     routed = kind == "m"
     return LayerWeights(
-        input_norm=norm(hidden),
-        attention=make_attention(case.config, generator),
+        input_norm=None if kind == "t" else norm(hidden),
+        attention=make_attention(case.config, generator, hidden * (1 + (kind == "t"))),
         post_norm=norm(hidden),
         router=matrix(case.experts, hidden) if routed else None,
         router_bias=0.2 * torch.randn(case.experts, generator=generator) if routed else None,
@@ -100,11 +101,11 @@ def make_layer(case: Case, kind: str, generator: torch.Generator) -> LayerWeight
 
 
 def make_attention(
-    config: DecoderConfig, generator: torch.Generator
+    config: DecoderConfig, generator: torch.Generator, taken: int
 ) -> LatentWeights | GroupedWeights:
-    """Random weights of a kind of attention: norms near 1, biases small."""
+    """Random weights of a kind of attention over rows of a width: norms near 1, biases small."""
     made: dict[str, torch.Tensor | None] = {}
-    for name, shape in config.attention.weights(config.hidden).items():
+    for name, shape in config.attention.weights(config.hidden, taken).items():
         if shape is None:
             made[name] = None
             continue
@@ -153,8 +154,10 @@ def build(case: Case) -> Inputs:
         cache[:, earlier] = torch.randn(len(cache), len(earlier), width, generator=generator)
         positions += range(kv_len - q_len, kv_len)
         slots += own[kv_len - q_len :]
+    x = torch.randn(sum(case.q_lens), config.hidden, generator=generator)
+    taken = torch.randn(len(x), 2 * config.hidden, generator=generator)
     return Inputs(
-        x=torch.randn(sum(case.q_lens), config.hidden, generator=generator),
+        x=x,
         layout=BatchLayout(
             positions=torch.tensor(positions, dtype=torch.int64),
             slots=torch.tensor(slots, dtype=torch.int64),
@@ -163,13 +166,14 @@ def build(case: Case) -> Inputs:
             cu_q=torch.tensor([0, *accumulate(case.q_lens)], dtype=torch.int32),
         ),
         kv_cache=cache.view(len(cache), total, page, width),
+        taken=taken if case.layers.startswith("t") else None,
     )
 
 
 def run(made: decoder.Decoder, inputs: Inputs) -> tuple[torch.Tensor, torch.Tensor]:
     """The output rows, and the cache after the pass; the inputs stay as they are."""
     x, cache = inputs.x.clone(), inputs.kv_cache.clone()
-    made(x, inputs.layout, cache)
+    made(x, inputs.layout, cache, inputs.taken)
     return x, cache
 
 
@@ -190,6 +194,7 @@ def requests_of(inputs: Inputs, wanted: Sequence[int]) -> tuple[Inputs, torch.Te
             cu_q=torch.tensor([0, *accumulate(lengths)], dtype=torch.int32),
         ),
         kv_cache=inputs.kv_cache,
+        taken=None if inputs.taken is None else inputs.taken[rows],
     ), rows
 
 

@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mtp_kernels import decoder
+from mtp_kernels.cpu.team import Team
 from mtp_kernels.decoder import BACKENDS, LayerKind
 
 OTHERS = sorted(BACKENDS.keys() - {"reference"})
@@ -41,6 +42,13 @@ CASES = {
     "ragged sizes": changed(
         replace(MIXED, inner=33), hidden=47, value=7, latent=19, nope=5, rope=2
     ),
+    "rows given": replace(MIXED, layers="t"),
+    "rows given, then layers": replace(MIXED, layers="tmd"),
+    "rows given, no rows": Case((0, 0), (5, 0), layers="t"),
+    "rows given, ragged sizes": changed(
+        replace(MIXED, inner=33, layers="t"), hidden=47, value=7, latent=19, nope=5, rope=2
+    ),
+    "rows given, grouped": grouped(replace(MIXED, layers="t")),
     "pages of 3": replace(MIXED, page=3),
     "pages of 64": replace(MIXED, page=64),
     "grouped": GROUPED,
@@ -72,7 +80,7 @@ def test_rows_and_cache(name: str, backend: str) -> None:
 
 @pytest.mark.parametrize("backend", OTHERS)
 @pytest.mark.parametrize(
-    "name", ["mixed", "no query rank", "whole vectors", "ragged sizes", "grouped"]
+    "name", ["mixed", "no query rank", "whole vectors", "ragged sizes", "grouped", "rows given"]
 )
 def test_matrices_in_bf16(name: str, backend: str) -> None:
     """The sums of matrices that were rounded before."""
@@ -172,6 +180,23 @@ def test_projection(backend: str, rows: int, inputs: int, outputs: int) -> None:
     project = decoder.make_backend(backend).projection(matrix)
     check(project(x), (x.double() @ matrix.double().T).float())
     assert project(x[:0]).shape == (0, outputs)
+    assert torch.equal(project.best(x), project(x).argmax(dim=-1))
+    assert project.best(x[:0]).shape == (0,)
+
+
+@pytest.mark.parametrize("threads", [1, 3])
+@pytest.mark.parametrize("backend", OTHERS)  # a matrix library may tell equal columns apart
+def test_the_lowest_of_equal_outputs_is_best(
+    monkeypatch: pytest.MonkeyPatch, backend: str, threads: int
+) -> None:
+    monkeypatch.setattr(Team, "threads_for", staticmethod(lambda multiplications: threads))
+    generator = torch.Generator().manual_seed(0)
+    matrix = torch.randn(50, 16, generator=generator).repeat(3, 1)
+    project = decoder.make_backend(backend).projection(matrix)
+    x = torch.randn(40, 16, generator=generator)
+    best = project.best(x)
+    assert torch.equal(best, project(x)[:, :50].argmax(dim=-1))
+    assert project.best(torch.zeros(2, 16)).tolist() == [0, 0]
 
 
 def test_backends_are_made_by_name() -> None:

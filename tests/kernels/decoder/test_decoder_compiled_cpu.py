@@ -23,6 +23,7 @@ CASES = {
     "mixed": MIXED,
     "no query rank": changed(MIXED, query_rank=0, heads=5),
     "grouped": grouped(MIXED, heads=10),
+    "rows given": replace(MIXED, layers="tm"),
 }
 
 
@@ -46,8 +47,9 @@ def test_bits_do_not_depend_on_the_batch(name: str) -> None:
 
 
 @pytest.mark.parametrize("step", [1, 3, 33])
-def test_bits_do_not_depend_on_how_a_prompt_is_cut(step: int) -> None:
-    case = Case((70,), (100,))
+@pytest.mark.parametrize("layers", ["dm", "t"])
+def test_bits_do_not_depend_on_how_a_prompt_is_cut(layers: str, step: int) -> None:
+    case = Case((70,), (100,), layers=layers)
     made, inputs = make_decoder(case, "compiled_cpu"), build(case)
     expected, expected_cache = run(made, inputs)
     cache, rows = inputs.kv_cache.clone(), []
@@ -61,7 +63,7 @@ def test_bits_do_not_depend_on_how_a_prompt_is_cut(step: int) -> None:
             kv_lens=torch.tensor([30 + end], dtype=torch.int32),
             cu_q=torch.tensor([0, end - start], dtype=torch.int32),
         )
-        made(x, layout, cache)
+        made(x, layout, cache, None if inputs.taken is None else inputs.taken[start:end])
         rows.append(x)
     assert torch.equal(torch.cat(rows), expected)
     assert torch.equal(cache.view(torch.int32), expected_cache.view(torch.int32))
@@ -147,10 +149,14 @@ def test_parts_of_another_backend_are_refused() -> None:
         projection=reference.projection(torch.zeros(48, 96)),
         head_norm=backend.norm(ones, 1e-6),
         head=backend.projection(torch.zeros(9, 48)),
+        tokens=torch.arange(9),
         recycles_normed=False,
     )
     with pytest.raises(TypeError, match="expected parts of compiled_cpu"):
         backend.recursion(parts)
+    parts = replace(parts, projection=backend.projection(torch.zeros(48, 96)))
+    with pytest.raises(ValueError, match=r"tokens: expected shape \[9\], found \[8\]"):
+        backend.recursion(replace(parts, tokens=torch.arange(8)))
 
 
 def test_threads_may_pack_into_one_arena(monkeypatch: pytest.MonkeyPatch) -> None:

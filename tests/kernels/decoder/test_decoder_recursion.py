@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import pytest
@@ -17,6 +17,7 @@ from mtp_kernels.decoder import BACKENDS, Recursion
 VOCAB, HIDDEN, PAGE = 70, 48, 16
 OTHERS = sorted(BACKENDS.keys() - {"reference"})
 LATENT = Case((1,), (1,), layers="m")
+TAKEN = Case((1,), (1,), layers="t")  # an EAGLE-3 draft's layer
 STARTS, COUNTS = [20, 3, 15, 0, 63, 14], [5, 4, 4, 2, 1, 1]
 
 
@@ -41,24 +42,29 @@ def prepare(
     equal_tokens: bool = False,
     dtype: torch.dtype = torch.float32,
     case: Case = LATENT,
+    **changes: Any,
 ) -> Drafting:
     made = decoder.make_backend(backend, dtype=dtype)
+    given = case.layers == "t"
     generator = torch.Generator().manual_seed(5)
 
     def norm() -> Any:
         return made.norm(1 + 0.3 * torch.randn(HIDDEN, generator=generator), 1e-6)
 
-    head = torch.randn(VOCAB, HIDDEN, generator=generator)
+    tokens = torch.arange(1, VOCAB, 2) if given else torch.arange(VOCAB)
+    head = torch.randn(len(tokens), HIDDEN, generator=generator)
     if equal_tokens:  # token t and t + 35 are equally good
         head = head[: VOCAB // 2].repeat(2, 1)
+    projection = made.projection(torch.randn(HIDDEN, 2 * HIDDEN, generator=generator) * 0.1)
     parts = decoder.RecursionParts(
         decoder=make_decoder(case, made),
         embedding=torch.randn(VOCAB, HIDDEN, generator=generator),
         embedding_norm=norm(),
         hidden_norm=norm(),
-        projection=made.projection(torch.randn(HIDDEN, 2 * HIDDEN, generator=generator) * 0.1),
+        projection=None if given else projection,
         head_norm=norm(),
         head=made.projection(head),
+        tokens=tokens,
         recycles_normed=recycles_normed,
     )
     pages = [-(-(start + count) // PAGE) for start, count in zip(STARTS, COUNTS, strict=True)]
@@ -73,22 +79,34 @@ def prepare(
             slot = int(table[request, token // PAGE]) * PAGE + token % PAGE
             cache[:, slot] = torch.randn(width, generator=generator)
     return Drafting(
-        recursion=made.recursion(parts),
+        recursion=made.recursion(replace(parts, **changes)),
         x=torch.randn(len(STARTS), HIDDEN, generator=generator),
         page_table=table,
         kv_cache=cache.view(1, len(order), PAGE, width),
     )
 
 
+CASES: dict[str, tuple[Case, dict[str, Any]]] = {
+    "latent": (LATENT, {}),
+    "grouped": (grouped(LATENT), {}),
+    "rows given": (TAKEN, {}),
+    "rows given, normed residual": (TAKEN, {"normed_residual": True}),
+    "rows given, grouped": (grouped(TAKEN), {}),
+}
+
+
 @pytest.mark.parametrize("backend", OTHERS)
 @pytest.mark.parametrize("recycles_normed", [False, True])
 @pytest.mark.parametrize("threads", [1, 3])
-@pytest.mark.parametrize("case", [LATENT, grouped(LATENT)], ids=["latent", "grouped"])
+@pytest.mark.parametrize("name", CASES)
 def test_drafts_and_cache(
-    monkeypatch: pytest.MonkeyPatch, backend: str, recycles_normed: bool, threads: int, case: Case
+    monkeypatch: pytest.MonkeyPatch, backend: str, recycles_normed: bool, threads: int, name: str
 ) -> None:
     monkeypatch.setattr(Team, "threads_for", staticmethod(lambda multiplications: threads))
-    expected, found = (prepare(name, recycles_normed, case=case) for name in ("reference", backend))
+    case, changes = CASES[name]
+    expected, found = (
+        prepare(one, recycles_normed, case=case, **changes) for one in ("reference", backend)
+    )
     assert found.drafts() == expected.drafts()
     written = expected.kv_cache.isfinite()
     assert torch.equal(found.kv_cache.isfinite(), written)
@@ -98,13 +116,20 @@ def test_drafts_and_cache(
 
 def test_recycling_changes_the_drafts() -> None:
     assert prepare("reference", False).drafts() != prepare("reference", True).drafts()
+    given = prepare("reference", case=TAKEN).drafts()
+    assert given != prepare("reference", True, case=TAKEN).drafts()
+    assert given != prepare("reference", case=TAKEN, normed_residual=True).drafts()
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_each_request_by_itself(backend: str) -> None:
-    together = prepare(backend).drafts()
+@pytest.mark.parametrize("name", CASES)
+def test_each_request_by_itself(backend: str, name: str) -> None:
+    """Tokens, and in compiled kernels every bit of the cache."""
+    case, changes = CASES[name]
+    whole = prepare(backend, case=case, **changes)
+    together = whole.drafts()
     for request, expected in enumerate(together):
-        alone = prepare(backend)
+        alone = prepare(backend, case=case, **changes)
         drafts = alone.recursion(
             alone.x[request : request + 1].clone(),
             STARTS[request : request + 1],
@@ -113,6 +138,9 @@ def test_each_request_by_itself(backend: str) -> None:
             alone.kv_cache,
         )
         assert drafts == [expected]
+        if backend != "reference":
+            written = alone.kv_cache.isfinite()
+            assert torch.equal(alone.kv_cache[written], whole.kv_cache[written])
 
 
 @pytest.mark.parametrize("backend", OTHERS)  # a matrix library may tell equal columns apart
@@ -122,6 +150,39 @@ def test_the_lowest_of_equal_tokens_is_drafted(
     monkeypatch.setattr(Team, "threads_for", staticmethod(lambda multiplications: 3))
     drafts = prepare(backend, equal_tokens=True).drafts()
     assert max(max(row) for row in drafts) < VOCAB // 2
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_threads_do_not_change_bits(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    case, changes = CASES[name]
+    found = []
+    for threads in (1, 2, 3, 5):
+        monkeypatch.setattr(Team, "threads_for", staticmethod(lambda _, count=threads: count))
+        own = prepare("compiled_cpu", case=case, **changes)
+        found.append((own.drafts(), own.kv_cache.view(torch.int32)))
+    for drafts, cache in found[1:]:
+        assert drafts == found[0][0]
+        assert torch.equal(cache, found[0][1])
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize(
+    ("case", "changes", "message"),
+    [
+        (LATENT, {"projection": None}, "given rows of 96 entries, found none"),
+        (TAKEN, {"projection": "one"}, "given rows of no entries, found 96"),
+        (TAKEN, {"tokens": torch.arange(36, 71)}, "tokens: expected 0 to 69, found 36 to 70"),
+        (TAKEN, {"tokens": torch.zeros(5, 7).long()}, r"tokens: expected shape \[n\]"),
+    ],
+)
+def test_parts_that_do_not_fit_are_refused(
+    backend: str, case: Case, changes: dict[str, Any], message: str
+) -> None:
+    made = decoder.make_backend(backend)
+    if changes.get("projection") is not None:
+        changes = {"projection": made.projection(torch.zeros(HIDDEN, 2 * HIDDEN))}
+    with pytest.raises(ValueError, match=message):
+        prepare(backend, case=case, **changes)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)

@@ -58,6 +58,30 @@ def test_wrong_dtypes_name_the_tensor(backend: str, name: str) -> None:
         made(inputs.x, inputs.layout, inputs.kv_cache)
 
 
+@pytest.mark.parametrize(
+    ("layers", "taken", "message"),
+    [
+        ("t", None, r"taken: expected shape \[3, 96\], found none"),
+        ("t", torch.zeros(2, 96), r"taken: expected shape \[3, 96\], found \[2, 96\]"),
+        ("t", torch.zeros(3, 48), r"taken: expected shape \[3, 96\], found \[3, 48\]"),
+        ("t", torch.zeros(96, 3).T, "taken: expected contiguous, found strides"),
+        ("m", torch.zeros(3, 48), "taken: expected none, the layer has an input norm, found"),
+    ],
+)
+def test_rows_that_attention_is_given(
+    backend: str, layers: str, taken: torch.Tensor | None, message: str
+) -> None:
+    case = replace(CASE, layers=layers)
+    inputs = build(case)
+    with pytest.raises(ValueError, match=message):
+        make_decoder(case, backend)(inputs.x, inputs.layout, inputs.kv_cache, taken)
+
+
+def test_rows_are_given_to_the_first_layer_alone(backend: str) -> None:
+    with pytest.raises(ValueError, match=r"layer 1, input_norm: expected shape \[48\], found none"):
+        make_decoder(replace(CASE, layers="dt"), backend)
+
+
 def test_a_cache_of_too_few_layers(backend: str) -> None:
     case = replace(CASE, layers="dm")
     inputs = build(CASE)

@@ -19,14 +19,20 @@ from mtp_kernels.cpu.vectors import PANEL, Panel
 from mtp_kernels.decoder.checks import (
     check_config,
     check_layers,
+    check_parts,
     check_pass,
     check_recursion,
     check_weights,
 )
 from mtp_kernels.decoder.compiled_cpu.attention import Scratch
-from mtp_kernels.decoder.compiled_cpu.passes import run_norm, run_project
+from mtp_kernels.decoder.compiled_cpu.passes import (
+    Product,
+    best_product,
+    run_norm,
+    run_project,
+    whole_product,
+)
 from mtp_kernels.decoder.compiled_cpu.recursion import (
-    Best,
     Chains,
     Drafting,
     Module,
@@ -52,6 +58,7 @@ from mtp_kernels.decoder.interface import (
     RecursionParts,
 )
 from mtp_kernels.decoder.sliced import LayerSlice
+from mtp_kernels.tensor_checks import check_shape
 
 
 class Backend:
@@ -145,27 +152,33 @@ class Decoder:
         self.table = table_of(layers)
         self.rope = inv_freq.contiguous().numpy(), np.float32(attention_scaling)
         self.multiplications = sum(tensor.numel() for packed in layers for tensor in packed.tensors)
-        self._layers, self._no_drafting = tuple(layers), no_drafting()
+        self.layers, self._no_drafting = tuple(layers), no_drafting()
         self._experts = max(layer.experts_per_row(config.experts_per_token) for layer in layers)
         self._inner = max(panels_of(layer.inner) * PANEL for layer in layers)
 
     def __len__(self) -> int:
-        return len(self._layers)
+        return len(self.layers)
 
     def part(self, first: int, stop: int) -> Decoder:
         """Return layers [first, stop) as a decoder of their own."""
         inv_freq, scaling = torch.from_numpy(self.rope[0]), float(self.rope[1])
         return Decoder(
             self.config,
-            self._layers[first:stop],
+            self.layers[first:stop],
             entry_bytes=self.sizes.entry_bytes,
             inv_freq=inv_freq,
             attention_scaling=scaling,
         )
 
-    def __call__(self, x: torch.Tensor, layout: BatchLayout, kv_cache: torch.Tensor) -> None:
+    def __call__(
+        self,
+        x: torch.Tensor,
+        layout: BatchLayout,
+        kv_cache: torch.Tensor,
+        taken: torch.Tensor | None = None,
+    ) -> None:
         """Run the stream x [T, d] through the layers, in place."""
-        check_pass(self.config, len(self), x=x, layout=layout, kv_cache=kv_cache)
+        check_pass(self.config, self.layers, x=x, layout=layout, kv_cache=kv_cache, taken=taken)
         batch, parts = planned(layout, kv_cache.shape[2], self.rope, self.sizes.heads)
         team = process_team()
         team.run(
@@ -175,15 +188,15 @@ class Decoder:
             self.sizes,
             batch,
             kv_cache.flatten(1, 2).numpy(),
-            self.scratch(len(x), parts),
+            self.scratch(len(x), parts, taken),
             x.numpy(),
             self._no_drafting,
         )
 
-    def scratch(self, count: int, parts: int) -> Scratch:
+    def scratch(self, count: int, parts: int, taken: torch.Tensor | None = None) -> Scratch:
         """Return memory for a pass over a number of rows, and parts of attention."""
         inner = count * self._experts, self._inner
-        return make_scratch(self.config, count, parts=parts, inner=inner)
+        return make_scratch(self.config, count, parts=parts, inner=inner, taken=taken)
 
 
 class Norm:
@@ -204,18 +217,32 @@ class Projection:
     """y = x @ matrix.T for a packed matrix [out, in]."""
 
     def __init__(self, matrix: torch.Tensor, packer: Packer) -> None:
-        self._outputs, inputs = matrix.shape
+        self.outputs, inputs = matrix.shape
         self._packed = packer.matrix(matrix.float())
         self.size = self._packed.size
         self.first_panel = Panel(self._packed.ctypes.data, inputs, packer.entry_bytes)
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """Project rows [T, in] to [T, out]."""
-        out = x.new_empty(len(x), self._outputs)
-        team = process_team()
-        threads = team.threads_for(len(x) * self.size)
-        team.run(run_project, threads, x.contiguous().numpy(), self.first_panel, out.numpy())
+        out = x.new_empty(len(x), self.outputs)
+        self._run(x, self._threads(x), whole_product(out.numpy()))
         return out
+
+    def best(self, x: torch.Tensor) -> torch.Tensor:
+        """Return the number of each row's largest output [T], the first of equal ones."""
+        threads = self._threads(x)
+        product = best_product(self.outputs, threads, len(x))
+        self._run(x, threads, product)
+        values, outputs = product.best
+        first = values.argmax(axis=0)  # members' panels are in order
+        return torch.from_numpy(outputs[first, np.arange(len(x))])
+
+    def _threads(self, x: torch.Tensor) -> int:
+        return process_team().threads_for(len(x) * self.size)
+
+    def _run(self, x: torch.Tensor, threads: int, product: Product) -> None:
+        rows = x.contiguous().numpy()
+        process_team().run(run_project, threads, rows, self.first_panel, product)
 
 
 class Recursion:
@@ -223,25 +250,30 @@ class Recursion:
 
     def __init__(self, parts: RecursionParts) -> None:
         norms = parts.embedding_norm, parts.hidden_norm, parts.head_norm
-        matrices = parts.projection, parts.head
+        projection = parts.projection
         if not (
             isinstance(parts.decoder, Decoder)
             and all(isinstance(norm, Norm) for norm in norms)
-            and all(isinstance(matrix, Projection) for matrix in matrices)
+            and isinstance(projection, Projection | None)
+            and isinstance(parts.head, Projection)
         ):
             raise TypeError("recursion: expected parts of compiled_cpu, found another backend's")
+        check_parts(parts.decoder.config, parts.decoder.layers[0], parts)
+        check_shape("tokens", parts.tokens, (parts.head.outputs,), (torch.int64,))
         self._decoder = parts.decoder
         self._module = Module(
             embedding=parts.embedding.numpy(),
             embedding_norm=parts.embedding_norm.weight,
             hidden_norm=parts.hidden_norm.weight,
-            projection=parts.projection.first_panel,
+            projection=Panel(0, 0, 0) if projection is None else projection.first_panel,
             head_norm=parts.head_norm.weight,
             head=parts.head.first_panel,
+            tokens=parts.tokens.numpy(),
             eps=parts.head_norm.eps,
             recycles_normed=parts.recycles_normed,
+            normed_residual=parts.normed_residual,
         )
-        around = sum(matrix.size for matrix in matrices)
+        around = parts.head.size + (0 if projection is None else projection.size)
         self._multiplications = parts.decoder.multiplications + around
 
     def __call__(
@@ -266,8 +298,6 @@ class Recursion:
         )
         threads, most = team.threads_for(sum(counts) * self._multiplications), counts[0]
         drafts = np.empty((len(counts), most), np.int64)
-        by_member = threads, len(counts)
-        best = Best(np.empty(by_member, np.float32), np.empty(by_member, np.int64))
         team.run(
             run,
             threads,
@@ -277,6 +307,12 @@ class Recursion:
             kv_cache.flatten(1, 2).numpy(),
             decoder.scratch(len(counts), most_parts(chains, decoder.sizes.heads)),
             x.numpy(),
-            Drafting(self._module, chains, best, drafts),
+            Drafting(
+                self._module,
+                chains,
+                best=best_product(len(self._module.tokens), threads, len(counts)),
+                stream=whole_product(x.numpy()),
+                tokens=drafts,
+            ),
         )
         return [row[:count] for row, count in zip(drafts.tolist(), counts, strict=True)]

@@ -57,6 +57,7 @@ class Scratch(NamedTuple):
     inner: Any  # [T * experts per row, whole panels]
     picked: Any  # [T, k] experts
     parts: Any
+    taken: Any  # [T, w], what the attention of a first layer without an input norm takes
 
 
 # Steps by kind of attention: fill the cache, make queries, make values of a wave's parts.
@@ -128,7 +129,7 @@ def attend(
     member: Any, layer: Any, sizes: Any, batch: Any, cache: Any, scratch: Any, x: Any
 ) -> None:
     """Make the values that all heads attended to, and fill the layer's cache [slots, slot]."""
-    project_rows(member, layer, layer.qkv or layer.down, sizes, scratch.projected, x)
+    project_rows(member, layer, layer.qkv or layer.down, sizes, scratch, x)
     wait(member)
     _begin(member, layer, sizes, batch, cache, scratch)
     wait(member)
@@ -143,14 +144,19 @@ def attend(
 
 
 @inner
-def project_rows(member: Any, layer: Any, matrix: Any, sizes: Any, projected: Any, x: Any) -> None:
-    """Project all rows, normed, by the member's panels of a matrix."""
+def project_rows(member: Any, layer: Any, matrix: Any, sizes: Any, scratch: Any, x: Any) -> None:
+    """Project all rows, normed or as they are taken, by the member's panels of a matrix."""
     normed = np.empty((BLOCK_ROWS, sizes.hidden), np.float32)
-    norm = vector(layer.input_norm, sizes.hidden)
-    weight = panel_of(matrix, 0, sizes.hidden, sizes.entry_bytes)
+    norm, taken = vector(layer.input_norm, sizes.hidden), rows_of(scratch.taken)
+    projected = scratch.projected
+    depth = sizes.hidden if layer.input_norm else taken.stride
+    weight = panel_of(matrix, 0, depth, sizes.entry_bytes)
     mine, width = share(member, projected.shape[1] // PANEL), projected.shape[1]
     for row in range(0, x.shape[0], BLOCK_ROWS):
-        block = norm_block(x, row, norm, sizes.norm_eps, normed)
+        if layer.input_norm:
+            block = norm_block(x, row, norm, sizes.norm_eps, normed)
+        else:
+            block = block_of(taken, row, taken.count)
         project(block, weight, mine, address(projected[row]), width)
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -10,7 +10,7 @@ from mtp_kernels.cpu.jit import compiled, inner
 from mtp_kernels.cpu.team import share
 from mtp_kernels.cpu.vectors import PANEL, address, multiply_panel, rows_of
 from mtp_kernels.decoder.compiled_cpu.attention import attention
-from mtp_kernels.decoder.compiled_cpu.experts import feed_forward
+from mtp_kernels.decoder.compiled_cpu.experts import NOT_PICKED, feed_forward
 from mtp_kernels.decoder.compiled_cpu.rows import (
     BLOCK_ROWS,
     block_of,
@@ -39,18 +39,72 @@ def run_norm(member: Any, x: Any, weight: Any, eps: Any, out: Any) -> None:
     norm_rows(x[first:last], weight, eps, out[first:last])
 
 
+class Best(NamedTuple):
+    """Best output of every row among each member's panels, and its value: [members, T]."""
+
+    values: Any
+    outputs: Any
+
+
+class Product(NamedTuple):
+    """Outputs of a product as they are written: all of them, or where `best` has members, the best
+    of each row alone."""
+
+    outputs: Any  # their number
+    out: Any  # [T, outputs]
+    best: Best
+
+
+def whole_product(out: np.ndarray) -> Product:
+    """Return the product whose outputs [T, n] are all written."""
+    none = Best(np.empty((0, 0), np.float32), np.empty((0, 0), int))
+    return Product(out.shape[1], out, none)
+
+
+def best_product(outputs: int, members: int, rows: int) -> Product:
+    """Return the product of which the best of a number of outputs is written."""
+    best = Best(np.empty((members, rows), np.float32), np.empty((members, rows), int))
+    return Product(outputs, np.empty((0, 0), np.float32), best)
+
+
 @compiled
-def run_project(member: Any, x: Any, weight: Any, out: Any) -> None:
-    """Write x [T, d] times a weight, given as its first panel, to out [T, n], by panels."""
-    columns, rows = out.shape[1], rows_of(x)
+def run_project(member: Any, x: Any, weight: Any, product: Product) -> None:
+    """Multiply x [T, d] with a weight, given as its first panel, by panels."""
+    rows, best = rows_of(x), product.best
+    finds = best.outputs.shape[0] > 0
     made = np.empty((BLOCK_ROWS, PANEL), np.float32)
-    first, last = share(member, panels_of(columns))
+    for row in range(rows.count if finds else 0):
+        best.values[member.number, row], best.outputs[member.number, row] = NOT_PICKED, 0
+    first, last = share(member, panels_of(product.outputs))
     for panel in range(first, last):
         start = panel * PANEL
-        size = min(PANEL, columns - start)
+        size = min(PANEL, product.outputs - start)
         packed = panel_of(weight.at, panel, weight.count, weight.entry_bytes)
-        for row in range(0, x.shape[0], BLOCK_ROWS):
+        for row in range(0, rows.count, BLOCK_ROWS):
             block = block_of(rows, row, rows.count)
             multiply_panel(block, packed, address(made), PANEL)
             for r in range(block.count):
-                copy(made[r], out[row + r, start : start + size])
+                if finds:
+                    note_best(member, made[r, :size], start, best, row + r)
+                else:
+                    copy(made[r], product.out[row + r, start : start + size])
+
+
+@inner
+def note_best(member: Any, made: Any, start: Any, best: Any, row: Any) -> None:
+    """Note the best of a row's outputs from `start` on; of equal ones the first stays."""
+    for column in range(made.size):
+        if made[column] > best.values[member.number, row]:
+            best.values[member.number, row] = made[column]
+            best.outputs[member.number, row] = start + column
+
+
+@inner
+def best_of(best: Any, row: Any) -> Any:
+    """Return a row's best output; members' panels are in order, so the first of equals is
+    lowest."""
+    number = 0
+    for other in range(1, len(best.values)):
+        if best.values[other, row] > best.values[number, row]:
+            number = other
+    return best.outputs[number, row]

@@ -1,5 +1,5 @@
-"""Passes through the layers, and greedy drafts of an MTP module by recursion, each from the token
-and hidden state before it.
+"""Passes through the layers, and greedy drafts of a module by recursion, each from the token and
+hidden state before it.
 
 All drafts of a batch are one launch of a team of threads, which costs more than one draft. Of
 equally good tokens the first is drafted. Both are one compiled function, since nearly all of its
@@ -15,31 +15,32 @@ import numpy as np
 from mtp_kernels.cpu.jit import compiled, inner
 from mtp_kernels.cpu.paged_attention import MAX_PARTS, TILE
 from mtp_kernels.cpu.team import share, wait
-from mtp_kernels.cpu.vectors import BLOCK, PANEL, Panel, address, multiply_panel, rows_of
+from mtp_kernels.cpu.vectors import BLOCK, Panel
 from mtp_kernels.decoder.compiled_cpu.attention import Batch, Scratch, plan_pass
-from mtp_kernels.decoder.compiled_cpu.experts import NOT_PICKED
-from mtp_kernels.decoder.compiled_cpu.passes import run_layers, run_project
-from mtp_kernels.decoder.compiled_cpu.rows import (
-    BLOCK_ROWS,
-    block_of,
-    norm_row,
-    norm_rows,
-    panel_of,
-    panels_of,
+from mtp_kernels.decoder.compiled_cpu.passes import (
+    Product,
+    best_of,
+    best_product,
+    run_layers,
+    run_project,
+    whole_product,
 )
+from mtp_kernels.decoder.compiled_cpu.rows import copy, norm_row, norm_rows
 
 
 class Module(NamedTuple):
-    """The weights of an MTP module around its layer. Matrices are packed in panels."""
+    """The weights of a module around its layer. Matrices are packed in panels."""
 
     embedding: Any  # [vocab, d]
     embedding_norm: Any  # [d]
     hidden_norm: Any  # [d]
-    projection: Any  # 2d to d, as its first panel
+    projection: Any  # 2d to d, as its first panel; at address 0 where the layer takes both halves
     head_norm: Any  # [d]
-    head: Any  # d to vocab, as its first panel
+    head: Any  # d to n, as its first panel
+    tokens: Any  # [n] of the head's outputs
     eps: Any  # float32, of the three norms
     recycles_normed: bool  # the next draft takes the hidden state after the head's norm
+    normed_residual: bool  # without a projection: the layer's stream is the normed hidden state
 
 
 class Chains(NamedTuple):
@@ -52,19 +53,13 @@ class Chains(NamedTuple):
     rope: Any  # (inv_freq [r/2], attention scaling)
 
 
-class Best(NamedTuple):
-    """Best token of every row among each member's panels, and its logit: [members, b]."""
-
-    logits: Any
-    tokens: Any
-
-
 class Drafting(NamedTuple):
-    """An MTP module, the requests that draft with it, and memory for what they draft."""
+    """A module, the requests that draft with it, and memory for what they draft."""
 
     module: Module
     chains: Chains
-    best: Best
+    best: Product  # of the head
+    stream: Product  # of the projection, to x
     tokens: Any  # [b, most drafts]
 
 
@@ -79,11 +74,14 @@ def no_drafting() -> Drafting:
             projection=Panel(0, 0, 0),
             head_norm=floats,
             head=Panel(0, 0, 0),
+            tokens=numbers,
             eps=np.float32(0),
             recycles_normed=False,
+            normed_residual=False,
         ),
         Chains(numbers, numbers, np.empty((0, 0), np.int32), 0, (floats, np.float32(0))),
-        Best(table, np.empty((0, 0), int)),
+        best=best_product(0, 0, 0),
+        stream=whole_product(table),
         tokens=np.empty((0, 0), int),
     )
 
@@ -109,29 +107,45 @@ def draft(
     member: Any, table: Any, sizes: Any, caches: Any, scratch: Any, x: Any, drafting: Any
 ) -> None:
     """Write the tokens of all requests."""
-    module, chains, best, tokens = drafting
+    module, chains, found, stream, tokens = drafting
+    best = found.best
     rows, hidden = x.shape
     normed, both = np.empty((rows, hidden), np.float32), np.empty((rows, 2 * hidden), np.float32)
     for step in range(tokens.shape[1]):
         rows = growing(chains, step)
         norm_rows(x[:rows], module.head_norm, module.eps, normed)
-        find_best(member, module, normed[:rows], best)
+        run_project(member, normed[:rows], module.head, found)
         wait(member)
         for row in range(rows):  # every member writes the same
-            tokens[row, step] = best_of(best, row)
+            tokens[row, step] = module.tokens[best_of(best, row)]
         rows = growing(chains, step + 1)
         if rows == 0:
             return
         for row in range(rows):
             source = normed[row] if module.recycles_normed else x[row]
             norm_row(source, module.hidden_norm, module.eps, both[row, hidden:])
-            embedded = module.embedding[best_of(best, row)]
+            embedded = module.embedding[module.tokens[best_of(best, row)]]
             norm_row(embedded, module.embedding_norm, module.eps, both[row, :hidden])
         wait(member)
-        run_project(member, both[:rows], module.projection, x[:rows])
+        if module.projection.at:
+            run_project(member, both[:rows], module.projection, stream)
+        else:
+            write_residual(member, module, normed[:rows], both[:rows], x[:rows])
         wait(member)
         batch = batch_of(chains, rows, step + 1, sizes.heads)
-        run_layers(member, table, sizes, batch, caches, part_of(scratch, rows, sizes), x[:rows])
+        own = part_of(scratch, both[:rows], sizes)
+        run_layers(member, table, sizes, batch, caches, own, x[:rows])
+
+
+@inner
+def write_residual(member: Any, module: Module, normed: Any, both: Any, x: Any) -> None:
+    """Write what the layer's output is added to, of the member's rows, over hidden states x."""
+    first, last = share(member, x.shape[0])
+    for row in range(first, last):
+        if module.normed_residual:
+            copy(both[row, x.shape[1] :], x[row])
+        elif module.recycles_normed:
+            copy(normed[row], x[row])
 
 
 @inner
@@ -141,37 +155,6 @@ def growing(chains: Any, step: Any) -> Any:
     while rows < chains.counts.size and chains.counts[rows] > step:
         rows += 1
     return rows
-
-
-@inner
-def find_best(member: Any, module: Module, normed: Any, best: Any) -> None:
-    """Find the best token of every row among the member's panels of the vocabulary."""
-    vocab, head, rows = len(module.embedding), module.head, rows_of(normed)
-    made = np.empty((BLOCK_ROWS, PANEL), np.float32)
-    for row in range(rows.count):
-        best.logits[member.number, row], best.tokens[member.number, row] = NOT_PICKED, 0
-    first, last = share(member, panels_of(vocab))
-    for panel in range(first, last):
-        start = panel * PANEL
-        packed = panel_of(head.at, panel, head.count, head.entry_bytes)
-        for row in range(0, rows.count, BLOCK_ROWS):
-            block = block_of(rows, row, rows.count)
-            multiply_panel(block, packed, address(made), PANEL)
-            for r in range(block.count):
-                for column in range(min(PANEL, vocab - start)):
-                    if made[r, column] > best.logits[member.number, row + r]:
-                        best.logits[member.number, row + r] = made[r, column]
-                        best.tokens[member.number, row + r] = start + column
-
-
-@inner
-def best_of(best: Any, row: Any) -> Any:
-    """Return a row's best token; members' panels are in order, so the first of equals is lowest."""
-    number = 0
-    for other in range(1, len(best.logits)):
-        if best.logits[other, row] > best.logits[number, row]:
-            number = other
-    return best.tokens[number, row]
 
 
 @inner
@@ -210,8 +193,9 @@ def most_parts(chains: Chains, heads: int) -> int:
 
 
 @inner
-def part_of(scratch: Any, rows: Any, sizes: Any) -> Scratch:
-    """Return the part of the scratch memory that the first rows use."""
+def part_of(scratch: Any, taken: Any, sizes: Any) -> Scratch:
+    """Return the part of the scratch memory that the first rows use, as many as are taken."""
+    rows = taken.shape[0]
     return Scratch(
         scratch.projected[:rows],
         scratch.queries[: rows * sizes.heads],
@@ -221,4 +205,5 @@ def part_of(scratch: Any, rows: Any, sizes: Any) -> Scratch:
         scratch.inner,
         scratch.picked[:rows],
         scratch.parts,
+        taken,
     )

@@ -7,6 +7,7 @@ import math
 from typing import Any
 
 import numpy as np
+import torch
 
 from mtp_kernels.batch_layout import BatchLayout
 from mtp_kernels.cpu.memory import LINE, floats
@@ -36,11 +37,17 @@ def planned(layout: BatchLayout, page: int, rope: Any, heads: int) -> tuple[Batc
 
 
 def make_scratch(
-    config: DecoderConfig, count: int, *, parts: int, inner: tuple[int, int]
+    config: DecoderConfig,
+    count: int,
+    *,
+    parts: int,
+    inner: tuple[int, int],
+    taken: torch.Tensor | None = None,
 ) -> Scratch:
     """Return memory for a pass over a number of rows, and parts of attention.
 
-    inner: pairs of a row and an expert, and the inner width in whole panels.
+    inner: pairs of a row and an expert, and the inner width in whole panels. taken: what the first
+    layer's attention is given, if anything.
     """
     attention, picked = config.attention, config.experts_per_token
     return Scratch(
@@ -54,6 +61,7 @@ def make_scratch(
         ),
         np.empty((count, picked), np.int64),
         Parts(*_floats((parts, attention.attended), (parts,), (parts,))),
+        np.empty((0, 0), np.float32) if taken is None else taken.numpy(),
     )
 
 

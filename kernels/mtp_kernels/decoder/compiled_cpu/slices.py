@@ -13,7 +13,7 @@ from mtp_kernels.batch_layout import BatchLayout
 from mtp_kernels.cpu.team import process_team
 from mtp_kernels.cpu.vectors import PANEL, Panel
 from mtp_kernels.decoder.checks import check_config, check_pass
-from mtp_kernels.decoder.compiled_cpu.passes import run_project
+from mtp_kernels.decoder.compiled_cpu.passes import run_project, whole_product
 from mtp_kernels.decoder.compiled_cpu.rows import panels_of
 from mtp_kernels.decoder.compiled_cpu.scratch import make_scratch, planned
 from mtp_kernels.decoder.compiled_cpu.stages import (
@@ -57,7 +57,7 @@ def _product(
     out, team = x.new_empty(len(x), outputs), process_team()
     threads = team.threads_for(len(x) * outputs * inputs)
     panel = Panel(packed_at, inputs, entry_bytes)
-    team.run(run_project, threads, x.contiguous().numpy(), panel, out.numpy())
+    team.run(run_project, threads, x.contiguous().numpy(), panel, whole_product(out.numpy()))
     return out
 
 
@@ -133,23 +133,37 @@ class SlicedDecoder:
             attention_scaling=float(self.rope[1]),
         )
 
-    def begin(self, x: torch.Tensor, layout: BatchLayout, kv_cache: torch.Tensor) -> SlicedPass:
+    def begin(
+        self,
+        x: torch.Tensor,
+        layout: BatchLayout,
+        kv_cache: torch.Tensor,
+        taken: torch.Tensor | None = None,
+    ) -> SlicedPass:
         """Begin a pass of the stream x [T, d], which its caller changes between the stages."""
-        check_pass(self.config, len(self), x=x, layout=layout, kv_cache=kv_cache)
-        return SlicedPass(self, x, layout, kv_cache)
+        layers = [packed.layer for packed in self.layers]
+        check_pass(self.config, layers, x=x, layout=layout, kv_cache=kv_cache, taken=taken)
+        return SlicedPass(self, x, layout, kv_cache, taken)
 
 
 class SlicedPass:
     """Stages of one pass, in the order in which they are called for each layer."""
 
     def __init__(
-        self, decoder: SlicedDecoder, x: torch.Tensor, layout: BatchLayout, kv_cache: torch.Tensor
+        self,
+        decoder: SlicedDecoder,
+        x: torch.Tensor,
+        layout: BatchLayout,
+        kv_cache: torch.Tensor,
+        taken: torch.Tensor | None,
     ) -> None:
         self._decoder, self._x = decoder, x
         self._sizes, self._team = decoder.sizes, process_team()
         self._caches = kv_cache.flatten(1, 2).numpy()
         self._batch, parts = planned(layout, kv_cache.shape[2], decoder.rope, self._sizes.heads)
-        self._scratch = make_scratch(decoder.config, len(x), parts=parts, inner=(0, PANEL))
+        self._scratch = make_scratch(
+            decoder.config, len(x), parts=parts, inner=(0, PANEL), taken=taken
+        )
 
     def attended(self, layer: int) -> torch.Tensor:
         """Return the values [T, h*v] that the own heads attended to."""

@@ -27,14 +27,14 @@ from mtp_kernels.decoder.interface import (
 # A layer as compiled code sees it: addresses of packed weights, 0 where there is none, then counts.
 # n is the width of a head, which grouped queries share with their keys and values.
 ADDRESSES = (
-    "input_norm",  # [d]
-    "down",  # d to [query or its rank | latent | rope key]
+    "input_norm",  # [d], 0 where attention is given rows [T, w]; w is d elsewhere
+    "down",  # w to [query or its rank | latent | rope key]
     "query_norm",  # [query_rank], or [n]
     "query_up",  # by head, query_rank to n+r
     "latent_norm",  # [c]
     "key_up",  # by head, n to c
     "value_up",  # by head, c to v
-    "qkv",  # d to [queries | keys | values]
+    "qkv",  # w to [queries | keys | values]
     "bias",  # [queries | keys | values]
     "key_norm",  # [n]
     "output",  # h*v to d
