@@ -1,12 +1,13 @@
-"""Plan the loading of a released model by several ranks, from its headers alone.
+"""Plan the loading of a released model by several ranks, or of the bundle that quantize makes of
+it, from headers alone.
 
-    python -m benchmarks.load_plan SCRATCH [--family NAME] [--ranks 8,16] [--mode reduce]
-        [--gpu-memory 141e9]
+    python -m benchmarks.load_plan SCRATCH [--family NAME] [--scheme int4] [--ranks 8,16]
+        [--mode reduce] [--gpu-memory 141e9]
 
 Every rank's part is built as it would be on a GPU, of tensors without content. What each would
-read is added up: every byte of a divided tensor is read by one rank, but for scales of blocks that
-two ranks share; small tensors are read by all. So is what each then holds, and the cache that
---gpu-memory leaves room for beside it, as --max-memory does.
+read is added up: every byte of a divided tensor is read by one rank, but for scales of blocks or
+rows that several ranks share; small tensors are read by all. So is what each then holds, and the
+cache that --gpu-memory leaves room for beside it, as --max-memory does.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import gc
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, fields
+from functools import cached_property
 from pathlib import Path
 from types import FunctionType, ModuleType
 from typing import Any
@@ -23,10 +25,13 @@ from typing import Any
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from benchmarks.make_bundle import SCHEMES, make_bundle
 from benchmarks.make_checkpoint import make_released
 from benchmarks.released import RELEASED
 from mtp_export.checkpoint.dtypes import torch_dtype
 from mtp_export.checkpoint.header import TensorInfo
+from mtp_export.checkpoint.tensor_reader import read_rows
+from mtp_export.schemes.weight_values import WeightOnDisk
 from mtp_export.schemes.windows import Window
 from mtp_runtime.layers.split import MODES, REDUCE, Joining
 from mtp_runtime.loading.copies import own_pieces
@@ -41,15 +46,25 @@ PAGE_SIZE = 64
 
 @dataclass
 class PlannedSource(WeightSource):
-    """Notes what is read, and returns tensors without content."""
+    """Notes what is read, and returns tensors without content.
+
+    constants: tensors that no element of their weight decides, by name. They are compared with it,
+    and so read.
+    """
 
     reads: dict[str, list[Read]] = field(default_factory=lambda: defaultdict(list))
+    constants: set[str] = field(default_factory=set)
 
     @classmethod
     def of(cls, source: WeightSource, joining: Joining) -> PlannedSource:
         given = {one.name: getattr(source, one.name) for one in fields(source)}
         fresh = {name: set[str]() for name in ("loaded", "tied", "left_out")}
         return cls(**given | fresh | {"device": torch.device("meta"), "joining": joining})
+
+    @property
+    def weights(self) -> tuple[WeightOnDisk, ...]:
+        """Every weight that is stored."""
+        return tuple(map(self._on_disk, self._present))
 
     def dense_matrix(self, module: str, rows: range | None = None) -> torch.Tensor:
         """Return a matrix without content: its codes cannot be expanded."""
@@ -65,6 +80,11 @@ class PlannedSource(WeightSource):
                 self._read_window(self._on_disk(own).tensors[0], *window)
         return True
 
+    def _on_disk(self, name: str) -> WeightOnDisk:
+        weight = super()._on_disk(name)
+        self.constants.update(tensor.name for tensor in weight.tensors[2:])
+        return weight
+
     def _read(self, tensor: TensorInfo, device: torch.device) -> torch.Tensor:
         rows = range(tensor.shape[0] if tensor.shape else 1)
         columns = range(tensor.shape[1]) if len(tensor.shape) == 2 else None
@@ -72,6 +92,8 @@ class PlannedSource(WeightSource):
 
     def _read_window(self, tensor: TensorInfo, rows: range, columns: range | None) -> torch.Tensor:
         self.reads[tensor.name].append((rows, range(1) if columns is None else columns))
+        if tensor.name in self.constants:
+            return read_rows(tensor, rows.start, rows.stop)
         sizes = [len(part) for part in (rows, columns) if part is not None]
         shape = sizes if tensor.shape else []
         return torch.empty(shape, dtype=torch_dtype(tensor.dtype), device=self.device)
@@ -91,11 +113,16 @@ class Held:
 
 @dataclass(frozen=True)
 class Plan:
-    """Every tensor of a checkpoint, and what each rank reads and then holds of it."""
+    """Every weight of a checkpoint, and what each rank reads and then holds of it."""
 
-    tensors: Mapping[str, TensorInfo]
+    weights: tuple[WeightOnDisk, ...]
     reads: tuple[dict[str, list[Read]], ...]
     held: tuple[Held, ...]
+
+    @cached_property
+    def tensors(self) -> Mapping[str, TensorInfo]:
+        """Every tensor by its name on disk."""
+        return {tensor.name: tensor for weight in self.weights for tensor in weight.tensors}
 
     def rank_bytes(self, rank: int, names: Iterable[str] | None = None) -> int:
         """Bytes that a rank reads, of all tensors or of some."""
@@ -164,9 +191,7 @@ def planned(folder: Path, ranks: int, mode: str, gpu_bytes: int) -> Plan:
         tokens = cache_tokens_beside(weights, gpu_bytes, cached=(model,), page_size=PAGE_SIZE)
         reads.append(dict(source.reads))
         held.append(Held(weights, bytes_per_page((model,), PAGE_SIZE) // PAGE_SIZE, tokens))
-    checkpoints = {id(own): own.checkpoint for own in opened.builder.source.owners.values()}
-    tensors = {name: one for own in checkpoints.values() for name, one in own.tensors.items()}
-    return Plan(tensors, tuple(reads), tuple(held))
+    return Plan(source.weights, tuple(reads), tuple(held))
 
 
 def held_bytes(roots: list[Any]) -> int:
@@ -192,6 +217,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("scratch", type=Path)
     parser.add_argument("--family", choices=RELEASED, default="deepseek_v3")
+    parser.add_argument("--scheme", choices=SCHEMES, help="of a bundle; by default as released")
     parser.add_argument("--ranks", default="8,16")
     parser.add_argument("--mode", choices=MODES, default=REDUCE)
     parser.add_argument("--gpu-memory", type=float, default=141e9, help="bytes of each GPU")
@@ -199,6 +225,10 @@ def main() -> None:
     folder = arguments.scratch / arguments.family
     if not folder.exists():
         make_released(folder, arguments.family)
+    if arguments.scheme:
+        released, folder = folder, folder.with_name(f"{folder.name}-{arguments.scheme}")
+        if not folder.exists():
+            make_bundle(released, folder, arguments.scheme)
     for ranks in map(int, arguments.ranks.split(",")):
         plan = planned(folder, ranks, arguments.mode, int(arguments.gpu_memory))
         print(f"{ranks} ranks: {in_words(plan)}")

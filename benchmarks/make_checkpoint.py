@@ -17,7 +17,7 @@ import argparse
 import json
 import os
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -108,19 +108,19 @@ def _bytes_of(tensor: OutputTensor, seed: int) -> Iterator[memoryview]:
         yield memoryview(values.view(np.uint8))
 
 
-def _write_shard(
-    path: Path, steps: tuple[Step, ...], filled: Callable[[str], bool], seed: int
+def write_sparse(
+    path: Path,
+    tensors: Sequence[OutputTensor],
+    content: Callable[[OutputTensor], Iterable[memoryview]],
 ) -> None:
-    tensors = [step.outputs[0] for step in steps]
+    """Write a shard of which the tensors without content are holes."""
     head, offsets = encode_header(tensors)
     with path.open("wb") as file:
         file.truncate(len(head) + sum(tensor.size_bytes for tensor in tensors))
         os.pwrite(file.fileno(), head, 0)
         for tensor in tensors:
-            if not filled(tensor.name):
-                continue
             position = offsets[tensor.name]
-            for piece in _bytes_of(tensor, seed):
+            for piece in content(tensor):
                 position += os.pwrite(file.fileno(), piece, position)
 
 
@@ -166,6 +166,10 @@ def make_checkpoint(
     own_copies: whether the MTP layer stores embedding and head. Tensors for which `filled` says no
     are holes in the file. parted: whether an MTP weight and its scale lie in two shards.
     """
+
+    def content(tensor: OutputTensor) -> Iterable[memoryview]:
+        return _bytes_of(tensor, seed) if filled(tensor.name) else ()
+
     folder.mkdir(parents=True, exist_ok=True)
     groups = pack(_in_file_order(config, own_copies), max_shard_bytes)
     if parted and config.get("quantization_config"):
@@ -173,7 +177,7 @@ def make_checkpoint(
     shards = number_shards([OutputShard(group) for group in groups])
     weight_map: dict[str, str] = {}
     for shard in shards:
-        _write_shard(folder / shard.file_name, shard.steps, filled, seed)
+        write_sparse(folder / shard.file_name, shard.tensors, content)
         weight_map |= {step.inputs[0]: shard.file_name for step in shard.steps}
     index = {
         "metadata": {"total_size": sum(shard.size_bytes for shard in shards)},

@@ -28,7 +28,7 @@ from mtp_export.bundle.work import (
 from mtp_export.checkpoint.bundle_folder import open_checkpoint
 from mtp_export.checkpoint.byte_source import Place
 from mtp_export.checkpoint.disk_queue import DiskQueue
-from mtp_export.checkpoint.plan import PartPlan
+from mtp_export.checkpoint.plan import Link, PartPlan
 from mtp_export.checkpoint.reader import Checkpoint
 from mtp_export.checkpoint.staging import remove_downloads
 from mtp_export.errors import InvalidInputError, OutputExistsError, UnsupportedError
@@ -87,12 +87,25 @@ def plan_bundle(
     Linking is tried, and undone, to know whether it works; a dry run guesses instead and touches
     nothing.
     """
+    shards = [shard.path for shard in source[0].shards]
+    find_links = guess_links if dry_run else resolve_links
+    links = find_links(options.run.link, shards, options.output_dir)
+    plan = lay_out(options, source, recipe, links)
+    check_memory(options.run.max_memory_bytes, plan.memory_bytes)
+    check_disk(options.output_dir, plan.disk_bytes)
+    return plan
+
+
+def lay_out(
+    options: BundleOptions,
+    source: tuple[Checkpoint, StoredModel],
+    recipe: Recipe,
+    links: Mapping[Place, Link],
+) -> BundlePlan:
+    """Plan the parts that the options ask for, whatever disk and memory there is; links are the
+    ways in which source shards can come into the output."""
     checkpoint, stored = source
     split = recipe.split
-    shards = [shard.path for shard in checkpoint.shards]
-    links = (guess_links if dry_run else resolve_links)(
-        options.run.link, shards, options.output_dir
-    )
     parts: list[PartPlan] = []
     if options.content.part in (Part.BOTH, Part.MAIN):
         every = options.content.checksums is Checksums.ALL
@@ -100,7 +113,7 @@ def plan_bundle(
     if options.content.part in (Part.BOTH, Part.MTP):
         mtp = mtp_part(checkpoint, stored, options=split, links=links)
         parts.append(mtp.linked_by(links, checked=True))
-    plan = BundlePlan(
+    return BundlePlan(
         options=options,
         checkpoint=checkpoint,
         stored=stored,
@@ -108,9 +121,6 @@ def plan_bundle(
         recorded=recipe.recorded,
         device=recipe.device,
     )
-    check_memory(options.run.max_memory_bytes, plan.memory_bytes)
-    check_disk(options.output_dir, plan.disk_bytes)
-    return plan
 
 
 def run_bundle(

@@ -17,6 +17,7 @@ from mtp_export.bundle.split import SplitOptions
 from mtp_export.checkpoint.bundle_folder import is_bundle
 from mtp_export.checkpoint.byte_source import Place
 from mtp_export.checkpoint.manifest import MANIFEST_NAME
+from mtp_export.checkpoint.reader import Checkpoint
 from mtp_export.errors import UnsupportedError, UsageError
 from mtp_export.schemes import SCHEMES
 from mtp_export.schemes.base import KEEP, Scheme
@@ -140,9 +141,15 @@ def plan_quantize(options: QuantizeOptions, *, dry_run: bool = False) -> BundleP
     Raises UnsupportedError for a pair outside the table, for a tensor that a scheme cannot hold
     (its K against the group size) and for a target that does not read the MTP module's scheme.
     """
-    target = target_of(options.bundle.target)
     check_nesting(options.bundle.input_dir, options.bundle.output_dir)
     check_output(options.bundle.output_dir, options.bundle.run)
+    return plan_bundle(options.bundle, *quantize_recipe(options), dry_run=dry_run)
+
+
+def quantize_recipe(options: QuantizeOptions) -> tuple[tuple[Checkpoint, StoredModel], Recipe]:
+    """Check source and options; return the source, and the recipe of the bundle. Raises as
+    plan_quantize."""
+    target = target_of(options.bundle.target)
     source = checkpoint, stored = open_source(options.bundle.input_dir)
     choice = _choose(options, stored)
     _check_format(options)
@@ -160,8 +167,7 @@ def plan_quantize(options: QuantizeOptions, *, dry_run: bool = False) -> BundleP
         main_config=with_quantization(checkpoint.config, configs.main),
         mtp_config=with_quantization(checkpoint.config, configs.mtp),
     )
-    recipe = Recipe(split, _recorded(options, choice), _device(options.device))
-    return plan_bundle(options.bundle, source, recipe, dry_run=dry_run)
+    return source, Recipe(split, _recorded(options, choice), _device(options.device))
 
 
 def _scheme_name(wanted: str, stored: StoredModel) -> str:

@@ -92,8 +92,8 @@ def check_unchanged(checkpoint: Checkpoint) -> None:
             )
 
 
-def write_rest(plan: BundlePlan, finished: Mapping[str, ShardFacts]) -> None:
-    """Write the files beside the shards, and last the manifest.
+def write_beside(plan: BundlePlan) -> None:
+    """Write the files beside the shards, but for the manifest.
 
     Configs come after all that may fail: no loader can take an unfinished part for whole.
     """
@@ -107,6 +107,12 @@ def write_rest(plan: BundlePlan, finished: Mapping[str, ShardFacts]) -> None:
         write_json(folder / INDEX_NAME, part.index())
     for part in plan.parts:
         write_json(output / part.name / CONFIG_NAME, part.config)
+
+
+def write_rest(plan: BundlePlan, finished: Mapping[str, ShardFacts]) -> None:
+    """Write the files beside the shards, and last the manifest."""
+    write_beside(plan)
+    output = plan.options.output_dir
     downloads = plan.downloads
     verified = {} if downloads is None else {"verified_shards": list(downloads.verified_shards)}
     head = {

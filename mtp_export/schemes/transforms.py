@@ -71,10 +71,15 @@ class Convert:
             errors.append(error)
             for number, result in enumerate(results):
                 sink(number, _bytes_of(result))
-        constants = self.format.constants(weight.shape)
-        for number, constant in enumerate(constants, len(outputs) - len(constants)):
-            sink(number, _bytes_of(constant))
+        for number, data in self.constants(weight.shape, len(outputs)):
+            sink(number, data)
         return _quality(errors)
+
+    def constants(self, shape: tuple[int, ...], outputs: int) -> Iterator[tuple[int, memoryview]]:
+        """Return the bytes of those of its outputs that no element of a weight [N, K] decides, by
+        number: they are the last ones."""
+        constants = self.format.constants(shape)
+        return enumerate(map(_bytes_of, constants), outputs - len(constants))
 
     def _convert(
         self, inputs: Sequence[TensorStream], start: int, stop: int, device: str

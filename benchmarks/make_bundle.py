@@ -1,0 +1,63 @@
+"""Write the bundle that quantize makes of a checkpoint, without its weights: they are holes in
+sparse files, so that hundreds of gigabytes fit anywhere.
+
+Names, shapes, dtypes, configs and constants come from quantize's own plan. There is no manifest,
+which would promise weights.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+from benchmarks.make_checkpoint import write_sparse
+from mtp_export.bundle.build import lay_out
+from mtp_export.bundle.options import BundleOptions
+from mtp_export.bundle.quantize import Format, Int4Scope, QuantizeOptions, quantize_recipe
+from mtp_export.bundle.work import write_beside
+from mtp_export.checkpoint.plan import Link, OutputShard, OutputTensor
+from mtp_export.checkpoint.reader import Checkpoint
+from mtp_export.schemes.transforms import Convert
+
+_INT4: dict[str, Any] = {"base_quant": "weight_only_int4", "mtp_quant": "weight_only_int8"}
+_WINT4: dict[str, Any] = {"base_quant": "a8w8_fp8_wint4", "mtp_quant": "a8w8_fp8"}
+# Options of quantize by what the main model's experts become.
+SCHEMES: dict[str, dict[str, Any]] = {
+    "int8": {"base_quant": "weight_only_int8", "mtp_quant": "weight_only_int8"},
+    "int4": _INT4,
+    "int4-all": _INT4 | {"int4_scope": Int4Scope.ALL},
+    "wint4": _WINT4,
+    "w4afp8": _WINT4 | {"format": Format.W4AFP8},
+}
+
+
+def make_bundle(source: Path, folder: Path, scheme: str) -> Path:
+    """Write the bundle of a checkpoint in one of SCHEMES."""
+    options = QuantizeOptions(BundleOptions(source, folder), **SCHEMES[scheme])
+    opened, recipe = quantize_recipe(options)
+    copied = {shard.path: Link.COPY for shard in opened[0].shards}
+    plan = lay_out(options.bundle, opened, recipe, copied)
+    for job in plan.jobs:
+        job.folder.mkdir(parents=True, exist_ok=True)
+        _write_shard(job.folder / job.shard.file_name, job.shard, plan.checkpoint)
+    write_beside(plan)
+    return folder
+
+
+def _write_shard(path: Path, shard: OutputShard, source: Checkpoint) -> None:
+    constants = dict(_constants(shard, source))
+
+    def content(tensor: OutputTensor) -> Iterable[memoryview]:
+        return (constants[tensor.name],) if tensor.name in constants else ()
+
+    write_sparse(path, shard.tensors, content)
+
+
+def _constants(shard: OutputShard, source: Checkpoint) -> Iterator[tuple[str, memoryview]]:
+    """Yield the tensors that a shard has whatever the weights are, by name."""
+    for step in shard.steps:
+        if isinstance(step.operation, Convert):
+            shape = source.tensors[step.inputs[0]].shape
+            for number, data in step.operation.constants(shape, len(step.outputs)):
+                yield step.outputs[number].name, data
