@@ -42,10 +42,13 @@ test-engines: .venv-engines/installed
 test-oldest: .venv-oldest/installed
 	.venv-oldest/bin/python -m pytest -n auto --dist worksteal -k "not memory_stays" $(OLDEST_TESTS)
 
-# The GPU kernel's launches, compiled by the oldest Triton that has a tuning table; make test has the newest.
+# The GPU kernels, compiled by the oldest Triton that has a tuning table; make test has the newest.
+OLDEST_TRITON_TESTS := $(addprefix tests/kernels/,verify_attention/test_verify_attention_compiled.py \
+	verify_attention/test_verify_attention_launch.py stored_linear/test_stored_linear_triton.py \
+	quantize/test_quantize_compile.py)
 test-oldest-triton: .venv/installed-dev
 	$(PIP_INSTALL) --no-deps --upgrade --target build/triton-3.6 triton==3.6.0
-	PYTHONPATH=build/triton-3.6 $(BIN)/python -m pytest tests/kernels/verify_attention/test_verify_attention_compiled.py
+	PYTHONPATH=build/triton-3.6 $(BIN)/python -m pytest $(OLDEST_TRITON_TESTS)
 
 # Correctness on a GPU machine; it fails where there is no GPU. CUDA_PYTHON=python3 takes an environment
 # that is there and installs nothing. Only files with such a test are read: what others import need not

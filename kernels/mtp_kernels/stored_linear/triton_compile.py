@@ -28,7 +28,8 @@ def compile_product(
     stored = codes_of(weight, target)
     types = dict.fromkeys(("x", "y"), f"*{TYPE_NAMES[dtype]}")
     types |= {"codes": f"*{TYPE_NAMES[stored.codes.dtype]}"}
-    types |= {"count": "i32", "N": "i32:16", "K": "i32:16"}
+    types |= dict.fromkeys(("N", "K", "width"), "i32:16")
+    types |= dict.fromkeys(("count", "steps"), "i32")
     constants: dict[str, object] = dict(constants_of(stored, launch, experts))
     if stored.scale is None:
         constants |= {"scale": None}

@@ -8,6 +8,7 @@ numbers give NaN. Nothing is read back, so that calls can be captured in a CUDA 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import triton
@@ -22,13 +23,16 @@ from mtp_kernels.quantize.layouts import (
     Int8Channel,
     W4AFp8,
 )
-from mtp_kernels.stored_linear.triton_kernels import product_kernel
+from mtp_kernels.stored_linear.triton_kernels import add_shares_kernel, product_kernel
 from mtp_kernels.stored_linear.weights import StoredWeight
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 CONVERTS_E4M3 = 89  # compute capability from which on devices do it themselves
 # Numbers that turn a nibble into its code plus 8.
 OFFSET, SIGNED = 0, 8
+PICKS = 8  # experts that even a single row picks, in DeepSeek-V3
+MOST_SHARES, FEWEST_STEPS = 8, 4  # of the columns, and of a share of them
+ADDED = 1024  # elements whose shares a program adds
 
 
 @dataclass(frozen=True)
@@ -40,12 +44,16 @@ class Launch:
     warps: int
     stages: int  # steps in flight
     step: int = BLOCK  # most columns of the weight that are multiplied at a time
+    # Programs that a processor should have: where tiles are fewer, the columns are shared out. One
+    # program has too few bytes in flight for its processor's part of the memory's bandwidth. Not in
+    # float32, whose bits then do not depend on the tile.
+    programs_per_processor: int = 0
 
 
 # By what is multiplied, ascending rows: what compiles without spills on 8.0, 9.0 and 10.0 and fits
 # the 99 KB that GPUs of 8.6, 8.9 and 12.0 have too. No device has measured them yet.
 LAUNCHES = {
-    "16 bit": (Launch(16, 32, 4, 4), Launch(32, 64, 4, 3), Launch(64, 64, 8, 3)),
+    "16 bit": (Launch(16, 64, 4, 4, BLOCK, 4), Launch(32, 64, 4, 3), Launch(64, 64, 4, 3)),
     "fp32": (Launch(16, 32, 4, 2, 32), Launch(32, 32, 8, 2, 32)),
 }
 
@@ -103,18 +111,40 @@ def _product(
         return y
     experts = 0 if ends is None else len(ends)
     launch = launch_for(x.dtype, -(-count // max(1, experts)))
+    constants = constants_of(stored, launch, experts)
+    steps = steps_of(stored, launch, x.shape[1], experts, gpu_of(x.device).processors)
+    shares = triton.cdiv(x.shape[1], steps * constants["STEP"])
+    sums = y if shares == 1 else y.new_empty(shares, *y.shape, dtype=torch.float32)
     # Every expert's last tile may be a part of one.
     tiles = triton.cdiv(count, launch.rows) + min(experts, count)
-    grid = tiles, triton.cdiv(stored.outputs, launch.columns)
+    grid = tiles, triton.cdiv(stored.outputs, launch.columns), shares
     with launches_on(x.device):
         product_kernel[grid](
-            x.contiguous(), rows, ends, stored.codes, stored.scale, y, count, stored.outputs,
-            x.shape[1], **constants_of(stored, launch, experts), num_warps=launch.warps,
+            x.contiguous(), rows, ends, stored.codes, stored.scale, sums, count, stored.outputs,
+            x.shape[1], stored.codes.shape[-1], steps, **constants, num_warps=launch.warps,
         )  # fmt: skip
+        if shares > 1:
+            blocks = (triton.cdiv(y.numel(), ADDED),)
+            add_shares_kernel[blocks](sums, y, y.numel(), SHARES=shares, BLOCK=ADDED)
     return y
 
 
-def constants_of(stored: Codes, launch: Launch, experts: int) -> dict[str, int | str]:
+def steps_of(stored: Codes, launch: Launch, columns: int, experts: int, processors: int) -> int:
+    """Return the steps of a program along a weight's columns: they follow from the weight and the
+    tile alone, so that a row's bits depend on no other row."""
+    steps = -(-columns // step_of(stored, launch))
+    programs = -(-stored.outputs // launch.columns) * min(PICKS, max(1, experts))
+    wanted = launch.programs_per_processor * processors // programs
+    shares = max(1, min(wanted, MOST_SHARES, steps // FEWEST_STEPS))
+    return -(-steps // shares)
+
+
+def step_of(stored: Codes, launch: Launch) -> int:
+    """Return how many columns are multiplied at a time: those under one scale at most."""
+    return min(launch.step, stored.scale_columns or BLOCK)
+
+
+def constants_of(stored: Codes, launch: Launch, experts: int) -> dict[str, Any]:
     """Return the compile-time arguments of `product_kernel`."""
     return {
         "EXPERTS": experts,
@@ -125,7 +155,7 @@ def constants_of(stored: Codes, launch: Launch, experts: int) -> dict[str, int |
         "SCALE_COLUMNS": stored.scale_columns,
         "ROWS": launch.rows,
         "COLUMNS": launch.columns,
-        "STEP": min(launch.step, stored.scale_columns or BLOCK),  # under one scale
+        "STEP": step_of(stored, launch),
         "STAGES": launch.stages,
     }
 

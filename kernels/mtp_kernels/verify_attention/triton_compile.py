@@ -45,13 +45,13 @@ def attend_constants(sizes: Sizes, launch: Launch) -> dict[str, int | bool]:
 
 
 def compile_attend(target: GPUTarget, sizes: Sizes, launch: Launch) -> Any:
-    """Compile `attend_kernel` as a launch would whose page table is 16 n pages wide."""
+    """Compile `attend_kernel` as a launch would."""
     queries = TYPE_NAMES[sizes.dtype]
     types = dict.fromkeys(("q_latent", "q_rope", "out"), f"*{queries}")
     types |= dict.fromkeys(("lse", "part_out", "part_lse"), "*fp32")
     types |= dict.fromkeys(("page_table", "kv_lens", "cu_q", "starts"), "*i32")
     types |= dict.fromkeys(("part_requests", "share_in"), "*i32")
-    types |= dict.fromkeys(("max_pages", "max_rows"), "i32:16")
+    types |= {"max_pages": "i32", "max_rows": "i32:16"}
     types |= {"kv_cache": f"*{TYPE_NAMES[sizes.kv_dtype]}", "scale_log2": "fp32"}
     constants: dict[str, object] = dict(attend_constants(sizes, launch))
     if sizes.kv_dtype == FP8:

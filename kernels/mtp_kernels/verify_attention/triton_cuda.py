@@ -8,7 +8,7 @@ on sizes only, so the launches can be captured in a CUDA graph and replayed with
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import triton
@@ -16,12 +16,13 @@ import triton
 from mtp_kernels.gpu.devices import gpu_of, launches_on
 from mtp_kernels.verify_attention import triton_kernels as kernels
 from mtp_kernels.verify_attention.inputs import BumpAllocator, Inputs, Sizes, array_bytes
-from mtp_kernels.verify_attention.triton_choice import launch_for
+from mtp_kernels.verify_attention.triton_choice import launch_for, tiles_for
 from mtp_kernels.verify_attention.triton_compile import attend_constants, block_tokens
-from mtp_kernels.verify_attention.triton_tuning import Launch
+from mtp_kernels.verify_attention.triton_tuning import Launch, product_kind
 
 COMBINE_ROWS = 2
-PLAN_MAX_BATCH = 4096
+# Most requests that a compiled plan_kernel takes: batches between two sizes share one.
+PLAN_BATCHES = (16, 128, 1024, 4096)
 
 
 @dataclass(frozen=True)
@@ -55,10 +56,12 @@ def schedule_of(sizes: Sizes, launch: Launch, processors: int, parts: int | None
 
 def layout(sizes: Sizes, schedule: Schedule) -> list[tuple[tuple[int, ...], torch.dtype]]:
     """Return shapes and dtypes of the workspace's arrays, in the order of `attend`."""
-    slots, rows = 2 * schedule.parts, schedule.tiles * schedule.launch.rows
+    rows = schedule.tiles * schedule.launch.rows
+    # One part holds every request as a whole; the rows of a prompt would need a GB.
+    slots = 2 * schedule.parts if schedule.parts > 1 else 0
     return [
         ((sizes.batch + 1,), torch.int32),
-        ((slots,), torch.int32),
+        ((2 * schedule.parts,), torch.int32),
         ((1,), torch.int32),
         ((slots, rows, sizes.latent), torch.float32),
         ((slots, rows), torch.float32),
@@ -66,8 +69,19 @@ def layout(sizes: Sizes, schedule: Schedule) -> list[tuple[tuple[int, ...], torc
 
 
 def workspace_bytes(sizes: Sizes, parts: int | None, device: torch.device) -> int:
+    """Return the most bytes that a call up to these sizes takes: fewer rows get more parts."""
     check_support(sizes, device)
-    return scheduled_bytes(sizes, schedule_for(sizes, parts, device))
+    if parts is not None:
+        return scheduled_bytes(sizes, schedule_for(sizes, parts, device))
+    gpu, rows = gpu_of(device), max(1, sizes.max_q_len) * sizes.heads
+    kind = product_kind(sizes.dtype, sizes.kv_dtype)
+    largest = launch_for(gpu, dtype=sizes.dtype, kv_dtype=sizes.kv_dtype, rows=rows)
+    launches = [launch for launch in tiles_for(gpu, kind) if launch.rows <= largest.rows]
+    one_tile = replace(sizes, max_q_len=1, heads=1)
+    return max(
+        scheduled_bytes(sizes, schedule_of(one_tile, launch, gpu.processors, None))
+        for launch in launches
+    )
 
 
 def scheduled_bytes(sizes: Sizes, schedule: Schedule) -> int:
@@ -99,9 +113,10 @@ def run(
         allocator.take(shape, dtype) for shape, dtype in layout(sizes, schedule)
     )
     plan = (starts, part_requests, share)
-    kernels.plan_kernel[(1,)](
+    planners = triton.cdiv(schedule.parts, kernels.PLANNED.value)
+    kernels.plan_kernel[(planners,)](
         inputs.kv_lens, inputs.cu_q, *plan, sizes.batch, schedule.parts,
-        BATCH_POW2=triton.next_power_of_2(sizes.batch), TOKENS=schedule.tokens,
+        BATCH_POW2=plan_batch(sizes.batch), TOKENS=schedule.tokens,
         MIN_SHARE=schedule.min_share,
     )  # fmt: skip
     kernels.attend_kernel[(schedule.tiles, schedule.parts)](
@@ -110,12 +125,19 @@ def run(
         part_lse, inputs.page_table.shape[1], part_lse.shape[1],
         **attend_constants(sizes, schedule.launch), num_warps=schedule.launch.warps,
     )  # fmt: skip
+    if schedule.parts == 1:
+        return
     row_programs = -(-sizes.max_q_len * sizes.heads // COMBINE_ROWS)
     kernels.combine_kernel[(row_programs, sizes.batch)](
         inputs.kv_lens, inputs.cu_q, starts, share, out, lse, part_out, part_lse,
         part_lse.shape[1], HEADS=sizes.heads, LATENT=sizes.latent, ROWS=COMBINE_ROWS,
         TOKENS=schedule.tokens,
     )  # fmt: skip
+
+
+def plan_batch(batch: int) -> int:
+    """Return the size of the plan kernel for a batch."""
+    return next(size for size in PLAN_BATCHES if size >= batch)
 
 
 def check_support(sizes: Sizes, device: torch.device) -> None:
@@ -133,7 +155,8 @@ def check_support(sizes: Sizes, device: torch.device) -> None:
                 f"backend triton_cuda: expected a {name} size that is a power of two from 16 on, "
                 f"found {size}"
             )
-    if sizes.batch > PLAN_MAX_BATCH:
+    most = PLAN_BATCHES[-1]
+    if sizes.batch > most:
         raise ValueError(
-            f"backend triton_cuda: expected at most {PLAN_MAX_BATCH} requests, found {sizes.batch}"
+            f"backend triton_cuda: expected at most {most} requests, found {sizes.batch}"
         )

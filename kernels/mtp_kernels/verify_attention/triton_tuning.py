@@ -19,7 +19,7 @@ class Launch:
     rows: int  # query rows of a tile
     tokens: int  # cached tokens of a block
     warps: int
-    stages: int  # blocks in flight
+    stages: int  # blocks in flight; always 2 of an fp8 cache
     programs_per_sm: int
     min_share: int = 4  # fewest blocks worth a part: below it partial results outweigh the cache
 
@@ -40,19 +40,19 @@ TABLES: dict[tuple[int, int], dict[str, Tables]] = {
     (9, 0): {
         "3.6": {
             "16 bit": (Launch(16, 32, 4, 3, 2), Launch(32, 64, 8, 3, 1), Launch(64, 32, 8, 3, 1)),
-            "fp8": (Launch(16, 32, 8, 3, 1), Launch(32, 32, 8, 3, 1)),
+            "fp8": (Launch(16, 32, 8, 2, 1), Launch(32, 32, 8, 2, 1)),
             "fp32": FP32,
         },
         "3.9": {
             "16 bit": (Launch(16, 32, 4, 3, 2), Launch(32, 64, 8, 3, 1)),
-            "fp8": (Launch(16, 32, 8, 3, 1), Launch(32, 32, 8, 3, 1)),
+            "fp8": (Launch(16, 32, 8, 2, 1), Launch(32, 32, 8, 2, 1)),
             "fp32": FP32,
         },
     },
     (10, 0): {
         "3.6": {
             "16 bit": (Launch(16, 32, 4, 3, 2), Launch(32, 64, 8, 2, 1)),
-            "fp8": (Launch(16, 32, 8, 3, 1), Launch(32, 32, 8, 3, 1)),
+            "fp8": (Launch(16, 32, 8, 2, 1), Launch(32, 32, 8, 2, 1)),
             "fp32": FP32,
         },
     },

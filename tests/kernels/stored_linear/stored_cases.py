@@ -61,6 +61,9 @@ SHAPES = [(77, 384), (200, 128)]
 RAGGED = [("fp8 blocks", (9, 531)), ("fp8 channels", (130, 131)), ("int8", (33, 132))]
 CASES = [(form, shape) for form in FORMS for shape in SHAPES] + RAGGED
 FEW_CASES = [(form, (40, 128)) for form in FORMS] + [("fp8 channels", (9, 131))]
+# Columns that several programs share.
+SHARED = [("fp8 blocks", (9, 1300)), ("int4 in 32", (40, 1024))]
+CASES, FEW_CASES = CASES + SHARED, FEW_CASES + SHARED
 Cases = list[tuple[str, tuple[int, int]]]
 COUNTS = (0, 5, 0, 18)  # pairs of each expert
 TOLERANCE = {torch.float32: 2e-6, torch.float16: 1e-3, torch.bfloat16: 8e-3}

@@ -79,14 +79,14 @@ def plan_interpreted(
 ) -> tuple[list[int], list[int], int]:
     import triton
 
-    from mtp_kernels.verify_attention.triton_kernels import plan_kernel
+    from mtp_kernels.verify_attention.triton_kernels import PLANNED, plan_kernel
 
     batch = len(q_lens)
     starts = torch.full((batch + 1,), -7, dtype=torch.int32)
     requests = torch.full((2 * parts,), -7, dtype=torch.int32)
     share = torch.full((1,), -7, dtype=torch.int32)
     cu_q = torch.tensor([0, *q_lens], dtype=torch.int32).cumsum(0, dtype=torch.int32)
-    plan_kernel[(1,)](
+    plan_kernel[(triton.cdiv(parts, PLANNED.value),)](
         torch.tensor(kv_lens, dtype=torch.int32), cu_q, starts, requests, share, batch, parts,
         BATCH_POW2=triton.next_power_of_2(batch), TOKENS=tokens, MIN_SHARE=min_share,
     )  # fmt: skip
