@@ -93,6 +93,8 @@ class Numbers(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         args, given = tree_map(_numbered, (args, dict(kwargs or {})))
+        if func is torch.Tensor.to and isinstance(args[1], str):
+            args = (args[0], _numbered(torch.device(args[1])), *args[2:])
         if func is torch.tensor and given.get("device") is not None:
             return func(*args, **given | {"device": "cpu"}).to(given["device"])
         if func in _READ_BACK and isinstance(args[0], DeviceTensor):
@@ -114,7 +116,11 @@ class Numbers(TorchFunctionMode):
 
 def _numbered(value: Any) -> Any:
     """Return a device with its number, which torch would ask the device's library for."""
-    return torch.device(value.type, 0) if isinstance(value, torch.device) and value.index is None and value.type != "cpu" else value
+    return (
+        torch.device(value.type, 0)
+        if isinstance(value, torch.device) and value.index is None and value.type != "cpu"
+        else value
+    )
 
 
 def on_host(value: Any, found: list[torch.Tensor]) -> Any:

@@ -1,7 +1,7 @@
 """A device called npu, in a process of its own, whose tensors lie in main memory.
 
-    python tests/npu_device.py CHECKPOINT     decodes on it; prints JSON
-    python tests/npu_device.py conversions    compares its conversions with a CPU's; prints JSON
+python tests/npu_device.py CHECKPOINT     decodes on it; prints JSON
+python tests/npu_device.py conversions    compares its conversions with a CPU's; prints JSON
 """
 
 from __future__ import annotations

@@ -8,7 +8,7 @@ rows by a tile of that size or several smaller ones, longer groups by the table'
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import Executor
+from concurrent.futures import FIRST_COMPLETED, Executor, Future, wait
 from dataclasses import asdict, dataclass, replace
 from itertools import product
 from typing import Any
@@ -61,7 +61,8 @@ def compiled_bytes(target: GPUTarget, heads: int, launch: Launch, dtype: torch.d
 
 @dataclass
 class Tuner:
-    """Times candidates for each target, the present table's choice first."""
+    """Times candidates for each target, the present table's choice first, then each when it is
+    compiled: one whose compilation takes long holds up no other."""
 
     device: Device
     targets: Sequence[Target]
@@ -70,30 +71,31 @@ class Tuner:
     launches: Sequence[Launch]
 
     def rows(self) -> Iterator[Row]:
-        """Yield a row per target and candidate, targets in turns."""
-        fitting = {target: self._fitting(target) for target in self.targets}
-        for place in range(max(map(len, fitting.values()))):
-            for target, launches in fitting.items():
-                if place < len(launches):
-                    yield self._row(target, launches[place])
+        """Yield a row per target and candidate."""
+        waiting = self._compiled()
+        for target in self.targets:
+            yield self._row(target, self._present(target))
+        while waiting:
+            ready = wait(waiting, return_when=FIRST_COMPLETED).done
+            for future in [one for one in waiting if one in ready]:
+                for target, launch in waiting.pop(future):
+                    if fits(launch, self.device.gpu, future.result()):
+                        yield self._row(target, launch)
 
-    def _fitting(self, target: Target) -> list[Launch]:
-        gpu, heads = self.device.gpu, target.shape.heads
-        present = self._present(target)
-        others = [
-            launch for launch in self.launches if launch.rows <= target.rows and launch != present
-        ]
-        return [present, *fitting_of(others, gpu, self._bytes_of(gpu, heads, others))]
-
-    def _bytes_of(self, gpu: Gpu, heads: int, launches: Sequence[Launch]) -> list[int | None]:
-        """Compile side by side; programs per processor do not change what is compiled."""
-        alone = list(dict.fromkeys(replace(launch, programs_per_sm=1) for launch in launches))
-        count = len(alone)
-        sizes = self.executor.map(
-            compiled_bytes, [gpu.target] * count, [heads] * count, alone, [self.dtype] * count
-        )
-        known = dict(zip(alone, sizes, strict=True))
-        return [known[replace(launch, programs_per_sm=1)] for launch in launches]
+    def _compiled(self) -> dict[Future[int | None], list[tuple[Target, Launch]]]:
+        """Compile candidates side by side, the largest blocks first; programs per processor do not
+        change what is compiled."""
+        users: dict[tuple[int, Launch], list[tuple[Target, Launch]]] = {}
+        for launch in sorted(self.launches, key=lambda one: -one.tokens * one.stages):
+            for target in self.targets:
+                if launch.rows <= target.rows and launch != self._present(target):
+                    job = target.shape.heads, replace(launch, programs_per_sm=1)
+                    users.setdefault(job, []).append((target, launch))
+        gpu = self.device.gpu
+        return {
+            self.executor.submit(compiled_bytes, gpu.target, *job, self.dtype): own
+            for job, own in users.items()
+        }
 
     def _present(self, target: Target) -> Launch:
         rows = target.shape.queries * target.shape.heads
@@ -110,14 +112,9 @@ class Tuner:
             return row | {"us": None, "error": str(error)}
 
 
-def fitting_of(launches: Iterable[Launch], gpu: Gpu, shared: Iterable[int | None]) -> list[Launch]:
-    """Return the launches whose programs fit side by side, the largest blocks first."""
-    pairs = [
-        (launch, size)
-        for launch, size in zip(launches, shared, strict=True)
-        if size is not None and size * launch.programs_per_sm <= gpu.shared_bytes
-    ]
-    return [launch for launch, size in sorted(pairs, key=lambda pair: -pair[1])]
+def fits(launch: Launch, gpu: Gpu, shared_bytes: int | None) -> bool:
+    """Return True where the programs of a launch that compiles fit side by side."""
+    return shared_bytes is not None and shared_bytes * launch.programs_per_sm <= gpu.shared_bytes
 
 
 def launched(
