@@ -10,7 +10,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map
 
-# Operators that take tensors of two devices: copies, and indices of the host into a device's tensor.
+# Operators that take tensors of two devices: copies, and the host's indices of a device's tensor.
 CROSSING = ("aten.copy_.", "aten._to_copy.", "aten._copy_from")
 INDEXING = ("aten.index.", "aten.index_put", "aten._index_put_impl_", "aten._unsafe_index")
 

@@ -23,7 +23,7 @@ from triton.backends.compiler import GPUTarget  # noqa: E402
 
 from benchmarks.attention_shapes import Shape, cache_count  # noqa: E402
 from benchmarks.gpu_report import __main__ as program  # noqa: E402
-from benchmarks.gpu_report import plots  # noqa: E402
+from benchmarks.gpu_report import plots, tuning  # noqa: E402
 from benchmarks.gpu_report.device import CudaDevice  # noqa: E402
 from benchmarks.gpu_report.matrix import attention_shapes  # noqa: E402
 from benchmarks.gpu_report.stages import Report, Row, Stage  # noqa: E402
@@ -236,6 +236,25 @@ def test_candidates_are_timed_as_they_are_compiled(monkeypatch: pytest.MonkeyPat
     assert [target for target, _ in found[:3]] == [*TARGETS, LAST]
     assert {launch for _, launch in found[3:]} == {one for one in launches if one.tokens != 64}
     assert len(compilers.jobs) == len(set(compilers.jobs)) == 2 * 3
+
+
+def test_a_launch_that_computes_something_else_is_not_timed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A compiler's fault must not become the table that every later run takes."""
+    right, wrong = Launch(16, 16, 4, 1, 1), Launch(16, 32, 4, 1, 1)
+
+    def launched(device: object, shape: Shape, dtype: object, launch: Launch) -> list[Any]:
+        return [lambda: torch.full((2, 3), 1.0 if launch.tokens < 32 else torch.nan)]
+
+    monkeypatch.setattr(tuning, "launched", launched)
+    monkeypatch.setattr(tuning, "launch_for", lambda gpu, **options: right)
+    device = SimpleNamespace(gpu=HOPPER, seconds=lambda calls: 1e-6)
+    tuner = Tuner(device, TARGETS[:1], torch.bfloat16, Compilers(), [right, wrong])  # type: ignore[arg-type]
+    first, second = tuner.rows()
+    assert first["us"] == 1.0 and second["us"] is None and "nan apart" in second["error"]
+    (table,) = tables_of([first, second], TARGETS[:1], torch.bfloat16).values()
+    assert table == [vars(right)]
 
 
 def test_caches_are_many_where_they_are_small() -> None:
