@@ -36,6 +36,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_configure(config: pytest.Config) -> None:
     """Refuse to start without the GPU that is asked for."""
+    if importlib.util.find_spec("pytest_timeout") is None:
+        config.addinivalue_line("markers", "timeout(seconds): as above")
     if config.getoption("--require-cuda"):
         if reason := missing_gpu():
             raise pytest.UsageError(
