@@ -65,14 +65,19 @@ def test_quantization(pristine: Path, tmp_path: Path) -> None:
 
 @pytest.mark.nightly
 def test_verification(pristine: Path, tmp_path: Path) -> None:
-    """Every check comes to the CPU's end, on weights that were never trained."""
+    """Every check comes to the CPU's end, on weights that were never trained; what one near-tie
+    would change is not tested where rows' bits depend on their batch."""
     assert run_program("--input-dir", pristine, "--output-dir", tmp_path / "bundle").code == 0
     arguments = ["verify", tmp_path / "bundle", "--source", pristine, "--max-new-tokens", "4"]
     here = json.loads(run_program(*arguments, "--json").out)
     done = scene("program", *arguments, "--json", "--device", "cuda")
     assert done["code"] == 7, done["err"]
-    assert statuses(json.loads(done["out"])) == statuses(here)
+    found, wanted = statuses(json.loads(done["out"])), statuses(here)
+    assert found.keys() == wanted.keys() and len(found) > 100
+    others = {(wanted[name], found[name]) for name in found if wanted[name] != found[name]}
+    assert others <= {("pass", "not tested")}
 
 
 def statuses(report: Any) -> dict[str, str]:
-    return {item["name"]: item["status"] for item in report["items"]}
+    items = (item for check in report["checks"] for item in check["items"])
+    return {item["name"]: item["status"] for item in items}

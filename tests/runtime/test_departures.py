@@ -1,4 +1,4 @@
-"""What is compared on a GPU: tokens that rounding explains pass, and no others."""
+"""Comparison of tokens with a CPU's: those that rounding explains pass, and no others."""
 
 from __future__ import annotations
 
