@@ -30,18 +30,36 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     )
     gpu = parser.getgroup("gpu", "tests marked cuda")
     gpu.addoption("--require-cuda", action="store_true", help="fail where there is no GPU")
+    if importlib.util.find_spec("pytest_timeout") is None:
+        parser.addini("timeout", "seconds of a test; pytest-timeout, which is not here, ends it")
 
 
 def pytest_configure(config: pytest.Config) -> None:
     """Refuse to start without the GPU that is asked for."""
-    if config.getoption("--require-cuda") and (reason := missing_gpu()):
-        raise pytest.UsageError(f"--require-cuda: expected a GPU to test on, found none: {reason}")
+    if importlib.util.find_spec("pytest_timeout") is None:
+        config.addinivalue_line("markers", "timeout(seconds): as above")
+    if config.getoption("--require-cuda"):
+        if reason := missing_gpu():
+            raise pytest.UsageError(
+                f"--require-cuda: expected a GPU to test on, found none: {reason}"
+            )
+        if importlib.util.find_spec("numba") is None:
+            compute_without_numba()
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
     """Skip the tests of a GPU where there is none."""
     if item.get_closest_marker("cuda") and (reason := missing_gpu()):
         pytest.skip(reason)
+
+
+def compute_without_numba() -> None:
+    """Let what is compared with a GPU's results on the CPU be computed by the references there."""
+    from mtp_kernels import quantize, stored_linear, weight_statistics
+
+    for backends in (quantize.BACKENDS, weight_statistics.BACKENDS):
+        backends["cpu"] = backends["reference"]
+    stored_linear.AUTO["cpu"] = "reference"
 
 
 @cache

@@ -3,77 +3,79 @@
     python -m benchmarks.gpu_report --out DIR [--minutes 9]
 
 Writes report.json to DIR after every row, the tuning table (in the user's cache folder too, where
-verify_attention finds it), and plots. Kernels are timed by replays of CUDA graphs, each call on a
-KV cache that the second-level cache does not hold. Needs torch, triton and matplotlib, nothing from
-the network; without an installation, PYTHONPATH=.:runtime:kernels.
+verify_attention finds it), and plots where matplotlib is. Every stage is a process: one that fails
+or hangs costs no other. Kernels are timed by replays of CUDA graphs, each call on a KV cache that
+the second-level cache does not hold. Needs torch, triton and numpy, nothing from the network;
+without an installation, PYTHONPATH=.:runtime:kernels.
 """
 
 from __future__ import annotations
 
 import argparse
-import multiprocessing
 import subprocess
 import sys
 import time
-from collections.abc import Callable
-from concurrent.futures import Executor, ProcessPoolExecutor
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from datetime import date
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 
-from benchmarks.attention_shapes import Shape
-from benchmarks.gpu_report.decoding import Decoding
+from benchmarks.gpu_report.apart import compiling_processes, rows_apart
 from benchmarks.gpu_report.device import CudaDevice, Device, facts_of
-from benchmarks.gpu_report.matrix import Matrix, attention_shapes, stages_of
+from benchmarks.gpu_report.matrix import stages_of, whole_matrix
 from benchmarks.gpu_report.plots import draw
-from benchmarks.gpu_report.products import Products
-from benchmarks.gpu_report.stages import Report
-from benchmarks.gpu_report.tuning import Target, candidates
+from benchmarks.gpu_report.stages import Report, Row, Stage
 
 ROOT = Path(__file__).resolve().parents[2]
 FOR_PLOTS = 0.97  # of the time that stages have; the rest is for plots and the end of a row
 
 
-def whole_matrix(bundle: Path) -> Matrix:
-    """Return the sizes of a report on a real device."""
-    return Matrix(
-        dtype=torch.bfloat16,
-        copied_bytes=1 << 30,
-        side=8192,
-        launches=candidates(),
-        targets=(
-            Target(Shape(32, 8192, 1, 16), 16),
-            Target(Shape(32, 8192, 2, 16), 32),
-            Target(Shape(32, 8192, 4, 16), 64),
-            Target(Shape(32, 8192, 2, 128), 64, last=True),
-        ),
-        attention=attention_shapes(),
-        weights=[(2048, 7168), (7168, 2048), (18432, 7168)],
-        products=Products([(4096, 7168), (7168, 2048)], (1, 16, 4, 64, 512), 64, 8),
-        decoding=Decoding(bundle, ("bfloat16", "float32"), (1, 16), (1, 2, 3), 64),
-    )
-
-
 def write_report(
     device: Device,
-    matrix: Matrix,
+    stages: Callable[[Report], Sequence[Stage]],
     folder: Path,
     *,
     seconds: float,
-    executor: Executor,
+    facts: dict[str, Any],
     clock: Callable[[], float] = time.monotonic,
 ) -> Report:
     """Run the stages within the seconds, then draw them."""
-    torch.manual_seed(0)
     folder.mkdir(parents=True, exist_ok=True)
-    facts = facts_of(device) | {"commit": commit(), "seconds": seconds}
-    report = Report(folder / "report.json", facts)
-    report.run(
-        stages_of(device, matrix, report, folder, executor), seconds * FOR_PLOTS, clock=clock
-    )
+    report = Report(folder / "report.json", facts_of(device) | facts | {"seconds": seconds})
+    report.save()
+    report.run(stages(report), seconds * FOR_PLOTS, clock=clock)
     for path in draw(report, folder):
         print(path)
     return report
+
+
+def stages_apart(bundle: Path, folder: Path, seconds: float, report: Report) -> list[Stage]:
+    """Return the stages on the GPU, each of whose rows a process makes."""
+    end = time.monotonic() + seconds
+
+    def left() -> float:
+        return end - time.monotonic()
+
+    def apart(stage: Stage) -> Stage:
+        arguments = stage.name, bundle, folder, report
+        return replace(stage, rows=lambda: rows_apart(rows_on_gpu, arguments, seconds_left=left))
+
+    return [apart(stage) for stage in stages_on_gpu(bundle, folder, report)]
+
+
+def rows_on_gpu(name: str, bundle: Path, folder: Path, report: Report) -> Iterator[Row]:
+    """Yield a stage's rows in this process."""
+    torch.manual_seed(0)
+    stages = stages_on_gpu(bundle, folder, report)
+    yield from next(stage for stage in stages if stage.name == name).rows()
+
+
+def stages_on_gpu(bundle: Path, folder: Path, report: Report) -> list[Stage]:
+    return stages_of(CudaDevice(), whole_matrix(bundle), report, folder, compiling_processes)
 
 
 def commit() -> str:
@@ -90,18 +92,18 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--out", type=Path, required=True, metavar="DIR")
     parser.add_argument("--minutes", type=float, default=9.0)
     parser.add_argument("--bundle", type=Path, default=ROOT / "fixtures/deepseek-v3-tiny")
+    parser.add_argument("--commit", help="of this copy, where git cannot say it")
     options = parser.parse_args(arguments)
     if not torch.cuda.is_available():
         parser.error("expected a GPU that torch can use, found none")
-    spawn = multiprocessing.get_context("spawn")  # a fork would share this process's GPU
-    with ProcessPoolExecutor(mp_context=spawn) as executor:
-        report = write_report(
-            CudaDevice(),
-            whole_matrix(options.bundle),
-            options.out,
-            seconds=60 * options.minutes,
-            executor=executor,
-        )
+    seconds = 60 * options.minutes
+    report = write_report(
+        CudaDevice(),
+        partial(stages_apart, options.bundle, options.out, seconds),
+        options.out,
+        seconds=seconds,
+        facts={"commit": options.commit or commit(), "date": date.today().isoformat()},
+    )
     if report.failed:
         print(f"failed: {', '.join(report.failed)}; report.json says why", file=sys.stderr)
     return 1 if report.failed else 0

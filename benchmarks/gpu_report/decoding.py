@@ -42,8 +42,8 @@ def decoding_rows(device: torch.device, decoding: Decoding) -> Iterator[Row]:
                 speculate_method="mtp" if k else "none",
                 **({"speculate_max_draft_token_num": k} if k else {}),
             )
-            for graphs in ((False, True) if device.type == "cuda" else (False,))
             for k in (0, *decoding.drafts)
+            for graphs in ((False, True) if device.type == "cuda" else (False,))
         }
         for batch in decoding.batches:
             plain_rate = 0.0

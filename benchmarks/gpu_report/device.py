@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import platform
 import statistics
+import subprocess
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -96,6 +98,8 @@ def facts_of(device: Device) -> dict[str, Any]:
         "processors": gpu.processors,
         "shared_bytes": gpu.shared_bytes,
         "free_bytes": device.free_bytes,
+        "driver": driver(),
+        "cores": len(os.sched_getaffinity(0)),
         "versions": {
             "python": platform.python_version(),
             "torch": torch.__version__,
@@ -104,3 +108,15 @@ def facts_of(device: Device) -> dict[str, Any]:
             "hip": torch.version.hip,
         },
     }
+
+
+def driver() -> str | None:
+    """Return the driver's version and the GPUs' highest clocks and power, None where it tells
+    nothing."""
+    names = "driver_version,clocks.max.sm,clocks.max.mem,power.limit,memory.total"
+    command = ["nvidia-smi", f"--query-gpu={names}", "--format=csv"]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=20)
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return done.stdout.strip()

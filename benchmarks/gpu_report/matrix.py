@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Executor
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -18,7 +19,7 @@ from benchmarks.gpu_report.limits import copy_rate, limit_rows
 from benchmarks.gpu_report.peers import available
 from benchmarks.gpu_report.products import Products, product_rows
 from benchmarks.gpu_report.stages import Report, Row, Stage
-from benchmarks.gpu_report.tuning import Target, Tuner, tables_of
+from benchmarks.gpu_report.tuning import Target, Tuner, candidates, tables_of
 from mtp_kernels.gpu import tuned
 from mtp_kernels.verify_attention.triton_choice import KERNEL, tiles_for
 from mtp_kernels.verify_attention.triton_tuning import Launch
@@ -39,6 +40,26 @@ class Matrix:
     decoding: Decoding
 
 
+def whole_matrix(bundle: Path) -> Matrix:
+    """Return the sizes of a report on a real device."""
+    return Matrix(
+        dtype=torch.bfloat16,
+        copied_bytes=1 << 30,
+        side=8192,
+        launches=candidates(),
+        targets=(
+            Target(Shape(32, 8192, 1, 16), 16),
+            Target(Shape(32, 8192, 2, 16), 32),
+            Target(Shape(32, 8192, 4, 16), 64),
+            Target(Shape(32, 8192, 2, 128), 64, last=True),
+        ),
+        attention=attention_shapes(),
+        weights=[(2048, 7168), (7168, 2048), (18432, 7168)],
+        products=Products([(4096, 7168), (7168, 2048)], (1, 16, 4, 64, 512), 64, 8),
+        decoding=Decoding(bundle, ("bfloat16", "float32"), (1, 16), (1, 2, 3), 32),
+    )
+
+
 def attention_shapes() -> list[Shape]:
     """Return shapes, the most telling first: batches and queries at 8,192 tokens of 16 heads, then
     contexts, then 128 heads, then what is between."""
@@ -52,10 +73,18 @@ def attention_shapes() -> list[Shape]:
 
 
 def stages_of(
-    device: Device, matrix: Matrix, report: Report, folder: Path, executor: Executor
+    device: Device,
+    matrix: Matrix,
+    report: Report,
+    folder: Path,
+    processes: Callable[[], AbstractContextManager[Executor]],
 ) -> list[Stage]:
-    """Return the stages; each is made when it begins, from what those before it found."""
-    tuner = Tuner(device, matrix.targets, matrix.dtype, executor, matrix.launches)
+    """Return the stages; each is made when it begins, from what those before it found. processes
+    compile."""
+
+    def tuning() -> Iterator[Row]:
+        with processes() as executor:
+            yield from Tuner(device, matrix.targets, matrix.dtype, executor, matrix.launches).rows()
 
     def rate() -> float | None:
         return copy_rate(report.rows("limits"))
@@ -71,13 +100,13 @@ def stages_of(
         Stage(
             "limits", 1, lambda: limit_rows(device, matrix.copied_bytes, matrix.side, matrix.dtype)
         ),
-        Stage("tune", 8, tuner.rows, keep),
+        Stage("tune", 7, tuning, keep),
         Stage(
             "attention",
-            12,
+            11,
             lambda: attention_rows(device, matrix.attention, matrix.dtype, rate(), available()),
         ),
         Stage("products", 4, lambda: product_rows(device, matrix.dtype, matrix.products)),
         Stage("quantize", 2, lambda: conversion_rows(device, matrix.weights, rate())),
-        Stage("decode", 5, lambda: decoding_rows(device.device, matrix.decoding)),
+        Stage("decode", 8, lambda: decoding_rows(device.device, matrix.decoding)),
     ]

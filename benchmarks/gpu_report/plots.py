@@ -1,21 +1,27 @@
-"""Plots of a report's rows."""
+"""Plots of a report's rows.
+
+python -m benchmarks.gpu_report.plots DIR     draws DIR/report.json, where matplotlib is
+"""
 
 from __future__ import annotations
 
+import json
+import sys
 from collections.abc import Callable, Sequence
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-import matplotlib
-
 from benchmarks.gpu_report.stages import Report, Row
 
-matplotlib.use("Agg")
 TIMES = ("fused", "expanded_adjacent", "expanded_apart", "sdpa", "flash_mla", "flashinfer", "floor")
 
 
 def draw(report: Report, folder: Path) -> list[Path]:
-    """Draw what there are rows of; return the files."""
+    """Draw what there are rows of; return the files, none without matplotlib."""
+    if find_spec("matplotlib") is None:
+        print(f"no plots without matplotlib; python -m {__spec__.name} {folder} draws them later")
+        return []
     plots = {"attention": _attention, "decode": _decoding, "quantize": _conversions}
     paths = []
     for stage, plot in plots.items():
@@ -27,8 +33,10 @@ def draw(report: Report, folder: Path) -> list[Path]:
 
 
 def _save(plot: Callable[[Any, list[Row]], None], rows: list[Row], title: str, path: Path) -> None:
-    import matplotlib.pyplot as plt
+    import matplotlib
+    from matplotlib import pyplot as plt
 
+    matplotlib.use("Agg")
     figure = plt.figure(figsize=(12, 7))
     plot(figure, rows)
     figure.suptitle(title)
@@ -95,3 +103,9 @@ def _conversions(figure: Any, rows: list[Row]) -> None:
         axis.set_yticks(at, [row["conversion"] for row in mine])
     axis.set_xlabel("GB/s read and written")
     axis.legend()
+
+
+if __name__ == "__main__":
+    folder = Path(sys.argv[1])
+    facts = json.loads((folder / "report.json").read_text())
+    print(*draw(Report(folder / "report.json", facts, facts.pop("stages")), folder), sep="\n")

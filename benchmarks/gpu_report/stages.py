@@ -14,6 +14,10 @@ from typing import Any
 Row = dict[str, Any]
 
 
+class OutOfTime(Exception):
+    """A row that was not there when the report's time ended."""
+
+
 @dataclass(frozen=True)
 class Stage:
     """A name, a weight in the division of the time, and the rows, the most wanted first.
@@ -81,7 +85,10 @@ class Report:
         made = stage.rows()
         try:
             while clock() < deadline:
-                row = next(made, None)
+                try:
+                    row = next(made, None)
+                except OutOfTime:
+                    return False
                 if row is None:
                     return True
                 rows.append(row)

@@ -8,8 +8,8 @@ rows by a tile of that size or several smaller ones, longer groups by the table'
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import Executor
-from dataclasses import asdict, dataclass, replace
+from concurrent.futures import FIRST_COMPLETED, Executor, Future, wait
+from dataclasses import asdict, dataclass, field, replace
 from itertools import product
 from typing import Any
 
@@ -27,7 +27,7 @@ from mtp_kernels.verify_attention.triton_choice import launch_for, usual_sizes
 from mtp_kernels.verify_attention.triton_compile import compile_attend
 from mtp_kernels.verify_attention.triton_tuning import Launch, product_kind
 
-MAX_ROWS = 64  # of a tile: the sums of more do not fit into registers
+MAX_APART = 0.01  # of two launches' results, relative
 
 
 @dataclass(frozen=True)
@@ -61,39 +61,42 @@ def compiled_bytes(target: GPUTarget, heads: int, launch: Launch, dtype: torch.d
 
 @dataclass
 class Tuner:
-    """Times candidates for each target, the present table's choice first."""
+    """Times candidates for each target, the present table's choice first, then each when it is
+    compiled: one whose compilation takes long holds up no other."""
 
     device: Device
     targets: Sequence[Target]
     dtype: torch.dtype
     executor: Executor
     launches: Sequence[Launch]
+    _wanted: dict[Target, torch.Tensor] = field(default_factory=dict)
 
     def rows(self) -> Iterator[Row]:
-        """Yield a row per target and candidate, targets in turns."""
-        fitting = {target: self._fitting(target) for target in self.targets}
-        for place in range(max(map(len, fitting.values()))):
-            for target, launches in fitting.items():
-                if place < len(launches):
-                    yield self._row(target, launches[place])
+        """Yield a row per target and candidate."""
+        waiting = self._compiled()
+        for target in self.targets:
+            yield self._row(target, self._present(target))
+        while waiting:
+            ready = wait(waiting, return_when=FIRST_COMPLETED).done
+            for future in [one for one in waiting if one in ready]:
+                for target, launch in waiting.pop(future):
+                    if fits(launch, self.device.gpu, future.result()):
+                        yield self._row(target, launch)
 
-    def _fitting(self, target: Target) -> list[Launch]:
-        gpu, heads = self.device.gpu, target.shape.heads
-        present = self._present(target)
-        others = [
-            launch for launch in self.launches if launch.rows <= target.rows and launch != present
-        ]
-        return [present, *fitting_of(others, gpu, self._bytes_of(gpu, heads, others))]
-
-    def _bytes_of(self, gpu: Gpu, heads: int, launches: Sequence[Launch]) -> list[int | None]:
-        """Compile side by side; programs per processor do not change what is compiled."""
-        alone = list(dict.fromkeys(replace(launch, programs_per_sm=1) for launch in launches))
-        count = len(alone)
-        sizes = self.executor.map(
-            compiled_bytes, [gpu.target] * count, [heads] * count, alone, [self.dtype] * count
-        )
-        known = dict(zip(alone, sizes, strict=True))
-        return [known[replace(launch, programs_per_sm=1)] for launch in launches]
+    def _compiled(self) -> dict[Future[int | None], list[tuple[Target, Launch]]]:
+        """Compile candidates side by side, the largest blocks first; programs per processor do not
+        change what is compiled."""
+        users: dict[tuple[int, Launch], list[tuple[Target, Launch]]] = {}
+        for launch in sorted(self.launches, key=lambda one: -one.tokens * one.stages):
+            for target in self.targets:
+                if launch.rows <= target.rows and launch != self._present(target):
+                    job = target.shape.heads, replace(launch, programs_per_sm=1)
+                    users.setdefault(job, []).append((target, launch))
+        gpu = self.device.gpu
+        return {
+            self.executor.submit(compiled_bytes, gpu.target, *job, self.dtype): own
+            for job, own in users.items()
+        }
 
     def _present(self, target: Target) -> Launch:
         rows = target.shape.queries * target.shape.heads
@@ -105,25 +108,27 @@ class Tuner:
         row |= {"launch": asdict(launch)}
         try:
             calls = launched(self.device, target.shape, self.dtype, launch)
+            out = calls[0]().float()
+            wanted = self._wanted.setdefault(target, out)
+            apart = float((out - wanted).norm() / wanted.norm())
+            if not apart <= MAX_APART:
+                return row | {"us": None, "error": f"its result is {apart} apart from the first's"}
             return row | {"us": self.device.seconds(calls) * 1e6}
         except (RuntimeError, TritonError) as error:  # more registers or memory than there are
             return row | {"us": None, "error": str(error)}
 
 
-def fitting_of(launches: Iterable[Launch], gpu: Gpu, shared: Iterable[int | None]) -> list[Launch]:
-    """Return the launches whose programs fit side by side, the largest blocks first."""
-    pairs = [
-        (launch, size)
-        for launch, size in zip(launches, shared, strict=True)
-        if size is not None and size * launch.programs_per_sm <= gpu.shared_bytes
-    ]
-    return [launch for launch, size in sorted(pairs, key=lambda pair: -pair[1])]
+def fits(launch: Launch, gpu: Gpu, shared_bytes: int | None) -> bool:
+    """Return True where the programs of a launch that compiles fit side by side."""
+    return shared_bytes is not None and shared_bytes * launch.programs_per_sm <= gpu.shared_bytes
 
 
 def launched(
     device: Device, shape: Shape, dtype: torch.dtype, launch: Launch
-) -> list[Callable[[], Any]]:
-    """Return calls of a shape by one launch, each to another cache."""
+) -> list[Callable[[], torch.Tensor]]:
+    """Return calls of a shape by one launch, each to another cache, which give their outputs: of
+    equal shapes the same."""
+    torch.manual_seed(0)
     pools = pools_of(shape, device.device, dtype, cache_count(shape))
     first = pools[0]
     sizes = Sizes(
@@ -144,9 +149,14 @@ def launched(
     out = torch.empty_like(first["q_latent"])
     lse = out.new_empty(out.shape[:2], dtype=torch.float32)
 
-    def call_of(pool: dict[str, Any]) -> Callable[[], None]:
+    def call_of(pool: dict[str, Any]) -> Callable[[], torch.Tensor]:
         inputs = Inputs(**pool, rope_cache=None, kv_scale=None, sizes=sizes)
-        return lambda: triton_cuda.run(inputs, schedule, buffer, out, lse)
+
+        def call() -> torch.Tensor:
+            triton_cuda.run(inputs, schedule, buffer, out, lse)
+            return out
+
+        return call
 
     return [call_of(pool) for pool in pools]
 

@@ -7,8 +7,8 @@ interpreter plays and whose clock is given.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Executor
+from collections.abc import Callable, Sequence
+from concurrent.futures import Executor, Future
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -19,8 +19,9 @@ from benchmarks.attention_shapes import Shape
 from benchmarks.gpu_report.__main__ import write_report
 from benchmarks.gpu_report.decoding import Decoding
 from benchmarks.gpu_report.device import Call
-from benchmarks.gpu_report.matrix import Matrix
+from benchmarks.gpu_report.matrix import Matrix, stages_of
 from benchmarks.gpu_report.products import Products
+from benchmarks.gpu_report.stages import Report, Stage
 from benchmarks.gpu_report.tuning import Target
 from mtp_kernels.gpu.devices import INTERPRETED, Gpu
 from mtp_kernels.verify_attention.triton_choice import tiles_for
@@ -57,9 +58,11 @@ class Sizes(Executor):
 
     known: dict[Launch, int | None] = field(default_factory=dict)
 
-    def map(self, fn: Callable[..., Any], *iterables: Any, **options: Any) -> Iterator[Any]:
-        _, _, launches, _ = iterables
-        return (self.known.get(launch, 1000) for launch in launches)
+    def submit(self, fn: Callable[..., Any], /, *arguments: Any, **options: Any) -> Future[Any]:
+        _, _, launch, _ = arguments
+        done = Future[Any]()
+        done.set_result(self.known.get(launch, 1000))
+        return done
 
 
 def matrix(bundle: Path) -> Matrix:
@@ -84,7 +87,11 @@ def matrix(bundle: Path) -> Matrix:
 def main(folder: Path, bundle: Path) -> int:
     sizes = Sizes({Launch(16, 128, 8, 4, 1): 1 << 20, Launch(16, 64, 8, 4, 1): None})
     device = InterpretedDevice()
-    report = write_report(device, matrix(bundle), folder, seconds=3600.0, executor=sizes)
+
+    def stages(report: Report) -> list[Stage]:
+        return stages_of(device, matrix(bundle), report, folder, lambda: sizes)
+
+    report = write_report(device, stages, folder, seconds=3600.0, facts={"commit": "none"})
     assert device.forgotten > 0
     # What was tuned serves from now on: the launch that was timed first is the fastest.
     print("chosen", tiles_for(INTERPRETED, "16 bit"))

@@ -8,7 +8,8 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Executor, Future
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -22,14 +23,16 @@ from triton.backends.compiler import GPUTarget  # noqa: E402
 
 from benchmarks.attention_shapes import Shape, cache_count  # noqa: E402
 from benchmarks.gpu_report import __main__ as program  # noqa: E402
+from benchmarks.gpu_report import plots, tuning  # noqa: E402
 from benchmarks.gpu_report.device import CudaDevice  # noqa: E402
 from benchmarks.gpu_report.matrix import attention_shapes  # noqa: E402
 from benchmarks.gpu_report.stages import Report, Row, Stage  # noqa: E402
 from benchmarks.gpu_report.tuning import (  # noqa: E402
     Target,
+    Tuner,
     candidates,
     compiled_bytes,
-    fitting_of,
+    fits,
     tables_of,
 )
 from mtp_kernels.gpu.devices import Gpu  # noqa: E402
@@ -37,6 +40,7 @@ from mtp_kernels.verify_attention.triton_tuning import Launch  # noqa: E402
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[1]
+STAGES = ["limits", "tune", "attention", "products", "quantize", "decode"]
 HOPPER = Gpu("H", GPUTarget("cuda", 90, 32), 132, 232_448, "3.6.0")
 
 
@@ -65,7 +69,7 @@ def test_every_stage_has_its_rows(written: tuple[Path, Any, str]) -> None:
     _, facts, _ = written
     assert facts["gpu"] == "Triton's interpreter" and facts["commit"] and facts["versions"]["torch"]
     stages = facts["stages"]
-    assert list(stages) == ["limits", "tune", "attention", "products", "quantize", "decode"]
+    assert list(stages) == STAGES
     for name, stage in stages.items():
         assert stage["complete"] and stage["error"] is None and stage["rows"], name
     assert {row["limit"] for row in stages["limits"]["rows"]} == {"copy", "product"}
@@ -191,17 +195,66 @@ def test_a_table_holds_the_fastest_of_each_size() -> None:
 
 
 def test_candidates_that_do_not_compile_or_fit_are_left_out() -> None:
-    known = [Launch(16, 16, 4, 1, 1), Launch(16, 32, 4, 1, 2), Launch(16, 64, 4, 1, 1)]
-    assert fitting_of(known, HOPPER, [10, 200_000, None]) == known[:1]
+    small = Launch(16, 16, 4, 1, 1)
+    assert fits(small, HOPPER, 10) and not fits(small, HOPPER, None)
+    assert fits(replace(small, programs_per_sm=2), HOPPER, 116_224)
+    assert not fits(replace(small, programs_per_sm=2), HOPPER, 116_225)
     assert len(candidates()) == len(set(candidates())) > 100
-    with ThreadPoolExecutor(1) as pool:
-        sizes = list(
-            pool.map(
-                compiled_bytes, [HOPPER.target] * 2, [16] * 2, [known[0], Launch(24, 16, 4, 1, 1)],
-                [torch.bfloat16] * 2,
-            )
-        )  # fmt: skip
+    sizes = [
+        compiled_bytes(HOPPER.target, 16, launch, torch.bfloat16)
+        for launch in (small, Launch(24, 16, 4, 1, 1))
+    ]
     assert sizes[0] is not None and 0 < sizes[0] < 100_000 and sizes[1] is None
+
+
+class Compilers(Executor):
+    """Processes of which one never ends, whose launches it notes."""
+
+    def __init__(self) -> None:
+        self.jobs: list[tuple[int, Launch]] = []
+
+    def submit(self, fn: Callable[..., Any], /, *arguments: Any, **options: Any) -> Future[Any]:
+        _, heads, launch, _ = arguments
+        future = Future[Any]()
+        self.jobs.append((heads, launch))
+        if launch.tokens == 64:
+            future.set_running_or_notify_cancel()
+        else:
+            future.set_result(1000)
+        return future
+
+
+def test_candidates_are_timed_as_they_are_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those of either number of heads are compiled once, and none waits for the one that hangs."""
+    device = SimpleNamespace(gpu=HOPPER)
+    launches = [Launch(16, tokens, 4, 1, sm) for tokens in (16, 64, 128) for sm in (1, 2)]
+    compilers = Compilers()
+    tuner = Tuner(device, (*TARGETS, LAST), torch.bfloat16, compilers, launches)  # type: ignore[arg-type]
+    monkeypatch.setattr(Tuner, "_row", lambda self, target, launch: (target, launch))
+    rows = tuner.rows()
+    found: list[Any] = [next(rows) for _ in range(3 + 3 * 4)]
+    assert [target for target, _ in found[:3]] == [*TARGETS, LAST]
+    assert {launch for _, launch in found[3:]} == {one for one in launches if one.tokens != 64}
+    assert len(compilers.jobs) == len(set(compilers.jobs)) == 2 * 3
+
+
+def test_a_launch_that_computes_something_else_is_not_timed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A compiler's fault must not become the table that every later run takes."""
+    right, wrong = Launch(16, 16, 4, 1, 1), Launch(16, 32, 4, 1, 1)
+
+    def launched(device: object, shape: Shape, dtype: object, launch: Launch) -> list[Any]:
+        return [lambda: torch.full((2, 3), 1.0 if launch.tokens < 32 else torch.nan)]
+
+    monkeypatch.setattr(tuning, "launched", launched)
+    monkeypatch.setattr(tuning, "launch_for", lambda gpu, **options: right)
+    device = SimpleNamespace(gpu=HOPPER, seconds=lambda calls: 1e-6)
+    tuner = Tuner(device, TARGETS[:1], torch.bfloat16, Compilers(), [right, wrong])  # type: ignore[arg-type]
+    first, second = tuner.rows()
+    assert first["us"] == 1.0 and second["us"] is None and "nan apart" in second["error"]
+    (table,) = tables_of([first, second], TARGETS[:1], torch.bfloat16).values()
+    assert table == [vars(right)]
 
 
 def test_caches_are_many_where_they_are_small() -> None:
@@ -286,15 +339,53 @@ def test_the_program_writes_a_report_in_its_minutes(
 ) -> None:
     given: dict[str, Any] = {}
 
-    def write(device: object, matrix: Any, folder: Path, **options: Any) -> SimpleNamespace:
-        given.update(options, folder=folder, matrix=matrix)
+    def write(device: object, stages: Any, folder: Path, **options: Any) -> SimpleNamespace:
+        given.update(options, folder=folder, stages=stages)
         return SimpleNamespace(failed=failed)
 
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(program, "write_report", write)
-    assert program.main(["--out", str(tmp_path), "--minutes", "2"]) == code
+    arguments = ["--out", str(tmp_path), "--minutes", "2", "--commit", "abc"]
+    assert program.main(arguments) == code
     assert (given["seconds"], given["folder"]) == (120.0, tmp_path)
-    assert given["matrix"].dtype is torch.bfloat16
+    assert given["facts"]["commit"] == "abc" and given["facts"]["date"]
+    stages = given["stages"](Report(tmp_path / "report.json", {}))
+    assert [stage.name for stage in stages] == STAGES
+
+
+def test_stages_run_apart(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """In the time that is left of the report's, with what the stages before found."""
+    made: list[Any] = []
+    monkeypatch.setattr(program, "rows_apart", lambda *given, **more: made.append((given, more)))
+    report = Report(tmp_path / "report.json", {})
+    for stage in program.stages_apart(tmp_path / "bundle", tmp_path, 50.0, report):
+        stage.rows()
+    names = [given[1] for given, _ in made]
+    assert names == [(name, tmp_path / "bundle", tmp_path, report) for name in STAGES]
+    assert {given[0] for given, _ in made} == {program.rows_on_gpu}
+    assert all(0 < more["seconds_left"]() <= 50 for _, more in made)
+
+
+def test_without_matplotlib_there_are_no_plots_until_later(
+    written: tuple[Path, Any, str],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    tmp_path: Path,
+) -> None:
+    report = Report(tmp_path / "report.json", {"gpu": "G"})
+    with monkeypatch.context() as patch:
+        patch.setattr(plots, "find_spec", lambda name: None)
+        assert plots.draw(report, tmp_path) == []
+    command = f"-m benchmarks.gpu_report.plots {tmp_path}"
+    assert command in capsys.readouterr().out
+    (tmp_path / "report.json").write_text((written[0] / "out/report.json").read_text())
+    done = subprocess.run(
+        [sys.executable, *command.split()], cwd=ROOT, capture_output=True, text=True, check=True,
+        env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)},
+    )  # fmt: skip
+    names = [f"{name}.png" for name in ("attention", "decode", "quantize")]
+    assert [Path(line).name for line in done.stdout.split()] == names
+    assert all((tmp_path / name).stat().st_size > 1000 for name in names)
 
 
 def test_a_folder_that_is_no_checkout_has_no_commit(

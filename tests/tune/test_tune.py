@@ -11,6 +11,7 @@ import threading
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from functools import partial
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -287,6 +288,7 @@ def test_bfloat16_products_train_alike(
 
 
 @pytest.mark.cuda
+@pytest.mark.skipif(find_spec("numba") is None, reason="the bundle is tuned on the CPU by numba")
 def test_an_offloaded_training_has_the_same_losses(
     options: TuneOptions, tuned: tuple[TuneResult, Path]
 ) -> None:

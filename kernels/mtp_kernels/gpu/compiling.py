@@ -8,7 +8,8 @@ from typing import Any
 
 import triton
 from triton.backends.compiler import GPUTarget
-from triton.compiler import ASTSource
+from triton.compiler import ASTSource, make_backend
+from triton.runtime.jit import MockTensor, create_function_from_signature
 
 
 def compile_for(
@@ -23,17 +24,19 @@ def compile_for(
     types: of the run-time arguments, as Triton writes them; a "*" begins a pointer, and "i32:16"
     is an integer divisible by 16. constants are the other arguments.
     """
-    names = kernel.arg_names
-    aligned = [name for name, kind in types.items() if kind.startswith("*") or ":" in kind]
-    source = ASTSource(
-        kernel,
-        {
-            name: "constexpr" if name in constants else types[name].partition(":")[0]
-            for name in names
-        },
-        {(names.index(name),): value for name, value in constants.items()},
-        {(names.index(name),): [["tt.divisibility", 16]] for name in aligned},
-    )
+    backend = make_backend(target)
+    bind = create_function_from_signature(kernel.signature, kernel.params, backend)
+    examples = {name: _example(kind) for name, kind in types.items()}
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # Triton 3.9 announces a default of 3.10
-        return triton.compile(source, target=target, options=dict(options))
+        # What Triton itself makes of a launch: its cache tells kernels apart by all of it.
+        bound, kinds, rest = bind(**examples, **constants, **options)
+        parsed, *forms = kernel._pack_args(backend, dict(options), bound, kinds, rest)
+        return triton.compile(ASTSource(kernel, *forms), target=target, options=parsed.__dict__)
+
+
+def _example(kind: str) -> object:
+    """Return an argument of a type."""
+    if kind.startswith("*"):
+        return MockTensor(kind[1:])
+    return {"i32:16": 16, "i32": 17, "fp32": 0.5}[kind]

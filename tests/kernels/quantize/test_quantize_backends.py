@@ -39,8 +39,10 @@ def test_triton_interpreted_is_the_reference_to_the_bit(shapes: int) -> None:
 
 
 @pytest.mark.cuda
-def test_triton_on_a_gpu_is_the_reference_to_the_bit() -> None:
-    assert disagreements([*SHAPES, (2048, 7168)], "triton_cuda", "cuda") == []
+@pytest.mark.parametrize("shape", [(512, 7168), *SHAPES], ids=str)
+def test_triton_on_a_gpu_is_the_reference_to_the_bit(shape: tuple[int, int]) -> None:
+    """A test each: kernels are compiled for what is known of a size, and the reference is slow."""
+    assert disagreements([shape], "triton_cuda", "cuda") == []
 
 
 @pytest.mark.parametrize("workers", [1, 2, 5])

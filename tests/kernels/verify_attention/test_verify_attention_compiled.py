@@ -18,16 +18,20 @@ ROOT = Path(__file__).resolve().parents[3]
 SHARED_BYTES = {"8.0": 166_912, "9.0": 232_448, "10.0": 232_448}
 
 
+def python_path() -> str:
+    """make test-oldest-triton puts another Triton there."""
+    given = os.environ.get("PYTHONPATH", "")
+    return os.pathsep.join(filter(None, [given, str(ROOT / "kernels")]))
+
+
 def compile_report(tmp_path: Path, *options: str) -> list[dict[str, Any]]:
     """A process of its own: in this one Triton may be interpreting."""
     path = tmp_path / "report.json"
     module = "benchmarks.compile_report_verify_attention"
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    given = os.environ.get("PYTHONPATH", "")  # make test-oldest-triton puts another Triton there
-    path_list = os.pathsep.join(filter(None, [given, str(ROOT / "kernels")]))
     subprocess.run(
         [sys.executable, "-m", module, "--json", str(path), *options],
-        check=True, capture_output=True, env=environment | {"PYTHONPATH": path_list},
+        check=True, capture_output=True, env=environment | {"PYTHONPATH": python_path()},
         cwd=ROOT,
     )  # fmt: skip
     rows: list[dict[str, Any]] = json.loads(path.read_text())["rows"]
@@ -51,3 +55,15 @@ def test_tiles_of_64_rows_use_wgmma_on_hopper(tmp_path: Path) -> None:
     assert row["wgmma"] > 0 and row["mma"] == 0
     assert row["spilled_bytes"] <= 192
     assert row["shared_bytes"] <= SHARED_BYTES["9.0"]
+
+
+def test_launches_find_what_was_compiled_beforehand(tmp_path: Path) -> None:
+    """Else a GPU's tuning compiles every candidate twice, the second time one after another."""
+    script = ROOT / "tests/kernels/compiled_beforehand.py"
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    done = subprocess.run(
+        [sys.executable, script, tmp_path], env=environment | {"PYTHONPATH": python_path()},
+        capture_output=True, text=True,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout) == {"16 bit": [1, 1], "fp8": [2, 2], "fp32": [3, 3]}
