@@ -6,10 +6,9 @@
 Writes decode.json, decode.md (the concurrency table) and decode.png to FOLDER
 (benchmarks/results). All in float32, random token prompts unless --prompts names a file of JSON
 lines with "prompt" or "prompt_token_ids". transformers runs on a dequantized copy of the weights.
-Methods are compared: MTP and n-grams with as many drafts as are best for MTP, and each --draft with
-as many as are named.
-With --vllm-python, vLLM in bf16 beside the runtime in bf16 instead, to decode_vllm.json alone;
-rows of other --vllm-drafts that were measured the same way stay in it.
+MTP and n-grams draft as many as are best for MTP, each --draft as many as are named.
+With --vllm-python, vLLM in bf16 beside the runtime in bf16 instead, to decode_vllm_UNIT.json alone,
+by the CPU's bf16 unit; rows of other --vllm-drafts that were measured the same way stay in it.
 """
 
 from __future__ import annotations
@@ -31,6 +30,7 @@ import torch
 
 from benchmarks.dequantized import write_dequantized
 from benchmarks.vllm_peer import against_vllm, with_rows_of
+from mtp_kernels.verify_attention.bf16_units import units_here
 from mtp_runtime import LLM, SamplingParams
 from mtp_runtime.cache import CachedSequence, lay_out
 from mtp_runtime.drafters.base import Pass
@@ -370,7 +370,8 @@ def main() -> None:
     arguments.out.mkdir(parents=True, exist_ok=True)
     facts: dict[str, Any] = {"hardware": hardware(), "input_tokens": arguments.input_tokens}
     if arguments.vllm_python is not None:
-        place, counts = arguments.out / "decode_vllm.json", arguments.vllm_drafts
+        place = arguments.out / f"decode_vllm_{units_here()[0]}.json"
+        counts = arguments.vllm_drafts
         facts |= against_vllm(arguments.vllm_python, arguments.source, prompts, tokens, counts)
         write_json(place, with_rows_of(place, facts))
         return

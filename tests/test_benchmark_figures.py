@@ -217,7 +217,7 @@ def test_the_concurrency_table() -> None:
     assert (ROOT / "benchmarks/results/decode.md").read_text() in TEXT
 
 
-@pytest.mark.parametrize("name", ["export", "quantize", "decode", "decode_vllm", "hub", "startup"])
+@pytest.mark.parametrize("name", ["export", "quantize", "decode", "hub", "startup"])
 def test_the_commit_is_named(name: str) -> None:
     facts = results(f"{name}.json")
     machine = facts.get("machine") or facts["hardware"]

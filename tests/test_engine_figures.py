@@ -89,8 +89,9 @@ def test_what_is_left_of_acceptance_when_the_concatenation_is_reversed(
     assert f"vLLM {run['vllm'][0]:.3f} and {-100 * run['vllm_change']:.1f} points" in page
 
 
-def test_the_table_of_speed_beside_vllm() -> None:
-    page, facts = (ROOT / "docs/benchmarks.md").read_text(), results("decode_vllm.json")
+@pytest.mark.parametrize("unit", ["amx", "float32"])
+def test_the_table_of_speed_beside_vllm(unit: str) -> None:
+    page, facts = (ROOT / "docs/benchmarks.md").read_text(), results(f"decode_vllm_{unit}.json")
     for row in facts["against_vllm"]:
         cells = [f"{row['batch']}, {WORDS[row['drafts']]}"]
         for engine in ("runtime", "vllm"):
@@ -99,4 +100,4 @@ def test_the_table_of_speed_beside_vllm() -> None:
         cells.append(f"{row['runtime_float32_seconds']:.2f} s")
         assert f"| {' | '.join(cells)} |" in page
     assert f"--output-tokens {facts['output_tokens']}`" in page
-    assert f"Commit {facts['hardware']['commit'][:12]}" in page
+    assert f"commit {facts['hardware']['commit'][:12]}" in page
