@@ -139,6 +139,7 @@ class ShardWriter:
 
     def write(self, name: str, data: memoryview) -> None:
         """Write the next bytes of a tensor; they may wait in a buffer until its last ones come."""
+        assert len(data) <= self._left[name], f"{name} has fewer bytes than it is given"
         try:
             self._check()
             while len(data):

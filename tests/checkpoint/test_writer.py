@@ -139,6 +139,16 @@ def test_the_room_is_taken_before_the_first_byte(
     assert not list(tmp_path.iterdir())
 
 
+def test_more_bytes_than_a_tensor_has(tmp_path: Path, queue: DiskQueue) -> None:
+    """They would otherwise wait for room for ever."""
+    shard = ShardWriter(tmp_path / "shard", TENSORS, queue)
+    name, content = next((name, content) for name, content in CONTENTS.items() if content)
+    shard.write(name, memoryview(content))
+    with pytest.raises(AssertionError, match=f"{name} has fewer bytes"):
+        shard.write(name, memoryview(b"one more"))
+    shard.discard()
+
+
 def test_no_file_stays_open(
     tmp_path: Path, queue: DiskQueue, monkeypatch: pytest.MonkeyPatch
 ) -> None:
