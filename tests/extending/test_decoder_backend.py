@@ -26,10 +26,10 @@ class CountedDecoder(reference.Decoder):
         x: torch.Tensor,
         layout: BatchLayout,
         kv_cache: torch.Tensor,
-        taken: torch.Tensor | None = None,
+        attention_input: torch.Tensor | None = None,
     ) -> None:
         CountedDecoder.passes += 1
-        super().__call__(x, layout, kv_cache, taken)
+        super().__call__(x, layout, kv_cache, attention_input)
 
 
 class Backend(reference.Backend):

@@ -75,7 +75,7 @@ def check_layers(config: DecoderConfig, layers: Sequence[PackedLayer]) -> None:
             check_routing(config, layer.shapes["router"][0], number)
 
 
-def taken_width(shapes: Shapes) -> int:
+def attention_input_width(shapes: Shapes) -> int:
     """Return the width of the rows that a layer's attention is given, 0 where it takes the norm of
     the stream."""
     matrix = shapes.get("down") or shapes.get("qkv") or ()
@@ -86,13 +86,13 @@ def expected_shapes(config: DecoderConfig, found: Shapes, *, first: bool) -> Sha
     """Return the shapes that a layer's weights must have; experts and their width are its own, and
     of the first layer the width of rows that it is given."""
     hidden, router, gate = config.hidden, found["router"], found["gate"] or ()
-    taken = taken_width(found) if first else 0
+    given = attention_input_width(found) if first else 0
     routed = router[0] if router else 0
     experts = max(gate[0] if len(gate) == 3 else 1, routed) if routed else 1
     inner = gate[1] if len(gate) == 3 else 1
     return {
-        "input_norm": None if taken else (hidden,),
-        **config.attention.weights(hidden, taken or hidden),
+        "input_norm": None if given else (hidden,),
+        **config.attention.weights(hidden, given or hidden),
         "post_norm": (hidden,),
         "router": (routed, hidden) if routed else None,
         "router_bias": (routed,) if routed else None,
@@ -126,12 +126,12 @@ def check_pass(
     x: torch.Tensor,
     layout: BatchLayout,
     kv_cache: torch.Tensor,
-    taken: torch.Tensor | None,
+    attention_input: torch.Tensor | None,
 ) -> None:
     """Check the tensors of one pass on the CPU, contents of the layout included."""
     check_stream(config, x, kv_cache)
     rows, device = len(x), x.device
-    check_taken(taken_width(layers[0].shapes), taken, rows)
+    check_attention_input(attention_input_width(layers[0].shapes), attention_input, rows)
     if len(kv_cache) < len(layers):
         raise ValueError(f"kv_cache: expected at least {len(layers)} layers, found {len(kv_cache)}")
     check_tensor("positions", layout.positions, shape=(rows,), dtypes=INDEX, device=device)
@@ -157,17 +157,16 @@ def check_stream(config: DecoderConfig, x: torch.Tensor, kv_cache: torch.Tensor)
     check_tensor("kv_cache", kv_cache, shape=shape, dtypes=FLOAT, device=device)
 
 
-def check_taken(width: int, taken: torch.Tensor | None, rows: int) -> None:
+def check_attention_input(width: int, attention_input: torch.Tensor | None, rows: int) -> None:
     """Check the rows that the attention of a first layer is given, and that there are none where
     it takes the norm of the stream."""
-    if taken is None or not width:
-        found = "none" if taken is None else list(taken.shape)
-        if width or taken is not None:
-            expected = f"shape [{rows}, {width}]" if width else "none, the layer has an input norm"
-            raise ValueError(f"taken: expected {expected}, found {found}")
-        return
-    cpu = torch.device("cpu")
-    check_tensor("taken", taken, shape=(rows, width), dtypes=FLOAT, device=cpu)
+    given, cpu = attention_input, torch.device("cpu")
+    if (given is not None) != bool(width):
+        expected = f"shape [{rows}, {width}]" if width else "none, the layer has an input norm"
+        found = "none" if given is None else list(given.shape)
+        raise ValueError(f"attention_input: expected {expected}, found {found}")
+    if given is not None:
+        check_tensor("attention_input", given, shape=(rows, width), dtypes=FLOAT, device=cpu)
 
 
 def check_range(name: str, values: list[int], end: int) -> None:
@@ -179,7 +178,7 @@ def check_range(name: str, values: list[int], end: int) -> None:
 def check_parts(config: DecoderConfig, layer: PackedLayer, parts: RecursionParts) -> None:
     """Check that a module's layer takes what the module joins, and that it embeds the tokens that
     it drafts."""
-    width = taken_width(layer.shapes)
+    width = attention_input_width(layer.shapes)
     expected = 0 if parts.projection is not None else 2 * config.hidden
     if width != expected:
         raise ValueError(

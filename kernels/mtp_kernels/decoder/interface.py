@@ -68,11 +68,11 @@ class LatentSizes:
         """Inputs of the output projection."""
         return self.heads * self.value
 
-    def weights(self, hidden: int, taken: int) -> Shapes:
-        """Return the shapes of the weights, given the widths of the stream and of rows taken."""
+    def weights(self, hidden: int, input_width: int) -> Shapes:
+        """Return the shapes of the weights, given those of the stream and of attention's input."""
         width, rank = self.nope + self.rope, self.query_rank
         return {
-            "down": (self.projected, taken),
+            "down": (self.projected, input_width),
             "query_norm": (rank,) if rank else None,
             "query_up": (self.heads, width, rank) if rank else None,
             "latent_norm": (self.latent,),
@@ -123,11 +123,11 @@ class GroupedSizes:
         """Inputs of the output projection."""
         return self.heads * self.head
 
-    def weights(self, hidden: int, taken: int) -> Shapes:
-        """Return the shapes of the weights, given the widths of the stream and of rows taken."""
+    def weights(self, hidden: int, input_width: int) -> Shapes:
+        """Return the shapes of the weights, given those of the stream and of attention's input."""
         norm = (self.head,) if self.has_norms else None
         return {
-            "qkv": (self.projected, taken),
+            "qkv": (self.projected, input_width),
             "bias": (self.projected,) if self.has_bias else None,
             "query_norm": norm,
             "key_norm": norm,
@@ -242,7 +242,7 @@ class RecursionParts:
     hidden_norm: RowStep
     projection: RowStep | None  # [T, 2d] -> [T, d], of [embedding | hidden state]
     head_norm: RowStep
-    head: RowStep  # [T, d] -> [T, n]
+    head: Projection  # [T, d] -> [T, n]
     tokens: torch.Tensor  # [n] int64
     recycles_normed: bool
     normed_residual: bool = False
@@ -270,16 +270,16 @@ class Decoder(Protocol):
         x: torch.Tensor,
         layout: BatchLayout,
         kv_cache: torch.Tensor,
-        taken: torch.Tensor | None = None,
+        attention_input: torch.Tensor | None = None,
     ) -> None:
         """Replace x [T, d] by the output of the last layer.
 
         kv_cache [at least the number of layers, pages, page, slot of the attention's sizes]: the
         rows' entries are written to their slots; each row attends to its request's tokens up to
-        itself, and slots that no row may see are not read. taken [T, w] is what the attention of a
-        first layer without an input norm takes, None where there is one. Raises TypeError or
-        ValueError for tensors that are not contiguous float32 on the decoder's device or do not fit
-        each other.
+        itself, and slots that no row may see are not read. attention_input [T, w] is what the
+        attention of a first layer without an input norm takes, None where there is one. Raises
+        TypeError or ValueError for tensors that are not contiguous float32 on the decoder's device
+        or do not fit each other.
         """
 
     def part(self, first: int, stop: int) -> Decoder:

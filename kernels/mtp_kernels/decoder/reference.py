@@ -166,15 +166,22 @@ class Decoder:
         x: torch.Tensor,
         layout: BatchLayout,
         kv_cache: torch.Tensor,
-        taken: torch.Tensor | None = None,
+        attention_input: torch.Tensor | None = None,
     ) -> None:
-        check_pass(self.config, self.layers, x=x, layout=layout, kv_cache=kv_cache, taken=taken)
+        check_pass(
+            self.config,
+            self.layers,
+            x=x,
+            layout=layout,
+            kv_cache=kv_cache,
+            attention_input=attention_input,
+        )
         for kept, cache in zip(self.layers, kv_cache, strict=False):
             layer = kept.weights
             if layer.input_norm is not None:
-                taken = rms_norm(x, layer.input_norm, self._eps)
-            assert taken is not None, "checked with the pass"
-            x += self._attention(layer, taken, layout, cache)
+                attention_input = rms_norm(x, layer.input_norm, self._eps)
+            assert attention_input is not None, "checked with the pass"
+            x += self._attention(layer, attention_input, layout, cache)
             x += feed_forward(self.config, layer, rms_norm(x, layer.post_norm, self._eps))
 
     def part(self, first: int, stop: int) -> Decoder:
@@ -354,15 +361,14 @@ class Recursion:
         drafts: list[int] = []
         while True:
             normed = parts.head_norm(hidden)
-            logits = parts.head(normed)[0]
-            drafts.append(int(parts.tokens[(logits == logits.max()).nonzero()[0]]))
+            drafts.append(int(parts.tokens[parts.head.best(normed)[0]]))
             if len(drafts) == count:
                 return drafts
             source = normed if parts.recycles_normed else hidden
             token = parts.embedding[drafts[-1]][None]
-            hidden, taken = joined(parts, token, source)
+            hidden, attention_input = joined(parts, token, source)
             layout = one_row(start + len(drafts), page_table, kv_cache.shape[2])
-            parts.decoder(hidden, layout, kv_cache, taken)
+            parts.decoder(hidden, layout, kv_cache, attention_input)
 
 
 def joined(

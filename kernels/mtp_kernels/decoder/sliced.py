@@ -80,11 +80,11 @@ class SlicedDecoder(Protocol):
         x: torch.Tensor,
         layout: BatchLayout,
         kv_cache: torch.Tensor,
-        taken: torch.Tensor | None = None,
+        attention_input: torch.Tensor | None = None,
     ) -> SlicedPass:
         """Begin a pass of the stream x [T, d], which its caller changes between the stages.
 
-        kv_cache and taken as of Decoder; raises as Decoder does.
+        kv_cache and attention_input as of Decoder; raises as Decoder does.
         """
 
 

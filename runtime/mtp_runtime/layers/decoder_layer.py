@@ -40,21 +40,23 @@ class DecoderLayer:
         x: torch.Tensor,
         cache: LayerCache,
         forward: ForwardPass,
-        taken: torch.Tensor | None = None,
+        attention_input: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Take rows x [T, d] through the layer; fills their cache entries. taken [T, w]: what
-        attention is given, without an input norm."""
-        return self.fed_forward(self.attend(x, cache, forward, taken))
+        """Take rows x [T, d] through the layer; fills their cache entries. attention_input [T, w]:
+        what attention takes where there is no input norm."""
+        return self.fed_forward(self.attend(x, cache, forward, attention_input))
 
     def attend(
         self,
         x: torch.Tensor,
         cache: LayerCache,
         forward: ForwardPass,
-        taken: torch.Tensor | None = None,
+        attention_input: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Take rows x [T, d] through the first half alone."""
-        return x + self.attention(self.normed(x) if taken is None else taken, cache, forward)
+        return x + self.attention(
+            self.normed(x) if attention_input is None else attention_input, cache, forward
+        )
 
     def normed(self, x: torch.Tensor) -> torch.Tensor:
         """Return what attention takes of rows x [T, d]."""

@@ -8,9 +8,9 @@ from dataclasses import dataclass, field
 
 import torch
 
+from mtp_kernels.decoder import RowStep
 from mtp_runtime.layers.embedding import EmbeddingTable
 from mtp_runtime.layers.linear import Linear
-from mtp_runtime.layers.module_inputs import RowStep
 from mtp_runtime.parallel.group import Group
 
 

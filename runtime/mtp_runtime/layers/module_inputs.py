@@ -2,22 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 
-RowStep = Callable[[torch.Tensor], torch.Tensor]  # of every row by itself
-
-
-class Projection(Protocol):
-    """A product with one matrix, however it is run."""
-
-    def __call__(self, x: torch.Tensor) -> torch.Tensor: ...
-
-    def best(self, x: torch.Tensor) -> torch.Tensor:
-        """Return the number of each row's largest output [T], the first of equal ones."""
+from mtp_kernels.decoder import RowStep
 
 
 @dataclass(frozen=True)

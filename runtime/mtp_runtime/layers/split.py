@@ -8,21 +8,20 @@ half layer, and the ranks' sums are added in the order of ranks.
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import cast
 
 import torch
 
+from mtp_kernels.decoder import RowStep
 from mtp_runtime.layers.linear import Linear
 from mtp_runtime.layers.moe import Experts, Mlp, Order, Router, sort_by_expert
 from mtp_runtime.parallel.group import LONE, Group, Part
 
 GATHER, REDUCE = "gather", "reduce"
 MODES = (GATHER, REDUCE)
-
-RowStep = Callable[[torch.Tensor], torch.Tensor]
 
 
 @dataclass(frozen=True)

@@ -22,7 +22,6 @@ from mtp_runtime.layers.embedding import EmbeddingTable
 from mtp_runtime.layers.gqa import Gqa
 from mtp_runtime.layers.linear import Linear
 from mtp_runtime.layers.mla import Mla
-from mtp_runtime.layers.module_inputs import Projection, RowStep
 from mtp_runtime.layers.moe import Mlp, Moe, SigmoidRouter
 from mtp_runtime.layers.norm import RmsNorm
 from mtp_runtime.layers.rope import Rope
@@ -85,9 +84,9 @@ class CompiledLayers:
         x: torch.Tensor,
         cache: Cache,
         layout: BatchLayout,
-        taken: torch.Tensor | None = None,
+        attention_input: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        self.decoder(x, layout, stacked(cache), taken)
+        self.decoder(x, layout, stacked(cache), attention_input)
         return x
 
     def each(self) -> Iterator[Layers]:
@@ -114,11 +113,11 @@ class MixedLayers:
         x: torch.Tensor,
         cache: Cache,
         layout: BatchLayout,
-        taken: torch.Tensor | None = None,
+        attention_input: torch.Tensor | None = None,
     ) -> torch.Tensor:
         assert isinstance(cache, JoinedCaches), "the cache that new_cache made"
         for run, own in zip(self.runs, cache.parts, strict=True):
-            x, taken = run(x, own, layout, taken), None
+            x, attention_input = run(x, own, layout, attention_input), None
         return x
 
     def each(self) -> Iterator[Layers]:
@@ -173,10 +172,10 @@ class CompiledExecution:
         """Return an empty run of layers for the kernels."""
         return PackedRun(self.backend)
 
-    def norm(self, norm: RmsNorm) -> RowStep:
+    def norm(self, norm: RmsNorm) -> kernels.RowStep:
         return self.backend.norm(norm.weight, norm.eps)
 
-    def linear(self, linear: Linear) -> Projection:
+    def linear(self, linear: Linear) -> kernels.Projection:
         return self.backend.projection(dense_matrix(linear))
 
     def recursion(self, module: RecursiveModule) -> Recursion | None:

@@ -20,13 +20,14 @@ from mtp_export.families.eagle3 import TARGET_MASK, TARGET_OFFSETS, Eagle3Family
 from mtp_export.families.modules import weight_name
 from mtp_export.schemes.discrepancies import StoredTensor, compare
 from mtp_kernels.batch_layout import BatchLayout
+from mtp_kernels.decoder import RowStep
 from mtp_runtime.cache import Cache, PageAllocator
 from mtp_runtime.config import RopeConfig, refuse_other_values
 from mtp_runtime.layers.attention import Attention
 from mtp_runtime.layers.decoder_layer import DecoderLayer
 from mtp_runtime.layers.embedding import Embedding
 from mtp_runtime.layers.linear import Linear
-from mtp_runtime.layers.module_inputs import ModuleInputs, RowStep
+from mtp_runtime.layers.module_inputs import ModuleInputs
 from mtp_runtime.layers.norm import RmsNorm
 from mtp_runtime.layers.split import ALONE, Joining
 from mtp_runtime.loading.draft_folder import DraftFolder, DraftTensor, layout_on_disk, values_of
@@ -131,17 +132,17 @@ class Eagle3Module:
         layout: BatchLayout,
     ) -> torch.Tensor:
         """Run the layer over tokens and states; returns [T, d] before the norm."""
-        taken, residual = self.entering(next_tokens, hidden)
+        attention_input, residual = self.entering(next_tokens, hidden)
         x = residual.clone() if residual is hidden else residual  # the layer may overwrite it
-        return self.layers(x, cache, layout, taken)
+        return self.layers(x, cache, layout, attention_input)
 
     def entering(
         self, next_tokens: torch.Tensor, hidden: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Return what attention takes [T, 2d], and what its output is added to [T, d]."""
-        residual, taken = self.inputs.joined(self.embedding(next_tokens), hidden)
-        assert taken is not None, "there is no projection"
-        return taken, residual
+        residual, attention_input = self.inputs.joined(self.embedding(next_tokens), hidden)
+        assert attention_input is not None, "there is no projection"
+        return attention_input, residual
 
     def leaving(self, residual: torch.Tensor, attended: torch.Tensor) -> torch.Tensor:
         """Return the output [T, d] before the norm, given that of attention [T, d]."""

@@ -9,11 +9,11 @@ from typing import Any
 import torch
 
 from mtp_kernels.batch_layout import BatchLayout
+from mtp_kernels.decoder import Projection, RowStep
 from mtp_runtime.cache import Cache, CacheSpec
 from mtp_runtime.layers.decoder_layer import DecoderLayer
 from mtp_runtime.layers.led import Handle, LedLinear
 from mtp_runtime.layers.linear import Linear
-from mtp_runtime.layers.module_inputs import Projection, RowStep
 from mtp_runtime.layers.norm import RmsNorm
 from mtp_runtime.models.model import Execution, Layers, RecursiveModule
 from mtp_runtime.parallel.group import Group
@@ -67,11 +67,13 @@ class LedLayers:
         x: torch.Tensor,
         cache: Cache,
         layout: BatchLayout,
-        taken: torch.Tensor | None = None,
+        attention_input: torch.Tensor | None = None,
     ) -> torch.Tensor:
         assert isinstance(cache, LedCache), "the cache that new_cache made"
         numbers = self.handle.number, cache.handle.number
-        return self.handle.group.everywhere(_run, numbers, self.span, ToldLayout(layout), x, taken)
+        return self.handle.group.everywhere(
+            _run, numbers, self.span, ToldLayout(layout), x, attention_input
+        )
 
     def each(self) -> Iterator[Layers]:
         return (self.part(at, at + 1) for at in range(len(self)))
@@ -144,7 +146,7 @@ def _run(
     span: tuple[int, int],
     layout: ToldLayout,
     x: torch.Tensor,
-    taken: torch.Tensor | None,
+    attention_input: torch.Tensor | None,
 ) -> torch.Tensor:
     cache: Cache = group.parts[numbers[1]]
-    return _layers(group, numbers[0], span)(x, cache, layout.on(x.device), taken)
+    return _layers(group, numbers[0], span)(x, cache, layout.on(x.device), attention_input)

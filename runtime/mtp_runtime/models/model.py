@@ -18,13 +18,14 @@ import torch
 
 from mtp_export.families.contract import Hidden, MtpContract
 from mtp_kernels.batch_layout import BatchLayout
+from mtp_kernels.decoder import Projection, RowStep
 from mtp_runtime.cache import Cache, CacheSpec, JoinedCaches, LayerCaches, PageAllocator
 from mtp_runtime.config import ModelConfig
 from mtp_runtime.layers.attention import Attention, ForwardPass
 from mtp_runtime.layers.decoder_layer import DecoderLayer
 from mtp_runtime.layers.embedding import Embedding
 from mtp_runtime.layers.linear import Linear
-from mtp_runtime.layers.module_inputs import ModuleInputs, Projection, RowStep
+from mtp_runtime.layers.module_inputs import ModuleInputs
 from mtp_runtime.layers.norm import RmsNorm
 
 
@@ -41,10 +42,12 @@ class Layers(Protocol):
         x: torch.Tensor,
         cache: Cache,
         layout: BatchLayout,
-        taken: torch.Tensor | None = None,
+        attention_input: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Take the stream x [T, d], which may be overwritten, through the layers. taken [T, w]:
-        what attention is given in a first layer without an input norm."""
+        """Take the stream x [T, d], which may be overwritten, through the layers.
+
+        attention_input [T, w]: what attention takes in a first layer without an input norm.
+        """
 
     def each(self) -> Iterator[Layers]:
         """Yield every layer by itself."""
@@ -97,12 +100,12 @@ class TorchLayers:
         x: torch.Tensor,
         cache: Cache,
         layout: BatchLayout,
-        taken: torch.Tensor | None = None,
+        attention_input: torch.Tensor | None = None,
     ) -> torch.Tensor:
         assert isinstance(cache, LayerCaches), "the cache that new_cache made"
         forward = ForwardPass(layout, self.backend)
         for layer, own in zip(self.layers, cache.layers, strict=True):
-            x, taken = layer(x, own, forward, taken), None
+            x, attention_input = layer(x, own, forward, attention_input), None
         return x
 
     def each(self) -> Iterator[Layers]:

@@ -30,9 +30,9 @@ from mtp_export.families.parallel_heads import (
 )
 from mtp_export.schemes.discrepancies import StoredTensor, compare
 from mtp_kernels.batch_layout import BatchLayout
+from mtp_kernels.decoder import RowStep
 from mtp_runtime.cache import Cache, JoinedCaches, PageAllocator
 from mtp_runtime.layers.led import Handle
-from mtp_runtime.layers.module_inputs import RowStep
 from mtp_runtime.layers.split import ALONE, Joining
 from mtp_runtime.loading.divided import gathered_output, joined_output, outputs_of
 from mtp_runtime.loading.draft_folder import DraftFolder, DraftTensor, layout_on_disk

@@ -76,9 +76,9 @@ class SlicedLayers:
         x: torch.Tensor,
         cache: Cache,
         layout: BatchLayout,
-        taken: torch.Tensor | None = None,
+        attention_input: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        run = self.decoder.begin(x, layout, stacked(cache), taken)
+        run = self.decoder.begin(x, layout, stacked(cache), attention_input)
         feed_forward = self._reduced if self.joining.reduces else self._gathered
         for layer, sizes in enumerate(self.sizes):
             project = partial(run.output, layer)

@@ -60,7 +60,7 @@ class Inputs:
     x: torch.Tensor
     layout: BatchLayout
     kv_cache: torch.Tensor
-    taken: torch.Tensor | None = None
+    attention_input: torch.Tensor | None = None
 
 
 def changed(case: Case, **sizes: float) -> Case:
@@ -101,11 +101,11 @@ def make_layer(case: Case, kind: str, generator: torch.Generator) -> LayerWeight
 
 
 def make_attention(
-    config: DecoderConfig, generator: torch.Generator, taken: int
+    config: DecoderConfig, generator: torch.Generator, attention_input: int
 ) -> LatentWeights | GroupedWeights:
     """Random weights of a kind of attention over rows of a width: norms near 1, biases small."""
     made: dict[str, torch.Tensor | None] = {}
-    for name, shape in config.attention.weights(config.hidden, taken).items():
+    for name, shape in config.attention.weights(config.hidden, attention_input).items():
         if shape is None:
             made[name] = None
             continue
@@ -155,7 +155,7 @@ def build(case: Case) -> Inputs:
         positions += range(kv_len - q_len, kv_len)
         slots += own[kv_len - q_len :]
     x = torch.randn(sum(case.q_lens), config.hidden, generator=generator)
-    taken = torch.randn(len(x), 2 * config.hidden, generator=generator)
+    attention_input = torch.randn(len(x), 2 * config.hidden, generator=generator)
     return Inputs(
         x=x,
         layout=BatchLayout(
@@ -166,14 +166,14 @@ def build(case: Case) -> Inputs:
             cu_q=torch.tensor([0, *accumulate(case.q_lens)], dtype=torch.int32),
         ),
         kv_cache=cache.view(len(cache), total, page, width),
-        taken=taken if case.layers.startswith("t") else None,
+        attention_input=attention_input if case.layers.startswith("t") else None,
     )
 
 
 def run(made: decoder.Decoder, inputs: Inputs) -> tuple[torch.Tensor, torch.Tensor]:
     """The output rows, and the cache after the pass; the inputs stay as they are."""
     x, cache = inputs.x.clone(), inputs.kv_cache.clone()
-    made(x, inputs.layout, cache, inputs.taken)
+    made(x, inputs.layout, cache, inputs.attention_input)
     return x, cache
 
 
@@ -194,7 +194,7 @@ def requests_of(inputs: Inputs, wanted: Sequence[int]) -> tuple[Inputs, torch.Te
             cu_q=torch.tensor([0, *accumulate(lengths)], dtype=torch.int32),
         ),
         kv_cache=inputs.kv_cache,
-        taken=None if inputs.taken is None else inputs.taken[rows],
+        attention_input=None if inputs.attention_input is None else inputs.attention_input[rows],
     ), rows
 
 

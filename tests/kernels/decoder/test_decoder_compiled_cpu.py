@@ -63,7 +63,12 @@ def test_bits_do_not_depend_on_how_a_prompt_is_cut(layers: str, step: int) -> No
             kv_lens=torch.tensor([30 + end], dtype=torch.int32),
             cu_q=torch.tensor([0, end - start], dtype=torch.int32),
         )
-        made(x, layout, cache, None if inputs.taken is None else inputs.taken[start:end])
+        made(
+            x,
+            layout,
+            cache,
+            None if inputs.attention_input is None else inputs.attention_input[start:end],
+        )
         rows.append(x)
     assert torch.equal(torch.cat(rows), expected)
     assert torch.equal(cache.view(torch.int32), expected_cache.view(torch.int32))

@@ -59,22 +59,26 @@ def test_wrong_dtypes_name_the_tensor(backend: str, name: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("layers", "taken", "message"),
+    ("layers", "attention_input", "message"),
     [
-        ("t", None, r"taken: expected shape \[3, 96\], found none"),
-        ("t", torch.zeros(2, 96), r"taken: expected shape \[3, 96\], found \[2, 96\]"),
-        ("t", torch.zeros(3, 48), r"taken: expected shape \[3, 96\], found \[3, 48\]"),
-        ("t", torch.zeros(96, 3).T, "taken: expected contiguous, found strides"),
-        ("m", torch.zeros(3, 48), "taken: expected none, the layer has an input norm, found"),
+        ("t", None, r"attention_input: expected shape \[3, 96\], found none"),
+        ("t", torch.zeros(2, 96), r"attention_input: expected shape \[3, 96\], found \[2, 96\]"),
+        ("t", torch.zeros(3, 48), r"attention_input: expected shape \[3, 96\], found \[3, 48\]"),
+        ("t", torch.zeros(96, 3).T, "attention_input: expected contiguous, found strides"),
+        (
+            "m",
+            torch.zeros(3, 48),
+            "attention_input: expected none, the layer has an input norm, found",
+        ),
     ],
 )
 def test_rows_that_attention_is_given(
-    backend: str, layers: str, taken: torch.Tensor | None, message: str
+    backend: str, layers: str, attention_input: torch.Tensor | None, message: str
 ) -> None:
     case = replace(CASE, layers=layers)
     inputs = build(case)
     with pytest.raises(ValueError, match=message):
-        make_decoder(case, backend)(inputs.x, inputs.layout, inputs.kv_cache, taken)
+        make_decoder(case, backend)(inputs.x, inputs.layout, inputs.kv_cache, attention_input)
 
 
 def test_rows_are_given_to_the_first_layer_alone(backend: str) -> None:

@@ -175,10 +175,17 @@ class Decoder:
         x: torch.Tensor,
         layout: BatchLayout,
         kv_cache: torch.Tensor,
-        taken: torch.Tensor | None = None,
+        attention_input: torch.Tensor | None = None,
     ) -> None:
         """Run the stream x [T, d] through the layers, in place."""
-        check_pass(self.config, self.layers, x=x, layout=layout, kv_cache=kv_cache, taken=taken)
+        check_pass(
+            self.config,
+            self.layers,
+            x=x,
+            layout=layout,
+            kv_cache=kv_cache,
+            attention_input=attention_input,
+        )
         batch, parts = planned(layout, kv_cache.shape[2], self.rope, self.sizes.heads)
         team = process_team()
         team.run(
@@ -188,15 +195,19 @@ class Decoder:
             self.sizes,
             batch,
             kv_cache.flatten(1, 2).numpy(),
-            self.scratch(len(x), parts, taken),
+            self.scratch(len(x), parts, attention_input),
             x.numpy(),
             self._no_drafting,
         )
 
-    def scratch(self, count: int, parts: int, taken: torch.Tensor | None = None) -> Scratch:
+    def scratch(
+        self, count: int, parts: int, attention_input: torch.Tensor | None = None
+    ) -> Scratch:
         """Return memory for a pass over a number of rows, and parts of attention."""
         inner = count * self._experts, self._inner
-        return make_scratch(self.config, count, parts=parts, inner=inner, taken=taken)
+        return make_scratch(
+            self.config, count, parts=parts, inner=inner, attention_input=attention_input
+        )
 
 
 class Norm:

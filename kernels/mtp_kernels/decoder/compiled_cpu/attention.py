@@ -57,7 +57,7 @@ class Scratch(NamedTuple):
     inner: Any  # [T * experts per row, whole panels]
     picked: Any  # [T, k] experts
     parts: Any
-    taken: Any  # [T, w], what the attention of a first layer without an input norm takes
+    attention_input: Any  # [T, w], what the attention of a first layer without an input norm takes
 
 
 # Steps by kind of attention: fill the cache, make queries, make values of a wave's parts.
@@ -145,18 +145,18 @@ def attend(
 
 @inner
 def project_rows(member: Any, layer: Any, matrix: Any, sizes: Any, scratch: Any, x: Any) -> None:
-    """Project all rows, normed or as they are taken, by the member's panels of a matrix."""
+    """Project all rows, normed or as they are given, by the member's panels of a matrix."""
     normed = np.empty((BLOCK_ROWS, sizes.hidden), np.float32)
-    norm, taken = vector(layer.input_norm, sizes.hidden), rows_of(scratch.taken)
+    norm, given = vector(layer.input_norm, sizes.hidden), rows_of(scratch.attention_input)
     projected = scratch.projected
-    depth = sizes.hidden if layer.input_norm else taken.stride
+    depth = sizes.hidden if layer.input_norm else given.stride
     weight = panel_of(matrix, 0, depth, sizes.entry_bytes)
     mine, width = share(member, projected.shape[1] // PANEL), projected.shape[1]
     for row in range(0, x.shape[0], BLOCK_ROWS):
         if layer.input_norm:
             block = norm_block(x, row, norm, sizes.norm_eps, normed)
         else:
-            block = block_of(taken, row, taken.count)
+            block = block_of(given, row, given.count)
         project(block, weight, mine, address(projected[row]), width)
 
 

@@ -193,9 +193,9 @@ def most_parts(chains: Chains, heads: int) -> int:
 
 
 @inner
-def part_of(scratch: Any, taken: Any, sizes: Any) -> Scratch:
-    """Return the part of the scratch memory that the first rows use, as many as are taken."""
-    rows = taken.shape[0]
+def part_of(scratch: Any, attention_input: Any, sizes: Any) -> Scratch:
+    """Return the part of the scratch memory that the first rows use, those of attention_input."""
+    rows = attention_input.shape[0]
     return Scratch(
         scratch.projected[:rows],
         scratch.queries[: rows * sizes.heads],
@@ -205,5 +205,5 @@ def part_of(scratch: Any, taken: Any, sizes: Any) -> Scratch:
         scratch.inner,
         scratch.picked[:rows],
         scratch.parts,
-        taken,
+        attention_input,
     )

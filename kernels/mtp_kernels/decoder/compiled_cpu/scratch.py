@@ -42,12 +42,12 @@ def make_scratch(
     *,
     parts: int,
     inner: tuple[int, int],
-    taken: torch.Tensor | None = None,
+    attention_input: torch.Tensor | None = None,
 ) -> Scratch:
     """Return memory for a pass over a number of rows, and parts of attention.
 
-    inner: pairs of a row and an expert, and the inner width in whole panels. taken: what the first
-    layer's attention is given, if anything.
+    inner: pairs of a row and an expert, and the inner width in whole panels. attention_input: what
+    the first layer's attention is given, if anything.
     """
     attention, picked = config.attention, config.experts_per_token
     return Scratch(
@@ -61,7 +61,7 @@ def make_scratch(
         ),
         np.empty((count, picked), np.int64),
         Parts(*_floats((parts, attention.attended), (parts,), (parts,))),
-        np.empty((0, 0), np.float32) if taken is None else taken.numpy(),
+        np.empty((0, 0), np.float32) if attention_input is None else attention_input.numpy(),
     )
 
 

@@ -138,12 +138,19 @@ class SlicedDecoder:
         x: torch.Tensor,
         layout: BatchLayout,
         kv_cache: torch.Tensor,
-        taken: torch.Tensor | None = None,
+        attention_input: torch.Tensor | None = None,
     ) -> SlicedPass:
         """Begin a pass of the stream x [T, d], which its caller changes between the stages."""
         layers = [packed.layer for packed in self.layers]
-        check_pass(self.config, layers, x=x, layout=layout, kv_cache=kv_cache, taken=taken)
-        return SlicedPass(self, x, layout, kv_cache, taken)
+        check_pass(
+            self.config,
+            layers,
+            x=x,
+            layout=layout,
+            kv_cache=kv_cache,
+            attention_input=attention_input,
+        )
+        return SlicedPass(self, x, layout, kv_cache, attention_input)
 
 
 class SlicedPass:
@@ -155,14 +162,14 @@ class SlicedPass:
         x: torch.Tensor,
         layout: BatchLayout,
         kv_cache: torch.Tensor,
-        taken: torch.Tensor | None,
+        attention_input: torch.Tensor | None,
     ) -> None:
         self._decoder, self._x = decoder, x
         self._sizes, self._team = decoder.sizes, process_team()
         self._caches = kv_cache.flatten(1, 2).numpy()
         self._batch, parts = planned(layout, kv_cache.shape[2], decoder.rope, self._sizes.heads)
         self._scratch = make_scratch(
-            decoder.config, len(x), parts=parts, inner=(0, PANEL), taken=taken
+            decoder.config, len(x), parts=parts, inner=(0, PANEL), attention_input=attention_input
         )
 
     def attended(self, layer: int) -> torch.Tensor:
