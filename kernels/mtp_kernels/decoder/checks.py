@@ -179,7 +179,7 @@ def check_parts(config: DecoderConfig, layer: PackedLayer, parts: RecursionParts
     """Check that a module's layer takes what the module joins, and that it embeds the tokens that
     it drafts."""
     width = attention_input_width(layer.shapes)
-    expected = 0 if parts.projection is not None else 2 * config.hidden
+    expected = 0 if parts.inputs.projection is not None else 2 * config.hidden
     if width != expected:
         raise ValueError(
             f"recursion: expected a layer that is given rows of {expected or 'no'} entries, "

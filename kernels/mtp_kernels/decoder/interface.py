@@ -226,26 +226,47 @@ class PackedLayer(Protocol):
 
 
 @dataclass(frozen=True)
+class ModuleInputs:
+    """Join of a token's embedding and a hidden state, as a drafting module's layer takes them: both
+    normed, side by side.
+
+    projection: of both to the layer's stream. None: the layer's attention is given both, and the
+    stream is the hidden state, or its norm where normed_residual is True.
+    """
+
+    embedding_norm: RowStep
+    hidden_norm: RowStep
+    projection: RowStep | None
+    normed_residual: bool = False
+
+    def joined(
+        self, embedded: torch.Tensor, hidden: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Return the stream [T, d], and what attention is given [T, 2d], if anything."""
+        normed = self.hidden_norm(hidden)
+        both = torch.cat([self.embedding_norm(embedded), normed], dim=-1)
+        if self.projection is not None:
+            return self.projection(both), None
+        return normed if self.normed_residual else hidden, both
+
+
+@dataclass(frozen=True)
 class RecursionParts:
     """A module that drafts: its layer, and what surrounds it, made by the same backend.
 
-    The module joins the normed embedding of a token and a normed hidden state. An MTP module
-    projects both to d and runs its layer; an EAGLE-3 draft has no projection: the layer's attention
-    takes both as they are, and adds to the hidden state, or to its norm where normed_residual is
-    True. The head norms the result and projects it to tokens, given by their ascending ids.
-    recycles_normed: the next step takes the hidden state after the head's norm, not before.
+    inputs join a token's embedding and a hidden state: with a projection in an MTP module, without
+    in an EAGLE-3 draft. The head norms the layer's output and projects it to tokens, given by their
+    ascending ids. recycles_normed: the next step takes the hidden state after the head's norm, not
+    before.
     """
 
     decoder: Decoder
     embedding: torch.Tensor  # [vocab, d] float32
-    embedding_norm: RowStep
-    hidden_norm: RowStep
-    projection: RowStep | None  # [T, 2d] -> [T, d], of [embedding | hidden state]
+    inputs: ModuleInputs
     head_norm: RowStep
     head: Projection  # [T, d] -> [T, n]
     tokens: torch.Tensor  # [n] int64
     recycles_normed: bool
-    normed_residual: bool = False
 
 
 class Projection(Protocol):

@@ -366,21 +366,10 @@ class Recursion:
                 return drafts
             source = normed if parts.recycles_normed else hidden
             token = parts.embedding[drafts[-1]][None]
-            hidden, attention_input = joined(parts, token, source)
+            stream, attention_input = parts.inputs.joined(token, source)
+            hidden = stream.clone(memory_format=torch.contiguous_format)  # overwritten by the layer
             layout = one_row(start + len(drafts), page_table, kv_cache.shape[2])
             parts.decoder(hidden, layout, kv_cache, attention_input)
-
-
-def joined(
-    parts: RecursionParts, embedded: torch.Tensor, hidden: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Return the stream [1, d] of a module's layer, and what its attention is given, if anything,
-    for an embedding and a hidden state [1, d]."""
-    normed = parts.hidden_norm(hidden)
-    both = torch.cat([parts.embedding_norm(embedded), normed], dim=-1)
-    if parts.projection is not None:
-        return parts.projection(both).contiguous(), None
-    return (normed if parts.normed_residual else hidden).clone(), both
 
 
 def one_row(position: int, page_table: torch.Tensor, page: int) -> BatchLayout:

@@ -180,21 +180,18 @@ class CompiledExecution:
 
     def recursion(self, module: RecursiveModule) -> Recursion | None:
         """Join the module's parts, or return None where torch runs its layer."""
-        layers, inputs = module.layers, module.inputs
+        layers = module.layers
         if not isinstance(layers, CompiledLayers):
             return None
         assert isinstance(module.embedding, EmbeddingTable), "compiled models are held in memory"
         parts = kernels.RecursionParts(
             decoder=layers.decoder,
             embedding=module.embedding.weight,
-            embedding_norm=inputs.embedding_norm,
-            hidden_norm=inputs.hidden_norm,
-            projection=inputs.projection,
+            inputs=module.inputs,
             head_norm=module.head.normed,
             head=module.head.projected,
             tokens=module.head.token_ids,
             recycles_normed=module.recycles_normed,
-            normed_residual=inputs.normed_residual,
         )
         return CompiledRecursion(self.backend.recursion(parts))
 

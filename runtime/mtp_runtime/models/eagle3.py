@@ -20,14 +20,13 @@ from mtp_export.families.eagle3 import TARGET_MASK, TARGET_OFFSETS, Eagle3Family
 from mtp_export.families.modules import weight_name
 from mtp_export.schemes.discrepancies import StoredTensor, compare
 from mtp_kernels.batch_layout import BatchLayout
-from mtp_kernels.decoder import RowStep
+from mtp_kernels.decoder import ModuleInputs, RowStep
 from mtp_runtime.cache import Cache, PageAllocator
 from mtp_runtime.config import RopeConfig, refuse_other_values
 from mtp_runtime.layers.attention import Attention
 from mtp_runtime.layers.decoder_layer import DecoderLayer
 from mtp_runtime.layers.embedding import Embedding
 from mtp_runtime.layers.linear import Linear
-from mtp_runtime.layers.module_inputs import ModuleInputs
 from mtp_runtime.layers.norm import RmsNorm
 from mtp_runtime.layers.split import ALONE, Joining
 from mtp_runtime.loading.draft_folder import DraftFolder, DraftTensor, layout_on_disk, values_of

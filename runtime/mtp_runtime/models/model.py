@@ -18,14 +18,13 @@ import torch
 
 from mtp_export.families.contract import Hidden, MtpContract
 from mtp_kernels.batch_layout import BatchLayout
-from mtp_kernels.decoder import Projection, RowStep
+from mtp_kernels.decoder import ModuleInputs, Projection, RowStep
 from mtp_runtime.cache import Cache, CacheSpec, JoinedCaches, LayerCaches, PageAllocator
 from mtp_runtime.config import ModelConfig
 from mtp_runtime.layers.attention import Attention, ForwardPass
 from mtp_runtime.layers.decoder_layer import DecoderLayer
 from mtp_runtime.layers.embedding import Embedding
 from mtp_runtime.layers.linear import Linear
-from mtp_runtime.layers.module_inputs import ModuleInputs
 from mtp_runtime.layers.norm import RmsNorm
 
 

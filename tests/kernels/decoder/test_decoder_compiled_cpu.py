@@ -145,21 +145,20 @@ def test_weights_may_be_dropped() -> None:
 
 def test_parts_of_another_backend_are_refused() -> None:
     backend, reference = decoder.make_backend("compiled_cpu"), decoder.make_backend("reference")
-    ones = torch.ones(48)
+    norm = backend.norm(torch.ones(48), 1e-6)
     parts = decoder.RecursionParts(
         decoder=make_decoder(Case((1,), (1,), layers="m"), backend),
         embedding=torch.zeros(9, 48),
-        embedding_norm=backend.norm(ones, 1e-6),
-        hidden_norm=backend.norm(ones, 1e-6),
-        projection=reference.projection(torch.zeros(48, 96)),
-        head_norm=backend.norm(ones, 1e-6),
+        inputs=decoder.ModuleInputs(norm, norm, reference.projection(torch.zeros(48, 96))),
+        head_norm=norm,
         head=backend.projection(torch.zeros(9, 48)),
         tokens=torch.arange(9),
         recycles_normed=False,
     )
     with pytest.raises(TypeError, match="expected parts of compiled_cpu"):
         backend.recursion(parts)
-    parts = replace(parts, projection=backend.projection(torch.zeros(48, 96)))
+    own = replace(parts.inputs, projection=backend.projection(torch.zeros(48, 96)))
+    parts = replace(parts, inputs=own)
     with pytest.raises(ValueError, match=r"tokens: expected shape \[9\], found \[8\]"):
         backend.recursion(replace(parts, tokens=torch.arange(8)))
 

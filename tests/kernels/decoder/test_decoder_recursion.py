@@ -56,12 +56,11 @@ def prepare(
     if equal_tokens:  # token t and t + 35 are equally good
         head = head[: VOCAB // 2].repeat(2, 1)
     projection = made.projection(torch.randn(HIDDEN, 2 * HIDDEN, generator=generator) * 0.1)
+    own = {name: changes.pop(name) for name in ("projection", "normed_residual") if name in changes}
     parts = decoder.RecursionParts(
         decoder=make_decoder(case, made),
         embedding=torch.randn(VOCAB, HIDDEN, generator=generator),
-        embedding_norm=norm(),
-        hidden_norm=norm(),
-        projection=None if given else projection,
+        inputs=replace(decoder.ModuleInputs(norm(), norm(), None if given else projection), **own),
         head_norm=norm(),
         head=made.projection(head),
         tokens=tokens,

@@ -260,8 +260,8 @@ class Recursion:
     """Greedy drafts of all requests in one launch."""
 
     def __init__(self, parts: RecursionParts) -> None:
-        norms = parts.embedding_norm, parts.hidden_norm, parts.head_norm
-        projection = parts.projection
+        inputs, projection = parts.inputs, parts.inputs.projection
+        norms = inputs.embedding_norm, inputs.hidden_norm, parts.head_norm
         if not (
             isinstance(parts.decoder, Decoder)
             and all(isinstance(norm, Norm) for norm in norms)
@@ -274,15 +274,15 @@ class Recursion:
         self._decoder = parts.decoder
         self._module = Module(
             embedding=parts.embedding.numpy(),
-            embedding_norm=parts.embedding_norm.weight,
-            hidden_norm=parts.hidden_norm.weight,
+            embedding_norm=inputs.embedding_norm.weight,
+            hidden_norm=inputs.hidden_norm.weight,
             projection=Panel(0, 0, 0) if projection is None else projection.first_panel,
             head_norm=parts.head_norm.weight,
             head=parts.head.first_panel,
             tokens=parts.tokens.numpy(),
             eps=parts.head_norm.eps,
             recycles_normed=parts.recycles_normed,
-            normed_residual=parts.normed_residual,
+            normed_residual=inputs.normed_residual,
         )
         around = parts.head.size + (0 if projection is None else projection.size)
         self._multiplications = parts.decoder.multiplications + around
