@@ -10,6 +10,7 @@ WORKDIR /src
 COPY pyproject.toml constraints.txt README.md LICENSE ./
 COPY mtp_export mtp_export
 COPY runtime runtime
+COPY checkpoints checkpoints
 COPY kernels kernels
 RUN pip install --no-cache-dir ${TORCH_INDEX:+--index-url "$TORCH_INDEX"} "$(grep '^torch==' constraints.txt)" \
     && pip install --no-cache-dir -c constraints.txt ".[$EXTRAS]" \

@@ -9,7 +9,7 @@ beside_checks = mkdir -p build; scripts/check >build/check.log 2>&1 & check=$$!;
 PIP_INSTALL := $(BIN)/pip --disable-pip-version-check --quiet install --no-compile
 ENGINES_PIP := .venv-engines/bin/pip --disable-pip-version-check --quiet
 OLDEST_PIP := .venv-oldest/bin/pip --disable-pip-version-check --quiet
-OLDEST_TESTS := tests/commands tests/checkpoint tests/bundle/test_golden.py tests/kernels/decoder \
+OLDEST_TESTS := tests/commands tests/checkpoints tests/bundle/test_golden.py tests/kernels/decoder \
 	tests/runtime/test_llm.py tests/verify/test_verify_reports.py
 OLDEST_TOOLS := hypothesis|pytest|pytest-timeout|pytest-xdist|safetensors
 

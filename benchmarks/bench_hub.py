@@ -112,9 +112,9 @@ def served(source: Path) -> Iterator[str]:
 
 def downloads(output: Path) -> list[tuple[str, int, int]]:
     """Return the ranges that the export downloads: file, start and end."""
+    from mtp_checkpoints.sources.byte_source import Address
     from mtp_export.bundle.export import plan_export
     from mtp_export.bundle.options import BundleOptions, ContentOptions, Part
-    from mtp_export.checkpoint.byte_source import Address
 
     content = ContentOptions(part=Part.MTP)
     plan = plan_export(BundleOptions(Address(f"hf://{_REPOSITORY}"), output, content=content))

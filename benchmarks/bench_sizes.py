@@ -41,7 +41,7 @@ from pathlib import Path
 from benchmarks.limits import DiskWork
 from mtp_export.bundle.export import plan_export
 from mtp_export.bundle.options import BundleOptions, ContentOptions, Part, RunOptions
-from mtp_export.checkpoint.plan import Link
+from mtp_export.plan import Link
 options = BundleOptions(Path(sys.argv[1]), Path(sys.argv[2]), "hf",
     ContentOptions(part=Part.MTP), RunOptions(link=Link.COPY))
 print(json.dumps(asdict(DiskWork.of(plan_export(options, dry_run=True)))))

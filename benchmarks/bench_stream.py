@@ -58,7 +58,7 @@ def prepare(folder: Path, config: dict[str, Any]) -> None:
 
 def tensors_of_layer(folder: Path, layer: int) -> list[Any]:
     """Return where the tensors of a main layer lie."""
-    from mtp_export.checkpoint.reader import Checkpoint
+    from mtp_checkpoints.tensors.reader import Checkpoint
 
     tensors = Checkpoint.open(folder / "bundle/main").tensors.values()
     return [one for one in tensors if one.name.startswith(f"model.layers.{layer}.")]
@@ -66,7 +66,7 @@ def tensors_of_layer(folder: Path, layer: int) -> list[Any]:
 
 def read_layer(folder: Path, layer: int) -> dict[str, float]:
     """Read a layer's bytes directly, several pieces at a time, and forget them."""
-    from mtp_export.checkpoint.direct_io import PAGE_BYTES, page_memory
+    from mtp_checkpoints.sources.direct_io import PAGE_BYTES, page_memory
 
     pieces = []
     for one in tensors_of_layer(folder, layer):

@@ -147,7 +147,7 @@ def plan_of(name: str, source: Path, output: Path) -> BundlePlan:
 
 def elements(plan: BundlePlan) -> int:
     """Weights that a run converts."""
-    from mtp_export.checkpoint.plan import COPY
+    from mtp_export.plan import COPY
 
     sources = plan.checkpoint.tensors
     return sum(
@@ -157,10 +157,10 @@ def elements(plan: BundlePlan) -> int:
 
 def _rate(source: Path, name: str) -> float:
     """Convert a layer on every core and write nothing; return elements per second."""
-    from mtp_export.checkpoint.disk_queue import DiskQueue
-    from mtp_export.checkpoint.plan import Copy, Resources, Step
-    from mtp_export.checkpoint.tensor_stream import TensorStream
-    from mtp_export.schemes.transforms import one_torch_thread
+    from mtp_checkpoints.sources.disk_queue import DiskQueue
+    from mtp_checkpoints.tensors.tensor_stream import TensorStream
+    from mtp_export.plan import Copy, Resources, Step
+    from mtp_kernels.cpu.torch_threads import one_torch_thread
 
     plan = plan_of(name, source, source.with_name("none"))
     cores = len(os.sched_getaffinity(0))

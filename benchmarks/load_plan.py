@@ -28,11 +28,11 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from benchmarks.make_bundle import SCHEMES, make_bundle
 from benchmarks.make_checkpoint import make_released
 from benchmarks.released import RELEASED
-from mtp_export.checkpoint.dtypes import torch_dtype
-from mtp_export.checkpoint.header import TensorInfo
-from mtp_export.checkpoint.tensor_reader import read_rows
-from mtp_export.schemes.weight_values import WeightOnDisk
-from mtp_export.schemes.windows import Window
+from mtp_checkpoints.tensors.dtypes import torch_dtype
+from mtp_checkpoints.tensors.header import TensorInfo
+from mtp_checkpoints.tensors.tensor_reader import read_rows
+from mtp_checkpoints.weights.weight_values import WeightOnDisk
+from mtp_checkpoints.weights.windows import Window
 from mtp_runtime.layers.split import MODES, REDUCE, Joining
 from mtp_runtime.loading.copies import own_pieces
 from mtp_runtime.loading.weight_source import WeightSource

@@ -12,12 +12,13 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.make_checkpoint import write_sparse
+from mtp_checkpoints.tensors.dtypes import OutputTensor
+from mtp_checkpoints.tensors.reader import Checkpoint
 from mtp_export.bundle.build import lay_out
 from mtp_export.bundle.options import BundleOptions
 from mtp_export.bundle.quantize import Format, Int4Scope, QuantizeOptions, quantize_recipe
 from mtp_export.bundle.work import write_beside
-from mtp_export.checkpoint.plan import Link, OutputShard, OutputTensor
-from mtp_export.checkpoint.reader import Checkpoint
+from mtp_export.plan import Link, OutputShard
 from mtp_export.schemes.transforms import Convert
 
 _INT4: dict[str, Any] = {"base_quant": "weight_only_int4", "mtp_quant": "weight_only_int8"}

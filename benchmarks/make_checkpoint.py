@@ -24,19 +24,13 @@ from typing import Any
 import numpy as np
 
 from benchmarks.released import DEEPSEEK, RELEASED
-from mtp_export.checkpoint.plan import (
-    OutputShard,
-    OutputTensor,
-    Step,
-    copy_step,
-    number_shards,
-    pack,
-)
-from mtp_export.checkpoint.reader import CONFIG_NAME, INDEX_NAME
-from mtp_export.checkpoint.writer import encode_header
-from mtp_export.families import family_of
-from mtp_export.schemes.native import NATIVE_FP8
-from mtp_export.schemes.stored import stored_model
+from mtp_checkpoints.families import family_of
+from mtp_checkpoints.quantization.native import NATIVE_FP8
+from mtp_checkpoints.quantization.stored import stored_model
+from mtp_checkpoints.tensors.dtypes import OutputTensor
+from mtp_checkpoints.tensors.reader import CONFIG_NAME, INDEX_NAME
+from mtp_checkpoints.tensors.writer import encode_header
+from mtp_export.plan import OutputShard, Step, copy_step, number_shards, pack
 
 REAL_CONFIG = RELEASED["deepseek_v3"].config
 TINY_CONFIG: dict[str, Any] = DEEPSEEK | {

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from mtp_export.families.released import DEEPSEEK_V3
-from mtp_export.schemes.native import NATIVE_FP8
+from mtp_checkpoints.families.released import DEEPSEEK_V3
+from mtp_checkpoints.quantization.native import NATIVE_FP8
 
 COMMON: dict[str, Any] = {
     "torch_dtype": "bfloat16",

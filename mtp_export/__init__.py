@@ -1,3 +1,5 @@
 """Export, quantize and verify DeepSeek-V3-class checkpoints with their MTP module."""
 
-__version__ = "0.1.0"
+from mtp_checkpoints import __version__
+
+__all__ = ["__version__"]

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import sys
 
-from mtp_export.errors import Interrupted
+from mtp_checkpoints.errors import Interrupted
 
 
 def main(arguments: list[str] | None = None) -> None:

@@ -8,19 +8,19 @@ from dataclasses import dataclass
 from math import prod
 from typing import Any
 
-from mtp_export.checkpoint.bundle_folder import MAIN, MTP, RELEASED
-from mtp_export.checkpoint.byte_source import Place
-from mtp_export.checkpoint.header import TensorInfo
-from mtp_export.checkpoint.manifest import MANIFEST_NAME
-from mtp_export.checkpoint.reader import Checkpoint
-from mtp_export.checkpoint.sources import byte_source
-from mtp_export.errors import MtpExportError, UsageError
-from mtp_export.families.base import Role
-from mtp_export.schemes.discrepancies import Discrepancy
-from mtp_export.schemes.native import describe
-from mtp_export.schemes.stored import StoredModel, stored_model
-from mtp_export.targets import TARGETS
-from mtp_export.targets.draft import stored_draft
+from mtp_checkpoints.errors import MtpExportError, UsageError
+from mtp_checkpoints.families.base import Role
+from mtp_checkpoints.layouts import TARGETS
+from mtp_checkpoints.layouts.draft import stored_draft
+from mtp_checkpoints.quantization.discrepancies import Discrepancy
+from mtp_checkpoints.quantization.native import describe
+from mtp_checkpoints.quantization.stored import StoredModel, stored_model
+from mtp_checkpoints.sources.addresses import byte_source
+from mtp_checkpoints.sources.byte_source import Place
+from mtp_checkpoints.tensors.bundle_folder import MAIN, MTP, RELEASED
+from mtp_checkpoints.tensors.header import TensorInfo
+from mtp_checkpoints.tensors.manifest import MANIFEST_NAME
+from mtp_checkpoints.tensors.reader import Checkpoint
 
 
 @dataclass(frozen=True)

@@ -18,7 +18,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
-sys.path[:0] = [str(ROOT / folder) for folder in ("", "runtime", "kernels", "tests")]
+sys.path[:0] = [str(ROOT / folder) for folder in ("", "runtime", "checkpoints", "kernels", "tests")]
 PAGE = ROOT / "docs/faults.md"
 Cells = Mapping[str, Sequence[str]]
 

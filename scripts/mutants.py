@@ -4,9 +4,10 @@
 
 mutmut makes the mutants. Its own runner leaves out properties and all that is outside of functions,
 such as defaults and tables, and takes a file's path for its module's name, which is wrong below
-runtime/ and kernels/. So they run here: in forks of a process that has torch and numba loaded, each
-with the tests that mutants.toml gives to its file. No file is changed: a fork imports its mutant in
-place of the file, so that tests do not see it in processes that they start. Survivors that
+runtime/, checkpoints/ and kernels/. So they run here: in forks of a process that has torch and
+numba loaded, each with the tests that mutants.toml gives to its file. No file is changed: a fork
+imports its mutant in place of the file, so that tests do not see it in processes that they start.
+Survivors that
 docs/mutants.md lists are known; any other ends the run with exit code 1, as does a share of killed
 ones below LEAST_KILLED.
 """

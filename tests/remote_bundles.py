@@ -10,7 +10,7 @@ import pytest
 
 from cases import tree
 from hub_server import HubServer, Request
-from mtp_export.checkpoint import pieces, transfers
+from mtp_checkpoints.sources import pieces, transfers
 
 MANIFEST = "mtp_export.json"
 MTP = ("--part", "mtp", "--quiet")

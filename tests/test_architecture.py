@@ -12,13 +12,17 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
-PACKAGE_ROOTS = [ROOT / "mtp_export", ROOT / "runtime/mtp_runtime", ROOT / "kernels/mtp_kernels"]
+PACKAGE_ROOTS = [
+    ROOT / "mtp_export",
+    ROOT / "runtime/mtp_runtime",
+    ROOT / "checkpoints/mtp_checkpoints",
+    ROOT / "kernels/mtp_kernels",
+]
 SOURCES = sorted(path for root in PACKAGE_ROOTS for path in root.rglob("*.py"))
 
 # Rooms from the lowest floor to the highest; those of one line do not import each other. A room is
 # a module or a package, and everything below it that is no room of its own.
 FLOORS: tuple[tuple[str, ...], ...] = (
-    ("mtp_export", "mtp_export.errors"),
     (
         "mtp_kernels",
         "mtp_kernels.batch_layout",
@@ -28,17 +32,13 @@ FLOORS: tuple[tuple[str, ...], ...] = (
     ),
     ("mtp_kernels.quantize", "mtp_kernels.verify_attention", "mtp_kernels.decoder"),
     ("mtp_kernels.weight_statistics", "mtp_kernels.stored_linear"),
-    (
-        "mtp_export.progress",
-        "mtp_export.launcher",
-        "mtp_export.quiet",
-        "mtp_export.named_tuples",
-    ),
-    ("mtp_export.checkpoint",),
-    ("mtp_export.families",),
-    ("mtp_export.schemes",),
-    ("mtp_export.targets",),
-    ("mtp_export.inspection",),
+    ("mtp_checkpoints",),
+    ("mtp_checkpoints.errors", "mtp_checkpoints.named_tuples", "mtp_checkpoints.quiet"),
+    ("mtp_checkpoints.families", "mtp_checkpoints.sources"),
+    ("mtp_checkpoints.tensors",),
+    ("mtp_checkpoints.formats",),
+    ("mtp_checkpoints.quantization",),
+    ("mtp_checkpoints.layouts", "mtp_checkpoints.weights"),
     ("mtp_runtime.config", "mtp_runtime.prompts", "mtp_runtime.tokenizer", "mtp_runtime.parallel"),
     ("mtp_runtime.chat", "mtp_runtime.chat_worker"),
     ("mtp_runtime.cache", "mtp_runtime.sampling", "mtp_runtime.logprobs"),
@@ -56,6 +56,9 @@ FLOORS: tuple[tuple[str, ...], ...] = (
     ("mtp_runtime.engine",),
     ("mtp_runtime.llm",),
     ("mtp_runtime",),
+    ("mtp_export",),
+    ("mtp_export.inspection", "mtp_export.plan", "mtp_export.progress"),
+    ("mtp_export.schemes",),
     ("mtp_export.bundle",),
     ("mtp_export.verify.check", "mtp_export.verify.gates", "mtp_export.verify.evidence"),
     ("mtp_export.verify.context", "mtp_export.verify.diagnosis"),

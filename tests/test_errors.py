@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from mtp_export.errors import MAX_MESSAGE, InvalidInputError, MtpExportError, UnsupportedError
+from mtp_checkpoints.errors import MAX_MESSAGE, InvalidInputError, MtpExportError, UnsupportedError
 
 
 @pytest.mark.parametrize("kind", [InvalidInputError, UnsupportedError])

@@ -13,11 +13,11 @@ import pytest
 
 from cases import Outcome, run_program
 from hub_server import HubServer
-from mtp_export import errors
+from mtp_checkpoints import errors
+from mtp_checkpoints.layouts import target_names
 from mtp_export.commands.group import program
 from mtp_export.commands.standard_streams import ENDED_BY_SIGPIPE
 from mtp_export.schemes import SCHEMES
-from mtp_export.targets import target_names
 from object_server import ObjectServer
 from pages import (
     DOCS,

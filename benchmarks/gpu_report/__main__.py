@@ -6,7 +6,7 @@ Writes report.json to DIR after every row, the tuning table (in the user's cache
 verify_attention finds it), and plots where matplotlib is. Every stage is a process: one that fails
 or hangs costs no other. Kernels are timed by replays of CUDA graphs, each call on a KV cache that
 the second-level cache does not hold. Needs torch, triton and numpy, nothing from the network;
-without an installation, PYTHONPATH=.:runtime:kernels.
+without an installation, PYTHONPATH=.:runtime:checkpoints:kernels.
 """
 
 from __future__ import annotations

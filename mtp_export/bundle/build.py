@@ -8,6 +8,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from mtp_checkpoints.errors import InvalidInputError, OutputExistsError, UnsupportedError
+from mtp_checkpoints.quantization.stored import StoredModel, stored_source
+from mtp_checkpoints.sources.byte_source import Place
+from mtp_checkpoints.sources.disk_queue import DiskQueue
+from mtp_checkpoints.sources.staging import remove_downloads
+from mtp_checkpoints.tensors.bundle_folder import open_checkpoint
+from mtp_checkpoints.tensors.reader import Checkpoint
 from mtp_export.bundle.bundle_plan import BundlePlan, Recipe
 from mtp_export.bundle.journal import Journal, journaled_files
 from mtp_export.bundle.journal_content import ShardFacts
@@ -25,15 +32,8 @@ from mtp_export.bundle.work import (
     make_shards,
     write_rest,
 )
-from mtp_export.checkpoint.bundle_folder import open_checkpoint
-from mtp_export.checkpoint.byte_source import Place
-from mtp_export.checkpoint.disk_queue import DiskQueue
-from mtp_export.checkpoint.plan import Link, PartPlan
-from mtp_export.checkpoint.reader import Checkpoint
-from mtp_export.checkpoint.staging import remove_downloads
-from mtp_export.errors import InvalidInputError, OutputExistsError, UnsupportedError
+from mtp_export.plan import Link, PartPlan
 from mtp_export.progress import ProgressCallback
-from mtp_export.schemes.stored import StoredModel, stored_source
 
 
 @dataclass(frozen=True)

@@ -8,6 +8,11 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from mtp_checkpoints.families.base import ModelFamily
+from mtp_checkpoints.quantization.stored import StoredModel
+from mtp_checkpoints.sources.disk_queue import DiskQueue, disk_depth
+from mtp_checkpoints.tensors.bundle_folder import MTP
+from mtp_checkpoints.tensors.reader import Checkpoint
 from mtp_export import __version__
 from mtp_export.bundle.downloads import REMOTE_BYTES, Downloads, plan_downloads, tensors_read
 from mtp_export.bundle.links import existing_parent
@@ -16,12 +21,7 @@ from mtp_export.bundle.options import BundleOptions
 from mtp_export.bundle.run import ShardJob
 from mtp_export.bundle.split import SplitOptions
 from mtp_export.bundle.tied_weights import TiedCopies
-from mtp_export.checkpoint.bundle_folder import MTP
-from mtp_export.checkpoint.disk_queue import DiskQueue, disk_depth
-from mtp_export.checkpoint.plan import COPY, Copy, PartPlan, Step, Transform
-from mtp_export.checkpoint.reader import Checkpoint
-from mtp_export.families.base import ModelFamily
-from mtp_export.schemes.stored import StoredModel
+from mtp_export.plan import COPY, Copy, PartPlan, Step, Transform
 
 # Measured resident memory: the program with its headers and plan, and what the compiled kernels and
 # torch add where a plan needs them.

@@ -9,19 +9,19 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from mtp_export.bundle.tied_weights import TiedCopies
-from mtp_export.checkpoint.byte_source import Place, RemoteFile
-from mtp_export.checkpoint.header import TensorInfo
-from mtp_export.checkpoint.pieces import (
+from mtp_checkpoints.sources.byte_source import Place, RemoteFile
+from mtp_checkpoints.sources.pieces import (
     PIECE_BYTES,
     Extent,
     Piece,
     held_bytes,
     plan_pieces,
 )
-from mtp_export.checkpoint.plan import COPY, PartPlan
-from mtp_export.checkpoint.reader import Checkpoint
-from mtp_export.checkpoint.staging import DOWNLOADS_NAME, Staging, ahead_bytes
+from mtp_checkpoints.sources.staging import DOWNLOADS_NAME, Staging, ahead_bytes
+from mtp_checkpoints.tensors.header import TensorInfo
+from mtp_checkpoints.tensors.reader import Checkpoint
+from mtp_export.bundle.tied_weights import TiedCopies
+from mtp_export.plan import COPY, PartPlan
 
 # Key of the comparisons that belong to no output shard; output shards have a folder in theirs.
 CHECKS = "checks"

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+from mtp_checkpoints.layouts import target_of
 from mtp_export.bundle.build import open_source, plan_bundle
 from mtp_export.bundle.bundle_plan import BundlePlan, Recipe
 from mtp_export.bundle.options import BundleOptions
 from mtp_export.bundle.preflight import check_nesting, check_output
 from mtp_export.bundle.split import SplitOptions
 from mtp_export.schemes.conversion import AS_STORED, DEQUANTIZED
-from mtp_export.targets import target_of
 
 
 def plan_export(options: BundleOptions, *, dry_run: bool = False) -> BundlePlan:

@@ -5,10 +5,10 @@ from __future__ import annotations
 from contextlib import closing
 from fnmatch import fnmatch
 
-from mtp_export.checkpoint.byte_source import Place
-from mtp_export.checkpoint.files import check_small_file
-from mtp_export.checkpoint.reader import Checkpoint
-from mtp_export.errors import InvalidInputError
+from mtp_checkpoints.errors import InvalidInputError
+from mtp_checkpoints.sources.byte_source import Place
+from mtp_checkpoints.sources.files import check_small_file
+from mtp_checkpoints.tensors.reader import Checkpoint
 
 _PATTERNS = (
     "generation_config.json",

@@ -9,28 +9,33 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from mtp_checkpoints.errors import InvalidInputError, UnsupportedError, UsageError
+from mtp_checkpoints.families import family_of
+from mtp_checkpoints.formats.storage import READ_ONLY
+from mtp_checkpoints.layouts import engine_of, target_of
+from mtp_checkpoints.quantization.dialects import VLLM
+from mtp_checkpoints.quantization.native import (
+    DTYPE_KEYS,
+    Config,
+    quantization_of,
+    with_quantization,
+)
+from mtp_checkpoints.quantization.stored import StoredModel, stored_model
+from mtp_checkpoints.sources.byte_source import Place
+from mtp_checkpoints.tensors.bundle_folder import open_checkpoint
+from mtp_checkpoints.tensors.grafted import GraftedCheckpoint
+from mtp_checkpoints.tensors.reader import Checkpoint, parsed_json_object
 from mtp_export.bundle.build import open_source, plan_bundle
 from mtp_export.bundle.bundle_plan import BundlePlan, Recipe
 from mtp_export.bundle.options import BundleOptions
 from mtp_export.bundle.preflight import check_nesting, check_output
 from mtp_export.bundle.same_model import check_same_model
 from mtp_export.bundle.split import SplitOptions
-from mtp_export.checkpoint.bundle_folder import open_checkpoint
-from mtp_export.checkpoint.byte_source import Place
-from mtp_export.checkpoint.grafted import GraftedCheckpoint
-from mtp_export.checkpoint.reader import Checkpoint, parsed_json_object
-from mtp_export.errors import InvalidInputError, UnsupportedError, UsageError
-from mtp_export.families import family_of
 from mtp_export.schemes import SCHEMES
 from mtp_export.schemes.base import GRAFTED
 from mtp_export.schemes.bf16 import BF16
 from mtp_export.schemes.conversion import AS_STORED
-from mtp_export.schemes.dialects import VLLM
 from mtp_export.schemes.grafting import Draft, GraftDescription, describe_graft
-from mtp_export.schemes.native import DTYPE_KEYS, Config, quantization_of, with_quantization
-from mtp_export.schemes.storage import READ_ONLY
-from mtp_export.schemes.stored import StoredModel, stored_model
-from mtp_export.targets import engine_of, target_of
 
 MTP_LAYERS = "num_nextn_predict_layers"
 _CONTRACT = "mtp_contract"

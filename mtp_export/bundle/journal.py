@@ -16,6 +16,15 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+from mtp_checkpoints.errors import OutputExistsError
+from mtp_checkpoints.sources.files import (
+    make_folder,
+    read_failure,
+    sync_folder,
+    write_all,
+    write_failure,
+    write_whole,
+)
 from mtp_export.bundle.journal_content import (
     DamagedJournal,
     JournalContent,
@@ -26,15 +35,6 @@ from mtp_export.bundle.journal_content import (
     shard_line,
 )
 from mtp_export.bundle.owner import OWNER_NAME, Owner, owner_of
-from mtp_export.checkpoint.files import (
-    make_folder,
-    read_failure,
-    sync_folder,
-    write_all,
-    write_failure,
-    write_whole,
-)
-from mtp_export.errors import OutputExistsError
 
 JOURNAL_NAME = ".mtp_export.journal"
 _SOURCE_FIELDS = ("source", "versions")  # fields of a run's identity

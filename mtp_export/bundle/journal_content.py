@@ -13,8 +13,8 @@ from typing import Any, Protocol, TypeVar
 
 import xxhash
 
-from mtp_export.checkpoint import strict_json
-from mtp_export.checkpoint.plan import Facts
+from mtp_checkpoints.sources import strict_json
+from mtp_export.plan import Facts
 
 _DIGEST_BYTES = 16
 _T = TypeVar("_T")

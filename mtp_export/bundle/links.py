@@ -11,11 +11,11 @@ from collections.abc import Callable, Iterable
 from contextlib import suppress
 from pathlib import Path
 
+from mtp_checkpoints.errors import UnsupportedError
+from mtp_checkpoints.sources.byte_source import Place, local_path
+from mtp_checkpoints.sources.files import sync_folder, temporary_path, write_failure
 from mtp_export.bundle.owner import has_ended, process_mark
-from mtp_export.checkpoint.byte_source import Place, local_path
-from mtp_export.checkpoint.files import sync_folder, temporary_path, write_failure
-from mtp_export.checkpoint.plan import Link
-from mtp_export.errors import UnsupportedError
+from mtp_export.plan import Link
 
 _FICLONE = 0x40049409  # linux/fs.h: _IOW(0x94, 9, int)
 # Failures of the disk, which say nothing about links.

@@ -12,11 +12,11 @@ from typing import Any
 
 import xxhash
 
+from mtp_checkpoints.sources.byte_source import ByteFile, RemoteFile
+from mtp_checkpoints.tensors.manifest import FORMAT, FORMAT_VERSION
+from mtp_checkpoints.tensors.reader import Checkpoint
 from mtp_export.bundle.journal_content import ShardFacts
-from mtp_export.checkpoint.byte_source import ByteFile, RemoteFile
-from mtp_export.checkpoint.manifest import FORMAT, FORMAT_VERSION
-from mtp_export.checkpoint.plan import OutputShard, PartPlan
-from mtp_export.checkpoint.reader import Checkpoint
+from mtp_export.plan import OutputShard, PartPlan
 
 
 def source_identity(checkpoint: Checkpoint) -> dict[str, Any]:

@@ -8,9 +8,9 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Any
 
-from mtp_export.checkpoint.byte_source import Place
-from mtp_export.checkpoint.plan import Link
-from mtp_export.targets import target_of
+from mtp_checkpoints.layouts import target_of
+from mtp_checkpoints.sources.byte_source import Place
+from mtp_export.plan import Link
 
 
 class Part(StrEnum):

@@ -8,19 +8,19 @@ import shutil
 from collections.abc import Iterator, Sequence, Set
 from pathlib import Path, PurePath
 
-from mtp_export.bundle.journal import JOURNAL_NAME
-from mtp_export.bundle.links import PROBE_PREFIX
-from mtp_export.checkpoint.bundle_folder import MAIN, MTP, OWN_DRAFTS
-from mtp_export.checkpoint.files import (
+from mtp_checkpoints.errors import InvalidInputError, OutputExistsError
+from mtp_checkpoints.sources.files import (
     name_when_whole,
     read_failure,
     sync_folder,
     write_failure,
 )
-from mtp_export.checkpoint.manifest import MANIFEST_NAME, read_manifest
-from mtp_export.checkpoint.reader import CONFIG_NAME
-from mtp_export.checkpoint.staging import DOWNLOADS_NAME
-from mtp_export.errors import InvalidInputError, OutputExistsError
+from mtp_checkpoints.sources.staging import DOWNLOADS_NAME
+from mtp_checkpoints.tensors.bundle_folder import MAIN, MTP, OWN_DRAFTS
+from mtp_checkpoints.tensors.manifest import MANIFEST_NAME, read_manifest
+from mtp_checkpoints.tensors.reader import CONFIG_NAME
+from mtp_export.bundle.journal import JOURNAL_NAME
+from mtp_export.bundle.links import PROBE_PREFIX
 
 PARTS = (MAIN, MTP, *OWN_DRAFTS)
 SHARES_NAME = ".mtp_export.shares"

@@ -21,8 +21,8 @@ from typing import Any
 
 import xxhash
 
-from mtp_export.checkpoint.files import EXCLUSIVE_FILE, write_all, write_failure
-from mtp_export.errors import IoError, OutputExistsError
+from mtp_checkpoints.errors import IoError, OutputExistsError
+from mtp_checkpoints.sources.files import EXCLUSIVE_FILE, write_all, write_failure
 
 OWNER_NAME = ".mtp_export.owner"
 RENEWAL_SECONDS = 5.0

@@ -8,6 +8,10 @@ from collections.abc import Set
 from contextlib import suppress
 from pathlib import Path
 
+from mtp_checkpoints.errors import OutputExistsError, ResourceError, UsageError
+from mtp_checkpoints.sources.byte_source import Place
+from mtp_checkpoints.sources.staging import DOWNLOADS_NAME
+from mtp_checkpoints.tensors.manifest import MANIFEST_NAME
 from mtp_export.bundle.journal import JOURNAL_NAME
 from mtp_export.bundle.links import existing_parent
 from mtp_export.bundle.options import RunOptions
@@ -20,10 +24,6 @@ from mtp_export.bundle.own_files import (
     manifest_files,
 )
 from mtp_export.bundle.owner import OWNER_NAME
-from mtp_export.checkpoint.byte_source import Place
-from mtp_export.checkpoint.manifest import MANIFEST_NAME
-from mtp_export.checkpoint.staging import DOWNLOADS_NAME
-from mtp_export.errors import OutputExistsError, ResourceError, UsageError
 
 # Beside the parts, while a run is unfinished and then.
 _FOLDERS = (DOWNLOADS_NAME, SHARES_NAME)

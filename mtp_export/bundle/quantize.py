@@ -9,25 +9,9 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Any
 
-from mtp_export.bundle.build import open_source, plan_bundle
-from mtp_export.bundle.bundle_plan import BundlePlan, Recipe
-from mtp_export.bundle.options import BundleOptions
-from mtp_export.bundle.preflight import check_nesting, check_output
-from mtp_export.bundle.split import SplitOptions
-from mtp_export.checkpoint.bundle_folder import is_bundle
-from mtp_export.checkpoint.byte_source import Place
-from mtp_export.checkpoint.manifest import MANIFEST_NAME
-from mtp_export.checkpoint.reader import Checkpoint
-from mtp_export.errors import UnsupportedError, UsageError
-from mtp_export.schemes import SCHEMES
-from mtp_export.schemes.base import KEEP, Scheme
-from mtp_export.schemes.bf16 import BF16
-from mtp_export.schemes.configs import quantization_configs
-from mtp_export.schemes.conversion import Conversion
-from mtp_export.schemes.dialects import VLLM, Dialect
-from mtp_export.schemes.formats import FormatOptions
-from mtp_export.schemes.native import with_quantization
-from mtp_export.schemes.storage import (
+from mtp_checkpoints.errors import UnsupportedError, UsageError
+from mtp_checkpoints.formats import FormatOptions
+from mtp_checkpoints.formats.storage import (
     COMPRESSED_SCALE,
     GROUP_SIZES,
     INTEGERS,
@@ -35,10 +19,26 @@ from mtp_export.schemes.storage import (
     W4AFP8_GROUP,
     Storage,
 )
-from mtp_export.schemes.stored import StoredModel
+from mtp_checkpoints.layouts import engine_of, names_that_read, target_of
+from mtp_checkpoints.layouts.base import Target
+from mtp_checkpoints.quantization.dialects import VLLM, Dialect
+from mtp_checkpoints.quantization.native import with_quantization
+from mtp_checkpoints.quantization.stored import StoredModel
+from mtp_checkpoints.sources.byte_source import Place
+from mtp_checkpoints.tensors.bundle_folder import is_bundle
+from mtp_checkpoints.tensors.manifest import MANIFEST_NAME
+from mtp_checkpoints.tensors.reader import Checkpoint
+from mtp_export.bundle.build import open_source, plan_bundle
+from mtp_export.bundle.bundle_plan import BundlePlan, Recipe
+from mtp_export.bundle.options import BundleOptions
+from mtp_export.bundle.preflight import check_nesting, check_output
+from mtp_export.bundle.split import SplitOptions
+from mtp_export.schemes import SCHEMES
+from mtp_export.schemes.base import KEEP, Scheme
+from mtp_export.schemes.bf16 import BF16
+from mtp_export.schemes.configs import quantization_configs
+from mtp_export.schemes.conversion import Conversion
 from mtp_export.schemes.table import check_pair
-from mtp_export.targets import engine_of, names_that_read, target_of
-from mtp_export.targets.base import Target
 
 
 class Format(StrEnum):

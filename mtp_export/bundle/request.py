@@ -9,11 +9,11 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any, get_type_hints
 
+from mtp_checkpoints.sources.addresses import place_of
+from mtp_checkpoints.sources.byte_source import Address, Place
 from mtp_export.bundle.bundle_plan import BundlePlan
 from mtp_export.bundle.options import BundleOptions, RunOptions, Share
-from mtp_export.checkpoint.byte_source import Address, Place
-from mtp_export.checkpoint.plan import Link
-from mtp_export.checkpoint.sources import place_of
+from mtp_export.plan import Link
 
 # Planners by the name of their command, each imported when it is asked for. A planner takes its
 # options, and whether this is a dry run.

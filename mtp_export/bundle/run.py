@@ -18,14 +18,17 @@ from pathlib import Path
 
 import xxhash
 
+from mtp_checkpoints.sources.byte_source import local_path
+from mtp_checkpoints.sources.disk_queue import DiskQueue
+from mtp_checkpoints.sources.staging import Stopped
+from mtp_checkpoints.tensors.header import TensorInfo
+from mtp_checkpoints.tensors.tensor_stream import TensorStream
+from mtp_checkpoints.tensors.writer import ShardWriter
 from mtp_export.bundle.downloads import Inputs
 from mtp_export.bundle.journal_content import ShardFacts
 from mtp_export.bundle.links import link_shard
 from mtp_export.bundle.tied_weights import compare_tied
-from mtp_export.checkpoint.byte_source import local_path
-from mtp_export.checkpoint.disk_queue import DiskQueue
-from mtp_export.checkpoint.header import TensorInfo
-from mtp_export.checkpoint.plan import (
+from mtp_export.plan import (
     COPY,
     Copy,
     Facts,
@@ -34,10 +37,8 @@ from mtp_export.checkpoint.plan import (
     Step,
     Transform,
 )
-from mtp_export.checkpoint.staging import Stopped
-from mtp_export.checkpoint.tensor_stream import TensorStream
-from mtp_export.checkpoint.writer import ShardWriter
-from mtp_export.schemes.transforms import load_kernels, one_torch_thread
+from mtp_export.schemes.transforms import load_kernels
+from mtp_kernels.cpu.torch_threads import one_torch_thread
 
 # Raises when the run is stopping; long operations call it between pieces.
 Proceed = Callable[[], None]

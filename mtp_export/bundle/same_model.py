@@ -6,13 +6,13 @@ from collections.abc import Mapping
 from fnmatch import fnmatch
 from typing import Any
 
-from mtp_export.checkpoint import strict_json
-from mtp_export.checkpoint.byte_source import Place
-from mtp_export.checkpoint.reader import Checkpoint
-from mtp_export.errors import InvalidInputError
-from mtp_export.families import family_of
-from mtp_export.families.facts import RouterFacts, RunFacts
-from mtp_export.families.fields import Fields
+from mtp_checkpoints.errors import InvalidInputError
+from mtp_checkpoints.families import family_of
+from mtp_checkpoints.families.facts import RouterFacts, RunFacts
+from mtp_checkpoints.families.fields import Fields
+from mtp_checkpoints.sources import strict_json
+from mtp_checkpoints.sources.byte_source import Place
+from mtp_checkpoints.tensors.reader import Checkpoint
 
 _TOKENIZER = "tokenizer.json"
 _VOCABULARIES = ("*.model", "*.tiktoken", "vocab.json", "tekken.json")

@@ -16,6 +16,17 @@ from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
+from mtp_checkpoints.errors import InvalidInputError, OutputExistsError
+from mtp_checkpoints.sources import strict_json
+from mtp_checkpoints.sources.files import (
+    read_failure,
+    sync_folder,
+    temporary_path,
+    write_failure,
+    write_json,
+)
+from mtp_checkpoints.sources.staging import remove_downloads
+from mtp_checkpoints.tensors.manifest import MANIFEST_NAME
 from mtp_export.bundle.build import BundleResult, facts_of
 from mtp_export.bundle.bundle_plan import BundlePlan
 from mtp_export.bundle.division import divided
@@ -39,17 +50,6 @@ from mtp_export.bundle.preflight import check_output, finished_bundle, is_finish
 from mtp_export.bundle.request import Request, restored
 from mtp_export.bundle.run import ShardJob, is_made
 from mtp_export.bundle.work import Work, check_unchanged, jobs_left, make_shards, write_rest
-from mtp_export.checkpoint import strict_json
-from mtp_export.checkpoint.files import (
-    read_failure,
-    sync_folder,
-    temporary_path,
-    write_failure,
-    write_json,
-)
-from mtp_export.checkpoint.manifest import MANIFEST_NAME
-from mtp_export.checkpoint.staging import remove_downloads
-from mtp_export.errors import InvalidInputError, OutputExistsError
 from mtp_export.progress import ProgressCallback
 
 _NAME = re.compile(r"([1-9]\d{0,2})-of-([1-9]\d{0,2})")

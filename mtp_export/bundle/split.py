@@ -8,11 +8,17 @@ from dataclasses import dataclass
 from itertools import chain
 from typing import Any
 
+from mtp_checkpoints.errors import UnsupportedError
+from mtp_checkpoints.families.base import ModelFamily, Role, SharedTensor
+from mtp_checkpoints.formats import UNQUANTIZED
+from mtp_checkpoints.layouts.base import Target
+from mtp_checkpoints.quantization.stored import StoredModel, StoredWeight
+from mtp_checkpoints.sources.byte_source import Place
+from mtp_checkpoints.tensors.header import ShardHeader, TensorInfo
+from mtp_checkpoints.tensors.reader import Checkpoint
 from mtp_export.bundle.extra_files import extra_files
 from mtp_export.bundle.options import SharedWeights
-from mtp_export.checkpoint.byte_source import Place
-from mtp_export.checkpoint.header import ShardHeader, TensorInfo
-from mtp_export.checkpoint.plan import (
+from mtp_export.plan import (
     COPY,
     Link,
     OutputShard,
@@ -23,13 +29,7 @@ from mtp_export.checkpoint.plan import (
     number_shards,
     pack,
 )
-from mtp_export.checkpoint.reader import Checkpoint
-from mtp_export.errors import UnsupportedError
-from mtp_export.families.base import ModelFamily, Role, SharedTensor
 from mtp_export.schemes.conversion import Conversion, transpose_step
-from mtp_export.schemes.formats import UNQUANTIZED
-from mtp_export.schemes.stored import StoredModel, StoredWeight
-from mtp_export.targets.base import Target
 
 
 @dataclass(frozen=True)

@@ -7,21 +7,21 @@ import os
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 
-from mtp_export.bundle.split import shared_pairs
-from mtp_export.checkpoint.direct_io import equal_bytes
-from mtp_export.checkpoint.disk_queue import DiskQueue
-from mtp_export.checkpoint.header import TensorInfo
-from mtp_export.checkpoint.reader import Checkpoint
-from mtp_export.checkpoint.tensor_stream import TensorStream
-from mtp_export.errors import InvalidInputError
-from mtp_export.schemes.formats import WeightFormat
-from mtp_export.schemes.stored import StoredModel
-from mtp_export.schemes.weight_values import (
+from mtp_checkpoints.errors import InvalidInputError
+from mtp_checkpoints.formats import WeightFormat
+from mtp_checkpoints.quantization.stored import StoredModel
+from mtp_checkpoints.sources.direct_io import equal_bytes
+from mtp_checkpoints.sources.disk_queue import DiskQueue
+from mtp_checkpoints.tensors.header import TensorInfo
+from mtp_checkpoints.tensors.reader import Checkpoint
+from mtp_checkpoints.tensors.tensor_stream import TensorStream
+from mtp_checkpoints.weights.weight_values import (
     LEAST_ROUNDED_DB,
     Rounding,
     WeightOnDisk,
     weights_on_disk,
 )
+from mtp_export.bundle.split import shared_pairs
 
 
 @dataclass(frozen=True)

@@ -8,6 +8,11 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
+from mtp_checkpoints.errors import InvalidInputError
+from mtp_checkpoints.sources.disk_queue import DiskQueue
+from mtp_checkpoints.sources.files import make_folder, write_bytes, write_json
+from mtp_checkpoints.tensors.manifest import MANIFEST_NAME
+from mtp_checkpoints.tensors.reader import CONFIG_NAME, INDEX_NAME, Checkpoint
 from mtp_export import __version__
 from mtp_export.bundle.bundle_plan import BundlePlan
 from mtp_export.bundle.downloads import CHECKS, opened_inputs
@@ -15,12 +20,7 @@ from mtp_export.bundle.journal_content import ShardFacts
 from mtp_export.bundle.manifest import manifest, source_identity
 from mtp_export.bundle.run import Record, RunResources, ShardJob, is_made, run
 from mtp_export.bundle.tied_weights import TiedCopies
-from mtp_export.checkpoint.disk_queue import DiskQueue
-from mtp_export.checkpoint.files import make_folder, write_bytes, write_json
-from mtp_export.checkpoint.manifest import MANIFEST_NAME
-from mtp_export.checkpoint.plan import COPY, Resources
-from mtp_export.checkpoint.reader import CONFIG_NAME, INDEX_NAME, Checkpoint
-from mtp_export.errors import InvalidInputError
+from mtp_export.plan import COPY, Resources
 from mtp_export.progress import ProgressCallback
 
 

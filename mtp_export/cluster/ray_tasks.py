@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-from mtp_export.errors import IoError, UnsupportedError
+from mtp_checkpoints.errors import IoError, UnsupportedError
 
 LOCAL = "local"
 # Attempts that may die with their worker or machine: more at one task are no accident.

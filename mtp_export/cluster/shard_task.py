@@ -10,6 +10,9 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
+from mtp_checkpoints.errors import InvalidInputError
+from mtp_checkpoints.sources.files import temporary_path
+from mtp_checkpoints.sources.staging import DOWNLOADS_NAME
 from mtp_export.bundle.bundle_plan import BundlePlan
 from mtp_export.bundle.downloads import CHECKS
 from mtp_export.bundle.journal import first_difference
@@ -17,9 +20,6 @@ from mtp_export.bundle.journal_content import ShardFacts
 from mtp_export.bundle.request import Request
 from mtp_export.bundle.tied_weights import TiedCopies
 from mtp_export.bundle.work import Work, make_shards
-from mtp_export.checkpoint.files import temporary_path
-from mtp_export.checkpoint.staging import DOWNLOADS_NAME
-from mtp_export.errors import InvalidInputError
 
 
 @dataclass(frozen=True)

@@ -9,9 +9,9 @@ from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 
+from mtp_checkpoints.errors import InvalidInputError
 from mtp_export.bundle.options import Share
 from mtp_export.cluster.ray_tasks import Tasks, run_tasks
-from mtp_export.errors import InvalidInputError
 from mtp_export.progress import ProgressCallback, silent
 from mtp_export.verify.context import Context, VerifyOptions
 from mtp_export.verify.evidence.findings import Known

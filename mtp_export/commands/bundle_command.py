@@ -11,12 +11,12 @@ from typing import Any
 import typer
 from rich.console import Group, RenderableType
 
+from mtp_checkpoints.sources.byte_source import Place
 from mtp_export.bundle.build import BundleResult, run_bundle
 from mtp_export.bundle.bundle_plan import BundlePlan
 from mtp_export.bundle.request import Request
 from mtp_export.bundle.shares import jobs_of, run_share
 from mtp_export.bundle.work import Maker, make_shards
-from mtp_export.checkpoint.byte_source import Place
 from mtp_export.commands.bundle_tables import plan_facts, plan_table
 from mtp_export.commands.garbage import few_collections
 from mtp_export.commands.options import reporting_options

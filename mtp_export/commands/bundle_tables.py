@@ -6,16 +6,16 @@ from typing import Any
 
 from rich.console import Group, RenderableType
 
+from mtp_checkpoints.layouts import target_of
+from mtp_checkpoints.sources.disk_queue import BLOCK_BYTES
+from mtp_checkpoints.tensors.reader import CONFIG_NAME, INDEX_NAME
 from mtp_export.bundle.build import BundleResult
 from mtp_export.bundle.bundle_plan import BundlePlan
 from mtp_export.bundle.launch import launch_lines
 from mtp_export.bundle.preflight import needed_disk_bytes
-from mtp_export.checkpoint.disk_queue import BLOCK_BYTES
-from mtp_export.checkpoint.plan import COPY, PartPlan
-from mtp_export.checkpoint.reader import CONFIG_NAME, INDEX_NAME
 from mtp_export.commands.output import FiguresTable, heading
+from mtp_export.plan import COPY, PartPlan
 from mtp_export.progress import format_bytes
-from mtp_export.targets import target_of
 
 
 def _part_facts(part: PartPlan) -> dict[str, Any]:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from mtp_checkpoints.errors import IoError, OutputExistsError, UsageError
 from mtp_export.commands import options as shared
 from mtp_export.commands import runtime
 from mtp_export.commands.garbage import few_collections
@@ -20,7 +21,6 @@ from mtp_export.commands.output import (
     print_result,
     remark,
 )
-from mtp_export.errors import IoError, OutputExistsError, UsageError
 
 if TYPE_CHECKING:
     from mtp_runtime.models.model import Model

@@ -7,8 +7,8 @@ from typing import Annotated, Any
 
 import typer
 
+from mtp_checkpoints.errors import UsageError
 from mtp_export.commands.options import parse_path
-from mtp_export.errors import UsageError
 
 DRAFTING, DRAFTS = "Speculation", "Number and temperature of drafts"
 

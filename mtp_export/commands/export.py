@@ -8,19 +8,19 @@ from typing import Annotated
 import typer
 from rich.console import Group, RenderableType
 
+from mtp_checkpoints.errors import UsageError
+from mtp_checkpoints.layouts import target_of
+from mtp_checkpoints.sources.byte_source import Place
 from mtp_export import __version__
 from mtp_export.bundle.build import BundleResult
 from mtp_export.bundle.bundle_plan import BundlePlan
 from mtp_export.bundle.options import DEFAULT_WORKERS, Checksums, Part, SharedWeights
 from mtp_export.bundle.request import Request
-from mtp_export.checkpoint.byte_source import Place
-from mtp_export.checkpoint.plan import Link
 from mtp_export.commands import options as shared
 from mtp_export.commands.bundle_command import BundleCommand, make_bundle
 from mtp_export.commands.bundle_tables import effort, parts_table, result_facts, resumed
 from mtp_export.commands.output import heading
-from mtp_export.errors import UsageError
-from mtp_export.targets import target_of
+from mtp_export.plan import Link
 
 InputDir = Annotated[
     Place | None,

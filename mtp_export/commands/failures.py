@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from typing import NamedTuple
 
-from mtp_export.errors import Interrupted, IoError, MtpExportError, ResourceError
+from mtp_checkpoints.errors import Interrupted, IoError, MtpExportError, ResourceError
 
 
 class Failure(NamedTuple):

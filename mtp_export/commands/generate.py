@@ -12,11 +12,11 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.text import Text
 
+from mtp_checkpoints.errors import UsageError
 from mtp_export.commands import drafting, runtime
 from mtp_export.commands import options as shared
 from mtp_export.commands.garbage import few_collections
 from mtp_export.commands.output import FiguresTable, Reporting, plain_console, print_result
-from mtp_export.errors import UsageError
 
 if TYPE_CHECKING:
     from mtp_runtime import LLM, RequestMetrics, RequestOutput, SamplingParams, Summary, TokenEvent

@@ -9,20 +9,20 @@ from typing import Annotated
 import typer
 from rich.console import Group, RenderableType
 
+from mtp_checkpoints.quantization.native import DTYPE_KEYS
+from mtp_checkpoints.sources.byte_source import Place
 from mtp_export.bundle.build import BundleResult
 from mtp_export.bundle.bundle_plan import BundlePlan
 from mtp_export.bundle.graft import GraftOptions
 from mtp_export.bundle.options import Checksums, SharedWeights
 from mtp_export.bundle.request import Request
-from mtp_export.checkpoint.byte_source import Place
-from mtp_export.checkpoint.plan import Link
 from mtp_export.commands import options as shared
 from mtp_export.commands.bundle_command import BundleCommand, make_bundle
 from mtp_export.commands.bundle_tables import effort, parts_table, result_facts, resumed
 from mtp_export.commands.output import heading
+from mtp_export.plan import Link
 from mtp_export.schemes import SCHEMES
 from mtp_export.schemes.bf16 import BF16
-from mtp_export.schemes.native import DTYPE_KEYS
 
 # As for mtp-export quantize: every pair of its table gives the MTP module 8 bits or more.
 _NAMES = tuple(name for name in SCHEMES if "int4" not in name)

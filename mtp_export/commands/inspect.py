@@ -7,8 +7,8 @@ from typing import Annotated
 import typer
 from rich.console import Group, RenderableType
 
-from mtp_export.checkpoint.bundle_folder import RELEASED
-from mtp_export.checkpoint.byte_source import Place
+from mtp_checkpoints.sources.byte_source import Place
+from mtp_checkpoints.tensors.bundle_folder import RELEASED
 from mtp_export.commands import options as shared
 from mtp_export.commands.garbage import few_collections
 from mtp_export.commands.output import FiguresTable, Reporting, heading, print_result

@@ -9,12 +9,12 @@ from typing import Annotated
 
 import typer
 
+from mtp_checkpoints.errors import UnsupportedError, UsageError
+from mtp_checkpoints.layouts.base import Placement
 from mtp_export.bundle.launch import node_lines, probe_of
 from mtp_export.commands import options as shared
 from mtp_export.commands import runtime
 from mtp_export.commands.output import Reporting, print_result
-from mtp_export.errors import UnsupportedError, UsageError
-from mtp_export.targets.base import Placement
 
 PLACEMENT = "Machines and devices"
 

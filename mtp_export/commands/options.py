@@ -10,6 +10,10 @@ from typing import Annotated, Any
 
 import typer
 
+from mtp_checkpoints.errors import UsageError
+from mtp_checkpoints.layouts import target_names
+from mtp_checkpoints.sources.addresses import place_of
+from mtp_checkpoints.sources.byte_source import Place
 from mtp_export.bundle.options import (
     MAX_SHARES,
     MAX_WORKERS,
@@ -21,12 +25,8 @@ from mtp_export.bundle.options import (
     Share,
     SharedWeights,
 )
-from mtp_export.checkpoint.byte_source import Place
-from mtp_export.checkpoint.plan import Link
-from mtp_export.checkpoint.sources import place_of
 from mtp_export.commands.output import Reporting
-from mtp_export.errors import UsageError
-from mtp_export.targets import target_names
+from mtp_export.plan import Link
 
 INPUT_OUTPUT = "Input and output"
 CONTENT = "Content of the bundle"

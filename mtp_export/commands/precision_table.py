@@ -7,9 +7,9 @@ from typing import Any
 from rich.box import SIMPLE_HEAD
 from rich.console import Group, RenderableType
 
+from mtp_checkpoints.families import family_of
+from mtp_checkpoints.families.released import DEEPSEEK_V3
 from mtp_export.commands.output import FiguresTable, heading
-from mtp_export.families import family_of
-from mtp_export.families.released import DEEPSEEK_V3
 from mtp_export.progress import format_bytes
 from mtp_export.schemes import SCHEMES
 from mtp_export.schemes.table import PAIRS, weigh

@@ -9,13 +9,12 @@ from collections.abc import Sequence
 
 import typer
 
+from mtp_checkpoints.errors import Interrupted, UsageError
 from mtp_export.commands.compiling import announced_compiling
 from mtp_export.commands.failures import failure_of
 from mtp_export.commands.garbage import few_collections
 from mtp_export.commands.registry import COMMANDS, command_named
 from mtp_export.commands.standard_streams import guarded_streams
-from mtp_export.errors import Interrupted, UsageError
-from mtp_export.launcher import launched_process
 
 # Commands that torchrun starts in several processes: those that rank 0 leads, and one that joins by
 # itself.
@@ -47,6 +46,10 @@ def _run(arguments: Sequence[str]) -> int:
 
     Raises UsageError for arguments that cannot be parsed, and what the command raises.
     """
+    if "WORLD_SIZE" not in os.environ:  # nothing started several processes
+        return _run_alone(arguments)
+    from mtp_runtime.parallel.launcher import launched_process  # brings torch
+
     command = next(iter(arguments), "")
     if launched_process(os.environ).is_alone:
         return _run_alone(arguments)

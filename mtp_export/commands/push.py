@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.console import Group, RenderableType
 
+from mtp_checkpoints.sources.byte_source import Address
 from mtp_export.bundle.options import Part
-from mtp_export.checkpoint.byte_source import Address
 from mtp_export.commands import options as shared
 from mtp_export.commands.output import FiguresTable, heading, print_result
 from mtp_export.progress import format_bytes

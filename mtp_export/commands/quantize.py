@@ -10,6 +10,10 @@ from typing import Annotated, Any
 import typer
 from rich.console import Group, RenderableType
 
+from mtp_checkpoints.families.base import Role
+from mtp_checkpoints.formats.storage import mixes_integers_with_fp8
+from mtp_checkpoints.layouts import target_of
+from mtp_checkpoints.sources.byte_source import Place
 from mtp_export.bundle.build import BundleResult
 from mtp_export.bundle.bundle_plan import BundlePlan
 from mtp_export.bundle.options import DEFAULT_WORKERS, Checksums, Part, SharedWeights
@@ -23,8 +27,6 @@ from mtp_export.bundle.quantize import (
     default_output,
 )
 from mtp_export.bundle.request import Request
-from mtp_export.checkpoint.byte_source import Place
-from mtp_export.checkpoint.plan import Link
 from mtp_export.commands import options as shared
 from mtp_export.commands.bundle_command import BundleCommand, make_bundle
 from mtp_export.commands.bundle_tables import effort, resumed
@@ -32,12 +34,10 @@ from mtp_export.commands.bundle_tables import result_facts as bundle_facts
 from mtp_export.commands.output import FiguresTable, heading, json_text, print_result
 from mtp_export.commands.precision_table import pairs_facts, pairs_table
 from mtp_export.commands.report_files import try_reports
-from mtp_export.families.base import Role
+from mtp_export.plan import Link
 from mtp_export.progress import format_bytes
 from mtp_export.schemes import SCHEMES
 from mtp_export.schemes.base import KEEP
-from mtp_export.schemes.storage import mixes_integers_with_fp8
-from mtp_export.targets import target_of
 
 _NAMES = (*SCHEMES, KEEP)
 # Every pair of the table gives the MTP module 8 bits or more.

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
-from mtp_export.errors import IoError, UsageError
+from mtp_checkpoints.errors import IoError, UsageError
 
 _MOST_LINKS = 40  # as many as Linux follows
 

@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from mtp_checkpoints.errors import UsageError
 from mtp_export.commands.garbage import few_collections
 from mtp_export.commands.options import PERFORMANCE, parse_path
 from mtp_export.commands.output import plain_console
-from mtp_export.errors import UsageError
 
 if TYPE_CHECKING:
     from mtp_runtime import LLM

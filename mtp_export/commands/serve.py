@@ -8,10 +8,10 @@ from typing import Annotated, Any
 
 import typer
 
+from mtp_checkpoints.errors import UnsupportedError
 from mtp_export.commands import drafting, runtime
 from mtp_export.commands import options as shared
 from mtp_export.commands.output import remark
-from mtp_export.errors import UnsupportedError
 
 SERVER, LIMITS, PROMPTS = "Server", "Batch and cache", "Prompts"
 _NEEDED = ("starlette", "uvicorn", "pydantic", "prometheus_client")

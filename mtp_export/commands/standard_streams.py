@@ -15,7 +15,7 @@ from contextlib import contextmanager, redirect_stderr, redirect_stdout, suppres
 from io import TextIOWrapper
 from typing import Any, TextIO, cast
 
-from mtp_export.errors import IoError
+from mtp_checkpoints.errors import IoError
 
 ENDED_BY_SIGPIPE = 128 + signal.SIGPIPE
 

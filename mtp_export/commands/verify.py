@@ -10,13 +10,13 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from mtp_checkpoints.errors import UsageError
 from mtp_export.bundle.options import Share
 from mtp_export.commands import options as shared
 from mtp_export.commands import runtime
 from mtp_export.commands.garbage import few_collections
 from mtp_export.commands.output import json_text, print_result, remark
 from mtp_export.commands.report_files import ReportFiles, try_reports
-from mtp_export.errors import UsageError
 from mtp_export.progress import format_bytes
 
 if TYPE_CHECKING:

@@ -10,10 +10,10 @@ from typing import Any
 from huggingface_hub import ModelInfo
 from huggingface_hub.hf_api import RepoFile
 
-from mtp_export.checkpoint.byte_source import Address
-from mtp_export.checkpoint.hub import model_uri
-from mtp_export.checkpoint.hub_client import HubClient
-from mtp_export.errors import InvalidInputError
+from mtp_checkpoints.errors import InvalidInputError
+from mtp_checkpoints.sources.byte_source import Address
+from mtp_checkpoints.sources.hub import model_uri
+from mtp_checkpoints.sources.hub_client import HubClient
 
 _LICENSE_KEYS = ("license", "license_name", "license_link")
 

@@ -11,9 +11,9 @@ from typing import Any
 
 from huggingface_hub import ModelCardData
 
-from mtp_export.checkpoint.bundle_folder import MAIN, MTP
-from mtp_export.checkpoint.manifest import MANIFEST_NAME, manifest_sha256
-from mtp_export.errors import InvalidInputError
+from mtp_checkpoints.errors import InvalidInputError
+from mtp_checkpoints.tensors.bundle_folder import MAIN, MTP
+from mtp_checkpoints.tensors.manifest import MANIFEST_NAME, manifest_sha256
 from mtp_export.progress import format_bytes
 from mtp_export.publish.base_model import BaseModel
 from mtp_export.publish.content import Content

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from huggingface_hub.hf_api import RepoFile
 
-from mtp_export.checkpoint.files import read_failure
+from mtp_checkpoints.sources.files import read_failure
 from mtp_export.progress import ProgressCallback
 
 _CHUNK_BYTES = 1 << 20

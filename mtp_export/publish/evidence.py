@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from mtp_export.checkpoint.manifest import manifest_sha256
-from mtp_export.errors import InvalidInputError, UsageError, VerificationError
+from mtp_checkpoints.errors import InvalidInputError, UsageError, VerificationError
+from mtp_checkpoints.tensors.manifest import manifest_sha256
 from mtp_export.verify.check import Status
 from mtp_export.verify.report.reading import read_report
 from mtp_export.verify.report.report import Report, verdict_words

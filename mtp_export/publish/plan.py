@@ -11,11 +11,11 @@ from pathlib import Path
 from huggingface_hub import CommitOperationCopy, get_token
 from huggingface_hub.hf_api import RepoFile
 
+from mtp_checkpoints.errors import InvalidInputError, OutputExistsError, UsageError
+from mtp_checkpoints.sources.byte_source import Address
+from mtp_checkpoints.sources.hub import model_uri
+from mtp_checkpoints.sources.hub_client import HubClient
 from mtp_export.bundle.options import Part
-from mtp_export.checkpoint.byte_source import Address
-from mtp_export.checkpoint.hub import model_uri
-from mtp_export.checkpoint.hub_client import HubClient
-from mtp_export.errors import InvalidInputError, OutputExistsError, UsageError
 from mtp_export.progress import ProgressCallback
 from mtp_export.publish.base_model import BaseModel, base_model
 from mtp_export.publish.card import card_files

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from huggingface_hub import CommitOperationAdd, CommitOperationDelete
 from huggingface_hub.hf_api import RepoFile
 
-from mtp_export.errors import IoError, MtpExportError, VerificationError
+from mtp_checkpoints.errors import IoError, MtpExportError, VerificationError
 from mtp_export.progress import ProgressCallback
 from mtp_export.publish.content import Shard
 from mtp_export.publish.digests import has_bytes, has_digest

@@ -30,16 +30,16 @@ from huggingface_hub.errors import (
 from huggingface_hub.hf_api import RepoFile
 from huggingface_hub.utils import disable_progress_bars
 
-from mtp_export.checkpoint.byte_source import Address
-from mtp_export.checkpoint.hub_client import HubClient
-from mtp_export.checkpoint.hub_failures import (
+from mtp_checkpoints.errors import InvalidInputError
+from mtp_checkpoints.quiet import quieted
+from mtp_checkpoints.sources.byte_source import Address
+from mtp_checkpoints.sources.hub_client import HubClient
+from mtp_checkpoints.sources.hub_failures import (
     not_writable,
     repository_moved,
     upload_failure,
 )
-from mtp_export.errors import InvalidInputError
 from mtp_export.progress import ProgressCallback
-from mtp_export.quiet import quieted
 
 BRANCH = constants.DEFAULT_REVISION
 _EXISTS, _MOVED = 409, 412

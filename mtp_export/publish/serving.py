@@ -6,11 +6,11 @@ from collections.abc import Iterator
 from pathlib import Path
 from shlex import quote
 
+from mtp_checkpoints.layouts import TARGETS
+from mtp_checkpoints.tensors.bundle_folder import MAIN, MTP, RELEASED
 from mtp_export.bundle.launch import native_scheme, serving_lines
-from mtp_export.checkpoint.bundle_folder import MAIN, MTP, RELEASED
 from mtp_export.publish.content import Content
 from mtp_export.schemes.base import KEEP
-from mtp_export.targets import TARGETS
 
 _PLACE = Path("/models")  # absolute: one of the engines runs in a container
 _OTHER = {MAIN: MTP, MTP: MAIN}

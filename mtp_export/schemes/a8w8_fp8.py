@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
+from mtp_checkpoints.formats.storage import Storage
 from mtp_export.schemes.base import Scheme, every_linear
-from mtp_export.schemes.storage import Storage
 
 A8W8_FP8 = Scheme("a8w8_fp8", "fp8", every_linear(Storage.FP8_BLOCK))

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from mtp_export.families.base import Role
+from mtp_checkpoints.families.base import Role
+from mtp_checkpoints.formats.storage import Storage
 from mtp_export.schemes.base import Scheme, every_linear
-from mtp_export.schemes.storage import Storage
 
 A8W8_FP8_WINT4 = Scheme(
     "a8w8_fp8_wint4",

@@ -6,9 +6,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from mtp_export.errors import UsageError
-from mtp_export.families.base import LINEAR_ROLES, Role
-from mtp_export.schemes.storage import Storage
+from mtp_checkpoints.errors import UsageError
+from mtp_checkpoints.families.base import LINEAR_ROLES, Role
+from mtp_checkpoints.formats.storage import Storage
 
 # In place of a scheme's name: the part's weights stay as the source stores them.
 KEEP = "keep"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
+from mtp_checkpoints.formats.storage import Storage
 from mtp_export.schemes.base import Scheme, every_linear
-from mtp_export.schemes.storage import Storage
 
 BF16 = Scheme("bf16", "bf16", every_linear(Storage.BF16))

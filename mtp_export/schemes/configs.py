@@ -10,14 +10,14 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from mtp_export.errors import UnsupportedError
-from mtp_export.families.base import ModelFamily, Role
+from mtp_checkpoints.errors import UnsupportedError
+from mtp_checkpoints.families.base import ModelFamily, Role
+from mtp_checkpoints.formats import FORMATS
+from mtp_checkpoints.formats.storage import INTEGERS, Storage
+from mtp_checkpoints.quantization.dialects import SGLANG, Dialect
+from mtp_checkpoints.quantization.native import COMPRESSED, NATIVE_FP8, Config, with_left_out
+from mtp_checkpoints.quantization.stored import StoredModel
 from mtp_export.schemes.conversion import Conversion
-from mtp_export.schemes.dialects import SGLANG, Dialect
-from mtp_export.schemes.formats import FORMATS
-from mtp_export.schemes.native import COMPRESSED, NATIVE_FP8, Config, with_left_out
-from mtp_export.schemes.storage import INTEGERS, Storage
-from mtp_export.schemes.stored import StoredModel
 
 _LINEAR_FP8 = {key: value for key, value in NATIVE_FP8.items() if key != "fmt"}
 

@@ -5,15 +5,16 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from mtp_export.checkpoint.header import TensorInfo
-from mtp_export.checkpoint.plan import OutputTensor, Step, copy_step
-from mtp_export.errors import UnsupportedError
-from mtp_export.families.base import Role, TensorSpec
+from mtp_checkpoints.errors import UnsupportedError
+from mtp_checkpoints.families.base import Role, TensorSpec
+from mtp_checkpoints.formats import FORMATS, FormatOptions, WeightFormat
+from mtp_checkpoints.formats.storage import NATIVE_SCALE, Storage
+from mtp_checkpoints.quantization.native import NativeFp8
+from mtp_checkpoints.quantization.stored import StoredWeight
+from mtp_checkpoints.tensors.dtypes import OutputTensor
+from mtp_checkpoints.tensors.header import TensorInfo
+from mtp_export.plan import Step, copy_step
 from mtp_export.schemes.base import every_linear
-from mtp_export.schemes.formats import FORMATS, FormatOptions, WeightFormat
-from mtp_export.schemes.native import NativeFp8
-from mtp_export.schemes.storage import NATIVE_SCALE, Storage
-from mtp_export.schemes.stored import StoredWeight
 from mtp_export.schemes.transforms import Convert, Transpose
 
 _CONVERTIBLE = ("F8_E4M3", "BF16", "F32")

@@ -7,21 +7,22 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from mtp_export.errors import UnsupportedError
-from mtp_export.families.base import ModelFamily, TensorSpec
+from mtp_checkpoints.errors import UnsupportedError
+from mtp_checkpoints.families.base import ModelFamily, TensorSpec
+from mtp_checkpoints.formats import FormatOptions
+from mtp_checkpoints.formats.storage import COMPRESSED_SCALE, NATIVE_SCALE, Storage
+from mtp_checkpoints.quantization.dialects import Dialect
+from mtp_checkpoints.quantization.methods.awq import AWQ, left_out_of_awq
+from mtp_checkpoints.quantization.methods.compressed import left_out_of_compressed
+from mtp_checkpoints.quantization.methods.gptq import GPTQ, left_out_of_gptq
+from mtp_checkpoints.quantization.methods.modelopt import MODELOPT, left_out_of_modelopt
+from mtp_checkpoints.quantization.native import COMPRESSED, Config, with_left_out
+from mtp_checkpoints.quantization.readings import Reading, reading_of
+from mtp_checkpoints.quantization.stored import StoredModel
 from mtp_export.schemes.base import Scheme
 from mtp_export.schemes.configs import quantization_configs
 from mtp_export.schemes.conversion import Conversion
-from mtp_export.schemes.dialects import Dialect
-from mtp_export.schemes.formats import FormatOptions
-from mtp_export.schemes.methods.awq import AWQ, left_out_of_awq
-from mtp_export.schemes.methods.compressed import left_out_of_compressed, with_draft_groups
-from mtp_export.schemes.methods.gptq import GPTQ, left_out_of_gptq
-from mtp_export.schemes.methods.modelopt import MODELOPT, left_out_of_modelopt
-from mtp_export.schemes.native import COMPRESSED, Config, with_left_out
-from mtp_export.schemes.readings import Reading, reading_of
-from mtp_export.schemes.storage import COMPRESSED_SCALE, NATIVE_SCALE, Storage
-from mtp_export.schemes.stored import StoredModel
+from mtp_export.schemes.draft_groups import with_draft_groups
 
 _FP8 = "fp8"
 _LOOKS_AT_TENSORS = (AWQ, GPTQ)

@@ -9,18 +9,18 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from importlib import import_module
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
-from mtp_export.checkpoint.header import TensorInfo
-from mtp_export.checkpoint.plan import Facts, OutputTensor, Resources, Sink
-from mtp_export.checkpoint.tensor_reader import TensorReader, as_array, as_rows
-from mtp_export.checkpoint.tensor_stream import TensorStream
-from mtp_export.errors import InvalidInputError
-from mtp_export.schemes.formats import UNQUANTIZED, WeightFormat
-from mtp_export.schemes.storage import BLOCK
+from mtp_checkpoints.errors import InvalidInputError
+from mtp_checkpoints.formats import UNQUANTIZED, WeightFormat
+from mtp_checkpoints.formats.storage import BLOCK
+from mtp_checkpoints.tensors.dtypes import OutputTensor
+from mtp_checkpoints.tensors.header import TensorInfo
+from mtp_checkpoints.tensors.tensor_reader import TensorReader, as_array, as_rows
+from mtp_checkpoints.tensors.tensor_stream import TensorStream
+from mtp_export.plan import Facts, Resources, Sink
 
 if TYPE_CHECKING:
     import torch
@@ -29,7 +29,6 @@ if TYPE_CHECKING:
 
 _COMPILED_DTYPES = {("F8_E4M3", "F32"), ("BF16",), ("F32",)}  # of the inputs of compiled code
 _PIECE_ELEMENTS = 1 << 20
-_LEAST_HIDDEN_FOR_THREADS = 1024
 _STRIP_BYTES = 4 << 20  # of a matrix that is being transposed
 
 
@@ -143,25 +142,6 @@ def _damaged(weight: TensorInfo, rows: tuple[int, int], problem: ValueError) -> 
         found=str(problem),
         todo="The weight or its scale is damaged: get the checkpoint again",
     )
-
-
-@contextmanager
-def one_torch_thread() -> Iterator[None]:
-    """Compute without torch's own threads: workers are the parallelism."""
-    import torch
-
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
-
-
-def torch_threads_for(hidden_size: object) -> AbstractContextManager[None]:
-    """Compute without torch's own threads where a second one only costs time, on small matrices."""
-    small = type(hidden_size) is int and hidden_size < _LEAST_HIDDEN_FOR_THREADS
-    return one_torch_thread() if small else nullcontext()
 
 
 def load_kernels(device: str) -> None:

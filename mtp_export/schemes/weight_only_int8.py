@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from mtp_export.families.base import Role
+from mtp_checkpoints.families.base import Role
+from mtp_checkpoints.formats.storage import Storage
 from mtp_export.schemes.base import Scheme, every_linear
-from mtp_export.schemes.storage import Storage
 
 WEIGHT_ONLY_INT8 = Scheme(
     "weight_only_int8",

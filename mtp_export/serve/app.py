@@ -17,8 +17,8 @@ from starlette.responses import HTMLResponse, JSONResponse, Response
 from starlette.routing import Route
 from starlette.types import ASGIApp
 
+from mtp_checkpoints.errors import MtpExportError
 from mtp_export import __version__
-from mtp_export.errors import MtpExportError
 from mtp_export.serve.engine_thread import EngineThread
 from mtp_export.serve.errors import ApiError
 from mtp_export.serve.forms import ChatForm, CompletionForm, Facts, Form

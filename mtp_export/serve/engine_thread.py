@@ -10,7 +10,7 @@ from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 
-from mtp_export.errors import MtpExportError
+from mtp_checkpoints.errors import MtpExportError
 from mtp_export.serve.answers import Answer, Part
 from mtp_export.serve.errors import ApiError, unavailable
 from mtp_export.serve.metrics import ServerMetrics

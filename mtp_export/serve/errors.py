@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from starlette.responses import JSONResponse
 
-from mtp_export.errors import MAX_MESSAGE
+from mtp_checkpoints.errors import MAX_MESSAGE
 
 INVALID = "invalid_request_error"
 

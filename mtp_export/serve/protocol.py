@@ -9,7 +9,7 @@ from typing import Annotated, Any, ClassVar, Literal, Self, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
-from mtp_export.checkpoint.strict_json import parse
+from mtp_checkpoints.sources.strict_json import parse
 from mtp_export.serve.errors import ApiError
 from mtp_runtime.sampling import MAX_LOGPROBS, SamplingParams, random_seed
 

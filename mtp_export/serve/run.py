@@ -10,7 +10,7 @@ from types import FrameType
 
 import uvicorn
 
-from mtp_export.errors import IoError, UsageError
+from mtp_checkpoints.errors import IoError, UsageError
 from mtp_export.serve.app import Server
 from mtp_export.serve.intake import is_this_machine
 

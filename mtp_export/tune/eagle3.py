@@ -10,12 +10,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from mtp_checkpoints.errors import UnsupportedError
+from mtp_checkpoints.families.base import Role, TensorSpec
+from mtp_checkpoints.families.deepseek_v3 import DeepseekV3Family
+from mtp_checkpoints.families.eagle3 import Eagle3Family, eagle3_config, usual_taps
+from mtp_checkpoints.families.modules import weight_name
 from mtp_export.bundle.bundle_plan import BundlePlan
-from mtp_export.errors import UnsupportedError
-from mtp_export.families.base import Role, TensorSpec
-from mtp_export.families.deepseek_v3 import DeepseekV3Family
-from mtp_export.families.eagle3 import Eagle3Family, eagle3_config, usual_taps
-from mtp_export.families.modules import weight_name
 from mtp_export.tune.draft import DraftType, Sizes
 from mtp_export.tune.options import TuneOptions
 from mtp_export.tune.row_store import Batch

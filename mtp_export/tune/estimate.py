@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from mtp_export.bundle.links import guess_links
-from mtp_export.checkpoint.plan import Link
+from mtp_export.plan import Link
 from mtp_export.tune.draft import Sizes
 from mtp_export.tune.drafts import DRAFTS
 from mtp_export.tune.options import TuneOptions

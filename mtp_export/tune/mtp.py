@@ -10,11 +10,11 @@ from math import prod
 import torch
 from torch import Tensor, nn
 
+from mtp_checkpoints.errors import UnsupportedError
+from mtp_checkpoints.families.base import Role, TensorSpec
+from mtp_checkpoints.families.contract import MtpContract
+from mtp_checkpoints.formats.base import ReadOnlyFormat
 from mtp_export.bundle.bundle_plan import BundlePlan
-from mtp_export.errors import UnsupportedError
-from mtp_export.families.base import Role, TensorSpec
-from mtp_export.families.contract import MtpContract
-from mtp_export.schemes.formats.base import ReadOnlyFormat
 from mtp_export.tune.draft import DraftType, Sizes
 from mtp_export.tune.options import TuneOptions
 from mtp_export.tune.row_store import Batch

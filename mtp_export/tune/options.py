@@ -10,8 +10,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from mtp_checkpoints.errors import UsageError
 from mtp_export.bundle.options import RunOptions
-from mtp_export.errors import UsageError
 from mtp_runtime.config import MAX_DRAFT_TOKENS, check_count, check_range
 
 

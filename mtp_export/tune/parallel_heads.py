@@ -10,8 +10,8 @@ from functools import cached_property
 import torch
 from torch import Tensor, nn
 
+from mtp_checkpoints.families.parallel_heads import Body, HeadsLayout
 from mtp_export.bundle.bundle_plan import BundlePlan
-from mtp_export.families.parallel_heads import Body, HeadsLayout
 from mtp_export.tune.draft import DraftType, Sizes
 from mtp_export.tune.options import TuneOptions
 from mtp_export.tune.row_store import Batch

@@ -13,8 +13,8 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from mtp_export.checkpoint.reader import Checkpoint
-from mtp_export.errors import InvalidInputError
+from mtp_checkpoints.errors import InvalidInputError
+from mtp_checkpoints.tensors.reader import Checkpoint
 from mtp_export.tune import state_files
 from mtp_export.tune.options import DataOptions
 from mtp_export.tune.rows import GOALS, Line, Rows

@@ -12,8 +12,8 @@ from typing import Any, Self
 import torch
 from torch import Tensor
 
-from mtp_export.errors import UsageError
-from mtp_export.families.contract import Hidden
+from mtp_checkpoints.errors import UsageError
+from mtp_checkpoints.families.contract import Hidden
 from mtp_export.verify.evidence.decode import decode
 from mtp_export.verify.evidence.pass_through import PassThroughDrafter
 from mtp_runtime.drafters import DRAFTERS

@@ -9,8 +9,12 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, Self
 
-from mtp_export.bundle.tied_weights import TiedCopies
-from mtp_export.checkpoint.bundle_folder import (
+from mtp_checkpoints.errors import InvalidInputError, UnsupportedError
+from mtp_checkpoints.families.moe_decoder import MoeDecoderFamily
+from mtp_checkpoints.quantization.native import DTYPE_KEYS, QUANTIZATION
+from mtp_checkpoints.quantization.stored import StoredModel, stored_model
+from mtp_checkpoints.sources.disk_queue import DiskQueue
+from mtp_checkpoints.tensors.bundle_folder import (
     OWN_DRAFTS,
     RELEASED,
     BundleParts,
@@ -18,14 +22,10 @@ from mtp_export.checkpoint.bundle_folder import (
     is_bundle,
     open_parts,
 )
-from mtp_export.checkpoint.disk_queue import DiskQueue
-from mtp_export.checkpoint.header import ShardHeader
-from mtp_export.checkpoint.manifest import read_manifest
-from mtp_export.checkpoint.reader import Checkpoint
-from mtp_export.errors import InvalidInputError, UnsupportedError
-from mtp_export.families.moe_decoder import MoeDecoderFamily
-from mtp_export.schemes.native import DTYPE_KEYS, QUANTIZATION
-from mtp_export.schemes.stored import StoredModel, stored_model
+from mtp_checkpoints.tensors.header import ShardHeader
+from mtp_checkpoints.tensors.manifest import read_manifest
+from mtp_checkpoints.tensors.reader import Checkpoint
+from mtp_export.bundle.tied_weights import TiedCopies
 
 
 @dataclass(frozen=True)

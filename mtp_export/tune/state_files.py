@@ -12,8 +12,8 @@ from typing import Any
 import torch
 import xxhash
 
-from mtp_export.checkpoint.files import make_folder, write_whole
-from mtp_export.errors import InvalidInputError, IoError
+from mtp_checkpoints.errors import InvalidInputError, IoError
+from mtp_checkpoints.sources.files import make_folder, write_whole
 from mtp_runtime.loading.draft_folder import UNREADABLE
 
 _CHECKSUM = "checksum"

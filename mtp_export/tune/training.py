@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mtp_export.errors import UsageError
+from mtp_checkpoints.errors import UsageError
 from mtp_export.tune import state_files
 from mtp_export.tune.draft import TrainedDraft
 from mtp_export.tune.options import TrainOptions

@@ -11,36 +11,27 @@ from typing import Any, Self
 
 import torch
 
+from mtp_checkpoints.errors import InvalidInputError
+from mtp_checkpoints.formats import UNQUANTIZED
+from mtp_checkpoints.quantization.stored import StoredWeight
+from mtp_checkpoints.sources.direct_io import equal_bytes
+from mtp_checkpoints.sources.disk_queue import DiskQueue
+from mtp_checkpoints.sources.files import make_folder
+from mtp_checkpoints.sources.local_folder import LocalFolder
+from mtp_checkpoints.tensors.bundle_folder import (
+    MAIN,
+    MTP,
+)
+from mtp_checkpoints.tensors.dtypes import OutputTensor, dtype_name, torch_dtype
+from mtp_checkpoints.tensors.header import ShardHeader, TensorInfo, read_header
+from mtp_checkpoints.tensors.reader import SINGLE_NAME, Checkpoint
+from mtp_checkpoints.tensors.writer import ShardWriter
 from mtp_export.bundle.bundle_plan import BundlePlan
 from mtp_export.bundle.extra_files import extra_files
 from mtp_export.bundle.links import resolve_links
 from mtp_export.bundle.options import BundleOptions, ContentOptions
 from mtp_export.bundle.preflight import check_disk
-from mtp_export.checkpoint.bundle_folder import (
-    MAIN,
-    MTP,
-)
-from mtp_export.checkpoint.direct_io import equal_bytes
-from mtp_export.checkpoint.disk_queue import DiskQueue
-from mtp_export.checkpoint.dtypes import dtype_name, torch_dtype
-from mtp_export.checkpoint.files import make_folder
-from mtp_export.checkpoint.header import ShardHeader, TensorInfo, read_header
-from mtp_export.checkpoint.local_folder import LocalFolder
-from mtp_export.checkpoint.plan import (
-    COPY,
-    Link,
-    OutputShard,
-    OutputTensor,
-    PartPlan,
-    Step,
-    copy_step,
-    number_shards,
-)
-from mtp_export.checkpoint.reader import SINGLE_NAME, Checkpoint
-from mtp_export.checkpoint.writer import ShardWriter
-from mtp_export.errors import InvalidInputError
-from mtp_export.schemes.formats import UNQUANTIZED
-from mtp_export.schemes.stored import StoredWeight
+from mtp_export.plan import COPY, Link, OutputShard, PartPlan, Step, copy_step, number_shards
 from mtp_export.schemes.transforms import Convert
 from mtp_export.tune.options import TuneOptions
 from mtp_export.tune.source_bundle import SourceBundle

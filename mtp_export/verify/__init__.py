@@ -9,7 +9,6 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from importlib import import_module
 
-from mtp_export.schemes.transforms import torch_threads_for
 from mtp_export.verify.check import (
     WHOLE_CHECK,
     Check,
@@ -20,6 +19,7 @@ from mtp_export.verify.check import (
     not_tested,
 )
 from mtp_export.verify.context import Context
+from mtp_kernels.cpu.torch_threads import torch_threads_for
 
 # In the order of a report. A new check is one file and one line here.
 CHECKS: dict[str, Check] = {

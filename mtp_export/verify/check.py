@@ -10,8 +10,8 @@ from pathlib import Path
 from traceback import format_exception
 from typing import Any, TypedDict, Unpack
 
-from mtp_export.checkpoint.files import read_failure
-from mtp_export.errors import MtpExportError, ResourceError, UnsupportedError
+from mtp_checkpoints.errors import MtpExportError, ResourceError, UnsupportedError
+from mtp_checkpoints.sources.files import read_failure
 
 WHOLE_CHECK = "all of it"  # the item of a check that did not run at all
 _REPORTED = "reported"  # the bound of a figure that nothing is required of

@@ -9,12 +9,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from mtp_export.errors import InvalidInputError
+from mtp_checkpoints.errors import InvalidInputError
+from mtp_checkpoints.formats.storage import Storage
+from mtp_checkpoints.layouts import TARGETS
 from mtp_export.schemes import SCHEMES
 from mtp_export.schemes.base import GRAFTED, KEEP
 from mtp_export.schemes.bf16 import BF16
-from mtp_export.schemes.storage import Storage
-from mtp_export.targets import TARGETS
 
 
 @dataclass(frozen=True)

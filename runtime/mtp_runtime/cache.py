@@ -14,7 +14,7 @@ from typing import Protocol
 
 import torch
 
-from mtp_export.errors import ResourceError
+from mtp_checkpoints.errors import ResourceError
 from mtp_kernels.batch_layout import BatchLayout
 from mtp_kernels.verify_attention import has_split_cache
 

@@ -13,9 +13,9 @@ from pathlib import Path
 from threading import Lock
 from typing import Any
 
-from mtp_export.checkpoint.local_folder import LocalFolder
-from mtp_export.checkpoint.strict_json import parse
-from mtp_export.errors import InvalidInputError, UsageError
+from mtp_checkpoints.errors import InvalidInputError, UsageError
+from mtp_checkpoints.sources.local_folder import LocalFolder
+from mtp_checkpoints.sources.strict_json import parse
 
 Message = Mapping[str, Any]  # "role" and "content", and what else the template knows
 

@@ -8,8 +8,8 @@ from dataclasses import dataclass, field, replace
 from numbers import Integral, Real
 from typing import Any, Self, TypedDict
 
-from mtp_export.errors import UnsupportedError, UsageError
-from mtp_export.families.facts import RopeFacts, RunFacts
+from mtp_checkpoints.errors import UnsupportedError, UsageError
+from mtp_checkpoints.families.facts import RopeFacts, RunFacts
 
 MAX_DRAFT_TOKENS = 5
 

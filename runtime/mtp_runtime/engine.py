@@ -17,7 +17,7 @@ from threading import Lock
 
 import torch
 
-from mtp_export.errors import ResourceError, UnsupportedError, UsageError
+from mtp_checkpoints.errors import ResourceError, UnsupportedError, UsageError
 from mtp_runtime.acceptance.base import Draft, Verdict
 from mtp_runtime.cache import PageAllocator, lay_out
 from mtp_runtime.config import EngineConfig

@@ -12,8 +12,8 @@ from typing import Unpack, cast
 
 import torch
 
-from mtp_export.errors import InvalidInputError, UsageError
-from mtp_export.families.contract import MtpContract
+from mtp_checkpoints.errors import InvalidInputError, UsageError
+from mtp_checkpoints.families.contract import MtpContract
 from mtp_runtime.acceptance import ACCEPTANCE_RULES
 from mtp_runtime.chat import Chat, Message
 from mtp_runtime.config import (

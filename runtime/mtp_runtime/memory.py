@@ -9,7 +9,7 @@ from typing import Protocol
 
 import torch
 
-from mtp_export.errors import ResourceError, UsageError
+from mtp_checkpoints.errors import ResourceError, UsageError
 from mtp_runtime.cache import PageAllocator
 
 _FOR_CACHE = 0.9  # of what the model leaves; the rest is for what a step computes

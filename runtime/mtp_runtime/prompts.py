@@ -7,7 +7,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from mtp_export.errors import InvalidInputError, IoError
+from mtp_checkpoints.errors import InvalidInputError, IoError
 
 Prompt = str | tuple[int, ...]
 

@@ -12,7 +12,7 @@ from typing import Any, Protocol, cast
 
 import numpy as np
 
-from mtp_export.errors import UsageError
+from mtp_checkpoints.errors import UsageError
 from mtp_runtime.config import check_count, check_range
 
 Probabilities = np.ndarray[Any, np.dtype[np.float64]]

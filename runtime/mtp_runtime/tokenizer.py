@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from mtp_export.checkpoint.local_folder import LocalFolder
-from mtp_export.errors import InvalidInputError, UsageError
+from mtp_checkpoints.errors import InvalidInputError, UsageError
+from mtp_checkpoints.sources.local_folder import LocalFolder
 
 TOKENIZER_NAME = "tokenizer.json"
 _INCOMPLETE = "\ufffd"  # which bytes decode to that are no whole character

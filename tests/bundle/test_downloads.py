@@ -9,7 +9,11 @@ from pathlib import Path
 import pytest
 
 from cases import MTP_LAYER
-from checkpoint.test_remote_source import ROOT, Remote
+from checkpoints.sources.test_remote_source import ROOT, Remote
+from mtp_checkpoints.sources import pieces
+from mtp_checkpoints.sources.pieces import Piece
+from mtp_checkpoints.sources.remote_source import RemoteSource
+from mtp_checkpoints.tensors.reader import Checkpoint
 from mtp_export.bundle import downloads as module
 from mtp_export.bundle.downloads import (
     CHECKS,
@@ -21,11 +25,7 @@ from mtp_export.bundle.downloads import (
 )
 from mtp_export.bundle.export import plan_export
 from mtp_export.bundle.options import BundleOptions, ContentOptions, Part, SharedWeights
-from mtp_export.checkpoint import pieces
-from mtp_export.checkpoint.pieces import Piece
-from mtp_export.checkpoint.plan import COPY
-from mtp_export.checkpoint.reader import Checkpoint
-from mtp_export.checkpoint.remote_source import RemoteSource
+from mtp_export.plan import COPY
 
 EMBEDDINGS = (f"model.layers.{MTP_LAYER}.embed_tokens.weight", "model.embed_tokens.weight")
 

@@ -11,11 +11,11 @@ from typing import Any
 import pytest
 
 from cases import export, looks_finished, quantize, read_json, run_program, tree
+from mtp_checkpoints.errors import InvalidInputError
+from mtp_checkpoints.sources.byte_source import Address
 from mtp_export.bundle.build import run_bundle
 from mtp_export.bundle.export import plan_export
 from mtp_export.bundle.options import BundleOptions, ContentOptions, Part
-from mtp_export.checkpoint.byte_source import Address
-from mtp_export.errors import InvalidInputError
 from mtp_export.progress import silent
 from remote_bundles import COPIES, MANIFEST, assert_equal, shrink_transfers
 from store_emulators import BUCKET, EMULATORS, INSTALLED

@@ -9,10 +9,10 @@ from typing import Any, cast
 
 import pytest
 
+from mtp_checkpoints.errors import InvalidInputError
+from mtp_checkpoints.sources.local_folder import LocalFolder
+from mtp_checkpoints.tensors.reader import Checkpoint
 from mtp_export.bundle.extra_files import extra_files
-from mtp_export.checkpoint.local_folder import LocalFolder
-from mtp_export.checkpoint.reader import Checkpoint
-from mtp_export.errors import InvalidInputError
 
 COMES = (
     *("LICENSE", "LICENSE-MODEL", "added_tokens.json", "chat_template.jinja", "code.py"),

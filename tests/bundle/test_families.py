@@ -9,8 +9,8 @@ import pytest
 
 from cases import export, nightly_but, quantize, read_json, read_tensors, run_program
 from faults.small_model import family_config, write_dense
-from mtp_export.families import FAMILIES, family_of
-from mtp_export.targets import TARGETS
+from mtp_checkpoints.families import FAMILIES, family_of
+from mtp_checkpoints.layouts import TARGETS
 from mtp_runtime import LLM, SamplingParams
 
 OTHERS = [model_type for model_type in FAMILIES if model_type != "deepseek_v3"]

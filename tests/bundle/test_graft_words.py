@@ -14,14 +14,7 @@ from typing import Any
 import pytest
 
 from cases import MTP_LAYER, UNQUANTIZED, drop_tensor, edit_json, make_checkpoint, read_json
-from mtp_export.bundle.bundle_plan import BundlePlan
-from mtp_export.bundle.graft import GraftOptions, plan_graft
-from mtp_export.bundle.options import BundleOptions, ContentOptions, RunOptions, SharedWeights
-from mtp_export.checkpoint.byte_source import Address
-from mtp_export.checkpoint.disk_queue import DiskQueue
-from mtp_export.checkpoint.plan import Link
-from mtp_export.checkpoint.reader import Checkpoint
-from mtp_export.errors import (
+from mtp_checkpoints.errors import (
     InvalidInputError,
     IoError,
     MtpExportError,
@@ -29,7 +22,14 @@ from mtp_export.errors import (
     UnsupportedError,
     UsageError,
 )
-from mtp_export.schemes.weight_values import PIECE_ELEMENTS
+from mtp_checkpoints.sources.byte_source import Address
+from mtp_checkpoints.sources.disk_queue import DiskQueue
+from mtp_checkpoints.tensors.reader import Checkpoint
+from mtp_checkpoints.weights.weight_values import PIECE_ELEMENTS
+from mtp_export.bundle.bundle_plan import BundlePlan
+from mtp_export.bundle.graft import GraftOptions, plan_graft
+from mtp_export.bundle.options import BundleOptions, ContentOptions, RunOptions, SharedWeights
+from mtp_export.plan import Link
 
 LAYER = f"model.layers.{MTP_LAYER}"
 COPIES = {

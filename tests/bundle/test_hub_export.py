@@ -30,13 +30,13 @@ from cases import (
     tree,
 )
 from hub_server import HubServer
+from mtp_checkpoints.sources import transfers
+from mtp_checkpoints.sources.byte_source import Address
+from mtp_checkpoints.sources.remote_source import READERS
 from mtp_export.bundle.build import run_bundle
 from mtp_export.bundle.export import plan_export
 from mtp_export.bundle.options import BundleOptions, ContentOptions, Part
 from mtp_export.bundle.preflight import needed_disk_bytes
-from mtp_export.checkpoint import transfers
-from mtp_export.checkpoint.byte_source import Address
-from mtp_export.checkpoint.remote_source import READERS
 from mtp_export.progress import silent
 from remote_bundles import (
     COPIES,

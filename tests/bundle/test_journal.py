@@ -15,6 +15,7 @@ import pytest
 from bundle.commands import UNFINISHED
 from cases import export, tree
 from disk import Fault, watched_disk
+from mtp_checkpoints.errors import IoError, OutputExistsError
 from mtp_export.bundle.journal import JOURNAL_NAME, Journal, journaled_files
 from mtp_export.bundle.journal_content import (
     DamagedJournal,
@@ -23,7 +24,6 @@ from mtp_export.bundle.journal_content import (
     new_checksum,
     parsed,
 )
-from mtp_export.errors import IoError, OutputExistsError
 
 FACTS = ShardFacts(8, xxh3_128={"a": "0" * 32}, facts={"a": {"sqnr_db": None, "max_error": 0.5}})
 

@@ -10,6 +10,8 @@ from typing import Any
 import pytest
 import xxhash
 
+from mtp_checkpoints.errors import IoError, OutputExistsError
+from mtp_checkpoints.sources.files import name_when_whole
 from mtp_export.bundle.journal import JOURNAL_NAME, Journal, journaled_files
 from mtp_export.bundle.journal_content import (
     DamagedJournal,
@@ -20,8 +22,6 @@ from mtp_export.bundle.journal_content import (
     parsed,
     shard_line,
 )
-from mtp_export.checkpoint.files import name_when_whole
-from mtp_export.errors import IoError, OutputExistsError
 
 DIGEST = "0123456789abcdef" * 2
 FACTS = ShardFacts(8, "hardlink", {"a": DIGEST}, {"a": {"sqnr_db": None, "max_error": 0.5}})

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from cases import WHOLE_TILES, edit_json, export, make_checkpoint, quantize, run_program
-from mtp_export.targets import TARGETS
+from mtp_checkpoints.layouts import TARGETS
 
 AWKWARD = 'it\'s a "bundle" $(of) ; them'  # a folder name that a shell would take apart
 XLLM_FLAGS = [

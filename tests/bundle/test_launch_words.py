@@ -9,6 +9,9 @@ from typing import Any
 import pytest
 
 from cases import edit_json, export
+from mtp_checkpoints.errors import InvalidInputError, MtpExportError, UnsupportedError, UsageError
+from mtp_checkpoints.layouts import engine_of
+from mtp_checkpoints.layouts.base import Placement
 from mtp_export.bundle.bundle_plan import BundlePlan
 from mtp_export.bundle.export import plan_export
 from mtp_export.bundle.launch import (
@@ -19,9 +22,6 @@ from mtp_export.bundle.launch import (
     serving_lines,
 )
 from mtp_export.bundle.options import BundleOptions, ContentOptions, Part
-from mtp_export.errors import InvalidInputError, MtpExportError, UnsupportedError, UsageError
-from mtp_export.targets import engine_of
-from mtp_export.targets.base import Placement
 
 FOLDER = Path("/bundles/b")
 INT4 = {"base_quant": "weight_only_int4", "mtp_quant": "weight_only_int8"}

@@ -13,11 +13,11 @@ from typing import Any
 import pytest
 
 from cases import Outcome, run_in_a_fork
+from mtp_checkpoints.errors import IoError, UnsupportedError
+from mtp_checkpoints.sources.files import name_when_whole
 from mtp_export.bundle import links
 from mtp_export.bundle.links import existing_parent, guess_links, link_shard, resolve_links
-from mtp_export.checkpoint.files import name_when_whole
-from mtp_export.checkpoint.plan import Link
-from mtp_export.errors import IoError, UnsupportedError
+from mtp_export.plan import Link
 
 
 @pytest.fixture

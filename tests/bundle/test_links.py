@@ -10,7 +10,7 @@ import pytest
 
 from cases import export, hub_cache, read_json, read_tensors
 from mtp_export.bundle import links
-from mtp_export.checkpoint.plan import Link
+from mtp_export.plan import Link
 
 
 def shards_of(output: Path) -> dict[str, dict[str, object]]:

@@ -23,12 +23,12 @@ from cases import (
     run_program,
     tree,
 )
+from mtp_checkpoints.sources import object_store, pieces, transfers
+from mtp_checkpoints.sources.byte_source import Address
+from mtp_checkpoints.sources.remote_source import READERS
 from mtp_export.bundle.build import run_bundle
 from mtp_export.bundle.export import plan_export
 from mtp_export.bundle.options import BundleOptions, ContentOptions, Part
-from mtp_export.checkpoint import object_store, pieces, transfers
-from mtp_export.checkpoint.byte_source import Address
-from mtp_export.checkpoint.remote_source import READERS
 from mtp_export.progress import silent
 from object_server import ObjectServer
 from remote_bundles import (
@@ -273,7 +273,7 @@ def test_a_killed_run_downloads_little_again(
 ) -> None:
     """In a process of its own: obstore's threads do not survive a fork."""
     program = (
-        "from mtp_export.checkpoint import pieces; from mtp_export.cli import main;"
+        "from mtp_checkpoints.sources import pieces; from mtp_export.cli import main;"
         f"pieces.PIECE_BYTES, pieces.JOIN_BYTES = {pieces.PIECE_BYTES}, {pieces.JOIN_BYTES}; main()"
     )
     options = ("--input-dir", SOURCE, "--output-dir", str(output), *MTP)

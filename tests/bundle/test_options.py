@@ -21,7 +21,7 @@ from mtp_export.bundle.quantize import (
     QuantizeOptions,
     ScaleRule,
 )
-from mtp_export.checkpoint.plan import Link
+from mtp_export.plan import Link
 
 PLAIN = BundleOptions(Path("in"), Path("out"))
 

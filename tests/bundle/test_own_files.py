@@ -13,8 +13,8 @@ import pytest
 
 from bundle.commands import UNFINISHED
 from cases import edit_json, export, run_in_a_fork, tree
+from mtp_checkpoints.sources.files import temporary_path
 from mtp_export.bundle.journal import JOURNAL_NAME
-from mtp_export.checkpoint.files import temporary_path
 
 STRANGERS: dict[str, Callable[[Path], object]] = {
     "main/thesis.txt": lambda path: path.write_text("years of work"),

@@ -10,6 +10,8 @@ from typing import Any
 
 import pytest
 
+from mtp_checkpoints.errors import IoError, OutputExistsError
+from mtp_checkpoints.sources.files import temporary_path, write_json
 from mtp_export.bundle import own_files as module
 from mtp_export.bundle.own_files import (
     check_own,
@@ -20,8 +22,6 @@ from mtp_export.bundle.own_files import (
     remove_left_overs,
     remove_unfinished,
 )
-from mtp_export.checkpoint.files import temporary_path, write_json
-from mtp_export.errors import IoError, OutputExistsError
 
 MANIFEST = "mtp_export.json"
 FILES = frozenset({"main/config.json", "main/a.safetensors", "mtp/templates/x.jinja"})

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
+from mtp_checkpoints.errors import OutputExistsError
 from mtp_export.bundle import owner
 from mtp_export.bundle.owner import OWNER_NAME, Owner
-from mtp_export.errors import OutputExistsError
 
 
 def test_no_descriptor_stays_open(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -16,9 +16,9 @@ from typing import Any
 
 import pytest
 
+from mtp_checkpoints.errors import IoError, OutputExistsError
 from mtp_export.bundle import owner as module
 from mtp_export.bundle.owner import OWNER_NAME, Owner, has_ended, owner_of, process_mark
-from mtp_export.errors import IoError, OutputExistsError
 
 ELSEWHERE: dict[str, Any] = {
     "host": "node17",

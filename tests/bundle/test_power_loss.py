@@ -15,8 +15,8 @@ import pytest
 from bundle.commands import COMMANDS, Command, Files, check_nothing_looks_whole, finish
 from cases import nightly_but, run_in_a_fork, tree
 from disk import Platter, Survival, watch_disk, watched_disk
-from mtp_export.checkpoint import writer
-from mtp_export.checkpoint.direct_io import PAGE_BYTES
+from mtp_checkpoints.sources.direct_io import PAGE_BYTES
+from mtp_checkpoints.tensors import writer
 
 pytestmark = pytest.mark.filterwarnings(
     "ignore:This process .* is multi-threaded:DeprecationWarning"

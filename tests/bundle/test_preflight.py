@@ -9,6 +9,9 @@ from pathlib import Path
 import pytest
 
 from cases import export
+from mtp_checkpoints.errors import OutputExistsError, ResourceError
+from mtp_checkpoints.sources.byte_source import Address
+from mtp_checkpoints.sources.files import temporary_path
 from mtp_export.bundle.options import RunOptions, Share
 from mtp_export.bundle.preflight import (
     check_disk,
@@ -17,9 +20,6 @@ from mtp_export.bundle.preflight import (
     is_finished,
     needed_disk_bytes,
 )
-from mtp_export.checkpoint.byte_source import Address
-from mtp_export.checkpoint.files import temporary_path
-from mtp_export.errors import OutputExistsError, ResourceError
 
 Usage = namedtuple("Usage", ["total", "used", "free"])
 WRITTEN = 1_000_000

@@ -24,7 +24,7 @@ from cases import (
     run_program,
     tree,
 )
-from mtp_export.schemes.formats import FORMATS, FormatOptions
+from mtp_checkpoints.formats import FORMATS, FormatOptions
 from mtp_kernels.quantize import Fp8Block, quantize_int4_group, quantize_int8_channel
 from quantize_rows import CONFIGS, MTP_PREFIX, ROWS
 
@@ -276,7 +276,7 @@ def test_the_list_agrees_with_the_real_sizes() -> None:
 
 
 def test_the_list_weighs_as_a_run_writes(tmp_path: Path, output: Path) -> None:
-    from mtp_export.families import family_of
+    from mtp_checkpoints.families import family_of
     from mtp_export.schemes.table import weigh
 
     config = TINY_CONFIG | {"hidden_size": 256, "moe_intermediate_size": 128}

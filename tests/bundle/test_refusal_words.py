@@ -11,6 +11,16 @@ import pytest
 import torch
 
 from cases import TINY_CONFIG, UNQUANTIZED, drop_tensor, make_checkpoint
+from mtp_checkpoints.errors import (
+    InvalidInputError,
+    MtpExportError,
+    OutputExistsError,
+    ResourceError,
+    UnsupportedError,
+    UsageError,
+)
+from mtp_checkpoints.sources.byte_source import Address
+from mtp_checkpoints.sources.disk_queue import DiskQueue
 from mtp_export.bundle import bundle_plan, preflight
 from mtp_export.bundle.export import plan_export
 from mtp_export.bundle.options import BundleOptions, ContentOptions, RunOptions, SharedWeights
@@ -22,16 +32,6 @@ from mtp_export.bundle.quantize import (
     default_input,
     default_output,
     plan_quantize,
-)
-from mtp_export.checkpoint.byte_source import Address
-from mtp_export.checkpoint.disk_queue import DiskQueue
-from mtp_export.errors import (
-    InvalidInputError,
-    MtpExportError,
-    OutputExistsError,
-    ResourceError,
-    UnsupportedError,
-    UsageError,
 )
 from mtp_kernels.quantize import probe
 

@@ -11,6 +11,8 @@ from typing import Any
 
 import pytest
 
+from mtp_checkpoints.errors import IoError, UsageError
+from mtp_checkpoints.sources.byte_source import Address
 from mtp_export.bundle.division import divided
 from mtp_export.bundle.graft import GraftOptions
 from mtp_export.bundle.options import (
@@ -24,9 +26,7 @@ from mtp_export.bundle.options import (
 )
 from mtp_export.bundle.quantize import Device, Int4Scope, QuantizeOptions, ScaleRule
 from mtp_export.bundle.request import PLANNERS, Request, restored
-from mtp_export.checkpoint.byte_source import Address
-from mtp_export.checkpoint.plan import Link
-from mtp_export.errors import IoError, UsageError
+from mtp_export.plan import Link
 
 ADDRESS = Address("hf://acme/tiny@main")
 CONTENT = ContentOptions(

@@ -25,9 +25,9 @@ from cases import (
     run_in_a_fork,
     tree,
 )
+from mtp_checkpoints.sources.direct_io import PAGE_BYTES
+from mtp_checkpoints.tensors import writer
 from mtp_export.bundle.journal import Journal
-from mtp_export.checkpoint import writer
-from mtp_export.checkpoint.direct_io import PAGE_BYTES
 
 OPTIONS = UNFINISHED
 FEWER = ("--max-shard-size", "300kB", "--link", "hardlink", "--workers", "2", "--quiet")

@@ -15,6 +15,10 @@ import torch
 import xxhash
 
 from cases import read_shard
+from mtp_checkpoints.errors import InvalidInputError, OutputExistsError
+from mtp_checkpoints.sources.disk_queue import DiskQueue
+from mtp_checkpoints.sources.files import name_when_whole
+from mtp_checkpoints.tensors.dtypes import OutputTensor
 from mtp_export.bundle import run as module
 from mtp_export.bundle.bundle_plan import BundlePlan
 from mtp_export.bundle.downloads import Inputs
@@ -22,11 +26,8 @@ from mtp_export.bundle.export import plan_export
 from mtp_export.bundle.journal_content import ShardFacts
 from mtp_export.bundle.options import BundleOptions, Checksums, ContentOptions, RunOptions
 from mtp_export.bundle.run import RunResources, ShardJob, is_made, run
-from mtp_export.checkpoint.disk_queue import DiskQueue
-from mtp_export.checkpoint.files import name_when_whole
-from mtp_export.checkpoint.plan import Link, OutputShard, OutputTensor, Resources, Step, copy_step
-from mtp_export.errors import InvalidInputError, OutputExistsError
-from mtp_export.schemes.transforms import one_torch_thread
+from mtp_export.plan import Link, OutputShard, Resources, Step, copy_step
+from mtp_kernels.cpu.torch_threads import one_torch_thread
 
 
 @pytest.fixture

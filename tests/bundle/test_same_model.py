@@ -12,9 +12,9 @@ from typing import Any, cast
 import pytest
 
 from cases import TINY_CONFIG
+from mtp_checkpoints.errors import InvalidInputError
+from mtp_checkpoints.tensors.reader import Checkpoint
 from mtp_export.bundle.same_model import check_same_model, check_same_tokenizer
-from mtp_export.checkpoint.reader import Checkpoint
-from mtp_export.errors import InvalidInputError
 
 MAIN, DONOR = Path("/models/main"), Path("/models/donor")
 Config = dict[str, Any]

@@ -16,6 +16,8 @@ from typing import Any
 import pytest
 
 from cases import make_checkpoint, tree
+from mtp_checkpoints.errors import InvalidInputError, IoError, MtpExportError, OutputExistsError
+from mtp_checkpoints.sources.files import temporary_path
 from mtp_export.bundle import shares as module
 from mtp_export.bundle.bundle_plan import BundlePlan
 from mtp_export.bundle.journal import JOURNAL_NAME, Journal
@@ -30,9 +32,7 @@ from mtp_export.bundle.shares import (
     share_count,
     shared_request,
 )
-from mtp_export.checkpoint.files import temporary_path
-from mtp_export.checkpoint.plan import Link
-from mtp_export.errors import InvalidInputError, IoError, MtpExportError, OutputExistsError
+from mtp_export.plan import Link
 
 SHARES, MANIFEST = ".mtp_export.shares", "mtp_export.json"
 PIECE = "0a-0-9.partial"  # of a download

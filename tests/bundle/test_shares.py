@@ -27,13 +27,14 @@ from cases import (
     write_shard,
 )
 from disk import watched_disk
+from mtp_checkpoints.errors import InvalidInputError
+from mtp_checkpoints.tensors.dtypes import OutputTensor
 from mtp_export.bundle import shares
 from mtp_export.bundle.journal import Journal
 from mtp_export.bundle.options import Share
 from mtp_export.bundle.run import ShardJob
 from mtp_export.bundle.shares import jobs_of
-from mtp_export.checkpoint.plan import OutputShard, OutputTensor, copy_step
-from mtp_export.errors import InvalidInputError
+from mtp_export.plan import OutputShard, copy_step
 
 SHARES = ".mtp_export.shares"
 OPTIONS = ("--max-shard-size", "60kB", "--workers", "2", "--link", "copy", "--quiet")

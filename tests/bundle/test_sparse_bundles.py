@@ -8,13 +8,13 @@ import pytest
 
 from benchmarks.make_bundle import SCHEMES, make_bundle
 from cases import tree
+from mtp_checkpoints.tensors.bundle_folder import open_parts
+from mtp_checkpoints.tensors.manifest import MANIFEST_NAME
+from mtp_checkpoints.tensors.tensor_reader import read_rows
 from mtp_export.bundle.build import run_bundle
 from mtp_export.bundle.options import BundleOptions, RunOptions
 from mtp_export.bundle.quantize import QuantizeOptions, plan_quantize
-from mtp_export.checkpoint.bundle_folder import open_parts
-from mtp_export.checkpoint.manifest import MANIFEST_NAME
-from mtp_export.checkpoint.plan import Link
-from mtp_export.checkpoint.tensor_reader import read_rows
+from mtp_export.plan import Link
 from mtp_export.progress import silent
 
 

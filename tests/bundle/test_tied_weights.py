@@ -10,14 +10,14 @@ from pathlib import Path
 import pytest
 
 from cases import MTP_LAYER, read_shard, shard_of, write_shard
+from mtp_checkpoints.errors import InvalidInputError
+from mtp_checkpoints.sources.disk_queue import DiskQueue
+from mtp_checkpoints.sources.local_folder import LocalFolder
+from mtp_checkpoints.tensors.header import TensorInfo
+from mtp_checkpoints.tensors.tensor_stream import TensorStream
 from mtp_export.bundle.export import plan_export
 from mtp_export.bundle.options import BundleOptions
 from mtp_export.bundle.tied_weights import TiedCopies, compare_tied, first_difference
-from mtp_export.checkpoint.disk_queue import DiskQueue
-from mtp_export.checkpoint.header import TensorInfo
-from mtp_export.checkpoint.local_folder import LocalFolder
-from mtp_export.checkpoint.tensor_stream import TensorStream
-from mtp_export.errors import InvalidInputError
 
 SIZE, PIECE = 20_001, 8192
 OWN = [f"model.layers.{MTP_LAYER}.{name}.weight" for name in ("embed_tokens", "shared_head.head")]

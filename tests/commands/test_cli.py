@@ -26,9 +26,10 @@ from cases import (
     run_program,
     tree,
 )
+from mtp_checkpoints.layouts import TARGETS
+from mtp_checkpoints.sources.byte_source import Place
+from mtp_checkpoints.sources.disk_queue import DiskQueue
 from mtp_export.bundle.options import DEFAULT_WORKERS
-from mtp_export.checkpoint.byte_source import Place
-from mtp_export.checkpoint.disk_queue import DiskQueue
 from mtp_export.commands.export import export as export_command
 from mtp_export.commands.generate import generate
 from mtp_export.commands.inspect import inspect
@@ -37,7 +38,6 @@ from mtp_export.commands.quantize import quantize
 from mtp_export.commands.verify import verify
 from mtp_export.progress import format_bytes
 from mtp_export.schemes.table import PAIRS
-from mtp_export.targets import TARGETS
 from peak_memory import peak_bytes
 
 

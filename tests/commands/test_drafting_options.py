@@ -11,9 +11,9 @@ import pytest
 
 import mtp_runtime
 from cases import export, run_program
-from mtp_export.checkpoint.reader import Checkpoint
-from mtp_export.checkpoint.tensor_reader import TensorReader
-from mtp_export.errors import UsageError
+from mtp_checkpoints.errors import UsageError
+from mtp_checkpoints.tensors.reader import Checkpoint
+from mtp_checkpoints.tensors.tensor_reader import TensorReader
 from mtp_runtime import LLM
 from mtp_runtime.config import SpeculationConfig, SpeculationOptions, speculation_config
 from mtp_runtime.models.load import LoadOptions, load_model

@@ -11,8 +11,8 @@ import pytest
 from benchmarks.make_checkpoint import make_released
 from benchmarks.released import RELEASED
 from cases import edit_json, export, nightly_but, run_program
-from mtp_export.families import family_of
-from mtp_export.families.without_mtp import WITHOUT_MTP
+from mtp_checkpoints.families import family_of
+from mtp_checkpoints.families.without_mtp import WITHOUT_MTP
 from peak_memory import peak_bytes
 
 # Tensors of the releases; those of compressed weights, scales, are not among them.

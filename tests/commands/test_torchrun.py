@@ -22,7 +22,8 @@ from runtime.ranks import launch_variables
 
 ROOT = Path(__file__).resolve().parents[2]
 FIXTURE = ROOT / "fixtures/deepseek-v3-tiny"
-PATHS = os.pathsep.join(str(path) for path in (ROOT, ROOT / "runtime", ROOT / "kernels"))
+FOLDERS = ("", "runtime", "checkpoints", "kernels")
+PATHS = os.pathsep.join(str(ROOT / folder) for folder in FOLDERS)
 GENERATE = ("--prompt", "The cat", "--prompt", "Once", "--max-new-tokens", "8", "--json")
 
 

@@ -7,10 +7,10 @@ from typing import Any
 import pytest
 import typer
 
+from mtp_checkpoints.errors import MtpExportError
 from mtp_export.commands.group import program
 from mtp_export.commands.registry import COMMANDS, command_named
 from mtp_export.commands.values import UsualValues
-from mtp_export.errors import MtpExportError
 
 GIVEN = (
     *(

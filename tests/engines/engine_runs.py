@@ -16,10 +16,10 @@ from safetensors.torch import save_file
 
 from benchmarks.vllm_peer import settings_of
 from cases import edit_json, read_json, read_tensors
+from mtp_checkpoints.families.contract import Hidden, MtpContract
 from mtp_export.bundle.build import run_bundle
 from mtp_export.bundle.options import BundleOptions, ContentOptions, Part
 from mtp_export.bundle.quantize import QuantizeOptions, plan_quantize
-from mtp_export.families.contract import Hidden, MtpContract
 from mtp_export.verify.evidence.statistics import Estimate, ratio
 from mtp_kernels.quantize import (
     Int4Group,

@@ -6,7 +6,7 @@ from __future__ import annotations
 from typing import Any
 
 from cases import WHOLE_TILES
-from mtp_export.schemes.native import NATIVE_FP8
+from mtp_checkpoints.quantization.native import NATIVE_FP8
 from runtime.checkpoints import SMALL_CONFIGS
 
 # SGLang rewrites the literal 61; 512 + 64 is what vLLM's MLA takes on a CPU.

@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 
 from cases import quantize
 from faults.fitted_drafts import write_fitted_eagle3, write_fitted_heads
-from mtp_export.families.eagle3 import eagle3_config
+from mtp_checkpoints.families.eagle3 import eagle3_config
 from mtp_export.verify.evidence.corpus import Corpus
 from mtp_runtime.models.load import LoadOptions, load_model
 from runtime.drafts import eagle3_tensors, ffn_layout, save_draft, write_heads

@@ -11,9 +11,9 @@ from resolver_sources import SOURCES
 from test_resolvers import NEVER, Answers, agree, form_on_disk, run, stored_modules
 
 from cases import make_checkpoint, quantize
-from mtp_export.checkpoint.bundle_folder import bundle_target
-from mtp_export.checkpoint.reader import Checkpoint
-from mtp_export.families import family_of
+from mtp_checkpoints.families import family_of
+from mtp_checkpoints.tensors.bundle_folder import bundle_target
+from mtp_checkpoints.tensors.reader import Checkpoint
 from quantize_rows import ROWS, linears
 
 CONFIG: dict[str, Any] = SOURCES["fp8"]

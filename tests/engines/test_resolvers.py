@@ -15,11 +15,11 @@ from engine_runs import process, sglang_wheel
 from resolver_sources import SOURCES
 
 from cases import make_checkpoint, quantize
-from mtp_export.checkpoint.bundle_folder import open_checkpoint
-from mtp_export.families import family_of
-from mtp_export.families.base import ModelFamily
-from mtp_export.schemes.formats import Fp8Block, Int4Group, W4AFp8
-from mtp_export.schemes.readings import Reading, reading_of
+from mtp_checkpoints.families import family_of
+from mtp_checkpoints.families.base import ModelFamily
+from mtp_checkpoints.formats import Fp8Block, Int4Group, W4AFp8
+from mtp_checkpoints.quantization.readings import Reading, reading_of
+from mtp_checkpoints.tensors.bundle_folder import open_checkpoint
 from mtp_export.schemes.table import PAIRS
 from quantize_rows import ROWS, linears
 

@@ -11,7 +11,7 @@ import pytest
 from engine_runs import FIXTURE, process, sglang_wheel
 from safetensors.torch import load_file
 
-from mtp_export.families.eagle3 import Eagle3Family, eagle3_config, usual_taps
+from mtp_checkpoints.families.eagle3 import Eagle3Family, eagle3_config, usual_taps
 from mtp_runtime.loading.draft_folder import read_draft
 from mtp_runtime.models.eagle3 import checked_tensors, target_tokens
 from runtime.drafts import eagle3_tensors, save_draft

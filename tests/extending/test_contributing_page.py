@@ -90,7 +90,7 @@ def test_the_line_goes_where_the_table_says(row: list[str]) -> None:
 
 def test_an_engine_has_the_fields_that_the_table_names() -> None:
     (row,) = [row for row in ROWS if kind_of(row).startswith("a target engine")]
-    tree = ast.parse((ROOT / "mtp_export/targets/base.py").read_text())
+    tree = ast.parse((ROOT / "checkpoints/mtp_checkpoints/layouts/base.py").read_text())
     (engine,) = [n for n in tree.body if isinstance(n, ast.ClassDef) and n.name == "Engine"]
     fields = {ast.unparse(node.target) for node in engine.body if isinstance(node, ast.AnnAssign)}
     assert set(code_in(row[1])) - {"Engine"} <= fields

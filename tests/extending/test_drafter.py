@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from mtp_export.errors import UsageError
+from mtp_checkpoints.errors import UsageError
 from mtp_runtime import LLM, SamplingParams
 from mtp_runtime.acceptance.base import Draft
 from mtp_runtime.drafters import DRAFTERS

@@ -18,10 +18,10 @@ import torch.nn.functional as F
 
 from cases import export
 from faults.matrix import no_progress
-from mtp_export.errors import UnsupportedError
-from mtp_export.families import FAMILIES
-from mtp_export.families.base import Role, TensorSpec
-from mtp_export.families.deepseek_v3 import DeepseekV3Family
+from mtp_checkpoints.errors import UnsupportedError
+from mtp_checkpoints.families import FAMILIES
+from mtp_checkpoints.families.base import Role, TensorSpec
+from mtp_checkpoints.families.deepseek_v3 import DeepseekV3Family
 from mtp_export.verify.check import Level, Status
 from mtp_export.verify.context import Context, VerifyOptions
 from mtp_export.verify.decoding import paths, stream

@@ -10,13 +10,13 @@ from typing import Any
 
 import pytest
 
-from mtp_export.checkpoint.bundle_folder import OWN_DRAFTS
+from mtp_checkpoints.errors import UnsupportedError
+from mtp_checkpoints.families import FAMILIES, family_of
+from mtp_checkpoints.families.base import ModelFamily, SharedTensor, TensorSpec
+from mtp_checkpoints.families.deepseek_v3 import DeepseekV3Family
+from mtp_checkpoints.families.without_mtp import WITHOUT_MTP
+from mtp_checkpoints.tensors.bundle_folder import OWN_DRAFTS
 from mtp_export.commands.registry import command_named
-from mtp_export.errors import UnsupportedError
-from mtp_export.families import FAMILIES, family_of
-from mtp_export.families.base import ModelFamily, SharedTensor, TensorSpec
-from mtp_export.families.deepseek_v3 import DeepseekV3Family
-from mtp_export.families.without_mtp import WITHOUT_MTP
 from mtp_export.tune.drafts import DRAFTS
 from mtp_runtime import LLM, SamplingParams
 from mtp_runtime.drafters import DRAFTERS

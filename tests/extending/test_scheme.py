@@ -7,18 +7,18 @@ from pathlib import Path
 import pytest
 
 from cases import WHOLE_TILES, make_checkpoint, read_json, run_program
+from mtp_checkpoints.families import family_of
+from mtp_checkpoints.families.base import Role
+from mtp_checkpoints.formats.storage import Storage
+from mtp_checkpoints.quantization.stored import stored_model
+from mtp_checkpoints.tensors.reader import Checkpoint
 from mtp_export.bundle.build import run_bundle
 from mtp_export.bundle.launch import launch_lines
 from mtp_export.bundle.options import BundleOptions
 from mtp_export.bundle.quantize import QuantizeOptions, plan_quantize
-from mtp_export.checkpoint.reader import Checkpoint
-from mtp_export.families import family_of
-from mtp_export.families.base import Role
 from mtp_export.inspection import inspect
 from mtp_export.schemes import SCHEMES
 from mtp_export.schemes.base import Scheme, every_linear
-from mtp_export.schemes.storage import Storage
-from mtp_export.schemes.stored import stored_model
 from mtp_export.schemes.table import weigh
 from mtp_export.verify.gates import gate_of
 from mtp_runtime.models.load import LoadOptions, load_model

@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 
 from cases import WHOLE_TILES, make_checkpoint, quantize, read_json, run_program
+from mtp_checkpoints.formats.storage import Storage
+from mtp_checkpoints.layouts import TARGETS
+from mtp_checkpoints.layouts.base import Config, Deployment, Engine, Target
+from mtp_checkpoints.quantization.dialects import VLLM
 from mtp_export.inspection import inspect
-from mtp_export.schemes.dialects import VLLM
-from mtp_export.schemes.storage import Storage
-from mtp_export.targets import TARGETS
-from mtp_export.targets.base import Config, Deployment, Engine, Target
 from mtp_runtime.models.load import LoadOptions, load_model
 
 
@@ -80,8 +80,8 @@ def test_what_the_engine_does_not_read_is_refused(source: Path, output: Path) ->
 def test_another_model_is_refused(
     tmp_path: Path, output: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from mtp_export.families import FAMILIES
-    from mtp_export.families.deepseek_v3 import DeepseekV3Family
+    from mtp_checkpoints.families import FAMILIES
+    from mtp_checkpoints.families.deepseek_v3 import DeepseekV3Family
 
     monkeypatch.setitem(FAMILIES, "toy_model", DeepseekV3Family.from_config)
     other = make_checkpoint(tmp_path / "other", WHOLE_TILES | {"model_type": "toy_model"})

@@ -9,9 +9,9 @@ from typing import Any
 
 import torch
 
-from mtp_export.families.base import Role
-from mtp_export.families.eagle3 import Eagle3Family, eagle3_config
-from mtp_export.families.parallel_heads import Body, HeadsLayout
+from mtp_checkpoints.families.base import Role
+from mtp_checkpoints.families.eagle3 import Eagle3Family, eagle3_config
+from mtp_checkpoints.families.parallel_heads import Body, HeadsLayout
 from mtp_export.verify.evidence.corpus import Corpus
 from mtp_runtime.loading.draft_folder import write_draft
 from mtp_runtime.models.eagle3 import token_offsets

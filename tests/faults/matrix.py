@@ -27,7 +27,7 @@ from faults.small_model import (
     write_row,
     write_target,
 )
-from mtp_export.families import FAMILIES
+from mtp_checkpoints.families import FAMILIES
 from mtp_export.progress import ProgressCallback, silent
 from mtp_export.verify import CHECKS, check_result
 from mtp_export.verify.check import Level

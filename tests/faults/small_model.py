@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 
 from benchmarks.make_checkpoint import write_tokenizer
 from cases import edit_json, export, quantize, read_json, read_tensors
-from mtp_export.families import family_of
+from mtp_checkpoints.families import family_of
 from runtime.checkpoints import SMALL, SMALL_CONFIGS, YARN, write_checkpoint
 
 CONFIG: dict[str, Any] = SMALL | {

@@ -20,7 +20,7 @@ from huggingface_hub.utils import _http
 
 from fuzz.mutators.values import edit_value, load
 from hub_server import HubServer
-from mtp_export.checkpoint import object_store, transfers
+from mtp_checkpoints.sources import object_store, transfers
 from object_server import ObjectServer
 
 NAME, BUCKET = "org/name", "bucket"

@@ -114,7 +114,7 @@ def _place_of(error: str) -> str:
 def place_in(stack: str) -> str:
     """Return the innermost place of the program that a traceback or a dump of stacks names."""
     files = [line.strip() for line in stack.splitlines() if line.strip().startswith("File ")]
-    own = [line for line in files if re.search(r"/mtp_(export|runtime|kernels)/", line)]
+    own = [line for line in files if re.search(r"/mtp_(export|runtime|checkpoints|kernels)/", line)]
     newest_last = "most recent call last" in stack
     chosen = (own or files or ["?"])[-1 if newest_last else 0]
     return re.sub(r'File "(.*/)?(mtp_)', r"\2", chosen)[:100]

@@ -48,7 +48,13 @@ HOPPER = Gpu("H", GPUTarget("cuda", 90, 32), 132, 232_448, "3.6.0")
 def written(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any, str]:
     """A whole report: its folder, its JSON, and what was printed."""
     folder = tmp_path_factory.mktemp("report")
-    roots = (ROOT, ROOT / "runtime", ROOT / "kernels", HERE / "fake_peers")
+    roots = (
+        ROOT,
+        ROOT / "runtime",
+        ROOT / "checkpoints",
+        ROOT / "kernels",
+        HERE / "fake_peers",
+    )
     environment = os.environ | {
         "TRITON_INTERPRET": "1",
         "XDG_CACHE_HOME": str(folder / "cache"),

@@ -45,7 +45,9 @@ def test_what_is_copied_exists_and_is_all_that_is_installed() -> None:
     }
     assert all((ROOT / name).exists() for name in copied)
     allowed = set(re.findall(r"^!(\S+)$", (ROOT / ".dockerignore").read_text(), re.M))
-    assert allowed == copied >= {"mtp_export", "runtime", "kernels", "pyproject.toml"}
+    assert (
+        allowed == copied >= {"mtp_export", "runtime", "checkpoints", "kernels", "pyproject.toml"}
+    )
 
 
 @pytest.mark.parametrize("service", SERVICES)

@@ -16,6 +16,7 @@ ROOT = Path(__file__).resolve().parents[2]
 PACKAGES = {
     "mtp_export": ROOT / "mtp_export",
     "mtp_runtime": ROOT / "runtime/mtp_runtime",
+    "mtp_checkpoints": ROOT / "checkpoints/mtp_checkpoints",
     "mtp_kernels": ROOT / "kernels/mtp_kernels",
 }
 MINUTES = 60
@@ -53,7 +54,10 @@ def wheel(tmp_path_factory: pytest.TempPathFactory, fresh_python: Path) -> Path:
         text=True,
     ).stdout
     for name in filter(None, files.split("\0")):
-        if name.startswith(("mtp_export/", "runtime/", "kernels/")) or "/" not in name:
+        if (
+            name.startswith(("mtp_export/", "runtime/", "checkpoints/", "kernels/"))
+            or "/" not in name
+        ):
             (tree / name).parent.mkdir(parents=True, exist_ok=True)
             (tree / name).write_bytes((ROOT / name).read_bytes())
     folder = tmp_path_factory.mktemp("wheel")

@@ -13,7 +13,7 @@ from huggingface_hub.utils import _http
 
 from cases import export, make_checkpoint, run_program
 from hub_server import HubServer
-from mtp_export.checkpoint import transfers
+from mtp_checkpoints.sources import transfers
 
 
 @pytest.fixture(scope="session")

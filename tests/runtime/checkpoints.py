@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 
-from mtp_export.families import family_of
-from mtp_export.families.base import Role
+from mtp_checkpoints.families import family_of
+from mtp_checkpoints.families.base import Role
 
 SMALL: dict[str, Any] = {
     "architectures": ["DeepseekV3ForCausalLM"],

@@ -9,10 +9,10 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 
-from mtp_export.families import family_of
-from mtp_export.families.base import Role
-from mtp_export.families.eagle3 import Eagle3Family, eagle3_config
-from mtp_export.families.parallel_heads import Body, HeadsLayout
+from mtp_checkpoints.families import family_of
+from mtp_checkpoints.families.base import Role
+from mtp_checkpoints.families.eagle3 import Eagle3Family, eagle3_config
+from mtp_checkpoints.families.parallel_heads import Body, HeadsLayout
 from runtime.checkpoints import SMALL
 
 TAPS = (1, 2)

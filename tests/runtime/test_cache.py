@@ -9,7 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mtp_export.errors import ResourceError
+from mtp_checkpoints.errors import ResourceError
 from mtp_runtime import cache as module
 from mtp_runtime.cache import (
     CachedSequence,

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from transformers import AutoTokenizer
 
-from mtp_export.errors import InvalidInputError, MtpExportError, UsageError
+from mtp_checkpoints.errors import InvalidInputError, MtpExportError, UsageError
 from mtp_runtime.chat import Chat
 
 MESSAGES = [

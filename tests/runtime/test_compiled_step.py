@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from mtp_export.errors import InvalidInputError, UnsupportedError
+from mtp_checkpoints.errors import InvalidInputError, UnsupportedError
 from mtp_runtime import SamplingParams
 from mtp_runtime.models.load import LoadOptions, load_model
 from mtp_runtime.models.model import Model

@@ -13,8 +13,8 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from mtp_export.errors import MtpExportError, UnsupportedError
-from mtp_export.families.eagle3 import Eagle3Family
+from mtp_checkpoints.errors import MtpExportError, UnsupportedError
+from mtp_checkpoints.families.eagle3 import Eagle3Family
 from mtp_runtime.acceptance.base import Draft
 from mtp_runtime.cache import Cache, PageAllocator
 from mtp_runtime.config import EngineConfig, SpeculationConfig

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from mtp_export.errors import UnsupportedError
+from mtp_checkpoints.errors import UnsupportedError
 from mtp_export.verify.decoding.table_model import Table
 from mtp_runtime.acceptance.base import Draft
 from mtp_runtime.cache import LayerCaches, PageAllocator

@@ -13,8 +13,8 @@ import torch
 import torch.nn.functional as F
 from safetensors.torch import load_file
 
-from mtp_export.errors import InvalidInputError, UnsupportedError
-from mtp_export.families.eagle3 import Eagle3Family, eagle3_config, usual_taps
+from mtp_checkpoints.errors import InvalidInputError, UnsupportedError
+from mtp_checkpoints.families.eagle3 import Eagle3Family, eagle3_config, usual_taps
 from mtp_export.verify.evidence.decode import decode
 from mtp_runtime import LLM, SamplingParams, memory
 from mtp_runtime.drafters import DRAFTERS

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from mtp_export.errors import MtpExportError, ResourceError, UnsupportedError, UsageError
+from mtp_checkpoints.errors import MtpExportError, ResourceError, UnsupportedError, UsageError
 from mtp_runtime.config import EngineConfig, SpeculationConfig
 from mtp_runtime.drafters import DRAFTERS
 from mtp_runtime.drafters.base import DrafterParts, Pass

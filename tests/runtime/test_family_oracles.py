@@ -15,7 +15,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from cases import nightly_but
-from mtp_export.errors import UsageError
+from mtp_checkpoints.errors import UsageError
 from mtp_runtime import SamplingParams
 from runtime.checkpoints import SMALL_CONFIGS, write_checkpoint
 from runtime.harness import Walk, load, prompts_of, run

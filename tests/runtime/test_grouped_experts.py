@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-from mtp_export.schemes.formats import FORMATS, EncodedWeight, FormatOptions, unquantized
-from mtp_export.schemes.storage import Storage
+from mtp_checkpoints.formats import FORMATS, EncodedWeight, FormatOptions, unquantized
+from mtp_checkpoints.formats.storage import Storage
 from mtp_runtime.layers import grouped, moe
 from mtp_runtime.layers.grouped import GroupedExperts
 from mtp_runtime.layers.linear import Linear, Weight, stack
@@ -27,7 +27,7 @@ def stored(storage: Storage, rows: int, columns: int, generator: torch.Generator
     if storage is Storage.BF16:
         return unquantized(weights)
     if storage is Storage.FP8_CHANNEL:
-        from mtp_export.schemes.formats import Fp8Channel
+        from mtp_checkpoints.formats import Fp8Channel
 
         scale = weights.abs().amax(dim=1, keepdim=True) / 448
         return EncodedWeight(Fp8Channel(), (weights / scale).to(torch.float8_e4m3fn), scale)

@@ -22,7 +22,7 @@ ONE_LAYER = SIZES | {"first_k_dense_replace": 0, "num_attention_heads": 2, "num_
 @pytest.mark.nightly
 def test_tokens_and_drafts_are_those_of_the_reference(variant: Any) -> None:
     pytest.importorskip("triton")
-    roots = (ROOT, ROOT / "runtime", ROOT / "kernels", ROOT / "tests")
+    roots = [ROOT / name for name in (".", "runtime", "checkpoints", "kernels", "tests")]
     environment = {"TRITON_INTERPRET": "1", "PYTHONPATH": os.pathsep.join(map(str, roots))}
     done = subprocess.run(
         [sys.executable, HERE / "interpreted_runtime.py", variant(**ONE_LAYER)],

@@ -7,9 +7,9 @@ import os
 import pytest
 import torch
 
-from mtp_export.errors import UsageError
-from mtp_export.launcher import LaunchedProcess, launched_process
+from mtp_checkpoints.errors import UsageError
 from mtp_runtime.parallel.cores import own_share, shared_cores
+from mtp_runtime.parallel.launcher import LaunchedProcess, launched_process
 
 STARTED = {"RANK": "1", "WORLD_SIZE": "4", "MASTER_ADDR": "a", "MASTER_PORT": "1"}
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from mtp_export.schemes.formats import unquantized
+from mtp_checkpoints.formats import unquantized
 from mtp_kernels.cpu.team import Team
 from mtp_runtime.layers import moe
 from mtp_runtime.layers.linear import Linear

@@ -13,8 +13,8 @@ import torch
 import typer
 from typer.testing import CliRunner
 
+from mtp_checkpoints.errors import MtpExportError, UsageError
 from mtp_export.commands.generate import generate
-from mtp_export.errors import MtpExportError, UsageError
 from mtp_runtime import LLM, RequestMetrics, SamplingParams, TokenEvent, summarise
 from mtp_runtime import llm as llm_module
 from mtp_runtime.memory import bound_device, cache_tokens_within, resident_bytes

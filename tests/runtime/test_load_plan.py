@@ -15,11 +15,11 @@ import pytest
 from benchmarks.load_plan import Plan, coverage, planned
 from benchmarks.make_bundle import SCHEMES, make_bundle
 from benchmarks.make_checkpoint import REAL_CONFIG, make_checkpoint, make_released
-from mtp_export.errors import ResourceError
-from mtp_export.families.base import Role
-from mtp_export.schemes.storage import BLOCK, Storage
+from mtp_checkpoints.errors import ResourceError
+from mtp_checkpoints.families.base import Role
+from mtp_checkpoints.formats.storage import BLOCK, Storage
+from mtp_checkpoints.weights.weight_values import WeightOnDisk
 from mtp_export.schemes.table import PAIRS
-from mtp_export.schemes.weight_values import WeightOnDisk
 from mtp_runtime.layers.split import MODES
 
 GPU_BYTES = 141 * 10**9

@@ -10,18 +10,18 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from mtp_export.bundle.build import run_bundle
-from mtp_export.bundle.export import plan_export
-from mtp_export.bundle.options import BundleOptions
-from mtp_export.errors import InvalidInputError, UnsupportedError
-from mtp_export.families.contract import Hidden, MtpContract
-from mtp_export.schemes.formats import (
+from mtp_checkpoints.errors import InvalidInputError, UnsupportedError
+from mtp_checkpoints.families.contract import Hidden, MtpContract
+from mtp_checkpoints.formats import (
     FORMATS,
     EncodedWeight,
     FormatOptions,
     unquantized,
 )
-from mtp_export.schemes.storage import READ_ONLY, Storage
+from mtp_checkpoints.formats.storage import READ_ONLY, Storage
+from mtp_export.bundle.build import run_bundle
+from mtp_export.bundle.export import plan_export
+from mtp_export.bundle.options import BundleOptions
 from mtp_runtime.layers.linear import Linear, Stacked
 from mtp_runtime.models.load import LoadOptions, load_model
 from mtp_runtime.sampling import SamplingParams

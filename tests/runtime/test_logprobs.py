@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from mtp_export.errors import UsageError
+from mtp_checkpoints.errors import UsageError
 from mtp_runtime import LLM, SamplingParams
 from mtp_runtime.models.model import Model
 from mtp_runtime.request import Request

@@ -7,7 +7,7 @@ import signal
 
 import pytest
 
-from mtp_export.errors import IoError
+from mtp_checkpoints.errors import IoError
 from mtp_runtime.parallel.group import Group
 from runtime.ranks import of_each, ranks
 

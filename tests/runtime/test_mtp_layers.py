@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 from transformers import DeepseekV3ForCausalLM
 from transformers.modeling_layers import MtpModel
 
-from mtp_export.families.contract import Hidden, MtpContract
+from mtp_checkpoints.families.contract import Hidden, MtpContract
 from mtp_export.verify.evidence.decode import Decoded, decode
 from mtp_runtime.cache import CachedSequence, PageAllocator, lay_out
 from mtp_runtime.models.load import LoadOptions, load_model

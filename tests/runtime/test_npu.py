@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from mtp_export.errors import UnsupportedError
+from mtp_checkpoints.errors import UnsupportedError
 from mtp_kernels import verify_attention
 from mtp_runtime import SamplingParams
 from mtp_runtime.cache import PageAllocator

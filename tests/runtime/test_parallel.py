@@ -14,8 +14,8 @@ from typing import Any
 import pytest
 import torch
 
-from mtp_export.checkpoint.reader import Checkpoint
-from mtp_export.errors import UnsupportedError
+from mtp_checkpoints.errors import UnsupportedError
+from mtp_checkpoints.tensors.reader import Checkpoint
 from mtp_kernels.cpu.vectors import PANEL
 from mtp_runtime import LLM
 from mtp_runtime.cache import CachedSequence, PageAllocator, lay_out

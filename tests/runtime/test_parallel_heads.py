@@ -12,8 +12,8 @@ import torch
 import torch.nn.functional as F
 from safetensors.torch import load_file, save_file
 
-from mtp_export.errors import InvalidInputError
-from mtp_export.families.parallel_heads import HeadsLayout
+from mtp_checkpoints.errors import InvalidInputError
+from mtp_checkpoints.families.parallel_heads import HeadsLayout
 from mtp_export.verify.evidence.decode import Decoded, decode
 from mtp_runtime import LLM, SamplingParams
 from mtp_runtime.drafters.parallel_heads import read_parallel_heads

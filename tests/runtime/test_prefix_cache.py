@@ -9,7 +9,7 @@ from random import Random
 
 import pytest
 
-from mtp_export.errors import UnsupportedError, UsageError
+from mtp_checkpoints.errors import UnsupportedError, UsageError
 from mtp_runtime import LLM
 from mtp_runtime.cache import CachedSequence
 from mtp_runtime.config import EngineConfig, SpeculationConfig

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from cases import run_program
-from mtp_export.errors import InvalidInputError, UsageError
+from mtp_checkpoints.errors import InvalidInputError, UsageError
 from mtp_runtime.prompts import read_prompts, read_texts
 from mtp_runtime.sampling import SamplingParams
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from mtp_export.families.contract import Hidden, MtpContract
+from mtp_checkpoints.families.contract import Hidden, MtpContract
 from mtp_kernels.cpu.team import Team
 from mtp_runtime.acceptance.base import Draft
 from mtp_runtime.drafters.base import DrafterParts

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from mtp_export.errors import UsageError
+from mtp_checkpoints.errors import UsageError
 from mtp_runtime.sampling import (
     SamplingParams,
     SeededChoices,

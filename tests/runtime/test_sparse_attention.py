@@ -13,8 +13,8 @@ import pytest
 import torch
 
 from cases import run_program
-from mtp_export.errors import InvalidInputError, UnsupportedError, UsageError
-from mtp_export.families import family_of
+from mtp_checkpoints.errors import InvalidInputError, UnsupportedError, UsageError
+from mtp_checkpoints.families import family_of
 from mtp_runtime import SamplingParams
 from mtp_runtime.models.load import LoadOptions, load_model
 from mtp_runtime.models.model import Model

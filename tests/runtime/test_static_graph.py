@@ -15,7 +15,7 @@ from typing import Any, cast
 import pytest
 import torch
 
-from mtp_export.errors import UnsupportedError, UsageError
+from mtp_checkpoints.errors import UnsupportedError, UsageError
 from mtp_kernels.batch_layout import BatchLayout
 from mtp_runtime import LLM, SamplingParams, memory
 from mtp_runtime.cache import CachedSequence, PageAllocator, lay_out

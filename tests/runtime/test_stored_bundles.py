@@ -16,8 +16,8 @@ from safetensors.torch import load_file, save_file
 
 from benchmarks.dequantized import write_dequantized
 from cases import MTP_LAYER, WHOLE_TILES, edit_json, export, make_checkpoint, quantize, read_tensors
-from mtp_export.errors import InvalidInputError, UnsupportedError
-from mtp_export.targets import TARGETS
+from mtp_checkpoints.errors import InvalidInputError, UnsupportedError
+from mtp_checkpoints.layouts import TARGETS
 from mtp_runtime.cache import lay_out
 from mtp_runtime.models.load import Loaded, LoadOptions, load_model
 from mtp_runtime.models.model import Model

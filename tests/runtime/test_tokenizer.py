@@ -16,7 +16,7 @@ from tokenizers import decoders, normalizers
 from tokenizers.models import BPE, WordLevel
 
 from cases import run_program
-from mtp_export.errors import InvalidInputError
+from mtp_checkpoints.errors import InvalidInputError
 from mtp_runtime.tokenizer import TextStream, Tokenizer
 
 

@@ -7,15 +7,15 @@ from typing import Any
 import pytest
 
 from cases import MTP_LAYER, TINY_CONFIG, UNQUANTIZED
-from mtp_export.errors import UnsupportedError
-from mtp_export.families.base import Role
+from mtp_checkpoints.errors import UnsupportedError
+from mtp_checkpoints.families.base import Role
+from mtp_checkpoints.formats import FormatOptions, Fp8Block, Int4Group, Int8Channel
+from mtp_checkpoints.quantization.dialects import SGLANG, VLLM, Dialect
+from mtp_checkpoints.quantization.native import NATIVE_FP8, QUANTIZATION
+from mtp_checkpoints.quantization.stored import StoredModel, stored_model
 from mtp_export.schemes import SCHEMES
 from mtp_export.schemes.configs import PartConfigs, quantization_configs
 from mtp_export.schemes.conversion import Conversion
-from mtp_export.schemes.dialects import SGLANG, VLLM, Dialect
-from mtp_export.schemes.formats import FormatOptions, Fp8Block, Int4Group, Int8Channel
-from mtp_export.schemes.native import NATIVE_FP8, QUANTIZATION
-from mtp_export.schemes.stored import StoredModel, stored_model
 
 LAYER = f"model.layers.{MTP_LAYER}"
 BUT_MTP = f"re:(?!{LAYER}.).*"

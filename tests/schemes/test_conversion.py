@@ -7,20 +7,9 @@ from typing import Any
 
 import pytest
 
-from mtp_export.checkpoint.header import TensorInfo
-from mtp_export.checkpoint.local_folder import LocalFolder
-from mtp_export.checkpoint.plan import COPY, OutputTensor, Step, copy_step
-from mtp_export.errors import UnsupportedError
-from mtp_export.families.base import LINEAR_ROLES, Role, TensorSpec
-from mtp_export.schemes.base import every_linear
-from mtp_export.schemes.conversion import (
-    AS_STORED,
-    DEQUANTIZED,
-    Conversion,
-    transpose_step,
-)
-from mtp_export.schemes.discrepancies import StoredTensor
-from mtp_export.schemes.formats import (
+from mtp_checkpoints.errors import UnsupportedError
+from mtp_checkpoints.families.base import LINEAR_ROLES, Role, TensorSpec
+from mtp_checkpoints.formats import (
     FORMATS,
     UNQUANTIZED,
     FormatOptions,
@@ -28,9 +17,21 @@ from mtp_export.schemes.formats import (
     Int4Group,
     WeightFormat,
 )
-from mtp_export.schemes.native import NativeFp8
-from mtp_export.schemes.storage import Storage
-from mtp_export.schemes.stored import StoredWeight
+from mtp_checkpoints.formats.storage import Storage
+from mtp_checkpoints.quantization.discrepancies import StoredTensor
+from mtp_checkpoints.quantization.native import NativeFp8
+from mtp_checkpoints.quantization.stored import StoredWeight
+from mtp_checkpoints.sources.local_folder import LocalFolder
+from mtp_checkpoints.tensors.dtypes import OutputTensor
+from mtp_checkpoints.tensors.header import TensorInfo
+from mtp_export.plan import COPY, Step, copy_step
+from mtp_export.schemes.base import every_linear
+from mtp_export.schemes.conversion import (
+    AS_STORED,
+    DEQUANTIZED,
+    Conversion,
+    transpose_step,
+)
 from mtp_export.schemes.transforms import Convert, Transpose
 
 NAME = "model.layers.1.mlp.up_proj.weight"

@@ -7,13 +7,13 @@ from typing import Any
 import pytest
 
 from cases import MTP_LAYER, TINY_CONFIG
-from mtp_export.errors import UnsupportedError
+from mtp_checkpoints.errors import UnsupportedError
+from mtp_checkpoints.formats.storage import Storage
+from mtp_checkpoints.quantization.dialects import SGLANG, VLLM, Dialect
+from mtp_checkpoints.quantization.native import NATIVE_FP8
+from mtp_checkpoints.quantization.stored import stored_model
 from mtp_export.schemes import SCHEMES
-from mtp_export.schemes.dialects import SGLANG, VLLM, Dialect
 from mtp_export.schemes.grafting import Draft, GraftDescription, describe_graft
-from mtp_export.schemes.native import NATIVE_FP8
-from mtp_export.schemes.storage import Storage
-from mtp_export.schemes.stored import stored_model
 from quantized_by_others import METHODS
 
 LAYER = f"model.layers.{MTP_LAYER}"

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from cases import MTP_LAYER, make_checkpoint, quantize, read_json, read_tensors
-from mtp_export.schemes.formats import Int4Group, Int8Channel
+from mtp_checkpoints.formats import Int4Group, Int8Channel
 from mtp_runtime.models.load import LoadOptions, load_model
 from quantize_rows import CONFIGS, ROWS, linears, pair
 from runtime.harness import Walk, prompts_of

@@ -7,12 +7,12 @@ from math import prod
 import pytest
 
 from cases import WHOLE_TILES
-from mtp_export.errors import UnsupportedError, UsageError
-from mtp_export.families import family_of
-from mtp_export.families.base import LINEAR_ROLES, Role, TensorSpec
+from mtp_checkpoints.errors import UnsupportedError, UsageError
+from mtp_checkpoints.families import family_of
+from mtp_checkpoints.families.base import LINEAR_ROLES, Role, TensorSpec
+from mtp_checkpoints.formats.storage import Storage
 from mtp_export.schemes import SCHEMES
 from mtp_export.schemes.base import Scheme, every_linear
-from mtp_export.schemes.storage import Storage
 from mtp_export.schemes.table import PAIRS, Weight, check_pair, weigh
 
 IN_TABLE = [

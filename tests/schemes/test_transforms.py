@@ -11,14 +11,8 @@ from typing import Any
 import pytest
 import torch
 
-from mtp_export.checkpoint.disk_queue import DiskQueue
-from mtp_export.checkpoint.header import TensorInfo
-from mtp_export.checkpoint.local_folder import LocalFolder, OpenLocalFile
-from mtp_export.checkpoint.plan import Facts, OutputTensor, Resources, Transform
-from mtp_export.checkpoint.tensor_stream import TensorStream
-from mtp_export.errors import InvalidInputError
-from mtp_export.schemes import transforms
-from mtp_export.schemes.formats import (
+from mtp_checkpoints.errors import InvalidInputError
+from mtp_checkpoints.formats import (
     UNQUANTIZED,
     Fp8Block,
     Int4Group,
@@ -26,7 +20,15 @@ from mtp_export.schemes.formats import (
     W4AFp8,
     WeightFormat,
 )
-from mtp_export.schemes.transforms import Convert, Transpose, one_torch_thread
+from mtp_checkpoints.sources.disk_queue import DiskQueue
+from mtp_checkpoints.sources.local_folder import LocalFolder, OpenLocalFile
+from mtp_checkpoints.tensors.dtypes import OutputTensor
+from mtp_checkpoints.tensors.header import TensorInfo
+from mtp_checkpoints.tensors.tensor_stream import TensorStream
+from mtp_export.plan import Facts, Resources, Transform
+from mtp_export.schemes import transforms
+from mtp_export.schemes.transforms import Convert, Transpose
+from mtp_kernels.cpu.torch_threads import one_torch_thread
 
 QUEUE = DiskQueue(2)
 ROOM = Resources(budget_bytes=1 << 30, device="cpu")

@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from mtp_export.errors import UsageError
+from mtp_checkpoints.errors import UsageError
 from mtp_export.serve import answers
 from mtp_export.serve.engine_thread import EngineThread
 from mtp_export.serve.errors import ApiError

@@ -15,7 +15,7 @@ from benchmarks.bench_tune import (
 )
 from benchmarks.tiny_target import TinyWriter, read_target
 from cases import export
-from mtp_export.families.eagle3 import usual_taps
+from mtp_checkpoints.families.eagle3 import usual_taps
 from mtp_export.tune.rows import Fed, Line, Writer
 from mtp_runtime.models.load import LoadOptions, load_model
 from tune.conftest import DEEPSEEK

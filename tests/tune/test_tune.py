@@ -28,8 +28,8 @@ from cases import (
     shard_of,
     tree,
 )
-from mtp_export.checkpoint.files import write_json
-from mtp_export.errors import InvalidInputError, UsageError
+from mtp_checkpoints.errors import InvalidInputError, UsageError
+from mtp_checkpoints.sources.files import write_json
 from mtp_export.tune import state_files
 from mtp_export.tune.drafts import DRAFTS
 from mtp_export.tune.options import TuneOptions

@@ -13,7 +13,7 @@ from xml.etree import ElementTree
 import pytest
 
 from cases import edit_json, read_json, run_program, shard_of
-from mtp_export.checkpoint.plan import Link
+from mtp_export.plan import Link
 from mtp_export.tune import estimate
 from mtp_export.tune.options import TuneOptions
 from mtp_export.tune.run import TuneResult

@@ -19,7 +19,7 @@ import pytest
 from benchmarks.make_checkpoint import write_tokenizer
 from cases import edit_json, export, read_json, run_program
 from faults import planting
-from mtp_export.targets import TARGETS
+from mtp_checkpoints.layouts import TARGETS
 from mtp_export.verify import CHECKS
 from mtp_export.verify.check import Check, Item, Level, passed
 from runtime.checkpoints import SMALL, YARN, write_checkpoint

@@ -14,7 +14,7 @@ from faults.fault import Fault
 from faults.matrix import Bundles, verified
 from faults.small_model import family_config
 from faults.weight_faults import halves_swapped, mtp, noisy, one_bit, swapped
-from mtp_export.families import FAMILIES
+from mtp_checkpoints.families import FAMILIES
 
 OTHERS = [model_type for model_type in FAMILIES if model_type != "deepseek_v3"]
 

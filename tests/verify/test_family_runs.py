@@ -11,7 +11,7 @@ import pytest
 from cases import export, nightly_but
 from faults.matrix import no_progress
 from faults.small_model import family_config, write_dense
-from mtp_export.families import FAMILIES
+from mtp_checkpoints.families import FAMILIES
 from mtp_export.verify import CHECKS, check_result
 from mtp_export.verify.check import Level, Status
 from mtp_export.verify.context import Context, VerifyOptions

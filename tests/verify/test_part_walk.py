@@ -16,11 +16,11 @@ import xxhash
 from cases import run_program
 from faults import planting
 from faults.small_model import CONFIG, write_dense, write_fp8, write_row
-from mtp_export.checkpoint.disk_queue import BLOCK_BYTES, DiskQueue
-from mtp_export.checkpoint.reader import Checkpoint
+from mtp_checkpoints.quantization.stored import stored_model
+from mtp_checkpoints.sources.disk_queue import BLOCK_BYTES, DiskQueue
+from mtp_checkpoints.tensors.reader import Checkpoint
+from mtp_checkpoints.weights.weight_values import WeightOnDisk, weights_on_disk
 from mtp_export.progress import silent
-from mtp_export.schemes.stored import stored_model
-from mtp_export.schemes.weight_values import WeightOnDisk, weights_on_disk
 from mtp_export.verify.evidence.part_walk import PartWalk, WalkPlan
 
 

@@ -19,8 +19,8 @@ import torch
 
 from cases import export, read_json
 from faults.matrix import no_progress
-from mtp_export.checkpoint.header import TensorInfo
-from mtp_export.checkpoint.tensor_reader import TensorReader
+from mtp_checkpoints.tensors.header import TensorInfo
+from mtp_checkpoints.tensors.tensor_reader import TensorReader
 from mtp_export.verify.check import Item, Level, Status
 from mtp_export.verify.context import Context, VerifyOptions
 from mtp_export.verify.decoding import stream, stream_cost

@@ -15,8 +15,8 @@ import torch
 from safetensors.torch import save_file
 
 from cases import export
-from mtp_export.families import family_of
-from mtp_export.families.base import Role
+from mtp_checkpoints.families import family_of
+from mtp_checkpoints.families.base import Role
 from runtime.checkpoints import SMALL
 
 # Eight layers of 36 MB in bf16, of which one dense; vocabulary and attention are small.

@@ -19,7 +19,7 @@ from rich.console import Console
 from cases import read_json, run_program
 from faults import planting
 from faults.small_model import write_dense, write_fp8, write_row
-from mtp_export.errors import VerificationError
+from mtp_checkpoints.errors import VerificationError
 from mtp_export.verify import CHECKS
 from mtp_export.verify.check import CheckResult, Item, Problem, failed, passed, verdict
 from mtp_export.verify.context import VerifyOptions

@@ -14,9 +14,9 @@ import pytest
 
 from cases import Outcome, quantize, read_json, run_program, tree
 from cluster.fake_ray import FakeRay
-from mtp_export.checkpoint.disk_queue import DiskQueue
-from mtp_export.checkpoint.header import TensorInfo
-from mtp_export.checkpoint.tensor_stream import TensorStream
+from mtp_checkpoints.sources.disk_queue import DiskQueue
+from mtp_checkpoints.tensors.header import TensorInfo
+from mtp_checkpoints.tensors.tensor_stream import TensorStream
 from mtp_export.cluster import verification
 
 Said = tuple[int, Any]  # exit code and items of a verification

@@ -10,7 +10,7 @@ from functools import cached_property
 
 import torch
 
-from mtp_export.errors import UnsupportedError
+from mtp_checkpoints.errors import UnsupportedError
 from mtp_export.verify.check import Item, failed, judged, not_tested, passed
 from mtp_export.verify.context import Context
 from mtp_export.verify.diagnosis.causes import decoding as causes

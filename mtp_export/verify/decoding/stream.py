@@ -13,8 +13,8 @@ from typing import Any
 
 import torch
 
-from mtp_export.checkpoint.files import make_folder, remove_temporaries, write_whole
-from mtp_export.errors import IoError
+from mtp_checkpoints.errors import IoError
+from mtp_checkpoints.sources.files import make_folder, remove_temporaries, write_whole
 from mtp_export.progress import ProgressCallback
 from mtp_export.verify.check import WHOLE_CHECK, Item, measured, not_tested
 from mtp_export.verify.context import Context

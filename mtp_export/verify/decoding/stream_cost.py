@@ -11,9 +11,9 @@ from dataclasses import asdict, dataclass, field
 
 import torch
 
-from mtp_export.families.base import Role
+from mtp_checkpoints.families.base import Role
+from mtp_checkpoints.weights.weight_values import WeightOnDisk, weights_on_disk
 from mtp_export.progress import format_bytes
-from mtp_export.schemes.weight_values import WeightOnDisk, weights_on_disk
 from mtp_export.verify.context import Context
 from mtp_runtime.cache import elements_per_token
 from mtp_runtime.layers.attention import Attention

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from mtp_export.families.contract import Hidden
+from mtp_checkpoints.families.contract import Hidden
 from mtp_export.verify.diagnosis.causes import decoding as causes
 from mtp_runtime.config import RopeConfig
 from mtp_runtime.layers.attention import Attention

@@ -10,10 +10,10 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING
 
-from mtp_export.families.base import RotaryRows
-from mtp_export.schemes.formats import EncodedWeight
-from mtp_export.schemes.storage import BLOCK, Storage
-from mtp_export.schemes.weight_values import WeightOnDisk
+from mtp_checkpoints.families.base import RotaryRows
+from mtp_checkpoints.formats import EncodedWeight
+from mtp_checkpoints.formats.storage import BLOCK, Storage
+from mtp_checkpoints.weights.weight_values import WeightOnDisk
 from mtp_export.verify.diagnosis.causes import weights as causes
 from mtp_export.verify.gates import GATES
 

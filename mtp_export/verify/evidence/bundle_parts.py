@@ -6,13 +6,13 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
-from mtp_export.checkpoint.bundle_folder import MAIN
-from mtp_export.checkpoint.reader import Checkpoint
-from mtp_export.errors import MtpExportError
-from mtp_export.schemes.stored import StoredModel, stored_model
-from mtp_export.targets import TARGETS
-from mtp_export.targets.base import Target
-from mtp_export.targets.draft import stored_draft
+from mtp_checkpoints.errors import MtpExportError
+from mtp_checkpoints.layouts import TARGETS
+from mtp_checkpoints.layouts.base import Target
+from mtp_checkpoints.layouts.draft import stored_draft
+from mtp_checkpoints.quantization.stored import StoredModel, stored_model
+from mtp_checkpoints.tensors.bundle_folder import MAIN
+from mtp_checkpoints.tensors.reader import Checkpoint
 
 
 @dataclass(frozen=True)

@@ -7,11 +7,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from mtp_export.checkpoint.header import TensorInfo
-from mtp_export.checkpoint.reader import Checkpoint
-from mtp_export.families import family_of
-from mtp_export.schemes.stored import stored_model
-from mtp_export.schemes.weight_values import WeightOnDisk, weights_on_disk
+from mtp_checkpoints.families import family_of
+from mtp_checkpoints.quantization.stored import stored_model
+from mtp_checkpoints.tensors.header import TensorInfo
+from mtp_checkpoints.tensors.reader import Checkpoint
+from mtp_checkpoints.weights.weight_values import WeightOnDisk, weights_on_disk
 
 
 @dataclass(frozen=True)

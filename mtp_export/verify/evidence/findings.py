@@ -10,9 +10,9 @@ from operator import or_
 from pathlib import Path
 from typing import Any
 
+from mtp_checkpoints.sources.files import make_folder, write_json
+from mtp_checkpoints.weights.weight_values import WeightOnDisk
 from mtp_export.bundle.options import Share
-from mtp_export.checkpoint.files import make_folder, write_json
-from mtp_export.schemes.weight_values import WeightOnDisk
 from mtp_export.verify.evidence.weight_facts import AgainstSource, WeightFacts
 
 

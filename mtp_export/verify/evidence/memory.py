@@ -6,8 +6,8 @@ from collections.abc import Iterable
 from math import prod
 from pathlib import Path
 
+from mtp_checkpoints.weights.weight_values import weights_on_disk
 from mtp_export.progress import format_bytes
-from mtp_export.schemes.weight_values import weights_on_disk
 from mtp_export.verify.evidence.bundle_parts import PartLayout
 
 _MEMINFO = Path("/proc/meminfo")

@@ -8,17 +8,17 @@ from dataclasses import dataclass
 from threading import BoundedSemaphore
 from typing import Any
 
+from mtp_checkpoints.sources.disk_queue import DiskQueue
+from mtp_checkpoints.tensors.header import TensorInfo
+from mtp_checkpoints.tensors.reader import Checkpoint
+from mtp_checkpoints.weights.weight_values import WeightOnDisk
 from mtp_export.bundle.division import divided
 from mtp_export.bundle.options import Share
-from mtp_export.checkpoint.disk_queue import DiskQueue
-from mtp_export.checkpoint.header import TensorInfo
-from mtp_export.checkpoint.reader import Checkpoint
 from mtp_export.progress import ProgressCallback
-from mtp_export.schemes.transforms import one_torch_thread
-from mtp_export.schemes.weight_values import WeightOnDisk
 from mtp_export.verify.evidence.findings import Known, known_facts
 from mtp_export.verify.evidence.tensor_threads import in_threads
 from mtp_export.verify.evidence.weight_facts import Walker, WeightFacts
+from mtp_kernels.cpu.torch_threads import one_torch_thread
 
 
 @dataclass(frozen=True)

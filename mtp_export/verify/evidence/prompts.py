@@ -6,8 +6,8 @@ import random
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
-from mtp_export.checkpoint.reader import Checkpoint
-from mtp_export.errors import InvalidInputError
+from mtp_checkpoints.errors import InvalidInputError
+from mtp_checkpoints.tensors.reader import Checkpoint
 
 Prompt = tuple[int, ...]
 # A line of a prompts file, text or token ids: the prompt, and a model's answer where there is one.

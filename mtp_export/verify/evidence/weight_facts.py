@@ -11,19 +11,19 @@ from typing import TYPE_CHECKING, Any
 
 import xxhash
 
-from mtp_export.checkpoint.direct_io import equal_bytes
-from mtp_export.checkpoint.disk_queue import BLOCK_BYTES, DiskQueue
-from mtp_export.checkpoint.header import TensorInfo
-from mtp_export.checkpoint.tensor_stream import TensorStream
-from mtp_export.errors import MtpExportError
+from mtp_checkpoints.errors import MtpExportError
+from mtp_checkpoints.sources.direct_io import equal_bytes
+from mtp_checkpoints.sources.disk_queue import BLOCK_BYTES, DiskQueue
+from mtp_checkpoints.tensors.header import TensorInfo
+from mtp_checkpoints.tensors.tensor_stream import TensorStream
+from mtp_checkpoints.weights.weight_values import WeightOnDisk, WeightStream
 from mtp_export.progress import ProgressCallback
-from mtp_export.schemes.weight_values import WeightOnDisk, WeightStream
 from mtp_export.verify.evidence.counterparts import is_copy, is_linked
 
 if TYPE_CHECKING:
     import torch
 
-    from mtp_export.schemes.formats import EncodedWeight
+    from mtp_checkpoints.formats import EncodedWeight
     from mtp_kernels.weight_statistics import Difference, WeightStatistics
 
 _DEQUANTIZED_ELEMENTS = 1 << 21  # of a piece whose values are compared

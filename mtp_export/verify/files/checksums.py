@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING, Any
 
 import xxhash
 
+from mtp_checkpoints.sources.disk_queue import DiskQueue, disk_depth
+from mtp_checkpoints.tensors.bundle_folder import OWN_DRAFTS
+from mtp_checkpoints.tensors.header import ShardHeader
+from mtp_checkpoints.tensors.reader import Checkpoint
 from mtp_export.bundle.journal import JOURNAL_NAME
-from mtp_export.checkpoint.bundle_folder import OWN_DRAFTS
-from mtp_export.checkpoint.disk_queue import DiskQueue, disk_depth
-from mtp_export.checkpoint.header import ShardHeader
-from mtp_export.checkpoint.reader import Checkpoint
 from mtp_export.progress import format_bytes, silent
 from mtp_export.verify.check import Item, Problem, failed, not_tested, verdict
 from mtp_export.verify.diagnosis.causes import files as causes

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from mtp_export.checkpoint.bundle_folder import OWN_DRAFTS
-from mtp_export.errors import MtpExportError
+from mtp_checkpoints.errors import MtpExportError
+from mtp_checkpoints.tensors.bundle_folder import OWN_DRAFTS
 from mtp_export.verify.check import Item, Problem, ended_by, verdict
 
 if TYPE_CHECKING:

@@ -9,16 +9,16 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from mtp_export.checkpoint.bundle_folder import MAIN, MTP
-from mtp_export.checkpoint.header import TensorInfo
-from mtp_export.errors import MtpExportError
+from mtp_checkpoints.errors import MtpExportError
+from mtp_checkpoints.formats.storage import mixes_integers_with_fp8
+from mtp_checkpoints.layouts.base import DraftReading, Engine
+from mtp_checkpoints.quantization.discrepancies import Discrepancy
+from mtp_checkpoints.quantization.native import quantization_of
+from mtp_checkpoints.quantization.stored import StoredModel, StoredWeight
+from mtp_checkpoints.tensors.bundle_folder import MAIN, MTP
+from mtp_checkpoints.tensors.header import TensorInfo
 from mtp_export.schemes import SCHEMES
 from mtp_export.schemes.base import GRAFTED
-from mtp_export.schemes.discrepancies import Discrepancy
-from mtp_export.schemes.native import quantization_of
-from mtp_export.schemes.storage import mixes_integers_with_fp8
-from mtp_export.schemes.stored import StoredModel, StoredWeight
-from mtp_export.targets.base import DraftReading, Engine
 from mtp_export.verify.check import Item, Problem, failed, not_tested, verdict
 from mtp_export.verify.diagnosis.causes import files as causes
 from mtp_export.verify.evidence.bundle_parts import PartLayout

@@ -6,9 +6,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from mtp_export.checkpoint import strict_json
-from mtp_export.checkpoint.files import check_small_file, read_failure
-from mtp_export.errors import InvalidInputError
+from mtp_checkpoints.errors import InvalidInputError
+from mtp_checkpoints.sources import strict_json
+from mtp_checkpoints.sources.files import check_small_file, read_failure
 from mtp_export.verify.check import CheckResult, Item, Level, Status
 from mtp_export.verify.context import VerifyOptions
 from mtp_export.verify.report.charts import charts

@@ -11,8 +11,8 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from mtp_checkpoints.errors import VerificationError
 from mtp_export import __version__
-from mtp_export.errors import VerificationError
 from mtp_export.verify.check import CheckResult, Item, Status, overall
 from mtp_export.verify.context import Context, VerifyOptions
 

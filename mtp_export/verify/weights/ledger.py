@@ -9,10 +9,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from statistics import median
 from typing import TYPE_CHECKING
 
-from mtp_export.families.base import Role
+from mtp_checkpoints.families.base import Role
+from mtp_checkpoints.formats.storage import Storage
+from mtp_checkpoints.weights.weight_values import Rounding
 from mtp_export.progress import format_bytes
-from mtp_export.schemes.storage import Storage
-from mtp_export.schemes.weight_values import Rounding
 from mtp_export.verify import gates
 from mtp_export.verify.check import Item, Problem, not_tested, passed, verdict
 from mtp_export.verify.diagnosis.causes import weights as causes

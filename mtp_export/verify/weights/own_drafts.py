@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from mtp_export.errors import MtpExportError, ResourceError, UnsupportedError
+from mtp_checkpoints.errors import MtpExportError, ResourceError, UnsupportedError
 from mtp_export.verify.check import Item, failed, not_tested, passed
 
 if TYPE_CHECKING:

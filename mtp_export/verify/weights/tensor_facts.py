@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from mtp_export.schemes.storage import INTEGERS, Storage
-from mtp_export.schemes.weight_values import WeightOnDisk
+from mtp_checkpoints.formats.storage import INTEGERS, Storage
+from mtp_checkpoints.weights.weight_values import WeightOnDisk
 from mtp_export.verify.diagnosis.causes import weights as causes
 from mtp_export.verify.evidence.weight_facts import WeightFacts
 

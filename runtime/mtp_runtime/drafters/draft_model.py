@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 import torch
 
-from mtp_export.errors import UnsupportedError
+from mtp_checkpoints.errors import UnsupportedError
 from mtp_runtime.acceptance.base import Draft
 from mtp_runtime.cache import CachedSequence, PageAllocator, lay_out
 from mtp_runtime.drafters.base import DrafterParts, Pass

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import torch
 
-from mtp_export.errors import InvalidInputError, UnsupportedError
-from mtp_export.families.eagle3 import Eagle3Family
+from mtp_checkpoints.errors import InvalidInputError, UnsupportedError
+from mtp_checkpoints.families.eagle3 import Eagle3Family
 from mtp_runtime.drafters.base import DrafterParts, Pass, TargetDraft
 from mtp_runtime.drafters.mtp import ModuleDrafter
 from mtp_runtime.layers.split import Joining

@@ -14,7 +14,7 @@ from itertools import accumulate
 
 import torch
 
-from mtp_export.errors import UnsupportedError
+from mtp_checkpoints.errors import UnsupportedError
 from mtp_runtime.acceptance.base import Draft
 from mtp_runtime.cache import Cache, lay_out, page_table
 from mtp_runtime.drafters.base import DrafterParts, Pass

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import torch
 
-from mtp_export.errors import UnsupportedError
-from mtp_export.families.parallel_heads import Body
+from mtp_checkpoints.errors import UnsupportedError
+from mtp_checkpoints.families.parallel_heads import Body
 from mtp_runtime.acceptance.base import Draft
 from mtp_runtime.cache import lay_out
 from mtp_runtime.drafters.base import DrafterParts, Pass, TargetDraft

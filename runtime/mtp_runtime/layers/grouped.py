@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 import torch
 import torch.nn.functional as F
 
-from mtp_export.schemes.formats import EncodedWeight
+from mtp_checkpoints.formats import EncodedWeight
 from mtp_kernels.stored_linear import StoredWeight
 from mtp_runtime.layers.linear import Linear, Stacked, Weight, stack
 from mtp_runtime.layers.moe import HeldExperts, Mlp

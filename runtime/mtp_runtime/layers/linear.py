@@ -10,9 +10,9 @@ from typing import Protocol
 import torch
 import torch.nn.functional as F
 
-from mtp_export.errors import InvalidInputError
-from mtp_export.schemes.formats import unquantized
-from mtp_export.schemes.windows import EncodedWindow
+from mtp_checkpoints.errors import InvalidInputError
+from mtp_checkpoints.formats import unquantized
+from mtp_checkpoints.weights.windows import EncodedWindow
 
 
 class Weight(Protocol):

@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 import torch
 
-from mtp_export.errors import UnsupportedError
+from mtp_checkpoints.errors import UnsupportedError
 from mtp_kernels.verify_attention import Sizes, check_sizes, has_split_cache
 from mtp_runtime.cache import CacheSpec, LayerCache
 from mtp_runtime.layers.attention import ForwardPass

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 
-from mtp_export.errors import UnsupportedError
+from mtp_checkpoints.errors import UnsupportedError
 from mtp_kernels.batch_layout import BatchLayout
 from mtp_kernels.verify_attention import has_split_cache, verify_attention
 from mtp_runtime.cache import CacheSpec, LayerCache

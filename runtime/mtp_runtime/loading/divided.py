@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from mtp_export.errors import UnsupportedError
+from mtp_checkpoints.errors import UnsupportedError
 from mtp_runtime.layers.linear import Linear
 from mtp_runtime.layers.split import GatheredLinear, JoinedLinear
 from mtp_runtime.loading.weight_source import WeightSource

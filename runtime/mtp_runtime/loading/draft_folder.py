@@ -10,20 +10,19 @@ from typing import Any
 
 import torch
 
-from mtp_export.checkpoint.dtypes import dtype_name
-from mtp_export.checkpoint.files import make_folder, write_all, write_json, write_whole
-from mtp_export.checkpoint.header import TensorInfo, read_header
-from mtp_export.checkpoint.local_folder import LocalFolder
-from mtp_export.checkpoint.plan import OutputTensor
-from mtp_export.checkpoint.reader import (
+from mtp_checkpoints.errors import InvalidInputError
+from mtp_checkpoints.sources.files import make_folder, write_all, write_json, write_whole
+from mtp_checkpoints.sources.local_folder import LocalFolder
+from mtp_checkpoints.tensors.dtypes import OutputTensor, dtype_name
+from mtp_checkpoints.tensors.header import TensorInfo, read_header
+from mtp_checkpoints.tensors.reader import (
     CONFIG_NAME,
     SINGLE_NAME,
     Checkpoint,
     read_json_object,
 )
-from mtp_export.checkpoint.tensor_reader import TensorReader, read_rows
-from mtp_export.checkpoint.writer import encode_header
-from mtp_export.errors import InvalidInputError
+from mtp_checkpoints.tensors.tensor_reader import TensorReader, read_rows
+from mtp_checkpoints.tensors.writer import encode_header
 
 # What torch's reader raises for a file that is damaged, or none of its own.
 UNREADABLE = (

@@ -8,10 +8,10 @@ from dataclasses import dataclass, field
 
 import torch
 
-from mtp_export.families.contract import MtpContract
-from mtp_export.families.modules import weight_name
-from mtp_export.schemes.formats import EncodedWeight, unquantized
-from mtp_export.schemes.windows import Window
+from mtp_checkpoints.families.contract import MtpContract
+from mtp_checkpoints.families.modules import weight_name
+from mtp_checkpoints.formats import EncodedWeight, unquantized
+from mtp_checkpoints.weights.windows import Window
 from mtp_runtime.layers.split import ALONE, Joining
 from mtp_runtime.loading.draft_folder import DraftTensor, part_of, values_of
 from mtp_runtime.loading.weight_source import WeightSource

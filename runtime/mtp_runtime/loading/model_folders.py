@@ -5,14 +5,14 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from mtp_export.checkpoint.bundle_folder import bundle_target, open_parts
-from mtp_export.checkpoint.reader import CONFIG_NAME, Checkpoint
-from mtp_export.errors import InvalidInputError
-from mtp_export.families import family_of
-from mtp_export.schemes.discrepancies import compare
-from mtp_export.schemes.stored import StoredModel, StoredWeight, stored_model
-from mtp_export.targets import target_of
-from mtp_export.targets.draft import stored_draft
+from mtp_checkpoints.errors import InvalidInputError
+from mtp_checkpoints.families import family_of
+from mtp_checkpoints.layouts import target_of
+from mtp_checkpoints.layouts.draft import stored_draft
+from mtp_checkpoints.quantization.discrepancies import compare
+from mtp_checkpoints.quantization.stored import StoredModel, StoredWeight, stored_model
+from mtp_checkpoints.tensors.bundle_folder import bundle_target, open_parts
+from mtp_checkpoints.tensors.reader import CONFIG_NAME, Checkpoint
 
 
 @dataclass(frozen=True)

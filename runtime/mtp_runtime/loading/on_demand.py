@@ -8,9 +8,9 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from mtp_export.families.modules import MlpModules
-from mtp_export.schemes.formats import EncodedWeight
-from mtp_export.schemes.weight_values import WeightOnDisk
+from mtp_checkpoints.families.modules import MlpModules
+from mtp_checkpoints.formats import EncodedWeight
+from mtp_checkpoints.weights.weight_values import WeightOnDisk
 from mtp_runtime.layers.moe import Mlp, expert_by_expert
 from mtp_runtime.loading.read_ahead import read_ahead
 

@@ -12,17 +12,17 @@ from pathlib import Path
 
 import torch
 
-from mtp_export.checkpoint.header import TensorInfo
-from mtp_export.checkpoint.reader import Checkpoint
-from mtp_export.checkpoint.tensor_reader import TensorReader
-from mtp_export.errors import InvalidInputError, UnsupportedError
-from mtp_export.families.base import TensorSpec
-from mtp_export.families.contract import MtpContract
-from mtp_export.families.modules import MlpModules
-from mtp_export.schemes.formats import EncodedWeight, unquantized
-from mtp_export.schemes.stored import StoredWeight
-from mtp_export.schemes.weight_values import WeightOnDisk
-from mtp_export.schemes.windows import Window, encoded_window
+from mtp_checkpoints.errors import InvalidInputError, UnsupportedError
+from mtp_checkpoints.families.base import TensorSpec
+from mtp_checkpoints.families.contract import MtpContract
+from mtp_checkpoints.families.modules import MlpModules
+from mtp_checkpoints.formats import EncodedWeight, unquantized
+from mtp_checkpoints.quantization.stored import StoredWeight
+from mtp_checkpoints.tensors.header import TensorInfo
+from mtp_checkpoints.tensors.reader import Checkpoint
+from mtp_checkpoints.tensors.tensor_reader import TensorReader
+from mtp_checkpoints.weights.weight_values import WeightOnDisk
+from mtp_checkpoints.weights.windows import Window, encoded_window
 from mtp_runtime.layers.embedding import Embedding, EmbeddingTable
 from mtp_runtime.layers.grouped import GroupedExperts
 from mtp_runtime.layers.led import LedEmbedding, LedLinear

@@ -1,6 +1,6 @@
 """Models by config.json's model_type. A new one is one file and one line here.
 
-Its tensors' names come from the family of the same model_type in mtp_export.families.
+Its tensors' names come from the family of the same model_type in mtp_checkpoints.families.
 """
 
 from __future__ import annotations
@@ -9,12 +9,12 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
-from mtp_export.families.deepseek_v3 import DeepseekV3Family
-from mtp_export.families.deepseek_v32 import DeepseekV32Family
-from mtp_export.families.glm4_moe import Glm4MoeFamily
-from mtp_export.families.glm4_moe_lite import Glm4MoeLiteFamily
-from mtp_export.families.glm_moe_dsa import GlmMoeDsaFamily
-from mtp_export.families.modules import DecoderFamily
+from mtp_checkpoints.families.deepseek_v3 import DeepseekV3Family
+from mtp_checkpoints.families.deepseek_v32 import DeepseekV32Family
+from mtp_checkpoints.families.glm4_moe import Glm4MoeFamily
+from mtp_checkpoints.families.glm4_moe_lite import Glm4MoeLiteFamily
+from mtp_checkpoints.families.glm_moe_dsa import GlmMoeDsaFamily
+from mtp_checkpoints.families.modules import DecoderFamily
 from mtp_runtime.config import ModelConfig
 from mtp_runtime.loading.weight_source import WeightSource
 from mtp_runtime.models.builder import ModelBuilder

@@ -9,8 +9,8 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
-from mtp_export.families.contract import MtpContract
-from mtp_export.families.modules import (
+from mtp_checkpoints.families.contract import MtpContract
+from mtp_checkpoints.families.modules import (
     DecoderFamily,
     MlpModules,
     MoeModules,

@@ -13,7 +13,7 @@ from typing import TypedDict, cast
 
 import torch
 
-from mtp_export.errors import UnsupportedError
+from mtp_checkpoints.errors import UnsupportedError
 from mtp_kernels import decoder as kernels
 from mtp_kernels.batch_layout import BatchLayout
 from mtp_runtime.cache import Cache, CacheSpec, JoinedCaches

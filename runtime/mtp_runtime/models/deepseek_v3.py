@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Self
 
-from mtp_export.families.deepseek_v3 import DeepseekV3Family
+from mtp_checkpoints.families.deepseek_v3 import DeepseekV3Family
 from mtp_runtime.layers.attention import Attention
 from mtp_runtime.layers.mla import Mla
 from mtp_runtime.layers.rope import softmax_scale

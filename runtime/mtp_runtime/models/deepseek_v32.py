@@ -11,9 +11,9 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Self
 
-from mtp_export.families.deepseek_v3 import DeepseekV3Family
-from mtp_export.families.deepseek_v32 import DeepseekV32Family
-from mtp_export.families.modules import weight_name
+from mtp_checkpoints.families.deepseek_v3 import DeepseekV3Family
+from mtp_checkpoints.families.deepseek_v32 import DeepseekV32Family
+from mtp_checkpoints.families.modules import weight_name
 from mtp_runtime.layers.attention import Attention
 from mtp_runtime.layers.norm import LayerNorm
 from mtp_runtime.layers.rope import rotate_first_pairs, rotate_halves

@@ -15,10 +15,10 @@ from functools import cached_property
 
 import torch
 
-from mtp_export.errors import InvalidInputError
-from mtp_export.families.eagle3 import TARGET_MASK, TARGET_OFFSETS, Eagle3Family, own_name
-from mtp_export.families.modules import weight_name
-from mtp_export.schemes.discrepancies import StoredTensor, compare
+from mtp_checkpoints.errors import InvalidInputError
+from mtp_checkpoints.families.eagle3 import TARGET_MASK, TARGET_OFFSETS, Eagle3Family, own_name
+from mtp_checkpoints.families.modules import weight_name
+from mtp_checkpoints.quantization.discrepancies import StoredTensor, compare
 from mtp_kernels.batch_layout import BatchLayout
 from mtp_kernels.decoder import ModuleInputs, RowStep
 from mtp_runtime.cache import Cache, PageAllocator

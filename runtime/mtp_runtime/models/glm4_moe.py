@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import torch
 
-from mtp_export.families.glm4_moe import Glm4MoeFamily
+from mtp_checkpoints.families.glm4_moe import Glm4MoeFamily
 from mtp_runtime.layers.gqa import Gqa
 from mtp_runtime.loading.divided import joined_output, parts_of
 from mtp_runtime.models.moe_decoder import MoeDecoderBuilder, MoeDecoderConfig

@@ -9,11 +9,11 @@ from typing import Any, Concatenate, ParamSpec, TypeVar
 
 import torch
 
-from mtp_export.checkpoint.reader import CONFIG_NAME
-from mtp_export.errors import UnsupportedError, UsageError
-from mtp_export.families import family_of
-from mtp_export.families.contract import MtpContract
-from mtp_export.schemes.transforms import torch_threads_for
+from mtp_checkpoints.errors import UnsupportedError, UsageError
+from mtp_checkpoints.families import family_of
+from mtp_checkpoints.families.contract import MtpContract
+from mtp_checkpoints.tensors.reader import CONFIG_NAME
+from mtp_kernels.cpu.torch_threads import torch_threads_for
 from mtp_kernels.decoder import Backend, make_backend
 from mtp_runtime.layers.led import Handle
 from mtp_runtime.layers.split import ALONE, GATHER, MODES, REDUCE, Joining

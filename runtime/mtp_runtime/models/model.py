@@ -16,7 +16,7 @@ from typing import Protocol
 
 import torch
 
-from mtp_export.families.contract import Hidden, MtpContract
+from mtp_checkpoints.families.contract import Hidden, MtpContract
 from mtp_kernels.batch_layout import BatchLayout
 from mtp_kernels.decoder import ModuleInputs, Projection, RowStep
 from mtp_runtime.cache import Cache, CacheSpec, JoinedCaches, LayerCaches, PageAllocator

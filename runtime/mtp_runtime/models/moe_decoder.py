@@ -11,8 +11,8 @@ from typing import Any
 
 import torch
 
-from mtp_export.families.modules import MoeModules, weight_name
-from mtp_export.families.moe_decoder import MoeDecoderFamily
+from mtp_checkpoints.families.modules import MoeModules, weight_name
+from mtp_checkpoints.families.moe_decoder import MoeDecoderFamily
 from mtp_runtime.config import ModelConfig, RopeConfig, refuse_other_values
 from mtp_runtime.layers.moe import SigmoidRouter
 from mtp_runtime.layers.rope import Rope

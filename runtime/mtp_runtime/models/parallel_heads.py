@@ -17,18 +17,18 @@ from typing import cast
 import torch
 import torch.nn.functional as F
 
-from mtp_export.checkpoint.reader import CONFIG_NAME, read_json_object
-from mtp_export.errors import InvalidInputError
-from mtp_export.families import family_of
-from mtp_export.families.modules import DecoderFamily
-from mtp_export.families.parallel_heads import (
+from mtp_checkpoints.errors import InvalidInputError
+from mtp_checkpoints.families import family_of
+from mtp_checkpoints.families.modules import DecoderFamily
+from mtp_checkpoints.families.parallel_heads import (
     Body,
     HeadsLayout,
     implied_config,
     layout_of,
     released_name,
 )
-from mtp_export.schemes.discrepancies import StoredTensor, compare
+from mtp_checkpoints.quantization.discrepancies import StoredTensor, compare
+from mtp_checkpoints.tensors.reader import CONFIG_NAME, read_json_object
 from mtp_kernels.batch_layout import BatchLayout
 from mtp_kernels.decoder import RowStep
 from mtp_runtime.cache import Cache, JoinedCaches, PageAllocator

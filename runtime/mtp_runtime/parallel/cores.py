@@ -10,7 +10,7 @@ from contextlib import contextmanager
 import torch
 from torch.distributed.distributed_c10d import Store
 
-from mtp_export.launcher import LaunchedProcess
+from mtp_runtime.parallel.launcher import LaunchedProcess
 
 _THREADS = "OMP_NUM_THREADS"
 _TORCHRUN = "TORCHELASTIC_RUN_ID"  # which sets one thread per process where nobody asks for more

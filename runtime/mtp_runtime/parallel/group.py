@@ -20,7 +20,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from mtp_export.errors import IoError
+from mtp_checkpoints.errors import IoError
 
 Parameters = ParamSpec("Parameters")
 Result = TypeVar("Result")

@@ -14,10 +14,10 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore, Store
 from torch.distributed.rendezvous import rendezvous
 
-from mtp_export.errors import IoError
-from mtp_export.launcher import LaunchedProcess, launched_process
+from mtp_checkpoints.errors import IoError
 from mtp_runtime.parallel.cores import shared_cores
 from mtp_runtime.parallel.group import LONE, Group, Split
+from mtp_runtime.parallel.launcher import LaunchedProcess, launched_process
 from mtp_runtime.parallel.watch import Watch
 
 _JOINING_SECONDS = 600

@@ -14,7 +14,7 @@ from datetime import timedelta
 
 from torch.distributed.distributed_c10d import Store
 
-from mtp_export.errors import IoError
+from mtp_checkpoints.errors import IoError
 
 BEAT_SECONDS = 1.0
 SILENT_BEATS = 20  # own ones, so that processes that were all suspended together go on

@@ -20,8 +20,8 @@ from typing import Any
 
 import torch
 
-from mtp_export.errors import InvalidInputError, UnsupportedError
-from mtp_export.quiet import quieted
+from mtp_checkpoints.errors import InvalidInputError, UnsupportedError
+from mtp_checkpoints.quiet import quieted
 from mtp_runtime.models.model import Model
 from mtp_runtime.static_graph.programs import Program, ProgramLayers, export_layers, form_of
 from mtp_runtime.static_graph.steps import Replay, Step, layers_of

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from mtp_export.errors import UnsupportedError, UsageError
+from mtp_checkpoints.errors import UnsupportedError, UsageError
 from mtp_runtime.models.model import Model
 from mtp_runtime.parallel.group import Group
 from mtp_runtime.static_graph.steps import Graphs

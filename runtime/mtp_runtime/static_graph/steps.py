@@ -12,7 +12,7 @@ from typing import Protocol
 
 import torch
 
-from mtp_export.errors import UnsupportedError
+from mtp_checkpoints.errors import UnsupportedError
 from mtp_kernels.batch_layout import BatchLayout
 from mtp_runtime.cache import PageAllocator
 from mtp_runtime.config import EngineConfig

@@ -12,7 +12,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from mtp_export.errors import UnsupportedError
+from mtp_checkpoints.errors import UnsupportedError
 from mtp_runtime.layers.attention import Attention, ExpandedAttention
 from mtp_runtime.models.model import Head
 

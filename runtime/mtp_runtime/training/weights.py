@@ -12,8 +12,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from mtp_export.families.base import Role, TensorSpec
-from mtp_export.schemes.formats import UNQUANTIZED, EncodedWeight, WeightFormat
+from mtp_checkpoints.families.base import Role, TensorSpec
+from mtp_checkpoints.formats import UNQUANTIZED, EncodedWeight, WeightFormat
 from mtp_runtime.loading.weight_source import WeightSource
 
 DOWN, UP = ".lora_down", ".lora_up"

@@ -1,0 +1,146 @@
+"""Model families: the tensors that a config promises and the role of each.
+
+Names and shapes follow from the config alone, so that they can be compared with the files. How a
+weight is stored is no matter of a family but of mtp_export.schemes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import NamedTuple, Protocol
+
+from mtp_checkpoints.families.contract import MtpContract
+
+
+class Role(StrEnum):
+    """Purpose of a tensor; reports add up by it."""
+
+    EMBEDDING = "embedding"
+    HEAD = "head"
+    NORM = "norm"
+    ATTENTION = "attention"
+    DENSE_MLP = "dense mlp"
+    ROUTER = "router"
+    SHARED_EXPERT = "shared expert"
+    ROUTED_EXPERT = "routed expert"
+    MTP_PROJECTION = "mtp projection"
+    INDEXER = "indexer"  # projections of queries and keys
+    INDEXER_HEADS = "indexer heads"  # weights of the heads, which are never quantized
+    VOCABULARY = "vocabulary"  # the target's tokens that a draft's head has
+
+    __hash__ = str.__hash__  # Enum's own is Python code, which each of 46,000 tensors would run
+
+
+# Roles whose matrices engines read quantized; everything else stays as released.
+LINEAR_ROLES = (
+    Role.ATTENTION,
+    Role.DENSE_MLP,
+    Role.SHARED_EXPERT,
+    Role.ROUTED_EXPERT,
+    Role.INDEXER,
+)
+
+
+@dataclass(frozen=True, slots=True)
+class RotaryRows:
+    """Rows of a weight that rotary positions turn: `size` of every `period`, from `first` on."""
+
+    period: int
+    first: int
+    size: int
+
+
+class TensorSpec(NamedTuple):
+    """One tensor of a model, unquantized.
+
+    dtypes are safetensors dtypes, the usual one first. optional tensors may be absent (the MTP
+    layer's own copies of embedding and head). rotary is None for a tensor without rotary rows.
+    of_indexer: all that it changes is the choice of the tokens to attend to.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    dtypes: tuple[str, ...]
+    role: Role
+    mtp_layer: int | None = None
+    optional: bool = False
+    rotary: RotaryRows | None = None
+    of_indexer: bool = False
+
+    @property
+    def module(self) -> str:
+        """Name without its last component."""
+        return self.name.rpartition(".")[0]
+
+    @property
+    def is_linear_weight(self) -> bool:
+        """True for a matrix that may be quantized."""
+        return self.role in LINEAR_ROLES and len(self.shape) == 2
+
+
+@dataclass(frozen=True, slots=True)
+class SharedTensor:
+    """Tensor of the MTP layer that the main model has as well."""
+
+    mtp_name: str
+    main_name: str
+
+
+SGLANG_DRAFT = "model.decoder"  # the MTP layer in SGLang's models/*_nextn.py
+
+
+@dataclass(frozen=True)
+class ModulePatterns:
+    """Module names as engines' quantization configs refer to them.
+
+    linears: per role a regular expression for its linears, matched behind `model.layers.<n>.`;
+    fused names are included. other_matrices: names and `re:` patterns of matrices that are never
+    quantized but that engines may build as linears. fused: the last name components of linears that
+    engines load as one matrix, with the names of that matrix. absorbed: the last components of
+    linears that attention multiplies into other matrices, so that some loaders read them
+    unquantized. mtp_names: names that engines have for the MTP layer besides its own; a config that
+    names the layer must name it by each.
+    """
+
+    linears: Mapping[Role, str]
+    other_matrices: tuple[str, ...]
+    fused: Mapping[tuple[str, ...], tuple[str, ...]]
+    absorbed: tuple[str, ...]
+    mtp_names: tuple[str, ...] = ()
+
+
+class ModelFamily(Protocol):
+    """Tensors of the model that a config.json describes; FAMILIES[model_type](config) builds it."""
+
+    @property
+    def dtype(self) -> str:
+        """Safetensors dtype of weights that are not quantized."""
+
+    @property
+    def mtp_layers(self) -> range:
+        """Indices of the MTP layers; empty when the config promises none."""
+
+    @property
+    def tensors(self) -> Mapping[str, TensorSpec]:
+        """Every tensor that the config promises, main and MTP, by name."""
+
+    @property
+    def shared(self) -> tuple[SharedTensor, ...]:
+        """Pairs of the MTP layers' copies of embedding and head and the main model's own."""
+
+    @property
+    def patterns(self) -> ModulePatterns:
+        """Module names as engines' quantization configs refer to them."""
+
+    @property
+    def mtp_contract(self) -> MtpContract:
+        """Inputs of the MTP modules, as config.json records them or else as is usual."""
+
+    @property
+    def usual_contract(self) -> MtpContract:
+        """Inputs of the family's MTP modules, as they were trained."""
+
+    def mtp_layer_of(self, name: str) -> int | None:
+        """Return the MTP layer that a tensor name belongs to, None for the main model's."""

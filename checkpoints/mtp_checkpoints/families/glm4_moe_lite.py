@@ -1,0 +1,25 @@
+"""GLM-4.7-Flash: DeepSeek-V3's tensors under DeepSeek-V3's names, in other sizes.
+
+The norms of the latents take config.json's rms_norm_eps, as every other norm does. vLLM and SGLang
+do so; transformers gives these two 1e-6 whatever config.json says.
+
+Source: config.json and the index of the released checkpoint (9,703 tensors); vLLM's and SGLang's
+glm4_moe_lite.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from mtp_checkpoints.families.base import SGLANG_DRAFT
+from mtp_checkpoints.families.contract import MtpContract
+from mtp_checkpoints.families.deepseek_v3 import DeepseekV3Family
+
+
+@dataclass(frozen=True)
+class Glm4MoeLiteFamily(DeepseekV3Family):
+    """Tensors of one GLM-4.7-Flash config."""
+
+    mtp_names = (SGLANG_DRAFT,)
+    # vLLM alone recycles before the norm and zeroes position 0.
+    usual_contract = MtpContract(source="transformers, generate(use_mtp=True), and SGLang")

@@ -1,0 +1,59 @@
+"""GLM-5, 5.1 and 5.2: DeepSeek-V3.2's tensors in other sizes. In 5.2 a layer may share the choice
+of the indexer before it, and has none of its own then.
+
+The norms of the latents take config.json's rms_norm_eps, as in glm4_moe_lite.
+
+Source: config.json and the index of the released checkpoints; transformers' glm_moe_dsa.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+
+from mtp_checkpoints.errors import InvalidInputError
+from mtp_checkpoints.families.base import SGLANG_DRAFT
+from mtp_checkpoints.families.deepseek_v32 import DeepseekV32Family
+
+_KINDS = {"F": "full", "S": "shared"}  # of index_topk_pattern, and of indexer_types
+
+
+@dataclass(frozen=True)
+class GlmMoeDsaFamily(DeepseekV32Family):
+    """Tensors of one GLM-5 config."""
+
+    mtp_names = (SGLANG_DRAFT,)
+    usually_rotates_pairs = True
+
+    def has_indexer(self, layer: int) -> bool:
+        """True for a layer with an indexer of its own; every MTP layer has one."""
+        return layer in self.mtp_layers or self._indexer_types[layer] == "full"
+
+    @cached_property
+    def _indexer_types(self) -> tuple[str, ...]:
+        """Kind of every main layer's indexer: as listed, by a pattern, or by a period."""
+        listed = self.config.get("indexer_types") or self.config.get("index_topk_pattern")
+        if listed is None:
+            known = self.fields.without_nulls()
+            period = known.whole("index_topk_freq", 1)
+            first = known.whole("index_skip_topk_offset", 2, minimum=0)
+            return tuple(
+                "shared" if max(layer - first + 1, 0) % period else "full"
+                for layer in range(self.num_hidden_layers)
+            )
+        kinds = tuple(_KINDS.get(kind, kind) for kind in listed) if _is_list(listed) else ()
+        known_kinds = set(kinds) <= set(_KINDS.values()) and kinds[:1] != ("shared",)
+        if len(kinds) != self.num_hidden_layers or not known_kinds:
+            raise InvalidInputError(
+                "config.json has no usable indexer_types or index_topk_pattern",
+                expected=f"full or shared for each of {self.num_hidden_layers} layers, first full",
+                found=repr(listed)[:100],
+            )
+        return kinds
+
+
+def _is_list(listed: object) -> bool:
+    """True for letters or words, of which each is one layer's."""
+    return isinstance(listed, str) or (
+        isinstance(listed, list) and all(isinstance(kind, str) for kind in listed)
+    )

@@ -1,0 +1,38 @@
+"""AWQ's gemm layout: int4 words along the output channels. Source: AutoAWQ, `WQLinear_GEMM`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, ClassVar
+
+from mtp_checkpoints.formats.int4_words import CODES_PER_WORD, Int4Words, unpacked_columns
+from mtp_checkpoints.formats.storage import Storage
+from mtp_checkpoints.tensors.dtypes import OutputTensor
+
+if TYPE_CHECKING:
+    import torch
+
+# A word is packed from columns 0, 2, 4, 6, 1, 3, 5, 7: this is where each column lies in it.
+_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)
+
+
+@dataclass(frozen=True)
+class AwqInt4(Int4Words):
+    """qweight I32 [K, N/8], scales [K/group, N], qzeros I32 [K/group, N/8]."""
+
+    storage: ClassVar[Storage] = Storage.AWQ_INT4
+    columns_per_word: ClassVar[int] = 1
+
+    def tensors(self, name: str, shape: tuple[int, ...]) -> tuple[OutputTensor, ...]:
+        module = name.removesuffix(".weight")
+        words = (shape[1], shape[0] // CODES_PER_WORD)
+        return (
+            OutputTensor(f"{module}.qweight", "I32", words),
+            *self._scale_and_zeros(module, shape),
+        )
+
+    def _codes(self, words: torch.Tensor) -> torch.Tensor:
+        return unpacked_columns(words, _ORDER)
+
+    def _zeros(self, words: torch.Tensor) -> torch.Tensor:
+        return unpacked_columns(words, _ORDER)

@@ -1,0 +1,253 @@
+"""Weight formats: the tensors on disk that hold a weight, and the numbers that they encode."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol
+
+from mtp_checkpoints.formats.compressed import WeightsEntry
+from mtp_checkpoints.formats.storage import NATIVE_SCALE, Storage
+from mtp_checkpoints.tensors.dtypes import OutputTensor
+
+if TYPE_CHECKING:
+    import torch
+
+    from mtp_kernels.quantize import ErrorStats, Fp8Block
+    from mtp_kernels.quantize.array_conversions import Converted, Rows
+    from mtp_kernels.stored_linear import StoredWeight
+    from mtp_kernels.weight_statistics import WeightStatistics
+
+
+# Rows and columns of a tensor on disk; a vector has rows alone.
+Place = tuple[range, range | None]
+
+
+@dataclass(frozen=True)
+class FormatOptions:
+    """Parameters of the formats that a run writes.
+
+    group_size is that of int4; fp8_scale_name is the last component of an fp8 scale's name.
+    """
+
+    group_size: int = 128
+    fp8_scale_name: str = NATIVE_SCALE
+
+
+class RowSource(Protocol):
+    """The tensors of one weight on disk. others are those after the codes, whole; scale is the
+    first of them, with a row for the weight's rows."""
+
+    @property
+    def others(self) -> list[torch.Tensor]: ...
+
+    @property
+    def scale(self) -> torch.Tensor: ...
+
+    @property
+    def whole_codes(self) -> torch.Tensor:
+        """All codes, in the shape that they are stored in."""
+
+    def codes(self, start: int, stop: int) -> torch.Tensor:
+        """Return rows [start, stop) of the codes."""
+
+
+class WeightFormat(ABC):
+    """Format of a weight: its layout on disk and its arithmetic.
+
+    Subclasses are frozen dataclasses of the format's parameters, so that equal formats store
+    weights in the same way. The first tensor of a format holds the codes (or the values
+    themselves), the second the scales; the others are constants that no element decides.
+    """
+
+    storage: ClassVar[Storage]
+    operation: ClassVar[str]  # name in the manifest of the conversion into this format
+    elements_per_code: ClassVar[int] = 1  # elements of the weight per element of the codes
+    scale_rows: ClassVar[int] = 1  # rows of the weight per row of scales
+    in_words: ClassVar[str] = ""  # of a group of a compressed-tensors config
+    word_rows: ClassVar[int] = 0  # rows that words of some tensor run across; 0: none does
+    compiled_sources: ClassVar[frozenset[Storage]] = frozenset()  # of quantize_rows
+
+    @property
+    def k_divisor(self) -> int:
+        """Number that K must be divisible by."""
+        return 1
+
+    @property
+    def k_unit(self) -> str:
+        """Subject that k_divisor is the size of, for messages."""
+        return ""
+
+    def operation_on(self, source: WeightFormat) -> str:
+        """Return the name in the manifest of the conversion of a source into this format."""
+        return self.operation
+
+    @abstractmethod
+    def tensors(self, name: str, shape: tuple[int, ...]) -> tuple[OutputTensor, ...]:
+        """Return the tensors of a weight `<module>.weight` [N, K] as they are written."""
+
+    def accepted_dtypes(self, tensor: OutputTensor) -> tuple[str, ...]:
+        """Return the dtypes in which a tensor of the format may be stored."""
+        return (tensor.dtype,)
+
+    @classmethod
+    def of_entry(cls, entry: WeightsEntry) -> WeightFormat | None:
+        """Return the format that a compressed-tensors config describes; None for another's."""
+        return None
+
+    def group(self, *, activations_fp8: bool) -> dict[str, Any]:
+        """Return the compressed-tensors group of the format, but for its targets.
+
+        activations_fp8: int4 weights run with activations in fp8. Only formats that
+        compressed-tensors knows have a group.
+        """
+        raise AssertionError(f"compressed-tensors has no {self.storage}")
+
+    @abstractmethod
+    def quantize(
+        self, source: torch.Tensor | Fp8Block, scale_rule: str
+    ) -> tuple[tuple[torch.Tensor, ...], ErrorStats]:
+        """Convert rows [n, K] into codes and scales, with the error that this makes.
+
+        Raises ValueError for values or scales that are not finite.
+        """
+
+    def quantize_rows(self, rows: Rows, scale_rule: str) -> Converted | None:
+        """Return what quantize does, of rows of compiled_sources in main memory and without torch;
+        None for those that quantize has to look at."""
+        raise AssertionError(f"{self.storage} is made by torch")
+
+    @abstractmethod
+    def dequantize(
+        self, codes: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype
+    ) -> torch.Tensor:
+        """Return the weights [n, K] of codes and scales (ValueError for unusable scales)."""
+
+    def encoded(self, tensors: Sequence[torch.Tensor]) -> EncodedWeight:
+        """Return the weight that the format's tensors hold, in their order; constants may be
+        absent."""
+        return EncodedWeight(self, tensors[0], tensors[1])
+
+    def encoded_rows(self, source: RowSource, start: int, stop: int) -> EncodedWeight:
+        """Return rows [start, stop) of a weight, start at a row of scales."""
+        step = self.scale_rows
+        scale = source.scale[start // step : -(-stop // step)]
+        return self.encoded((source.codes(start, stop), scale))
+
+    def places(self, rows: range, columns: range, shape: Sequence[int]) -> Sequence[Place]:
+        """Return where rows and columns of a weight [N, K], whole words and groups of them, lie in
+        each tensor. Only formats with word_rows say so."""
+        raise AssertionError(f"{self.storage} has the rows of its codes")
+
+    def statistics(self, codes: torch.Tensor, scale: torch.Tensor) -> WeightStatistics:
+        """Return the statistics of the weights, unsound where dequantize refuses them.
+
+        A format whose codes the kernels can measure as they are overrides it.
+        """
+        import torch
+
+        from mtp_kernels import weight_statistics
+
+        try:
+            values = self.dequantize(codes, scale, torch.float32)
+        except ValueError:
+            return weight_statistics.UNSOUND
+        return weight_statistics.float_statistics(values)
+
+    def source(self, codes: torch.Tensor, scale: torch.Tensor) -> torch.Tensor | Fp8Block:
+        """Return rows in a form that every format can be made of: float32 weights, or codes whose
+        scales the kernels multiply in (ValueError for unusable scales)."""
+        import torch
+
+        return self.dequantize(codes, scale, torch.float32)
+
+    def stored(self, codes: torch.Tensor, scale: torch.Tensor) -> StoredWeight:
+        """Return codes and scales as the kernels multiply with them, dense for a format that they
+        do not know (ValueError for unusable scales)."""
+        import torch
+
+        return self.dequantize(codes, scale, torch.float32)
+
+    def constants(self, shape: tuple[int, ...]) -> tuple[Any, ...]:
+        """Return the tensors after codes and scales, for a weight [N, K], as arrays."""
+        return ()
+
+    def check_constants(self, tensors: Mapping[str, torch.Tensor], shape: tuple[int, ...]) -> None:
+        """Refuse constants, by tensor name, that contradict the weight (InvalidInputError)."""
+        assert not tensors, f"{self.storage} has no constants"
+
+
+class ReadOnlyFormat(WeightFormat):
+    """Format of checkpoints that others quantized: it is read, and no scheme writes it."""
+
+    operation: ClassVar[str] = ""
+
+    def quantize(
+        self, source: torch.Tensor | Fp8Block, scale_rule: str
+    ) -> tuple[tuple[torch.Tensor, ...], ErrorStats]:
+        raise AssertionError(f"nothing writes {self.storage}")
+
+
+@dataclass(frozen=True)
+class EncodedWeight:
+    """A weight, or some rows of it, as it is stored: codes [N, K / elements_per_code] and scales.
+
+    Without scales the codes are the values themselves, of any shape and floating-point dtype.
+    """
+
+    format: WeightFormat
+    codes: torch.Tensor
+    scale: torch.Tensor | None = None
+
+    @property
+    def storage(self) -> Storage:
+        """Storage of the format."""
+        return self.format.storage
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Shape of the weight: [N, K], or that of an unquantized tensor."""
+        *rows, columns = self.codes.shape
+        return (*rows, columns * self.format.elements_per_code)
+
+    def equals(self, other: EncodedWeight) -> bool:
+        """Return True for a weight of the same format, codes and scales."""
+        import torch
+
+        pairs = ((self.codes, other.codes), (self.scale, other.scale))
+        return self.format == other.format and all(
+            one is another
+            if one is None or another is None
+            else one.dtype == another.dtype and torch.equal(one, another)
+            for one, another in pairs
+        )
+
+    def dequantize(self, dtype: torch.dtype | None = None) -> torch.Tensor:
+        """Return the values in a dtype, float32 by default.
+
+        Raises ValueError for codes or scales that no quantization makes, such as NaN.
+        """
+        import torch
+
+        if self.scale is None:
+            return self.codes.to(dtype or torch.float32)
+        return self.format.dequantize(self.codes, self.scale, dtype or torch.float32)
+
+    def statistics(self) -> WeightStatistics:
+        """Return the statistics of the values, unsound where dequantize refuses them."""
+        from mtp_kernels import weight_statistics
+
+        if self.scale is None:
+            return weight_statistics.float_statistics(self.codes)
+        return self.format.statistics(self.codes, self.scale)
+
+    def product(self, x: torch.Tensor) -> torch.Tensor:
+        """Return x @ weight.T [T, N] for x [T, K], in its dtype.
+
+        Raises ValueError as dequantize does.
+        """
+        from mtp_kernels.stored_linear import linear
+
+        codes, scale = self.codes, self.scale
+        return linear(x, codes if scale is None else self.format.stored(codes, scale))

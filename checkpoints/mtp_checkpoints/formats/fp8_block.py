@@ -1,0 +1,99 @@
+"""fp8 blocks: e4m3 codes with a scale per 128x128 block. Source: DeepSeek-V3, section 3.3."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from mtp_checkpoints.formats.base import WeightFormat
+from mtp_checkpoints.formats.compressed import WeightsEntry, group, numbers
+from mtp_checkpoints.formats.storage import (
+    BLOCK,
+    COMPRESSED_SCALE,
+    NATIVE_SCALE,
+    SCALE_DTYPES,
+    Storage,
+)
+from mtp_checkpoints.tensors.dtypes import OutputTensor
+
+if TYPE_CHECKING:
+    import torch
+
+    from mtp_kernels import quantize
+    from mtp_kernels.quantize.array_conversions import Converted, Rows
+    from mtp_kernels.weight_statistics import WeightStatistics
+
+_BLOCKS = (BLOCK, BLOCK)
+_CODE_DTYPES = ("F8_E4M3",)
+
+
+@dataclass(frozen=True)
+class Fp8Block(WeightFormat):
+    """Codes F8_E4M3 [N, K], scale [⌈N/128⌉, ⌈K/128⌉], ragged edges included.
+
+    scale_name is the last component of the scale's name; scale_dtypes are those that may be read.
+    """
+
+    scale_name: str = NATIVE_SCALE
+    scale_dtypes: tuple[str, ...] = ("F32",)
+
+    storage: ClassVar[Storage] = Storage.FP8_BLOCK
+    operation: ClassVar[str] = "quantize_fp8_block"
+    compiled_sources: ClassVar[frozenset[Storage]] = frozenset({Storage.BF16})
+    scale_rows: ClassVar[int] = BLOCK
+    in_words: ClassVar[str] = f"float-quantized blocks of {BLOCK}x{BLOCK}"
+
+    @classmethod
+    def of_entry(cls, entry: WeightsEntry) -> Fp8Block | None:
+        own = entry.has_numbers("float-quantized", kind="float", bits=8, strategy="block")
+        return cls(COMPRESSED_SCALE, SCALE_DTYPES) if own and entry.block == _BLOCKS else None
+
+    def group(self, *, activations_fp8: bool) -> dict[str, Any]:
+        weights = numbers(8, "float", "block") | {"block_structure": list(_BLOCKS)}
+        activations = numbers(8, "float", "group", dynamic=True) | {"group_size": BLOCK}
+        return group("float-quantized", weights, activations)
+
+    def tensors(self, name: str, shape: tuple[int, ...]) -> tuple[OutputTensor, ...]:
+        blocks = (-(-shape[0] // BLOCK), -(-shape[1] // BLOCK))
+        module = name.removesuffix(".weight")
+        return (
+            OutputTensor(name, "F8_E4M3", shape),
+            OutputTensor(f"{module}.{self.scale_name}", "F32", blocks),
+        )
+
+    def accepted_dtypes(self, tensor: OutputTensor) -> tuple[str, ...]:
+        return _CODE_DTYPES if tensor.dtype in _CODE_DTYPES else self.scale_dtypes
+
+    def source(self, codes: torch.Tensor, scale: torch.Tensor) -> quantize.Fp8Block:
+        return self.stored(codes, scale)
+
+    def stored(self, codes: torch.Tensor, scale: torch.Tensor) -> quantize.Fp8Block:
+        from mtp_kernels import quantize
+
+        return quantize.Fp8Block(codes, scale)
+
+    def quantize(
+        self, source: torch.Tensor | quantize.Fp8Block, scale_rule: str
+    ) -> tuple[tuple[torch.Tensor, ...], quantize.ErrorStats]:
+        from mtp_kernels import quantize
+
+        assert not isinstance(source, quantize.Fp8Block), "fp8 blocks stay as they are stored"
+        result, error = quantize.quantize_fp8_block(source)
+        return (result.codes, result.scale), error
+
+    def quantize_rows(self, rows: Rows, scale_rule: str) -> Converted | None:
+        from mtp_kernels.quantize import array_conversions
+
+        return array_conversions.to_fp8_block(rows)
+
+    def dequantize(
+        self, codes: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype
+    ) -> torch.Tensor:
+        from mtp_kernels import quantize
+
+        return quantize.dequantize_fp8_block(self.stored(codes, scale), dtype)[0]
+
+    def statistics(self, codes: torch.Tensor, scale: torch.Tensor) -> WeightStatistics:
+        from mtp_kernels import weight_statistics
+
+        return weight_statistics.fp8_block_statistics(self.stored(codes, scale))

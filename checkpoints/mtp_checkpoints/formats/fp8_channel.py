@@ -1,0 +1,94 @@
+"""fp8 with a scale per output channel, as compressed-tensors has it: GLM's fp8 releases.
+
+It is read; no scheme writes it.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from mtp_checkpoints.formats.base import WeightFormat
+from mtp_checkpoints.formats.compressed import WeightsEntry, group, numbers
+from mtp_checkpoints.formats.storage import COMPRESSED_SCALE, Storage
+from mtp_checkpoints.tensors.dtypes import OutputTensor
+
+if TYPE_CHECKING:
+    import torch
+
+    from mtp_kernels import quantize
+    from mtp_kernels.weight_statistics import WeightStatistics
+
+_LAYOUT = "float-quantized"
+_LARGEST = 448.0
+_SCALE_DTYPES = ("F32", "BF16")
+
+
+@dataclass(frozen=True)
+class Fp8Channel(WeightFormat):
+    """Codes F8_E4M3 [N, K], weight_scale [N, 1]."""
+
+    storage: ClassVar[Storage] = Storage.FP8_CHANNEL
+    operation: ClassVar[str] = "quantize_fp8_channel"
+    in_words: ClassVar[str] = "float-quantized fp8 per channel"
+
+    @classmethod
+    def of_entry(cls, entry: WeightsEntry) -> Fp8Channel | None:
+        own = entry.has_numbers(_LAYOUT, kind="float", bits=8, strategy="channel")
+        return cls() if own else None
+
+    def group(self, *, activations_fp8: bool) -> dict[str, Any]:
+        activations = numbers(8, "float", "token", dynamic=True)
+        return group(_LAYOUT, numbers(8, "float", "channel"), activations)
+
+    def tensors(self, name: str, shape: tuple[int, ...]) -> tuple[OutputTensor, ...]:
+        module = name.removesuffix(".weight")
+        return (
+            OutputTensor(name, "F8_E4M3", shape),
+            OutputTensor(f"{module}.{COMPRESSED_SCALE}", "F32", (shape[0], 1)),
+        )
+
+    def accepted_dtypes(self, tensor: OutputTensor) -> tuple[str, ...]:
+        return (tensor.dtype,) if tensor.dtype == "F8_E4M3" else _SCALE_DTYPES
+
+    def stored(self, codes: torch.Tensor, scale: torch.Tensor) -> quantize.Fp8Channel:
+        from mtp_kernels import quantize
+
+        return quantize.Fp8Channel(codes, scale)
+
+    def quantize(
+        self, source: torch.Tensor | quantize.Fp8Block, scale_rule: str
+    ) -> tuple[tuple[torch.Tensor, ...], quantize.ErrorStats]:
+        import torch
+
+        from mtp_kernels import quantize
+
+        if isinstance(source, quantize.Fp8Block):
+            source = quantize.dequantize_fp8_block(source, torch.float32)[0]
+        values = source.float()
+        if not values.isfinite().all():
+            raise ValueError("weights: expected finite numbers, found NaN or infinite ones")
+        largest = values.abs().amax(dim=1, keepdim=True)
+        scale = torch.where(largest > 0, largest / _LARGEST, 1.0)
+        codes = (values / scale).clamp(-_LARGEST, _LARGEST).to(torch.float8_e4m3fn)
+        error = values.double() - codes.double() * scale.double()
+        stats = quantize.ErrorStats(
+            elements=values.numel(),
+            signal_energy=math.fsum(values.double().square().sum(dim=1).tolist()),
+            error_energy=math.fsum(error.square().sum(dim=1).tolist()),
+            max_error=float(error.abs().max()),
+        )
+        return (codes, scale), stats
+
+    def dequantize(
+        self, codes: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype
+    ) -> torch.Tensor:
+        from mtp_kernels import stored_linear
+
+        return stored_linear.dequantize(self.stored(codes, scale), dtype)
+
+    def statistics(self, codes: torch.Tensor, scale: torch.Tensor) -> WeightStatistics:
+        from mtp_kernels import weight_statistics
+
+        return weight_statistics.fp8_channel_statistics(codes, scale)

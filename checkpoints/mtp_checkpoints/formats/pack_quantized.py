@@ -1,0 +1,186 @@
+"""compressed-tensors' pack-quantized integers: codes in 32-bit words, bf16 scales, the shape."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from mtp_checkpoints.errors import InvalidInputError
+from mtp_checkpoints.formats.base import WeightFormat
+from mtp_checkpoints.formats.compressed import WeightsEntry, group, numbers
+from mtp_checkpoints.formats.storage import COMPRESSED_SCALE, FLOATS, GROUP_SIZES, Storage
+from mtp_checkpoints.tensors.dtypes import OutputTensor
+
+if TYPE_CHECKING:
+    import torch
+
+    from mtp_kernels import quantize
+    from mtp_kernels.quantize.array_conversions import Converted, Rows
+    from mtp_kernels.weight_statistics import WeightStatistics
+
+_LAYOUT = "pack-quantized"
+
+
+class _PackQuantized(WeightFormat):
+    """weight_packed I32 [N, K / codes per word], weight_scale BF16, weight_shape I64 [2]."""
+
+    @abstractmethod
+    def _scale_columns(self, columns: int) -> int:
+        """Return the number of scales per row."""
+
+    def tensors(self, name: str, shape: tuple[int, ...]) -> tuple[OutputTensor, ...]:
+        (rows, columns), module = shape, name.removesuffix(".weight")
+        packed = (rows, columns // self.elements_per_code)
+        scale = (rows, self._scale_columns(columns))
+        return (
+            OutputTensor(f"{module}.weight_packed", "I32", packed),
+            OutputTensor(f"{module}.{COMPRESSED_SCALE}", "BF16", scale),
+            OutputTensor(f"{module}.weight_shape", "I64", (2,)),
+        )
+
+    def constants(self, shape: tuple[int, ...]) -> tuple[Any, ...]:
+        import numpy as np
+
+        return (np.array(shape, np.int64),)
+
+    def check_constants(self, tensors: Mapping[str, torch.Tensor], shape: tuple[int, ...]) -> None:
+        for name, stored in tensors.items():
+            if tuple(stored.tolist()) != shape:
+                raise InvalidInputError(
+                    f"Tensor {name} contradicts config.json",
+                    expected=list(shape),
+                    found=stored.tolist(),
+                )
+
+
+@dataclass(frozen=True)
+class Int8Channel(_PackQuantized):
+    """int8 with a scale per output channel; scale BF16 [N, 1]."""
+
+    storage: ClassVar[Storage] = Storage.INT8_CHANNEL
+    operation: ClassVar[str] = "quantize_int8_channel"
+    compiled_sources: ClassVar[frozenset[Storage]] = FLOATS
+    elements_per_code: ClassVar[int] = 4
+    in_words: ClassVar[str] = "pack-quantized int8 per channel"
+
+    @classmethod
+    def of_entry(cls, entry: WeightsEntry) -> Int8Channel | None:
+        own = entry.has_numbers(_LAYOUT, kind="int", bits=8, strategy="channel")
+        return cls() if own else None
+
+    def group(self, *, activations_fp8: bool) -> dict[str, Any]:
+        weights = numbers(8, "int", "channel") | {"group_size": None, "actorder": None}
+        return group(_LAYOUT, weights, None)
+
+    @property
+    def k_divisor(self) -> int:
+        return self.elements_per_code
+
+    @property
+    def k_unit(self) -> str:
+        return "the codes of a word"
+
+    def _scale_columns(self, columns: int) -> int:
+        return 1
+
+    def stored(self, codes: torch.Tensor, scale: torch.Tensor) -> quantize.Int8Channel:
+        from mtp_kernels import quantize
+
+        return quantize.Int8Channel(codes, scale)
+
+    def quantize(
+        self, source: torch.Tensor | quantize.Fp8Block, scale_rule: str
+    ) -> tuple[tuple[torch.Tensor, ...], quantize.ErrorStats]:
+        from mtp_kernels import quantize
+
+        result, error = quantize.quantize_int8_channel(source)
+        return (result.packed, result.scale), error
+
+    def quantize_rows(self, rows: Rows, scale_rule: str) -> Converted | None:
+        from mtp_kernels.quantize import array_conversions
+
+        return array_conversions.to_int8_channel(rows)
+
+    def dequantize(
+        self, codes: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype
+    ) -> torch.Tensor:
+        from mtp_kernels import quantize
+
+        return quantize.dequantize_int8_channel(self.stored(codes, scale), dtype)
+
+    def statistics(self, codes: torch.Tensor, scale: torch.Tensor) -> WeightStatistics:
+        from mtp_kernels import weight_statistics
+
+        return weight_statistics.int8_channel_statistics(self.stored(codes, scale))
+
+
+@dataclass(frozen=True)
+class Int4Group(_PackQuantized):
+    """int4 with a scale per group of input columns; scale BF16 [N, K / group_size]."""
+
+    group_size: int
+
+    storage: ClassVar[Storage] = Storage.INT4_GROUP
+    operation: ClassVar[str] = "quantize_int4_group"
+    compiled_sources: ClassVar[frozenset[Storage]] = FLOATS
+    elements_per_code: ClassVar[int] = 8
+    in_words: ClassVar[str] = (
+        f"pack-quantized int4 in groups of {', '.join(map(str, GROUP_SIZES[:-1]))}"
+        f" or {GROUP_SIZES[-1]}"
+    )
+
+    @classmethod
+    def of_entry(cls, entry: WeightsEntry) -> Int4Group | None:
+        size = entry.group_size
+        own = entry.has_numbers(_LAYOUT, kind="int", bits=4, strategy="group")
+        return cls(size) if own and size in GROUP_SIZES else None
+
+    def group(self, *, activations_fp8: bool) -> dict[str, Any]:
+        weights = numbers(4, "int", "group") | {"group_size": self.group_size, "actorder": None}
+        activations = numbers(8, "float", "token", dynamic=True) if activations_fp8 else None
+        return group(_LAYOUT, weights, activations)
+
+    @property
+    def k_divisor(self) -> int:
+        return self.group_size
+
+    @property
+    def k_unit(self) -> str:
+        return "the group size"
+
+    def _scale_columns(self, columns: int) -> int:
+        return columns // self.group_size
+
+    def stored(self, codes: torch.Tensor, scale: torch.Tensor) -> quantize.Int4Group:
+        from mtp_kernels import quantize
+
+        return quantize.Int4Group(codes, scale)
+
+    def quantize(
+        self, source: torch.Tensor | quantize.Fp8Block, scale_rule: str
+    ) -> tuple[tuple[torch.Tensor, ...], quantize.ErrorStats]:
+        from mtp_kernels import quantize
+
+        result, error = quantize.quantize_int4_group(
+            source, group_size=self.group_size, scale_rule=scale_rule
+        )
+        return (result.packed, result.scale), error
+
+    def quantize_rows(self, rows: Rows, scale_rule: str) -> Converted | None:
+        from mtp_kernels.quantize import array_conversions
+
+        return array_conversions.to_int4_group(rows, self.group_size, scale_rule)
+
+    def dequantize(
+        self, codes: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype
+    ) -> torch.Tensor:
+        from mtp_kernels import quantize
+
+        return quantize.dequantize_int4_group(self.stored(codes, scale), dtype)
+
+    def statistics(self, codes: torch.Tensor, scale: torch.Tensor) -> WeightStatistics:
+        from mtp_kernels import weight_statistics
+
+        return weight_statistics.int4_group_statistics(self.stored(codes, scale))

@@ -1,0 +1,48 @@
+"""Target layouts by name. A new layout is one file and one line here; an engine that reads a known
+layout is one line in that layout's file."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+
+from mtp_checkpoints.errors import UsageError
+from mtp_checkpoints.formats.storage import Storage
+from mtp_checkpoints.layouts.base import Engine, Target
+from mtp_checkpoints.layouts.eagle import EAGLE
+from mtp_checkpoints.layouts.hf import HF
+from mtp_checkpoints.layouts.lightllm import LIGHTLLM
+from mtp_checkpoints.layouts.paddlenlp import PADDLENLP
+from mtp_checkpoints.layouts.xllm import XLLM
+
+TARGETS: dict[str, Target] = {
+    "hf": HF,
+    "lightllm": LIGHTLLM,
+    "xllm": XLLM,
+    "paddlenlp": PADDLENLP,
+    "eagle": EAGLE,
+}
+
+
+def target_names() -> tuple[str, ...]:
+    """Return every name that --target takes: layouts, and the engines that read them."""
+    return tuple(engine.name for target in TARGETS.values() for engine in target.engines)
+
+
+def target_of(name: str) -> Target:
+    """Return the layout that a name of --target selects (UsageError for any other name)."""
+    for target in TARGETS.values():
+        if any(engine.name == name for engine in target.engines):
+            return target
+    raise UsageError(
+        "Unknown target", expected=", ".join(target_names()), found=name, todo="Pick one of these"
+    )
+
+
+def engine_of(name: str) -> Engine:
+    """Return the engine that a name of --target selects (UsageError for any other name)."""
+    return next(engine for engine in target_of(name).engines if engine.name == name)
+
+
+def names_that_read(storages: Collection[Storage]) -> tuple[str, ...]:
+    """Return the names of --target whose engines read linears in these storages."""
+    return tuple(name for name in target_names() if engine_of(name).storages.issuperset(storages))

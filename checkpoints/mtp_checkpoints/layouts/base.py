@@ -1,0 +1,193 @@
+"""Target layouts: what engines read as the draft (names, config fields, storages)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from shlex import quote
+from typing import Any
+
+from mtp_checkpoints.errors import InvalidInputError, UnsupportedError
+from mtp_checkpoints.families.fields import Fields
+from mtp_checkpoints.formats.storage import FLOATS, Storage
+from mtp_checkpoints.quantization.dialects import Dialect
+from mtp_checkpoints.quantization.native import with_renamed_modules
+
+Config = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Placement:
+    """One of several machines, from 0, that an engine runs on together.
+
+    tp devices, as many on each machine, share every layer. head is the first machine's address.
+    """
+
+    tp: int
+    nodes: int = 1
+    node: int = 0
+    head: str = "127.0.0.1"
+
+    @property
+    def devices(self) -> int:
+        """Number of devices of each machine."""
+        return self.tp // self.nodes
+
+    @property
+    def ranks(self) -> range:
+        """Numbers of this machine's devices among all."""
+        return range(self.node * self.devices, (self.node + 1) * self.devices)
+
+
+@dataclass(frozen=True)
+class Deployment:
+    """A finished bundle to start an engine on; schemes are those of the parts, by name.
+
+    experts_alike: either part stores its shared experts as its routed ones. placement None leaves
+    the devices to the engine, or takes those of its guide.
+    """
+
+    output_dir: Path
+    base_scheme: str
+    mtp_scheme: str
+    experts_alike: bool = True
+    placement: Placement | None = None
+
+    @property
+    def main(self) -> str:
+        """Main folder, quoted for a shell."""
+        return quote(str(self.folder("main")))
+
+    @property
+    def mtp(self) -> str:
+        """MTP folder, quoted for a shell."""
+        return quote(str(self.folder("mtp")))
+
+    def folder(self, part: str) -> Path:
+        """Return a part's folder, absolute where a shell would take it for an option."""
+        folder = self.output_dir / part
+        return folder.absolute() if str(folder).startswith("-") else folder
+
+
+Launch = Callable[[Deployment], str]
+
+
+@dataclass(frozen=True)
+class DraftReading:
+    """Way in which an engine finds the precision of a draft in the released names.
+
+    by_main_config: it follows the quantization_config of main/config.json, else the draft's own.
+    layer_name replaces `model.layers.N` of the MTP layer in tensor names and patterns; None where
+    the engine keeps it. reason says the same in a sentence, for reports.
+    """
+
+    by_main_config: bool
+    reason: str
+    layer_name: str | None = None
+
+
+@dataclass(frozen=True)
+class Engine:
+    """An engine that reads a layout; its name is one that --target takes.
+
+    storages are the storages of linears that its loader reads. dialect is how it wants integers
+    described, required for an engine that reads any. launch makes the shell command that serves a
+    bundle with one draft token; None for an engine that does not take the MTP part as a folder of
+    its own. probe is a shell command that succeeds where the engine is installed, if one is known.
+    title is its name in text. draft_reading is how it finds a draft's precision, which `verify`
+    repeats; None where nothing is known of it.
+    """
+
+    name: str
+    storages: frozenset[Storage] = FLOATS
+    dialect: Dialect | None = None
+    launch: Launch | None = None
+    probe: str = ""
+    title: str = ""
+    draft_reading: DraftReading | None = None
+
+    def __post_init__(self) -> None:
+        assert self.dialect is not None or self.storages <= FLOATS, f"{self.name} has no dialect"
+
+
+@dataclass(frozen=True)
+class Target:
+    """One layout of the draft (MTP) folder; the main folder keeps the source's layout.
+
+    engines are those that read the layout, first of all the one named like the target.
+    mtp_name maps a source tensor or module name of an MTP layer to the target's.
+    mtp_config maps the source's config.json to the draft's; released_config maps a draft's back,
+    as far as tensors go, given the main model's num_hidden_layers.
+    model_types are those of config.json that the layout exists for; None for all.
+    mtp_storages are the storages of the draft's linears that the engines read.
+    needs_shared_weights: the engine takes embedding and head from the draft folder.
+    dequantizes: fp8 weights become bf16. transposes: linear weights and scales are [in, out].
+    """
+
+    name: str
+    engines: tuple[Engine, ...]
+    mtp_name: Callable[[str, int], str]
+    mtp_config: Callable[[Mapping[str, Any]], Config]
+    released_config: Callable[[Mapping[str, Any], int], Config]
+    model_types: frozenset[str] | None
+    mtp_storages: frozenset[Storage] = FLOATS
+    needs_shared_weights: bool = False
+    dequantizes: bool = False
+    transposes: bool = False
+    single_mtp_layer: bool = True
+
+    def __post_init__(self) -> None:
+        assert self.engines[0].name == self.name, f"{self.name} is no name of --target"
+
+    def check_model_type(self, config: Mapping[str, Any]) -> None:
+        """Refuse a model that the layout does not exist for (UnsupportedError)."""
+        model_type = config.get("model_type")
+        if self.model_types is not None and model_type not in self.model_types:
+            raise UnsupportedError(
+                f"Target {self.name} has no layout for this model",
+                expected=f"model_type {' or '.join(sorted(self.model_types))} in config.json",
+                found=repr(model_type)[:100],
+                todo="Use --target hf",
+            )
+
+
+def single_layer_config(
+    config: Mapping[str, Any], mtp_name: Callable[[str, int], str], **changes: object
+) -> Config:
+    """Return the config of a draft whose one decoder layer is layer 0, a MoE layer.
+
+    Raises InvalidInputError for a config without a number of layers.
+    """
+    layer = Fields(config).whole("num_hidden_layers")
+    own = f"model.layers.{layer}"
+
+    def renamed(module: str) -> str | None:
+        """Return a module's name in the draft; None for another layer's."""
+        if module == own:
+            return mtp_name(f"{own}.mlp.weight", layer).removesuffix(".mlp.weight")
+        if module.startswith(f"{own}."):
+            return mtp_name(f"{module}.weight", layer).removesuffix(".weight")
+        return None if module.startswith("model.layers.") else module
+
+    result = {
+        **config,
+        "num_hidden_layers": 1,
+        "num_nextn_predict_layers": 1,
+        "first_k_dense_replace": 0,
+        **changes,
+    }
+    return with_renamed_modules(result, renamed)
+
+
+def released_from_single_layer(config: Mapping[str, Any], main_layers: int) -> Config:
+    """Return the released config of a draft with one decoder layer (InvalidInputError for more)."""
+    for key in ("num_hidden_layers", "num_nextn_predict_layers"):
+        if config.get(key) != 1:
+            raise InvalidInputError(
+                f"config.json of the MTP folder has another {key} than its target reads",
+                expected=1,
+                found=repr(config.get(key))[:100],
+                todo="Export the MTP part again",
+            )
+    return {**config, "num_hidden_layers": main_layers}

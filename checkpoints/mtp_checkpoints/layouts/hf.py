@@ -1,0 +1,91 @@
+"""Released layout, which vLLM and SGLang load as a draft folder as it is."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import partial
+from typing import Any
+
+from mtp_checkpoints.families.base import SGLANG_DRAFT
+from mtp_checkpoints.formats.storage import FLOATS, Storage
+from mtp_checkpoints.layouts.base import Config, Deployment, DraftReading, Engine, Target
+from mtp_checkpoints.layouts.vllm import VLLM_PROBE, vllm_launch
+from mtp_checkpoints.quantization.dialects import SGLANG, VLLM
+
+_SGLANG_PORT = 20000  # at which its machines find each other
+
+
+def _name(name: str, layer: int) -> str:
+    return name
+
+
+def _config(config: Mapping[str, Any]) -> Config:
+    return dict(config)
+
+
+def _released(config: Mapping[str, Any], main_layers: int) -> Config:
+    return dict(config)
+
+
+def _sglang(bundle: Deployment) -> str:
+    # Of GLM's it fuses shared experts with routed ones whatever quantization_config says of them.
+    separate = "" if bundle.experts_alike else " --disable-shared-experts-fusion"
+    return (
+        f"python -m sglang.launch_server --model-path {bundle.main} --speculative-algorithm EAGLE"
+        f" --speculative-draft-model-path {bundle.mtp} --speculative-num-steps 1"
+        f" --speculative-eagle-topk 1 --speculative-num-draft-tokens 2{separate}"
+        f"{_sglang_placement(bundle)}"
+    )
+
+
+def _sglang_placement(bundle: Deployment) -> str:
+    place = bundle.placement
+    if place is None:
+        return ""
+    words = f" --tp {place.tp}"
+    if place.nodes > 1:
+        head = f"{place.head}:{_SGLANG_PORT}"
+        words += f" --nnodes {place.nodes} --node-rank {place.node} --dist-init-addr {head}"
+    return words
+
+
+# Integers under the layout's own name are written as vLLM and most others read them.
+HF = Target(
+    name="hf",
+    engines=(
+        Engine("hf", frozenset(Storage), VLLM),
+        Engine(
+            "vllm",
+            frozenset(Storage) - {Storage.W4AFP8},
+            VLLM,
+            launch=partial(vllm_launch, method="mtp"),
+            probe=VLLM_PROBE,
+            title="vLLM",
+            draft_reading=DraftReading(
+                by_main_config=True,
+                reason="vLLM builds the draft with the quantization_config of main/config.json",
+            ),
+        ),
+        Engine(
+            "sglang",
+            frozenset(Storage),
+            SGLANG,
+            launch=_sglang,
+            probe="python -c 'import sglang'",
+            title="SGLang",
+            draft_reading=DraftReading(
+                by_main_config=False,
+                reason=f"SGLang knows the draft's layer as {SGLANG_DRAFT} and rewrites patterns"
+                " literally",
+                layer_name=SGLANG_DRAFT,
+            ),
+        ),
+        Engine("tensorrt-llm", FLOATS),
+    ),
+    mtp_name=_name,
+    mtp_config=_config,
+    released_config=_released,
+    model_types=None,
+    mtp_storages=frozenset(Storage),
+    single_mtp_layer=False,
+)

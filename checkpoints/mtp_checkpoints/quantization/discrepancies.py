@@ -1,0 +1,117 @@
+"""Differences between the tensors that a config.json promises and those that are stored."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import NamedTuple, Protocol
+
+from mtp_checkpoints.errors import InvalidInputError
+
+_SCALE_SUFFIX = "_scale_inv"
+
+
+class HasLayout(Protocol):
+    """A stored tensor, as far as comparing needs it."""
+
+    @property
+    def dtype(self) -> str: ...
+
+    @property
+    def shape(self) -> tuple[int, ...]: ...
+
+
+class StoredTensor(NamedTuple):
+    """One tensor that must be on disk, by the name it has there.
+
+    dtypes are safetensors dtypes, any of which is accepted. scale_of names the tensor with the
+    codes that a scale (or another constant of the format) belongs to. optional tensors may be
+    absent, a scale with its codes alone.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    dtypes: tuple[str, ...]
+    scale_of: str | None = None
+    optional: bool = False
+
+
+@dataclass(frozen=True)
+class Discrepancy:
+    """One difference between a stored tensor and the promised one."""
+
+    tensor: str
+    problem: str
+    expected: str
+    found: str
+
+    def raise_as_error(self, where: object, more: int) -> None:
+        """Raise it as InvalidInputError; `more` counts the others like it."""
+        tail = f" ({more} more like this)" if more else ""
+        raise InvalidInputError(
+            f"Tensor {self.tensor}: {self.problem}{tail}",
+            where=where,
+            expected=self.expected,
+            found=self.found,
+            todo="Nothing was written. Get the checkpoint again, or correct config.json",
+        )
+
+
+def compare(stored: Mapping[str, HasLayout], promised: Iterable[StoredTensor]) -> list[Discrepancy]:
+    """Return every difference between stored tensors and the promised ones, in a stable order."""
+    promised = tuple(promised)
+    found = [_difference(stored, tensor) for tensor in _unlike(stored, promised)]
+    names = {tensor.name for tensor in promised}
+    if not names.issuperset(stored):
+        found += [_unexpected(name, stored) for name in stored if name not in names]
+    return found
+
+
+def _unlike(
+    stored: Mapping[str, HasLayout], promised: Iterable[StoredTensor]
+) -> Iterator[StoredTensor]:
+    """Yield the promised tensors that are not stored as promised."""
+    for wanted in promised:
+        name, shape, dtypes, scale_of, optional = wanted
+        tensor = stored.get(name)
+        if tensor is None:
+            if not optional or scale_of in stored:
+                yield wanted
+        elif (
+            tensor.shape != shape
+            or tensor.dtype not in dtypes
+            or (scale_of is not None and scale_of not in stored)
+        ):
+            yield wanted
+
+
+def _difference(stored: Mapping[str, HasLayout], wanted: StoredTensor) -> Discrepancy:
+    """Return how a tensor that is not as promised differs."""
+    promised = f"{' or '.join(wanted.dtypes)} {list(wanted.shape)}"
+
+    def discrepancy(problem: str, found: str, expected: str = promised) -> Discrepancy:
+        return Discrepancy(tensor=wanted.name, problem=problem, expected=expected, found=found)
+
+    tensor = stored.get(wanted.name)
+    if tensor is None:
+        problem = "missing"
+        if wanted.scale_of in stored:
+            problem = f"missing, though its weight {wanted.scale_of} is there"
+        return discrepancy(problem, "no such tensor")
+    actual = f"{tensor.dtype} {list(tensor.shape)}"
+    if tensor.shape != wanted.shape:
+        return discrepancy("wrong shape", actual)
+    if tensor.dtype not in wanted.dtypes:
+        return discrepancy("wrong dtype", actual)
+    assert wanted.scale_of is not None, "nothing else differs"
+    return discrepancy("a scale without its weight", "no such tensor", wanted.scale_of)
+
+
+def _unexpected(name: str, stored: Mapping[str, HasLayout]) -> Discrepancy:
+    tensor = stored[name]
+    problem = "not a tensor of this model by its config.json"
+    weight = name.removesuffix(_SCALE_SUFFIX)
+    if weight != name and weight not in stored:
+        problem = f"a scale without its weight ({weight} is not there)"
+    found = f"{tensor.dtype} {list(tensor.shape)}"
+    return Discrepancy(tensor=name, problem=problem, expected="no such tensor", found=found)

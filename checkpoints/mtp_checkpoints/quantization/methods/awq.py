@@ -1,0 +1,54 @@
+"""AWQ: int4 for every linear but those of modules_to_not_convert, which are parts of names.
+
+Sources: vLLM `quantization/auto_awq.py`, SGLang `quantization/awq`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from mtp_checkpoints.errors import UnsupportedError
+from mtp_checkpoints.families.base import LINEAR_ROLES, Role
+from mtp_checkpoints.formats import AwqInt4, WeightFormat
+from mtp_checkpoints.quantization.methods.fields import group_size, names_in, number_of
+from mtp_checkpoints.quantization.native import Config
+
+AWQ = "awq"
+_LEFT_OUT = "modules_to_not_convert"
+
+
+@dataclass(frozen=True)
+class _Awq:
+    """One format for every linear whose name has none of these parts."""
+
+    format: WeightFormat
+    left_out: tuple[str, ...]
+
+    def format_of(self, module: str, role: Role) -> WeightFormat | None:
+        skipped = role not in LINEAR_ROLES or any(part in module for part in self.left_out)
+        return None if skipped else self.format
+
+    def fused_format(self, fused: str, parts: WeightFormat) -> WeightFormat | None:
+        return parts
+
+
+def read_awq(quantization: Mapping[str, Any]) -> _Awq:
+    """Read a quantization_config (UnsupportedError for another layout than gemm's int4)."""
+    bits = number_of(quantization, "bits", "w_bit")
+    version = str(quantization.get("version", "gemm")).lower()
+    if bits != 4 or version != "gemm" or quantization.get("lm_head"):
+        raise UnsupportedError(
+            "config.json describes AWQ weights that this tool does not read",
+            expected="4 bits in the gemm layout, the head unquantized",
+            found=f"{bits} bits, version {version}, lm_head {quantization.get('lm_head')}",
+        )
+    size = group_size(quantization, "group_size", "q_group_size")
+    return _Awq(AwqInt4(size), tuple(names_in(quantization, _LEFT_OUT)))
+
+
+def left_out_of_awq(quantization: Config, modules: Sequence[str]) -> Config:
+    """Return a config that leaves modules unquantized, with all below them."""
+    names = [*names_in(quantization, _LEFT_OUT), *modules]
+    return {**quantization, _LEFT_OUT: list(dict.fromkeys(names))}

@@ -1,0 +1,89 @@
+"""GPTQ: int4 for every linear; `dynamic` changes or leaves out those whose names a pattern matches.
+
+Sources: vLLM `quantization/auto_gptq.py`, SGLang `quantization/gptq`, GPTQModel.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from mtp_checkpoints.errors import UnsupportedError
+from mtp_checkpoints.families.base import LINEAR_ROLES, Role
+from mtp_checkpoints.formats import GptqInt4, WeightFormat
+from mtp_checkpoints.quantization.methods.fields import group_size, number_of
+from mtp_checkpoints.quantization.native import Config, unusable_field
+
+GPTQ = "gptq"
+_DYNAMIC = "dynamic"
+_NEGATIVE, _POSITIVE = "-:", "+:"
+# GPTQModel's newer layout holds zero points as they are.
+_LAYOUTS = {"gptq": True, "gptq_v2": False}
+
+
+@dataclass(frozen=True)
+class _Gptq:
+    """The format of the first pattern that matches a name from its start, None for one that leaves
+    it out; else the usual format."""
+
+    usual: WeightFormat
+    patterns: tuple[tuple[str, WeightFormat | None], ...]
+
+    def format_of(self, module: str, role: Role) -> WeightFormat | None:
+        if role not in LINEAR_ROLES:
+            return None
+        for pattern, form in self.patterns:
+            if re.match(pattern, module):
+                return form
+        return self.usual
+
+    def fused_format(self, fused: str, parts: WeightFormat) -> WeightFormat | None:
+        return parts
+
+
+def read_gptq(quantization: Mapping[str, Any]) -> _Gptq:
+    """Read a quantization_config (UnsupportedError for another layout than int4)."""
+    patterns = []
+    for pattern, own in _dynamic(quantization).items():
+        left_out = pattern.startswith(_NEGATIVE)
+        form = None if left_out else _format({**quantization, **own})
+        patterns.append((pattern.removeprefix(_NEGATIVE).removeprefix(_POSITIVE), form))
+    return _Gptq(_format(quantization), tuple(patterns))
+
+
+def _format(quantization: Mapping[str, Any]) -> WeightFormat:
+    bits = number_of(quantization, "bits")
+    layout = quantization.get("checkpoint_format") or "gptq"
+    if bits != 4 or layout not in _LAYOUTS or quantization.get("lm_head"):
+        raise UnsupportedError(
+            "config.json describes GPTQ weights that this tool does not read",
+            expected=f"4 bits, checkpoint_format {' or '.join(_LAYOUTS)}, the head unquantized",
+            found=f"{bits} bits, checkpoint_format {layout}, lm_head {quantization.get('lm_head')}",
+        )
+    return GptqInt4(group_size(quantization, "group_size"), _LAYOUTS[layout])
+
+
+def _dynamic(quantization: Mapping[str, Any]) -> dict[str, Any]:
+    found = quantization.get(_DYNAMIC) or {}
+    if not isinstance(found, dict):
+        raise unusable_field(_DYNAMIC, "an object from patterns to changes", found)
+    for pattern, own in found.items():
+        try:
+            re.compile(pattern.removeprefix(_NEGATIVE).removeprefix(_POSITIVE))
+        except re.error as error:
+            expected = "regular expressions after +: and -:"
+            raise unusable_field(_DYNAMIC, expected, f"{pattern}: {error}") from error
+        if not isinstance(own, dict):
+            raise unusable_field(_DYNAMIC, "an object from patterns to changes", own)
+    return found
+
+
+def left_out_of_gptq(quantization: Config, modules: Sequence[str]) -> Config:
+    """Return a config that leaves modules unquantized, with all below them.
+
+    Their patterns come first: engines take the first that matches.
+    """
+    ours: Config = {rf"{_NEGATIVE}{re.escape(module)}(\..*)?$": {} for module in modules}
+    return {**quantization, _DYNAMIC: {**ours, **_dynamic(quantization)}}

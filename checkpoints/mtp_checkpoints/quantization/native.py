@@ -1,0 +1,161 @@
+"""config.json's quantization_config: access to the field, and the native fp8 of released models."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from mtp_checkpoints.errors import InvalidInputError, UnsupportedError
+from mtp_checkpoints.formats.storage import BLOCK, SCALE_DTYPES
+
+Config = dict[str, Any]
+
+QUANTIZATION = "quantization_config"
+DTYPE_KEYS = ("torch_dtype", "dtype")  # of config.json: that of unquantized tensors
+COMPRESSED = "compressed-tensors"  # a quant_method
+NATIVE_FP8: Config = {
+    "quant_method": "fp8",
+    "activation_scheme": "dynamic",
+    "fmt": "e4m3",
+    "weight_block_size": [BLOCK, BLOCK],
+}
+# Lists of modules that are not quantized; engines differ in which of the two they read.
+_LEFT_OUT_KEYS = ("modules_to_not_convert", "ignored_layers")
+
+
+def quantization_of(config: Mapping[str, Any]) -> Any:
+    """Return a config.json's quantization_config; None where it has none."""
+    return config.get(QUANTIZATION)
+
+
+def with_quantization(config: Mapping[str, Any], quantization: Any) -> Config:
+    """Return a config.json with another quantization_config; None takes it out.
+
+    It becomes the last field.
+    """
+    rest = {key: value for key, value in config.items() if key != QUANTIZATION}
+    return rest if quantization is None else {**rest, QUANTIZATION: quantization}
+
+
+def replaced_quantization(config: Mapping[str, Any], quantization: object) -> Config:
+    """Return a config.json with another quantization_config in the same place, or the last."""
+    return {**config, QUANTIZATION: quantization}
+
+
+def describe(config: Mapping[str, Any]) -> str:
+    """Return a config.json's quantization in a few words, for people; "none" without one."""
+    quantization = quantization_of(config)
+    if not quantization:
+        return "none"
+    block = quantization.get("weight_block_size")
+    fields = (
+        quantization.get("quant_method"),
+        quantization.get("fmt"),
+        "×".join(map(str, block)) if isinstance(block, list) else None,
+        quantization.get("scale_fmt"),
+    )
+    return " ".join(str(field) for field in fields if field)
+
+
+@dataclass(frozen=True)
+class NativeFp8:
+    """Native fp8 weights with a scale per block, as a quantization_config describes them.
+
+    left_out are the modules that it lists as not quantized.
+    """
+
+    scale_dtypes: tuple[str, ...]
+    left_out: tuple[str, ...]
+
+    def covers(self, module: str) -> bool:
+        """True for a linear that is stored in fp8."""
+        return not any(
+            module == name or module.startswith(f"{name}.") or module.endswith(f".{name}")
+            for name in self.left_out
+        )
+
+
+def native_fp8(quantization: object) -> NativeFp8 | None:
+    """Read the quantization_config of a released checkpoint; None when it is not quantized.
+
+    Raises UnsupportedError for any other quantization, InvalidInputError for one that makes no
+    sense.
+    """
+    if not quantization:
+        return None
+    if not isinstance(quantization, dict):
+        raise not_an_object(quantization)
+    block = quantization.get("weight_block_size")
+    method, fmt = quantization.get("quant_method"), quantization.get("fmt", "e4m3")
+    if method != "fp8" or fmt != "e4m3" or block != [BLOCK, BLOCK]:
+        raise UnsupportedError(
+            "The checkpoint is quantized in a way that this tool does not read",
+            expected="no quantization, quant_method fp8 with fmt e4m3 and weight_block_size"
+            " [128, 128], or compressed-tensors in fp8 with a scale per channel",
+            found=f"quant_method {method}, fmt {fmt}, weight_block_size {block}",
+            todo="Start from the original checkpoint",
+        )
+    scale_dtypes = SCALE_DTYPES if quantization.get("scale_fmt") == "ue8m0" else ("F32",)
+    return NativeFp8(scale_dtypes, left_out(quantization))
+
+
+def native_scheme(native: NativeFp8 | None) -> str:
+    """Return the name of the precision scheme that a released checkpoint is in."""
+    return "bf16" if native is None else "a8w8_fp8"
+
+
+def left_out(quantization: Mapping[str, Any]) -> tuple[str, ...]:
+    """Return the modules that a quantization_config lists as not quantized.
+
+    Raises InvalidInputError for anything but lists of names.
+    """
+    names: list[str] = []
+    for key in _LEFT_OUT_KEYS:
+        listed = quantization.get(key) or []
+        if not isinstance(listed, list) or not all(isinstance(name, str) for name in listed):
+            raise unusable_field(key, "a list of module names", listed)
+        names += listed
+    return tuple(names)
+
+
+def with_left_out(quantization: Mapping[str, Any], modules: list[str]) -> Config:
+    """Return a quantization_config that lists further modules as not quantized."""
+    if not modules:
+        return dict(quantization)
+    more = {key: [*(quantization.get(key) or []), *modules] for key in _LEFT_OUT_KEYS}
+    return {**quantization, **more}
+
+
+def with_renamed_modules(config: Mapping[str, Any], rename: Callable[[str], str | None]) -> Config:
+    """Return a config.json whose lists of unquantized modules hold other names.
+
+    rename returns None for a module to be taken off the list.
+    """
+    quantization = quantization_of(config)
+    if not isinstance(quantization, dict):
+        return dict(config)
+    lists = {
+        key: [name for module in quantization[key] if (name := rename(module)) is not None]
+        for key in _LEFT_OUT_KEYS
+        if quantization.get(key)
+    }
+    return {**config, QUANTIZATION: {**quantization, **lists}}
+
+
+def not_an_object(found: object) -> InvalidInputError:
+    """Return the error of a quantization_config that is no JSON object."""
+    return InvalidInputError(
+        "config.json has no usable quantization_config",
+        expected="an object, or none",
+        found=repr(found)[:100],
+    )
+
+
+def unusable_field(key: str, expected: str, found: object) -> InvalidInputError:
+    """Return the error of a field of quantization_config that makes no sense."""
+    return InvalidInputError(
+        f"config.json has no usable quantization_config.{key}",
+        expected=expected,
+        found=repr(found)[:100],
+    )

@@ -1,0 +1,383 @@
+"""Stored models: every tensor that a folder must hold, from config.json alone, by the weight of the
+model that it belongs to."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from itertools import chain, repeat
+from operator import attrgetter
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from mtp_checkpoints.errors import InvalidInputError
+from mtp_checkpoints.families import family_of
+from mtp_checkpoints.families.base import ModelFamily, Role, TensorSpec
+from mtp_checkpoints.formats import UNQUANTIZED, EncodedWeight, WeightFormat
+from mtp_checkpoints.formats.storage import Storage
+from mtp_checkpoints.named_tuples import rows_of
+from mtp_checkpoints.quantization.discrepancies import Discrepancy, HasLayout, StoredTensor, compare
+from mtp_checkpoints.quantization.loaded_together import EXPERTS, check_loaded_together
+from mtp_checkpoints.quantization.native import (
+    COMPRESSED,
+    NativeFp8,
+    native_fp8,
+    native_scheme,
+    quantization_of,
+)
+from mtp_checkpoints.quantization.readings import Reading, reading_of
+
+if TYPE_CHECKING:
+    import torch
+
+_WEIGHT = ".weight"
+_IN_CHANNELS = {Storage.BF16, Storage.FP8_CHANNEL}
+_TABLES = (Role.EMBEDDING, Role.HEAD)
+_layout_of = attrgetter("dtype", "shape")
+
+
+class StoredWeight(NamedTuple):
+    """A tensor of the model, its format, and the folder's tensors that hold it.
+
+    weight has the released name and, for a matrix, the shape [N, K]. tensors have the folder's
+    names and shapes, in the order of the format: codes or values, scale, constants. transposed:
+    matrices are stored as [K, N].
+    """
+
+    weight: TensorSpec
+    format: WeightFormat
+    tensors: tuple[StoredTensor, ...]
+    transposed: bool = False
+
+    @property
+    def storage(self) -> Storage:
+        """Storage of the format; BF16 for whatever dtype the model computes in."""
+        return self.format.storage
+
+    @property
+    def released_names(self) -> tuple[str, ...]:
+        """Names of the tensors in the released layout."""
+        own = self.tensors[0].name
+        module = own.rpartition(".")[0]
+        if len(self.tensors) == 1:
+            return (self.weight.name,)
+        return tuple(
+            # an input_scale lies beside the module
+            self.weight.module + tensor.name.removeprefix(module)
+            if tensor.name.startswith(f"{module}.")
+            else tensor.name
+            for tensor in self.tensors
+        )
+
+    def encoded(self, tensors: Sequence[torch.Tensor]) -> EncodedWeight:
+        """Return the weight that the folder's tensors hold, given in the order of `tensors`.
+
+        Raises InvalidInputError for tensors that contradict each other.
+        """
+        if self.transposed:
+            tensors = [one.t().contiguous() if one.dim() == 2 else one for one in tensors]
+        if len(tensors) == 1:
+            return EncodedWeight(self.format, tensors[0])
+        names = [tensor.name for tensor in self.tensors]
+        constants = dict(zip(names[2:], tensors[2:], strict=True))
+        self.format.check_constants(constants, self.weight.shape)
+        return self.format.encoded(tensors)
+
+
+class AlikeWeights(NamedTuple):
+    """Weights that differ in the number of their expert alone, and their format: a model has
+    46,000 weights, but some hundred kinds of them.
+
+    tensors are those that hold one weight, as StoredWeight has them, by the end of their names that
+    is behind the name of the expert. experts are these names, empty for a weight of none.
+    """
+
+    format: WeightFormat
+    tensors: tuple[StoredTensor, ...]
+    transposed: bool
+    specs: list[TensorSpec]
+    experts: list[str]
+
+    @property
+    def names(self) -> Iterator[list[str]]:
+        """Names of all weights' tensors, by their place in a weight."""
+        return ([expert + tensor.name for expert in self.experts] for tensor in self.tensors)
+
+    def weights(self) -> Iterator[StoredWeight]:
+        """Yield the weights."""
+        names = [*self.names]
+        scaled: list[Iterable[str | None]] = [repeat(None), *repeat(names[0], len(names) - 1)]
+        tensors = (
+            rows_of(
+                StoredTensor,
+                name=own,
+                shape=repeat(tensor.shape),
+                dtypes=repeat(tensor.dtypes),
+                scale_of=of,
+                optional=repeat(tensor.optional),
+            )
+            for own, of, tensor in zip(names, scaled, self.tensors, strict=True)
+        )
+        return rows_of(
+            StoredWeight,
+            weight=self.specs,
+            format=repeat(self.format),
+            tensors=zip(*tensors, strict=True),
+            transposed=repeat(self.transposed),
+        )
+
+
+@dataclass(frozen=True)
+class StoredModel:
+    """Everything that a folder must hold: the weights of a model, and of those that are alike what
+    they have in common.
+
+    quantization is config.json's quantization_config as it was read; where a folder holds one part
+    alone, specs and alike are those of the part.
+    """
+
+    family: ModelFamily
+    quantization: object
+    specs: Sequence[TensorSpec]
+    alike: Sequence[AlikeWeights]
+
+    @cached_property
+    def weights(self) -> Mapping[str, StoredWeight]:
+        """Every weight by its released name."""
+        made = {one.weight.name: one for alike in self.alike for one in alike.weights()}
+        return {spec.name: made[spec.name] for spec in self.specs}
+
+    @cached_property
+    def tables(self) -> Mapping[str, StoredWeight]:
+        """Embeddings and heads by their released names."""
+        tables = (alike for alike in self.alike if alike.specs[0].role in _TABLES)
+        return {one.weight.name: one for alike in tables for one in alike.weights()}
+
+    @cached_property
+    def tensors(self) -> Mapping[str, StoredTensor]:
+        """Every tensor by its name on disk."""
+        return {tensor.name: tensor for one in self.weights.values() for tensor in one.tensors}
+
+    @cached_property
+    def weight_of(self) -> Mapping[str, StoredWeight]:
+        """Weight that each tensor on disk belongs to."""
+        return {tensor.name: one for one in self.weights.values() for tensor in one.tensors}
+
+    @property
+    def main(self) -> StoredModel:
+        """The main model's part alone."""
+        return self.of_parts(main=True, mtp=False)
+
+    @cached_property
+    def mtp(self) -> StoredModel:
+        """The MTP layers' part alone."""
+        return self.of_parts(main=False, mtp=True)
+
+    def of_parts(self, *, main: bool, mtp: bool) -> StoredModel:
+        """Return what a folder must hold that holds these parts."""
+
+        def is_there(spec: TensorSpec) -> bool:
+            return main if spec.mtp_layer is None else mtp
+
+        return replace(
+            self,
+            specs=[spec for spec in self.specs if is_there(spec)],
+            alike=[alike for alike in self.alike if is_there(alike.specs[0])],
+        )
+
+    @cached_property
+    def native(self) -> NativeFp8 | None:
+        """Native fp8 format of a released checkpoint; None for another source's.
+
+        Raises UnsupportedError for a quantization that no source has.
+        """
+        return None if self.in_channels else native_fp8(self.quantization)
+
+    @property
+    def scheme(self) -> str | None:
+        """Name of the precision scheme that a source is in; None for a precision of no scheme."""
+        return None if self.in_channels else native_scheme(self.native)
+
+    @cached_property
+    def in_channels(self) -> bool:
+        """True for a checkpoint with fp8 channels, and nothing else that is quantized."""
+        storages = {alike.format.storage for alike in self.alike}
+        return Storage.FP8_CHANNEL in storages and storages <= _IN_CHANNELS
+
+    def reread(self, quantization: object, rename: Callable[[str], str]) -> StoredModel:
+        """Return what the same weights must be under another quantization_config and other names.
+
+        Raises as stored_model.
+        """
+        return _stored(self.family, self.specs, quantization=quantization, rename=rename)
+
+    def with_mtp_of(self, other: StoredModel, quantization: object) -> StoredModel:
+        """Return the main model's part beside the MTP layers of another checkpoint."""
+        main, mtp = self.main, other.mtp
+        return StoredModel(
+            self.family,
+            quantization,
+            specs=[*main.specs, *mtp.specs],
+            alike=[*main.alike, *mtp.alike],
+        )
+
+    def differences(self, tensors: Mapping[str, HasLayout]) -> list[Discrepancy]:
+        """Return every difference between a folder's tensors and those that it must hold, in a
+        stable order."""
+        return [] if self._are_in(tensors) else compare(tensors, self.tensors.values())
+
+    def _are_in(self, tensors: Mapping[str, HasLayout]) -> bool:
+        """Return whether a folder holds every tensor as it must be, and no other: looking at those
+        that are alike together takes a fraction of finding each difference."""
+        held = 0
+        for alike in self.alike:
+            names = [*alike.names]
+            if alike.tensors[0].optional and tensors.keys().isdisjoint(chain(*names)):
+                continue
+            for own, (_, shape, dtypes, *_) in zip(names, alike.tensors, strict=True):
+                try:
+                    found = set(map(_layout_of, map(tensors.__getitem__, own)))
+                except KeyError:
+                    return False
+                if not found <= {(dtype, shape) for dtype in dtypes}:
+                    return False
+                held += len(own)
+        return held == len(tensors)
+
+
+def stored_model(config: Mapping[str, Any]) -> StoredModel:
+    """Return what a folder in the released layout holds, main and MTP, by its config.json.
+
+    Raises UnsupportedError for a model or quantization that this tool does not know,
+    InvalidInputError for a config that contradicts itself or that engines cannot follow.
+    """
+    family = family_of(config)
+    return _stored(family, list(family.tensors.values()), quantization_of(config))
+
+
+def stored_source(config: Mapping[str, Any]) -> StoredModel:
+    """Return what a checkpoint to export or quantize holds: unquantized, native fp8, or fp8 with a
+    scale per channel.
+
+    Raises as stored_model, and UnsupportedError for any other quantization.
+    """
+    family_of(config)
+    quantization = quantization_of(config)
+    if not isinstance(quantization, dict) or quantization.get("quant_method") != COMPRESSED:
+        native_fp8(quantization)
+        return stored_model(config)
+    stored = stored_model(config)
+    if not stored.in_channels:
+        native_fp8(quantization)
+    return stored
+
+
+def stored_mtp(
+    config: Mapping[str, Any], mtp_name: Callable[[str, int], str], *, transposes: bool
+) -> StoredModel:
+    """Return what a folder holds that keeps the MTP layers under other names.
+
+    config is the config.json in the released form, its quantization_config in the folder's names.
+    mtp_name maps a released tensor name and the MTP layer's index to the folder's name. transposes:
+    matrices of linears are stored as [K, N]. Raises as stored_model.
+    """
+    family = family_of(config)
+    layers = {
+        spec.name: layer
+        for spec in family.tensors.values()
+        if (layer := spec.mtp_layer) is not None
+    }
+    return _stored(
+        family,
+        specs=[family.tensors[name] for name in layers],
+        quantization=quantization_of(config),
+        rename=lambda name: mtp_name(name, layers[name]),
+        transposes=transposes,
+    )
+
+
+def _stored(
+    family: ModelFamily,
+    specs: Sequence[TensorSpec],
+    quantization: object,
+    rename: Callable[[str], str] = str,
+    *,
+    transposes: bool = False,
+) -> StoredModel:
+    """Return how tensors of a model lie on disk; the config's patterns match the renamed names."""
+    reading = reading_of(quantization)
+    formats: dict[str, WeightFormat | None] = {}
+    kinds: dict[tuple[object, ...], AlikeWeights] = {}
+    for spec in specs:
+        layer, expert, tail = _split_at_expert(rename(spec.name))
+        kind = layer, tail, spec[1:]
+        alike = kinds.get(kind)
+        if alike is None:
+            # Engines read all experts of a layer in the format of the first one.
+            first = f"{layer}{EXPERTS}0{tail}" if expert else tail
+            own = _format_of(reading, first, spec, formats) or UNQUANTIZED
+            alike = kinds[kind] = _alike(spec, tail, own, transposes=transposes)
+        alike.specs.append(spec)
+        alike.experts.append(expert)
+    check_loaded_together(family, reading, formats)
+    return StoredModel(family, quantization, specs, [*kinds.values()])
+
+
+def _split_at_expert(name: str) -> tuple[str, str, str]:
+    """Return the name of a layer with experts, that of one of them, and what is behind it; for
+    another tensor its name as what is behind."""
+    layer, _, expert_name = name.partition(EXPERTS)
+    number, _, rest = expert_name.partition(".")
+    if not (rest and number.isdecimal()):
+        return "", "", name
+    return layer, f"{layer}{EXPERTS}{number}", f".{rest}"
+
+
+def _format_of(
+    reading: Reading, name: str, spec: TensorSpec, formats: dict[str, WeightFormat | None]
+) -> WeightFormat | None:
+    """Return the format of a tensor by its name, noted by its module's; None for no matrix."""
+    if not name.endswith(_WEIGHT) or len(spec.shape) != 2:
+        return None
+    module = name.removesuffix(_WEIGHT)
+    formats[module] = reading.format_of(module, spec.role)
+    return formats[module]
+
+
+def _alike(
+    spec: TensorSpec, name: str, weight_format: WeightFormat, *, transposes: bool
+) -> AlikeWeights:
+    """Return the weights that are like one, none yet; name is its own on disk, or the end of it."""
+    tensors: tuple[StoredTensor, ...] = (
+        StoredTensor(name, spec.shape, spec.dtypes, optional=spec.optional),
+    )
+    if weight_format is not UNQUANTIZED:
+        _check_columns(spec, weight_format)
+        tensors = tuple(
+            StoredTensor(
+                tensor.name,
+                tensor.shape,
+                weight_format.accepted_dtypes(tensor),
+                optional=spec.optional,
+            )
+            for tensor in weight_format.tensors(name, spec.shape)
+        )
+    # An embedding is a lookup table, not a linear.
+    transposed = transposes and len(spec.shape) == 2 and spec.role is not Role.EMBEDDING
+    if transposed:
+        tensors = tuple(
+            tensor._replace(shape=tensor.shape[::-1]) if len(tensor.shape) == 2 else tensor
+            for tensor in tensors
+        )
+    return AlikeWeights(weight_format, tensors, transposed, specs=[], experts=[])
+
+
+def _check_columns(spec: TensorSpec, weight_format: WeightFormat) -> None:
+    """Refuse a matrix whose rows a format cannot hold (InvalidInputError)."""
+    divisor = weight_format.k_divisor
+    if spec.shape[1] % divisor:
+        raise InvalidInputError(
+            f"config.json's quantization_config does not fit {spec.name}",
+            expected=f"K divisible by {divisor} under {weight_format.storage}",
+            found=f"[N, K] = {list(spec.shape)}",
+        )

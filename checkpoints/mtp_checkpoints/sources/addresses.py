@@ -1,0 +1,64 @@
+"""Source arguments of commands: a folder's path, or an address such as hf://org/name@revision."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+from mtp_checkpoints.errors import InvalidInputError, UnsupportedError
+from mtp_checkpoints.sources.byte_source import Address, ByteSource, Place
+from mtp_checkpoints.sources.local_folder import LocalFolder
+
+_SEPARATOR = "://"
+
+
+def _hub(address: Address) -> ByteSource:
+    from mtp_checkpoints.sources.hub import open_repository  # brings an HTTP client, which few need
+
+    return open_repository(address)
+
+
+def _objects(address: Address) -> ByteSource:
+    from mtp_checkpoints.sources.object_store import open_object_store
+
+    return open_object_store(address)
+
+
+# Byte sources by the scheme of their addresses; https is for web pages of the Hub.
+SOURCES: dict[str, Callable[[Address], ByteSource]] = {
+    "hf": _hub,
+    "https": _hub,
+    "s3": _objects,
+    "gs": _objects,
+    "az": _objects,
+}
+
+
+def place_of(text: str) -> Place:
+    """Return the place that a source argument names; nothing is looked up."""
+    return Address(text) if _SEPARATOR in text else Path(text)
+
+
+def byte_source(place: Place) -> ByteSource:
+    """Return the files at a place (InvalidInputError for a missing folder or repository, IoError).
+
+    Raises UnsupportedError for an address of a kind that no source reads.
+    """
+    if isinstance(place, Path):
+        if not place.is_dir():
+            raise InvalidInputError(
+                "There is no checkpoint folder here", where=place, todo="Check --input-dir"
+            )
+        return LocalFolder(place)
+    address = Address(str(place))
+    scheme = address.text.partition(_SEPARATOR)[0]
+    if scheme not in SOURCES:
+        raise UnsupportedError(
+            "Nothing here reads from such an address",
+            where=address,
+            expected="a folder, hf://org/name[@revision] for a repository of the Hub, or a bucket's"
+            " s3://, gs:// or az:// address",
+            found=f"{scheme}{_SEPARATOR}",
+            todo="Download the checkpoint first",
+        )
+    return SOURCES[scheme](address)

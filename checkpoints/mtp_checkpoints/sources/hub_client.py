@@ -1,0 +1,314 @@
+"""Requests to one repository of the Hub, through huggingface_hub's HTTP client.
+
+Every answer is checked: a range must come as exactly that range, a whole file with the checksum
+that the repository lists. Transfers that break off go on where they stopped.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, TypeVar
+from urllib.parse import urljoin, urlsplit
+
+import httpcore2
+import httpx2
+from huggingface_hub import HfApi, constants, get_hf_file_metadata, hf_hub_url
+from huggingface_hub.errors import HfHubHTTPError, OfflineModeIsEnabled
+from huggingface_hub.hf_api import ModelInfo, RepoFile
+from huggingface_hub.utils import (
+    build_hf_headers,
+    get_session,
+    hf_raise_for_status,
+    parse_ratelimit_headers,
+)
+
+from mtp_checkpoints import __version__
+from mtp_checkpoints.errors import IoError
+from mtp_checkpoints.sources.byte_source import Address
+from mtp_checkpoints.sources.hub_failures import failure, refused, storage_refuses, unusable_range
+from mtp_checkpoints.sources.transfers import AttemptFailed, Pause, Sink, patiently, transfer
+
+_TRANSIENT = {408, 429, 500, 502, 503, 504}
+_NETWORK = (
+    httpx2.TimeoutException,
+    httpx2.NetworkError,
+    httpx2.RemoteProtocolError,
+    httpx2.ProxyError,
+)
+# Of huggingface_hub and of Python, when they read an answer that is not as the Hub's own are.
+_UNREADABLE = (AttributeError, KeyError, RecursionError, TypeError, ValueError)
+T = TypeVar("T")
+
+# Of one read of a socket. By the default of 64 KiB the steps of the HTTP parser cost as much as the
+# transfer; a copy of much more than this leaves the processor's cache.
+httpcore2.HTTP11Connection.READ_NUM_BYTES = 256 << 10
+
+
+class _BadStatus(Exception):
+    """An answer of the storage that is neither the bytes nor an error of the Hub itself."""
+
+    def __init__(self, response: httpx2.Response) -> None:
+        super().__init__(f"HTTP {response.status_code}")
+        self.response = response
+
+
+class _Cut(Exception):
+    """A body that ended too early."""
+
+
+_FAILURES = (
+    *(httpx2.RequestError, httpx2.InvalidURL, HfHubHTTPError),
+    *(OfflineModeIsEnabled, _BadStatus, _Cut),
+)
+
+
+@contextmanager
+def _attempt(where: Address) -> Iterator[None]:
+    """Make one attempt of the requests in the block (AttemptFailed)."""
+    try:
+        yield
+    except _FAILURES as error:
+        raise _failed(error, where) from error
+
+
+def _failed(error: Exception, where: Address) -> AttemptFailed:
+    if not isinstance(error, HfHubHTTPError | _BadStatus):
+        return AttemptFailed(
+            failure(error, where), is_final=not isinstance(error, (*_NETWORK, _Cut))
+        )
+    response, is_bad = error.response, isinstance(error, _BadStatus)
+    said = storage_refuses(where, response.status_code) if is_bad else failure(error, where)
+    if response.status_code in _TRANSIENT:
+        return AttemptFailed(said, told_seconds=_told_seconds(response.headers))
+    # A link to the storage has expired, and is signed anew; the Hub's own word is final.
+    return AttemptFailed(said, is_final=not is_bad)
+
+
+def _told_seconds(headers: Mapping[str, str]) -> float:
+    """Return the time that a server asks to wait."""
+    limit = parse_ratelimit_headers(headers)
+    if limit is not None and limit.remaining == 0:
+        return float(limit.reset_in_seconds)
+    after = headers.get("retry-after", "").strip()
+    return float(after) if after.isdigit() else 0.0
+
+
+def hub_endpoint() -> str:
+    """Return the address of the Hub, or of a mirror that HF_ENDPOINT names."""
+    return (os.environ.get("HF_ENDPOINT") or constants.ENDPOINT).rstrip("/")
+
+
+def _listed(entry: dict[str, Any]) -> RepoFile:
+    """Return a file of a listing; raises TypeError or KeyError for what none can be."""
+    file = RepoFile(**entry)
+    checksum = file.blob_id if file.lfs is None else file.lfs.sha256
+    if not (isinstance(file.path, str) and isinstance(checksum, str)):
+        raise TypeError("path and checksum are texts")
+    if type(file.size) is not int or file.size < 0:
+        raise TypeError("sizes are counts")
+    return file
+
+
+@dataclass(frozen=True)
+class HubClient:
+    """One repository at one commit ("": not resolved yet); address names it in messages.
+
+    locations are signed links to the storage of files, by path; they work for an hour.
+    """
+
+    repo: str
+    address: Address
+    commit: str = ""
+    endpoint: str = field(default_factory=hub_endpoint)
+    locations: dict[str, str] = field(default_factory=dict)
+
+    def commit_of(self, revision: str | None) -> str:
+        """Return the commit that a branch, tag or abbreviated commit is now."""
+        commit = self.info(revision).sha
+        if commit is None:
+            raise refused(self.address, expected="a repository's commit", found="none")
+        return commit
+
+    @property
+    def api(self) -> HfApi:
+        """The client library's own interface to the Hub."""
+        return HfApi(endpoint=self.endpoint, library_name="mtp-export", library_version=__version__)
+
+    def info(self, revision: str | None = None) -> ModelInfo:
+        """Return what the Hub says of the repository (InvalidInputError, IoError)."""
+
+        def ask() -> ModelInfo:
+            return self.api.model_info(self.repo, revision=revision, timeout=_timeout())
+
+        return self.patiently(ask, self.address)
+
+    def tree(self) -> list[RepoFile]:
+        """Return every file of the commit, with size and checksums."""
+        files: list[RepoFile] = []
+        url = f"{self.endpoint}/api/models/{self.repo}/tree/{self.commit}?recursive=true"
+        while url:
+            answer = self.answer(url)
+            try:
+                entries = [entry for entry in answer.json() if entry["type"] == "file"]
+                files += map(_listed, entries)
+            except _UNREADABLE as error:
+                raise refused(
+                    self.address,
+                    expected="a list of files with type, path, size and checksum",
+                    found=f"another answer ({type(error).__name__})",
+                ) from None
+            following = urlsplit(answer.links.get("next", {}).get("url", ""))
+            # Only ever this endpoint: the token goes along.
+            page = f"{following.path}?{following.query}"
+            url = urljoin(self.endpoint, page) if following.path else ""
+        return files
+
+    def answer(self, url: str) -> httpx2.Response:
+        """Return the answer to a GET request (InvalidInputError, IoError)."""
+
+        def ask() -> httpx2.Response:
+            response = get_session().get(url, headers=self._headers(url), timeout=_timeout())
+            hf_raise_for_status(response)
+            return response
+
+        return self.patiently(ask, self.address)
+
+    def whole(self, file: RepoFile) -> bytes:
+        """Return a small file whole, with its checksum compared."""
+        url = self._url(file.path)
+        where = self.address / file.path
+
+        def attempt() -> bytes:
+            data = bytearray()
+            with get_session().stream(
+                "GET", url, headers=self._headers(url), timeout=_timeout()
+            ) as response:
+                hf_raise_for_status(response)
+                for chunk in response.iter_bytes():
+                    data += chunk
+                    if len(data) > file.size:
+                        break
+            return bytes(data)
+
+        data = self.patiently(attempt, where)
+        if _checksum(data, file) != (file.lfs.sha256 if file.lfs else file.blob_id):
+            raise IoError(
+                "A file does not arrive as the repository lists it",
+                where=where,
+                expected=f"{file.size} bytes with the listed checksum",
+                found=f"{len(data)} bytes" if len(data) <= file.size else "more bytes",
+                todo="Run the same command again; if it fails again, a proxy changes what passes",
+            )
+        return data
+
+    def fetch(self, file: RepoFile, span: range, *, sink: Sink, pause: Pause) -> None:
+        """Give sink the bytes of a span of a file in order, over as many requests as it takes."""
+        transfer(partial(self._stream, file), span, sink=sink, pause=pause)
+
+    def _stream(self, file: RepoFile, span: range) -> Iterator[bytes]:
+        """Yield the bytes of a span as they come (AttemptFailed)."""
+        where = self.address / file.path
+        with _attempt(where):
+            location = self._location(file)
+            headers = self._headers(location) | {"Range": f"bytes={span.start}-{span.stop - 1}"}
+            left = len(span)
+            with get_session().stream(
+                "GET", location, headers=headers, timeout=_timeout()
+            ) as response:
+                if response.status_code >= 400:
+                    if response.status_code not in _TRANSIENT:
+                        self.locations.pop(file.path, None)
+                    raise _BadStatus(response)
+                _check_range(response, span, size_bytes=file.size, where=where)
+                # Read to its end, so that the connection serves the next request too.
+                for chunk in response.iter_raw():
+                    yield chunk[:left]
+                    left -= len(chunk)
+                    if left < 0:
+                        return
+            if left:
+                raise _Cut("the body ended early")
+
+    def _location(self, file: RepoFile) -> str:
+        """Return the link to a file's storage, and compare what the Hub says of the file."""
+        known = self.locations.get(file.path)
+        if known is not None:
+            return known
+        facts = get_hf_file_metadata(
+            self._url(file.path), timeout=_timeout(), headers=_user_agent()
+        )
+        sha256 = file.lfs.sha256 if file.lfs else None
+        listed = {"commit": self.commit, "size": file.size, "checksum": sha256 or facts.etag}
+        found = {"commit": facts.commit_hash, "size": facts.size, "checksum": facts.etag}
+        for name, value in found.items():
+            if value is not None and value != listed[name]:
+                raise refused(
+                    self.address / file.path,
+                    expected=f"{name} {listed[name]}, as it listed",
+                    found=f"{name} {value}",
+                )
+        self.locations[file.path] = facts.location
+        return facts.location
+
+    def _url(self, path: str) -> str:
+        url = hf_hub_url(self.repo, path, revision=self.commit, endpoint=self.endpoint)
+        return str(url)
+
+    def _headers(self, url: str) -> dict[str, str]:
+        """Return the headers of a request; the token goes to the Hub alone."""
+        own = urlsplit(url)[:2] == urlsplit(self.endpoint)[:2]
+        token = build_hf_headers() if own else {}
+        return token | _user_agent() | {"Accept-Encoding": "identity"}
+
+    def patiently(self, request: Callable[[], T], where: Address) -> T:
+        """Return what a request returns, made again while waiting helps.
+
+        Raises what failure returns, from the last error.
+        """
+
+        def attempt() -> T:
+            with _attempt(where):
+                try:
+                    return request()
+                except _UNREADABLE as error:
+                    raise refused(
+                        where,
+                        expected="an answer that huggingface_hub can read",
+                        found=f"another answer ({type(error).__name__})",
+                    ) from error
+
+        return patiently(attempt)
+
+
+def _timeout() -> float:
+    """Return the seconds without a byte after which an attempt has failed."""
+    return float(constants.HF_HUB_DOWNLOAD_TIMEOUT)
+
+
+def _user_agent() -> dict[str, str]:
+    headers = build_hf_headers(token=False, library_name="mtp-export", library_version=__version__)
+    return {"user-agent": headers["user-agent"]}
+
+
+def _checksum(data: bytes, file: RepoFile) -> str:
+    """Return the checksum by which the repository lists a file: SHA-256, or git's of a blob."""
+    if file.lfs is not None:
+        return hashlib.sha256(data).hexdigest()
+    return hashlib.sha1(b"blob %d\0" % len(data) + data, usedforsecurity=False).hexdigest()
+
+
+def _check_range(
+    response: httpx2.Response, span: range, *, size_bytes: int, where: Address
+) -> None:
+    """Refuse an answer that is not exactly the span: its bytes would be taken for others."""
+    wanted = f"bytes {span.start}-{span.stop - 1}/{size_bytes}"
+    status, headers = response.status_code, response.headers
+    coding = headers.get("content-encoding", "identity")
+    if (status, headers.get("content-range"), coding) != (206, wanted, "identity"):
+        found = f"{status}, {headers.get('content-range', 'no Content-Range')}, {coding}"
+        raise unusable_range(where, expected=f"206, {wanted}, identity", found=found)

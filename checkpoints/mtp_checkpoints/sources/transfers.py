@@ -1,0 +1,82 @@
+"""Requests over a network: one that fails is made again, and a transfer goes on at the byte where
+it stopped."""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Callable, Iterator
+from typing import TypeVar
+
+from mtp_checkpoints.errors import MtpExportError
+
+RETRIES = 5  # failed attempts in a row, without a byte in between
+FIRST_WAIT_SECONDS, MAX_WAIT_SECONDS = 0.5, 8.0
+_MAX_TOLD_SECONDS = 600.0  # the Hub's windows of rate limits are 300 seconds long
+
+Pause = Callable[[float], None]
+Sink = Callable[[bytes], None]
+T = TypeVar("T")
+
+
+class AttemptFailed(Exception):
+    """A request failed. error is what to tell the user if no other attempt succeeds.
+
+    is_final: another one is of no use. told_seconds: how long the server asks to wait.
+    """
+
+    def __init__(
+        self, error: MtpExportError, *, is_final: bool = False, told_seconds: float = 0.0
+    ) -> None:
+        super().__init__(error.what)
+        self.error, self.is_final, self.told_seconds = error, is_final, told_seconds
+
+
+class _Patience:
+    """Waits between failed attempts; gives up after RETRIES of them without progress."""
+
+    def __init__(self, pause: Pause) -> None:
+        self._pause, self._failures = pause, 0
+
+    def reset(self) -> None:
+        """Note progress: the connection works."""
+        self._failures = 0
+
+    def after(self, failed: AttemptFailed) -> None:
+        """Wait for the next attempt, or raise what to tell the user."""
+        backoff = min(FIRST_WAIT_SECONDS * 2.0**self._failures, MAX_WAIT_SECONDS)
+        self._failures += 1
+        if failed.is_final or self._failures > RETRIES:
+            raise failed.error from failed.__cause__
+        # Readers that failed together do not return together.
+        seconds = failed.told_seconds + backoff * random.uniform(0.5, 1.0)
+        self._pause(min(seconds, _MAX_TOLD_SECONDS))
+
+
+def patiently(attempt: Callable[[], T]) -> T:
+    """Return what an attempt returns, made again while it raises AttemptFailed (MtpExportError)."""
+    patience = _Patience(time.sleep)
+    while True:
+        try:
+            return attempt()
+        except AttemptFailed as failed:
+            patience.after(failed)
+
+
+def transfer(
+    stream: Callable[[range], Iterator[bytes]], span: range, sink: Sink, pause: Pause
+) -> None:
+    """Give sink the bytes of a span in order, over as many attempts as it takes (MtpExportError).
+
+    stream yields the bytes of a span, all of them unless it raises AttemptFailed.
+    """
+    patience = _Patience(pause)
+    position = span.start
+    while position < span.stop:
+        try:
+            for chunk in stream(range(position, span.stop)):
+                sink(chunk)
+                position += len(chunk)
+                patience.reset()
+        except AttemptFailed as failed:
+            patience.after(failed)

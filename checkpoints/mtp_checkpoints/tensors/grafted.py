@@ -1,0 +1,86 @@
+"""Two checkpoints read as one: the main tensors of the first, the MTP tensors of another."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, Self
+
+from mtp_checkpoints.tensors.bundle_folder import MAIN, MTP
+from mtp_checkpoints.tensors.header import ShardHeader, TensorInfo
+from mtp_checkpoints.tensors.reader import Checkpoint
+
+
+@dataclass(frozen=True)
+class GraftedCheckpoint(Checkpoint):
+    """A main checkpoint, which path, config and files are of, with MTP tensors of a donor.
+
+    moved are the donor's tensors by the name that they have here; whatever else its shards hold is
+    no tensor of this checkpoint.
+    """
+
+    host: Checkpoint | None = None
+    donor: Checkpoint | None = None
+    moved: Mapping[str, TensorInfo] | None = None
+
+    @classmethod
+    def of(
+        cls,
+        host: Checkpoint,
+        donor: Checkpoint,
+        config: dict[str, Any],
+        moved: Mapping[str, str],
+    ) -> Self:
+        """Join two checkpoints; moved are names of the donor's tensors by their names here."""
+        taken = {name: donor.tensors[source]._replace(name=name) for name, source in moved.items()}
+        places = {tensor.path for tensor in taken.values()}
+        digest = hashlib.sha256((host.config_sha256 + donor.config_sha256).encode()).hexdigest()
+        return cls(
+            path=host.path,
+            config=config,
+            config_sha256=digest,
+            shards=host.shards + tuple(s for s in donor.shards if s.path in places),
+            files=host.files,
+            unindexed=host.unindexed,
+            host=host,
+            donor=donor,
+            moved=taken,
+        )
+
+    @property
+    def _sides(self) -> tuple[Checkpoint, Checkpoint, Mapping[str, TensorInfo]]:
+        assert self.host is not None and self.donor is not None and self.moved is not None
+        return self.host, self.donor, self.moved
+
+    @property
+    def main_shards(self) -> tuple[ShardHeader, ...]:
+        return self._sides[0].shards
+
+    @property
+    def mtp_shards(self) -> tuple[ShardHeader, ...]:
+        return self.shards[len(self.main_shards) :]
+
+    @property
+    def origin(self) -> Mapping[str, Any]:
+        host, donor, _ = self._sides
+        return {
+            part: {**one.origin, "config_sha256": one.config_sha256}
+            for part, one in ((MAIN, host), (MTP, donor))
+        }
+
+    @property
+    def readers(self) -> int:
+        host, donor, _ = self._sides
+        return max(host.readers, donor.readers)
+
+    def shard_name(self, shard: ShardHeader) -> str:
+        host, donor, _ = self._sides
+        part, one = (MAIN, host) if shard in host.shards else (MTP, donor)
+        return f"{part}/{one.shard_name(shard)}"
+
+    @cached_property
+    def tensors(self) -> dict[str, TensorInfo]:
+        host, _, moved = self._sides
+        return {**host.tensors, **moved}

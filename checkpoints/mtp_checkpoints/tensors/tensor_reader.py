@@ -1,0 +1,105 @@
+"""Reader of one tensor's rows, any of them in any order."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, Self
+
+from mtp_checkpoints.sources.direct_io import PAGE_BYTES, SLACK_BYTES
+from mtp_checkpoints.sources.disk_queue import SMALL_BYTES
+from mtp_checkpoints.tensors.dtypes import ARRAY_DTYPES, torch_dtype
+from mtp_checkpoints.tensors.header import TensorInfo
+
+if TYPE_CHECKING:
+    import torch
+
+
+def read_rows(info: TensorInfo, start: int, stop: int) -> torch.Tensor:
+    """Return rows [start, stop) of one tensor, when no more of it is wanted."""
+    with TensorReader(info) as reader:
+        return reader.rows(start, stop)
+
+
+def row_bytes(info: TensorInfo) -> int:
+    """Return the size of one row of the first dimension; a scalar is one row."""
+    rows = info.shape[0] if info.shape else 1
+    return info.size_bytes // rows if rows else 0
+
+
+def as_rows(info: TensorInfo, data: memoryview, count: int) -> torch.Tensor:
+    """Return bytes of a number of its rows as a tensor, in the stored dtype and in place if they
+    are aligned to it; of a scalar, one of shape ()."""
+    import numpy as np
+    import torch
+
+    array: Any = np.asarray(data)
+    dtype, values = torch_dtype(info.dtype), torch.from_numpy(array)
+    if values.data_ptr() % dtype.itemsize:
+        values = values.clone()
+    return values.view(dtype).view((count, *info.shape[1:]) if info.shape else ())
+
+
+def as_array(info: TensorInfo, data: memoryview, count: int) -> Any:
+    """Return bytes of a number of its rows as an array in one of ARRAY_DTYPES, in place if they are
+    aligned to it."""
+    import numpy as np
+
+    array = np.frombuffer(data, ARRAY_DTYPES[info.dtype])
+    aligned = array if array.flags.aligned else array.copy()
+    return aligned.reshape(count, *info.shape[1:])
+
+
+class TensorReader:
+    """One tensor's bytes through one open file; a context manager.
+
+    once: every byte will be read once and only pass by, so caches need not keep it. Every read
+    raises IoError when the bytes run out or cannot be read.
+    """
+
+    def __init__(self, info: TensorInfo, *, once: bool = False) -> None:
+        self._info = info
+        self._begin, self._end = info.offset_bytes, info.offset_bytes + info.size_bytes
+        self._file = info.file.open(range(self._begin, self._end) if once else None)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._file.close()
+
+    def rows(self, start: int, stop: int) -> torch.Tensor:
+        """Return rows [start, stop) of the first dimension, in the stored dtype.
+
+        A scalar is one row, and comes as a tensor of shape ().
+        """
+        import torch
+
+        info, size = self._info, row_bytes(self._info)
+        first, last = self._begin + start * size, self._begin + stop * size
+        if last - first < SMALL_BYTES:
+            return as_rows(info, memoryview(bytearray(self._file.read(first, last))), stop - start)
+        memory = torch.empty(last - first + SLACK_BYTES + PAGE_BYTES, dtype=torch.uint8)
+        aligned: Any = memory[-memory.data_ptr() % PAGE_BYTES :].numpy()
+        buffer = memoryview(aligned)
+        return as_rows(info, buffer[self._file.read_into(buffer, first, last)], stop - start)
+
+    def window(self, rows: range, columns: range) -> torch.Tensor:
+        """Return some columns of some rows of a matrix, in the stored dtype; others are not read.
+
+        Columns that are not all are one read per row.
+        """
+        import torch
+
+        info = self._info
+        if len(columns) == info.shape[1]:
+            return self.rows(rows.start, rows.stop)
+        size = row_bytes(info) // info.shape[1]
+        width = len(columns) * size
+        memory = torch.empty(width + SLACK_BYTES + PAGE_BYTES, dtype=torch.uint8)
+        aligned: Any = memory[-memory.data_ptr() % PAGE_BYTES :].numpy()
+        buffer = memoryview(aligned)
+        out = torch.empty(len(rows), len(columns), dtype=torch_dtype(info.dtype))
+        lines: Any = out.view(torch.uint8).numpy()
+        for line, row in zip(lines, rows, strict=True):
+            first = self._begin + row * row_bytes(info) + columns.start * size
+            line[:] = buffer[self._file.read_into(buffer, first, first + width)]
+        return out

@@ -1,0 +1,1 @@
+"""Values of stored weights, in pieces of bounded size."""

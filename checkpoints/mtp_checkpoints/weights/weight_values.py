@@ -1,0 +1,184 @@
+"""Stored weights as the numbers that they encode, in row pieces of bounded size."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass
+from functools import cached_property
+from typing import TYPE_CHECKING, Self
+
+from mtp_checkpoints.formats import EncodedWeight, WeightFormat
+from mtp_checkpoints.formats.storage import BLOCK
+from mtp_checkpoints.quantization.stored import StoredModel, StoredWeight
+from mtp_checkpoints.sources.disk_queue import DiskQueue
+from mtp_checkpoints.tensors.header import TensorInfo
+from mtp_checkpoints.tensors.tensor_reader import read_rows
+from mtp_checkpoints.tensors.tensor_stream import TensorStream
+
+if TYPE_CHECKING:
+    import torch
+
+PIECE_ELEMENTS = 1 << 20
+# Of a copy in another precision. Rounding to fp8 leaves 31 dB, another model's weight less than 10.
+LEAST_ROUNDED_DB = 20.0
+
+
+@dataclass
+class Rounding:
+    """Difference of a copy in another precision from its original, piece by piece."""
+
+    signal: float = 0.0
+    noise: float = 0.0
+
+    def add(self, copy: torch.Tensor, original: torch.Tensor) -> None:
+        """Add a piece of both, dequantized."""
+        wide = original.double()
+        self.signal += float(wide.square().sum())
+        self.noise += float((copy.double() - wide).square().sum())
+
+    @property
+    def is_all(self) -> bool:
+        """True where rounding explains the difference."""
+        return self.noise * 10 ** (LEAST_ROUNDED_DB / 10) <= self.signal
+
+    @property
+    def shown(self) -> str:
+        """Signal over noise in words."""
+        if not self.signal or not self.noise:
+            return "one of them all zeros" if self.noise else "no difference"
+        return f"{10 * math.log10(self.signal / self.noise):.1f} dB"
+
+
+@dataclass(frozen=True)
+class WeightOnDisk:
+    """A weight of the model, and the tensors of a folder that hold it."""
+
+    stored: StoredWeight
+    tensors: tuple[TensorInfo, ...]
+
+    @property
+    def name(self) -> str:
+        """Name of the tensor with the codes."""
+        return self.tensors[0].name
+
+    @property
+    def size_bytes(self) -> int:
+        return sum(tensor.size_bytes for tensor in self.tensors)
+
+    @property
+    def rows(self) -> int:
+        return self.stored.weight.shape[0]
+
+    @property
+    def form(self) -> tuple[WeightFormat, str]:
+        """Format and dtype of the codes: what weights that are compared byte by byte share."""
+        return self.stored.format, self.tensors[0].dtype
+
+    def pieces(self, elements: int = PIECE_ELEMENTS) -> Iterator[tuple[int, int]]:
+        """Yield row ranges that cover the weight, each of piece_rows but for the last."""
+        step = self.piece_rows(elements)
+        for start in range(0, self.rows, step):
+            yield start, min(start + step, self.rows)
+
+    def piece_rows(self, elements: int) -> int:
+        """Return the number of rows of a piece of about this many elements: of whole fp8 blocks."""
+        columns = self.stored.weight.shape[1] if len(self.stored.weight.shape) == 2 else 1
+        return max(1, elements // (BLOCK * columns)) * BLOCK
+
+    def encoded(self, start: int, stop: int) -> EncodedWeight:
+        """Read rows [start, stop), start at an fp8 block's. A transposed weight is read whole."""
+        if len(self.tensors) == 1:
+            return EncodedWeight(self.stored.format, self.codes(start, stop))
+        return self.stored.format.encoded_rows(self, start, stop)
+
+    def codes(self, start: int, stop: int) -> torch.Tensor:
+        """Read rows [start, stop) of the codes."""
+        if self.stored.transposed:
+            return self.whole_codes.t()[start:stop]
+        return read_rows(self.tensors[0], start, stop)
+
+    @property
+    def whole_codes(self) -> torch.Tensor:
+        """All codes, in the shape that they are stored in; read at every access, as the others."""
+        return _whole(self.tensors[0])
+
+    @property
+    def others(self) -> list[torch.Tensor]:
+        """The tensors after the codes: scale and constants."""
+        return [_whole(tensor) for tensor in self.tensors[1:]]
+
+    @property
+    def scale(self) -> torch.Tensor:
+        """The scale, with a row for the weight's rows."""
+        scale = _whole(self.tensors[1])
+        return scale.t() if self.stored.transposed else scale
+
+
+class WeightStream:
+    """A weight's rows, once and in order, while a queue reads on; a context manager.
+
+    others are its other tensors, scale and constants, which are small and read at once. Every
+    access raises IoError when the bytes run out or cannot be read.
+    """
+
+    def __init__(self, weight: WeightOnDisk, queue: DiskQueue) -> None:
+        codes, *others = weight.tensors
+        self.weight = weight
+        with ExitStack() as opened:
+            # First, so that it reads on while the others are waited for.
+            self._codes = opened.enter_context(TensorStream(codes, queue))
+            self.others = [_whole(tensor) for tensor in others]
+            opened.pop_all()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._codes.__exit__(*error)
+
+    def encoded(self, start: int, stop: int) -> EncodedWeight:
+        """Return the next rows, [start, stop); they are there until others are asked for. A weight
+        that is transposed, or packed along its columns, is read whole."""
+        stored_as = self.weight.stored.format
+        if not self.others:
+            return EncodedWeight(stored_as, self.codes(start, stop))
+        return stored_as.encoded_rows(self, start, stop)
+
+    def codes(self, start: int, stop: int) -> torch.Tensor:
+        """Return the next rows, [start, stop), of the codes."""
+        if self.weight.stored.transposed:
+            return self.whole_codes.t()[start:stop]
+        return self._codes.rows(start, stop)
+
+    @property
+    def scale(self) -> torch.Tensor:
+        """The scale, with a row for the weight's rows."""
+        return self.others[0].t() if self.weight.stored.transposed else self.others[0]
+
+    @cached_property
+    def whole_codes(self) -> torch.Tensor:
+        """All codes of a weight that is read whole, in the shape that they are stored in."""
+        return self._codes.rows(0, self.weight.tensors[0].shape[0])
+
+
+def _whole(tensor: TensorInfo) -> torch.Tensor:
+    return read_rows(tensor, 0, tensor.shape[0] if tensor.shape else 1)
+
+
+def weights_on_disk(stored: StoredModel, tensors: Mapping[str, TensorInfo]) -> list[WeightOnDisk]:
+    """Return the weights of which every tensor is there in the promised dtype and shape.
+
+    Check files names the others.
+    """
+    found = []
+    for one in stored.weights.values():
+        infos = [tensors.get(tensor.name) for tensor in one.tensors]
+        fits = all(
+            info is not None and info.dtype in spec.dtypes and info.shape == spec.shape
+            for info, spec in zip(infos, one.tensors, strict=True)
+        )
+        if fits:
+            found.append(WeightOnDisk(one, tuple(info for info in infos if info is not None)))
+    return found

@@ -1,0 +1,223 @@
+"""Plans of output shards: ordered steps from source tensors to output tensors.
+
+Plain data and pure functions; nothing here touches a disk.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from enum import StrEnum
+from functools import cached_property
+from itertools import repeat
+from typing import Any, ClassVar, NamedTuple, Protocol
+
+from mtp_checkpoints.named_tuples import rows_of
+from mtp_checkpoints.sources.byte_source import Place
+from mtp_checkpoints.tensors.dtypes import OutputTensor
+from mtp_checkpoints.tensors.header import ShardHeader, TensorInfo
+from mtp_checkpoints.tensors.reader import CONFIG_NAME, INDEX_NAME
+from mtp_checkpoints.tensors.tensor_stream import TensorStream
+
+
+class Link(StrEnum):
+    """Ways in which a whole source shard comes into a bundle."""
+
+    AUTO = "auto"
+    REFLINK = "reflink"
+    HARDLINK = "hardlink"
+    COPY = "copy"
+
+
+# Takes the number of an output and the next piece of its bytes.
+Sink = Callable[[int, memoryview], None]
+# Figures about the conversion of a tensor, which the manifest records with it.
+Facts = Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class Resources:
+    """Memory in bytes that one transform may use, and the torch device that it computes on."""
+
+    budget_bytes: int
+    device: str
+
+
+@dataclass(frozen=True, slots=True)
+class Copy:
+    """Operation of a step that leaves the bytes of one tensor unchanged."""
+
+    name: ClassVar[str] = "copy"
+
+
+class Transform(Protocol):
+    """Operation of a step that computes its outputs: a frozen dataclass of its parameters."""
+
+    @property
+    def name(self) -> str:
+        """Name in the manifest."""
+
+    @property
+    def uses_torch(self) -> bool:
+        """True where torch computes, on whatever device, and not compiled code alone."""
+
+    def run(
+        self,
+        inputs: Sequence[TensorStream],
+        outputs: Sequence[OutputTensor],
+        sink: Sink,
+        resources: Resources,
+    ) -> Facts:
+        """Pass every output's bytes to the sink in order; return the facts of the first output.
+
+        Raises InvalidInputError naming a tensor that cannot be converted.
+        """
+
+
+COPY = Copy()
+
+
+class Step(NamedTuple):
+    """One operation: source tensors by name in, output tensors of one shard out.
+
+    scheme is the precision scheme that asked for the operation, if one did.
+    """
+
+    operation: Copy | Transform
+    inputs: tuple[str, ...]
+    outputs: tuple[OutputTensor, ...]
+    scheme: str | None = None
+
+    @property
+    def size_bytes(self) -> int:
+        return sum(tensor.size_bytes for tensor in self.outputs)
+
+
+@dataclass(frozen=True)
+class OutputShard:
+    """One output file; with linked_from set, the whole source shard under a new name.
+
+    link is the way it gets there. checked: the tensors of a linked shard are read nevertheless, for
+    their checksums.
+    """
+
+    steps: tuple[Step, ...]
+    linked_from: ShardHeader | None = None
+    link: Link = Link.COPY
+    checked: bool = False
+    file_name: str = ""
+
+    def linked_by(self, links: Mapping[Place, Link], checked: bool) -> OutputShard:
+        """Return the shard linked as its source shard can be; one with COPY is written."""
+        if self.linked_from is None:
+            return self
+        link = links[self.linked_from.path]
+        if link is Link.COPY:
+            return replace(self, linked_from=None)
+        return replace(self, link=link, checked=checked)
+
+    @property
+    def tensors(self) -> tuple[OutputTensor, ...]:
+        return tuple(tensor for step in self.steps for tensor in step.outputs)
+
+    @property
+    def is_read(self) -> bool:
+        """True when its tensors pass through the run, to be written or only checksummed."""
+        return self.linked_from is None or self.checked
+
+    @cached_property
+    def size_bytes(self) -> int:
+        return sum(tensor.size_bytes for step in self.steps for tensor in step.outputs)
+
+
+@dataclass(frozen=True)
+class PartPlan:
+    """One folder of a bundle: shards, config.json, and files copied unchanged from the source."""
+
+    name: str
+    shards: tuple[OutputShard, ...]
+    config: dict[str, Any]
+    extra_files: tuple[str, ...]
+
+    @property
+    def written(self) -> tuple[OutputShard, ...]:
+        return tuple(shard for shard in self.shards if shard.linked_from is None)
+
+    @property
+    def linked(self) -> tuple[OutputShard, ...]:
+        return tuple(shard for shard in self.shards if shard.linked_from is not None)
+
+    @property
+    def other_files(self) -> tuple[str, ...]:
+        """Files beside the shards, in the order in which they are written: config.json last."""
+        return (*self.extra_files, INDEX_NAME, CONFIG_NAME)
+
+    @property
+    def file_names(self) -> tuple[str, ...]:
+        """All files of the folder."""
+        return (*(shard.file_name for shard in self.shards), *self.other_files)
+
+    @cached_property
+    def tensor_count(self) -> int:
+        return sum(len(step.outputs) for shard in self.shards for step in shard.steps)
+
+    @property
+    def checked(self) -> tuple[OutputShard, ...]:
+        return tuple(shard for shard in self.linked if shard.checked)
+
+    def linked_by(self, links: Mapping[Place, Link], checked: bool) -> PartPlan:
+        """Return the part with its shards linked as each source shard can be.
+
+        checked: linked shards are read for their checksums.
+        """
+        shards = tuple(shard.linked_by(links, checked) for shard in self.shards)
+        return replace(self, shards=shards)
+
+    def index(self) -> dict[str, Any]:
+        """Return the content of model.safetensors.index.json."""
+        weight_map = {
+            tensor.name: shard.file_name for shard in self.shards for tensor in shard.tensors
+        }
+        total = sum(shard.size_bytes for shard in self.shards)
+        return {
+            "metadata": {"total_size": total},
+            "weight_map": dict(sorted(weight_map.items())),
+        }
+
+
+def copy_step(source: OutputTensor | TensorInfo, name: str | None = None) -> Step:
+    """Return the step that keeps a tensor's bytes, under its own name or another."""
+    copied = OutputTensor(name or source.name, source.dtype, source.shape)
+    return Step(COPY, (source.name,), (copied,))
+
+
+def copy_steps(sources: Sequence[TensorInfo]) -> Iterator[Step]:
+    """Yield the steps that keep tensors, under their own names."""
+    names = [one.name for one in sources]
+    dtypes, shapes = [one.dtype for one in sources], [one.shape for one in sources]
+    outputs = rows_of(OutputTensor, name=names, dtype=dtypes, shape=shapes)
+    return rows_of(Step, operation=repeat(COPY), inputs=zip(names), outputs=zip(outputs))
+
+
+def pack(steps: Iterable[Step], max_shard_bytes: int) -> list[tuple[Step, ...]]:
+    """Fill shards in order up to a size; a larger step gets a shard of its own."""
+    shards: list[tuple[Step, ...]] = []
+    current: list[Step] = []
+    current_bytes = 0
+    for step in steps:
+        if current and current_bytes + step.size_bytes > max_shard_bytes:
+            shards.append(tuple(current))
+            current, current_bytes = [], 0
+        current.append(step)
+        current_bytes += step.size_bytes
+    if current:
+        shards.append(tuple(current))
+    return shards
+
+
+def number_shards(shards: Sequence[OutputShard]) -> tuple[OutputShard, ...]:
+    """Name the shards of a part as the Hub does: model-00001-of-00163.safetensors."""
+    return tuple(
+        replace(shard, file_name=f"model-{number:05d}-of-{len(shards):05d}.safetensors")
+        for number, shard in enumerate(shards, 1)
+    )
