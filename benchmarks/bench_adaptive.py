@@ -22,7 +22,7 @@ from statistics import median, quantiles
 
 import torch
 
-from benchmarks.bench_decode import CONCURRENCIES, Prompts, hardware, prompts_of
+from benchmarks.common.decoding import CONCURRENCIES, Prompts, hardware, prompts_of
 from mtp_runtime import LLM, SamplingParams
 from mtp_runtime.models.load import LoadOptions, load_model
 from mtp_runtime.request import RequestMetrics

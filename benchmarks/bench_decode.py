@@ -16,11 +16,9 @@ from __future__ import annotations
 import argparse
 import itertools
 import json
-import platform
-import subprocess
 import tempfile
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import mean, median
@@ -28,20 +26,25 @@ from typing import Any
 
 import torch
 
-from benchmarks.dequantized import write_dequantized
-from benchmarks.vllm_peer import against_vllm, with_rows_of
+from benchmarks.common.decoding import (
+    CONCURRENCIES,
+    Prompts,
+    hardware,
+    prompts_of,
+    timed,
+    write_json,
+)
+from benchmarks.common.dequantized import write_dequantized
+from benchmarks.common.vllm_peer import against_vllm, with_rows_of
 from mtp_kernels.verify_attention.bf16_units import units_here
 from mtp_runtime import LLM, SamplingParams
 from mtp_runtime.cache import CachedSequence, lay_out
 from mtp_runtime.drafters.base import Pass
 from mtp_runtime.models.load import LoadOptions, load_model
-from mtp_runtime.prompts import read_prompts
 from mtp_runtime.request import Request
 
 PASSES = 21
 DRAFT = ("METHOD", "K", "FOLDER")
-CONCURRENCIES = (1, 2, 4, 8, 16, 20, 40, 80)
-Prompts = list[tuple[int, ...]]
 
 
 @dataclass(frozen=True)
@@ -54,53 +57,6 @@ class Row:
     mean_ttft_ms: float
     output_tokens_per_second: float
     total_tokens_per_second: float
-
-
-def hardware() -> dict[str, Any]:
-    """Return the processor and the versions that the figures were measured on."""
-    import transformers
-
-    cpu = platform.processor()
-    for line in Path("/proc/cpuinfo").read_text().splitlines():
-        if line.startswith("model name"):
-            cpu = line.partition(":")[2].strip()
-            break
-    commit = subprocess.run(
-        ["git", "rev-parse", "HEAD"], capture_output=True, text=True, check=True
-    ).stdout.strip()
-    return {
-        "cpu": cpu,
-        "capability": torch.backends.cpu.get_cpu_capability(),
-        "threads": torch.get_num_threads(),
-        "torch": torch.__version__,
-        "transformers": transformers.__version__,
-        "python": platform.python_version(),
-        "commit": commit,
-    }
-
-
-def prompts_of(path: Path | None, llm: LLM, count: int, length: int) -> Prompts:
-    """Prompts of the file, repeated to the count, or random tokens; cut to the length."""
-    if path is None:
-        generator = torch.Generator().manual_seed(0)
-        rows = torch.randint(2, llm.engine.model.config.vocab, (count, length), generator=generator)
-        return [tuple(row) for row in rows.tolist()]
-    known = [
-        llm.tokenizer.encode(prompt) if isinstance(prompt, str) else prompt
-        for prompt in read_prompts(path)
-    ]
-    return [known[index % len(known)][:length] for index in range(count)]
-
-
-def timed(run: Callable[[], Any], repeats: int = 2) -> float:
-    """Median seconds of a few runs after one for warming up."""
-    run()
-    samples = []
-    for _ in range(repeats):
-        start = time.perf_counter()
-        run()
-        samples.append(time.perf_counter() - start)
-    return median(samples)
 
 
 def against_transformers(llm: LLM, source: Path, prompts: Prompts, tokens: int) -> list[Any]:
@@ -345,10 +301,6 @@ def draw(rows: Sequence[Row], path: Path) -> None:
         axis.legend()
     figure.tight_layout()
     figure.savefig(path, dpi=120)
-
-
-def write_json(path: Path, facts: dict[str, Any]) -> None:
-    path.write_text(json.dumps(facts, indent=2) + "\n")
 
 
 def main() -> None:

@@ -8,8 +8,8 @@ Rows, in turn, medians of --runs, the page cache dropped before each and `sync` 
   (c) every MTP tensor into memory, then safetensors' save_file, as the published scripts do
   (d) this tool, --target xllm                   (e) cp of as many bytes as (d) reads and writes / 2
   (f) the bytes of (a), by direct I/O alone      (g) the bytes of (d), by direct I/O alone
-and inspect and --dry-run. The direct I/O is as deep as is best in this run (benchmarks/limits.py),
-which also measures the kernels of (d) alone; the shares of (a) and (d) are those of the slower of
+and inspect and --dry-run. The direct I/O is as deep as is best in this run (limits.py), which
+also measures the kernels of (d) alone; the shares of (a) and (d) are those of the slower of
 the two limits. Peak memory is the kernel's figure for the process. --rows takes some of the
 letters; a result file that is there keeps its other rows.
 """
@@ -18,23 +18,23 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
-import platform
-import shutil
-import subprocess
 import sys
-import time
 from collections.abc import Callable
-from dataclasses import dataclass
-from importlib.metadata import version
 from pathlib import Path
-from shlex import quote
-from statistics import median
 from typing import Any
 
-from benchmarks.limits import DiskWork, best_depth, kernel_rates, planned
+from benchmarks.common.limits import DiskLimit, kernel_rates, planned
+from benchmarks.common.measure import (
+    PROGRAM,
+    Measured,
+    cp_of_size,
+    fresh,
+    machine,
+    measure,
+    mtp_shards,
+    summary,
+)
 
-_PROGRAM = [sys.executable, "-c", "from mtp_export.cli import main; main()"]
 _LOAD_THEN_SAVE = """
 import sys
 from pathlib import Path
@@ -52,98 +52,6 @@ save_file(tensors, output / "mtp.safetensors")
 """
 
 
-@dataclass(frozen=True)
-class Measured:
-    """One run of a process: seconds until its data is on disk, its peak memory, and the seconds
-    that it computed, in its own code and in the kernel."""
-
-    seconds: float
-    peak_bytes: int
-    cpu_seconds: float
-
-
-def drop_caches() -> None:
-    """Write everything back and forget it; needs root."""
-    os.sync()
-    Path("/proc/sys/vm/drop_caches").write_text("3")
-
-
-def measure(command: list[str], cold: bool = True) -> Measured:
-    """Run a command and then sync; its output is thrown away unless it fails."""
-    if cold:
-        drop_caches()
-    start = time.perf_counter()
-    process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
-    assert process.stderr is not None
-    errors = process.stderr.read()
-    _, status, usage = os.wait4(process.pid, 0)
-    if status:
-        raise SystemExit(f"{command[:4]} failed:\n{errors.decode()}")
-    os.sync()
-    computed = usage.ru_utime + usage.ru_stime
-    return Measured(time.perf_counter() - start, usage.ru_maxrss * 1024, computed)
-
-
-def mtp_shards(source: Path, prefix: str) -> list[Path]:
-    """The shards that hold a tensor of the MTP layer."""
-    index = json.loads((source / "model.safetensors.index.json").read_text())["weight_map"]
-    return sorted({source / file for name, file in index.items() if name.startswith(prefix)})
-
-
-def cp_of_size(shards: list[Path], size_bytes: int) -> str:
-    """A shell command that copies this many bytes of these files, the last part by dd."""
-    parts = ["set -e", "mkdir -p $0"]
-    left = size_bytes
-    for number, shard in enumerate(shards * 4):
-        if left <= 0:
-            break
-        size = shard.stat().st_size
-        if size <= left:
-            parts.append(f"cp {quote(str(shard))} $0/{number}")
-        else:
-            parts.append(
-                f"dd if={quote(str(shard))} of=$0/{number} bs=1M count={left >> 20} status=none"
-            )
-        left -= size
-    return "; ".join(parts)
-
-
-def fresh(command: list[str], scratch: Path, cold: bool = True) -> Callable[[], Measured]:
-    """A run of a command that writes scratch/out/bundle, removed afterwards."""
-
-    def run() -> Measured:
-        shutil.rmtree(scratch / "out", ignore_errors=True)
-        (scratch / "out").mkdir(parents=True)
-        result = measure(command, cold)
-        shutil.rmtree(scratch / "out")
-        return result
-
-    return run
-
-
-@dataclass(frozen=True)
-class DiskLimit:
-    """Bytes of a run, and the depth at which direct I/O alone moves them fastest."""
-
-    work: DiskWork
-    depth: int
-    scratch: Path
-
-    @classmethod
-    def of(cls, work: DiskWork, scratch: Path) -> DiskLimit:
-        """Find the depth, in this run."""
-        depth = best_depth(work, scratch, lambda command: fresh(command, scratch)().seconds)
-        return cls(work, depth, scratch)
-
-    def run(self) -> Measured:
-        """Move the bytes."""
-        return fresh(self.work.command(self.scratch, self.depth), self.scratch)()
-
-    def facts(self) -> dict[str, int]:
-        """Return what the result file says of it."""
-        return {"bytes": self.work.size_bytes, "depth": self.depth}
-
-
 def cases(source: Path, scratch: Path) -> dict[str, Callable[[], Measured]]:
     """The rows of whole programs by name."""
     layer = json.loads((source / "config.json").read_text())["num_hidden_layers"]
@@ -151,7 +59,7 @@ def cases(source: Path, scratch: Path) -> dict[str, Callable[[], Measured]]:
     shards = mtp_shards(source, prefix)
     half = planned("xllm", source)[0].size_bytes // 2
     output = str(scratch / "out/bundle")
-    export = [*_PROGRAM, "--input-dir", str(source), "--output-dir", output]
+    export = [*PROGRAM, "--input-dir", str(source), "--output-dir", output]
     copy = ["sh", "-c", 'mkdir "$0" && cp "$@" "$0"', output, *map(str, shards)]
     load = [sys.executable, "-c", _LOAD_THEN_SAVE, str(source), output, prefix]
     return {
@@ -160,22 +68,6 @@ def cases(source: Path, scratch: Path) -> dict[str, Callable[[], Measured]]:
         "(c) load, save_file": fresh(load, scratch),
         "(d) mtp-export --target xllm": fresh([*export, "--target", "xllm", "--quiet"], scratch),
         "(e) cp, the bytes of (d)": fresh(["sh", "-c", cp_of_size(shards, half), output], scratch),
-    }
-
-
-def machine() -> dict[str, str]:
-    """Return the machine facts that the figures depend on."""
-    lines = Path("/proc/cpuinfo").read_text().splitlines()
-    model = next(line.split(":")[1].strip() for line in lines if line.startswith("model name"))
-    commit = subprocess.check_output(["git", "rev-parse", "HEAD"], text=True).strip()
-    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    return {
-        "cpu": f"{model}, {os.cpu_count()} cores",
-        "memory": f"{memory / 2**30:.0f} GiB",
-        "python": platform.python_version(),
-        "safetensors": version("safetensors"),
-        "torch": version("torch"),
-        "commit": commit,
     }
 
 
@@ -202,7 +94,7 @@ def main() -> None:
         ("inspect", ["inspect", str(source)]),
         ("--dry-run", [*planning, "--dry-run"]),
     ):
-        measured[name] = [measure([*_PROGRAM, *words]) for _ in range(arguments.runs)]
+        measured[name] = [measure([*PROGRAM, *words]) for _ in range(arguments.runs)]
     result: dict[str, Any] = {
         "machine": machine(),
         "rows": {name: summary(runs) for name, runs in measured.items()},
@@ -244,16 +136,6 @@ def save(path: Path, result: dict[str, Any]) -> None:
             f"{name:34} {row['median_seconds']:7.2f} s",
             f"{share:.2f} of the limit" if share else "",
         )
-
-
-def summary(runs: list[Measured]) -> dict[str, Any]:
-    """A row's median, all its runs, and the load of the machine at its end."""
-    return {
-        "median_seconds": round(median(run.seconds for run in runs), 2),
-        "seconds": [round(run.seconds, 2) for run in runs],
-        "peak_bytes": max(run.peak_bytes for run in runs),
-        "load_average": round(os.getloadavg()[0], 1),
-    }
 
 
 def seconds_by_letter(rows: dict[str, Any]) -> dict[str, float]:

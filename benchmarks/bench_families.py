@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.bench_decode import Prompts, hardware, timed, write_json
+from benchmarks.common.decoding import Prompts, hardware, timed, write_json
 from benchmarks.make_checkpoint import make_checkpoint
 from benchmarks.released import RELEASED
 from mtp_runtime import LLM, SamplingParams

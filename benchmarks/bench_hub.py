@@ -26,7 +26,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from benchmarks.bench_export import Measured, machine, measure
+from benchmarks.common.measure import Measured, machine, measure
 from benchmarks.make_checkpoint import REAL_CONFIG, make_checkpoint
 
 _REPOSITORY = "local/source"

@@ -10,7 +10,7 @@ dropped before each (not with --warm) and `sync` counted in each:
   (c) fp8 -> int4 experts, bf16 rest     (d) cp of half the bytes that (c) reads and writes
   (e), (f) the bytes of (a), (c) by direct I/O alone, as deep as is best in this run
 cp reads and writes every byte, so it moves as many. The kernels alone run on every core with a
-layer in memory; shares are those of the slower of the two limits (benchmarks/limits.py). Then
+layer in memory; shares are those of the slower of the two limits (common/limits.py). Then
 compressed-tensors quantizes and packs one expert's matrix, given the scales, for its seconds per
 element beside the whole runs'. Peak memory is the kernel's figure for the process. Rates of the
 kernels alone: bench_quantize_kernels.
@@ -29,11 +29,11 @@ from statistics import median
 from time import perf_counter
 from typing import Any
 
-from benchmarks.bench_export import DiskLimit, Measured, cp_of_size, fresh, machine, mtp_shards
-from benchmarks.limits import DiskWork, elements, kernel_rates
+from benchmarks.common.limits import DiskLimit, DiskWork, elements, kernel_rates
+from benchmarks.common.measure import Measured, cp_of_size, fresh, machine, mtp_shards
+from benchmarks.common.plans import SCHEMES, options
 from mtp_export.bundle.bundle_plan import BundlePlan
-from mtp_export.bundle.options import BundleOptions, ContentOptions, Part
-from mtp_export.bundle.quantize import QuantizeOptions, plan_quantize
+from mtp_export.bundle.quantize import plan_quantize
 
 # The MTP module in int4 is not a pair of the table; its experts have the main layers' shapes.
 _RUN = """
@@ -50,25 +50,12 @@ options = QuantizeOptions(
 )
 run_bundle(plan_quantize(options), silent)
 """
-SCHEMES = {"int8": "weight_only_int8", "int4": "weight_only_int4"}
-
-
-def options(source: Path, output: Path, scheme: str, group_size: int) -> QuantizeOptions:
-    """The MTP part in a scheme."""
-    bundle = BundleOptions(source, output, content=ContentOptions(part=Part.MTP))
-    return QuantizeOptions(
-        bundle,
-        base_quant=scheme,
-        mtp_quant=scheme,
-        group_size=group_size,
-        allow_untested_pair=True,
-    )
 
 
 def compressed_tensors_seconds(plan: BundlePlan, runs: int) -> dict[str, float]:
     """Seconds per element of compressed-tensors on one expert's matrix, by name of the scheme."""
     # Not before: a process's peak memory, as the kernel counts it, begins at its parent's.
-    from benchmarks.bench_quantize_kernels import theirs
+    from benchmarks.common.quantize_operations import by_compressed_tensors
     from mtp_kernels.quantize import Fp8Block, dequantize_fp8_block
 
     name = next(
@@ -78,7 +65,7 @@ def compressed_tensors_seconds(plan: BundlePlan, runs: int) -> dict[str, float]:
     fp8 = Fp8Block(checkpoint.tensor(name), checkpoint.tensor(f"{name}_scale_inv"))
     weights, _ = dequantize_fp8_block(fp8)
     result: dict[str, float] = {}
-    for scheme, call in theirs(weights).items():
+    for scheme, call in by_compressed_tensors(weights).items():
         call()
         seconds = []
         for _ in range(runs):

@@ -27,7 +27,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.bench_export import machine
+from benchmarks.common.measure import machine
 from fixtures.tiny.prompts import prompt_ids
 from mtp_export.bundle.build import run_bundle
 from mtp_export.bundle.options import BundleOptions, RunOptions

@@ -25,14 +25,11 @@ from typing import Any
 
 import numpy as np
 import torch
-from compressed_tensors.compressors import BaseCompressor
-from compressed_tensors.quantization import QuantizationArgs, QuantizationScheme
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT), str(ROOT / "kernels")]
 
-from benchmarks.quantize_operations import operations  # noqa: E402
-from mtp_kernels import quantize  # noqa: E402
+from benchmarks.common.quantize_operations import by_compressed_tensors, operations  # noqa: E402
 from mtp_kernels.cpu.jit import compiled  # noqa: E402
 from mtp_kernels.quantize.cpu_numbers import from_e4m3  # noqa: E402
 
@@ -60,28 +57,6 @@ def copy_bytes_per_second() -> float:
     source = torch.ones(1 << 28, dtype=torch.uint8)
     target = torch.zeros_like(source)
     return 2 * source.numel() / median_seconds(lambda: target.copy_(source))
-
-
-def theirs(weights: torch.Tensor) -> dict[str, Callable[[], object]]:
-    """Quantize and pack bf16 weights by compressed-tensors, given the scales (ours finds them)."""
-    packer = BaseCompressor.get_value_from_registry("pack-quantized")
-    bf16 = weights.to(torch.bfloat16)
-    calls = {}
-    for name, bits, group_size, scale in (
-        ("int8", 8, None, quantize.quantize_int8_channel(bf16)[0].scale),
-        ("int4", 4, 128, quantize.quantize_int4_group(bf16)[0].scale),
-    ):
-        arguments = QuantizationArgs(
-            num_bits=bits,
-            type="int",
-            symmetric=True,
-            strategy="group" if group_size else "channel",
-            group_size=group_size,
-        )
-        scheme = QuantizationScheme(targets=["Linear"], weights=arguments)
-        state = {"weight": bf16, "weight_scale": scale}
-        calls[name] = lambda state=state, scheme=scheme: packer.compress(state, scheme)
-    return calls
 
 
 def two_workers(run: Callable[[], object]) -> float:
@@ -123,7 +98,7 @@ def decoders() -> dict[str, float]:
 
 def measure(shape: tuple[int, int], copy: float) -> list[dict[str, object]]:
     weights = torch.randn(shape, generator=torch.Generator().manual_seed(0)) * 0.02
-    oracle = {name: median_seconds(run, 3) for name, run in theirs(weights).items()}
+    oracle = {name: median_seconds(run, 3) for name, run in by_compressed_tensors(weights).items()}
     results: list[dict[str, object]] = []
     for name, (bytes_each, run) in operations(weights).items():
         seconds = median_seconds(run)

@@ -7,7 +7,7 @@
 Each process is `mtp-export quantize --share I/N --workers 1`; the time is that of all of them, of
 `mtp-export finish` and of `sync`. In memory (/dev/shm) the kernels and the program alone limit it.
 The disk's limit is the same bytes moved by direct I/O alone, as deep as is best in this run
-(benchmarks/limits.py). The page cache is dropped before each run, which needs root.
+(benchmarks/common/limits.py). The page cache is dropped before each run, which needs root.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from benchmarks.bench_export import DiskLimit, drop_caches, machine
-from benchmarks.limits import DiskWork
+from benchmarks.common.limits import DiskLimit, DiskWork
+from benchmarks.common.measure import drop_caches, machine
+from benchmarks.common.page_section import put_section
 from benchmarks.make_checkpoint import REAL_CONFIG, make_checkpoint
-from benchmarks.page_section import put_section
 
 _PROGRAM = [sys.executable, "-c", "from mtp_export.cli import main; main()"]
 _SCHEMES = ("--base-quant", "weight_only_int8", "--mtp-quant", "weight_only_int8")

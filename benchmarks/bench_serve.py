@@ -31,8 +31,8 @@ from typing import Any
 
 import uvicorn
 
-from benchmarks import serve_peer
-from benchmarks.bench_decode import CONCURRENCIES, hardware
+from benchmarks.common import serve_peer
+from benchmarks.common.decoding import CONCURRENCIES, hardware
 from mtp_export.bundle.build import run_bundle
 from mtp_export.bundle.options import BundleOptions
 from mtp_export.bundle.quantize import QuantizeOptions, plan_quantize

@@ -21,8 +21,8 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from benchmarks.bench_export import DiskLimit, Measured, cp_of_size, fresh, machine
-from benchmarks.limits import DiskWork
+from benchmarks.common.limits import DiskLimit, DiskWork
+from benchmarks.common.measure import Measured, cp_of_size, fresh, machine
 
 POINTS = ((64, 16_160), (128, 64_640), (192, 129_280), (256, 129_280))  # experts, tokens
 _MAKE = """
@@ -38,7 +38,7 @@ _WORK = """
 import json, sys
 from dataclasses import asdict
 from pathlib import Path
-from benchmarks.limits import DiskWork
+from benchmarks.common.limits import DiskWork
 from mtp_export.bundle.export import plan_export
 from mtp_export.bundle.options import BundleOptions, ContentOptions, Part, RunOptions
 from mtp_export.plan import Link

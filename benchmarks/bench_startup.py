@@ -24,7 +24,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from benchmarks.bench_export import Measured, drop_caches, machine, summary
+from benchmarks.common.measure import Measured, drop_caches, machine, summary
 
 _PROGRAM = [sys.executable, "-c", "from mtp_export.cli import main; main()"]
 _FIXTURE = "fixtures/deepseek-v3-tiny"

@@ -20,8 +20,8 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from benchmarks.bench_decode import hardware
-from benchmarks.page_section import put_section
+from benchmarks.common.decoding import hardware
+from benchmarks.common.page_section import put_section
 from mtp_runtime.config import EngineConfig, SpeculationConfig
 from mtp_runtime.drafters import DRAFTERS
 from mtp_runtime.engine import Engine

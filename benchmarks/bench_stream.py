@@ -26,7 +26,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from benchmarks.bench_export import drop_caches, machine
+from benchmarks.common.measure import drop_caches, machine
 from benchmarks.make_checkpoint import REAL_CONFIG, make_checkpoint
 
 _SHARD_BYTES = 2_000_000_000

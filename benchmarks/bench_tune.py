@@ -6,7 +6,7 @@ The prompts to train on are cut from the modules that the fixture was trained on
 as fixtures/prompts.jsonl, on which acceptance is measured: 64 prompts, 128 new tokens each. Those
 that have a run of 16 tokens in common with one of these are left out. --base int4 quantizes the
 fixture first, every linear of the main model to int4 and the MTP module to int8; source keeps it as
-it is. Rows to train on are made by the fixture's training code (benchmarks/tiny_target.py), those
+it is. Rows to train on are made by the fixture's training code (common/tiny_target.py), those
 to measure on by the runtime. An interrupted run goes on. Adds a row to tune.json in --out
 (benchmarks/results). Times are those of the processor, all threads together; rows that an earlier
 run left are not in them.
@@ -27,8 +27,8 @@ from typing import Any
 import torch
 from tokenizers import Tokenizer
 
-from benchmarks.bench_export import machine
-from benchmarks.tiny_target import TinyWriter
+from benchmarks.common.measure import machine
+from benchmarks.common.tiny_target import TinyWriter
 from fixtures.tiny.data import standard_library
 from fixtures.tiny.prompts import COUNTS, make_prompts, prompt_ids, read_prompts
 from mtp_export.bundle.build import run_bundle

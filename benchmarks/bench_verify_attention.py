@@ -27,7 +27,7 @@ from typing import Any
 import matplotlib
 import torch
 
-from benchmarks.attention_shapes import POOLS, Shape, calls_of, expanded, pools_of, sdpa_call
+from benchmarks.common.attention_shapes import POOLS, Shape, calls_of, expanded, pools_of, sdpa_call
 from mtp_kernels.verify_attention.bf16_units import units_here
 
 matplotlib.use("Agg")

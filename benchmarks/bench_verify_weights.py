@@ -5,7 +5,7 @@
 It writes a checkpoint of V3's widths (one dense layer, an MTP layer of --experts experts, embedding
 and head: all random, none of it a hole) and a bundle of it: of 160 experts 12 GB, of which 2 GB lie
 there twice. Rows, in turn, medians of --runs, the page cache dropped before each:
-  limit      the bundle's shards read by benchmarks/direct_loop.py, as deep as is best in this run
+  limit      the bundle's shards read by common/direct_loop.py, as deep as is best in this run
   files      verify --level files, with checksums of all tensors
   weights    verify --level weights: the same bytes, for checksums and the facts of every weight
   source     verify --level weights --source: both sides; a linked shard is read once
@@ -26,8 +26,8 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from benchmarks.bench_export import machine, measure
-from benchmarks.limits import DiskWork, best_depth
+from benchmarks.common.limits import DiskWork, best_depth
+from benchmarks.common.measure import machine, measure
 from benchmarks.make_checkpoint import REAL_CONFIG, make_checkpoint
 
 _PROGRAM = [sys.executable, "-c", "from mtp_export.cli import main; main()"]

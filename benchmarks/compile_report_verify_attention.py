@@ -19,7 +19,7 @@ from typing import Any
 import triton
 from triton.backends.compiler import GPUTarget
 
-from benchmarks.compiled_resources import resources
+from benchmarks.common.compiled_resources import resources
 from mtp_kernels.verify_attention.triton_choice import usual_sizes
 from mtp_kernels.verify_attention.triton_compile import compile_attend
 from mtp_kernels.verify_attention.triton_tuning import TABLES, Launch, listed, ordered

@@ -19,6 +19,7 @@ PACKAGE_ROOTS = [
     ROOT / "kernels/mtp_kernels",
 ]
 SOURCES = sorted(path for root in PACKAGE_ROOTS for path in root.rglob("*.py"))
+BENCHMARKS = sorted((ROOT / "benchmarks").rglob("*.py"))
 
 # Rooms from the lowest floor to the highest; those of one line do not import each other. A room is
 # a module or a package, and everything below it that is no room of its own.
@@ -140,6 +141,29 @@ def test_no_imports_go_in_a_circle() -> None:
 
     for module in MODULES:
         visit(module, ())
+
+
+def test_benchmarks_share_code_by_common_alone() -> None:
+    """Shapes, checkpoints of them, and benchmarks/common lie below the benchmarks, which import no
+    other benchmark."""
+    floors = ("released", "make_checkpoint", "common")
+    paths = {path: path.relative_to(ROOT / "benchmarks") for path in BENCHMARKS}
+    for path, place in paths.items():
+        room = place.parts[0].removesuffix(".py")
+        floor = floors.index(room) if room in floors else len(floors)
+        for other in sorted(benchmark_rooms_of(path) - {room}):
+            assert other in floors[:floor] or other == "make_bundle", f"{place} imports {other}"
+
+
+def benchmark_rooms_of(path: Path) -> set[str]:
+    """The modules and folders of benchmarks/ that a source file imports."""
+    modules = set()
+    for node in nodes_of(path):
+        if isinstance(node, ast.ImportFrom) and node.module == "benchmarks":
+            modules |= {f"benchmarks.{alias.name}" for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            modules.add(node.module or "")
+    return {name.split(".")[1] for name in modules if name.startswith("benchmarks.")}
 
 
 def test_every_room_is_there() -> None:

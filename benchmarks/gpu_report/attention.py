@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.attention_shapes import (
+from benchmarks.common.attention_shapes import (
     LATENT,
     WIDTH,
     Shape,

@@ -6,9 +6,9 @@ from collections.abc import Iterator, Sequence
 
 import torch
 
+from benchmarks.common.quantize_operations import operations
 from benchmarks.gpu_report.device import Device
 from benchmarks.gpu_report.stages import Row
-from benchmarks.quantize_operations import operations
 
 
 def conversion_rows(

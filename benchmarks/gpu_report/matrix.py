@@ -10,7 +10,7 @@ from pathlib import Path
 
 import torch
 
-from benchmarks.attention_shapes import Shape
+from benchmarks.common.attention_shapes import Shape
 from benchmarks.gpu_report.attention import attention_rows
 from benchmarks.gpu_report.conversions import conversion_rows
 from benchmarks.gpu_report.decoding import Decoding, decoding_rows

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.attention_shapes import LATENT, PAGE, ROPE, Shape, sdpa_call
+from benchmarks.common.attention_shapes import LATENT, PAGE, ROPE, Shape, sdpa_call
 
 Call = Callable[[], object]
 SDPA_SCORES = 1 << 28  # most scores: torch holds all of them where no fast path takes 576 columns

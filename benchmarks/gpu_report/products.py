@@ -10,7 +10,7 @@ from typing import TypeVar
 
 import torch
 
-from benchmarks.attention_shapes import LARGEST_L2_BYTES
+from benchmarks.common.attention_shapes import LARGEST_L2_BYTES
 from benchmarks.gpu_report.device import Device
 from benchmarks.gpu_report.stages import Row
 from mtp_kernels import quantize

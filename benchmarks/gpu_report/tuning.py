@@ -17,7 +17,7 @@ import torch
 from triton.backends.compiler import GPUTarget
 from triton.errors import TritonError
 
-from benchmarks.attention_shapes import Shape, cache_count, pools_of
+from benchmarks.common.attention_shapes import Shape, cache_count, pools_of
 from benchmarks.gpu_report.device import Device
 from benchmarks.gpu_report.stages import Row
 from mtp_kernels.gpu.devices import Gpu

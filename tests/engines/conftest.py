@@ -25,7 +25,7 @@ from engine_runs import (
     vllm_job,
 )
 
-from benchmarks.bench_decode import hardware
+from benchmarks.common.decoding import hardware
 from cases import export, quantize
 
 

@@ -14,7 +14,7 @@ from pathlib import Path
 import torch
 from safetensors.torch import save_file
 
-from benchmarks.vllm_peer import settings_of
+from benchmarks.common.vllm_peer import settings_of
 from cases import edit_json, read_json, read_tensors
 from mtp_checkpoints.families.contract import Hidden, MtpContract
 from mtp_export.bundle.build import run_bundle
@@ -36,7 +36,7 @@ from mtp_runtime.judging import Judge
 ROOT = Path(__file__).resolve().parents[2]
 FIXTURE = ROOT / "fixtures/deepseek-v3-tiny"
 GROUPED_FIXTURE = ROOT / "fixtures/glm4-moe-tiny"
-VLLM = ROOT / "benchmarks/vllm_run.py"
+VLLM = ROOT / "benchmarks/common/vllm_run.py"
 TOKENS = 64
 BATCH = 16
 _GLM = MtpContract(recycled_hidden=Hidden.BEFORE_NORM, zero_first_embedding=True)

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.attention_shapes import Shape
+from benchmarks.common.attention_shapes import Shape
 from benchmarks.gpu_report.__main__ import write_report
 from benchmarks.gpu_report.decoding import Decoding
 from benchmarks.gpu_report.device import Call

@@ -21,7 +21,7 @@ pytest.importorskip("triton")
 
 from triton.backends.compiler import GPUTarget  # noqa: E402
 
-from benchmarks.attention_shapes import Shape, cache_count  # noqa: E402
+from benchmarks.common.attention_shapes import Shape, cache_count  # noqa: E402
 from benchmarks.gpu_report import __main__ as program  # noqa: E402
 from benchmarks.gpu_report import plots, tuning  # noqa: E402
 from benchmarks.gpu_report.device import CudaDevice  # noqa: E402

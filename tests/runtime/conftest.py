@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.dequantized import write_dequantized
+from benchmarks.common.dequantized import write_dequantized
 from mtp_runtime.models.model import Model
 from runtime.checkpoints import SMALL, write_checkpoint
 from runtime.harness import load

@@ -14,7 +14,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from benchmarks.dequantized import write_dequantized
+from benchmarks.common.dequantized import write_dequantized
 from cases import MTP_LAYER, WHOLE_TILES, edit_json, export, make_checkpoint, quantize, read_tensors
 from mtp_checkpoints.errors import InvalidInputError, UnsupportedError
 from mtp_checkpoints.layouts import TARGETS

@@ -13,7 +13,7 @@ from benchmarks.bench_tune import (
     training_prompts,
     without_common,
 )
-from benchmarks.tiny_target import TinyWriter, read_target
+from benchmarks.common.tiny_target import TinyWriter, read_target
 from cases import export
 from mtp_checkpoints.families.eagle3 import usual_taps
 from mtp_export.tune.rows import Fed, Line, Writer

@@ -16,7 +16,7 @@ pytest.importorskip("triton")
 
 from triton.backends.compiler import GPUTarget  # noqa: E402
 
-from benchmarks.compiled_resources import inner_loop, resources  # noqa: E402
+from benchmarks.common.compiled_resources import inner_loop, resources  # noqa: E402
 from cases import nightly_but  # noqa: E402
 from mtp_kernels.stored_linear import linear, triton_cuda  # noqa: E402
 from mtp_kernels.stored_linear.triton_compile import compile_product  # noqa: E402

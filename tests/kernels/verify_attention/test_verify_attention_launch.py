@@ -11,7 +11,7 @@ pytest.importorskip("triton")
 
 from triton.backends.compiler import GPUTarget  # noqa: E402
 
-from benchmarks.compiled_resources import inner_loop  # noqa: E402
+from benchmarks.common.compiled_resources import inner_loop  # noqa: E402
 from mtp_kernels.gpu.devices import Gpu  # noqa: E402
 from mtp_kernels.verify_attention import triton_cuda  # noqa: E402
 from mtp_kernels.verify_attention.triton_choice import usual_sizes  # noqa: E402

@@ -1,6 +1,6 @@
 """The limit of a disk: bytes read and written past the page cache by a loop that does nothing else.
 
-    python -m benchmarks.direct_loop SPEC.json DEPTH
+    python -m benchmarks.common.direct_loop SPEC.json DEPTH
 
 The spec has "reads", pieces of files as [path, start, end], "write_bytes", and "output", the file
 that they are written to. DEPTH reads and as many writes of 4 MiB are under way at once.

@@ -1,9 +1,9 @@
 """Limits of a run: the seconds that the disk alone takes, and those that the kernels alone take.
 
-    python -m benchmarks.limits rate SOURCE NAME     elements per second of a conversion, as JSON
-    python -m benchmarks.limits work SOURCE NAME     bytes that it reads and writes, and elements
+    python -m benchmarks.common.limits rate SOURCE NAME   elements per second of a conversion
+    python -m benchmarks.common.limits work SOURCE NAME   bytes that it moves, and elements
 
-The disk's is the same bytes moved by benchmarks/direct_loop.py, as deep as is best in this run; the
+The disk's is the same bytes moved by direct_loop.py, as deep as is best in this run; the
 kernels' are the same conversions on every core, of a smaller layer in memory (/dev/shm, 2 GB).
 """
 
@@ -23,6 +23,8 @@ from dataclasses import asdict, dataclass
 from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING
+
+from benchmarks.common.measure import Measured, fresh
 
 if TYPE_CHECKING:
     from mtp_export.bundle.bundle_plan import BundlePlan
@@ -72,7 +74,7 @@ class DiskWork:
         scratch.mkdir(parents=True, exist_ok=True)
         path = scratch / "limit.json"
         path.write_text(json.dumps(spec | {"output": str(scratch / "out/limit.bin")}))
-        return [sys.executable, "-m", "benchmarks.direct_loop", str(path), str(depth)]
+        return [sys.executable, "-m", "benchmarks.common.direct_loop", str(path), str(depth)]
 
 
 def _joined(spans: list[Span]) -> list[Span]:
@@ -90,6 +92,29 @@ def best_depth(work: DiskWork, scratch: Path, seconds: Callable[[list[str]], flo
     """Return the depth at which a sample of the work takes least, by a clock for commands."""
     sample = work.sample()
     return min(DEPTHS, key=lambda depth: seconds(sample.command(scratch, depth)))
+
+
+@dataclass(frozen=True)
+class DiskLimit:
+    """Bytes of a run, and the depth at which direct I/O alone moves them fastest."""
+
+    work: DiskWork
+    depth: int
+    scratch: Path
+
+    @classmethod
+    def of(cls, work: DiskWork, scratch: Path) -> DiskLimit:
+        """Find the depth, in this run."""
+        depth = best_depth(work, scratch, lambda command: fresh(command, scratch)().seconds)
+        return cls(work, depth, scratch)
+
+    def run(self) -> Measured:
+        """Move the bytes."""
+        return fresh(self.work.command(self.scratch, self.depth), self.scratch)()
+
+    def facts(self) -> dict[str, int]:
+        """Return what the result file says of it."""
+        return {"bytes": self.work.size_bytes, "depth": self.depth}
 
 
 @contextmanager
@@ -119,7 +144,7 @@ def kernel_rates(names: list[str]) -> dict[str, float]:
     with layer_in_memory() as source:
         found = {}
         for name in names:
-            command = [sys.executable, "-m", "benchmarks.limits", "rate", str(source), name]
+            command = [sys.executable, "-m", "benchmarks.common.limits", "rate", str(source), name]
             found[name] = float(json.loads(subprocess.check_output(command)))
         return found
 
@@ -127,7 +152,7 @@ def kernel_rates(names: list[str]) -> dict[str, float]:
 def planned(name: str, source: Path) -> tuple[DiskWork, int]:
     """Return the work of a conversion and its elements. It is planned in a process of its own: a
     process's peak memory, as the kernel counts it, begins at its parent's."""
-    command = [sys.executable, "-m", "benchmarks.limits", "work", str(source), name]
+    command = [sys.executable, "-m", "benchmarks.common.limits", "work", str(source), name]
     facts = json.loads(subprocess.check_output(command))
     reads = tuple((path, start, end) for path, start, end in facts["reads"])
     return DiskWork(reads, facts["write_bytes"]), facts["elements"]
@@ -135,7 +160,7 @@ def planned(name: str, source: Path) -> tuple[DiskWork, int]:
 
 def plan_of(name: str, source: Path, output: Path) -> BundlePlan:
     """Plan a conversion: to xllm, int8 or int4."""
-    from benchmarks.bench_quantize import SCHEMES, options
+    from benchmarks.common.plans import SCHEMES, options
     from mtp_export.bundle.export import plan_export
     from mtp_export.bundle.options import BundleOptions
     from mtp_export.bundle.quantize import plan_quantize

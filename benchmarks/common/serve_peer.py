@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from contextlib import closing, contextmanager
 from pathlib import Path
 
-from benchmarks.vllm_peer import settings_of
+from benchmarks.common.vllm_peer import settings_of
 
 _START_SECONDS = 300.0
 _CONTEXT = 1024
