@@ -6,6 +6,7 @@ Imports go down, never up or in a circle. Type-only and lazy imports count like 
 from __future__ import annotations
 
 import ast
+import re
 from functools import cache
 from pathlib import Path
 
@@ -164,6 +165,15 @@ def benchmark_rooms_of(path: Path) -> set[str]:
         elif isinstance(node, ast.ImportFrom):
             modules.add(node.module or "")
     return {name.split(".")[1] for name in modules if name.startswith("benchmarks.")}
+
+
+def test_pages_name_files_that_are_there() -> None:
+    """Every path from the top in the pages that say where things are; `<name>` is any."""
+    tops = "mtp_export|runtime|checkpoints|kernels|tests|fixtures|benchmarks|docs|scripts"
+    for page in ("docs/architecture.md", "CONTRIBUTING.md"):
+        for name in re.findall(rf"`((?:{tops})/[^`\s:]*)", (ROOT / page).read_text()):
+            pattern = re.sub("<[^>]*>", "*", name).rstrip("/")
+            assert any(ROOT.glob(pattern)), f"{page} names {name}, which is not there"
 
 
 def test_every_room_is_there() -> None:
