@@ -8,8 +8,9 @@ from pathlib import Path
 import pytest
 import torch
 
+from kernels.decoder import reference
 from mtp_kernels.batch_layout import BatchLayout
-from mtp_kernels.decoder import AUTO, BACKENDS, reference
+from mtp_kernels.decoder import AUTO, BACKENDS
 from mtp_runtime import LLM, SamplingParams
 from runtime.checkpoints import write_checkpoint
 

@@ -1,8 +1,7 @@
 """Decoder layers and the recursion of their MTP module, by exchangeable backends.
 
 A backend runs whole layers: latent or grouped-query attention over a paged cache, dense or
-mixture-of-experts MLP, norms and projections. `reference` defines the results in plain torch;
-`compiled_cpu` is fast.
+mixture-of-experts MLP, norms and projections. The tests hold each to a definition in plain torch.
 """
 
 from __future__ import annotations
@@ -65,10 +64,7 @@ __all__ = [
 ]
 
 # Loaded on first use. A backend is a module with a class `Backend`, which takes a dtype of DTYPES.
-BACKENDS = {
-    "reference": "mtp_kernels.decoder.reference",
-    "compiled_cpu": "mtp_kernels.decoder.compiled_cpu",
-}
+BACKENDS = {"compiled_cpu": "mtp_kernels.decoder.compiled_cpu"}
 # The backend that "auto" means on each torch device type.
 AUTO = {"cpu": "compiled_cpu"}
 

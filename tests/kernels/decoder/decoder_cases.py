@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, replace
 from itertools import accumulate
 
+import reference
 import torch
 
 from mtp_kernels import decoder
@@ -19,6 +20,7 @@ from mtp_kernels.decoder import (
     LayerWeights,
 )
 
+BACKENDS = ("reference", *decoder.BACKENDS)  # the definition of correct, and the product's
 JUNK_PAGE = 2**31 - 1
 TOLERANCE = 1e-5  # largest relative error of all rows; of a single row's, four times that
 LATENT = LatentSizes(heads=3, nope=16, rope=8, value=12, latent=32, query_rank=24)
@@ -118,9 +120,16 @@ def make_attention(
     return kind(**made)  # type: ignore[arg-type]
 
 
+def make_backend(name: str, dtype: torch.dtype = torch.float32) -> decoder.Backend:
+    """A new backend of BACKENDS."""
+    if name == "reference":
+        return reference.Backend(dtype)
+    return decoder.make_backend(name, dtype=dtype)
+
+
 def make_decoder(case: Case, backend: str | decoder.Backend) -> decoder.Decoder:
     """The case's layers on a backend, or on a new one of that name."""
-    made = decoder.make_backend(backend) if isinstance(backend, str) else backend
+    made = make_backend(backend) if isinstance(backend, str) else backend
     generator = torch.Generator().manual_seed(case.seed)
     packed = [made.pack(make_layer(case, kind, generator)) for kind in case.layers]
     pairs = torch.arange(case.config.attention.rope // 2)

@@ -6,15 +6,26 @@ from dataclasses import replace
 
 import pytest
 import torch
-from decoder_cases import Case, Inputs, build, changed, check, grouped, make_decoder, run
+from decoder_cases import (
+    BACKENDS,
+    Case,
+    Inputs,
+    build,
+    changed,
+    check,
+    grouped,
+    make_backend,
+    make_decoder,
+    run,
+)
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mtp_kernels import decoder
 from mtp_kernels.cpu.team import Team
-from mtp_kernels.decoder import BACKENDS, LayerKind
+from mtp_kernels.decoder import LayerKind
 
-OTHERS = sorted(BACKENDS.keys() - {"reference"})
+OTHERS = sorted(decoder.BACKENDS)
 MIXED = Case((1, 40, 0, 4, 1, 70), (130, 40, 9, 64, 1, 100))  # prefill and decode in one batch
 GROUPED = grouped(MIXED)
 CASES = {
@@ -85,7 +96,7 @@ def test_rows_and_cache(name: str, backend: str) -> None:
 def test_matrices_in_bf16(name: str, backend: str) -> None:
     """The sums of matrices that were rounded before."""
     case = CASES[name]
-    made = [decoder.make_backend(one, dtype=torch.bfloat16) for one in ("reference", backend)]
+    made = [make_backend(one, dtype=torch.bfloat16) for one in ("reference", backend)]
     (expected, _), (found, _) = (run(make_decoder(case, one), build(case)) for one in made)
     check(found, expected)
     exact, _ = run(make_decoder(case, "reference"), build(case))
@@ -150,7 +161,7 @@ def test_every_layer_by_itself(backend: str) -> None:
 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_kinds_of_layers(backend: str) -> None:
-    made = decoder.make_backend(backend)
+    made = make_backend(backend)
     for attention in ("mla", "gqa"):
         assert made.runs(LayerKind(attention, "dense"))
         assert made.runs(LayerKind(attention, "sigmoid_moe"))
@@ -165,7 +176,7 @@ def test_norm(backend: str, columns: int, size: float) -> None:
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(5, columns, generator=generator) * size
     weight = torch.randn(columns, generator=generator)
-    norm = decoder.make_backend(backend).norm(weight, 1e-6)
+    norm = make_backend(backend).norm(weight, 1e-6)
     expected = torch.rms_norm(x, (columns,), weight, 1e-6)
     assert torch.allclose(norm(x), expected, rtol=1e-6, atol=1e-6)
     assert torch.equal(norm(x[:0]), x[:0])
@@ -177,7 +188,7 @@ def test_projection(backend: str, rows: int, inputs: int, outputs: int) -> None:
     generator = torch.Generator().manual_seed(0)
     matrix = torch.randn(outputs, inputs, generator=generator)
     x = torch.randn(rows, inputs, generator=generator)
-    project = decoder.make_backend(backend).projection(matrix)
+    project = make_backend(backend).projection(matrix)
     check(project(x), (x.double() @ matrix.double().T).float())
     assert project(x[:0]).shape == (0, outputs)
     assert torch.equal(project.best(x), project(x).argmax(dim=-1))
@@ -192,7 +203,7 @@ def test_the_lowest_of_equal_outputs_is_best(
     monkeypatch.setattr(Team, "threads_for", staticmethod(lambda multiplications: threads))
     generator = torch.Generator().manual_seed(0)
     matrix = torch.randn(50, 16, generator=generator).repeat(3, 1)
-    project = decoder.make_backend(backend).projection(matrix)
+    project = make_backend(backend).projection(matrix)
     x = torch.randn(40, 16, generator=generator)
     best = project.best(x)
     assert torch.equal(best, project(x)[:, :50].argmax(dim=-1))

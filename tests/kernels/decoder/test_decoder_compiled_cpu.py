@@ -10,7 +10,17 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from decoder_cases import Case, Inputs, build, changed, grouped, make_decoder, requests_of, run
+from decoder_cases import (
+    Case,
+    Inputs,
+    build,
+    changed,
+    grouped,
+    make_backend,
+    make_decoder,
+    requests_of,
+    run,
+)
 
 from mtp_kernels import decoder
 from mtp_kernels.cpu.memory import Arena
@@ -113,7 +123,7 @@ def test_one_compilation_of_each_attention_serves_all_storages() -> None:
     """Compiling takes far longer than a pass: all else is known when it runs, and of the attentions
     a model has one."""
     for dtype in (torch.float32, torch.bfloat16):
-        backend = decoder.make_backend("compiled_cpu", dtype=dtype)
+        backend = make_backend("compiled_cpu", dtype=dtype)
         for case in CASES.values():
             run(make_decoder(case, backend), build(case))
         backend.projection(torch.zeros(40, 24))(torch.zeros(3, 24))
@@ -134,7 +144,7 @@ def test_long_prefill_goes_in_waves() -> None:
 
 def test_weights_may_be_dropped() -> None:
     """A decoder owns copies: overwriting the given tensors changes nothing."""
-    backend = decoder.make_backend("compiled_cpu")
+    backend = make_backend("compiled_cpu")
     generator = torch.Generator().manual_seed(0)
     matrix = torch.randn(40, 24, generator=generator)
     project, x = backend.projection(matrix), torch.randn(3, 24, generator=generator)
@@ -144,7 +154,7 @@ def test_weights_may_be_dropped() -> None:
 
 
 def test_parts_of_another_backend_are_refused() -> None:
-    backend, reference = decoder.make_backend("compiled_cpu"), decoder.make_backend("reference")
+    backend, reference = make_backend("compiled_cpu"), make_backend("reference")
     norm = backend.norm(torch.ones(48), 1e-6)
     parts = decoder.RecursionParts(
         decoder=make_decoder(Case((1,), (1,), layers="m"), backend),

@@ -8,14 +8,14 @@ from typing import Any
 
 import pytest
 import torch
-from decoder_cases import Case, check, grouped, make_decoder
+from decoder_cases import BACKENDS, Case, check, grouped, make_backend, make_decoder
 
 from mtp_kernels import decoder
 from mtp_kernels.cpu.team import Team
-from mtp_kernels.decoder import BACKENDS, Recursion
+from mtp_kernels.decoder import Recursion
 
 VOCAB, HIDDEN, PAGE = 70, 48, 16
-OTHERS = sorted(BACKENDS.keys() - {"reference"})
+OTHERS = sorted(decoder.BACKENDS)
 LATENT = Case((1,), (1,), layers="m")
 TAKEN = Case((1,), (1,), layers="t")  # an EAGLE-3 draft's layer
 STARTS, COUNTS = [20, 3, 15, 0, 63, 14], [5, 4, 4, 2, 1, 1]
@@ -44,7 +44,7 @@ def prepare(
     case: Case = LATENT,
     **changes: Any,
 ) -> Drafting:
-    made = decoder.make_backend(backend, dtype=dtype)
+    made = make_backend(backend, dtype=dtype)
     given = case.layers == "t"
     generator = torch.Generator().manual_seed(5)
 
@@ -177,7 +177,7 @@ def test_threads_do_not_change_bits(monkeypatch: pytest.MonkeyPatch, name: str) 
 def test_parts_that_do_not_fit_are_refused(
     backend: str, case: Case, changes: dict[str, Any], message: str
 ) -> None:
-    made = decoder.make_backend(backend)
+    made = make_backend(backend)
     if changes.get("projection") is not None:
         changes = {"projection": made.projection(torch.zeros(HIDDEN, 2 * HIDDEN))}
     with pytest.raises(ValueError, match=message):

@@ -7,10 +7,18 @@ from typing import Any
 
 import pytest
 import torch
-from decoder_cases import Case, build, changed, grouped, make_decoder, make_layer
+from decoder_cases import (
+    BACKENDS,
+    Case,
+    build,
+    changed,
+    grouped,
+    make_backend,
+    make_decoder,
+    make_layer,
+)
 
-from mtp_kernels import decoder
-from mtp_kernels.decoder import BACKENDS, LayerWeights
+from mtp_kernels.decoder import LayerWeights
 
 CASE = Case((2, 1), (20, 5), layers="m")
 pytestmark = pytest.mark.parametrize("backend", BACKENDS)
@@ -112,7 +120,7 @@ def test_a_cache_of_too_few_layers(backend: str) -> None:
 def test_weights_that_do_not_fit_the_config(
     backend: str, sizes: dict[str, int], message: str
 ) -> None:
-    made = decoder.make_backend(backend)
+    made = make_backend(backend)
     layer = made.pack(make_layer(CASE, "m", torch.Generator().manual_seed(0)))
     config = changed(CASE, **sizes).config
     with pytest.raises(ValueError, match=message):
@@ -132,7 +140,7 @@ def test_weights_that_do_not_fit_the_config(
 def test_grouped_weights_that_do_not_fit_the_config(
     backend: str, sizes: dict[str, int], message: str
 ) -> None:
-    made, case = decoder.make_backend(backend), grouped(CASE)
+    made, case = make_backend(backend), grouped(CASE)
     layer = made.pack(make_layer(case, "m", torch.Generator().manual_seed(0)))
     with pytest.raises(ValueError, match=message):
         made.decoder(
@@ -144,7 +152,7 @@ def test_grouped_weights_that_do_not_fit_the_config(
 
 
 def test_weights_of_another_attention(backend: str) -> None:
-    made = decoder.make_backend(backend)
+    made = make_backend(backend)
     layer = made.pack(make_layer(grouped(CASE), "m", torch.Generator().manual_seed(0)))
     with pytest.raises(ValueError, match=r"layer 0, down: expected shape .*, found none"):
         made.decoder(CASE.config, [layer], inv_freq=torch.ones(4), attention_scaling=1.0)
@@ -162,7 +170,7 @@ def test_weights_of_another_attention(backend: str) -> None:
 def test_weights_that_do_not_fit_each_other(
     backend: str, name: str, value: Any, message: str
 ) -> None:
-    made = decoder.make_backend(backend)
+    made = make_backend(backend)
     weights = make_layer(CASE, "m", torch.Generator().manual_seed(0))
     with pytest.raises(ValueError, match=message):
         layer = made.pack(with_tensor(weights, name, value))
@@ -178,7 +186,7 @@ def with_tensor(weights: LayerWeights, name: str, value: Any) -> LayerWeights:
 
 def test_weights_are_float32(backend: str) -> None:
     weights = make_layer(CASE, "m", torch.Generator().manual_seed(0))
-    made = decoder.make_backend(backend)
+    made = make_backend(backend)
     with pytest.raises(TypeError, match="gate: expected a tensor of float32, found torch.bfloat16"):
         made.pack(replace(weights, gate=weights.gate.bfloat16()))
     with pytest.raises(TypeError, match="down: expected a tensor of float32, found list"):
