@@ -14,8 +14,7 @@ from torch import Tensor
 
 from mtp_checkpoints.errors import UsageError
 from mtp_checkpoints.families.contract import Hidden
-from mtp_export.verify.evidence.decode import decode
-from mtp_export.verify.evidence.pass_through import PassThroughDrafter
+from mtp_export.verify.evidence.decode import PassThroughDrafter, decode
 from mtp_runtime.drafters import DRAFTERS
 from mtp_runtime.drafters.base import DrafterParts, Pass
 from mtp_runtime.models.model import Model, States

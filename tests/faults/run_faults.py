@@ -14,7 +14,7 @@ import torch
 
 from faults import planting
 from faults.fault import Fault
-from mtp_export.verify.evidence.pass_through import PassThroughDrafter
+from mtp_export.verify.evidence.decode import PassThroughDrafter
 from mtp_runtime.acceptance.base import Draft
 from mtp_runtime.drafters.base import DrafterParts
 from mtp_runtime.drafters.chain import extend

@@ -7,7 +7,8 @@ import itertools
 import random
 import time
 from collections import Counter
-from dataclasses import replace
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from itertools import product
 from typing import Any, cast
 
@@ -16,7 +17,16 @@ import pytest
 import torch
 
 from cases import nightly_but
-from mtp_export.verify.decoding.table_model import (
+from mtp_export.verify.evidence.decode import PassThroughDrafter
+from mtp_export.verify.evidence.statistics import critical_chi_square
+from mtp_runtime.acceptance.base import Draft
+from mtp_runtime.drafters import DRAFTERS
+from mtp_runtime.drafters.base import Drafter, DrafterParts
+from mtp_runtime.models.model import Model
+from mtp_runtime.request import Request
+from mtp_runtime.sampling import SamplingParams, one_hot, probabilities_of
+from runtime.harness import Walk, prompts_of, run
+from runtime.table_model import (
     PROMPT,
     Branches,
     Table,
@@ -27,14 +37,6 @@ from mtp_export.verify.decoding.table_model import (
     tables,
     target_distribution,
 )
-from mtp_export.verify.evidence.statistics import critical_chi_square
-from mtp_runtime.acceptance.base import Draft
-from mtp_runtime.drafters import DRAFTERS
-from mtp_runtime.drafters.base import Drafter
-from mtp_runtime.models.model import Model
-from mtp_runtime.request import Request
-from mtp_runtime.sampling import SamplingParams, one_hot, probabilities_of
-from runtime.harness import Walk, prompts_of, run
 
 SAMPLINGS = [
     SamplingParams(temperature=1.0, max_tokens=4),
@@ -71,6 +73,20 @@ OF_ANY_DRAFTER = [
 ]
 
 
+@dataclass
+class SumRecorder(PassThroughDrafter):
+    """Records the sums of the distributions that another drafter reports."""
+
+    sums: list[float]
+
+    def propose(self, requests: Sequence[Request], counts: Sequence[int]) -> list[Draft]:
+        drafts = super().propose(requests, counts)
+        for draft in drafts:
+            if draft.draft_probs is not None:
+                self.sums += draft.draft_probs.sum(axis=-1).tolist()
+        return drafts
+
+
 @pytest.mark.parametrize(
     ("method", "setting"),
     nightly_but(
@@ -83,8 +99,14 @@ def test_every_drafter_keeps_the_distribution(
 ) -> None:
     params, options = setting
     target, draft = tables(seed=3)
-    engine = engine_of(target, draft, build_of(method), **({"max_draft_tokens": 2} | options))
+    reported: list[float] = []
+
+    def build(parts: DrafterParts) -> Drafter:
+        return SumRecorder(build_of(method)(parts), reported)
+
+    engine = engine_of(target, draft, build, **({"max_draft_tokens": 2} | options))
     found = output_distribution(engine, params)
+    assert reported == pytest.approx([1.0] * len(reported), abs=1e-9)
     assert sum(found.values()) == pytest.approx(1.0, abs=1e-9)
     assert distance(found, target_distribution(target, params)) < 1e-9
 

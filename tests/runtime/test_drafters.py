@@ -12,7 +12,6 @@ import pytest
 import torch
 
 from mtp_checkpoints.errors import UnsupportedError
-from mtp_export.verify.decoding.table_model import Table
 from mtp_runtime.acceptance.base import Draft
 from mtp_runtime.cache import LayerCaches, PageAllocator
 from mtp_runtime.config import EngineConfig, SpeculationConfig
@@ -24,6 +23,7 @@ from mtp_runtime.drafters.ngram import find_last
 from mtp_runtime.models.model import Model, ModelCache, States
 from mtp_runtime.request import Request
 from mtp_runtime.sampling import SamplingParams, SeededChoices, one_hot, probabilities_of
+from runtime.table_model import Table
 
 VOCAB = 5
 GREEDY = SamplingParams()

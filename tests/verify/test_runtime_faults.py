@@ -88,7 +88,7 @@ def greedy_items(setup: Setup) -> list[Item]:
 
 def sampling_items(setup: Setup) -> list[Item]:
     context = setup.context
-    return [sampling._exact("mtp"), sampling._chi_square(context), sampling._top_p_limit(context)]
+    return [sampling._chi_square(context), sampling._top_p_limit(context)]
 
 
 ITEMS: dict[str, Callable[[Setup], list[Item]]] = {

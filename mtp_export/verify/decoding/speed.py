@@ -15,9 +15,8 @@ from mtp_export.verify.check import Item, measured
 from mtp_export.verify.context import Context
 from mtp_export.verify.decoding.acceptance import conditional
 from mtp_export.verify.evidence.corpus import Corpus
-from mtp_export.verify.evidence.decode import Build, Decoded, decode
+from mtp_export.verify.evidence.decode import Build, Decoded, PassThroughDrafter, decode
 from mtp_export.verify.evidence.own_drafts import OwnDraft
-from mtp_export.verify.evidence.pass_through import PassThroughDrafter
 from mtp_export.verify.evidence.prompts import Prompt
 from mtp_runtime.acceptance.base import Draft
 from mtp_runtime.drafters import DRAFTERS

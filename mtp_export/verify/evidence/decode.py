@@ -8,12 +8,11 @@ from typing import Any
 
 import numpy as np
 
-from mtp_export.verify.evidence.pass_through import PassThroughDrafter
 from mtp_export.verify.evidence.prompts import Prompt
 from mtp_runtime.acceptance.base import Draft
 from mtp_runtime.config import EngineConfig, SpeculationConfig
 from mtp_runtime.drafters import DRAFTERS
-from mtp_runtime.drafters.base import Drafter, DrafterParts
+from mtp_runtime.drafters.base import Drafter, DrafterParts, Pass
 from mtp_runtime.engine import Engine
 from mtp_runtime.models.model import Model
 from mtp_runtime.request import Request, TokenEvent
@@ -50,6 +49,25 @@ class Proposal:
     last: int
     tokens: tuple[int, ...]
     peaks: Peaks | None = None
+
+
+@dataclass
+class PassThroughDrafter:
+    """Pass every call to another drafter; a subclass overrides the calls that it observes."""
+
+    inner: Drafter
+
+    def observe(self, passes: Sequence[Pass]) -> None:
+        """Pass on what the target computed."""
+        self.inner.observe(passes)
+
+    def propose(self, requests: Sequence[Request], counts: Sequence[int]) -> list[Draft]:
+        """Return the other drafter's proposals."""
+        return self.inner.propose(requests, counts)
+
+    def forget(self, request: Request) -> None:
+        """Pass on that a request is forgotten."""
+        self.inner.forget(request)
 
 
 @dataclass

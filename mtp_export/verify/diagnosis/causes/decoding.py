@@ -157,12 +157,9 @@ def no_near_tie(margin: float) -> str:
 
 # --- Sampling: speculation changes the distribution -----------------------------------------------
 
-NOT_DRAWN_AS_REPORTED = (
-    "wrong proposal distribution: the output does not follow the target's distribution; drafts are"
-    " not drawn from the reported distribution, or acceptance is not exact"
-)
 PAIRS_OFF = (
-    "wrong proposal distribution: sampled pairs of tokens do not follow the target's distribution"
+    "wrong proposal distribution: sampled pairs of tokens do not follow the target's distribution;"
+    " drafts are not drawn from the reported distribution, or acceptance is not exact"
 )
 NUCLEUS_WRONG = "with top_p 0 another token than the best is output: the nucleus is cut wrongly"
 
