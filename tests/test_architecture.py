@@ -30,6 +30,7 @@ FLOORS: tuple[tuple[str, ...], ...] = (
         "mtp_kernels.batch_layout",
         "mtp_kernels.cpu",
         "mtp_kernels.gpu",
+        "mtp_kernels.sizes",
         "mtp_kernels.tensor_checks",
     ),
     ("mtp_kernels.quantize", "mtp_kernels.verify_attention", "mtp_kernels.decoder"),

@@ -117,7 +117,7 @@ def _sizes(options: TuneOptions, source: SourceBundle) -> Sizes:
     """
     family, rank = source.family, options.train.lora_rank
     _check(source)
-    experts = family.router.experts_per_token / family.experts
+    experts = family.router.routing.experts_per_token / family.experts
     specs = [spec for spec in family.tensors.values() if is_trained(spec)]
     shares = (experts if spec.role is Role.ROUTED_EXPERT else 1.0 for spec in specs)
     return Sizes(

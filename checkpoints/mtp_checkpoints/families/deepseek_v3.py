@@ -13,6 +13,7 @@ from typing import ClassVar
 from mtp_checkpoints.families.base import Role, RotaryRows, TensorSpec
 from mtp_checkpoints.families.contract import MtpContract
 from mtp_checkpoints.families.moe_decoder import MoeDecoderFamily
+from mtp_kernels.sizes import LatentSizes
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,18 +32,6 @@ class MlaModules:
     output: str
 
 
-@dataclass(frozen=True, slots=True)
-class MlaSizes:
-    """Sizes of attention. query_rank 0: queries are projected in one step."""
-
-    heads: int
-    latent: int
-    nope: int
-    rope: int
-    value: int
-    query_rank: int
-
-
 @dataclass(frozen=True)
 class DeepseekV3Family(MoeDecoderFamily):
     """Tensors of one DeepSeek-V3 config."""
@@ -56,12 +45,12 @@ class DeepseekV3Family(MoeDecoderFamily):
     usual_contract = MtpContract(source="transformers, generate(use_mtp=True)")
 
     @cached_property
-    def sizes(self) -> MlaSizes:
+    def sizes(self) -> LatentSizes:
         """Sizes of attention (InvalidInputError for a missing or unusable one)."""
         ranked, rope = self.fields.has("q_lora_rank"), self._size("qk_rope_head_dim")
         if rope % 2:
             raise self.fields.unusable("qk_rope_head_dim", "an even number: pairs are rotated")
-        return MlaSizes(
+        return LatentSizes(
             heads=self._size("num_attention_heads"),
             latent=self._size("kv_lora_rank"),
             nope=self._size("qk_nope_head_dim"),

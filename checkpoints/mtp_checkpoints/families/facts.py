@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 from mtp_checkpoints.errors import InvalidInputError
 from mtp_checkpoints.families.fields import MAX_POSITIONS, Fields
+from mtp_kernels.sizes import Routing
 
 YARN = "yarn"
 _UNBOUNDED_POSITIONS = 1 << 30
@@ -101,11 +102,7 @@ class RouterFacts:
 
     scoring: str
     method: str
-    experts_per_token: int
-    groups: int
-    groups_per_token: int
-    normalises: bool
-    scale: float
+    routing: Routing
 
     @classmethod
     def of(cls, fields: Fields, experts: int) -> RouterFacts:
@@ -116,28 +113,31 @@ class RouterFacts:
         router = cls(
             scoring=fields.word("scoring_func", "sigmoid"),
             method=fields.word("topk_method", "noaux_tc"),
-            experts_per_token=fields.whole("num_experts_per_tok"),
-            groups=groups,
-            groups_per_token=min(kept, groups),
-            normalises=fields.flag("norm_topk_prob", True),
-            scale=fields.number("routed_scaling_factor", 1.0, maximum=1e6),
+            routing=Routing(
+                experts_per_token=fields.whole("num_experts_per_tok"),
+                groups=groups,
+                groups_per_token=min(kept, groups),
+                normalises=fields.flag("norm_topk_prob", True),
+                scale=fields.number("routed_scaling_factor", 1.0, maximum=1e6),
+            ),
         )
         router._check(experts)
         return router
 
     def _check(self, experts: int) -> None:
         """Refuse groups that the experts do not fill, and more experts than can be picked."""
-        size, chooses = experts // self.groups, self.groups > self.groups_per_token
-        if experts % self.groups or (chooses and size < 2):
+        picked, groups, kept, *_ = self.routing
+        size, chooses = experts // groups, groups > kept
+        if experts % groups or (chooses and size < 2):
             raise InvalidInputError(
                 "config.json's routed experts do not fall into n_group groups",
-                expected=f"n_routed_experts as {self.groups} equal groups of 2 or more",
+                expected=f"n_routed_experts as {groups} equal groups of 2 or more",
                 found=experts,
             )
-        pickable = size * self.groups_per_token
-        if self.experts_per_token > pickable:
+        pickable = size * kept
+        if picked > pickable:
             raise InvalidInputError(
                 "config.json's num_experts_per_tok is more than can be picked",
                 expected=f"at most {pickable} of {experts} experts, by n_group and topk_group",
-                found=self.experts_per_token,
+                found=picked,
             )

@@ -14,6 +14,7 @@ from mtp_checkpoints.errors import InvalidInputError
 from mtp_checkpoints.families.base import Role, RotaryRows, TensorSpec
 from mtp_checkpoints.families.contract import MtpContract
 from mtp_checkpoints.families.moe_decoder import MoeDecoderFamily
+from mtp_kernels.sizes import GroupedSizes
 
 _ROTARY_FACTOR = 0.5  # of every release; transformers' default too
 
@@ -30,16 +31,6 @@ class GqaModules:
     key_norm: str | None
 
 
-@dataclass(frozen=True, slots=True)
-class GqaSizes:
-    """Sizes of attention; rope is the number of rotated elements of a head, its first ones."""
-
-    heads: int
-    kv_heads: int
-    head: int
-    rope: int
-
-
 @dataclass(frozen=True)
 class Glm4MoeFamily(MoeDecoderFamily):
     """Tensors of one GLM-4.5 config."""
@@ -49,7 +40,7 @@ class Glm4MoeFamily(MoeDecoderFamily):
     usual_contract = MtpContract(source="transformers, generate(use_mtp=True), and SGLang")
 
     @cached_property
-    def sizes(self) -> GqaSizes:
+    def sizes(self) -> GroupedSizes:
         """Sizes of attention (InvalidInputError, UnsupportedError for unusable ones)."""
         heads = self._size("num_attention_heads")
         kv_heads = self._size("num_key_value_heads")
@@ -60,7 +51,14 @@ class Glm4MoeFamily(MoeDecoderFamily):
                 found=heads,
             )
         head = self._size("head_dim", max(1, self.hidden // heads))
-        return GqaSizes(heads, kv_heads, head=head, rope=self._rotated(head))
+        return GroupedSizes(
+            heads,
+            kv_heads,
+            head=head,
+            rope=self._rotated(head),
+            has_bias=self.fields.flag("attention_bias", False),
+            has_norms=self.fields.flag("use_qk_norm", False),
+        )
 
     def _rotated(self, head: int) -> int:
         """Return the number of rotated elements of a head, which are pairs."""
@@ -71,20 +69,10 @@ class Glm4MoeFamily(MoeDecoderFamily):
             raise holder.unusable(key, f"a share of head_dim, {head}, that is even: pairs rotate")
         return rotated
 
-    @cached_property
-    def has_biases(self) -> bool:
-        """True where queries, keys and values have biases."""
-        return self.fields.flag("attention_bias", False)
-
-    @cached_property
-    def has_norms(self) -> bool:
-        """True where the queries and keys of every head pass a norm."""
-        return self.fields.flag("use_qk_norm", False)
-
     def attention_modules(self, layer: int) -> GqaModules:
         """Modules of one layer's attention."""
         prefix = self.attention_prefix(layer)
-        normed = self.has_norms
+        normed = self.sizes.has_norms
         return GqaModules(
             query=f"{prefix}.q_proj",
             key=f"{prefix}.k_proj",
@@ -107,7 +95,7 @@ class Glm4MoeFamily(MoeDecoderFamily):
             weight = self._linear(module, (rows, hidden), Role.ATTENTION, mtp)
             weight = weight._replace(rotary=turned)
             yield weight
-            if self.has_biases:
+            if sizes.has_bias:
                 yield weight._replace(name=f"{module}.bias", shape=(rows,))
         yield self._linear(names.output, (hidden, queries), Role.ATTENTION, mtp)
         for norm in (names.query_norm, names.key_norm):

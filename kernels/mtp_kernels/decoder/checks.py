@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict
 
 import torch
 
 from mtp_kernels.batch_layout import BatchLayout
 from mtp_kernels.decoder.interface import (
     DecoderConfig,
-    GroupedSizes,
     LayerWeights,
     PackedLayer,
     RecursionParts,
-    Shapes,
 )
+from mtp_kernels.sizes import GroupedSizes, Shapes
 from mtp_kernels.tensor_checks import check_cached_lengths, check_shape, check_tensor
 
 FLOAT = (torch.float32,)
@@ -29,7 +27,7 @@ MAY_BE_ZERO = ("query_rank", "has_bias", "has_norms")
 def check_config(config: DecoderConfig, inv_freq: torch.Tensor) -> None:
     """Check that the config's sizes can be computed with, and the rope frequencies."""
     attention = config.attention
-    sizes = {"hidden": config.hidden} | asdict(attention)
+    sizes = {"hidden": config.hidden} | attention._asdict()
     for name, size in sizes.items():
         if size < 1 and name not in MAY_BE_ZERO:
             raise ValueError(f"{name}: expected at least 1, found {size}")
@@ -104,7 +102,7 @@ def expected_shapes(config: DecoderConfig, found: Shapes, *, first: bool) -> Sha
 
 def check_routing(config: DecoderConfig, routed: int, number: int) -> None:
     """Check that a row can pick its experts out of the best groups."""
-    groups, kept = config.expert_groups, config.groups_per_token
+    picked, groups, kept, *_ = config.routing
     if groups < 1 or routed % groups or not 1 <= kept <= groups:
         raise ValueError(
             f"layer {number}: expected {routed} experts in equal groups of which some are kept, "
@@ -113,10 +111,9 @@ def check_routing(config: DecoderConfig, routed: int, number: int) -> None:
     size = routed // groups
     if groups > kept and size < 2:
         raise ValueError(f"layer {number}: expected groups of at least 2 experts, found 1 each")
-    if not 1 <= config.experts_per_token <= kept * size:
+    if not 1 <= picked <= kept * size:
         raise ValueError(
-            f"layer {number}: expected 1 to {kept * size} experts per token, "
-            f"found {config.experts_per_token}"
+            f"layer {number}: expected 1 to {kept * size} experts per token, found {picked}"
         )
 
 

@@ -179,7 +179,7 @@ def cost_of(context: Context, streamed: StreamedModel, texts: Texts) -> Cost:
     """Return the cost of the check over texts; probes disk and arithmetic for about a second."""
     sizes = Sizes.of(context)
     config = streamed.config
-    k = config.experts_per_token if isinstance(config, MoeDecoderConfig) else None
+    k = config.routing.experts_per_token if isinstance(config, MoeDecoderConfig) else None
     rates, attention = probed(streamed, sizes)
     estimate = _Estimate(
         sizes=sizes,

@@ -281,9 +281,9 @@ def reordered(linear: Linear, order: torch.Tensor) -> Linear:
 
 def interleaved(attention: Mla) -> Mla:
     """The attention with its rotary rows reordered from two halves into neighbouring pairs."""
-    size = attention.rope_size
+    size = attention.sizes.rope
     pairs = torch.arange(size).view(2, -1).t().flatten()
-    heads, nope, _ = attention.key_up.shape
+    heads, nope = attention.sizes.heads, attention.sizes.nope
     query = torch.arange(heads * (nope + size)).view(heads, -1)
     query[:, nope:] = query[:, nope:][:, pairs]
     down = torch.arange(attention.down.weight.shape[0])
@@ -300,8 +300,8 @@ def interleaved(attention: Mla) -> Mla:
 
 def in_halves(attention: Gqa) -> Gqa:
     """The attention with its rotary rows reordered from neighbouring pairs into two halves."""
-    size, turned = attention.rope.size, attention.heads + attention.kv_heads
-    rows = torch.arange(attention.qkv.weight.shape[0]).view(-1, attention.head)
+    size, turned = attention.rope.size, attention.sizes.heads + attention.sizes.kv_heads
+    rows = torch.arange(attention.qkv.weight.shape[0]).view(-1, attention.sizes.head)
     rows[:turned, :size] = rows[:turned, :size].view(turned, -1, 2).transpose(1, 2).flatten(1)
     order = rows.flatten()
     bias = None if attention.bias is None else attention.bias[order]

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 
+from mtp_kernels.sizes import GroupedSizes
 from mtp_runtime.cache import CacheSpec, LayerCache
 from mtp_runtime.layers.attention import ForwardPass
 from mtp_runtime.layers.linear import Linear
@@ -32,19 +33,17 @@ class Gqa:
     key_norm: RmsNorm | None
     output: Linear
     rope: Rope
-    heads: int
-    kv_heads: int
-    head: int
+    sizes: GroupedSizes
 
     @property
     def scale(self) -> float:
         """Factor on attention scores."""
-        return float(self.head**-0.5)
+        return float(self.sizes.head**-0.5)
 
     @property
     def row_elements(self) -> int:
         """Elements of queries, what they attended to, and a copy of it, [h, n] each."""
-        return 3 * self.heads * self.head
+        return 3 * self.sizes.heads * self.sizes.head
 
     @property
     def has_reference(self) -> bool:
@@ -58,7 +57,9 @@ class Gqa:
 
     def new_cache(self, spec: CacheSpec) -> LayerCache:
         """Make the cache of keys and values."""
-        return spec.empty(self.kv_heads, self.head), spec.empty(self.kv_heads, self.head)
+        return spec.empty(self.sizes.kv_heads, self.sizes.head), spec.empty(
+            self.sizes.kv_heads, self.sizes.head
+        )
 
     def __call__(self, x: torch.Tensor, cache: LayerCache, forward: ForwardPass) -> torch.Tensor:
         """Attend from rows x [T, d] to the cached keys; returns [T, d]."""
@@ -86,8 +87,8 @@ class Gqa:
         projected = self.qkv(x)
         if self.bias is not None:
             projected = projected + self.bias
-        sizes = [self.heads, self.kv_heads, self.kv_heads]
-        query, key, value = torch.split(projected.view(len(x), -1, self.head), sizes, dim=1)
+        sizes = [self.sizes.heads, self.sizes.kv_heads, self.sizes.kv_heads]
+        query, key, value = torch.split(projected.view(len(x), -1, self.sizes.head), sizes, dim=1)
         if self.query_norm is not None and self.key_norm is not None:
             query, key = self.query_norm(query), self.key_norm(key)
         query, key = (rotate_halves(each, cos_sin[:, None]) for each in (query, key))
@@ -99,7 +100,7 @@ class Gqa:
         """Project x [T, d] to scaled queries [T, h, n] and, for every one of them, keys and
         values [T, h, n]."""
         query, key, value = self.project(x, cos_sin)
-        each = self.heads // self.kv_heads
+        each = self.sizes.heads // self.sizes.kv_heads
         key, value = (one.repeat_interleave(each, dim=1) for one in (key, value))
         return query * self.scale, key, value
 

@@ -12,6 +12,7 @@ from typing import NamedTuple
 import torch
 
 from mtp_checkpoints.errors import UnsupportedError
+from mtp_kernels.sizes import LatentSizes
 from mtp_kernels.verify_attention import Sizes, check_sizes, has_split_cache
 from mtp_runtime.cache import CacheSpec, LayerCache
 from mtp_runtime.layers.attention import ForwardPass
@@ -46,17 +47,13 @@ class Mla:
     value_up: torch.Tensor
     output: Linear
     rope: Rope
+    sizes: LatentSizes
     scale: float
-
-    @property
-    def rope_size(self) -> int:
-        return self.rope.size
 
     @property
     def row_elements(self) -> int:
         """Elements of queries, attended latents and a copy of them, [h, c] each."""
-        heads, _, latent = self.key_up.shape
-        return 3 * heads * latent
+        return 3 * self.sizes.heads * self.sizes.latent
 
     @property
     def has_reference(self) -> bool:
@@ -73,22 +70,21 @@ class Mla:
 
         Raises UnsupportedError where they are split and the device's attention does not take them.
         """
-        latent, rope = self.key_up.shape[2], self.rope_size
+        latent, rope = self.sizes.latent, self.sizes.rope
         if not has_split_cache(spec.device):
             return (spec.empty(latent + rope),)
         self._check_device(spec)
         return spec.empty(latent), spec.empty(rope)
 
     def _check_device(self, spec: CacheSpec) -> None:
-        heads, _, latent = self.key_up.shape
         sizes = Sizes(
             batch=1,
             queries=1,
             max_q_len=1,
             kv_tokens=spec.page_size,
-            heads=heads,
-            latent=latent,
-            rope=self.rope_size,
+            heads=self.sizes.heads,
+            latent=self.sizes.latent,
+            rope=self.sizes.rope,
             page=spec.page_size,
             dtype=spec.dtype,
             kv_dtype=spec.dtype,
@@ -115,10 +111,10 @@ class Mla:
 
     def lower(self, x: torch.Tensor) -> Lowered:
         """Project x [T, d] down."""
-        latent = self.key_up.shape[2]
+        latent, rope = self.sizes.latent, self.sizes.rope
         projected = self.down(x)
-        query_size = projected.shape[1] - latent - self.rope_size
-        query, kv, k_rope = torch.split(projected, [query_size, latent, self.rope_size], dim=1)
+        query_size = projected.shape[1] - latent - rope
+        query, kv, k_rope = torch.split(projected, [query_size, latent, rope], dim=1)
         if self.query_norm is not None:
             query = self.query_norm(query)
         return Lowered(query, kv, k_rope)
@@ -128,7 +124,7 @@ class Mla:
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Return q_latent [T, h, c], q_rope [T, h, r] and cache entries [T, c+r]."""
         q_nope, latent, rotated = self._by_head(lowered, cos_sin)
-        heads = len(self.key_up)
+        heads = self.sizes.heads
         q_latent = torch.bmm(q_nope.transpose(0, 1), self.key_up).transpose(0, 1).contiguous()
         cached = torch.cat([latent, rotated[:, heads]], dim=1)
         return q_latent, rotated[:, :heads], cached
@@ -138,7 +134,7 @@ class Mla:
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Project x [T, d] to scaled queries and keys [T, h, n+r] and values [T, h, v]."""
         q_nope, latent, rotated = self._by_head(self.lower(x), cos_sin)
-        heads = len(self.key_up)
+        heads = self.sizes.heads
         query = torch.cat([q_nope, rotated[:, :heads]], dim=2) * self.scale
         key = torch.einsum("tc,hnc->thn", latent, self.key_up)
         key = torch.cat([key, rotated[:, heads:].expand(-1, heads, -1)], dim=2)
@@ -150,11 +146,11 @@ class Mla:
         """Return q_nope [T, h, n], normed latents [T, c], and the rotated parts of queries and,
         behind them, of the key [T, h+1, r]."""
         query, kv, k_rope = lowered
-        heads, nope, _ = self.key_up.shape
+        heads, nope, rope = self.sizes.heads, self.sizes.nope, self.sizes.rope
         if self.query_up is not None:
             query = self.query_up(query)
         by_head = query.view(query.shape[0], heads, -1)
-        q_nope, q_rope = torch.split(by_head, [nope, self.rope_size], dim=2)
+        q_nope, q_rope = torch.split(by_head, [nope, rope], dim=2)
         unrotated = torch.cat([q_rope, k_rope[:, None]], dim=1)  # [T, h+1, r]
         return q_nope, self.latent_norm(kv), rotate_pairs(unrotated, cos_sin[:, None])
 

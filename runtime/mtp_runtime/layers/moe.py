@@ -12,6 +12,7 @@ from typing import Protocol
 import torch
 import torch.nn.functional as F
 
+from mtp_kernels.sizes import Routing
 from mtp_runtime.layers.linear import Linear
 
 # Rows that an MLP takes at a time: inner values of more would outweigh its weights.
@@ -94,28 +95,25 @@ class SigmoidRouter:
 
     weight: torch.Tensor
     bias: torch.Tensor
-    groups: int
-    groups_per_token: int
-    experts_per_token: int
-    normalise: bool
-    scale: torch.Tensor  # [1]
+    routing: Routing
+    scale: torch.Tensor  # [1], that of routing
 
     def __call__(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Return expert ids [T, k] and their weights [T, k], float32, for x [T, d]."""
         scores = torch.mm(x.float(), self.weight).sigmoid_()  # [T, e]
         choice = scores + self.bias
-        if self.groups > self.groups_per_token:
+        if self.routing.groups > self.routing.groups_per_token:
             choice = self._within_groups(choice)
-        picked = choice.topk(self.experts_per_token, dim=-1)[1]
+        picked = choice.topk(self.routing.experts_per_token, dim=-1)[1]
         weights = scores.gather(1, picked)
-        if self.normalise:
+        if self.routing.normalises:
             return picked, weights * (self.scale / weights.sum(dim=-1, keepdim=True))
         return picked, weights * self.scale
 
     def _within_groups(self, choice: torch.Tensor) -> torch.Tensor:
-        grouped = choice.view(choice.shape[0], self.groups, -1)  # [T, g, e/g]
+        grouped = choice.view(choice.shape[0], self.routing.groups, -1)  # [T, g, e/g]
         best_two = grouped.topk(2, dim=-1)[0].sum(dim=-1)
-        picked = best_two.topk(self.groups_per_token, dim=-1)[1]
+        picked = best_two.topk(self.routing.groups_per_token, dim=-1)[1]
         left_out = torch.full_like(best_two, -torch.inf).scatter_(1, picked, 0.0)
         return torch.add(grouped, left_out[:, :, None]).flatten(1)
 

@@ -6,7 +6,7 @@ Layers that the kernels do not know, by attention or feed-forward, are run by to
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import accumulate
 from pathlib import Path
 from typing import TypedDict, cast
@@ -34,7 +34,7 @@ from mtp_runtime.models.model import (
     RecursiveModule,
     TorchLayers,
 )
-from mtp_runtime.models.packing import KINDS, config_of, dense_matrix, weights_of, with_router
+from mtp_runtime.models.packing import KINDS, config_of, dense_matrix, weights_of
 
 
 class Rotation(TypedDict):
@@ -266,7 +266,7 @@ class PackedRun:
         assert self.shared_config is not None, "a run has layers"
         if self.router is None:
             return self.shared_config
-        return with_router(self.shared_config, self.router)
+        return replace(self.shared_config, routing=self.router.routing)
 
     @property
     def rotation(self) -> Rotation:

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Self
 
 from mtp_checkpoints.families.deepseek_v3 import DeepseekV3Family
+from mtp_kernels.sizes import LatentSizes
 from mtp_runtime.layers.attention import Attention
 from mtp_runtime.layers.mla import Mla
 from mtp_runtime.layers.rope import softmax_scale
@@ -20,22 +21,12 @@ from mtp_runtime.models.moe_decoder import MoeDecoderBuilder, MoeDecoderConfig
 class DeepseekV3Config(MoeDecoderConfig):
     """Facts of a DeepSeek-V3 model beyond its tensors' names and shapes."""
 
-    heads: int
-    latent: int
-    nope: int
-    value: int
+    sizes: LatentSizes
 
     @classmethod
     def of(cls, family: DeepseekV3Family) -> Self:
         """Read a family's config.json. Raises as MoeDecoderConfig.facts_of."""
-        sizes = family.sizes
-        return cls(
-            heads=sizes.heads,
-            latent=sizes.latent,
-            nope=sizes.nope,
-            value=sizes.value,
-            **cls.facts_of(family, sizes.rope),
-        )
+        return cls(sizes=family.sizes, **cls.facts_of(family, family.sizes.rope))
 
 
 @dataclass(frozen=True)
@@ -52,13 +43,13 @@ class DeepseekV3Builder(MoeDecoderBuilder):
     def mla(self, layer: int) -> Mla:
         """Load one layer's attention, or the own heads of it; the halves of kv_b_proj become dense
         to be absorbed."""
-        source, config, names = self.source, self.config, self.family.attention_modules(layer)
-        heads = parts_of(source.split, config.heads, "heads")
+        source, sizes, names = self.source, self.config.sizes, self.family.attention_modules(layer)
+        heads = parts_of(source.split, sizes.heads, "heads")
         own = heads[source.split.rank]
-        query = _rows(own, config.nope + config.rope.size)
+        query = _rows(own, sizes.nope + sizes.rope)
         down = names.query_down
-        halves = source.dense_matrix(names.latent_up, _rows(own, config.nope + config.value))
-        halves = halves.view(len(own), config.nope + config.value, config.latent)
+        halves = source.dense_matrix(names.latent_up, _rows(own, sizes.nope + sizes.value))
+        halves = halves.view(len(own), sizes.nope + sizes.value, sizes.latent)
         return Mla(
             down=self.joined(
                 source.weight(down) if down else source.weight(names.query_up, query),
@@ -67,11 +58,12 @@ class DeepseekV3Builder(MoeDecoderBuilder):
             query_norm=None if names.query_norm is None else self.norm(names.query_norm),
             query_up=source.linear(names.query_up, query) if down else None,
             latent_norm=self.norm(names.latent_norm),
-            key_up=halves[:, : config.nope].contiguous(),
-            value_up=halves[:, config.nope :].transpose(1, 2).contiguous(),
-            output=joined_output(source, names.output, [_rows(p, config.value) for p in heads]),
+            key_up=halves[:, : sizes.nope].contiguous(),
+            value_up=halves[:, sizes.nope :].transpose(1, 2).contiguous(),
+            output=joined_output(source, names.output, [_rows(p, sizes.value) for p in heads]),
             rope=self.rope,
-            scale=softmax_scale(config.rope, config.nope + config.rope.size),
+            sizes=sizes._replace(heads=len(own)),
+            scale=softmax_scale(self.config.rope, sizes.nope + sizes.rope),
         )
 
 

@@ -21,6 +21,7 @@ from mtp_checkpoints.families.modules import weight_name
 from mtp_checkpoints.quantization.discrepancies import StoredTensor, compare
 from mtp_kernels.batch_layout import BatchLayout
 from mtp_kernels.decoder import ModuleInputs, RowStep
+from mtp_kernels.sizes import ONE_EXPERT
 from mtp_runtime.cache import Cache, PageAllocator
 from mtp_runtime.config import RopeConfig, refuse_other_values
 from mtp_runtime.layers.attention import Attention
@@ -206,23 +207,16 @@ def token_offsets(tokens: torch.Tensor, vocab: int) -> dict[str, torch.Tensor]:
 
 
 def _config(family: Eagle3Family) -> DeepseekV3Config:
-    """Return what the builder needs; the values of a router are neutral."""
-    sizes, facts = family.sizes, family.facts
+    """Return what the builder needs."""
+    facts = family.facts
     return DeepseekV3Config(
         vocab=family.vocab,
         hidden=family.hidden,
         layers=1,
-        rope=RopeConfig.of(facts.rope, sizes.rope),
+        rope=RopeConfig.of(facts.rope, family.sizes.rope),
         shared_experts=0,
-        experts_per_token=1,
-        expert_groups=1,
-        groups_per_token=1,
-        normalise_weights=False,
-        routed_scale=1.0,
-        heads=sizes.heads,
-        latent=sizes.latent,
-        nope=sizes.nope,
-        value=sizes.value,
+        routing=ONE_EXPERT,
+        sizes=family.sizes,
         **DeepseekV3Config.run_facts(facts),
     )
 

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 import torch
 
 from mtp_checkpoints.families.glm4_moe import Glm4MoeFamily
+from mtp_kernels.sizes import GroupedSizes
 from mtp_runtime.layers.gqa import Gqa
 from mtp_runtime.loading.divided import joined_output, parts_of
 from mtp_runtime.models.moe_decoder import MoeDecoderBuilder, MoeDecoderConfig
@@ -19,20 +20,12 @@ from mtp_runtime.models.moe_decoder import MoeDecoderBuilder, MoeDecoderConfig
 class Glm4MoeConfig(MoeDecoderConfig):
     """Facts of a GLM-4.5 model beyond its tensors' names and shapes."""
 
-    heads: int
-    kv_heads: int
-    head: int
+    sizes: GroupedSizes
 
     @classmethod
     def of(cls, family: Glm4MoeFamily) -> Glm4MoeConfig:
         """Read a family's config.json. Raises as MoeDecoderConfig.facts_of."""
-        sizes = family.sizes
-        return cls(
-            heads=sizes.heads,
-            kv_heads=sizes.kv_heads,
-            head=sizes.head,
-            **cls.facts_of(family, sizes.rope),
-        )
+        return cls(sizes=family.sizes, **cls.facts_of(family, family.sizes.rope))
 
 
 @dataclass(frozen=True)
@@ -44,17 +37,17 @@ class Glm4MoeBuilder(MoeDecoderBuilder):
 
     def attention(self, layer: int) -> Gqa:
         """Load one layer's attention."""
-        source, config, names = self.source, self.config, self.family.attention_modules(layer)
+        source, sizes, names = self.source, self.config.sizes, self.family.attention_modules(layer)
         # Each key head with the queries that share it.
-        groups = parts_of(source.split, config.kv_heads, "key heads")
-        own, each = groups[source.split.rank], config.heads // config.kv_heads
+        groups = parts_of(source.split, sizes.kv_heads, "key heads")
+        own, each = groups[source.split.rank], sizes.heads // sizes.kv_heads
         rows = {
-            names.query: _rows(own, each * config.head),
-            names.key: _rows(own, config.head),
-            names.value: _rows(own, config.head),
+            names.query: _rows(own, each * sizes.head),
+            names.key: _rows(own, sizes.head),
+            names.value: _rows(own, sizes.head),
         }
         bias = None
-        if self.family.has_biases:
+        if sizes.has_bias:
             bias = torch.cat(
                 [
                     source.tensor(f"{module}.bias")[part.start : part.stop]
@@ -67,12 +60,10 @@ class Glm4MoeBuilder(MoeDecoderBuilder):
             query_norm=None if names.query_norm is None else self.norm(names.query_norm),
             key_norm=None if names.key_norm is None else self.norm(names.key_norm),
             output=joined_output(
-                source, names.output, [_rows(part, each * config.head) for part in groups]
+                source, names.output, [_rows(part, each * sizes.head) for part in groups]
             ),
             rope=self.rope,
-            heads=each * len(own),
-            kv_heads=len(own),
-            head=config.head,
+            sizes=sizes._replace(heads=each * len(own), kv_heads=len(own)),
         )
 
 

@@ -13,6 +13,7 @@ import torch
 
 from mtp_checkpoints.families.modules import MoeModules, weight_name
 from mtp_checkpoints.families.moe_decoder import MoeDecoderFamily
+from mtp_kernels.sizes import Routing
 from mtp_runtime.config import ModelConfig, RopeConfig, refuse_other_values
 from mtp_runtime.layers.moe import SigmoidRouter
 from mtp_runtime.layers.rope import Rope
@@ -27,11 +28,7 @@ class MoeDecoderConfig(ModelConfig):
 
     rope: RopeConfig
     shared_experts: int
-    experts_per_token: int
-    expert_groups: int
-    groups_per_token: int
-    normalise_weights: bool
-    routed_scale: float
+    routing: Routing
 
     @staticmethod
     def facts_of(family: MoeDecoderFamily, rope_elements: int) -> dict[str, Any]:
@@ -52,11 +49,7 @@ class MoeDecoderConfig(ModelConfig):
             "hidden": family.hidden,
             "layers": family.num_hidden_layers,
             "shared_experts": family.shared_experts,
-            "experts_per_token": router.experts_per_token,
-            "expert_groups": router.groups,
-            "groups_per_token": router.groups_per_token,
-            "normalise_weights": router.normalises,
-            "routed_scale": router.scale,
+            "routing": router.routing,
             "rope": RopeConfig.of(facts.rope, rope_elements),
             **ModelConfig.run_facts(facts),
         }
@@ -79,13 +72,10 @@ class MoeDecoderBuilder(ModelBuilder):
 
     def router(self, names: MoeModules) -> SigmoidRouter:
         """Load a sparse layer's router."""
-        source, config = self.source, self.config
+        source, routing = self.source, self.config.routing
         return SigmoidRouter(
             weight=source.raw(weight_name(names.router)).float().t().contiguous(),
             bias=source.raw(names.router_bias).float(),
-            groups=config.expert_groups,
-            groups_per_token=config.groups_per_token,
-            experts_per_token=config.experts_per_token,
-            normalise=config.normalise_weights,
-            scale=torch.tensor([config.routed_scale], device=source.device),
+            routing=routing,
+            scale=torch.tensor([routing.scale], device=source.device),
         )

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import cast
 
 import torch
@@ -22,56 +21,12 @@ KINDS: dict[type, str] = {Mla: "mla", Gqa: "gqa", Mlp: "dense", SigmoidRouter: "
 
 
 def config_of(layer: DecoderLayer, attention: Mla | Gqa) -> kernels.DecoderConfig:
-    """Return what a layer shares with others of its model; the values of a router are neutral."""
-    sizes = latent_sizes(attention) if isinstance(attention, Mla) else grouped_sizes(attention)
+    """Return what a layer shares with others of its model, but for the choice of experts."""
     return kernels.DecoderConfig(
         hidden=len(layer.post_norm.weight),
-        attention=sizes,
-        experts_per_token=1,
-        expert_groups=1,
-        groups_per_token=1,
-        normalise_weights=False,
-        routed_scale=1.0,
+        attention=attention.sizes,
         norm_eps=layer.post_norm.eps,
         softmax_scale=attention.scale,
-    )
-
-
-def latent_sizes(attention: Mla) -> kernels.LatentSizes:
-    """Return the sizes of latent attention."""
-    heads, nope, latent = attention.key_up.shape
-    query_up = attention.query_up
-    return kernels.LatentSizes(
-        heads=heads,
-        nope=nope,
-        rope=attention.rope_size,
-        value=attention.value_up.shape[2],
-        latent=latent,
-        query_rank=0 if query_up is None else query_up.weight.shape[1],
-    )
-
-
-def grouped_sizes(attention: Gqa) -> kernels.GroupedSizes:
-    """Return the sizes of attention of grouped queries."""
-    return kernels.GroupedSizes(
-        heads=attention.heads,
-        kv_heads=attention.kv_heads,
-        head=attention.head,
-        rope=attention.rope.size,
-        has_bias=attention.bias is not None,
-        has_norms=attention.query_norm is not None,
-    )
-
-
-def with_router(config: kernels.DecoderConfig, router: SigmoidRouter) -> kernels.DecoderConfig:
-    """Return the config with the values of a router."""
-    return replace(
-        config,
-        experts_per_token=router.experts_per_token,
-        expert_groups=router.groups,
-        groups_per_token=router.groups_per_token,
-        normalise_weights=router.normalise,
-        routed_scale=router.scale.item(),
     )
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from itertools import accumulate
 
 import reference
@@ -13,12 +13,11 @@ from mtp_kernels import decoder
 from mtp_kernels.batch_layout import BatchLayout
 from mtp_kernels.decoder import (
     DecoderConfig,
-    GroupedSizes,
     GroupedWeights,
-    LatentSizes,
     LatentWeights,
     LayerWeights,
 )
+from mtp_kernels.sizes import GroupedSizes, LatentSizes, Routing
 
 BACKENDS = ("reference", *decoder.BACKENDS)  # the definition of correct, and the product's
 JUNK_PAGE = 2**31 - 1
@@ -43,11 +42,7 @@ class Case:
         default_factory=lambda: DecoderConfig(
             hidden=48,
             attention=LATENT,
-            experts_per_token=2,
-            expert_groups=4,
-            groups_per_token=2,
-            normalise_weights=True,
-            routed_scale=2.5,
+            routing=Routing(2, 4, 2, normalises=True, scale=2.5),
             norm_eps=1e-6,
             softmax_scale=0.3,
         )
@@ -68,9 +63,11 @@ class Inputs:
 def changed(case: Case, **sizes: float) -> Case:
     """The case with other numbers in its config, or in its attention's sizes."""
     config = case.config
-    own = {name: sizes.pop(name) for name in asdict(config.attention) if name in sizes}
-    attention = replace(config.attention, **own)  # type: ignore[arg-type]
-    return replace(case, config=replace(config, attention=attention, **sizes))  # type: ignore[arg-type]
+    parts = {"attention": config.attention, "routing": config.routing}
+    for name, part in parts.items():
+        own = {field: sizes.pop(field) for field in part._fields if field in sizes}
+        config = replace(config, **{name: part._replace(**own)})  # type: ignore[arg-type]
+    return replace(case, config=replace(config, **sizes))  # type: ignore[arg-type]
 
 
 def grouped(case: Case, **sizes: float) -> Case:

@@ -25,16 +25,14 @@ from mtp_kernels.decoder.checks import (
 )
 from mtp_kernels.decoder.interface import (
     DecoderConfig,
-    GroupedSizes,
     GroupedWeights,
-    LatentSizes,
     LatentWeights,
     LayerKind,
     LayerWeights,
     RecursionParts,
     RowStep,
-    Shapes,
 )
+from mtp_kernels.sizes import GroupedSizes, LatentSizes, Shapes
 
 # Weights that are kept in a backend's dtype.
 MATRICES = ("down", "query_up", "key_up", "value_up", "qkv", "output", "gate", "up", "expert_down")
@@ -296,10 +294,10 @@ def feed_forward(config: DecoderConfig, layer: LayerWeights, x: torch.Tensor) ->
         for row, (own, biased) in enumerate(zip(scores, scores + layer.router_bias, strict=True)):
             experts = picked_experts(config, biased)
             weights = own[experts]
-            if config.normalise_weights:
+            if config.routing.normalises:
                 weights = weights / weights.sum()
             for expert, weight in zip(experts.tolist(), weights, strict=True):
-                out[row] += weight * config.routed_scale * gated_mlp(layer, expert, x[row])
+                out[row] += weight * config.routing.scale * gated_mlp(layer, expert, x[row])
     for shared in range(routed, len(layer.gate)):
         out += gated_mlp(layer, shared, x)
     return out
@@ -310,13 +308,13 @@ def picked_experts(config: DecoderConfig, scores: torch.Tensor) -> torch.Tensor:
 
     Only the best groups' experts count; a group is as good as the sum of its two best experts.
     """
-    groups, kept = config.expert_groups, config.groups_per_token
+    picked, groups, kept, *_ = config.routing
     if kept < groups:
         grouped = scores.view(groups, -1)
         best_two = grouped.sort(dim=-1, descending=True)[0][:, :2].sum(dim=-1)
         left_out = best_two.argsort(descending=True, stable=True)[kept:]
         scores = grouped.index_fill(0, left_out, -torch.inf).flatten()
-    return scores.argsort(descending=True, stable=True)[: config.experts_per_token]
+    return scores.argsort(descending=True, stable=True)[:picked]
 
 
 def gated_mlp(layer: LayerWeights, expert: int, x: torch.Tensor) -> torch.Tensor:

@@ -111,9 +111,9 @@ def test_a_cache_of_too_few_layers(backend: str) -> None:
         ({"rope": 7}, "rope: expected an even size, found 7"),
         ({"rope": 10}, r"inv_freq: expected shape \[5\], found \[4\]"),
         ({"heads": 0}, "heads: expected at least 1, found 0"),
-        ({"expert_groups": 3}, "expected 8 experts in equal groups .*, found 2 of 3"),
+        ({"groups": 3}, "expected 8 experts in equal groups .*, found 2 of 3"),
         ({"groups_per_token": 5}, "expected 8 experts in equal groups .*, found 5 of 4"),
-        ({"expert_groups": 8}, "expected groups of at least 2 experts, found 1 each"),
+        ({"groups": 8}, "expected groups of at least 2 experts, found 1 each"),
         ({"experts_per_token": 5}, "expected 1 to 4 experts per token, found 5"),
     ],
 )

@@ -153,7 +153,9 @@ class Decoder:
         self.rope = inv_freq.contiguous().numpy(), np.float32(attention_scaling)
         self.multiplications = sum(tensor.numel() for packed in layers for tensor in packed.tensors)
         self.layers, self._no_drafting = tuple(layers), no_drafting()
-        self._experts = max(layer.experts_per_row(config.experts_per_token) for layer in layers)
+        self._experts = max(
+            layer.experts_per_row(config.routing.experts_per_token) for layer in layers
+        )
         self._inner = max(panels_of(layer.inner) * PANEL for layer in layers)
 
     def __len__(self) -> int:

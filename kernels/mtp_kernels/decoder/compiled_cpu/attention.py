@@ -31,7 +31,7 @@ from mtp_kernels.decoder.compiled_cpu.rows import (
     project,
     vector,
 )
-from mtp_kernels.decoder.compiled_cpu.weights import Grouped, Latent
+from mtp_kernels.sizes import GroupedSizes, LatentSizes
 
 
 class Batch(NamedTuple):
@@ -62,8 +62,8 @@ class Scratch(NamedTuple):
 
 # Steps by kind of attention: fill the cache, make queries, make values of a wave's parts.
 _STEPS = {
-    Latent: (fill_latents, make_latent_queries, project_values),
-    Grouped: (fill_keys, make_grouped_queries, merge_values),
+    LatentSizes: (fill_latents, make_latent_queries, project_values),
+    GroupedSizes: (fill_keys, make_grouped_queries, merge_values),
 }
 
 

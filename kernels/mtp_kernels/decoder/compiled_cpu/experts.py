@@ -63,7 +63,7 @@ def route(member: Any, layer: Any, sizes: Any, scratch: Any, x: Any) -> None:
             for expert in range(layer.routed):
                 scores[r, expert] = sigmoid(scores[r, expert])
                 choice[expert] = scores[r, expert] + bias[expert]
-            keep_best_groups(choice, sizes.groups, sizes.groups_per_token)
+            keep_best_groups(choice, sizes.routing.groups, sizes.routing.groups_per_token)
             pick(scores[r], choice, sizes, scratch.picked[row + r], scratch.weights[row + r])
 
 
@@ -102,7 +102,8 @@ def pick(scores: Any, choice: Any, sizes: Any, picked: Any, weights: Any) -> Non
         weights[place] = scores[expert]
         total += scores[expert]
         choice[expert] = NOT_PICKED
-    scale = sizes.routed_scale / total if sizes.normalise_weights else sizes.routed_scale
+    routing = sizes.routing
+    scale = routing.scale / total if routing.normalises else routing.scale
     for place in range(picked.size):
         weights[place] *= scale
 

@@ -49,7 +49,7 @@ def make_scratch(
     inner: pairs of a row and an expert, and the inner width in whole panels. attention_input: what
     the first layer's attention is given, if anything.
     """
-    attention, picked = config.attention, config.experts_per_token
+    attention, picked = config.attention, config.routing.experts_per_token
     return Scratch(
         *_floats(
             (count, panels_of(attention.projected) * PANEL),

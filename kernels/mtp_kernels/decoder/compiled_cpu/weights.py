@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import numpy as np
 import torch
@@ -16,13 +16,8 @@ from mtp_kernels.cpu.code import LANES
 from mtp_kernels.cpu.memory import Arena
 from mtp_kernels.cpu.vectors import PANEL
 from mtp_kernels.decoder.compiled_cpu.rows import panels_of
-from mtp_kernels.decoder.interface import (
-    DecoderConfig,
-    GroupedSizes,
-    LatentSizes,
-    LayerWeights,
-    Shapes,
-)
+from mtp_kernels.decoder.interface import DecoderConfig, LayerWeights
+from mtp_kernels.sizes import GroupedSizes, LatentSizes, Routing, Shapes
 
 # A layer as compiled code sees it: addresses of packed weights, 0 where there is none, then counts.
 # n is the width of a head, which grouped queries share with their keys and values.
@@ -52,34 +47,15 @@ COUNTS = (
 LAYER = np.dtype([(name, np.int64) for name in (*ADDRESSES, *COUNTS)])
 
 
-class Latent(NamedTuple):
-    """Sizes of latent attention alone. The type says which kind's code is compiled."""
-
-    nope: int
-    rope: int
-    value: int
-    latent: int
-    query_rank: int
-
-
-class Grouped(NamedTuple):
-    """Sizes of grouped-query attention alone."""
-
-    head: int
-
-
 class Sizes(NamedTuple):
-    """DecoderConfig as compiled code takes it."""
+    """DecoderConfig as compiled code takes it; the type of attention says which code that is."""
 
     hidden: int
     heads: int
     kv_heads: int  # keys of a cached token
     value_at: int  # floats from a cached key to its value
-    attention: Latent | Grouped
-    groups: int
-    groups_per_token: int
-    normalise_weights: bool
-    routed_scale: Any  # float32
+    attention: LatentSizes | GroupedSizes
+    routing: Routing  # its scale is float32
     norm_eps: Any  # float32
     softmax_scale: Any  # float32
     entry_bytes: int  # of the packed matrices, as in a Panel
@@ -105,25 +81,17 @@ class PackedLayer:
 
 def sizes_of(config: DecoderConfig, entry_bytes: int) -> Sizes:
     """Return the config's numbers in the types that compiled code computes in."""
-    own = config.attention
-    attention: Latent | Grouped
-    match own:
-        case LatentSizes():
-            kv_heads, value_at = 1, 0
-            attention = Latent(own.nope, own.rope, own.value, own.latent, own.query_rank)
-        case GroupedSizes():
-            kv_heads, value_at = own.kv_heads, own.kv_heads * own.head
-            attention = Grouped(own.head)
+    attention, routing = config.attention, config.routing
+    kv_heads, value_at = 1, 0
+    if isinstance(attention, GroupedSizes):
+        kv_heads, value_at = attention.kv_heads, attention.kv_heads * attention.head
     return Sizes(
         hidden=config.hidden,
-        heads=own.heads,
+        heads=attention.heads,
         kv_heads=kv_heads,
         value_at=value_at,
         attention=attention,
-        groups=config.expert_groups,
-        groups_per_token=config.groups_per_token,
-        normalise_weights=config.normalise_weights,
-        routed_scale=np.float32(config.routed_scale),
+        routing=routing._replace(scale=cast(Any, np.float32(routing.scale))),
         norm_eps=np.float32(config.norm_eps),
         softmax_scale=np.float32(config.softmax_scale),
         entry_bytes=entry_bytes,
