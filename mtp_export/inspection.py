@@ -11,7 +11,6 @@ from typing import Any
 from mtp_checkpoints.errors import MtpExportError, UsageError
 from mtp_checkpoints.families.base import Role
 from mtp_checkpoints.layouts import TARGETS
-from mtp_checkpoints.layouts.draft import stored_draft
 from mtp_checkpoints.quantization.discrepancies import Discrepancy
 from mtp_checkpoints.quantization.native import describe
 from mtp_checkpoints.quantization.stored import StoredModel, stored_model
@@ -165,7 +164,7 @@ def _layout_of(checkpoint: Checkpoint) -> _Layout:
             if name == RELEASED:
                 stored = stored_model(checkpoint.config)
             else:
-                stored = stored_draft(checkpoint.config, target)
+                stored = target.stored_draft(checkpoint.config)
         except MtpExportError as error:
             failures.append(error)
         else:

@@ -12,7 +12,7 @@ from typing import Any
 from mtp_checkpoints.errors import InvalidInputError, UnsupportedError, UsageError
 from mtp_checkpoints.families import family_of
 from mtp_checkpoints.formats.storage import READ_ONLY
-from mtp_checkpoints.layouts import engine_of, target_of
+from mtp_checkpoints.layouts import engine_of, target_names, target_of
 from mtp_checkpoints.quantization.dialects import VLLM
 from mtp_checkpoints.quantization.native import (
     DTYPE_KEYS,
@@ -93,10 +93,11 @@ def _check_places(options: GraftOptions) -> None:
             todo="mtp-export splits one checkpoint that has both: --input-dir",
         )
     target = target_of(options.bundle.target)
-    if engine_of(options.bundle.target).storages.isdisjoint(READ_ONLY):
+    readers = [name for name in target_names() if engine_of(name).storages & READ_ONLY]
+    if options.bundle.target not in readers:
         raise UnsupportedError(
             f"Target {options.bundle.target} does not read models that others quantized",
-            expected="--target hf, vllm or sglang",
+            expected=f"--target {', '.join(readers[:-1])} or {readers[-1]}",
             found=target.name,
         )
     for place in (main, mtp):

@@ -10,6 +10,7 @@ from typing import Annotated
 import typer
 
 from mtp_checkpoints.errors import UnsupportedError, UsageError
+from mtp_checkpoints.layouts import names_that_serve
 from mtp_checkpoints.layouts.base import Placement
 from mtp_export.bundle.launch import node_lines, probe_of
 from mtp_export.commands import options as shared
@@ -23,7 +24,7 @@ EngineName = Annotated[
     typer.Option(
         "--engine",
         metavar="NAME",
-        help="vllm, sglang, lightllm, xllm or paddlenlp.",
+        help=f"One of {', '.join(names_that_serve())}.",
         rich_help_panel=PLACEMENT,
     ),
 ]

@@ -14,7 +14,7 @@ from mtp_checkpoints.errors import UnsupportedError
 from mtp_checkpoints.families.base import ModelFamily, Role
 from mtp_checkpoints.formats import FORMATS
 from mtp_checkpoints.formats.storage import INTEGERS, Storage
-from mtp_checkpoints.quantization.dialects import SGLANG, Dialect
+from mtp_checkpoints.quantization.dialects import SGLANG, VLLM, Dialect
 from mtp_checkpoints.quantization.native import COMPRESSED, NATIVE_FP8, Config, with_left_out
 from mtp_checkpoints.quantization.stored import StoredModel
 from mtp_export.schemes.conversion import Conversion
@@ -71,7 +71,7 @@ def _check_nothing_left_out(stored: StoredModel, option: str) -> None:
             f"{option} cannot leave single linears in bf16, as this checkpoint does",
             expected="an fp8 checkpoint without modules_to_not_convert",
             found=", ".join(native.left_out[:3]),
-            todo="Use --format compressed-tensors --target vllm",
+            todo=f"Use --format compressed-tensors --target {VLLM.name}",
         )
 
 

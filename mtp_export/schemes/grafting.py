@@ -11,6 +11,7 @@ from mtp_checkpoints.errors import UnsupportedError
 from mtp_checkpoints.families.base import ModelFamily, TensorSpec
 from mtp_checkpoints.formats import FormatOptions
 from mtp_checkpoints.formats.storage import COMPRESSED_SCALE, NATIVE_SCALE, Storage
+from mtp_checkpoints.layouts import engine_of, target_names
 from mtp_checkpoints.quantization.dialects import Dialect
 from mtp_checkpoints.quantization.methods.awq import AWQ, left_out_of_awq
 from mtp_checkpoints.quantization.methods.compressed import left_out_of_compressed
@@ -168,6 +169,11 @@ def _method_of(quantization: object) -> str | None:
 
 
 def _undescribed(method: str | None, draft: Draft) -> UnsupportedError:
+    readers = [
+        f"--target {engine.name}: {engine.title} reads the draft's own config.json"
+        for engine in map(engine_of, target_names())
+        if engine.title and engine.dialect is not None and engine.dialect.own_config
+    ]
     main = "an unquantized main model" if method is None else f"quant_method {method}"
     return UnsupportedError(
         "This draft cannot be described in the main folder's config.json, by which"
@@ -175,7 +181,7 @@ def _undescribed(method: str | None, draft: Draft) -> UnsupportedError:
         f" {' and '.join(sorted(draft.storages))} linears beside {main}",
         expected="--mtp-quant bf16, which goes with every main model",
         found=f"--mtp-quant {draft.scheme.name}",
-        todo="Or use --target sglang: SGLang reads the draft's own config.json",
+        todo=f"Or use {', or '.join(readers)}",
     )
 
 

@@ -9,27 +9,33 @@ from math import prod
 from mtp_checkpoints.errors import UnsupportedError
 from mtp_checkpoints.families.base import ModelFamily, Role, TensorSpec
 from mtp_checkpoints.formats import FORMATS, FormatOptions
+from mtp_checkpoints.layouts import titles_that_read
 from mtp_checkpoints.tensors.dtypes import tensor_bytes
 from mtp_export.schemes import SCHEMES
 
 
 @dataclass(frozen=True)
 class Pair:
-    """Schemes of the base and the MTP module, the engines that load them, and on how many GPUs."""
+    """Schemes of the base and the MTP module, and on how many GPUs they are served."""
 
     base: str
     mtp: str
-    engines: tuple[str, ...]
     deployment: str
 
+    @property
+    def engines(self) -> tuple[str, ...]:
+        """Titles of the engines whose loaders read both, from their sources."""
+        main, mtp = (frozenset(SCHEMES[s].storages.values()) for s in (self.base, self.mtp))
+        return titles_that_read(main, mtp)
 
-# No pair was run on a GPU: engines are those whose loaders read the layout, from their sources.
+
+# No pair was run on a GPU.
 PAIRS = (
-    Pair("a8w8_fp8_wint4", "a8w8_fp8", ("vLLM", "SGLang"), "TP8"),
-    Pair("weight_only_int4", "weight_only_int8", ("vLLM", "SGLang"), "TP8"),
-    Pair("a8w8_fp8", "a8w8_fp8", ("vLLM", "SGLang", "TensorRT-LLM"), "TP16 (2×TP8)"),
-    Pair("weight_only_int8", "weight_only_int8", ("vLLM", "SGLang"), "TP16 (2×TP8)"),
-    Pair("bf16", "bf16", ("all",), "-"),
+    Pair("a8w8_fp8_wint4", "a8w8_fp8", "TP8"),
+    Pair("weight_only_int4", "weight_only_int8", "TP8"),
+    Pair("a8w8_fp8", "a8w8_fp8", "TP16 (2×TP8)"),
+    Pair("weight_only_int8", "weight_only_int8", "TP16 (2×TP8)"),
+    Pair("bf16", "bf16", "-"),
 )
 
 

@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import json
+import os
+import re
+import subprocess
+import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from cases import WHOLE_TILES, make_checkpoint, quantize, read_json, run_program
+from cases import WHOLE_TILES, export, make_checkpoint, quantize, read_json, run_program
 from mtp_checkpoints.formats.storage import Storage
 from mtp_checkpoints.layouts import TARGETS
-from mtp_checkpoints.layouts.base import Config, Deployment, Engine, Target
+from mtp_checkpoints.layouts.base import Config, Deployment, DraftReading, Engine, Target
 from mtp_checkpoints.quantization.dialects import VLLM
 from mtp_export.inspection import inspect
 from mtp_runtime.models.load import LoadOptions, load_model
@@ -31,7 +36,16 @@ def _launch(bundle: Deployment) -> str:
 
 TOY = Target(
     name="toy",
-    engines=(Engine("toy", frozenset(Storage) - {Storage.W4AFP8}, VLLM, launch=_launch),),
+    engines=(
+        Engine(
+            "toy",
+            frozenset(Storage) - {Storage.W4AFP8},
+            VLLM,
+            launch=_launch,
+            title="Toy",
+            draft_reading=DraftReading(by_main_config=True, reason="Toy builds it by main"),
+        ),
+    ),
     mtp_name=lambda name, layer: name,
     mtp_config=_config,
     released_config=_released,
@@ -53,8 +67,11 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_a_new_engine_that_reads_integers(source: Path, output: Path) -> None:
-    """Quantized, launched, inspected, loaded and verified by its name alone."""
-    outcome = quantize(source, output, *PAIR, "--group-size", "32", "--target", TOY.name)
+    """Exported, quantized, launched, inspected, loaded, verified and decoded by its name alone."""
+    exported = output.parent / "exported"
+    assert export(source, exported, "--target", TOY.name).code == 0
+    assert read_json(exported / "mtp/config.json")["toy_draft"] is True
+    outcome = quantize(exported, output, *PAIR, "--group-size", "32", "--target", TOY.name)
     assert outcome.code == 0, outcome.err
     assert f"toy serve {output}/main --draft {output}/mtp" in outcome.out + outcome.err
     options = read_json(output / "mtp_export.json")["options"]
@@ -63,8 +80,45 @@ def test_a_new_engine_that_reads_integers(source: Path, output: Path) -> None:
     assert not inspect(output / "main").problems and not inspect(output / "mtp").problems
     ledger = load_model(output, LoadOptions()).ledger
     assert ledger.loaded | ledger.tied == ledger.expected
-    verified = run_program("verify", output, "--source", source, "--level", "weights")
+    verified = run_program("verify", output, "--source", source, "--level", "weights", "--json")
     assert verified.code == 0, verified.out + verified.err
+    assert "mtp: precision as Toy reads it" in verified.out
+    prompts = output.parent / "prompts.jsonl"
+    prompts.write_text('{"prompt_token_ids": [5, 6, 7]}\n')
+    options = ("--speculate-method", "mtp", "--max-new-tokens", "4", "--prompts", prompts)
+    generated = run_program("generate", output, *options, "--json")
+    assert generated.code == 0, generated.out + generated.err
+    launched = run_program("launch", output, "--engine", TOY.name)
+    assert launched.out == f"toy serve {output}/main --draft {output}/mtp\n"
+
+
+def test_help_tables_and_refusals_name_a_new_engine(source: Path, tmp_path: Path) -> None:
+    """Of a program that has the engine from its start, as its file and its line have it."""
+    main = Path(__file__).parents[1]
+    program = (
+        f"import sys; sys.path[:0] = [{str(main)!r}, {str(main.parent)!r}]\n"
+        "from extending.test_target import TARGETS, TOY\n"
+        "TARGETS[TOY.name] = TOY\n"
+        "from mtp_export.cli import main\n"
+        "main(sys.argv[1:])\n"
+    )
+
+    def run(*arguments: object) -> str:
+        line = [sys.executable, "-c", program, *map(str, arguments)]
+        wide = os.environ | {"COLUMNS": "400"}
+        ended = subprocess.run(line, capture_output=True, text=True, check=False, env=wide)
+        return ended.stdout + ended.stderr
+
+    for command, option in (("launch", "--engine"), ("quantize", "--target")):
+        (words,) = (line for line in run(command, "--help").splitlines() if f"{option} " in line)
+        assert re.search(r"\btoy\b", words), words
+    rows = json.loads(run("quantize", "--list", "--json"))["pairs"]
+    assert [row["engines"][-1] for row in rows] == ["Toy", "Toy", "Toy", "Toy", "all"]
+    options = ("--base-quant", "a8w8_fp8", "--mtp-quant", "bf16")
+    refused = run("quantize", "--input-dir", source, "--output-dir", tmp_path / "pair", *options)
+    assert "a8w8_fp8 + a8w8_fp8 (TP16 (2×TP8), vLLM, SGLang, TensorRT-LLM, Toy)" in refused
+    parts = ("--main", source, "--mtp", tmp_path, "--output-dir", tmp_path / "graft")
+    assert "vllm, sglang or toy" in run("graft", *parts, "--target", "lightllm")
 
 
 def test_what_the_engine_does_not_read_is_refused(source: Path, output: Path) -> None:

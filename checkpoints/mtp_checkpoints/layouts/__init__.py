@@ -3,7 +3,7 @@ layout is one line in that layout's file."""
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Set
 
 from mtp_checkpoints.errors import UsageError
 from mtp_checkpoints.formats.storage import Storage
@@ -46,3 +46,21 @@ def engine_of(name: str) -> Engine:
 def names_that_read(storages: Collection[Storage]) -> tuple[str, ...]:
     """Return the names of --target whose engines read linears in these storages."""
     return tuple(name for name in target_names() if engine_of(name).storages.issuperset(storages))
+
+
+def names_that_serve() -> tuple[str, ...]:
+    """Return the names of --target whose engines have a command that serves a bundle."""
+    return tuple(name for name in target_names() if engine_of(name).launch is not None)
+
+
+def titles_that_read(main: Set[Storage], mtp: Set[Storage]) -> tuple[str, ...]:
+    """Return the titles of engines that read both parts' linears; "all" where every engine does."""
+    readers = {
+        engine.name: engine.title
+        for target in TARGETS.values()
+        for engine in target.engines
+        if engine.storages >= main | mtp and target.mtp_storages >= mtp
+    }
+    if len(readers) == len(target_names()):
+        return ("all",)
+    return tuple(dict.fromkeys(title for title in readers.values() if title))

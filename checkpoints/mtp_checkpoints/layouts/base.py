@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from shlex import quote
 from typing import Any
@@ -13,6 +13,7 @@ from mtp_checkpoints.families.fields import Fields
 from mtp_checkpoints.formats.storage import FLOATS, Storage
 from mtp_checkpoints.quantization.dialects import Dialect
 from mtp_checkpoints.quantization.native import with_renamed_modules
+from mtp_checkpoints.quantization.stored import StoredModel, stored_mtp
 
 Config = dict[str, Any]
 
@@ -79,12 +80,14 @@ class DraftReading:
 
     by_main_config: it follows the quantization_config of main/config.json, else the draft's own.
     layer_name replaces `model.layers.N` of the MTP layer in tensor names and patterns; None where
-    the engine keeps it. reason says the same in a sentence, for reports.
+    the engine keeps it. reason says the same in a sentence, for reports. method is the drafting
+    method it holds for, where it is one of several.
     """
 
     by_main_config: bool
     reason: str
     layer_name: str | None = None
+    method: str = ""
 
 
 @dataclass(frozen=True)
@@ -95,8 +98,9 @@ class Engine:
     described, required for an engine that reads any. launch makes the shell command that serves a
     bundle with one draft token; None for an engine that does not take the MTP part as a folder of
     its own. probe is a shell command that succeeds where the engine is installed, if one is known.
-    title is its name in text. draft_reading is how it finds a draft's precision, which `verify`
-    repeats; None where nothing is known of it.
+    title is its name in text, and in the precision table beside every pair that its storages
+    allow; without one the table leaves it out. draft_reading is how it finds a draft's precision,
+    which `verify` repeats; None where nothing is known of it.
     """
 
     name: str
@@ -151,43 +155,70 @@ class Target:
                 todo="Use --target hf",
             )
 
+    def stored_draft(self, config: Mapping[str, Any], main_layers: int = 1) -> StoredModel:
+        """Return what a draft folder made for the target holds, by its own config.json.
 
-def single_layer_config(
-    config: Mapping[str, Any], mtp_name: Callable[[str, int], str], **changes: object
-) -> Config:
-    """Return the config of a draft whose one decoder layer is layer 0, a MoE layer.
+        main_layers is the main model's num_hidden_layers, which single-layer drafts do not record;
+        only the released names in the answer depend on it. Raises as stored_model.
+        """
+        released = self.released_config(config, main_layers)
+        return stored_mtp(released, self.mtp_name, transposes=self.transposes)
 
-    Raises InvalidInputError for a config without a number of layers.
+
+@dataclass(frozen=True)
+class SingleLayer:
+    """Layout of a draft whose one decoder layer is layer 0, a MoE layer.
+
+    layer is that layer's name; names those of modules beside it, by their released ones in the MTP
+    layer. changes are fields of config.json.
     """
-    layer = Fields(config).whole("num_hidden_layers")
-    own = f"model.layers.{layer}"
 
-    def renamed(module: str) -> str | None:
-        """Return a module's name in the draft; None for another layer's."""
-        if module == own:
-            return mtp_name(f"{own}.mlp.weight", layer).removesuffix(".mlp.weight")
-        if module.startswith(f"{own}."):
-            return mtp_name(f"{module}.weight", layer).removesuffix(".weight")
-        return None if module.startswith("model.layers.") else module
+    layer: str
+    names: Mapping[str, str] = field(default_factory=dict)
+    changes: Mapping[str, object] = field(default_factory=dict)
 
-    result = {
-        **config,
-        "num_hidden_layers": 1,
-        "num_nextn_predict_layers": 1,
-        "first_k_dense_replace": 0,
-        **changes,
-    }
-    return with_renamed_modules(result, renamed)
+    def mtp_name(self, name: str, layer: int) -> str:
+        """Return the draft's name of a tensor of MTP layer `layer`."""
+        rest = name.removeprefix(f"model.layers.{layer}.")
+        for module, renamed in self.names.items():
+            if f"{rest}.".startswith(f"{module}."):
+                return renamed + rest.removeprefix(module)
+        return f"{self.layer}.{rest}"
 
+    def mtp_config(self, config: Mapping[str, Any]) -> Config:
+        """Return the draft's config.
 
-def released_from_single_layer(config: Mapping[str, Any], main_layers: int) -> Config:
-    """Return the released config of a draft with one decoder layer (InvalidInputError for more)."""
-    for key in ("num_hidden_layers", "num_nextn_predict_layers"):
-        if config.get(key) != 1:
-            raise InvalidInputError(
-                f"config.json of the MTP folder has another {key} than its target reads",
-                expected=1,
-                found=repr(config.get(key))[:100],
-                todo="Export the MTP part again",
-            )
-    return {**config, "num_hidden_layers": main_layers}
+        Raises InvalidInputError for a config without a number of layers.
+        """
+        layer = Fields(config).whole("num_hidden_layers")
+        mtp_layer = f"model.layers.{layer}"
+
+        def renamed(module: str) -> str | None:
+            """Return a module's name in the draft; None for another layer's."""
+            if module == mtp_layer:
+                return self.layer
+            if module.startswith(f"{mtp_layer}."):
+                return self.mtp_name(module, layer)
+            return None if module.startswith("model.layers.") else module
+
+        result = {
+            **config,
+            "num_hidden_layers": 1,
+            "num_nextn_predict_layers": 1,
+            "first_k_dense_replace": 0,
+            **self.changes,
+        }
+        return with_renamed_modules(result, renamed)
+
+    @staticmethod
+    def released_config(config: Mapping[str, Any], main_layers: int) -> Config:
+        """Return the released config of such a draft (InvalidInputError for several layers)."""
+        for key in ("num_hidden_layers", "num_nextn_predict_layers"):
+            if config.get(key) != 1:
+                raise InvalidInputError(
+                    f"config.json of the MTP folder has another {key} than its target reads",
+                    expected=1,
+                    found=repr(config.get(key))[:100],
+                    todo="Export the MTP part again",
+                )
+        return {**config, "num_hidden_layers": main_layers}

@@ -3,39 +3,24 @@ feeds it as it was trained. vLLM's own MTP model zeroes the embedding of positio
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from dataclasses import replace
 from functools import partial
-from typing import Any
 
-from mtp_checkpoints.layouts.base import (
-    Config,
-    DraftReading,
-    Engine,
-    Target,
-    released_from_single_layer,
-    single_layer_config,
+from mtp_checkpoints.layouts.base import Engine, SingleLayer, Target
+from mtp_checkpoints.layouts.hf import VLLM_PROBE, VLLM_READING, vllm_launch
+
+# Of model_type deepseek_v3 vLLM makes DeepSeekMTPModel, and of that, for EAGLE, its own class.
+_LAYOUT = SingleLayer(
+    "layers.0",
+    names={
+        "embed_tokens": "embed_tokens",
+        "enorm": "enorm",
+        "hnorm": "hnorm",
+        "eh_proj": "fc",
+        "shared_head.norm": "norm",
+        "shared_head.head": "lm_head",
+    },
 )
-from mtp_checkpoints.layouts.vllm import VLLM_PROBE, vllm_launch
-
-_RENAMED = {
-    "eh_proj.weight": "fc.weight",
-    "shared_head.norm.weight": "norm.weight",
-    "shared_head.head.weight": "lm_head.weight",
-}
-_MODEL_LEVEL = ("embed_tokens", "enorm", "hnorm")
-
-
-def _name(name: str, layer: int) -> str:
-    rest = name.removeprefix(f"model.layers.{layer}.")
-    if rest in _RENAMED:
-        return _RENAMED[rest]
-    return rest if rest.split(".")[0] in _MODEL_LEVEL else f"layers.0.{rest}"
-
-
-def _config(config: Mapping[str, Any]) -> Config:
-    # Of model_type deepseek_v3 vLLM makes DeepSeekMTPModel, and of that, for EAGLE, its own class.
-    return single_layer_config(config, _name)
-
 
 EAGLE = Target(
     name="eagle",
@@ -44,15 +29,12 @@ EAGLE = Target(
             "eagle",
             launch=partial(vllm_launch, method="eagle"),
             probe=VLLM_PROBE,
-            title="vLLM (EAGLE)",
-            draft_reading=DraftReading(
-                by_main_config=True,
-                reason="vLLM builds the draft with the quantization_config of main/config.json",
-            ),
+            title="vLLM",
+            draft_reading=replace(VLLM_READING, method="EAGLE"),
         ),
     ),
-    mtp_name=_name,
-    mtp_config=_config,
-    released_config=released_from_single_layer,
+    mtp_name=_LAYOUT.mtp_name,
+    mtp_config=_LAYOUT.mtp_config,
+    released_config=_LAYOUT.released_config,
     model_types=frozenset({"deepseek_v3"}),
 )

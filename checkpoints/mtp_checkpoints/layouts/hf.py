@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from functools import partial
+from shlex import quote
 from typing import Any
 
 from mtp_checkpoints.families.base import SGLANG_DRAFT
 from mtp_checkpoints.formats.storage import FLOATS, Storage
 from mtp_checkpoints.layouts.base import Config, Deployment, DraftReading, Engine, Target
-from mtp_checkpoints.layouts.vllm import VLLM_PROBE, vllm_launch
 from mtp_checkpoints.quantization.dialects import SGLANG, VLLM
 
+VLLM_PROBE = "command -v vllm"
+VLLM_READING = DraftReading(
+    by_main_config=True,
+    reason="vLLM builds the draft with the quantization_config of main/config.json",
+)
 _SGLANG_PORT = 20000  # at which its machines find each other
 
 
@@ -25,6 +31,27 @@ def _config(config: Mapping[str, Any]) -> Config:
 
 def _released(config: Mapping[str, Any], main_layers: int) -> Config:
     return dict(config)
+
+
+def vllm_launch(bundle: Deployment, method: str) -> str:
+    """Return the command that serves a bundle with one draft token by a method."""
+    speculation = {
+        "method": method,
+        "model": str(bundle.folder("mtp")),
+        "num_speculative_tokens": 1,
+    }
+    settings = quote(json.dumps(speculation, ensure_ascii=False))
+    return f"vllm serve {bundle.main} --speculative-config {settings}{_vllm_placement(bundle)}"
+
+
+def _vllm_placement(bundle: Deployment) -> str:
+    place = bundle.placement
+    if place is None:
+        return ""
+    words = f" --tensor-parallel-size {place.tp}"
+    if place.nodes > 1:
+        words += f" --nnodes {place.nodes} --node-rank {place.node} --master-addr {place.head}"
+    return words + (" --headless" if place.node else "")
 
 
 def _sglang(bundle: Deployment) -> str:
@@ -61,10 +88,7 @@ HF = Target(
             launch=partial(vllm_launch, method="mtp"),
             probe=VLLM_PROBE,
             title="vLLM",
-            draft_reading=DraftReading(
-                by_main_config=True,
-                reason="vLLM builds the draft with the quantization_config of main/config.json",
-            ),
+            draft_reading=VLLM_READING,
         ),
         Engine(
             "sglang",
@@ -80,7 +104,7 @@ HF = Target(
                 layer_name=SGLANG_DRAFT,
             ),
         ),
-        Engine("tensorrt-llm", FLOATS),
+        Engine("tensorrt-llm", FLOATS, title="TensorRT-LLM"),
     ),
     mtp_name=_name,
     mtp_config=_config,

@@ -2,25 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
+from mtp_checkpoints.layouts.base import Deployment, Engine, SingleLayer, Target
 
-from mtp_checkpoints.layouts.base import (
-    Config,
-    Deployment,
-    Engine,
-    Target,
-    released_from_single_layer,
-    single_layer_config,
-)
-
-
-def _name(name: str, layer: int) -> str:
-    return name.replace(f"model.layers.{layer}.", "model.layers.0.", 1)
-
-
-def _config(config: Mapping[str, Any]) -> Config:
-    return single_layer_config(config, _name)
+_LAYOUT = SingleLayer("model.layers.0")
 
 
 def _launch(bundle: Deployment) -> str:
@@ -43,8 +27,8 @@ def _placement(bundle: Deployment) -> str:
 LIGHTLLM = Target(
     name="lightllm",
     engines=(Engine("lightllm", launch=_launch, probe="python -c 'import lightllm'"),),
-    mtp_name=_name,
-    mtp_config=_config,
-    released_config=released_from_single_layer,
+    mtp_name=_LAYOUT.mtp_name,
+    mtp_config=_LAYOUT.mtp_config,
+    released_config=_LAYOUT.released_config,
     model_types=frozenset({"deepseek_v3"}),
 )

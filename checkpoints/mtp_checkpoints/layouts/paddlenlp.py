@@ -2,44 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from shlex import quote
-from typing import Any
 
-from mtp_checkpoints.layouts.base import (
-    Config,
-    Deployment,
-    Engine,
-    Placement,
-    Target,
-    released_from_single_layer,
-    single_layer_config,
+from mtp_checkpoints.layouts.base import Deployment, Engine, Placement, SingleLayer, Target
+
+_LAYOUT = SingleLayer(
+    "deepseek_v3_mtp.layers.0",
+    names={
+        "embed_tokens": "deepseek_v3_mtp.embed_tokens",
+        "enorm": "deepseek_v3_mtp.enorm",
+        "hnorm": "deepseek_v3_mtp.hnorm",
+        "eh_proj": "deepseek_v3_mtp.eh_proj",
+        "shared_head.norm": "deepseek_v3_mtp.norm",
+        "shared_head.head": "lm_head",
+    },
 )
-
-_PREFIX = "deepseek_v3_mtp."
-_RENAMED = {
-    "embed_tokens.weight": f"{_PREFIX}embed_tokens.weight",
-    "shared_head.norm.weight": f"{_PREFIX}norm.weight",
-    "shared_head.head.weight": "lm_head.weight",
-}
 _IMAGE = (
     "ccr-2vdh3abv-pub.cnc.bj.baidubce.com/paddlepaddle/paddlenlp:llm-serving-cuda124-cudnn9-v2.1"
 )
 _QUANTIZED_AT_LOAD = {"bf16": "weight_only_int8"}  # by PaddleNLP
-_MODEL_LEVEL = ("enorm", "hnorm", "eh_proj")
-
-
-def _name(name: str, layer: int) -> str:
-    rest = name.removeprefix(f"model.layers.{layer}.")
-    if rest in _RENAMED:
-        return _RENAMED[rest]
-    if rest.split(".")[0] in _MODEL_LEVEL:
-        return f"{_PREFIX}{rest}"
-    return f"{_PREFIX}layers.0.{rest}"
-
-
-def _config(config: Mapping[str, Any]) -> Config:
-    return single_layer_config(config, _name)
 
 
 def _launch(bundle: Deployment) -> str:
@@ -69,9 +50,9 @@ def _launch(bundle: Deployment) -> str:
 PADDLENLP = Target(
     name="paddlenlp",
     engines=(Engine("paddlenlp", launch=_launch, probe="command -v docker"),),
-    mtp_name=_name,
-    mtp_config=_config,
-    released_config=released_from_single_layer,
+    mtp_name=_LAYOUT.mtp_name,
+    mtp_config=_LAYOUT.mtp_config,
+    released_config=_LAYOUT.released_config,
     model_types=frozenset({"deepseek_v3"}),
     needs_shared_weights=True,
     transposes=True,

@@ -11,34 +11,28 @@ from mtp_checkpoints.layouts.base import (
     Deployment,
     Engine,
     Placement,
+    SingleLayer,
     Target,
-    released_from_single_layer,
-    single_layer_config,
 )
 from mtp_checkpoints.quantization.native import replaced_quantization
 
-_MODEL_LEVEL = ("embed_tokens", "shared_head", "enorm", "hnorm", "eh_proj")
-
-
-def _name(name: str, layer: int) -> str:
-    rest = name.removeprefix(f"model.layers.{layer}.")
-    if rest.split(".")[0] in _MODEL_LEVEL:
-        return f"model.{rest}"
-    return f"model.layers.0.{rest}"
+_LAYOUT = SingleLayer(
+    "model.layers.0",
+    names={
+        module: f"model.{module}"
+        for module in ("embed_tokens", "shared_head", "enorm", "hnorm", "eh_proj")
+    },
+    changes={"model_type": "deepseek_v3_mtp", "architectures": ["DeepseekMTPForCausalLM"]},
+)
 
 
 def _config(config: Mapping[str, Any]) -> Config:
-    unquantized = replaced_quantization(config, "")  # xLLM wants the field, and it empty
-    return single_layer_config(
-        unquantized,
-        _name,
-        model_type="deepseek_v3_mtp",
-        architectures=["DeepseekMTPForCausalLM"],
-    )
+    # xLLM wants the field, and it empty.
+    return _LAYOUT.mtp_config(replaced_quantization(config, ""))
 
 
 def _released(config: Mapping[str, Any], main_layers: int) -> Config:
-    return released_from_single_layer(config, main_layers) | {"model_type": "deepseek_v3"}
+    return _LAYOUT.released_config(config, main_layers) | {"model_type": "deepseek_v3"}
 
 
 def _launch(bundle: Deployment) -> str:
@@ -61,7 +55,7 @@ def _launch(bundle: Deployment) -> str:
 XLLM = Target(
     name="xllm",
     engines=(Engine("xllm", launch=_launch, probe="command -v xllm"),),
-    mtp_name=_name,
+    mtp_name=_LAYOUT.mtp_name,
     mtp_config=_config,
     released_config=_released,
     model_types=frozenset({"deepseek_v3"}),

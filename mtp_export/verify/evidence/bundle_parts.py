@@ -9,7 +9,6 @@ from pathlib import Path
 from mtp_checkpoints.errors import MtpExportError
 from mtp_checkpoints.layouts import TARGETS
 from mtp_checkpoints.layouts.base import Target
-from mtp_checkpoints.layouts.draft import stored_draft
 from mtp_checkpoints.quantization.stored import StoredModel, stored_model
 from mtp_checkpoints.tensors.bundle_folder import MAIN
 from mtp_checkpoints.tensors.reader import Checkpoint
@@ -51,7 +50,7 @@ def layout_of(part: BundlePart, target: Target, main_layers: int) -> PartLayout:
     config = part.checkpoint.config
     if part.name == MAIN:
         return PartLayout(part.name, part.checkpoint, stored_model(config).main)
-    stored = stored_draft(config, target, main_layers)
+    stored = target.stored_draft(config, main_layers)
     return PartLayout(part.name, part.checkpoint, stored)
 
 
@@ -62,7 +61,7 @@ def likely_target(mtp: Checkpoint | None, main_layers: int) -> Target:
         if mtp is None:
             return 0
         try:
-            stored = stored_draft(mtp.config, target, main_layers)
+            stored = target.stored_draft(mtp.config, main_layers)
         except MtpExportError:
             return 0
         return len(stored.tensors.keys() & mtp.tensors.keys())

@@ -173,7 +173,9 @@ def _draft_items(context: Context, layout: PartLayout) -> Iterator[Item]:
     """The draft compared with what each engine that reads it expects."""
     for engine in _readers(context):
         assert engine.draft_reading is not None, f"_readers returned {engine.name}"
-        name = f"{layout.name}: precision as {engine.title} reads it"
+        method = engine.draft_reading.method
+        reader = f"{engine.title} ({method})" if method else engine.title
+        name = f"{layout.name}: precision as {reader} reads it"
         config = layout.checkpoint.config
         if engine.draft_reading.by_main_config:
             if context.main is None:

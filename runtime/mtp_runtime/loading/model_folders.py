@@ -8,7 +8,6 @@ from pathlib import Path
 from mtp_checkpoints.errors import InvalidInputError
 from mtp_checkpoints.families import family_of
 from mtp_checkpoints.layouts import target_of
-from mtp_checkpoints.layouts.draft import stored_draft
 from mtp_checkpoints.quantization.discrepancies import compare
 from mtp_checkpoints.quantization.stored import StoredModel, StoredWeight, stored_model
 from mtp_checkpoints.tensors.bundle_folder import bundle_target, open_parts
@@ -65,7 +64,7 @@ def _draft(mtp: Checkpoint, main: Checkpoint, target: str) -> ModelFolder:
     """Return the MTP folder of a bundle, which must hold the main model's MTP layers."""
     specs = family_of(main.config).tensors.values()
     layers = {spec.name: spec.shape for spec in specs if spec.mtp_layer is not None}
-    stored = stored_draft(mtp.config, target_of(target), main.config["num_hidden_layers"])
+    stored = target_of(target).stored_draft(mtp.config, main.config["num_hidden_layers"])
     own = {name: one.weight.shape for name, one in stored.weights.items()}
     unlike = [name for name in {**layers, **own} if layers.get(name) != own.get(name)]
     if unlike:

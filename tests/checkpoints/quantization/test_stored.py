@@ -16,7 +16,6 @@ from mtp_checkpoints.families import family_of
 from mtp_checkpoints.formats import W4AFp8
 from mtp_checkpoints.formats.storage import Storage
 from mtp_checkpoints.layouts import TARGETS, target_of
-from mtp_checkpoints.layouts.draft import stored_draft
 from mtp_checkpoints.quantization.discrepancies import StoredTensor, compare
 from mtp_checkpoints.quantization.stored import StoredModel, stored_model
 from mtp_checkpoints.tensors.reader import Checkpoint
@@ -58,7 +57,7 @@ def test_every_row(
     main, mtp = (read_json(bundle / part / "config.json") for part in ("main", "mtp"))
     check_folder(bundle / "main", stored_model(main).main, row.main, source)
     check_folder(bundle / "mtp", stored_model(mtp).mtp, row.mtp, source)
-    draft = stored_draft(mtp, target_of("hf"))
+    draft = target_of("hf").stored_draft(mtp)
     assert draft.tensors == stored_model(mtp).mtp.tensors
     if mtp.get("quantization_config") == main.get("quantization_config"):  # vLLM reads the main's
         assert stored_model(main).mtp.tensors == stored_model(mtp).mtp.tensors
@@ -76,7 +75,7 @@ def test_every_target(
     assert export(row_sources[kind], output, *options).code == 0
     config = read_json(output / "mtp/config.json")
     part = NATIVE if kind == "fp8" and target != "xllm" else BF16
-    stored = stored_draft(config, target_of(target), MTP_LAYER)
+    stored = target_of(target).stored_draft(config, MTP_LAYER)
     check_folder(output / "mtp", stored, part, row_sources[kind])
     main = stored_model(read_json(output / "main/config.json"))
     assert stored.weights.keys() == main.mtp.weights.keys()
@@ -92,7 +91,7 @@ def test_what_is_left_out_of_fp8_is_so_under_the_target_s_names(
     config = CONFIGS["fp8"] | {"quantization_config": fp8}
     source = make_checkpoint(tmp_path / "source", config)
     assert export(source, output, "--target", target).code == 0
-    stored = stored_draft(read_json(output / "mtp/config.json"), target_of(target), MTP_LAYER)
+    stored = target_of(target).stored_draft(read_json(output / "mtp/config.json"), MTP_LAYER)
     assert compare(Checkpoint.open(output / "mtp").tensors, stored.tensors.values()) == []
     native = [n for n, one in stored.weights.items() if one.storage is Storage.FP8_BLOCK]
     assert bool(native) is (target != "xllm")
@@ -253,7 +252,7 @@ def test_unknown_layouts(change: Callable[[dict[str, Any]], object], says: str) 
 def test_a_draft_of_more_than_one_layer_is_not_a_single_layer_s(pristine: Path) -> None:
     config = read_json(pristine / "config.json")
     with pytest.raises(InvalidInputError, match="num_hidden_layers"):
-        stored_draft(config, target_of("lightllm"))
+        target_of("lightllm").stored_draft(config)
 
 
 UNTESTED = [
