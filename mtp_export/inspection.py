@@ -11,7 +11,7 @@ from typing import Any
 from mtp_checkpoints.errors import MtpExportError, UsageError
 from mtp_checkpoints.families.base import Role
 from mtp_checkpoints.layouts import TARGETS
-from mtp_checkpoints.quantization.discrepancies import Discrepancy
+from mtp_checkpoints.quantization.mismatches import Mismatch
 from mtp_checkpoints.quantization.native import describe
 from mtp_checkpoints.quantization.stored import StoredModel, stored_model
 from mtp_checkpoints.sources.addresses import byte_source
@@ -53,7 +53,7 @@ class Inspection:
     shared_tensors: dict[str, str]
     missing_files: tuple[str, ...]
     unindexed_files: tuple[str, ...]
-    problems: tuple[Discrepancy, ...]
+    problems: tuple[Mismatch, ...]
 
     def as_json(self) -> dict[str, Any]:
         """Return the same facts for machines, sizes in bytes."""
@@ -132,10 +132,10 @@ class _Layout:
         """Return the kinds of a folder's tensors, and by name the place of its kind."""
         kinds: list[_Kind] = []
         place_of: dict[str, int] = {}
-        for alike in self.stored.alike:
-            weight = alike.specs[0]
+        for kind in self.stored.kinds:
+            weight = kind.specs[0]
             part = MAIN if weight.mtp_layer is None else MTP
-            for number, names in enumerate(alike.names):
+            for number, names in enumerate(kind.names):
                 place_of |= dict.fromkeys(names, len(kinds))
                 kinds.append((part, weight.role, None if number else weight.shape))
         for name, tensor in tensors.items():

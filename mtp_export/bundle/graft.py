@@ -13,7 +13,7 @@ from mtp_checkpoints.errors import InvalidInputError, UnsupportedError, UsageErr
 from mtp_checkpoints.families import family_of
 from mtp_checkpoints.formats.storage import READ_ONLY
 from mtp_checkpoints.layouts import engine_of, target_names, target_of
-from mtp_checkpoints.quantization.dialects import VLLM
+from mtp_checkpoints.quantization.method import VLLM
 from mtp_checkpoints.quantization.native import (
     DTYPE_KEYS,
     Config,
@@ -32,10 +32,9 @@ from mtp_export.bundle.preflight import check_nesting, check_output
 from mtp_export.bundle.same_model import check_same_model
 from mtp_export.bundle.split import SplitOptions
 from mtp_export.schemes import SCHEMES
-from mtp_export.schemes.base import GRAFTED
-from mtp_export.schemes.bf16 import BF16
 from mtp_export.schemes.conversion import AS_STORED
 from mtp_export.schemes.grafting import Draft, GraftDescription, describe_graft
+from mtp_export.schemes.scheme import BF16, GRAFTED
 
 MTP_LAYERS = "num_nextn_predict_layers"
 _CONTRACT = "mtp_contract"
@@ -49,7 +48,7 @@ class GraftOptions:
 
     bundle: BundleOptions
     mtp_source: Place
-    mtp_quant: str = BF16.name
+    mtp_quant: str = BF16
 
 
 def plan_graft(options: GraftOptions, *, dry_run: bool = False) -> BundlePlan:

@@ -18,7 +18,7 @@ from mtp_checkpoints.tensors.reader import CONFIG_NAME, read_json_object
 from mtp_export.bundle.bundle_plan import BundlePlan
 from mtp_export.bundle.options import Part
 from mtp_export.schemes import SCHEMES
-from mtp_export.schemes.base import GRAFTED, KEEP
+from mtp_export.schemes.scheme import GRAFTED, KEEP
 
 
 def launch_lines(plan: BundlePlan) -> dict[str, str]:

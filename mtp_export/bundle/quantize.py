@@ -21,7 +21,7 @@ from mtp_checkpoints.formats.storage import (
 )
 from mtp_checkpoints.layouts import engine_of, names_that_read, target_of
 from mtp_checkpoints.layouts.base import Target
-from mtp_checkpoints.quantization.dialects import VLLM, Dialect
+from mtp_checkpoints.quantization.method import VLLM, Dialect
 from mtp_checkpoints.quantization.native import with_quantization
 from mtp_checkpoints.quantization.stored import StoredModel
 from mtp_checkpoints.sources.byte_source import Place
@@ -34,10 +34,9 @@ from mtp_export.bundle.options import BundleOptions
 from mtp_export.bundle.preflight import check_nesting, check_output
 from mtp_export.bundle.split import SplitOptions
 from mtp_export.schemes import SCHEMES
-from mtp_export.schemes.base import KEEP, Scheme
-from mtp_export.schemes.bf16 import BF16
 from mtp_export.schemes.configs import quantization_configs
 from mtp_export.schemes.conversion import Conversion
+from mtp_export.schemes.scheme import BF16, KEEP, Scheme
 from mtp_export.schemes.table import check_pair
 
 
@@ -192,7 +191,7 @@ def _choose(options: QuantizeOptions, stored: StoredModel) -> _Choice:
     in_table = check_pair(
         base,
         mtp,
-        base_stays_bf16=base == BF16.name and stored.scheme == BF16.name,
+        base_stays_bf16=base == BF16 and stored.scheme == BF16,
         allow_untested=options.allow_untested_pair,
     )
     schemes = {"base": SCHEMES[base], "mtp": SCHEMES[mtp]}

@@ -22,12 +22,12 @@ from mtp_export.commands.bundle_tables import effort, parts_table, result_facts,
 from mtp_export.commands.output import heading
 from mtp_export.plan import Link
 from mtp_export.schemes import SCHEMES
-from mtp_export.schemes.bf16 import BF16
+from mtp_export.schemes.scheme import BF16
 
 # As for mtp-export quantize: every pair of its table gives the MTP module 8 bits or more.
 _NAMES = tuple(name for name in SCHEMES if "int4" not in name)
 GraftQuant = StrEnum("GraftQuant", {name: name for name in _NAMES})  # type: ignore[misc]
-_BF16 = GraftQuant(BF16.name)
+_BF16 = GraftQuant(BF16)
 
 Main = Annotated[
     Place,

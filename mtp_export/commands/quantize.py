@@ -37,7 +37,7 @@ from mtp_export.commands.report_files import try_reports
 from mtp_export.plan import Link
 from mtp_export.progress import format_bytes
 from mtp_export.schemes import SCHEMES
-from mtp_export.schemes.base import KEEP
+from mtp_export.schemes.scheme import KEEP
 
 _NAMES = (*SCHEMES, KEEP)
 # Every pair of the table gives the MTP module 8 bits or more.

@@ -10,7 +10,7 @@ from mtp_checkpoints.layouts import TARGETS
 from mtp_checkpoints.tensors.bundle_folder import MAIN, MTP, RELEASED
 from mtp_export.bundle.launch import native_scheme, serving_lines
 from mtp_export.publish.content import Content
-from mtp_export.schemes.base import KEEP
+from mtp_export.schemes.scheme import KEEP
 
 _PLACE = Path("/models")  # absolute: one of the engines runs in a container
 _OTHER = {MAIN: MTP, MTP: MAIN}

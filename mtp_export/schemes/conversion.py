@@ -6,52 +6,33 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from mtp_checkpoints.errors import UnsupportedError
-from mtp_checkpoints.families.base import Role, TensorSpec
-from mtp_checkpoints.formats import FORMATS, FormatOptions, WeightFormat
+from mtp_checkpoints.formats import FORMATS, WeightFormat
 from mtp_checkpoints.formats.storage import NATIVE_SCALE, Storage
-from mtp_checkpoints.quantization.native import NativeFp8
+from mtp_checkpoints.quantization.method import PartStorage
 from mtp_checkpoints.quantization.stored import StoredWeight
 from mtp_checkpoints.tensors.dtypes import OutputTensor
 from mtp_checkpoints.tensors.header import TensorInfo
 from mtp_export.plan import Step, copy_step
-from mtp_export.schemes.base import every_linear
+from mtp_export.schemes.scheme import every_linear
 from mtp_export.schemes.transforms import Convert, Transpose
 
 _CONVERTIBLE = ("F8_E4M3", "BF16", "F32")
 
 
-@dataclass(frozen=True)
-class Conversion:
-    """Conversion of the linears of one part, main or MTP.
+@dataclass(frozen=True, kw_only=True)
+class Conversion(PartStorage):
+    """Conversion of the linears of one part into their storages.
 
-    scheme is None where tensors stay as stored. scale_rule chooses int4 scales. bf16_modules are
-    linears (last name component) that are bf16 where others are fp8. native is an fp8 source's
-    format: what its release left out of fp8 stays as stored.
+    scheme is None where tensors stay as stored. scale_rule chooses int4 scales.
     """
 
-    scheme: str | None
-    storages: Mapping[Role, Storage]
-    options: FormatOptions = FormatOptions()
+    scheme: str | None = None
     scale_rule: str = "minmax"
-    bf16_modules: tuple[str, ...] = ()
-    int4_activations_fp8: bool = False
-    native: NativeFp8 | None = None
 
     @property
     def keeps_all(self) -> bool:
         """True where every tensor stays as stored."""
         return self.scheme is None and not self.storages
-
-    def storage_of(self, spec: TensorSpec) -> Storage | None:
-        """Return the storage of a weight; None for one that stays as stored whatever that is."""
-        storage = self.storages.get(spec.role)
-        if storage is None or not spec.is_linear_weight:
-            return None
-        if self.native is not None and not self.native.covers(spec.module):
-            return None
-        if storage is Storage.FP8_BLOCK and spec.module.rpartition(".")[2] in self.bf16_modules:
-            return Storage.BF16
-        return storage
 
     def step(
         self,
@@ -87,8 +68,8 @@ class Conversion:
         return Step(convert, inputs, outputs, scheme=self.scheme)
 
 
-AS_STORED = Conversion(None, {})
-DEQUANTIZED = Conversion(None, every_linear(Storage.BF16))
+AS_STORED = Conversion(storages={})
+DEQUANTIZED = Conversion(storages=every_linear(Storage.BF16))
 
 
 def transpose_step(tensor: TensorInfo, name: str) -> Step:

@@ -4,7 +4,7 @@ build both as they are stored. vLLM reads the main folder's for both, SGLang eac
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from mtp_checkpoints.errors import UnsupportedError
@@ -12,41 +12,13 @@ from mtp_checkpoints.families.base import ModelFamily, TensorSpec
 from mtp_checkpoints.formats import FormatOptions
 from mtp_checkpoints.formats.storage import COMPRESSED_SCALE, NATIVE_SCALE, Storage
 from mtp_checkpoints.layouts import engine_of, target_names
-from mtp_checkpoints.quantization.dialects import Dialect
-from mtp_checkpoints.quantization.methods.awq import AWQ, left_out_of_awq
-from mtp_checkpoints.quantization.methods.compressed import left_out_of_compressed
-from mtp_checkpoints.quantization.methods.gptq import GPTQ, left_out_of_gptq
-from mtp_checkpoints.quantization.methods.modelopt import MODELOPT, left_out_of_modelopt
-from mtp_checkpoints.quantization.native import COMPRESSED, Config, with_left_out
-from mtp_checkpoints.quantization.readings import Reading, reading_of
+from mtp_checkpoints.quantization.method import Dialect, Method, QuantConfig, modules_of
+from mtp_checkpoints.quantization.methods import METHODS, quant_config_of
+from mtp_checkpoints.quantization.native import Config
 from mtp_checkpoints.quantization.stored import StoredModel
-from mtp_export.schemes.base import Scheme
 from mtp_export.schemes.configs import quantization_configs
 from mtp_export.schemes.conversion import Conversion
-from mtp_export.schemes.draft_groups import with_draft_groups
-
-_FP8 = "fp8"
-_LOOKS_AT_TENSORS = (AWQ, GPTQ)
-
-
-def _left_out_of_fp8(quantization: Config, modules: Sequence[str]) -> Config:
-    return with_left_out(quantization, list(modules))
-
-
-# By quant_method: the config that leaves modules unquantized, with all below them.
-LEFT_OUT: dict[str, Callable[[Config, Sequence[str]], Config]] = {
-    _FP8: _left_out_of_fp8,
-    COMPRESSED: left_out_of_compressed,
-    AWQ: left_out_of_awq,
-    GPTQ: left_out_of_gptq,
-    MODELOPT: left_out_of_modelopt,
-}
-# By quant_method: storages of a quantized draft that a main model's config can describe. AWQ knows
-# one format; GPTQ's `dynamic` and ModelOpt's mixed precision only formats that no scheme writes.
-DESCRIBED: dict[str | None, frozenset[Storage]] = {
-    _FP8: frozenset({Storage.FP8_BLOCK}),
-    COMPRESSED: frozenset({Storage.INT8_CHANNEL, Storage.FP8_BLOCK}),
-}
+from mtp_export.schemes.scheme import Scheme
 
 
 @dataclass(frozen=True)
@@ -69,19 +41,17 @@ class Draft:
 
     def fits(self, method: str | None) -> bool:
         """Return whether a main model's config of a quant_method can describe it."""
-        known = DESCRIBED.get(method, frozenset())
-        if method == COMPRESSED and self.dialect.native_fp8:
-            known -= {Storage.FP8_BLOCK}
+        known = METHODS[method].draft_storages(self.dialect) if method else frozenset()
         return self.storages <= known
 
-    def conversion(self, *, in_group: bool) -> Conversion:
-        """Return its conversion; in_group: a compressed-tensors config describes it, with another
+    def conversion(self, *, in_groups: bool) -> Conversion:
+        """Return its conversion; in_groups: a compressed-tensors config describes it, with another
         name for fp8 scales, and linears that attention absorbs stay in bf16."""
         return Conversion(
             scheme=self.scheme.name,
             storages=self.scheme.storages,
-            options=FormatOptions(fp8_scale_name=COMPRESSED_SCALE if in_group else NATIVE_SCALE),
-            bf16_modules=self.family.patterns.absorbed if in_group else (),
+            options=FormatOptions(fp8_scale_name=COMPRESSED_SCALE if in_groups else NATIVE_SCALE),
+            bf16_modules=self.family.patterns.absorbed if in_groups else (),
             native=self.stored.native,
         )
 
@@ -107,29 +77,32 @@ def describe_graft(
 
     Raises UnsupportedError for a draft that cannot be described, and what reading_of raises.
     """
-    method = _method_of(quantization)
-    fits = draft.fits(method)
+    name = _method_of(quantization)
+    fits = draft.fits(name)
     if not fits and not draft.dialect.own_config:
-        raise _undescribed(method, draft)
+        raise _undescribed(name, draft)
     together = fits and bool(draft.storages)
-    mtp = draft.conversion(in_group=together and method == COMPRESSED)
+    in_groups = together and name is not None and METHODS[name].in_groups
+    mtp = draft.conversion(in_groups=in_groups)
     main = None
-    if isinstance(quantization, dict) and method is not None:
-        main = _main_config(quantization, tensors, draft, mtp if together else None)
-    own = main
+    if isinstance(quantization, dict) and name is not None:
+        main = _main_config(METHODS[name], quantization, tensors, draft, mtp if together else None)
+    mtp_config = main
     if not fits:
-        own = quantization_configs(draft.stored, main=mtp, mtp=mtp, dialect=draft.dialect).mtp
-    _check_described(method, reading_of(own), draft.family, mtp)
-    in_one_dialect = together and method == COMPRESSED and Storage.FP8_BLOCK in draft.storages
+        own_configs = quantization_configs(draft.stored, main=mtp, mtp=mtp, dialect=draft.dialect)
+        mtp_config = own_configs.mtp
+    _check_described(name, quant_config_of(mtp_config), draft.family, mtp)
+    in_one_dialect = in_groups and Storage.FP8_BLOCK in draft.storages
     return GraftDescription(
         main=main,
-        mtp=own if draft.storages else None,
+        mtp=mtp_config if draft.storages else None,
         conversion=mtp,
         reader=draft.dialect.name if in_one_dialect or not fits else None,
     )
 
 
 def _main_config(
+    method: Method,
     quantization: Config,
     tensors: Mapping[str, object],
     draft: Draft,
@@ -138,34 +111,40 @@ def _main_config(
     """Return the main folder's config, which describes the draft by this conversion, or else leaves
     it out.
 
-    AWQ's and GPTQ's loaders find linears that are not quantized by their tensors, but only as long
-    as nothing is listed: those of the main model are listed too, therefore.
+    Where loaders look for tensors as long as nothing is listed, the main model's linears that are
+    not quantized are listed too.
     """
-    method, family = quantization["quant_method"], draft.family
-    if together is not None and method == COMPRESSED:
-        return with_draft_groups(quantization, family, together)
+    family = draft.family
+    if together is not None:
+        assert method.describe is not None, "the draft fits"
+        return method.describe(quantization, family, together)
+    assert method.leave_out is not None, "_method_of refuses others"
     listed: list[str] = []
-    if method in _LOOKS_AT_TENSORS:
-        listed += _plain_linears(reading_of(quantization), family, tensors)
-    listed += _draft_modules(method, family, together)
-    return LEFT_OUT[method](quantization, listed) if listed else dict(quantization)
+    if method.lists_absent:
+        listed += _plain_linears(quant_config_of(quantization), family, tensors)
+    if method.whole_names:
+        listed += modules_of(spec for spec in _linears(family) if spec.mtp_layer is not None)
+    else:
+        listed += [f"model.layers.{layer}" for layer in family.mtp_layers]
+    return method.leave_out(quantization, listed)
 
 
 def _method_of(quantization: object) -> str | None:
-    """Return a quant_method, None without (what reading_of raises, and UnsupportedError for one
-    that leaves nothing out)."""
-    reading_of(quantization)
+    """Return a quant_method, None without (what quant_config_of raises, and UnsupportedError for
+    one that leaves nothing out)."""
+    quant_config_of(quantization)
     if not quantization:
         return None
-    assert isinstance(quantization, dict), "reading_of refuses anything else"
-    method = str(quantization["quant_method"])
-    if method not in LEFT_OUT:
+    assert isinstance(quantization, dict), "quant_config_of refuses anything else"
+    name = str(quantization["quant_method"])
+    if METHODS[name].leave_out is None:
+        others = (other for other, method in METHODS.items() if method.leave_out)
         raise UnsupportedError(
             "A draft cannot be described beside a main model of this quantization method",
-            expected=f"quant_method {' or '.join(LEFT_OUT)}",
-            found=method,
+            expected=f"quant_method {' or '.join(others)}",
+            found=name,
         )
-    return method
+    return name
 
 
 def _undescribed(method: str | None, draft: Draft) -> UnsupportedError:
@@ -186,26 +165,11 @@ def _undescribed(method: str | None, draft: Draft) -> UnsupportedError:
 
 
 def _plain_linears(
-    reading: Reading, family: ModelFamily, tensors: Mapping[str, object]
+    config: QuantConfig, family: ModelFamily, tensors: Mapping[str, object]
 ) -> list[str]:
     """Return main linears that are stored as they are though the config quantizes them."""
     main = (spec for spec in _linears(family) if spec.mtp_layer is None and spec.name in tensors)
-    return _modules(s for s in main if reading.format_of(s.module, s.role) is not None)
-
-
-def _draft_modules(method: str, family: ModelFamily, partly: Conversion | None) -> list[str]:
-    """Return the draft's modules that are not quantized: the MTP layers, or linears one by one
-    where loaders compare whole names. partly is the conversion of a draft that has others."""
-    if method != _FP8:
-        return [f"model.layers.{layer}" for layer in family.mtp_layers]
-    mtp = (spec for spec in _linears(family) if spec.mtp_layer is not None)
-    return _modules(s for s in mtp if partly is None or partly.storage_of(s) is None)
-
-
-def _modules(specs: Iterable[TensorSpec]) -> list[str]:
-    """Return the modules of linears; a layer's experts as one name."""
-    parts = (spec.module.partition(".mlp.experts.") for spec in specs)
-    return list(dict.fromkeys(layer + experts.rstrip(".") for layer, experts, _ in parts))
+    return modules_of(s for s in main if config.format_of(s.module, s.role) is not None)
 
 
 def _linears(family: ModelFamily) -> list[TensorSpec]:
@@ -213,14 +177,14 @@ def _linears(family: ModelFamily) -> list[TensorSpec]:
 
 
 def _check_described(
-    method: str | None, reading: Reading, family: ModelFamily, mtp: Conversion
+    method: str | None, config: QuantConfig, family: ModelFamily, mtp: Conversion
 ) -> None:
     """Refuse a draft that engines would take for something else by this config."""
     for spec in family.tensors.values():
         if spec.mtp_layer is None or len(spec.shape) != 2:
             continue
-        found = reading.format_of(spec.module, spec.role)
-        read_as = Storage.BF16 if found is None else found.storage
+        actual = config.format_of(spec.module, spec.role)
+        read_as = Storage.BF16 if actual is None else actual.storage
         stored_as = mtp.storage_of(spec) or Storage.BF16
         if read_as is not stored_as:
             raise UnsupportedError(

@@ -13,8 +13,7 @@ from mtp_checkpoints.errors import InvalidInputError
 from mtp_checkpoints.formats.storage import Storage
 from mtp_checkpoints.layouts import TARGETS
 from mtp_export.schemes import SCHEMES
-from mtp_export.schemes.base import GRAFTED, KEEP
-from mtp_export.schemes.bf16 import BF16
+from mtp_export.schemes.scheme import BF16, GRAFTED, KEEP
 
 
 @dataclass(frozen=True)
@@ -96,7 +95,7 @@ def gate_of(manifest_options: Mapping[str, object]) -> tuple[str, RunGate]:
     base, mtp = (str(manifest_options.get(f"{part}_quant") or KEEP) for part in ("base", "mtp"))
     target = TARGETS.get(str(manifest_options.get("target")))
     if target is not None and target.dequantizes and base == KEEP:
-        base = mtp = BF16.name
+        base = mtp = BF16
     main = _grafted_gate(manifest_options) if base == GRAFTED else _scheme_gate(base)
     draft = _scheme_gate(mtp)
     points = max(main.acceptance_points, draft.acceptance_points)

@@ -18,7 +18,8 @@ from cases import make_checkpoint, quantize
 from mtp_checkpoints.families import family_of
 from mtp_checkpoints.families.base import ModelFamily
 from mtp_checkpoints.formats import Fp8Block, Int4Group, W4AFp8
-from mtp_checkpoints.quantization.readings import Reading, reading_of
+from mtp_checkpoints.quantization.method import QuantConfig
+from mtp_checkpoints.quantization.methods import quant_config_of
 from mtp_checkpoints.tensors.bundle_folder import open_checkpoint
 from mtp_export.schemes.table import PAIRS
 from quantize_rows import ROWS, linears
@@ -173,10 +174,10 @@ def stored_modules(module: str, on_disk: list[str], layer: str) -> list[str]:
 
 
 @cache
-def understood(folder: Path) -> tuple[ModelFamily, Reading]:
+def understood(folder: Path) -> tuple[ModelFamily, QuantConfig]:
     config = json.loads((folder / "config.json").read_text())
     quantization = config.pop("quantization_config", None)
-    return family_of(config), reading_of(quantization)
+    return family_of(config), quant_config_of(quantization)
 
 
 def columns_of(folder: Path, module: str) -> int:

@@ -18,7 +18,7 @@ from mtp_export.bundle.options import BundleOptions
 from mtp_export.bundle.quantize import QuantizeOptions, plan_quantize
 from mtp_export.inspection import inspect
 from mtp_export.schemes import SCHEMES
-from mtp_export.schemes.base import Scheme, every_linear
+from mtp_export.schemes.scheme import Scheme, every_linear
 from mtp_export.schemes.table import weigh
 from mtp_export.verify.gates import gate_of
 from mtp_runtime.models.load import LoadOptions, load_model

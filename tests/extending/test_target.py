@@ -17,7 +17,7 @@ from cases import WHOLE_TILES, export, make_checkpoint, quantize, read_json, run
 from mtp_checkpoints.formats.storage import Storage
 from mtp_checkpoints.layouts import TARGETS
 from mtp_checkpoints.layouts.base import Config, Deployment, DraftReading, Engine, Target
-from mtp_checkpoints.quantization.dialects import VLLM
+from mtp_checkpoints.quantization.method import VLLM
 from mtp_export.inspection import inspect
 from mtp_runtime.models.load import LoadOptions, load_model
 

@@ -10,7 +10,7 @@ from cases import MTP_LAYER, TINY_CONFIG, UNQUANTIZED
 from mtp_checkpoints.errors import UnsupportedError
 from mtp_checkpoints.families.base import Role
 from mtp_checkpoints.formats import FormatOptions, Fp8Block, Int4Group, Int8Channel
-from mtp_checkpoints.quantization.dialects import SGLANG, VLLM, Dialect
+from mtp_checkpoints.quantization.method import SGLANG, VLLM, Dialect
 from mtp_checkpoints.quantization.native import NATIVE_FP8, QUANTIZATION
 from mtp_checkpoints.quantization.stored import StoredModel, stored_model
 from mtp_export.schemes import SCHEMES
@@ -29,7 +29,7 @@ def conversion(name: str, **changes: Any) -> Conversion:
     """A part in a scheme; fp8 under compressed-tensors' name for scales."""
     scheme, options = SCHEMES[name], FormatOptions(group_size=64, fp8_scale_name="weight_scale")
     fields = {"int4_activations_fp8": scheme.int4_activations_fp8, **changes}
-    return Conversion(scheme.name, scheme.storages, options, **fields)
+    return Conversion(scheme=scheme.name, storages=scheme.storages, options=options, **fields)
 
 
 def configs(
@@ -133,7 +133,7 @@ def test_integers_beside_fp8_as_sglang_reads_them() -> None:
 def test_sglang_s_own_method() -> None:
     main = conversion("a8w8_fp8")
     w4afp8 = SCHEMES["a8w8_fp8_wint4"].variant("--format", "w4afp8").storages
-    own = Conversion("a8w8_fp8_wint4", w4afp8)
+    own = Conversion(storages=w4afp8)
     found = quantization_configs(FP8_SOURCE, main=own, mtp=main, dialect=SGLANG)
     assert found == PartConfigs({"quant_method": "w4afp8"}, dict(NATIVE_FP8))
 
@@ -171,7 +171,7 @@ def test_what_cannot_be_left_out(option: str) -> None:
     w4afp8 = SCHEMES["a8w8_fp8_wint4"].variant("--format", "w4afp8").storages
     main = conversion("a8w8_fp8_wint4")
     if option == "--format w4afp8":
-        main = Conversion("a8w8_fp8_wint4", w4afp8)
+        main = Conversion(storages=w4afp8)
     with pytest.raises(UnsupportedError) as caught:
         quantization_configs(
             left_out_source(), main=main, mtp=conversion("a8w8_fp8"), dialect=SGLANG

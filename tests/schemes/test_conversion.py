@@ -18,20 +18,20 @@ from mtp_checkpoints.formats import (
     WeightFormat,
 )
 from mtp_checkpoints.formats.storage import Storage
-from mtp_checkpoints.quantization.discrepancies import StoredTensor
+from mtp_checkpoints.quantization.mismatches import StoredTensor
 from mtp_checkpoints.quantization.native import NativeFp8
 from mtp_checkpoints.quantization.stored import StoredWeight
 from mtp_checkpoints.sources.local_folder import LocalFolder
 from mtp_checkpoints.tensors.dtypes import OutputTensor
 from mtp_checkpoints.tensors.header import TensorInfo
 from mtp_export.plan import COPY, Step, copy_step
-from mtp_export.schemes.base import every_linear
 from mtp_export.schemes.conversion import (
     AS_STORED,
     DEQUANTIZED,
     Conversion,
     transpose_step,
 )
+from mtp_export.schemes.scheme import every_linear
 from mtp_export.schemes.transforms import Convert, Transpose
 
 NAME = "model.layers.1.mlp.up_proj.weight"
@@ -60,12 +60,13 @@ SOURCE = {NAME: CODES, SCALE: BLOCKS}
 
 
 def conversion(storage: Storage, **more: Any) -> Conversion:
-    return Conversion("scheme", every_linear(storage), **more)
+    return Conversion(scheme="scheme", storages=every_linear(storage), **more)
 
 
 @pytest.mark.parametrize("role", Role)
 def test_linears_have_the_storage_of_their_role(role: Role) -> None:
-    own = Conversion("x", every_linear(Storage.BF16) | {Role.DENSE_MLP: Storage.INT8_CHANNEL})
+    storages = every_linear(Storage.BF16) | {Role.DENSE_MLP: Storage.INT8_CHANNEL}
+    own = Conversion(scheme="x", storages=storages)
     expected = Storage.INT8_CHANNEL if role is Role.DENSE_MLP else Storage.BF16
     assert own.storage_of(spec_of(role)) is (expected if role in LINEAR_ROLES else None)
     assert own.storage_of(spec_of(role, NAME, 256)) is None, "a vector is no linear"

@@ -9,7 +9,7 @@ import pytest
 from cases import MTP_LAYER, TINY_CONFIG
 from mtp_checkpoints.errors import UnsupportedError
 from mtp_checkpoints.formats.storage import Storage
-from mtp_checkpoints.quantization.dialects import SGLANG, VLLM, Dialect
+from mtp_checkpoints.quantization.method import SGLANG, VLLM, Dialect
 from mtp_checkpoints.quantization.native import NATIVE_FP8
 from mtp_checkpoints.quantization.stored import stored_model
 from mtp_export.schemes import SCHEMES

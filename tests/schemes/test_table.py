@@ -12,7 +12,7 @@ from mtp_checkpoints.families import family_of
 from mtp_checkpoints.families.base import LINEAR_ROLES, Role, TensorSpec
 from mtp_checkpoints.formats.storage import Storage
 from mtp_export.schemes import SCHEMES
-from mtp_export.schemes.base import Scheme, every_linear
+from mtp_export.schemes.scheme import Scheme, every_linear
 from mtp_export.schemes.table import PAIRS, Weight, check_pair, weigh
 
 IN_TABLE = [

@@ -14,7 +14,7 @@ from mtp_checkpoints.errors import InvalidInputError
 from mtp_checkpoints.families.base import Role
 from mtp_checkpoints.formats.storage import Storage
 from mtp_export.schemes import SCHEMES
-from mtp_export.schemes.base import Scheme, every_linear
+from mtp_export.schemes.scheme import Scheme, every_linear
 from mtp_export.verify import CHECKS
 from mtp_export.verify.check import Check, Level
 from mtp_export.verify.gates import GATES, UNCHANGED, RunGate, gate_of

@@ -11,7 +11,7 @@ from typing import Any
 from mtp_checkpoints.errors import InvalidInputError, UnsupportedError
 from mtp_checkpoints.families.fields import Fields
 from mtp_checkpoints.formats.storage import FLOATS, Storage
-from mtp_checkpoints.quantization.dialects import Dialect
+from mtp_checkpoints.quantization.method import Dialect
 from mtp_checkpoints.quantization.native import with_renamed_modules
 from mtp_checkpoints.quantization.stored import StoredModel, stored_mtp
 

@@ -11,7 +11,7 @@ from typing import Any
 from mtp_checkpoints.families.base import SGLANG_DRAFT
 from mtp_checkpoints.formats.storage import FLOATS, Storage
 from mtp_checkpoints.layouts.base import Config, Deployment, DraftReading, Engine, Target
-from mtp_checkpoints.quantization.dialects import SGLANG, VLLM
+from mtp_checkpoints.quantization.method import SGLANG, VLLM
 
 VLLM_PROBE = "command -v vllm"
 VLLM_READING = DraftReading(

@@ -16,8 +16,10 @@ from mtp_checkpoints.families.base import ModelFamily, Role, TensorSpec
 from mtp_checkpoints.formats import UNQUANTIZED, EncodedWeight, WeightFormat
 from mtp_checkpoints.formats.storage import Storage
 from mtp_checkpoints.named_tuples import rows_of
-from mtp_checkpoints.quantization.discrepancies import Discrepancy, HasLayout, StoredTensor, compare
-from mtp_checkpoints.quantization.loaded_together import EXPERTS, check_loaded_together
+from mtp_checkpoints.quantization.fusion_rules import EXPERTS, check_fusion_rules
+from mtp_checkpoints.quantization.method import QuantConfig
+from mtp_checkpoints.quantization.methods import quant_config_of
+from mtp_checkpoints.quantization.mismatches import HasLayout, Mismatch, StoredTensor, compare
 from mtp_checkpoints.quantization.native import (
     COMPRESSED,
     NativeFp8,
@@ -25,7 +27,6 @@ from mtp_checkpoints.quantization.native import (
     native_scheme,
     quantization_of,
 )
-from mtp_checkpoints.quantization.readings import Reading, reading_of
 
 if TYPE_CHECKING:
     import torch
@@ -84,7 +85,7 @@ class StoredWeight(NamedTuple):
         return self.format.encoded(tensors)
 
 
-class AlikeWeights(NamedTuple):
+class WeightKind(NamedTuple):
     """Weights that differ in the number of their expert alone, and their format: a model has
     46,000 weights, but some hundred kinds of them.
 
@@ -133,25 +134,25 @@ class StoredModel:
     they have in common.
 
     quantization is config.json's quantization_config as it was read; where a folder holds one part
-    alone, specs and alike are those of the part.
+    alone, specs and kinds are those of the part.
     """
 
     family: ModelFamily
     quantization: object
     specs: Sequence[TensorSpec]
-    alike: Sequence[AlikeWeights]
+    kinds: Sequence[WeightKind]
 
     @cached_property
     def weights(self) -> Mapping[str, StoredWeight]:
         """Every weight by its released name."""
-        made = {one.weight.name: one for alike in self.alike for one in alike.weights()}
+        made = {weight.weight.name: weight for kind in self.kinds for weight in kind.weights()}
         return {spec.name: made[spec.name] for spec in self.specs}
 
     @cached_property
     def tables(self) -> Mapping[str, StoredWeight]:
         """Embeddings and heads by their released names."""
-        tables = (alike for alike in self.alike if alike.specs[0].role in _TABLES)
-        return {one.weight.name: one for alike in tables for one in alike.weights()}
+        tables = (kind for kind in self.kinds if kind.specs[0].role in _TABLES)
+        return {table.weight.name: table for kind in tables for table in kind.weights()}
 
     @cached_property
     def tensors(self) -> Mapping[str, StoredTensor]:
@@ -182,7 +183,7 @@ class StoredModel:
         return replace(
             self,
             specs=[spec for spec in self.specs if is_there(spec)],
-            alike=[alike for alike in self.alike if is_there(alike.specs[0])],
+            kinds=[kind for kind in self.kinds if is_there(kind.specs[0])],
         )
 
     @cached_property
@@ -201,7 +202,7 @@ class StoredModel:
     @cached_property
     def in_channels(self) -> bool:
         """True for a checkpoint with fp8 channels, and nothing else that is quantized."""
-        storages = {alike.format.storage for alike in self.alike}
+        storages = {kind.format.storage for kind in self.kinds}
         return Storage.FP8_CHANNEL in storages and storages <= _IN_CHANNELS
 
     def reread(self, quantization: object, rename: Callable[[str], str]) -> StoredModel:
@@ -218,10 +219,10 @@ class StoredModel:
             self.family,
             quantization,
             specs=[*main.specs, *mtp.specs],
-            alike=[*main.alike, *mtp.alike],
+            kinds=[*main.kinds, *mtp.kinds],
         )
 
-    def differences(self, tensors: Mapping[str, HasLayout]) -> list[Discrepancy]:
+    def differences(self, tensors: Mapping[str, HasLayout]) -> list[Mismatch]:
         """Return every difference between a folder's tensors and those that it must hold, in a
         stable order."""
         return [] if self._are_in(tensors) else compare(tensors, self.tensors.values())
@@ -230,11 +231,11 @@ class StoredModel:
         """Return whether a folder holds every tensor as it must be, and no other: looking at those
         that are alike together takes a fraction of finding each difference."""
         held = 0
-        for alike in self.alike:
-            names = [*alike.names]
-            if alike.tensors[0].optional and tensors.keys().isdisjoint(chain(*names)):
+        for kind in self.kinds:
+            names = [*kind.names]
+            if kind.tensors[0].optional and tensors.keys().isdisjoint(chain(*names)):
                 continue
-            for own, (_, shape, dtypes, *_) in zip(names, alike.tensors, strict=True):
+            for own, (_, shape, dtypes, *_) in zip(names, kind.tensors, strict=True):
                 try:
                     found = set(map(_layout_of, map(tensors.__getitem__, own)))
                 except KeyError:
@@ -305,21 +306,21 @@ def _stored(
     transposes: bool = False,
 ) -> StoredModel:
     """Return how tensors of a model lie on disk; the config's patterns match the renamed names."""
-    reading = reading_of(quantization)
+    config = quant_config_of(quantization)
     formats: dict[str, WeightFormat | None] = {}
-    kinds: dict[tuple[object, ...], AlikeWeights] = {}
+    kinds: dict[tuple[object, ...], WeightKind] = {}
     for spec in specs:
         layer, expert, tail = _split_at_expert(rename(spec.name))
-        kind = layer, tail, spec[1:]
-        alike = kinds.get(kind)
-        if alike is None:
+        key = layer, tail, spec[1:]
+        kind = kinds.get(key)
+        if kind is None:
             # Engines read all experts of a layer in the format of the first one.
             first = f"{layer}{EXPERTS}0{tail}" if expert else tail
-            own = _format_of(reading, first, spec, formats) or UNQUANTIZED
-            alike = kinds[kind] = _alike(spec, tail, own, transposes=transposes)
-        alike.specs.append(spec)
-        alike.experts.append(expert)
-    check_loaded_together(family, reading, formats)
+            stored_as = _format_of(config, first, spec, formats) or UNQUANTIZED
+            kind = kinds[key] = _kind_of(spec, tail, stored_as, transposes=transposes)
+        kind.specs.append(spec)
+        kind.experts.append(expert)
+    check_fusion_rules(family, config, formats)
     return StoredModel(family, quantization, specs, [*kinds.values()])
 
 
@@ -334,20 +335,20 @@ def _split_at_expert(name: str) -> tuple[str, str, str]:
 
 
 def _format_of(
-    reading: Reading, name: str, spec: TensorSpec, formats: dict[str, WeightFormat | None]
+    config: QuantConfig, name: str, spec: TensorSpec, formats: dict[str, WeightFormat | None]
 ) -> WeightFormat | None:
     """Return the format of a tensor by its name, noted by its module's; None for no matrix."""
     if not name.endswith(_WEIGHT) or len(spec.shape) != 2:
         return None
     module = name.removesuffix(_WEIGHT)
-    formats[module] = reading.format_of(module, spec.role)
+    formats[module] = config.format_of(module, spec.role)
     return formats[module]
 
 
-def _alike(
+def _kind_of(
     spec: TensorSpec, name: str, weight_format: WeightFormat, *, transposes: bool
-) -> AlikeWeights:
-    """Return the weights that are like one, none yet; name is its own on disk, or the end of it."""
+) -> WeightKind:
+    """Return the kind of a weight, still empty; name is its name on disk, or the end of that."""
     tensors: tuple[StoredTensor, ...] = (
         StoredTensor(name, spec.shape, spec.dtypes, optional=spec.optional),
     )
@@ -369,7 +370,7 @@ def _alike(
             tensor._replace(shape=tensor.shape[::-1]) if len(tensor.shape) == 2 else tensor
             for tensor in tensors
         )
-    return AlikeWeights(weight_format, tensors, transposed, specs=[], experts=[])
+    return WeightKind(weight_format, tensors, transposed, specs=[], experts=[])
 
 
 def _check_columns(spec: TensorSpec, weight_format: WeightFormat) -> None:

@@ -12,13 +12,13 @@ from typing import TYPE_CHECKING, Any
 from mtp_checkpoints.errors import MtpExportError
 from mtp_checkpoints.formats.storage import mixes_integers_with_fp8
 from mtp_checkpoints.layouts.base import DraftReading, Engine
-from mtp_checkpoints.quantization.discrepancies import Discrepancy
+from mtp_checkpoints.quantization.mismatches import Mismatch
 from mtp_checkpoints.quantization.native import quantization_of
 from mtp_checkpoints.quantization.stored import StoredModel, StoredWeight
 from mtp_checkpoints.tensors.bundle_folder import MAIN, MTP
 from mtp_checkpoints.tensors.header import TensorInfo
 from mtp_export.schemes import SCHEMES
-from mtp_export.schemes.base import GRAFTED
+from mtp_export.schemes.scheme import GRAFTED
 from mtp_export.verify.check import Item, Problem, failed, not_tested, verdict
 from mtp_export.verify.diagnosis.causes import files as causes
 from mtp_export.verify.evidence.bundle_parts import PartLayout
@@ -109,7 +109,7 @@ def _weight_of_module(promised: StoredModel, module: str) -> StoredWeight | None
     return None
 
 
-def _presence_words(found: Discrepancy) -> str:
+def _presence_words(found: Mismatch) -> str:
     if found.found == "no such tensor":
         return causes.tensor_missing(found.tensor, found.expected)
     return causes.tensor_unlike_promised(found.tensor, found.problem, found.found)

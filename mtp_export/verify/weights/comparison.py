@@ -16,7 +16,7 @@ from mtp_checkpoints.quantization.native import QUANTIZATION
 from mtp_checkpoints.tensors.bundle_folder import MAIN, MTP
 from mtp_checkpoints.weights.weight_values import WeightOnDisk
 from mtp_export.progress import format_bytes
-from mtp_export.schemes.base import GRAFTED
+from mtp_export.schemes.scheme import GRAFTED
 from mtp_export.verify.check import Item, Problem, not_tested, verdict
 from mtp_export.verify.diagnosis.causes import weights as causes
 from mtp_export.verify.diagnosis.weight_bugs import Sources, explain

@@ -8,7 +8,7 @@ from pathlib import Path
 from mtp_checkpoints.errors import InvalidInputError
 from mtp_checkpoints.families import family_of
 from mtp_checkpoints.layouts import target_of
-from mtp_checkpoints.quantization.discrepancies import compare
+from mtp_checkpoints.quantization.mismatches import compare
 from mtp_checkpoints.quantization.stored import StoredModel, StoredWeight, stored_model
 from mtp_checkpoints.tensors.bundle_folder import bundle_target, open_parts
 from mtp_checkpoints.tensors.reader import CONFIG_NAME, Checkpoint

@@ -18,7 +18,7 @@ import torch
 from mtp_checkpoints.errors import InvalidInputError
 from mtp_checkpoints.families.eagle3 import TARGET_MASK, TARGET_OFFSETS, Eagle3Family, own_name
 from mtp_checkpoints.families.modules import weight_name
-from mtp_checkpoints.quantization.discrepancies import StoredTensor, compare
+from mtp_checkpoints.quantization.mismatches import StoredTensor, compare
 from mtp_kernels.batch_layout import BatchLayout
 from mtp_kernels.decoder import ModuleInputs, RowStep
 from mtp_kernels.sizes import ONE_EXPERT

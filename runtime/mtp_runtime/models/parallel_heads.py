@@ -27,7 +27,7 @@ from mtp_checkpoints.families.parallel_heads import (
     layout_of,
     released_name,
 )
-from mtp_checkpoints.quantization.discrepancies import StoredTensor, compare
+from mtp_checkpoints.quantization.mismatches import StoredTensor, compare
 from mtp_checkpoints.tensors.reader import CONFIG_NAME, read_json_object
 from mtp_kernels.batch_layout import BatchLayout
 from mtp_kernels.decoder import RowStep

@@ -14,9 +14,9 @@ from mtp_checkpoints.errors import InvalidInputError, UnsupportedError
 from mtp_checkpoints.families.base import Role
 from mtp_checkpoints.formats import AwqInt4, Fp8Tensor, GptqInt4, NvFp4
 from mtp_checkpoints.formats.storage import Storage
+from mtp_checkpoints.quantization.methods import quant_config_of
 from mtp_checkpoints.quantization.methods.modelopt import flattened
 from mtp_checkpoints.quantization.native import QUANTIZATION
-from mtp_checkpoints.quantization.readings import reading_of
 from mtp_checkpoints.quantization.stored import StoredWeight, stored_model
 from mtp_checkpoints.tensors.reader import Checkpoint
 from mtp_checkpoints.weights.weight_values import WeightOnDisk, weights_on_disk
@@ -158,7 +158,7 @@ NVFP4 = METHODS["modelopt nvfp4"].config
 
 
 def formats(config: dict[str, Any], *modules: str) -> list[object]:
-    reading = reading_of(config)
+    reading = quant_config_of(config)
     return [reading.format_of(module, Role.ROUTED_EXPERT) for module in modules]
 
 
@@ -169,7 +169,7 @@ def test_awq_leaves_out_parts_of_names() -> None:
         None,
         AwqInt4(32),
     ]
-    reading = reading_of({"quant_method": "awq", "w_bit": 4, "q_group_size": 64})
+    reading = quant_config_of({"quant_method": "awq", "w_bit": 4, "q_group_size": 64})
     assert reading.format_of(EXPERT, Role.ATTENTION) == AwqInt4(64)
     assert reading.fused_format("x", AwqInt4(64)) == AwqInt4(64)
     for role in (Role.HEAD, Role.ROUTER, Role.MTP_PROJECTION, Role.EMBEDDING):
@@ -185,8 +185,8 @@ def test_gptq_takes_the_first_pattern_from_a_name_s_start() -> None:
     }
     found = formats(GPTQ | {"dynamic": dynamic}, *(f"model.layers.{n}.x" for n in range(5)))
     assert found == [GptqInt4(32), GptqInt4(64), None, GptqInt4(32), GptqInt4(16)]
-    assert reading_of(GPTQ).fused_format("x", GptqInt4(32)) == GptqInt4(32)
-    assert reading_of(GPTQ).format_of("x", Role.HEAD) is None
+    assert quant_config_of(GPTQ).fused_format("x", GptqInt4(32)) == GptqInt4(32)
+    assert quant_config_of(GPTQ).format_of("x", Role.HEAD) is None
     (v2,) = formats(GPTQ | {"checkpoint_format": "gptq_v2"}, EXPERT)
     assert v2 == GptqInt4(32, zeros_less_one=False)
 
@@ -195,7 +195,7 @@ def test_modelopt_ignores_by_parts_and_wildcards() -> None:
     config = NVFP4 | {"ignore": ["*.self_attn*", "layers.2"]}
     found = formats(config, EXPERT, "model.layers.1.self_attn.o_proj", "model.layers.1.x")
     assert found == [None, None, NvFp4()]
-    assert reading_of(config).fused_format("x", NvFp4()) == NvFp4()
+    assert quant_config_of(config).fused_format("x", NvFp4()) == NvFp4()
     nested = METHODS["modelopt fp8, in a file"].config | {"quant_method": "modelopt"}
     assert formats(nested, "lm_head", EXPERT) == [None, Fp8Tensor()]
 
@@ -225,7 +225,7 @@ def test_modelopt_ignores_by_parts_and_wildcards() -> None:
 )
 def test_configs_that_are_not_read(config: dict[str, Any], error: Any, words: str) -> None:
     with pytest.raises(error, match=words):
-        reading_of(config)
+        quant_config_of(config)
 
 
 def test_a_stored_weight_checks_what_comes_beside_its_scales() -> None:

@@ -16,7 +16,7 @@ from mtp_checkpoints.families import family_of
 from mtp_checkpoints.formats import W4AFp8
 from mtp_checkpoints.formats.storage import Storage
 from mtp_checkpoints.layouts import TARGETS, target_of
-from mtp_checkpoints.quantization.discrepancies import StoredTensor, compare
+from mtp_checkpoints.quantization.mismatches import StoredTensor, compare
 from mtp_checkpoints.quantization.stored import StoredModel, stored_model
 from mtp_checkpoints.tensors.reader import Checkpoint
 from quantize_rows import BF16, CONFIGS, NATIVE, ROWS, Part, linears, pair

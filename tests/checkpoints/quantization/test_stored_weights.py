@@ -12,7 +12,7 @@ from mtp_checkpoints.errors import InvalidInputError, UnsupportedError
 from mtp_checkpoints.families.base import Role
 from mtp_checkpoints.formats import EncodedWeight, Fp8Block, Int8Channel
 from mtp_checkpoints.formats.storage import Storage
-from mtp_checkpoints.quantization.discrepancies import StoredTensor, compare
+from mtp_checkpoints.quantization.mismatches import StoredTensor, compare
 from mtp_checkpoints.quantization.native import NativeFp8
 from mtp_checkpoints.quantization.stored import StoredModel, stored_model, stored_mtp, stored_source
 from quantize_rows import CONFIGS

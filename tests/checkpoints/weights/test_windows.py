@@ -21,7 +21,7 @@ from mtp_checkpoints.formats import (
     WeightFormat,
 )
 from mtp_checkpoints.formats.storage import Storage
-from mtp_checkpoints.quantization.discrepancies import StoredTensor
+from mtp_checkpoints.quantization.mismatches import StoredTensor
 from mtp_checkpoints.quantization.stored import StoredWeight
 from mtp_checkpoints.sources.local_folder import LocalFolder
 from mtp_checkpoints.tensors.dtypes import dtype_name

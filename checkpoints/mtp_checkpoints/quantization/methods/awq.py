@@ -12,15 +12,20 @@ from typing import Any
 from mtp_checkpoints.errors import UnsupportedError
 from mtp_checkpoints.families.base import LINEAR_ROLES, Role
 from mtp_checkpoints.formats import AwqInt4, WeightFormat
-from mtp_checkpoints.quantization.methods.fields import group_size, names_in, number_of
+from mtp_checkpoints.quantization.method import (
+    Method,
+    Unfused,
+    group_size,
+    names_in,
+    number_of,
+)
 from mtp_checkpoints.quantization.native import Config
 
-AWQ = "awq"
 _LEFT_OUT = "modules_to_not_convert"
 
 
 @dataclass(frozen=True)
-class _Awq:
+class _Awq(Unfused):
     """One format for every linear whose name has none of these parts."""
 
     format: WeightFormat
@@ -30,11 +35,8 @@ class _Awq:
         skipped = role not in LINEAR_ROLES or any(part in module for part in self.left_out)
         return None if skipped else self.format
 
-    def fused_format(self, fused: str, parts: WeightFormat) -> WeightFormat | None:
-        return parts
 
-
-def read_awq(quantization: Mapping[str, Any]) -> _Awq:
+def _read(quantization: Mapping[str, Any]) -> _Awq:
     """Read a quantization_config (UnsupportedError for another layout than gemm's int4)."""
     bits = number_of(quantization, "bits", "w_bit")
     version = str(quantization.get("version", "gemm")).lower()
@@ -48,7 +50,9 @@ def read_awq(quantization: Mapping[str, Any]) -> _Awq:
     return _Awq(AwqInt4(size), tuple(names_in(quantization, _LEFT_OUT)))
 
 
-def left_out_of_awq(quantization: Config, modules: Sequence[str]) -> Config:
-    """Return a config that leaves modules unquantized, with all below them."""
+def _leave_out(quantization: Config, modules: Sequence[str]) -> Config:
     names = [*names_in(quantization, _LEFT_OUT), *modules]
     return {**quantization, _LEFT_OUT: list(dict.fromkeys(names))}
+
+
+AWQ = Method(_read, leave_out=_leave_out, lists_absent=True)

@@ -1,32 +1,302 @@
-"""compressed-tensors: modules are left out by `ignore`, and others get a group of their own.
+"""compressed-tensors: modules are left out by `ignore`, and groups of targets have a format each.
 
 Sources: vLLM and SGLang `quantization/compressed_tensors`. They look at `ignore` before groups, at
 names before classes, and take the first name that matches.
+
+A pattern is a regular expression matched from a module name's start. Patterns for the MTP layer
+stay unescaped: SGLang replaces the literal `model.layers.61` in them by its draft's own name. In
+configs of the families for which it does not, the layer stands under both names.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
 
-from mtp_checkpoints.quantization.native import Config
+from mtp_checkpoints.errors import UnsupportedError
+from mtp_checkpoints.families.base import LINEAR_ROLES, ModelFamily, Role
+from mtp_checkpoints.formats import COMPRESSED_FORMATS, Fp8Block, WeightFormat
+from mtp_checkpoints.formats.compressed import WeightsEntry
+from mtp_checkpoints.formats.storage import INTEGERS, SCALE_DTYPES, Storage
+from mtp_checkpoints.quantization.method import Method, PartStorage, WrittenModel
+from mtp_checkpoints.quantization.native import (
+    COMPRESSED,
+    NATIVE_FP8,
+    Config,
+    native_fp8,
+    unusable_field,
+)
 
+# Roles of linears to loaders that go by class; no release quantizes the last two.
+_LINEAR_BY_CLASS = (*LINEAR_ROLES, Role.HEAD, Role.MTP_PROJECTION)
+_REGEX = "re:"
+_CLASS = "Linear"
 _IGNORE = "ignore"
-REGEX = "re:"
+_GROUPS, _LAYOUT, _MIXED = "config_groups", "format", "mixed-precision"
+_LINEAR_FP8 = {key: value for key, value in NATIVE_FP8.items() if key != "fmt"}
 
 
-def left_out_of_compressed(quantization: Config, modules: Sequence[str]) -> Config:
-    """Return a config that leaves modules unquantized, with all below them."""
-    return ignoring(quantization, map(below, modules))
+@dataclass(frozen=True)
+class _Compressed:
+    """A module is ignored, or has the format of the first target that matches its name, or else
+    that of its class. With linear_fp8 (SGLang) this holds for experts alone."""
+
+    ignore: tuple[str, ...]
+    targets: tuple[tuple[str, WeightFormat], ...]
+    linear_fp8: WeightFormat | None
+
+    def format_of(self, module: str, role: Role) -> WeightFormat | None:
+        if role not in _LINEAR_BY_CLASS:
+            return None
+        if self.linear_fp8 is not None and role is not Role.ROUTED_EXPERT:
+            return self.linear_fp8 if role in LINEAR_ROLES else None
+        if _matches_any(module, self.ignore):
+            return None
+        return self._by_name(module) or self._by_class()
+
+    def fused_format(self, fused: str, parts: WeightFormat) -> WeightFormat | None:
+        if self.linear_fp8 is not None:
+            return parts
+        if _matches_any(fused, self.ignore):
+            return None
+        return self._by_name(fused) or self._by_class() or parts
+
+    def _by_name(self, module: str) -> WeightFormat | None:
+        return next((form for target, form in self.targets if _matches(module, target)), None)
+
+    def _by_class(self) -> WeightFormat | None:
+        return next((form for target, form in self.targets if target == _CLASS), None)
 
 
-def ignoring(quantization: Config, patterns: Iterable[str]) -> Config:
-    own = quantization.get(_IGNORE) or []
-    return {**quantization, _IGNORE: list(dict.fromkeys([*own, *patterns]))}
+def _matches(module: str, pattern: str) -> bool:
+    """Match a whole name, or a regular expression from a name's start."""
+    if pattern.startswith(_REGEX):
+        return re.match(pattern.removeprefix(_REGEX), module) is not None
+    return pattern == module
 
 
-def below(module: str) -> str:
-    """Return a pattern for a module and all below it.
+def _matches_any(module: str, patterns: Iterable[str]) -> bool:
+    return any(_matches(module, pattern) for pattern in patterns)
 
-    It stays unescaped: SGLang replaces a literal layer in it.
+
+# --- Reading --------------------------------------------------------------------------------------
+
+
+def _read(quantization: Mapping[str, Any]) -> _Compressed:
+    for key in ("sparsity_config", "transform_config", "kv_cache_scheme"):
+        if quantization.get(key):
+            raise UnsupportedError(
+                f"config.json's quantization_config has a {key}, which this tool does not read",
+                expected="none",
+                found=repr(quantization[key])[:100],
+            )
+    groups = quantization.get(_GROUPS)
+    if not isinstance(groups, dict) or not groups:
+        raise unusable_field(_GROUPS, "an object with one group or more", groups)
+    targets: list[tuple[str, WeightFormat]] = []
+    for name, group in groups.items():
+        if not isinstance(group, dict):
+            raise unusable_field(f"{_GROUPS}.{name}", "an object", group)
+        form = _group_format(name, group, quantization.get(_LAYOUT))
+        targets += [
+            (target, form) for target in _listed_patterns(f"{_GROUPS}.{name}.targets", group)
+        ]
+    linear_fp8 = None
+    if quantization.get("linear_fp8_config") is not None:
+        native_fp8(quantization["linear_fp8_config"])
+        linear_fp8 = Fp8Block(scale_dtypes=SCALE_DTYPES)
+    return _Compressed(tuple(_listed_patterns(_IGNORE, quantization)), tuple(targets), linear_fp8)
+
+
+def _listed_patterns(key: str, holder: Mapping[str, Any]) -> Sequence[str]:
+    """Return a list of names and patterns, all of them valid."""
+    listed = holder.get(key.rpartition(".")[2]) or []
+    if not isinstance(listed, list) or not all(isinstance(entry, str) for entry in listed):
+        raise unusable_field(key, "a list of module names and re: patterns", listed)
+    for entry in listed:
+        try:
+            re.compile(entry.removeprefix(_REGEX) if entry.startswith(_REGEX) else "")
+        except re.error as error:
+            raise unusable_field(
+                key, "regular expressions after re:", f"{entry}: {error}"
+            ) from error
+    return listed
+
+
+def _group_format(name: str, group: Mapping[str, Any], layout: object) -> WeightFormat:
+    """Return the format of a group; layout is the config's own, for all groups."""
+    weights = group.get("weights")
+    if not isinstance(weights, dict):
+        raise unusable_field(f"{_GROUPS}.{name}.weights", "an object", weights)
+    entry = WeightsEntry.of(group, layout)
+    if entry is not None:
+        for known in COMPRESSED_FORMATS:
+            if (described := known.of_entry(entry)) is not None:
+                return described
+    *most, last = (known.in_words for known in COMPRESSED_FORMATS)
+    raise UnsupportedError(
+        f"config_groups.{name} of config.json describes weights that this tool does not read",
+        expected=f"{', '.join(most)}, or {last}; symmetric, without actorder",
+        found=f"format {group.get(_LAYOUT) or layout}, {weights.get('type')}"
+        f"{weights.get('num_bits')}, strategy {weights.get('strategy')},"
+        f" group_size {weights.get('group_size')}",
+    )
+
+
+# --- Beside a draft -------------------------------------------------------------------------------
+
+
+def _leave_out(quantization: Config, modules: Sequence[str]) -> Config:
+    return _ignoring(quantization, map(_below, modules))
+
+
+def _ignoring(quantization: Config, patterns: Iterable[str]) -> Config:
+    listed = quantization.get(_IGNORE) or []
+    return {**quantization, _IGNORE: list(dict.fromkeys([*listed, *patterns]))}
+
+
+def _below(module: str) -> str:
+    """Return a pattern for a module and all below it."""
+    return rf"{_REGEX}{module}(\..*)?$"
+
+
+def _describe(quantization: Config, family: ModelFamily, draft: PartStorage) -> Config:
+    """Return a config with a group, before all others, for each storage of a draft's linears; its
+    other matrices are left out."""
+    of_draft = {
+        f"mtp_{storage}": {
+            "targets": _draft_linears(family, draft, storage),
+            **draft.group(storage),
+        }
+        for storage in dict.fromkeys(draft.storages.values())
+        if storage is not Storage.BF16
+    }
+    usual = quantization.get(_LAYOUT)
+    others = {
+        name: {**group, _LAYOUT: group.get(_LAYOUT) or usual}
+        for name, group in quantization[_GROUPS].items()
+    }
+    groups = {**of_draft, **others}
+    layouts = {group[_LAYOUT] for group in groups.values()}
+    matrices = [name for name in family.patterns.other_matrices if name.startswith(_REGEX)]
+    single = [_below(name) for name in _plain_linears(family, draft)]
+    plain = [*matrices, *single, *_draft_linears(family, draft, Storage.BF16)]
+    layout = usual if layouts == {usual} else _MIXED
+    return {**_ignoring(quantization, plain), _LAYOUT: layout, _GROUPS: groups}
+
+
+def _draft_linears(family: ModelFamily, draft: PartStorage, storage: Storage) -> list[str]:
+    """Return patterns for the draft's linears in a storage, fused ones included.
+
+    Engines build no dense MLP in an MTP layer.
     """
-    return rf"{REGEX}{module}(\..*)?$"
+    return [
+        f"{_REGEX}{layer}.{modules}"
+        for role, modules in family.patterns.linears.items()
+        if draft.storages[role] is storage and role is not Role.DENSE_MLP
+        for layer in _mtp_names(family)
+    ]
+
+
+def _plain_linears(family: ModelFamily, draft: PartStorage) -> list[str]:
+    """Return the draft's linears that are not quantized though others of their role are, by each
+    name that engines have for them."""
+    linears = (spec for spec in family.tensors.values() if spec.is_linear_weight)
+    plain = (
+        spec.module.removeprefix(f"model.layers.{spec.mtp_layer}.")
+        for spec in linears
+        if spec.mtp_layer is not None
+        and draft.storages[spec.role] is not Storage.BF16
+        and draft.storage_of(spec) in (None, Storage.BF16)
+    )
+    layers = _mtp_names(family)
+    return list(dict.fromkeys(f"{layer}.{module}" for module in plain for layer in layers))
+
+
+def _mtp_names(family: ModelFamily) -> list[str]:
+    """Return the names of the MTP layers in the release and in engines."""
+    return [*(f"model.layers.{layer}" for layer in family.mtp_layers), *family.patterns.mtp_names]
+
+
+# --- Writing --------------------------------------------------------------------------------------
+
+
+def _write(model: WrittenModel) -> Config:
+    """Return a config with one group per storage.
+
+    One group holds the class Linear, for every linear that no pattern names: fp8, else int4, else
+    int8. All loaders look at names before classes. SGLang looks at the class for int4 experts,
+    beside which it must not fuse the shared expert into them; transformers takes the first group
+    that names experts for them, and the one that does not for the dense MLP.
+    """
+    patterns = _patterns(model)
+    ignored = [*model.family.patterns.other_matrices, *patterns.pop(Storage.BF16, [])]
+    native = model.dialect.native_fp8 and Storage.FP8_BLOCK in patterns
+    if native:
+        model.check_nothing_left_out(f"--target {model.dialect.name}")
+        del patterns[Storage.FP8_BLOCK]
+    elif Storage.FP8_BLOCK in patterns:
+        ignored += [f"re:.*{name}$" for name in model.main.bf16_modules]
+    if model.native is not None:
+        ignored += [f"re:(.*\\.)?{name}(\\..*)?$" for name in model.native.left_out]
+    order = [storage for storage in (*INTEGERS, Storage.FP8_BLOCK) if storage in patterns]
+    for_the_rest = Storage.FP8_BLOCK if Storage.FP8_BLOCK in order else order[0]
+    if for_the_rest is Storage.FP8_BLOCK or len(order) == 1:
+        patterns[for_the_rest] = []
+    patterns[for_the_rest].insert(0, _CLASS)
+    groups = {
+        f"group_{number}": _group(storage, patterns[storage], model)
+        for number, storage in enumerate(order)
+    }
+    layouts = {group[_LAYOUT] for group in groups.values()}
+    config: Config = {
+        "quant_method": COMPRESSED,
+        _LAYOUT: _MIXED if len(layouts) > 1 else "pack-quantized",
+        "quantization_status": "compressed",
+        "kv_cache_scheme": None,
+        _IGNORE: ignored,
+        _GROUPS: groups,
+    }
+    if native:
+        config["linear_fp8_config"] = _LINEAR_FP8
+    return config
+
+
+def _patterns(model: WrittenModel) -> dict[Storage, list[str]]:
+    """Return per storage the patterns of its linears; no module matches two.
+
+    The MTP layer, as the engines build it, has no dense MLP.
+    """
+    layers = _mtp_names(model.family)
+    but_mtp = "|".join(f"{layer}." for layer in layers)
+    result: dict[Storage, list[str]] = {}
+
+    def add(storage: Storage, patterns: Iterable[str]) -> None:
+        result.setdefault(storage, []).extend(patterns)
+
+    for role, modules in model.family.patterns.linears.items():
+        main, mtp = model.main.storages[role], model.mtp.storages[role]
+        if main is mtp or role is Role.DENSE_MLP:
+            add(main, [f"re:.*{modules}"])
+        else:
+            add(main, [f"re:(?!{but_mtp}).*{modules}"])
+            add(mtp, [f"re:{layer}.{modules}" for layer in layers])
+    return result
+
+
+def _group(storage: Storage, targets: list[str], model: WrittenModel) -> Config:
+    part = next(part for part in (model.main, model.mtp) if storage in part.storages.values())
+    return {"targets": targets, **part.group(storage)}
+
+
+COMPRESSED_TENSORS = Method(
+    _read,
+    leave_out=_leave_out,
+    describe=_describe,
+    describes=frozenset({Storage.INT8_CHANNEL, Storage.FP8_BLOCK}),
+    write=_write,
+    writes=frozenset({Storage.FP8_BLOCK, *INTEGERS}),
+    in_groups=True,
+)

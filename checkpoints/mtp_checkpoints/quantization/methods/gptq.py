@@ -13,10 +13,9 @@ from typing import Any
 from mtp_checkpoints.errors import UnsupportedError
 from mtp_checkpoints.families.base import LINEAR_ROLES, Role
 from mtp_checkpoints.formats import GptqInt4, WeightFormat
-from mtp_checkpoints.quantization.methods.fields import group_size, number_of
+from mtp_checkpoints.quantization.method import Method, Unfused, group_size, number_of
 from mtp_checkpoints.quantization.native import Config, unusable_field
 
-GPTQ = "gptq"
 _DYNAMIC = "dynamic"
 _NEGATIVE, _POSITIVE = "-:", "+:"
 # GPTQModel's newer layout holds zero points as they are.
@@ -24,7 +23,7 @@ _LAYOUTS = {"gptq": True, "gptq_v2": False}
 
 
 @dataclass(frozen=True)
-class _Gptq:
+class _Gptq(Unfused):
     """The format of the first pattern that matches a name from its start, None for one that leaves
     it out; else the usual format."""
 
@@ -39,11 +38,8 @@ class _Gptq:
                 return form
         return self.usual
 
-    def fused_format(self, fused: str, parts: WeightFormat) -> WeightFormat | None:
-        return parts
 
-
-def read_gptq(quantization: Mapping[str, Any]) -> _Gptq:
+def _read(quantization: Mapping[str, Any]) -> _Gptq:
     """Read a quantization_config (UnsupportedError for another layout than int4)."""
     patterns = []
     for pattern, own in _dynamic(quantization).items():
@@ -80,10 +76,13 @@ def _dynamic(quantization: Mapping[str, Any]) -> dict[str, Any]:
     return found
 
 
-def left_out_of_gptq(quantization: Config, modules: Sequence[str]) -> Config:
+def _leave_out(quantization: Config, modules: Sequence[str]) -> Config:
     """Return a config that leaves modules unquantized, with all below them.
 
     Their patterns come first: engines take the first that matches.
     """
     ours: Config = {rf"{_NEGATIVE}{re.escape(module)}(\..*)?$": {} for module in modules}
     return {**quantization, _DYNAMIC: {**ours, **_dynamic(quantization)}}
+
+
+GPTQ = Method(_read, leave_out=_leave_out, lists_absent=True)

@@ -13,17 +13,16 @@ from typing import Any
 from mtp_checkpoints.errors import UnsupportedError
 from mtp_checkpoints.families.base import LINEAR_ROLES, Role
 from mtp_checkpoints.formats import Fp8Tensor, NvFp4, WeightFormat
-from mtp_checkpoints.quantization.methods.fields import names_in
+from mtp_checkpoints.quantization.method import Method, Unfused, names_in
 from mtp_checkpoints.quantization.native import Config
 
-MODELOPT = "modelopt"
 _IGNORE = "ignore"
 _NESTED, _EXCLUDED = "quantization", "exclude_modules"  # as hf_quant_config.json has it
 _ALGORITHMS: dict[str, WeightFormat] = {"NVFP4": NvFp4(), "FP8": Fp8Tensor()}
 
 
 @dataclass(frozen=True)
-class _ModelOpt:
+class _ModelOpt(Unfused):
     """One format for every linear whose name no pattern matches or is a part of."""
 
     format: WeightFormat
@@ -35,11 +34,8 @@ class _ModelOpt:
         )
         return None if skipped else self.format
 
-    def fused_format(self, fused: str, parts: WeightFormat) -> WeightFormat | None:
-        return parts
 
-
-def read_modelopt(quantization: Mapping[str, Any]) -> _ModelOpt:
+def _read(quantization: Mapping[str, Any]) -> _ModelOpt:
     """Read a quantization_config (UnsupportedError for another algorithm)."""
     flat = flattened(quantization)
     algorithm = str(flat.get("quant_algo")).upper()
@@ -61,11 +57,13 @@ def flattened(quantization: Mapping[str, Any]) -> Config:
     excluded = own.pop(_EXCLUDED, None)
     if own.get(_IGNORE) is None and excluded is not None:
         own[_IGNORE] = excluded
-    return {"quant_method": MODELOPT, **own}
+    return {"quant_method": "modelopt", **own}
 
 
-def left_out_of_modelopt(quantization: Config, modules: Sequence[str]) -> Config:
-    """Return a config that leaves modules unquantized, with all below them."""
+def _leave_out(quantization: Config, modules: Sequence[str]) -> Config:
     flat = flattened(quantization)
     names = [*names_in(flat, _IGNORE), *(f"{module}*" for module in modules)]
     return {**flat, _IGNORE: list(dict.fromkeys(names))}
+
+
+MODELOPT = Method(_read, leave_out=_leave_out)

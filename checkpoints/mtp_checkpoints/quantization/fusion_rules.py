@@ -8,53 +8,53 @@ from collections.abc import Mapping
 from mtp_checkpoints.errors import InvalidInputError
 from mtp_checkpoints.families.base import ModelFamily
 from mtp_checkpoints.formats import WeightFormat
-from mtp_checkpoints.quantization.readings import Reading
+from mtp_checkpoints.quantization.method import QuantConfig
 
 EXPERTS = ".experts."  # in names, before the number of an expert
 
 Formats = Mapping[str, WeightFormat | None]
 
 
-def check_loaded_together(family: ModelFamily, reading: Reading, formats: Formats) -> None:
+def check_fusion_rules(family: ModelFamily, config: QuantConfig, formats: Formats) -> None:
     """Refuse a config.json that gives different formats to linears that are loaded together
     (InvalidInputError). formats are those of the modules; of experts, the first one's."""
     _check_experts(formats)
-    _check_fused(family, reading, formats)
+    _check_fused(family, config, formats)
 
 
-def _check_fused(family: ModelFamily, reading: Reading, formats: Formats) -> None:
+def _check_fused(family: ModelFamily, config: QuantConfig, formats: Formats) -> None:
     """Refuse linears that engines load as one matrix and that differ, by any of its names."""
-    for module, own in formats.items():
+    for module, form in formats.items():
         parent, _, last = module.rpartition(".")
         for parts, fused_names in family.patterns.fused.items():
             others = [f"{parent}.{part}" for part in parts[1:]]
             if last != parts[0] or not formats.keys() >= set(others):
                 continue
             for other in others:
-                if formats[other] != own:
-                    raise _unlike({module: own, other: formats[other]})
-            if own is None or EXPERTS in module:
+                if formats[other] != form:
+                    raise _unlike({module: form, other: formats[other]})
+            if form is None or EXPERTS in module:
                 continue
             for fused in (f"{parent}.{name}" for name in fused_names):
-                if (found := reading.fused_format(fused, own)) != own:
-                    raise _unlike({module: own, fused: found})
+                if (actual := config.fused_format(fused, form)) != form:
+                    raise _unlike({module: form, fused: actual})
 
 
 def _check_experts(formats: Formats) -> None:
     """Refuse projections of an expert that differ: one kernel computes all three."""
-    for module, own in formats.items():
+    for module, form in formats.items():
         if module.endswith(".experts.0.down_proj"):
             up = module.replace("down_proj", "up_proj")
-            if formats[up] != own:
-                raise _unlike({module: own, up: formats[up]})
+            if formats[up] != form:
+                raise _unlike({module: form, up: formats[up]})
 
 
 def _unlike(formats: Formats) -> InvalidInputError:
-    names, found = " and ".join(formats), " and ".join(map(_words, formats.values()))
+    names, actual = " and ".join(formats), " and ".join(map(_words, formats.values()))
     return InvalidInputError(
         f"config.json's quantization_config gives {names} different formats",
         expected="one format: engines load them together",
-        found=found,
+        found=actual,
         todo="Correct its targets and ignore list; patterns must match fused names too",
     )
 

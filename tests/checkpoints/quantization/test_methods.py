@@ -10,8 +10,8 @@ import pytest
 from mtp_checkpoints.errors import InvalidInputError, UnsupportedError
 from mtp_checkpoints.families.base import LINEAR_ROLES, Role
 from mtp_checkpoints.formats import Fp8Block, Int4Group, Int8Channel, W4AFp8
+from mtp_checkpoints.quantization.methods import quant_config_of
 from mtp_checkpoints.quantization.native import NATIVE_FP8
-from mtp_checkpoints.quantization.readings import reading_of
 
 UP = "model.layers.1.mlp.up_proj"
 EXPERT = "model.layers.1.mlp.experts.0.up_proj"
@@ -35,24 +35,24 @@ def compressed(**changes: Any) -> dict[str, Any]:
 @pytest.mark.parametrize("absent", [None, {}, ""])
 @pytest.mark.parametrize("role", Role)
 def test_without_quantization(absent: Any, role: Role) -> None:
-    reading = reading_of(absent)
+    reading = quant_config_of(absent)
     assert reading.format_of(UP, role) is None
     assert reading.fused_format("x", Int8Channel()) == Int8Channel()
 
 
 def test_native_fp8_is_that_of_every_linear_that_is_not_left_out() -> None:
-    reading = reading_of(NATIVE_FP8 | {"ignored_layers": ["model.layers.2"]})
+    reading = quant_config_of(NATIVE_FP8 | {"ignored_layers": ["model.layers.2"]})
     for role in LINEAR_ROLES:
         assert reading.format_of(UP, role) == Fp8Block()
         assert reading.format_of("model.layers.2.mlp.up_proj", role) is None
     assert not [role for role in OTHERS if reading.format_of(UP, role) is not None]
     assert reading.fused_format("x", Fp8Block()) == Fp8Block()
-    powers = reading_of(NATIVE_FP8 | {"scale_fmt": "ue8m0"})
+    powers = quant_config_of(NATIVE_FP8 | {"scale_fmt": "ue8m0"})
     assert powers.format_of(UP, Role.DENSE_MLP) == WIDE
 
 
 def test_w4afp8_is_that_of_experts_alone() -> None:
-    reading = reading_of({"quant_method": "w4afp8", "ignored_layers": ["model.layers.2"]})
+    reading = quant_config_of({"quant_method": "w4afp8", "ignored_layers": ["model.layers.2"]})
     for role in LINEAR_ROLES:
         expected = W4AFp8() if role is Role.ROUTED_EXPERT else WIDE
         assert reading.format_of(UP, role) == expected
@@ -62,7 +62,7 @@ def test_w4afp8_is_that_of_experts_alone() -> None:
 
 
 def test_groups_by_name_then_by_class() -> None:
-    reading = reading_of(compressed())
+    reading = quant_config_of(compressed())
     for role in Role:
         by_class = Int8Channel() if role in BY_CLASS else None
         assert reading.format_of("model.layers.2.mlp.up_proj", role) == by_class
@@ -74,7 +74,7 @@ def test_groups_by_name_then_by_class() -> None:
 
 
 def test_fused_linears_are_looked_up_by_their_own_names() -> None:
-    reading = reading_of(compressed())
+    reading = quant_config_of(compressed())
     for fused, found in (
         ("model.layers.1.mlp.gate_up_proj", Int4Group(64)),
         ("model.layers.2.mlp.gate_up_proj", Int8Channel()),
@@ -83,12 +83,12 @@ def test_fused_linears_are_looked_up_by_their_own_names() -> None:
         assert reading.fused_format(fused, Int8Channel()) == found
     named = copy.deepcopy(compressed())
     del named["config_groups"]["a"]
-    assert reading_of(named).fused_format("model.layers.2.x", Int4Group(32)) == Int4Group(32)
-    assert reading_of(named).format_of("model.layers.2.x", Role.DENSE_MLP) is None
+    assert quant_config_of(named).fused_format("model.layers.2.x", Int4Group(32)) == Int4Group(32)
+    assert quant_config_of(named).format_of("model.layers.2.x", Role.DENSE_MLP) is None
 
 
 def test_sglang_s_native_fp8_beside_experts() -> None:
-    reading = reading_of(compressed(linear_fp8_config=NATIVE_FP8, ignore=["re:.*layers.5.*"]))
+    reading = quant_config_of(compressed(linear_fp8_config=NATIVE_FP8, ignore=["re:.*layers.5.*"]))
     for role in LINEAR_ROLES:
         if role is not Role.ROUTED_EXPERT:
             assert reading.format_of("model.layers.5.mlp.up_proj", role) == WIDE
@@ -102,7 +102,7 @@ def refusal(
     error: type[InvalidInputError | UnsupportedError], quantization: Any
 ) -> InvalidInputError | UnsupportedError:
     with pytest.raises(error) as caught:
-        reading_of(quantization)
+        quant_config_of(quantization)
     return caught.value
 
 
@@ -119,7 +119,7 @@ def test_methods_that_are_not_read() -> None:
 
 @pytest.mark.parametrize("key", ["sparsity_config", "transform_config", "kv_cache_scheme"])
 def test_fields_of_compressed_tensors_that_are_not_read(key: str) -> None:
-    assert reading_of(compressed(**{key: {}}))
+    assert quant_config_of(compressed(**{key: {}}))
     value = {"a": "x" * 200}
     error = refusal(UnsupportedError, compressed(**{key: value}))
     assert f"quantization_config has a {key}, which" in error.what
@@ -159,12 +159,12 @@ def test_what_makes_no_sense(changes: Any, key: str, expected: str, found: str) 
 
 
 def test_names_need_not_be_regular_expressions() -> None:
-    reading = reading_of(compressed(ignore=["a(b", "re:c(d)?$"]))
+    reading = quant_config_of(compressed(ignore=["a(b", "re:c(d)?$"]))
     assert reading.format_of("a(b", Role.HEAD) is None
     assert reading.format_of("c", Role.HEAD) is None
     assert reading.format_of("cd", Role.HEAD) is None
     assert reading.format_of("re:c", Role.HEAD) == Int8Channel()
-    assert reading_of(compressed(ignore=None)).format_of("lm_head", Role.HEAD) == Int8Channel()
+    assert quant_config_of(compressed(ignore=None)).format_of("lm_head", Role.HEAD) == Int8Channel()
 
 
 def test_weights_that_are_not_read() -> None:
@@ -185,4 +185,4 @@ def test_weights_that_are_not_read() -> None:
 def test_a_native_config_beside_groups_must_be_one() -> None:
     for changes in ({"quant_method": "x"}, {"weight_block_size": [1, 128]}):
         with pytest.raises(UnsupportedError, match="does not read"):
-            reading_of(compressed(linear_fp8_config=NATIVE_FP8 | changes))
+            quant_config_of(compressed(linear_fp8_config=NATIVE_FP8 | changes))

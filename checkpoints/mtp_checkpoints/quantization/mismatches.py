@@ -37,7 +37,7 @@ class StoredTensor(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Discrepancy:
+class Mismatch:
     """One difference between a stored tensor and the promised one."""
 
     tensor: str
@@ -57,61 +57,61 @@ class Discrepancy:
         )
 
 
-def compare(stored: Mapping[str, HasLayout], promised: Iterable[StoredTensor]) -> list[Discrepancy]:
+def compare(stored: Mapping[str, HasLayout], promised: Iterable[StoredTensor]) -> list[Mismatch]:
     """Return every difference between stored tensors and the promised ones, in a stable order."""
     promised = tuple(promised)
-    found = [_difference(stored, tensor) for tensor in _unlike(stored, promised)]
+    mismatches = [_difference(stored, tensor) for tensor in _unlike(stored, promised)]
     names = {tensor.name for tensor in promised}
     if not names.issuperset(stored):
-        found += [_unexpected(name, stored) for name in stored if name not in names]
-    return found
+        mismatches += [_unexpected(name, stored) for name in stored if name not in names]
+    return mismatches
 
 
 def _unlike(
     stored: Mapping[str, HasLayout], promised: Iterable[StoredTensor]
 ) -> Iterator[StoredTensor]:
     """Yield the promised tensors that are not stored as promised."""
-    for wanted in promised:
-        name, shape, dtypes, scale_of, optional = wanted
+    for expected in promised:
+        name, shape, dtypes, scale_of, optional = expected
         tensor = stored.get(name)
         if tensor is None:
             if not optional or scale_of in stored:
-                yield wanted
+                yield expected
         elif (
             tensor.shape != shape
             or tensor.dtype not in dtypes
             or (scale_of is not None and scale_of not in stored)
         ):
-            yield wanted
+            yield expected
 
 
-def _difference(stored: Mapping[str, HasLayout], wanted: StoredTensor) -> Discrepancy:
+def _difference(stored: Mapping[str, HasLayout], promise: StoredTensor) -> Mismatch:
     """Return how a tensor that is not as promised differs."""
-    promised = f"{' or '.join(wanted.dtypes)} {list(wanted.shape)}"
+    layout = f"{' or '.join(promise.dtypes)} {list(promise.shape)}"
 
-    def discrepancy(problem: str, found: str, expected: str = promised) -> Discrepancy:
-        return Discrepancy(tensor=wanted.name, problem=problem, expected=expected, found=found)
+    def mismatch(problem: str, found: str, expected: str = layout) -> Mismatch:
+        return Mismatch(tensor=promise.name, problem=problem, expected=expected, found=found)
 
-    tensor = stored.get(wanted.name)
+    tensor = stored.get(promise.name)
     if tensor is None:
         problem = "missing"
-        if wanted.scale_of in stored:
-            problem = f"missing, though its weight {wanted.scale_of} is there"
-        return discrepancy(problem, "no such tensor")
+        if promise.scale_of in stored:
+            problem = f"missing, though its weight {promise.scale_of} is there"
+        return mismatch(problem, "no such tensor")
     actual = f"{tensor.dtype} {list(tensor.shape)}"
-    if tensor.shape != wanted.shape:
-        return discrepancy("wrong shape", actual)
-    if tensor.dtype not in wanted.dtypes:
-        return discrepancy("wrong dtype", actual)
-    assert wanted.scale_of is not None, "nothing else differs"
-    return discrepancy("a scale without its weight", "no such tensor", wanted.scale_of)
+    if tensor.shape != promise.shape:
+        return mismatch("wrong shape", actual)
+    if tensor.dtype not in promise.dtypes:
+        return mismatch("wrong dtype", actual)
+    assert promise.scale_of is not None, "nothing else differs"
+    return mismatch("a scale without its weight", "no such tensor", promise.scale_of)
 
 
-def _unexpected(name: str, stored: Mapping[str, HasLayout]) -> Discrepancy:
+def _unexpected(name: str, stored: Mapping[str, HasLayout]) -> Mismatch:
     tensor = stored[name]
     problem = "not a tensor of this model by its config.json"
     weight = name.removesuffix(_SCALE_SUFFIX)
     if weight != name and weight not in stored:
         problem = f"a scale without its weight ({weight} is not there)"
-    found = f"{tensor.dtype} {list(tensor.shape)}"
-    return Discrepancy(tensor=name, problem=problem, expected="no such tensor", found=found)
+    actual = f"{tensor.dtype} {list(tensor.shape)}"
+    return Mismatch(tensor=name, problem=problem, expected="no such tensor", found=actual)

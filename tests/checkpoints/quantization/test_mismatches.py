@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import pytest
 
 from mtp_checkpoints.errors import InvalidInputError
-from mtp_checkpoints.quantization.discrepancies import Discrepancy, StoredTensor, compare
+from mtp_checkpoints.quantization.mismatches import Mismatch, StoredTensor, compare
 
 
 @dataclass(frozen=True)
@@ -42,7 +42,7 @@ def test_what_is_promised_is_no_difference() -> None:
     [
         (
             {"a.weight_scale_inv": None},
-            Discrepancy(
+            Mismatch(
                 tensor="a.weight_scale_inv",
                 problem="missing, though its weight a.weight is there",
                 expected="F32 or F8_E8M0 [1, 1]",
@@ -51,19 +51,19 @@ def test_what_is_promised_is_no_difference() -> None:
         ),
         (
             {"a.weight": Stored("F8_E4M3", (8, 4))},
-            Discrepancy("a.weight", "wrong shape", "F8_E4M3 [4, 8]", "F8_E4M3 [8, 4]"),
+            Mismatch("a.weight", "wrong shape", "F8_E4M3 [4, 8]", "F8_E4M3 [8, 4]"),
         ),
         (
             {"a.weight": Stored("BF16", (4, 8))},
-            Discrepancy("a.weight", "wrong dtype", "F8_E4M3 [4, 8]", "BF16 [4, 8]"),
+            Mismatch("a.weight", "wrong dtype", "F8_E4M3 [4, 8]", "BF16 [4, 8]"),
         ),
         (
             {"b.bias": Stored("F32", (3,))},
-            Discrepancy("b.bias", "wrong dtype", "BF16 [3]", "F32 [3]"),
+            Mismatch("b.bias", "wrong dtype", "BF16 [3]", "F32 [3]"),
         ),
         (
             {"c.weight": Stored("F32", (2,))},
-            Discrepancy(
+            Mismatch(
                 tensor="c.weight",
                 problem="not a tensor of this model by its config.json",
                 expected="no such tensor",
@@ -72,7 +72,7 @@ def test_what_is_promised_is_no_difference() -> None:
         ),
         (
             {"c.weight_scale_inv": Stored("F32", (2,))},
-            Discrepancy(
+            Mismatch(
                 tensor="c.weight_scale_inv",
                 problem="a scale without its weight (c.weight is not there)",
                 expected="no such tensor",
@@ -81,7 +81,7 @@ def test_what_is_promised_is_no_difference() -> None:
         ),
         (
             {"b.bias_scale_inv": Stored("F32", (2,))},
-            Discrepancy(
+            Mismatch(
                 tensor="b.bias_scale_inv",
                 problem="not a tensor of this model by its config.json",
                 expected="no such tensor",
@@ -90,7 +90,7 @@ def test_what_is_promised_is_no_difference() -> None:
         ),
     ],
 )
-def test_one_difference(change: dict[str, Stored | None], expected: Discrepancy) -> None:
+def test_one_difference(change: dict[str, Stored | None], expected: Mismatch) -> None:
     changed = GOOD | change
     stored = {name: tensor for name, tensor in changed.items() if tensor is not None}
     assert compare(stored, PROMISED) == [expected]
@@ -99,8 +99,8 @@ def test_one_difference(change: dict[str, Stored | None], expected: Discrepancy)
 def test_a_weight_that_is_missing_leaves_its_scale_behind() -> None:
     stored = {name: tensor for name, tensor in GOOD.items() if name != "a.weight"}
     assert compare(stored, PROMISED) == [
-        Discrepancy("a.weight", "missing", "F8_E4M3 [4, 8]", "no such tensor"),
-        Discrepancy(
+        Mismatch("a.weight", "missing", "F8_E4M3 [4, 8]", "no such tensor"),
+        Mismatch(
             tensor="a.weight_scale_inv",
             problem="a scale without its weight",
             expected="a.weight",
@@ -111,7 +111,7 @@ def test_a_weight_that_is_missing_leaves_its_scale_behind() -> None:
 
 
 def test_as_an_error() -> None:
-    one = Discrepancy("a", "wrong dtype", "F32 [1]", "BF16 [1]")
+    one = Mismatch("a", "wrong dtype", "F32 [1]", "BF16 [1]")
     for more, tail in ((0, ""), (3, " (3 more like this)")):
         with pytest.raises(InvalidInputError) as refusal:
             one.raise_as_error("/folder", more)

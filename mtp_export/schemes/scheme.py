@@ -14,6 +14,7 @@ from mtp_checkpoints.formats.storage import Storage
 KEEP = "keep"
 # In place of a scheme's name: the main model was quantized by others.
 GRAFTED = "grafted"
+BF16 = "bf16"  # the scheme without quantized linears
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,187 @@
+"""Quantization methods: how the config of a quant_method is read, changed and written."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from mtp_checkpoints.errors import UnsupportedError
+from mtp_checkpoints.families.base import ModelFamily, Role, TensorSpec
+from mtp_checkpoints.formats import CODES_PER_WORD, FORMATS, WHOLE_ROW, FormatOptions, WeightFormat
+from mtp_checkpoints.formats.storage import COMPRESSED_SCALE, NATIVE_SCALE, Storage
+from mtp_checkpoints.quantization.native import Config, NativeFp8, unusable_field
+
+
+class QuantConfig(Protocol):
+    """A quantization_config that was understood."""
+
+    def format_of(self, module: str, role: Role) -> WeightFormat | None:
+        """Return the format of a linear by its module name; None for an unquantized one."""
+
+    def fused_format(self, fused: str, parts: WeightFormat) -> WeightFormat | None:
+        """Return the format that an engine takes a fused linear for, whose parts have one format.
+
+        Routed experts are looked up one by one, never fused.
+        """
+
+
+@dataclass(frozen=True)
+class Unfused:
+    """A config in which fused linears have the format of their parts."""
+
+    def fused_format(self, fused: str, parts: WeightFormat) -> WeightFormat | None:
+        return parts
+
+
+@dataclass(frozen=True)
+class Dialect:
+    """One way to describe integers to a loader.
+
+    name is what the manifest records as the reader, title the engine's name in text. own_config:
+    each folder's config.json may describe that folder alone, as it does where fp8 lies beside
+    integers; else both say the same of both parts.
+    native_fp8: fp8 beside integers stays in native blocks; else it becomes compressed-tensors too,
+    with another scale name, and linears that attention absorbs stay in bf16.
+    """
+
+    name: str
+    title: str
+    own_config: bool
+    native_fp8: bool
+
+
+# Sources: vLLM and SGLang `quantization/compressed_tensors`.
+VLLM = Dialect("vllm", "vLLM", own_config=False, native_fp8=False)
+SGLANG = Dialect("sglang", "SGLang", own_config=True, native_fp8=True)
+
+
+@dataclass(frozen=True, kw_only=True)
+class PartStorage:
+    """Storage of the linears of one part, main or MTP, that a config is written for.
+
+    Roles without one stay as stored. bf16_modules are linears (last name component) that are bf16
+    where others are fp8. native is an fp8 source's format: what its release left out of fp8 stays
+    as stored.
+    """
+
+    storages: Mapping[Role, Storage]
+    options: FormatOptions = FormatOptions()
+    bf16_modules: tuple[str, ...] = ()
+    int4_activations_fp8: bool = False
+    native: NativeFp8 | None = None
+
+    def storage_of(self, spec: TensorSpec) -> Storage | None:
+        """Return the storage of a weight; None for one that stays as stored whatever that is."""
+        storage = self.storages.get(spec.role)
+        if storage is None or not spec.is_linear_weight:
+            return None
+        if self.native is not None and not self.native.covers(spec.module):
+            return None
+        if storage is Storage.FP8_BLOCK and spec.module.rpartition(".")[2] in self.bf16_modules:
+            return Storage.BF16
+        return storage
+
+    def group(self, storage: Storage) -> Config:
+        """Return the compressed-tensors group of a storage, but for its targets."""
+        chosen = FORMATS[storage](self.options)
+        return chosen.group(activations_fp8=self.int4_activations_fp8)
+
+
+@dataclass(frozen=True)
+class WrittenModel:
+    """A model whose parts a config is to describe, for loaders of one dialect; quantization is the
+    config of its source, native what it says of native fp8."""
+
+    family: ModelFamily
+    quantization: object
+    native: NativeFp8 | None
+    main: PartStorage
+    mtp: PartStorage
+    dialect: Dialect
+
+    @property
+    def storages(self) -> frozenset[Storage]:
+        """Storages of both parts' linears."""
+        return frozenset((*self.main.storages.values(), *self.mtp.storages.values()))
+
+    def check_nothing_left_out(self, option: str) -> None:
+        """Refuse a source with single linears in bf16, for which a config has no field
+        (UnsupportedError)."""
+        native = self.native
+        if native is not None and native.left_out:
+            raise UnsupportedError(
+                f"{option} cannot leave single linears in bf16, as this checkpoint does",
+                expected="an fp8 checkpoint without modules_to_not_convert",
+                found=", ".join(native.left_out[:3]),
+                todo=f"Use --format compressed-tensors --target {VLLM.name}",
+            )
+
+
+@dataclass(frozen=True)
+class Method:
+    """One quant_method.
+
+    read understands a config. leave_out returns one that leaves modules unquantized, with all below
+    them; None where the method cannot. describe returns one that describes a quantized draft too,
+    whose linears are in `describes`. write returns the config of a converted model, whose linears
+    are in `writes`; None for one without quantized linears. lists_absent: loaders find
+    unquantized linears by their tensors, but only as long as none is listed. whole_names: they
+    compare names of linears, not of modules above them. in_groups: fp8 has compressed-tensors' name
+    for scales.
+    """
+
+    read: Callable[[Mapping[str, Any]], QuantConfig]
+    leave_out: Callable[[Config, Sequence[str]], Config] | None = None
+    describe: Callable[[Config, ModelFamily, PartStorage], Config] | None = None
+    describes: frozenset[Storage] = frozenset()
+    write: Callable[[WrittenModel], Config | None] | None = None
+    writes: frozenset[Storage] = frozenset()
+    lists_absent: bool = False
+    whole_names: bool = False
+    in_groups: bool = False
+
+    def draft_storages(self, dialect: Dialect) -> frozenset[Storage]:
+        """Return the storages of a draft's linears that a main model's config can describe."""
+        in_native_blocks = self.in_groups and dialect.native_fp8
+        return self.describes - {Storage.FP8_BLOCK} if in_native_blocks else self.describes
+
+    @property
+    def fp8_scale_name(self) -> str:
+        """Last component of an fp8 scale's name."""
+        return COMPRESSED_SCALE if self.in_groups else NATIVE_SCALE
+
+
+def modules_of(specs: Iterable[TensorSpec]) -> list[str]:
+    """Return the modules of linears; a layer's experts as one name."""
+    parts = (spec.module.partition(".mlp.experts.") for spec in specs)
+    return list(dict.fromkeys(layer + experts.rstrip(".") for layer, experts, _ in parts))
+
+
+def names_in(quantization: Mapping[str, Any], key: str) -> list[str]:
+    """Return a list of module names or patterns; none where it is absent (InvalidInputError)."""
+    listed = quantization.get(key) or []
+    if not isinstance(listed, list) or not all(isinstance(name, str) for name in listed):
+        raise unusable_field(key, "a list of module names", listed)
+    return listed
+
+
+def number_of(quantization: Mapping[str, Any], *keys: str) -> int:
+    """Return the whole number under the first of the keys that is there (InvalidInputError)."""
+    key = next((key for key in keys if key in quantization), keys[0])
+    actual = quantization.get(key)
+    if type(actual) is not int:
+        raise unusable_field(key, "a whole number", actual)
+    return actual
+
+
+def group_size(quantization: Mapping[str, Any], *keys: str) -> int:
+    """Return the input channels per scale, -1 for all (UnsupportedError for a broken word)."""
+    size = number_of(quantization, *keys)
+    if size != WHOLE_ROW and (size <= 0 or size % CODES_PER_WORD):
+        raise UnsupportedError(
+            "config.json has groups of a size that this tool does not read",
+            expected=f"a multiple of {CODES_PER_WORD}, or {WHOLE_ROW}",
+            found=size,
+        )
+    return size
