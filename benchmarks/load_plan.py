@@ -28,8 +28,8 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from benchmarks.make_bundle import SCHEMES, make_bundle
 from benchmarks.make_checkpoint import make_released
 from benchmarks.released import RELEASED
-from mtp_checkpoints.tensors.dtypes import torch_dtype
-from mtp_checkpoints.tensors.header import TensorInfo
+from mtp_checkpoints.containers.base import TensorInfo
+from mtp_checkpoints.dtypes import torch_dtype
 from mtp_checkpoints.tensors.tensor_reader import read_rows
 from mtp_checkpoints.weights.weight_values import WeightOnDisk
 from mtp_checkpoints.weights.windows import Window

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.make_checkpoint import write_sparse
-from mtp_checkpoints.tensors.dtypes import OutputTensor
+from mtp_checkpoints.dtypes import OutputTensor
 from mtp_checkpoints.tensors.reader import Checkpoint
 from mtp_export.bundle.build import lay_out
 from mtp_export.bundle.options import BundleOptions

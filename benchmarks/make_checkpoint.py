@@ -24,12 +24,13 @@ from typing import Any
 import numpy as np
 
 from benchmarks.released import DEEPSEEK, RELEASED
+from mtp_checkpoints.containers.base import CONFIG_NAME
+from mtp_checkpoints.containers.safetensors import INDEX_NAME
+from mtp_checkpoints.containers.safetensors_header import file_layout
+from mtp_checkpoints.dtypes import OutputTensor
 from mtp_checkpoints.families import family_of
 from mtp_checkpoints.quantization.native import NATIVE_FP8
 from mtp_checkpoints.quantization.stored import stored_model
-from mtp_checkpoints.tensors.dtypes import OutputTensor
-from mtp_checkpoints.tensors.reader import CONFIG_NAME, INDEX_NAME
-from mtp_checkpoints.tensors.writer import encode_header
 from mtp_export.plan import OutputShard, Step, copy_step, number_shards, pack
 
 REAL_CONFIG = RELEASED["deepseek_v3"].config
@@ -108,12 +109,12 @@ def write_sparse(
     content: Callable[[OutputTensor], Iterable[memoryview]],
 ) -> None:
     """Write a shard of which the tensors without content are holes."""
-    head, offsets = encode_header(tensors)
+    layout = file_layout(tensors)
     with path.open("wb") as file:
-        file.truncate(len(head) + sum(tensor.size_bytes for tensor in tensors))
-        os.pwrite(file.fileno(), head, 0)
+        file.truncate(layout.size_bytes)
+        os.pwrite(file.fileno(), layout.head, 0)
         for tensor in tensors:
-            position = offsets[tensor.name]
+            position = layout.places[tensor.name].start
             for piece in content(tensor):
                 position += os.pwrite(file.fileno(), piece, position)
 

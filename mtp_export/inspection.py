@@ -8,6 +8,8 @@ from dataclasses import dataclass
 from math import prod
 from typing import Any
 
+from mtp_checkpoints.containers.base import TensorInfo
+from mtp_checkpoints.dtypes import DType
 from mtp_checkpoints.errors import MtpExportError, UsageError
 from mtp_checkpoints.families.base import Role
 from mtp_checkpoints.layouts import TARGETS
@@ -17,7 +19,6 @@ from mtp_checkpoints.quantization.stored import StoredModel, stored_model
 from mtp_checkpoints.sources.addresses import byte_source
 from mtp_checkpoints.sources.byte_source import Place
 from mtp_checkpoints.tensors.bundle_folder import MAIN, MTP, RELEASED
-from mtp_checkpoints.tensors.header import TensorInfo
 from mtp_checkpoints.tensors.manifest import MANIFEST_NAME
 from mtp_checkpoints.tensors.reader import Checkpoint
 
@@ -184,9 +185,10 @@ def _amounts(checkpoint: Checkpoint, layout: _Layout) -> tuple[Amount, ...]:
     stored = ((place_of[t.name], t.dtype, t.size_bytes) for t in checkpoint.tensors.values())
     for (place, dtype, size_bytes), tensors in Counter(stored).items():
         part, role, shape = kinds[place]
+        kind: str = dtype
         if shape is None:
-            dtype += " shape" if dtype == "I64" else " scale"
-        total = sums[part, str(role), dtype]
+            kind += " shape" if dtype is DType.I64 else " scale"
+        total = sums[part, str(role), kind]
         for number, each in enumerate((1, 0 if shape is None else prod(shape), size_bytes)):
             total[number] += tensors * each
     order = [str(role) for role in Role]

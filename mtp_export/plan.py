@@ -12,11 +12,17 @@ from functools import cached_property
 from itertools import repeat
 from typing import Any, ClassVar, NamedTuple, Protocol
 
+from mtp_checkpoints.containers import SAFETENSORS
+from mtp_checkpoints.containers.base import (
+    CONFIG_NAME,
+    Container,
+    FileLayout,
+    ShardHeader,
+    TensorInfo,
+)
+from mtp_checkpoints.dtypes import OutputTensor
 from mtp_checkpoints.named_tuples import rows_of
 from mtp_checkpoints.sources.byte_source import Place
-from mtp_checkpoints.tensors.dtypes import OutputTensor
-from mtp_checkpoints.tensors.header import ShardHeader, TensorInfo
-from mtp_checkpoints.tensors.reader import CONFIG_NAME, INDEX_NAME
 from mtp_checkpoints.tensors.tensor_stream import TensorStream
 
 
@@ -97,8 +103,8 @@ class Step(NamedTuple):
 class OutputShard:
     """One output file; with linked_from set, the whole source shard under a new name.
 
-    link is the way it gets there. checked: the tensors of a linked shard are read nevertheless, for
-    their checksums.
+    container is the format of the file, link is the way it gets there. checked: the tensors of a
+    linked shard are read nevertheless, for their checksums.
     """
 
     steps: tuple[Step, ...]
@@ -106,6 +112,7 @@ class OutputShard:
     link: Link = Link.COPY
     checked: bool = False
     file_name: str = ""
+    container: Container = SAFETENSORS
 
     def linked_by(self, links: Mapping[Place, Link], checked: bool) -> OutputShard:
         """Return the shard linked as its source shard can be; one with COPY is written."""
@@ -119,6 +126,10 @@ class OutputShard:
     @property
     def tensors(self) -> tuple[OutputTensor, ...]:
         return tuple(tensor for step in self.steps for tensor in step.outputs)
+
+    def layout(self) -> FileLayout:
+        """Return where each tensor's bytes are in the file that is written."""
+        return self.container.layout(self.tensors)
 
     @property
     def is_read(self) -> bool:
@@ -148,9 +159,20 @@ class PartPlan:
         return tuple(shard for shard in self.shards if shard.linked_from is not None)
 
     @property
+    def container(self) -> Container:
+        """Format of its shards."""
+        return self.shards[0].container if self.shards else SAFETENSORS
+
+    @property
     def other_files(self) -> tuple[str, ...]:
         """Files beside the shards, in the order in which they are written: config.json last."""
-        return (*self.extra_files, INDEX_NAME, CONFIG_NAME)
+        return (*self.extra_files, *self.index_names, CONFIG_NAME)
+
+    @property
+    def index_names(self) -> tuple[str, ...]:
+        """The file that says which shard holds a tensor, where the format has one."""
+        name = self.container.index_name
+        return () if name is None else (name,)
 
     @property
     def file_names(self) -> tuple[str, ...]:
@@ -174,15 +196,8 @@ class PartPlan:
         return replace(self, shards=shards)
 
     def index(self) -> dict[str, Any]:
-        """Return the content of model.safetensors.index.json."""
-        weight_map = {
-            tensor.name: shard.file_name for shard in self.shards for tensor in shard.tensors
-        }
-        total = sum(shard.size_bytes for shard in self.shards)
-        return {
-            "metadata": {"total_size": total},
-            "weight_map": dict(sorted(weight_map.items())),
-        }
+        """Return the content of the index of its shards."""
+        return self.container.index({shard.file_name: shard.tensors for shard in self.shards})
 
 
 def copy_step(source: OutputTensor | TensorInfo, name: str | None = None) -> Step:
@@ -215,9 +230,11 @@ def pack(steps: Iterable[Step], max_shard_bytes: int) -> list[tuple[Step, ...]]:
     return shards
 
 
-def number_shards(shards: Sequence[OutputShard]) -> tuple[OutputShard, ...]:
-    """Name the shards of a part as the Hub does: model-00001-of-00163.safetensors."""
+def number_shards(
+    shards: Sequence[OutputShard], container: Container = SAFETENSORS
+) -> tuple[OutputShard, ...]:
+    """Name the shards of a part, which are files of a container."""
     return tuple(
-        replace(shard, file_name=f"model-{number:05d}-of-{len(shards):05d}.safetensors")
+        replace(shard, file_name=container.shard_name(number, len(shards)), container=container)
         for number, shard in enumerate(shards, 1)
     )

@@ -16,6 +16,8 @@ GROUPS = [group for groups in ROOMS.values() for group in groups]
 WHOLE = (
     "mtp_export/bundle/**/*.py",
     "mtp_export/plan.py",
+    "checkpoints/mtp_checkpoints/containers/**/*.py",
+    "checkpoints/mtp_checkpoints/dtypes.py",
     "checkpoints/mtp_checkpoints/formats/**/*.py",
     "checkpoints/mtp_checkpoints/quantization/**/*.py",
     "checkpoints/mtp_checkpoints/sources/**/*.py",

@@ -9,6 +9,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from mtp_checkpoints.containers.base import TensorInfo
 from mtp_checkpoints.sources.byte_source import Place, RemoteFile
 from mtp_checkpoints.sources.pieces import (
     PIECE_BYTES,
@@ -18,7 +19,6 @@ from mtp_checkpoints.sources.pieces import (
     plan_pieces,
 )
 from mtp_checkpoints.sources.staging import DOWNLOADS_NAME, Staging, ahead_bytes
-from mtp_checkpoints.tensors.header import TensorInfo
 from mtp_checkpoints.tensors.reader import Checkpoint
 from mtp_export.bundle.tied_weights import TiedCopies
 from mtp_export.plan import COPY, PartPlan

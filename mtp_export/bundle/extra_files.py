@@ -37,7 +37,8 @@ def extra_files(checkpoint: Checkpoint) -> tuple[str, ...]:
     one that cannot be read.
     """
     source = checkpoint.files
-    names = [name for name in sorted(source.names()) if _comes_along(name)]
+    shards = {shard.path.name for shard in checkpoint.shards}
+    names = [name for name in sorted(source.names() - shards) if _comes_along(name)]
     templates = sorted(name for name in source.names(_TEMPLATE_FOLDER) if fnmatch(name, "*.jinja"))
     names += [f"{_TEMPLATE_FOLDER}/{name}" for name in templates]
     for name in names:
@@ -48,7 +49,7 @@ def extra_files(checkpoint: Checkpoint) -> tuple[str, ...]:
 
 
 def _comes_along(name: str) -> bool:
-    return not name.endswith(".safetensors") and any(fnmatch(name, p) for p in _PATTERNS)
+    return any(fnmatch(name, pattern) for pattern in _PATTERNS)
 
 
 def _check_name(path: Place) -> None:

@@ -22,9 +22,10 @@ from mtp_checkpoints.quantization.native import (
 )
 from mtp_checkpoints.quantization.stored import StoredModel, stored_model
 from mtp_checkpoints.sources.byte_source import Place
+from mtp_checkpoints.sources.strict_json import parsed_json_object
 from mtp_checkpoints.tensors.bundle_folder import open_checkpoint
 from mtp_checkpoints.tensors.grafted import GraftedCheckpoint
-from mtp_checkpoints.tensors.reader import Checkpoint, parsed_json_object
+from mtp_checkpoints.tensors.reader import Checkpoint
 from mtp_export.bundle.build import open_source, plan_bundle
 from mtp_export.bundle.bundle_plan import BundlePlan, Recipe
 from mtp_export.bundle.options import BundleOptions

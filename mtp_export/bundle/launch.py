@@ -7,14 +7,15 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from mtp_checkpoints.containers.base import CONFIG_NAME
 from mtp_checkpoints.errors import InvalidInputError, MtpExportError, UnsupportedError, UsageError
 from mtp_checkpoints.formats.storage import W4AFP8_GROUP, Storage, mixes_integers_with_fp8
 from mtp_checkpoints.layouts import target_of
 from mtp_checkpoints.layouts.base import Deployment, Engine, Placement
 from mtp_checkpoints.quantization.stored import stored_source
+from mtp_checkpoints.sources.strict_json import read_json_object
 from mtp_checkpoints.tensors.bundle_folder import MAIN, open_parts
 from mtp_checkpoints.tensors.manifest import MANIFEST_NAME, read_manifest
-from mtp_checkpoints.tensors.reader import CONFIG_NAME, read_json_object
 from mtp_export.bundle.bundle_plan import BundlePlan
 from mtp_export.bundle.options import Part
 from mtp_export.schemes import SCHEMES

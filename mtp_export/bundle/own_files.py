@@ -8,6 +8,7 @@ import shutil
 from collections.abc import Iterator, Sequence, Set
 from pathlib import Path, PurePath
 
+from mtp_checkpoints.containers.base import CONFIG_NAME
 from mtp_checkpoints.errors import InvalidInputError, OutputExistsError
 from mtp_checkpoints.sources.files import (
     name_when_whole,
@@ -18,7 +19,6 @@ from mtp_checkpoints.sources.files import (
 from mtp_checkpoints.sources.staging import DOWNLOADS_NAME
 from mtp_checkpoints.tensors.bundle_folder import MAIN, MTP, OWN_DRAFTS
 from mtp_checkpoints.tensors.manifest import MANIFEST_NAME, read_manifest
-from mtp_checkpoints.tensors.reader import CONFIG_NAME
 from mtp_export.bundle.journal import JOURNAL_NAME
 from mtp_export.bundle.links import PROBE_PREFIX
 

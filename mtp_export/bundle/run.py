@@ -18,10 +18,10 @@ from pathlib import Path
 
 import xxhash
 
+from mtp_checkpoints.containers.base import TensorInfo
 from mtp_checkpoints.sources.byte_source import local_path
 from mtp_checkpoints.sources.disk_queue import DiskQueue
 from mtp_checkpoints.sources.staging import Stopped
-from mtp_checkpoints.tensors.header import TensorInfo
 from mtp_checkpoints.tensors.tensor_stream import TensorStream
 from mtp_checkpoints.tensors.writer import ShardWriter
 from mtp_export.bundle.downloads import Inputs
@@ -324,7 +324,7 @@ class _Run:
         with shard.lock:
             if shard.writer is None:
                 plan, queue = shard.job.shard, self._resources.queue
-                shard.writer = ShardWriter(shard.job.folder / plan.file_name, plan.tensors, queue)
+                shard.writer = ShardWriter(shard.job.folder / plan.file_name, plan.layout(), queue)
             return shard.writer
 
     def _finish_step(

@@ -4,17 +4,17 @@ target. Pure: reads only the headers that a Checkpoint already holds."""
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import chain
 from typing import Any
 
+from mtp_checkpoints.containers.base import ShardHeader, TensorInfo
 from mtp_checkpoints.errors import UnsupportedError
 from mtp_checkpoints.families.base import ModelFamily, Role, SharedTensor
 from mtp_checkpoints.formats import UNQUANTIZED
 from mtp_checkpoints.layouts.base import Target
 from mtp_checkpoints.quantization.stored import StoredModel, StoredWeight
 from mtp_checkpoints.sources.byte_source import Place
-from mtp_checkpoints.tensors.header import ShardHeader, TensorInfo
 from mtp_checkpoints.tensors.reader import Checkpoint
 from mtp_export.bundle.extra_files import extra_files
 from mtp_export.bundle.options import SharedWeights
@@ -119,9 +119,13 @@ def shared_pairs(checkpoint: Checkpoint, family: ModelFamily) -> tuple[SharedTen
 
 
 def _linked_if_whole(steps: tuple[Step, ...], shard: ShardHeader) -> OutputShard:
-    """Return a shard of these steps; it can be linked to the source's if they repeat that one."""
+    """Return a shard of these steps; it can be linked to the source's if they repeat that one, in
+    the same format."""
+    whole = OutputShard(steps)
     repeated = len(steps) == len(shard.tensors) and all(map(_keeps, steps, shard.tensors))
-    return OutputShard(steps, shard if repeated else None)
+    if repeated and shard.container == whole.container.name:
+        return replace(whole, linked_from=shard)
+    return whole
 
 
 def _keeps(step: Step, tensor: TensorInfo) -> bool:

@@ -7,12 +7,12 @@ import os
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 
+from mtp_checkpoints.containers.base import TensorInfo
 from mtp_checkpoints.errors import InvalidInputError
 from mtp_checkpoints.formats import WeightFormat
 from mtp_checkpoints.quantization.stored import StoredModel
 from mtp_checkpoints.sources.direct_io import equal_bytes
 from mtp_checkpoints.sources.disk_queue import DiskQueue
-from mtp_checkpoints.tensors.header import TensorInfo
 from mtp_checkpoints.tensors.reader import Checkpoint
 from mtp_checkpoints.tensors.tensor_stream import TensorStream
 from mtp_checkpoints.weights.weight_values import (

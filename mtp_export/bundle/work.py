@@ -8,11 +8,12 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
+from mtp_checkpoints.containers.base import CONFIG_NAME
 from mtp_checkpoints.errors import InvalidInputError
 from mtp_checkpoints.sources.disk_queue import DiskQueue
 from mtp_checkpoints.sources.files import make_folder, write_bytes, write_json
 from mtp_checkpoints.tensors.manifest import MANIFEST_NAME
-from mtp_checkpoints.tensors.reader import CONFIG_NAME, INDEX_NAME, Checkpoint
+from mtp_checkpoints.tensors.reader import Checkpoint
 from mtp_export import __version__
 from mtp_export.bundle.bundle_plan import BundlePlan
 from mtp_export.bundle.downloads import CHECKS, opened_inputs
@@ -104,7 +105,8 @@ def write_beside(plan: BundlePlan) -> None:
         for name in part.extra_files:
             make_folder((folder / name).parent)
             write_bytes(folder / name, plan.checkpoint.files.read(name))
-        write_json(folder / INDEX_NAME, part.index())
+        for name in part.index_names:
+            write_json(folder / name, part.index())
     for part in plan.parts:
         write_json(output / part.name / CONFIG_NAME, part.config)
 

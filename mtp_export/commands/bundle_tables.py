@@ -6,9 +6,9 @@ from typing import Any
 
 from rich.console import Group, RenderableType
 
+from mtp_checkpoints.containers.base import CONFIG_NAME
 from mtp_checkpoints.layouts import target_of
 from mtp_checkpoints.sources.disk_queue import BLOCK_BYTES
-from mtp_checkpoints.tensors.reader import CONFIG_NAME, INDEX_NAME
 from mtp_export.bundle.build import BundleResult
 from mtp_export.bundle.bundle_plan import BundlePlan
 from mtp_export.bundle.launch import launch_lines
@@ -30,7 +30,7 @@ def _part_facts(part: PartPlan) -> dict[str, Any]:
         "checksummed_bytes": sum(shard.size_bytes for shard in part.checked),
         "files": [
             *(shard.file_name for shard in part.shards),
-            *(INDEX_NAME, CONFIG_NAME),
+            *(*part.index_names, CONFIG_NAME),
             *part.extra_files,
         ],
     }

@@ -10,11 +10,12 @@ from typing import Any
 
 import xxhash
 
+from mtp_checkpoints.containers.base import CONFIG_NAME
 from mtp_checkpoints.errors import InvalidInputError
 from mtp_checkpoints.sources.local_folder import LocalFolder
+from mtp_checkpoints.sources.strict_json import read_json_object
 from mtp_checkpoints.tensors.bundle_folder import MAIN, MTP
 from mtp_checkpoints.tensors.manifest import MANIFEST_NAME, read_manifest
-from mtp_checkpoints.tensors.reader import CONFIG_NAME, read_json_object
 from mtp_export.bundle.journal import JOURNAL_NAME
 from mtp_export.bundle.options import Part
 from mtp_export.verify.files.checksums import READ_BY_ENGINES

@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from mtp_checkpoints.containers.base import TensorInfo
+from mtp_checkpoints.dtypes import OutputTensor
 from mtp_checkpoints.errors import UnsupportedError
 from mtp_checkpoints.formats import FORMATS, WeightFormat
 from mtp_checkpoints.formats.storage import NATIVE_SCALE, Storage
 from mtp_checkpoints.quantization.method import PartStorage
 from mtp_checkpoints.quantization.stored import StoredWeight
-from mtp_checkpoints.tensors.dtypes import OutputTensor
-from mtp_checkpoints.tensors.header import TensorInfo
 from mtp_export.plan import Step, copy_step
 from mtp_export.schemes.scheme import every_linear
 from mtp_export.schemes.transforms import Convert, Transpose

@@ -6,11 +6,11 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from math import prod
 
+from mtp_checkpoints.dtypes import tensor_bytes
 from mtp_checkpoints.errors import UnsupportedError
 from mtp_checkpoints.families.base import ModelFamily, Role, TensorSpec
 from mtp_checkpoints.formats import FORMATS, FormatOptions
 from mtp_checkpoints.layouts import titles_that_read
-from mtp_checkpoints.tensors.dtypes import tensor_bytes
 from mtp_export.schemes import SCHEMES
 
 

@@ -13,11 +13,11 @@ from dataclasses import dataclass
 from importlib import import_module
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
+from mtp_checkpoints.containers.base import TensorInfo
+from mtp_checkpoints.dtypes import OutputTensor
 from mtp_checkpoints.errors import InvalidInputError
 from mtp_checkpoints.formats import UNQUANTIZED, WeightFormat
 from mtp_checkpoints.formats.storage import BLOCK
-from mtp_checkpoints.tensors.dtypes import OutputTensor
-from mtp_checkpoints.tensors.header import TensorInfo
 from mtp_checkpoints.tensors.tensor_reader import TensorReader, as_array, as_rows
 from mtp_checkpoints.tensors.tensor_stream import TensorStream
 from mtp_export.plan import Facts, Resources, Sink

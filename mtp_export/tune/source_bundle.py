@@ -9,6 +9,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, Self
 
+from mtp_checkpoints.containers.base import ShardHeader
 from mtp_checkpoints.errors import InvalidInputError, UnsupportedError
 from mtp_checkpoints.families.moe_decoder import MoeDecoderFamily
 from mtp_checkpoints.quantization.native import DTYPE_KEYS, QUANTIZATION
@@ -22,7 +23,6 @@ from mtp_checkpoints.tensors.bundle_folder import (
     is_bundle,
     open_parts,
 )
-from mtp_checkpoints.tensors.header import ShardHeader
 from mtp_checkpoints.tensors.manifest import read_manifest
 from mtp_checkpoints.tensors.reader import Checkpoint
 from mtp_export.bundle.tied_weights import TiedCopies

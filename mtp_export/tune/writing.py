@@ -11,6 +11,11 @@ from typing import Any, Self
 
 import torch
 
+from mtp_checkpoints.containers import SAFETENSORS
+from mtp_checkpoints.containers.base import ShardHeader, TensorInfo
+from mtp_checkpoints.containers.safetensors import SINGLE_NAME
+from mtp_checkpoints.containers.safetensors_header import read_header
+from mtp_checkpoints.dtypes import OutputTensor, dtype_name, torch_dtype
 from mtp_checkpoints.errors import InvalidInputError
 from mtp_checkpoints.formats import UNQUANTIZED
 from mtp_checkpoints.quantization.stored import StoredWeight
@@ -22,9 +27,7 @@ from mtp_checkpoints.tensors.bundle_folder import (
     MAIN,
     MTP,
 )
-from mtp_checkpoints.tensors.dtypes import OutputTensor, dtype_name, torch_dtype
-from mtp_checkpoints.tensors.header import ShardHeader, TensorInfo, read_header
-from mtp_checkpoints.tensors.reader import SINGLE_NAME, Checkpoint
+from mtp_checkpoints.tensors.reader import Checkpoint
 from mtp_checkpoints.tensors.writer import ShardWriter
 from mtp_export.bundle.bundle_plan import BundlePlan
 from mtp_export.bundle.extra_files import extra_files
@@ -117,7 +120,8 @@ class Output:
         make_folder(self.folder)
         with DiskQueue(2) as queue:
             path = self.folder / SINGLE_NAME
-            writer = ShardWriter(path, [tensor.form for tensor in tensors], queue)
+            layout = SAFETENSORS.layout([tensor.form for tensor in tensors])
+            writer = ShardWriter(path, layout, queue)
             try:
                 for tensor in tensors:
                     writer.write(tensor.form.name, _bytes_of(tensor))

@@ -11,13 +11,14 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from mtp_checkpoints.containers.base import CONFIG_NAME
 from mtp_checkpoints.errors import InvalidInputError, MtpExportError
 from mtp_checkpoints.layouts import TARGETS
 from mtp_checkpoints.layouts.base import Target
 from mtp_checkpoints.sources.disk_queue import DiskQueue, disk_depth
 from mtp_checkpoints.tensors.bundle_folder import MAIN, MTP, OWN_DRAFTS, open_checkpoint
 from mtp_checkpoints.tensors.manifest import MANIFEST_NAME, manifest_sha256, read_manifest
-from mtp_checkpoints.tensors.reader import CONFIG_NAME, Checkpoint
+from mtp_checkpoints.tensors.reader import Checkpoint
 from mtp_checkpoints.weights.weight_values import WeightOnDisk, weights_on_disk
 from mtp_export import __version__
 from mtp_export.bundle.options import Share

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
 
+from mtp_checkpoints.containers.base import ShardHeader, TensorInfo
+from mtp_checkpoints.dtypes import DType, OutputTensor, tensor_bytes
 from mtp_checkpoints.sources.local_folder import LocalFolder
-from mtp_checkpoints.tensors.dtypes import OutputTensor, tensor_bytes
-from mtp_checkpoints.tensors.header import ShardHeader, TensorInfo
 from mtp_export.plan import (
     COPY,
     Link,
@@ -57,14 +58,24 @@ def shard(*steps: Step, source: str | None = None) -> OutputShard:
     ],
 )
 def test_bytes_of_a_tensor(dtype: str, shape: tuple[int, ...], size: int) -> None:
-    assert tensor_bytes(dtype, shape) == size
+    assert tensor_bytes(DType[dtype], shape) == size
     assert OutputTensor("x", dtype, shape).size_bytes == size
 
 
 @pytest.mark.parametrize(("dtype", "bits"), [("F4", 4), ("F6_E3M2", 6)])
 def test_bits_that_fill_no_byte(dtype: str, bits: int) -> None:
     with pytest.raises(ValueError, match=f"^{bits} bits do not fill whole bytes$"):
-        tensor_bytes(dtype, (1,))
+        tensor_bytes(DType[dtype], (1,))
+
+
+def test_bytes_of_packed_blocks() -> None:
+    """As of Q4_K: 256 elements of a row, with their scales, in 144 bytes."""
+    packed: Any = SimpleNamespace(bits=144 * 8, unit_elements=256)
+    size_of = tensor_bytes.__wrapped__
+    assert size_of(packed, (3, 512)) == 3 * 2 * 144
+    for shape in ((), (256, 8), (3, 500)):
+        with pytest.raises(ValueError, match="not a multiple of 256 elements"):
+            size_of(packed, shape)
 
 
 def test_a_copy_keeps_dtype_and_shape_under_either_name() -> None:
@@ -101,7 +112,7 @@ def test_a_step_weighs_all_it_writes() -> None:
 
 def test_kept_tensors_have_a_step_each() -> None:
     file = LocalFolder(Path("x")).file("y")
-    infos = [TensorInfo(n, "U8", (5,), file, offset_bytes=8, size_bytes=5) for n in ("b", "a")]
+    infos = [TensorInfo(n, DType.U8, (5,), file, offset_bytes=8, size_bytes=5) for n in ("b", "a")]
     assert [*copy_steps(infos)] == [copy_step(info) for info in infos]
     assert {type(one) for one in copy_steps(infos)} == {Step}
     assert [one.size_bytes for one in copy_steps(infos)] == [5, 5]

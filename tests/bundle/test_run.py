@@ -15,10 +15,10 @@ import torch
 import xxhash
 
 from cases import read_shard
+from mtp_checkpoints.dtypes import OutputTensor
 from mtp_checkpoints.errors import InvalidInputError, OutputExistsError
 from mtp_checkpoints.sources.disk_queue import DiskQueue
 from mtp_checkpoints.sources.files import name_when_whole
-from mtp_checkpoints.tensors.dtypes import OutputTensor
 from mtp_export.bundle import run as module
 from mtp_export.bundle.bundle_plan import BundlePlan
 from mtp_export.bundle.downloads import Inputs

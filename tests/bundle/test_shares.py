@@ -27,8 +27,8 @@ from cases import (
     write_shard,
 )
 from disk import watched_disk
+from mtp_checkpoints.dtypes import OutputTensor
 from mtp_checkpoints.errors import InvalidInputError
-from mtp_checkpoints.tensors.dtypes import OutputTensor
 from mtp_export.bundle import shares
 from mtp_export.bundle.journal import Journal
 from mtp_export.bundle.options import Share

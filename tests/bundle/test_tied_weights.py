@@ -10,10 +10,11 @@ from pathlib import Path
 import pytest
 
 from cases import MTP_LAYER, read_shard, shard_of, write_shard
+from mtp_checkpoints.containers.base import TensorInfo
+from mtp_checkpoints.dtypes import DType
 from mtp_checkpoints.errors import InvalidInputError
 from mtp_checkpoints.sources.disk_queue import DiskQueue
 from mtp_checkpoints.sources.local_folder import LocalFolder
-from mtp_checkpoints.tensors.header import TensorInfo
 from mtp_checkpoints.tensors.tensor_stream import TensorStream
 from mtp_export.bundle.export import plan_export
 from mtp_export.bundle.options import BundleOptions
@@ -33,7 +34,7 @@ def queue() -> Iterator[DiskQueue]:
 def tensor(folder: Path, name: str, content: bytes) -> TensorInfo:
     (folder / name).write_bytes(b"head" + content)
     file = LocalFolder(folder).file(name)
-    return TensorInfo(name, "U8", (len(content),), file, 4, len(content))
+    return TensorInfo(name, DType.U8, (len(content),), file, 4, len(content))
 
 
 def changed_at(*places: int) -> bytes:

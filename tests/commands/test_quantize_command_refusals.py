@@ -104,8 +104,8 @@ def test_a_base_left_in_bf16_goes_with_anything(tmp_path: Path, output: Path) ->
 
 def overwrite_bytes(folder: Path, tensor: str, data: bytes) -> None:
     """Put bytes at the start of a tensor."""
+    from mtp_checkpoints.containers.safetensors_header import read_header
     from mtp_checkpoints.sources.local_folder import LocalFolder
-    from mtp_checkpoints.tensors.header import read_header
 
     path = shard_of(folder, tensor)
     (info,) = [

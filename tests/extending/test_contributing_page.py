@@ -36,6 +36,7 @@ REGISTRIES = {
     "a planted fault": None,
     "a mutator of inputs": "MUTATORS",
     "a byte source": "SOURCES",
+    "a container": "CONTAINERS",
 }
 
 

@@ -16,10 +16,12 @@ from pathlib import Path
 import atheris
 from safetensors import deserialize
 
-with atheris.instrument_imports(include=["json", "mtp_export", "mtp_runtime.prompts"]):
+with atheris.instrument_imports(
+    include=["json", "mtp_export", "mtp_checkpoints", "mtp_runtime.prompts"]
+):
+    from mtp_checkpoints.containers import safetensors_header as header
     from mtp_checkpoints.errors import MtpExportError
     from mtp_checkpoints.sources import strict_json
-    from mtp_checkpoints.tensors import header
     from mtp_runtime.prompts import read_texts
 
 _FOLDER = Path(tempfile.mkdtemp(prefix="mtp-guided-"))

@@ -7,6 +7,8 @@ from typing import Any
 
 import pytest
 
+from mtp_checkpoints.containers.base import TensorInfo
+from mtp_checkpoints.dtypes import DType, OutputTensor
 from mtp_checkpoints.errors import UnsupportedError
 from mtp_checkpoints.families.base import LINEAR_ROLES, Role, TensorSpec
 from mtp_checkpoints.formats import (
@@ -22,8 +24,6 @@ from mtp_checkpoints.quantization.mismatches import StoredTensor
 from mtp_checkpoints.quantization.native import NativeFp8
 from mtp_checkpoints.quantization.stored import StoredWeight
 from mtp_checkpoints.sources.local_folder import LocalFolder
-from mtp_checkpoints.tensors.dtypes import OutputTensor
-from mtp_checkpoints.tensors.header import TensorInfo
 from mtp_export.plan import COPY, Step, copy_step
 from mtp_export.schemes.conversion import (
     AS_STORED,
@@ -44,7 +44,7 @@ def spec_of(role: Role = Role.DENSE_MLP, name: str = NAME, *shape: int) -> Tenso
 
 
 def info(name: str, dtype: str, *shape: int) -> TensorInfo:
-    return TensorInfo(name, dtype, shape, FILE, 8, 0)
+    return TensorInfo(name, DType[dtype], shape, FILE, 8, 0)
 
 
 def stored(*tensors: TensorInfo, role: Role = Role.DENSE_MLP) -> StoredWeight:

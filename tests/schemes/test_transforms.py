@@ -11,6 +11,8 @@ from typing import Any
 import pytest
 import torch
 
+from mtp_checkpoints.containers.base import TensorInfo
+from mtp_checkpoints.dtypes import DType, OutputTensor
 from mtp_checkpoints.errors import InvalidInputError
 from mtp_checkpoints.formats import (
     UNQUANTIZED,
@@ -22,8 +24,6 @@ from mtp_checkpoints.formats import (
 )
 from mtp_checkpoints.sources.disk_queue import DiskQueue
 from mtp_checkpoints.sources.local_folder import LocalFolder, OpenLocalFile
-from mtp_checkpoints.tensors.dtypes import OutputTensor
-from mtp_checkpoints.tensors.header import TensorInfo
 from mtp_checkpoints.tensors.tensor_stream import TensorStream
 from mtp_export.plan import Facts, Resources, Transform
 from mtp_export.schemes import transforms
@@ -47,7 +47,7 @@ def stored(folder: Path, **tensors: torch.Tensor) -> list[TensorInfo]:
     for name, tensor in tensors.items():
         size = tensor.numel() * tensor.element_size()
         dtype = DTYPES[tensor.dtype]
-        infos.append(TensorInfo(name, dtype, tuple(tensor.shape), file, offset, size))
+        infos.append(TensorInfo(name, DType[dtype], tuple(tensor.shape), file, offset, size))
         offset += size
     return infos
 

@@ -19,7 +19,7 @@ import torch
 
 from cases import export, read_json
 from faults.matrix import no_progress
-from mtp_checkpoints.tensors.header import TensorInfo
+from mtp_checkpoints.containers.base import TensorInfo
 from mtp_checkpoints.tensors.tensor_reader import TensorReader
 from mtp_export.verify.check import Item, Level, Status
 from mtp_export.verify.context import Context, VerifyOptions

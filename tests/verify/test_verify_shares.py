@@ -14,8 +14,8 @@ import pytest
 
 from cases import Outcome, quantize, read_json, run_program, tree
 from cluster.fake_ray import FakeRay
+from mtp_checkpoints.containers.base import TensorInfo
 from mtp_checkpoints.sources.disk_queue import DiskQueue
-from mtp_checkpoints.tensors.header import TensorInfo
 from mtp_checkpoints.tensors.tensor_stream import TensorStream
 from mtp_export.cluster import verification
 

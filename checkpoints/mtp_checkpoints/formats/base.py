@@ -7,9 +7,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
+from mtp_checkpoints.dtypes import OutputTensor
 from mtp_checkpoints.formats.compressed import WeightsEntry
 from mtp_checkpoints.formats.storage import NATIVE_SCALE, Storage
-from mtp_checkpoints.tensors.dtypes import OutputTensor
 
 if TYPE_CHECKING:
     import torch

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
+from mtp_checkpoints.dtypes import OutputTensor
 from mtp_checkpoints.formats.base import WeightFormat
 from mtp_checkpoints.formats.compressed import WeightsEntry, group, numbers
 from mtp_checkpoints.formats.storage import (
@@ -14,7 +15,6 @@ from mtp_checkpoints.formats.storage import (
     SCALE_DTYPES,
     Storage,
 )
-from mtp_checkpoints.tensors.dtypes import OutputTensor
 
 if TYPE_CHECKING:
     import torch

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
+from mtp_checkpoints.dtypes import OutputTensor
 from mtp_checkpoints.errors import InvalidInputError
 from mtp_checkpoints.formats.base import Place
 from mtp_checkpoints.formats.int4_words import (
@@ -16,7 +17,6 @@ from mtp_checkpoints.formats.int4_words import (
     unpacked_rows,
 )
 from mtp_checkpoints.formats.storage import Storage
-from mtp_checkpoints.tensors.dtypes import OutputTensor
 
 if TYPE_CHECKING:
     import torch

@@ -7,10 +7,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
+from mtp_checkpoints.dtypes import OutputTensor
 from mtp_checkpoints.errors import InvalidInputError
 from mtp_checkpoints.formats.base import EncodedWeight, ReadOnlyFormat, RowSource
 from mtp_checkpoints.formats.storage import Storage
-from mtp_checkpoints.tensors.dtypes import OutputTensor
 
 if TYPE_CHECKING:
     import torch

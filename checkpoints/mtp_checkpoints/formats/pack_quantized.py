@@ -7,11 +7,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
+from mtp_checkpoints.dtypes import OutputTensor
 from mtp_checkpoints.errors import InvalidInputError
 from mtp_checkpoints.formats.base import WeightFormat
 from mtp_checkpoints.formats.compressed import WeightsEntry, group, numbers
 from mtp_checkpoints.formats.storage import COMPRESSED_SCALE, FLOATS, GROUP_SIZES, Storage
-from mtp_checkpoints.tensors.dtypes import OutputTensor
 
 if TYPE_CHECKING:
     import torch

@@ -6,9 +6,9 @@ import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
+from mtp_checkpoints.dtypes import OutputTensor
 from mtp_checkpoints.formats.base import EncodedWeight, WeightFormat
 from mtp_checkpoints.formats.storage import Storage
-from mtp_checkpoints.tensors.dtypes import OutputTensor
 
 if TYPE_CHECKING:
     import torch

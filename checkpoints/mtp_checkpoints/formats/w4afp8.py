@@ -6,10 +6,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
+from mtp_checkpoints.dtypes import OutputTensor
 from mtp_checkpoints.errors import InvalidInputError
 from mtp_checkpoints.formats.base import WeightFormat
 from mtp_checkpoints.formats.storage import FLOATS, W4AFP8_GROUP, Storage
-from mtp_checkpoints.tensors.dtypes import OutputTensor
 
 if TYPE_CHECKING:
     import torch

@@ -6,7 +6,12 @@ import json
 import math
 import re
 from itertools import chain
+from pathlib import Path
 from typing import Any, NoReturn
+
+from mtp_checkpoints.errors import InvalidInputError
+from mtp_checkpoints.sources.byte_source import Place
+from mtp_checkpoints.sources.local_folder import LocalFolder
 
 MAX_DEPTH = 64  # the deepest files of real checkpoints, tokenizers, have about 10
 _TOO_DEEP = f"nested deeper than {MAX_DEPTH}"
@@ -76,3 +81,29 @@ def _check_text(value: Any) -> None:
         json.dumps(value, ensure_ascii=False).encode()
     except UnicodeEncodeError:
         raise ValueError("half of a surrogate pair in a string") from None
+
+
+def _unparsable(path: Place, found: str) -> InvalidInputError:
+    return InvalidInputError(
+        "A JSON file cannot be parsed", where=path, found=found, todo="Download it again"
+    )
+
+
+def read_json_object(path: Path) -> dict[str, Any]:
+    """Return the object that a local JSON file holds (InvalidInputError, IoError)."""
+    return parsed_json_object(path, LocalFolder(path.parent).read(path.name))
+
+
+def parsed_json_object(path: Place, raw: bytes) -> dict[str, Any]:
+    """Return the object in a JSON file's bytes (InvalidInputError naming the file)."""
+    try:
+        value = parse(raw)
+    except DuplicateKeyError as error:
+        raise _unparsable(path, f"the key {error.args[0]!r} twice") from None
+    except ValueError as error:
+        raise _unparsable(path, str(error)[:200]) from None
+    if not isinstance(value, dict):
+        raise InvalidInputError(
+            "A JSON file holds no object", where=path, expected="{...}", found=type(value).__name__
+        )
+    return value

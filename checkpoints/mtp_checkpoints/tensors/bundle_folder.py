@@ -6,11 +6,12 @@ import hashlib
 from dataclasses import dataclass
 from pathlib import Path
 
+from mtp_checkpoints.containers.base import CONFIG_NAME
 from mtp_checkpoints.errors import InvalidInputError, UnsupportedError
 from mtp_checkpoints.sources.byte_source import Place
 from mtp_checkpoints.sources.local_folder import LocalFolder
 from mtp_checkpoints.tensors.manifest import MANIFEST_NAME, read_manifest
-from mtp_checkpoints.tensors.reader import CONFIG_NAME, Checkpoint
+from mtp_checkpoints.tensors.reader import Checkpoint
 
 MAIN, MTP = "main", "mtp"
 # Drafts beside them, each in the folder of the method that drafts with it.

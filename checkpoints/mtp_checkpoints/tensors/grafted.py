@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Self
 
+from mtp_checkpoints.containers.base import ShardHeader, TensorInfo
 from mtp_checkpoints.tensors.bundle_folder import MAIN, MTP
-from mtp_checkpoints.tensors.header import ShardHeader, TensorInfo
 from mtp_checkpoints.tensors.reader import Checkpoint
 
 

@@ -9,7 +9,7 @@ from typing import Any
 
 from mtp_checkpoints.errors import InvalidInputError
 from mtp_checkpoints.sources.local_folder import LocalFolder
-from mtp_checkpoints.tensors.reader import read_json_object
+from mtp_checkpoints.sources.strict_json import read_json_object
 
 MANIFEST_NAME = "mtp_export.json"
 FORMAT = "mtp-export bundle"

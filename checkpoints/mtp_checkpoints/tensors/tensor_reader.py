@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, Self
 
+from mtp_checkpoints.containers.base import TensorInfo
+from mtp_checkpoints.dtypes import torch_dtype
 from mtp_checkpoints.sources.direct_io import PAGE_BYTES, SLACK_BYTES
 from mtp_checkpoints.sources.disk_queue import SMALL_BYTES
-from mtp_checkpoints.tensors.dtypes import ARRAY_DTYPES, torch_dtype
-from mtp_checkpoints.tensors.header import TensorInfo
 
 if TYPE_CHECKING:
     import torch
@@ -39,11 +39,11 @@ def as_rows(info: TensorInfo, data: memoryview, count: int) -> torch.Tensor:
 
 
 def as_array(info: TensorInfo, data: memoryview, count: int) -> Any:
-    """Return bytes of a number of its rows as an array in one of ARRAY_DTYPES, in place if they are
-    aligned to it."""
+    """Return bytes of a number of its rows as an array of its dtype's array_name, in place if they
+    are aligned to it."""
     import numpy as np
 
-    array = np.frombuffer(data, ARRAY_DTYPES[info.dtype])
+    array = np.frombuffer(data, info.dtype.array_name)
     aligned = array if array.flags.aligned else array.copy()
     return aligned.reshape(count, *info.shape[1:])
 

@@ -7,10 +7,10 @@ from collections.abc import Iterator
 from concurrent.futures import wait
 from typing import TYPE_CHECKING, Self
 
+from mtp_checkpoints.containers.base import TensorInfo
 from mtp_checkpoints.errors import IoError
 from mtp_checkpoints.sources.direct_io import copy_bytes, page_memory
 from mtp_checkpoints.sources.disk_queue import Block, DiskQueue
-from mtp_checkpoints.tensors.header import TensorInfo
 from mtp_checkpoints.tensors.tensor_reader import as_rows, row_bytes
 
 if TYPE_CHECKING:

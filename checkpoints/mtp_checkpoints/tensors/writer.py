@@ -5,16 +5,14 @@ disk."""
 from __future__ import annotations
 
 import errno
-import json
 import os
 import threading
-from collections.abc import Sequence
 from concurrent.futures import Future, wait
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
-from typing import Any
 
+from mtp_checkpoints.containers.base import FileLayout
 from mtp_checkpoints.sources.direct_io import (
     MIN_DIRECT_BYTES,
     PAGE_BYTES,
@@ -30,31 +28,8 @@ from mtp_checkpoints.sources.files import (
     write_all,
     write_failure,
 )
-from mtp_checkpoints.tensors.dtypes import OutputTensor
 
-_ALIGNMENT_BYTES = 8
 WRITE_BUFFER_BYTES = BLOCK_BYTES
-
-
-def encode_header(tensors: Sequence[OutputTensor]) -> tuple[bytes, dict[str, int]]:
-    """Return the header of a shard, its length before it, and every tensor's offset in the file."""
-    entries: dict[str, Any] = {"__metadata__": {"format": "pt"}}
-    position = 0
-    for tensor in tensors:
-        end = position + tensor.size_bytes
-        entries[tensor.name] = {
-            "dtype": tensor.dtype,
-            "shape": list(tensor.shape),
-            "data_offsets": [position, end],
-        }
-        position = end
-    raw = json.dumps(entries, separators=(",", ":"), ensure_ascii=False).encode()
-    raw += b" " * (-len(raw) % _ALIGNMENT_BYTES)
-    head = len(raw).to_bytes(8, "little") + raw
-    offsets = {
-        tensor.name: len(head) + entries[tensor.name]["data_offsets"][0] for tensor in tensors
-    }
-    return head, offsets
 
 
 class _WriteBuffer:
@@ -110,13 +85,12 @@ class ShardWriter:
     by the next call of write() or by commit(). All methods raise IoError.
     """
 
-    def __init__(self, path: Path, tensors: Sequence[OutputTensor], queue: DiskQueue) -> None:
-        self.path = path
+    def __init__(self, path: Path, layout: FileLayout, queue: DiskQueue) -> None:
+        self.path, self.size_bytes = path, layout.size_bytes
         self._queue = queue
         self._temporary = temporary_path(path)
-        head, self._places = encode_header(tensors)
-        self._left = {tensor.name: tensor.size_bytes for tensor in tensors}
-        self.size_bytes = len(head) + sum(self._left.values())
+        self._places = {name: place.start for name, place in layout.places.items()}
+        self._left = {name: len(place) for name, place in layout.places.items()}
         self._buffers: dict[str, _WriteBuffer] = {}
         self._shared = _SharedPages(self.size_bytes)
         self._under_way: set[Future[None]] = set()
@@ -127,15 +101,29 @@ class ShardWriter:
         try:
             self._fd = os.open(self._temporary, NEW_FILE, 0o666)
             os.posix_fallocate(self._fd, 0, self.size_bytes)
-            if self.size_bytes >= max(MIN_DIRECT_BYTES, SMALL_BYTES * len(tensors)):
+            if self.size_bytes >= max(MIN_DIRECT_BYTES, SMALL_BYTES * len(layout.places)):
                 self._direct_fd = open_directly(self._temporary, os.O_WRONLY)
             self._is_direct = self._direct_fd is not None
-            memory = page_memory(len(head))
-            memory[:] = head
+            memory = page_memory(len(layout.head))
+            memory[:] = layout.head
             self._write(0, memory)
+            self._fill_gaps(layout)
         except OSError as error:
             self.discard()
             raise write_failure(path, error) from error
+
+    def _fill_gaps(self, layout: FileLayout) -> None:
+        """Write the zeros of no tensor: pages are written when all of their bytes have come."""
+        tensors_bytes = sum(map(len, layout.places.values()))
+        if len(layout.head) + tensors_bytes == layout.size_bytes:
+            return
+        position = len(layout.head)
+        ends = [*layout.places.values(), range(layout.size_bytes, layout.size_bytes)]
+        for place in sorted(ends, key=lambda place: (place.start, place.stop)):
+            if position < place.start:
+                first = position % PAGE_BYTES
+                self._write(position, page_memory(first + place.start - position)[first:])
+            position = place.stop
 
     def write(self, name: str, data: memoryview) -> None:
         """Write the next bytes of a tensor; they may wait in a buffer until its last ones come."""

@@ -9,11 +9,11 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, Self
 
+from mtp_checkpoints.containers.base import TensorInfo
 from mtp_checkpoints.formats import EncodedWeight, WeightFormat
 from mtp_checkpoints.formats.storage import BLOCK
 from mtp_checkpoints.quantization.stored import StoredModel, StoredWeight
 from mtp_checkpoints.sources.disk_queue import DiskQueue
-from mtp_checkpoints.tensors.header import TensorInfo
 from mtp_checkpoints.tensors.tensor_reader import read_rows
 from mtp_checkpoints.tensors.tensor_stream import TensorStream
 

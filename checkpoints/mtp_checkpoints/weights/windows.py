@@ -6,8 +6,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple, Self
 
+from mtp_checkpoints.containers.base import TensorInfo
 from mtp_checkpoints.formats import EncodedWeight, WeightFormat
-from mtp_checkpoints.tensors.header import TensorInfo
 from mtp_checkpoints.weights.weight_values import WeightOnDisk
 
 if TYPE_CHECKING:

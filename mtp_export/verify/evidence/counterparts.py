@@ -7,9 +7,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from mtp_checkpoints.containers.base import TensorInfo
 from mtp_checkpoints.families import family_of
 from mtp_checkpoints.quantization.stored import stored_model
-from mtp_checkpoints.tensors.header import TensorInfo
 from mtp_checkpoints.tensors.reader import Checkpoint
 from mtp_checkpoints.weights.weight_values import WeightOnDisk, weights_on_disk
 

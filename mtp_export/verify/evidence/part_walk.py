@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from threading import BoundedSemaphore
 from typing import Any
 
+from mtp_checkpoints.containers.base import TensorInfo
 from mtp_checkpoints.sources.disk_queue import DiskQueue
-from mtp_checkpoints.tensors.header import TensorInfo
 from mtp_checkpoints.tensors.reader import Checkpoint
 from mtp_checkpoints.weights.weight_values import WeightOnDisk
 from mtp_export.bundle.division import divided

@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING, Any
 
 import xxhash
 
+from mtp_checkpoints.containers.base import TensorInfo
 from mtp_checkpoints.errors import MtpExportError
 from mtp_checkpoints.sources.direct_io import equal_bytes
 from mtp_checkpoints.sources.disk_queue import BLOCK_BYTES, DiskQueue
-from mtp_checkpoints.tensors.header import TensorInfo
 from mtp_checkpoints.tensors.tensor_stream import TensorStream
 from mtp_checkpoints.weights.weight_values import WeightOnDisk, WeightStream
 from mtp_export.progress import ProgressCallback

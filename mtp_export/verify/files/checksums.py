@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Any
 
 import xxhash
 
+from mtp_checkpoints.containers.base import ShardHeader
 from mtp_checkpoints.sources.disk_queue import DiskQueue, disk_depth
 from mtp_checkpoints.tensors.bundle_folder import OWN_DRAFTS
-from mtp_checkpoints.tensors.header import ShardHeader
 from mtp_checkpoints.tensors.reader import Checkpoint
 from mtp_export.bundle.journal import JOURNAL_NAME
 from mtp_export.progress import format_bytes, silent

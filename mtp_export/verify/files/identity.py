@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 from mtp_checkpoints.errors import MtpExportError
 from mtp_checkpoints.quantization.native import DTYPE_KEYS, QUANTIZATION
+from mtp_checkpoints.sources.strict_json import read_json_object
 from mtp_checkpoints.tensors.bundle_folder import MAIN
-from mtp_checkpoints.tensors.reader import read_json_object
 from mtp_export.schemes.scheme import GRAFTED
 from mtp_export.verify.check import Item, Problem, not_tested, verdict
 from mtp_export.verify.diagnosis.causes import files as causes

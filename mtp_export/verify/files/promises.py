@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+from mtp_checkpoints.containers.base import TensorInfo
 from mtp_checkpoints.errors import MtpExportError
 from mtp_checkpoints.formats.storage import mixes_integers_with_fp8
 from mtp_checkpoints.layouts.base import DraftReading, Engine
@@ -16,7 +17,6 @@ from mtp_checkpoints.quantization.mismatches import Mismatch
 from mtp_checkpoints.quantization.native import quantization_of
 from mtp_checkpoints.quantization.stored import StoredModel, StoredWeight
 from mtp_checkpoints.tensors.bundle_folder import MAIN, MTP
-from mtp_checkpoints.tensors.header import TensorInfo
 from mtp_export.schemes import SCHEMES
 from mtp_export.schemes.scheme import GRAFTED
 from mtp_export.verify.check import Item, Problem, failed, not_tested, verdict

@@ -103,9 +103,9 @@ def report_of(context: Context, results: tuple[CheckResult, ...], seconds: float
         "manifest_sha256": context.manifest_sha256,
         "source_bytes": sum(shard.get("size_bytes", 0) for shard in shards.values()),
         "parts_bytes": {
-            part.name: sum(
-                path.stat().st_size for path in part.folder.glob("*.safetensors") if path.is_file()
-            )
+            part.name: sum(shard.size_bytes for shard in part.checkpoint.shards)
+            if part.checkpoint is not None
+            else 0
             for part in context.parts
         },
     }

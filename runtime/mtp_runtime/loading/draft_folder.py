@@ -10,19 +10,17 @@ from typing import Any
 
 import torch
 
+from mtp_checkpoints.containers import SAFETENSORS
+from mtp_checkpoints.containers.base import CONFIG_NAME, TensorInfo
+from mtp_checkpoints.containers.safetensors import SINGLE_NAME
+from mtp_checkpoints.containers.safetensors_header import read_header
+from mtp_checkpoints.dtypes import OutputTensor, dtype_name
 from mtp_checkpoints.errors import InvalidInputError
 from mtp_checkpoints.sources.files import make_folder, write_all, write_json, write_whole
 from mtp_checkpoints.sources.local_folder import LocalFolder
-from mtp_checkpoints.tensors.dtypes import OutputTensor, dtype_name
-from mtp_checkpoints.tensors.header import TensorInfo, read_header
-from mtp_checkpoints.tensors.reader import (
-    CONFIG_NAME,
-    SINGLE_NAME,
-    Checkpoint,
-    read_json_object,
-)
+from mtp_checkpoints.sources.strict_json import read_json_object
+from mtp_checkpoints.tensors.reader import Checkpoint
 from mtp_checkpoints.tensors.tensor_reader import TensorReader, read_rows
-from mtp_checkpoints.tensors.writer import encode_header
 
 # What torch's reader raises for a file that is damaged, or none of its own.
 UNREADABLE = (
@@ -87,13 +85,13 @@ def write_draft(
     all (IoError)."""
     make_folder(folder)
     whole = {name: values_of(one).detach().cpu().contiguous() for name, one in tensors.items()}
-    head, places = encode_header([_output(name, one) for name, one in whole.items()])
+    layout = SAFETENSORS.layout([_output(name, one) for name, one in whole.items()])
 
     def write(fd: int) -> None:
-        write_all(fd, head, 0)
+        write_all(fd, layout.head, 0)
         for name, tensor in whole.items():
             data: Any = tensor.flatten().view(torch.uint8).numpy()
-            write_all(fd, memoryview(data), places[name])
+            write_all(fd, memoryview(data), layout.places[name].start)
 
     write_whole(folder / SINGLE_NAME, write)
     write_json(folder / CONFIG_NAME, config)

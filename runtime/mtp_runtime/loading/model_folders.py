@@ -5,13 +5,16 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
+from mtp_checkpoints.containers import is_checkpoint
+from mtp_checkpoints.containers.base import CONFIG_NAME
 from mtp_checkpoints.errors import InvalidInputError
 from mtp_checkpoints.families import family_of
 from mtp_checkpoints.layouts import target_of
 from mtp_checkpoints.quantization.mismatches import compare
 from mtp_checkpoints.quantization.stored import StoredModel, StoredWeight, stored_model
+from mtp_checkpoints.sources.local_folder import LocalFolder
 from mtp_checkpoints.tensors.bundle_folder import bundle_target, open_parts
-from mtp_checkpoints.tensors.reader import CONFIG_NAME, Checkpoint
+from mtp_checkpoints.tensors.reader import Checkpoint
 
 
 @dataclass(frozen=True)
@@ -40,7 +43,7 @@ def open_folders(path: Path) -> list[ModelFolder]:
     quantization that is not known. A checkpoint without any tensor of the MTP layer counts as the
     main part alone.
     """
-    if (path / CONFIG_NAME).exists():
+    if path.is_dir() and is_checkpoint(LocalFolder(path)):
         folders = [_whole(Checkpoint.open(path))]
     else:
         opened = open_parts(path)

@@ -9,10 +9,10 @@ from typing import Any, Concatenate, ParamSpec, TypeVar
 
 import torch
 
+from mtp_checkpoints.containers.base import CONFIG_NAME
 from mtp_checkpoints.errors import UnsupportedError, UsageError
 from mtp_checkpoints.families import family_of
 from mtp_checkpoints.families.contract import MtpContract
-from mtp_checkpoints.tensors.reader import CONFIG_NAME
 from mtp_kernels.cpu.torch_threads import torch_threads_for
 from mtp_kernels.decoder import Backend, make_backend
 from mtp_runtime.layers.led import Handle

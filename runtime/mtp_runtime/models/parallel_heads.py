@@ -17,6 +17,7 @@ from typing import cast
 import torch
 import torch.nn.functional as F
 
+from mtp_checkpoints.containers.base import CONFIG_NAME
 from mtp_checkpoints.errors import InvalidInputError
 from mtp_checkpoints.families import family_of
 from mtp_checkpoints.families.modules import DecoderFamily
@@ -28,7 +29,7 @@ from mtp_checkpoints.families.parallel_heads import (
     released_name,
 )
 from mtp_checkpoints.quantization.mismatches import StoredTensor, compare
-from mtp_checkpoints.tensors.reader import CONFIG_NAME, read_json_object
+from mtp_checkpoints.sources.strict_json import read_json_object
 from mtp_kernels.batch_layout import BatchLayout
 from mtp_kernels.decoder import RowStep
 from mtp_runtime.cache import Cache, JoinedCaches, PageAllocator

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 
+from mtp_checkpoints.dtypes import OutputTensor
 from mtp_checkpoints.formats import (
     FORMATS,
     UNQUANTIZED,
@@ -29,7 +30,6 @@ from mtp_checkpoints.formats import (
 from mtp_checkpoints.formats.base import ReadOnlyFormat
 from mtp_checkpoints.formats.compressed import WeightsEntry
 from mtp_checkpoints.formats.storage import READ_ONLY, Storage
-from mtp_checkpoints.tensors.dtypes import OutputTensor
 from mtp_checkpoints.weights.weight_values import Rounding
 from mtp_kernels import quantize, weight_statistics
 from mtp_kernels.cpu.torch_threads import torch_threads_for

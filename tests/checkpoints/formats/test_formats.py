@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 
+from mtp_checkpoints.dtypes import OutputTensor
 from mtp_checkpoints.errors import InvalidInputError
 from mtp_checkpoints.formats import (
     COMPRESSED_FORMATS,
@@ -30,7 +31,6 @@ from mtp_checkpoints.formats.storage import (
     Storage,
     mixes_integers_with_fp8,
 )
-from mtp_checkpoints.tensors.dtypes import OutputTensor
 
 NAME = "model.layers.3.mlp.experts.7.up_proj.weight"
 MODULE = NAME.removesuffix(".weight")

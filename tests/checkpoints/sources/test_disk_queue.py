@@ -13,10 +13,11 @@ from typing import Any
 
 import pytest
 
+from mtp_checkpoints.containers.base import TensorInfo
+from mtp_checkpoints.dtypes import DType
 from mtp_checkpoints.sources import disk_queue
 from mtp_checkpoints.sources.direct_io import SLACK_BYTES
 from mtp_checkpoints.sources.disk_queue import SMALL_BYTES, DiskQueue, disk_depth
-from mtp_checkpoints.tensors.header import TensorInfo
 from mtp_checkpoints.tensors.tensor_stream import TensorStream
 
 BLOCK = 1 << 17
@@ -72,7 +73,7 @@ class SlowSource:
 
 
 def tensor(file: SlowFile, blocks: int) -> TensorInfo:
-    return TensorInfo("x", "U8", (blocks * BLOCK,), SlowSource(file), 0, blocks * BLOCK)
+    return TensorInfo("x", DType.U8, (blocks * BLOCK,), SlowSource(file), 0, blocks * BLOCK)
 
 
 @pytest.fixture
@@ -288,7 +289,7 @@ def test_small_reads_of_what_is_in_memory_take_no_other_thread() -> None:
     for size, reads in ((SMALL_BYTES - 1, 0), (SMALL_BYTES, 1)):
         file = FileInMemory()
         file.go.release()
-        info = TensorInfo("x", "U8", (size,), SlowSource(file), 0, size)
+        info = TensorInfo("x", DType.U8, (size,), SlowSource(file), 0, size)
         with DiskQueue(4, BLOCK) as queue, TensorStream(info, queue) as stream:
             assert sum(map(len, stream.blocks())) == size
         assert file.begun == reads

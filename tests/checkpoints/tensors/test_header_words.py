@@ -10,11 +10,11 @@ from typing import Any
 import pytest
 
 from cases import write_shard
+from mtp_checkpoints.containers.base import ShardHeader, check_tensor_name
+from mtp_checkpoints.containers.safetensors_header import read_header
+from mtp_checkpoints.dtypes import DType
 from mtp_checkpoints.errors import InvalidInputError
-from mtp_checkpoints.sources import strict_json
 from mtp_checkpoints.sources.local_folder import LocalFolder
-from mtp_checkpoints.tensors.dtypes import DTYPE_BITS
-from mtp_checkpoints.tensors.header import ShardHeader, check_tensor_name, read_header
 
 
 def read(path: Path) -> ShardHeader:
@@ -74,11 +74,11 @@ CASES: list[tuple[dict[str, Any] | str, int, str, str, str]] = [
      f"[{2**63}]"),
     ({"a": entry(0, 0, shape=[2**32, 2**31])}, 0, "Tensor a has more elements than can be counted",
      "fewer than 2^63", f"[{2**32}, {2**31}]"),
-    ({"a": entry(0, 4, dtype="F99")}, 4, "Tensor a has an unknown dtype", ", ".join(DTYPE_BITS),
+    ({"a": entry(0, 4, dtype="F99")}, 4, "Tensor a has an unknown dtype", ", ".join(DType),
      "'F99'"),
-    ({"a": entry(0, 4, dtype=["U8"])}, 4, "Tensor a has an unknown dtype", ", ".join(DTYPE_BITS),
+    ({"a": entry(0, 4, dtype=["U8"])}, 4, "Tensor a has an unknown dtype", ", ".join(DType),
      "['U8']"),
-    ({"a": entry(0, 4, dtype=LONG)}, 4, "Tensor a has an unknown dtype", ", ".join(DTYPE_BITS),
+    ({"a": entry(0, 4, dtype=LONG)}, 4, "Tensor a has an unknown dtype", ", ".join(DType),
      repr(LONG)[:120]),
     ({"a": entry(0, 1, dtype="F4", shape=[3])}, 1, "Tensor a ends inside a byte", "whole bytes",
      "12 bits do not fill whole bytes"),
@@ -242,12 +242,9 @@ def test_headers_that_are_nearly_as_written(tmp_path: Path) -> None:
             assert refusal.value.what == what
 
 
-def test_padding_does_not_make_a_header_unusual(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_padding_is_no_part_of_a_header(tmp_path: Path) -> None:
     path = tmp_path / "good.safetensors"
     write_shard(path, as_written("a", "U8", "12", 12) + " " * 7, bytes(12))
-    monkeypatch.setattr(strict_json, "parse", pytest.fail)
     (tensor,) = read(path).tensors
     assert (tensor.name, tensor.shape, tensor.offset_bytes) == (
         "a",

@@ -15,10 +15,11 @@ import torch
 from safetensors.torch import save_file
 
 from cases import edit_json, read_json
+from mtp_checkpoints.containers import safetensors
 from mtp_checkpoints.errors import InvalidInputError, IoError, MtpExportError
 from mtp_checkpoints.sources.local_folder import LocalFolder
-from mtp_checkpoints.tensors import header, reader
-from mtp_checkpoints.tensors.reader import Checkpoint, read_json_object
+from mtp_checkpoints.sources.strict_json import read_json_object
+from mtp_checkpoints.tensors.reader import Checkpoint
 from mtp_checkpoints.tensors.tensor_reader import read_rows
 
 INDEX = "model.safetensors.index.json"
@@ -90,7 +91,7 @@ def test_no_folder(folder: Path) -> None:
 def test_neither_index_nor_single_file(folder: Path) -> None:
     (folder / INDEX).unlink()
     error = refusal(folder)
-    assert error.what == "The folder has neither an index nor a single safetensors file"
+    assert error.what == "The folder has neither an index nor a file of weights"
     assert (error.where, error.expected) == (folder, f"{INDEX} or model.safetensors")
     assert str(error.todo).startswith("Point at")
 
@@ -245,7 +246,7 @@ def test_a_folder_is_read_from_a_local_disk(folder: Path) -> None:
 def test_as_many_headers_are_read_at_once_as_the_source_says(
     readers: int, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    real, reading, most = header.read_header, list[int](), list[int]()
+    real, reading, most = safetensors.read_header, list[int](), list[int]()
     together = threading.Barrier(readers)
 
     def read_header(file: Any) -> Any:
@@ -256,7 +257,7 @@ def test_as_many_headers_are_read_at_once_as_the_source_says(
         reading.pop()
         return real(file)
 
-    monkeypatch.setattr(reader, "read_header", read_header)
+    monkeypatch.setattr(safetensors, "read_header", read_header)
     monkeypatch.setattr(LocalFolder, "readers", readers)
     assert len(Checkpoint.open(folder).shards) == 2
     assert max(most) == readers

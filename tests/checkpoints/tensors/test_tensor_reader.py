@@ -12,13 +12,13 @@ import numpy as np
 import pytest
 
 from cases import export, tree
+from mtp_checkpoints.containers.base import TensorInfo
+from mtp_checkpoints.dtypes import DType, torch_dtype
 from mtp_checkpoints.errors import IoError
 from mtp_checkpoints.sources import local_folder
 from mtp_checkpoints.sources.direct_io import SLACK_BYTES
 from mtp_checkpoints.sources.disk_queue import SMALL_BYTES
 from mtp_checkpoints.sources.local_folder import LocalFolder, OpenLocalFile
-from mtp_checkpoints.tensors.dtypes import torch_dtype
-from mtp_checkpoints.tensors.header import TensorInfo
 from mtp_checkpoints.tensors.tensor_reader import TensorReader, as_array, as_rows, row_bytes
 
 SIZE = 300_001
@@ -67,7 +67,9 @@ def test_every_byte(
     way: str, offset: int, size: int, file: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     size = min(size, SIZE - offset)
-    info = TensorInfo("x", "U8", (size,), LocalFolder(file.parent).file(file.name), offset, size)
+    info = TensorInfo(
+        "x", DType.U8, (size,), LocalFolder(file.parent).file(file.name), offset, size
+    )
     opened = prepare(way, monkeypatch)
     with TensorReader(info, once=True) as reader:
         found = reader.rows(0, size).numpy().tobytes()
@@ -83,7 +85,7 @@ def test_rows_of_any_dtype_at_any_offset(
 ) -> None:
     prepare(way, monkeypatch)
     info = TensorInfo(
-        "x", "F32", (100, 33), LocalFolder(file.parent).file(file.name), offset, 100 * 33 * 4
+        "x", DType.F32, (100, 33), LocalFolder(file.parent).file(file.name), offset, 100 * 33 * 4
     )
     with TensorReader(info, once=True) as reader:
         for start, stop in ((0, 100), (3, 4), (57, 99), (5, 5)):
@@ -102,7 +104,7 @@ def test_windows_of_a_matrix(
     """Some columns of some rows are read, and nothing beside them."""
     prepare(way, monkeypatch)
     info = TensorInfo(
-        "x", "F32", (100, 33), LocalFolder(file.parent).file(file.name), offset, 100 * 33 * 4
+        "x", DType.F32, (100, 33), LocalFolder(file.parent).file(file.name), offset, 100 * 33 * 4
     )
     matrix = np.frombuffer(CONTENT, np.uint8, 100 * 33 * 4, offset).reshape(100, 33 * 4)
     with TensorReader(info, once=True) as reader:
@@ -118,21 +120,21 @@ def test_windows_of_a_matrix(
 def test_a_window_s_end_is_the_tensor_s(file: Path) -> None:
     """The last tensor of a file ends with it: a window of its last columns needs no byte more."""
     os.truncate(file, 4 * 100)
-    info = TensorInfo("x", "F32", (10, 10), LocalFolder(file.parent).file(file.name), 0, 400)
+    info = TensorInfo("x", DType.F32, (10, 10), LocalFolder(file.parent).file(file.name), 0, 400)
     with TensorReader(info) as reader:
         assert reader.window(range(9, 10), range(8, 10)).numpy().tobytes() == CONTENT[392:400]
 
 
 def test_a_window_of_a_matrix_without_columns(file: Path) -> None:
     source = LocalFolder(file.parent).file(file.name)
-    with TensorReader(TensorInfo("x", "F32", (10, 0), source, 0, 0)) as reader:
+    with TensorReader(TensorInfo("x", DType.F32, (10, 0), source, 0, 0)) as reader:
         assert reader.window(range(3), range(0)).shape == (3, 0)
 
 
 def test_the_size_of_a_row(file: Path) -> None:
     source = LocalFolder(file.parent).file(file.name)
     for shape, size, row in (((4, 5), 40, 10), ((7,), 14, 2), ((), 2, 2), ((0, 5), 0, 0)):
-        assert row_bytes(TensorInfo("x", "BF16", shape, source, 0, size)) == row
+        assert row_bytes(TensorInfo("x", DType.BF16, shape, source, 0, size)) == row
 
 
 @pytest.mark.parametrize(
@@ -145,24 +147,24 @@ def test_rows_are_in_place_where_they_are_aligned(
 ) -> None:
     """As a tensor and as an array; elsewhere they are copied, and the same."""
     source, size = LocalFolder(file.parent).file(file.name), 6 * 5 * item_bytes
-    info = TensorInfo("x", dtype, (9, 5), source, 0, 9 * 5 * item_bytes)
+    info = TensorInfo("x", DType[dtype], (9, 5), source, 0, 9 * 5 * item_bytes)
     memory = np.frombuffer(bytearray(CONTENT[: size + 1]), np.uint8)
     data = memoryview(memory)[shift : shift + size]
     found, rows = as_array(info, data, 6), as_rows(info, data, 6)
     assert (found.shape, found.dtype) == ((6, 5), array)
-    assert (tuple(rows.shape), rows.dtype) == ((6, 5), torch_dtype(dtype))
+    assert (tuple(rows.shape), rows.dtype) == ((6, 5), torch_dtype(DType[dtype]))
     wanted = CONTENT[shift : shift + size]
-    assert found.tobytes() == rows.view(torch_dtype("U8")).numpy().tobytes() == wanted
+    assert found.tobytes() == rows.view(torch_dtype(DType.U8)).numpy().tobytes() == wanted
     in_place = shift % item_bytes == 0
     memory[shift] ^= 0xFF
     assert (found.tobytes() != wanted) is in_place
-    assert (rows.view(torch_dtype("U8")).numpy().tobytes() != wanted) is in_place
+    assert (rows.view(torch_dtype(DType.U8)).numpy().tobytes() != wanted) is in_place
     assert found.flags.aligned and rows.data_ptr() % item_bytes == 0
 
 
 def test_small_reads_take_no_memory_of_pages(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """They are one call, of the bytes that are wanted."""
-    info = TensorInfo("x", "U8", (SIZE,), LocalFolder(file.parent).file(file.name), 0, SIZE)
+    info = TensorInfo("x", DType.U8, (SIZE,), LocalFolder(file.parent).file(file.name), 0, SIZE)
     large: list[tuple[int, int]] = []
     real = OpenLocalFile.read_into
 
@@ -185,7 +187,7 @@ def test_a_shard_that_shrank_is_an_error(
 ) -> None:
     prepare(way, monkeypatch)
     info = TensorInfo(
-        "x", "U8", (SIZE - 10,), LocalFolder(file.parent).file(file.name), 10, SIZE - 10
+        "x", DType.U8, (SIZE - 10,), LocalFolder(file.parent).file(file.name), 10, SIZE - 10
     )
     with TensorReader(info, once=True) as reader, pytest.raises(IoError, match="ends early"):
         os.truncate(file, SIZE - 5)
@@ -197,7 +199,7 @@ def test_what_is_not_read_once_goes_through_the_cache(
 ) -> None:
     opened = prepare("direct", monkeypatch)
     with TensorReader(
-        TensorInfo("x", "U8", (SIZE,), LocalFolder(file.parent).file(file.name), 0, SIZE)
+        TensorInfo("x", DType.U8, (SIZE,), LocalFolder(file.parent).file(file.name), 0, SIZE)
     ):
         assert not opened
 
@@ -207,7 +209,7 @@ def test_the_cache_is_asked_first(
     answer: int, is_cached: bool, file: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(local_folder, "MIN_DIRECT_BYTES", 1)
-    info = TensorInfo("x", "U8", (SIZE,), LocalFolder(file.parent).file(file.name), 0, SIZE)
+    info = TensorInfo("x", DType.U8, (SIZE,), LocalFolder(file.parent).file(file.name), 0, SIZE)
 
     def reading(file: int, buffers: object, place: int, *flags: int) -> int:
         assert flags == (os.RWF_NOWAIT,)

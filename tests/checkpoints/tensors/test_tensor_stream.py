@@ -10,10 +10,11 @@ from typing import Any
 import pytest
 
 from checkpoints.tensors.test_tensor_reader import CONTENT, SIZE, WAYS, prepare
+from mtp_checkpoints.containers.base import TensorInfo
+from mtp_checkpoints.dtypes import DType
 from mtp_checkpoints.errors import IoError
 from mtp_checkpoints.sources.disk_queue import DiskQueue
 from mtp_checkpoints.sources.local_folder import LocalFolder, OpenLocalFile
-from mtp_checkpoints.tensors.header import TensorInfo
 from mtp_checkpoints.tensors.tensor_stream import TensorStream
 
 BLOCK = 8192
@@ -38,7 +39,8 @@ def tensor(
     size = item_bytes
     for length in shape:
         size *= length
-    return TensorInfo("x", dtype, shape, LocalFolder(path.parent).file(path.name), offset, size)
+    file = LocalFolder(path.parent).file(path.name)
+    return TensorInfo("x", DType[dtype], shape, file, offset, size)
 
 
 @pytest.mark.parametrize("way", WAYS)

@@ -12,12 +12,13 @@ from typing import Any
 import pytest
 
 from cases import export, tree
+from mtp_checkpoints.containers.safetensors_header import file_layout
+from mtp_checkpoints.dtypes import OutputTensor
 from mtp_checkpoints.errors import IoError
 from mtp_checkpoints.sources import disk_queue
 from mtp_checkpoints.sources.disk_queue import DiskQueue
 from mtp_checkpoints.tensors import writer
-from mtp_checkpoints.tensors.dtypes import OutputTensor
-from mtp_checkpoints.tensors.writer import ShardWriter, encode_header
+from mtp_checkpoints.tensors.writer import ShardWriter
 
 SIZES = (1, 4095, 200_001, 16, 12_288, 4096, 3, 100_000)  # hardly a tensor begins at a page
 TENSORS = [OutputTensor(f"t{i}", "U8", (size,)) for i, size in enumerate(SIZES)]
@@ -62,7 +63,7 @@ def queue() -> Iterator[DiskQueue]:
 
 def written(path: Path, piece_bytes: int, queue: DiskQueue) -> bytes:
     """Write a shard of the tensors, a piece of each in turn."""
-    shard = ShardWriter(path, TENSORS, queue)
+    shard = ShardWriter(path, file_layout(TENSORS), queue)
     for start in range(0, max(SIZES), piece_bytes):
         for name, content in reversed(CONTENTS.items()):
             if piece := content[start : start + piece_bytes]:
@@ -81,7 +82,7 @@ def test_every_byte_at_its_place(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     disk = Disk(way, monkeypatch)
-    head, _ = encode_header(TENSORS)
+    head = file_layout(TENSORS).head
     assert written(tmp_path / "shard", piece_bytes, queue) == head + b"".join(CONTENTS.values())
     assert bool(disk.places) == (way in ("direct", "short"))
     if way == "direct":
@@ -93,7 +94,8 @@ def test_every_byte_at_its_place(
 def test_a_header_in_full() -> None:
     """As the safetensors library writes it: compact, padded with spaces to a multiple of eight."""
     tensors = [OutputTensor("é", "F32", (2, 3)), OutputTensor("b", "U8", ())]
-    head, places = encode_header(tensors)
+    layout = file_layout(tensors)
+    head, places = layout.head, {name: place.start for name, place in layout.places.items()}
     text = (
         '{"__metadata__":{"format":"pt"},'
         '"é":{"dtype":"F32","shape":[2,3],"data_offsets":[0,24]},'
@@ -108,7 +110,7 @@ def test_data_begin_at_a_multiple_of_eight() -> None:
     """And no further behind the header than that takes."""
     paddings = set()
     for count in range(1, 17):
-        head, _ = encode_header([OutputTensor("x" * count, "U8", (1,))])
+        head = file_layout([OutputTensor("x" * count, "U8", (1,))]).head
         assert len(head) % 8 == 0 and int.from_bytes(head[:8], "little") == len(head) - 8
         paddings.add(len(head) - len(head.rstrip(b" ")))
     assert paddings == set(range(8))
@@ -129,20 +131,20 @@ def test_the_room_is_taken_before_the_first_byte(
         real(fd, *span)
 
     monkeypatch.setattr(os, "posix_fallocate", fallocate)
-    shard = ShardWriter(tmp_path / "shard", TENSORS, queue)
+    shard = ShardWriter(tmp_path / "shard", file_layout(TENSORS), queue)
     assert asked == [(0, shard.size_bytes)]
     (left,) = tmp_path.iterdir()
-    assert left.stat().st_size == shard.size_bytes == len(encode_header(TENSORS)[0]) + sum(SIZES)
+    assert left.stat().st_size == shard.size_bytes == len(file_layout(TENSORS).head) + sum(SIZES)
     shard.discard()
     monkeypatch.setattr(os, "posix_fallocate", full)
     with pytest.raises(IoError, match=r"filled up while writing \(.*/shard\)"):
-        ShardWriter(tmp_path / "shard", TENSORS, queue)
+        ShardWriter(tmp_path / "shard", file_layout(TENSORS), queue)
     assert not list(tmp_path.iterdir())
 
 
 def test_more_bytes_than_a_tensor_has(tmp_path: Path, queue: DiskQueue) -> None:
     """They would otherwise wait for room for ever."""
-    shard = ShardWriter(tmp_path / "shard", TENSORS, queue)
+    shard = ShardWriter(tmp_path / "shard", file_layout(TENSORS), queue)
     name, content = next((name, content) for name, content in CONTENTS.items() if content)
     shard.write(name, memoryview(content))
     with pytest.raises(AssertionError, match=f"{name} has fewer bytes"):
@@ -156,7 +158,7 @@ def test_no_file_stays_open(
     disk = Disk("direct", monkeypatch)
     opened = len(os.listdir("/proc/self/fd"))
     for end in (ShardWriter.commit, ShardWriter.discard):
-        shard = ShardWriter(tmp_path / "shard", TENSORS, queue)
+        shard = ShardWriter(tmp_path / "shard", file_layout(TENSORS), queue)
         assert len(os.listdir("/proc/self/fd")) == opened + 2
         for name, content in CONTENTS.items():
             shard.write(name, memoryview(content))
@@ -178,13 +180,13 @@ def test_shards_from_a_size_on_bypass_the_cache(
 ) -> None:
     """Of the whole shard, or of its tensors on average."""
     disk = Disk("direct", monkeypatch)
-    padding = -(len(encode_header(TENSORS)[0]) + sum(SIZES)) % len(SIZES)
+    padding = -(len(file_layout(TENSORS).head) + sum(SIZES)) % len(SIZES)
     tensors = [OutputTensor("t0", "U8", (SIZES[0] + padding,)), *TENSORS[1:]]
-    size = len(encode_header(tensors)[0]) + sum(tensor.size_bytes for tensor in tensors)
+    size = len(file_layout(tensors).head) + sum(tensor.size_bytes for tensor in tensors)
     assert size % len(tensors) == 0
     unit = size if bound == "MIN_DIRECT_BYTES" else size // len(tensors)
     monkeypatch.setattr(writer, bound, unit + more)
-    shard = ShardWriter(tmp_path / "shard", tensors, queue)
+    shard = ShardWriter(tmp_path / "shard", file_layout(tensors), queue)
     for tensor in tensors:
         shard.write(tensor.name, memoryview(bytes(tensor.size_bytes)))
     shard.commit()
@@ -196,7 +198,7 @@ def test_a_write_behind_that_fails_is_raised_by_the_next_call(
     seen_by: str, tmp_path: Path, queue: DiskQueue, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     disk = Disk("direct", monkeypatch)
-    shard = ShardWriter(tmp_path / "shard", TENSORS, queue)
+    shard = ShardWriter(tmp_path / "shard", file_layout(TENSORS), queue)
     monkeypatch.setattr(os, "pwrite", full)
     shard.write("t2", memoryview(CONTENTS["t2"])[:20_000])
     with pytest.raises(IoError, match=r"filled up while writing \(.*/shard\)"):
@@ -220,7 +222,7 @@ def test_an_early_end_waits_for_what_is_being_written(
         assert not closed, "its descriptor may be another file's by now"
         return disk.write(file, data, place)
 
-    shard = ShardWriter(tmp_path / "shard", TENSORS, queue)
+    shard = ShardWriter(tmp_path / "shard", file_layout(TENSORS), queue)
     real_close = os.close
     monkeypatch.setattr(os, "pwrite", slow)
     monkeypatch.setattr(os, "close", lambda file: (closed.append(file), real_close(file)))
@@ -241,7 +243,7 @@ def test_memory_of_what_is_not_written_yet_is_bounded(
     monkeypatch.setattr(writer, "WRITE_BUFFER_BYTES", 1 << 16)
     large = OutputTensor("large", "U8", (3 << 20,))
     with DiskQueue(2, 1 << 16) as queue:
-        shard = ShardWriter(tmp_path / "shard", [large], queue)
+        shard = ShardWriter(tmp_path / "shard", file_layout([large]), queue)
         shard.write("large", memoryview(bytes(large.size_bytes)))
         shard.commit()
     assert len(disk.places) > 10
@@ -276,7 +278,7 @@ def test_shards_of_small_tensors_are_not_written_directly(
     with DiskQueue(2) as queue:
         real = queue.write
         monkeypatch.setattr(queue, "write", lambda action: (writes.append(action), real(action))[1])
-        shard = ShardWriter(tmp_path / "shard", tensors, queue)
+        shard = ShardWriter(tmp_path / "shard", file_layout(tensors), queue)
         for tensor in tensors:
             shard.write(tensor.name, memoryview(CONTENTS["t2"][:20_000]))
         shard.commit()

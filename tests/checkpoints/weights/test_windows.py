@@ -10,6 +10,8 @@ from typing import Any, cast
 import pytest
 import torch
 
+from mtp_checkpoints.containers.base import TensorInfo
+from mtp_checkpoints.dtypes import dtype_name
 from mtp_checkpoints.families.base import Role, TensorSpec
 from mtp_checkpoints.formats import (
     FORMATS,
@@ -24,8 +26,6 @@ from mtp_checkpoints.formats.storage import Storage
 from mtp_checkpoints.quantization.mismatches import StoredTensor
 from mtp_checkpoints.quantization.stored import StoredWeight
 from mtp_checkpoints.sources.local_folder import LocalFolder
-from mtp_checkpoints.tensors.dtypes import dtype_name
-from mtp_checkpoints.tensors.header import TensorInfo
 from mtp_checkpoints.tensors.tensor_reader import TensorReader
 from mtp_checkpoints.weights.weight_values import WeightOnDisk
 from mtp_checkpoints.weights.windows import Window, encoded_window
@@ -156,7 +156,7 @@ def test_products_of_rows_have_the_bits_of_the_whole() -> None:
 def test_rows_and_columns_of_a_file(tmp_path: Path, dtype: torch.dtype) -> None:
     from safetensors.torch import save_file
 
-    from mtp_checkpoints.tensors.header import read_header
+    from mtp_checkpoints.containers.safetensors_header import read_header
 
     matrix = torch.randn(20, 24, generator=torch.Generator().manual_seed(7)).to(dtype)
     save_file({"before": torch.zeros(3), "matrix": matrix}, tmp_path / "model.safetensors")

@@ -1,4 +1,4 @@
-"""Strict reader of safetensors headers.
+"""Headers of safetensors files: a strict reader, and new ones.
 
 It refuses whatever the format forbids, and also what the reference reader accepts (duplicate keys,
 leading white space, unknown fields, unsafe names).
@@ -9,71 +9,29 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-from collections.abc import Sequence, Set
+from collections.abc import Mapping, Sequence, Set
 from contextlib import closing
-from dataclasses import dataclass
 from functools import lru_cache
-from itertools import accumulate, repeat
+from itertools import accumulate
 from operator import attrgetter, mul
 from typing import Any, NamedTuple
 
+from mtp_checkpoints.containers.base import FileLayout, ShardHeader, TensorInfo, check_tensor_name
+from mtp_checkpoints.dtypes import DType, OutputTensor, tensor_bytes
 from mtp_checkpoints.errors import InvalidInputError
-from mtp_checkpoints.named_tuples import rows_of
 from mtp_checkpoints.sources import strict_json
-from mtp_checkpoints.sources.byte_source import ByteFile, OpenFile, Place
-from mtp_checkpoints.tensors.dtypes import DTYPE_BITS, tensor_bytes
+from mtp_checkpoints.sources.byte_source import ByteFile, OpenFile
 
+NAME = "safetensors"
 MAX_HEADER_BYTES = 100_000_000
 MAX_DIMENSIONS = 64  # of numpy's arrays, and of torch's operations
 _LENGTH_BYTES = 8
 _FIELDS = {"dtype", "shape", "data_offsets"}
-# A header as the safetensors library writes it: its start, then tensors, each with what ends it.
 _METADATA = "__metadata__"
-_TEXT = r'[^"\\\x00-\x1f]*'
-_USUAL_START = re.compile(rf'\{{(?:"{_METADATA}":\{{"{_TEXT}":"{_TEXT}"\}},)?')
-# What it finds is written again and compared, and names are looked at together; that none of its
-# parts runs on past a tensor keeps it linear in other text.
-_USUAL_TENSOR = re.compile(
-    r'"([^"]*)":\{("dtype":"[A-Z0-9_]+","shape":\[[0-9,]*\]),"data_offsets":\['
-)
-_USUAL_KIND = re.compile(r'"dtype":"(.*)","shape":\[(.*)\]')
-_AS_WRITTEN = '"%s":{%s,"data_offsets":[%d,%d]}'
-_TOO_MANY = 1 << 64
-_INTEGERS = {int}
+_DTYPES = {dtype.value: dtype for dtype in DType if dtype.unit_elements == 1}
+_ALIGNMENT_BYTES = 8
 _MINUS_ZERO = re.compile(rb"-0\s*[],]")
 _NO_SHAPE = ("has no valid shape", "sizes from 0 up")
-
-
-class TensorInfo(NamedTuple):
-    """A stored tensor: name, dtype, shape, and the bytes of its file that hold it."""
-
-    name: str
-    dtype: str
-    shape: tuple[int, ...]
-    file: ByteFile
-    offset_bytes: int
-    size_bytes: int
-
-    @property
-    def path(self) -> Place:
-        """Path of the tensor's file."""
-        return self.file.path
-
-
-@dataclass(frozen=True)
-class ShardHeader:
-    """A shard: its tensors in offset order, its size and version, the hash of its header."""
-
-    file: ByteFile
-    size_bytes: int
-    version: int | str
-    header_sha256: str
-    tensors: tuple[TensorInfo, ...]
-
-    @property
-    def path(self) -> Place:
-        """Path of the shard."""
-        return self.file.path
 
 
 class _HeaderError(Exception):
@@ -94,7 +52,7 @@ def read_header(file: ByteFile) -> ShardHeader:
         try:
             header = _read_raw(opened)
             data = range(_LENGTH_BYTES + len(header), opened.size_bytes)
-            ordered = _as_usual(file, header, data) or _checked(file, header, data)
+            ordered = _checked(file, header, data)
         except _HeaderError as error:
             raise InvalidInputError(
                 error.what,
@@ -104,6 +62,7 @@ def read_header(file: ByteFile) -> ShardHeader:
                 todo="The file is damaged or not in safetensors format: download or write it again",
             ) from None
         return ShardHeader(
+            container=NAME,
             file=file,
             size_bytes=opened.size_bytes,
             version=opened.version,
@@ -112,65 +71,11 @@ def read_header(file: ByteFile) -> ShardHeader:
         )
 
 
-def _as_usual(file: ByteFile, header: bytes, data: range) -> tuple[TensorInfo, ...]:
-    """Return the tensors of a header that is all that the format asks for, and written as the
-    safetensors library does: ASCII without spaces, the tensors in the order of their bytes.
-
-    It is faster than _checked, which all others are left to: none is returned.
-    """
-    if not header.isascii():
-        return ()
-    text = header.decode().rstrip(" ")
-    start = _USUAL_START.match(text)
-    begin = start.end() if start else 0
-    entries = _USUAL_TENSOR.findall(text, begin)
-    if not entries:
-        return ()
-    names, kinds = zip(*entries, strict=True)
-    dtypes, shapes, sizes = zip(*map(_usual_kind, kinds), strict=True)
-    places = [*accumulate(sizes, initial=0)]
-    written = map(_AS_WRITTEN.__mod__, zip(names, kinds, places, places[1:], strict=False))
-    body, own = text[begin:], set(names)
-    if body != ",".join(written) + "}" or places[-1] != len(data):
-        return ()
-    are_plain = _are_plain(own) and _METADATA not in own and "\\" not in body
-    if len(own) < len(names) or not are_plain:
-        return ()
-    offsets = accumulate(sizes, initial=data.start)
-    rows = rows_of(
-        TensorInfo,
-        name=names,
-        dtype=dtypes,
-        shape=shapes,
-        file=repeat(file),
-        offset_bytes=offsets,
-        size_bytes=sizes,
-    )
-    return tuple(rows)
-
-
-@lru_cache(maxsize=1 << 12)  # a model of 100,000 tensors has tens of kinds
-def _usual_kind(kind: str) -> tuple[str, tuple[int, ...], int]:
-    """Return dtype, shape and bytes of a tensor; too many bytes where they are wrong."""
-    match = _USUAL_KIND.fullmatch(kind)
-    assert match is not None, "as it was found"
-    dtype, sizes = match.groups()
-    try:
-        shape = tuple(map(int, sizes.split(","))) if sizes else ()
-        as_written = ",".join(map(str, shape)) == sizes
-        if as_written and dtype in DTYPE_BITS and _problem_of(shape) is None:
-            return dtype, shape, tensor_bytes(dtype, shape)
-    except ValueError:  # no number, or part of a byte
-        pass
-    return dtype, (), _TOO_MANY
-
-
 def _checked(file: ByteFile, header: bytes, data: range) -> tuple[TensorInfo, ...]:
     """Return the tensors of any header in offset order (_HeaderError)."""
     entries = _parse_json(header)
     _check_names(entries.keys())
-    tensors = [_tensor(file, name, entry, data.start) for name, entry in entries.items()]
-    return _check_coverage(tensors, data.start, data.stop)
+    return _check_coverage(_tensors(file, entries, data.start), data.start, data.stop)
 
 
 def _read_raw(file: OpenFile) -> bytes:
@@ -229,10 +134,6 @@ def _is_size(value: object) -> bool:
     return type(value) is int and 0 <= value < 2**63
 
 
-def _are_sizes(one: object, other: object) -> bool:
-    return type(one) is type(other) is int and 0 <= one < 2**63 and 0 <= other < 2**63
-
-
 def _are_plain(names: Set[str]) -> bool:
     """Return whether no name is out of the ordinary, which takes no time: they are looked at
     together."""
@@ -251,62 +152,82 @@ def _check_names(names: Set[str]) -> None:
             raise _HeaderError("A tensor's name is unsafe", "a plain name", repr(name)) from None
 
 
-def check_tensor_name(name: str) -> None:
-    """Refuse a name that could lead out of a folder or does not print (ValueError)."""
-    if not name or name.startswith("/") or not name.isprintable() or ".." in name.split("/"):
-        raise ValueError(f"unsafe tensor name {name!r}")
+def _tensors(file: ByteFile, entries: Mapping[str, Any], data_start: int) -> list[TensorInfo]:
+    """Return the tensors that entries describe (_HeaderError)."""
+    tensors = []
+    for name, entry in entries.items():
+        if type(entry) is not dict or entry.keys() != _FIELDS:
+            raise _HeaderError(
+                f"Tensor {name} is not described as the format requires",
+                "exactly dtype, shape and data_offsets",
+                repr(entry)[:120],
+            )
+        dtype, sizes, offsets = entry["dtype"], entry["shape"], entry["data_offsets"]
+        if type(sizes) is not list:
+            raise _wrong_kind(name, dtype, sizes)
+        try:
+            kind = _kind(dtype, *sizes)
+        except (TypeError, ValueError):  # also of values that cannot be hashed
+            raise _wrong_kind(name, dtype, sizes) from None
+        if type(offsets) is not list or len(offsets) != 2:
+            raise _wrong_offsets(name, offsets)
+        start, end = offsets
+        if not type(start) is type(end) is int or not 0 <= start < 2**63 or not 0 <= end < 2**63:
+            raise _wrong_offsets(name, offsets)
+        if end - start != kind.size_bytes:
+            raise _HeaderError(
+                f"Tensor {name} has the wrong size for {dtype} {sizes}",
+                f"{kind.size_bytes} bytes",
+                f"{end - start} bytes (offsets {start} to {end})",
+            )
+        tensors.append(
+            TensorInfo(name, kind.dtype, kind.shape, file, data_start + start, kind.size_bytes)
+        )
+    return tensors
 
 
-def _tensor(file: ByteFile, name: str, entry: object, data_start: int) -> TensorInfo:
-    if not isinstance(entry, dict) or entry.keys() != _FIELDS:
-        raise _HeaderError(
-            f"Tensor {name} is not described as the format requires",
-            "exactly dtype, shape and data_offsets",
-            repr(entry)[:120],
+class _Kind(NamedTuple):
+    dtype: DType
+    shape: tuple[int, ...]
+    size_bytes: int
+
+
+@lru_cache(maxsize=1 << 12, typed=True)  # a model of 100,000 tensors has tens of kinds
+def _kind(dtype: str, *shape: int) -> _Kind:
+    """Return what all tensors of a dtype and shape have alike (ValueError for a wrong one)."""
+    if dtype not in _DTYPES or _problem_of(shape) is not None:
+        raise ValueError(dtype)
+    known = _DTYPES[dtype]
+    return _Kind(known, shape, tensor_bytes(known, shape))
+
+
+def _wrong_kind(name: str, dtype: Any, sizes: Any) -> _HeaderError:
+    if not isinstance(dtype, str) or dtype not in _DTYPES:
+        return _HeaderError(
+            f"Tensor {name} has an unknown dtype", ", ".join(_DTYPES), repr(dtype)[:120]
         )
-    dtype, sizes, offsets = entry["dtype"], entry["shape"], entry["data_offsets"]
-    if not isinstance(dtype, str) or dtype not in DTYPE_BITS:
-        raise _HeaderError(
-            f"Tensor {name} has an unknown dtype", ", ".join(DTYPE_BITS), repr(dtype)[:120]
-        )
-    shape = _checked_shape(name, sizes)
-    if not isinstance(offsets, list) or len(offsets) != 2 or not _are_sizes(*offsets):
-        raise _HeaderError(f"Tensor {name} has no valid offsets", "two sizes", repr(offsets)[:120])
-    start, end = offsets
+    problem = _problem_of(tuple(sizes)) if isinstance(sizes, list) else _NO_SHAPE
+    if problem is not None:
+        return _HeaderError(f"Tensor {name} {problem[0]}", problem[1], repr(sizes)[:120])
     try:
-        expected_bytes = tensor_bytes(dtype, shape)
+        tensor_bytes(_DTYPES[dtype], tuple(sizes))
     except ValueError as error:
-        raise _HeaderError(f"Tensor {name} ends inside a byte", "whole bytes", str(error)) from None
-    if end - start != expected_bytes:
-        raise _HeaderError(
-            f"Tensor {name} has the wrong size for {dtype} {sizes}",
-            f"{expected_bytes} bytes",
-            f"{end - start} bytes (offsets {start} to {end})",
-        )
-    return TensorInfo(name, dtype, shape, file, data_start + start, expected_bytes)
+        return _HeaderError(f"Tensor {name} ends inside a byte", "whole bytes", str(error))
+    raise AssertionError(f"{dtype} {sizes} is a kind")
 
 
-def _checked_shape(name: str, sizes: object) -> tuple[int, ...]:
-    """Return a shape (_HeaderError for what is none, or is beyond what programs can count)."""
-    if not isinstance(sizes, list) or not _INTEGERS.issuperset(map(type, sizes)):
-        problem, expected = _NO_SHAPE
-    else:
-        shape = tuple(sizes)
-        found = _problem_of(shape)
-        if found is None:
-            return shape
-        problem, expected = found
-    raise _HeaderError(f"Tensor {name} {problem}", expected, repr(sizes)[:120])
+def _wrong_offsets(name: str, offsets: object) -> _HeaderError:
+    return _HeaderError(f"Tensor {name} has no valid offsets", "two sizes", repr(offsets)[:120])
 
 
-@lru_cache(maxsize=1 << 12)  # a model of 100,000 tensors has tens of shapes
-def _problem_of(shape: tuple[int, ...]) -> tuple[str, str] | None:
+def _problem_of(shape: Sequence[object]) -> tuple[str, str] | None:
     """Return what is wrong with a shape, and what was expected; None for a good one."""
     if not all(map(_is_size, shape[: MAX_DIMENSIONS + 1])):
         return _NO_SHAPE
     if len(shape) > MAX_DIMENSIONS:
         return "has too many dimensions", f"at most {MAX_DIMENSIONS}"
-    if not all(map(_is_size, accumulate(shape, mul))):
+    sizes = [size for size in shape if isinstance(size, int)]
+    if not all(map(_is_size, accumulate(sizes, mul))):
         return "has more elements than can be counted", "fewer than 2^63"
     return None
 
@@ -335,3 +256,24 @@ def _check_coverage(
             f"A shard is {kind}", f"{position} bytes by its header", f"{size_bytes} bytes"
         )
     return ordered
+
+
+def file_layout(tensors: Sequence[OutputTensor]) -> FileLayout:
+    """Lay out a file of tensors, one after the other in their order."""
+    entries: dict[str, Any] = {_METADATA: {"format": "pt"}}
+    sizes = [tensor.size_bytes for tensor in tensors]
+    ends = [*accumulate(sizes, initial=0)]
+    for tensor, start, end in zip(tensors, ends, ends[1:], strict=False):
+        entries[tensor.name] = {
+            "dtype": tensor.dtype,
+            "shape": list(tensor.shape),
+            "data_offsets": [start, end],
+        }
+    raw = json.dumps(entries, separators=(",", ":"), ensure_ascii=False).encode()
+    raw += b" " * (-len(raw) % _ALIGNMENT_BYTES)
+    head = len(raw).to_bytes(_LENGTH_BYTES, "little") + raw
+    places = {
+        tensor.name: range(len(head) + start, len(head) + end)
+        for tensor, start, end in zip(tensors, ends, ends[1:], strict=False)
+    }
+    return FileLayout(head, places, len(head) + ends[-1])

@@ -1,0 +1,38 @@
+"""Containers of checkpoints: literal instances, found by what files a source has."""
+
+from __future__ import annotations
+
+from mtp_checkpoints.containers.base import CONFIG_NAME, Container
+from mtp_checkpoints.containers.safetensors import Safetensors
+from mtp_checkpoints.errors import InvalidInputError
+from mtp_checkpoints.sources.byte_source import ByteSource
+
+SAFETENSORS = Safetensors()
+CONTAINERS: dict[str, Container] = {SAFETENSORS.name: SAFETENSORS}
+
+
+def container_of(source: ByteSource) -> Container:
+    """Return the container of a source's files.
+
+    Raises InvalidInputError for a source without weights, or whose config is missing too; IoError.
+    """
+    container = _container_of(source)
+    if container is not None:
+        return container
+    source.read(CONFIG_NAME)
+    raise InvalidInputError(
+        "The folder has neither an index nor a file of weights",
+        where=source.path,
+        expected=", or ".join(container.title for container in CONTAINERS.values()),
+        found=f"{len(source.names())} other files",
+        todo=f"Point at a checkpoint in a format of {', '.join(CONTAINERS)}",
+    )
+
+
+def is_checkpoint(source: ByteSource) -> bool:
+    """Return whether a source's files look like a checkpoint: a config, or weights."""
+    return CONFIG_NAME in source.names() or _container_of(source) is not None
+
+
+def _container_of(source: ByteSource) -> Container | None:
+    return next((one for one in CONTAINERS.values() if one.probe(source)), None)

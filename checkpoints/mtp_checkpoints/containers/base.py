@@ -1,0 +1,142 @@
+"""Containers: file formats of checkpoints. A source says where bytes are, a container what they
+mean: the config, every tensor's place, and how new files are laid out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple, Protocol
+
+from mtp_checkpoints.dtypes import DType, OutputTensor
+from mtp_checkpoints.errors import InvalidInputError
+from mtp_checkpoints.sources.byte_source import ByteFile, ByteSource, Place
+
+CONFIG_NAME = "config.json"
+
+
+class TensorInfo(NamedTuple):
+    """A stored tensor: name, dtype, shape, and the bytes of its file that hold it."""
+
+    name: str
+    dtype: DType
+    shape: tuple[int, ...]
+    file: ByteFile
+    offset_bytes: int
+    size_bytes: int
+
+    @property
+    def path(self) -> Place:
+        """Path of the tensor's file."""
+        return self.file.path
+
+
+@dataclass(frozen=True)
+class ShardHeader:
+    """A shard: its tensors in offset order, its size and version, the hash of its header.
+
+    container is the name of the format that it is in.
+    """
+
+    container: str
+    file: ByteFile
+    size_bytes: int
+    version: int | str
+    header_sha256: str
+    tensors: tuple[TensorInfo, ...]
+
+    @property
+    def path(self) -> Place:
+        """Path of the shard."""
+        return self.file.path
+
+
+@dataclass(frozen=True)
+class Opened:
+    """Content of a checkpoint: its config, the shards, and the source of tokenizer files.
+
+    unindexed are the shards that were found though no index names them.
+    """
+
+    config: dict[str, Any]
+    config_sha256: str
+    shards: tuple[ShardHeader, ...]
+    files: ByteSource
+    unindexed: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class FileLayout:
+    """A file to be written: the bytes that it begins with, and the place of each tensor after them.
+
+    Bytes of no tensor are zeros.
+    """
+
+    head: bytes
+    places: Mapping[str, range]
+    size_bytes: int
+
+
+class Container(Protocol):
+    """A file format of checkpoints, read from any source and written as a stream.
+
+    title names in messages the files that it is known by. index_name is that of the file that says
+    which shard holds a tensor, where there is one.
+    """
+
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def title(self) -> str: ...
+
+    @property
+    def index_name(self) -> str | None: ...
+
+    def probe(self, source: ByteSource) -> bool:
+        """Return whether a source has files of this format, by their names."""
+        ...
+
+    def open(self, source: ByteSource) -> Opened:
+        """Read config, index and all headers, and compare them with each other.
+
+        Raises InvalidInputError naming the file and tensor that contradict, IoError for a file
+        that cannot be read.
+        """
+        ...
+
+    def shard_name(self, number: int, count: int) -> str:
+        """Return the file name of a shard, numbered from 1."""
+        ...
+
+    def layout(self, tensors: Sequence[OutputTensor]) -> FileLayout:
+        """Lay out one file, whose tensors may then be written in any order."""
+        ...
+
+    def index(self, shards: Mapping[str, Sequence[OutputTensor]]) -> dict[str, Any]:
+        """Return the content of the index of shards by their file names."""
+        ...
+
+
+def check_tensor_name(name: str) -> None:
+    """Refuse a name that could lead out of a folder or does not print (ValueError)."""
+    if not name or name.startswith("/") or not name.isprintable() or ".." in name.split("/"):
+        raise ValueError(f"unsafe tensor name {name!r}")
+
+
+def files_of_tensors(source: ByteSource, shards: Iterable[ShardHeader]) -> dict[str, str]:
+    """Return the file name of every tensor (InvalidInputError for one that is in two shards)."""
+    files_of: dict[str, str] = {}
+    for shard in shards:
+        file_name = shard.path.name
+        local = dict.fromkeys([tensor.name for tensor in shard.tensors], file_name)
+        if not files_of.keys().isdisjoint(local):
+            name = next(name for name in local if name in files_of)
+            raise InvalidInputError(
+                f"Tensor {name} is in two shards",
+                where=source.path,
+                found=f"{files_of[name]} and {file_name}",
+                todo="Remove the stale shard, or write the checkpoint again",
+            )
+        files_of |= local
+    return files_of

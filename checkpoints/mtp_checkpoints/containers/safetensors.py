@@ -1,0 +1,168 @@
+"""Checkpoints of safetensors files, as the Hub has them: config.json, shards, and their index."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from operator import attrgetter
+from typing import Any
+
+from mtp_checkpoints.containers.base import (
+    CONFIG_NAME,
+    FileLayout,
+    Opened,
+    ShardHeader,
+    files_of_tensors,
+)
+from mtp_checkpoints.containers.safetensors_header import NAME, file_layout, read_header
+from mtp_checkpoints.dtypes import OutputTensor
+from mtp_checkpoints.errors import InvalidInputError
+from mtp_checkpoints.sources.byte_source import ByteSource
+from mtp_checkpoints.sources.strict_json import parsed_json_object
+
+SUFFIX = ".safetensors"
+INDEX_NAME = "model.safetensors.index.json"
+SINGLE_NAME = "model.safetensors"
+# Some releases add their MTP layer in a shard of this name that the index does not list.
+MTP_NAME = "mtp.safetensors"
+_name_of = attrgetter("name")
+
+
+@dataclass(frozen=True)
+class Safetensors:
+    """The container of safetensors files."""
+
+    name: str = NAME
+    title: str = f"{INDEX_NAME} or {SINGLE_NAME}"
+    index_name: str = INDEX_NAME
+
+    def probe(self, source: ByteSource) -> bool:
+        return not source.names().isdisjoint((INDEX_NAME, SINGLE_NAME))
+
+    def open(self, source: ByteSource) -> Opened:
+        raw_config = source.read(CONFIG_NAME)
+        config = parsed_json_object(source.path / CONFIG_NAME, raw_config)
+        weight_map = _weight_map(source)
+        names = [SINGLE_NAME] if weight_map is None else sorted(set(weight_map.values()))
+        unindexed = [MTP_NAME] if MTP_NAME in set(source.names()) - set(names) else []
+        _check_no_stray_shard(source, {*names, *unindexed})
+        files = [source.file(name) for name in (*names, *unindexed)]
+        with ThreadPoolExecutor(source.readers) as pool:
+            shards = tuple(pool.map(read_header, files))
+        if weight_map is None or not _is_listed(shards, weight_map):
+            files_of = files_of_tensors(source, shards)
+            if weight_map is not None:
+                _check_index(source, weight_map, files_of, unindexed)
+        digest = hashlib.sha256(raw_config).hexdigest()
+        return Opened(config, digest, shards, files=source, unindexed=tuple(unindexed))
+
+    def shard_name(self, number: int, count: int) -> str:
+        """As on the Hub: model-00001-of-00163.safetensors."""
+        return f"model-{number:05d}-of-{count:05d}{SUFFIX}"
+
+    def layout(self, tensors: Sequence[OutputTensor]) -> FileLayout:
+        return file_layout(tensors)
+
+    def index(self, shards: Mapping[str, Sequence[OutputTensor]]) -> dict[str, Any]:
+        weight_map = {tensor.name: file for file, tensors in shards.items() for tensor in tensors}
+        total = sum(tensor.size_bytes for tensors in shards.values() for tensor in tensors)
+        return {
+            "metadata": {"total_size": total},
+            "weight_map": dict(sorted(weight_map.items())),
+        }
+
+
+def _weight_map(source: ByteSource) -> dict[str, str] | None:
+    """Return the index's map from tensor to file; None for one file without an index."""
+    path, names = source.path / INDEX_NAME, source.names()
+    if INDEX_NAME not in names:
+        return None
+    weight_map = parsed_json_object(path, source.read(INDEX_NAME)).get("weight_map")
+    if not isinstance(weight_map, dict) or not weight_map:
+        raise InvalidInputError(
+            "The index has no weight_map", where=path, expected="tensor name -> file name"
+        )
+    files = weight_map.values()
+    if not {str}.issuperset(map(type, files)) or not all(map(_is_plain_file_name, set(files))):
+        name, file_name = next(one for one in weight_map.items() if not _is_plain_file_name(one[1]))
+        raise InvalidInputError(
+            f"The index puts tensor {name} at a path outside the folder",
+            where=path,
+            expected=f"a plain *{SUFFIX} file name",
+            found=repr(file_name)[:200],
+            todo="Do not trust this checkpoint; get it again from its source",
+        )
+    for file_name in sorted(set(files)):
+        if file_name not in names:
+            lost = [name for name, file in weight_map.items() if file == file_name]
+            raise InvalidInputError(
+                "The index names a shard that is not in the folder",
+                where=source.path / file_name,
+                expected=f"a file that holds {len(lost)} tensors, such as {lost[0]}",
+                found="no such file",
+                todo="Download the missing shard",
+            )
+    return weight_map
+
+
+def _is_plain_file_name(name: object) -> bool:
+    if not isinstance(name, str) or not name.isprintable() or "/" in name or "\\" in name:
+        return False
+    return name.endswith(SUFFIX) and len(name.encode()) < 256
+
+
+def _is_listed(shards: Iterable[ShardHeader], weight_map: Mapping[str, str]) -> bool:
+    """Return whether every tensor is in one shard, the index says in which, and names no other."""
+    listed = 0
+    for shard in shards:
+        names = map(_name_of, shard.tensors)
+        if not {shard.path.name}.issuperset(map(weight_map.get, names)):
+            return False
+        listed += len(shard.tensors)
+    return listed == len(weight_map)
+
+
+def _check_index(
+    source: ByteSource,
+    weight_map: dict[str, str],
+    files_of: dict[str, str],
+    unindexed: Collection[str],
+) -> None:
+    """Check that index and shards name the same tensors in the same files, but for the shards that
+    it need not name."""
+    if unindexed:
+        files_of = {name: file for name, file in files_of.items() if file not in unindexed}
+    if files_of == weight_map:
+        return
+    for name, file_name in files_of.items():
+        if weight_map.get(name) != file_name:
+            raise InvalidInputError(
+                f"Tensor {name} is in a shard but the index does not say so",
+                where=source.path / file_name,
+                expected=f"an index entry that names {file_name}",
+                found=f"{weight_map[name]}" if name in weight_map else "no index entry",
+                todo="A loader that follows the index would lose it: write the index again",
+            )
+    for name, file_name in weight_map.items():
+        if name not in files_of:
+            raise InvalidInputError(
+                f"The index names tensor {name}, which its shard does not hold",
+                where=source.path / file_name,
+                expected=f"{name} in this file",
+                found="no such tensor",
+                todo="Download the shard again, or write the index again",
+            )
+
+
+def _check_no_stray_shard(source: ByteSource, indexed: set[str]) -> None:
+    for name in sorted(source.names()):
+        if name.endswith(SUFFIX) and name not in indexed:
+            raise InvalidInputError(
+                "A shard lies in the folder but the index does not name it",
+                where=source.path / name,
+                expected=f"every *{SUFFIX} file in the index",
+                found=f"an index of {len(indexed)} other files",
+                todo="Remove the file if it is stale; if it holds weights, write the index again",
+            )
