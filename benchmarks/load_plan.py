@@ -33,7 +33,7 @@ from mtp_checkpoints.dtypes import torch_dtype
 from mtp_checkpoints.tensors.tensor_reader import read_rows
 from mtp_checkpoints.weights.weight_values import WeightOnDisk
 from mtp_checkpoints.weights.windows import Window
-from mtp_runtime.layers.split import MODES, REDUCE, Joining
+from mtp_runtime.layers.tensor_parallel import MODES, REDUCE, TensorParallel
 from mtp_runtime.loading.copies import own_pieces
 from mtp_runtime.loading.weight_source import WeightSource
 from mtp_runtime.memory import bytes_per_page, cache_tokens_beside
@@ -56,10 +56,10 @@ class PlannedSource(WeightSource):
     constants: set[str] = field(default_factory=set)
 
     @classmethod
-    def of(cls, source: WeightSource, joining: Joining) -> PlannedSource:
+    def of(cls, source: WeightSource, parallel: TensorParallel) -> PlannedSource:
         given = {one.name: getattr(source, one.name) for one in fields(source)}
         fresh = {name: set[str]() for name in ("loaded", "tied", "left_out")}
-        return cls(**given | fresh | {"device": torch.device("meta"), "joining": joining})
+        return cls(**given | fresh | {"device": torch.device("meta"), "parallel": parallel})
 
     @property
     def weights(self) -> tuple[WeightOnDisk, ...]:
@@ -182,12 +182,12 @@ def planned(folder: Path, ranks: int, mode: str, gpu_bytes: int) -> Plan:
     opened = open_model(folder, options)
     reads, held = [], []
     for rank in range(ranks):
-        group = Group(Split(rank, ranks), together=True)
-        source = PlannedSource.of(opened.builder.source, options.joining(group))
+        group = Group(Split(rank, ranks))
+        source = PlannedSource.of(opened.builder.source, options.parallel(group))
         builder = type(opened.builder)(source, opened.builder.family, opened.builder.config)
         model = builder.model(options.execution(group), opened.contract)
         source.ledger()
-        weights = held_bytes([model, group.parts])
+        weights = held_bytes([model])
         tokens = cache_tokens_beside(weights, gpu_bytes, cached=(model,), page_size=PAGE_SIZE)
         reads.append(dict(source.reads))
         held.append(Held(weights, bytes_per_page((model,), PAGE_SIZE) // PAGE_SIZE, tokens))

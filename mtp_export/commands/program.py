@@ -16,9 +16,9 @@ from mtp_export.commands.garbage import few_collections
 from mtp_export.commands.registry import COMMANDS, command_named
 from mtp_export.commands.standard_streams import guarded_streams
 
-# Commands that torchrun starts in several processes: those that rank 0 leads, and one that joins by
-# itself.
-LED, JOINING = ("generate", "verify", "serve"), ("tune",)
+# Commands that torchrun may start: those that rank 0 runs while the other ranks follow it, and one
+# that every rank runs.
+FOLLOWED, RUN_BY_ALL = ("generate", "verify", "serve"), ("tune",)
 
 
 def exit_code(arguments: Sequence[str]) -> int:
@@ -42,34 +42,34 @@ def exit_code(arguments: Sequence[str]) -> int:
 
 def _run(arguments: Sequence[str]) -> int:
     """Run a command and return its own exit code; of several processes the first one runs it, and
-    the others follow, unless they join by themselves.
+    the others follow, unless all run it.
 
     Raises UsageError for arguments that cannot be parsed, and what the command raises.
     """
-    if "WORLD_SIZE" not in os.environ:  # nothing started several processes
+    if "WORLD_SIZE" not in os.environ:  # no launcher: most commands need no torch
         return _run_alone(arguments)
-    from mtp_runtime.parallel.launcher import launched_process  # brings torch
+    from mtp_runtime.parallel.join import joined
+    from mtp_runtime.parallel.launcher import launched_process
 
-    command = next(iter(arguments), "")
     if launched_process(os.environ).is_alone:
         return _run_alone(arguments)
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # what it warns of ends in one message
-    if command in JOINING:
+    command = next(iter(arguments), "")
+    if command in RUN_BY_ALL:
         return _run_alone(arguments)
-    from mtp_runtime.parallel.join import joined
-
-    if command not in LED:
+    if command not in FOLLOWED:
         raise UsageError(
             "This command runs in one process",
-            expected=f"torchrun with {', '.join((*LED, *JOINING))}",
+            expected=f"torchrun with {', '.join((*FOLLOWED, *RUN_BY_ALL))}",
             found=command or "no command",
             todo="Start it by itself; --share and --cluster divide what it does",
         )
     with joined() as group:
-        if group.rank:
+        if not group.is_first:
             group.follow()
             return 0
-        return _run_alone(arguments, group)
+        with group.leading():
+            return _run_alone(arguments, group)
 
 
 def _run_alone(arguments: Sequence[str], group: object = None) -> int:

@@ -96,11 +96,11 @@ def load_llm(context: typer.Context, bundle: Path, **more: Any) -> LLM:
     given = {name: context.params[name] for name in _LLM_OPTIONS if name in context.params}
     given["static_graph"] = _static_graph(context)
     with few_collections(), plain_console(stderr=True).status("Loading the runtime") as status:
-        from mtp_runtime import LLM
+        from mtp_runtime.llm import llm_of
         from mtp_runtime.parallel.group import LONE
 
         status.update(f"Loading {bundle}")
-        llm = LLM(bundle, group=context.obj or LONE, **given, **more)
+        llm = (context.obj or LONE).everywhere(llm_of, bundle, given | more)
         status.update("Decoding the first tokens")
         llm.warm_up()
     return llm

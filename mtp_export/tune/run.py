@@ -71,7 +71,7 @@ def tune(options: TuneOptions, progress: Progress) -> TuneResult | None:
     An interrupted run goes on where it stopped. Raises MtpExportError.
     """
     source = open_checked(options)
-    with joined(together=True) as group:
+    with joined() as group:
         shown = progress if group.is_first else Silent()
         return _Run(options, source, group, progress=shown).finish()
 

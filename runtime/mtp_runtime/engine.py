@@ -4,7 +4,8 @@ A request is prefilling while more than one of its tokens is uncached, and decod
 both are rows of the same pass. The same lines commit a block whatever the verdict.
 
 Any number of threads may add, abort and run requests: all are in one batch, and one thread at a
-time steps it for all of them.
+time steps it for all of them. Where several ranks divide the model, each has an engine: rank 0
+takes the requests and decides, and before each step it tells the others what came.
 """
 
 from __future__ import annotations
@@ -13,7 +14,9 @@ import time
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from threading import Lock
+from typing import NamedTuple
 
 import torch
 
@@ -26,9 +29,29 @@ from mtp_runtime.drafters.base import Drafter, DrafterParts, Pass
 from mtp_runtime.groups import Group, score_prompts
 from mtp_runtime.judging import Judge
 from mtp_runtime.models.model import Model, States
+from mtp_runtime.parallel import group as ranks
 from mtp_runtime.prefix_cache import SharedPages
 from mtp_runtime.request import Request, RequestMetrics, TokenEvent
+from mtp_runtime.sampling import SamplingParams
 from mtp_runtime.static_graph.steps import EagerSteps, Graphs, steps_by
+
+
+class Arrival(NamedTuple):
+    """A request as rank 0 tells of it; its seed is set."""
+
+    request_id: int
+    prompt: tuple[int, ...]
+    params: SamplingParams
+
+
+@dataclass(frozen=True)
+class Turn:
+    """Message of rank 0 to the other ranks before a step: the requests that came, the numbers of
+    those that were aborted, and how many drafts each that decodes gets."""
+
+    arrivals: tuple[Arrival, ...]
+    aborted: tuple[int, ...]
+    drafts: int
 
 
 class Engine:
@@ -36,6 +59,7 @@ class Engine:
 
     build_drafter: a value of DRAFTERS, or any function that builds a drafter. graphs: a way to
     repeat the target's steps of decoding, which are computed operation by operation without it.
+    group: ranks with engines like this one; those after the first follow it.
     """
 
     def __init__(
@@ -45,6 +69,7 @@ class Engine:
         build_drafter: Callable[[DrafterParts], Drafter],
         draft_model: Model | None = None,
         graphs: Graphs | None = None,
+        group: ranks.Group = ranks.LONE,
     ) -> None:
         self.model = model
         self.config = config
@@ -77,18 +102,21 @@ class Engine:
         self.judge = Judge(model.head, config.speculation)
         self._length = draft_length(config.speculation)
         self.totals = RequestMetrics()
+        self._group = group
+        self._arriving: deque[Request] = deque()  # since the last step
         self._waiting: deque[Request] = deque()
         self._running: list[Request] = []
+        self._aborted: list[int] = []  # since the last step
         self._next, self._stepping = Lock(), Lock()
 
     @property
     def has_work(self) -> bool:
-        return bool(self._waiting or self._running)
+        return bool(self._arriving or self._waiting or self._running)
 
     @property
     def waiting(self) -> int:
         """Number of requests in the queue."""
-        return len(self._waiting)
+        return len(self._arriving) + len(self._waiting)
 
     @property
     def running(self) -> int:
@@ -117,18 +145,25 @@ class Engine:
                 expected=f"at least {needed * self.config.page_size} cache_tokens",
                 found=self.pages.pages * self.config.page_size,
             )
-        self._waiting.append(request)
+        self._arriving.append(request)
 
     def abort(self, requests: Iterable[Request]) -> None:
         """End requests that have not ended, queued or running, and free their cache."""
         with self._alone():
             for request in [r for r in requests if r.finish_reason is None]:
                 request.finish_reason = "abort"
-                if request in self._running:
-                    self._running.remove(request)
-                    self._release(request)
-                elif request in self._waiting:
-                    self._waiting.remove(request)
+                if request in self._arriving:
+                    self._arriving.remove(request)
+                else:
+                    self._drop(request)
+                    self._aborted.append(request.request_id)
+
+    def _drop(self, request: Request) -> None:
+        if request in self._running:
+            self._running.remove(request)
+            self._release(request)
+        elif request in self._waiting:
+            self._waiting.remove(request)
 
     def step(self) -> None:
         """Run one forward pass of the target over the batch; the new tokens are events of their
@@ -175,31 +210,63 @@ class Engine:
         finally:
             self._stepping.release()
 
+    def follow(self, make: Callable[[int, tuple[int, ...], SamplingParams], Request]) -> None:
+        """Step as the first rank's engine does, until its program ends; make makes a request of an
+        Arrival."""
+        while True:
+            turn: Turn = self._group.shared(None)
+            self._waiting += [make(*arrival) for arrival in turn.arrivals]
+            for request in [*self._running, *self._waiting]:
+                if request.request_id in turn.aborted:
+                    self._drop(request)
+            self._admit()
+            self._compute(turn.drafts)
+
     def _step(self) -> None:
         try:
-            self._pass()
+            with self._group.together():
+                self._pass()
         except BaseException:
             for request in self._running[::-1]:
                 self._preempt(request)
             raise
 
-    @torch.inference_mode()
     def _pass(self) -> None:
-        start = time.perf_counter()
+        start, turn = time.perf_counter(), self._next_turn()
+        self._group.shared(turn)
+        blocks = self._compute(turn.drafts)
+        if blocks:
+            self._length.observe(Step(blocks, turn.drafts, time.perf_counter() - start))
+
+    def _next_turn(self) -> Turn:
+        """Take in what came since the last step, and choose the number of drafts."""
+        arrivals = []
+        while self._arriving:
+            request = self._arriving.popleft()
+            self._waiting.append(request)
+            params = replace(request.params, seed=request.seed)
+            arrivals.append(Arrival(request.request_id, request.prompt, params))
+        aborted, self._aborted = tuple(self._aborted), []
         self._admit()
         decoding = sum(request.is_decoding for request in self._running)
-        asked = self._length.choose(decoding) if decoding else 0
-        groups = self._plan(asked)
-        is_timed = bool(groups) and all(group.is_decoding for group in groups)
+        drafts = self._length.choose(decoding) if decoding else 0
+        return Turn(tuple(arrivals), aborted, drafts)
+
+    @torch.inference_mode()
+    def _compute(self, drafts: int) -> list[tuple[int, int]]:
+        """Verify up to `drafts` of each request; return how many each had and how many were
+        accepted where all decode."""
+        groups = self._plan(drafts)
+        all_decode = all(group.is_decoding for group in groups)
         states = self._forward(groups)
         verdicts = self.judge.verdicts(groups, states.after)
         score_prompts(groups, states.after, self.model.head)
         self._observe(groups, verdicts, states)
-        if is_timed:
-            drafts = [len(group.draft.tokens) for group in groups]
-            accepted = [verdict.accepted for verdict in verdicts if verdict is not None]
-            blocks = list(zip(drafts, accepted, strict=True))
-            self._length.observe(Step(blocks, asked, time.perf_counter() - start))
+        if not all_decode:
+            return []
+        verified = [len(group.draft.tokens) for group in groups]
+        accepted = [verdict.accepted for verdict in verdicts if verdict is not None]
+        return list(zip(verified, accepted, strict=True))
 
     def _observe(
         self, groups: Sequence[Group], verdicts: Sequence[Verdict | None], states: States

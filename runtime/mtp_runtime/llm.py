@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from threading import Lock
-from typing import Unpack, cast
+from typing import Any, Unpack, cast
 
 import torch
 
@@ -81,9 +81,9 @@ class LLM:
     loaded: the bundle's model where it is loaded already, with the options it was loaded with.
     static_graph: True captures the target's steps of decoding as CUDA graphs; the path of a package
     that `mtp-export compile` made of this model runs them on a CPU.
-    group: the ranks that divide the model, of which rank 0 alone makes an LLM while the others
-    follow; parallel_mode is how they join their parts: gather, with the bits of one process, or
-    reduce.
+    group: the ranks that divide the model, each of which makes an LLM with the same options; rank 0
+    then generates, and the others follow. parallel_mode is how they join their parts: gather, with
+    the bits of one process, or reduce.
     Raises what load_model raises, and UsageError for options that make no sense.
     """
 
@@ -134,7 +134,7 @@ class LLM:
             static_graph=graphs.wanted,
         )
         self._loaded = loaded or _load_within(max_memory_bytes, Path(bundle), options, group)
-        draft = None if folder is None else self._draft(folder, config, options, group)
+        draft = None if folder is None else self._draft(folder, config, options)
         self.engine = self._engine(config, max_memory_bytes, draft, graphs)
         self.next_request_id, self._numbering = 0, Lock()
 
@@ -154,13 +154,13 @@ class LLM:
         return self._loaded.ledger
 
     def _draft(
-        self, folder: Path, config: EngineConfig, options: LoadOptions, group: Group
+        self, folder: Path, config: EngineConfig, options: LoadOptions
     ) -> Model | TargetDraft:
         """Load a second model, or a draft of its own."""
         read = DRAFTERS[config.speculation.method].read
         if read is not None:
             return read(folder, self._loaded)
-        return load_model(folder, options, group).model
+        return load_model(folder, options, self._loaded.parallel.group).model
 
     def _engine(
         self,
@@ -171,6 +171,7 @@ class LLM:
     ) -> Engine:
         """Build the engine, with what its options leave to the model."""
         model, speculation = self._loaded.model, config.speculation
+        group = self._loaded.parallel.group
         if speculation.method == AUTO_DRAFTS:
             if speculation.shapes_drafts and not model.mtp_modules:
                 raise no_module_to_draft_with(self._loaded.folder)  # of a model loaded before
@@ -191,8 +192,12 @@ class LLM:
                 page_size=config.page_size,
                 kept_bytes=pool_bytes(graphs, model, config),
             )
-            config = replace(config, cache_tokens=tokens)
-        return Engine(model, config, build, second, graphs)
+            config = replace(config, cache_tokens=group.smallest(tokens))
+        return Engine(model, config, build, second, graphs, group)
+
+    def follow(self) -> None:
+        """Step as rank 0's LLM does, until its program ends; the other ranks call this."""
+        self.engine.follow(self._request)
 
     def warm_up(self) -> None:
         """Decode a few tokens, so that no later request waits for kernels to be compiled."""
@@ -274,6 +279,14 @@ class LLM:
         return Request(number, prompt=ids, params=params, eos_token_ids=eos, decode=decode)
 
 
+def llm_of(group: Group, bundle: Path, options: Mapping[str, Any]) -> LLM:
+    """Make the LLM of a rank, for Group.everywhere; on others than rank 0 it follows from there."""
+    llm = LLM(bundle, group=group, **options)
+    if not group.is_first:
+        llm.follow()
+    return llm
+
+
 def _output(request: Request) -> RequestOutput:
     assert request.finish_reason is not None
     return RequestOutput(
@@ -347,14 +360,10 @@ def _modules_wanted(config: SpeculationConfig) -> dict[str, bool]:
 def _load_within(
     max_memory_bytes: int | None, bundle: Path, options: LoadOptions, group: Group
 ) -> Loaded:
-    """Load a model; on the GPU of every rank no more than the limit is allocated from here on."""
+    """Load a model; on this rank's GPU no more than the limit is allocated from here on."""
     if max_memory_bytes is not None:
-        group.everywhere(_bound, options.device, max_memory_bytes)
+        bound_device(torch.device(group.device(options.device)), max_memory_bytes)
     return load_model(bundle, options, group)
-
-
-def _bound(group: Group, device: str, max_memory_bytes: int) -> None:
-    bound_device(torch.device(group.device(device)), max_memory_bytes)
 
 
 def _own_draft(bundle: Path, method: str) -> Path | None:

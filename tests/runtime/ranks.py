@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 import torch
 
+from mtp_runtime.layers.tensor_parallel import VocabParallelEmbedding
 from mtp_runtime.models.sliced import SlicedLayers
 from mtp_runtime.parallel.group import Group
 from mtp_runtime.parallel.join import joined
@@ -48,7 +49,7 @@ def ranks(size: int, *, killed: bool = False) -> Iterator[Group]:
     with pytest.MonkeyPatch.context() as patch:
         for name, value in (variables | {"RANK": "0"}).items():
             patch.setenv(name, value)
-        with joined(watched=False) as group:
+        with joined(watched=False) as group, group.leading():
             yield group
     codes = [follower.wait(60) for follower in followers]
     assert all(codes) if killed else not any(codes), codes
@@ -56,8 +57,8 @@ def ranks(size: int, *, killed: bool = False) -> Iterator[Group]:
 
 def of_each(group: Group, function: Any, *arguments: Any) -> list[list[float]]:
     """Numbers that function(group, ...) returns on every rank."""
-    found = group.everywhere(_numbers, function, arguments)
-    return [list(map(float, row)) for row in found.tolist()]
+    rows: torch.Tensor = group.everywhere(_numbers, function, arguments)
+    return [list(map(float, row)) for row in rows.tolist()]
 
 
 def _numbers(group: Group, function: Any, arguments: tuple[Any, ...]) -> torch.Tensor:
@@ -71,13 +72,30 @@ def bytes_read() -> int:
     return int(dict(line.split(": ") for line in lines)["rchar"])
 
 
-def part_bytes(group: Group) -> list[int]:
-    """Bytes of torch's tensors in all parts that a rank holds."""
+def draft_bytes(weights: object) -> int:
+    """Bytes that a rank holds of a draft, but for the layers that it was packed of."""
+    assert is_dataclass(weights)
+    held = {field.name: getattr(weights, field.name) for field in fields(weights)}
+    packed = packed_bytes(held.pop("layers", None))
+    held.pop("layer", None)
+    return packed + dense_bytes(list(held.values()))
+
+
+def packed_bytes(layers: object) -> int:
+    """Bytes of packed layers."""
+    if not isinstance(layers, SlicedLayers):
+        return 0
+    tensors = (tensor for layer in layers.decoder.layers for tensor in layer.tensors)
+    return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+
+
+def dense_bytes(parts: object) -> int:
+    """Bytes of torch's tensors in parts of a model, each storage once."""
     storages = {
         tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes()
-        for tensor in _tensors_in(list(group.parts.values()))
+        for tensor in _tensors_in(parts)
     }
-    return [sum(storages.values())]
+    return sum(storages.values())
 
 
 def _tensors_in(value: Any) -> Iterator[torch.Tensor]:
@@ -86,19 +104,8 @@ def _tensors_in(value: Any) -> Iterator[torch.Tensor]:
     elif isinstance(value, list | tuple):
         for one in value:
             yield from _tensors_in(one)
+    elif isinstance(value, VocabParallelEmbedding):
+        yield from _tensors_in(vars(value)["_table"])
     elif is_dataclass(value) and not isinstance(value, type):
         for field in fields(value):
             yield from _tensors_in(getattr(value, field.name))
-
-
-def held_bytes(group: Group) -> list[int]:
-    """Bytes of the packed layers that a rank holds."""
-    return [
-        sum(
-            tensor.numel() * tensor.element_size()
-            for layers in group.parts.values()
-            if isinstance(layers, SlicedLayers)
-            for layer in layers.decoder.layers
-            for tensor in layer.tensors
-        )
-    ]

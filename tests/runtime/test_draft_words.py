@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -282,25 +280,6 @@ def test_blocks_draft_for_what_was_observed_last(loaded: Loaded, tmp_path: Path)
     drafter.forget(requests[0])
     with pytest.raises(KeyError):
         drafter.propose(requests[:1], [1])
-
-
-def test_divided_blocks_are_run_by_every_rank(loaded: Loaded, tmp_path: Path) -> None:
-    """Rank 0 tells the others of which states, and takes its own part's output."""
-    heads = read("blocks", loaded, tmp_path).weights
-    assert isinstance(heads, FfnHeads)
-    told: list[tuple[int, torch.Tensor]] = []
-
-    def everywhere(function: Any, number: int, hidden: torch.Tensor) -> Any:
-        told.append((number, hidden))
-        return function(group, number, hidden)
-
-    group = SimpleNamespace(parts={7: heads.blocks[:2]}, everywhere=everywhere)
-    led: Any = SimpleNamespace(group=group, number=7)
-    states = torch.randn(4, HIDDEN, generator=torch.Generator().manual_seed(2))
-    found = replace(heads, led=led).bodies(states)
-    assert [(number, hidden.tolist()) for number, hidden in told] == [(7, states.tolist())]
-    assert torch.equal(found, heads.bodies(states)[:2])
-    assert len(heads.new_cache(PageAllocator(2, 16)).parts) == 0
 
 
 def test_parts_of_tensors(tmp_path: Path) -> None:

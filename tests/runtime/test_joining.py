@@ -8,8 +8,12 @@ import pytest
 import torch
 
 from mtp_checkpoints.errors import UsageError
-from mtp_runtime.parallel.cores import own_share, shared_cores
-from mtp_runtime.parallel.launcher import LaunchedProcess, launched_process
+from mtp_runtime.parallel.launcher import (
+    LaunchedProcess,
+    launched_process,
+    local_share,
+    shared_cores,
+)
 
 STARTED = {"RANK": "1", "WORLD_SIZE": "4", "MASTER_ADDR": "a", "MASTER_PORT": "1"}
 
@@ -31,9 +35,9 @@ def test_variables_that_make_no_sense(changes: dict[str, str]) -> None:
 def test_ranks_share_the_cores_of_a_machine() -> None:
     """Two machines of eight cores; on the second a launcher gave each rank four of its own."""
     usable = [b"one", b"one", b"one", b"two 0-3", b"two 4-7"]
-    assert [own_share(8, usable, rank) for rank in range(3)] == [2, 3, 3]
-    assert [own_share(4, usable, rank) for rank in (3, 4)] == [4, 4]
-    assert own_share(2, [b"one"] * 4, 1) == 1, "never none"
+    assert [local_share(8, usable, rank) for rank in range(3)] == [2, 3, 3]
+    assert [local_share(4, usable, rank) for rank in (3, 4)] == [4, 4]
+    assert local_share(2, [b"one"] * 4, 1) == 1, "never none"
 
 
 class Cell:

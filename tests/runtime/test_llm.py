@@ -6,7 +6,7 @@ import json
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, cast
+from typing import cast
 
 import pytest
 import torch
@@ -20,7 +20,7 @@ from mtp_runtime import llm as llm_module
 from mtp_runtime.memory import bound_device, cache_tokens_within, resident_bytes
 from mtp_runtime.models.load import LoadOptions, load_model
 from mtp_runtime.models.model import Model
-from mtp_runtime.parallel.group import Group
+from mtp_runtime.parallel.group import Group, Split
 
 PROMPTS = ["Once upon a time", "def add(a, b):"]
 
@@ -236,22 +236,18 @@ def test_a_limit_of_a_gpu_s_memory_sizes_the_cache(monkeypatch: pytest.MonkeyPat
 def test_a_limit_bounds_the_gpu_of_every_rank(
     trained: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    class TwoRanks:
-        """Runs functions on both ranks, and loads nothing."""
+    """Each its own, before anything is loaded."""
 
-        is_one = False
-
-        def everywhere(self, function: Any, *arguments: Any) -> None:
-            if len(bounds) == 2:
-                raise InterruptedError
-            for number in range(2):
-                rank = SimpleNamespace(device=lambda name, number=number: f"{name}:{number}")
-                function(rank, *arguments)
+    def load(*arguments: object) -> None:
+        raise InterruptedError
 
     bounds: list[tuple[torch.device, int]] = []
     monkeypatch.setattr(llm_module, "bound_device", lambda *bound: bounds.append(bound))
-    with pytest.raises(InterruptedError):
-        LLM(trained, device="cuda", max_memory_bytes=9, group=cast(Group, TwoRanks()))
+    monkeypatch.setattr(llm_module, "load_model", load)
+    for number in range(2):
+        group = Group(Split(number, 2), torch.device("cuda", number))
+        with pytest.raises(InterruptedError):
+            LLM(trained, device="cuda", max_memory_bytes=9, group=group)
     assert bounds == [(torch.device("cuda", number), 9) for number in range(2)]
 
 

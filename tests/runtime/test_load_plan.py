@@ -20,7 +20,7 @@ from mtp_checkpoints.families.base import Role
 from mtp_checkpoints.formats.storage import BLOCK, Storage
 from mtp_checkpoints.weights.weight_values import WeightOnDisk
 from mtp_export.schemes.table import PAIRS
-from mtp_runtime.layers.split import MODES
+from mtp_runtime.layers.tensor_parallel import MODES
 
 GPU_BYTES = 141 * 10**9
 FP8 = "fp8"  # as released

@@ -5,9 +5,9 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from functools import cache
-from itertools import pairwise
+from itertools import chain, pairwise
 from pathlib import Path
 from typing import Any
 
@@ -17,11 +17,12 @@ import torch
 from mtp_checkpoints.errors import UnsupportedError
 from mtp_checkpoints.tensors.reader import Checkpoint
 from mtp_kernels.cpu.vectors import PANEL
-from mtp_runtime import LLM
 from mtp_runtime.cache import CachedSequence, PageAllocator, lay_out
 from mtp_runtime.drafters import DRAFTERS
+from mtp_runtime.drafters.base import TargetDraft
 from mtp_runtime.drafters.eagle3 import read_eagle3
 from mtp_runtime.drafters.parallel_heads import read_parallel_heads
+from mtp_runtime.loading.weight_source import Ledger
 from mtp_runtime.models.eagle3 import Eagle3Module
 from mtp_runtime.models.load import Loaded, LoadOptions, load_model, open_model
 from mtp_runtime.models.model import Model
@@ -29,11 +30,12 @@ from mtp_runtime.parallel.group import Group, Split
 from mtp_runtime.sampling import SamplingParams
 from runtime.checkpoints import SMALL_CONFIGS, YARN, write_checkpoint
 from runtime.drafts import ffn_layout, write_eagle3, write_heads, write_layer_heads
-from runtime.harness import Walk, prompts_of, run
-from runtime.ranks import bytes_read, held_bytes, of_each, part_bytes, ranks
+from runtime.harness import Prompt, Walk, prompts_of, run
+from runtime.ranks import bytes_read, dense_bytes, draft_bytes, of_each, packed_bytes, ranks
 
 GREEDY = SamplingParams(max_tokens=10, ignore_eos=True)
 SAMPLED = SamplingParams(max_tokens=10, ignore_eos=True, temperature=0.8, seed=3)
+DEFAULTS = LoadOptions()
 UNEVEN = {"num_attention_heads": 5, "num_key_value_heads": 5}
 MODEL_TYPES = ("deepseek_v3", "glm4_moe", "glm4_moe_lite", "deepseek_v32", "glm_moe_dsa")
 
@@ -58,9 +60,10 @@ def whole(checkpoint: Path) -> Loaded:
     return load_model(checkpoint, LoadOptions())
 
 
-@pytest.fixture(scope="module")
-def split(checkpoint: Path, group: Group) -> Loaded:
-    return load_model(checkpoint, LoadOptions(), group)
+@cache
+def part_of(group: Group, folder: Path, options: LoadOptions = DEFAULTS) -> Loaded:
+    """A rank's part of a model."""
+    return load_model(folder, options, group)
 
 
 def states(model: Model, tokens: tuple[int, ...]) -> list[torch.Tensor]:
@@ -70,120 +73,167 @@ def states(model: Model, tokens: tuple[int, ...]) -> list[torch.Tensor]:
     return [tensor for a, b in pairwise(cuts) for tensor in walk.feed(tokens[a:b])]
 
 
+def divided_states(
+    group: Group, folder: Path, tokens: tuple[int, ...], options: LoadOptions = DEFAULTS
+) -> list[torch.Tensor]:
+    return states(part_of(group, folder, options).model, tokens)
+
+
 def assert_equal_bits(found: list[torch.Tensor], wanted: list[torch.Tensor]) -> None:
     for one, other in zip(found, wanted, strict=True):
         assert torch.equal(one, other), float((one - other).abs().max())
 
 
 def test_hidden_states_and_logits_have_the_bits_of_one_process(
-    whole: Loaded, split: Loaded
+    group: Group, checkpoint: Path, whole: Loaded
 ) -> None:
     (tokens,) = prompts_of([37], 96)
-    assert_equal_bits(states(split.model, tokens), states(whole.model, tokens))
-    assert split.ledger == whole.ledger
+    found = group.everywhere(divided_states, checkpoint, tokens)
+    assert_equal_bits(found, states(whole.model, tokens))
+    assert group.everywhere(ledger_of, checkpoint) == whole.ledger
+
+
+def ledger_of(group: Group, folder: Path) -> Ledger:
+    return part_of(group, folder).ledger
+
+
+def test_every_rank_has_the_same_bits(group: Group, checkpoint: Path) -> None:
+    first, *others = of_each(group, state_numbers, checkpoint, prompts_of([37], 96)[0])
+    assert others == [first] * (group.size - 1)
+
+
+def state_numbers(group: Group, folder: Path, tokens: tuple[int, ...]) -> list[float]:
+    found = divided_states(group, folder, tokens)
+    return [number for tensor in found for number in tensor.flatten().tolist()]
 
 
 def test_the_best_tokens_are_those_of_one_process(
-    group: Group, whole: Loaded, split: Loaded
+    group: Group, checkpoint: Path, whole: Loaded
 ) -> None:
-    """Of equal logits the first one's, on whatever ranks they are; and no logits are collected."""
+    """Of equal logits the first one's, on whatever ranks they are; and no logits are gathered."""
     rows = torch.randn(40, 48, generator=torch.Generator().manual_seed(9))
     rows[3] = 0.0
-    assert torch.equal(split.model.head.best(rows), whole.model.head.best(rows))
-    assert split.model.head.best(rows)[3] == 0
+    best = group.everywhere(best_of, checkpoint, rows)
+    assert torch.equal(best, whole.model.head.best(rows))
+    assert best[3] == 0
     logits = whole.model.head.logits(rows)
-    assert torch.equal(split.model.head.best(rows), logits.argmax(dim=-1))
+    assert torch.equal(best, logits.argmax(dim=-1))
     assert {int(token) * group.size // 96 for token in logits.argmax(dim=-1)} == set(
         range(group.size)
     ), "every rank has some"
 
 
+def best_of(group: Group, folder: Path, rows: torch.Tensor) -> torch.Tensor:
+    return part_of(group, folder).model.head.best(rows)
+
+
 @pytest.mark.parametrize("params", [GREEDY, SAMPLED], ids=["greedy", "sampled"])
 @pytest.mark.parametrize("name", ["none", "mtp", "inference_with_reference", "draft_model"])
 def test_tokens_and_drafts_are_those_of_one_process(
-    whole: Loaded, split: Loaded, name: str, params: SamplingParams
+    group: Group, checkpoint: Path, whole: Loaded, name: str, params: SamplingParams
 ) -> None:
     prompts = [prompt * 2 for prompt in prompts_of([1, 15, 16, 17, 5], 96)]
-    runs = [
-        run(loaded.model, prompts, params, method=name, k=3, draft_model=loaded.model)
-        for loaded in (whole, split)
-    ]
-    assert runs[0].outputs == runs[1].outputs
-    counts = [[run.counts("accepted", at) for at in range(3)] for run in runs]
-    assert counts[0] == counts[1]
+    alone = run(whole.model, prompts, params, method=name, k=3, draft_model=whole.model)
+    accepted = [alone.counts("accepted", at) for at in range(3)]
+    wanted = [*map(float, chain.from_iterable(alone.outputs)), *accepted]
+    assert of_each(group, divided_run, checkpoint, prompts, params, name) == [wanted] * group.size
+
+
+def divided_run(
+    group: Group, folder: Path, prompts: list[Prompt], params: SamplingParams, method: str
+) -> list[int]:
+    model = part_of(group, folder).model
+    done = run(model, prompts, params, method=method, k=3, draft_model=model)
+    return [*chain.from_iterable(done.outputs), *(done.counts("accepted", at) for at in range(3))]
+
+
+Read = Callable[[Path, Loaded], TargetDraft]
 
 
 @pytest.mark.parametrize("name", ["eagle3", "ffn heads", "layer heads"])
 def test_drafts_of_their_own_folders(
-    whole: Loaded, split: Loaded, name: str, tmp_path: Path
+    group: Group, checkpoint: Path, whole: Loaded, name: str, tmp_path: Path
 ) -> None:
     config = SMALL_CONFIGS["deepseek_v3"] | UNEVEN
+    read: Read
     if name == "eagle3":
         folder, read = write_eagle3(tmp_path / "draft", config), read_eagle3
     elif name == "ffn heads":
         folder, read = write_heads(tmp_path / "draft", ffn_layout()), read_parallel_heads
     else:
         folder, read = write_layer_heads(tmp_path / "draft", config), read_parallel_heads
-    prompts = prompts_of([1, 15, 16, 9], 96)
-    runs = []
-    for loaded in (whole, split):
-        draft = read(folder, loaded)
-        model = loaded.model.tapped(draft.taps)
-        runs.append(run(model, prompts, GREEDY, build=draft.build, k=3))
-    assert runs[0].outputs == runs[1].outputs
-    assert [r.metrics.accepted for r in runs[0].requests] == [
-        r.metrics.accepted for r in runs[1].requests
-    ]
+    wanted = [*map(float, drafted(whole, folder, read))]
+    assert of_each(group, divided_drafts, checkpoint, folder, read) == [wanted] * group.size
+
+
+def divided_drafts(group: Group, checkpoint: Path, folder: Path, read: Read) -> list[int]:
+    return drafted(part_of(group, checkpoint), folder, read)
+
+
+def drafted(loaded: Loaded, folder: Path, read: Read) -> list[int]:
+    """Tokens of some prompts, and how many of their drafts were accepted."""
+    draft = read(folder, loaded)
+    model = loaded.model.tapped(draft.taps)
+    done = run(model, prompts_of([1, 15, 16, 9], 96), GREEDY, build=draft.build, k=3)
+    accepted = [number for request in done.requests for number in request.metrics.accepted]
+    return [*chain.from_iterable(done.outputs), *accepted]
 
 
 @pytest.mark.parametrize("name", ["eagle3", "ffn heads"])
 def test_each_rank_reads_and_holds_its_part_of_a_draft(
-    group: Group, split: Loaded, name: str, tmp_path: Path
+    group: Group, checkpoint: Path, name: str, tmp_path: Path
 ) -> None:
     """Most of it are wide matrices. The one whose outputs are divided is held in whole panels of
     them, where it is packed."""
     target, wide = SMALL_CONFIGS["deepseek_v3"] | UNEVEN, 20_000
     unused = -(target["hidden_size"] // group.size) % PANEL
+    read: Read
     if name == "eagle3":
         folder, read = tmp_path, read_eagle3
         write_eagle3(folder, target, intermediate_size=wide)
     else:
         folder, read = write_heads(tmp_path, ffn_layout(inner=wide)), read_parallel_heads
     total = (folder / "model.safetensors").stat().st_size
-    before = [of_each(group, state) for state in (rank_bytes_read, held_by_rank)]
-    draft = read(folder, split)
-    after = [of_each(group, state) for state in (rank_bytes_read, held_by_rank)]
     padding = 4 * wide * unused if name == "eagle3" else 0
-    for earlier, later, more in zip(before, after, (0, padding), strict=True):
-        for (one,), (other,) in zip(earlier, later, strict=True):
-            assert other - one == pytest.approx(total / group.size + more, rel=0.05)
-    del draft
-    assert of_each(group, held_by_rank) == before[1], "a draft that is gone is gone everywhere"
+    for read_bytes, held in of_each(group, cost_of_draft, checkpoint, folder, read):
+        assert read_bytes == pytest.approx(total / group.size, rel=0.05)
+        assert held == pytest.approx(total / group.size + padding, rel=0.05)
+
+
+def cost_of_draft(group: Group, checkpoint: Path, folder: Path, read: Read) -> list[int]:
+    loaded = part_of(group, checkpoint)
+    before = bytes_read()
+    draft = read(folder, loaded)
+    return [bytes_read() - before, draft_bytes(draft.weights)]
 
 
 def test_an_eagle3_draft_has_the_bits_of_one_process(
-    whole: Loaded, split: Loaded, tmp_path: Path
+    group: Group, checkpoint: Path, whole: Loaded, tmp_path: Path
 ) -> None:
     config = SMALL_CONFIGS["deepseek_v3"] | UNEVEN
     folder = write_eagle3(tmp_path, config, fc_norm=True)
     random = torch.Generator().manual_seed(3)
     taps = torch.randn(37, 2 * config["hidden_size"], generator=random)
-    found = []
-    for loaded in (whole, split):
-        module = read_eagle3(folder, loaded).weights
-        assert isinstance(module, Eagle3Module)
-        pages, sequence = PageAllocator(4, 16), CachedSequence()
-        pages.append(sequence, len(taps))
-        layout = lay_out(pages, [sequence], [(0, len(taps))], loaded.model.device)
-        hidden, cache = module.combined(taps), module.new_cache(pages)
-        x = module(torch.arange(len(taps)), hidden, cache, layout)
-        normed = module.head.normed(x)
-        found.append([hidden, x, module.head.logits(normed), module.head.best(normed)])
-    assert_equal_bits(found[1], found[0])
+    found = group.everywhere(divided_eagle3, checkpoint, folder, taps)
+    assert_equal_bits(found, eagle3_states(whole, folder, taps))
 
 
-def rank_bytes_read(group: Group) -> list[int]:
-    return [bytes_read()]
+def divided_eagle3(
+    group: Group, checkpoint: Path, folder: Path, taps: torch.Tensor
+) -> list[torch.Tensor]:
+    return eagle3_states(part_of(group, checkpoint), folder, taps)
+
+
+def eagle3_states(loaded: Loaded, folder: Path, taps: torch.Tensor) -> list[torch.Tensor]:
+    module = read_eagle3(folder, loaded).weights
+    assert isinstance(module, Eagle3Module)
+    pages, sequence = PageAllocator(4, 16), CachedSequence()
+    pages.append(sequence, len(taps))
+    layout = lay_out(pages, [sequence], [(0, len(taps))], loaded.model.device)
+    hidden, cache = module.combined(taps), module.new_cache(pages)
+    x = module(torch.arange(len(taps)), hidden, cache, layout)
+    normed = module.head.normed(x)
+    return [hidden, x, module.head.logits(normed), module.head.best(normed)]
 
 
 def test_every_drafter_is_tested_here() -> None:
@@ -193,26 +243,11 @@ def test_every_drafter_is_tested_here() -> None:
     }
 
 
-def test_eagle_and_the_prefix_cache_by_the_llm(group: Group, checkpoint: Path) -> None:
-    prompts, outputs = prompts_of([40, 41], 96), []
-    for options in ({}, {"group": group}):
-        llm = LLM(
-            checkpoint,
-            speculate_method="eagle",
-            speculate_max_draft_token_num=2,
-            prefix_cache=True,
-            page_size=16,
-            **options,  # type: ignore[arg-type]
-        )
-        outputs.append([o.token_ids for _ in range(2) for o in llm.generate(prompts, GREEDY)])
-    assert outputs[0] == outputs[1]
-
-
 def test_the_trained_model(group: Group, trained: Path, trained_model: Model) -> None:
     """fp8 blocks that ranks cut, 61 layers."""
-    split = load_model(trained, LoadOptions(), group).model
     (tokens,) = prompts_of([21], 2048)
-    assert_equal_bits(states(split, tokens), states(trained_model, tokens))
+    found = group.everywhere(divided_states, trained, tokens)
+    assert_equal_bits(found, states(trained_model, tokens))
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
@@ -220,11 +255,11 @@ def test_reduced_sums_are_close_and_always_the_same(
     group: Group, checkpoint: Path, dtype: str
 ) -> None:
     (tokens,) = prompts_of([30], 96)
-    whole = states(load_model(checkpoint, LoadOptions(dtype=dtype)).model, tokens)
-    split = load_model(checkpoint, LoadOptions(dtype=dtype, parallel_mode="reduce"), group).model
-    found = states(split, tokens)
-    assert_equal_bits(states(split, tokens), found)
-    for one, other in zip(found, whole, strict=True):
+    wanted = states(load_model(checkpoint, LoadOptions(dtype=dtype)).model, tokens)
+    options = LoadOptions(dtype=dtype, parallel_mode="reduce")
+    found = group.everywhere(divided_states, checkpoint, tokens, options)
+    assert_equal_bits(group.everywhere(divided_states, checkpoint, tokens, options), found)
+    for one, other in zip(found, wanted, strict=True):
         torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-4)
         assert not torch.equal(one, other), "nothing was added in another order"
 
@@ -235,10 +270,8 @@ def test_every_family_has_the_bits_of_one_process(
 ) -> None:
     folder = write_checkpoint(tmp_path, divisible(model_type, group))
     (tokens,) = prompts_of([30], 96)
-    split = load_model(folder, LoadOptions(deterministic=True), group).model
-    assert_equal_bits(
-        states(split, tokens), states(load_model(folder, LoadOptions()).model, tokens)
-    )
+    found = group.everywhere(divided_states, folder, tokens, LoadOptions(deterministic=True))
+    assert_equal_bits(found, states(load_model(folder, LoadOptions()).model, tokens))
 
 
 @pytest.mark.parametrize("mode", ["gather", "reduce"])
@@ -251,7 +284,7 @@ def test_every_family_by_torch(group: Group, model_type: str, mode: str, tmp_pat
     options = LoadOptions(dequantize_at_load=False, max_model_len=longest, parallel_mode=mode)
     (tokens,) = prompts_of([300 if longest else 30], 96)
     wanted = states(load_model(folder, options).model, tokens)
-    found = states(load_model(folder, options, group).model, tokens)
+    found = group.everywhere(divided_states, folder, tokens, options)
     for one, other in zip(found, wanted, strict=True):
         torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-4)
 
@@ -303,9 +336,7 @@ HELD_BY_ALL = ("layernorm", "q_a_proj", "kv_a_proj", "mlp.gate.")
 
 
 def test_each_rank_holds_its_part_alone(group: Group, trained: Path, trained_model: Model) -> None:
-    split = load_model(trained, LoadOptions(), group)
-    held = [bytes for (bytes,) in of_each(group, held_bytes)]
-    assert split.model.layers, "it is held until here"
+    held = [packed for (_, packed) in of_each(group, held_by_rank, trained)]
     decoder: Any = trained_model.layers
     # The MTP layer's own part is among those of the ranks.
     module: Any = trained_model.mtp_modules[0].layers
@@ -339,25 +370,24 @@ def test_each_rank_holds_its_part_of_whole_panels_alone(group: Group, tmp_path: 
     sizes = {one.name: one.size_bytes for one in Checkpoint.open(folder).tensors.values()}
     divided = sum(sizes.values()) - _replicated(folder)
     for mode in ("gather", "reduce"):
-        before = of_each(group, held_by_rank)
-        split = load_model(folder, LoadOptions(parallel_mode=mode), group)
-        after = of_each(group, held_by_rank)
-        for (earlier,), (later,) in zip(before, after, strict=True):
-            assert 0.98 * divided / group.size < later - earlier
-            assert later - earlier <= 1.02 * (divided / group.size + _replicated(folder))
-        del split
+        for dense, packed in of_each(group, held_by_rank, folder, mode):
+            assert 0.98 * divided / group.size < dense + packed
+            assert dense + packed <= 1.02 * (divided / group.size + _replicated(folder))
 
 
-def held_by_rank(group: Group) -> list[int]:
-    return [held_bytes(group)[0] + part_bytes(group)[0]]
+def held_by_rank(group: Group, folder: Path, mode: str = "gather") -> list[int]:
+    model = part_of(group, folder, LoadOptions(parallel_mode=mode)).model
+    layers = (model.layers, *(module.layers for module in model.mtp_modules))
+    return [dense_bytes([model.embedding, model.head]), sum(map(packed_bytes, layers))]
 
 
 def size_of(tensors: Iterable[torch.Tensor]) -> int:
     return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
 
 
-def collectives(model: Model, group: Group, rows: int) -> Counter[str]:
-    """Collectives of one pass over some rows, without embedding and head."""
+def collectives(group: Group, folder: Path, rows: int, options: LoadOptions) -> Counter[str]:
+    """Collectives of one pass over some rows."""
+    model = part_of(group, folder, options).model
     walk = Walk(model)
     before = group.calls.copy()
     walk.feed(prompts_of([rows], model.config.vocab)[0])
@@ -385,35 +415,22 @@ def test_collectives_of_a_layer(group: Group, tmp_path: Path, mode: str, compile
         }
         folder = write_checkpoint(tmp_path / kind, config)
         options = LoadOptions(dequantize_at_load=compiled, parallel_mode=mode, with_mtp=False)
-        passes[kind] = collectives(load_model(folder, options, group).model, group, 9)
+        passes[kind] = group.everywhere(collectives, folder, 9, options)
     assert passes["dense"] - passes["one"] == dense
     assert passes["sparse"] - passes["one"] == sparse
-    around = passes["one"] - Counter(dense)
-    # A cache is made, tokens embedded, layers and the head run; what they take is small.
-    assert around == {"message from rank 0": 4, "rows to rank 0": 1, "columns to rank 0": 1}
+    around = passes["one"]
+    around.subtract(dense)
+    assert +around == {"rows": 1, "columns": 1}, "tokens are embedded, and logits gathered"
 
 
 def test_more_ranks_than_heads_are_refused(tmp_path: Path) -> None:
     folder = write_checkpoint(tmp_path)
     with pytest.raises(UnsupportedError, match="more processes than heads"):
-        load_model(folder, LoadOptions(), Group(Split(0, 4), together=True))
-
-
-def test_parts_are_dropped_everywhere(group: Group, checkpoint: Path) -> None:
-    load_model(checkpoint, LoadOptions(), group)
-    kept = of_each(group, parts_kept)
-    load_model(checkpoint, LoadOptions(), group)
-    assert of_each(group, parts_kept) == kept
-    assert len({count for (count,) in kept}) == 1
-
-
-def parts_kept(group: Group) -> list[int]:
-    return [len(group.parts)]
+        load_model(folder, LoadOptions(), Group(Split(0, 4)))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int64, torch.bool])
 def test_tensors_of_any_size_arrive(group: Group, dtype: torch.dtype) -> None:
-    """With the message, or after it."""
     for shape in ((), (0, 3), (7,), (40, 3), (300, 40)):
         tensor = torch.randint(0, 2, shape, generator=torch.Generator().manual_seed(3)).to(dtype)
         found = group.everywhere(row_of, tensor)

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from pathlib import Path
 
 import torch
 
@@ -14,9 +15,10 @@ from mtp_export.verify.decoding.greedy import divergences
 from mtp_export.verify.diagnosis.causes import decoding as causes
 from mtp_export.verify.evidence.corpus import Corpus
 from mtp_export.verify.evidence.noise import paced_logits
-from mtp_runtime.layers.split import MODES
+from mtp_runtime.layers.tensor_parallel import MODES
 from mtp_runtime.models.load import LoadOptions, load_model
 from mtp_runtime.models.model import Model, TorchLayers
+from mtp_runtime.parallel.group import Group
 
 # Largest difference of a logit over the largest logit, fp32: some thousand roundings of 6e-8.
 LARGEST_DIFFERENCE = 1e-4
@@ -62,13 +64,20 @@ def _parallel(
         return
     for mode in MODES:
         options = LoadOptions(context.options.device, with_mtp=False, parallel_mode=mode)
-        model = load_model(context.options.bundle, options, group).model
+        found = group.everywhere(_divided_logits, context.options.bundle, options, texts)
         yield _close(
             f"tensor parallel 1 or {group.size}, {mode}",
             wanted=whole,
-            found=_logits(model, texts),
+            found=found,
             cause=causes.RANKS_DIFFER,
         )
+
+
+def _divided_logits(
+    group: Group, bundle: Path, options: LoadOptions, texts: Sequence[Sequence[int]]
+) -> list[torch.Tensor]:
+    """Logits of the model that the ranks divide."""
+    return _logits(load_model(bundle, options, group).model, texts)
 
 
 def _attention(

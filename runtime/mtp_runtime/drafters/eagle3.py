@@ -12,7 +12,6 @@ from mtp_checkpoints.errors import InvalidInputError, UnsupportedError
 from mtp_checkpoints.families.eagle3 import Eagle3Family
 from mtp_runtime.drafters.base import DrafterParts, Pass, TargetDraft
 from mtp_runtime.drafters.mtp import ModuleDrafter
-from mtp_runtime.layers.split import Joining
 from mtp_runtime.loading.draft_folder import DraftFolder, read_draft
 from mtp_runtime.models.eagle3 import Eagle3Module, checked_tensors, eagle3_module
 from mtp_runtime.models.load import Loaded
@@ -50,13 +49,8 @@ def read_eagle3(folder: Path, loaded: Loaded) -> TargetDraft:
     family = Eagle3Family.from_config(draft.config)
     _check_target(draft, family, target)
     tensors, taps = checked_tensors(draft, family), family.taps(target.config.layers)
-    module = loaded.beside(_module, draft)
+    module = eagle3_module(family, tensors, target, loaded.parallel)
     return TargetDraft(partial(Eagle3Drafter, module=module), module, len(tensors), taps)
-
-
-def _module(target: Model, joining: Joining, draft: DraftFolder) -> Eagle3Module:
-    family = Eagle3Family.from_config(draft.config)
-    return eagle3_module(family, checked_tensors(draft, family), target, joining)
 
 
 def _check_target(draft: DraftFolder, family: Eagle3Family, target: Model) -> None:

@@ -14,10 +14,8 @@ from mtp_runtime.acceptance.base import Draft
 from mtp_runtime.cache import lay_out
 from mtp_runtime.drafters.base import DrafterParts, Pass, TargetDraft
 from mtp_runtime.drafters.chain import Chain, extend, take_best
-from mtp_runtime.layers.split import Joining
-from mtp_runtime.loading.draft_folder import DraftFolder, read_draft
+from mtp_runtime.loading.draft_folder import read_draft
 from mtp_runtime.models.load import Loaded
-from mtp_runtime.models.model import Model
 from mtp_runtime.models.parallel_heads import FfnHeads, LayerHeads, StoredHeads
 from mtp_runtime.request import Request
 
@@ -101,18 +99,12 @@ def read_parallel_heads(folder: Path, loaded: Loaded) -> TargetDraft:
     of another target.
     """
     draft = read_draft(folder)
-    stored = StoredHeads.of(draft, loaded.model)
-    heads = loaded.beside(_heads, draft, loaded.folder)
-    is_layers = stored.layout.body is Body.LAYER
-    taps = (loaded.model.config.layers - 1,) if is_layers else ()
+    stored = StoredHeads.of(draft, loaded.model, loaded.parallel)
+    heads: FfnHeads | LayerHeads
+    if stored.layout.body is Body.LAYER:
+        heads = stored.layers(loaded.model, loaded.folder)
+        taps: tuple[int, ...] = (loaded.model.config.layers - 1,)
+    else:
+        heads, taps = stored.ffn(loaded.model), ()
     build = partial(ParallelHeadsDrafter, heads=heads)
     return TargetDraft(build, heads, len(stored.tensors), taps)
-
-
-def _heads(
-    target: Model, joining: Joining, draft: DraftFolder, folder: Path
-) -> FfnHeads | LayerHeads:
-    stored = StoredHeads.of(draft, target, joining)
-    if stored.layout.body is Body.LAYER:
-        return stored.layers(target, folder)
-    return stored.ffn(target)

@@ -12,7 +12,7 @@ from mtp_checkpoints.families.contract import MtpContract
 from mtp_checkpoints.families.modules import weight_name
 from mtp_checkpoints.formats import EncodedWeight, unquantized
 from mtp_checkpoints.weights.windows import Window
-from mtp_runtime.layers.split import ALONE, Joining
+from mtp_runtime.layers.tensor_parallel import ALONE, TensorParallel
 from mtp_runtime.loading.draft_folder import DraftTensor, part_of, values_of
 from mtp_runtime.loading.weight_source import WeightSource
 
@@ -30,7 +30,7 @@ class HeldSource(WeightSource):
         tensors: Mapping[str, DraftTensor],
         dtype: torch.dtype,
         device: torch.device,
-        joining: Joining = ALONE,
+        parallel: TensorParallel = ALONE,
     ) -> HeldSource:
         return cls(
             owners={},
@@ -40,7 +40,7 @@ class HeldSource(WeightSource):
             on_demand=False,
             contract=MtpContract(),
             tensors=tensors,
-            joining=joining,
+            parallel=parallel,
         )
 
     def raw(self, name: str) -> torch.Tensor:

@@ -25,10 +25,15 @@ from mtp_checkpoints.weights.weight_values import WeightOnDisk
 from mtp_checkpoints.weights.windows import Window, encoded_window
 from mtp_runtime.layers.embedding import Embedding, EmbeddingTable
 from mtp_runtime.layers.grouped import GroupedExperts
-from mtp_runtime.layers.led import LedEmbedding, LedLinear
 from mtp_runtime.layers.linear import Linear, Weight, Windowed, dense
 from mtp_runtime.layers.moe import Experts, HeldExperts, Mlp
-from mtp_runtime.layers.split import ALONE, Joining
+from mtp_runtime.layers.tensor_parallel import (
+    ALONE,
+    ColumnParallelLinear,
+    RowParallelLinear,
+    TensorParallel,
+    VocabParallelEmbedding,
+)
 from mtp_runtime.loading.copies import is_copy
 from mtp_runtime.loading.model_folders import ModelFolder, open_folders
 from mtp_runtime.loading.on_demand import EmbeddingOnDemand, StoredExperts, WeightOnDemand
@@ -60,8 +65,9 @@ class WeightSource:
     The state of one loading: the names that were read so far, for the ledger. keep_dense: linears
     are dequantized when they are loaded. on_demand: routed experts, heads and embeddings are read
     when they are used. contract is that of the MTP modules. values: tensors in place of stored
-    weights, by their released names, as a training has them. joining: the ranks that divide a model
-    among them; each reads its own part. group_experts: routed experts are multiplied in one call.
+    weights, by their released names, as a training has them. parallel: the ranks that divide a
+    model among them; each reads its own part. group_experts: routed experts are multiplied in one
+    call.
     """
 
     owners: Mapping[str, ModelFolder]
@@ -74,13 +80,13 @@ class WeightSource:
     tied: set[str] = field(default_factory=set)
     left_out: set[str] = field(default_factory=set)
     values: Mapping[str, torch.Tensor] = field(default_factory=dict)
-    joining: Joining = ALONE
+    parallel: TensorParallel = ALONE
     group_experts: bool = False
 
     @property
     def split(self) -> Split:
         """Division of the model over the ranks."""
-        return self.joining.group.split
+        return self.parallel.group.split
 
     @property
     def has_mtp(self) -> bool:
@@ -140,8 +146,8 @@ class WeightSource:
             self._check_plain(name)
             module = name.removesuffix(".weight")
             vocab = self.shape(module)[0]
-            own = self.weight(module, self.split.part(vocab))
-            return LedEmbedding(self.joining.group, own.dequantize(self.dtype), vocab)
+            local = self.weight(module, self.split.part(vocab)).dequantize(self.dtype)
+            return VocabParallelEmbedding(local, vocab, self.parallel.group)
         if not self.on_demand:
             return EmbeddingTable(self.tensor(name))
         self._note(name)
@@ -153,17 +159,41 @@ class WeightSource:
         name = f"{module}.weight"
         # Rows of a transposed matrix lie scattered over the file.
         if self.split.size > 1 or not self.on_demand or self.stored(name).transposed:
-            return self.led_linear(module)
+            return self.column_parallel(module)
         self._note(name)
         return Linear(WeightOnDemand(self._on_disk(name), self.device, self._readers))
 
-    def led_linear(self, module: str) -> Linear:
-        """Return a linear layer that rank 0 calls; every rank has some of its outputs."""
+    def column_parallel(self, module: str) -> Linear:
+        """Return a linear layer that takes whole inputs; every rank has some of its outputs.
+
+        Raises UnsupportedError for more ranks than outputs.
+        """
         if self.split.size == 1:
             return self.linear(module)
-        outputs = self.shape(module)[0]
-        own = self.linear(module, self.split.part(outputs))
-        return LedLinear.of(own, self.joining.group, outputs)
+        parts = self.split.nonempty_parts(self.shape(module)[0], "outputs")
+        local, outputs = self.linear(module, parts[self.split.rank]), tuple(map(len, parts))
+        return ColumnParallelLinear(
+            local.weight, local.transposed, group=self.parallel.group, outputs=outputs
+        )
+
+    def row_parallel(self, module: str, inputs: Sequence[range]) -> Linear:
+        """Return the last linear layer of half a decoder layer, which takes the local part of its
+        input; inputs are every rank's columns of it (UnsupportedError as column_parallel)."""
+        columns, rows, parallel = inputs[self.split.rank], None, self.parallel
+        if self.split.size == 1:
+            return self.linear(module, columns=columns)
+        outputs = self.split.nonempty_parts(self.shape(module)[0], "outputs")
+        if not parallel.reduces:
+            columns = range(inputs[0].start, inputs[-1].stop)
+            rows = outputs[self.split.rank]
+        local = self.linear(module, rows, columns)
+        return RowParallelLinear(
+            local.weight,
+            local.transposed,
+            parallel=parallel,
+            inputs=tuple(map(len, inputs)),
+            outputs=tuple(map(len, outputs)),
+        )
 
     def experts(
         self,
@@ -194,7 +224,7 @@ class WeightSource:
         if not self._has(own):
             return True
         copy, original = map(self._on_disk, (own, main))
-        equal = is_copy(copy, original, self._readers, self.joining.group)
+        equal = is_copy(copy, original, self._readers, self.parallel.group)
         if equal:
             self.tied.add(own)
         else:
@@ -312,7 +342,7 @@ def open_source(
     *,
     keep_dense: bool,
     on_demand: bool,
-    joining: Joining,
+    parallel: TensorParallel,
     group_experts: bool,
 ) -> tuple[WeightSource, Checkpoint]:
     """Open a bundle or a single checkpoint folder, and check it.
@@ -327,7 +357,7 @@ def open_source(
         keep_dense=keep_dense,
         on_demand=on_demand,
         contract=folders[-1].stored.family.mtp_contract,
-        joining=joining,
+        parallel=parallel,
         group_experts=group_experts,
     )
     return source, folders[0].checkpoint

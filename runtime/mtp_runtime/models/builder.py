@@ -24,8 +24,7 @@ from mtp_runtime.layers.embedding import Embedding
 from mtp_runtime.layers.linear import Linear, Weight, stack
 from mtp_runtime.layers.moe import Mlp, Moe, Router
 from mtp_runtime.layers.norm import RmsNorm
-from mtp_runtime.layers.split import SplitMoe
-from mtp_runtime.loading.divided import joined_output, parts_of
+from mtp_runtime.layers.tensor_parallel import ParallelMoe
 from mtp_runtime.loading.weight_source import WeightSource
 from mtp_runtime.models.model import Execution, Head, Model, MtpModule
 
@@ -141,28 +140,28 @@ class ModelBuilder(ABC):
         """
         parts = [
             range(inner.start + part.start, inner.start + part.stop)
-            for part in parts_of(self.source.split, len(inner), "inner values")
+            for part in self.source.split.nonempty_parts(len(inner), "inner values")
         ]
         own = parts[self.source.split.rank]
         gate_up = self.stacked(names.gate, names.up, rows=own)
         if not joins:
             return Mlp(gate_up, self.source.linear(names.down, columns=own))
-        return Mlp(gate_up, joined_output(self.source, names.down, parts))
+        return Mlp(gate_up, self.source.row_parallel(names.down, parts))
 
-    def moe(self, names: MoeModules) -> Moe | SplitMoe:
+    def moe(self, names: MoeModules) -> Moe | ParallelMoe:
         """Load a mixture of experts, routed ones first; of those every rank has some, whole."""
-        source, joining = self.source, self.source.joining
+        source, parallel = self.source, self.source.parallel
         parts = source.split.parts(len(names.experts))
         own = parts[source.split.rank]
         shared = tuple(self._shared(names.shared))
         experts = source.experts(names.experts[own.start : own.stop], self.mlp, shared)
-        if joining.group.is_one:
+        if parallel.group.is_one:
             return Moe(self.router(names), experts, len(shared))
         for number, expert in enumerate(names.experts):
             if number not in own:
                 source.elsewhere(expert)
-        return SplitMoe(
-            self.router(names), experts, shared=len(shared), parts=tuple(parts), joining=joining
+        return ParallelMoe(
+            self.router(names), experts, shared=len(shared), parts=tuple(parts), parallel=parallel
         )
 
     def _shared(self, names: MlpModules | None) -> Iterator[Mlp]:
@@ -172,4 +171,4 @@ class ModelBuilder(ABC):
         inner = self.source.shape(names.gate)[0] // self.shared_experts
         for number in range(self.shared_experts):
             own = range(number * inner, (number + 1) * inner)
-            yield self.split_mlp(names, own, joins=not self.source.joining.reduces)
+            yield self.split_mlp(names, own, joins=not self.source.parallel.reduces)

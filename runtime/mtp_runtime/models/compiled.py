@@ -25,8 +25,7 @@ from mtp_runtime.layers.mla import Mla
 from mtp_runtime.layers.moe import Mlp, Moe, SigmoidRouter
 from mtp_runtime.layers.norm import RmsNorm
 from mtp_runtime.layers.rope import Rope
-from mtp_runtime.layers.split import SplitMoe
-from mtp_runtime.models.led_layers import own_part
+from mtp_runtime.layers.tensor_parallel import ParallelMoe
 from mtp_runtime.models.model import (
     Layers,
     Model,
@@ -199,7 +198,7 @@ class CompiledExecution:
 def refuse_torch_layers(model: Model, folder: Path) -> None:
     """Raise UnsupportedError if torch runs a layer of the model that was loaded from a folder."""
     parts = (model.layers, *(module.layers for module in model.mtp_modules))
-    layers = (own_part(layer) for part in parts for layer in part.each())
+    layers = (layer for part in parts for layer in part.each())
     for index, layer in enumerate(layers):
         if isinstance(layer, TorchLayers):
             kind = kind_of(layer.layers[0])
@@ -216,7 +215,7 @@ def refuse_torch_layers(model: Model, folder: Path) -> None:
 def kind_of(layer: DecoderLayer) -> kernels.LayerKind:
     """Return the kind of a layer; a part without a name is kept as it is, and no kernel runs it."""
     feed_forward = layer.feed_forward
-    sparse = feed_forward if isinstance(feed_forward, Moe | SplitMoe) else None
+    sparse = feed_forward if isinstance(feed_forward, Moe | ParallelMoe) else None
     deciding = feed_forward if sparse is None else sparse.router
     types = type(layer.attention), type(deciding)
     return kernels.LayerKind(*(KINDS.get(part, part.__name__) for part in types))
@@ -256,7 +255,7 @@ class PackedRun:
         config = config_of(layer, attention)
         assert self.shared_config in (None, config), "all layers of a model share their sizes"
         self.shared_config, self.rope = config, attention.rope
-        if isinstance(feed_forward, Moe | SplitMoe):
+        if isinstance(feed_forward, Moe | ParallelMoe):
             self.router = cast(SigmoidRouter, feed_forward.router)
         return attention
 

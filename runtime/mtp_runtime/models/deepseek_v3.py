@@ -13,7 +13,6 @@ from mtp_kernels.sizes import LatentSizes
 from mtp_runtime.layers.attention import Attention
 from mtp_runtime.layers.mla import Mla
 from mtp_runtime.layers.rope import softmax_scale
-from mtp_runtime.loading.divided import joined_output, parts_of
 from mtp_runtime.models.moe_decoder import MoeDecoderBuilder, MoeDecoderConfig
 
 
@@ -44,7 +43,7 @@ class DeepseekV3Builder(MoeDecoderBuilder):
         """Load one layer's attention, or the own heads of it; the halves of kv_b_proj become dense
         to be absorbed."""
         source, sizes, names = self.source, self.config.sizes, self.family.attention_modules(layer)
-        heads = parts_of(source.split, sizes.heads, "heads")
+        heads = source.split.nonempty_parts(sizes.heads, "heads")
         own = heads[source.split.rank]
         query = _rows(own, sizes.nope + sizes.rope)
         down = names.query_down
@@ -60,7 +59,7 @@ class DeepseekV3Builder(MoeDecoderBuilder):
             latent_norm=self.norm(names.latent_norm),
             key_up=halves[:, : sizes.nope].contiguous(),
             value_up=halves[:, sizes.nope :].transpose(1, 2).contiguous(),
-            output=joined_output(source, names.output, [_rows(p, sizes.value) for p in heads]),
+            output=source.row_parallel(names.output, [_rows(p, sizes.value) for p in heads]),
             rope=self.rope,
             sizes=sizes._replace(heads=len(own)),
             scale=softmax_scale(self.config.rope, sizes.nope + sizes.rope),

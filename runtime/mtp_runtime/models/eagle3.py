@@ -29,7 +29,7 @@ from mtp_runtime.layers.decoder_layer import DecoderLayer
 from mtp_runtime.layers.embedding import Embedding
 from mtp_runtime.layers.linear import Linear
 from mtp_runtime.layers.norm import RmsNorm
-from mtp_runtime.layers.split import ALONE, Joining
+from mtp_runtime.layers.tensor_parallel import ALONE, TensorParallel
 from mtp_runtime.loading.draft_folder import DraftFolder, DraftTensor, layout_on_disk, values_of
 from mtp_runtime.loading.held_source import HeldSource
 from mtp_runtime.models.deepseek_v3 import DeepseekV3Builder, DeepseekV3Config
@@ -154,23 +154,23 @@ class Eagle3Module:
 
 
 def eagle3_module(
-    family: Eagle3Family, tensors: Tensors, target: Model, joining: Joining = ALONE
+    family: Eagle3Family, tensors: Tensors, target: Model, parallel: TensorParallel = ALONE
 ) -> Eagle3Module:
     """Make a draft of tensors by the family's names; what is absent is the target's.
 
     It is run as the target is. Beside a target that torch runs, gradients reach tensors in memory
-    that require them, so that a draft in training is made anew after each step. joining: the ranks
+    that require them, so that a draft in training is made anew after each step. parallel: the ranks
     that divide it as they do the target; each calls this.
     Raises UnsupportedError for an activation or a scaling that is not computed.
     """
     refuse_other_values({"hidden_act": family.facts.hidden_act}, {"hidden_act": "silu"})
-    source = HeldSource.of(tensors, target.dtype, target.device, joining)
+    source = HeldSource.of(tensors, target.dtype, target.device, parallel)
     builder = DeepseekV3Builder(source, family, _config(family))
     own_embedding = weight_name(family.modules.embedding)
     usual, names = builder.layer(0), family.layer_modules(0)
     layer = replace(usual, input_norm=None)
     return Eagle3Module(
-        joining=source.led_linear(family.projection),
+        joining=source.column_parallel(family.projection),
         tap_norms=tuple(map(builder.norm, family.fc_norms)),
         embedding=source.embedding(own_embedding) if own_embedding in tensors else target.embedding,
         embedding_norm=builder.norm(names.input_norm),

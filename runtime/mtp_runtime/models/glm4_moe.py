@@ -12,7 +12,6 @@ import torch
 from mtp_checkpoints.families.glm4_moe import Glm4MoeFamily
 from mtp_kernels.sizes import GroupedSizes
 from mtp_runtime.layers.gqa import Gqa
-from mtp_runtime.loading.divided import joined_output, parts_of
 from mtp_runtime.models.moe_decoder import MoeDecoderBuilder, MoeDecoderConfig
 
 
@@ -39,7 +38,7 @@ class Glm4MoeBuilder(MoeDecoderBuilder):
         """Load one layer's attention."""
         source, sizes, names = self.source, self.config.sizes, self.family.attention_modules(layer)
         # Each key head with the queries that share it.
-        groups = parts_of(source.split, sizes.kv_heads, "key heads")
+        groups = source.split.nonempty_parts(sizes.kv_heads, "key heads")
         own, each = groups[source.split.rank], sizes.heads // sizes.kv_heads
         rows = {
             names.query: _rows(own, each * sizes.head),
@@ -59,8 +58,8 @@ class Glm4MoeBuilder(MoeDecoderBuilder):
             bias=bias,
             query_norm=None if names.query_norm is None else self.norm(names.query_norm),
             key_norm=None if names.key_norm is None else self.norm(names.key_norm),
-            output=joined_output(
-                source, names.output, [_rows(part, each * sizes.head) for part in groups]
+            output=source.row_parallel(
+                names.output, [_rows(part, each * sizes.head) for part in groups]
             ),
             rope=self.rope,
             sizes=sizes._replace(heads=each * len(own), kv_heads=len(own)),

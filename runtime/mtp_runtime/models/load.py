@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Concatenate, ParamSpec, TypeVar
 
 import torch
 
@@ -15,19 +13,14 @@ from mtp_checkpoints.families import family_of
 from mtp_checkpoints.families.contract import MtpContract
 from mtp_kernels.cpu.torch_threads import torch_threads_for
 from mtp_kernels.decoder import Backend, make_backend
-from mtp_runtime.layers.led import Handle
-from mtp_runtime.layers.split import ALONE, GATHER, MODES, REDUCE, Joining
+from mtp_runtime.layers.tensor_parallel import ALONE, GATHER, MODES, REDUCE, TensorParallel
 from mtp_runtime.loading.weight_source import Ledger, open_source
 from mtp_runtime.models import MODELS
 from mtp_runtime.models.builder import ModelBuilder
 from mtp_runtime.models.compiled import CompiledExecution, refuse_torch_layers
-from mtp_runtime.models.led_layers import on_ranks
 from mtp_runtime.models.model import Execution, Model, TorchExecution
 from mtp_runtime.models.sliced import SlicedExecution
 from mtp_runtime.parallel.group import LONE, Group
-
-Parameters = ParamSpec("Parameters")
-Result = TypeVar("Result")
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 DEVICES = {"cpu": "CPU", "cuda": "CUDA device", "npu": "NPU (torch_npu beside CANN)"}
@@ -116,20 +109,18 @@ class LoadOptions:
         """True where quantized weights are dequantized when they are loaded."""
         return self.device == "cpu" if self.dequantize_at_load is None else self.dequantize_at_load
 
-    def joining(self, group: Group) -> Joining:
+    def parallel(self, group: Group) -> TensorParallel:
         """Return how the ranks of a group join their parts."""
         usual = GATHER if self.dtype == "float32" else REDUCE
-        return Joining(group, self.parallel_mode or usual)
+        return TensorParallel(group, self.parallel_mode or usual)
 
     def execution(self, group: Group = LONE) -> Execution:
         """Return a new backend for the parts of a model."""
         if not self.compiled:
-            execution: Execution = TorchExecution()
-        elif group.is_one:
-            execution = CompiledExecution(self._backend)
-        else:
-            execution = SlicedExecution(self._backend, joining=self.joining(group))
-        return on_ranks(execution, group)
+            return TorchExecution()
+        if group.is_one:
+            return CompiledExecution(self._backend)
+        return SlicedExecution(self._backend, parallel=self.parallel(group))
 
     @property
     def _backend(self) -> Backend:
@@ -145,27 +136,13 @@ class LoadOptions:
 class Loaded:
     """A model ready to run, the ledger of its tensors, and the folder of its tokenizer.
 
-    parts: the models of every rank that divides it, without MTP modules; joining is how they do.
+    parallel: the ranks that divide it, and how they join their parts.
     """
 
     model: Model
     ledger: Ledger
     folder: Path
-    joining: Joining = ALONE
-    parts: Handle | None = None
-
-    def beside(
-        self,
-        make: Callable[Concatenate[Model, Joining, Parameters], Result],
-        *arguments: Parameters.args,
-        **options: Parameters.kwargs,
-    ) -> Result:
-        """Make something beside the model, as a draft: make(model, joining, ...) on every rank."""
-        if self.parts is None:
-            return make(self.model, self.joining, *arguments, **options)
-        place, group = (self.parts.number, self.joining.mode), self.parts.group
-        made: Result = group.everywhere(_beside, place, make, *arguments, **options)
-        return made
+    parallel: TensorParallel = ALONE
 
 
 @dataclass(frozen=True)
@@ -181,34 +158,18 @@ class OpenedModel:
 
 
 def load_model(path: Path, options: LoadOptions, group: Group = LONE) -> Loaded:
-    """Load a bundle or a checkpoint folder, tensor by tensor; of several ranks each its own part.
+    """Load a bundle or a checkpoint folder, tensor by tensor; every rank calls this, and loads its
+    own part.
 
-    Rank 0 calls this. Raises InvalidInputError for tensors that contradict config.json,
-    UnsupportedError for a model that the runtime does not compute, or not deterministically where
-    that is asked for.
+    Raises InvalidInputError for tensors that contradict config.json, UnsupportedError for a model
+    that the runtime does not compute, or not deterministically where that is asked for.
     """
-    return group.everywhere(_load, path, options)
-
-
-def _load(group: Group, path: Path, options: LoadOptions) -> Loaded:
     opened = open_model(path, options, group)
     with torch_threads_for(opened.builder.config.hidden):
         model = opened.builder.model(options.execution(group), opened.contract)
-    if not group.is_one:
-        for module in model.mtp_modules:
-            assert len(module.layers) == 1, "its part is made now, on every rank"
     if options.deterministic:
         refuse_torch_layers(model, opened.folder)
-    parts = None if group.is_one else Handle(group, replace(model, mtp_modules=()))
-    joining, ledger = options.joining(group), opened.builder.source.ledger()
-    return Loaded(model, ledger, opened.folder, joining, parts)
-
-
-def _beside(
-    group: Group, place: tuple[int, str], make: Any, *arguments: Any, **options: Any
-) -> Any:
-    number, mode = place
-    return make(group.parts[number], Joining(group, mode), *arguments, **options)
+    return Loaded(model, opened.builder.source.ledger(), opened.folder, options.parallel(group))
 
 
 def no_module_to_draft_with(path: Path) -> UsageError:
@@ -229,7 +190,7 @@ def open_model(path: Path, options: LoadOptions, group: Group = LONE) -> OpenedM
         device,
         keep_dense=options.keeps_dense,
         on_demand=options.on_demand,
-        joining=options.joining(group),
+        parallel=options.parallel(group),
         group_experts=options.groups_experts and group.is_one,
     )
     if options.requires_mtp and not source.has_mtp:

@@ -14,7 +14,7 @@ from mtp_runtime.layers.linear import Linear
 from mtp_runtime.layers.mla import Mla
 from mtp_runtime.layers.moe import Mlp, Moe, SigmoidRouter
 from mtp_runtime.layers.norm import RmsNorm
-from mtp_runtime.layers.split import SplitMoe
+from mtp_runtime.layers.tensor_parallel import ParallelMoe
 
 # Names of the parts of a layer that the kernels run.
 KINDS: dict[type, str] = {Mla: "mla", Gqa: "gqa", Mlp: "dense", SigmoidRouter: "sigmoid_moe"}
@@ -48,7 +48,7 @@ def weights_with(
     """Return a layer's weights with some experts, or none."""
     router: torch.Tensor | None = None
     bias: torch.Tensor | None = None
-    if isinstance(layer.feed_forward, Moe | SplitMoe):
+    if isinstance(layer.feed_forward, Moe | ParallelMoe):
         own = cast(SigmoidRouter, layer.feed_forward.router)
         router, bias = own.weight.t(), own.bias
     hidden = len(layer.post_norm.weight)
@@ -84,7 +84,7 @@ def experts_of(feed_forward: FeedForward) -> Sequence[Mlp]:
 
 def split_experts(feed_forward: FeedForward) -> tuple[Sequence[Mlp], Sequence[Mlp]]:
     """Return the own routed experts and the shared ones; a dense MLP is a shared one."""
-    if not isinstance(feed_forward, SplitMoe):
+    if not isinstance(feed_forward, ParallelMoe):
         return (), experts_of(feed_forward)
     every, own = tuple(feed_forward.experts.every()), len(feed_forward.own)
     return every[:own], every[own:]

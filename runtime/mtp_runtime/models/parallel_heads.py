@@ -33,14 +33,11 @@ from mtp_checkpoints.sources.strict_json import read_json_object
 from mtp_kernels.batch_layout import BatchLayout
 from mtp_kernels.decoder import RowStep
 from mtp_runtime.cache import Cache, JoinedCaches, PageAllocator
-from mtp_runtime.layers.led import Handle
-from mtp_runtime.layers.split import ALONE, Joining
-from mtp_runtime.loading.divided import gathered_output, joined_output, outputs_of
+from mtp_runtime.layers.tensor_parallel import ALONE, TensorParallel
 from mtp_runtime.loading.draft_folder import DraftFolder, DraftTensor, layout_on_disk
 from mtp_runtime.loading.held_source import HeldSource
 from mtp_runtime.models import MODELS
 from mtp_runtime.models.model import Execution, Head, Layers, Model, TorchExecution
-from mtp_runtime.parallel.group import Group
 
 Tensors = Mapping[str, DraftTensor]
 _FLOATS = ("BF16", "F16", "F32")
@@ -79,22 +76,18 @@ Blocks = tuple[tuple[Block, ...], ...]  # by head
 class FfnHeads:
     """Heads of residual blocks over the target's hidden state after its last norm.
 
-    projections: one for all heads, or one each; their norms are not applied. led: the blocks of
-    every rank, where each has a part of them; this object is rank 0's.
+    projections: one for all heads, or one each; their norms are not applied.
     """
 
     blocks: Blocks
     projections: tuple[Head, ...]
-    led: Handle | None = None
 
     def __len__(self) -> int:
         return len(self.blocks)
 
     def bodies(self, hidden: torch.Tensor) -> torch.Tensor:
         """Return the output of each head's blocks [k, T, d] for states [T, d]."""
-        if self.led is None:
-            return run_blocks(self.blocks, hidden)
-        return self.led.group.everywhere(_run_led, self.led.number, hidden)
+        return run_blocks(self.blocks, hidden)
 
     def new_cache(self, pages: PageAllocator) -> JoinedCaches:
         """Make no cache: the heads take one state."""
@@ -125,10 +118,6 @@ def run_blocks(blocks: Blocks, hidden: torch.Tensor) -> torch.Tensor:
             x = block(x)
         outputs.append(x)
     return torch.stack(outputs)
-
-
-def _run_led(group: Group, number: int, hidden: torch.Tensor) -> torch.Tensor:
-    return run_blocks(group.parts[number], hidden)
 
 
 @dataclass(frozen=True)
@@ -166,15 +155,15 @@ class LayerHeads:
 
 @dataclass(frozen=True)
 class StoredHeads:
-    """Tensors of heads by vLLM's names, with what they are; joining: the ranks that divide them as
+    """Tensors of heads by vLLM's names, with what they are; parallel: the ranks that divide them as
     they do the target, each of which makes its own part."""
 
     layout: HeadsLayout
     tensors: Tensors
-    joining: Joining = ALONE
+    parallel: TensorParallel = ALONE
 
     @classmethod
-    def of(cls, draft: DraftFolder, target: Model, joining: Joining = ALONE) -> StoredHeads:
+    def of(cls, draft: DraftFolder, target: Model, parallel: TensorParallel = ALONE) -> StoredHeads:
         """Take a folder's tensors, in any known layout.
 
         Raises InvalidInputError for a tensor of none, and for heads that are damaged or of another
@@ -193,14 +182,14 @@ class StoredHeads:
                 expected=f"hidden states of {target.config.hidden} elements",
                 found=layout.hidden,
             )
-        return cls(layout, tensors, joining)
+        return cls(layout, tensors, parallel)
 
     def ffn(self, target: Model) -> FfnHeads:
         """Make heads of residual blocks."""
         assert self.layout.body is Body.FFN, "the caller looked"
-        source, group = self._source(target), self.joining.group
+        source, alone = self._source(target), self.parallel.group.is_one
         # Ranks join their parts of each product, which torch makes.
-        execution = target.execution if group.is_one else TorchExecution()
+        execution = target.execution if alone else TorchExecution()
         blocks = tuple(
             tuple(
                 self._block(f"blocks.{head}.layers.{number}", source, execution)
@@ -208,15 +197,14 @@ class StoredHeads:
             )
             for head in range(self.layout.heads)
         )
-        led = None if group.is_one else Handle(group, blocks)
         if self.layout.own_projections:
             names = [f"lm_heads.{head}" for head in range(self.layout.heads)]
         elif self.layout.stored_projection:
             names = ["lm_head"]
         else:
-            return FfnHeads(blocks, (target.head,), led)
+            return FfnHeads(blocks, (target.head,))
         own = tuple(replace(target.head, linear=source.head(name)) for name in names)
-        return FfnHeads(blocks, own, led)
+        return FfnHeads(blocks, own)
 
     def layers(self, target: Model, folder: Path) -> LayerHeads:
         """Make heads that are layers like the target's last one, with its names; folder: where the
@@ -242,7 +230,7 @@ class StoredHeads:
             problems = compare({n: layout_on_disk(t) for n, t in tensors.items()}, promised)
             if problems:
                 problems[0].raise_as_error(own, len(problems) - 1)
-            source = HeldSource.of(tensors, target.dtype, target.device, self.joining)
+            source = HeldSource.of(tensors, target.dtype, target.device, self.parallel)
             builder = model.builder(source, family, model.config(family))
             heads.append(target.execution.layers([builder.layer(last)]))
         return LayerHeads(tuple(heads), target)
@@ -250,18 +238,18 @@ class StoredHeads:
     def _block(self, name: str, source: HeldSource, execution: Execution) -> Block:
         activation = self.layout.activation
         if not self.layout.inner:
-            whole = execution.linear(gathered_output(source, name))
+            whole = execution.linear(source.column_parallel(name))
             return Block(Affine(whole, self._bias(name, source)), None, activation)
         up, down = f"{name}.up", f"{name}.down"
-        parts = outputs_of(source, up)
+        parts = source.split.nonempty_parts(source.shape(up)[0], "outputs")
         own, bias = parts[source.split.rank], self._bias(up, source)
         own_bias = None if bias is None else bias[own.start : own.stop]
         inner = Affine(execution.linear(source.linear(up, own)), own_bias)
-        joined = execution.linear(joined_output(source, down, parts))
+        joined = execution.linear(source.row_parallel(down, parts))
         return Block(inner, Affine(joined, self._bias(down, source)), activation)
 
     def _bias(self, name: str, source: HeldSource) -> torch.Tensor | None:
         return source.tensor(f"{name}.bias") if self.layout.biases else None
 
     def _source(self, target: Model) -> HeldSource:
-        return HeldSource.of(self.tensors, target.dtype, target.device, self.joining)
+        return HeldSource.of(self.tensors, target.dtype, target.device, self.parallel)

@@ -15,8 +15,14 @@ from mtp_kernels.batch_layout import BatchLayout
 from mtp_runtime.cache import Cache, CacheSpec
 from mtp_runtime.layers.decoder_layer import DecoderLayer
 from mtp_runtime.layers.gqa import Gqa
+from mtp_runtime.layers.linear import Linear
 from mtp_runtime.layers.mla import Mla
-from mtp_runtime.layers.split import JoinedLinear, Joining, SplitMoe
+from mtp_runtime.layers.tensor_parallel import (
+    ColumnParallelLinear,
+    ParallelMoe,
+    RowParallelLinear,
+    TensorParallel,
+)
 from mtp_runtime.models.compiled import (
     CompiledExecution,
     PackedRun,
@@ -45,10 +51,14 @@ class LayerSizes:
 class SlicedExecution(CompiledExecution):
     """Packs the own parts of layers; what is not split is packed as by CompiledExecution."""
 
-    joining: Joining = field(kw_only=True)
+    parallel: TensorParallel = field(kw_only=True)
+
+    def linear(self, linear: Linear) -> kernels.Projection:
+        local = super().linear(linear)
+        return linear.run_by(local) if isinstance(linear, ColumnParallelLinear) else local
 
     def packed_run(self) -> PackedRun:
-        return _SlicedRun(self.backend, joining=self.joining)
+        return _SlicedRun(self.backend, parallel=self.parallel)
 
 
 @dataclass(frozen=True)
@@ -57,7 +67,7 @@ class SlicedLayers:
 
     decoder: kernels.SlicedDecoder
     sizes: tuple[LayerSizes, ...]
-    joining: Joining
+    parallel: TensorParallel
 
     def __len__(self) -> int:
         return len(self.decoder)
@@ -79,16 +89,16 @@ class SlicedLayers:
         attention_input: torch.Tensor | None = None,
     ) -> torch.Tensor:
         run = self.decoder.begin(x, layout, stacked(cache), attention_input)
-        feed_forward = self._reduced if self.joining.reduces else self._gathered
+        feed_forward = self._reduced if self.parallel.reduces else self._gathered
         for layer, sizes in enumerate(self.sizes):
             project = partial(run.output, layer)
-            x += self.joining.product(project, run.attended(layer), sizes.output)
+            x += self.parallel.product(project, run.attended(layer), sizes.output)
             feed_forward(run, layer, x)
         return x
 
     def _gathered(self, run: kernels.SlicedPass, layer: int, x: torch.Tensor) -> None:
         """Add the experts' outputs to x in the order of one process."""
-        group, sizes, picked = self.joining.group, self.sizes[layer], run.picked(layer)
+        group, sizes, picked = self.parallel.group, self.sizes[layer], run.picked(layer)
         parts = [
             Part(run.shared_inner(layer, number), inputs, 1)
             for number, (inputs, _) in enumerate(sizes.shared)
@@ -109,12 +119,12 @@ class SlicedLayers:
         sizes, picked = self.sizes[layer], run.picked(layer)
         total = torch.zeros_like(x)
         if picked is not None:
-            own = _Sorted.of(picked, sizes.routed).of_rank(self.joining.group.rank)
+            own = _Sorted.of(picked, sizes.routed).of_rank(self.parallel.group.rank)
             run.add(total, own, run.experts(layer, own))
         for number in range(len(sizes.shared)):
             inner = run.shared_inner(layer, number)
             total += run.shared_down(layer, number, inner)
-        x += self.joining.group.sum(total)
+        x += self.parallel.group.sum(total)
 
 
 @dataclass(frozen=True)
@@ -149,7 +159,7 @@ class _Sorted:
 class _SlicedRun(PackedRun):
     """Consecutive layers of which the kernels run the own parts."""
 
-    joining: Joining = field(kw_only=True)
+    parallel: TensorParallel = field(kw_only=True)
     parts: list[object] = field(default_factory=list)
     sizes: list[LayerSizes] = field(default_factory=list)
 
@@ -162,7 +172,7 @@ class _SlicedRun(PackedRun):
     def layers(self) -> Layers:
         backend = cast(kernels.SlicingBackend, self.backend)
         decoder = backend.sliced_decoder(self.config, self.parts, **self.rotation)
-        return SlicedLayers(decoder, tuple(self.sizes), self.joining)
+        return SlicedLayers(decoder, tuple(self.sizes), self.parallel)
 
 
 def _sizes_of(layer: DecoderLayer) -> LayerSizes:
@@ -171,10 +181,10 @@ def _sizes_of(layer: DecoderLayer) -> LayerSizes:
     return LayerSizes(
         output=_joined(attention.output),
         shared=tuple(_joined(one.down) for one in shared),
-        routed=feed_forward.parts if isinstance(feed_forward, SplitMoe) else (),
+        routed=feed_forward.parts if isinstance(feed_forward, ParallelMoe) else (),
     )
 
 
 def _joined(linear: object) -> Sizes:
     """Return the parts of a matrix; one whose product is a summand is joined by its layer."""
-    return (linear.inputs, linear.outputs) if isinstance(linear, JoinedLinear) else ((), ())
+    return (linear.inputs, linear.outputs) if isinstance(linear, RowParallelLinear) else ((), ())

@@ -1,8 +1,9 @@
 """Group of the processes, or ranks, that run or train one model together: everything that they
 exchange.
 
-Where rank 0 leads, it tells the others what all are to do, as a function and its arguments; they
-run it beside it, so that each meets the others in the same collectives in the same order.
+Every rank runs the same program, so that each meets the others in the same collectives in the same
+order. What is decided outside of it, as the requests of a step, is rank 0's, which tells the
+others.
 """
 
 from __future__ import annotations
@@ -11,22 +12,19 @@ import math
 import pickle
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from threading import RLock
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
-import numpy as np
 import torch
 import torch.distributed as dist
 
-from mtp_checkpoints.errors import IoError
+from mtp_checkpoints.errors import IoError, UnsupportedError
 
 Parameters = ParamSpec("Parameters")
 Result = TypeVar("Result")
 
 _MESSAGE_BYTES = 16384  # of what rank 0 tells: more takes a second broadcast
-_INSIDE_BYTES = 4096  # of a tensor that is told with the message; a larger one is a broadcast
 _LENGTH_BYTES = 8
 
 
@@ -41,6 +39,17 @@ class Split:
         """Return every rank's part of [0, total)."""
         ends = [rank * total // self.size for rank in range(self.size + 1)]
         return [range(ends[rank], ends[rank + 1]) for rank in range(self.size)]
+
+    def nonempty_parts(self, total: int, what: str) -> list[range]:
+        """Return every rank's part of what each must have some of (UnsupportedError for more ranks
+        than that)."""
+        if total < self.size:
+            raise UnsupportedError(
+                f"There are more processes than {what} to divide among them",
+                expected=f"at most {total} processes",
+                found=self.size,
+            )
+        return self.parts(total)
 
     def part(self, total: int) -> range:
         """Return the own part of [0, total)."""
@@ -67,57 +76,21 @@ class Part:
         return [(rows, size) if self.dim else (size, columns) for size in self.sizes]
 
 
-@dataclass(frozen=True)
-class _Sent:
-    """Place of a tensor among the arguments that rank 0 tells; its content follows."""
-
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-    device_type: str
-
-
-@dataclass(frozen=True)
-class _Inside:
-    """A small tensor among the arguments that rank 0 tells, in main memory."""
-
-    data: np.ndarray[Any, np.dtype[np.uint8]]
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-
-    @classmethod
-    def of(cls, tensor: torch.Tensor) -> _Inside:
-        data = tensor.detach().contiguous().flatten().view(torch.uint8).numpy()
-        return cls(data, tuple(tensor.shape), tensor.dtype)
-
-    @property
-    def tensor(self) -> torch.Tensor:
-        return torch.from_numpy(self.data).view(self.dtype).view(self.shape)
+class _Ended(Exception):
+    """Rank 0 has told the others to end."""
 
 
 class Group:
     """Ranks that run or train one model together; of size 1 it does nothing.
 
-    calls counts the collectives by name. parts are what the ranks hold of models, by numbers that
-    are equal on all of them. together: this rank runs what all others do without being told, as
-    those of a training do, and one by itself that plans its part of a model.
+    calls counts the collectives by name.
     """
 
-    def __init__(
-        self,
-        split: Split | None = None,
-        device: torch.device | None = None,
-        *,
-        together: bool = False,
-    ) -> None:
+    def __init__(self, split: Split | None = None, device: torch.device | None = None) -> None:
         self.split = split or Split()
         self.calls: Counter[str] = Counter()
-        self.parts: dict[int, Any] = {}
-        self.in_step = True  # False once a failure ended what all ranks were doing
         self._device = device or torch.device("cpu")
-        self._inside = together
-        self._numbers = 0
-        self._dropped: list[int] = []
-        self._alone = RLock()
+        self._in_step = True  # False once a failure ended what all ranks were doing
 
     @property
     def rank(self) -> int:
@@ -133,28 +106,29 @@ class Group:
 
     @property
     def is_first(self) -> bool:
-        """True for the rank that leads, writes files and shows progress."""
+        """True for the rank that decides, writes files and shows progress."""
         return self.rank == 0
 
-    @property
-    def is_together(self) -> bool:
-        """True while every rank runs the same function."""
-        return self._inside
-
     def device(self, name: str) -> str:
-        """Return the own device of a kind: of several accelerators of a machine, each has one."""
+        """Return the local device of a kind: of several accelerators of a machine, each has one."""
         return str(self._device) if name == self._device.type else name
 
-    def keep(self, part: Any) -> int:
-        """Keep a part of a model, and return its number."""
-        self._numbers += 1
-        self.parts[self._numbers] = part
-        return self._numbers
+    @contextmanager
+    def leading(self) -> Iterator[None]:
+        """Run rank 0's program while the others follow; they end with it in peace, unless it fails
+        amid something that all ranks do."""
+        try:
+            yield
+        finally:
+            if not self.is_one and self._in_step:
+                self._send(None)
 
-    def drop(self, number: int) -> None:
-        """Drop a part here, and on the other ranks when rank 0 next tells them anything."""
-        if self.parts.pop(number, None) is not None:
-            self._dropped.append(number)
+    def follow(self) -> None:
+        """Run what rank 0 runs everywhere, until its program ends."""
+        with suppress(_Ended):
+            while True:
+                function, arguments, options = self.shared(None)
+                function(self, *arguments, **options)
 
     def everywhere(
         self,
@@ -164,37 +138,33 @@ class Group:
     ) -> Result:
         """Run function(group, ...) on every rank, and return what it returns on this one.
 
-        Rank 0 alone calls this, from any thread; what a function calls itself runs on every rank
-        already. Tensors among the arguments are broadcast, everything else is pickled.
+        Rank 0 calls this while the others follow. All arguments are pickled.
         """
-        if self.is_one:
+        with self.together():
+            self.shared((function, arguments, options))
             return function(self, *arguments, **options)
-        with self._alone:
-            if self._inside:
-                return function(self, *arguments, **options)
-            if not self.in_step:
-                raise self._lost("an earlier failure")
-            self._inside, self.in_step = True, False
-            try:
-                self._tell(function, arguments, options)
-                result = function(self, *arguments, **options)
-            finally:
-                self._inside = False
-            self.in_step = True
-            return result
 
-    @torch.inference_mode()
-    def follow(self) -> None:
-        """Do what rank 0 tells until it tells the end."""
-        self._inside = True
-        while (told := self._told()) is not None:
-            function, arguments, options = told
-            function(self, *arguments, **options)
+    @contextmanager
+    def together(self) -> Iterator[None]:
+        """Do what every rank does; once that has failed nothing is done together any more
+        (IoError)."""
+        if not self._in_step:
+            raise self._lost("an earlier failure")
+        self._in_step = self.is_one
+        yield
+        self._in_step = True
 
-    def end(self) -> None:
-        """Let the other ranks end; rank 0 calls this, once, when it is in step with them."""
-        if not self.is_one:
-            self._send(None)
+    def shared(self, value: Any) -> Any:
+        """Return rank 0's value on every rank, pickled; its end ends those that follow."""
+        if self.is_one:
+            return value
+        if self.is_first:
+            self._send((value,))
+            return value
+        message = self._receive()
+        if message is None:
+            raise _Ended
+        return message[0]
 
     def columns(self, x: torch.Tensor, sizes: Sequence[int]) -> torch.Tensor:
         """Return every rank's columns [T, sizes[rank]] side by side."""
@@ -229,13 +199,26 @@ class Group:
         """Return when every rank has come here."""
         self.add_up(torch.zeros(1))
 
-    def columns_to_first(self, x: torch.Tensor, sizes: Sequence[int]) -> torch.Tensor:
-        """Return every rank's columns side by side on rank 0, the own ones on others."""
-        return self._collected("columns to rank 0", Part(x, sizes, 1))
+    def rows(self, x: torch.Tensor, counts: Sequence[int]) -> torch.Tensor:
+        """Return every rank's rows [counts[rank], d] one after the other."""
+        return self.several([Part(x, counts, 0)])[0]
 
     def rows_to_first(self, x: torch.Tensor, counts: Sequence[int]) -> torch.Tensor:
-        """Return every rank's rows one after the other on rank 0, the own ones on others."""
-        return self._collected("rows to rank 0", Part(x, counts, 0))
+        """Return every rank's rows one after the other on rank 0, the local ones on others."""
+        if self.is_one:
+            return x
+        part = Part(x, counts, 0)
+        flat = _flat([part])
+        gathered = flat.new_empty(self.size, *flat.shape) if self.is_first else None
+        with self._collective("rows to rank 0"):
+            dist.gather(flat, None if gathered is None else list(gathered.unbind(0)))
+        return x if gathered is None else _whole([part], gathered)[0]
+
+    def smallest(self, number: int) -> int:
+        """Return the smallest of the ranks' numbers."""
+        if self.is_one:
+            return number
+        return int(self._gathered("smallest", torch.tensor([number])).min())
 
     def totals(self, numbers: Sequence[float]) -> list[float]:
         """Return the sum of each of some numbers over the ranks."""
@@ -252,48 +235,6 @@ class Group:
             else:
                 dist.all_gather(list(found.unbind(0)), x)
         return found
-
-    def _collected(self, name: str, part: Part) -> torch.Tensor:
-        """Return the whole of a part on rank 0, the own part on others."""
-        if self.is_one:
-            return part.own
-        x = _flat([part])
-        found = x.new_empty(self.size, *x.shape) if self.is_first else None
-        with self._collective(name):
-            dist.gather(x, None if found is None else list(found.unbind(0)))
-        return part.own if found is None else _whole([part], found)[0]
-
-    def _tell(self, function: Any, arguments: Sequence[Any], options: dict[str, Any]) -> None:
-        dropped, self._dropped = self._dropped, []
-        places = [_place_of(one) if isinstance(one, torch.Tensor) else one for one in arguments]
-        self._send((function, places, options, dropped))
-        for place, tensor in zip(places, arguments, strict=True):
-            if isinstance(place, _Sent):
-                self._broadcast(tensor)
-
-    def _told(self) -> tuple[Any, list[Any], dict[str, Any]] | None:
-        message = self._receive()
-        if message is None:
-            return None
-        function, places, options, dropped = message
-        for number in dropped:
-            self.parts.pop(number, None)
-        return function, [self._received(place) for place in places], options
-
-    def _received(self, place: Any) -> Any:
-        if isinstance(place, _Inside):
-            return place.tensor
-        if not isinstance(place, _Sent):
-            return place
-        device = self.device(place.device_type)
-        tensor = torch.empty(place.shape, dtype=place.dtype, device=device)
-        self._broadcast(tensor)
-        return tensor
-
-    def _broadcast(self, tensor: torch.Tensor) -> None:
-        if tensor.numel():
-            with self._collective("tensor from rank 0"):
-                dist.broadcast(tensor.contiguous(), src=0)
 
     def _send(self, message: object) -> None:
         data = pickle.dumps(message, protocol=pickle.HIGHEST_PROTOCOL)
@@ -361,12 +302,6 @@ def _whole(parts: Sequence[Part], found: torch.Tensor) -> list[torch.Tensor]:
             start[rank] = stop
         whole.append(torch.cat(pieces, dim=part.dim))
     return whole
-
-
-def _place_of(tensor: torch.Tensor) -> _Sent | _Inside:
-    if tensor.device.type == "cpu" and tensor.numel() * tensor.element_size() <= _INSIDE_BYTES:
-        return _Inside.of(tensor)
-    return _Sent(tuple(tensor.shape), tensor.dtype, tensor.device.type)
 
 
 def _bytes_of(data: bytes) -> torch.Tensor:

@@ -15,9 +15,8 @@ from torch.distributed.distributed_c10d import PrefixStore, Store
 from torch.distributed.rendezvous import rendezvous
 
 from mtp_checkpoints.errors import IoError
-from mtp_runtime.parallel.cores import shared_cores
 from mtp_runtime.parallel.group import LONE, Group, Split
-from mtp_runtime.parallel.launcher import LaunchedProcess, launched_process
+from mtp_runtime.parallel.launcher import LaunchedProcess, launched_process, shared_cores
 from mtp_runtime.parallel.watch import Watch
 
 _JOINING_SECONDS = 600
@@ -28,15 +27,11 @@ _BACKENDS = {"cuda": "nccl", "npu": "hccl"}
 
 
 @contextmanager
-def joined(
-    variables: Mapping[str, str] = os.environ, *, watched: bool = True, together: bool = False
-) -> Iterator[Group]:
+def joined(variables: Mapping[str, str] = os.environ, *, watched: bool = True) -> Iterator[Group]:
     """Join the ranks, and let them go at the end; one alone is LONE.
 
-    watched: end this process soon after another falls silent. together: every rank runs this block
-    by itself, else rank 0 leads and the others follow. While it runs, torch has the own share of
-    the machine's cores. Raises IoError where the others do not come. What ends this block by an
-    error on rank 0, between two steps, ends those that follow in peace.
+    watched: end this process soon after another falls silent. While the block runs, torch has the
+    local share of the machine's cores. Raises IoError where the others do not come.
     """
     launched = launched_process(variables)
     if launched.is_alone:
@@ -44,15 +39,13 @@ def joined(
         return
     store, device = _store(launched), _own_device(launched.local_rank)
     watch = Watch(PrefixStore("watch", store), launched.rank, launched.world_size)
-    group = Group(Split(launched.rank, launched.world_size), device, together=together)
+    group = Group(Split(launched.rank, launched.world_size), device)
     with _signals(launched.rank), shared_cores(PrefixStore("cores", store), launched, variables):
         if watched:
             watch.start()
         try:
             yield group
         finally:
-            if launched.rank == 0 and not together and group.in_step:
-                group.end()
             watch.stop()
     dist.destroy_process_group()
 
