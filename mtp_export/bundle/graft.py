@@ -11,7 +11,8 @@ from typing import Any
 
 from mtp_checkpoints.errors import InvalidInputError, UnsupportedError, UsageError
 from mtp_checkpoints.families import family_of
-from mtp_checkpoints.formats.storage import READ_ONLY
+from mtp_checkpoints.formats import FORMATS
+from mtp_checkpoints.formats.base import ReadOnlyFormat
 from mtp_checkpoints.layouts import engine_of, target_names, target_of
 from mtp_checkpoints.quantization.method import VLLM
 from mtp_checkpoints.quantization.native import (
@@ -93,7 +94,8 @@ def _check_places(options: GraftOptions) -> None:
             todo="mtp-export splits one checkpoint that has both: --input-dir",
         )
     target = target_of(options.bundle.target)
-    readers = [name for name in target_names() if engine_of(name).storages & READ_ONLY]
+    others = {name for name, known in FORMATS.items() if issubclass(known, ReadOnlyFormat)}
+    readers = [name for name in target_names() if engine_of(name).storages & others]
     if options.bundle.target not in readers:
         raise UnsupportedError(
             f"Target {options.bundle.target} does not read models that others quantized",
