@@ -27,10 +27,11 @@ from mtp_checkpoints.sources.strict_json import parsed_json_object
 from mtp_checkpoints.tensors.bundle_folder import open_checkpoint
 from mtp_checkpoints.tensors.grafted import GraftedCheckpoint
 from mtp_checkpoints.tensors.reader import Checkpoint
-from mtp_export.bundle.build import open_source, plan_bundle
 from mtp_export.bundle.bundle_plan import BundlePlan, Recipe
+from mtp_export.bundle.export import open_source, plan_bundle
 from mtp_export.bundle.options import BundleOptions
-from mtp_export.bundle.preflight import check_nesting, check_output
+from mtp_export.bundle.preflight import check_nesting
+from mtp_export.bundle.run_folder import check_output
 from mtp_export.bundle.same_model import check_same_model
 from mtp_export.bundle.split import SplitOptions
 from mtp_export.schemes import SCHEMES

@@ -22,10 +22,11 @@ from mtp_checkpoints.sources.byte_source import Place
 from mtp_checkpoints.tensors.bundle_folder import is_bundle
 from mtp_checkpoints.tensors.manifest import MANIFEST_NAME
 from mtp_checkpoints.tensors.reader import Checkpoint
-from mtp_export.bundle.build import open_source, plan_bundle
 from mtp_export.bundle.bundle_plan import BundlePlan, Recipe
+from mtp_export.bundle.export import open_source, plan_bundle
 from mtp_export.bundle.options import BundleOptions
-from mtp_export.bundle.preflight import check_nesting, check_output
+from mtp_export.bundle.preflight import check_nesting
+from mtp_export.bundle.run_folder import check_output
 from mtp_export.bundle.split import SplitOptions
 from mtp_export.schemes import SCHEMES
 from mtp_export.schemes.configs import quantization_configs

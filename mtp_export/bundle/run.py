@@ -25,7 +25,7 @@ from mtp_checkpoints.sources.staging import Stopped
 from mtp_checkpoints.tensors.tensor_stream import TensorStream
 from mtp_checkpoints.tensors.writer import ShardWriter
 from mtp_export.bundle.downloads import Inputs
-from mtp_export.bundle.journal_content import ShardFacts
+from mtp_export.bundle.journal import ShardFacts
 from mtp_export.bundle.links import link_shard
 from mtp_export.bundle.tied_weights import compare_tied
 from mtp_export.plan import (
