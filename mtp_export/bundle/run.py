@@ -38,7 +38,6 @@ from mtp_export.plan import (
     Transform,
 )
 from mtp_export.schemes.transforms import load_kernels
-from mtp_kernels.cpu.torch_threads import one_torch_thread
 
 # Raises when the run is stopping; long operations call it between pieces.
 Proceed = Callable[[], None]
@@ -119,6 +118,8 @@ def _begin_computing(
     device = resources.transform.device
     known = [one for one in transforms if not isinstance(one, Copy)]
     if device != "cpu" or any(transform.uses_torch for transform in known):
+        from mtp_kernels.cpu.torch_threads import one_torch_thread  # a dry run needs no kernels
+
         computing.enter_context(one_torch_thread())
     load_kernels(device)
 
