@@ -129,7 +129,7 @@ def make_rows(options: TuneOptions, answered: Iterable[Path]) -> None:
         for text in texts
         if (own := text.tokens[: text.prompt_size]) in prompts
     }
-    taps = kind.taps(source.family.num_hidden_layers)
+    taps = kind.taps(len(source.family.layers))
     writer = cache(lambda: TinyWriter.of(options.bundle, kind.fed(source), taps, answers))
     store.make(writer, Bars().texts(len(store.lines)))
 

@@ -16,7 +16,7 @@ import argparse
 import gc
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
 from pathlib import Path
 from types import FunctionType, ModuleType
@@ -184,7 +184,7 @@ def planned(folder: Path, ranks: int, mode: str, gpu_bytes: int) -> Plan:
     for rank in range(ranks):
         group = Group(Split(rank, ranks))
         source = PlannedSource.of(opened.builder.source, options.parallel(group))
-        builder = type(opened.builder)(source, opened.builder.family, opened.builder.config)
+        builder = replace(opened.builder, source=source)
         model = builder.model(options.execution(group), opened.contract)
         source.ledger()
         weights = held_bytes([model])

@@ -8,8 +8,8 @@ from typing import Any
 
 from mtp_checkpoints.errors import InvalidInputError
 from mtp_checkpoints.families import family_of
-from mtp_checkpoints.families.facts import RouterFacts, RunFacts
-from mtp_checkpoints.families.fields import Fields
+from mtp_checkpoints.families.parts import GatedMlp, Moe
+from mtp_checkpoints.families.spec import ModelSpec
 from mtp_checkpoints.sources import strict_json
 from mtp_checkpoints.sources.byte_source import Place
 from mtp_checkpoints.tensors.reader import Checkpoint
@@ -31,42 +31,47 @@ def check_same_model(main: Checkpoint, config: Mapping[str, Any], donor: Checkpo
 
     config is the main model's, with the donor's number of MTP layers.
     """
-    _check_shapes(main.path, config, donor)
-    _check_arithmetic(main.path, config, donor)
+    _check_sizes(main.path, config, donor)
+    ours, theirs = family_of(config), family_of(donor.config)
+    _check_shapes(main.path, ours, theirs)
+    _check_arithmetic(main.path, ours, theirs)
     check_same_tokenizer(main, donor)
 
 
-def _check_shapes(where: Place, config: Mapping[str, Any], donor: Checkpoint) -> None:
+def _check_sizes(where: Place, config: Mapping[str, Any], donor: Checkpoint) -> None:
     for key in ("model_type", *_SIZES):
         if key in donor.config and config.get(key) != donor.config[key]:
             raise _unlike(where, key, donor.config.get(key), config.get(key))
-    ours, theirs = (
-        {spec.name: spec.shape for spec in family_of(one).tensors.values()}
-        for one in (config, donor.config)
-    )
-    for name in {**ours, **theirs}:
-        if ours.get(name) != theirs.get(name):
-            raise _unlike(where, f"shape of {name}", theirs.get(name), ours.get(name))
 
 
-def _check_arithmetic(where: Place, config: Mapping[str, Any], donor: Checkpoint) -> None:
-    ours, theirs = _arithmetic(config), _arithmetic(donor.config)
-    for what in theirs:
-        if ours.get(what) != theirs[what]:
-            raise _unlike(where, what, theirs[what], ours.get(what))
+def _check_shapes(where: Place, ours: ModelSpec, theirs: ModelSpec) -> None:
+    for name in {**ours.tensors, **theirs.tensors}:
+        found, expected = (
+            one.tensors[name].shape if name in one.tensors else None for one in (ours, theirs)
+        )
+        if found != expected:
+            raise _unlike(where, f"shape of {name}", expected, found)
 
 
-def _arithmetic(config: Mapping[str, Any]) -> dict[str, object]:
-    """Return what a config.json says of the numbers that a layer computes."""
-    fields = Fields(config)
-    facts = RunFacts.of(fields)
+def _check_arithmetic(where: Place, ours: ModelSpec, theirs: ModelSpec) -> None:
+    found, expected = _arithmetic(ours), _arithmetic(theirs)
+    for what in expected:
+        if found.get(what) != expected[what]:
+            raise _unlike(where, what, expected[what], found.get(what))
+
+
+def _arithmetic(spec: ModelSpec) -> dict[str, object]:
+    """Return what a config.json says of the numbers that the last layer computes."""
+    layer = spec.every_layer[-1]
     found: dict[str, object] = {
-        "rms_norm_eps": facts.norm_eps,
-        "hidden_act": facts.hidden_act,
-        "rotary embedding": facts.rope,
+        "rms_norm_eps": spec.facts.norm_eps,
+        "rotary embedding": layer.attention.rope,
     }
-    if fields.has("n_routed_experts"):
-        found["router"] = RouterFacts.of(fields, fields.whole("n_routed_experts"))
+    mlp = layer.feed_forward
+    if isinstance(mlp, Moe):
+        found["router"], mlp = mlp.router, mlp.expert
+    if isinstance(mlp, GatedMlp):
+        found["hidden_act"] = mlp.activation
     return found
 
 

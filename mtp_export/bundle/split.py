@@ -10,7 +10,8 @@ from typing import Any
 
 from mtp_checkpoints.containers.base import ShardHeader, TensorInfo
 from mtp_checkpoints.errors import UnsupportedError
-from mtp_checkpoints.families.base import ModelFamily, Role, SharedTensor
+from mtp_checkpoints.families.base import Role, SharedTensor
+from mtp_checkpoints.families.spec import ModelSpec
 from mtp_checkpoints.formats import UNQUANTIZED
 from mtp_checkpoints.layouts.base import Target
 from mtp_checkpoints.quantization.stored import StoredModel, StoredWeight
@@ -96,11 +97,11 @@ def mtp_part(
             expected="--shared-weights keep",
             found="--shared-weights drop",
         )
-    if target.dequantizes and family.dtype != "BF16":
+    if target.dequantizes and family.facts.dtype != "BF16":
         raise UnsupportedError(
             f"Target {target.name} reads bf16",
             expected="a source whose unquantized tensors are BF16",
-            found=f"torch_dtype {family.dtype}",
+            found=f"torch_dtype {family.facts.dtype}",
         )
     shards = _mtp_shards(checkpoint, stored, options=options, links=links)
     config = target.mtp_config(options.mtp_config)
@@ -112,7 +113,7 @@ def mtp_part(
     )
 
 
-def shared_pairs(checkpoint: Checkpoint, family: ModelFamily) -> tuple[SharedTensor, ...]:
+def shared_pairs(checkpoint: Checkpoint, family: ModelSpec) -> tuple[SharedTensor, ...]:
     """Return the MTP layers' own copies of embedding and head that the checkpoint holds, each with
     the main model's."""
     return tuple(pair for pair in family.shared if pair.mtp_name in checkpoint.tensors)

@@ -12,10 +12,11 @@ import typer
 from rich.console import Group, RenderableType
 
 from mtp_checkpoints.sources.byte_source import Place
-from mtp_export.bundle.build import BundleResult, Maker, make_shards, run_bundle
+from mtp_export.bundle.build import BundleResult, run_bundle
 from mtp_export.bundle.bundle_plan import BundlePlan
 from mtp_export.bundle.request import Request
-from mtp_export.bundle.shares import run_share
+from mtp_export.bundle.shares import jobs_of, run_share
+from mtp_export.bundle.work import Maker, make_shards
 from mtp_export.commands.bundle_tables import plan_facts, plan_table
 from mtp_export.commands.garbage import few_collections
 from mtp_export.commands.options import reporting_options
@@ -67,7 +68,7 @@ def make_bundle(
             progress_bar,
         )  # takes a fifth of a dry run's start
 
-        total_bytes = sum(job.read_bytes for job in plan.share_jobs)
+        total_bytes = sum(job.read_bytes for job in jobs_of(plan.jobs, options.run.share))
         with progress_bar(command.name, total_bytes, quiet=reporting.quiet) as progress:
             if options.run.share is None:
                 make = _maker(request, context.params["cluster"])

@@ -6,16 +6,16 @@ from typing import Any
 
 from rich.console import Group, RenderableType
 
-from mtp_export.bundle.build import BundleResult
 from mtp_export.bundle.bundle_plan import BundlePlan
 from mtp_export.bundle.options import Share
+from mtp_export.bundle.shares import ShareResult, jobs_of
 from mtp_export.commands.output import heading
 from mtp_export.progress import format_bytes
 
 
 def planned_facts(plan: BundlePlan, share: Share) -> dict[str, Any]:
     """Return how much of a plan a share makes."""
-    jobs = plan.share_jobs
+    jobs = jobs_of(plan.jobs, share)
     done = sum(job.read_bytes for job in jobs)
     return {"share": str(share), "share_shards": len(jobs), "share_bytes": done}
 
@@ -29,17 +29,16 @@ def planned_line(plan: BundlePlan, share: Share) -> str:
     )
 
 
-def share_facts(result: BundleResult) -> dict[str, Any]:
+def share_facts(result: ShareResult) -> dict[str, Any]:
     """Return the result of a share in bytes and seconds."""
-    share, done = result.plan.options.run.share, _done_bytes(result)
-    assert share is not None, "a share's result"
-    origin = {"share_origin": share.origin} if share.origin else {}
+    done = _done_bytes(result)
+    origin = {"share_origin": result.share.origin} if result.share.origin else {}
     return {
         "input_dir": str(result.plan.options.input_dir),
         "output_dir": str(result.plan.options.output_dir),
-        "share": str(share),
+        "share": str(result.share),
         **origin,
-        "shards": len(result.plan.share_jobs),
+        "shards": len(result.jobs),
         "shards_of_bundle": len(result.plan.jobs),
         "done_bytes": done,
         "resumed_shards": result.resumed_shards,
@@ -48,13 +47,12 @@ def share_facts(result: BundleResult) -> dict[str, Any]:
     }
 
 
-def share_table(result: BundleResult) -> RenderableType:
+def share_table(result: ShareResult) -> RenderableType:
     """Return the result of a share for people."""
-    share, output = result.plan.options.run.share, result.plan.options.output_dir
-    assert share is not None, "a share's result"
+    share, output = result.share, result.plan.options.output_dir
     done, seconds = _done_bytes(result), result.seconds
     lines = [
-        f"{len(result.plan.share_jobs)} of {len(result.plan.jobs)} shards, {format_bytes(done)} in"
+        f"{len(result.jobs)} of {len(result.plan.jobs)} shards, {format_bytes(done)} in"
         f" {seconds:.1f} s, {format_bytes(done / max(seconds, 1e-9))}/s.",
     ]
     if result.resumed_shards:
@@ -64,6 +62,6 @@ def share_table(result: BundleResult) -> RenderableType:
     return Group(title, *lines)
 
 
-def _done_bytes(result: BundleResult) -> int:
+def _done_bytes(result: ShareResult) -> int:
     """Return the bytes that were written, or linked and checksummed."""
-    return sum(job.read_bytes for job in result.plan.share_jobs)
+    return sum(job.read_bytes for job in result.jobs)

@@ -6,9 +6,10 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from math import prod
 
-from mtp_checkpoints.dtypes import DType, tensor_bytes
+from mtp_checkpoints.dtypes import tensor_bytes
 from mtp_checkpoints.errors import UnsupportedError
-from mtp_checkpoints.families.base import ModelFamily, Role, TensorSpec
+from mtp_checkpoints.families.base import Role, TensorSpec
+from mtp_checkpoints.families.spec import ModelSpec
 from mtp_checkpoints.formats import FORMATS, FormatOptions
 from mtp_checkpoints.layouts import titles_that_read
 from mtp_export.schemes import SCHEMES
@@ -73,7 +74,7 @@ def check_pair(base: str, mtp: str, *, base_stays_bf16: bool, allow_untested: bo
     return False
 
 
-def weigh(family: ModelFamily, scheme: str, in_part: Callable[[TensorSpec], bool]) -> Weight:
+def weigh(family: ModelSpec, scheme: str, in_part: Callable[[TensorSpec], bool]) -> Weight:
     """Return the size of a part under a scheme, from the family's shapes."""
     storages = SCHEMES[scheme].storages
     parameters = size_bytes = 0
@@ -84,10 +85,10 @@ def weigh(family: ModelFamily, scheme: str, in_part: Callable[[TensorSpec], bool
         parameters += prod(spec.shape)
         if spec.is_linear_weight and spec.role in storages:
             if (spec.role, spec.shape) not in alike:
-                stored_as = FORMATS[storages[spec.role]].of_options(FormatOptions())
+                stored_as = FORMATS[storages[spec.role]](FormatOptions())
                 tensors = stored_as.tensors(spec.name, spec.shape)
                 alike[spec.role, spec.shape] = sum(tensor.size_bytes for tensor in tensors)
             size_bytes += alike[spec.role, spec.shape]
         else:
-            size_bytes += tensor_bytes(DType[spec.dtypes[0]], spec.shape)
+            size_bytes += tensor_bytes(spec.dtypes[0], spec.shape)
     return Weight(parameters, size_bytes)

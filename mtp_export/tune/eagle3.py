@@ -12,9 +12,9 @@ from torch import Tensor, nn
 
 from mtp_checkpoints.errors import UnsupportedError
 from mtp_checkpoints.families.base import Role, TensorSpec
-from mtp_checkpoints.families.deepseek_v3 import DeepseekV3Family
 from mtp_checkpoints.families.eagle3 import Eagle3Family, eagle3_config, usual_taps
 from mtp_checkpoints.families.modules import weight_name
+from mtp_checkpoints.families.parts import Mla, SparseMla
 from mtp_export.bundle.bundle_plan import BundlePlan
 from mtp_export.tune.draft import DraftType, Sizes
 from mtp_export.tune.options import TuneOptions
@@ -49,10 +49,10 @@ class Eagle3Draft:
         target = opened.builder.model(TorchExecution(), None, layers=0)
         family, random = _family(source), torch.Generator()
         random.manual_seed(options.train.seed)
-        names, head = family.modules, target.head
+        head = target.head
         first = {
-            weight_name(names.norm): head.norm.weight,
-            weight_name(names.head): _matrix(head),
+            weight_name(family.norm): head.norm.weight,
+            weight_name(family.head): _matrix(head),
             weight_name(family.projection): _last_tap(family),
         }
         parameters = {
@@ -69,7 +69,7 @@ class Eagle3Draft:
 
     @property
     def head(self) -> Tensor:
-        return self.parameters[weight_name(self.family.modules.head)].to(self.device)
+        return self.parameters[weight_name(self.family.head)].to(self.device)
 
     def chains(self, batch: Batch) -> RecursiveChains:
         module, shape = self.module, batch.tokens.shape
@@ -146,7 +146,7 @@ def _config(source: SourceBundle) -> dict[str, Any]:
 
 def _family(source: SourceBundle) -> Eagle3Family:
     """Return the draft's family (UnsupportedError for a target without latent attention)."""
-    if not isinstance(source.stored.family, DeepseekV3Family):
+    if not isinstance(source.family.layers[0].attention, Mla | SparseMla):
         raise UnsupportedError(
             "EAGLE-3 drafts are trained for targets with latent attention",
             where=source.folder,

@@ -57,9 +57,9 @@ def estimate(options: TuneOptions, source: SourceBundle, data: Data) -> Estimate
         for line in data.training
     )
     family = source.family
-    taps = len(kind.taps(family.num_hidden_layers))
-    rows_bytes = rows * row_bytes(family.hidden * max(1, taps))
-    head = family.vocab * family.hidden
+    taps = len(kind.taps(len(family.layers)))
+    rows_bytes = rows * row_bytes(family.facts.hidden * max(1, taps))
+    head = family.facts.vocab * family.facts.hidden
     weights_bytes = 2 * sizes.parameters * DTYPES[train.dtype].itemsize + 2 * head * _FLOAT32
     return Estimate(
         parameters=sizes.parameters,

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from mtp_checkpoints.errors import UnsupportedError
 from mtp_checkpoints.families.base import Role, TensorSpec
 from mtp_checkpoints.families.contract import MtpContract
+from mtp_checkpoints.families.parts import Moe
 from mtp_checkpoints.formats.base import ReadOnlyFormat
 from mtp_export.bundle.bundle_plan import BundlePlan
 from mtp_export.tune.draft import DraftType, Sizes
@@ -97,8 +98,8 @@ class MtpDraft:
         values = self.weights.values(dtype)
         source = replace(self.builder.source, values=values, dtype=dtype, keep_dense=True)
         builder = replace(self.builder, source=source)
-        layer = builder.family.mtp_layers.start
-        return builder.mtp_layer(layer, self.embedding, head=self.own_head, contract=self.contract)
+        (mtp,) = builder.spec.mtp
+        return builder.mtp_layer(mtp, self.embedding, head=self.own_head, contract=self.contract)
 
     @cached_property
     def head(self) -> Tensor:
@@ -117,7 +118,9 @@ def _sizes(options: TuneOptions, source: SourceBundle) -> Sizes:
     """
     family, rank = source.family, options.train.lora_rank
     _check(source)
-    experts = family.router.routing.experts_per_token / family.experts
+    (mtp,) = family.mtp
+    moe = mtp.layer.feed_forward
+    experts = moe.router.routing.experts_per_token / moe.experts if isinstance(moe, Moe) else 1.0
     specs = [spec for spec in family.tensors.values() if is_trained(spec)]
     shares = (experts if spec.role is Role.ROUTED_EXPERT else 1.0 for spec in specs)
     return Sizes(

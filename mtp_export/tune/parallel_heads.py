@@ -103,13 +103,13 @@ def _first_value(name: str, shape: tuple[int, ...], random: torch.Generator) -> 
 
 
 def _layout(options: TuneOptions, source: SourceBundle) -> HeadsLayout:
-    family = source.family
+    facts = source.family.facts
     return HeadsLayout(
         heads=options.train.k,
         body=Body.FFN,
-        hidden=family.hidden,
-        vocab=family.vocab,
-        inner=INNER * family.hidden,
+        hidden=facts.hidden,
+        vocab=facts.vocab,
+        inner=INNER * facts.hidden,
     )
 
 

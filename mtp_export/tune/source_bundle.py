@@ -11,7 +11,7 @@ from typing import Any, Self
 
 from mtp_checkpoints.containers.base import ShardHeader
 from mtp_checkpoints.errors import InvalidInputError, UnsupportedError
-from mtp_checkpoints.families.moe_decoder import MoeDecoderFamily
+from mtp_checkpoints.families.spec import ModelSpec
 from mtp_checkpoints.quantization.native import DTYPE_KEYS, QUANTIZATION
 from mtp_checkpoints.quantization.stored import StoredModel, stored_model
 from mtp_checkpoints.sources.disk_queue import DiskQueue
@@ -64,11 +64,9 @@ class SourceBundle:
         )
 
     @property
-    def family(self) -> MoeDecoderFamily:
-        """Family of the model."""
-        family = self.stored.family
-        assert isinstance(family, MoeDecoderFamily), "there are no others"
-        return family
+    def family(self) -> ModelSpec:
+        """Description of the model."""
+        return self.stored.family
 
     @property
     def shards(self) -> tuple[ShardHeader, ...]:

@@ -315,6 +315,11 @@ class Context:
                 return f"the bundle has no {name} part"
             if part.error is not None:
                 return f"{name} cannot be opened: see check files"
+        from mtp_runtime.models.layer_types import parts_without_layer
+
+        for layout in self.layouts:
+            if lacking := parts_without_layer(layout.stored.family):
+                return f"the runtime has no layer for {', '.join(lacking)} of this model"
         return None
 
     @cached_property

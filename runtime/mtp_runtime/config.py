@@ -6,53 +6,13 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from numbers import Integral, Real
-from typing import Any, Self, TypedDict
+from typing import Any, TypedDict
 
 from mtp_checkpoints.errors import UnsupportedError, UsageError
-from mtp_checkpoints.families.facts import RopeFacts, RunFacts
+from mtp_checkpoints.families.parts import Rope
+from mtp_checkpoints.families.spec import Attention, FeedForward, ModelSpec
 
 MAX_DRAFT_TOKENS = 5
-
-
-@dataclass(frozen=True)
-class RopeConfig:
-    """Rotary positions: rotated size r, base, and YaRN's stretching where factor is above 1."""
-
-    size: int
-    theta: float
-    factor: float = 1.0
-    original_positions: int = 4096
-    beta_fast: float = 32.0
-    beta_slow: float = 1.0
-    mscale: float = 1.0
-    mscale_all_dim: float = 0.0
-
-    @classmethod
-    def of(cls, facts: RopeFacts, size: int) -> RopeConfig:
-        """Take a family's rotary positions; size is r.
-
-        Raises UnsupportedError for a scaling other than YaRN's, or one that leaves the original
-        positions open.
-        """
-        yarn = facts.yarn
-        if facts.scaling == "default":
-            return cls(size, facts.theta)
-        if yarn is None or yarn.original_positions is None:
-            raise UnsupportedError(
-                "config.json asks for a rotary scaling that the runtime does not have",
-                expected="default, or yarn with original_max_position_embeddings",
-                found=facts.scaling,
-            )
-        return cls(
-            size,
-            facts.theta,
-            factor=yarn.factor,
-            original_positions=yarn.original_positions,
-            beta_fast=yarn.beta_fast,
-            beta_slow=yarn.beta_slow,
-            mscale=yarn.mscale,
-            mscale_all_dim=yarn.mscale_all_dim,
-        )
 
 
 @dataclass(frozen=True)
@@ -60,8 +20,8 @@ class ModelConfig:
     """Facts of a model that do not depend on the kind of its layers.
 
     layers counts main layers, max_positions tokens; rope is None for a model without rotary
-    positions. positions_bound says what bounds the positions. A model's own config adds what its
-    builder needs.
+    positions. parts are those of its layers, equal ones once. positions_bound says what bounds the
+    positions.
     """
 
     vocab: int
@@ -70,8 +30,24 @@ class ModelConfig:
     norm_eps: float
     max_positions: int
     eos_token_ids: tuple[int, ...]
-    rope: RopeConfig | None
+    rope: Rope | None
+    parts: tuple[Attention | FeedForward, ...] = ()
     positions_bound: str = field(default="max_position_embeddings of config.json", kw_only=True)
+
+    @classmethod
+    def of(cls, spec: ModelSpec) -> ModelConfig:
+        """Take the facts of a model's description."""
+        facts = spec.facts
+        return cls(
+            vocab=facts.vocab,
+            hidden=facts.hidden,
+            layers=len(spec.layers),
+            norm_eps=facts.norm_eps,
+            max_positions=facts.max_positions,
+            eos_token_ids=facts.eos_token_ids,
+            rope=spec.layers[0].attention.rope,
+            parts=spec.parts,
+        )
 
     def check_positions(self, positions: int) -> None:
         """Refuse a text of more positions than the model has (UsageError)."""
@@ -82,13 +58,17 @@ class ModelConfig:
                 found=positions,
             )
 
-    def for_contexts(self, tokens: int | None) -> Self:
-        """Return the config for contexts of at most some tokens; None: of all that the model has.
+    def bounded(self, tokens: int, bound: str) -> ModelConfig:
+        """Return the config for contexts of at most some tokens, by what bounds them."""
+        if tokens >= self.max_positions:
+            return self
+        return replace(self, max_positions=tokens, positions_bound=bound)
+
+    def for_contexts(self, tokens: int) -> ModelConfig:
+        """Return the config for contexts of at most some tokens.
 
         Raises UsageError for more than the model has positions.
         """
-        if tokens is None:
-            return self
         if not 1 <= tokens <= self.max_positions:
             raise UsageError(
                 "A context cannot have so many tokens",
@@ -96,15 +76,6 @@ class ModelConfig:
                 found=tokens,
             )
         return replace(self, max_positions=tokens, positions_bound="max_model_len")
-
-    @staticmethod
-    def run_facts(facts: RunFacts) -> dict[str, Any]:
-        """Return the fields that are a family's facts as they are."""
-        return {
-            "norm_eps": facts.norm_eps,
-            "max_positions": facts.max_positions,
-            "eos_token_ids": facts.eos_token_ids,
-        }
 
 
 def refuse_other_values(found: Mapping[str, object], computed: Mapping[str, object]) -> None:

@@ -39,7 +39,7 @@ class StreamedModel:
     def embedded(self, tokens: torch.Tensor) -> torch.Tensor:
         """Return the embeddings [T, d] of tokens [T]."""
         builder = self.opened.builder
-        return builder.source.embedding(weight_name(builder.family.modules.embedding))(tokens)
+        return builder.source.embedding(weight_name(builder.spec.embedding))(tokens)
 
     def layer(self, index: int) -> DecoderLayer:
         """Load one main layer by itself, but for its routed experts."""

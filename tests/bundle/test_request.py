@@ -13,6 +13,7 @@ import pytest
 
 from mtp_checkpoints.errors import IoError, UsageError
 from mtp_checkpoints.sources.byte_source import Address
+from mtp_export.bundle.division import divided
 from mtp_export.bundle.graft import GraftOptions
 from mtp_export.bundle.options import (
     BundleOptions,
@@ -22,7 +23,6 @@ from mtp_export.bundle.options import (
     RunOptions,
     Share,
     SharedWeights,
-    divided,
 )
 from mtp_export.bundle.quantize import Device, Int4Scope, QuantizeOptions, ScaleRule
 from mtp_export.bundle.request import PLANNERS, Request, restored

@@ -29,8 +29,7 @@ sys.meta_path.insert(0, CtrlC)
 before = set(sys.modules)
 from mtp_export.cli import main
 
-own = {"__future__", "mtp_export", "mtp_export.cli"}
-own |= {"mtp_checkpoints", "mtp_checkpoints.errors"}
+own = {"__future__", "mtp_export", "mtp_export.cli", "mtp_checkpoints.errors"}
 assert set(sys.modules) - before <= own, set(sys.modules) - before - own
 for CtrlC.at in ("mtp_export.commands", "typer", "mtp_export.commands.export", "mtp_export.bundle"):
     assert CtrlC.at not in sys.modules, CtrlC.at

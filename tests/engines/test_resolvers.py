@@ -16,7 +16,7 @@ from resolver_sources import SOURCES
 
 from cases import make_checkpoint, quantize
 from mtp_checkpoints.families import family_of
-from mtp_checkpoints.families.base import ModelFamily
+from mtp_checkpoints.families.spec import ModelSpec
 from mtp_checkpoints.formats import Fp8Block, Int4Group, W4AFp8
 from mtp_checkpoints.quantization.method import QuantConfig
 from mtp_checkpoints.quantization.methods import quant_config_of
@@ -174,7 +174,7 @@ def stored_modules(module: str, on_disk: list[str], layer: str) -> list[str]:
 
 
 @cache
-def understood(folder: Path) -> tuple[ModelFamily, QuantConfig]:
+def understood(folder: Path) -> tuple[ModelSpec, QuantConfig]:
     config = json.loads((folder / "config.json").read_text())
     quantization = config.pop("quantization_config", None)
     return family_of(config), quant_config_of(quantization)

@@ -14,13 +14,13 @@ PAGE = ROOT / "CONTRIBUTING.md"
 ROWS = rows_of(sections_of(PAGE)["One file, one line"])
 # The registry of each kind; None for what needs no line in one.
 REGISTRIES = {
-    "a model family": "FAMILIES",
-    "a model of the runtime": "MODELS",
-    "an attention layer": None,
+    "a model family of known parts": "FAMILIES",
+    "an attention layer": "LAYERS",
     "a target layout": "TARGETS",
     "a target engine that reads a known layout": None,
     "a precision scheme on known storages": "SCHEMES",
     "a weight format on disk": "FORMATS",
+    "a weight format of others' checkpoints": "READ_ONLY",
     "a `quant_method`": "METHODS",
     "a tensor transform": None,
     "a quantization kernel backend": "BACKENDS",

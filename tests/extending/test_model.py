@@ -1,16 +1,15 @@
-"""A model is a family, a model file and, where its attention is new, a layer.
+"""A model is a family, and where its attention is new, a part with its layer.
 
-A toy one with grouped queries, biases, norms of queries and keys and partial rotary positions is
-registered and run end to end, its MTP module included."""
+A toy attention with grouped queries, biases, norms of queries and keys and partial rotary positions
+is registered and run end to end, its MTP module included."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import ClassVar
 
 import pytest
 import torch
@@ -19,23 +18,25 @@ import torch.nn.functional as F
 from cases import export
 from faults.matrix import no_progress
 from mtp_checkpoints.errors import UnsupportedError
-from mtp_checkpoints.families import FAMILIES
-from mtp_checkpoints.families.base import Role, TensorSpec
-from mtp_checkpoints.families.deepseek_v3 import DeepseekV3Family
+from mtp_checkpoints.families import FAMILIES, parts
+from mtp_checkpoints.families.base import ModulePatterns, Role, TensorMaker, TensorSpec
+from mtp_checkpoints.families.contract import MtpContract
+from mtp_checkpoints.families.fields import Fields
+from mtp_checkpoints.families.moe_decoder import moe_decoder
+from mtp_checkpoints.families.spec import ModelSpec
 from mtp_export.verify.check import Level, Status
 from mtp_export.verify.context import Context, VerifyOptions
 from mtp_export.verify.decoding import paths, stream
 from mtp_runtime import LLM, SamplingParams
 from mtp_runtime.cache import CacheSpec, LayerCache
-from mtp_runtime.config import RopeConfig
 from mtp_runtime.layers.attention import ForwardPass
 from mtp_runtime.layers.linear import Linear
 from mtp_runtime.layers.mla import Mla
 from mtp_runtime.layers.norm import RmsNorm
 from mtp_runtime.layers.rope import Rope, rotate_pairs
-from mtp_runtime.models import MODELS, ModelType
 from mtp_runtime.models.compiled import CompiledLayers, MixedLayers
-from mtp_runtime.models.deepseek_v3 import DeepseekV3Builder, DeepseekV3Config
+from mtp_runtime.models.layer_loader import LayerLoader
+from mtp_runtime.models.layer_types import LAYERS, LayerType
 from mtp_runtime.models.load import LoadOptions, load_model
 from mtp_runtime.models.model import Model, TorchLayers
 from runtime.checkpoints import SMALL, write_checkpoint
@@ -49,21 +50,38 @@ HYBRID = SMALL | {"model_type": "toy_gqa"}
 CONFIG = {key: value for key, value in HYBRID.items() if key not in LATENT_KEYS}
 
 
-class ToyFamily(DeepseekV3Family):
-    """DeepSeek-V3's tensors, with q, k and v projections in place of latent attention."""
+@dataclass(frozen=True)
+class ToyGqa:
+    """The part: q, k and v projections with biases, and norms of queries and keys."""
 
-    def _size(self, key: str, default: int | None = None, minimum: int = 1) -> int:
-        return super()._size(key, 2 if key in LATENT_KEYS else default, minimum)
+    hidden: int
+    rope: parts.Rope
 
-    def attention_tensors(self, layer: int, mtp: int | None) -> Iterator[TensorSpec]:
-        prefix, hidden = self.layer_modules(layer).attention, self.hidden
+    patterns: ClassVar[ModulePatterns] = parts.Gqa.patterns
+
+    def tensors(self, prefix: str, make: TensorMaker) -> Iterator[TensorSpec]:
         for name, rows in (("q", HEADS * HEAD), ("k", KV_HEADS * HEAD), ("v", KV_HEADS * HEAD)):
-            module = f"{prefix}.{name}_proj"
-            yield self._linear(module, (rows, hidden), Role.ATTENTION, mtp)
-            yield TensorSpec(f"{module}.bias", (rows,), (self.dtype,), Role.ATTENTION, mtp)
-        yield self._linear(f"{prefix}.o_proj", (hidden, HEADS * HEAD), Role.ATTENTION, mtp)
+            weight = make.matrix(f"{prefix}.{name}_proj", (rows, self.hidden), Role.ATTENTION)
+            yield weight
+            yield weight._replace(name=f"{prefix}.{name}_proj.bias", shape=(rows,))
+        yield make.matrix(f"{prefix}.o_proj", (self.hidden, HEADS * HEAD), Role.ATTENTION)
         for name in ("q", "k"):
-            yield self._norm(f"{prefix}.{name}_norm", HEAD, mtp)
+            yield make.norm(f"{prefix}.{name}_norm", HEAD)
+
+
+def toy_family(latent: Sequence[int] = ()) -> Callable[[Fields], ModelSpec]:
+    """A family with the toy's attention, and latent attention in some layers."""
+
+    def spec(fields: Fields) -> ModelSpec:
+        toy = ToyGqa(fields.whole("hidden_size"), parts.Rope.of(fields, ROTATED))
+        mla = parts.Mla.of(fields) if latent else None
+        return moe_decoder(
+            fields,
+            lambda layer: mla if mla is not None and layer in latent else toy,
+            usual_contract=MtpContract(source="the toy"),
+        )
+
+    return spec
 
 
 @dataclass(frozen=True)
@@ -117,56 +135,29 @@ class Gqa:
         return torch.cat([turned, x[..., ROTATED:]], dim=-1)
 
 
-class ToyBuilder(DeepseekV3Builder):
-    """DeepSeek-V3's layers around the toy's attention."""
-
-    @cached_property
-    def rope(self) -> Rope:
-        return Rope.build(RopeConfig(ROTATED, 10000.0), self.source.device)
-
-    def attention(self, layer: int) -> Any:
-        prefix = self.family.layer_modules(layer).attention
-        q, k, v = (f"{prefix}.{name}_proj" for name in "qkv")
-        return Gqa(
-            *map(self.source.linear, (q, k, v)),
-            biases=tuple(self.source.tensor(f"{name}.bias") for name in (q, k, v)),
-            query_norm=self.norm(f"{prefix}.q_norm"),
-            key_norm=self.norm(f"{prefix}.k_norm"),
-            output=self.source.linear(f"{prefix}.o_proj"),
-            rope=self.rope,
-        )
+def load_toy(loader: LayerLoader, part: ToyGqa, prefix: str) -> Gqa:
+    source = loader.source
+    q, k, v = (f"{prefix}.{name}_proj" for name in "qkv")
+    return Gqa(
+        *map(source.linear, (q, k, v)),
+        biases=(source.tensor(f"{q}.bias"), source.tensor(f"{k}.bias"), source.tensor(f"{v}.bias")),
+        query_norm=loader.norm(f"{prefix}.q_norm"),
+        key_norm=loader.norm(f"{prefix}.k_norm"),
+        output=source.linear(f"{prefix}.o_proj"),
+        rope=loader.rope(part.rope),
+    )
 
 
-class HybridBuilder(ToyBuilder):
-    """Latent attention in all layers but one: what kernels know runs on them, the rest by torch."""
-
-    def attention(self, layer: int) -> Any:
-        return super().attention(layer) if layer == 1 else DeepseekV3Builder.attention(self, layer)
-
-
-class HybridModuleBuilder(ToyBuilder):
-    """Latent attention in all layers but the MTP module's."""
-
-    def attention(self, layer: int) -> Any:
-        return super().attention(layer) if layer == 3 else DeepseekV3Builder.attention(self, layer)
-
-
-def family_with_latent(layers: tuple[int, ...]) -> type[ToyFamily]:
-    """The toy's family with latent attention in some layers."""
-
-    class Hybrid(ToyFamily):
-        def attention_tensors(self, layer: int, mtp: int | None) -> Iterator[TensorSpec]:
-            here = DeepseekV3Family if layer in layers else ToyFamily
-            return here.attention_tensors(self, layer, mtp)
-
-    return Hybrid
+def register(patch: pytest.MonkeyPatch, latent: Sequence[int] = ()) -> None:
+    """One line for the family, one for the part's layer."""
+    patch.setitem(FAMILIES, "toy_gqa", toy_family(latent))
+    patch.setitem(LAYERS, ToyGqa, LayerType(load_toy))
 
 
 @pytest.fixture(scope="module")
 def toy(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setitem(FAMILIES, "toy_gqa", ToyFamily.from_config)
-        patch.setitem(MODELS, "toy_gqa", ModelType(DeepseekV3Config.of, ToyBuilder))
+        register(patch)
         yield write_checkpoint(tmp_path_factory.mktemp("toy"), CONFIG)
 
 
@@ -230,8 +221,7 @@ def test_layers_that_kernels_do_not_know_are_run_by_torch(
 ) -> None:
     """Attention counts, not only feed-forward; the layers around them stay compiled."""
 
-    monkeypatch.setitem(FAMILIES, "toy_gqa", family_with_latent((0, 2, 3)).from_config)
-    monkeypatch.setitem(MODELS, "toy_gqa", ModelType(DeepseekV3Config.of, HybridBuilder))
+    register(monkeypatch, latent=(0, 2, 3))
     path = write_checkpoint(tmp_path / "hybrid", HYBRID)
     model = load_model(path, LoadOptions()).model
     assert isinstance(model.layers, MixedLayers)
@@ -254,19 +244,13 @@ def test_layers_that_kernels_do_not_know_are_run_by_torch(
 
 
 @pytest.mark.parametrize(
-    ("builder", "layer", "latent"),
-    [(ToyBuilder, 0, ()), (HybridBuilder, 1, (0, 2, 3)), (HybridModuleBuilder, 3, (0, 1, 2))],
+    ("layer", "latent"), [(0, ()), (1, (0, 2, 3)), (3, (0, 1, 2))], ids=["all", "one", "module"]
 )
 def test_what_kernels_do_not_run_is_not_deterministic(
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    builder: type[ToyBuilder],
-    layer: int,
-    latent: tuple[int, ...],
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, layer: int, latent: tuple[int, ...]
 ) -> None:
     """One such layer is enough, and the MTP module's counts; the layer is named."""
-    monkeypatch.setitem(FAMILIES, "toy_gqa", family_with_latent(latent).from_config)
-    monkeypatch.setitem(MODELS, "toy_gqa", ModelType(DeepseekV3Config.of, builder))
+    register(monkeypatch, latent)
     path = write_checkpoint(tmp_path, HYBRID)
     with pytest.raises(UnsupportedError, match=f"layer {layer} of .*(?s:.*)attention Gqa"):
         load_model(path, LoadOptions(deterministic=True))
@@ -310,9 +294,3 @@ def test_attention_without_a_reference_is_not_compared_with_itself(context: Cont
     compared = items["attention kernel or its reference"]
     assert compared.status is Status.NOT_TESTED and "attention Gqa" in compared.cause
     assert items["batch 1 or 2"].status is Status.PASS
-
-
-def test_a_family_without_a_model_is_refused(toy: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delitem(MODELS, "toy_gqa")
-    with pytest.raises(UnsupportedError, match="does not compute models of this type"):
-        load_model(toy, LoadOptions())

@@ -1,26 +1,26 @@
-"""Contracts of every entry of FAMILIES and MODELS; a new entry needs a small config and no test."""
+"""Contracts of every entry of FAMILIES; a new entry needs a small config and no test."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from mtp_checkpoints.errors import UnsupportedError
-from mtp_checkpoints.families import FAMILIES, family_of
-from mtp_checkpoints.families.base import ModelFamily, SharedTensor, TensorSpec
-from mtp_checkpoints.families.deepseek_v3 import DeepseekV3Family
+from mtp_checkpoints.families import FAMILIES, deepseek_v3, family_of
+from mtp_checkpoints.families.base import SharedTensor, TensorSpec
+from mtp_checkpoints.families.spec import ModelSpec
 from mtp_checkpoints.families.without_mtp import WITHOUT_MTP
 from mtp_checkpoints.tensors.bundle_folder import OWN_DRAFTS
 from mtp_export.commands.registry import command_named
 from mtp_export.tune.drafts import DRAFTS
 from mtp_runtime import LLM, SamplingParams
 from mtp_runtime.drafters import DRAFTERS
-from mtp_runtime.models import MODELS
+from mtp_runtime.models.layer_types import LAYERS, layer_type
 from runtime.checkpoints import SMALL, SMALL_CONFIGS, write_checkpoint
 
 PROMPT = (3, 1, 4)
@@ -35,13 +35,13 @@ def small_config(model_type: str) -> dict[str, Any]:
     return config
 
 
-def check_tensors(family: ModelFamily) -> None:
+def check_tensors(family: ModelSpec) -> None:
     """The tensors' keys, MTP layers, dtypes and patterns agree with what else the family says."""
     assert family.mtp_layers, "the small config has an MTP layer"
     for name, spec in family.tensors.items():
         assert spec.name == name
         assert family.mtp_layer_of(name) == spec.mtp_layer, name
-        assert family.dtype in spec.dtypes, name
+        assert family.facts.dtype in spec.dtypes, name
         if spec.is_linear_weight:
             module = re.sub(r"^model\.layers\.\d+\.", "", spec.module)
             assert re.match(family.patterns.linears[spec.role], module), name
@@ -49,7 +49,7 @@ def check_tensors(family: ModelFamily) -> None:
     assert owners == {None, *family.mtp_layers}
 
 
-def check_shared(family: ModelFamily) -> None:
+def check_shared(family: ModelSpec) -> None:
     """Every pair is an MTP layer's tensor, which may be absent, and its like in the main part."""
     for pair in family.shared:
         own, main = family.tensors[pair.mtp_name], family.tensors[pair.main_name]
@@ -62,8 +62,10 @@ def check_shared(family: ModelFamily) -> None:
     )
 
 
-def test_every_model_has_a_family() -> None:
-    assert MODELS.keys() <= FAMILIES.keys()
+@pytest.mark.parametrize("model_type", FAMILIES)
+def test_the_runtime_has_a_layer_for_every_part(model_type: str) -> None:
+    for part in family_of(small_config(model_type)).parts:
+        assert layer_type(part) is LAYERS[type(part)]
 
 
 def test_small_configs_are_of_families() -> None:
@@ -78,7 +80,7 @@ def test_a_familys_tensors_are_consistent(model_type: str) -> None:
 
 
 @pytest.mark.parametrize("method", ["none", "mtp"])
-@pytest.mark.parametrize("model_type", MODELS)
+@pytest.mark.parametrize("model_type", FAMILIES)
 def test_a_model_loads_and_generates(model_type: str, method: str, tmp_path: Path) -> None:
     """Every tensor of a random checkpoint is loaded, of the MTP layers only where they are used."""
     path = write_checkpoint(tmp_path, small_config(model_type))
@@ -98,7 +100,7 @@ def test_a_model_loads_and_generates(model_type: str, method: str, tmp_path: Pat
 
 
 @dataclass(frozen=True)
-class MainLayersOnly(DeepseekV3Family):
+class MainLayersOnly(ModelSpec):
     """A family that takes every tensor for the main model's."""
 
     def mtp_layer_of(self, name: str) -> int | None:
@@ -106,7 +108,7 @@ class MainLayersOnly(DeepseekV3Family):
 
 
 @dataclass(frozen=True)
-class Unpaired(DeepseekV3Family):
+class Unpaired(ModelSpec):
     """A family that does not say where an absent head is found."""
 
     @property
@@ -115,7 +117,7 @@ class Unpaired(DeepseekV3Family):
 
 
 @dataclass(frozen=True)
-class OtherShape(DeepseekV3Family):
+class OtherShape(ModelSpec):
     """A family whose MTP layers have tables of another shape than the main model's."""
 
     @property
@@ -126,13 +128,18 @@ class OtherShape(DeepseekV3Family):
         }
 
 
+def small_as(kind: type[ModelSpec]) -> ModelSpec:
+    spec = family_of(SMALL)
+    return kind(**{field.name: getattr(spec, field.name) for field in fields(spec)})
+
+
 def test_contradictions_are_found() -> None:
     with pytest.raises(AssertionError, match=r"model\.layers\.3\."):
-        check_tensors(MainLayersOnly.from_config(SMALL))
+        check_tensors(small_as(MainLayersOnly))
     with pytest.raises(AssertionError, match="found elsewhere"):
-        check_shared(Unpaired.from_config(SMALL))
+        check_shared(small_as(Unpaired))
     with pytest.raises(AssertionError, match="SharedTensor"):
-        check_shared(OtherShape.from_config(SMALL))
+        check_shared(small_as(OtherShape))
 
 
 def test_an_unknown_model_is_told_how_families_are_added() -> None:
@@ -149,7 +156,7 @@ def test_a_release_without_mtp_tensors_is_told_so(model_type: str) -> None:
 
 
 def test_a_family_without_a_small_config_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(FAMILIES, "new_model", DeepseekV3Family.from_config)
+    monkeypatch.setitem(FAMILIES, "new_model", deepseek_v3.spec)
     with pytest.raises(AssertionError, match="add a small config of new_model to SMALL_CONFIGS"):
         small_config("new_model")
 

@@ -1,4 +1,5 @@
-"""Model families by config.json's model_type. A new family is one file and one line here."""
+"""Model families by config.json's model_type. A new one is one file and one line here, for export
+and runtime alike."""
 
 from __future__ import annotations
 
@@ -6,25 +7,28 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from mtp_checkpoints.errors import UnsupportedError
-from mtp_checkpoints.families.base import ModelFamily
-from mtp_checkpoints.families.deepseek_v3 import DeepseekV3Family
-from mtp_checkpoints.families.deepseek_v32 import DeepseekV32Family
-from mtp_checkpoints.families.glm4_moe import Glm4MoeFamily
-from mtp_checkpoints.families.glm4_moe_lite import Glm4MoeLiteFamily
-from mtp_checkpoints.families.glm_moe_dsa import GlmMoeDsaFamily
+from mtp_checkpoints.families import (
+    deepseek_v3,
+    deepseek_v32,
+    glm4_moe,
+    glm4_moe_lite,
+    glm_moe_dsa,
+)
+from mtp_checkpoints.families.fields import Fields
+from mtp_checkpoints.families.spec import ModelSpec
 from mtp_checkpoints.families.without_mtp import refuse_without_mtp
 
-FAMILIES: dict[str, Callable[[Mapping[str, Any]], ModelFamily]] = {
-    "deepseek_v3": DeepseekV3Family.from_config,
-    "glm4_moe": Glm4MoeFamily.from_config,
-    "glm4_moe_lite": Glm4MoeLiteFamily.from_config,
-    "deepseek_v32": DeepseekV32Family.from_config,
-    "glm_moe_dsa": GlmMoeDsaFamily.from_config,
+FAMILIES: dict[str, Callable[[Fields], ModelSpec]] = {
+    "deepseek_v3": deepseek_v3.spec,
+    "glm4_moe": glm4_moe.spec,
+    "glm4_moe_lite": glm4_moe_lite.spec,
+    "deepseek_v32": deepseek_v32.spec,
+    "glm_moe_dsa": glm_moe_dsa.spec,
 }
 
 
-def family_of(config: Mapping[str, Any]) -> ModelFamily:
-    """Return the family of a config.json, whatever it says of quantization.
+def family_of(config: Mapping[str, Any]) -> ModelSpec:
+    """Describe the model of a config.json, whatever it says of quantization.
 
     Raises UnsupportedError for a model_type without a family, and what the family raises.
     """
@@ -37,4 +41,4 @@ def family_of(config: Mapping[str, Any]) -> ModelFamily:
             found=repr(model_type)[:100],
             todo="Other models need a family of their own; CONTRIBUTING.md says how to add one",
         )
-    return FAMILIES[model_type](config)
+    return FAMILIES[model_type](Fields(config))

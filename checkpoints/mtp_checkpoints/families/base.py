@@ -1,17 +1,15 @@
-"""Model families: the tensors that a config promises and the role of each.
+"""Tensors that a config promises, and the role of each.
 
 Names and shapes follow from the config alone, so that they can be compared with the files. How a
-weight is stored is no matter of a family but of mtp_export.schemes.
+weight is stored is no matter of a model but of mtp_export.schemes.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import NamedTuple, Protocol
-
-from mtp_checkpoints.families.contract import MtpContract
+from typing import NamedTuple
 
 
 class Role(StrEnum):
@@ -81,6 +79,42 @@ class TensorSpec(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
+class TensorMaker:
+    """Makes the tensors of modules in the main model, or in one MTP layer; dtype is that of weights
+    that are not quantized."""
+
+    dtype: str
+    mtp_layer: int | None = None
+
+    def matrix(
+        self,
+        module: str,
+        shape: tuple[int, int],
+        role: Role,
+        *,
+        rotary: RotaryRows | None = None,
+    ) -> TensorSpec:
+        """Return a module's weight [out, in]."""
+        return TensorSpec(
+            f"{module}.weight",
+            shape,
+            dtypes=(self.dtype,),
+            role=role,
+            mtp_layer=self.mtp_layer,
+            rotary=rotary,
+        )
+
+    def norm(self, module: str, size: int) -> TensorSpec:
+        """Return a norm's weight."""
+        return self.kept(f"{module}.weight", (size,), Role.NORM)
+
+    def kept(self, name: str, shape: tuple[int, ...], role: Role) -> TensorSpec:
+        """Return a tensor that no engine quantizes, and that may be in float32."""
+        dtypes = tuple(dict.fromkeys((self.dtype, "F32")))
+        return TensorSpec(name, shape, dtypes=dtypes, role=role, mtp_layer=self.mtp_layer)
+
+
+@dataclass(frozen=True, slots=True)
 class SharedTensor:
     """Tensor of the MTP layer that the main model has as well."""
 
@@ -105,42 +139,7 @@ class ModulePatterns:
     """
 
     linears: Mapping[Role, str]
-    other_matrices: tuple[str, ...]
-    fused: Mapping[tuple[str, ...], tuple[str, ...]]
-    absorbed: tuple[str, ...]
+    other_matrices: tuple[str, ...] = ()
+    fused: Mapping[tuple[str, ...], tuple[str, ...]] = field(default_factory=dict)
+    absorbed: tuple[str, ...] = ()
     mtp_names: tuple[str, ...] = ()
-
-
-class ModelFamily(Protocol):
-    """Tensors of the model that a config.json describes; FAMILIES[model_type](config) builds it."""
-
-    @property
-    def dtype(self) -> str:
-        """Safetensors dtype of weights that are not quantized."""
-
-    @property
-    def mtp_layers(self) -> range:
-        """Indices of the MTP layers; empty when the config promises none."""
-
-    @property
-    def tensors(self) -> Mapping[str, TensorSpec]:
-        """Every tensor that the config promises, main and MTP, by name."""
-
-    @property
-    def shared(self) -> tuple[SharedTensor, ...]:
-        """Pairs of the MTP layers' copies of embedding and head and the main model's own."""
-
-    @property
-    def patterns(self) -> ModulePatterns:
-        """Module names as engines' quantization configs refer to them."""
-
-    @property
-    def mtp_contract(self) -> MtpContract:
-        """Inputs of the MTP modules, as config.json records them or else as is usual."""
-
-    @property
-    def usual_contract(self) -> MtpContract:
-        """Inputs of the family's MTP modules, as they were trained."""
-
-    def mtp_layer_of(self, name: str) -> int | None:
-        """Return the MTP layer that a tensor name belongs to, None for the main model's."""

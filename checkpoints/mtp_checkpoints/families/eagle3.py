@@ -7,26 +7,24 @@ Source: vLLM's deepseek_eagle3 and SGLang's kimi_k25_eagle3 (Eagle3DeepseekV2For
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any, Self
+from typing import Any, ClassVar
 
 from mtp_checkpoints.errors import InvalidInputError, UnsupportedError
-from mtp_checkpoints.families.base import Role, TensorSpec
-from mtp_checkpoints.families.deepseek_v3 import DeepseekV3Family
-from mtp_checkpoints.families.modules import LayerModules, MlpModules, ModelModules, weight_name
+from mtp_checkpoints.families.base import Role, TensorMaker, TensorSpec
+from mtp_checkpoints.families.facts import ModelFacts, refuse_set
+from mtp_checkpoints.families.fields import Fields
+from mtp_checkpoints.families.parts.feed_forward import GatedMlp
+from mtp_checkpoints.families.parts.mla import Mla
+from mtp_checkpoints.families.spec import LayerSpec
 
 ARCHITECTURES = ("Eagle3DeepseekV2ForCausalLM", "Eagle3DeepseekV3ForCausalLM")
 TAPS_KEY = "eagle_aux_hidden_state_layer_ids"
 TARGET_OFFSETS, TARGET_MASK = "d2t", "t2d"
 _MODEL_TYPE = "deepseek_v2"  # vLLM takes a draft of deepseek_v3 for an MTP layer
-_LAYER, _LAYER_AS_WELL = "midlayer.", "layers.0."
+_LAYER, _LAYER_AS_WELL = "midlayer", "layers.0"
 _TAPS = 3
-_ONE_DENSE_LAYER = {
-    "num_hidden_layers": 1,
-    "first_k_dense_replace": 1,
-    "num_nextn_predict_layers": 0,
-}
 # What the draft's layer has in common with the target's.
 _OF_TARGET = (
     "vocab_size",
@@ -81,11 +79,25 @@ def eagle3_config(
 
 
 @dataclass(frozen=True)
-class Eagle3Family(DeepseekV3Family):
-    """Tensors of one draft by its config.json, under the names that SGLang gives them."""
+class Eagle3Family:
+    """Description of one draft by its config.json, under the names that SGLang gives its tensors.
+
+    layer takes [embedding | state]; its input norm is that of the embedding. projection joins the
+    tapped states, hidden_norm is the norm of a state.
+    """
+
+    fields: Fields
+    facts: ModelFacts
+    layer: LayerSpec
+
+    embedding: ClassVar = "embed_tokens"
+    norm: ClassVar = "norm"
+    head: ClassVar = "lm_head"
+    projection: ClassVar = "fc"
+    hidden_norm: ClassVar = f"{_LAYER}.hidden_norm"
 
     @classmethod
-    def from_config(cls, config: Mapping[str, Any]) -> Self:
+    def from_config(cls, config: Mapping[str, Any]) -> Eagle3Family:
         """Read a draft's config.json.
 
         Raises UnsupportedError for a draft of another architecture or of several layers, and what
@@ -105,7 +117,23 @@ class Eagle3Family(DeepseekV3Family):
                 expected="num_hidden_layers 1",
                 found=repr(config["num_hidden_layers"])[:100],
             )
-        return super().from_config({**config, **_ONE_DENSE_LAYER})
+        fields = Fields(config)
+        for key in ("attention_bias", "tie_word_embeddings"):
+            refuse_set(fields, key)
+        attention = Mla.of(fields)
+        attention = replace(attention, inputs=2 * attention.hidden)
+        layer = LayerSpec(_LAYER, attention, GatedMlp.of(fields))
+        return cls(fields, ModelFacts.of(fields), layer)
+
+    @property
+    def vocab(self) -> int:
+        """Tokens of the target."""
+        return self.facts.vocab
+
+    @property
+    def hidden(self) -> int:
+        """Elements of the draft's hidden states."""
+        return self.facts.hidden
 
     def taps(self, layers: int) -> tuple[int, ...]:
         """Return the layers of a target of so many whose inputs the draft takes, ascending.
@@ -174,67 +202,34 @@ class Eagle3Family(DeepseekV3Family):
     def _flag(self, key: str) -> bool:
         return self.fields.without_nulls().flag(key, False)
 
-    @property
-    def modules(self) -> ModelModules:
-        """Modules outside the layer."""
-        return ModelModules(embedding="embed_tokens", norm="norm", head="lm_head")
-
-    @property
-    def projection(self) -> str:
-        """Module that joins the tapped states."""
-        return "fc"
-
-    @property
-    def hidden_norm(self) -> str:
-        """Norm of the state that the layer is fed with beside the embedding."""
-        return f"{_LAYER}hidden_norm"
-
-    def layer_modules(self, layer: int) -> LayerModules:
-        """Modules of the layer; its input norm is that of the embedding."""
-        return LayerModules(
-            input_norm=f"{_LAYER}input_layernorm",
-            attention=self.attention_prefix(layer),
-            post_norm=f"{_LAYER}post_attention_layernorm",
-            feed_forward=MlpModules.under(f"{_LAYER}mlp"),
-        )
-
-    def attention_prefix(self, layer: int) -> str:
-        return f"{_LAYER}self_attn"
-
-    def attention_tensors(self, layer: int, mtp: int | None) -> Iterator[TensorSpec]:
-        """Yield those of MLA, whose first projections take embedding and hidden state."""
-        names = self.attention_modules(layer)
-        first = {names.latent_down, names.query_down or names.query_up}
-        for spec in super().attention_tensors(layer, mtp):
-            wide = (spec.shape[0], 2 * self.hidden)
-            yield spec._replace(shape=wide) if spec.module in first else spec
+    @cached_property
+    def tensors(self) -> Mapping[str, TensorSpec]:
+        """Every tensor that the config promises, by name."""
+        return {spec.name: spec for spec in self._all()}
 
     def _all(self) -> Iterator[TensorSpec]:
-        hidden, names = self.hidden, self.modules
+        hidden, make = self.hidden, TensorMaker(self.facts.dtype)
         joined = (hidden, self.tap_count * self.target_hidden)
-        yield self._matrix(self.projection, joined, Role.MTP_PROJECTION)
+        yield make.matrix(self.projection, joined, Role.MTP_PROJECTION)
         for norm in self.fc_norms:
-            yield self._norm(norm, self.target_hidden, None)
-        yield self._norm(self.hidden_norm, hidden, None)
-        yield from self._layer(0, None)
-        yield self._norm(names.norm, hidden, None)
+            yield make.norm(norm, self.target_hidden)
+        yield make.norm(self.hidden_norm, hidden)
+        yield from self.layer.tensors(hidden, make)
+        yield make.norm(self.norm, hidden)
         reduced = self.draft_vocab != self.vocab
-        head = self._matrix(names.head, (self.draft_vocab, hidden), Role.HEAD)
+        head = make.matrix(self.head, (self.draft_vocab, hidden), Role.HEAD)
         yield head._replace(optional=not reduced)
         shared = self.target_hidden == hidden
-        embedding = self._matrix(names.embedding, (self.vocab, hidden), Role.EMBEDDING)
+        embedding = make.matrix(self.embedding, (self.vocab, hidden), Role.EMBEDDING)
         yield embedding._replace(optional=shared)
         ids = TensorSpec(TARGET_OFFSETS, (self.draft_vocab,), dtypes=("I64",), role=Role.VOCABULARY)
         yield ids._replace(optional=not reduced)
         mask = TensorSpec(TARGET_MASK, (self.vocab,), dtypes=("BOOL",), role=Role.VOCABULARY)
         yield mask._replace(optional=True)
 
-    def _matrix(self, module: str, shape: tuple[int, int], role: Role) -> TensorSpec:
-        return TensorSpec(weight_name(module), shape, dtypes=(self.dtype,), role=role)
-
 
 def own_name(name: str) -> str:
     """Return a stored tensor's name as the family has it: engines know the layer by two names."""
-    if name.startswith(_LAYER_AS_WELL):
+    if name.startswith(f"{_LAYER_AS_WELL}."):
         return _LAYER + name.removeprefix(_LAYER_AS_WELL)
     return name

@@ -9,17 +9,16 @@ glm4_moe_lite.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
+from mtp_checkpoints.families import deepseek_v3
 from mtp_checkpoints.families.base import SGLANG_DRAFT
 from mtp_checkpoints.families.contract import MtpContract
-from mtp_checkpoints.families.deepseek_v3 import DeepseekV3Family
+from mtp_checkpoints.families.fields import Fields
+from mtp_checkpoints.families.spec import ModelSpec
+
+# vLLM alone recycles before the norm and zeroes position 0.
+_USUAL = MtpContract(source="transformers, generate(use_mtp=True), and SGLang")
 
 
-@dataclass(frozen=True)
-class Glm4MoeLiteFamily(DeepseekV3Family):
-    """Tensors of one GLM-4.7-Flash config."""
-
-    mtp_names = (SGLANG_DRAFT,)
-    # vLLM alone recycles before the norm and zeroes position 0.
-    usual_contract = MtpContract(source="transformers, generate(use_mtp=True), and SGLang")
+def spec(fields: Fields) -> ModelSpec:
+    """Describe a config.json."""
+    return deepseek_v3.spec(fields, _USUAL, mtp_names=(SGLANG_DRAFT,))

@@ -8,48 +8,47 @@ Source: config.json and the index of the released checkpoints; transformers' glm
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from functools import cached_property
-
 from mtp_checkpoints.errors import InvalidInputError
 from mtp_checkpoints.families.base import SGLANG_DRAFT
-from mtp_checkpoints.families.deepseek_v32 import DeepseekV32Family
+from mtp_checkpoints.families.deepseek_v32 import sparse_decoder
+from mtp_checkpoints.families.fields import Fields
+from mtp_checkpoints.families.moe_decoder import main_layers
+from mtp_checkpoints.families.spec import ModelSpec
 
 _KINDS = {"F": "full", "S": "shared"}  # of index_topk_pattern, and of indexer_types
 
 
-@dataclass(frozen=True)
-class GlmMoeDsaFamily(DeepseekV32Family):
-    """Tensors of one GLM-5 config."""
+def spec(fields: Fields) -> ModelSpec:
+    """Describe a config.json; every MTP layer has an indexer of its own."""
+    types = _indexer_types(fields, main_layers(fields))
 
-    mtp_names = (SGLANG_DRAFT,)
-    usually_rotates_pairs = True
+    def has_indexer(layer: int) -> bool:
+        return layer >= len(types) or types[layer] == "full"
 
-    def has_indexer(self, layer: int) -> bool:
-        """True for a layer with an indexer of its own; every MTP layer has one."""
-        return layer in self.mtp_layers or self._indexer_types[layer] == "full"
+    return sparse_decoder(
+        fields, has_indexer, usually_rotates_pairs=True, mtp_names=(SGLANG_DRAFT,)
+    )
 
-    @cached_property
-    def _indexer_types(self) -> tuple[str, ...]:
-        """Kind of every main layer's indexer: as listed, by a pattern, or by a period."""
-        listed = self.config.get("indexer_types") or self.config.get("index_topk_pattern")
-        if listed is None:
-            known = self.fields.without_nulls()
-            period = known.whole("index_topk_freq", 1)
-            first = known.whole("index_skip_topk_offset", 2, minimum=0)
-            return tuple(
-                "shared" if max(layer - first + 1, 0) % period else "full"
-                for layer in range(self.num_hidden_layers)
-            )
-        kinds = tuple(_KINDS.get(kind, kind) for kind in listed) if _is_list(listed) else ()
-        known_kinds = set(kinds) <= set(_KINDS.values()) and kinds[:1] != ("shared",)
-        if len(kinds) != self.num_hidden_layers or not known_kinds:
-            raise InvalidInputError(
-                "config.json has no usable indexer_types or index_topk_pattern",
-                expected=f"full or shared for each of {self.num_hidden_layers} layers, first full",
-                found=repr(listed)[:100],
-            )
-        return kinds
+
+def _indexer_types(fields: Fields, layers: int) -> tuple[str, ...]:
+    """Return the kind of every main layer's indexer: as listed, by a pattern, or by a period."""
+    listed = fields.values.get("indexer_types") or fields.values.get("index_topk_pattern")
+    if listed is None:
+        known = fields.without_nulls()
+        period = known.whole("index_topk_freq", 1)
+        first = known.whole("index_skip_topk_offset", 2, minimum=0)
+        return tuple(
+            "shared" if max(layer - first + 1, 0) % period else "full" for layer in range(layers)
+        )
+    kinds = tuple(_KINDS.get(kind, kind) for kind in listed) if _is_list(listed) else ()
+    known_kinds = set(kinds) <= set(_KINDS.values()) and kinds[:1] != ("shared",)
+    if len(kinds) != layers or not known_kinds:
+        raise InvalidInputError(
+            "config.json has no usable indexer_types or index_topk_pattern",
+            expected=f"full or shared for each of {layers} layers, first full",
+            found=repr(listed)[:100],
+        )
+    return kinds
 
 
 def _is_list(listed: object) -> bool:

@@ -6,16 +6,15 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from mtp_checkpoints.dtypes import OutputTensor
-from mtp_checkpoints.formats.base import (
+from mtp_checkpoints.formats.base import WeightFormat
+from mtp_checkpoints.formats.compressed import WeightsEntry, group, numbers
+from mtp_checkpoints.formats.storage import (
     BLOCK,
     COMPRESSED_SCALE,
     NATIVE_SCALE,
     SCALE_DTYPES,
-    FormatOptions,
-    WeightFormat,
+    Storage,
 )
-from mtp_checkpoints.formats.compressed import COMPRESSED, WeightsEntry, group, numbers
-from mtp_checkpoints.formats.verification import FP8_GATE, FormatGate
 
 if TYPE_CHECKING:
     import torch
@@ -38,17 +37,11 @@ class Fp8Block(WeightFormat):
     scale_name: str = NATIVE_SCALE
     scale_dtypes: tuple[str, ...] = ("F32",)
 
-    storage: ClassVar[str] = "fp8_block"
+    storage: ClassVar[Storage] = Storage.FP8_BLOCK
     operation: ClassVar[str] = "quantize_fp8_block"
-    gate: ClassVar[FormatGate] = FP8_GATE
-    methods: ClassVar[tuple[str, ...]] = ("fp8", COMPRESSED, "w4afp8")
-    compiled_sources: ClassVar[frozenset[str]] = frozenset({"bf16"})
+    compiled_sources: ClassVar[frozenset[Storage]] = frozenset({Storage.BF16})
     scale_rows: ClassVar[int] = BLOCK
     in_words: ClassVar[str] = f"float-quantized blocks of {BLOCK}x{BLOCK}"
-
-    @classmethod
-    def of_options(cls, options: FormatOptions) -> Fp8Block:
-        return cls(options.fp8_scale_name)
 
     @classmethod
     def of_entry(cls, entry: WeightsEntry) -> Fp8Block | None:
@@ -93,7 +86,9 @@ class Fp8Block(WeightFormat):
 
         return array_conversions.to_fp8_block(rows)
 
-    def decode(self, codes: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    def dequantize(
+        self, codes: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype
+    ) -> torch.Tensor:
         from mtp_kernels import quantize
 
         return quantize.dequantize_fp8_block(self.stored(codes, scale), dtype)[0]

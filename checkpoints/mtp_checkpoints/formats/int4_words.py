@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, ClassVar
 
 from mtp_checkpoints.dtypes import OutputTensor
 from mtp_checkpoints.formats.base import EncodedWeight, Place, ReadOnlyFormat, RowSource
-from mtp_checkpoints.formats.verification import FOUR_BIT_GATE, FormatGate
 
 if TYPE_CHECKING:
     import torch
@@ -28,7 +27,6 @@ class Int4Words(ReadOnlyFormat):
 
     group_size: int
 
-    gate: ClassVar[FormatGate] = FOUR_BIT_GATE
     word_rows: ClassVar[int] = CODES_PER_WORD  # of qzeros, if not of qweight
     columns_per_word: ClassVar[int]  # of qweight
 
@@ -105,7 +103,9 @@ class Int4Words(ReadOnlyFormat):
         places = self.places(range(start, stop), range(columns), (stop, columns))
         return self.encoded([_part(one, at) for one, at in zip(tensors, places, strict=True)])
 
-    def decode(self, codes: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    def dequantize(
+        self, codes: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype
+    ) -> torch.Tensor:
         factors = scale.float()
         if not factors.isfinite().all():
             raise ValueError("group scale: expected finite numbers")

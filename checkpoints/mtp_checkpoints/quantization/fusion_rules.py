@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from mtp_checkpoints.errors import InvalidInputError
-from mtp_checkpoints.families.base import ModelFamily
+from mtp_checkpoints.families.spec import ModelSpec
 from mtp_checkpoints.formats import WeightFormat
 from mtp_checkpoints.quantization.method import QuantConfig
 
@@ -15,14 +15,14 @@ EXPERTS = ".experts."  # in names, before the number of an expert
 Formats = Mapping[str, WeightFormat | None]
 
 
-def check_fusion_rules(family: ModelFamily, config: QuantConfig, formats: Formats) -> None:
+def check_fusion_rules(family: ModelSpec, config: QuantConfig, formats: Formats) -> None:
     """Refuse a config.json that gives different formats to linears that are loaded together
     (InvalidInputError). formats are those of the modules; of experts, the first one's."""
     _check_experts(formats)
     _check_fused(family, config, formats)
 
 
-def _check_fused(family: ModelFamily, config: QuantConfig, formats: Formats) -> None:
+def _check_fused(family: ModelSpec, config: QuantConfig, formats: Formats) -> None:
     """Refuse linears that engines load as one matrix and that differ, by any of its names."""
     for module, form in formats.items():
         parent, _, last = module.rpartition(".")

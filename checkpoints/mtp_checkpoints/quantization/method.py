@@ -7,17 +7,10 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from mtp_checkpoints.errors import UnsupportedError
-from mtp_checkpoints.families.base import ModelFamily, Role, TensorSpec
-from mtp_checkpoints.formats import (
-    CODES_PER_WORD,
-    FORMATS,
-    WHOLE_ROW,
-    FormatOptions,
-    Fp8Block,
-    Unquantized,
-    WeightFormat,
-)
-from mtp_checkpoints.formats.base import COMPRESSED_SCALE, NATIVE_SCALE
+from mtp_checkpoints.families.base import Role, TensorSpec
+from mtp_checkpoints.families.spec import ModelSpec
+from mtp_checkpoints.formats import CODES_PER_WORD, FORMATS, WHOLE_ROW, FormatOptions, WeightFormat
+from mtp_checkpoints.formats.storage import COMPRESSED_SCALE, NATIVE_SCALE, Storage
 from mtp_checkpoints.quantization.native import Config, NativeFp8, unusable_field
 
 
@@ -73,26 +66,26 @@ class PartStorage:
     as stored.
     """
 
-    storages: Mapping[Role, str]
+    storages: Mapping[Role, Storage]
     options: FormatOptions = FormatOptions()
     bf16_modules: tuple[str, ...] = ()
     int4_activations_fp8: bool = False
     native: NativeFp8 | None = None
 
-    def storage_of(self, spec: TensorSpec) -> str | None:
+    def storage_of(self, spec: TensorSpec) -> Storage | None:
         """Return the storage of a weight; None for one that stays as stored whatever that is."""
         storage = self.storages.get(spec.role)
         if storage is None or not spec.is_linear_weight:
             return None
         if self.native is not None and not self.native.covers(spec.module):
             return None
-        if storage == Fp8Block.storage and spec.module.rpartition(".")[2] in self.bf16_modules:
-            return Unquantized.storage
+        if storage is Storage.FP8_BLOCK and spec.module.rpartition(".")[2] in self.bf16_modules:
+            return Storage.BF16
         return storage
 
-    def group(self, storage: str) -> Config:
+    def group(self, storage: Storage) -> Config:
         """Return the compressed-tensors group of a storage, but for its targets."""
-        chosen = FORMATS[storage].of_options(self.options)
+        chosen = FORMATS[storage](self.options)
         return chosen.group(activations_fp8=self.int4_activations_fp8)
 
 
@@ -101,7 +94,7 @@ class WrittenModel:
     """A model whose parts a config is to describe, for loaders of one dialect; quantization is the
     config of its source, native what it says of native fp8."""
 
-    family: ModelFamily
+    family: ModelSpec
     quantization: object
     native: NativeFp8 | None
     main: PartStorage
@@ -109,7 +102,7 @@ class WrittenModel:
     dialect: Dialect
 
     @property
-    def storages(self) -> frozenset[str]:
+    def storages(self) -> frozenset[Storage]:
         """Storages of both parts' linears."""
         return frozenset((*self.main.storages.values(), *self.mtp.storages.values()))
 
@@ -132,27 +125,27 @@ class Method:
 
     read understands a config. leave_out returns one that leaves modules unquantized, with all below
     them; None where the method cannot. describe returns one that describes a quantized draft too,
-    whose linears are in `describes`. write returns the config of a converted model, None for one
-    without quantized linears. dialect is that of the only engine with the method. lists_absent:
-    loaders find unquantized linears by their tensors, but only as long as none is listed.
-    whole_names: they compare names of linears, not of modules above them. in_groups: fp8 has
-    compressed-tensors' name for scales.
+    whose linears are in `describes`. write returns the config of a converted model, whose linears
+    are in `writes`; None for one without quantized linears. lists_absent: loaders find
+    unquantized linears by their tensors, but only as long as none is listed. whole_names: they
+    compare names of linears, not of modules above them. in_groups: fp8 has compressed-tensors' name
+    for scales.
     """
 
     read: Callable[[Mapping[str, Any]], QuantConfig]
     leave_out: Callable[[Config, Sequence[str]], Config] | None = None
-    describe: Callable[[Config, ModelFamily, PartStorage], Config] | None = None
-    describes: frozenset[str] = frozenset()
+    describe: Callable[[Config, ModelSpec, PartStorage], Config] | None = None
+    describes: frozenset[Storage] = frozenset()
     write: Callable[[WrittenModel], Config | None] | None = None
-    dialect: Dialect | None = None
+    writes: frozenset[Storage] = frozenset()
     lists_absent: bool = False
     whole_names: bool = False
     in_groups: bool = False
 
-    def draft_storages(self, dialect: Dialect) -> frozenset[str]:
+    def draft_storages(self, dialect: Dialect) -> frozenset[Storage]:
         """Return the storages of a draft's linears that a main model's config can describe."""
         in_native_blocks = self.in_groups and dialect.native_fp8
-        return self.describes - {Fp8Block.storage} if in_native_blocks else self.describes
+        return self.describes - {Storage.FP8_BLOCK} if in_native_blocks else self.describes
 
     @property
     def fp8_scale_name(self) -> str:

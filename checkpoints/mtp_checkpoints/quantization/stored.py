@@ -12,14 +12,10 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from mtp_checkpoints.errors import InvalidInputError
 from mtp_checkpoints.families import family_of
-from mtp_checkpoints.families.base import ModelFamily, Role, TensorSpec
-from mtp_checkpoints.formats import (
-    UNQUANTIZED,
-    EncodedWeight,
-    Fp8Channel,
-    Unquantized,
-    WeightFormat,
-)
+from mtp_checkpoints.families.base import Role, TensorSpec
+from mtp_checkpoints.families.spec import ModelSpec
+from mtp_checkpoints.formats import UNQUANTIZED, EncodedWeight, WeightFormat
+from mtp_checkpoints.formats.storage import Storage
 from mtp_checkpoints.named_tuples import rows_of
 from mtp_checkpoints.quantization.fusion_rules import EXPERTS, check_fusion_rules
 from mtp_checkpoints.quantization.method import QuantConfig
@@ -37,7 +33,7 @@ if TYPE_CHECKING:
     import torch
 
 _WEIGHT = ".weight"
-_IN_CHANNELS = {Unquantized.storage, Fp8Channel.storage}
+_IN_CHANNELS = {Storage.BF16, Storage.FP8_CHANNEL}
 _TABLES = (Role.EMBEDDING, Role.HEAD)
 _layout_of = attrgetter("dtype", "shape")
 
@@ -56,7 +52,7 @@ class StoredWeight(NamedTuple):
     transposed: bool = False
 
     @property
-    def storage(self) -> str:
+    def storage(self) -> Storage:
         """Storage of the format; BF16 for whatever dtype the model computes in."""
         return self.format.storage
 
@@ -142,7 +138,7 @@ class StoredModel:
     alone, specs and kinds are those of the part.
     """
 
-    family: ModelFamily
+    family: ModelSpec
     quantization: object
     specs: Sequence[TensorSpec]
     kinds: Sequence[WeightKind]
@@ -208,7 +204,7 @@ class StoredModel:
     def in_channels(self) -> bool:
         """True for a checkpoint with fp8 channels, and nothing else that is quantized."""
         storages = {kind.format.storage for kind in self.kinds}
-        return Fp8Channel.storage in storages and storages <= _IN_CHANNELS
+        return Storage.FP8_CHANNEL in storages and storages <= _IN_CHANNELS
 
     def reread(self, quantization: object, rename: Callable[[str], str]) -> StoredModel:
         """Return what the same weights must be under another quantization_config and other names.
@@ -303,7 +299,7 @@ def stored_mtp(
 
 
 def _stored(
-    family: ModelFamily,
+    family: ModelSpec,
     specs: Sequence[TensorSpec],
     quantization: object,
     rename: Callable[[str], str] = str,

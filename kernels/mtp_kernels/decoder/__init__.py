@@ -26,12 +26,12 @@ from mtp_kernels.decoder.interface import (
     RecursionParts,
     RowStep,
 )
-from mtp_kernels.decoder.sharded import (
-    LayerShard,
+from mtp_kernels.decoder.sliced import (
+    LayerSlice,
     Pairs,
-    ShardedDecoder,
-    ShardedPass,
-    ShardingBackend,
+    SlicedDecoder,
+    SlicedPass,
+    SlicingBackend,
 )
 
 __all__ = [
@@ -44,7 +44,7 @@ __all__ = [
     "GroupedWeights",
     "LatentWeights",
     "LayerKind",
-    "LayerShard",
+    "LayerSlice",
     "LayerWeights",
     "ModuleInputs",
     "PackedLayer",
@@ -53,9 +53,9 @@ __all__ = [
     "Recursion",
     "RecursionParts",
     "RowStep",
-    "ShardedDecoder",
-    "ShardedPass",
-    "ShardingBackend",
+    "SlicedDecoder",
+    "SlicedPass",
+    "SlicingBackend",
     "make_backend",
 ]
 

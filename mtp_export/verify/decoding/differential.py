@@ -8,7 +8,6 @@ from dataclasses import dataclass, fields
 
 import torch
 
-from mtp_checkpoints.formats.verification import RunGate
 from mtp_export.verify.check import (
     WHOLE_CHECK,
     Item,
@@ -23,7 +22,7 @@ from mtp_export.verify.diagnosis.causes import decoding as causes
 from mtp_export.verify.diagnosis.causes.weights import YARN_SCALE_CHANGED
 from mtp_export.verify.evidence.corpus import Corpus
 from mtp_export.verify.evidence.statistics import Estimate, ratio
-from mtp_export.verify.gates import gate_of
+from mtp_export.verify.gates import RunGate, gate_of
 from mtp_runtime.layers.rope import softmax_scale
 from mtp_runtime.models.load import LoadOptions, load_model
 from mtp_runtime.models.model import Model
@@ -106,10 +105,8 @@ def compared(corpus: Corpus, source: Model, scheme: str, gate: RunGate) -> Itera
 def _configs(source: Model, export: Model) -> Item:
     """Both configs request the same arithmetic."""
     name = "config asks for the same arithmetic"
-    pairs = [
-        (field.name, getattr(source.config, field.name), getattr(export.config, field.name))
-        for field in fields(source.config)
-    ]
+    wanted, found = _facts(source), _facts(export)
+    pairs = [(field, wanted.get(field), found.get(field)) for field in {**wanted, **found}]
     differing = [(name, a, b) for name, a, b in pairs if a != b]
     figure = f"{len(pairs) - len(differing)} of {len(pairs)} fields equal"
     words = [causes.field_differs(field, found=b, wanted=a) for field, a, b in differing]
@@ -117,6 +114,16 @@ def _configs(source: Model, export: Model) -> Item:
     if one and other and softmax_scale(one, 1) != softmax_scale(other, 1):
         words.insert(0, YARN_SCALE_CHANGED)
     return judged(name, not differing, "; ".join(words), figure=figure, bound="all")
+
+
+def _facts(model: Model) -> dict[str, object]:
+    """Return what a model's config says of its arithmetic, by the names of fields."""
+    config = model.config
+    facts = {field.name: getattr(config, field.name) for field in fields(config)}
+    for part in facts.pop("parts"):
+        kind = type(part).__name__
+        facts |= {f"{kind} {field.name}": getattr(part, field.name) for field in fields(part)}
+    return facts
 
 
 def _target(pair: Pair) -> Iterator[Item]:

@@ -11,6 +11,7 @@ from dataclasses import asdict, dataclass, field
 
 import torch
 
+from mtp_checkpoints.families import parts
 from mtp_checkpoints.families.base import Role
 from mtp_checkpoints.weights.weight_values import WeightOnDisk, weights_on_disk
 from mtp_export.progress import format_bytes
@@ -21,7 +22,6 @@ from mtp_runtime.layers.linear import Linear
 from mtp_runtime.layers.moe import Mlp, Moe
 from mtp_runtime.loading.on_demand import PANEL_ROWS
 from mtp_runtime.loading.read_ahead import READERS
-from mtp_runtime.models.moe_decoder import MoeDecoderConfig
 from mtp_runtime.streaming import StreamedModel
 from mtp_runtime.teacher_forcing import BRANCH_ROWS, CHUNK_TOKENS, LOGIT_ELEMENTS, Texts
 
@@ -179,7 +179,8 @@ def cost_of(context: Context, streamed: StreamedModel, texts: Texts) -> Cost:
     """Return the cost of the check over texts; probes disk and arithmetic for about a second."""
     sizes = Sizes.of(context)
     config = streamed.config
-    k = config.routing.experts_per_token if isinstance(config, MoeDecoderConfig) else None
+    routers = (part.router for part in config.parts if isinstance(part, parts.Moe))
+    k = next((router.routing.experts_per_token for router in routers), None)
     rates, attention = probed(streamed, sizes)
     estimate = _Estimate(
         sizes=sizes,

@@ -10,8 +10,8 @@ from typing import Any
 import torch
 
 from mtp_checkpoints.families.contract import Hidden
+from mtp_checkpoints.families.parts import Rope
 from mtp_export.verify.diagnosis.causes import decoding as causes
-from mtp_runtime.config import RopeConfig
 from mtp_runtime.layers.attention import Attention
 from mtp_runtime.layers.gqa import Gqa
 from mtp_runtime.layers.linear import Linear, Weight
@@ -308,11 +308,12 @@ def in_halves(attention: Gqa) -> Gqa:
     return replace(attention, qkv=reordered(attention.qkv, order), bias=bias)
 
 
-def missing_temperatures(rope: RopeConfig | None) -> list[float]:
+def missing_temperatures(rope: Rope | None) -> list[float]:
     """Temperatures of yarn that the config may have lost; none if it has its own."""
-    if rope is None or rope.mscale_all_dim:
+    yarn = None if rope is None else rope.yarn
+    if rope is None or (yarn is not None and yarn.mscale_all_dim):
         return []
-    factors = (rope.factor,) if rope.factor > 1 else _KNOWN_FACTORS
+    factors = (yarn.factor,) if yarn is not None and yarn.factor > 1 else _KNOWN_FACTORS
     return [yarn_temperature(factor, 1.0) for factor in factors]
 
 

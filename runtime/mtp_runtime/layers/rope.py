@@ -11,26 +11,28 @@ from dataclasses import dataclass
 
 import torch
 
-from mtp_runtime.config import RopeConfig
+from mtp_checkpoints.families import parts
 
 
-def inverse_frequencies(config: RopeConfig) -> torch.Tensor:
+def inverse_frequencies(rope: parts.Rope) -> torch.Tensor:
     """Return inv_freq [r/2], float32: the angle per position of each pair, in radians."""
-    exponents = torch.arange(0, config.size, 2, dtype=torch.float32) / config.size
-    plain = 1.0 / config.theta**exponents
-    if config.factor <= 1.0:
+    exponents = torch.arange(0, rope.size, 2, dtype=torch.float32) / rope.size
+    plain = 1.0 / rope.theta**exponents
+    yarn = rope.yarn
+    if yarn is None or yarn.factor <= 1.0:
         return plain
-    low = max(math.floor(_pair_of_rotations(config, config.beta_fast)), 0)
-    high = min(math.ceil(_pair_of_rotations(config, config.beta_slow)), config.size - 1)
-    pair = torch.arange(config.size // 2, dtype=torch.float32)
+    low = max(math.floor(_pair_of_rotations(rope, yarn, yarn.beta_fast)), 0)
+    high = min(math.ceil(_pair_of_rotations(rope, yarn, yarn.beta_slow)), rope.size - 1)
+    pair = torch.arange(rope.size // 2, dtype=torch.float32)
     interpolated = ((pair - low) / max(high - low, 1e-3)).clamp(0, 1)
-    return plain / config.factor * interpolated + plain * (1 - interpolated)
+    return plain / yarn.factor * interpolated + plain * (1 - interpolated)
 
 
-def _pair_of_rotations(config: RopeConfig, rotations: float) -> float:
+def _pair_of_rotations(rope: parts.Rope, yarn: parts.Yarn, rotations: float) -> float:
     """Return the pair, as a real number, that rotates so often over the original positions."""
-    wavelength = config.original_positions / (rotations * 2 * math.pi)
-    return config.size * math.log(wavelength) / (2 * math.log(config.theta))
+    assert yarn.original_positions is not None, "others are refused"
+    wavelength = yarn.original_positions / (rotations * 2 * math.pi)
+    return rope.size * math.log(wavelength) / (2 * math.log(rope.theta))
 
 
 def yarn_temperature(factor: float, mscale: float) -> float:
@@ -38,12 +40,12 @@ def yarn_temperature(factor: float, mscale: float) -> float:
     return 1.0 if factor <= 1.0 else 0.1 * mscale * math.log(factor) + 1.0
 
 
-def softmax_scale(config: RopeConfig, head_size: int) -> float:
+def softmax_scale(rope: parts.Rope, head_size: int) -> float:
     """Return the factor on attention scores: 1/sqrt(head_size), times YaRN's temperature squared
-    where the config sets mscale_all_dim."""
+    where config.json sets mscale_all_dim."""
     temperature = 1.0
-    if config.mscale_all_dim:
-        temperature = yarn_temperature(config.factor, config.mscale_all_dim)
+    if rope.yarn is not None and rope.yarn.mscale_all_dim:
+        temperature = yarn_temperature(rope.yarn.factor, rope.yarn.mscale_all_dim)
     return float(head_size**-0.5 * temperature**2)
 
 
@@ -56,12 +58,14 @@ class Rope:
     attention_scaling: float
 
     @classmethod
-    def build(cls, config: RopeConfig, device: torch.device) -> Rope:
-        """Precompute from the config; mscale equals mscale_all_dim in every released model."""
-        scaling = yarn_temperature(config.factor, config.mscale)
-        if config.mscale_all_dim:
-            scaling /= yarn_temperature(config.factor, config.mscale_all_dim)
-        return cls(inverse_frequencies(config).to(device), scaling)
+    def build(cls, rope: parts.Rope, device: torch.device) -> Rope:
+        """Precompute rotations; mscale equals mscale_all_dim in every released model."""
+        scaling, yarn = 1.0, rope.yarn
+        if yarn is not None:
+            scaling = yarn_temperature(yarn.factor, yarn.mscale)
+            if yarn.mscale_all_dim:
+                scaling /= yarn_temperature(yarn.factor, yarn.mscale_all_dim)
+        return cls(inverse_frequencies(rope).to(device), scaling)
 
     @property
     def size(self) -> int:

@@ -1,174 +1,112 @@
-"""Builds a model out of named tensors. Its family gives the names.
-
-A new model derives from ModelBuilder, adds its attention and router, and is one line of MODELS.
-"""
+"""Builds a model out of named tensors, by its description."""
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from functools import cached_property
+
+import torch
 
 from mtp_checkpoints.families.contract import MtpContract
-from mtp_checkpoints.families.modules import (
-    DecoderFamily,
-    MlpModules,
-    MoeModules,
-    MtpModules,
-    weight_name,
-)
+from mtp_checkpoints.families.modules import weight_name
+from mtp_checkpoints.families.spec import Input, ModelSpec, MtpSpec
+from mtp_checkpoints.formats import unquantized
 from mtp_runtime.config import ModelConfig
-from mtp_runtime.layers.attention import Attention
-from mtp_runtime.layers.decoder_layer import DecoderLayer, FeedForward
+from mtp_runtime.layers.decoder_layer import DecoderLayer
 from mtp_runtime.layers.embedding import Embedding
-from mtp_runtime.layers.linear import Linear, Weight, stack
-from mtp_runtime.layers.moe import Mlp, Moe, Router
-from mtp_runtime.layers.norm import RmsNorm
-from mtp_runtime.layers.tensor_parallel import ParallelMoe
+from mtp_runtime.layers.linear import Linear, dense
 from mtp_runtime.loading.weight_source import WeightSource
+from mtp_runtime.models.layer_loader import LayerLoader
+from mtp_runtime.models.layer_types import layer_type, load_layer
 from mtp_runtime.models.model import Execution, Head, Model, MtpModule
 
 
+def config_for(spec: ModelSpec, tokens: int | None) -> ModelConfig:
+    """Return the facts of a model for contexts of at most some tokens; None: as many as its layers
+    usually take.
+
+    Raises UnsupportedError for a part that the runtime does not compute, UsageError for more tokens
+    than the model has positions.
+    """
+    config = ModelConfig.of(spec)
+    for part in spec.parts:
+        usual = layer_type(part).usual_context
+        if tokens is None and usual is not None:
+            config = config.bounded(*usual(part))
+    return config if tokens is None else config.for_contexts(tokens)
+
+
 @dataclass(frozen=True)
-class ModelBuilder(ABC):
-    """Parts that most decoder-only models share; each method loads what it returns."""
+class ModelBuilder:
+    """Loads the parts of a model; each method loads what it returns."""
 
     source: WeightSource
-    family: DecoderFamily
+    spec: ModelSpec
     config: ModelConfig
 
-    @abstractmethod
-    def attention(self, layer: int) -> Attention:
-        """Load the attention of one layer, main or MTP."""
-
-    @abstractmethod
-    def router(self, names: MoeModules) -> Router:
-        """Load the router of a mixture of experts."""
-
-    @property
-    def shared_experts(self) -> int:
-        """Number of shared experts that a sparse layer stores side by side, as one MLP."""
-        return 1
+    @cached_property
+    def loader(self) -> LayerLoader:
+        """Loader of the model's layers."""
+        return LayerLoader(self.source, self.config.norm_eps, self.config.max_positions)
 
     def model(
         self, execution: Execution, contract: MtpContract | None, layers: int | None = None
     ) -> Model:
         """Load the model, with its first `layers` main layers where that is given, and with its
         MTP modules where there is a contract for them."""
-        source, names = self.source, self.family.modules
-        embedding = source.embedding(weight_name(names.embedding))
-        head = Head(self.norm(names.norm), source.head(names.head), execution)
+        source, spec = self.source, self.spec
+        embedding = source.embedding(weight_name(spec.embedding))
+        head = Head(self.loader.norm(spec.norm), source.head(spec.head), execution)
         count = self.config.layers if layers is None else layers
         main = execution.layers(map(self.layer, range(count)))
         modules: tuple[MtpModule, ...] = ()
         if contract is not None and source.has_mtp:
             model = Model(self.config, embedding, main, head)
-            modules = tuple(
-                self.mtp_module(model, layer, contract) for layer in self.family.mtp_layers
-            )
+            modules = tuple(self.mtp_module(model, mtp, contract) for mtp in spec.mtp)
         return Model(self.config, embedding=embedding, layers=main, head=head, mtp_modules=modules)
 
     def layer(self, index: int) -> DecoderLayer:
-        """Load one layer, main or MTP."""
-        names = self.family.layer_modules(index)
-        return DecoderLayer(
-            input_norm=self.norm(names.input_norm),
-            attention=self.attention(index),
-            post_norm=self.norm(names.post_norm),
-            feed_forward=self.feed_forward(names.feed_forward),
-        )
+        """Load one main layer."""
+        return load_layer(self.loader, self.spec.layers[index])
 
-    def mtp_module(self, main: Model, index: int, contract: MtpContract) -> MtpModule:
+    def mtp_module(self, main: Model, mtp: MtpSpec, contract: MtpContract) -> MtpModule:
         """Load one MTP layer; embedding and head are the main model's own where they are equal."""
-        source, names = self.source, self.family.mtp_modules(index)
-        own = weight_name(names.embedding)
-        tied = source.is_tied(own, weight_name(self.family.modules.embedding))
-        embedding = main.embedding if tied else source.embedding(own)
-        head = replace(main.head, linear=self._mtp_head(main, names))
-        return self.mtp_layer(index, embedding, head=head, contract=contract)
+        source = self.source
+        local = weight_name(mtp.modules.embedding)
+        tied = source.is_tied(local, weight_name(self.spec.embedding))
+        embedding = main.embedding if tied else source.embedding(local)
+        head = replace(main.head, linear=self._mtp_head(main, mtp))
+        return self.mtp_layer(mtp, embedding, head=head, contract=contract)
 
     def mtp_layer(
-        self, index: int, embedding: Embedding, *, head: Head, contract: MtpContract
+        self, mtp: MtpSpec, embedding: Embedding, *, head: Head, contract: MtpContract
     ) -> MtpModule:
         """Load what an MTP layer has beside an embedding and a head, of which the norm is its
         own."""
-        names = self.family.mtp_modules(index)
+        names, loader = mtp.modules, self.loader
         return MtpModule(
             embedding=embedding,
-            embedding_norm=self.norm(names.embedding_norm),
-            hidden_norm=self.norm(names.hidden_norm),
-            projection=self.source.linear(names.projection),
-            layer=self.layer(index),
-            head=replace(head, norm=self.norm(names.head_norm)),
+            embedding_norm=loader.norm(names.embedding_norm),
+            hidden_norm=loader.norm(names.hidden_norm),
+            projection=self._projection(mtp),
+            layer=load_layer(loader, mtp.layer),
+            head=replace(head, norm=loader.norm(names.head_norm)),
             contract=contract,
-            usual_contract=self.family.usual_contract,
+            usual_contract=self.spec.usual_contract,
             execution=head.execution,
         )
 
-    def _mtp_head(self, main: Model, names: MtpModules) -> Linear:
-        own, of_main = weight_name(names.head), weight_name(self.family.modules.head)
-        if self.source.is_tied(own, of_main):
+    def _projection(self, mtp: MtpSpec) -> Linear:
+        """Load an MTP layer's projection of [embedding | hidden state], in this order."""
+        source, module = self.source, mtp.modules.projection
+        if mtp.inputs == (Input.EMBEDDING, Input.HIDDEN):
+            return source.linear(module)
+        matrix = dense(source.weight(module), source.dtype)
+        swapped = torch.cat(matrix.chunk(2, dim=1)[::-1], dim=1)
+        return Linear.build(unquantized(swapped), source.dtype, source.keep_dense)
+
+    def _mtp_head(self, main: Model, mtp: MtpSpec) -> Linear:
+        local, of_main = weight_name(mtp.modules.head), weight_name(self.spec.head)
+        if self.source.is_tied(local, of_main):
             return main.head.linear
-        return self.source.head(names.head)
-
-    def norm(self, module: str) -> RmsNorm:
-        """Load an RMS norm."""
-        return RmsNorm.build(self.source.tensor(weight_name(module)), self.config.norm_eps)
-
-    def stacked(self, *modules: str, rows: range | None = None) -> Linear:
-        """Load linears of the same input as one, or the same rows of each."""
-        return self.joined(*(self.source.weight(module, rows) for module in modules))
-
-    def joined(self, *parts: Weight) -> Linear:
-        """Join loaded weights of the same input into one linear."""
-        return Linear.build(stack(parts), self.source.dtype, self.source.keep_dense)
-
-    def feed_forward(self, names: MlpModules | MoeModules) -> FeedForward:
-        """Load a dense or a sparse feed-forward layer."""
-        if isinstance(names, MoeModules):
-            return self.moe(names)
-        return self.split_mlp(names, range(self.source.shape(names.gate)[0]))
-
-    def mlp(self, names: MlpModules) -> Mlp:
-        """Load a whole gated MLP."""
-        return Mlp(self.stacked(names.gate, names.up), self.source.linear(names.down))
-
-    def split_mlp(self, names: MlpModules, inner: range, *, joins: bool = True) -> Mlp:
-        """Load some inner values of a gated MLP, of which every rank has a part.
-
-        joins False: its output is the own summand of the whole.
-        """
-        parts = [
-            range(inner.start + part.start, inner.start + part.stop)
-            for part in self.source.split.nonempty_parts(len(inner), "inner values")
-        ]
-        own = parts[self.source.split.rank]
-        gate_up = self.stacked(names.gate, names.up, rows=own)
-        if not joins:
-            return Mlp(gate_up, self.source.linear(names.down, columns=own))
-        return Mlp(gate_up, self.source.row_parallel(names.down, parts))
-
-    def moe(self, names: MoeModules) -> Moe | ParallelMoe:
-        """Load a mixture of experts, routed ones first; of those every rank has some, whole."""
-        source, parallel = self.source, self.source.parallel
-        parts = source.split.parts(len(names.experts))
-        own = parts[source.split.rank]
-        shared = tuple(self._shared(names.shared))
-        experts = source.experts(names.experts[own.start : own.stop], self.mlp, shared)
-        if parallel.group.is_one:
-            return Moe(self.router(names), experts, len(shared))
-        for number, expert in enumerate(names.experts):
-            if number not in own:
-                source.elsewhere(expert)
-        return ParallelMoe(
-            self.router(names), experts, shared=len(shared), parts=tuple(parts), parallel=parallel
-        )
-
-    def _shared(self, names: MlpModules | None) -> Iterator[Mlp]:
-        """Yield the shared experts one by one, which lie side by side."""
-        if names is None:
-            return
-        inner = self.source.shape(names.gate)[0] // self.shared_experts
-        for number in range(self.shared_experts):
-            own = range(number * inner, (number + 1) * inner)
-            yield self.split_mlp(names, own, joins=not self.source.parallel.reduces)
+        return self.source.head(mtp.modules.head)

@@ -161,7 +161,7 @@ class CompiledExecution:
         runs: list[TorchRun | PackedRun] = []
         for layer in layers:
             kind = PackedRun if self.backend.runs(kind_of(layer)) else TorchRun
-            if not runs or not isinstance(runs[-1], kind):
+            if not runs or not isinstance(runs[-1], kind) or not runs[-1].takes(layer):
                 runs.append(self.packed_run() if kind is PackedRun else TorchRun())
             runs[-1].add(layer)
         joined = tuple(run.layers() for run in runs)
@@ -227,6 +227,10 @@ class TorchRun:
 
     kept: list[DecoderLayer] = field(default_factory=list)
 
+    def takes(self, layer: DecoderLayer) -> bool:
+        """Return True: layers of any kind follow each other."""
+        return True
+
     def add(self, layer: DecoderLayer) -> None:
         self.kept.append(layer)
 
@@ -244,6 +248,13 @@ class PackedRun:
     rope: Rope | None = None
     router: SigmoidRouter | None = None
 
+    def takes(self, layer: DecoderLayer) -> bool:
+        """Return True for a layer with the sizes and rotations of those before it."""
+        attention = layer.attention
+        assert isinstance(attention, Mla | Gqa), "the kinds that the kernels run"
+        config = self.shared_config, self.rope
+        return config in ((None, None), (config_of(layer, attention), attention.rope))
+
     def add(self, layer: DecoderLayer) -> None:
         """Pack a layer."""
         self.packed.append(self.backend.pack(weights_of(layer, self.noted(layer))))
@@ -252,9 +263,7 @@ class PackedRun:
         """Note what the layers share; return the layer's attention."""
         attention, feed_forward = layer.attention, layer.feed_forward
         assert isinstance(attention, Mla | Gqa), "the kinds that the kernels run"
-        config = config_of(layer, attention)
-        assert self.shared_config in (None, config), "all layers of a model share their sizes"
-        self.shared_config, self.rope = config, attention.rope
+        self.shared_config, self.rope = config_of(layer, attention), attention.rope
         if isinstance(feed_forward, Moe | ParallelMoe):
             self.router = cast(SigmoidRouter, feed_forward.router)
         return attention

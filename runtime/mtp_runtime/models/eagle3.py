@@ -21,9 +21,7 @@ from mtp_checkpoints.families.modules import weight_name
 from mtp_checkpoints.quantization.mismatches import StoredTensor, compare
 from mtp_kernels.batch_layout import BatchLayout
 from mtp_kernels.decoder import ModuleInputs, RowStep
-from mtp_kernels.sizes import ONE_EXPERT
 from mtp_runtime.cache import Cache, PageAllocator
-from mtp_runtime.config import RopeConfig, refuse_other_values
 from mtp_runtime.layers.attention import Attention
 from mtp_runtime.layers.decoder_layer import DecoderLayer
 from mtp_runtime.layers.embedding import Embedding
@@ -32,7 +30,8 @@ from mtp_runtime.layers.norm import RmsNorm
 from mtp_runtime.layers.tensor_parallel import ALONE, TensorParallel
 from mtp_runtime.loading.draft_folder import DraftFolder, DraftTensor, layout_on_disk, values_of
 from mtp_runtime.loading.held_source import HeldSource
-from mtp_runtime.models.deepseek_v3 import DeepseekV3Builder, DeepseekV3Config
+from mtp_runtime.models.layer_loader import LayerLoader
+from mtp_runtime.models.layer_types import layer_type, load_layer
 from mtp_runtime.models.model import Head, Layers, Model, Recursion
 
 Tensors = Mapping[str, DraftTensor]
@@ -163,31 +162,32 @@ def eagle3_module(
     that divide it as they do the target; each calls this.
     Raises UnsupportedError for an activation or a scaling that is not computed.
     """
-    refuse_other_values({"hidden_act": family.facts.hidden_act}, {"hidden_act": "silu"})
     source = HeldSource.of(tensors, target.dtype, target.device, parallel)
-    builder = DeepseekV3Builder(source, family, _config(family))
-    own_embedding = weight_name(family.modules.embedding)
-    usual, names = builder.layer(0), family.layer_modules(0)
-    layer = replace(usual, input_norm=None)
+    loader = LayerLoader(source, family.facts.norm_eps, family.facts.max_positions)
+    for part in (family.layer.attention, family.layer.feed_forward):
+        layer_type(part)
+    local_embedding = weight_name(family.embedding)
+    layer = replace(load_layer(loader, family.layer), input_norm=None)
     return Eagle3Module(
         joining=source.column_parallel(family.projection),
-        tap_norms=tuple(map(builder.norm, family.fc_norms)),
-        embedding=source.embedding(own_embedding) if own_embedding in tensors else target.embedding,
-        embedding_norm=builder.norm(names.input_norm),
-        hidden_norm=builder.norm(family.hidden_norm),
+        tap_norms=tuple(map(loader.norm, family.fc_norms)),
+        embedding=source.embedding(local_embedding)
+        if local_embedding in tensors
+        else target.embedding,
+        embedding_norm=loader.norm(family.layer.input_norm),
+        hidden_norm=loader.norm(family.hidden_norm),
         norm_before_residual=family.norm_before_residual,
         layer=layer,
         layers=target.execution.layers([layer]),
-        head=_head(builder, tensors, target),
+        head=_head(loader, family, tensors, target),
         recycles_normed=family.norm_output,
     )
 
 
-def _head(builder: DeepseekV3Builder, tensors: Tensors, target: Model) -> Head:
-    names, source, execution = builder.family.modules, builder.source, target.execution
-    own = weight_name(names.head) in tensors
-    linear = source.head(names.head) if own else target.head.linear
-    norm = builder.norm(names.norm)
+def _head(loader: LayerLoader, family: Eagle3Family, tensors: Tensors, target: Model) -> Head:
+    is_local = weight_name(family.head) in tensors
+    linear = loader.source.head(family.head) if is_local else target.head.linear
+    norm, execution = loader.norm(family.norm), target.execution
     if TARGET_OFFSETS not in tensors:
         return Head(norm, linear, execution)
     tokens = target_tokens(values_of(tensors[TARGET_OFFSETS])).to(target.device)
@@ -204,21 +204,6 @@ def token_offsets(tokens: torch.Tensor, vocab: int) -> dict[str, torch.Tensor]:
     mask = torch.zeros(vocab, dtype=torch.bool)
     mask[tokens] = True
     return {TARGET_OFFSETS: tokens - torch.arange(len(tokens)), TARGET_MASK: mask}
-
-
-def _config(family: Eagle3Family) -> DeepseekV3Config:
-    """Return what the builder needs."""
-    facts = family.facts
-    return DeepseekV3Config(
-        vocab=family.vocab,
-        hidden=family.hidden,
-        layers=1,
-        rope=RopeConfig.of(facts.rope, family.sizes.rope),
-        shared_experts=0,
-        routing=ONE_EXPERT,
-        sizes=family.sizes,
-        **DeepseekV3Config.run_facts(facts),
-    )
 
 
 def checked_tensors(draft: DraftFolder, family: Eagle3Family) -> dict[str, DraftTensor]:

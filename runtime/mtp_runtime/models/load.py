@@ -7,7 +7,6 @@ from pathlib import Path
 
 import torch
 
-from mtp_checkpoints.containers.base import CONFIG_NAME
 from mtp_checkpoints.errors import UnsupportedError, UsageError
 from mtp_checkpoints.families import family_of
 from mtp_checkpoints.families.contract import MtpContract
@@ -15,11 +14,10 @@ from mtp_kernels.cpu.torch_threads import torch_threads_for
 from mtp_kernels.decoder import Backend, make_backend
 from mtp_runtime.layers.tensor_parallel import ALONE, GATHER, MODES, REDUCE, TensorParallel
 from mtp_runtime.loading.weight_source import Ledger, open_source
-from mtp_runtime.models import MODELS
-from mtp_runtime.models.builder import ModelBuilder
+from mtp_runtime.models.builder import ModelBuilder, config_for
 from mtp_runtime.models.compiled import CompiledExecution, refuse_torch_layers
 from mtp_runtime.models.model import Execution, Model, TorchExecution
-from mtp_runtime.models.sharded import ShardedExecution
+from mtp_runtime.models.sliced import SlicedExecution
 from mtp_runtime.parallel.group import LONE, Group
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -120,7 +118,7 @@ class LoadOptions:
             return TorchExecution()
         if group.is_one:
             return CompiledExecution(self._backend)
-        return ShardedExecution(self._backend, parallel=self.parallel(group))
+        return SlicedExecution(self._backend, parallel=self.parallel(group))
 
     @property
     def _backend(self) -> Backend:
@@ -195,19 +193,9 @@ def open_model(path: Path, options: LoadOptions, group: Group = LONE) -> OpenedM
     )
     if options.requires_mtp and not source.has_mtp:
         raise no_module_to_draft_with(path)
-    family = family_of(main.config)
-    model_type = main.config["model_type"]
-    if model_type not in MODELS:
-        raise UnsupportedError(
-            "The runtime does not compute models of this type",
-            where=main.folder / CONFIG_NAME,
-            expected=f"model_type {' or '.join(sorted(MODELS))}",
-            found=model_type,
-        )
-    model = MODELS[model_type]
+    spec = family_of(main.config)
     contract = (options.contract or source.contract) if options.with_mtp else None
-    config = model.config(family).for_contexts(options.max_model_len)
-    builder = model.builder(source, family, config)
+    builder = ModelBuilder(source, spec, config_for(spec, options.max_model_len))
     return OpenedModel(builder, contract, main.folder)
 
 

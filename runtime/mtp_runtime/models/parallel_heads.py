@@ -12,7 +12,6 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import cast
 
 import torch
 import torch.nn.functional as F
@@ -20,7 +19,7 @@ import torch.nn.functional as F
 from mtp_checkpoints.containers.base import CONFIG_NAME
 from mtp_checkpoints.errors import InvalidInputError
 from mtp_checkpoints.families import family_of
-from mtp_checkpoints.families.modules import DecoderFamily
+from mtp_checkpoints.families.base import TensorMaker
 from mtp_checkpoints.families.parallel_heads import (
     Body,
     HeadsLayout,
@@ -36,7 +35,8 @@ from mtp_runtime.cache import Cache, JoinedCaches, PageAllocator
 from mtp_runtime.layers.tensor_parallel import ALONE, TensorParallel
 from mtp_runtime.loading.draft_folder import DraftFolder, DraftTensor, layout_on_disk
 from mtp_runtime.loading.held_source import HeldSource
-from mtp_runtime.models import MODELS
+from mtp_runtime.models.layer_loader import LayerLoader
+from mtp_runtime.models.layer_types import load_layer
 from mtp_runtime.models.model import Execution, Head, Layers, Model, TorchExecution
 
 Tensors = Mapping[str, DraftTensor]
@@ -212,18 +212,17 @@ class StoredHeads:
 
         Raises InvalidInputError for tensors that are not those of such a layer.
         """
-        config = read_json_object(folder / CONFIG_NAME)
-        family = cast(DecoderFamily, family_of(config))
-        last = target.config.layers - 1
-        prefix = family.layer_modules(last).attention.rpartition(".")[0]
-        specs = [spec for spec in family.tensors.values() if spec.name.startswith(f"{prefix}.")]
-        promised = [StoredTensor(spec.name, spec.shape, _FLOATS) for spec in specs]
-        model = MODELS[config["model_type"]]
+        spec = family_of(read_json_object(folder / CONFIG_NAME))
+        facts, last = spec.facts, spec.layers[-1]
+        promised = [
+            StoredTensor(tensor.name, tensor.shape, _FLOATS)
+            for tensor in last.tensors(facts.hidden, TensorMaker(facts.dtype))
+        ]
         heads = []
         for head in range(self.layout.heads):
             own = f"extra_heads.{head}"
             tensors = {
-                prefix + name.removeprefix(own): tensor
+                last.prefix + name.removeprefix(own): tensor
                 for name, tensor in self.tensors.items()
                 if name.startswith(f"{own}.")
             }
@@ -231,8 +230,8 @@ class StoredHeads:
             if problems:
                 problems[0].raise_as_error(own, len(problems) - 1)
             source = HeldSource.of(tensors, target.dtype, target.device, self.parallel)
-            builder = model.builder(source, family, model.config(family))
-            heads.append(target.execution.layers([builder.layer(last)]))
+            loader = LayerLoader(source, facts.norm_eps, facts.max_positions)
+            heads.append(target.execution.layers([load_layer(loader, last)]))
         return LayerHeads(tuple(heads), target)
 
     def _block(self, name: str, source: HeldSource, execution: Execution) -> Block:

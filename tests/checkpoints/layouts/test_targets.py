@@ -18,8 +18,7 @@ from cases import (
     read_json,
     read_tensors,
 )
-from mtp_checkpoints.families import FAMILIES
-from mtp_checkpoints.families.deepseek_v3 import DeepseekV3Family
+from mtp_checkpoints.families import FAMILIES, deepseek_v3
 from mtp_checkpoints.layouts import TARGETS
 
 LINEARS = [
@@ -126,7 +125,7 @@ def same_bytes(one: torch.Tensor, other: torch.Tensor) -> bool:
 @pytest.fixture
 def other_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A checkpoint of another model with DeepSeek's tensors."""
-    monkeypatch.setitem(FAMILIES, "other_model", DeepseekV3Family.from_config)
+    monkeypatch.setitem(FAMILIES, "other_model", deepseek_v3.spec)
     changes = {"model_type": "other_model", "architectures": ["OtherModelForCausalLM"]}
     return make_checkpoint(tmp_path / "other", TINY_CONFIG | changes)
 

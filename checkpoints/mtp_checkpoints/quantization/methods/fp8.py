@@ -9,11 +9,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from mtp_checkpoints.families.base import LINEAR_ROLES, ModelFamily, Role
-from mtp_checkpoints.formats import Fp8Block, Unquantized, W4AFp8, WeightFormat
-from mtp_checkpoints.formats.base import SCALE_DTYPES
+from mtp_checkpoints.families.base import LINEAR_ROLES, Role
+from mtp_checkpoints.families.spec import ModelSpec
+from mtp_checkpoints.formats import Fp8Block, W4AFp8, WeightFormat
+from mtp_checkpoints.formats.storage import SCALE_DTYPES, Storage
 from mtp_checkpoints.quantization.method import (
-    SGLANG,
     Method,
     PartStorage,
     QuantConfig,
@@ -60,7 +60,7 @@ def _leave_out(quantization: Config, modules: Sequence[str]) -> Config:
     return with_left_out(quantization, list(modules))
 
 
-def _describe(quantization: Config, family: ModelFamily, draft: PartStorage) -> Config:
+def _describe(quantization: Config, family: ModelSpec, draft: PartStorage) -> Config:
     """Return a config that lists a draft's linears that stay as stored, beside those in fp8."""
     linears = (spec for spec in family.tensors.values() if spec.is_linear_weight)
     mtp = (spec for spec in linears if spec.mtp_layer is not None)
@@ -69,7 +69,7 @@ def _describe(quantization: Config, family: ModelFamily, draft: PartStorage) -> 
 
 def _write_fp8(model: WrittenModel) -> Config | None:
     """Return block fp8 as DeepSeek releases it; parts in bf16 are listed as left out."""
-    if Fp8Block.storage not in model.storages:
+    if Storage.FP8_BLOCK not in model.storages:
         return None
     quantization = NATIVE_FP8 if model.native is None else model.quantization
     assert isinstance(quantization, dict), "native fp8 was read from it"
@@ -81,13 +81,13 @@ def _bf16_modules(model: WrittenModel) -> list[str]:
     names: dict[str, None] = {}
     for spec in model.family.tensors.values():
         part = model.main if spec.mtp_layer is None else model.mtp
-        if part.storage_of(spec) == Unquantized.storage:
+        if part.storage_of(spec) is Storage.BF16:
             (module,) = modules_of([spec])
             names |= dict.fromkeys(_names_of(model.family, module, spec.mtp_layer))
     return list(names)
 
 
-def _names_of(family: ModelFamily, module: str, mtp_layer: int | None) -> list[str]:
+def _names_of(family: ModelSpec, module: str, mtp_layer: int | None) -> list[str]:
     """Return a module's name, and those of an MTP layer's module in engines."""
     layer = f"model.layers.{mtp_layer}."
     names = () if mtp_layer is None else family.patterns.mtp_names
@@ -103,12 +103,13 @@ FP8 = Method(
     _read_fp8,
     leave_out=_leave_out,
     describe=_describe,
-    describes=frozenset({Fp8Block.storage}),
+    describes=frozenset({Storage.FP8_BLOCK}),
     write=_write_fp8,
+    writes=frozenset({Storage.FP8_BLOCK}),
     whole_names=True,
 )
 W4AFP8 = Method(
     _read_w4afp8,
     write=_write_w4afp8,
-    dialect=SGLANG,
+    writes=frozenset({Storage.FP8_BLOCK, Storage.W4AFP8}),
 )

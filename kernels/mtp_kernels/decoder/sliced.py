@@ -14,7 +14,7 @@ from mtp_kernels.decoder.interface import Backend, DecoderConfig, LayerWeights
 
 
 @dataclass(frozen=True)
-class LayerShard:
+class LayerSlice:
     """One process's part of a layer that several share.
 
     weights: of the own heads, and of the own routed experts, none in a dense layer; the attention's
@@ -36,7 +36,7 @@ class Pairs:
     ends: torch.Tensor
 
 
-class ShardedPass(Protocol):
+class SlicedPass(Protocol):
     """Stages of a pass through layers of which this process has a part, called in this order for
     every layer. Whoever calls them gathers between them what other processes computed."""
 
@@ -55,6 +55,9 @@ class ShardedPass(Protocol):
     def add(self, x: torch.Tensor, pairs: Pairs, outputs: torch.Tensor) -> None:
         """Add the outputs [p, d] of pairs to x [T, d], each times its weight, in their order."""
 
+    def shared(self, layer: int) -> range:
+        """Numbers of the layer's shared experts; a dense layer has one."""
+
     def shared_inner(self, layer: int, number: int) -> torch.Tensor:
         """Return silu(gate) * up [T, i] of a shared expert."""
 
@@ -62,14 +65,14 @@ class ShardedPass(Protocol):
         """Return inner values times a shared expert's down projection that this part has."""
 
 
-class ShardedDecoder(Protocol):
+class SlicedDecoder(Protocol):
     """Parts of some consecutive layers."""
 
     config: DecoderConfig
 
     def __len__(self) -> int: ...
 
-    def part(self, first: int, stop: int) -> ShardedDecoder:
+    def part(self, first: int, stop: int) -> SlicedDecoder:
         """Return layers [first, stop), at least one, as a decoder of their own."""
 
     def begin(
@@ -78,25 +81,25 @@ class ShardedDecoder(Protocol):
         layout: BatchLayout,
         kv_cache: torch.Tensor,
         attention_input: torch.Tensor | None = None,
-    ) -> ShardedPass:
+    ) -> SlicedPass:
         """Begin a pass of the stream x [T, d], which its caller changes between the stages.
 
         kv_cache and attention_input as of Decoder; raises as Decoder does.
         """
 
 
-class ShardingBackend(Backend, Protocol):
+class SlicingBackend(Backend, Protocol):
     """A backend that also runs layers of which each of several processes has a part."""
 
-    def pack_shard(self, part: LayerShard) -> object:
-        """Pack one layer's part, for sharded_decoder alone."""
+    def pack_slice(self, part: LayerSlice) -> object:
+        """Pack one layer's part, for sliced_decoder alone."""
 
-    def sharded_decoder(
+    def sliced_decoder(
         self,
         config: DecoderConfig,
         layers: Sequence[object],
         *,
         inv_freq: torch.Tensor,
         attention_scaling: float,
-    ) -> ShardedDecoder:
+    ) -> SlicedDecoder:
         """Join parts of layers that this backend packed; arguments as of decoder."""

@@ -1,0 +1,23 @@
+"""Parts that decoder layers are made of: each knows its sizes, its tensors and their roles.
+
+A part is frozen, has no weights, and needs no torch; the runtime maps its type to a layer.
+"""
+
+from mtp_checkpoints.families.parts.feed_forward import GatedMlp, Moe, Router
+from mtp_checkpoints.families.parts.gqa import Gqa
+from mtp_checkpoints.families.parts.mla import Mla
+from mtp_checkpoints.families.parts.rope import PLAIN, Rope, Yarn
+from mtp_checkpoints.families.parts.sparse_mla import Indexer, SparseMla
+
+__all__ = [
+    "PLAIN",
+    "GatedMlp",
+    "Gqa",
+    "Indexer",
+    "Mla",
+    "Moe",
+    "Rope",
+    "Router",
+    "SparseMla",
+    "Yarn",
+]

@@ -1,0 +1,70 @@
+"""Rotary positions, as config.json gives them.
+
+They are checked when a model is described, so that nothing is exported that nobody can run. A
+scaling that makes sense but that the runtime does not compute is the runtime's to refuse.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from mtp_checkpoints.families.fields import MAX_POSITIONS, Fields
+
+PLAIN, YARN = "default", "yarn"
+# A base of 1 or less gives no pair a lower frequency than the one before it.
+_MIN_THETA, _MAX_THETA = 2.0, 1e15
+_MAX_FACTOR = 1e6
+
+
+@dataclass(frozen=True, slots=True)
+class Yarn:
+    """YaRN's stretching of rotary positions. original_positions is None where config.json leaves
+    it to the reader."""
+
+    factor: float
+    original_positions: int | None
+    beta_fast: float
+    beta_slow: float
+    mscale: float
+    mscale_all_dim: float
+
+    @classmethod
+    def of(cls, fields: Fields) -> Yarn:
+        """Read a rope_scaling; 0 stands for a default, as in transformers."""
+        positions = "original_max_position_embeddings"
+        return cls(
+            factor=fields.number("factor", minimum=1.0, maximum=_MAX_FACTOR),
+            original_positions=fields.whole(positions, maximum=MAX_POSITIONS)
+            if fields.has(positions)
+            else None,
+            beta_fast=fields.number("beta_fast", 0.0, maximum=_MAX_FACTOR) or 32.0,
+            beta_slow=fields.number("beta_slow", 0.0, maximum=_MAX_FACTOR) or 1.0,
+            mscale=fields.number("mscale", 0.0, maximum=_MAX_FACTOR) or 1.0,
+            mscale_all_dim=fields.number("mscale_all_dim", 0.0, maximum=_MAX_FACTOR),
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Rope:
+    """Rotary positions of `size` elements of a head. scaling is the name of their stretching; yarn
+    has the numbers of YaRN's, and is None for any other."""
+
+    size: int
+    theta: float
+    scaling: str = PLAIN
+    yarn: Yarn | None = None
+
+    @classmethod
+    def of(cls, fields: Fields, size: int) -> Rope:
+        """Read rope_theta and rope_scaling, or rope_parameters that hold both."""
+        parameters, scaling = fields.section("rope_parameters"), fields.section("rope_scaling")
+        prefix = (scaling if scaling.values else parameters).prefix
+        both = Fields({**parameters.values, **scaling.values}, prefix)
+        kind = both.word("rope_type" if both.has("rope_type") else "type", PLAIN)
+        base = both if both.has("rope_theta") else fields
+        return cls(
+            size,
+            theta=base.number("rope_theta", 10000.0, minimum=_MIN_THETA, maximum=_MAX_THETA),
+            scaling=kind,
+            yarn=Yarn.of(both) if kind == YARN else None,
+        )

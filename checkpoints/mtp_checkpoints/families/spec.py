@@ -1,0 +1,232 @@
+"""Description of a model: its layers by their parts, and the names of what is around them.
+
+It follows from config.json alone. Export, quantization and verification take its tensors from it;
+the runtime walks its parts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from enum import StrEnum
+from functools import cached_property
+from typing import ClassVar, NamedTuple, Protocol
+
+from mtp_checkpoints.families.base import (
+    ModulePatterns,
+    Role,
+    SharedTensor,
+    TensorMaker,
+    TensorSpec,
+)
+from mtp_checkpoints.families.contract import MtpContract
+from mtp_checkpoints.families.facts import ModelFacts
+from mtp_checkpoints.families.modules import weight_name
+from mtp_checkpoints.families.parts.rope import Rope
+
+_LINEARS = {
+    Role.DENSE_MLP: "mlp.(gate_proj|up_proj|gate_up_proj|down_proj)$",
+    Role.SHARED_EXPERT: "mlp.shared_experts.*",
+    Role.ROUTED_EXPERT: "mlp.experts.*",
+}
+_OTHER_MATRICES = (
+    "lm_head",
+    "re:.*mlp.gate$",
+    "re:.*eh_proj$",
+    "re:.*shared_head.*",
+    "re:.*embed_tokens$",
+)
+_FUSED: dict[tuple[str, ...], tuple[str, ...]] = {("gate_proj", "up_proj"): ("gate_up_proj",)}
+
+
+class FeedForward(Protocol):
+    """The part of a decoder layer that takes every row by itself; a frozen dataclass."""
+
+    def tensors(self, prefix: str, make: TensorMaker) -> Iterator[TensorSpec]:
+        """Yield the tensors of one layer, under the names of its modules' prefix."""
+
+
+class Attention(FeedForward, Protocol):
+    """The part of a decoder layer that mixes the rows of a request; a frozen dataclass.
+
+    patterns: module names of its linears, as engines' quantization configs refer to them.
+    """
+
+    patterns: ClassVar[ModulePatterns]
+
+    @property
+    def rope(self) -> Rope | None:
+        """Rotary positions; None for an attention without them."""
+
+
+@dataclass(frozen=True)
+class LayerSpec:
+    """One decoder layer, main or MTP: its parts, and the names of its modules under a prefix."""
+
+    prefix: str
+    attention: Attention
+    feed_forward: FeedForward
+
+    @property
+    def input_norm(self) -> str:
+        return f"{self.prefix}.input_layernorm"
+
+    @property
+    def attention_prefix(self) -> str:
+        return attention_prefix(self.prefix)
+
+    @property
+    def post_norm(self) -> str:
+        return f"{self.prefix}.post_attention_layernorm"
+
+    @property
+    def feed_forward_prefix(self) -> str:
+        return f"{self.prefix}.mlp"
+
+    def tensors(self, hidden: int, make: TensorMaker) -> Iterator[TensorSpec]:
+        """Yield the tensors of a layer of a stream [T, hidden]."""
+        yield make.norm(self.input_norm, hidden)
+        yield make.norm(self.post_norm, hidden)
+        yield from self.attention.tensors(self.attention_prefix, make)
+        yield from self.feed_forward.tensors(self.feed_forward_prefix, make)
+
+
+def attention_prefix(layer: str) -> str:
+    """Return the prefix of the attention's modules, given a layer's."""
+    return f"{layer}.self_attn"
+
+
+class Input(StrEnum):
+    """Half of what an MTP module's projection takes, both normed."""
+
+    EMBEDDING = "embedding"  # of the next token
+    HIDDEN = "hidden state"
+
+
+class MtpModules(NamedTuple):
+    """Modules that an MTP layer has around its decoder layer; embedding and head may be absent
+    from a checkpoint, and are the main model's then."""
+
+    embedding: str
+    embedding_norm: str
+    hidden_norm: str
+    projection: str
+    head_norm: str
+    head: str
+
+    @classmethod
+    def under(cls, prefix: str) -> MtpModules:
+        """Names as DeepSeek-V3 has them."""
+        names = ("embed_tokens", "enorm", "hnorm", "eh_proj", "shared_head.norm")
+        return cls(*(f"{prefix}.{name}" for name in (*names, "shared_head.head")))
+
+
+@dataclass(frozen=True)
+class MtpSpec:
+    """One MTP layer; inputs are the halves of its projection's input, in the order of columns."""
+
+    layer: LayerSpec
+    modules: MtpModules
+    inputs: tuple[Input, Input] = (Input.EMBEDDING, Input.HIDDEN)
+
+    def tensors(self, facts: ModelFacts, make: TensorMaker) -> Iterator[TensorSpec]:
+        """Yield the tensors of the layer, and of what is around it."""
+        names, hidden = self.modules, facts.hidden
+        yield from self.layer.tensors(hidden, make)
+        for norm in (names.embedding_norm, names.hidden_norm, names.head_norm):
+            yield make.norm(norm, hidden)
+        yield make.matrix(names.projection, (hidden, 2 * hidden), Role.MTP_PROJECTION)
+        for module, role in ((names.embedding, Role.EMBEDDING), (names.head, Role.HEAD)):
+            yield make.matrix(module, (facts.vocab, hidden), role)._replace(optional=True)
+
+
+@dataclass(frozen=True)
+class ModelSpec:
+    """Everything that a config.json says of a model but how its weights are stored.
+
+    mtp_contract: inputs of the MTP modules, as config.json records them or else as is usual;
+    usual_contract: as they were trained. mtp_names: names that engines have for the MTP layer
+    besides its own.
+    """
+
+    facts: ModelFacts
+    layers: tuple[LayerSpec, ...]
+    mtp: tuple[MtpSpec, ...]
+    mtp_contract: MtpContract
+    usual_contract: MtpContract
+    mtp_names: tuple[str, ...]
+    embedding: str = "model.embed_tokens"
+    norm: str = "model.norm"
+    head: str = "lm_head"
+
+    @property
+    def mtp_layers(self) -> range:
+        """Indices of the MTP layers, which follow the main ones; empty where there are none."""
+        return range(len(self.layers), len(self.layers) + len(self.mtp))
+
+    @cached_property
+    def every_layer(self) -> tuple[LayerSpec, ...]:
+        """Main layers, then the MTP modules'."""
+        return (*self.layers, *(module.layer for module in self.mtp))
+
+    @cached_property
+    def parts(self) -> tuple[Attention | FeedForward, ...]:
+        """Attentions and feed-forwards of all layers, equal ones once."""
+        layers = self.every_layer
+        found = (part for layer in layers for part in (layer.attention, layer.feed_forward))
+        return tuple(dict.fromkeys(found))
+
+    @cached_property
+    def tensors(self) -> Mapping[str, TensorSpec]:
+        """Every tensor that the config promises, main and MTP, by name."""
+        return {spec.name: spec for spec in self._all()}
+
+    def _all(self) -> Iterator[TensorSpec]:
+        facts, make = self.facts, TensorMaker(self.facts.dtype)
+        table = (facts.vocab, facts.hidden)
+        yield make.matrix(self.embedding, table, Role.EMBEDDING)
+        yield make.norm(self.norm, facts.hidden)
+        yield make.matrix(self.head, table, Role.HEAD)
+        for layer in self.layers:
+            yield from layer.tensors(facts.hidden, make)
+        for number, module in zip(self.mtp_layers, self.mtp, strict=True):
+            yield from module.tensors(facts, TensorMaker(facts.dtype, number))
+
+    @property
+    def shared(self) -> tuple[SharedTensor, ...]:
+        """Pairs of the MTP layers' copies of embedding and head and the main model's own."""
+        return tuple(
+            SharedTensor(weight_name(local), weight_name(of_main))
+            for mtp in self.mtp
+            for local, of_main in (
+                (mtp.modules.embedding, self.embedding),
+                (mtp.modules.head, self.head),
+            )
+        )
+
+    @cached_property
+    def patterns(self) -> ModulePatterns:
+        """Module names as engines' quantization configs refer to them."""
+        of_parts = [type(layer.attention).patterns for layer in self.every_layer]
+        kinds = list({id(patterns): patterns for patterns in of_parts}.values())
+        linears = _LINEARS | {r: module for one in kinds for r, module in one.linears.items()}
+        others = (pattern for one in kinds for pattern in one.other_matrices)
+        return ModulePatterns(
+            linears={role: linears[role] for role in Role if role in linears},
+            other_matrices=(*_OTHER_MATRICES, *dict.fromkeys(others)),
+            fused=_FUSED | {parts: names for one in kinds for parts, names in one.fused.items()},
+            absorbed=tuple(dict.fromkeys(name for one in kinds for name in one.absorbed)),
+            mtp_names=self.mtp_names,
+        )
+
+    def mtp_layer_of(self, name: str) -> int | None:
+        """Return the MTP layer that a tensor name belongs to, None for the main model's."""
+        for prefix, layer in self._mtp_prefixes:
+            if name.startswith(prefix):
+                return layer
+        return None
+
+    @cached_property
+    def _mtp_prefixes(self) -> list[tuple[str, int]]:
+        prefixes = (f"{module.layer.prefix}." for module in self.mtp)
+        return list(zip(prefixes, self.mtp_layers, strict=True))
