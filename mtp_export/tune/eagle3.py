@@ -11,9 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from mtp_checkpoints.errors import UnsupportedError
-from mtp_checkpoints.families.base import Role, TensorSpec
+from mtp_checkpoints.families.base import Role, TensorSpec, weight_name
 from mtp_checkpoints.families.eagle3 import Eagle3Family, eagle3_config, usual_taps
-from mtp_checkpoints.families.modules import weight_name
 from mtp_checkpoints.families.parts import Mla, SparseMla
 from mtp_export.bundle.bundle_plan import BundlePlan
 from mtp_export.tune.draft import DraftType, Sizes

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import torch
 
-from mtp_checkpoints.families.modules import weight_name
+from mtp_checkpoints.families.base import weight_name
 from mtp_runtime.config import ModelConfig
 from mtp_runtime.layers.attention import ForwardPass
 from mtp_runtime.layers.decoder_layer import DecoderLayer

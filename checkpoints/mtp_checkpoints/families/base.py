@@ -96,7 +96,7 @@ class TensorMaker:
     ) -> TensorSpec:
         """Return a module's weight [out, in]."""
         return TensorSpec(
-            f"{module}.weight",
+            weight_name(module),
             shape,
             dtypes=(self.dtype,),
             role=role,
@@ -106,7 +106,7 @@ class TensorMaker:
 
     def norm(self, module: str, size: int) -> TensorSpec:
         """Return a norm's weight."""
-        return self.kept(f"{module}.weight", (size,), Role.NORM)
+        return self.kept(weight_name(module), (size,), Role.NORM)
 
     def kept(self, name: str, shape: tuple[int, ...], role: Role) -> TensorSpec:
         """Return a tensor that no engine quantizes, and that may be in float32."""
@@ -143,3 +143,8 @@ class ModulePatterns:
     fused: Mapping[tuple[str, ...], tuple[str, ...]] = field(default_factory=dict)
     absorbed: tuple[str, ...] = ()
     mtp_names: tuple[str, ...] = ()
+
+
+def weight_name(module: str) -> str:
+    """Name of a module's weight tensor; a module's is a tensor's without the last component."""
+    return f"{module}.weight"

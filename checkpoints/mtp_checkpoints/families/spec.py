@@ -18,10 +18,10 @@ from mtp_checkpoints.families.base import (
     SharedTensor,
     TensorMaker,
     TensorSpec,
+    weight_name,
 )
 from mtp_checkpoints.families.contract import MtpContract
 from mtp_checkpoints.families.facts import ModelFacts
-from mtp_checkpoints.families.modules import weight_name
 from mtp_checkpoints.families.parts.rope import Rope
 
 _LINEARS = {

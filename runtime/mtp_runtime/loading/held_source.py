@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 
 import torch
 
+from mtp_checkpoints.families.base import weight_name
 from mtp_checkpoints.families.contract import MtpContract
-from mtp_checkpoints.families.modules import weight_name
 from mtp_checkpoints.formats import EncodedWeight, unquantized
 from mtp_checkpoints.weights.windows import Window
 from mtp_runtime.layers.tensor_parallel import ALONE, TensorParallel

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from mtp_checkpoints.families.modules import MlpModules
+from mtp_checkpoints.families.parts.feed_forward import MlpModules
 from mtp_checkpoints.formats import EncodedWeight
 from mtp_checkpoints.weights.weight_values import WeightOnDisk
 from mtp_runtime.layers.moe import Mlp, expert_by_expert

@@ -16,7 +16,7 @@ from mtp_checkpoints.containers.base import TensorInfo
 from mtp_checkpoints.errors import InvalidInputError, UnsupportedError
 from mtp_checkpoints.families.base import TensorSpec
 from mtp_checkpoints.families.contract import MtpContract
-from mtp_checkpoints.families.modules import MlpModules
+from mtp_checkpoints.families.parts.feed_forward import MlpModules
 from mtp_checkpoints.formats import EncodedWeight, unquantized
 from mtp_checkpoints.quantization.stored import StoredWeight
 from mtp_checkpoints.tensors.reader import Checkpoint

@@ -6,8 +6,7 @@ import torch
 
 from mtp_checkpoints.errors import UnsupportedError
 from mtp_checkpoints.families import parts
-from mtp_checkpoints.families.base import TensorMaker
-from mtp_checkpoints.families.modules import weight_name
+from mtp_checkpoints.families.base import TensorMaker, weight_name
 from mtp_checkpoints.families.parts.sparse_mla import IndexerModules
 from mtp_runtime.layers.attention import Attention
 from mtp_runtime.layers.gqa import Gqa

@@ -7,8 +7,8 @@ from functools import cached_property
 
 import torch
 
+from mtp_checkpoints.families.base import weight_name
 from mtp_checkpoints.families.contract import MtpContract
-from mtp_checkpoints.families.modules import weight_name
 from mtp_checkpoints.families.spec import Input, ModelSpec, MtpSpec
 from mtp_checkpoints.formats import unquantized
 from mtp_runtime.config import ModelConfig

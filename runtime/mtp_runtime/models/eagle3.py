@@ -16,8 +16,8 @@ from functools import cached_property
 import torch
 
 from mtp_checkpoints.errors import InvalidInputError
+from mtp_checkpoints.families.base import weight_name
 from mtp_checkpoints.families.eagle3 import TARGET_MASK, TARGET_OFFSETS, Eagle3Family, own_name
-from mtp_checkpoints.families.modules import weight_name
 from mtp_checkpoints.quantization.mismatches import StoredTensor, compare
 from mtp_kernels.batch_layout import BatchLayout
 from mtp_kernels.decoder import ModuleInputs, RowStep

@@ -7,8 +7,8 @@ from collections.abc import Iterator
 import torch
 
 from mtp_checkpoints.families import parts
-from mtp_checkpoints.families.modules import MlpModules, MoeModules, weight_name
-from mtp_checkpoints.families.parts.feed_forward import BIASED
+from mtp_checkpoints.families.base import weight_name
+from mtp_checkpoints.families.parts.feed_forward import BIASED, MlpModules, MoeModules
 from mtp_runtime.config import refuse_other_values
 from mtp_runtime.layers.moe import Mlp, Moe, SigmoidRouter
 from mtp_runtime.layers.tensor_parallel import ParallelMoe

@@ -9,7 +9,8 @@ from functools import cached_property
 from typing import Any, TypeVar, cast
 
 from mtp_checkpoints.families import parts
-from mtp_checkpoints.families.modules import MlpModules, weight_name
+from mtp_checkpoints.families.base import weight_name
+from mtp_checkpoints.families.parts.feed_forward import MlpModules
 from mtp_runtime.layers.linear import Linear, Weight, stack
 from mtp_runtime.layers.moe import Mlp
 from mtp_runtime.layers.norm import RmsNorm

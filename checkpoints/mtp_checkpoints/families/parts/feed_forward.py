@@ -8,15 +8,41 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from itertools import cycle, repeat
+from typing import NamedTuple
 
 from mtp_checkpoints.errors import InvalidInputError
-from mtp_checkpoints.families.base import Role, TensorMaker, TensorSpec
+from mtp_checkpoints.families.base import Role, TensorMaker, TensorSpec, weight_name
 from mtp_checkpoints.families.fields import Fields
-from mtp_checkpoints.families.modules import MlpModules, MoeModules, weight_name
 from mtp_checkpoints.named_tuples import rows_of
 from mtp_kernels.sizes import Routing
 
 BIASED = "noaux_tc"  # the method of a router with a bias that counts for picking alone
+
+
+class MlpModules(NamedTuple):
+    """Linears of a gated MLP."""
+
+    gate: str
+    up: str
+    down: str
+
+    @classmethod
+    def under(cls, prefix: str) -> MlpModules:
+        """Names as nearly every checkpoint has them."""
+        return cls(f"{prefix}.gate_proj", f"{prefix}.up_proj", f"{prefix}.down_proj")
+
+
+@dataclass(frozen=True, slots=True)
+class MoeModules:
+    """Modules of a mixture of experts; shared experts are stored as one MLP, side by side.
+
+    router_bias is a tensor's full name: it belongs to the router, but is no weight of it.
+    """
+
+    router: str
+    router_bias: str
+    experts: tuple[MlpModules, ...]
+    shared: MlpModules | None
 
 
 @dataclass(frozen=True, slots=True)

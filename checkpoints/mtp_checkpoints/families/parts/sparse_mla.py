@@ -16,9 +16,9 @@ from mtp_checkpoints.families.base import (
     RotaryRows,
     TensorMaker,
     TensorSpec,
+    weight_name,
 )
 from mtp_checkpoints.families.fields import Fields
-from mtp_checkpoints.families.modules import weight_name
 from mtp_checkpoints.families.parts.mla import Mla
 from mtp_checkpoints.families.parts.rope import Rope
 
