@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from contextlib import closing
 from fnmatch import fnmatch
+from pathlib import PurePath
 
+from mtp_checkpoints.containers import CONTAINERS
 from mtp_checkpoints.errors import InvalidInputError
 from mtp_checkpoints.sources.byte_source import Place
 from mtp_checkpoints.sources.files import check_small_file
@@ -26,6 +28,7 @@ _PATTERNS = (
     "*.jinja",
     "*.py",
 )
+_WEIGHTS = tuple(PurePath(kind.shard_name(1, 1)).suffix for kind in CONTAINERS.values())
 _TEMPLATE_FOLDER = "additional_chat_templates"  # holds <name>.jinja beside chat_template.jinja
 
 
@@ -37,8 +40,7 @@ def extra_files(checkpoint: Checkpoint) -> tuple[str, ...]:
     one that cannot be read.
     """
     source = checkpoint.files
-    shards = {shard.path.name for shard in checkpoint.shards}
-    names = [name for name in sorted(source.names() - shards) if _comes_along(name)]
+    names = [name for name in sorted(source.names()) if _comes_along(name)]
     templates = sorted(name for name in source.names(_TEMPLATE_FOLDER) if fnmatch(name, "*.jinja"))
     names += [f"{_TEMPLATE_FOLDER}/{name}" for name in templates]
     for name in names:
@@ -49,7 +51,7 @@ def extra_files(checkpoint: Checkpoint) -> tuple[str, ...]:
 
 
 def _comes_along(name: str) -> bool:
-    return any(fnmatch(name, pattern) for pattern in _PATTERNS)
+    return not name.endswith(_WEIGHTS) and any(fnmatch(name, pattern) for pattern in _PATTERNS)
 
 
 def _check_name(path: Place) -> None:

@@ -114,7 +114,7 @@ def test_the_commands_hand_on_the_same(
         asked.append(speculation_config(cast(SpeculationOptions, given)))
         raise UsageError("Enough was seen")
 
-    monkeypatch.setattr(mtp_runtime, "LLM", handed_on)
+    monkeypatch.setattr(mtp_runtime.llm, "LLM", handed_on)
     for command, *more in COMMANDS:
         outcome = run_program(command, tmp_path, *more, *MTP, *words)
         assert "Enough was seen" in outcome.err

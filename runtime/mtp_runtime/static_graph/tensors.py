@@ -59,7 +59,8 @@ def _rebuilt(part: Any, change: Callable[[torch.Tensor], Any], made: dict[int, A
     if isinstance(part, torch.Tensor):
         return change(part)
     if isinstance(part, tuple):
-        return tuple(_changed(one, change, made) for one in part)
+        items = [_changed(item, change, made) for item in part]
+        return type(part)(*items) if hasattr(part, "_fields") else tuple(items)
     if is_dataclass(part) and not isinstance(part, type):
         names = [field.name for field in fields(part) if field.init]
         return replace(part, **{n: _changed(getattr(part, n), change, made) for n in names})
