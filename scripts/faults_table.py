@@ -56,7 +56,8 @@ explains is a near-tie and no fault: a test covers either side.
 _DRAFTS = """## {heading}
 
 Planted into EAGLE-3 drafts and parallel heads that are fitted to the trained fixture, in a good
-bundle. `tests/verify/test_own_drafts.py` plants each again: the check must fail and say the words.
+bundle. `tests/verify/test_extra_drafts.py` plants each again: the check must fail and say the
+words.
 
 {count} faults, named: {totals}.
 """

@@ -17,12 +17,13 @@ from mtp_checkpoints.sources.files import (
     write_failure,
 )
 from mtp_checkpoints.sources.staging import DOWNLOADS_NAME
-from mtp_checkpoints.tensors.bundle_folder import MAIN, MTP, OWN_DRAFTS
+from mtp_checkpoints.tensors.bundle_folder import MAIN, MTP
 from mtp_checkpoints.tensors.manifest import MANIFEST_NAME, read_manifest
 from mtp_export.bundle.journal import JOURNAL_NAME
 from mtp_export.bundle.links import PROBE_PREFIX
+from mtp_runtime.drafters import extra_drafts
 
-PARTS = (MAIN, MTP, *OWN_DRAFTS)
+PARTS = (MAIN, MTP, *extra_drafts())
 SHARES_NAME = ".mtp_export.shares"
 _ROOT_NAMES = (MANIFEST_NAME, JOURNAL_NAME, SHARES_NAME, DOWNLOADS_NAME)
 

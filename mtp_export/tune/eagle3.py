@@ -175,4 +175,4 @@ def _sizes(options: TuneOptions, source: SourceBundle) -> Sizes:
     return Sizes(parameters=elements, trained=elements, used=elements, new_bytes=new_bytes)
 
 
-EAGLE3 = DraftType(Eagle3Draft.open, fed=lambda source: Fed.TAPS, sizes=_sizes, taps=usual_taps)
+DRAFT = DraftType(Eagle3Draft.open, fed=lambda source: Fed.TAPS, sizes=_sizes, taps=usual_taps)

@@ -10,7 +10,7 @@ import torch
 from mtp_export.bundle.links import guess_links
 from mtp_export.plan import Link
 from mtp_export.tune.draft import Sizes
-from mtp_export.tune.drafts import DRAFTS
+from mtp_export.tune.drafts import draft_type
 from mtp_export.tune.options import TuneOptions
 from mtp_export.tune.row_store import Data, row_bytes
 from mtp_export.tune.source_bundle import SourceBundle
@@ -50,7 +50,7 @@ class Estimate:
 
 def estimate(options: TuneOptions, source: SourceBundle, data: Data) -> Estimate:
     """Return what a run will take; the time is that of a product of matrices here, scaled."""
-    train, own, kind = options.train, options.data, DRAFTS[options.draft]
+    train, own, kind = options.train, options.data, draft_type(options.draft)
     sizes = kind.sizes(options, source)
     rows = sum(
         min(own.text_tokens, len(line.prompt) + len(line.answer or range(own.new_tokens)))

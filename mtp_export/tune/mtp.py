@@ -165,4 +165,4 @@ def _stored_bytes(source: SourceBundle) -> int:
     return sum(t.size_bytes for t in tensors if is_trained(weight_of[t.name].weight))
 
 
-MTP = DraftType(MtpDraft.open, fed=_fed, sizes=_sizes, low_rank=True)
+DRAFT = DraftType(MtpDraft.open, fed=_fed, sizes=_sizes, low_rank=True)

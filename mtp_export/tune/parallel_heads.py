@@ -119,4 +119,4 @@ def _sizes(options: TuneOptions, source: SourceBundle) -> Sizes:
     return Sizes(parameters=elements, trained=elements, used=used, new_bytes=new_bytes)
 
 
-PARALLEL_HEADS = DraftType(HeadsDraft.open, fed=lambda source: Fed.AFTER_NORM, sizes=_sizes)
+DRAFT = DraftType(HeadsDraft.open, fed=lambda source: Fed.AFTER_NORM, sizes=_sizes)

@@ -12,7 +12,7 @@ from mtp_export.bundle.build import run_bundle
 from mtp_export.bundle.preflight import check_disk, check_nesting, check_output
 from mtp_export.progress import silent
 from mtp_export.tune.draft import TrainedDraft
-from mtp_export.tune.drafts import DRAFTS
+from mtp_export.tune.drafts import DRAFTS, draft_type
 from mtp_export.tune.estimate import output_bytes
 from mtp_export.tune.measuring import Measured
 from mtp_export.tune.options import TuneOptions, short_hash
@@ -86,7 +86,7 @@ def open_checked(options: TuneOptions) -> SourceBundle:
             expected=", ".join(DRAFTS),
             found=options.draft,
         )
-    if options.train.lora_rank is not None and not DRAFTS[options.draft].low_rank:
+    if options.train.lora_rank is not None and not draft_type(options.draft).low_rank:
         raise UsageError(
             "A draft from nothing has no weights to change by a low rank",
             expected="--draft mtp with --lora-rank",
@@ -99,7 +99,7 @@ def open_checked(options: TuneOptions) -> SourceBundle:
     check_output(options.output_dir, options.run)
     source = SourceBundle.open(options.bundle)
     source.check_copies()
-    sizes = DRAFTS[options.draft].sizes(options, source)
+    sizes = draft_type(options.draft).sizes(options, source)
     check_disk(options.output_dir, output_bytes(options, source, sizes))
     return source
 
@@ -108,7 +108,7 @@ def row_stores(options: TuneOptions, source: SourceBundle) -> tuple[RowStore, Ro
     """Return the rows to train on and those to measure on, which a run makes where they are
     missing; drafts that are fed the same share them."""
     data = Data.read(options.data, source.main, options.train.seed)
-    own, kind = options.data, DRAFTS[options.draft]
+    own, kind = options.data, draft_type(options.draft)
     identity = {
         "bundle": source.digest,
         "lines": data.identity,
@@ -139,7 +139,7 @@ class _Run:
         if self.group.is_first:
             self._make_rows((training_rows, held_out))
         self.group.wait()
-        draft = DRAFTS[options.draft].open(options, self.source)
+        draft = draft_type(options.draft).open(options, self.source)
         before = self._measured(draft, held_out)
         training = Training(
             draft=draft,
@@ -185,7 +185,7 @@ class _Run:
             store.make(writer, advance)
 
     def _writer(self) -> Writer:
-        options, own, kind = self.options, self.options.data, DRAFTS[self.options.draft]
+        options, own, kind = self.options, self.options.data, draft_type(self.options.draft)
         streamed = open_streamed(options.bundle, options.device) if options.stream else None
         if streamed is None:
             model = load_model(options.bundle, LoadOptions(options.device)).model

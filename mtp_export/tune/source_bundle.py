@@ -16,7 +16,6 @@ from mtp_checkpoints.quantization.native import DTYPE_KEYS, QUANTIZATION
 from mtp_checkpoints.quantization.stored import StoredModel, stored_model
 from mtp_checkpoints.sources.disk_queue import DiskQueue
 from mtp_checkpoints.tensors.bundle_folder import (
-    OWN_DRAFTS,
     RELEASED,
     BundleParts,
     bundle_target,
@@ -26,6 +25,7 @@ from mtp_checkpoints.tensors.bundle_folder import (
 from mtp_checkpoints.tensors.manifest import read_manifest
 from mtp_checkpoints.tensors.reader import Checkpoint
 from mtp_export.bundle.tied_weights import TiedCopies
+from mtp_runtime.drafters import draft_folders
 
 
 @dataclass(frozen=True)
@@ -53,12 +53,12 @@ class SourceBundle:
         main, mtp = stored_model(parts.main.config), stored_model(parts.mtp.config)
         stored = main.with_mtp_of(mtp, main.quantization)
         recorded = read_manifest(folder)["options"]
-        folders = {name: folder / name for name in OWN_DRAFTS}
+        drafts = draft_folders(folder).items()
         return cls(
             folder,
             main=parts.main,
             mtp=parts.mtp,
-            drafts={n: _apart(n, Checkpoint.open(f)) for n, f in folders.items() if f.is_dir()},
+            drafts={name: _apart(name, Checkpoint.open(path)) for name, path in drafts},
             stored=stored,
             recorded=recorded,
         )

@@ -26,15 +26,19 @@ CHECKS: dict[str, Check] = {
     "files": Check(
         "Files",
         Level.FILES,
-        ("files.opened", "files.checksums", "files.promises", "files.identity"),
+        ("files.opened", "files.checksums", "files.config_match", "files.identity"),
     ),
     "ledger": Check(
-        "Load ledger", Level.WEIGHTS, ("weights.loading", "weights.own_drafts", "weights.ledger")
+        "Load ledger",
+        Level.WEIGHTS,
+        ("weights.load_report", "weights.load_report:extra_drafts", "weights.value_checks"),
     ),
     "weights": Check("Weights against source", Level.WEIGHTS, ("weights.comparison",)),
     "greedy": Check("Greedy equality", Level.RUN, ("decoding.greedy",)),
     "sampling": Check("Sampling", Level.RUN, ("decoding.sampling",)),
-    "acceptance": Check("Acceptance", Level.RUN, ("decoding.acceptance", "decoding.own_drafts")),
+    "acceptance": Check(
+        "Acceptance", Level.RUN, ("decoding.acceptance", "decoding.acceptance:extra_drafts")
+    ),
     "differential": Check("Differential", Level.RUN, ("decoding.differential",)),
     "controls": Check("Negative controls", Level.RUN, ("decoding.controls",)),
     "paths": Check("Path equivalence", Level.RUN, ("decoding.paths",)),
@@ -55,8 +59,8 @@ def check_result(name: str, check: Check, context: Context) -> CheckResult:
     items = _collected(_left_out(check, context))
     if not items:
         with torch_threads_for(_hidden_size(check, context)):
-            for module in check.modules:
-                items += _collected(_items(module, context))
+            for place in check.places:
+                items += _collected(_items(place, context))
     seconds = time.monotonic() - start
     return CheckResult(name=name, title=check.title, items=tuple(items), seconds=seconds)
 
@@ -83,10 +87,18 @@ def _left_out(check: Check, context: Context) -> Iterator[Item]:
             yield not_tested(WHOLE_CHECK, reason)
 
 
-def _items(module: str, context: Context) -> Iterator[Item]:
-    """The items of one module of a check."""
-    run: Callable[[Context], Iterator[Item]] = import_module(f"{__name__}.{module}").run
-    yield from run(context)
+def _items(place: str, context: Context) -> Iterator[Item]:
+    """The items of one place of a check."""
+    yield from function_at(place)(context)
+
+
+def function_at(place: str) -> Callable[[Context], Iterator[Item]]:
+    """The function at "module:function", by default the module's `run`."""
+    module, _, name = place.partition(":")
+    function: Callable[[Context], Iterator[Item]] = getattr(
+        import_module(f"{__name__}.{module}"), name or "run"
+    )
+    return function
 
 
 def _hidden_size(check: Check, context: Context) -> object:

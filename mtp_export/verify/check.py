@@ -39,15 +39,15 @@ class Level(IntEnum):
 class Check:
     """A group of items that run together.
 
-    modules are relative to mtp_export.verify: run(context) of each yields items as they are known.
-    An exception ends the items of its module alone. A module is imported when it starts, so that
-    level files needs no torch. whole_model: the check holds the model in memory, which not every
-    machine can.
+    places are modules relative to mtp_export.verify, of which run(context) yields items as they are
+    known, or "module:function" for another function. An exception ends the items of its place
+    alone. A module is imported when it starts, so that level files needs no torch. whole_model: the
+    check holds the model in memory, which not every machine can.
     """
 
     title: str
     level: Level
-    modules: tuple[str, ...]
+    places: tuple[str, ...]
     whole_model: bool = True
 
 

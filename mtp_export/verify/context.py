@@ -16,7 +16,7 @@ from mtp_checkpoints.errors import InvalidInputError, MtpExportError
 from mtp_checkpoints.layouts import TARGETS
 from mtp_checkpoints.layouts.base import Target
 from mtp_checkpoints.sources.disk_queue import DiskQueue, disk_depth
-from mtp_checkpoints.tensors.bundle_folder import MAIN, MTP, OWN_DRAFTS, open_checkpoint
+from mtp_checkpoints.tensors.bundle_folder import MAIN, MTP, open_checkpoint
 from mtp_checkpoints.tensors.manifest import MANIFEST_NAME, manifest_sha256, read_manifest
 from mtp_checkpoints.tensors.reader import Checkpoint
 from mtp_checkpoints.weights.weight_values import WeightOnDisk, weights_on_disk
@@ -41,10 +41,11 @@ from mtp_export.verify.evidence.part_walk import (
     recorded_checksums,
 )
 from mtp_export.verify.evidence.prompts import GivenText, Prompt, choose_prompts
+from mtp_runtime.drafters import draft_folders
 
 if TYPE_CHECKING:
     from mtp_export.verify.evidence.corpus import Corpus
-    from mtp_export.verify.evidence.own_drafts import OwnDraft
+    from mtp_export.verify.evidence.extra_drafts import ExtraDraft
     from mtp_runtime.models.load import Loaded, LoadOptions
     from mtp_runtime.parallel.group import Group
 
@@ -96,7 +97,7 @@ class Context:
     _plans: dict[str, WalkPlan] = field(default_factory=dict)
     _known: dict[str, Known] = field(default_factory=dict)
     _walks: dict[str, PartWalk] = field(default_factory=dict)
-    _drafts: dict[str, OwnDraft] = field(default_factory=dict)
+    _drafts: dict[str, ExtraDraft] = field(default_factory=dict)
 
     @classmethod
     def open(
@@ -151,12 +152,10 @@ class Context:
         """The part of a name, None if the bundle has no such folder."""
         return next((part for part in self.parts if part.name == name), None)
 
-    def own_draft_part(self, name: str) -> BundlePart | None:
-        """The folder of a draft of its own, opened; None if the bundle has none of this name."""
-        folder = self.options.bundle / name
-        if name not in OWN_DRAFTS or not folder.is_dir():
-            return None
-        return BundlePart.open(name, folder)
+    def extra_draft_part(self, name: str) -> BundlePart | None:
+        """The folder of an extra draft, opened; None if the bundle has none of this name."""
+        folder = draft_folders(self.options.bundle).get(name)
+        return None if folder is None else BundlePart.open(name, folder)
 
     def recorded(self, option: str) -> Any:
         """An option of the export by its key in the manifest; None if it has no such key."""
@@ -343,25 +342,23 @@ class Context:
         model = self.loaded(LoadOptions(self.options.device)).model
         return Corpus(model, self.prompts, self.options.max_new_tokens)
 
-    def own_draft(self, method: str) -> OwnDraft:
-        """The bundle's own draft for a method, read once. Raises what its reader raises."""
-        from mtp_export.verify.evidence.own_drafts import OwnDraft
+    def extra_draft(self, method: str) -> ExtraDraft:
+        """The bundle's extra draft for a method, read once. Raises what its reader raises."""
+        from mtp_export.verify.evidence.extra_drafts import ExtraDraft
         from mtp_runtime.models.load import LoadOptions
 
         if method not in self._drafts:
             loaded = self.loaded(LoadOptions(self.options.device))
-            self._drafts[method] = OwnDraft.read(self.options.bundle, method, loaded)
+            self._drafts[method] = ExtraDraft.read(self.options.bundle, method, loaded)
         return self._drafts[method]
 
     @cached_property
-    def own_drafts(self) -> tuple[OwnDraft, ...]:
-        """The bundle's own drafts that can be read; check `ledger` says why another cannot."""
-        from mtp_export.verify.evidence.own_drafts import draft_folders
-
+    def extra_drafts(self) -> tuple[ExtraDraft, ...]:
+        """The bundle's extra drafts that can be read; check `ledger` says why another cannot."""
         found = []
         for method in draft_folders(self.options.bundle):
             try:
-                found.append(self.own_draft(method))
+                found.append(self.extra_draft(method))
             except MtpExportError:
                 continue
         return tuple(found)

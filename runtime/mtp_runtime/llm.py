@@ -304,12 +304,12 @@ def _output(request: Request) -> RequestOutput:
 def _draft_folder(
     bundle: Path, engine: EngineConfig, draft_model: Path | str | None
 ) -> Path | None:
-    """Return the folder of a second model or draft. Raises what the checks and _own_draft raise,
+    """Return the folder of a second model or draft. Raises what the checks and _extra_draft raise,
     and InvalidInputError for a folder that is not there."""
     config = engine.speculation
     _check_choices(config, draft_model, prefix_cache=engine.prefix_cache)
     if draft_model is None:
-        return _own_draft(bundle, config.method)
+        return _extra_draft(bundle, config.method)
     if not Path(draft_model).is_dir():
         raise InvalidInputError(
             "There is no draft_model here", where=draft_model, expected="a folder of a draft"
@@ -366,7 +366,7 @@ def _load_within(
     return load_model(bundle, options, group)
 
 
-def _own_draft(bundle: Path, method: str) -> Path | None:
+def _extra_draft(bundle: Path, method: str) -> Path | None:
     """Return the bundle's own draft for a method (UsageError where the method needs one)."""
     if method not in DRAFTERS or DRAFTERS[method].read is None:
         return None

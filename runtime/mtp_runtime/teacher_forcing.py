@@ -20,6 +20,8 @@ CHUNK_TOKENS = 512
 BRANCH_ROWS = 256
 PAGE_SIZE = 64
 LOGIT_ELEMENTS = 1 << 24
+# Log-probabilities are cut off here, so that one hopeless token does not outweigh all others.
+WORST_SCORE = -8.0
 
 # Of MTP output before and after the norm and the target's hidden state, all [n, d]: what the next
 # draft is fed.
@@ -273,6 +275,23 @@ def best_tokens(head: Head, normed: torch.Tensor) -> torch.Tensor:
     """Return the best token [n] of each row."""
     best = [logits.argmax(dim=-1) for _, logits in logits_by_chunk(head, normed)]
     return torch.cat(best) if best else torch.zeros(0, dtype=torch.long)
+
+
+def best_and_score(
+    head: Head, normed: torch.Tensor, wanted: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the best token [A] of each row, and the log-probability [A] of the wanted one."""
+    best, scores = [torch.zeros(0, dtype=torch.long)], [torch.zeros(0)]
+    for rows, logits in logits_by_chunk(head, normed):
+        ids = wanted[rows].to(logits.device)[:, None]
+        best.append(logits.argmax(dim=-1).cpu())
+        scores.append(logits.log_softmax(dim=-1).gather(1, ids)[:, 0].cpu())
+    return torch.cat(best), torch.cat(scores)
+
+
+def token_scores(head: Head, normed: torch.Tensor, wanted: torch.Tensor) -> torch.Tensor:
+    """Return the log-probability [n] of a token of each row, cut off at WORST_SCORE."""
+    return best_and_score(head, normed, wanted)[1].clamp(min=WORST_SCORE)
 
 
 def overlaps(

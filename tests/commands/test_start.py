@@ -50,7 +50,7 @@ commands = {
     "inspect": (["inspect", source, "--json"], ["mtp_export.bundle.build", "tqdm"]),
     "--dry-run": (["--input-dir", source, "--output-dir", output, "--dry-run", "--json"], ["tqdm"]),
 }
-heavy = ["huggingface_hub", "llvmlite", "mtp_kernels.cpu", "mtp_runtime", "numba"]
+heavy = ["huggingface_hub", "llvmlite", "mtp_kernels.cpu", "mtp_runtime.llm", "numba"]
 heavy += ["pydantic", "torch"]
 for name, (arguments, more) in commands.items():
     assert exit_code(arguments) == 0

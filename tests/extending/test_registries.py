@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+import subprocess
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from pathlib import Path
@@ -15,11 +17,11 @@ from mtp_checkpoints.families import FAMILIES, deepseek_v3, family_of
 from mtp_checkpoints.families.base import SharedTensor, TensorSpec
 from mtp_checkpoints.families.spec import ModelSpec
 from mtp_checkpoints.families.without_mtp import WITHOUT_MTP
-from mtp_checkpoints.tensors.bundle_folder import OWN_DRAFTS
 from mtp_export.commands.registry import command_named
-from mtp_export.tune.drafts import DRAFTS
+from mtp_export.tune.draft import DraftType
+from mtp_export.tune.drafts import DRAFTS, draft_type
 from mtp_runtime import LLM, SamplingParams
-from mtp_runtime.drafters import DRAFTERS
+from mtp_runtime.drafters import DRAFTERS, extra_drafts
 from mtp_runtime.models.layer_types import LAYERS, layer_type
 from runtime.checkpoints import SMALL, SMALL_CONFIGS, write_checkpoint
 
@@ -161,9 +163,23 @@ def test_a_family_without_a_small_config_is_named(monkeypatch: pytest.MonkeyPatc
         small_config("new_model")
 
 
-def test_the_folders_of_own_drafts_are_those_of_the_drafters_that_read_one() -> None:
-    assert sorted(OWN_DRAFTS) == sorted(name for name, kind in DRAFTERS.items() if kind.read)
-    assert set(DRAFTS) <= {"mtp", *OWN_DRAFTS}
+def test_what_is_trained_is_a_drafter_with_weights() -> None:
+    assert set(DRAFTS) <= {"mtp", *extra_drafts()}
+    assert all(isinstance(draft_type(name), DraftType) for name in DRAFTS)
+
+
+@pytest.mark.parametrize("method", extra_drafts())
+def test_a_drafter_with_weights_has_a_toy(method: str) -> None:
+    assert DRAFTERS[method].toy is not None, "tests/runtime/test_distribution.py enumerates it"
+
+
+def test_registries_of_drafts_are_read_without_torch() -> None:
+    modules = "mtp_runtime.drafters, mtp_export.tune.drafts"
+    program = f"import sys, {modules}; print('torch' in sys.modules)"
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, check=True
+    )
+    assert done.stdout.strip() == "False"
 
 
 def test_help_names_every_drafter_and_every_draft_to_train() -> None:

@@ -16,12 +16,8 @@ from mtp_runtime.cache import LayerCaches
 from mtp_runtime.config import EngineConfig, ModelConfig, SpeculationConfig
 from mtp_runtime.drafters import DRAFTERS
 from mtp_runtime.drafters.base import Drafter, DrafterParts
-from mtp_runtime.drafters.eagle3 import Eagle3Drafter
-from mtp_runtime.drafters.parallel_heads import ParallelHeadsDrafter
 from mtp_runtime.engine import Engine
-from mtp_runtime.models.eagle3 import Eagle3Module
 from mtp_runtime.models.model import Model, ModelCache, States
-from mtp_runtime.models.parallel_heads import Block, FfnHeads
 from mtp_runtime.request import Request
 from mtp_runtime.sampling import Probabilities, SamplingParams, probabilities_of
 
@@ -156,20 +152,7 @@ def tables(seed: int) -> tuple[Table, Table]:
 def build_of(method: str) -> Build:
     """The builder of a method's drafter over tables. Drafts that are read from folders of their own
     are made of the target's MTP module."""
-    return _OF_TABLES.get(method, DRAFTERS[method].build)
-
-
-def _eagle3(parts: DrafterParts) -> Drafter:
-    return Eagle3Drafter(parts, cast(Eagle3Module, parts.target.mtp_modules[0]))
-
-
-def _parallel_heads(parts: DrafterParts) -> Drafter:
-    no_blocks: tuple[Block, ...] = ()
-    head = parts.target.mtp_modules[0].head
-    return ParallelHeadsDrafter(parts, FfnHeads((no_blocks, no_blocks), (head,)))
-
-
-_OF_TABLES: dict[str, Build] = {"eagle3": _eagle3, "parallel_heads": _parallel_heads}
+    return DRAFTERS[method].toy or DRAFTERS[method].build
 
 
 def engine_of(target: Table, draft: Table, build: Build, **speculation: Any) -> Engine:

@@ -31,7 +31,7 @@ from cases import (
 from mtp_checkpoints.errors import InvalidInputError, UsageError
 from mtp_checkpoints.sources.files import write_json
 from mtp_export.tune import state_files
-from mtp_export.tune.drafts import DRAFTS
+from mtp_export.tune.drafts import draft_type
 from mtp_export.tune.options import TuneOptions
 from mtp_export.tune.row_store import PART_LINES, RowStore
 from mtp_export.tune.rows import Rows
@@ -250,7 +250,7 @@ def losses_of(options: TuneOptions, group: Group) -> list[list[float]]:
     (folder,) = options.workdir.glob("rows-*")
     parts = len(list((folder / "training").iterdir()))
     store = RowStore(folder / "training", range(parts * PART_LINES), torch.bfloat16)
-    draft = DRAFTS["mtp"].open(options, SourceBundle.open(options.bundle))
+    draft = draft_type("mtp").open(options, SourceBundle.open(options.bundle))
     way = f"{group.rank}-of-{group.size}-{options.device}-{options.offload}-{options.train.dtype}"
     training = Training(
         draft,
@@ -296,9 +296,8 @@ def test_an_offloaded_training_has_the_same_losses(
     losses = []
     for offload in (False, True):
         own = replace(options, device="cuda", offload=offload)
-        places = {
-            p.device.type for p in DRAFTS["mtp"].open(own, open_checked(own)).parameters.values()
-        }
+        draft = draft_type("mtp").open(own, open_checked(own))
+        places = {parameter.device.type for parameter in draft.parameters.values()}
         assert places == {"cpu" if offload else "cuda"}
         losses.append(losses_of(own, Group()))
     for found, wanted in zip(*losses, strict=True):

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from cases import edit_json, export, nightly_but, read_json, read_tensors, run_program
-from mtp_export.tune.drafts import DRAFTS
+from mtp_export.tune.drafts import DRAFTS, draft_type
 from mtp_export.tune.eagle3 import Eagle3Draft
 from mtp_export.tune.options import DataOptions, TrainOptions, TuneOptions
 from mtp_export.tune.row_store import RowStore
@@ -150,8 +150,8 @@ def test_a_dry_run_knows_every_draft(
     draft: str, random_bundle: Path, random_prompts: Path, tmp_path: Path
 ) -> None:
     options = options_of(random_bundle, random_prompts, tmp_path, draft, steps=1)
-    sizes = DRAFTS[draft].sizes(options, SourceBundle.open(random_bundle))
-    opened = DRAFTS[draft].open(options, SourceBundle.open(random_bundle))
+    sizes = draft_type(draft).sizes(options, SourceBundle.open(random_bundle))
+    opened = draft_type(draft).open(options, SourceBundle.open(random_bundle))
     assert sizes.trained == sum(p.numel() for p in opened.parameters.values())
     assert sizes.used <= sizes.parameters
 
@@ -222,6 +222,6 @@ def test_the_module_of_every_family_is_trained(
     assert len(changed) > 5
     assert not any(".indexer." in name for name in changed)
     source = SourceBundle.open(options.bundle)
-    opened = DRAFTS["mtp"].open(options, source)
+    opened = draft_type("mtp").open(options, source)
     trained = sum(parameter.numel() for parameter in opened.parameters.values())
-    assert DRAFTS["mtp"].sizes(options, source).trained == trained, "what --dry-run says"
+    assert draft_type("mtp").sizes(options, source).trained == trained, "what --dry-run says"

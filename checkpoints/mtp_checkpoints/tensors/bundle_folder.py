@@ -14,8 +14,6 @@ from mtp_checkpoints.tensors.manifest import MANIFEST_NAME, read_manifest
 from mtp_checkpoints.tensors.reader import Checkpoint
 
 MAIN, MTP = "main", "mtp"
-# Drafts beside them, each in the folder of the method that drafts with it.
-OWN_DRAFTS = ("eagle3", "parallel_heads")
 RELEASED = "hf"
 _SAME_FIELDS = ("model_type", "num_hidden_layers", "quantization_config")
 

@@ -13,11 +13,13 @@ from mtp_export.verify.diagnosis.alternatives import (
     LEAST_GAIN_NATS,
     Alternative,
     alternatives,
+    extra_alternatives,
     first_token,
 )
 from mtp_export.verify.diagnosis.causes import decoding as causes
 from mtp_export.verify.evidence.corpus import Corpus
 from mtp_export.verify.evidence.decode import Decoded
+from mtp_export.verify.evidence.extra_drafts import ExtraDraft
 from mtp_export.verify.evidence.statistics import Estimate, ratio
 
 # A sanity check and no baseline: every known layout bug but the mildest falls below it. DeepSeek
@@ -38,6 +40,32 @@ def run(context: Context) -> Iterator[Item]:
     yield _no_collapse(corpus, max(context.options.ks), known)
     yield from drafter_items(corpus, max(context.options.ks))
     yield from diagnosed(corpus, tried)
+
+
+def extra_drafts(context: Context) -> Iterator[Item]:
+    """Acceptance of each extra draft per k, then the draft compared with its variants."""
+    for extra in context.extra_drafts:
+        corpus = context.corpus
+        for k in context.options.ks:
+            decoded = extra.speculative(corpus.prompts, corpus.params, k)
+            yield from of_k(decoded, k, extra.method)
+        yield _extra_diagnosed(corpus, extra)
+
+
+def _extra_diagnosed(corpus: Corpus, extra: ExtraDraft) -> Item:
+    """A draft compared with its variants: one that drafts better names a known bug."""
+    tried = extra_alternatives(corpus, extra.draft)
+    name = f"{extra.method}: no other reading drafts better"
+    bound = f"none of {len(tried)} gains {LEAST_GAIN_NATS} nats by its interval"
+    if not tried:
+        return not_tested(name, "there are no variants of it, or no two prompts to compare them on")
+    if all(other.gain.low is None for other in tried):
+        return not_tested(name, "it takes two prompts whose texts have drafts")
+    better = best_of(tried)
+    best = better or tried[0]
+    figure = f"{best.gain.value:+.3f} nats when {best.change}"
+    cause = "" if better is None else better.explained
+    return judged(name, better is None, cause, figure=figure, bound=bound)
 
 
 def diagnosed(

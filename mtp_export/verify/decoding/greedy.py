@@ -15,8 +15,8 @@ from mtp_export.verify.check import Item, failed, judged, not_tested, passed
 from mtp_export.verify.context import Context
 from mtp_export.verify.diagnosis.causes import decoding as causes
 from mtp_export.verify.evidence.decode import Build, Decoded, decode
+from mtp_export.verify.evidence.extra_drafts import ExtraDraft
 from mtp_export.verify.evidence.noise import measured_noise
-from mtp_export.verify.evidence.own_drafts import OwnDraft
 from mtp_export.verify.evidence.prompts import Prompt
 from mtp_runtime.config import NO_DRAFTS
 from mtp_runtime.drafters import DRAFTERS
@@ -28,11 +28,12 @@ from mtp_runtime.teacher_forcing import Text, Texts, target_states
 
 _BATCHES = "plain decoding, batch 1 or all"
 _LENGTH_LIMIT, _END_TOKEN = "length limit inside a block", "end token inside a block"
-MOST_DRAFTS, OWN_DRAFTS = 5, 3
+# Draft tokens per step: at most, and of every drafter that is run with one number alone.
+MAX_K, SOME_K = 5, 3
 _PROMPTS = 6
 _ALONE = 1
 # From one token to one more than the largest block.
-_LIMITS = range(1, MOST_DRAFTS + 3)
+_LIMITS = range(1, MAX_K + 3)
 # Prompts are cut to these lengths, so that blocks meet page boundaries at many offsets.
 _LENGTHS = (1, 15, 16, 17, 7, 33)
 
@@ -115,7 +116,7 @@ def run(context: Context) -> Iterator[Item]:
     """Equality with every drafter, limits inside a block, and divergences in the other modes."""
     new_tokens = tokens_per_prompt(context.options.max_new_tokens)
     trial = _trial(context, SamplingParams(max_tokens=new_tokens, ignore_eos=True))
-    for name, decoded in _runs(trial, context.own_drafts):
+    for name, decoded in _runs(trial, context.extra_drafts):
         if trial.why_inexact:
             yield _classified(trial.reference, decoded, name)
         else:
@@ -147,31 +148,31 @@ def mixed_prompts(prompts: Sequence[Prompt]) -> list[Prompt]:
     return list(dict.fromkeys(cut))[:_PROMPTS]
 
 
-def _runs(trial: Trial, own_drafts: Sequence[OwnDraft]) -> Iterator[tuple[str, Decoded]]:
-    """Decodings with every drafter and with the bundle's own drafts, by name."""
+def _runs(trial: Trial, extra_drafts: Sequence[ExtraDraft]) -> Iterator[tuple[str, Decoded]]:
+    """Decodings with every drafter and with the bundle's extra drafts, by name."""
     for name, method, k, build in _drafters(trial):
         yield f"{name}, k={k}", trial.run(method, k, build)
-    for own in own_drafts:
-        yield _of_own(trial, own)
+    for extra in extra_drafts:
+        yield _of_extra(trial, extra)
 
 
-def _of_own(trial: Trial, own: OwnDraft) -> tuple[str, Decoded]:
-    name = f"{own.method}, k={OWN_DRAFTS}"
-    return name, own.on(trial.model).decode(trial.prompts, trial.params, OWN_DRAFTS)
+def _of_extra(trial: Trial, extra: ExtraDraft) -> tuple[str, Decoded]:
+    decoded = extra.on(trial.model).decode(trial.prompts, trial.params, SOME_K)
+    return f"{extra.method}, k={SOME_K}", decoded
 
 
 def _drafters(trial: Trial) -> Iterator[tuple[str, str, int, Build | None]]:
     """Name, method, k and builder of every drafter in the registry, and of planted ones."""
-    for k in range(1, MOST_DRAFTS + 1):
+    for k in range(1, MAX_K + 1):
         yield "mtp", "mtp", k, None
     for method, kind in DRAFTERS.items():
         if method not in (NO_DRAFTS, "mtp") and kind.read is None:
-            yield method, method, 3, None
-    for right_for in range(MOST_DRAFTS):
+            yield method, method, SOME_K, None
+    for right_for in range(MAX_K):
         name = "never right" if right_for == 0 else f"right for {right_for}"
-        yield name, "planted", MOST_DRAFTS, trial.planted(right_for=right_for)
-    yield "always right", "planted", MOST_DRAFTS, trial.planted()
-    yield "right at rate 0.7", "planted", MOST_DRAFTS, trial.planted(rate=0.7)
+        yield name, "planted", MAX_K, trial.planted(right_for=right_for)
+    yield "always right", "planted", MAX_K, trial.planted()
+    yield "right at rate 0.7", "planted", MAX_K, trial.planted(rate=0.7)
 
 
 def divergences(plain: Decoded, other: Decoded) -> Iterator[Divergence]:
@@ -226,9 +227,7 @@ def _limits(trial: Trial) -> Item:
     """Output ends at every max_tokens of _LIMITS, with drafts that are all right."""
     prompt = trial.prompts[-1]
     each = [replace(trial.params, max_tokens=limit) for limit in _LIMITS]
-    found = decode(
-        trial.model, [prompt] * len(each), each, k=MOST_DRAFTS, build=trial.planted()
-    ).outputs
+    found = decode(trial.model, [prompt] * len(each), each, k=MAX_K, build=trial.planted()).outputs
     wanted = [tuple(trial.answers[prompt][:limit]) for limit in _LIMITS]
     return _inside(found, wanted, name=_LENGTH_LIMIT, limit="max_tokens")
 
@@ -236,11 +235,9 @@ def _limits(trial: Trial) -> Item:
 def _end_token(trial: Trial) -> Item:
     """Output ends at the end token, each token of an output in turn, whatever was accepted."""
     prompt = trial.prompts[-1]
-    answer = tuple(trial.answers[prompt])[: MOST_DRAFTS + 1]
+    answer = tuple(trial.answers[prompt])[: MAX_K + 1]
     each = [replace(trial.params, stop_token_ids=(token,)) for token in answer]
-    found = decode(
-        trial.model, [prompt] * len(each), each, k=MOST_DRAFTS, build=trial.planted()
-    ).outputs
+    found = decode(trial.model, [prompt] * len(each), each, k=MAX_K, build=trial.planted()).outputs
     wanted = [answer[: answer.index(token) + 1] for token in answer]
     return _inside(found, wanted, name=_END_TOKEN, limit="the end token")
 

@@ -16,7 +16,7 @@ from mtp_export.verify.context import Context
 from mtp_export.verify.decoding.acceptance import conditional
 from mtp_export.verify.evidence.corpus import Corpus
 from mtp_export.verify.evidence.decode import Build, Decoded, PassThroughDrafter, decode
-from mtp_export.verify.evidence.own_drafts import OwnDraft
+from mtp_export.verify.evidence.extra_drafts import ExtraDraft
 from mtp_export.verify.evidence.prompts import Prompt
 from mtp_runtime.acceptance.base import Draft
 from mtp_runtime.drafters import DRAFTERS
@@ -87,29 +87,29 @@ def run(context: Context) -> Iterator[Item]:
         figure += f"; loses at {', '.join(losses)}"
     data = {str(batch): {"k": k, "speedup": gain} for batch, (gain, k) in best.items()}
     yield measured("recommended k", figure, {"recommended": data})
-    for own in context.own_drafts:
-        yield from _of_own(corpus, own, context.options.ks)
+    for extra in context.extra_drafts:
+        yield from _of_extra(corpus, extra, context.options.ks)
 
 
-def _of_own(corpus: Corpus, own: OwnDraft, ks: Sequence[int]) -> Iterator[Item]:
-    """One item per batch and k with a draft of its own folder."""
+def _of_extra(corpus: Corpus, extra: ExtraDraft, ks: Sequence[int]) -> Iterator[Item]:
+    """One item per batch and k with an extra draft."""
     for batch in [b for b in _BATCHES if b <= len(corpus.prompts)]:
         prompts = [p[:_PROMPT_TOKENS] for p in corpus.prompts[:batch]]
         for k in ks:
-            plain, found = in_turns(corpus, prompts, k, own)
-            length = length_of(own.speculative(corpus.prompts, corpus.params, k), k)
+            plain, found = in_turns(corpus, prompts, k, extra)
+            length = length_of(extra.speculative(corpus.prompts, corpus.params, k), k)
             item = _speedup(length, plain=plain, found=found, batch=batch, k=k)
-            data = {"method": own.method, **item.data}
-            yield measured(f"{own.method}, {item.name}", item.figure, data)
+            data = {"method": extra.method, **item.data}
+            yield measured(f"{extra.method}, {item.name}", item.figure, data)
 
 
 def in_turns(
-    corpus: Corpus, prompts: list[Prompt], k: int, own: OwnDraft | None = None
+    corpus: Corpus, prompts: list[Prompt], k: int, extra: ExtraDraft | None = None
 ) -> tuple[Timing, Timing]:
     """Plain and speculative decoding, one right after the other, so that a machine that is slow for
     a while is slow for both; of a few such turns the one of median gain."""
     turns = [
-        (_timed(corpus, prompts, None), _timed(corpus, prompts, _Way.of(corpus, own, k)))
+        (_timed(corpus, prompts, None), _timed(corpus, prompts, _Way.of(corpus, extra, k)))
         for _ in range(_TURNS)
     ]
     return sorted(turns, key=lambda turn: gain_of(*turn))[_TURNS // 2]
@@ -124,10 +124,10 @@ class _Way:
     k: int
 
     @classmethod
-    def of(cls, corpus: Corpus, own: OwnDraft | None, k: int) -> _Way:
-        if own is None:
+    def of(cls, corpus: Corpus, extra: ExtraDraft | None, k: int) -> _Way:
+        if extra is None:
             return cls(corpus.model, DRAFTERS["mtp"].build, k)
-        return cls(own.model, own.draft.build, k)
+        return cls(extra.model, extra.draft.build, k)
 
 
 def gain_of(plain: Timing, found: Timing) -> float:

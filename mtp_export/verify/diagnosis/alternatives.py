@@ -3,6 +3,7 @@ export bug that it undoes."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 
 import torch
@@ -17,15 +18,20 @@ from mtp_export.verify.diagnosis.variants import (
 )
 from mtp_export.verify.evidence.corpus import Corpus, Drafts, judge
 from mtp_export.verify.evidence.statistics import Estimate, ratio
-from mtp_runtime.teacher_forcing import Anchors, DraftInputs, draft_states, overlaps
+from mtp_runtime.drafters.base import ScoredVariant, TargetDraft
+from mtp_runtime.teacher_forcing import (
+    WORST_SCORE,
+    Anchors,
+    DraftInputs,
+    draft_states,
+    overlaps,
+)
 
 # A variant is better if the target's best tokens gain this many nats, and the interval of the gain
 # lies above 0. The first bound excludes variants that make no difference, the second excludes
 # chance.
 LEAST_GAIN_NATS = 0.03
 CONFIDENCE = 0.98
-# Log-probabilities are cut off here, so that one hopeless token does not outweigh all others.
-WORST_SCORE = -8.0
 
 
 @dataclass(frozen=True)
@@ -68,7 +74,13 @@ def alternatives(corpus: Corpus) -> list[Alternative]:
     found = []
     for variant in (*layout_variants(corpus.model, module), *contract_variants(module)):
         depth, other = variant.depth, _tried(corpus, variant)
-        gain = _gain(corpus, own=own[depth], scores=other.scores[depth - 1], depth=depth)
+        gain = _gain(
+            corpus,
+            scores=_clamped(other.scores[depth - 1]),
+            before=_clamped(own[depth].scores[depth - 1]),
+            anchors=_anchors(corpus, depth),
+            depth=depth,
+        )
         if gain is not None:
             found.append(
                 Alternative(
@@ -81,14 +93,36 @@ def alternatives(corpus: Corpus) -> list[Alternative]:
                     other=acceptance(other, depth),
                 )
             )
-    for expert in expert_variants(corpus, own[1].scores[0]):
-        gain = _gain(corpus, own=own[1], scores=expert.scores, depth=1)
+    found += _compared(corpus, expert_variants(corpus, _clamped(own[1].scores[0])))
+    return _best_first(found)
+
+
+@torch.inference_mode()
+def extra_alternatives(corpus: Corpus, draft: TargetDraft) -> list[Alternative]:
+    """Every variant of an extra draft compared with it as it is, best first."""
+    return _best_first([replace(a, depth=1) for a in _compared(corpus, draft.variants(corpus))])
+
+
+def _compared(corpus: Corpus, variants: Iterable[ScoredVariant]) -> Iterator[Alternative]:
+    for variant in variants:
+        gain = _gain(
+            corpus,
+            scores=variant.scores,
+            before=variant.before,
+            anchors=corpus.everywhere,
+            depth=variant.depth,
+        )
         if gain is not None:
-            found.append(
-                Alternative(
-                    name="experts", change=expert.change, cause=expert.cause, depth=1, gain=gain
-                )
+            yield Alternative(
+                name=variant.name,
+                change=variant.change,
+                cause=variant.cause,
+                depth=variant.depth,
+                gain=gain,
             )
+
+
+def _best_first(found: Iterable[Alternative]) -> list[Alternative]:
     return sorted(found, key=lambda alternative: -alternative.gain.value)
 
 
@@ -137,10 +171,15 @@ def acceptance(drafts: Drafts, depth: int) -> float:
     return float((drafts.hit[depth - 1] & where).sum() / max(1, int(where.sum())))
 
 
-def _gain(corpus: Corpus, own: Drafts, scores: torch.Tensor, depth: int) -> Estimate | None:
-    room = own.room[depth - 1]
-    difference = scores.clamp(min=WORST_SCORE) - own.scores[depth - 1].clamp(min=WORST_SCORE)
-    anchors = _anchors(corpus, depth)
+def _clamped(scores: torch.Tensor) -> torch.Tensor:
+    return scores.clamp(min=WORST_SCORE)
+
+
+def _gain(
+    corpus: Corpus, scores: torch.Tensor, before: torch.Tensor, anchors: Anchors, depth: int
+) -> Estimate | None:
+    """The mean gain of scores [A] over those before, of tokens at a depth from 1."""
+    room, difference = corpus.texts.room(anchors, depth), scores - before
     sums = corpus.by_text(difference, room, anchors)
     return ratio(sums, corpus.by_text(torch.ones_like(difference), room, anchors), CONFIDENCE)
 

@@ -11,22 +11,14 @@ import torch
 
 from mtp_export.verify.diagnosis.causes import decoding as causes
 from mtp_export.verify.diagnosis.variants import reordered
-from mtp_export.verify.evidence.corpus import Corpus, best_and_score
+from mtp_export.verify.evidence.corpus import Corpus
+from mtp_runtime.drafters.base import ScoredVariant
 from mtp_runtime.layers.linear import Linear
 from mtp_runtime.layers.moe import Moe
-from mtp_runtime.teacher_forcing import DraftInputs, draft_states
+from mtp_runtime.teacher_forcing import DraftInputs, draft_states, token_scores
 
 # More experts than this are too many to try one by one: 256 have 32640 pairs.
 MOST_EXPERTS = 16
-
-
-@dataclass(frozen=True)
-class ExpertVariant:
-    """A changed feed-forward, and the scores [A] of the target's best tokens with it."""
-
-    change: str
-    cause: str
-    scores: torch.Tensor
 
 
 @dataclass(frozen=True)
@@ -38,7 +30,7 @@ class _AddsNothing:
 
 
 @torch.inference_mode()
-def expert_variants(corpus: Corpus, own: torch.Tensor) -> Iterator[ExpertVariant]:
+def expert_variants(corpus: Corpus, own: torch.Tensor) -> Iterator[ScoredVariant]:
     """Every variant, scored at depth 1 in all rows; own [A]: scores of the module as it is. Yields
     nothing for a dense module, or one of more than MOST_EXPERTS."""
     module, anchors = corpus.module, corpus.everywhere
@@ -54,8 +46,8 @@ def expert_variants(corpus: Corpus, own: torch.Tensor) -> Iterator[ExpertVariant
         rows = moved.any(dim=1).nonzero()[:, 0]
         scores = own.clone()
         x = module.head.normed(whole[rows] + moved[rows])
-        scores[rows.cpu()] = best_and_score(module.head, x, wanted[rows.cpu()])[1]
-        yield ExpertVariant(change, cause, scores)
+        scores[rows.cpu()] = token_scores(module.head, x, wanted[rows.cpu()])
+        yield ScoredVariant("experts", change, cause, scores, own)
 
 
 def _changed(moe: Moe, normed: torch.Tensor) -> Iterator[tuple[str, str, torch.Tensor]]:

@@ -89,68 +89,58 @@ def layout_variants(model: Model, module: MtpModule) -> Iterator[Variant]:
         )
 
 
-@dataclass(frozen=True)
-class AttentionVariant:
-    """A changed attention; the other fields are those of Variant."""
-
-    name: str
-    change: str
-    cause: str
-    attention: Attention
-
-
 def _attention_variants(model: Model, own: Variant) -> Iterator[Variant]:
-    layer = own.module.layer
-    for changed in _VARIANTS_OF.get(type(layer.attention), _unknown)(model, layer.attention):
-        yield replace(
-            own,
-            name=changed.name,
-            change=changed.change,
-            cause=changed.cause,
-            module=replace(own.module, layer=replace(layer, attention=changed.attention)),
-        )
+    variants = _VARIANTS_OF.get(type(own.module.layer.attention))
+    return iter(()) if variants is None else variants(model, own, own.module.layer.attention)
 
 
-def _unknown(model: Model, attention: Attention) -> Iterator[AttentionVariant]:
-    return iter(())
+def _with_attention(
+    own: Variant, attention: Attention, *, name: str, change: str, cause: str
+) -> Variant:
+    layer = replace(own.module.layer, attention=attention)
+    return replace(
+        own, name=name, change=change, cause=cause, module=replace(own.module, layer=layer)
+    )
 
 
-def _latent(model: Model, attention: Mla) -> Iterator[AttentionVariant]:
-    yield AttentionVariant(
+def _latent(model: Model, own: Variant, attention: Mla) -> Iterator[Variant]:
+    yield _with_attention(
+        own,
+        interleaved(attention),
         name="rope",
         change="the rotary rows are interleaved",
         cause=causes.ROPE_IN_HALVES,
-        attention=interleaved(attention),
     )
     for temperature in missing_temperatures(model.config.rope):
-        yield AttentionVariant(
+        yield _with_attention(
+            own,
+            replace(attention, scale=attention.scale * temperature**2),
             name="yarn",
             change=f"attention scores are multiplied by {temperature**2:.3f}",
             cause=causes.YARN_SCALE_DROPPED,
-            attention=replace(attention, scale=attention.scale * temperature**2),
         )
 
 
-def _grouped(model: Model, attention: Gqa) -> Iterator[AttentionVariant]:
-    yield AttentionVariant(
+def _grouped(model: Model, own: Variant, attention: Gqa) -> Iterator[Variant]:
+    yield _with_attention(
+        own,
+        in_halves(attention),
         name="rope",
         change="the rotary rows are put in halves",
         cause=causes.ROPE_INTERLEAVED,
-        attention=in_halves(attention),
     )
     if attention.query_norm is not None:
-        yield AttentionVariant(
+        yield _with_attention(
+            own,
+            replace(attention, query_norm=attention.key_norm, key_norm=attention.query_norm),
             name="query and key norms",
             change="q_norm and k_norm are exchanged",
             cause=causes.QUERY_AND_KEY_NORMS_SWAPPED,
-            attention=replace(
-                attention, query_norm=attention.key_norm, key_norm=attention.query_norm
-            ),
         )
 
 
 # By the kind of attention; one that is not listed has no known bugs of its own.
-_VARIANTS_OF: dict[type, Callable[[Model, Any], Iterator[AttentionVariant]]] = {
+_VARIANTS_OF: dict[type, Callable[[Model, Variant, Any], Iterator[Variant]]] = {
     Mla: _latent,
     Gqa: _grouped,
 }

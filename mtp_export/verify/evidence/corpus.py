@@ -19,9 +19,9 @@ from mtp_runtime.teacher_forcing import (
     Recycle,
     Text,
     Texts,
+    best_and_score,
     best_tokens,
     draft_states,
-    logits_by_chunk,
     target_states,
 )
 
@@ -222,15 +222,3 @@ def judge_normed(
         rooms.append(room)
         scores.append(score)
     return Drafts(best=tuple(best), hit=tuple(hits), room=tuple(rooms), scores=tuple(scores))
-
-
-def best_and_score(
-    head: Head, normed: torch.Tensor, wanted: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """The best token [A] of each row, and the log-probability [A] of the wanted one."""
-    best, scores = [torch.zeros(0, dtype=torch.long)], [torch.zeros(0)]
-    for rows, logits in logits_by_chunk(head, normed):
-        own = wanted[rows].to(logits.device)[:, None]
-        best.append(logits.argmax(dim=-1).cpu())
-        scores.append(logits.log_softmax(dim=-1).gather(1, own)[:, 0].cpu())
-    return torch.cat(best), torch.cat(scores)

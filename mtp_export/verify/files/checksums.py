@@ -11,13 +11,13 @@ import xxhash
 
 from mtp_checkpoints.containers.base import ShardHeader
 from mtp_checkpoints.sources.disk_queue import DiskQueue, disk_depth
-from mtp_checkpoints.tensors.bundle_folder import OWN_DRAFTS
 from mtp_checkpoints.tensors.reader import Checkpoint
 from mtp_export.bundle.journal import JOURNAL_NAME
 from mtp_export.progress import format_bytes, silent
 from mtp_export.verify.check import Item, Problem, failed, not_tested, verdict
 from mtp_export.verify.diagnosis.causes import files as causes
 from mtp_export.verify.evidence.part_walk import WalkPlan, recorded_checksums
+from mtp_runtime.drafters import extra_drafts
 
 if TYPE_CHECKING:
     from mtp_export.verify.context import Context
@@ -41,10 +41,10 @@ def run(context: Context) -> Iterator[Item]:
 
 def _parts(context: Context, parts: Mapping[str, Any]) -> Iterator[Item]:
     """Each part compared with its entry in the manifest."""
-    for name in sorted({*parts, *(part.name for part in context.parts), *OWN_DRAFTS}):
-        own = context.own_draft_part(name)
-        part, entry = context.part(name) or own, parts.get(name)
-        if entry is None and own is not None:
+    for name in sorted({*parts, *(part.name for part in context.parts), *extra_drafts()}):
+        extra = context.extra_draft_part(name)
+        part, entry = context.part(name) or extra, parts.get(name)
+        if entry is None and extra is not None:
             yield not_tested(f"{name}: checksums", "the manifest does not list this draft")
             continue
         if part is None and entry is None:  # the bundle has no such draft
@@ -55,8 +55,8 @@ def _parts(context: Context, parts: Mapping[str, Any]) -> Iterator[Item]:
             continue
         yield _small_files(part, entry)
         yield _shards(part, entry)
-        if own is not None and own.checkpoint is not None:
-            yield _draft_tensors(context, name, checkpoint=own.checkpoint, entry=entry)
+        if extra is not None and extra.checkpoint is not None:
+            yield _draft_tensors(context, name, checkpoint=extra.checkpoint, entry=entry)
         elif part.checkpoint is not None:
             yield from _tensors(context, part=part.name, checkpoint=part.checkpoint, entry=entry)
 

@@ -6,8 +6,8 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from mtp_checkpoints.errors import MtpExportError
-from mtp_checkpoints.tensors.bundle_folder import OWN_DRAFTS
 from mtp_export.verify.check import Item, Problem, ended_by, verdict
+from mtp_runtime.drafters import extra_drafts
 
 if TYPE_CHECKING:
     from mtp_export.verify.context import Context
@@ -17,7 +17,7 @@ def run(context: Context) -> Iterator[Item]:
     """The manifest and each part, with the error of one that could not be opened."""
     yield _item("manifest", context.manifest_error)
     listed = (context.manifest or {}).get("parts", {})
-    drafts = (context.own_draft_part(name) for name in OWN_DRAFTS if name in listed)
+    drafts = (context.extra_draft_part(name) for name in extra_drafts() if name in listed)
     for part in (*context.parts, *filter(None, drafts)):
         yield _item(f"{part.name}: headers and index", part.error)
 

@@ -2,21 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
-import torch
+if TYPE_CHECKING:
+    import torch
 
-from mtp_runtime.acceptance.base import Draft
-from mtp_runtime.cache import PageAllocator
-from mtp_runtime.config import EngineConfig
-from mtp_runtime.models.eagle3 import Eagle3Module
-from mtp_runtime.models.load import Loaded
-from mtp_runtime.models.model import Model, ModelCache
-from mtp_runtime.models.parallel_heads import FfnHeads, LayerHeads
-from mtp_runtime.request import Request
+    from mtp_runtime.acceptance.base import Draft
+    from mtp_runtime.cache import PageAllocator
+    from mtp_runtime.config import EngineConfig
+    from mtp_runtime.memory import Cached
+    from mtp_runtime.models.load import Loaded
+    from mtp_runtime.models.model import Model, ModelCache
+    from mtp_runtime.request import Request
+    from mtp_runtime.teacher_forcing import Anchors, Texts
 
 
 @dataclass(frozen=True)
@@ -59,15 +60,62 @@ class Drafter(Protocol):
         """Drop what is held for a request that ended or lost its cache."""
 
 
+class ForcedTexts(Protocol):
+    """Texts with what their target computes of them, which drafts are scored on."""
+
+    @property
+    def model(self) -> Model:
+        """The target."""
+
+    @property
+    def texts(self) -> Texts:
+        """The texts, T rows in all."""
+
+    @property
+    def everywhere(self) -> Anchors:
+        """The A rows that drafts start from."""
+
+    @property
+    def states(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Hidden states [T, d] before and after the last norm."""
+
+    @property
+    def choices(self) -> torch.Tensor:
+        """The target's best token [T] after every row."""
+
+
+@dataclass(frozen=True)
+class ScoredVariant:
+    """A draft without one known bug, scored beside the draft as it is.
+
+    change: the difference, in words that follow "when". cause: what is wrong with a draft whose
+    variant drafts better. scores, before: log-probabilities [A] of the target's best tokens at
+    every anchor, of the variant and of the draft as it is. depth: of the last token scored, from 1.
+    """
+
+    name: str
+    change: str
+    cause: str
+    scores: torch.Tensor
+    before: torch.Tensor
+    depth: int = 1
+
+
+def _no_variants(texts: ForcedTexts) -> Iterator[ScoredVariant]:
+    return iter(())
+
+
 @dataclass(frozen=True)
 class TargetDraft:
     """A draft that was read for one target: what builds its drafter, the weights, the number of
-    tensors that they were made of, and the target's layers whose inputs they take."""
+    tensors that they were made of, the target's layers whose inputs they take, and its variants
+    without one known bug each, for who looks for the cause of a low acceptance."""
 
     build: Callable[[DrafterParts], Drafter]
-    weights: Eagle3Module | FfnHeads | LayerHeads
+    weights: Cached
     tensors: int
     taps: tuple[int, ...] = ()
+    variants: Callable[[ForcedTexts], Iterator[ScoredVariant]] = _no_variants
 
 
 @dataclass(frozen=True)
@@ -78,7 +126,8 @@ class DrafterType:
     a page depends on the tokens up to the one after that page. draws: its drafts come from a
     distribution, which has a temperature and an entropy. read: reads a draft that is no model
     of its own, from a folder of its own or from the bundle's folder of the method's name; build
-    alone then says that there is none.
+    alone then says that there is none. toy: builds a drafter whose weights are those of the
+    target's first MTP module, so that a test can enumerate its output without a folder.
     """
 
     build: Callable[[DrafterParts], Drafter]
@@ -87,3 +136,4 @@ class DrafterType:
     prefix_cache: bool = False
     draws: bool = True
     read: Callable[[Path, Loaded], TargetDraft] | None = None
+    toy: Callable[[DrafterParts], Drafter] | None = None

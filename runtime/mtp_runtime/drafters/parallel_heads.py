@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from functools import partial
+from itertools import combinations
 from pathlib import Path
 
 import torch
@@ -12,12 +13,15 @@ from mtp_checkpoints.errors import UnsupportedError
 from mtp_checkpoints.families.parallel_heads import Body
 from mtp_runtime.acceptance.base import Draft
 from mtp_runtime.cache import lay_out
-from mtp_runtime.drafters.base import DrafterParts, Pass, TargetDraft
+from mtp_runtime.drafters.base import DrafterParts, ForcedTexts, Pass, ScoredVariant, TargetDraft
 from mtp_runtime.drafters.chain import Chain, extend, take_best
 from mtp_runtime.loading.draft_folder import read_draft
 from mtp_runtime.models.load import Loaded
 from mtp_runtime.models.parallel_heads import FfnHeads, LayerHeads, StoredHeads
 from mtp_runtime.request import Request
+from mtp_runtime.teacher_forcing import WORST_SCORE, PagedTexts, model_states, through_layer
+
+_ROWS = 512  # whose logits are computed at a time
 
 
 class ParallelHeadsDrafter:
@@ -107,4 +111,68 @@ def read_parallel_heads(folder: Path, loaded: Loaded) -> TargetDraft:
     else:
         heads, taps = stored.ffn(loaded.model), ()
     build = partial(ParallelHeadsDrafter, heads=heads)
-    return TargetDraft(build, heads, len(stored.tensors), taps)
+    return TargetDraft(
+        build,
+        weights=heads,
+        tensors=len(stored.tensors),
+        taps=taps,
+        variants=partial(_variants, heads=heads, taps=taps),
+    )
+
+
+def toy(parts: DrafterParts) -> ParallelHeadsDrafter:
+    """Build a drafter of two heads without bodies, that of the target's MTP module each."""
+    head = parts.target.mtp_modules[0].head
+    return ParallelHeadsDrafter(parts, FfnHeads(((), ()), (head,)))
+
+
+def _variants(
+    texts: ForcedTexts, heads: FfnHeads | LayerHeads, taps: tuple[int, ...]
+) -> Iterator[ScoredVariant]:
+    """Yield the draft with two heads exchanged, for every pair."""
+    bodies = _bodies(texts, heads, taps)  # [k, A, d]
+    last, rows = len(texts.choices) - 1, texts.everywhere.rows
+    scores = torch.stack(
+        [
+            _head_scores(heads, bodies, texts.choices[(rows + depth).clamp(max=last)])
+            for depth in range(1, len(heads) + 1)
+        ]
+    )  # [depth, head, A]
+    for a, b in combinations(range(len(heads)), 2):
+        yield ScoredVariant(
+            "heads",
+            change=f"heads {a} and {b} are exchanged",
+            cause=f"heads {a} and {b} are swapped",
+            scores=scores[a, b] + scores[b, a],
+            before=scores[a, a] + scores[b, b],
+            depth=b + 1,
+        )
+
+
+def _bodies(
+    texts: ForcedTexts, heads: FfnHeads | LayerHeads, taps: tuple[int, ...]
+) -> torch.Tensor:
+    """Return the output of every head's body at every anchor [k, A, d]."""
+    rows = texts.everywhere.rows
+    if isinstance(heads, FfnHeads):
+        return heads.bodies(texts.states[1][rows])
+    model = texts.model.tapped(taps)
+    states = model_states(model, texts.texts)
+    assert states.taps is not None, "the model is tapped"
+    paged = PagedTexts.of(texts.texts)
+    chunks = paged.chunks(model.device)
+    return torch.stack(
+        [through_layer(layer, states.taps, paged.pages, chunks)[rows] for layer in heads.layers]
+    )
+
+
+def _head_scores(
+    heads: FfnHeads | LayerHeads, bodies: torch.Tensor, wanted: torch.Tensor
+) -> torch.Tensor:
+    """Return the log-probability [k, A] of a token [A] by every head."""
+    found = []
+    parts = zip(torch.split(bodies, _ROWS, dim=1), torch.split(wanted, _ROWS), strict=True)
+    for part, tokens in parts:
+        ids = tokens.to(part.device)[None, :, None].expand(len(heads), -1, 1)
+        found.append(heads.logits(part).log_softmax(dim=-1).gather(2, ids)[..., 0].cpu())
+    return torch.cat(found, dim=1).clamp(min=WORST_SCORE)

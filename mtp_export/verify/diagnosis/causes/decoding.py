@@ -33,19 +33,6 @@ def experts_swapped(one: int, other: int) -> str:
     return f"experts {one} and {other} are swapped"
 
 
-# --- Drafts of their own folders ------------------------------------------------------------------
-
-TAPS_OFF_BY_ONE = (
-    "its taps are off by one: eagle_aux_hidden_state_layer_ids name the layers whose inputs the"
-    " draft was trained on"
-)
-D2T_SHIFTED = "d2t is shifted: draft id k must be token k + d2t[k]"
-
-
-def heads_swapped(one: int, other: int) -> str:
-    return f"heads {one} and {other} are swapped"
-
-
 # --- The MTP module: hidden states and embeddings that it is fed ----------------------------------
 
 RECYCLED_BEFORE_NORM = "the recycled hidden state is not normalised: pre-norm hidden recycled"

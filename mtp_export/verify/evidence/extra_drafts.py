@@ -1,4 +1,4 @@
-"""Drafts that a bundle holds in folders of their own, named after their methods."""
+"""Drafts that a bundle holds in folders beside its parts, named after their methods."""
 
 from __future__ import annotations
 
@@ -15,14 +15,8 @@ from mtp_runtime.models.model import Model
 from mtp_runtime.sampling import SamplingParams
 
 
-def draft_folders(bundle: Path) -> dict[str, Path]:
-    """Folders of a bundle's own drafts, by method."""
-    found = {method: bundle / method for method, kind in DRAFTERS.items() if kind.read}
-    return {method: folder for method, folder in found.items() if folder.is_dir()}
-
-
 @dataclass(frozen=True)
-class OwnDraft:
+class ExtraDraft:
     """A draft that was read for the bundle's model; decodings with it are kept by k."""
 
     method: str
@@ -31,14 +25,14 @@ class OwnDraft:
     _decoded: dict[int, Decoded] = field(default_factory=dict)
 
     @classmethod
-    def read(cls, bundle: Path, method: str, loaded: Loaded) -> OwnDraft:
+    def read(cls, bundle: Path, method: str, loaded: Loaded) -> ExtraDraft:
         """Read a method's draft. Raises what its reader raises."""
         read = DRAFTERS[method].read
-        assert read is not None, f"{method} has no draft of its own"
+        assert read is not None, f"{method} reads no draft"
         draft = read(bundle / method, loaded)
         return cls(method, draft, loaded.model.tapped(draft.taps))
 
-    def on(self, model: Model) -> OwnDraft:
+    def on(self, model: Model) -> ExtraDraft:
         """The draft for another loading of the same model."""
         return replace(self, model=model.tapped(self.draft.taps), _decoded={})
 

@@ -12,21 +12,24 @@ import pytest
 from faults.draft_faults import DRAFT_FAULTS, DraftFault
 from faults.fitted_drafts import write_fitted_eagle3, write_fitted_heads
 from faults.matrix import no_progress
-from mtp_export.verify import CHECKS
+from mtp_export.verify import CHECKS, function_at
 from mtp_export.verify.check import CheckResult, Item, Level, Status
 from mtp_export.verify.context import Context, VerifyOptions
-from mtp_export.verify.decoding import greedy, own_drafts, speed
-from mtp_export.verify.evidence.own_drafts import draft_folders
+from mtp_export.verify.decoding import acceptance, greedy, speed
 from mtp_export.verify.report.charts import charts
 from mtp_export.verify.report.report import Report
-from mtp_export.verify.weights import own_drafts as loading
+from mtp_export.verify.weights import load_report
+from mtp_runtime.drafters import draft_folders
 from mtp_runtime.sampling import SamplingParams
 
 FIXTURE = Path(__file__).resolve().parents[2] / "fixtures/deepseek-v3-tiny"
 PAGE = (FIXTURE.parents[1] / "docs/faults.md").read_text()
 METHODS = ["eagle3", "parallel_heads"]
 Run = Callable[[Context], Iterator[Item]]
-RUNS: dict[str, Run] = {"ledger": loading.run, "acceptance": own_drafts.run}
+RUNS: dict[str, Run] = {
+    "ledger": load_report.extra_drafts,
+    "acceptance": acceptance.extra_drafts,
+}
 
 
 @pytest.fixture(scope="module")
@@ -52,13 +55,13 @@ def said(items: list[Item]) -> str:
     return " | ".join(f"{i.name}: {i.cause}" for i in items if i.status is Status.FAIL)
 
 
-def test_the_modules_belong_to_checks() -> None:
-    assert "weights.own_drafts" in CHECKS["ledger"].modules
-    assert "decoding.own_drafts" in CHECKS["acceptance"].modules
+def test_the_functions_belong_to_checks() -> None:
+    assert RUNS["ledger"] in map(function_at, CHECKS["ledger"].places)
+    assert RUNS["acceptance"] in map(function_at, CHECKS["acceptance"].places)
 
 
 def test_good_drafts_pass(whole: Context, good: dict[str, list[Item]]) -> None:
-    assert [own.method for own in whole.own_drafts] == METHODS
+    assert [own.method for own in whole.extra_drafts] == METHODS
     for items in good.values():
         assert said(items) == ""
         assert {item.name.partition(",")[0].partition(":")[0] for item in items} == set(METHODS)
@@ -76,13 +79,13 @@ def test_a_bundle_without_drafts_says_nothing_of_them(trained_bundle: Path, tmp_
 def test_greedy_equality_and_speed_have_rows_per_method(whole: Context) -> None:
     params = SamplingParams(max_tokens=8, ignore_eos=True)
     trial = greedy.Trial(whole.corpus.model, greedy.mixed_prompts(whole.prompts)[:2], params)
-    runs = dict(greedy._of_own(trial, own) for own in whole.own_drafts)
+    runs = dict(greedy._of_extra(trial, own) for own in whole.extra_drafts)
     for method in METHODS:
-        run = runs[f"{method}, k={greedy.OWN_DRAFTS}"]
+        run = runs[f"{method}, k={greedy.SOME_K}"]
         assert greedy._equal(trial, run, method).status is Status.PASS
         assert any(proposal.tokens for proposal in run.proposals)
     corpus = replace(whole.corpus, new_tokens=8)
-    rows = [item for own in whole.own_drafts for item in speed._of_own(corpus, own, (2,))]
+    rows = [item for own in whole.extra_drafts for item in speed._of_extra(corpus, own, (2,))]
     assert {item.data["method"] for item in rows} == set(METHODS)
     assert all(item.data["measured"] > 0 for item in rows)
 
