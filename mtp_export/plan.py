@@ -5,11 +5,10 @@ Plain data and pure functions; nothing here touches a disk.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
 from functools import cached_property
-from itertools import repeat
 from typing import Any, ClassVar, NamedTuple, Protocol
 
 from mtp_checkpoints.containers import SAFETENSORS
@@ -21,7 +20,6 @@ from mtp_checkpoints.containers.base import (
     TensorInfo,
 )
 from mtp_checkpoints.dtypes import OutputTensor
-from mtp_checkpoints.named_tuples import rows_of
 from mtp_checkpoints.sources.byte_source import Place
 from mtp_checkpoints.tensors.tensor_stream import TensorStream
 
@@ -204,14 +202,6 @@ def copy_step(source: OutputTensor | TensorInfo, name: str | None = None) -> Ste
     """Return the step that keeps a tensor's bytes, under its own name or another."""
     copied = OutputTensor(name or source.name, source.dtype, source.shape)
     return Step(COPY, (source.name,), (copied,))
-
-
-def copy_steps(sources: Sequence[TensorInfo]) -> Iterator[Step]:
-    """Yield the steps that keep tensors, under their own names."""
-    names = [one.name for one in sources]
-    dtypes, shapes = [one.dtype for one in sources], [one.shape for one in sources]
-    outputs = rows_of(OutputTensor, name=names, dtype=dtypes, shape=shapes)
-    return rows_of(Step, operation=repeat(COPY), inputs=zip(names), outputs=zip(outputs))
 
 
 def pack(steps: Iterable[Step], max_shard_bytes: int) -> list[tuple[Step, ...]]:

@@ -92,9 +92,9 @@ class OutputTensor(NamedTuple):
     """Tensor to be written."""
 
     name: str
-    dtype: str
+    dtype: DType
     shape: tuple[int, ...]
 
     @property
     def size_bytes(self) -> int:
-        return tensor_bytes(DType[self.dtype], self.shape)
+        return tensor_bytes(self.dtype, self.shape)

@@ -9,6 +9,7 @@ from itertools import chain
 from typing import Any
 
 from mtp_checkpoints.containers.base import ShardHeader, TensorInfo
+from mtp_checkpoints.dtypes import DType
 from mtp_checkpoints.errors import UnsupportedError
 from mtp_checkpoints.families.base import Role, SharedTensor
 from mtp_checkpoints.families.spec import ModelSpec
@@ -26,7 +27,6 @@ from mtp_export.plan import (
     PartPlan,
     Step,
     copy_step,
-    copy_steps,
     number_shards,
     pack,
 )
@@ -97,7 +97,7 @@ def mtp_part(
             expected="--shared-weights keep",
             found="--shared-weights drop",
         )
-    if target.dequantizes and family.facts.dtype != "BF16":
+    if target.dequantizes and family.facts.dtype != DType.BF16:
         raise UnsupportedError(
             f"Target {target.name} reads bf16",
             expected="a source whose unquantized tensors are BF16",
@@ -143,7 +143,7 @@ def _main_steps(
     """Return the steps of main tensors; a kept scale stays where it is stored, and one that the
     step of its weight reads has none."""
     if conversion.keeps_all:
-        return tuple(copy_steps(tensors))
+        return tuple(map(copy_step, tensors))
     steps = (
         conversion.step(stored.weight_of[own.name], own, checkpoint.tensors, name=own.name)
         for own in tensors

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from mtp_checkpoints.containers.base import TensorInfo
-from mtp_checkpoints.dtypes import OutputTensor
+from mtp_checkpoints.dtypes import DType, OutputTensor
 from mtp_checkpoints.errors import UnsupportedError
 from mtp_checkpoints.formats import FORMATS, WeightFormat
 from mtp_checkpoints.formats.storage import NATIVE_SCALE, Storage
@@ -16,7 +16,7 @@ from mtp_export.plan import Step, copy_step
 from mtp_export.schemes.scheme import every_linear
 from mtp_export.schemes.transforms import Convert, Transpose
 
-_CONVERTIBLE = ("F8_E4M3", "BF16", "F32")
+_CONVERTIBLE = (DType.F8_E4M3, DType.BF16, DType.F32)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -14,7 +14,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 from mtp_checkpoints.containers.base import TensorInfo
-from mtp_checkpoints.dtypes import OutputTensor
+from mtp_checkpoints.dtypes import DType, OutputTensor
 from mtp_checkpoints.errors import InvalidInputError
 from mtp_checkpoints.formats import UNQUANTIZED, WeightFormat
 from mtp_checkpoints.formats.storage import BLOCK
@@ -27,7 +27,11 @@ if TYPE_CHECKING:
 
     from mtp_kernels.quantize import ErrorStats
 
-_COMPILED_DTYPES = {("F8_E4M3", "F32"), ("BF16",), ("F32",)}  # of the inputs of compiled code
+_COMPILED_DTYPES = {
+    (DType.F8_E4M3, DType.F32),
+    (DType.BF16,),
+    (DType.F32,),
+}  # of the inputs of compiled code
 _PIECE_ELEMENTS = 1 << 20
 _STRIP_BYTES = 4 << 20  # of a matrix that is being transposed
 

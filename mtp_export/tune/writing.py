@@ -15,7 +15,7 @@ from mtp_checkpoints.containers import SAFETENSORS
 from mtp_checkpoints.containers.base import ShardHeader, TensorInfo
 from mtp_checkpoints.containers.safetensors import SINGLE_NAME
 from mtp_checkpoints.containers.safetensors_header import read_header
-from mtp_checkpoints.dtypes import OutputTensor, dtype_name, torch_dtype
+from mtp_checkpoints.dtypes import DType, OutputTensor, dtype_name, torch_dtype
 from mtp_checkpoints.errors import InvalidInputError
 from mtp_checkpoints.formats import UNQUANTIZED
 from mtp_checkpoints.quantization.stored import StoredWeight
@@ -207,7 +207,7 @@ def _same(tensor: torch.Tensor) -> torch.Tensor:
 def _trained(source: SourceBundle, name: str, value: Callable[[str], torch.Tensor]) -> Trained:
     """Return a weight of the MTP part: in float32 where it is still to be quantized."""
     stored = source.stored.weights[name]
-    dtype = "F32"
+    dtype = DType.F32
     if len(stored.tensors) == 1:
         dtype = source.mtp.tensors[stored.tensors[0].name].dtype
     return Trained(OutputTensor(_inside(name), dtype, stored.weight.shape), partial(value, name))

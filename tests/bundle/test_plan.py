@@ -9,9 +9,8 @@ from typing import Any, cast
 
 import pytest
 
-from mtp_checkpoints.containers.base import ShardHeader, TensorInfo
+from mtp_checkpoints.containers.base import ShardHeader
 from mtp_checkpoints.dtypes import DType, OutputTensor, tensor_bytes
-from mtp_checkpoints.sources.local_folder import LocalFolder
 from mtp_export.plan import (
     COPY,
     Link,
@@ -19,14 +18,13 @@ from mtp_export.plan import (
     PartPlan,
     Step,
     copy_step,
-    copy_steps,
     number_shards,
     pack,
 )
 
 
 def tensor(name: str, size: int) -> OutputTensor:
-    return OutputTensor(name, "U8", (size,))
+    return OutputTensor(name, DType.U8, (size,))
 
 
 def step(name: str, *sizes: int) -> Step:
@@ -59,7 +57,7 @@ def shard(*steps: Step, source: str | None = None) -> OutputShard:
 )
 def test_bytes_of_a_tensor(dtype: str, shape: tuple[int, ...], size: int) -> None:
     assert tensor_bytes(DType[dtype], shape) == size
-    assert OutputTensor("x", dtype, shape).size_bytes == size
+    assert OutputTensor("x", DType[dtype], shape).size_bytes == size
 
 
 @pytest.mark.parametrize(("dtype", "bits"), [("F4", 4), ("F6_E3M2", 6)])
@@ -79,9 +77,9 @@ def test_bytes_of_packed_blocks() -> None:
 
 
 def test_a_copy_keeps_dtype_and_shape_under_either_name() -> None:
-    source = OutputTensor("a", "BF16", (2, 3))
+    source = OutputTensor("a", DType.BF16, (2, 3))
     assert copy_step(source) == Step(COPY, ("a",), (source,), None)
-    assert copy_step(source, "b") == Step(COPY, ("a",), (OutputTensor("b", "BF16", (2, 3)),))
+    assert copy_step(source, "b") == Step(COPY, ("a",), (OutputTensor("b", DType.BF16, (2, 3)),))
     assert COPY.name == "copy"
 
 
@@ -108,15 +106,6 @@ def test_a_step_weighs_all_it_writes() -> None:
     assert step("a", 3, 4).size_bytes == 7
     assert shard(step("a", 3, 4), step("b", 5)).size_bytes == 12
     assert pack([step("a", 3, 4), step("b", 4)], 10) == [(step("a", 3, 4),), (step("b", 4),)]
-
-
-def test_kept_tensors_have_a_step_each() -> None:
-    file = LocalFolder(Path("x")).file("y")
-    infos = [TensorInfo(n, DType.U8, (5,), file, offset_bytes=8, size_bytes=5) for n in ("b", "a")]
-    assert [*copy_steps(infos)] == [copy_step(info) for info in infos]
-    assert {type(one) for one in copy_steps(infos)} == {Step}
-    assert [one.size_bytes for one in copy_steps(infos)] == [5, 5]
-    assert [*copy_steps([])] == []
 
 
 def test_names_of_shards_are_the_hub_s() -> None:

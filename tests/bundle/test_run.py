@@ -15,7 +15,7 @@ import torch
 import xxhash
 
 from cases import read_shard
-from mtp_checkpoints.dtypes import OutputTensor
+from mtp_checkpoints.dtypes import DType, OutputTensor
 from mtp_checkpoints.errors import InvalidInputError, OutputExistsError
 from mtp_checkpoints.sources.disk_queue import DiskQueue
 from mtp_checkpoints.sources.files import name_when_whole
@@ -311,7 +311,7 @@ def test_torch_has_one_thread_for_a_while() -> None:
 
 
 DIGESTS = {"a": "0" * 32, "b": "1" * 32}
-STEPS = tuple(copy_step(OutputTensor(name, "U8", (4,))) for name in DIGESTS)
+STEPS = tuple(copy_step(OutputTensor(name, DType.U8, (4,))) for name in DIGESTS)
 WRITTEN = ShardFacts(10, None, DIGESTS, {"a": {"error": 0.5}})
 
 

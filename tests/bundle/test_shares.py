@@ -27,7 +27,7 @@ from cases import (
     write_shard,
 )
 from disk import watched_disk
-from mtp_checkpoints.dtypes import OutputTensor
+from mtp_checkpoints.dtypes import DType, OutputTensor
 from mtp_checkpoints.errors import InvalidInputError
 from mtp_export.bundle import shares
 from mtp_export.bundle.journal import Journal
@@ -378,7 +378,7 @@ def test_no_share(text: str, output: Path) -> None:
 
 def test_shares_are_of_one_size() -> None:
     sizes = [5, 5, 1, 1, 1, 4, 3, 2, 2, 0, 0, 0]
-    steps = [copy_step(OutputTensor(f"t{n}", "U8", (size,))) for n, size in enumerate(sizes)]
+    steps = [copy_step(OutputTensor(f"t{n}", DType.U8, (size,))) for n, size in enumerate(sizes)]
     jobs = [ShardJob(f"main/{n}", Path(), OutputShard((step,))) for n, step in enumerate(steps)]
     equal = [jobs_of(jobs, Share(number, 3)) for number in (1, 2, 3)]
     assert sorted(job.key for share in equal for job in share) == sorted(job.key for job in jobs)

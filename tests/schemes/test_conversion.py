@@ -175,5 +175,5 @@ def test_what_cannot_be_converted() -> None:
 
 def test_steps_of_any_tensor() -> None:
     assert copy_step(CODES, "new") == copied(CODES, "new")
-    turned = Step(Transpose(), (SCALE,), (OutputTensor("new", "F32", (3, 2)),), None)
+    turned = Step(Transpose(), (SCALE,), (OutputTensor("new", DType.F32, (3, 2)),), None)
     assert transpose_step(info(SCALE, "F32", 2, 3), "new") == turned

@@ -76,7 +76,7 @@ def run(
     transform: Transform, inputs: Sequence[TensorInfo], count: int, resources: Resources = ROOM
 ) -> tuple[Written, Facts]:
     written = Written(count)
-    outputs = [OutputTensor(f"o{number}", "U8", ()) for number in range(count)]
+    outputs = [OutputTensor(f"o{number}", DType.U8, ()) for number in range(count)]
     with ExitStack() as opened:
         streams = [opened.enter_context(TensorStream(one, QUEUE)) for one in inputs]
         return written, transform.run(streams, outputs, written.take, resources)

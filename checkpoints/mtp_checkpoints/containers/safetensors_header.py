@@ -12,9 +12,9 @@ import re
 from collections.abc import Mapping, Sequence, Set
 from contextlib import closing
 from functools import lru_cache
-from itertools import accumulate
+from itertools import accumulate, pairwise, repeat
 from operator import attrgetter, mul
-from typing import Any, NamedTuple
+from typing import Any
 
 from mtp_checkpoints.containers.base import FileLayout, ShardHeader, TensorInfo, check_tensor_name
 from mtp_checkpoints.dtypes import DType, OutputTensor, tensor_bytes
@@ -28,6 +28,16 @@ MAX_DIMENSIONS = 64  # of numpy's arrays, and of torch's operations
 _LENGTH_BYTES = 8
 _FIELDS = {"dtype", "shape", "data_offsets"}
 _METADATA = "__metadata__"
+# A header as the safetensors library writes it: its start, then tensors, each with what ends it.
+_TEXT = r'[^"\\\x00-\x1f]*'
+_USUAL_START = re.compile(rf'\{{(?:"{_METADATA}":\{{"{_TEXT}":"{_TEXT}"\}},)?')
+# What it finds is written again and compared, and names are looked at together; that none of its
+# parts runs on past a tensor keeps it linear in other text.
+_USUAL_TENSOR = re.compile(
+    r'"([^"]*)":\{("dtype":"[A-Z0-9_]+","shape":\[[0-9,]*\]),"data_offsets":\['
+)
+_USUAL_KIND = re.compile(r'"dtype":"(.*)","shape":\[(.*)\]')
+_AS_WRITTEN = '"%s":{%s,"data_offsets":[%d,%d]}'
 _DTYPES = {dtype.value: dtype for dtype in DType if dtype.unit_elements == 1}
 _ALIGNMENT_BYTES = 8
 _MINUS_ZERO = re.compile(rb"-0\s*[],]")
@@ -52,7 +62,7 @@ def read_header(file: ByteFile) -> ShardHeader:
         try:
             header = _read_raw(opened)
             data = range(_LENGTH_BYTES + len(header), opened.size_bytes)
-            ordered = _checked(file, header, data)
+            ordered = _as_usual(file, header, data) or _checked(file, header, data)
         except _HeaderError as error:
             raise InvalidInputError(
                 error.what,
@@ -69,6 +79,49 @@ def read_header(file: ByteFile) -> ShardHeader:
             header_sha256=hashlib.sha256(header).hexdigest(),
             tensors=ordered,
         )
+
+
+def _as_usual(file: ByteFile, header: bytes, data: range) -> tuple[TensorInfo, ...]:
+    """Return the tensors of a header that is all that the format asks for, and written as the
+    safetensors library does: ASCII without spaces, the tensors in the order of their bytes.
+
+    It takes a third of the time of _checked, which all others are left to: none is returned.
+    """
+    if not header.isascii():
+        return ()
+    text = header.decode().rstrip(" ")
+    start = _USUAL_START.match(text)
+    begin = start.end() if start else 0
+    entries = _USUAL_TENSOR.findall(text, begin)
+    names = [name for name, _ in entries]
+    body, unique = text[begin:], set(names)
+    are_plain = _are_plain(unique) and _METADATA not in unique and "\\" not in body
+    if not entries or len(unique) < len(names) or not are_plain:
+        return ()
+    try:
+        dtypes, shapes, sizes = zip(*(_usual_kind(kind) for _, kind in entries), strict=True)
+    except ValueError:
+        return ()
+    places = [*accumulate(sizes, initial=0)]
+    written = map(
+        _AS_WRITTEN.__mod__, ((*e, *s) for e, s in zip(entries, pairwise(places), strict=True))
+    )
+    if body != ",".join(written) + "}" or places[-1] != len(data):
+        return ()
+    offsets = accumulate(sizes, initial=data.start)
+    return tuple(map(TensorInfo, names, dtypes, shapes, repeat(file), offsets, sizes))
+
+
+@lru_cache(maxsize=1 << 12)  # a model of 100,000 tensors has tens of kinds
+def _usual_kind(text: str) -> tuple[DType, tuple[int, ...], int]:
+    """Return dtype, shape and bytes of a tensor (ValueError for one that is wrong)."""
+    match = _USUAL_KIND.fullmatch(text)
+    assert match is not None, "as it was found"
+    dtype, sizes = match.groups()
+    shape = tuple(map(int, sizes.split(","))) if sizes else ()
+    if ",".join(map(str, shape)) != sizes:
+        raise ValueError(sizes)
+    return _kind(dtype, *shape)
 
 
 def _checked(file: ByteFile, header: bytes, data: range) -> tuple[TensorInfo, ...]:
@@ -166,7 +219,7 @@ def _tensors(file: ByteFile, entries: Mapping[str, Any], data_start: int) -> lis
         if type(sizes) is not list:
             raise _wrong_kind(name, dtype, sizes)
         try:
-            kind = _kind(dtype, *sizes)
+            known, shape, size_bytes = _kind(dtype, *sizes)
         except (TypeError, ValueError):  # also of values that cannot be hashed
             raise _wrong_kind(name, dtype, sizes) from None
         if type(offsets) is not list or len(offsets) != 2:
@@ -174,31 +227,23 @@ def _tensors(file: ByteFile, entries: Mapping[str, Any], data_start: int) -> lis
         start, end = offsets
         if not type(start) is type(end) is int or not 0 <= start < 2**63 or not 0 <= end < 2**63:
             raise _wrong_offsets(name, offsets)
-        if end - start != kind.size_bytes:
+        if end - start != size_bytes:
             raise _HeaderError(
                 f"Tensor {name} has the wrong size for {dtype} {sizes}",
-                f"{kind.size_bytes} bytes",
+                f"{size_bytes} bytes",
                 f"{end - start} bytes (offsets {start} to {end})",
             )
-        tensors.append(
-            TensorInfo(name, kind.dtype, kind.shape, file, data_start + start, kind.size_bytes)
-        )
+        tensors.append(TensorInfo(name, known, shape, file, data_start + start, size_bytes))
     return tensors
 
 
-class _Kind(NamedTuple):
-    dtype: DType
-    shape: tuple[int, ...]
-    size_bytes: int
-
-
 @lru_cache(maxsize=1 << 12, typed=True)  # a model of 100,000 tensors has tens of kinds
-def _kind(dtype: str, *shape: int) -> _Kind:
-    """Return what all tensors of a dtype and shape have alike (ValueError for a wrong one)."""
+def _kind(dtype: str, *shape: int) -> tuple[DType, tuple[int, ...], int]:
+    """Return the dtype, shape and bytes of such a tensor (ValueError for one that is wrong)."""
     if dtype not in _DTYPES or _problem_of(shape) is not None:
         raise ValueError(dtype)
     known = _DTYPES[dtype]
-    return _Kind(known, shape, tensor_bytes(known, shape))
+    return known, shape, tensor_bytes(known, shape)
 
 
 def _wrong_kind(name: str, dtype: Any, sizes: Any) -> _HeaderError:

@@ -11,6 +11,8 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import NamedTuple
 
+from mtp_checkpoints.dtypes import DType
+
 
 class Role(StrEnum):
     """Purpose of a tensor; reports add up by it."""
@@ -60,7 +62,7 @@ class TensorSpec(NamedTuple):
 
     name: str
     shape: tuple[int, ...]
-    dtypes: tuple[str, ...]
+    dtypes: tuple[DType, ...]
     role: Role
     mtp_layer: int | None = None
     optional: bool = False
@@ -83,7 +85,7 @@ class TensorMaker:
     """Makes the tensors of modules in the main model, or in one MTP layer; dtype is that of weights
     that are not quantized."""
 
-    dtype: str
+    dtype: DType
     mtp_layer: int | None = None
 
     def matrix(
@@ -110,7 +112,7 @@ class TensorMaker:
 
     def kept(self, name: str, shape: tuple[int, ...], role: Role) -> TensorSpec:
         """Return a tensor that no engine quantizes, and that may be in float32."""
-        dtypes = tuple(dict.fromkeys((self.dtype, "F32")))
+        dtypes = tuple(dict.fromkeys((self.dtype, DType.F32)))
         return TensorSpec(name, shape, dtypes=dtypes, role=role, mtp_layer=self.mtp_layer)
 
 

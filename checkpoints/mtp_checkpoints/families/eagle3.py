@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, ClassVar
 
+from mtp_checkpoints.dtypes import DType
 from mtp_checkpoints.errors import InvalidInputError, UnsupportedError
 from mtp_checkpoints.families.base import Role, TensorMaker, TensorSpec
 from mtp_checkpoints.families.facts import ModelFacts, refuse_set
@@ -222,9 +223,11 @@ class Eagle3Family:
         shared = self.target_hidden == hidden
         embedding = make.matrix(self.embedding, (self.vocab, hidden), Role.EMBEDDING)
         yield embedding._replace(optional=shared)
-        ids = TensorSpec(TARGET_OFFSETS, (self.draft_vocab,), dtypes=("I64",), role=Role.VOCABULARY)
+        ids = TensorSpec(
+            TARGET_OFFSETS, (self.draft_vocab,), dtypes=(DType.I64,), role=Role.VOCABULARY
+        )
         yield ids._replace(optional=not reduced)
-        mask = TensorSpec(TARGET_MASK, (self.vocab,), dtypes=("BOOL",), role=Role.VOCABULARY)
+        mask = TensorSpec(TARGET_MASK, (self.vocab,), dtypes=(DType.BOOL,), role=Role.VOCABULARY)
         yield mask._replace(optional=True)
 
 

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from mtp_checkpoints.dtypes import DType
 from mtp_checkpoints.errors import InvalidInputError, UnsupportedError
 from mtp_checkpoints.families.fields import MAX_POSITIONS, Fields
 
 _UNBOUNDED_POSITIONS = 1 << 30
-_DTYPES = {"bfloat16": "BF16", "float16": "F16", "float32": "F32"}
+_DTYPES = {"bfloat16": DType.BF16, "float16": DType.F16, "float32": DType.F32}
 
 
 @dataclass(frozen=True, slots=True)
@@ -16,7 +17,7 @@ class ModelFacts:
     """Sizes and constants of a model; dtype is the safetensors dtype of weights that are not
     quantized."""
 
-    dtype: str
+    dtype: DType
     vocab: int
     hidden: int
     norm_eps: float
@@ -39,7 +40,7 @@ class ModelFacts:
         )
 
 
-def _dtype(fields: Fields) -> str:
+def _dtype(fields: Fields) -> DType:
     name = fields.values.get("dtype") or fields.values.get("torch_dtype") or "bfloat16"
     if not isinstance(name, str) or name not in _DTYPES:
         raise InvalidInputError(

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
-from mtp_checkpoints.dtypes import OutputTensor
+from mtp_checkpoints.dtypes import DType, OutputTensor
 from mtp_checkpoints.formats.int4_words import CODES_PER_WORD, Int4Words, unpacked_columns
 from mtp_checkpoints.formats.storage import Storage
 
@@ -27,7 +27,7 @@ class AwqInt4(Int4Words):
         module = name.removesuffix(".weight")
         words = (shape[1], shape[0] // CODES_PER_WORD)
         return (
-            OutputTensor(f"{module}.qweight", "I32", words),
+            OutputTensor(f"{module}.qweight", DType.I32, words),
             *self._scale_and_zeros(module, shape),
         )
 

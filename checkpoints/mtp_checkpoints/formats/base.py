@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
-from mtp_checkpoints.dtypes import OutputTensor
+from mtp_checkpoints.dtypes import DType, OutputTensor
 from mtp_checkpoints.formats.compressed import WeightsEntry
 from mtp_checkpoints.formats.storage import NATIVE_SCALE, Storage
 
@@ -87,7 +87,7 @@ class WeightFormat(ABC):
     def tensors(self, name: str, shape: tuple[int, ...]) -> tuple[OutputTensor, ...]:
         """Return the tensors of a weight `<module>.weight` [N, K] as they are written."""
 
-    def accepted_dtypes(self, tensor: OutputTensor) -> tuple[str, ...]:
+    def accepted_dtypes(self, tensor: OutputTensor) -> tuple[DType, ...]:
         """Return the dtypes in which a tensor of the format may be stored."""
         return (tensor.dtype,)
 

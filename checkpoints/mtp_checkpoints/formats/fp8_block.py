@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from mtp_checkpoints.dtypes import OutputTensor
+from mtp_checkpoints.dtypes import DType, OutputTensor
 from mtp_checkpoints.formats.base import WeightFormat
 from mtp_checkpoints.formats.compressed import WeightsEntry, group, numbers
 from mtp_checkpoints.formats.storage import (
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from mtp_kernels.weight_statistics import WeightStatistics
 
 _BLOCKS = (BLOCK, BLOCK)
-_CODE_DTYPES = ("F8_E4M3",)
+_CODE_DTYPES = (DType.F8_E4M3,)
 
 
 @dataclass(frozen=True)
@@ -35,7 +35,7 @@ class Fp8Block(WeightFormat):
     """
 
     scale_name: str = NATIVE_SCALE
-    scale_dtypes: tuple[str, ...] = ("F32",)
+    scale_dtypes: tuple[DType, ...] = (DType.F32,)
 
     storage: ClassVar[Storage] = Storage.FP8_BLOCK
     operation: ClassVar[str] = "quantize_fp8_block"
@@ -57,11 +57,11 @@ class Fp8Block(WeightFormat):
         blocks = (-(-shape[0] // BLOCK), -(-shape[1] // BLOCK))
         module = name.removesuffix(".weight")
         return (
-            OutputTensor(name, "F8_E4M3", shape),
-            OutputTensor(f"{module}.{self.scale_name}", "F32", blocks),
+            OutputTensor(name, DType.F8_E4M3, shape),
+            OutputTensor(f"{module}.{self.scale_name}", DType.F32, blocks),
         )
 
-    def accepted_dtypes(self, tensor: OutputTensor) -> tuple[str, ...]:
+    def accepted_dtypes(self, tensor: OutputTensor) -> tuple[DType, ...]:
         return _CODE_DTYPES if tensor.dtype in _CODE_DTYPES else self.scale_dtypes
 
     def source(self, codes: torch.Tensor, scale: torch.Tensor) -> quantize.Fp8Block:

@@ -9,7 +9,7 @@ import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from mtp_checkpoints.dtypes import OutputTensor
+from mtp_checkpoints.dtypes import DType, OutputTensor
 from mtp_checkpoints.formats.base import WeightFormat
 from mtp_checkpoints.formats.compressed import WeightsEntry, group, numbers
 from mtp_checkpoints.formats.storage import COMPRESSED_SCALE, Storage
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 _LAYOUT = "float-quantized"
 _LARGEST = 448.0
-_SCALE_DTYPES = ("F32", "BF16")
+_SCALE_DTYPES = (DType.F32, DType.BF16)
 
 
 @dataclass(frozen=True)
@@ -45,12 +45,12 @@ class Fp8Channel(WeightFormat):
     def tensors(self, name: str, shape: tuple[int, ...]) -> tuple[OutputTensor, ...]:
         module = name.removesuffix(".weight")
         return (
-            OutputTensor(name, "F8_E4M3", shape),
-            OutputTensor(f"{module}.{COMPRESSED_SCALE}", "F32", (shape[0], 1)),
+            OutputTensor(name, DType.F8_E4M3, shape),
+            OutputTensor(f"{module}.{COMPRESSED_SCALE}", DType.F32, (shape[0], 1)),
         )
 
-    def accepted_dtypes(self, tensor: OutputTensor) -> tuple[str, ...]:
-        return (tensor.dtype,) if tensor.dtype == "F8_E4M3" else _SCALE_DTYPES
+    def accepted_dtypes(self, tensor: OutputTensor) -> tuple[DType, ...]:
+        return (tensor.dtype,) if tensor.dtype == DType.F8_E4M3 else _SCALE_DTYPES
 
     def stored(self, codes: torch.Tensor, scale: torch.Tensor) -> quantize.Fp8Channel:
         from mtp_kernels import quantize

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
-from mtp_checkpoints.dtypes import OutputTensor
+from mtp_checkpoints.dtypes import DType, OutputTensor
 from mtp_checkpoints.errors import InvalidInputError
 from mtp_checkpoints.formats.base import Place
 from mtp_checkpoints.formats.int4_words import (
@@ -40,9 +40,9 @@ class GptqInt4(Int4Words):
     def tensors(self, name: str, shape: tuple[int, ...]) -> tuple[OutputTensor, ...]:
         (rows, columns), module = shape, name.removesuffix(".weight")
         return (
-            OutputTensor(f"{module}.qweight", "I32", (columns // CODES_PER_WORD, rows)),
+            OutputTensor(f"{module}.qweight", DType.I32, (columns // CODES_PER_WORD, rows)),
             *self._scale_and_zeros(module, shape),
-            OutputTensor(f"{module}.{_GROUP_OF_ROW}", "I32", (columns,)),
+            OutputTensor(f"{module}.{_GROUP_OF_ROW}", DType.I32, (columns,)),
         )
 
     def check_constants(self, tensors: Mapping[str, torch.Tensor], shape: tuple[int, ...]) -> None:

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
-from mtp_checkpoints.dtypes import OutputTensor
+from mtp_checkpoints.dtypes import DType, OutputTensor
 from mtp_checkpoints.formats.base import EncodedWeight, Place, ReadOnlyFormat, RowSource
 
 if TYPE_CHECKING:
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 CODES_PER_WORD = 8
 WHOLE_ROW = -1  # as a group size: one group per output channel
-_SCALE_DTYPES = ("F16", "BF16", "F32")
+_SCALE_DTYPES = (DType.F16, DType.BF16, DType.F32)
 _IN_ORDER = tuple(range(CODES_PER_WORD))
 
 
@@ -66,12 +66,12 @@ class Int4Words(ReadOnlyFormat):
     def _scale_and_zeros(self, module: str, shape: tuple[int, ...]) -> tuple[OutputTensor, ...]:
         rows, groups = shape[0], self._groups(shape[1])
         return (
-            OutputTensor(f"{module}.scales", "F16", (groups, rows)),
-            OutputTensor(f"{module}.qzeros", "I32", (groups, rows // CODES_PER_WORD)),
+            OutputTensor(f"{module}.scales", DType.F16, (groups, rows)),
+            OutputTensor(f"{module}.qzeros", DType.I32, (groups, rows // CODES_PER_WORD)),
         )
 
-    def accepted_dtypes(self, tensor: OutputTensor) -> tuple[str, ...]:
-        return _SCALE_DTYPES if tensor.dtype == "F16" else (tensor.dtype,)
+    def accepted_dtypes(self, tensor: OutputTensor) -> tuple[DType, ...]:
+        return _SCALE_DTYPES if tensor.dtype == DType.F16 else (tensor.dtype,)
 
     def check_constants(self, tensors: Mapping[str, torch.Tensor], shape: tuple[int, ...]) -> None:
         """Accept zero points whatever they are: every word holds eight."""

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
-from mtp_checkpoints.dtypes import OutputTensor
+from mtp_checkpoints.dtypes import DType, OutputTensor
 from mtp_checkpoints.errors import InvalidInputError
 from mtp_checkpoints.formats.base import EncodedWeight, ReadOnlyFormat, RowSource
 from mtp_checkpoints.formats.storage import Storage
@@ -52,10 +52,10 @@ class NvFp4(_ModelOpt):
     def tensors(self, name: str, shape: tuple[int, ...]) -> tuple[OutputTensor, ...]:
         (rows, columns), module = shape, name.removesuffix(".weight")
         return (
-            OutputTensor(name, "U8", (rows, columns // self.elements_per_code)),
-            OutputTensor(f"{module}.weight_scale", "F8_E4M3", (rows, columns // NVFP4_GROUP)),
-            OutputTensor(f"{module}.weight_scale_2", "F32", ()),
-            OutputTensor(f"{module}.input_scale", "F32", ()),
+            OutputTensor(name, DType.U8, (rows, columns // self.elements_per_code)),
+            OutputTensor(f"{module}.weight_scale", DType.F8_E4M3, (rows, columns // NVFP4_GROUP)),
+            OutputTensor(f"{module}.weight_scale_2", DType.F32, ()),
+            OutputTensor(f"{module}.input_scale", DType.F32, ()),
         )
 
     def encoded(self, tensors: Sequence[torch.Tensor]) -> EncodedWeight:
@@ -86,9 +86,9 @@ class Fp8Tensor(_ModelOpt):
     def tensors(self, name: str, shape: tuple[int, ...]) -> tuple[OutputTensor, ...]:
         module = name.removesuffix(".weight")
         return (
-            OutputTensor(name, "F8_E4M3", shape),
-            OutputTensor(f"{module}.weight_scale", "F32", ()),
-            OutputTensor(f"{module}.input_scale", "F32", ()),
+            OutputTensor(name, DType.F8_E4M3, shape),
+            OutputTensor(f"{module}.weight_scale", DType.F32, ()),
+            OutputTensor(f"{module}.input_scale", DType.F32, ()),
         )
 
     def encoded(self, tensors: Sequence[torch.Tensor]) -> EncodedWeight:

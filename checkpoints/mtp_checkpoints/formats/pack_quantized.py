@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from mtp_checkpoints.dtypes import OutputTensor
+from mtp_checkpoints.dtypes import DType, OutputTensor
 from mtp_checkpoints.errors import InvalidInputError
 from mtp_checkpoints.formats.base import WeightFormat
 from mtp_checkpoints.formats.compressed import WeightsEntry, group, numbers
@@ -35,9 +35,9 @@ class _PackQuantized(WeightFormat):
         packed = (rows, columns // self.elements_per_code)
         scale = (rows, self._scale_columns(columns))
         return (
-            OutputTensor(f"{module}.weight_packed", "I32", packed),
-            OutputTensor(f"{module}.{COMPRESSED_SCALE}", "BF16", scale),
-            OutputTensor(f"{module}.weight_shape", "I64", (2,)),
+            OutputTensor(f"{module}.weight_packed", DType.I32, packed),
+            OutputTensor(f"{module}.{COMPRESSED_SCALE}", DType.BF16, scale),
+            OutputTensor(f"{module}.weight_shape", DType.I64, (2,)),
         )
 
     def constants(self, shape: tuple[int, ...]) -> tuple[Any, ...]:

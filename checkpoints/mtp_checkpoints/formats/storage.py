@@ -9,13 +9,15 @@ from __future__ import annotations
 from collections.abc import Collection
 from enum import StrEnum
 
+from mtp_checkpoints.dtypes import DType
+
 BLOCK = 128  # rows and columns per fp8 scale
 GROUP_SIZES = (32, 64, 128)  # columns per int4 scale
 W4AFP8_GROUP = 128
 # Last name components of an fp8 scale. The released name says inverse, but the scale multiplies.
 NATIVE_SCALE = "weight_scale_inv"
 COMPRESSED_SCALE = "weight_scale"
-SCALE_DTYPES = ("F32", "F8_E8M0")  # of fp8: engines widen a power of two as they load it
+SCALE_DTYPES = (DType.F32, DType.F8_E8M0)  # of fp8: engines widen a power of two as they load it
 
 
 class Storage(StrEnum):

@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
-from mtp_checkpoints.dtypes import OutputTensor
+from mtp_checkpoints.dtypes import DType, OutputTensor
 from mtp_checkpoints.formats.base import EncodedWeight, WeightFormat
 from mtp_checkpoints.formats.storage import Storage
 
@@ -29,7 +29,7 @@ class Unquantized(WeightFormat):
         return f"{self.operation}_{source.storage}"
 
     def tensors(self, name: str, shape: tuple[int, ...]) -> tuple[OutputTensor, ...]:
-        return (OutputTensor(name, "BF16", shape),)
+        return (OutputTensor(name, DType.BF16, shape),)
 
     def quantize(
         self, source: torch.Tensor | Fp8Block, scale_rule: str

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from mtp_checkpoints.dtypes import OutputTensor
+from mtp_checkpoints.dtypes import DType, OutputTensor
 from mtp_checkpoints.errors import InvalidInputError
 from mtp_checkpoints.formats.base import WeightFormat
 from mtp_checkpoints.formats.storage import FLOATS, W4AFP8_GROUP, Storage
@@ -42,9 +42,9 @@ class W4AFp8(WeightFormat):
         (rows, columns), module = shape, name.removesuffix(".weight")
         parent, _, projection = module.rpartition(".")
         return (
-            OutputTensor(name, "I8", (rows, columns // self.elements_per_code)),
-            OutputTensor(f"{name}_scale_inv", "F32", (rows, columns // W4AFP8_GROUP)),
-            OutputTensor(f"{parent}.{_INPUT_SCALES[projection]}.input_scale", "F32", (1,)),
+            OutputTensor(name, DType.I8, (rows, columns // self.elements_per_code)),
+            OutputTensor(f"{name}_scale_inv", DType.F32, (rows, columns // W4AFP8_GROUP)),
+            OutputTensor(f"{parent}.{_INPUT_SCALES[projection]}.input_scale", DType.F32, (1,)),
         )
 
     def stored(self, codes: torch.Tensor, scale: torch.Tensor) -> quantize.W4AFp8:

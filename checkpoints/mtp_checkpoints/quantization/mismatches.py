@@ -6,6 +6,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
+from mtp_checkpoints.dtypes import DType
 from mtp_checkpoints.errors import InvalidInputError
 
 _SCALE_SUFFIX = "_scale_inv"
@@ -24,14 +25,14 @@ class HasLayout(Protocol):
 class StoredTensor(NamedTuple):
     """One tensor that must be on disk, by the name it has there.
 
-    dtypes are safetensors dtypes, any of which is accepted. scale_of names the tensor with the
+    dtypes are element types, any of which is accepted. scale_of names the tensor with the
     codes that a scale (or another constant of the format) belongs to. optional tensors may be
     absent, a scale with its codes alone.
     """
 
     name: str
     shape: tuple[int, ...]
-    dtypes: tuple[str, ...]
+    dtypes: tuple[DType, ...]
     scale_of: str | None = None
     optional: bool = False
 

@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from mtp_checkpoints.dtypes import DType
 from mtp_checkpoints.errors import InvalidInputError, UnsupportedError
 from mtp_checkpoints.formats.storage import BLOCK, SCALE_DTYPES
 
@@ -65,7 +66,7 @@ class NativeFp8:
     left_out are the modules that it lists as not quantized.
     """
 
-    scale_dtypes: tuple[str, ...]
+    scale_dtypes: tuple[DType, ...]
     left_out: tuple[str, ...]
 
     def covers(self, module: str) -> bool:
@@ -96,7 +97,7 @@ def native_fp8(quantization: object) -> NativeFp8 | None:
             found=f"quant_method {method}, fmt {fmt}, weight_block_size {block}",
             todo="Start from the original checkpoint",
         )
-    scale_dtypes = SCALE_DTYPES if quantization.get("scale_fmt") == "ue8m0" else ("F32",)
+    scale_dtypes = SCALE_DTYPES if quantization.get("scale_fmt") == "ue8m0" else (DType.F32,)
     return NativeFp8(scale_dtypes, left_out(quantization))
 
 

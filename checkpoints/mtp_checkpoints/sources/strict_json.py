@@ -66,10 +66,11 @@ def _count_keys(value: Any) -> int:
     """
     keys, level = 0, [value]
     for _ in range(MAX_DEPTH + 1):
-        if {dict, list}.isdisjoint(map(type, level)):
+        types = set(map(type, level))
+        if types.isdisjoint((dict, list)):
             return keys
-        objects = [one for one in level if type(one) is dict]
-        arrays = [one for one in level if type(one) is list]
+        objects = [value for value in level if type(value) is dict] if dict in types else []
+        arrays = [value for value in level if type(value) is list] if list in types else []
         keys += sum(map(len, objects))
         level = [*chain.from_iterable(map(dict.values, objects)), *chain.from_iterable(arrays)]
     raise ValueError(_TOO_DEEP)

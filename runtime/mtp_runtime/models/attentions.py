@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from mtp_checkpoints.dtypes import DType
 from mtp_checkpoints.errors import UnsupportedError
 from mtp_checkpoints.families import parts
 from mtp_checkpoints.families.base import TensorMaker, weight_name
@@ -66,7 +67,7 @@ def load_sparse_mla(loader: LayerLoader, part: parts.SparseMla, prefix: str) -> 
         indexer = loader.once(part.chosen_by, lambda: _indexer(loader, part))
         return SparseMla(mla, indexer, owns_indexer=chooses)
     if chooses:
-        for spec in part.indexer_tensors(prefix, TensorMaker("")):
+        for spec in part.indexer_tensors(prefix, TensorMaker(DType.F32)):  # names alone
             loader.source.leave_out(spec.name)
     return mla
 

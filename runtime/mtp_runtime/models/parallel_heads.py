@@ -17,6 +17,7 @@ import torch
 import torch.nn.functional as F
 
 from mtp_checkpoints.containers.base import CONFIG_NAME
+from mtp_checkpoints.dtypes import DType
 from mtp_checkpoints.errors import InvalidInputError
 from mtp_checkpoints.families import family_of
 from mtp_checkpoints.families.base import TensorMaker
@@ -40,7 +41,7 @@ from mtp_runtime.models.layer_types import load_layer
 from mtp_runtime.models.model import Execution, Head, Layers, Model, TorchExecution
 
 Tensors = Mapping[str, DraftTensor]
-_FLOATS = ("BF16", "F16", "F32")
+_FLOATS = (DType.BF16, DType.F16, DType.F32)
 _ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {"silu": F.silu, "relu": F.relu}
 
 

@@ -212,7 +212,7 @@ def test_safetensors_reads_what_the_writer_writes(
 ) -> None:
     dtypes = data.draw(st.lists(st.sampled_from(["U8", "BF16", "F32", "I64"]), min_size=6))
     tensors = [
-        OutputTensor(f"tensor.{i}", dtypes[i % len(dtypes)], shape)
+        OutputTensor(f"tensor.{i}", DType[dtypes[i % len(dtypes)]], shape)
         for i, shape in enumerate(shapes)
     ]
     path = tmp_path / "written.safetensors"
@@ -242,11 +242,11 @@ def test_safetensors_reads_what_the_writer_writes(
 
 
 def test_the_data_starts_aligned_and_the_mode_is_the_umask_s(tmp_path: Path) -> None:
-    head = file_layout([OutputTensor("a", "F32", (3,))]).head
+    head = file_layout([OutputTensor("a", DType.F32, (3,))]).head
     assert len(head) % 8 == 0
     path = tmp_path / "a.safetensors"
     with DiskQueue(1) as queue:
-        ShardWriter(path, file_layout([OutputTensor("a", "F32", (3,))]), queue).commit()
+        ShardWriter(path, file_layout([OutputTensor("a", DType.F32, (3,))]), queue).commit()
     plain = tmp_path / "plain"
     plain.touch()
     assert path.stat().st_mode == plain.stat().st_mode

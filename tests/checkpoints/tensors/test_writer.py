@@ -13,7 +13,7 @@ import pytest
 
 from cases import export, tree
 from mtp_checkpoints.containers.safetensors_header import file_layout
-from mtp_checkpoints.dtypes import OutputTensor
+from mtp_checkpoints.dtypes import DType, OutputTensor
 from mtp_checkpoints.errors import IoError
 from mtp_checkpoints.sources import disk_queue
 from mtp_checkpoints.sources.disk_queue import DiskQueue
@@ -21,7 +21,7 @@ from mtp_checkpoints.tensors import writer
 from mtp_checkpoints.tensors.writer import ShardWriter
 
 SIZES = (1, 4095, 200_001, 16, 12_288, 4096, 3, 100_000)  # hardly a tensor begins at a page
-TENSORS = [OutputTensor(f"t{i}", "U8", (size,)) for i, size in enumerate(SIZES)]
+TENSORS = [OutputTensor(f"t{i}", DType.U8, (size,)) for i, size in enumerate(SIZES)]
 CONTENTS = {tensor.name: os.urandom(tensor.size_bytes) for tensor in TENSORS}
 WAYS = ("direct", "refused at open", "refused at write", "short", "small")
 
@@ -93,7 +93,7 @@ def test_every_byte_at_its_place(
 
 def test_a_header_in_full() -> None:
     """As the safetensors library writes it: compact, padded with spaces to a multiple of eight."""
-    tensors = [OutputTensor("é", "F32", (2, 3)), OutputTensor("b", "U8", ())]
+    tensors = [OutputTensor("é", DType.F32, (2, 3)), OutputTensor("b", DType.U8, ())]
     layout = file_layout(tensors)
     head, places = layout.head, {name: place.start for name, place in layout.places.items()}
     text = (
@@ -110,7 +110,7 @@ def test_data_begin_at_a_multiple_of_eight() -> None:
     """And no further behind the header than that takes."""
     paddings = set()
     for count in range(1, 17):
-        head = file_layout([OutputTensor("x" * count, "U8", (1,))]).head
+        head = file_layout([OutputTensor("x" * count, DType.U8, (1,))]).head
         assert len(head) % 8 == 0 and int.from_bytes(head[:8], "little") == len(head) - 8
         paddings.add(len(head) - len(head.rstrip(b" ")))
     assert paddings == set(range(8))
@@ -181,7 +181,7 @@ def test_shards_from_a_size_on_bypass_the_cache(
     """Of the whole shard, or of its tensors on average."""
     disk = Disk("direct", monkeypatch)
     padding = -(len(file_layout(TENSORS).head) + sum(SIZES)) % len(SIZES)
-    tensors = [OutputTensor("t0", "U8", (SIZES[0] + padding,)), *TENSORS[1:]]
+    tensors = [OutputTensor("t0", DType.U8, (SIZES[0] + padding,)), *TENSORS[1:]]
     size = len(file_layout(tensors).head) + sum(tensor.size_bytes for tensor in tensors)
     assert size % len(tensors) == 0
     unit = size if bound == "MIN_DIRECT_BYTES" else size // len(tensors)
@@ -241,7 +241,7 @@ def test_memory_of_what_is_not_written_yet_is_bounded(
     real = disk_queue.page_memory
     monkeypatch.setattr(disk_queue, "page_memory", lambda size: (made.append(size), real(size))[1])
     monkeypatch.setattr(writer, "WRITE_BUFFER_BYTES", 1 << 16)
-    large = OutputTensor("large", "U8", (3 << 20,))
+    large = OutputTensor("large", DType.U8, (3 << 20,))
     with DiskQueue(2, 1 << 16) as queue:
         shard = ShardWriter(tmp_path / "shard", file_layout([large]), queue)
         shard.write("large", memoryview(bytes(large.size_bytes)))
@@ -274,7 +274,7 @@ def test_shards_of_small_tensors_are_not_written_directly(
     """Nor by other threads."""
     disk, writes = Disk("direct", monkeypatch), list[object]()
     monkeypatch.setattr(writer, "SMALL_BYTES", small)
-    tensors = [OutputTensor(f"t{number}", "U8", (20_000,)) for number in range(3)]
+    tensors = [OutputTensor(f"t{number}", DType.U8, (20_000,)) for number in range(3)]
     with DiskQueue(2) as queue:
         real = queue.write
         monkeypatch.setattr(queue, "write", lambda action: (writes.append(action), real(action))[1])
