@@ -31,7 +31,8 @@ from benchmarks.common.measure import machine
 from fixtures.tiny.prompts import prompt_ids
 from mtp_export.bundle.build import run_bundle
 from mtp_export.bundle.options import BundleOptions, RunOptions
-from mtp_export.bundle.quantize import QuantizeOptions, ScaleRule, plan_quantize
+from mtp_export.bundle.precision import ScaleRule
+from mtp_export.bundle.quantize import QuantizeOptions, plan_quantize
 from mtp_export.plan import Link
 from mtp_export.progress import silent
 from mtp_export.verify.evidence.corpus import Corpus, texts_of

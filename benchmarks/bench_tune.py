@@ -33,7 +33,8 @@ from fixtures.tiny.data import standard_library
 from fixtures.tiny.prompts import COUNTS, make_prompts, prompt_ids, read_prompts
 from mtp_export.bundle.build import run_bundle
 from mtp_export.bundle.options import BundleOptions
-from mtp_export.bundle.quantize import Int4Scope, QuantizeOptions, plan_quantize
+from mtp_export.bundle.precision import Int4Scope
+from mtp_export.bundle.quantize import QuantizeOptions, plan_quantize
 from mtp_export.commands.tune import Bars, result_facts
 from mtp_export.progress import silent
 from mtp_export.tune import state_files

@@ -14,9 +14,9 @@ from mtp_checkpoints.errors import Interrupted
 def main(arguments: list[str] | None = None) -> None:
     """Run a command and exit with its code."""
     try:
-        from mtp_export.commands.garbage import few_collections
+        from mtp_export.commands.garbage import gc_paused
 
-        with few_collections():
+        with gc_paused():
             from mtp_export.commands.program import exit_code
         code = exit_code(sys.argv[1:] if arguments is None else arguments)
     except KeyboardInterrupt:

@@ -66,7 +66,7 @@ FLOORS: tuple[tuple[str, ...], ...] = (
     ("mtp_runtime.llm",),
     ("mtp_runtime",),
     ("mtp_export",),
-    ("mtp_export.inspection", "mtp_export.plan", "mtp_export.progress"),
+    ("mtp_export.inspection", "mtp_export.options", "mtp_export.plan", "mtp_export.progress"),
     ("mtp_export.schemes",),
     ("mtp_export.bundle",),
     ("mtp_export.verify.check", "mtp_export.verify.gates", "mtp_export.verify.evidence"),
@@ -225,3 +225,14 @@ def test_only_the_command_line_prints() -> None:
         for node in nodes_of(path):
             if isinstance(node, ast.Call) and isinstance(node.func, ast.Name):
                 assert node.func.id != "print", f"{path}:{node.lineno} prints"
+
+
+def test_no_option_is_read_by_a_string() -> None:
+    """Commands get dataclasses; a name in quotes would be checked by nobody."""
+    for path in SOURCES:
+        for node in nodes_of(path):
+            if isinstance(node, ast.Subscript) and isinstance(node.ctx, ast.Load):
+                read = ast.unparse(node.value)
+                assert not read.endswith("context.params"), f"{path}:{node.lineno} reads {read}"
+            if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("typer."):
+                assert "._" not in str(node.module), f"{path}:{node.lineno}: Typer's own"

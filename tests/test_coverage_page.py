@@ -6,7 +6,7 @@ import re
 
 import pytest
 
-from mtp_export.commands.group import program
+from mtp_export.commands.registry import program
 from pages import ROOT, code_in, paths_in, rows_of, sections_of
 
 PAGE = ROOT / "docs/coverage.md"
@@ -15,7 +15,7 @@ ROWS = [row for rows in DOCUMENTS.values() for row in rows]
 
 
 def known_options() -> set[str]:
-    commands = [program, *program.commands.values()]  # type: ignore[attr-defined]
+    commands = [program(), *program().commands.values()]
     return {name for command in commands for parameter in command.params for name in parameter.opts}
 
 

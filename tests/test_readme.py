@@ -15,7 +15,7 @@ from cases import Outcome, run_program
 from hub_server import HubServer
 from mtp_checkpoints import errors
 from mtp_checkpoints.layouts import target_names
-from mtp_export.commands.group import program
+from mtp_export.commands.registry import program
 from mtp_export.commands.standard_streams import ENDED_BY_SIGPIPE
 from mtp_export.schemes import SCHEMES
 from object_server import ObjectServer
@@ -203,8 +203,8 @@ ELSEWHERE = {"graft": {"--input-dir", "--part"}}
 
 def subcommands() -> dict[str, list[object]]:
     """Parameters of every command; the export's are the program's own."""
-    found: dict[str, list[object]] = {"export": list(program.params)}
-    for name, command in program.commands.items():  # type: ignore[attr-defined]
+    found: dict[str, list[object]] = {"export": list(program().params)}
+    for name, command in program().commands.items():
         found[name] = list(command.params)
     return found
 

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import os
+import re
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
 from pathlib import Path
 from typing import Any
 
+from mtp_checkpoints.errors import UsageError
 from mtp_checkpoints.layouts import target_of
 from mtp_checkpoints.sources.byte_source import Place
+from mtp_export.options import Panel, option, parse_size
 from mtp_export.plan import Link
 
 
@@ -44,10 +48,38 @@ class ContentOptions:
     """
 
     part: Part = Part.BOTH
-    shared_weights: SharedWeights = SharedWeights.KEEP
-    max_shard_bytes: int = 5_000_000_000
-    allow_untied: bool = False
-    checksums: Checksums = Checksums.WRITTEN
+    shared_weights: SharedWeights = field(
+        default=SharedWeights.KEEP,
+        metadata=option(
+            "Embedding and head in the MTP part: keep or drop.", Panel.CONTENT, metavar="CHOICE"
+        ),
+    )
+    allow_untied: bool = field(
+        default=False,
+        metadata=option(
+            "Accept an MTP embedding or head that differs from the main model's.", Panel.CONTENT
+        ),
+    )
+    max_shard_bytes: int = field(
+        default=5_000_000_000,
+        metadata=option(
+            "Maximum size of an MTP shard.",
+            Panel.CONTENT,
+            "--max-shard-size",
+            metavar="SIZE",
+            parser=parse_size,
+            default="5GB",
+        ),
+    )
+    checksums: Checksums = field(
+        default=Checksums.WRITTEN,
+        metadata=option(
+            "Tensors with a checksum: written, or all, which also reads the main part's linked"
+            " shards.",
+            Panel.CONTENT,
+            metavar="CHOICE",
+        ),
+    )
 
 
 MAX_WORKERS = 64
@@ -55,6 +87,7 @@ MAX_WORKERS = 64
 DEFAULT_WORKERS = min(MAX_WORKERS, len(os.sched_getaffinity(0)))
 
 
+_SLURM_NAMES = ("ID", "MIN", "MAX", "STEP", "COUNT")
 MAX_SHARES = 512  # of a few hundred shards; the end has a file of each open
 
 
@@ -76,6 +109,54 @@ class Share:
         return f" ({self.origin})" if self.origin else ""
 
 
+def parse_share(text: str) -> Share:
+    """Return the share that I/N names, or slurm: that of a task of a Slurm array (ValueError)."""
+    if text.strip().lower() == "slurm":
+        return _slurm_share(os.environ)
+    match = re.fullmatch(r"\s*(\d{1,4})/(\d{1,4})\s*", text)
+    number, count = (int(match[1]), int(match[2])) if match else (0, 0)
+    if not 1 <= number <= count:
+        raise ValueError(f"{text!r} is no share: write 1/8 to 8/8, or slurm in a job array")
+    return _share(number, count)
+
+
+def refuse_cluster_of_share(cluster: str | None) -> None:
+    """Refuse a cluster for a share of the work (UsageError)."""
+    if cluster is not None:
+        raise UsageError(
+            "A cluster divides the work itself",
+            expected="--share or --cluster",
+            found="both",
+            todo="Leave --share out",
+        )
+
+
+def _share(number: int, count: int, origin: str = "") -> Share:
+    if count > MAX_SHARES:
+        raise ValueError(f"{count} shares are too many: at most {MAX_SHARES}")
+    return Share(number, count, origin)
+
+
+def _slurm_share(variables: Mapping[str, str]) -> Share:
+    """Return the share of a Slurm array's task: its place among the array's task numbers."""
+    names = {name: variables.get(f"SLURM_ARRAY_TASK_{name}", "") for name in _SLURM_NAMES}
+    names["STEP"] = names["STEP"] or "1"
+    if not all(value.isdigit() for value in names.values()):
+        missing = ", ".join(f"SLURM_ARRAY_TASK_{n}" for n, v in names.items() if not v.isdigit())
+        raise ValueError(f"slurm needs a task of a job array, which sets {missing}")
+    task, first, last, step, count = (int(names[name]) for name in _SLURM_NAMES)
+    if step < 1 or (last - first) % step or (last - first) // step + 1 != count:
+        raise ValueError(
+            f"the array has {count} of the tasks {first}-{last}:{step}, so a task's share is not"
+            " known: number them without gaps, or write --share I/N"
+        )
+    job = variables.get("SLURM_ARRAY_JOB_ID", "unknown")
+    return _share((task - first) // step + 1, count, f"task {task} of Slurm array {job}")
+
+
+OVERWRITE = option("Replace a bundle that is already there.", Panel.INPUT_OUTPUT)
+
+
 @dataclass(frozen=True)
 class RunOptions:
     """Means of a run and what it may do to the output folder.
@@ -85,12 +166,48 @@ class RunOptions:
     of writes, under way at once; None: that of the disk.
     """
 
-    link: Link = Link.AUTO
-    workers: int = DEFAULT_WORKERS
-    max_memory_bytes: int = 4 << 30
-    io_depth: int | None = None
-    overwrite: bool = False
-    resume: bool = True
+    link: Link = field(
+        default=Link.AUTO,
+        metadata=option(
+            "Way in which unchanged shards enter the bundle: auto, reflink, hardlink or copy.",
+            Panel.INPUT_OUTPUT,
+            metavar="WAY",
+        ),
+    )
+    workers: int = field(
+        default=DEFAULT_WORKERS,
+        metadata=option(
+            "Tensors worked on at once.", Panel.PERFORMANCE, metavar="N", low=1, high=MAX_WORKERS
+        ),
+    )
+    io_depth: int | None = field(
+        default=None,
+        metadata=option(
+            "Reads, and writes, under way at once; by default 16 for each disk.",
+            Panel.PERFORMANCE,
+            metavar="N",
+            low=1,
+            high=64,
+        ),
+    )
+    max_memory_bytes: int = field(
+        default=4 << 30,
+        metadata=option(
+            "Maximum resident memory.",
+            Panel.PERFORMANCE,
+            "--max-memory",
+            metavar="SIZE",
+            parser=parse_size,
+            default="4GiB",
+        ),
+    )
+    overwrite: bool = field(default=False, metadata=OVERWRITE)
+    resume: bool = field(
+        default=True,
+        metadata=option(
+            "Start over instead of finishing an interrupted run.", Panel.INPUT_OUTPUT, "--no-resume"
+        ),
+    )
     share: Share | None = None
 
 
@@ -114,3 +231,10 @@ class BundleOptions:
             "allow_untied": self.content.allow_untied,
             "checksums": str(self.content.checksums),
         }
+
+
+@dataclass(frozen=True)
+class PlannerOptions:
+    """Options of a planner: those of every bundle, and in its subclasses its own."""
+
+    bundle: BundleOptions

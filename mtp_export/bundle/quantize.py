@@ -5,7 +5,6 @@ from __future__ import annotations
 
 from collections.abc import Collection
 from dataclasses import dataclass
-from enum import StrEnum
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +29,8 @@ from mtp_checkpoints.tensors.manifest import MANIFEST_NAME
 from mtp_checkpoints.tensors.reader import Checkpoint
 from mtp_export.bundle.build import open_source, plan_bundle
 from mtp_export.bundle.bundle_plan import BundlePlan, Recipe
-from mtp_export.bundle.options import BundleOptions
+from mtp_export.bundle.options import PlannerOptions
+from mtp_export.bundle.precision import Device, Format, Int4Scope, Precision
 from mtp_export.bundle.preflight import check_nesting, check_output
 from mtp_export.bundle.split import SplitOptions
 from mtp_export.schemes import SCHEMES
@@ -39,50 +39,12 @@ from mtp_export.schemes.conversion import Conversion
 from mtp_export.schemes.scheme import BF16, KEEP, Scheme
 from mtp_export.schemes.table import check_pair
 
-
-class Format(StrEnum):
-    """Layout of a8w8_fp8_wint4 on disk."""
-
-    COMPRESSED_TENSORS = "compressed-tensors"
-    W4AFP8 = "w4afp8"
-
-
-class Int4Scope(StrEnum):
-    """Linears that weight_only_int4 packs."""
-
-    EXPERTS = "experts"
-    ALL = "all"
-
-
-class ScaleRule(StrEnum):
-    """Choice of the scale of an int4 group."""
-
-    MINMAX = "minmax"
-    MSE = "mse"
-
-
-class Device(StrEnum):
-    """Device that computes; the results are equal bit by bit."""
-
-    CPU = "cpu"
-    CUDA = "cuda"
-    NPU = "npu"
-    AUTO = "auto"
+Opened = tuple[Checkpoint, StoredModel]  # a source
 
 
 @dataclass(frozen=True)
-class QuantizeOptions:
-    """Schemes by name ("keep": that of the source), and their variants."""
-
-    bundle: BundleOptions
-    base_quant: str = KEEP
-    mtp_quant: str = KEEP
-    format: Format = Format.COMPRESSED_TENSORS
-    group_size: int = 128
-    int4_scope: Int4Scope = Int4Scope.EXPERTS
-    scale: ScaleRule = ScaleRule.MINMAX
-    device: Device = Device.CPU
-    allow_untested_pair: bool = False
+class QuantizeOptions(Precision, PlannerOptions):
+    """A bundle, and the precision of each of its parts."""
 
 
 @dataclass(frozen=True)
@@ -116,8 +78,8 @@ def default_input() -> Path:
     return folder
 
 
-def default_output(source: Place, base_quant: str, mtp_quant: str) -> Path:
-    """Return a folder beside the input, named after the pair of schemes.
+def default_output(source: Place, precision: Precision) -> tuple[Path, Opened]:
+    """Return a folder beside the input, named after the pair of schemes, and the input opened.
 
     Raises UsageError for a remote input, beside which nothing can be written.
     """
@@ -128,28 +90,33 @@ def default_output(source: Place, base_quant: str, mtp_quant: str) -> Path:
             expected="--output-dir",
             todo="Name the folder of the bundle",
         )
-    _, stored = open_source(source)
-    names = [_scheme_name(name, stored) for name in (base_quant, mtp_quant)]
+    opened = open_source(source)
+    names = [_scheme_name(name, opened[1]) for name in (precision.base_quant, precision.mtp_quant)]
     folder = source.resolve()
-    return folder.with_name("-".join([folder.name, *names]))
+    return folder.with_name("-".join([folder.name, *names])), opened
 
 
-def plan_quantize(options: QuantizeOptions, *, dry_run: bool = False) -> BundlePlan:
-    """Check source, output and options, and plan the bundle (MtpExportError).
+def plan_quantize(
+    options: QuantizeOptions, opened: Opened | None = None, *, dry_run: bool = False
+) -> BundlePlan:
+    """Check source, output and options, and plan the bundle (MtpExportError); opened: the source,
+    where it is open already.
 
     Raises UnsupportedError for a pair outside the table, for a tensor that a scheme cannot hold
     (its K against the group size) and for a target that does not read the MTP module's scheme.
     """
     check_nesting(options.bundle.input_dir, options.bundle.output_dir)
     check_output(options.bundle.output_dir, options.bundle.run)
-    return plan_bundle(options.bundle, *quantize_recipe(options), dry_run=dry_run)
+    return plan_bundle(options.bundle, *quantize_recipe(options, opened), dry_run=dry_run)
 
 
-def quantize_recipe(options: QuantizeOptions) -> tuple[tuple[Checkpoint, StoredModel], Recipe]:
+def quantize_recipe(
+    options: QuantizeOptions, opened: Opened | None = None
+) -> tuple[Opened, Recipe]:
     """Check source and options; return the source, and the recipe of the bundle. Raises as
     plan_quantize."""
     target = target_of(options.bundle.target)
-    source = checkpoint, stored = open_source(options.bundle.input_dir)
+    source = checkpoint, stored = opened or open_source(options.bundle.input_dir)
     choice = _choose(options, stored)
     _check_format(options)
     _check_target(target, choice.mtp, stored)

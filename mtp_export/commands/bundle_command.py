@@ -1,93 +1,153 @@
-"""Shared end of the commands that make a bundle, once their options are read: plan, run or make a
-share, report."""
+"""Options and course of the commands that make a bundle: plan, run or make a share, report."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-import typer
 from rich.console import Group, RenderableType
 
+from mtp_checkpoints.errors import UsageError
+from mtp_checkpoints.layouts import target_names
 from mtp_checkpoints.sources.byte_source import Place
 from mtp_export.bundle.build import BundleResult, run_bundle
 from mtp_export.bundle.bundle_plan import BundlePlan
+from mtp_export.bundle.options import (
+    BundleOptions,
+    ContentOptions,
+    Part,
+    RunOptions,
+    Share,
+    parse_share,
+    refuse_cluster_of_share,
+)
 from mtp_export.bundle.request import Request
 from mtp_export.bundle.shares import jobs_of, run_share
 from mtp_export.bundle.work import Maker, make_shards
-from mtp_export.commands.bundle_tables import plan_facts, plan_table
-from mtp_export.commands.garbage import few_collections
-from mtp_export.commands.options import reporting_options
-from mtp_export.commands.output import json_text, print_result, remark
-from mtp_export.commands.report_files import try_reports
-from mtp_export.commands.share_tables import (
+from mtp_export.commands.bundle_tables import (
+    plan_facts,
+    plan_table,
     planned_facts,
     planned_line,
     share_facts,
     share_table,
 )
+from mtp_export.commands.output import (
+    DRY_RUN,
+    REPORT,
+    DebugReporting,
+    json_text,
+    print_result,
+    remark,
+)
+from mtp_export.commands.report_files import ReportFiles, try_reports
+from mtp_export.options import Panel, option, parse_cluster
+
+PART = option("Part to write: both, main or mtp.", Panel.CONTENT, metavar="PART")
 
 
 @dataclass(frozen=True)
-class BundleCommand:
-    """A command that makes a bundle.
+class Making:
+    """Options that every command has that makes a bundle."""
 
-    name titles its progress; facts and table are the two forms of its result; remarks are lines for
-    people on stderr.
-    """
+    target: str = field(
+        default="hf",
+        metadata=option(
+            f"Loader of the MTP part: {', '.join(target_names())}.", Panel.CONTENT, metavar="NAME"
+        ),
+    )
+    content: ContentOptions = ContentOptions()
+    share: Share | None = field(
+        default=None,
+        metadata=option(
+            "Make share I of N, then end with mtp-export finish; slurm: by the task of an array.",
+            Panel.PERFORMANCE,
+            metavar="I/N",
+            parser=parse_share,
+        ),
+    )
+    cluster: str | None = field(
+        default=None,
+        metadata=option(
+            "Make the shards on a Ray cluster: local, auto or ray://HOST:PORT.",
+            Panel.PERFORMANCE,
+            metavar="ADDRESS",
+            parser=parse_cluster,
+        ),
+    )
+    run: RunOptions = RunOptions()
+    dry_run: bool = field(default=False, metadata=DRY_RUN)
+    report: Path | None = field(default=None, metadata=REPORT)
+    reporting: DebugReporting = DebugReporting()
 
-    name: str
-    facts: Callable[[BundleResult], dict[str, Any]]
-    table: Callable[[BundleResult], RenderableType]
-    remarks: Callable[[BundlePlan], list[str]]
+    def bundle(self, input_dir: Place, output_dir: Path, part: Part = Part.BOTH) -> BundleOptions:
+        """Return the options of a bundle (UsageError where some contradict each other)."""
+        if self.share is not None and self.run.overwrite:
+            raise UsageError(
+                "Shares do not replace a bundle",
+                expected="--share or --overwrite",
+                found="both",
+                todo="Write the shares into a new folder, or remove the finished bundle first",
+            )
+        if self.share is not None:
+            refuse_cluster_of_share(self.cluster)
+        content, run = replace(self.content, part=part), replace(self.run, share=self.share)
+        return BundleOptions(input_dir, output_dir, self.target, content, run)
+
+    def try_reports(self, *places: Place) -> ReportFiles:
+        """Try the places of reports, which may not be in what is read or written (UsageError)."""
+        folders = [place for place in places if isinstance(place, Path)]
+        return try_reports({"--report": self.report}, folders)
 
 
-def make_bundle(
-    command: BundleCommand,
-    context: typer.Context,
-    request: Request,
-    others: Sequence[Place] = (),
-) -> None:
-    """Plan, run unless it is a dry run, and report; others are sources beside --input-dir."""
-    reporting, dry_run = reporting_options(context), context.params["dry_run"]
-    options = request.bundle
-    places = (options.input_dir, *others, options.output_dir)
-    folders = [place for place in places if isinstance(place, Path)]
-    reports = try_reports({"--report": context.params["report"]}, folders)
-    with few_collections():
-        plan = request.plan(dry_run=dry_run)
-    if dry_run:
-        facts, table = plan_facts(plan), plan_table(plan)
-        if options.run.share is not None:
-            facts |= planned_facts(plan, options.run.share)
-            table = Group(table, planned_line(plan, options.run.share))
-    else:
-        from mtp_export.commands.progress_bar import (
-            progress_bar,
-        )  # takes a fifth of a dry run's start
+@dataclass(frozen=True)
+class PlannedBundle:
+    """A bundle that a command makes: planned, with the places of its reports tried."""
 
-        total_bytes = sum(job.read_bytes for job in jobs_of(plan.jobs, options.run.share))
-        with progress_bar(command.name, total_bytes, quiet=reporting.quiet) as progress:
-            if options.run.share is None:
-                make = _maker(request, context.params["cluster"])
-                result = run_bundle(plan, progress, make)
-                facts, table = command.facts(result), command.table(result)
-            else:
-                share = run_share(request, plan, progress)
-                facts, table = share_facts(share), share_table(share)
-    reports.write({"--report": lambda: json_text(facts)})
-    print_result(facts, table, reporting)
-    if not (reporting.quiet or reporting.as_json):
-        for line in command.remarks(plan):
-            remark(line)
+    request: Request
+    making: Making
+    plan: BundlePlan
+    reports: ReportFiles
 
+    def run(self) -> BundleResult | None:
+        """Make the bundle. A dry run and a share are reported here, and return None."""
+        share = self.making.share
+        if self.making.dry_run:
+            facts, table = plan_facts(self.plan), plan_table(self.plan)
+            if share is not None:
+                facts |= planned_facts(self.plan, share)
+                table = Group(table, planned_line(self.plan, share))
+            self.report(facts, table)
+            return None
+        # It takes a fifth of a dry run's start.
+        from mtp_export.commands.progress_bar import progress_bar
 
-def _maker(request: Request, cluster: str | None) -> Maker:
-    """Return what makes the shards of a request: this process, or a cluster."""
-    if cluster is None:
-        return make_shards
-    from mtp_export.cluster.shards import RayCluster
+        total_bytes = sum(job.read_bytes for job in jobs_of(self.plan.jobs, share))
+        quiet = self.making.reporting.quiet
+        with progress_bar(self.request.planner, total_bytes, quiet=quiet) as progress:
+            if share is None:
+                return run_bundle(self.plan, progress, self._maker())
+            made = run_share(self.request, self.plan, progress)
+        self.report(share_facts(made), share_table(made))
+        return None
 
-    return RayCluster(cluster, request)
+    def report(self, facts: dict[str, Any], table: RenderableType) -> None:
+        """Write and print a result."""
+        self.reports.write({"--report": lambda: json_text(facts)})
+        print_result(facts, table, self.making.reporting)
+
+    def remark(self, lines: Sequence[str]) -> None:
+        """Print lines for people on stderr."""
+        if not (self.making.reporting.quiet or self.making.reporting.as_json):
+            for line in lines:
+                remark(line)
+
+    def _maker(self) -> Maker:
+        """Return what makes the shards: this process, or a cluster."""
+        if self.making.cluster is None:
+            return make_shards
+        from mtp_export.cluster.shards import RayCluster
+
+        return RayCluster(self.making.cluster, self.request)

@@ -4,16 +4,12 @@ from __future__ import annotations
 
 import os
 import time
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
-
-import typer
+from typing import TYPE_CHECKING, Any
 
 from mtp_checkpoints.errors import IoError, OutputExistsError, UsageError
-from mtp_export.commands import options as shared
-from mtp_export.commands import runtime
-from mtp_export.commands.garbage import few_collections
+from mtp_export.commands.garbage import gc_paused
 from mtp_export.commands.output import (
     FiguresTable,
     Reporting,
@@ -21,6 +17,8 @@ from mtp_export.commands.output import (
     print_result,
     remark,
 )
+from mtp_export.commands.runtime import BUNDLE, DTYPE
+from mtp_export.options import Panel, option, path_option
 
 if TYPE_CHECKING:
     from mtp_runtime.models.model import Model
@@ -28,66 +26,55 @@ if TYPE_CHECKING:
 _BATCHES = (1, 16)
 _EAGER, _PACKAGE, _KERNELS = "torch, eager", "package", "compiled kernels"
 
-Output = Annotated[
-    Path,
-    typer.Option(
-        "--output",
-        parser=shared.parse_path,
-        metavar="FILE.pt2",
-        rich_help_panel=shared.INPUT_OUTPUT,
-        help="Package to write.",
-    ),
-]
-Overwrite = Annotated[
-    bool,
-    typer.Option(
-        "--overwrite",
-        rich_help_panel=shared.INPUT_OUTPUT,
-        help="Replace a package that is already there.",
-    ),
-]
-BlockSize = Annotated[
-    int,
-    typer.Option(
-        min=1,
-        max=1 << 16,
-        metavar="N",
-        rich_help_panel=shared.PERFORMANCE,
-        help="Tokens per page of cache, as serve has it.",
-    ),
-]
+
+@dataclass(frozen=True)
+class CompileCommand:
+    """Options of mtp-export compile."""
+
+    bundle: Path = field(metadata=BUNDLE)
+    output: Path = field(metadata=path_option("Package to write.", Panel.INPUT_OUTPUT, "FILE.pt2"))
+    overwrite: bool = field(
+        default=False,
+        metadata=option("Replace a package that is already there.", Panel.INPUT_OUTPUT),
+    )
+    dtype: str = field(default="float32", metadata=DTYPE)
+    block_size: int = field(
+        default=64,
+        metadata=option(
+            "Tokens per page of cache, as serve has it.",
+            Panel.PERFORMANCE,
+            metavar="N",
+            low=1,
+            high=1 << 16,
+        ),
+    )
+    reporting: Reporting = Reporting()
 
 
-def compile(
-    bundle: runtime.Bundle,
-    output: Output,
-    overwrite: Overwrite = False,
-    dtype: runtime.Dtype = "float32",
-    block_size: BlockSize = 64,
-    as_json: shared.AsJson = False,
-) -> None:
+def compile(options: CompileCommand) -> None:
     """Compile a bundle's decode step for this CPU by AOTInductor, and time it."""
-    _check(output, overwrite=overwrite)
-    with few_collections(), plain_console(stderr=True).status("Loading the runtime") as status:
+    bundle, output = options.bundle, options.output
+    _check(output, overwrite=options.overwrite)
+    with gc_paused(), plain_console(stderr=True).status("Loading the runtime") as status:
         from mtp_runtime.models.load import LoadOptions, load_model
 
-        options = LoadOptions(dtype=dtype, with_mtp=False, static_graph=True)
-        model = load_model(bundle, options).model
+        loading = LoadOptions(dtype=options.dtype, with_mtp=False, static_graph=True)
+        model = load_model(bundle, loading).model
         status.update(f"Compiling the step of {bundle}")
         start = time.monotonic()
-        _compile(model, block_size, output)
+        _compile(model, options.block_size, output)
         seconds = time.monotonic() - start
         status.update("Timing it")
-        usual = load_model(bundle, replace(options, static_graph=False)).model
-        times = _times(model, usual, block_size, output)
+        usual = load_model(bundle, replace(loading, static_graph=False)).model
+        times = _times(model, usual, options.block_size, output)
     facts = {
         "package": str(output),
         "bytes": output.stat().st_size,
         "seconds": round(seconds, 1),
         "milliseconds_per_step": times,
     }
-    print_result(facts, _table(times), Reporting(as_json=as_json))
-    if not as_json:
+    print_result(facts, _table(times), options.reporting)
+    if not options.reporting.as_json:
         remark(_verdict(times))
 
 

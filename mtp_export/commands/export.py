@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated
 
 import typer
 from rich.console import Group, RenderableType
@@ -14,85 +14,79 @@ from mtp_checkpoints.sources.byte_source import Place
 from mtp_export import __version__
 from mtp_export.bundle.build import BundleResult
 from mtp_export.bundle.bundle_plan import BundlePlan
-from mtp_export.bundle.options import DEFAULT_WORKERS, Checksums, Part, SharedWeights
+from mtp_export.bundle.export import plan_export
+from mtp_export.bundle.options import Part
 from mtp_export.bundle.request import Request
-from mtp_export.commands import options as shared
-from mtp_export.commands.bundle_command import BundleCommand, make_bundle
+from mtp_export.commands.bundle_command import PART, Making, PlannedBundle
 from mtp_export.commands.bundle_tables import effort, parts_table, result_facts, resumed
+from mtp_export.commands.garbage import gc_paused
 from mtp_export.commands.output import heading
-from mtp_export.plan import Link
-
-InputDir = Annotated[
-    Place | None,
-    shared.source_option(
-        "Checkpoint: a folder of safetensors files, or hf://org/name\\[@revision]."
-    ),
-]
-OutputDir = Annotated[
-    Path | None,
-    typer.Option(
-        parser=shared.parse_path,
-        metavar="DIR",
-        rich_help_panel=shared.INPUT_OUTPUT,
-        help="Bundle to write: main/, mtp/ and mtp_export.json in this folder.",
-    ),
-]
-Version = Annotated[bool, typer.Option("--version", help="Show the version and exit.")]
+from mtp_export.options import Panel, option, path_option, source_option
 
 
-def export(
-    context: typer.Context,
-    input_dir: InputDir = None,
-    output_dir: OutputDir = None,
-    link: shared.LinkOption = Link.AUTO,
-    overwrite: shared.Overwrite = False,
-    no_resume: shared.NoResume = False,
-    dry_run: shared.DryRun = False,
-    part: shared.PartOption = Part.BOTH,
-    target: shared.TargetOption = "hf",
-    shared_weights: shared.SharedWeightsOption = SharedWeights.KEEP,
-    allow_untied: shared.AllowUntied = False,
-    max_shard_size: shared.MaxShardSize = shared.DEFAULT_MAX_SHARD_SIZE,
-    checksums: shared.ChecksumsOption = Checksums.WRITTEN,
-    share: shared.ShareOption = None,
-    cluster: shared.ClusterOption = None,
-    workers: shared.Workers = DEFAULT_WORKERS,
-    io_depth: shared.IoDepth = None,
-    max_memory: shared.MaxMemory = shared.DEFAULT_MAX_MEMORY,
-    report: shared.Report = None,
-    as_json: shared.AsJson = False,
-    quiet: shared.Quiet = False,
-    debug: shared.Debug = False,
-    version: Version = False,
-) -> None:
+@dataclass(frozen=True)
+class ExportCommand:
+    """Options of an export."""
+
+    input_dir: Place | None = field(
+        default=None,
+        metadata=source_option(
+            "Checkpoint: a folder of safetensors files, or hf://org/name\\[@revision]."
+        ),
+    )
+    output_dir: Path | None = field(
+        default=None,
+        metadata=path_option(
+            "Bundle to write: main/, mtp/ and mtp_export.json in this folder.",
+            Panel.INPUT_OUTPUT,
+            "DIR",
+        ),
+    )
+    part: Part = field(default=Part.BOTH, metadata=PART)
+    making: Making = Making()
+    version: bool = field(
+        default=False, metadata=option("Show the version and exit.", Panel.ALL_COMMANDS)
+    )
+
+
+def export(options: ExportCommand, context: typer.Context) -> None:
     """Export a DeepSeek-V3-class checkpoint as a bundle: main model and MTP module in folders of
     their own. The commands below quantize, verify, run and inspect what is there."""
-    if version:
+    if options.version:
         print(f"mtp-export {__version__}")
-    elif context.invoked_subcommand is not None:
+        return
+    if context.invoked_subcommand is not None:
         _refuse_options_before(context, context.invoked_subcommand)
-    elif input_dir is None or output_dir is None:
+        return
+    if options.input_dir is None or options.output_dir is None:
         raise UsageError(
             "An export needs both folders",
             expected="--input-dir SRC --output-dir OUT",
             todo="See mtp-export --help",
         )
-    else:
-        options = shared.bundle_options(context, input_dir, output_dir)
-        make_bundle(COMMAND, context, Request("export", options))
+    making = options.making
+    bundle = making.bundle(options.input_dir, options.output_dir, options.part)
+    reports = making.try_reports(options.input_dir, options.output_dir)
+    with gc_paused():
+        plan = plan_export(bundle, dry_run=making.dry_run)
+    planned = PlannedBundle(Request("export", bundle), making, plan, reports)
+    result = planned.run()
+    if result is not None:
+        planned.report(result_facts(result), result_table(result))
+    planned.remark(remarks(plan))
 
 
 def _refuse_options_before(context: typer.Context, command: str) -> None:
     """Refuse options of the export where a command follows: they would be ignored (UsageError)."""
     given = [
-        name
-        for name in context.params
-        if (source := context.get_parameter_source(name)) and source.name == "COMMANDLINE"
+        parameter.opts[0]
+        for parameter in context.command.params
+        if (source := context.get_parameter_source(parameter.name)) and source.name == "COMMANDLINE"
     ]
     if given:
         raise UsageError(
             f"Options stand before the command {command}",
-            found=", ".join(f"--{n.removeprefix('as_').replace('_', '-')}" for n in given),
+            found=", ".join(given),
             todo="Write them after the command's name",
         )
 
@@ -122,6 +116,3 @@ def remarks(plan: BundlePlan) -> list[str]:
         f"--target {plan.options.target} is an alias: its layout is that of"
         f" --target {target.name}, and that is what was planned or written.",
     ]
-
-
-COMMAND = BundleCommand(name="export", facts=result_facts, table=result_table, remarks=remarks)

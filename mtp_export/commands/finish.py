@@ -2,43 +2,51 @@
 
 from __future__ import annotations
 
-from importlib import import_module
+from collections.abc import Callable
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated
+from typing import Any
 
-import typer
+from rich.console import RenderableType
 
+from mtp_export.bundle.build import BundleResult
 from mtp_export.bundle.shares import finish_shares, shared_request
-from mtp_export.commands import options as shared
-from mtp_export.commands.bundle_command import BundleCommand
-from mtp_export.commands.garbage import few_collections
-from mtp_export.commands.output import json_text, print_result
+from mtp_export.commands import bundle_tables, export, graft, quantize
+from mtp_export.commands.garbage import gc_paused
+from mtp_export.commands.output import REPORT, DebugReporting, json_text, print_result
 from mtp_export.commands.report_files import try_reports
+from mtp_export.options import argument, parse_path
 
-OutputDir = Annotated[
-    Path,
-    typer.Argument(
-        parser=shared.parse_path, metavar="OUT", help="Output folder of the runs with --share."
-    ),
-]
+# The two forms of a result, by the planner that it is of.
+_FORMS: dict[
+    str, tuple[Callable[[BundleResult], dict[str, Any]], Callable[[BundleResult], RenderableType]]
+] = {
+    "export": (bundle_tables.result_facts, export.result_table),
+    "graft": (bundle_tables.result_facts, graft.result_table),
+    "quantize": (quantize.result_facts, quantize.result_table),
+}
 
 
-def finish(
-    context: typer.Context,
-    output_dir: OutputDir,
-    report: shared.Report = None,
-    as_json: shared.AsJson = False,
-    quiet: shared.Quiet = False,
-    debug: shared.Debug = False,
-) -> None:
+@dataclass(frozen=True)
+class FinishCommand:
+    """Options of mtp-export finish."""
+
+    output_dir: Path = field(
+        metadata=argument("Output folder of the runs with --share.", "OUT", parse_path)
+    )
+    report: Path | None = field(default=None, metadata=REPORT)
+    reporting: DebugReporting = DebugReporting()
+
+
+def finish(options: FinishCommand) -> None:
     """Finish a bundle that was made in shares: check that all are there, write configs and
     manifest."""
-    request = shared_request(output_dir)
-    reports = try_reports({"--report": report}, [output_dir])
-    command: BundleCommand = import_module(f"mtp_export.commands.{request.planner}").COMMAND
-    with few_collections():
+    request = shared_request(options.output_dir)
+    reports = try_reports({"--report": options.report}, [options.output_dir])
+    with gc_paused():
         plan = request.plan()
     result = finish_shares(plan)
-    facts = command.facts(result)
+    facts_of, table_of = _FORMS[request.planner]
+    facts = facts_of(result)
     reports.write({"--report": lambda: json_text(facts)})
-    print_result(facts, command.table(result), shared.reporting_options(context))
+    print_result(facts, table_of(result), options.reporting)

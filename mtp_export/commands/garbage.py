@@ -10,7 +10,7 @@ _NEW_OBJECTS = 1_000_000
 
 
 @contextmanager
-def few_collections() -> Iterator[None]:
+def gc_paused() -> Iterator[None]:
     """Collect garbage rarely while the block runs, and never what it made.
 
     Half a million small objects that all stay in use are made of a large checkpoint's headers, or

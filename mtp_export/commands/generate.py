@@ -2,139 +2,124 @@
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Any
 
 import typer
 from rich.text import Text
 
 from mtp_checkpoints.errors import UsageError
-from mtp_export.commands import drafting, runtime
-from mtp_export.commands import options as shared
-from mtp_export.commands.garbage import few_collections
+from mtp_export.commands.garbage import gc_paused
 from mtp_export.commands.output import FiguresTable, Reporting, plain_console, print_result
+from mtp_export.commands.runtime import BUNDLE, Runtime
+from mtp_export.options import Panel, option, path_option
 
 if TYPE_CHECKING:
     from mtp_runtime import LLM, RequestMetrics, RequestOutput, SamplingParams, Summary, TokenEvent
     from mtp_runtime.prompts import Prompt
 
 _ACCEPTED_STYLE = "green"
-DECODING = shared.DECODING
-
-PromptTexts = Annotated[
-    list[str] | None,
-    typer.Option(metavar="TEXT", rich_help_panel=DECODING, help="Prompt; may be repeated."),
-]
-PromptFile = Annotated[
-    Path | None,
-    typer.Option(
-        parser=shared.parse_path,
-        metavar="FILE.jsonl",
-        rich_help_panel=DECODING,
-        help='JSON lines: {"prompt": TEXT} or {"prompt_token_ids": [...]}.',
-    ),
-]
-NewTokens = Annotated[
-    int,
-    typer.Option(metavar="N", rich_help_panel=DECODING, help="Maximum new tokens per prompt."),
-]
-Temperature = Annotated[
-    float,
-    typer.Option(
-        metavar="X", rich_help_panel=DECODING, help="Temperature; 0 takes the most probable token."
-    ),
-]
-TopP = Annotated[
-    float,
-    typer.Option(
-        metavar="X",
-        rich_help_panel=DECODING,
-        help="Probability mass of the most probable tokens to sample from.",
-    ),
-]
-TopK = Annotated[
-    int,
-    typer.Option(
-        metavar="N",
-        rich_help_panel=DECODING,
-        help="Number of most probable tokens to sample from; 0 for all.",
-    ),
-]
-Seed = Annotated[
-    int | None,
-    typer.Option(
-        metavar="N",
-        rich_help_panel=DECODING,
-        help="Seed of the first prompt; each further prompt adds one.",
-        show_default="random",
-    ),
-]
-Stop = Annotated[
-    list[str] | None,
-    typer.Option(metavar="TEXT", rich_help_panel=DECODING, help="Text that ends the output."),
-]
-Chat = Annotated[
-    bool,
-    typer.Option(
-        "--chat",
-        rich_help_panel=DECODING,
-        help="Put each prompt into the bundle's chat template, as a user's message.",
-    ),
-]
 
 
-def generate(
-    context: typer.Context,
-    bundle: runtime.Bundle,
-    prompt: PromptTexts = None,
-    prompts: PromptFile = None,
-    chat: Chat = False,
-    max_new_tokens: NewTokens = 64,
-    temperature: Temperature = 0.0,
-    top_p: TopP = 1.0,
-    top_k: TopK = 0,
-    seed: Seed = None,
-    stop: Stop = None,
-    speculate_method: drafting.Method = "auto",
-    speculate_max_draft_token_num: drafting.DraftTokens = None,
-    speculate_max_ngram_size: drafting.NgramSize = 3,
-    adaptive: drafting.Adaptive = False,
-    k_schedule: drafting.Schedule = None,
-    draft_temperature: drafting.DraftTemperature = None,
-    draft_stop_entropy: drafting.StopEntropy = math.inf,
-    draft_model: drafting.DraftModel = None,
-    device: runtime.Device = "cpu",
-    dtype: runtime.Dtype = "float32",
-    deterministic: runtime.Deterministic = False,
-    parallel_mode: runtime.ParallelMode = None,
-    max_model_len: runtime.MaxModelLen = None,
-    cuda_graphs: runtime.CudaGraphs = False,
-    compiled_step: runtime.CompiledStep = None,
-    as_json: shared.AsJson = False,
-) -> None:
+@dataclass(frozen=True)
+class Sampling:
+    """Options of the tokens that follow a prompt."""
+
+    max_new_tokens: int = field(
+        default=64,
+        metadata=option("Maximum new tokens per prompt.", Panel.DECODING, metavar="N"),
+    )
+    temperature: float = field(
+        default=0.0,
+        metadata=option(
+            "Temperature; 0 takes the most probable token.", Panel.DECODING, metavar="X"
+        ),
+    )
+    top_p: float = field(
+        default=1.0,
+        metadata=option(
+            "Probability mass of the most probable tokens to sample from.",
+            Panel.DECODING,
+            metavar="X",
+        ),
+    )
+    top_k: int = field(
+        default=0,
+        metadata=option(
+            "Number of most probable tokens to sample from; 0 for all.",
+            Panel.DECODING,
+            metavar="N",
+        ),
+    )
+    seed: int | None = field(
+        default=None,
+        metadata=option(
+            "Seed of the first prompt; each further prompt adds one.",
+            Panel.DECODING,
+            metavar="N",
+            show_default="random",
+        ),
+    )
+    stop: list[str] | None = field(
+        default=None,
+        metadata=option("Text that ends the output.", Panel.DECODING, metavar="TEXT"),
+    )
+
+
+@dataclass(frozen=True)
+class GenerateCommand:
+    """Options of mtp-export generate."""
+
+    bundle: Path = field(metadata=BUNDLE)
+    prompt: list[str] | None = field(
+        default=None,
+        metadata=option("Prompt; may be repeated.", Panel.DECODING, metavar="TEXT"),
+    )
+    prompts: Path | None = field(
+        default=None,
+        metadata=path_option(
+            'JSON lines: {"prompt": TEXT} or {"prompt_token_ids": [...]}.',
+            Panel.DECODING,
+            "FILE.jsonl",
+        ),
+    )
+    chat: bool = field(
+        default=False,
+        metadata=option(
+            "Put each prompt into the bundle's chat template, as a user's message.", Panel.DECODING
+        ),
+    )
+    sampling: Sampling = Sampling()
+    runtime: Runtime = Runtime()
+    reporting: Reporting = Reporting()
+
+
+def generate(options: GenerateCommand, context: typer.Context) -> None:
     """Decode prompts, with or without speculation; accepted drafts are green."""
-    asked = _prompts(prompt or [], prompts)
-    if chat:
+    asked = _prompts(options.prompt or [], options.prompts)
+    if options.chat:
         _require_texts(asked)
-    with few_collections():
+    with gc_paused():
         from mtp_runtime import SamplingParams
 
+    sampling = options.sampling
     first = SamplingParams(
-        temperature=temperature,
-        top_p=top_p,
-        top_k=top_k,
-        max_tokens=max_new_tokens,
-        seed=seed,
-        stop=stop,
+        temperature=sampling.temperature,
+        top_p=sampling.top_p,
+        top_k=sampling.top_k,
+        max_tokens=sampling.max_new_tokens,
+        seed=sampling.seed,
+        stop=sampling.stop,
     )
     params = _params_of_each(first, len(asked))
-    llm = runtime.load_llm(context, bundle)
-    given = [llm.chat_prompt([{"role": "user", "content": p}]) for p in asked] if chat else asked
-    _report(llm, Decoding(asked, given, params), Reporting(as_json=as_json))
+    llm = options.runtime.load(options.bundle, context.obj)
+    given = asked
+    if options.chat:
+        given = [llm.chat_prompt([{"role": "user", "content": p}]) for p in asked]
+    _report(llm, Decoding(asked, given, params), options.reporting)
 
 
 @dataclass(frozen=True)

@@ -2,36 +2,38 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from dataclasses import dataclass, field
 
-import typer
 from rich.console import Group, RenderableType
 
 from mtp_checkpoints.sources.byte_source import Place
 from mtp_checkpoints.tensors.bundle_folder import RELEASED
-from mtp_export.commands import options as shared
-from mtp_export.commands.garbage import few_collections
+from mtp_export.commands.garbage import gc_paused
 from mtp_export.commands.output import FiguresTable, Reporting, heading, print_result
 from mtp_export.inspection import Inspection
 from mtp_export.inspection import inspect as inspect_checkpoint
+from mtp_export.options import argument, parse_source
 from mtp_export.progress import format_bytes
 
-Source = Annotated[
-    Place,
-    typer.Argument(
-        parser=shared.parse_source,
-        metavar="SRC",
-        help="Checkpoint folder, or hf://org/name\\[@revision].",
-    ),
-]
 _SHOWN_PROBLEMS = 10
 
 
-def inspect(source: Source, as_json: shared.AsJson = False) -> None:
+@dataclass(frozen=True)
+class InspectCommand:
+    """Options of mtp-export inspect."""
+
+    source: Place = field(
+        metadata=argument("Checkpoint folder, or hf://org/name\\[@revision].", "SRC", parse_source)
+    )
+    reporting: Reporting = Reporting()
+
+
+def inspect(options: InspectCommand) -> None:
     """Show the contents of a checkpoint, from its headers alone."""
-    with few_collections():
+    source = options.source
+    with gc_paused():
         inspection = inspect_checkpoint(source)
-    print_result(inspection.as_json(), inspection_table(inspection), Reporting(as_json=as_json))
+    print_result(inspection.as_json(), inspection_table(inspection), options.reporting)
     if inspection.problems:
         inspection.problems[0].raise_as_error(source, len(inspection.problems) - 1)
 

@@ -4,86 +4,74 @@ from __future__ import annotations
 
 import os
 import subprocess
+from dataclasses import dataclass, field
+from pathlib import Path
 from shlex import quote
-from typing import Annotated
-
-import typer
 
 from mtp_checkpoints.errors import UnsupportedError, UsageError
 from mtp_checkpoints.layouts import names_that_serve
 from mtp_checkpoints.layouts.base import Placement
 from mtp_export.bundle.launch import node_lines, probe_of
-from mtp_export.commands import options as shared
-from mtp_export.commands import runtime
 from mtp_export.commands.output import Reporting, print_result
-
-PLACEMENT = "Machines and devices"
-
-EngineName = Annotated[
-    str,
-    typer.Option(
-        "--engine",
-        metavar="NAME",
-        help=f"One of {', '.join(names_that_serve())}.",
-        rich_help_panel=PLACEMENT,
-    ),
-]
-Nodes = Annotated[
-    int, typer.Option(min=1, metavar="N", rich_help_panel=PLACEMENT, help="Number of machines.")
-]
-Tp = Annotated[
-    int | None,
-    typer.Option(
-        min=1,
-        metavar="N",
-        rich_help_panel=PLACEMENT,
-        help="Devices of all machines together that share every layer.",
-        show_default="the engine's",
-    ),
-]
-Head = Annotated[
-    str,
-    typer.Option(
-        metavar="ADDRESS", rich_help_panel=PLACEMENT, help="Address of the first machine."
-    ),
-]
-Run = Annotated[
-    bool,
-    typer.Option(
-        "--run",
-        rich_help_panel=PLACEMENT,
-        help="Become this machine's command, if the engine is installed.",
-    ),
-]
-Node = Annotated[
-    int,
-    typer.Option(
-        min=0, metavar="N", rich_help_panel=PLACEMENT, help="This machine, from 0, for --run."
-    ),
-]
+from mtp_export.commands.runtime import BUNDLE
+from mtp_export.options import Panel, option
 
 
-def launch(
-    bundle: runtime.Bundle,
-    engine: EngineName,
-    nodes: Nodes = 1,
-    tp: Tp = None,
-    head: Head = "127.0.0.1",
-    run: Run = False,
-    node: Node = 0,
-    as_json: shared.AsJson = False,
-) -> None:
+@dataclass(frozen=True)
+class LaunchCommand:
+    """Options of mtp-export launch."""
+
+    bundle: Path = field(metadata=BUNDLE)
+    engine: str = field(
+        metadata=option(f"One of {', '.join(names_that_serve())}.", Panel.PLACEMENT, metavar="NAME")
+    )
+    nodes: int = field(
+        default=1, metadata=option("Number of machines.", Panel.PLACEMENT, metavar="N", low=1)
+    )
+    tp: int | None = field(
+        default=None,
+        metadata=option(
+            "Devices of all machines together that share every layer.",
+            Panel.PLACEMENT,
+            metavar="N",
+            low=1,
+            show_default="the engine's",
+        ),
+    )
+    head: str = field(
+        default="127.0.0.1",
+        metadata=option("Address of the first machine.", Panel.PLACEMENT, metavar="ADDRESS"),
+    )
+    run: bool = field(
+        default=False,
+        metadata=option(
+            "Become this machine's command, if the engine is installed.", Panel.PLACEMENT
+        ),
+    )
+    node: int = field(
+        default=0,
+        metadata=option("This machine, from 0, for --run.", Panel.PLACEMENT, metavar="N", low=0),
+    )
+    reporting: Reporting = Reporting()
+
+
+def launch(options: LaunchCommand) -> None:
     """Print, or run, the command that serves a bundle with an engine."""
-    if tp is None and nodes > 1:
+    bundle, engine, nodes = options.bundle, options.engine, options.nodes
+    if options.tp is None and nodes > 1:
         raise UsageError("Several machines need --tp", expected="the devices of all of them")
-    if node >= nodes:
-        raise UsageError("There is no such machine", expected=f"--node below {nodes}", found=node)
-    placement = None if tp is None else Placement(tp, nodes, head=quote(head))
+    if options.node >= nodes:
+        raise UsageError(
+            "There is no such machine", expected=f"--node below {nodes}", found=options.node
+        )
+    placement = None
+    if options.tp is not None:
+        placement = Placement(options.tp, nodes, head=quote(options.head))
     lines = list(node_lines(bundle, engine, placement))
-    if run:
-        _become(lines[node], engine, probe_of(bundle, engine))
-    if as_json:
-        print_result({"engine": engine, "commands": lines}, "", Reporting(as_json=True))
+    if options.run:
+        _become(lines[options.node], engine, probe_of(bundle, engine))
+    if options.reporting.as_json:
+        print_result({"engine": engine, "commands": lines}, "", options.reporting)
         return
     for number, line in enumerate(lines):
         if len(lines) > 1:

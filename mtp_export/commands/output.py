@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from rich.console import Console, ConsoleOptions, Group, RenderableType
@@ -11,15 +11,42 @@ from rich.measure import Measurement
 from rich.table import Table
 from rich.text import Text
 
+from mtp_export.options import Panel, option, path_option
+
 _ANY_WIDTH = 1 << 16
 
 
 @dataclass(frozen=True)
 class Reporting:
-    """Form in which a command prints its result: JSON, a table, or nothing at all."""
+    """Form in which a command prints its result: JSON, a table, or nothing at all where it can be
+    quiet."""
 
-    as_json: bool = False
+    as_json: bool = field(
+        default=False, metadata=option("Print the result as JSON.", Panel.REPORT, "--json")
+    )
     quiet: bool = False
+
+
+@dataclass(frozen=True)
+class QuietReporting(Reporting):
+    """Reporting of a command that can be quiet."""
+
+    quiet: bool = field(
+        default=False, metadata=option("Show no progress and no table.", Panel.REPORT)
+    )
+
+
+@dataclass(frozen=True)
+class DebugReporting(QuietReporting):
+    """Reporting of a command whose --help has --debug too, which the program itself reads."""
+
+    debug: bool = field(
+        default=False, metadata=option("Show the traceback of an error.", Panel.REPORT)
+    )
+
+
+DRY_RUN = option("Show the plan and write nothing.", Panel.INPUT_OUTPUT)
+REPORT = path_option("Write the result to a file as JSON.", Panel.REPORT, "FILE.json")
 
 
 class FiguresTable(Table):

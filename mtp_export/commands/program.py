@@ -12,8 +12,8 @@ import typer
 from mtp_checkpoints.errors import Interrupted, UsageError
 from mtp_export.commands.compiling import announced_compiling
 from mtp_export.commands.failures import failure_of
-from mtp_export.commands.garbage import few_collections
-from mtp_export.commands.registry import COMMANDS, command_named
+from mtp_export.commands.garbage import gc_paused
+from mtp_export.commands.registry import COMMANDS, command_named, program
 from mtp_export.commands.standard_streams import guarded_streams
 
 # Commands that torchrun may start: those that rank 0 runs while the other ranks follow it, and one
@@ -77,15 +77,15 @@ def _run_alone(arguments: Sequence[str], group: object = None) -> int:
     try:
         if arguments and arguments[0] in COMMANDS:
             words = f"mtp-export {arguments[0]}"
-            with few_collections():
+            with gc_paused():
                 command = command_named(arguments[0])
             code = command.main(
                 list(arguments[1:]), standalone_mode=False, prog_name=words, obj=group
             )
         else:
-            with few_collections():
-                from mtp_export.commands.group import program  # half of the start of an inspect
-            code = program.main(list(arguments), standalone_mode=False, prog_name="mtp-export")
+            with gc_paused():
+                whole = program()
+            code = whole.main(list(arguments), standalone_mode=False, prog_name="mtp-export")
     except typer.TyperException as error:
         raise UsageError(" ".join(error.format_message().split())) from None
     except typer.Abort:

@@ -2,121 +2,49 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass, field
 from functools import partial
-from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Any
 
-import typer
 from rich.console import Group, RenderableType
 
-from mtp_checkpoints.sources.byte_source import Address
-from mtp_export.bundle.options import Part
-from mtp_export.commands import options as shared
-from mtp_export.commands.output import FiguresTable, heading, print_result
+from mtp_export.commands.output import (
+    DRY_RUN,
+    FiguresTable,
+    QuietReporting,
+    heading,
+    print_result,
+)
 from mtp_export.progress import format_bytes
+from mtp_export.publish.options import PushOptions
 
 if TYPE_CHECKING:  # they bring an HTTP client
     from mtp_export.publish.plan import PushPlan
     from mtp_export.publish.push import PushResult
 
-MODEL_CARD = "Model card"
 
-Bundle = Annotated[
-    Path, typer.Argument(parser=shared.parse_path, metavar="BUNDLE", help="Bundle to upload.")
-]
-Repository = Annotated[
-    Address, typer.Argument(parser=Address, metavar="NAME", help="Repository on the Hub: org/name.")
-]
-PushedPart = Annotated[
-    Part | None,
-    typer.Option(
-        "--part",
-        metavar="PART",
-        rich_help_panel=shared.CONTENT,
-        help="Part to upload: both, main or mtp; by default all that the bundle has.",
-    ),
-]
-Private = Annotated[
-    bool,
-    typer.Option(
-        "--private", rich_help_panel=shared.INPUT_OUTPUT, help="Make a repository that is private."
-    ),
-]
-Overwrite = Annotated[
-    bool,
-    typer.Option(
-        "--overwrite",
-        rich_help_panel=shared.INPUT_OUTPUT,
-        help="Replace the model that the repository has.",
-    ),
-]
-Verified = Annotated[
-    Path | None,
-    typer.Option(
-        "--report",
-        parser=shared.parse_path,
-        metavar="FILE.json",
-        rich_help_panel=MODEL_CARD,
-        help="Report of mtp-export verify on this bundle.",
-    ),
-]
-Unverified = Annotated[
-    bool,
-    typer.Option(
-        "--unverified",
-        rich_help_panel=MODEL_CARD,
-        help="Upload a bundle without a report that it passed.",
-    ),
-]
-BaseModel = Annotated[
-    Address | None,
-    typer.Option(
-        "--base-model",
-        parser=lambda text: Address(text if "://" in text else f"hf://{text}"),
-        metavar="NAME",
-        rich_help_panel=MODEL_CARD,
-        help="Model on the Hub that the bundle was made from: org/name or org/name@REVISION.",
-    ),
-]
+@dataclass(frozen=True)
+class PushCommand:
+    """Options of mtp-export push."""
+
+    push: PushOptions
+    dry_run: bool = field(default=False, metadata=DRY_RUN)
+    reporting: QuietReporting = QuietReporting()
 
 
-def push(
-    context: typer.Context,
-    bundle: Bundle,
-    repository: Repository,
-    private: Private = False,
-    overwrite: Overwrite = False,
-    dry_run: shared.DryRun = False,
-    part: PushedPart = None,
-    report: Verified = None,
-    unverified: Unverified = False,
-    base_model: BaseModel = None,
-    as_json: shared.AsJson = False,
-    quiet: shared.Quiet = False,
-) -> None:
+def push(options: PushCommand) -> None:
     """Upload a verified bundle to the Hugging Face Hub, with a model card."""
     from mtp_export.commands.progress_bar import progress_bar
-    from mtp_export.publish.plan import PushOptions, plan_push
+    from mtp_export.publish.plan import plan_push
     from mtp_export.publish.push import run_push
 
-    options = PushOptions(
-        bundle=bundle,
-        repository=repository,
-        part=part,
-        private=private,
-        overwrite=overwrite,
-        report=report,
-        unverified=unverified,
-        base_model=base_model,
-    )
-    show_progress = partial(progress_bar, quiet=quiet)
-    plan = plan_push(options, show_progress, dry_run=dry_run)
-    reporting = shared.reporting_options(context)
-    if dry_run:
-        print_result(plan_facts(plan), plan_table(plan), reporting)
+    show_progress = partial(progress_bar, quiet=options.reporting.quiet)
+    plan = plan_push(options.push, show_progress, dry_run=options.dry_run)
+    if options.dry_run:
+        print_result(plan_facts(plan), plan_table(plan), options.reporting)
     else:
         result = run_push(plan, show_progress)
-        print_result(result_facts(result), result_table(result), reporting)
+        print_result(result_facts(result), result_table(result), options.reporting)
 
 
 def plan_facts(plan: PushPlan) -> dict[str, Any]:

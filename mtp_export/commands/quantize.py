@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from enum import StrEnum
+from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import median
-from typing import Annotated, Any
+from typing import Any
 
-import typer
 from rich.console import Group, RenderableType
 
 from mtp_checkpoints.families.base import Role
@@ -16,190 +15,74 @@ from mtp_checkpoints.layouts import target_of
 from mtp_checkpoints.sources.byte_source import Place
 from mtp_export.bundle.build import BundleResult
 from mtp_export.bundle.bundle_plan import BundlePlan
-from mtp_export.bundle.options import DEFAULT_WORKERS, Checksums, Part, SharedWeights
-from mtp_export.bundle.quantize import (
-    Device,
-    Format,
-    Int4Scope,
-    QuantizeOptions,
-    ScaleRule,
-    default_input,
-    default_output,
-)
+from mtp_export.bundle.options import Part
+from mtp_export.bundle.precision import Format, Precision
+from mtp_export.bundle.quantize import QuantizeOptions, default_input, default_output, plan_quantize
 from mtp_export.bundle.request import Request
-from mtp_export.commands import options as shared
-from mtp_export.commands.bundle_command import BundleCommand, make_bundle
+from mtp_export.commands.bundle_command import PART, Making, PlannedBundle
 from mtp_export.commands.bundle_tables import effort, resumed
 from mtp_export.commands.bundle_tables import result_facts as bundle_facts
+from mtp_export.commands.garbage import gc_paused
 from mtp_export.commands.output import FiguresTable, heading, json_text, print_result
 from mtp_export.commands.precision_table import pairs_facts, pairs_table
 from mtp_export.commands.report_files import try_reports
-from mtp_export.plan import Link
+from mtp_export.options import Panel, option, path_option, source_option
 from mtp_export.progress import format_bytes
 from mtp_export.schemes import SCHEMES
-from mtp_export.schemes.scheme import KEEP
 
-_NAMES = (*SCHEMES, KEEP)
-# Every pair of the table gives the MTP module 8 bits or more.
-_MTP_NAMES = tuple(name for name in _NAMES if "int4" not in name)
-BaseQuant = StrEnum("BaseQuant", {name: name for name in _NAMES})  # type: ignore[misc]
-MtpQuant = StrEnum("MtpQuant", {name: name for name in _MTP_NAMES})  # type: ignore[misc]
-_KEEP_BASE, _KEEP_MTP = BaseQuant(KEEP), MtpQuant(KEEP)
 _WORST_TENSORS = 3
 
-InputDir = Annotated[
-    Place | None,
-    shared.source_option(
-        "Bundle or checkpoint, or hf://org/name\\[@revision]; by default the current folder, if it"
-        " is a bundle."
-    ),
-]
-OutputDir = Annotated[
-    Path | None,
-    typer.Option(
-        parser=shared.parse_path,
-        metavar="DIR",
-        rich_help_panel=shared.INPUT_OUTPUT,
-        help="Bundle to write; by default beside the input, named after the pair of schemes.",
-    ),
-]
-BaseQuantOption = Annotated[
-    BaseQuant,
-    typer.Option(
-        "--base-quant",
-        metavar="SCHEME",
-        rich_help_panel=shared.PRECISION,
-        help=f"Precision of the main model: {', '.join(_NAMES)}.",
-    ),
-]
-MtpQuantOption = Annotated[
-    MtpQuant,
-    typer.Option(
-        "--mtp-quant",
-        metavar="SCHEME",
-        rich_help_panel=shared.PRECISION,
-        help=f"Precision of the MTP module: {', '.join(_MTP_NAMES)}.",
-    ),
-]
-FormatOption = Annotated[
-    Format,
-    typer.Option(
-        "--format",
-        metavar="NAME",
-        rich_help_panel=shared.PRECISION,
-        help="Layout of a8w8_fp8_wint4: compressed-tensors or w4afp8.",
-    ),
-]
-GroupSize = Annotated[
-    int,
-    typer.Option(
-        "--group-size",
-        metavar="N",
-        rich_help_panel=shared.PRECISION,
-        help="Weights per int4 scale: 32, 64 or 128.",
-    ),
-]
-Int4ScopeOption = Annotated[
-    Int4Scope,
-    typer.Option(
-        "--int4-scope",
-        metavar="SCOPE",
-        rich_help_panel=shared.PRECISION,
-        help="Linears that weight_only_int4 packs: experts or all.",
-    ),
-]
-ScaleOption = Annotated[
-    ScaleRule,
-    typer.Option(
-        "--scale",
-        metavar="RULE",
-        rich_help_panel=shared.PRECISION,
-        help="Choice of an int4 scale: minmax or mse.",
-    ),
-]
-AllowUntestedPair = Annotated[
-    bool,
-    typer.Option(
-        "--allow-untested-pair",
-        rich_help_panel=shared.PRECISION,
-        help="Accept a pair of schemes that is not in the precision table.",
-    ),
-]
-ListPairs = Annotated[
-    bool,
-    typer.Option(
-        "--list", rich_help_panel=shared.PRECISION, help="Show the precision table and exit."
-    ),
-]
-DeviceOption = Annotated[
-    Device,
-    typer.Option(
-        "--device",
-        metavar="NAME",
-        rich_help_panel=shared.PERFORMANCE,
-        help="Device that computes: cpu, cuda, npu or auto.",
-    ),
-]
 
+@dataclass(frozen=True)
+class QuantizeCommand:
+    """Options of mtp-export quantize."""
 
-def quantize(
-    context: typer.Context,
-    input_dir: InputDir = None,
-    output_dir: OutputDir = None,
-    link: shared.LinkOption = Link.AUTO,
-    overwrite: shared.Overwrite = False,
-    no_resume: shared.NoResume = False,
-    dry_run: shared.DryRun = False,
-    base_quant: BaseQuantOption = _KEEP_BASE,
-    mtp_quant: MtpQuantOption = _KEEP_MTP,
-    format: FormatOption = Format.COMPRESSED_TENSORS,
-    group_size: GroupSize = 128,
-    int4_scope: Int4ScopeOption = Int4Scope.EXPERTS,
-    scale: ScaleOption = ScaleRule.MINMAX,
-    allow_untested_pair: AllowUntestedPair = False,
-    list_pairs: ListPairs = False,
-    part: shared.PartOption = Part.BOTH,
-    target: shared.TargetOption = "hf",
-    shared_weights: shared.SharedWeightsOption = SharedWeights.KEEP,
-    allow_untied: shared.AllowUntied = False,
-    max_shard_size: shared.MaxShardSize = shared.DEFAULT_MAX_SHARD_SIZE,
-    checksums: shared.ChecksumsOption = Checksums.WRITTEN,
-    share: shared.ShareOption = None,
-    cluster: shared.ClusterOption = None,
-    workers: shared.Workers = DEFAULT_WORKERS,
-    io_depth: shared.IoDepth = None,
-    max_memory: shared.MaxMemory = shared.DEFAULT_MAX_MEMORY,
-    device: DeviceOption = Device.CPU,
-    report: shared.Report = None,
-    as_json: shared.AsJson = False,
-    quiet: shared.Quiet = False,
-    debug: shared.Debug = False,
-) -> None:
-    """Quantize a checkpoint or a bundle: main model and MTP module each in its own precision."""
-    if list_pairs:
-        facts = pairs_facts()
-        try_reports({"--report": report}, []).write({"--report": lambda: json_text(facts)})
-        print_result(facts, pairs_table(), shared.reporting_options(context))
-        return
-    source = input_dir or default_input()
-    output = output_dir or default_output(source, base_quant, mtp_quant)
-    options = _quantize_options(context, source, output)
-    make_bundle(COMMAND, context, Request("quantize", options))
-
-
-def _quantize_options(context: typer.Context, source: Place, output: Path) -> QuantizeOptions:
-    given = context.params
-    return QuantizeOptions(
-        bundle=shared.bundle_options(context, source, output),
-        base_quant=given["base_quant"],
-        mtp_quant=given["mtp_quant"],
-        format=given["format"],
-        group_size=given["group_size"],
-        int4_scope=given["int4_scope"],
-        scale=given["scale"],
-        device=given["device"],
-        allow_untested_pair=given["allow_untested_pair"],
+    input_dir: Place | None = field(
+        default=None,
+        metadata=source_option(
+            "Bundle or checkpoint, or hf://org/name\\[@revision]; by default the current folder, if"
+            " it is a bundle."
+        ),
     )
+    output_dir: Path | None = field(
+        default=None,
+        metadata=path_option(
+            "Bundle to write; by default beside the input, named after the pair of schemes.",
+            Panel.INPUT_OUTPUT,
+            "DIR",
+        ),
+    )
+    part: Part = field(default=Part.BOTH, metadata=PART)
+    making: Making = Making()
+    precision: Precision = Precision()
+    list_pairs: bool = field(
+        default=False,
+        metadata=option("Show the precision table and exit.", Panel.PRECISION, "--list"),
+    )
+
+
+def quantize(options: QuantizeCommand) -> None:
+    """Quantize a checkpoint or a bundle: main model and MTP module each in its own precision."""
+    making = options.making
+    if options.list_pairs:
+        facts = pairs_facts()
+        reports = try_reports({"--report": making.report}, [])
+        reports.write({"--report": lambda: json_text(facts)})
+        print_result(facts, pairs_table(), making.reporting)
+        return
+    source, output, opened = options.input_dir or default_input(), options.output_dir, None
+    if output is None:
+        output, opened = default_output(source, options.precision)
+    bundle = making.bundle(source, output, options.part)
+    chosen = QuantizeOptions(bundle, **vars(options.precision))
+    reports = making.try_reports(source, output)
+    with gc_paused():
+        plan = plan_quantize(chosen, opened, dry_run=making.dry_run)
+    planned = PlannedBundle(Request("quantize", chosen), making, plan, reports)
+    result = planned.run()
+    if result is not None:
+        planned.report(result_facts(result), result_table(result))
+    planned.remark(remarks(plan))
 
 
 def result_facts(result: BundleResult) -> dict[str, Any]:
@@ -314,6 +197,3 @@ def _worst(result: BundleResult) -> list[dict[str, Any]]:
     return [
         {"tensor": name, "sqnr_db": round(sqnr, 2)} for sqnr, name in sorted(known)[:_WORST_TENSORS]
     ]
-
-
-COMMAND = BundleCommand(name="quantize", facts=result_facts, table=result_table, remarks=remarks)

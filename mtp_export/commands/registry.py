@@ -1,26 +1,52 @@
-"""Commands by name, each imported when it is asked for: no run waits for those of others."""
+"""The program: an export, or one of its commands, each imported when it is asked for, so that no
+run waits for those of others."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping
 from functools import cache
 from importlib import import_module
 from typing import Any
 
-import typer
+from typer.core import TyperCommand
 
-from mtp_export.commands.values import read_usual_values
+from mtp_export.commands.typed_command import QuickGroup, typed_command, typed_group
 
 # Each is a function of the module of its name; help lists them in this order.
 COMMANDS = (
     *("quantize", "graft", "tune", "finish", "verify"),
     *("generate", "serve", "compile", "launch", "inspect", "push"),
 )
-SETTINGS: dict[str, Any] = {"rich_markup_mode": "rich", "pretty_exceptions_enable": False}
 
 
 @cache
-def command_named(name: str) -> Any:
+def command_named(name: str) -> TyperCommand:
     """Return one of COMMANDS, as Typer runs it."""
-    own = typer.Typer(add_completion=False, **SETTINGS)
-    own.command()(getattr(import_module(f"mtp_export.commands.{name}"), name))
-    return read_usual_values(typer.main.get_command(own))
+    return typed_command(getattr(import_module(f"mtp_export.commands.{name}"), name))
+
+
+@cache
+def program() -> QuickGroup:
+    """Return the export, with COMMANDS behind it."""
+    from mtp_export.commands.export import export  # half of the start of an inspect
+
+    return typed_group(export, _Group)
+
+
+class _Commands(Mapping[str, TyperCommand]):
+    def __iter__(self) -> Iterator[str]:
+        return iter(COMMANDS)
+
+    def __len__(self) -> int:
+        return len(COMMANDS)
+
+    def __getitem__(self, name: str) -> TyperCommand:
+        if name not in COMMANDS:
+            raise KeyError(name)
+        return command_named(name)
+
+
+class _Group(QuickGroup):
+    def __init__(self, **settings: Any) -> None:
+        super().__init__(**settings)
+        self.commands = _Commands()  # type: ignore[assignment]

@@ -2,105 +2,212 @@
 
 from __future__ import annotations
 
+import math
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
-
-import typer
+from typing import TYPE_CHECKING, Any
 
 from mtp_checkpoints.errors import UsageError
-from mtp_export.commands.garbage import few_collections
-from mtp_export.commands.options import PERFORMANCE, parse_path
+from mtp_export.commands.garbage import gc_paused
 from mtp_export.commands.output import plain_console
+from mtp_export.options import Panel, argument, option, parse_path, path_option
 
 if TYPE_CHECKING:
     from mtp_runtime import LLM
+    from mtp_runtime.config import SpeculationOptions
+    from mtp_runtime.parallel.group import Group
 
-Bundle = Annotated[
-    Path,
-    typer.Argument(parser=parse_path, metavar="BUNDLE", help="Bundle or checkpoint."),
-]
-Device = Annotated[
-    str, typer.Option(metavar="NAME", rich_help_panel=PERFORMANCE, help="cpu, cuda or npu.")
-]
-FloatDevice = Annotated[
-    str, typer.Option(metavar="NAME", rich_help_panel=PERFORMANCE, help="cpu or cuda.")
-]
-Dtype = Annotated[
-    str, typer.Option(metavar="NAME", rich_help_panel=PERFORMANCE, help="float32 or bfloat16.")
-]
-Deterministic = Annotated[
-    bool,
-    typer.Option(
-        "--deterministic",
-        rich_help_panel=PERFORMANCE,
-        help="Make tokens independent of batch and drafts.",
-    ),
-]
-MaxModelLen = Annotated[
-    int | None,
-    typer.Option(
-        metavar="N",
-        rich_help_panel=PERFORMANCE,
-        help="Tokens of prompt and output together; above index_topk attention is sparse.",
-    ),
-]
-
-CudaGraphs = Annotated[
-    bool,
-    typer.Option(
-        "--cuda-graphs",
-        rich_help_panel=PERFORMANCE,
-        help="On a GPU, capture steps of decoding as CUDA graphs.",
-    ),
-]
-CompiledStep = Annotated[
-    Path | None,
-    typer.Option(
-        parser=parse_path,
-        metavar="FILE.pt2",
-        rich_help_panel=PERFORMANCE,
-        help="Run steps of decoding by a package of mtp-export compile.",
-    ),
-]
-ParallelMode = Annotated[
-    str | None,
-    typer.Option(
-        metavar="MODE",
-        rich_help_panel=PERFORMANCE,
-        help="Way in which the processes of torchrun join their parts: gather or reduce.",
-        show_default="gather in float32, else reduce",
-    ),
-]
-
-# Parameters of commands that are LLM's under the same name; a command has some of them.
-_LLM_OPTIONS = (
-    *("device", "dtype", "deterministic", "max_model_len", "draft_model", "parallel_mode"),
-    *("speculate_method", "speculate_max_draft_token_num", "speculate_max_ngram_size"),
-    *("adaptive", "k_schedule", "draft_temperature", "draft_stop_entropy"),
-)
+BUNDLE = argument("Bundle or checkpoint.", "BUNDLE", parse_path)
+DTYPE = option("float32 or bfloat16.", Panel.PERFORMANCE, metavar="NAME")
+FLOAT_DEVICE = option("cpu or cuda.", Panel.PERFORMANCE, metavar="NAME")
 
 
-def _static_graph(context: typer.Context) -> Path | bool:
-    """Return LLM's option of that name (UsageError where both of the command's are given)."""
-    package, captured = context.params["compiled_step"], context.params["cuda_graphs"]
-    if package is not None and captured:
-        raise UsageError("Give one of --cuda-graphs and --compiled-step")
-    return captured if package is None else Path(package)
+def parse_schedule(text: str) -> tuple[tuple[int, int], ...]:
+    """Return --k-schedule as (batch size, drafts)."""
+    pairs = []
+    for entry in text.split(","):
+        size, _, drafts = entry.partition(":")
+        if not (size.strip().isdecimal() and drafts.strip().isdecimal()):
+            raise UsageError(
+                "Option --k-schedule cannot be read",
+                expected="B:K,... such as 1:5,16:2,64:0",
+                found=text,
+            )
+        pairs.append((int(size), int(drafts)))
+    return tuple(pairs)
 
 
-def load_llm(context: typer.Context, bundle: Path, **more: Any) -> LLM:
-    """Load a bundle with the options of a command, until it can decode at full speed.
+def parse_temperatures(text: str) -> tuple[float, ...]:
+    """Return --draft-temperature as numbers."""
+    try:
+        return tuple(float(entry) for entry in text.split(","))
+    except ValueError:
+        raise UsageError(
+            "Option --draft-temperature cannot be read",
+            expected="numbers such as 0.6,0.8",
+            found=text,
+        ) from None
 
-    A terminal shows what is being done.
-    """
-    given = {name: context.params[name] for name in _LLM_OPTIONS if name in context.params}
-    given["static_graph"] = _static_graph(context)
-    with few_collections(), plain_console(stderr=True).status("Loading the runtime") as status:
-        from mtp_runtime.llm import llm_of
-        from mtp_runtime.parallel.group import LONE
 
-        status.update(f"Loading {bundle}")
-        llm = (context.obj or LONE).everywhere(llm_of, bundle, given | more)
-        status.update("Decoding the first tokens")
-        llm.warm_up()
-    return llm
+@dataclass(frozen=True)
+class Drafting:
+    """Options that choose drafts, as LLM takes them."""
+
+    speculate_method: str = field(
+        default="auto",
+        metadata=option(
+            "none, mtp, eagle, eagle3, parallel_heads, inference_with_reference or draft_model;"
+            " auto is mtp where the bundle has a module, else none.",
+            Panel.SPECULATION,
+            metavar="NAME",
+        ),
+    )
+    speculate_max_draft_token_num: int | None = field(
+        default=None,
+        metadata=option(
+            "Draft tokens per step, 1 to 5; with --adaptive at most so many.",
+            Panel.SPECULATION,
+            metavar="K",
+            show_default="1; with --adaptive 5",
+        ),
+    )
+    speculate_max_ngram_size: int = field(
+        default=3,
+        metadata=option("Maximum length of an n-gram.", Panel.SPECULATION, metavar="N"),
+    )
+    adaptive: bool = field(
+        default=False,
+        metadata=option(
+            "Choose draft tokens per step by measured acceptance and times.", Panel.DRAFTS
+        ),
+    )
+    k_schedule: tuple[tuple[int, int], ...] | None = field(
+        default=None,
+        metadata=option(
+            "Draft tokens per step from each batch size on: 1:5,16:2,64:0.",
+            Panel.DRAFTS,
+            metavar="B:K",
+            parser=parse_schedule,
+            show_default=False,
+        ),
+    )
+    draft_temperature: tuple[float, ...] | None = field(
+        default=None,
+        metadata=option(
+            "Temperatures of the draft tokens of a request that samples: 0.5,0.8.",
+            Panel.DRAFTS,
+            metavar="X",
+            parser=parse_temperatures,
+            show_default=False,
+        ),
+    )
+    draft_stop_entropy: float = field(
+        default=math.inf,
+        metadata=option(
+            "Entropy above which no further token is drafted.",
+            Panel.DRAFTS,
+            metavar="NATS",
+            show_default="none",
+        ),
+    )
+    draft_model: Path | None = field(
+        default=None,
+        metadata=path_option(
+            "Second checkpoint, or draft, for methods draft_model, eagle3 and parallel_heads.",
+            Panel.SPECULATION,
+            "DIR",
+        ),
+    )
+
+    def as_speculation(self) -> SpeculationOptions:
+        """Return the options under LLM's names."""
+        return {
+            "speculate_method": self.speculate_method,
+            "speculate_max_draft_token_num": self.speculate_max_draft_token_num,
+            "speculate_max_ngram_size": self.speculate_max_ngram_size,
+            "adaptive": self.adaptive,
+            "k_schedule": self.k_schedule,
+            "draft_temperature": self.draft_temperature,
+            "draft_stop_entropy": self.draft_stop_entropy,
+        }
+
+
+@dataclass(frozen=True)
+class Runtime:
+    """Options of every command that decodes."""
+
+    device: str = field(
+        default="cpu",
+        metadata=option("cpu, cuda or npu.", Panel.PERFORMANCE, metavar="NAME"),
+    )
+    dtype: str = field(default="float32", metadata=DTYPE)
+    deterministic: bool = field(
+        default=False,
+        metadata=option("Make tokens independent of batch and drafts.", Panel.PERFORMANCE),
+    )
+    max_model_len: int | None = field(
+        default=None,
+        metadata=option(
+            "Tokens of prompt and output together; above index_topk attention is sparse.",
+            Panel.PERFORMANCE,
+            metavar="N",
+        ),
+    )
+    parallel_mode: str | None = field(
+        default=None,
+        metadata=option(
+            "Way in which the processes of torchrun join their parts: gather or reduce.",
+            Panel.PERFORMANCE,
+            metavar="MODE",
+            show_default="gather in float32, else reduce",
+        ),
+    )
+    cuda_graphs: bool = field(
+        default=False,
+        metadata=option("On a GPU, capture steps of decoding as CUDA graphs.", Panel.PERFORMANCE),
+    )
+    compiled_step: Path | None = field(
+        default=None,
+        metadata=path_option(
+            "Run steps of decoding by a package of mtp-export compile.",
+            Panel.PERFORMANCE,
+            "FILE.pt2",
+        ),
+    )
+    drafting: Drafting = Drafting()
+
+    @property
+    def static_graph(self) -> Path | bool:
+        """LLM's option of that name (UsageError where both of the command's are given)."""
+        if self.compiled_step is not None and self.cuda_graphs:
+            raise UsageError("Give one of --cuda-graphs and --compiled-step")
+        return self.compiled_step or self.cuda_graphs
+
+    def load(self, bundle: Path, group: Group | None, **sizes: Any) -> LLM:
+        """Load a bundle until it can decode at full speed; group: the ranks that follow, None for
+        none; sizes: those of the engine, as LLM takes them.
+
+        A terminal shows what is being done.
+        """
+        static_graph = self.static_graph
+        with gc_paused(), plain_console(stderr=True).status("Loading the runtime") as status:
+            from mtp_runtime.llm import llm_of
+            from mtp_runtime.parallel.group import LONE
+
+            status.update(f"Loading {bundle}")
+            options = {
+                "device": self.device,
+                "dtype": self.dtype,
+                "deterministic": self.deterministic,
+                "draft_model": self.drafting.draft_model,
+                "max_model_len": self.max_model_len,
+                "static_graph": static_graph,
+                "parallel_mode": self.parallel_mode,
+                **self.drafting.as_speculation(),
+                **sizes,
+            }
+            ranks = LONE if group is None else group
+            llm = ranks.everywhere(llm_of, bundle, options)
+            status.update("Decoding the first tokens")
+            llm.warm_up()
+        return llm

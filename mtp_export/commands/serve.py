@@ -2,169 +2,155 @@
 
 from __future__ import annotations
 
-import math
+from dataclasses import dataclass, field
 from importlib.util import find_spec
-from typing import Annotated, Any
+from pathlib import Path
 
 import typer
 
 from mtp_checkpoints.errors import UnsupportedError
-from mtp_export.commands import drafting, runtime
-from mtp_export.commands import options as shared
 from mtp_export.commands.output import remark
+from mtp_export.commands.runtime import BUNDLE, Runtime
+from mtp_export.options import Panel, option, parse_size
 
-SERVER, LIMITS, PROMPTS = "Server", "Batch and cache", "Prompts"
 _NEEDED = ("starlette", "uvicorn", "pydantic", "prometheus_client")
 _CHUNK_TOKENS = 256
 
 
-def _switch(text: object) -> bool:
+def _switch(text: str) -> bool:
     """Return what true or false says, as engines take it."""
     known = {"true": True, "false": False}
-    if str(text).lower() not in known:
-        raise typer.BadParameter(f"{text!r} is neither true nor false")
-    return known[str(text).lower()]
+    if text.lower() not in known:
+        raise ValueError(f"{text!r} is neither true nor false")
+    return known[text.lower()]
 
 
-Host = Annotated[
-    str, typer.Option(metavar="ADDRESS", rich_help_panel=SERVER, help="Address to listen on.")
-]
-Port = Annotated[
-    int,
-    typer.Option(
-        min=0, max=65535, metavar="N", rich_help_panel=SERVER, help="Port; 0 for any free one."
-    ),
-]
-ApiKey = Annotated[
-    str | None,
-    typer.Option(
-        envvar="MTP_EXPORT_API_KEY",
-        metavar="KEY",
-        rich_help_panel=SERVER,
-        help="Key that clients must send; without one only this machine is served.",
-    ),
-]
-ServedName = Annotated[
-    str | None,
-    typer.Option(
-        metavar="NAME",
-        rich_help_panel=SERVER,
-        help="The model's name for clients.",
-        show_default="the folder's",
-    ),
-]
-ShutdownTimeout = Annotated[
-    int,
-    typer.Option(
-        min=0,
-        metavar="SECONDS",
-        rich_help_panel=SERVER,
-        help="Time that requests under way have to end at SIGTERM.",
-    ),
-]
-MaxBatchSize = Annotated[
-    int,
-    typer.Option(min=1, max=128, metavar="N", rich_help_panel=LIMITS, help="Requests per step."),
-]
-MaxTokensPerBatch = Annotated[
-    int, typer.Option(min=1, metavar="N", rich_help_panel=LIMITS, help="Tokens per step.")
-]
-MaxQueued = Annotated[
-    int,
-    typer.Option(
-        min=0,
-        metavar="N",
-        rich_help_panel=LIMITS,
-        help="Requests that wait beside a full batch; further ones get 503.",
-    ),
-]
-PrefixCache = Annotated[
-    bool,
-    typer.Option(
-        "--enable-prefix-cache",
-        rich_help_panel=PROMPTS,
-        help="Keep the cache of prompts for requests that begin alike.",
-    ),
-]
-ChunkedPrefill = Annotated[
-    Any,
-    typer.Option(
-        "--enable-chunked-prefill",
-        parser=_switch,
-        metavar="BOOL",
-        rich_help_panel=PROMPTS,
-        help=f"Compute prompts {_CHUNK_TOKENS} tokens per step, beside decoding; else as many as a"
-        " step takes.",
-    ),
-]
-BlockSize = Annotated[
-    int,
-    typer.Option(
-        min=1, max=1 << 16, metavar="N", rich_help_panel=LIMITS, help="Tokens per page of cache."
-    ),
-]
-MaxMemory = Annotated[
-    int | None,
-    typer.Option(
-        parser=shared.parse_size,
-        metavar="SIZE",
-        rich_help_panel=LIMITS,
-        help="Resident memory: what the model leaves of it is cache.",
-        show_default="a cache of 32768 tokens",
-    ),
-]
+@dataclass(frozen=True)
+class Listening:
+    """Options of the server itself."""
+
+    host: str = field(
+        default="127.0.0.1",
+        metadata=option("Address to listen on.", Panel.SERVER, metavar="ADDRESS"),
+    )
+    port: int = field(
+        default=8000,
+        metadata=option("Port; 0 for any free one.", Panel.SERVER, metavar="N", low=0, high=65535),
+    )
+    api_key: str | None = field(
+        default=None,
+        metadata=option(
+            "Key that clients must send; without one only this machine is served.",
+            Panel.SERVER,
+            metavar="KEY",
+            envvar="MTP_EXPORT_API_KEY",
+        ),
+    )
+    served_model_name: str | None = field(
+        default=None,
+        metadata=option(
+            "The model's name for clients.",
+            Panel.SERVER,
+            metavar="NAME",
+            show_default="the folder's",
+        ),
+    )
+    shutdown_timeout: int = field(
+        default=60,
+        metadata=option(
+            "Time that requests under way have to end at SIGTERM.",
+            Panel.SERVER,
+            metavar="SECONDS",
+            low=0,
+        ),
+    )
 
 
-def serve(
-    context: typer.Context,
-    bundle: runtime.Bundle,
-    host: Host = "127.0.0.1",
-    port: Port = 8000,
-    api_key: ApiKey = None,
-    served_model_name: ServedName = None,
-    shutdown_timeout: ShutdownTimeout = 60,
-    speculate_method: drafting.Method = "auto",
-    speculate_max_draft_token_num: drafting.DraftTokens = None,
-    speculate_max_ngram_size: drafting.NgramSize = 3,
-    adaptive: drafting.Adaptive = False,
-    k_schedule: drafting.Schedule = None,
-    draft_temperature: drafting.DraftTemperature = None,
-    draft_stop_entropy: drafting.StopEntropy = math.inf,
-    draft_model: drafting.DraftModel = None,
-    max_batch_size: MaxBatchSize = 128,
-    max_tokens_per_batch: MaxTokensPerBatch = 2048,
-    max_queued_requests: MaxQueued = 512,
-    enable_prefix_cache: PrefixCache = False,
-    enable_chunked_prefill: ChunkedPrefill = True,
-    block_size: BlockSize = 64,
-    max_memory: MaxMemory = None,
-    device: runtime.Device = "cpu",
-    dtype: runtime.Dtype = "float32",
-    deterministic: runtime.Deterministic = False,
-    max_model_len: runtime.MaxModelLen = None,
-    parallel_mode: runtime.ParallelMode = None,
-    cuda_graphs: runtime.CudaGraphs = False,
-    compiled_step: runtime.CompiledStep = None,
-) -> None:
+@dataclass(frozen=True)
+class Limits:
+    """Options of the batch, its cache and its prompts."""
+
+    max_batch_size: int = field(
+        default=128,
+        metadata=option("Requests per step.", Panel.LIMITS, metavar="N", low=1, high=128),
+    )
+    max_tokens_per_batch: int = field(
+        default=2048, metadata=option("Tokens per step.", Panel.LIMITS, metavar="N", low=1)
+    )
+    max_queued_requests: int = field(
+        default=512,
+        metadata=option(
+            "Requests that wait beside a full batch; further ones get 503.",
+            Panel.LIMITS,
+            metavar="N",
+            low=0,
+        ),
+    )
+    enable_prefix_cache: bool = field(
+        default=False,
+        metadata=option("Keep the cache of prompts for requests that begin alike.", Panel.PROMPTS),
+    )
+    enable_chunked_prefill: bool = field(
+        default=True,
+        metadata=option(
+            f"Compute prompts {_CHUNK_TOKENS} tokens per step, beside decoding; else as many as a"
+            " step takes.",
+            Panel.PROMPTS,
+            metavar="BOOL",
+            parser=_switch,
+        ),
+    )
+    block_size: int = field(
+        default=64,
+        metadata=option(
+            "Tokens per page of cache.", Panel.LIMITS, metavar="N", low=1, high=1 << 16
+        ),
+    )
+    max_memory: int | None = field(
+        default=None,
+        metadata=option(
+            "Resident memory: what the model leaves of it is cache.",
+            Panel.LIMITS,
+            metavar="SIZE",
+            parser=parse_size,
+            show_default="a cache of 32768 tokens",
+        ),
+    )
+
+
+@dataclass(frozen=True)
+class ServeCommand:
+    """Options of mtp-export serve."""
+
+    bundle: Path = field(metadata=BUNDLE)
+    server: Listening = Listening()
+    limits: Limits = Limits()
+    runtime: Runtime = Runtime()
+
+
+def serve(options: ServeCommand, context: typer.Context) -> None:
     """Serve a bundle over OpenAI's protocol, with speculation, metrics and a page to watch it."""
     _require_packages()
     from mtp_export.serve.app import Server, ServerOptions
     from mtp_export.serve.run import Address, run_server
 
-    address = Address(host, port, shutdown_timeout)
-    address.check(api_key)
-    llm = runtime.load_llm(
-        context,
-        bundle,
-        max_batch_size=max_batch_size,
-        max_step_tokens=max_tokens_per_batch,
-        prefill_chunk=_CHUNK_TOKENS if enable_chunked_prefill else max_tokens_per_batch,
-        prefix_cache=enable_prefix_cache,
-        page_size=block_size,
-        max_memory_bytes=max_memory,
+    place, limits = options.server, options.limits
+    address = Address(place.host, place.port, place.shutdown_timeout)
+    address.check(place.api_key)
+    llm = options.runtime.load(
+        options.bundle,
+        context.obj,
+        max_batch_size=limits.max_batch_size,
+        max_step_tokens=limits.max_tokens_per_batch,
+        prefill_chunk=(
+            _CHUNK_TOKENS if limits.enable_chunked_prefill else limits.max_tokens_per_batch
+        ),
+        prefix_cache=limits.enable_prefix_cache,
+        page_size=limits.block_size,
+        max_memory_bytes=limits.max_memory,
     )
-    name = served_model_name or bundle.resolve().name
-    server = Server(llm, ServerOptions(name, api_key, max_queued_requests))
+    name = place.served_model_name or options.bundle.resolve().name
+    server = Server(llm, ServerOptions(name, place.api_key, limits.max_queued_requests))
     run_server(server, address, lambda url: remark(f"Serving {name} on {url}"))
 
 

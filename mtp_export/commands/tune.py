@@ -3,229 +3,68 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Any
 
-import typer
 from rich.console import Group, RenderableType
 
-from mtp_export.commands import options as shared
-from mtp_export.commands import runtime
-from mtp_export.commands.output import FiguresTable, heading, json_text, print_result
+from mtp_export.commands.output import (
+    DRY_RUN,
+    REPORT,
+    DebugReporting,
+    FiguresTable,
+    heading,
+    json_text,
+    print_result,
+)
 from mtp_export.commands.report_files import try_reports
+from mtp_export.options import Panel, path_option
 from mtp_export.progress import format_bytes
+from mtp_export.tune.options import TuneOptions
 
 if TYPE_CHECKING:
     from mtp_export.tune.estimate import Estimate
-    from mtp_export.tune.options import TuneOptions
     from mtp_export.tune.run import TuneResult
 
-DATA, TRAINING = "Data", "Training"
 
-Bundle = Annotated[
-    Path,
-    typer.Option(
-        parser=shared.parse_path,
-        metavar="DIR",
-        rich_help_panel=shared.INPUT_OUTPUT,
-        help="Bundle whose draft is trained.",
-    ),
-]
-OutputDir = Annotated[
-    Path,
-    typer.Option(
-        parser=shared.parse_path,
-        metavar="DIR",
-        rich_help_panel=shared.INPUT_OUTPUT,
-        help="Bundle to write.",
-    ),
-]
-Workdir = Annotated[
-    Path | None,
-    typer.Option(
-        parser=shared.parse_path,
-        metavar="DIR",
-        rich_help_panel=shared.INPUT_OUTPUT,
-        help="Folder of what a run resumes from; by default beside the output.",
-    ),
-]
-Data = Annotated[
-    Path,
-    typer.Option(
-        parser=shared.parse_path,
-        metavar="FILE.jsonl",
-        rich_help_panel=DATA,
-        help='JSON lines: {"prompt": TEXT} or {"prompt_token_ids": [...]}; completion likewise.',
-    ),
-]
-HeldOut = Annotated[
-    Path | None,
-    typer.Option(
-        parser=shared.parse_path,
-        metavar="FILE.jsonl",
-        rich_help_panel=DATA,
-        help="Prompts to measure acceptance on; by default a tenth of the data.",
-    ),
-]
-NewTokens = Annotated[
-    int,
-    typer.Option(metavar="N", rich_help_panel=DATA, help="New tokens that the target writes."),
-]
-TextTokens = Annotated[
-    int,
-    typer.Option(metavar="N", rich_help_panel=DATA, help="Tokens at which a text is cut."),
-]
-Draft = Annotated[
-    str,
-    typer.Option(
-        metavar="NAME",
-        rich_help_panel=TRAINING,
-        help="Draft to train: mtp, eagle3 or parallel_heads.",
-    ),
-]
-Steps = Annotated[
-    int, typer.Option(metavar="N", rich_help_panel=TRAINING, help="Steps of the optimizer.")
-]
-Rate = Annotated[
-    float, typer.Option(metavar="X", rich_help_panel=TRAINING, help="Highest learning rate.")
-]
-Depth = Annotated[
-    int,
-    typer.Option(
-        "--k",
-        metavar="K",
-        rich_help_panel=TRAINING,
-        help="Deepest draft to train, or number of heads, 1 to 5.",
-    ),
-]
-LoraRank = Annotated[
-    int | None,
-    typer.Option(
-        metavar="R",
-        rich_help_panel=TRAINING,
-        help="Train changes of this rank instead of whole matrices.",
-    ),
-]
-BatchTokens = Annotated[
-    int,
-    typer.Option(
-        metavar="N", rich_help_panel=TRAINING, help="Tokens of a step, over all processes."
-    ),
-]
-Seed = Annotated[int, typer.Option(metavar="N", rich_help_panel=TRAINING, help="Seed.")]
-Dtype = Annotated[
-    str,
-    typer.Option(
-        metavar="NAME", rich_help_panel=shared.PERFORMANCE, help="float32 or bfloat16 products."
-    ),
-]
-Offload = Annotated[
-    bool,
-    typer.Option(
-        "--offload",
-        rich_help_panel=shared.PERFORMANCE,
-        help="Keep parameters and optimizer in main memory.",
-    ),
-]
-Stream = Annotated[
-    bool,
-    typer.Option(
-        "--stream",
-        rich_help_panel=shared.PERFORMANCE,
-        help="Read the target layer by layer; every line then needs a completion.",
-    ),
-]
-Plot = Annotated[
-    Path | None,
-    typer.Option(
-        parser=shared.parse_path,
-        metavar="FILE.svg",
-        rich_help_panel=shared.REPORT,
-        help="Write a plot of the losses.",
-    ),
-]
+@dataclass(frozen=True)
+class TuneCommand:
+    """Options of mtp-export tune."""
+
+    tuning: TuneOptions
+    dry_run: bool = field(default=False, metadata=DRY_RUN)
+    report: Path | None = field(default=None, metadata=REPORT)
+    plot: Path | None = field(
+        default=None,
+        metadata=path_option("Write a plot of the losses.", Panel.REPORT, "FILE.svg"),
+    )
+    reporting: DebugReporting = DebugReporting()
 
 
-def tune(
-    context: typer.Context,
-    bundle: Bundle,
-    data: Data,
-    output_dir: OutputDir,
-    workdir: Workdir = None,
-    overwrite: shared.Overwrite = False,
-    dry_run: shared.DryRun = False,
-    held_out: HeldOut = None,
-    max_new_tokens: NewTokens = 128,
-    max_text_tokens: TextTokens = 2048,
-    draft: Draft = "mtp",
-    steps: Steps = 1000,
-    lr: Rate = 2e-4,
-    k: Depth = 3,
-    lora_rank: LoraRank = None,
-    batch_tokens: BatchTokens = 2048,
-    seed: Seed = 0,
-    device: runtime.FloatDevice = "cpu",
-    dtype: Dtype = "float32",
-    offload: Offload = False,
-    stream: Stream = False,
-    report: shared.Report = None,
-    plot: Plot = None,
-    as_json: shared.AsJson = False,
-    quiet: shared.Quiet = False,
-    debug: shared.Debug = False,
-) -> None:
+def tune(options: TuneCommand) -> None:
     """Train the draft of a bundle for the target that will run, quantized as it is."""
-    options = _options(context)
-    reporting = shared.reporting_options(context)
-    taken = [options.bundle, options.output_dir, options.work, data]
-    places = {"--report": report} if dry_run else {"--report": report, "--plot": plot}
+    tuning, dry_run = options.tuning, options.dry_run
+    taken = [tuning.bundle, tuning.output_dir, tuning.work, tuning.data.prompts]
+    places = {"--report": options.report}
+    if not dry_run:
+        places["--plot"] = options.plot
     reports = try_reports(places, taken)
     if dry_run:
-        found = _estimate(options)
+        found = _estimate(tuning)
         facts, table = found.as_json(), estimate_table(found)
         texts = {"--report": lambda: json_text(facts)}
     else:
         from mtp_export.tune.run import Silent
         from mtp_export.tune.run import tune as run
 
-        result = run(options, Silent() if quiet else Bars())
+        result = run(tuning, Silent() if options.reporting.quiet else Bars())
         if result is None:  # the first process reports
             return
         facts, table = result_facts(result), result_table(result)
         texts = {"--report": lambda: json_text(facts), "--plot": lambda: loss_plot(result)}
     reports.write(texts)
-    print_result(facts, table, reporting)
-
-
-def _options(context: typer.Context) -> TuneOptions:
-    from mtp_export.tune.options import DataOptions, TrainOptions, TuneOptions
-
-    given = context.params
-    return TuneOptions(
-        bundle=given["bundle"],
-        output_dir=given["output_dir"],
-        data=DataOptions(
-            prompts=given["data"],
-            held_out=given["held_out"],
-            new_tokens=given["max_new_tokens"],
-            text_tokens=given["max_text_tokens"],
-        ),
-        draft=given["draft"],
-        train=TrainOptions(
-            k=given["k"],
-            steps=given["steps"],
-            rate=given["lr"],
-            batch_tokens=given["batch_tokens"],
-            lora_rank=given["lora_rank"],
-            dtype=given["dtype"],
-            seed=given["seed"],
-        ),
-        workdir=given["workdir"],
-        device=given["device"],
-        offload=given["offload"],
-        stream=given["stream"],
-        overwrite=given["overwrite"],
-    )
+    print_result(facts, table, options.reporting)
 
 
 def _estimate(options: TuneOptions) -> Estimate:

@@ -2,21 +2,35 @@
 
 from __future__ import annotations
 
+import os
 import time
+from dataclasses import dataclass, field
 from enum import StrEnum
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Any
 
 import typer
 
 from mtp_checkpoints.errors import UsageError
-from mtp_export.bundle.options import Share
-from mtp_export.commands import options as shared
-from mtp_export.commands import runtime
-from mtp_export.commands.garbage import few_collections
-from mtp_export.commands.output import json_text, print_result, remark
+from mtp_export.bundle.options import (
+    MAX_WORKERS,
+    Share,
+    parse_share,
+    refuse_cluster_of_share,
+)
+from mtp_export.commands.garbage import gc_paused
+from mtp_export.commands.output import REPORT, QuietReporting, json_text, print_result, remark
 from mtp_export.commands.report_files import ReportFiles, try_reports
+from mtp_export.commands.runtime import FLOAT_DEVICE
+from mtp_export.options import (
+    Panel,
+    argument,
+    option,
+    parse_cluster,
+    parse_path,
+    path_option,
+)
 from mtp_export.progress import format_bytes
 
 if TYPE_CHECKING:
@@ -26,7 +40,7 @@ if TYPE_CHECKING:
     from mtp_runtime.parallel.group import Group
 
 MAX_DRAFTS = 5
-CHECKS, DECODING, PERFORMANCE, REPORT = "Checks", shared.DECODING, shared.PERFORMANCE, shared.REPORT
+_DEFAULT_WORKERS = min(4, os.cpu_count() or 1)
 
 
 class LevelName(StrEnum):
@@ -57,169 +71,146 @@ def parse_ks(text: str) -> tuple[int, ...]:
     return tuple(sorted({int(part) for part in numbers}))
 
 
-Bundle = Annotated[
-    Path,
-    typer.Argument(
-        parser=shared.parse_path, metavar="BUNDLE", help="Bundle; by default the current folder."
-    ),
-]
-Source = Annotated[
-    Path | None,
-    typer.Option(
-        parser=shared.parse_path,
-        metavar="DIR",
-        rich_help_panel=CHECKS,
-        help="Checkpoint or bundle that this bundle was made from, to compare with.",
-    ),
-]
-LevelOption = Annotated[
-    LevelName,
-    typer.Option(
-        "--level",
-        metavar="LEVEL",
-        rich_help_panel=CHECKS,
-        help="Depth: files, weights, run or all; each includes those before it.",
-    ),
-]
-NoChecksums = Annotated[
-    bool,
-    typer.Option(
-        "--no-checksums",
-        rich_help_panel=CHECKS,
-        help="Read headers instead of every byte for level files.",
-    ),
-]
-Prompts = Annotated[
-    Path | None,
-    typer.Option(
-        parser=shared.parse_path,
-        metavar="FILE.jsonl",
-        rich_help_panel=DECODING,
-        help='JSON lines: {"prompt": TEXT} or {"prompt_token_ids": [...]}; completion likewise.',
-    ),
-]
-NewTokens = Annotated[
-    int,
-    typer.Option(
-        min=2, metavar="N", rich_help_panel=DECODING, help="Maximum new tokens per prompt."
-    ),
-]
-Ks = Annotated[
-    str,
-    typer.Option(
-        "--k",
-        metavar="K,K,...",
-        rich_help_panel=DECODING,
-        help="Numbers of draft tokens per step, 1 to 5.",
-    ),
-]
-Stream = Annotated[
-    bool,
-    typer.Option(
-        "--stream",
-        rich_help_panel=PERFORMANCE,
-        help="Run the model layer by layer, in little memory.",
-    ),
-]
-Workdir = Annotated[
-    Path | None,
-    typer.Option(
-        parser=shared.parse_path,
-        metavar="DIR",
-        rich_help_panel=PERFORMANCE,
-        help="Folder in which a streamed run, or a share, keeps what a later run goes on from.",
-    ),
-]
-ShareOption = Annotated[
-    Share | None,
-    typer.Option(
-        "--share",
-        parser=shared.parse_share,
-        metavar="I/N",
-        rich_help_panel=PERFORMANCE,
-        help="Read share I of N into --workdir, for a run without it to join; slurm: by the task.",
-    ),
-]
-ClusterOption = Annotated[
-    str | None,
-    typer.Option(
-        "--cluster",
-        parser=shared.parse_cluster,
-        metavar="ADDRESS",
-        rich_help_panel=PERFORMANCE,
-        help="Read the bytes on a Ray cluster: local, auto or ray://HOST:PORT.",
-    ),
-]
-JUnit = Annotated[
-    Path | None,
-    typer.Option(
-        parser=shared.parse_path,
-        metavar="FILE.xml",
-        rich_help_panel=REPORT,
-        help="Write a JUnit file, for CI.",
-    ),
-]
-Html = Annotated[
-    Path | None,
-    typer.Option(
-        parser=shared.parse_path,
-        metavar="FILE.html",
-        rich_help_panel=REPORT,
-        help="Write an HTML page with plots.",
-    ),
-]
+@dataclass(frozen=True)
+class VerifyCommand:
+    """Options of mtp-export verify."""
+
+    bundle: Path = field(
+        default=Path("."),
+        metadata=argument("Bundle; by default the current folder.", "BUNDLE", parse_path),
+    )
+    source: Path | None = field(
+        default=None,
+        metadata=path_option(
+            "Checkpoint or bundle that this bundle was made from, to compare with.",
+            Panel.CHECKS,
+            "DIR",
+        ),
+    )
+    level: LevelName = field(
+        default=LevelName.ALL,
+        metadata=option(
+            "Depth: files, weights, run or all; each includes those before it.",
+            Panel.CHECKS,
+            metavar="LEVEL",
+        ),
+    )
+    checksums: bool = field(
+        default=True,
+        metadata=option(
+            "Read headers instead of every byte for level files.", Panel.CHECKS, "--no-checksums"
+        ),
+    )
+    prompts: Path | None = field(
+        default=None,
+        metadata=path_option(
+            'JSON lines: {"prompt": TEXT} or {"prompt_token_ids": [...]}; completion likewise.',
+            Panel.DECODING,
+            "FILE.jsonl",
+        ),
+    )
+    max_new_tokens: int = field(
+        default=128,
+        metadata=option("Maximum new tokens per prompt.", Panel.DECODING, metavar="N", low=2),
+    )
+    ks: tuple[int, ...] = field(
+        default=(1, 2, 3),
+        metadata=option(
+            "Numbers of draft tokens per step, 1 to 5.",
+            Panel.DECODING,
+            "--k",
+            metavar="K,K,...",
+            parser=parse_ks,
+            default="1,2,3",
+        ),
+    )
+    device: str = field(default="cpu", metadata=FLOAT_DEVICE)
+    stream: bool = field(
+        default=False,
+        metadata=option("Run the model layer by layer, in little memory.", Panel.PERFORMANCE),
+    )
+    workdir: Path | None = field(
+        default=None,
+        metadata=path_option(
+            "Folder in which a streamed run, or a share, keeps what a later run goes on from.",
+            Panel.PERFORMANCE,
+            "DIR",
+        ),
+    )
+    share: Share | None = field(
+        default=None,
+        metadata=option(
+            "Read share I of N into --workdir, for a run without it to join; slurm: by the task.",
+            Panel.PERFORMANCE,
+            metavar="I/N",
+            parser=parse_share,
+        ),
+    )
+    cluster: str | None = field(
+        default=None,
+        metadata=option(
+            "Read the bytes on a Ray cluster: local, auto or ray://HOST:PORT.",
+            Panel.PERFORMANCE,
+            metavar="ADDRESS",
+            parser=parse_cluster,
+        ),
+    )
+    workers: int = field(
+        default=_DEFAULT_WORKERS,
+        metadata=option(
+            "Tensors worked on at once.", Panel.PERFORMANCE, metavar="N", low=1, high=MAX_WORKERS
+        ),
+    )
+    report: Path | None = field(default=None, metadata=REPORT)
+    junit: Path | None = field(
+        default=None,
+        metadata=path_option("Write a JUnit file, for CI.", Panel.REPORT, "FILE.xml"),
+    )
+    html: Path | None = field(
+        default=None,
+        metadata=path_option("Write an HTML page with plots.", Panel.REPORT, "FILE.html"),
+    )
+    reporting: QuietReporting = QuietReporting()
+
+    def verification(self) -> VerifyOptions:
+        """Return the options of the verification itself."""
+        from mtp_export.verify.context import VerifyOptions
+
+        return VerifyOptions(
+            bundle=self.bundle,
+            source=self.source,
+            level=self.level.depth,
+            prompts=self.prompts,
+            max_new_tokens=self.max_new_tokens,
+            ks=self.ks,
+            device=self.device,
+            checksums=self.checksums,
+            stream=self.stream,
+            workdir=self.workdir,
+            workers=self.workers,
+        )
 
 
-def verify(
-    context: typer.Context,
-    bundle: Bundle = Path("."),
-    source: Source = None,
-    level: LevelOption = LevelName.ALL,
-    no_checksums: NoChecksums = False,
-    prompts: Prompts = None,
-    max_new_tokens: NewTokens = 128,
-    k: Ks = "1,2,3",
-    device: runtime.FloatDevice = "cpu",
-    stream: Stream = False,
-    workdir: Workdir = None,
-    share: ShareOption = None,
-    cluster: ClusterOption = None,
-    workers: shared.Workers = shared.DEFAULT_WORKERS,
-    report: shared.Report = None,
-    junit: JUnit = None,
-    html: Html = None,
-    as_json: shared.AsJson = False,
-    quiet: shared.Quiet = False,
-) -> None:
+def verify(options: VerifyCommand, context: typer.Context) -> None:
     """Verify that a bundle is what it claims to be: its files, its weights, and how it decodes."""
-    from mtp_export.verify.context import VerifyOptions
     from mtp_export.verify.report.table import report_table
 
-    options = VerifyOptions(
-        bundle=bundle,
-        source=source,
-        level=level.depth,
-        prompts=prompts,
-        max_new_tokens=max_new_tokens,
-        ks=parse_ks(k),
-        device=device,
-        checksums=not no_checksums,
-        stream=stream,
-        workdir=workdir,
-        workers=workers,
+    verification, share, reporting = options.verification(), options.share, options.reporting
+    if share is not None:
+        _check_share(verification, share, options.cluster)
+    given = (options.bundle, options.source, options.prompts)
+    reports = try_reports(
+        {"--report": options.report, "--junit": options.junit, "--html": options.html},
+        [path for path in given if path is not None],
     )
     if share is not None:
-        _check_share(options, share, cluster)
-    taken = [path for path in (bundle, source, prompts) if path is not None]
-    reports = try_reports({"--report": report, "--junit": junit, "--html": html}, taken)
-    if share is not None:
-        facts, table = _read_share(options, share, quiet=quiet)
+        facts, table = _read_share(verification, share, quiet=reporting.quiet)
         reports.write({"--report": lambda: json_text(facts)})
-        print_result(facts, table, shared.reporting_options(context))
+        print_result(facts, table, reporting)
         return
-    finished = _run(options, cluster, context.obj, quiet=quiet)
+    finished = _run(verification, options.cluster, context.obj, quiet=reporting.quiet)
     _write_reports(finished, reports)
-    print_result(finished.as_json(), report_table(finished), shared.reporting_options(context))
+    print_result(finished.as_json(), report_table(finished), reporting)
     finished.raise_if_failed()
 
 
@@ -233,7 +224,7 @@ def _run(
     from mtp_export.verify.context import Context
     from mtp_export.verify.report.report import report_of
 
-    with few_collections():
+    with gc_paused():
         context = Context.open(options, partial(progress_bar, quiet=quiet), group)
         if options.level > Level.FILES:
             import torch  # noqa: F401 (which all further checks need)
@@ -267,7 +258,7 @@ def _check_share(options: VerifyOptions, share: Share, cluster: str | None) -> N
     """Refuse a share that leaves nothing for others, or reads none of it (UsageError)."""
     from mtp_export.verify.check import Level
 
-    shared.refuse_cluster_of_share(cluster)
+    refuse_cluster_of_share(cluster)
     if options.workdir is None:
         raise UsageError(
             "A share of a verification needs a folder for what it finds",

@@ -6,7 +6,6 @@ import os
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from pathlib import Path
 
 from huggingface_hub import CommitOperationCopy, get_token
 from huggingface_hub.hf_api import RepoFile
@@ -15,13 +14,13 @@ from mtp_checkpoints.errors import InvalidInputError, OutputExistsError, UsageEr
 from mtp_checkpoints.sources.byte_source import Address
 from mtp_checkpoints.sources.hub import model_uri
 from mtp_checkpoints.sources.hub_client import HubClient
-from mtp_export.bundle.options import Part
 from mtp_export.progress import ProgressCallback
 from mtp_export.publish.base_model import BaseModel, base_model
 from mtp_export.publish.card import card_files
 from mtp_export.publish.content import Content, Shard, read_content
 from mtp_export.publish.digests import has_bytes, has_digest, sha256_of
 from mtp_export.publish.evidence import evidence
+from mtp_export.publish.options import PushOptions
 from mtp_export.publish.repository import Repository, State
 from mtp_export.verify.check import Status
 from mtp_export.verify.evidence.tensor_threads import in_threads
@@ -32,20 +31,6 @@ _NAMED = 3
 
 # Opens the progress bar of a step of a number of bytes; the callback takes the bytes just done.
 ShowProgress = Callable[[str, int], AbstractContextManager[ProgressCallback]]
-
-
-@dataclass(frozen=True)
-class PushOptions:
-    """A bundle and the repository that gets it; part None: all parts that the bundle has."""
-
-    bundle: Path
-    repository: Address
-    part: Part | None = None
-    private: bool = False
-    overwrite: bool = False
-    report: Path | None = None
-    unverified: bool = False
-    base_model: Address | None = None
 
 
 @dataclass(frozen=True)

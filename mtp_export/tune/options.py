@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from mtp_checkpoints.errors import UsageError
-from mtp_export.bundle.options import RunOptions
-from mtp_runtime.config import MAX_DRAFT_TOKENS, check_count, check_range
+from mtp_export.bundle.options import OVERWRITE, RunOptions
+from mtp_export.options import Panel, option, path_option
 
 
 @dataclass(frozen=True)
@@ -22,12 +22,38 @@ class DataOptions:
     new_tokens are written after each prompt; a text is cut at text_tokens.
     """
 
-    prompts: Path
-    held_out: Path | None = None
-    new_tokens: int = 128
-    text_tokens: int = 2048
+    prompts: Path = field(
+        metadata=path_option(
+            'JSON lines: {"prompt": TEXT} or {"prompt_token_ids": [...]}; completion likewise.',
+            Panel.DATA,
+            "FILE.jsonl",
+            "--data",
+        )
+    )
+    held_out: Path | None = field(
+        default=None,
+        metadata=path_option(
+            "Prompts to measure acceptance on; by default a tenth of the data.",
+            Panel.DATA,
+            "FILE.jsonl",
+        ),
+    )
+    new_tokens: int = field(
+        default=128,
+        metadata=option(
+            "New tokens that the target writes.", Panel.DATA, "--max-new-tokens", metavar="N"
+        ),
+    )
+    text_tokens: int = field(
+        default=2048,
+        metadata=option(
+            "Tokens at which a text is cut.", Panel.DATA, "--max-text-tokens", metavar="N"
+        ),
+    )
 
     def __post_init__(self) -> None:
+        from mtp_runtime.config import check_count  # brings torch
+
         check_count("max_new_tokens", self.new_tokens, 2, 1 << 20)
         check_count("max_text_tokens", self.text_tokens, self.new_tokens + 2, 1 << 20)
 
@@ -40,15 +66,38 @@ class TrainOptions:
     step, over all processes together.
     """
 
-    k: int = 3
-    steps: int = 1000
-    rate: float = 2e-4
-    batch_tokens: int = 2048
-    lora_rank: int | None = None
-    dtype: str = "float32"
-    seed: int = 0
+    steps: int = field(
+        default=1000, metadata=option("Steps of the optimizer.", Panel.TRAINING, metavar="N")
+    )
+    rate: float = field(
+        default=2e-4,
+        metadata=option("Highest learning rate.", Panel.TRAINING, "--lr", metavar="X"),
+    )
+    k: int = field(
+        default=3,
+        metadata=option(
+            "Deepest draft to train, or number of heads, 1 to 5.", Panel.TRAINING, metavar="K"
+        ),
+    )
+    lora_rank: int | None = field(
+        default=None,
+        metadata=option(
+            "Train changes of this rank instead of whole matrices.", Panel.TRAINING, metavar="R"
+        ),
+    )
+    batch_tokens: int = field(
+        default=2048,
+        metadata=option("Tokens of a step, over all processes.", Panel.TRAINING, metavar="N"),
+    )
+    dtype: str = field(
+        default="float32",
+        metadata=option("float32 or bfloat16 products.", Panel.PERFORMANCE, metavar="NAME"),
+    )
+    seed: int = field(default=0, metadata=option("Seed.", Panel.TRAINING, metavar="N"))
 
     def __post_init__(self) -> None:
+        from mtp_runtime.config import MAX_DRAFT_TOKENS, check_count, check_range
+
         check_count("k", self.k, 1, MAX_DRAFT_TOKENS)
         check_count("steps", self.steps, 1, 1 << 30)
         check_range("lr", self.rate, 0.0, 1.0)
@@ -70,16 +119,41 @@ class TuneOptions:
     stream: the target is read layer by layer. save_seconds: time between two saved states.
     """
 
-    bundle: Path
-    output_dir: Path
+    bundle: Path = field(
+        metadata=path_option("Bundle whose draft is trained.", Panel.INPUT_OUTPUT, "DIR")
+    )
+    output_dir: Path = field(metadata=path_option("Bundle to write.", Panel.INPUT_OUTPUT, "DIR"))
     data: DataOptions
-    draft: str = "mtp"
+    draft: str = field(
+        default="mtp",
+        metadata=option(
+            "Draft to train: mtp, eagle3 or parallel_heads.", Panel.TRAINING, metavar="NAME"
+        ),
+    )
+    device: str = field(
+        default="cpu", metadata=option("cpu or cuda.", Panel.PERFORMANCE, metavar="NAME")
+    )
     train: TrainOptions = field(default_factory=TrainOptions)
-    workdir: Path | None = None
-    device: str = "cpu"
-    offload: bool = False
-    stream: bool = False
-    overwrite: bool = False
+    workdir: Path | None = field(
+        default=None,
+        metadata=path_option(
+            "Folder of what a run resumes from; by default beside the output.",
+            Panel.INPUT_OUTPUT,
+            "DIR",
+        ),
+    )
+    offload: bool = field(
+        default=False,
+        metadata=option("Keep parameters and optimizer in main memory.", Panel.PERFORMANCE),
+    )
+    stream: bool = field(
+        default=False,
+        metadata=option(
+            "Read the target layer by layer; every line then needs a completion.",
+            Panel.PERFORMANCE,
+        ),
+    )
+    overwrite: bool = field(default=False, metadata=OVERWRITE)
     save_seconds: float = 120.0
 
     @property

@@ -14,13 +14,8 @@ from mtp_export.bundle.options import (
     RunOptions,
     SharedWeights,
 )
-from mtp_export.bundle.quantize import (
-    Device,
-    Format,
-    Int4Scope,
-    QuantizeOptions,
-    ScaleRule,
-)
+from mtp_export.bundle.precision import Device, Format, Int4Scope, ScaleRule
+from mtp_export.bundle.quantize import QuantizeOptions
 from mtp_export.plan import Link
 
 PLAIN = BundleOptions(Path("in"), Path("out"))
@@ -66,7 +61,7 @@ def test_what_decides_the_contents_is_recorded() -> None:
         "allow_untied": False,
         "checksums": "written",
     }
-    content = ContentOptions(Part.MTP, SharedWeights.DROP, 7, True, Checksums.ALL)
+    content = ContentOptions(Part.MTP, SharedWeights.DROP, True, 7, Checksums.ALL)
     other = BundleOptions(Path("in"), Path("out"), "vllm", content, RunOptions(workers=9))
     assert other.recorded() == {
         "part": "mtp",

@@ -24,15 +24,9 @@ from mtp_checkpoints.sources.disk_queue import DiskQueue
 from mtp_export.bundle import bundle_plan, preflight
 from mtp_export.bundle.export import plan_export
 from mtp_export.bundle.options import BundleOptions, ContentOptions, RunOptions, SharedWeights
+from mtp_export.bundle.precision import Device, Format, Precision
 from mtp_export.bundle.preflight import check_memory, check_nesting, check_output
-from mtp_export.bundle.quantize import (
-    Device,
-    Format,
-    QuantizeOptions,
-    default_input,
-    default_output,
-    plan_quantize,
-)
+from mtp_export.bundle.quantize import QuantizeOptions, default_input, default_output, plan_quantize
 from mtp_kernels.quantize import probe
 
 Words = tuple[object, object, object, object]
@@ -158,7 +152,7 @@ def test_an_npu_makes_the_bytes_of_a_cpu_or_is_refused(
 
 
 def test_folders_by_default(pristine: Path, output: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    found = default_output(pristine, "keep", "bf16")
+    found = default_output(pristine, Precision("keep", "bf16"))[0]
     assert found == pristine.with_name(f"{pristine.name}-a8w8_fp8-bf16")
     output.mkdir()
     monkeypatch.chdir(output)
@@ -174,7 +168,7 @@ def test_folders_by_default(pristine: Path, output: Path, monkeypatch: pytest.Mo
 def test_no_folder_beside_a_remote_input() -> None:
     place = Address("hf://acme/tiny")
     with pytest.raises(UsageError) as refusal:
-        default_output(place, "keep", "bf16")
+        default_output(place, Precision("keep", "bf16"))
     assert words_of(refusal.value) == (
         "A bundle cannot be written beside a remote input",
         "--output-dir",

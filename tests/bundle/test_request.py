@@ -24,7 +24,8 @@ from mtp_export.bundle.options import (
     Share,
     SharedWeights,
 )
-from mtp_export.bundle.quantize import Device, Int4Scope, QuantizeOptions, ScaleRule
+from mtp_export.bundle.precision import Device, Int4Scope, ScaleRule
+from mtp_export.bundle.quantize import QuantizeOptions
 from mtp_export.bundle.request import PLANNERS, Request, restored
 from mtp_export.plan import Link
 

@@ -8,7 +8,7 @@ import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, get_type_hints
+from typing import Any, cast
 
 import pytest
 
@@ -27,15 +27,11 @@ from cases import (
     tree,
 )
 from mtp_checkpoints.layouts import TARGETS
-from mtp_checkpoints.sources.byte_source import Place
 from mtp_checkpoints.sources.disk_queue import DiskQueue
 from mtp_export.bundle.options import DEFAULT_WORKERS
-from mtp_export.commands.export import export as export_command
-from mtp_export.commands.generate import generate
-from mtp_export.commands.inspect import inspect
-from mtp_export.commands.options import parse_size
-from mtp_export.commands.quantize import quantize
-from mtp_export.commands.verify import verify
+from mtp_export.commands.registry import COMMANDS, command_named, program
+from mtp_export.commands.typed_command import QuickReading
+from mtp_export.options import parse_path, parse_size, parse_source
 from mtp_export.progress import format_bytes
 from mtp_export.schemes.table import PAIRS
 from peak_memory import peak_bytes
@@ -207,13 +203,12 @@ def plan_of(source: Path, output: Path) -> Any:
 
 def before_paths() -> Iterator[tuple[str, ...]]:
     """Arguments of every command up to a path or a source that it takes."""
-    for command in (export_command, quantize, verify, generate, inspect):
-        own = () if command is export_command else (command.__name__,)
-        for name, hint in get_type_hints(command).items():
-            if hint in (Path, Place):  # an argument
-                yield own
-            elif hint in (Path | None, Place | None):
-                yield *own, f"--{name.replace('_', '-')}"
+    for name in ("", *COMMANDS):
+        command = cast(QuickReading, command_named(name) if name else program())
+        for leaf in command.leaves.values():
+            if leaf.option.parser in (parse_path, parse_source):
+                own = [name] if name else []
+                yield (*own,) if leaf.option.is_argument else (*own, leaf.flag)
 
 
 def test_an_empty_path_is_not_the_current_folder() -> None:

@@ -488,7 +488,7 @@ def test_our_own_bugs_are_one_line_too(
     def bug(*arguments: object) -> None:
         raise ZeroDivisionError("a bug")
 
-    monkeypatch.setattr("mtp_export.bundle.export.plan_export", bug)
+    monkeypatch.setattr("mtp_export.commands.export.plan_export", bug)
     plain, debug = export(pristine, output), export(pristine, output, "--debug")
     assert plain.code == debug.code == 1
     assert "Traceback" not in plain.err

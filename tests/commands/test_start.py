@@ -29,7 +29,7 @@ sys.meta_path.insert(0, CtrlC)
 before = set(sys.modules)
 from mtp_export.cli import main
 
-own = {"__future__", "mtp_export", "mtp_export.cli", "mtp_checkpoints.errors"}
+own = {"__future__", "mtp_export", "mtp_export.cli", "mtp_checkpoints", "mtp_checkpoints.errors"}
 assert set(sys.modules) - before <= own, set(sys.modules) - before - own
 for CtrlC.at in ("mtp_export.commands", "typer", "mtp_export.commands.export", "mtp_export.bundle"):
     assert CtrlC.at not in sys.modules, CtrlC.at
@@ -50,7 +50,7 @@ commands = {
     "inspect": (["inspect", source, "--json"], ["mtp_export.bundle.build", "tqdm"]),
     "--dry-run": (["--input-dir", source, "--output-dir", output, "--dry-run", "--json"], ["tqdm"]),
 }
-heavy = ["huggingface_hub", "llvmlite", "mtp_kernels.cpu", "mtp_runtime.llm", "numba"]
+heavy = ["huggingface_hub", "llvmlite", "mtp_kernels.cpu.jit", "mtp_runtime.llm", "numba"]
 heavy += ["pydantic", "torch"]
 for name, (arguments, more) in commands.items():
     assert exit_code(arguments) == 0

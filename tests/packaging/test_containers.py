@@ -8,10 +8,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import typer
 import yaml
 
-from mtp_export.commands.group import app
+from mtp_export.commands.registry import program
 
 ROOT = Path(__file__).resolve().parents[2]
 DOCKERFILE = (ROOT / "Dockerfile").read_text()
@@ -20,8 +19,7 @@ SERVICES: dict[str, Any] = yaml.safe_load((ROOT / "compose.yaml").read_text())["
 
 def known_options(words: list[str]) -> set[str]:
     """Options of the command that a command line names, or of the export."""
-    program = typer.main.get_command(app)
-    command = program.commands.get(words[0], program)  # type: ignore[attr-defined]
+    command = program().commands.get(words[0], program())
     return {name for parameter in command.params for name in parameter.opts}
 
 

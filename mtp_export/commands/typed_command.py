@@ -1,0 +1,228 @@
+"""Typer commands made from dataclasses: each field that an option describes becomes a parameter of
+the command, whose function gets the finished instance."""
+
+from __future__ import annotations
+
+import inspect
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import MISSING, Field, dataclass, fields, is_dataclass
+from enum import Enum
+from functools import cache
+from types import NoneType
+from typing import Annotated, Any, Literal, cast, get_args, get_type_hints
+
+import typer
+from typer.core import TyperCommand, TyperGroup
+
+from mtp_export.options import METADATA, Option, Panel
+
+_NUMBERS = {
+    int: re.compile(r"0|[1-9]\d{0,17}", re.ASCII),
+    float: re.compile(r"\d+(\.\d+)?", re.ASCII),
+}
+UNUSUAL = object()
+SETTINGS: dict[str, Any] = {"rich_markup_mode": "rich", "pretty_exceptions_enable": False}
+
+
+@dataclass(frozen=True)
+class Leaf:
+    """A field that an option sets, and where it is: the names of the fields that lead to it."""
+
+    path: tuple[str, ...]
+    field: Field[Any]
+    hint: Any
+    option: Option
+
+    @property
+    def name(self) -> str:
+        """Name of the command's parameter."""
+        return "__".join(self.path)
+
+    @property
+    def flag(self) -> str:
+        """The option as it is written."""
+        return self.option.flag or f"--{self.field.name.replace('_', '-')}"
+
+    @property
+    def turns_off(self) -> bool:
+        """True for a flag that makes the field False."""
+        return self.hint is bool and self.field.default is True and self.option.parser is None
+
+    def parameter(self) -> inspect.Parameter:
+        """Return the parameter as Typer takes it."""
+        given, hint, default = self.option, self.hint, self.field.default
+        if given.parser is not None and not given.is_argument:  # whose type --help shows
+            hint = Any
+        elif given.choices:
+            hint = Literal[tuple(given.choices)]
+        settings: dict[str, Any] = {
+            "help": given.help,
+            "metavar": given.metavar,
+            "parser": None if given.parser is None else self.parsed,
+            "rich_help_panel": given.panel or None,
+            "show_default": given.show_default,
+            "envvar": given.envvar,
+            "min": given.low,
+            "max": given.high,
+        }
+        info = (
+            typer.Argument(**settings) if given.is_argument else typer.Option(self.flag, **settings)
+        )
+        if default is MISSING:
+            default = inspect.Parameter.empty
+        elif self.turns_off:
+            default = False
+        return inspect.Parameter(
+            self.name,
+            inspect.Parameter.KEYWORD_ONLY,
+            default=default if given.default is None else given.default,
+            annotation=Annotated[hint, info],
+        )
+
+    def parsed(self, value: Any) -> Any:
+        """Return the value of a text (typer.BadParameter); Typer gives defaults to parsers too."""
+        if not isinstance(value, str) or self.option.parser is None:
+            return value
+        try:
+            return self.option.parser(value)
+        except ValueError as error:
+            raise typer.BadParameter(str(error)) from None
+
+    def usual(self, value: Any) -> Any:
+        """Return a given value as Typer reads it; UNUSUAL for what is left to Typer, as every
+        mistake is."""
+        if self.option.parser is not None:
+            try:
+                return self.option.parser(value)
+            except ValueError:
+                return UNUSUAL
+        if self.option.choices:
+            return value if value in self.option.choices else UNUSUAL
+        if isinstance(value, list | tuple):
+            return list(value)
+        kinds = set(get_args(self.hint) or (self.hint,)) - {NoneType}
+        if str in kinds or (bool in kinds and isinstance(value, bool)):
+            return value
+        for kind in kinds:
+            if issubclass(kind, Enum):
+                return next((each for each in kind if value == each.value), UNUSUAL)
+            if kind in _NUMBERS and _NUMBERS[kind].fullmatch(value):
+                return self._bounded(kind(value))
+        return UNUSUAL
+
+    def _bounded(self, number: float) -> Any:
+        low, high = self.option.low, self.option.high
+        is_bounded = (low is None or low <= number) and (high is None or number <= high)
+        return number if is_bounded else UNUSUAL
+
+
+class QuickReading:
+    """Part of a command that reads usual values itself: Typer imports pydantic to read any, which
+    takes longer than most commands do with them. Everything else is left to Typer."""
+
+    leaves: Mapping[str, Leaf] = {}
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        """Set the context's parameters, and return what is left of the arguments."""
+        if not ctx.resilient_parsing and self._reads(ctx, list(args)):
+            return []
+        return cast(list[str], super().parse_args(ctx, args))  # type: ignore[misc]
+
+    def _reads(self, ctx: Any, args: list[str]) -> bool:
+        command = cast(TyperCommand, self)
+        given, rest, _ = command.make_parser(ctx).parse_args(args=args)
+        if rest:
+            return False
+        for parameter in sorted(command.get_params(ctx), key=lambda each: not each.is_eager):
+            value, source = parameter.consume_value(ctx, given)
+            leaf = self.leaves.get(parameter.name)
+            if leaf is None:  # of all commands, such as --help, which ends the program
+                if value and parameter.callback is not None:
+                    parameter.callback(ctx, parameter, value)
+                continue
+            if source.name != "DEFAULT":
+                value = leaf.usual(value)
+            if value is UNUSUAL or (value is None and parameter.required):
+                return False
+            ctx.set_parameter_source(parameter.name, source)
+            ctx.params[parameter.name] = value
+        return True
+
+
+class QuickCommand(QuickReading, TyperCommand):
+    """A command that reads usual values itself."""
+
+
+class QuickGroup(QuickReading, TyperGroup):
+    """A group of commands that reads usual values itself."""
+
+
+def typed_command(run: Callable[..., None]) -> TyperCommand:
+    """Return the command of a function, which takes its options, a dataclass, and may take the
+    context too."""
+    app, leaves = typer.Typer(add_completion=False, **SETTINGS), _leaves_of(run)
+    app.command(cls=QuickCommand)(_callback(run, leaves))
+    command = cast(QuickCommand, typer.main.get_command(app))
+    command.leaves = {leaf.name: leaf for leaf in leaves}
+    return command
+
+
+def typed_group(run: Callable[..., None], group: type[QuickGroup]) -> QuickGroup:
+    """Return the command of a function, as typed_command does, with the commands of a group."""
+    app, leaves = typer.Typer(cls=group, **SETTINGS), _leaves_of(run)
+    app.callback(invoke_without_command=True)(_callback(run, leaves))
+    command = cast(QuickGroup, typer.main.get_command(app))
+    command.leaves = {leaf.name: leaf for leaf in leaves}
+    return command
+
+
+def _callback(run: Callable[..., None], leaves: Sequence[Leaf]) -> Callable[..., None]:
+    """Return the function of a command as Typer calls it: with its parameters one by one."""
+    hints = get_type_hints(run)
+
+    def callback(context: typer.Context, **values: Any) -> None:
+        given = {}
+        for leaf in leaves:
+            source = context.get_parameter_source(leaf.name)
+            if source is not None and source.name != "DEFAULT":
+                given[leaf.path] = False if leaf.turns_off else values[leaf.name]
+        options = _filled(hints["options"], given)
+        run(options, context) if "context" in hints else run(options)
+
+    itself = inspect.Parameter("context", inspect.Parameter.KEYWORD_ONLY, annotation=typer.Context)
+    signature = inspect.Signature([itself, *(leaf.parameter() for leaf in leaves)])
+    callback.__signature__ = signature  # type: ignore[attr-defined]
+    callback.__name__, callback.__doc__ = run.__name__, run.__doc__
+    return callback
+
+
+def _leaves_of(run: Callable[..., None]) -> list[Leaf]:
+    """Return the described fields of a command's options in the order of --help."""
+    leaves = leaves_of(get_type_hints(run)["options"])
+    return sorted(leaves, key=lambda leaf: list(Panel).index(leaf.option.panel))
+
+
+def leaves_of(kind: Any, *path: str) -> Iterator[Leaf]:
+    """Yield the described fields of a dataclass, and of those that it holds."""
+    hints = _hints_of(kind)
+    for field in fields(kind):
+        if METADATA in field.metadata:
+            option = field.metadata[METADATA]
+            yield Leaf((*path, field.name), field, hints[field.name], option)
+        elif is_dataclass(hints[field.name]):
+            yield from leaves_of(hints[field.name], *path, field.name)
+
+
+def _filled(kind: Any, given: Mapping[tuple[str, ...], Any]) -> Any:
+    """Return a dataclass of the fields that are given, by path."""
+    own = {path[0]: value for path, value in given.items() if len(path) == 1}
+    for field in fields(kind):
+        hint = _hints_of(kind)[field.name]
+        if is_dataclass(hint) and METADATA not in field.metadata:
+            below = {path[1:]: value for path, value in given.items() if path[0] == field.name}
+            own[field.name] = _filled(hint, below)
+    return kind(**own)
+
+
+_hints_of = cache(get_type_hints)

@@ -1,0 +1,115 @@
+"""Descriptions of options: the metadata of a dataclass field, from which its command is made."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+from pathlib import Path
+from typing import Any
+
+from mtp_checkpoints.sources.addresses import place_of
+from mtp_checkpoints.sources.byte_source import Place
+
+METADATA = "option"
+_UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12}
+_BINARY_UNITS = {"ki": 2**10, "mi": 2**20, "gi": 2**30, "ti": 2**40}
+
+
+class Panel(StrEnum):
+    """Panels of --help, in its order."""
+
+    ALL_COMMANDS = ""
+    INPUT_OUTPUT = "Input and output"
+    DATA = "Data"
+    TRAINING = "Training"
+    PRECISION = "Precision"
+    CONTENT = "Content of the bundle"
+    MODEL_CARD = "Model card"
+    CHECKS = "Checks"
+    SERVER = "Server"
+    DECODING = "Decoding"
+    SPECULATION = "Speculation"
+    DRAFTS = "Number and temperature of drafts"
+    LIMITS = "Batch and cache"
+    PROMPTS = "Prompts"
+    PLACEMENT = "Machines and devices"
+    PERFORMANCE = "Performance"
+    REPORT = "Report"
+
+
+@dataclass(frozen=True)
+class Option:
+    """Description of an option, or of an argument; the field gives its name, type and default.
+
+    flag is given where it is not the field's name. A bool that is True by default has one that
+    turns it off. parser takes the text of a value and raises ValueError; choices are the texts that
+    there are. low and high bound a number. default is the text of the field's default and
+    show_default what --help shows of it, where they are not the default itself.
+    """
+
+    help: str
+    panel: Panel = Panel.ALL_COMMANDS
+    flag: str | None = None
+    metavar: str | None = None
+    parser: Callable[[str], Any] | None = None
+    choices: Sequence[str] = ()
+    low: int | None = None
+    high: int | None = None
+    default: str | None = None
+    show_default: bool | str = True
+    envvar: str | None = None
+    is_argument: bool = False
+
+
+def option(help: str, panel: Panel, flag: str | None = None, **more: Any) -> Mapping[str, Option]:
+    """Return the metadata of a field that an option sets; more as in Option."""
+    return {METADATA: Option(help, panel, flag, **more)}
+
+
+def argument(help: str, metavar: str, parser: Callable[[str], Any]) -> Mapping[str, Option]:
+    """Return the metadata of a field that an argument sets."""
+    return {METADATA: Option(help, metavar=metavar, parser=parser, is_argument=True)}
+
+
+def path_option(help: str, panel: Panel, metavar: str, flag: str | None = None) -> Any:
+    """Return the metadata of a field that an option sets to a path on this machine."""
+    return option(help, panel, flag, metavar=metavar, parser=parse_path)
+
+
+def source_option(help: str, flag: str = "--input-dir") -> Mapping[str, Option]:
+    """Return the metadata of a field for a checkpoint: a folder, or a repository's address."""
+    return option(help, Panel.INPUT_OUTPUT, flag, metavar="SRC", parser=parse_source)
+
+
+def parse_size(text: str) -> int:
+    """Return the bytes of a size such as 5GB (powers of 1000), 4GiB (powers of 1024) or 4096."""
+    match = re.fullmatch(r"(\d{1,15}(?:\.\d{1,9})?)\s*([kmgt]i?|)b?", text.strip().lower())
+    size = int(float(match[1]) * (_UNITS | _BINARY_UNITS)[match[2]]) if match else 0
+    if size < 1:
+        raise ValueError(f"{text!r} is no size: write for example 5GB, 4GiB or 4096")
+    return size
+
+
+def parse_path(text: str) -> Path:
+    """Return a path; an empty one, as of an unset variable, is not the current folder, and an
+    address is none."""
+    if not text:
+        raise ValueError("an empty path; write . for the current folder")
+    place = place_of(text)
+    if not isinstance(place, Path):
+        raise ValueError(f"{text} is an address; this takes a path on this machine")
+    return place
+
+
+def parse_source(text: str) -> Place:
+    """Return the path of a folder, or the address of a repository."""
+    return place_of(text) if text else parse_path(text)
+
+
+def parse_cluster(text: str) -> str:
+    """Return the address of a Ray cluster: local, auto or ray://HOST:PORT."""
+    if text not in ("local", "auto") and not re.fullmatch(r"ray://[^\s/]+", text):
+        raise ValueError(f"{text!r} is no cluster: write local, auto or ray://HOST:PORT")
+    return text
