@@ -14,11 +14,11 @@ from typing import Any
 from benchmarks.make_checkpoint import write_sparse
 from mtp_checkpoints.dtypes import OutputTensor
 from mtp_checkpoints.tensors.reader import Checkpoint
-from mtp_export.bundle.build import lay_out
+from mtp_export.bundle.build import write_beside
+from mtp_export.bundle.export import lay_out
 from mtp_export.bundle.options import BundleOptions
 from mtp_export.bundle.precision import Format, Int4Scope
 from mtp_export.bundle.quantize import QuantizeOptions, quantize_recipe
-from mtp_export.bundle.work import write_beside
 from mtp_export.plan import Link, OutputShard
 from mtp_export.schemes.transforms import Convert
 

@@ -1,38 +1,31 @@
-"""Plan and run of a bundle (OUT/main, OUT/mtp and a manifest): the half that export and quantize
-share."""
+"""Run of a bundle's plan (OUT/main, OUT/mtp and a manifest): its shards, here or elsewhere, then
+the files that make it whole. A share makes some shards, and leaves the rest to the end of all."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import closing
 from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
 from typing import Any
 
-from mtp_checkpoints.errors import InvalidInputError, OutputExistsError, UnsupportedError
-from mtp_checkpoints.quantization.stored import StoredModel, stored_source
-from mtp_checkpoints.sources.byte_source import Place
+from mtp_checkpoints.containers.base import CONFIG_NAME
+from mtp_checkpoints.errors import InvalidInputError
 from mtp_checkpoints.sources.disk_queue import DiskQueue
-from mtp_checkpoints.sources.staging import remove_downloads
-from mtp_checkpoints.tensors.bundle_folder import open_checkpoint
+from mtp_checkpoints.sources.files import make_folder, write_bytes, write_json
+from mtp_checkpoints.tensors.manifest import MANIFEST_NAME
 from mtp_checkpoints.tensors.reader import Checkpoint
-from mtp_export.bundle.bundle_plan import BundlePlan, Recipe
-from mtp_export.bundle.journal import Journal, journaled_files
-from mtp_export.bundle.journal_content import ShardFacts
-from mtp_export.bundle.links import guess_links, resolve_links
-from mtp_export.bundle.options import BundleOptions, Checksums, Part
-from mtp_export.bundle.own_files import check_own, clear, manifest_files
-from mtp_export.bundle.preflight import check_disk, check_memory, check_output, is_finished
-from mtp_export.bundle.split import main_part, mtp_part
+from mtp_export import __version__
+from mtp_export.bundle.bundle_plan import BundlePlan
+from mtp_export.bundle.downloads import CHECKS, opened_inputs
+from mtp_export.bundle.journal import ShardFacts
+from mtp_export.bundle.manifest import manifest, source_identity
+from mtp_export.bundle.run import Record, RunResources, ShardJob, is_made, run
+from mtp_export.bundle.run_folder import RunFolder, is_finished
 from mtp_export.bundle.tied_weights import TiedCopies
-from mtp_export.bundle.work import (
-    Maker,
-    Work,
-    check_unchanged,
-    jobs_left,
-    make_shards,
-    write_rest,
-)
-from mtp_export.plan import Link, PartPlan
+from mtp_export.plan import COPY, Resources
 from mtp_export.progress import ProgressCallback
 
 
@@ -48,117 +41,66 @@ class BundleResult:
     shares: int | None = None
 
 
-def open_source(place: Place) -> tuple[Checkpoint, StoredModel]:
-    """Open a checkpoint, or a bundle as one, with an MTP layer and exactly the tensors that its
-    config implies.
+@dataclass(frozen=True)
+class Work:
+    """Shards that one process makes.
 
-    Raises UnsupportedError for another model or one without MTP layer, InvalidInputError for the
-    first tensor that is missing, extra or of another shape or dtype.
+    room is the folder of its downloads. tied are the copies that are compared as they are copied;
+    checks: those that no shard copies are compared too.
     """
-    checkpoint = open_checkpoint(place)
-    stored = stored_source(checkpoint.config)
-    # The MTP layer comes last, as a rule.
-    if not any(stored.family.mtp_layer_of(n) is not None for n in reversed(checkpoint.tensors)):
-        layers = checkpoint.config.get("num_nextn_predict_layers", "no")
-        raise UnsupportedError(
-            "The checkpoint has no MTP layer",
-            where=place,
-            expected="num_nextn_predict_layers of 1 or more in config.json, and tensors of the "
-            f"layer after the last (model.layers.{checkpoint.config['num_hidden_layers']}.*)",
-            found=f"{layers} num_nextn_predict_layers, and no such tensor",
-            todo="Many converted copies lack the layer: start from the original release, and check "
-            "with mtp-export inspect",
-        )
-    problems = stored.differences(checkpoint.tensors)
-    if problems:
-        problems[0].raise_as_error(place, len(problems) - 1)
-    return checkpoint, stored
+
+    jobs: Sequence[ShardJob]
+    room: Path
+    tied: TiedCopies
+    checks: bool = True
 
 
-def plan_bundle(
-    options: BundleOptions,
-    source: tuple[Checkpoint, StoredModel],
-    recipe: Recipe,
-    *,
-    dry_run: bool = False,
-) -> BundlePlan:
-    """Plan the parts that the options ask for; refuse a run that lacks disk or memory.
-
-    Linking is tried, and undone, to know whether it works; a dry run guesses instead and touches
-    nothing.
-    """
-    shards = [shard.path for shard in source[0].shards]
-    find_links = guess_links if dry_run else resolve_links
-    links = find_links(options.run.link, shards, options.output_dir)
-    plan = lay_out(options, source, recipe, links)
-    check_memory(options.run.max_memory_bytes, plan.memory_bytes)
-    check_disk(options.output_dir, plan.disk_bytes)
-    return plan
-
-
-def lay_out(
-    options: BundleOptions,
-    source: tuple[Checkpoint, StoredModel],
-    recipe: Recipe,
-    links: Mapping[Place, Link],
-) -> BundlePlan:
-    """Plan the parts that the options ask for, whatever disk and memory there is; links are the
-    ways in which source shards can come into the output."""
-    checkpoint, stored = source
-    split = recipe.split
-    parts: list[PartPlan] = []
-    if options.content.part in (Part.BOTH, Part.MAIN):
-        every = options.content.checksums is Checksums.ALL
-        parts.append(main_part(checkpoint, stored, split).linked_by(links, checked=every))
-    if options.content.part in (Part.BOTH, Part.MTP):
-        mtp = mtp_part(checkpoint, stored, options=split, links=links)
-        parts.append(mtp.linked_by(links, checked=True))
-    return BundlePlan(
-        options=options,
-        checkpoint=checkpoint,
-        stored=stored,
-        parts=tuple(parts),
-        recorded=recipe.recorded,
-        device=recipe.device,
-    )
+# Makes the shards of a work, as make_shards does.
+Maker = Callable[[BundlePlan, Work, Record, ProgressCallback], None]
 
 
 def run_bundle(
-    plan: BundlePlan, progress: ProgressCallback, make: Maker = make_shards
+    plan: BundlePlan, progress: ProgressCallback, make: Maker | None = None
 ) -> BundleResult:
-    """Write the bundle that a plan describes, or finish what an earlier run began; make is what
-    makes its shards, here or elsewhere.
+    """Write the bundle that a plan describes, or make the shards of the share that its options ask
+    for; what an earlier run finished is kept. make is what makes the shards: make_shards, or
+    elsewhere.
 
     Raises OutputExistsError, InvalidInputError or IoError; then the output has no manifest. After
     an IoError the same command goes on where it stopped.
     """
-    start = time.monotonic()
-    output = plan.options.output_dir
-    replaces = is_finished(output)
-    if replaces:  # before a good bundle is removed for it
-        with DiskQueue(plan.io_depth) as queue:
-            plan.tied.compare(plan.checkpoint.tensors, plan.tied.alike, queue, lambda: None)
-    with Journal(output) as journal:
-        _open_journal(plan, journal)
-        resumed = len(journal.finished)
-        tied = TiedCopies.nothing(plan.stored) if replaces else plan.tied
-        jobs = jobs_left(plan.jobs, journal.finished, progress)
+    start, share, tied = time.monotonic(), plan.options.run.share, plan.tied
+    if share is None and is_finished(plan.options.output_dir):
+        with DiskQueue(plan.io_depth) as queue:  # before a good bundle is removed for it
+            tied.compare(plan.checkpoint.tensors, tied.alike, queue, lambda: None)
+        tied = TiedCopies.nothing(plan.stored)
+    with RunFolder(plan) as folder:
+        folder.begin()
+        resumed = len(folder.finished.keys() - {CHECKS})
+        jobs = jobs_left(plan.share_jobs, folder.finished, progress)
+        work = Work(jobs, folder.room, tied, checks=share is None or share.number == 1)
         try:
-            make(plan, Work(jobs, room=output, tied=tied), journal.record, progress)
+            (make or make_shards)(plan, work, folder.record, progress)
             check_unchanged(plan.checkpoint)
         except InvalidInputError:
-            remove_downloads(output)
-            clear(output, journal.files)  # nothing made of a wrong source is worth keeping
-            journal.remove()
+            folder.discard()
             raise
-        write_rest(plan, journal.finished)
-        journal.remove()
-    return BundleResult(
-        plan=plan,
-        seconds=time.monotonic() - start,
-        resumed_shards=resumed,
-        facts=facts_of(journal.finished),
-    )
+        if share is None:
+            write_rest(plan, folder.finished)
+            folder.remove()
+        else:
+            folder.record(CHECKS, ShardFacts(0))
+        facts = facts_of(folder.finished)
+    return BundleResult(plan, time.monotonic() - start, resumed, facts)
+
+
+def jobs_left(
+    jobs: Sequence[ShardJob], finished: Mapping[str, ShardFacts], progress: ProgressCallback
+) -> list[ShardJob]:
+    """Return the shards that are still to be made; progress is told the bytes of the others."""
+    made = {job.key for job in jobs if is_made(job, finished)}
+    progress(sum(job.read_bytes for job in jobs if job.key in made))
+    return [job for job in jobs if job.key not in made]
 
 
 def facts_of(finished: Mapping[str, ShardFacts]) -> dict[str, Mapping[str, Any]]:
@@ -166,35 +108,76 @@ def facts_of(finished: Mapping[str, ShardFacts]) -> dict[str, Mapping[str, Any]]
     return {name: noted for shard in finished.values() for name, noted in shard.facts.items()}
 
 
-def _open_journal(plan: BundlePlan, journal: Journal) -> None:
-    """Resume an earlier run, or begin; then clear the output of what is not finished.
+def make_shards(plan: BundlePlan, work: Work, record: Record, progress: ProgressCallback) -> None:
+    """Make the shards of a work; record is given the facts of each that is finished.
 
-    The output is checked again, now that no other run can change it.
+    Raises InvalidInputError for a source that differs from what its plan promises, or IoError.
     """
-    output, identity = plan.options.output_dir, plan.identity
-    try:
-        check_output(output, plan.options.run)
-        own = plan.files | manifest_files(output) | journaled_files(output)
-        check_own(output, own)
-        resumes = _resume(plan, journal, identity)  # from here on the journal is written
-    except OutputExistsError:
-        if journal.is_empty:
-            journal.remove()
-        raise
-    if not resumes:
-        journal.begin(identity, own)
-        remove_downloads(output)
-    clear(output, own, kept=journal.finished.keys())
+    for folder in {job.folder for job in work.jobs}:
+        make_folder(folder)
+    copied = {step.inputs[0] for step in plan.read_steps if step.operation == COPY}
+    tied, apart = work.tied, work.tied.alike.keys() - copied
+    keys = {*(job.key for job in work.jobs), *([CHECKS] if work.checks else ())}
+    with (
+        DiskQueue(plan.io_depth) as queue,
+        opened_inputs(plan.checkpoint, plan.downloads, work.room, keys) as inputs,
+    ):
+        tensors = inputs.tensors
+        resources = RunResources(
+            inputs=inputs,
+            tied={own: tensors[main] for own, main in tied.alike.items() if own in copied},
+            workers=plan.options.run.workers,
+            queue=queue,
+            transform=Resources(plan.budget_bytes, plan.device),
+            progress=progress,
+        )
+        wanted = work.checks and (apart or tied.unlike)
+        checks = [partial(tied.compare, tensors, apart, queue)] if wanted else []
+        run(jobs=work.jobs, record=record, resources=resources, checks=checks)
 
 
-def _resume(plan: BundlePlan, journal: Journal, identity: Mapping[str, Any]) -> bool:
-    """Return whether the journal goes on; raises what Journal.resume does."""
-    if journal.is_empty or not plan.options.run.resume:
-        return False
-    try:
-        journal.resume(identity)
-    except OutputExistsError:
-        if not plan.options.run.overwrite:
-            raise
-        return False
-    return True
+def check_unchanged(checkpoint: Checkpoint) -> None:
+    """Refuse a source that was written to while it was read (InvalidInputError)."""
+    for shard in checkpoint.shards:
+        with closing(shard.file.open()) as file:
+            found = file.size_bytes, file.version
+        if found != (shard.size_bytes, shard.version):
+            raise InvalidInputError(
+                "The source changed while it was exported",
+                where=shard.path,
+                todo="Wait until nothing writes it any more, then run the same command again",
+            )
+
+
+def write_beside(plan: BundlePlan) -> None:
+    """Write the files beside the shards, but for the manifest.
+
+    Configs come after all that may fail: no loader can take an unfinished part for whole.
+    """
+    output = plan.options.output_dir
+    for part in plan.parts:
+        folder = output / part.name
+        make_folder(folder)
+        for name in part.extra_files:
+            make_folder((folder / name).parent)
+            write_bytes(folder / name, plan.checkpoint.files.read(name))
+        for name in part.index_names:
+            write_json(folder / name, part.index())
+    for part in plan.parts:
+        write_json(output / part.name / CONFIG_NAME, part.config)
+
+
+def write_rest(plan: BundlePlan, finished: Mapping[str, ShardFacts]) -> None:
+    """Write the files beside the shards, and last the manifest."""
+    write_beside(plan)
+    output = plan.options.output_dir
+    downloads = plan.downloads
+    verified = {} if downloads is None else {"verified_shards": list(downloads.verified_shards)}
+    head = {
+        "tool_version": __version__,
+        "options": plan.recorded,
+        "source": source_identity(plan.checkpoint) | verified,
+    }
+    folders = [(part, output / part.name) for part in plan.parts]
+    content = manifest(head=head, parts=folders, finished=finished, source=plan.checkpoint)
+    write_json(output / MANIFEST_NAME, content)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import json
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -17,7 +18,7 @@ from mtp_export import __version__
 from mtp_export.bundle.downloads import REMOTE_BYTES, Downloads, plan_downloads, tensors_read
 from mtp_export.bundle.links import existing_parent
 from mtp_export.bundle.manifest import shard_versions, source_identity
-from mtp_export.bundle.options import BundleOptions
+from mtp_export.bundle.options import BundleOptions, Share, divided
 from mtp_export.bundle.run import ShardJob
 from mtp_export.bundle.split import SplitOptions
 from mtp_export.bundle.tied_weights import TiedCopies
@@ -75,21 +76,29 @@ class BundlePlan:
         )
 
     @property
+    def share_jobs(self) -> Sequence[ShardJob]:
+        """Shards of the share that the options ask for, in order; all without one."""
+        return jobs_of(self.jobs, self.options.run.share)
+
+    @property
     def read_steps(self) -> Iterator[Step]:
         """Steps whose inputs are read, to be written or only checksummed."""
         return (step for job in self.jobs if job.shard.is_read for step in job.shard.steps)
 
-    @property
+    @cached_property
     def identity(self) -> dict[str, Any]:
-        """Facts that two runs must have in common for one to go on with what the other finished."""
+        """Facts that two runs must have in common for one to go on with what the other finished, as
+        JSON has them."""
         links = {job.key: str(job.shard.link) for job in self.jobs if job.shard.linked_from}
-        return {
+        identity = {
             "tool_version": __version__,
             "options": dict(self.recorded),
             "source": source_identity(self.checkpoint),
             "versions": shard_versions(self.checkpoint),
             "links": links,
         }
+        as_json: dict[str, Any] = json.loads(json.dumps(identity))
+        return as_json
 
     @property
     def family(self) -> ModelSpec:
@@ -179,3 +188,11 @@ class BundlePlan:
         remote = 0 if self.downloads is None else REMOTE_BYTES
         added = kernels + (_TORCH_BYTES if by_torch else 0) + remote
         return _BASE_BYTES + tensors * _BYTES_PER_TENSOR + added
+
+
+def jobs_of(jobs: Sequence[ShardJob], share: Share | None) -> list[ShardJob]:
+    """Return a share's jobs, in order; all without one."""
+    if share is None:
+        return list(jobs)
+    numbers = divided([job.read_bytes for job in jobs], share.count)[share.number - 1]
+    return [jobs[number] for number in numbers]

@@ -1,13 +1,23 @@
-"""Export: plan a bundle of a checkpoint, with tensors as they are stored."""
+"""Plan of a bundle of one checkpoint, with tensors as they are stored; quantize and graft plan
+theirs by the same steps."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
+from mtp_checkpoints.errors import UnsupportedError
 from mtp_checkpoints.layouts import target_of
-from mtp_export.bundle.build import open_source, plan_bundle
+from mtp_checkpoints.quantization.stored import StoredModel, stored_source
+from mtp_checkpoints.sources.byte_source import Place
+from mtp_checkpoints.tensors.bundle_folder import open_checkpoint
+from mtp_checkpoints.tensors.reader import Checkpoint
 from mtp_export.bundle.bundle_plan import BundlePlan, Recipe
-from mtp_export.bundle.options import BundleOptions
-from mtp_export.bundle.preflight import check_nesting, check_output
-from mtp_export.bundle.split import SplitOptions
+from mtp_export.bundle.links import guess_links, resolve_links
+from mtp_export.bundle.options import BundleOptions, Checksums, Part
+from mtp_export.bundle.preflight import check_disk, check_memory, check_nesting
+from mtp_export.bundle.run_folder import check_output
+from mtp_export.bundle.split import SplitOptions, main_part, mtp_part
+from mtp_export.plan import Link, PartPlan
 from mtp_export.schemes.conversion import AS_STORED, DEQUANTIZED
 
 
@@ -28,3 +38,78 @@ def plan_export(options: BundleOptions, *, dry_run: bool = False) -> BundlePlan:
         mtp_config=config,
     )
     return plan_bundle(options, source, Recipe(split, options.recorded()), dry_run=dry_run)
+
+
+def open_source(place: Place) -> tuple[Checkpoint, StoredModel]:
+    """Open a checkpoint, or a bundle as one, with an MTP layer and exactly the tensors that its
+    config implies.
+
+    Raises UnsupportedError for another model or one without MTP layer, InvalidInputError for the
+    first tensor that is missing, extra or of another shape or dtype.
+    """
+    checkpoint = open_checkpoint(place)
+    stored = stored_source(checkpoint.config)
+    # The MTP layer comes last, as a rule.
+    if not any(stored.family.mtp_layer_of(n) is not None for n in reversed(checkpoint.tensors)):
+        layers = checkpoint.config.get("num_nextn_predict_layers", "no")
+        raise UnsupportedError(
+            "The checkpoint has no MTP layer",
+            where=place,
+            expected="num_nextn_predict_layers of 1 or more in config.json, and tensors of the "
+            f"layer after the last (model.layers.{checkpoint.config['num_hidden_layers']}.*)",
+            found=f"{layers} num_nextn_predict_layers, and no such tensor",
+            todo="Many converted copies lack the layer: start from the original release, and check "
+            "with mtp-export inspect",
+        )
+    problems = stored.differences(checkpoint.tensors)
+    if problems:
+        problems[0].raise_as_error(place, len(problems) - 1)
+    return checkpoint, stored
+
+
+def plan_bundle(
+    options: BundleOptions,
+    source: tuple[Checkpoint, StoredModel],
+    recipe: Recipe,
+    *,
+    dry_run: bool = False,
+) -> BundlePlan:
+    """Plan the parts that the options ask for; refuse a run that lacks disk or memory.
+
+    Linking is tried, and undone, to know whether it works; a dry run guesses instead and touches
+    nothing.
+    """
+    shards = [shard.path for shard in source[0].shards]
+    find_links = guess_links if dry_run else resolve_links
+    links = find_links(options.run.link, shards, options.output_dir)
+    plan = lay_out(options, source, recipe, links)
+    check_memory(options.run.max_memory_bytes, plan.memory_bytes)
+    check_disk(options.output_dir, plan.disk_bytes)
+    return plan
+
+
+def lay_out(
+    options: BundleOptions,
+    source: tuple[Checkpoint, StoredModel],
+    recipe: Recipe,
+    links: Mapping[Place, Link],
+) -> BundlePlan:
+    """Plan the parts that the options ask for, whatever disk and memory there is; links are the
+    ways in which source shards can come into the output."""
+    checkpoint, stored = source
+    split = recipe.split
+    parts: list[PartPlan] = []
+    if options.content.part in (Part.BOTH, Part.MAIN):
+        every = options.content.checksums is Checksums.ALL
+        parts.append(main_part(checkpoint, stored, split).linked_by(links, checked=every))
+    if options.content.part in (Part.BOTH, Part.MTP):
+        mtp = mtp_part(checkpoint, stored, options=split, links=links)
+        parts.append(mtp.linked_by(links, checked=True))
+    return BundlePlan(
+        options=options,
+        checkpoint=checkpoint,
+        stored=stored,
+        parts=tuple(parts),
+        recorded=recipe.recorded,
+        device=recipe.device,
+    )

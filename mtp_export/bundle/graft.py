@@ -11,7 +11,8 @@ from typing import Any
 
 from mtp_checkpoints.errors import InvalidInputError, UnsupportedError, UsageError
 from mtp_checkpoints.families import family_of
-from mtp_checkpoints.formats.storage import READ_ONLY
+from mtp_checkpoints.formats import FORMATS
+from mtp_checkpoints.formats.base import ReadOnlyFormat
 from mtp_checkpoints.layouts import engine_of, target_names, target_of
 from mtp_checkpoints.quantization.method import VLLM
 from mtp_checkpoints.quantization.native import (
@@ -26,10 +27,11 @@ from mtp_checkpoints.sources.strict_json import parsed_json_object
 from mtp_checkpoints.tensors.bundle_folder import open_checkpoint
 from mtp_checkpoints.tensors.grafted import GraftedCheckpoint
 from mtp_checkpoints.tensors.reader import Checkpoint
-from mtp_export.bundle.build import open_source, plan_bundle
 from mtp_export.bundle.bundle_plan import BundlePlan, Recipe
+from mtp_export.bundle.export import open_source, plan_bundle
 from mtp_export.bundle.options import BundleOptions
-from mtp_export.bundle.preflight import check_nesting, check_output
+from mtp_export.bundle.preflight import check_nesting
+from mtp_export.bundle.run_folder import check_output
 from mtp_export.bundle.same_model import check_same_model
 from mtp_export.bundle.split import SplitOptions
 from mtp_export.schemes import SCHEMES
@@ -93,7 +95,8 @@ def _check_places(options: GraftOptions) -> None:
             todo="mtp-export splits one checkpoint that has both: --input-dir",
         )
     target = target_of(options.bundle.target)
-    readers = [name for name in target_names() if engine_of(name).storages & READ_ONLY]
+    others = {name for name, known in FORMATS.items() if issubclass(known, ReadOnlyFormat)}
+    readers = [name for name in target_names() if engine_of(name).storages & others]
     if options.bundle.target not in readers:
         raise UnsupportedError(
             f"Target {options.bundle.target} does not read models that others quantized",

@@ -9,7 +9,8 @@ from typing import Any
 
 from mtp_checkpoints.containers.base import CONFIG_NAME
 from mtp_checkpoints.errors import InvalidInputError, MtpExportError, UnsupportedError, UsageError
-from mtp_checkpoints.formats.storage import W4AFP8_GROUP, Storage, mixes_integers_with_fp8
+from mtp_checkpoints.formats import W4AFp8, mixes_groups_with_fp8
+from mtp_checkpoints.formats.w4afp8 import W4AFP8_GROUP
 from mtp_checkpoints.layouts import target_of
 from mtp_checkpoints.layouts.base import Deployment, Engine, Placement
 from mtp_checkpoints.quantization.stored import stored_source
@@ -156,11 +157,11 @@ def _reads(engine: Engine, recorded: Mapping[str, Any], base: str, mtp: str) -> 
     storages = SCHEMES[base].recorded_storages(recorded) | SCHEMES[mtp].recorded_storages(recorded)
     if not storages <= engine.storages:
         return False
-    if Storage.W4AFP8 in storages:
+    if W4AFp8.storage in storages:
         return True
     in_fp8 = any(SCHEMES[scheme].int4_activations_fp8 for scheme in (base, mtp))
     if in_fp8 and recorded.get("group_size") != W4AFP8_GROUP:
         return False
-    if not mixes_integers_with_fp8(storages):
+    if not mixes_groups_with_fp8(storages):
         return True
     return engine.dialect is not None and engine.dialect.name == recorded.get("reader")

@@ -15,7 +15,7 @@ import xxhash
 from mtp_checkpoints.sources.byte_source import ByteFile, RemoteFile
 from mtp_checkpoints.tensors.manifest import FORMAT, FORMAT_VERSION
 from mtp_checkpoints.tensors.reader import Checkpoint
-from mtp_export.bundle.journal_content import ShardFacts
+from mtp_export.bundle.journal import ShardFacts
 from mtp_export.plan import OutputShard, PartPlan
 
 

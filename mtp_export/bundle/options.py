@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import heapq
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from pathlib import Path
@@ -107,6 +108,18 @@ class Share:
     def said(self) -> str:
         """Origin of the numbers in brackets; nothing where they were given."""
         return f" ({self.origin})" if self.origin else ""
+
+
+def divided(sizes: Sequence[int], count: int) -> list[list[int]]:
+    """Return the pieces of each of count equal shares of work, as numbers of their sizes, in order:
+    the largest first, each piece goes to the share with the least so far."""
+    loads = [(0, share) for share in range(count)]
+    shares: list[list[int]] = [[] for _ in range(count)]
+    for piece in sorted(range(len(sizes)), key=lambda piece: -sizes[piece]):
+        load, share = loads[0]
+        heapq.heapreplace(loads, (load + max(1, sizes[piece]), share))
+        shares[share].append(piece)
+    return [sorted(share) for share in shares]
 
 
 def parse_share(text: str) -> Share:

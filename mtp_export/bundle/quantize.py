@@ -9,15 +9,9 @@ from pathlib import Path
 from typing import Any
 
 from mtp_checkpoints.errors import UnsupportedError, UsageError
-from mtp_checkpoints.formats import FormatOptions
-from mtp_checkpoints.formats.storage import (
-    COMPRESSED_SCALE,
-    GROUP_SIZES,
-    INTEGERS,
-    NATIVE_SCALE,
-    W4AFP8_GROUP,
-    Storage,
-)
+from mtp_checkpoints.formats import FormatOptions, Fp8Channel, W4AFp8, has_groups
+from mtp_checkpoints.formats.base import COMPRESSED_SCALE, GROUP_SIZES, NATIVE_SCALE
+from mtp_checkpoints.formats.w4afp8 import W4AFP8_GROUP
 from mtp_checkpoints.layouts import engine_of, names_that_read, target_of
 from mtp_checkpoints.layouts.base import Target
 from mtp_checkpoints.quantization.method import VLLM, Dialect
@@ -27,11 +21,12 @@ from mtp_checkpoints.sources.byte_source import Place
 from mtp_checkpoints.tensors.bundle_folder import is_bundle
 from mtp_checkpoints.tensors.manifest import MANIFEST_NAME
 from mtp_checkpoints.tensors.reader import Checkpoint
-from mtp_export.bundle.build import open_source, plan_bundle
 from mtp_export.bundle.bundle_plan import BundlePlan, Recipe
+from mtp_export.bundle.export import open_source, plan_bundle
 from mtp_export.bundle.options import PlannerOptions
 from mtp_export.bundle.precision import Device, Format, Int4Scope, Precision
-from mtp_export.bundle.preflight import check_nesting, check_output
+from mtp_export.bundle.preflight import check_nesting
+from mtp_export.bundle.run_folder import check_output
 from mtp_export.bundle.split import SplitOptions
 from mtp_export.schemes import SCHEMES
 from mtp_export.schemes.configs import quantization_configs
@@ -57,12 +52,12 @@ class _Choice:
     in_table: bool
 
     @property
-    def storages(self) -> set[Storage]:
+    def storages(self) -> set[str]:
         return {*self.base.storages.values(), *self.mtp.storages.values()}
 
     @property
-    def has_integers(self) -> bool:
-        return not self.storages.isdisjoint(INTEGERS)
+    def has_groups(self) -> bool:
+        return has_groups(self.storages)
 
 
 def default_input() -> Path:
@@ -147,7 +142,7 @@ def _scheme_name(wanted: str, stored: StoredModel) -> str:
         raise UnsupportedError(
             "This checkpoint is in a precision that no scheme writes, so a part cannot keep it",
             expected="--base-quant and --mtp-quant, both other than keep",
-            found=f"{Storage.FP8_CHANNEL} linears",
+            found=f"{Fp8Channel.storage} linears",
             todo="Name both schemes; an export keeps both parts as they are stored",
         )
     return stored.scheme
@@ -207,7 +202,7 @@ def _check_target(target: Target, mtp: Scheme, stored: StoredModel) -> None:
     )
 
 
-def _schemes_in(storages: Collection[Storage]) -> list[str]:
+def _schemes_in(storages: Collection[str]) -> list[str]:
     """Return the schemes whose linears are in these storages alone."""
     return sorted(
         name for name, scheme in SCHEMES.items() if set(scheme.storages.values()) <= set(storages)
@@ -221,7 +216,7 @@ def _check_storages(target: str, choice: _Choice) -> None:
     if not unread:
         return
     schemes = f"--base-quant {' or '.join(_schemes_in(reads))}"
-    w4afp8_alone = unread == [Storage.W4AFP8] and not reads.isdisjoint(INTEGERS)
+    w4afp8_alone = unread == [W4AFp8.storage] and has_groups(reads)
     raise UnsupportedError(
         f"Target {target} does not read a bundle with {' or '.join(unread)}",
         expected=f"--target {' or '.join(names_that_read(choice.storages))}",
@@ -238,7 +233,7 @@ def _conversion(
     In some dialects fp8 beside integers is compressed-tensors too: with another scale name, and
     absorbed linears in bf16.
     """
-    renamed = choice.has_integers and not choice.dialect.native_fp8
+    renamed = choice.has_groups and not choice.dialect.native_fp8
     return Conversion(
         scheme=scheme.name,
         storages=scheme.storages,

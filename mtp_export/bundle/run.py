@@ -25,7 +25,7 @@ from mtp_checkpoints.sources.staging import Stopped
 from mtp_checkpoints.tensors.tensor_stream import TensorStream
 from mtp_checkpoints.tensors.writer import ShardWriter
 from mtp_export.bundle.downloads import Inputs
-from mtp_export.bundle.journal_content import ShardFacts
+from mtp_export.bundle.journal import ShardFacts
 from mtp_export.bundle.links import link_shard
 from mtp_export.bundle.tied_weights import compare_tied
 from mtp_export.plan import (
@@ -38,7 +38,6 @@ from mtp_export.plan import (
     Transform,
 )
 from mtp_export.schemes.transforms import load_kernels
-from mtp_kernels.cpu.torch_threads import one_torch_thread
 
 # Raises when the run is stopping; long operations call it between pieces.
 Proceed = Callable[[], None]
@@ -119,6 +118,8 @@ def _begin_computing(
     device = resources.transform.device
     known = [one for one in transforms if not isinstance(one, Copy)]
     if device != "cpu" or any(transform.uses_torch for transform in known):
+        from mtp_kernels.cpu.torch_threads import one_torch_thread  # a dry run needs no kernels
+
         computing.enter_context(one_torch_thread())
     load_kernels(device)
 

@@ -12,7 +12,7 @@ from rich.console import Group, RenderableType
 from mtp_checkpoints.errors import UsageError
 from mtp_checkpoints.layouts import target_names
 from mtp_checkpoints.sources.byte_source import Place
-from mtp_export.bundle.build import BundleResult, run_bundle
+from mtp_export.bundle.build import BundleResult, Maker, make_shards, run_bundle
 from mtp_export.bundle.bundle_plan import BundlePlan
 from mtp_export.bundle.options import (
     BundleOptions,
@@ -24,8 +24,7 @@ from mtp_export.bundle.options import (
     refuse_cluster_of_share,
 )
 from mtp_export.bundle.request import Request
-from mtp_export.bundle.shares import jobs_of, run_share
-from mtp_export.bundle.work import Maker, make_shards
+from mtp_export.bundle.shares import run_share
 from mtp_export.commands.bundle_tables import (
     plan_facts,
     plan_table,
@@ -124,7 +123,7 @@ class PlannedBundle:
         # It takes a fifth of a dry run's start.
         from mtp_export.commands.progress_bar import progress_bar
 
-        total_bytes = sum(job.read_bytes for job in jobs_of(self.plan.jobs, share))
+        total_bytes = sum(job.read_bytes for job in self.plan.share_jobs)
         quiet = self.making.reporting.quiet
         with progress_bar(self.request.planner, total_bytes, quiet=quiet) as progress:
             if share is None:

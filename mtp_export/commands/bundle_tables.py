@@ -14,7 +14,6 @@ from mtp_export.bundle.bundle_plan import BundlePlan
 from mtp_export.bundle.launch import launch_lines
 from mtp_export.bundle.options import Share
 from mtp_export.bundle.preflight import needed_disk_bytes
-from mtp_export.bundle.shares import ShareResult, jobs_of
 from mtp_export.commands.output import FiguresTable, heading
 from mtp_export.plan import COPY, PartPlan
 from mtp_export.progress import format_bytes
@@ -137,7 +136,7 @@ def _download_lines(plan: BundlePlan) -> list[str]:
 
 def planned_facts(plan: BundlePlan, share: Share) -> dict[str, Any]:
     """Return how much of a plan a share makes."""
-    jobs = jobs_of(plan.jobs, share)
+    jobs = plan.share_jobs
     done = sum(job.read_bytes for job in jobs)
     return {"share": str(share), "share_shards": len(jobs), "share_bytes": done}
 
@@ -151,16 +150,17 @@ def planned_line(plan: BundlePlan, share: Share) -> str:
     )
 
 
-def share_facts(result: ShareResult) -> dict[str, Any]:
+def share_facts(result: BundleResult) -> dict[str, Any]:
     """Return the result of a share in bytes and seconds."""
-    done = _share_bytes(result)
-    origin = {"share_origin": result.share.origin} if result.share.origin else {}
+    share, done = result.plan.options.run.share, _share_bytes(result)
+    assert share is not None, "a share's result"
+    origin = {"share_origin": share.origin} if share.origin else {}
     return {
         "input_dir": str(result.plan.options.input_dir),
         "output_dir": str(result.plan.options.output_dir),
-        "share": str(result.share),
+        "share": str(share),
         **origin,
-        "shards": len(result.jobs),
+        "shards": len(result.plan.share_jobs),
         "shards_of_bundle": len(result.plan.jobs),
         "done_bytes": done,
         "resumed_shards": result.resumed_shards,
@@ -169,12 +169,13 @@ def share_facts(result: ShareResult) -> dict[str, Any]:
     }
 
 
-def share_table(result: ShareResult) -> RenderableType:
+def share_table(result: BundleResult) -> RenderableType:
     """Return the result of a share for people."""
-    share, output = result.share, result.plan.options.output_dir
+    share, output = result.plan.options.run.share, result.plan.options.output_dir
+    assert share is not None, "a share's result"
     done, seconds = _share_bytes(result), result.seconds
     lines = [
-        f"{len(result.jobs)} of {len(result.plan.jobs)} shards, {format_bytes(done)} in"
+        f"{len(result.plan.share_jobs)} of {len(result.plan.jobs)} shards, {format_bytes(done)} in"
         f" {seconds:.1f} s, {format_bytes(done / max(seconds, 1e-9))}/s.",
     ]
     if result.resumed_shards:
@@ -184,6 +185,6 @@ def share_table(result: ShareResult) -> RenderableType:
     return Group(title, *lines)
 
 
-def _share_bytes(result: ShareResult) -> int:
+def _share_bytes(result: BundleResult) -> int:
     """Return the bytes that were written, or linked and checksummed."""
-    return sum(job.read_bytes for job in result.jobs)
+    return sum(job.read_bytes for job in result.plan.share_jobs)

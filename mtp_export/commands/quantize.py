@@ -10,7 +10,7 @@ from typing import Any
 from rich.console import Group, RenderableType
 
 from mtp_checkpoints.families.base import Role
-from mtp_checkpoints.formats.storage import mixes_integers_with_fp8
+from mtp_checkpoints.formats import mixes_groups_with_fp8
 from mtp_checkpoints.layouts import target_of
 from mtp_checkpoints.sources.byte_source import Place
 from mtp_export.bundle.build import BundleResult
@@ -135,7 +135,7 @@ def _dialect_remarks(plan: BundlePlan) -> list[str]:
     """Return a remark per engine that wants integers beside fp8 in another dialect."""
     recorded, chosen = plan.recorded, plan.options.target
     scheme = SCHEMES[recorded["base_quant"]]
-    if not mixes_integers_with_fp8(scheme.recorded_storages(recorded)):
+    if not mixes_groups_with_fp8(scheme.recorded_storages(recorded)):
         return []
     engines = [e for e in target_of(chosen).engines if e.title and e.dialect is not None]
     written_for = [e.title for e in engines if e.dialect and e.dialect.name == recorded["reader"]]

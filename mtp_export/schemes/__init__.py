@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 from mtp_checkpoints.families.base import Role
-from mtp_checkpoints.formats.storage import Storage
+from mtp_checkpoints.formats import Fp8Block, Int4Group, Int8Channel, Unquantized, W4AFp8
 from mtp_export.schemes.scheme import Scheme, every_linear
 
-_FP8 = every_linear(Storage.FP8_BLOCK)
-_ATTENTION_IN_BF16 = dict.fromkeys((Role.ATTENTION, Role.INDEXER), Storage.BF16)
+_FP8 = every_linear(Fp8Block.storage)
+_ATTENTION_IN_BF16 = dict.fromkeys((Role.ATTENTION, Role.INDEXER), Unquantized.storage)
 
 SCHEMES: dict[str, Scheme] = {
     # int4 groups for routed experts, native fp8 for every other linear, activations in fp8.
     "a8w8_fp8_wint4": Scheme(
         "a8w8_fp8_wint4",
         "int4 + fp8",
-        _FP8 | {Role.ROUTED_EXPERT: Storage.INT4_GROUP},
-        {"w4afp8": _FP8 | {Role.ROUTED_EXPERT: Storage.W4AFP8}},
+        _FP8 | {Role.ROUTED_EXPERT: Int4Group.storage},
+        {"w4afp8": _FP8 | {Role.ROUTED_EXPERT: W4AFp8.storage}},
         int4_activations_fp8=True,
     ),
     # int4 groups for routed experts, everything else bf16: a weight-only config cannot describe
@@ -23,15 +23,15 @@ SCHEMES: dict[str, Scheme] = {
     "weight_only_int4": Scheme(
         "weight_only_int4",
         "int4 + bf16",
-        every_linear(Storage.BF16) | {Role.ROUTED_EXPERT: Storage.INT4_GROUP},
-        {"all": every_linear(Storage.INT4_GROUP) | _ATTENTION_IN_BF16},
+        every_linear(Unquantized.storage) | {Role.ROUTED_EXPERT: Int4Group.storage},
+        {"all": every_linear(Int4Group.storage) | _ATTENTION_IN_BF16},
     ),
     # Native fp8: e4m3 codes, a scale per 128x128 block, activations quantized at run time.
     "a8w8_fp8": Scheme("a8w8_fp8", "fp8", _FP8),
     # int8 per channel for MLPs and experts; attention in bf16, as SGLang reads kv_b_proj's weight.
     "weight_only_int8": Scheme(
-        "weight_only_int8", "int8 + bf16", every_linear(Storage.INT8_CHANNEL) | _ATTENTION_IN_BF16
+        "weight_only_int8", "int8 + bf16", every_linear(Int8Channel.storage) | _ATTENTION_IN_BF16
     ),
     # For hardware without fp8, and the way into engines that quantize at load.
-    "bf16": Scheme("bf16", "bf16", every_linear(Storage.BF16)),
+    "bf16": Scheme("bf16", "bf16", every_linear(Unquantized.storage)),
 }

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from mtp_checkpoints.formats.storage import Storage, mixes_integers_with_fp8
-from mtp_checkpoints.quantization.method import SGLANG, Dialect, PartStorage, WrittenModel
-from mtp_checkpoints.quantization.methods import method_writing
+from mtp_checkpoints.formats import mixes_groups_with_fp8
+from mtp_checkpoints.quantization.method import Dialect, PartStorage, WrittenModel
+from mtp_checkpoints.quantization.methods import dialect_of, method_writing
 from mtp_checkpoints.quantization.native import Config
 from mtp_checkpoints.quantization.stored import StoredModel
 
@@ -28,10 +28,9 @@ def quantization_configs(
     parts and wants the same in the MTP folder; SGLang reads each folder's own. Raises
     UnsupportedError for a source that a config of the dialect cannot describe.
     """
-
     both = {*main.storages.values(), *mtp.storages.values()}
-    if Storage.W4AFP8 in both:
-        dialect = SGLANG  # of its own method
+    only_dialect = dialect_of(both)
+    dialect = only_dialect or dialect
 
     def config(main: PartStorage, mtp: PartStorage) -> Config | None:
         model = WrittenModel(stored.family, stored.quantization, stored.native, main, mtp, dialect)
@@ -39,8 +38,8 @@ def quantization_configs(
         assert write is not None, "method_writing returns a method that is written"
         return write(model)
 
-    if dialect.own_config and (Storage.W4AFP8 in both or mixes_integers_with_fp8(both)):
-        together = mixes_integers_with_fp8(set(main.storages.values()))
+    if dialect.own_config and (only_dialect or mixes_groups_with_fp8(both)):
+        together = mixes_groups_with_fp8(set(main.storages.values()))
         return PartConfigs(config(main, mtp if together else main), config(mtp, mtp))
     described = config(main, mtp)
     return PartConfigs(described, described)

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from mtp_checkpoints.containers.base import TensorInfo
 from mtp_checkpoints.dtypes import DType, OutputTensor
 from mtp_checkpoints.errors import UnsupportedError
-from mtp_checkpoints.formats import FORMATS, WeightFormat
-from mtp_checkpoints.formats.storage import NATIVE_SCALE, Storage
+from mtp_checkpoints.formats import FORMATS, Fp8Block, Fp8Channel, Unquantized, WeightFormat
+from mtp_checkpoints.formats.base import NATIVE_SCALE
 from mtp_checkpoints.quantization.method import PartStorage
 from mtp_checkpoints.quantization.stored import StoredWeight
 from mtp_export.plan import Step, copy_step
@@ -50,17 +50,18 @@ class Conversion(PartStorage):
         if self.keeps_all:
             return copy_step(tensor, name)
         storage, is_scale = self.storage_of(one.weight), tensor.name != one.tensors[0].name
-        if storage is None and self.scheme is not None and one.storage is Storage.FP8_CHANNEL:
-            storage = Storage.BF16  # such as eh_proj: no config.json that is written describes it
+        if storage is None and self.scheme is not None and one.storage == Fp8Channel.storage:
+            # Such as eh_proj: no config.json that is written describes it.
+            storage = Unquantized.storage
         stays = storage in (None, one.storage)
         if is_scale and not stays:
             return None
-        if is_scale and one.storage is Storage.FP8_BLOCK:
+        if is_scale and one.storage == Fp8Block.storage:
             return copy_step(tensor, name.removesuffix(NATIVE_SCALE) + self.options.fp8_scale_name)
         if stays:
             return copy_step(tensor, name)
         assert storage is not None, "it stays otherwise"
-        converted = FORMATS[storage](self.options)
+        converted = FORMATS[storage].of_options(self.options)
         _check(tensor, converted)
         inputs = tuple(stored.name for stored in one.tensors if stored.name in tensors)
         outputs = converted.tensors(name, tensor.shape)
@@ -69,7 +70,7 @@ class Conversion(PartStorage):
 
 
 AS_STORED = Conversion(storages={})
-DEQUANTIZED = Conversion(storages=every_linear(Storage.BF16))
+DEQUANTIZED = Conversion(storages=every_linear(Unquantized.storage))
 
 
 def transpose_step(tensor: TensorInfo, name: str) -> Step:

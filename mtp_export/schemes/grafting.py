@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from mtp_checkpoints.errors import UnsupportedError
 from mtp_checkpoints.families.base import TensorSpec
 from mtp_checkpoints.families.spec import ModelSpec
-from mtp_checkpoints.formats import FormatOptions
-from mtp_checkpoints.formats.storage import COMPRESSED_SCALE, NATIVE_SCALE, Storage
+from mtp_checkpoints.formats import FormatOptions, Fp8Block, Unquantized
+from mtp_checkpoints.formats.base import COMPRESSED_SCALE, NATIVE_SCALE
 from mtp_checkpoints.layouts import engine_of, target_names
 from mtp_checkpoints.quantization.method import Dialect, Method, QuantConfig, modules_of
 from mtp_checkpoints.quantization.methods import METHODS, quant_config_of
@@ -36,9 +36,9 @@ class Draft:
         return self.stored.family
 
     @property
-    def storages(self) -> frozenset[Storage]:
+    def storages(self) -> frozenset[str]:
         """Storages of its quantized linears."""
-        return frozenset(self.scheme.storages.values()) - {Storage.BF16}
+        return frozenset(self.scheme.storages.values()) - {Unquantized.storage}
 
     def fits(self, method: str | None) -> bool:
         """Return whether a main model's config of a quant_method can describe it."""
@@ -93,7 +93,7 @@ def describe_graft(
         own_configs = quantization_configs(draft.stored, main=mtp, mtp=mtp, dialect=draft.dialect)
         mtp_config = own_configs.mtp
     _check_described(name, quant_config_of(mtp_config), draft.family, mtp)
-    in_one_dialect = in_groups and Storage.FP8_BLOCK in draft.storages
+    in_one_dialect = in_groups and Fp8Block.storage in draft.storages
     return GraftDescription(
         main=main,
         mtp=mtp_config if draft.storages else None,
@@ -185,9 +185,9 @@ def _check_described(
         if spec.mtp_layer is None or len(spec.shape) != 2:
             continue
         actual = config.format_of(spec.module, spec.role)
-        read_as = Storage.BF16 if actual is None else actual.storage
-        stored_as = mtp.storage_of(spec) or Storage.BF16
-        if read_as is not stored_as:
+        read_as = Unquantized.storage if actual is None else actual.storage
+        stored_as = mtp.storage_of(spec) or Unquantized.storage
+        if read_as != stored_as:
             raise UnsupportedError(
                 f"The main model's quantization_config describes {spec.module} in another"
                 " precision than the draft would have",

@@ -1,4 +1,4 @@
-"""Precision schemes: the storage of every role's linears. Data, no code that runs."""
+"""Precision schemes: the format, by name, of every role's linears. Data, no code that runs."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ from typing import Any
 
 from mtp_checkpoints.errors import UsageError
 from mtp_checkpoints.families.base import LINEAR_ROLES, Role
-from mtp_checkpoints.formats.storage import Storage
 
 # In place of a scheme's name: the part's weights stay as the source stores them.
 KEEP = "keep"
@@ -19,7 +18,7 @@ BF16 = "bf16"  # the scheme without quantized linears
 
 @dataclass(frozen=True)
 class Scheme:
-    """A precision scheme: the storage of every role's linears.
+    """A precision scheme: the format, by name, of every role's linears.
 
     on_disk describes it to people. variants are the same scheme under another value of an option
     (an int4 scope, an on-disk format). int4_activations_fp8: int4 experts run with activations in
@@ -28,8 +27,8 @@ class Scheme:
 
     name: str
     on_disk: str
-    storages: Mapping[Role, Storage]
-    variants: Mapping[str, Mapping[Role, Storage]] = field(default_factory=dict)
+    storages: Mapping[Role, str]
+    variants: Mapping[str, Mapping[Role, str]] = field(default_factory=dict)
     int4_activations_fp8: bool = False
 
     def __post_init__(self) -> None:
@@ -44,21 +43,21 @@ class Scheme:
             )
         return replace(self, storages=self.variants[value])
 
-    def recorded_storages(self, options: Mapping[str, Any]) -> frozenset[Storage]:
+    def recorded_storages(self, options: Mapping[str, Any]) -> frozenset[str]:
         """Return the storages under the options of a bundle, as its manifest records them."""
         return frozenset(self._recorded(options).values())
 
     def stores_experts_alike(self, options: Mapping[str, Any]) -> bool:
         """Return True where shared experts are stored as routed ones are."""
         storages = self._recorded(options)
-        return storages[Role.SHARED_EXPERT] is storages[Role.ROUTED_EXPERT]
+        return storages[Role.SHARED_EXPERT] == storages[Role.ROUTED_EXPERT]
 
-    def _recorded(self, options: Mapping[str, Any]) -> Mapping[Role, Storage]:
+    def _recorded(self, options: Mapping[str, Any]) -> Mapping[Role, str]:
         values = [str(options.get(option)) for option in ("format", "int4_scope")]
         chosen = next((value for value in values if value in self.variants), None)
         return self.storages if chosen is None else self.variants[chosen]
 
 
-def every_linear(storage: Storage) -> dict[Role, Storage]:
+def every_linear(storage: str) -> dict[Role, str]:
     """Return one storage for the linears of all roles."""
     return dict.fromkeys(LINEAR_ROLES, storage)

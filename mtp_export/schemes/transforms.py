@@ -17,7 +17,7 @@ from mtp_checkpoints.containers.base import TensorInfo
 from mtp_checkpoints.dtypes import DType, OutputTensor
 from mtp_checkpoints.errors import InvalidInputError
 from mtp_checkpoints.formats import UNQUANTIZED, WeightFormat
-from mtp_checkpoints.formats.storage import BLOCK
+from mtp_checkpoints.formats.base import BLOCK
 from mtp_checkpoints.tensors.tensor_reader import TensorReader, as_array, as_rows
 from mtp_checkpoints.tensors.tensor_stream import TensorStream
 from mtp_export.plan import Facts, Resources, Sink

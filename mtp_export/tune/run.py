@@ -9,7 +9,8 @@ from typing import Protocol
 
 from mtp_checkpoints.errors import UsageError
 from mtp_export.bundle.build import run_bundle
-from mtp_export.bundle.preflight import check_disk, check_nesting, check_output
+from mtp_export.bundle.preflight import check_disk, check_nesting
+from mtp_export.bundle.run_folder import check_output
 from mtp_export.progress import silent
 from mtp_export.tune.draft import TrainedDraft
 from mtp_export.tune.drafts import DRAFTS, draft_type

@@ -15,14 +15,13 @@ from bundle.test_downloads import remote
 from cases import MTP_LAYER, read_shard, shard_of, tree, write_shard
 from mtp_checkpoints.errors import InvalidInputError, IoError, ResourceError
 from mtp_export.bundle import build
-from mtp_export.bundle.build import run_bundle
+from mtp_export.bundle.build import Work, check_unchanged, make_shards, run_bundle
 from mtp_export.bundle.bundle_plan import BundlePlan
 from mtp_export.bundle.export import plan_export
 from mtp_export.bundle.options import BundleOptions, ContentOptions, Part, RunOptions
 from mtp_export.bundle.preflight import needed_disk_bytes
 from mtp_export.bundle.quantize import QuantizeOptions, plan_quantize
 from mtp_export.bundle.run import Record
-from mtp_export.bundle.work import Work, check_unchanged, make_shards
 from mtp_export.plan import Link
 from mtp_export.progress import ProgressCallback
 

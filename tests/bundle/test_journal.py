@@ -16,11 +16,13 @@ from bundle.commands import UNFINISHED
 from cases import export, tree
 from disk import Fault, watched_disk
 from mtp_checkpoints.errors import IoError, OutputExistsError
-from mtp_export.bundle.journal import JOURNAL_NAME, Journal, journaled_files
-from mtp_export.bundle.journal_content import (
+from mtp_export.bundle.journal import (
+    JOURNAL_NAME,
     DamagedJournal,
+    Journal,
     ShardFacts,
     encoded,
+    journaled,
     new_checksum,
     parsed,
 )
@@ -217,7 +219,8 @@ def test_a_line_that_could_not_be_written_is_written_over(
     with Journal(output) as journal:
         journal.resume({"a": 1})
         assert journal.finished == {"main/1": FACTS, "main/2": ShardFacts(3)}
-        assert journal.files == journaled_files(output) == {"main/x"}
+        run = journaled(output)
+        assert run is not None and journal.files == run.files == {"main/x"}
 
 
 def test_a_journal_that_begins_anew_keeps_its_lock(output: Path) -> None:

@@ -12,12 +12,14 @@ import xxhash
 
 from mtp_checkpoints.errors import IoError, OutputExistsError
 from mtp_checkpoints.sources.files import name_when_whole
-from mtp_export.bundle.journal import JOURNAL_NAME, Journal, journaled_files
-from mtp_export.bundle.journal_content import (
+from mtp_export.bundle.journal import (
+    JOURNAL_NAME,
     DamagedJournal,
+    Journal,
     JournalContent,
     ShardFacts,
     encoded,
+    journaled,
     new_checksum,
     parsed,
     shard_line,
@@ -196,15 +198,17 @@ def test_a_damaged_journal_is_refused(begun: Path) -> None:
     assert (error.where, error.todo) == (journal, "Pass --no-resume to start over")
     assert str(error.expected).startswith("the lines that an unfinished run")
     assert str(error.found) == "line 1 with another checksum than its own"
-    assert journaled_files(begun) == frozenset()
+    assert journaled(begun) is None
 
 
 def test_files_of_a_journal_without_taking_it_over(begun: Path, tmp_path: Path) -> None:
-    assert journaled_files(begun) == {"main/a"}
-    assert journaled_files(tmp_path / "none") == frozenset()
+    run = journaled(begun)
+    assert run is not None and run.files == {"main/a"} and run.finished
+    assert journaled(tmp_path / "none") is None
     with (begun / JOURNAL_NAME).open("ab") as file:
         file.write(b"garbage\n" * 3)
-    assert journaled_files(begun) == {"main/a"}
+    damaged = journaled(begun)
+    assert damaged is not None and damaged.files == {"main/a"} and damaged.finished == {}
 
 
 def test_one_run_at_a_time(begun: Path) -> None:
@@ -281,7 +285,7 @@ def test_a_journal_that_cannot_be_read(begun: Path, monkeypatch: pytest.MonkeyPa
 
     monkeypatch.setattr(Path, "open", fails)
     with pytest.raises(IoError) as refusal:
-        journaled_files(begun)
+        journaled(begun)
     assert (refusal.value.where, refusal.value.found) == (
         begun / JOURNAL_NAME,
         "Input/output error",

@@ -225,7 +225,7 @@ def test_a_checksummed_shard_is_not_read_again(
     """A run that ends before its last files finds every checksum in the journal."""
     options = ("--checksums", "all", "--allow-untied")
     with monkeypatch.context() as patch:
-        patch.setattr("mtp_export.bundle.work.write_json", _full_disk)
+        patch.setattr("mtp_export.bundle.build.write_json", _full_disk)
         assert export(layered, output, *options).code == 6
     monkeypatch.setattr(os, "preadv", _full_disk)
     assert export(layered, output, *options).code == 0
@@ -241,7 +241,7 @@ def test_a_run_without_the_checksums_is_not_resumed_with_them(
     layered: Path, output: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with monkeypatch.context() as patch:
-        patch.setattr("mtp_export.bundle.work.write_json", _full_disk)
+        patch.setattr("mtp_export.bundle.build.write_json", _full_disk)
         assert export(layered, output).code == 6
     changed = export(layered, output, "--checksums", "all")
     assert (changed.code, "checksums" in changed.err) == (8, True)

@@ -19,8 +19,7 @@ from bundle.commands import UNFINISHED
 from cases import export, tree
 from mtp_checkpoints.errors import IoError, OutputExistsError
 from mtp_export.bundle import owner as module
-from mtp_export.bundle.journal import Journal
-from mtp_export.bundle.journal_content import ShardFacts
+from mtp_export.bundle.journal import Journal, ShardFacts
 from mtp_export.bundle.owner import OWNER_NAME, Owner
 
 ELSEWHERE = {

@@ -13,13 +13,8 @@ from mtp_checkpoints.errors import OutputExistsError, ResourceError
 from mtp_checkpoints.sources.byte_source import Address
 from mtp_checkpoints.sources.files import temporary_path
 from mtp_export.bundle.options import RunOptions, Share
-from mtp_export.bundle.preflight import (
-    check_disk,
-    check_nesting,
-    check_output,
-    is_finished,
-    needed_disk_bytes,
-)
+from mtp_export.bundle.preflight import check_disk, check_nesting, needed_disk_bytes
+from mtp_export.bundle.run_folder import check_output, is_finished
 
 Usage = namedtuple("Usage", ["total", "used", "free"])
 WRITTEN = 1_000_000

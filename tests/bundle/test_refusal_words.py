@@ -25,8 +25,9 @@ from mtp_export.bundle import bundle_plan, preflight
 from mtp_export.bundle.export import plan_export
 from mtp_export.bundle.options import BundleOptions, ContentOptions, RunOptions, SharedWeights
 from mtp_export.bundle.precision import Device, Format, Precision
-from mtp_export.bundle.preflight import check_memory, check_nesting, check_output
+from mtp_export.bundle.preflight import check_memory, check_nesting
 from mtp_export.bundle.quantize import QuantizeOptions, default_input, default_output, plan_quantize
+from mtp_export.bundle.run_folder import check_output
 from mtp_kernels.quantize import probe
 
 Words = tuple[object, object, object, object]

@@ -13,7 +13,6 @@ import pytest
 
 from mtp_checkpoints.errors import IoError, UsageError
 from mtp_checkpoints.sources.byte_source import Address
-from mtp_export.bundle.division import divided
 from mtp_export.bundle.graft import GraftOptions
 from mtp_export.bundle.options import (
     BundleOptions,
@@ -23,6 +22,7 @@ from mtp_export.bundle.options import (
     RunOptions,
     Share,
     SharedWeights,
+    divided,
 )
 from mtp_export.bundle.precision import Device, Int4Scope, ScaleRule
 from mtp_export.bundle.quantize import QuantizeOptions

@@ -23,7 +23,7 @@ from mtp_export.bundle import run as module
 from mtp_export.bundle.bundle_plan import BundlePlan
 from mtp_export.bundle.downloads import Inputs
 from mtp_export.bundle.export import plan_export
-from mtp_export.bundle.journal_content import ShardFacts
+from mtp_export.bundle.journal import ShardFacts
 from mtp_export.bundle.options import BundleOptions, Checksums, ContentOptions, RunOptions
 from mtp_export.bundle.run import RunResources, ShardJob, is_made, run
 from mtp_export.plan import Link, OutputShard, Resources, Step, copy_step

@@ -18,16 +18,16 @@ import pytest
 from cases import make_checkpoint, tree
 from mtp_checkpoints.errors import InvalidInputError, IoError, MtpExportError, OutputExistsError
 from mtp_checkpoints.sources.files import temporary_path
+from mtp_export.bundle import build
 from mtp_export.bundle import shares as module
-from mtp_export.bundle.bundle_plan import BundlePlan
+from mtp_export.bundle.build import BundleResult
+from mtp_export.bundle.bundle_plan import BundlePlan, jobs_of
 from mtp_export.bundle.journal import JOURNAL_NAME, Journal
 from mtp_export.bundle.options import BundleOptions, Checksums, ContentOptions, RunOptions, Share
 from mtp_export.bundle.quantize import QuantizeOptions
 from mtp_export.bundle.request import Request
 from mtp_export.bundle.shares import (
-    ShareResult,
     finish_shares,
-    jobs_of,
     run_share,
     share_count,
     shared_request,
@@ -51,7 +51,7 @@ def request_of(source: Path, output: Path, number: int, count: int, **changes: A
     return Request("export", BundleOptions(source, output, content=content, run=run))
 
 
-def share(source: Path, output: Path, number: int, count: int, **changes: Any) -> ShareResult:
+def share(source: Path, output: Path, number: int, count: int, **changes: Any) -> BundleResult:
     request = request_of(source, output, number, count, **changes)
     return run_share(request, request.plan(), lambda count: None)
 
@@ -82,13 +82,15 @@ def test_the_results_of_shares_and_of_their_end(
 ) -> None:
     clock = SimpleNamespace(monotonic=iter([100.0, 103.5, 200.0, 201.25, 300.0, 302.0]).__next__)
     monkeypatch.setattr(module, "time", clock)
+    monkeypatch.setattr(build, "time", clock)
     told = list[int]()
     for number, seconds in ((1, 3.5), (2, 1.25)):
         request = request_of(small, output, number, 2)
         plan = request.plan()
         jobs = jobs_of(plan.jobs, Share(number, 2))
         result = run_share(request, plan, told.append)
-        assert result == ShareResult(plan, Share(number, 2), jobs, seconds, resumed_shards=0)
+        assert result == BundleResult(plan, seconds, resumed_shards=0, facts={})
+        assert plan.options.run.share == Share(number, 2) and plan.share_jobs == jobs
         assert sum(told) == sum(job.read_bytes for job in jobs) > 0
         told.clear()
     plan = finish_plan(output)
@@ -118,7 +120,7 @@ def test_the_end_has_the_facts_of_every_share(small: Path, output: Path) -> None
 
 
 def test_a_share_that_was_made_is_not_made_again(small: Path, output: Path) -> None:
-    made = len(share(small, output, 2, 3).jobs)
+    made = len(share(small, output, 2, 3).plan.share_jobs)
     before = {path: path.stat().st_ino for path in output.glob("m*/model-*")}
     assert len(before) == made > 1
     assert share(small, output, 2, 3).resumed_shards == made

@@ -30,10 +30,10 @@ from disk import watched_disk
 from mtp_checkpoints.dtypes import DType, OutputTensor
 from mtp_checkpoints.errors import InvalidInputError
 from mtp_export.bundle import shares
+from mtp_export.bundle.bundle_plan import jobs_of
 from mtp_export.bundle.journal import Journal
 from mtp_export.bundle.options import Share
 from mtp_export.bundle.run import ShardJob
-from mtp_export.bundle.shares import jobs_of
 from mtp_export.plan import OutputShard, copy_step
 
 SHARES = ".mtp_export.shares"

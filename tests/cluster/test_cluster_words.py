@@ -17,14 +17,12 @@ from cases import MTP_LAYER, read_shard, shard_of, write_shard
 from cluster.fake_ray import FakeRay, WorkerCrashedError
 from mtp_checkpoints.errors import InvalidInputError, IoError, UnsupportedError
 from mtp_checkpoints.sources.files import temporary_path
+from mtp_export.bundle.build import Work
 from mtp_export.bundle.bundle_plan import BundlePlan
-from mtp_export.bundle.journal import Journal
-from mtp_export.bundle.journal_content import ShardFacts
+from mtp_export.bundle.journal import Journal, ShardFacts
 from mtp_export.bundle.options import BundleOptions, ContentOptions, RunOptions, SharedWeights
 from mtp_export.bundle.request import Request
-from mtp_export.bundle.work import Work
-from mtp_export.cluster.shard_task import Assignment, make_shard
-from mtp_export.cluster.shards import RayCluster
+from mtp_export.cluster.shards import Assignment, RayCluster, make_shard
 from mtp_export.plan import Link
 
 VARIABLES = {"RAY_USAGE_STATS_ENABLED": "0", "RAY_AUTH_MODE": "disabled"}

@@ -20,7 +20,6 @@ REGISTRIES = {
     "a target engine that reads a known layout": None,
     "a precision scheme on known storages": "SCHEMES",
     "a weight format on disk": "FORMATS",
-    "a weight format of others' checkpoints": "READ_ONLY",
     "a `quant_method`": "METHODS",
     "a tensor transform": None,
     "a quantization kernel backend": "BACKENDS",

@@ -9,7 +9,6 @@ import pytest
 from cases import WHOLE_TILES, make_checkpoint, read_json, run_program
 from mtp_checkpoints.families import family_of
 from mtp_checkpoints.families.base import Role
-from mtp_checkpoints.formats.storage import Storage
 from mtp_checkpoints.quantization.stored import stored_model
 from mtp_checkpoints.tensors.reader import Checkpoint
 from mtp_export.bundle.build import run_bundle
@@ -26,7 +25,7 @@ from mtp_runtime.models.load import LoadOptions, load_model
 TOY = Scheme(
     "toy_fp8_wint8",
     "int8 + fp8",
-    every_linear(Storage.FP8_BLOCK) | {Role.ROUTED_EXPERT: Storage.INT8_CHANNEL},
+    every_linear("fp8_block") | {Role.ROUTED_EXPERT: "int8_channel"},
 )
 
 
@@ -51,7 +50,7 @@ def test_a_new_scheme_on_known_storages(target: str, tmp_path: Path, output: Pat
     assert list(launch_lines(plan)) == [target]
     stored = stored_model(read_json(output / "main/config.json"))
     experts = [one for one in stored.main.weights.values() if one.weight.role is Role.ROUTED_EXPERT]
-    assert {one.storage for one in experts} == {Storage.INT8_CHANNEL}
+    assert {one.storage for one in experts} == {"int8_channel"}
     assert stored.main.tensors.keys() == Checkpoint.open(output / "main").tensors.keys()
     assert not inspect(output / "main").problems and not inspect(output / "mtp").problems
     ledger = load_model(output, LoadOptions()).ledger

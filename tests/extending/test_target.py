@@ -14,10 +14,10 @@ from typing import Any
 import pytest
 
 from cases import WHOLE_TILES, export, make_checkpoint, quantize, read_json, run_program
-from mtp_checkpoints.formats.storage import Storage
 from mtp_checkpoints.layouts import TARGETS
 from mtp_checkpoints.layouts.base import Config, Deployment, DraftReading, Engine, Target
 from mtp_checkpoints.quantization.method import VLLM
+from mtp_checkpoints.quantization.methods import METHODS
 from mtp_export.inspection import inspect
 from mtp_runtime.models.load import LoadOptions, load_model
 
@@ -39,7 +39,7 @@ TOY = Target(
     engines=(
         Engine(
             "toy",
-            frozenset(Storage) - {Storage.W4AFP8},
+            frozenset(METHODS) - {"w4afp8"},
             VLLM,
             launch=_launch,
             title="Toy",
@@ -50,7 +50,7 @@ TOY = Target(
     mtp_config=_config,
     released_config=_released,
     model_types=frozenset({"deepseek_v3"}),
-    mtp_storages=frozenset(Storage) - {Storage.W4AFP8},
+    mtp_methods=frozenset(METHODS) - {"w4afp8"},
 )
 PAIR = ("--base-quant", "weight_only_int4", "--mtp-quant", "weight_only_int8")
 
@@ -147,4 +147,4 @@ def test_another_model_is_refused(
 
 def test_an_engine_with_integers_says_how_it_reads_them() -> None:
     with pytest.raises(AssertionError, match="has no dialect"):
-        Engine("mute", frozenset(Storage))
+        Engine("mute", frozenset(METHODS))

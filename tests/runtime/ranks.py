@@ -16,7 +16,7 @@ import pytest
 import torch
 
 from mtp_runtime.layers.tensor_parallel import VocabParallelEmbedding
-from mtp_runtime.models.sliced import SlicedLayers
+from mtp_runtime.models.sharded import ShardedLayers
 from mtp_runtime.parallel.group import Group
 from mtp_runtime.parallel.join import joined
 
@@ -83,7 +83,7 @@ def draft_bytes(weights: object) -> int:
 
 def packed_bytes(layers: object) -> int:
     """Bytes of packed layers."""
-    if not isinstance(layers, SlicedLayers):
+    if not isinstance(layers, ShardedLayers):
         return 0
     tensors = (tensor for layer in layers.decoder.layers for tensor in layer.tensors)
     return sum(tensor.numel() * tensor.element_size() for tensor in tensors)

@@ -9,7 +9,6 @@ import pytest
 import torch
 
 from mtp_checkpoints.formats import FORMATS, EncodedWeight, FormatOptions, unquantized
-from mtp_checkpoints.formats.storage import Storage
 from mtp_runtime.layers import grouped, moe
 from mtp_runtime.layers.grouped import GroupedExperts
 from mtp_runtime.layers.linear import Linear, Weight, stack
@@ -17,31 +16,31 @@ from mtp_runtime.layers.moe import HeldExperts, Mlp, Moe
 
 EXPERTS, SHARED, HIDDEN, INNER = 5, 1, 256, 128
 STORAGES = [
-    *(Storage.FP8_BLOCK, Storage.FP8_CHANNEL, Storage.INT8_CHANNEL, Storage.INT4_GROUP),
-    Storage.BF16,
+    *("fp8_block", "fp8_channel", "int8_channel", "int4_group"),
+    "bf16",
 ]
 
 
-def stored(storage: Storage, rows: int, columns: int, generator: torch.Generator) -> Weight:
+def stored(storage: str, rows: int, columns: int, generator: torch.Generator) -> Weight:
     weights = torch.randn(rows, columns, generator=generator) * 0.1
-    if storage is Storage.BF16:
+    if storage == "bf16":
         return unquantized(weights)
-    if storage is Storage.FP8_CHANNEL:
+    if storage == "fp8_channel":
         from mtp_checkpoints.formats import Fp8Channel
 
         scale = weights.abs().amax(dim=1, keepdim=True) / 448
         return EncodedWeight(Fp8Channel(), (weights / scale).to(torch.float8_e4m3fn), scale)
-    form = FORMATS[storage](FormatOptions())
+    form = FORMATS[storage].of_options(FormatOptions())
     tensors, _ = form.quantize(weights, "minmax")
     return EncodedWeight(form, *tensors[:2])
 
 
-def mlp(storage: Storage, generator: torch.Generator) -> Mlp:
+def mlp(storage: str, generator: torch.Generator) -> Mlp:
     gate, up = (stored(storage, INNER, HIDDEN, generator) for _ in range(2))
     return Mlp(Linear(stack([gate, up])), Linear(stored(storage, HIDDEN, INNER, generator)))
 
 
-def held(storage: Storage) -> HeldExperts:
+def held(storage: str) -> HeldExperts:
     generator = torch.Generator().manual_seed(0)
     return HeldExperts(tuple(mlp(storage, generator) for _ in range(EXPERTS + SHARED)))
 
@@ -62,7 +61,7 @@ class LopsidedRouter:
 @pytest.mark.parametrize("storage", STORAGES)
 @pytest.mark.parametrize("rows", [1, 23])
 def test_sums_are_those_of_one_expert_after_the_other(
-    monkeypatch: pytest.MonkeyPatch, storage: Storage, rows: int
+    monkeypatch: pytest.MonkeyPatch, storage: str, rows: int
 ) -> None:
     monkeypatch.setattr(grouped, "GROUPED_ROWS", 10)
     experts = held(storage)
@@ -77,7 +76,7 @@ def test_sums_are_those_of_one_expert_after_the_other(
 
 
 def test_an_expert_shares_the_memory_of_all() -> None:
-    experts = held(Storage.INT8_CHANNEL)
+    experts = held("int8_channel")
     together = GroupedExperts.of(experts, EXPERTS)
     assert together is not None
     x = torch.randn(3, HIDDEN)
@@ -88,11 +87,11 @@ def test_an_expert_shares_the_memory_of_all() -> None:
 
 
 def test_experts_that_are_not_stored_alike_stay_apart() -> None:
-    mixed = [*held(Storage.INT8_CHANNEL).held]
-    for other in (Storage.FP8_BLOCK, Storage.BF16):
+    mixed = [*held("int8_channel").held]
+    for other in ("fp8_block", "bf16"):
         mixed[1] = held(other).held[1]
         assert GroupedExperts.of(HeldExperts(tuple(mixed)), EXPERTS) is None
-    dense = held(Storage.BF16).held
+    dense = held("bf16").held
     joined = Mlp(Linear(unquantized(torch.zeros(2 * INNER, HIDDEN))), dense[0].down)
     assert GroupedExperts.of(HeldExperts((joined, *dense)), EXPERTS) is None
     halves = Mlp(dense[0].gate_up, Linear(unquantized(torch.zeros(HIDDEN, INNER).bfloat16())))
@@ -101,7 +100,7 @@ def test_experts_that_are_not_stored_alike_stay_apart() -> None:
 
 def test_experts_that_are_trained_stay_apart() -> None:
     """Their gradients go to each of them."""
-    dense = held(Storage.BF16)
+    dense = held("bf16")
     assert GroupedExperts.of(dense, EXPERTS) is not None
     for mlp in dense.held:
         for weight in (*mlp.gate_up.weight.parts, mlp.down.weight):  # type: ignore[attr-defined]
@@ -110,7 +109,7 @@ def test_experts_that_are_trained_stay_apart() -> None:
 
 
 def test_gate_and_up_may_be_one_matrix() -> None:
-    apart = held(Storage.BF16)
+    apart = held("bf16")
     joined = HeldExperts(
         tuple(
             Mlp(
@@ -132,7 +131,7 @@ def test_gate_and_up_may_be_one_matrix() -> None:
 
 
 def test_the_loop_over_experts_is_the_same_for_all_that_are_held() -> None:
-    experts, x = held(Storage.INT8_CHANNEL), torch.randn(4, HIDDEN)
+    experts, x = held("int8_channel"), torch.randn(4, HIDDEN)
     picked, weights = LopsidedRouter()(x)
     assert torch.equal(
         experts.routed(x, picked, weights), moe.expert_by_expert(experts, x, picked, weights)
@@ -150,7 +149,7 @@ def test_nothing_is_read_back(monkeypatch: pytest.MonkeyPatch) -> None:
         products.append((count, len(ends)))
         return x.new_empty(count, weight.codes.shape[-2])
 
-    together = GroupedExperts.of(held(Storage.FP8_BLOCK), EXPERTS)
+    together = GroupedExperts.of(held("fp8_block"), EXPERTS)
     assert together is not None
     monkeypatch.setattr(grouped, "grouped_product", product)
     x = torch.empty(7, HIDDEN, dtype=torch.bfloat16, device="meta")

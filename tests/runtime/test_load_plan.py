@@ -17,7 +17,7 @@ from benchmarks.make_bundle import SCHEMES, make_bundle
 from benchmarks.make_checkpoint import REAL_CONFIG, make_checkpoint, make_released
 from mtp_checkpoints.errors import ResourceError
 from mtp_checkpoints.families.base import Role
-from mtp_checkpoints.formats.storage import BLOCK, Storage
+from mtp_checkpoints.formats.base import BLOCK
 from mtp_checkpoints.weights.weight_values import WeightOnDisk
 from mtp_export.schemes.table import PAIRS
 from mtp_runtime.layers.tensor_parallel import MODES
@@ -120,9 +120,9 @@ def reads_of(weight: WeightOnDisk, ranks: int, mode: str) -> tuple[tuple[int, in
         return by_all, by_all, by_all
     if spec.role is Role.ROUTED_EXPERT:  # one rank has it whole
         return once, once, once
-    if weight.stored.storage is Storage.FP8_BLOCK:
+    if weight.stored.storage == "fp8_block":
         return once, (1, 2), by_all  # of a block that two ranks share
-    of_rows = weight.stored.storage is Storage.INT8_CHANNEL
+    of_rows = weight.stored.storage == "int8_channel"
     cuts_rows = mode == "reduce" and spec.name.endswith("down_proj.weight")
     return once, by_all if of_rows and cuts_rows else once, by_all
 
@@ -141,7 +141,7 @@ def held_of(plan: Plan, weight: WeightOnDisk, rank: int) -> int:
     spec, (codes, *others) = weight.stored.weight, weight.tensors
     if spec.optional:
         return 0
-    unit = BLOCK if weight.stored.storage is Storage.FP8_BLOCK else 1
+    unit = BLOCK if weight.stored.storage == "fp8_block" else 1
     elements = sum(
         (rows.stop - rows.start // unit * unit) * (columns.stop - columns.start // unit * unit)
         for rows, columns in plan.reads[rank].get(codes.name, ())

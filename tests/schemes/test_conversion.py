@@ -19,7 +19,6 @@ from mtp_checkpoints.formats import (
     Int4Group,
     WeightFormat,
 )
-from mtp_checkpoints.formats.storage import Storage
 from mtp_checkpoints.quantization.mismatches import StoredTensor
 from mtp_checkpoints.quantization.native import NativeFp8
 from mtp_checkpoints.quantization.stored import StoredWeight
@@ -59,24 +58,24 @@ VALUES = info(NAME, "BF16", 256, 256)
 SOURCE = {NAME: CODES, SCALE: BLOCKS}
 
 
-def conversion(storage: Storage, **more: Any) -> Conversion:
+def conversion(storage: str, **more: Any) -> Conversion:
     return Conversion(scheme="scheme", storages=every_linear(storage), **more)
 
 
 @pytest.mark.parametrize("role", Role)
 def test_linears_have_the_storage_of_their_role(role: Role) -> None:
-    storages = every_linear(Storage.BF16) | {Role.DENSE_MLP: Storage.INT8_CHANNEL}
+    storages = every_linear("bf16") | {Role.DENSE_MLP: "int8_channel"}
     own = Conversion(scheme="x", storages=storages)
-    expected = Storage.INT8_CHANNEL if role is Role.DENSE_MLP else Storage.BF16
+    expected = "int8_channel" if role is Role.DENSE_MLP else "bf16"
     assert own.storage_of(spec_of(role)) is (expected if role in LINEAR_ROLES else None)
     assert own.storage_of(spec_of(role, NAME, 256)) is None, "a vector is no linear"
     assert AS_STORED.storage_of(spec_of(role)) is None
-    assert DEQUANTIZED.storage_of(spec_of(role)) is (Storage.BF16 if role in LINEAR_ROLES else None)
+    assert DEQUANTIZED.storage_of(spec_of(role)) is ("bf16" if role in LINEAR_ROLES else None)
 
 
 def test_what_a_release_left_out_stays() -> None:
     native = NativeFp8(("F32",), ("model.layers.1.mlp",))
-    for storage in (Storage.FP8_BLOCK, Storage.INT8_CHANNEL):
+    for storage in ("fp8_block", "int8_channel"):
         assert conversion(storage, native=native).storage_of(spec_of()) is None
         other = spec_of(Role.DENSE_MLP, "model.layers.2.mlp.up_proj.weight")
         assert conversion(storage, native=native).storage_of(other) is storage
@@ -84,11 +83,11 @@ def test_what_a_release_left_out_stays() -> None:
 
 def test_linears_that_attention_absorbs_are_bf16_where_others_are_fp8() -> None:
     absorbed = spec_of(Role.ATTENTION, "model.layers.1.self_attn.kv_b_proj.weight")
-    for storage in (Storage.FP8_BLOCK, Storage.INT8_CHANNEL):
+    for storage in ("fp8_block", "int8_channel"):
         own = conversion(storage, bf16_modules=("kv_b_proj",))
         assert own.storage_of(spec_of()) is storage
-        in_bf16 = storage is Storage.FP8_BLOCK
-        assert own.storage_of(absorbed) is (Storage.BF16 if in_bf16 else storage)
+        in_bf16 = storage == "fp8_block"
+        assert own.storage_of(absorbed) is ("bf16" if in_bf16 else storage)
 
 
 def copied(source: TensorInfo, name: str) -> Step:
@@ -101,9 +100,9 @@ def copied(source: TensorInfo, name: str) -> Step:
     [
         (AS_STORED, CODES, copied(CODES, "new")),
         (AS_STORED, VALUES, copied(VALUES, "new")),
-        (conversion(Storage.FP8_BLOCK), CODES, copied(CODES, "new")),
-        (conversion(Storage.BF16), VALUES, copied(VALUES, "new")),
-        (conversion(Storage.BF16), info(NAME, "F32", 256, 256), None),
+        (conversion("fp8_block"), CODES, copied(CODES, "new")),
+        (conversion("bf16"), VALUES, copied(VALUES, "new")),
+        (conversion("bf16"), info(NAME, "F32", 256, 256), None),
     ],
 )
 def test_what_is_stored_so_already_is_copied(
@@ -120,13 +119,13 @@ def test_what_is_stored_so_already_is_copied(
     ("own", "expected"),
     [
         (AS_STORED, "new.weight_scale_inv"),
-        (conversion(Storage.FP8_BLOCK), "new.weight_scale_inv"),
+        (conversion("fp8_block"), "new.weight_scale_inv"),
         (
-            conversion(Storage.FP8_BLOCK, options=FormatOptions(fp8_scale_name="weight_scale")),
+            conversion("fp8_block", options=FormatOptions(fp8_scale_name="weight_scale")),
             "new.weight_scale",
         ),
-        (conversion(Storage.BF16), None),
-        (conversion(Storage.INT8_CHANNEL), None),
+        (conversion("bf16"), None),
+        (conversion("int8_channel"), None),
     ],
 )
 def test_a_scale_is_kept_with_its_codes(own: Conversion, expected: str | None) -> None:
@@ -134,28 +133,28 @@ def test_a_scale_is_kept_with_its_codes(own: Conversion, expected: str | None) -
     assert found == (None if expected is None else copied(BLOCKS, expected))
 
 
-@pytest.mark.parametrize("storage", [Storage.BF16, Storage.INT8_CHANNEL, Storage.INT4_GROUP])
-def test_codes_are_converted_with_their_scales(storage: Storage) -> None:
+@pytest.mark.parametrize("storage", ["bf16", "int8_channel", "int4_group"])
+def test_codes_are_converted_with_their_scales(storage: str) -> None:
     own = conversion(storage, options=FormatOptions(group_size=32), scale_rule="mse")
-    made = FORMATS[storage](own.options)
+    made = FORMATS[storage].of_options(own.options)
     found = own.step(stored(CODES, BLOCKS), CODES, SOURCE, name="new.weight")
     outputs = made.tensors("new.weight", (256, 256))
     convert = Convert(made, "mse", Fp8Block())
     assert found == Step(convert, (NAME, SCALE), outputs, scheme="scheme")
-    if storage is Storage.INT4_GROUP:
+    if storage == "int4_group":
         assert made == Int4Group(32)
 
 
 @pytest.mark.parametrize("dtype", ["BF16", "F32"])
 def test_values_are_converted_alone(dtype: str) -> None:
-    own, source = conversion(Storage.FP8_BLOCK), info(NAME, dtype, 256, 256)
+    own, source = conversion("fp8_block"), info(NAME, dtype, 256, 256)
     found = own.step(stored(source), source, {NAME: source}, name=NAME)
     outputs = Fp8Block().tensors(NAME, (256, 256))
     assert found == Step(Convert(Fp8Block(), "minmax"), (NAME,), outputs, scheme="scheme")
 
 
 def test_what_cannot_be_converted() -> None:
-    own = conversion(Storage.INT4_GROUP)
+    own = conversion("int4_group")
     half = info(NAME, "F16", 256, 256)
     with pytest.raises(UnsupportedError, match="cannot become int4_group") as refusal:
         own.step(stored(half), half, {NAME: half}, name=NAME)

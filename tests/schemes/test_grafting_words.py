@@ -8,7 +8,6 @@ import pytest
 
 from cases import MTP_LAYER, TINY_CONFIG
 from mtp_checkpoints.errors import UnsupportedError
-from mtp_checkpoints.formats.storage import Storage
 from mtp_checkpoints.quantization.method import SGLANG, VLLM, Dialect
 from mtp_checkpoints.quantization.native import NATIVE_FP8
 from mtp_checkpoints.quantization.stored import stored_model
@@ -134,7 +133,7 @@ def test_what_a_draft_fits() -> None:
         ("weight_only_int8", "compressed-tensors", "sglang"),
     }
     assert all(draft_of("bf16").fits(method) for method in (None, "fp8", "awq", "gptq"))
-    assert draft_of("a8w8_fp8").storages == {Storage.FP8_BLOCK}
+    assert draft_of("a8w8_fp8").storages == {"fp8_block"}
 
 
 @pytest.mark.parametrize(

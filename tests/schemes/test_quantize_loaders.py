@@ -191,14 +191,14 @@ def rounded_once(monkeypatch: pytest.MonkeyPatch) -> None:
     round those weights as well. (It computes with code * scale in fp32; the rounding alone moves
     the trained model's logits by 1e-3, over 61 layers and with a router in each.)"""
     for form in (Int8Channel, Int4Group):
-        exact = form.dequantize
+        exact = form.decode
 
         def rounded(
             self: Any, codes: Any, scale: Any, dtype: torch.dtype, exact: Any = exact
         ) -> torch.Tensor:
             return exact(self, codes, scale, torch.bfloat16).to(dtype)  # type: ignore[no-any-return]
 
-        monkeypatch.setattr(form, "dequantize", rounded)
+        monkeypatch.setattr(form, "decode", rounded)
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")

@@ -10,7 +10,6 @@ from cases import WHOLE_TILES
 from mtp_checkpoints.errors import UnsupportedError, UsageError
 from mtp_checkpoints.families import family_of
 from mtp_checkpoints.families.base import LINEAR_ROLES, Role, TensorSpec
-from mtp_checkpoints.formats.storage import Storage
 from mtp_export.schemes import SCHEMES
 from mtp_export.schemes.scheme import Scheme, every_linear
 from mtp_export.schemes.table import PAIRS, Weight, check_pair, weigh
@@ -58,7 +57,7 @@ def test_any_other_pair_needs_leave_or_a_base_that_stays_bf16() -> None:
         assert "--allow-untested-pair" in str(refusal.value.todo)
 
 
-def storages(scheme: Scheme) -> tuple[Storage, set[Storage], Storage]:
+def storages(scheme: Scheme) -> tuple[str, set[str], str]:
     """Storages of attention, of dense MLPs and shared experts, and of routed experts."""
     by_role = scheme.storages
     others = {by_role[role] for role in OTHERS}
@@ -67,7 +66,7 @@ def storages(scheme: Scheme) -> tuple[Storage, set[Storage], Storage]:
 
 def test_storages_of_every_scheme() -> None:
     fp8, bf16, int4, int8 = (
-        Storage.FP8_BLOCK, Storage.BF16, Storage.INT4_GROUP, Storage.INT8_CHANNEL,
+        "fp8_block", "bf16", "int4_group", "int8_channel",
     )  # fmt: skip
     assert {name: storages(scheme) for name, scheme in SCHEMES.items()} == {
         "a8w8_fp8_wint4": (fp8, {fp8}, int4),
@@ -85,34 +84,34 @@ def test_storages_of_every_scheme() -> None:
 
 def test_variants() -> None:
     everywhere = SCHEMES["weight_only_int4"].variant("--int4-scope", "all")
-    int4 = Storage.INT4_GROUP
+    int4 = "int4_group"
     assert everywhere.name == "weight_only_int4"
-    assert storages(everywhere) == (Storage.BF16, {int4}, int4)
+    assert storages(everywhere) == ("bf16", {int4}, int4)
     sglang = SCHEMES["a8w8_fp8_wint4"].variant("--format", "w4afp8")
-    assert sglang.storages[Role.ROUTED_EXPERT] is Storage.W4AFP8
-    assert {sglang.storages[role] for role in OTHERS} == {Storage.FP8_BLOCK}
+    assert sglang.storages[Role.ROUTED_EXPERT] == "w4afp8"
+    assert {sglang.storages[role] for role in OTHERS} == {"fp8_block"}
     with pytest.raises(UsageError, match="--format x does not apply to bf16") as refusal:
         SCHEMES["bf16"].variant("--format", "x")
     assert refusal.value.todo == "Leave --format out"
     with pytest.raises(AssertionError, match="toy leaves out a role"):
-        Scheme("toy", "", {Role.ATTENTION: Storage.BF16})
+        Scheme("toy", "", {Role.ATTENTION: "bf16"})
     with pytest.raises(AssertionError, match="toy leaves out a role"):
-        Scheme("toy", "", every_linear(Storage.BF16), {"x": {}})
+        Scheme("toy", "", every_linear("bf16"), {"x": {}})
 
 
 def test_storages_by_a_manifest_s_options() -> None:
     int4, wint4 = SCHEMES["weight_only_int4"], SCHEMES["a8w8_fp8_wint4"]
     for scheme, options, expected in (
-        (int4, {}, {Storage.BF16, Storage.INT4_GROUP}),
-        (int4, {"int4_scope": "experts"}, {Storage.BF16, Storage.INT4_GROUP}),
-        (wint4, {"format": "w4afp8", "int4_scope": "experts"}, {Storage.FP8_BLOCK, Storage.W4AFP8}),
-        (wint4, {"format": "compressed-tensors"}, {Storage.FP8_BLOCK, Storage.INT4_GROUP}),
+        (int4, {}, {"bf16", "int4_group"}),
+        (int4, {"int4_scope": "experts"}, {"bf16", "int4_group"}),
+        (wint4, {"format": "w4afp8", "int4_scope": "experts"}, {"fp8_block", "w4afp8"}),
+        (wint4, {"format": "compressed-tensors"}, {"fp8_block", "int4_group"}),
     ):
         assert scheme.recorded_storages(options) == expected
-    scoped = Scheme("toy", "", every_linear(Storage.BF16), {"all": every_linear(Storage.W4AFP8)})
-    assert scoped.recorded_storages({"int4_scope": "all"}) == {Storage.W4AFP8}
-    assert scoped.recorded_storages({"format": "all"}) == {Storage.W4AFP8}
-    assert scoped.recorded_storages({"other": "all"}) == {Storage.BF16}
+    scoped = Scheme("toy", "", every_linear("bf16"), {"all": every_linear("w4afp8")})
+    assert scoped.recorded_storages({"int4_scope": "all"}) == {"w4afp8"}
+    assert scoped.recorded_storages({"format": "all"}) == {"w4afp8"}
+    assert scoped.recorded_storages({"other": "all"}) == {"bf16"}
 
 
 def bits(spec: TensorSpec, scheme: str) -> int:
@@ -122,9 +121,9 @@ def bits(spec: TensorSpec, scheme: str) -> int:
         return count * {"BF16": 16, "F32": 32}[spec.dtypes[0]]
     rows, columns = spec.shape
     storage = SCHEMES[scheme].storages[spec.role]
-    if storage is Storage.FP8_BLOCK:
+    if storage == "fp8_block":
         return count * 8 + 32 * -(-rows // 128) * -(-columns // 128)
-    if storage is Storage.INT8_CHANNEL:
+    if storage == "int8_channel":
         return count * 8 + 16 * rows + 128
     return count * 16
 

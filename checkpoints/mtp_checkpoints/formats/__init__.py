@@ -1,25 +1,24 @@
-"""Weight formats by storage. A new one is one file, one line here, and its name in Storage; those
-of others' checkpoints, which nothing writes, are made by the readings of their configs."""
+"""Weight formats by name. A new one is one file and one line here; those of others' checkpoints,
+which nothing writes, are made by the quantization methods that read their configs."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Collection
 
 from mtp_checkpoints.formats.awq import AwqInt4
 from mtp_checkpoints.formats.base import EncodedWeight, FormatOptions, WeightFormat
+from mtp_checkpoints.formats.compressed import COMPRESSED
 from mtp_checkpoints.formats.fp8_block import Fp8Block
 from mtp_checkpoints.formats.fp8_channel import Fp8Channel
 from mtp_checkpoints.formats.gptq import GptqInt4
 from mtp_checkpoints.formats.int4_words import CODES_PER_WORD, WHOLE_ROW
 from mtp_checkpoints.formats.modelopt import Fp8Tensor, NvFp4
 from mtp_checkpoints.formats.pack_quantized import Int4Group, Int8Channel
-from mtp_checkpoints.formats.storage import Storage
-from mtp_checkpoints.formats.unquantized import UNQUANTIZED, unquantized
+from mtp_checkpoints.formats.unquantized import UNQUANTIZED, Unquantized, unquantized
 from mtp_checkpoints.formats.w4afp8 import W4AFp8
 
 __all__ = [
     "CODES_PER_WORD",
-    "COMPRESSED_FORMATS",
     "FORMATS",
     "UNQUANTIZED",
     "WHOLE_ROW",
@@ -34,23 +33,47 @@ __all__ = [
     "Int8Channel",
     "NvFp4",
     "W4AFp8",
+    "Unquantized",
     "WeightFormat",
+    "formats_described_by",
+    "has_groups",
+    "mixes_groups_with_fp8",
+    "storages_of",
     "unquantized",
 ]
 
-FORMATS: dict[Storage, Callable[[FormatOptions], WeightFormat]] = {
-    Storage.BF16: lambda options: UNQUANTIZED,
-    Storage.FP8_BLOCK: lambda options: Fp8Block(options.fp8_scale_name),
-    Storage.FP8_CHANNEL: lambda options: Fp8Channel(),
-    Storage.INT8_CHANNEL: lambda options: Int8Channel(),
-    Storage.INT4_GROUP: lambda options: Int4Group(options.group_size),
-    Storage.W4AFP8: lambda options: W4AFp8(),
+FORMATS: dict[str, type[WeightFormat]] = {
+    "bf16": Unquantized,
+    "int4_group": Int4Group,
+    "int8_channel": Int8Channel,
+    "fp8_channel": Fp8Channel,
+    "fp8_block": Fp8Block,
+    "w4afp8": W4AFp8,
+    "awq_int4": AwqInt4,
+    "gptq_int4": GptqInt4,
+    "nvfp4": NvFp4,
+    "fp8_tensor": Fp8Tensor,
 }
 
-# Formats that a group of a compressed-tensors config may describe.
-COMPRESSED_FORMATS: tuple[type[WeightFormat], ...] = (
-    Int4Group,
-    Int8Channel,
-    Fp8Channel,
-    Fp8Block,
-)
+
+def formats_described_by(method: str) -> tuple[type[WeightFormat], ...]:
+    """Return the formats that configs of a quant_method describe."""
+    return tuple(known for known in FORMATS.values() if method in known.methods)
+
+
+def storages_of(methods: Collection[str]) -> frozenset[str]:
+    """Return the formats, by name, that loaders of these quant_methods read: unquantized weights,
+    and those of which one of them is the own method."""
+    return frozenset(
+        name for name, known in FORMATS.items() if not known.methods or known.methods[0] in methods
+    )
+
+
+def has_groups(storages: Collection[str]) -> bool:
+    """Return True for a format that is described by a group of compressed-tensors alone."""
+    return any(FORMATS[storage].methods[:1] == (COMPRESSED,) for storage in storages)
+
+
+def mixes_groups_with_fp8(storages: Collection[str]) -> bool:
+    """Return True for such formats beside fp8, which each Dialect describes in its own way."""
+    return Fp8Block.storage in storages and has_groups(storages)

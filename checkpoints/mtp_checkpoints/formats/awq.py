@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING, ClassVar
 
 from mtp_checkpoints.dtypes import DType, OutputTensor
 from mtp_checkpoints.formats.int4_words import CODES_PER_WORD, Int4Words, unpacked_columns
-from mtp_checkpoints.formats.storage import Storage
 
 if TYPE_CHECKING:
     import torch
@@ -20,7 +19,8 @@ _ORDER = (0, 4, 1, 5, 2, 6, 3, 7)
 class AwqInt4(Int4Words):
     """qweight I32 [K, N/8], scales [K/group, N], qzeros I32 [K/group, N/8]."""
 
-    storage: ClassVar[Storage] = Storage.AWQ_INT4
+    storage: ClassVar[str] = "awq_int4"
+    methods: ClassVar[tuple[str, ...]] = ("awq",)
     columns_per_word: ClassVar[int] = 1
 
     def tensors(self, name: str, shape: tuple[int, ...]) -> tuple[OutputTensor, ...]:

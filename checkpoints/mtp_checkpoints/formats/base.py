@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
 from mtp_checkpoints.dtypes import DType, OutputTensor
 from mtp_checkpoints.formats.compressed import WeightsEntry
-from mtp_checkpoints.formats.storage import NATIVE_SCALE, Storage
+from mtp_checkpoints.formats.verification import Bug, FormatGate
 
 if TYPE_CHECKING:
     import torch
@@ -19,6 +19,12 @@ if TYPE_CHECKING:
     from mtp_kernels.stored_linear import StoredWeight
     from mtp_kernels.weight_statistics import WeightStatistics
 
+BLOCK = 128  # rows and columns per fp8 scale
+GROUP_SIZES = (32, 64, 128)  # columns per int4 scale
+# Last name components of an fp8 scale. The released name says inverse, but the scale multiplies.
+NATIVE_SCALE = "weight_scale_inv"
+COMPRESSED_SCALE = "weight_scale"
+SCALE_DTYPES = (DType.F32, DType.F8_E8M0)  # of fp8: engines widen a power of two as they load it
 
 # Rows and columns of a tensor on disk; a vector has rows alone.
 Place = tuple[range, range | None]
@@ -59,15 +65,27 @@ class WeightFormat(ABC):
     Subclasses are frozen dataclasses of the format's parameters, so that equal formats store
     weights in the same way. The first tensor of a format holds the codes (or the values
     themselves), the second the scales; the others are constants that no element decides.
+
+    A format that is written has `encode`; fast code for it is optional, and found by the kernels.
     """
 
-    storage: ClassVar[Storage]
+    storage: ClassVar[str]  # its name, in manifests too
     operation: ClassVar[str]  # name in the manifest of the conversion into this format
+    gate: ClassVar[FormatGate]  # bounds that verify holds its weights to
+    bugs: ClassVar[tuple[Bug, ...]] = ()  # of its codes, which verify undoes to find a cause
+    # quant_methods whose configs describe it, its own first; none: it needs no description.
+    methods: ClassVar[tuple[str, ...]] = ()
+    code_offset: ClassVar[int | None] = None  # of integer codes on disk
     elements_per_code: ClassVar[int] = 1  # elements of the weight per element of the codes
     scale_rows: ClassVar[int] = 1  # rows of the weight per row of scales
     in_words: ClassVar[str] = ""  # of a group of a compressed-tensors config
     word_rows: ClassVar[int] = 0  # rows that words of some tensor run across; 0: none does
-    compiled_sources: ClassVar[frozenset[Storage]] = frozenset()  # of quantize_rows
+    compiled_sources: ClassVar[frozenset[str]] = frozenset()  # of quantize_rows
+
+    @classmethod
+    def of_options(cls, options: FormatOptions) -> WeightFormat:
+        """Return the format with the parameters that a run chose."""
+        return cls()
 
     @property
     def k_divisor(self) -> int:
@@ -104,7 +122,10 @@ class WeightFormat(ABC):
         """
         raise AssertionError(f"compressed-tensors has no {self.storage}")
 
-    @abstractmethod
+    def encode(self, values: torch.Tensor, scale_rule: str) -> tuple[torch.Tensor, ...]:
+        """Return codes and scales of fp32 rows [n, K], all of them finite."""
+        raise AssertionError(f"nothing writes {self.storage}")
+
     def quantize(
         self, source: torch.Tensor | Fp8Block, scale_rule: str
     ) -> tuple[tuple[torch.Tensor, ...], ErrorStats]:
@@ -112,6 +133,14 @@ class WeightFormat(ABC):
 
         Raises ValueError for values or scales that are not finite.
         """
+        import torch
+
+        from mtp_kernels import quantize
+
+        values = quantize.checked_values(source)
+        tensors = self.encode(values, scale_rule)
+        weight = self.encoded(tensors) if len(tensors) > 1 else EncodedWeight(self, *tensors)
+        return tensors, quantize.error_of(values, weight.dequantize(torch.float32))
 
     def quantize_rows(self, rows: Rows, scale_rule: str) -> Converted | None:
         """Return what quantize does, of rows of compiled_sources in main memory and without torch;
@@ -119,9 +148,7 @@ class WeightFormat(ABC):
         raise AssertionError(f"{self.storage} is made by torch")
 
     @abstractmethod
-    def dequantize(
-        self, codes: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype
-    ) -> torch.Tensor:
+    def decode(self, codes: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         """Return the weights [n, K] of codes and scales (ValueError for unusable scales)."""
 
     def encoded(self, tensors: Sequence[torch.Tensor]) -> EncodedWeight:
@@ -150,7 +177,7 @@ class WeightFormat(ABC):
         from mtp_kernels import weight_statistics
 
         try:
-            values = self.dequantize(codes, scale, torch.float32)
+            values = self.decode(codes, scale, torch.float32)
         except ValueError:
             return weight_statistics.UNSOUND
         return weight_statistics.float_statistics(values)
@@ -160,14 +187,14 @@ class WeightFormat(ABC):
         scales the kernels multiply in (ValueError for unusable scales)."""
         import torch
 
-        return self.dequantize(codes, scale, torch.float32)
+        return self.decode(codes, scale, torch.float32)
 
     def stored(self, codes: torch.Tensor, scale: torch.Tensor) -> StoredWeight:
         """Return codes and scales as the kernels multiply with them, dense for a format that they
         do not know (ValueError for unusable scales)."""
         import torch
 
-        return self.dequantize(codes, scale, torch.float32)
+        return self.decode(codes, scale, torch.float32)
 
     def constants(self, shape: tuple[int, ...]) -> tuple[Any, ...]:
         """Return the tensors after codes and scales, for a weight [N, K], as arrays."""
@@ -183,11 +210,6 @@ class ReadOnlyFormat(WeightFormat):
 
     operation: ClassVar[str] = ""
 
-    def quantize(
-        self, source: torch.Tensor | Fp8Block, scale_rule: str
-    ) -> tuple[tuple[torch.Tensor, ...], ErrorStats]:
-        raise AssertionError(f"nothing writes {self.storage}")
-
 
 @dataclass(frozen=True)
 class EncodedWeight:
@@ -201,7 +223,7 @@ class EncodedWeight:
     scale: torch.Tensor | None = None
 
     @property
-    def storage(self) -> Storage:
+    def storage(self) -> str:
         """Storage of the format."""
         return self.format.storage
 
@@ -232,7 +254,7 @@ class EncodedWeight:
 
         if self.scale is None:
             return self.codes.to(dtype or torch.float32)
-        return self.format.dequantize(self.codes, self.scale, dtype or torch.float32)
+        return self.format.decode(self.codes, self.scale, dtype or torch.float32)
 
     def statistics(self) -> WeightStatistics:
         """Return the statistics of the values, unsound where dequantize refuses them."""

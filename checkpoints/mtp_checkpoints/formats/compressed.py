@@ -6,6 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+COMPRESSED = "compressed-tensors"  # a quant_method
+
 
 @dataclass(frozen=True)
 class WeightsEntry:

@@ -6,15 +6,16 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from mtp_checkpoints.dtypes import DType, OutputTensor
-from mtp_checkpoints.formats.base import WeightFormat
-from mtp_checkpoints.formats.compressed import WeightsEntry, group, numbers
-from mtp_checkpoints.formats.storage import (
+from mtp_checkpoints.formats.base import (
     BLOCK,
     COMPRESSED_SCALE,
     NATIVE_SCALE,
     SCALE_DTYPES,
-    Storage,
+    FormatOptions,
+    WeightFormat,
 )
+from mtp_checkpoints.formats.compressed import COMPRESSED, WeightsEntry, group, numbers
+from mtp_checkpoints.formats.verification import FP8_GATE, FormatGate
 
 if TYPE_CHECKING:
     import torch
@@ -37,11 +38,17 @@ class Fp8Block(WeightFormat):
     scale_name: str = NATIVE_SCALE
     scale_dtypes: tuple[DType, ...] = (DType.F32,)
 
-    storage: ClassVar[Storage] = Storage.FP8_BLOCK
+    storage: ClassVar[str] = "fp8_block"
     operation: ClassVar[str] = "quantize_fp8_block"
-    compiled_sources: ClassVar[frozenset[Storage]] = frozenset({Storage.BF16})
+    gate: ClassVar[FormatGate] = FP8_GATE
+    methods: ClassVar[tuple[str, ...]] = ("fp8", COMPRESSED, "w4afp8")
+    compiled_sources: ClassVar[frozenset[str]] = frozenset({"bf16"})
     scale_rows: ClassVar[int] = BLOCK
     in_words: ClassVar[str] = f"float-quantized blocks of {BLOCK}x{BLOCK}"
+
+    @classmethod
+    def of_options(cls, options: FormatOptions) -> Fp8Block:
+        return cls(options.fp8_scale_name)
 
     @classmethod
     def of_entry(cls, entry: WeightsEntry) -> Fp8Block | None:
@@ -86,9 +93,7 @@ class Fp8Block(WeightFormat):
 
         return array_conversions.to_fp8_block(rows)
 
-    def dequantize(
-        self, codes: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype
-    ) -> torch.Tensor:
+    def decode(self, codes: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         from mtp_kernels import quantize
 
         return quantize.dequantize_fp8_block(self.stored(codes, scale), dtype)[0]

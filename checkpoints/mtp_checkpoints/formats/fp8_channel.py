@@ -5,14 +5,13 @@ It is read; no scheme writes it.
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from mtp_checkpoints.dtypes import DType, OutputTensor
-from mtp_checkpoints.formats.base import WeightFormat
-from mtp_checkpoints.formats.compressed import WeightsEntry, group, numbers
-from mtp_checkpoints.formats.storage import COMPRESSED_SCALE, Storage
+from mtp_checkpoints.formats.base import COMPRESSED_SCALE, WeightFormat
+from mtp_checkpoints.formats.compressed import COMPRESSED, WeightsEntry, group, numbers
+from mtp_checkpoints.formats.verification import FP8_GATE, FormatGate
 
 if TYPE_CHECKING:
     import torch
@@ -29,7 +28,9 @@ _SCALE_DTYPES = (DType.F32, DType.BF16)
 class Fp8Channel(WeightFormat):
     """Codes F8_E4M3 [N, K], weight_scale [N, 1]."""
 
-    storage: ClassVar[Storage] = Storage.FP8_CHANNEL
+    storage: ClassVar[str] = "fp8_channel"
+    gate: ClassVar[FormatGate] = FP8_GATE
+    methods: ClassVar[tuple[str, ...]] = (COMPRESSED,)
     operation: ClassVar[str] = "quantize_fp8_channel"
     in_words: ClassVar[str] = "float-quantized fp8 per channel"
 
@@ -57,33 +58,15 @@ class Fp8Channel(WeightFormat):
 
         return quantize.Fp8Channel(codes, scale)
 
-    def quantize(
-        self, source: torch.Tensor | quantize.Fp8Block, scale_rule: str
-    ) -> tuple[tuple[torch.Tensor, ...], quantize.ErrorStats]:
+    def encode(self, values: torch.Tensor, scale_rule: str) -> tuple[torch.Tensor, ...]:
         import torch
 
-        from mtp_kernels import quantize
-
-        if isinstance(source, quantize.Fp8Block):
-            source = quantize.dequantize_fp8_block(source, torch.float32)[0]
-        values = source.float()
-        if not values.isfinite().all():
-            raise ValueError("weights: expected finite numbers, found NaN or infinite ones")
         largest = values.abs().amax(dim=1, keepdim=True)
         scale = torch.where(largest > 0, largest / _LARGEST, 1.0)
         codes = (values / scale).clamp(-_LARGEST, _LARGEST).to(torch.float8_e4m3fn)
-        error = values.double() - codes.double() * scale.double()
-        stats = quantize.ErrorStats(
-            elements=values.numel(),
-            signal_energy=math.fsum(values.double().square().sum(dim=1).tolist()),
-            error_energy=math.fsum(error.square().sum(dim=1).tolist()),
-            max_error=float(error.abs().max()),
-        )
-        return (codes, scale), stats
+        return codes, scale
 
-    def dequantize(
-        self, codes: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype
-    ) -> torch.Tensor:
+    def decode(self, codes: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         from mtp_kernels import stored_linear
 
         return stored_linear.dequantize(self.stored(codes, scale), dtype)

@@ -16,7 +16,6 @@ from mtp_checkpoints.formats.int4_words import (
     unpacked_columns,
     unpacked_rows,
 )
-from mtp_checkpoints.formats.storage import Storage
 
 if TYPE_CHECKING:
     import torch
@@ -34,7 +33,8 @@ class GptqInt4(Int4Words):
 
     zeros_less_one: bool = True
 
-    storage: ClassVar[Storage] = Storage.GPTQ_INT4
+    storage: ClassVar[str] = "gptq_int4"
+    methods: ClassVar[tuple[str, ...]] = ("gptq",)
     columns_per_word: ClassVar[int] = CODES_PER_WORD
 
     def tensors(self, name: str, shape: tuple[int, ...]) -> tuple[OutputTensor, ...]:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, ClassVar
 
 from mtp_checkpoints.dtypes import DType, OutputTensor
 from mtp_checkpoints.formats.base import EncodedWeight, Place, ReadOnlyFormat, RowSource
+from mtp_checkpoints.formats.verification import FOUR_BIT_GATE, FormatGate
 
 if TYPE_CHECKING:
     import torch
@@ -27,6 +28,7 @@ class Int4Words(ReadOnlyFormat):
 
     group_size: int
 
+    gate: ClassVar[FormatGate] = FOUR_BIT_GATE
     word_rows: ClassVar[int] = CODES_PER_WORD  # of qzeros, if not of qweight
     columns_per_word: ClassVar[int]  # of qweight
 
@@ -103,9 +105,7 @@ class Int4Words(ReadOnlyFormat):
         places = self.places(range(start, stop), range(columns), (stop, columns))
         return self.encoded([_part(one, at) for one, at in zip(tensors, places, strict=True)])
 
-    def dequantize(
-        self, codes: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype
-    ) -> torch.Tensor:
+    def decode(self, codes: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         factors = scale.float()
         if not factors.isfinite().all():
             raise ValueError("group scale: expected finite numbers")

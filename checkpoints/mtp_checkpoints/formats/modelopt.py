@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, ClassVar
 from mtp_checkpoints.dtypes import DType, OutputTensor
 from mtp_checkpoints.errors import InvalidInputError
 from mtp_checkpoints.formats.base import EncodedWeight, ReadOnlyFormat, RowSource
-from mtp_checkpoints.formats.storage import Storage
+from mtp_checkpoints.formats.verification import FOUR_BIT_GATE, FP8_GATE, FormatGate
 
 if TYPE_CHECKING:
     import torch
@@ -21,6 +21,8 @@ _E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 
 class _ModelOpt(ReadOnlyFormat):
     """Codes, their scales, and numbers for the whole matrix."""
+
+    methods: ClassVar[tuple[str, ...]] = ("modelopt",)
 
     def check_constants(self, tensors: Mapping[str, torch.Tensor], shape: tuple[int, ...]) -> None:
         for name, stored in tensors.items():
@@ -38,7 +40,8 @@ class NvFp4(_ModelOpt):
     [N, K/16], weight_scale_2 F32 [], input_scale F32 []. A weight is code * scale * second scale.
     """
 
-    storage: ClassVar[Storage] = Storage.NVFP4
+    storage: ClassVar[str] = "nvfp4"
+    gate: ClassVar[FormatGate] = FOUR_BIT_GATE
     elements_per_code: ClassVar[int] = 2
 
     @property
@@ -65,9 +68,7 @@ class NvFp4(_ModelOpt):
         scale, second = source.scale[start:stop], source.others[1]
         return self.encoded((source.codes(start, stop), scale, second))
 
-    def dequantize(
-        self, codes: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype
-    ) -> torch.Tensor:
+    def decode(self, codes: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         import torch
 
         if not scale.isfinite().all():
@@ -81,7 +82,8 @@ class NvFp4(_ModelOpt):
 class Fp8Tensor(_ModelOpt):
     """Codes F8_E4M3 [N, K]; weight_scale F32 [], input_scale F32 []."""
 
-    storage: ClassVar[Storage] = Storage.FP8_TENSOR
+    storage: ClassVar[str] = "fp8_tensor"
+    gate: ClassVar[FormatGate] = FP8_GATE
 
     def tensors(self, name: str, shape: tuple[int, ...]) -> tuple[OutputTensor, ...]:
         module = name.removesuffix(".weight")
@@ -97,9 +99,7 @@ class Fp8Tensor(_ModelOpt):
     def encoded_rows(self, source: RowSource, start: int, stop: int) -> EncodedWeight:
         return self.encoded((source.codes(start, stop), source.others[0]))
 
-    def dequantize(
-        self, codes: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype
-    ) -> torch.Tensor:
+    def decode(self, codes: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         if not scale.isfinite().all():
             raise ValueError("scale: expected a finite number")
         values = codes.float()

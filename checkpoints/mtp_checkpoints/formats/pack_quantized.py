@@ -9,9 +9,15 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from mtp_checkpoints.dtypes import DType, OutputTensor
 from mtp_checkpoints.errors import InvalidInputError
-from mtp_checkpoints.formats.base import WeightFormat
-from mtp_checkpoints.formats.compressed import WeightsEntry, group, numbers
-from mtp_checkpoints.formats.storage import COMPRESSED_SCALE, FLOATS, GROUP_SIZES, Storage
+from mtp_checkpoints.formats.base import COMPRESSED_SCALE, GROUP_SIZES, FormatOptions, WeightFormat
+from mtp_checkpoints.formats.compressed import COMPRESSED, WeightsEntry, group, numbers
+from mtp_checkpoints.formats.verification import (
+    FOUR_BIT_GATE,
+    INT8_GATE,
+    Bug,
+    FormatGate,
+    packing_bugs,
+)
 
 if TYPE_CHECKING:
     import torch
@@ -25,6 +31,8 @@ _LAYOUT = "pack-quantized"
 
 class _PackQuantized(WeightFormat):
     """weight_packed I32 [N, K / codes per word], weight_scale BF16, weight_shape I64 [2]."""
+
+    methods: ClassVar[tuple[str, ...]] = (COMPRESSED,)
 
     @abstractmethod
     def _scale_columns(self, columns: int) -> int:
@@ -59,9 +67,12 @@ class _PackQuantized(WeightFormat):
 class Int8Channel(_PackQuantized):
     """int8 with a scale per output channel; scale BF16 [N, 1]."""
 
-    storage: ClassVar[Storage] = Storage.INT8_CHANNEL
+    storage: ClassVar[str] = "int8_channel"
+    gate: ClassVar[FormatGate] = INT8_GATE
+    bugs: ClassVar[tuple[Bug, ...]] = packing_bugs(8)
+    code_offset: ClassVar[int | None] = 128
     operation: ClassVar[str] = "quantize_int8_channel"
-    compiled_sources: ClassVar[frozenset[Storage]] = FLOATS
+    compiled_sources: ClassVar[frozenset[str]] = frozenset({"bf16", "fp8_block"})
     elements_per_code: ClassVar[int] = 4
     in_words: ClassVar[str] = "pack-quantized int8 per channel"
 
@@ -103,9 +114,7 @@ class Int8Channel(_PackQuantized):
 
         return array_conversions.to_int8_channel(rows)
 
-    def dequantize(
-        self, codes: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype
-    ) -> torch.Tensor:
+    def decode(self, codes: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         from mtp_kernels import quantize
 
         return quantize.dequantize_int8_channel(self.stored(codes, scale), dtype)
@@ -122,14 +131,21 @@ class Int4Group(_PackQuantized):
 
     group_size: int
 
-    storage: ClassVar[Storage] = Storage.INT4_GROUP
+    storage: ClassVar[str] = "int4_group"
+    gate: ClassVar[FormatGate] = FOUR_BIT_GATE
+    bugs: ClassVar[tuple[Bug, ...]] = packing_bugs(4)
+    code_offset: ClassVar[int | None] = 8
     operation: ClassVar[str] = "quantize_int4_group"
-    compiled_sources: ClassVar[frozenset[Storage]] = FLOATS
+    compiled_sources: ClassVar[frozenset[str]] = frozenset({"bf16", "fp8_block"})
     elements_per_code: ClassVar[int] = 8
     in_words: ClassVar[str] = (
         f"pack-quantized int4 in groups of {', '.join(map(str, GROUP_SIZES[:-1]))}"
         f" or {GROUP_SIZES[-1]}"
     )
+
+    @classmethod
+    def of_options(cls, options: FormatOptions) -> Int4Group:
+        return cls(options.group_size)
 
     @classmethod
     def of_entry(cls, entry: WeightsEntry) -> Int4Group | None:
@@ -173,9 +189,7 @@ class Int4Group(_PackQuantized):
 
         return array_conversions.to_int4_group(rows, self.group_size, scale_rule)
 
-    def dequantize(
-        self, codes: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype
-    ) -> torch.Tensor:
+    def decode(self, codes: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         from mtp_kernels import quantize
 
         return quantize.dequantize_int4_group(self.stored(codes, scale), dtype)

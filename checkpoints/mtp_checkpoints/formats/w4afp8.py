@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from mtp_checkpoints.dtypes import DType, OutputTensor
 from mtp_checkpoints.errors import InvalidInputError
 from mtp_checkpoints.formats.base import WeightFormat
-from mtp_checkpoints.formats.storage import FLOATS, W4AFP8_GROUP, Storage
+from mtp_checkpoints.formats.verification import FOUR_BIT_GATE, Bug, FormatGate, packing_bugs
 
 if TYPE_CHECKING:
     import torch
@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from mtp_kernels.quantize.array_conversions import Converted, Rows
     from mtp_kernels.weight_statistics import WeightStatistics
 
+W4AFP8_GROUP = 128
 _INPUT_SCALES = {"gate_proj": "w1", "down_proj": "w2", "up_proj": "w3"}
 
 
@@ -25,9 +26,13 @@ _INPUT_SCALES = {"gate_proj": "w1", "down_proj": "w2", "up_proj": "w3"}
 class W4AFp8(WeightFormat):
     """Codes I8 [N, K/2], scale F32 [N, K/128], and an input scale F32 [1] beside the module."""
 
-    storage: ClassVar[Storage] = Storage.W4AFP8
+    storage: ClassVar[str] = "w4afp8"
+    gate: ClassVar[FormatGate] = FOUR_BIT_GATE
+    bugs: ClassVar[tuple[Bug, ...]] = packing_bugs(4)
+    methods: ClassVar[tuple[str, ...]] = ("w4afp8",)
+    code_offset: ClassVar[int | None] = 8
     operation: ClassVar[str] = "quantize_w4afp8"
-    compiled_sources: ClassVar[frozenset[Storage]] = FLOATS
+    compiled_sources: ClassVar[frozenset[str]] = frozenset({"bf16", "fp8_block"})
     elements_per_code: ClassVar[int] = 2
 
     @property
@@ -65,9 +70,7 @@ class W4AFp8(WeightFormat):
 
         return array_conversions.to_w4afp8(rows, scale_rule)
 
-    def dequantize(
-        self, codes: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype
-    ) -> torch.Tensor:
+    def decode(self, codes: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         from mtp_kernels import quantize
 
         return quantize.dequantize_w4afp8(self.stored(codes, scale), dtype)

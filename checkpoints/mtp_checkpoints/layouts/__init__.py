@@ -6,7 +6,6 @@ from __future__ import annotations
 from collections.abc import Collection, Set
 
 from mtp_checkpoints.errors import UsageError
-from mtp_checkpoints.formats.storage import Storage
 from mtp_checkpoints.layouts.base import Engine, Target
 from mtp_checkpoints.layouts.eagle import EAGLE
 from mtp_checkpoints.layouts.hf import HF
@@ -43,7 +42,7 @@ def engine_of(name: str) -> Engine:
     return next(engine for engine in target_of(name).engines if engine.name == name)
 
 
-def names_that_read(storages: Collection[Storage]) -> tuple[str, ...]:
+def names_that_read(storages: Collection[str]) -> tuple[str, ...]:
     """Return the names of --target whose engines read linears in these storages."""
     return tuple(name for name in target_names() if engine_of(name).storages.issuperset(storages))
 
@@ -53,7 +52,7 @@ def names_that_serve() -> tuple[str, ...]:
     return tuple(name for name in target_names() if engine_of(name).launch is not None)
 
 
-def titles_that_read(main: Set[Storage], mtp: Set[Storage]) -> tuple[str, ...]:
+def titles_that_read(main: Set[str], mtp: Set[str]) -> tuple[str, ...]:
     """Return the titles of engines that read both parts' linears; "all" where every engine does."""
     readers = {
         engine.name: engine.title

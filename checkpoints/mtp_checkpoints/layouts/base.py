@@ -10,7 +10,7 @@ from typing import Any
 
 from mtp_checkpoints.errors import InvalidInputError, UnsupportedError
 from mtp_checkpoints.families.fields import Fields
-from mtp_checkpoints.formats.storage import FLOATS, Storage
+from mtp_checkpoints.formats import storages_of
 from mtp_checkpoints.quantization.method import Dialect
 from mtp_checkpoints.quantization.native import with_renamed_modules
 from mtp_checkpoints.quantization.stored import StoredModel, stored_mtp
@@ -94,7 +94,7 @@ class DraftReading:
 class Engine:
     """An engine that reads a layout; its name is one that --target takes.
 
-    storages are the storages of linears that its loader reads. dialect is how it wants integers
+    methods are the quant_methods that its loader reads. dialect is how it wants integers
     described, required for an engine that reads any. launch makes the shell command that serves a
     bundle with one draft token; None for an engine that does not take the MTP part as a folder of
     its own. probe is a shell command that succeeds where the engine is installed, if one is known.
@@ -104,7 +104,7 @@ class Engine:
     """
 
     name: str
-    storages: frozenset[Storage] = FLOATS
+    methods: frozenset[str] = frozenset({"fp8"})
     dialect: Dialect | None = None
     launch: Launch | None = None
     probe: str = ""
@@ -112,7 +112,12 @@ class Engine:
     draft_reading: DraftReading | None = None
 
     def __post_init__(self) -> None:
-        assert self.dialect is not None or self.storages <= FLOATS, f"{self.name} has no dialect"
+        assert self.dialect is not None or self.methods <= {"fp8"}, f"{self.name} has no dialect"
+
+    @property
+    def storages(self) -> frozenset[str]:
+        """Formats, by name, of linears that its loader reads."""
+        return storages_of(self.methods)
 
 
 @dataclass(frozen=True)
@@ -124,7 +129,7 @@ class Target:
     mtp_config maps the source's config.json to the draft's; released_config maps a draft's back,
     as far as tensors go, given the main model's num_hidden_layers.
     model_types are those of config.json that the layout exists for; None for all.
-    mtp_storages are the storages of the draft's linears that the engines read.
+    mtp_methods are the quant_methods of drafts that the engines read.
     needs_shared_weights: the engine takes embedding and head from the draft folder.
     dequantizes: fp8 weights become bf16. transposes: linear weights and scales are [in, out].
     """
@@ -135,7 +140,7 @@ class Target:
     mtp_config: Callable[[Mapping[str, Any]], Config]
     released_config: Callable[[Mapping[str, Any], int], Config]
     model_types: frozenset[str] | None
-    mtp_storages: frozenset[Storage] = FLOATS
+    mtp_methods: frozenset[str] = frozenset({"fp8"})
     needs_shared_weights: bool = False
     dequantizes: bool = False
     transposes: bool = False
@@ -143,6 +148,11 @@ class Target:
 
     def __post_init__(self) -> None:
         assert self.engines[0].name == self.name, f"{self.name} is no name of --target"
+
+    @property
+    def mtp_storages(self) -> frozenset[str]:
+        """Formats, by name, of the draft's linears that the engines read."""
+        return storages_of(self.mtp_methods)
 
     def check_model_type(self, config: Mapping[str, Any]) -> None:
         """Refuse a model that the layout does not exist for (UnsupportedError)."""

@@ -9,9 +9,9 @@ from shlex import quote
 from typing import Any
 
 from mtp_checkpoints.families.base import SGLANG_DRAFT
-from mtp_checkpoints.formats.storage import FLOATS, Storage
 from mtp_checkpoints.layouts.base import Config, Deployment, DraftReading, Engine, Target
 from mtp_checkpoints.quantization.method import SGLANG, VLLM
+from mtp_checkpoints.quantization.methods import METHODS
 
 VLLM_PROBE = "command -v vllm"
 VLLM_READING = DraftReading(
@@ -80,10 +80,10 @@ def _sglang_placement(bundle: Deployment) -> str:
 HF = Target(
     name="hf",
     engines=(
-        Engine("hf", frozenset(Storage), VLLM),
+        Engine("hf", frozenset(METHODS), VLLM),
         Engine(
             "vllm",
-            frozenset(Storage) - {Storage.W4AFP8},
+            frozenset(METHODS) - {"w4afp8"},
             VLLM,
             launch=partial(vllm_launch, method="mtp"),
             probe=VLLM_PROBE,
@@ -92,7 +92,7 @@ HF = Target(
         ),
         Engine(
             "sglang",
-            frozenset(Storage),
+            frozenset(METHODS),
             SGLANG,
             launch=_sglang,
             probe="python -c 'import sglang'",
@@ -104,12 +104,12 @@ HF = Target(
                 layer_name=SGLANG_DRAFT,
             ),
         ),
-        Engine("tensorrt-llm", FLOATS, title="TensorRT-LLM"),
+        Engine("tensorrt-llm", title="TensorRT-LLM"),
     ),
     mtp_name=_name,
     mtp_config=_config,
     released_config=_released,
     model_types=None,
-    mtp_storages=frozenset(Storage),
+    mtp_methods=frozenset(METHODS),
     single_mtp_layer=False,
 )

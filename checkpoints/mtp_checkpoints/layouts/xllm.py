@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from mtp_checkpoints.formats.storage import Storage
 from mtp_checkpoints.layouts.base import (
     Config,
     Deployment,
@@ -60,5 +59,5 @@ XLLM = Target(
     released_config=_released,
     model_types=frozenset({"deepseek_v3"}),
     dequantizes=True,
-    mtp_storages=frozenset({Storage.BF16}),
+    mtp_methods=frozenset(),
 )

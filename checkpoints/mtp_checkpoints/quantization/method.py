@@ -9,8 +9,16 @@ from typing import Any, Protocol
 from mtp_checkpoints.errors import UnsupportedError
 from mtp_checkpoints.families.base import Role, TensorSpec
 from mtp_checkpoints.families.spec import ModelSpec
-from mtp_checkpoints.formats import CODES_PER_WORD, FORMATS, WHOLE_ROW, FormatOptions, WeightFormat
-from mtp_checkpoints.formats.storage import COMPRESSED_SCALE, NATIVE_SCALE, Storage
+from mtp_checkpoints.formats import (
+    CODES_PER_WORD,
+    FORMATS,
+    WHOLE_ROW,
+    FormatOptions,
+    Fp8Block,
+    Unquantized,
+    WeightFormat,
+)
+from mtp_checkpoints.formats.base import COMPRESSED_SCALE, NATIVE_SCALE
 from mtp_checkpoints.quantization.native import Config, NativeFp8, unusable_field
 
 
@@ -66,26 +74,26 @@ class PartStorage:
     as stored.
     """
 
-    storages: Mapping[Role, Storage]
+    storages: Mapping[Role, str]
     options: FormatOptions = FormatOptions()
     bf16_modules: tuple[str, ...] = ()
     int4_activations_fp8: bool = False
     native: NativeFp8 | None = None
 
-    def storage_of(self, spec: TensorSpec) -> Storage | None:
+    def storage_of(self, spec: TensorSpec) -> str | None:
         """Return the storage of a weight; None for one that stays as stored whatever that is."""
         storage = self.storages.get(spec.role)
         if storage is None or not spec.is_linear_weight:
             return None
         if self.native is not None and not self.native.covers(spec.module):
             return None
-        if storage is Storage.FP8_BLOCK and spec.module.rpartition(".")[2] in self.bf16_modules:
-            return Storage.BF16
+        if storage == Fp8Block.storage and spec.module.rpartition(".")[2] in self.bf16_modules:
+            return Unquantized.storage
         return storage
 
-    def group(self, storage: Storage) -> Config:
+    def group(self, storage: str) -> Config:
         """Return the compressed-tensors group of a storage, but for its targets."""
-        chosen = FORMATS[storage](self.options)
+        chosen = FORMATS[storage].of_options(self.options)
         return chosen.group(activations_fp8=self.int4_activations_fp8)
 
 
@@ -102,7 +110,7 @@ class WrittenModel:
     dialect: Dialect
 
     @property
-    def storages(self) -> frozenset[Storage]:
+    def storages(self) -> frozenset[str]:
         """Storages of both parts' linears."""
         return frozenset((*self.main.storages.values(), *self.mtp.storages.values()))
 
@@ -125,27 +133,27 @@ class Method:
 
     read understands a config. leave_out returns one that leaves modules unquantized, with all below
     them; None where the method cannot. describe returns one that describes a quantized draft too,
-    whose linears are in `describes`. write returns the config of a converted model, whose linears
-    are in `writes`; None for one without quantized linears. lists_absent: loaders find
-    unquantized linears by their tensors, but only as long as none is listed. whole_names: they
-    compare names of linears, not of modules above them. in_groups: fp8 has compressed-tensors' name
-    for scales.
+    whose linears are in `describes`. write returns the config of a converted model, None for one
+    without quantized linears. dialect is that of the only engine with the method. lists_absent:
+    loaders find unquantized linears by their tensors, but only as long as none is listed.
+    whole_names: they compare names of linears, not of modules above them. in_groups: fp8 has
+    compressed-tensors' name for scales.
     """
 
     read: Callable[[Mapping[str, Any]], QuantConfig]
     leave_out: Callable[[Config, Sequence[str]], Config] | None = None
     describe: Callable[[Config, ModelSpec, PartStorage], Config] | None = None
-    describes: frozenset[Storage] = frozenset()
+    describes: frozenset[str] = frozenset()
     write: Callable[[WrittenModel], Config | None] | None = None
-    writes: frozenset[Storage] = frozenset()
+    dialect: Dialect | None = None
     lists_absent: bool = False
     whole_names: bool = False
     in_groups: bool = False
 
-    def draft_storages(self, dialect: Dialect) -> frozenset[Storage]:
+    def draft_storages(self, dialect: Dialect) -> frozenset[str]:
         """Return the storages of a draft's linears that a main model's config can describe."""
         in_native_blocks = self.in_groups and dialect.native_fp8
-        return self.describes - {Storage.FP8_BLOCK} if in_native_blocks else self.describes
+        return self.describes - {Fp8Block.storage} if in_native_blocks else self.describes
 
     @property
     def fp8_scale_name(self) -> str:

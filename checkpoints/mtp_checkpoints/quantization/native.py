@@ -8,7 +8,7 @@ from typing import Any
 
 from mtp_checkpoints.dtypes import DType
 from mtp_checkpoints.errors import InvalidInputError, UnsupportedError
-from mtp_checkpoints.formats.storage import BLOCK, SCALE_DTYPES
+from mtp_checkpoints.formats.base import BLOCK, SCALE_DTYPES
 
 Config = dict[str, Any]
 

@@ -14,8 +14,13 @@ from mtp_checkpoints.errors import InvalidInputError
 from mtp_checkpoints.families import family_of
 from mtp_checkpoints.families.base import Role, TensorSpec
 from mtp_checkpoints.families.spec import ModelSpec
-from mtp_checkpoints.formats import UNQUANTIZED, EncodedWeight, WeightFormat
-from mtp_checkpoints.formats.storage import Storage
+from mtp_checkpoints.formats import (
+    UNQUANTIZED,
+    EncodedWeight,
+    Fp8Channel,
+    Unquantized,
+    WeightFormat,
+)
 from mtp_checkpoints.named_tuples import rows_of
 from mtp_checkpoints.quantization.fusion_rules import EXPERTS, check_fusion_rules
 from mtp_checkpoints.quantization.method import QuantConfig
@@ -33,7 +38,7 @@ if TYPE_CHECKING:
     import torch
 
 _WEIGHT = ".weight"
-_IN_CHANNELS = {Storage.BF16, Storage.FP8_CHANNEL}
+_IN_CHANNELS = {Unquantized.storage, Fp8Channel.storage}
 _TABLES = (Role.EMBEDDING, Role.HEAD)
 _layout_of = attrgetter("dtype", "shape")
 
@@ -52,7 +57,7 @@ class StoredWeight(NamedTuple):
     transposed: bool = False
 
     @property
-    def storage(self) -> Storage:
+    def storage(self) -> str:
         """Storage of the format; BF16 for whatever dtype the model computes in."""
         return self.format.storage
 
@@ -204,7 +209,7 @@ class StoredModel:
     def in_channels(self) -> bool:
         """True for a checkpoint with fp8 channels, and nothing else that is quantized."""
         storages = {kind.format.storage for kind in self.kinds}
-        return Storage.FP8_CHANNEL in storages and storages <= _IN_CHANNELS
+        return Fp8Channel.storage in storages and storages <= _IN_CHANNELS
 
     def reread(self, quantization: object, rename: Callable[[str], str]) -> StoredModel:
         """Return what the same weights must be under another quantization_config and other names.

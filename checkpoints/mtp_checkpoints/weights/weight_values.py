@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Self
 
 from mtp_checkpoints.containers.base import TensorInfo
 from mtp_checkpoints.formats import EncodedWeight, WeightFormat
-from mtp_checkpoints.formats.storage import BLOCK
+from mtp_checkpoints.formats.base import BLOCK
 from mtp_checkpoints.quantization.stored import StoredModel, StoredWeight
 from mtp_checkpoints.sources.disk_queue import DiskQueue
 from mtp_checkpoints.tensors.tensor_reader import read_rows

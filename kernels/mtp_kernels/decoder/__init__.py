@@ -26,12 +26,12 @@ from mtp_kernels.decoder.interface import (
     RecursionParts,
     RowStep,
 )
-from mtp_kernels.decoder.sliced import (
-    LayerSlice,
+from mtp_kernels.decoder.sharded import (
+    LayerShard,
     Pairs,
-    SlicedDecoder,
-    SlicedPass,
-    SlicingBackend,
+    ShardedDecoder,
+    ShardedPass,
+    ShardingBackend,
 )
 
 __all__ = [
@@ -44,7 +44,7 @@ __all__ = [
     "GroupedWeights",
     "LatentWeights",
     "LayerKind",
-    "LayerSlice",
+    "LayerShard",
     "LayerWeights",
     "ModuleInputs",
     "PackedLayer",
@@ -53,9 +53,9 @@ __all__ = [
     "Recursion",
     "RecursionParts",
     "RowStep",
-    "SlicedDecoder",
-    "SlicedPass",
-    "SlicingBackend",
+    "ShardedDecoder",
+    "ShardedPass",
+    "ShardingBackend",
     "make_backend",
 ]
 

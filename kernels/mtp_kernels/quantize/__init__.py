@@ -38,10 +38,12 @@ __all__ = [
     "Int4Group",
     "Int8Channel",
     "W4AFp8",
+    "checked_values",
     "dequantize_fp8_block",
     "dequantize_int4_group",
     "dequantize_int8_channel",
     "dequantize_w4afp8",
+    "error_of",
     "load_backend",
     "quantize_fp8_block",
     "quantize_int4_group",
@@ -227,6 +229,25 @@ def _quantize_int4(
         values, block_scale, group_size, SCALE_FACTORS[scale_rule]
     )
     return packed, scale, _error_stats(values, stats)
+
+
+def checked_values(source: torch.Tensor | Fp8Block) -> torch.Tensor:
+    """Return a source's fp32 values (ValueError for NaN or infinite ones)."""
+    import torch
+
+    if isinstance(source, Fp8Block):
+        source = dequantize_fp8_block(source, torch.float32)[0]
+    values = source.float()
+    if not values.isfinite().all():
+        raise ValueError("weights: expected finite numbers, found NaN or infinite ones")
+    return values
+
+
+def error_of(values: torch.Tensor, restored: torch.Tensor) -> ErrorStats:
+    """Return the error of fp32 weights [n, K] that stand for others."""
+    from mtp_kernels.quantize.reference import row_stats
+
+    return _error_stats(values, row_stats(values, restored))
 
 
 def load_backend(device: torch.device | str) -> None:

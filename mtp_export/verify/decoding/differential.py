@@ -8,6 +8,7 @@ from dataclasses import dataclass, fields
 
 import torch
 
+from mtp_checkpoints.formats.verification import RunGate
 from mtp_export.verify.check import (
     WHOLE_CHECK,
     Item,
@@ -22,7 +23,7 @@ from mtp_export.verify.diagnosis.causes import decoding as causes
 from mtp_export.verify.diagnosis.causes.weights import YARN_SCALE_CHANGED
 from mtp_export.verify.evidence.corpus import Corpus
 from mtp_export.verify.evidence.statistics import Estimate, ratio
-from mtp_export.verify.gates import RunGate, gate_of
+from mtp_export.verify.gates import gate_of
 from mtp_runtime.layers.rope import softmax_scale
 from mtp_runtime.models.load import LoadOptions, load_model
 from mtp_runtime.models.model import Model

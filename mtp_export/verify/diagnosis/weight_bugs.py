@@ -11,11 +11,11 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from mtp_checkpoints.families.base import RotaryRows
-from mtp_checkpoints.formats import EncodedWeight
-from mtp_checkpoints.formats.storage import BLOCK, Storage
+from mtp_checkpoints.formats import EncodedWeight, Fp8Block
+from mtp_checkpoints.formats.base import BLOCK
+from mtp_checkpoints.formats.verification import Bug
 from mtp_checkpoints.weights.weight_values import WeightOnDisk
 from mtp_export.verify.diagnosis.causes import weights as causes
-from mtp_export.verify.gates import GATES
 
 if TYPE_CHECKING:
     import torch
@@ -54,7 +54,7 @@ def explain(weight: WeightOnDisk, source: WeightOnDisk, sources: Sources) -> str
     stop = _sample_rows(weight)
     raw = weight.encoded(0, stop)
     wanted = source.encoded(0, stop).dequantize()
-    bound = GATES[weight.stored.storage].sqnr_db
+    bound = weight.stored.format.gate.sqnr_db
     try:
         found = raw.dequantize()
     except ValueError as error:
@@ -152,53 +152,15 @@ def _of_codes(raw: EncodedWeight) -> list[Undone]:
             lambda: replace(raw, scale=_other_axis(scale)).dequantize(),
         ),
     ]
-    if raw.storage in (Storage.INT4_GROUP, Storage.W4AFP8, Storage.INT8_CHANNEL):
-        offset = 128 if raw.storage is Storage.INT8_CHANNEL else 8
-        undone += [
-            (
-                causes.offset_dropped(offset),
-                lambda: replace(raw, codes=_flipped(raw)).dequantize(),
-            ),
-            (
-                causes.CODES_REVERSED,
-                lambda: replace(raw, codes=_reversed(raw)).dequantize(),
-            ),
-            (
-                causes.CODES_SWAPPED,
-                lambda: replace(raw, codes=_swapped(raw)).dequantize(),
-            ),
-        ]
-    return undone
+    return undone + [(bug.cause, partial(_without, bug, raw, scale)) for bug in raw.format.bugs]
+
+
+def _without(bug: Bug, raw: EncodedWeight, scale: torch.Tensor) -> torch.Tensor:
+    return EncodedWeight(raw.format, *bug.undo(raw.codes, scale)).dequantize()
 
 
 def _other_axis(scale: torch.Tensor) -> torch.Tensor:
     return scale.reshape(scale.shape[1], scale.shape[0]).t().contiguous()
-
-
-def _words(raw: EncodedWeight) -> torch.Tensor:
-    import torch
-
-    return raw.codes.contiguous().view(torch.uint8)
-
-
-def _flipped(raw: EncodedWeight) -> torch.Tensor:
-    """Codes with their top bit flipped: from offset to two's complement, or back."""
-    mask = 0x80 if raw.storage is Storage.INT8_CHANNEL else 0x88
-    return (_words(raw) ^ mask).view(raw.codes.dtype)
-
-
-def _swapped(raw: EncodedWeight) -> torch.Tensor:
-    packed = _words(raw)
-    return ((packed << 4) | (packed >> 4)).view(raw.codes.dtype)
-
-
-def _reversed(raw: EncodedWeight) -> torch.Tensor:
-    """Codes of each 32-bit word in reverse order: most significant first instead of least."""
-    packed = _words(raw)
-    if raw.storage is not Storage.INT8_CHANNEL:
-        packed = (packed << 4) | (packed >> 4)
-    rows = packed.shape[0]
-    return packed.view(rows, -1, 4).flip(2).reshape(rows, -1).view(raw.codes.dtype)
 
 
 def _scales(raw: EncodedWeight, wanted: torch.Tensor, bound: float) -> str | None:
@@ -220,14 +182,14 @@ def _scales(raw: EncodedWeight, wanted: torch.Tensor, bound: float) -> str | Non
     fitted = codes * best[flat].view(codes.shape)
     if _sqnr_db(wanted, fitted) < min(bound, 25.0):
         return None
-    exact = raw.storage is Storage.FP8_BLOCK
+    exact = isinstance(raw.format, Fp8Block)
     return _named_scales(own.reshape(-1), best, 0.002 if exact else 0.03)
 
 
 def _spread(raw: EncodedWeight, scale: torch.Tensor) -> torch.Tensor:
     """A scale-shaped tensor spread to [N, K], one entry per element of the weight."""
     rows, columns = raw.shape
-    if raw.storage is Storage.FP8_BLOCK:
+    if isinstance(raw.format, Fp8Block):
         whole = scale.repeat_interleave(BLOCK, 0).repeat_interleave(BLOCK, 1)
         return whole[:rows, :columns]
     return scale.repeat_interleave(columns // scale.shape[1], 1)

@@ -12,8 +12,7 @@ from mtp_checkpoints.containers.base import TensorInfo
 from mtp_checkpoints.sources.disk_queue import DiskQueue
 from mtp_checkpoints.tensors.reader import Checkpoint
 from mtp_checkpoints.weights.weight_values import WeightOnDisk
-from mtp_export.bundle.division import divided
-from mtp_export.bundle.options import Share
+from mtp_export.bundle.options import Share, divided
 from mtp_export.progress import ProgressCallback
 from mtp_export.verify.evidence.findings import Known, known_facts
 from mtp_export.verify.evidence.tensor_threads import in_threads

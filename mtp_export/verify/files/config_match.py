@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from mtp_checkpoints.containers.base import TensorInfo
 from mtp_checkpoints.errors import MtpExportError
-from mtp_checkpoints.formats.storage import mixes_integers_with_fp8
+from mtp_checkpoints.formats import mixes_groups_with_fp8
 from mtp_checkpoints.layouts.base import DraftReading, Engine
 from mtp_checkpoints.quantization.mismatches import Mismatch
 from mtp_checkpoints.quantization.native import quantization_of
@@ -207,7 +207,7 @@ def _readers(context: Context) -> list[Engine]:
     own_config = any(engine.dialect and engine.dialect.own_config for engine in of_dialect)
     if base == GRAFTED:
         return of_dialect or engines
-    return of_dialect if own_config or mixes_integers_with_fp8(storages) else engines
+    return of_dialect if own_config or mixes_groups_with_fp8(storages) else engines
 
 
 def _as_read(name: str, layout: PartLayout, config: Any, reading: DraftReading) -> Item:

@@ -11,7 +11,6 @@ from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING, Any
 
-from mtp_checkpoints.formats.storage import Storage
 from mtp_checkpoints.quantization.native import QUANTIZATION
 from mtp_checkpoints.tensors.bundle_folder import MAIN, MTP
 from mtp_checkpoints.weights.weight_values import WeightOnDisk
@@ -21,7 +20,6 @@ from mtp_export.verify.check import Item, Problem, not_tested, verdict
 from mtp_export.verify.diagnosis.causes import weights as causes
 from mtp_export.verify.diagnosis.weight_bugs import Sources, explain
 from mtp_export.verify.evidence.weight_facts import AgainstSource
-from mtp_export.verify.gates import GATES
 
 if TYPE_CHECKING:
     from mtp_export.verify.context import Context
@@ -52,7 +50,7 @@ class Compared:
             return True
         if self.sqnr_db is None:
             return not self.equal
-        return self.sqnr_db < GATES[self.weight.stored.storage].sqnr_db
+        return self.sqnr_db < self.weight.stored.format.gate.sqnr_db
 
     @property
     def layer(self) -> int | None:
@@ -129,7 +127,7 @@ def _part_items(part: str, compared: Sequence[Compared], sources: Sources) -> It
             figure=f"{len(copied):,}, {size}",
             bound="bit for bit",
         )
-    groups: dict[tuple[Storage, str], list[Compared]] = defaultdict(list)
+    groups: dict[tuple[str, str], list[Compared]] = defaultdict(list)
     for one in compared:
         if one.sqnr_db is not None or one.error:
             key = one.weight.stored.storage, str(one.weight.stored.weight.role)
@@ -143,7 +141,7 @@ def _group_item(name: str, group: Sequence[Compared], sources: Sources) -> Item:
     ordered = sorted(group, key=lambda one: -math.inf if one.sqnr_db is None else one.sqnr_db)
     levels = [one.sqnr_db for one in ordered if one.sqnr_db is not None]
     wrong = [one for one in ordered if one.failed]
-    bound = f"≥ {GATES[group[0].weight.stored.storage].sqnr_db:.0f} dB"
+    bound = f"≥ {group[0].weight.stored.format.gate.sqnr_db:.0f} dB"
     figure = f"{len(group):,}: exact"
     if levels and levels[0] < math.inf:
         figure = f"{len(group):,}: min {_db(levels[0])}, median {_db(median(levels))}"

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from mtp_checkpoints.formats.storage import INTEGERS, Storage
 from mtp_checkpoints.weights.weight_values import WeightOnDisk
 from mtp_export.verify.diagnosis.causes import weights as causes
 from mtp_export.verify.evidence.weight_facts import WeightFacts
@@ -36,7 +35,7 @@ class TensorFacts:
         found, weight = facts.statistics, facts.weight
         if not found.is_sound:
             return cls(weight, facts.digest, error=_why_unsound(weight))
-        integer = weight.stored.storage in (*INTEGERS, Storage.W4AFP8)
+        integer = weight.stored.format.code_offset is not None
         return cls(
             weight,
             facts.digest,

@@ -10,7 +10,6 @@ from statistics import median
 from typing import TYPE_CHECKING
 
 from mtp_checkpoints.families.base import Role
-from mtp_checkpoints.formats.storage import Storage
 from mtp_checkpoints.weights.weight_values import Rounding
 from mtp_export.progress import format_bytes
 from mtp_export.verify import gates
@@ -95,7 +94,8 @@ def _codes(part: str, facts: Sequence[TensorFacts]) -> Item:
     wrong = [fact for fact in facts if (fact.outer_share or 0.0) > gates.OUTER_CODES]
     problems = []
     for fact in wrong:
-        offset = 128 if fact.weight.stored.storage is Storage.INT8_CHANNEL else 8
+        offset = fact.weight.stored.format.code_offset
+        assert offset is not None, "only integers have outer codes"
         words = causes.offset_dropped_from(fact.weight.name, fact.outer_share or 0.0, offset)
         problems.append(Problem(fact.weight.name, words))
     most = max(fact.outer_share or 0.0 for fact in facts)

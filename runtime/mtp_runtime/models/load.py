@@ -17,7 +17,7 @@ from mtp_runtime.loading.weight_source import Ledger, open_source
 from mtp_runtime.models.builder import ModelBuilder, config_for
 from mtp_runtime.models.compiled import CompiledExecution, refuse_torch_layers
 from mtp_runtime.models.model import Execution, Model, TorchExecution
-from mtp_runtime.models.sliced import SlicedExecution
+from mtp_runtime.models.sharded import ShardedExecution
 from mtp_runtime.parallel.group import LONE, Group
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -118,7 +118,7 @@ class LoadOptions:
             return TorchExecution()
         if group.is_one:
             return CompiledExecution(self._backend)
-        return SlicedExecution(self._backend, parallel=self.parallel(group))
+        return ShardedExecution(self._backend, parallel=self.parallel(group))
 
     @property
     def _backend(self) -> Backend:

@@ -35,11 +35,11 @@ def weights_of(layer: DecoderLayer, attention: Mla | Gqa) -> kernels.LayerWeight
     return weights_with(layer, attention, experts_of(layer.feed_forward))
 
 
-def slice_of(layer: DecoderLayer, attention: Mla | Gqa) -> kernels.LayerSlice:
+def shard_of(layer: DecoderLayer, attention: Mla | Gqa) -> kernels.LayerShard:
     """Return the own part of a layer that several ranks share."""
     routed, shared = split_experts(layer.feed_forward)
     weights = weights_with(layer, attention, routed)
-    return kernels.LayerSlice(weights, tuple(map(mlp_matrices, shared)))
+    return kernels.LayerShard(weights, tuple(map(mlp_matrices, shared)))
 
 
 def weights_with(

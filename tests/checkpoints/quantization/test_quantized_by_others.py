@@ -13,7 +13,6 @@ from cases import make_checkpoint
 from mtp_checkpoints.errors import InvalidInputError, UnsupportedError
 from mtp_checkpoints.families.base import Role
 from mtp_checkpoints.formats import AwqInt4, Fp8Tensor, GptqInt4, NvFp4
-from mtp_checkpoints.formats.storage import Storage
 from mtp_checkpoints.quantization.methods import quant_config_of
 from mtp_checkpoints.quantization.methods.modelopt import flattened
 from mtp_checkpoints.quantization.native import QUANTIZATION
@@ -24,13 +23,13 @@ from quantized_by_others import METHODS, write
 
 EXPERT = "model.layers.2.mlp.experts.1.up_proj"
 STORAGES = {
-    "awq": Storage.AWQ_INT4,
-    "gptq": Storage.GPTQ_INT4,
-    "compressed-tensors, int4": Storage.INT4_GROUP,
-    "compressed-tensors, fp8": Storage.FP8_CHANNEL,
-    "fp8": Storage.FP8_BLOCK,
-    "modelopt nvfp4": Storage.NVFP4,
-    "modelopt fp8, in a file": Storage.FP8_TENSOR,
+    "awq": "awq_int4",
+    "gptq": "gptq_int4",
+    "compressed-tensors, int4": "int4_group",
+    "compressed-tensors, fp8": "fp8_channel",
+    "fp8": "fp8_block",
+    "modelopt nvfp4": "nvfp4",
+    "modelopt fp8, in a file": "fp8_tensor",
 }
 
 
@@ -55,7 +54,7 @@ def opened(folder: Path, name: str) -> list[WeightOnDisk]:
         config["modules_to_not_convert"] = ["self_attn", "shared_experts", "layers.0."]
     stored = stored_model({**checkpoint.config, QUANTIZATION: flattened_if(config)})
     weights = weights_on_disk(stored, checkpoint.tensors)
-    return [weight for weight in weights if weight.stored.storage is not Storage.BF16]
+    return [weight for weight in weights if weight.stored.storage != "bf16"]
 
 
 def flattened_if(config: dict[str, Any]) -> dict[str, Any]:
@@ -126,14 +125,14 @@ def test_numbers_that_are_no_scales() -> None:
                 form.check_constants({"a.input_scale": torch.tensor(bad)}, (8, 64))
     codes, nan = torch.zeros(2, 64, dtype=torch.uint8), torch.full((2, 4), float("nan"))
     with pytest.raises(ValueError, match="finite"):
-        NvFp4().dequantize(codes, nan, torch.float32)
+        NvFp4().decode(codes, nan, torch.float32)
     with pytest.raises(ValueError, match="finite"):
-        Fp8Tensor().dequantize(codes.view(torch.float8_e4m3fn), nan[:1, :1], torch.float32)
+        Fp8Tensor().decode(codes.view(torch.float8_e4m3fn), nan[:1, :1], torch.float32)
     damaged = torch.full((2, 4), 0x7F, dtype=torch.uint8).view(torch.float8_e4m3fn)
     with pytest.raises(ValueError, match="NaN"):
-        Fp8Tensor().dequantize(damaged, torch.ones(1, 1), torch.float32)
+        Fp8Tensor().decode(damaged, torch.ones(1, 1), torch.float32)
     with pytest.raises(ValueError, match="finite"):
-        AwqInt4(32).dequantize(torch.zeros(2, 4, dtype=torch.int8), nan, torch.float32)
+        AwqInt4(32).decode(torch.zeros(2, 4, dtype=torch.int8), nan, torch.float32)
 
 
 def test_nothing_writes_them() -> None:

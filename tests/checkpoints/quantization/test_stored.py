@@ -14,7 +14,6 @@ from cases import MTP_LAYER, export, make_checkpoint, quantize, read_json, read_
 from mtp_checkpoints.errors import InvalidInputError, UnsupportedError
 from mtp_checkpoints.families import family_of
 from mtp_checkpoints.formats import W4AFp8
-from mtp_checkpoints.formats.storage import Storage
 from mtp_checkpoints.layouts import TARGETS, target_of
 from mtp_checkpoints.quantization.mismatches import StoredTensor, compare
 from mtp_checkpoints.quantization.stored import StoredModel, stored_model
@@ -22,12 +21,12 @@ from mtp_checkpoints.tensors.reader import Checkpoint
 from quantize_rows import BF16, CONFIGS, NATIVE, ROWS, Part, linears, pair
 
 STORAGE = {
-    "bf16": Storage.BF16,
-    "fp8": Storage.FP8_BLOCK,
-    "fp8 of compressed-tensors": Storage.FP8_BLOCK,
-    "int8": Storage.INT8_CHANNEL,
-    "int4": Storage.INT4_GROUP,
-    "w4afp8": Storage.W4AFP8,
+    "bf16": "bf16",
+    "fp8": "fp8_block",
+    "fp8 of compressed-tensors": "fp8_block",
+    "int8": "int8_channel",
+    "int4": "int4_group",
+    "w4afp8": "w4afp8",
 }
 # SGLang's names: make_expert_input_scale_params_mapping in fused_moe_triton/layer.py gives w1 and
 # w3 to w13 and w2 to w2; make_expert_params_mapping has w1 for gate, w2 for down, w3 for up.
@@ -93,7 +92,7 @@ def test_what_is_left_out_of_fp8_is_so_under_the_target_s_names(
     assert export(source, output, "--target", target).code == 0
     stored = target_of(target).stored_draft(read_json(output / "mtp/config.json"), MTP_LAYER)
     assert compare(Checkpoint.open(output / "mtp").tensors, stored.tensors.values()) == []
-    native = [n for n, one in stored.weights.items() if one.storage is Storage.FP8_BLOCK]
+    native = [n for n, one in stored.weights.items() if one.storage == "fp8_block"]
     assert bool(native) is (target != "xllm")
     assert not [name for name in native if name.startswith(module)]
 
@@ -143,7 +142,7 @@ def compressed(bits: int, **changes: Any) -> dict[str, Any]:
     return CONFIGS["bf16"] | {"quantization_config": quantization | changes}
 
 
-def storage(config: dict[str, Any], module: str) -> Storage:
+def storage(config: dict[str, Any], module: str) -> str:
     return stored_model(config).weights[f"{module}.weight"].storage
 
 
@@ -152,37 +151,37 @@ def test_names_come_before_the_class_and_ignoring_before_both() -> None:
     groups = config["quantization_config"]["config_groups"]
     int4 = copy.deepcopy(compressed(4)["quantization_config"]["config_groups"]["group_0"])
     groups["group_1"] = int4 | {"targets": ["re:.*mlp.experts.*", "model.layers.0.mlp.down_proj"]}
-    assert storage(config, "model.layers.1.mlp.experts.2.up_proj") is Storage.INT4_GROUP
-    assert storage(config, "model.layers.0.mlp.down_proj") is Storage.INT4_GROUP
-    assert storage(config, "model.layers.1.self_attn.o_proj") is Storage.INT8_CHANNEL
+    assert storage(config, "model.layers.1.mlp.experts.2.up_proj") == "int4_group"
+    assert storage(config, "model.layers.0.mlp.down_proj") == "int4_group"
+    assert storage(config, "model.layers.1.self_attn.o_proj") == "int8_channel"
     config["quantization_config"]["ignore"] += ["re:.*experts.*", "model.layers.1.self_attn.o_proj"]
-    assert storage(config, "model.layers.1.mlp.experts.2.up_proj") is Storage.BF16
-    assert storage(config, "model.layers.1.self_attn.o_proj") is Storage.BF16
-    assert storage(config, "model.layers.2.self_attn.o_proj") is Storage.INT8_CHANNEL
+    assert storage(config, "model.layers.1.mlp.experts.2.up_proj") == "bf16"
+    assert storage(config, "model.layers.1.self_attn.o_proj") == "bf16"
+    assert storage(config, "model.layers.2.self_attn.o_proj") == "int8_channel"
 
 
 def test_a_pattern_is_matched_from_the_start_and_a_name_as_a_whole() -> None:
     config = compressed(8, ignore=["re:mlp.*", "o_proj", "re:model.layers.1.self_attn.o"])
-    assert storage(config, "model.layers.0.mlp.down_proj") is Storage.INT8_CHANNEL
-    assert storage(config, "model.layers.0.self_attn.o_proj") is Storage.INT8_CHANNEL
-    assert storage(config, "model.layers.1.self_attn.o_proj") is Storage.BF16
+    assert storage(config, "model.layers.0.mlp.down_proj") == "int8_channel"
+    assert storage(config, "model.layers.0.self_attn.o_proj") == "int8_channel"
+    assert storage(config, "model.layers.1.self_attn.o_proj") == "bf16"
 
 
 def test_linears_that_are_not_ignored_are_taken_for_quantized() -> None:
     config = compressed(8, ignore=[])
     for module in ("lm_head", f"{LAYER}.eh_proj", f"{LAYER}.shared_head.head"):
-        assert storage(config, module) is Storage.INT8_CHANNEL
+        assert storage(config, module) == "int8_channel"
     for module in ("model.embed_tokens", "model.norm", "model.layers.1.mlp.gate"):
-        assert storage(config, module) is Storage.BF16
+        assert storage(config, module) == "bf16"
     assert "lm_head.weight_packed" in stored_model(config).tensors
 
 
 def test_all_experts_of_a_layer_are_what_the_first_is() -> None:
     config = compressed(8, ignore=["re:model.layers.1.mlp.experts.0.*"])
-    assert storage(config, "model.layers.1.mlp.experts.3.up_proj") is Storage.BF16
-    assert storage(config, "model.layers.2.mlp.experts.3.up_proj") is Storage.INT8_CHANNEL
+    assert storage(config, "model.layers.1.mlp.experts.3.up_proj") == "bf16"
+    assert storage(config, "model.layers.2.mlp.experts.3.up_proj") == "int8_channel"
     config = compressed(8, ignore=["re:model.layers.1.mlp.experts.3.*"])
-    assert storage(config, "model.layers.1.mlp.experts.3.up_proj") is Storage.INT8_CHANNEL
+    assert storage(config, "model.layers.1.mlp.experts.3.up_proj") == "int8_channel"
 
 
 def second_group(config: dict[str, Any], *targets: str) -> None:

@@ -11,7 +11,6 @@ from cases import MTP_LAYER
 from mtp_checkpoints.errors import InvalidInputError, UnsupportedError
 from mtp_checkpoints.families.base import Role
 from mtp_checkpoints.formats import EncodedWeight, Fp8Block, Int8Channel
-from mtp_checkpoints.formats.storage import Storage
 from mtp_checkpoints.quantization.mismatches import StoredTensor, compare
 from mtp_checkpoints.quantization.native import NativeFp8
 from mtp_checkpoints.quantization.stored import StoredModel, stored_model, stored_mtp, stored_source
@@ -53,7 +52,7 @@ def renamed(name: str, layer: int) -> str:
 def test_a_weight_of_one_tensor_and_of_several() -> None:
     one = stored_model(BF16).weights[f"{UP}.weight"]
     assert one.tensors == (StoredTensor(f"{UP}.weight", one.weight.shape, one.weight.dtypes),)
-    assert (one.storage, one.transposed) == (Storage.BF16, False)
+    assert (one.storage, one.transposed) == ("bf16", False)
     assert one.released_names == (f"{UP}.weight",)
     several = stored_model(compressed()).weights[f"{UP}.weight"]
     rows, columns = several.weight.shape

@@ -10,6 +10,7 @@ from typing import Any, cast
 import pytest
 import torch
 
+from cases import WRITTEN
 from mtp_checkpoints.containers.base import TensorInfo
 from mtp_checkpoints.dtypes import dtype_name
 from mtp_checkpoints.families.base import Role, TensorSpec
@@ -22,7 +23,6 @@ from mtp_checkpoints.formats import (
     NvFp4,
     WeightFormat,
 )
-from mtp_checkpoints.formats.storage import Storage
 from mtp_checkpoints.quantization.mismatches import StoredTensor
 from mtp_checkpoints.quantization.stored import StoredWeight
 from mtp_checkpoints.sources.local_folder import LocalFolder
@@ -72,7 +72,7 @@ def quantized(name: str) -> tuple[WeightFormat, Sequence[torch.Tensor]]:
     if name == "fp8 tensor":
         codes = values.to(torch.float8_e4m3fn)
         return Fp8Tensor(), (codes, torch.tensor(0.5), torch.tensor(1.0))
-    chosen = FORMATS[Storage(name)](FormatOptions(group_size=64))
+    chosen = FORMATS[name].of_options(FormatOptions(group_size=64))
     tensors, _ = chosen.quantize(values, "minmax")
     constants = map(torch.as_tensor, chosen.constants((ROWS, COLUMNS)))
     return chosen, (*tensors, *constants)
@@ -95,7 +95,7 @@ def on_disk(
 
 
 @pytest.mark.parametrize("transposed", [False, True], ids=["as it is", "transposed"])
-@pytest.mark.parametrize("name", [*map(str, FORMATS), "nvfp4", "fp8 tensor"])
+@pytest.mark.parametrize("name", [*WRITTEN, "nvfp4", "fp8 tensor"])
 def test_a_window_has_the_numbers_of_the_whole(name: str, transposed: bool) -> None:
     chosen, tensors = quantized(name)
     weight, memory = on_disk(chosen, tensors, transposed=transposed)

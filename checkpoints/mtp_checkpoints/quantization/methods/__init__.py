@@ -6,11 +6,12 @@ can be found.
 
 from __future__ import annotations
 
+from collections.abc import Collection
+
 from mtp_checkpoints.errors import UnsupportedError
 from mtp_checkpoints.families.base import Role
-from mtp_checkpoints.formats import WeightFormat
-from mtp_checkpoints.formats.storage import Storage
-from mtp_checkpoints.quantization.method import Method, QuantConfig, Unfused
+from mtp_checkpoints.formats import FORMATS, WeightFormat
+from mtp_checkpoints.quantization.method import Dialect, Method, QuantConfig, Unfused
 from mtp_checkpoints.quantization.methods.awq import AWQ
 from mtp_checkpoints.quantization.methods.compressed import COMPRESSED_TENSORS
 from mtp_checkpoints.quantization.methods.fp8 import FP8, W4AFP8
@@ -48,10 +49,20 @@ def quant_config_of(quantization: object) -> QuantConfig:
     return METHODS[method].read(quantization)
 
 
-def method_writing(storages: frozenset[Storage]) -> Method:
+def method_writing(storages: Collection[str]) -> Method:
     """Return the method whose config describes linears in these storages."""
-    known = storages - {Storage.BF16}
-    return next(method for method in METHODS.values() if method.write and known <= method.writes)
+    described = [FORMATS[storage].methods for storage in storages if FORMATS[storage].methods]
+    return next(
+        method
+        for name, method in METHODS.items()
+        if method.write and all(name in methods for methods in described)
+    )
+
+
+def dialect_of(storages: Collection[str]) -> Dialect | None:
+    """Return the dialect that storages bring with them: that of the method of one of them."""
+    named = (METHODS[name] for storage in storages for name in FORMATS[storage].methods[:1])
+    return next((method.dialect for method in named if method.dialect is not None), None)
 
 
 class _Unquantized(Unfused):

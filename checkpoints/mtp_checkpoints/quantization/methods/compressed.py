@@ -18,9 +18,15 @@ from typing import Any
 from mtp_checkpoints.errors import UnsupportedError
 from mtp_checkpoints.families.base import LINEAR_ROLES, Role
 from mtp_checkpoints.families.spec import ModelSpec
-from mtp_checkpoints.formats import COMPRESSED_FORMATS, Fp8Block, WeightFormat
+from mtp_checkpoints.formats import (
+    Fp8Block,
+    Int8Channel,
+    Unquantized,
+    WeightFormat,
+    formats_described_by,
+)
+from mtp_checkpoints.formats.base import SCALE_DTYPES
 from mtp_checkpoints.formats.compressed import WeightsEntry
-from mtp_checkpoints.formats.storage import INTEGERS, SCALE_DTYPES, Storage
 from mtp_checkpoints.quantization.method import Method, PartStorage, WrittenModel
 from mtp_checkpoints.quantization.native import (
     COMPRESSED,
@@ -133,10 +139,10 @@ def _group_format(name: str, group: Mapping[str, Any], layout: object) -> Weight
         raise unusable_field(f"{_GROUPS}.{name}.weights", "an object", weights)
     entry = WeightsEntry.of(group, layout)
     if entry is not None:
-        for known in COMPRESSED_FORMATS:
+        for known in formats_described_by(COMPRESSED):
             if (described := known.of_entry(entry)) is not None:
                 return described
-    *most, last = (known.in_words for known in COMPRESSED_FORMATS)
+    *most, last = (known.in_words for known in formats_described_by(COMPRESSED))
     raise UnsupportedError(
         f"config_groups.{name} of config.json describes weights that this tool does not read",
         expected=f"{', '.join(most)}, or {last}; symmetric, without actorder",
@@ -172,7 +178,7 @@ def _describe(quantization: Config, family: ModelSpec, draft: PartStorage) -> Co
             **draft.group(storage),
         }
         for storage in dict.fromkeys(draft.storages.values())
-        if storage is not Storage.BF16
+        if storage != Unquantized.storage
     }
     usual = quantization.get(_LAYOUT)
     others = {
@@ -183,12 +189,12 @@ def _describe(quantization: Config, family: ModelSpec, draft: PartStorage) -> Co
     layouts = {group[_LAYOUT] for group in groups.values()}
     matrices = [name for name in family.patterns.other_matrices if name.startswith(_REGEX)]
     single = [_below(name) for name in _plain_linears(family, draft)]
-    plain = [*matrices, *single, *_draft_linears(family, draft, Storage.BF16)]
+    plain = [*matrices, *single, *_draft_linears(family, draft, Unquantized.storage)]
     layout = usual if layouts == {usual} else _MIXED
     return {**_ignoring(quantization, plain), _LAYOUT: layout, _GROUPS: groups}
 
 
-def _draft_linears(family: ModelSpec, draft: PartStorage, storage: Storage) -> list[str]:
+def _draft_linears(family: ModelSpec, draft: PartStorage, storage: str) -> list[str]:
     """Return patterns for the draft's linears in a storage, fused ones included.
 
     Engines build no dense MLP in an MTP layer.
@@ -196,7 +202,7 @@ def _draft_linears(family: ModelSpec, draft: PartStorage, storage: Storage) -> l
     return [
         f"{_REGEX}{layer}.{modules}"
         for role, modules in family.patterns.linears.items()
-        if draft.storages[role] is storage and role is not Role.DENSE_MLP
+        if draft.storages[role] == storage and role is not Role.DENSE_MLP
         for layer in _mtp_names(family)
     ]
 
@@ -209,8 +215,8 @@ def _plain_linears(family: ModelSpec, draft: PartStorage) -> list[str]:
         spec.module.removeprefix(f"model.layers.{spec.mtp_layer}.")
         for spec in linears
         if spec.mtp_layer is not None
-        and draft.storages[spec.role] is not Storage.BF16
-        and draft.storage_of(spec) in (None, Storage.BF16)
+        and draft.storages[spec.role] != Unquantized.storage
+        and draft.storage_of(spec) in (None, Unquantized.storage)
     )
     layers = _mtp_names(family)
     return list(dict.fromkeys(f"{layer}.{module}" for module in plain for layer in layers))
@@ -233,18 +239,19 @@ def _write(model: WrittenModel) -> Config:
     that names experts for them, and the one that does not for the dense MLP.
     """
     patterns = _patterns(model)
-    ignored = [*model.family.patterns.other_matrices, *patterns.pop(Storage.BF16, [])]
-    native = model.dialect.native_fp8 and Storage.FP8_BLOCK in patterns
+    ignored = [*model.family.patterns.other_matrices, *patterns.pop(Unquantized.storage, [])]
+    native = model.dialect.native_fp8 and Fp8Block.storage in patterns
     if native:
         model.check_nothing_left_out(f"--target {model.dialect.name}")
-        del patterns[Storage.FP8_BLOCK]
-    elif Storage.FP8_BLOCK in patterns:
+        del patterns[Fp8Block.storage]
+    elif Fp8Block.storage in patterns:
         ignored += [f"re:.*{name}$" for name in model.main.bf16_modules]
     if model.native is not None:
         ignored += [f"re:(.*\\.)?{name}(\\..*)?$" for name in model.native.left_out]
-    order = [storage for storage in (*INTEGERS, Storage.FP8_BLOCK) if storage in patterns]
-    for_the_rest = Storage.FP8_BLOCK if Storage.FP8_BLOCK in order else order[0]
-    if for_the_rest is Storage.FP8_BLOCK or len(order) == 1:
+    groups_of = (known.storage for known in formats_described_by(COMPRESSED))
+    order = [storage for storage in groups_of if storage in patterns]
+    for_the_rest = Fp8Block.storage if Fp8Block.storage in order else order[0]
+    if for_the_rest == Fp8Block.storage or len(order) == 1:
         patterns[for_the_rest] = []
     patterns[for_the_rest].insert(0, _CLASS)
     groups = {
@@ -254,7 +261,7 @@ def _write(model: WrittenModel) -> Config:
     layouts = {group[_LAYOUT] for group in groups.values()}
     config: Config = {
         "quant_method": COMPRESSED,
-        _LAYOUT: _MIXED if len(layouts) > 1 else "pack-quantized",
+        _LAYOUT: _MIXED if len(layouts) > 1 else layouts.pop(),
         "quantization_status": "compressed",
         "kv_cache_scheme": None,
         _IGNORE: ignored,
@@ -265,21 +272,21 @@ def _write(model: WrittenModel) -> Config:
     return config
 
 
-def _patterns(model: WrittenModel) -> dict[Storage, list[str]]:
+def _patterns(model: WrittenModel) -> dict[str, list[str]]:
     """Return per storage the patterns of its linears; no module matches two.
 
     The MTP layer, as the engines build it, has no dense MLP.
     """
     layers = _mtp_names(model.family)
     but_mtp = "|".join(f"{layer}." for layer in layers)
-    result: dict[Storage, list[str]] = {}
+    result: dict[str, list[str]] = {}
 
-    def add(storage: Storage, patterns: Iterable[str]) -> None:
+    def add(storage: str, patterns: Iterable[str]) -> None:
         result.setdefault(storage, []).extend(patterns)
 
     for role, modules in model.family.patterns.linears.items():
         main, mtp = model.main.storages[role], model.mtp.storages[role]
-        if main is mtp or role is Role.DENSE_MLP:
+        if main == mtp or role is Role.DENSE_MLP:
             add(main, [f"re:.*{modules}"])
         else:
             add(main, [f"re:(?!{but_mtp}).*{modules}"])
@@ -287,7 +294,7 @@ def _patterns(model: WrittenModel) -> dict[Storage, list[str]]:
     return result
 
 
-def _group(storage: Storage, targets: list[str], model: WrittenModel) -> Config:
+def _group(storage: str, targets: list[str], model: WrittenModel) -> Config:
     part = next(part for part in (model.main, model.mtp) if storage in part.storages.values())
     return {"targets": targets, **part.group(storage)}
 
@@ -296,8 +303,7 @@ COMPRESSED_TENSORS = Method(
     _read,
     leave_out=_leave_out,
     describe=_describe,
-    describes=frozenset({Storage.INT8_CHANNEL, Storage.FP8_BLOCK}),
+    describes=frozenset({Int8Channel.storage, Fp8Block.storage}),
     write=_write,
-    writes=frozenset({Storage.FP8_BLOCK, *INTEGERS}),
     in_groups=True,
 )

@@ -11,9 +11,10 @@ from typing import Any
 
 from mtp_checkpoints.families.base import LINEAR_ROLES, Role
 from mtp_checkpoints.families.spec import ModelSpec
-from mtp_checkpoints.formats import Fp8Block, W4AFp8, WeightFormat
-from mtp_checkpoints.formats.storage import SCALE_DTYPES, Storage
+from mtp_checkpoints.formats import Fp8Block, Unquantized, W4AFp8, WeightFormat
+from mtp_checkpoints.formats.base import SCALE_DTYPES
 from mtp_checkpoints.quantization.method import (
+    SGLANG,
     Method,
     PartStorage,
     QuantConfig,
@@ -69,7 +70,7 @@ def _describe(quantization: Config, family: ModelSpec, draft: PartStorage) -> Co
 
 def _write_fp8(model: WrittenModel) -> Config | None:
     """Return block fp8 as DeepSeek releases it; parts in bf16 are listed as left out."""
-    if Storage.FP8_BLOCK not in model.storages:
+    if Fp8Block.storage not in model.storages:
         return None
     quantization = NATIVE_FP8 if model.native is None else model.quantization
     assert isinstance(quantization, dict), "native fp8 was read from it"
@@ -81,7 +82,7 @@ def _bf16_modules(model: WrittenModel) -> list[str]:
     names: dict[str, None] = {}
     for spec in model.family.tensors.values():
         part = model.main if spec.mtp_layer is None else model.mtp
-        if part.storage_of(spec) is Storage.BF16:
+        if part.storage_of(spec) == Unquantized.storage:
             (module,) = modules_of([spec])
             names |= dict.fromkeys(_names_of(model.family, module, spec.mtp_layer))
     return list(names)
@@ -103,13 +104,12 @@ FP8 = Method(
     _read_fp8,
     leave_out=_leave_out,
     describe=_describe,
-    describes=frozenset({Storage.FP8_BLOCK}),
+    describes=frozenset({Fp8Block.storage}),
     write=_write_fp8,
-    writes=frozenset({Storage.FP8_BLOCK}),
     whole_names=True,
 )
 W4AFP8 = Method(
     _read_w4afp8,
     write=_write_w4afp8,
-    writes=frozenset({Storage.FP8_BLOCK, Storage.W4AFP8}),
+    dialect=SGLANG,
 )

@@ -43,7 +43,7 @@ from mtp_kernels.decoder.compiled_cpu.recursion import (
 )
 from mtp_kernels.decoder.compiled_cpu.rows import panels_of
 from mtp_kernels.decoder.compiled_cpu.scratch import make_scratch, planned
-from mtp_kernels.decoder.compiled_cpu.slices import PackedSlice, SlicedDecoder, pack_slice
+from mtp_kernels.decoder.compiled_cpu.sharded import PackedShard, ShardedDecoder, pack_shard
 from mtp_kernels.decoder.compiled_cpu.weights import (
     PackedLayer,
     Packer,
@@ -57,7 +57,7 @@ from mtp_kernels.decoder.interface import (
     LayerWeights,
     RecursionParts,
 )
-from mtp_kernels.decoder.sliced import LayerSlice
+from mtp_kernels.decoder.sharded import LayerShard
 from mtp_kernels.tensor_checks import check_shape
 
 
@@ -96,21 +96,21 @@ class Backend:
             attention_scaling=attention_scaling,
         )
 
-    def pack_slice(self, part: LayerSlice) -> PackedSlice:
+    def pack_shard(self, part: LayerShard) -> PackedShard:
         """Pack one process's part of a layer."""
         check_weights(part.weights)
-        return pack_slice(part, self._packer)
+        return pack_shard(part, self._packer)
 
-    def sliced_decoder(
+    def sharded_decoder(
         self,
         config: DecoderConfig,
-        layers: Sequence[PackedSlice],
+        layers: Sequence[PackedShard],
         *,
         inv_freq: torch.Tensor,
         attention_scaling: float,
-    ) -> SlicedDecoder:
+    ) -> ShardedDecoder:
         """Join parts of layers."""
-        return SlicedDecoder(
+        return ShardedDecoder(
             config,
             layers,
             entry_bytes=self._packer.entry_bytes,

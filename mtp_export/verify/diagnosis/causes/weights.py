@@ -84,8 +84,6 @@ SCALES_ROUNDED_LATE = (
     " unrounded ones"
 )
 SCALES_OF_ANOTHER_TENSOR = "its scales are not those of its codes: another tensor's, or damaged"
-CODES_REVERSED = "the order of the codes in a word (nibble order) is reversed"
-CODES_SWAPPED = "even and odd codes (the nibble order in a byte) are swapped"
 ELEMENTS_REORDERED = "its elements are in another order"
 YARN_SCALE_CHANGED = "yarn's attention scale was dropped or changed"
 NOTHING_IN_COMMON = "it has nothing in common with the source's: another model's, or never written"
@@ -97,10 +95,6 @@ def not_the_sources(tensor: str, level: str | None, cause: str | None) -> str:
     if level is not None:
         words += f" ({level})"
     return words if cause is None else f"{words}: {cause}"
-
-
-def offset_dropped(offset: int) -> str:
-    return f"the offset {offset} was dropped (or added) when its codes were packed"
 
 
 def scales_off_by(factor: float) -> str:

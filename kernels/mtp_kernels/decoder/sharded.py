@@ -14,7 +14,7 @@ from mtp_kernels.decoder.interface import Backend, DecoderConfig, LayerWeights
 
 
 @dataclass(frozen=True)
-class LayerSlice:
+class LayerShard:
     """One process's part of a layer that several share.
 
     weights: of the own heads, and of the own routed experts, none in a dense layer; the attention's
@@ -36,7 +36,7 @@ class Pairs:
     ends: torch.Tensor
 
 
-class SlicedPass(Protocol):
+class ShardedPass(Protocol):
     """Stages of a pass through layers of which this process has a part, called in this order for
     every layer. Whoever calls them gathers between them what other processes computed."""
 
@@ -55,9 +55,6 @@ class SlicedPass(Protocol):
     def add(self, x: torch.Tensor, pairs: Pairs, outputs: torch.Tensor) -> None:
         """Add the outputs [p, d] of pairs to x [T, d], each times its weight, in their order."""
 
-    def shared(self, layer: int) -> range:
-        """Numbers of the layer's shared experts; a dense layer has one."""
-
     def shared_inner(self, layer: int, number: int) -> torch.Tensor:
         """Return silu(gate) * up [T, i] of a shared expert."""
 
@@ -65,14 +62,14 @@ class SlicedPass(Protocol):
         """Return inner values times a shared expert's down projection that this part has."""
 
 
-class SlicedDecoder(Protocol):
+class ShardedDecoder(Protocol):
     """Parts of some consecutive layers."""
 
     config: DecoderConfig
 
     def __len__(self) -> int: ...
 
-    def part(self, first: int, stop: int) -> SlicedDecoder:
+    def part(self, first: int, stop: int) -> ShardedDecoder:
         """Return layers [first, stop), at least one, as a decoder of their own."""
 
     def begin(
@@ -81,25 +78,25 @@ class SlicedDecoder(Protocol):
         layout: BatchLayout,
         kv_cache: torch.Tensor,
         attention_input: torch.Tensor | None = None,
-    ) -> SlicedPass:
+    ) -> ShardedPass:
         """Begin a pass of the stream x [T, d], which its caller changes between the stages.
 
         kv_cache and attention_input as of Decoder; raises as Decoder does.
         """
 
 
-class SlicingBackend(Backend, Protocol):
+class ShardingBackend(Backend, Protocol):
     """A backend that also runs layers of which each of several processes has a part."""
 
-    def pack_slice(self, part: LayerSlice) -> object:
-        """Pack one layer's part, for sliced_decoder alone."""
+    def pack_shard(self, part: LayerShard) -> object:
+        """Pack one layer's part, for sharded_decoder alone."""
 
-    def sliced_decoder(
+    def sharded_decoder(
         self,
         config: DecoderConfig,
         layers: Sequence[object],
         *,
         inv_freq: torch.Tensor,
         attention_scaling: float,
-    ) -> SlicedDecoder:
+    ) -> ShardedDecoder:
         """Join parts of layers that this backend packed; arguments as of decoder."""

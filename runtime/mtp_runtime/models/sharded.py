@@ -31,7 +31,7 @@ from mtp_runtime.models.compiled import (
     stacked,
 )
 from mtp_runtime.models.model import Layers
-from mtp_runtime.models.packing import slice_of, split_experts
+from mtp_runtime.models.packing import shard_of, split_experts
 from mtp_runtime.parallel.group import Part
 
 Sizes = tuple[tuple[int, ...], tuple[int, ...]]  # inputs and outputs of a matrix, of every rank
@@ -48,7 +48,7 @@ class LayerSizes:
 
 
 @dataclass(frozen=True)
-class SlicedExecution(CompiledExecution):
+class ShardedExecution(CompiledExecution):
     """Packs the own parts of layers; what is not split is packed as by CompiledExecution."""
 
     parallel: TensorParallel = field(kw_only=True)
@@ -58,14 +58,14 @@ class SlicedExecution(CompiledExecution):
         return linear.run_by(local) if isinstance(linear, ColumnParallelLinear) else local
 
     def packed_run(self) -> PackedRun:
-        return _SlicedRun(self.backend, parallel=self.parallel)
+        return _ShardedRun(self.backend, parallel=self.parallel)
 
 
 @dataclass(frozen=True)
-class SlicedLayers:
+class ShardedLayers:
     """Compiled parts of layers with the interface of Layers."""
 
-    decoder: kernels.SlicedDecoder
+    decoder: kernels.ShardedDecoder
     sizes: tuple[LayerSizes, ...]
     parallel: TensorParallel
 
@@ -78,7 +78,7 @@ class SlicedLayers:
     def each(self) -> Iterator[Layers]:
         return (self.part(at, at + 1) for at in range(len(self)))
 
-    def part(self, first: int, stop: int) -> SlicedLayers:
+    def part(self, first: int, stop: int) -> ShardedLayers:
         return replace(self, decoder=self.decoder.part(first, stop), sizes=self.sizes[first:stop])
 
     def __call__(
@@ -96,7 +96,7 @@ class SlicedLayers:
             feed_forward(run, layer, x)
         return x
 
-    def _gathered(self, run: kernels.SlicedPass, layer: int, x: torch.Tensor) -> None:
+    def _gathered(self, run: kernels.ShardedPass, layer: int, x: torch.Tensor) -> None:
         """Add the experts' outputs to x in the order of one process."""
         group, sizes, picked = self.parallel.group, self.sizes[layer], run.picked(layer)
         parts = [
@@ -114,7 +114,7 @@ class SlicedLayers:
             _, outputs = sizes.shared[number]
             x += group.columns(run.shared_down(layer, number, values), outputs)
 
-    def _reduced(self, run: kernels.SlicedPass, layer: int, x: torch.Tensor) -> None:
+    def _reduced(self, run: kernels.ShardedPass, layer: int, x: torch.Tensor) -> None:
         """Add the sum of the ranks' experts to x."""
         sizes, picked = self.sizes[layer], run.picked(layer)
         total = torch.zeros_like(x)
@@ -156,7 +156,7 @@ class _Sorted:
 
 
 @dataclass
-class _SlicedRun(PackedRun):
+class _ShardedRun(PackedRun):
     """Consecutive layers of which the kernels run the own parts."""
 
     parallel: TensorParallel = field(kw_only=True)
@@ -165,14 +165,14 @@ class _SlicedRun(PackedRun):
 
     def add(self, layer: DecoderLayer) -> None:
         attention = self.noted(layer)
-        backend = cast(kernels.SlicingBackend, self.backend)
-        self.parts.append(backend.pack_slice(slice_of(layer, attention)))
+        backend = cast(kernels.ShardingBackend, self.backend)
+        self.parts.append(backend.pack_shard(shard_of(layer, attention)))
         self.sizes.append(_sizes_of(layer))
 
     def layers(self) -> Layers:
-        backend = cast(kernels.SlicingBackend, self.backend)
-        decoder = backend.sliced_decoder(self.config, self.parts, **self.rotation)
-        return SlicedLayers(decoder, tuple(self.sizes), self.parallel)
+        backend = cast(kernels.ShardingBackend, self.backend)
+        decoder = backend.sharded_decoder(self.config, self.parts, **self.rotation)
+        return ShardedLayers(decoder, tuple(self.sizes), self.parallel)
 
 
 def _sizes_of(layer: DecoderLayer) -> LayerSizes:

@@ -12,8 +12,8 @@ import pytest
 
 from mtp_checkpoints.errors import IoError, OutputExistsError
 from mtp_checkpoints.sources.files import temporary_path, write_json
-from mtp_export.bundle import own_files as module
-from mtp_export.bundle.own_files import (
+from mtp_export.bundle import run_folder as module
+from mtp_export.bundle.run_folder import (
     check_own,
     clear,
     foreign_files,

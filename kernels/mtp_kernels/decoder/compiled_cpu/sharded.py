@@ -1,4 +1,5 @@
-"""One process's part of every layer, whose stages are called one by one."""
+"""One process's part of every layer, whose stages are called one by one: between them rows are
+gathered. They are the steps of a whole pass, so that every number has the same bits."""
 
 from __future__ import annotations
 
@@ -10,19 +11,21 @@ import numpy as np
 import torch
 
 from mtp_kernels.batch_layout import BatchLayout
-from mtp_kernels.cpu.team import process_team
-from mtp_kernels.cpu.vectors import PANEL, Panel
+from mtp_kernels.cpu.jit import compiled
+from mtp_kernels.cpu.team import process_team, share
+from mtp_kernels.cpu.vectors import PANEL, Panel, address, multiply_panel, rows_of
 from mtp_kernels.decoder.checks import check_config, check_pass
+from mtp_kernels.decoder.compiled_cpu.attention import attend
+from mtp_kernels.decoder.compiled_cpu.experts import make_inner, route
 from mtp_kernels.decoder.compiled_cpu.passes import run_project, whole_product
-from mtp_kernels.decoder.compiled_cpu.rows import panels_of
-from mtp_kernels.decoder.compiled_cpu.scratch import make_scratch, planned
-from mtp_kernels.decoder.compiled_cpu.stages import (
-    run_add,
-    run_attend,
-    run_down,
-    run_inner,
-    run_route,
+from mtp_kernels.decoder.compiled_cpu.rows import (
+    BLOCK_ROWS,
+    block_of,
+    copy,
+    panel_of,
+    panels_of,
 )
+from mtp_kernels.decoder.compiled_cpu.scratch import make_scratch, planned
 from mtp_kernels.decoder.compiled_cpu.weights import (
     LAYER,
     PackedLayer,
@@ -31,7 +34,7 @@ from mtp_kernels.decoder.compiled_cpu.weights import (
     sizes_of,
 )
 from mtp_kernels.decoder.interface import DecoderConfig
-from mtp_kernels.decoder.sliced import LayerSlice, Pairs
+from mtp_kernels.decoder.sharded import LayerShard, Pairs
 
 
 @dataclass(frozen=True)
@@ -79,7 +82,7 @@ class _Mlp:
 
 
 @dataclass(frozen=True)
-class PackedSlice:
+class PackedShard:
     """A layer's attention, output projection and routed experts, and its shared experts."""
 
     layer: PackedLayer
@@ -97,19 +100,19 @@ class PackedSlice:
         return sum(tensor.numel() for tensor in self.layer.tensors)
 
 
-def pack_slice(part: LayerSlice, packer: Packer) -> PackedSlice:
+def pack_shard(part: LayerShard, packer: Packer) -> PackedShard:
     """Pack one layer's part; its own tensors may then be dropped."""
     mlps = tuple(_Mlp.of(*matrices, packer) for matrices in part.shared)
-    return PackedSlice(pack_layer(part.weights, packer), mlps)
+    return PackedShard(pack_layer(part.weights, packer), mlps)
 
 
-class SlicedDecoder:
+class ShardedDecoder:
     """Parts of some layers; entry_bytes: of the packed matrices, as in a Panel."""
 
     def __init__(
         self,
         config: DecoderConfig,
-        layers: Sequence[PackedSlice],
+        layers: Sequence[PackedShard],
         *,
         entry_bytes: int,
         inv_freq: torch.Tensor,
@@ -123,9 +126,9 @@ class SlicedDecoder:
     def __len__(self) -> int:
         return len(self.layers)
 
-    def part(self, first: int, stop: int) -> SlicedDecoder:
+    def part(self, first: int, stop: int) -> ShardedDecoder:
         """Return layers [first, stop) as a decoder of their own."""
-        return SlicedDecoder(
+        return ShardedDecoder(
             self.config,
             self.layers[first:stop],
             entry_bytes=self.sizes.entry_bytes,
@@ -139,7 +142,7 @@ class SlicedDecoder:
         layout: BatchLayout,
         kv_cache: torch.Tensor,
         attention_input: torch.Tensor | None = None,
-    ) -> SlicedPass:
+    ) -> ShardedPass:
         """Begin a pass of the stream x [T, d], which its caller changes between the stages."""
         layers = [packed.layer for packed in self.layers]
         check_pass(
@@ -150,15 +153,15 @@ class SlicedDecoder:
             kv_cache=kv_cache,
             attention_input=attention_input,
         )
-        return SlicedPass(self, x, layout, kv_cache, attention_input)
+        return ShardedPass(self, x, layout, kv_cache, attention_input)
 
 
-class SlicedPass:
+class ShardedPass:
     """Stages of one pass, in the order in which they are called for each layer."""
 
     def __init__(
         self,
-        decoder: SlicedDecoder,
+        decoder: ShardedDecoder,
         x: torch.Tensor,
         layout: BatchLayout,
         kv_cache: torch.Tensor,
@@ -219,10 +222,6 @@ class SlicedPass:
         rows, places = pairs.rows.numpy(), pairs.places.numpy()
         self._run(run_add, outputs.numel(), rows, places, weights, outputs.numpy(), x.numpy())
 
-    def shared(self, layer: int) -> range:
-        """Numbers of the layer's shared experts; a dense layer has one."""
-        return range(len(self._decoder.layers[layer].mlps))
-
     def shared_inner(self, layer: int, number: int) -> torch.Tensor:
         """Return silu(gate) * up [T, i] of a shared expert."""
         mlp, count = self._decoder.layers[layer].mlps[number], len(self._x)
@@ -245,3 +244,57 @@ class SlicedPass:
         """Return the pass's memory with room for the inner values of pairs."""
         values = np.empty((pairs, panels_of(inner) * PANEL), np.float32)
         return self._scratch._replace(inner=values)
+
+
+@compiled
+def run_attend(
+    member: Any, table: Any, sizes: Any, batch: Any, cache: Any, scratch: Any, x: Any
+) -> None:
+    """Make the values [T, h*v] of the heads of table[0] in scratch; cache [slots, c+r]."""
+    attend(member, table[0], sizes, batch, cache, scratch, x)
+
+
+@compiled
+def run_route(member: Any, table: Any, sizes: Any, scratch: Any, x: Any) -> None:
+    """Norm rows x [T, d] and pick their experts in scratch."""
+    route(member, table[0], sizes, scratch, x)
+
+
+@compiled
+def run_inner(member: Any, table: Any, sizes: Any, scratch: Any, rows: Any, ends: Any) -> None:
+    """Compute silu(gate) * up of pairs [ends[e], ends[e+1]) of every expert of table[0]."""
+    make_inner(member, table[0], sizes, scratch, rows, ends)
+
+
+@compiled
+def run_down(member: Any, table: Any, sizes: Any, inner_values: Any, ends: Any, out: Any) -> None:
+    """Write down(inner) [pairs, d] of every pair of an expert of table[0], by panels of the
+    output."""
+    layer = table[0]
+    panels, inputs = panels_of(out.shape[1]), rows_of(inner_values)
+    made = np.empty((BLOCK_ROWS, PANEL), np.float32)
+    first, last = share(member, panels)
+    for panel in range(first, last):
+        column = panel * PANEL
+        size = min(PANEL, out.shape[1] - column)
+        for expert in range(ends.size - 1):
+            number = expert * panels + panel
+            packed = panel_of(layer.expert_down, number, layer.inner, sizes.entry_bytes)
+            for start in range(ends[expert], ends[expert + 1], BLOCK_ROWS):
+                block = block_of(inputs, start, ends[expert + 1])
+                multiply_panel(block, packed, address(made), PANEL)
+                for r in range(block.count):
+                    copy(made[r], out[start + r, column : column + size])
+
+
+@compiled
+def run_add(member: Any, rows: Any, places: Any, weights: Any, outputs: Any, x: Any) -> None:
+    """Add weight * output to x [T, d], pair by pair, by panels of x."""
+    first, last = share(member, panels_of(x.shape[1]))
+    for panel in range(first, last):
+        start = panel * PANEL
+        stop = min(start + PANEL, x.shape[1])
+        for pair in range(rows.size):
+            weight = weights[places[pair]]
+            for column in range(start, stop):
+                x[rows[pair], column] += weight * outputs[pair, column]
