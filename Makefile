@@ -11,7 +11,7 @@ ENGINES_PIP := .venv-engines/bin/pip --disable-pip-version-check --quiet
 OLDEST_PIP := .venv-oldest/bin/pip --disable-pip-version-check --quiet
 OLDEST_TESTS := tests/commands tests/checkpoints tests/bundle/test_golden.py tests/kernels/decoder \
 	tests/runtime/test_llm.py tests/verify/test_verify_reports.py
-OLDEST_TOOLS := hypothesis|pytest|pytest-timeout|pytest-xdist|safetensors
+OLDEST_TOOLS := hypothesis|pytest|pytest-timeout|pytest-xdist
 
 .PHONY: demo test test-all fuzz test-engines test-oldest test-oldest-triton test-cuda mutants check fixture clean
 

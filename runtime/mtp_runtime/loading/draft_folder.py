@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import save
 
-from mtp_checkpoints.containers import SAFETENSORS
 from mtp_checkpoints.containers.base import CONFIG_NAME, TensorInfo
 from mtp_checkpoints.containers.safetensors import SINGLE_NAME
 from mtp_checkpoints.containers.safetensors_header import read_header
@@ -85,15 +85,8 @@ def write_draft(
     all (IoError)."""
     make_folder(folder)
     whole = {name: values_of(one).detach().cpu().contiguous() for name, one in tensors.items()}
-    layout = SAFETENSORS.layout([_output(name, one) for name, one in whole.items()])
-
-    def write(fd: int) -> None:
-        write_all(fd, layout.head, 0)
-        for name, tensor in whole.items():
-            data: Any = tensor.flatten().view(torch.uint8).numpy()
-            write_all(fd, memoryview(data), layout.places[name].start)
-
-    write_whole(folder / SINGLE_NAME, write)
+    content = save(whole, metadata={"format": "pt"})
+    write_whole(folder / SINGLE_NAME, lambda fd: write_all(fd, memoryview(content), 0))
     write_json(folder / CONFIG_NAME, config)
 
 
