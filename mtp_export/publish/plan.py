@@ -6,25 +6,33 @@ import os
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from pathlib import Path
 
 from huggingface_hub import CommitOperationCopy, get_token
 from huggingface_hub.hf_api import RepoFile
 
-from mtp_checkpoints.errors import InvalidInputError, OutputExistsError, UsageError
+from mtp_checkpoints.errors import (
+    InvalidInputError,
+    OutputExistsError,
+    UsageError,
+    VerificationError,
+)
 from mtp_checkpoints.sources.byte_source import Address
 from mtp_checkpoints.sources.hub import model_uri
 from mtp_checkpoints.sources.hub_client import HubClient
+from mtp_checkpoints.tensors.manifest import manifest_sha256
 from mtp_export.progress import ProgressCallback
 from mtp_export.publish.base_model import BaseModel, base_model
 from mtp_export.publish.card import card_files
 from mtp_export.publish.content import Content, Shard, read_content
 from mtp_export.publish.digests import has_bytes, has_digest, sha256_of
-from mtp_export.publish.evidence import evidence
 from mtp_export.publish.options import PushOptions
 from mtp_export.publish.repository import Repository, State
 from mtp_export.verify.check import Status
-from mtp_export.verify.evidence.tensor_threads import in_threads
+from mtp_export.verify.evidence.part_walk import in_threads
 from mtp_export.verify.files.checksums import READ_BY_ENGINES
+from mtp_export.verify.report.reading import read_report
+from mtp_export.verify.report.report import Report, verdict_words
 
 _HASHING_WORKERS = min(4, os.cpu_count() or 1)
 _NAMED = 3
@@ -194,3 +202,39 @@ def _check_free(repository: Repository, in_the_way: Sequence[str]) -> None:
         todo="Push to a new repository; or replace them with --overwrite, which removes those of"
         " another model too. The repository's history keeps them",
     )
+
+
+def evidence(bundle: Path, report: Path | None, *, unverified: bool) -> Report | None:
+    """Return the report of a bundle's verification; None without one, if that is wanted.
+
+    Raises UsageError without a report, InvalidInputError for one of another bundle and
+    VerificationError for one that did not pass. unverified allows no report, or one that failed.
+    """
+    if report is None:
+        if unverified:
+            return None
+        raise UsageError(
+            "Nothing says that this bundle is verified",
+            where=bundle,
+            expected="--report FILE.json, as mtp-export verify BUNDLE --report FILE.json writes it",
+            todo="Verify it first, or push it with --unverified, which the model card then says",
+        )
+    found = read_report(report)
+    named, own = found.facts.get("manifest_sha256"), manifest_sha256(bundle)
+    if named != own:
+        raise InvalidInputError(
+            "The report is about another bundle, or about this one before it was made again",
+            where=report,
+            expected=f"the SHA-256 of its manifest, {own}",
+            found=str(named)[:64],
+            todo="Verify this bundle, and give that report",
+        )
+    if found.status is not Status.PASS and not unverified:
+        raise VerificationError(
+            "The bundle did not pass its verification",
+            where=report,
+            found=verdict_words(found).rstrip("."),
+            todo="Mend the bundle and verify it again; --unverified pushes it all the same, and the"
+            " model card then says that it failed",
+        )
+    return found

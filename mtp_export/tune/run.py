@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import cached_property
-from typing import Protocol
+from typing import Any, Protocol
 
 from mtp_checkpoints.errors import UsageError
 from mtp_export.bundle.build import run_bundle
@@ -15,7 +15,6 @@ from mtp_export.progress import silent
 from mtp_export.tune.draft import TrainedDraft
 from mtp_export.tune.drafts import DRAFTS, draft_type
 from mtp_export.tune.estimate import output_bytes
-from mtp_export.tune.measuring import Measured
 from mtp_export.tune.options import TuneOptions, short_hash
 from mtp_export.tune.row_store import (
     MEASURING_DTYPE,
@@ -28,6 +27,8 @@ from mtp_export.tune.rows import Rows, Writer
 from mtp_export.tune.source_bundle import SourceBundle
 from mtp_export.tune.training import OnStep, Training
 from mtp_export.tune.writing import Output
+from mtp_export.verify.evidence.blocks import Blocks, walked
+from mtp_runtime.config import MAX_DRAFT_TOKENS
 from mtp_runtime.models.load import LoadOptions, load_model
 from mtp_runtime.parallel.group import Group
 from mtp_runtime.parallel.join import joined
@@ -215,3 +216,27 @@ class _Run:
         }
         folder = options.work / f"trained-{self._name}"
         run_bundle(draft.plan(Output(options, self.source, folder, facts)), silent)
+
+
+@dataclass(frozen=True)
+class Measured:
+    """Blocks of drafts by the number of drafts of a step."""
+
+    blocks: Mapping[int, Blocks]
+
+    @classmethod
+    def of(cls, draft: TrainedDraft, rows: Rows) -> Measured:
+        """Measure every number of drafts that the draft can make."""
+        drafts, anchors = draft.judged(rows, MAX_DRAFT_TOKENS), rows.texts.anchors()
+        ks = range(1, len(drafts.hit) + 1)
+        return cls({k: walked(rows.texts, anchors, drafts=drafts, k=k) for k in ks})
+
+    def as_json(self) -> dict[str, Any]:
+        """Return the estimates with their intervals; None where nothing was drafted."""
+        return {
+            f"k={k}": {
+                "acceptance": [None if e is None else e.as_json() for e in blocks.conditional],
+                "tokens_per_step": None if (e := blocks.tokens_per_step) is None else e.as_json(),
+            }
+            for k, blocks in self.blocks.items()
+        }

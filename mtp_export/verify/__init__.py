@@ -26,7 +26,7 @@ CHECKS: dict[str, Check] = {
     "files": Check(
         "Files",
         Level.FILES,
-        ("files.opened", "files.checksums", "files.config_match", "files.identity"),
+        ("files.checksums:opened", "files.checksums", "files.config_match", "files.identity"),
     ),
     "ledger": Check(
         "Load ledger",

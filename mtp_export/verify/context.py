@@ -30,10 +30,9 @@ from mtp_export.verify.evidence.bundle_parts import (
     layer_count,
     layout_of,
     likely_target,
+    why_too_large,
 )
-from mtp_export.verify.evidence.counterparts import Counterparts
 from mtp_export.verify.evidence.findings import Findings, Known
-from mtp_export.verify.evidence.memory import why_too_large
 from mtp_export.verify.evidence.part_walk import (
     PartWalk,
     WalkPlan,
@@ -41,6 +40,7 @@ from mtp_export.verify.evidence.part_walk import (
     recorded_checksums,
 )
 from mtp_export.verify.evidence.prompts import GivenText, Prompt, choose_prompts
+from mtp_export.verify.evidence.source_weights import SourceWeights
 from mtp_runtime.drafters import draft_folders
 
 if TYPE_CHECKING:
@@ -216,9 +216,9 @@ class Context:
         return tuple(found)
 
     @cached_property
-    def counterparts(self) -> Counterparts | None:
+    def source_weights(self) -> SourceWeights | None:
         """The source's weights, None without a source. Raises as stored_model."""
-        return None if self.source is None else Counterparts.of(self.source)
+        return None if self.source is None else SourceWeights.of(self.source)
 
     def recorded_checksums(self, part: str) -> Mapping[str, str]:
         """Checksums of an opened part's tensors that the manifest records, in file order."""
@@ -301,7 +301,7 @@ class Context:
 
     def _counterpart(self, weight: WeightOnDisk) -> WeightOnDisk | None:
         try:
-            return None if self.counterparts is None else self.counterparts.find(weight)
+            return None if self.source_weights is None else self.source_weights.find(weight)
         except MtpExportError:  # check `weights` says why the source cannot be followed
             return None
 

@@ -18,7 +18,7 @@ from mtp_checkpoints.errors import UsageError
 from mtp_export.verify.check import Item, Level, Status
 from mtp_export.verify.context import Context, VerifyOptions
 from mtp_export.verify.decoding import acceptance, greedy, speed
-from mtp_export.verify.files import checksums, opened
+from mtp_export.verify.files import checksums
 from mtp_export.verify.weights import load_report
 from mtp_runtime import LLM, SamplingParams
 from mtp_runtime.acceptance.base import Draft
@@ -173,7 +173,7 @@ def test_a_drafter_with_weights_of_its_own(bundle: Path) -> None:
 
 def _items(context: Context) -> Iterator[Item]:
     for run in (
-        opened.run,
+        checksums.opened,
         checksums.run,
         load_report.extra_drafts,
         acceptance.extra_drafts,

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from dataclasses import dataclass
 from threading import BoundedSemaphore
-from typing import Any
+from typing import Any, TypeVar
 
 from mtp_checkpoints.containers.base import TensorInfo
 from mtp_checkpoints.sources.disk_queue import DiskQueue
@@ -15,7 +16,6 @@ from mtp_checkpoints.weights.weight_values import WeightOnDisk
 from mtp_export.bundle.options import Share, divided
 from mtp_export.progress import ProgressCallback
 from mtp_export.verify.evidence.findings import Known, known_facts
-from mtp_export.verify.evidence.tensor_threads import in_threads
 from mtp_export.verify.evidence.weight_facts import Walker, WeightFacts
 from mtp_kernels.cpu.torch_threads import one_torch_thread
 
@@ -133,3 +133,33 @@ def recorded_checksums(checkpoint: Checkpoint, entry: Mapping[str, Any]) -> dict
             if recorded is not None:
                 found[tensor.name] = recorded
     return found
+
+
+# One computes, while the other opens its files and waits for the first bytes.
+THREADS_PER_WORKER = 2
+
+Task = TypeVar("Task")
+Result = TypeVar("Result")
+
+
+def in_threads(
+    work: Callable[[Task], Result],
+    tasks: Sequence[Task],
+    *,
+    workers: int,
+    size_bytes: Callable[[Task], int],
+) -> Iterator[Result]:
+    """Yield work(task) of every task, in order; the first failure, or Ctrl-C, drops the rest.
+
+    The largest tasks begin first, so that none is left to one thread at the end.
+    """
+    pool = ThreadPoolExecutor(THREADS_PER_WORKER * max(1, workers))
+    try:
+        begun = {
+            number: pool.submit(work, tasks[number])
+            for number in sorted(range(len(tasks)), key=lambda at: -size_bytes(tasks[at]))
+        }
+        for number in range(len(tasks)):
+            yield begun.pop(number).result()
+    finally:
+        pool.shutdown(cancel_futures=True)

@@ -18,7 +18,7 @@ from mtp_checkpoints.sources.disk_queue import BLOCK_BYTES, DiskQueue
 from mtp_checkpoints.tensors.tensor_stream import TensorStream
 from mtp_checkpoints.weights.weight_values import WeightOnDisk, WeightStream
 from mtp_export.progress import ProgressCallback
-from mtp_export.verify.evidence.counterparts import is_copy, is_linked
+from mtp_export.verify.evidence.source_weights import is_copy, is_linked
 
 if TYPE_CHECKING:
     import torch

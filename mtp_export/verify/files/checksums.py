@@ -1,5 +1,5 @@
-"""Files and tensors compared with the manifest: all that it lists is there with the same bytes, and
-nothing else that an engine would load."""
+"""Manifest and parts as they were opened, then compared with the manifest: all of it is there with
+the same bytes, and nothing else that an engine would load."""
 
 from __future__ import annotations
 
@@ -10,11 +10,12 @@ from typing import TYPE_CHECKING, Any
 import xxhash
 
 from mtp_checkpoints.containers.base import ShardHeader
+from mtp_checkpoints.errors import MtpExportError
 from mtp_checkpoints.sources.disk_queue import DiskQueue, disk_depth
 from mtp_checkpoints.tensors.reader import Checkpoint
 from mtp_export.bundle.journal import JOURNAL_NAME
 from mtp_export.progress import format_bytes, silent
-from mtp_export.verify.check import Item, Problem, failed, not_tested, verdict
+from mtp_export.verify.check import Item, Problem, ended_by, failed, not_tested, verdict
 from mtp_export.verify.diagnosis.causes import files as causes
 from mtp_export.verify.evidence.part_walk import WalkPlan, recorded_checksums
 from mtp_runtime.drafters import extra_drafts
@@ -28,6 +29,23 @@ READ_BY_ENGINES = (
     *(".safetensors", ".bin", ".pt", ".pth", ".gguf", ".json", ".py"),
     *(".model", ".tiktoken", ".jinja"),
 )
+
+
+def opened(context: Context) -> Iterator[Item]:
+    """The manifest and each part, with the error of one that could not be opened."""
+    yield _opened_item("manifest", context.manifest_error)
+    listed = (context.manifest or {}).get("parts", {})
+    drafts = (context.extra_draft_part(name) for name in extra_drafts() if name in listed)
+    for part in (*context.parts, *filter(None, drafts)):
+        yield _opened_item(f"{part.name}: headers and index", part.error)
+
+
+def _opened_item(name: str, error: Exception | None) -> Item:
+    if error is None:
+        return verdict(name, [])
+    if isinstance(error, MtpExportError):
+        return verdict(name, [Problem(str(error.where), str(error))])
+    return ended_by(error)
 
 
 def run(context: Context) -> Iterator[Item]:

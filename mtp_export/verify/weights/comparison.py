@@ -65,8 +65,8 @@ def run(context: Context) -> Iterator[Item]:
         yield from _recorded(context)
         return
     yield _config(context, context.source.config)
-    counterparts = context.counterparts
-    assert counterparts is not None, "there is a source"
+    source_weights = context.source_weights
+    assert source_weights is not None, "there is a source"
     for layout in context.layouts:
         if layout.name in _others(context):
             why = "others quantized it, and what that did to its weights is not known"
@@ -82,7 +82,7 @@ def run(context: Context) -> Iterator[Item]:
             why = "the manifest records that tune trained them: they are the source's no more"
             yield not_tested(f"{layout.name}: tuned weights", why, figure=f"{len(tuned):,}")
         kept = [one for one in compared if one.weight.name not in tuned]
-        yield from _part_items(layout.name, kept, Sources(counterparts.weights))
+        yield from _part_items(layout.name, kept, Sources(source_weights.weights))
     yield _tokenizers(context)
 
 

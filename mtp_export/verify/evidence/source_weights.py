@@ -1,4 +1,4 @@
-"""Counterparts of a bundle's weights in its source."""
+"""SourceWeights of a bundle's weights in its source."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from mtp_checkpoints.weights.weight_values import WeightOnDisk, weights_on_disk
 
 
 @dataclass(frozen=True)
-class Counterparts:
+class SourceWeights:
     """The weights of a source by their released names.
 
     main_names: a draft's embedding and head may be the main model's, by these names.
@@ -25,7 +25,7 @@ class Counterparts:
     main_names: Mapping[str, str]
 
     @classmethod
-    def of(cls, source: Checkpoint) -> Counterparts:
+    def of(cls, source: Checkpoint) -> SourceWeights:
         """Return the weights of a source. Raises as stored_model."""
         stored = stored_model(source.config)
         weights = {w.stored.weight.name: w for w in weights_on_disk(stored, source.tensors)}
