@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from cases import WHOLE_TILES, export, make_checkpoint, read_json, run_program
-from mtp_checkpoints.dtypes import OutputTensor
+from mtp_checkpoints.dtypes import DType, OutputTensor
 from mtp_checkpoints.families.base import Role
 from mtp_checkpoints.formats import FORMATS
 from mtp_checkpoints.formats.base import WeightFormat
@@ -58,8 +58,8 @@ class Int6Channel(WeightFormat):
     def tensors(self, name: str, shape: tuple[int, ...]) -> tuple[OutputTensor, ...]:
         module = name.removesuffix(".weight")
         return (
-            OutputTensor(f"{module}.weight_int6", "I8", shape),
-            OutputTensor(f"{module}.weight_scale", "F32", (shape[0], 1)),
+            OutputTensor(f"{module}.weight_int6", DType.I8, shape),
+            OutputTensor(f"{module}.weight_scale", DType.F32, (shape[0], 1)),
         )
 
     def encode(self, values: torch.Tensor, scale_rule: str) -> tuple[torch.Tensor, ...]:

@@ -230,7 +230,7 @@ class Threads(Group):
     """One of two threads in place of two processes."""
 
     def __init__(self, rank: int, meeting: Meeting) -> None:
-        super().__init__(Split(rank, 2), together=True)
+        super().__init__(Split(rank, 2))
         self._meeting = meeting
 
     def add_up(self, x: torch.Tensor) -> torch.Tensor:
