@@ -11,6 +11,7 @@ from mtp_checkpoints.errors import UsageError
 from mtp_export.commands.garbage import gc_paused
 from mtp_export.commands.output import plain_console
 from mtp_export.options import Panel, argument, option, parse_path, path_option
+from mtp_runtime.drafters import DRAFTERS, extra_drafts, listed
 
 if TYPE_CHECKING:
     from mtp_runtime import LLM
@@ -19,6 +20,8 @@ if TYPE_CHECKING:
 
 BUNDLE = argument("Bundle or checkpoint.", "BUNDLE", parse_path)
 DTYPE = option("float32 or bfloat16.", Panel.PERFORMANCE, metavar="NAME")
+_MODELS = tuple(name for name, kind in DRAFTERS.items() if kind.needs_draft_model)
+_IN_FOLDERS = listed((*_MODELS, *extra_drafts()), "and")
 FLOAT_DEVICE = option("cpu or cuda.", Panel.PERFORMANCE, metavar="NAME")
 
 
@@ -56,8 +59,7 @@ class Drafting:
     speculate_method: str = field(
         default="auto",
         metadata=option(
-            "none, mtp, eagle, eagle3, parallel_heads, inference_with_reference or draft_model;"
-            " auto is mtp where the bundle has a module, else none.",
+            f"{listed(DRAFTERS)}; auto is mtp where the bundle has a module, else none.",
             Panel.SPECULATION,
             metavar="NAME",
         ),
@@ -113,7 +115,7 @@ class Drafting:
     draft_model: Path | None = field(
         default=None,
         metadata=path_option(
-            "Second checkpoint, or draft, for methods draft_model, eagle3 and parallel_heads.",
+            f"Second checkpoint, or draft, for methods {_IN_FOLDERS}.",
             Panel.SPECULATION,
             "DIR",
         ),

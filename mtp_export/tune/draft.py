@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from importlib import import_module
 from typing import Protocol
 
 import torch
 from torch import Tensor, nn
 
 from mtp_export.bundle.bundle_plan import BundlePlan
+from mtp_export.tune.drafts import DRAFTS
 from mtp_export.tune.options import TuneOptions
 from mtp_export.tune.row_store import Batch
 from mtp_export.tune.rows import Fed, Rows
@@ -81,3 +83,9 @@ class DraftType:
     sizes: Callable[[TuneOptions, SourceBundle], Sizes]
     taps: Callable[[int], tuple[int, ...]] = lambda layers: ()
     low_rank: bool = False
+
+
+def draft_type(name: str) -> DraftType:
+    """Return the kind of draft of a key of DRAFTS."""
+    draft: DraftType = import_module(DRAFTS[name]).DRAFT
+    return draft

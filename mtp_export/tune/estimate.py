@@ -9,8 +9,7 @@ import torch
 
 from mtp_export.bundle.links import guess_links
 from mtp_export.plan import Link
-from mtp_export.tune.draft import Sizes
-from mtp_export.tune.drafts import draft_type
+from mtp_export.tune.draft import Sizes, draft_type
 from mtp_export.tune.options import TuneOptions
 from mtp_export.tune.row_store import Data, row_bytes
 from mtp_export.tune.source_bundle import SourceBundle

@@ -13,6 +13,8 @@ from typing import Any
 from mtp_checkpoints.errors import UsageError
 from mtp_export.bundle.options import OVERWRITE, RunOptions
 from mtp_export.options import Panel, option, path_option
+from mtp_export.tune.drafts import DRAFTS
+from mtp_runtime.drafters import listed
 
 
 @dataclass(frozen=True)
@@ -126,9 +128,7 @@ class TuneOptions:
     data: DataOptions
     draft: str = field(
         default="mtp",
-        metadata=option(
-            "Draft to train: mtp, eagle3 or parallel_heads.", Panel.TRAINING, metavar="NAME"
-        ),
+        metadata=option(f"Draft to train: {listed(DRAFTS)}.", Panel.TRAINING, metavar="NAME"),
     )
     device: str = field(
         default="cpu", metadata=option("cpu or cuda.", Panel.PERFORMANCE, metavar="NAME")

@@ -12,8 +12,8 @@ from mtp_export.bundle.build import run_bundle
 from mtp_export.bundle.preflight import check_disk, check_nesting
 from mtp_export.bundle.run_folder import check_output
 from mtp_export.progress import silent
-from mtp_export.tune.draft import TrainedDraft
-from mtp_export.tune.drafts import DRAFTS, draft_type
+from mtp_export.tune.draft import TrainedDraft, draft_type
+from mtp_export.tune.drafts import DRAFTS
 from mtp_export.tune.estimate import output_bytes
 from mtp_export.tune.options import TuneOptions, short_hash
 from mtp_export.tune.row_store import (

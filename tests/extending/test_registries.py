@@ -18,8 +18,8 @@ from mtp_checkpoints.families.base import SharedTensor, TensorSpec
 from mtp_checkpoints.families.spec import ModelSpec
 from mtp_checkpoints.families.without_mtp import WITHOUT_MTP
 from mtp_export.commands.registry import command_named
-from mtp_export.tune.draft import DraftType
-from mtp_export.tune.drafts import DRAFTS, draft_type
+from mtp_export.tune.draft import DraftType, draft_type
+from mtp_export.tune.drafts import DRAFTS
 from mtp_runtime import LLM, SamplingParams
 from mtp_runtime.drafters import DRAFTERS, extra_drafts
 from mtp_runtime.models.layer_types import LAYERS, layer_type

@@ -12,7 +12,8 @@ import pytest
 import torch
 
 from cases import edit_json, export, nightly_but, read_json, read_tensors, run_program
-from mtp_export.tune.drafts import DRAFTS, draft_type
+from mtp_export.tune.draft import draft_type
+from mtp_export.tune.drafts import DRAFTS
 from mtp_export.tune.eagle3 import Eagle3Draft
 from mtp_export.tune.options import DataOptions, TrainOptions, TuneOptions
 from mtp_export.tune.row_store import RowStore

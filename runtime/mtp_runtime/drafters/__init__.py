@@ -3,7 +3,7 @@ here. Reading this registry needs no torch: a drafter's file is imported when on
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -26,10 +26,6 @@ DRAFTERS: dict[str, DrafterType] = {
     "mtp": DrafterType(_of("mtp", "MtpDrafter"), needs_mtp=True, prefix_cache=True),
     # Of a DeepSeek model EAGLE's draft is the MTP module under other names.
     "eagle": DrafterType(_of("mtp", "MtpDrafter"), needs_mtp=True, prefix_cache=True),
-    "inference_with_reference": DrafterType(
-        _of("ngram", "NgramDrafter"), prefix_cache=True, draws=False
-    ),
-    "draft_model": DrafterType(_of("draft_model", "ModelDrafter"), needs_draft_model=True),
     "eagle3": DrafterType(
         _of("eagle3", "Eagle3Drafter"),
         read=_of("eagle3", "read_eagle3"),
@@ -42,7 +38,17 @@ DRAFTERS: dict[str, DrafterType] = {
         toy=_of("parallel_heads", "toy"),
         prefix_cache=True,
     ),
+    "inference_with_reference": DrafterType(
+        _of("ngram", "NgramDrafter"), prefix_cache=True, draws=False
+    ),
+    "draft_model": DrafterType(_of("draft_model", "ModelDrafter"), needs_draft_model=True),
 }
+
+
+def listed(names: Iterable[str], last: str = "or") -> str:
+    """Return names for people: a, b or c."""
+    *others, final = names
+    return f"{', '.join(others)} {last} {final}" if others else final
 
 
 def extra_drafts() -> tuple[str, ...]:
