@@ -27,6 +27,7 @@ from mtp_export.bundle.journal import ShardFacts
 from mtp_export.bundle.options import BundleOptions, Checksums, ContentOptions, RunOptions
 from mtp_export.bundle.run import RunResources, ShardJob, is_made, run
 from mtp_export.plan import Link, OutputShard, Resources, Step, copy_step
+from mtp_kernels.cpu import torch_threads
 from mtp_kernels.cpu.torch_threads import one_torch_thread
 
 
@@ -278,7 +279,7 @@ def test_transforms_have_what_they_need_and_their_facts_are_recorded(
         threads.append("end")
 
     monkeypatch.setattr(module, "load_kernels", loaded.append)
-    monkeypatch.setattr(module, "one_torch_thread", one_torch_thread)
+    monkeypatch.setattr(torch_threads, "one_torch_thread", one_torch_thread)
     plan, recorded = plan_of(), dict[str, ShardFacts]()
     resources = resources_of(plan, queue, transform=Resources(12_345, device))
     run([transformed(plan, Doubled(uses_torch))], recorded.__setitem__, resources)
