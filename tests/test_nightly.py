@@ -106,7 +106,7 @@ def test_the_lowest_versions_are_installed_and_tested(
     dependencies = project["project"]["dependencies"]
     assert floors.stdout.splitlines() == [line.replace(">=", "==") for line in dependencies]
     assert all(re.fullmatch(r"[A-Za-z0-9-]+>=\d+\.\d+\.\d+", line) for line in dependencies)
-    assert {"pytest", "safetensors"} <= {line.split("==")[0] for line in tools.stdout.splitlines()}
+    assert "pytest" in {line.split("==")[0] for line in tools.stdout.splitlines()}
     (tested,) = re.findall(r"^\.venv-oldest/bin/python -m pytest .*? (tests/.+)$", commands, re.M)
     assert all((ROOT / path).exists() for path in tested.split())
 

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from math import prod
 
-from mtp_checkpoints.dtypes import DType, tensor_bytes
+from mtp_checkpoints.dtypes import tensor_bytes
 from mtp_checkpoints.errors import UnsupportedError
 from mtp_checkpoints.families.base import Role, TensorSpec
 from mtp_checkpoints.families.spec import ModelSpec
@@ -90,5 +90,5 @@ def weigh(family: ModelSpec, scheme: str, in_part: Callable[[TensorSpec], bool])
                 alike[spec.role, spec.shape] = sum(tensor.size_bytes for tensor in tensors)
             size_bytes += alike[spec.role, spec.shape]
         else:
-            size_bytes += tensor_bytes(DType[spec.dtypes[0]], spec.shape)
+            size_bytes += tensor_bytes(spec.dtypes[0], spec.shape)
     return Weight(parameters, size_bytes)
