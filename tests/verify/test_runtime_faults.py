@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 import pytest
+import torch
 
 from cases import export
 from faults.matrix import no_progress
@@ -18,7 +19,7 @@ from mtp_export.verify.decoding import controls, greedy, paths, sampling
 from mtp_export.verify.decoding.greedy import Trial
 from mtp_export.verify.evidence import bundle_parts
 from mtp_export.verify.evidence.decode import Decoded
-from mtp_runtime.models.model import Model
+from mtp_runtime.models.model import Model, Outputs
 from mtp_runtime.request import Request
 from mtp_runtime.sampling import SamplingParams
 from runtime.checkpoints import write_checkpoint
@@ -130,10 +131,10 @@ def replaced(plain: Decoded, place: int, token: int) -> Decoded:
 def tied(model: Model, token: int, other: int) -> Model:
     """The model with the same row of the head for two tokens."""
     linear = model.head.linear
-    assert linear.transposed is not None
-    columns = linear.transposed.clone()  # [d, vocab]
+    columns = linear.matrix(torch.float32).clone()  # [d, vocab]
     columns[:, other] = columns[:, token]
-    return replace(model, head=replace(model.head, linear=replace(linear, transposed=columns)))
+    outputs = Outputs(replace(linear, transposed=columns), model.execution)
+    return replace(model, head=replace(model.head, outputs=outputs))
 
 
 def test_a_tie_is_no_fault_and_a_fault_no_tie(whole: Context) -> None:

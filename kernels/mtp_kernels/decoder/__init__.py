@@ -19,12 +19,14 @@ from mtp_kernels.decoder.interface import (
     LatentWeights,
     LayerKind,
     LayerWeights,
+    Matrix,
     ModuleInputs,
     PackedLayer,
     Projection,
     Recursion,
     RecursionParts,
     RowStep,
+    StoredMatrix,
 )
 from mtp_kernels.decoder.sharded import (
     LayerShard,
@@ -46,6 +48,7 @@ __all__ = [
     "LayerKind",
     "LayerShard",
     "LayerWeights",
+    "Matrix",
     "ModuleInputs",
     "PackedLayer",
     "Pairs",
@@ -56,6 +59,7 @@ __all__ = [
     "ShardedDecoder",
     "ShardedPass",
     "ShardingBackend",
+    "StoredMatrix",
     "make_backend",
 ]
 

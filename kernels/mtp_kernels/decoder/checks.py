@@ -12,6 +12,7 @@ from mtp_kernels.decoder.interface import (
     LayerWeights,
     PackedLayer,
     RecursionParts,
+    StoredMatrix,
 )
 from mtp_kernels.sizes import GroupedSizes, Shapes
 from mtp_kernels.tensor_checks import check_cached_lengths, check_shape, check_tensor
@@ -47,9 +48,9 @@ def check_groups(sizes: GroupedSizes) -> None:
 
 
 def check_weights(weights: LayerWeights) -> None:
-    """Check that all of a layer's tensors are float32 on the CPU, in any strides."""
+    """Check that a layer's tensors in memory are float32 on the CPU, in any strides."""
     for name, tensor in weights.tensors.items():
-        if tensor is None:
+        if tensor is None or isinstance(tensor, StoredMatrix):
             continue
         if not isinstance(tensor, torch.Tensor) or tensor.dtype not in FLOAT:
             found = tensor.dtype if isinstance(tensor, torch.Tensor) else type(tensor).__name__
@@ -83,19 +84,18 @@ def attention_input_width(shapes: Shapes) -> int:
 def expected_shapes(config: DecoderConfig, found: Shapes, *, first: bool) -> Shapes:
     """Return the shapes that a layer's weights must have; experts and their width are its own, and
     of the first layer the width of rows that it is given."""
-    hidden, router, gate = config.hidden, found["router"], found["gate"] or ()
+    hidden, router, gate_up = config.hidden, found["router"], found["gate_up"] or ()
     given = attention_input_width(found) if first else 0
     routed = router[0] if router else 0
-    experts = max(gate[0] if len(gate) == 3 else 1, routed) if routed else 1
-    inner = gate[1] if len(gate) == 3 else 1
+    experts = max(gate_up[0] if len(gate_up) == 3 else 1, routed) if routed else 1
+    inner = max(gate_up[1] // 2, 1) if len(gate_up) == 3 else 1
     return {
         "input_norm": None if given else (hidden,),
         **config.attention.weights(hidden, given or hidden),
         "post_norm": (hidden,),
         "router": (routed, hidden) if routed else None,
         "router_bias": (routed,) if routed else None,
-        "gate": (experts, inner, hidden),
-        "up": (experts, inner, hidden),
+        "gate_up": (experts, 2 * inner, hidden),
         "expert_down": (experts, hidden, inner),
     }
 

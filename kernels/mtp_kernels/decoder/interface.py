@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, fields
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 
@@ -12,6 +12,29 @@ from mtp_kernels.batch_layout import BatchLayout
 from mtp_kernels.sizes import ONE_EXPERT, GroupedSizes, LatentSizes, Routing, Shapes
 
 RowStep = Callable[[torch.Tensor], torch.Tensor]  # of every row [T, in] -> [T, out] by itself
+
+
+@runtime_checkable
+class StoredMatrix(Protocol):
+    """A matrix [..., out, in] that is read piece by piece while it is packed."""
+
+    @property
+    def shape(self) -> tuple[int, ...]: ...
+
+    def pieces(self) -> Iterator[torch.Tensor]:
+        """Yield rows [n, in] in float32, all of them in order, matrix after matrix."""
+
+
+# In memory, or to be read.
+Matrix = torch.Tensor | StoredMatrix
+
+
+def pieces_of(matrix: Matrix) -> Iterator[torch.Tensor]:
+    """Yield rows [n, in] of a matrix [..., out, in] in order."""
+    if isinstance(matrix, torch.Tensor):
+        yield matrix.flatten(0, -2)
+    else:
+        yield from matrix.pieces()
 
 
 @dataclass(frozen=True)
@@ -47,13 +70,13 @@ class LatentWeights:
     without a query rank. w is d but in a layer without an input norm.
     """
 
-    down: torch.Tensor  # [query + c + r, w]
+    down: Matrix  # [query + c + r, w]
     query_norm: torch.Tensor | None  # [query_rank]
-    query_up: torch.Tensor | None  # [h, n+r, query_rank]
+    query_up: Matrix | None  # [h, n+r, query_rank]
     latent_norm: torch.Tensor  # [c]
-    key_up: torch.Tensor  # [h, c, n], a query's way into the latent space
-    value_up: torch.Tensor  # [h, v, c]
-    output: torch.Tensor  # [d, h*v]
+    key_up: Matrix  # [h, c, n], a query's way into the latent space
+    value_up: Matrix  # [h, v, c]
+    output: Matrix  # [d, h*v]
 
 
 @dataclass(frozen=True)
@@ -64,18 +87,18 @@ class GroupedWeights:
     an input norm.
     """
 
-    qkv: torch.Tensor  # [h*n + 2*g*n, w]
+    qkv: Matrix  # [h*n + 2*g*n, w]
     bias: torch.Tensor | None  # [h*n + 2*g*n]
     query_norm: torch.Tensor | None  # [n]
     key_norm: torch.Tensor | None  # [n]
-    output: torch.Tensor  # [d, h*n]
+    output: Matrix  # [d, h*n]
 
 
 @dataclass(frozen=True)
 class LayerWeights:
     """One layer's float32 tensors as a checkpoint has them: matrices [out, in].
 
-    gate, up and expert_down hold e routed experts, then shared ones; router and router_bias are
+    gate_up and expert_down hold e routed experts, then shared ones; router and router_bias are
     None in a dense layer, whose MLP is one shared expert. i is the inner size. input_norm is None
     in a layer whose attention is given rows [T, w] of their own, as that of an EAGLE-3 draft; only
     the first layer of a decoder may be one.
@@ -86,9 +109,8 @@ class LayerWeights:
     post_norm: torch.Tensor  # [d]
     router: torch.Tensor | None  # [e, d]
     router_bias: torch.Tensor | None  # [e], added for picking only
-    gate: torch.Tensor  # [e + shared, i, d]
-    up: torch.Tensor  # [e + shared, i, d]
-    expert_down: torch.Tensor  # [e + shared, d, i]
+    gate_up: Matrix  # [e + shared, 2*i, d]
+    expert_down: Matrix  # [e + shared, d, i]
 
     @property
     def tensors(self) -> dict[str, Any]:
@@ -225,7 +247,7 @@ class Backend(Protocol):
     def pack(self, weights: LayerWeights) -> PackedLayer:
         """Pack one layer into the backend's form, so that no second copy of a model is held.
 
-        Raises TypeError for weights that are not float32.
+        Matrices that are stored are read once. Raises TypeError for tensors that are not float32.
         """
 
     def decoder(
@@ -246,8 +268,8 @@ class Backend(Protocol):
     def norm(self, weight: torch.Tensor, eps: float) -> RowStep:
         """Return the RMS norm with a weight [d] float32."""
 
-    def projection(self, matrix: torch.Tensor) -> Projection:
-        """Return x -> x @ matrix.T for a matrix [out, in] float32."""
+    def projection(self, matrix: Matrix) -> Projection:
+        """Return x -> x @ matrix.T for a matrix [out, in]."""
 
     def recursion(self, parts: RecursionParts) -> Recursion:
         """Return what drafts by recursion with the parts of a module.

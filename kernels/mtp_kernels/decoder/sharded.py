@@ -10,7 +10,7 @@ from typing import Protocol
 import torch
 
 from mtp_kernels.batch_layout import BatchLayout
-from mtp_kernels.decoder.interface import Backend, DecoderConfig, LayerWeights
+from mtp_kernels.decoder.interface import Backend, DecoderConfig, LayerWeights, Matrix
 
 
 @dataclass(frozen=True)
@@ -18,12 +18,12 @@ class LayerShard:
     """One process's part of a layer that several share.
 
     weights: of the own heads, and of the own routed experts, none in a dense layer; the attention's
-    output [n, m] has rows or columns of the whole one. shared: gate and up [i, d] and down [n, m]
+    output [n, m] has rows or columns of the whole one. shared: gate_up [1, 2*i, d] and down [n, m]
     of each shared expert, or of a dense layer's MLP.
     """
 
     weights: LayerWeights
-    shared: tuple[tuple[torch.Tensor, torch.Tensor, torch.Tensor], ...]
+    shared: tuple[tuple[Matrix, Matrix], ...]
 
 
 @dataclass(frozen=True)

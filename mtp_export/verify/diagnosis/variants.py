@@ -85,7 +85,7 @@ def layout_variants(model: Model, module: MtpModule) -> Iterator[Variant]:
             name="head",
             change="the main model's head is used",
             cause=causes.HEAD_OF_ANOTHER_CHECKPOINT,
-            module=replace(module, head=replace(module.head, linear=model.head.linear)),
+            module=replace(module, head=replace(module.head, outputs=model.head.outputs)),
         )
 
 

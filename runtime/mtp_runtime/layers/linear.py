@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Protocol
 
 import torch
@@ -13,6 +14,9 @@ import torch.nn.functional as F
 from mtp_checkpoints.errors import InvalidInputError
 from mtp_checkpoints.formats import unquantized
 from mtp_checkpoints.weights.windows import EncodedWindow
+
+PIECE_ELEMENTS = 1 << 22  # of a weight in files, that are read and packed at a time
+PIECE_ROWS = 128  # a multiple of which a piece has: whole blocks of scales
 
 
 class Weight(Protocol):
@@ -78,6 +82,50 @@ class Windowed:
 
 
 @dataclass(frozen=True)
+class FilePart:
+    """A matrix [out, in] in files, by rows; whole: all of them are read at once."""
+
+    shape: tuple[int, int]
+    read: Callable[[range], Weight]
+    whole: bool = False
+
+    def pieces(self) -> Iterator[Weight]:
+        """Read the matrix, some rows after the other."""
+        rows, columns = self.shape
+        step = rows if self.whole else max(1, PIECE_ELEMENTS // (PIECE_ROWS * columns)) * PIECE_ROWS
+        return (self.read(range(at, min(at + step, rows))) for at in range(0, rows, step))
+
+
+@dataclass(frozen=True)
+class UnreadWeight:
+    """Matrices over the same input on top of each other, which stay in their files until compiled
+    kernels pack them. Torch, where it runs the layer after all, expands them at the first product.
+    """
+
+    parts: tuple[FilePart, ...]
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return sum(part.shape[0] for part in self.parts), self.parts[0].shape[1]
+
+    def pieces(self, dtype: torch.dtype) -> Iterator[torch.Tensor]:
+        """Yield some rows after the other, dequantized (ValueError as dequantize)."""
+        return (piece.dequantize(dtype) for part in self.parts for piece in part.pieces())
+
+    def dequantize(self, dtype: torch.dtype) -> torch.Tensor:
+        """Return the matrices as one [out, in]."""
+        return torch.cat([*self.pieces(dtype)])
+
+    def product(self, x: torch.Tensor) -> torch.Tensor:
+        """Return x @ weight.T for x in float32."""
+        return torch.mm(x, self._transposed)
+
+    @cached_property
+    def _transposed(self) -> torch.Tensor:
+        return self.dequantize(torch.float32).t().contiguous()
+
+
+@dataclass(frozen=True)
 class Linear:
     """y = x @ weight.T for x [T, in]; the result has the dtype of x.
 
@@ -90,11 +138,11 @@ class Linear:
 
     @classmethod
     def build(cls, weight: Weight, dtype: torch.dtype, keep_dense: bool) -> Linear:
-        """Make a linear layer; keep_dense dequantizes now and drops the stored form.
+        """Make a linear layer; keep_dense dequantizes what was read now, and drops the stored form.
 
         Raises InvalidInputError for a damaged weight.
         """
-        if not keep_dense:
+        if not keep_dense or isinstance(weight, UnreadWeight):
             return cls(weight)
         transposed = dense(weight, dtype).t().contiguous()
         return cls(unquantized(transposed.t()), transposed)
@@ -102,6 +150,15 @@ class Linear:
     def matrix(self, dtype: torch.dtype) -> torch.Tensor:
         """Return the transposed weight [in, out], dense (InvalidInputError when damaged)."""
         return dense(self.weight, dtype).t() if self.transposed is None else self.transposed
+
+    def pieces(self) -> Iterator[torch.Tensor]:
+        """Yield some rows [n, in] of the matrix after the other, in float32; what is in files is
+        read (InvalidInputError when damaged)."""
+        if not isinstance(self.weight, UnreadWeight) or self.transposed is not None:
+            yield self.matrix(torch.float32).t()
+            return
+        with _damage_of(self.weight):
+            yield from self.weight.pieces(torch.float32)
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         if self.transposed is not None:
@@ -116,6 +173,9 @@ class Linear:
 
 def stack(parts: Sequence[Weight]) -> Weight:
     """Return one weight for several over the same input."""
+    unread = [part for part in parts if isinstance(part, UnreadWeight)]
+    if len(unread) == len(parts):
+        return UnreadWeight(tuple(matrix for part in unread for matrix in part.parts))
     return parts[0] if len(parts) == 1 else Stacked(tuple(parts))
 
 

@@ -31,6 +31,8 @@ class HeldSource(WeightSource):
         dtype: torch.dtype,
         device: torch.device,
         parallel: TensorParallel = ALONE,
+        *,
+        packs: bool = False,
     ) -> HeldSource:
         return cls(
             owners={},
@@ -41,6 +43,7 @@ class HeldSource(WeightSource):
             contract=MtpContract(),
             tensors=tensors,
             parallel=parallel,
+            packs=packs,
         )
 
     def raw(self, name: str) -> torch.Tensor:
@@ -57,6 +60,12 @@ class HeldSource(WeightSource):
 
     def _cut(self, name: str, window: Window) -> EncodedWeight:
         return unquantized(part_of(self.tensors[name], *window).to(self.device))
+
+    def _is_in_memory(self, name: str) -> bool:
+        return isinstance(self.tensors[name], torch.Tensor)
+
+    def _in_rows(self, name: str) -> bool:
+        return True
 
     def _note(self, name: str) -> None:
         """Keep no account: a draft's reader compares all tensors with what is promised."""

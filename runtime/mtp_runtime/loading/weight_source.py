@@ -25,7 +25,7 @@ from mtp_checkpoints.weights.weight_values import WeightOnDisk
 from mtp_checkpoints.weights.windows import Window, encoded_window
 from mtp_runtime.layers.embedding import Embedding, EmbeddingTable
 from mtp_runtime.layers.grouped import GroupedExperts
-from mtp_runtime.layers.linear import Linear, Weight, Windowed, dense
+from mtp_runtime.layers.linear import FilePart, Linear, UnreadWeight, Weight, Windowed, dense
 from mtp_runtime.layers.moe import Experts, HeldExperts, Mlp
 from mtp_runtime.layers.tensor_parallel import (
     ALONE,
@@ -67,7 +67,7 @@ class WeightSource:
     when they are used. contract is that of the MTP modules. values: tensors in place of stored
     weights, by their released names, as a training has them. parallel: the ranks that divide a
     model among them; each reads its own part. group_experts: routed experts are multiplied in one
-    call.
+    call. packs: linears stay in their files until compiled kernels pack them.
     """
 
     owners: Mapping[str, ModelFolder]
@@ -82,6 +82,7 @@ class WeightSource:
     values: Mapping[str, torch.Tensor] = field(default_factory=dict)
     parallel: TensorParallel = ALONE
     group_experts: bool = False
+    packs: bool = False
 
     @property
     def split(self) -> Split:
@@ -121,9 +122,10 @@ class WeightSource:
         Raises InvalidInputError for tensors that are missing or contradict each other.
         """
         name = f"{module}.weight"
-        if rows is None and columns is None:
-            return self.encoded(name)
         window = Window.of(self.shape(module), rows, columns)
+        if self.packs and not self._is_in_memory(name):
+            self._note(name)
+            return self._unread(name, window)
         if window.shape == self.shape(module):
             return self.encoded(name)
         self._note(name)
@@ -284,6 +286,23 @@ class WeightSource:
         """Device to which weights are read: for NPUs the host, since most have no fp8."""
         return torch.device("cpu") if self.device.type == "npu" else self.device
 
+    def _is_in_memory(self, name: str) -> bool:
+        return name in self.values
+
+    def _in_rows(self, name: str) -> bool:
+        """Return True for a weight of which a file holds row after row."""
+        stored = self.stored(name)
+        return not stored.transposed and not stored.format.word_rows
+
+    def _unread(self, name: str, window: Window) -> UnreadWeight:
+        def read(rows: range) -> Weight:
+            first = window.rows.start
+            return self._cut(
+                name, Window(range(first + rows.start, first + rows.stop), window.columns)
+            )
+
+        return UnreadWeight((FilePart(window.shape, read, whole=not self._in_rows(name)),))
+
     def _expanded(self, weight: Weight) -> EncodedWeight:
         return unquantized(dense(weight, self.dtype).to(self.device))
 
@@ -344,6 +363,7 @@ def open_source(
     on_demand: bool,
     parallel: TensorParallel,
     group_experts: bool,
+    packs: bool,
 ) -> tuple[WeightSource, Checkpoint]:
     """Open a bundle or a single checkpoint folder, and check it.
 
@@ -359,5 +379,6 @@ def open_source(
         contract=folders[-1].stored.family.mtp_contract,
         parallel=parallel,
         group_experts=group_experts,
+        packs=packs,
     )
     return source, folders[0].checkpoint

@@ -18,7 +18,7 @@ from mtp_runtime.layers.linear import Linear, dense
 from mtp_runtime.loading.weight_source import WeightSource
 from mtp_runtime.models.layer_loader import LayerLoader
 from mtp_runtime.models.layer_types import layer_type, load_layer
-from mtp_runtime.models.model import Execution, Head, Model, MtpModule
+from mtp_runtime.models.model import Execution, Head, Model, MtpModule, Outputs
 
 
 def config_for(spec: ModelSpec, tokens: int | None) -> ModelConfig:
@@ -56,7 +56,7 @@ class ModelBuilder:
         MTP modules where there is a contract for them."""
         source, spec = self.source, self.spec
         embedding = source.embedding(weight_name(spec.embedding))
-        head = Head(self.loader.norm(spec.norm), source.head(spec.head), execution)
+        head = Head(self.loader.norm(spec.norm), Outputs(source.head(spec.head), execution))
         count = self.config.layers if layers is None else layers
         main = execution.layers(map(self.layer, range(count)))
         modules: tuple[MtpModule, ...] = ()
@@ -75,7 +75,7 @@ class ModelBuilder:
         local = weight_name(mtp.modules.embedding)
         tied = source.is_tied(local, weight_name(self.spec.embedding))
         embedding = main.embedding if tied else source.embedding(local)
-        head = replace(main.head, linear=self._mtp_head(main, mtp))
+        head = replace(main.head, outputs=self._mtp_outputs(main, mtp))
         return self.mtp_layer(mtp, embedding, head=head, contract=contract)
 
     def mtp_layer(
@@ -105,8 +105,8 @@ class ModelBuilder:
         swapped = torch.cat(matrix.chunk(2, dim=1)[::-1], dim=1)
         return Linear.build(unquantized(swapped), source.dtype, source.keep_dense)
 
-    def _mtp_head(self, main: Model, mtp: MtpSpec) -> Linear:
+    def _mtp_outputs(self, main: Model, mtp: MtpSpec) -> Outputs:
         local, of_main = weight_name(mtp.modules.head), weight_name(self.spec.head)
         if self.source.is_tied(local, of_main):
-            return main.head.linear
-        return self.source.head(mtp.modules.head)
+            return main.head.outputs
+        return Outputs(self.source.head(mtp.modules.head), main.execution)

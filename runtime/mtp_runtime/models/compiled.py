@@ -33,7 +33,7 @@ from mtp_runtime.models.model import (
     RecursiveModule,
     TorchLayers,
 )
-from mtp_runtime.models.packing import KINDS, config_of, dense_matrix, weights_of
+from mtp_runtime.models.packing import KINDS, Rows, config_of, weights_of
 
 
 class Rotation(TypedDict):
@@ -156,6 +156,10 @@ class CompiledExecution:
 
     backend: kernels.Backend
 
+    @property
+    def packs(self) -> bool:
+        return True
+
     def layers(self, layers: Iterable[DecoderLayer]) -> Layers:
         """Pack the layers one by one, so that no two copies of a model are held."""
         runs: list[TorchRun | PackedRun] = []
@@ -175,7 +179,7 @@ class CompiledExecution:
         return self.backend.norm(norm.weight, norm.eps)
 
     def linear(self, linear: Linear) -> kernels.Projection:
-        return self.backend.projection(dense_matrix(linear))
+        return self.backend.projection(Rows.of(linear))
 
     def recursion(self, module: RecursiveModule) -> Recursion | None:
         """Join the module's parts, or return None where torch runs its layer."""

@@ -32,7 +32,7 @@ from mtp_runtime.loading.draft_folder import DraftFolder, DraftTensor, layout_on
 from mtp_runtime.loading.held_source import HeldSource
 from mtp_runtime.models.layer_loader import LayerLoader
 from mtp_runtime.models.layer_types import layer_type, load_layer
-from mtp_runtime.models.model import Head, Layers, Model, Recursion
+from mtp_runtime.models.model import Head, Layers, Model, Outputs, Recursion
 
 Tensors = Mapping[str, DraftTensor]
 
@@ -162,7 +162,9 @@ def eagle3_module(
     that divide it as they do the target; each calls this.
     Raises UnsupportedError for an activation or a scaling that is not computed.
     """
-    source = HeldSource.of(tensors, target.dtype, target.device, parallel)
+    source = HeldSource.of(
+        tensors, target.dtype, target.device, parallel, packs=target.execution.packs
+    )
     loader = LayerLoader(source, family.facts.norm_eps, family.facts.max_positions)
     for part in (family.layer.attention, family.layer.feed_forward):
         layer_type(part)
@@ -185,13 +187,15 @@ def eagle3_module(
 
 
 def _head(loader: LayerLoader, family: Eagle3Family, tensors: Tensors, target: Model) -> Head:
-    is_local = weight_name(family.head) in tensors
-    linear = loader.source.head(family.head) if is_local else target.head.linear
-    norm, execution = loader.norm(family.norm), target.execution
+    is_local, execution = weight_name(family.head) in tensors, target.execution
+    outputs = target.head.outputs
+    if is_local:
+        outputs = Outputs(loader.source.head(family.head), execution)
+    norm = loader.norm(family.norm)
     if TARGET_OFFSETS not in tensors:
-        return Head(norm, linear, execution)
+        return Head(norm, outputs)
     tokens = target_tokens(values_of(tensors[TARGET_OFFSETS])).to(target.device)
-    return ReducedHead(norm, linear, execution, tokens=tokens, vocab=target.config.vocab)
+    return ReducedHead(norm, outputs, tokens=tokens, vocab=target.config.vocab)
 
 
 def target_tokens(offsets: torch.Tensor) -> torch.Tensor:

@@ -162,9 +162,10 @@ def load_model(path: Path, options: LoadOptions, group: Group = LONE) -> Loaded:
     Raises InvalidInputError for tensors that contradict config.json, UnsupportedError for a model
     that the runtime does not compute, or not deterministically where that is asked for.
     """
-    opened = open_model(path, options, group)
+    opened = open_model(path, options, group, packs=options.compiled)
     with torch_threads_for(opened.builder.config.hidden):
         model = opened.builder.model(options.execution(group), opened.contract)
+        model.make()  # on every rank, and of files that are there
     if options.deterministic:
         refuse_torch_layers(model, opened.folder)
     return Loaded(model, opened.builder.source.ledger(), opened.folder, options.parallel(group))
@@ -179,8 +180,13 @@ def no_module_to_draft_with(path: Path) -> UsageError:
     )
 
 
-def open_model(path: Path, options: LoadOptions, group: Group = LONE) -> OpenedModel:
-    """Open a bundle or a checkpoint folder. Raises as load_model does."""
+def open_model(
+    path: Path, options: LoadOptions, group: Group = LONE, *, packs: bool = False
+) -> OpenedModel:
+    """Open a bundle or a checkpoint folder. Raises as load_model does.
+
+    packs: its linears stay in their files until compiled kernels pack them.
+    """
     device = _device(group.device(options.device))
     source, main = open_source(
         path,
@@ -190,6 +196,7 @@ def open_model(path: Path, options: LoadOptions, group: Group = LONE) -> OpenedM
         on_demand=options.on_demand,
         parallel=options.parallel(group),
         group_experts=options.groups_experts and group.is_one,
+        packs=packs,
     )
     if options.requires_mtp and not source.has_mtp:
         raise no_module_to_draft_with(path)

@@ -58,6 +58,10 @@ class Layers(Protocol):
 class Execution(Protocol):
     """Backend that runs a model's parts: torch, or compiled kernels that are made of them."""
 
+    @property
+    def packs(self) -> bool:
+        """True where linears are packed for kernels, straight from their files."""
+
     def layers(self, layers: Iterable[DecoderLayer]) -> Layers: ...
 
     def norm(self, norm: RmsNorm) -> RowStep: ...
@@ -118,6 +122,10 @@ class TorchLayers:
 class TorchExecution:
     """Execution of every operation by torch."""
 
+    @property
+    def packs(self) -> bool:
+        return False
+
     def layers(self, layers: Iterable[DecoderLayer]) -> Layers:
         return TorchLayers(tuple(layers))
 
@@ -132,22 +140,44 @@ class TorchExecution:
 
 
 @dataclass(frozen=True)
+class Outputs:
+    """Projection to the vocabulary, packed once for all heads that share it."""
+
+    linear: Linear
+    execution: Execution
+
+    @cached_property
+    def projected(self) -> Projection:
+        """Projection of rows [T, d] that passed a norm."""
+        return self.execution.linear(self.linear)
+
+
+@dataclass(frozen=True)
 class Head:
     """The last norm and the projection to the vocabulary."""
 
     norm: RmsNorm
-    linear: Linear
-    execution: Execution
+    outputs: Outputs
+
+    @property
+    def linear(self) -> Linear:
+        """The projection as it was loaded."""
+        return self.outputs.linear
+
+    @property
+    def execution(self) -> Execution:
+        """Execution of the model's parts."""
+        return self.outputs.execution
 
     @cached_property
     def normed(self) -> RowStep:
         """Norm of rows [T, d]."""
         return self.execution.norm(self.norm)
 
-    @cached_property
+    @property
     def projected(self) -> Projection:
         """Projection of rows [T, d] that passed the norm."""
-        return self.execution.linear(self.linear)
+        return self.outputs.projected
 
     @property
     def token_ids(self) -> torch.Tensor:
@@ -327,6 +357,11 @@ class Model:
     def tapped(self, taps: Sequence[int]) -> Model:
         """Return the model, its weights shared, with the inputs of some layers in its states."""
         return replace(self, taps=tuple(taps))
+
+    def make(self) -> tuple[object, ...]:
+        """Make the parts that are otherwise made when they are first used: their files are read."""
+        modules = [(one.layers, one.inputs, one.head.projected) for one in self.mtp_modules]
+        return self.head.projected, *modules
 
     @cached_property
     def _runs(self) -> tuple[Layers, ...]:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from typing import cast
 
 import torch
@@ -18,6 +19,30 @@ from mtp_runtime.layers.tensor_parallel import ParallelMoe
 
 # Names of the parts of a layer that the kernels run.
 KINDS: dict[type, str] = {Mla: "mla", Gqa: "gqa", Mlp: "dense", SigmoidRouter: "sigmoid_moe"}
+
+
+@dataclass(frozen=True)
+class Rows:
+    """Matrices of linears on top of each other, in some shape [..., out, in]: read when they are
+    packed."""
+
+    linears: tuple[Linear, ...]
+    shape: tuple[int, ...]
+
+    @classmethod
+    def of(cls, linear: Linear) -> Rows:
+        """Take one matrix [out, in]."""
+        return cls((linear,), tuple(linear.weight.shape))
+
+    @classmethod
+    def stacked(cls, linears: Sequence[Linear]) -> Rows:
+        """Take equally large matrices [e, out, in]."""
+        return cls(tuple(linears), (len(linears), *linears[0].weight.shape))
+
+    def pieces(self) -> Iterator[torch.Tensor]:
+        """Yield rows [n, in] in float32."""
+        for linear in self.linears:
+            yield from linear.pieces()
 
 
 def config_of(layer: DecoderLayer, attention: Mla | Gqa) -> kernels.DecoderConfig:
@@ -52,19 +77,18 @@ def weights_with(
         own = cast(SigmoidRouter, layer.feed_forward.router)
         router, bias = own.weight.t(), own.bias
     hidden = len(layer.post_norm.weight)
-    gate_up, down = torch.empty(0, 2, hidden), torch.empty(0, hidden, 1)
+    gate_up: kernels.Matrix = torch.empty(0, 2, hidden)
+    down: kernels.Matrix = torch.empty(0, hidden, 1)
     if experts:
-        gate_up = torch.stack([dense_matrix(one.gate_up) for one in experts])
-        down = torch.stack([dense_matrix(one.down) for one in experts])
-    gate, up = gate_up.chunk(2, dim=1)
+        gate_up = Rows.stacked([expert.gate_up for expert in experts])
+        down = Rows.stacked([expert.down for expert in experts])
     return kernels.LayerWeights(
         input_norm=_weight(layer.input_norm),
         attention=attention_weights(attention),
         post_norm=layer.post_norm.weight,
         router=router,
         router_bias=bias,
-        gate=gate,
-        up=up,
+        gate_up=gate_up,
         expert_down=down,
     )
 
@@ -90,41 +114,37 @@ def split_experts(feed_forward: FeedForward) -> tuple[Sequence[Mlp], Sequence[Ml
     return every[:own], every[own:]
 
 
-def mlp_matrices(mlp: Mlp) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return gate, up and down of an MLP."""
-    gate, up = dense_matrix(mlp.gate_up).contiguous().chunk(2)
-    return gate, up, dense_matrix(mlp.down)
+def mlp_matrices(mlp: Mlp) -> tuple[Rows, Rows]:
+    """Return gate and up [1, 2*i, d], and down, of an MLP."""
+    return Rows.stacked([mlp.gate_up]), Rows.of(mlp.down)
 
 
 def latent_weights(mla: Mla) -> kernels.LatentWeights:
     """Return the weights of latent attention."""
-    query_up = None if mla.query_up is None else dense_matrix(mla.query_up).contiguous()
-    heads = len(mla.key_up)
+    query_up: Rows | None = None
+    if mla.query_up is not None:
+        heads, (outputs, rank) = len(mla.key_up), mla.query_up.weight.shape
+        query_up = Rows((mla.query_up,), (heads, outputs // heads, rank))
     return kernels.LatentWeights(
-        down=dense_matrix(mla.down),
+        down=Rows.of(mla.down),
         query_norm=_weight(mla.query_norm),
-        query_up=None if query_up is None else query_up.view(heads, -1, query_up.shape[1]),
+        query_up=query_up,
         latent_norm=mla.latent_norm.weight,
         key_up=mla.key_up.transpose(1, 2),
         value_up=mla.value_up.transpose(1, 2),
-        output=dense_matrix(mla.output),
+        output=Rows.of(mla.output),
     )
 
 
 def grouped_weights(gqa: Gqa) -> kernels.GroupedWeights:
     """Return the weights of attention of grouped queries."""
     return kernels.GroupedWeights(
-        qkv=dense_matrix(gqa.qkv),
+        qkv=Rows.of(gqa.qkv),
         bias=gqa.bias,
         query_norm=_weight(gqa.query_norm),
         key_norm=_weight(gqa.key_norm),
-        output=dense_matrix(gqa.output),
+        output=Rows.of(gqa.output),
     )
-
-
-def dense_matrix(linear: Linear) -> torch.Tensor:
-    """Return a linear's matrix [out, in] in float32."""
-    return linear.matrix(torch.float32).t()
 
 
 def _weight(norm: RmsNorm | None) -> torch.Tensor | None:

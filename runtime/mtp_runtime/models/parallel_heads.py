@@ -38,7 +38,7 @@ from mtp_runtime.loading.draft_folder import DraftFolder, DraftTensor, layout_on
 from mtp_runtime.loading.held_source import HeldSource
 from mtp_runtime.models.layer_loader import LayerLoader
 from mtp_runtime.models.layer_types import load_layer
-from mtp_runtime.models.model import Execution, Head, Layers, Model, TorchExecution
+from mtp_runtime.models.model import Execution, Head, Layers, Model, Outputs, TorchExecution
 
 Tensors = Mapping[str, DraftTensor]
 _FLOATS = (DType.BF16, DType.F16, DType.F32)
@@ -188,9 +188,10 @@ class StoredHeads:
     def ffn(self, target: Model) -> FfnHeads:
         """Make heads of residual blocks."""
         assert self.layout.body is Body.FFN, "the caller looked"
-        source, alone = self._source(target), self.parallel.group.is_one
+        alone = self.parallel.group.is_one
         # Ranks join their parts of each product, which torch makes.
         execution = target.execution if alone else TorchExecution()
+        source = self._source(execution, target, self.tensors)
         blocks = tuple(
             tuple(
                 self._block(f"blocks.{head}.layers.{number}", source, execution)
@@ -204,8 +205,9 @@ class StoredHeads:
             names = ["lm_head"]
         else:
             return FfnHeads(blocks, (target.head,))
-        own = tuple(replace(target.head, linear=source.head(name)) for name in names)
-        return FfnHeads(blocks, own)
+        heads = self._source(target.execution, target, self.tensors)
+        outputs = [Outputs(heads.head(name), target.execution) for name in names]
+        return FfnHeads(blocks, tuple(replace(target.head, outputs=one) for one in outputs))
 
     def layers(self, target: Model, folder: Path) -> LayerHeads:
         """Make heads that are layers like the target's last one, with its names; folder: where the
@@ -230,7 +232,7 @@ class StoredHeads:
             problems = compare({n: layout_on_disk(t) for n, t in tensors.items()}, promised)
             if problems:
                 problems[0].raise_as_error(own, len(problems) - 1)
-            source = HeldSource.of(tensors, target.dtype, target.device, self.parallel)
+            source = self._source(target.execution, target, tensors)
             loader = LayerLoader(source, facts.norm_eps, facts.max_positions)
             heads.append(target.execution.layers([load_layer(loader, last)]))
         return LayerHeads(tuple(heads), target)
@@ -251,5 +253,8 @@ class StoredHeads:
     def _bias(self, name: str, source: HeldSource) -> torch.Tensor | None:
         return source.tensor(f"{name}.bias") if self.layout.biases else None
 
-    def _source(self, target: Model) -> HeldSource:
-        return HeldSource.of(self.tensors, target.dtype, target.device, self.parallel)
+    def _source(self, execution: Execution, target: Model, tensors: Tensors) -> HeldSource:
+        """Return tensors for an execution."""
+        return HeldSource.of(
+            tensors, target.dtype, target.device, self.parallel, packs=execution.packs
+        )

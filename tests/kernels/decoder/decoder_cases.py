@@ -93,8 +93,7 @@ def make_layer(case: Case, kind: str, generator: torch.Generator) -> LayerWeight
         post_norm=norm(hidden),
         router=matrix(case.experts, hidden) if routed else None,
         router_bias=0.2 * torch.randn(case.experts, generator=generator) if routed else None,
-        gate=matrix(experts, case.inner, hidden),
-        up=matrix(experts, case.inner, hidden),
+        gate_up=torch.cat([matrix(experts, case.inner, hidden) for _ in range(2)], dim=1),
         expert_down=matrix(experts, hidden, case.inner),
     )
 

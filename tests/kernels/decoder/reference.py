@@ -29,13 +29,15 @@ from mtp_kernels.decoder.interface import (
     LatentWeights,
     LayerKind,
     LayerWeights,
+    Matrix,
     RecursionParts,
     RowStep,
+    pieces_of,
 )
 from mtp_kernels.sizes import GroupedSizes, LatentSizes, Shapes
 
 # Weights that are kept in a backend's dtype.
-MATRICES = ("down", "query_up", "key_up", "value_up", "qkv", "output", "gate", "up", "expert_down")
+MATRICES = ("down", "query_up", "key_up", "value_up", "qkv", "output", "gate_up", "expert_down")
 Weights = TypeVar("Weights", bound=LayerWeights | LatentWeights | GroupedWeights)
 
 
@@ -73,9 +75,9 @@ class Backend:
         """Return an RMS norm."""
         return lambda x: rms_norm(x, weight, eps)
 
-    def projection(self, matrix: torch.Tensor) -> Projection:
+    def projection(self, matrix: Matrix) -> Projection:
         """Return a product."""
-        return Projection(matrix.to(self._dtype).float())
+        return Projection(in_memory(matrix).to(self._dtype).float())
 
     def recursion(self, parts: RecursionParts) -> Recursion:
         """Return the recursion."""
@@ -89,11 +91,16 @@ class Backend:
         names = {field.name for field in fields(weights)}.intersection(MATRICES)
         given = {name: getattr(weights, name) for name in names}
         rounded: dict[str, Any] = {
-            name: matrix.to(self._dtype).float()
+            name: in_memory(matrix).to(self._dtype).float()
             for name, matrix in given.items()
             if matrix is not None
         }
         return replace(weights, **rounded)
+
+
+def in_memory(matrix: Matrix) -> torch.Tensor:
+    """Return all rows of a matrix in its shape."""
+    return torch.cat([*pieces_of(matrix)]).view(matrix.shape)
 
 
 @dataclass(frozen=True)
@@ -298,7 +305,7 @@ def feed_forward(config: DecoderConfig, layer: LayerWeights, x: torch.Tensor) ->
                 weights = weights / weights.sum()
             for expert, weight in zip(experts.tolist(), weights, strict=True):
                 out[row] += weight * config.routing.scale * gated_mlp(layer, expert, x[row])
-    for shared in range(routed, len(layer.gate)):
+    for shared in range(routed, len(layer.gate_up)):
         out += gated_mlp(layer, shared, x)
     return out
 
@@ -319,7 +326,8 @@ def picked_experts(config: DecoderConfig, scores: torch.Tensor) -> torch.Tensor:
 
 def gated_mlp(layer: LayerWeights, expert: int, x: torch.Tensor) -> torch.Tensor:
     """Return down(silu(gate(x)) * up(x)) of one expert."""
-    inner = F.silu(x @ layer.gate[expert].T) * (x @ layer.up[expert].T)
+    gate, up = (x @ layer.gate_up[expert].T).chunk(2, dim=-1)
+    inner = F.silu(gate) * up
     return inner @ layer.expert_down[expert].T
 
 

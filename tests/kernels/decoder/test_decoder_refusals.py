@@ -163,7 +163,8 @@ def test_weights_of_another_attention(backend: str) -> None:
     [
         ("router_bias", None, r"layer 0, router_bias: expected shape \[8\], found none"),
         ("query_norm", None, r"layer 0, query_norm: expected shape \[24\], found none"),
-        ("up", torch.zeros(9, 41, 48), r"layer 0, up: expected shape \[9, 40, 48\], found"),
+        ("gate_up", torch.zeros(9, 82, 48), r"layer 0, expert_down: expected shape \[9, 48, 41\]"),
+        ("gate_up", torch.zeros(9, 81, 48), "layer 0, gate_up: expected shape|expected 720 rows"),
         ("router", None, r"layer 0, router_bias: expected shape none, found \[8\]"),
     ],
 )
@@ -187,8 +188,10 @@ def with_tensor(weights: LayerWeights, name: str, value: Any) -> LayerWeights:
 def test_weights_are_float32(backend: str) -> None:
     weights = make_layer(CASE, "m", torch.Generator().manual_seed(0))
     made = make_backend(backend)
-    with pytest.raises(TypeError, match="gate: expected a tensor of float32, found torch.bfloat16"):
-        made.pack(replace(weights, gate=weights.gate.bfloat16()))
+    with pytest.raises(
+        TypeError, match="gate_up: expected a tensor of float32, found torch.bfloat16"
+    ):
+        made.pack(replace(weights, gate_up=weights.gate_up.bfloat16()))
     with pytest.raises(TypeError, match="down: expected a tensor of float32, found list"):
         made.pack(with_tensor(weights, "down", weights.tensors["down"].tolist()))
 

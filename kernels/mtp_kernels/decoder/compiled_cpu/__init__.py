@@ -55,6 +55,7 @@ from mtp_kernels.decoder.interface import (
     DecoderConfig,
     LayerKind,
     LayerWeights,
+    Matrix,
     RecursionParts,
 )
 from mtp_kernels.decoder.sharded import LayerShard
@@ -122,7 +123,7 @@ class Backend:
         """Return an RMS norm."""
         return Norm(weight, eps)
 
-    def projection(self, matrix: torch.Tensor) -> Projection:
+    def projection(self, matrix: Matrix) -> Projection:
         """Pack a matrix."""
         return Projection(matrix, self._packer)
 
@@ -229,9 +230,9 @@ class Norm:
 class Projection:
     """y = x @ matrix.T for a packed matrix [out, in]."""
 
-    def __init__(self, matrix: torch.Tensor, packer: Packer) -> None:
+    def __init__(self, matrix: Matrix, packer: Packer) -> None:
         self.outputs, inputs = matrix.shape
-        self._packed = packer.matrix(matrix.float())
+        self._packed = packer.matrix(matrix)
         self.size = self._packed.size
         self.first_panel = Panel(self._packed.ctypes.data, inputs, packer.entry_bytes)
 

@@ -33,7 +33,7 @@ from mtp_kernels.decoder.compiled_cpu.weights import (
     pack_layer,
     sizes_of,
 )
-from mtp_kernels.decoder.interface import DecoderConfig
+from mtp_kernels.decoder.interface import DecoderConfig, Matrix
 from mtp_kernels.decoder.sharded import LayerShard, Pairs
 
 
@@ -45,7 +45,7 @@ class _Matrix:
     shape: tuple[int, ...]
 
     @classmethod
-    def of(cls, matrix: torch.Tensor, packer: Packer) -> _Matrix:
+    def of(cls, matrix: Matrix, packer: Packer) -> _Matrix:
         return cls(packer.matrix(matrix), tuple(matrix.shape))
 
     def product(self, x: torch.Tensor, entry_bytes: int) -> torch.Tensor:
@@ -74,11 +74,11 @@ class _Mlp:
     down: _Matrix
 
     @classmethod
-    def of(cls, gate: torch.Tensor, up: torch.Tensor, down: torch.Tensor, packer: Packer) -> _Mlp:
-        packed = packer.alternating(gate[None], up[None])
+    def of(cls, gate_up: Matrix, down: Matrix, packer: Packer) -> _Mlp:
+        packed, inner = packer.alternating(gate_up), gate_up.shape[1] // 2
         table = np.zeros(1, LAYER)
-        table["gate_up"], table["inner"] = packed.ctypes.data, len(gate)
-        return cls(table, packed, len(gate), _Matrix.of(down, packer))
+        table["gate_up"], table["inner"] = packed.ctypes.data, inner
+        return cls(table, packed, inner, _Matrix.of(down, packer))
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,5 @@
-"""Packing of a decoder layer's weights for compiled code: panels of 32 outputs, one copy.
+"""Packing of a decoder layer's weights for compiled code: panels of 32 outputs, one copy, filled
+row by row as a matrix is read.
 
 Matrices are kept in float32 or bf16, but for routers, whose choices depend on every bit.
 """
@@ -16,7 +17,7 @@ from mtp_kernels.cpu.code import LANES
 from mtp_kernels.cpu.memory import Arena
 from mtp_kernels.cpu.vectors import PANEL
 from mtp_kernels.decoder.compiled_cpu.rows import panels_of
-from mtp_kernels.decoder.interface import DecoderConfig, LayerWeights
+from mtp_kernels.decoder.interface import DecoderConfig, LayerWeights, Matrix, pieces_of
 from mtp_kernels.sizes import GroupedSizes, LatentSizes, Routing, Shapes
 
 # A layer as compiled code sees it: addresses of packed weights, 0 where there is none, then counts.
@@ -114,19 +115,19 @@ class Packer:
         """Bytes of an entry of the packed matrices, as in a Panel."""
         return self.dtype.itemsize
 
-    def matrix(self, matrix: torch.Tensor) -> np.ndarray:
+    def matrix(self, matrix: Matrix) -> np.ndarray:
         """Return [..., out, in] as panels [..., out / 32, in, 32], zeros past the last output."""
         *several, rows, columns = matrix.shape
         place = self._take(*several, panels_of(rows), columns, PANEL)
-        self._fill(place, matrix)
+        self._fill([*place.reshape(-1, *place.shape[-3:])], rows, matrix)
         return place
 
-    def alternating(self, gate: torch.Tensor, up: torch.Tensor) -> np.ndarray:
-        """Return panels [e, panel, 2, d, 32] of gate and up in turn."""
-        experts, rows, columns = gate.shape
-        place = self._take(experts, panels_of(rows), 2, columns, PANEL)
-        self._fill(place[:, :, 0], gate)
-        self._fill(place[:, :, 1], up)
+    def alternating(self, gate_up: Matrix) -> np.ndarray:
+        """Return panels [e, panel, 2, d, 32] of gate and up in turn, given both [e, 2*i, d]."""
+        experts, rows, columns = gate_up.shape
+        place = self._take(experts, panels_of(rows // 2), 2, columns, PANEL)
+        halves = [panels[:, half] for panels in place for half in range(2)]
+        self._fill(halves, rows // 2, gate_up)
         return place
 
     def vector(self, values: torch.Tensor) -> np.ndarray:
@@ -138,20 +139,35 @@ class Packer:
     def _take(self, *shape: int) -> np.ndarray:
         return self.arena.take(*shape, dtype=KINDS[self.dtype])
 
-    def _fill(self, place: np.ndarray, matrix: torch.Tensor) -> None:
-        """Write a matrix to its panels at once: its rows are the columns of a panel."""
+    def _fill(self, places: Sequence[np.ndarray], rows: int, matrix: Matrix) -> None:
+        """Write matrices of a number of rows, as they are read, to the panels of each."""
+        for panels in places if rows % PANEL else ():
+            panels[-1] = 0
+        at, end = 0, rows * len(places)
+        for piece in pieces_of(matrix):
+            while len(piece) and at < end:
+                number, start = divmod(at, rows)
+                part, piece = piece[: rows - start], piece[rows - start :]
+                self._write(places[number], start, part)
+                at += len(part)
+            at += len(piece)
+        if at != end:
+            raise ValueError(f"matrix: expected {end} rows, found {at}")
+
+    def _write(self, panels: np.ndarray, start: int, rows: torch.Tensor) -> None:
+        """Write rows [n, in] of a matrix, from one on, to panels [panel, in, 32]: as columns."""
         if self.dtype is torch.bfloat16:
-            matrix = matrix.bfloat16().view(torch.int16)
-            place = place.view(np.int16).reshape(*place.shape[:-1], LANES, 2).swapaxes(-1, -2)
+            rows = rows.bfloat16().view(torch.int16)
+            lines = panels.view(np.int16).reshape(*panels.shape[:-1], LANES, 2).swapaxes(-1, -2)
         else:
-            place = place[..., None, :]
-        columns = matrix.numpy().swapaxes(-1, -2)  # [..., in, out]
-        parts, width = place.shape[-2:]
-        for number in range(panels_of(matrix.shape[-2]) * parts):
-            own = columns[..., number * width : (number + 1) * width]
-            line = place[..., number // parts, :, number % parts, :]
-            line[..., : own.shape[-1]] = own
-            line[..., own.shape[-1] :] = 0
+            lines = panels[..., None, :]
+        columns, stop = rows.numpy().T, start + len(rows)
+        parts, width = lines.shape[-2:]
+        for number in range(start // width, -(-stop // width)):
+            first, last = max(start, number * width), min(stop, (number + 1) * width)
+            lanes = slice(first - number * width, last - number * width)
+            line = lines[number // parts, :, number % parts]
+            line[:, lanes] = columns[:, first - start : last - start]
 
 
 VECTORS = (
@@ -168,7 +184,7 @@ VECTORS = (
 def pack_layer(weights: LayerWeights, packer: Packer) -> PackedLayer:
     """Pack one layer; its own tensors may then be dropped."""
     given = weights.tensors
-    made = {"gate_up": packer.alternating(given.pop("gate"), given.pop("up"))}
+    made = {"gate_up": packer.alternating(given.pop("gate_up"))}
     for name, tensor in given.items():
         if tensor is None:
             continue
@@ -179,8 +195,8 @@ def pack_layer(weights: LayerWeights, packer: Packer) -> PackedLayer:
     for name, tensor in tensors.items():
         record[name] = tensor.data_ptr()
     routed = 0 if weights.router is None else len(weights.router)
-    record["routed"], record["shared"] = routed, len(weights.gate) - routed
-    record["inner"] = weights.gate.shape[1]
+    record["routed"], record["shared"] = routed, weights.gate_up.shape[0] - routed
+    record["inner"] = weights.gate_up.shape[1] // 2
     return PackedLayer(weights.shapes(), tuple(tensors.values()), record)
 
 
