@@ -24,8 +24,9 @@ from mtp_export.tune.writing import Output
 from mtp_export.verify.evidence.corpus import Drafts, judge
 from mtp_runtime.layers.attention import Attention
 from mtp_runtime.models.eagle3 import Eagle3Module, eagle3_module
+from mtp_runtime.models.execution import Head, TorchExecution
 from mtp_runtime.models.load import LoadOptions, open_model
-from mtp_runtime.models.model import Head, Model, TorchExecution
+from mtp_runtime.models.model import Model
 from mtp_runtime.teacher_forcing import DraftInputs, draft_states
 from mtp_runtime.training.recursion import RecursiveChains
 

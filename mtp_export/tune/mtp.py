@@ -25,8 +25,9 @@ from mtp_export.tune.writing import Output
 from mtp_export.verify.evidence.corpus import Drafts, judge
 from mtp_runtime.layers.embedding import Embedding
 from mtp_runtime.models.builder import ModelBuilder
+from mtp_runtime.models.execution import Head, TorchExecution
 from mtp_runtime.models.load import DTYPES, LoadOptions, open_model
-from mtp_runtime.models.model import Head, MtpModule, TorchExecution
+from mtp_runtime.models.model import MtpModule
 from mtp_runtime.teacher_forcing import DraftInputs, draft_states
 from mtp_runtime.training.recursion import RecursiveChains, expanded
 from mtp_runtime.training.weights import (

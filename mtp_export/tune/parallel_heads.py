@@ -19,8 +19,9 @@ from mtp_export.tune.rows import Fed, Rows
 from mtp_export.tune.source_bundle import SourceBundle
 from mtp_export.tune.writing import Output
 from mtp_export.verify.evidence.corpus import Drafts, judge_normed
+from mtp_runtime.models.execution import TorchExecution
 from mtp_runtime.models.load import LoadOptions, open_model
-from mtp_runtime.models.model import Model, TorchExecution
+from mtp_runtime.models.model import Model
 from mtp_runtime.models.parallel_heads import FfnHeads, StoredHeads, run_blocks
 
 METHOD = "parallel_heads"

@@ -9,7 +9,7 @@ import torch
 
 from mtp_runtime.acceptance.base import Draft
 from mtp_runtime.logprobs import token_logprobs
-from mtp_runtime.models.model import Head
+from mtp_runtime.models.execution import Head
 from mtp_runtime.request import Request
 
 

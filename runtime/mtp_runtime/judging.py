@@ -12,7 +12,7 @@ from mtp_runtime.acceptance.base import AcceptanceRule, Block, Verdict
 from mtp_runtime.config import SpeculationConfig
 from mtp_runtime.groups import Group
 from mtp_runtime.logprobs import token_logprobs
-from mtp_runtime.models.model import Head
+from mtp_runtime.models.execution import Head
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,8 @@ import torch
 
 from mtp_kernels.batch_layout import BatchLayout
 from mtp_runtime.cache import Cache, CachedSequence, PageAllocator, lay_out
-from mtp_runtime.models.model import DraftModule, Head, Layers, Model, States
+from mtp_runtime.models.execution import DraftModule, Head, Layers
+from mtp_runtime.models.model import Model, States
 
 CHUNK_TOKENS = 512
 BRANCH_ROWS = 256

@@ -28,8 +28,9 @@ from mtp_export.verify.decoding.drafter_agreement import drafter_items
 from mtp_export.verify.evidence.corpus import Corpus
 from mtp_export.verify.evidence.prompts import Prompt
 from mtp_runtime.drafters import DRAFTERS
+from mtp_runtime.models.execution import TorchExecution
 from mtp_runtime.models.load import LoadOptions, load_model, open_model
-from mtp_runtime.models.model import Model, TorchExecution
+from mtp_runtime.models.model import Model
 from mtp_runtime.tokenizer import Tokenizer
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -12,8 +12,9 @@ from tokenizers import Tokenizer
 from fixtures.tiny.prompts import prompt_ids, read_prompts
 from mtp_runtime import SamplingParams
 from mtp_runtime.models.compiled import CompiledLayers
+from mtp_runtime.models.execution import TorchLayers
 from mtp_runtime.models.load import LoadOptions, load_model
-from mtp_runtime.models.model import Model, TorchLayers
+from mtp_runtime.models.model import Model
 from runtime.checkpoints import GLM4_MOE, write_checkpoint
 from runtime.harness import Prompt, Walk, load, prompts_of, run
 

@@ -18,8 +18,9 @@ from mtp_runtime.drafters.eagle3 import Eagle3Drafter, read_eagle3
 from mtp_runtime.drafters.mtp import ModuleDrafter, MtpDrafter
 from mtp_runtime.models.compiled import stacked
 from mtp_runtime.models.eagle3 import Eagle3Module
+from mtp_runtime.models.execution import Recursion
 from mtp_runtime.models.load import LoadOptions, load_model
-from mtp_runtime.models.model import Model, Recursion
+from mtp_runtime.models.model import Model
 from mtp_runtime.request import Request
 from mtp_runtime.sampling import SamplingParams
 from runtime.checkpoints import SMALL

@@ -7,8 +7,9 @@ from pathlib import Path
 import pytest
 import torch
 
+from mtp_runtime.models.execution import TorchExecution
 from mtp_runtime.models.load import LoadOptions, open_model
-from mtp_runtime.models.model import MtpModule, TorchExecution
+from mtp_runtime.models.model import MtpModule
 from mtp_runtime.teacher_forcing import DraftInputs, Text, Texts, draft_states
 from mtp_runtime.training.recursion import RecursiveChains
 from tune.conftest import DEEPSEEK, GLM

@@ -19,7 +19,8 @@ from mtp_export.verify.decoding import controls, greedy, paths, sampling
 from mtp_export.verify.decoding.greedy import Trial
 from mtp_export.verify.evidence import bundle_parts
 from mtp_export.verify.evidence.decode import Decoded
-from mtp_runtime.models.model import Model, Outputs
+from mtp_runtime.models.execution import Outputs
+from mtp_runtime.models.model import Model
 from mtp_runtime.request import Request
 from mtp_runtime.sampling import SamplingParams
 from runtime.checkpoints import write_checkpoint

@@ -16,8 +16,9 @@ from mtp_export.verify.diagnosis.causes import decoding as causes
 from mtp_export.verify.evidence.corpus import Corpus
 from mtp_export.verify.evidence.noise import paced_logits
 from mtp_runtime.layers.tensor_parallel import MODES
+from mtp_runtime.models.execution import TorchLayers
 from mtp_runtime.models.load import LoadOptions, load_model
-from mtp_runtime.models.model import Model, TorchLayers
+from mtp_runtime.models.model import Model
 from mtp_runtime.parallel.group import Group
 
 # Largest difference of a logit over the largest logit, fp32: some thousand roundings of 6e-8.

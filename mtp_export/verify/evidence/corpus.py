@@ -11,7 +11,8 @@ import torch
 
 from mtp_export.verify.evidence.decode import Decoded, decode
 from mtp_export.verify.evidence.prompts import Prompt
-from mtp_runtime.models.model import DraftModule, Head, Model, MtpModule
+from mtp_runtime.models.execution import DraftModule, Head
+from mtp_runtime.models.model import Model, MtpModule
 from mtp_runtime.sampling import SamplingParams
 from mtp_runtime.teacher_forcing import (
     Anchors,

@@ -11,7 +11,7 @@ import torch
 
 from mtp_runtime.acceptance.base import Draft
 from mtp_runtime.config import SpeculationConfig
-from mtp_runtime.models.model import Head
+from mtp_runtime.models.execution import Head
 from mtp_runtime.request import Request
 from mtp_runtime.sampling import Probabilities, SamplingParams, probabilities_of
 

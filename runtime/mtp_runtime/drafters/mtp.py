@@ -19,7 +19,7 @@ from mtp_runtime.acceptance.base import Draft
 from mtp_runtime.cache import Cache, lay_out, page_table
 from mtp_runtime.drafters.base import DrafterParts, Pass
 from mtp_runtime.drafters.chain import Chain, grow
-from mtp_runtime.models.model import DraftModule, Recursion
+from mtp_runtime.models.execution import DraftModule, Recursion
 from mtp_runtime.request import Request
 
 Span = tuple[int, int]

@@ -16,9 +16,10 @@ from mtp_runtime.layers.decoder_layer import DecoderLayer
 from mtp_runtime.layers.embedding import Embedding
 from mtp_runtime.layers.linear import Linear, dense
 from mtp_runtime.loading.weight_source import WeightSource
+from mtp_runtime.models.execution import Execution, Head, Outputs
 from mtp_runtime.models.layer_loader import LayerLoader
 from mtp_runtime.models.layer_types import layer_type, load_layer
-from mtp_runtime.models.model import Execution, Head, Model, MtpModule, Outputs
+from mtp_runtime.models.model import Model, MtpModule
 
 
 def config_for(spec: ModelSpec, tokens: int | None) -> ModelConfig:

@@ -26,13 +26,8 @@ from mtp_runtime.layers.moe import Mlp, Moe, SigmoidRouter
 from mtp_runtime.layers.norm import RmsNorm
 from mtp_runtime.layers.rope import Rope
 from mtp_runtime.layers.tensor_parallel import ParallelMoe
-from mtp_runtime.models.model import (
-    Layers,
-    Model,
-    Recursion,
-    RecursiveModule,
-    TorchLayers,
-)
+from mtp_runtime.models.execution import Layers, Recursion, RecursiveModule, TorchLayers
+from mtp_runtime.models.model import Model
 from mtp_runtime.models.packing import KINDS, Rows, config_of, weights_of
 
 

@@ -16,7 +16,8 @@ from mtp_runtime.layers.tensor_parallel import ALONE, GATHER, MODES, REDUCE, Ten
 from mtp_runtime.loading.weight_source import Ledger, open_source
 from mtp_runtime.models.builder import ModelBuilder, config_for
 from mtp_runtime.models.compiled import CompiledExecution, refuse_torch_layers
-from mtp_runtime.models.model import Execution, Model, TorchExecution
+from mtp_runtime.models.execution import Execution, TorchExecution
+from mtp_runtime.models.model import Model
 from mtp_runtime.models.sharded import ShardedExecution
 from mtp_runtime.parallel.group import LONE, Group
 

@@ -36,9 +36,10 @@ from mtp_runtime.cache import Cache, JoinedCaches, PageAllocator
 from mtp_runtime.layers.tensor_parallel import ALONE, TensorParallel
 from mtp_runtime.loading.draft_folder import DraftFolder, DraftTensor, layout_on_disk
 from mtp_runtime.loading.held_source import HeldSource
+from mtp_runtime.models.execution import Execution, Head, Layers, Outputs, TorchExecution
 from mtp_runtime.models.layer_loader import LayerLoader
 from mtp_runtime.models.layer_types import load_layer
-from mtp_runtime.models.model import Execution, Head, Layers, Model, Outputs, TorchExecution
+from mtp_runtime.models.model import Model
 
 Tensors = Mapping[str, DraftTensor]
 _FLOATS = (DType.BF16, DType.F16, DType.F32)

@@ -30,7 +30,7 @@ from mtp_runtime.models.compiled import (
     new_stacked_cache,
     stacked,
 )
-from mtp_runtime.models.model import Layers
+from mtp_runtime.models.execution import Layers
 from mtp_runtime.models.packing import shard_of, split_experts
 from mtp_runtime.parallel.group import Part
 

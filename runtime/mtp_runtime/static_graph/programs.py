@@ -14,7 +14,8 @@ from mtp_kernels.batch_layout import BatchLayout
 from mtp_runtime.cache import Cache, CacheSpec, LayerCache, LayerCaches, PageAllocator
 from mtp_runtime.layers.attention import ExpandedAttention, ForwardPass
 from mtp_runtime.layers.decoder_layer import DecoderLayer
-from mtp_runtime.models.model import Layers, Model
+from mtp_runtime.models.execution import Layers
+from mtp_runtime.models.model import Model
 from mtp_runtime.static_graph.buckets import Bucket, Buffers
 from mtp_runtime.static_graph.steps import layers_of, refuse_dynamic_layers
 from mtp_runtime.static_graph.tensors import outline, tensors_of, with_tensors

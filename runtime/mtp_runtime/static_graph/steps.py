@@ -19,7 +19,8 @@ from mtp_runtime.config import EngineConfig
 from mtp_runtime.layers.decoder_layer import DecoderLayer
 from mtp_runtime.layers.grouped import GroupedExperts
 from mtp_runtime.layers.moe import Moe
-from mtp_runtime.models.model import Model, ModelCache, States, TorchLayers
+from mtp_runtime.models.execution import TorchLayers
+from mtp_runtime.models.model import Model, ModelCache, States
 from mtp_runtime.static_graph.buckets import Bucket, Buffers, Inputs
 
 Replay = Callable[[], States]

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from mtp_checkpoints.errors import UnsupportedError
 from mtp_runtime.layers.attention import Attention, ExpandedAttention
-from mtp_runtime.models.model import Head
+from mtp_runtime.models.execution import Head
 
 Entry = tuple[Tensor, Tensor]
 

@@ -1,0 +1,225 @@
+"""Execution of a model's parts, by torch or by compiled kernels: layers, norms, projections, heads
+and the recursion of modules that draft."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Protocol
+
+import torch
+
+from mtp_kernels.batch_layout import BatchLayout
+from mtp_kernels.decoder import ModuleInputs, Projection, RowStep
+from mtp_runtime.cache import Cache, CacheSpec, LayerCaches, PageAllocator
+from mtp_runtime.layers.attention import ForwardPass
+from mtp_runtime.layers.decoder_layer import DecoderLayer
+from mtp_runtime.layers.embedding import Embedding
+from mtp_runtime.layers.linear import Linear
+from mtp_runtime.layers.norm import RmsNorm
+
+
+class Layers(Protocol):
+    """Consecutive decoder layers, however they are run."""
+
+    def __len__(self) -> int: ...
+
+    def new_cache(self, spec: CacheSpec) -> Cache:
+        """Make the cache of these layers; its tensors are uninitialized."""
+
+    def __call__(
+        self,
+        x: torch.Tensor,
+        cache: Cache,
+        layout: BatchLayout,
+        attention_input: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """Take the stream x [T, d], which may be overwritten, through the layers.
+
+        attention_input [T, w]: what attention takes in a first layer without an input norm.
+        """
+
+    def each(self) -> Iterator[Layers]:
+        """Yield every layer by itself."""
+
+    def part(self, first: int, stop: int) -> Layers:
+        """Return layers [first, stop), at least one."""
+
+
+class Execution(Protocol):
+    """Backend that runs a model's parts: torch, or compiled kernels that are made of them."""
+
+    @property
+    def packs(self) -> bool:
+        """True where linears are packed for kernels, straight from their files."""
+
+    def layers(self, layers: Iterable[DecoderLayer]) -> Layers: ...
+
+    def norm(self, norm: RmsNorm) -> RowStep: ...
+
+    def linear(self, linear: Linear) -> Projection: ...
+
+    def recursion(self, module: RecursiveModule) -> Recursion | None:
+        """Return one call that drafts all tokens of a recursion, or None: they go step by step."""
+
+
+class Recursion(Protocol):
+    """Best drafts of a module, each from the one before."""
+
+    def __call__(
+        self,
+        x: torch.Tensor,  # [b, d], the module's output; overwritten
+        starts: Sequence[int],  # positions of x
+        counts: Sequence[int],  # tokens to draft, at least 1, the largest first
+        page_table: torch.Tensor,  # [b, max_pages]
+        cache: Cache,  # of the module
+    ) -> list[list[int]]: ...
+
+
+@dataclass(frozen=True)
+class TorchLayers:
+    """Layers run by torch, operation by operation, on any device and in any dtype."""
+
+    layers: tuple[DecoderLayer, ...]
+    backend: str = "auto"  # of verify_attention
+
+    def __len__(self) -> int:
+        return len(self.layers)
+
+    def new_cache(self, spec: CacheSpec) -> LayerCaches:
+        return LayerCaches(tuple(layer.new_cache(spec) for layer in self.layers))
+
+    def __call__(
+        self,
+        x: torch.Tensor,
+        cache: Cache,
+        layout: BatchLayout,
+        attention_input: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        assert isinstance(cache, LayerCaches), "the cache that new_cache made"
+        forward = ForwardPass(layout, self.backend)
+        for layer, own in zip(self.layers, cache.layers, strict=True):
+            x, attention_input = layer(x, own, forward, attention_input), None
+        return x
+
+    def each(self) -> Iterator[Layers]:
+        return (replace(self, layers=(layer,)) for layer in self.layers)
+
+    def part(self, first: int, stop: int) -> TorchLayers:
+        return replace(self, layers=self.layers[first:stop])
+
+
+@dataclass(frozen=True)
+class TorchExecution:
+    """Execution of every operation by torch."""
+
+    @property
+    def packs(self) -> bool:
+        return False
+
+    def layers(self, layers: Iterable[DecoderLayer]) -> Layers:
+        return TorchLayers(tuple(layers))
+
+    def norm(self, norm: RmsNorm) -> RowStep:
+        return norm
+
+    def linear(self, linear: Linear) -> Projection:
+        return linear
+
+    def recursion(self, module: RecursiveModule) -> None:
+        return None
+
+
+@dataclass(frozen=True)
+class Outputs:
+    """Projection to the vocabulary, packed once for all heads that share it."""
+
+    linear: Linear
+    execution: Execution
+
+    @cached_property
+    def projected(self) -> Projection:
+        """Projection of rows [T, d] that passed a norm."""
+        return self.execution.linear(self.linear)
+
+
+@dataclass(frozen=True)
+class Head:
+    """The last norm and the projection to the vocabulary."""
+
+    norm: RmsNorm
+    outputs: Outputs
+
+    @property
+    def linear(self) -> Linear:
+        """The projection as it was loaded."""
+        return self.outputs.linear
+
+    @property
+    def execution(self) -> Execution:
+        """Execution of the model's parts."""
+        return self.outputs.execution
+
+    @cached_property
+    def normed(self) -> RowStep:
+        """Norm of rows [T, d]."""
+        return self.execution.norm(self.norm)
+
+    @property
+    def projected(self) -> Projection:
+        """Projection of rows [T, d] that passed the norm."""
+        return self.outputs.projected
+
+    @property
+    def token_ids(self) -> torch.Tensor:
+        """Token of each of the projection's outputs, ascending."""
+        return torch.arange(self.linear.weight.shape[0])
+
+    def logits(self, normed: torch.Tensor) -> torch.Tensor:
+        """Return float32 logits [T, vocab] of rows that passed the norm."""
+        return self.projected(normed).float()
+
+    def best(self, normed: torch.Tensor) -> torch.Tensor:
+        """Return the best token [T] of rows that passed the norm, the first of equal ones."""
+        return self.projected.best(normed)
+
+
+class DraftModule(Protocol):
+    """A module that drafts from hidden states and the tokens after them, and from its own output:
+    an MTP module, or another draft's."""
+
+    @property
+    def head(self) -> Head: ...
+
+    @property
+    def recursion(self) -> Recursion | None:
+        """One call that drafts the best tokens by recursion, or None."""
+
+    def new_cache(self, pages: PageAllocator) -> Cache:
+        """Make a cache with room for all pages."""
+
+    def __call__(
+        self, next_tokens: torch.Tensor, hidden: torch.Tensor, cache: Cache, layout: BatchLayout
+    ) -> torch.Tensor:
+        """Return the output [T, d] before the norm, for tokens [T] and hidden states [T, d]."""
+
+    def recycled(self, x: torch.Tensor, normed: torch.Tensor) -> torch.Tensor:
+        """Return the side of its norm on which the output is fed to the next draft."""
+
+
+class RecursiveModule(DraftModule, Protocol):
+    """A module of one layer, with the parts that its recursion is made of."""
+
+    @property
+    def embedding(self) -> Embedding: ...
+
+    @property
+    def inputs(self) -> ModuleInputs: ...
+
+    @property
+    def layers(self) -> Layers: ...
+
+    @property
+    def recycles_normed(self) -> bool:
+        """True where the next draft is fed the output behind its norm."""
