@@ -378,7 +378,7 @@ def test_each_rank_holds_its_part_of_whole_panels_alone(group: Group, tmp_path: 
 def held_by_rank(group: Group, folder: Path, mode: str = "gather") -> list[int]:
     model = part_of(group, folder, LoadOptions(parallel_mode=mode)).model
     layers = (model.layers, *(module.layers for module in model.mtp_modules))
-    head = 4 * math.prod(model.head.linear.weight.shape)  # its local rows, which stay to be packed
+    head = 4 * math.prod(model.head.linear.weight.shape)  # its local rows, in whole panels
     return [dense_bytes([model.embedding]) + head, sum(map(packed_bytes, layers))]
 
 
