@@ -3,6 +3,7 @@ that the runtime has no layer for is exported, quantized and judged all the same
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import partial
@@ -13,7 +14,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from cases import export, quantize, run_program
+from cases import edit_json, export, quantize, run_program
 from faults.small_model import family_config, write_dense
 from mtp_checkpoints.errors import UnsupportedError
 from mtp_checkpoints.families import FAMILIES, parts
@@ -28,6 +29,8 @@ from mtp_runtime.models.load import LoadOptions, load_model
 GREEDY = SamplingParams(max_tokens=6, ignore_eos=True)
 PROMPTS = [[3, 1, 4, 1, 5], [9, 2, 6]]
 PAIR = ("--base-quant", "weight_only_int4", "--mtp-quant", "weight_only_int8")
+FIXTURES = Path(__file__).resolve().parents[2] / "fixtures"
+INT8 = ("--base-quant", "weight_only_int8", "--mtp-quant", "weight_only_int8")
 OPTIONS = (*PAIR, "--group-size", "32", "--target", "vllm", "--quiet")
 
 
@@ -74,6 +77,14 @@ def unknown(fields: Fields) -> ModelSpec:
     return moe_decoder(fields, lambda layer: attention, usual_contract=MtpContract(source="toy"))
 
 
+def of_known_parts(fields: Fields) -> ModelSpec:
+    """The toy family of the trained miniature's parts."""
+    attention = parts.Gqa.of(fields)
+    return moe_decoder(
+        fields, lambda layer: attention, usual_contract=MtpContract(source="the toy")
+    )
+
+
 def config_of(model_type: str) -> dict[str, Any]:
     """The sizes of latent attention, and those of grouped queries."""
     grouped = {"head_dim": 16, "num_key_value_heads": 2, "partial_rotary_factor": 0.5}
@@ -112,6 +123,26 @@ def test_a_family_of_known_parts_is_one_line(known_parts: Path, tmp_path: Path) 
             run_program("generate", folder, "--prompt", "def read(", "--max-new-tokens", 4).code
             == 0
         )
+
+
+def test_a_trained_model_of_a_family_passes_every_level(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its quantized bundle decodes, drafts as it was trained to, and generates."""
+    monkeypatch.setitem(FAMILIES, "toy_trained", of_known_parts)
+    source = Path(shutil.copytree(FIXTURES / "glm4-moe-tiny", tmp_path / "source"))
+    edit_json(source / "config.json", lambda config: config.update(model_type="toy_trained"))
+    exported, bundle = tmp_path / "bf16", tmp_path / "int8"
+    assert export(source, exported, "--quiet").code == 0
+    assert quantize(exported, bundle, *INT8, "--quiet").code == 0
+    prompts = tmp_path / "prompts.jsonl"
+    lines = (FIXTURES / "prompts.jsonl").read_text().splitlines()
+    prompts.write_text("\n".join(lines[:8]))
+    options = ("--prompts", prompts, "--max-new-tokens", 24, "--k", 1)
+    verified = run_program("verify", bundle, "--source", source, "--level", "run", *options)
+    assert verified.code == 0, verified.out + verified.err
+    generated = run_program("generate", bundle, "--prompt", "def read(", "--max-new-tokens", 4)
+    assert generated.code == 0, generated
 
 
 def test_the_order_of_an_mtp_modules_inputs(
