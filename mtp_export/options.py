@@ -39,6 +39,13 @@ class Panel(StrEnum):
     REPORT = "Report"
 
 
+class Access(StrEnum):
+    """Use that a command makes of the path in an option."""
+
+    READ = "read"
+    WRITTEN = "written"
+
+
 @dataclass(frozen=True)
 class Option:
     """Description of an option, or of an argument; the field gives its name, type and default.
@@ -46,7 +53,8 @@ class Option:
     flag is given where it is not the field's name. A bool that is True by default has one that
     turns it off. parser takes the text of a value and raises ValueError; choices are the texts that
     there are. low and high bound a number. default is the text of the field's default and
-    show_default what --help shows of it, where they are not the default itself.
+    show_default what --help shows of it, where they are not the default itself. access is there for
+    every path.
     """
 
     help: str
@@ -61,6 +69,7 @@ class Option:
     show_default: bool | str = True
     envvar: str | None = None
     is_argument: bool = False
+    access: Access | None = None
 
 
 def option(help: str, panel: Panel, flag: str | None = None, **more: Any) -> Mapping[str, Option]:
@@ -68,19 +77,25 @@ def option(help: str, panel: Panel, flag: str | None = None, **more: Any) -> Map
     return {METADATA: Option(help, panel, flag, **more)}
 
 
-def argument(help: str, metavar: str, parser: Callable[[str], Any]) -> Mapping[str, Option]:
-    """Return the metadata of a field that an argument sets."""
-    return {METADATA: Option(help, metavar=metavar, parser=parser, is_argument=True)}
+def argument(
+    help: str, metavar: str, parser: Callable[[str], Any], access: Access | None = None
+) -> Mapping[str, Option]:
+    """Return the metadata of a field that an argument sets; access: of a path."""
+    return {METADATA: Option(help, metavar=metavar, parser=parser, is_argument=True, access=access)}
 
 
-def path_option(help: str, panel: Panel, metavar: str, flag: str | None = None) -> Any:
+def path_option(
+    help: str, panel: Panel, metavar: str, flag: str | None = None, *, access: Access
+) -> Any:
     """Return the metadata of a field that an option sets to a path on this machine."""
-    return option(help, panel, flag, metavar=metavar, parser=parse_path)
+    return option(help, panel, flag, metavar=metavar, parser=parse_path, access=access)
 
 
 def source_option(help: str, flag: str = "--input-dir") -> Mapping[str, Option]:
     """Return the metadata of a field for a checkpoint: a folder, or a repository's address."""
-    return option(help, Panel.INPUT_OUTPUT, flag, metavar="SRC", parser=parse_source)
+    return option(
+        help, Panel.INPUT_OUTPUT, flag, metavar="SRC", parser=parse_source, access=Access.READ
+    )
 
 
 def parse_size(text: str) -> int:

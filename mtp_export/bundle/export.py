@@ -14,9 +14,10 @@ from mtp_checkpoints.tensors.reader import Checkpoint
 from mtp_export.bundle.bundle_plan import BundlePlan, Recipe
 from mtp_export.bundle.links import guess_links, resolve_links
 from mtp_export.bundle.options import BundleOptions, Checksums, Part
-from mtp_export.bundle.preflight import check_disk, check_memory, check_nesting
+from mtp_export.bundle.preflight import check_disk, check_memory
 from mtp_export.bundle.run_folder import check_output
 from mtp_export.bundle.split import SplitOptions, main_part, mtp_part
+from mtp_export.paths import refuse_overlaps
 from mtp_export.plan import Link, PartPlan
 from mtp_export.schemes.conversion import AS_STORED, DEQUANTIZED
 
@@ -24,7 +25,7 @@ from mtp_export.schemes.conversion import AS_STORED, DEQUANTIZED
 def plan_export(options: BundleOptions, *, dry_run: bool = False) -> BundlePlan:
     """Check source and output, and plan the bundle (MtpExportError)."""
     target = target_of(options.target)
-    check_nesting(options.input_dir, options.output_dir)
+    refuse_overlaps({"--input-dir": options.input_dir}, {"--output-dir": options.output_dir})
     check_output(options.output_dir, options.run)
     source = open_source(options.input_dir)
     config = source[0].config

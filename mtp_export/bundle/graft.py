@@ -29,11 +29,11 @@ from mtp_checkpoints.tensors.grafted import GraftedCheckpoint
 from mtp_checkpoints.tensors.reader import Checkpoint
 from mtp_export.bundle.bundle_plan import BundlePlan, Recipe
 from mtp_export.bundle.export import open_source, plan_bundle
-from mtp_export.bundle.options import BundleOptions
-from mtp_export.bundle.preflight import check_nesting
+from mtp_export.bundle.options import PlannerOptions
 from mtp_export.bundle.run_folder import check_output
 from mtp_export.bundle.same_model import check_same_model
 from mtp_export.bundle.split import SplitOptions
+from mtp_export.paths import refuse_overlaps
 from mtp_export.schemes import SCHEMES
 from mtp_export.schemes.conversion import AS_STORED
 from mtp_export.schemes.grafting import Draft, GraftDescription, describe_graft
@@ -45,13 +45,17 @@ _MODELOPT_FILE = "hf_quant_config.json"
 
 
 @dataclass(frozen=True)
-class GraftOptions:
+class GraftOptions(PlannerOptions):
     """The main model is bundle.input_dir; mtp_source is the checkpoint with the MTP layer, and
     mtp_quant the name of the scheme that the layer is stored in."""
 
-    bundle: BundleOptions
     mtp_source: Place
     mtp_quant: str = BF16
+
+    @property
+    def inputs(self) -> tuple[Place, ...]:
+        """Checkpoints that are read."""
+        return (*super().inputs, self.mtp_source)
 
 
 def plan_graft(options: GraftOptions, *, dry_run: bool = False) -> BundlePlan:
@@ -103,8 +107,7 @@ def _check_places(options: GraftOptions) -> None:
             expected=f"--target {', '.join(readers[:-1])} or {readers[-1]}",
             found=target.name,
         )
-    for place in (main, mtp):
-        check_nesting(place, options.bundle.output_dir)
+    refuse_overlaps({"--main": main, "--mtp": mtp}, {"--output-dir": options.bundle.output_dir})
     check_output(options.bundle.output_dir, options.bundle.run)
 
 

@@ -234,6 +234,11 @@ class BundleOptions:
     content: ContentOptions = ContentOptions()
     run: RunOptions = RunOptions()
 
+    @property
+    def inputs(self) -> tuple[Place, ...]:
+        """Checkpoints that are read."""
+        return (self.input_dir,)
+
     def recorded(self) -> dict[str, Any]:
         """Return the options that decide the contents, as the manifest keeps them."""
         return {
@@ -251,3 +256,8 @@ class PlannerOptions:
     """Options of a planner: those of every bundle, and in its subclasses its own."""
 
     bundle: BundleOptions
+
+    @property
+    def inputs(self) -> tuple[Place, ...]:
+        """Checkpoints that are read."""
+        return self.bundle.inputs

@@ -1,34 +1,18 @@
-"""Checks before the first byte is written: disk, memory, and folders apart from each other."""
+"""Checks before the first byte is written: disk and memory."""
 
 from __future__ import annotations
 
-import os
 import shutil
 from contextlib import suppress
 from pathlib import Path
 
-from mtp_checkpoints.errors import ResourceError, UsageError
-from mtp_checkpoints.sources.byte_source import Place
+from mtp_checkpoints.errors import ResourceError
 from mtp_checkpoints.sources.staging import DOWNLOADS_NAME
 from mtp_export.bundle.links import existing_parent
 from mtp_export.bundle.run_folder import PARTS
 
 # Indexes, configs, tokenizers, the manifest and the file system's own needs.
 _SPARE_DISK_BYTES = 128_000_000
-
-
-def check_nesting(source: Place, output: Path) -> None:
-    """Refuse an output inside a local input and the reverse (UsageError)."""
-    if not isinstance(source, Path):
-        return
-    inside, outside = (Path(os.path.realpath(path)) for path in (source, output))
-    if inside == outside or inside in outside.parents or outside in inside.parents:
-        raise UsageError(
-            "Input and output folders must not contain each other",
-            expected="two separate folders",
-            found=f"input {inside}, output {outside}",
-            todo="Choose another --output-dir",
-        )
 
 
 def needed_disk_bytes(written_bytes: int) -> int:

@@ -25,9 +25,9 @@ from mtp_export.bundle.bundle_plan import BundlePlan, Recipe
 from mtp_export.bundle.export import open_source, plan_bundle
 from mtp_export.bundle.options import PlannerOptions
 from mtp_export.bundle.precision import Device, Format, Int4Scope, Precision
-from mtp_export.bundle.preflight import check_nesting
 from mtp_export.bundle.run_folder import check_output
 from mtp_export.bundle.split import SplitOptions
+from mtp_export.paths import refuse_overlaps
 from mtp_export.schemes import SCHEMES
 from mtp_export.schemes.configs import quantization_configs
 from mtp_export.schemes.conversion import Conversion
@@ -100,7 +100,8 @@ def plan_quantize(
     Raises UnsupportedError for a pair outside the table, for a tensor that a scheme cannot hold
     (its K against the group size) and for a target that does not read the MTP module's scheme.
     """
-    check_nesting(options.bundle.input_dir, options.bundle.output_dir)
+    bundle = options.bundle
+    refuse_overlaps({"--input-dir": bundle.input_dir}, {"--output-dir": bundle.output_dir})
     check_output(options.bundle.output_dir, options.bundle.run)
     return plan_bundle(options.bundle, *quantize_recipe(options, opened), dry_run=dry_run)
 

@@ -39,6 +39,12 @@ class Request:
         bundle: BundleOptions = options if isinstance(options, BundleOptions) else options.bundle
         return bundle
 
+    @property
+    def inputs(self) -> tuple[Place, ...]:
+        """Checkpoints that it reads."""
+        inputs: tuple[Place, ...] = self.options.inputs
+        return inputs
+
     def plan(self, *, dry_run: bool = False) -> BundlePlan:
         """Check the source and plan the bundle (MtpExportError)."""
         plan: BundlePlan = _planner(self.planner)(self.options, dry_run=dry_run)

@@ -95,10 +95,9 @@ class Making:
         content, run = replace(self.content, part=part), replace(self.run, share=self.share)
         return BundleOptions(input_dir, output_dir, self.target, content, run)
 
-    def try_reports(self, *places: Place) -> ReportFiles:
-        """Try the places of reports, which may not be in what is read or written (UsageError)."""
-        folders = [place for place in places if isinstance(place, Path)]
-        return try_reports({"--report": self.report}, folders)
+    def try_reports(self) -> ReportFiles:
+        """Try the places of reports (UsageError)."""
+        return try_reports({"--report": self.report})
 
 
 @dataclass(frozen=True)

@@ -18,7 +18,7 @@ from mtp_export.commands.output import (
     remark,
 )
 from mtp_export.commands.runtime import BUNDLE, DTYPE
-from mtp_export.options import Panel, option, path_option
+from mtp_export.options import Access, Panel, option, path_option
 
 if TYPE_CHECKING:
     from mtp_runtime.models.model import Model
@@ -32,7 +32,11 @@ class CompileCommand:
     """Options of mtp-export compile."""
 
     bundle: Path = field(metadata=BUNDLE)
-    output: Path = field(metadata=path_option("Package to write.", Panel.INPUT_OUTPUT, "FILE.pt2"))
+    output: Path = field(
+        metadata=path_option(
+            "Package to write.", Panel.INPUT_OUTPUT, "FILE.pt2", access=Access.WRITTEN
+        )
+    )
     overwrite: bool = field(
         default=False,
         metadata=option("Replace a package that is already there.", Panel.INPUT_OUTPUT),

@@ -21,7 +21,7 @@ from mtp_export.commands.bundle_command import PART, Making, PlannedBundle
 from mtp_export.commands.bundle_tables import effort, parts_table, result_facts, resumed
 from mtp_export.commands.garbage import gc_paused
 from mtp_export.commands.output import heading
-from mtp_export.options import Panel, option, path_option, source_option
+from mtp_export.options import Access, Panel, option, path_option, source_option
 
 
 @dataclass(frozen=True)
@@ -40,6 +40,7 @@ class ExportCommand:
             "Bundle to write: main/, mtp/ and mtp_export.json in this folder.",
             Panel.INPUT_OUTPUT,
             "DIR",
+            access=Access.WRITTEN,
         ),
     )
     part: Part = field(default=Part.BOTH, metadata=PART)
@@ -66,7 +67,7 @@ def export(options: ExportCommand, context: typer.Context) -> None:
         )
     making = options.making
     bundle = making.bundle(options.input_dir, options.output_dir, options.part)
-    reports = making.try_reports(options.input_dir, options.output_dir)
+    reports = making.try_reports()
     with gc_paused():
         plan = plan_export(bundle, dry_run=making.dry_run)
     planned = PlannedBundle(Request("export", bundle), making, plan, reports)

@@ -15,7 +15,8 @@ from mtp_export.commands import bundle_tables, export, graft, quantize
 from mtp_export.commands.garbage import gc_paused
 from mtp_export.commands.output import REPORT, DebugReporting, json_text, print_result
 from mtp_export.commands.report_files import try_reports
-from mtp_export.options import argument, parse_path
+from mtp_export.options import Access, argument, parse_path
+from mtp_export.paths import refuse_overlaps
 
 # The two forms of a result, by the planner that it is of.
 _FORMS: dict[
@@ -32,7 +33,9 @@ class FinishCommand:
     """Options of mtp-export finish."""
 
     output_dir: Path = field(
-        metadata=argument("Output folder of the runs with --share.", "OUT", parse_path)
+        metadata=argument(
+            "Output folder of the runs with --share.", "OUT", parse_path, Access.WRITTEN
+        )
     )
     report: Path | None = field(default=None, metadata=REPORT)
     reporting: DebugReporting = DebugReporting()
@@ -42,7 +45,9 @@ def finish(options: FinishCommand) -> None:
     """Finish a bundle that was made in shares: check that all are there, write configs and
     manifest."""
     request = shared_request(options.output_dir)
-    reports = try_reports({"--report": options.report}, [options.output_dir])
+    inputs = {f"source {place}": place for place in request.inputs}
+    refuse_overlaps(inputs, {"--report": options.report})
+    reports = try_reports({"--report": options.report})
     with gc_paused():
         plan = request.plan()
     result = finish_shares(plan)

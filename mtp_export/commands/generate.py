@@ -15,7 +15,7 @@ from mtp_checkpoints.errors import UsageError
 from mtp_export.commands.garbage import gc_paused
 from mtp_export.commands.output import FiguresTable, Reporting, plain_console, print_result
 from mtp_export.commands.runtime import BUNDLE, Runtime
-from mtp_export.options import Panel, option, path_option
+from mtp_export.options import Access, Panel, option, path_option
 
 if TYPE_CHECKING:
     from mtp_runtime import LLM, RequestMetrics, RequestOutput, SamplingParams, Summary, TokenEvent
@@ -84,6 +84,7 @@ class GenerateCommand:
             'JSON lines: {"prompt": TEXT} or {"prompt_token_ids": [...]}.',
             Panel.DECODING,
             "FILE.jsonl",
+            access=Access.READ,
         ),
     )
     chat: bool = field(

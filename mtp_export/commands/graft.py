@@ -17,7 +17,7 @@ from mtp_export.commands.bundle_command import Making, PlannedBundle
 from mtp_export.commands.bundle_tables import effort, parts_table, result_facts, resumed
 from mtp_export.commands.garbage import gc_paused
 from mtp_export.commands.output import heading
-from mtp_export.options import Panel, option, path_option, source_option
+from mtp_export.options import Access, Panel, option, path_option, source_option
 from mtp_export.schemes import SCHEMES
 from mtp_export.schemes.scheme import BF16
 
@@ -46,6 +46,7 @@ class GraftCommand:
             "Bundle to write: main/, mtp/ and mtp_export.json in this folder.",
             Panel.INPUT_OUTPUT,
             "DIR",
+            access=Access.WRITTEN,
         )
     )
     making: Making = Making()
@@ -64,7 +65,7 @@ def graft(options: GraftCommand) -> None:
     """Graft the original's MTP layer onto a main model that others quantized without it."""
     bundle = options.making.bundle(options.main, options.output_dir)
     chosen = GraftOptions(bundle, options.mtp, options.mtp_quant)
-    reports = options.making.try_reports(options.main, options.mtp, options.output_dir)
+    reports = options.making.try_reports()
     with gc_paused():
         plan = plan_graft(chosen, dry_run=options.making.dry_run)
     planned = PlannedBundle(Request("graft", chosen), options.making, plan, reports)

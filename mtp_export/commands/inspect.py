@@ -12,7 +12,7 @@ from mtp_export.commands.garbage import gc_paused
 from mtp_export.commands.output import FiguresTable, Reporting, heading, print_result
 from mtp_export.inspection import Inspection
 from mtp_export.inspection import inspect as inspect_checkpoint
-from mtp_export.options import argument, parse_source
+from mtp_export.options import Access, argument, parse_source
 from mtp_export.progress import format_bytes
 
 _SHOWN_PROBLEMS = 10
@@ -23,7 +23,9 @@ class InspectCommand:
     """Options of mtp-export inspect."""
 
     source: Place = field(
-        metadata=argument("Checkpoint folder, or hf://org/name\\[@revision].", "SRC", parse_source)
+        metadata=argument(
+            "Checkpoint folder, or hf://org/name\\[@revision].", "SRC", parse_source, Access.READ
+        )
     )
     reporting: Reporting = Reporting()
 

@@ -11,7 +11,7 @@ from rich.measure import Measurement
 from rich.table import Table
 from rich.text import Text
 
-from mtp_export.options import Panel, option, path_option
+from mtp_export.options import Access, Panel, option, path_option
 
 _ANY_WIDTH = 1 << 16
 
@@ -46,7 +46,9 @@ class DebugReporting(QuietReporting):
 
 
 DRY_RUN = option("Show the plan and write nothing.", Panel.INPUT_OUTPUT)
-REPORT = path_option("Write the result to a file as JSON.", Panel.REPORT, "FILE.json")
+REPORT = path_option(
+    "Write the result to a file as JSON.", Panel.REPORT, "FILE.json", access=Access.WRITTEN
+)
 
 
 class FiguresTable(Table):

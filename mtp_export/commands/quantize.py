@@ -25,8 +25,8 @@ from mtp_export.commands.bundle_tables import result_facts as bundle_facts
 from mtp_export.commands.garbage import gc_paused
 from mtp_export.commands.output import FiguresTable, heading, json_text, print_result
 from mtp_export.commands.precision_table import pairs_facts, pairs_table
-from mtp_export.commands.report_files import try_reports
-from mtp_export.options import Panel, option, path_option, source_option
+from mtp_export.options import Access, Panel, option, path_option, source_option
+from mtp_export.paths import refuse_overlaps
 from mtp_export.progress import format_bytes
 from mtp_export.schemes import SCHEMES
 
@@ -50,6 +50,7 @@ class QuantizeCommand:
             "Bundle to write; by default beside the input, named after the pair of schemes.",
             Panel.INPUT_OUTPUT,
             "DIR",
+            access=Access.WRITTEN,
         ),
     )
     part: Part = field(default=Part.BOTH, metadata=PART)
@@ -66,7 +67,7 @@ def quantize(options: QuantizeCommand) -> None:
     making = options.making
     if options.list_pairs:
         facts = pairs_facts()
-        reports = try_reports({"--report": making.report}, [])
+        reports = making.try_reports()
         reports.write({"--report": lambda: json_text(facts)})
         print_result(facts, pairs_table(), making.reporting)
         return
@@ -75,7 +76,8 @@ def quantize(options: QuantizeCommand) -> None:
         output, opened = default_output(source, options.precision)
     bundle = making.bundle(source, output, options.part)
     chosen = QuantizeOptions(bundle, **vars(options.precision))
-    reports = making.try_reports(source, output)
+    refuse_overlaps({"the input": source}, {"the output": output, "--report": making.report})
+    reports = making.try_reports()
     with gc_paused():
         plan = plan_quantize(chosen, opened, dry_run=making.dry_run)
     planned = PlannedBundle(Request("quantize", chosen), making, plan, reports)

@@ -11,7 +11,7 @@ import os
 import re
 import secrets
 import stat
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -117,39 +117,20 @@ class ReportFiles:
             raise failures[0]
 
 
-def try_reports(paths: Mapping[str, Path | None], taken: Collection[Path]) -> ReportFiles:
+def try_reports(paths: Mapping[str, Path | None]) -> ReportFiles:
     """Try the places of reports, by option; None where the option is not given.
 
-    taken are files and folders of the command, which no report may be written into. Raises
-    UsageError for a place that cannot be written, and for two reports in one.
+    Raises UsageError for a place that cannot be written.
     """
     asked = {option: path for option, path in paths.items() if path is not None}
     places: dict[str, _Place] = {}
-    seen: dict[object, str] = {}
     for option, path in asked.items():
         try:
-            place = _place_of(path)
-            _refuse_taken(option, path, taken)
-            place.try_out()
+            places[option] = _place_of(path)
+            places[option].try_out()
         except OSError as error:
             raise _refusal(option, path, error.strerror or str(error)) from None
-        other = seen.setdefault(_identity(path), option)
-        if other != option:
-            raise UsageError(
-                "Two reports go to one file",
-                where=path,
-                found=f"{other} and {option}",
-                todo="Give each a file of its own",
-            )
-        places[option] = place
     return ReportFiles(asked, places)
-
-
-def _refuse_taken(option: str, path: Path, taken: Collection[Path]) -> None:
-    own = Path(os.path.realpath(path))
-    for other in taken:
-        if own.is_relative_to(os.path.realpath(other)):
-            raise _refusal(option, path, f"a path that belongs to {other}")
 
 
 def _refusal(option: str, path: Path, found: str) -> UsageError:
@@ -169,14 +150,6 @@ def _write_failure(path: Path, error: OSError) -> IoError:
         found=error.strerror or str(error),
         todo="Only this report is missing: the command's work is done",
     )
-
-
-def _identity(path: Path) -> object:
-    """Return the same for two paths of one file."""
-    with suppress(OSError):
-        status = path.stat()
-        return status.st_dev, status.st_ino
-    return os.path.realpath(path)
 
 
 def _place_of(path: Path) -> _Place:

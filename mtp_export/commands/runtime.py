@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from mtp_checkpoints.errors import UsageError
 from mtp_export.commands.garbage import gc_paused
 from mtp_export.commands.output import plain_console
-from mtp_export.options import Panel, argument, option, parse_path, path_option
+from mtp_export.options import Access, Panel, argument, option, parse_path, path_option
 from mtp_runtime.drafters import DRAFTERS, extra_drafts, listed
 
 if TYPE_CHECKING:
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from mtp_runtime.config import SpeculationOptions
     from mtp_runtime.parallel.group import Group
 
-BUNDLE = argument("Bundle or checkpoint.", "BUNDLE", parse_path)
+BUNDLE = argument("Bundle or checkpoint.", "BUNDLE", parse_path, Access.READ)
 DTYPE = option("float32 or bfloat16.", Panel.PERFORMANCE, metavar="NAME")
 _MODELS = tuple(name for name, kind in DRAFTERS.items() if kind.needs_draft_model)
 _IN_FOLDERS = listed((*_MODELS, *extra_drafts()), "and")
@@ -118,6 +118,7 @@ class Drafting:
             f"Second checkpoint, or draft, for methods {_IN_FOLDERS}.",
             Panel.SPECULATION,
             "DIR",
+            access=Access.READ,
         ),
     )
 
@@ -174,6 +175,7 @@ class Runtime:
             "Run steps of decoding by a package of mtp-export compile.",
             Panel.PERFORMANCE,
             "FILE.pt2",
+            access=Access.READ,
         ),
     )
     drafting: Drafting = Drafting()

@@ -19,7 +19,8 @@ from mtp_export.commands.output import (
     print_result,
 )
 from mtp_export.commands.report_files import try_reports
-from mtp_export.options import Panel, path_option
+from mtp_export.options import Access, Panel, path_option
+from mtp_export.paths import refuse_overlaps
 from mtp_export.progress import format_bytes
 from mtp_export.tune.options import TuneOptions
 
@@ -37,7 +38,9 @@ class TuneCommand:
     report: Path | None = field(default=None, metadata=REPORT)
     plot: Path | None = field(
         default=None,
-        metadata=path_option("Write a plot of the losses.", Panel.REPORT, "FILE.svg"),
+        metadata=path_option(
+            "Write a plot of the losses.", Panel.REPORT, "FILE.svg", access=Access.WRITTEN
+        ),
     )
     reporting: DebugReporting = DebugReporting()
 
@@ -45,11 +48,11 @@ class TuneCommand:
 def tune(options: TuneCommand) -> None:
     """Train the draft of a bundle for the target that will run, quantized as it is."""
     tuning, dry_run = options.tuning, options.dry_run
-    taken = [tuning.bundle, tuning.output_dir, tuning.work, tuning.data.prompts]
     places = {"--report": options.report}
     if not dry_run:
         places["--plot"] = options.plot
-    reports = try_reports(places, taken)
+    refuse_overlaps({"the work folder": tuning.work}, places)
+    reports = try_reports(places)
     if dry_run:
         found = _estimate(tuning)
         facts, table = found.as_json(), estimate_table(found)

@@ -8,14 +8,15 @@ import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import MISSING, Field, dataclass, fields, is_dataclass
 from enum import Enum
-from functools import cache
+from functools import cache, reduce
 from types import NoneType
 from typing import Annotated, Any, Literal, cast, get_args, get_type_hints
 
 import typer
 from typer.core import TyperCommand, TyperGroup
 
-from mtp_export.options import METADATA, Option, Panel
+from mtp_export.options import METADATA, Access, Option, Panel
+from mtp_export.paths import refuse_overlaps
 
 _NUMBERS = {
     int: re.compile(r"0|[1-9]\d{0,17}", re.ASCII),
@@ -41,7 +42,9 @@ class Leaf:
 
     @property
     def flag(self) -> str:
-        """The option as it is written."""
+        """The option, or argument, as it is written."""
+        if self.option.is_argument:
+            return str(self.option.metavar)
         return self.option.flag or f"--{self.field.name.replace('_', '-')}"
 
     @property
@@ -188,6 +191,7 @@ def _callback(run: Callable[..., None], leaves: Sequence[Leaf]) -> Callable[...,
             if source is not None and source.name != "DEFAULT":
                 given[leaf.path] = False if leaf.turns_off else values[leaf.name]
         options = _filled(hints["options"], given)
+        refuse_overlaps(*(_paths_of(options, leaves, access) for access in Access))
         run(options, context) if "context" in hints else run(options)
 
     itself = inspect.Parameter("context", inspect.Parameter.KEYWORD_ONLY, annotation=typer.Context)
@@ -195,6 +199,15 @@ def _callback(run: Callable[..., None], leaves: Sequence[Leaf]) -> Callable[...,
     callback.__signature__ = signature  # type: ignore[attr-defined]
     callback.__name__, callback.__doc__ = run.__name__, run.__doc__
     return callback
+
+
+def _paths_of(options: Any, leaves: Sequence[Leaf], access: Access) -> dict[str, Any]:
+    """Return the paths that a command reads, or those that it writes, by option."""
+    return {
+        leaf.flag: reduce(getattr, leaf.path, options)
+        for leaf in leaves
+        if leaf.option.access is access
+    }
 
 
 def _leaves_of(run: Callable[..., None]) -> list[Leaf]:

@@ -24,6 +24,7 @@ from mtp_export.commands.output import REPORT, QuietReporting, json_text, print_
 from mtp_export.commands.report_files import ReportFiles, try_reports
 from mtp_export.commands.runtime import FLOAT_DEVICE
 from mtp_export.options import (
+    Access,
     Panel,
     argument,
     option,
@@ -77,7 +78,9 @@ class VerifyCommand:
 
     bundle: Path = field(
         default=Path("."),
-        metadata=argument("Bundle; by default the current folder.", "BUNDLE", parse_path),
+        metadata=argument(
+            "Bundle; by default the current folder.", "BUNDLE", parse_path, Access.READ
+        ),
     )
     source: Path | None = field(
         default=None,
@@ -85,6 +88,7 @@ class VerifyCommand:
             "Checkpoint or bundle that this bundle was made from, to compare with.",
             Panel.CHECKS,
             "DIR",
+            access=Access.READ,
         ),
     )
     level: LevelName = field(
@@ -107,6 +111,7 @@ class VerifyCommand:
             'JSON lines: {"prompt": TEXT} or {"prompt_token_ids": [...]}; completion likewise.',
             Panel.DECODING,
             "FILE.jsonl",
+            access=Access.READ,
         ),
     )
     max_new_tokens: int = field(
@@ -135,6 +140,7 @@ class VerifyCommand:
             "Folder in which a streamed run, or a share, keeps what a later run goes on from.",
             Panel.PERFORMANCE,
             "DIR",
+            access=Access.WRITTEN,
         ),
     )
     share: Share | None = field(
@@ -164,11 +170,15 @@ class VerifyCommand:
     report: Path | None = field(default=None, metadata=REPORT)
     junit: Path | None = field(
         default=None,
-        metadata=path_option("Write a JUnit file, for CI.", Panel.REPORT, "FILE.xml"),
+        metadata=path_option(
+            "Write a JUnit file, for CI.", Panel.REPORT, "FILE.xml", access=Access.WRITTEN
+        ),
     )
     html: Path | None = field(
         default=None,
-        metadata=path_option("Write an HTML page with plots.", Panel.REPORT, "FILE.html"),
+        metadata=path_option(
+            "Write an HTML page with plots.", Panel.REPORT, "FILE.html", access=Access.WRITTEN
+        ),
     )
     reporting: QuietReporting = QuietReporting()
 
@@ -198,10 +208,8 @@ def verify(options: VerifyCommand, context: typer.Context) -> None:
     verification, share, reporting = options.verification(), options.share, options.reporting
     if share is not None:
         _check_share(verification, share, options.cluster)
-    given = (options.bundle, options.source, options.prompts)
     reports = try_reports(
-        {"--report": options.report, "--junit": options.junit, "--html": options.html},
-        [path for path in given if path is not None],
+        {"--report": options.report, "--junit": options.junit, "--html": options.html}
     )
     if share is not None:
         facts, table = _read_share(verification, share, quiet=reporting.quiet)

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from mtp_checkpoints.sources.byte_source import Address
 from mtp_export.bundle.options import Part
-from mtp_export.options import Panel, argument, option, parse_path, path_option
+from mtp_export.options import Access, Panel, argument, option, parse_path, path_option
 
 
 def _model_address(text: str) -> Address:
@@ -19,7 +19,7 @@ def _model_address(text: str) -> Address:
 class PushOptions:
     """A bundle and the repository that gets it; part None: all parts that the bundle has."""
 
-    bundle: Path = field(metadata=argument("Bundle to upload.", "BUNDLE", parse_path))
+    bundle: Path = field(metadata=argument("Bundle to upload.", "BUNDLE", parse_path, Access.READ))
     repository: Address = field(
         metadata=argument("Repository on the Hub: org/name.", "NAME", Address)
     )
@@ -42,7 +42,10 @@ class PushOptions:
     report: Path | None = field(
         default=None,
         metadata=path_option(
-            "Report of mtp-export verify on this bundle.", Panel.MODEL_CARD, "FILE.json"
+            "Report of mtp-export verify on this bundle.",
+            Panel.MODEL_CARD,
+            "FILE.json",
+            access=Access.READ,
         ),
     )
     unverified: bool = field(

@@ -12,7 +12,7 @@ from typing import Any
 
 from mtp_checkpoints.errors import UsageError
 from mtp_export.bundle.options import OVERWRITE, RunOptions
-from mtp_export.options import Panel, option, path_option
+from mtp_export.options import Access, Panel, option, path_option
 from mtp_export.tune.drafts import DRAFTS
 from mtp_runtime.drafters import listed
 
@@ -30,6 +30,7 @@ class DataOptions:
             Panel.DATA,
             "FILE.jsonl",
             "--data",
+            access=Access.READ,
         )
     )
     held_out: Path | None = field(
@@ -38,6 +39,7 @@ class DataOptions:
             "Prompts to measure acceptance on; by default a tenth of the data.",
             Panel.DATA,
             "FILE.jsonl",
+            access=Access.READ,
         ),
     )
     new_tokens: int = field(
@@ -122,9 +124,13 @@ class TuneOptions:
     """
 
     bundle: Path = field(
-        metadata=path_option("Bundle whose draft is trained.", Panel.INPUT_OUTPUT, "DIR")
+        metadata=path_option(
+            "Bundle whose draft is trained.", Panel.INPUT_OUTPUT, "DIR", access=Access.READ
+        )
     )
-    output_dir: Path = field(metadata=path_option("Bundle to write.", Panel.INPUT_OUTPUT, "DIR"))
+    output_dir: Path = field(
+        metadata=path_option("Bundle to write.", Panel.INPUT_OUTPUT, "DIR", access=Access.WRITTEN)
+    )
     data: DataOptions
     draft: str = field(
         default="mtp",
@@ -140,6 +146,7 @@ class TuneOptions:
             "Folder of what a run resumes from; by default beside the output.",
             Panel.INPUT_OUTPUT,
             "DIR",
+            access=Access.WRITTEN,
         ),
     )
     offload: bool = field(

@@ -9,8 +9,9 @@ from typing import Any, Protocol
 
 from mtp_checkpoints.errors import UsageError
 from mtp_export.bundle.build import run_bundle
-from mtp_export.bundle.preflight import check_disk, check_nesting
+from mtp_export.bundle.preflight import check_disk
 from mtp_export.bundle.run_folder import check_output
+from mtp_export.paths import refuse_overlaps
 from mtp_export.progress import silent
 from mtp_export.tune.draft import TrainedDraft, draft_type
 from mtp_export.tune.drafts import DRAFTS
@@ -95,9 +96,11 @@ def open_checked(options: TuneOptions) -> SourceBundle:
             found=f"--draft {options.draft}",
             todo="Leave --lora-rank out",
         )
-    check_nesting(options.bundle, options.output_dir)
-    check_nesting(options.bundle, options.work)
-    check_nesting(options.output_dir, options.work)
+    data = options.data
+    refuse_overlaps(
+        {"--bundle": options.bundle, "--data": data.prompts, "--held-out": data.held_out},
+        {"--output-dir": options.output_dir, "the work folder": options.work},
+    )
     check_output(options.output_dir, options.run)
     source = SourceBundle.open(options.bundle)
     source.check_copies()

@@ -184,9 +184,7 @@ def test_places_that_make_no_graft(
         assert (found[2], found[3]) == ("--target hf, vllm or sglang", target)
     for place in (main, original):
         inside = of_bundle(options, output_dir=Path(str(place)) / "inside")
-        assert (
-            refusal(inside, UsageError)[0] == "Input and output folders must not contain each other"
-        )
+        assert "must lie apart from what it reads" in refusal(inside, UsageError)[0]
     output.mkdir()
     (output / "notes").touch()
     assert refusal(options, OutputExistsError)[1:4] == (output, "a new or empty folder", "notes")

@@ -13,8 +13,9 @@ from mtp_checkpoints.errors import OutputExistsError, ResourceError
 from mtp_checkpoints.sources.byte_source import Address
 from mtp_checkpoints.sources.files import temporary_path
 from mtp_export.bundle.options import RunOptions, Share
-from mtp_export.bundle.preflight import check_disk, check_nesting, needed_disk_bytes
+from mtp_export.bundle.preflight import check_disk, needed_disk_bytes
 from mtp_export.bundle.run_folder import check_output, is_finished
+from mtp_export.paths import refuse_overlaps
 
 Usage = namedtuple("Usage", ["total", "used", "free"])
 WRITTEN = 1_000_000
@@ -111,7 +112,7 @@ def test_the_disk_of_the_nearest_folder_is_asked(
 
 
 def test_a_remote_source_has_no_folder_to_be_in(tmp_path: Path) -> None:
-    check_nesting(Address("hf://acme/tiny"), tmp_path)
+    refuse_overlaps({"--input-dir": Address("hf://acme/tiny")}, {"--output-dir": tmp_path})
 
 
 @pytest.mark.parametrize("target", ["nowhere", "file"])

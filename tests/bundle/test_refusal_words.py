@@ -25,9 +25,10 @@ from mtp_export.bundle import bundle_plan, preflight
 from mtp_export.bundle.export import plan_export
 from mtp_export.bundle.options import BundleOptions, ContentOptions, RunOptions, SharedWeights
 from mtp_export.bundle.precision import Device, Format, Precision
-from mtp_export.bundle.preflight import check_memory, check_nesting
+from mtp_export.bundle.preflight import check_memory
 from mtp_export.bundle.quantize import QuantizeOptions, default_input, default_output, plan_quantize
 from mtp_export.bundle.run_folder import check_output
+from mtp_export.paths import refuse_overlaps
 from mtp_kernels.quantize import probe
 
 Words = tuple[object, object, object, object]
@@ -285,16 +286,23 @@ def test_too_little_disk(
 
 
 def test_folders_inside_each_other(tmp_path: Path) -> None:
-    check_nesting(tmp_path / "a", tmp_path / "ab")
+    refuse_overlaps({"--input-dir": tmp_path / "a"}, {"--output-dir": tmp_path / "ab"})
     (tmp_path / "link").symlink_to(tmp_path / "a")
-    for source, output in (("a", "a"), ("a", "a/b"), ("a/b", "a"), ("link", "a/b/c")):
+    for source, relation, output in (
+        ("a", "is", "a"),
+        ("a", "lies in", "a/b"),
+        ("a/b", "contains", "a"),
+        ("link", "lies in", "a/b/c"),
+    ):
+        place = tmp_path / source
         with pytest.raises(UsageError) as refusal:
-            check_nesting(tmp_path / source, tmp_path / output)
+            refuse_overlaps({"--input-dir": place}, {"--output-dir": tmp_path / output})
         what, expected, found, todo = words_of(refusal.value)
-        assert what == "Input and output folders must not contain each other"
-        real = "a" if source == "link" else source
-        assert found == f"input {tmp_path / real}, output {tmp_path / output}"
-        assert (expected, todo) == ("two separate folders", "Choose another --output-dir")
+        assert "must lie apart from what it reads" in what
+        assert refusal.value.where == tmp_path / output
+        assert found == f"--output-dir {relation} {place} (--input-dir)"
+        assert expected == "--output-dir neither in --input-dir nor around it"
+        assert todo == "Nothing was written. Choose another path for --output-dir"
 
 
 def test_an_output_that_is_no_new_folder(output: Path) -> None:

@@ -157,7 +157,7 @@ def test_bad_input_is_one_paragraph(bundle: Path, prompts: Path, tmp_path: Path)
         ({"bundle": two}, 3, "the same rope_theta in main/config.json and mtp/config.json"),
         ({"bundle": untied}, 3, "differs from the main model's"),
         ({"k": 6}, 2, "6"),
-        ({"output_dir": bundle / "inside"}, 2, "must not contain"),
+        ({"output_dir": bundle / "inside"}, 2, "must lie apart"),
     ]
     for others, code, words in cases:
         found = refusal(*changed(**others))

@@ -1,0 +1,149 @@
+"""No command writes into what it reads, whatever the options: every pair of paths of every command
+is tried, as its dataclass describes them."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from dataclasses import MISSING
+from pathlib import Path
+from typing import get_args
+
+import pytest
+
+from cases import Outcome, export, quantize, run_program, tree
+from mtp_checkpoints.errors import UsageError
+from mtp_checkpoints.sources.byte_source import Place
+from mtp_export.commands.registry import COMMANDS, command_named, program
+from mtp_export.commands.typed_command import Leaf, QuickCommand, QuickGroup
+from mtp_export.options import Access
+from mtp_export.paths import refuse_overlaps
+
+PROGRAM = "export"
+# Values of options that a command cannot do without, other than paths.
+NEEDED = {"NAME": "org/name", "--engine": "vllm"}
+
+
+def leaves_of(name: str) -> list[Leaf]:
+    command = program() if name == PROGRAM else command_named(name)
+    assert isinstance(command, QuickCommand | QuickGroup)
+    return list(command.leaves.values())
+
+
+def takes_path(leaf: Leaf) -> bool:
+    return not {Path, Place}.isdisjoint(get_args(leaf.hint) or (leaf.hint,))
+
+
+def pairs() -> Iterator[tuple[str, Leaf, Leaf]]:
+    """Each path that a command writes with each other of its paths."""
+    for name in (PROGRAM, *COMMANDS):
+        paths = [leaf for leaf in leaves_of(name) if takes_path(leaf)]
+        for written in (leaf for leaf in paths if leaf.option.access is Access.WRITTEN):
+            yield from ((name, written, other) for other in paths if other is not written)
+
+
+def words(leaf: Leaf, value: object) -> list[object]:
+    return [value] if leaf.option.is_argument else [leaf.flag, value]
+
+
+@pytest.mark.parametrize("name", [PROGRAM, *COMMANDS])
+def test_every_path_says_what_is_done_with_it(name: str) -> None:
+    for leaf in leaves_of(name):
+        assert takes_path(leaf) == (leaf.option.access is not None), leaf.flag
+
+
+PAIRS = list(pairs())
+
+
+@pytest.mark.parametrize(
+    ("name", "written", "other"),
+    PAIRS,
+    ids=[f"{name} {written.flag} {other.flag}" for name, written, other in PAIRS],
+)
+def test_what_is_written_overlaps_nothing(
+    name: str, written: Leaf, other: Leaf, tmp_path: Path
+) -> None:
+    folder = tmp_path / "given"
+    (folder / "inside").mkdir(parents=True)
+    (folder / "inside/file").write_text("as it was")
+    (tmp_path / "link").symlink_to(folder)
+    before = tree(tmp_path)
+    for target, place in (
+        (folder, folder),
+        (folder / "new", folder),
+        (folder / "inside/file", folder),
+        (folder, folder / "inside"),
+        (tmp_path / "link/new", folder),
+    ):
+        arguments = [*words(written, target), *words(other, place)]
+        for leaf in leaves_of(name):
+            if leaf not in (written, other) and leaf.field.default is MISSING:
+                value = (
+                    tmp_path / f"of {leaf.field.name}" if takes_path(leaf) else NEEDED[leaf.flag]
+                )
+                arguments += words(leaf, value)
+        outcome = run_program(*([] if name == PROGRAM else [name]), *arguments)
+        assert (outcome.code, outcome.out) == (2, ""), outcome
+        assert "must lie apart" in outcome.err and written.flag in outcome.err, outcome.err
+        assert tree(tmp_path) == before
+
+
+def test_links_and_mounts_are_seen_through(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A hard link is another name of a file, and a second mount one of a folder."""
+    source, other = tmp_path / "source", tmp_path / "other"
+    (source / "part").mkdir(parents=True)
+    (source / "part/config.json").write_text("{}")
+    os.link(source / "part/config.json", tmp_path / "report.json")
+    with pytest.raises(UsageError, match=r"is a hard link to a file of .*source"):
+        refuse_overlaps({"SRC": source}, {"--report": tmp_path / "report.json"})
+    (tmp_path / "new.json").write_text("{}")
+    refuse_overlaps({"SRC": source}, {"--report": tmp_path / "new.json"})
+    other.mkdir()
+    refuse_overlaps({"SRC": source}, {"--report": other / "r.json"})
+    as_mounted, real = source.stat(), Path.stat
+
+    def stat(path: Path, **options: bool) -> os.stat_result:
+        return as_mounted if path == other else real(path, **options)
+
+    monkeypatch.setattr(Path, "stat", stat)
+    with pytest.raises(UsageError, match="lies in"):
+        refuse_overlaps({"SRC": source}, {"--report": other / "r.json"})
+
+
+def test_a_terminal_may_be_read_and_written() -> None:
+    refuse_overlaps({"--prompts": Path("/dev/null")}, {"--report": Path("/dev/null")})
+    with pytest.raises(UsageError, match="must lie apart"):
+        refuse_overlaps({}, {"--report": Path("/dev/null"), "--junit": Path("/dev/null")})
+
+
+@pytest.mark.parametrize("make", [export, quantize])
+def test_shares_are_finished_without_a_report_in_their_source(
+    make: Callable[..., Outcome], source: Path, output: Path
+) -> None:
+    """The source is known from the shares alone."""
+    bf16 = () if make is export else ("--base-quant", "bf16", "--mtp-quant", "bf16")
+    assert make(source, output, *bf16, "--share", "1/1", "--quiet").code == 0
+    before = tree(source)
+    outcome = run_program("finish", output, "--report", source / "config.json", "--quiet")
+    assert (outcome.code, "--report lies in" in outcome.err) == (2, True), outcome.err
+    assert tree(source) == before
+
+
+def test_defaults_overlap_nothing_either(source: Path, bundle: Path, tmp_path: Path) -> None:
+    """The output of quantize is beside its input, and the work folder of tune beside its output."""
+    beside = bundle.with_name(f"{bundle.name}-bf16-bf16")
+    pair = ("--base-quant", "bf16", "--mtp-quant", "bf16", "--dry-run")
+    report = ("--report", beside / "r.json")
+    outcome = run_program("quantize", "--input-dir", bundle, *pair, *report)
+    assert (outcome.code, "must lie apart" in outcome.err) == (2, True), outcome.err
+    places = ("--bundle", bundle, "--data", source / "config.json", "--output-dir", tmp_path / "t")
+    report = ("--report", tmp_path / "t-work/r.json")
+    outcome = run_program("tune", *places, *report, "--dry-run")
+    assert (outcome.code, "the work folder" in outcome.err) == (2, True), outcome.err
+
+
+@pytest.fixture
+def bundle(source: Path, tmp_path: Path) -> Path:
+    folder = tmp_path / "bundle"
+    assert export(source, folder, "--quiet").code == 0
+    return folder
