@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import math
 import re
+from collections import Counter
+from collections.abc import Iterator
 from itertools import chain
 from pathlib import Path
 from typing import Any, NoReturn
@@ -20,6 +22,9 @@ _ESCAPED_SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
 
 class DuplicateKeyError(ValueError):
     """A duplicate key in one object; its argument is the key."""
+
+    def __str__(self) -> str:
+        return f"the key {self.args[0]!r} twice"
 
 
 def parse(raw: bytes) -> Any:
@@ -44,8 +49,8 @@ def parse(raw: bytes) -> Any:
 
 def _refuse_duplicates(pairs: list[tuple[str, Any]]) -> None:
     if len(dict(pairs)) < len(pairs):
-        keys = [key for key, _ in pairs]
-        raise DuplicateKeyError(next(key for key in keys if keys.count(key) > 1))
+        ((key, _),) = Counter(key for key, _ in pairs).most_common(1)
+        raise DuplicateKeyError(key)
 
 
 def _refuse_number(name: str) -> NoReturn:
@@ -59,29 +64,36 @@ def _finite(digits: str) -> float:
     return value
 
 
-def _count_keys(value: Any) -> int:
-    """Return the number of keys in all objects of a value, those inside others included.
+def _levels(value: Any) -> Iterator[tuple[list[Any], list[dict[str, Any]]]]:
+    """Yield the values that are nested equally deep, and the objects among them, outermost first.
 
     Raises ValueError for a value that recursive code, as of json and repr, may not get through.
     """
-    keys, level = 0, [value]
+    level = [value]
     for _ in range(MAX_DEPTH + 1):
         types = set(map(type, level))
-        if types.isdisjoint((dict, list)):
-            return keys
         objects = [value for value in level if type(value) is dict] if dict in types else []
         arrays = [value for value in level if type(value) is list] if list in types else []
-        keys += sum(map(len, objects))
+        yield level, objects
+        if not objects and not arrays:
+            return
         level = [*chain.from_iterable(map(dict.values, objects)), *chain.from_iterable(arrays)]
     raise ValueError(_TOO_DEEP)
 
 
+def _count_keys(value: Any) -> int:
+    """Return the number of keys in all objects of a value, those inside others included."""
+    return sum(sum(map(len, objects)) for _, objects in _levels(value))
+
+
 def _check_text(value: Any) -> None:
     """Refuse strings that UTF-8 cannot hold (ValueError)."""
-    try:
-        json.dumps(value, ensure_ascii=False).encode()
-    except UnicodeEncodeError:
-        raise ValueError("half of a surrogate pair in a string") from None
+    for level, objects in _levels(value):
+        texts = (text for text in level if type(text) is str)
+        try:
+            "".join(chain(texts, chain.from_iterable(objects))).encode()
+        except UnicodeEncodeError:
+            raise ValueError("half of a surrogate pair in a string") from None
 
 
 def _unparsable(path: Place, found: str) -> InvalidInputError:
@@ -99,8 +111,6 @@ def parsed_json_object(path: Place, raw: bytes) -> dict[str, Any]:
     """Return the object in a JSON file's bytes (InvalidInputError naming the file)."""
     try:
         value = parse(raw)
-    except DuplicateKeyError as error:
-        raise _unparsable(path, f"the key {error.args[0]!r} twice") from None
     except ValueError as error:
         raise _unparsable(path, str(error)[:200]) from None
     if not isinstance(value, dict):

@@ -336,5 +336,13 @@ def test_what_is_json() -> None:
     with pytest.raises(DuplicateKeyError) as refusal:
         parse(b'{"a": {"b": 1, "b": 2}}')
     assert refusal.value.args == ("b",)
+    assert str(refusal.value) == "the key 'b' twice"
+    # Looking each key up among all of them would take minutes.
+    pairs = b",".join(b'"%d":1' % key for key in range(200_000))
+    with pytest.raises(DuplicateKeyError, match="'199999' twice"):
+        parse(b'{%s,"199999":2}' % pairs)
+    for lone in (b'"\\ud83d"', b'{"a": [["b", "\\ude00"]]}', b'[{"\\ud83d": 1}]'):
+        with pytest.raises(ValueError, match="half of a surrogate pair"):
+            parse(lone)
     with pytest.raises(ValueError, match="utf-8"):
         parse(b'"\xff"')
