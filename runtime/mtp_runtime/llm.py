@@ -235,7 +235,18 @@ class LLM:
         template refuses; InvalidInputError for a template that fails.
         """
         self.tokenizer.require()
-        return self.tokenizer.encode(self.chat.prompt(messages), add_special_tokens=False)
+        return self.text_prompt(self.chat.prompt(messages), add_special_tokens=False)
+
+    def text_prompt(self, text: str, *, add_special_tokens: bool = True) -> tuple[int, ...]:
+        """Return the tokens of a text, for generate.
+
+        Raises UsageError where there is no tokenizer, and for a text that is far too long for the
+        model; InvalidInputError for one that is no Unicode.
+        """
+        require_unicode(text, "A prompt")
+        self.tokenizer.require()
+        self.tokenizer.require_fit(text, self.engine.model.config.max_positions)
+        return self.tokenizer.encode(text, add_special_tokens=add_special_tokens)
 
     def requests(
         self, prompts: Sequence[Prompt], params: Sequence[SamplingParams]
@@ -269,11 +280,9 @@ class LLM:
             isinstance(prompt, Sequence) and all(type(token) is int for token in prompt)
         ):
             raise UsageError("This is no prompt", expected="a text, or token ids", found=prompt)
-        if isinstance(prompt, str):
-            require_unicode(prompt, "A prompt")
-        if isinstance(prompt, str) or params.stop_texts:
+        if params.stop_texts:
             self.tokenizer.require()
-        ids = self.tokenizer.encode(prompt) if isinstance(prompt, str) else tuple(prompt)
+        ids = self.text_prompt(prompt) if isinstance(prompt, str) else tuple(prompt)
         decode = self.tokenizer.decode if self.tokenizer.found else None
         eos = self.engine.model.config.eos_token_ids
         return Request(number, prompt=ids, params=params, eos_token_ids=eos, decode=decode)

@@ -13,6 +13,7 @@ from mtp_checkpoints.sources.local_folder import LocalFolder
 
 TOKENIZER_NAME = "tokenizer.json"
 _INCOMPLETE = "\ufffd"  # which bytes decode to that are no whole character
+_PIECE = 1 << 16  # characters; tokenizing so many takes about 0.1 s
 
 Decode = Callable[[Sequence[int]], str]
 
@@ -56,13 +57,36 @@ class Tokenizer:
             )
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> tuple[int, ...]:
-        """Return a text's ids. A rendered chat has its special tokens already."""
+        """Return a text's ids. A rendered chat has its special tokens already.
+
+        Other threads run meanwhile: only the calls for batches release the interpreter's lock.
+        """
         with _reported(self.folder, "The tokenizer fails on a text"):
-            return tuple(self.backend.encode(text, add_special_tokens=add_special_tokens).ids)
+            (encoding,) = self.backend.encode_batch_fast(
+                [text], add_special_tokens=add_special_tokens
+            )
+            return tuple(encoding.ids)
+
+    def require_fit(self, text: str, positions: int) -> None:
+        """Refuse a text of far more tokens than positions (UsageError).
+
+        It is counted piece by piece, where cuts add less than as many tokens again: to tokenize all
+        of it takes time, and hundreds of bytes per token.
+        """
+        tokens = 0
+        for start in range(0, len(text) if len(text) > _PIECE else 0, _PIECE):
+            tokens += len(self.encode(text[start : start + _PIECE], add_special_tokens=False))
+            if tokens > 2 * positions:
+                raise UsageError(
+                    "A text has more tokens than there are positions",
+                    expected=f"at most {positions}",
+                    found=f"far more in {len(text)} characters",
+                )
 
     def decode(self, ids: Sequence[int]) -> str:
+        """Return the text of ids. Other threads run while many are decoded."""
         with _reported(self.folder, "The tokenizer fails on token ids"):
-            return str(self.backend.decode(list(ids)))
+            return str(self.backend.decode_batch([list(ids)])[0])
 
     def token_text(self, token: int) -> str:
         """Return one token by itself, a special one by its name."""

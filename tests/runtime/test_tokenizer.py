@@ -6,6 +6,8 @@ import json
 import os
 import random
 import shutil
+import sys
+import threading
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -16,7 +18,7 @@ from tokenizers import decoders, normalizers
 from tokenizers.models import BPE, WordLevel
 
 from cases import run_program
-from mtp_checkpoints.errors import InvalidInputError
+from mtp_checkpoints.errors import InvalidInputError, UsageError
 from mtp_runtime.tokenizer import TextStream, Tokenizer
 
 
@@ -162,3 +164,53 @@ def test_a_token_is_decoded_with_few_others(trained: Path) -> None:
     for token in tokens:
         stream.add(token)
     assert given < 12 * len(tokens)
+
+
+def test_a_long_text_is_counted_only_as_far_as_it_fits(trained: Path) -> None:
+    tokenizer = Tokenizer.find(trained)
+    text = "a story of the sea " * 20_000
+    tokens = len(tokenizer.encode(text))
+    tokenizer.require_fit(text, tokens)
+    tokenizer.require_fit("a " * 1000, 1)  # too short to take long
+    with pytest.raises(UsageError, match="at most 1000"):
+        tokenizer.require_fit(text, 1000)
+    counted: list[int] = []
+    tokenizer = Tokenizer(trained, Counting(tokenizer.backend, counted))
+    with pytest.raises(UsageError):
+        tokenizer.require_fit("a " * 1_000_000, 4096)
+    assert counted == [1 << 16]
+
+
+class Counting:
+    """A backend that notes how long the texts are that it tokenizes."""
+
+    def __init__(self, backend: Any, lengths: list[int]) -> None:
+        self._backend, self._lengths = backend, lengths
+
+    def encode_batch_fast(self, texts: Sequence[str], **options: Any) -> Any:
+        self._lengths += map(len, texts)
+        return self._backend.encode_batch_fast(texts, **options)
+
+
+@pytest.mark.parametrize("direction", ["encode", "decode"])
+def test_other_threads_run_while_a_text_is_translated(trained: Path, direction: str) -> None:
+    """They would not where the tokenizer keeps the interpreter's lock, as some of its calls do."""
+    tokenizer, ended, count = Tokenizer.find(trained), threading.Event(), 0
+
+    def counting() -> None:
+        nonlocal count
+        while not ended.wait(0.001):
+            count += 1
+
+    thread, interval = threading.Thread(target=counting), sys.getswitchinterval()
+    ids = tokenizer.encode("a " * 300_000)
+    sys.setswitchinterval(100)  # no thread gives the lock away unless it waits
+    try:
+        thread.start()
+        before = count
+        tokenizer.encode("a " * 300_000) if direction == "encode" else tokenizer.decode(ids)
+        assert count - before > 5
+    finally:
+        sys.setswitchinterval(interval)
+        ended.set()
+        thread.join()
