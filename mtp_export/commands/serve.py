@@ -62,6 +62,7 @@ class Listening:
             Panel.SERVER,
             metavar="SECONDS",
             low=0,
+            high=1 << 31,
         ),
     )
 

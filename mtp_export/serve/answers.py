@@ -7,7 +7,7 @@ from collections import deque
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass
 
-from mtp_export.serve.errors import ApiError, unavailable
+from mtp_export.serve.errors import ApiError
 from mtp_runtime.request import Request, TokenEvent
 
 MAX_BUFFERED_TOKENS = 4096
@@ -50,7 +50,8 @@ class Answer:
         self._arrived.set()
 
     async def parts(self) -> AsyncIterator[Part]:
-        """Yield the parts until all choices have ended; raises the failure, if there is one."""
+        """Yield the parts until all choices have ended, with a turn for other clients after each;
+        raises the failure, if there is one."""
         open_choices = set(range(len(self.requests)))
         while open_choices:
             while not self._parts and self._failure is None:
@@ -59,8 +60,7 @@ class Answer:
             if self._failure is not None:
                 raise self._failure
             part = self._parts.popleft()
-            if part.finish_reason == "abort":
-                raise unavailable("The server ended the request")
             if part.finish_reason is not None:
                 open_choices.discard(part.choice)
             yield part
+            await asyncio.sleep(0)

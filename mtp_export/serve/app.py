@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import AsyncIterator, Sequence
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from importlib.resources import files
@@ -22,11 +23,17 @@ from mtp_export import __version__
 from mtp_export.serve.engine_thread import EngineThread
 from mtp_export.serve.errors import ApiError
 from mtp_export.serve.forms import ChatForm, CompletionForm, Facts, Form
-from mtp_export.serve.intake import Intake
+from mtp_export.serve.intake import BODY, Intake
+from mtp_export.serve.limits import (
+    MAX_CHOICES,
+    MAX_LOGPROBS_TOLD,
+    MAX_PROMPT_TOKENS,
+    SMALL_BODY_BYTES,
+)
 from mtp_export.serve.metrics import ServerMetrics
-from mtp_export.serve.protocol import MAX_CHOICES, ChatBody, CompletionBody, body_of
+from mtp_export.serve.protocol import ChatBody, CompletionBody, body_of
 from mtp_export.serve.replies import Reply, ReplyStream
-from mtp_runtime import LLM
+from mtp_runtime import LLM, SamplingParams
 
 Body = CompletionBody | ChatBody
 
@@ -58,7 +65,8 @@ class Server:
         self._page = (files("mtp_export.serve") / "page.html").read_text(encoding="utf-8")
         self.metrics = ServerMetrics(llm.engine, options.model_name)
         most = llm.engine.config.max_batch_size + options.max_queued_requests
-        self._engine = EngineThread(llm.engine, self.metrics, most)
+        self.engine = EngineThread(llm.engine, self.metrics, most)
+        self._large = asyncio.Lock()  # of the one large body that is parsed and tokenized
         self.app: ASGIApp = Intake(self._routes(), options.api_key)
 
     def _routes(self) -> Starlette:
@@ -79,17 +87,17 @@ class Server:
 
     @asynccontextmanager
     async def _lifespan(self, app: Starlette) -> AsyncIterator[None]:
-        self._engine.start()
+        self.engine.start()
         try:
             yield
         finally:
-            await self._engine.stop()
+            await self.engine.stop()
 
     async def _index(self, request: HttpRequest) -> Response:
         return HTMLResponse(self._page, headers=_PAGE_HEADERS)
 
     async def _health(self, request: HttpRequest) -> Response:
-        return Response(status_code=200 if self._engine.is_alive else 503)
+        return Response(status_code=200 if self.engine.is_alive else 503)
 
     async def _version(self, request: HttpRequest) -> Response:
         return JSONResponse({"version": __version__})
@@ -106,10 +114,10 @@ class Server:
         return JSONResponse(self._model_facts())
 
     async def _completions(self, request: HttpRequest) -> Response:
-        return await self._answer(CompletionBody, await request.body())
+        return await self._answer(CompletionBody, request.scope[BODY])
 
     async def _chat(self, request: HttpRequest) -> Response:
-        return await self._answer(ChatBody, await request.body())
+        return await self._answer(ChatBody, request.scope[BODY])
 
     def _model_facts(self) -> Facts:
         return {
@@ -126,45 +134,57 @@ class Server:
             words = f"There is no model {name!r} here, only {self._name!r}"
             raise ApiError(404, words, param="model", code="model_not_found")
 
-    async def _answer(self, kind: type[Body], raw: bytes) -> Response:
-        reply = await run_in_threadpool(self._prepared, kind, raw)
-        answer = self._engine.submit(reply.requests)
-        give_up = partial(self._engine.abort, answer)
+    async def _answer(self, kind: type[Body], body: bytearray) -> Response:
+        preparing = asyncio.ensure_future(self._prepare(kind, body))
+        # A client that goes away ends no thread: what it does still counts as the one large body.
+        preparing.add_done_callback(lambda task: task.cancelled() or task.exception())
+        reply = await asyncio.shield(preparing)
+        answer = self.engine.submit(reply.requests)
+        give_up = partial(self.engine.abort, answer)
         if reply.body.stream:
             return ReplyStream(reply.lines(answer), give_up)
         try:
-            parts = [part async for part in answer.parts()]
+            parts = [part async for part in answer.parts() if reply.body.speculation]
         finally:
             give_up()
-        return JSONResponse(reply.whole(parts))
+        whole = await run_in_threadpool(reply.whole, parts)
+        return Response(whole, media_type="application/json")
+
+    async def _prepare(self, kind: type[Body], body: bytearray) -> Reply:
+        async with nullcontext() if len(body) <= SMALL_BODY_BYTES else self._large:
+            try:
+                return await run_in_threadpool(self._prepared, kind, bytes(body))
+            finally:
+                body.clear()
 
     def _prepared(self, kind: type[Body], raw: bytes) -> Reply:
         """Parse and tokenize a request and check its numbers (ApiError); this may take a while."""
         body = body_of(kind, raw)
         self._check_model(body.model)
-        if not 0 < body.count <= MAX_CHOICES:
-            raise ApiError(400, f"Ask for 1 to {MAX_CHOICES} choices in all", param="n")
+        if body.count > MAX_CHOICES:
+            raise ApiError(400, f"Ask for at most {MAX_CHOICES} choices in all", param="n")
         try:
-            if isinstance(body, ChatBody):
-                messages = [message.as_message() for message in body.messages]
-                prompts = [self._llm.chat_prompt(messages)]
-            else:
-                prompts = [self._tokens(prompt) for prompt in body.prompts]
+            prompts = self._prompts(body)
             each = [
                 (prompt, params)
                 for prompt in prompts
                 for params in body.sampling(self._room(prompt))
             ]
+            _check_amount(each)
             requests = self._llm.requests([prompt for prompt, _ in each], [own for _, own in each])
+            form = self._form(body)
         except MtpExportError as error:
             raise ApiError(400, str(error)) from None
-        return Reply(body, requests, self._form(body), self._name)
+        return Reply(body, requests, form, self._name)
 
-    def _tokens(self, prompt: str | list[int]) -> tuple[int, ...]:
-        if not isinstance(prompt, str):
-            return tuple(prompt)
-        self._llm.tokenizer.require()
-        return self._llm.tokenizer.encode(prompt)
+    def _prompts(self, body: Body) -> list[tuple[int, ...]]:
+        """Return the tokens of a request's prompts (MtpExportError)."""
+        if isinstance(body, ChatBody):
+            return [self._llm.chat_prompt([message.as_message() for message in body.messages])]
+        return [
+            self._llm.text_prompt(prompt) if isinstance(prompt, str) else tuple(prompt)
+            for prompt in body.prompts
+        ]
 
     def _room(self, prompt: Sequence[int]) -> int:
         """Return how many tokens may follow a prompt, in the model and in the cache."""
@@ -179,12 +199,24 @@ class Server:
             return ChatForm(tokenizer, shown)
         if not body.echo:
             return CompletionForm(tokenizer, shown, echoed=None)
-        texts = [
-            prompt if isinstance(prompt, str) else tokenizer.decode(prompt)
-            for prompt in body.prompts
-            for _ in range(body.n)
-        ]
-        return CompletionForm(tokenizer, shown, echoed=texts)
+        tokenizer.require()
+        texts = [p if isinstance(p, str) else tokenizer.decode(p) for p in body.prompts]
+        return CompletionForm(tokenizer, shown, echoed=[t for t in texts for _ in range(body.n)])
+
+
+def _check_amount(each: Sequence[tuple[Sequence[int], SamplingParams]]) -> None:
+    """Refuse a request with too much to compute from, or to tell (ApiError)."""
+    if sum(len(prompt) for prompt, _ in each) > MAX_PROMPT_TOKENS:
+        raise ApiError(400, f"The prompts of all choices have more than {MAX_PROMPT_TOKENS} tokens")
+    told = sum(
+        (params.max_tokens + (0 if params.prompt_logprobs is None else len(prompt)))
+        * (1 + params.logprobs)
+        for prompt, params in each
+        if params.logprobs is not None
+    )
+    if told > MAX_LOGPROBS_TOLD:
+        words = f"More than {MAX_LOGPROBS_TOLD} log-probabilities in all: ask for fewer tokens"
+        raise ApiError(400, words, param="logprobs")
 
 
 async def _refused(request: HttpRequest, error: Exception) -> Response:

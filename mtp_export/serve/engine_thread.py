@@ -13,11 +13,15 @@ from dataclasses import dataclass
 from mtp_checkpoints.errors import MtpExportError
 from mtp_export.serve.answers import Answer, Part
 from mtp_export.serve.errors import ApiError, unavailable
+from mtp_export.serve.limits import MAX_LIVE_PROMPT_TOKENS
 from mtp_export.serve.metrics import ServerMetrics
 from mtp_runtime.engine import Engine
 from mtp_runtime.request import Request
 
 logger = logging.getLogger(__name__)
+
+THREAD_NAME = "engine"
+END_SECONDS = 2  # that clients have to take a last error, and threads their last step
 
 
 @dataclass
@@ -44,7 +48,7 @@ class EngineThread:
         self._aborted: list[Request] = []
         self._stopping = False
         self._changed = threading.Condition()  # guards the three above
-        self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
+        self._thread = threading.Thread(target=self._run, name=THREAD_NAME, daemon=True)
         self._loop: asyncio.AbstractEventLoop | None = None
 
     @property
@@ -56,13 +60,22 @@ class EngineThread:
         self._loop = asyncio.get_running_loop()
         self._thread.start()
 
-    async def stop(self) -> None:
-        """End what is left, and the thread."""
+    def end_requests(self) -> None:
+        """Take no more requests, and end those that are left; their clients are told."""
         with self._changed:
             self._stopping = True
             self._aborted += self._live
+            answers = {id(live.answer): live.answer for live in self._live.values()}
             self._changed.notify()
-        await asyncio.to_thread(self._thread.join)
+        for answer in answers.values():
+            answer.fail(unavailable("The server ended the request"))
+
+    async def stop(self) -> None:
+        """End what is left, and the thread; one that does not end in time is left behind."""
+        self.end_requests()
+        end = time.monotonic() + END_SECONDS
+        while self.is_alive and time.monotonic() < end:
+            await asyncio.sleep(0.01)
 
     def submit(self, requests: Sequence[Request]) -> Answer:
         """Queue the choices of a client's request.
@@ -75,7 +88,11 @@ class EngineThread:
                 raise unavailable("The server is shutting down")
             if len(requests) > self.max_requests:
                 raise ApiError(400, f"More than {self.max_requests} choices in one request")
-            if len(self._live) + len(requests) > self.max_requests:
+            waiting = sum(len(request.prompt) for request in (*self._live, *requests))
+            if (
+                len(self._live) + len(requests) > self.max_requests
+                or waiting > MAX_LIVE_PROMPT_TOKENS
+            ):
                 self._metrics.reject("queue_full")
                 raise unavailable("The queue is full")
             self._live |= {r: _Live(r, answer, choice) for choice, r in enumerate(requests)}

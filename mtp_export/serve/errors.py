@@ -9,6 +9,7 @@ from starlette.responses import JSONResponse
 from mtp_checkpoints.errors import MAX_MESSAGE
 
 INVALID = "invalid_request_error"
+_MAX_PARAM = 200  # characters; a client may make up any
 
 
 @dataclass(eq=False)
@@ -27,7 +28,7 @@ class ApiError(Exception):
             "error": {
                 "message": self.message[:MAX_MESSAGE],
                 "type": self.kind,
-                "param": self.param,
+                "param": self.param and self.param[:_MAX_PARAM],
                 "code": self.code or self.status,
             }
         }

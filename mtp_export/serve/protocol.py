@@ -7,24 +7,80 @@ from __future__ import annotations
 
 from typing import Annotated, Any, ClassVar, Literal, Self, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    ConfigDict,
+    Discriminator,
+    Field,
+    Tag,
+    ValidationError,
+    model_validator,
+)
 
 from mtp_checkpoints.sources.strict_json import parse
 from mtp_export.serve.errors import ApiError
+from mtp_export.serve.limits import (
+    MAX_CHOICES,
+    MAX_MESSAGES,
+    MAX_NAME,
+    MAX_STOP_CHARACTERS,
+    MAX_STOPS,
+    MAX_VALUES,
+    check_structure,
+)
 from mtp_runtime.sampling import MAX_LOGPROBS, SamplingParams, random_seed
 
-MAX_CHOICES = 128
 _MAX_SEED = (1 << 63) - 1
-_MAX_STOPS = 64
+_TAG = "="  # begins the tags of types, which are no part of a field's name
 
-TokenIds = list[Annotated[int, Field(ge=0, lt=1 << 31)]]
-Zero = Annotated[float, Field(ge=0, le=0)]
+
+def _text_or_list(value: object) -> str:
+    """Return the tag of a value that may be a text or a list."""
+    return "=list" if isinstance(value, list) else "=text"
+
+
+def _kind_of_prompt(value: object) -> str:
+    """Return the tag of a prompt, or of a list of prompts by the first of them."""
+    if not isinstance(value, list):
+        return "=text"
+    first = value[0] if value else None
+    return "=texts" if isinstance(first, str) else "=lists" if isinstance(first, list) else "=ids"
+
+
+def _zero(penalty: float) -> float:
+    if penalty:
+        raise ValueError("Only 0 is supported")
+    return penalty
+
+
+# The type of a value that may have several is chosen before it is validated, and its first error
+# ends that: validation by each of the types in turn lists the errors of every element.
+TextOrList = Discriminator(_text_or_list)
+Name = Annotated[str, Field(max_length=MAX_NAME)]
+TokenIds = Annotated[list[Annotated[int, Field(ge=0, lt=1 << 31)]], Field(fail_fast=True)]
+Prompt = Annotated[TokenIds, Field(min_length=1, max_length=MAX_VALUES)]
+Prompts = Field(min_length=1, max_length=MAX_CHOICES, fail_fast=True)
+Stop = Annotated[str, Field(min_length=1, max_length=MAX_STOP_CHARACTERS)]
+Zero = Annotated[float, AfterValidator(_zero)]
 Logprobs = Annotated[int, Field(ge=0, le=MAX_LOGPROBS)]
 Kind = TypeVar("Kind", bound=BaseModel)
 
 
 class _Body(BaseModel):
     model_config = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _given(cls, value: Any) -> Any:
+        """Take null for a field that is not there, as clients write it, and leave one of those that
+        are unknown: pydantic tells of each."""
+        if not isinstance(value, dict):
+            return value
+        known = {name: value[name] for name in cls.model_fields if value.get(name) is not None}
+        names = (name for name in value if name not in cls.model_fields)
+        unknown = next((name for name in names if value[name] is not None), None)
+        return known if unknown is None else {**known, unknown: None}
 
 
 class StreamOptions(_Body):
@@ -43,7 +99,7 @@ class _Asked(_Body):
 
     default_tokens: ClassVar[int | None] = None
 
-    model: str | None = None
+    model: Name | None = None
     temperature: float = Field(1.0, ge=0, le=100)
     top_p: float = Field(1.0, ge=0, le=1)
     top_k: int = Field(0, ge=-1, le=1 << 30)
@@ -51,15 +107,20 @@ class _Asked(_Body):
     max_tokens: int | None = Field(None, ge=1, le=1 << 30)
     min_tokens: int = Field(0, ge=0, le=1 << 30)
     seed: int | None = Field(None, ge=0, le=_MAX_SEED)
-    stop: Annotated[str, Field(min_length=1)] | list[Annotated[str, Field(min_length=1)]] | None = (
-        None
-    )
-    stop_token_ids: TokenIds = Field([], max_length=_MAX_STOPS)
+    stop: (
+        Annotated[
+            Annotated[Stop, Tag("=text")]
+            | Annotated[list[Stop], Field(max_length=MAX_STOPS, fail_fast=True), Tag("=list")],
+            TextOrList,
+        ]
+        | None
+    ) = None
+    stop_token_ids: TokenIds = Field([], max_length=MAX_STOPS)
     ignore_eos: bool = False
     stream: bool = False
     stream_options: StreamOptions | None = None
     speculation: bool = False
-    user: str | None = None
+    user: Name | None = None
     frequency_penalty: Zero = 0
     presence_penalty: Zero = 0
 
@@ -67,8 +128,6 @@ class _Asked(_Body):
     def _options_fit(self) -> Self:
         if self.stream_options is not None and not self.stream:
             raise ValueError("stream_options needs stream")
-        if isinstance(self.stop, list) and len(self.stop) > _MAX_STOPS:
-            raise ValueError(f"stop has more than {_MAX_STOPS} texts")
         return self
 
     @property
@@ -118,7 +177,13 @@ class CompletionBody(_Asked):
 
     default_tokens: ClassVar[int | None] = 16  # OpenAI's
 
-    prompt: str | list[str] | TokenIds | list[TokenIds]
+    prompt: Annotated[
+        Annotated[str, Tag("=text")]
+        | Annotated[list[str], Prompts, Tag("=texts")]
+        | Annotated[Prompt, Tag("=ids")]
+        | Annotated[list[Prompt], Prompts, Tag("=lists")],
+        Discriminator(_kind_of_prompt),
+    ]
     echo: bool = False
     logprobs: Logprobs | None = None
 
@@ -137,11 +202,9 @@ class CompletionBody(_Asked):
     @property
     def prompts(self) -> list[str | list[int]]:
         """The prompts one by one, texts or token ids."""
-        if isinstance(self.prompt, str):
+        if isinstance(self.prompt, str) or isinstance(self.prompt[0], int):
             return [self.prompt]
-        if self.prompt and isinstance(self.prompt[0], int):
-            return [self.prompt]
-        return list(self.prompt)  # type: ignore[arg-type]
+        return list(self.prompt)
 
 
 class TextPart(_Body):
@@ -154,9 +217,18 @@ class TextPart(_Body):
 class MessageBody(_Body):
     """Message of a chat."""
 
-    role: Annotated[str, Field(min_length=1, max_length=64)]
-    content: str | list[TextPart] | None = None
-    name: str | None = None
+    role: Annotated[Name, Field(min_length=1)]
+    content: (
+        Annotated[
+            Annotated[str, Tag("=text")]
+            | Annotated[
+                list[TextPart], Field(max_length=MAX_MESSAGES, fail_fast=True), Tag("=list")
+            ],
+            TextOrList,
+        ]
+        | None
+    ) = None
+    name: Name | None = None
 
     def as_message(self) -> dict[str, Any]:
         """Return the message as templates expect it, its parts joined."""
@@ -176,7 +248,7 @@ class ResponseFormat(_Body):
 class ChatBody(_Asked):
     """Body of /v1/chat/completions."""
 
-    messages: list[MessageBody] = Field(min_length=1)
+    messages: list[MessageBody] = Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True)
     max_completion_tokens: int | None = Field(None, ge=1, le=1 << 30)
     logprobs: bool = False
     top_logprobs: Logprobs | None = None
@@ -199,6 +271,7 @@ class ChatBody(_Asked):
 
 def body_of(kind: type[Kind], raw: bytes) -> Kind:
     """Return the body of a request (ApiError for one that is none)."""
+    check_structure(raw)
     try:
         value = parse(raw)
     except ValueError as error:
@@ -206,7 +279,7 @@ def body_of(kind: type[Kind], raw: bytes) -> Kind:
     try:
         return kind.model_validate(value)
     except ValidationError as error:
-        first = error.errors(include_url=False, include_input=False)[0]
-        param = ".".join(map(str, first["loc"])) or None
-        words = f"{param}: {first['msg']}" if param else first["msg"]
-        raise ApiError(400, words, param=param) from None
+        first = error.errors(include_url=False, include_context=False, include_input=False)[0]
+        names = [str(part) for part in first["loc"] if not str(part).startswith(_TAG)]
+        param, words = ".".join(names) or None, first["msg"].removeprefix("Value error, ")
+        raise ApiError(400, f"{param}: {words}" if param else words, param=param) from None

@@ -2,17 +2,27 @@
 
 from __future__ import annotations
 
+import asyncio
+import os
 import signal
 import socket
+import sys
+import threading
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from types import FrameType
 
 import uvicorn
+from uvicorn.protocols.http.h11_impl import H11Protocol
 
-from mtp_checkpoints.errors import IoError, UsageError
+from mtp_checkpoints.errors import Interrupted, IoError, UsageError
 from mtp_export.serve.app import Server
+from mtp_export.serve.engine_thread import END_SECONDS, THREAD_NAME
 from mtp_export.serve.intake import is_this_machine
+
+_READ_BYTES = 16 << 10
+_WORKING_THREADS = (THREAD_NAME, "AnyIO worker thread")
 
 
 @dataclass(frozen=True)
@@ -27,7 +37,15 @@ class Address:
     shutdown_seconds: int = 60
 
     def check(self, api_key: str | None) -> None:
-        """Refuse an open door (UsageError)."""
+        """Refuse an open door, and a key that no header can hold (UsageError)."""
+        if api_key is not None and (
+            not api_key.isprintable() or api_key.strip() != api_key or not api_key
+        ):
+            raise UsageError(
+                "The API key is none that a client can send",
+                expected="printable characters, without spaces around them",
+                found="an empty one" if not api_key else "others",
+            )
         if api_key is None and not is_this_machine(self.host):
             raise UsageError(
                 "Without a key the server listens on this machine alone",
@@ -36,30 +54,76 @@ class Address:
             )
 
 
-def run_server(server: Server, address: Address, announce: Callable[[str], object]) -> None:
-    """Serve until SIGTERM or Ctrl-C: no new connections then, and an end when all requests have
-    theirs. announce is called with the server's URL when it listens.
+class HttpServer(uvicorn.Server):
+    """uvicorn's server, which at its end gives requests their time, and then an error each."""
 
-    Raises IoError where the address cannot be listened on.
-    """
-    with listening(address) as listener:
+    def __init__(self, server: Server, shutdown_seconds: int) -> None:
         config = uvicorn.Config(
             server.app,
+            loop="asyncio",
+            http=_Connection,
             log_config=None,
             access_log=False,
             ws="none",
             server_header=False,
-            timeout_graceful_shutdown=address.shutdown_seconds,
+            # What has no end then is cancelled; the lifespan's end stops the engine.
+            timeout_graceful_shutdown=shutdown_seconds + END_SECONDS,
         )
+        super().__init__(config)
+        self._shutdown_seconds = shutdown_seconds
+        self._engine = server.engine
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        loop = asyncio.get_running_loop()
+        ending = loop.call_later(self._shutdown_seconds, self._engine.end_requests)
+        try:
+            await super().shutdown(sockets)
+        finally:
+            ending.cancel()
+
+
+class _Connection(H11Protocol):
+    """HTTP/1.1 connection, which reads little at once: bodies in chunks of one byte take long."""
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        transport.max_size = _READ_BYTES  # type: ignore[attr-defined]  # of asyncio's own loop
+
+
+def run_server(server: Server, address: Address, announce: Callable[[str], object]) -> None:
+    """Serve until SIGTERM or Ctrl-C: no new connections then, and an end when all requests have
+    theirs. announce is called with the server's URL when it listens.
+
+    Where a thread does not end in time, it ends the process. Raises IoError where the address
+    cannot be listened on.
+    """
+    with listening(address) as listener:
         host, port = listener.getsockname()[:2]
         shown = f"[{host}]" if ":" in host else host
         announce(f"http://{shown}:{port}")
         # uvicorn raises the signal that ended it once more, for whoever handled it before.
-        before = signal.signal(signal.SIGTERM, _ended)
+        before, code = signal.signal(signal.SIGTERM, _ended), 0
         try:
-            uvicorn.Server(config).run(sockets=[listener])
+            HttpServer(server, address.shutdown_seconds).run(sockets=[listener])
+        except KeyboardInterrupt:
+            code = Interrupted.exit_code
+            raise
         finally:
             signal.signal(signal.SIGTERM, before)
+            _leave_threads(code)
+
+
+def _leave_threads(code: int) -> None:
+    """End the process where a thread works on: Python's own end would wait for it, or end what it
+    computes with under it."""
+    end = time.monotonic() + END_SECONDS
+    others = [thread for thread in threading.enumerate() if thread.name in _WORKING_THREADS]
+    for thread in others:
+        thread.join(max(0.0, end - time.monotonic()))
+    if any(thread.is_alive() for thread in others):
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
 
 
 def listening(address: Address) -> socket.socket:

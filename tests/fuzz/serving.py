@@ -10,7 +10,7 @@ from mtp_runtime import LLM
 from serve.running import Reply, running, wait_for
 
 _ERROR_FIELDS = {"message", "type", "param", "code"}
-_MOST_BYTES = 20_000_000  # the server refuses more than 16 MiB
+_MOST_BYTES = 20_000_000  # the server refuses more than 8 MiB
 _ROOM_TOKENS = 256  # in the cache, and so the most that a body can ask for
 
 

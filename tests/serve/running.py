@@ -11,10 +11,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
-import uvicorn
-
 from mtp_export.serve.app import Server, ServerOptions
-from mtp_export.serve.run import Address, listening
+from mtp_export.serve.run import Address, HttpServer, listening
 from mtp_runtime import LLM
 
 
@@ -104,8 +102,7 @@ def running(llm: LLM, **options: Any) -> Iterator[Running]:
     """Serve an LLM while the block runs."""
     server = Server(llm, ServerOptions(**{"model_name": "tiny"} | options))
     listener = listening(Address(port=0))
-    config = uvicorn.Config(server.app, log_config=None, access_log=False, ws="none")
-    uvicorn_server = uvicorn.Server(config)
+    uvicorn_server = HttpServer(server, shutdown_seconds=60)
     thread = threading.Thread(target=uvicorn_server.run, kwargs={"sockets": [listener]})
     thread.start()
     try:

@@ -10,6 +10,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from random import Random
 from typing import Any
 
@@ -225,19 +226,37 @@ def test_many_clients_some_of_whom_hang_up(served: Running, plain: LLM) -> None:
 
 
 SERVE = "from mtp_export.cli import main; main()"
+# A step that never ends, and a prompt that is tokenized for ever.
+STUCK = {
+    "engine": "from mtp_runtime.engine import Engine; real = Engine.step\n"
+    "def step(engine):\n    while threading.current_thread().name == 'engine': pass\n"
+    "    real(engine)\nEngine.step = step\n",
+    "tokenizer": "from mtp_runtime.tokenizer import Tokenizer\n"
+    "Tokenizer.encode = lambda *given, **more: time.sleep(9999)\n",
+}
 
 
-def test_sigterm_drains_and_ends(served: Running) -> None:
-    """Requests under way end whole, nothing new is taken, and the exit code is 0."""
+@contextmanager
+def in_a_process(*options: str, before: str = "") -> Iterator[tuple[subprocess.Popen[str], int]]:
+    """Serve in a process of its own; yields it and its port. before: a program that it runs
+    first."""
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
-    command = [sys.executable, "-c", SERVE, "serve", str(FIXTURE), "--port", "0"]
-    process = subprocess.Popen(
-        [*command, "--enable-prefix-cache"], env=environment, stderr=subprocess.PIPE, text=True
-    )
+    program = f"import threading, time\n{before}{SERVE}"
+    command = [sys.executable, "-c", program, "serve", str(FIXTURE), "--port", "0", *options]
+    process = subprocess.Popen(command, env=environment, stderr=subprocess.PIPE, text=True)
     assert process.stderr is not None
     try:
         line = next(line for line in process.stderr if "Serving" in line)
-        port = int(line.rpartition(":")[2])
+        yield process, int(line.rpartition(":")[2])
+    finally:
+        process.kill()
+        process.wait()
+        process.stderr.close()
+
+
+def test_sigterm_drains_and_ends() -> None:
+    """Requests under way end whole, nothing new is taken, and the exit code is 0."""
+    with in_a_process("--enable-prefix-cache") as (process, port):
         stream = Client(port).stream("/v1/completions", **LONG | {"max_tokens": 200})
         chunks = [next(stream)]
         process.send_signal(signal.SIGTERM)
@@ -246,7 +265,47 @@ def test_sigterm_drains_and_ends(served: Running) -> None:
         assert process.wait(60) == 0
         with pytest.raises(OSError):
             Client(port).ask("GET", "/health")
-    finally:
-        process.kill()
-        process.wait()
-        process.stderr.close()
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 0), (signal.SIGINT, 130)])
+def test_requests_that_are_left_at_the_end_get_an_error(number: int, code: int) -> None:
+    error = {"message": "The server ended the request", "type": "server_error"}
+    with in_a_process("--shutdown-timeout", "1") as (process, port):
+        stream = Client(port).stream("/v1/completions", **LONG)
+        next(stream)
+        kind = {"Content-Type": "application/json"}
+        whole, unread = Client(port), Client(port)
+        body = json.dumps(LONG).encode()
+        whole._connection.request("POST", "/v1/completions", body, kind)
+        # Of this one's body the server will never see the end.
+        unread._connection.putrequest("POST", "/v1/completions")
+        for header, value in (kind | {"Content-Length": "10"}).items():
+            unread._connection.putheader(header, value)
+        unread._connection.endheaders(b"{")
+        client = Client(port)
+        wait_for(lambda: client.metric("vllm:num_requests_running") == 2)
+        process.send_signal(number)
+        assert list(stream)[-1]["error"].items() >= error.items()
+        for asked in (whole, unread):
+            response = asked._connection.getresponse()
+            assert response.status == 503
+            assert json.loads(response.read())["error"].items() >= error.items()
+        for asked in (whole, unread, client):
+            asked.close()
+        assert process.wait(60) == code
+        assert process.stderr is not None and "Traceback" not in process.stderr.read()
+
+
+@pytest.mark.parametrize("part", STUCK)
+def test_what_hangs_does_not_keep_the_process(part: str) -> None:
+    with in_a_process("--shutdown-timeout", "0", before=STUCK[part]) as (process, port):
+        client = Client(port)
+        kind = {"Content-Type": "application/json"}
+        client._connection.request("POST", "/v1/completions", json.dumps(LONG).encode(), kind)
+        watcher = Client(port)
+        assert watcher.ask("GET", "/health").status == 200
+        process.send_signal(signal.SIGTERM)
+        assert client._connection.getresponse().status == 503
+        for asked in (client, watcher):
+            asked.close()
+        assert process.wait(60) == 0

@@ -48,6 +48,10 @@ def test_a_chat_is_the_template_s_text(api: openai.OpenAI, plain: LLM) -> None:
     assert again.choices[0].message.content == expected.text
     assert again.usage is not None and again.usage.prompt_tokens_details is not None
     assert again.usage.prompt_tokens_details.cached_tokens == (len(tokens) - 1) // 16 * 16
+    sent_back = [*MESSAGES, found.choices[0].message.model_dump(), *MESSAGES]
+    nulls = dict.fromkeys(("temperature", "n", "top_p", "stop", "seed", "tools", "logit_bias"))
+    later = api.chat.completions.create(model="tiny", messages=sent_back, max_tokens=2, **nulls)
+    assert later.choices[0].message.content is not None
 
 
 def test_streams_carry_the_same_text_and_the_usage(api: openai.OpenAI) -> None:

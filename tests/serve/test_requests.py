@@ -4,13 +4,18 @@ from __future__ import annotations
 
 import json
 import socket
+from pathlib import Path
 from random import Random
 from typing import Any
 
 import pytest
 
+from mtp_export.serve.protocol import ChatBody, CompletionBody
 from mtp_runtime import LLM, SamplingParams
-from serve.running import Client, Running, wait_for
+from mtp_runtime.models.load import Loaded
+from mtp_runtime.tokenizer import Tokenizer
+from serve.conftest import FIXTURE
+from serve.running import Client, Running, running, wait_for
 
 JUNK: tuple[Any, ...] = (
     None,
@@ -31,25 +36,25 @@ COMPLETION: dict[str, Any] = {"model": "tiny", "prompt": "a b", "max_tokens": 2}
 CHAT: dict[str, Any] = {"messages": [{"role": "user", "content": "a"}], "max_tokens": 2}
 # For each field, values that no server may take.
 BAD: dict[str, tuple[Any, ...]] = {
-    "model": (1, [], {}, "other", ""),
+    "model": (1, [], {}, "other", "", "a" * 257),
     "temperature": (-0.1, "0", 101, True, [], 1e400),
     "top_p": (-0.1, 1.1, "1", {}),
     "top_k": (-2, 1.5, "5", 2**31),
-    "n": (0, -1, 129, 1.5, "2", None, True),
+    "n": (0, -1, 129, 1.5, "2", True),
     "max_tokens": (0, -1, 1.5, "9", 10**9, 10**30, []),
-    "min_tokens": (-1, 3, "1", None, 10**30),
+    "min_tokens": (-1, 3, "1", 10**30),
     "seed": (-1, 2**63, 0.5, "1", {}),
-    "stop": (1, [1], {}, "", [""], ["a"] * 65),
+    "stop": (1, [1], {}, "", [""], ["a"] * 65, "a" * 1025, [None]),
     "stop_token_ids": ("a", [-1], [2**31], [1.5], [True], 5, [1] * 65),
-    "ignore_eos": ("yes", 1, None, []),
-    "stream": ("yes", 1, None),
+    "ignore_eos": ("yes", 1, []),
+    "stream": ("yes", 1),
     "stream_options": ({}, {"include_usage": True}, 1, "x"),
-    "speculation": (1, "x", None),
-    "user": (1, []),
-    "frequency_penalty": (0.5, -1, "0", None),
+    "speculation": (1, "x"),
+    "user": (1, [], "a" * 257),
+    "frequency_penalty": (0.5, -1, "0"),
     "presence_penalty": (2, {}),
-    "best_of": (1, 2, None),
-    "unknown": (None, 1, "x"),
+    "best_of": (1, 2),
+    "unknown": (1, "x"),
 }
 BAD_COMPLETION = BAD | {
     "prompt": (None, 1, {}, [], [[]], [None], [1.5], ["a", 1], [[1], "a"], [-1], [99999], [True]),
@@ -66,10 +71,10 @@ BAD_CHAT = BAD | {
         [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}],
     ),
     "max_completion_tokens": (0, -1, "1", 10**30),
-    "logprobs": (1, "yes", None),
+    "logprobs": (1, "yes"),
     "top_logprobs": (1, 21, -1),
     "response_format": ({"type": "json_object"}, 1, {}),
-    "tools": ([], None, [{}]),
+    "tools": ([], [{}]),
     "prompt": ("a",),
 }
 
@@ -134,6 +139,97 @@ def test_ten_thousand_malformed_requests_are_refused(client: Client, served: Run
     run_malformed(client, served, seed=1, count=10_000)
 
 
+@pytest.mark.parametrize(
+    ("body", "param", "words"),
+    [
+        ({"prompt": [1 << 31]}, "prompt.0", "Input should be less than 2147483648"),
+        ({"prompt": [-1]}, "prompt.0", "Input should be greater than or equal to 0"),
+        ({"prompt": [1.0]}, "prompt.0", "Input should be a valid integer"),
+        ({"prompt": [[1], [2, "a"]]}, "prompt.1.1", "Input should be a valid integer"),
+        ({"prompt": ["a", 1]}, "prompt.1", "Input should be a valid string"),
+        ({"prompt": []}, "prompt", "List should have at least 1 item"),
+        ({"prompt": "a", "stop": ""}, "stop", "String should have at least 1 character"),
+        ({"prompt": "a", "stop": ["b", 1]}, "stop.1", "Input should be a valid string"),
+        ({"prompt": "a", "frequency_penalty": 0.5}, "frequency_penalty", "Only 0 is supported"),
+        ({"prompt": "a", "x" * 9999: 1, "y": 1}, "x" * 200, "x" * 2000),
+        ({"prompt": "a", "n": 64, "logprobs": 20, "max_tokens": 999}, "logprobs", "1048576"),
+    ],
+)
+def test_what_a_refusal_says(client: Client, body: dict[str, Any], param: str, words: str) -> None:
+    error = client.post("/v1/completions", **body).json["error"]
+    assert error["param"] == param
+    assert words in error["message"]
+
+
+def test_a_key_twice_is_named(client: Client) -> None:
+    raw = b'{"prompt": "a", "prompt": "b"}'
+    reply = client.ask("POST", "/v1/completions", raw, Content_Type="application/json")
+    assert reply.json["error"]["message"] == "The body is no JSON: the key 'prompt' twice"
+
+
+@pytest.mark.parametrize(
+    ("raw", "words"),
+    [
+        (b'{"prompt": [%s7]}' % (b"7," * (1 << 18)), "more than 262144 values"),
+        (b'{"prompt": ["%s"]}' % b'","'.join([b""] * (1 << 18)), "more than 262144 texts"),
+        (b'{"prompt": %s' % (b'"' * (1 << 20)), "more than 262144 texts"),
+        (b"[" * (1 << 17), "more than 32768 arrays and objects"),
+        (b"{%s}" % b",".join(b'"%d":1' % key for key in range(1 << 17)), "more than 65536 fields"),
+        (b'{"prompt": [%s]}' % (b"1" * (1 << 17)), "more than 512 digits or spaces in a row"),
+        (b'{"prompt": "\\\\\\"%s"}' % (b"," * (1 << 18)), "A text has more tokens"),
+    ],
+)
+def test_bodies_of_too_many_values_are_not_parsed(client: Client, raw: bytes, words: str) -> None:
+    reply = client.ask("POST", "/v1/completions", raw, Content_Type="application/json")
+    assert reply.status == 400
+    assert words in reply.json["error"]["message"]
+
+
+def test_a_text_far_too_long_is_refused_before_it_is_tokenized(
+    client: Client, served: Running, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real, lengths = type(served.llm.tokenizer).encode, []
+
+    def counted(self: Any, text: str, **options: Any) -> tuple[int, ...]:
+        lengths.append(len(text))
+        return real(self, text, **options)
+
+    monkeypatch.setattr(type(served.llm.tokenizer), "encode", counted)
+    text = "a " * 500_000
+    for path, body in (
+        ("/v1/completions", {"prompt": text}),
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": text}]}),
+    ):
+        reply = client.post(path, **body)
+        assert reply.status == 400 and "more tokens than" in reply.json["error"]["message"]
+    assert sum(lengths) < 200_000
+
+
+def test_ids_are_echoed_where_there_is_a_tokenizer_alone(loaded: Loaded, tmp_path: Path) -> None:
+    llm = LLM(FIXTURE, loaded=loaded)
+    llm.tokenizer = Tokenizer(tmp_path, None)
+    body = {"prompt": [1, 2, 3], "max_tokens": 3}
+    with running(llm) as server:
+        client = server.client()
+        assert client.post("/v1/completions", **body).status == 200
+        reply = client.post("/v1/completions", **body, echo=True)
+        client.close()
+    assert reply.status == 400 and "no tokenizer" in reply.json["error"]["message"]
+
+
+def test_null_is_a_field_that_is_not_there(client: Client) -> None:
+    for path, good, fields in (
+        ("/v1/completions", COMPLETION, CompletionBody.model_fields),
+        ("/v1/chat/completions", CHAT, ChatBody.model_fields),
+    ):
+        optional = [name for name in fields if name not in good]
+        nulls = dict.fromkeys((*optional, "tools", "logit_bias"))
+        assert client.post(path, **good, **nulls).status == 200
+    for part in ({"content": None}, {"name": None}, {"refusal": None, "tool_calls": None}):
+        message = {"role": "assistant", "content": "a"} | part
+        assert client.post("/v1/chat/completions", messages=[message], max_tokens=1).status == 200
+
+
 def test_other_ways_to_ask_wrongly(client: Client) -> None:
     good = json.dumps(COMPLETION).encode()
     for method, path, status in (
@@ -149,7 +245,7 @@ def test_other_ways_to_ask_wrongly(client: Client) -> None:
         assert client.ask("POST", "/v1/completions", good, Content_Type=kind).status == 415
     assert client.ask("GET", "/health", Host="evil.example").status == 403
     large = client.ask(
-        "POST", "/v1/completions", b" " * ((16 << 20) + 1), Content_Type="application/json"
+        "POST", "/v1/completions", b" " * ((8 << 20) + 1), Content_Type="application/json"
     )
     assert large.status == 413
 

@@ -23,6 +23,9 @@ def test_without_its_packages_it_says_what_to_install(monkeypatch: pytest.Monkey
     ("options", "words"),
     [
         (("--host", "0.0.0.0"), "--api-key"),
+        (("--api-key", ""), "an empty one"),
+        (("--api-key", "a\nb"), "a client can send"),
+        (("--host", "0.0.0.0", "--api-key", " a"), "a client can send"),
         (("--enable-chunked-prefill", "maybe"), "neither true nor false"),
         (("--enable-prefix-cache", "--speculate-method", "draft_model"), "no prefix cache"),
         (("--max-batch-size", "0"), "--max-batch-size"),

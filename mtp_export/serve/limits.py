@@ -1,0 +1,46 @@
+"""Bounds of what clients may send and ask for, so that none takes the others' time or memory.
+
+docs/serve.md states them. What is bounded before it is parsed is so because the parser keeps the
+interpreter's lock until it is done.
+"""
+
+from __future__ import annotations
+
+from mtp_export.serve.errors import ApiError
+
+MAX_BODY_BYTES = 8 << 20
+SMALL_BODY_BYTES = 64 << 10  # up to which a body costs too little to be counted
+MAX_BODIES_BYTES = 64 << 20  # of all bodies that are read or parsed, without small ones
+MAX_VALUES = 1 << 18  # of a body, and so token ids of a request
+MAX_CONTAINERS = 1 << 15  # arrays and objects of a body
+MAX_FIELDS = 1 << 16  # of all objects of a body
+_MAX_BETWEEN_COMMAS = 512  # digits and spaces; numbers take quadratic time
+MAX_NAME = 256  # characters of names and of fields that are ignored
+MAX_MESSAGES = 1 << 12  # of a chat, and parts of a message
+MAX_STOPS = 64
+MAX_STOP_CHARACTERS = 1024
+MAX_CHOICES = 128
+MAX_PROMPT_TOKENS = 1 << 20  # of all choices of a request together
+MAX_LIVE_PROMPT_TOKENS = 1 << 22  # of all requests in batch and queue
+MAX_LOGPROBS_TOLD = 1 << 20  # of all tokens of all choices of a request
+
+
+def check_structure(raw: bytes) -> None:
+    """Refuse a body with more values than the parser takes in a few hundredths of a second
+    (ApiError); it may be no JSON."""
+    if len(raw) <= SMALL_BODY_BYTES:
+        return
+    bare = raw.replace(rb"\\", b"").replace(rb"\"", b"")
+    if bare.count(b'"') > 2 * MAX_VALUES:
+        raise ApiError(400, f"The body has more than {MAX_VALUES} texts")
+    outside = b"".join(bare.split(b'"')[::2])
+    for characters, most, what in (
+        (b",", MAX_VALUES - 1, f"{MAX_VALUES} values"),
+        (b"[{", MAX_CONTAINERS, f"{MAX_CONTAINERS} arrays and objects"),
+        (b":", MAX_FIELDS, f"{MAX_FIELDS} fields"),
+    ):
+        if sum(outside.count(character) for character in characters) > most:
+            raise ApiError(400, f"The body has more than {what}")
+    if max(map(len, outside.split(b","))) > _MAX_BETWEEN_COMMAS:
+        words = f"The body has more than {_MAX_BETWEEN_COMMAS} digits or spaces in a row"
+        raise ApiError(400, words)
