@@ -143,7 +143,7 @@ def measured(folder: Path, row: str) -> dict[str, Any]:
     )
     context = Context.open(options, show)
     streamed = open_streamed(options.bundle, "cpu")
-    stream_cost.probed(streamed, stream_cost.Sizes.of(context))  # compiles the kernels
+    stream_cost.probed(streamed, stream_cost.Sizes.of(context, streamed))  # compiles the kernels
     del streamed
     drop_caches()
     Path("/proc/self/clear_refs").write_text("5")  # the peak starts from what is resident now

@@ -124,6 +124,38 @@ def test_picked_experts_alone_are_read_and_each_once(
     assert sum(map(len, layers.values())) < sparse * experts, "every expert is read"
 
 
+READING = stream_cost.Rates(bytes_per_second=1e6, expand=3e-9, multiply=2e-10)
+COMPUTING = stream_cost.Rates(bytes_per_second=1e9, expand=3e-8, multiply=2e-8)
+
+
+@pytest.mark.parametrize(
+    ("texts", "rates", "figures"),
+    [
+        ((6, 4, 9), READING, [42455612, 3165972, 524288, 1318144, 32.15930216960437]),
+        ((700,), COMPUTING, [42858492, 3166804, 524288, 48563200, 422.46558492800]),
+    ],
+)
+def test_the_figures_of_a_cost(
+    texts: tuple[int, ...],
+    rates: stream_cost.Rates,
+    figures: list[float],
+    bundle: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Bytes, memory and seconds of a machine of known speed, for texts of so many tokens."""
+    prompts = tmp_path / "texts.jsonl"
+    lines = [json.dumps({"prompt_token_ids": [*range(5, 5 + size)]}) for size in texts]
+    prompts.write_text("\n".join(lines))
+    context = context_of(bundle, prompts, tmp_path)
+    real = stream_cost.probed
+    monkeypatch.setattr(stream_cost, "probed", lambda *given: (rates, real(*given)[1]))
+    cost = stream_cost.cost_of(context, open_streamed(bundle, "cpu"), stream.texts_of(context)[0])
+    bytes_held = cost.weight_bytes, cost.dense_bytes, cost.activation_bytes
+    assert [cost.read_bytes, *bytes_held, cost.seconds] == pytest.approx(figures)
+    assert (cost.tokens, cost.bytes_per_second) == (sum(texts), rates.bytes_per_second)
+
+
 def test_a_few_layers_are_held_at_a_time_and_an_interrupted_run_resumes(
     bundle: Path,
     engine: tuple[Path, list[float]],

@@ -51,57 +51,95 @@ class Cost:
 
     def shown(self) -> str:
         memory = self.weight_bytes + self.dense_bytes + self.activation_bytes
+        minutes = f"{self.seconds / 60:.0f} min"
         return (
             f"{format_bytes(self.read_bytes)} to read at {format_bytes(self.bytes_per_second)}/s,"
-            f" about {_duration(self.seconds)} in all; memory {format_bytes(memory)}:"
-            f" {format_bytes(self.weight_bytes)} of weights, {format_bytes(self.dense_bytes)} of"
-            f" matrices in use and {format_bytes(self.activation_bytes)} for {self.tokens} tokens"
+            f" about {f'{self.seconds:.0f} s' if self.seconds < 120 else minutes} in all; memory"
+            f" {format_bytes(memory)}: {format_bytes(self.weight_bytes)} of weights,"
+            f" {format_bytes(self.dense_bytes)} of matrices in use and"
+            f" {format_bytes(self.activation_bytes)} for {self.tokens} tokens"
         )
 
     def as_json(self) -> dict[str, float | int]:
         return asdict(self)
 
 
-def _duration(seconds: float) -> str:
-    return f"{seconds:.0f} s" if seconds < 120 else f"{seconds / 60:.0f} min"
+@dataclass(frozen=True)
+class Rates:
+    """Speed of this machine: bytes read per second; seconds to expand an element of a weight, and
+    to multiply it by one row."""
+
+    bytes_per_second: float
+    expand: float
+    multiply: float
 
 
 @dataclass
 class Layer:
-    """Sizes of a layer's weights as stored: routed experts, each alike, and everything else."""
+    """Sizes of a layer's weights as stored: routed experts, each alike, and everything else.
 
+    per_token: experts that a router which favours none picks for a token, None for all.
+    """
+
+    per_token: int | None
     fixed_bytes: int = 0
     fixed_elements: int = 0
     largest: int = 0  # elements of a matrix of its attention
     routed_bytes: int = 0
     routed_elements: int = 0
-    names: set[str] = field(default_factory=set)  # of routed experts
-
-    @property
-    def experts(self) -> int:
-        return len(self.names)
-
-    @property
-    def expert_bytes(self) -> int:
-        return self.routed_bytes // max(1, self.experts)
-
-    @property
-    def expert_elements(self) -> int:
-        return self.routed_elements // max(1, self.experts)
+    experts: set[str] = field(default_factory=set)  # names of the routed ones
 
     def add(self, weight: WeightOnDisk) -> None:
         """Count one weight."""
         spec = weight.stored.weight
         elements = math.prod(spec.shape)
-        if spec.role is not Role.ROUTED_EXPERT:
+        if spec.role is Role.ROUTED_EXPERT:
+            self.experts.add(spec.module.rpartition(".")[0])
+            self.routed_bytes += weight.size_bytes
+            self.routed_elements += elements
+        else:
             self.fixed_bytes += weight.size_bytes
             self.fixed_elements += elements
             if spec.role is Role.ATTENTION:
                 self.largest = max(self.largest, elements)
-            return
-        self.names.add(spec.module.rpartition(".")[0])
-        self.routed_bytes += weight.size_bytes
-        self.routed_elements += elements
+
+    @property
+    def expert_bytes(self) -> int:
+        return self.routed_bytes // max(1, len(self.experts))
+
+    @property
+    def picked(self) -> int:
+        """Experts of one token."""
+        return min(self.per_token or len(self.experts), len(self.experts))
+
+    def distinct(self, rows: int) -> float:
+        """Return the expected number of experts that any of the rows picks."""
+        count = len(self.experts)
+        return count * (1 - (1 - self.picked / count) ** rows) if count else 0.0
+
+    def read_bytes(self, rows: int) -> int:
+        """Return the bytes that a run over rows reads."""
+        return self.fixed_bytes + round(self.distinct(rows) * self.expert_bytes)
+
+    def fixed_seconds(self, rates: Rates, rows: int, chunk: int) -> float:
+        """Return the seconds of arithmetic outside of routed experts, in chunks of rows."""
+        each = -(-rows // chunk) * rates.expand + rows * rates.multiply
+        return self.fixed_elements * each
+
+    def computing_seconds(self, rates: Rates, rows: int, chunk: int) -> float:
+        """Return the seconds of all arithmetic, experts expanded once per chunk."""
+        starts = range(0, rows, chunk)
+        expanded = sum(self.distinct(min(chunk, rows - start)) for start in starts)
+        each = expanded * rates.expand + rows * self.picked * rates.multiply
+        elements = self.routed_elements // max(1, len(self.experts))
+        return self.fixed_seconds(rates, rows, chunk) + elements * each
+
+    def seconds(self, rates: Rates, rows: int) -> float:
+        """Return the seconds of reading while computing; a layer's experts are known after its
+        attention alone."""
+        reading = self.read_bytes(rows) / rates.bytes_per_second
+        fixed = self.fixed_seconds(rates, rows, rows)
+        return max(reading + fixed, self.computing_seconds(rates, rows, rows))
 
 
 @dataclass(frozen=True)
@@ -116,80 +154,77 @@ class Sizes:
     compared_bytes: int
 
     @classmethod
-    def of(cls, context: Context) -> Sizes:
+    def of(cls, context: Context, streamed: StreamedModel) -> Sizes:
         """Add up the weights of both parts."""
+        routers = (p.router for p in streamed.config.parts if isinstance(p, parts.Moe))
+        per_token = next((router.routing.experts_per_token for router in routers), None)
         layers: dict[str, Layer] = {}
-        module, ends, compared = Layer(), dict[Role, WeightOnDisk](), 0
-        for weight in (
-            weight
-            for layout in context.layouts
-            for weight in weights_on_disk(layout.stored, layout.checkpoint.tensors)
-        ):
-            spec = weight.stored.weight
-            if spec.role in (Role.EMBEDDING, Role.HEAD):
-                if spec.mtp_layer is None:
-                    ends[spec.role] = weight
-                else:
-                    compared += 2 * weight.size_bytes
-            elif spec.mtp_layer is not None:
-                module.add(weight)
-            elif "layers" in spec.name.split(".")[:2]:
-                key = ".".join(spec.name.split(".")[:3])
-                layers.setdefault(key, Layer()).add(weight)
+        module, ends, compared = Layer(per_token), dict[Role, WeightOnDisk](), 0
+        for layout in context.layouts:
+            for weight in weights_on_disk(layout.stored, layout.checkpoint.tensors):
+                spec = weight.stored.weight
+                if spec.role in (Role.EMBEDDING, Role.HEAD):
+                    if spec.mtp_layer is None:
+                        ends[spec.role] = weight
+                    else:
+                        compared += 2 * weight.size_bytes
+                elif spec.mtp_layer is not None:
+                    module.add(weight)
+                elif "layers" in spec.name.split(".")[:2]:
+                    key = ".".join(spec.name.split(".")[:3])
+                    layers.setdefault(key, Layer(per_token)).add(weight)
         embedding = ends[Role.EMBEDDING]
-        return cls(
-            layers=tuple(layers.values()),
-            module=module,
-            head=ends[Role.HEAD],
-            row_bytes=embedding.size_bytes // embedding.rows,
-            compared_bytes=compared,
-        )
-
-
-@dataclass(frozen=True)
-class Rates:
-    """Speed of this machine: bytes read per second; seconds to expand an element of a weight, and
-    to multiply it by one row."""
-
-    bytes_per_second: float
-    expand: float
-    multiply: float
-
-
-@dataclass(frozen=True)
-class Routing:
-    """Experts per token, of a router that favours none."""
-
-    experts_per_token: int | None
-
-    def pairs(self, layer: Layer, rows: int) -> int:
-        """Return the (row, expert) pairs of a number of rows."""
-        k = layer.experts if self.experts_per_token is None else self.experts_per_token
-        return rows * min(k, layer.experts)
-
-    def distinct(self, layer: Layer, rows: int) -> float:
-        """Return the expected number of experts that any of the rows picks."""
-        if not layer.experts:
-            return 0.0
-        share = self.pairs(layer, 1) / layer.experts
-        return layer.experts * (1 - (1 - share) ** rows)
+        row_bytes = embedding.size_bytes // embedding.rows
+        return cls(tuple(layers.values()), module, ends[Role.HEAD], row_bytes, compared)
 
 
 def cost_of(context: Context, streamed: StreamedModel, texts: Texts) -> Cost:
     """Return the cost of the check over texts; probes disk and arithmetic for about a second."""
-    sizes = Sizes.of(context)
-    config = streamed.config
-    routers = (part.router for part in config.parts if isinstance(part, parts.Moe))
-    k = next((router.routing.experts_per_token for router in routers), None)
+    sizes, rows, depths = Sizes.of(context, streamed), len(texts.tokens), max(context.options.ks)
     rates, attention = probed(streamed, sizes)
-    estimate = _Estimate(
-        sizes=sizes,
-        routing=Routing(k),
-        rates=rates,
-        texts=texts,
-        depths=max(context.options.ks),
+    runs = 3 * depths + HEAD_RUNS  # of a head, which takes a bounded number of rows at once
+    at_once = max(1, LOGIT_ELEMENTS // sizes.head.rows)
+    head_reads = runs * -(-rows // at_once) + LONE_HEADS * -(-len(texts.texts) // at_once)
+    every = (*sizes.layers, sizes.module)
+    seconds = sum(layer.seconds(rates, rows) for layer in every)
+    seconds += (1 + MODULE_RUNS) * sizes.module.computing_seconds(rates, rows, CHUNK_TOKENS)
+    seconds += (depths - 1) * sizes.module.computing_seconds(rates, rows, BRANCH_ROWS)
+    seconds += (sizes.compared_bytes + sizes.head.size_bytes) / rates.bytes_per_second
+    each = head_reads * rates.expand + runs * rows * rates.multiply
+    seconds += each * math.prod(sizes.head.stored.weight.shape)
+    read_bytes = sum(layer.read_bytes(rows) for layer in every) + sizes.compared_bytes
+    read_bytes += 2 * len(set(texts.tokens.tolist())) * sizes.row_bytes
+    weights, dense, activations = max(_memory(sizes, rows, streamed, attention), key=sum)
+    return Cost(
+        read_bytes=read_bytes + head_reads * sizes.head.size_bytes,
+        bytes_per_second=rates.bytes_per_second,
+        seconds=seconds,
+        weight_bytes=weights,
+        dense_bytes=dense,
+        activation_bytes=activations,
+        tokens=rows,
     )
-    return estimate.cost(config.hidden, attention)
+
+
+def _memory(
+    sizes: Sizes, rows: int, streamed: StreamedModel, attention: Attention
+) -> Iterable[tuple[int, int, int]]:
+    """Yield weights, dense matrices and activations of the main layers, and of the module."""
+    module, head = sizes.module, sizes.head
+    stream = rows * (3 * streamed.config.hidden + elements_per_token(attention.new_cache))
+    inside = min(rows, CHUNK_TOKENS) * attention.row_elements
+    fixed = [layer.fixed_bytes for layer in sizes.layers]
+    pairs = [a + b for a, b in zip(fixed, [*fixed[1:], 0], strict=True)]
+    flying = max(min(READERS + 2, len(at.experts)) * at.expert_bytes for at in sizes.layers)
+    absorbed = 4 * max(layer.largest for layer in sizes.layers)
+    yield max(pairs) + flying, absorbed, 4 * (stream + inside)
+    panels = (READERS + 2) * (min(PANEL_ROWS, head.rows) * head.size_bytes // head.rows)
+    logits = LOGIT_BYTES * min(LOGIT_ELEMENTS, rows * head.rows)
+    yield (
+        module.read_bytes(rows) + panels,
+        4 * module.largest,
+        4 * stream + max(logits, 4 * inside),
+    )
 
 
 def probed(streamed: StreamedModel, sizes: Sizes) -> tuple[Rates, Attention]:
@@ -215,104 +250,9 @@ def probed(streamed: StreamedModel, sizes: Sizes) -> tuple[Rates, Attention]:
 def _seconds_of(linear: Linear, rows: int) -> float:
     """Return the least seconds of a product of some; the first one may compile."""
     x = torch.ones(rows, linear.weight.shape[1])
-    found = []
+    seconds = []
     for _ in range(4):
         start = time.perf_counter()
         linear(x)
-        found.append(time.perf_counter() - start)
-    return min(found)
-
-
-@dataclass(frozen=True)
-class _Estimate:
-    """The parts of an estimate, for texts of `rows` tokens in all."""
-
-    sizes: Sizes
-    routing: Routing
-    rates: Rates
-    texts: Texts
-    depths: int
-
-    @property
-    def rows(self) -> int:
-        return len(self.texts.tokens)
-
-    @property
-    def head_reads(self) -> int:
-        """Times that the head is read: every run takes a bounded number of rows at once."""
-        each = max(1, LOGIT_ELEMENTS // self.sizes.head.rows)
-        full = 3 * self.depths + HEAD_RUNS
-        lone = LONE_HEADS * -(-len(self.texts.texts) // each)
-        return full * -(-self.rows // each) + lone
-
-    def cost(self, hidden: int, attention: Attention) -> Cost:
-        sizes, head = self.sizes, self.sizes.head
-        module = self._read_bytes(sizes.module)
-        once = sum(map(self._read_bytes, sizes.layers)) + module + sizes.compared_bytes
-        once += 2 * len(set(self.texts.tokens.tolist())) * sizes.row_bytes
-        weights, dense, activations = max(self._memory(hidden, attention), key=sum)
-        return Cost(
-            read_bytes=once + self.head_reads * head.size_bytes,
-            bytes_per_second=self.rates.bytes_per_second,
-            seconds=self._seconds(),
-            weight_bytes=weights,
-            dense_bytes=dense,
-            activation_bytes=activations,
-            tokens=self.rows,
-        )
-
-    def _read_bytes(self, layer: Layer) -> int:
-        distinct = self.routing.distinct(layer, self.rows)
-        return layer.fixed_bytes + round(distinct * layer.expert_bytes)
-
-    def _memory(self, hidden: int, attention: Attention) -> Iterable[tuple[int, int, int]]:
-        """Yield weights, dense matrices and activations of the main layers, and of the module."""
-        sizes, module = self.sizes, self.sizes.module
-        at_once = min(self.rows, CHUNK_TOKENS)
-        stream = self.rows * (3 * hidden + elements_per_token(attention.new_cache))
-        inside = at_once * attention.row_elements
-        fixed = [layer.fixed_bytes for layer in sizes.layers]
-        pairs = [a + b for a, b in zip(fixed, [*fixed[1:], 0], strict=True)]
-        flying = max(min(READERS + 2, one.experts) * one.expert_bytes for one in sizes.layers)
-        absorbed = 4 * max(layer.largest for layer in sizes.layers)
-        yield max(pairs) + flying, absorbed, 4 * (stream + inside)
-        panel = min(PANEL_ROWS, sizes.head.rows) * sizes.head.size_bytes // sizes.head.rows
-        logits = LOGIT_BYTES * min(LOGIT_ELEMENTS, self.rows * sizes.head.rows)
-        yield (
-            self._read_bytes(module) + (READERS + 2) * panel,
-            4 * module.largest,
-            4 * stream + max(logits, 4 * inside),
-        )
-
-    def _seconds(self) -> float:
-        rate, head = self.rates.bytes_per_second, self.sizes.head
-        layers = sum(map(self._layer_seconds, self.sizes.layers))
-        module = self._layer_seconds(self.sizes.module)
-        runs = (1 + MODULE_RUNS) * self._computing(self.sizes.module, CHUNK_TOKENS)
-        runs += (self.depths - 1) * self._computing(self.sizes.module, BRANCH_ROWS)
-        heads = self.head_reads * self.rates.expand
-        heads += (3 * self.depths + HEAD_RUNS) * self.rows * self.rates.multiply
-        elements = math.prod(head.stored.weight.shape)
-        ends = (self.sizes.compared_bytes + head.size_bytes) / rate
-        return layers + module + runs + heads * elements + ends
-
-    def _layer_seconds(self, layer: Layer) -> float:
-        """Reading while computing; a layer's experts are known after its attention alone."""
-        computing = self._computing(layer, self.rows)
-        reading = self._read_bytes(layer) / self.rates.bytes_per_second
-        return max(reading + self._fixed(layer, self.rows), computing)
-
-    def _computing(self, layer: Layer, chunk: int) -> float:
-        """Seconds of arithmetic of all rows, experts expanded once per chunk."""
-        expanded = sum(
-            self.routing.distinct(layer, min(chunk, self.rows - start))
-            for start in range(0, self.rows, chunk)
-        )
-        pairs = self.routing.pairs(layer, self.rows)
-        each = expanded * self.rates.expand + pairs * self.rates.multiply
-        return self._fixed(layer, chunk) + layer.expert_elements * each
-
-    def _fixed(self, layer: Layer, chunk: int) -> float:
-        chunks = -(-self.rows // chunk)
-        each = chunks * self.rates.expand + self.rows * self.rates.multiply
-        return layer.fixed_elements * each
+        seconds.append(time.perf_counter() - start)
+    return min(seconds)
