@@ -131,10 +131,12 @@ def _pieces(weight: TensorInfo) -> Iterator[tuple[int, int]]:
 
 def _quality(errors: Sequence[ErrorStats]) -> Facts:
     """Return SQNR (dB, None where nothing was lost) and maximum error of a whole tensor."""
+    from mtp_kernels.quantize.layouts import sqnr_db
+
     signal = math.fsum(error.signal_energy for error in errors)
-    noise = math.fsum(error.error_energy for error in errors)
+    level = sqnr_db(signal, math.fsum(error.error_energy for error in errors))
     return {
-        "sqnr_db": 10 * math.log10(signal / noise) if signal and noise else None,
+        "sqnr_db": level if math.isfinite(level) else None,
         "max_error": max(error.max_error for error in errors),
     }
 

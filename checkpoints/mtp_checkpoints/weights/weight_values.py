@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -48,7 +47,9 @@ class Rounding:
         """Signal over noise in words."""
         if not self.signal or not self.noise:
             return "one of them all zeros" if self.noise else "no difference"
-        return f"{10 * math.log10(self.signal / self.noise):.1f} dB"
+        from mtp_kernels.quantize.layouts import sqnr_db
+
+        return f"{sqnr_db(self.signal, self.noise):.1f} dB"
 
 
 @dataclass(frozen=True)

@@ -88,6 +88,14 @@ class RowStats(NamedTuple):
     max_error: torch.Tensor
 
 
+def sqnr_db(signal: float, noise: float) -> float:
+    """Signal to quantization noise of two energies in dB; infinite where nothing was lost."""
+    if noise == 0.0:
+        return math.inf
+    ratio = signal / noise
+    return 10.0 * math.log10(ratio) if ratio else -math.inf
+
+
 @dataclass(frozen=True)
 class ErrorStats:
     """Signal energy Σw², error energy Σ(w-ŵ)² and max |w-ŵ| over a tensor's weights."""
@@ -112,8 +120,4 @@ class ErrorStats:
     @property
     def sqnr_db(self) -> float:
         """Signal to quantization noise in dB; infinite where nothing was lost."""
-        if self.error_energy == 0.0:
-            return math.inf
-        if self.signal_energy == 0.0:
-            return -math.inf
-        return 10.0 * math.log10(self.signal_energy / self.error_energy)
+        return sqnr_db(self.signal_energy, self.error_energy)

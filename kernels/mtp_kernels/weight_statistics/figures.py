@@ -8,6 +8,8 @@ from typing import NamedTuple
 
 import torch
 
+from mtp_kernels.quantize.layouts import sqnr_db
+
 
 class CodeGroups(NamedTuple):
     """Statistics of codes by group, in units of the group's scale.
@@ -88,7 +90,4 @@ class Difference:
     @property
     def sqnr_db(self) -> float:
         """Signal to quantization noise in dB; infinite where nothing was lost."""
-        if not self.noise:
-            return math.inf
-        ratio = self.signal / self.noise
-        return 10.0 * math.log10(ratio) if ratio else -math.inf
+        return sqnr_db(self.signal, self.noise)

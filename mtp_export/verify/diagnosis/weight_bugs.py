@@ -6,7 +6,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -25,30 +25,9 @@ _CLOSE_DB = 15.0  # a weight of another version of the model is at least this cl
 _LAYER = re.compile(r"^(model\.layers\.)(\d+)(\..*)$")
 
 
-@dataclass(frozen=True)
-class Sources:
-    """The source's weights by their released names."""
-
-    weights: Mapping[str, WeightOnDisk]
-
-    def like(self, source: WeightOnDisk) -> Iterator[WeightOnDisk]:
-        """Weights of the same shape that could be taken for this one: others of its layer, and
-        those of the same name in other layers."""
-        spec = source.stored.weight
-        match = _LAYER.match(spec.name)
-        for name, other in self.weights.items():
-            if other.stored.weight.shape != spec.shape or name == spec.name:
-                continue
-            theirs = _LAYER.match(name)
-            if match is None or theirs is None:
-                if match is theirs:
-                    yield other
-            elif theirs[2] == match[2] or theirs[3] == match[3]:
-                yield other
-
-
-def explain(weight: WeightOnDisk, source: WeightOnDisk, sources: Sources) -> str:
-    """The likely cause why a weight is not the source's, in words."""
+def explain(weight: WeightOnDisk, source: WeightOnDisk, weights: Mapping[str, WeightOnDisk]) -> str:
+    """The likely cause why a weight is not the source's, in words; weights: all of the source's, by
+    their released names."""
     import torch
 
     stop = _sample_rows(weight)
@@ -71,7 +50,7 @@ def explain(weight: WeightOnDisk, source: WeightOnDisk, sources: Sources) -> str
             continue
     if (cause := _scales(raw, wanted, bound)) is not None:
         return cause
-    for other in sources.like(source):
+    for other in _alike(source, weights):
         theirs = other.encoded(0, min(stop, other.rows)).dequantize()
         if _sqnr_db(theirs, found) >= bound:
             return causes.holds_another(other.stored.weight.name)
@@ -80,20 +59,34 @@ def explain(weight: WeightOnDisk, source: WeightOnDisk, sources: Sources) -> str
     return _unknown(found, wanted)
 
 
+def _alike(source: WeightOnDisk, weights: Mapping[str, WeightOnDisk]) -> Iterator[WeightOnDisk]:
+    """Weights of the same shape that could be taken for this one: others of its layer, and those of
+    the same name in other layers."""
+    spec = source.stored.weight
+    match = _LAYER.match(spec.name)
+    for name, other in weights.items():
+        if other.stored.weight.shape != spec.shape or name == spec.name:
+            continue
+        theirs = _LAYER.match(name)
+        if match is None or theirs is None:
+            if match is theirs:
+                yield other
+        elif theirs[2] == match[2] or theirs[3] == match[3]:
+            yield other
+
+
 def _sample_rows(weight: WeightOnDisk) -> int:
     shape = weight.stored.weight.shape
     columns = shape[1] if len(shape) == 2 else 1
     return min(shape[0], max(BLOCK, _SAMPLE_ELEMENTS // columns // BLOCK * BLOCK))
 
 
-def _sqnr_db(wanted: torch.Tensor, found: torch.Tensor) -> float:
-    if wanted.shape != found.shape:
+def _sqnr_db(wanted: torch.Tensor, values: torch.Tensor) -> float:
+    from mtp_kernels.weight_statistics import difference
+
+    if wanted.shape != values.shape:
         return -math.inf
-    signal = float(wanted.double().square().sum())
-    noise = float((wanted.double() - found.double()).square().sum())
-    if not noise:
-        return math.inf
-    return 10 * math.log10(signal / noise) if signal else -math.inf
+    return difference(wanted.float(), values.float()).sqnr_db
 
 
 # A cause, and the weight's values with that bug undone.

@@ -18,7 +18,7 @@ from mtp_export.progress import format_bytes
 from mtp_export.schemes.scheme import GRAFTED
 from mtp_export.verify.check import Item, Problem, not_tested, verdict
 from mtp_export.verify.diagnosis.causes import weights as causes
-from mtp_export.verify.diagnosis.weight_bugs import Sources, explain
+from mtp_export.verify.diagnosis.weight_bugs import explain
 from mtp_export.verify.evidence.weight_facts import AgainstSource
 
 if TYPE_CHECKING:
@@ -30,26 +30,28 @@ _WORST = 10  # weights per item that are named in data
 
 @dataclass(frozen=True)
 class Compared:
-    """A weight compared with its source's.
-
-    sqnr_db: infinite if nothing was lost, None for a copied weight. equal: its bytes are the
-    source's. error: why its values cannot be decoded, else "".
-    """
+    """A weight, and its comparison with the source's."""
 
     weight: WeightOnDisk
-    source: WeightOnDisk
-    equal: bool
-    sqnr_db: float | None = None
-    max_error: float = 0.0
-    error: str = ""
+    against: AgainstSource
+
+    @property
+    def sqnr_db(self) -> float | None:
+        """Infinite if nothing was lost, None for a copied weight."""
+        difference = self.against.difference
+        return None if difference is None else difference.sqnr_db
+
+    @property
+    def max_error(self) -> float:
+        return 0.0 if self.against.difference is None else self.against.difference.largest
 
     @property
     def failed(self) -> bool:
         """True if the weight is not the source's within the bound of its form."""
-        if self.error:
+        if self.against.error:
             return True
         if self.sqnr_db is None:
-            return not self.equal
+            return not self.against.equal
         return self.sqnr_db < self.weight.stored.format.gate.sqnr_db
 
     @property
@@ -75,14 +77,16 @@ def run(context: Context) -> Iterator[Item]:
         facts = context.walk(layout.name).facts
         names = [one.weight.stored.weight.name for one in facts if one.against is None]
         alone = [Problem(name, causes.not_in_source(name)) for name in names]
-        compared = [_compared(one.weight, one.against) for one in facts if one.against is not None]
+        compared = [Compared(one.weight, one.against) for one in facts if one.against is not None]
+        for failure in (one.against.failure for one in compared if one.against.failure):
+            raise failure
         yield verdict(f"{layout.name}: weights that the source has", alone, f"{len(compared):,}")
         tuned = _tuned(context, layout.name, compared)
         if tuned:
             why = "the manifest records that tune trained them: they are the source's no more"
             yield not_tested(f"{layout.name}: tuned weights", why, figure=f"{len(tuned):,}")
         kept = [one for one in compared if one.weight.name not in tuned]
-        yield from _part_items(layout.name, kept, Sources(source_weights.weights))
+        yield from _part_items(layout.name, kept, source_weights.weights)
     yield _tokenizers(context)
 
 
@@ -101,42 +105,29 @@ def _tuned(context: Context, part: str, compared: Sequence[Compared]) -> set[str
     return {one.weight.name for one in compared if is_trained(one.weight.stored.weight)}
 
 
-def _compared(weight: WeightOnDisk, found: AgainstSource) -> Compared:
-    """Raise what reading the source raised."""
-    if found.failure is not None:
-        raise found.failure
-    if found.difference is None:
-        return Compared(weight, found.source, found.equal, error=found.error)
-    return Compared(
-        weight,
-        found.source,
-        found.equal,
-        sqnr_db=found.difference.sqnr_db,
-        max_error=found.difference.largest,
-    )
-
-
-def _part_items(part: str, compared: Sequence[Compared], sources: Sources) -> Iterator[Item]:
-    copied = [one for one in compared if one.sqnr_db is None and not one.error]
+def _part_items(
+    part: str, compared: Sequence[Compared], weights: Mapping[str, WeightOnDisk]
+) -> Iterator[Item]:
+    copied = [one for one in compared if one.sqnr_db is None and not one.against.error]
     if copied:
         size = format_bytes(sum(one.weight.size_bytes for one in copied))
         wrong = [one for one in copied if one.failed]
         yield verdict(
             f"{part}: copied weights",
-            _problems(wrong, sources),
+            _problems(wrong, weights),
             figure=f"{len(copied):,}, {size}",
             bound="bit for bit",
         )
     groups: dict[tuple[str, str], list[Compared]] = defaultdict(list)
     for one in compared:
-        if one.sqnr_db is not None or one.error:
+        if one.sqnr_db is not None or one.against.error:
             key = one.weight.stored.storage, str(one.weight.stored.weight.role)
             groups[key].append(one)
     for (storage, role), group in groups.items():
-        yield _group_item(f"{part}: {role} as {storage}", group, sources)
+        yield _group_item(f"{part}: {role} as {storage}", group, weights)
 
 
-def _group_item(name: str, group: Sequence[Compared], sources: Sources) -> Item:
+def _group_item(name: str, group: Sequence[Compared], weights: Mapping[str, WeightOnDisk]) -> Item:
     """SQNR of the weights of one role and form; the worst are named in data."""
     ordered = sorted(group, key=lambda one: -math.inf if one.sqnr_db is None else one.sqnr_db)
     levels = [one.sqnr_db for one in ordered if one.sqnr_db is not None]
@@ -145,7 +136,7 @@ def _group_item(name: str, group: Sequence[Compared], sources: Sources) -> Item:
     figure = f"{len(group):,}: exact"
     if levels and levels[0] < math.inf:
         figure = f"{len(group):,}: min {_db(levels[0])}, median {_db(median(levels))}"
-    item = verdict(name, _problems(wrong, sources), figure=figure, bound=bound)
+    item = verdict(name, _problems(wrong, weights), figure=figure, bound=bound)
     subject = item.subject or ordered[0].weight.name
     return replace(item, subject=subject, data={**item.data, **_data(ordered)})
 
@@ -178,14 +169,14 @@ def _db(value: float) -> str:
     return "exact" if value == math.inf else f"{value:.1f} dB"
 
 
-def _problems(wrong: Sequence[Compared], sources: Sources) -> list[Problem]:
+def _problems(wrong: Sequence[Compared], weights: Mapping[str, WeightOnDisk]) -> list[Problem]:
     """Problems of wrong weights, the first few with their causes."""
     problems = []
     for number, one in enumerate(wrong):
         level = None if one.sqnr_db is None else _db(one.sqnr_db)
         cause = None
         if number < _EXPLAINED:
-            cause = one.error or explain(one.weight, one.source, sources)
+            cause = one.against.error or explain(one.weight, one.against.source, weights)
         problems.append(
             Problem(one.weight.name, causes.not_the_sources(one.weight.name, level, cause))
         )

@@ -16,7 +16,7 @@ from mtp_export.verify import gates
 from mtp_export.verify.check import Item, Problem, not_tested, passed, verdict
 from mtp_export.verify.diagnosis.causes import weights as causes
 from mtp_export.verify.evidence.bundle_parts import PartLayout
-from mtp_export.verify.weights.tensor_facts import TensorFacts
+from mtp_export.verify.evidence.weight_facts import WeightFacts
 
 if TYPE_CHECKING:
     from mtp_export.verify.context import Context
@@ -29,10 +29,7 @@ def run(context: Context) -> Iterator[Item]:
         if part.name not in [layout.name for layout in found]:
             why = "its config or index cannot be followed: see check files"
             yield not_tested(f"{part.name}: tensors", why)
-    facts = {
-        layout.name: [TensorFacts.of(read) for read in context.walk(layout.name).facts]
-        for layout in found
-    }
+    facts = {layout.name: context.walk(layout.name).facts for layout in found}
     every = [fact for part in facts.values() for fact in part]
     for layout in found:
         yield from _part_items(layout, facts[layout.name], every)
@@ -43,62 +40,81 @@ def run(context: Context) -> Iterator[Item]:
 
 
 def _part_items(
-    layout: PartLayout, facts: Sequence[TensorFacts], every: Sequence[TensorFacts]
+    layout: PartLayout, facts: Sequence[WeightFacts], every: Sequence[WeightFacts]
 ) -> Iterator[Item]:
     part, count = layout.name, f"{len(facts):,} weights"
     size = format_bytes(sum(fact.weight.size_bytes for fact in facts))
     yield verdict(
         f"{part}: finite values, sound scales",
-        [Problem(f.weight.name, causes.unsound(f.weight.name, f.error)) for f in facts if f.error],
+        [Problem(f.weight.name, _why_unsound(f)) for f in facts if not f.statistics.is_sound],
         f"{count}, {size}",
     )
-    constant = [fact for fact in facts if fact.constant and _must_vary(fact, every)]
+    sound = [fact for fact in facts if fact.statistics.is_sound]
+    constant = [f for f in sound if f.statistics.is_constant and _must_vary(f, every)]
     yield verdict(
         f"{part}: no constant tensor",
         [Problem(f.weight.name, _constant_words(f)) for f in constant],
         count,
     )
-    integer = [fact for fact in facts if fact.outer_share is not None]
+    integer = [f for f in sound if f.weight.stored.format.code_offset is not None]
     if integer:
         yield _codes(part, integer)
-    native = [fact for fact in facts if fact.blocks]
+    native = [fact for fact in sound if fact.statistics.blocks]
     if native:
         yield _blocks(part, native)
 
 
-def _must_vary(fact: TensorFacts, every: Sequence[TensorFacts]) -> bool:
+def _why_unsound(fact: WeightFacts) -> str:
+    """Find the first piece that has no finite values, by dequantizing."""
+    weight = fact.weight
+    for start, stop in weight.pieces():
+        try:
+            wrong = ~weight.encoded(start, stop).dequantize().isfinite()
+        except ValueError as error:
+            return causes.unsound(weight.name, causes.not_decodable(start, stop - 1, error))
+        if wrong.any():
+            return causes.unsound(weight.name, causes.not_finite(int(wrong.sum()), start))
+    raise AssertionError(f"{weight.name}: its statistics are unsound, its values are not")
+
+
+def _varies(fact: WeightFacts) -> bool:
+    """True for sound values that are not all the same."""
+    return fact.statistics.is_sound and not fact.statistics.is_constant
+
+
+def _must_vary(fact: WeightFacts, every: Sequence[WeightFacts]) -> bool:
     """True for every matrix and router bias, and for another vector if one of its role varies."""
     spec = fact.weight.stored.weight
     if len(spec.shape) == 2 or _is_router_bias(fact):
         return True
     return any(
-        not other.constant and not other.error
+        _varies(other)
         for other in every
         if other.weight.stored.weight.role is spec.role
         and len(other.weight.stored.weight.shape) == 1
     )
 
 
-def _constant_words(fact: TensorFacts) -> str:
-    value = "zero" if fact.rms == 0 else f"{fact.rms:.4g}"
+def _constant_words(fact: WeightFacts) -> str:
+    rms = fact.statistics.root_mean_square
+    value = "zero" if rms == 0 else f"{rms:.4g}"
     words = causes.router_bias_dropped if _is_router_bias(fact) else causes.never_written
     return words(fact.weight.name, value)
 
 
-def _is_router_bias(fact: TensorFacts) -> bool:
+def _is_router_bias(fact: WeightFacts) -> bool:
     spec = fact.weight.stored.weight
     return spec.role is Role.ROUTER and len(spec.shape) == 1
 
 
-def _codes(part: str, facts: Sequence[TensorFacts]) -> Item:
-    wrong = [fact for fact in facts if (fact.outer_share or 0.0) > gates.OUTER_CODES]
-    problems = []
-    for fact in wrong:
-        offset = fact.weight.stored.format.code_offset
-        assert offset is not None, "only integers have outer codes"
-        words = causes.offset_dropped_from(fact.weight.name, fact.outer_share or 0.0, offset)
-        problems.append(Problem(fact.weight.name, words))
-    most = max(fact.outer_share or 0.0 for fact in facts)
+def _codes(part: str, facts: Sequence[WeightFacts]) -> Item:
+    problems, most = [], 0.0
+    for fact in facts:
+        name, offset = fact.weight.name, fact.weight.stored.format.code_offset
+        share = fact.statistics.outer_codes / max(1, fact.statistics.elements)
+        most = max(most, share)
+        if share > gates.OUTER_CODES and offset is not None:
+            problems.append(Problem(name, causes.offset_dropped_from(name, share, offset)))
     return verdict(
         f"{part}: codes around zero",
         problems,
@@ -107,12 +123,12 @@ def _codes(part: str, facts: Sequence[TensorFacts]) -> Item:
     )
 
 
-def _blocks(part: str, facts: Sequence[TensorFacts]) -> Item:
+def _blocks(part: str, facts: Sequence[WeightFacts]) -> Item:
     """Scales were not rounded to powers of two after quantizing: that leaves nearly every block
     reaching the largest code, which scales rounded before quantizing do not."""
-    rounded = [fact for fact in facts if fact.power_of_two_scales]
-    blocks = sum(fact.blocks for fact in rounded)
-    share = sum(fact.full_blocks for fact in rounded) / max(1, blocks)
+    rounded = [fact for fact in facts if fact.statistics.power_of_two_scales]
+    blocks = sum(fact.statistics.blocks for fact in rounded)
+    share = sum(fact.statistics.full_blocks for fact in rounded) / max(1, blocks)
     problems = []
     if len(rounded) > len(facts) / 2 and share > gates.FULL_BLOCKS:
         name = rounded[0].weight.name
@@ -125,22 +141,23 @@ def _kind(name: str) -> str:
     return re.sub(r"\.\d+\.", ".*.", name)
 
 
-def _scales_alike(facts: Sequence[TensorFacts]) -> Item:
+def _scales_alike(facts: Sequence[WeightFacts]) -> Item:
     """The root mean square of every matrix is sane, absolutely and beside others of its kind."""
-    kinds: dict[str, list[TensorFacts]] = defaultdict(list)
+    kinds: dict[str, list[tuple[str, float]]] = defaultdict(list)
     for fact in facts:
-        if not fact.error and not fact.constant and len(fact.weight.stored.weight.shape) == 2:
-            kinds[_kind(fact.weight.stored.weight.name)].append(fact)
+        spec = fact.weight.stored.weight
+        if _varies(fact) and len(spec.shape) == 2:
+            size = fact.statistics.root_mean_square
+            kinds[_kind(spec.name)].append((fact.weight.name, size))
     problems, most = [], 1.0
     for alike in kinds.values():
-        middle = median(fact.rms for fact in alike)
-        for fact in alike:
-            ratio = max(fact.rms / middle, middle / fact.rms)
+        middle = median(rms for _, rms in alike)
+        for name, rms in alike:
+            ratio = max(rms / middle, middle / rms)
             most = max(most, ratio)
             low, high = gates.RMS_RANGE
-            if ratio > gates.RMS_RATIO or not low <= fact.rms <= high:
-                words = causes.out_of_proportion(fact.weight.name, fact.rms, middle)
-                problems.append(Problem(fact.weight.name, words))
+            if ratio > gates.RMS_RATIO or not low <= rms <= high:
+                problems.append(Problem(name, causes.out_of_proportion(name, rms, middle)))
     return verdict(
         "sane size of every matrix",
         problems,
@@ -149,13 +166,13 @@ def _scales_alike(facts: Sequence[TensorFacts]) -> Item:
     )
 
 
-def _no_twins(facts: dict[str, list[TensorFacts]]) -> Item:
+def _no_twins(facts: Mapping[str, Sequence[WeightFacts]]) -> Item:
     """No two linears hold the same codes."""
-    first: dict[tuple[str, tuple[int, ...]], TensorFacts] = {}
+    first: dict[tuple[str, tuple[int, ...]], WeightFacts] = {}
     problems = []
     for fact in (fact for part in facts.values() for fact in part):
         spec = fact.weight.stored.weight
-        if fact.error or fact.constant or not spec.is_linear_weight:
+        if not _varies(fact) or not spec.is_linear_weight:
             continue
         twin = first.setdefault((fact.digest, spec.shape), fact)
         if twin is not fact:
@@ -165,7 +182,7 @@ def _no_twins(facts: dict[str, list[TensorFacts]]) -> Item:
 
 
 def _shared(
-    context: Context, found: Sequence[PartLayout], facts: Mapping[str, Sequence[TensorFacts]]
+    context: Context, found: Sequence[PartLayout], facts: Mapping[str, Sequence[WeightFacts]]
 ) -> Iterator[Item]:
     """The draft's embedding and head are the main model's: engines use those for both."""
     if len(found) < 2:
@@ -189,7 +206,7 @@ def _shared(
             yield verdict(name, [Problem(own.weight.name, words)])
 
 
-def _equal(one: TensorFacts, other: TensorFacts) -> bool:
+def _equal(one: WeightFacts, other: WeightFacts) -> bool:
     """True for equal codes, and for a copy in another precision that dequantizes to the same but
     for rounding."""
     if one.weight.form == other.weight.form:
