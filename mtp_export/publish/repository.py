@@ -34,11 +34,8 @@ from mtp_checkpoints.errors import InvalidInputError
 from mtp_checkpoints.quiet import quieted
 from mtp_checkpoints.sources.byte_source import Address
 from mtp_checkpoints.sources.hub_client import HubClient
-from mtp_checkpoints.sources.hub_failures import (
-    not_writable,
-    repository_moved,
-    upload_failure,
-)
+from mtp_checkpoints.sources.hub_failures import upload_failure
+from mtp_checkpoints.sources.remote_failures import NOT_WRITABLE, REPOSITORY_MOVED
 from mtp_export.progress import ProgressCallback
 
 BRANCH = constants.DEFAULT_REVISION
@@ -104,13 +101,13 @@ class Repository:
                 api.create_repo(self.name, private=private)
             except HfHubHTTPError as error:
                 if error.response.status_code == _EXISTS and self.state() is not None:
-                    raise repository_moved(self.address) from error
+                    raise REPOSITORY_MOVED.at(self.address, "another commit") from error
                 raise
 
         self._written(attempt)
         state = self.state()
         if state is None:
-            raise not_writable(self.address, "a repository that cannot be seen")
+            raise NOT_WRITABLE.at(self.address, "a repository that cannot be seen")
         return state
 
     def takes_xet(self) -> bool:
@@ -127,7 +124,7 @@ class Repository:
         except InvalidInputError as error:
             if _status(error.__cause__) == 404:
                 return False
-            raise not_writable(self.address, f"HTTP {_status(error.__cause__)}") from error
+            raise NOT_WRITABLE.at(self.address, f"HTTP {_status(error.__cause__)}") from error
         return True
 
     def upload(self, operations: Sequence[CommitOperationAdd]) -> None:
@@ -168,7 +165,7 @@ class Repository:
                 if error.response.request.url.path.endswith(_COPY_ROUTE):
                     raise CopyRefused from error
                 if error.response.status_code == _MOVED:
-                    raise repository_moved(self.address) from error
+                    raise REPOSITORY_MOVED.at(self.address, "another commit") from error
                 raise
 
         with _silent_client():
@@ -179,7 +176,7 @@ class Repository:
         try:
             return self.client.patiently(attempt, self.address)
         except InvalidInputError as error:
-            raise not_writable(self.address, f"HTTP {_status(error.__cause__)}") from error
+            raise NOT_WRITABLE.at(self.address, f"HTTP {_status(error.__cause__)}") from error
         except (ValueError, RuntimeError) as error:  # answers that huggingface_hub cannot read
             raise upload_failure(error, self.address, self.client.endpoint) from error
 

@@ -30,7 +30,12 @@ from huggingface_hub.utils import (
 from mtp_checkpoints import __version__
 from mtp_checkpoints.errors import IoError
 from mtp_checkpoints.sources.byte_source import Address
-from mtp_checkpoints.sources.hub_failures import failure, refused, storage_refuses, unusable_range
+from mtp_checkpoints.sources.hub_failures import failure
+from mtp_checkpoints.sources.remote_failures import (
+    CONTRADICTION,
+    OTHER_BYTES,
+    STORAGE_GIVES_NOTHING,
+)
 from mtp_checkpoints.sources.transfers import AttemptFailed, Pause, Sink, patiently, transfer
 
 _TRANSIENT = {408, 429, 500, 502, 503, 504}
@@ -45,7 +50,10 @@ _UNREADABLE = (AttributeError, KeyError, RecursionError, TypeError, ValueError)
 T = TypeVar("T")
 
 # Of one read of a socket. By the default of 64 KiB the steps of the HTTP parser cost as much as the
-# transfer; a copy of much more than this leaves the processor's cache.
+# transfer; a copy of much more than this leaves the processor's cache. It holds for every client of
+# the process, as there is no public way to set it for one: httpx2.HTTPTransport takes neither this
+# size nor httpcore2's network_backend, and keeps its pool private; a transport over a pool of our
+# own would have to do its proxies, TLS settings and errors again, which are private too.
 httpcore2.HTTP11Connection.READ_NUM_BYTES = 256 << 10
 
 
@@ -82,7 +90,8 @@ def _failed(error: Exception, where: Address) -> AttemptFailed:
             failure(error, where), is_final=not isinstance(error, (*_NETWORK, _Cut))
         )
     response, is_bad = error.response, isinstance(error, _BadStatus)
-    said = storage_refuses(where, response.status_code) if is_bad else failure(error, where)
+    refusal = STORAGE_GIVES_NOTHING.at(where, f"HTTP {response.status_code}")
+    said = refusal if is_bad else failure(error, where)
     if response.status_code in _TRANSIENT:
         return AttemptFailed(said, told_seconds=_told_seconds(response.headers))
     # A link to the storage has expired, and is signed anew; the Hub's own word is final.
@@ -131,7 +140,7 @@ class HubClient:
         """Return the commit that a branch, tag or abbreviated commit is now."""
         commit = self.info(revision).sha
         if commit is None:
-            raise refused(self.address, expected="a repository's commit", found="none")
+            raise CONTRADICTION.at(self.address, "none", expected="a repository's commit")
         return commit
 
     @property
@@ -157,10 +166,10 @@ class HubClient:
                 entries = [entry for entry in answer.json() if entry["type"] == "file"]
                 files += map(_listed, entries)
             except _UNREADABLE as error:
-                raise refused(
+                raise CONTRADICTION.at(
                     self.address,
+                    f"another answer ({type(error).__name__})",
                     expected="a list of files with type, path, size and checksum",
-                    found=f"another answer ({type(error).__name__})",
                 ) from None
             following = urlsplit(answer.links.get("next", {}).get("url", ""))
             # Only ever this endpoint: the token goes along.
@@ -247,10 +256,10 @@ class HubClient:
         found = {"commit": facts.commit_hash, "size": facts.size, "checksum": facts.etag}
         for name, value in found.items():
             if value is not None and value != listed[name]:
-                raise refused(
+                raise CONTRADICTION.at(
                     self.address / file.path,
+                    f"{name} {value}",
                     expected=f"{name} {listed[name]}, as it listed",
-                    found=f"{name} {value}",
                 )
         self.locations[file.path] = facts.location
         return facts.location
@@ -276,10 +285,10 @@ class HubClient:
                 try:
                     return request()
                 except _UNREADABLE as error:
-                    raise refused(
+                    raise CONTRADICTION.at(
                         where,
+                        f"another answer ({type(error).__name__})",
                         expected="an answer that huggingface_hub can read",
-                        found=f"another answer ({type(error).__name__})",
                     ) from error
 
         return patiently(attempt)
@@ -311,4 +320,4 @@ def _check_range(
     coding = headers.get("content-encoding", "identity")
     if (status, headers.get("content-range"), coding) != (206, wanted, "identity"):
         found = f"{status}, {headers.get('content-range', 'no Content-Range')}, {coding}"
-        raise unusable_range(where, expected=f"206, {wanted}, identity", found=found)
+        raise OTHER_BYTES.at(where, found, expected=f"206, {wanted}, identity")

@@ -17,11 +17,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from mtp_checkpoints import __version__
-from mtp_checkpoints.errors import InvalidInputError, IoError, UnsupportedError
+from mtp_checkpoints.errors import InvalidInputError, UnsupportedError
+from mtp_checkpoints.sources import remote_failures as of
 from mtp_checkpoints.sources.byte_source import Address
 from mtp_checkpoints.sources.remote_source import OpenRemoteFile, RemoteSource, fetched
 from mtp_checkpoints.sources.transfers import (
-    RETRIES,
     AttemptFailed,
     Pause,
     Sink,
@@ -63,7 +63,12 @@ def open_object_store(address: Address) -> RemoteSource:
     """
     text = address.text.rstrip("/")
     if not _PLACE.fullmatch(text):
-        raise _malformed(address)
+        # What it has after "?" or before "@" may be a secret.
+        raise of.STORE_ADDRESS.at(
+            f"{address.text.partition('://')[0]}://…",
+            "another address, not repeated here: what it has beside that may be a secret",
+            credentials=_credentials(address),
+        )
     path = Address(text)
     store = _store(path)
     objects = patiently(partial(_listed, store, path))
@@ -116,15 +121,16 @@ class ObjectFile:
                 options={"range": (span.start, span.stop), "if_match": f'"{self.version}"'},
             )
             if _etag(answer.meta) != self.version:  # a store that takes no conditions
-                raise _changed(self.path)
+                raise of.OBJECT_CHANGED.at(self.path, "an object with another one")
             found = (answer.meta["size"], answer.range)
             if found != wanted:
-                raise _unusable(self.path, f"size and range {wanted}", str(found))
+                expected = f"size and range {wanted}"
+                raise of.STORE_IS_UNUSABLE.at(self.path, str(found), expected=expected)
             for chunk in answer.stream(_CHUNK_BYTES):
                 yield chunk
                 left -= len(chunk)
         if left:
-            raise AttemptFailed(_broke_off(self.path, "the body ended early"))
+            raise AttemptFailed(of.STORE_BROKE_OFF.at(self.path, "the body ended early"))
 
 
 def _store(path: Address) -> ObjectStore:
@@ -153,7 +159,8 @@ def _store(path: Address) -> ObjectStore:
     try:
         return from_url(path.text, **options)
     except Exception as error:  # obstore's ValueErrors, of addresses and of variables
-        raise _misconfigured(path, error) from None
+        credentials = _credentials(path)
+        raise of.STORE_SETTINGS.at(path, type(error).__name__, credentials=credentials) from None
 
 
 def _has_profile() -> bool:
@@ -209,7 +216,8 @@ def _listed(store: ObjectStore, path: Address) -> dict[str, Any]:
 def _file(path: Address, store: ObjectStore, meta: Any) -> ObjectFile:
     name, version = meta["path"], _etag(meta)
     if not version:
-        raise _unusable(path / name, "an ETag, by which a change of the object is noticed", "none")
+        expected = "an ETag, by which a change of the object is noticed"
+        raise of.STORE_IS_UNUSABLE.at(path / name, "none", expected=expected)
     return ObjectFile(path / name, name=name, size_bytes=meta["size"], version=version, store=store)
 
 
@@ -234,98 +242,30 @@ def _failed(path: Address, error: Exception) -> AttemptFailed:
 
     Nothing is repeated of what a store wrote, nor the address of a request: they may hold secrets.
     """
-    from obstore import exceptions as of
+    from obstore.exceptions import PreconditionError
 
-    if isinstance(error, of.PreconditionError):
-        return AttemptFailed(_changed(path), is_final=True)
     said = str(error)
-    if any(words in said for words in _NO_CREDENTIALS):
-        return AttemptFailed(_no_access(path, "no credentials"))
-    if any(words in said for words in _OTHER_BYTES):
-        return AttemptFailed(
-            _unusable(path, "the bytes that it was asked for", "others"), is_final=True
-        )
     answer = _STATUS.search(said)
     status = answer[1] if answer else ""
-    if status in ("401", "403"):
-        return AttemptFailed(_no_access(path, f"HTTP {status}"), is_final=True)
-    if status == "404":
-        return AttemptFailed(_missing(path), is_final=True)
     found = f"HTTP {status}" if status else "no whole answer"
-    return AttemptFailed(_broke_off(path, found), is_final=status not in ("", *_TRANSIENT))
+    credentials = _credentials(path)
+    if isinstance(error, PreconditionError):
+        refusal = of.OBJECT_CHANGED.at(path, "an object with another one")
+    elif any(words in said for words in _NO_CREDENTIALS):
+        return AttemptFailed(of.STORE_IS_CLOSED.at(path, "no credentials", credentials=credentials))
+    elif any(words in said for words in _OTHER_BYTES):
+        expected = "the bytes that it was asked for"
+        refusal = of.STORE_IS_UNUSABLE.at(path, "others", expected=expected)
+    elif status in ("401", "403"):
+        refusal = of.STORE_IS_CLOSED.at(path, found, credentials=credentials)
+    elif status == "404":
+        refusal = of.STORE_HAS_NOTHING.at(path, found)
+    else:
+        is_final = status not in ("", *_TRANSIENT)
+        return AttemptFailed(of.STORE_BROKE_OFF.at(path, found), is_final=is_final)
+    return AttemptFailed(refusal, is_final=True)
 
 
-def _malformed(address: Address) -> InvalidInputError:
-    # What it has after "?" or before "@" may be a secret.
-    scheme = address.text.partition("://")[0]
-    return InvalidInputError(
-        "This is no address of a folder in a bucket",
-        where=f"{scheme}://…",
-        expected="s3://bucket/folder, gs://bucket/folder or az://container/folder, no more",
-        found="another address, not repeated here: what it has beside that may be a secret",
-        todo=f"Give credentials by the environment: {_CREDENTIALS[scheme]}",
-    )
-
-
-def _misconfigured(path: Address, error: Exception) -> InvalidInputError:
-    scheme = path.text.partition("://")[0]
-    return InvalidInputError(
-        "The environment's settings for the store cannot be used",
-        where=path,
-        expected="settings that obstore takes",
-        found=type(error).__name__,
-        todo=f"Check {_CREDENTIALS[scheme]}",
-    )
-
-
-def _missing(path: Address) -> InvalidInputError:
-    return InvalidInputError(
-        "There is no such bucket, folder or object",
-        where=path,
-        expected="one that the credentials may list and read",
-        found="HTTP 404",
-        todo="Check the address, and the endpoint and region that the environment sets",
-    )
-
-
-def _no_access(path: Address, found: str) -> InvalidInputError:
-    scheme = path.text.partition("://")[0]
-    return InvalidInputError(
-        "The store gives no access",
-        where=path,
-        expected="credentials that may list and read it",
-        found=found,
-        todo=f"Check the name, and the credentials: {_CREDENTIALS[scheme]}",
-    )
-
-
-def _changed(path: Address) -> InvalidInputError:
-    return InvalidInputError(
-        "The source changed while it was exported",
-        where=path,
-        expected="the object that was listed at the beginning, by its ETag",
-        found="an object with another one",
-        todo="Wait until nothing writes it any more, then run the same command again",
-    )
-
-
-def _unusable(path: Address, expected: str, found: str) -> IoError:
-    return IoError(
-        "A store does not answer as an object store must",
-        where=path,
-        expected=expected,
-        found=found,
-        todo="Check the endpoint that the environment sets, and the proxy; or download the"
-        " checkpoint and point at its folder",
-    )
-
-
-def _broke_off(path: Address, found: str) -> IoError:
-    return IoError(
-        "The object store does not answer",
-        where=path,
-        expected=f"an answer within {RETRIES + 1} attempts",
-        found=found,
-        todo="Check the network, and the endpoint and region that the environment sets. Run the"
-        " same command again: it goes on where it stopped",
-    )
+def _credentials(path: Address) -> str:
+    """Return the words for the variables that obstore reads for an address."""
+    return _CREDENTIALS[path.text.partition("://")[0]]

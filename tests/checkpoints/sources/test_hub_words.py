@@ -18,6 +18,12 @@ from mtp_checkpoints.errors import InvalidInputError, IoError, MtpExportError
 from mtp_checkpoints.sources import hub_failures
 from mtp_checkpoints.sources.byte_source import Address
 from mtp_checkpoints.sources.hub_client import HubClient
+from mtp_checkpoints.sources.remote_failures import (
+    CONTRADICTION,
+    OTHER_BYTES,
+    REPOSITORY_MOVED,
+    STORAGE_GIVES_NOTHING,
+)
 
 ENDPOINT = "https://hub.example"
 WHERE = Address("hf://acme/tiny")
@@ -192,16 +198,16 @@ def test_an_upload_that_failed_for_good(name: str, is_wrapped: bool) -> None:
 
 
 def test_answers_that_cannot_be_used() -> None:
-    refused = hub_failures.refused(WHERE, expected="one size", found="two sizes")
+    refused = CONTRADICTION.at(WHERE, "two sizes", expected="one size")
     check(refused, IoError, "The Hub does not answer as it should", "two sizes")
-    unusable = hub_failures.unusable_range(WHERE, expected="bytes 1 to 2", found="HTTP 200")
+    unusable = OTHER_BYTES.at(WHERE, "HTTP 200", expected="bytes 1 to 2")
     words = "A server does not send the bytes that it was asked for"
     check(unusable, IoError, words, "HTTP 200")
     assert (refused.expected, unusable.expected) == ("one size", "bytes 1 to 2")
     words = "The Hub's storage serves no bytes of a file"
-    check(hub_failures.storage_refuses(WHERE, 403), IoError, words, "HTTP 403")
+    check(STORAGE_GIVES_NOTHING.at(WHERE, "HTTP 403"), IoError, words, "HTTP 403")
     words = "Somebody else changed the repository meanwhile"
-    check(hub_failures.repository_moved(WHERE), IoError, words, "another commit")
+    check(REPOSITORY_MOVED.at(WHERE, "another commit"), IoError, words, "another commit")
 
 
 @pytest.mark.parametrize(
