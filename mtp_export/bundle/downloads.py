@@ -18,6 +18,7 @@ from mtp_checkpoints.sources.pieces import (
     held_bytes,
     plan_pieces,
 )
+from mtp_checkpoints.sources.staged_file import StagedFile
 from mtp_checkpoints.sources.staging import DOWNLOADS_NAME, Staging, ahead_bytes
 from mtp_checkpoints.tensors.reader import Checkpoint
 from mtp_export.bundle.tied_weights import TiedCopies
@@ -146,7 +147,9 @@ def opened_inputs(
         stopping=stopping,
     )
     with staging.start(checkpoint.readers):
-        files = {path: staging.file(file) for path, file in _remote_files(checkpoint).items()}
+        files = {
+            path: StagedFile(file, staging) for path, file in _remote_files(checkpoint).items()
+        }
         tensors = {
             name: tensor._replace(file=files.get(tensor.path, tensor.file))
             for name, tensor in checkpoint.tensors.items()

@@ -61,16 +61,16 @@ class OpenRemoteFile:
     """A remote file, read by requests of its own."""
 
     def __init__(self, file: RemoteFile) -> None:
-        self._file, self._head = file, b""
+        self.file, self._head = file, b""
         self.size_bytes, self.version = file.size_bytes, file.version
 
     def read(self, start: int, end: int) -> bytes:
         """Return bytes [start, end), a few (IoError)."""
         if start == 0 and not self._head:
             ahead = min(_HEAD_BYTES, self.size_bytes // 1000)
-            self._head = fetched(self._file, range(max(end, ahead)))
+            self._head = fetched(self.file, range(max(end, ahead)))
         known = self._head[start:end]
-        return known + fetched(self._file, range(start + len(known), end))
+        return known + fetched(self.file, range(start + len(known), end))
 
     def read_into(self, buffer: memoryview, start: int, end: int) -> slice:
         """Read bytes [start, end) into a buffer; return where in it they are."""
@@ -81,7 +81,7 @@ class OpenRemoteFile:
             buffer[position : position + len(chunk)] = chunk
             position += len(chunk)
 
-        self._file.fetch(range(start, end), put, sleep)
+        self.file.fetch(range(start, end), put, sleep)
         return slice(0, position)
 
     def read_cached(self, buffer: memoryview, start: int, end: int) -> slice | None:

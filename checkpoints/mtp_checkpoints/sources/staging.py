@@ -7,12 +7,13 @@ of its bytes, when it is whole; what has another name, or other bytes, is not ta
 
 from __future__ import annotations
 
+import hashlib
 import os
 import re
 import threading
 from bisect import bisect_right
 from collections import deque
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from enum import Enum
@@ -21,11 +22,10 @@ from types import TracebackType
 
 import xxhash
 
+from mtp_checkpoints.errors import IoError
 from mtp_checkpoints.sources.byte_source import RemoteFile
-from mtp_checkpoints.sources.files import write_failure
+from mtp_checkpoints.sources.files import read_failure, write_failure
 from mtp_checkpoints.sources.pieces import PIECE_BYTES, Piece
-from mtp_checkpoints.sources.staged_file import StagedFile, blocks
-from mtp_checkpoints.sources.whole_files import WholeFile
 
 DOWNLOADS_NAME = ".mtp_export.downloads"
 _AHEAD = 2  # pieces per reader that are downloaded before somebody asks for them
@@ -34,6 +34,7 @@ _PARTIAL = ".partial"
 # Name of a piece: its key, then the checksum of its bytes once it is whole.
 _NAME = re.compile(r"[0-9a-f]+-\d+-\d+\.([0-9a-f]{32}|partial)")
 _POLL_SECONDS = 0.1
+_BLOCK_BYTES = 4 << 20  # threads that hash long take turns less often
 
 
 def remove_downloads(output: Path) -> None:
@@ -60,6 +61,57 @@ def ahead_bytes(readers: int) -> int:
 
 class Stopped(Exception):
     """The run is stopping: another thread failed, or the user interrupted."""
+
+
+def blocks(path: Path) -> Iterator[memoryview]:
+    """Yield the bytes of a file in memory that the next ones reuse (IoError)."""
+    buffer = memoryview(bytearray(_BLOCK_BYTES))
+    try:
+        with path.open("rb", buffering=0) as file:
+            while count := file.readinto(buffer):
+                yield buffer[:count]
+    except OSError as error:
+        raise read_failure(path, error) from error
+
+
+class WholeFile:
+    """SHA-256 of a file: each piece is hashed as soon as it and those before it are there.
+
+    So little is left to hash when the last one comes. Any thread may call both methods.
+    """
+
+    def __init__(self, file: RemoteFile, pieces: Sequence[Piece]) -> None:
+        self._file, self._left = file, deque(pieces)
+        self._digest = hashlib.sha256()
+        self._hashing = threading.Lock()
+
+    def advance(self, path_of: Callable[[Piece], Path | None]) -> None:
+        """Hash the next pieces whose files are there, unless another thread is at it."""
+        if self._hashing.acquire(blocking=False):
+            try:
+                self._hash(path_of)
+            finally:
+                self._hashing.release()
+
+    def finish(self, path_of: Callable[[Piece], Path]) -> IoError | None:
+        """Hash the rest; return the error of a checksum that is not the one that the host lists."""
+        with self._hashing:
+            self._hash(path_of)
+        if self._digest.hexdigest() == self._file.sha256:
+            return None
+        return IoError(
+            "A downloaded shard does not have the checksum that its repository lists",
+            where=self._file.path,
+            expected=f"SHA-256 {self._file.sha256}",
+            found=self._digest.hexdigest(),
+            todo="Run the same command again: it downloads again what was not finished",
+        )
+
+    def _hash(self, path_of: Callable[[Piece], Path | None]) -> None:
+        while self._left and (path := path_of(self._left[0])) is not None:
+            for block in blocks(path):
+                self._digest.update(block)
+            self._left.popleft()
 
 
 class _Stage(Enum):
@@ -147,10 +199,6 @@ class Staging:
             thread.join()
         if kind is None or self._distrusted:
             remove_downloads(self._folder.parent)
-
-    def file(self, file: RemoteFile) -> StagedFile:
-        """Return a file whose wanted bytes come from here."""
-        return StagedFile(file, self)
 
     @contextmanager
     def finishing(self, job: str) -> Iterator[None]:

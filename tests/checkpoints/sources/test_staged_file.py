@@ -11,13 +11,14 @@ from checkpoints.sources.test_pieces import Listed
 from mtp_checkpoints.errors import IoError
 from mtp_checkpoints.sources.byte_source import RemoteFile
 from mtp_checkpoints.sources.pieces import Piece
-from mtp_checkpoints.sources.staged_file import StagedFile, blocks
+from mtp_checkpoints.sources.staged_file import StagedFile
+from mtp_checkpoints.sources.staging import Staging, blocks
 
 CONTENT = bytes(range(200))
 FILE = Listed(Path("shard"), "1", len(CONTENT))
 
 
-class Cut:
+class Cut(Staging):
     """Pieces of 60 bytes in a folder."""
 
     def __init__(self, folder: Path) -> None:

@@ -19,10 +19,10 @@ from mtp_checkpoints.sources.staging import (
     DOWNLOADS_NAME,
     Staging,
     Stopped,
+    WholeFile,
     ahead_bytes,
     remove_downloads,
 )
-from mtp_checkpoints.sources.whole_files import WholeFile
 
 CONTENT = bytes(range(256)) * 4
 STEP = 100
