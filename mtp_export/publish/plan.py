@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
@@ -18,14 +19,14 @@ from mtp_checkpoints.errors import (
     VerificationError,
 )
 from mtp_checkpoints.sources.byte_source import Address
+from mtp_checkpoints.sources.files import read_failure
 from mtp_checkpoints.sources.hub import model_uri
-from mtp_checkpoints.sources.hub_client import HubClient
+from mtp_checkpoints.sources.hub_client import HubClient, is_listed
 from mtp_checkpoints.tensors.manifest import manifest_sha256
 from mtp_export.progress import ProgressCallback
 from mtp_export.publish.base_model import BaseModel, base_model
 from mtp_export.publish.card import card_files
 from mtp_export.publish.content import Content, Shard, read_content
-from mtp_export.publish.digests import has_bytes, has_digest, sha256_of
 from mtp_export.publish.options import PushOptions
 from mtp_export.publish.repository import Repository, State
 from mtp_export.verify.check import Status
@@ -35,6 +36,7 @@ from mtp_export.verify.report.reading import read_report
 from mtp_export.verify.report.report import Report, verdict_words
 
 _HASHING_WORKERS = min(4, os.cpu_count() or 1)
+_HASHED_BYTES = 1 << 20  # at once
 _NAMED = 3
 
 # Opens the progress bar of a step of a number of bytes; the callback takes the bytes just done.
@@ -142,6 +144,29 @@ def digests_of(shards: Sequence[Shard], show_progress: ShowProgress) -> dict[str
             size_bytes=lambda shard: shard.size_bytes,
         )
         return {shard.name: digest for shard, digest in zip(shards, found, strict=True)}
+
+
+def sha256_of(path: Path, progress: ProgressCallback) -> str:
+    """Return the SHA-256 of a file (IoError)."""
+    digest = hashlib.sha256()
+    try:
+        with path.open("rb", buffering=0) as file:
+            while chunk := file.read(_HASHED_BYTES):
+                digest.update(chunk)
+                progress(len(chunk))
+    except OSError as error:
+        raise read_failure(path, error) from error
+    return digest.hexdigest()
+
+
+def has_digest(listed: RepoFile | None, sha256: str) -> bool:
+    """Return whether the Hub lists a large file with this checksum."""
+    return listed is not None and listed.lfs is not None and listed.lfs.sha256 == sha256
+
+
+def has_bytes(listed: RepoFile | None, data: bytes) -> bool:
+    """Return whether the Hub lists a file with the checksum and the size of these bytes."""
+    return listed is not None and listed.size == len(data) and is_listed(listed, data)
 
 
 def _repository(address: Address) -> Repository:

@@ -14,8 +14,7 @@ from huggingface_hub.hf_api import RepoFile
 from mtp_checkpoints.errors import IoError, MtpExportError, VerificationError
 from mtp_export.progress import ProgressCallback
 from mtp_export.publish.content import Shard
-from mtp_export.publish.digests import has_bytes, has_digest
-from mtp_export.publish.plan import PushPlan, ShowProgress, digests_of
+from mtp_export.publish.plan import PushPlan, ShowProgress, digests_of, has_bytes, has_digest
 from mtp_export.publish.repository import CopyRefused, Operation, SentFile, State
 
 

@@ -205,7 +205,7 @@ class HubClient:
             return bytes(data)
 
         data = self.patiently(attempt, where)
-        if _checksum(data, file) != (file.lfs.sha256 if file.lfs else file.blob_id):
+        if not is_listed(file, data):
             raise IoError(
                 "A file does not arrive as the repository lists it",
                 where=where,
@@ -304,11 +304,13 @@ def _user_agent() -> dict[str, str]:
     return {"user-agent": headers["user-agent"]}
 
 
-def _checksum(data: bytes, file: RepoFile) -> str:
-    """Return the checksum by which the repository lists a file: SHA-256, or git's of a blob."""
+def is_listed(file: RepoFile, data: bytes) -> bool:
+    """Return whether a repository lists a file with the checksum of these bytes: SHA-256 of what is
+    in its storage, git's of a blob."""
     if file.lfs is not None:
-        return hashlib.sha256(data).hexdigest()
-    return hashlib.sha1(b"blob %d\0" % len(data) + data, usedforsecurity=False).hexdigest()
+        return bool(file.lfs.sha256 == hashlib.sha256(data).hexdigest())
+    blob = hashlib.sha1(b"blob %d\0" % len(data) + data, usedforsecurity=False)
+    return bool(file.blob_id == blob.hexdigest())
 
 
 def _check_range(

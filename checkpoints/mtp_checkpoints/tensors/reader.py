@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from mtp_checkpoints.containers import container_of
-from mtp_checkpoints.containers.base import ShardHeader, TensorInfo
+from mtp_checkpoints.containers.base import Opened, ShardHeader, TensorInfo
 from mtp_checkpoints.sources.addresses import byte_source
 from mtp_checkpoints.sources.byte_source import ByteSource, Place, local_path
 from mtp_checkpoints.tensors.tensor_reader import TensorReader
@@ -21,20 +21,11 @@ if TYPE_CHECKING:
     import torch
 
 
-@dataclass(frozen=True)
-class Checkpoint:
-    """An opened checkpoint: its config, and the place of every tensor.
-
-    files is the source of config and tokenizer: the checkpoint's own, or that of a bundle's main/.
-    unindexed are the shards that were found though the index does not name them.
-    """
+@dataclass(frozen=True, kw_only=True)
+class Checkpoint(Opened):
+    """An opened checkpoint at its place; files is its own source, or that of a bundle's main/."""
 
     path: Place
-    config: dict[str, Any]
-    config_sha256: str
-    shards: tuple[ShardHeader, ...]
-    files: ByteSource
-    unindexed: tuple[str, ...] = ()
 
     @classmethod
     def open(cls, place: Place) -> Checkpoint:
@@ -44,15 +35,7 @@ class Checkpoint:
     @classmethod
     def read_from(cls, source: ByteSource) -> Checkpoint:
         """Read the config and every tensor's place; raises what container_of and its open do."""
-        opened = container_of(source).open(source)
-        return cls(
-            path=source.path,
-            config=opened.config,
-            config_sha256=opened.config_sha256,
-            shards=opened.shards,
-            files=opened.files,
-            unindexed=opened.unindexed,
-        )
+        return cls(path=source.path, **vars(container_of(source).open(source)))
 
     @property
     def folder(self) -> Path:
