@@ -12,6 +12,7 @@ from dataclasses import fields, is_dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -85,8 +86,13 @@ def packed_bytes(layers: object) -> int:
     """Bytes of packed layers."""
     if not isinstance(layers, ShardedLayers):
         return 0
-    tensors = (tensor for layer in layers.decoder.layers for tensor in layer.tensors)
-    return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+    held: list[torch.Tensor | np.ndarray] = []
+    for layer in layers.decoder.layers:
+        held += layer.layer.tensors
+        for mlp in layer.mlps:
+            assert isinstance(mlp.down.memory, np.ndarray)
+            held += mlp.packed, mlp.down.memory
+    return sum(part.nbytes for part in held)
 
 
 def dense_bytes(parts: object) -> int:

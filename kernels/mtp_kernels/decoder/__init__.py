@@ -6,70 +6,311 @@ mixture-of-experts MLP, norms and projections. The tests hold each to a definiti
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, fields
 from importlib import import_module
-from typing import cast
+from typing import Any, Protocol, cast, runtime_checkable
 
 import torch
 
-from mtp_kernels.decoder.interface import (
-    Backend,
-    Decoder,
-    DecoderConfig,
-    GroupedWeights,
-    LatentWeights,
-    LayerKind,
-    LayerWeights,
-    Matrix,
-    ModuleInputs,
-    PackedLayer,
-    Projection,
-    Recursion,
-    RecursionParts,
-    RowStep,
-    StoredMatrix,
-)
-from mtp_kernels.decoder.sharded import (
-    LayerShard,
-    Pairs,
-    ShardedDecoder,
-    ShardedPass,
-    ShardingBackend,
-)
-
-__all__ = [
-    "AUTO",
-    "BACKENDS",
-    "DTYPES",
-    "Backend",
-    "Decoder",
-    "DecoderConfig",
-    "GroupedWeights",
-    "LatentWeights",
-    "LayerKind",
-    "LayerShard",
-    "LayerWeights",
-    "Matrix",
-    "ModuleInputs",
-    "PackedLayer",
-    "Pairs",
-    "Projection",
-    "Recursion",
-    "RecursionParts",
-    "RowStep",
-    "ShardedDecoder",
-    "ShardedPass",
-    "ShardingBackend",
-    "StoredMatrix",
-    "make_backend",
-]
+from mtp_kernels.batch_layout import BatchLayout
+from mtp_kernels.sizes import ONE_EXPERT, GroupedSizes, LatentSizes, Routing, Shapes
 
 # Loaded on first use. A backend is a module with a class `Backend`, which takes a dtype of DTYPES.
 BACKENDS = {"compiled_cpu": "mtp_kernels.decoder.compiled_cpu"}
 # The backend that "auto" means on each torch device type.
 AUTO = {"cpu": "compiled_cpu"}
-
-
 DTYPES = (torch.float32, torch.bfloat16)
+
+RowStep = Callable[[torch.Tensor], torch.Tensor]  # of every row [T, in] -> [T, out] by itself
+
+
+@runtime_checkable
+class StoredMatrix(Protocol):
+    """A matrix [..., out, in] that is read piece by piece while it is packed."""
+
+    @property
+    def shape(self) -> tuple[int, ...]: ...
+
+    def pieces(self) -> Iterator[torch.Tensor]:
+        """Yield rows [n, in] in float32, all of them in order, matrix after matrix."""
+
+
+# In memory, or to be read.
+Matrix = torch.Tensor | StoredMatrix
+
+
+def pieces_of(matrix: Matrix) -> Iterator[torch.Tensor]:
+    """Yield rows [n, in] of a matrix [..., out, in] in order."""
+    if isinstance(matrix, torch.Tensor):
+        yield matrix.flatten(0, -2)
+    else:
+        yield from matrix.pieces()
+
+
+@dataclass(frozen=True)
+class LayerKind:
+    """The computations that a decoder layer is made of, by name; a backend runs some of them.
+
+    "mla" is latent attention, "gqa" attention of grouped queries; "dense" a gated MLP,
+    "sigmoid_moe" DeepSeek-V3's mixture of experts: sigmoid scores, a bias for picking, groups.
+    Other names stand for layers that no backend has.
+    """
+
+    attention: str
+    feed_forward: str
+
+
+@dataclass(frozen=True)
+class DecoderConfig:
+    """Sizes and constants that all layers of a decoder share; softmax_scale multiplies attention
+    scores. routing is that of its sparse layers, of no meaning where all are dense."""
+
+    hidden: int
+    attention: LatentSizes | GroupedSizes
+    norm_eps: float
+    softmax_scale: float
+    routing: Routing = ONE_EXPERT
+
+
+@dataclass(frozen=True, eq=False)
+class Rope:
+    """Rotation of pairs by position. inv_freq [r/2] float32: radians per position of each pair;
+    attention_scaling is the length of every rotation."""
+
+    inv_freq: torch.Tensor
+    attention_scaling: float
+
+
+@dataclass(frozen=True)
+class LatentWeights:
+    """Weights of latent attention: matrices [out, in].
+
+    down projects to [query or its low rank | latent | rope key]. query_norm and query_up are None
+    without a query rank. w is d but in a layer without an input norm.
+    """
+
+    down: Matrix  # [query + c + r, w]
+    query_norm: torch.Tensor | None  # [query_rank]
+    query_up: Matrix | None  # [h, n+r, query_rank]
+    latent_norm: torch.Tensor  # [c]
+    key_up: Matrix  # [h, c, n], a query's way into the latent space
+    value_up: Matrix  # [h, v, c]
+    output: Matrix  # [d, h*v]
+
+
+@dataclass(frozen=True)
+class GroupedWeights:
+    """Weights of attention of grouped queries: matrices [out, in], g key heads of n entries.
+
+    qkv projects to [queries | keys | values], to which bias is added. w is d but in a layer without
+    an input norm.
+    """
+
+    qkv: Matrix  # [h*n + 2*g*n, w]
+    bias: torch.Tensor | None  # [h*n + 2*g*n]
+    query_norm: torch.Tensor | None  # [n]
+    key_norm: torch.Tensor | None  # [n]
+    output: Matrix  # [d, h*n]
+
+
+@dataclass(frozen=True)
+class LayerWeights:
+    """One layer's float32 tensors as a checkpoint has them: matrices [out, in].
+
+    gate_up and expert_down hold e routed experts, then shared ones; router and router_bias are
+    None in a dense layer, whose MLP is one shared expert. i is the inner size. input_norm is None
+    in a layer whose attention is given rows [T, w] of their own, as that of an EAGLE-3 draft; only
+    the first layer of a decoder may be one.
+    """
+
+    input_norm: torch.Tensor | None  # [d]
+    attention: LatentWeights | GroupedWeights
+    post_norm: torch.Tensor  # [d]
+    router: torch.Tensor | None  # [e, d]
+    router_bias: torch.Tensor | None  # [e], added for picking only
+    gate_up: Matrix  # [e + shared, 2*i, d]
+    expert_down: Matrix  # [e + shared, d, i]
+
+    @property
+    def tensors(self) -> dict[str, Any]:
+        """Every tensor by its field's name, the attention's too; None where there is none."""
+        own = {field.name: getattr(self, field.name) for field in fields(self)}
+        attention = own.pop("attention")
+        return {field.name: getattr(attention, field.name) for field in fields(attention)} | own
+
+    def shapes(self) -> Shapes:
+        """Return the shape of every tensor by its field's name, None where there is none."""
+        return {name: None if t is None else tuple(t.shape) for name, t in self.tensors.items()}
+
+
+@dataclass(frozen=True)
+class LayerShard:
+    """One process's part of a layer that several share.
+
+    weights: of the own heads, and of the own routed experts, none in a dense layer; the attention's
+    output [n, m] has rows or columns of the whole one. shared: gate_up [1, 2*i, d] and down [n, m]
+    of each shared expert, or of a dense layer's MLP.
+    """
+
+    weights: LayerWeights
+    shared: tuple[tuple[Matrix, Matrix], ...]
+
+
+@dataclass(frozen=True)
+class Pairs:
+    """Rows and experts of a sparse layer, in order of experts: the row of each pair [p], its place
+    among all picks [p], and where each of some consecutive experts' pairs begin and end [e+1]."""
+
+    rows: torch.Tensor
+    places: torch.Tensor
+    ends: torch.Tensor
+
+
+class PackedLayer(Protocol):
+    """One layer as a backend keeps it, and the shapes of the weights it was made of."""
+
+    @property
+    def shapes(self) -> Shapes: ...
+
+
+@dataclass(frozen=True)
+class ModuleInputs:
+    """Join of a token's embedding and a hidden state, as a drafting module's layer takes them: both
+    normed, side by side.
+
+    projection: of both to the layer's stream. None: the layer's attention is given both, and the
+    stream is the hidden state, or its norm where normed_residual is True.
+    """
+
+    embedding_norm: RowStep
+    hidden_norm: RowStep
+    projection: RowStep | None
+    normed_residual: bool = False
+
+    def joined(
+        self, embedded: torch.Tensor, hidden: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Return the stream [T, d], and what attention is given [T, 2d], if anything."""
+        normed = self.hidden_norm(hidden)
+        both = torch.cat([self.embedding_norm(embedded), normed], dim=-1)
+        if self.projection is not None:
+            return self.projection(both), None
+        return normed if self.normed_residual else hidden, both
+
+
+@dataclass(frozen=True)
+class RecursionParts:
+    """A module that drafts: its layer, and what surrounds it, made by the same backend.
+
+    inputs join a token's embedding and a hidden state: with a projection in an MTP module, without
+    in an EAGLE-3 draft. The head norms the layer's output and projects it to tokens, given by their
+    ascending ids. recycles_normed: the next step takes the hidden state after the head's norm, not
+    before.
+    """
+
+    decoder: Decoder
+    embedding: torch.Tensor  # [vocab, d] float32
+    inputs: ModuleInputs
+    head_norm: RowStep
+    head: Projection  # [T, d] -> [T, n]
+    tokens: torch.Tensor  # [n] int64
+    recycles_normed: bool
+
+
+class Projection(Protocol):
+    """Product with one matrix, of every row by itself."""
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        """Return the outputs [T, out] of rows [T, in]."""
+
+    def best(self, x: torch.Tensor) -> torch.Tensor:
+        """Return the number of each row's largest output [T] int64, the lowest of equal ones."""
+
+
+class Decoder(Protocol):
+    """Some consecutive layers of a model."""
+
+    config: DecoderConfig
+
+    def __len__(self) -> int: ...
+
+    def __call__(
+        self,
+        x: torch.Tensor,
+        layout: BatchLayout,
+        kv_cache: torch.Tensor,
+        attention_input: torch.Tensor | None = None,
+    ) -> None:
+        """Replace x [T, d] by the output of the last layer.
+
+        kv_cache [at least the number of layers, pages, page, slot of the attention's sizes]: the
+        rows' entries are written to their slots; each row attends to its request's tokens up to
+        itself, and slots that no row may see are not read. attention_input [T, w] is what the
+        attention of a first layer without an input norm takes, None where there is one. Raises
+        TypeError or ValueError for tensors that are not contiguous float32 on the decoder's device
+        or do not fit each other.
+        """
+
+    def part(self, first: int, stop: int) -> Decoder:
+        """Return layers [first, stop), at least one, as a decoder of their own."""
+
+
+class Recursion(Protocol):
+    """Greedy drafts of a module, each made from the one before it."""
+
+    def __call__(
+        self,
+        x: torch.Tensor,
+        starts: Sequence[int],
+        counts: Sequence[int],
+        page_table: torch.Tensor,
+        kv_cache: torch.Tensor,
+    ) -> list[list[int]]:
+        """Return counts[i] >= 1 tokens for each row of x [b, d], which is overwritten.
+
+        Row i is the module's output at position starts[i]; counts do not rise. kv_cache
+        [1, pages, page, slot] gets the rows of positions starts[i] + 1 to
+        starts[i] + counts[i] - 1, which page_table [b, max_pages] int32 covers. Of equally good
+        tokens the lowest is drafted.
+        Raises TypeError or ValueError as `Decoder` does.
+        """
+
+
+class Backend(Protocol):
+    """A decoder backend: one object packs the parts of one model, which may then be dropped.
+
+    It keeps matrices, but for routers', in the dtype that it was made with, and computes in
+    float32.
+    """
+
+    def runs(self, kind: LayerKind) -> bool:
+        """Return True for layers that this backend computes."""
+
+    def pack(self, weights: LayerWeights) -> PackedLayer:
+        """Pack one layer into the backend's form, so that no second copy of a model is held.
+
+        Matrices that are stored are read once. Raises TypeError for tensors that are not float32.
+        """
+
+    def decoder(self, config: DecoderConfig, layers: Sequence[PackedLayer], rope: Rope) -> Decoder:
+        """Join layers that this backend packed.
+
+        Raises TypeError or ValueError for layers that do not fit the config, and where there is no
+        layer.
+        """
+
+    def norm(self, weight: torch.Tensor, eps: float) -> RowStep:
+        """Return the RMS norm with a weight [d] float32."""
+
+    def projection(self, matrix: Matrix) -> Projection:
+        """Return x -> x @ matrix.T for a matrix [out, in]."""
+
+    def recursion(self, parts: RecursionParts) -> Recursion:
+        """Return what drafts by recursion with the parts of a module.
+
+        Raises TypeError or ValueError for parts that do not fit each other.
+        """
 
 
 def make_backend(

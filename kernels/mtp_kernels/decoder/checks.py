@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 
 from mtp_kernels.batch_layout import BatchLayout
-from mtp_kernels.decoder.interface import (
+from mtp_kernels.decoder import (
     DecoderConfig,
     LayerWeights,
     PackedLayer,

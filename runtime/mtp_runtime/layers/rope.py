@@ -7,11 +7,11 @@ Source: Su et al., RoFormer; Peng et al., YaRN, sections 3.2 to 3.4.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
 
 import torch
 
 from mtp_checkpoints.families import parts
+from mtp_kernels import decoder
 
 
 def inverse_frequencies(rope: parts.Rope) -> torch.Tensor:
@@ -49,13 +49,8 @@ def softmax_scale(rope: parts.Rope, head_size: int) -> float:
     return float(head_size**-0.5 * temperature**2)
 
 
-@dataclass(frozen=True, eq=False)
-class Rope:
-    """Rotation of pairs by position. inv_freq [r/2] float32; attention_scaling is the length of
-    every rotation."""
-
-    inv_freq: torch.Tensor
-    attention_scaling: float
+class Rope(decoder.Rope):
+    """Rotation of pairs by position, computed by torch."""
 
     @classmethod
     def build(cls, rope: parts.Rope, device: torch.device) -> Rope:

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import accumulate
 from pathlib import Path
-from typing import TypedDict, cast
+from typing import cast
 
 import torch
 
@@ -29,13 +29,6 @@ from mtp_runtime.layers.tensor_parallel import ParallelMoe
 from mtp_runtime.models.execution import Layers, Recursion, RecursiveModule, TorchLayers
 from mtp_runtime.models.model import Model
 from mtp_runtime.models.packing import KINDS, Rows, config_of, weights_of
-
-
-class Rotation(TypedDict):
-    """Arguments of decoders."""
-
-    inv_freq: torch.Tensor
-    attention_scaling: float
 
 
 @dataclass(frozen=True)
@@ -275,15 +268,7 @@ class PackedRun:
             return self.shared_config
         return replace(self.shared_config, routing=self.router.routing)
 
-    @property
-    def rotation(self) -> Rotation:
-        """Rotary positions that the layers share, as decoders take them."""
-        assert self.rope is not None, "a run has layers"
-        return {
-            "inv_freq": self.rope.inv_freq,
-            "attention_scaling": self.rope.attention_scaling,
-        }
-
     def layers(self) -> Layers:
         """Join the layers."""
-        return CompiledLayers(self.backend.decoder(self.config, self.packed, **self.rotation))
+        assert self.rope is not None, "a run has layers"
+        return CompiledLayers(self.backend.decoder(self.config, self.packed, self.rope))

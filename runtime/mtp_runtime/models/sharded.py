@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import cast
+from typing import TYPE_CHECKING, cast
 
 import torch
 
@@ -33,6 +33,10 @@ from mtp_runtime.models.compiled import (
 from mtp_runtime.models.execution import Layers
 from mtp_runtime.models.packing import shard_of, split_experts
 from mtp_runtime.parallel.group import Part
+
+if TYPE_CHECKING:
+    from mtp_kernels.decoder.compiled_cpu import Backend
+    from mtp_kernels.decoder.compiled_cpu.sharded import PackedShard, ShardedDecoder, ShardedPass
 
 Sizes = tuple[tuple[int, ...], tuple[int, ...]]  # inputs and outputs of a matrix, of every rank
 
@@ -65,7 +69,7 @@ class ShardedExecution(CompiledExecution):
 class ShardedLayers:
     """Compiled parts of layers with the interface of Layers."""
 
-    decoder: kernels.ShardedDecoder
+    decoder: ShardedDecoder
     sizes: tuple[LayerSizes, ...]
     parallel: TensorParallel
 
@@ -96,7 +100,7 @@ class ShardedLayers:
             feed_forward(run, layer, x)
         return x
 
-    def _gathered(self, run: kernels.ShardedPass, layer: int, x: torch.Tensor) -> None:
+    def _gathered(self, run: ShardedPass, layer: int, x: torch.Tensor) -> None:
         """Add the experts' outputs to x in the order of one process."""
         group, sizes, picked = self.parallel.group, self.sizes[layer], run.picked(layer)
         parts = [
@@ -114,7 +118,7 @@ class ShardedLayers:
             _, outputs = sizes.shared[number]
             x += group.columns(run.shared_down(layer, number, values), outputs)
 
-    def _reduced(self, run: kernels.ShardedPass, layer: int, x: torch.Tensor) -> None:
+    def _reduced(self, run: ShardedPass, layer: int, x: torch.Tensor) -> None:
         """Add the sum of the ranks' experts to x."""
         sizes, picked = self.sizes[layer], run.picked(layer)
         total = torch.zeros_like(x)
@@ -160,18 +164,19 @@ class _ShardedRun(PackedRun):
     """Consecutive layers of which the kernels run the own parts."""
 
     parallel: TensorParallel = field(kw_only=True)
-    parts: list[object] = field(default_factory=list)
+    parts: list[PackedShard] = field(default_factory=list)
     sizes: list[LayerSizes] = field(default_factory=list)
 
     def add(self, layer: DecoderLayer) -> None:
         attention = self.noted(layer)
-        backend = cast(kernels.ShardingBackend, self.backend)
+        backend = cast("Backend", self.backend)
         self.parts.append(backend.pack_shard(shard_of(layer, attention)))
         self.sizes.append(_sizes_of(layer))
 
     def layers(self) -> Layers:
-        backend = cast(kernels.ShardingBackend, self.backend)
-        decoder = backend.sharded_decoder(self.config, self.parts, **self.rotation)
+        assert self.rope is not None, "a run has layers"
+        backend = cast("Backend", self.backend)
+        decoder = backend.sharded_decoder(self.config, self.parts, self.rope)
         return ShardedLayers(decoder, tuple(self.sizes), self.parallel)
 
 

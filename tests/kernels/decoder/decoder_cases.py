@@ -132,8 +132,7 @@ def make_decoder(case: Case, backend: str | decoder.Backend) -> decoder.Decoder:
     return made.decoder(
         case.config,
         packed,
-        inv_freq=1.0 / 100 ** (pairs / len(pairs)),
-        attention_scaling=case.attention_scaling,
+        decoder.Rope(1.0 / 100 ** (pairs / len(pairs)), case.attention_scaling),
     )
 
 

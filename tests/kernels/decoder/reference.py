@@ -15,15 +15,7 @@ import torch
 import torch.nn.functional as F
 
 from mtp_kernels.batch_layout import BatchLayout
-from mtp_kernels.decoder.checks import (
-    check_config,
-    check_layers,
-    check_parts,
-    check_pass,
-    check_recursion,
-    check_weights,
-)
-from mtp_kernels.decoder.interface import (
+from mtp_kernels.decoder import (
     DecoderConfig,
     GroupedWeights,
     LatentWeights,
@@ -31,8 +23,17 @@ from mtp_kernels.decoder.interface import (
     LayerWeights,
     Matrix,
     RecursionParts,
+    Rope,
     RowStep,
     pieces_of,
+)
+from mtp_kernels.decoder.checks import (
+    check_config,
+    check_layers,
+    check_parts,
+    check_pass,
+    check_recursion,
+    check_weights,
 )
 from mtp_kernels.sizes import GroupedSizes, LatentSizes, Shapes
 
@@ -58,18 +59,11 @@ class Backend:
         rounded = self._rounded(weights)
         return KeptLayer(replace(rounded, attention=self._rounded(weights.attention)))
 
-    def decoder(
-        self,
-        config: DecoderConfig,
-        layers: Sequence[KeptLayer],
-        *,
-        inv_freq: torch.Tensor,
-        attention_scaling: float,
-    ) -> Decoder:
+    def decoder(self, config: DecoderConfig, layers: Sequence[KeptLayer], rope: Rope) -> Decoder:
         """Join layers."""
-        check_config(config, inv_freq)
+        check_config(config, rope.inv_freq)
         check_layers(config, layers)
-        return Decoder(config, tuple(layers), Rope(inv_freq, attention_scaling))
+        return Decoder(config, tuple(layers), Rotation(rope.inv_freq, rope.attention_scaling))
 
     def norm(self, weight: torch.Tensor, eps: float) -> RowStep:
         """Return an RMS norm."""
@@ -129,12 +123,8 @@ class Projection:
         return largest.int().argmax(dim=-1)  # the first
 
 
-@dataclass(frozen=True)
-class Rope:
+class Rotation(Rope):
     """Rotation of pairs by position."""
-
-    inv_freq: torch.Tensor  # [r/2], radians per position
-    attention_scaling: float
 
     def rotate(self, x: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         """Rotate neighbouring pairs of x [T, h, r] of positions [T], times attention_scaling."""
@@ -161,7 +151,7 @@ class Decoder:
 
     config: DecoderConfig
     layers: tuple[KeptLayer, ...]
-    rope: Rope
+    rope: Rotation
 
     def __len__(self) -> int:
         return len(self.layers)

@@ -18,7 +18,7 @@ from decoder_cases import (
     make_layer,
 )
 
-from mtp_kernels.decoder import LayerWeights
+from mtp_kernels.decoder import LayerWeights, Rope
 
 CASE = Case((2, 1), (20, 5), layers="m")
 pytestmark = pytest.mark.parametrize("backend", BACKENDS)
@@ -124,7 +124,7 @@ def test_weights_that_do_not_fit_the_config(
     layer = made.pack(make_layer(CASE, "m", torch.Generator().manual_seed(0)))
     config = changed(CASE, **sizes).config
     with pytest.raises(ValueError, match=message):
-        made.decoder(config, [layer], inv_freq=torch.ones(4), attention_scaling=1.0)
+        made.decoder(config, [layer], Rope(torch.ones(4), 1.0))
 
 
 @pytest.mark.parametrize(
@@ -146,8 +146,7 @@ def test_grouped_weights_that_do_not_fit_the_config(
         made.decoder(
             changed(case, **sizes).config,
             [layer],
-            inv_freq=torch.ones(4),
-            attention_scaling=1.0,
+            Rope(torch.ones(4), 1.0),
         )
 
 
@@ -155,7 +154,7 @@ def test_weights_of_another_attention(backend: str) -> None:
     made = make_backend(backend)
     layer = made.pack(make_layer(grouped(CASE), "m", torch.Generator().manual_seed(0)))
     with pytest.raises(ValueError, match=r"layer 0, down: expected shape .*, found none"):
-        made.decoder(CASE.config, [layer], inv_freq=torch.ones(4), attention_scaling=1.0)
+        made.decoder(CASE.config, [layer], Rope(torch.ones(4), 1.0))
 
 
 @pytest.mark.parametrize(
@@ -175,7 +174,7 @@ def test_weights_that_do_not_fit_each_other(
     weights = make_layer(CASE, "m", torch.Generator().manual_seed(0))
     with pytest.raises(ValueError, match=message):
         layer = made.pack(with_tensor(weights, name, value))
-        made.decoder(CASE.config, [layer], inv_freq=torch.ones(4), attention_scaling=1.0)
+        made.decoder(CASE.config, [layer], Rope(torch.ones(4), 1.0))
 
 
 def with_tensor(weights: LayerWeights, name: str, value: Any) -> LayerWeights:

@@ -16,8 +16,16 @@ from mtp_kernels.batch_layout import BatchLayout
 from mtp_kernels.cpu.memory import Arena
 from mtp_kernels.cpu.team import process_team
 from mtp_kernels.cpu.vectors import PANEL, Panel
+from mtp_kernels.decoder import (
+    DecoderConfig,
+    LayerKind,
+    LayerShard,
+    LayerWeights,
+    Matrix,
+    RecursionParts,
+    Rope,
+)
 from mtp_kernels.decoder.checks import (
-    check_config,
     check_layers,
     check_parts,
     check_pass,
@@ -25,13 +33,7 @@ from mtp_kernels.decoder.checks import (
     check_weights,
 )
 from mtp_kernels.decoder.compiled_cpu.attention import Scratch
-from mtp_kernels.decoder.compiled_cpu.passes import (
-    Product,
-    best_product,
-    run_norm,
-    run_project,
-    whole_product,
-)
+from mtp_kernels.decoder.compiled_cpu.passes import Norm, Projection, best_product, whole_product
 from mtp_kernels.decoder.compiled_cpu.recursion import (
     Chains,
     Drafting,
@@ -46,19 +48,11 @@ from mtp_kernels.decoder.compiled_cpu.scratch import make_scratch, planned
 from mtp_kernels.decoder.compiled_cpu.sharded import PackedShard, ShardedDecoder, pack_shard
 from mtp_kernels.decoder.compiled_cpu.weights import (
     PackedLayer,
+    PackedLayers,
     Packer,
     pack_layer,
-    sizes_of,
     table_of,
 )
-from mtp_kernels.decoder.interface import (
-    DecoderConfig,
-    LayerKind,
-    LayerWeights,
-    Matrix,
-    RecursionParts,
-)
-from mtp_kernels.decoder.sharded import LayerShard
 from mtp_kernels.tensor_checks import check_shape
 
 
@@ -78,24 +72,9 @@ class Backend:
         check_weights(weights)
         return pack_layer(weights, self._packer)
 
-    def decoder(
-        self,
-        config: DecoderConfig,
-        layers: Sequence[PackedLayer],
-        *,
-        inv_freq: torch.Tensor,
-        attention_scaling: float,
-    ) -> Decoder:
+    def decoder(self, config: DecoderConfig, layers: Sequence[PackedLayer], rope: Rope) -> Decoder:
         """Join layers."""
-        check_config(config, inv_freq)
-        check_layers(config, layers)
-        return Decoder(
-            config,
-            layers,
-            entry_bytes=self._packer.entry_bytes,
-            inv_freq=inv_freq,
-            attention_scaling=attention_scaling,
-        )
+        return Decoder(config, layers, rope, self._packer.entry_bytes)
 
     def pack_shard(self, part: LayerShard) -> PackedShard:
         """Pack one process's part of a layer."""
@@ -103,21 +82,10 @@ class Backend:
         return pack_shard(part, self._packer)
 
     def sharded_decoder(
-        self,
-        config: DecoderConfig,
-        layers: Sequence[PackedShard],
-        *,
-        inv_freq: torch.Tensor,
-        attention_scaling: float,
+        self, config: DecoderConfig, layers: Sequence[PackedShard], rope: Rope
     ) -> ShardedDecoder:
         """Join parts of layers."""
-        return ShardedDecoder(
-            config,
-            layers,
-            entry_bytes=self._packer.entry_bytes,
-            inv_freq=inv_freq,
-            attention_scaling=attention_scaling,
-        )
+        return ShardedDecoder(config, layers, rope, self._packer.entry_bytes)
 
     def norm(self, weight: torch.Tensor, eps: float) -> Norm:
         """Return an RMS norm."""
@@ -125,53 +93,27 @@ class Backend:
 
     def projection(self, matrix: Matrix) -> Projection:
         """Pack a matrix."""
-        return Projection(matrix, self._packer)
+        return Projection.packed(matrix, self._packer)
 
     def recursion(self, parts: RecursionParts) -> Recursion:
         """Return the recursion of parts that this backend packed."""
         return Recursion(parts)
 
 
-class Decoder:
-    """Some packed layers of a model, with the rotary positions that they share.
-
-    entry_bytes: of the packed matrices, as in a Panel. inv_freq [r/2] float32: radians per position
-    of each pair; attention_scaling multiplies every rotation.
-    """
+class Decoder(PackedLayers[PackedLayer]):
+    """Some packed layers of a model, run by one launch."""
 
     def __init__(
-        self,
-        config: DecoderConfig,
-        layers: Sequence[PackedLayer],
-        *,
-        entry_bytes: int,
-        inv_freq: torch.Tensor,
-        attention_scaling: float,
+        self, config: DecoderConfig, layers: Sequence[PackedLayer], rope: Rope, entry_bytes: int
     ) -> None:
-        self.config = config
-        self.sizes = sizes_of(config, entry_bytes)
-        self.table = table_of(layers)
-        self.rope = inv_freq.contiguous().numpy(), np.float32(attention_scaling)
-        self.multiplications = sum(tensor.numel() for packed in layers for tensor in packed.tensors)
-        self.layers, self._no_drafting = tuple(layers), no_drafting()
+        super().__init__(config, layers, rope, entry_bytes)
+        check_layers(config, layers)
+        self.table, self._no_drafting = table_of(layers), no_drafting()
+        self.multiplications = sum(layer.multiplications for layer in layers)
         self._experts = max(
             layer.experts_per_row(config.routing.experts_per_token) for layer in layers
         )
         self._inner = max(panels_of(layer.inner) * PANEL for layer in layers)
-
-    def __len__(self) -> int:
-        return len(self.layers)
-
-    def part(self, first: int, stop: int) -> Decoder:
-        """Return layers [first, stop) as a decoder of their own."""
-        inv_freq, scaling = torch.from_numpy(self.rope[0]), float(self.rope[1])
-        return Decoder(
-            self.config,
-            self.layers[first:stop],
-            entry_bytes=self.sizes.entry_bytes,
-            inv_freq=inv_freq,
-            attention_scaling=scaling,
-        )
 
     def __call__(
         self,
@@ -189,7 +131,7 @@ class Decoder:
             kv_cache=kv_cache,
             attention_input=attention_input,
         )
-        batch, parts = planned(layout, kv_cache.shape[2], self.rope, self.sizes.heads)
+        batch, parts = planned(layout, kv_cache.shape[2], self.rotation, self.sizes.heads)
         team = process_team()
         team.run(
             run,
@@ -211,52 +153,6 @@ class Decoder:
         return make_scratch(
             self.config, count, parts=parts, inner=inner, attention_input=attention_input
         )
-
-
-class Norm:
-    """RMS norm with a weight [d]."""
-
-    def __init__(self, weight: torch.Tensor, eps: float) -> None:
-        self.weight = weight.float().contiguous().numpy()
-        self.eps = np.float32(eps)
-
-    def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        """Norm rows [T, d]."""
-        out = torch.empty_like(x)
-        process_team().run(run_norm, 1, x.numpy(), self.weight, self.eps, out.numpy())
-        return out
-
-
-class Projection:
-    """y = x @ matrix.T for a packed matrix [out, in]."""
-
-    def __init__(self, matrix: Matrix, packer: Packer) -> None:
-        self.outputs, inputs = matrix.shape
-        self._packed = packer.matrix(matrix)
-        self.size = self._packed.size
-        self.first_panel = Panel(self._packed.ctypes.data, inputs, packer.entry_bytes)
-
-    def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        """Project rows [T, in] to [T, out]."""
-        out = x.new_empty(len(x), self.outputs)
-        self._run(x, self._threads(x), whole_product(out.numpy()))
-        return out
-
-    def best(self, x: torch.Tensor) -> torch.Tensor:
-        """Return the number of each row's largest output [T], the first of equal ones."""
-        threads = self._threads(x)
-        product = best_product(self.outputs, threads, len(x))
-        self._run(x, threads, product)
-        values, outputs = product.best
-        first = values.argmax(axis=0)  # members' panels are in order
-        return torch.from_numpy(outputs[first, np.arange(len(x))])
-
-    def _threads(self, x: torch.Tensor) -> int:
-        return process_team().threads_for(len(x) * self.size)
-
-    def _run(self, x: torch.Tensor, threads: int, product: Product) -> None:
-        rows = x.contiguous().numpy()
-        process_team().run(run_project, threads, rows, self.first_panel, product)
 
 
 class Recursion:
@@ -287,8 +183,8 @@ class Recursion:
             recycles_normed=parts.recycles_normed,
             normed_residual=inputs.normed_residual,
         )
-        around = parts.head.size + (0 if projection is None else projection.size)
-        self._multiplications = parts.decoder.multiplications + around
+        products = (parts.decoder, parts.head, *([projection] if projection else ()))
+        self._multiplications = sum(product.multiplications for product in products)
 
     def __call__(
         self,
@@ -308,7 +204,7 @@ class Recursion:
             counts=np.array(counts),
             page_table=page_table.numpy(),
             page=kv_cache.shape[2],
-            rope=decoder.rope,
+            rope=decoder.rotation,
         )
         threads, most = team.threads_for(sum(counts) * self._multiplications), counts[0]
         drafts = np.empty((len(counts), most), np.int64)

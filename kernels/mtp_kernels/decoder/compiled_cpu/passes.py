@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
+import torch
 
 from mtp_kernels.cpu.jit import compiled, inner
-from mtp_kernels.cpu.team import share
-from mtp_kernels.cpu.vectors import PANEL, address, multiply_panel, rows_of
+from mtp_kernels.cpu.team import process_team, share
+from mtp_kernels.cpu.vectors import PANEL, Panel, address, multiply_panel, rows_of
+from mtp_kernels.decoder import Matrix
 from mtp_kernels.decoder.compiled_cpu.attention import attention
 from mtp_kernels.decoder.compiled_cpu.experts import NOT_PICKED, feed_forward
 from mtp_kernels.decoder.compiled_cpu.rows import (
@@ -19,6 +22,7 @@ from mtp_kernels.decoder.compiled_cpu.rows import (
     panel_of,
     panels_of,
 )
+from mtp_kernels.decoder.compiled_cpu.weights import Packer
 
 
 @inner
@@ -108,3 +112,60 @@ def best_of(best: Any, row: Any) -> Any:
         if best.values[other, row] > best.values[number, row]:
             number = other
     return best.outputs[number, row]
+
+
+class Norm:
+    """RMS norm with a weight [d]."""
+
+    def __init__(self, weight: torch.Tensor, eps: float) -> None:
+        self.weight = weight.float().contiguous().numpy()
+        self.eps = np.float32(eps)
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        """Norm rows [T, d]."""
+        out = torch.empty_like(x)
+        process_team().run(run_norm, 1, x.numpy(), self.weight, self.eps, out.numpy())
+        return out
+
+
+@dataclass(frozen=True)
+class Projection:
+    """y = x @ matrix.T for a matrix [out, in] packed in panels, and what keeps their memory."""
+
+    outputs: int
+    first_panel: Panel
+    memory: object = None
+
+    @classmethod
+    def packed(cls, matrix: Matrix, packer: Packer) -> Projection:
+        """Pack a matrix."""
+        outputs, inputs = matrix.shape
+        panels = packer.matrix(matrix)
+        return cls(outputs, Panel(panels.ctypes.data, inputs, packer.entry_bytes), panels)
+
+    @property
+    def multiplications(self) -> int:
+        """Multiplications for each row."""
+        return self.outputs * int(self.first_panel.count)
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        """Project rows [T, in] to [T, out]."""
+        out = x.new_empty(len(x), self.outputs)
+        self._run(x, self._threads(x), whole_product(out.numpy()))
+        return out
+
+    def best(self, x: torch.Tensor) -> torch.Tensor:
+        """Return the number of each row's largest output [T], the first of equal ones."""
+        threads = self._threads(x)
+        product = best_product(self.outputs, threads, len(x))
+        self._run(x, threads, product)
+        values, outputs = product.best
+        first = values.argmax(axis=0)  # members' panels are in order
+        return torch.from_numpy(outputs[first, np.arange(len(x))])
+
+    def _threads(self, x: torch.Tensor) -> int:
+        return process_team().threads_for(len(x) * self.multiplications)
+
+    def _run(self, x: torch.Tensor, threads: int, product: Product) -> None:
+        rows = x.contiguous().numpy()
+        process_team().run(run_project, threads, rows, self.first_panel, product)

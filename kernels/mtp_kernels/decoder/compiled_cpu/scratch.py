@@ -13,9 +13,9 @@ from mtp_kernels.batch_layout import BatchLayout
 from mtp_kernels.cpu.memory import LINE, floats
 from mtp_kernels.cpu.paged_attention import Parts
 from mtp_kernels.cpu.vectors import PANEL
+from mtp_kernels.decoder import DecoderConfig
 from mtp_kernels.decoder.compiled_cpu.attention import Batch, Scratch, plan_pass
 from mtp_kernels.decoder.compiled_cpu.rows import panels_of
-from mtp_kernels.decoder.interface import DecoderConfig
 
 
 def planned(layout: BatchLayout, page: int, rope: Any, heads: int) -> tuple[Batch, int]:

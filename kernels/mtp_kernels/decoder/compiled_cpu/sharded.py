@@ -3,7 +3,6 @@ gathered. They are the steps of a whole pass, so that every number has the same 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,10 +13,11 @@ from mtp_kernels.batch_layout import BatchLayout
 from mtp_kernels.cpu.jit import compiled
 from mtp_kernels.cpu.team import process_team, share
 from mtp_kernels.cpu.vectors import PANEL, Panel, address, multiply_panel, rows_of
-from mtp_kernels.decoder.checks import check_config, check_pass
+from mtp_kernels.decoder import LayerShard, Matrix, Pairs
+from mtp_kernels.decoder.checks import check_pass
 from mtp_kernels.decoder.compiled_cpu.attention import attend
 from mtp_kernels.decoder.compiled_cpu.experts import make_inner, route
-from mtp_kernels.decoder.compiled_cpu.passes import run_project, whole_product
+from mtp_kernels.decoder.compiled_cpu.passes import Projection
 from mtp_kernels.decoder.compiled_cpu.rows import (
     BLOCK_ROWS,
     block_of,
@@ -29,39 +29,10 @@ from mtp_kernels.decoder.compiled_cpu.scratch import make_scratch, planned
 from mtp_kernels.decoder.compiled_cpu.weights import (
     LAYER,
     PackedLayer,
+    PackedLayers,
     Packer,
     pack_layer,
-    sizes_of,
 )
-from mtp_kernels.decoder.interface import DecoderConfig, Matrix
-from mtp_kernels.decoder.sharded import LayerShard, Pairs
-
-
-@dataclass(frozen=True)
-class _Matrix:
-    """A packed matrix [out, in]."""
-
-    packed: np.ndarray
-    shape: tuple[int, ...]
-
-    @classmethod
-    def of(cls, matrix: Matrix, packer: Packer) -> _Matrix:
-        return cls(packer.matrix(matrix), tuple(matrix.shape))
-
-    def product(self, x: torch.Tensor, entry_bytes: int) -> torch.Tensor:
-        return _product(x, self.packed.ctypes.data, self.shape, entry_bytes)
-
-
-def _product(
-    x: torch.Tensor, packed_at: int, shape: tuple[int, ...], entry_bytes: int
-) -> torch.Tensor:
-    """Return x @ matrix.T [T, out] for a packed matrix [out, in] at an address."""
-    outputs, inputs = shape
-    out, team = x.new_empty(len(x), outputs), process_team()
-    threads = team.threads_for(len(x) * outputs * inputs)
-    panel = Panel(packed_at, inputs, entry_bytes)
-    team.run(run_project, threads, x.contiguous().numpy(), panel, whole_product(out.numpy()))
-    return out
 
 
 @dataclass(frozen=True)
@@ -71,14 +42,14 @@ class _Mlp:
     table: np.ndarray
     packed: np.ndarray  # owns what the table points to
     inner: int
-    down: _Matrix
+    down: Projection
 
     @classmethod
     def of(cls, gate_up: Matrix, down: Matrix, packer: Packer) -> _Mlp:
         packed, inner = packer.alternating(gate_up), gate_up.shape[1] // 2
         table = np.zeros(1, LAYER)
         table["gate_up"], table["inner"] = packed.ctypes.data, inner
-        return cls(table, packed, inner, _Matrix.of(down, packer))
+        return cls(table, packed, inner, Projection.packed(down, packer))
 
 
 @dataclass(frozen=True)
@@ -88,17 +59,6 @@ class PackedShard:
     layer: PackedLayer
     mlps: tuple[_Mlp, ...]
 
-    @property
-    def tensors(self) -> tuple[torch.Tensor, ...]:
-        """Everything that the part holds."""
-        own = [packed for mlp in self.mlps for packed in (mlp.packed, mlp.down.packed)]
-        return (*self.layer.tensors, *map(torch.from_numpy, own))
-
-    @property
-    def multiplications(self) -> int:
-        """Of the attention, at most, for each row."""
-        return sum(tensor.numel() for tensor in self.layer.tensors)
-
 
 def pack_shard(part: LayerShard, packer: Packer) -> PackedShard:
     """Pack one layer's part; its own tensors may then be dropped."""
@@ -106,35 +66,8 @@ def pack_shard(part: LayerShard, packer: Packer) -> PackedShard:
     return PackedShard(pack_layer(part.weights, packer), mlps)
 
 
-class ShardedDecoder:
-    """Parts of some layers; entry_bytes: of the packed matrices, as in a Panel."""
-
-    def __init__(
-        self,
-        config: DecoderConfig,
-        layers: Sequence[PackedShard],
-        *,
-        entry_bytes: int,
-        inv_freq: torch.Tensor,
-        attention_scaling: float,
-    ) -> None:
-        check_config(config, inv_freq)
-        self.config, self.layers = config, tuple(layers)
-        self.sizes = sizes_of(config, entry_bytes)
-        self.rope = inv_freq.contiguous().numpy(), np.float32(attention_scaling)
-
-    def __len__(self) -> int:
-        return len(self.layers)
-
-    def part(self, first: int, stop: int) -> ShardedDecoder:
-        """Return layers [first, stop) as a decoder of their own."""
-        return ShardedDecoder(
-            self.config,
-            self.layers[first:stop],
-            entry_bytes=self.sizes.entry_bytes,
-            inv_freq=torch.from_numpy(self.rope[0]),
-            attention_scaling=float(self.rope[1]),
-        )
+class ShardedDecoder(PackedLayers[PackedShard]):
+    """Parts of some layers."""
 
     def begin(
         self,
@@ -170,7 +103,7 @@ class ShardedPass:
         self._decoder, self._x = decoder, x
         self._sizes, self._team = decoder.sizes, process_team()
         self._caches = kv_cache.flatten(1, 2).numpy()
-        self._batch, parts = planned(layout, kv_cache.shape[2], decoder.rope, self._sizes.heads)
+        self._batch, parts = planned(layout, kv_cache.shape[2], decoder.rotation, self._sizes.heads)
         self._scratch = make_scratch(
             decoder.config, len(x), parts=parts, inner=(0, PANEL), attention_input=attention_input
         )
@@ -180,7 +113,7 @@ class ShardedPass:
         packed = self._decoder.layers[layer]
         self._run(
             run_attend,
-            len(self._x) * packed.multiplications,
+            len(self._x) * packed.layer.multiplications,
             packed.layer.record,
             self._sizes,
             self._batch,
@@ -195,7 +128,8 @@ class ShardedPass:
         packed = self._decoder.layers[layer].layer
         shape = packed.shapes["output"]
         assert shape is not None, "every layer has one"
-        return _product(values, int(packed.record["output"][0]), shape, self._sizes.entry_bytes)
+        panel = Panel(int(packed.record["output"][0]), shape[1], self._sizes.entry_bytes)
+        return Projection(shape[0], panel)(values)
 
     def picked(self, layer: int) -> torch.Tensor | None:
         """Norm the rows, and return the experts [T, k] that they pick; None in a dense layer."""
@@ -233,9 +167,7 @@ class ShardedPass:
 
     def shared_down(self, layer: int, number: int, values: torch.Tensor) -> torch.Tensor:
         """Return inner values times a shared expert's down projection that this part has."""
-        return (
-            self._decoder.layers[layer].mlps[number].down.product(values, self._sizes.entry_bytes)
-        )
+        return self._decoder.layers[layer].mlps[number].down(values)
 
     def _run(self, function: Any, multiplications: int, *arguments: Any) -> None:
         self._team.run(function, self._team.threads_for(multiplications), *arguments)

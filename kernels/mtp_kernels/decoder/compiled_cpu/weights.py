@@ -7,8 +7,8 @@ Matrices are kept in float32 or bf16, but for routers, whose choices depend on e
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any, NamedTuple, cast
+from dataclasses import dataclass, fields
+from typing import Any, Generic, NamedTuple, Self, TypeVar, cast
 
 import numpy as np
 import torch
@@ -16,36 +16,30 @@ import torch
 from mtp_kernels.cpu.code import LANES
 from mtp_kernels.cpu.memory import Arena
 from mtp_kernels.cpu.vectors import PANEL
+from mtp_kernels.decoder import (
+    DecoderConfig,
+    GroupedWeights,
+    LatentWeights,
+    LayerWeights,
+    Matrix,
+    Rope,
+    pieces_of,
+)
+from mtp_kernels.decoder.checks import check_config
 from mtp_kernels.decoder.compiled_cpu.rows import panels_of
-from mtp_kernels.decoder.interface import DecoderConfig, LayerWeights, Matrix, pieces_of
 from mtp_kernels.sizes import GroupedSizes, LatentSizes, Routing, Shapes
 
+Layer = TypeVar("Layer")
+
 # A layer as compiled code sees it: addresses of packed weights, 0 where there is none, then counts.
-# n is the width of a head, which grouped queries share with their keys and values.
-ADDRESSES = (
-    "input_norm",  # [d], 0 where attention is given rows [T, w]; w is d elsewhere
-    "down",  # w to [query or its rank | latent | rope key]
-    "query_norm",  # [query_rank], or [n]
-    "query_up",  # by head, query_rank to n+r
-    "latent_norm",  # [c]
-    "key_up",  # by head, n to c
-    "value_up",  # by head, c to v
-    "qkv",  # w to [queries | keys | values]
-    "bias",  # [queries | keys | values]
-    "key_norm",  # [n]
-    "output",  # h*v to d
-    "post_norm",  # [d]
-    "router",  # d to e
-    "router_bias",  # [e]
-    "gate_up",  # by expert, d to i, panels of gate and up alternating
-    "expert_down",  # by expert, i to d
-)
+PARTS = (LatentWeights, GroupedWeights, LayerWeights)
+ADDRESSES = {field.name for part in PARTS for field in fields(part)} - {"attention"}
 COUNTS = (
     "routed",  # experts to pick from, 0 in a dense layer
     "shared",  # experts behind them for every row; a dense layer has one
     "inner",  # width of an expert
 )
-LAYER = np.dtype([(name, np.int64) for name in (*ADDRESSES, *COUNTS)])
+LAYER = np.dtype([(name, np.int64) for name in (*sorted(ADDRESSES), *COUNTS)])
 
 
 class Sizes(NamedTuple):
@@ -75,6 +69,11 @@ class PackedLayer:
         """The width of an expert."""
         return int(self.record["inner"][0])
 
+    @property
+    def multiplications(self) -> int:
+        """Multiplications for each row, at most."""
+        return sum(tensor.numel() for tensor in self.tensors)
+
     def experts_per_row(self, picked: int) -> int:
         """Return the number of experts that a row goes through, given those picked."""
         return int(self.record["shared"][0]) + picked * bool(self.record["routed"][0])
@@ -97,6 +96,29 @@ def sizes_of(config: DecoderConfig, entry_bytes: int) -> Sizes:
         softmax_scale=np.float32(config.softmax_scale),
         entry_bytes=entry_bytes,
     )
+
+
+class PackedLayers(Generic[Layer]):
+    """Some packed layers of a model, with the rotary positions that they share.
+
+    entry_bytes: of the packed matrices, as in a Panel.
+    """
+
+    def __init__(
+        self, config: DecoderConfig, layers: Sequence[Layer], rope: Rope, entry_bytes: int
+    ) -> None:
+        check_config(config, rope.inv_freq)
+        self.config, self.layers, self._rope = config, tuple(layers), rope
+        self.sizes = sizes_of(config, entry_bytes)
+        self.rotation = rope.inv_freq.contiguous().numpy(), np.float32(rope.attention_scaling)
+
+    def __len__(self) -> int:
+        return len(self.layers)
+
+    def part(self, first: int, stop: int) -> Self:
+        """Return layers [first, stop) as a decoder of their own."""
+        layers = self.layers[first:stop]
+        return type(self)(self.config, layers, self._rope, self.sizes.entry_bytes)
 
 
 # Stored types of packed matrices; bf16 as its bits.
@@ -170,17 +192,6 @@ class Packer:
             line[:, lanes] = columns[:, first - start : last - start]
 
 
-VECTORS = (
-    "input_norm",
-    "query_norm",
-    "latent_norm",
-    "bias",
-    "key_norm",
-    "post_norm",
-    "router_bias",
-)
-
-
 def pack_layer(weights: LayerWeights, packer: Packer) -> PackedLayer:
     """Pack one layer; its own tensors may then be dropped."""
     given = weights.tensors
@@ -188,8 +199,8 @@ def pack_layer(weights: LayerWeights, packer: Packer) -> PackedLayer:
     for name, tensor in given.items():
         if tensor is None:
             continue
-        own = Packer(packer.arena, torch.float32) if name == "router" else packer
-        made[name] = own.vector(tensor) if name in VECTORS else own.matrix(tensor)
+        exact = Packer(packer.arena, torch.float32) if name == "router" else packer
+        made[name] = exact.matrix(tensor) if len(tensor.shape) > 1 else packer.vector(tensor)
     tensors = {name: torch.from_numpy(array) for name, array in made.items()}
     record = np.zeros(1, LAYER)
     for name, tensor in tensors.items():
