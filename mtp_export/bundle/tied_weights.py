@@ -16,7 +16,6 @@ from mtp_checkpoints.sources.disk_queue import DiskQueue
 from mtp_checkpoints.tensors.reader import Checkpoint
 from mtp_checkpoints.tensors.tensor_stream import TensorStream
 from mtp_checkpoints.weights.weight_values import (
-    LEAST_ROUNDED_DB,
     Rounding,
     WeightOnDisk,
     weights_on_disk,
@@ -108,12 +107,10 @@ def compare_dequantized(
     rounding of it); use is called after every piece."""
     rounding = Rounding()
     for start, stop in own.pieces():
-        copy, original = (one.encoded(start, stop).dequantize() for one in (own, main))
-        rounding.add(copy, original)
+        rounding.add(own.encoded(start, stop), main.encoded(start, stop))
         use()
     if not rounding.is_all:
-        expected = f"{own.stored.storage} of the same values, {LEAST_ROUNDED_DB:.0f} dB or more"
-        raise _untied(own.tensors[0], main.tensors[0], expected, rounding.shown)
+        raise _untied(own.tensors[0], main.tensors[0], rounding.expected, rounding.shown)
 
 
 def _untied(own: TensorInfo, main: TensorInfo, expected: str, found: str) -> InvalidInputError:

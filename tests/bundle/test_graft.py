@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 from collections.abc import Callable, Iterator, Mapping
 from fnmatch import fnmatchcase
 from functools import cache
@@ -12,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from benchmarks.bench_quantize_acceptance import difference, fixture_prompts, on_texts
 from cases import (
@@ -26,6 +28,7 @@ from cases import (
     read_tensors,
     run_in_a_fork,
     run_program,
+    shard_of,
     tree,
 )
 from faults import planting
@@ -39,6 +42,7 @@ from runtime.harness import run
 LAYER = f"model.layers.{MTP_LAYER}"
 EVERY_PUSH = ("awq", "awq, experts alone", "gptq", "fp8", "modelopt nvfp4")
 MAINS = nightly_but(EVERY_PUSH, METHODS)
+EMBEDDING = f"{LAYER}.embed_tokens.weight"
 CONFIG = "config.json"
 FIXTURE = Path(__file__).resolve().parents[2] / "fixtures/deepseek-v3-tiny"
 PARAMS = SamplingParams(max_tokens=6, ignore_eos=True)
@@ -402,6 +406,33 @@ def test_the_layer_of_another_checkpoint(
         assert not looks_finished(tmp_path / "output")
     outcome = graft(mains("fp8"), other, tmp_path / "output", "--quiet", "--allow-untied")
     assert outcome.code == 0, outcome.err
+
+
+@pytest.mark.parametrize("name", ["awq", "fp8"])
+def test_a_few_rows_tell_another_checkpoint(
+    name: str, mains: Callable[[str], Path], original: Path, tmp_path: Path
+) -> None:
+    """And so do small changes throughout, as of a fine-tune."""
+
+    def without_rows(values: torch.Tensor) -> torch.Tensor:
+        return values.index_fill(0, torch.tensor([5, 6]), 0)
+
+    def noisy(values: torch.Tensor) -> torch.Tensor:
+        noise = torch.randn(values.shape, generator=torch.Generator().manual_seed(1))
+        return (values + 0.08 * values.float().std() * noise).to(values.dtype)
+
+    for how in (without_rows, noisy):
+        donor = Path(shutil.copytree(original, tmp_path / how.__name__))
+        shard = shard_of(donor, EMBEDDING)
+        tensors = load_file(shard)
+        save_file(tensors | {EMBEDDING: how(tensors[EMBEDDING])}, shard, metadata={"format": "pt"})
+        outcome = graft(mains(name), donor, tmp_path / "output", "--quiet")
+        assert (outcome.code, "differs from the main model's" in outcome.err) == (3, True)
+    bundle = tmp_path / "bundle"
+    assert graft(mains(name), original, bundle, "--quiet").code == 0
+    planting.change(bundle / "mtp", EMBEDDING, without_rows)
+    outcome = run_program("verify", bundle, "--level", "weights")
+    assert (outcome.code, "another checkpoint" in outcome.out) == (7, True), outcome.out
 
 
 def test_a_layer_without_copies_of_its_own(

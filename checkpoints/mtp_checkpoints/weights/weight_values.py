@@ -20,36 +20,66 @@ if TYPE_CHECKING:
     import torch
 
 PIECE_ELEMENTS = 1 << 20
-# Of a copy in another precision. Rounding to fp8 leaves 31 dB, another model's weight less than 10.
+# Of each row of a quantized copy. Rounding to fp8 leaves 31 dB, another model's row less than 10.
 LEAST_ROUNDED_DB = 20.0
 
 
 @dataclass
 class Rounding:
-    """Difference of a copy in another precision from its original, piece by piece."""
+    """Difference of a copy in another precision from its original, piece by piece.
 
-    signal: float = 0.0
-    noise: float = 0.0
+    Where neither is quantized, one must be the exact cast of the other: uncast and unrecast count
+    the elements where the copy is not the original's, and the original not the copy's. Otherwise
+    each row must be near its original: rows counts those that are not. Counts of pieces add up.
+    """
 
-    def add(self, copy: torch.Tensor, original: torch.Tensor) -> None:
-        """Add a piece of both, dequantized."""
-        wide = original.double()
-        self.signal += float(wide.square().sum())
-        self.noise += float((copy.double() - wide).square().sum())
+    quantized_rows: int = 0
+    uncast: int = 0
+    unrecast: int = 0
+    rows: int = 0
+
+    def add(self, copy: EncodedWeight, original: EncodedWeight) -> None:
+        """Add a piece of both."""
+        ours, theirs = (one.dequantize() for one in (copy, original))
+        if copy.scale is None and original.scale is None:
+            self.uncast += _unequal(ours, theirs.to(copy.codes.dtype))
+            self.unrecast += _unequal(theirs, ours.to(original.codes.dtype))
+            return
+        signal, noise = theirs.double(), ours.double() - theirs.double()
+        power, error = (x.flatten(1).square().sum(dim=1) for x in (signal, noise))
+        near = error * 10 ** (LEAST_ROUNDED_DB / 10) <= power
+        self.quantized_rows += len(near)
+        self.rows += len(near) - int(near.sum())
+
+    @property
+    def counts(self) -> tuple[int, int, int, int]:
+        """Counts in the order of the fields."""
+        return self.quantized_rows, self.uncast, self.unrecast, self.rows
 
     @property
     def is_all(self) -> bool:
         """True where rounding explains the difference."""
-        return self.noise * 10 ** (LEAST_ROUNDED_DB / 10) <= self.signal
+        return not self.rows and not min(self.uncast, self.unrecast)
+
+    @property
+    def expected(self) -> str:
+        """The difference that rounding explains, in words."""
+        if self.quantized_rows:
+            return f"the same values, rounded: {LEAST_ROUNDED_DB:.0f} dB or more in every row"
+        return "the same values, cast from one dtype to the other"
 
     @property
     def shown(self) -> str:
-        """Signal over noise in words."""
-        if not self.signal or not self.noise:
-            return "one of them all zeros" if self.noise else "no difference"
-        from mtp_kernels.quantize.layouts import sqnr_db
+        """The difference in words."""
+        if self.quantized_rows:
+            return f"less in {self.rows} of {self.quantized_rows} rows"
+        return f"other values, {min(self.uncast, self.unrecast)} of them"
 
-        return f"{sqnr_db(self.signal, self.noise):.1f} dB"
+
+def _unequal(ours: torch.Tensor, theirs: torch.Tensor) -> int:
+    """Return the number of elements that differ; NaN is equal to itself."""
+    differs = (ours != theirs) & ~(ours.isnan() & theirs.isnan())
+    return int(differs.count_nonzero())
 
 
 @dataclass(frozen=True)

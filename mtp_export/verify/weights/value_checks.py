@@ -213,5 +213,5 @@ def _equal(one: WeightFacts, other: WeightFacts) -> bool:
         return one.digest == other.digest
     rounding = Rounding()
     for start, stop in one.weight.pieces():
-        rounding.add(*(fact.weight.encoded(start, stop).dequantize() for fact in (one, other)))
+        rounding.add(one.weight.encoded(start, stop), other.weight.encoded(start, stop))
     return rounding.is_all

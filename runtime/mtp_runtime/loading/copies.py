@@ -25,12 +25,12 @@ def is_copy(copy: WeightOnDisk, original: WeightOnDisk, readers: Executor, group
 
     for ours, theirs in read_ahead(readers, pair, own_pieces(copy, group.split)):
         if not equal:
-            rounding.add(ours.dequantize(), theirs.dequantize())
+            rounding.add(ours, theirs)
         elif not ours.equals(theirs):
             unequal = 1
             break
-    totals = group.totals([unequal, rounding.signal, rounding.noise])
-    return not totals[0] if equal else Rounding(*totals[1:]).is_all
+    unequal, *counts = map(int, group.totals([unequal, *rounding.counts]))
+    return not unequal if equal else Rounding(*counts).is_all
 
 
 def own_pieces(weight: WeightOnDisk, split: Split) -> Iterator[tuple[int, int]]:

@@ -278,24 +278,51 @@ def test_sixteen_numbers_of_nvfp4() -> None:
     assert found.dequantize().tolist() == [[value / 2 for value in expected]]
 
 
-def test_the_difference_of_a_copy_in_words() -> None:
-    original = torch.full((2, 50), 10.0)
-    for noise, is_all, shown in (
-        (0.0, True, "no difference"),
-        (1.0, True, "20.0 dB"),
-        (1.001, False, "20.0 dB"),
-        (0.1, True, "40.0 dB"),
-        (10.0, False, "0.0 dB"),
+def of_values(values: torch.Tensor) -> EncodedWeight:
+    return unquantized(values)
+
+
+def test_a_copy_in_another_dtype_is_an_exact_cast() -> None:
+    """Either way round: float16 rounds what bfloat16 has below its range, bfloat16 the mantissa."""
+    wide = torch.linspace(-2, 2, 1000).reshape(10, 100) * torch.logspace(-9, 0, 10)[:, None]
+    halves = wide.to(torch.bfloat16).to(torch.float16)
+    assert not halves.float().equal(wide.to(torch.bfloat16).float())
+    for copy, original in (
+        (wide.to(torch.bfloat16), halves),
+        (halves, wide.to(torch.bfloat16)),
+        (wide.to(torch.bfloat16), wide),
+        (torch.full((2, 3), torch.nan), torch.full((2, 3), torch.nan, dtype=torch.float16)),
     ):
         rounding = Rounding()
-        for part in original.split(1):
-            rounding.add(part + noise, part)
-        assert (rounding.is_all, rounding.shown) == (is_all, shown)
-    zeros = Rounding()
-    zeros.add(original, torch.zeros_like(original))
-    assert (zeros.is_all, zeros.shown) == (False, "one of them all zeros")
-    nothing = Rounding()
-    assert (nothing.signal, nothing.noise, nothing.is_all) == (0.0, 0.0, True)
+        for ours, theirs in zip(copy.split(3), original.split(3), strict=True):
+            rounding.add(of_values(ours), of_values(theirs))
+        assert rounding.is_all
+    other = wide.to(torch.bfloat16)
+    other[3, 4] += 1
+    rounding = Rounding()
+    rounding.add(of_values(other), of_values(halves))
+    assert (rounding.is_all, rounding.shown) == (False, "other values, 1 of them")
+    assert rounding.expected == "the same values, cast from one dtype to the other"
+
+
+def test_a_quantized_copy_is_near_in_every_row() -> None:
+    """A row that is another's is seen, however many are right."""
+    values = torch.randn(256, 256, generator=torch.Generator().manual_seed(1))
+    codes, scale = Fp8Channel().encode(values, "amax")
+    rounding = Rounding()
+    for start in (0, 128):
+        rows = slice(start, start + 128)
+        copy = EncodedWeight(Fp8Channel(), codes[rows], scale[rows])
+        rounding.add(copy, of_values(values[rows].to(torch.bfloat16)))
+    assert rounding.is_all
+    original = values.clone()
+    original[7] = 0
+    for replaced in (original, values.roll(1, dims=0)):
+        rounding = Rounding()
+        rounding.add(EncodedWeight(Fp8Channel(), codes, scale), of_values(replaced))
+        assert not rounding.is_all
+    assert rounding.expected.endswith("20 dB or more in every row")
+    assert rounding.shown == "less in 256 of 256 rows"
 
 
 @pytest.mark.parametrize(("hidden", "threads"), [(1023, 1), (1024, 3), (None, 3), (True, 3)])
