@@ -88,6 +88,7 @@ class Server:
     @asynccontextmanager
     async def _lifespan(self, app: Starlette) -> AsyncIterator[None]:
         self.engine.start()
+        await run_in_threadpool(list)  # imports what the first request would wait for
         try:
             yield
         finally:
