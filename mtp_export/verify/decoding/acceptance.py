@@ -56,16 +56,9 @@ def _extra_diagnosed(corpus: Corpus, extra: ExtraDraft) -> Item:
     """A draft compared with its variants: one that drafts better names a known bug."""
     tried = extra_alternatives(corpus, extra.draft)
     name = f"{extra.method}: no other reading drafts better"
-    bound = f"none of {len(tried)} gains {LEAST_GAIN_NATS} nats by its interval"
     if not tried:
         return not_tested(name, "there are no variants of it, or no two prompts to compare them on")
-    if all(other.gain.low is None for other in tried):
-        return not_tested(name, "it takes two prompts whose texts have drafts")
-    better = best_of(tried)
-    best = better or tried[0]
-    figure = f"{best.gain.value:+.3f} nats when {best.change}"
-    cause = "" if better is None else better.explained
-    return judged(name, better is None, cause, figure=figure, bound=bound)
+    return _none_better(name, tried)
 
 
 def diagnosed(
@@ -76,7 +69,7 @@ def diagnosed(
     tried = alternatives(corpus) if tried is None else tried
     if generated:
         yield _sanity_band(corpus, best_of(tried))
-    yield _alternatives(tried, best_of(tried))
+    yield _none_better("no other layout drafts better", tried)
     yield _first_token(corpus)
     yield _contract(corpus, tried)
 
@@ -180,13 +173,13 @@ def _no_collapse(corpus: Corpus, k: int, known: str | None) -> Item:
     return failed(name, cause, figure=figure, bound=bound)
 
 
-def _alternatives(tried: Sequence[Alternative], better: Alternative | None) -> Item:
-    name = "no other layout drafts better"
+def _none_better(name: str, tried: Sequence[Alternative]) -> Item:
     bound = f"none of {len(tried)} gains {LEAST_GAIN_NATS} nats by its interval"
-    if not tried or all(a.gain.low is None for a in tried):
+    if all(a.gain.low is None for a in tried):
         return not_tested(name, "it takes two prompts whose texts have drafts")
+    better = best_of(tried)
     best = better or tried[0]
-    figure = f"{best.gain.value:+.3f} nats when {best.change}"
+    figure = f"{best.gain.value:+.3f} nats when {best.variant.change}"
     cause = "" if better is None else better.explained
     return judged(name, better is None, cause, figure=figure, bound=bound)
 
@@ -210,7 +203,7 @@ def _contract(corpus: Corpus, tried: Sequence[Alternative]) -> Item:
     )
     figure = figure.replace("_", " ")
     bound = "the family's, or drafts better"
-    by_name = {a.name: a for a in tried}
+    by_name = {a.variant.name: a for a in tried}
     for field in ("target_hidden", "recycled_hidden", "zero_first_embedding"):
         found = by_name.get(field)
         if getattr(own, field) == getattr(usual, field) or found is None:
@@ -218,7 +211,10 @@ def _contract(corpus: Corpus, tried: Sequence[Alternative]) -> Item:
         proven = found.gain.high is not None and found.gain.high < -LEAST_GAIN_NATS
         if not proven:
             cause = causes.contract_unproven(
-                found.cause, field=field, own=getattr(own, field), usual=getattr(usual, field)
+                found.variant.cause,
+                field=field,
+                own=getattr(own, field),
+                usual=getattr(usual, field),
             )
             return failed("contract", cause, figure=figure, bound=bound)
     return passed("contract", figure=figure, bound=bound)

@@ -13,6 +13,7 @@ from mtp_export.verify.diagnosis.experts import expert_variants
 from mtp_export.verify.diagnosis.variants import (
     Variant,
     contract_variants,
+    first_token_variant,
     layout_variants,
     unchanged,
 )
@@ -42,10 +43,7 @@ class Alternative:
     other: greedy acceptance of the module and of the variant, if it was computed.
     """
 
-    name: str
-    change: str
-    cause: str
-    depth: int
+    variant: Variant | ScoredVariant
     gain: Estimate
     own: float | None = None
     other: float | None = None
@@ -63,67 +61,44 @@ class Alternative:
             what = f"acceptance rises from {self.own:.2f} to {self.other:.2f}"
         else:
             what = f"the drafts' log-probability rises by {self.gain.value:.2f} nats"
-        at = f" at draft {self.depth}" if self.depth > 1 else ""
-        return f"{what}{at} when {self.change}: {self.cause}"
+        depth = self.variant.depth if isinstance(self.variant, Variant) else 1
+        at = f" at draft {depth}" if depth > 1 else ""
+        return f"{what}{at} when {self.variant.change}: {self.variant.cause}"
 
 
 def alternatives(corpus: Corpus) -> list[Alternative]:
     """Every variant of the module compared with it as it is, best first."""
     module = corpus.module
-    own = {depth: _tried(corpus, unchanged(module, depth)) for depth in (1, 2)}
-    found = []
+    unchanged_drafts = {depth: _tried(corpus, unchanged(module, depth)) for depth in (1, 2)}
+    tried = []
     for variant in (*layout_variants(corpus.model, module), *contract_variants(module)):
-        depth, other = variant.depth, _tried(corpus, variant)
-        gain = _gain(
-            corpus,
-            scores=_clamped(other.scores[depth - 1]),
-            before=_clamped(own[depth].scores[depth - 1]),
-            anchors=_anchors(corpus, depth),
-            depth=depth,
-        )
+        depth = variant.depth
+        drafts = _tried(corpus, variant), unchanged_drafts[depth]
+        scores, before = (_clamped(each.scores[depth - 1]) for each in drafts)
+        gain = _gain(corpus, scores, before=before, anchors=_anchors(corpus, depth), depth=depth)
         if gain is not None:
-            found.append(
-                Alternative(
-                    name=variant.name,
-                    change=variant.change,
-                    cause=variant.cause,
-                    depth=depth,
-                    gain=gain,
-                    own=acceptance(own[depth], depth),
-                    other=acceptance(other, depth),
-                )
-            )
-    found += _compared(corpus, expert_variants(corpus, _clamped(own[1].scores[0])))
-    return _best_first(found)
+            other, own = (acceptance(each, depth) for each in drafts)
+            tried.append(Alternative(variant, gain, own=own, other=other))
+    experts = expert_variants(corpus, _clamped(unchanged_drafts[1].scores[0]))
+    return _best_first([*tried, *_compared(corpus, experts)])
 
 
 @torch.inference_mode()
 def extra_alternatives(corpus: Corpus, draft: TargetDraft) -> list[Alternative]:
     """Every variant of an extra draft compared with it as it is, best first."""
-    return _best_first([replace(a, depth=1) for a in _compared(corpus, draft.variants(corpus))])
+    return _best_first(_compared(corpus, draft.variants(corpus)))
 
 
 def _compared(corpus: Corpus, variants: Iterable[ScoredVariant]) -> Iterator[Alternative]:
     for variant in variants:
-        gain = _gain(
-            corpus,
-            scores=variant.scores,
-            before=variant.before,
-            anchors=corpus.everywhere,
-            depth=variant.depth,
-        )
+        anchors, depth = corpus.everywhere, variant.depth
+        gain = _gain(corpus, variant.scores, variant.before, anchors=anchors, depth=depth)
         if gain is not None:
-            yield Alternative(
-                name=variant.name,
-                change=variant.change,
-                cause=variant.cause,
-                depth=variant.depth,
-                gain=gain,
-            )
+            yield Alternative(variant, gain)
 
 
-def _best_first(found: Iterable[Alternative]) -> list[Alternative]:
-    return sorted(found, key=lambda alternative: -alternative.gain.value)
+def _best_first(tried: Iterable[Alternative]) -> list[Alternative]:
+    return sorted(tried, key=lambda alternative: -alternative.gain.value)
 
 
 def _anchors(corpus: Corpus, depth: int) -> Anchors:
@@ -190,11 +165,9 @@ def first_token(corpus: Corpus) -> Alternative | None:
     first row of every text; None if there is no text."""
     texts, module = corpus.texts, corpus.module
     rows = torch.tensor(texts.starts)
-    anchors = Anchors(rows, torch.arange(len(rows)))
-    zero = module.contract.zero_first_embedding
-    flipped = replace(module, contract=replace(module.contract, zero_first_embedding=not zero))
-    inputs = DraftInputs(texts, corpus.hidden, anchors)
+    inputs = DraftInputs(texts, corpus.hidden, Anchors(rows, torch.arange(len(rows))))
     target = corpus.states[1][rows + 1]
+    flipped = first_token_variant(module)
     own, other = (
         overlaps(
             corpus.model.head,
@@ -202,17 +175,13 @@ def first_token(corpus: Corpus) -> Alternative | None:
             m.head,
             m.head.normed(draft_states([m], inputs, 1)[0]),
         )
-        for m in (module, flipped)
+        for m in (module, flipped.module)
     )
     gain = ratio([float(d) for d in other - own], [1.0] * len(rows), CONFIDENCE)
     if gain is None:
         return None
+    zeroed = module.contract.zero_first_embedding
+    cause = causes.first_embedding_must_be("kept" if zeroed else "zeroed")
     return Alternative(
-        name="zero_first_embedding",
-        change=f"the first token's embedding is {'kept' if zero else 'zeroed'}",
-        cause=causes.first_embedding_must_be("kept" if zero else "zeroed"),
-        depth=1,
-        gain=gain,
-        own=float(own.mean()),
-        other=float(other.mean()),
+        replace(flipped, cause=cause), gain, own=float(own.mean()), other=float(other.mean())
     )

@@ -168,13 +168,18 @@ def contract_variants(module: MtpModule) -> Iterator[Variant]:
         before_norm=before,
         depth=2,
     )
-    zeroed = contract.zero_first_embedding
-    yield Variant(
+    yield first_token_variant(module)
+
+
+def first_token_variant(module: MtpModule) -> Variant:
+    """The module with the embedding of position 0 treated the other way."""
+    zeroed = module.contract.zero_first_embedding
+    return replace(
+        unchanged(module),
         name="zero_first_embedding",
         change=f"the first token's embedding is {'kept' if zeroed else 'zeroed'}",
         cause=causes.first_embedding("zeroed" if zeroed else "kept"),
-        module=replace(module, contract=replace(contract, zero_first_embedding=not zeroed)),
-        before_norm=before,
+        module=replace(module, contract=replace(module.contract, zero_first_embedding=not zeroed)),
     )
 
 
@@ -189,31 +194,20 @@ def drafter_variants(module: MtpModule) -> Iterator[Variant]:
     }
     for variant in contract_variants(module):
         yield replace(variant, cause=drafter_causes[variant.name])
-    before = module.contract.target_hidden is Hidden.BEFORE_NORM
-
-    def stale(x: torch.Tensor, normed: torch.Tensor, hidden: torch.Tensor) -> torch.Tensor:
-        return hidden
-
-    def nothing(x: torch.Tensor, normed: torch.Tensor, hidden: torch.Tensor) -> torch.Tensor:
-        return torch.zeros_like(hidden)
-
-    yield Variant(
+    second = unchanged(module, depth=2)
+    yield replace(
+        second,
         name="stale",
         change="every draft is fed the target's last hidden state",
         cause=causes.STALE_HIDDEN_STATE,
-        module=module,
-        before_norm=before,
-        depth=2,
-        recycle=stale,
+        recycle=lambda x, normed, hidden: hidden,
     )
-    yield Variant(
+    yield replace(
+        second,
         name="no recycling",
         change="drafts after the first are fed no hidden state",
         cause=causes.NO_HIDDEN_STATE,
-        module=module,
-        before_norm=before,
-        depth=2,
-        recycle=nothing,
+        recycle=lambda x, normed, hidden: torch.zeros_like(hidden),
     )
 
 
