@@ -69,6 +69,11 @@ class Item:
     cause: str = ""
     data: Mapping[str, Any] = field(default_factory=dict)
 
+    @property
+    def measured(self) -> str:
+        """The figure with its bound, in one line."""
+        return f"{self.figure} (bound: {self.bound})" if self.bound else self.figure
+
 
 class Shown(TypedDict, total=False):
     """Fields of an Item that every outcome may have."""

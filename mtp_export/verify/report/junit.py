@@ -35,14 +35,13 @@ def junit_xml(report: Report) -> str:
 
 def _case(class_name: str, item: Item) -> ElementTree.Element:
     case = _element("testcase", name=item.name, classname=class_name)
-    measured = f"{item.figure} (bound: {item.bound})" if item.bound else item.figure
     if item.status is Status.FAIL:
-        text = f"{item.subject}\n{measured}\n{item.cause}".strip()
+        text = f"{item.subject}\n{item.measured}\n{item.cause}".strip()
         case.append(_element("failure", text, message=item.cause))
     elif item.status is Status.NOT_TESTED:
         case.append(_element("skipped", message=item.cause))
-    elif measured:
-        case.append(_element("system-out", measured))
+    elif item.measured:
+        case.append(_element("system-out", item.measured))
     return case
 
 

@@ -133,17 +133,6 @@ def lines(
     return _svg(_HEIGHT, parts, f"{unit}, by {across}")
 
 
-def legend(labels: Sequence[str]) -> str:
-    """The names of series, each with its colour; nothing without any."""
-    if not labels:
-        return ""
-    entries = "".join(
-        f'<span><i class="b{number}"></i>{escape(label)}</span>'
-        for number, label in enumerate(labels)
-    )
-    return f'<p class="legend">{entries}</p>'
-
-
 def standalone(svg: str, labels: Sequence[str]) -> str:
     """A chart as a file of its own, with its colours and the legend below it."""
     head, height, body = re.split(rf'(?<=viewBox="0 0 {_WIDTH} )([0-9.]+)', svg, maxsplit=1)
