@@ -125,8 +125,9 @@ def write_prompts(path: Path, texts: int, tokens: int, vocab: int) -> None:
 def measured(folder: Path, row: str) -> dict[str, Any]:
     """Run the check, or its pass through the main layers alone, in this process."""
     from mtp_export.verify.check import Level
-    from mtp_export.verify.context import Context, VerifyOptions
+    from mtp_export.verify.context import Context
     from mtp_export.verify.decoding import stream, stream_cost
+    from mtp_export.verify.options import VerifyOptions
     from mtp_runtime.streaming import open_streamed
 
     times: list[float] = []

@@ -13,8 +13,9 @@ from mtp_checkpoints.errors import InvalidInputError
 from mtp_export.bundle.options import Share
 from mtp_export.cluster.ray_tasks import Tasks, run_tasks
 from mtp_export.progress import ProgressCallback, silent
-from mtp_export.verify.context import Context, VerifyOptions
+from mtp_export.verify.context import Context
 from mtp_export.verify.evidence.findings import Known
+from mtp_export.verify.options import VerifyOptions
 
 TASK_BYTES = 4 << 30  # about as much of the bundle as a shard has; of the source as much again
 

@@ -22,7 +22,6 @@ BUNDLE = argument("Bundle or checkpoint.", "BUNDLE", parse_path, Access.READ)
 DTYPE = option("float32 or bfloat16.", Panel.PERFORMANCE, metavar="NAME")
 _MODELS = tuple(name for name, kind in DRAFTERS.items() if kind.needs_draft_model)
 _IN_FOLDERS = listed((*_MODELS, *extra_drafts()), "and")
-FLOAT_DEVICE = option("cpu or cuda.", Panel.PERFORMANCE, metavar="NAME")
 
 
 def parse_schedule(text: str) -> tuple[tuple[int, int], ...]:

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import os
 import time
 from dataclasses import dataclass, field
-from enum import StrEnum
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -14,7 +12,6 @@ import typer
 
 from mtp_checkpoints.errors import UsageError
 from mtp_export.bundle.options import (
-    MAX_WORKERS,
     Share,
     parse_share,
     refuse_cluster_of_share,
@@ -22,127 +19,27 @@ from mtp_export.bundle.options import (
 from mtp_export.commands.garbage import gc_paused
 from mtp_export.commands.output import REPORT, QuietReporting, json_text, print_result, remark
 from mtp_export.commands.report_files import ReportFiles, try_reports
-from mtp_export.commands.runtime import FLOAT_DEVICE
 from mtp_export.options import (
     Access,
     Panel,
-    argument,
     option,
     parse_cluster,
-    parse_path,
     path_option,
 )
 from mtp_export.progress import format_bytes
+from mtp_export.verify.check import Level
+from mtp_export.verify.options import VerifyOptions
 
 if TYPE_CHECKING:
-    from mtp_export.verify.check import Level
-    from mtp_export.verify.context import VerifyOptions
     from mtp_export.verify.report.report import Report as VerifyReport
     from mtp_runtime.parallel.group import Group
-
-MAX_DRAFTS = 5
-_DEFAULT_WORKERS = min(4, os.cpu_count() or 1)
-
-
-class LevelName(StrEnum):
-    """Depth of a verification; `all` is the deepest that there is."""
-
-    FILES = "files"
-    WEIGHTS = "weights"
-    RUN = "run"
-    ALL = "all"
-
-    @property
-    def depth(self) -> Level:
-        """The level of the checks."""
-        from mtp_export.verify.check import Level
-
-        return Level.RUN if self is LevelName.ALL else Level[self.name]
-
-
-def parse_ks(text: str) -> tuple[int, ...]:
-    """Return the numbers of drafts in a list such as 1,2,3 (UsageError)."""
-    numbers = [part.strip() for part in text.split(",")]
-    if not all(part.isdecimal() and 1 <= int(part) <= MAX_DRAFTS for part in numbers):
-        raise UsageError(
-            "--k is no list of numbers of drafts",
-            expected=f"numbers from 1 to {MAX_DRAFTS}, as in 1,2,3",
-            found=text,
-        )
-    return tuple(sorted({int(part) for part in numbers}))
 
 
 @dataclass(frozen=True)
 class VerifyCommand:
     """Options of mtp-export verify."""
 
-    bundle: Path = field(
-        default=Path("."),
-        metadata=argument(
-            "Bundle; by default the current folder.", "BUNDLE", parse_path, Access.READ
-        ),
-    )
-    source: Path | None = field(
-        default=None,
-        metadata=path_option(
-            "Checkpoint or bundle that this bundle was made from, to compare with.",
-            Panel.CHECKS,
-            "DIR",
-            access=Access.READ,
-        ),
-    )
-    level: LevelName = field(
-        default=LevelName.ALL,
-        metadata=option(
-            "Depth: files, weights, run or all; each includes those before it.",
-            Panel.CHECKS,
-            metavar="LEVEL",
-        ),
-    )
-    checksums: bool = field(
-        default=True,
-        metadata=option(
-            "Read headers instead of every byte for level files.", Panel.CHECKS, "--no-checksums"
-        ),
-    )
-    prompts: Path | None = field(
-        default=None,
-        metadata=path_option(
-            'JSON lines: {"prompt": TEXT} or {"prompt_token_ids": [...]}; completion likewise.',
-            Panel.DECODING,
-            "FILE.jsonl",
-            access=Access.READ,
-        ),
-    )
-    max_new_tokens: int = field(
-        default=128,
-        metadata=option("Maximum new tokens per prompt.", Panel.DECODING, metavar="N", low=2),
-    )
-    ks: tuple[int, ...] = field(
-        default=(1, 2, 3),
-        metadata=option(
-            "Numbers of draft tokens per step, 1 to 5.",
-            Panel.DECODING,
-            "--k",
-            metavar="K,K,...",
-            parser=parse_ks,
-            default="1,2,3",
-        ),
-    )
-    device: str = field(default="cpu", metadata=FLOAT_DEVICE)
-    stream: bool = field(
-        default=False,
-        metadata=option("Run the model layer by layer, in little memory.", Panel.PERFORMANCE),
-    )
-    workdir: Path | None = field(
-        default=None,
-        metadata=path_option(
-            "Folder in which a streamed run, or a share, keeps what a later run goes on from.",
-            Panel.PERFORMANCE,
-            "DIR",
-            access=Access.WRITTEN,
-        ),
-    )
+    verification: VerifyOptions = VerifyOptions()
     share: Share | None = field(
         default=None,
         metadata=option(
@@ -161,12 +58,6 @@ class VerifyCommand:
             parser=parse_cluster,
         ),
     )
-    workers: int = field(
-        default=_DEFAULT_WORKERS,
-        metadata=option(
-            "Tensors worked on at once.", Panel.PERFORMANCE, metavar="N", low=1, high=MAX_WORKERS
-        ),
-    )
     report: Path | None = field(default=None, metadata=REPORT)
     junit: Path | None = field(
         default=None,
@@ -182,30 +73,12 @@ class VerifyCommand:
     )
     reporting: QuietReporting = QuietReporting()
 
-    def verification(self) -> VerifyOptions:
-        """Return the options of the verification itself."""
-        from mtp_export.verify.context import VerifyOptions
-
-        return VerifyOptions(
-            bundle=self.bundle,
-            source=self.source,
-            level=self.level.depth,
-            prompts=self.prompts,
-            max_new_tokens=self.max_new_tokens,
-            ks=self.ks,
-            device=self.device,
-            checksums=self.checksums,
-            stream=self.stream,
-            workdir=self.workdir,
-            workers=self.workers,
-        )
-
 
 def verify(options: VerifyCommand, context: typer.Context) -> None:
     """Verify that a bundle is what it claims to be: its files, its weights, and how it decodes."""
     from mtp_export.verify.report.table import report_table
 
-    verification, share, reporting = options.verification(), options.share, options.reporting
+    verification, share, reporting = options.verification, options.share, options.reporting
     if share is not None:
         _check_share(verification, share, options.cluster)
     reports = try_reports(
@@ -228,7 +101,6 @@ def _run(
     """Run the checks, with progress and a line per finished check on stderr unless quiet."""
     from mtp_export.commands.progress_bar import progress_bar
     from mtp_export.verify import run_checks
-    from mtp_export.verify.check import Level
     from mtp_export.verify.context import Context
     from mtp_export.verify.report.report import report_of
 
@@ -264,7 +136,6 @@ def _write_reports(report: VerifyReport, files: ReportFiles) -> None:
 
 def _check_share(options: VerifyOptions, share: Share, cluster: str | None) -> None:
     """Refuse a share that leaves nothing for others, or reads none of it (UsageError)."""
-    from mtp_export.verify.check import Level
 
     refuse_cluster_of_share(cluster)
     if options.workdir is None:

@@ -8,7 +8,6 @@ from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from mtp_checkpoints.containers.base import CONFIG_NAME
@@ -41,6 +40,7 @@ from mtp_export.verify.evidence.part_walk import (
 )
 from mtp_export.verify.evidence.prompts import GivenText, Prompt, choose_prompts
 from mtp_export.verify.evidence.source_weights import SourceWeights
+from mtp_export.verify.options import VerifyOptions
 from mtp_runtime.drafters import draft_folders
 
 if TYPE_CHECKING:
@@ -51,29 +51,6 @@ if TYPE_CHECKING:
 
 # Opens the progress bar of a step of a number of bytes; the callback takes the bytes just done.
 ShowProgress = Callable[[str, int], AbstractContextManager[ProgressCallback]]
-
-
-@dataclass(frozen=True)
-class VerifyOptions:
-    """The bundle to verify, and how deep.
-
-    max_new_tokens: per prompt. ks: numbers of draft tokens per step. checksums False: no tensor's
-    bytes are read for level files. stream: run the model layer by layer, for one that does not fit
-    into memory. workdir: where a streamed pass keeps its state to resume from, and shares of a
-    verification what they found.
-    """
-
-    bundle: Path
-    source: Path | None = None
-    level: Level = Level.RUN
-    prompts: Path | None = None
-    max_new_tokens: int = 128
-    ks: tuple[int, ...] = (1, 2, 3)
-    device: str = "cpu"
-    checksums: bool = True
-    stream: bool = False
-    workdir: Path | None = None
-    workers: int = 2
 
 
 @dataclass(frozen=True)

@@ -21,8 +21,9 @@ import torch
 from bundle.commands import COMMANDS, Files, check_nothing_looks_whole, finish
 from cases import Outcome, export, looks_finished, nightly_but, run_program, tree
 from faults.matrix import no_progress
-from mtp_export.verify.context import Context, VerifyOptions
+from mtp_export.verify.context import Context
 from mtp_export.verify.decoding import stream
+from mtp_export.verify.options import VerifyOptions
 
 Action = Callable[[], Outcome]
 SEED = 9

@@ -16,9 +16,10 @@ from cases import export, run_program
 from faults.matrix import no_progress
 from mtp_checkpoints.errors import UsageError
 from mtp_export.verify.check import Item, Level, Status
-from mtp_export.verify.context import Context, VerifyOptions
+from mtp_export.verify.context import Context
 from mtp_export.verify.decoding import acceptance, greedy, speed
 from mtp_export.verify.files import checksums
+from mtp_export.verify.options import VerifyOptions
 from mtp_export.verify.weights import load_report
 from mtp_runtime import LLM, SamplingParams
 from mtp_runtime.acceptance.base import Draft

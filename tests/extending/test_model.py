@@ -25,8 +25,9 @@ from mtp_checkpoints.families.fields import Fields
 from mtp_checkpoints.families.moe_decoder import moe_decoder
 from mtp_checkpoints.families.spec import ModelSpec
 from mtp_export.verify.check import Level, Status
-from mtp_export.verify.context import Context, VerifyOptions
+from mtp_export.verify.context import Context
 from mtp_export.verify.decoding import paths, stream
+from mtp_export.verify.options import VerifyOptions
 from mtp_runtime import LLM, SamplingParams
 from mtp_runtime.cache import CacheSpec, LayerCache
 from mtp_runtime.layers.attention import ForwardPass

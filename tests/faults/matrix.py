@@ -31,7 +31,8 @@ from mtp_checkpoints.families import FAMILIES
 from mtp_export.progress import ProgressCallback, silent
 from mtp_export.verify import CHECKS, check_result
 from mtp_export.verify.check import Level
-from mtp_export.verify.context import Context, VerifyOptions
+from mtp_export.verify.context import Context
+from mtp_export.verify.options import VerifyOptions
 
 FIXTURE = Path(__file__).resolve().parents[2] / "fixtures/deepseek-v3-tiny"
 STATIC = ("files", "ledger", "weights")

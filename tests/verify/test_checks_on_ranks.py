@@ -13,8 +13,9 @@ import torch
 from cases import export
 from faults.matrix import no_progress
 from mtp_export.verify.check import Item, Level, Status
-from mtp_export.verify.context import Context, VerifyOptions
+from mtp_export.verify.context import Context
 from mtp_export.verify.decoding import paths, stream
+from mtp_export.verify.options import VerifyOptions
 from mtp_runtime.parallel.group import Group
 from runtime.checkpoints import write_checkpoint
 from runtime.ranks import ranks

@@ -14,8 +14,9 @@ from faults.fitted_drafts import write_fitted_eagle3, write_fitted_heads
 from faults.matrix import no_progress
 from mtp_export.verify import CHECKS, function_at
 from mtp_export.verify.check import CheckResult, Item, Level, Status
-from mtp_export.verify.context import Context, VerifyOptions
+from mtp_export.verify.context import Context
 from mtp_export.verify.decoding import acceptance, greedy, speed
+from mtp_export.verify.options import VerifyOptions
 from mtp_export.verify.report.charts import charts
 from mtp_export.verify.report.report import Report
 from mtp_export.verify.weights import load_report

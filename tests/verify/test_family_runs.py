@@ -14,7 +14,8 @@ from faults.small_model import family_config, write_dense
 from mtp_checkpoints.families import FAMILIES
 from mtp_export.verify import CHECKS, check_result
 from mtp_export.verify.check import Level, Status
-from mtp_export.verify.context import Context, VerifyOptions
+from mtp_export.verify.context import Context
+from mtp_export.verify.options import VerifyOptions
 from runtime.harness import prompts_of
 
 PASSING = ("greedy", "sampling", "differential", "paths", "stream")

@@ -14,11 +14,12 @@ from cases import export
 from faults.matrix import no_progress
 from faults.runtime_faults import RUNTIME_FAULTS, RuntimeFault, accepts_one_too_many, exact_but
 from mtp_export.verify.check import Item, Level, Status
-from mtp_export.verify.context import Context, VerifyOptions
+from mtp_export.verify.context import Context
 from mtp_export.verify.decoding import controls, greedy, paths, sampling
 from mtp_export.verify.decoding.greedy import Trial
 from mtp_export.verify.evidence import bundle_parts
 from mtp_export.verify.evidence.decode import Decoded
+from mtp_export.verify.options import VerifyOptions
 from mtp_runtime.models.execution import Outputs
 from mtp_runtime.models.model import Model
 from mtp_runtime.request import Request

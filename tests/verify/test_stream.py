@@ -22,10 +22,11 @@ from faults.matrix import no_progress
 from mtp_checkpoints.containers.base import TensorInfo
 from mtp_checkpoints.tensors.tensor_reader import TensorReader
 from mtp_export.verify.check import Item, Level, Status
-from mtp_export.verify.context import Context, VerifyOptions
+from mtp_export.verify.context import Context
 from mtp_export.verify.decoding import stream, stream_cost
 from mtp_export.verify.decoding.acceptance import conditional
 from mtp_export.verify.evidence.decode import decode
+from mtp_export.verify.options import VerifyOptions
 from mtp_runtime.layers.decoder_layer import DecoderLayer
 from mtp_runtime.models.load import LoadOptions, load_model
 from mtp_runtime.sampling import SamplingParams

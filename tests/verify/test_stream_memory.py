@@ -34,7 +34,8 @@ from pathlib import Path
 from mtp_export.progress import silent
 from mtp_export.verify.decoding import stream
 from mtp_export.verify.check import Level
-from mtp_export.verify.context import Context, VerifyOptions
+from mtp_export.verify.context import Context
+from mtp_export.verify.options import VerifyOptions
 from mtp_runtime.loading.on_demand import StoredExperts
 
 bundle, prompts, workdir = map(Path, sys.argv[1:4])

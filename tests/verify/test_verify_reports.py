@@ -22,7 +22,7 @@ from faults.small_model import write_dense, write_fp8, write_row
 from mtp_checkpoints.errors import VerificationError
 from mtp_export.verify import CHECKS
 from mtp_export.verify.check import CheckResult, Item, Problem, failed, passed, verdict
-from mtp_export.verify.context import VerifyOptions
+from mtp_export.verify.options import VerifyOptions
 from mtp_export.verify.report.html import html_page
 from mtp_export.verify.report.junit import junit_xml
 from mtp_export.verify.report.report import Report

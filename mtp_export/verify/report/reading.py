@@ -10,7 +10,7 @@ from mtp_checkpoints.errors import InvalidInputError
 from mtp_checkpoints.sources import strict_json
 from mtp_checkpoints.sources.files import check_small_file, read_failure
 from mtp_export.verify.check import CheckResult, Item, Level, Status
-from mtp_export.verify.context import VerifyOptions
+from mtp_export.verify.options import VerifyOptions
 from mtp_export.verify.report.charts import charts
 from mtp_export.verify.report.report import FORMAT, FORMAT_VERSION, Report
 

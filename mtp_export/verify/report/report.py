@@ -14,7 +14,8 @@ from typing import Any
 from mtp_checkpoints.errors import VerificationError
 from mtp_export import __version__
 from mtp_export.verify.check import CheckResult, Item, Status, overall
-from mtp_export.verify.context import Context, VerifyOptions
+from mtp_export.verify.context import Context
+from mtp_export.verify.options import VerifyOptions
 
 FORMAT, FORMAT_VERSION = "mtp-export verification", 1
 _NAMED_FAILURES = 3

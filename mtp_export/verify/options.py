@@ -1,0 +1,124 @@
+"""Options of a verification."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from mtp_checkpoints.errors import UsageError
+from mtp_export.bundle.options import MAX_WORKERS
+from mtp_export.options import Access, Panel, argument, option, parse_path, path_option
+from mtp_export.verify.check import Level
+
+MAX_DRAFTS = 5
+_LEVELS = {level.name.lower(): level for level in Level} | {"all": max(Level)}
+_DEFAULT_WORKERS = min(4, os.cpu_count() or 1)
+
+
+def parse_level(text: str) -> Level:
+    """Return a depth by its name."""
+    if text not in _LEVELS:
+        raise ValueError(f"{text!r} is not one of {', '.join(map(repr, _LEVELS))}.")
+    return _LEVELS[text]
+
+
+def parse_ks(text: str) -> tuple[int, ...]:
+    """Return the numbers of drafts in a list such as 1,2,3 (UsageError)."""
+    numbers = [part.strip() for part in text.split(",")]
+    if not all(part.isdecimal() and 1 <= int(part) <= MAX_DRAFTS for part in numbers):
+        raise UsageError(
+            "--k is no list of numbers of drafts",
+            expected=f"numbers from 1 to {MAX_DRAFTS}, as in 1,2,3",
+            found=text,
+        )
+    return tuple(sorted({int(part) for part in numbers}))
+
+
+@dataclass(frozen=True)
+class VerifyOptions:
+    """The bundle to verify, and how deep.
+
+    max_new_tokens: per prompt. ks: numbers of draft tokens per step. checksums False: no tensor's
+    bytes are read for level files. stream: run the model layer by layer, for one that does not fit
+    into memory. workdir: where a streamed pass keeps its state to resume from, and shares of a
+    verification what they found.
+    """
+
+    bundle: Path = field(
+        default=Path("."),
+        metadata=argument(
+            "Bundle; by default the current folder.", "BUNDLE", parse_path, Access.READ
+        ),
+    )
+    source: Path | None = field(
+        default=None,
+        metadata=path_option(
+            "Checkpoint or bundle that this bundle was made from, to compare with.",
+            Panel.CHECKS,
+            "DIR",
+            access=Access.READ,
+        ),
+    )
+    level: Level = field(
+        default=Level.RUN,
+        metadata=option(
+            "Depth: files, weights, run or all; each includes those before it.",
+            Panel.CHECKS,
+            metavar="LEVEL",
+            parser=parse_level,
+            default="all",
+        ),
+    )
+    prompts: Path | None = field(
+        default=None,
+        metadata=path_option(
+            'JSON lines: {"prompt": TEXT} or {"prompt_token_ids": [...]}; completion likewise.',
+            Panel.DECODING,
+            "FILE.jsonl",
+            access=Access.READ,
+        ),
+    )
+    max_new_tokens: int = field(
+        default=128,
+        metadata=option("Maximum new tokens per prompt.", Panel.DECODING, metavar="N", low=2),
+    )
+    ks: tuple[int, ...] = field(
+        default=(1, 2, 3),
+        metadata=option(
+            "Numbers of draft tokens per step, 1 to 5.",
+            Panel.DECODING,
+            "--k",
+            metavar="K,K,...",
+            parser=parse_ks,
+            default="1,2,3",
+        ),
+    )
+    device: str = field(
+        default="cpu", metadata=option("cpu or cuda.", Panel.PERFORMANCE, metavar="NAME")
+    )
+    checksums: bool = field(
+        default=True,
+        metadata=option(
+            "Read headers instead of every byte for level files.", Panel.CHECKS, "--no-checksums"
+        ),
+    )
+    stream: bool = field(
+        default=False,
+        metadata=option("Run the model layer by layer, in little memory.", Panel.PERFORMANCE),
+    )
+    workdir: Path | None = field(
+        default=None,
+        metadata=path_option(
+            "Folder in which a streamed run, or a share, keeps what a later run goes on from.",
+            Panel.PERFORMANCE,
+            "DIR",
+            access=Access.WRITTEN,
+        ),
+    )
+    workers: int = field(
+        default=_DEFAULT_WORKERS,
+        metadata=option(
+            "Tensors worked on at once.", Panel.PERFORMANCE, metavar="N", low=1, high=MAX_WORKERS
+        ),
+    )
