@@ -8,8 +8,6 @@ from __future__ import annotations
 
 import sys
 
-from mtp_checkpoints.errors import Interrupted
-
 
 def main(arguments: list[str] | None = None) -> None:
     """Run a command and exit with its code."""
@@ -20,6 +18,8 @@ def main(arguments: list[str] | None = None) -> None:
             from mtp_export.commands.program import exit_code
         code = exit_code(sys.argv[1:] if arguments is None else arguments)
     except KeyboardInterrupt:
+        from mtp_checkpoints.errors import Interrupted
+
         error = Interrupted()
         print(f"mtp-export: error: {error}", file=sys.stderr)
         code = error.exit_code

@@ -112,7 +112,5 @@ class Interrupted(MtpExportError):
 
     exit_code = 130
 
-    def __init__(self) -> None:
-        super().__init__(
-            "Interrupted", todo="Run the same command again: it goes on where it stopped"
-        )
+    def __init__(self, todo: str | None = None) -> None:
+        super().__init__("Interrupted", todo=todo)

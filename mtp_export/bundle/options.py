@@ -163,6 +163,11 @@ def _slurm_share(variables: Mapping[str, str]) -> Share:
             f"the array has {count} of the tasks {first}-{last}:{step}, so a task's share is not"
             " known: number them without gaps, or write --share I/N"
         )
+    if not first <= task <= last or (task - first) % step:
+        raise ValueError(
+            f"task {task} is none of the array's tasks {first}-{last}:{step}: submit it as one of"
+            " them, or write --share I/N"
+        )
     job = variables.get("SLURM_ARRAY_JOB_ID", "unknown")
     return _share((task - first) // step + 1, count, f"task {task} of Slurm array {job}")
 

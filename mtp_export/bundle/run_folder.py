@@ -129,7 +129,7 @@ class RunFolder:
     def _files_of(self, share: Share) -> frozenset[str]:
         """Return the files that a share writes (OutputExistsError where it cannot join others)."""
         if (self._output / MANIFEST_NAME).exists():
-            raise finished_bundle(self._output)
+            raise finished_bundle(self._output, self._plan.options.run)
         _check_others(self._plan, share)
         check_own(self._output, self._plan.files)
         return frozenset(job.key for job in self._plan.share_jobs)
@@ -209,16 +209,17 @@ def check_output(output: Path, run: RunOptions) -> None:
         raise foreign_files(output, foreign or sorted(names), "a new or empty folder")
     if is_finished(output):
         if not run.overwrite:
-            raise finished_bundle(output)
+            raise finished_bundle(output, run)
         check_own(output, manifest_files(output))
 
 
-def finished_bundle(output: Path) -> OutputExistsError:
+def finished_bundle(output: Path, run: RunOptions) -> OutputExistsError:
     """Return the error of an output folder that holds a bundle already."""
+    replaced = "Remove it" if run.share is not None else "Pass --overwrite to replace it"
     return OutputExistsError(
         "The output folder already holds a finished bundle",
         where=output,
-        todo="Pass --overwrite to replace it, or choose another --output-dir",
+        todo=f"{replaced}, or choose another --output-dir",
     )
 
 

@@ -15,12 +15,15 @@ class Failure(NamedTuple):
     exit_code: int
 
 
-def failure_of(error: BaseException) -> Failure:
-    """Return the failure that an error is reported as; errors of the program itself have code 1."""
+def failure_of(error: BaseException, after_interrupt: str | None = None) -> Failure:
+    """Return the failure that an error is reported as; errors of the program itself have code 1.
+
+    after_interrupt: what to do after Ctrl-C.
+    """
     if isinstance(error, MtpExportError):
         return Failure(str(error), error.exit_code)
     if isinstance(error, KeyboardInterrupt):
-        return failure_of(Interrupted())
+        return failure_of(Interrupted(after_interrupt))
     if isinstance(error, MemoryError):
         return failure_of(ResourceError("Out of memory", todo="Lower --max-memory or --workers"))
     torch = sys.modules.get("torch")

@@ -58,6 +58,12 @@ class LaunchCommand:
 def launch(options: LaunchCommand) -> None:
     """Print, or run, the command that serves a bundle with an engine."""
     bundle, engine, nodes = options.bundle, options.engine, options.nodes
+    if engine not in names_that_serve():
+        raise UsageError(
+            "There is no such engine",
+            expected=f"--engine {', '.join(names_that_serve())}",
+            found=engine,
+        )
     if options.tp is None and nodes > 1:
         raise UsageError("Several machines need --tp", expected="the devices of all of them")
     if options.node >= nodes:

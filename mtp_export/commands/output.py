@@ -84,7 +84,7 @@ def plain_console(*, stderr: bool = False) -> Console:
 
 
 def json_text(facts: dict[str, Any]) -> str:
-    """Return a result as the JSON of a report file."""
+    """Return a result as JSON, in ASCII: stdout may have any encoding."""
     return json.dumps(facts, indent=2) + "\n"
 
 
@@ -94,7 +94,7 @@ def print_result(facts: dict[str, Any], table: RenderableType, reporting: Report
     The commands that serve a bundle follow the table, unwrapped so that they can be copied.
     """
     if reporting.as_json:
-        print(json.dumps(facts, indent=2, ensure_ascii=False))
+        print(json_text(facts), end="")
     elif not reporting.quiet:
         show(table)
         for engine, line in facts.get("launch", {}).items():

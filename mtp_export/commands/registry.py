@@ -17,6 +17,11 @@ COMMANDS = (
     *("quantize", "graft", "tune", "finish", "verify"),
     *("generate", "serve", "compile", "launch", "inspect", "push"),
 )
+# What Ctrl-C leaves of a command, or of an export (""); of the others there is nothing to say.
+_AGAIN = "Run the same command again: it goes on where it stopped"
+AFTER_INTERRUPT = dict.fromkeys(("", "quantize", "graft", "tune", "finish", "push"), _AGAIN) | {
+    "verify": "Nothing is kept of a verification, except with --workdir by --stream or --share"
+}
 
 
 @cache

@@ -252,7 +252,7 @@ def test_what_does_not_go_together(source: Path, output: Path) -> None:
     (output / "mtp_export.json").write_bytes(b"{}")  # as of an end that was killed
     refused(share("--share", "2/2", "--no-resume"), 8, "already holds a finished bundle")
     assert finish(output).code == 0
-    refused(share("--share", "2/2"), 8, "already holds a finished bundle")
+    refused(share("--share", "2/2"), 8, "already holds a finished bundle", "Remove it, or choose")
     refused(finish(output), 3, "no shares to finish")
     refused(finish(output / "nowhere"), 3, "no shares to finish")
 
@@ -357,6 +357,9 @@ def test_a_task_of_a_slurm_array(
     [
         ({COUNT: "2"}, "without gaps"),
         ({COUNT: "3", "SLURM_ARRAY_TASK_STEP": "3"}, "without gaps"),
+        ({COUNT: "3", "SLURM_ARRAY_TASK_ID": "15"}, "none of the array's tasks 10-18:4"),
+        ({COUNT: "3", "SLURM_ARRAY_TASK_ID": "6"}, "task 6 is none"),
+        ({COUNT: "3", "SLURM_ARRAY_TASK_ID": "22"}, "task 22 is none"),
         ({}, COUNT),
         ({COUNT: "3", "SLURM_ARRAY_TASK_ID": ""}, "SLURM_ARRAY_TASK_ID"),
     ],

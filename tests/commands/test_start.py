@@ -3,13 +3,18 @@ do not import."""
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
 from pathlib import Path
 
-from cases import WHOLE_TILES, make_checkpoint
+import pytest
+
+from cases import WHOLE_TILES, make_checkpoint, run_program
 from mtp_export import __version__
+from mtp_export.commands.program import exit_code
+from mtp_export.commands.registry import COMMANDS
 
 ENVIRONMENT = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
 
@@ -88,4 +93,40 @@ def test_ctrl_c_while_it_starts_ends_as_at_any_other_time() -> None:
     assert (done.returncode, done.stdout) == (0, ""), done.stderr
     lines = done.stderr.splitlines()
     assert len(lines) == 4
-    assert set(lines) == {lines[0]} and "Interrupted" in lines[0]
+    assert all(line.startswith("mtp-export: error: Interrupted.") for line in lines)
+
+
+@pytest.mark.parametrize("command", ["", *COMMANDS])
+def test_ctrl_c_promises_what_the_command_keeps(
+    command: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """To go on where it stopped, where it does."""
+
+    def interrupted(arguments: list[str]) -> int:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("mtp_export.commands.program._run", interrupted)
+    assert exit_code([command] if command else ["--input-dir", "x"]) == 130
+    said = capsys.readouterr().err
+    resumes = command in ("", "quantize", "graft", "tune", "finish", "push")
+    assert "Interrupted" in said and ("goes on where it stopped" in said) == resumes
+    assert ("Nothing is kept" in said) == (command == "verify")
+
+
+@pytest.mark.parametrize("encoding", ["ascii", "latin-1"])
+def test_json_is_json_in_every_encoding(encoding: str, pristine: Path) -> None:
+    """Precisions of fp8 checkpoints have a multiplication sign."""
+    done = subprocess.run(
+        [sys.executable, "-m", "mtp_export", "inspect", str(pristine), "--json"],
+        env=ENVIRONMENT | {"PYTHONIOENCODING": encoding},
+        capture_output=True,
+        check=True,
+    )
+    assert "×" in json.dumps(json.loads(done.stdout), ensure_ascii=False)
+
+
+def test_an_engine_that_there_is_not(trained_bundle: Path) -> None:
+    outcome = run_program("launch", trained_bundle, "--engine", "vlm")
+    assert (outcome.code, "--engine" in outcome.err, "sglang" in outcome.err) == (2, True, True)
+    nothing = run_program("launch", trained_bundle / "none", "--engine", "vllm")
+    assert nothing.code == 3 and "goes on" not in nothing.err

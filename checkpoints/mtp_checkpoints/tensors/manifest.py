@@ -56,7 +56,7 @@ def read_manifest(bundle: Path) -> dict[str, Any]:
             "The bundle has no manifest",
             where=path,
             expected="the file that every finished export writes last",
-            todo="Run the export again: it goes on where it stopped",
+            todo="Name the output folder of a run; the same command finishes an interrupted one",
         )
     content = read_json_object(path)
     found = (content.get("format"), content.get("format_version"))

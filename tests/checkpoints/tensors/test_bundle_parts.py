@@ -167,7 +167,7 @@ def test_a_manifest(bundle: Path) -> None:
     error = refusal(read_manifest, bundle)
     assert (error.what, error.where) == ("The bundle has no manifest", path)
     assert error.expected == "the file that every finished export writes last"
-    assert str(error.todo).startswith("Run the export again")
+    assert str(error.todo).startswith("Name the output folder of a run")
     write_manifest(bundle, MANIFEST)
     assert read_manifest(bundle) == MANIFEST
     for change, found in (
