@@ -15,11 +15,13 @@ from itertools import accumulate
 import torch
 
 from mtp_checkpoints.errors import UnsupportedError
+from mtp_kernels.decoder import Recursion
 from mtp_runtime.acceptance.base import Draft
 from mtp_runtime.cache import Cache, lay_out, page_table
 from mtp_runtime.drafters.base import DrafterParts, Pass
 from mtp_runtime.drafters.chain import Chain, grow
-from mtp_runtime.models.execution import DraftModule, Recursion
+from mtp_runtime.models.compiled import stacked
+from mtp_runtime.models.execution import DraftModule
 from mtp_runtime.request import Request
 
 Span = tuple[int, int]
@@ -104,7 +106,8 @@ class ModuleDrafter:
             missing = self._pages.missing_pages(request.cached, start + count)
             assert not missing, "drafts have no place in the cache"
         table = page_table([request.cached for request in requests], self._device)
-        drafts = recursion(x, starts=starts, counts=counts, page_table=table, cache=self._caches[0])
+        cache = stacked(self._caches[0])
+        drafts = recursion(x, starts=starts, counts=counts, page_table=table, kv_cache=cache)
         for chain, tokens in zip(chains, drafts, strict=True):
             chain.tokens += tokens
 

@@ -5,11 +5,11 @@ Layers that the kernels do not know, by attention or feed-forward, are run by to
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
-from itertools import accumulate
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from itertools import accumulate, groupby
 from pathlib import Path
-from typing import cast
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -24,11 +24,20 @@ from mtp_runtime.layers.linear import Linear
 from mtp_runtime.layers.mla import Mla
 from mtp_runtime.layers.moe import Mlp, Moe, SigmoidRouter
 from mtp_runtime.layers.norm import RmsNorm
-from mtp_runtime.layers.rope import Rope
 from mtp_runtime.layers.tensor_parallel import ParallelMoe
-from mtp_runtime.models.execution import Layers, Recursion, RecursiveModule, TorchLayers
+from mtp_runtime.models.execution import Layers, RecursiveModule, TorchLayers
 from mtp_runtime.models.model import Model
-from mtp_runtime.models.packing import KINDS, Rows, config_of, weights_of
+from mtp_runtime.models.packing import (
+    KINDS,
+    Rows,
+    Shared,
+    experts_of,
+    shared_by,
+    weights_of,
+)
+
+if TYPE_CHECKING:
+    from mtp_kernels.decoder.compiled_cpu.sharded import ShardedDecoder
 
 
 @dataclass(frozen=True)
@@ -48,23 +57,25 @@ def stacked(cache: Cache) -> torch.Tensor:
     return cache.stacked
 
 
-def new_stacked_cache(layers: int, config: kernels.DecoderConfig, spec: CacheSpec) -> StackedCache:
-    """Return the cache of a number of layers; its tensor is uninitialized."""
-    shape = layers, spec.pages, spec.page_size, config.attention.slot
-    return StackedCache(torch.empty(shape, dtype=spec.dtype, device=spec.device))
+@dataclass(frozen=True)
+class PackedLayers(Layers):
+    """Layers that kernels run, whose cache is one tensor."""
 
-
-class CompiledLayers:
-    """A compiled decoder with the interface of Layers."""
-
-    def __init__(self, decoder: kernels.Decoder) -> None:
-        self.decoder = decoder
+    decoder: kernels.Decoder | ShardedDecoder
 
     def __len__(self) -> int:
         return len(self.decoder)
 
     def new_cache(self, spec: CacheSpec) -> StackedCache:
-        return new_stacked_cache(len(self), self.decoder.config, spec)
+        shape = len(self), spec.pages, spec.page_size, self.decoder.config.attention.slot
+        return StackedCache(torch.empty(shape, dtype=spec.dtype, device=spec.device))
+
+
+@dataclass(frozen=True)
+class CompiledLayers(PackedLayers):
+    """A compiled decoder with the interface of Layers."""
+
+    decoder: kernels.Decoder
 
     def __call__(
         self,
@@ -76,15 +87,12 @@ class CompiledLayers:
         self.decoder(x, layout, stacked(cache), attention_input)
         return x
 
-    def each(self) -> Iterator[Layers]:
-        return (self.part(at, at + 1) for at in range(len(self)))
-
     def part(self, first: int, stop: int) -> CompiledLayers:
         return CompiledLayers(self.decoder.part(first, stop))
 
 
 @dataclass(frozen=True)
-class MixedLayers:
+class MixedLayers(Layers):
     """Runs of layers in sequence, each with its own execution."""
 
     runs: tuple[Layers, ...]
@@ -107,35 +115,18 @@ class MixedLayers:
             x, attention_input = run(x, own, layout, attention_input), None
         return x
 
-    def each(self) -> Iterator[Layers]:
-        return (layer for run in self.runs for layer in run.each())
-
-    def part(self, first: int, stop: int) -> MixedLayers:
+    def part(self, first: int, stop: int) -> Layers:
         starts = accumulate(map(len, self.runs), initial=0)
         spans = [
             (run, max(first - start, 0), min(stop - start, len(run)))
             for run, start in zip(self.runs, starts, strict=False)
         ]
-        return MixedLayers(tuple(run.part(low, high) for run, low, high in spans if low < high))
+        return joined([run.part(low, high) for run, low, high in spans if low < high])
 
 
-@dataclass(frozen=True)
-class CompiledRecursion:
-    """A compiled recursion with the interface of Recursion."""
-
-    recursion: kernels.Recursion
-
-    def __call__(
-        self,
-        x: torch.Tensor,
-        starts: Sequence[int],
-        counts: Sequence[int],
-        page_table: torch.Tensor,
-        cache: Cache,
-    ) -> list[list[int]]:
-        return self.recursion(
-            x, starts=starts, counts=counts, page_table=page_table, kv_cache=stacked(cache)
-        )
+def joined(runs: Sequence[Layers]) -> Layers:
+    """Return runs of layers as one."""
+    return runs[0] if len(runs) == 1 else MixedLayers(tuple(runs))
 
 
 @dataclass(frozen=True)
@@ -150,18 +141,24 @@ class CompiledExecution:
 
     def layers(self, layers: Iterable[DecoderLayer]) -> Layers:
         """Pack the layers one by one, so that no two copies of a model are held."""
-        runs: list[TorchRun | PackedRun] = []
-        for layer in layers:
-            kind = PackedRun if self.backend.runs(kind_of(layer)) else TorchRun
-            if not runs or not isinstance(runs[-1], kind) or not runs[-1].takes(layer):
-                runs.append(self.packed_run() if kind is PackedRun else TorchRun())
-            runs[-1].add(layer)
-        joined = tuple(run.layers() for run in runs)
-        return joined[0] if len(joined) == 1 else MixedLayers(joined)
+        alike = groupby(layers, self._shared)
+        return joined([self._run(shared, run) for shared, run in alike])
 
-    def packed_run(self) -> PackedRun:
-        """Return an empty run of layers for the kernels."""
-        return PackedRun(self.backend)
+    def _shared(self, layer: DecoderLayer) -> Shared | None:
+        """Return what the layers of a run share; None for a layer that torch runs."""
+        return shared_by(layer) if self.backend.runs(kind_of(layer)) else None
+
+    def _run(self, shared: Shared | None, layers: Iterable[DecoderLayer]) -> Layers:
+        """Make consecutive layers that share what decoders are made with."""
+        return TorchLayers(tuple(layers)) if shared is None else self.packed(shared, layers)
+
+    def packed(self, shared: Shared, layers: Iterable[DecoderLayer]) -> Layers:
+        """Pack consecutive layers for the kernels."""
+        parts = []
+        for layer in layers:
+            parts.append(self.backend.pack(weights_of(layer, experts_of(layer.feed_forward))))
+            shared = shared.with_routing_of(layer)
+        return CompiledLayers(self.backend.decoder(shared.config, parts, shared.rope))
 
     def norm(self, norm: RmsNorm) -> kernels.RowStep:
         return self.backend.norm(norm.weight, norm.eps)
@@ -169,7 +166,7 @@ class CompiledExecution:
     def linear(self, linear: Linear) -> kernels.Projection:
         return self.backend.projection(Rows.of(linear))
 
-    def recursion(self, module: RecursiveModule) -> Recursion | None:
+    def recursion(self, module: RecursiveModule) -> kernels.Recursion | None:
         """Join the module's parts, or return None where torch runs its layer."""
         layers = module.layers
         if not isinstance(layers, CompiledLayers):
@@ -184,7 +181,7 @@ class CompiledExecution:
             tokens=module.head.token_ids,
             recycles_normed=module.recycles_normed,
         )
-        return CompiledRecursion(self.backend.recursion(parts))
+        return self.backend.recursion(parts)
 
 
 def refuse_torch_layers(model: Model, folder: Path) -> None:
@@ -211,64 +208,3 @@ def kind_of(layer: DecoderLayer) -> kernels.LayerKind:
     deciding = feed_forward if sparse is None else sparse.router
     types = type(layer.attention), type(deciding)
     return kernels.LayerKind(*(KINDS.get(part, part.__name__) for part in types))
-
-
-@dataclass
-class TorchRun:
-    """Consecutive layers for torch."""
-
-    kept: list[DecoderLayer] = field(default_factory=list)
-
-    def takes(self, layer: DecoderLayer) -> bool:
-        """Return True: layers of any kind follow each other."""
-        return True
-
-    def add(self, layer: DecoderLayer) -> None:
-        self.kept.append(layer)
-
-    def layers(self) -> Layers:
-        return TorchLayers(tuple(self.kept))
-
-
-@dataclass
-class PackedRun:
-    """Consecutive layers for the kernels, which share one DecoderConfig and one Rope."""
-
-    backend: kernels.Backend
-    packed: list[kernels.PackedLayer] = field(default_factory=list)
-    shared_config: kernels.DecoderConfig | None = None
-    rope: Rope | None = None
-    router: SigmoidRouter | None = None
-
-    def takes(self, layer: DecoderLayer) -> bool:
-        """Return True for a layer with the sizes and rotations of those before it."""
-        attention = layer.attention
-        assert isinstance(attention, Mla | Gqa), "the kinds that the kernels run"
-        config = self.shared_config, self.rope
-        return config in ((None, None), (config_of(layer, attention), attention.rope))
-
-    def add(self, layer: DecoderLayer) -> None:
-        """Pack a layer."""
-        self.packed.append(self.backend.pack(weights_of(layer, self.noted(layer))))
-
-    def noted(self, layer: DecoderLayer) -> Mla | Gqa:
-        """Note what the layers share; return the layer's attention."""
-        attention, feed_forward = layer.attention, layer.feed_forward
-        assert isinstance(attention, Mla | Gqa), "the kinds that the kernels run"
-        self.shared_config, self.rope = config_of(layer, attention), attention.rope
-        if isinstance(feed_forward, Moe | ParallelMoe):
-            self.router = cast(SigmoidRouter, feed_forward.router)
-        return attention
-
-    @property
-    def config(self) -> kernels.DecoderConfig:
-        """Sizes and constants that the layers share."""
-        assert self.shared_config is not None, "a run has layers"
-        if self.router is None:
-            return self.shared_config
-        return replace(self.shared_config, routing=self.router.routing)
-
-    def layers(self) -> Layers:
-        """Join the layers."""
-        assert self.rope is not None, "a run has layers"
-        return CompiledLayers(self.backend.decoder(self.config, self.packed, self.rope))

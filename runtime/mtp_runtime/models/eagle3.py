@@ -20,7 +20,7 @@ from mtp_checkpoints.families.base import weight_name
 from mtp_checkpoints.families.eagle3 import TARGET_MASK, TARGET_OFFSETS, Eagle3Family, own_name
 from mtp_checkpoints.quantization.mismatches import StoredTensor, compare
 from mtp_kernels.batch_layout import BatchLayout
-from mtp_kernels.decoder import ModuleInputs, RowStep
+from mtp_kernels.decoder import ModuleInputs, Recursion, RowStep
 from mtp_runtime.cache import Cache, PageAllocator
 from mtp_runtime.layers.attention import Attention
 from mtp_runtime.layers.decoder_layer import DecoderLayer
@@ -30,7 +30,7 @@ from mtp_runtime.layers.norm import RmsNorm
 from mtp_runtime.layers.tensor_parallel import ALONE, TensorParallel
 from mtp_runtime.loading.draft_folder import DraftFolder, DraftTensor, layout_on_disk, values_of
 from mtp_runtime.loading.held_source import HeldSource
-from mtp_runtime.models.execution import Head, Layers, Outputs, Recursion
+from mtp_runtime.models.execution import Head, Layers, Outputs
 from mtp_runtime.models.layer_loader import LayerLoader
 from mtp_runtime.models.layer_types import layer_type, load_layer
 from mtp_runtime.models.model import Model

@@ -3,7 +3,7 @@ and the recursion of modules that draft."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Protocol
@@ -11,7 +11,7 @@ from typing import Protocol
 import torch
 
 from mtp_kernels.batch_layout import BatchLayout
-from mtp_kernels.decoder import ModuleInputs, Projection, RowStep
+from mtp_kernels.decoder import ModuleInputs, Projection, Recursion, RowStep
 from mtp_runtime.cache import Cache, CacheSpec, LayerCaches, PageAllocator
 from mtp_runtime.layers.attention import ForwardPass
 from mtp_runtime.layers.decoder_layer import DecoderLayer
@@ -42,6 +42,7 @@ class Layers(Protocol):
 
     def each(self) -> Iterator[Layers]:
         """Yield every layer by itself."""
+        return (self.part(at, at + 1) for at in range(len(self)))
 
     def part(self, first: int, stop: int) -> Layers:
         """Return layers [first, stop), at least one."""
@@ -64,21 +65,8 @@ class Execution(Protocol):
         """Return one call that drafts all tokens of a recursion, or None: they go step by step."""
 
 
-class Recursion(Protocol):
-    """Best drafts of a module, each from the one before."""
-
-    def __call__(
-        self,
-        x: torch.Tensor,  # [b, d], the module's output; overwritten
-        starts: Sequence[int],  # positions of x
-        counts: Sequence[int],  # tokens to draft, at least 1, the largest first
-        page_table: torch.Tensor,  # [b, max_pages]
-        cache: Cache,  # of the module
-    ) -> list[list[int]]: ...
-
-
 @dataclass(frozen=True)
-class TorchLayers:
+class TorchLayers(Layers):
     """Layers run by torch, operation by operation, on any device and in any dtype."""
 
     layers: tuple[DecoderLayer, ...]
@@ -102,9 +90,6 @@ class TorchLayers:
         for layer, own in zip(self.layers, cache.layers, strict=True):
             x, attention_input = layer(x, own, forward, attention_input), None
         return x
-
-    def each(self) -> Iterator[Layers]:
-        return (replace(self, layers=(layer,)) for layer in self.layers)
 
     def part(self, first: int, stop: int) -> TorchLayers:
         return replace(self, layers=self.layers[first:stop])

@@ -17,7 +17,7 @@ import torch
 
 from mtp_checkpoints.families.contract import Hidden, MtpContract
 from mtp_kernels.batch_layout import BatchLayout
-from mtp_kernels.decoder import ModuleInputs
+from mtp_kernels.decoder import ModuleInputs, Recursion
 from mtp_runtime.cache import Cache, JoinedCaches, PageAllocator
 from mtp_runtime.config import ModelConfig
 from mtp_runtime.layers.attention import Attention
@@ -25,12 +25,7 @@ from mtp_runtime.layers.decoder_layer import DecoderLayer
 from mtp_runtime.layers.embedding import Embedding
 from mtp_runtime.layers.linear import Linear
 from mtp_runtime.layers.norm import RmsNorm
-from mtp_runtime.models.execution import (
-    Execution,
-    Head,
-    Layers,
-    Recursion,
-)
+from mtp_runtime.models.execution import Execution, Head, Layers
 
 
 @dataclass(frozen=True)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import cast
 
 import torch
@@ -15,6 +15,7 @@ from mtp_runtime.layers.linear import Linear
 from mtp_runtime.layers.mla import Mla
 from mtp_runtime.layers.moe import Mlp, Moe, SigmoidRouter
 from mtp_runtime.layers.norm import RmsNorm
+from mtp_runtime.layers.rope import Rope
 from mtp_runtime.layers.tensor_parallel import ParallelMoe
 
 # Names of the parts of a layer that the kernels run.
@@ -45,37 +46,48 @@ class Rows:
             yield from linear.pieces()
 
 
-def config_of(layer: DecoderLayer, attention: Mla | Gqa) -> kernels.DecoderConfig:
+@dataclass(frozen=True)
+class Shared:
+    """Sizes, constants and rotations that the layers of one decoder share."""
+
+    config: kernels.DecoderConfig
+    rope: Rope
+
+    def with_routing_of(self, layer: DecoderLayer) -> Shared:
+        """Note the choice of experts, which the sparse layers share."""
+        feed_forward = layer.feed_forward
+        if not isinstance(feed_forward, Moe | ParallelMoe):
+            return self
+        router = cast(SigmoidRouter, feed_forward.router)
+        return replace(self, config=replace(self.config, routing=router.routing))
+
+
+def attention_of(layer: DecoderLayer) -> Mla | Gqa:
+    """Return the attention of a layer that the kernels run."""
+    assert isinstance(layer.attention, Mla | Gqa), "the kinds that the kernels run"
+    return layer.attention
+
+
+def shared_by(layer: DecoderLayer) -> Shared:
     """Return what a layer shares with others of its model, but for the choice of experts."""
-    return kernels.DecoderConfig(
+    attention = attention_of(layer)
+    config = kernels.DecoderConfig(
         hidden=len(layer.post_norm.weight),
         attention=attention.sizes,
         norm_eps=layer.post_norm.eps,
         softmax_scale=attention.scale,
     )
+    return Shared(config, attention.rope)
 
 
-def weights_of(layer: DecoderLayer, attention: Mla | Gqa) -> kernels.LayerWeights:
-    """Return a layer's weights as the kernels take them."""
-    return weights_with(layer, attention, experts_of(layer.feed_forward))
-
-
-def shard_of(layer: DecoderLayer, attention: Mla | Gqa) -> kernels.LayerShard:
-    """Return the own part of a layer that several ranks share."""
-    routed, shared = split_experts(layer.feed_forward)
-    weights = weights_with(layer, attention, routed)
-    return kernels.LayerShard(weights, tuple(map(mlp_matrices, shared)))
-
-
-def weights_with(
-    layer: DecoderLayer, attention: Mla | Gqa, experts: Sequence[Mlp]
-) -> kernels.LayerWeights:
-    """Return a layer's weights with some experts, or none."""
+def weights_of(layer: DecoderLayer, experts: Sequence[Mlp]) -> kernels.LayerWeights:
+    """Return a layer's weights with some experts, or none, as the kernels take them."""
+    attention = attention_of(layer)
     router: torch.Tensor | None = None
     bias: torch.Tensor | None = None
     if isinstance(layer.feed_forward, Moe | ParallelMoe):
-        own = cast(SigmoidRouter, layer.feed_forward.router)
-        router, bias = own.weight.t(), own.bias
+        picks = cast(SigmoidRouter, layer.feed_forward.router)
+        router, bias = picks.weight.t(), picks.bias
     hidden = len(layer.post_norm.weight)
     gate_up: kernels.Matrix = torch.empty(0, 2, hidden)
     down: kernels.Matrix = torch.empty(0, hidden, 1)
@@ -84,7 +96,9 @@ def weights_with(
         down = Rows.stacked([expert.down for expert in experts])
     return kernels.LayerWeights(
         input_norm=_weight(layer.input_norm),
-        attention=attention_weights(attention),
+        attention=latent_weights(attention)
+        if isinstance(attention, Mla)
+        else grouped_weights(attention),
         post_norm=layer.post_norm.weight,
         router=router,
         router_bias=bias,
@@ -93,30 +107,12 @@ def weights_with(
     )
 
 
-def attention_weights(attention: Mla | Gqa) -> kernels.LatentWeights | kernels.GroupedWeights:
-    """Return the weights of a layer's attention."""
-    return latent_weights(attention) if isinstance(attention, Mla) else grouped_weights(attention)
-
-
 def experts_of(feed_forward: FeedForward) -> Sequence[Mlp]:
     """Return every expert; a dense MLP is one."""
     if isinstance(feed_forward, Moe):
         return tuple(feed_forward.experts.every())
     assert isinstance(feed_forward, Mlp), "the kinds that the kernels run"
     return (feed_forward,)
-
-
-def split_experts(feed_forward: FeedForward) -> tuple[Sequence[Mlp], Sequence[Mlp]]:
-    """Return the own routed experts and the shared ones; a dense MLP is a shared one."""
-    if not isinstance(feed_forward, ParallelMoe):
-        return (), experts_of(feed_forward)
-    every, own = tuple(feed_forward.experts.every()), len(feed_forward.own)
-    return every[:own], every[own:]
-
-
-def mlp_matrices(mlp: Mlp) -> tuple[Rows, Rows]:
-    """Return gate and up [1, 2*i, d], and down, of an MLP."""
-    return Rows.stacked([mlp.gate_up]), Rows.of(mlp.down)
 
 
 def latent_weights(mla: Mla) -> kernels.LatentWeights:

@@ -3,7 +3,7 @@ ranks join what they computed."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING, cast
@@ -12,31 +12,24 @@ import torch
 
 from mtp_kernels import decoder as kernels
 from mtp_kernels.batch_layout import BatchLayout
-from mtp_runtime.cache import Cache, CacheSpec
-from mtp_runtime.layers.decoder_layer import DecoderLayer
-from mtp_runtime.layers.gqa import Gqa
+from mtp_runtime.cache import Cache
+from mtp_runtime.layers.decoder_layer import DecoderLayer, FeedForward
 from mtp_runtime.layers.linear import Linear
-from mtp_runtime.layers.mla import Mla
+from mtp_runtime.layers.moe import Mlp
 from mtp_runtime.layers.tensor_parallel import (
     ColumnParallelLinear,
     ParallelMoe,
     RowParallelLinear,
     TensorParallel,
 )
-from mtp_runtime.models.compiled import (
-    CompiledExecution,
-    PackedRun,
-    StackedCache,
-    new_stacked_cache,
-    stacked,
-)
+from mtp_runtime.models.compiled import CompiledExecution, PackedLayers, stacked
 from mtp_runtime.models.execution import Layers
-from mtp_runtime.models.packing import shard_of, split_experts
+from mtp_runtime.models.packing import Rows, Shared, attention_of, experts_of, weights_of
 from mtp_runtime.parallel.group import Part
 
 if TYPE_CHECKING:
     from mtp_kernels.decoder.compiled_cpu import Backend
-    from mtp_kernels.decoder.compiled_cpu.sharded import PackedShard, ShardedDecoder, ShardedPass
+    from mtp_kernels.decoder.compiled_cpu.sharded import ShardedDecoder, ShardedPass
 
 Sizes = tuple[tuple[int, ...], tuple[int, ...]]  # inputs and outputs of a matrix, of every rank
 
@@ -61,26 +54,26 @@ class ShardedExecution(CompiledExecution):
         local = super().linear(linear)
         return linear.run_by(local) if isinstance(linear, ColumnParallelLinear) else local
 
-    def packed_run(self) -> PackedRun:
-        return _ShardedRun(self.backend, parallel=self.parallel)
+    def packed(self, shared: Shared, layers: Iterable[DecoderLayer]) -> Layers:
+        backend = cast("Backend", self.backend)
+        parts, sizes = [], []
+        for layer in layers:
+            routed, whole = split_experts(layer.feed_forward)
+            mlps = tuple((Rows.stacked([mlp.gate_up]), Rows.of(mlp.down)) for mlp in whole)
+            parts.append(backend.pack_shard(kernels.LayerShard(weights_of(layer, routed), mlps)))
+            sizes.append(_sizes_of(layer, whole))
+            shared = shared.with_routing_of(layer)
+        decoder = backend.sharded_decoder(shared.config, parts, shared.rope)
+        return ShardedLayers(decoder, tuple(sizes), self.parallel)
 
 
 @dataclass(frozen=True)
-class ShardedLayers:
+class ShardedLayers(PackedLayers):
     """Compiled parts of layers with the interface of Layers."""
 
     decoder: ShardedDecoder
     sizes: tuple[LayerSizes, ...]
     parallel: TensorParallel
-
-    def __len__(self) -> int:
-        return len(self.decoder)
-
-    def new_cache(self, spec: CacheSpec) -> StackedCache:
-        return new_stacked_cache(len(self), self.decoder.config, spec)
-
-    def each(self) -> Iterator[Layers]:
-        return (self.part(at, at + 1) for at in range(len(self)))
 
     def part(self, first: int, stop: int) -> ShardedLayers:
         return replace(self, decoder=self.decoder.part(first, stop), sizes=self.sizes[first:stop])
@@ -159,33 +152,19 @@ class _Sorted:
         return kernels.Pairs(self.all.rows[own], self.all.places[own], ends - ends[0])
 
 
-@dataclass
-class _ShardedRun(PackedRun):
-    """Consecutive layers of which the kernels run the own parts."""
-
-    parallel: TensorParallel = field(kw_only=True)
-    parts: list[PackedShard] = field(default_factory=list)
-    sizes: list[LayerSizes] = field(default_factory=list)
-
-    def add(self, layer: DecoderLayer) -> None:
-        attention = self.noted(layer)
-        backend = cast("Backend", self.backend)
-        self.parts.append(backend.pack_shard(shard_of(layer, attention)))
-        self.sizes.append(_sizes_of(layer))
-
-    def layers(self) -> Layers:
-        assert self.rope is not None, "a run has layers"
-        backend = cast("Backend", self.backend)
-        decoder = backend.sharded_decoder(self.config, self.parts, self.rope)
-        return ShardedLayers(decoder, tuple(self.sizes), self.parallel)
+def split_experts(feed_forward: FeedForward) -> tuple[Sequence[Mlp], Sequence[Mlp]]:
+    """Return the local routed experts and the shared ones; a dense MLP is a shared one."""
+    if not isinstance(feed_forward, ParallelMoe):
+        return (), experts_of(feed_forward)
+    every, local = tuple(feed_forward.experts.every()), len(feed_forward.own)
+    return every[:local], every[local:]
 
 
-def _sizes_of(layer: DecoderLayer) -> LayerSizes:
-    attention, feed_forward = cast(Mla | Gqa, layer.attention), layer.feed_forward
-    _, shared = split_experts(feed_forward)
+def _sizes_of(layer: DecoderLayer, shared: Sequence[Mlp]) -> LayerSizes:
+    feed_forward = layer.feed_forward
     return LayerSizes(
-        output=_joined(attention.output),
-        shared=tuple(_joined(one.down) for one in shared),
+        output=_joined(attention_of(layer).output),
+        shared=tuple(_joined(mlp.down) for mlp in shared),
         routed=feed_forward.parts if isinstance(feed_forward, ParallelMoe) else (),
     )
 

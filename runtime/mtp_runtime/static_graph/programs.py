@@ -4,7 +4,7 @@ like the cache and the rows."""
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -37,7 +37,7 @@ class ProgramLayer:
 
 
 @dataclass(frozen=True)
-class ProgramLayers:
+class ProgramLayers(Layers):
     """Layers run by programs."""
 
     layers: tuple[ProgramLayer, ...]
@@ -71,9 +71,6 @@ class ProgramLayers:
         for one, own in zip(self.layers, cache.layers, strict=True):
             (x,) = one.program([*one.weights, *_others(one.layer, own, x, forward)])
         return x
-
-    def each(self) -> Iterator[Layers]:
-        return (ProgramLayers((layer,)) for layer in self.layers)
 
     def part(self, first: int, stop: int) -> ProgramLayers:
         return ProgramLayers(self.layers[first:stop])
