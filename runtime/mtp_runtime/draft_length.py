@@ -17,17 +17,17 @@ import numpy as np
 
 from mtp_runtime.config import SpeculationConfig
 
-_SAMPLES = 41  # of a time
-_AT_FIRST = 3  # of every length, before any is chosen
-_PACES, _NOW = 25, 5  # kept, to know how steps scatter, and of them those of the pace
-_NOISE = 0.15  # of a step, assumed at first
-_DOUBT = 2.5  # standard errors by which a length may be better than it looks
-_SOON = 3  # steps between tries of lengths that may be better
-_LATER = 40  # and of those that may become so
-_NEARLY = 0.8  # of the best length's rate
-_DEVIATIONS = 1.48  # median deviations in the standard one, of a normal distribution
-_KEPT = 0.99  # of what was counted of acceptance, at each step
-_FIRST_ACCEPTANCE, _WEIGHT = 0.8, 2.0  # assumed at first, and how many drafts outweigh it
+_TIMES_KEPT = 41  # of every length
+_FIRST_TRIES = 3  # of every length, before any is chosen
+_PACES_KEPT, _LATEST_PACES = 25, 5  # to know how steps scatter, and of them those of the pace
+_FIRST_SCATTER = 0.15  # of a step's pace, assumed at first
+_MARGIN_ERRORS = 2.5  # standard errors by which a length may be better than it looks
+_STEPS_TO_DOUBTFUL_TRY = 3  # between tries of lengths that may be better
+_STEPS_TO_NEIGHBOUR_TRY = 40  # between tries of lengths that may become so
+_LEAST_RATE_TRIED = 0.8  # of the best length's rate
+_DEVIATION_PER_MEDIAN = 1.48  # standard deviation by the median one, of a normal distribution
+_COUNTS_KEPT = 0.99  # share of the counts of acceptance that a step leaves
+_PRIOR_ACCEPTANCE, _PRIOR_DRAFTS = 0.8, 2.0  # assumed at first, and how many drafts outweigh it
 
 
 @dataclass(frozen=True)
@@ -91,8 +91,8 @@ class AdaptiveLength:
     def observe(self, step: Step) -> None:
         batch = len(step.blocks)
         self._times_of(batch).add(step.asked, step.seconds / batch)
-        self._reached *= _KEPT
-        self._accepted *= _KEPT
+        self._reached *= _COUNTS_KEPT
+        self._accepted *= _COUNTS_KEPT
         for drafts, accepted in step.blocks:
             self._reached[: min(drafts, accepted + 1)] += 1.0
             self._accepted[:accepted] += 1.0
@@ -106,9 +106,9 @@ class AdaptiveLength:
     def _tokens(self) -> np.ndarray:
         """Return E[L] [max_drafts + 1] of every length. A position that was not reached lately is
         taken to be as the one before."""
-        expected, share, acceptance = [1.0], 1.0, _FIRST_ACCEPTANCE
+        expected, share, acceptance = [1.0], 1.0, _PRIOR_ACCEPTANCE
         for reached, accepted in zip(self._reached, self._accepted, strict=True):
-            acceptance = (accepted + _WEIGHT * acceptance) / (reached + _WEIGHT)
+            acceptance = (accepted + _PRIOR_DRAFTS * acceptance) / (reached + _PRIOR_DRAFTS)
             share *= acceptance
             expected.append(expected[-1] + share)
         return np.array(expected)
@@ -124,24 +124,24 @@ class _Times:
 
     def __init__(self, max_drafts: int) -> None:
         self.usual = 0  # the length of steps that try nothing
-        self._kept = [deque[float](maxlen=_SAMPLES) for _ in range(max_drafts + 1)]
+        self._kept = [deque[float](maxlen=_TIMES_KEPT) for _ in range(max_drafts + 1)]
         self._last = [0] * len(self._kept)  # when each was tried
-        self._paces = deque([1.0 - _NOISE, 1.0, 1.0 + _NOISE], maxlen=_PACES)
+        self._paces = deque([1.0 - _FIRST_SCATTER, 1.0, 1.0 + _FIRST_SCATTER], maxlen=_PACES_KEPT)
         self._steps = 0  # since another length was tried
 
     def add(self, drafts: int, seconds: float) -> None:
         if drafts == self.usual and self.untried() is None:
             self._paces.append(seconds / _middle(self._kept[drafts]))
         else:
-            self._kept[drafts].append(seconds / median_low([*self._paces][-_NOW:]))
+            self._kept[drafts].append(seconds / median_low([*self._paces][-_LATEST_PACES:]))
             self._last[drafts] = max(self._last) + 1
 
     def due(self, rates: np.ndarray) -> int:
         """Return the usual length, or the one of those to be tried that was not for longest."""
         self._steps += 1
-        if self._steps < _SOON:
+        if self._steps < _STEPS_TO_DOUBTFUL_TRY:
             return self.usual
-        others = _others(rates) if self._steps >= _LATER else self._doubtful(rates)
+        others = _others(rates) if self._steps >= _STEPS_TO_NEIGHBOUR_TRY else self._doubtful(rates)
         if not others:
             return self.usual
         self._steps = 0
@@ -150,15 +150,15 @@ class _Times:
     def _doubtful(self, rates: np.ndarray) -> list[int]:
         """Return the lengths whose times are not known well enough to say that they are worse."""
         middle = median(self._paces)
-        noise = _DEVIATIONS * median(abs(pace / middle - 1.0) for pace in self._paces)
-        margins = _DOUBT * noise / np.sqrt(list(map(len, self._kept)))
+        noise = _DEVIATION_PER_MEDIAN * median(abs(pace / middle - 1.0) for pace in self._paces)
+        margins = _MARGIN_ERRORS * noise / np.sqrt(list(map(len, self._kept)))
         may_be_better = rates * (1.0 + margins) > rates[self.usual]
-        return [int(one) for one in np.flatnonzero(may_be_better) if one != self.usual]
+        return [int(length) for length in np.flatnonzero(may_be_better) if length != self.usual]
 
     def untried(self) -> int | None:
         """Return a length that is to be tried before any is chosen."""
         counts = list(map(len, self._kept))
-        return counts.index(min(counts)) if min(counts) < _AT_FIRST else None
+        return counts.index(min(counts)) if min(counts) < _FIRST_TRIES else None
 
     def expected(self) -> np.ndarray:
         """Return seconds per request [max_drafts + 1] of every length."""
@@ -179,7 +179,7 @@ def _others(rates: np.ndarray) -> list[int]:
     return [
         drafts
         for drafts, rate in enumerate(rates)
-        if drafts != best and (abs(drafts - best) == 1 or rate > _NEARLY * rates[best])
+        if drafts != best and (abs(drafts - best) == 1 or rate > _LEAST_RATE_TRIED * rates[best])
     ]
 
 
