@@ -60,7 +60,7 @@ FLOORS: tuple[tuple[str, ...], ...] = (
         "mtp_runtime.memory",
         "mtp_runtime.static_graph",
     ),
-    ("mtp_runtime.streaming", "mtp_runtime.summary", "mtp_runtime.drafters", "mtp_runtime.groups"),
+    ("mtp_runtime.streaming", "mtp_runtime.summary", "mtp_runtime.drafters"),
     ("mtp_runtime.draft_length", "mtp_runtime.judging", "mtp_runtime.training"),
     ("mtp_runtime.engine",),
     ("mtp_runtime.llm",),

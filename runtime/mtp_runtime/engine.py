@@ -26,8 +26,7 @@ from mtp_runtime.cache import PageAllocator, lay_out
 from mtp_runtime.config import EngineConfig
 from mtp_runtime.draft_length import Step, draft_length
 from mtp_runtime.drafters.base import Drafter, DrafterParts, Pass
-from mtp_runtime.groups import Group, score_prompts
-from mtp_runtime.judging import Judge
+from mtp_runtime.judging import Group, Judge, score_prompts
 from mtp_runtime.models.model import Model, States
 from mtp_runtime.parallel import group as ranks
 from mtp_runtime.prefix_cache import SharedPages

@@ -1,4 +1,5 @@
-"""Verdicts on drafts: what the target's logits say of every group that reaches its last token."""
+"""Groups of rows, what a step computes for each of its requests; and verdicts on drafts: what the
+target's logits say of every group that reaches its last token."""
 
 from __future__ import annotations
 
@@ -8,11 +9,35 @@ from dataclasses import dataclass, replace
 import torch
 
 from mtp_runtime.acceptance import ACCEPTANCE_RULES
-from mtp_runtime.acceptance.base import AcceptanceRule, Block, Verdict
+from mtp_runtime.acceptance.base import AcceptanceRule, Block, Draft, Verdict
 from mtp_runtime.config import SpeculationConfig
-from mtp_runtime.groups import Group
 from mtp_runtime.logprobs import token_logprobs
 from mtp_runtime.models.execution import Head
+from mtp_runtime.request import Request
+
+
+@dataclass(frozen=True)
+class Group:
+    """Rows of one request in a step: its tokens [start, end), then its drafts."""
+
+    request: Request
+    start: int
+    end: int
+    draft: Draft
+
+    @property
+    def decides(self) -> bool:
+        """True where the rows reach the last token, so that a new one follows."""
+        return self.end == len(self.request.tokens)
+
+    @property
+    def rows(self) -> int:
+        return self.end - self.start + len(self.draft.tokens)
+
+    @property
+    def is_decoding(self) -> bool:
+        """True where one token and its drafts are computed, and nothing of a prompt before it."""
+        return self.decides and self.end - self.start == 1
 
 
 @dataclass(frozen=True)
@@ -87,3 +112,20 @@ class Judge:
             return verdict
         tokens = (*group.draft.tokens[: verdict.accepted], verdict.last)
         return replace(verdict, logprobs=token_logprobs(given[: len(tokens)], tokens, count))
+
+
+def score_prompts(groups: Sequence[Group], after: torch.Tensor, head: Head) -> None:
+    """Note the log-probabilities of prompts whose requests want them, once for each token.
+
+    after [T, d] are the rows of all groups, after the last norm.
+    """
+    row = 0
+    for group in groups:
+        request, count = group.request, group.request.params.prompt_logprobs
+        scored = len(request.prompt_logprobs)
+        end = min(group.end, len(request.prompt) - 1)
+        if count is not None and scored < end:
+            rows = after[row + scored - group.start : row + end - group.start]
+            tokens = request.prompt[scored + 1 : end + 1]
+            request.prompt_logprobs += token_logprobs(head.logits(rows), tokens, count)
+        row += group.rows

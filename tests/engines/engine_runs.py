@@ -30,8 +30,7 @@ from mtp_kernels.quantize import (
 from mtp_runtime import LLM, SamplingParams
 from mtp_runtime.acceptance.base import Verdict
 from mtp_runtime.acceptance.exact import accept_best
-from mtp_runtime.groups import Group
-from mtp_runtime.judging import Judge
+from mtp_runtime.judging import Group, Judge
 
 ROOT = Path(__file__).resolve().parents[2]
 FIXTURE = ROOT / "fixtures/deepseek-v3-tiny"

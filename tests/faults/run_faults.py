@@ -148,14 +148,14 @@ class StaleDrafter(MtpDrafter):
         for p in passes:
             self._targets[p.request.request_id] = p.hidden[-1]
 
-    def _grow(self, chains: Any) -> None:
+    def grow(self, chains: Any) -> None:
         grow_with(self, chains, lambda x, normed, r: self._targets[r.request_id])
 
 
 class PreNormDrafter(MtpDrafter):
     """Recycle the module's output from before its norm."""
 
-    def _grow(self, chains: Any) -> None:
+    def grow(self, chains: Any) -> None:
         grow_with(self, chains, lambda x, normed, r: x)
 
 

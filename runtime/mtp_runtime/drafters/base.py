@@ -55,6 +55,7 @@ class Drafter(Protocol):
 
     def propose(self, requests: Sequence[Request], counts: Sequence[int]) -> list[Draft]:
         """Propose up to counts[i] tokens for requests[i], whose tokens are all committed."""
+        raise NotImplementedError
 
     def forget(self, request: Request) -> None:
         """Drop what is held for a request that ended or lost its cache."""

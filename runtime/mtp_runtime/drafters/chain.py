@@ -11,6 +11,7 @@ import torch
 
 from mtp_runtime.acceptance.base import Draft
 from mtp_runtime.config import SpeculationConfig
+from mtp_runtime.drafters.base import Drafter
 from mtp_runtime.models.execution import Head
 from mtp_runtime.request import Request
 from mtp_runtime.sampling import Probabilities, SamplingParams, probabilities_of
@@ -33,6 +34,21 @@ class Chain:
         return Draft(
             tuple(self.tokens), np.stack(self.distributions) if self.distributions else None
         )
+
+
+class ChainDrafter(Drafter):
+    """Drafts by a chain per request, which subclasses grow."""
+
+    def propose(self, requests: Sequence[Request], counts: Sequence[int]) -> list[Draft]:
+        chains = [Chain(request, n) for request, n in zip(requests, counts, strict=True)]
+        growing = [chain for chain in chains if not chain.is_whole]
+        if growing:
+            self.grow(growing)
+        return [chain.draft() for chain in chains]
+
+    def grow(self, chains: list[Chain]) -> None:
+        """Grow every chain to its count, or to where it ends by itself."""
+        raise NotImplementedError
 
 
 def take_best(chains: Sequence[Chain], settings: SpeculationConfig) -> bool:

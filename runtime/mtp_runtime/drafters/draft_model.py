@@ -11,14 +11,13 @@ from collections.abc import Sequence
 import torch
 
 from mtp_checkpoints.errors import UnsupportedError
-from mtp_runtime.acceptance.base import Draft
 from mtp_runtime.cache import CachedSequence, PageAllocator, lay_out
 from mtp_runtime.drafters.base import DrafterParts, Pass
-from mtp_runtime.drafters.chain import Chain, grow
+from mtp_runtime.drafters.chain import Chain, ChainDrafter, grow
 from mtp_runtime.request import Request
 
 
-class ModelDrafter:
+class ModelDrafter(ChainDrafter):
     """Runs the draft model over pages and a cache of its own, one sequence per request."""
 
     def __init__(self, parts: DrafterParts) -> None:
@@ -49,13 +48,10 @@ class ModelDrafter:
             if sequence is not None:
                 self._pages.truncate(sequence, min(sequence.length, len(p.request.tokens) - 1))
 
-    def propose(self, requests: Sequence[Request], counts: Sequence[int]) -> list[Draft]:
-        chains = [Chain(r, count) for r, count in zip(requests, counts, strict=True)]
-        growing = [chain for chain in chains if not chain.is_whole]
-        while growing:
-            grow(growing, self._model.head, self._catch_up(growing), self._settings)
-            growing = [chain for chain in growing if not chain.is_whole]
-        return [chain.draft() for chain in chains]
+    def grow(self, chains: list[Chain]) -> None:
+        while chains:
+            grow(chains, self._model.head, self._catch_up(chains), self._settings)
+            chains = [chain for chain in chains if not chain.is_whole]
 
     def forget(self, request: Request) -> None:
         sequence = self._sequences.pop(request.request_id, None)

@@ -7,11 +7,11 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 
 from mtp_runtime.acceptance.base import Draft
-from mtp_runtime.drafters.base import Pass
+from mtp_runtime.drafters.base import Drafter
 from mtp_runtime.request import Request
 
 
-class KnownAnswersDrafter:
+class KnownAnswersDrafter(Drafter):
     """Replays known continuations, each token of them right at a rate.
 
     answers: prompt to the output of plain decoding. rate 1 is always right, rate 0 never;
@@ -32,17 +32,11 @@ class KnownAnswersDrafter:
         self._right_for = right_for
         self._random = np.random.Generator(np.random.Philox(seed))
 
-    def observe(self, passes: Sequence[Pass]) -> None:
-        return
-
     def propose(self, requests: Sequence[Request], counts: Sequence[int]) -> list[Draft]:
         return [
             Draft(self._replay(request, count))
             for request, count in zip(requests, counts, strict=True)
         ]
-
-    def forget(self, request: Request) -> None:
-        return
 
     def _replay(self, request: Request, count: int) -> tuple[int, ...]:
         done = request.metrics.output_tokens

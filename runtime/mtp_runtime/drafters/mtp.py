@@ -16,10 +16,9 @@ import torch
 
 from mtp_checkpoints.errors import UnsupportedError
 from mtp_kernels.decoder import Recursion
-from mtp_runtime.acceptance.base import Draft
 from mtp_runtime.cache import Cache, lay_out, page_table
 from mtp_runtime.drafters.base import DrafterParts, Pass
-from mtp_runtime.drafters.chain import Chain, grow
+from mtp_runtime.drafters.chain import Chain, ChainDrafter, grow
 from mtp_runtime.models.compiled import stacked
 from mtp_runtime.models.execution import DraftModule
 from mtp_runtime.request import Request
@@ -37,7 +36,7 @@ class Rows:
     hidden: torch.Tensor  # [rows, d]
 
 
-class ModuleDrafter:
+class ModuleDrafter(ChainDrafter):
     """Drafts by modules whose caches lie in the target's pages.
 
     Holds each module's output at its last row of each request, between observing and proposing.
@@ -75,17 +74,10 @@ class ModuleDrafter:
                     last[depth] = out[-1]
             rows = following
 
-    def propose(self, requests: Sequence[Request], counts: Sequence[int]) -> list[Draft]:
-        chains = [Chain(r, count) for r, count in zip(requests, counts, strict=True)]
-        growing = [chain for chain in chains if not chain.is_whole]
-        if growing:
-            self._grow(growing)
-        return [chain.draft() for chain in chains]
-
     def forget(self, request: Request) -> None:
         self._last.pop(request.request_id, None)
 
-    def _grow(self, chains: list[Chain]) -> None:
+    def grow(self, chains: list[Chain]) -> None:
         """Grow every chain to its count; greedy ones in one call where there is one."""
         at_once = len(self._modules) == 1 and math.isinf(self._settings.draft_stop_entropy)
         recursion = self._modules[0].recursion if at_once else None

@@ -8,27 +8,21 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from mtp_runtime.acceptance.base import Draft
-from mtp_runtime.drafters.base import DrafterParts, Pass
+from mtp_runtime.drafters.base import Drafter, DrafterParts
 from mtp_runtime.request import Request
 
 
-class NgramDrafter:
+class NgramDrafter(Drafter):
     """Looks the last n tokens up in the prompt, then in the output, for the longest n found."""
 
     def __init__(self, parts: DrafterParts) -> None:
         self._max_ngram_size = parts.config.speculation.max_ngram_size
-
-    def observe(self, passes: Sequence[Pass]) -> None:
-        return
 
     def propose(self, requests: Sequence[Request], counts: Sequence[int]) -> list[Draft]:
         return [
             Draft(self._look_up(request, count))
             for request, count in zip(requests, counts, strict=True)
         ]
-
-    def forget(self, request: Request) -> None:
-        return
 
     def _look_up(self, request: Request, count: int) -> tuple[int, ...]:
         tokens, prompt_size = request.tokens, len(request.prompt)

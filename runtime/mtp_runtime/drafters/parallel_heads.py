@@ -11,10 +11,9 @@ import torch
 
 from mtp_checkpoints.errors import UnsupportedError
 from mtp_checkpoints.families.parallel_heads import Body
-from mtp_runtime.acceptance.base import Draft
 from mtp_runtime.cache import lay_out
 from mtp_runtime.drafters.base import DrafterParts, ForcedTexts, Pass, ScoredVariant, TargetDraft
-from mtp_runtime.drafters.chain import Chain, extend, take_best
+from mtp_runtime.drafters.chain import Chain, ChainDrafter, extend, take_best
 from mtp_runtime.loading.draft_folder import read_draft
 from mtp_runtime.models.load import Loaded
 from mtp_runtime.models.parallel_heads import FfnHeads, LayerHeads, StoredHeads
@@ -24,7 +23,7 @@ from mtp_runtime.teacher_forcing import WORST_SCORE, PagedTexts, model_states, t
 _ROWS = 512  # whose logits are computed at a time
 
 
-class ParallelHeadsDrafter:
+class ParallelHeadsDrafter(ChainDrafter):
     """Holds the output of every head's body at each request's last row.
 
     Heads that are layers attend to all rows, and have caches in the target's pages.
@@ -57,20 +56,12 @@ class ParallelHeadsDrafter:
         for index, p in enumerate(passes):
             self._bodies[p.request.request_id] = bodies[:, index]
 
-    def propose(self, requests: Sequence[Request], counts: Sequence[int]) -> list[Draft]:
-        heads = len(self._heads)
-        chains = [
-            Chain(request, min(count, heads))
-            for request, count in zip(requests, counts, strict=True)
-        ]
-        deepest = max((chain.count for chain in chains), default=0)
-        if deepest:
-            bodies = [self._bodies[request.request_id][:deepest] for request in requests]
-            self._grow(chains, torch.stack(bodies, dim=1))
-        return [chain.draft() for chain in chains]
-
-    def _grow(self, chains: Sequence[Chain], bodies: torch.Tensor) -> None:
-        """Grow every chain to its count by the bodies [k, b, d] of its request."""
+    def grow(self, chains: list[Chain]) -> None:
+        for chain in chains:
+            chain.count = min(chain.count, len(self._heads))
+        deepest = max(chain.count for chain in chains)
+        by_request = [self._bodies[chain.request.request_id][:deepest] for chain in chains]
+        bodies = torch.stack(by_request, dim=1)  # [k, b, d]
         if take_best(chains, self._settings):
             for chain, tokens in zip(chains, self._heads.best(bodies).T.tolist(), strict=True):
                 chain.tokens += tokens[: chain.count]

@@ -7,7 +7,7 @@ its weights and says what it caches per token; nothing else knows the width of a
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import NamedTuple, Protocol, runtime_checkable
+from typing import ClassVar, NamedTuple, Protocol, runtime_checkable
 
 import torch
 
@@ -46,19 +46,18 @@ class ForwardPass:
 
 
 class Attention(Protocol):
-    """The part of a decoder layer that mixes rows, with what it caches of each."""
+    """The part of a decoder layer that mixes rows, with what it caches of each.
+
+    has_reference: it obeys forward.backend, so that its float64 reference can be run instead.
+    is_static: a pass reads nothing back from the device, so that a graph can hold it.
+    """
+
+    has_reference: ClassVar[bool] = True
+    is_static: ClassVar[bool] = False
 
     @property
     def row_elements(self) -> int:
         """Elements that it computes with at a time for each row, for estimates of memory."""
-
-    @property
-    def has_reference(self) -> bool:
-        """True if it obeys forward.backend, so that its float64 reference can be run instead."""
-
-    @property
-    def is_static(self) -> bool:
-        """True if a pass reads nothing back from the device, so that a graph can hold it."""
 
     def new_cache(self, spec: CacheSpec) -> LayerCache:
         """Make the layer's cache; its tensors are uninitialized."""

@@ -12,14 +12,14 @@ import torch.nn.functional as F
 
 from mtp_kernels.sizes import GroupedSizes
 from mtp_runtime.cache import CacheSpec, LayerCache
-from mtp_runtime.layers.attention import ForwardPass
+from mtp_runtime.layers.attention import Attention, ForwardPass
 from mtp_runtime.layers.linear import Linear
 from mtp_runtime.layers.norm import RmsNorm
 from mtp_runtime.layers.rope import Rope, rotate_halves
 
 
 @dataclass(frozen=True)
-class Gqa:
+class Gqa(Attention):
     """Projections around torch's attention; the cache is keys and values [pages, page, g, n], g
     being the key heads.
 
@@ -44,16 +44,6 @@ class Gqa:
     def row_elements(self) -> int:
         """Elements of queries, what they attended to, and a copy of it, [h, n] each."""
         return 3 * self.sizes.heads * self.sizes.head
-
-    @property
-    def has_reference(self) -> bool:
-        """True: backend reference computes it plainly, in float64."""
-        return True
-
-    @property
-    def is_static(self) -> bool:
-        """False: it attends request by request."""
-        return False
 
     def new_cache(self, spec: CacheSpec) -> LayerCache:
         """Make the cache of keys and values."""

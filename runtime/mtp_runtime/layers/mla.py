@@ -7,7 +7,7 @@ Source: DeepSeek-V2 report (arXiv 2405.04434), section 2.1.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import ClassVar, NamedTuple
 
 import torch
 
@@ -15,7 +15,7 @@ from mtp_checkpoints.errors import UnsupportedError
 from mtp_kernels.sizes import LatentSizes
 from mtp_kernels.verify_attention import Sizes, check_sizes, has_split_cache
 from mtp_runtime.cache import CacheSpec, LayerCache
-from mtp_runtime.layers.attention import ForwardPass
+from mtp_runtime.layers.attention import Attention, ForwardPass
 from mtp_runtime.layers.linear import Linear
 from mtp_runtime.layers.norm import RmsNorm
 from mtp_runtime.layers.operators import attend
@@ -31,7 +31,7 @@ class Lowered(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Mla:
+class Mla(Attention):
     """Projections around verify_attention; the cache is one tensor [pages, page, c+r], or on some
     devices two, latents and rope keys.
 
@@ -49,21 +49,12 @@ class Mla:
     rope: Rope
     sizes: LatentSizes
     scale: float
+    is_static: ClassVar[bool] = True
 
     @property
     def row_elements(self) -> int:
         """Elements of queries, attended latents and a copy of them, [h, c] each."""
         return 3 * self.sizes.heads * self.sizes.latent
-
-    @property
-    def has_reference(self) -> bool:
-        """True: every backend of verify_attention runs it."""
-        return True
-
-    @property
-    def is_static(self) -> bool:
-        """True: lengths stay on the device."""
-        return True
 
     def new_cache(self, spec: CacheSpec) -> LayerCache:
         """Make the cache of latents and rope keys.

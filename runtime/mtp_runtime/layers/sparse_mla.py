@@ -16,7 +16,7 @@ from mtp_checkpoints.errors import UnsupportedError
 from mtp_kernels.batch_layout import BatchLayout
 from mtp_kernels.verify_attention import has_split_cache, verify_attention
 from mtp_runtime.cache import CacheSpec, LayerCache
-from mtp_runtime.layers.attention import Choice, ForwardPass
+from mtp_runtime.layers.attention import Attention, Choice, ForwardPass
 from mtp_runtime.layers.linear import Linear
 from mtp_runtime.layers.mla import Mla
 from mtp_runtime.layers.norm import LayerNorm
@@ -94,7 +94,7 @@ class Indexer:
 
 
 @dataclass(frozen=True)
-class SparseMla:
+class SparseMla(Attention):
     """Latent attention to the tokens that an indexer chooses; the cache is that of Mla and, in a
     layer that owns its indexer, its keys [pages, page, n]. Others share the choice of a layer
     before them."""
@@ -107,16 +107,6 @@ class SparseMla:
     def row_elements(self) -> int:
         """Elements of Mla's rows, and of their queries and scores in the indexer."""
         return self.mla.row_elements + len(self.indexer.head_weights) * self.indexer.size
-
-    @property
-    def has_reference(self) -> bool:
-        """True: every backend of verify_attention runs it."""
-        return True
-
-    @property
-    def is_static(self) -> bool:
-        """False: the indexer scores request by request."""
-        return False
 
     def new_cache(self, spec: CacheSpec) -> LayerCache:
         """Make the cache of latents and rope keys, and of the indexer's keys.
