@@ -183,9 +183,8 @@ def planned(folder: Path, ranks: int, mode: str, gpu_bytes: int) -> Plan:
     reads, held = [], []
     for rank in range(ranks):
         group = Group(Split(rank, ranks))
-        source = PlannedSource.of(opened.builder.source, options.parallel(group))
-        builder = replace(opened.builder, source=source)
-        model = builder.model(options.execution(group), opened.contract)
+        source = PlannedSource.of(opened.source, options.parallel(group))
+        model = replace(opened, source=source).model(options.execution(group))
         source.ledger()
         weights = held_bytes([model])
         tokens = cache_tokens_beside(weights, gpu_bytes, cached=(model,), page_size=PAGE_SIZE)

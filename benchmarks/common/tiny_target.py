@@ -31,7 +31,7 @@ READ_TEXTS = 8
 @torch.no_grad()
 def read_target(bundle: Path) -> TinyDeepseek:
     """Load a bundle of the tiny DeepSeek-V3, dequantized, into the training model."""
-    source = open_model(bundle, LoadOptions(dequantize_at_load=False)).builder.source
+    source = open_model(bundle, LoadOptions(dequantize_at_load=False)).source
     model = TinyDeepseek(TinyConfig())
     for name, parameter, _ in entries(model):
         parameter.copy_(source.encoded(name).dequantize(torch.float32))

@@ -45,8 +45,8 @@ class Eagle3Draft:
     def open(cls, options: TuneOptions, source: SourceBundle) -> Eagle3Draft:
         """Make a draft that repeats the target's own choice at first: it hands on the last tap, and
         its norm and head begin as the target's."""
-        opened = open_model(options.bundle, LoadOptions(options.device))
-        target = opened.builder.model(TorchExecution(), None, layers=0)
+        opened = open_model(options.bundle, LoadOptions(options.device, with_mtp=False))
+        target = opened.model(TorchExecution(), layers=0)
         family, random = _family(source), torch.Generator()
         random.manual_seed(options.train.seed)
         head = target.head

@@ -24,9 +24,8 @@ from mtp_export.tune.source_bundle import SourceBundle
 from mtp_export.tune.writing import Output
 from mtp_export.verify.evidence.corpus import Drafts, judge
 from mtp_runtime.layers.embedding import Embedding
-from mtp_runtime.models.builder import ModelBuilder
 from mtp_runtime.models.execution import Head, TorchExecution
-from mtp_runtime.models.load import DTYPES, LoadOptions, open_model
+from mtp_runtime.models.load import DTYPES, LoadOptions, OpenedModel, open_model
 from mtp_runtime.models.model import MtpModule
 from mtp_runtime.teacher_forcing import DraftInputs, draft_states
 from mtp_runtime.training.recursion import RecursiveChains, expanded
@@ -42,7 +41,7 @@ from mtp_runtime.training.weights import (
 class MtpDraft:
     """The weights of an MTP layer as parameters, between an embedding and a head that stay."""
 
-    builder: ModelBuilder
+    opened: OpenedModel
     embedding: Embedding
     own_head: Head
     contract: MtpContract
@@ -54,9 +53,7 @@ class MtpDraft:
         """Open the MTP module of a bundle. Raises what open_model does, and UnsupportedError for an
         attention that is not trained."""
         opened = open_model(options.bundle, LoadOptions(options.device, dequantize_at_load=False))
-        builder = opened.builder
-        model = builder.model(TorchExecution(), opened.contract, layers=0)
-        (module,) = model.mtp_modules
+        (module,) = opened.model(TorchExecution(), layers=0).mtp_modules
         expanded(module.attention)
         weights = WeightOptions(
             lora_rank=options.train.lora_rank,
@@ -65,17 +62,17 @@ class MtpDraft:
             seed=options.train.seed,
         )
         return cls(
-            builder,
+            opened,
             embedding=module.embedding,
             own_head=module.head,
             contract=module.contract,
-            weights=TrainedWeights(builder.source, trainable_names(builder.source), weights),
+            weights=TrainedWeights(opened.source, trainable_names(opened.source), weights),
             dtype=DTYPES[options.train.dtype],
         )
 
     @property
     def device(self) -> torch.device:
-        return self.builder.source.device
+        return self.opened.source.device
 
     @property
     def parameters(self) -> Mapping[str, nn.Parameter]:
@@ -97,10 +94,10 @@ class MtpDraft:
     def module(self, dtype: torch.dtype) -> MtpModule:
         """Return the module with the values that its parameters have now, in a dtype."""
         values = self.weights.values(dtype)
-        source = replace(self.builder.source, values=values, dtype=dtype, keep_dense=True)
-        builder = replace(self.builder, source=source)
-        (mtp,) = builder.spec.mtp
-        return builder.mtp_layer(mtp, self.embedding, head=self.own_head, contract=self.contract)
+        source = replace(self.opened.source, values=values, dtype=dtype, keep_dense=True)
+        opened = replace(self.opened, source=source)
+        (mtp,) = opened.spec.mtp
+        return opened.mtp_layer(mtp, self.embedding, head=self.own_head, contract=self.contract)
 
     @cached_property
     def head(self) -> Tensor:

@@ -56,8 +56,8 @@ class HeadsDraft:
     @classmethod
     def open(cls, options: TuneOptions, source: SourceBundle) -> HeadsDraft:
         """Make k heads that repeat the target's own choice at first."""
-        opened = open_model(options.bundle, LoadOptions(options.device))
-        target = opened.builder.model(TorchExecution(), None, layers=0)
+        opened = open_model(options.bundle, LoadOptions(options.device, with_mtp=False))
+        target = opened.model(TorchExecution(), layers=0)
         layout, random = _layout(options, source), torch.Generator()
         random.manual_seed(options.train.seed)
         parameters = {

@@ -31,20 +31,20 @@ class StreamedModel:
 
     @property
     def config(self) -> ModelConfig:
-        return self.opened.builder.config
+        return self.opened.config
 
     @property
     def device(self) -> torch.device:
-        return self.opened.builder.source.device
+        return self.opened.source.device
 
     def embedded(self, tokens: torch.Tensor) -> torch.Tensor:
         """Return the embeddings [T, d] of tokens [T]."""
-        builder = self.opened.builder
-        return builder.source.embedding(weight_name(builder.spec.embedding))(tokens)
+        opened = self.opened
+        return opened.source.embedding(weight_name(opened.spec.embedding))(tokens)
 
     def layer(self, index: int) -> DecoderLayer:
         """Load one main layer by itself, but for its routed experts."""
-        return self.opened.builder.layer(index)
+        return self.opened.layer(index)
 
     def layers(self, first: int) -> Generator[DecoderLayer]:
         """Yield the main layers from `first` on, the next of which is read meanwhile."""
@@ -53,7 +53,7 @@ class StreamedModel:
 
     def rest(self) -> Model:
         """Load everything but the main layers: embedding, head and MTP modules."""
-        return self.opened.builder.model(TorchExecution(), self.opened.contract, layers=0)
+        return self.opened.model(TorchExecution(), layers=0)
 
 
 def open_streamed(path: Path, device: str) -> StreamedModel:

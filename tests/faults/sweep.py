@@ -88,7 +88,7 @@ def shells(good: Path, folder: Path) -> Iterator[Model]:
         fault.plant(bundle)
         with torch.inference_mode():
             opened = open_model(bundle, LoadOptions())
-            yield opened.builder.model(TorchExecution(), opened.contract, layers=0)
+            yield opened.model(TorchExecution(), layers=0)
         shutil.rmtree(bundle)
 
 

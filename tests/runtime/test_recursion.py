@@ -11,6 +11,7 @@ import torch
 
 from mtp_checkpoints.families.contract import Hidden, MtpContract
 from mtp_kernels.cpu.team import Team
+from mtp_kernels.decoder import Recursion
 from mtp_runtime.acceptance.base import Draft
 from mtp_runtime.drafters.base import DrafterParts
 from mtp_runtime.drafters.chain import Chain
@@ -18,7 +19,6 @@ from mtp_runtime.drafters.eagle3 import Eagle3Drafter, read_eagle3
 from mtp_runtime.drafters.mtp import ModuleDrafter, MtpDrafter
 from mtp_runtime.models.compiled import stacked
 from mtp_runtime.models.eagle3 import Eagle3Module
-from mtp_runtime.models.execution import Recursion
 from mtp_runtime.models.load import LoadOptions, load_model
 from mtp_runtime.models.model import Model
 from mtp_runtime.request import Request

@@ -19,7 +19,7 @@ DEPTHS, TEXTS, LENGTH = 4, 2, 14
 
 def module_of(checkpoint: Path) -> MtpModule:
     opened = open_model(checkpoint, LoadOptions())
-    module = opened.builder.model(TorchExecution(), opened.contract, layers=0).mtp
+    module = opened.model(TorchExecution(), layers=0).mtp
     assert module is not None
     return module
 

@@ -8,7 +8,6 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import chain
-from pathlib import Path
 
 import torch
 
@@ -19,7 +18,6 @@ from mtp_checkpoints.families.contract import MtpContract
 from mtp_checkpoints.families.parts.feed_forward import MlpModules
 from mtp_checkpoints.formats import EncodedWeight, unquantized
 from mtp_checkpoints.quantization.stored import StoredWeight
-from mtp_checkpoints.tensors.reader import Checkpoint
 from mtp_checkpoints.tensors.tensor_reader import TensorReader
 from mtp_checkpoints.weights.weight_values import WeightOnDisk
 from mtp_checkpoints.weights.windows import Window, encoded_window
@@ -35,7 +33,7 @@ from mtp_runtime.layers.tensor_parallel import (
     VocabParallelEmbedding,
 )
 from mtp_runtime.loading.copies import is_copy
-from mtp_runtime.loading.model_folders import ModelFolder, open_folders
+from mtp_runtime.loading.model_folders import ModelFolder
 from mtp_runtime.loading.on_demand import EmbeddingOnDemand, StoredExperts, WeightOnDemand
 from mtp_runtime.loading.read_ahead import READERS
 from mtp_runtime.parallel.group import Split
@@ -352,33 +350,3 @@ class WeightSource:
     @cached_property
     def _released(self) -> dict[str, tuple[str, ...]]:
         return {name: self.stored(name).released_names for name in self.owners}
-
-
-def open_source(
-    folder: Path,
-    dtype: torch.dtype,
-    device: torch.device,
-    *,
-    keep_dense: bool,
-    on_demand: bool,
-    parallel: TensorParallel,
-    group_experts: bool,
-    packs: bool,
-) -> tuple[WeightSource, Checkpoint]:
-    """Open a bundle or a single checkpoint folder, and check it.
-
-    Returns the weights and the checkpoint of the main part. Raises as open_folders.
-    """
-    folders = open_folders(folder)
-    source = WeightSource(
-        owners={name: one for one in folders for name in one.stored.weights},
-        dtype=dtype,
-        device=device,
-        keep_dense=keep_dense,
-        on_demand=on_demand,
-        contract=folders[-1].stored.family.mtp_contract,
-        parallel=parallel,
-        group_experts=group_experts,
-        packs=packs,
-    )
-    return source, folders[0].checkpoint

@@ -31,8 +31,7 @@ from mtp_runtime.layers.tensor_parallel import ALONE, TensorParallel
 from mtp_runtime.loading.draft_folder import DraftFolder, DraftTensor, layout_on_disk, values_of
 from mtp_runtime.loading.held_source import HeldSource
 from mtp_runtime.models.execution import Head, Layers, Outputs
-from mtp_runtime.models.layer_loader import LayerLoader
-from mtp_runtime.models.layer_types import layer_type, load_layer
+from mtp_runtime.models.layer_types import LayerLoader, layer_type, load_layer
 from mtp_runtime.models.model import Model
 
 Tensors = Mapping[str, DraftTensor]

@@ -1,23 +1,32 @@
-"""Loads models from bundles and checkpoint folders."""
+"""Loads models from bundles and checkpoint folders, by their descriptions."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
 
 import torch
 
 from mtp_checkpoints.errors import UnsupportedError, UsageError
 from mtp_checkpoints.families import family_of
+from mtp_checkpoints.families.base import weight_name
 from mtp_checkpoints.families.contract import MtpContract
+from mtp_checkpoints.families.spec import Input, ModelSpec, MtpSpec
+from mtp_checkpoints.formats import unquantized
 from mtp_kernels.cpu.torch_threads import torch_threads_for
 from mtp_kernels.decoder import Backend, make_backend
+from mtp_runtime.config import ModelConfig
+from mtp_runtime.layers.decoder_layer import DecoderLayer
+from mtp_runtime.layers.embedding import Embedding
+from mtp_runtime.layers.linear import Linear, dense
 from mtp_runtime.layers.tensor_parallel import ALONE, GATHER, MODES, REDUCE, TensorParallel
-from mtp_runtime.loading.weight_source import Ledger, open_source
-from mtp_runtime.models.builder import ModelBuilder, config_for
+from mtp_runtime.loading.model_folders import open_folders
+from mtp_runtime.loading.weight_source import Ledger, WeightSource
 from mtp_runtime.models.compiled import CompiledExecution, refuse_torch_layers
-from mtp_runtime.models.execution import Execution, TorchExecution
-from mtp_runtime.models.model import Model
+from mtp_runtime.models.execution import Execution, Head, Outputs, TorchExecution
+from mtp_runtime.models.layer_types import LayerLoader, layer_type, load_layer
+from mtp_runtime.models.model import Model, MtpModule
 from mtp_runtime.models.sharded import ShardedExecution
 from mtp_runtime.parallel.group import LONE, Group
 
@@ -146,14 +155,82 @@ class Loaded:
 
 @dataclass(frozen=True)
 class OpenedModel:
-    """A bundle or checkpoint whose files were compared with config.json; no tensor is read yet.
+    """A bundle or checkpoint whose files were compared with config.json, and what loads its parts:
+    no tensor is read before a method is called, each of which loads what it returns.
 
     contract is None where the MTP modules are not wanted. folder is that of the main part.
     """
 
-    builder: ModelBuilder
+    source: WeightSource
+    spec: ModelSpec
+    config: ModelConfig
     contract: MtpContract | None
     folder: Path
+
+    @cached_property
+    def loader(self) -> LayerLoader:
+        """Loader of the model's layers."""
+        return LayerLoader(self.source, self.config.norm_eps, self.config.max_positions)
+
+    def model(self, execution: Execution, layers: int | None = None) -> Model:
+        """Load the model, with its first `layers` main layers where that is given, and with its
+        MTP modules where there is a contract for them."""
+        source, spec, contract = self.source, self.spec, self.contract
+        embedding = source.embedding(weight_name(spec.embedding))
+        head = Head(self.loader.norm(spec.norm), Outputs(source.head(spec.head), execution))
+        count = self.config.layers if layers is None else layers
+        main = execution.layers(map(self.layer, range(count)))
+        modules: tuple[MtpModule, ...] = ()
+        if contract is not None and source.has_mtp:
+            model = Model(self.config, embedding, main, head)
+            modules = tuple(self.mtp_module(model, mtp, contract) for mtp in spec.mtp)
+        return Model(self.config, embedding=embedding, layers=main, head=head, mtp_modules=modules)
+
+    def layer(self, index: int) -> DecoderLayer:
+        """Load one main layer."""
+        return load_layer(self.loader, self.spec.layers[index])
+
+    def mtp_module(self, main: Model, mtp: MtpSpec, contract: MtpContract) -> MtpModule:
+        """Load one MTP layer; embedding and head are the main model's own where they are equal."""
+        source = self.source
+        local = weight_name(mtp.modules.embedding)
+        tied = source.is_tied(local, weight_name(self.spec.embedding))
+        embedding = main.embedding if tied else source.embedding(local)
+        head = replace(main.head, outputs=self._mtp_outputs(main, mtp))
+        return self.mtp_layer(mtp, embedding, head=head, contract=contract)
+
+    def mtp_layer(
+        self, mtp: MtpSpec, embedding: Embedding, *, head: Head, contract: MtpContract
+    ) -> MtpModule:
+        """Load what an MTP layer has beside an embedding and a head, of which the norm is its
+        own."""
+        names, loader = mtp.modules, self.loader
+        return MtpModule(
+            embedding=embedding,
+            embedding_norm=loader.norm(names.embedding_norm),
+            hidden_norm=loader.norm(names.hidden_norm),
+            projection=self._projection(mtp),
+            layer=load_layer(loader, mtp.layer),
+            head=replace(head, norm=loader.norm(names.head_norm)),
+            contract=contract,
+            usual_contract=self.spec.usual_contract,
+            execution=head.execution,
+        )
+
+    def _projection(self, mtp: MtpSpec) -> Linear:
+        """Load an MTP layer's projection of [embedding | hidden state], in this order."""
+        source, module = self.source, mtp.modules.projection
+        if mtp.inputs == (Input.EMBEDDING, Input.HIDDEN):
+            return source.linear(module)
+        matrix = dense(source.weight(module), source.dtype)
+        swapped = torch.cat(matrix.chunk(2, dim=1)[::-1], dim=1)
+        return Linear.build(unquantized(swapped), source.dtype, source.keep_dense)
+
+    def _mtp_outputs(self, main: Model, mtp: MtpSpec) -> Outputs:
+        local, of_main = weight_name(mtp.modules.head), weight_name(self.spec.head)
+        if self.source.is_tied(local, of_main):
+            return main.head.outputs
+        return Outputs(self.source.head(mtp.modules.head), main.execution)
 
 
 def load_model(path: Path, options: LoadOptions, group: Group = LONE) -> Loaded:
@@ -164,12 +241,12 @@ def load_model(path: Path, options: LoadOptions, group: Group = LONE) -> Loaded:
     that the runtime does not compute, or not deterministically where that is asked for.
     """
     opened = open_model(path, options, group, packs=options.compiled)
-    with torch_threads_for(opened.builder.config.hidden):
-        model = opened.builder.model(options.execution(group), opened.contract)
+    with torch_threads_for(opened.config.hidden):
+        model = opened.model(options.execution(group))
         model.make()  # on every rank, and of files that are there
     if options.deterministic:
         refuse_torch_layers(model, opened.folder)
-    return Loaded(model, opened.builder.source.ledger(), opened.folder, options.parallel(group))
+    return Loaded(model, opened.source.ledger(), opened.folder, options.parallel(group))
 
 
 def no_module_to_draft_with(path: Path) -> UsageError:
@@ -189,22 +266,40 @@ def open_model(
     packs: its linears stay in their files until compiled kernels pack them.
     """
     device = _device(group.device(options.device))
-    source, main = open_source(
-        path,
-        options.computed_dtype,
-        device,
+    folders = open_folders(path)
+    source = WeightSource(
+        owners={name: part for part in folders for name in part.stored.weights},
+        dtype=options.computed_dtype,
+        device=device,
         keep_dense=options.keeps_dense,
         on_demand=options.on_demand,
+        contract=folders[-1].stored.family.mtp_contract,
         parallel=options.parallel(group),
         group_experts=options.groups_experts and group.is_one,
         packs=packs,
     )
     if options.requires_mtp and not source.has_mtp:
         raise no_module_to_draft_with(path)
+    main = folders[0].checkpoint
     spec = family_of(main.config)
     contract = (options.contract or source.contract) if options.with_mtp else None
-    builder = ModelBuilder(source, spec, config_for(spec, options.max_model_len))
-    return OpenedModel(builder, contract, main.folder)
+    config = config_for(spec, options.max_model_len)
+    return OpenedModel(source, spec, config, contract, main.folder)
+
+
+def config_for(spec: ModelSpec, tokens: int | None) -> ModelConfig:
+    """Return the facts of a model for contexts of at most some tokens; None: as many as its layers
+    usually take.
+
+    Raises UnsupportedError for a part that the runtime does not compute, UsageError for more tokens
+    than the model has positions.
+    """
+    config = ModelConfig.of(spec)
+    for part in spec.parts:
+        usual = layer_type(part).usual_context
+        if tokens is None and usual is not None:
+            config = config.bounded(*usual(part))
+    return config if tokens is None else config.for_contexts(tokens)
 
 
 def _kind(name: str) -> str:
