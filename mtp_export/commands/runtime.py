@@ -15,7 +15,6 @@ from mtp_runtime.drafters import DRAFTERS, extra_drafts, listed
 
 if TYPE_CHECKING:
     from mtp_runtime import LLM
-    from mtp_runtime.config import SpeculationOptions
     from mtp_runtime.parallel.group import Group
 
 BUNDLE = argument("Bundle or checkpoint.", "BUNDLE", parse_path, Access.READ)
@@ -121,18 +120,6 @@ class Drafting:
         ),
     )
 
-    def as_speculation(self) -> SpeculationOptions:
-        """Return the options under LLM's names."""
-        return {
-            "speculate_method": self.speculate_method,
-            "speculate_max_draft_token_num": self.speculate_max_draft_token_num,
-            "speculate_max_ngram_size": self.speculate_max_ngram_size,
-            "adaptive": self.adaptive,
-            "k_schedule": self.k_schedule,
-            "draft_temperature": self.draft_temperature,
-            "draft_stop_entropy": self.draft_stop_entropy,
-        }
-
 
 @dataclass(frozen=True)
 class Runtime:
@@ -202,11 +189,10 @@ class Runtime:
                 "device": self.device,
                 "dtype": self.dtype,
                 "deterministic": self.deterministic,
-                "draft_model": self.drafting.draft_model,
                 "max_model_len": self.max_model_len,
                 "static_graph": static_graph,
                 "parallel_mode": self.parallel_mode,
-                **self.drafting.as_speculation(),
+                **vars(self.drafting),
                 **sizes,
             }
             ranks = LONE if group is None else group
