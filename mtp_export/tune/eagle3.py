@@ -22,7 +22,6 @@ from mtp_export.tune.rows import Fed, Rows
 from mtp_export.tune.source_bundle import SourceBundle
 from mtp_export.tune.writing import Output
 from mtp_export.verify.evidence.corpus import Drafts, judge
-from mtp_runtime.layers.attention import Attention
 from mtp_runtime.models.eagle3 import Eagle3Module, eagle3_module
 from mtp_runtime.models.execution import Head, TorchExecution
 from mtp_runtime.models.load import LoadOptions, open_model
@@ -74,7 +73,7 @@ class Eagle3Draft:
     def chains(self, batch: Batch) -> RecursiveChains:
         module, shape = self.module, batch.tokens.shape
         fed = module.combined(batch.hidden.flatten(0, 1)).view(*shape, -1)
-        return RecursiveChains(_Chain(module), fed, batch.tokens)
+        return RecursiveChains(module, fed, batch.tokens)
 
     @torch.no_grad()
     def judged(self, rows: Rows, depths: int) -> Drafts:
@@ -91,32 +90,6 @@ class Eagle3Draft:
     def module(self) -> Eagle3Module:
         """The draft with the values that its parameters have now."""
         return eagle3_module(self.family, self.parameters, self.target)
-
-
-@dataclass(frozen=True)
-class _Chain:
-    """A draft whose layer takes the same at every position."""
-
-    module: Eagle3Module
-
-    @property
-    def head(self) -> Head:
-        return self.module.head
-
-    @property
-    def attention(self) -> Attention:
-        return self.module.attention
-
-    def entering(
-        self, next_tokens: Tensor, hidden: Tensor, positions: Tensor
-    ) -> tuple[Tensor, Tensor]:
-        return self.module.entering(next_tokens, hidden)
-
-    def leaving(self, residual: Tensor, attended: Tensor) -> Tensor:
-        return self.module.leaving(residual, attended)
-
-    def recycled(self, x: Tensor, normed: Tensor) -> Tensor:
-        return self.module.recycled(x, normed)
 
 
 def _matrix(head: Head) -> Tensor:

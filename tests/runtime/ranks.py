@@ -77,7 +77,8 @@ def draft_bytes(weights: object) -> int:
     """Bytes that a rank holds of a draft, but for the layers that it was packed of."""
     assert is_dataclass(weights)
     held = {field.name: getattr(weights, field.name) for field in fields(weights)}
-    packed = packed_bytes(held.pop("layers", None))
+    packed = packed_bytes(getattr(weights, "layers", None))
+    held.pop("layers", None)
     held.pop("layer", None)
     return packed + dense_bytes(list(held.values()))
 

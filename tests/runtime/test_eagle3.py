@@ -246,7 +246,7 @@ def test_every_parameter_has_a_gradient(small: Path) -> None:
     }
     module = module_of(config, tensors | parameters, loaded.model)
     hidden = module.combined(torch.randn(5, len(TAPS) * SMALL["hidden_size"]))
-    both, residual = module.entering(torch.arange(5), hidden)
+    both, residual = module.entering(torch.arange(5), hidden, torch.arange(5))
     attention, positions = module.attention, torch.arange(5)
     assert isinstance(attention, Mla)
     q_latent, q_rope, cached = attention.project(

@@ -52,6 +52,7 @@ class Drafter(Protocol):
 
     def observe(self, passes: Sequence[Pass]) -> None:
         """Take in what the target computed, before any call of propose for these requests."""
+        return
 
     def propose(self, requests: Sequence[Request], counts: Sequence[int]) -> list[Draft]:
         """Propose up to counts[i] tokens for requests[i], whose tokens are all committed."""
@@ -59,6 +60,7 @@ class Drafter(Protocol):
 
     def forget(self, request: Request) -> None:
         """Drop what is held for a request that ended or lost its cache."""
+        return
 
 
 class ForcedTexts(Protocol):

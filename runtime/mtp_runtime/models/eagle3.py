@@ -19,18 +19,13 @@ from mtp_checkpoints.errors import InvalidInputError
 from mtp_checkpoints.families.base import weight_name
 from mtp_checkpoints.families.eagle3 import TARGET_MASK, TARGET_OFFSETS, Eagle3Family, own_name
 from mtp_checkpoints.quantization.mismatches import StoredTensor, compare
-from mtp_kernels.batch_layout import BatchLayout
-from mtp_kernels.decoder import ModuleInputs, Recursion, RowStep
-from mtp_runtime.cache import Cache, PageAllocator
-from mtp_runtime.layers.attention import Attention
-from mtp_runtime.layers.decoder_layer import DecoderLayer
-from mtp_runtime.layers.embedding import Embedding
+from mtp_kernels.decoder import ModuleInputs, RowStep
 from mtp_runtime.layers.linear import Linear
 from mtp_runtime.layers.norm import RmsNorm
 from mtp_runtime.layers.tensor_parallel import ALONE, TensorParallel
 from mtp_runtime.loading.draft_folder import DraftFolder, DraftTensor, layout_on_disk, values_of
 from mtp_runtime.loading.held_source import HeldSource
-from mtp_runtime.models.execution import Head, Layers, Outputs
+from mtp_runtime.models.execution import DraftModule, Head, Outputs
 from mtp_runtime.models.layer_types import LayerLoader, layer_type, load_layer
 from mtp_runtime.models.model import Model
 
@@ -61,59 +56,41 @@ class ReducedHead(Head):
 
 
 @dataclass(frozen=True)
-class Eagle3Module:
-    """The draft, with the interface of an MtpModule.
+class Eagle3Module(DraftModule):
+    """The draft.
 
     It is fed the tapped states of the target's row, joined, and the embedding of the next token; a
     further draft is fed its own output instead of the joined states, behind the norm where
-    recycles_normed is True. The attention of its layer is given [embedding | state], both normed.
+    norm_output is True. The attention of its layer is given [embedding | state], both normed.
     """
 
     joining: Linear  # [taps * d] -> [d]
     tap_norms: tuple[RmsNorm, ...]
-    embedding: Embedding
-    embedding_norm: RmsNorm
-    hidden_norm: RmsNorm
     norm_before_residual: bool
-    layer: DecoderLayer
-    layers: Layers  # the layer, as it is run
-    head: Head
-    recycles_normed: bool
+    norm_output: bool
+
+    @property
+    def recycles_normed(self) -> bool:
+        return self.norm_output
 
     @cached_property
-    def joined(self) -> RowStep:
+    def joining_of_taps(self) -> RowStep:
         """The joining of taps, as it is run."""
-        return self.head.execution.linear(self.joining)
+        return self.execution.linear(self.joining)
 
     @cached_property
     def normed_taps(self) -> tuple[RowStep, ...]:
         """The norms of taps, as they are run."""
-        return tuple(map(self.head.execution.norm, self.tap_norms))
+        return tuple(map(self.execution.norm, self.tap_norms))
 
     @cached_property
     def inputs(self) -> ModuleInputs:
-        """Both norms, as they are run."""
-        execution = self.head.execution
         return ModuleInputs(
-            execution.norm(self.embedding_norm),
-            execution.norm(self.hidden_norm),
+            self.execution.norm(self.embedding_norm),
+            self.execution.norm(self.hidden_norm),
             projection=None,
             normed_residual=self.norm_before_residual,
         )
-
-    @cached_property
-    def recursion(self) -> Recursion | None:
-        """One call that drafts the best tokens by recursion, or None."""
-        return self.head.execution.recursion(self)
-
-    @property
-    def attention(self) -> Attention:
-        """Attention over [embedding | state]."""
-        return self.layer.attention
-
-    def new_cache(self, pages: PageAllocator) -> Cache:
-        """Make a cache with room for all pages."""
-        return self.layers.new_cache(pages.spec(self.embedding.dtype, self.embedding.device))
 
     def combined(self, taps: torch.Tensor) -> torch.Tensor:
         """Join the inputs of the target's tapped layers [T, taps * d] to one state [T, d]."""
@@ -121,35 +98,7 @@ class Eagle3Module:
             parts = [part.contiguous() for part in taps.chunk(len(self.tap_norms), dim=-1)]
             normed = [norm(part) for norm, part in zip(self.normed_taps, parts, strict=True)]
             taps = torch.cat(normed, dim=-1)
-        return self.joined(taps)
-
-    def __call__(
-        self,
-        next_tokens: torch.Tensor,  # [T]
-        hidden: torch.Tensor,  # [T, d]
-        cache: Cache,
-        layout: BatchLayout,
-    ) -> torch.Tensor:
-        """Run the layer over tokens and states; returns [T, d] before the norm."""
-        attention_input, residual = self.entering(next_tokens, hidden)
-        x = residual.clone() if residual is hidden else residual  # the layer may overwrite it
-        return self.layers(x, cache, layout, attention_input)
-
-    def entering(
-        self, next_tokens: torch.Tensor, hidden: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return what attention takes [T, 2d], and what its output is added to [T, d]."""
-        residual, attention_input = self.inputs.joined(self.embedding(next_tokens), hidden)
-        assert attention_input is not None, "there is no projection"
-        return attention_input, residual
-
-    def leaving(self, residual: torch.Tensor, attended: torch.Tensor) -> torch.Tensor:
-        """Return the output [T, d] before the norm, given that of attention [T, d]."""
-        return self.layer.fed_forward(residual + attended)
-
-    def recycled(self, x: torch.Tensor, normed: torch.Tensor) -> torch.Tensor:
-        """Return the side of its norm on which the output is fed to the next draft."""
-        return normed if self.recycles_normed else x
+        return self.joining_of_taps(taps)
 
 
 def eagle3_module(
@@ -180,9 +129,8 @@ def eagle3_module(
         hidden_norm=loader.norm(family.hidden_norm),
         norm_before_residual=family.norm_before_residual,
         layer=layer,
-        layers=target.execution.layers([layer]),
         head=_head(loader, family, tensors, target),
-        recycles_normed=family.norm_output,
+        norm_output=family.norm_output,
     )
 
 

@@ -13,7 +13,7 @@ import torch
 from mtp_kernels.batch_layout import BatchLayout
 from mtp_kernels.decoder import ModuleInputs, Projection, Recursion, RowStep
 from mtp_runtime.cache import Cache, CacheSpec, LayerCaches, PageAllocator
-from mtp_runtime.layers.attention import ForwardPass
+from mtp_runtime.layers.attention import Attention, ForwardPass
 from mtp_runtime.layers.decoder_layer import DecoderLayer
 from mtp_runtime.layers.embedding import Embedding
 from mtp_runtime.layers.linear import Linear
@@ -61,7 +61,7 @@ class Execution(Protocol):
 
     def linear(self, linear: Linear) -> Projection: ...
 
-    def recursion(self, module: RecursiveModule) -> Recursion | None:
+    def recursion(self, module: DraftModule) -> Recursion | None:
         """Return one call that drafts all tokens of a recursion, or None: they go step by step."""
 
 
@@ -112,7 +112,7 @@ class TorchExecution:
     def linear(self, linear: Linear) -> Projection:
         return linear
 
-    def recursion(self, module: RecursiveModule) -> None:
+    def recursion(self, module: DraftModule) -> None:
         return None
 
 
@@ -170,41 +170,80 @@ class Head:
         return self.projected.best(normed)
 
 
-class DraftModule(Protocol):
-    """A module that drafts from hidden states and the tokens after them, and from its own output:
-    an MTP module, or another draft's."""
+@dataclass(frozen=True)
+class DraftModule:
+    """A module of one layer that drafts from hidden states and the tokens after them, and from its
+    own output: an MTP module, or an EAGLE-3 draft."""
 
-    @property
-    def head(self) -> Head: ...
-
-    @property
-    def recursion(self) -> Recursion | None:
-        """One call that drafts the best tokens by recursion, or None."""
-
-    def new_cache(self, pages: PageAllocator) -> Cache:
-        """Make a cache with room for all pages."""
-
-    def __call__(
-        self, next_tokens: torch.Tensor, hidden: torch.Tensor, cache: Cache, layout: BatchLayout
-    ) -> torch.Tensor:
-        """Return the output [T, d] before the norm, for tokens [T] and hidden states [T, d]."""
-
-    def recycled(self, x: torch.Tensor, normed: torch.Tensor) -> torch.Tensor:
-        """Return the side of its norm on which the output is fed to the next draft."""
-
-
-class RecursiveModule(DraftModule, Protocol):
-    """A module of one layer, with the parts that its recursion is made of."""
-
-    @property
-    def embedding(self) -> Embedding: ...
-
-    @property
-    def inputs(self) -> ModuleInputs: ...
-
-    @property
-    def layers(self) -> Layers: ...
+    embedding: Embedding
+    embedding_norm: RmsNorm
+    hidden_norm: RmsNorm
+    layer: DecoderLayer
+    head: Head
 
     @property
     def recycles_normed(self) -> bool:
         """True where the next draft is fed the output behind its norm."""
+        raise NotImplementedError
+
+    @property
+    def inputs(self) -> ModuleInputs:
+        """Both norms, and the projection of an MTP module, as they are run."""
+        raise NotImplementedError
+
+    @property
+    def execution(self) -> Execution:
+        """Execution of the module's parts."""
+        return self.head.execution
+
+    @cached_property
+    def layers(self) -> Layers:
+        """The layer, as it is run."""
+        return self.execution.layers([self.layer])
+
+    @cached_property
+    def recursion(self) -> Recursion | None:
+        """One call that drafts the best tokens by recursion, or None."""
+        return self.execution.recursion(self)
+
+    @property
+    def attention(self) -> Attention:
+        return self.layer.attention
+
+    def new_cache(self, pages: PageAllocator) -> Cache:
+        """Make a cache with room for all pages."""
+        return self.layers.new_cache(pages.spec(self.embedding.dtype, self.embedding.device))
+
+    def __call__(
+        self,
+        next_tokens: torch.Tensor,  # [T]
+        hidden: torch.Tensor,  # [T, d]
+        cache: Cache,
+        layout: BatchLayout,
+    ) -> torch.Tensor:
+        """Run the layer over tokens and hidden states; returns [T, d] before the norm."""
+        x, attention_input = self.joined(next_tokens, hidden, layout.positions)
+        x = x.clone() if x is hidden else x  # the layer may overwrite it
+        return self.layers(x, cache, layout, attention_input)
+
+    def joined(
+        self, next_tokens: torch.Tensor, hidden: torch.Tensor, positions: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Join the tokens [T] and hidden states [T, d] of positions [T]; returns the stream [T, d],
+        and what attention is given [T, w] where the layer has no input norm."""
+        return self.inputs.joined(self.embedding(next_tokens), hidden)
+
+    def entering(
+        self, next_tokens: torch.Tensor, hidden: torch.Tensor, positions: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return what the layer's attention takes, and what its output is added to, [T, d]."""
+        x, attention_input = self.joined(next_tokens, hidden, positions)
+        return self.layer.normed(x) if attention_input is None else attention_input, x
+
+    def leaving(self, residual: torch.Tensor, attended: torch.Tensor) -> torch.Tensor:
+        """Return the output [T, d] before the norm, given that of attention [T, d]."""
+        return self.layer.fed_forward(residual + attended)
+
+    def recycled(self, x: torch.Tensor, normed: torch.Tensor) -> torch.Tensor:
+        """Return the side of its norm on which the output is fed to the next draft."""
+        return normed if self.recycles_normed else x

@@ -214,7 +214,6 @@ class OpenedModel:
             head=replace(head, norm=loader.norm(names.head_norm)),
             contract=contract,
             usual_contract=self.spec.usual_contract,
-            execution=head.execution,
         )
 
     def _projection(self, mtp: MtpSpec) -> Linear:

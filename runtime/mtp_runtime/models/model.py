@@ -17,19 +17,16 @@ import torch
 
 from mtp_checkpoints.families.contract import Hidden, MtpContract
 from mtp_kernels.batch_layout import BatchLayout
-from mtp_kernels.decoder import ModuleInputs, Recursion
+from mtp_kernels.decoder import ModuleInputs
 from mtp_runtime.cache import Cache, JoinedCaches, PageAllocator
 from mtp_runtime.config import ModelConfig
-from mtp_runtime.layers.attention import Attention
-from mtp_runtime.layers.decoder_layer import DecoderLayer
 from mtp_runtime.layers.embedding import Embedding
 from mtp_runtime.layers.linear import Linear
-from mtp_runtime.layers.norm import RmsNorm
-from mtp_runtime.models.execution import Execution, Head, Layers
+from mtp_runtime.models.execution import DraftModule, Execution, Head, Layers
 
 
 @dataclass(frozen=True)
-class MtpModule:
+class MtpModule(DraftModule):
     """One MTP layer: a later token's embedding and a hidden state in, the token after it out.
 
     Module m (from 0) takes at position i token i+m+1 and the hidden state of position i: the
@@ -37,80 +34,29 @@ class MtpModule:
     family's, contract the one that the module is run by.
     """
 
-    embedding: Embedding
-    embedding_norm: RmsNorm
-    hidden_norm: RmsNorm
     projection: Linear
-    layer: DecoderLayer
-    head: Head
     contract: MtpContract
     usual_contract: MtpContract
-    execution: Execution
 
-    @cached_property
-    def layers(self) -> Layers:
-        return self.execution.layers([self.layer])
+    @property
+    def recycles_normed(self) -> bool:
+        return self.contract.recycled_hidden is Hidden.AFTER_NORM
 
     @cached_property
     def inputs(self) -> ModuleInputs:
-        """Both norms and the projection, as they are run."""
         return ModuleInputs(
             self.execution.norm(self.embedding_norm),
             self.execution.norm(self.hidden_norm),
             self.execution.linear(self.projection),
         )
 
-    def new_cache(self, pages: PageAllocator) -> Cache:
-        """Make a cache with room for all pages."""
-        return self.layers.new_cache(pages.spec(self.embedding.dtype, self.embedding.device))
-
-    def __call__(
-        self,
-        next_tokens: torch.Tensor,  # [T]
-        hidden: torch.Tensor,  # [T, d]
-        cache: Cache,
-        layout: BatchLayout,
-    ) -> torch.Tensor:
-        """Join tokens and hidden states and run the layer; returns [T, d] before the norm."""
-        return self.layers(self.joined(next_tokens, hidden, layout.positions), cache, layout)
-
     def joined(
         self, next_tokens: torch.Tensor, hidden: torch.Tensor, positions: torch.Tensor
-    ) -> torch.Tensor:
-        """Join the tokens [T] and hidden states [T, d] of positions [T]; returns [T, d]."""
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
         embedded = self.embedding(next_tokens)
         if self.contract.zero_first_embedding:
             embedded = embedded.masked_fill((positions == 0)[:, None], 0.0)
-        x, _ = self.inputs.joined(embedded, hidden)
-        return x
-
-    @property
-    def attention(self) -> Attention:
-        return self.layer.attention
-
-    def entering(
-        self, next_tokens: torch.Tensor, hidden: torch.Tensor, positions: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return what the layer's attention takes, and what its output is added to, [T, d]."""
-        x = self.joined(next_tokens, hidden, positions)
-        return self.layer.normed(x), x
-
-    def leaving(self, residual: torch.Tensor, attended: torch.Tensor) -> torch.Tensor:
-        """Return the output [T, d] before the norm, given that of attention [T, d]."""
-        return self.layer.fed_forward(residual + attended)
-
-    @cached_property
-    def recursion(self) -> Recursion | None:
-        """One call that drafts the best tokens by recursion, or None."""
-        return self.execution.recursion(self)
-
-    def recycled(self, x: torch.Tensor, normed: torch.Tensor) -> torch.Tensor:
-        """Return the side of its norm on which the module's output is fed to the next draft."""
-        return normed if self.recycles_normed else x
-
-    @property
-    def recycles_normed(self) -> bool:
-        return self.contract.recycled_hidden is Hidden.AFTER_NORM
+        return self.inputs.joined(embedded, hidden)
 
 
 @dataclass(frozen=True)

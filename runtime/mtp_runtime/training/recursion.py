@@ -7,36 +7,15 @@ deeper keys of its own chain, exactly as in decoding with a refreshed cache.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from mtp_checkpoints.errors import UnsupportedError
 from mtp_runtime.layers.attention import Attention, ExpandedAttention
-from mtp_runtime.models.execution import Head
+from mtp_runtime.models.execution import DraftModule
 
 Entry = tuple[Tensor, Tensor]
-
-
-class ChainModule(Protocol):
-    """A module of one layer that drafts by recursion, with the parts of its layer apart."""
-
-    @property
-    def head(self) -> Head: ...
-
-    @property
-    def attention(self) -> Attention: ...
-
-    def entering(self, next_tokens: Tensor, hidden: Tensor, positions: Tensor) -> Entry:
-        """Return what attention takes, and what its output is added to, of tokens [T], hidden
-        states [T, d] and positions [T]."""
-
-    def leaving(self, residual: Tensor, attended: Tensor) -> Tensor:
-        """Return the output [T, d] before the norm, given that of attention [T, d]."""
-
-    def recycled(self, x: Tensor, normed: Tensor) -> Tensor:
-        """Return the side of its norm on which the output is fed to the next draft."""
 
 
 @dataclass
@@ -48,7 +27,7 @@ class RecursiveChains:
     token j + 1 places after it, and predicts the one after that.
     """
 
-    module: ChainModule
+    module: DraftModule
     hidden: Tensor
     tokens: Tensor
     _depth: int = field(default=0, init=False)
