@@ -13,7 +13,7 @@ from mtp_checkpoints.families.base import weight_name
 from mtp_runtime.config import ModelConfig
 from mtp_runtime.layers.attention import ForwardPass
 from mtp_runtime.layers.decoder_layer import DecoderLayer
-from mtp_runtime.loading.read_ahead import read_ahead
+from mtp_runtime.loading.on_demand import read_ahead
 from mtp_runtime.models.execution import TorchExecution
 from mtp_runtime.models.load import LoadOptions, OpenedModel, open_model
 from mtp_runtime.models.model import Model

@@ -17,8 +17,13 @@ from mtp_runtime.models.load import LoadOptions, load_model
 from mtp_runtime.models.model import Model
 from mtp_runtime.static_graph import compiled, programs
 from mtp_runtime.static_graph.compiled import CompiledStep, PackageFacts
-from mtp_runtime.static_graph.programs import Program, export_layers
-from mtp_runtime.static_graph.tensors import outline, tensors_of, with_tensors
+from mtp_runtime.static_graph.programs import (
+    Program,
+    export_layers,
+    outline,
+    tensors_of,
+    with_tensors,
+)
 from runtime.harness import prompts_of, run
 
 

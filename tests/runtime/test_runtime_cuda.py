@@ -18,7 +18,7 @@ from cases import export, run_program
 from mtp_runtime import LLM, RequestOutput, SamplingParams
 from mtp_runtime.cache import CachedSequence, PageAllocator, lay_out
 from mtp_runtime.models.load import LoadOptions, load_model
-from mtp_runtime.static_graph.cuda import CudaGraphs
+from mtp_runtime.static_graph.options import CudaGraphs
 from mtp_runtime.static_graph.steps import pool_bytes
 from runtime.departures import TOP, check
 

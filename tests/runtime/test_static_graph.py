@@ -22,10 +22,8 @@ from mtp_runtime.cache import CachedSequence, PageAllocator, lay_out
 from mtp_runtime.layers.grouped import GroupedExperts
 from mtp_runtime.models.load import LoadOptions, load_model
 from mtp_runtime.models.model import Model, States
-from mtp_runtime.static_graph.buckets import Bucket, Buffers
-from mtp_runtime.static_graph.cuda import CudaGraphs
-from mtp_runtime.static_graph.options import GraphOptions
-from mtp_runtime.static_graph.steps import EagerSteps, Replay, StaticSteps, Step
+from mtp_runtime.static_graph.options import CudaGraphs, GraphOptions
+from mtp_runtime.static_graph.steps import Bucket, Buffers, EagerSteps, Replay, StaticSteps, Step
 from runtime.checkpoints import DEEPSEEK_V32, GLM4_MOE, write_checkpoint
 from runtime.harness import prompts_of, run
 

@@ -20,8 +20,7 @@ from mtp_runtime.cache import elements_per_token
 from mtp_runtime.layers.attention import Attention
 from mtp_runtime.layers.linear import Linear
 from mtp_runtime.layers.moe import Mlp, Moe
-from mtp_runtime.loading.on_demand import PANEL_ROWS
-from mtp_runtime.loading.read_ahead import READERS
+from mtp_runtime.loading.on_demand import PANEL_ROWS, READERS
 from mtp_runtime.streaming import StreamedModel
 from mtp_runtime.teacher_forcing import BRANCH_ROWS, CHUNK_TOKENS, LOGIT_ELEMENTS, Texts
 

@@ -8,7 +8,7 @@ from concurrent.futures import Executor
 from mtp_checkpoints.formats import EncodedWeight
 from mtp_checkpoints.formats.base import BLOCK
 from mtp_checkpoints.weights.weight_values import PIECE_ELEMENTS, Rounding, WeightOnDisk
-from mtp_runtime.loading.read_ahead import read_ahead
+from mtp_runtime.loading.on_demand import read_ahead
 from mtp_runtime.parallel.group import Group, Split
 
 

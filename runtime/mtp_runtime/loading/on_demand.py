@@ -1,10 +1,13 @@
-"""Parts of a model that stay on disk: experts, heads and embeddings, read when they are used."""
+"""Parts of a model that stay on disk: experts, heads and embeddings, read when they are used, a few
+threads ahead of what computes."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import Executor
+from collections import deque
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from concurrent.futures import Executor, Future
 from dataclasses import dataclass, replace
+from typing import TypeVar
 
 import torch
 
@@ -12,11 +15,34 @@ from mtp_checkpoints.families.parts.feed_forward import MlpModules
 from mtp_checkpoints.formats import EncodedWeight
 from mtp_checkpoints.weights.weight_values import WeightOnDisk
 from mtp_runtime.layers.moe import Mlp, expert_by_expert
-from mtp_runtime.loading.read_ahead import read_ahead
 
 # Rows of a head that are read and multiplied at a time; whole fp8 blocks.
 PANEL_ROWS = 1024
 LOOKUP_ROWS = 64  # of an embedding that one reader looks up
+READERS = 8  # reads at a time that a disk of today needs to be busy
+
+Item = TypeVar("Item")
+Read = TypeVar("Read")
+
+
+def read_ahead(
+    pool: Executor, read: Callable[[Item], Read], items: Iterable[Item], ahead: int = READERS
+) -> Generator[Read]:
+    """Yield read(item) of each item in order, while up to `ahead` of those after it are read.
+
+    Nothing is kept that was yielded, and nothing more is read once the generator is closed.
+    """
+    waiting: deque[Future[Read]] = deque()
+    try:
+        for item in items:
+            waiting.append(pool.submit(read, item))
+            if len(waiting) > ahead:
+                yield waiting.popleft().result()
+        while waiting:
+            yield waiting.popleft().result()
+    finally:
+        for future in waiting:
+            future.cancel()
 
 
 @dataclass(frozen=True)

@@ -34,8 +34,12 @@ from mtp_runtime.layers.tensor_parallel import (
 )
 from mtp_runtime.loading.copies import is_copy
 from mtp_runtime.loading.model_folders import ModelFolder
-from mtp_runtime.loading.on_demand import EmbeddingOnDemand, StoredExperts, WeightOnDemand
-from mtp_runtime.loading.read_ahead import READERS
+from mtp_runtime.loading.on_demand import (
+    READERS,
+    EmbeddingOnDemand,
+    StoredExperts,
+    WeightOnDemand,
+)
 from mtp_runtime.parallel.group import Split
 
 logger = logging.getLogger(__name__)

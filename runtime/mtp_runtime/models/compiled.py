@@ -25,7 +25,7 @@ from mtp_runtime.layers.mla import Mla
 from mtp_runtime.layers.moe import Mlp, Moe, SigmoidRouter
 from mtp_runtime.layers.norm import RmsNorm
 from mtp_runtime.layers.tensor_parallel import ParallelMoe
-from mtp_runtime.models.execution import Layers, RecursiveModule, TorchLayers
+from mtp_runtime.models.execution import DraftModule, Layers, TorchLayers
 from mtp_runtime.models.model import Model
 from mtp_runtime.models.packing import (
     KINDS,
@@ -166,7 +166,7 @@ class CompiledExecution:
     def linear(self, linear: Linear) -> kernels.Projection:
         return self.backend.projection(Rows.of(linear))
 
-    def recursion(self, module: RecursiveModule) -> kernels.Recursion | None:
+    def recursion(self, module: DraftModule) -> kernels.Recursion | None:
         """Join the module's parts, or return None where torch runs its layer."""
         layers = module.layers
         if not isinstance(layers, CompiledLayers):
