@@ -59,6 +59,7 @@ def read_eagle3(folder: Path, loaded: Loaded) -> TargetDraft:
     _check_target(draft, family, target)
     tensors, taps = checked_tensors(draft, family), family.taps(target.config.layers)
     module = eagle3_module(family, tensors, target, loaded.parallel)
+    module.make()  # on every rank, and of files that are there
     return TargetDraft(
         partial(Eagle3Drafter, module=module),
         weights=module,

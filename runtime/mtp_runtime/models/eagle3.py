@@ -73,6 +73,9 @@ class Eagle3Module(DraftModule):
     def recycles_normed(self) -> bool:
         return self.norm_output
 
+    def make(self) -> object:
+        return super().make(), self.joining_of_taps, self.normed_taps
+
     @cached_property
     def joining_of_taps(self) -> RowStep:
         """The joining of taps, as it is run."""

@@ -206,6 +206,10 @@ class DraftModule:
         """One call that drafts the best tokens by recursion, or None."""
         return self.execution.recursion(self)
 
+    def make(self) -> object:
+        """Make the parts that are otherwise made when they are first used: their files are read."""
+        return self.layers, self.inputs, self.head.projected
+
     @property
     def attention(self) -> Attention:
         return self.layer.attention

@@ -101,8 +101,7 @@ class Model:
 
     def make(self) -> tuple[object, ...]:
         """Make the parts that are otherwise made when they are first used: their files are read."""
-        modules = [(one.layers, one.inputs, one.head.projected) for one in self.mtp_modules]
-        return self.head.projected, *modules
+        return self.head.projected, *(module.make() for module in self.mtp_modules)
 
     @cached_property
     def _runs(self) -> tuple[Layers, ...]:
