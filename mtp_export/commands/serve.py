@@ -8,7 +8,7 @@ from pathlib import Path
 
 import typer
 
-from mtp_checkpoints.errors import UnsupportedError
+from mtp_checkpoints.errors import UnsupportedError, UsageError
 from mtp_export.commands.output import remark
 from mtp_export.commands.runtime import BUNDLE, Runtime
 from mtp_export.options import Panel, option, parse_size
@@ -138,6 +138,14 @@ def serve(options: ServeCommand, context: typer.Context) -> None:
     place, limits = options.server, options.limits
     address = Address(place.host, place.port, place.shutdown_timeout)
     address.check(place.api_key)
+    name = place.served_model_name or options.bundle.resolve().name
+    if not name.isprintable():
+        raise UsageError(
+            "No client can send the model's name",
+            expected="printable characters",
+            found=name,
+            todo="Give another --served-model-name",
+        )
     llm = options.runtime.load(
         options.bundle,
         context.obj,
@@ -150,7 +158,6 @@ def serve(options: ServeCommand, context: typer.Context) -> None:
         page_size=limits.block_size,
         max_memory_bytes=limits.max_memory,
     )
-    name = place.served_model_name or options.bundle.resolve().name
     server = Server(llm, ServerOptions(name, place.api_key, limits.max_queued_requests))
     run_server(server, address, lambda url: remark(f"Serving {name} on {url}"))
 

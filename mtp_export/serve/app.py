@@ -66,7 +66,9 @@ class Server:
         self.metrics = ServerMetrics(llm.engine, options.model_name)
         most = llm.engine.config.max_batch_size + options.max_queued_requests
         self.engine = EngineThread(llm.engine, self.metrics, most)
-        self._large = asyncio.Lock()  # of the one large body that is parsed and tokenized
+        # One large body is parsed and tokenized at a time, and one chat, as there is one process
+        # that renders them: those that wait here take no thread from others.
+        self._large, self._chats = asyncio.Lock(), asyncio.Lock()
         self.app: ASGIApp = Intake(self._routes(), options.api_key)
 
     def _routes(self) -> Starlette:
@@ -152,7 +154,8 @@ class Server:
         return Response(whole, media_type="application/json")
 
     async def _prepare(self, kind: type[Body], body: bytearray) -> Reply:
-        async with nullcontext() if len(body) <= SMALL_BODY_BYTES else self._large:
+        turn = self._chats if kind is ChatBody else nullcontext()
+        async with self._large if len(body) > SMALL_BODY_BYTES else turn:
             try:
                 return await run_in_threadpool(self._prepared, kind, bytes(body))
             finally:

@@ -32,6 +32,7 @@ from serve.watched import WATCH
 # than a tenth of a second; what is above that is left for machines that are slower than ours.
 MAX_MEMORY_BYTES = 1 << 30
 MAX_STALL_SECONDS = 0.2
+MAX_CALLBACK_SECONDS = 0.1
 CLIENTS = 8
 # Asks for the health of the server at a port until its input ends, and tells how long that took.
 WATCHER = """
@@ -170,5 +171,5 @@ def test_hostile_bodies_keep_nobody_waiting(share: int, tmp_path: Path) -> None:
     )
     assert "Traceback" not in (tmp_path / "stderr").read_text()
     assert memory <= MAX_MEMORY_BYTES
-    assert server.measures["callback_seconds"] <= MAX_STALL_SECONDS, server.measures
+    assert server.measures["callback_seconds"] <= MAX_CALLBACK_SECONDS, server.measures
     assert server.measures["lock_seconds"] <= MAX_STALL_SECONDS, server.measures

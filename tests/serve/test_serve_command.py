@@ -23,6 +23,7 @@ def test_without_its_packages_it_says_what_to_install(monkeypatch: pytest.Monkey
     ("options", "words"),
     [
         (("--host", "0.0.0.0"), "--api-key"),
+        (("--served-model-name", "a\udc80"), "--served-model-name"),
         (("--api-key", ""), "an empty one"),
         (("--api-key", "a\nb"), "a client can send"),
         (("--host", "0.0.0.0", "--api-key", " a"), "a client can send"),

@@ -7,12 +7,9 @@ from random import Random
 
 from fuzz.mutators.text import edit_text
 from fuzz.mutators.values import dump, edit_value, load, nasty
+from mtp_export.serve.protocol import ChatBody, CompletionBody
 
-_FIELDS = (
-    *("model", "prompt", "messages", "max_tokens", "min_tokens", "temperature", "top_p", "top_k"),
-    *("n", "seed", "stop", "stop_token_ids", "ignore_eos", "stream", "stream_options", "echo"),
-    *("speculation", "logprobs", "top_logprobs", "max_completion_tokens", "user", "best_of"),
-)
+_FIELDS = sorted({*CompletionBody.model_fields, *ChatBody.model_fields, "best_of", "tools"})
 
 
 def mutate(path: Path, random: Random) -> None:
