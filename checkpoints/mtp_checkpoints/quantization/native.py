@@ -77,6 +77,10 @@ class NativeFp8:
         )
 
 
+# Keys that tell native fp8 from another quantization.
+_TELLING = ("quant_method", "fmt", "weight_block_size")
+
+
 def native_fp8(quantization: object) -> NativeFp8 | None:
     """Read the quantization_config of a released checkpoint; None when it is not quantized.
 
@@ -94,7 +98,8 @@ def native_fp8(quantization: object) -> NativeFp8 | None:
             "The checkpoint is quantized in a way that this tool does not read",
             expected="no quantization, quant_method fp8 with fmt e4m3 and weight_block_size"
             " [128, 128], or compressed-tensors in fp8 with a scale per channel",
-            found=f"quant_method {method}, fmt {fmt}, weight_block_size {block}",
+            found=", ".join(f"{key} {quantization[key]}" for key in _TELLING if key in quantization)
+            or "a quantization_config without quant_method",
             todo="Start from the original checkpoint",
         )
     scale_dtypes = SCALE_DTYPES if quantization.get("scale_fmt") == "ue8m0" else (DType.F32,)

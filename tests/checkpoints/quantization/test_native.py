@@ -100,6 +100,16 @@ def test_any_other_quantization_is_unsupported(change: dict[str, Any], found: st
     assert refusal.value.todo == "Start from the original checkpoint"
 
 
+def test_what_a_config_does_not_say_is_not_found_in_it() -> None:
+    for config, found in (
+        ({"quant_method": "compressed-tensors"}, "quant_method compressed-tensors"),
+        ({"bits": 4}, "a quantization_config without quant_method"),
+    ):
+        with pytest.raises(UnsupportedError) as refusal:
+            native_fp8(config)
+        assert refusal.value.found == found
+
+
 def test_what_is_no_object_is_invalid() -> None:
     with pytest.raises(InvalidInputError, match="no usable quantization_config") as refusal:
         native_fp8([1] * 99)
