@@ -8,6 +8,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable, Iterator
 from importlib import import_module
+from pathlib import Path
 
 from mtp_export.verify.check import (
     WHOLE_CHECK,
@@ -48,7 +49,10 @@ CHECKS: dict[str, Check] = {
 
 
 def run_checks(context: Context) -> Iterator[CheckResult]:
-    """The results of all CHECKS, one after the other, as they finish."""
+    """The results of all CHECKS, one after the other, as they finish.
+
+    Raises IoError where this machine cannot read or write: that is no verdict on a bundle.
+    """
     for name, check in CHECKS.items():
         yield check_result(name, check, context)
 
@@ -56,24 +60,25 @@ def run_checks(context: Context) -> Iterator[CheckResult]:
 def check_result(name: str, check: Check, context: Context) -> CheckResult:
     """The result of one check. An exception becomes an item; only what it ended is left out."""
     start = time.monotonic()
-    items = _collected(_left_out(check, context))
+    bundle = context.options.bundle
+    items = _collected(_left_out(check, context), bundle)
     if not items:
         with torch_threads_for(_hidden_size(check, context)):
             for place in check.places:
-                items += _collected(_items(place, context))
+                items += _collected(_items(place, context), bundle)
     seconds = time.monotonic() - start
     return CheckResult(name=name, title=check.title, items=tuple(items), seconds=seconds)
 
 
-def _collected(items: Iterable[Item]) -> list[Item]:
+def _collected(items: Iterable[Item], bundle: Path) -> list[Item]:
     """Items up to their end, or up to the exception that ended them, which becomes the last."""
-    found: list[Item] = []
+    collected: list[Item] = []
     try:
         for item in items:
-            found.append(item)
+            collected.append(item)
     except Exception as error:
-        found.append(ended_by(error))
-    return found
+        collected.append(ended_by(error, bundle))
+    return collected
 
 
 def _left_out(check: Check, context: Context) -> Iterator[Item]:

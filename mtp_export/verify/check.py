@@ -3,6 +3,8 @@ bound."""
 
 from __future__ import annotations
 
+import errno
+import sys
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import IntEnum, StrEnum
@@ -10,7 +12,7 @@ from pathlib import Path
 from traceback import format_exception
 from typing import Any, TypedDict, Unpack
 
-from mtp_checkpoints.errors import MtpExportError, ResourceError, UnsupportedError
+from mtp_checkpoints.errors import IoError, MtpExportError, ResourceError, UnsupportedError
 from mtp_checkpoints.sources.files import read_failure
 
 WHOLE_CHECK = "all of it"  # the item of a check that did not run at all
@@ -138,16 +140,17 @@ def _clipped(text: str) -> str:
     return text if len(text) <= _SHOWN_CHARACTERS else f"{text[:_SHOWN_CHARACTERS]} […]"
 
 
-def ended_by(error: Exception) -> Item:
+def ended_by(error: Exception, bundle: Path) -> Item:
     """The item of an exception that ended a module of a check.
 
     Whatever neither the bundle nor the machine explains is an internal error; data holds its
-    traceback.
+    traceback. Raises what raise_trouble raises: trouble of the machine is no verdict on a bundle.
     """
-    if isinstance(error, UnsupportedError | ResourceError | MemoryError):
+    raise_trouble(error, bundle)
+    if isinstance(error, UnsupportedError | ResourceError) or _is_out_of_memory(error):
         return not_tested(WHOLE_CHECK, str(error) or "out of memory")
     if isinstance(error, OSError):
-        error = read_failure(Path(error.filename or ""), error)
+        error = read_failure(Path(error.filename), error)
     if isinstance(error, MtpExportError):
         return failed("could be checked to the end", str(error))
     return failed(
@@ -155,6 +158,48 @@ def ended_by(error: Exception) -> Item:
         f"mtp-export itself failed here: {_clipped(repr(error))}. Please report this internal"
         " error, with the output of --debug",
         data={"traceback": "".join(format_exception(error))},
+    )
+
+
+# What an OSError about a file of the bundle says of the bundle: it is not there, or no file.
+_OF_THE_BUNDLE = (
+    *(errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.ELOOP, errno.ENAMETOOLONG, errno.ENXIO),
+)
+
+
+def raise_trouble(error: Exception, bundle: Path) -> None:
+    """Raise the IoError of a failed read, write or connection, unless it tells of the bundle.
+
+    A disk that is full or fails, a file that may not be read, or a folder of this run that
+    vanished, says nothing of a bundle: its verification then ends without a verdict.
+    """
+    if isinstance(error, RuntimeError) and "can't start new thread" in str(error):
+        raise IoError("This machine starts no more threads", found=error) from error
+    if not isinstance(error, OSError | IoError):
+        return
+    cause: BaseException | None = error
+    while cause is not None and not isinstance(cause, OSError):
+        cause = cause.__cause__
+    path = error.where if isinstance(error, IoError) else error.filename
+    of_bundle = cause is not None and cause.errno in _OF_THE_BUNDLE
+    if of_bundle and isinstance(path, str | Path) and _is_in(Path(path), bundle):
+        return
+    if isinstance(error, IoError):
+        raise error
+    raise read_failure(Path(error.filename or bundle), error) from error
+
+
+def _is_in(path: Path, folder: Path) -> bool:
+    return path.absolute().is_relative_to(folder.absolute())
+
+
+def _is_out_of_memory(error: Exception) -> bool:
+    """True for torch's errors too, which are none of MemoryError."""
+    torch = sys.modules.get("torch")
+    if isinstance(error, MemoryError) or torch is None:
+        return isinstance(error, MemoryError)
+    return isinstance(error, torch.OutOfMemoryError) or (
+        isinstance(error, RuntimeError) and "can't allocate memory" in str(error)
     )
 
 

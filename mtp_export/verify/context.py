@@ -21,6 +21,7 @@ from mtp_checkpoints.tensors.reader import Checkpoint
 from mtp_checkpoints.weights.weight_values import WeightOnDisk, weights_on_disk
 from mtp_export import __version__
 from mtp_export.bundle.options import Share
+from mtp_export.paths import refuse_overlaps
 from mtp_export.progress import ProgressCallback
 from mtp_export.verify.check import Level
 from mtp_export.verify.evidence.bundle_parts import (
@@ -82,10 +83,13 @@ class Context:
     ) -> Context:
         """Open the bundle and its source; damage of the bundle is kept for the checks to report.
 
-        Raises InvalidInputError for a folder that is no bundle at all, and what open_checkpoint and
-        read_texts raise for a source and prompts that cannot be read.
+        Raises InvalidInputError for a folder that is no bundle at all, UsageError for a workdir in
+        or around bundle or source, and what open_checkpoint and read_texts raise for a source and
+        prompts that cannot be read.
         """
         folder = options.bundle
+        reads = {"the bundle": folder, "--source": options.source}
+        refuse_overlaps(reads, {"--workdir": options.workdir})
         names = [name for name in (MAIN, MTP) if (folder / name).is_dir()]
         if not names or (folder / CONFIG_NAME).exists():
             raise InvalidInputError(

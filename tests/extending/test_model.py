@@ -275,7 +275,7 @@ def context(toy: Path, tmp_path_factory: pytest.TempPathFactory) -> Context:
         max_new_tokens=8,
         ks=(2,),
         stream=True,
-        workdir=folder,
+        workdir=folder / "state",
     )
     return Context.open(options, no_progress)
 

@@ -3,6 +3,8 @@ none as an internal error."""
 
 from __future__ import annotations
 
+import errno
+import io
 import json
 import os
 import shutil
@@ -15,10 +17,12 @@ from typing import Any
 from xml.etree import ElementTree
 
 import pytest
+import torch
 
 from benchmarks.make_checkpoint import write_tokenizer
 from cases import edit_json, export, read_json, run_program
 from faults import planting
+from mtp_checkpoints.errors import InvalidInputError, IoError
 from mtp_checkpoints.layouts import TARGETS
 from mtp_export.verify import CHECKS
 from mtp_export.verify.check import Check, Item, Level, passed
@@ -214,8 +218,10 @@ def toy_module(monkeypatch: pytest.MonkeyPatch, name: str, *items: Item | Except
     [
         (KeyError("planted"), "internal: KeyError", "fail"),
         (RecursionError("planted"), "internal: RecursionError", "fail"),
-        (PermissionError(13, "planted", "/f"), "could be checked to the end", "fail"),
+        (InvalidInputError("planted"), "could be checked to the end", "fail"),
         (MemoryError("planted"), "all of it", "not tested"),
+        (torch.OutOfMemoryError("planted"), "all of it", "not tested"),
+        (RuntimeError("planted: can't allocate memory"), "all of it", "not tested"),
     ],
 )
 def test_an_exception_ends_one_module_of_its_check(
@@ -247,3 +253,65 @@ def test_an_exception_ends_one_module_of_its_check(
     assert ("Please report this internal error" in items[1]["cause"]) == internal
     assert ("raise item" in err) == internal
     assert json.dumps(report).isascii()
+
+
+def caused(error: IoError, cause: OSError) -> IoError:
+    error.__cause__ = cause
+    return error
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        PermissionError(errno.EACCES, "planted", "bundle/main/config.json"),
+        OSError(errno.EIO, "planted"),
+        OSError(errno.ENOSPC, "planted", "/elsewhere"),
+        FileNotFoundError(errno.ENOENT, "planted", "/elsewhere"),
+        IoError("planted", where="bundle/main/config.json"),
+        caused(IoError("planted", where="bundle/main"), OSError(errno.EIO, "planted")),
+        RuntimeError("planted: can't start new thread"),
+    ],
+    ids=repr,
+)
+def test_trouble_of_the_machine_is_no_verdict(
+    error: Exception, good: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It says nothing of the bundle: no item fails, no report is written."""
+    monkeypatch.chdir(good.parent)
+    module = toy_module(monkeypatch, "toy1", passed("before"), error)
+    monkeypatch.setattr("mtp_export.verify.CHECKS", {"broken": Check("B", Level.FILES, (module,))})
+    report = tmp_path / "r.json"
+    outcome = run_program("verify", good.name, "--level", "files", "--report", report)
+    assert outcome.code == 6 and "planted" in outcome.err, outcome.err
+    assert "ship" not in outcome.err and not report.exists()
+
+
+@pytest.mark.parametrize(
+    "file", [CONFIG, TOKENIZER, MANIFEST, "main/model.safetensors.index.json", f"main/{SHARD}"]
+)
+def test_a_file_that_may_not_be_read_is_no_verdict(
+    file: str, good: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bundle = shutil.copytree(good, tmp_path / "bundle")
+    refused, real = {os.fspath(bundle / file), (bundle / file).name}, io.open
+
+    def opening(file: Any, *given: Any, **more: Any) -> Any:
+        if file in refused or os.fspath(file) in refused:
+            raise PermissionError(errno.EACCES, "Permission denied", file)
+        return real(file, *given, **more)
+
+    monkeypatch.setattr(io, "open", opening)
+    monkeypatch.setattr("builtins.open", opening)
+    outcome = run_program("verify", bundle, "--level", "weights", "--quiet")
+    assert outcome.code == 6 and "Permission denied" in outcome.err, outcome.err
+    assert "ship" not in outcome.err
+
+
+def test_a_file_that_is_no_file_is_the_bundles_fault(good: Path, tmp_path: Path) -> None:
+    bundle = shutil.copytree(good, tmp_path / "bundle")
+    for file in (TOKENIZER, "main/tokenizer_config.json"):
+        (bundle / file).unlink(missing_ok=True)
+        (bundle / file).mkdir()
+    code, _, report = verified(bundle, tmp_path)
+    assert code == 7
+    assert not [item for item in failed_items(report) if item.startswith("internal")]

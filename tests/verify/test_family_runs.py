@@ -40,7 +40,7 @@ def test_checks_that_run_the_model(model_type: str, tmp_path: Path) -> None:
             max_new_tokens=8,
             ks=(2,),
             stream=stream,
-            workdir=tmp_path,
+            workdir=tmp_path / "state",
         )
         context = Context.open(options, no_progress)
         names = ["stream"] if stream else [*PASSING[:-1], "acceptance", "controls"]

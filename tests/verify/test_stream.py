@@ -3,13 +3,15 @@ memory at a time, and an interrupted run resumes."""
 
 from __future__ import annotations
 
+import errno
+import fcntl
 import io
 import json
 import os
+import shutil
 import weakref
 from collections import Counter
-from collections.abc import Callable
-from dataclasses import replace
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -17,14 +19,16 @@ from typing import Any
 import pytest
 import torch
 
-from cases import export, read_json
+from cases import export, read_json, run_program
 from faults.matrix import no_progress
 from mtp_checkpoints.containers.base import TensorInfo
+from mtp_checkpoints.errors import UsageError
 from mtp_checkpoints.tensors.tensor_reader import TensorReader
 from mtp_export.verify.check import Item, Level, Status
 from mtp_export.verify.context import Context
 from mtp_export.verify.decoding import stream, stream_cost
 from mtp_export.verify.decoding.acceptance import conditional
+from mtp_export.verify.decoding.pass_folder import STATE_NAME, pass_folder
 from mtp_export.verify.evidence.decode import decode
 from mtp_export.verify.options import VerifyOptions
 from mtp_runtime.layers.decoder_layer import DecoderLayer
@@ -195,12 +199,88 @@ def test_a_few_layers_are_held_at_a_time_and_an_interrupted_run_resumes(
 def test_other_texts_do_not_resume(
     bundle: Path, engine: tuple[Path, list[float]], tmp_path: Path
 ) -> None:
-    one = context_of(bundle, engine[0], tmp_path)
+    context = context_of(bundle, engine[0], tmp_path)
     texts = Texts((Text((1, 2, 3), 1),))
     other = Texts((Text((1, 2, 4), 1),))
-    assert stream.checkpoint_path(one, texts) != stream.checkpoint_path(one, other)
-    elsewhere = replace(one, options=replace(one.options, workdir=tmp_path / "b"))
-    assert stream.checkpoint_path(elsewhere, texts).parent == tmp_path / "b"
+    assert stream._identity(context, texts) != stream._identity(context, other)
+
+
+def test_passes_at_once_have_folders_of_their_own(tmp_path: Path) -> None:
+    """The first to end leaves the other's state; a folder that was left is taken again."""
+    with pass_folder(tmp_path, "a") as first:
+        (first / STATE_NAME).write_text("first")
+        with pass_folder(tmp_path, "a") as second, pass_folder(tmp_path, "b") as other:
+            assert len({first, second, other}) == 3
+            (second / STATE_NAME).write_text("second")
+        assert [*tmp_path.iterdir()] == [first]
+        assert (first / STATE_NAME).read_text() == "first"
+    assert not [*tmp_path.iterdir()]
+    with pytest.raises(KeyboardInterrupt), pass_folder(tmp_path, "a") as first:
+        (first / STATE_NAME).write_text("left")
+        raise KeyboardInterrupt
+    with pass_folder(tmp_path, "a") as again:
+        assert (again / STATE_NAME).read_text() == "left"
+
+
+def test_a_folder_that_was_removed_meanwhile_is_not_taken(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its last user removes it between the opening of its lock and the locking."""
+    real, (folder,) = fcntl.flock, [tmp_path / "mtp-export-stream-a-0"]
+
+    def removed_first(lock: int, kind: int) -> None:
+        if (folder / "lock").exists():
+            shutil.rmtree(folder)
+        real(lock, kind)
+
+    monkeypatch.setattr(fcntl, "flock", removed_first)
+    with pass_folder(tmp_path, "a") as taken:
+        assert taken.name == "mtp-export-stream-a-1"
+
+
+def full(*given: object) -> None:
+    raise OSError(errno.ENOSPC, "No space left on device", "state.pt")
+
+
+def vanishing(self: StreamedModel, first: int) -> Iterator[DecoderLayer]:
+    for index in range(first, self.config.layers):
+        if index == 1:
+            shutil.rmtree(self.opened.folder.parents[1] / "state")
+        yield self.layer(index)
+
+
+@pytest.mark.parametrize(
+    ("owner", "name", "trouble"),
+    [
+        (os, "fsync", full),
+        (Path, "mkdir", lambda *given, **more: full()),
+        (fcntl, "flock", full),
+        (StreamedModel, "layers", vanishing),
+    ],
+)
+def test_trouble_with_the_workdir_is_no_verdict(
+    owner: Any,
+    name: str,
+    trouble: Callable[..., Any],
+    pristine: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A disk that fills up, and a folder that vanishes, end the command with another exit code."""
+    bundle, texts, state = (tmp_path / name for name in ("bundle", "texts.jsonl", "state"))
+    assert export(pristine, bundle, "--quiet").code == 0
+    texts.write_text(json.dumps({"prompt_token_ids": [*range(9)]}))
+    monkeypatch.setattr(owner, name, trouble)
+    options = ("--stream", "--prompts", texts, "--workdir", state, "--quiet")
+    outcome = run_program("verify", bundle, *options)
+    assert outcome.code == 6, outcome.err
+    assert "cannot keep its state" in outcome.err and "ship" not in outcome.err
+
+
+def test_a_workdir_in_the_bundle_is_refused(bundle: Path, tmp_path: Path) -> None:
+    for source, workdir in ((None, bundle / "main"), (tmp_path, tmp_path / "w")):
+        with pytest.raises(UsageError, match="--workdir"):
+            Context.open(VerifyOptions(bundle, source, workdir=workdir), no_progress)
 
 
 @pytest.mark.parametrize(
@@ -233,7 +313,7 @@ def test_a_damaged_state_is_not_resumed(
         patch.setattr(StreamedModel, "layer", _stop_at(2))
         with pytest.raises(KeyboardInterrupt):
             states()
-    (state,) = (tmp_path / "state").iterdir()
+    (state,) = (tmp_path / "state").glob("*/state.pt")
     state.write_bytes(damage(state.read_bytes()))
     assert torch.equal(states(), whole)
 

@@ -4,7 +4,6 @@ layer before the next is read; hidden states are kept on disk, so that a run res
 from __future__ import annotations
 
 import hashlib
-import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,11 +13,12 @@ from typing import Any
 import torch
 
 from mtp_checkpoints.errors import IoError
-from mtp_checkpoints.sources.files import make_folder, remove_temporaries, write_whole
+from mtp_checkpoints.sources.files import write_whole
 from mtp_export.progress import ProgressCallback
 from mtp_export.verify.check import WHOLE_CHECK, Item, measured, not_tested
 from mtp_export.verify.context import Context
 from mtp_export.verify.decoding.acceptance import diagnosed
+from mtp_export.verify.decoding.pass_folder import STATE_NAME, cannot_keep, pass_folder
 from mtp_export.verify.decoding.stream_cost import Cost, cost_of
 from mtp_export.verify.evidence.blocks import walked
 from mtp_export.verify.evidence.corpus import Corpus, judge
@@ -66,18 +66,19 @@ def texts_of(context: Context) -> tuple[Texts, bool]:
 
 @dataclass(frozen=True)
 class _Division:
-    """Texts of every rank, and the file in which each keeps its state; rank 0 has opened the model
-    already, and shows progress."""
+    """Texts of every rank, and the identity of the pass that takes them; rank 0 has opened the
+    model already, and shows progress."""
 
     bundle: Path
     device: str
+    workdir: Path | None
     texts: tuple[Texts, ...]
-    places: tuple[Path, ...]
+    identities: tuple[str, ...]
     opened: StreamedModel | None = None
     progress: Callable[[int], object] = int
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _Division, (self.bundle, self.device, self.texts, self.places)
+        return _Division, (self.bundle, self.device, self.workdir, self.texts, self.identities)
 
 
 def states_of(
@@ -91,8 +92,9 @@ def states_of(
     division = _Division(
         context.options.bundle,
         context.options.device,
+        context.options.workdir,
         texts=own,
-        places=tuple(checkpoint_path(context, part) for part in own),
+        identities=tuple(_identity(context, part) for part in own),
         opened=streamed,
         progress=lambda layers: progress(layers * each),
     )
@@ -120,9 +122,12 @@ def _passed(group: Group, division: _Division) -> torch.Tensor:
     """Pass the own texts through all layers; return the states of every rank's on rank 0."""
     device = group.device(division.device)
     streamed = division.opened or open_streamed(division.bundle, device)
-    texts, place = division.texts[group.rank], division.places[group.rank]
-    x = torch.empty(0, streamed.config.hidden)
-    if texts.texts:
+    texts = division.texts[group.rank]
+    counts = [len(part.tokens) for part in division.texts]
+    if not texts.texts:
+        return group.rows_to_first(torch.empty(0, streamed.config.hidden), counts)
+    with pass_folder(division.workdir, division.identities[group.rank]) as folder:
+        place = folder / STATE_NAME
         done, resumed = _resumed(place, (len(texts.tokens), streamed.config.hidden))
         x = streamed.embedded(texts.tokens) if resumed is None else resumed
         paged = PagedTexts.of(texts)
@@ -133,21 +138,17 @@ def _passed(group: Group, division: _Division) -> torch.Tensor:
             pass_through(next(layers), x, paged, chunks)
             _keep(place, index + 1, x)
             division.progress(1)
-    found = group.rows_to_first(x, [len(part.tokens) for part in division.texts])
-    place.unlink(missing_ok=True)
-    remove_temporaries(place)
-    return found
+        return group.rows_to_first(x, counts)
 
 
-def checkpoint_path(context: Context, texts: Texts) -> Path:
-    """The file that a pass over this bundle and these texts keeps its state in."""
+def _identity(context: Context, texts: Texts) -> str:
+    """Mark of a pass over this bundle, as it is now, and these texts."""
     identity = hashlib.sha256(repr(texts.texts).encode())
     for checkpoint in context.checkpoints:
         identity.update(checkpoint.config_sha256.encode())
         for shard in checkpoint.shards:
             identity.update(f"{shard.header_sha256} {shard.version}".encode())
-    folder = context.options.workdir or Path(tempfile.gettempdir())
-    return folder / f"mtp-export-stream-{identity.hexdigest()[:16]}.pt"
+    return identity.hexdigest()[:16]
 
 
 def _resumed(place: Path, shape: tuple[int, int]) -> tuple[int, torch.Tensor | None]:
@@ -172,15 +173,9 @@ def _keep(place: Path, layer: int, x: torch.Tensor) -> None:
             torch.save({"layer": layer, "hidden": x}, file)
 
     try:
-        make_folder(place.parent)
         write_whole(place, save)
     except (IoError, RuntimeError) as error:
-        raise IoError(
-            "The streamed pass cannot keep its state",
-            where=place,
-            found=getattr(error, "found", error),
-            todo="Give a --workdir with room for the activations",
-        ) from error
+        raise cannot_keep(place, error) from error
 
 
 def corpus_of(streamed: StreamedModel, texts: Texts, before: torch.Tensor) -> Corpus:

@@ -15,7 +15,15 @@ from mtp_checkpoints.sources.disk_queue import DiskQueue, disk_depth
 from mtp_checkpoints.tensors.reader import Checkpoint
 from mtp_export.bundle.journal import JOURNAL_NAME
 from mtp_export.progress import format_bytes, silent
-from mtp_export.verify.check import Item, Problem, ended_by, failed, not_tested, verdict
+from mtp_export.verify.check import (
+    Item,
+    Problem,
+    ended_by,
+    failed,
+    not_tested,
+    raise_trouble,
+    verdict,
+)
 from mtp_export.verify.diagnosis.causes import files as causes
 from mtp_export.verify.evidence.part_walk import WalkPlan, recorded_checksums
 from mtp_runtime.drafters import extra_drafts
@@ -33,19 +41,21 @@ READ_BY_ENGINES = (
 
 def opened(context: Context) -> Iterator[Item]:
     """The manifest and each part, with the error of one that could not be opened."""
-    yield _opened_item("manifest", context.manifest_error)
+    bundle = context.options.bundle
+    yield _opened_item("manifest", context.manifest_error, bundle)
     listed = (context.manifest or {}).get("parts", {})
     drafts = (context.extra_draft_part(name) for name in extra_drafts() if name in listed)
     for part in (*context.parts, *filter(None, drafts)):
-        yield _opened_item(f"{part.name}: headers and index", part.error)
+        yield _opened_item(f"{part.name}: headers and index", part.error, bundle)
 
 
-def _opened_item(name: str, error: Exception | None) -> Item:
+def _opened_item(name: str, error: Exception | None, bundle: Path) -> Item:
     if error is None:
         return verdict(name, [])
+    raise_trouble(error, bundle)
     if isinstance(error, MtpExportError):
         return verdict(name, [Problem(str(error.where), str(error))])
-    return ended_by(error)
+    return ended_by(error, bundle)
 
 
 def run(context: Context) -> Iterator[Item]:

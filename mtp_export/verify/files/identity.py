@@ -12,7 +12,7 @@ from mtp_checkpoints.quantization.native import DTYPE_KEYS, QUANTIZATION
 from mtp_checkpoints.sources.strict_json import read_json_object
 from mtp_checkpoints.tensors.bundle_folder import MAIN
 from mtp_export.schemes.scheme import GRAFTED
-from mtp_export.verify.check import Item, Problem, not_tested, verdict
+from mtp_export.verify.check import Item, Problem, not_tested, raise_trouble, verdict
 from mtp_export.verify.diagnosis.causes import files as causes
 
 if TYPE_CHECKING:
@@ -87,6 +87,7 @@ def _tokenizer(part: BundlePart) -> Item:
     try:
         entries = list(_entries(read_json_object(path)))
     except MtpExportError as error:
+        raise_trouble(error, part.folder)
         return verdict(name, [Problem(str(path), str(error))])
     ids = {token: number for token, number in entries if _is_id(token, number)}
     odd = [pair for pair in entries if not _is_id(*pair)]
@@ -131,6 +132,7 @@ def _special_tokens(
     try:
         settings = read_json_object(path)
     except MtpExportError as error:
+        raise_trouble(error, part.folder)
         yield str(error)
         return
     for key in ("bos_token", "eos_token"):

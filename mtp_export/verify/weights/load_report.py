@@ -8,7 +8,7 @@ from functools import partial
 from pathlib import Path
 
 from mtp_checkpoints.errors import MtpExportError, ResourceError, UnsupportedError
-from mtp_export.verify.check import Item, failed, not_tested, passed
+from mtp_export.verify.check import Item, failed, not_tested, passed, raise_trouble
 from mtp_export.verify.context import Context
 
 
@@ -37,6 +37,7 @@ def _loaded(context: Context, name: str, load: Callable[[], Item], where: Path |
     except (UnsupportedError, ResourceError) as error:
         return not_tested(name, str(error))
     except MtpExportError as error:
+        raise_trouble(error, context.options.bundle)
         return failed(name, str(error), subject=str(where or error.where))
 
 
