@@ -8,14 +8,21 @@ the same.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from statistics import median, quantiles
 
-from mtp_export.verify.check import Item, measured
+from mtp_export.verify.check import Item, measured, not_tested
 from mtp_export.verify.context import Context
 from mtp_export.verify.decoding.acceptance import conditional
 from mtp_export.verify.evidence.corpus import Corpus
-from mtp_export.verify.evidence.decode import Build, Decoded, PassThroughDrafter, decode
+from mtp_export.verify.evidence.decode import (
+    Build,
+    Decoded,
+    PassThroughDrafter,
+    Run,
+    new_run,
+)
 from mtp_export.verify.evidence.extra_drafts import ExtraDraft
 from mtp_export.verify.evidence.prompts import Prompt
 from mtp_runtime.acceptance.base import Draft
@@ -28,7 +35,10 @@ from mtp_runtime.sampling import SamplingParams
 _BATCHES = (1, 4)
 _MOST_TOKENS = 32
 _PROMPT_TOKENS = 32
-_TURNS = 3
+_TURNS = 5
+# The least cost of a step with drafts over one without that is no contradiction, but for noise.
+_LEAST_V = 0.95
+_TOO_BUSY = "this machine is too busy to tell"
 
 
 @dataclass
@@ -50,124 +60,197 @@ class TimedDrafter(PassThroughDrafter):
 
 
 @dataclass(frozen=True)
-class Timing:
-    """Duration of a run after its first token, and the output tokens and target steps in it."""
-
-    seconds: float
-    tokens: int
-    steps: int
-    drafting_seconds: float
-
-    @property
-    def per_token(self) -> float:
-        return self.seconds / max(1, self.tokens)
-
-    @property
-    def per_step(self) -> float:
-        return self.seconds / max(1, self.steps)
-
-
-def run(context: Context) -> Iterator[Item]:
-    """One item per batch and k, then the recommended k."""
-    corpus = context.corpus
-    best: dict[int, tuple[float, int]] = {}
-    losses: list[str] = []
-    for batch in [b for b in _BATCHES if b <= len(corpus.prompts)]:
-        prompts = [p[:_PROMPT_TOKENS] for p in corpus.prompts[:batch]]
-        for k in context.options.ks:
-            plain, found = in_turns(corpus, prompts, k)
-            gain = gain_of(plain, found)
-            best[batch] = max(best.get(batch, (1.0, 0)), (gain, k))
-            if gain < 1:
-                losses.append(f"batch {batch} with k={k}")
-            yield _speedup(expected_length(corpus, k), plain=plain, found=found, batch=batch, k=k)
-    advice = ", ".join(f"k={k} ({gain:.2f}x) at batch {b}" for b, (gain, k) in best.items() if k)
-    figure = f"use {advice}" if advice else "use none: every k was slower"
-    if losses:
-        figure += f"; loses at {', '.join(losses)}"
-    data = {str(batch): {"k": k, "speedup": gain} for batch, (gain, k) in best.items()}
-    yield measured("recommended k", figure, {"recommended": data})
-    for extra in context.extra_drafts:
-        yield from _of_extra(corpus, extra, context.options.ks)
-
-
-def _of_extra(corpus: Corpus, extra: ExtraDraft, ks: Sequence[int]) -> Iterator[Item]:
-    """One item per batch and k with an extra draft."""
-    for batch in [b for b in _BATCHES if b <= len(corpus.prompts)]:
-        prompts = [p[:_PROMPT_TOKENS] for p in corpus.prompts[:batch]]
-        for k in ks:
-            plain, found = in_turns(corpus, prompts, k, extra)
-            length = length_of(extra.speculative(corpus.prompts, corpus.params, k), k)
-            item = _speedup(length, plain=plain, found=found, batch=batch, k=k)
-            data = {"method": extra.method, **item.data}
-            yield measured(f"{extra.method}, {item.name}", item.figure, data)
-
-
-def in_turns(
-    corpus: Corpus, prompts: list[Prompt], k: int, extra: ExtraDraft | None = None
-) -> tuple[Timing, Timing]:
-    """Plain and speculative decoding, one right after the other, so that a machine that is slow for
-    a while is slow for both; of a few such turns the one of median gain."""
-    turns = [
-        (_timed(corpus, prompts, None), _timed(corpus, prompts, _Way.of(corpus, extra, k)))
-        for _ in range(_TURNS)
-    ]
-    return sorted(turns, key=lambda turn: gain_of(*turn))[_TURNS // 2]
-
-
-@dataclass(frozen=True)
-class _Way:
-    """A way to decode with k drafts."""
+class Way:
+    """A way to decode, with k drafts per step; plain decoding has no drafter to build."""
 
     model: Model
-    build: Build
-    k: int
+    build: Build | None = None
+    k: int = 1
 
     @classmethod
-    def of(cls, corpus: Corpus, extra: ExtraDraft | None, k: int) -> _Way:
+    def of(cls, corpus: Corpus, extra: ExtraDraft | None, k: int) -> Way:
+        """Return the way with the MTP module, or with an extra draft."""
         if extra is None:
             return cls(corpus.model, DRAFTERS["mtp"].build, k)
         return cls(extra.model, extra.draft.build, k)
 
 
-def gain_of(plain: Timing, found: Timing) -> float:
-    """The speedup of one run over the other."""
-    return plain.per_token / found.per_token
+@dataclass
+class Pace:
+    """Steps of a way to decode, each beside the step of plain decoding that was next to it.
+
+    ratios: the step's duration over the plain one's. drafting: that of its drafts over the same.
+    tokens: output tokens of all steps, per request.
+    """
+
+    k: int
+    ratios: list[float] = field(default_factory=list)
+    drafting: list[float] = field(default_factory=list)
+    tokens: float = 0.0
+
+    @property
+    def _steps(self) -> Iterator[tuple[float, float]]:
+        return zip(self.ratios, self.drafting, strict=True)
+
+    @property
+    def tokens_per_step(self) -> float:
+        return self.tokens / len(self.ratios)
+
+    @property
+    def c(self) -> float:
+        return median(self.drafting) / self.k
+
+    @property
+    def v(self) -> float:
+        return median(ratio - drafting for ratio, drafting in self._steps)
+
+    @property
+    def gain(self) -> float:
+        """The speedup over plain decoding."""
+        return self.tokens_per_step / median(self.ratios)
+
+    @property
+    def spread(self) -> tuple[float, float]:
+        """Quartiles of the speedup by single steps."""
+        ratios = self.ratios if len(self.ratios) > 1 else self.ratios * 2  # one has no quantiles
+        low, _, high = quantiles(ratios, n=4, method="inclusive")
+        return self.tokens_per_step / high, self.tokens_per_step / low
+
+    @property
+    def contradicts(self) -> bool:
+        """True for figures that other load alone explains: a step with drafts that is cheaper than
+        one without, and so a speedup above the tokens per step."""
+        return self.v < _LEAST_V or self.gain * _LEAST_V > self.tokens_per_step
 
 
-def _timed(corpus: Corpus, prompts: list[Prompt], way: _Way | None) -> Timing:
-    """The timing of one run, without prompts and first tokens; plain decoding without a way."""
-    tokens = max(4, min(_MOST_TOKENS, corpus.new_tokens // 2))
-    params = SamplingParams(max_tokens=tokens, ignore_eos=True)
-    timed: list[TimedDrafter] = []
+@dataclass
+class _TimedRun:
+    """A run that goes on step by step, each of which is timed."""
 
-    if way is None:
-        decoded = decode(corpus.model, prompts, params)
-    else:
+    run: Run
+    drafter: list[TimedDrafter]
+
+    @classmethod
+    def of(cls, way: Way, prompts: Sequence[Prompt], params: SamplingParams) -> _TimedRun:
+        timed: list[TimedDrafter] = []
 
         def build(parts: DrafterParts) -> Drafter:
+            assert way.build is not None
             timed.append(TimedDrafter(way.build(parts)))
             return timed[0]
 
-        decoded = decode(way.model, prompts, params, k=way.k, build=build)
-    first = max(r.metrics.first_token_seconds for r in decoded.requests)
-    last = max(r.metrics.finished_seconds for r in decoded.requests)
-    output = max(r.metrics.output_tokens for r in decoded.requests) - 1
-    steps = max(r.metrics.target_steps for r in decoded.requests) - 1
-    drafting = timed[0].seconds if timed else 0.0
-    return Timing(seconds=last - first, tokens=output, steps=steps, drafting_seconds=drafting)
+        run = new_run(way.model, prompts, params, k=way.k, build=build if way.build else None)
+        for request in run.requests:
+            run.engine.add(request)
+        return cls(run, timed)
+
+    @property
+    def output_tokens(self) -> int:
+        return sum(len(request.output) for request in self.run.requests)
+
+    def step(self) -> tuple[float, float] | None:
+        """Run a step; return its seconds and those of drafting, None for one that did not decode
+        every request."""
+        requests = self.run.requests
+        if not self.run.engine.has_work:
+            return None
+        decodes = all(request.output and request.finish_reason is None for request in requests)
+        before = sum(timed.seconds for timed in self.drafter)
+        start = time.perf_counter()
+        self.run.engine.step()
+        seconds = time.perf_counter() - start
+        drafting = sum(timed.seconds for timed in self.drafter) - before
+        return (seconds, drafting) if decodes else None
 
 
-def _speedup(length: float, *, plain: Timing, found: Timing, batch: int, k: int) -> Item:
-    """The measured speedup, and the predicted E[L] / (v + k c)."""
-    drafting = found.drafting_seconds / max(1, found.steps)
-    v = max(0.0, found.per_step - drafting) / plain.per_step
-    c = drafting / k / plain.per_step
-    gain = gain_of(plain, found)
-    predicted = length / (v + k * c) if v + c else float("nan")
-    figure = f"{gain:.2f}x, predicted {predicted:.2f}x (v {v:.2f}, c {c:.3f}, E[L] {length:.2f})"
-    data = {"batch": batch, "k": k, "measured": gain, "predicted": predicted, "v": v, "c": c}
-    return measured(f"batch {batch}, k={k}", figure, data | {"expected_length": length})
+def run(context: Context) -> Iterator[Item]:
+    """One item per batch and k, then the recommended k."""
+    corpus, ks = context.corpus, context.options.ks
+    best: dict[int, tuple[float, int]] = {}
+    losses, unknown = list[str](), list[str]()
+    for batch in _batches(corpus):
+        for pace in paces(corpus, batch, [Way.of(corpus, None, k) for k in ks]):
+            k = pace.k
+            yield speedup(f"batch {batch}, k={k}", expected_length(corpus, k), pace, batch=batch)
+            if not pace.ratios or pace.contradicts:
+                unknown.append(f"batch {batch} with k={k}")
+                continue
+            best[batch] = max(best.get(batch, (1.0, 0)), (pace.gain, k))
+            if pace.gain < 1:
+                losses.append(f"batch {batch} with k={k}")
+    yield _recommended(best, losses, unknown)
+    for extra in context.extra_drafts:
+        yield from _of_extra(corpus, extra, ks)
+
+
+def _recommended(
+    best: Mapping[int, tuple[float, int]], losses: Sequence[str], unknown: Sequence[str]
+) -> Item:
+    """The best k of each batch, of those whose figures are sound."""
+    name = "recommended k"
+    if not best:
+        return not_tested(name, _TOO_BUSY)
+    advice = ", ".join(f"k={k} ({gain:.2f}x) at batch {b}" for b, (gain, k) in best.items() if k)
+    figure = f"use {advice}" if advice else "use none: every k was slower"
+    if losses:
+        figure += f"; loses at {', '.join(losses)}"
+    if unknown:
+        figure += f"; {_TOO_BUSY} of {', '.join(unknown)}"
+    data = {str(batch): {"k": k, "speedup": gain} for batch, (gain, k) in best.items()}
+    return measured(name, figure, {"recommended": data})
+
+
+def _batches(corpus: Corpus) -> list[int]:
+    return [batch for batch in _BATCHES if batch <= len(corpus.prompts)]
+
+
+def _of_extra(corpus: Corpus, extra: ExtraDraft, ks: Sequence[int]) -> Iterator[Item]:
+    """One item per batch and k with an extra draft."""
+    for batch in _batches(corpus):
+        for pace in paces(corpus, batch, [Way.of(corpus, extra, k) for k in ks]):
+            k = pace.k
+            length = length_of(extra.speculative(corpus.prompts, corpus.params, k), k)
+            name = f"{extra.method}, batch {batch}, k={k}"
+            yield speedup(name, length, pace, batch=batch, method=extra.method)
+
+
+def paces(corpus: Corpus, batch: int, ways: Sequence[Way]) -> list[Pace]:
+    """Decode some prompts in several ways, which take turns step by step with plain decoding: what
+    slows the machine down for a while slows all of them, and medians leave it out."""
+    prompts = [prompt[:_PROMPT_TOKENS] for prompt in corpus.prompts[:batch]]
+    tokens = max(4, min(_MOST_TOKENS, corpus.new_tokens // 2))
+    params = SamplingParams(max_tokens=tokens, ignore_eos=True)
+    found = [Pace(way.k) for way in ways]
+    for _ in range(_TURNS):
+        plain, *others = (_TimedRun.of(way, prompts, params) for way in (Way(corpus.model), *ways))
+        while plain.run.engine.has_work:
+            base = plain.step()
+            for pace, other in zip(found, others, strict=True):
+                before = other.output_tokens
+                step = other.step()
+                if base is not None and step is not None:
+                    pace.ratios.append(step[0] / base[0])
+                    pace.drafting.append(step[1] / base[0])
+                    pace.tokens += (other.output_tokens - before) / batch
+    return found
+
+
+def speedup(name: str, length: float, pace: Pace, **labels: object) -> Item:
+    """The measured speedup with its spread, and the predicted E[L] / (v + k c)."""
+    if not pace.ratios:
+        return not_tested(name, "no step decodes every prompt: give a larger --max-new-tokens")
+    k, v, c, gain, (low, high) = pace.k, pace.v, pace.c, pace.gain, pace.spread
+    predicted = length / (v + k * c) if v + c > 0 else float("nan")
+    figure = (
+        f"{gain:.2f}x [{low:.2f}, {high:.2f}], predicted {predicted:.2f}x (v {v:.2f}, c {c:.3f},"
+        f" E[L] {length:.2f})"
+    )
+    data = {**labels, "k": k, "measured": gain, "predicted": predicted, "v": v, "c": c}
+    data |= {"expected_length": length, "low": low, "high": high}
+    if pace.contradicts:
+        reason = f"{_TOO_BUSY}: no step with drafts takes {v:.2f} of one without"
+        return not_tested(name, reason, figure=figure, data=data)
+    return measured(name, figure, data)
 
 
 def expected_length(corpus: Corpus, k: int) -> float:

@@ -103,6 +103,16 @@ class Decoded:
         return [tuple(request.output) for request in self.requests]
 
 
+@dataclass(frozen=True)
+class Run:
+    """An engine that has begun nothing yet, its requests in the order of their prompts, and what
+    records its proposals."""
+
+    engine: Engine
+    requests: tuple[Request, ...]
+    recorder: Recorder
+
+
 def decode(
     model: Model,
     prompts: Sequence[Prompt],
@@ -113,7 +123,23 @@ def decode(
     build: Build | None = None,
     draft_model: Model | None = None,
 ) -> Decoded:
-    """Decode prompts to their end; `build` replaces DRAFTERS[method].
+    """Decode prompts to their end; `build` replaces DRAFTERS[method]."""
+    run = new_run(model, prompts, params, method=method, k=k, build=build, draft_model=draft_model)
+    events = tuple(run.engine.run(run.requests))
+    return Decoded(run.requests, events, tuple(run.recorder.proposals))
+
+
+def new_run(
+    model: Model,
+    prompts: Sequence[Prompt],
+    params: SamplingParams | Sequence[SamplingParams],
+    *,
+    method: str = "none",
+    k: int = 1,
+    build: Build | None = None,
+    draft_model: Model | None = None,
+) -> Run:
+    """Make an engine for prompts, whose requests are still to be added; `build` as in decode.
 
     Freed cache slots are filled with NaN, so that reading one shows.
     """
@@ -140,5 +166,4 @@ def decode(
         Request(number, prompt, own, model.config.eos_token_ids)
         for number, (prompt, own) in enumerate(zip(prompts, each, strict=True))
     )
-    events = tuple(engine.run(requests))
-    return Decoded(requests, events, tuple(recorders[0].proposals))
+    return Run(engine, requests, recorders[0])

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from mtp_export.progress import format_bytes
+from mtp_export.verify.check import Status
 from mtp_export.verify.report.plots import MOST_SERIES, Bar, Interval, Line, bars, intervals, lines
 from mtp_export.verify.report.report import Report
 
@@ -28,9 +29,10 @@ def charts(report: Report) -> tuple[Chart, ...]:
 
 
 def _data(report: Report, check: str, *keys: str) -> Iterator[dict[str, Any]]:
-    """Data of a check's items that have all these keys."""
+    """Data of a check's items that have all these keys, but for what could not be told."""
     for result, item in report.items:
-        if result.name == check and all(key in item.data for key in keys):
+        is_told = result.name == check and item.status is not Status.NOT_TESTED
+        if is_told and all(key in item.data for key in keys):
             yield dict(item.data)
 
 
