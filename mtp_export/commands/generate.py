@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -22,6 +23,8 @@ if TYPE_CHECKING:
     from mtp_runtime.prompts import Prompt
 
 _ACCEPTED_STYLE = "green"
+# A share of the time that threads waited for a processor from which rates are those of other load.
+_BUSY = 0.1
 
 
 @dataclass(frozen=True)
@@ -144,16 +147,33 @@ def _report(llm: LLM, decoding: Decoding, reporting: Reporting) -> None:
     """Decode, and print the texts and the figures; loading and compiling are over."""
     from mtp_runtime import summarise
 
-    start = time.monotonic()
+    start, before = time.monotonic(), _processor_seconds()
     outputs = _decode(llm, decoding, silent=reporting.as_json)
     summary = summarise([output.metrics for output in outputs], time.monotonic() - start)
+    computed, waited = map(float.__sub__, _processor_seconds(), before)
+    waiting = waited / (computed + waited) if computed > 0 else 0.0
     facts = _facts(decoding.asked, outputs, summary)
     facts["speculate_method"] = llm.engine.config.speculation.method
+    facts["waiting_for_processors"] = waiting
     table = summary_table(summary, [output.metrics for output in outputs])
+    if waiting > _BUSY:
+        table.add_row("this machine is too busy to tell: waiting for processors", f"{waiting:.0%}")
     table.add_row("drafts by", facts["speculate_method"])
     if not decoding.params[0].greedy:
         table.add_row("seed of the first prompt", str(outputs[0].seed))
     print_result(facts, table, reporting)
+
+
+def _processor_seconds() -> tuple[float, float]:
+    """Return the seconds that the threads of this process have computed, and have waited for a
+    processor that others had, by the kernel's account; zeros where it keeps none."""
+    computed = waited = 0.0
+    with suppress(OSError, ValueError):
+        for thread in Path("/proc/self/task").iterdir():
+            with suppress(OSError):  # it has ended
+                words = (thread / "schedstat").read_text().split()
+                computed, waited = computed + int(words[0]) / 1e9, waited + int(words[1]) / 1e9
+    return computed, waited
 
 
 def _require_texts(asked: Sequence[Prompt]) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
@@ -13,6 +14,7 @@ import torch
 
 from cases import run_program
 from mtp_checkpoints.errors import MtpExportError, UsageError
+from mtp_export.commands import generate
 from mtp_runtime import LLM, RequestMetrics, SamplingParams, TokenEvent, summarise
 from mtp_runtime import llm as llm_module
 from mtp_runtime.memory import bound_device, cache_tokens_within, resident_bytes
@@ -154,6 +156,29 @@ def test_generate_command_json(trained: Path, tmp_path: Path) -> None:
     assert [output["prompt"] for output in facts["outputs"]] == ["Once upon a time", [5, 6, 7]]
     assert all(len(output["token_ids"]) <= 6 for output in facts["outputs"])
     assert facts["summary"]["acceptance"][0]["verified"] > 0
+
+
+@pytest.mark.parametrize(("waited", "busy"), [(0.9, True), (0.1, False), (0.0, False)])
+def test_generate_says_that_the_machine_is_busy(
+    waited: float, busy: bool, trained: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By what its threads waited for processors beside two seconds of computing."""
+    seconds = iter([(5.0, 7.0), (7.0, 7.0 + waited)] * 2)
+    monkeypatch.setattr(generate, "_processor_seconds", lambda: next(seconds))
+    options = (str(trained), "--prompt", "a b", "--max-new-tokens", "4")
+    assert ("too busy to tell" in invoke(*options)) is busy
+    facts = json.loads(invoke(*options, "--json"))
+    assert facts["waiting_for_processors"] == pytest.approx(waited / (2 + waited))
+
+
+def test_the_kernel_tells_what_threads_computed() -> None:
+    before = generate._processor_seconds()
+    if before == (0.0, 0.0):
+        pytest.skip("this kernel keeps no account")
+    end = time.process_time() + 0.05
+    while time.process_time() < end:
+        pass
+    assert generate._processor_seconds()[0] - before[0] > 0.02
 
 
 def test_generate_drafts_where_there_is_a_module(trained: Path, trained_bundle: Path) -> None:
