@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import Protocol
 
 
@@ -9,6 +11,10 @@ class ProgressCallback(Protocol):
     """Takes the bytes just done; callable from any thread."""
 
     def __call__(self, done_bytes: int) -> None: ...
+
+
+# Opens the progress bar of a step of a number of bytes; the callback takes the bytes just done.
+ShowProgress = Callable[[str, int], AbstractContextManager[ProgressCallback]]
 
 
 def silent(done_bytes: int) -> None:

@@ -76,7 +76,8 @@ FLOORS: tuple[tuple[str, ...], ...] = (
     ("mtp_export.schemes",),
     ("mtp_export.bundle",),
     ("mtp_export.verify.check",),
-    ("mtp_export.verify.options", "mtp_export.verify.gates", "mtp_export.verify.evidence"),
+    ("mtp_export.verify.options",),
+    ("mtp_export.verify.gates", "mtp_export.verify.evidence"),
     ("mtp_export.verify.context", "mtp_export.verify.diagnosis"),
     (
         "mtp_export.verify.files",

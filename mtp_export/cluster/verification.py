@@ -44,7 +44,7 @@ def read_on_cluster(address: str, context: Context) -> None:
 
     Raises what run_tasks and read_share do.
     """
-    plans = {part.name: context.walk_plan(part.name) for part in context.opened_parts}
+    plans = {part: context.walks.plan(part) for part in context.checkpoints}
     keys = [share for part, plan in plans.items() for share in _shares(part, plan.size_bytes)]
     if not keys:
         return
@@ -61,7 +61,7 @@ def read_on_cluster(address: str, context: Context) -> None:
 
         def take(key: PartShare, result: tuple[Known, int]) -> None:
             known, size_bytes = result
-            context.learn(key.part, known)
+            context.walks.learn(key.part, known)
             progress(size_bytes)
 
         run_tasks(address, tasks, take)
@@ -87,7 +87,7 @@ def read_share(verification: Verification, key: PartShare) -> tuple[Known, int]:
             todo="Give all machines the same files at the same paths, let nothing write them"
             " meanwhile, and run the same command again",
         )
-    plan, known = context.walk_share(key.part, key.share)
+    plan, known = context.walks.share(key.part, key.share)
     return known, plan.size_bytes
 
 

@@ -160,11 +160,12 @@ def _read_share(options: VerifyOptions, share: Share, *, quiet: bool) -> tuple[d
 
     start = time.monotonic()
     context = Context.open(options, partial(progress_bar, quiet=quiet))
-    assert context.findings is not None, "there is a --workdir"
+    findings = context.walks.findings
+    assert findings is not None, "there is a --workdir"
     size_bytes = 0
-    for part in context.opened_parts:
-        plan, known = context.walk_share(part.name, share)
-        context.findings.keep(part.name, share, known)
+    for part in context.checkpoints:
+        plan, known = context.walks.share(part, share)
+        findings.keep(part, share, known)
         size_bytes += plan.size_bytes
     seconds = time.monotonic() - start
     facts = {

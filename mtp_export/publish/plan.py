@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import os
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -23,7 +22,7 @@ from mtp_checkpoints.sources.files import read_failure
 from mtp_checkpoints.sources.hub import model_uri
 from mtp_checkpoints.sources.hub_client import HubClient, is_listed
 from mtp_checkpoints.tensors.manifest import manifest_sha256
-from mtp_export.progress import ProgressCallback
+from mtp_export.progress import ProgressCallback, ShowProgress
 from mtp_export.publish.base_model import BaseModel, base_model
 from mtp_export.publish.card import card_files
 from mtp_export.publish.content import Content, Shard, read_content
@@ -38,9 +37,6 @@ from mtp_export.verify.report.report import Report, verdict_words
 _HASHING_WORKERS = min(4, os.cpu_count() or 1)
 _HASHED_BYTES = 1 << 20  # at once
 _NAMED = 3
-
-# Opens the progress bar of a step of a number of bytes; the callback takes the bytes just done.
-ShowProgress = Callable[[str, int], AbstractContextManager[ProgressCallback]]
 
 
 @dataclass(frozen=True)

@@ -12,9 +12,9 @@ from huggingface_hub import CommitOperationAdd, CommitOperationDelete
 from huggingface_hub.hf_api import RepoFile
 
 from mtp_checkpoints.errors import IoError, MtpExportError, VerificationError
-from mtp_export.progress import ProgressCallback
+from mtp_export.progress import ProgressCallback, ShowProgress
 from mtp_export.publish.content import Shard
-from mtp_export.publish.plan import PushPlan, ShowProgress, digests_of, has_bytes, has_digest
+from mtp_export.publish.plan import PushPlan, digests_of, has_bytes, has_digest
 from mtp_export.publish.repository import CopyRefused, Operation, SentFile, State
 
 

@@ -4,8 +4,7 @@ loaded model that all engines share."""
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
@@ -14,16 +13,12 @@ from mtp_checkpoints.containers.base import CONFIG_NAME
 from mtp_checkpoints.errors import InvalidInputError, MtpExportError
 from mtp_checkpoints.layouts import TARGETS
 from mtp_checkpoints.layouts.base import Target
-from mtp_checkpoints.sources.disk_queue import DiskQueue, disk_depth
 from mtp_checkpoints.tensors.bundle_folder import MAIN, MTP, open_checkpoint
 from mtp_checkpoints.tensors.manifest import MANIFEST_NAME, manifest_sha256, read_manifest
 from mtp_checkpoints.tensors.reader import Checkpoint
-from mtp_checkpoints.weights.weight_values import WeightOnDisk, weights_on_disk
 from mtp_export import __version__
-from mtp_export.bundle.options import Share
 from mtp_export.paths import refuse_overlaps
-from mtp_export.progress import ProgressCallback
-from mtp_export.verify.check import Level
+from mtp_export.progress import ShowProgress
 from mtp_export.verify.evidence.bundle_parts import (
     BundlePart,
     PartLayout,
@@ -32,15 +27,9 @@ from mtp_export.verify.evidence.bundle_parts import (
     likely_target,
     why_too_large,
 )
-from mtp_export.verify.evidence.findings import Findings, Known
-from mtp_export.verify.evidence.part_walk import (
-    PartWalk,
-    WalkPlan,
-    known_of,
-    recorded_checksums,
-)
 from mtp_export.verify.evidence.prompts import GivenText, Prompt, choose_prompts
 from mtp_export.verify.evidence.source_weights import SourceWeights
+from mtp_export.verify.evidence.walks import Walks
 from mtp_export.verify.options import VerifyOptions
 from mtp_runtime.drafters import draft_folders
 
@@ -49,9 +38,6 @@ if TYPE_CHECKING:
     from mtp_export.verify.evidence.extra_drafts import ExtraDraft
     from mtp_runtime.models.load import Loaded, LoadOptions
     from mtp_runtime.parallel.group import Group
-
-# Opens the progress bar of a step of a number of bytes; the callback takes the bytes just done.
-ShowProgress = Callable[[str, int], AbstractContextManager[ProgressCallback]]
 
 
 @dataclass(frozen=True)
@@ -72,9 +58,6 @@ class Context:
     show_progress: ShowProgress
     group: Group | None = None
     _loaded: dict[LoadOptions, Loaded] = field(default_factory=dict)
-    _plans: dict[str, WalkPlan] = field(default_factory=dict)
-    _known: dict[str, Known] = field(default_factory=dict)
-    _walks: dict[str, PartWalk] = field(default_factory=dict)
     _drafts: dict[str, ExtraDraft] = field(default_factory=dict)
 
     @classmethod
@@ -148,25 +131,19 @@ class Context:
         options: Mapping[str, Any] = (self.manifest or {}).get("options", {})
         return options
 
-    @property
-    def opened_parts(self) -> tuple[BundlePart, ...]:
-        """The parts that could be opened."""
-        return tuple(part for part in self.parts if part.checkpoint is not None)
-
-    @property
-    def checkpoints(self) -> tuple[Checkpoint, ...]:
-        """Checkpoints of the parts that could be opened."""
-        return tuple(part.checkpoint for part in self.parts if part.checkpoint is not None)
+    @cached_property
+    def checkpoints(self) -> Mapping[str, Checkpoint]:
+        """Checkpoints of the parts that could be opened, by name."""
+        opened = ((part.name, part.checkpoint) for part in self.parts)
+        return {name: checkpoint for name, checkpoint in opened if checkpoint is not None}
 
     @property
     def main(self) -> Checkpoint | None:
-        part = self.part(MAIN)
-        return None if part is None else part.checkpoint
+        return self.checkpoints.get(MAIN)
 
     @property
     def mtp(self) -> Checkpoint | None:
-        part = self.part(MTP)
-        return None if part is None else part.checkpoint
+        return self.checkpoints.get(MTP)
 
     @cached_property
     def target(self) -> Target:
@@ -174,14 +151,14 @@ class Context:
         name = self.recorded("target")
         if isinstance(name, str) and name in TARGETS:
             return TARGETS[name]
-        return likely_target(self.mtp, layer_count(self.checkpoints))
+        return likely_target(self.mtp, layer_count(self.checkpoints.values()))
 
     def layout(self, part: BundlePart) -> PartLayout:
         """The tensors that an opened part must hold.
 
         Raises what stored_model and stored_draft raise for a config that cannot be followed.
         """
-        return layout_of(part, self.target, layer_count(self.checkpoints))
+        return layout_of(part, self.target, layer_count(self.checkpoints.values()))
 
     @cached_property
     def layouts(self) -> tuple[PartLayout, ...]:
@@ -201,90 +178,32 @@ class Context:
         """The source's weights, None without a source. Raises as stored_model."""
         return None if self.source is None else SourceWeights.of(self.source)
 
-    def recorded_checksums(self, part: str) -> Mapping[str, str]:
-        """Checksums of an opened part's tensors that the manifest records, in file order."""
-        opened = self.part(part)
-        assert opened is not None and opened.checkpoint is not None
-        entry = (self.manifest or {}).get("parts", {}).get(part) or {}
-        return recorded_checksums(opened.checkpoint, entry)
-
-    def walk(self, part: str) -> PartWalk:
-        """Findings of the one walk over an opened part's bytes, which happens on first use.
-
-        It reads the tensors whose checksums are compared and, from level weights on, all weights,
-        beside the source's, but for those that were read elsewhere. Raises IoError for a tensor of
-        the part that cannot be read.
-        """
-        if part not in self._walks:
-            plan, known = self.walk_plan(part), self._known.get(part, Known())
-            if self.findings is not None:
-                known |= self.findings.of(part)
-            walk = self._walked(part, plan.without(known))
-            self._walks[part] = plan.joined(known, walk)
-        return self._walks[part]
-
-    def walk_share(self, part: str, share: Share) -> tuple[WalkPlan, Known]:
-        """Read a share of what the walk over a part would; return what was read, and the findings
-        (IoError)."""
-        plan = self.walk_plan(part).of_share(share)
-        return plan, known_of(self._walked(part, plan))
-
-    def learn(self, part: str, known: Known) -> None:
-        """Take findings about a part that was read elsewhere: its walk does not read them again."""
-        self._known[part] = self._known.get(part, Known()) | known
-
-    def _walked(self, part: str, plan: WalkPlan) -> PartWalk:
-        with (
-            self.show_progress(f"{part}: tensors", plan.size_bytes) as progress,
-            DiskQueue(disk_depth(self.options.bundle)) as queue,
-        ):
-            return plan.run(self.options.workers, queue, progress)
-
     @cached_property
-    def findings(self) -> Findings | None:
-        """Findings of shares in --workdir about bundle and source as they are now; None without a
-        folder."""
-        if self.options.workdir is None:
-            return None
-        return Findings(self.options.workdir, self.identity)
+    def walks(self) -> Walks:
+        """The walks over the bytes of the parts."""
+        try:
+            source = self.source_weights
+        except MtpExportError:  # check `weights` says why the source cannot be followed
+            source = None
+        return Walks(
+            options=self.options,
+            checkpoints=self.checkpoints,
+            layouts=self.layouts,
+            recorded=(self.manifest or {}).get("parts", {}),
+            source=source,
+            identity=self.identity,
+            show_progress=self.show_progress,
+        )
 
     @cached_property
     def identity(self) -> str:
         """Mark of bundle and source as they are now, and of the program that reads them."""
         identity = hashlib.sha256(f"{__version__} {self.manifest_sha256}".encode())
-        for checkpoint in (*self.checkpoints, *filter(None, [self.source])):
+        for checkpoint in (*self.checkpoints.values(), *filter(None, [self.source])):
             identity.update(checkpoint.config_sha256.encode())
             for shard in checkpoint.shards:
                 identity.update(f"{shard.header_sha256} {shard.version}".encode())
         return identity.hexdigest()[:16]
-
-    def walk_plan(self, part: str) -> WalkPlan:
-        """The tensors that the walk over an opened part reads."""
-        if part not in self._plans:
-            self._plans[part] = self._planned_walk(part)
-        return self._plans[part]
-
-    def _planned_walk(self, part: str) -> WalkPlan:
-        weights: list[WeightOnDisk] = []
-        if self.options.level >= Level.WEIGHTS:
-            for layout in self.layouts:
-                if layout.name == part:
-                    weights = weights_on_disk(layout.stored, layout.checkpoint.tensors)
-        hashed = self.recorded_checksums(part) if self.options.checksums else {}
-        known = {tensor.name for weight in weights for tensor in weight.tensors}
-        opened = self.part(part)
-        assert opened is not None and opened.checkpoint is not None
-        tensors = opened.checkpoint.tensors
-        return WalkPlan(
-            weights=[(weight, self._counterpart(weight)) for weight in weights],
-            others=[tensors[name] for name in hashed if name not in known],
-        )
-
-    def _counterpart(self, weight: WeightOnDisk) -> WeightOnDisk | None:
-        try:
-            return None if self.source_weights is None else self.source_weights.find(weight)
-        except MtpExportError:  # check `weights` says why the source cannot be followed
-            return None
 
     @property
     def why_not_opened(self) -> str | None:

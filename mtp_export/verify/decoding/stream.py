@@ -144,7 +144,7 @@ def _passed(group: Group, division: _Division) -> torch.Tensor:
 def _identity(context: Context, texts: Texts) -> str:
     """Mark of a pass over this bundle, as it is now, and these texts."""
     identity = hashlib.sha256(repr(texts.texts).encode())
-    for checkpoint in context.checkpoints:
+    for checkpoint in context.checkpoints.values():
         identity.update(checkpoint.config_sha256.encode())
         for shard in checkpoint.shards:
             identity.update(f"{shard.header_sha256} {shard.version}".encode())

@@ -152,12 +152,12 @@ def _shard_problems(
 def _tensors(
     context: Context, part: str, checkpoint: Checkpoint, entry: Mapping[str, Any]
 ) -> Iterator[Item]:
-    sums = context.recorded_checksums(part)
+    sums = context.walks.checksums(part)
     name = f"{part}: checksums"
     if not context.options.checksums:
         yield not_tested(name, "--no-checksums leaves them out")
     elif sums:
-        yield _hashed(name, sums, checkpoint, context.walk(part).checksums)
+        yield _hashed(name, sums, checkpoint, context.walks.of(part).checksums)
     unread = [
         shard
         for shard in checkpoint.shards

@@ -74,7 +74,7 @@ def run(context: Context) -> Iterator[Item]:
             why = "others quantized it, and what that did to its weights is not known"
             yield not_tested(f"{layout.name}: weights against the source", why)
             continue
-        facts = context.walk(layout.name).facts
+        facts = context.walks.of(layout.name).facts
         names = [one.weight.stored.weight.name for one in facts if one.against is None]
         alone = [Problem(name, causes.not_in_source(name)) for name in names]
         compared = [Compared(one.weight, one.against) for one in facts if one.against is not None]

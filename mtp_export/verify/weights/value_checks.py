@@ -29,7 +29,7 @@ def run(context: Context) -> Iterator[Item]:
         if part.name not in [layout.name for layout in found]:
             why = "its config or index cannot be followed: see check files"
             yield not_tested(f"{part.name}: tensors", why)
-    facts = {layout.name: context.walk(layout.name).facts for layout in found}
+    facts = {layout.name: context.walks.of(layout.name).facts for layout in found}
     every = [fact for part in facts.values() for fact in part]
     for layout in found:
         yield from _part_items(layout, facts[layout.name], every)
