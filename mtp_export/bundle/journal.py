@@ -17,7 +17,7 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 import xxhash
 
@@ -40,16 +40,6 @@ _MAX_BYTES = 1 << 30  # a hundred times that of a bundle of 671B parameters
 _OPEN_FLAGS = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
 _DIGEST_BYTES = 16
 _T = TypeVar("_T")
-
-
-class Checksum(Protocol):
-    """Running checksum of the lines of a journal."""
-
-    def update(self, data: bytes) -> None: ...
-
-    def hexdigest(self) -> str: ...
-
-    def copy(self) -> Checksum: ...
 
 
 class DamagedJournal(Exception):
@@ -94,7 +84,7 @@ class Journal:
         self.path = folder / JOURNAL_NAME
         self.files: frozenset[str] = frozenset()
         self.finished: dict[str, ShardFacts] = {}
-        self._checksum, self._end = new_checksum(), 0  # of the lines so far
+        self._checksum, self._end = xxhash.xxh3_128(), 0  # of the lines so far
         make_folder(folder)
         try:
             self._fd = os.open(self.path, _OPEN_FLAGS, 0o666)
@@ -182,7 +172,7 @@ class Journal:
 
     def _start(self, content: JournalContent) -> None:
         """Replace the journal by a whole one, and keep the lock."""
-        checksum, before = new_checksum(), self._fd
+        checksum, before = xxhash.xxh3_128(), self._fd
         raw = b"".join(encoded(line, checksum) for line in content.lines())
 
         def write(fd: int) -> None:
@@ -280,17 +270,12 @@ def first_difference(before: Any, now: Any) -> tuple[str, str]:
     return f"{path}{before}", f"{path}{now}"
 
 
-def new_checksum() -> Checksum:
-    """Return the checksum of no lines."""
-    return xxhash.xxh3_128()
-
-
 def shard_line(key: str, facts: ShardFacts) -> dict[str, Any]:
     """Return the line of a finished shard."""
     return {"finished": key, "facts": asdict(facts)}
 
 
-def encoded(line: Mapping[str, Any], checksum: Checksum) -> bytes:
+def encoded(line: Mapping[str, Any], checksum: xxhash.xxh3_128) -> bytes:
     """Return the bytes of a line, and add it to the checksum of those before it."""
     raw = json.dumps(line, separators=(",", ":")).encode()
     checksum.update(raw)
@@ -300,7 +285,7 @@ def encoded(line: Mapping[str, Any], checksum: Checksum) -> bytes:
 def parsed(raw: bytes) -> JournalContent:
     """Return what a journal says, without a last line that was cut short (DamagedJournal)."""
     *whole, _ = raw.split(b"\n")
-    checksum = new_checksum()
+    checksum = xxhash.xxh3_128()
     content: JournalContent | None = None
     for number, line in enumerate(whole, 1):
         text, _, digest = line.rpartition(b" ")

@@ -7,17 +7,21 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Mapping
+from pathlib import Path
+from shlex import quote
 from typing import Any
 
 from huggingface_hub import ModelCardData
 
 from mtp_checkpoints.errors import InvalidInputError
-from mtp_checkpoints.tensors.bundle_folder import MAIN, MTP
+from mtp_checkpoints.layouts import TARGETS
+from mtp_checkpoints.tensors.bundle_folder import MAIN, MTP, RELEASED
 from mtp_checkpoints.tensors.manifest import MANIFEST_NAME, manifest_sha256
+from mtp_export.bundle.launch import native_scheme, serving_lines
 from mtp_export.progress import format_bytes
 from mtp_export.publish.base_model import BaseModel
 from mtp_export.publish.content import Content
-from mtp_export.publish.serving import serving
+from mtp_export.schemes.scheme import KEEP
 from mtp_export.verify.check import Status
 from mtp_export.verify.report.charts import charts
 from mtp_export.verify.report.plots import standalone
@@ -32,6 +36,8 @@ _TITLES = {
     (MAIN,): "Main model without its MTP module",
     (MTP,): "MTP module (draft model)",
 }
+_PLACE = Path("/models")  # absolute: one of the engines runs in a container
+_OTHER = {MAIN: MTP, MTP: MAIN}
 
 
 def card_files(
@@ -51,7 +57,7 @@ def card_files(
             *_head(repository, content, base),
             *_table(content),
             *_verification(report, titles),
-            *serving(repository, content, None if base is None else base.name),
+            *_serving(repository, content, None if base is None else base.name),
         ]
     except (KeyError, TypeError, AttributeError) as error:
         raise InvalidInputError(
@@ -159,3 +165,47 @@ def _verification(report: Report | None, titles: Mapping[str, str]) -> Iterator[
     for path, title in titles.items():
         yield f"*{title}*"
         yield f"![{title}]({path})"
+
+
+def _serving(repository: str, content: Content, base: str | None) -> Iterator[str]:
+    """Yield paragraphs: what to download, then each engine's command; nothing if none reads it."""
+    options, folder = content.manifest["options"], _PLACE / repository.rpartition("/")[2]
+    lines = serving_lines(
+        options,
+        wanted=TARGETS[options.get("target", RELEASED)].name,
+        native=native_scheme(content.config),
+        folder=folder,
+    )
+    if not lines:
+        return
+    yield "## Serving it"
+    yield from _downloads(repository, content, base=base, folder=folder)
+    for engine, line in lines.items():
+        yield f"With {engine}:"
+        yield _shell(line)
+
+
+def _downloads(
+    repository: str, content: Content, *, base: str | None, folder: Path
+) -> Iterator[str]:
+    """Yield how both parts get into one folder, beside each other."""
+    if len(content.parts) > 1:
+        yield _shell(_download(repository, folder))
+        return
+    (part,) = content.parts
+    other = _OTHER[part]
+    base_scheme = content.manifest["options"].get("base_quant", KEEP)
+    is_the_source = part == MTP and base_scheme == KEEP and base is not None
+    place = base if is_the_source and base else other.upper()
+    yield _shell(_download(repository, folder / part), _download(place, folder / other))
+    if not is_the_source:
+        yield f"`{place}` stands for the repository of the {other} part of the same bundle."
+    yield "An engine that downloads models itself takes the repositories' names for these folders."
+
+
+def _download(repository: str, folder: Path) -> str:
+    return f"hf download {repository} --local-dir {quote(str(folder))}"
+
+
+def _shell(*lines: str) -> str:
+    return "\n".join(("```sh", *lines, "```"))

@@ -15,6 +15,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TypeVar
 
+import httpx2
 from huggingface_hub import (
     CommitOperationAdd,
     CommitOperationCopy,
@@ -25,17 +26,17 @@ from huggingface_hub.errors import (
     FileDuplicationError,
     GatedRepoError,
     HfHubHTTPError,
+    OfflineModeIsEnabled,
     RepositoryNotFoundError,
 )
 from huggingface_hub.hf_api import RepoFile
 from huggingface_hub.utils import disable_progress_bars
 
-from mtp_checkpoints.errors import InvalidInputError
+from mtp_checkpoints.errors import InvalidInputError, IoError, MtpExportError
 from mtp_checkpoints.quiet import quieted
+from mtp_checkpoints.sources import remote_failures as of
 from mtp_checkpoints.sources.byte_source import Address
-from mtp_checkpoints.sources.hub_client import HubClient
-from mtp_checkpoints.sources.hub_failures import upload_failure
-from mtp_checkpoints.sources.remote_failures import NOT_WRITABLE, REPOSITORY_MOVED
+from mtp_checkpoints.sources.hub_client import NO_ACCESS, HubClient, failure
 from mtp_export.progress import ProgressCallback
 
 BRANCH = constants.DEFAULT_REVISION
@@ -101,13 +102,13 @@ class Repository:
                 api.create_repo(self.name, private=private)
             except HfHubHTTPError as error:
                 if error.response.status_code == _EXISTS and self.state() is not None:
-                    raise REPOSITORY_MOVED.at(self.address, "another commit") from error
+                    raise of.REPOSITORY_MOVED.at(self.address, "another commit") from error
                 raise
 
         self._written(attempt)
         state = self.state()
         if state is None:
-            raise NOT_WRITABLE.at(self.address, "a repository that cannot be seen")
+            raise of.NOT_WRITABLE.at(self.address, "a repository that cannot be seen")
         return state
 
     def takes_xet(self) -> bool:
@@ -124,7 +125,7 @@ class Repository:
         except InvalidInputError as error:
             if _status(error.__cause__) == 404:
                 return False
-            raise NOT_WRITABLE.at(self.address, f"HTTP {_status(error.__cause__)}") from error
+            raise of.NOT_WRITABLE.at(self.address, f"HTTP {_status(error.__cause__)}") from error
         return True
 
     def upload(self, operations: Sequence[CommitOperationAdd]) -> None:
@@ -165,7 +166,7 @@ class Repository:
                 if error.response.request.url.path.endswith(_COPY_ROUTE):
                     raise CopyRefused from error
                 if error.response.status_code == _MOVED:
-                    raise REPOSITORY_MOVED.at(self.address, "another commit") from error
+                    raise of.REPOSITORY_MOVED.at(self.address, "another commit") from error
                 raise
 
         with _silent_client():
@@ -176,13 +177,34 @@ class Repository:
         try:
             return self.client.patiently(attempt, self.address)
         except InvalidInputError as error:
-            raise NOT_WRITABLE.at(self.address, f"HTTP {_status(error.__cause__)}") from error
+            raise of.NOT_WRITABLE.at(self.address, f"HTTP {_status(error.__cause__)}") from error
         except (ValueError, RuntimeError) as error:  # answers that huggingface_hub cannot read
             raise upload_failure(error, self.address, self.client.endpoint) from error
 
 
 def _status(error: BaseException | None) -> int | None:
     return error.response.status_code if isinstance(error, HfHubHTTPError) else None
+
+
+def upload_failure(error: Exception, where: Address, endpoint: str) -> MtpExportError:
+    """Return the error of an upload that failed for good; endpoint is the Hub's address."""
+    while isinstance(error, RuntimeError) and isinstance(error.__cause__, Exception):
+        error = error.__cause__  # huggingface_hub wraps what a file's upload raised
+    if isinstance(error, HfHubHTTPError):
+        status, url = error.response.status_code, str(error.response.request.url)
+        if not url.startswith(f"{endpoint}/"):
+            return of.STORAGE_TAKES_NOTHING.at(where, f"HTTP {status}")
+        if status in NO_ACCESS:
+            return of.NOT_WRITABLE.at(where, f"HTTP {status}")
+    if isinstance(error, HfHubHTTPError | httpx2.RequestError | OfflineModeIsEnabled):
+        return failure(error, where)
+    return IoError(
+        "An upload failed",
+        where=where,
+        found=type(error).__name__,
+        todo=f"{of.AGAIN}. Where the Hub's Xet storage cannot be reached, HF_HUB_DISABLE_XET=1"
+        " uploads by plain HTTP",
+    )
 
 
 class SentFile(io.BufferedReader):

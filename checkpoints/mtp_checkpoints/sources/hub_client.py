@@ -18,7 +18,14 @@ from urllib.parse import urljoin, urlsplit
 import httpcore2
 import httpx2
 from huggingface_hub import HfApi, constants, get_hf_file_metadata, hf_hub_url
-from huggingface_hub.errors import HfHubHTTPError, OfflineModeIsEnabled
+from huggingface_hub.errors import (
+    GatedRepoError,
+    HfHubHTTPError,
+    OfflineModeIsEnabled,
+    RemoteEntryNotFoundError,
+    RepositoryNotFoundError,
+    RevisionNotFoundError,
+)
 from huggingface_hub.hf_api import ModelInfo, RepoFile
 from huggingface_hub.utils import (
     build_hf_headers,
@@ -28,14 +35,9 @@ from huggingface_hub.utils import (
 )
 
 from mtp_checkpoints import __version__
-from mtp_checkpoints.errors import IoError
+from mtp_checkpoints.errors import IoError, MtpExportError
+from mtp_checkpoints.sources import remote_failures as of
 from mtp_checkpoints.sources.byte_source import Address
-from mtp_checkpoints.sources.hub_failures import failure
-from mtp_checkpoints.sources.remote_failures import (
-    CONTRADICTION,
-    OTHER_BYTES,
-    STORAGE_GIVES_NOTHING,
-)
 from mtp_checkpoints.sources.transfers import AttemptFailed, Pause, Sink, patiently, transfer
 
 _TRANSIENT = {408, 429, 500, 502, 503, 504}
@@ -45,6 +47,15 @@ _NETWORK = (
     httpx2.RemoteProtocolError,
     httpx2.ProxyError,
 )
+_UNREACHABLE = (httpx2.ConnectError, httpx2.ConnectTimeout, httpx2.ProxyError)
+NO_ACCESS = (401, 403, 404)
+# Gated and private come before what they are kinds of.
+_ANSWERS: dict[type[HfHubHTTPError], of.Failure] = {
+    GatedRepoError: of.GATED,
+    RepositoryNotFoundError: of.NO_REPOSITORY,
+    RevisionNotFoundError: of.NO_REVISION,
+    RemoteEntryNotFoundError: of.NO_FILE,
+}
 # Of huggingface_hub and of Python, when they read an answer that is not as the Hub's own are.
 _UNREADABLE = (AttributeError, KeyError, RecursionError, TypeError, ValueError)
 T = TypeVar("T")
@@ -75,6 +86,19 @@ _FAILURES = (
 )
 
 
+def failure(error: Exception, where: Address) -> MtpExportError:
+    """Return the error of a request that failed for good."""
+    if isinstance(error, OfflineModeIsEnabled):
+        return of.OFFLINE.at(where, "offline mode")
+    if isinstance(error, HfHubHTTPError):
+        status = error.response.status_code
+        other = of.NO_ACCESS if status in NO_ACCESS else of.ERROR_STATUS
+        known = (answer for kind, answer in _ANSWERS.items() if isinstance(error, kind))
+        return next(known, other).at(where, f"HTTP {status}")
+    kind = of.UNREACHABLE if isinstance(error, _UNREACHABLE) else of.BROKEN_OFF
+    return kind.at(where, str(error) or type(error).__name__)
+
+
 @contextmanager
 def _attempt(where: Address) -> Iterator[None]:
     """Make one attempt of the requests in the block (AttemptFailed)."""
@@ -90,7 +114,7 @@ def _failed(error: Exception, where: Address) -> AttemptFailed:
             failure(error, where), is_final=not isinstance(error, (*_NETWORK, _Cut))
         )
     response, is_bad = error.response, isinstance(error, _BadStatus)
-    refusal = STORAGE_GIVES_NOTHING.at(where, f"HTTP {response.status_code}")
+    refusal = of.STORAGE_GIVES_NOTHING.at(where, f"HTTP {response.status_code}")
     said = refusal if is_bad else failure(error, where)
     if response.status_code in _TRANSIENT:
         return AttemptFailed(said, told_seconds=_told_seconds(response.headers))
@@ -140,7 +164,7 @@ class HubClient:
         """Return the commit that a branch, tag or abbreviated commit is now."""
         commit = self.info(revision).sha
         if commit is None:
-            raise CONTRADICTION.at(self.address, "none", expected="a repository's commit")
+            raise of.CONTRADICTION.at(self.address, "none", expected="a repository's commit")
         return commit
 
     @property
@@ -166,7 +190,7 @@ class HubClient:
                 entries = [entry for entry in answer.json() if entry["type"] == "file"]
                 files += map(_listed, entries)
             except _UNREADABLE as error:
-                raise CONTRADICTION.at(
+                raise of.CONTRADICTION.at(
                     self.address,
                     f"another answer ({type(error).__name__})",
                     expected="a list of files with type, path, size and checksum",
@@ -256,7 +280,7 @@ class HubClient:
         found = {"commit": facts.commit_hash, "size": facts.size, "checksum": facts.etag}
         for name, value in found.items():
             if value is not None and value != listed[name]:
-                raise CONTRADICTION.at(
+                raise of.CONTRADICTION.at(
                     self.address / file.path,
                     f"{name} {value}",
                     expected=f"{name} {listed[name]}, as it listed",
@@ -285,7 +309,7 @@ class HubClient:
                 try:
                     return request()
                 except _UNREADABLE as error:
-                    raise CONTRADICTION.at(
+                    raise of.CONTRADICTION.at(
                         where,
                         f"another answer ({type(error).__name__})",
                         expected="an answer that huggingface_hub can read",
@@ -322,4 +346,4 @@ def _check_range(
     coding = headers.get("content-encoding", "identity")
     if (status, headers.get("content-range"), coding) != (206, wanted, "identity"):
         found = f"{status}, {headers.get('content-range', 'no Content-Range')}, {coding}"
-        raise OTHER_BYTES.at(where, found, expected=f"206, {wanted}, identity")
+        raise of.OTHER_BYTES.at(where, found, expected=f"206, {wanted}, identity")

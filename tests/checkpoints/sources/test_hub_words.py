@@ -15,7 +15,7 @@ from huggingface_hub.errors import (
 )
 
 from mtp_checkpoints.errors import InvalidInputError, IoError, MtpExportError
-from mtp_checkpoints.sources import hub_failures
+from mtp_checkpoints.sources import hub_client
 from mtp_checkpoints.sources.byte_source import Address
 from mtp_checkpoints.sources.hub_client import HubClient
 from mtp_checkpoints.sources.remote_failures import (
@@ -24,6 +24,7 @@ from mtp_checkpoints.sources.remote_failures import (
     REPOSITORY_MOVED,
     STORAGE_GIVES_NOTHING,
 )
+from mtp_export.publish.repository import upload_failure
 
 ENDPOINT = "https://hub.example"
 WHERE = Address("hf://acme/tiny")
@@ -186,7 +187,7 @@ ADVICE: dict[str, tuple[str, str]] = {
 @pytest.mark.parametrize("name", FAILURES)
 def test_a_request_that_failed_for_good(name: str) -> None:
     error, *wanted = FAILURES[name]
-    check(hub_failures.failure(error, WHERE), *wanted)
+    check(hub_client.failure(error, WHERE), *wanted)
 
 
 @pytest.mark.parametrize("is_wrapped", [False, True])
@@ -194,7 +195,7 @@ def test_a_request_that_failed_for_good(name: str) -> None:
 def test_an_upload_that_failed_for_good(name: str, is_wrapped: bool) -> None:
     error, *wanted = UPLOADS[name]
     given = wrapped(error) if is_wrapped else error
-    check(hub_failures.upload_failure(given, WHERE, ENDPOINT), *wanted)
+    check(upload_failure(given, WHERE, ENDPOINT), *wanted)
 
 
 def test_answers_that_cannot_be_used() -> None:
