@@ -5,13 +5,16 @@ from __future__ import annotations
 
 import os
 import stat
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
+from functools import cached_property
 from itertools import combinations
 from pathlib import Path
 
 from mtp_checkpoints.errors import UsageError
 from mtp_checkpoints.sources.byte_source import Place
+
+_READ_DEPTH = 2  # a checkpoint's files are in its folder, a bundle's in those of its parts
 
 
 def refuse_overlaps(reads: Mapping[str, Place | None], writes: Mapping[str, Path | None]) -> None:
@@ -19,49 +22,59 @@ def refuse_overlaps(reads: Mapping[str, Place | None], writes: Mapping[str, Path
 
     Paths are named by their options, or by what they are; None and remote places overlap nothing.
     They are compared as links lead to them, and by the identity of files and folders, so that a
-    second mount and a hard link count too. Raises UsageError.
+    second mount and a hard link count too; and so does what links in a folder lead to, as they do
+    in the Hub's cache. Raises UsageError.
     """
-    inputs = {name: place for name, place in reads.items() if isinstance(place, Path)}
-    outputs = {name: path for name, path in writes.items() if path is not None}
-    for name, path in outputs.items():
-        for other, place in inputs.items():
-            _check(name, path, other, place, is_read=True)
-    for (name, path), (other, place) in combinations(outputs.items(), 2):
-        _check(name, path, other, place, is_read=False)
+    inputs = {name: _Location(place) for name, place in reads.items() if isinstance(place, Path)}
+    outputs = {name: _Location(path) for name, path in writes.items() if path is not None}
+    for name, written in outputs.items():
+        for other, read in inputs.items():
+            if not read.is_stream:  # a terminal, or a pipe, may well be read and written
+                _check(name, written, other, read, _damage(written, read))
+    for (name, written), (other, place) in combinations(outputs.items(), 2):
+        _check(name, written, other, place, _relation(written, place))
 
 
-def _check(name: str, path: Path, other: str, place: Path, *, is_read: bool) -> None:
-    relation = _relation(path, place, is_read=is_read)
+def _check(
+    name: str, written: _Location, other: str, place: _Location, relation: str | None
+) -> None:
     if relation is not None:
         raise UsageError(
             "What a command writes must lie apart from what it reads, and from its other outputs",
-            where=path,
+            where=written.given,
             expected=f"{name} neither in {other} nor around it",
-            found=f"{name} {relation} {place} ({other})",
+            found=f"{name} {relation} {place.given} ({other})",
             todo=f"Nothing was written. Choose another path for {name}",
         )
 
 
-def _relation(path: Path, place: Path, *, is_read: bool) -> str | None:
-    """Return how a written path meets another; None where it does not."""
-    written, other = _Location(path), _Location(place)
-    if is_read and other.is_stream:  # a terminal, or a pipe, may well be read and written
-        return None
+def _damage(written: _Location, read: _Location) -> str | None:
+    """Return how a written path meets one that is read; None where it does not."""
+    relation = _relation(written, read)
+    if relation is not None:
+        return relation
+    for folder, is_whole in read.linked:
+        relation = _relation(written, folder)
+        if relation is not None and (is_whole or relation != "lies in"):
+            return f"{relation} what a link leads to in"
+    if written.is_file and (written.is_hard_linked or read.linked) and read.holds_file(written):
+        return "is by a link a file of"
+    return None
+
+
+def _relation(written: _Location, other: _Location) -> str | None:
     if written.is_at(other):
         return "is"
     if written.is_in(other):
         return "lies in"
-    if other.is_in(written):
-        return "contains"
-    if is_read and written.is_linked and other.holds_file(written):
-        return "is a hard link to a file of"
-    return None
+    return "contains" if other.is_in(written) else None
 
 
 class _Location:
-    """A path as links lead to it, and what is there."""
+    """A path as it is given and as links lead to it, and what is there."""
 
     def __init__(self, path: Path) -> None:
+        self.given = path
         self.path = Path(os.path.realpath(path))
         self.status = _status(path)
 
@@ -73,35 +86,59 @@ class _Location:
         )
 
     @property
-    def is_linked(self) -> bool:
+    def is_file(self) -> bool:
+        return self.status is not None and stat.S_ISREG(self.status.st_mode)
+
+    @property
+    def is_hard_linked(self) -> bool:
         """True for a file that has several names."""
-        status = self.status
-        return status is not None and stat.S_ISREG(status.st_mode) and status.st_nlink > 1
+        return self.status is not None and self.status.st_nlink > 1
+
+    @cached_property
+    def parents(self) -> Sequence[tuple[Path, os.stat_result | None]]:
+        """The folders that it is in, and what is there."""
+        return [(parent, _status(parent)) for parent in self.path.parents]
+
+    @cached_property
+    def linked(self) -> Sequence[tuple[_Location, bool]]:
+        """Folders that links in this one lead to, and those of files that they lead to (False)."""
+        links = dict.fromkeys(_links_in(str(self.path), _READ_DEPTH))
+        return [(_Location(Path(folder)), is_whole) for folder, is_whole in links]
 
     def is_at(self, other: _Location) -> bool:
-        return self.path == other.path or self._has_identity_of(self.status, other)
+        return self._is_of(other.path, other.status)
 
     def is_in(self, other: _Location) -> bool:
-        return any(
-            parent == other.path or self._has_identity_of(_status(parent), other)
-            for parent in self.path.parents
-        )
+        return any(other._is_of(*parent) for parent in self.parents)
 
     def holds_file(self, other: _Location) -> bool:
         """True for a folder in which a file has the identity of another."""
         return any(
-            self._has_identity_of(_status(Path(folder, name)), other)
-            for folder, _, names in os.walk(self.path)
-            for name in names
+            other._is_of(path, _status(path))
+            for folder, _, names in os.walk(self.path)  # whose files are what they link to
+            for path in (Path(folder, name) for name in names)
         )
 
-    @staticmethod
-    def _has_identity_of(status: os.stat_result | None, other: _Location) -> bool:
+    def _is_of(self, path: Path, status: os.stat_result | None) -> bool:
+        if self.path == path:
+            return True
         return (
-            status is not None
-            and other.status is not None
-            and os.path.samestat(status, other.status)
+            self.status is not None and status is not None and os.path.samestat(self.status, status)
         )
+
+
+def _links_in(folder: str, depth: int) -> Iterator[tuple[str, bool]]:
+    with suppress(OSError), os.scandir(folder) as entries:
+        for entry in entries:
+            if not entry.is_symlink():
+                if depth > 1 and entry.is_dir():
+                    yield from _links_in(entry.path, depth - 1)
+                continue
+            target = os.path.join(folder, os.readlink(entry.path))
+            if os.path.islink(target):
+                target = os.path.realpath(target)
+            is_folder = os.path.isdir(target)
+            yield (target if is_folder else os.path.dirname(target)), is_folder
 
 
 def _status(path: Path) -> os.stat_result | None:

@@ -94,7 +94,7 @@ def test_links_and_mounts_are_seen_through(tmp_path: Path, monkeypatch: pytest.M
     (source / "part").mkdir(parents=True)
     (source / "part/config.json").write_text("{}")
     os.link(source / "part/config.json", tmp_path / "report.json")
-    with pytest.raises(UsageError, match=r"is a hard link to a file of .*source"):
+    with pytest.raises(UsageError, match=r"is by a link a file of .*source"):
         refuse_overlaps({"SRC": source}, {"--report": tmp_path / "report.json"})
     (tmp_path / "new.json").write_text("{}")
     refuse_overlaps({"SRC": source}, {"--report": tmp_path / "new.json"})
@@ -108,6 +108,30 @@ def test_links_and_mounts_are_seen_through(tmp_path: Path, monkeypatch: pytest.M
     monkeypatch.setattr(Path, "stat", stat)
     with pytest.raises(UsageError, match="lies in"):
         refuse_overlaps({"SRC": source}, {"--report": other / "r.json"})
+
+
+def test_links_in_what_is_read_are_seen_through(tmp_path: Path) -> None:
+    """Files of the Hub's cache are links to its blobs, and a bundle's part may be one too; a link
+    may also lead nowhere."""
+    blobs, snapshot, part = (tmp_path / name for name in ("blobs", "snapshot", "elsewhere/main"))
+    for folder in (blobs, snapshot, part):
+        folder.mkdir(parents=True)
+    for path in (blobs / "one", blobs / "other", part / "config.json"):
+        path.write_text("{}")
+    (snapshot / "config.json").symlink_to("../blobs/one")
+    (snapshot / "main").symlink_to(part)
+    (snapshot / "loop").symlink_to("loop")
+    for written, relation in (
+        (blobs / "one", "is by a link a file of"),
+        (blobs, "is what a link leads to in"),
+        (part, "is what a link leads to in"),
+        (part / "new.json", "lies in what a link leads to in"),
+        (part.parent, "contains what a link leads to in"),
+    ):
+        with pytest.raises(UsageError, match=f"--report {relation} .*snapshot"):
+            refuse_overlaps({"SRC": snapshot}, {"--report": written})
+    refuse_overlaps({"SRC": snapshot}, {"--report": blobs / "other"})
+    refuse_overlaps({"SRC": snapshot}, {"--report": part.parent / "new.json"})
 
 
 def test_a_terminal_may_be_read_and_written() -> None:
