@@ -23,11 +23,12 @@ FOLLOWED, RUN_BY_ALL = ("generate", "verify", "serve"), ("tune",)
 
 def exit_code(arguments: Sequence[str]) -> int:
     """Run a command and return the program's exit code; a failure is one paragraph on stderr."""
+    given = [argument for argument in arguments if argument != "--debug"]
     with guarded_streams():
         try:
             try:
                 with announced_compiling():
-                    return _run([argument for argument in arguments if argument != "--debug"])
+                    return _run(given)
             finally:
                 sys.stdout.flush()
         except SystemExit:
@@ -35,7 +36,7 @@ def exit_code(arguments: Sequence[str]) -> int:
         except BaseException as error:
             if "--debug" in arguments:
                 traceback.print_exc()
-            command = arguments[0] if arguments and arguments[0] in COMMANDS else ""
+            command = given[0] if given and given[0] in COMMANDS else ""
             failure = failure_of(error, AFTER_INTERRUPT.get(command))
             print(f"mtp-export: error: {failure.message}", file=sys.stderr)
             return failure.exit_code
@@ -89,8 +90,8 @@ def _run_alone(arguments: Sequence[str], group: object = None) -> int:
             code = whole.main(list(arguments), standalone_mode=False, prog_name="mtp-export")
     except typer.TyperException as error:
         raise UsageError(" ".join(error.format_message().split())) from None
-    except typer.Abort:
-        raise KeyboardInterrupt from None
+    except typer.Abort as error:  # which Typer makes of an EOFError
+        raise error.__cause__ or KeyboardInterrupt from None
     if code == Interrupted.exit_code:  # Typer returns it for Ctrl-C
         raise KeyboardInterrupt
     return code if isinstance(code, int) else 0

@@ -106,11 +106,22 @@ def test_ctrl_c_promises_what_the_command_keeps(
         raise KeyboardInterrupt
 
     monkeypatch.setattr("mtp_export.commands.program._run", interrupted)
-    assert exit_code([command] if command else ["--input-dir", "x"]) == 130
+    assert exit_code(["--debug", command] if command else ["--input-dir", "x"]) == 130
     said = capsys.readouterr().err
     resumes = command in ("", "quantize", "graft", "tune", "finish", "push")
     assert "Interrupted" in said and ("goes on where it stopped" in said) == resumes
     assert ("Nothing is kept" in said) == (command == "verify")
+
+
+def test_the_end_of_a_file_is_no_ctrl_c(monkeypatch: pytest.MonkeyPatch, pristine: Path) -> None:
+    """Typer takes it for one: a damaged file said that the command goes on where it stopped."""
+
+    def at_its_end(source: Path) -> None:
+        raise EOFError("Ran out of input")
+
+    monkeypatch.setattr("mtp_export.commands.inspect.inspect_checkpoint", at_its_end)
+    outcome = run_program("inspect", pristine)
+    assert outcome.code == 1 and "EOFError" in outcome.err, outcome
 
 
 @pytest.mark.parametrize("encoding", ["ascii", "latin-1"])
