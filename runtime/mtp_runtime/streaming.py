@@ -11,7 +11,6 @@ import torch
 
 from mtp_checkpoints.families.base import weight_name
 from mtp_runtime.config import ModelConfig
-from mtp_runtime.layers.attention import ForwardPass
 from mtp_runtime.layers.decoder_layer import DecoderLayer
 from mtp_runtime.loading.on_demand import read_ahead
 from mtp_runtime.models.execution import TorchExecution
@@ -75,6 +74,6 @@ def pass_through(
     """
     cache = layer.new_cache(texts.pages.spec(x.dtype, x.device))
     for chunk in chunks:
-        x[chunk.rows] = layer.attend(x[chunk.rows], cache, ForwardPass(chunk.layout))
+        x[chunk.rows] = layer.attend(x[chunk.rows], cache, chunk.forward)
     del cache
     x += layer.feed_forward(layer.post_norm(x))

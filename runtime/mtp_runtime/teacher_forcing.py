@@ -14,6 +14,7 @@ import torch
 
 from mtp_kernels.batch_layout import BatchLayout
 from mtp_runtime.cache import Cache, CachedSequence, PageAllocator, lay_out
+from mtp_runtime.layers.attention import ForwardPass
 from mtp_runtime.models.execution import DraftModule, Head, Layers
 from mtp_runtime.models.model import Model, States
 
@@ -91,6 +92,11 @@ class Chunk:
     rows: torch.Tensor
     layout: BatchLayout
 
+    @cached_property
+    def forward(self) -> ForwardPass:
+        """Their pass, one for all layers that they are taken through."""
+        return ForwardPass(self.layout)
+
 
 @dataclass(frozen=True)
 class PagedTexts:
@@ -164,7 +170,7 @@ def through_layer(
     cache = layer.new_cache(pages.spec(x.dtype, x.device))
     out = torch.empty_like(x)
     for chunk in chunks:
-        out[chunk.rows] = layer(x[chunk.rows], cache, chunk.layout)
+        out[chunk.rows] = layer(x[chunk.rows], cache, chunk.forward)
     return out
 
 

@@ -15,10 +15,11 @@ import torch
 from cases import run_program
 from mtp_checkpoints.errors import InvalidInputError, UnsupportedError, UsageError
 from mtp_checkpoints.families import family_of
-from mtp_runtime import SamplingParams
+from mtp_runtime import LLM, SamplingParams
 from mtp_runtime.models.load import LoadOptions, load_model
 from mtp_runtime.models.model import Model
 from runtime.checkpoints import SMALL_CONFIGS, write_checkpoint
+from runtime.drafts import write_eagle3, write_layer_heads
 from runtime.harness import Walk, load, prompts_of, run
 from runtime.oracles import oracle
 
@@ -162,3 +163,33 @@ def test_beyond_the_releases_2048_tokens(
     assert errors[:2048].max() <= TOLERANCE
     assert (errors[2048:] <= TOLERANCE).float().mean() > 0.9
     assert errors.max() <= 100 * TOLERANCE
+
+
+def test_drafts_beside_a_shared_choice(tmp_path: Path) -> None:
+    """Taps cut the layers right before the one that shares its tokens with the layer before."""
+    path = checkpoint(tmp_path / "target", "glm_moe_dsa")
+    draft = write_eagle3(tmp_path / "draft", SMALL_CONFIGS["glm_moe_dsa"] | SMALL_TOPK)
+    prompts, params = prompts_of([40, 18], 96), SamplingParams(max_tokens=12, ignore_eos=True)
+    plain = LLM(path, max_model_len=LONGEST).generate(prompts, params)
+    drafting = LLM(
+        path,
+        max_model_len=LONGEST,
+        speculate_method="eagle3",
+        speculate_max_draft_token_num=2,
+        draft_model=draft,
+    )
+    outputs = drafting.generate(prompts, params)
+    assert [o.token_ids for o in outputs] == [o.token_ids for o in plain]
+
+
+def test_heads_like_a_layer_without_an_indexer(tmp_path: Path) -> None:
+    """They are refused where contexts are sparse, and draft where no context is."""
+    path = checkpoint(tmp_path / "target", "glm_moe_dsa")
+    draft = write_layer_heads(tmp_path / "draft", SMALL_CONFIGS["glm_moe_dsa"] | SMALL_TOPK)
+    options: dict[str, Any] = {"speculate_method": "parallel_heads", "draft_model": draft}
+    with pytest.raises(UnsupportedError, match="have no indexer"):
+        LLM(path, max_model_len=LONGEST, **options)
+    prompts, params = prompts_of([3, 5], 96), SamplingParams(max_tokens=TOPK - 5, ignore_eos=True)
+    outputs = LLM(path, speculate_max_draft_token_num=2, **options).generate(prompts, params)
+    plain = LLM(path).generate(prompts, params)
+    assert [o.token_ids for o in outputs] == [o.token_ids for o in plain]

@@ -15,8 +15,8 @@ import torch
 
 from mtp_checkpoints.errors import UnsupportedError
 from mtp_kernels import decoder as kernels
-from mtp_kernels.batch_layout import BatchLayout
 from mtp_runtime.cache import Cache, CacheSpec, JoinedCaches
+from mtp_runtime.layers.attention import ForwardPass
 from mtp_runtime.layers.decoder_layer import DecoderLayer
 from mtp_runtime.layers.embedding import EmbeddingTable
 from mtp_runtime.layers.gqa import Gqa
@@ -81,10 +81,10 @@ class CompiledLayers(PackedLayers):
         self,
         x: torch.Tensor,
         cache: Cache,
-        layout: BatchLayout,
+        forward: ForwardPass,
         attention_input: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        self.decoder(x, layout, stacked(cache), attention_input)
+        self.decoder(x, forward.layout, stacked(cache), attention_input)
         return x
 
     def part(self, first: int, stop: int) -> CompiledLayers:
@@ -107,12 +107,12 @@ class MixedLayers(Layers):
         self,
         x: torch.Tensor,
         cache: Cache,
-        layout: BatchLayout,
+        forward: ForwardPass,
         attention_input: torch.Tensor | None = None,
     ) -> torch.Tensor:
         assert isinstance(cache, JoinedCaches), "the cache that new_cache made"
         for run, own in zip(self.runs, cache.parts, strict=True):
-            x, attention_input = run(x, own, layout, attention_input), None
+            x, attention_input = run(x, own, forward, attention_input), None
         return x
 
     def part(self, first: int, stop: int) -> Layers:

@@ -32,11 +32,12 @@ class Layers(Protocol):
         self,
         x: torch.Tensor,
         cache: Cache,
-        layout: BatchLayout,
+        forward: ForwardPass,
         attention_input: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Take the stream x [T, d], which may be overwritten, through the layers.
 
+        forward: the pass, one for all layers of a model, however they are cut into runs.
         attention_input [T, w]: what attention takes in a first layer without an input norm.
         """
 
@@ -82,11 +83,11 @@ class TorchLayers(Layers):
         self,
         x: torch.Tensor,
         cache: Cache,
-        layout: BatchLayout,
+        forward: ForwardPass,
         attention_input: torch.Tensor | None = None,
     ) -> torch.Tensor:
         assert isinstance(cache, LayerCaches), "the cache that new_cache made"
-        forward = ForwardPass(layout, self.backend)
+        forward = replace(forward, backend=self.backend)
         for layer, own in zip(self.layers, cache.layers, strict=True):
             x, attention_input = layer(x, own, forward, attention_input), None
         return x
@@ -228,7 +229,7 @@ class DraftModule:
         """Run the layer over tokens and hidden states; returns [T, d] before the norm."""
         x, attention_input = self.joined(next_tokens, hidden, layout.positions)
         x = x.clone() if x is hidden else x  # the layer may overwrite it
-        return self.layers(x, cache, layout, attention_input)
+        return self.layers(x, cache, ForwardPass(layout), attention_input)
 
     def joined(
         self, next_tokens: torch.Tensor, hidden: torch.Tensor, positions: torch.Tensor

@@ -143,6 +143,22 @@ def load_sparse_mla(loader: LayerLoader, part: parts.SparseMla, prefix: str) -> 
     return mla
 
 
+def check_chooses(layer: LayerSpec, max_positions: int) -> None:
+    """Raise UnsupportedError for a layer that attends to what an indexer of another one chooses."""
+    part = layer.attention
+    if not isinstance(part, parts.SparseMla) or part.chooses(layer.attention_prefix):
+        return
+    if max_positions > part.indexer.topk:
+        raise UnsupportedError(
+            "Heads like the target's last layer have no indexer where that layer has none",
+            where=layer.prefix,
+            expected=f"contexts of at most {part.indexer.topk} tokens",
+            found=f"{max_positions}, in which the layer attends to tokens that {part.chosen_by}"
+            " chooses",
+            todo="Leave max_model_len out, or use another draft",
+        )
+
+
 def dense_context(part: parts.SparseMla) -> tuple[int, str]:
     """Return the tokens of the longest context whose attention is dense, and what bounds them."""
     return part.indexer.topk, (

@@ -20,6 +20,7 @@ from mtp_kernels.batch_layout import BatchLayout
 from mtp_kernels.decoder import ModuleInputs
 from mtp_runtime.cache import Cache, JoinedCaches, PageAllocator
 from mtp_runtime.config import ModelConfig
+from mtp_runtime.layers.attention import ForwardPass
 from mtp_runtime.layers.embedding import Embedding
 from mtp_runtime.layers.linear import Linear
 from mtp_runtime.models.execution import DraftModule, Execution, Head, Layers
@@ -142,12 +143,12 @@ class Model:
     ) -> States:
         """Return the hidden states of every row."""
         assert isinstance(cache.main, JoinedCaches), "the cache that new_cache made"
-        x = self.embedding(tokens)
+        x, forward = self.embedding(tokens), ForwardPass(layout)
         kept = x.new_empty(len(x), len(self.taps), x.shape[1])
         for number, (run, own) in enumerate(zip(self._runs, cache.main.parts, strict=True)):
             if number:
                 kept[:, number - 1] = x  # a run may overwrite it
-            x = run(x, own, layout)
+            x = run(x, own, forward)
         return States(x, self.head.normed(x), kept.flatten(1) if self.taps else None)
 
     def mtp_input(self, before: torch.Tensor, after: torch.Tensor) -> torch.Tensor:

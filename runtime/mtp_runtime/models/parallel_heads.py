@@ -33,11 +33,12 @@ from mtp_checkpoints.sources.strict_json import read_json_object
 from mtp_kernels.batch_layout import BatchLayout
 from mtp_kernels.decoder import RowStep
 from mtp_runtime.cache import Cache, JoinedCaches, PageAllocator
+from mtp_runtime.layers.attention import ForwardPass
 from mtp_runtime.layers.tensor_parallel import ALONE, TensorParallel
 from mtp_runtime.loading.draft_folder import DraftFolder, DraftTensor, layout_on_disk
 from mtp_runtime.loading.held_source import HeldSource
 from mtp_runtime.models.execution import Execution, Head, Layers, Outputs, TorchExecution
-from mtp_runtime.models.layer_types import LayerLoader, load_layer
+from mtp_runtime.models.layer_types import LayerLoader, check_chooses, load_layer
 from mtp_runtime.models.model import Model
 
 Tensors = Mapping[str, DraftTensor]
@@ -140,7 +141,7 @@ class LayerHeads:
         """Return each layer's output [k, T, d] for the input [T, d] of the target's last layer."""
         parts: Sequence[Cache] = cache.parts
         pairs = zip(self.layers, parts, strict=True)
-        return torch.stack([layer(x.clone(), own, layout) for layer, own in pairs])
+        return torch.stack([layer(x.clone(), own, ForwardPass(layout)) for layer, own in pairs])
 
     def logits(self, bodies: torch.Tensor) -> torch.Tensor:
         """Return float32 logits [k, T, vocab] of the bodies [k, T, d] of the first k heads."""
@@ -213,10 +214,12 @@ class StoredHeads:
         """Make heads that are layers like the target's last one, with its names; folder: where the
         target's config.json is.
 
-        Raises InvalidInputError for tensors that are not those of such a layer.
+        Raises InvalidInputError for tensors that are not those of such a layer, UnsupportedError
+        for a layer that takes the tokens to attend to from the one before.
         """
         spec = family_of(read_json_object(folder / CONFIG_NAME))
-        facts, last = spec.facts, spec.layers[-1]
+        facts, last, positions = spec.facts, spec.layers[-1], target.config.max_positions
+        check_chooses(last, positions)
         promised = [
             StoredTensor(tensor.name, tensor.shape, _FLOATS)
             for tensor in last.tensors(facts.hidden, TensorMaker(facts.dtype))
@@ -233,7 +236,7 @@ class StoredHeads:
             if problems:
                 problems[0].raise_as_error(own, len(problems) - 1)
             source = self._source(target.execution, target, tensors)
-            loader = LayerLoader(source, facts.norm_eps, facts.max_positions)
+            loader = LayerLoader(source, facts.norm_eps, positions)
             heads.append(target.execution.layers([load_layer(loader, last)]))
         return LayerHeads(tuple(heads), target)
 

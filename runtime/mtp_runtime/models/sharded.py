@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, cast
 import torch
 
 from mtp_kernels import decoder as kernels
-from mtp_kernels.batch_layout import BatchLayout
 from mtp_runtime.cache import Cache
+from mtp_runtime.layers.attention import ForwardPass
 from mtp_runtime.layers.decoder_layer import DecoderLayer, FeedForward
 from mtp_runtime.layers.linear import Linear
 from mtp_runtime.layers.moe import Mlp
@@ -82,10 +82,10 @@ class ShardedLayers(PackedLayers):
         self,
         x: torch.Tensor,
         cache: Cache,
-        layout: BatchLayout,
+        forward: ForwardPass,
         attention_input: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        run = self.decoder.begin(x, layout, stacked(cache), attention_input)
+        run = self.decoder.begin(x, forward.layout, stacked(cache), attention_input)
         feed_forward = self._reduced if self.parallel.reduces else self._gathered
         for layer, sizes in enumerate(self.sizes):
             project = partial(run.output, layer)

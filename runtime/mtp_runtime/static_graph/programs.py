@@ -62,12 +62,11 @@ class ProgramLayers(Layers):
         self,
         x: torch.Tensor,
         cache: Cache,
-        layout: BatchLayout,
+        forward: ForwardPass,
         attention_input: torch.Tensor | None = None,
     ) -> torch.Tensor:
         assert isinstance(cache, LayerCaches), "the cache that new_cache made"
         assert attention_input is None, "the target's layers have input norms"
-        forward = ForwardPass(layout)
         for one, own in zip(self.layers, cache.layers, strict=True):
             (x,) = one.program([*one.weights, *_others(one.layer, own, x, forward)])
         return x
