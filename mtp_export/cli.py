@@ -24,3 +24,7 @@ def main(arguments: list[str] | None = None) -> None:
         print(f"mtp-export: error: {error}", file=sys.stderr)
         code = error.exit_code
     sys.exit(code)
+
+
+if __name__ == "__main__":
+    main()

@@ -60,6 +60,8 @@ class Answer:
             if self._failure is not None:
                 raise self._failure
             part = self._parts.popleft()
+            if part.finish_reason == "error":
+                raise ApiError(500, "The engine failed on this request", kind="server_error")
             if part.finish_reason is not None:
                 open_choices.discard(part.choice)
             yield part

@@ -123,6 +123,7 @@ class SpeculationConfig:
     draft_stop_entropy: float = math.inf
 
     def __post_init__(self) -> None:
+        check_flag("adaptive", self.adaptive)
         for option, value, high in (
             ("speculate_max_draft_token_num", self.max_draft_tokens, MAX_DRAFT_TOKENS),
             ("speculate_max_ngram_size", self.max_ngram_size, 64),
@@ -267,11 +268,12 @@ class EngineConfig:
         check_count("prefill_chunk", self.prefill_chunk, 1, 1 << 20)
         check_count("max_step_tokens", self.max_step_tokens, 1, 1 << 24)
         check_count("cache_tokens", self.cache_tokens, self.page_size, 1 << 40)
+        check_flag("prefix_cache", self.prefix_cache)
 
 
 def check_range(name: str, value: float, low: float, high: float) -> None:
     """Raise UsageError where an option is no number, or outside its range."""
-    if not isinstance(value, Real):
+    if not isinstance(value, Real) or isinstance(value, bool):
         raise UsageError(f"Option {name} is no number", expected=f"{low} to {high}", found=value)
     if not low <= value <= high:
         raise UsageError(f"Option {name} is out of range", expected=f"{low} to {high}", found=value)
@@ -280,5 +282,11 @@ def check_range(name: str, value: float, low: float, high: float) -> None:
 def check_count(name: str, value: int, low: int, high: int) -> None:
     """Raise UsageError where an option is no whole number, or outside its range."""
     check_range(name, value, low, high)
-    if not isinstance(value, Integral) or isinstance(value, bool):
+    if not isinstance(value, Integral):
         raise UsageError(f"Option {name} is no whole number", found=value)
+
+
+def check_flag(name: str, value: bool) -> None:
+    """Raise UsageError where an option is neither True nor False."""
+    if not isinstance(value, bool):
+        raise UsageError(f"Option {name} is neither true nor false", found=repr(value)[:100])

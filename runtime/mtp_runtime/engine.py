@@ -14,9 +14,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
 from threading import Lock
-from typing import NamedTuple
 
 import torch
 
@@ -30,27 +28,8 @@ from mtp_runtime.judging import Group, Judge, score_prompts
 from mtp_runtime.models.model import Model, States
 from mtp_runtime.parallel import group as ranks
 from mtp_runtime.prefix_cache import SharedPages
-from mtp_runtime.request import Request, RequestMetrics, TokenEvent
-from mtp_runtime.sampling import SamplingParams
+from mtp_runtime.request import Arrival, Request, RequestMetrics, TokenEvent, Turn
 from mtp_runtime.static_graph.steps import EagerSteps, Graphs, steps_by
-
-
-class Arrival(NamedTuple):
-    """A request as rank 0 tells of it; its seed is set."""
-
-    request_id: int
-    prompt: tuple[int, ...]
-    params: SamplingParams
-
-
-@dataclass(frozen=True)
-class Turn:
-    """Message of rank 0 to the other ranks before a step: the requests that came, the numbers of
-    those that were aborted, and how many drafts each that decodes gets."""
-
-    arrivals: tuple[Arrival, ...]
-    aborted: tuple[int, ...]
-    drafts: int
 
 
 class Engine:
@@ -176,7 +155,8 @@ class Engine:
     def run(self, requests: Sequence[Request]) -> Generator[TokenEvent]:
         """Queue requests, and yield their events until they have ended; an early end aborts them.
 
-        Steps serve the requests of other threads too, as theirs do these.
+        Steps serve the requests of other threads too, as theirs do these. Raises what ended one of
+        these requests by an error of its own.
         """
         try:
             for request in requests:
@@ -184,6 +164,8 @@ class Engine:
             while self._advance(requests):
                 for request in requests:
                     yield from request.take_events()
+                    if request.error is not None:
+                        raise request.error
         finally:
             if any(request.finish_reason is None for request in requests):
                 self.abort(requests)
@@ -209,7 +191,7 @@ class Engine:
         finally:
             self._stepping.release()
 
-    def follow(self, make: Callable[[int, tuple[int, ...], SamplingParams], Request]) -> None:
+    def follow(self, make: Callable[..., Request]) -> None:
         """Step as the first rank's engine does, until its program ends; make makes a request of an
         Arrival."""
         while True:
@@ -227,7 +209,10 @@ class Engine:
                 self._pass()
         except BaseException:
             for request in self._running[::-1]:
-                self._preempt(request)
+                if request.finish_reason is None:
+                    self._preempt(request)
+                else:
+                    self._drop(request)
             raise
 
     def _pass(self) -> None:
@@ -243,8 +228,8 @@ class Engine:
         while self._arriving:
             request = self._arriving.popleft()
             self._waiting.append(request)
-            params = replace(request.params, seed=request.seed)
-            arrivals.append(Arrival(request.request_id, request.prompt, params))
+            number, prompt, params = request.request_id, request.prompt, request.params
+            arrivals.append(Arrival(number, prompt, params, request.seed))
         aborted, self._aborted = tuple(self._aborted), []
         self._admit()
         decoding = sum(request.is_decoding for request in self._running)
@@ -263,9 +248,11 @@ class Engine:
         self._observe(groups, verdicts, states)
         if not all_decode:
             return []
-        verified = [len(group.draft.tokens) for group in groups]
-        accepted = [verdict.accepted for verdict in verdicts if verdict is not None]
-        return list(zip(verified, accepted, strict=True))
+        return [
+            (len(group.draft.tokens), verdict.accepted)
+            for group, verdict in zip(groups, verdicts, strict=True)
+            if verdict is not None
+        ]
 
     def _observe(
         self, groups: Sequence[Group], verdicts: Sequence[Verdict | None], states: States
@@ -280,8 +267,12 @@ class Engine:
         for group, verdict in zip(groups, verdicts, strict=True):
             request = group.request
             if verdict is not None:
-                self._commit(group, verdict)
-            if request.finish_reason is None or self.pages.keeps_prefixes:
+                try:
+                    self._commit(group, verdict)
+                except Exception as error:  # such as of its tokenizer
+                    request.fail(error)
+            shown = self.pages.keeps_prefixes and request.error is None
+            if request.finish_reason is None or shown:
                 count = request.cached.length - group.start
                 rows = slice(row, row + count)
                 tapped = None if taps is None else taps[rows]
@@ -289,6 +280,7 @@ class Engine:
             row += group.rows
         ended = [group.request for group in groups if group.request.finish_reason is not None]
         self._running = [request for request in self._running if request not in ended]
+        self._aborted += [request.request_id for request in ended if request.error is not None]
         try:
             self.drafter.observe(passes)
             for p in passes:
@@ -303,7 +295,9 @@ class Engine:
         while self._waiting and len(self._running) < self.config.max_batch_size:
             request = self._waiting[0]
             if request.params.prompt_logprobs is None:
-                self.pages.adopt(request.cached, request.tokens)
+                # Drafts want the state before the last token of an output.
+                known = request.tokens[:-1] if request.has_output else request.tokens
+                self.pages.adopt(request.cached, known)
             needed = self.pages.missing_pages(request.cached, len(request.tokens) + block)
             if needed > self.pages.free_pages:
                 self.pages.truncate(request.cached, 0)
@@ -319,19 +313,21 @@ class Engine:
     def _plan(self, length: int) -> list[Group]:
         """Group decoding requests with up to `length` drafts, prefilling ones with a chunk; oldest
         first."""
-        budget = self.config.max_step_tokens
+        budget, drafted = self.config.max_step_tokens, self.config.speculation.draft_tokens > 0
         spans: list[tuple[Request, int, int]] = []
         drafting: list[Request] = []
         counts: list[int] = []
         for request in list(self._running):
             count = self._draft_count(request, length)
-            rows = min(request.uncached, self.config.prefill_chunk, budget)
-            if rows <= 0 or request not in self._running:
+            rows = min(request.due(drafted), self.config.prefill_chunk, budget)
+            if rows <= 0 or rows + count > budget or request not in self._running:
                 continue
             if not self._make_room(request, request.cached.length + rows + count):
                 continue
             budget -= rows + count
             spans.append((request, request.cached.length, request.cached.length + rows))
+            if rows == request.uncached:
+                request.begin_block()
             if count:
                 drafting.append(request)
                 counts.append(count)
@@ -345,7 +341,11 @@ class Engine:
     def _draft_count(self, request: Request, length: int) -> int:
         """Return how many drafts to verify: those of a step for decoding requests, as far as they
         may generate more than the next token, none for others."""
-        return min(length, request.tokens_left - 1) if request.is_decoding else 0
+        if not request.is_decoding:
+            return 0
+        if request.names_seed and self.config.speculation.k_schedule:
+            length = self._length.choose(1)  # whatever the batch is, so that its tokens come again
+        return min(length, request.tokens_left - 1, self.config.max_step_tokens - 1)
 
     def _make_room(self, request: Request, length: int) -> bool:
         """Reserve pages, taking them from the youngest requests; False if it lost its own."""

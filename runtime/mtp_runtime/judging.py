@@ -52,7 +52,8 @@ class Judge:
         return ACCEPTANCE_RULES[self.settings.acceptance]
 
     def verdicts(self, groups: Sequence[Group], after: torch.Tensor) -> list[Verdict | None]:
-        """Return a verdict for every group whose rows reach the last token, None for others.
+        """Return a verdict for every group whose rows reach the last token, None for others, and
+        for a request that fails.
 
         after [T, d] are the rows of all groups, after the last norm.
         """
@@ -77,9 +78,17 @@ class Judge:
                 verdicts.append(None)
                 continue
             end = row + len(group.draft.tokens) + 1
-            verdicts.append(self._verdict(group, logits[row:end], best[row:end]))
+            verdicts.append(self._try_verdict(group, logits[row:end], best[row:end]))
             row = end
         return verdicts
+
+    def _try_verdict(self, group: Group, logits: torch.Tensor, best: list[int]) -> Verdict | None:
+        """Judge one request's drafts as _verdict does; an error ends that request alone."""
+        try:
+            return self._verdict(group, logits, best)
+        except Exception as error:
+            group.request.fail(error)
+            return None
 
     def decide(self, group: Group, logits: torch.Tensor, best: list[int]) -> Verdict:
         """Judge one request's drafts by logits [n+1, vocab] and the best token of each row."""

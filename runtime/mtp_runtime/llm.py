@@ -22,6 +22,7 @@ from mtp_runtime.config import (
     EngineConfig,
     SpeculationConfig,
     SpeculationOptions,
+    check_count,
     speculation_config,
 )
 from mtp_runtime.drafters import DRAFTERS
@@ -30,15 +31,10 @@ from mtp_runtime.engine import Engine
 from mtp_runtime.loading.weight_source import Ledger
 from mtp_runtime.logprobs import TokenLogprobs
 from mtp_runtime.memory import bound_device, cache_tokens_within
-from mtp_runtime.models.load import (
-    Loaded,
-    LoadOptions,
-    load_model,
-    no_module_to_draft_with,
-)
+from mtp_runtime.models.load import Loaded, LoadOptions, load_model, no_module_to_draft_with
 from mtp_runtime.models.model import Model
 from mtp_runtime.parallel.group import LONE, Group
-from mtp_runtime.prompts import require_unicode
+from mtp_runtime.prompts import are_ids, require_unicode
 from mtp_runtime.request import Request, RequestMetrics, TokenEvent
 from mtp_runtime.sampling import SamplingParams
 from mtp_runtime.static_graph.options import GraphOptions
@@ -73,11 +69,10 @@ class LLM:
     model, or of a draft that is none, for methods that need one; without it such a draft is looked
     for in the bundle's folder of the method's name. speculation: see SpeculationOptions;
     the numbers of drafts that adaptive chooses depend on times, so that sampled tokens do too.
-    deterministic (float32 only, layers that compiled kernels run): tokens do not
-    depend on batch or drafter. max_model_len: tokens of prompt and output together; above
-    index_topk, torch computes DeepSeek-V3.2's and GLM-5's sparse attention. max_memory_bytes: bound
-    on resident memory, or on a GPU's with what CUDA graphs keep, which cache_tokens follows from in
-    place of being given.
+    deterministic (layers that compiled kernels run): tokens do not depend on batch or drafter.
+    max_model_len: tokens of prompt and output together; above index_topk, torch computes
+    DeepSeek-V3.2's and GLM-5's sparse attention. max_memory_bytes: bound on resident memory, or on
+    a GPU's with what CUDA graphs keep, which cache_tokens follows from in place of being given.
     loaded: the bundle's model where it is loaded already, with the options it was loaded with.
     static_graph: True captures the target's steps of decoding as CUDA graphs; the path of a package
     that `mtp-export compile` made of this model runs them on a CPU.
@@ -157,10 +152,10 @@ class LLM:
         self, folder: Path, config: EngineConfig, options: LoadOptions
     ) -> Model | TargetDraft:
         """Load a second model, or a draft of its own."""
-        read = DRAFTERS[config.speculation.method].read
-        if read is not None:
-            return read(folder, self._loaded)
-        return load_model(folder, options, self._loaded.parallel.group).model
+        read, group = DRAFTERS[config.speculation.method].read, self._loaded.parallel.group
+        if read is None:
+            return load_model(folder, options, group).model
+        return read(folder, self._loaded)
 
     def _engine(
         self,
@@ -218,8 +213,10 @@ class LLM:
         A prompt is a text, or a sequence of token ids; params is one for all or one each. on_token
         is called with every token as it is generated.
         """
-        if isinstance(prompts, str) or not isinstance(prompts, Sequence):
+        if not isinstance(prompts, Sequence) or isinstance(prompts, str):
             prompts = [prompts]
+        elif prompts and are_ids(prompts):
+            prompts = [cast(Sequence[int], prompts)]
         each = self._params_of(len(prompts), params)
         requests = self.requests(cast(Sequence[Prompt], prompts), each)
         with closing(self.engine.run(requests)) as events:
@@ -275,17 +272,17 @@ class LLM:
             self.next_request_id += count
         return range(first, first + count)
 
-    def _request(self, number: int, prompt: Prompt, params: SamplingParams) -> Request:
-        if not isinstance(prompt, str) and not (
-            isinstance(prompt, Sequence) and all(type(token) is int for token in prompt)
-        ):
+    def _request(
+        self, number: int, prompt: Prompt, params: SamplingParams, seed: int | None = None
+    ) -> Request:
+        if not isinstance(prompt, str) and not are_ids(prompt):
             raise UsageError("This is no prompt", expected="a text, or token ids", found=prompt)
         if params.stop_texts:
             self.tokenizer.require()
         ids = self.text_prompt(prompt) if isinstance(prompt, str) else tuple(prompt)
         decode = self.tokenizer.decode if self.tokenizer.found else None
         eos = self.engine.model.config.eos_token_ids
-        return Request(number, prompt=ids, params=params, eos_token_ids=eos, decode=decode)
+        return Request(number, ids, params, eos_token_ids=eos, decode=decode, seed=seed)
 
 
 def llm_of(group: Group, bundle: Path, options: Mapping[str, Any]) -> LLM:
@@ -297,7 +294,7 @@ def llm_of(group: Group, bundle: Path, options: Mapping[str, Any]) -> LLM:
 
 
 def _output(request: Request) -> RequestOutput:
-    assert request.finish_reason is not None
+    assert request.finish_reason is not None and request.seed is not None
     return RequestOutput(
         prompt_token_ids=request.prompt,
         token_ids=tuple(request.output),
@@ -371,6 +368,7 @@ def _load_within(
 ) -> Loaded:
     """Load a model; on this rank's GPU no more than the limit is allocated from here on."""
     if max_memory_bytes is not None:
+        check_count("max_memory_bytes", max_memory_bytes, 1, 1 << 60)
         bound_device(torch.device(group.device(options.device)), max_memory_bytes)
     return load_model(bundle, options, group)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import codecs
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -56,6 +57,13 @@ def require_unicode(text: str, name: str) -> None:
         ) from None
 
 
+def are_ids(prompt: object) -> bool:
+    """Return True for a sequence of whole numbers that is no bytes."""
+    if not isinstance(prompt, Sequence) or isinstance(prompt, str | bytes | bytearray | memoryview):
+        return False
+    return all(type(token) is int for token in prompt)
+
+
 def _text_of(path: Path, number: int, line: bytes) -> tuple[Prompt, Prompt | None]:
     try:
         text = line.decode()
@@ -87,6 +95,6 @@ def _part(value: dict[str, Any], part: str, place: str) -> Prompt | None:
     if isinstance(text, str):
         require_unicode(text, f"The {part} in {place}")
         return text
-    if isinstance(ids, list) and all(type(token) is int for token in ids):
+    if isinstance(ids, list) and are_ids(ids):
         return tuple(ids)
     return None

@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from mtp_runtime.acceptance.base import Draft
 from mtp_runtime.cache import CachedSequence
 from mtp_runtime.logprobs import TokenLogprobs
-from mtp_runtime.sampling import SamplingParams, SeededChoices, random_seed
+from mtp_runtime.sampling import Choices, SamplingParams, SeededChoices, random_seed
+from mtp_runtime.stop_texts import StopTexts
 from mtp_runtime.tokenizer import Decode, TextStream
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass
@@ -90,8 +95,9 @@ class TokenEvent:
 class Request:
     """State of one request: its tokens, its part of the cache, its random choices, and the events
     that nobody has taken yet. finish_reason is None until it has ended; stop_reason is then the
-    stop text or the one of stop_token_ids that it met. logprobs are those of the output,
-    prompt_logprobs those of the prompt from its second token on, where they are wanted."""
+    stop text or the one of stop_token_ids that it met, error what ended it by reason "error".
+    logprobs are those of the output, prompt_logprobs those of the prompt from its second token on,
+    where they are wanted."""
 
     request_id: int
     prompt: tuple[int, ...]
@@ -106,16 +112,19 @@ class Request:
     events: deque[TokenEvent] = field(default_factory=deque)
     finish_reason: str | None = None
     stop_reason: int | str | None = None
+    error: Exception | None = None
+    seed: int | None = None  # of its random choices, in place of that of params
     logprobs: list[TokenLogprobs] = field(default_factory=list)
     prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
     metrics: RequestMetrics = field(default_factory=RequestMetrics)
 
     def __post_init__(self) -> None:
         self.tokens = list(self.prompt)
-        self.seed = random_seed() if self.params.seed is None else self.params.seed
-        self.choices = SeededChoices(self.seed)
+        if self.seed is None:
+            self.seed = random_seed() if self.params.seed is None else self.params.seed
+        self.choices: Choices = SeededChoices(self.seed)
         self._text = None if self.decode is None else TextStream(self.decode)
-        self._searched = 0  # characters of text in which no stop text is to be found any more
+        self._stops = StopTexts(self.params.stop_texts)
         self.metrics.prompt_tokens = len(self.prompt)
         self.metrics.arrival_seconds = time.monotonic()
 
@@ -135,14 +144,35 @@ class Request:
 
     @property
     def is_decoding(self) -> bool:
-        """True when the last token alone has no cache entry, and the drafter saw the one before."""
-        return self.uncached <= 1 and self.cached.length > self.cached.adopted
+        """True when the last token alone has no cache entry, and is one of the output: the drafter
+        saw the one before, and drafts follow the same tokens whatever the step was planned with."""
+        return self.has_output and self.uncached <= 1
+
+    def due(self, drafted: bool) -> int:
+        """Return how many tokens are to be computed. Where drafts are made the last token of an
+        output whose cache was lost waits for a step of its own, in which the same ones follow it as
+        at first."""
+        return self.uncached - (drafted and self.has_output and not self.is_decoding)
+
+    @property
+    def has_output(self) -> bool:
+        return len(self.tokens) > len(self.prompt)
+
+    @property
+    def names_seed(self) -> bool:
+        """True for a request that samples, and is to give the same tokens whenever it is made."""
+        return self.params.seed is not None and not self.params.greedy
 
     @property
     def end_token_ids(self) -> tuple[int, ...]:
         """Tokens that end the request."""
         params = self.params
-        return (*params.stop_token_ids, *(() if params.ignore_eos else self.eos_token_ids))
+        return (*params.stop_ids, *(() if params.ignore_eos else self.eos_token_ids))
+
+    def begin_block(self) -> None:
+        """Begin the random choices of the block that follows the tokens so far."""
+        if isinstance(self.choices, SeededChoices):
+            self.choices.begin(len(self.tokens) - len(self.prompt))
 
     def take_events(self) -> Iterator[TokenEvent]:
         """Take the events of the tokens so far, oldest first."""
@@ -162,10 +192,7 @@ class Request:
                 self.metrics.first_token_seconds = time.monotonic()
             self.tokens.append(token)
             self.metrics.output_tokens += 1
-            if self._text is not None:
-                self.text += self._text.add(token)
             self.finish_reason = self._reason_to_finish(token)
-            self._searched = len(self.text)
             piece, decoded = self._take_piece(), self.decode is not None
             self.logprobs += logprobs[index : index + 1]
             self.events.append(
@@ -182,36 +209,66 @@ class Request:
                 self.metrics.finished_seconds = time.monotonic()
                 break
 
+    def fail(self, error: Exception) -> None:
+        """End the request by an error of its own."""
+        logger.error("Request %d ends by an error", self.request_id, exc_info=error)
+        self.finish_reason, self.error = "error", error
+        self.metrics.finished_seconds = time.monotonic()
+
     def _reason_to_finish(self, token: int) -> str | None:
+        """Take in the last token's text; return why the request ends, None if it goes on."""
+        cut = None if self._text is None else self._grow(self._text.add(token))
         if self.metrics.output_tokens < self.params.min_tokens:
             return None
         if token in self.end_token_ids:
-            self.stop_reason = token if token in self.params.stop_token_ids else None
+            self.stop_reason = token if token in self.params.stop_ids else None
+            self._end_text()
             return "stop"
-        cuts = [(at, stop) for stop in self.params.stop_texts if (at := self._find(stop)) >= 0]
-        if cuts:
-            cut, self.stop_reason = min(cuts)
-            self.text = self.text[:cut]
-            return "stop"
-        return "length" if self.tokens_left <= 0 else None
+        if cut is None and self.tokens_left > 0:
+            return None
+        if cut is None:
+            cut = self._end_text()
+        if cut is None:
+            return "length"
+        at, self.stop_reason = cut
+        self.text = self.text[:at]
+        return "stop"
 
-    def _find(self, stop: str) -> int:
-        """Return the place of a stop text that the last token made whole, or -1."""
-        return self.text.find(stop, max(0, self._searched - len(stop) + 1))
+    def _end_text(self) -> tuple[int, str] | None:
+        """Take in the text that was held back for tokens that do not come; returns as _grow."""
+        return None if self._text is None else self._grow(self._text.end())
+
+    def _grow(self, piece: str) -> tuple[int, str] | None:
+        """Add to the text; return the place in it of a stop text that ends in the piece."""
+        before = len(self.text)
+        self.text += piece
+        first = self._stops.first_in(piece)
+        return None if first is None else (before + first[0], first[1])
 
     def _take_piece(self) -> str:
         """Return the text not streamed yet, without an end that may begin a stop text."""
         end = len(self.text)
         if self.finish_reason is None:
-            end -= max(
-                (
-                    size
-                    for stop in self.params.stop_texts
-                    for size in range(1, len(stop))
-                    if self.text.endswith(stop[:size])
-                ),
-                default=0,
-            )
+            end -= self._stops.held
         piece = self.text[self.streamed : end]
         self.streamed = max(self.streamed, end)
         return piece
+
+
+class Arrival(NamedTuple):
+    """A request as rank 0 tells of it, with the seed of its random choices."""
+
+    request_id: int
+    prompt: tuple[int, ...]
+    params: SamplingParams
+    seed: int | None
+
+
+@dataclass(frozen=True)
+class Turn:
+    """Message of rank 0 to the other ranks before a step: the requests that came, the numbers of
+    those that were aborted, and how many drafts each that decodes gets."""
+
+    arrivals: tuple[Arrival, ...]
+    aborted: tuple[int, ...]
+    drafts: int

@@ -13,12 +13,13 @@ from typing import Any, Protocol, cast
 import numpy as np
 
 from mtp_checkpoints.errors import UsageError
-from mtp_runtime.config import check_count, check_range
+from mtp_runtime.config import check_count, check_flag, check_range
 
 Probabilities = np.ndarray[Any, np.dtype[np.float64]]
 
 
 MAX_LOGPROBS = 20
+_LAST_ID = (1 << 31) - 1
 
 
 def random_seed() -> int:
@@ -44,21 +45,27 @@ class SamplingParams:
     max_tokens: int = 64
     seed: int | None = None
     stop: str | Sequence[str] | None = None
-    stop_token_ids: tuple[int, ...] = ()
+    stop_token_ids: Sequence[int] | None = ()
     ignore_eos: bool = False
     min_tokens: int = 0
     logprobs: int | None = None
     prompt_logprobs: int | None = None
 
     def __post_init__(self) -> None:
+        _check_ids("stop_token_ids", self.stop_token_ids)
+        check_flag("ignore_eos", self.ignore_eos)
         check_range("temperature", self.temperature, 0.0, 100.0)
         check_range("top_p", self.top_p, 0.0, 1.0)
         check_count("top_k", self.top_k, 0, 1 << 30)
         check_count("max_tokens", self.max_tokens, 1, 1 << 30)
         check_count("min_tokens", self.min_tokens, 0, self.max_tokens)
-        check_count("seed", self.seed or 0, 0, (1 << 64) - 1)
-        check_count("logprobs", self.logprobs or 0, 0, MAX_LOGPROBS)
-        check_count("prompt_logprobs", self.prompt_logprobs or 0, 0, MAX_LOGPROBS)
+        for option, number, most in (
+            ("seed", self.seed, (1 << 64) - 1),
+            ("logprobs", self.logprobs, MAX_LOGPROBS),
+            ("prompt_logprobs", self.prompt_logprobs, MAX_LOGPROBS),
+        ):
+            if number is not None:
+                check_count(option, number, 0, most)
         if not all(isinstance(text, str) and text for text in self.stop_texts):
             raise UsageError("Option stop is no text, or an empty one", found=repr(self.stop))
 
@@ -67,12 +74,26 @@ class SamplingParams:
         return self.temperature == 0.0
 
     @property
+    def stop_ids(self) -> tuple[int, ...]:
+        return tuple(self.stop_token_ids or ())
+
+    @property
     def stop_texts(self) -> tuple[str, ...]:
         if self.stop is None:
             return ()
         if isinstance(self.stop, list | tuple):
             return tuple(self.stop)
         return (cast(str, self.stop),)  # __post_init__ refuses anything else
+
+
+def _check_ids(option: str, given: Any) -> None:
+    """Raise UsageError for an option that is no token ids; None is none of them."""
+    if isinstance(given, str | bytes) or not isinstance(given or (), Sequence):
+        raise UsageError(
+            f"Option {option} cannot be read", expected="token ids", found=repr(given)[:100]
+        )
+    for token in given or ():
+        check_count(option, token, 0, _LAST_ID)
 
 
 class Choices(Protocol):
@@ -86,10 +107,16 @@ class Choices(Protocol):
 
 
 class SeededChoices:
-    """Decisions of one seed, the same whatever else is in the batch."""
+    """Decisions of one seed, the same whatever else is in the batch: each block of an output has a
+    stream of its own, so that one which is computed again decides as before."""
 
     def __init__(self, seed: int) -> None:
-        self._random = np.random.Generator(np.random.Philox(seed))
+        self._seed = seed
+        self.begin(0)
+
+    def begin(self, position: int) -> None:
+        """Begin the decisions of the block at a position of the output."""
+        self._random = np.random.Generator(np.random.Philox([self._seed, position]))
 
     def accept(self, probability: float) -> bool:
         return bool(self._random.random() < probability)

@@ -121,6 +121,11 @@ class TextStream:
             self._tokens.pop()  # such as an end token, of which there may be thousands
         return piece
 
+    def end(self) -> str:
+        """Return the text that is held back, when no token follows: characters that stay
+        incomplete."""
+        return self._decode(self._tokens)[len(self._known_text) :] if self._tokens else ""
+
 
 @contextmanager
 def _reported(folder: Path, what: str) -> Iterator[None]:

@@ -69,6 +69,15 @@ def test_tokens_of_random_ones(name: str, tmp_path: Path) -> None:
     assert run(model, prompts, params, method="mtp", k=3).outputs == expected
 
 
+@pytest.mark.parametrize("step", [1, 7])
+def test_bits_of_rows_do_not_depend_on_their_batch_in_bf16(tmp_path: Path, step: int) -> None:
+    model = compiled(write_checkpoint(tmp_path, GLM4_MOE), "bfloat16")
+    (tokens,) = prompts_of([40], 96)
+    walk = Walk(model)
+    parts = [walk.feed(tokens[start : start + step])[0] for start in range(0, 40, step)]
+    assert torch.equal(torch.cat(parts), Walk(model).feed(tokens)[0])
+
+
 def test_weights_rounded_to_bf16(tmp_path: Path) -> None:
     """Logits near those of the stored weights, and as far off as rounding makes them."""
     path = write_checkpoint(tmp_path, GLM4_MOE)

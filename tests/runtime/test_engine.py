@@ -10,12 +10,14 @@ from typing import Any
 import pytest
 
 from mtp_checkpoints.errors import MtpExportError, ResourceError, UnsupportedError, UsageError
+from mtp_runtime.acceptance.base import Verdict
 from mtp_runtime.config import EngineConfig, SpeculationConfig
 from mtp_runtime.drafters import DRAFTERS
 from mtp_runtime.drafters.base import DrafterParts, Pass
 from mtp_runtime.drafters.known_answers import KnownAnswersDrafter
 from mtp_runtime.drafters.none import NoDrafter
 from mtp_runtime.engine import Engine
+from mtp_runtime.judging import Group, Judge
 from mtp_runtime.models.model import Model
 from mtp_runtime.request import Request
 from mtp_runtime.sampling import SamplingParams
@@ -206,6 +208,96 @@ def test_a_failed_step_ends_the_run_that_made_it_alone(model: Model) -> None:
     list(second)
     assert other.output == run(model, prompts[1:], PARAMS).outputs[0]
     assert engine.pages.free_pages == engine.pages.pages
+
+
+class Halting:
+    """Text of tokens that raises an error once, after some tokens."""
+
+    def __init__(self, error: BaseException, tokens: int) -> None:
+        self._error, self._left = error, tokens
+
+    def __call__(self, ids: Sequence[int]) -> str:
+        self._left -= 1
+        if self._left == 0:
+            raise self._error
+        return "x" * len(ids)
+
+
+def test_an_error_of_one_request_ends_that_alone(model: Model) -> None:
+    """In the run that made it; those of others go on, with their own tokens."""
+    prompts = prompts_of([9, 20, 5], 96, seed=3)
+    engine, requests = engine_of(model), requests_of(prompts)
+    requests[1] = Request(1, prompts[1], PARAMS, decode=Halting(ValueError("planted"), 4))
+    first, second = engine.run([requests[0], requests[2]]), engine.run([requests[1]])
+    next(first)
+    with pytest.raises(ValueError, match="planted"):
+        list(second)
+    list(first)
+    expected = run(model, prompts, PARAMS).outputs
+    assert [requests[0].output, requests[2].output] == [expected[0], expected[2]]
+    assert [r.finish_reason for r in requests] == ["length", "error", "length"]
+    assert all(request.metrics.preemptions == 0 for request in requests)
+    assert engine.pages.free_pages == engine.pages.pages and not engine.has_work
+
+
+def test_a_verdict_that_fails_ends_its_request_alone(
+    model: Model, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    prompts = prompts_of([9, 20], 96, seed=3)
+    expected = run(model, prompts, PARAMS).outputs
+    engine, (one, other) = engine_of(model), requests_of(prompts)
+    decide = Judge.decide
+
+    def failing(judge: Judge, group: Group, *arguments: Any) -> Verdict:
+        if group.request is other:
+            raise ArithmeticError("planted")
+        return decide(judge, group, *arguments)
+
+    monkeypatch.setattr(Judge, "decide", failing)
+    first, second = engine.run([one]), engine.run([other])
+    next(first)
+    with pytest.raises(ArithmeticError, match="planted"):
+        list(second)
+    list(first)
+    assert (one.output, other.output) == (expected[0], [])
+    assert engine.pages.free_pages == engine.pages.pages and not engine.has_work
+
+
+def test_a_failed_step_leaves_ended_requests_ended(model: Model) -> None:
+    """One ends in the step in which Ctrl-C comes while the next one is committed."""
+    prompts = prompts_of([9, 20], 96, seed=3)
+    ending = Request(0, prompts[0], replace(PARAMS, max_tokens=2))
+    other = Request(1, prompts[1], PARAMS, decode=Halting(KeyboardInterrupt(), 3))
+    engine = engine_of(model)
+    engine.add(ending)
+    engine.add(other)
+    with pytest.raises(KeyboardInterrupt):
+        while engine.has_work:
+            engine.step()
+    assert ending.finish_reason == "length" and engine.waiting == 1
+    while engine.has_work:
+        engine.step()
+    assert len(ending.output) == 2 and ending.finish_reason == "length"
+    assert engine.pages.free_pages == engine.pages.pages
+
+
+@pytest.mark.parametrize("most", [1, 2, 5, 7])
+def test_drafts_count_in_the_tokens_of_a_step(
+    model: Model, most: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    prompts, rows = prompts_of([9, 20, 5], 96, seed=3), list[int]()
+    forward = Engine._forward
+
+    def counted(engine: Engine, groups: Sequence[Group]) -> Any:
+        rows.append(sum(group.rows for group in groups))
+        return forward(engine, groups)
+
+    monkeypatch.setattr(Engine, "_forward", counted)
+    expected = run(model, prompts, PARAMS).outputs
+    rows.clear()
+    found = run(model, prompts, PARAMS, method="mtp", k=3, max_step_tokens=most)
+    assert found.outputs == expected
+    assert max(rows) <= most
 
 
 def test_requests_wait_for_free_pages(model: Model) -> None:

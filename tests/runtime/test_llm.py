@@ -125,6 +125,35 @@ def test_options_that_make_no_sense(trained: Path, llm: LLM) -> None:
         LLM(trained, speculate_method="mtp", draft_model=trained)
     with pytest.raises(UsageError, match="no prompt"):
         llm.generate([{"prompt": PROMPTS[0]}])  # type: ignore[list-item]
+    for prompts in (b"abc", [b"abc"], [bytearray(b"abc")], [5, "a"], [5, True]):
+        with pytest.raises(UsageError, match="no prompt"):
+            llm.generate(prompts)  # type: ignore[arg-type]
+    assert llm.generate([]) == []
+
+
+def test_options_of_other_kinds_are_refused(trained: Path) -> None:
+    for options, words in (
+        ({"max_model_len": 1.5}, "max_model_len is no whole number"),
+        ({"max_model_len": "9"}, "max_model_len is no number"),
+        ({"prefix_cache": "no"}, "prefix_cache is neither true nor false"),
+        ({"deterministic": 1}, "deterministic is neither"),
+        ({"dequantize_at_load": "yes"}, "dequantize_at_load is neither"),
+        ({"adaptive": "no", "speculate_method": "mtp"}, "adaptive is neither"),
+        ({"max_batch_size": True}, "max_batch_size is no number"),
+        ({"max_memory_bytes": 1e9}, "max_memory_bytes is no whole number"),
+        ({"static_graph": 1}, "static_graph cannot be read"),
+    ):
+        with pytest.raises(UsageError, match=words):
+            LLM(trained, **options)  # type: ignore[arg-type]
+
+
+def test_a_prompt_of_ids_is_one_prompt(llm: LLM) -> None:
+    """As a text is, whatever sequence it is."""
+    params = SamplingParams(max_tokens=4)
+    (expected,) = llm.generate([(5, 6, 7)], params)
+    for prompt in ([5, 6, 7], (5, 6, 7)):
+        (output,) = llm.generate(prompt, params)
+        assert output.token_ids == expected.token_ids and output.prompt_token_ids == (5, 6, 7)
 
 
 def test_summary_adds_up() -> None:

@@ -49,6 +49,30 @@ def test_parameters_within_their_bounds(name: str) -> None:
             SamplingParams(**{name: value})
 
 
+@pytest.mark.parametrize(
+    ("name", "values"),
+    [
+        *((name, (True, "1", b"1", [1], 1j)) for name in BOUNDS),
+        *((name, (None,)) for name, (inside, _) in BOUNDS.items() if None not in inside),
+        *((name, (1.5,)) for name in BOUNDS if name not in ("temperature", "top_p")),
+        ("temperature", (math.nan,)),
+        ("top_p", (math.nan,)),
+        ("stop", (5, "", b"x", ["a", ""], ["a", 5], {"a": 1})),
+        ("stop_token_ids", (5, "ab", b"ab", ("a",), (-1,), (1.0,), (True,), (None,), {1: 2})),
+        ("ignore_eos", (None, 0, "no")),
+    ],
+)
+def test_parameters_of_other_kinds_are_refused(name: str, values: tuple[Any, ...]) -> None:
+    for value in values:
+        with pytest.raises(UsageError, match=f"^Option {name} "):
+            SamplingParams(**{name: value})
+
+
+def test_no_stop_token_ids_are_none_or_an_empty_sequence() -> None:
+    given: tuple[Any, ...] = (None, (), [], [3, 5])
+    assert [SamplingParams(stop_token_ids=ids).stop_ids for ids in given] == [(), (), (), (3, 5)]
+
+
 def test_defaults_decode_greedily_to_64_tokens() -> None:
     explicit = SamplingParams(
         temperature=0.0,

@@ -16,7 +16,7 @@ from mtp_checkpoints.families.spec import Input, ModelSpec, MtpSpec
 from mtp_checkpoints.formats import unquantized
 from mtp_kernels.cpu.torch_threads import torch_threads_for
 from mtp_kernels.decoder import Backend, make_backend
-from mtp_runtime.config import ModelConfig
+from mtp_runtime.config import ModelConfig, check_count, check_flag
 from mtp_runtime.layers.decoder_layer import DecoderLayer
 from mtp_runtime.layers.embedding import Embedding
 from mtp_runtime.layers.linear import Linear, dense
@@ -76,6 +76,11 @@ class LoadOptions:
                 expected=" or ".join(MODES),
                 found=self.parallel_mode,
             )
+        check_flag("deterministic", self.deterministic)
+        if self.dequantize_at_load is not None:
+            check_flag("dequantize_at_load", self.dequantize_at_load)
+        if self.max_model_len is not None:
+            check_count("max_model_len", self.max_model_len, 0, 1 << 40)
         if _kind(self.device) == "npu":
             self._check_npu()
         if self.deterministic and not self.compiled:
@@ -236,8 +241,9 @@ def load_model(path: Path, options: LoadOptions, group: Group = LONE) -> Loaded:
     """Load a bundle or a checkpoint folder, tensor by tensor; every rank calls this, and loads its
     own part.
 
-    Raises InvalidInputError for tensors that contradict config.json, UnsupportedError for a model
-    that the runtime does not compute, or not deterministically where that is asked for.
+    Raises InvalidInputError for tensors that contradict config.json, or files in which ranks
+    differ, UnsupportedError for a model that the runtime does not compute, or not deterministically
+    where that is asked for.
     """
     opened = open_model(path, options, group, packs=options.compiled)
     with torch_threads_for(opened.config.hidden):

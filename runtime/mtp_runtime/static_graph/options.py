@@ -29,6 +29,12 @@ class GraphOptions:
         """
         if static_graph is False:
             return cls()
+        if not isinstance(static_graph, bool | str | Path):
+            raise UsageError(
+                "Option static_graph cannot be read",
+                expected="True, False, or the path of a package",
+                found=repr(static_graph)[:100],
+            )
         needed, name = ("cuda", "CUDA graphs") if static_graph is True else ("cpu", "A package")
         if device.partition(":")[0] != needed:
             raise UsageError(
