@@ -28,6 +28,7 @@ from mtp_runtime.config import (
 from mtp_runtime.drafters import DRAFTERS
 from mtp_runtime.drafters.base import TargetDraft
 from mtp_runtime.engine import Engine
+from mtp_runtime.loading.same_files import require_same_draft
 from mtp_runtime.loading.weight_source import Ledger
 from mtp_runtime.logprobs import TokenLogprobs
 from mtp_runtime.memory import bound_device, cache_tokens_within
@@ -155,6 +156,7 @@ class LLM:
         read, group = DRAFTERS[config.speculation.method].read, self._loaded.parallel.group
         if read is None:
             return load_model(folder, options, group).model
+        require_same_draft(folder, group)
         return read(folder, self._loaded)
 
     def _engine(

@@ -53,14 +53,21 @@ def read_draft(folder: Path) -> DraftFolder:
     for one that cannot be read.
     """
     tensors: Mapping[str, DraftTensor]
-    if (folder / MEDUSA_NAME).is_file():
+    medusa = medusa_file(folder)
+    if medusa is None:
+        tensors = Checkpoint.open(folder).tensors
+    elif medusa.name == MEDUSA_PICKLE:
+        tensors = _of_pickle(medusa)
+    else:
         header = read_header(LocalFolder(folder).file(MEDUSA_NAME))
         tensors = {info.name: info for info in header.tensors}
-    elif (folder / MEDUSA_PICKLE).is_file():
-        tensors = _of_pickle(folder / MEDUSA_PICKLE)
-    else:
-        tensors = Checkpoint.open(folder).tensors
     return DraftFolder(folder, read_json_object(folder / CONFIG_NAME), tensors)
+
+
+def medusa_file(folder: Path) -> Path | None:
+    """Return Medusa's file of heads in a folder, None where there is none."""
+    files = (folder / MEDUSA_NAME, folder / MEDUSA_PICKLE)
+    return next((file for file in files if file.is_file()), None)
 
 
 def values_of(tensor: DraftTensor) -> torch.Tensor:

@@ -22,6 +22,7 @@ from mtp_runtime.layers.embedding import Embedding
 from mtp_runtime.layers.linear import Linear, dense
 from mtp_runtime.layers.tensor_parallel import ALONE, GATHER, MODES, REDUCE, TensorParallel
 from mtp_runtime.loading.model_folders import open_folders
+from mtp_runtime.loading.same_files import require_same_files
 from mtp_runtime.loading.weight_source import Ledger, WeightSource
 from mtp_runtime.models.compiled import CompiledExecution, refuse_torch_layers
 from mtp_runtime.models.execution import Execution, Head, Outputs, TorchExecution
@@ -246,6 +247,7 @@ def load_model(path: Path, options: LoadOptions, group: Group = LONE) -> Loaded:
     where that is asked for.
     """
     opened = open_model(path, options, group, packs=options.compiled)
+    require_same_files((part.checkpoint for part in opened.source.owners.values()), group)
     with torch_threads_for(opened.config.hidden):
         model = opened.model(options.execution(group))
         model.make()  # on every rank, and of files that are there
