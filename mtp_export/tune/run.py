@@ -30,6 +30,7 @@ from mtp_export.tune.training import OnStep, Training
 from mtp_export.tune.writing import Output
 from mtp_export.verify.evidence.blocks import Blocks, walked
 from mtp_runtime.config import MAX_DRAFT_TOKENS
+from mtp_runtime.loading.same_files import require_same_files
 from mtp_runtime.models.load import LoadOptions, load_model
 from mtp_runtime.parallel.group import Group
 from mtp_runtime.parallel.join import joined
@@ -75,6 +76,7 @@ def tune(options: TuneOptions, progress: Progress) -> TuneResult | None:
     """
     source = open_checked(options)
     with joined() as group:
+        require_same_files([source.main, source.mtp], group)
         shown = progress if group.is_first else Silent()
         return _Run(options, source, group, progress=shown).finish()
 

@@ -24,6 +24,7 @@ from mtp_export.verify.evidence.blocks import walked
 from mtp_export.verify.evidence.corpus import Corpus, judge
 from mtp_export.verify.evidence.prompts import encoded
 from mtp_export.verify.evidence.statistics import Estimate, ratio
+from mtp_runtime.loading.same_files import require_same_files
 from mtp_runtime.parallel.group import Group
 from mtp_runtime.streaming import StreamedModel, open_streamed, pass_through
 from mtp_runtime.teacher_forcing import PagedTexts, Text, Texts, overlaps
@@ -122,6 +123,7 @@ def _passed(group: Group, division: _Division) -> torch.Tensor:
     """Pass the own texts through all layers; return the states of every rank's on rank 0."""
     device = group.device(division.device)
     streamed = division.opened or open_streamed(division.bundle, device)
+    require_same_files(streamed.opened.checkpoints, group)
     texts = division.texts[group.rank]
     counts = [len(part.tokens) for part in division.texts]
     if not texts.texts:

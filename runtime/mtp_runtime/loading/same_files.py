@@ -24,8 +24,7 @@ def require_same_files(checkpoints: Iterable[Checkpoint], group: Group) -> None:
     """Raise InvalidInputError on every rank where a file of one differs from rank 0's: a config,
     or a shard in its size, its header, or the sampled bytes of a tensor."""
     if not group.is_one:
-        opened = {str(checkpoint.path): checkpoint for checkpoint in checkpoints}
-        _compare(_digests_of(opened.values()), group)
+        _compare(_digests_of(checkpoints), group)
 
 
 def require_same_draft(folder: Path, group: Group) -> None:

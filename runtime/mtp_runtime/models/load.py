@@ -14,6 +14,7 @@ from mtp_checkpoints.families.base import weight_name
 from mtp_checkpoints.families.contract import MtpContract
 from mtp_checkpoints.families.spec import Input, ModelSpec, MtpSpec
 from mtp_checkpoints.formats import unquantized
+from mtp_checkpoints.tensors.reader import Checkpoint
 from mtp_kernels.cpu.torch_threads import torch_threads_for
 from mtp_kernels.decoder import Backend, make_backend
 from mtp_runtime.config import ModelConfig, check_count, check_flag
@@ -173,6 +174,12 @@ class OpenedModel:
     contract: MtpContract | None
     folder: Path
 
+    @property
+    def checkpoints(self) -> tuple[Checkpoint, ...]:
+        """The folders that were opened."""
+        parts = self.source.owners.values()
+        return tuple({str(part.checkpoint.path): part.checkpoint for part in parts}.values())
+
     @cached_property
     def loader(self) -> LayerLoader:
         """Loader of the model's layers."""
@@ -247,7 +254,7 @@ def load_model(path: Path, options: LoadOptions, group: Group = LONE) -> Loaded:
     where that is asked for.
     """
     opened = open_model(path, options, group, packs=options.compiled)
-    require_same_files((part.checkpoint for part in opened.source.owners.values()), group)
+    require_same_files(opened.checkpoints, group)
     with torch_threads_for(opened.config.hidden):
         model = opened.model(options.execution(group))
         model.make()  # on every rank, and of files that are there
