@@ -28,6 +28,7 @@ WHOLE = (
     "runtime/mtp_runtime/acceptance/*.py",
     "runtime/mtp_runtime/drafters/*.py",
     "runtime/mtp_runtime/sampling.py",
+    "runtime/mtp_runtime/stop_texts.py",
     "runtime/mtp_runtime/logprobs.py",
     "runtime/mtp_runtime/*cache.py",
     "runtime/mtp_runtime/draft_length.py",
