@@ -14,7 +14,7 @@ from collections.abc import Callable
 import torch
 
 from mtp_kernels import weight_statistics
-from mtp_kernels.quantize import Fp8Block, Int4Group, Int8Channel, W4AFp8
+from mtp_kernels.quantize import Fp8Block, Fp8Channel, Int4Group, Int8Channel, W4AFp8
 
 
 def rates() -> dict[str, float]:
@@ -32,11 +32,14 @@ def rates() -> dict[str, float]:
         "bf16": (lambda: statistics.float_statistics(small), small.nbytes),
         "f16": (lambda: statistics.float_statistics(half), half.nbytes),
         "f32": (lambda: statistics.float_statistics(values), values.nbytes),
-        "fp8 block": (lambda: statistics.fp8_block_statistics(block), codes.nbytes),
-        "fp8 channel": (lambda: statistics.fp8_channel_statistics(fp8, one), codes.nbytes),
-        "int8 channel": (lambda: statistics.int8_channel_statistics(int8), codes.nbytes),
-        "int4 group": (lambda: statistics.int4_group_statistics(int4), codes.nbytes),
-        "w4afp8": (lambda: statistics.w4afp8_statistics(w4afp8), codes.nbytes),
+        "fp8 block": (lambda: statistics.quantized_statistics(block), codes.nbytes),
+        "fp8 channel": (
+            lambda: statistics.quantized_statistics(Fp8Channel(fp8, one)),
+            codes.nbytes,
+        ),
+        "int8 channel": (lambda: statistics.quantized_statistics(int8), codes.nbytes),
+        "int4 group": (lambda: statistics.quantized_statistics(int4), codes.nbytes),
+        "w4afp8": (lambda: statistics.quantized_statistics(w4afp8), codes.nbytes),
     }
     return {name: round(size / _best(run) / 1e9, 2) for name, (run, size) in cases.items()}
 

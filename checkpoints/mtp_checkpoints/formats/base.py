@@ -16,6 +16,7 @@ if TYPE_CHECKING:
 
     from mtp_kernels.quantize import ErrorStats, Fp8Block
     from mtp_kernels.quantize.array_conversions import Converted, Rows
+    from mtp_kernels.quantize.layouts import QuantizedWeight
     from mtp_kernels.stored_linear import StoredWeight
     from mtp_kernels.weight_statistics import WeightStatistics
 
@@ -142,10 +143,17 @@ class WeightFormat(ABC):
         weight = self.encoded(tensors) if len(tensors) > 1 else EncodedWeight(self, *tensors)
         return tensors, quantize.error_of(values, weight.dequantize(torch.float32))
 
+    def kernel_options(self, scale_rule: str) -> dict[str, Any]:
+        """Return the options that the kernels' conversion into the format takes."""
+        return {}
+
     def quantize_rows(self, rows: Rows, scale_rule: str) -> Converted | None:
         """Return what quantize does, of rows of compiled_sources in main memory and without torch;
         None for those that quantize has to look at."""
-        raise AssertionError(f"{self.storage} is made by torch")
+        from mtp_kernels.quantize.array_conversions import CONVERSIONS
+
+        assert self.storage in CONVERSIONS, f"{self.storage} is made by torch"
+        return CONVERSIONS[self.storage](rows, **self.kernel_options(scale_rule))
 
     @abstractmethod
     def decode(self, codes: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
@@ -203,6 +211,35 @@ class WeightFormat(ABC):
     def check_constants(self, tensors: Mapping[str, torch.Tensor], shape: tuple[int, ...]) -> None:
         """Refuse constants, by tensor name, that contradict the weight (InvalidInputError)."""
         assert not tensors, f"{self.storage} has no constants"
+
+
+class KernelFormat(WeightFormat):
+    """Format that the kernels compute with as it is stored, in the layout of its name."""
+
+    def stored(self, codes: torch.Tensor, scale: torch.Tensor) -> QuantizedWeight:
+        from mtp_kernels.quantize.layouts import LAYOUTS
+
+        return LAYOUTS[self.storage](codes, scale)
+
+    def quantize(
+        self, source: torch.Tensor | Fp8Block, scale_rule: str
+    ) -> tuple[tuple[torch.Tensor, ...], ErrorStats]:
+        from mtp_kernels.quantize import QUANTIZERS
+
+        if self.storage not in QUANTIZERS:
+            return super().quantize(source, scale_rule)
+        weight, error = QUANTIZERS[self.storage](source, **self.kernel_options(scale_rule))
+        return tuple(vars(weight).values()), error
+
+    def decode(self, codes: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        from mtp_kernels.stored_linear import dequantize
+
+        return dequantize(self.stored(codes, scale), dtype)
+
+    def statistics(self, codes: torch.Tensor, scale: torch.Tensor) -> WeightStatistics:
+        from mtp_kernels.weight_statistics import quantized_statistics
+
+        return quantized_statistics(self.stored(codes, scale))
 
 
 class ReadOnlyFormat(WeightFormat):

@@ -12,7 +12,7 @@ from mtp_checkpoints.formats.base import (
     NATIVE_SCALE,
     SCALE_DTYPES,
     FormatOptions,
-    WeightFormat,
+    KernelFormat,
 )
 from mtp_checkpoints.formats.compressed import COMPRESSED, WeightsEntry, group, numbers
 from mtp_checkpoints.formats.verification import FP8_GATE, FormatGate
@@ -21,15 +21,13 @@ if TYPE_CHECKING:
     import torch
 
     from mtp_kernels import quantize
-    from mtp_kernels.quantize.array_conversions import Converted, Rows
-    from mtp_kernels.weight_statistics import WeightStatistics
 
 _BLOCKS = (BLOCK, BLOCK)
 _CODE_DTYPES = (DType.F8_E4M3,)
 
 
 @dataclass(frozen=True)
-class Fp8Block(WeightFormat):
+class Fp8Block(KernelFormat):
     """Codes F8_E4M3 [N, K], scale [⌈N/128⌉, ⌈K/128⌉], ragged edges included.
 
     scale_name is the last component of the scale's name; scale_dtypes are those that may be read.
@@ -72,33 +70,6 @@ class Fp8Block(WeightFormat):
         return _CODE_DTYPES if tensor.dtype in _CODE_DTYPES else self.scale_dtypes
 
     def source(self, codes: torch.Tensor, scale: torch.Tensor) -> quantize.Fp8Block:
-        return self.stored(codes, scale)
-
-    def stored(self, codes: torch.Tensor, scale: torch.Tensor) -> quantize.Fp8Block:
         from mtp_kernels import quantize
 
         return quantize.Fp8Block(codes, scale)
-
-    def quantize(
-        self, source: torch.Tensor | quantize.Fp8Block, scale_rule: str
-    ) -> tuple[tuple[torch.Tensor, ...], quantize.ErrorStats]:
-        from mtp_kernels import quantize
-
-        assert not isinstance(source, quantize.Fp8Block), "fp8 blocks stay as they are stored"
-        result, error = quantize.quantize_fp8_block(source)
-        return (result.codes, result.scale), error
-
-    def quantize_rows(self, rows: Rows, scale_rule: str) -> Converted | None:
-        from mtp_kernels.quantize import array_conversions
-
-        return array_conversions.to_fp8_block(rows)
-
-    def decode(self, codes: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-        from mtp_kernels import quantize
-
-        return quantize.dequantize_fp8_block(self.stored(codes, scale), dtype)[0]
-
-    def statistics(self, codes: torch.Tensor, scale: torch.Tensor) -> WeightStatistics:
-        from mtp_kernels import weight_statistics
-
-        return weight_statistics.fp8_block_statistics(self.stored(codes, scale))

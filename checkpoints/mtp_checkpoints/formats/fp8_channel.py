@@ -9,15 +9,12 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from mtp_checkpoints.dtypes import DType, OutputTensor
-from mtp_checkpoints.formats.base import COMPRESSED_SCALE, WeightFormat
+from mtp_checkpoints.formats.base import COMPRESSED_SCALE, KernelFormat
 from mtp_checkpoints.formats.compressed import COMPRESSED, WeightsEntry, group, numbers
 from mtp_checkpoints.formats.verification import FP8_GATE, FormatGate
 
 if TYPE_CHECKING:
     import torch
-
-    from mtp_kernels import quantize
-    from mtp_kernels.weight_statistics import WeightStatistics
 
 _LAYOUT = "float-quantized"
 _LARGEST = 448.0
@@ -25,7 +22,7 @@ _SCALE_DTYPES = (DType.F32, DType.BF16)
 
 
 @dataclass(frozen=True)
-class Fp8Channel(WeightFormat):
+class Fp8Channel(KernelFormat):
     """Codes F8_E4M3 [N, K], weight_scale [N, 1]."""
 
     storage: ClassVar[str] = "fp8_channel"
@@ -53,11 +50,6 @@ class Fp8Channel(WeightFormat):
     def accepted_dtypes(self, tensor: OutputTensor) -> tuple[DType, ...]:
         return (tensor.dtype,) if tensor.dtype == DType.F8_E4M3 else _SCALE_DTYPES
 
-    def stored(self, codes: torch.Tensor, scale: torch.Tensor) -> quantize.Fp8Channel:
-        from mtp_kernels import quantize
-
-        return quantize.Fp8Channel(codes, scale)
-
     def encode(self, values: torch.Tensor, scale_rule: str) -> tuple[torch.Tensor, ...]:
         import torch
 
@@ -65,13 +57,3 @@ class Fp8Channel(WeightFormat):
         scale = torch.where(largest > 0, largest / _LARGEST, 1.0)
         codes = (values / scale).clamp(-_LARGEST, _LARGEST).to(torch.float8_e4m3fn)
         return codes, scale
-
-    def decode(self, codes: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-        from mtp_kernels import stored_linear
-
-        return stored_linear.dequantize(self.stored(codes, scale), dtype)
-
-    def statistics(self, codes: torch.Tensor, scale: torch.Tensor) -> WeightStatistics:
-        from mtp_kernels import weight_statistics
-
-        return weight_statistics.fp8_channel_statistics(codes, scale)

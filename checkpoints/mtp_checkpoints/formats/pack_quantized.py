@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from mtp_checkpoints.dtypes import DType, OutputTensor
 from mtp_checkpoints.errors import InvalidInputError
-from mtp_checkpoints.formats.base import COMPRESSED_SCALE, GROUP_SIZES, FormatOptions, WeightFormat
+from mtp_checkpoints.formats.base import COMPRESSED_SCALE, GROUP_SIZES, FormatOptions, KernelFormat
 from mtp_checkpoints.formats.compressed import COMPRESSED, WeightsEntry, group, numbers
 from mtp_checkpoints.formats.verification import (
     FOUR_BIT_GATE,
@@ -22,14 +22,10 @@ from mtp_checkpoints.formats.verification import (
 if TYPE_CHECKING:
     import torch
 
-    from mtp_kernels import quantize
-    from mtp_kernels.quantize.array_conversions import Converted, Rows
-    from mtp_kernels.weight_statistics import WeightStatistics
-
 _LAYOUT = "pack-quantized"
 
 
-class _PackQuantized(WeightFormat):
+class _PackQuantized(KernelFormat):
     """weight_packed I32 [N, K / codes per word], weight_scale BF16, weight_shape I64 [2]."""
 
     methods: ClassVar[tuple[str, ...]] = (COMPRESSED,)
@@ -96,34 +92,6 @@ class Int8Channel(_PackQuantized):
     def _scale_columns(self, columns: int) -> int:
         return 1
 
-    def stored(self, codes: torch.Tensor, scale: torch.Tensor) -> quantize.Int8Channel:
-        from mtp_kernels import quantize
-
-        return quantize.Int8Channel(codes, scale)
-
-    def quantize(
-        self, source: torch.Tensor | quantize.Fp8Block, scale_rule: str
-    ) -> tuple[tuple[torch.Tensor, ...], quantize.ErrorStats]:
-        from mtp_kernels import quantize
-
-        result, error = quantize.quantize_int8_channel(source)
-        return (result.packed, result.scale), error
-
-    def quantize_rows(self, rows: Rows, scale_rule: str) -> Converted | None:
-        from mtp_kernels.quantize import array_conversions
-
-        return array_conversions.to_int8_channel(rows)
-
-    def decode(self, codes: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-        from mtp_kernels import quantize
-
-        return quantize.dequantize_int8_channel(self.stored(codes, scale), dtype)
-
-    def statistics(self, codes: torch.Tensor, scale: torch.Tensor) -> WeightStatistics:
-        from mtp_kernels import weight_statistics
-
-        return weight_statistics.int8_channel_statistics(self.stored(codes, scale))
-
 
 @dataclass(frozen=True)
 class Int4Group(_PackQuantized):
@@ -169,32 +137,5 @@ class Int4Group(_PackQuantized):
     def _scale_columns(self, columns: int) -> int:
         return columns // self.group_size
 
-    def stored(self, codes: torch.Tensor, scale: torch.Tensor) -> quantize.Int4Group:
-        from mtp_kernels import quantize
-
-        return quantize.Int4Group(codes, scale)
-
-    def quantize(
-        self, source: torch.Tensor | quantize.Fp8Block, scale_rule: str
-    ) -> tuple[tuple[torch.Tensor, ...], quantize.ErrorStats]:
-        from mtp_kernels import quantize
-
-        result, error = quantize.quantize_int4_group(
-            source, group_size=self.group_size, scale_rule=scale_rule
-        )
-        return (result.packed, result.scale), error
-
-    def quantize_rows(self, rows: Rows, scale_rule: str) -> Converted | None:
-        from mtp_kernels.quantize import array_conversions
-
-        return array_conversions.to_int4_group(rows, self.group_size, scale_rule)
-
-    def decode(self, codes: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-        from mtp_kernels import quantize
-
-        return quantize.dequantize_int4_group(self.stored(codes, scale), dtype)
-
-    def statistics(self, codes: torch.Tensor, scale: torch.Tensor) -> WeightStatistics:
-        from mtp_kernels import weight_statistics
-
-        return weight_statistics.int4_group_statistics(self.stored(codes, scale))
+    def kernel_options(self, scale_rule: str) -> dict[str, Any]:
+        return {"group_size": self.group_size, "scale_rule": scale_rule}

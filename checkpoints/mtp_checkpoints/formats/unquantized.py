@@ -13,7 +13,6 @@ if TYPE_CHECKING:
     import torch
 
     from mtp_kernels.quantize import ErrorStats, Fp8Block
-    from mtp_kernels.quantize.array_conversions import Converted, Rows
 
 
 @dataclass(frozen=True)
@@ -47,11 +46,6 @@ class Unquantized(WeightFormat):
             return super().quantize(source, scale_rule)
         weights, error = quantize.dequantize_fp8_block(source, torch.bfloat16)
         return (weights,), error
-
-    def quantize_rows(self, rows: Rows, scale_rule: str) -> Converted | None:
-        from mtp_kernels.quantize import array_conversions
-
-        return array_conversions.to_bf16(rows)
 
     def decode(self, codes: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         raise AssertionError("unquantized weights have no scales")

@@ -7,13 +7,13 @@ import torch when they are called; array_conversions has those that do without i
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import cache
 from importlib import import_module
 from typing import TYPE_CHECKING, Protocol, cast
 
 from mtp_kernels.quantize import checks
 from mtp_kernels.quantize.layouts import (
-    GROUP_SIZES,
     SCALE_FACTORS,
     SIGN_BITS,
     W4AFP8_GROUP,
@@ -22,6 +22,7 @@ from mtp_kernels.quantize.layouts import (
     Fp8Channel,
     Int4Group,
     Int8Channel,
+    QuantizedWeight,
     RowStats,
     W4AFp8,
 )
@@ -31,6 +32,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "BACKENDS",
+    "QUANTIZERS",
     "SCALE_FACTORS",
     "ErrorStats",
     "Fp8Block",
@@ -59,7 +61,11 @@ BACKENDS = {
 
 
 class Backend(Protocol):
-    """Functions of a module named in BACKENDS; sources are checked, contiguous, on its device."""
+    """Functions of a module named in BACKENDS; sources are checked, contiguous, on its device.
+
+    Codes of integers are bytes: code + 128, or pairs of code + 8, the even column's low. The codes
+    of fp8 and weights that are returned may be the bits of their dtype.
+    """
 
     def supports(self, device: torch.device) -> bool: ...
 
@@ -84,11 +90,11 @@ class Backend(Protocol):
     ) -> tuple[torch.Tensor, torch.Tensor, RowStats]: ...
 
     def dequantize_int8_channel(
-        self, packed: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype
+        self, codes: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype
     ) -> torch.Tensor: ...
 
     def dequantize_int4_group(
-        self, packed: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype
+        self, pairs: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype
     ) -> torch.Tensor: ...
 
 
@@ -104,7 +110,7 @@ def dequantize_fp8_block(
     codes, block_scale = checks.check_fp8_block(source)
     dtype = checks.output_dtype(dtype)
     weights, stats = _backend(backend, codes).dequantize_fp8_block(codes, block_scale, dtype)
-    return weights, _error_stats(codes, stats)
+    return weights.view(dtype), _error_stats(codes, stats)
 
 
 def quantize_fp8_block(
@@ -116,9 +122,11 @@ def quantize_fp8_block(
     to a power of two before quantizing (`scale_fmt: ue8m0` of DeepSeek-V3.1). A zero block has
     scale 1. Raises ValueError for NaN or infinite weights.
     """
+    import torch
+
     values = checks.check_matrix("weights", weights, checks.FLOAT_DTYPES)
     codes, scale, stats = _backend(backend, values).quantize_fp8_block(values, power_of_two_scale)
-    return Fp8Block(codes, scale), _error_stats(values, stats)
+    return Fp8Block(codes.view(torch.float8_e4m3fn), scale), _error_stats(values, stats)
 
 
 def quantize_int8_channel(
@@ -130,12 +138,14 @@ def quantize_int8_channel(
     has scale 1. Raises ValueError for K not divisible by 4 and for NaN or infinite weights.
     Source: compressed-tensors `pack-quantized`, strategy channel.
     """
+    import torch
+
     values, block_scale = checks.check_source(source)
     if values.shape[1] % 4:
         raise ValueError(f"int8: K = {values.shape[1]} is not divisible by 4, the codes of a word")
     implementation = _backend(backend, values)
-    packed, scale, stats = implementation.quantize_int8_channel(values, block_scale)
-    return Int8Channel(packed, scale.bfloat16()), _error_stats(values, stats)
+    codes, scale, stats = implementation.quantize_int8_channel(values, block_scale)
+    return Int8Channel(codes.view(torch.int32), scale.bfloat16()), _error_stats(values, stats)
 
 
 def quantize_int4_group(
@@ -152,8 +162,10 @@ def quantize_int4_group(
     Raises ValueError for a group size other than 32, 64, 128, for K not divisible by it, and for
     NaN or infinite weights. Source: compressed-tensors `pack-quantized`, strategy group.
     """
-    packed, scale, stats = _quantize_int4(source, group_size, scale_rule, backend)
-    return Int4Group(packed, scale.bfloat16()), stats
+    import torch
+
+    pairs, scale, stats = _quantize_int4(source, group_size, scale_rule, backend)
+    return Int4Group(pairs.view(torch.int32), scale.bfloat16()), stats
 
 
 def quantize_w4afp8(
@@ -167,8 +179,8 @@ def quantize_w4afp8(
     """
     import torch
 
-    packed, scale, stats = _quantize_int4(source, W4AFP8_GROUP, scale_rule, backend)
-    return W4AFp8(packed.view(torch.int8).bitwise_xor_(SIGN_BITS), scale), stats
+    pairs, scale, stats = _quantize_int4(source, W4AFP8_GROUP, scale_rule, backend)
+    return W4AFp8(pairs.view(torch.int8).bitwise_xor_(SIGN_BITS), scale), stats
 
 
 def dequantize_int8_channel(
@@ -178,10 +190,9 @@ def dequantize_int8_channel(
 
     Raises ValueError for scales that are not finite and positive.
     """
-    packed = checks.check_matrix("packed", weight.packed, ("int32",))
-    scale = checks.check_scale(packed, weight.scale, "bfloat16", (1,))
+    codes, scale = checks.check_packed(weight)
     dtype = checks.output_dtype(dtype)
-    return _backend(backend, packed).dequantize_int8_channel(packed, scale, dtype)
+    return _backend(backend, codes).dequantize_int8_channel(codes, scale, dtype).view(dtype)
 
 
 def dequantize_int4_group(
@@ -192,12 +203,9 @@ def dequantize_int4_group(
     The group size is K over the scale's columns. Raises ValueError for another size than 32, 64
     or 128, and for scales that are not finite and positive.
     """
-    packed = checks.check_matrix("packed", weight.packed, ("int32",))
-    columns = 8 * packed.shape[1]
-    groups = tuple(columns // size for size in GROUP_SIZES if columns % size == 0)
-    scale = checks.check_scale(packed, weight.scale, "bfloat16", groups)
+    pairs, scale = checks.check_packed(weight)
     dtype = checks.output_dtype(dtype)
-    return _backend(backend, packed).dequantize_int4_group(packed, scale, dtype)
+    return _backend(backend, pairs).dequantize_int4_group(pairs, scale, dtype).view(dtype)
 
 
 def dequantize_w4afp8(
@@ -207,15 +215,10 @@ def dequantize_w4afp8(
 
     Raises ValueError for K not divisible by 128 and for scales that are not finite and positive.
     """
-    import torch
-
-    packed = checks.check_matrix("packed", weight.packed, ("int8",))
-    columns = 2 * packed.shape[1]
-    checks.check_group_size(columns, W4AFP8_GROUP)
-    scale = checks.check_scale(packed, weight.scale, "float32", (columns // W4AFP8_GROUP,))
+    pairs, scale = checks.check_packed(weight)
     dtype = checks.output_dtype(dtype)
-    words = packed.bitwise_xor(SIGN_BITS).view(torch.int32)
-    return _backend(backend, packed).dequantize_int4_group(words, scale, dtype)
+    pairs = pairs.bitwise_xor(SIGN_BITS & 0xFF)
+    return _backend(backend, pairs).dequantize_int4_group(pairs, scale, dtype).view(dtype)
 
 
 def _quantize_int4(
@@ -225,10 +228,19 @@ def _quantize_int4(
     checks.check_group_size(values.shape[1], group_size)
     if scale_rule not in SCALE_FACTORS:
         raise ValueError(f"scale rule: expected one of {list(SCALE_FACTORS)}, found {scale_rule!r}")
-    packed, scale, stats = _backend(backend, values).quantize_int4_group(
+    pairs, scale, stats = _backend(backend, values).quantize_int4_group(
         values, block_scale, group_size, SCALE_FACTORS[scale_rule]
     )
-    return packed, scale, _error_stats(values, stats)
+    return pairs, scale, _error_stats(values, stats)
+
+
+# Conversions into layouts that the kernels make, by the name of the layout.
+QUANTIZERS: dict[str, Callable[..., tuple[QuantizedWeight, ErrorStats]]] = {
+    "fp8_block": quantize_fp8_block,
+    "int8_channel": quantize_int8_channel,
+    "int4_group": quantize_int4_group,
+    "w4afp8": quantize_w4afp8,
+}
 
 
 def checked_values(source: torch.Tensor | Fp8Block) -> torch.Tensor:

@@ -1,23 +1,96 @@
-"""Conversions of rows in main memory from format to format, without torch, which takes 200 MB and
-two seconds to import.
+"""Conversions of rows in main memory, without torch, which takes 200 MB and two seconds to import.
 
-Each returns None for rows that are out of the ordinary, such as damaged ones: the functions on
-tensors know what is wrong with them.
+One compiled pass over rows that stay in cache, without the GIL. numpy has neither bf16 nor fp8:
+arrays hold their bits, as uint16 and uint8, and the dtype of the bits says how to read a source. A
+call uses one thread; callers run several at once. The bits do not depend on that.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from mtp_kernels.quantize import cpu_arrays
+from mtp_kernels.quantize import cpu_rows
 from mtp_kernels.quantize.layouts import (
+    BLOCK,
     SCALE_FACTORS,
     SIGN_BITS,
     W4AFP8_GROUP,
     ErrorStats,
 )
+
+NO_BLOCK_SCALE = np.empty((0, 0), np.float32)
+
+
+class Stats(NamedTuple):
+    """RowStats as arrays."""
+
+    signal: Any
+    error: Any
+    max_error: Any
+
+
+def dequantize_fp8_block(codes: Any, block_scale: Any, dtype: Any) -> tuple[Any, Stats]:
+    """Return weights [N, K] in the dtype of their bits."""
+    weights = np.empty(codes.shape, dtype)
+    stats = _stats(codes)
+    cpu_rows.dequantize_fp8_block(codes, block_scale, weights, *stats)
+    return weights, stats
+
+
+def quantize_fp8_block(source: Any, power_of_two: bool) -> tuple[Any, Any, Stats]:
+    """Return codes [N, K] and scales [⌈N/128⌉, ⌈K/128⌉]."""
+    rows, columns = source.shape
+    codes = np.empty((rows, columns), np.uint8)
+    scale = np.empty((-(-rows // BLOCK), -(-columns // BLOCK)), np.float32)
+    stats = _stats(source)
+    cpu_rows.quantize_fp8_block(source, NO_BLOCK_SCALE, power_of_two, codes, scale, *stats)
+    return codes, scale, stats
+
+
+def quantize_int8_channel(source: Any, block_scale: Any) -> tuple[Any, Any, Stats]:
+    """Return code + 128 [N, K] and scales [N, 1]."""
+    rows, columns = source.shape
+    packed = np.empty((rows, columns), np.uint8)
+    scale = np.empty((rows, 1), np.float32)
+    stats = _stats(source)
+    cpu_rows.quantize_int8_channel(source, block_scale, packed, scale, *stats)
+    return packed, scale, stats
+
+
+def quantize_int4_group(
+    source: Any, block_scale: Any, group_size: int, factors: tuple[float, ...]
+) -> tuple[Any, Any, Stats]:
+    """Return pairs of code + 8 [N, K/2] and scales [N, K/group_size]."""
+    rows, columns = source.shape
+    packed = np.empty((rows, columns // 2), np.uint8)
+    scale = np.empty((rows, columns // group_size), np.float32)
+    stats = _stats(source)
+    cpu_rows.quantize_int4_group(
+        source, block_scale, group_size, np.array(factors, np.float32), packed, scale, *stats
+    )
+    return packed, scale, stats
+
+
+def dequantize_int8_channel(codes: Any, scale: Any, dtype: Any) -> Any:
+    """Return weights [N, K] in the dtype of their bits."""
+    weights = np.empty(codes.shape, dtype)
+    cpu_rows.dequantize_int8_channel(codes, scale, weights)
+    return weights
+
+
+def dequantize_int4_group(pairs: Any, scale: Any, dtype: Any) -> Any:
+    """Return weights [N, K] in the dtype of their bits."""
+    weights = np.empty((pairs.shape[0], 2 * pairs.shape[1]), dtype)
+    cpu_rows.dequantize_int4_group(pairs, scale, weights)
+    return weights
+
+
+def _stats(source: Any) -> Stats:
+    rows = source.shape[0]
+    return Stats(np.empty(rows), np.empty(rows), np.empty(rows, np.float32))
 
 
 class Rows(NamedTuple):
@@ -25,11 +98,15 @@ class Rows(NamedTuple):
     bf16 or fp32 values."""
 
     values: Any
-    block_scale: Any = cpu_arrays.NO_BLOCK_SCALE
+    block_scale: Any = NO_BLOCK_SCALE
 
 
 class Converted(NamedTuple):
-    """Arrays of codes and scales, or of values, with the error that was made."""
+    """Arrays of codes and scales, or of values, with the error that was made.
+
+    The conversions return None for rows that are out of the ordinary, such as damaged ones: the
+    functions on tensors know what is wrong with them.
+    """
 
     outputs: tuple[Any, ...]
     error: ErrorStats
@@ -37,33 +114,33 @@ class Converted(NamedTuple):
 
 def to_bf16(rows: Rows) -> Converted | None:
     """Dequantize fp8 blocks."""
-    weights, stats = cpu_arrays.dequantize_fp8_block(*rows, np.uint16)
+    weights, stats = dequantize_fp8_block(*rows, np.uint16)
     return _converted(rows, stats, weights)
 
 
 def to_fp8_block(rows: Rows) -> Converted | None:
     """Quantize values as quantize_fp8_block."""
-    codes, scale, stats = cpu_arrays.quantize_fp8_block(rows.values, False)
+    codes, scale, stats = quantize_fp8_block(rows.values, False)
     return _converted(rows, stats, codes, scale)
 
 
 def to_int8_channel(rows: Rows) -> Converted | None:
     """Quantize as quantize_int8_channel."""
-    packed, scale, stats = cpu_arrays.quantize_int8_channel(*rows)
+    packed, scale, stats = quantize_int8_channel(*rows)
     return _converted(rows, stats, packed, _bf16(scale))
 
 
 def to_int4_group(rows: Rows, group_size: int, scale_rule: str) -> Converted | None:
     """Quantize as quantize_int4_group."""
     factors = SCALE_FACTORS[scale_rule]
-    packed, scale, stats = cpu_arrays.quantize_int4_group(*rows, group_size, factors)
+    packed, scale, stats = quantize_int4_group(*rows, group_size, factors)
     return _converted(rows, stats, packed, _bf16(scale))
 
 
 def to_w4afp8(rows: Rows, scale_rule: str) -> Converted | None:
     """Quantize as quantize_w4afp8."""
     factors = SCALE_FACTORS[scale_rule]
-    packed, scale, stats = cpu_arrays.quantize_int4_group(*rows, W4AFP8_GROUP, factors)
+    packed, scale, stats = quantize_int4_group(*rows, W4AFP8_GROUP, factors)
     return _converted(rows, stats, packed ^ np.uint8(SIGN_BITS & 0xFF), scale)
 
 
@@ -72,10 +149,10 @@ def _bf16(scale: Any) -> Any:
     return (scale.view(np.uint32) >> np.uint32(16)).astype(np.uint16)
 
 
-def _converted(rows: Rows, stats: cpu_arrays.Stats, *outputs: Any) -> Converted | None:
+def _converted(rows: Rows, stats: Stats, *outputs: Any) -> Converted | None:
     scale = rows.block_scale
     plain = (np.isfinite(stats.signal), np.isfinite(stats.error), np.isfinite(scale) & (scale > 0))
-    if not all(one.all() for one in plain):
+    if not all(check.all() for check in plain):
         return None
     error = ErrorStats.of_rows(
         rows.values.size,
@@ -84,3 +161,13 @@ def _converted(rows: Rows, stats: cpu_arrays.Stats, *outputs: Any) -> Converted 
         max_error=float(stats.max_error.max()),
     )
     return Converted(outputs, error)
+
+
+# By the name of the format that is made.
+CONVERSIONS: dict[str, Callable[..., Converted | None]] = {
+    "bf16": to_bf16,
+    "fp8_block": to_fp8_block,
+    "int8_channel": to_int8_channel,
+    "int4_group": to_int4_group,
+    "w4afp8": to_w4afp8,
+}

@@ -5,7 +5,16 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING
 
-from mtp_kernels.quantize.layouts import BLOCK, GROUP_SIZES, Fp8Block, RowStats
+from mtp_kernels.quantize.layouts import (
+    BLOCK,
+    GROUP_SIZES,
+    W4AFP8_GROUP,
+    Fp8Block,
+    Int4Group,
+    Int8Channel,
+    RowStats,
+    W4AFp8,
+)
 
 if TYPE_CHECKING:
     import torch
@@ -71,7 +80,25 @@ def output_dtype(wanted: torch.dtype | None) -> torch.dtype:
     return dtype
 
 
-def check_scale(
+def check_packed(weight: Int8Channel | Int4Group | W4AFp8) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the bytes of a weight's codes, and its fp32 scales if they describe them."""
+    import torch
+
+    scale_dtype = "float32" if isinstance(weight, W4AFp8) else "bfloat16"
+    packed_dtype = "int8" if isinstance(weight, W4AFp8) else "int32"
+    packed = check_matrix("packed", weight.packed, (packed_dtype,))
+    codes = packed.view(torch.uint8)
+    columns = 2 * codes.shape[1]
+    groups: tuple[int, ...] = (1,)
+    if isinstance(weight, W4AFp8):
+        check_group_size(columns, W4AFP8_GROUP)
+        groups = (columns // W4AFP8_GROUP,)
+    elif isinstance(weight, Int4Group):
+        groups = tuple(columns // size for size in GROUP_SIZES if columns % size == 0)
+    return codes, _check_scale(packed, weight.scale, scale_dtype, groups)
+
+
+def _check_scale(
     packed: torch.Tensor, scale: torch.Tensor, dtype: str, groups: tuple[int, ...]
 ) -> torch.Tensor:
     """Return the fp32 scales of a packed weight, if there is one of these numbers per row."""

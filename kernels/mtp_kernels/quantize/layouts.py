@@ -75,6 +75,18 @@ class W4AFp8:
     scale: torch.Tensor
 
 
+QuantizedWeight = Fp8Block | Fp8Channel | Int8Channel | Int4Group | W4AFp8
+
+# By the name that manifests have.
+LAYOUTS: dict[str, type[QuantizedWeight]] = {
+    "fp8_block": Fp8Block,
+    "fp8_channel": Fp8Channel,
+    "int8_channel": Int8Channel,
+    "int4_group": Int4Group,
+    "w4afp8": W4AFp8,
+}
+
+
 class RowStats(NamedTuple):
     """Error of each row: signal and error energy F64 [N], largest error F32 [N].
 

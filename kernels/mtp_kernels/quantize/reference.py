@@ -53,8 +53,7 @@ def quantize_int8_channel(
     weights = stored_weights(source, block_scale)
     scale = _round_to_bf16(_scale(weights.abs().amax(dim=1, keepdim=True), INT8_MAX))
     codes = torch.round(weights / scale)
-    packed = (codes + 128).to(torch.uint8).view(torch.int32)
-    return packed, scale, row_stats(weights, codes * scale)
+    return (codes + 128).to(torch.uint8), scale, row_stats(weights, codes * scale)
 
 
 def quantize_int4_group(
@@ -75,21 +74,19 @@ def quantize_int4_group(
         least = torch.minimum(error, least)
     codes = _int4_codes(groups, scale)
     pairs = (codes.flatten(1) + 8).to(torch.uint8).reshape(len(weights), -1, 2)
-    packed = (pairs[..., 0] | pairs[..., 1] << 4).view(torch.int32)
+    packed = pairs[..., 0] | pairs[..., 1] << 4
     return packed, scale, row_stats(weights, (codes * scale[..., None]).flatten(1))
 
 
 def dequantize_int8_channel(
-    packed: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype
+    codes: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype
 ) -> torch.Tensor:
-    codes = packed.view(torch.uint8).to(torch.float32) - 128
-    return (codes * scale).to(dtype)
+    return ((codes.to(torch.float32) - 128) * scale).to(dtype)
 
 
 def dequantize_int4_group(
-    packed: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype
+    pairs: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype
 ) -> torch.Tensor:
-    pairs = packed.view(torch.uint8)
     codes = torch.stack((pairs & 15, pairs >> 4), dim=-1).flatten(1).to(torch.float32) - 8
     groups = codes.reshape(*scale.shape, -1)
     return (groups * scale[..., None]).flatten(1).to(dtype)

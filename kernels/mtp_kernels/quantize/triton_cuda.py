@@ -54,20 +54,20 @@ def quantize_int8_channel(
     source: torch.Tensor, block_scale: torch.Tensor | None
 ) -> tuple[torch.Tensor, torch.Tensor, RowStats]:
     rows, columns = source.shape
-    packed = torch.empty(rows, columns // 4, dtype=torch.int32, device=source.device)
+    codes = torch.empty(rows, columns, dtype=torch.uint8, device=source.device)
     scale = torch.empty(rows, 1, device=source.device)
     stats = _row_stats(source)
     _by_rows(
         triton_rows.quantize_int8_channel,
         source,
         scale if block_scale is None else block_scale,
-        packed.view(torch.uint8),
+        codes,
         scale,
         *stats,
         rows,
         columns,
     )
-    return packed, scale, stats
+    return codes, scale, stats
 
 
 def quantize_int4_group(
@@ -77,7 +77,7 @@ def quantize_int4_group(
     factors: tuple[float, ...],
 ) -> tuple[torch.Tensor, torch.Tensor, RowStats]:
     rows, columns = source.shape
-    packed = torch.empty(rows, columns // 8, dtype=torch.int32, device=source.device)
+    pairs = torch.empty(rows, columns // 2, dtype=torch.uint8, device=source.device)
     scale = torch.empty(rows, columns // group_size, device=source.device)
     stats = _row_stats(source)
     _by_rows(
@@ -85,7 +85,7 @@ def quantize_int4_group(
         source,
         scale if block_scale is None else block_scale,
         torch.tensor(factors, device=source.device),
-        packed.view(torch.uint8),
+        pairs,
         scale,
         *stats,
         rows,
@@ -93,13 +93,12 @@ def quantize_int4_group(
         len(factors),
         group_size,
     )
-    return packed, scale, stats
+    return pairs, scale, stats
 
 
 def dequantize_int8_channel(
-    packed: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype
+    codes: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype
 ) -> torch.Tensor:
-    codes = packed.view(torch.uint8)
     weights = torch.empty(codes.shape, dtype=dtype, device=codes.device)
     kernel = triton_rows.dequantize_int8_channel
     _by_rows(kernel, codes, scale, _bits(weights), *codes.shape)
@@ -107,9 +106,8 @@ def dequantize_int8_channel(
 
 
 def dequantize_int4_group(
-    packed: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype
+    pairs: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype
 ) -> torch.Tensor:
-    pairs = packed.view(torch.uint8)
     rows, columns = pairs.shape[0], 2 * pairs.shape[1]
     weights = torch.empty(rows, columns, dtype=dtype, device=pairs.device)
     kernel = triton_rows.dequantize_int4_group

@@ -13,8 +13,6 @@ import torch
 from mtp_kernels.cpu.team import process_team
 from mtp_kernels.quantize import checks
 from mtp_kernels.quantize.layouts import (
-    GROUP_SIZES,
-    W4AFP8_GROUP,
     Fp8Block,
     Fp8Channel,
     Int4Group,
@@ -66,17 +64,8 @@ def _arrays(weight: StoredWeight) -> Any:
             codes = weight.codes.contiguous()
             return tiles.Fp8Channels(codes.view(torch.uint8).numpy(), scale.numpy())
         case Int8Channel():
-            packed = checks.check_matrix("packed", weight.packed, ("int32",))
-            scale = checks.check_scale(packed, weight.scale, "bfloat16", (1,))
-            return tiles.Int8Channels(packed.view(torch.uint8).numpy(), scale.numpy())
-        case Int4Group():
-            packed = checks.check_matrix("packed", weight.packed, ("int32",))
-            columns = 8 * packed.shape[1]
-            groups = tuple(columns // size for size in GROUP_SIZES if columns % size == 0)
-            scale = checks.check_scale(packed, weight.scale, "bfloat16", groups)
-            return tiles.Int4Groups(packed.view(torch.uint8).numpy(), scale.numpy(), tiles.OFFSET)
-        case W4AFp8():
-            packed = checks.check_matrix("packed", weight.packed, ("int8",))
-            groups = (2 * packed.shape[1] // W4AFP8_GROUP,)
-            scale = checks.check_scale(packed, weight.scale, "float32", groups)
-            return tiles.Int4Groups(packed.view(torch.uint8).numpy(), scale.numpy(), tiles.SIGNED)
+            return tiles.Int8Channels(*(part.numpy() for part in checks.check_packed(weight)))
+        case Int4Group() | W4AFp8():
+            pairs, scale = checks.check_packed(weight)
+            flip = tiles.SIGNED if isinstance(weight, W4AFp8) else tiles.OFFSET
+            return tiles.Int4Groups(pairs.numpy(), scale.numpy(), flip)

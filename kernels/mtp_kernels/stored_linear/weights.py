@@ -6,10 +6,17 @@ import torch
 
 from mtp_kernels import quantize
 from mtp_kernels.quantize import checks
-from mtp_kernels.quantize.layouts import Fp8Block, Fp8Channel, Int4Group, Int8Channel, W4AFp8
+from mtp_kernels.quantize.layouts import (
+    Fp8Block,
+    Fp8Channel,
+    Int4Group,
+    Int8Channel,
+    QuantizedWeight,
+    W4AFp8,
+)
 
 # A tensor is a weight that is not quantized, of any floating-point dtype.
-StoredWeight = torch.Tensor | Fp8Block | Fp8Channel | Int8Channel | Int4Group | W4AFp8
+StoredWeight = torch.Tensor | QuantizedWeight
 
 
 def shape_of(weight: StoredWeight) -> tuple[int, int]:

@@ -18,7 +18,17 @@ from typing import Protocol, cast
 
 import torch
 
-from mtp_kernels.quantize.layouts import BLOCK, E4M3_MAX, Fp8Block, Int4Group, Int8Channel, W4AFp8
+from mtp_kernels.quantize.layouts import (
+    BLOCK,
+    E4M3_MAX,
+    SIGN_BITS,
+    Fp8Block,
+    Fp8Channel,
+    Int4Group,
+    Int8Channel,
+    QuantizedWeight,
+    W4AFp8,
+)
 from mtp_kernels.weight_statistics.figures import (
     UNSOUND,
     CodeGroups,
@@ -34,11 +44,7 @@ __all__ = [
     "WeightStatistics",
     "difference",
     "float_statistics",
-    "fp8_block_statistics",
-    "fp8_channel_statistics",
-    "int4_group_statistics",
-    "int8_channel_statistics",
-    "w4afp8_statistics",
+    "quantized_statistics",
 ]
 
 BACKENDS = {
@@ -48,7 +54,6 @@ BACKENDS = {
 
 _COMPILED_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 _LEAST_COMPILED_BYTES = 1 << 20
-_OFFSET_CODES, _SIGNED_CODES = 0, 0x88  # flips the sign bits of two nibbles: code + 8 from signed
 
 
 class Backend(Protocol):
@@ -74,8 +79,30 @@ def float_statistics(values: torch.Tensor, *, backend: str = "auto") -> WeightSt
     return _statistics(groups, torch.ones(1), flat.numel())
 
 
-def fp8_block_statistics(weight: Fp8Block, *, backend: str = "auto") -> WeightStatistics:
-    """Statistics of 128x128 blocks; unsound where quantize.dequantize_fp8_block refuses them."""
+def quantized_statistics(weight: QuantizedWeight, *, backend: str = "auto") -> WeightStatistics:
+    """Statistics of a quantized weight, unsound where dequantizing refuses it: for scales that are
+    not above 0, but for those of fp8 blocks of zeros."""
+    match weight:
+        case Fp8Block():
+            return _of_blocks(weight, backend)
+        case Fp8Channel():
+            codes = weight.codes.contiguous()
+            groups = _backend(backend, codes).fp8_groups(codes, 1, codes.shape[1])
+            elements = codes.numel()
+        case Int8Channel():
+            codes = weight.packed.contiguous().view(torch.uint8)
+            groups, elements = _backend(backend, codes).int8_groups(codes), codes.numel()
+        case Int4Group() | W4AFp8():
+            pairs = weight.packed.contiguous().view(torch.uint8)
+            flipped = SIGN_BITS & 0xFF if isinstance(weight, W4AFp8) else 0
+            groups = _backend(backend, pairs).int4_groups(pairs, weight.scale.shape[1], flipped)
+            elements = 2 * pairs.numel()
+    if not (weight.scale > 0).all():
+        return UNSOUND
+    return _statistics(groups, weight.scale.to(torch.float32), elements)
+
+
+def _of_blocks(weight: Fp8Block, backend: str) -> WeightStatistics:
     codes, scale = weight.codes.contiguous(), weight.scale.to(torch.float32)
     groups = _backend(backend, codes).fp8_groups(codes, BLOCK, BLOCK)
     used = (groups.low != 0) | (groups.high != 0)
@@ -90,48 +117,10 @@ def fp8_block_statistics(weight: Fp8Block, *, backend: str = "auto") -> WeightSt
     )
 
 
-def fp8_channel_statistics(
-    codes: torch.Tensor, scale: torch.Tensor, *, backend: str = "auto"
-) -> WeightStatistics:
-    """Statistics of codes F8_E4M3 [N, K] under scales [N, 1]; unsound for scales not above 0."""
-    codes = codes.contiguous()
-    groups = _backend(backend, codes).fp8_groups(codes, 1, codes.shape[1])
-    return _above_zero(groups, scale, codes.numel())
-
-
-def int8_channel_statistics(weight: Int8Channel, *, backend: str = "auto") -> WeightStatistics:
-    """Statistics of int8 channels; unsound for scales not above 0."""
-    codes = weight.packed.contiguous().view(torch.uint8)
-    groups = _backend(backend, codes).int8_groups(codes)
-    return _above_zero(groups, weight.scale, codes.numel())
-
-
-def int4_group_statistics(weight: Int4Group, *, backend: str = "auto") -> WeightStatistics:
-    """Statistics of int4 groups; unsound for scales not above 0."""
-    return _int4(weight.packed, weight.scale, _OFFSET_CODES, backend)
-
-
-def w4afp8_statistics(weight: W4AFp8, *, backend: str = "auto") -> WeightStatistics:
-    """Statistics of w4afp8 groups; unsound for scales not above 0."""
-    return _int4(weight.packed, weight.scale, _SIGNED_CODES, backend)
-
-
 def difference(wanted: torch.Tensor, found: torch.Tensor, *, backend: str = "auto") -> Difference:
     """Difference of fp32 values from those that are wanted, of one shape, summed in float64."""
     wanted, found = (values.contiguous().reshape(-1) for values in (wanted, found))
     return _backend(backend, wanted).difference(wanted, found)
-
-
-def _int4(packed: torch.Tensor, scale: torch.Tensor, flipped: int, name: str) -> WeightStatistics:
-    pairs = packed.contiguous().view(torch.uint8)
-    groups = _backend(name, pairs).int4_groups(pairs, scale.shape[1], flipped)
-    return _above_zero(groups, scale, 2 * pairs.numel())
-
-
-def _above_zero(groups: CodeGroups, scale: torch.Tensor, elements: int) -> WeightStatistics:
-    if not (scale > 0).all():
-        return UNSOUND
-    return _statistics(groups, scale.to(torch.float32), elements)
 
 
 def _statistics(groups: CodeGroups, scale: torch.Tensor, elements: int) -> WeightStatistics:

@@ -11,7 +11,7 @@ import torch
 
 from mtp_kernels import quantize
 from mtp_kernels import weight_statistics as statistics
-from mtp_kernels.quantize import Fp8Block, Int4Group, Int8Channel, W4AFp8
+from mtp_kernels.quantize import Fp8Block, Fp8Channel, Int4Group, Int8Channel, W4AFp8
 from mtp_kernels.weight_statistics import WeightStatistics
 
 BACKENDS = list(statistics.BACKENDS)
@@ -58,23 +58,23 @@ def formats(rows: int, columns: int) -> Iterator[tuple[str, torch.Tensor, Measur
     powers = Fp8Block(codes, torch.exp2(block.scale.log2().round()).to(torch.float8_e8m0fnu))
     for name, one in (("fp8 blocks", block), ("fp8 blocks e8m0", powers)):
         values = quantize.dequantize_fp8_block(one, torch.float32)[0]
-        yield name, values, measuring(statistics.fp8_block_statistics, one)
-    channels = measuring(statistics.fp8_channel_statistics, codes, rates)
+        yield name, values, measuring(statistics.quantized_statistics, one)
+    channels = measuring(statistics.quantized_statistics, Fp8Channel(codes, rates))
     yield "fp8 channels", codes.float() * rates, channels
     weights = random(rows, columns, seed=2)
     if columns % 4 == 0:
         int8 = quantize.quantize_int8_channel(weights)[0]
         values = quantize.dequantize_int8_channel(int8, torch.float32)
-        yield "int8", values, measuring(statistics.int8_channel_statistics, int8)
+        yield "int8", values, measuring(statistics.quantized_statistics, int8)
     for size in (32, 64, 128):
         if columns % size == 0:
             int4 = quantize.quantize_int4_group(weights, group_size=size)[0]
             values = quantize.dequantize_int4_group(int4, torch.float32)
-            yield f"int4 of {size}", values, measuring(statistics.int4_group_statistics, int4)
+            yield f"int4 of {size}", values, measuring(statistics.quantized_statistics, int4)
     if columns % 128 == 0:
         w4afp8 = quantize.quantize_w4afp8(weights)[0]
         values = quantize.dequantize_w4afp8(w4afp8, torch.float32)
-        yield "w4afp8", values, measuring(statistics.w4afp8_statistics, w4afp8)
+        yield "w4afp8", values, measuring(statistics.quantized_statistics, w4afp8)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -105,14 +105,14 @@ def test_backends_agree_on_every_count(shape: tuple[int, int]) -> None:
 def test_codes_at_the_ends_of_their_range_are_counted(backend: str) -> None:
     every = torch.arange(256, dtype=torch.uint8)
     int8 = Int8Channel(every.view(torch.int32).view(2, 32), torch.ones(2, 1).bfloat16())
-    found = statistics.int8_channel_statistics(int8, backend=backend)
+    found = statistics.quantized_statistics(int8, backend=backend)
     assert found.outer_codes == 65 + 64  # codes -128 to -64, and 64 to 127
     pairs = every.view(2, 128)
     int4 = Int4Group(pairs.view(torch.int32), torch.ones(2, 8).bfloat16())
-    found = statistics.int4_group_statistics(int4, backend=backend)
+    found = statistics.quantized_statistics(int4, backend=backend)
     assert found.outer_codes == 32 * (4 + 3)  # -8 to -5, and 5 to 7, in either nibble
     signed = W4AFp8((pairs ^ 0x88).view(torch.int8), torch.ones(2, 2))
-    assert statistics.w4afp8_statistics(signed, backend=backend).outer_codes == 32 * 7
+    assert statistics.quantized_statistics(signed, backend=backend).outer_codes == 32 * 7
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -120,10 +120,10 @@ def test_blocks_are_told_by_their_largest_code(backend: str) -> None:
     codes = torch.zeros(200, 400)
     codes[0, 0], codes[130, 130], codes[5, 300], codes[199, 399] = 448, -448, 240, -0.0
     weight = Fp8Block(codes.to(torch.float8_e4m3fn), torch.ones(2, 4))
-    found = statistics.fp8_block_statistics(weight, backend=backend)
+    found = statistics.quantized_statistics(weight, backend=backend)
     assert (found.blocks, found.full_blocks, found.power_of_two_scales) == (3, 2, True)
     other = Fp8Block(weight.codes, torch.full((2, 4), 0.75))
-    assert not statistics.fp8_block_statistics(other, backend=backend).power_of_two_scales
+    assert not statistics.quantized_statistics(other, backend=backend).power_of_two_scales
 
 
 def unsound(place: tuple[int, int]) -> Iterator[tuple[str, Measure]]:
@@ -138,9 +138,12 @@ def unsound(place: tuple[int, int]) -> Iterator[tuple[str, Measure]]:
     for bits in (0x7F, 0xFF):
         damaged = codes.clone()
         damaged.view(torch.uint8)[place] = bits
-        block = measuring(statistics.fp8_block_statistics, Fp8Block(damaged, scale))
+        block = measuring(statistics.quantized_statistics, Fp8Block(damaged, scale))
         yield f"code {bits:x} in a block", block
-        yield f"code {bits:x}", measuring(statistics.fp8_channel_statistics, damaged, ones)
+        yield (
+            f"code {bits:x}",
+            measuring(statistics.quantized_statistics, Fp8Channel(damaged, ones)),
+        )
     weights, row, tile = random(260, 256), (place[0], 0), (place[0] // 128, place[1] // 128)
     int8, int4 = (
         quantize.quantize_int8_channel(weights)[0],
@@ -152,12 +155,12 @@ def unsound(place: tuple[int, int]) -> Iterator[tuple[str, Measure]]:
         eight = Int8Channel(int8.packed, changed(int8.scale, row, wrong))
         four = Int4Group(int4.packed, changed(int4.scale, group, wrong))
         signed = W4AFp8(w4afp8.packed, changed(w4afp8.scale, group, wrong))
-        channel = changed(ones, row, wrong)
-        yield f"block {wrong}", measuring(statistics.fp8_block_statistics, block)
-        yield f"channel {wrong}", measuring(statistics.fp8_channel_statistics, codes, channel)
-        yield f"int8 {wrong}", measuring(statistics.int8_channel_statistics, eight)
-        yield f"int4 {wrong}", measuring(statistics.int4_group_statistics, four)
-        yield f"w4afp8 {wrong}", measuring(statistics.w4afp8_statistics, signed)
+        channel = Fp8Channel(codes, changed(ones, row, wrong))
+        yield f"block {wrong}", measuring(statistics.quantized_statistics, block)
+        yield f"channel {wrong}", measuring(statistics.quantized_statistics, channel)
+        yield f"int8 {wrong}", measuring(statistics.quantized_statistics, eight)
+        yield f"int4 {wrong}", measuring(statistics.quantized_statistics, four)
+        yield f"w4afp8 {wrong}", measuring(statistics.quantized_statistics, signed)
 
 
 def measuring(function: Callable[..., WeightStatistics], *weight: Any) -> Measure:
@@ -182,9 +185,9 @@ def test_a_zero_scale_stands_for_a_block_of_zeros(backend: str) -> None:
     codes = torch.zeros(256, 128, dtype=torch.float8_e4m3fn)
     codes[:128] = 1.0
     scale = torch.tensor([[1.0], [0.0]])
-    assert statistics.fp8_block_statistics(Fp8Block(codes, scale), backend=backend).is_sound
+    assert statistics.quantized_statistics(Fp8Block(codes, scale), backend=backend).is_sound
     codes[200, 5] = 1.0
-    assert not statistics.fp8_block_statistics(Fp8Block(codes, scale), backend=backend).is_sound
+    assert not statistics.quantized_statistics(Fp8Block(codes, scale), backend=backend).is_sound
 
 
 def test_statistics_of_pieces_add_up() -> None:
