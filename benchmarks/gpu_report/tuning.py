@@ -150,7 +150,7 @@ def launched(
     lse = out.new_empty(out.shape[:2], dtype=torch.float32)
 
     def call_of(pool: dict[str, Any]) -> Callable[[], torch.Tensor]:
-        inputs = Inputs(**pool, rope_cache=None, kv_scale=None, sizes=sizes)
+        inputs = Inputs(**pool, max_q_len=sizes.max_q_len)
 
         def call() -> torch.Tensor:
             triton_cuda.run(inputs, schedule, buffer, out, lse)

@@ -8,12 +8,11 @@ columns are masked differently per row.
 from __future__ import annotations
 
 from importlib import import_module
-from operator import sub
 from typing import Protocol, cast
 
 import torch
 
-from mtp_kernels.tensor_checks import check_cached_lengths, check_tensor
+from mtp_kernels.tensor_checks import check_tensor
 from mtp_kernels.verify_attention.inputs import Inputs, Sizes, Workspace
 
 __all__ = [
@@ -41,7 +40,6 @@ AUTO = {"cpu": "torch_cpu", "cuda": "triton_cuda", "npu": "ascend_npu"}
 # Backends whose cache is split into latents and rope keys; their lengths lie on the host.
 SPLIT_CACHE = ("ascend_npu",)
 LSE_DTYPE = torch.float32
-DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
 class Backend(Protocol):
@@ -75,24 +73,10 @@ def verify_attention(
     workspace: Workspace | None = None,
     out: tuple[torch.Tensor, torch.Tensor] | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Attend from every query token to the cached tokens it may see.
+    """Attend from every query token to the cached tokens it may see; shapes and dtypes in `Inputs`.
 
-    Shapes: q_latent [T, h, c], q_rope [T, h, r], kv_cache [pages, page, c+r] (latent first; the
-    latent is also the value), page_table [b, max_pages], kv_lens [b], cu_q [b+1]; returns
-    out [T, h, c] and lse [T, h]. All are contiguous and on one device.
-
-    Request i owns query rows cu_q[i] to cu_q[i+1], in order of position; their number, q_len, may
-    be 0. kv_lens[i] counts its cached tokens, those of the query rows included, so row j of the
-    request sees the first kv_lens[i] - (q_len - 1 - j) tokens. A row that sees none gets out 0 and
-    lse -inf. Page ids past a request's last token, and cache slots past it, are never used.
-
-    A split cache is kv_cache [pages, page, c] and rope_cache [pages, page, r], with kv_lens and
-    cu_q on the CPU: the form of ascend_npu, which reference takes too.
-
-    Dtypes: q_latent and q_rope bfloat16, float16 or float32; kv_cache the same, or float8_e4m3fn
-    with kv_scale float32 [pages, page], where a token's c+r stored values all stand for
-    value * kv_scale; page_table, kv_lens and cu_q int32. out has the dtype of q_latent; lse is
-    float32, the natural logarithm of the sum of exp(scale * score).
+    Returns out [T, h, c] in the dtype of q_latent, and lse [T, h] float32, the natural logarithm of
+    the sum of exp(scale * score). A row that sees no token gets out 0 and lse -inf.
 
     max_q_len is the most query rows of a request; on a GPU rows past it are not computed. With it,
     or with `workspace` (from `make_workspace`), triton_cuda does not synchronise, so the call can
@@ -104,36 +88,19 @@ def verify_attention(
 
     Source: DeepSeek-V2 report (arXiv 2405.04434), section 2.1, the absorbed form.
     """
-    check_tensors(
-        q_latent=q_latent,
-        q_rope=q_rope,
-        kv_cache=kv_cache,
-        rope_cache=rope_cache,
-        kv_scale=kv_scale,
-        page_table=page_table,
-        kv_lens=kv_lens,
-        cu_q=cu_q,
-    )
-    sizes = sizes_of(
-        q_latent=q_latent,
-        q_rope=q_rope,
-        kv_cache=kv_cache,
-        page_table=page_table,
-        cu_q=cu_q,
-        max_q_len=workspace.sizes.max_q_len if workspace is not None else max_q_len,
-    )
     inputs = Inputs(
         q_latent=q_latent,
         q_rope=q_rope,
         kv_cache=kv_cache,
-        rope_cache=rope_cache,
-        kv_scale=kv_scale,
         page_table=page_table,
         kv_lens=kv_lens,
         cu_q=cu_q,
         scale=scale,
-        sizes=sizes,
+        rope_cache=rope_cache,
+        kv_scale=kv_scale,
+        max_q_len=max_q_len if workspace is None else workspace.sizes.max_q_len,
     )
+    inputs.check()
     return run(inputs, backend=backend, workspace=workspace, out=out)
 
 
@@ -268,78 +235,3 @@ def workspace_buffer(
             f"{buffer.numel()} bytes on {buffer.device}, made for {workspace.sizes}"
         )
     return buffer
-
-
-def sizes_of(
-    q_latent: torch.Tensor,
-    q_rope: torch.Tensor,
-    kv_cache: torch.Tensor,
-    page_table: torch.Tensor,
-    cu_q: torch.Tensor,
-    max_q_len: int | None,
-) -> Sizes:
-    """Return the sizes of a call; a max_q_len that is given counts where cu_q is on a GPU."""
-    queries, heads, latent = q_latent.shape
-    if max_q_len is not None and q_latent.device.type != "cpu":
-        max_q_len = min(max_q_len, queries)
-    else:
-        starts = cu_q.tolist()
-        max_q_len = max(map(sub, starts[1:], starts), default=0)
-    return Sizes(
-        batch=len(page_table),
-        queries=queries,
-        max_q_len=max_q_len,
-        kv_tokens=page_table.shape[1] * kv_cache.shape[1],
-        heads=heads,
-        latent=latent,
-        rope=q_rope.shape[2],
-        page=kv_cache.shape[1],
-        dtype=q_latent.dtype,
-        kv_dtype=kv_cache.dtype,
-    )
-
-
-def check_tensors(
-    *,
-    q_latent: torch.Tensor,
-    q_rope: torch.Tensor,
-    kv_cache: torch.Tensor,
-    rope_cache: torch.Tensor | None,
-    kv_scale: torch.Tensor | None,
-    page_table: torch.Tensor,
-    kv_lens: torch.Tensor,
-    cu_q: torch.Tensor,
-) -> None:
-    """Check types, shapes, dtypes, devices and layouts; on the CPU the contents too."""
-    device = q_latent.device
-    check_tensor("q_latent", q_latent, shape=("T", "h", "c"), dtypes=DTYPES, device=device)
-    queries, heads, latent = q_latent.shape
-    check_tensor(
-        "q_rope", q_rope, shape=(queries, heads, "r"), dtypes=(q_latent.dtype,), device=device
-    )
-    kv_dtypes = (q_latent.dtype, torch.float8_e4m3fn)
-    rope, lengths_on = q_rope.shape[2], device
-    width = latent + rope if rope_cache is None else latent
-    check_tensor(
-        "kv_cache", kv_cache, shape=("pages", "page", width), dtypes=kv_dtypes, device=device
-    )
-    if rope_cache is not None:
-        lengths_on, keys = torch.device("cpu"), (*kv_cache.shape[:2], rope)
-        check_tensor("rope_cache", rope_cache, shape=keys, dtypes=(kv_cache.dtype,), device=device)
-    if (kv_cache.dtype == torch.float8_e4m3fn) != (kv_scale is not None):
-        found = "none" if kv_scale is None else "one"
-        raise ValueError(
-            f"kv_scale: expected one with a float8_e4m3fn kv_cache and only then, "
-            f"found {found} with {kv_cache.dtype}"
-        )
-    if kv_scale is not None:
-        shape = tuple(kv_cache.shape[:2])
-        check_tensor("kv_scale", kv_scale, shape=shape, dtypes=(torch.float32,), device=device)
-    check_tensor(
-        "page_table", page_table, shape=("b", "max_pages"), dtypes=(torch.int32,), device=device
-    )
-    batch = len(page_table)
-    check_tensor("kv_lens", kv_lens, shape=(batch,), dtypes=(torch.int32,), device=lengths_on)
-    check_tensor("cu_q", cu_q, shape=(batch + 1,), dtypes=(torch.int32,), device=lengths_on)
-    if device.type == "cpu":
-        check_cached_lengths(queries, kv_cache, page_table=page_table, kv_lens=kv_lens, cu_q=cu_q)

@@ -75,30 +75,16 @@ class Unit:
 
 
 def product_on(unit: str, shape: Shape) -> Any:
-    """Return a product of a shape by a unit of UNITS, for compiled code: see Product."""
+    """Return a product of a shape by a unit of UNITS, for compiled code; it takes a Product's
+    fields as a tuple."""
     multiply = UNITS[unit].multiply
 
     def codegen(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        multiply(builder, Product(*arguments), shape)
+        multiply(builder, Product(*cgutils.unpack_tuple(builder, arguments[0])), shape)
         return context.get_dummy_value()
 
-    def product(
-        typing: Any,
-        a: Any,
-        a_row: Any,
-        a_tile: Any,
-        a_chunk: Any,
-        b: Any,
-        b_row: Any,
-        b_tile: Any,
-        b_chunk: Any,
-        chunks: Any,
-        c: Any,
-        c_row: Any,
-        c_i: Any,
-        c_j: Any,
-    ) -> Any:
-        return types.void(*[types.int64] * 13), codegen
+    def product(typing: Any, operands: Any) -> Any:
+        return types.void(operands), codegen
 
     return intrinsic(product)
 

@@ -161,19 +161,16 @@ def score(groups: Any, chunks: Any, scratch: Any, number: Any) -> None:
     group_bytes, step = depth * TILE_BYTES, STEP_TOKENS * ROW_BYTES
     for chunk in range(chunks):
         tokens = address(scratch.tokens[number]) + chunk * DEPTH * row
-        for group in range(0, groups - 1, 2):
-            product_2_2(
+        for group in range(0, groups, 2):
+            operands = (
                 tokens, row, TILE * row, ROW_BYTES,
                 queries + group * group_bytes, ROW_BYTES, group_bytes, TILE_BYTES, depth,
                 scores + group * step + chunk * DEPTH * ROW_BYTES, ROW_BYTES, TILE_BYTES, step,
             )  # fmt: skip
-        if groups % 2:
-            group = groups - 1
-            product_2_1(
-                tokens, row, TILE * row, ROW_BYTES,
-                queries + group * group_bytes, ROW_BYTES, group_bytes, TILE_BYTES, depth,
-                scores + group * step + chunk * DEPTH * ROW_BYTES, ROW_BYTES, TILE_BYTES, step,
-            )  # fmt: skip
+            if group + 1 < groups:
+                product_2_2(operands)
+            else:
+                product_2_1(operands)
 
 
 @compiled
@@ -268,19 +265,16 @@ def add_values(groups: Any, chunks: Any, scratch: Any, number: Any, state: Any) 
     group_bytes, row = STEP_TOKENS * TILE * TERM_BYTES, latent * 4
     steps = chunks * DEPTH // ROW_TERMS
     for c in range(0, latent, 2 * TILE):
-        for group in range(0, groups - 1, 2):
-            add_product_2_2(
+        for group in range(0, groups, 2):
+            operands = (
                 probs + group * group_bytes, ROW_BYTES, group_bytes, TILE_BYTES,
                 values + c // TILE * tile, line, tile, chunk, steps,
                 sums + group * TILE * row + c * 4, row, TILE * row, ROW_BYTES,
             )  # fmt: skip
-        if groups % 2:
-            group = groups - 1
-            add_product_1_2(
-                probs + group * group_bytes, ROW_BYTES, group_bytes, TILE_BYTES,
-                values + c // TILE * tile, line, tile, chunk, steps,
-                sums + group * TILE * row + c * 4, row, TILE * row, ROW_BYTES,
-            )  # fmt: skip
+            if group + 1 < groups:
+                add_product_2_2(operands)
+            else:
+                add_product_1_2(operands)
 
 
 @compiled

@@ -10,7 +10,7 @@ from triton.backends.compiler import GPUTarget
 
 from mtp_kernels.gpu.compiling import compile_for
 from mtp_kernels.verify_attention import triton_kernels
-from mtp_kernels.verify_attention.inputs import Sizes
+from mtp_kernels.verify_attention.inputs import FP8, Sizes
 from mtp_kernels.verify_attention.triton_tuning import Launch
 
 # The names Triton gives dtypes in a signature.
@@ -18,9 +18,8 @@ TYPE_NAMES = {
     torch.bfloat16: "bf16",
     torch.float16: "fp16",
     torch.float32: "fp32",
-    torch.float8_e4m3fn: "fp8e4nv",
+    FP8: "fp8e4nv",
 }
-FP8 = torch.float8_e4m3fn
 MIN_TOKENS = 16  # that tl.dot takes
 
 

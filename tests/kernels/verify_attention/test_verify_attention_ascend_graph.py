@@ -10,8 +10,7 @@ import torch
 from attention_cases import Case, build, check
 from npu_graphs import Npu
 
-from mtp_kernels import verify_attention as package
-from mtp_kernels.verify_attention import verify_attention
+from mtp_kernels.verify_attention import inputs, verify_attention
 from mtp_kernels.verify_attention.ascend_graph import CapturedStep
 from npu_operator import registered, split
 
@@ -22,7 +21,7 @@ CASE = Case((3, 1, 16), (40, 30, 20), heads=2, latent=512, rope=64, dtype=torch.
 def npu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(torch, "npu", Npu, raising=False)
     # Contents are checked on a CPU alone, since that reads them back.
-    monkeypatch.setattr(package, "check_cached_lengths", lambda *_, **__: None)
+    monkeypatch.setattr(inputs, "check_cached_lengths", lambda *_, **__: None)
     with registered():
         yield
 

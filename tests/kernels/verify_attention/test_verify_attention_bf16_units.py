@@ -40,11 +40,12 @@ def test_products(unit: str, shape: Shape) -> None:
     def run(config: int, a: int, b: int, c: int) -> None:
         if amx:
             configure(config)
-        product(
+        operands = (
             a, CHUNKS * ROW_BYTES, TILE * CHUNKS * ROW_BYTES, ROW_BYTES,
             b, ROW_BYTES, CHUNKS * TILE_BYTES, TILE_BYTES, CHUNKS,
             c, shape_columns * 4, TILE * shape_columns * 4, TILE * 4,
         )  # fmt: skip
+        product(operands)
         if amx:
             release()
 
