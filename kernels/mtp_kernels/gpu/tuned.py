@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 import os
 import re
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +28,7 @@ def read(gpu: Gpu, kernel: str) -> Tables:
     """Return a kernel's tables, none where it was not tuned (ValueError for a damaged file)."""
     path = path_of(gpu)
     try:
-        text = path.read_text()
+        text = path.read_bytes()
     except OSError:
         return {}
     try:
@@ -44,8 +45,8 @@ def write(gpu: Gpu, kernel: str, tables: Tables) -> Path:
     """Keep a kernel's tables in place of those before, beside other kernels'."""
     path = path_of(gpu)
     content: dict[str, Any] = {"gpu": gpu.name, "triton": gpu.triton, "tables": {}}
-    if path.exists():
-        content["tables"] = json.loads(path.read_text())["tables"]
+    with suppress(OSError, ValueError, KeyError, TypeError):  # a damaged file is written anew
+        content["tables"] |= json.loads(path.read_bytes())["tables"]
     content["tables"][kernel] = tables
     path.parent.mkdir(parents=True, exist_ok=True)
     whole = path.with_suffix(f".{os.getpid()}.tmp")

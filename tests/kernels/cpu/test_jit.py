@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import importlib.util
 import os
 import pkgutil
@@ -11,12 +10,12 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-import numba
 import pytest
-from numba.core.caching import NullCache
+from numba import njit
 from numba.core.registry import CPUDispatcher
 
 import mtp_kernels
+from mtp_kernels.cpu.cache import KernelCache
 from mtp_kernels.cpu.jit import compiled, logger
 
 PACKAGE = "from kept_kernels import __name__"  # as packages do that import their own modules
@@ -74,7 +73,7 @@ def test_another_copy_of_the_same_sources_compiles_nothing(
     assert first(3) == 8
     assert [record.args for record in caplog.records] == []  # not of this project's kernels
     assert sum(first.stats.cache_misses.values()) == 1
-    kept = sorted(cache_home.rglob("*.nbc"))
+    kept = sorted(cache_home.rglob("*.kernel"))
     assert len(kept) == 1 and kept[0].is_relative_to(cache_home / "mtp-export")
     copy = twice_more(tmp_path / "two", monkeypatch)
     assert copy is not first and copy(3) == 8
@@ -120,40 +119,13 @@ def test_what_is_in_use_is_kept_whatever_was_compiled_since(
     assert left == set(others[-len(left) :])
 
 
-def test_a_cache_folder_that_is_a_file_is_no_failure(
-    tmp_path: Path, cache_home: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    cache_home.write_text("")
-    assert twice_more(tmp_path / "one", monkeypatch)(3) == 8
-
-
-def test_a_user_without_a_home_is_no_failure(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.delenv("XDG_CACHE_HOME")
-    monkeypatch.setenv("HOME", "~")  # as pathlib finds it where nobody has set it
-    kept_nowhere = twice_more(tmp_path / "one", monkeypatch)
-    assert kept_nowhere(3) == 8
-    assert isinstance(kept_nowhere._cache, NullCache)
-
-
-def test_any_other_failure_of_the_cache_is_said(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(numba.config, "CACHE_LOCATOR_CLASSES", "NoSuchLocator")
-    with pytest.raises(RuntimeError, match="NoSuchLocator"):
-        twice_more(tmp_path / "one", monkeypatch)
-
-
 def test_constants_compile_nothing_anew(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A part is compiled for the types of its arguments, whatever constants its callers pass."""
     several = KERNEL.replace("2 * more(x)", "more(1) + more(2) + more(x)")
     monkeypatch.setitem(globals(), "KERNEL", several)
-    thresholds = gc.get_threshold()
     assert twice_more(tmp_path / "one", monkeypatch)(3) == 9
     part = sys.modules["kept_kernels.part"]
     assert len(part.more.signatures) == 1
-    assert gc.get_threshold() == thresholds
 
 
 def test_every_kernel_of_the_package_is_kept() -> None:
@@ -168,4 +140,29 @@ def test_every_kernel_of_the_package_is_kept() -> None:
     ]
     called = [one for one in kernels if not one.targetoptions.get("no_cpython_wrapper")]
     assert len(called) > 20
-    assert [one.__name__ for one in called if isinstance(one._cache, NullCache)] == []
+    kept = [one for one in called if isinstance(one._cache, KernelCache)]
+    assert kept == called and all(one._cache._folder for one in kept)
+
+
+def test_a_part_serves_what_numba_compiles_by_itself(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Code of plain njit is linked with a part, and with all that the part calls."""
+    text = PART.replace("return x + 1", "return np.full((1, 1), x + 1).reshape(1).copy()[0]")
+    twice_more(tmp_path / "one", monkeypatch, text.replace("@inner", "import numpy as np\n@inner"))
+    assert sys.modules["kept_kernels.kernel"].twice_more(3) == 8
+    part = sys.modules["kept_kernels.part"].more
+
+    @njit
+    def thrice_more(x: int) -> Any:
+        return 3 * part(x)
+
+    assert thrice_more(3) == 12
+
+
+def test_a_part_called_from_python_says_why_it_cannot(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert twice_more(tmp_path / "one", monkeypatch)(3) == 8
+    with pytest.raises(TypeError, match="more is compiled as a part of other functions alone"):
+        sys.modules["kept_kernels.part"].more(3)

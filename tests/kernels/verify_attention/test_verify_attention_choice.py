@@ -127,15 +127,19 @@ def test_a_tuned_table_comes_first() -> None:
 
 
 @pytest.mark.parametrize(
-    "text", ["{", "[]", '{"tables": {"verify_attention": {"16 bit": [{"rows": 16}]}}}',
+    "text", ["", "\0" * 9, "\xff", "{", "[]",
+             '{"tables": {"verify_attention": {"16 bit": [{"rows": 16}]}}}',
              '{"tables": {"verify_attention": {"16 bit": [{"rows": "many"}]}}}']
 )  # fmt: skip
 def test_a_damaged_table_is_refused_by_name(text: str) -> None:
     path = tuned.path_of(hopper("3.6.0"))
     path.parent.mkdir(parents=True)
-    path.write_text(text)
+    path.write_bytes(text.encode("latin-1"))
     with pytest.raises(ValueError, match=r"triton-3.6.json: expected a table of launch parameters"):
         triton_choice.tiles_for(hopper("3.6.0"), "16 bit")
+    launch = Launch(16, 16, 4, 2, 3, min_share=7)
+    tuned.write(hopper("3.6.0"), triton_choice.KERNEL, {"16 bit": [asdict(launch)]})
+    assert triton_choice.tiles_for(hopper("3.6.0"), "16 bit") == (launch,)
 
 
 def test_a_gpu_is_what_its_driver_says(monkeypatch: pytest.MonkeyPatch) -> None:
