@@ -3,13 +3,17 @@ theirs by the same steps."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import logging
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
 
 from mtp_checkpoints.errors import UnsupportedError
 from mtp_checkpoints.layouts import target_of
 from mtp_checkpoints.quantization.stored import StoredModel, stored_source
 from mtp_checkpoints.sources.byte_source import Place
 from mtp_checkpoints.tensors.bundle_folder import open_checkpoint
+from mtp_checkpoints.tensors.manifest import MANIFEST_NAME, read_manifest
 from mtp_checkpoints.tensors.reader import Checkpoint
 from mtp_export.bundle.bundle_plan import BundlePlan, Recipe
 from mtp_export.bundle.links import guess_links, resolve_links
@@ -20,6 +24,9 @@ from mtp_export.bundle.split import SplitOptions, main_part, mtp_part
 from mtp_export.paths import refuse_overlaps
 from mtp_export.plan import Link, PartPlan
 from mtp_export.schemes.conversion import AS_STORED, DEQUANTIZED
+from mtp_runtime.drafters import draft_folders, listed
+
+_log = logging.getLogger(__name__)
 
 
 def plan_export(options: BundleOptions, *, dry_run: bool = False) -> BundlePlan:
@@ -111,6 +118,21 @@ def lay_out(
         checkpoint=checkpoint,
         stored=stored,
         parts=tuple(parts),
-        recorded=recipe.recorded,
+        recorded={**recipe.recorded, **_tuning(options.input_dir, parts)},
         device=recipe.device,
     )
+
+
+def _tuning(source: Place, parts: Sequence[PartPlan]) -> dict[str, Any]:
+    """Return what the manifest of a bundle that is read records of the training of a part that is
+    written; a draft in a folder of its own stays where it is, which is said."""
+    if not isinstance(source, Path) or not (source / MANIFEST_NAME).is_file():
+        return {}
+    if drafts := draft_folders(source):
+        _log.warning(
+            "%s is left out: it is no part of the model; copy it beside main/ and mtp/",
+            listed(map(str, drafts.values()), "and"),
+        )
+    tuning = read_manifest(source)["options"].get("tune")
+    is_kept = isinstance(tuning, dict) and tuning.get("draft") in {part.name for part in parts}
+    return {"tune": tuning} if is_kept else {}

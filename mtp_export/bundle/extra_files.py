@@ -9,7 +9,7 @@ from pathlib import PurePath
 from mtp_checkpoints.containers import CONTAINERS
 from mtp_checkpoints.errors import InvalidInputError
 from mtp_checkpoints.sources.byte_source import Place
-from mtp_checkpoints.sources.files import check_small_file
+from mtp_checkpoints.sources.files import MAX_NAME_BYTES, check_small_file
 from mtp_checkpoints.tensors.reader import Checkpoint
 
 _PATTERNS = (
@@ -55,12 +55,21 @@ def _comes_along(name: str) -> bool:
 
 
 def _check_name(path: Place) -> None:
-    """Refuse a file whose name the manifest, which is UTF-8, cannot hold (InvalidInputError)."""
+    """Refuse a file whose name the manifest, which is UTF-8, cannot hold, or under whose temporary
+    name no file could be written (InvalidInputError)."""
     try:
-        path.name.encode()
+        size_bytes = len(path.name.encode())
     except UnicodeEncodeError:
         raise InvalidInputError(
             "The name of a file that comes along is not UTF-8",
             where=path,
             todo="Rename the file, or remove it from the checkpoint",
         ) from None
+    if size_bytes > MAX_NAME_BYTES:
+        raise InvalidInputError(
+            "The name of a file that comes along is too long",
+            where=path,
+            expected=f"at most {MAX_NAME_BYTES} bytes",
+            found=f"{size_bytes} bytes",
+            todo="Rename the file, or remove it from the checkpoint",
+        )

@@ -26,6 +26,7 @@ from mtp_export.verify.check import Status
 from mtp_export.verify.report.charts import charts
 from mtp_export.verify.report.plots import standalone
 from mtp_export.verify.report.report import Report, verdict_words
+from mtp_runtime.drafters import listed
 
 CARD_NAME = "README.md"
 _PLOTS = "verification"
@@ -104,7 +105,10 @@ def _head(repository: str, content: Content, base: BaseModel | None) -> Iterator
     of = "" if base is None else f" of [{base.name}](https://huggingface.co/{base.name})"
     at = "" if base is None or not base.commit else f" (commit `{base.commit}`)"
     version = content.manifest["tool_version"]
-    yield f"{_TITLES[content.parts]}{of}{at}, written by mtp-export {version}."
+    halves = tuple(part for part in content.parts if part in (MAIN, MTP))
+    drafts = [f"`{part}`" for part in content.parts if part not in halves]
+    beside = f" with a draft for {listed(drafts, 'and')}" if drafts else ""
+    yield f"{_TITLES[halves]}{beside}{of}{at}, written by mtp-export {version}."
 
 
 def _table(content: Content) -> Iterator[str]:

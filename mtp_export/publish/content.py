@@ -18,6 +18,7 @@ from mtp_checkpoints.tensors.bundle_folder import MAIN, MTP
 from mtp_checkpoints.tensors.manifest import MANIFEST_NAME, read_manifest
 from mtp_export.bundle.journal import JOURNAL_NAME
 from mtp_export.bundle.options import Part
+from mtp_export.bundle.run_folder import PARTS
 from mtp_export.verify.files.checksums import READ_BY_ENGINES
 
 _AGAIN = "Export again, verify the bundle, then run the same command"
@@ -53,8 +54,8 @@ class Shard:
 class Content:
     """Files of a repository by their paths in it: shards, and all others with their bytes.
 
-    A single part lies at the repository's top, where engines find it by the repository's name. Both
-    parts lie in folders of their own beside the manifest, as in the bundle.
+    A single part lies at the repository's top, where engines find it by the repository's name.
+    Several lie in folders of their own beside the manifest, as in the bundle.
     """
 
     bundle: Path
@@ -119,9 +120,10 @@ def _prefix(parts: tuple[str, ...], part: str) -> str:
 
 
 def _wanted(bundle: Path, there: tuple[str, ...], part: Part | None) -> tuple[str, ...]:
-    """Return the parts to push, main first."""
-    known = tuple(name for name in (MAIN, MTP) if name in there)
-    wanted = {None: known, Part.BOTH: (MAIN, MTP), Part.MAIN: (MAIN,), Part.MTP: (MTP,)}[part]
+    """Return the parts to push, main first; both go with the drafts in folders of their own."""
+    known = tuple(name for name in PARTS if name in there)
+    both = tuple(dict.fromkeys((MAIN, MTP, *known)))
+    wanted = {None: known, Part.BOTH: both, Part.MAIN: (MAIN,), Part.MTP: (MTP,)}[part]
     missing = [name for name in wanted if name not in known]
     if missing or not wanted:
         raise InvalidInputError(

@@ -9,7 +9,8 @@ from typing import Any, cast
 
 import pytest
 
-from mtp_checkpoints.errors import InvalidInputError
+from mtp_checkpoints.errors import InvalidInputError, IoError
+from mtp_checkpoints.sources.files import MAX_NAME_BYTES, write_bytes
 from mtp_checkpoints.sources.local_folder import LocalFolder
 from mtp_checkpoints.tensors.reader import Checkpoint
 from mtp_export.bundle.extra_files import extra_files
@@ -92,3 +93,16 @@ def test_no_file_stays_open(tmp_path: Path) -> None:
     before = len(os.listdir("/proc/self/fd"))
     found_in(tmp_path)
     assert len(os.listdir("/proc/self/fd")) == before
+
+
+def test_a_name_that_is_too_long_to_be_written(tmp_path: Path) -> None:
+    """Its temporary name is longer: it is refused before anything is written."""
+    longest = tmp_path / "tokenizer".ljust(MAX_NAME_BYTES, "x")
+    write_bytes(longest, b"")
+    assert found_in(tmp_path) == (longest.name,)
+    longest.with_name(longest.name + "x").touch()
+    with pytest.raises(InvalidInputError, match="is too long") as refusal:
+        found_in(tmp_path)
+    assert refusal.value.found == "238 bytes"
+    with pytest.raises(IoError, match="Choose a shorter path"):
+        write_bytes(longest.with_name(longest.name + "x"), b"")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import subprocess
@@ -13,6 +14,7 @@ from huggingface_hub import constants
 
 from cases import read_json, tree
 from hub_server import HubServer
+from mtp_runtime.drafters import extra_drafts
 from publish.pushing import NAME, content, facts, is_untouched, push, requests, sent_shards
 
 MANIFEST, CARD = "mtp_export.json", "README.md"
@@ -49,6 +51,23 @@ def test_weights_come_first_and_one_commit_lists_everything(hub: HubServer, expo
     (commit,) = [n for n, path in enumerate(kinds) if "/commit/" in path]
     assert all(seen) and len(seen) == sent_shards(hub) > 5
     assert commit > max(n for n, path in enumerate(kinds) if path.startswith("/upload/"))
+
+
+@pytest.mark.parametrize("part", [(), ("--part", "both")])
+@pytest.mark.parametrize("method", extra_drafts())
+def test_a_draft_of_the_bundle_arrives_too(
+    method: str, part: tuple[str, ...], hub: HubServer, exported: Path, tmp_path: Path
+) -> None:
+    shutil.copytree(exported / "bundle", tmp_path / "bundle")
+    bundle = tmp_path / "bundle"
+    shutil.copytree(bundle / "mtp", bundle / method)
+    manifest = read_json(bundle / MANIFEST)
+    manifest["parts"][method] = manifest["parts"]["mtp"]
+    (bundle / MANIFEST).write_text(json.dumps(manifest))
+    found = facts(tmp_path, "--unverified", *part)
+    assert without_card(content(hub)) == tree(bundle)
+    assert found["parts"] == ["main", "mtp", method]
+    assert f"with a draft for `{method}`" in content(hub)[CARD].decode()
 
 
 @pytest.mark.parametrize("part", ["mtp", "main"])

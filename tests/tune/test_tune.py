@@ -21,6 +21,7 @@ import torch
 from cases import (
     Outcome,
     edit_json,
+    export,
     read_json,
     read_shard,
     read_tensors,
@@ -83,6 +84,31 @@ def test_verify_accepts_the_tuned_bundle(tuned: tuple[TuneResult, Path]) -> None
     _, output = tuned
     outcome = run_program("verify", output, "--level", "weights", "--json")
     assert outcome.code == 0, outcome.out[-2000:] + outcome.err
+
+
+def test_an_export_of_a_tuned_bundle_records_its_training(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """So that verify does not take it for another model's; a draft beside the parts is named."""
+    tuned, again = tmp_path / "tuned", tmp_path / "again"
+    assert export(GLM, tuned, "--link", "copy", "--quiet").code == 0
+    record = {"tune": {"draft": "mtp"}}
+    edit_json(tuned / "mtp_export.json", lambda manifest: manifest["options"].update(record))
+    weight = "model.layers.3.eh_proj.weight"
+    shard = shard_of(tuned / "mtp", weight)
+    with shard.open("r+b") as file:
+        file.seek(offset_of(shard, weight))
+        file.write(b"\0\1")
+    shutil.copytree(tuned / "mtp", tuned / "eagle3")
+    outcome = export(tuned, again)
+    assert outcome.code == 0 and f"{tuned / 'eagle3'} is left out" in caplog.text
+    assert read_json(again / "mtp_export.json")["options"]["tune"] == {"draft": "mtp"}
+    for source, tells in ((GLM, True), (tuned, False)):
+        outcome = run_program("verify", again, "--source", source, "--level", "weights", "--json")
+        assert outcome.code == 0, outcome.out[-2000:] + outcome.err
+        assert ("mtp: tuned weights" in items_of(outcome)) == tells
+    assert export(tuned, tmp_path / "main", "--part", "main", "--quiet").code == 0
+    assert "tune" not in read_json(tmp_path / "main/mtp_export.json")["options"]
 
 
 def test_verify_says_what_tuning_changed(tuned: tuple[TuneResult, Path], tmp_path: Path) -> None:

@@ -47,7 +47,7 @@ def byte_source(place: Place) -> ByteSource:
     if isinstance(place, Path):
         if not place.is_dir():
             raise InvalidInputError(
-                "There is no checkpoint folder here", where=place, todo="Check --input-dir"
+                "There is no checkpoint folder here", where=place, todo="Check the path"
             )
         return LocalFolder(place)
     address = Address(str(place))

@@ -57,6 +57,13 @@ def read_failure(path: Path, error: OSError) -> IoError:
 def write_failure(path: Path, error: OSError) -> IoError:
     """Return the error of a file that cannot be written."""
     full = error.errno in (errno.ENOSPC, errno.EDQUOT)
+    if error.errno == errno.ENAMETOOLONG:
+        return IoError(
+            "A file cannot be written",
+            where=path,
+            found=error.strerror,
+            todo=f"Choose a shorter path: a file's name may have {MAX_NAME_BYTES} bytes",
+        )
     return IoError(
         "The disk filled up while writing" if full else "A file cannot be written",
         where=path,
@@ -69,6 +76,8 @@ def write_failure(path: Path, error: OSError) -> IoError:
 # Flags of a file that nobody else may have made.
 EXCLUSIVE_FILE = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
 _TOKEN_BYTES = 6
+# Of a file that is written: Linux takes 255 bytes, and its temporary name is longer.
+MAX_NAME_BYTES = 255 - len("..") - 2 * _TOKEN_BYTES - len(".tmp")
 _TEMPORARY = re.compile(rf"\.[0-9a-f]{{{2 * _TOKEN_BYTES}}}\.(.+)\.tmp", re.DOTALL)
 
 

@@ -38,6 +38,10 @@ def parse(raw: bytes) -> Any:
         value = json.loads(text, parse_constant=_refuse_number, parse_float=_finite)
     except RecursionError:
         raise ValueError(_TOO_DEEP) from None
+    except ValueError as error:
+        if "set_int_max_str_digits" in str(error):  # advice for programmers
+            raise ValueError("a whole number of thousands of digits") from None
+        raise
     # Every key has a colon behind it: where no string holds one, a key twice is a colon too many.
     # Looking at the keys of each object as it is made would take as long as the parsing.
     if _count_keys(value) != raw.count(b":"):

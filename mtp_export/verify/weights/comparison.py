@@ -12,7 +12,9 @@ from statistics import median
 from typing import TYPE_CHECKING, Any
 
 from mtp_checkpoints.quantization.native import QUANTIZATION
+from mtp_checkpoints.sources.byte_source import Place
 from mtp_checkpoints.tensors.bundle_folder import MAIN, MTP
+from mtp_checkpoints.tensors.manifest import MANIFEST_NAME, read_manifest
 from mtp_checkpoints.weights.weight_values import WeightOnDisk
 from mtp_export.progress import format_bytes
 from mtp_export.schemes.scheme import GRAFTED
@@ -100,9 +102,18 @@ def _tuned(context: Context, part: str, compared: Sequence[Compared]) -> set[str
     tuning = context.recorded("tune")
     if part != MTP or not isinstance(tuning, dict) or tuning.get("draft") != MTP:
         return set()
+    if tuning == _recorded_by(context.options.source):
+        return set()  # the source has the same training behind it
     from mtp_runtime.training.weights import is_trained
 
     return {one.weight.name for one in compared if is_trained(one.weight.stored.weight)}
+
+
+def _recorded_by(source: Place | None) -> object:
+    """Return what the manifest of a source records of a training; None for no tuned bundle."""
+    if not isinstance(source, Path) or not (source / MANIFEST_NAME).is_file():
+        return None
+    return read_manifest(source)["options"].get("tune")
 
 
 def _part_items(

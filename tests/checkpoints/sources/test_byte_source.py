@@ -132,7 +132,7 @@ def test_a_folder_that_is_not_there(tmp_path: Path) -> None:
             byte_source(tmp_path / name)
         error = caught.value
         assert error.what == "There is no checkpoint folder here"
-        assert (error.where, error.todo) == (tmp_path / name, "Check --input-dir")
+        assert (error.where, error.todo) == (tmp_path / name, "Check the path")
     assert isinstance(byte_source(tmp_path), LocalFolder)
 
 

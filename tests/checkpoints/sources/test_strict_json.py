@@ -72,3 +72,8 @@ def test_a_config_without_a_number_is_never_exported(
     for outcome in (export(source, output), run_program("inspect", source)):
         assert outcome.code == 3 and value in outcome.err
     assert not output.exists()
+
+
+def test_a_number_of_too_many_digits() -> None:
+    with pytest.raises(ValueError, match="a whole number of thousands of digits"):
+        strict_json.parse(b'{"a": ' + b"1" * 5000 + b"}")

@@ -85,7 +85,7 @@ def test_no_folder(folder: Path) -> None:
     for path in (folder / "none", folder / "config.json"):
         error = refusal(path)
         assert (error.what, error.where) == ("There is no checkpoint folder here", path)
-        assert error.todo == "Check --input-dir"
+        assert error.todo == "Check the path"
 
 
 def test_neither_index_nor_single_file(folder: Path) -> None:
