@@ -89,6 +89,8 @@ def _ended(child: BaseProcess, key: Key, stacks: Path) -> Verdict:
     if child.exitcode is None:
         stack = _stacks_of(child, stacks)
         finding = Finding("hang", place_in(stack), f"no end in {MAX_SECONDS:.0f} s\n{stack[:4000]}")
+    elif child.exitcode == 0:  # it was done just now, with all of its cases
+        finding = Finding("hang", "an end too late", f"no end in {MAX_SECONDS:.0f} s")
     else:
         finding = Finding("death", f"exit code {child.exitcode}")
     name = command_of(key)

@@ -63,6 +63,22 @@ def test_a_death_is_no_hang(tmp_path: Path) -> None:
     assert (finding.oracle, finding.place) == ("death", "exit code 7")
 
 
+def test_a_case_that_ends_a_little_late_is_run_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As a hang is: a busy machine may have kept it."""
+    monkeypatch.setattr(children, "MAX_SECONDS", 0.3)
+    first = tmp_path / "first"
+
+    def late_once() -> None:
+        if not first.exists():
+            first.touch()
+            time.sleep(0.6)
+
+    assert verdict_of(late_once, tmp_path / "case") == good(SEED)
+    assert first.exists()
+
+
 @contextmanager
 def busy(processor: int) -> Iterator[None]:
     """Keep a processor busy with others' work."""

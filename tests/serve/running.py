@@ -35,9 +35,10 @@ class Client:
 
     port: int
     headers: dict[str, str] = field(default_factory=dict)
+    seconds: float = 60.0  # that an answer may take
 
     def __post_init__(self) -> None:
-        self._connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=60)
+        self._connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=self.seconds)
 
     def send(
         self, method: str, path: str, body: bytes | None = None, **headers: str
