@@ -11,6 +11,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import fields, is_dataclass, replace
 from types import ModuleType
 from typing import Any
 
@@ -25,7 +26,7 @@ from mtp_kernels.stored_linear import reference as linear_reference
 from mtp_kernels.verify_attention import torch_cpu
 from mtp_kernels.verify_attention.inputs import Inputs, Sizes
 from mtp_runtime import LLM, SamplingParams
-from mtp_runtime.static_graph import cuda as cuda_graphs
+from mtp_runtime.static_graph import options as graph_options
 from runtime.test_static_graph import RecordedGraphs
 
 
@@ -43,10 +44,10 @@ def lowered(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _fields_on_host(value: Any, found: list[torch.Tensor]) -> Any:
-    if isinstance(value, tuple) or not hasattr(value, "__dict__") or torch.is_tensor(value):
+    if not is_dataclass(value):
         return tree_map(lambda one: on_host(one, found), value)
-    fields = {name: on_host(one, found) for name, one in vars(value).items()}
-    return type(value)(**fields)
+    moved = {each.name: on_host(getattr(value, each.name), found) for each in fields(value)}
+    return replace(value, **moved)  # type: ignore[type-var]
 
 
 def module_of(name: str, **functions: Any) -> str:
@@ -89,7 +90,7 @@ def gpu() -> Iterator[None]:
         "memory_allocated": lambda device=None: 1 << 20,
     }  # fmt: skip
     vars(torch.cuda).update(functions)
-    cuda_graphs.CudaGraphs = lambda device: RecordedGraphs()  # type: ignore[assignment,misc]
+    graph_options.CudaGraphs = lambda device: RecordedGraphs()  # type: ignore[assignment,misc]
     run_thread = threading.Thread.run
 
     def run(thread: threading.Thread) -> None:

@@ -219,7 +219,7 @@ def test_people_see_every_machine(pristine: Path, tmp_path: Path) -> None:
     ("options", "code", "words"),
     [
         (("--engine", "xllm"), 4, "--target xllm"),
-        (("--engine", "oracle"), 4, "vllm or sglang"),
+        (("--engine", "oracle"), 2, "--engine vllm, sglang"),
         (("--engine", "vllm", "--nodes", "3", "--tp", "16"), 2, "multiple of 3"),
         (("--engine", "vllm", "--nodes", "2"), 2, "--tp"),
         (("--engine", "vllm", "--node", "1"), 2, "--node below 1"),

@@ -117,7 +117,7 @@ def test_help_tables_and_refusals_name_a_new_engine(source: Path, tmp_path: Path
     options = ("--base-quant", "a8w8_fp8", "--mtp-quant", "bf16")
     refused = run("quantize", "--input-dir", source, "--output-dir", tmp_path / "pair", *options)
     assert "a8w8_fp8 + a8w8_fp8 (TP16 (2×TP8), vLLM, SGLang, TensorRT-LLM, Toy)" in refused
-    parts = ("--main", source, "--mtp", tmp_path, "--output-dir", tmp_path / "graft")
+    parts = ("--main", source, "--mtp", tmp_path / "mtp", "--output-dir", tmp_path / "graft")
     assert "vllm, sglang or toy" in run("graft", *parts, "--target", "lightllm")
 
 

@@ -187,12 +187,14 @@ def test_taps_are_the_inputs_of_layers(small: Path) -> None:
 
 def model_states_after(model: Model, x: torch.Tensor, texts: Texts, layers: int) -> torch.Tensor:
     from mtp_runtime.cache import CachedSequence, PageAllocator, lay_out
+    from mtp_runtime.layers.attention import ForwardPass
 
     pages, sequence = PageAllocator(4, 16), CachedSequence()
     pages.append(sequence, len(x))
     part = model.layers.part(0, layers)
     cache = part.new_cache(pages.spec(model.dtype, model.device))
-    return part(x.clone(), cache, lay_out(pages, [sequence], [(0, len(x))], model.device))
+    layout = lay_out(pages, [sequence], [(0, len(x))], model.device)
+    return part(x.clone(), cache, ForwardPass(layout))
 
 
 @pytest.mark.parametrize("k", [1, 3, 5])

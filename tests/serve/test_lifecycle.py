@@ -242,7 +242,9 @@ def in_a_process(*options: str, before: str = "") -> Iterator[tuple[subprocess.P
     """Serve in a process of its own; yields it and its port. before: a program that it runs
     first."""
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
-    program = f"import sys, threading\n{HANG}{before}{SERVE}"
+    # A shell in the background has its commands ignore Ctrl-C.
+    heeded = "import signal\nsignal.signal(signal.SIGINT, signal.default_int_handler)\n"
+    program = f"import sys, threading\n{heeded}{HANG}{before}{SERVE}"
     command = [sys.executable, "-c", program, "serve", str(FIXTURE), "--port", "0", *options]
     process = subprocess.Popen(command, env=environment, stderr=subprocess.PIPE, text=True)
     assert process.stderr is not None
