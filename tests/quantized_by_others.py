@@ -175,6 +175,23 @@ def gptq(
     return encode
 
 
+def auto_round(*, zeros_less_one: bool) -> Encode:
+    """As GPTQ's unpermuted, without g_idx."""
+    encode_gptq = gptq(_asymmetric, zeros_less_one=zeros_less_one)
+
+    def encode(weight: torch.Tensor) -> Encoded:
+        tensors, values = encode_gptq(weight)
+        return {name: tensor for name, tensor in tensors.items() if name != "g_idx"}, values
+
+    return encode
+
+
+def int8_channel(weight: torch.Tensor) -> Encoded:
+    scale = (weight.abs().amax(1, keepdim=True) / 127).bfloat16()
+    codes = (weight / scale.float()).round().clamp(-128, 127).to(torch.int8)
+    return {"weight": codes, "weight_scale": scale}, codes.float() * scale.float()
+
+
 def compressed_int4(weight: torch.Tensor) -> Encoded:
     """Packed by compressed-tensors."""
     from compressed_tensors.compressors.pack_quantized.helpers import pack_to_int32
@@ -236,6 +253,15 @@ def nvfp4(weight: torch.Tensor) -> Encoded:
 _WEIGHTS = {"num_bits": 4, "type": "int", "symmetric": True, "strategy": "group"}
 _AWQ = {"quant_method": "awq", "bits": 4, "group_size": GROUP, "version": "gemm"}
 _GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": GROUP, "lm_head": False}
+_AUTO_ROUND = {
+    "quant_method": "auto-round",
+    "bits": 4,
+    "group_size": GROUP,
+    "data_type": "int",
+    "sym": False,
+    "autoround_version": "0.16.1",
+    "block_name_to_quantize": "model.layers",
+}
 _MODELOPT = {"producer": {"name": "modelopt"}, "kv_cache_quant_algo": None}
 
 
@@ -280,6 +306,34 @@ METHODS: dict[str, Method] = {
     "gptq v2": Method(
         gptq(_asymmetric, zeros_less_one=False),
         {**_GPTQ, "sym": False, "desc_act": False, "checkpoint_format": "gptq_v2"},
+    ),
+    "auto-round": Method(
+        auto_round(zeros_less_one=True), {**_AUTO_ROUND, "packing_format": "auto_round:auto_gptq"}
+    ),
+    "auto-round, attention unquantized": Method(
+        auto_round(zeros_less_one=False),
+        {
+            **_AUTO_ROUND,
+            "packing_format": "auto_round",
+            "extra_config": {r".*self_attn.*": {"bits": 16, "data_type": "float"}},
+        },
+        covers=r".*mlp\.",
+    ),
+    "auto-round, awq": Method(
+        awq(_asymmetric), {**_AUTO_ROUND, "packing_format": "auto_round:auto_awq"}
+    ),
+    "compressed-tensors, int8": Method(
+        int8_channel,
+        _compressed(
+            "int-quantized",
+            {
+                "num_bits": 8,
+                "type": "int",
+                "symmetric": True,
+                "strategy": "channel",
+                "actorder": "weight",
+            },
+        ),
     ),
     "compressed-tensors, int4": Method(
         compressed_int4, _compressed("pack-quantized", {**_WEIGHTS, "group_size": GROUP})

@@ -104,6 +104,14 @@ def _first_pattern(config: Config, module: str) -> bool:
     return False
 
 
+def _changes(config: Config, module: str) -> bool:
+    """AutoRound: a module by its name, else the first pattern that is found in it."""
+    changes = config["extra_config"]
+    found = [changes[key] for key in changes if key == module]
+    found += [change for key, change in changes.items() if re.search(key, module)]
+    return bool(found) and found[0]["bits"] >= 16
+
+
 def _wildcards(config: Config, module: str) -> bool:
     return any(p in module or fnmatchcase(module, p) for p in config["ignore"])
 
@@ -117,10 +125,12 @@ def _whole_names(config: Config, module: str) -> bool:
     return module in config["ignored_layers"] or experts in config["ignored_layers"]
 
 
+CHANGED_FIELDS = ("modules_to_not_convert", "dynamic", "ignore", "quantization", "extra_config")
 LEFT_OUT: Mapping[str, Callable[[Config, str], bool]] = {
     "awq": _parts_of_names,
     "gptq": _first_pattern,
     "modelopt": _wildcards,
+    "auto-round": _changes,
     "compressed-tensors": _patterns,
     "fp8": _whole_names,
 }
@@ -143,7 +153,7 @@ def test_engines_build_each_part_as_it_is_stored(
         )
         assert left_out(config, module) == plain, module
     for key, value in METHODS[name].config.items():
-        if key not in ("modules_to_not_convert", "dynamic", "ignore", "quantization"):
+        if key not in CHANGED_FIELDS:
             assert config[key] == value
     draft = read_json(grafts(name) / "mtp" / CONFIG)
     assert "quantization_config" not in draft

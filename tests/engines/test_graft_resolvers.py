@@ -171,13 +171,17 @@ def check(config: dict[str, Any], left_out: LeftOut, original: Path, bundle: Pat
     assert len([key for key in linears if key.startswith(draft)]) > 10
 
 
-@pytest.mark.parametrize("name", METHODS)
+# Those of AutoRound are read, not executed: nothing here runs its rules yet.
+EXECUTED = [name for name in METHODS if not name.startswith("auto-round")]
+
+
+@pytest.mark.parametrize("name", EXECUTED)
 def test_vllm(name: str, original: Path, grafted: Callable[[str], Path]) -> None:
     config = read_json(grafted(name) / "main/config.json")["quantization_config"]
     check(config, RULES[config["quant_method"]](config), original, grafted(name))
 
 
-@pytest.mark.parametrize("name", METHODS)
+@pytest.mark.parametrize("name", EXECUTED)
 def test_sglang(name: str, original: Path, grafted: Callable[[str], Path]) -> None:
     """Its own draft has no quantization_config, and is built unquantized."""
     config = read_json(grafted(name) / "main/config.json")["quantization_config"]

@@ -7,11 +7,13 @@ from dataclasses import dataclass
 from typing import Any
 
 COMPRESSED = "compressed-tensors"  # a quant_method
+# Values of actorder by which GPTQ changes the order of its work and no tensor on disk.
+_ORDERS_OF_WORK = ("weight", "static")
 
 
 @dataclass(frozen=True)
 class WeightsEntry:
-    """The description of symmetric weights, without actorder, in one group of a config.
+    """The description of symmetric, unpermuted weights in one group of a config.
 
     layout is the format by its name in compressed-tensors.
     """
@@ -34,7 +36,7 @@ class WeightsEntry:
         if (
             weights.get("symmetric") is not True
             or weights.get("dynamic")
-            or weights.get("actorder")
+            or (weights.get("actorder") or _ORDERS_OF_WORK[0]) not in _ORDERS_OF_WORK
         ):
             return None
         return cls(

@@ -211,7 +211,8 @@ def test_int4_may_run_with_activations_in_fp8() -> None:
         {"symmetric": None},
         {"symmetric": 1},
         {"dynamic": True},
-        {"actorder": "weight"},
+        {"actorder": "group"},
+        {"actorder": "dynamic"},
     ],
 )
 def test_other_weights_are_no_known_format(group: dict[str, Any], change: dict[str, Any]) -> None:
@@ -237,6 +238,7 @@ def test_formats_of_a_config_in_words() -> None:
         "pack-quantized int8 per channel",
         "float-quantized fp8 per channel",
         "float-quantized blocks of 128x128",
+        "int-quantized int8 per channel",
     ]
 
 

@@ -112,6 +112,7 @@ def test_methods_that_are_not_read() -> None:
         assert error.what.endswith("names a quantization method that this tool does not read")
         assert error.expected == (
             "quant_method fp8 or compressed-tensors or w4afp8 or awq or gptq or modelopt"
+            " or auto-round"
         )
         assert error.found == repr(method)[:100]
     assert refusal(InvalidInputError, ["fp8"]).found == "['fp8']"
@@ -173,8 +174,8 @@ def test_weights_that_are_not_read() -> None:
     assert error.what.startswith("config_groups.g of config.json describes weights that this tool")
     assert error.expected == (
         "pack-quantized int4 in groups of 32, 64 or 128, pack-quantized int8 per channel,"
-        " float-quantized fp8 per channel, or float-quantized blocks of 128x128;"
-        " symmetric, without actorder"
+        " float-quantized fp8 per channel, float-quantized blocks of 128x128, or int-quantized int8"
+        " per channel; symmetric, without actorder group"
     )
     assert error.found == "format pack-quantized, int3, strategy group, group_size 64"
     group["format"] = "dense"

@@ -25,6 +25,10 @@ EXPERT = "model.layers.2.mlp.experts.1.up_proj"
 STORAGES = {
     "awq": "awq_int4",
     "gptq": "gptq_int4",
+    "auto-round": "auto_round_int4",
+    "auto-round, attention unquantized": "auto_round_int4",
+    "auto-round, awq": "awq_int4",
+    "compressed-tensors, int8": "int8_unpacked",
     "compressed-tensors, int4": "int4_group",
     "compressed-tensors, fp8": "fp8_channel",
     "fp8": "fp8_block",

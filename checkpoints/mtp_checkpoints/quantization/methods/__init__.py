@@ -12,6 +12,7 @@ from mtp_checkpoints.errors import UnsupportedError
 from mtp_checkpoints.families.base import Role
 from mtp_checkpoints.formats import FORMATS, WeightFormat
 from mtp_checkpoints.quantization.method import Dialect, Method, QuantConfig, Unfused
+from mtp_checkpoints.quantization.methods.auto_round import AUTO_ROUND
 from mtp_checkpoints.quantization.methods.awq import AWQ
 from mtp_checkpoints.quantization.methods.compressed import COMPRESSED_TENSORS
 from mtp_checkpoints.quantization.methods.fp8 import FP8, W4AFP8
@@ -26,6 +27,7 @@ METHODS: dict[str, Method] = {
     "awq": AWQ,
     "gptq": GPTQ,
     "modelopt": MODELOPT,
+    "auto-round": AUTO_ROUND,
 }
 
 

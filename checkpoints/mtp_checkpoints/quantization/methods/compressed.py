@@ -145,7 +145,7 @@ def _group_format(name: str, group: Mapping[str, Any], layout: object) -> Weight
     *most, last = (known.in_words for known in formats_described_by(COMPRESSED))
     raise UnsupportedError(
         f"config_groups.{name} of config.json describes weights that this tool does not read",
-        expected=f"{', '.join(most)}, or {last}; symmetric, without actorder",
+        expected=f"{', '.join(most)}, or {last}; symmetric, without actorder group",
         found=f"format {group.get(_LAYOUT) or layout}, {weights.get('type')}"
         f"{weights.get('num_bits')}, strategy {weights.get('strategy')},"
         f" group_size {weights.get('group_size')}",
