@@ -156,7 +156,9 @@ def test_a_method_that_leaves_nothing_out() -> None:
     assert error.what == (
         "A draft cannot be described beside a main model of this quantization method"
     )
-    assert error.expected == "quant_method fp8 or compressed-tensors or awq or gptq or modelopt"
+    assert error.expected == (
+        "quant_method fp8 or compressed-tensors or awq or gptq or modelopt or auto-round"
+    )
     assert error.found == "w4afp8"
 
 
