@@ -19,6 +19,7 @@ from mtp_export.bundle.export import lay_out
 from mtp_export.bundle.options import BundleOptions
 from mtp_export.bundle.precision import Format, Int4Scope
 from mtp_export.bundle.quantize import QuantizeOptions, quantize_recipe
+from mtp_export.bundle.tuning import Tuning
 from mtp_export.plan import Link, OutputShard
 from mtp_export.schemes.transforms import Convert
 
@@ -39,7 +40,7 @@ def make_bundle(source: Path, folder: Path, scheme: str) -> Path:
     options = QuantizeOptions(BundleOptions(source, folder), **SCHEMES[scheme])
     opened, recipe = quantize_recipe(options)
     copied = {shard.path: Link.COPY for shard in opened[0].shards}
-    plan = lay_out(options.bundle, opened, recipe, copied)
+    plan = lay_out(options.bundle, opened, recipe, links=copied, tuning=Tuning())
     for job in plan.jobs:
         job.folder.mkdir(parents=True, exist_ok=True)
         _write_shard(job.folder / job.shard.file_name, job.shard, plan.checkpoint)

@@ -47,7 +47,8 @@ class Recipe:
 class BundlePlan:
     """A checked checkpoint and the parts to make of it; nothing is written yet.
 
-    recorded are the options as the manifest keeps them, device the torch device that computes.
+    recorded are the options as the manifest keeps them, device the torch device that computes,
+    left_out sentences on what of the source does not come along.
     """
 
     options: BundleOptions
@@ -56,6 +57,7 @@ class BundlePlan:
     parts: tuple[PartPlan, ...]
     recorded: Mapping[str, Any]
     device: str = "cpu"
+    left_out: tuple[str, ...] = ()
 
     @property
     def files(self) -> frozenset[str]:

@@ -3,17 +3,13 @@ theirs by the same steps."""
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Mapping, Sequence
-from pathlib import Path
-from typing import Any
+from collections.abc import Mapping
 
 from mtp_checkpoints.errors import UnsupportedError
 from mtp_checkpoints.layouts import target_of
 from mtp_checkpoints.quantization.stored import StoredModel, stored_source
 from mtp_checkpoints.sources.byte_source import Place
 from mtp_checkpoints.tensors.bundle_folder import open_checkpoint
-from mtp_checkpoints.tensors.manifest import MANIFEST_NAME, read_manifest
 from mtp_checkpoints.tensors.reader import Checkpoint
 from mtp_export.bundle.bundle_plan import BundlePlan, Recipe
 from mtp_export.bundle.links import guess_links, resolve_links
@@ -21,12 +17,10 @@ from mtp_export.bundle.options import BundleOptions, Checksums, Part
 from mtp_export.bundle.preflight import check_disk, check_memory
 from mtp_export.bundle.run_folder import check_output
 from mtp_export.bundle.split import SplitOptions, main_part, mtp_part
+from mtp_export.bundle.tuning import Tuning
 from mtp_export.paths import refuse_overlaps
 from mtp_export.plan import Link, PartPlan
 from mtp_export.schemes.conversion import AS_STORED, DEQUANTIZED
-from mtp_runtime.drafters import draft_folders, listed
-
-_log = logging.getLogger(__name__)
 
 
 def plan_export(options: BundleOptions, *, dry_run: bool = False) -> BundlePlan:
@@ -87,10 +81,11 @@ def plan_bundle(
     Linking is tried, and undone, to know whether it works; a dry run guesses instead and touches
     nothing.
     """
-    shards = [shard.path for shard in source[0].shards]
+    tuning = Tuning.of(source[0].mtp_bundle, options.content.part)
+    shards = [shard.path for shard in (*source[0].shards, *tuning.shards)]
     find_links = guess_links if dry_run else resolve_links
     links = find_links(options.run.link, shards, options.output_dir)
-    plan = lay_out(options, source, recipe, links)
+    plan = lay_out(options, source, recipe, links=links, tuning=tuning)
     check_memory(options.run.max_memory_bytes, plan.memory_bytes)
     check_disk(options.output_dir, plan.disk_bytes)
     return plan
@@ -101,9 +96,10 @@ def lay_out(
     source: tuple[Checkpoint, StoredModel],
     recipe: Recipe,
     links: Mapping[Place, Link],
+    tuning: Tuning,
 ) -> BundlePlan:
     """Plan the parts that the options ask for, whatever disk and memory there is; links are the
-    ways in which source shards can come into the output."""
+    ways in which shards of source and tuning can come into the output."""
     checkpoint, stored = source
     split = recipe.split
     parts: list[PartPlan] = []
@@ -113,26 +109,13 @@ def lay_out(
     if options.content.part in (Part.BOTH, Part.MTP):
         mtp = mtp_part(checkpoint, stored, options=split, links=links)
         parts.append(mtp.linked_by(links, checked=True))
+    parts += [part.linked_by(links, checked=True) for part in tuning.parts]
     return BundlePlan(
         options=options,
-        checkpoint=checkpoint,
+        checkpoint=tuning.beside(checkpoint),
         stored=stored,
         parts=tuple(parts),
-        recorded={**recipe.recorded, **_tuning(options.input_dir, parts)},
+        recorded={**recipe.recorded, **tuning.recorded()},
         device=recipe.device,
+        left_out=tuning.left_out,
     )
-
-
-def _tuning(source: Place, parts: Sequence[PartPlan]) -> dict[str, Any]:
-    """Return what the manifest of a bundle that is read records of the training of a part that is
-    written; a draft in a folder of its own stays where it is, which is said."""
-    if not isinstance(source, Path) or not (source / MANIFEST_NAME).is_file():
-        return {}
-    if drafts := draft_folders(source):
-        _log.warning(
-            "%s is left out: it is no part of the model; copy it beside main/ and mtp/",
-            listed(map(str, drafts.values()), "and"),
-        )
-    tuning = read_manifest(source)["options"].get("tune")
-    is_kept = isinstance(tuning, dict) and tuning.get("draft") in {part.name for part in parts}
-    return {"tune": tuning} if is_kept else {}

@@ -102,12 +102,16 @@ class Making:
 
 @dataclass(frozen=True)
 class PlannedBundle:
-    """A bundle that a command makes: planned, with the places of its reports tried."""
+    """A bundle that a command makes: planned, with the places of its reports tried.
+
+    remarks are sentences on the plan that its tables do not say.
+    """
 
     request: Request
     making: Making
     plan: BundlePlan
     reports: ReportFiles
+    remarks: Sequence[str]
 
     def run(self) -> BundleResult | None:
         """Make the bundle. A dry run and a share are reported here, and return None."""
@@ -132,14 +136,14 @@ class PlannedBundle:
         return None
 
     def report(self, facts: dict[str, Any], table: RenderableType) -> None:
-        """Write and print a result."""
+        """Write and print a result, with what the plan leaves out and the remarks, which people
+        get on stderr."""
+        remarks = [*self.plan.left_out, *self.remarks]
+        facts |= {"remarks": remarks}
         self.reports.write({"--report": lambda: json_text(facts)})
         print_result(facts, table, self.making.reporting)
-
-    def remark(self, lines: Sequence[str]) -> None:
-        """Print lines for people on stderr."""
         if not (self.making.reporting.quiet or self.making.reporting.as_json):
-            for line in lines:
+            for line in remarks:
                 remark(line)
 
     def _maker(self) -> Maker:

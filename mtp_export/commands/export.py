@@ -70,11 +70,10 @@ def export(options: ExportCommand, context: typer.Context) -> None:
     reports = making.try_reports()
     with gc_paused():
         plan = plan_export(bundle, dry_run=making.dry_run)
-    planned = PlannedBundle(Request("export", bundle), making, plan, reports)
+    planned = PlannedBundle(Request("export", bundle), making, plan, reports, remarks(plan))
     result = planned.run()
     if result is not None:
         planned.report(result_facts(result), result_table(result))
-    planned.remark(remarks(plan))
 
 
 def _refuse_options_before(context: typer.Context, command: str) -> None:

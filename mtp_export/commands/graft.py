@@ -68,11 +68,10 @@ def graft(options: GraftCommand) -> None:
     reports = options.making.try_reports()
     with gc_paused():
         plan = plan_graft(chosen, dry_run=options.making.dry_run)
-    planned = PlannedBundle(Request("graft", chosen), options.making, plan, reports)
+    planned = PlannedBundle(Request("graft", chosen), options.making, plan, reports, remarks(plan))
     result = planned.run()
     if result is not None:
         planned.report(result_facts(result), result_table(result))
-    planned.remark(remarks(plan))
 
 
 def result_table(result: BundleResult) -> RenderableType:
@@ -85,7 +84,7 @@ def remarks(plan: BundlePlan) -> list[str]:
     """Return a remark on parts of different dtypes, which engines convert as they load them."""
     main, mtp = (
         next((part.config[key] for key in DTYPE_KEYS if key in part.config), None)
-        for part in plan.parts
+        for part in plan.parts[:2]
     )
     if main == mtp:
         return []

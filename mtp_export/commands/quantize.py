@@ -80,11 +80,10 @@ def quantize(options: QuantizeCommand) -> None:
     reports = making.try_reports()
     with gc_paused():
         plan = plan_quantize(chosen, opened, dry_run=making.dry_run)
-    planned = PlannedBundle(Request("quantize", chosen), making, plan, reports)
+    planned = PlannedBundle(Request("quantize", chosen), making, plan, reports, remarks(plan))
     result = planned.run()
     if result is not None:
         planned.report(result_facts(result), result_table(result))
-    planned.remark(remarks(plan))
 
 
 def result_facts(result: BundleResult) -> dict[str, Any]:

@@ -214,7 +214,6 @@ class _Run:
         """Write the bundle with the trained weights."""
         options = self.options
         facts = {
-            "draft": options.draft,
             **asdict(options.train),
             "before": before.as_json(),
             "after": after.as_json(),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any, Self
@@ -25,6 +25,7 @@ from mtp_checkpoints.tensors.bundle_folder import (
 from mtp_checkpoints.tensors.manifest import read_manifest
 from mtp_checkpoints.tensors.reader import Checkpoint
 from mtp_export.bundle.tied_weights import TiedCopies
+from mtp_export.bundle.tuning import open_draft
 from mtp_runtime.drafters import draft_folders
 
 
@@ -53,12 +54,11 @@ class SourceBundle:
         main, mtp = stored_model(parts.main.config), stored_model(parts.mtp.config)
         stored = main.with_mtp_of(mtp, main.quantization)
         recorded = read_manifest(folder)["options"]
-        drafts = draft_folders(folder).items()
         return cls(
             folder,
             main=parts.main,
             mtp=parts.mtp,
-            drafts={name: _apart(name, Checkpoint.open(path)) for name, path in drafts},
+            drafts={name: open_draft(folder, name) for name in draft_folders(folder)},
             stored=stored,
             recorded=recorded,
         )
@@ -138,12 +138,3 @@ def _parts(folder: Path) -> BundleParts:
                 todo="Export the checkpoint again; mtp-export verify says what else differs",
             )
     return parts
-
-
-def _apart(method: str, draft: Checkpoint) -> Checkpoint:
-    """Return a draft with its tensors under names that no part of the model has."""
-    shards = (
-        replace(shard, tensors=tuple(t._replace(name=f"{method}.{t.name}") for t in shard.tensors))
-        for shard in draft.shards
-    )
-    return replace(draft, shards=tuple(shards))

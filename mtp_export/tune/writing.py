@@ -34,6 +34,7 @@ from mtp_export.bundle.extra_files import extra_files
 from mtp_export.bundle.links import resolve_links
 from mtp_export.bundle.options import BundleOptions, ContentOptions
 from mtp_export.bundle.preflight import check_disk
+from mtp_export.bundle.tuning import kept_part, kept_shard
 from mtp_export.plan import COPY, Link, OutputShard, PartPlan, Step, copy_step, number_shards
 from mtp_export.schemes.transforms import Convert
 from mtp_export.tune.options import TuneOptions
@@ -79,7 +80,7 @@ class Output:
     """The bundle to write.
 
     source is the bundle that is tuned, folder that of the trained tensors, facts are what the
-    manifest records of the training.
+    manifest records of the training, beside those of other drafts.
     """
 
     options: TuneOptions
@@ -135,7 +136,11 @@ class Output:
         options, source = self.options, self.source
         checkpoint = TunedCheckpoint.of(source, trained)
         whole = {MAIN: source.main, MTP: source.mtp, **source.drafts}
-        kept = {name: _kept_part(name, own) for name, own in whole.items() if name != changed.name}
+        kept = {
+            name: kept_part(name, own, f"{name}." if name in source.drafts else "")
+            for name, own in whole.items()
+            if name != changed.name
+        }
         files = extra_files(checkpoint)
         parts = kept | {changed.name: changed}
         for name in (MAIN, MTP):
@@ -152,17 +157,15 @@ class Output:
             checkpoint=checkpoint,
             stored=source.stored,
             parts=tuple(linked),
-            recorded={**source.recorded, "tune": dict(self.facts)},
+            recorded={**source.recorded, "tune": self._trainings},
         )
         check_disk(options.output_dir, plan.disk_bytes)
         return plan
 
-
-def _kept_part(name: str, source: Checkpoint) -> PartPlan:
-    """Return a part with the shards that the bundle has of it."""
-    prefix = "" if name in (MAIN, MTP) else f"{name}."
-    shards = (_kept(shard, prefix) for shard in source.shards)
-    return PartPlan(name, tuple(shards), config=source.config, extra_files=())
+    @property
+    def _trainings(self) -> dict[str, Any]:
+        """Facts of this training and of those of other drafts, by draft."""
+        return {**self.source.recorded.get("tune", {}), self.options.draft: dict(self.facts)}
 
 
 def _header(folder: Path) -> ShardHeader:
@@ -219,17 +222,12 @@ def _bytes_of(tensor: Trained) -> memoryview:
     return memoryview(data)
 
 
-def _kept(shard: ShardHeader, prefix: str = "") -> OutputShard:
-    steps = tuple(copy_step(one, one.name.removeprefix(prefix)) for one in shard.tensors)
-    return OutputShard(steps, linked_from=shard, file_name=shard.path.name)
-
-
 def _retrained(
     shard: ShardHeader, source: SourceBundle, trained: set[str], scheme: str | None
 ) -> OutputShard:
     """Return an MTP shard with trained weights in place of its own; one without any is kept."""
     if not any(source.stored.weight_of[one.name].weight.name in trained for one in shard.tensors):
-        return _kept(shard)
+        return kept_shard(shard)
     steps = _steps(shard, source, trained, scheme)
     return OutputShard(tuple(steps), file_name=shard.path.name)
 

@@ -53,7 +53,7 @@ def test_it_prints_draws_and_reports(options: TuneOptions, work: Path, tmp_path:
     drawn = ElementTree.fromstring(plot.read_text())
     assert "cross entropy" in "".join(drawn.itertext())
     facts = read_json(report)
-    recorded = read_json(tmp_path / "bundle/mtp_export.json")["options"]["tune"]
+    recorded = read_json(tmp_path / "bundle/mtp_export.json")["options"]["tune"]["mtp"]
     assert {side: facts[side] for side in ("before", "after")} == {
         side: recorded[side] for side in ("before", "after")
     }

@@ -189,9 +189,12 @@ def test_drafts_that_a_bundle_has_come_along(
     assert tune(anew, Watch()) is not None
     found = read_tensors(anew.output_dir / "eagle3")
     assert found.keys() != before.keys() or not found["fc.weight"].equal(before["fc.weight"])
-    assert set(read_json(anew.output_dir / "mtp_export.json")["parts"]) == {
-        *("main", "mtp", "eagle3", "parallel_heads")
-    }
+    manifest = read_json(anew.output_dir / "mtp_export.json")
+    assert set(manifest["parts"]) == {"main", "mtp", "eagle3", "parallel_heads"}
+    trainings = manifest["options"]["tune"]
+    assert set(trainings) == {"mtp", "eagle3", "parallel_heads"}, "none is forgotten"
+    heads_manifest = read_json(heads.output_dir / "mtp_export.json")
+    assert heads_manifest["options"]["tune"] == {"parallel_heads": trainings["parallel_heads"]}
 
 
 def test_eagle3_needs_three_layers_to_tap(random_prompts: Path, tmp_path: Path) -> None:

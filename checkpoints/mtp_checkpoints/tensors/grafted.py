@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
 from functools import cached_property
+from pathlib import Path
 from typing import Any, Self
 
 from mtp_checkpoints.containers.base import ShardHeader, TensorInfo
@@ -53,6 +54,16 @@ class GraftedCheckpoint(Checkpoint):
     def _sides(self) -> tuple[Checkpoint, Checkpoint, Mapping[str, TensorInfo]]:
         assert self.host is not None and self.donor is not None and self.moved is not None
         return self.host, self.donor, self.moved
+
+    @property
+    def mtp_bundle(self) -> Path | None:
+        return self._sides[1].mtp_bundle
+
+    def with_shards(self, shards: Iterable[ShardHeader]) -> Self:
+        further = tuple(shards)
+        tensors = {tensor.name: tensor for shard in further for tensor in shard.tensors}
+        whole = super().with_shards(further)
+        return replace(whole, moved={**self._sides[2], **tensors})
 
     @property
     def main_shards(self) -> tuple[ShardHeader, ...]:

@@ -25,6 +25,7 @@ _FILE = {"size_bytes": "a size in bytes", "xxh3_128": "text"}
 _OPTIONS = {
     **dict.fromkeys(("part?", "target?", "base_quant?", "mtp_quant?", "reader?"), "text"),
     "main_storages?": "a list of texts",
+    "tune?": {"*": {}},
 }
 _TENSORS = {"*": {"operation": "text", "xxh3_128": "text", "sqnr_db?": "a number or null"}}
 _WRITTEN = {"size_bytes": "a size in bytes", "header_sha256?": "text", "tensors": _TENSORS}

@@ -5,11 +5,11 @@ The places of all tensors are known before one is read; nothing is mapped.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Self
 
 from mtp_checkpoints.containers import container_of
 from mtp_checkpoints.containers.base import Opened, ShardHeader, TensorInfo
@@ -46,6 +46,15 @@ class Checkpoint(Opened):
     def is_bundle(self) -> bool:
         """True when main and MTP tensors lie in folders of their own."""
         return self.files.path != self.path
+
+    @property
+    def mtp_bundle(self) -> Path | None:
+        """Folder of the local bundle that the MTP layers are in; None for any other source."""
+        return self.path if self.is_bundle and isinstance(self.path, Path) else None
+
+    def with_shards(self, shards: Iterable[ShardHeader]) -> Self:
+        """Return the checkpoint with the tensors of further shards."""
+        return replace(self, shards=(*self.shards, *shards))
 
     @property
     def main_shards(self) -> tuple[ShardHeader, ...]:

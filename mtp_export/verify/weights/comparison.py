@@ -12,10 +12,9 @@ from statistics import median
 from typing import TYPE_CHECKING, Any
 
 from mtp_checkpoints.quantization.native import QUANTIZATION
-from mtp_checkpoints.sources.byte_source import Place
 from mtp_checkpoints.tensors.bundle_folder import MAIN, MTP
-from mtp_checkpoints.tensors.manifest import MANIFEST_NAME, read_manifest
 from mtp_checkpoints.weights.weight_values import WeightOnDisk
+from mtp_export.bundle.tuning import trainings_of
 from mtp_export.progress import format_bytes
 from mtp_export.schemes.scheme import GRAFTED
 from mtp_export.verify.check import Item, Problem, not_tested, verdict
@@ -99,21 +98,14 @@ def _others(context: Context) -> tuple[str, ...]:
 
 def _tuned(context: Context, part: str, compared: Sequence[Compared]) -> set[str]:
     """Names of the weights that tuning was to change, by the manifest."""
-    tuning = context.recorded("tune")
-    if part != MTP or not isinstance(tuning, dict) or tuning.get("draft") != MTP:
+    training = (context.recorded("tune") or {}).get(MTP)
+    if part != MTP or training is None:
         return set()
-    if tuning == _recorded_by(context.options.source):
+    if training == trainings_of(context.options.source).get(MTP):
         return set()  # the source has the same training behind it
     from mtp_runtime.training.weights import is_trained
 
     return {one.weight.name for one in compared if is_trained(one.weight.stored.weight)}
-
-
-def _recorded_by(source: Place | None) -> object:
-    """Return what the manifest of a source records of a training; None for no tuned bundle."""
-    if not isinstance(source, Path) or not (source / MANIFEST_NAME).is_file():
-        return None
-    return read_manifest(source)["options"].get("tune")
 
 
 def _part_items(
