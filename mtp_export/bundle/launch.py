@@ -12,7 +12,7 @@ from mtp_checkpoints.errors import InvalidInputError, MtpExportError, Unsupporte
 from mtp_checkpoints.formats import W4AFp8, mixes_groups_with_fp8
 from mtp_checkpoints.formats.w4afp8 import W4AFP8_GROUP
 from mtp_checkpoints.layouts import target_of
-from mtp_checkpoints.layouts.base import Deployment, Engine, Placement
+from mtp_checkpoints.layouts.base import Deployment, Engine, Launch, Placement
 from mtp_checkpoints.quantization.stored import stored_source
 from mtp_checkpoints.sources.strict_json import read_json_object
 from mtp_checkpoints.tensors.bundle_folder import MAIN, open_parts
@@ -21,6 +21,7 @@ from mtp_export.bundle.bundle_plan import BundlePlan
 from mtp_export.bundle.options import Part
 from mtp_export.schemes import SCHEMES
 from mtp_export.schemes.scheme import GRAFTED, KEEP
+from mtp_runtime.drafters import draft_folders
 
 
 def launch_lines(plan: BundlePlan) -> dict[str, str]:
@@ -91,9 +92,32 @@ def node_lines(bundle: Path, engine_name: str, placement: Placement | None) -> I
         )
     deployment, engine = _chosen(bundle, engine_name)
     assert engine.launch is not None, "engines of a deployment have one"
+    yield from _each_node(engine.launch, deployment, placement)
+
+
+def draft_lines(
+    bundle: Path, engine_name: str, placement: Placement | None
+) -> dict[str, list[str] | None]:
+    """Return the shell commands of all machines for each extra draft of a finished bundle, by the
+    draft's folder; None for one that the engine does not run. Raises as node_lines."""
+    deployment, engine = _chosen(bundle, engine_name)
+    lines: dict[str, list[str] | None] = {}
+    for method, folder in draft_folders(bundle).items():
+        found = method, read_json_object(folder / CONFIG_NAME).get("model_type")
+        launches = (d.launch for d in engine.extra_drafts if (d.method, d.model_type) == found)
+        launch = next(launches, None)
+        own = replace(deployment, draft=method)
+        lines[method] = None if launch is None else [*_each_node(launch, own, placement)]
+    return lines
+
+
+def _each_node(
+    launch: Launch, deployment: Deployment, placement: Placement | None
+) -> Iterator[str]:
+    """Yield the shell command of each machine."""
     for node in range(1 if placement is None else placement.nodes):
         own = None if placement is None else replace(placement, node=node)
-        yield engine.launch(replace(deployment, placement=own))
+        yield launch(replace(deployment, placement=own))
 
 
 def probe_of(bundle: Path, engine_name: str) -> str:

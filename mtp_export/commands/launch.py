@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import subprocess
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from shlex import quote
@@ -11,7 +12,7 @@ from shlex import quote
 from mtp_checkpoints.errors import UnsupportedError, UsageError
 from mtp_checkpoints.layouts import names_that_serve
 from mtp_checkpoints.layouts.base import Placement
-from mtp_export.bundle.launch import node_lines, probe_of
+from mtp_export.bundle.launch import draft_lines, node_lines, probe_of
 from mtp_export.commands.output import Reporting, print_result
 from mtp_export.commands.runtime import BUNDLE
 from mtp_export.options import Panel, option
@@ -56,7 +57,8 @@ class LaunchCommand:
 
 
 def launch(options: LaunchCommand) -> None:
-    """Print, or run, the command that serves a bundle with an engine."""
+    """Print, or run, the command that serves a bundle with an engine; print those of its extra
+    drafts too."""
     bundle, engine, nodes = options.bundle, options.engine, options.nodes
     if engine not in names_that_serve():
         raise UsageError(
@@ -76,12 +78,25 @@ def launch(options: LaunchCommand) -> None:
     lines = list(node_lines(bundle, engine, placement))
     if options.run:
         _become(lines[options.node], engine, probe_of(bundle, engine))
+    drafts = draft_lines(bundle, engine, placement)
     if options.reporting.as_json:
-        print_result({"engine": engine, "commands": lines}, "", options.reporting)
+        facts = {"engine": engine, "commands": lines, "draft_commands": drafts}
+        print_result(facts, "", options.reporting)
         return
+    _show(lines, "draft mtp" if drafts else "")
+    for method, own in drafts.items():
+        if own is None:
+            print(f"# draft {method}: {engine} has no command for it; mtp-export serve runs it")
+        else:
+            _show(own, f"draft {method}")
+
+
+def _show(lines: Sequence[str], draft: str) -> None:
+    """Print the command of each machine, under what tells it from others."""
     for number, line in enumerate(lines):
-        if len(lines) > 1:
-            print(f"# machine {number}")
+        machine = f"machine {number}" if len(lines) > 1 else ""
+        if heading := ", ".join(filter(None, [draft, machine])):
+            print(f"# {heading}")
         print(line)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -13,6 +14,7 @@ import pytest
 
 from cases import WHOLE_TILES, edit_json, export, make_checkpoint, quantize, run_program
 from mtp_checkpoints.layouts import TARGETS
+from runtime.drafts import ffn_layout, write_eagle3, write_heads
 
 AWKWARD = 'it\'s a "bundle" $(of) ; them'  # a folder name that a shell would take apart
 XLLM_FLAGS = [
@@ -301,3 +303,60 @@ def test_run_becomes_the_engine(pristine: Path, tmp_path: Path) -> None:
     )
     assert done.returncode == 21, done.stderr
     assert done.stdout.splitlines()[:2] == ["serve", str(output / "main")]
+
+
+@pytest.fixture
+def drafted(pristine: Path, tmp_path: Path) -> Path:
+    """A bundle with an EAGLE-3 draft, and heads beside it that only the runtime computes."""
+    bundle = tmp_path / AWKWARD
+    assert export(pristine, bundle, "--quiet").code == 0
+    config = json.loads((bundle / "main/config.json").read_text())
+    sizes = {"hidden": config["hidden_size"], "vocab": config["vocab_size"]}
+    write_eagle3(bundle / "eagle3", config)
+    write_heads(bundle / "parallel_heads", ffn_layout(**sizes))
+    return bundle
+
+
+def draft_commands(bundle: Path, engine: str, *options: str) -> dict[str, Any]:
+    outcome = run_program("launch", bundle, "--engine", engine, *options, "--json")
+    assert outcome.code == 0, outcome.err
+    found: dict[str, Any] = json.loads(outcome.out)["draft_commands"]
+    return found
+
+
+@pytest.mark.parametrize("engine", ["vllm", "sglang"])
+def test_drafts_in_folders_of_their_own_have_their_commands(
+    engine: str, drafted: Path, tmp_path: Path
+) -> None:
+    found = draft_commands(drafted, engine)
+    assert found["parallel_heads"] is None
+    program, ((*words,),) = expected_calls(engine, str(drafted / "main"), str(drafted / "eagle3"))
+    method, own = ("mtp", "eagle3") if engine == "vllm" else ("EAGLE", "EAGLE3")
+    words = [word.replace(f'"{method}"', f'"{own}"') for word in words]
+    expected = [own if word == method else word for word in words]
+    assert run_stubbed(found["eagle3"][0], program, tmp_path) == [expected]
+    (mtp,) = commands_of(drafted, engine)
+    placed = draft_commands(drafted, engine, *PLACED)["eagle3"]
+    assert placed == [f"{found['eagle3'][0]} {words}" for words in NODE_WORDS[engine]]
+    shown = run_program("launch", drafted, "--engine", engine).out.splitlines()
+    assert shown[:4] == ["# draft mtp", mtp, "# draft eagle3", found["eagle3"][0]]
+    assert shown[4:] == [
+        f"# draft parallel_heads: {engine} has no command for it; mtp-export serve runs it"
+    ]
+    shown = run_program("launch", drafted, "--engine", engine, *PLACED).out.splitlines()
+    assert shown[::2] == [
+        *("# draft mtp, machine 0", "# draft mtp, machine 1"),
+        *("# draft eagle3, machine 0", "# draft eagle3, machine 1"),
+        f"# draft parallel_heads: {engine} has no command for it; mtp-export serve runs it",
+    ]
+
+
+def test_heads_of_medusa_are_vllms_alone(drafted: Path) -> None:
+    config = json.loads((drafted / "main/config.json").read_text())
+    sizes = {"hidden": config["hidden_size"], "vocab": config["vocab_size"]}
+    write_heads(drafted / "parallel_heads", ffn_layout(**sizes, own_projections=True))
+    (line,) = draft_commands(drafted, "vllm")["parallel_heads"]
+    speculation = json.loads(shlex.split(line)[-1])
+    assert speculation["method"] == "medusa"
+    assert speculation["model"] == str(drafted / "parallel_heads")
+    assert draft_commands(drafted, "sglang")["parallel_heads"] is None

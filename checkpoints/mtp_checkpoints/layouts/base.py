@@ -46,7 +46,8 @@ class Deployment:
     """A finished bundle to start an engine on; schemes are those of the parts, by name.
 
     experts_alike: either part stores its shared experts as its routed ones. placement None leaves
-    the devices to the engine, or takes those of its guide.
+    the devices to the engine, or takes those of its guide. draft is the folder of the draft, mtp or
+    that of an extra draft.
     """
 
     output_dir: Path
@@ -54,6 +55,7 @@ class Deployment:
     mtp_scheme: str
     experts_alike: bool = True
     placement: Placement | None = None
+    draft: str = "mtp"
 
     @property
     def main(self) -> str:
@@ -72,6 +74,16 @@ class Deployment:
 
 
 Launch = Callable[[Deployment], str]
+
+
+@dataclass(frozen=True)
+class DraftLaunch:
+    """Way to start an engine with an extra draft: by the method that names the draft's folder, for
+    a config.json with the model_type."""
+
+    method: str
+    model_type: str
+    launch: Launch
 
 
 @dataclass(frozen=True)
@@ -97,16 +109,18 @@ class Engine:
     methods are the quant_methods that its loader reads. dialect is how it wants integers
     described, required for an engine that reads any. launch makes the shell command that serves a
     bundle with one draft token; None for an engine that does not take the MTP part as a folder of
-    its own. probe is a shell command that succeeds where the engine is installed, if one is known.
-    title is its name in text, and in the precision table beside every pair that its storages
-    allow; without one the table leaves it out. draft_reading is how it finds a draft's precision,
-    which `verify` repeats; None where nothing is known of it.
+    its own. extra_drafts are those beside the MTP part that it runs. probe is a shell command that
+    succeeds where the engine is installed, if one is known. title is its name in text, and in the
+    precision table beside every pair that its storages allow; without one the table leaves it out.
+    draft_reading is how it finds a draft's precision, which `verify` repeats; None where nothing is
+    known of it.
     """
 
     name: str
     methods: frozenset[str] = frozenset({"fp8"})
     dialect: Dialect | None = None
     launch: Launch | None = None
+    extra_drafts: tuple[DraftLaunch, ...] = ()
     probe: str = ""
     title: str = ""
     draft_reading: DraftReading | None = None

@@ -7,7 +7,7 @@ from dataclasses import replace
 from functools import partial
 
 from mtp_checkpoints.layouts.base import Engine, SingleLayer, Target
-from mtp_checkpoints.layouts.hf import VLLM_PROBE, VLLM_READING, vllm_launch
+from mtp_checkpoints.layouts.hf import VLLM_DRAFTS, VLLM_PROBE, VLLM_READING, vllm_launch
 
 # Of model_type deepseek_v3 vLLM makes DeepSeekMTPModel, and of that, for EAGLE, its own class.
 _LAYOUT = SingleLayer(
@@ -28,6 +28,7 @@ EAGLE = Target(
         Engine(
             "eagle",
             launch=partial(vllm_launch, method="eagle"),
+            extra_drafts=VLLM_DRAFTS,
             probe=VLLM_PROBE,
             title="vLLM",
             draft_reading=replace(VLLM_READING, method="EAGLE"),

@@ -9,7 +9,14 @@ from shlex import quote
 from typing import Any
 
 from mtp_checkpoints.families.base import SGLANG_DRAFT
-from mtp_checkpoints.layouts.base import Config, Deployment, DraftReading, Engine, Target
+from mtp_checkpoints.layouts.base import (
+    Config,
+    Deployment,
+    DraftLaunch,
+    DraftReading,
+    Engine,
+    Target,
+)
 from mtp_checkpoints.quantization.method import SGLANG, VLLM
 from mtp_checkpoints.quantization.methods import METHODS
 
@@ -37,7 +44,7 @@ def vllm_launch(bundle: Deployment, method: str) -> str:
     """Return the command that serves a bundle with one draft token by a method."""
     speculation = {
         "method": method,
-        "model": str(bundle.folder("mtp")),
+        "model": str(bundle.folder(bundle.draft)),
         "num_speculative_tokens": 1,
     }
     settings = quote(json.dumps(speculation, ensure_ascii=False))
@@ -54,12 +61,21 @@ def _vllm_placement(bundle: Deployment) -> str:
     return words + (" --headless" if place.node else "")
 
 
-def _sglang(bundle: Deployment) -> str:
+# Of heads vLLM computes Medusa's alone, which their config.json says.
+VLLM_DRAFTS = (
+    DraftLaunch("eagle3", "deepseek_v2", partial(vllm_launch, method="eagle3")),
+    DraftLaunch("parallel_heads", "medusa", partial(vllm_launch, method="medusa")),
+)
+
+
+def _sglang(bundle: Deployment, algorithm: str) -> str:
     # Of GLM's it fuses shared experts with routed ones whatever quantization_config says of them.
     separate = "" if bundle.experts_alike else " --disable-shared-experts-fusion"
     return (
-        f"python -m sglang.launch_server --model-path {bundle.main} --speculative-algorithm EAGLE"
-        f" --speculative-draft-model-path {bundle.mtp} --speculative-num-steps 1"
+        f"python -m sglang.launch_server --model-path {bundle.main}"
+        f" --speculative-algorithm {algorithm}"
+        f" --speculative-draft-model-path {quote(str(bundle.folder(bundle.draft)))}"
+        " --speculative-num-steps 1"
         f" --speculative-eagle-topk 1 --speculative-num-draft-tokens 2{separate}"
         f"{_sglang_placement(bundle)}"
     )
@@ -86,6 +102,7 @@ HF = Target(
             frozenset(METHODS) - {"w4afp8"},
             VLLM,
             launch=partial(vllm_launch, method="mtp"),
+            extra_drafts=VLLM_DRAFTS,
             probe=VLLM_PROBE,
             title="vLLM",
             draft_reading=VLLM_READING,
@@ -94,7 +111,10 @@ HF = Target(
             "sglang",
             frozenset(METHODS),
             SGLANG,
-            launch=_sglang,
+            launch=partial(_sglang, algorithm="EAGLE"),
+            extra_drafts=(
+                DraftLaunch("eagle3", "deepseek_v2", partial(_sglang, algorithm="EAGLE3")),
+            ),
             probe="python -c 'import sglang'",
             title="SGLang",
             draft_reading=DraftReading(
