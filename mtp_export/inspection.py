@@ -109,7 +109,7 @@ def inspect(place: Place) -> Inspection:
         parts=present,
         shards=len(checkpoint.shards),
         amounts=amounts,
-        shared_tensors=_shared_tensors(checkpoint, stored) if MTP in present else {},
+        shared_tensors=shared_tensors(checkpoint.tensors, stored) if MTP in present else {},
         missing_files=tuple(
             name for name in ("generation_config.json", "tokenizer.json") if name not in names
         ),
@@ -200,15 +200,15 @@ def _amounts(checkpoint: Checkpoint, layout: _Layout) -> tuple[Amount, ...]:
     )
 
 
-def _shared_tensors(checkpoint: Checkpoint, stored: StoredModel) -> dict[str, str]:
+def shared_tensors(tensors: Mapping[str, TensorInfo], stored: StoredModel) -> dict[str, str]:
     """Return, per MTP copy of embedding and head, a sentence on where it is stored."""
     result: dict[str, str] = {}
     for pair in stored.family.shared:
         copy, original = (stored.tables.get(name) for name in (pair.mtp_name, pair.main_name))
         assert copy is not None, "a layout with MTP layers"
         name = copy.tensors[0].name
-        own = checkpoint.tensors.get(name)
-        main = None if original is None else checkpoint.tensors.get(pair.main_name)
+        own = tensors.get(name)
+        main = None if original is None else tensors.get(pair.main_name)
         if own is None:
             result[name] = f"not stored: tied to {pair.main_name}"
         elif main is None:

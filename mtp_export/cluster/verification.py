@@ -10,6 +10,7 @@ from functools import cache
 from pathlib import Path
 
 from mtp_checkpoints.errors import InvalidInputError
+from mtp_checkpoints.sources.byte_source import local_path
 from mtp_export.bundle.options import Share
 from mtp_export.cluster.ray_tasks import Tasks, run_tasks
 from mtp_export.progress import ProgressCallback, silent
@@ -104,5 +105,5 @@ def _shown_by_nobody(title: str, size_bytes: int) -> AbstractContextManager[Prog
 def _absolute(options: VerifyOptions) -> VerifyOptions:
     """Return the options as a worker takes them, which is in another folder, and runs nothing."""
     source: Path | None = options.source and options.source.absolute()
-    bundle = options.bundle.absolute()
+    bundle = local_path(options.bundle).absolute()
     return replace(options, bundle=bundle, source=source, prompts=None, workdir=None)

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable, Iterator
 from importlib import import_module
 from pathlib import Path
 
+from mtp_checkpoints.sources.byte_source import Place
 from mtp_export.verify.check import (
     WHOLE_CHECK,
     Check,
@@ -27,7 +28,10 @@ CHECKS: dict[str, Check] = {
     "files": Check(
         "Files",
         Level.FILES,
-        ("files.checksums:opened", "files.checksums", "files.config_match", "files.identity"),
+        (
+            *("files.checksums:opened", "files.presence", "files.checksums"),
+            *("files.config_match", "files.identity"),
+        ),
     ),
     "ledger": Check(
         "Load ledger",
@@ -70,7 +74,7 @@ def check_result(name: str, check: Check, context: Context) -> CheckResult:
     return CheckResult(name=name, title=check.title, items=tuple(items), seconds=seconds)
 
 
-def _collected(items: Iterable[Item], bundle: Path) -> list[Item]:
+def _collected(items: Iterable[Item], bundle: Place) -> list[Item]:
     """Items up to their end, or up to the exception that ended them, which becomes the last."""
     collected: list[Item] = []
     try:
@@ -86,6 +90,9 @@ def _left_out(check: Check, context: Context) -> Iterator[Item]:
     if check.level > context.options.level:
         requested = context.options.level.name.lower()
         yield not_tested(WHOLE_CHECK, f"--level {requested} leaves it out")
+    elif check.level > Level.FILES and not isinstance(context.options.bundle, Path):
+        why = "nothing but headers is downloaded: verify a copy on this machine"
+        yield not_tested(WHOLE_CHECK, why)
     elif check.level is Level.RUN:
         reason = context.why_not_run if check.whole_model else context.why_not_opened
         if reason is not None:

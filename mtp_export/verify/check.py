@@ -13,6 +13,7 @@ from traceback import format_exception
 from typing import Any, TypedDict, Unpack
 
 from mtp_checkpoints.errors import IoError, MtpExportError, ResourceError, UnsupportedError
+from mtp_checkpoints.sources.byte_source import Place
 from mtp_checkpoints.sources.files import read_failure
 
 WHOLE_CHECK = "all of it"  # the item of a check that did not run at all
@@ -59,8 +60,8 @@ class Item:
 
     figure is what was measured and bound what it was compared with, both as shown to people.
     subject names the tensor, file or prompt that a failure is about. cause says in words what is
-    likely wrong (on a failure) or why nothing was tested. data is for machines and plots: numbers,
-    strings, lists and dicts alone.
+    likely wrong (on a failure) or why nothing was tested. repair is a command that mends a failure,
+    where one does. data is for machines and plots: numbers, strings, lists and dicts alone.
     """
 
     name: str
@@ -69,6 +70,7 @@ class Item:
     bound: str = ""
     subject: str = ""
     cause: str = ""
+    repair: str = ""
     data: Mapping[str, Any] = field(default_factory=dict)
 
     @property
@@ -83,6 +85,7 @@ class Shown(TypedDict, total=False):
     figure: str
     bound: str
     subject: str
+    repair: str
     data: Mapping[str, Any]
 
 
@@ -140,7 +143,7 @@ def _clipped(text: str) -> str:
     return text if len(text) <= _SHOWN_CHARACTERS else f"{text[:_SHOWN_CHARACTERS]} […]"
 
 
-def ended_by(error: Exception, bundle: Path) -> Item:
+def ended_by(error: Exception, bundle: Place) -> Item:
     """The item of an exception that ended a module of a check.
 
     Whatever neither the bundle nor the machine explains is an internal error; data holds its
@@ -167,7 +170,7 @@ _OF_THE_BUNDLE = (
 )
 
 
-def raise_trouble(error: Exception, bundle: Path) -> None:
+def raise_trouble(error: Exception, bundle: Place) -> None:
     """Raise the IoError of a failed read, write or connection, unless it tells of the bundle.
 
     A disk that is full or fails, a file that may not be read, or a folder of this run that
@@ -186,11 +189,11 @@ def raise_trouble(error: Exception, bundle: Path) -> None:
         return
     if isinstance(error, IoError):
         raise error
-    raise read_failure(Path(error.filename or bundle), error) from error
+    raise read_failure(Path(error.filename or str(bundle)), error) from error
 
 
-def _is_in(path: Path, folder: Path) -> bool:
-    return path.absolute().is_relative_to(folder.absolute())
+def _is_in(path: Path, folder: Place) -> bool:
+    return isinstance(folder, Path) and path.absolute().is_relative_to(folder.absolute())
 
 
 def _is_out_of_memory(error: Exception) -> bool:

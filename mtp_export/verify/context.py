@@ -1,5 +1,5 @@
-"""The bundle under verification and its source, opened as far as they can be; prompts; and one
-loaded model that all engines share."""
+"""The bundle or checkpoint under verification and its source, opened as far as they can be;
+prompts; and one loaded model that all engines share."""
 
 from __future__ import annotations
 
@@ -7,24 +7,29 @@ import hashlib
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from mtp_checkpoints.containers import is_checkpoint
 from mtp_checkpoints.containers.base import CONFIG_NAME
 from mtp_checkpoints.errors import InvalidInputError, MtpExportError
 from mtp_checkpoints.layouts import TARGETS
 from mtp_checkpoints.layouts.base import Target
+from mtp_checkpoints.sources.addresses import byte_source
+from mtp_checkpoints.sources.byte_source import ByteSource, local_path
 from mtp_checkpoints.tensors.bundle_folder import MAIN, MTP, open_checkpoint
 from mtp_checkpoints.tensors.manifest import MANIFEST_NAME, manifest_sha256, read_manifest
 from mtp_checkpoints.tensors.reader import Checkpoint
 from mtp_export import __version__
 from mtp_export.paths import refuse_overlaps
 from mtp_export.progress import ShowProgress
-from mtp_export.verify.evidence.bundle_parts import (
-    BundlePart,
+from mtp_export.verify.evidence.parts import (
+    Part,
     PartLayout,
     layer_count,
     layout_of,
     likely_target,
+    parts_of_checkpoint,
     why_too_large,
 )
 from mtp_export.verify.evidence.prompts import GivenText, Prompt, choose_prompts
@@ -42,14 +47,17 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Context:
-    """A bundle under verification. Models are loaded on first use.
+    """A bundle or a checkpoint under verification. Models are loaded on first use.
 
-    given: the texts of --prompts, kept since a pipe can be read only once. group: processes that
-    take part in what is divided among several.
+    files are those of the folder or repository. manifest is a bundle's alone. given: the texts of
+    --prompts, kept since a pipe can be read only once. group: processes that take part in what is
+    divided among several.
     """
 
     options: VerifyOptions
-    parts: tuple[BundlePart, ...]
+    files: ByteSource
+    is_bundle: bool
+    parts: tuple[Part, ...]
     manifest: Mapping[str, Any] | None
     manifest_sha256: str | None
     manifest_error: Exception | None
@@ -64,29 +72,37 @@ class Context:
     def open(
         cls, options: VerifyOptions, show_progress: ShowProgress, group: Group | None = None
     ) -> Context:
-        """Open the bundle and its source; damage of the bundle is kept for the checks to report.
+        """Open what is verified and its source; damage is kept for the checks to report.
 
-        Raises InvalidInputError for a folder that is no bundle at all, UsageError for a workdir in
-        or around bundle or source, and what open_checkpoint and read_texts raise for a source and
-        prompts that cannot be read.
+        Raises InvalidInputError for a place without a bundle or checkpoint, UsageError for a
+        workdir in or around what is verified or its source, and what byte_source, open_checkpoint
+        and read_texts raise for places and prompts that cannot be read.
         """
-        folder = options.bundle
-        reads = {"the bundle": folder, "--source": options.source}
+        place = options.bundle
+        reads = {"the bundle or checkpoint": place, "--source": options.source}
         refuse_overlaps(reads, {"--workdir": options.workdir})
-        names = [name for name in (MAIN, MTP) if (folder / name).is_dir()]
-        if not names or (folder / CONFIG_NAME).exists():
-            raise InvalidInputError(
-                "There is no bundle here",
-                where=folder,
-                expected=f"a folder with {MAIN}/, {MTP}/ and {MANIFEST_NAME}",
-                todo="Point at the output folder of an export",
-            )
+        files = byte_source(place)
         manifest, digest, error = None, None, None
-        try:
-            manifest, digest = read_manifest(folder), manifest_sha256(folder)
-        except Exception as problem:  # check `files` reports it
-            error = problem
-        parts = tuple(BundlePart.open(name, folder / name) for name in names)
+        parts: tuple[Part, ...] = ()
+        is_bundle = isinstance(place, Path) and not is_checkpoint(files)
+        if is_bundle:
+            folder = local_path(place)
+            try:
+                manifest, digest = read_manifest(folder), manifest_sha256(folder)
+            except Exception as problem:  # check `files` reports it
+                error = problem
+            names = [name for name in (MAIN, MTP) if (folder / name).is_dir()]
+            parts = tuple(Part.open(name, folder / name) for name in names)
+        elif is_checkpoint(files):
+            parts = parts_of_checkpoint(files)
+        if not parts:
+            raise InvalidInputError(
+                "There is neither a bundle nor a checkpoint here",
+                where=place,
+                expected=f"a folder with {MAIN}/, {MTP}/ and {MANIFEST_NAME}, or a checkpoint with"
+                f" {CONFIG_NAME} and its weights",
+                todo="Point at the output folder of an export, or at a Hugging Face checkpoint",
+            )
         source = None if options.source is None else open_checkpoint(options.source)
         given = None
         if options.prompts is not None:
@@ -95,6 +111,8 @@ class Context:
             given = read_texts(options.prompts)
         return cls(
             options=options,
+            files=files,
+            is_bundle=is_bundle,
             parts=parts,
             manifest=manifest,
             manifest_sha256=digest,
@@ -106,20 +124,25 @@ class Context:
         )
 
     @property
+    def folder(self) -> Path:
+        """Folder of what is verified (UnsupportedError for a remote one)."""
+        return local_path(self.options.bundle)
+
+    @property
     def ranks(self) -> Group:
         """The processes that take part, or this one alone."""
         from mtp_runtime.parallel.group import LONE
 
         return self.group or LONE
 
-    def part(self, name: str) -> BundlePart | None:
+    def part(self, name: str) -> Part | None:
         """The part of a name, None if the bundle has no such folder."""
         return next((part for part in self.parts if part.name == name), None)
 
-    def extra_draft_part(self, name: str) -> BundlePart | None:
+    def extra_draft_part(self, name: str) -> Part | None:
         """The folder of an extra draft, opened; None if the bundle has none of this name."""
-        folder = draft_folders(self.options.bundle).get(name)
-        return None if folder is None else BundlePart.open(name, folder)
+        folder = draft_folders(self.folder).get(name)
+        return None if folder is None else Part.open(name, folder)
 
     def recorded(self, option: str) -> Any:
         """An option of the export by its key in the manifest; None if it has no such key."""
@@ -153,7 +176,7 @@ class Context:
             return TARGETS[name]
         return likely_target(self.mtp, layer_count(self.checkpoints.values()))
 
-    def layout(self, part: BundlePart) -> PartLayout:
+    def layout(self, part: Part) -> PartLayout:
         """The tensors that an opened part must hold.
 
         Raises what stored_model and stored_draft raise for a config that cannot be followed.
@@ -211,7 +234,7 @@ class Context:
         for name in (MAIN, MTP):
             part = self.part(name)
             if part is None:
-                return f"the bundle has no {name} part"
+                return f"there is no {name} part"
             if part.error is not None:
                 return f"{name} cannot be opened: see check files"
         from mtp_runtime.models.layer_types import parts_without_layer
@@ -249,14 +272,14 @@ class Context:
 
         if method not in self._drafts:
             loaded = self.loaded(LoadOptions(self.options.device))
-            self._drafts[method] = ExtraDraft.read(self.options.bundle, method, loaded)
+            self._drafts[method] = ExtraDraft.read(self.folder, method, loaded)
         return self._drafts[method]
 
     @cached_property
     def extra_drafts(self) -> tuple[ExtraDraft, ...]:
         """The bundle's extra drafts that can be read; check `ledger` says why another cannot."""
         found = []
-        for method in draft_folders(self.options.bundle):
+        for method in draft_folders(self.folder):
             try:
                 found.append(self.extra_draft(method))
             except MtpExportError:
@@ -273,7 +296,7 @@ class Context:
 
         usual = replace(options, deterministic=False)
         if usual not in self._loaded:
-            self._loaded[usual] = load_model(self.options.bundle, usual)
+            self._loaded[usual] = load_model(self.folder, usual)
         loaded = self._loaded[usual]
         if options.deterministic:
             refuse_torch_layers(loaded.model, loaded.folder)

@@ -7,8 +7,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from mtp_checkpoints.errors import UsageError
+from mtp_checkpoints.sources.byte_source import Place
 from mtp_export.bundle.options import MAX_WORKERS
-from mtp_export.options import Access, Panel, argument, option, parse_path, path_option
+from mtp_export.options import Access, Panel, argument, option, parse_source, path_option
 from mtp_export.verify.check import Level
 
 MAX_DRAFTS = 5
@@ -37,7 +38,7 @@ def parse_ks(text: str) -> tuple[int, ...]:
 
 @dataclass(frozen=True)
 class VerifyOptions:
-    """The bundle to verify, and how deep.
+    """The bundle or checkpoint to verify, and how deep.
 
     max_new_tokens: per prompt. ks: numbers of draft tokens per step. checksums False: no tensor's
     bytes are read for level files. stream: run the model layer by layer, for one that does not fit
@@ -45,10 +46,13 @@ class VerifyOptions:
     verification what they found.
     """
 
-    bundle: Path = field(
+    bundle: Place = field(
         default=Path("."),
         metadata=argument(
-            "Bundle; by default the current folder.", "BUNDLE", parse_path, Access.READ
+            "Bundle, checkpoint or hf://org/name\\[@revision]; by default the current folder.",
+            "BUNDLE",
+            parse_source,
+            Access.READ,
         ),
     )
     source: Path | None = field(

@@ -17,7 +17,7 @@ from mtp_export.verify.check import Item, Level, Status
 from mtp_export.verify.context import Context
 from mtp_export.verify.decoding import controls, greedy, paths, sampling
 from mtp_export.verify.decoding.greedy import Trial
-from mtp_export.verify.evidence import bundle_parts
+from mtp_export.verify.evidence import parts
 from mtp_export.verify.evidence.decode import Decoded
 from mtp_export.verify.options import VerifyOptions
 from mtp_runtime.models.execution import Outputs
@@ -50,7 +50,7 @@ def whole(bundle: Path) -> Context:
 def test_a_model_that_does_not_fit_into_memory_is_not_run(
     bundle: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(bundle_parts, "available_bytes", lambda: 1000)
+    monkeypatch.setattr(parts, "available_bytes", lambda: 1000)
     context = Context.open(VerifyOptions(bundle), no_progress)
     assert context.why_not_run is not None and "use --stream" in context.why_not_run
 

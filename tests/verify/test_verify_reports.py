@@ -67,7 +67,16 @@ def test_json_is_as_documented(reports: Path) -> None:
     for check in report["checks"]:
         assert set(check) == {"name", "title", "status", "seconds", "items"}
         for item in check["items"]:
-            assert set(item) == {"name", "status", "figure", "bound", "subject", "cause", "data"}
+            assert set(item) == {
+                "name",
+                "status",
+                "figure",
+                "bound",
+                "subject",
+                "cause",
+                "repair",
+                "data",
+            }
             assert item["status"] in ("pass", "fail", "not tested")
             assert item["status"] == "pass" or item["cause"]
     assert report["counts"]["fail"] == 0
@@ -126,7 +135,7 @@ def sample_report(*items: Item) -> Report:
     options = VerifyOptions(Path("bundle"))
     facts: dict[str, Any] = {"options": {}, "source_bytes": 0, "parts_bytes": {}}
     results = (CheckResult(name="acceptance", title="Acceptance", items=items, seconds=1.0),)
-    return Report(options=options, facts=facts, results=results, seconds=1.0)
+    return Report(options=options, facts={"kind": "bundle"} | facts, results=results, seconds=1.0)
 
 
 def test_the_page_draws_acceptance_and_escapes_names() -> None:

@@ -65,7 +65,7 @@ def _parallel(
         return
     for mode in MODES:
         options = LoadOptions(context.options.device, with_mtp=False, parallel_mode=mode)
-        found = group.everywhere(_divided_logits, context.options.bundle, options, texts)
+        found = group.everywhere(_divided_logits, context.folder, options, texts)
         yield _close(
             f"tensor parallel 1 or {group.size}, {mode}",
             wanted=whole,

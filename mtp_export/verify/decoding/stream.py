@@ -39,7 +39,7 @@ def run(context: Context) -> Iterator[Item]:
     if not any(len(text.tokens) > 2 for text in texts.texts):
         yield not_tested(WHOLE_CHECK, "the texts are too short to draft in")
         return
-    streamed = open_streamed(context.options.bundle, context.options.device)
+    streamed = open_streamed(context.folder, context.options.device)
     streamed.config.check_positions(max(len(text.tokens) for text in texts.texts))
     cost = cost_of(context, streamed, texts)
     yield measured("cost estimate", cost.shown(), cost.as_json())
@@ -91,7 +91,7 @@ def states_of(
     own = tuple(Texts(tuple(texts.texts[index] for index in part)) for part in parts)
     each = cost.read_bytes // (streamed.config.layers + 1)
     division = _Division(
-        context.options.bundle,
+        context.folder,
         context.options.device,
         context.options.workdir,
         texts=own,

@@ -7,15 +7,16 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
+from mtp_checkpoints.sources.byte_source import local_path
 from mtp_checkpoints.sources.disk_queue import DiskQueue, disk_depth
 from mtp_checkpoints.tensors.reader import Checkpoint
 from mtp_checkpoints.weights.weight_values import WeightOnDisk, weights_on_disk
 from mtp_export.bundle.options import Share
 from mtp_export.progress import ShowProgress
 from mtp_export.verify.check import Level
-from mtp_export.verify.evidence.bundle_parts import PartLayout
 from mtp_export.verify.evidence.findings import Findings, Known
 from mtp_export.verify.evidence.part_walk import PartWalk, WalkPlan, known_of, recorded_checksums
+from mtp_export.verify.evidence.parts import PartLayout
 from mtp_export.verify.evidence.source_weights import SourceWeights
 from mtp_export.verify.options import VerifyOptions
 
@@ -81,7 +82,7 @@ class Walks:
     def _walked(self, part: str, plan: WalkPlan) -> PartWalk:
         with (
             self.show_progress(f"{part}: tensors", plan.size_bytes) as progress,
-            DiskQueue(disk_depth(self.options.bundle)) as queue,
+            DiskQueue(disk_depth(local_path(self.options.bundle))) as queue,
         ):
             return plan.run(self.options.workers, queue, progress)
 

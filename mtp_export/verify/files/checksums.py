@@ -11,6 +11,7 @@ import xxhash
 
 from mtp_checkpoints.containers.base import ShardHeader
 from mtp_checkpoints.errors import MtpExportError
+from mtp_checkpoints.sources.byte_source import Place
 from mtp_checkpoints.sources.disk_queue import DiskQueue, disk_depth
 from mtp_checkpoints.tensors.reader import Checkpoint
 from mtp_export.bundle.journal import JOURNAL_NAME
@@ -30,7 +31,7 @@ from mtp_runtime.drafters import extra_drafts
 
 if TYPE_CHECKING:
     from mtp_export.verify.context import Context
-    from mtp_export.verify.evidence.bundle_parts import BundlePart
+    from mtp_export.verify.evidence.parts import Part
 
 # Files that engines load from a folder by their endings; others do no harm there.
 READ_BY_ENGINES = (
@@ -42,6 +43,10 @@ READ_BY_ENGINES = (
 def opened(context: Context) -> Iterator[Item]:
     """The manifest and each part, with the error of one that could not be opened."""
     bundle = context.options.bundle
+    if not context.is_bundle:
+        error = next((part.error for part in context.parts if part.error is not None), None)
+        yield _opened_item("headers and index", error, bundle)
+        return
     yield _opened_item("manifest", context.manifest_error, bundle)
     listed = (context.manifest or {}).get("parts", {})
     drafts = (context.extra_draft_part(name) for name in extra_drafts() if name in listed)
@@ -49,7 +54,7 @@ def opened(context: Context) -> Iterator[Item]:
         yield _opened_item(f"{part.name}: headers and index", part.error, bundle)
 
 
-def _opened_item(name: str, error: Exception | None, bundle: Path) -> Item:
+def _opened_item(name: str, error: Exception | None, bundle: Place) -> Item:
     if error is None:
         return verdict(name, [])
     raise_trouble(error, bundle)
@@ -59,12 +64,14 @@ def _opened_item(name: str, error: Exception | None, bundle: Path) -> Item:
 
 
 def run(context: Context) -> Iterator[Item]:
-    """Each part's files, shards and tensors compared with the manifest's checksums."""
+    """Each part's files, shards and tensors compared with the manifest's checksums, of a bundle."""
+    if not context.is_bundle:
+        return
     if context.manifest is None:
         yield not_tested("checksums", "there is no manifest to compare them with")
     else:
         yield from _parts(context, context.manifest.get("parts", {}))
-    yield _unfinished(context.options.bundle)
+    yield _unfinished(context.folder)
 
 
 def _parts(context: Context, parts: Mapping[str, Any]) -> Iterator[Item]:
@@ -89,7 +96,7 @@ def _parts(context: Context, parts: Mapping[str, Any]) -> Iterator[Item]:
             yield from _tensors(context, part=part.name, checkpoint=part.checkpoint, entry=entry)
 
 
-def _small_files(part: BundlePart, entry: Mapping[str, Any]) -> Item:
+def _small_files(part: Part, entry: Mapping[str, Any]) -> Item:
     """Config, index and tokenizer have the manifest's checksums."""
     files: Mapping[str, Any] = entry.get("files", {})
     here = {p.relative_to(part.folder).as_posix() for p in part.folder.rglob("*") if p.is_file()}
@@ -110,7 +117,7 @@ def _is_as_listed(path: Path, facts: Mapping[str, Any]) -> bool:
     return xxhash.xxh3_128(path.read_bytes()).hexdigest() == facts.get("xxh3_128")
 
 
-def _shards(part: BundlePart, entry: Mapping[str, Any]) -> Item:
+def _shards(part: Part, entry: Mapping[str, Any]) -> Item:
     """Shards have the manifest's names, sizes and, if they were linked, headers; the folder has no
     other file that engines load."""
     shards: Mapping[str, Any] = entry.get("shards", {})
@@ -180,7 +187,7 @@ def _draft_tensors(
     if not context.options.checksums:
         return not_tested(title, "--no-checksums leaves them out")
     plan = WalkPlan((), [checkpoint.tensors[tensor] for tensor in sums])
-    with DiskQueue(disk_depth(context.options.bundle)) as queue:
+    with DiskQueue(disk_depth(context.folder)) as queue:
         found = plan.run(context.options.workers, queue, silent)
     return _hashed(title, sums, checkpoint, found.checksums)
 

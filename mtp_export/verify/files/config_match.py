@@ -9,8 +9,8 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from mtp_checkpoints.containers.base import TensorInfo
-from mtp_checkpoints.errors import MtpExportError
+from mtp_checkpoints.containers.base import CONFIG_NAME, TensorInfo
+from mtp_checkpoints.errors import MtpExportError, UnsupportedError
 from mtp_checkpoints.formats import mixes_groups_with_fp8
 from mtp_checkpoints.layouts.base import DraftReading, Engine
 from mtp_checkpoints.quantization.mismatches import Mismatch
@@ -21,7 +21,7 @@ from mtp_export.schemes import SCHEMES
 from mtp_export.schemes.scheme import GRAFTED
 from mtp_export.verify.check import Item, Problem, failed, not_tested, verdict
 from mtp_export.verify.diagnosis.causes import files as causes
-from mtp_export.verify.evidence.bundle_parts import PartLayout
+from mtp_export.verify.evidence.parts import Part, PartLayout
 
 if TYPE_CHECKING:
     from mtp_export.verify.context import Context
@@ -29,7 +29,8 @@ if TYPE_CHECKING:
 
 def run(context: Context) -> Iterator[Item]:
     """Each part compared with its own config, and the draft as its engines will read it."""
-    yield _advertised(context)
+    if context.is_bundle:
+        yield _advertised(context)
     for part in context.parts:
         if part.checkpoint is None:
             yield not_tested(f"{part.name}: tensors", "it cannot be opened")
@@ -37,12 +38,22 @@ def run(context: Context) -> Iterator[Item]:
         try:
             layout = context.layout(part)
         except MtpExportError as error:
-            subject = str(part.folder / "config.json")
-            yield failed(f"{part.name}: config", str(error), subject=subject)
+            yield _not_followed(context, part, error)
+            continue
+        if not layout.stored.weights:  # config.json announces no such part: `presence` says so
             continue
         yield from _part_items(layout)
         if part.name == MTP:
             yield from _draft_items(context, layout)
+
+
+def _not_followed(context: Context, part: Part, error: MtpExportError) -> Item:
+    """A config that no layout follows from: in a bundle damage, in another's checkpoint it may be
+    of a model or a quantization that is not known here."""
+    name = f"{part.name}: config"
+    if not context.is_bundle and isinstance(error, UnsupportedError):
+        return not_tested(name, str(error))
+    return failed(name, str(error), subject=str(part.place / CONFIG_NAME))
 
 
 def _advertised(context: Context) -> Item:
@@ -228,6 +239,8 @@ def _as_read(name: str, layout: PartLayout, config: Any, reading: DraftReading) 
         cause = causes.misread_by_engine(reading.reason, error)
         return failed(name, cause, subject="config.json")
     presence, precision = _sorted_out(tensors, read)
+    absent = {rename(name) for name in layout.stored.tensors.keys() - layout.checkpoint.tensors}
+    presence = [problem for problem in presence if problem.subject not in absent]
     if keeps_patterns:  # a release names its other matrices by the layer, and none is asked
         linears = {w.tensors[0].name for w in read.weights.values() if w.weight.is_linear_weight}
         precision = [problem for problem in precision if problem.subject in linears]

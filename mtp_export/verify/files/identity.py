@@ -5,6 +5,7 @@ from __future__ import annotations
 import filecmp
 from collections.abc import Iterator, Mapping
 from fnmatch import fnmatch
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from mtp_checkpoints.errors import MtpExportError
@@ -17,7 +18,7 @@ from mtp_export.verify.diagnosis.causes import files as causes
 
 if TYPE_CHECKING:
     from mtp_export.verify.context import Context
-    from mtp_export.verify.evidence.bundle_parts import BundlePart
+    from mtp_export.verify.evidence.parts import Part
 
 _TOKENIZER_JSON = "tokenizer.json"
 _TOKENIZER_FILES = (
@@ -30,13 +31,17 @@ _LEAST_USED = 0.9  # share of the vocabulary that a model's own tokenizer uses
 
 def run(context: Context) -> Iterator[Item]:
     """The two configs compared with each other, and each part's tokenizer with its config."""
-    if context.main is not None and context.mtp is not None:
+    if context.is_bundle and context.main is not None and context.mtp is not None:
         yield _configs(context, context.main.config, context.mtp.config)
     for layout in context.layouts:
         yield _yarn(layout.name, layout.checkpoint.config)
-    for part in context.parts:
-        yield _tokenizer(part)
-    if len(context.parts) > 1:
+    if not isinstance(context.options.bundle, Path):
+        yield not_tested("tokenizer", "nothing but headers is downloaded")
+        return
+    folders = {part.folder: part for part in context.parts}  # a checkpoint's parts are in one
+    for part in folders.values():
+        yield _tokenizer(part, required=context.is_bundle)
+    if len(folders) > 1:
         yield _same_tokenizer(context.parts)
 
 
@@ -72,12 +77,14 @@ def _yarn(part: str, config: Mapping[str, Any]) -> Item:
     return verdict(f"{part}: yarn's attention scale", problems, figure)
 
 
-def _tokenizer(part: BundlePart) -> Item:
-    """The part has a tokenizer whose ids are those of the model."""
+def _tokenizer(part: Part, *, required: bool) -> Item:
+    """The part has a tokenizer whose ids are those of the model; required: it must have one."""
     name = f"{part.name}: tokenizer"
     files = [path.name for path in part.folder.iterdir()]
     if not any(fnmatch(file, pattern) for file in files for pattern in _VOCABULARIES):
         words = causes.no_tokenizer(part.name, ", ".join(_VOCABULARIES))
+        if not required:
+            return not_tested(name, words)
         return verdict(name, [Problem(str(part.folder), words)])
     config = {} if part.checkpoint is None else part.checkpoint.config
     vocab = config.get("vocab_size")
@@ -122,9 +129,7 @@ def _is_id(token: Any, number: Any) -> bool:
     return isinstance(token, str) and type(number) is int and number >= 0
 
 
-def _special_tokens(
-    part: BundlePart, config: Mapping[str, Any], ids: Mapping[str, int]
-) -> Iterator[str]:
+def _special_tokens(part: Part, config: Mapping[str, Any], ids: Mapping[str, int]) -> Iterator[str]:
     """Problems of the begin and end of text whose ids are not those of config.json."""
     path = part.folder / "tokenizer_config.json"
     if not path.is_file():
@@ -146,7 +151,7 @@ def _special_tokens(
             )
 
 
-def _same_tokenizer(parts: tuple[BundlePart, ...]) -> Item:
+def _same_tokenizer(parts: tuple[Part, ...]) -> Item:
     """Main and draft read the same ids: their tokenizer files are equal, byte by byte."""
     folders = [
         {

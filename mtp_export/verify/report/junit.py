@@ -36,7 +36,7 @@ def junit_xml(report: Report) -> str:
 def _case(class_name: str, item: Item) -> ElementTree.Element:
     case = _element("testcase", name=item.name, classname=class_name)
     if item.status is Status.FAIL:
-        text = f"{item.subject}\n{item.measured}\n{item.cause}".strip()
+        text = f"{item.subject}\n{item.measured}\n{item.cause}\n{item.repair}".strip()
         case.append(_element("failure", text, message=item.cause))
     elif item.status is Status.NOT_TESTED:
         case.append(_element("skipped", message=item.cause))

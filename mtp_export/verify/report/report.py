@@ -8,10 +8,12 @@ from __future__ import annotations
 import os
 import platform
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from mtp_checkpoints.errors import VerificationError
+from mtp_checkpoints.sources.byte_source import Address
 from mtp_export import __version__
 from mtp_export.verify.check import CheckResult, Item, Status, overall
 from mtp_export.verify.context import Context
@@ -19,12 +21,13 @@ from mtp_export.verify.options import VerifyOptions
 
 FORMAT, FORMAT_VERSION = "mtp-export verification", 1
 _NAMED_FAILURES = 3
+BUNDLE, CHECKPOINT = "bundle", "checkpoint"  # kinds of what is verified
 
 
 @dataclass(frozen=True)
 class Report:
-    """The results of every check, in order; facts are the manifest's options and
-    SHA-256 and sizes in bytes."""
+    """The results of every check, in order; facts are the kind of what was verified, the
+    manifest's options and SHA-256, and sizes in bytes."""
 
     options: VerifyOptions
     facts: dict[str, Any]
@@ -56,11 +59,16 @@ class Report:
             return
         named = "; ".join(failed[:_NAMED_FAILURES])
         more = len(failed) - _NAMED_FAILURES
+        kind = self.facts["kind"]
+        repairs = list(dict.fromkeys(item.repair for _, item in self.items if item.repair))
+        usual = (
+            "export it again from a checked source" if kind == BUNDLE else "look into the report"
+        )
         error = VerificationError(
             f"Verification failed in {len(failed)} of {sum(1 for _ in self.items)} items",
             where=self.options.bundle,
             found=named + (f"; and {more} more" if more > 0 else ""),
-            todo="Do not ship this bundle; export it again from a checked source",
+            todo=f"Do not ship this {kind}; " + (f"run {repairs[0]}" if repairs else usual),
         )
         for _, item in self.items:  # of internal errors, for --debug
             if "traceback" in item.data:
@@ -78,8 +86,8 @@ class Report:
             "seconds": round(self.seconds, 3),
             "machine": _machine(),
             "options": {
-                name: str(value) if hasattr(value, "__fspath__") else value
-                for name, value in asdict(self.options).items()
+                name: str(value) if isinstance(value, Path | Address) else value
+                for name, value in vars(self.options).items()
             }
             | {"level": self.options.level.name.lower()},
             "bundle": self.facts,
@@ -100,6 +108,7 @@ def report_of(context: Context, results: tuple[CheckResult, ...], seconds: float
     """The report of the checks that ran over a context, and of their duration."""
     shards = (context.manifest or {}).get("source", {}).get("shards", {})
     facts = {
+        "kind": BUNDLE if context.is_bundle else CHECKPOINT,
         "options": dict(context.recorded_options),
         "manifest_sha256": context.manifest_sha256,
         "source_bytes": sum(shard.get("size_bytes", 0) for shard in shards.values()),

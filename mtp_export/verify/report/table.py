@@ -50,7 +50,8 @@ def _remarks(report: Report) -> list[Text]:
         if item.status is Status.PASS or not words:
             continue
         name = result.name if item.name == WHOLE_CHECK else f"{result.name}, {item.name}"
-        named.setdefault((words, item.status), []).append(name)
+        repair = f" Repair: {item.repair}" if item.repair else ""
+        named.setdefault((words + repair, item.status), []).append(name)
     return [
         Text(f"{'; '.join(names)}: {words}", _STYLES[status])
         for (words, status), names in named.items()

@@ -22,7 +22,7 @@ def extra_drafts(context: Context) -> Iterator[Item]:
     """One item per extra draft; none for a bundle without such drafts."""
     from mtp_runtime.drafters import draft_folders
 
-    for method, folder in draft_folders(context.options.bundle).items():
+    for method, folder in draft_folders(context.folder).items():
         name = f"{method}: runtime loads it, every tensor explained"
         yield _loaded(context, name, partial(_draft, context, method, name), where=folder)
 
@@ -37,7 +37,7 @@ def _loaded(context: Context, name: str, load: Callable[[], Item], where: Path |
     except (UnsupportedError, ResourceError) as error:
         return not_tested(name, str(error))
     except MtpExportError as error:
-        raise_trouble(error, context.options.bundle)
+        raise_trouble(error, context.folder)
         return failed(name, str(error), subject=str(where or error.where))
 
 

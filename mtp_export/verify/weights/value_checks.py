@@ -15,7 +15,7 @@ from mtp_export.progress import format_bytes
 from mtp_export.verify import gates
 from mtp_export.verify.check import Item, Problem, not_tested, passed, verdict
 from mtp_export.verify.diagnosis.causes import weights as causes
-from mtp_export.verify.evidence.bundle_parts import PartLayout
+from mtp_export.verify.evidence.parts import PartLayout
 from mtp_export.verify.evidence.weight_facts import WeightFacts
 
 if TYPE_CHECKING:

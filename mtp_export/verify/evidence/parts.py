@@ -1,38 +1,78 @@
-"""main/ and mtp/ of a bundle: as opened, and the tensors that each must hold by its config.json."""
+"""The main and the MTP part of what is verified, a bundle's folders or the tensors of a checkpoint:
+as opened, and the tensors that each must hold by its config.json."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Collection, Iterable
+from dataclasses import dataclass, replace
 from math import prod
 from pathlib import Path
 
 from mtp_checkpoints.errors import MtpExportError
+from mtp_checkpoints.families.signs import main_layers, mtp_modules
 from mtp_checkpoints.layouts import TARGETS
 from mtp_checkpoints.layouts.base import Target
 from mtp_checkpoints.quantization.stored import StoredModel, stored_model
-from mtp_checkpoints.tensors.bundle_folder import MAIN
+from mtp_checkpoints.sources.byte_source import ByteSource, Place, local_path
+from mtp_checkpoints.tensors.bundle_folder import MAIN, MTP, RELEASED
 from mtp_checkpoints.tensors.reader import Checkpoint
 from mtp_checkpoints.weights.weight_values import weights_on_disk
 from mtp_export.progress import format_bytes
 
 
 @dataclass(frozen=True)
-class BundlePart:
-    """main/ or mtp/ of a bundle: its checkpoint, or what opening it raised."""
+class Part:
+    """The main or the MTP part: its tensors as a checkpoint, or what opening it raised.
+
+    place is the part's own folder in a bundle, and that of the whole checkpoint otherwise.
+    """
 
     name: str
-    folder: Path
+    place: Place
     checkpoint: Checkpoint | None
     error: Exception | None = None
 
+    @property
+    def folder(self) -> Path:
+        """Folder of the part (UnsupportedError for a remote one)."""
+        return local_path(self.place)
+
     @classmethod
-    def open(cls, name: str, folder: Path) -> BundlePart:
+    def open(cls, name: str, folder: Path) -> Part:
         """Read the part's config, index and headers; check `files` reports what that raises."""
         try:
             return cls(name, folder, Checkpoint.open(folder))
         except Exception as error:
             return cls(name, folder, checkpoint=None, error=error)
+
+
+def parts_of_checkpoint(source: ByteSource) -> tuple[Part, ...]:
+    """Return the parts of a checkpoint: main and MTP by the names of its tensors, or the one that
+    it holds. A draft in another target's layout is an MTP part."""
+    try:
+        checkpoint = Checkpoint.read_from(source)
+    except Exception as error:
+        return (Part(MAIN, source.path, checkpoint=None, error=error),)
+    layers = main_layers(checkpoint.config)
+    if layers == 1 and likely_target(checkpoint, layers).name != RELEASED:
+        return (Part(MTP, source.path, checkpoint),)
+    modules = mtp_modules(checkpoint.tensors, layers)
+    own = {name for module in modules for name in module.tensors}
+    parts = {MAIN: checkpoint.tensors.keys() - own, MTP: own}
+    return tuple(
+        Part(name, source.path, _of_tensors(checkpoint, names))
+        for name, names in parts.items()
+        if names
+    )
+
+
+def _of_tensors(checkpoint: Checkpoint, names: Collection[str]) -> Checkpoint:
+    """Return a checkpoint as if it held some of its tensors alone."""
+    kept = (
+        replace(shard, tensors=tuple(tensor for tensor in shard.tensors if tensor.name in names))
+        for shard in checkpoint.shards
+    )
+    return replace(checkpoint, shards=tuple(shard for shard in kept if shard.tensors))
 
 
 @dataclass(frozen=True)
@@ -44,7 +84,7 @@ class PartLayout:
     stored: StoredModel
 
 
-def layout_of(part: BundlePart, target: Target, main_layers: int) -> PartLayout:
+def layout_of(part: Part, target: Target, main_layers: int) -> PartLayout:
     """Tensors that an opened part must hold, its draft named for a target.
 
     Raises what stored_model and stored_draft raise for a config that cannot be followed.

@@ -1,0 +1,210 @@
+"""Signs of MTP modules in any checkpoint, of a known family or not: how many its config.json
+announces, which tensors are theirs by name, and which drafts go by MTP's names without being one.
+
+Names and fields are those that vLLM's, SGLang's and transformers' loaders look for.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import defaultdict
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+# Fields of config.json that count MTP modules; nested configs are those of a model's text part.
+COUNT_FIELDS = (
+    *("num_nextn_predict_layers", "mtp_num_hidden_layers", "num_mtp_modules"),
+    *("num_mtp_layers", "mtp_num_layers"),
+)
+_NESTED = ("text_config", "llm_config", "language_config")
+_OWN_BLOCK = "mtp_config"  # announces modules without counting them
+# Models whose config.json has no such field, with the number that engines take.
+USUAL_COUNTS = {"qwen3_next": 1, "longcat_flash": 1, "mimo_v2": 3, "mimo_v2_flash": 3}
+_ONE_MODULE = frozenset({"hy_v4"})  # counts the passes over one module
+_EXPERT_COUNTS = (
+    *("mtp_num_experts", "n_routed_experts", "num_experts", "num_local_experts"),
+    "moe_num_experts",
+)
+
+_BY_NAME = re.compile(r"(?:^|\.)((?:mtp|nextn)(?:_[a-z_]+)?)\.(?:layers\.)?(?:(\d+)\.)?")
+_LAYER = re.compile(
+    r"^((?:language_model\.|model\.|transformer\.|backbone\.)*layers)\.(\d+)\.", re.ASCII
+)
+_EXPERT = re.compile(r"^(.*\.experts)\.(\d+)\.(.*)$", re.ASCII)
+# Modules that join the embedding and the hidden state, by the last component of their names.
+_PROJECTIONS = frozenset(
+    {
+        *("eh_proj", "fc", "e_proj", "h_proj", "input_proj", "linear_proj", "mtp_linear_proj"),
+        *("fc_embedding", "fc_hidden", "pre_projection", "hidden_proj"),
+    }
+)
+
+
+@dataclass(frozen=True)
+class Announced:
+    """MTP modules that a config.json announces, and the field that does; count None: it does not
+    say how many."""
+
+    count: int | None
+    field: str
+
+    def __str__(self) -> str:
+        if self.count is None:
+            return f"MTP modules ({self.field})"
+        return f"{self.count} MTP module{'s' * (self.count != 1)} ({self.field})"
+
+
+@dataclass(frozen=True)
+class NamedModule:
+    """The tensors of one MTP module by their names; number is its own in its model's naming, None
+    for tensors that all modules share."""
+
+    number: int | None
+    tensors: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class OtherDraft:
+    """A draft that is no MTP module, and what tells."""
+
+    kind: str
+    sign: str
+
+
+def _configs(config: Mapping[str, Any]) -> Iterator[tuple[str, Mapping[str, Any]]]:
+    """Yield the config and those of its text part, each with the prefix of its fields."""
+    yield "", config
+    for name in _NESTED:
+        inner = config.get(name)
+        if isinstance(inner, Mapping):
+            yield f"{name}.", inner
+
+
+def announced(config: Mapping[str, Any]) -> Announced | None:
+    """Return what a config.json announces; None for no MTP module at all."""
+    for prefix, fields in _configs(config):
+        for name in COUNT_FIELDS:
+            count = fields.get(name)
+            if type(count) is int and count > 0:
+                one = fields.get("model_type") in _ONE_MODULE
+                return Announced(1 if one else count, f"{prefix}{name}")
+        if isinstance(fields.get(_OWN_BLOCK), Mapping):
+            return Announced(None, f"{prefix}{_OWN_BLOCK}")
+    for prefix, fields in _configs(config):
+        model_type = fields.get("model_type")
+        counts = any(name in fields for name in COUNT_FIELDS)
+        if isinstance(model_type, str) and model_type in USUAL_COUNTS and not counts:
+            return Announced(USUAL_COUNTS[model_type], f"{prefix}model_type {model_type}")
+    return None
+
+
+def main_layers(config: Mapping[str, Any]) -> int | None:
+    """Return the number of main layers; None where config.json has no usable one."""
+    for _, fields in _configs(config):
+        count = fields.get("num_hidden_layers")
+        if type(count) is int and count > 0:
+            return count
+    return None
+
+
+def experts_of(config: Mapping[str, Any]) -> int | None:
+    """Return the number of routed experts of a layer; None where config.json has none."""
+    for name in _EXPERT_COUNTS:
+        for _, fields in _configs(config):
+            count = fields.get(name)
+            if type(count) is int and count > 0:
+                return count
+    return None
+
+
+def mtp_modules(names: Iterable[str], layers: int | None) -> list[NamedModule]:
+    """Return the MTP modules that tensors are of by their names, in the order of their numbers,
+    what they share first.
+
+    A module is named mtp or nextn, with or without a number, or it is a layer that follows the
+    `layers` main ones.
+    """
+    found: dict[int | None, list[str]] = defaultdict(list)
+    for name in names:
+        layer = _LAYER.match(name)
+        if layer is not None:
+            number = int(layer[2])
+            if layers and number >= layers:
+                found[number].append(name)
+        elif (module := _BY_NAME.search(name)) is not None:
+            found[None if module[2] is None else int(module[2])].append(name)
+    numbers = sorted(found, key=lambda number: -1 if number is None else number)
+    return [NamedModule(number, tuple(found[number])) for number in numbers]
+
+
+def has_layers(names: Iterable[str]) -> bool:
+    """Return whether a tensor is of a numbered decoder layer, as every main model has."""
+    return any(_LAYER.match(name) for name in names)
+
+
+def lacks_projection(tensors: Iterable[str]) -> bool:
+    """Return whether no tensor is of the projection of embedding and hidden state."""
+    parts = (part for name in tensors for part in name.split("."))
+    return _PROJECTIONS.isdisjoint(parts)
+
+
+def expert_gaps(tensors: Iterable[str], count: int | None) -> list[str]:
+    """Return what routed experts lack, one sentence each: experts that are not there, and tensors
+    that others have. count: how many there are to be, None where that is not known."""
+    experts: dict[str, dict[int, set[str]]] = defaultdict(lambda: defaultdict(set))
+    for name in tensors:
+        if (match := _EXPERT.match(name)) is not None:
+            experts[match[1]][int(match[2])].add(match[3])
+    gaps = []
+    for module, by_number in experts.items():
+        wanted = count or max(by_number) + 1
+        missing = sorted({*range(wanted)} - by_number.keys())
+        if missing:
+            gaps.append(f"{module} lacks {_numbers(missing)} of {wanted} experts")
+        every = set().union(*by_number.values())
+        for number, own in sorted(by_number.items()):
+            if own != every:
+                gaps.append(f"{module}.{number} lacks {', '.join(sorted(every - own))}")
+    return gaps
+
+
+def _numbers(numbers: list[int]) -> str:
+    shown = ", ".join(map(str, numbers[:5]))
+    return shown if len(numbers) <= 5 else f"{shown} and {len(numbers) - 5} more"
+
+
+def other_draft(config: Mapping[str, Any], names: Collection[str]) -> OtherDraft | None:
+    """Return the draft of another kind that config.json or tensor names tell; None for none."""
+    fields = [key for _, own in _configs(config) for key, value in own.items() if value is not None]
+    for key in fields:
+        if key.startswith("dspark_") or key == "mtp_dspark":
+            return OtherDraft("DSpark", f"config.json has {key}")
+    architectures = config.get("architectures")
+    listed = architectures if isinstance(architectures, list) else []
+    for text in filter(lambda one: isinstance(one, str), listed):
+        for word, kind in _KINDS_BY_ARCHITECTURE.items():
+            if word in text.lower():
+                return OtherDraft(kind, f"config.json's architectures name {text}")
+    for name in names:
+        parts = set(name.split("."))
+        for signs, kind in _KINDS_BY_TENSOR.items():
+            if not parts.isdisjoint(signs):
+                return OtherDraft(kind, f"there is a tensor {name}")
+    return None
+
+
+# In this order: the first word that an architecture's name holds decides.
+_KINDS_BY_ARCHITECTURE = {
+    "eagle3": "EAGLE-3",
+    "eagle": "EAGLE",
+    "medusa": "Medusa",
+    "dspark": "DSpark",
+    "dflash": "DFlash",
+    "mlpspeculator": "MLP speculator",
+}
+_KINDS_BY_TENSOR = {
+    ("markov_head", "markov_w1", "markov_w2", "main_norm", "confidence_head"): "DSpark",
+    ("d2t", "t2d", "midlayer"): "EAGLE-3",
+    ("medusa_head",): "Medusa",
+}

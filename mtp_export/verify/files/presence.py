@@ -1,0 +1,231 @@
+"""MTP modules of a checkpoint, from its headers alone: those that config.json announces are there
+and complete, loaders find them, and what bears their names is what it says."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from shlex import quote
+from typing import TYPE_CHECKING, Any
+
+from mtp_checkpoints.containers.base import TensorInfo
+from mtp_checkpoints.errors import MtpExportError
+from mtp_checkpoints.families import FAMILIES
+from mtp_checkpoints.families.signs import (
+    Announced,
+    NamedModule,
+    announced,
+    expert_gaps,
+    experts_of,
+    has_layers,
+    lacks_projection,
+    main_layers,
+    mtp_modules,
+    other_draft,
+)
+from mtp_checkpoints.quantization.native import describe
+from mtp_checkpoints.quantization.stored import stored_model
+from mtp_checkpoints.quantization.tools import Tool, habit_of, tool_of
+from mtp_checkpoints.tensors.bundle_folder import MAIN, MTP
+from mtp_export.inspection import shared_tensors
+from mtp_export.verify.check import Item, Problem, failed, measured, not_tested, passed, verdict
+from mtp_export.verify.diagnosis.causes import presence as causes
+
+if TYPE_CHECKING:
+    from mtp_export.verify.context import Context
+
+_CARD = "README.md"
+_BASE_MODEL = re.compile(rb"^base_model:\s*(?:\r?\n\s*-\s*)?[\"']?([\w.-]+/[\w.-]+)", re.M)
+
+
+def run(context: Context) -> Iterator[Item]:
+    """The writer of a checkpoint, and its MTP modules as announced and as stored."""
+    if context.is_bundle or not context.checkpoints:
+        return
+    found = Found(context)
+    yield _writer(found)
+    whole = found.has_main and has_layers(found.tensors)
+    other = other_draft(found.config, found.mtp_names if whole else found.tensors)
+    if other is not None:
+        yield not_tested("MTP modules", causes.another_kind(other.kind, other.sign))
+        return
+    yield _presence(found)
+    if found.modules:
+        yield _complete(found)
+        yield _indexed(context, found)
+        yield from _copies(found)
+
+
+@dataclass(frozen=True)
+class Found:
+    """The opened checkpoint: its config, tensors, and the MTP modules that their names tell."""
+
+    context: Context
+
+    @cached_property
+    def config(self) -> Mapping[str, Any]:
+        return next(iter(self.context.checkpoints.values())).config
+
+    @cached_property
+    def tensors(self) -> Mapping[str, TensorInfo]:
+        return {
+            name: tensor
+            for checkpoint in self.context.checkpoints.values()
+            for name, tensor in checkpoint.tensors.items()
+        }
+
+    @property
+    def has_main(self) -> bool:
+        return MAIN in self.context.checkpoints
+
+    @cached_property
+    def mtp_names(self) -> Sequence[str]:
+        mtp = self.context.mtp
+        return () if mtp is None else tuple(mtp.tensors)
+
+    @cached_property
+    def modules(self) -> Sequence[NamedModule]:
+        """The modules by their names; those of another target's layout as one."""
+        named = mtp_modules(self.mtp_names, main_layers(self.config)) if self.has_main else []
+        if named or not self.mtp_names:
+            return named
+        return [NamedModule(None, tuple(self.mtp_names))]
+
+    @property
+    def count(self) -> int:
+        """Number of modules that are there."""
+        numbered = sum(module.number is not None for module in self.modules)
+        return numbered or len(self.modules)
+
+    @cached_property
+    def tool(self) -> Tool | None:
+        return tool_of(self.config, self.context.files.names())
+
+    @property
+    def repair(self) -> str:
+        """The command that gives a main model its MTP layer back; "" where nothing does."""
+        if self.config.get("model_type") not in FAMILIES:
+            return ""
+        source = self.context.options.source
+        original = _original(self.context) if source is None else quote(str(source))
+        here = quote(str(self.context.options.bundle))
+        return f"mtp-export graft --main {here} --mtp {original} --output-dir BUNDLE"
+
+
+def _original(context: Context) -> str:
+    """The address of the checkpoint that a model card names as the one it was made from."""
+    if _CARD in context.files.names():
+        try:
+            named = _BASE_MODEL.search(context.files.read(_CARD))
+        except MtpExportError:  # a card that cannot be read says nothing
+            named = None
+        if named is not None:
+            return f"hf://{named[1].decode()}"
+    return "ORIGINAL"
+
+
+def _writer(found: Found) -> Item:
+    quantization = found.config.get("quantization_config")
+    usable = not quantization or isinstance(quantization, dict)
+    method = describe(found.config) if usable else "unusable"
+    figure = f"{found.tool}, " if found.tool is not None else ""
+    data = {"tool": str(found.tool or ""), "quantization": method}
+    return measured("written by", f"{figure}quantization {method}", data)
+
+
+def _presence(found: Found) -> Item:
+    """The announced modules are there, and those that are there are announced."""
+    name, wanted, count = "MTP modules announced and there", announced(found.config), found.count
+    if wanted is None:
+        if count:
+            return failed(name, causes.not_announced(count), subject="config.json")
+        repair = found.repair
+        return not_tested(name, causes.none_at_all(of_family=bool(repair)), repair=repair)
+    if not count:
+        return failed(
+            name,
+            causes.lost(str(wanted), habit_of(found.tool) if found.tool else ""),
+            figure=_figure(0, wanted),
+            subject="config.json",
+            repair=found.repair,
+        )
+    if wanted.count is not None and count < wanted.count:
+        return failed(
+            name,
+            causes.partly_lost(str(wanted), count),
+            figure=_figure(count, wanted),
+            subject=found.modules[-1].tensors[0],
+        )
+    tensors = sum(len(module.tensors) for module in found.modules)
+    return passed(name, figure=f"{_figure(count, wanted)}, {tensors:,} tensors")
+
+
+def _figure(count: int, wanted: Announced) -> str:
+    return f"{count} of {wanted.count or 'some'}"
+
+
+def _complete(found: Found) -> Item:
+    """Each module has its projection, and all its experts with all their tensors."""
+    problems: list[Problem] = []
+    names = [name for module in found.modules for name in module.tensors]
+    if found.has_main and lacks_projection(names):
+        problems.append(Problem(names[0], causes.no_projection(names[0])))
+    experts = experts_of(found.config)
+    for module in found.modules:
+        for gap in expert_gaps(module.tensors, experts):
+            problems.append(Problem(gap.partition(" ")[0], gap))
+    problems += [
+        Problem(name, words) for name, words in _unpaired({n: found.tensors[n] for n in names})
+    ]
+    return verdict("MTP modules complete", problems, f"{len(names):,} tensors")
+
+
+# Last components of the names of codes and of the scales that belong to them.
+_SCALES = {
+    "weight_packed": ("weight_scale",),
+    "qweight": ("scales",),
+    "weight": ("weight_scale", "weight_scale_inv", "scale", "scales", "weight_scale_2"),
+}
+_CODES = frozenset({"F8_E4M3", "F8_E5M2", "I8", "U8", "I32", "U32"})
+
+
+def _unpaired(tensors: Mapping[str, TensorInfo]) -> Iterator[tuple[str, str]]:
+    """Yield codes without a scale, and scales without codes, each with a sentence."""
+    last_of: dict[str, set[str]] = {}
+    for name in tensors:
+        module, _, last = name.rpartition(".")
+        last_of.setdefault(module, set()).add(last)
+    for name, tensor in tensors.items():
+        module, _, last = name.rpartition(".")
+        siblings = last_of[module]
+        if tensor.dtype in _CODES and siblings.isdisjoint(_SCALES.get(last, siblings)):
+            yield name, causes.codes_without_scale(name, str(tensor.dtype))
+        weights = [codes for codes, scales in _SCALES.items() if last in scales]
+        if weights and siblings.isdisjoint((*_SCALES, "blocks")):
+            yield name, causes.scale_without_codes(name)
+
+
+def _indexed(context: Context, found: Found) -> Item:
+    """No tensor of a module is in a file that the index leaves out."""
+    outside: dict[str, str] = {}
+    for checkpoint in context.checkpoints.values():
+        for shard in checkpoint.shards:
+            if shard.path.name in checkpoint.unindexed:
+                outside |= {tensor.name: shard.path.name for tensor in shard.tensors}
+    lost = [name for name in found.mtp_names if name in outside]
+    words = [causes.not_in_index(file) for file in dict.fromkeys(outside[name] for name in lost)]
+    return verdict("MTP modules in the index", [Problem(lost[0], each) for each in words])
+
+
+def _copies(found: Found) -> Iterator[Item]:
+    """Where the modules' embedding and head are, as far as headers tell."""
+    if not found.has_main or MTP not in found.context.checkpoints:
+        return
+    try:
+        stored = stored_model(found.config)
+    except MtpExportError:  # config_match says why
+        return
+    for name, state in shared_tensors(found.tensors, stored).items():
+        yield measured(f"copy of {name.split('.', 3)[-1]}", state, {"tensor": name})

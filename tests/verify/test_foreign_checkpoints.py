@@ -1,0 +1,261 @@
+"""Checkpoints of others: verify tells from headers whether the MTP modules that config.json
+announces are there, and repairs what a graft can."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from cases import Outcome, edit_json, export, run_program, tree
+from hub_server import HubServer
+from mtp_checkpoints.layouts import TARGETS
+from verify.foreign import DEEPSEEK, GLM, GLM_MTP, INDEX, headers, rewritten, without
+
+Item = dict[str, Any]
+PRESENCE = "MTP modules announced and there"
+
+
+def verified(place: object, *options: object) -> tuple[Outcome, dict[str, Item]]:
+    """A verification at level files, and the items of its check `files` by name."""
+    outcome = run_program("verify", place, "--level", "files", "--json", "--quiet", *options)
+    assert outcome.code in (0, 7), outcome.err
+    checks = json.loads(outcome.out)["checks"]
+    return outcome, {item["name"]: item for item in checks[0]["items"]}
+
+
+def failures(items: dict[str, Item]) -> set[str]:
+    return {name for name, item in items.items() if item["status"] == "fail"}
+
+
+@pytest.mark.parametrize("source", [GLM, DEEPSEEK], ids=lambda path: path.name)
+def test_released_checkpoints_pass_and_nothing_is_written_into_them(source: Path) -> None:
+    before = tree(source)
+    outcome, items = verified(source)
+    assert outcome.code == 0, outcome.err
+    assert items[PRESENCE]["status"] == "pass"
+    assert json.loads(outcome.out)["bundle"]["kind"] == "checkpoint"
+    assert tree(source) == before
+
+
+def test_lost_modules_end_with_7_and_the_command_that_repairs_them(tmp_path: Path) -> None:
+    lost = rewritten(GLM, tmp_path / "lost", without(GLM_MTP))
+    (lost / "README.md").write_text("---\nlicense: mit\nbase_model:\n- acme/GLM\n---\n# A model\n")
+    outcome, items = verified(lost)
+    assert outcome.code == 7
+    assert failures(items) == {PRESENCE}
+    assert "1 MTP module (num_nextn_predict_layers)" in items[PRESENCE]["cause"]
+    command = f"mtp-export graft --main {lost} --mtp hf://acme/GLM --output-dir BUNDLE"
+    assert items[PRESENCE]["repair"] == command
+    assert command in outcome.err
+    _, items = verified(lost, "--source", GLM)
+    program, *arguments = items[PRESENCE]["repair"].split()
+    assert program == "mtp-export"
+    bundle = tmp_path / "bundle"
+    repaired = run_program(*(bundle if word == "BUNDLE" else word for word in arguments))
+    assert repaired.code == 0, repaired.err
+    assert run_program("verify", bundle, "--level", "weights", "--quiet").code == 0
+
+
+def test_modules_that_no_field_announces_fail(tmp_path: Path) -> None:
+    folder = rewritten(
+        GLM, tmp_path / "silent", config=lambda fields: fields.pop("num_nextn_predict_layers")
+    )
+    outcome, items = verified(folder)
+    assert (outcome.code, failures(items)) == (7, {PRESENCE})
+    assert "without speculation" in items[PRESENCE]["cause"]
+
+
+def test_no_module_and_none_announced_is_not_tested(tmp_path: Path) -> None:
+    folder = rewritten(
+        GLM,
+        tmp_path / "none",
+        without(GLM_MTP),
+        config=lambda fields: fields.pop("num_nextn_predict_layers"),
+    )
+    outcome, items = verified(folder)
+    assert outcome.code == 0
+    assert items[PRESENCE]["status"] == "not tested"
+    assert "graft" in items[PRESENCE]["repair"]
+
+
+def test_experts_that_are_not_there_are_named(tmp_path: Path) -> None:
+    part = rewritten(GLM, tmp_path / "part", without(f"{GLM_MTP}mlp.experts.2."))
+    outcome, items = verified(part)
+    assert outcome.code == 7
+    assert "lacks 2 of 8 experts" in items["MTP modules complete"]["cause"]
+    assert failures(items) == {"MTP modules complete", "mtp: tensors"}
+
+
+QWEN = {
+    "model_type": "qwen3_5_moe",
+    "text_config": {"num_hidden_layers": 2, "mtp_num_hidden_layers": 1, "num_experts": 2},
+}
+MAIN = ("model.language_model.layers.0.norm.weight", "model.language_model.layers.1.norm.weight")
+QWEN_MTP = (
+    *("mtp.fc.weight", "mtp.norm.weight", "mtp.pre_fc_norm_hidden.weight"),
+    *("mtp.layers.0.mlp.experts.0.up_proj.weight", "mtp.layers.0.mlp.experts.1.up_proj.weight"),
+)
+
+
+def test_models_without_a_family_are_judged_by_their_names(tmp_path: Path) -> None:
+    names = dict.fromkeys((*MAIN, *QWEN_MTP))
+    outcome, items = verified(headers(tmp_path / "whole", QWEN, names))
+    assert (outcome.code, failures(items)) == (0, set())
+    assert items[PRESENCE]["figure"] == "1 of 1, 5 tensors"
+    assert items["main: config"]["status"] == "not tested"
+    outcome, items = verified(headers(tmp_path / "lost", QWEN, dict.fromkeys(MAIN)))
+    assert (outcome.code, failures(items)) == (7, {PRESENCE})
+    assert "text_config.mtp_num_hidden_layers" in items[PRESENCE]["cause"]
+    assert items[PRESENCE]["repair"] == ""
+    some = dict.fromkeys((*MAIN, *QWEN_MTP[1:-1]))
+    outcome, items = verified(headers(tmp_path / "some", QWEN, some))
+    assert failures(items) == {"MTP modules complete"}
+    words = items["MTP modules complete"]["cause"]
+    assert "projection" in words
+    assert "lacks 1 of 2 experts" in words
+
+
+def test_codes_without_scales_are_named(tmp_path: Path) -> None:
+    code = torch.float8_e4m3fn
+    names = dict.fromkeys((*MAIN, *QWEN_MTP)) | {
+        "mtp.layers.0.self_attn.q_proj.weight": code,
+        "mtp.layers.0.self_attn.k_proj.weight": code,
+        "mtp.layers.0.self_attn.k_proj.weight_scale_inv": torch.float32,
+        "mtp.layers.0.self_attn.o_proj.weight_scale": torch.float32,
+    }
+    _, items = verified(headers(tmp_path / "codes", QWEN, names))
+    words = items["MTP modules complete"]["cause"]
+    assert "q_proj.weight holds F8_E4M3 codes, and no scale" in words
+    assert "o_proj.weight_scale is a scale, and no weight" in words
+    assert "k_proj" not in words
+
+
+@pytest.mark.parametrize(
+    ("kind", "config", "tensor"),
+    [
+        ("DSpark", {"dspark_block_size": 5}, "mtp.0.main_norm.weight"),
+        ("DSpark", {}, "mtp.0.markov_head.weight"),
+        ("EAGLE-3", {"architectures": ["LlamaForCausalLMEagle3"]}, "fc.weight"),
+        ("EAGLE-3", {}, "d2t"),
+        ("Medusa", {}, "medusa_head.0.linear.weight"),
+    ],
+)
+def test_other_drafts_are_named_not_judged(
+    tmp_path: Path, kind: str, config: dict[str, Any], tensor: str
+) -> None:
+    fields = {"model_type": "deepseek_v4", "num_nextn_predict_layers": 1, "num_hidden_layers": 2}
+    names = dict.fromkeys([tensor, "norm.weight"])
+    if tensor.startswith("mtp."):
+        names["model.layers.0.norm.weight"] = None
+    outcome, items = verified(headers(tmp_path / "draft", fields | config, names))
+    assert outcome.code == 0
+    assert PRESENCE not in items
+    assert f"the draft here is {kind}, not MTP" in items["MTP modules"]["cause"]
+
+
+@pytest.mark.parametrize("target", TARGETS)
+def test_draft_folders_of_every_target_are_judged_alone(tmp_path: Path, target: str) -> None:
+    assert export(DEEPSEEK, tmp_path / "bundle", "--target", target, "--quiet").code == 0
+    outcome, items = verified(tmp_path / "bundle/mtp")
+    assert (outcome.code, failures(items)) == (0, set())
+    assert items["mtp: tensors"]["status"] == "pass"
+
+
+def test_a_file_outside_the_index_is_named(tmp_path: Path) -> None:
+    folder = rewritten(GLM, tmp_path / "outside")
+    stored = load_file(folder / "model.safetensors")
+    (folder / "model.safetensors").unlink()
+    mtp = {name: tensor for name, tensor in stored.items() if name.startswith(GLM_MTP)}
+    main = {name: tensor for name, tensor in stored.items() if name not in mtp}
+    save_file(main, folder / "model-00001-of-00001.safetensors")
+    save_file(mtp, folder / "mtp.safetensors")
+    index = {"weight_map": dict.fromkeys(main, "model-00001-of-00001.safetensors")}
+    (folder / INDEX).write_text(json.dumps(index))
+    outcome, items = verified(folder)
+    assert (outcome.code, failures(items)) == (7, {"MTP modules in the index"})
+    assert "mtp.safetensors" in items["MTP modules in the index"]["cause"]
+
+
+@pytest.mark.parametrize(
+    ("quantization", "files", "words"),
+    [
+        (
+            {"quant_method": "compressed-tensors", "version": "0.20.0"},
+            {"recipe__yaml": "x"},
+            "llm-compressor 0.20.0",
+        ),
+        ({"quant_method": "compressed-tensors", "version": "9"}, {}, "compressed-tensors 9"),
+        ({"quant_method": "auto-round", "autoround_version": "0.16.1"}, {}, "AutoRound 0.16.1"),
+        ({"quant_method": "gptq", "autoround_version": "0.16.1"}, {}, "AutoRound 0.16.1"),
+        (
+            {"quant_method": "gptq", "meta": {"quantizer": ["gptqmodel:7.7.0"]}},
+            {},
+            "GPTQModel 7.7.0",
+        ),
+        (
+            {"quant_method": "modelopt", "producer": {"name": "modelopt", "version": "0.47.0"}},
+            {},
+            "ModelOpt 0.47.0",
+        ),
+        ({"quant_method": "quark", "version": "0.9"}, {}, "Quark 0.9"),
+        ({"quant_method": "bitsandbytes"}, {}, "bitsandbytes"),
+    ],
+)
+def test_the_tool_that_wrote_it_is_named(
+    tmp_path: Path, quantization: dict[str, Any], files: dict[str, str], words: str
+) -> None:
+    config = QWEN | {"quantization_config": quantization}
+    folder = headers(tmp_path / "written", config, dict.fromkeys(MAIN), **files)
+    _, items = verified(folder)
+    assert items["written by"]["figure"].startswith(f"{words}, quantization")
+    known = words in ("llm-compressor 0.20.0", "ModelOpt 0.47.0")
+    assert ("saves no MTP layer" in items[PRESENCE]["cause"]) == known
+
+
+def test_mlx_is_named(tmp_path: Path) -> None:
+    config = QWEN | {"quantization": {"group_size": 64, "bits": 4}}
+    _, items = verified(headers(tmp_path / "mlx", config, dict.fromkeys((*MAIN, *QWEN_MTP))))
+    assert items["written by"]["figure"] == "mlx-lm, quantization none"
+
+
+def test_a_broken_index_is_a_failed_item_not_an_error(tmp_path: Path) -> None:
+    folder = tmp_path / "broken"
+    rewritten(GLM, folder)
+    (folder / INDEX).write_text("{}")
+    outcome, items = verified(folder)
+    assert (outcome.code, failures(items)) == (7, {"headers and index"})
+
+
+def test_a_repository_is_judged_by_its_headers_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lost = rewritten(GLM, tmp_path / "lost", without(GLM_MTP))
+    server = HubServer()
+    server.serve("acme/good", GLM)
+    server.serve("acme/lost", lost)
+    with server.running():
+        monkeypatch.setenv("HF_ENDPOINT", server.endpoint)
+        outcome = run_program("verify", "hf://acme/good", "--quiet", "--json")
+        assert outcome.code == 0, outcome.err
+        checks = {check["name"]: check for check in json.loads(outcome.out)["checks"]}
+        assert checks["files"]["status"] == "pass"
+        assert "nothing but headers" in checks["ledger"]["items"][0]["cause"]
+        outcome = run_program("verify", "hf://acme/lost", "--quiet")
+        assert outcome.code == 7
+        assert "graft --main hf://acme/lost" in outcome.err
+
+
+def test_a_place_without_either_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "notes.txt").write_text("nothing")
+    outcome = run_program("verify", tmp_path)
+    assert outcome.code == 3
+    assert "neither a bundle nor a checkpoint" in outcome.err
+    edit = tmp_path / "config.json"
+    edit.write_text("{}")
+    edit_json(edit, lambda fields: fields.update(model_type="glm4_moe"))
+    assert run_program("verify", tmp_path, "--level", "files").code == 7
