@@ -1,8 +1,10 @@
-"""Paths that a command reads and those that it writes, kept apart: nothing that is written may be,
-contain or lie in anything that is read, or that is written besides."""
+"""Paths that a command reads and those that it writes: each can be a path, and they are kept apart.
+Nothing that is written may be, contain or lie in anything that is read, or that is written besides.
+"""
 
 from __future__ import annotations
 
+import errno
 import os
 import stat
 from collections.abc import Iterator, Mapping, Sequence
@@ -14,6 +16,8 @@ from pathlib import Path
 from mtp_checkpoints.errors import UsageError
 from mtp_checkpoints.sources.byte_source import Place
 
+_NAME_BYTES, _PATH_BYTES = 255, 4095  # of Linux
+_ROOM_BYTES = 512  # of a folder in what is written, and of a file's temporary name in that
 _READ_DEPTH = 2  # a checkpoint's files are in its folder, a bundle's in those of its parts
 
 
@@ -23,8 +27,12 @@ def refuse_overlaps(reads: Mapping[str, Place | None], writes: Mapping[str, Path
     Paths are named by their options, or by what they are; None and remote places overlap nothing.
     They are compared as links lead to them, and by the identity of files and folders, so that a
     second mount and a hard link count too; and so does what links in a folder lead to, as they do
-    in the Hub's cache. Raises UsageError.
+    in the Hub's cache. Raises UsageError, also for a path that is too long to be one.
     """
+    for paths, room_bytes in ((reads, 0), (writes, _ROOM_BYTES)):
+        for name, place in paths.items():
+            if isinstance(place, Path):
+                _check_length(name, place, room_bytes)
     inputs = {name: _Location(place) for name, place in reads.items() if isinstance(place, Path)}
     outputs = {name: _Location(path) for name, path in writes.items() if path is not None}
     for name, written in outputs.items():
@@ -33,6 +41,45 @@ def refuse_overlaps(reads: Mapping[str, Place | None], writes: Mapping[str, Path
                 _check(name, written, other, read, _damage(written, read))
     for (name, written), (other, place) in combinations(outputs.items(), 2):
         _check(name, written, other, place, _relation(written, place))
+
+
+def refuse_unprintable(path: Path) -> None:
+    """Refuse a folder whose path is not UTF-8: no command that names it could be printed
+    (UsageError)."""
+    try:
+        str(path).encode()
+    except UnicodeEncodeError:
+        raise UsageError(
+            "The path of the bundle is not UTF-8",
+            where=path,
+            expected="a path that can be printed in the command that serves the bundle",
+            todo="Choose another path; no bundle was written or changed",
+        ) from None
+
+
+def _check_length(name: str, path: Path, room_bytes: int) -> None:
+    """Refuse a path with a name that is too long, or that leaves too little room for others below
+    it (UsageError)."""
+    longest = max((len(os.fsencode(part)) for part in path.parts), default=0)
+    whole, most = len(os.fsencode(os.path.abspath(path))), _PATH_BYTES - room_bytes
+    if longest <= _NAME_BYTES and whole <= most and not _is_too_long(path):
+        return
+    raise UsageError(
+        f"The path of {name} is too long",
+        where=path,
+        expected=f"names of at most {_NAME_BYTES} bytes, or fewer where the file system says so,"
+        f" and at most {most} bytes in all",
+        found=f"File name too long: {longest} bytes, {whole} in all",
+        todo=f"Nothing was written. Choose another path for {name}",
+    )
+
+
+def _is_too_long(path: Path) -> bool:
+    try:
+        path.lstat()
+    except OSError as error:
+        return error.errno == errno.ENAMETOOLONG
+    return False
 
 
 def _check(

@@ -33,6 +33,7 @@ from mtp_export.bundle.journal import (
 from mtp_export.bundle.links import PROBE_PREFIX
 from mtp_export.bundle.options import RunOptions, Share
 from mtp_export.bundle.owner import OWNER_NAME
+from mtp_export.paths import refuse_unprintable
 from mtp_runtime.drafters import extra_drafts
 
 PARTS = (MAIN, MTP, *extra_drafts())
@@ -188,12 +189,14 @@ def _check_others(plan: BundlePlan, share: Share) -> None:
 
 
 def check_output(output: Path, run: RunOptions) -> None:
-    """Refuse an output folder that holds something this run must not touch (OutputExistsError).
+    """Refuse an output folder that holds something this run must not touch (OutputExistsError), and
+    one whose path cannot be printed (UsageError).
 
     Usable are a missing or empty folder and that of an unfinished run (it has a journal; for a
     share, other shares), and with overwrite also a finished bundle that nobody put other files
     into.
     """
+    refuse_unprintable(output)
     if not output.is_dir():
         if os.path.lexists(output):
             raise OutputExistsError(

@@ -16,7 +16,7 @@ from mtp_export.commands.garbage import gc_paused
 from mtp_export.commands.output import REPORT, DebugReporting, json_text, print_result
 from mtp_export.commands.report_files import try_reports
 from mtp_export.options import Access, argument, parse_path
-from mtp_export.paths import refuse_overlaps
+from mtp_export.paths import refuse_overlaps, refuse_unprintable
 
 # The two forms of a result, by the planner that it is of.
 _FORMS: dict[
@@ -44,6 +44,7 @@ class FinishCommand:
 def finish(options: FinishCommand) -> None:
     """Finish a bundle that was made in shares: check that all are there, write configs and
     manifest."""
+    refuse_unprintable(options.output_dir)
     request = shared_request(options.output_dir)
     inputs = {f"source {place}": place for place in request.inputs}
     refuse_overlaps(inputs, {"--report": options.report})

@@ -16,6 +16,7 @@ from mtp_export.bundle.launch import draft_lines, node_lines, probe_of
 from mtp_export.commands.output import Reporting, print_result
 from mtp_export.commands.runtime import BUNDLE
 from mtp_export.options import Panel, option
+from mtp_export.paths import refuse_unprintable
 
 
 @dataclass(frozen=True)
@@ -60,6 +61,7 @@ def launch(options: LaunchCommand) -> None:
     """Print, or run, the command that serves a bundle with an engine; print those of its extra
     drafts too."""
     bundle, engine, nodes = options.bundle, options.engine, options.nodes
+    refuse_unprintable(bundle)
     if engine not in names_that_serve():
         raise UsageError(
             "There is no such engine",

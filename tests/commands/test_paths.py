@@ -3,8 +3,9 @@ is tried, as its dataclass describes them."""
 
 from __future__ import annotations
 
+import errno
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import MISSING
 from pathlib import Path
 from typing import get_args
@@ -46,6 +47,16 @@ def words(leaf: Leaf, value: object) -> list[object]:
     return [value] if leaf.option.is_argument else [leaf.flag, value]
 
 
+def run_with(name: str, paths: Mapping[Leaf, Path], folder: Path) -> Outcome:
+    """A command with some paths, and others in a folder where it cannot do without."""
+    arguments = [word for leaf, path in paths.items() for word in words(leaf, path)]
+    for leaf in leaves_of(name):
+        if leaf not in paths and leaf.field.default is MISSING:
+            value = folder / f"of {leaf.field.name}" if takes_path(leaf) else NEEDED[leaf.flag]
+            arguments += words(leaf, value)
+    return run_program(*([] if name == PROGRAM else [name]), *arguments)
+
+
 @pytest.mark.parametrize("name", [PROGRAM, *COMMANDS])
 def test_every_path_says_what_is_done_with_it(name: str) -> None:
     for leaf in leaves_of(name):
@@ -75,17 +86,78 @@ def test_what_is_written_overlaps_nothing(
         (folder, folder / "inside"),
         (tmp_path / "link/new", folder),
     ):
-        arguments = [*words(written, target), *words(other, place)]
-        for leaf in leaves_of(name):
-            if leaf not in (written, other) and leaf.field.default is MISSING:
-                value = (
-                    tmp_path / f"of {leaf.field.name}" if takes_path(leaf) else NEEDED[leaf.flag]
-                )
-                arguments += words(leaf, value)
-        outcome = run_program(*([] if name == PROGRAM else [name]), *arguments)
+        outcome = run_with(name, {written: target, other: place}, tmp_path)
         assert (outcome.code, outcome.out) == (2, ""), outcome
         assert "must lie apart" in outcome.err and written.flag in outcome.err, outcome.err
         assert tree(tmp_path) == before
+
+
+@pytest.mark.parametrize("name", [PROGRAM, *COMMANDS])
+def test_a_path_that_is_too_long_is_refused(name: str, tmp_path: Path) -> None:
+    """By its names, also below a folder that is not there, and as a whole."""
+    for leaf in filter(takes_path, leaves_of(name)):
+        for path, found in (
+            (tmp_path / ("é" * 128), ": 256 bytes, "),
+            (tmp_path / "missing" / ("n" * 300) / "b", ": 300 bytes, "),
+            (Path("/" + "/".join(["n" * 250] * 17)), f": 250 bytes, {17 * 251} in all"),
+        ):
+            outcome = run_with(name, {leaf: path}, tmp_path)
+            assert (outcome.code, outcome.out) == (2, ""), outcome
+            assert f"The path of {leaf.flag} is too long" in outcome.err
+            assert found in outcome.err, outcome.err
+    assert tree(tmp_path) == {}
+
+
+def test_what_is_written_has_room_for_files_below_it() -> None:
+    """4096 bytes are too many for Linux, and files of a bundle have names of up to 255."""
+    for size_bytes, fits in ((4095 - 512, True), (4096 - 512, False)):
+        names = "/" + "/".join(["n" * 99] * 40)
+        path = Path(names[:size_bytes])
+        assert len(str(path)) == size_bytes
+        refuse_overlaps({"--input-dir": path}, {})
+        if fits:
+            refuse_overlaps({}, {"--output-dir": path})
+        else:
+            with pytest.raises(UsageError, match="--output-dir is too long"):
+                refuse_overlaps({}, {"--output-dir": path})
+
+
+def test_names_of_a_file_system_with_shorter_ones(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def too_long(path: Path) -> None:
+        raise OSError(errno.ENAMETOOLONG, "File name too long")
+
+    monkeypatch.setattr(Path, "lstat", too_long)
+    with pytest.raises(UsageError, match="or fewer where the file system says so"):
+        refuse_overlaps({}, {"--output-dir": tmp_path / "new"})
+
+
+def test_a_bundle_whose_path_cannot_be_printed_is_refused(source: Path, tmp_path: Path) -> None:
+    """The command that serves it would name another folder."""
+    folder = tmp_path / os.fsdecode(b"b\xff\x01")
+    pair = ("--base-quant", "bf16", "--mtp-quant", "bf16")
+    good = tmp_path / "good"
+    assert export(source, good, "--quiet").code == 0
+    data = ("--data", source / "config.json")
+    for outcome in (
+        export(source, folder),
+        export(source, folder, "--dry-run"),
+        export(source, folder / "below", "--share", "1/2"),
+        quantize(source, folder, *pair),
+        run_program("graft", "--main", source, "--mtp", good, "--output-dir", folder),
+        run_program("tune", "--bundle", good, *data, "--output-dir", folder, "--dry-run"),
+        run_program("finish", folder),
+        run_program("launch", folder, "--engine", "vllm"),
+    ):
+        assert (outcome.code, outcome.out) == (2, ""), outcome
+        assert "is not UTF-8" in outcome.err and "\\udcff" in outcome.err
+    assert not folder.exists()
+    source.rename(folder)  # whose default output lies beside it
+    outcome = run_program("quantize", "--input-dir", folder, *pair)
+    assert outcome.code == 2 and "is not UTF-8" in outcome.err
+    assert export(folder, tmp_path / "output", "--quiet").code == 0, "a source may be called so"
+    assert {path.name for path in tmp_path.iterdir()} == {"good", folder.name, "output"}
 
 
 def test_links_and_mounts_are_seen_through(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
