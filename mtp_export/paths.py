@@ -30,9 +30,9 @@ def refuse_overlaps(reads: Mapping[str, Place | None], writes: Mapping[str, Path
     in the Hub's cache. Raises UsageError, also for a path that is too long to be one.
     """
     for paths, room_bytes in ((reads, 0), (writes, _ROOM_BYTES)):
-        for name, place in paths.items():
-            if isinstance(place, Path):
-                _check_length(name, place, room_bytes)
+        for name, path in paths.items():
+            if isinstance(path, Path):
+                _check_length(name, path, room_bytes)
     inputs = {name: _Location(place) for name, place in reads.items() if isinstance(place, Path)}
     outputs = {name: _Location(path) for name, path in writes.items() if path is not None}
     for name, written in outputs.items():

@@ -11,7 +11,7 @@ from mtp_checkpoints.containers.base import CONFIG_NAME
 from mtp_checkpoints.errors import InvalidInputError, MtpExportError, UnsupportedError, UsageError
 from mtp_checkpoints.formats import W4AFp8, mixes_groups_with_fp8
 from mtp_checkpoints.formats.w4afp8 import W4AFP8_GROUP
-from mtp_checkpoints.layouts import target_of
+from mtp_checkpoints.layouts import target_of, target_of_bundle
 from mtp_checkpoints.layouts.base import Deployment, Engine, Launch, Placement
 from mtp_checkpoints.quantization.stored import stored_source
 from mtp_checkpoints.sources.strict_json import read_json_object
@@ -136,7 +136,7 @@ def _chosen(bundle: Path, engine_name: str) -> tuple[Deployment, Engine]:
             expected="main and mtp",
             todo="Export the checkpoint with --part both",
         )
-    target = target_of(recorded.get("target", "hf"))
+    target = target_of_bundle(bundle)
     native = native_scheme(read_json_object(bundle / MAIN / CONFIG_NAME))
     deployment, engines = _deployed(recorded, wanted=target.name, native=native, folder=bundle)
     for engine in engines:

@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from contextlib import ExitStack
 from pathlib import Path
 
-from mtp_checkpoints.errors import InvalidInputError
+from mtp_checkpoints.errors import InvalidInputError, UsageError
 from mtp_checkpoints.sources import strict_json
 from mtp_checkpoints.sources.files import (
     read_failure,
@@ -108,6 +108,20 @@ def shared_request(output: Path) -> Request:
             "What the shares were asked for cannot be read",
             where=path,
             found=f"{type(error).__name__}: {error}",
+            todo="Run any one of them again, with the same --share: it writes the file anew",
+        ) from None
+
+
+def shared_plan(request: Request) -> BundlePlan:
+    """Plan the bundle of shares by their request (MtpExportError): options that no command takes
+    are damage."""
+    try:
+        return request.plan()
+    except UsageError as error:
+        raise InvalidInputError(
+            "What the shares were asked for is no bundle",
+            where=request.bundle.output_dir / SHARES_NAME / REQUEST_NAME,
+            found=error,
             todo="Run any one of them again, with the same --share: it writes the file anew",
         ) from None
 

@@ -10,7 +10,7 @@ from typing import Any
 from rich.console import RenderableType
 
 from mtp_export.bundle.build import BundleResult
-from mtp_export.bundle.shares import finish_shares, shared_request
+from mtp_export.bundle.shares import finish_shares, shared_plan, shared_request
 from mtp_export.commands import bundle_tables, export, graft, quantize
 from mtp_export.commands.garbage import gc_paused
 from mtp_export.commands.output import REPORT, DebugReporting, json_text, print_result
@@ -50,7 +50,7 @@ def finish(options: FinishCommand) -> None:
     refuse_overlaps(inputs, {"--report": options.report})
     reports = try_reports({"--report": options.report})
     with gc_paused():
-        plan = request.plan()
+        plan = shared_plan(request)
     result = finish_shares(plan)
     facts_of, table_of = _FORMS[request.planner]
     facts = facts_of(result)

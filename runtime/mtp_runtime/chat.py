@@ -23,6 +23,7 @@ _TEMPLATE_NAME, _SETTINGS_NAME = "chat_template.jinja", "tokenizer_config.json"
 _MAX_TEMPLATE = 1_000_000  # characters; those of releases have some thousands
 _MAX_LINE = 1 << 24  # characters of an answer
 _SECONDS = 5.0
+_GET_AGAIN = "Get the template again from the checkpoint's source"
 _WORKER = Path(__file__).with_name("chat_worker.py")
 
 
@@ -47,7 +48,8 @@ class Chat:
         """Return the text of a chat up to where the assistant answers, special tokens included.
 
         Raises UsageError without a template, or for messages that it refuses, and
-        InvalidInputError for a template that is too large, or takes too much time or memory.
+        InvalidInputError for a template that is too large, breaks off whatever the messages are, or
+        takes too much time or memory.
         """
         if self._template is None:
             raise UsageError(
@@ -64,11 +66,19 @@ class Chat:
         asked = {"template": self._template, "variables": variables, "seconds": self._seconds}
         with self._lock:
             answer = self._ask(json.dumps(asked))
-        if "error" in answer:
+        if "refused" in answer:
             raise UsageError(
                 "The chat template refuses the messages",
                 where=self._folder,
-                found=answer["error"],
+                found=answer["refused"],
+            )
+        if "broken" in answer:
+            raise InvalidInputError(
+                "The chat template cannot be rendered",
+                where=self._folder,
+                expected="a template that renders a chat, in a sandbox",
+                found=answer["broken"],
+                todo=_GET_AGAIN,
             )
         return answer["text"]
 
@@ -92,7 +102,7 @@ class Chat:
             where=self._folder,
             expected=f"an answer of at most {_MAX_LINE} characters in {self._seconds:g} seconds"
             " and 512 MiB",
-            todo="Get the template again from the checkpoint's source",
+            todo=_GET_AGAIN,
         )
 
     def _start(self) -> subprocess.Popen[str]:

@@ -2,7 +2,8 @@
 
 A template comes with a checkpoint and is a program. Jinja's sandbox keeps it from what is outside;
 its time and memory the operating system bounds, and at the bound of time ends this process. One
-JSON object per line: {"template", "variables", "seconds"} comes in, {"text"} or {"error"} goes out.
+JSON object per line: {"template", "variables", "seconds"} comes in; {"text"} goes out, or
+{"refused"} where the messages are at fault, or {"broken"} where the template is.
 """
 
 from __future__ import annotations
@@ -11,19 +12,28 @@ import json
 import resource
 import signal
 import sys
+from collections.abc import Mapping
 from datetime import datetime
 from functools import cache
 from typing import Any, NoReturn
 
-from jinja2 import Template, TemplateError
+from jinja2 import Template
+from jinja2.exceptions import SecurityError
 from jinja2.ext import loopcontrols
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 _MEMORY_BYTES = 512 << 20
 
 
+_PLAIN_CHAT = {"messages": [{"role": "user", "content": "a"}]}
+
+
+class _Refusal(Exception):
+    """Refusal of the messages by the template itself."""
+
+
 def _raise_exception(message: str) -> NoReturn:
-    raise TemplateError(message)
+    raise _Refusal(message)
 
 
 def _strftime_now(form: str) -> str:
@@ -52,10 +62,24 @@ def _answer(line: str) -> dict[str, str]:
     signal.setitimer(signal.ITIMER_PROF, asked["seconds"])  # of computing; its signal ends us
     try:
         return {"text": _compiled(asked["template"]).render(asked["variables"])}
+    except _Refusal as error:
+        return {"refused": str(error)[:1000]}
     except Exception as error:  # of whatever kind a template can raise
-        return {"error": f"{type(error).__name__}: {error}"[:1000]}
+        kind = "refused" if _renders(asked) and not isinstance(error, SecurityError) else "broken"
+        return {kind: f"{type(error).__name__}: {error}"[:1000]}
     finally:
         signal.setitimer(signal.ITIMER_PROF, 0)
+
+
+def _renders(asked: Mapping[str, Any]) -> bool:
+    """Return whether a template renders a chat that none refuses."""
+    try:
+        _compiled(asked["template"]).render(asked["variables"] | _PLAIN_CHAT)
+    except _Refusal:
+        return True
+    except Exception:
+        return False
+    return True
 
 
 def main() -> None:

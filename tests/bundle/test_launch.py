@@ -256,6 +256,7 @@ def test_a_bundle_without_both_parts_is_not_launched(pristine: Path, tmp_path: P
         ({"mtp_quant": None}, "mtp_quant"),
         ({"base_quant": {}}, "base_quant"),
         ({"target": []}, "target"),
+        ({"target": "nope"}, "no target that this version knows"),
     ],
 )
 def test_a_manifest_of_other_precisions_is_refused(

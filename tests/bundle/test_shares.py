@@ -15,6 +15,7 @@ from bundle.commands import COMMANDS, Command, Files, check_nothing_looks_whole
 from cases import (
     MTP_LAYER,
     Outcome,
+    edit_json,
     export,
     nightly_but,
     quantize,
@@ -326,6 +327,22 @@ def test_a_damaged_request(content: bytes, kind: str, source: Path, output: Path
     assert export(source, output, *OPTIONS, "--share", "1/1").code == 0
     (output / SHARES / "request.json").write_bytes(content)
     refused(finish(output), 3, "asked for cannot be read", "request.json", f"Found {kind}")
+    assert export(source, output, *OPTIONS, "--share", "1/1").code == 0
+    assert finish(output).code == 0
+
+
+@pytest.mark.parametrize(
+    "change", [{"target": "nope"}, {"input_dir": "/"}], ids=["target", "around the output"]
+)
+def test_a_request_that_no_command_makes_is_damage(
+    change: dict[str, str], source: Path, output: Path
+) -> None:
+    """Though the same options of a command are wrong usage."""
+    assert export(source, output, *OPTIONS, "--share", "1/1").code == 0
+    edit_json(output / SHARES / "request.json", lambda request: request["options"].update(change))
+    refused(
+        finish(output), 3, "asked for is no bundle", "request.json", "Run any one of them again"
+    )
     assert export(source, output, *OPTIONS, "--share", "1/1").code == 0
     assert finish(output).code == 0
 

@@ -85,10 +85,7 @@ def test_a_template_that_takes_too_much_is_cut_off(
     ("template", "words"),
     [
         ("{{ raise_exception('roles must alternate') }}", "roles must alternate"),
-        ("{{ ''.__class__.__mro__ }}", "unsafe"),
-        ("{{ messages.append(1) }}", "not safely|unsafe"),
-        ("{% if %}", "TemplateSyntaxError"),
-        ("{{ nothing.at.all }}", "undefined"),
+        ("{% if messages[1] %}{{ nothing.at.all }}{% endif %}", "undefined"),
     ],
 )
 def test_a_template_that_refuses_is_quoted(
@@ -96,6 +93,25 @@ def test_a_template_that_refuses_is_quoted(
 ) -> None:
     chat = Chat(folder_with(template, trained, tmp_path))
     with pytest.raises(UsageError, match=words):
+        chat.prompt(MESSAGES)
+
+
+@pytest.mark.parametrize(
+    ("template", "words"),
+    [
+        ("{{ ''.__class__.__mro__ }}", "unsafe"),
+        ("{{ messages.append(1) }}", "not safely|unsafe"),
+        ("{% if %}", "TemplateSyntaxError"),
+        ("{{ nothing.at.all }}", "undefined"),
+        ("{% if messages[1] %}{{ ''.__class__.__mro__ }}{% endif %}", "unsafe"),
+    ],
+)
+def test_a_template_that_renders_nothing_is_invalid_input(
+    template: str, words: str, trained: Path, tmp_path: Path
+) -> None:
+    """Whatever the messages are, and also where it waits for some to leave its sandbox."""
+    chat = Chat(folder_with(template, trained, tmp_path))
+    with pytest.raises(InvalidInputError, match=f"cannot be rendered.*{words}"):
         chat.prompt(MESSAGES)
 
 

@@ -182,6 +182,10 @@ def other_target(bundle: Path) -> None:
     edit_json(bundle / "mtp_export.json", lambda m: m["options"].update(target="xllm"))
 
 
+def unknown_target(bundle: Path) -> None:
+    edit_json(bundle / "mtp_export.json", lambda m: m["options"].update(target="nope"))
+
+
 def more_layers(bundle: Path) -> None:
     edit_json(bundle / "main/config.json", lambda c: c.update(num_nextn_predict_layers=2))
 
@@ -194,7 +198,7 @@ def for_lightllm(pristine: Path, tmp_path_factory: pytest.TempPathFactory) -> Pa
 
 
 @pytest.mark.parametrize(
-    "damage", [other_head, other_experts, no_manifest, other_target, more_layers]
+    "damage", [other_head, other_experts, no_manifest, other_target, unknown_target, more_layers]
 )
 def test_a_draft_of_something_else_is_refused(
     damage: Callable[[Path], None], for_lightllm: Path, tmp_path: Path

@@ -4,14 +4,17 @@ layout is one line in that layout's file."""
 from __future__ import annotations
 
 from collections.abc import Collection, Set
+from pathlib import Path
 
-from mtp_checkpoints.errors import UsageError
+from mtp_checkpoints.errors import InvalidInputError, UsageError
 from mtp_checkpoints.layouts.base import Engine, Target
 from mtp_checkpoints.layouts.eagle import EAGLE
 from mtp_checkpoints.layouts.hf import HF
 from mtp_checkpoints.layouts.lightllm import LIGHTLLM
 from mtp_checkpoints.layouts.paddlenlp import PADDLENLP
 from mtp_checkpoints.layouts.xllm import XLLM
+from mtp_checkpoints.tensors.bundle_folder import bundle_target
+from mtp_checkpoints.tensors.manifest import MANIFEST_NAME
 
 TARGETS: dict[str, Target] = {
     "hf": HF,
@@ -35,6 +38,21 @@ def target_of(name: str) -> Target:
     raise UsageError(
         "Unknown target", expected=", ".join(target_names()), found=name, todo="Pick one of these"
     )
+
+
+def target_of_bundle(bundle: Path) -> Target:
+    """Return the layout of a bundle's MTP part, by its manifest (InvalidInputError where no layout
+    has that name)."""
+    name = bundle_target(bundle)
+    if name not in TARGETS:
+        raise InvalidInputError(
+            "The manifest has no target that this version knows",
+            where=bundle / MANIFEST_NAME,
+            expected=" or ".join(TARGETS),
+            found=name[:100],
+            todo="Use the version of mtp-export that wrote it, or export again",
+        )
+    return TARGETS[name]
 
 
 def engine_of(name: str) -> Engine:

@@ -9,11 +9,12 @@ from mtp_checkpoints.containers import is_checkpoint
 from mtp_checkpoints.containers.base import CONFIG_NAME
 from mtp_checkpoints.errors import InvalidInputError
 from mtp_checkpoints.families import family_of
-from mtp_checkpoints.layouts import target_of
+from mtp_checkpoints.layouts import target_of_bundle
+from mtp_checkpoints.layouts.base import Target
 from mtp_checkpoints.quantization.mismatches import compare
 from mtp_checkpoints.quantization.stored import StoredModel, StoredWeight, stored_model
 from mtp_checkpoints.sources.local_folder import LocalFolder
-from mtp_checkpoints.tensors.bundle_folder import bundle_target, open_parts
+from mtp_checkpoints.tensors.bundle_folder import open_parts
 from mtp_checkpoints.tensors.reader import Checkpoint
 
 
@@ -49,7 +50,7 @@ def open_folders(path: Path) -> list[ModelFolder]:
         opened = open_parts(path)
         folders = [ModelFolder(opened.main, stored_model(opened.main.config).main)]
         if opened.mtp is not None:
-            folders.append(_draft(opened.mtp, opened.main, bundle_target(path)))
+            folders.append(_draft(opened.mtp, opened.main, target_of_bundle(path)))
     for folder in folders:
         folder.check()
     return folders
@@ -63,11 +64,11 @@ def _whole(checkpoint: Checkpoint) -> ModelFolder:
     return ModelFolder(checkpoint, stored.main)
 
 
-def _draft(mtp: Checkpoint, main: Checkpoint, target: str) -> ModelFolder:
+def _draft(mtp: Checkpoint, main: Checkpoint, target: Target) -> ModelFolder:
     """Return the MTP folder of a bundle, which must hold the main model's MTP layers."""
     specs = family_of(main.config).tensors.values()
     layers = {spec.name: spec.shape for spec in specs if spec.mtp_layer is not None}
-    stored = target_of(target).stored_draft(mtp.config, main.config["num_hidden_layers"])
+    stored = target.stored_draft(mtp.config, main.config["num_hidden_layers"])
     own = {name: one.weight.shape for name, one in stored.weights.items()}
     unlike = [name for name in {**layers, **own} if layers.get(name) != own.get(name)]
     if unlike:
