@@ -39,6 +39,12 @@ def blocks_of(page: Path) -> tuple[Block, ...]:
     return tuple(Block(name, *match.groups()) for match in _FENCE.finditer(page.read_text()))
 
 
+def python_of(page: Path, word: str) -> str:
+    """Return the one Python block of a page that has a word in it."""
+    (text,) = (b.text for b in blocks_of(page) if b.language == "python" and word in b.text)
+    return text
+
+
 def prose_of(page: Path) -> str:
     """Return a page without its code blocks."""
     return _FENCE.sub("", page.read_text())

@@ -27,10 +27,11 @@ from mtp_export.options import (
     path_option,
 )
 from mtp_export.progress import format_bytes
-from mtp_export.verify.check import Level
+from mtp_export.verify.check import Level, Status
 from mtp_export.verify.options import VerifyOptions
 
 if TYPE_CHECKING:
+    from mtp_export.verify.context import Context
     from mtp_export.verify.report.report import Report as VerifyReport
     from mtp_runtime.parallel.group import Group
 
@@ -71,6 +72,15 @@ class VerifyCommand:
             "Write an HTML page with plots.", Panel.REPORT, "FILE.html", access=Access.WRITTEN
         ),
     )
+    golden: Path | None = field(
+        default=None,
+        metadata=path_option(
+            "Write tokens, drafts and log-probabilities, to compare engines with.",
+            Panel.REPORT,
+            "FILE.jsonl",
+            access=Access.WRITTEN,
+        ),
+    )
     reporting: QuietReporting = QuietReporting()
 
 
@@ -81,33 +91,44 @@ def verify(options: VerifyCommand, context: typer.Context) -> None:
     verification, share, reporting = options.verification, options.share, options.reporting
     if share is not None:
         _check_share(verification, share, options.cluster)
+    if options.golden is not None:
+        _check_golden(verification)
     reports = try_reports(
         {"--report": options.report, "--junit": options.junit, "--html": options.html}
     )
+    golden = try_reports({"--golden": options.golden})
     if share is not None:
         facts, table = _read_share(verification, share, quiet=reporting.quiet)
         reports.write({"--report": lambda: json_text(facts)})
         print_result(facts, table, reporting)
         return
-    finished = _run(verification, options.cluster, context.obj, quiet=reporting.quiet)
+    subject = _opened(verification, context.obj, quiet=reporting.quiet)
+    finished = _run(subject, options.cluster, quiet=reporting.quiet)
     _write_reports(finished, reports)
     print_result(finished.as_json(), report_table(finished), reporting)
+    if options.golden is not None and finished.status is Status.FAIL:
+        remark(f"{options.golden} was not written: a golden file is of a model that passes")
     finished.raise_if_failed()
+    if options.golden is not None:
+        _write_golden(subject, golden, quiet=reporting.quiet)
 
 
-def _run(
-    options: VerifyOptions, cluster: str | None, group: Group | None, *, quiet: bool
-) -> VerifyReport:
-    """Run the checks, with progress and a line per finished check on stderr unless quiet."""
+def _opened(options: VerifyOptions, group: Group | None, *, quiet: bool) -> Context:
     from mtp_export.commands.progress_bar import progress_bar
-    from mtp_export.verify import run_checks
     from mtp_export.verify.context import Context
-    from mtp_export.verify.report.report import report_of
 
     with gc_paused():
         context = Context.open(options, partial(progress_bar, quiet=quiet), group)
         if options.level > Level.FILES:
             import torch  # noqa: F401 (which all further checks need)
+    return context
+
+
+def _run(context: Context, cluster: str | None, *, quiet: bool) -> VerifyReport:
+    """Run the checks, with progress and a line per finished check on stderr unless quiet."""
+    from mtp_export.verify import run_checks
+    from mtp_export.verify.report.report import report_of
+
     start = time.monotonic()
     if cluster is not None:
         from mtp_export.cluster.verification import read_on_cluster
@@ -131,6 +152,29 @@ def _write_reports(report: VerifyReport, files: ReportFiles) -> None:
             "--junit": lambda: junit_xml(report),
             "--html": lambda: html_page(report),
         }
+    )
+
+
+def _write_golden(context: Context, files: ReportFiles, *, quiet: bool) -> None:
+    from mtp_export.verify.report.golden import golden_text
+
+    start = time.monotonic()
+    text = golden_text(context)
+    files.write({"--golden": lambda: text})
+    if not quiet:
+        remark(f"golden file: written, {time.monotonic() - start:.1f} s")
+
+
+def _check_golden(options: VerifyOptions) -> None:
+    """Refuse a golden file of a bundle that is not run, or not as a whole (UsageError)."""
+    if options.level is Level.RUN and not options.stream:
+        return
+    found = "--stream" if options.stream else f"--level {options.level.name.lower()}"
+    raise UsageError(
+        "A golden file holds what the whole model generates",
+        expected="--golden at level run, without --stream",
+        found=f"--golden with {found}",
+        todo=f"Leave {found} out, or --golden",
     )
 
 

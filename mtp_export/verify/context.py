@@ -32,7 +32,12 @@ from mtp_export.verify.evidence.parts import (
     parts_of_checkpoint,
     why_too_large,
 )
-from mtp_export.verify.evidence.prompts import GivenText, Prompt, choose_prompts
+from mtp_export.verify.evidence.prompts import (
+    GivenText,
+    Prompt,
+    choose_prompts,
+    texts_of_prompts,
+)
 from mtp_export.verify.evidence.source_weights import SourceWeights
 from mtp_export.verify.evidence.walks import Walks
 from mtp_export.verify.options import VerifyOptions
@@ -255,6 +260,11 @@ class Context:
     def prompts(self) -> tuple[Prompt, ...]:
         """The prompts of --prompts, or built-in ones for the bundle's tokenizer."""
         return choose_prompts(self.options.prompts, self.given, self.main)
+
+    @cached_property
+    def prompt_texts(self) -> Mapping[Prompt, str | None]:
+        """The text of each of the prompts, None for one that is no text."""
+        return dict(zip(self.prompts, texts_of_prompts(self.given, self.main), strict=True))
 
     @cached_property
     def corpus(self) -> Corpus:

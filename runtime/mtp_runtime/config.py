@@ -106,7 +106,8 @@ class SpeculationConfig:
     to max_draft_tokens, by what acceptance and costs are measured. draft_temperature: that of each
     draft of a request that samples, the last one for all further; 0 takes the best token, () the
     request's own. draft_stop_entropy: nats of the distribution that a draft would be drawn from,
-    above which none is drawn.
+    above which none is drawn. draft_logprobs: drafts of a chain or of parallel heads come with
+    their log-probabilities; they are then made step by step.
     """
 
     method: str = NO_DRAFTS
@@ -121,9 +122,11 @@ class SpeculationConfig:
     adaptive: bool = False
     draft_temperature: tuple[float, ...] = ()
     draft_stop_entropy: float = math.inf
+    draft_logprobs: bool = False
 
     def __post_init__(self) -> None:
         check_flag("adaptive", self.adaptive)
+        check_flag("draft_logprobs", self.draft_logprobs)
         for option, value, high in (
             ("speculate_max_draft_token_num", self.max_draft_tokens, MAX_DRAFT_TOKENS),
             ("speculate_max_ngram_size", self.max_ngram_size, 64),

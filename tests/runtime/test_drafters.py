@@ -17,7 +17,7 @@ from mtp_runtime.cache import LayerCaches, PageAllocator
 from mtp_runtime.config import EngineConfig, SpeculationConfig
 from mtp_runtime.drafters import DRAFTERS
 from mtp_runtime.drafters.base import Drafter, DrafterParts, Pass
-from mtp_runtime.drafters.chain import Chain, extend
+from mtp_runtime.drafters.chain import Chain, extend, take_best
 from mtp_runtime.drafters.known_answers import KnownAnswersDrafter
 from mtp_runtime.drafters.ngram import find_last
 from mtp_runtime.models.model import Model, ModelCache, States
@@ -247,6 +247,21 @@ def test_a_chain_goes_on_at_the_entropy_that_ends_it(params: SamplingParams) -> 
         chain = Chain(request_of([1], params=params), 3)
         extend([chain], LOGITS[1:2], SpeculationConfig(draft_stop_entropy=float(limit)))
         assert (len(chain.tokens), chain.is_whole) == (drafts, not drafts)
+
+
+def test_drafts_come_with_their_log_probabilities() -> None:
+    """Those at temperature 1, of drafts that are drawn too; a chain that has ended gets none."""
+    settings = SpeculationConfig(draft_logprobs=True, draft_stop_entropy=1.0)
+    rows, flat = torch.tensor([[4.0, 0, 1, 0, 2], [0.0, 5, 0, 1, 0]]), torch.zeros(1, 5)
+    chains = [Chain(request_of([1], params=own), 2) for own in (GREEDY, SAMPLED, GREEDY)]
+    assert not take_best(chains[:1], SpeculationConfig(draft_logprobs=True))
+    extend(chains, torch.cat([rows[:1], rows[:1], flat]), settings)
+    extend(chains[:2], rows[[1, 1]], settings)
+    for chain in chains[:2]:
+        expected = [float(rows.log_softmax(-1)[n, token]) for n, token in enumerate(chain.tokens)]
+        assert len(expected) == 2
+        assert chain.draft().logprobs == pytest.approx(expected)
+    assert (chains[2].tokens, chains[2].draft().logprobs) == ([], ())
 
 
 def test_an_empty_chain_is_an_empty_draft() -> None:

@@ -9,7 +9,7 @@ from functools import cached_property
 
 import torch
 
-from mtp_export.verify.evidence.decode import Decoded, decode
+from mtp_export.verify.evidence.decode import Decoded, decode, decode_one_by_one
 from mtp_export.verify.evidence.prompts import Prompt
 from mtp_runtime.models.execution import DraftModule, Head
 from mtp_runtime.models.model import Model, MtpModule
@@ -98,6 +98,11 @@ class Corpus:
         if k not in self._decoded:
             self._decoded[k] = decode(self.model, self.prompts, self.params, method="mtp", k=k)
         return self._decoded[k]
+
+    def one_by_one(self, k: int) -> Decoded:
+        """Greedy decoding with k drafts of the MTP modules after every token, none accepted, and
+        with log-probabilities."""
+        return decode_one_by_one(self.model, self.prompts, self.params, k)
 
     def sampled(self, k: int) -> tuple[Corpus, Decoded]:
         """Sampling at temperature 1 with k drafts of the MTP module: a corpus of the sampled texts,

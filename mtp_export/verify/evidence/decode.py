@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
+import torch
 
 from mtp_export.verify.evidence.prompts import Prompt
-from mtp_runtime.acceptance.base import Draft
+from mtp_runtime.acceptance.base import Draft, Verdict
 from mtp_runtime.config import EngineConfig, SpeculationConfig
 from mtp_runtime.drafters import DRAFTERS
 from mtp_runtime.drafters.base import Drafter, DrafterParts, Pass
 from mtp_runtime.engine import Engine
+from mtp_runtime.judging import Group, Judge
 from mtp_runtime.models.model import Model
 from mtp_runtime.request import Request, TokenEvent
 from mtp_runtime.sampling import Probabilities, SamplingParams
@@ -43,12 +45,13 @@ class Peaks:
 @dataclass(frozen=True)
 class Proposal:
     """Drafts for the tokens after position `last` of a request, and peaks of their
-    distributions."""
+    distributions; logprobs as in Draft."""
 
     request: int
     last: int
     tokens: tuple[int, ...]
     peaks: Peaks | None = None
+    logprobs: tuple[float, ...] = ()
 
 
 @dataclass
@@ -84,6 +87,7 @@ class Recorder(PassThroughDrafter):
                 last=len(request.tokens) - 1,
                 tokens=draft.tokens,
                 peaks=Peaks.of(draft),
+                logprobs=draft.logprobs,
             )
             for request, draft in zip(requests, drafts, strict=True)
         ]
@@ -127,6 +131,33 @@ def decode(
     run = new_run(model, prompts, params, method=method, k=k, build=build, draft_model=draft_model)
     events = tuple(run.engine.run(run.requests))
     return Decoded(run.requests, events, tuple(run.recorder.proposals))
+
+
+def decode_one_by_one(
+    model: Model, prompts: Sequence[Prompt], params: SamplingParams, k: int
+) -> Decoded:
+    """Decode prompts greedily, one token per step, so that there are k drafts of the MTP modules
+    after every token, whatever would have been accepted; with log-probabilities of the tokens, two
+    for each, and of the drafts."""
+    params = replace(params, logprobs=2)
+    run = new_run(model, prompts, params, build=_with_logprobs, k=k)
+    run.engine.judge = _NoneAccepted(run.engine.judge.head, run.engine.judge.settings)
+    events = tuple(run.engine.run(run.requests))
+    return Decoded(run.requests, events, tuple(run.recorder.proposals))
+
+
+def _with_logprobs(parts: DrafterParts) -> Drafter:
+    """The drafter of the MTP modules, whose drafts come with their log-probabilities."""
+    speculation = replace(parts.config.speculation, draft_logprobs=True)
+    config = replace(parts.config, speculation=speculation)
+    return DRAFTERS["mtp"].build(replace(parts, config=config))
+
+
+class _NoneAccepted(Judge):
+    """Takes the target's best token after the last one, and no draft."""
+
+    def decide(self, group: Group, logits: torch.Tensor, best: list[int]) -> Verdict:
+        return Verdict(0, best[0])
 
 
 def new_run(

@@ -54,6 +54,18 @@ def choose_prompts(
     return encoded(main, path, BUILT_IN)
 
 
+def texts_of_prompts(
+    given: Sequence[GivenText] | None, main: Checkpoint | None
+) -> tuple[str | None, ...]:
+    """Text of each prompt that choose_prompts returns; None for one that is no text."""
+    from mtp_runtime.tokenizer import Tokenizer
+
+    assert main is not None, "checks that run a model do not start without one"
+    if given is not None:
+        return tuple(prompt if isinstance(prompt, str) else None for prompt, _ in given)
+    return BUILT_IN if Tokenizer.find(main.folder).found else (None,) * _RANDOM_PROMPTS
+
+
 def encoded(
     main: Checkpoint, path: Path | None, prompts: Iterable[str | Prompt]
 ) -> tuple[Prompt, ...]:

@@ -17,10 +17,15 @@ Logits = np.ndarray[Any, np.dtype[np.float32]]
 
 @dataclass(frozen=True)
 class Draft:
-    """Proposed tokens, and the distribution each was drawn from [n, vocab]; None: certainty."""
+    """Proposed tokens, and the distribution each was drawn from [n, vocab]; None: certainty.
+
+    logprobs: natural logarithms of the tokens' probabilities at temperature 1, none where the
+    settings do not ask for them.
+    """
 
     tokens: tuple[int, ...] = ()
     draft_probs: Probabilities | None = None
+    logprobs: tuple[float, ...] = ()
 
 
 @dataclass(frozen=True)

@@ -25,15 +25,15 @@ class Chain:
     count: int
     tokens: list[int] = field(default_factory=list)
     distributions: list[Probabilities] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
 
     @property
     def is_whole(self) -> bool:
         return len(self.tokens) >= self.count
 
     def draft(self) -> Draft:
-        return Draft(
-            tuple(self.tokens), np.stack(self.distributions) if self.distributions else None
-        )
+        distributions = np.stack(self.distributions) if self.distributions else None
+        return Draft(tuple(self.tokens), distributions, tuple(self.logprobs))
 
 
 class ChainDrafter(Drafter):
@@ -53,9 +53,8 @@ class ChainDrafter(Drafter):
 
 def take_best(chains: Sequence[Chain], settings: SpeculationConfig) -> bool:
     """Return True where all chains take the best tokens, and nothing else of a head."""
-    return math.isinf(settings.draft_stop_entropy) and all(
-        chain.request.params.greedy for chain in chains
-    )
+    only_best = math.isinf(settings.draft_stop_entropy) and not settings.draft_logprobs
+    return only_best and all(chain.request.params.greedy for chain in chains)
 
 
 def grow(
@@ -98,6 +97,17 @@ def extend(chains: Sequence[Chain], logits: torch.Tensor, settings: SpeculationC
         else:
             chain.tokens.append(chain.request.choices.draw(distribution))
             chain.distributions.append(distribution)
+    if settings.draft_logprobs:
+        _note_logprobs(chains, logits)
+
+
+def _note_logprobs(chains: Sequence[Chain], logits: torch.Tensor) -> None:
+    """Note the log-probability of the token that each chain got from its row of logits [b, vocab];
+    one that ended got none."""
+    rows = logits.float().log_softmax(dim=-1)
+    for row, chain in zip(rows, chains, strict=True):
+        if len(chain.logprobs) < len(chain.tokens):
+            chain.logprobs.append(float(row[chain.tokens[-1]]))
 
 
 def _params_of_draft(

@@ -7,7 +7,6 @@ there. Module m lags m rows behind the target, since its row takes a token m pla
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
@@ -18,7 +17,7 @@ from mtp_checkpoints.errors import UnsupportedError
 from mtp_kernels.decoder import Recursion
 from mtp_runtime.cache import Cache, lay_out, page_table
 from mtp_runtime.drafters.base import DrafterParts, Pass
-from mtp_runtime.drafters.chain import Chain, ChainDrafter, grow
+from mtp_runtime.drafters.chain import Chain, ChainDrafter, grow, take_best
 from mtp_runtime.models.compiled import stacked
 from mtp_runtime.models.execution import DraftModule
 from mtp_runtime.request import Request
@@ -79,9 +78,9 @@ class ModuleDrafter(ChainDrafter):
 
     def grow(self, chains: list[Chain]) -> None:
         """Grow every chain to its count; greedy ones in one call where there is one."""
-        at_once = len(self._modules) == 1 and math.isinf(self._settings.draft_stop_entropy)
-        recursion = self._modules[0].recursion if at_once else None
         greedy = [chain for chain in chains if chain.request.params.greedy]
+        at_once = len(self._modules) == 1 and take_best(greedy, self._settings)
+        recursion = self._modules[0].recursion if at_once else None
         if recursion is not None and any(chain.count > 1 for chain in greedy):
             self._grow_at_once(greedy, recursion)
             chains = [chain for chain in chains if not chain.request.params.greedy]
