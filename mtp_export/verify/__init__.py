@@ -36,7 +36,10 @@ CHECKS: dict[str, Check] = {
     "ledger": Check(
         "Load ledger",
         Level.WEIGHTS,
-        ("weights.load_report", "weights.load_report:extra_drafts", "weights.value_checks"),
+        (
+            *("weights.load_report", "weights.load_report:extra_drafts"),
+            *("weights.value_checks", "weights.mtp_values"),
+        ),
     ),
     "weights": Check("Weights against source", Level.WEIGHTS, ("weights.comparison",)),
     "greedy": Check("Greedy equality", Level.RUN, ("decoding.greedy",)),

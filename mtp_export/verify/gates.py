@@ -30,6 +30,13 @@ OUTER_CODES = 0.6
 # powers of two: rounding a scale up before quantizing leaves room in most blocks.
 FULL_BLOCKS = 0.5
 
+# The largest share of a norm's weights that may be negative. A norm that multiplies by w has few;
+# the w of 1 + w lies around zero.
+NEGATIVE_NORM = 0.25
+# The largest share of zeros in a block of a matrix. Int4 in groups rounds a sixth of a matrix to
+# zero, in one scale per row a third; a block that is small beside what shares its scale, all of it.
+ZERO_SHARE = 0.75
+
 
 def gate_of(manifest_options: Mapping[str, object]) -> tuple[str, RunGate]:
     """The names of a bundle's schemes and its gate, by the options that its manifest records.

@@ -16,6 +16,7 @@ from mtp_runtime.layers.attention import Attention
 from mtp_runtime.layers.gqa import Gqa
 from mtp_runtime.layers.linear import Linear, Weight
 from mtp_runtime.layers.mla import Mla
+from mtp_runtime.layers.norm import RmsNorm
 from mtp_runtime.layers.rope import yarn_temperature
 from mtp_runtime.models.model import Model, MtpModule
 from mtp_runtime.teacher_forcing import Recycle
@@ -70,6 +71,14 @@ def layout_variants(model: Model, module: MtpModule) -> Iterator[Variant]:
             module, embedding_norm=module.hidden_norm, hidden_norm=module.embedding_norm
         ),
     )
+    for shift, cause in ((1.0, causes.NORMS_OF_ONE_PLUS_W), (-1.0, causes.NORMS_SHIFTED)):
+        yield replace(
+            own,
+            name=f"norms {shift:+.0f}",
+            change=f"{'1 is added to' if shift > 0 else '1 is taken from'} every norm's weights",
+            cause=cause,
+            module=norms_shifted(module, shift),
+        )
     yield from _attention_variants(model, own)
     if module.embedding is not model.embedding:
         yield replace(
@@ -231,6 +240,26 @@ class _HalvesExchanged:
 
     def _exchanged(self, columns: torch.Tensor) -> torch.Tensor:
         return columns.roll(self.shape[1] // 2, dims=1)
+
+
+def norms_shifted(module: MtpModule, shift: float) -> MtpModule:
+    """The module with a number added to the weights of all norms around its linears."""
+
+    def shifted(norm: RmsNorm) -> RmsNorm:
+        return replace(norm, weight=norm.weight + shift)
+
+    layer = module.layer
+    return replace(
+        module,
+        embedding_norm=shifted(module.embedding_norm),
+        hidden_norm=shifted(module.hidden_norm),
+        head=replace(module.head, norm=shifted(module.head.norm)),
+        layer=replace(
+            layer,
+            input_norm=None if layer.input_norm is None else shifted(layer.input_norm),
+            post_norm=shifted(layer.post_norm),
+        ),
+    )
 
 
 def halves_exchanged(linear: Linear) -> Linear:

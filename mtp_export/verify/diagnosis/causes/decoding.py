@@ -8,6 +8,14 @@ CONCATENATION_REVERSED = (
     "the concatenation is reversed: eh_proj must read [enorm(embedding); hnorm(hidden)]"
 )
 NORMS_SWAPPED = "enorm and hnorm are swapped"
+NORMS_OF_ONE_PLUS_W = (
+    "the norms hold the w of 1 + w, and the engine multiplies by w: 1 must be added when they are"
+    " converted"
+)
+NORMS_SHIFTED = (
+    "the norms hold 1 + w, to which the engine adds 1 again, or 1 was added by mistake when they"
+    " were converted"
+)
 ROPE_IN_HALVES = (
     "the rotary rows of q_b_proj and kv_a_proj_with_mqa are stored in halves instead of interleaved"
     " pairs"

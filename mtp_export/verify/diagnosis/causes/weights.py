@@ -61,6 +61,29 @@ def another_checkpoint(tensor: str, original: str) -> str:
     )
 
 
+def norm_centred_at_zero(tensor: str, negative: float) -> str:
+    return (
+        f"{negative:.0%} of {tensor} is negative, around zero: it holds the w of a norm that"
+        " multiplies by 1 + w, and this model's norms multiply by w"
+    )
+
+
+def half_zeroed(tensor: str, half: str) -> str:
+    """half: first or second."""
+    return (
+        f"the {half} half of {tensor}'s columns is rounded to zero: the halves differ in size, and"
+        " a scale that both share is too coarse for the smaller. Drafts see one of embedding and"
+        " hidden state alone. Keep it in bf16, or give each half scales of its own"
+    )
+
+
+def block_zeroed(tensor: str, share: float, row: int, column: int) -> str:
+    return (
+        f"{share:.0%} of a block of {tensor} is zero (from row {row}, column {column} on): its"
+        " scale is too coarse, or it was never written"
+    )
+
+
 # --- Compared with the source ---------------------------------------------------------------------
 
 CONSTANT = "it is constant: never written, or dropped and filled in"

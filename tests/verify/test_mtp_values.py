@@ -1,0 +1,79 @@
+"""Values of an MTP module that no source is needed for: norms of 1 + w, halves and blocks that were
+rounded to zero, another layer's weights."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from cases import run_program
+from verify.foreign import DEEPSEEK, GLM, GLM_MTP, Tensors, rewritten
+
+ATTENTION = f"{GLM_MTP}self_attn.o_proj.weight"
+
+
+def failures(folder: Path) -> dict[str, dict[str, Any]]:
+    """Failed items of check `ledger` by name."""
+    outcome = run_program("verify", folder, "--level", "weights", "--json", "--quiet")
+    checks = {check["name"]: check for check in json.loads(outcome.out)["checks"]}
+    items = {item["name"]: item for item in checks["ledger"]["items"]}
+    assert "mtp: no block rounded to zero" in items
+    found = {name: item for name, item in items.items() if item["status"] == "fail"}
+    assert outcome.code == (7 if found else 0), outcome.err
+    return found
+
+
+def less_one(stored: Tensors) -> None:
+    for name in stored:
+        if name.startswith(GLM_MTP) and "layernorm" in name:
+            stored[name] = stored[name] - 1
+
+
+def without_embedding_half(stored: Tensors) -> None:
+    stored[f"{GLM_MTP}eh_proj.weight"][:, :128] = 0
+
+
+def coarse_rows(stored: Tensors) -> None:
+    """int4 with a scale per row: halves that differ 25 times in size lose the smaller."""
+    weight = stored[f"{GLM_MTP}eh_proj.weight"].float()
+    weight[:, 128:] *= 25 * weight[:, :128].std() / weight[:, 128:].std()
+    scale = weight.abs().amax(dim=1, keepdim=True) / 7
+    rounded = (weight / scale).round() * scale
+    stored[f"{GLM_MTP}eh_proj.weight"] = rounded.bfloat16()
+
+
+def zeroed_rows(stored: Tensors) -> None:
+    stored[f"{GLM_MTP}mlp.experts.1.down_proj.weight"][:, 32:] = 0
+    stored[f"{GLM_MTP}self_attn.q_proj.weight"][-128:] = 0
+
+
+def main_layer(stored: Tensors) -> None:
+    for name in list(stored):
+        own = name.replace("model.layers.2.", GLM_MTP)
+        if own != name and own in stored:
+            stored[own] = stored[name].clone()
+
+
+DAMAGE: dict[str, tuple[Callable[[Tensors], None], str, str]] = {
+    "norms of 1 + w": (less_one, "mtp: norms multiply by w", "multiplies by 1 + w"),
+    "zeroed half": (without_embedding_half, "mtp: halves of eh_proj", "the first half"),
+    "coarse scales": (coarse_rows, "mtp: halves of eh_proj", "the first half"),
+    "zeroed rows": (zeroed_rows, "mtp: no block rounded to zero", "from row"),
+    "another layer": (main_layer, "no linear is stored twice", "layers.2.self_attn.q_proj"),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGE)
+def test_damage_is_found_and_named(tmp_path: Path, damage: str) -> None:
+    change, item, words = DAMAGE[damage]
+    found = failures(rewritten(GLM, tmp_path / "damaged", change))
+    assert words in found[item]["cause"]
+
+
+@pytest.mark.parametrize("source", [GLM, DEEPSEEK], ids=lambda path: path.name)
+def test_trained_modules_pass(source: Path) -> None:
+    assert not failures(source)
