@@ -13,7 +13,7 @@ from mtp_checkpoints.errors import Interrupted, UsageError
 from mtp_export.commands.compiling import announced_compiling
 from mtp_export.commands.failures import failure_of
 from mtp_export.commands.garbage import gc_paused
-from mtp_export.commands.registry import AFTER_INTERRUPT, COMMANDS, command_named, program
+from mtp_export.commands.registry import COMMANDS, after_interrupt, command_named, program
 from mtp_export.commands.standard_streams import guarded_streams
 
 # Commands that torchrun may start: those that rank 0 runs while the other ranks follow it, and one
@@ -36,8 +36,7 @@ def exit_code(arguments: Sequence[str]) -> int:
         except BaseException as error:
             if "--debug" in arguments:
                 traceback.print_exc()
-            command = given[0] if given and given[0] in COMMANDS else ""
-            failure = failure_of(error, AFTER_INTERRUPT.get(command))
+            failure = failure_of(error, after_interrupt(given))
             print(f"mtp-export: error: {failure.message}", file=sys.stderr)
             return failure.exit_code
 

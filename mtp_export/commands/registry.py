@@ -3,7 +3,7 @@ run waits for those of others."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from functools import cache
 from importlib import import_module
 from typing import Any
@@ -18,10 +18,22 @@ COMMANDS = (
     *("generate", "serve", "compile", "launch", "inspect", "push"),
 )
 # What Ctrl-C leaves of a command, or of an export (""); of the others there is nothing to say.
-_AGAIN = "Run the same command again: it goes on where it stopped"
-AFTER_INTERRUPT = dict.fromkeys(("", "quantize", "graft", "tune", "finish", "push"), _AGAIN) | {
+_GOES_ON = "it goes on where it stopped"
+_AGAIN = f"Run the same command again: {_GOES_ON}"
+_AFTER_INTERRUPT = dict.fromkeys(("", "quantize", "graft", "tune", "finish", "push"), _AGAIN) | {
     "verify": "Nothing is kept of a verification, except with --workdir by --stream or --share"
 }
+
+
+def after_interrupt(arguments: Sequence[str]) -> str | None:
+    """Return what to do after Ctrl-C in a command; None where there is nothing, as in a dry run."""
+    if "--dry-run" in arguments:
+        return None
+    first = next(iter(arguments), "")
+    words = _AFTER_INTERRUPT.get(first if first in COMMANDS else "")
+    if words == _AGAIN and "--no-resume" in arguments:
+        return f"Run the same command without --no-resume: {_GOES_ON}"
+    return words
 
 
 @cache

@@ -113,6 +113,24 @@ def test_ctrl_c_promises_what_the_command_keeps(
     assert ("Nothing is kept" in said) == (command == "verify")
 
 
+@pytest.mark.parametrize("command", ["", *COMMANDS])
+def test_ctrl_c_promises_nothing_of_a_dry_run_or_a_run_that_starts_over(
+    command: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def interrupted(arguments: list[str]) -> int:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("mtp_export.commands.program._run", interrupted)
+    words = [command, "--input-dir", "x"] if command else ["--input-dir", "x"]
+    assert exit_code([*words, "--dry-run"]) == 130
+    assert capsys.readouterr().err == "mtp-export: error: Interrupted.\n"
+    assert exit_code([*words, "--no-resume"]) == 130
+    said = capsys.readouterr().err
+    resumes = command in ("", "quantize", "graft", "tune", "finish", "push")
+    assert ("without --no-resume: it goes on where it stopped" in said) == resumes
+    assert "the same command again" not in said
+
+
 def test_the_end_of_a_file_is_no_ctrl_c(monkeypatch: pytest.MonkeyPatch, pristine: Path) -> None:
     """Typer takes it for one: a damaged file said that the command goes on where it stopped."""
 
