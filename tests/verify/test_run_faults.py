@@ -16,8 +16,10 @@ from faults.run_faults import DRAFTER_FAULTS, RUN_FAULTS, DrafterFault
 from mtp_export.verify.check import Item, Status
 from mtp_export.verify.decoding import controls
 from mtp_export.verify.decoding.acceptance import diagnosed
+from mtp_export.verify.decoding.controls import too_few
 from mtp_export.verify.decoding.drafter_agreement import drafter_items
 from mtp_export.verify.evidence.corpus import Corpus
+from mtp_export.verify.evidence.statistics import Estimate
 from mtp_runtime.drafters import DRAFTERS
 from mtp_runtime.models.load import LoadOptions, load_model
 from mtp_runtime.streaming import open_streamed
@@ -84,6 +86,33 @@ def test_every_control_is_tested_and_lowers_acceptance(good: Good) -> None:
     items = list(controls.items_of(good.corpus))
     assert {item.status for item in items} == {Status.PASS}, items
     assert sum("before the norm" in item.name for item in items) == 2
+
+
+def test_few_drafts_say_nothing_of_the_contract(good: Good) -> None:
+    """Where acceptance is low a working module loses nothing that so few of them could show."""
+    tested = set()
+    for first in range(0, 16, 2):
+        few = Corpus(good.corpus.model, good.corpus.prompts[first : first + 2], 6)
+        for item in controls.items_of(few):
+            assert item.status is not Status.FAIL, item
+            if item.status is Status.NOT_TESTED and item.data:
+                tested.add(item.data["own"] <= 0.5)
+                assert "too few drafts to tell" in item.cause and "it takes about" in item.cause
+    assert tested == {True, False}
+
+
+@pytest.mark.parametrize(
+    ("loss", "needed"),
+    [
+        (Estimate(0.1, -0.1, 0.3, 50), 200),  # of the loss itself
+        (Estimate(0.0, -0.1, 0.1, 50), 200),  # of what a working module loses at least
+        (Estimate(0.02, -0.04, 0.08, 50), 200),
+        (Estimate(0.0, 0.0, 0.0, 10), 60),  # none of so few differed
+        (Estimate(-0.05, -0.15, 0.05, 50), None),
+    ],
+)
+def test_how_many_drafts_it_takes(loss: Estimate, needed: int | None) -> None:
+    assert (f"it takes about {needed:,};" if needed else "too small to tell") in too_few(loss)
 
 
 @pytest.mark.parametrize("fault", RUN_FAULTS, ids=lambda fault: fault.name)

@@ -3,6 +3,7 @@ token must not change earlier logits."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -16,6 +17,7 @@ from mtp_export.verify.diagnosis.variants import contract_variants, layout_varia
 from mtp_export.verify.evidence.corpus import Corpus, Drafts
 from mtp_export.verify.evidence.noise import measured_noise
 from mtp_export.verify.evidence.statistics import Estimate, ratio
+from mtp_export.verify.gates import LEAST_LOSS
 from mtp_runtime.layers.norm import RmsNorm
 from mtp_runtime.models.model import MtpModule
 from mtp_runtime.teacher_forcing import DraftInputs, Text, Texts, draft_states, target_states
@@ -23,6 +25,9 @@ from mtp_runtime.teacher_forcing import DraftInputs, Text, Texts, draft_states, 
 # After a norm whose weights differ by less than this, the module's own norm cannot tell the two
 # sides of it apart.
 UNIFORM_SPREAD = 0.15
+# Of drafts none of which differed, the share that may differ nevertheless, times their number: with
+# a probability of 5 %, the rule of three.
+_UNSEEN = 3.0
 
 
 @dataclass(frozen=True)
@@ -104,10 +109,26 @@ def _lowers(corpus: Corpus, own: Drafts, control: Control) -> Item:
                 " that the module's own norm makes both sides the same"
             )
             return not_tested(control.name, reason, **shown)
-    if loss.high > 0 and before > 0.5:
-        reason = f"too few drafts to tell: loss {loss.shown()}"
-        return not_tested(control.name, reason, **shown)
+    highest = max(loss.high, loss.value + _UNSEEN / loss.count)
+    if highest > (0 if before > 0.5 else LEAST_LOSS):
+        return not_tested(control.name, too_few(loss), **shown)
     return failed(control.name, causes.acceptance_not_lower(control.cause), **shown)
+
+
+def too_few(loss: Estimate) -> str:
+    """Return the sentence on a loss whose interval holds both none and that of a working module:
+    with the number of drafts at which it would hold only one of them, if the loss stays."""
+    assert loss.low is not None and loss.high is not None
+    wanted = max(loss.value, LEAST_LOSS - loss.value)
+    by_spread = loss.count * ((loss.high - loss.low) / 2 / wanted) ** 2
+    needed = math.ceil(max(by_spread, _UNSEEN / wanted))
+    found = f"loss {loss.shown()} by {loss.count:,} drafts"
+    if needed <= loss.count:
+        return f"the loss is too small to tell: {found}"
+    return (
+        f"too few drafts to tell: {found}, and it takes about {needed:,}; give more prompts"
+        " (--prompts), or longer outputs (--max-new-tokens)"
+    )
 
 
 def _loss(corpus: Corpus, own: Drafts, other: Drafts, depth: int) -> Estimate | None:
