@@ -11,11 +11,14 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from mtp_checkpoints.containers.base import CONFIG_NAME
+from mtp_checkpoints.containers.base import CONFIG_NAME, TensorInfo
 from mtp_checkpoints.errors import InvalidInputError
 from mtp_checkpoints.sources.disk_queue import DiskQueue
 from mtp_checkpoints.sources.files import make_folder, write_bytes, write_json
-from mtp_checkpoints.tensors.manifest import MANIFEST_NAME
+from mtp_checkpoints.sources.local_folder import LocalFolder
+from mtp_checkpoints.tensors.bundle_folder import MAIN, MTP
+from mtp_checkpoints.tensors.manifest import MAIN_IDENTITY, MANIFEST_NAME
+from mtp_checkpoints.tensors.model_identity import model_identity, with_main_identity
 from mtp_checkpoints.tensors.reader import Checkpoint
 from mtp_export import __version__
 from mtp_export.bundle.bundle_plan import BundlePlan
@@ -25,7 +28,7 @@ from mtp_export.bundle.manifest import manifest, source_identity
 from mtp_export.bundle.run import Record, RunResources, ShardJob, is_made, run
 from mtp_export.bundle.run_folder import RunFolder, is_finished
 from mtp_export.bundle.tied_weights import TiedCopies
-from mtp_export.plan import COPY, Resources
+from mtp_export.plan import COPY, OutputShard, Resources
 from mtp_export.progress import ProgressCallback
 
 
@@ -149,27 +152,52 @@ def check_unchanged(checkpoint: Checkpoint) -> None:
             )
 
 
-def write_beside(plan: BundlePlan) -> None:
-    """Write the files beside the shards, but for the manifest.
+def main_identity(plan: BundlePlan) -> str | None:
+    """Return the identity of the main part, whose shards are finished; None without one."""
+    part = next((part for part in plan.parts if part.name == MAIN), None)
+    if part is None:
+        return None
+    folder = LocalFolder(plan.options.output_dir / MAIN)
+    return model_identity(tensor for shard in part.shards for tensor in _stored(shard, folder))
+
+
+def _stored(shard: OutputShard, folder: LocalFolder) -> list[TensorInfo]:
+    """Return the tensors of a finished shard in its folder."""
+    file = folder.file(shard.file_name)
+    if shard.linked_from is not None:
+        return [tensor._replace(file=file) for tensor in shard.linked_from.tensors]
+    places = shard.layout().places
+    return [
+        TensorInfo(own.name, own.dtype, own.shape, file, places[own.name].start, own.size_bytes)
+        for own in shard.tensors
+    ]
+
+
+def write_beside(plan: BundlePlan, main: str | None = None) -> None:
+    """Write the files beside the shards, but for the manifest; main is the identity of the main
+    model, which the MTP part records.
 
     Configs come after all that may fail: no loader can take an unfinished part for whole.
     """
     output = plan.options.output_dir
     for part in plan.parts:
-        folder = output / part.name
+        folder, recorded = output / part.name, main if part.name == MTP else None
         make_folder(folder)
         for name in part.extra_files:
             make_folder((folder / name).parent)
             write_bytes(folder / name, plan.checkpoint.files.read(name))
         for name in part.index_names:
-            write_json(folder / name, part.index())
+            index = part.index()
+            index = index if recorded is None else with_main_identity(index, recorded)
+            write_json(folder / name, index)
     for part in plan.parts:
         write_json(output / part.name / CONFIG_NAME, part.config)
 
 
 def write_rest(plan: BundlePlan, finished: Mapping[str, ShardFacts]) -> None:
     """Write the files beside the shards, and last the manifest."""
-    write_beside(plan)
+    main = main_identity(plan)
+    write_beside(plan, main)
     output = plan.options.output_dir
     downloads = plan.downloads
     verified = {} if downloads is None else {"verified_shards": list(downloads.verified_shards)}
@@ -177,6 +205,7 @@ def write_rest(plan: BundlePlan, finished: Mapping[str, ShardFacts]) -> None:
         "tool_version": __version__,
         "options": plan.recorded,
         "source": source_identity(plan.checkpoint) | verified,
+        **({} if main is None else {MAIN_IDENTITY: main}),
     }
     folders = [(part, output / part.name) for part in plan.parts]
     content = manifest(head=head, parts=folders, finished=finished, source=plan.checkpoint)

@@ -30,7 +30,7 @@ CHECKS: dict[str, Check] = {
         Level.FILES,
         (
             *("files.checksums:opened", "files.presence", "files.checksums"),
-            *("files.config_match", "files.identity"),
+            *("files.config_match", "files.identity", "files.pairing"),
         ),
     ),
     "ledger": Check(

@@ -19,6 +19,7 @@ from faults.run_faults import concatenation_reversed
 from pages import python_of
 
 K = 3
+TIE = 0.01  # nats of a margin that two engines in float32 may decide differently
 DIFFERS = re.compile(r"prompt (\d+) differs at token (\d+): margin (\d+\.\d+)")
 
 
@@ -44,11 +45,17 @@ def golden(bf16: Path, prompts: Prompts, tmp_path_factory: pytest.TempPathFactor
     return folder / "golden.jsonl"
 
 
-def compared(bundle: Path, golden: Path, folder: Path, monkeypatch: pytest.MonkeyPatch) -> Printed:
-    """Run the page's lines on a bundle; their result is what they print."""
+def compared(
+    bundle: Path,
+    golden: Path,
+    folder: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    dtype: str = "bfloat16",
+) -> Printed:
+    """Run the page's lines on a bundle, in another dtype than theirs where one is given."""
     text = python_of(ROOT / "docs/engines.md", "from vllm")
     for shown, given in (("golden.jsonl", golden), ("OUT/main", bundle / "main"),
-                         ("OUT/mtp", bundle / "mtp")):  # fmt: skip
+                         ("OUT/mtp", bundle / "mtp"), ("bfloat16", dtype)):  # fmt: skip
         assert f'"{shown}"' in text
         text = text.replace(f'"{shown}"', repr(str(given)))
     folder.mkdir()
@@ -67,25 +74,38 @@ def compared(bundle: Path, golden: Path, folder: Path, monkeypatch: pytest.Monke
 def test_vllm_agrees_with_the_golden_file(
     bf16: Path,
     golden: Path,
-    prompts: Prompts,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     figures: dict[str, Any],
 ) -> None:
-    """Texts differ where rounding decides: after it they are two texts, hence the interval."""
-    printed = compared(bf16, golden, tmp_path / "run", monkeypatch)
-    figures["golden"] = vars(printed)
-    assert max(printed.margins, default=0.0) <= LARGEST_OF_A_ROUTERS_TIE
-    assert sum(margin > LARGEST_NOISE for margin in printed.margins) <= 1
-    assert len(printed.margins) < 0.5 * len(prompts)
+    """In float32, as the file is, the same text to the end, and as many drafts accepted."""
+    printed = compared(bf16, golden, tmp_path / "run", monkeypatch, dtype="float32")
+    figures["golden, float32"] = vars(printed)
+    assert len(printed.margins) <= 1
+    assert max(printed.margins, default=0.0) <= TIE
     for found, share in zip(printed.accepted, printed.golden, strict=True):
-        assert share["low"] - POINTS <= found <= share["high"] + POINTS
+        assert abs(found - share["value"]) <= POINTS
+
+
+def test_texts_part_in_bfloat16_where_rounding_decides(
+    bf16: Path,
+    golden: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    figures: dict[str, Any],
+) -> None:
+    """At ties alone. From there on there are two texts, hence more than the interval."""
+    printed = compared(bf16, golden, tmp_path / "run", monkeypatch)
+    figures["golden, bfloat16"] = vars(printed)
+    assert sum(margin > LARGEST_NOISE for margin in printed.margins) <= 1
+    assert max(printed.margins, default=0.0) <= LARGEST_OF_A_ROUTERS_TIE
+    for found, share in zip(printed.accepted, printed.golden, strict=True):
+        assert share["low"] - 2 * POINTS <= found <= share["high"] + 2 * POINTS
 
 
 def test_vllm_departs_from_it_with_wrong_drafts(
     bf16: Path,
     golden: Path,
-    prompts: Prompts,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     figures: dict[str, Any],
@@ -93,7 +113,7 @@ def test_vllm_departs_from_it_with_wrong_drafts(
     """The halves of eh_proj exchanged: the same text, and next to no draft accepted."""
     bundle = Path(shutil.copytree(bf16, tmp_path / "bundle"))
     concatenation_reversed(bundle)
-    printed = compared(bundle, golden, tmp_path / "run", monkeypatch)
+    printed = compared(bundle, golden, tmp_path / "run", monkeypatch, dtype="float32")
     figures["golden, concatenation reversed"] = vars(printed)
-    assert len(printed.margins) < 0.5 * len(prompts)
+    assert len(printed.margins) <= 1
     assert printed.accepted[0] < 0.1 < printed.golden[0]["low"]

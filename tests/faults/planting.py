@@ -14,6 +14,9 @@ import xxhash
 from safetensors.torch import load_file, save_file
 
 from cases import edit_json, read_json, read_shard
+from mtp_checkpoints.containers.safetensors_header import read_header
+from mtp_checkpoints.sources.local_folder import LocalFolder
+from mtp_checkpoints.tensors.model_identity import model_identity
 
 INDEX = "model.safetensors.index.json"
 MANIFEST = "mtp_export.json"
@@ -72,7 +75,20 @@ def edit_config(folder: Path, how: Callable[[dict[str, Any]], object]) -> None:
 
 def sign(bundle: Path) -> None:
     """Make the manifest agree with the bundle: sizes, checksums, tensors."""
+    if (bundle / "main").is_dir() and (bundle / "mtp" / INDEX).exists():
+        _sign_main(bundle)
     edit_json(bundle / MANIFEST, lambda manifest: _sign(bundle, manifest))
+
+
+def _sign_main(bundle: Path) -> None:
+    """Record the main model anew, as it is now, in manifest and draft."""
+    headers = [
+        read_header(LocalFolder(bundle / "main").file(path.name))
+        for path in sorted((bundle / "main").glob("*.safetensors"))
+    ]
+    identity = model_identity(tensor for header in headers for tensor in header.tensors)
+    edit_json(bundle / "mtp" / INDEX, lambda i: i["metadata"].update(main_identity=identity))
+    edit_json(bundle / MANIFEST, lambda manifest: manifest.update(main_identity=identity))
 
 
 def _sign(bundle: Path, manifest: dict[str, Any]) -> None:

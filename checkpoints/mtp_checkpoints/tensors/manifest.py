@@ -14,6 +14,7 @@ from mtp_checkpoints.sources.strict_json import read_json_object
 MANIFEST_NAME = "mtp_export.json"
 FORMAT = "mtp-export bundle"
 FORMAT_VERSION = 1
+MAIN_IDENTITY = "main_identity"
 
 _KINDS: Mapping[str, Callable[[Any], bool]] = {
     "text": lambda value: type(value) is str,
@@ -41,6 +42,7 @@ def _shard(entry: Any) -> Mapping[str, Any]:
 # may be missing, any other may not: what has no checksum would pass unseen.
 _SHAPE = {
     "options": _OPTIONS,
+    f"{MAIN_IDENTITY}?": "text",
     "source": {"shards": {"*": {"size_bytes": "a size in bytes"}}},
     "parts": {"*": {"shards": {"*": _shard}, "files": {"*": _FILE}}},
 }

@@ -134,3 +134,19 @@ def file_in_one_part(file: str, one: str, other: str) -> str:
 
 def tokenizers_differ(file: str, one: str, other: str) -> str:
     return f"{file} differs between {one}/ and {other}/: the draft would read other ids"
+
+
+# --- Main and draft as they were made together ----------------------------------------------------
+
+MAIN_REPLACED = (
+    "the main model is not the one that was exported: its tensors, or bytes sampled of them, differ"
+    " from what the manifest records"
+)
+
+
+def draft_of_another_main(recorded: str, found: str) -> str:
+    return (
+        f"the draft was made with the main model {recorded}…, and lies beside {found}…: its"
+        " acceptance there is unknown. If that is a conversion of the same model, `mtp-export"
+        " graft` pairs the two"
+    )

@@ -1,0 +1,86 @@
+"""Identity of a model: a hash by which it is known again, however its tensors are put into files.
+
+It is of every tensor's name, dtype and shape, and of bytes from the middle of some of each kind, so
+that it takes some hundreds of small reads of a model of any size. A model that was trained further,
+or quantized otherwise, has another one; damage to a single tensor may leave it as it is.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import closing
+from itertools import groupby
+from pathlib import Path
+
+from mtp_checkpoints.containers import SAFETENSORS
+from mtp_checkpoints.containers.base import TensorInfo
+from mtp_checkpoints.sources.local_folder import LocalFolder
+from mtp_checkpoints.sources.strict_json import parsed_json_object
+
+# Where the index of an MTP part has the identity of the main model that it was made with, in its
+# metadata, which loaders leave alone.
+_METADATA, _KEY = "metadata", "main_identity"
+_SAMPLED_TENSORS, _SAMPLE_BYTES = 16, 4096
+_NUMBER = re.compile(r"[0-9]+")
+
+
+def model_identity(tensors: Iterable[TensorInfo]) -> str:
+    """Return the SHA-256 of a model's tensors: of each, in the order of names, a line of name,
+    dtype and shape, and behind it the bytes that are sampled of it.
+
+    Tensors whose names differ in numbers alone are of one kind: 16 of them are sampled, evenly in
+    the order of these numbers, the 4096 bytes in the middle of each. Raises IoError.
+    """
+    ordered = sorted(tensors)
+    samples = _samples(_sampled(ordered))
+    digest = hashlib.sha256()
+    for tensor in ordered:
+        digest.update(f"{tensor.name} {tensor.dtype} {list(tensor.shape)}\n".encode())
+        digest.update(samples.get(tensor.name, b""))
+    return digest.hexdigest()
+
+
+def with_main_identity(index: dict[str, object], identity: str) -> dict[str, object]:
+    """Return the index of an MTP part with the identity of its main model."""
+    metadata = index.get(_METADATA)
+    assert isinstance(metadata, dict), "an index of ours"
+    return index | {_METADATA: metadata | {_KEY: identity}}
+
+
+def recorded_main_identity(part: Path) -> str | None:
+    """Return the identity of the main model that an MTP part records; None where it has none.
+
+    Raises InvalidInputError for an index that is not JSON, IoError.
+    """
+    folder, name = LocalFolder(part), SAFETENSORS.index_name
+    if name not in folder.names():
+        return None
+    metadata = parsed_json_object(part / name, folder.read(name)).get(_METADATA)
+    identity = metadata.get(_KEY) if isinstance(metadata, dict) else None
+    return identity if isinstance(identity, str) else None
+
+
+def _sampled(tensors: Sequence[TensorInfo]) -> Iterator[TensorInfo]:
+    kinds: dict[str, list[TensorInfo]] = {}
+    for tensor in tensors:
+        kinds.setdefault(_NUMBER.sub("#", tensor.name), []).append(tensor)
+    for kind in kinds.values():
+        kind.sort(key=lambda tensor: [int(number) for number in _NUMBER.findall(tensor.name)])
+        count = min(len(kind), _SAMPLED_TENSORS)
+        yield from (kind[number * len(kind) // count] for number in range(count))
+
+
+def _samples(tensors: Iterable[TensorInfo]) -> dict[str, bytes]:
+    """Return the bytes in the middle of tensors, by name, read file by file."""
+    samples = {}
+    in_files = sorted(tensors, key=lambda tensor: (str(tensor.path), tensor.offset_bytes))
+    for _, own in groupby(in_files, key=lambda tensor: str(tensor.path)):
+        first, *more = own
+        with closing(first.file.open()) as file:
+            for tensor in (first, *more):
+                size = min(tensor.size_bytes, _SAMPLE_BYTES)
+                start = tensor.offset_bytes + (tensor.size_bytes - size) // 2
+                samples[tensor.name] = file.read(start, start + size)
+    return samples

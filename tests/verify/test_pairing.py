@@ -1,0 +1,127 @@
+"""Main and draft that were not made together are told apart at level files, whole bundles pass, and
+those of earlier versions are not tested."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from cases import edit_json, export, quantize, read_json, run_program
+from faults import planting
+from mtp_checkpoints.tensors.model_identity import recorded_main_identity
+
+MAIN, PAIR = "main: the model that was exported", "draft and main of one bundle"
+INDEX = "model.safetensors.index.json"
+
+
+def items_of(bundle: Path, *options: str) -> dict[str, dict[str, Any]]:
+    """The items of check `files`, by name."""
+    outcome = run_program("verify", bundle, "--level", "files", "--json", "--quiet", *options)
+    assert outcome.code in (0, 7), outcome.err
+    return {item["name"]: item for item in json.loads(outcome.out)["checks"][0]["items"]}
+
+
+def failed(items: dict[str, dict[str, Any]]) -> set[str]:
+    return {name for name, item in items.items() if item["status"] == "fail"}
+
+
+@pytest.fixture
+def bundle(trained_bundle: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(trained_bundle, tmp_path / "bundle"))
+
+
+def other_main(folder: Path, bundle: Path) -> Path:
+    """A bundle whose main model was trained further: the same headers, other values."""
+    other = Path(shutil.copytree(bundle, folder))
+    names = planting.names(other / "main", "input_layernorm.weight")
+    planting.change_all(other / "main", names, lambda weight: weight * 1.01)
+    return other
+
+
+def test_a_whole_bundle_passes(trained_bundle: Path) -> None:
+    items = items_of(trained_bundle)
+    assert not failed(items)
+    identity = read_json(trained_bundle / "mtp_export.json")["main_identity"]
+    assert recorded_main_identity(trained_bundle / "mtp") == identity
+    for name in (MAIN, PAIR):
+        assert (items[name]["status"], items[name]["figure"]) == ("pass", identity[:16])
+
+
+def test_links_and_shard_sizes_do_not_matter(trained_bundle: Path, tmp_path: Path) -> None:
+    """A linked export of the bundle's own parts, and its quantization without a change of main."""
+    identity = read_json(trained_bundle / "mtp_export.json")["main_identity"]
+    source = Path(__file__).resolve().parents[2] / "fixtures/deepseek-v3-tiny"
+    copied = shutil.copytree(source, tmp_path / "source")
+    made = export(copied, tmp_path / "linked", "--link", "hardlink", "--target", "lightllm")
+    assert made.code == 0, made.err
+    rows = ("--base-quant", "keep", "--mtp-quant", "bf16", "--allow-untested-pair")
+    made = quantize(trained_bundle, tmp_path / "kept", *rows)
+    assert made.code == 0, made.err
+    for name in ("linked", "kept"):
+        assert read_json(tmp_path / name / "mtp_export.json")["main_identity"] == identity
+        assert not failed(items_of(tmp_path / name))
+
+
+def test_a_main_model_that_was_exchanged(bundle: Path, tmp_path: Path) -> None:
+    """By the other bundle's main, and with its manifest too: headers and configs are the same."""
+    other = other_main(tmp_path / "other", bundle)
+    assert not failed(items_of(other))
+    shutil.rmtree(bundle / "main")
+    shutil.copytree(other / "main", bundle / "main")
+    items = items_of(bundle)
+    assert {MAIN} < failed(items) and items[PAIR]["status"] == "pass"
+    assert "is not the one that was exported" in items[MAIN]["cause"]
+    # As somebody would put a bundle together: main and manifest of one, the draft of another.
+    shutil.copy(other / "mtp_export.json", bundle)
+    items = items_of(bundle)
+    assert PAIR in failed(items) and items[MAIN]["status"] == "pass"
+    assert "the draft was made with the main model" in items[PAIR]["cause"]
+    assert "`mtp-export graft` pairs the two" in items[PAIR]["cause"]
+
+
+def test_a_draft_beside_another_main_without_a_manifest(bundle: Path, tmp_path: Path) -> None:
+    other = other_main(tmp_path / "other", bundle)
+    pair = tmp_path / "pair"
+    shutil.copytree(other / "main", pair / "main")
+    shutil.copytree(bundle / "mtp", pair / "mtp")
+    items = items_of(pair)
+    assert failed(items) == {"manifest", PAIR}
+    assert items[MAIN]["status"] == "not tested"
+
+
+def test_bundles_of_earlier_versions_are_not_tested(bundle: Path) -> None:
+    edit_json(bundle / "mtp_export.json", lambda manifest: manifest.pop("main_identity"))
+    edit_json(bundle / "mtp" / INDEX, lambda index: index["metadata"].pop("main_identity"))
+    edit_json(bundle / "mtp_export.json", lambda manifest: planting._sign(bundle, manifest))
+    items = items_of(bundle)
+    assert not failed(items)
+    assert items[MAIN]["status"] == "not tested" and PAIR not in items
+    assert "made by an earlier version, or apart" in items[MAIN]["cause"]
+
+
+def test_headers_alone_are_read_without_checksums(bundle: Path) -> None:
+    items = items_of(bundle, "--no-checksums")
+    assert "--no-checksums" in items[MAIN]["cause"] and PAIR not in items
+
+
+def test_a_draft_that_records_none(bundle: Path) -> None:
+    edit_json(bundle / "mtp" / INDEX, lambda index: index["metadata"].pop("main_identity"))
+    edit_json(bundle / "mtp_export.json", lambda manifest: planting._sign(bundle, manifest))
+    items = items_of(bundle)
+    assert items[MAIN]["status"] == "pass"
+    assert items[PAIR]["cause"] == "the draft records no main model"
+
+
+def test_parts_that_are_alone(tmp_path: Path, trained_bundle: Path) -> None:
+    """A main part has its identity; a draft that was exported alone has none, and no main part."""
+    for part in ("main", "mtp"):
+        made = export(trained_bundle, tmp_path / part, "--part", part, "--quiet")
+        assert made.code == 0, made.err
+    assert items_of(tmp_path / "main")[MAIN]["status"] == "pass"
+    assert PAIR not in items_of(tmp_path / "main")
+    assert not {MAIN, PAIR} & items_of(tmp_path / "mtp").keys()
+    assert recorded_main_identity(tmp_path / "mtp/mtp") is None
