@@ -12,11 +12,12 @@ import sys
 def main(arguments: list[str] | None = None) -> None:
     """Run a command and exit with its code."""
     try:
-        from mtp_export.commands.garbage import gc_paused
+        from mtp_export.commands.garbage import gc_paused, unfreeze_for_the_end
 
         with gc_paused():
             from mtp_export.commands.program import exit_code
         code = exit_code(sys.argv[1:] if arguments is None else arguments)
+        unfreeze_for_the_end()
     except KeyboardInterrupt:
         from mtp_checkpoints.errors import Interrupted
 

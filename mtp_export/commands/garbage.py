@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import gc
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 
 _NEW_OBJECTS = 1_000_000
+_REPORTS_LEAKS = "triton._C.libtriton"
 
 
 @contextmanager
@@ -24,3 +26,10 @@ def gc_paused() -> Iterator[None]:
     finally:
         gc.freeze()
         gc.set_threshold(*before)
+
+
+def unfreeze_for_the_end() -> None:
+    """Let Python's end collect what gc_paused kept, where Triton is loaded, which calls every
+    object of its own that is left a leak, on stderr. Elsewhere the program ends sooner without."""
+    if _REPORTS_LEAKS in sys.modules:
+        gc.unfreeze()

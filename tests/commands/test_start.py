@@ -96,6 +96,23 @@ def test_ctrl_c_while_it_starts_ends_as_at_any_other_time() -> None:
     assert all(line.startswith("mtp-export: error: Interrupted.") for line in lines)
 
 
+NO_LEAKS = """
+from mtp_export import cli
+from mtp_export.commands.garbage import gc_paused
+with gc_paused():
+    import torch._inductor.package.package
+    import triton
+cli.main(["--version"])
+"""
+
+
+def test_triton_finds_no_leaks_at_the_end() -> None:
+    """As torch's compiler loads it, in compile and with --compiled-step."""
+    pytest.importorskip("triton")
+    done = run_python("-c", NO_LEAKS)
+    assert (done.returncode, done.stderr) == (0, "")
+
+
 @pytest.mark.parametrize("command", ["", *COMMANDS])
 def test_ctrl_c_promises_what_the_command_keeps(
     command: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
