@@ -85,7 +85,8 @@ def _split_a_scale_from_its_weight(groups: list[tuple[Step, ...]]) -> list[tuple
 
 
 def _bytes_of(tensor: OutputTensor, seed: int) -> Iterator[memoryview]:
-    """Random but valid bytes: finite weights, positive scales, copies equal to their originals."""
+    """Random but valid bytes: finite weights, positive norms and scales, copies equal to their
+    originals."""
     same = {"embed_tokens.weight": "model.embed_tokens.weight", "head.weight": "lm_head.weight"}
     key = next((main for own, main in same.items() if tensor.name.endswith(own)), tensor.name)
     random = np.random.Generator(np.random.SFC64(zlib.crc32(key.encode()) + seed))
@@ -96,7 +97,8 @@ def _bytes_of(tensor: OutputTensor, seed: int) -> Iterator[memoryview]:
             values = values * np.float32(1e-3) + np.float32(1e-4)
         elif tensor.dtype == "BF16":
             bits = random.integers(0, 2**16, size // 2, dtype=np.uint16)
-            values = (bits & np.uint16(0x807F)) | np.uint16(0x3C80)  # ±[2^-6, 2^-5)
+            kept = 0x807F if len(tensor.shape) > 1 else 0x007F  # norms have no signs
+            values = (bits & np.uint16(kept)) | np.uint16(0x3C80)  # ±[2^-6, 2^-5)
         else:
             codes = random.integers(0, 2**8, size, dtype=np.uint8)
             values = codes & np.uint8(0xF7)  # no e4m3 NaN (0x7f, 0xff)

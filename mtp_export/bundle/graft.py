@@ -23,7 +23,6 @@ from mtp_checkpoints.quantization.native import (
 )
 from mtp_checkpoints.quantization.stored import StoredModel, stored_model
 from mtp_checkpoints.sources.byte_source import Place
-from mtp_checkpoints.sources.strict_json import parsed_json_object
 from mtp_checkpoints.tensors.bundle_folder import open_checkpoint
 from mtp_checkpoints.tensors.grafted import GraftedCheckpoint
 from mtp_checkpoints.tensors.reader import Checkpoint
@@ -41,7 +40,6 @@ from mtp_export.schemes.scheme import BF16, GRAFTED
 
 MTP_LAYERS = "num_nextn_predict_layers"
 _CONTRACT = "mtp_contract"
-_MODELOPT_FILE = "hf_quant_config.json"
 
 
 @dataclass(frozen=True)
@@ -68,7 +66,7 @@ def plan_graft(options: GraftOptions, *, dry_run: bool = False) -> BundlePlan:
     _check_lost(host, config)
     dialect = engine_of(options.bundle.target).dialect or VLLM  # without integers they are alike
     draft = Draft(donated, SCHEMES[options.mtp_quant], dialect)
-    described = describe_graft(_quantization(host), host.tensors, draft)
+    described = describe_graft(quantization_of(host.config), host.tensors, draft)
     config = with_quantization(config, described.main)
     main = stored_model(config).main
     _check_tensors(host, main)
@@ -132,20 +130,6 @@ def _check_lost(host: Checkpoint, config: Mapping[str, Any]) -> None:
             found=f"{own[0]} ({len(own) - 1} more)",
             todo="Serve it as it is, or split it with mtp-export --input-dir",
         )
-
-
-def _quantization(host: Checkpoint) -> Any:
-    """Return the main model's quantization_config.
-
-    ModelOpt's older exports have theirs in a file of its own, which engines read only where
-    config.json has none: it moves.
-    """
-    quantization = quantization_of(host.config)
-    if quantization or _MODELOPT_FILE not in host.files.names():
-        return quantization
-    raw = host.files.read(_MODELOPT_FILE)
-    found = parsed_json_object(host.files.path / _MODELOPT_FILE, raw)
-    return {"quant_method": "modelopt", **found}
 
 
 def _check_tensors(host: Checkpoint, main: StoredModel) -> None:

@@ -4,7 +4,7 @@ build both as they are stored. vLLM reads the main folder's for both, SGLang eac
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
 from mtp_checkpoints.errors import UnsupportedError
@@ -13,6 +13,7 @@ from mtp_checkpoints.families.spec import ModelSpec
 from mtp_checkpoints.formats import FormatOptions, Fp8Block, Unquantized
 from mtp_checkpoints.formats.base import COMPRESSED_SCALE, NATIVE_SCALE
 from mtp_checkpoints.layouts import engine_of, target_names
+from mtp_checkpoints.quantization.absent import plain_linears
 from mtp_checkpoints.quantization.method import Dialect, Method, QuantConfig, modules_of
 from mtp_checkpoints.quantization.methods import METHODS, quant_config_of
 from mtp_checkpoints.quantization.native import Config
@@ -105,7 +106,7 @@ def describe_graft(
 def _main_config(
     method: Method,
     quantization: Config,
-    tensors: Mapping[str, object],
+    tensors: Collection[str],
     draft: Draft,
     together: Conversion | None,
 ) -> Config:
@@ -121,8 +122,9 @@ def _main_config(
         return method.describe(quantization, family, together)
     assert method.leave_out is not None, "_method_of refuses others"
     listed: list[str] = []
-    if method.lists_absent:
-        listed += _plain_linears(quant_config_of(quantization), family, tensors)
+    if method.absent_key:
+        main = [spec for spec in _linears(family) if spec.mtp_layer is None]
+        listed += plain_linears(quant_config_of(quantization), main, tensors)
     if method.whole_names:
         listed += modules_of(spec for spec in _linears(family) if spec.mtp_layer is not None)
     else:
@@ -163,14 +165,6 @@ def _undescribed(method: str | None, draft: Draft) -> UnsupportedError:
         found=f"--mtp-quant {draft.scheme.name}",
         todo=f"Or use {', or '.join(readers)}",
     )
-
-
-def _plain_linears(
-    config: QuantConfig, family: ModelSpec, tensors: Mapping[str, object]
-) -> list[str]:
-    """Return main linears that are stored as they are though the config quantizes them."""
-    main = (spec for spec in _linears(family) if spec.mtp_layer is None and spec.name in tensors)
-    return modules_of(s for s in main if config.format_of(s.module, s.role) is not None)
 
 
 def _linears(family: ModelSpec) -> list[TensorSpec]:

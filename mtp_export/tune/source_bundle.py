@@ -9,10 +9,10 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, Self
 
-from mtp_checkpoints.containers.base import ShardHeader
+from mtp_checkpoints.containers.base import QUANTIZATION, ShardHeader
 from mtp_checkpoints.errors import InvalidInputError, UnsupportedError
 from mtp_checkpoints.families.spec import ModelSpec
-from mtp_checkpoints.quantization.native import DTYPE_KEYS, QUANTIZATION
+from mtp_checkpoints.quantization.native import DTYPE_KEYS
 from mtp_checkpoints.quantization.stored import StoredModel, stored_model
 from mtp_checkpoints.sources.disk_queue import DiskQueue
 from mtp_checkpoints.tensors.bundle_folder import (

@@ -7,11 +7,12 @@ from typing import Any
 import pytest
 
 from cases import MTP_LAYER, TINY_CONFIG, UNQUANTIZED
+from mtp_checkpoints.containers.base import QUANTIZATION
 from mtp_checkpoints.errors import UnsupportedError
 from mtp_checkpoints.families.base import Role
 from mtp_checkpoints.formats import FormatOptions, Fp8Block, Int4Group, Int8Channel
 from mtp_checkpoints.quantization.method import SGLANG, VLLM, Dialect
-from mtp_checkpoints.quantization.native import NATIVE_FP8, QUANTIZATION
+from mtp_checkpoints.quantization.native import NATIVE_FP8
 from mtp_checkpoints.quantization.stored import StoredModel, stored_model
 from mtp_export.schemes import SCHEMES
 from mtp_export.schemes.configs import PartConfigs, quantization_configs

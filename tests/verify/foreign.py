@@ -11,7 +11,9 @@ from typing import Any
 import torch
 from safetensors.torch import load_file, save_file
 
-from cases import read_json
+from cases import edit_json, read_json
+from mtp_checkpoints.quantization.methods import METHODS as METHODS_READ
+from quantized_by_others import read_all, write
 
 FIXTURES = Path(__file__).resolve().parents[2] / "fixtures"
 GLM, DEEPSEEK = FIXTURES / "glm4-moe-tiny", FIXTURES / "deepseek-v3-tiny"
@@ -66,3 +68,30 @@ def headers(
     for name, text in files.items():
         (folder / name.replace("__", ".")).write_text(text)
     return folder
+
+
+def quantized(
+    source: Path, folder: Path, method: str, config: Callable[[Config], object] = as_is
+) -> Path:
+    """A checkpoint whose main model others quantized, with the MTP layer as it was beside it."""
+    fields = read_json(source / "config.json")
+    write(source, folder, method)
+    layer = f"model.layers.{fields['num_hidden_layers']}."
+    mtp = {name: tensor for name, tensor in read_all(source).items() if name.startswith(layer)}
+    save_file(mtp, folder / "model-mtp.safetensors")
+    edit_json(
+        folder / INDEX,
+        lambda index: index["weight_map"].update(dict.fromkeys(mtp, "model-mtp.safetensors")),
+    )
+    edit_json(folder / "config.json", lambda own: own.update(num_nextn_predict_layers=1))
+    edit_json(folder / "config.json", config)
+    return folder
+
+
+def mtp_left_out(fields: Config) -> None:
+    """A quantization_config that leaves the MTP layer out, as the tool that wrote it could."""
+    quantization = fields["quantization_config"]
+    leave_out = METHODS_READ[quantization["quant_method"]].leave_out
+    assert leave_out is not None
+    layer = f"model.layers.{fields['num_hidden_layers']}"
+    fields["quantization_config"] = leave_out(quantization, [layer])

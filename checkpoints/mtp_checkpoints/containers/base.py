@@ -13,6 +13,7 @@ from mtp_checkpoints.errors import InvalidInputError
 from mtp_checkpoints.sources.byte_source import ByteFile, ByteSource, Place
 
 CONFIG_NAME = "config.json"
+QUANTIZATION = "quantization_config"  # its field
 
 
 class TensorInfo(NamedTuple):

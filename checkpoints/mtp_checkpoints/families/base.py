@@ -13,6 +13,8 @@ from typing import NamedTuple
 
 from mtp_checkpoints.dtypes import DType
 
+FLOATS = (DType.F32, DType.BF16, DType.F16)  # of weights that are not quantized
+
 
 class Role(StrEnum):
     """Purpose of a tensor; reports add up by it."""
@@ -88,6 +90,11 @@ class TensorMaker:
     dtype: DType
     mtp_layer: int | None = None
 
+    @property
+    def dtypes(self) -> tuple[DType, ...]:
+        """Dtypes of weights that are not quantized: engines cast what they load to the first."""
+        return tuple(dict.fromkeys((self.dtype, *FLOATS)))
+
     def matrix(
         self,
         module: str,
@@ -100,7 +107,7 @@ class TensorMaker:
         return TensorSpec(
             weight_name(module),
             shape,
-            dtypes=(self.dtype,),
+            dtypes=self.dtypes,
             role=role,
             mtp_layer=self.mtp_layer,
             rotary=rotary,
@@ -111,9 +118,8 @@ class TensorMaker:
         return self.kept(weight_name(module), (size,), Role.NORM)
 
     def kept(self, name: str, shape: tuple[int, ...], role: Role) -> TensorSpec:
-        """Return a tensor that no engine quantizes, and that may be in float32."""
-        dtypes = tuple(dict.fromkeys((self.dtype, DType.F32)))
-        return TensorSpec(name, shape, dtypes=dtypes, role=role, mtp_layer=self.mtp_layer)
+        """Return a tensor that no engine quantizes."""
+        return TensorSpec(name, shape, self.dtypes, role=role, mtp_layer=self.mtp_layer)
 
 
 @dataclass(frozen=True, slots=True)

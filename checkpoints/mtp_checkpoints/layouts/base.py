@@ -93,13 +93,15 @@ class DraftReading:
     by_main_config: it follows the quantization_config of main/config.json, else the draft's own.
     layer_name replaces `model.layers.N` of the MTP layer in tensor names and patterns; None where
     the engine keeps it. reason says the same in a sentence, for reports. method is the drafting
-    method it holds for, where it is one of several.
+    method it holds for, where it is one of several. finds_absent: it takes a config as
+    with_absent_listed does.
     """
 
     by_main_config: bool
     reason: str
     layer_name: str | None = None
     method: str = ""
+    finds_absent: bool = False
 
 
 @dataclass(frozen=True)

@@ -24,6 +24,7 @@ VLLM_PROBE = "command -v vllm"
 VLLM_READING = DraftReading(
     by_main_config=True,
     reason="vLLM builds the draft with the quantization_config of main/config.json",
+    finds_absent=True,
 )
 _SGLANG_PORT = 20000  # at which its machines find each other
 

@@ -134,8 +134,8 @@ class Method:
     read understands a config. leave_out returns one that leaves modules unquantized, with all below
     them; None where the method cannot. describe returns one that describes a quantized draft too,
     whose linears are in `describes`. write returns the config of a converted model, None for one
-    without quantized linears. dialect is that of the only engine with the method. lists_absent:
-    loaders find unquantized linears by their tensors, but only as long as none is listed.
+    without quantized linears. dialect is that of the only engine with the method. absent_key: where
+    this field lists nothing, loaders find unquantized linears by their tensors.
     whole_names: they compare names of linears, not of modules above them. in_groups: fp8 has
     compressed-tensors' name for scales.
     """
@@ -146,7 +146,7 @@ class Method:
     describes: frozenset[str] = frozenset()
     write: Callable[[WrittenModel], Config | None] | None = None
     dialect: Dialect | None = None
-    lists_absent: bool = False
+    absent_key: str = ""
     whole_names: bool = False
     in_groups: bool = False
 

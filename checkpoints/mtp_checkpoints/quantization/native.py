@@ -6,13 +6,13 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from mtp_checkpoints.containers.base import QUANTIZATION
 from mtp_checkpoints.dtypes import DType
 from mtp_checkpoints.errors import InvalidInputError, UnsupportedError
 from mtp_checkpoints.formats.base import BLOCK, SCALE_DTYPES
 
 Config = dict[str, Any]
 
-QUANTIZATION = "quantization_config"
 DTYPE_KEYS = ("torch_dtype", "dtype")  # of config.json: that of unquantized tensors
 COMPRESSED = "compressed-tensors"  # a quant_method
 NATIVE_FP8: Config = {

@@ -12,13 +12,16 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
 from mtp_checkpoints.containers import container_of
-from mtp_checkpoints.containers.base import Opened, ShardHeader, TensorInfo
+from mtp_checkpoints.containers.base import QUANTIZATION, Opened, ShardHeader, TensorInfo
 from mtp_checkpoints.sources.addresses import byte_source
 from mtp_checkpoints.sources.byte_source import ByteSource, Place, local_path
+from mtp_checkpoints.sources.strict_json import parsed_json_object
 from mtp_checkpoints.tensors.tensor_reader import TensorReader
 
 if TYPE_CHECKING:
     import torch
+
+_MODELOPT_FILE = "hf_quant_config.json"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,7 +38,9 @@ class Checkpoint(Opened):
     @classmethod
     def read_from(cls, source: ByteSource) -> Checkpoint:
         """Read the config and every tensor's place; raises what container_of and its open do."""
-        return cls(path=source.path, **vars(container_of(source).open(source)))
+        opened = container_of(source).open(source)
+        config = _with_modelopt(opened.config, source)
+        return cls(path=source.path, **vars(replace(opened, config=config)))
 
     @property
     def folder(self) -> Path:
@@ -90,3 +95,12 @@ class Checkpoint(Opened):
         info = self.tensors[name]
         with TensorReader(info) as reader:
             return reader.rows(0, info.shape[0] if info.shape else 1)
+
+
+def _with_modelopt(config: dict[str, Any], source: ByteSource) -> dict[str, Any]:
+    """Return a config.json with the quantization_config of ModelOpt's older exports, which have it
+    in a file of its own: engines read that only where config.json has none."""
+    if config.get(QUANTIZATION) or _MODELOPT_FILE not in source.names():
+        return config
+    found = parsed_json_object(source.path / _MODELOPT_FILE, source.read(_MODELOPT_FILE))
+    return {**config, QUANTIZATION: {"quant_method": "modelopt", **found}}

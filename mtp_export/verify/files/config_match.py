@@ -13,15 +13,17 @@ from mtp_checkpoints.containers.base import CONFIG_NAME, TensorInfo
 from mtp_checkpoints.errors import MtpExportError, UnsupportedError
 from mtp_checkpoints.formats import mixes_groups_with_fp8
 from mtp_checkpoints.layouts.base import DraftReading, Engine
+from mtp_checkpoints.quantization.absent import with_absent_listed
 from mtp_checkpoints.quantization.mismatches import Mismatch
 from mtp_checkpoints.quantization.native import quantization_of
 from mtp_checkpoints.quantization.stored import StoredModel, StoredWeight
 from mtp_checkpoints.tensors.bundle_folder import MAIN, MTP
 from mtp_export.schemes import SCHEMES
 from mtp_export.schemes.scheme import GRAFTED
-from mtp_export.verify.check import Item, Problem, failed, not_tested, verdict
+from mtp_export.verify.check import Item, Problem, Status, failed, not_tested, verdict
 from mtp_export.verify.diagnosis.causes import files as causes
 from mtp_export.verify.evidence.parts import Part, PartLayout
+from mtp_export.verify.files import left_out
 
 if TYPE_CHECKING:
     from mtp_export.verify.context import Context
@@ -42,6 +44,10 @@ def run(context: Context) -> Iterator[Item]:
             continue
         if not layout.stored.weights:  # config.json announces no such part: `presence` says so
             continue
+        if part.name == MTP and not context.is_bundle and len(context.parts) > 1:
+            yield (found := left_out.item(layout))
+            if found.status is Status.FAIL:  # which all below would repeat
+                continue
         yield from _part_items(layout)
         if part.name == MTP:
             yield from _draft_items(context, layout)
@@ -182,6 +188,7 @@ def _promised(weight: StoredWeight) -> str:
 
 def _draft_items(context: Context, layout: PartLayout) -> Iterator[Item]:
     """The draft compared with what each engine that reads it expects."""
+    tensors = layout.checkpoint.tensors
     for engine in _readers(context):
         assert engine.draft_reading is not None, f"_readers returned {engine.name}"
         method = engine.draft_reading.method
@@ -193,6 +200,8 @@ def _draft_items(context: Context, layout: PartLayout) -> Iterator[Item]:
                 yield not_tested(name, "main/ is not there or cannot be opened")
                 continue
             config = context.main.config
+            if engine.draft_reading.finds_absent and not context.is_bundle:
+                config = with_absent_listed(config, {*context.main.tensors, *tensors})
         yield _as_read(name, layout, quantization_of(config), engine.draft_reading)
 
 

@@ -8,8 +8,9 @@ from fnmatch import fnmatch
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from mtp_checkpoints.containers.base import QUANTIZATION
 from mtp_checkpoints.errors import MtpExportError
-from mtp_checkpoints.quantization.native import DTYPE_KEYS, QUANTIZATION
+from mtp_checkpoints.quantization.native import DTYPE_KEYS
 from mtp_checkpoints.sources.strict_json import read_json_object
 from mtp_checkpoints.tensors.bundle_folder import MAIN
 from mtp_export.schemes.scheme import GRAFTED

@@ -10,12 +10,12 @@ import pytest
 import torch
 
 from cases import make_checkpoint
+from mtp_checkpoints.containers.base import QUANTIZATION
 from mtp_checkpoints.errors import InvalidInputError, UnsupportedError
 from mtp_checkpoints.families.base import Role
 from mtp_checkpoints.formats import AwqInt4, Fp8Tensor, GptqInt4, NvFp4
 from mtp_checkpoints.quantization.methods import quant_config_of
 from mtp_checkpoints.quantization.methods.modelopt import flattened
-from mtp_checkpoints.quantization.native import QUANTIZATION
 from mtp_checkpoints.quantization.stored import StoredWeight, stored_model
 from mtp_checkpoints.tensors.reader import Checkpoint
 from mtp_checkpoints.weights.weight_values import WeightOnDisk, weights_on_disk

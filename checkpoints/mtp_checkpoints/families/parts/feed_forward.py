@@ -11,7 +11,7 @@ from itertools import cycle, repeat
 from typing import NamedTuple
 
 from mtp_checkpoints.errors import InvalidInputError
-from mtp_checkpoints.families.base import Role, TensorMaker, TensorSpec, weight_name
+from mtp_checkpoints.families.base import FLOATS, Role, TensorMaker, TensorSpec, weight_name
 from mtp_checkpoints.families.fields import Fields
 from mtp_checkpoints.named_tuples import rows_of
 from mtp_kernels.sizes import Routing
@@ -74,7 +74,7 @@ class GatedMlp:
             TensorSpec,
             name=names,
             shape=cycle((inward, inward, outward)),
-            dtypes=repeat((make.dtype,)),
+            dtypes=repeat(make.dtypes),
             role=repeat(role),
             mtp_layer=repeat(make.mtp_layer),
         )
@@ -163,9 +163,7 @@ class Moe:
         router = make.kept(weight_name(names.router), (self.experts, expert.hidden), Role.ROUTER)
         yield router
         if self.router.method == BIASED:
-            yield make.kept(names.router_bias, (self.experts,), Role.ROUTER)._replace(
-                dtypes=router.dtypes[::-1]
-            )
+            yield make.kept(names.router_bias, (self.experts,), Role.ROUTER)._replace(dtypes=FLOATS)
         if names.shared is not None:
             together = GatedMlp(expert.hidden, expert.inner * self.shared, expert.activation)
             yield from together.matrices([names.shared], Role.SHARED_EXPERT, make)

@@ -55,4 +55,4 @@ def _leave_out(quantization: Config, modules: Sequence[str]) -> Config:
     return {**quantization, _LEFT_OUT: list(dict.fromkeys(names))}
 
 
-AWQ = Method(_read, leave_out=_leave_out, lists_absent=True)
+AWQ = Method(_read, leave_out=_leave_out, absent_key=_LEFT_OUT)

@@ -85,4 +85,4 @@ def _leave_out(quantization: Config, modules: Sequence[str]) -> Config:
     return {**quantization, _DYNAMIC: {**ours, **_dynamic(quantization)}}
 
 
-GPTQ = Method(_read, leave_out=_leave_out, lists_absent=True)
+GPTQ = Method(_read, leave_out=_leave_out, absent_key=_DYNAMIC)

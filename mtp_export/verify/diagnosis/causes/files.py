@@ -95,6 +95,24 @@ def misread_by_engine(reason: str, problem: object) -> str:
     return f"{reason}: {problem}"
 
 
+def not_left_out(count: int, module: str, added: str) -> str:
+    """added: the entries that config.json lacks."""
+    mend = f": add {added}" if added else ""
+    return (
+        f"{count} matrices of the MTP module, such as {module}, are stored unquantized, and"
+        f" quantization_config leaves them out nowhere, so that engines build them quantized{mend}"
+    )
+
+
+def left_out_though_quantized(count: int, module: str, entry: str) -> str:
+    """entry: what leaves it out, "" where that is not one entry."""
+    blame = f" ({entry})" if entry else ""
+    return (
+        f"{count} matrices of the MTP module, such as {module}, are stored quantized, and"
+        f" quantization_config leaves them out{blame}, so that engines build them unquantized"
+    )
+
+
 # --- Configs and tokenizers compared with each other ----------------------------------------------
 
 
