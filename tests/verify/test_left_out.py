@@ -6,8 +6,9 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+import torch
 
-from quantized_by_others import METHODS
+from quantized_by_others import LINEAR, METHODS
 from verify.foreign import (
     GLM,
     GLM_MTP,
@@ -52,6 +53,35 @@ def test_a_module_that_is_left_out_as_it_is_stored_passes(tmp_path: Path, method
     outcome, items = verified(quantized(GLM, tmp_path / "main", method, mtp_left_out))
     assert failures(items) <= {"mtp: precision as SGLang reads it"}, outcome.err
     assert items[ITEM]["status"] == "pass"
+
+
+def test_sglang_builds_a_draft_beside_nvfp4_unquantized(tmp_path: Path) -> None:
+    _, items = verified(quantized(GLM, tmp_path / "main", "modelopt nvfp4", mtp_left_out))
+    assert items["mtp: precision as SGLang reads it"]["status"] == "pass"
+
+
+def test_a_projection_that_no_list_names_is_fine_unless_it_is_quantized(tmp_path: Path) -> None:
+    everything = quantized(GLM, tmp_path / "source", "compressed-tensors, fp8")
+
+    def quantized_too(stored: Tensors) -> None:
+        """fp8 by channels for the MTP layer's linears, eh_proj as it is."""
+        for name in [n for n in stored if n.startswith(GLM_MTP) and LINEAR.match(n)]:
+            weight = stored[name].float()
+            scale = weight.abs().amax(dim=1, keepdim=True).clamp(min=1e-6) / 448
+            stored[name] = (weight / scale).to(torch.float8_e4m3fn)
+            stored[f"{name}_scale"] = scale
+
+    def projection_too(stored: Tensors) -> None:
+        quantized_too(stored)
+        name = f"{GLM_MTP}eh_proj.weight"
+        stored[name] = stored[name].to(torch.float8_e4m3fn)
+        stored[f"{name}_scale"] = torch.ones(stored[name].shape[0], 1)
+
+    outcome, items = verified(rewritten(everything, tmp_path / "fine", quantized_too))
+    assert (outcome.code, failures(items)) == (0, set()), outcome.err
+    outcome, items = verified(rewritten(everything, tmp_path / "all", projection_too))
+    assert outcome.code == 7
+    assert "eh_proj is stored quantized" in items[ITEM]["cause"]
 
 
 def test_the_entry_that_is_too_many_is_named(tmp_path: Path) -> None:

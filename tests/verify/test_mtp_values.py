@@ -47,8 +47,7 @@ def coarse_rows(stored: Tensors) -> None:
 
 
 def zeroed_rows(stored: Tensors) -> None:
-    stored[f"{GLM_MTP}mlp.experts.1.down_proj.weight"][:, 32:] = 0
-    stored[f"{GLM_MTP}self_attn.q_proj.weight"][-128:] = 0
+    stored[f"{GLM_MTP}self_attn.q_proj.weight"][64:] = 0
 
 
 def main_layer(stored: Tensors) -> None:

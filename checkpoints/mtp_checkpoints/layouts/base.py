@@ -94,7 +94,8 @@ class DraftReading:
     layer_name replaces `model.layers.N` of the MTP layer in tensor names and patterns; None where
     the engine keeps it. reason says the same in a sentence, for reports. method is the drafting
     method it holds for, where it is one of several. finds_absent: it takes a config as
-    with_absent_listed does.
+    with_absent_listed does. unquantized_beside: formats of main models beside which it builds every
+    draft unquantized.
     """
 
     by_main_config: bool
@@ -102,6 +103,7 @@ class DraftReading:
     layer_name: str | None = None
     method: str = ""
     finds_absent: bool = False
+    unquantized_beside: frozenset[str] = frozenset()
 
 
 @dataclass(frozen=True)

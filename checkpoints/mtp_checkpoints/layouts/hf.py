@@ -9,6 +9,7 @@ from shlex import quote
 from typing import Any
 
 from mtp_checkpoints.families.base import SGLANG_DRAFT
+from mtp_checkpoints.formats import NvFp4
 from mtp_checkpoints.layouts.base import (
     Config,
     Deployment,
@@ -123,6 +124,7 @@ HF = Target(
                 reason=f"SGLang knows the draft's layer as {SGLANG_DRAFT} and rewrites patterns"
                 " literally",
                 layer_name=SGLANG_DRAFT,
+                unquantized_beside=frozenset({NvFp4.storage}),  # of its models/*_nextn.py
             ),
         ),
         Engine("tensorrt-llm", title="TensorRT-LLM"),

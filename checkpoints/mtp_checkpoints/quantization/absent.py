@@ -1,16 +1,54 @@
-"""Linears that no list of a quantization_config names, and that loaders find to be unquantized by
-their tensors."""
+"""Linears that no list of a quantization_config names, and that engines take for unquantized
+nevertheless."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 from mtp_checkpoints.families import family_of
-from mtp_checkpoints.families.base import TensorSpec
+from mtp_checkpoints.families.base import Role, TensorSpec
 from mtp_checkpoints.quantization.method import QuantConfig, modules_of
 from mtp_checkpoints.quantization.methods import METHODS, quant_config_of
 from mtp_checkpoints.quantization.native import Config, quantization_of, with_quantization
+
+
+def as_engines_take(config: Mapping[str, Any], tensors: Collection[str]) -> Config:
+    """Return a config.json as a loader that looks at a folder's tensors takes it. Raises as
+    family_of and quant_config_of."""
+    return with_projection_listed(with_absent_listed(config, tensors), tensors)
+
+
+def with_absent_listed(config: Mapping[str, Any], tensors: Collection[str]) -> Config:
+    """Return a config.json as vLLM takes it for a folder with these tensors: where a quant_method
+    lists no unquantized linear, those that have no codes are taken for listed.
+
+    Source: vLLM's `maybe_update_config` of AWQ and GPTQ. Raises as family_of and quant_config_of.
+    """
+    quantization = quantization_of(config)
+    if not isinstance(quantization, dict) or not quantization:
+        return dict(config)
+    method = METHODS.get(str(quantization.get("quant_method")))
+    if method is None or not method.absent_key or quantization.get(method.absent_key):
+        return dict(config)
+    specs = family_of(config).tensors.values()
+    return _listed(config, plain_linears(quant_config_of(quantization), specs, tensors))
+
+
+def with_projection_listed(config: Mapping[str, Any], tensors: Collection[str]) -> Config:
+    """Return a config.json in which the projections of MTP modules are listed where these tensors
+    hold them unquantized: engines build them so whatever it says.
+
+    Source: `eh_proj` of vLLM's and SGLang's models is a linear of torch. Raises as family_of and
+    quant_config_of.
+    """
+    quantization = quantization_of(config)
+    if not quantization:
+        return dict(config)
+    known = quant_config_of(quantization)
+    specs = [s for s in family_of(config).tensors.values() if s.role is Role.MTP_PROJECTION]
+    plain = [spec.module for spec in specs if spec.name in tensors]
+    return _listed(config, [m for m in plain if known.format_of(m, Role.MTP_PROJECTION)])
 
 
 def plain_linears(
@@ -21,19 +59,10 @@ def plain_linears(
     return modules_of(s for s in stored if config.format_of(s.module, s.role) is not None)
 
 
-def with_absent_listed(config: Mapping[str, Any], tensors: Collection[str]) -> Config:
-    """Return a config.json as vLLM takes it for a folder with these tensors: where a quant_method
-    lists no unquantized linear, those that have no codes are taken for listed.
-
-    Source: vLLM's `maybe_update_config` of AWQ and GPTQ. Raises as family_of and quant_config_of.
-    """
+def _listed(config: Mapping[str, Any], modules: Sequence[str]) -> Config:
+    """Return a config.json that leaves modules out too, if its method can."""
     quantization = quantization_of(config)
-    method = METHODS.get(str(quantization.get("quant_method"))) if quantization else None
-    if method is None or not method.absent_key or quantization.get(method.absent_key):
+    leave_out = METHODS[quantization["quant_method"]].leave_out
+    if not modules or leave_out is None:
         return dict(config)
-    assert method.leave_out is not None, "it lists modules under a key"
-    specs = family_of(config).tensors.values()
-    plain = plain_linears(quant_config_of(quantization), specs, tensors)
-    return (
-        with_quantization(config, method.leave_out(quantization, plain)) if plain else dict(config)
-    )
+    return with_quantization(config, leave_out(quantization, modules))

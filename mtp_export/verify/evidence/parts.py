@@ -12,7 +12,7 @@ from mtp_checkpoints.errors import MtpExportError
 from mtp_checkpoints.families.signs import main_layers, mtp_modules
 from mtp_checkpoints.layouts import TARGETS
 from mtp_checkpoints.layouts.base import Target
-from mtp_checkpoints.quantization.absent import with_absent_listed
+from mtp_checkpoints.quantization.absent import as_engines_take
 from mtp_checkpoints.quantization.stored import StoredModel, stored_model
 from mtp_checkpoints.sources.byte_source import ByteSource, Place, local_path
 from mtp_checkpoints.tensors.bundle_folder import MAIN, MTP, RELEASED
@@ -91,7 +91,7 @@ def layout_of(part: Part, target: Target, main_layers: int) -> PartLayout:
     Raises what stored_model and stored_draft raise for a config that cannot be followed.
     """
     assert part.checkpoint is not None, "asked for a part that could not be opened"
-    config = with_absent_listed(part.checkpoint.config, part.checkpoint.tensors)
+    config = as_engines_take(part.checkpoint.config, part.checkpoint.tensors)
     if part.name == MAIN:
         return PartLayout(part.name, part.checkpoint, stored_model(config).main)
     stored = target.stored_draft(config, main_layers)

@@ -13,7 +13,7 @@ from mtp_checkpoints.containers.base import CONFIG_NAME, TensorInfo
 from mtp_checkpoints.errors import MtpExportError, UnsupportedError
 from mtp_checkpoints.formats import mixes_groups_with_fp8
 from mtp_checkpoints.layouts.base import DraftReading, Engine
-from mtp_checkpoints.quantization.absent import with_absent_listed
+from mtp_checkpoints.quantization.absent import with_absent_listed, with_projection_listed
 from mtp_checkpoints.quantization.mismatches import Mismatch
 from mtp_checkpoints.quantization.native import quantization_of
 from mtp_checkpoints.quantization.stored import StoredModel, StoredWeight
@@ -189,6 +189,12 @@ def _promised(weight: StoredWeight) -> str:
 def _draft_items(context: Context, layout: PartLayout) -> Iterator[Item]:
     """The draft compared with what each engine that reads it expects."""
     tensors = layout.checkpoint.tensors
+    of_main = {
+        kind.format.storage
+        for part in context.layouts
+        if part.name == MAIN
+        for kind in part.stored.kinds
+    }
     for engine in _readers(context):
         assert engine.draft_reading is not None, f"_readers returned {engine.name}"
         method = engine.draft_reading.method
@@ -200,9 +206,13 @@ def _draft_items(context: Context, layout: PartLayout) -> Iterator[Item]:
                 yield not_tested(name, "main/ is not there or cannot be opened")
                 continue
             config = context.main.config
-            if engine.draft_reading.finds_absent and not context.is_bundle:
+        if not context.is_bundle:
+            config = with_projection_listed(config, tensors)
+            if engine.draft_reading.finds_absent and context.main is not None:
                 config = with_absent_listed(config, {*context.main.tensors, *tensors})
-        yield _as_read(name, layout, quantization_of(config), engine.draft_reading)
+        unquantized = engine.draft_reading.unquantized_beside & of_main
+        quantization = None if unquantized else quantization_of(config)
+        yield _as_read(name, layout, quantization, engine.draft_reading)
 
 
 def _readers(context: Context) -> list[Engine]:

@@ -8,7 +8,7 @@ from typing import Any
 
 from mtp_checkpoints.containers.base import TensorInfo
 from mtp_checkpoints.errors import MtpExportError
-from mtp_checkpoints.families.base import FLOATS, TensorSpec
+from mtp_checkpoints.families.base import FLOATS, Role, TensorSpec
 from mtp_checkpoints.formats import UNQUANTIZED
 from mtp_checkpoints.quantization.method import modules_of
 from mtp_checkpoints.quantization.methods import METHODS, quant_config_of
@@ -33,11 +33,16 @@ def item(layout: PartLayout) -> Item:
         elif plain is False and weight.format is UNQUANTIZED:
             quantized.append(weight)
     problems = [*_lacking(layout, unquantized), *_too_many(layout, quantized)]
+    for weight in weights:
+        is_projection = weight.weight.role is Role.MTP_PROJECTION
+        if is_projection and _is_plain(weight, tensors) is False:
+            words = causes.projection_quantized(weight.weight.module)
+            problems.append(Problem(weight.tensors[0].name, words))
     return verdict("mtp: left out of quantization as stored", problems, f"{len(weights):,} weights")
 
 
 def _is_plain(weight: StoredWeight, tensors: Mapping[str, TensorInfo]) -> bool | None:
-    """Whether a matrix is stored unquantized; None for one that is not there in any form."""
+    """True for a matrix that is stored unquantized, None for one that is there in no form."""
     module = weight.tensors[0].name.rpartition(".")[0]
     tensor = tensors.get(f"{module}.weight")
     if tensor is not None:

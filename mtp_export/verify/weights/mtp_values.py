@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import product
 from typing import TYPE_CHECKING
 
 from mtp_checkpoints.families.base import Role
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
     from mtp_export.verify.context import Context
 
 _SAMPLES = 3  # ranges of BLOCK rows that are read of a linear: at its start, middle and end
+_BLOCK_ROWS = 32  # of a block of BLOCK columns: what shares a scale may be one row
 
 
 def run(context: Context) -> Iterator[Item]:
@@ -116,7 +118,7 @@ def _zeros(linears: Sequence[WeightOnDisk], workers: int) -> Item:
 
 
 def _zero_block(weight: WeightOnDisk) -> tuple[float, int, int]:
-    """The largest share of zeros among blocks of BLOCK columns, with its first row and column;
+    """The largest share of zeros among blocks [_BLOCK_ROWS, BLOCK], with its first row and column;
     values that cannot be decoded have none."""
     worst = (0.0, 0, 0)
     last = max(0, (weight.rows - 1) // BLOCK)
@@ -126,7 +128,9 @@ def _zero_block(weight: WeightOnDisk) -> tuple[float, int, int]:
             values = weight.encoded(start, min(start + BLOCK, weight.rows)).dequantize()
         except ValueError:  # value_checks says why
             return worst
-        for column in range(0, values.shape[1], BLOCK):
-            share = float((values[:, column : column + BLOCK] == 0).float().mean())
-            worst = max(worst, (share, start, column))
+        for row, column in product(
+            range(0, values.shape[0], _BLOCK_ROWS), range(0, values.shape[1], BLOCK)
+        ):
+            block = values[row : row + _BLOCK_ROWS, column : column + BLOCK]
+            worst = max(worst, (float((block == 0).float().mean()), start + row, column))
     return worst

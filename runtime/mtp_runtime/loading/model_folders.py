@@ -11,7 +11,7 @@ from mtp_checkpoints.errors import InvalidInputError
 from mtp_checkpoints.families import family_of
 from mtp_checkpoints.layouts import target_of_bundle
 from mtp_checkpoints.layouts.base import Target
-from mtp_checkpoints.quantization.absent import with_absent_listed
+from mtp_checkpoints.quantization.absent import as_engines_take
 from mtp_checkpoints.quantization.mismatches import compare
 from mtp_checkpoints.quantization.stored import StoredModel, StoredWeight, stored_model
 from mtp_checkpoints.sources.local_folder import LocalFolder
@@ -59,7 +59,7 @@ def open_folders(path: Path) -> list[ModelFolder]:
 
 def _whole(checkpoint: Checkpoint) -> ModelFolder:
     """Return a single folder as it is: main alone, or main and MTP."""
-    stored = stored_model(with_absent_listed(checkpoint.config, checkpoint.tensors))
+    stored = stored_model(as_engines_take(checkpoint.config, checkpoint.tensors))
     if checkpoint.tensors.keys() & stored.mtp.tensors.keys():
         return ModelFolder(checkpoint, stored)
     return ModelFolder(checkpoint, stored.main)

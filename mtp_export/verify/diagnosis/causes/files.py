@@ -104,6 +104,13 @@ def not_left_out(count: int, module: str, added: str) -> str:
     )
 
 
+def projection_quantized(module: str) -> str:
+    return (
+        f"{module} is stored quantized, and vLLM and SGLang build it as an unquantized linear: they"
+        " cannot load it. Leave it out when quantizing, or graft the original's layer"
+    )
+
+
 def left_out_though_quantized(count: int, module: str, entry: str) -> str:
     """entry: what leaves it out, "" where that is not one entry."""
     blame = f" ({entry})" if entry else ""
