@@ -37,7 +37,7 @@ from mtp_checkpoints.quantization.native import (
 if TYPE_CHECKING:
     import torch
 
-_WEIGHT = ".weight"
+_WEIGHT, _BIAS = ".weight", ".bias"
 _IN_CHANNELS = {Unquantized.storage, Fp8Channel.storage}
 _TABLES = (Role.EMBEDDING, Role.HEAD)
 _layout_of = attrgetter("dtype", "shape")
@@ -317,6 +317,8 @@ def _stored(
     kinds: dict[tuple[object, ...], WeightKind] = {}
     for spec in specs:
         layer, expert, tail = _split_at_expert(rename(spec.name))
+        if (weight := formats.get(tail.removesuffix(_BIAS))) and tail.endswith(_BIAS):
+            spec = spec._replace(dtypes=(*spec.dtypes, *weight.bias_dtypes))
         key = layer, tail, spec[1:]
         kind = kinds.get(key)
         if kind is None:

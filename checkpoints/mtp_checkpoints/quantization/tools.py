@@ -31,10 +31,10 @@ class Habit:
     words: str
 
 
-# llm-compressor leaves compressed-tensors' version alone, 0.20.0 beside its own 0.14.0.1.
+# llm-compressor leaves compressed-tensors' version alone: 0.19.0 is what its 0.14.0.1 asks for.
 HABITS: dict[str, Habit] = {
     "llm-compressor": Habit(
-        ("0.20.0",),
+        ("0.19.0", "0.20.0"),
         "llm-compressor 0.14 saves no MTP layer of models that transformers loads without it, and"
         " ends with exit code 0",
     ),

@@ -11,14 +11,17 @@ from typing import Any
 import pytest
 
 from cases import MTP_LAYER, export, make_checkpoint, quantize, read_json, read_tensors
+from mtp_checkpoints.dtypes import DType
 from mtp_checkpoints.errors import InvalidInputError, UnsupportedError
 from mtp_checkpoints.families import family_of
 from mtp_checkpoints.formats import W4AFp8
 from mtp_checkpoints.layouts import TARGETS, target_of
 from mtp_checkpoints.quantization.mismatches import StoredTensor, compare
+from mtp_checkpoints.quantization.native import QUANTIZATION
 from mtp_checkpoints.quantization.stored import StoredModel, stored_model
 from mtp_checkpoints.tensors.reader import Checkpoint
 from quantize_rows import BF16, CONFIGS, NATIVE, ROWS, Part, linears, pair
+from quantized_by_others import METHODS
 
 STORAGE = {
     "bf16": "bf16",
@@ -32,6 +35,7 @@ STORAGE = {
 # w3 to w13 and w2 to w2; make_expert_params_mapping has w1 for gate, w2 for down, w3 for up.
 SGLANG_INPUT_SCALE = {"gate_proj": "w1", "down_proj": "w2", "up_proj": "w3"}
 LAYER = f"model.layers.{MTP_LAYER}"
+FIXTURES = Path(__file__).resolve().parents[3] / "fixtures"
 
 
 def check_folder(folder: Path, stored: StoredModel, part: Part, source: Path) -> None:
@@ -277,3 +281,15 @@ def test_pairs_outside_the_table(
         stored = stored_model(read_json(output / part / "config.json"))
         promised = (stored.main if part == "main" else stored.mtp).tensors.values()
         assert compare(Checkpoint.open(output / part).tensors, promised) == []
+
+
+@pytest.mark.parametrize(("name", "accepted"), [("auto-round", True), ("fp8", False)])
+def test_biases_in_float16_beside_integers(name: str, accepted: bool) -> None:
+    """AutoRound stores the biases of its linears so in a model of bf16."""
+    config = read_json(FIXTURES / "glm4-moe-tiny/config.json")
+    stored = stored_model({**config, QUANTIZATION: METHODS[name].config})
+    bias = stored.tensors["model.layers.0.self_attn.q_proj.bias"]
+    assert (DType.F16 in bias.dtypes) is accepted
+    assert bias.dtypes[0] is DType.BF16
+    norm = stored.tensors["model.layers.0.self_attn.q_norm.weight"]
+    assert DType.F16 not in norm.dtypes
