@@ -31,7 +31,11 @@ def page() -> str:
 
 def runs_without_fault(engines: dict[str, Any]) -> dict[str, Any]:
     """Return the measured runs into which no fault was planted."""
-    return {name: run for name, run in engines["measured"].items() if "vllm_change" not in run}
+    return {
+        name: run
+        for name, run in engines["measured"].items()
+        if "vllm" in run and "vllm_change" not in run
+    }
 
 
 def test_the_table_of_acceptance(engines: dict[str, Any], page: str) -> None:
@@ -45,6 +49,24 @@ def test_the_table_of_acceptance(engines: dict[str, Any], page: str) -> None:
     assert len(rows) == 6
     for row in rows:
         assert row in page
+
+
+def test_the_table_of_golden_files(page: str) -> None:
+    facts = results("engines_golden.json")
+    titles = {
+        "golden, float32": "in float32",
+        "golden, bfloat16": "in bfloat16",
+        "golden, concatenation reversed": "in float32, halves of `eh_proj` exchanged",
+    }
+    size = f"{facts['prompts']} prompts x {facts['output_tokens']} tokens"
+    assert f"{size}, 3 drafts per step, commit {facts['hardware']['commit'][:12]}" in page
+    assert set(facts["measured"]) == set(titles)
+    for name, run in facts["measured"].items():
+        margin = f" {max(run['margins']):.2f}" if run["margins"] else ""
+        theirs = ", ".join(f"{share:.3f}" for share in run["accepted"])
+        golden = ", ".join(f"{share['value']:.3f}" for share in run["golden"])
+        differ = f"{len(run['margins'])} of {facts['prompts']}"
+        assert f"| {titles[name]} | {differ} |{margin} | {theirs} | {golden} |" in page
 
 
 def test_the_table_of_other_families(page: str) -> None:

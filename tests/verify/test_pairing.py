@@ -75,11 +75,13 @@ def test_a_main_model_that_was_exchanged(bundle: Path, tmp_path: Path) -> None:
     items = items_of(bundle)
     assert {MAIN} < failed(items) and items[PAIR]["status"] == "pass"
     assert "is not the one that was exported" in items[MAIN]["cause"]
+    assert items[MAIN]["subject"] == "main"
     # As somebody would put a bundle together: main and manifest of one, the draft of another.
     shutil.copy(other / "mtp_export.json", bundle)
     items = items_of(bundle)
     assert PAIR in failed(items) and items[MAIN]["status"] == "pass"
     assert "the draft was made with the main model" in items[PAIR]["cause"]
+    assert items[PAIR]["subject"] == "mtp"
     assert "`mtp-export graft` pairs the two" in items[PAIR]["cause"]
 
 
